@@ -1,0 +1,2 @@
+-- Only for tests: production schemas go forward.
+DROP SCHEMA river CASCADE;

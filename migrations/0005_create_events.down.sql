@@ -1,0 +1,12 @@
+DROP TRIGGER operations_events ON operations;
+DROP TRIGGER checkpoints_events ON checkpoints;
+DROP TRIGGER checkpoints_begin_events ON checkpoints;
+DROP TRIGGER workspaces_events ON workspaces;
+DROP TRIGGER workspaces_begin_events ON workspaces;
+DROP FUNCTION coppice_operation_events();
+DROP FUNCTION coppice_checkpoint_events();
+DROP FUNCTION coppice_workspace_events();
+DROP FUNCTION coppice_tidy_events(interval);
+DROP TABLE events;
+DROP SEQUENCE events_floor;
+DROP SEQUENCE events_id_seq;

@@ -1,0 +1,21 @@
+DROP TRIGGER sessions_audit ON sessions;
+DROP TRIGGER attach_tokens_audit ON attach_tokens;
+DROP TRIGGER ports_audit ON ports;
+DROP TRIGGER runner_identities_audit ON runner_identities;
+DROP TRIGGER runner_tokens_audit ON runner_tokens;
+DROP TRIGGER quotas_audit ON quotas;
+DROP TRIGGER retention_policies_audit ON retention_policies;
+DROP TRIGGER runners_audit ON runners;
+DROP TRIGGER api_keys_audit ON api_keys;
+DROP TRIGGER projects_audit ON projects;
+DROP TRIGGER operations_audit ON operations;
+DROP TRIGGER operations_begin_audit ON operations;
+DROP TRIGGER checkpoints_audit ON checkpoints;
+DROP TRIGGER checkpoints_begin_audit ON checkpoints;
+DROP TRIGGER workspaces_audit ON workspaces;
+DROP TRIGGER workspaces_begin_audit ON workspaces;
+ALTER TABLE operations DROP COLUMN actor, DROP COLUMN source, DROP COLUMN action;
+DROP FUNCTION coppice_audit_row(), coppice_audit_operations(), coppice_audit_checkpoints(), coppice_audit_workspaces(), coppice_make_audit_partitions(),
+    coppice_seal_audit(), coppice_audit_hash(text, xid8, xid8, bytea), coppice_origin(integer);
+DROP FUNCTION coppice_audit_text(audit_records);
+DROP TABLE audit_seals, audit_records;
