@@ -1,0 +1,302 @@
+// Package runnerapi is the wire between controller and runner: JSON over HTTP. It holds the request and response
+// types and the paths, for both directions, and nothing that runs. Runners register and heartbeat to the controller;
+// the controller dials runners for work. Both ends are built from one commit; fields are added, never renamed.
+package runnerapi
+
+import (
+	"net/netip"
+	"time"
+
+	"github.com/coppice-dev/coppice/core"
+)
+
+// Version is the protocol version. A runner whose version differs from the controller's is refused at registration.
+//
+//	1  2026-11-21  first version
+const Version = 1
+
+// Paths served by a runner. {id} is a sandbox or checkpoint id.
+const (
+	PathInfo              = "/v1/info"                           // GET -> Info
+	PathImages            = "/v1/images"                         // GET -> Images
+	PathTemplates         = "/v1/templates"                      // POST Template -> Checkpoint: boot an image once and capture it
+	PathForks             = "/v1/forks"                          // POST Fork -> ForkResult
+	PathSandboxes         = "/v1/sandboxes"                      // GET -> Sandboxes
+	PathSandbox           = "/v1/sandboxes/{id}"                 // GET -> Sandbox, DELETE (idempotent)
+	PathSandboxCheckpoint = "/v1/sandboxes/{id}/checkpoints"     // POST Capture -> Checkpoint
+	PathSandboxPorts      = "/v1/sandboxes/{id}/ports"           // POST Port -> Port
+	PathSandboxPort       = "/v1/sandboxes/{id}/ports/{port_id}" // DELETE
+	PathSandboxConsole    = "/v1/sandboxes/{id}/console"         // GET -> text/plain, the console's tail
+	PathSandboxGuest      = "/v1/sandboxes/{id}/guest/*"         // reverse proxy to the guest agent's public routes (sessions, files, processes)
+	PathCheckpoints       = "/v1/checkpoints"                    // GET -> Checkpoints
+	PathCheckpoint        = "/v1/checkpoints/{id}"               // GET -> Checkpoint, DELETE (idempotent)
+)
+
+// Paths served by the controller to runners.
+const (
+	PathRegister  = "/internal/v1/runners/register"       // POST Register -> Registered
+	PathHeartbeat = "/internal/v1/runners/{id}/heartbeat" // POST Heartbeat -> Heartbeated
+	PathRenew     = "/internal/v1/runners/{id}/renew"     // POST Renew -> Renewed: the next certificate
+	PathJoin      = "/internal/v1/join"                   // POST Join -> Joined: the only one that takes no certificate
+)
+
+// The headers that say for which request and operation the controller asks. They are for the log.
+const (
+	HeaderRequest   = "X-Request-Id"
+	HeaderOperation = "Coppice-Operation-Id"
+)
+
+// Paths of a runner's data plane, which is for users: they bring a pass.
+const (
+	PathDataHealth = "/healthz"        // GET, open to all
+	PathDataAttach = "/v1/data/attach" // GET, WebSocket, as the API's /v1/attach
+	PathDataFiles  = "/v1/data/files"  // GET, HEAD, PUT, DELETE, as the API's /v1/workspaces/{id}/files
+)
+
+// RunnerClass is what a checkpoint needs of a host; a fork goes only to a runner whose class is equal.
+type RunnerClass struct {
+	Arch        string `json:"arch"`        // GOARCH
+	Accelerator string `json:"accelerator"` // tcg or kvm
+	CPUModel    string `json:"cpu_model"`   // the VMM's CPU model and the flags that the guest sees
+	VMM         string `json:"vmm"`         // qemu, cloud-hypervisor or fake
+	VMMVersion  string `json:"vmm_version"` // upstream version, without the distribution's patch level
+	MachineType string `json:"machine_type"`
+}
+
+// Info is what a runner says of itself.
+type Info struct {
+	RunnerID   core.RunnerID `json:"runner_id"`
+	Version    int           `json:"version"`
+	Hostname   string        `json:"hostname"`
+	Class      RunnerClass   `json:"class"`
+	Capacity   Capacity      `json:"capacity"`
+	Allocated  Capacity      `json:"allocated"`
+	StartedAt  time.Time     `json:"started_at"`
+	KVM        string        `json:"kvm"` // why KVM is or is not used, for people
+	DiskFreeMB int64         `json:"disk_free_mb"`
+}
+
+// Capacity bounds what a runner takes on.
+type Capacity struct {
+	Sandboxes int `json:"sandboxes"`
+	VCPUs     int `json:"vcpus"`
+	MemoryMiB int `json:"memory_mib"`
+}
+
+// Image is a guest image that the runner has.
+type Image struct {
+	Name      string      `json:"name"`
+	Digest    core.Digest `json:"digest"`
+	SizeBytes int64       `json:"size_bytes"`
+	CreatedAt time.Time   `json:"created_at"`
+}
+
+// Images is the answer of PathImages.
+type Images struct {
+	Images []Image `json:"images"`
+}
+
+// Template asks for the template checkpoint of an image and shape: boot once, capture when the agent is ready and
+// idle. Repeating it with the same CheckpointID returns the checkpoint that is there.
+type Template struct {
+	CheckpointID core.CheckpointID `json:"checkpoint_id"`
+	Image        core.Digest       `json:"image"`
+	Resources    core.Resources    `json:"resources"`
+}
+
+// Checkpoint is a checkpoint as the runner holds it.
+type Checkpoint struct {
+	ID               core.CheckpointID   `json:"id"`
+	Parent           core.CheckpointID   `json:"parent,omitempty"`
+	Image            core.Digest         `json:"image"`
+	Class            RunnerClass         `json:"class"`
+	Resources        core.Resources      `json:"resources"`
+	Base             core.BaseID         `json:"base"`
+	DeltaBytes       int64               `json:"delta_bytes"`        // private memory pages since the base
+	DeviceStateBytes int64               `json:"device_state_bytes"` //
+	DiskBytes        int64               `json:"disk_bytes"`         // allocated bytes of the overlay, shared extents counted in full
+	PauseMS          float64             `json:"pause_ms"`           // how long the sandbox did not run; 0 for a template
+	Timings          []core.Timing       `json:"timings"`
+	ParentReseal     []core.ResealStep   `json:"parent_reseal,omitempty"` // what the captured sandbox itself got anew before its thaw
+	Processes        []core.StaleProcess `json:"stale_prng_processes,omitempty"`
+	CreatedAt        time.Time           `json:"created_at"`
+}
+
+// Checkpoints is the answer of PathCheckpoints.
+type Checkpoints struct {
+	Checkpoints []Checkpoint `json:"checkpoints"`
+}
+
+// Capture asks for a checkpoint of a running sandbox. Repeating it with the same CheckpointID returns the
+// checkpoint that is there.
+type Capture struct {
+	CheckpointID core.CheckpointID `json:"checkpoint_id"`
+	Stop         bool              `json:"stop,omitempty"` // the sandbox ends with it: it does not run after the captured instant
+}
+
+// Fork asks for sandboxes grown from one checkpoint. Children succeed or fail one by one.
+type Fork struct {
+	CheckpointID core.CheckpointID `json:"checkpoint_id"`
+	Children     []Child           `json:"children"`
+}
+
+// Child is one sandbox to be grown. Repeating a fork with the same SandboxID returns the sandbox that is there.
+type Child struct {
+	SandboxID   core.SandboxID    `json:"sandbox_id"`
+	WorkspaceID core.WorkspaceID  `json:"workspace_id"`
+	Epoch       int64             `json:"epoch"`
+	Identity    core.Identity     `json:"identity"`
+	Egress      core.EgressPolicy `json:"egress_policy"`
+	Env         map[string]string `json:"env,omitempty"`      // replaces the environment of sessions started from now on
+	DiskGiB     int               `json:"disk_gib,omitempty"` // grow the overlay to this size; 0 keeps it
+}
+
+// ForkResult has one entry per asked child, in order.
+type ForkResult struct {
+	Children []ChildResult `json:"children"`
+}
+
+// ChildResult says what became of a child. Either Sandbox or Problem is set. A child with a Problem left nothing
+// behind on the runner.
+type ChildResult struct {
+	SandboxID core.SandboxID     `json:"sandbox_id"`
+	Sandbox   *Sandbox           `json:"sandbox,omitempty"`
+	Reseal    *core.ResealReport `json:"reseal,omitempty"` // also there when a reseal step failed
+	Timings   []core.Timing      `json:"timings,omitempty"`
+	Problem   *Problem           `json:"problem,omitempty"`
+}
+
+// SandboxState is what a runner knows of a sandbox.
+type SandboxState string
+
+// The states of a sandbox on its runner.
+const (
+	SandboxStarting    SandboxState = "starting"
+	SandboxQuarantined SandboxState = "quarantined"
+	SandboxReady       SandboxState = "ready"
+	SandboxPaused      SandboxState = "paused"
+	SandboxDead        SandboxState = "dead" // its VMM ended by itself; everything of it has been taken down
+)
+
+// Sandbox is one running VM.
+type Sandbox struct {
+	ID          core.SandboxID    `json:"id"`
+	WorkspaceID core.WorkspaceID  `json:"workspace_id"`
+	Epoch       int64             `json:"epoch"`
+	State       SandboxState      `json:"state"`
+	Checkpoint  core.CheckpointID `json:"checkpoint"` // forked from, restored to or last captured as
+	Identity    core.Identity     `json:"identity"`
+	Resources   core.Resources    `json:"resources"`
+	StartedAt   time.Time         `json:"started_at"`
+	Exit        string            `json:"exit,omitempty"` // for a dead one: how its VMM ended, with the console's tail
+}
+
+// Sandboxes is the answer of PathSandboxes.
+type Sandboxes struct {
+	Sandboxes []Sandbox `json:"sandboxes"`
+}
+
+// Port forwards connections from an address of the host to a port of the guest.
+type Port struct {
+	ID        core.PortID    `json:"id"`
+	GuestPort int            `json:"guest_port"`
+	Listen    netip.AddrPort `json:"listen"` // port 0 picks a free one; the answer has the real one
+}
+
+// Problem is an error on the wire.
+type Problem struct {
+	Category core.Category `json:"category"`
+	Code     core.Code     `json:"code"`
+	Message  string        `json:"message"`
+}
+
+// Err turns a problem back into an error.
+func (p *Problem) Err() error {
+	if p == nil {
+		return nil
+	}
+	return core.Errorf(p.Category, p.Code, "%s", p.Message)
+}
+
+// ProblemOf is the wire form of err, with the text that a caller may see.
+func ProblemOf(err error) *Problem {
+	if err == nil {
+		return nil
+	}
+	return &Problem{Category: core.CategoryOf(err), Code: core.CodeOf(err), Message: core.MessageOf(err)}
+}
+
+// Register announces a runner and where the controller reaches it.
+type Register struct {
+	Info     Info   `json:"info"`
+	Endpoint string `json:"endpoint"`           // https://host:port, or http://host:port or unix:/path with a shared secret
+	DataURL  string `json:"data_url,omitempty"` // https://host:port of the data plane, if users can reach one
+	// OwnDataCert says that the data plane shows the runner's own certificate, so that users need the cluster's authority.
+	OwnDataCert bool `json:"own_data_cert,omitempty"`
+}
+
+// Registered tells a runner its lease.
+type Registered struct {
+	ClusterID  string  `json:"cluster_id"`
+	LeaseEpoch int64   `json:"lease_epoch"`
+	TTLSeconds float64 `json:"ttl_seconds"` // heartbeat at a third of this
+	// FenceSeconds is how long the runner's sandboxes live without an answered message; see Heartbeated.
+	FenceSeconds float64 `json:"fence_seconds"`
+	// PassKeys are the Ed25519 keys whose passes the data plane takes.
+	PassKeys [][]byte `json:"pass_keys,omitempty"`
+}
+
+// Join asks for a runner's first certificate.
+type Join struct {
+	Token              string `json:"token"`
+	CertificateRequest []byte `json:"certificate_request"` // PKCS#10; only its key counts
+}
+
+// Joined says who the runner is. Certificates are X.509 in DER.
+type Joined struct {
+	RunnerID    core.RunnerID `json:"runner_id"`
+	ClusterID   string        `json:"cluster_id"`
+	Certificate []byte        `json:"certificate"`
+	Authority   []byte        `json:"authority"`
+}
+
+// Renew asks for the next certificate of the runner that shows the present one.
+type Renew struct {
+	CertificateRequest []byte `json:"certificate_request"`
+}
+
+// Renewed has it.
+type Renewed struct {
+	Certificate []byte `json:"certificate"`
+}
+
+// Heartbeat reports what runs. A sandbox in state dead is reported until a heartbeat with it was answered.
+type Heartbeat struct {
+	LeaseEpoch  int64               `json:"lease_epoch"`
+	Info        Info                `json:"info"`
+	Sandboxes   []Sandbox           `json:"sandboxes"`
+	Checkpoints []core.CheckpointID `json:"checkpoints"`
+	DataKeys    []core.KeyID        `json:"data_keys,omitempty"` // API keys with whose passes the data plane was used lately
+	DataUsed    []core.WorkspaceID  `json:"data_used,omitempty"` // workspaces that it has served since the last heartbeat, or serves
+	Usage       []Usage             `json:"usage,omitempty"`
+}
+
+// Usage is what a sandbox has used since its start. One that ended is reported until a heartbeat with it was answered.
+type Usage struct {
+	SandboxID     core.SandboxID `json:"sandbox_id"`
+	CPUSeconds    float64        `json:"cpu_seconds"`
+	SentBytes     int64          `json:"sent_bytes"` // by the guest
+	ReceivedBytes int64          `json:"received_bytes"`
+	Ended         bool           `json:"ended,omitempty"`
+}
+
+// Heartbeated extends the lease and names what the runner holds although the controller has no live row for it.
+//
+// A heartbeat of a lease that was given up is answered with RUNNER_LOST: the runner ends all its sandboxes before it registers again.
+type Heartbeated struct {
+	TTLSeconds      float64             `json:"ttl_seconds"`
+	FenceSeconds    float64             `json:"fence_seconds"` // from the beginning of the last answered message on; the controller waits longer
+	DropSandboxes   []core.SandboxID    `json:"drop_sandboxes,omitempty"`
+	DropCheckpoints []core.CheckpointID `json:"drop_checkpoints,omitempty"`
+	EndedKeys       []core.KeyID        `json:"ended_keys,omitempty"` // of DataKeys: what was begun with them must end
+}
