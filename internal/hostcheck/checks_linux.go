@@ -1,0 +1,294 @@
+package hostcheck
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"os/user"
+	"path/filepath"
+	"regexp"
+	"runtime"
+	"slices"
+	"strconv"
+	"strings"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/images"
+	"github.com/coppice-dev/coppice/internal/pgcluster"
+	"github.com/coppice-dev/coppice/internal/sparse"
+	"github.com/coppice-dev/coppice/runner/memory"
+)
+
+const (
+	cureRoot  = "run it as root: sudo coppice doctor"
+	cureSetup = "make setup"
+)
+
+// Checks returns every check, what matters most first.
+func Checks(cfg Config) []Check {
+	f := files{proc: "/proc", sys: "/sys", dev: "/dev"}
+	return []Check{
+		root,
+		qemu,
+		f.kvm(cfg.KVM),
+		cloudHypervisor,
+		networkNamespaces,
+		rules,
+		tap,
+		f.vhostVsock,
+		pageScan,
+		f.reflink(cfg.DataDir),
+		diskSpace(cfg.DataDir),
+		f.cgroups,
+		f.swap,
+		f.samePageMerging,
+		postgres(cfg.PGBin),
+		imageTools,
+	}
+}
+
+// files is where the kernel's files are; tests have their own.
+type files struct{ proc, sys, dev string }
+
+func root(context.Context) Result {
+	const name = "root"
+	if os.Geteuid() == 0 {
+		return ok(name, "running as root; VMs and PostgreSQL run as users of their own")
+	}
+	return fail(name, cureRoot, "namespaces, taps and the VMs' own users need root; what follows was tried as user %d", os.Geteuid())
+}
+
+var qemuVersion = regexp.MustCompile(`version (\d+)\.(\d+)\.(\d+)`)
+
+func qemu(ctx context.Context) Result {
+	const name = "qemu"
+	program := "qemu-system-x86_64"
+	if runtime.GOARCH == "arm64" {
+		program = "qemu-system-aarch64"
+	}
+	out, err := exec.CommandContext(ctx, program, "--version").Output()
+	if err != nil {
+		return fail(name, cureSetup+", or apt-get install --no-install-recommends qemu-system-x86", "%s does not run: %s", program, cause(err))
+	}
+	return judgeQEMU(string(out))
+}
+
+func judgeQEMU(printed string) Result {
+	const name = "qemu"
+	m := qemuVersion.FindStringSubmatch(printed)
+	if m == nil {
+		return fail(name, cureSetup, "it says no version that is known: %q", core.Clip(printed))
+	}
+	major, _ := strconv.Atoi(m[1]) // digits, by the expression
+	minor, _ := strconv.Atoi(m[2])
+	version := strings.Join(m[1:4], ".")
+	const newer = "QEMU 8.2 or later; on Debian 12 that is in the backports suite, on Debian 13 the ordinary one"
+	switch {
+	case major < 7 || major == 7 && minor < 2:
+		return fail(name, newer, "%s; 7.2 is the oldest that works", version)
+	case major < 8 || major == 8 && minor < 2:
+		return warn(name, newer, "%s opens a base image for writing even to read it; bases are kept in sealed memory instead of files, which costs their size in RAM", version)
+	}
+	return ok(name, "%s maps base images from files that it cannot write", version)
+}
+
+func (f files) kvm(probe func(context.Context) (string, error)) Check {
+	const name = "kvm"
+	const cure = "none needed; for speed, use a machine (or an instance type with nested virtualisation) whose KVM works"
+	return func(ctx context.Context) Result {
+		if _, err := os.Stat(filepath.Join(f.dev, "kvm")); err != nil {
+			return warn(name, cure, "no /dev/kvm; VMs run under TCG, several times slower")
+		}
+		if probe == nil {
+			return warn(name, "coppice image build", "/dev/kvm is there, which proves nothing, and there is no image yet to boot under it; until then VMs run under TCG")
+		}
+		detail, err := probe(ctx)
+		if err != nil {
+			return warn(name, cure, "/dev/kvm is there, but a guest does not boot under it (%s); VMs run under TCG, several times slower", cause(err))
+		}
+		return ok(name, "a guest booted under KVM: %s", detail)
+	}
+}
+
+func cloudHypervisor(ctx context.Context) Result {
+	const name = "cloud-hypervisor"
+	out, err := exec.CommandContext(ctx, name, "--version").Output()
+	if err != nil {
+		return warn(name, "none needed; v53.0 or later where KVM works", "not installed; QEMU is used")
+	}
+	return ok(name, "%s", core.Clip(strings.TrimSpace(string(out))))
+}
+
+func (f files) vhostVsock(context.Context) Result {
+	const name = "vhost-vsock"
+	const cure = "none needed; modprobe vhost_vsock where the kernel has it"
+	fd, err := unix.Open(filepath.Join(f.dev, "vhost-vsock"), unix.O_RDWR|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return warn(name, cure, "/dev/vhost-vsock cannot be opened (%v); guests are reached over a serial port instead", err)
+	}
+	_ = unix.Close(fd)
+	return ok(name, "/dev/vhost-vsock can be opened")
+}
+
+func pageScan(context.Context) Result {
+	const name = "page-scan"
+	if memory.ScanMethod() == memory.MethodPagemapScan {
+		return ok(name, "the kernel lists written pages by ioctl PAGEMAP_SCAN")
+	}
+	return warn(name, "Linux 6.7 or later", "ioctl PAGEMAP_SCAN does not work; written pages are found by reading /proc/PID/pagemap, which takes longer in a pause")
+}
+
+func (f files) reflink(dataDir string) Check {
+	const name = "reflink"
+	return func(context.Context) Result {
+		dir, err := nearest(dataDir)
+		if err != nil {
+			return fail(name, "choose a data directory that can be made", "%s: %s", dataDir, cause(err))
+		}
+		can, err := sparse.CanReflink(dir)
+		switch {
+		case err != nil:
+			return fail(name, cureOf(err, "make the data directory writable, or choose another with --data-dir"), "%s: %s", dir, cause(err))
+		case can:
+			return ok(name, "files in %s share extents", dir)
+		}
+		var missing []string
+		if _, err := exec.LookPath("mkfs.xfs"); err != nil {
+			missing = append(missing, "mkfs.xfs")
+		}
+		if _, err := os.Stat(filepath.Join(f.dev, "loop-control")); err != nil {
+			missing = append(missing, "/dev/loop-control")
+		}
+		if len(missing) == 0 {
+			return warn(name, "none needed; or a data directory on XFS or btrfs", "files in %s share no extents; coppice dev puts an XFS in a file there and mounts it", dir)
+		}
+		return warn(name, cureSetup+", or a data directory on XFS or btrfs", "files in %s share no extents and without %s there can be no XFS in a file; disks are copied at every checkpoint and fork", dir, strings.Join(missing, " and "))
+	}
+}
+
+// nearest returns the directory itself or the closest one above it that exists.
+func nearest(dir string) (string, error) {
+	dir, err := filepath.Abs(dir)
+	if err != nil {
+		return "", err
+	}
+	for {
+		fi, err := os.Stat(dir)
+		switch {
+		case err == nil && fi.IsDir():
+			return dir, nil
+		case err == nil:
+			return "", fmt.Errorf("%s is not a directory", dir)
+		case !errors.Is(err, os.ErrNotExist) || dir == "/":
+			return "", err
+		}
+		dir = filepath.Dir(dir)
+	}
+}
+
+const (
+	leastDisk = 4 << 30
+	fairDisk  = 16 << 30
+)
+
+func diskSpace(dataDir string) Check {
+	return func(context.Context) Result {
+		const name = "disk"
+		dir, err := nearest(dataDir)
+		if err != nil {
+			return fail(name, "choose a data directory that can be made", "%s: %s", dataDir, cause(err))
+		}
+		var st unix.Statfs_t
+		if err := unix.Statfs(dir, &st); err != nil {
+			return fail(name, "choose another data directory with --data-dir", "%s: %v", dir, err)
+		}
+		return judgeDisk(dir, st.Bavail*uint64(st.Bsize)) //nolint:gosec // G115: a block size
+	}
+}
+
+func judgeDisk(dir string, free uint64) Result {
+	const name = "disk"
+	switch {
+	case free < leastDisk:
+		return fail(name, "free some space, or choose another data directory with --data-dir", "%s free in %s; an image and a few checkpoints need %s", gib(free), dir, gib(leastDisk))
+	case free < fairDisk:
+		return warn(name, "free some space, or choose another data directory with --data-dir", "%s free in %s; a big tree may need more", gib(free), dir)
+	}
+	return ok(name, "%s free in %s", gib(free), dir)
+}
+
+func (f files) cgroups(context.Context) Result {
+	const name = "cgroup-v2"
+	const cure = "none needed on a trusted host; boot with systemd.unified_cgroup_hierarchy=1"
+	raw, err := os.ReadFile(filepath.Join(f.sys, "fs", "cgroup", "cgroup.controllers"))
+	if err != nil {
+		return warn(name, cure, "no unified hierarchy at /sys/fs/cgroup; a sandbox's processor and memory are bounded by its VM alone")
+	}
+	have := strings.Fields(string(raw))
+	var missing []string
+	for _, c := range []string{"cpu", "memory", "pids"} {
+		if !slices.Contains(have, c) {
+			missing = append(missing, c)
+		}
+	}
+	if len(missing) > 0 {
+		return warn(name, cure, "controllers missing: %s; a sandbox's processor and memory are bounded by its VM alone", strings.Join(missing, " "))
+	}
+	return ok(name, "controllers %s", strings.Join(have, " "))
+}
+
+func (f files) swap(context.Context) Result {
+	const name = "swap"
+	raw, err := os.ReadFile(filepath.Join(f.proc, "swaps"))
+	if err != nil {
+		return warn(name, "none", "cannot tell: %s", cause(err))
+	}
+	if lines := strings.Split(strings.TrimSpace(string(raw)), "\n"); len(lines) > 1 {
+		return warn(name, "swapoff -a, or encrypted swap", "%d swap areas: guests' memory may reach a disk in clear, and a pause waits for what was swapped out", len(lines)-1)
+	}
+	return ok(name, "none")
+}
+
+func (f files) samePageMerging(context.Context) Result {
+	const name = "ksm"
+	raw, err := os.ReadFile(filepath.Join(f.sys, "kernel", "mm", "ksm", "run"))
+	if err != nil {
+		return ok(name, "the kernel has none")
+	}
+	if strings.TrimSpace(string(raw)) == "1" {
+		return warn(name, "echo 2 > /sys/kernel/mm/ksm/run", "the kernel merges equal pages, so that one guest can tell by timing what another has in memory")
+	}
+	return ok(name, "off")
+}
+
+func postgres(hint string) Check {
+	const name = "postgres"
+	return func(ctx context.Context) Result {
+		bins, err := pgcluster.Find(ctx, hint)
+		if err != nil {
+			return fail(name, cureSetup, "%s", core.MessageOf(err))
+		}
+		if _, err := user.Lookup("postgres"); err != nil && os.Geteuid() == 0 {
+			return fail(name, cureSetup, "PostgreSQL %s is there, but no user postgres to run it", bins.Version)
+		}
+		return ok(name, "%s in %s", bins.Version, filepath.Dir(bins.Postgres))
+	}
+}
+
+func imageTools(context.Context) Result {
+	const name = "image-tools"
+	var names, packages []string
+	for _, p := range images.MissingPrograms() {
+		names = append(names, p.Name)
+		packages = append(packages, p.Package)
+	}
+	if len(names) == 0 {
+		return ok(name, "everything that builds an image is there")
+	}
+	slices.Sort(packages)
+	return fail(name, cureSetup+", or apt-get install --no-install-recommends "+strings.Join(slices.Compact(packages), " "), "missing: %s", strings.Join(names, " "))
+}

@@ -1,0 +1,15 @@
+//go:build !linux
+
+package hostcheck
+
+import (
+	"context"
+	"runtime"
+)
+
+// Checks returns one check, which says that servers run on Linux only.
+func Checks(Config) []Check {
+	return []Check{func(context.Context) Result {
+		return fail("linux", "use a Linux machine for the servers; the client commands work here", "this is %s", runtime.GOOS)
+	}}
+}

@@ -1,0 +1,176 @@
+//go:build linux
+
+package hostcheck
+
+import (
+	"context"
+	"errors"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+	"golang.org/x/sys/unix"
+
+	"github.com/coppice-dev/coppice/internal/require"
+)
+
+func TestRun(t *testing.T) {
+	t.Parallel()
+	good := func(context.Context) Result { return ok("good", "fine") }
+	soso := func(context.Context) Result { return warn("so-so", "a cure", "less") }
+	bad := func(context.Context) Result { return fail("bad", "a cure", "not") }
+	for _, c := range []struct {
+		checks []Check
+		want   bool
+	}{{nil, true}, {[]Check{good, soso}, true}, {[]Check{bad, good}, false}} {
+		report, err := Run(t.Context(), c.checks)
+		if err != nil || report.OK != c.want || len(report.Checks) != len(c.checks) {
+			t.Errorf("got %+v, %v; want ok %v", report, err, c.want)
+		}
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	if _, err := Run(ctx, []Check{good}); !errors.Is(err, context.Canceled) {
+		t.Errorf("got %v, want %v", err, context.Canceled)
+	}
+}
+
+// TestThisHost performs the real checks. Those that the tests of this project need anyway must pass.
+func TestThisHost(t *testing.T) {
+	t.Parallel()
+	require.Root(t)
+	report, err := Run(t.Context(), Checks(Config{DataDir: filepath.Join(t.TempDir(), "not", "yet"), PGBin: os.Getenv("PGBIN")}))
+	if err != nil {
+		t.Fatal(err)
+	}
+	seen := map[string]Status{}
+	for _, r := range report.Checks {
+		t.Logf("%s %s: %s", r.Status, r.Name, r.Detail)
+		if _, twice := seen[r.Name]; twice || r.Name == "" || r.Detail == "" || (r.Cure == "") != (r.Status == OK) {
+			t.Errorf("bad or repeated result %+v", r)
+		}
+		seen[r.Name] = r.Status
+	}
+	for _, name := range []string{"root", "network-namespaces", "nftables", "tap"} {
+		require.That(t, "netns", seen[name] == OK, "see coppice doctor about "+name)
+	}
+}
+
+func TestNothingIsLeft(t *testing.T) {
+	t.Parallel()
+	require.Root(t)
+	dir := t.TempDir()
+	for _, check := range []Check{rules, tap, networkNamespaces, files{dev: "/dev"}.reflink(dir)} {
+		check(t.Context())
+	}
+	left, err := os.ReadDir(dir)
+	if err != nil || len(left) > 0 {
+		t.Errorf("the data directory holds %v, %v", left, err)
+	}
+	if _, err := os.Stat("/sys/class/net/tap0"); err == nil {
+		t.Error("tap0 is on the host")
+	}
+}
+
+func TestJudgeQEMU(t *testing.T) {
+	t.Parallel()
+	for printed, want := range map[string]Status{
+		"QEMU emulator version 7.2.22 (Debian 1:7.2+dfsg-7+deb12u18+b3)": Warn,
+		"QEMU emulator version 8.1.5":                                    Warn,
+		"QEMU emulator version 8.2.0":                                    OK,
+		"QEMU emulator version 10.0.13 (Debian)":                         OK,
+		"QEMU emulator version 7.1.0":                                    Fail,
+		"something else":                                                 Fail,
+	} {
+		if got := judgeQEMU(printed); got.Status != want {
+			t.Errorf("%q: %+v, want %s", printed, got, want)
+		}
+	}
+}
+
+func TestJudgeDisk(t *testing.T) {
+	t.Parallel()
+	for free, want := range map[uint64]Status{0: Fail, 3 << 30: Fail, 5 << 30: Warn, 100 << 30: OK} {
+		if got := judgeDisk("/x", free); got.Status != want {
+			t.Errorf("%d bytes free: %+v, want %s", free, got, want)
+		}
+	}
+}
+
+// host makes a tree of kernel files.
+func host(t *testing.T, contents map[string]string) files {
+	t.Helper()
+	dir := t.TempDir()
+	for name, content := range contents {
+		path := filepath.Join(dir, name)
+		if err := errors.Join(os.MkdirAll(filepath.Dir(path), 0o700), os.WriteFile(path, []byte(content), 0o600)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	return files{proc: filepath.Join(dir, "proc"), sys: filepath.Join(dir, "sys"), dev: filepath.Join(dir, "dev")}
+}
+
+func TestKernelFiles(t *testing.T) {
+	t.Parallel()
+	booted := func(context.Context) (string, error) { return "in 2 s", nil }
+	stuck := func(context.Context) (string, error) { return "", errors.New("no output in 10 s") }
+	const header = "Filename Type Size Used Priority\n"
+	for _, c := range []struct {
+		name  string
+		files map[string]string
+		check func(files) Check
+		want  Status
+		says  string
+	}{
+		{"no kvm", nil, func(f files) Check { return f.kvm(booted) }, Warn, "no /dev/kvm"},
+		{"kvm not tried", map[string]string{"dev/kvm": ""}, func(f files) Check { return f.kvm(nil) }, Warn, "proves nothing"},
+		{"kvm stuck", map[string]string{"dev/kvm": ""}, func(f files) Check { return f.kvm(stuck) }, Warn, "no output in 10 s"},
+		{"kvm works", map[string]string{"dev/kvm": ""}, func(f files) Check { return f.kvm(booted) }, OK, "in 2 s"},
+		{"no cgroup v2", nil, func(f files) Check { return f.cgroups }, Warn, "no unified hierarchy"},
+		{"few controllers", map[string]string{"sys/fs/cgroup/cgroup.controllers": "cpu hugetlb\n"}, func(f files) Check { return f.cgroups }, Warn, "memory pids"},
+		{"cgroup v2", map[string]string{"sys/fs/cgroup/cgroup.controllers": "cpuset cpu io memory pids\n"}, func(f files) Check { return f.cgroups }, OK, "cpuset cpu io memory pids"},
+		{"swap", map[string]string{"proc/swaps": header + "/dev/sda2 partition 1 0 -2\n"}, func(f files) Check { return f.swap }, Warn, "1 swap area"},
+		{"no swap", map[string]string{"proc/swaps": header}, func(f files) Check { return f.swap }, OK, "none"},
+		{"ksm on", map[string]string{"sys/kernel/mm/ksm/run": "1\n"}, func(f files) Check { return f.samePageMerging }, Warn, "merges"},
+		{"ksm off", map[string]string{"sys/kernel/mm/ksm/run": "0\n"}, func(f files) Check { return f.samePageMerging }, OK, "off"},
+		{"no ksm", nil, func(f files) Check { return f.samePageMerging }, OK, "has none"},
+		{"no vsock", nil, func(f files) Check { return f.vhostVsock }, Warn, "serial port"},
+		{"vsock", map[string]string{"dev/vhost-vsock": ""}, func(f files) Check { return f.vhostVsock }, OK, "can be opened"},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			t.Parallel()
+			got := c.check(host(t, c.files))(t.Context())
+			if got.Status != c.want || !strings.Contains(got.Detail, c.says) {
+				t.Errorf("got %+v, want %s with %q", got, c.want, c.says)
+			}
+		})
+	}
+}
+
+func TestNearest(t *testing.T) {
+	t.Parallel()
+	dir := t.TempDir()
+	file := filepath.Join(dir, "file")
+	if err := os.WriteFile(file, nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	for path, want := range map[string]string{dir: dir, filepath.Join(dir, "a", "b"): dir, file: "", filepath.Join(file, "below"): ""} {
+		got, err := nearest(path)
+		if diff := cmp.Diff(want, got); diff != "" || (err == nil) != (want != "") {
+			t.Errorf("%s: %v %s", path, err, diff)
+		}
+	}
+}
+
+func TestCureOfPermission(t *testing.T) {
+	t.Parallel()
+	want := cureRoot
+	if os.Geteuid() == 0 {
+		want = "other"
+	}
+	if got := cureOf(unix.EPERM, "other"); got != want {
+		t.Errorf("got %q, want %q", got, want)
+	}
+}
