@@ -1,0 +1,157 @@
+//go:build linux
+
+package guestagent
+
+import (
+	"context"
+	"crypto/rand"
+	"encoding/hex"
+	"errors"
+	"io"
+	"log"
+	"log/slog"
+	"net"
+	"net/http"
+	"sync"
+	"time"
+
+	"github.com/hashicorp/yamux"
+
+	"github.com/coppice-dev/coppice/guestagent/guestapi"
+)
+
+// Config is what the agent is told at its start.
+type Config struct {
+	Logger *slog.Logger
+	// Wrap, unless it is nil, stands before every route. The agent of an image has none; the one of a test that must see a host
+	// being lied to has.
+	Wrap func(http.Handler) http.Handler
+}
+
+// Agent answers a host about one guest.
+type Agent struct {
+	log       *slog.Logger
+	work      workload
+	sessions  *sessions
+	gate      *gate
+	reseal    *resealer
+	disk      *flusher
+	bootNonce string
+	http      *http.Server
+	idle      idler
+}
+
+// newAgent puts an agent together. statePath is where its state outlives it.
+func newAgent(cfg Config, w workload, statePath string) *Agent {
+	var nonce [8]byte
+	_, _ = rand.Read(nonce[:]) // never fails
+	a := &Agent{log: cfg.Logger, work: w, sessions: newSessions(w), bootNonce: hex.EncodeToString(nonce[:]), disk: newFlusher(DiskMount)}
+	a.gate = loadGate(statePath, a.bootNonce)
+	a.reseal = newResealer(a)
+	handler := a.routes()
+	if cfg.Wrap != nil {
+		handler = cfg.Wrap(handler)
+	}
+	a.http = &http.Server{
+		Handler:           handler,
+		ReadHeaderTimeout: 30 * time.Second,
+		MaxHeaderBytes:    16 << 10,
+		ErrorLog:          log.New(io.Discard, "", 0), // a connection that ends midway is the host's doing
+		BaseContext:       baseContext,
+	}
+	return a
+}
+
+// linkListener hands the streams of one link's multiplexer to the HTTP server, with the context of the link.
+type linkListener struct {
+	*yamux.Session
+	ctx context.Context // of the link: ends with it, whatever its streams do
+}
+
+// Accept returns the next stream.
+func (l *linkListener) Accept() (net.Conn, error) { return l.Session.Accept() }
+
+func baseContext(l net.Listener) context.Context {
+	if ll, ok := l.(*linkListener); ok {
+		return ll.ctx
+	}
+	return context.Background()
+}
+
+// serveChannel answers hosts on one channel, one after the other, until the channel fails.
+func (a *Agent) serveChannel(ctx context.Context, c *guestapi.Channel) error {
+	stop := context.AfterFunc(ctx, func() { _ = c.Close() })
+	defer stop()
+	for {
+		link, err := c.Accept()
+		if err != nil {
+			if ctx.Err() != nil {
+				return nil // the channel was closed because the agent stops
+			}
+			return err
+		}
+		a.serveLink(ctx, link)
+	}
+}
+
+// serveLink answers one host. When it returns, no request of that host is under way any more, so that nothing it asked for is
+// done after the next host was answered.
+func (a *Agent) serveLink(ctx context.Context, link *guestapi.Link) {
+	ctx, cancel := context.WithCancelCause(ctx)
+	mux, err := yamux.Server(link, muxConfig())
+	if err != nil {
+		a.log.ErrorContext(ctx, "multiplexer not set up", "err", err)
+		_ = link.Close()
+		cancel(err)
+		return
+	}
+	stop := context.AfterFunc(ctx, func() { _ = mux.Close() })
+	var wg sync.WaitGroup
+	l := &linkListener{Session: mux, ctx: context.WithValue(ctx, linkKey{}, &wg)}
+	go func() {
+		<-mux.CloseChan()
+		cancel(errLinkEnded)
+	}()
+	if err := a.http.Serve(l); err != nil && !errors.Is(err, http.ErrServerClosed) {
+		a.log.DebugContext(ctx, "connection ended", "err", err)
+	}
+	stop()
+	_ = mux.Close()
+	_ = link.Close()
+	cancel(errLinkEnded)
+	waitAtMost(&wg, linkGrace)
+}
+
+// linkGrace bounds how long a request of an old link can hold up the next one: it may hang in a file system that the frozen
+// workload itself serves.
+const linkGrace = time.Second
+
+func waitAtMost(wg *sync.WaitGroup, d time.Duration) {
+	done := make(chan struct{})
+	go func() {
+		wg.Wait()
+		close(done)
+	}()
+	timer := time.NewTimer(d)
+	defer timer.Stop()
+	select {
+	case <-done:
+	case <-timer.C:
+	}
+}
+
+var errLinkEnded = errors.New("the host's connection ended")
+
+// linkKey finds the group of the requests of a link in their context.
+type linkKey struct{}
+
+// muxConfig has no keep-alive and no timeout that would be a timer in an idle guest.
+func muxConfig() *yamux.Config {
+	cfg := yamux.DefaultConfig()
+	cfg.EnableKeepAlive = false
+	cfg.StreamOpenTimeout = 0
+	cfg.StreamCloseTimeout = 10 * time.Second
+	cfg.ConnectionWriteTimeout = time.Minute
+	cfg.LogOutput = io.Discard
+	return cfg
+}

@@ -1,0 +1,257 @@
+//go:build linux
+
+package guestagent
+
+import (
+	"context"
+	"net/http"
+	"os"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/guestagent/guestapi"
+)
+
+const (
+	defaultQuiesce = 2 * time.Second
+	maxQuiesce     = 30 * time.Second
+)
+
+func (a *Agent) health(w http.ResponseWriter, _ *http.Request) error {
+	s := a.gate.get()
+	writeJSON(w, http.StatusOK, guestapi.Health{
+		Version: guestapi.Version, BootNonce: a.bootNonce, Generation: s.Generation, CaptureID: s.CaptureID, State: s.State,
+		UptimeS: uptime().Seconds(), PID: os.Getpid(), Sessions: a.sessions.running(), Kernel: kernelRelease(), RSSBytes: ownRSS(),
+	})
+	return nil
+}
+
+// quiesce freezes the workload. Whatever a clone needs to know of the processes is found here, before the VM is paused.
+func (a *Agent) quiesce(w http.ResponseWriter, r *http.Request) error {
+	var req guestapi.QuiesceRequest
+	if err := readJSON(w, r, maxControlBody, &req); err != nil {
+		return err
+	}
+	flush, err := flushLimit(req.FlushMS)
+	if err != nil {
+		return err
+	}
+	if req.CaptureID == "" || len(req.CaptureID) > 120 || req.TimeoutMS < 0 || time.Duration(req.TimeoutMS)*time.Millisecond > maxQuiesce {
+		return core.Errorf(core.Invalid, core.CodeInvalidField, "a quiesce needs a capture_id and a timeout_ms of at most %d", maxQuiesce.Milliseconds())
+	}
+	timeout := time.Duration(req.TimeoutMS) * time.Millisecond
+	if timeout == 0 {
+		timeout = defaultQuiesce
+	}
+	a.gate.control.Lock()
+	defer a.gate.control.Unlock()
+	s := a.gate.get()
+	switch {
+	case s.State == guestapi.StateFrozen && s.CaptureID == req.CaptureID && !s.Reseeded:
+		writeJSON(w, http.StatusOK, s.quiesced)
+		return nil
+	case s.State != guestapi.StateReleased:
+		return wrongState(s, "quiesced")
+	}
+	out, err := a.freeze(r.Context(), req.CaptureID, timeout, flush)
+	if err != nil {
+		return err
+	}
+	s.State, s.CaptureID, s.Reseeded = guestapi.StateFrozen, req.CaptureID, false
+	out.Generation = s.Generation
+	s.quiesced = out
+	a.idle.sleepNow()
+	if err := a.gate.set(s); err != nil {
+		_ = a.work.thaw(context.WithoutCancel(r.Context()))
+		return err
+	}
+	writeJSON(w, http.StatusOK, out)
+	return nil
+}
+
+func (a *Agent) freeze(ctx context.Context, captureID string, timeout, flush time.Duration) (guestapi.QuiesceResponse, error) {
+	out := guestapi.QuiesceResponse{CaptureID: captureID}
+	start := time.Now()
+	stale, err := a.reseal.stale.scan(a.work)
+	if err != nil {
+		return out, core.Wrapf(err, core.Internal, core.CodeInternal, "the workload's processes cannot be listed: %v", err)
+	}
+	out.StaleProcesses, out.ScanMS = stale, core.Milliseconds(time.Since(start))
+	out.Workload, out.WorkloadTruncated = a.reseal.stale.running, a.reseal.stale.truncated
+
+	// A start that is under way ends first: a child that is frozen before it runs its program would hold the agent's thread.
+	a.sessions.spawn.Lock()
+	defer a.sessions.spawn.Unlock()
+	start = time.Now()
+	if out.Processes, err = a.work.freeze(ctx, timeout); err != nil {
+		return out, err
+	}
+	out.FreezeMS = core.Milliseconds(time.Since(start))
+	if flush > 0 {
+		start = time.Now()
+		out.Flushed = a.disk.flush(flush)
+		out.FlushMS = core.Milliseconds(time.Since(start))
+	}
+	// Nothing of the workload can change from here on what a clone will find.
+	if err := a.reseal.lookAround(); err != nil {
+		_ = a.work.thaw(context.WithoutCancel(ctx))
+		return out, core.Wrapf(err, core.Internal, core.CodeInternal, "the frozen guest cannot be looked at: %v", err)
+	}
+	return out, nil
+}
+
+func (a *Agent) reseed(w http.ResponseWriter, r *http.Request) error {
+	var req guestapi.ReseedRequest
+	if err := readJSON(w, r, maxControlBody, &req); err != nil {
+		return err
+	}
+	if err := checkEntropy(req.Entropy); err != nil {
+		return err
+	}
+	a.gate.control.Lock()
+	defer a.gate.control.Unlock()
+	s := a.gate.get()
+	switch {
+	case s.State != guestapi.StateFrozen:
+		return wrongState(s, "reseeded")
+	case req.Generation != s.Generation:
+		return wrongGeneration(s)
+	}
+	step := a.reseal.reseedOnly(req.Entropy)
+	if s.Reseeded = step.Status == core.ResealOK; s.Reseeded {
+		if err := a.gate.set(s); err != nil {
+			return err
+		}
+	}
+	writeJSON(w, http.StatusOK, guestapi.ReseedResponse{Steps: []core.ResealStep{step}})
+	return nil
+}
+
+// resealGuest makes this guest another machine. From its beginning on the guest is quarantined, and there is no second try: a
+// guest whose reseal failed is of no use.
+func (a *Agent) resealGuest(w http.ResponseWriter, r *http.Request) error {
+	received := time.Now()
+	var req guestapi.ResealRequest
+	if err := readJSON(w, r, maxControlBody, &req); err != nil {
+		return err
+	}
+	if err := checkReseal(req); err != nil {
+		return err
+	}
+	a.gate.control.Lock()
+	defer a.gate.control.Unlock()
+	s := a.gate.get()
+	switch {
+	case s.used(req.Identity.Generation):
+		return core.Errorf(core.Conflict, guestapi.CodeAlreadySealed, "this guest has or had the generation %s", core.Clip(req.Identity.Generation))
+	case s.State != guestapi.StateFrozen || s.Reseeded:
+		return wrongState(s, "resealed")
+	}
+	stale := s.quiesced.StaleProcesses
+	s.Used = append(s.Used, s.Generation)
+	s.State, s.Generation, s.Sealed = guestapi.StateQuarantined, req.Identity.Generation, false
+	if err := a.gate.set(s); err != nil {
+		return err
+	}
+	report := a.reseal.run(r.Context(), req, received)
+	report.StaleProcesses = stale
+	if report.Complete {
+		s.Sealed = true
+		if err := a.gate.set(s); err != nil {
+			return err
+		}
+		if req.Env != nil {
+			a.sessions.setEnv(req.Env)
+		}
+	}
+	writeJSON(w, http.StatusOK, report)
+	return nil
+}
+
+func (a *Agent) release(w http.ResponseWriter, r *http.Request) error {
+	var req guestapi.ReleaseRequest
+	if err := readJSON(w, r, maxControlBody, &req); err != nil {
+		return err
+	}
+	a.gate.control.Lock()
+	defer a.gate.control.Unlock()
+	s := a.gate.get()
+	out := guestapi.ReleaseResponse{State: guestapi.StateReleased, Generation: s.Generation}
+	switch {
+	case req.Generation != s.Generation:
+		return wrongGeneration(s)
+	case s.State == guestapi.StateReleased:
+		writeJSON(w, http.StatusOK, out) // the answer to the first one was lost
+		return nil
+	case s.State == guestapi.StateFrozen && !s.Reseeded, s.State == guestapi.StateQuarantined && !s.Sealed:
+		return wrongState(s, "released")
+	}
+	start := time.Now()
+	s.State, s.CaptureID, s.Sealed, s.Reseeded, s.quiesced = guestapi.StateReleased, "", false, false, guestapi.QuiesceResponse{}
+	if err := a.work.thaw(r.Context()); err != nil {
+		return core.Wrapf(err, core.Internal, core.CodeInternal, "the workload cannot be thawed: %v", err)
+	}
+	if err := a.gate.set(s); err != nil {
+		return err
+	}
+	out.ThawMS = core.Milliseconds(time.Since(start))
+	writeJSON(w, http.StatusOK, out)
+	return nil
+}
+
+func wrongState(s gateState, done string) error {
+	is := string(s.State)
+	switch {
+	case s.State == guestapi.StateFrozen && s.Reseeded:
+		is += " and reseeded"
+	case s.State == guestapi.StateFrozen:
+		is += " and not reseeded"
+	case s.State == guestapi.StateQuarantined && !s.Sealed:
+		is += " and not resealed"
+	}
+	return core.Errorf(core.FailedPrecondition, guestapi.CodeWrongState, "the guest is %s (capture %q): it cannot be %s", is, core.Clip(s.CaptureID), done)
+}
+
+func wrongGeneration(s gateState) error {
+	return core.Errorf(core.Conflict, guestapi.CodeWrongGeneration, "the guest's generation is %s, not the one that was named", core.Clip(s.Generation))
+}
+
+// checkEntropy refuses what would make two clones equal.
+func checkEntropy(b []byte) error {
+	if len(b) != guestapi.EntropySize {
+		return core.Errorf(core.Invalid, core.CodeInvalidField, "entropy has %d bytes; it must have %d", len(b), guestapi.EntropySize)
+	}
+	for _, c := range b {
+		if c != b[0] {
+			return nil
+		}
+	}
+	return core.Errorf(core.Invalid, core.CodeInvalidField, "entropy is one repeated byte")
+}
+
+// uptime is the time that the guest's kernel has run.
+func uptime() time.Duration {
+	var ts unix.Timespec
+	if unix.ClockGettime(unix.CLOCK_MONOTONIC, &ts) != nil {
+		return 0
+	}
+	return time.Duration(ts.Nano())
+}
+
+func kernelRelease() string {
+	var u unix.Utsname
+	if unix.Uname(&u) != nil {
+		return ""
+	}
+	return unix.ByteSliceToString(u.Release[:])
+}
+
+func ownRSS() int64 {
+	st, err := readStat("/proc", os.Getpid())
+	if err != nil {
+		return 0
+	}
+	return st.rssPages * int64(os.Getpagesize())
+}

@@ -1,0 +1,162 @@
+//go:build linux
+
+package guestagent
+
+import (
+	"archive/tar"
+	"bytes"
+	"encoding/json"
+	"io"
+	"net/http"
+	"net/url"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"testing"
+
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/guestagent/guestapi"
+)
+
+func itoa(n int) string { return strconv.Itoa(n) }
+
+func (a *testAgent) file(method, path, query string, body io.Reader) ([]byte, *http.Response, error) {
+	a.t.Helper()
+	return a.do(method, guestapi.PathFiles+"?path="+url.QueryEscape(path)+query, body)
+}
+
+// own asks for files to belong to whoever runs the test.
+func own() string { return "&uid=" + itoa(os.Getuid()) + "&gid=" + itoa(os.Getgid()) }
+
+func TestFileRoundTrip(t *testing.T) {
+	t.Parallel()
+	a := newTestAgent(t)
+	dir := t.TempDir()
+	path := filepath.Join(dir, "new", "ünï 𝄞\n")
+	data := bytes.Repeat([]byte{0, 1, 2, 0xff}, 100_000)
+	if _, _, err := a.file(http.MethodPut, path, own()+"&mkdirs=1&mode=4640", bytes.NewReader(data)); err != nil { //nolint:bodyclose // file has read and closed it
+		t.Fatal(err)
+	}
+	got, res, err := a.file(http.MethodGet, path, "", nil) //nolint:bodyclose // file has read and closed it
+	if err != nil || !bytes.Equal(got, data) {
+		t.Fatalf("got %d bytes (%v)", len(got), err)
+	}
+	var info guestapi.FileInfo
+	header := res.Header.Get(guestapi.HeaderFileInfo)
+	if err := json.Unmarshal([]byte(header), &info); err != nil || info.Path != path || info.Size != int64(len(data)) || info.Mode != "4640" {
+		t.Errorf("header %s: %+v %v", header, info, err)
+	}
+	for i := range len(header) {
+		if header[i] < 0x20 || header[i] > 0x7e {
+			t.Errorf("the header has the byte %#x", header[i])
+		}
+	}
+	if stat := must[guestapi.FileInfo](t)(ask[guestapi.FileInfo](a, http.MethodGet, guestapi.PathFiles+"?stat=1&path="+url.QueryEscape(path), nil)); stat.Type != "file" || stat.Size != info.Size {
+		t.Errorf("stat %+v", stat)
+	}
+	if _, _, err := a.file(http.MethodDelete, path, "", nil); err != nil { //nolint:bodyclose // file has read and closed it
+		t.Fatal(err)
+	}
+	if _, _, err := a.file(http.MethodDelete, path, "", nil); core.CodeOf(err) != core.CodeFileNotFound { //nolint:bodyclose // file has read and closed it
+		t.Errorf("a second removal: %v", err)
+	}
+}
+
+// TestBrokenUploadLeavesTheFileAlone: a body that ends early changes nothing and leaves nothing.
+func TestBrokenUploadLeavesTheFileAlone(t *testing.T) {
+	t.Parallel()
+	a := newTestAgent(t)
+	dir := t.TempDir()
+	path := filepath.Join(dir, "f")
+	if err := os.WriteFile(path, []byte("old"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	req, err := http.NewRequestWithContext(t.Context(), http.MethodPut, a.url+guestapi.PathFiles+"?path="+path+own(), io.MultiReader(strings.NewReader("new"), errReader{}))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if res, err := http.DefaultTransport.RoundTrip(req); err == nil {
+		_ = res.Body.Close()
+		t.Error("half a body was taken")
+	}
+	eventually(t, func() bool {
+		list, err := os.ReadDir(dir)
+		return err == nil && len(list) == 1
+	})
+	if b, err := os.ReadFile(path); err != nil || string(b) != "old" {
+		t.Errorf("the file is %q (%v)", b, err)
+	}
+}
+
+type errReader struct{}
+
+func (errReader) Read([]byte) (int, error) { return 0, io.ErrUnexpectedEOF }
+
+func TestListDirectory(t *testing.T) {
+	t.Parallel()
+	a := newTestAgent(t)
+	dir := t.TempDir()
+	for i := range maxListing + 3 {
+		if err := os.Symlink("x", filepath.Join(dir, itoa(i))); err != nil {
+			t.Fatal(err)
+		}
+	}
+	list := must[guestapi.FileList](t)(ask[guestapi.FileList](a, http.MethodGet, guestapi.PathFiles+"?list=1&path="+dir, nil))
+	if len(list.Entries) != maxListing || !list.Truncated || list.Entries[0].Type != "symlink" || list.Entries[0].Target != "x" {
+		t.Errorf("%d entries, truncated %t, first %+v", len(list.Entries), list.Truncated, list.Entries[0])
+	}
+}
+
+// TestHostileTars: nothing is written outside of the directory, whatever an archive says.
+func TestHostileTars(t *testing.T) {
+	t.Parallel()
+	a := newTestAgent(t)
+	parent := t.TempDir()
+	outside := filepath.Join(parent, "outside")
+	if err := os.Mkdir(outside, 0o755); err != nil {
+		t.Fatal(err)
+	}
+	entry := func(name string, kind byte, link string) []*tar.Header {
+		return []*tar.Header{{Name: name, Typeflag: kind, Linkname: link, Mode: 0o644, Uid: os.Getuid(), Gid: os.Getgid()}}
+	}
+	for name, list := range map[string][]*tar.Header{
+		"dots":                    entry("../outside/x", tar.TypeReg, ""),
+		"dots inside":             entry("a/../../outside/x", tar.TypeReg, ""),
+		"absolute link":           append(entry("l", tar.TypeSymlink, outside), entry("l/x", tar.TypeReg, "")...),
+		"relative link":           append(entry("l", tar.TypeSymlink, "../outside"), entry("l/x", tar.TypeReg, "")...),
+		"hard link out":           entry("h", tar.TypeLink, "../outside/x"),
+		"device":                  entry("d", tar.TypeBlock, ""),
+		"unknown type":            entry("d", 'Z', ""),
+		"file where a dir stands": append(entry("d/", tar.TypeDir, ""), entry("d", tar.TypeReg, "")...),
+	} {
+		var b bytes.Buffer
+		tw := tar.NewWriter(&b)
+		for _, h := range list {
+			if err := tw.WriteHeader(h); err != nil {
+				t.Fatal(err)
+			}
+		}
+		_ = tw.Close()
+		if _, _, err := a.file(http.MethodPut, filepath.Join(parent, "in"), "&untar=1", &b); err == nil || core.CategoryOf(err) == core.Internal && name != "relative link" && name != "absolute link" && name != "hard link out" { //nolint:bodyclose // file has read and closed it
+			t.Errorf("%s: %v", name, err)
+		}
+		_ = os.RemoveAll(filepath.Join(parent, "in"))
+	}
+	if list, err := os.ReadDir(outside); err != nil || len(list) != 0 {
+		t.Errorf("outside there is %v (%v)", list, err)
+	}
+	// An absolute name is taken as one inside.
+	var b bytes.Buffer
+	tw := tar.NewWriter(&b)
+	if err := tw.WriteHeader(entry("/etc/x", tar.TypeReg, "")[0]); err != nil {
+		t.Fatal(err)
+	}
+	_ = tw.Close()
+	if _, _, err := a.file(http.MethodPut, filepath.Join(parent, "in"), "&untar=1", &b); err != nil { //nolint:bodyclose // file has read and closed it
+		t.Error(err)
+	}
+	if _, err := os.Stat(filepath.Join(parent, "in", "etc", "x")); err != nil {
+		t.Error(err)
+	}
+}

@@ -1,0 +1,80 @@
+//go:build linux
+
+package guestagent
+
+import (
+	"net/http"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/guestagent/guestapi"
+)
+
+const maxFlush = 30 * time.Second
+
+// flusher writes what the file system of the writable disk holds in memory to that disk. A kernel in the middle of it cannot be
+// told to stop, so one that takes too long is left to itself, and nobody begins another before its end.
+type flusher struct {
+	path string
+	busy chan struct{} // of size 1
+}
+
+func newFlusher(path string) *flusher { return &flusher{path: path, busy: make(chan struct{}, 1)} }
+
+// flush reports whether everything that was written before the call has reached the disk within the time.
+func (f *flusher) flush(limit time.Duration) bool {
+	timer := time.NewTimer(limit)
+	defer timer.Stop()
+	select {
+	case f.busy <- struct{}{}:
+	case <-timer.C:
+		return false
+	}
+	done := make(chan error, 1)
+	go func() {
+		err := syncFS(f.path)
+		<-f.busy
+		done <- err
+	}()
+	select {
+	case err := <-done:
+		return err == nil
+	case <-timer.C:
+		return false
+	}
+}
+
+func syncFS(path string) error {
+	fd, err := openRaw(path, unix.O_RDONLY|unix.O_DIRECTORY, 0)
+	if err != nil {
+		return pathError("open", path, err)
+	}
+	defer func() { _ = unix.Close(fd) }()
+	return wrap(unix.Syncfs(fd), "syncfs")
+}
+
+// flushDisk is asked for before a capture, while the workload runs: what a quiesce has left to flush is then little.
+func (a *Agent) flushDisk(w http.ResponseWriter, r *http.Request) error {
+	var req guestapi.FlushRequest
+	if err := readJSON(w, r, maxControlBody, &req); err != nil {
+		return err
+	}
+	limit, err := flushLimit(req.TimeoutMS)
+	if err != nil {
+		return err
+	}
+	start := time.Now()
+	done := a.disk.flush(limit)
+	writeJSON(w, http.StatusOK, guestapi.FlushResponse{Flushed: done, FlushMS: core.Milliseconds(time.Since(start))})
+	return nil
+}
+
+func flushLimit(ms int) (time.Duration, error) {
+	limit := time.Duration(ms) * time.Millisecond
+	if ms < 0 || limit > maxFlush {
+		return 0, core.Errorf(core.Invalid, core.CodeInvalidField, "a flush may take at most %d ms", maxFlush.Milliseconds())
+	}
+	return limit, nil
+}

@@ -1,0 +1,108 @@
+//go:build linux
+
+package guestagent
+
+import (
+	"errors"
+	"net/http"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strconv"
+	"testing"
+	"time"
+
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/guestagent/guestapi"
+)
+
+func TestFlush(t *testing.T) {
+	t.Parallel()
+	a := newTestAgent(t)
+	flush := func(ms int) (guestapi.FlushResponse, error) {
+		return ask[guestapi.FlushResponse](a, http.MethodPost, guestapi.PathFlush, guestapi.FlushRequest{TimeoutMS: ms})
+	}
+	if _, err := flush(-1); core.CodeOf(err) != core.CodeInvalidField {
+		t.Errorf("got %v", err)
+	}
+	if _, err := flush(3_600_000); core.CodeOf(err) != core.CodeInvalidField {
+		t.Errorf("got %v", err)
+	}
+	a.disk.path = filepath.Join(t.TempDir(), "absent")
+	if out, err := flush(1000); err != nil || out.Flushed {
+		t.Errorf("a disk that is not there: %+v, %v", out, err)
+	}
+	a.disk.path = t.TempDir()
+	if out, err := flush(20_000); err != nil || !out.Flushed {
+		t.Errorf("%+v, %v", out, err)
+	}
+	a.disk.busy <- struct{}{} // the kernel is still at an earlier one
+	if out, err := flush(1); err != nil || out.Flushed {
+		t.Errorf("while another is under way: %+v, %v", out, err)
+	}
+	<-a.disk.busy
+	if out, err := flush(20_000); err != nil || !out.Flushed {
+		t.Errorf("after it: %+v, %v", out, err)
+	}
+}
+
+// TestQuiesceSaysWhatRuns: the answer to a quiesce names the processes and whether the disk was flushed, and so does its repetition.
+func TestQuiesceSaysWhatRuns(t *testing.T) {
+	t.Parallel()
+	a := newTestAgent(t)
+	a.disk.path = t.TempDir()
+	s := a.start(guestapi.SessionSpec{Command: []string{"sleep", "1000"}})
+	b := a.start(guestapi.SessionSpec{Command: []string{"sh", "-c", "exec cat"}, StdinOpen: true})
+	started := func() error { // a program that is just being started has another name yet
+		for _, want := range []struct {
+			pid  int
+			comm string
+		}{{s.PID, "sleep"}, {b.PID, "cat"}} {
+			if st, err := readStat("/proc", want.pid); err != nil || st.comm != want.comm {
+				return errors.Join(err, errors.New(want.comm+" does not run yet"))
+			}
+		}
+		return nil
+	}
+	poll, deadline := time.NewTicker(time.Millisecond), time.After(20*time.Second)
+	defer poll.Stop()
+	for err := started(); err != nil; err = started() {
+		select {
+		case <-poll.C:
+		case <-deadline:
+			t.Fatal(err)
+		}
+	}
+	for range 2 {
+		out, err := ask[guestapi.QuiesceResponse](a, http.MethodPost, guestapi.PathQuiesce, guestapi.QuiesceRequest{CaptureID: "c", FlushMS: 20_000})
+		if err != nil || !out.Flushed || out.WorkloadTruncated || len(out.Workload) != 2 {
+			t.Fatalf("%+v, %v", out, err)
+		}
+		for i, want := range []core.WorkloadProcess{{PID: s.PID, Command: "sleep", Args: "sleep 1000"}, {PID: b.PID, Command: "cat", Args: "cat"}} {
+			got := out.Workload[i]
+			if want.StartTicks = got.StartTicks; got != want || got.StartTicks == 0 {
+				t.Errorf("got %+v, want %+v", got, want)
+			}
+		}
+	}
+}
+
+func TestWorkloadIsBounded(t *testing.T) {
+	t.Parallel()
+	cmd := exec.CommandContext(t.Context(), "sleep", "1000")
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = errors.Join(cmd.Process.Kill(), cmd.Wait()) }()
+	w := &plainWorkload{}
+	for range maxWorkload + 1 {
+		w.started = append(w.started, cmd.Process.Pid)
+	}
+	var s staleScanner
+	if _, err := s.scan(w); err != nil || len(s.running) != maxWorkload || !s.truncated {
+		t.Errorf("%d processes, truncated %t, %v", len(s.running), s.truncated, err)
+	}
+	if args := argsOf(os.Getpid()); args == "" || len(args) > 128+3 {
+		t.Errorf("own arguments: %s", strconv.Quote(args))
+	}
+}

@@ -1,0 +1,391 @@
+package guestapi
+
+import (
+	"net/netip"
+	"time"
+
+	"github.com/coppice-dev/coppice/core"
+)
+
+// Version is the protocol version that this package speaks; doc.go has its history.
+const Version = 1
+
+// Where the agent listens: the name of its virtio-serial port, or a port of AF_VSOCK where there is no such port.
+const (
+	PortName  = "coppice.agent"
+	VsockPort = 1024
+)
+
+// Control routes: for the runner only. No proxy may reach them.
+const (
+	PathHealth  = "/v1/health"  // GET -> Health
+	PathQuiesce = "/v1/quiesce" // POST QuiesceRequest -> QuiesceResponse
+	PathReseed  = "/v1/reseed"  // POST ReseedRequest -> ReseedResponse
+	PathReseal  = "/v1/reseal"  // POST ResealRequest -> core.ResealReport, also when a step failed (Complete is false then)
+	PathRelease = "/v1/release" // POST ReleaseRequest -> ReleaseResponse
+	PathFlush   = "/v1/flush"   // POST FlushRequest -> FlushResponse; agents of early images have no such route
+)
+
+// Public routes: what a user of the sandbox may do. {id} is a session id.
+const (
+	PathSessions      = "/v1/sessions"             // POST SessionSpec -> Session, GET -> Sessions
+	PathSession       = "/v1/sessions/{id}"        // GET -> Session; DELETE kills and forgets
+	PathSessionWait   = "/v1/sessions/{id}/wait"   // GET ?timeout_ms= -> Session, ended or not
+	PathSessionOutput = "/v1/sessions/{id}/output" // GET ?stream=stdout|stderr&offset=&follow=1 -> raw bytes, see the headers below
+	PathSessionStdin  = "/v1/sessions/{id}/stdin"  // POST raw bytes, ?close=1 closes it afterwards
+	PathSessionSignal = "/v1/sessions/{id}/signal" // POST Signal
+	PathSessionResize = "/v1/sessions/{id}/resize" // POST Resize
+	PathSessionAttach = "/v1/sessions/{id}/attach" // GET, WebSocket: see AttachMessage. ?stdout_offset=&stderr_offset=
+	PathFiles         = "/v1/files"                // PUT, GET, HEAD, DELETE ?path=: see files below
+	PathProcesses     = "/v1/processes"            // GET -> Processes
+	PathPorts         = "/v1/ports"                // GET -> Ports
+)
+
+// Headers and trailers. PathFiles:
+//
+//	PUT    ?path=&mode=0644&uid=&gid=&mkdirs=1  raw body; written beside the target, then renamed  -> FileInfo
+//	PUT    ?path=&untar=1                       the body is a tar, unpacked into the directory path -> FileInfo
+//	GET    ?path=                               raw bytes of a file; X-headers below
+//	GET    ?path=&list=1                        a directory -> FileList
+//	GET    ?path=&tar=1                         a file or directory as a tar
+//	HEAD   ?path=                               the X-headers alone
+//	GET    ?path=&stat=1                        -> FileInfo
+//	DELETE ?path=&recursive=1                   -> 204
+const (
+	HeaderOffset    = "Coppice-Offset"     // output: number of the first byte of the body
+	HeaderEndOffset = "Coppice-End-Offset" // output, trailer: number of the byte after the last one sent
+	HeaderTruncated = "Coppice-Truncated"  // output, trailer: "true" when bytes were dropped before or within the body
+	HeaderEOF       = "Coppice-Eof"        // output, trailer: "true" when the stream has ended and all of it was sent
+	HeaderFileInfo  = "Coppice-File"       // files: FileInfo as JSON
+	HeaderStatus    = "Coppice-Status"     // files as tar, trailer: "ok" or what went wrong in the middle of the stream
+)
+
+// State is what the agent lets happen.
+type State string
+
+// The states of the agent.
+const (
+	StateReleased    State = "released"    // the workload runs
+	StateFrozen      State = "frozen"      // quiesced for a capture; reseed and release, or reseal
+	StateQuarantined State = "quarantined" // resealed (or on the way, or failed at it), not released yet
+)
+
+// Codes of errors that only the agent gives.
+const (
+	CodeAlreadySealed   core.Code = "ALREADY_SEALED"      // this generation was used before
+	CodeQuarantined     core.Code = "GUEST_QUARANTINED"   // refused until released
+	CodeWrongState      core.Code = "GUEST_STATE"         // the call does not fit the agent's state
+	CodeWrongGeneration core.Code = "GENERATION_MISMATCH" // release or reseed named another generation than the agent has
+	CodeCommandNotFound core.Code = "COMMAND_NOT_FOUND"   // nothing to execute under that name
+	CodeCommandFailed   core.Code = "COMMAND_NOT_STARTED" // it exists and the kernel would not run it
+	CodeSessionExists   core.Code = "SESSION_EXISTS"      // the asked id is taken
+	CodeSessionEnded    core.Code = "SESSION_ENDED"       // its process has ended or its stdin is closed
+	CodeSessionLimit    core.Code = "SESSION_LIMIT"       // too many sessions run
+	CodeFileConflict    core.Code = "FILE_CONFLICT"       // a directory where a file is needed, not empty, exists
+	CodeFileDenied      core.Code = "FILE_DENIED"         // read-only or not permitted
+)
+
+// Health says who answers. BootNonce is new at every start of the agent, so a changed one means that sessions are gone.
+type Health struct {
+	Version    int     `json:"version"`
+	BootNonce  string  `json:"boot_nonce"`
+	Generation string  `json:"generation"` // the one it was last released under or sealed with; "boot-…" at first
+	CaptureID  string  `json:"capture_id,omitempty"`
+	State      State   `json:"state"`
+	UptimeS    float64 `json:"uptime_s"` // of the kernel, the time it was suspended in a checkpoint not counted
+	PID        int     `json:"pid"`
+	Sessions   int     `json:"sessions"` // running ones
+	Kernel     string  `json:"kernel"`
+	RSSBytes   int64   `json:"rss_bytes"` // of the agent
+}
+
+// QuiesceRequest freezes the workload for a capture. Repeating it with the same CaptureID is answered as the first
+// time. TimeoutMS 0 means 2000; the longest is 30000.
+type QuiesceRequest struct {
+	CaptureID string `json:"capture_id"`
+	TimeoutMS int    `json:"timeout_ms"`
+	FlushMS   int    `json:"flush_ms,omitempty"` // once frozen, flush the disk for at most this long; 0 does not
+}
+
+// FlushRequest asks that what the guest has written reaches its disk, and for how long at most.
+type FlushRequest struct {
+	TimeoutMS int `json:"timeout_ms"`
+}
+
+// FlushResponse says whether everything that was written before the request is on the disk.
+type FlushResponse struct {
+	Flushed bool    `json:"flushed"`
+	FlushMS float64 `json:"flush_ms"`
+}
+
+// QuiesceResponse says what was frozen. The processes were found before the freeze was done, so that the pause need
+// not wait for it; the reseal of a clone reports the same list.
+type QuiesceResponse struct {
+	CaptureID      string              `json:"capture_id"`
+	Generation     string              `json:"generation"`
+	Processes      int                 `json:"processes"` // frozen ones
+	StaleProcesses []core.StaleProcess `json:"stale_prng_processes"`
+	FreezeMS       float64             `json:"freeze_ms"`
+	ScanMS         float64             `json:"scan_ms"`
+
+	Flushed           bool                   `json:"flushed,omitempty"` // the disk has all that was written before the freeze
+	FlushMS           float64                `json:"flush_ms,omitempty"`
+	Workload          []core.WorkloadProcess `json:"workload,omitempty"`
+	WorkloadTruncated bool                   `json:"workload_truncated,omitempty"`
+}
+
+// EntropySize is how many fresh bytes the host sends with a reseed or reseal.
+const EntropySize = 64
+
+// ReseedRequest gives the captured machine itself new randomness before its thaw. Generation is the one it has.
+type ReseedRequest struct {
+	Entropy    []byte `json:"entropy"`
+	Generation string `json:"generation"`
+}
+
+// ReseedResponse has the one step (StepEntropy).
+type ReseedResponse struct {
+	Steps []core.ResealStep `json:"steps"`
+}
+
+// Network is where a sandbox is attached: one address, and one gateway reached over the link.
+type Network struct {
+	Prefix     int          `json:"prefix"`                // of the address, 32 unless the link is shared
+	Gateway    netip.Addr   `json:"gateway"`               // zero: no default route
+	GatewayMAC string       `json:"gateway_mac,omitempty"` // a permanent neighbour entry, so that no ARP is needed
+	DNS        []netip.Addr `json:"dns,omitempty"`         // empty keeps /etc/resolv.conf
+	MTU        int          `json:"mtu,omitempty"`         // 0 keeps it
+}
+
+// ResealRequest makes a clone another machine. Identity.Generation must never have been used with this guest before.
+type ResealRequest struct {
+	CheckpointID core.CheckpointID `json:"checkpoint_id"`
+	Identity     core.Identity     `json:"identity"`
+	HostTimeNS   int64             `json:"host_time_ns"` // CLOCK_REALTIME of the host, taken as late as possible
+	Entropy      []byte            `json:"entropy"`      // EntropySize bytes
+	Network      Network           `json:"network"`
+	Token        string            `json:"token,omitempty"` // the sandbox's own; written to /run/coppice/token for root
+	Env          map[string]string `json:"env,omitempty"`   // replaces the environment of sessions started from now on
+	GrowDisk     bool              `json:"grow_disk,omitempty"`
+	DiskBytes    int64             `json:"disk_bytes,omitempty"` // with GrowDisk: the device's size, which the guest learns of a little later than the host
+	CA           string            `json:"ca,omitempty"`         // PEM, appended to the trust bundles of the image
+}
+
+// ReleaseRequest thaws the workload. Generation is the one it was resealed to, or has, if it was reseeded.
+type ReleaseRequest struct {
+	Generation string `json:"generation"`
+}
+
+// ReleaseResponse says that the workload runs.
+type ReleaseResponse struct {
+	State      State   `json:"state"`
+	Generation string  `json:"generation"`
+	ThawMS     float64 `json:"thaw_ms"`
+}
+
+// The names of the reseal steps, in the order in which they run.
+const (
+	StepEntropy    = "entropy"     // kernel random generator: 16 truncated hashes of draws after the reseed
+	StepClock      = "clock"       // CLOCK_REALTIME
+	StepBootID     = "boot_id"     //
+	StepMachineID  = "machine_id"  //
+	StepHostname   = "hostname"    //
+	StepNetwork    = "network"     // MAC, address, route, neighbours, resolver
+	StepSockets    = "sockets"     // connections to the outside destroyed; those inside of the guest go on
+	StepTCPMetrics = "tcp_metrics" //
+	StepConntrack  = "conntrack"   //
+	StepTFOKey     = "tfo_key"     //
+	StepWireGuard  = "wireguard"   //
+	StepSSHKeys    = "ssh_host_keys"
+	StepDHCP       = "dhcp"        // leases and DUIDs removed
+	StepRandomSeed = "random_seed" // files removed
+	StepCA         = "ca"          //
+	StepDisk       = "grow_disk"   //
+	StepTimers     = "timers"      // cron and the like that run: reported
+	StepJournal    = "journal"     //
+	StepState      = "agent_state" // token, environment
+	StepGeneration = "generation"  // /run/coppice/generation
+	StepHooks      = "hooks"       // /etc/coppice/reseal.d
+)
+
+// The evidence keys that the host checks. Others are for people.
+const (
+	EvidenceValue     = "value"        // boot_id, machine_id, hostname, generation: read back after the change
+	EvidenceTimeNS    = "time_ns"      // clock: CLOCK_REALTIME after it was set
+	EvidenceMAC       = "mac"          // network: read back from the kernel
+	EvidenceAddresses = "addresses"    // network: all addresses of the link, comma-separated
+	EvidenceGateway   = "gateway"      // network: of the default route
+	EvidenceRoutes    = "routes"       // network: how many default routes there are
+	EvidenceDestroyed = "destroyed"    // sockets
+	EvidenceRemaining = "remaining"    // sockets: connections found after the destruction
+	EvidenceTokenHash = "token_sha256" // agent_state: the first 16 hex digits, or "none"
+	EvidenceKeyHash   = "key_sha256"   // tfo_key, truncated likewise
+	EvidenceDrawKey   = "draw_%02d"    // entropy: truncated SHA-256 of 32-byte draws after the reseed, 32 hex digits
+	EvidenceDevice    = "device_bytes" // grow_disk: of the device
+	EvidenceReason    = "reason"       // of a skipped step
+)
+
+// EvidenceDraws is how many draws StepEntropy reports, under the keys EvidenceDrawKey.
+const EvidenceDraws = 16
+
+// SessionSpec asks for a process. Command[0] is looked up in PATH unless it has a slash. The environment is that of
+// the image, then that of the sandbox, then Env.
+type SessionSpec struct {
+	ID        core.SessionID    `json:"id,omitempty"` // the agent makes one when empty; a repeated id is refused
+	Command   []string          `json:"command"`
+	Cwd       string            `json:"cwd,omitempty"` // default /workspace if that is there, else the user's home
+	Env       map[string]string `json:"env,omitempty"`
+	Stdin     []byte            `json:"stdin,omitempty"`      // given to the process at its start
+	StdinOpen bool              `json:"stdin_open,omitempty"` // keep stdin open for PathSessionStdin and attach
+	TimeoutMS int64             `json:"timeout_ms,omitempty"` // 0: none. At its end the session's processes are killed
+	PTY       bool              `json:"pty,omitempty"`        // stdout and stderr are one stream, stdout
+	Cols      uint16            `json:"cols,omitempty"`
+	Rows      uint16            `json:"rows,omitempty"`
+	User      string            `json:"user,omitempty"` // name or uid, optionally :group; default root
+}
+
+// The states of a session.
+const (
+	SessionRunning = "running"
+	SessionExited  = "exited"
+)
+
+// Session is a process that was started through the API. Its ring buffers and its end are kept until it is deleted or
+// many later sessions have ended.
+type Session struct {
+	ID          core.SessionID `json:"id"`
+	Command     []string       `json:"command"`
+	Cwd         string         `json:"cwd"`
+	User        string         `json:"user,omitempty"`
+	PTY         bool           `json:"pty"`
+	State       string         `json:"state"`
+	PID         int            `json:"pid"`                 // in the workload's pid namespace
+	ExitCode    *int           `json:"exit_code,omitempty"` // 128 + signal when a signal ended it
+	Signal      string         `json:"signal,omitempty"`    // "SIGKILL"
+	TimedOut    bool           `json:"timed_out"`
+	StartedAt   time.Time      `json:"started_at"`
+	EndedAt     *time.Time     `json:"ended_at,omitempty"`
+	StdinOpen   bool           `json:"stdin_open"`
+	StdoutBytes int64          `json:"stdout_bytes"` // written so far
+	StderrBytes int64          `json:"stderr_bytes"`
+	StdoutFirst int64          `json:"stdout_first"` // number of the oldest byte that is still kept
+	StderrFirst int64          `json:"stderr_first"`
+}
+
+// Sessions is the answer of PathSessions, oldest first.
+type Sessions struct {
+	Sessions []Session `json:"sessions"`
+}
+
+// Signal asks for a signal to the session's foreground processes: "SIGTERM", "TERM" or "15".
+type Signal struct {
+	Signal string `json:"signal"`
+}
+
+// Resize sets the size of a session's terminal.
+type Resize struct {
+	Cols uint16 `json:"cols"`
+	Rows uint16 `json:"rows"`
+}
+
+// AttachMessage is a text frame of an attached WebSocket. Binary frames to the agent are stdin; binary frames from it
+// are one byte of stream (AttachStdout, AttachStderr), eight bytes of offset, big endian, then output.
+type AttachMessage struct {
+	Type    string   `json:"type"`              // see the constants
+	Cols    uint16   `json:"cols,omitempty"`    // resize
+	Rows    uint16   `json:"rows,omitempty"`    // resize
+	Signal  string   `json:"signal,omitempty"`  // signal
+	Session *Session `json:"session,omitempty"` // exit
+	Stream  string   `json:"stream,omitempty"`  // truncated: stdout or stderr
+	From    int64    `json:"from,omitempty"`    // truncated: first dropped byte
+	To      int64    `json:"to,omitempty"`      // truncated: byte after the last dropped one
+	Problem *Problem `json:"problem,omitempty"` // error: the answer to a text or binary frame that could not be done
+}
+
+// The types of AttachMessage. resize, signal and close_stdin go to the agent, the others come from it.
+const (
+	AttachResize     = "resize"
+	AttachSignal     = "signal"
+	AttachCloseStdin = "close_stdin"
+	AttachExit       = "exit" // the last message: all output was sent
+	AttachTruncated  = "truncated"
+	AttachError      = "error"
+)
+
+// The first byte of a binary frame from the agent, and the length of the head before the output.
+const (
+	AttachStdout  byte = 1
+	AttachStderr  byte = 2
+	AttachHeadLen      = 9
+)
+
+// FileInfo describes a path. Times have second precision on some file systems.
+type FileInfo struct {
+	Path   string    `json:"path"`
+	Name   string    `json:"name"`
+	Type   string    `json:"type"` // file, dir, symlink, other
+	Size   int64     `json:"size"`
+	Mode   string    `json:"mode"` // four octal digits
+	UID    int       `json:"uid"`
+	GID    int       `json:"gid"`
+	MTime  time.Time `json:"mtime"`
+	Target string    `json:"target,omitempty"` // of a symlink
+}
+
+// FileList is a directory's content by name. Truncated means that it has more than the agent lists at once (10,000).
+type FileList struct {
+	Path      string     `json:"path"`
+	Entries   []FileInfo `json:"entries"`
+	Truncated bool       `json:"truncated"`
+}
+
+// Process is one process of the workload, as it is seen from inside it.
+type Process struct {
+	PID      int    `json:"pid"`
+	PPID     int    `json:"ppid"`
+	Comm     string `json:"comm"`
+	Cmdline  string `json:"cmdline"`
+	State    string `json:"state"` // R, S, D, T, Z
+	RSSBytes int64  `json:"rss_bytes"`
+}
+
+// Processes is the answer of PathProcesses.
+type Processes struct {
+	Processes []Process `json:"processes"`
+}
+
+// Port is a listening TCP port.
+type Port struct {
+	Address netip.Addr `json:"address"`
+	Port    int        `json:"port"`
+	Process string     `json:"process,omitempty"`
+	PID     int        `json:"pid,omitempty"`
+}
+
+// Ports is the answer of PathPorts.
+type Ports struct {
+	Ports []Port `json:"ports"`
+}
+
+// Problem is an error on the wire, with an HTTP status of 400 or more.
+type Problem struct {
+	Category core.Category `json:"category"`
+	Code     core.Code     `json:"code"`
+	Message  string        `json:"message"`
+}
+
+// Err turns a problem back into an error. The message is foreign text: callers clip it before they show it.
+func (p *Problem) Err() error {
+	if p == nil {
+		return nil
+	}
+	return core.Errorf(p.Category, p.Code, "%s", p.Message)
+}
+
+// ProblemOf is the wire form of err.
+func ProblemOf(err error) *Problem {
+	if err == nil {
+		return nil
+	}
+	return &Problem{Category: core.CategoryOf(err), Code: core.CodeOf(err), Message: core.MessageOf(err)}
+}

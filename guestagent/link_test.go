@@ -1,0 +1,228 @@
+//go:build linux
+
+package guestagent
+
+import (
+	"bytes"
+	"context"
+	"io"
+	"log/slog"
+	"net"
+	"net/http"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/hashicorp/yamux"
+
+	"github.com/coppice-dev/coppice/guestagent/guestapi"
+)
+
+// eventually waits for something that nothing announces.
+func eventually(t *testing.T, ok func() bool) {
+	t.Helper()
+	tick := time.NewTicker(2 * time.Millisecond)
+	defer tick.Stop()
+	limit := time.After(20 * time.Second)
+	for !ok() {
+		select {
+		case <-tick.C:
+		case <-limit:
+			t.Fatal("it has not come about in 20 s")
+		}
+	}
+}
+
+// wire is what a VMM is to a virtio port: one stream for the guest, and one host after the other at its other end.
+type wire struct {
+	t     *testing.T
+	guest net.Conn // the VMM's end of the guest's stream
+
+	mu   sync.Mutex
+	host net.Conn // the VMM's end of the host's connection
+}
+
+func socketPair(t *testing.T) (a, b net.Conn) {
+	t.Helper()
+	l, err := net.Listen("unix", filepath.Join(t.TempDir(), "s"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = l.Close() }()
+	if a, err = net.Dial("unix", l.Addr().String()); err != nil {
+		t.Fatal(err)
+	}
+	if b, err = l.Accept(); err != nil {
+		t.Fatal(err)
+	}
+	return a, b
+}
+
+// plugIn runs an agent at the guest's end.
+func plugIn(t *testing.T, a *Agent) *wire {
+	t.Helper()
+	vmm, stream := socketPair(t)
+	w := &wire{t: t, guest: vmm}
+	ctx, cancel := context.WithCancel(context.WithoutCancel(t.Context()))
+	var wg sync.WaitGroup
+	wg.Go(func() {
+		if err := a.serveChannel(ctx, guestapi.NewChannel(stream)); err != nil {
+			t.Errorf("the channel failed: %v", err)
+		}
+	})
+	wg.Go(func() {
+		buf := make([]byte, 4096)
+		for {
+			n, err := vmm.Read(buf)
+			if err != nil {
+				return
+			}
+			w.mu.Lock()
+			if w.host != nil {
+				_, _ = w.host.Write(buf[:n]) // to nobody, if the host is gone
+			}
+			w.mu.Unlock()
+		}
+	})
+	t.Cleanup(func() {
+		cancel()
+		_ = vmm.Close()
+		w.connect(nil)
+		wg.Wait()
+	})
+	return w
+}
+
+// connect puts another host in the place of the one before.
+func (w *wire) connect(host net.Conn) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if w.host != nil {
+		_ = w.host.Close()
+	}
+	w.host = host
+	if host != nil {
+		go func() { _, _ = io.Copy(w.guest, host) }()
+	}
+}
+
+// linkClient greets and returns an HTTP client on the new link.
+func linkClient(t *testing.T, w *wire) *http.Client {
+	t.Helper()
+	conn, vmm := socketPair(t)
+	w.connect(vmm)
+	t.Cleanup(func() { _ = conn.Close() })
+	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
+	defer cancel()
+	link, err := guestapi.Greet(ctx, conn)
+	if err != nil {
+		t.Fatal(err)
+	}
+	mux, err := yamux.Client(link, muxConfig())
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = mux.Close() })
+	return &http.Client{Transport: &http.Transport{
+		DisableKeepAlives: true, DialContext: func(context.Context, string, string) (net.Conn, error) { return mux.Open() },
+	}}
+}
+
+func linkAgent(t *testing.T) *Agent {
+	t.Helper()
+	a := newAgent(Config{Logger: slog.New(slog.NewTextHandler(t.Output(), nil))}, &plainWorkload{}, filepath.Join(t.TempDir(), "state"))
+	a.sessions.oom = func(int) {}
+	a.reseal.look = func() (*survey, error) { return &survey{}, nil }
+	t.Cleanup(func() {
+		for _, s := range a.sessions.all() {
+			_ = a.sessions.remove(context.WithoutCancel(t.Context()), s)
+		}
+		a.idle.stop()
+	})
+	return a
+}
+
+// TestNextHostEndsTheLast: what an earlier connection asked for is given up before the next one is answered; sessions go on.
+func TestNextHostEndsTheLast(t *testing.T) {
+	t.Parallel()
+	a := linkAgent(t)
+	w := plugIn(t, a)
+	first := linkClient(t, w)
+	res, err := first.Post("http://guest"+guestapi.PathSessions, "application/json", strings.NewReader(`{"command":["cat"],"cwd":"/","stdin_open":true}`))
+	if err != nil {
+		t.Fatal(err)
+	}
+	_ = res.Body.Close()
+	id := a.sessions.all()[0].info.ID
+	// Three requests of the first host: one waits, one uploads for ever, one is held up by the freeze.
+	dir := t.TempDir()
+	body, feed := io.Pipe()
+	ended := make(chan error, 3)
+	get := func(method, path string, body io.Reader) {
+		req, err := http.NewRequestWithContext(t.Context(), method, "http://guest"+path, body)
+		if err != nil {
+			t.Error(err)
+		}
+		res, err := first.Do(req)
+		if err == nil {
+			_, err = io.Copy(io.Discard, res.Body)
+			_ = res.Body.Close()
+		}
+		ended <- err
+	}
+	go get(http.MethodGet, strings.Replace(guestapi.PathSessionOutput, "{id}", string(id), 1)+"?follow=1", nil)
+	go get(http.MethodPut, guestapi.PathFiles+"?path="+filepath.Join(dir, "f"), body)
+	if _, err := feed.Write(bytes.Repeat([]byte("x"), 100_000)); err != nil {
+		t.Fatal(err)
+	}
+	eventually(t, func() bool {
+		list, err := os.ReadDir(dir)
+		return err == nil && len(list) == 1 && following(a.sessions.all()[0].stdout) == 1
+	})
+	res, err = first.Post("http://guest"+guestapi.PathQuiesce, "application/json", strings.NewReader(`{"capture_id":"c"}`))
+	if err != nil || res.StatusCode != http.StatusOK {
+		t.Fatalf("quiesce: %v %v", err, res)
+	}
+	_ = res.Body.Close()
+	go get(http.MethodPost, guestapi.PathSessions, strings.NewReader(`{"command":["touch","`+filepath.Join(dir, "started")+`"],"cwd":"/"}`))
+
+	// The VM has been cloned: another host greets on the same stream, in the middle of all that.
+	second := linkClient(t, w)
+	res, err = second.Get("http://guest" + guestapi.PathHealth)
+	if err != nil || res.StatusCode != http.StatusOK {
+		t.Fatalf("health over the new link: %v", err)
+	}
+	_ = res.Body.Close()
+	if list, err := os.ReadDir(dir); err != nil || len(list) != 0 {
+		t.Errorf("the upload of the old link has left %v (%v)", list, err)
+	}
+	for _, path := range []string{guestapi.PathReseed, guestapi.PathRelease} {
+		res, err := second.Post("http://guest"+path, "application/json", strings.NewReader(`{"generation":"`+a.gate.get().Generation+`","entropy":"`+
+			"MDEyMzQ1Njc4OTAxMjM0NTY3ODkwMTIzNDU2Nzg5MDEyMzQ1Njc4OTAxMjM0NTY3ODkwMTIzNDU2Nzg5MDEyMw=="+`"}`))
+		if err != nil {
+			t.Fatal(err)
+		}
+		_ = res.Body.Close()
+	}
+	_ = feed.Close()
+	for range 3 {
+		if err := <-ended; err == nil {
+			t.Error("a request of the old link was answered")
+		}
+	}
+	if n := len(a.sessions.all()); n != 1 {
+		t.Errorf("%d sessions, want the one of before", n)
+	}
+	if _, err := os.Stat(filepath.Join(dir, "started")); err == nil {
+		t.Error("a session that waited on the old link was started after the thaw")
+	}
+}
+
+func following(o *output) int {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	return len(o.followers)
+}

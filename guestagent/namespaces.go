@@ -1,0 +1,431 @@
+//go:build linux
+
+package guestagent
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"os/exec"
+	"runtime"
+	"slices"
+	"strconv"
+	"strings"
+	"syscall"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/coppice-dev/coppice/core"
+)
+
+const (
+	cgroupRoot     = "/sys/fs/cgroup"
+	workloadCgroup = cgroupRoot + "/workload"
+	hooksCgroup    = cgroupRoot + "/hooks"
+	maxIdleThreads = 2
+)
+
+// WorkloadInitMode is the argument by which the agent's binary becomes PID 1 of the workload.
+const WorkloadInitMode = "workload-init"
+
+// namespaces is the workload of a real guest: a cgroup, and pid, mount and cgroup namespaces held by a small init.
+type namespaces struct {
+	init    int // its PID 1, as the agent sees it
+	ns      map[int]*os.File
+	cgroup  *os.File // both are used by descriptor: within the workload's namespaces their paths lead nowhere
+	hooks   *os.File
+	threads chan chan func() // idle ones
+}
+
+// initRecord finds a workload that an earlier agent has left running.
+type initRecord struct {
+	PID        int    `json:"pid"`
+	StartTicks uint64 `json:"start_ticks"`
+}
+
+// openNamespaces adopts the workload that runs, or starts it.
+func openNamespaces(recordPath string) (*namespaces, error) {
+	n := &namespaces{ns: map[int]*os.File{}, threads: make(chan chan func(), maxIdleThreads)}
+	var err error
+	if n.cgroup, err = makeCgroup(workloadCgroup); err != nil {
+		return nil, err
+	}
+	if n.hooks, err = makeCgroup(hooksCgroup); err != nil {
+		return nil, err
+	}
+	if n.init = findInit(recordPath); n.init == 0 {
+		if err := n.startInit(recordPath); err != nil {
+			return nil, fmt.Errorf("start the workload's init: %w", err)
+		}
+	}
+	for _, kind := range []struct {
+		flag int
+		name string
+	}{{unix.CLONE_NEWPID, "pid"}, {unix.CLONE_NEWCGROUP, "cgroup"}, {unix.CLONE_NEWNS, "mnt"}} {
+		f, err := os.Open(fmt.Sprintf("/proc/%d/ns/%s", n.init, kind.name))
+		if err != nil {
+			return nil, err
+		}
+		n.ns[kind.flag] = f
+	}
+	return n, nil
+}
+
+func makeCgroup(path string) (*os.File, error) {
+	if err := os.Mkdir(path, 0o755); err != nil && !errors.Is(err, fs.ErrExist) {
+		return nil, err
+	}
+	return os.OpenFile(path, os.O_RDONLY|unix.O_DIRECTORY, 0)
+}
+
+func findInit(path string) int {
+	var rec initRecord
+	b, err := readSmall(path)
+	if err != nil || json.Unmarshal(b, &rec) != nil || rec.PID <= 0 {
+		return 0
+	}
+	st, err := readStat("/proc", rec.PID)
+	if err != nil || st.startTicks != rec.StartTicks || st.state == "Z" {
+		return 0
+	}
+	return rec.PID
+}
+
+// startInit starts the workload's PID 1 in its cgroup and waits until its namespaces are furnished.
+func (n *namespaces) startInit(recordPath string) error {
+	r, w, err := os.Pipe()
+	if err != nil {
+		return err
+	}
+	defer func() { _ = r.Close() }()
+	cmd := &exec.Cmd{
+		Path: "/proc/self/exe", Args: []string{"coppice-guest", WorkloadInitMode}, Dir: "/", Stderr: os.Stderr, ExtraFiles: []*os.File{w},
+		Env: []string{"PATH=" + defaultPath, "GODEBUG="},
+		SysProcAttr: &syscall.SysProcAttr{
+			Setsid: true, Cloneflags: unix.CLONE_NEWNS | unix.CLONE_NEWPID, UseCgroupFD: true, CgroupFD: int(n.cgroup.Fd()),
+		},
+	}
+	err = cmd.Start()
+	_ = w.Close()
+	if err != nil {
+		return err
+	}
+	n.init = cmd.Process.Pid
+	ended := make(chan error, 1)
+	go func() { ended <- cmd.Wait() }() // it is reaped, whenever it ends
+	if err := r.SetReadDeadline(time.Now().Add(20 * time.Second)); err != nil {
+		return err
+	}
+	var ready [1]byte
+	if _, err := io.ReadFull(r, ready[:]); err != nil {
+		_ = cmd.Process.Kill()
+		return fmt.Errorf("it has not got ready: %w", errors.Join(err, <-ended))
+	}
+	st, err := readStat("/proc", n.init)
+	if err != nil {
+		return err
+	}
+	b, err := json.Marshal(initRecord{PID: n.init, StartTicks: st.startTicks})
+	if err != nil {
+		return err
+	}
+	return replaceFile(recordPath, b, 0o600)
+}
+
+// gone is closed when the workload's init has ended, and with it every process of the workload.
+func (n *namespaces) gone() (<-chan struct{}, error) {
+	fd, err := unix.PidfdOpen(n.init, unix.PIDFD_NONBLOCK)
+	if err != nil {
+		return nil, os.NewSyscallError("pidfd_open", err)
+	}
+	f := os.NewFile(uintptr(fd), "pidfd")
+	rc, err := f.SyscallConn()
+	if err != nil {
+		return nil, errors.Join(err, f.Close())
+	}
+	ch := make(chan struct{})
+	go func() {
+		defer close(ch)
+		defer func() { _ = f.Close() }()
+		// It becomes readable once, at the end. (It is not always our child, so it is not waited for.)
+		_ = rc.Read(func(fd uintptr) bool {
+			n, err := unix.Poll([]unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}, 0)
+			return n > 0 || err != nil && !errors.Is(err, unix.EINTR)
+		})
+	}()
+	return ch, nil
+}
+
+// inside runs fn on a thread that has joined the workload's namespaces. Threads are kept for the next call, and more are made
+// when those are busy, so that one that hangs in a file system holds up nobody else.
+func (n *namespaces) inside(fn func() error) error {
+	var thread chan func()
+	select {
+	case thread = <-n.threads:
+	default:
+		thread = make(chan func())
+		if err := n.newThread(thread); err != nil {
+			return err
+		}
+	}
+	done := make(chan error, 1)
+	thread <- func() { done <- fn() }
+	err := <-done
+	select {
+	case n.threads <- thread:
+	default:
+		close(thread)
+	}
+	return err
+}
+
+func (n *namespaces) newThread(jobs <-chan func()) error {
+	joined := make(chan error, 1)
+	go func() {
+		runtime.LockOSThread() // never unlocked: the thread ends with this goroutine
+		err := n.join()
+		joined <- err
+		if err != nil {
+			return
+		}
+		for job := range jobs {
+			job()
+		}
+	}()
+	if err := <-joined; err != nil {
+		return core.Wrapf(err, core.Internal, core.CodeInternal, "the workload's namespaces cannot be joined: %v", err)
+	}
+	return nil
+}
+
+// join moves the calling thread. Its children are born in the pid namespace; it stays outside itself.
+func (n *namespaces) join() error {
+	if err := unix.Unshare(unix.CLONE_FS); err != nil {
+		return os.NewSyscallError("unshare", err)
+	}
+	for _, kind := range []int{unix.CLONE_NEWPID, unix.CLONE_NEWCGROUP, unix.CLONE_NEWNS} {
+		if err := unix.Setns(int(n.ns[kind].Fd()), kind); err != nil {
+			return os.NewSyscallError("setns", err)
+		}
+	}
+	return nil
+}
+
+func (n *namespaces) start(cmd *exec.Cmd) error     { return startIn(cmd, n.cgroup) }
+func (n *namespaces) startHook(cmd *exec.Cmd) error { return startIn(cmd, n.hooks) }
+
+func startIn(cmd *exec.Cmd, cgroup *os.File) error {
+	if cmd.SysProcAttr == nil {
+		cmd.SysProcAttr = &syscall.SysProcAttr{}
+	}
+	cmd.SysProcAttr.UseCgroupFD, cmd.SysProcAttr.CgroupFD = true, int(cgroup.Fd())
+	return cmd.Start()
+}
+
+// openControl opens a control file of a cgroup.
+func openControl(cgroup *os.File, name string, flags int) (int, error) {
+	for {
+		fd, err := unix.Openat(int(cgroup.Fd()), name, flags|unix.O_CLOEXEC, 0)
+		if !errors.Is(err, unix.EINTR) {
+			if err != nil {
+				err = pathError("open", cgroup.Name()+"/"+name, err)
+			}
+			return fd, err
+		}
+	}
+}
+
+// event reads one value of a cgroup's events.
+func event(fd int, key string) (string, error) {
+	var buf [256]byte
+	n, err := unix.Pread(fd, buf[:], 0)
+	if err != nil {
+		return "", os.NewSyscallError("read cgroup.events", err)
+	}
+	for line := range strings.Lines(string(buf[:n])) {
+		if k, v, ok := strings.Cut(strings.TrimSpace(line), " "); ok && k == key {
+			return v, nil
+		}
+	}
+	return "", fmt.Errorf("cgroup.events has no %s", key)
+}
+
+// awaitEvent waits until a cgroup's event has a value. It reports whether that came before the deadline.
+func awaitEvent(ctx context.Context, cgroup *os.File, key, want string, timeout time.Duration) (bool, error) {
+	fd, err := openControl(cgroup, "cgroup.events", unix.O_RDONLY)
+	if err != nil {
+		return false, err
+	}
+	defer func() { _ = unix.Close(fd) }()
+	deadline := time.Now().Add(timeout)
+	for {
+		v, err := event(fd, key)
+		if err != nil || v == want {
+			return err == nil, err
+		}
+		left := time.Until(deadline)
+		if left <= 0 || ctx.Err() != nil {
+			return false, context.Cause(ctx)
+		}
+		// The kernel announces a change as urgent data. The wait is cut into pieces so that the end of ctx is seen.
+		fds := []unix.PollFd{{Fd: int32(fd), Events: unix.POLLPRI}}
+		if _, err := unix.Poll(fds, int(min(left, 100*time.Millisecond).Milliseconds())+1); err != nil && !errors.Is(err, unix.EINTR) {
+			return false, os.NewSyscallError("poll", err)
+		}
+	}
+}
+
+func writeControl(cgroup *os.File, name, value string) error {
+	fd, err := openControl(cgroup, name, unix.O_WRONLY)
+	if err != nil {
+		return err
+	}
+	defer func() { _ = unix.Close(fd) }()
+	if _, err := unix.Write(fd, []byte(value)); err != nil {
+		return pathError("write", cgroup.Name()+"/"+name, err)
+	}
+	return nil
+}
+
+func (n *namespaces) freeze(ctx context.Context, timeout time.Duration) (int, error) {
+	if err := writeControl(n.cgroup, "cgroup.freeze", "1"); err != nil {
+		return 0, core.Wrapf(err, core.Internal, core.CodeNotQuiesced, "the workload cannot be frozen: %v", err)
+	}
+	ok, err := awaitEvent(ctx, n.cgroup, "frozen", "1", timeout)
+	if err == nil && ok {
+		pids, err := n.pids()
+		return len(pids), err
+	}
+	var blame string
+	if err == nil {
+		blame = n.unfrozen()
+	}
+	thawed := n.thaw(context.WithoutCancel(ctx))
+	if err != nil {
+		return 0, errors.Join(err, thawed)
+	}
+	return 0, errors.Join(core.Errorf(core.FailedPrecondition, core.CodeNotQuiesced,
+		"the workload did not freeze within %s: %s cannot be stopped; it runs on", timeout, blame), thawed)
+}
+
+// unfrozen names a process that is not frozen.
+func (n *namespaces) unfrozen() string {
+	pids, _ := n.pids()
+	named := "some process"
+	for _, pid := range pids {
+		wchan, _ := readSmall(fmt.Sprintf("/proc/%d/wchan", pid))
+		st, err := readStat("/proc", pid)
+		if err != nil || string(wchan) == "do_freezer_trap" {
+			continue
+		}
+		named = fmt.Sprintf("process %d (%s, state %s, in %s)", n.innerPID(pid), core.Clip(st.comm), st.state, core.Clip(string(wchan)))
+		if st.state == "D" {
+			return named
+		}
+	}
+	return named
+}
+
+func (n *namespaces) thaw(context.Context) error {
+	return writeControl(n.cgroup, "cgroup.freeze", "0")
+}
+
+func (n *namespaces) frozen() (bool, error) {
+	return awaitEvent(context.Background(), n.cgroup, "frozen", "1", 0)
+}
+
+// endHooks kills what hooks have left behind, for it would run where no freeze reaches.
+func (n *namespaces) endHooks() error {
+	if ok, err := awaitEvent(context.Background(), n.hooks, "populated", "0", 0); ok || err != nil {
+		return err
+	}
+	if err := writeControl(n.hooks, "cgroup.kill", "1"); err != nil {
+		return err
+	}
+	ok, err := awaitEvent(context.Background(), n.hooks, "populated", "0", 2*time.Second)
+	if err == nil && !ok {
+		err = errors.New("a process that a hook has left does not die")
+	}
+	return err
+}
+
+// pids lists the processes of the workload without its init.
+func (n *namespaces) pids() ([]int, error) {
+	out, err := n.members(nil, n.cgroup)
+	slices.Sort(out)
+	return out, err
+}
+
+// members adds the processes of a cgroup and of those below it.
+func (n *namespaces) members(out []int, cgroup *os.File) ([]int, error) {
+	fd, err := openControl(cgroup, "cgroup.procs", unix.O_RDONLY)
+	if err != nil {
+		return nil, err
+	}
+	b, err := readToEnd(fd, 1<<20)
+	_ = unix.Close(fd)
+	if err != nil {
+		return nil, pathError("read", cgroup.Name()+"/cgroup.procs", err)
+	}
+	for f := range bytes.FieldsSeq(b) {
+		if pid, err := strconv.Atoi(string(f)); err == nil && pid != n.init {
+			out = append(out, pid)
+		}
+	}
+	// Every directory below is a link more. A workload has none, unless it made its cgroups writable.
+	var st unix.Stat_t
+	if err := unix.Fstat(int(cgroup.Fd()), &st); err != nil || st.Nlink <= 2 {
+		return out, err
+	}
+	return n.below(out, cgroup)
+}
+
+func (n *namespaces) below(out []int, cgroup *os.File) ([]int, error) {
+	root, err := openControl(cgroup, ".", unix.O_RDONLY|unix.O_DIRECTORY)
+	if err != nil {
+		return nil, err
+	}
+	dir := os.NewFile(uintptr(root), cgroup.Name())
+	defer func() { _ = dir.Close() }()
+	list, err := dir.ReadDir(-1)
+	if err != nil {
+		return nil, err
+	}
+	for _, e := range list {
+		if !e.IsDir() {
+			continue
+		}
+		fd, err := openControl(dir, e.Name(), unix.O_RDONLY|unix.O_DIRECTORY)
+		if err != nil {
+			continue // removed meanwhile
+		}
+		sub := os.NewFile(uintptr(fd), cgroup.Name()+"/"+e.Name())
+		out, err = n.members(out, sub)
+		_ = sub.Close()
+		if err != nil {
+			return nil, err
+		}
+	}
+	return out, nil
+}
+
+func (n *namespaces) innerPID(pid int) int {
+	b, err := readSmall("/proc/" + strconv.Itoa(pid) + "/status")
+	if err != nil {
+		return 0
+	}
+	_, rest, _ := strings.Cut(string(b), "\nNSpid:")
+	line, _, _ := strings.Cut(rest, "\n")
+	inner, _ := strconv.Atoi(line[strings.LastIndexAny(line, "\t ")+1:])
+	return inner
+}
+
+func (n *namespaces) proc() string { return fmt.Sprintf("/proc/%d/root/proc", n.init) }
+
+var _ workload = (*namespaces)(nil)

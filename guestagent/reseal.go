@@ -1,0 +1,272 @@
+//go:build linux
+
+package guestagent
+
+import (
+	"context"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"net"
+	"strings"
+	"time"
+
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/guestagent/guestapi"
+)
+
+// evidence is what a step shows for itself.
+type evidence = map[string]string
+
+// skipError is a step that has nothing to do in this guest. Its text says why.
+type skipError string
+
+func (e skipError) Error() string { return string(e) }
+
+// resealer makes a clone another machine, step by step.
+type resealer struct {
+	work   workload
+	stale  staleScanner
+	survey *survey // of the last quiesce; nil in an agent that was started since
+	steps  []step
+	sys    system
+	look   func() (*survey, error)
+}
+
+// survey is what a reseal needs to know and a quiesce can find out: in the machine that is captured it costs little, for all of that
+// has been executed there before, while each clone begins with nothing translated.
+type survey struct {
+	nic  nicState
+	dbus bool              // the machine id is kept a second time
+	idle map[string]string // steps that have nothing to do, and why
+}
+
+// lookAround makes the survey.
+func (r *resealer) lookAround() (err error) {
+	r.survey, err = r.look()
+	return err
+}
+
+func (r *resealer) surveyGuest() (*survey, error) {
+	nic, err := surveyNIC()
+	if err != nil {
+		return nil, err
+	}
+	found := &survey{nic: nic, idle: map[string]string{}}
+	err = r.work.inside(func() error {
+		found.dbus = isRegular(dbusID)
+		for _, s := range r.steps {
+			if s.nothing == nil {
+				continue
+			}
+			if reason := s.nothing(); reason != "" {
+				found.idle[s.name] = reason
+			}
+		}
+		return nil
+	})
+	return found, err
+}
+
+// idle is why a step has nothing to do, "" when it has.
+func (r *resealer) idle(s step) string {
+	switch {
+	case s.nothing == nil:
+		return ""
+	case r.survey != nil:
+		return r.survey.idle[s.name]
+	}
+	return s.nothing()
+}
+
+// step makes one thing new. It runs on a thread that sees the workload's file system.
+type step struct {
+	name string
+	do   func(ctx context.Context, r *resealRun) (evidence, error)
+
+	// nothing says why there is nothing to do. It is asked when the workload has just been frozen. nil: there always is.
+	nothing func() string
+}
+
+// system is what tests replace: the places where a reseal touches the kernel as a whole.
+type system struct {
+	random      string // the device that takes entropy
+	diskMount   string
+	hooksDir    string
+	hookTimeout time.Duration
+	reseed      func(path string, entropy []byte) error
+	oom         func(pid int)
+}
+
+// resealRun is one reseal.
+type resealRun struct {
+	*resealer
+	req      guestapi.ResealRequest
+	received time.Time
+}
+
+func newResealer(a *Agent) *resealer {
+	r := &resealer{work: a.work}
+	r.look = r.surveyGuest
+	r.sys = system{
+		random: "/dev/urandom", diskMount: DiskMount, hooksDir: hooksDir, hookTimeout: hookTimeout, reseed: reseedKernel, oom: normalOOM,
+	}
+	r.steps = []step{
+		// Randomness comes first, because later steps draw from it. The old addresses go before the sockets that have them: not
+		// even the reset of an old connection leaves then.
+		{guestapi.StepEntropy, stepEntropy, nil},
+		{guestapi.StepClock, stepClock, nil},
+		{guestapi.StepBootID, stepBootID, nil},
+		{guestapi.StepMachineID, stepMachineID, nil},
+		{guestapi.StepHostname, stepHostname, nil},
+		{guestapi.StepNetwork, stepNetwork, nil},
+		{guestapi.StepSockets, stepSockets, nil},
+		{guestapi.StepTCPMetrics, stepTCPMetrics, nil},
+		{guestapi.StepConntrack, stepConntrack, noConntrack},
+		{guestapi.StepTFOKey, stepTFOKey, nil},
+		{guestapi.StepWireGuard, stepWireGuard, nil},
+		{guestapi.StepSSHKeys, stepSSHKeys, noSSH},
+		{guestapi.StepDHCP, removal(dhcpFiles), nothing(dhcpFiles, "no leases and no identifiers of a DHCP client")},
+		{guestapi.StepRandomSeed, removal(seedFiles), nothing(seedFiles, "no saved seed")},
+		{guestapi.StepCA, stepCA, nil},
+		{guestapi.StepDisk, stepDisk, nil},
+		{guestapi.StepTimers, stepTimers, nil},
+		{guestapi.StepJournal, stepJournal, noJournal},
+		{guestapi.StepState, stepState, nil},
+		{guestapi.StepGeneration, stepGeneration, nil},
+		{guestapi.StepHooks, stepHooks, noHooks},
+	}
+	return r
+}
+
+// run does the steps in order and stops at the first that fails: what a failed reseal leaves is destroyed, not repaired.
+func (r *resealer) run(ctx context.Context, req guestapi.ResealRequest, received time.Time) core.ResealReport {
+	start := time.Now()
+	report := core.ResealReport{Generation: req.Identity.Generation, Complete: true, Steps: make([]core.ResealStep, 0, len(r.steps))}
+	run := &resealRun{resealer: r, req: req, received: received}
+	err := r.work.inside(func() error {
+		for _, s := range r.steps {
+			done := run.one(ctx, s)
+			report.Steps = append(report.Steps, done)
+			if done.Status == core.ResealFailed {
+				report.Complete = false
+				return nil
+			}
+		}
+		return nil
+	})
+	if err != nil {
+		report.Complete = false
+		report.Steps = append(report.Steps, core.ResealStep{Name: guestapi.StepEntropy, Status: core.ResealFailed, Error: core.Clip(err.Error())})
+	}
+	report.DurationMS = core.Milliseconds(time.Since(start))
+	return report
+}
+
+// one does one step and times it.
+func (r *resealRun) one(ctx context.Context, s step) core.ResealStep {
+	start := time.Now()
+	if reason := r.idle(s); reason != "" {
+		return core.ResealStep{Name: s.name, Status: core.ResealSkipped, Evidence: evidence{guestapi.EvidenceReason: reason}}
+	}
+	ev, err := s.do(ctx, r)
+	if err == nil {
+		err = context.Cause(ctx) // the host is gone, or has given up
+	}
+	out := core.ResealStep{Name: s.name, Status: core.ResealOK, Evidence: ev, DurationMS: core.Milliseconds(time.Since(start))}
+	var skip skipError
+	switch {
+	case errors.As(err, &skip):
+		out.Status, out.Evidence = core.ResealSkipped, evidence{guestapi.EvidenceReason: string(skip)}
+	case err != nil:
+		out.Status, out.Error = core.ResealFailed, core.Clip(err.Error())
+	}
+	return out
+}
+
+// reseedOnly is what the captured machine itself needs before it goes on.
+func (r *resealer) reseedOnly(entropy []byte) core.ResealStep {
+	run := &resealRun{resealer: r, req: guestapi.ResealRequest{Entropy: entropy}, received: time.Now()}
+	return run.one(context.Background(), step{guestapi.StepEntropy, stepEntropy, nil})
+}
+
+// only reports whether every byte of s passes.
+func only(s string, pass func(c byte) bool) bool {
+	for i := range len(s) {
+		if !pass(s[i]) {
+			return false
+		}
+	}
+	return true
+}
+
+func isHex(c byte) bool   { return c >= '0' && c <= '9' || c >= 'a' && c <= 'f' }
+func isGraph(c byte) bool { return c > ' ' && c <= '~' }
+func isLabel(c byte) bool { return c >= '0' && c <= '9' || c >= 'a' && c <= 'z' || c == '-' }
+
+// isHostname reports whether s is one label of a host name.
+func isHostname(s string) bool {
+	return s != "" && len(s) <= 63 && only(s, isLabel) && s[0] != '-' && s[len(s)-1] != '-'
+}
+
+// checkReseal refuses a request that could not be done as a whole, before anything is changed.
+func checkReseal(req guestapi.ResealRequest) error {
+	if err := checkEntropy(req.Entropy); err != nil {
+		return err
+	}
+	bad := func(format string, a ...any) error {
+		return core.Errorf(core.Invalid, core.CodeInvalidField, format, a...)
+	}
+	id := req.Identity
+	switch {
+	case id.Generation == "" || id.Generation != core.Clip(id.Generation):
+		return bad("identity.generation is missing, too long or not printable")
+	case len(id.MachineID) != 32 || !only(id.MachineID, isHex):
+		return bad("identity.machine_id must be 32 hex digits")
+	case !isHostname(id.Hostname):
+		return bad("identity.hostname is not a host name")
+	case req.HostTimeNS <= 0:
+		return bad("host_time_ns is missing")
+	case len(req.Token) > 4096 || !only(req.Token, isGraph):
+		return bad("token is not printable or too long")
+	}
+	for k, v := range req.Env {
+		if k == "" || strings.ContainsAny(k, "=\x00") || strings.ContainsRune(v, 0) {
+			return bad("env has the invalid name or value %q", core.Clip(k))
+		}
+	}
+	if id.MAC == "" && !id.IP.IsValid() {
+		return nil
+	}
+	n := req.Network
+	mac, err := net.ParseMAC(id.MAC)
+	switch {
+	case err != nil || len(mac) != 6 || mac[0]&1 != 0:
+		return bad("identity.mac is not a unicast Ethernet address")
+	case !id.IP.Is4():
+		return bad("identity.ip must be an IPv4 address")
+	case n.Prefix < 1 || n.Prefix > 32:
+		return bad("network.prefix must be between 1 and 32")
+	case n.Gateway.IsValid() && !n.Gateway.Is4():
+		return bad("network.gateway must be an IPv4 address")
+	case n.MTU != 0 && (n.MTU < 576 || n.MTU > 65535):
+		return bad("network.mtu must be between 576 and 65535")
+	}
+	if n.GatewayMAC != "" {
+		if mac, err := net.ParseMAC(n.GatewayMAC); err != nil || len(mac) != 6 {
+			return bad("network.gateway_mac is not an Ethernet address")
+		}
+	}
+	return nil
+}
+
+// short names a secret without showing it.
+func short(sum []byte) string { return hex.EncodeToString(sum[:8]) }
+
+// wrap says which part of a step failed.
+func wrap(err error, what string) error {
+	if err == nil {
+		return nil
+	}
+	return fmt.Errorf("%s: %w", what, err)
+}

@@ -1,0 +1,305 @@
+//go:build linux
+
+package guestagent
+
+import (
+	"bytes"
+	"context"
+	"crypto/ed25519"
+	"crypto/rand"
+	"crypto/sha256"
+	"encoding/pem"
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+
+	"golang.org/x/crypto/ssh"
+	"golang.org/x/sys/unix"
+
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/guestagent/guestapi"
+)
+
+const sshDir = "/etc/ssh"
+
+// oldHostKeys lists an SSH server's keys.
+func oldHostKeys() ([]string, error) {
+	list, err := names(sshDir)
+	return slices.DeleteFunc(list, func(name string) bool {
+		return !strings.HasPrefix(name, "ssh_host_") || !strings.HasSuffix(name, "_key") && !strings.HasSuffix(name, "_key.pub")
+	}), err
+}
+
+func noSSH() string {
+	if list, err := oldHostKeys(); err != nil || len(list) > 0 || exists("/usr/sbin/sshd") {
+		return ""
+	}
+	return "no SSH server and no host keys"
+}
+
+// stepSSHKeys gives an SSH server new host keys. Only Ed25519 is made: RSA takes seconds without hardware virtualization.
+func stepSSHKeys(_ context.Context, r *resealRun) (evidence, error) {
+	old, err := oldHostKeys()
+	if err != nil {
+		return nil, err
+	}
+	for _, name := range old {
+		if err := os.Remove(filepath.Join(sshDir, name)); err != nil {
+			return nil, err
+		}
+	}
+	if err := os.MkdirAll(sshDir, 0o755); err != nil {
+		return nil, err
+	}
+	fingerprint, err := writeHostKey(sshDir+"/ssh_host_ed25519_key", r.req.Identity.Hostname)
+	if err != nil {
+		return nil, err
+	}
+	// A server that runs reads its keys again on SIGHUP. It is frozen: the signal is delivered when it is thawed.
+	reloaded := 0
+	if b, err := readBack("/run/sshd.pid"); err == nil {
+		if outer := r.outerPID(b); outer > 0 && unix.Kill(outer, unix.SIGHUP) == nil {
+			reloaded++
+		}
+	}
+	return evidence{"fingerprint": fingerprint, "removed": strconv.Itoa(len(old)), "reloaded": strconv.Itoa(reloaded)}, nil
+}
+
+// outerPID finds a process by the number that the workload knows it by.
+func (r *resealRun) outerPID(inner string) int {
+	want, err := strconv.Atoi(inner)
+	if err != nil || want <= 1 {
+		return 0
+	}
+	pids, err := r.work.pids()
+	if err != nil {
+		return 0
+	}
+	for _, pid := range pids {
+		if r.work.innerPID(pid) == want {
+			return pid
+		}
+	}
+	return 0
+}
+
+func writeHostKey(path, comment string) (fingerprint string, err error) {
+	pub, priv, err := ed25519.GenerateKey(rand.Reader)
+	if err != nil {
+		return "", err
+	}
+	block, err := ssh.MarshalPrivateKey(priv, "root@"+comment)
+	if err != nil {
+		return "", err
+	}
+	sshPub, err := ssh.NewPublicKey(pub)
+	if err != nil {
+		return "", err
+	}
+	if err := replaceFile(path, pem.EncodeToMemory(block), 0o600); err != nil {
+		return "", err
+	}
+	line := strings.TrimSpace(string(ssh.MarshalAuthorizedKey(sshPub))) + " root@" + comment + "\n"
+	if err := replaceFile(path+".pub", []byte(line), 0o644); err != nil {
+		return "", err
+	}
+	return ssh.FingerprintSHA256(sshPub), nil
+}
+
+// pattern names files in a directory: those that have all the parts in their name.
+type pattern struct {
+	dir   string
+	parts []string
+}
+
+// matches lists what the patterns name.
+func matches(patterns []pattern) ([]string, error) {
+	var out []string
+	for _, p := range patterns {
+		list, err := names(p.dir)
+		if err != nil {
+			return nil, err
+		}
+		for _, name := range list {
+			if !slices.ContainsFunc(p.parts, func(part string) bool { return !strings.Contains(name, part) }) {
+				out = append(out, p.dir+"/"+name)
+			}
+		}
+	}
+	return out, nil
+}
+
+// nothing is why a removal need not be done.
+func nothing(patterns []pattern, reason string) func() string {
+	return func() string {
+		if list, err := matches(patterns); err != nil || len(list) > 0 {
+			return ""
+		}
+		return reason
+	}
+}
+
+// removal is a step that is nothing but a removal.
+func removal(patterns []pattern) func(context.Context, *resealRun) (evidence, error) {
+	return func(context.Context, *resealRun) (evidence, error) {
+		list, err := matches(patterns)
+		if err != nil {
+			return nil, err
+		}
+		for _, path := range list {
+			if err := os.RemoveAll(path); err != nil {
+				return nil, err
+			}
+		}
+		return evidence{"removed": strconv.Itoa(len(list))}, nil
+	}
+}
+
+// What a DHCP client leaves, and what is saved of a random generator.
+var (
+	dhcpFiles = []pattern{
+		{"/var/lib/dhcp", []string{".lease"}},
+		{"/var/lib/dhcp", []string{"duid"}},
+		{"/var/lib/dhcpcd", nil},
+		{"/var/lib/dhcpcd5", nil},
+		{"/etc", []string{"dhcpcd.duid"}},
+		{"/run/systemd/netif/leases", nil},
+		{"/var/lib/systemd/network", nil},
+		{"/var/lib/NetworkManager", []string{".lease"}},
+		{"/var/lib/NetworkManager", []string{"secret_key"}},
+	}
+	seedFiles = []pattern{
+		{"/var/lib/systemd", []string{"random-seed"}},
+		{"/var/lib/urandom", []string{"random-seed"}},
+		{"/var/lib/misc", []string{"random-seed"}},
+		{"/var/lib", []string{"random-seed"}},
+		{"/etc", []string{"random-seed"}},
+	}
+)
+
+// The marks between which the project's CA stands in a bundle.
+const (
+	caBegin = "# coppice: begin\n"
+	caEnd   = "# coppice: end\n"
+)
+
+// stepCA adds the CA to the trust bundles that the image has. No program of the image is run for it.
+func stepCA(_ context.Context, r *resealRun) (evidence, error) {
+	if r.req.CA == "" {
+		return nil, skipError("none given")
+	}
+	if block, _ := pem.Decode([]byte(r.req.CA)); block == nil || block.Type != "CERTIFICATE" {
+		return nil, errors.New("the CA is not a PEM certificate")
+	}
+	changed := 0
+	seen := map[string]bool{}
+	for _, p := range []string{"/etc/ssl/certs/ca-certificates.crt", "/etc/pki/tls/certs/ca-bundle.crt", "/etc/ssl/ca-bundle.pem", "/etc/ssl/cert.pem"} {
+		real, err := filepath.EvalSymlinks(p)
+		if err != nil || seen[real] {
+			continue
+		}
+		seen[real] = true
+		bundle, err := os.ReadFile(real)
+		if err != nil {
+			return nil, err
+		}
+		if err := replaceFile(real, addCA(bundle, r.req.CA), 0o644); err != nil {
+			return nil, err
+		}
+		changed++
+	}
+	if changed == 0 {
+		const p = "/etc/ssl/certs/ca-certificates.crt"
+		if err := os.MkdirAll(filepath.Dir(p), 0o755); err != nil {
+			return nil, err
+		}
+		if err := replaceFile(p, addCA(nil, r.req.CA), 0o644); err != nil {
+			return nil, err
+		}
+		changed = 1
+	}
+	sum := sha256.Sum256([]byte(r.req.CA))
+	return evidence{"bundles": strconv.Itoa(changed), "sha256": short(sum[:])}, nil
+}
+
+// addCA puts the CA at a bundle's end, in the place of one that was put there before.
+func addCA(bundle []byte, ca string) []byte {
+	if before, rest, ok := bytes.Cut(bundle, []byte(caBegin)); ok {
+		_, after, _ := bytes.Cut(rest, []byte(caEnd))
+		bundle = slices.Concat(before, after)
+	}
+	if len(bundle) > 0 && bundle[len(bundle)-1] != '\n' {
+		bundle = append(bundle, '\n')
+	}
+	return append(bundle, caBegin+strings.TrimRight(ca, "\n")+"\n"+caEnd...)
+}
+
+// stepTimers reports what will run by itself in every clone once it is thawed, as it was found when the workload was quiesced.
+func stepTimers(_ context.Context, r *resealRun) (evidence, error) {
+	if len(r.stale.timers) == 0 {
+		return nil, skipError("no cron and no clock daemon runs")
+	}
+	return evidence{"running": core.Clip(strings.Join(r.stale.timers, ","))}, nil
+}
+
+const journalSocket = "/run/systemd/journal/socket"
+
+func noJournal() string {
+	if exists(journalSocket) {
+		return ""
+	}
+	return "no journal"
+}
+
+// stepJournal leaves a line in the journal, if the guest has one. The journal daemon is frozen: it reads it when it is thawed.
+func stepJournal(ctx context.Context, r *resealRun) (evidence, error) {
+	conn, err := (&net.Dialer{}).DialContext(ctx, "unixgram", journalSocket)
+	if err != nil {
+		return nil, skipError("the journal's socket takes no messages")
+	}
+	defer func() { _ = conn.Close() }()
+	if err := conn.SetWriteDeadline(r.received.Add(resealWrite)); err != nil {
+		return nil, err
+	}
+	_, err = fmt.Fprintf(conn, "MESSAGE=RESEALED generation=%s checkpoint=%s\nPRIORITY=5\nSYSLOG_IDENTIFIER=coppice\n",
+		r.req.Identity.Generation, core.Clip(string(r.req.CheckpointID)))
+	if err != nil {
+		return nil, skipError("the journal's socket is full")
+	}
+	return evidence{"line": "RESEALED"}, nil
+}
+
+// stepState gives the sandbox its own token, in the place of its parent's.
+func stepState(_ context.Context, r *resealRun) (evidence, error) {
+	const path = runDir + "/token"
+	if r.req.Token == "" {
+		if err := unix.Unlink(path); err != nil && !errors.Is(err, unix.ENOENT) {
+			return nil, pathError("remove", path, err)
+		}
+		return evidence{guestapi.EvidenceTokenHash: "none"}, nil
+	}
+	if err := replaceFile(path, []byte(r.req.Token), 0o600); err != nil {
+		return nil, err
+	}
+	got, err := readSmall(path)
+	if err != nil {
+		return nil, err
+	}
+	sum := sha256.Sum256(got)
+	return evidence{guestapi.EvidenceTokenHash: short(sum[:])}, nil
+}
+
+// stepGeneration tells programs in the guest that they are in another machine now. They may watch the file with inotify.
+func stepGeneration(_ context.Context, r *resealRun) (evidence, error) {
+	const path = runDir + "/generation"
+	if err := replaceFile(path, []byte(r.req.Identity.Generation+"\n"), 0o444); err != nil {
+		return nil, err
+	}
+	got, err := readBack(path)
+	return evidence{guestapi.EvidenceValue: got}, err
+}

@@ -1,0 +1,295 @@
+//go:build linux
+
+package guestagent
+
+import (
+	"context"
+	"crypto/rand"
+	"crypto/sha256"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"strconv"
+	"strings"
+	"time"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/coppice-dev/coppice/guestagent/guestapi"
+)
+
+// reseedKernel gives the kernel's generator fresh bytes and makes it use them. Adding entropy alone changes nothing once the
+// generator is ready (Linux 5.18 and later): the second call makes the new key, and with it drops the per-CPU keys, the
+// batches of get_random_u64 and the state behind the vDSO.
+func reseedKernel(path string, entropy []byte) error {
+	fd, err := openRaw(path, unix.O_WRONLY, 0)
+	if err != nil {
+		return pathError("open", path, err)
+	}
+	defer func() { _ = unix.Close(fd) }()
+	pool := struct {
+		bits, size int32
+		buf        [guestapi.EntropySize]byte
+	}{bits: guestapi.EntropySize * 8, size: guestapi.EntropySize}
+	copy(pool.buf[:], entropy)
+	if err := ioctl(uintptr(fd), unix.RNDADDENTROPY, unsafe.Pointer(&pool)); err != nil {
+		return wrap(err, "RNDADDENTROPY")
+	}
+	if err := ioctl(uintptr(fd), unix.RNDRESEEDCRNG, nil); err != nil {
+		return wrap(err, "RNDRESEEDCRNG")
+	}
+	return nil
+}
+
+func ioctl(fd, request uintptr, arg unsafe.Pointer) error {
+	if _, _, errno := unix.Syscall(unix.SYS_IOCTL, fd, request, uintptr(arg)); errno != 0 {
+		return errno
+	}
+	return nil
+}
+
+// drawKeys are made before any clone: formatting runs a good deal of code.
+var drawKeys = func() (keys [guestapi.EvidenceDraws]string) {
+	for i := range keys {
+		keys[i] = fmt.Sprintf(guestapi.EvidenceDrawKey, i)
+	}
+	return keys
+}()
+
+func stepEntropy(_ context.Context, r *resealRun) (evidence, error) {
+	if err := r.sys.reseed(r.sys.random, r.req.Entropy); err != nil {
+		return nil, err
+	}
+	ev := make(evidence, guestapi.EvidenceDraws+1)
+	ev["ioctls"] = "RNDADDENTROPY, RNDRESEEDCRNG"
+	for i := range guestapi.EvidenceDraws {
+		var draw [32]byte
+		if _, err := unix.Getrandom(draw[:], 0); err != nil {
+			return nil, wrap(err, "getrandom")
+		}
+		sum := sha256.Sum256(draw[:])
+		ev[drawKeys[i]] = hex.EncodeToString(sum[:16])
+	}
+	return ev, nil
+}
+
+// stepClock sets the wall clock to the host's, plus what has passed since the request came. CLOCK_MONOTONIC cannot be set: it
+// goes on from the capture.
+func stepClock(_ context.Context, r *resealRun) (evidence, error) {
+	before := time.Now()
+	now := time.Unix(0, r.req.HostTimeNS).Add(before.Sub(r.received))
+	ts := unix.NsecToTimespec(now.UnixNano())
+	if err := unix.ClockSettime(unix.CLOCK_REALTIME, &ts); err != nil {
+		return nil, wrap(err, "clock_settime")
+	}
+	var got unix.Timespec
+	if err := unix.ClockGettime(unix.CLOCK_REALTIME, &got); err != nil {
+		return nil, wrap(err, "clock_gettime")
+	}
+	return evidence{
+		"skew_before_ms":        strconv.FormatInt(now.Sub(before.Round(0)).Milliseconds(), 10),
+		guestapi.EvidenceTimeNS: strconv.FormatInt(got.Nano(), 10),
+	}, nil
+}
+
+// stepBootID puts a new boot id over the kernel's own, which can only be changed by a boot. What covers it was mounted when the guest
+// booted, and is written in place; root may have taken it away in the workload.
+func stepBootID(context.Context, *resealRun) (evidence, error) {
+	id := newUUID()
+	if err := writeSmall(bootIDFile, []byte(id+"\n"), 0o444); err != nil {
+		return nil, err
+	}
+	got, err := readBack(bootIDPath)
+	if err != nil {
+		return nil, err
+	}
+	if got != id {
+		if err := coverBootID(); err != nil {
+			return nil, err
+		}
+		if got, err = readBack(bootIDPath); err != nil {
+			return nil, err
+		}
+	}
+	if got != id {
+		return nil, fmt.Errorf("%s reads %q after the change", bootIDPath, got)
+	}
+	return evidence{guestapi.EvidenceValue: got}, nil
+}
+
+// onOtherThread runs fn outside the workload's namespaces, where the agent itself is.
+func onOtherThread(fn func() error) error {
+	done := make(chan error, 1)
+	go func() { done <- fn() }()
+	return <-done
+}
+
+// dbusID is where some images keep the machine id a second time; in most it is a link, or not there.
+const dbusID = "/var/lib/dbus/machine-id"
+
+// stepMachineID writes the id to the places where programs look for it.
+func stepMachineID(_ context.Context, r *resealRun) (evidence, error) {
+	id := r.req.Identity.MachineID
+	const main = "/etc/machine-id"
+	if err := writeIdentity(main, []byte(id+"\n"), 0o444); err != nil {
+		return nil, err
+	}
+	if r.survey != nil && r.survey.dbus || r.survey == nil && isRegular(dbusID) {
+		if err := replaceFile(dbusID, []byte(id+"\n"), 0o444); err != nil {
+			return nil, err
+		}
+	}
+	got, err := readBack(main)
+	return evidence{guestapi.EvidenceValue: got}, err
+}
+
+// stepHostname names the machine. The workload shares the agent's UTS namespace.
+func stepHostname(_ context.Context, r *resealRun) (evidence, error) {
+	name := r.req.Identity.Hostname
+	var u unix.Utsname
+	if err := unix.Uname(&u); err != nil {
+		return nil, wrap(err, "uname")
+	}
+	old := unix.ByteSliceToString(u.Nodename[:])
+	if err := unix.Sethostname([]byte(name)); err != nil {
+		return nil, wrap(err, "sethostname")
+	}
+	if err := writeIdentity("/etc/hostname", []byte(name+"\n"), 0o644); err != nil {
+		return nil, err
+	}
+	hosts, err := readSmall("/etc/hosts")
+	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return nil, err
+	}
+	if err := writeIdentity("/etc/hosts", []byte(editHosts(string(hosts), old, name)), 0o644); err != nil {
+		return nil, err
+	}
+	if err := unix.Uname(&u); err != nil {
+		return nil, wrap(err, "uname")
+	}
+	return evidence{guestapi.EvidenceValue: unix.ByteSliceToString(u.Nodename[:]), "before": old}, nil
+}
+
+// editHosts renames the machine in /etc/hosts: its old name is replaced wherever it stands as a whole word, and 127.0.1.1, the
+// address of the machine's own name in Debian, gets the new one.
+func editHosts(hosts, old, name string) string {
+	var out strings.Builder
+	local := false
+	for line := range strings.Lines(hosts) {
+		text, comment, hasComment := strings.Cut(strings.TrimRight(line, "\n"), "#")
+		fields := strings.Fields(text)
+		if len(fields) == 0 {
+			out.WriteString(strings.TrimRight(line, "\n") + "\n")
+			continue
+		}
+		if fields[0] == "127.0.1.1" {
+			continue // rewritten below
+		}
+		local = local || fields[0] == "127.0.0.1"
+		for i, f := range fields[1:] {
+			if f == old && old != "localhost" {
+				fields[i+1] = name
+			}
+		}
+		out.WriteString(strings.Join(fields, "\t"))
+		if hasComment {
+			out.WriteString(" #" + comment)
+		}
+		out.WriteString("\n")
+	}
+	if !local {
+		out.WriteString("127.0.0.1\tlocalhost\n")
+	}
+	return out.String() + "127.0.1.1\t" + name + "\n"
+}
+
+const tfoKeyPath = "/proc/sys/net/ipv4/tcp_fastopen_key"
+
+func stepTFOKey(context.Context, *resealRun) (evidence, error) {
+	var k [16]byte
+	_, _ = rand.Read(k[:])
+	h := hex.EncodeToString(k[:])
+	key := h[:8] + "-" + h[8:16] + "-" + h[16:24] + "-" + h[24:]
+	if err := writeSmall(tfoKeyPath, []byte(key), 0o600); err != nil {
+		return nil, err
+	}
+	got, err := readBack(tfoKeyPath)
+	if err != nil {
+		return nil, err
+	}
+	if got != key {
+		return nil, errors.New("the kernel has not taken the key")
+	}
+	sum := sha256.Sum256([]byte(got))
+	return evidence{guestapi.EvidenceKeyHash: short(sum[:])}, nil
+}
+
+// ext4Resize is EXT4_IOC_RESIZE_FS: grow a mounted ext4 to a number of blocks.
+const ext4Resize = 0x40086610
+
+// stepDisk grows the writable disk's file system to the size of its device.
+func stepDisk(_ context.Context, r *resealRun) (evidence, error) {
+	if !r.req.GrowDisk {
+		return nil, skipError("not asked for")
+	}
+	var ev evidence
+	err := onOtherThread(func() error {
+		var err error
+		ev, err = growDisk(r.sys.diskMount, r.req.DiskBytes)
+		return err
+	})
+	return ev, err
+}
+
+// growWait is how long the driver may take to learn of a new size, of which the VMM tells it by an interrupt.
+const growWait = 5 * time.Second
+
+// growDisk grows what is mounted to the size of its device, once that has at least the size that is expected.
+func growDisk(mount string, expected int64) (evidence, error) {
+	d, err := os.Open(mount)
+	if err != nil {
+		return nil, err
+	}
+	defer func() { _ = d.Close() }()
+	var st unix.Stat_t
+	var sfs unix.Statfs_t
+	if err := errors.Join(unix.Fstat(int(d.Fd()), &st), unix.Fstatfs(int(d.Fd()), &sfs)); err != nil {
+		return nil, err
+	}
+	device, err := deviceBytes(st.Dev)
+	for deadline := time.Now().Add(growWait); err == nil && device < expected; device, err = deviceBytes(st.Dev) {
+		if time.Now().After(deadline) {
+			return nil, fmt.Errorf("the device has %d bytes, not %d", device, expected)
+		}
+		_, _ = unix.Poll(nil, 2) // nothing announces it
+	}
+	if err != nil {
+		return nil, err
+	}
+	before := int64(sfs.Blocks) * sfs.Bsize
+	blocks := uint64(device / sfs.Bsize)
+	// Asking for the size that it has already is answered at once; a smaller one is refused by the kernel.
+	if err := ioctl(d.Fd(), ext4Resize, unsafe.Pointer(&blocks)); err != nil {
+		return nil, wrap(err, "EXT4_IOC_RESIZE_FS")
+	}
+	if err := unix.Fstatfs(int(d.Fd()), &sfs); err != nil {
+		return nil, err
+	}
+	return evidence{
+		guestapi.EvidenceDevice: strconv.FormatInt(device, 10), "before_bytes": strconv.FormatInt(before, 10),
+		"bytes": strconv.FormatInt(int64(sfs.Blocks)*sfs.Bsize, 10),
+	}, nil
+}
+
+// deviceBytes is the size of a block device.
+func deviceBytes(dev uint64) (int64, error) {
+	s, err := readBack(fmt.Sprintf("/sys/dev/block/%d:%d/size", unix.Major(dev), unix.Minor(dev)))
+	if err != nil {
+		return 0, err
+	}
+	sectors, err := strconv.ParseInt(s, 10, 64)
+	return sectors * 512, err
+}

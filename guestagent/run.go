@@ -1,0 +1,90 @@
+//go:build linux
+
+package guestagent
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"runtime/debug"
+	"time"
+
+	"github.com/coppice-dev/coppice/guestagent/guestapi"
+)
+
+// privateDir is where the agent keeps what must survive it and is nobody's business in the workload.
+const privateDir = "/run/.coppice"
+
+// Run answers hosts until ctx ends or the channel fails. It needs a furnished guest (package boot) and root.
+func Run(ctx context.Context, cfg Config) error {
+	NameProcess("coppice-agent")
+	debug.SetGCPercent(busyGC)
+	debug.SetMemoryLimit(memoryLimit)
+	if err := os.MkdirAll(privateDir, 0o700); err != nil {
+		return err
+	}
+	if err := os.MkdirAll(runDir, 0o755); err != nil {
+		return err
+	}
+	if !exists(bootIDFile) { // not an agent that was started again
+		if err := errors.Join(firstBootID(), raiseNIC()); err != nil {
+			return err
+		}
+	}
+	w, err := openNamespaces(filepath.Join(privateDir, "workload.json"))
+	if err != nil {
+		return fmt.Errorf("set up the workload: %w", err)
+	}
+	a := newAgent(cfg, w, filepath.Join(privateDir, "state"))
+	if err := a.settle(ctx); err != nil {
+		return fmt.Errorf("bring the workload into the state it had: %w", err)
+	}
+	defer a.idle.stop()
+	a.idle.begin() // until the first connection is served, or for a while
+	a.idle.end()
+	gone, err := w.gone()
+	if err != nil {
+		return fmt.Errorf("watch the workload: %w", err)
+	}
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	go func() {
+		select {
+		case <-gone:
+			cancel(errWorkloadGone)
+		case <-ctx.Done():
+		}
+	}()
+	if err := a.serve(ctx); err != nil {
+		return err
+	}
+	if err := context.Cause(ctx); errors.Is(err, errWorkloadGone) {
+		return err // PID 1 starts another agent, and that one another workload
+	}
+	return nil
+}
+
+var errWorkloadGone = errors.New("the workload's init has ended")
+
+// settle makes the workload what the state says, whatever an earlier agent was in the middle of.
+func (a *Agent) settle(ctx context.Context) error {
+	s := a.gate.get()
+	if !exists(a.gate.path) {
+		if err := a.gate.set(s); err != nil {
+			return err
+		}
+	}
+	if s.State == guestapi.StateReleased {
+		const generation = runDir + "/generation"
+		if !exists(generation) {
+			if err := replaceFile(generation, []byte(s.Generation+"\n"), 0o444); err != nil {
+				return err
+			}
+		}
+		return a.work.thaw(ctx)
+	}
+	_, err := a.work.freeze(ctx, 10*time.Second)
+	return err
+}

@@ -1,0 +1,263 @@
+//go:build linux
+
+package guestagent
+
+import (
+	"context"
+	"net/http"
+	"strconv"
+	"strings"
+	"syscall"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/guestagent/guestapi"
+)
+
+// maxWait bounds one wait for a session; the caller asks again.
+const maxWait = 300 * time.Second
+
+func (a *Agent) createSession(w http.ResponseWriter, r *http.Request) error {
+	var spec guestapi.SessionSpec
+	if err := readJSON(w, r, maxSpecBody, &spec); err != nil {
+		return err
+	}
+	// The guest may have been frozen while the body came.
+	if err := a.gate.pass(r.Context()); err != nil {
+		return err
+	}
+	s, err := a.sessions.start(spec)
+	if err != nil {
+		return err
+	}
+	writeJSON(w, http.StatusCreated, s.snapshot())
+	return nil
+}
+
+func (a *Agent) listSessions(w http.ResponseWriter, _ *http.Request) error {
+	out := guestapi.Sessions{Sessions: []guestapi.Session{}}
+	for _, s := range a.sessions.all() {
+		out.Sessions = append(out.Sessions, s.snapshot())
+	}
+	writeJSON(w, http.StatusOK, out)
+	return nil
+}
+
+func (a *Agent) session(r *http.Request) (*session, error) {
+	return a.sessions.get(core.SessionID(r.PathValue("id")))
+}
+
+func (a *Agent) getSession(w http.ResponseWriter, r *http.Request) error {
+	s, err := a.session(r)
+	if err != nil {
+		return err
+	}
+	writeJSON(w, http.StatusOK, s.snapshot())
+	return nil
+}
+
+func (a *Agent) deleteSession(w http.ResponseWriter, r *http.Request) error {
+	s, err := a.session(r)
+	if err != nil {
+		return err
+	}
+	if err := a.sessions.remove(r.Context(), s); err != nil {
+		return err
+	}
+	w.WriteHeader(http.StatusNoContent)
+	return nil
+}
+
+func (a *Agent) waitSession(w http.ResponseWriter, r *http.Request) error {
+	s, err := a.session(r)
+	if err != nil {
+		return err
+	}
+	ms, err := intParam(r, "timeout_ms", maxWait.Milliseconds())
+	if err != nil {
+		return err
+	}
+	ctx, cancel := context.WithTimeout(r.Context(), min(time.Duration(ms)*time.Millisecond, maxWait))
+	defer cancel()
+	select {
+	case <-s.done:
+	case <-ctx.Done():
+	}
+	writeJSON(w, http.StatusOK, s.snapshot())
+	return nil
+}
+
+// stream finds the output that a request names.
+func (s *session) stream(name string) (*output, error) {
+	switch name {
+	case "", "stdout":
+		return s.stdout, nil
+	case "stderr":
+		if s.stderr == nil {
+			return nil, core.Errorf(core.Invalid, core.CodeInvalidField, "a session with a terminal has one stream, stdout")
+		}
+		return s.stderr, nil
+	}
+	return nil, core.Errorf(core.Invalid, core.CodeInvalidField, "stream must be stdout or stderr, not %q", core.Clip(name))
+}
+
+func (a *Agent) sessionOutput(w http.ResponseWriter, r *http.Request) error {
+	s, err := a.session(r)
+	if err != nil {
+		return err
+	}
+	o, err := s.stream(r.URL.Query().Get("stream"))
+	if err != nil {
+		return err
+	}
+	offset, err := intParam(r, "offset", 0)
+	if err != nil {
+		return err
+	}
+	follow := boolParam(r, "follow")
+	f := o.peek(offset)
+	_, until := o.numbers()
+	if follow {
+		f = o.follow(offset)
+	}
+	defer f.close()
+
+	h := w.Header()
+	h.Set("Content-Type", "application/octet-stream")
+	h.Set("Trailer", strings.Join([]string{guestapi.HeaderEndOffset, guestapi.HeaderTruncated, guestapi.HeaderEOF}, ", "))
+	buf := make([]byte, 32<<10)
+	flush := http.NewResponseController(w).Flush
+	started, truncated := false, false
+	for {
+		got, err := f.read(r.Context(), buf, follow && started)
+		if err != nil {
+			return nil // the reader is gone
+		}
+		truncated = truncated || got.dropped > 0
+		if !started {
+			h.Set(guestapi.HeaderOffset, strconv.FormatInt(got.at, 10))
+			w.WriteHeader(http.StatusOK)
+			started = true
+		}
+		if _, err := w.Write(buf[:got.n]); err != nil {
+			return nil // the reader is gone
+		}
+		if got.end || !follow && got.at+int64(got.n) >= until {
+			h.Set(guestapi.HeaderEndOffset, strconv.FormatInt(got.at+int64(got.n), 10))
+			h.Set(guestapi.HeaderTruncated, strconv.FormatBool(truncated))
+			h.Set(guestapi.HeaderEOF, strconv.FormatBool(got.end))
+			return nil
+		}
+		if follow {
+			if err := flush(); err != nil {
+				return nil // the reader is gone
+			}
+		}
+	}
+}
+
+func (a *Agent) sessionStdin(w http.ResponseWriter, r *http.Request) error {
+	s, err := a.session(r)
+	if err != nil {
+		return err
+	}
+	if err := s.writeStdin(r.Body, r.Context().Done()); err != nil {
+		if r.Context().Err() != nil {
+			return context.Cause(r.Context())
+		}
+		return err
+	}
+	if boolParam(r, "close") {
+		s.closeStdin()
+	}
+	w.WriteHeader(http.StatusNoContent)
+	return nil
+}
+
+func (a *Agent) sessionSignal(w http.ResponseWriter, r *http.Request) error {
+	s, err := a.session(r)
+	if err != nil {
+		return err
+	}
+	var req guestapi.Signal
+	if err := readJSON(w, r, maxControlBody, &req); err != nil {
+		return err
+	}
+	sig, err := parseSignal(req.Signal)
+	if err != nil {
+		return err
+	}
+	if err := s.signal(sig); err != nil {
+		return err
+	}
+	w.WriteHeader(http.StatusNoContent)
+	return nil
+}
+
+func parseSignal(name string) (syscall.Signal, error) {
+	if n, err := strconv.Atoi(name); err == nil && n > 0 && n < 65 {
+		return syscall.Signal(n), nil
+	}
+	up := strings.ToUpper(name)
+	if !strings.HasPrefix(up, "SIG") {
+		up = "SIG" + up
+	}
+	if sig := unix.SignalNum(up); sig != 0 {
+		return sig, nil
+	}
+	return 0, core.Errorf(core.Invalid, core.CodeInvalidField, "signal %q is not known", core.Clip(name))
+}
+
+func (a *Agent) sessionResize(w http.ResponseWriter, r *http.Request) error {
+	s, err := a.session(r)
+	if err != nil {
+		return err
+	}
+	var req guestapi.Resize
+	if err := readJSON(w, r, maxControlBody, &req); err != nil {
+		return err
+	}
+	if err := s.resize(req.Cols, req.Rows); err != nil {
+		return err
+	}
+	w.WriteHeader(http.StatusNoContent)
+	return nil
+}
+
+func (a *Agent) getProcesses(w http.ResponseWriter, _ *http.Request) error {
+	list, err := listProcesses(a.work)
+	if err != nil {
+		return err
+	}
+	writeJSON(w, http.StatusOK, list)
+	return nil
+}
+
+func (a *Agent) getPorts(w http.ResponseWriter, _ *http.Request) error {
+	list, err := listPorts(a.work)
+	if err != nil {
+		return err
+	}
+	writeJSON(w, http.StatusOK, list)
+	return nil
+}
+
+// intParam reads a number of the query that must not be negative.
+func intParam(r *http.Request, name string, missing int64) (int64, error) {
+	v := r.URL.Query().Get(name)
+	if v == "" {
+		return missing, nil
+	}
+	n, err := strconv.ParseInt(v, 10, 64)
+	if err != nil || n < 0 {
+		return 0, core.Errorf(core.Invalid, core.CodeInvalidField, "%s must be a number of at least 0, not %q", name, core.Clip(v))
+	}
+	return n, nil
+}
+
+func boolParam(r *http.Request, name string) bool {
+	v, err := strconv.ParseBool(r.URL.Query().Get(name))
+	return err == nil && v
+}

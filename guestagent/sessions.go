@@ -1,0 +1,355 @@
+//go:build linux
+
+package guestagent
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"os"
+	"os/exec"
+	"slices"
+	"strings"
+	"sync"
+	"syscall"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/guestagent/guestapi"
+)
+
+const (
+	maxRunning = 256 // sessions at once
+	maxEnded   = 128 // kept after their end
+	maxArgs    = 4096
+)
+
+// sessions are all the sessions of the agent, oldest first.
+type sessions struct {
+	work   workload
+	budget outputBudget
+	oom    func(pid int) // gives a process the ordinary chance to be killed for memory
+
+	spawn sync.RWMutex // held for writing while the workload is being frozen: a start must be over or not begun
+
+	mu   sync.Mutex // guards what follows
+	list []*session
+	env  map[string]string // of the sandbox
+}
+
+func newSessions(w workload) *sessions {
+	s := &sessions{work: w, oom: normalOOM}
+	s.budget.limit = 64 << 20
+	var si unix.Sysinfo_t
+	if unix.Sysinfo(&si) == nil {
+		s.budget.limit = min(s.budget.limit, int64(si.Totalram*uint64(si.Unit)/8))
+	}
+	return s
+}
+
+func (m *sessions) setEnv(env map[string]string) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.env = env
+}
+
+func (m *sessions) get(id core.SessionID) (*session, error) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	for _, s := range m.list {
+		if s.info.ID == id { // never changes
+			return s, nil
+		}
+	}
+	return nil, core.Errorf(core.NotFound, core.CodeSessionNotFound, "there is no session %q in this sandbox", core.Clip(string(id)))
+}
+
+func (m *sessions) all() []*session {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return slices.Clone(m.list)
+}
+
+// running counts the sessions whose process lives.
+func (m *sessions) running() int {
+	n := 0
+	for _, s := range m.all() {
+		select {
+		case <-s.done:
+		default:
+			n++
+		}
+	}
+	return n
+}
+
+// admit puts a session that is about to start on the list, or says why not.
+func (m *sessions) admit(s *session) (map[string]string, error) {
+	running := m.running()
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if running >= maxRunning {
+		return nil, core.Errorf(core.Exhausted, guestapi.CodeSessionLimit, "%d sessions run in this sandbox, which is the limit", running)
+	}
+	if slices.ContainsFunc(m.list, func(o *session) bool { return o.info.ID == s.info.ID }) {
+		return nil, core.Errorf(core.AlreadyExists, guestapi.CodeSessionExists, "there is a session %s already", s.info.ID)
+	}
+	m.list = append(m.list, s)
+	return m.env, nil
+}
+
+// forget takes a session off the list and frees its output.
+func (m *sessions) forget(s *session) {
+	m.mu.Lock()
+	m.list = slices.DeleteFunc(m.list, func(o *session) bool { return o == s })
+	m.mu.Unlock()
+	s.closeStdin()
+	s.stdout.forget()
+	if s.stderr != nil {
+		s.stderr.forget()
+	}
+}
+
+// evict forgets the ended sessions that are too many, oldest first.
+func (m *sessions) evict() {
+	m.mu.Lock()
+	var ended []*session
+	for _, s := range m.list {
+		select {
+		case <-s.done:
+			ended = append(ended, s)
+		default:
+		}
+	}
+	m.mu.Unlock()
+	for len(ended) > maxEnded || len(ended) > 8 && m.budget.used.Load() > m.budget.limit {
+		m.forget(ended[0])
+		ended = ended[1:]
+	}
+}
+
+func checkSpec(spec *guestapi.SessionSpec) error {
+	bad := func(format string, a ...any) error {
+		return core.Errorf(core.Invalid, core.CodeInvalidField, format, a...)
+	}
+	if spec.ID == "" {
+		spec.ID = core.NewID[core.SessionID]()
+	} else if _, err := core.ParseID[core.SessionID](string(spec.ID)); err != nil {
+		return err
+	}
+	switch {
+	case len(spec.Command) == 0 || spec.Command[0] == "":
+		return bad("command must name a program")
+	case len(spec.Command) > maxArgs:
+		return bad("command has %d elements; the limit is %d", len(spec.Command), maxArgs)
+	case spec.TimeoutMS < 0:
+		return bad("timeout_ms is negative")
+	}
+	for _, a := range append([]string{spec.Cwd, spec.User}, spec.Command...) {
+		if strings.ContainsRune(a, 0) {
+			return bad("command, cwd and user must not contain a NUL byte")
+		}
+	}
+	for k, v := range spec.Env {
+		if k == "" || strings.ContainsAny(k, "=\x00") || strings.ContainsRune(v, 0) {
+			return bad("env has the invalid name or value %q", core.Clip(k))
+		}
+	}
+	return nil
+}
+
+// start starts a process. It returns once the kernel runs the program, or has refused to.
+func (m *sessions) start(spec guestapi.SessionSpec) (*session, error) {
+	if err := checkSpec(&spec); err != nil {
+		return nil, err
+	}
+	now := time.Now()
+	s := &session{stdout: newOutput(&m.budget, now.Add(startGrace)), done: make(chan struct{})}
+	if !spec.PTY {
+		s.stderr = newOutput(&m.budget, now.Add(startGrace))
+	}
+	s.info = guestapi.Session{
+		ID: spec.ID, Command: spec.Command, Cwd: spec.Cwd, User: spec.User, PTY: spec.PTY, State: guestapi.SessionRunning,
+		StartedAt: now.UTC(), StdinOpen: spec.StdinOpen || spec.PTY,
+	}
+	env, err := m.admit(s)
+	if err != nil {
+		return nil, err
+	}
+	s.mu.Lock() // nobody sees a session that has not started yet
+	cmd, st, err := m.launch(spec, env, s)
+	s.mu.Unlock()
+	if err != nil {
+		m.forget(s)
+		return nil, err
+	}
+	m.attend(s, cmd, st, spec)
+	m.evict()
+	return s, nil
+}
+
+// launch is called with s.mu held.
+func (m *sessions) launch(spec guestapi.SessionSpec, env map[string]string, s *session) (*exec.Cmd, *streams, error) {
+	var cmd *exec.Cmd
+	var st *streams
+	m.spawn.RLock()
+	defer m.spawn.RUnlock()
+	err := m.work.inside(func() error {
+		var err error
+		if cmd, err = command(spec, env); err != nil {
+			return err
+		}
+		if st, err = openStreams(spec); err != nil {
+			return core.Wrapf(err, core.Exhausted, guestapi.CodeCommandFailed, "the guest has no pipe or terminal for the session: %v", err)
+		}
+		st.wire(cmd)
+		pidfd := -1
+		cmd.SysProcAttr.PidFD = &pidfd
+		if err := m.work.start(cmd); err != nil {
+			st.closeAll()
+			return startError(spec.Command[0], err)
+		}
+		st.closeTheirs()
+		if pidfd >= 0 && unix.SetNonblock(pidfd, true) == nil {
+			st.pidfd = os.NewFile(uintptr(pidfd), "pidfd")
+		}
+		return nil
+	})
+	if err != nil {
+		return nil, nil, err
+	}
+	s.pid = cmd.Process.Pid
+	m.oom(s.pid)
+	s.info.PID, s.info.Cwd = m.work.innerPID(s.pid), cmd.Dir
+	s.stdin = st.stdin
+	if st.terminal {
+		s.terminal = st.stdout
+	}
+	return cmd, st, nil
+}
+
+// attend starts what goes on while the process runs: its streams, its timeout, its end.
+func (m *sessions) attend(s *session, cmd *exec.Cmd, st *streams, spec guestapi.SessionSpec) {
+	go s.stdout.pump(st.stdout)
+	if s.stderr != nil {
+		go s.stderr.pump(st.stderr)
+	}
+	if st.stdin != nil && (len(spec.Stdin) > 0 || !spec.StdinOpen && !spec.PTY) {
+		go func() {
+			_ = s.writeStdin(bytes.NewReader(spec.Stdin), nil)
+			if !spec.StdinOpen && !spec.PTY {
+				s.closeStdin()
+			}
+		}()
+	}
+	if spec.TimeoutMS > 0 {
+		s.mu.Lock()
+		s.timer = time.AfterFunc(time.Duration(spec.TimeoutMS)*time.Millisecond, func() {
+			s.mu.Lock()
+			s.info.TimedOut = s.pid != 0
+			s.mu.Unlock()
+			s.kill()
+		})
+		s.mu.Unlock()
+	}
+	go func() {
+		m.await(s, cmd, st)
+		m.evict()
+	}()
+}
+
+// await waits for the end of the process and takes what it had written.
+func (m *sessions) await(s *session, cmd *exec.Cmd, st *streams) {
+	// The number must not be freed while a signal could still be sent to it, so the state is looked at before it is reaped.
+	waitExit(cmd.Process.Pid, st.pidfd)
+	s.mu.Lock()
+	err := cmd.Wait()
+	s.pid = 0
+	if s.timer != nil {
+		s.timer.Stop()
+	}
+	s.mu.Unlock()
+	ended := time.Now().UTC()
+
+	s.stdout.drain(st.stdout)
+	if s.stderr != nil {
+		s.stderr.drain(st.stderr)
+	}
+	s.mu.Lock()
+	s.info.State, s.info.EndedAt, s.info.StdinOpen = guestapi.SessionExited, &ended, false
+	code, sig := exitOf(cmd.ProcessState, err)
+	s.info.ExitCode, s.info.Signal = &code, sig
+	s.mu.Unlock()
+	close(s.done)
+	s.closeStdin()
+	s.stdout.end()
+	if s.stderr != nil {
+		s.stderr.end()
+	}
+}
+
+// waitExit waits until a process has ended, without reaping it and without a thread of its own.
+func waitExit(pid int, pidfd *os.File) {
+	if pidfd != nil {
+		defer func() { _ = pidfd.Close() }()
+		if rc, err := pidfd.SyscallConn(); err == nil && rc.Read(func(fd uintptr) bool {
+			return exited(unix.P_PIDFD, int(fd), unix.WNOHANG)
+		}) == nil {
+			return
+		}
+	}
+	exited(unix.P_PID, pid, 0)
+}
+
+func exited(kind, id, flags int) bool {
+	for {
+		var si unix.Siginfo
+		err := unix.Waitid(kind, id, &si, unix.WEXITED|unix.WNOWAIT|flags, nil)
+		if !errors.Is(err, unix.EINTR) {
+			return err != nil || si.Signo != 0
+		}
+	}
+}
+
+func exitOf(state *os.ProcessState, err error) (code int, sig string) {
+	if state == nil {
+		return -1, err.Error()
+	}
+	ws, ok := state.Sys().(syscall.WaitStatus)
+	if ok && ws.Signaled() {
+		return 128 + int(ws.Signal()), unix.SignalName(ws.Signal())
+	}
+	return state.ExitCode(), ""
+}
+
+// startError says why the kernel would not run a program.
+func startError(name string, err error) error {
+	name = core.Clip(name)
+	switch {
+	case errors.Is(err, os.ErrNotExist):
+		return core.Errorf(core.NotFound, guestapi.CodeCommandNotFound, "%s: no such program, or its interpreter or working directory is missing", name)
+	case errors.Is(err, os.ErrPermission):
+		return core.Errorf(core.PermissionDenied, guestapi.CodeCommandFailed, "%s: not permitted to run", name)
+	case errors.Is(err, syscall.ENOEXEC):
+		return core.Errorf(core.Invalid, guestapi.CodeCommandFailed, "%s: not a program that this guest can run", name)
+	case errors.Is(err, syscall.E2BIG):
+		return core.Errorf(core.Invalid, guestapi.CodeCommandFailed, "%s: the arguments and the environment are too long", name)
+	case errors.Is(err, syscall.EAGAIN), errors.Is(err, syscall.ENOMEM):
+		return core.Errorf(core.Exhausted, guestapi.CodeCommandFailed, "%s: the guest has no room for another process: %v", name, err)
+	}
+	return core.Wrapf(err, core.Internal, guestapi.CodeCommandFailed, "%s: not started: %v", name, err)
+}
+
+// remove kills a session and forgets it.
+func (m *sessions) remove(ctx context.Context, s *session) error {
+	s.kill()
+	m.forget(s) // first: a stream that waits for a follower would hold up the end
+	select {
+	case <-s.done:
+		return nil
+	case <-ctx.Done():
+		return context.Cause(ctx)
+	}
+}

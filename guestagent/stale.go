@@ -1,0 +1,174 @@
+//go:build linux
+
+package guestagent
+
+import (
+	"bytes"
+	"os"
+	"strconv"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/coppice-dev/coppice/core"
+)
+
+const (
+	maxStale    = 256
+	maxWorkload = 1024 // with the longest command line each they fit in an answer
+)
+
+// staleScanner finds the processes whose own random generators a reseal cannot reach. What it has found out about a process
+// stays true as long as it lives, and what it has not found stays so as long as the process maps nothing more.
+type staleScanner struct {
+	known     map[processKey]verdict
+	timers    []string               // what runs by itself once it is thawed: cron and the like
+	running   []core.WorkloadProcess // all that was found
+	truncated bool                   // there are more
+}
+
+type processKey struct {
+	pid   int
+	start uint64
+}
+
+type verdict struct {
+	runtime string // "" for none
+	inner   int
+	size    string // of the address space, when it was looked at
+	comm    string // likewise
+	args    string // likewise
+}
+
+// scan lists the workload's processes with such a runtime. It is called with one caller at a time.
+func (s *staleScanner) scan(w workload) ([]core.StaleProcess, error) {
+	pids, err := w.pids()
+	if err != nil {
+		return nil, err
+	}
+	found := []core.StaleProcess{}
+	s.timers, s.truncated = nil, false
+	s.running = make([]core.WorkloadProcess, 0, min(len(pids), maxWorkload))
+	known := make(map[processKey]verdict, len(pids))
+	for _, pid := range pids {
+		st, err := readStat("/proc", pid)
+		if err != nil || st.state == "Z" {
+			continue
+		}
+		if runsByItself(st.comm) {
+			s.timers = append(s.timers, st.comm)
+		}
+		key := processKey{pid, st.startTicks}
+		v, ok := s.known[key]
+		if !ok {
+			v.inner = w.innerPID(pid)
+		}
+		if !ok || v.comm != st.comm || v.size != st.vsize { // a new program shows in both
+			v.comm, v.args = st.comm, argsOf(pid)
+		}
+		if !ok || v.runtime == "" && v.size != st.vsize {
+			v.runtime = runtimeOf(pid)
+		}
+		v.size = st.vsize
+		known[key] = v
+		if len(s.running) == maxWorkload {
+			s.truncated = true
+		} else {
+			s.running = append(s.running, core.WorkloadProcess{PID: v.inner, StartTicks: st.startTicks, Command: core.Clip(st.comm), Args: v.args})
+		}
+		if v.runtime != "" && len(found) < maxStale {
+			found = append(found, core.StaleProcess{PID: v.inner, Command: core.Clip(st.comm), Runtime: v.runtime})
+		}
+	}
+	s.known = known
+	return found, nil
+}
+
+// argsOf is the beginning of a process's command line.
+func argsOf(pid int) string {
+	fd, err := openRaw("/proc/"+strconv.Itoa(pid)+"/cmdline", unix.O_RDONLY, 0)
+	if err != nil {
+		return ""
+	}
+	defer func() { _ = unix.Close(fd) }()
+	var head [128]byte
+	n, err := unix.Read(fd, head[:])
+	if err != nil || n <= 0 {
+		return ""
+	}
+	args := bytes.TrimRight(head[:n], "\x00")
+	return core.Clip(string(bytes.ReplaceAll(args, []byte{0}, []byte{' '})))
+}
+
+func runsByItself(comm string) bool {
+	switch comm {
+	case "cron", "crond", "atd", "anacron", "fcron", "systemd", "systemd-timesyn", "chronyd", "ntpd":
+		return true
+	}
+	return false
+}
+
+// runtimeOf names what a process draws its random numbers from: by its program, else by the files that it has mapped.
+func runtimeOf(pid int) string {
+	proc := "/proc/" + strconv.Itoa(pid)
+	var buf [256]byte
+	if n, err := unix.Readlink(proc+"/exe", buf[:]); err == nil {
+		if runtime := runtimeByName(buf[:n]); runtime != "" && runtime != "openssl" {
+			return runtime
+		}
+	}
+	b, err := os.ReadFile(proc + "/maps")
+	if err != nil {
+		return ""
+	}
+	openssl := false
+	for line := range bytes.Lines(b) {
+		// Only the first mapping of a file is looked at, which has the offset 0.
+		i := bytes.IndexByte(line, '/')
+		if i < 0 || !bytes.Contains(line[:i], []byte(" 00000000 ")) {
+			continue
+		}
+		switch runtime := runtimeByName(bytes.TrimSpace(line[i:])); runtime {
+		case "":
+		case "openssl":
+			openssl = true
+		default:
+			return runtime
+		}
+	}
+	switch {
+	case isGo(proc + "/exe"):
+		return "go"
+	case openssl:
+		return "openssl"
+	}
+	return ""
+}
+
+// runtimeByName knows the files that a runtime is made of.
+func runtimeByName(path []byte) string {
+	name := path[bytes.LastIndexByte(path, '/')+1:]
+	begins := func(s string) bool { return bytes.HasPrefix(name, []byte(s)) }
+	switch {
+	case begins("node") && (len(name) == 4 || string(name) == "nodejs"), begins("libnode.so"):
+		return "node"
+	case begins("libjvm.so"):
+		return "java"
+	case begins("python3"), begins("libpython3"):
+		return "python"
+	case begins("libcrypto.so"):
+		return "openssl"
+	}
+	return ""
+}
+
+// isGo looks for the note with Go's build id, which its linker puts near the beginning of a program.
+func isGo(exe string) bool {
+	fd, err := openRaw(exe, unix.O_RDONLY, 0)
+	if err != nil {
+		return false
+	}
+	defer func() { _ = unix.Close(fd) }()
+	var head [4096]byte
+	n, err := unix.Pread(fd, head[:], 0)
+	return err == nil && bytes.Contains(head[:n], []byte("\x04\x00\x00\x00Go\x00\x00"))
+}

@@ -1,0 +1,298 @@
+//go:build linux
+
+package guestagent
+
+import (
+	"archive/tar"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"net/http"
+	"os"
+	"path"
+	"path/filepath"
+	"slices"
+	"strings"
+	"syscall"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/guestagent/guestapi"
+)
+
+// getTar sends a file or a directory as a tar whose names start at the last element of the path ("." for the root).
+func (a *Agent) getTar(w http.ResponseWriter, r *http.Request, name string) error {
+	started := false
+	err := a.work.inside(func() error {
+		if _, err := os.Lstat(name); err != nil {
+			return fileError(err, "read", name)
+		}
+		w.Header().Set("Content-Type", "application/x-tar")
+		w.Header().Set("Trailer", guestapi.HeaderStatus)
+		w.WriteHeader(http.StatusOK)
+		started = true
+		return writeTar(r.Context(), w, name)
+	})
+	if !started {
+		return err
+	}
+	status := "ok"
+	if err != nil {
+		status = core.Clip(core.MessageOf(fileError(err, "read", name)))
+	}
+	w.Header().Set(guestapi.HeaderStatus, status)
+	return nil
+}
+
+func writeTar(ctx context.Context, w io.Writer, top string) error {
+	tw := tar.NewWriter(w)
+	base := filepath.Base(top)
+	if base == "/" {
+		base = "."
+	}
+	err := filepath.WalkDir(top, func(p string, d fs.DirEntry, err error) error {
+		if errors.Is(err, fs.ErrNotExist) && p != top {
+			return nil // gone meanwhile
+		}
+		if err != nil {
+			return err
+		}
+		if ctx.Err() != nil {
+			return context.Cause(ctx)
+		}
+		rel, err := filepath.Rel(top, p)
+		if err != nil {
+			return err
+		}
+		return writeEntry(tw, p, path.Join(base, filepath.ToSlash(rel)), d)
+	})
+	if err != nil {
+		return err // without the end mark, so that the reader sees that it is not whole
+	}
+	return tw.Close()
+}
+
+func writeEntry(tw *tar.Writer, p, name string, d fs.DirEntry) error {
+	fi, err := d.Info()
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	if fi.Mode()&fs.ModeSocket != 0 {
+		return nil // a tar has no such thing
+	}
+	target := ""
+	if fi.Mode()&fs.ModeSymlink != 0 {
+		if target, err = os.Readlink(p); err != nil {
+			return err
+		}
+	}
+	h, err := tar.FileInfoHeader(fi, target)
+	if err != nil {
+		return err
+	}
+	h.Name, h.Format = name, tar.FormatPAX
+	h.AccessTime, h.ChangeTime = time.Time{}, time.Time{}
+	h.Uname, h.Gname = "", ""
+	if fi.IsDir() {
+		h.Name += "/"
+	}
+	if !fi.Mode().IsRegular() {
+		return tw.WriteHeader(h)
+	}
+	f, err := os.Open(p)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	defer func() { _ = f.Close() }()
+	if err := tw.WriteHeader(h); err != nil {
+		return err
+	}
+	n, err := io.Copy(tw, io.LimitReader(f, h.Size))
+	if err == nil && n < h.Size {
+		err = fmt.Errorf("%s shrank while it was read", core.Clip(p))
+	}
+	return err
+}
+
+// putTar unpacks a tar into a directory, which is made if need be.
+func (a *Agent) putTar(w http.ResponseWriter, r *http.Request, name string, at attributes) error {
+	var info guestapi.FileInfo
+	err := a.work.inside(func() error {
+		if at.mkdirs {
+			if err := os.MkdirAll(name, 0o755); err != nil {
+				return err
+			}
+		} else if err := os.Mkdir(name, 0o755); err != nil && !errors.Is(err, fs.ErrExist) {
+			return err
+		}
+		root, err := os.OpenRoot(name)
+		if err != nil {
+			return err
+		}
+		defer func() { _ = root.Close() }()
+		if err := readTar(r.Context(), root, r.Body, at); err != nil {
+			return err
+		}
+		fi, err := os.Lstat(name)
+		if err == nil {
+			info = infoOf(name, fi)
+		}
+		return err
+	})
+	if err != nil {
+		return fileError(err, "unpack into", name)
+	}
+	writeJSON(w, http.StatusOK, info)
+	return nil
+}
+
+// readTar unpacks into root and nowhere else: os.Root resolves each name, symlinks that an earlier entry made included.
+func readTar(ctx context.Context, root *os.Root, body io.Reader, at attributes) error {
+	tr := tar.NewReader(body)
+	var dirs []*tar.Header // their modes and times come last, when nothing is written into them any more
+	for {
+		h, err := tr.Next()
+		if errors.Is(err, io.EOF) {
+			break
+		}
+		if err != nil {
+			return tarError(ctx, err)
+		}
+		h.Name = strings.TrimSuffix(path.Clean(strings.TrimLeft(h.Name, "/")), "/")
+		if h.Name == "." {
+			continue
+		}
+		if !filepath.IsLocal(h.Name) {
+			return core.Errorf(core.Invalid, core.CodeMalformedBody, "the tar has the name %q, which leads out of the directory", core.Clip(h.Name))
+		}
+		if at.uid >= 0 {
+			h.Uid = at.uid
+		}
+		if at.gid >= 0 {
+			h.Gid = at.gid
+		}
+		if err := unpack(ctx, root, tr, h); err != nil {
+			return err
+		}
+		if h.Typeflag == tar.TypeDir {
+			dirs = append(dirs, h)
+		}
+	}
+	for _, dir := range slices.Backward(dirs) {
+		if err := dress(root, dir); err != nil {
+			return err
+		}
+	}
+	_, err := io.Copy(io.Discard, body) // padding after the end mark
+	if err != nil {
+		return tarError(ctx, err)
+	}
+	return nil
+}
+
+func tarError(ctx context.Context, err error) error {
+	if errors.Is(err, tar.ErrHeader) || errors.Is(err, io.ErrUnexpectedEOF) && ctx.Err() == nil {
+		return core.Errorf(core.Invalid, core.CodeMalformedBody, "the body is not a whole tar: %s", core.Clip(err.Error()))
+	}
+	return bodyError(ctx, err)
+}
+
+func unpack(ctx context.Context, root *os.Root, tr *tar.Reader, h *tar.Header) error {
+	if dir := path.Dir(h.Name); dir != "." {
+		if err := root.MkdirAll(dir, 0o755); err != nil {
+			return err
+		}
+	}
+	switch h.Typeflag {
+	case tar.TypeDir:
+		if err := root.Mkdir(h.Name, 0o755); err != nil && !errors.Is(err, fs.ErrExist) {
+			return err
+		}
+		return nil
+	case tar.TypeReg:
+		if err := makeWay(root, h.Name); err != nil {
+			return err
+		}
+		f, err := root.OpenFile(h.Name, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
+		if err != nil {
+			return err
+		}
+		if err := errors.Join(receive(ctx, f, tr), f.Close()); err != nil {
+			return err
+		}
+	case tar.TypeSymlink:
+		if err := makeWay(root, h.Name); err != nil {
+			return err
+		}
+		if err := root.Symlink(h.Linkname, h.Name); err != nil {
+			return err
+		}
+		return root.Lchown(h.Name, h.Uid, h.Gid)
+	case tar.TypeLink:
+		if err := makeWay(root, h.Name); err != nil {
+			return err
+		}
+		return root.Link(path.Clean(strings.TrimLeft(h.Linkname, "/")), h.Name)
+	case tar.TypeFifo:
+		if err := makeWay(root, h.Name); err != nil {
+			return err
+		}
+		if err := mkfifo(root, h.Name); err != nil {
+			return err
+		}
+	default:
+		return core.Errorf(core.Invalid, core.CodeMalformedBody, "the tar has %q of a type that is not unpacked (%q)", core.Clip(h.Name), string(h.Typeflag))
+	}
+	return dress(root, h)
+}
+
+// makeWay removes what stands where an entry is to be. A directory stays, and is the next call's error.
+func makeWay(root *os.Root, name string) error {
+	fi, err := root.Lstat(name)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	if fi.IsDir() {
+		return &fs.PathError{Op: "unpack", Path: name, Err: syscall.EISDIR}
+	}
+	return root.Remove(name)
+}
+
+func mkfifo(root *os.Root, name string) error {
+	d, err := root.Open(path.Dir(name))
+	if err != nil {
+		return err
+	}
+	defer func() { _ = d.Close() }()
+	return unix.Mknodat(int(d.Fd()), path.Base(name), unix.S_IFIFO|0o600, 0)
+}
+
+// dress gives an entry its owner, mode and time. The mode is set through a descriptor: by a path that must not be followed, only
+// newer kernels can.
+func dress(root *os.Root, h *tar.Header) error {
+	if err := root.Lchown(h.Name, h.Uid, h.Gid); err != nil {
+		return err
+	}
+	f, err := root.OpenFile(h.Name, os.O_RDONLY|unix.O_NONBLOCK, 0)
+	if err != nil {
+		return err
+	}
+	mode := h.FileInfo().Mode() & (fs.ModePerm | fs.ModeSetuid | fs.ModeSetgid | fs.ModeSticky)
+	if err := errors.Join(f.Chmod(mode), f.Close()); err != nil {
+		return err
+	}
+	return root.Chtimes(h.Name, h.ModTime, h.ModTime)
+}

@@ -1,0 +1,180 @@
+//go:build linux
+
+package guestagent
+
+import (
+	"net/http"
+	"os"
+	"os/exec"
+	"strings"
+	"syscall"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+
+	"github.com/coppice-dev/coppice/guestagent/guestapi"
+)
+
+func TestEditHosts(t *testing.T) {
+	t.Parallel()
+	for _, tc := range []struct{ name, hosts, old, want string }{
+		{"empty", "", "coppice", "127.0.0.1\tlocalhost\n127.0.1.1\tfork\n"},
+		{"Debian's", "127.0.0.1\tlocalhost\n127.0.1.1\told.example old\n", "old", "127.0.0.1\tlocalhost\n127.0.1.1\tfork\n"},
+		{
+			"a user's lines", "# mine\n127.0.0.1 localhost old\n\n10.0.0.5 db older # old\n::1 localhost", "old",
+			"# mine\n127.0.0.1\tlocalhost\tfork\n\n10.0.0.5\tdb\tolder # old\n::1\tlocalhost\n127.0.1.1\tfork\n",
+		},
+		{"localhost stays", "127.0.0.1 localhost\n", "localhost", "127.0.0.1\tlocalhost\n127.0.1.1\tfork\n"},
+	} {
+		if diff := cmp.Diff(tc.want, editHosts(tc.hosts, tc.old, "fork")); diff != "" {
+			t.Errorf("%s:\n%s", tc.name, diff)
+		}
+		// A fork of the fork renames it again, and nothing grows.
+		again := editHosts(editHosts(tc.hosts, tc.old, "fork"), "fork", "second")
+		if strings.Contains(again, "fork") || strings.Count(again, "127.0.1.1") != 1 {
+			t.Errorf("%s, renamed again: %q", tc.name, again)
+		}
+	}
+}
+
+func TestAddCA(t *testing.T) {
+	t.Parallel()
+	one := addCA([]byte("A\nB"), "X\n")
+	if want := "A\nB\n" + caBegin + "X\n" + caEnd; string(one) != want {
+		t.Errorf("got %q, want %q", one, want)
+	}
+	two := addCA(append(one, "C\n"...), "Y")
+	if want := "A\nB\nC\n" + caBegin + "Y\n" + caEnd; string(two) != want {
+		t.Errorf("got %q, want %q", two, want)
+	}
+	if got := string(addCA(nil, "X")); got != caBegin+"X\n"+caEnd {
+		t.Errorf("got %q", got)
+	}
+}
+
+func TestParseSocketAddr(t *testing.T) {
+	t.Parallel()
+	for in, want := range map[string]string{
+		"0100007F:1F90":                         "127.0.0.1:8080",
+		"00000000:0016":                         "0.0.0.0:22",
+		"00000000000000000000000001000000:0050": "[::1]:80",
+		"0000000000000000FFFF00000100007F:0050": "127.0.0.1:80",
+	} {
+		got, ok := parseSocketAddr(in)
+		if !ok || got.String() != want {
+			t.Errorf("%s is %s (%t), want %s", in, got, ok, want)
+		}
+	}
+	for _, in := range []string{"", "0100007F", "0100007F:", "01:1", "zz00007F:1F90", "0100007F:1F90F"} {
+		if got, ok := parseSocketAddr(in); ok {
+			t.Errorf("%q is taken for %s", in, got)
+		}
+	}
+}
+
+func TestRuntimeByName(t *testing.T) {
+	t.Parallel()
+	for path, want := range map[string]string{
+		"/usr/bin/python3.11": "python", "/usr/lib/libpython3.12.so.1.0": "python", "/usr/bin/node": "node", "/usr/bin/nodejs": "node",
+		"/lib/libnode.so.108": "node", "/usr/lib/jvm/x/lib/server/libjvm.so": "java", "/usr/lib/libcrypto.so.3": "openssl",
+		"/usr/bin/nodeenv": "", "/usr/bin/bash": "", "/usr/lib/libc.so.6": "", "": "",
+	} {
+		if got := runtimeByName([]byte(path)); got != want {
+			t.Errorf("%q is %q, want %q", path, got, want)
+		}
+	}
+}
+
+// TestStaleScan looks at processes of the test: itself, which is Go, and a shell.
+func TestStaleScan(t *testing.T) {
+	t.Parallel()
+	cmd := exec.Command("sleep", "1000")
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _, _ = cmd.Process.Kill(), cmd.Wait() }()
+	w := &plainWorkload{started: []int{os.Getpid(), cmd.Process.Pid, 1 << 22}}
+	var s staleScanner
+	for range 2 { // the second time from what is known
+		got, err := s.scan(w)
+		if err != nil || len(got) != 1 || got[0].PID != os.Getpid() || got[0].Runtime != "go" {
+			t.Errorf("got %+v (%v), want this process alone", got, err)
+		}
+	}
+	if len(s.known) != 2 {
+		t.Errorf("%d processes are known, want 2", len(s.known))
+	}
+}
+
+func TestParseSignal(t *testing.T) {
+	t.Parallel()
+	for in, want := range map[string]syscall.Signal{"TERM": 15, "sigterm": 15, "SIGKILL": 9, "9": 9, "Int": 2} {
+		if got, err := parseSignal(in); err != nil || got != want {
+			t.Errorf("%s is %v (%v), want %v", in, got, err, want)
+		}
+	}
+	for _, in := range []string{"", "0", "-9", "65", "SIGNOTHING", "\x1b[2J"} {
+		if got, err := parseSignal(in); err == nil {
+			t.Errorf("%q is taken for %v", in, got)
+		} else if strings.Contains(err.Error(), "\x1b") {
+			t.Errorf("the error repeats what it was given: %q", err)
+		}
+	}
+}
+
+func TestReadStat(t *testing.T) {
+	t.Parallel()
+	dir := t.TempDir()
+	if err := os.MkdirAll(dir+"/7", 0o755); err != nil {
+		t.Fatal(err)
+	}
+	line := "7 (a) b (c)) S 3 4 5 0 -1 4194560 1 2 3 4 5 6 7 8 20 0 1 0 987 12345 67 18446744073709551615 1 1"
+	if err := os.WriteFile(dir+"/7/stat", []byte(line), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	got, err := readStat(dir, 7)
+	want := stat{comm: "a) b (c)", state: "S", ppid: 3, sid: 5, startTicks: 987, vsize: "12345", rssPages: 67}
+	if err != nil || got != want {
+		t.Errorf("got %+v (%v), want %+v", got, err, want)
+	}
+}
+
+func TestProcessesAndPorts(t *testing.T) {
+	t.Parallel()
+	a := newTestAgent(t)
+	list := must[guestapi.Processes](t)(ask[guestapi.Processes](a, http.MethodGet, guestapi.PathProcesses, nil))
+	found := false
+	for _, p := range list.Processes {
+		found = found || p.PID == os.Getpid() && p.PPID == os.Getppid() && strings.Contains(p.Cmdline, "-test.")
+	}
+	if !found {
+		t.Errorf("this process is not in %+v", list)
+	}
+	ports := must[guestapi.Ports](t)(ask[guestapi.Ports](a, http.MethodGet, guestapi.PathPorts, nil))
+	found = false
+	for _, p := range ports.Ports {
+		found = found || p.PID == os.Getpid() && strings.HasSuffix(a.url, ":"+itoa(p.Port)) && p.Address.String() == "127.0.0.1"
+	}
+	if !found {
+		t.Errorf("the test's own server %s is not in %+v", a.url, ports)
+	}
+}
+
+func TestFindPort(t *testing.T) {
+	t.Parallel()
+	dir := t.TempDir()
+	for name, content := range map[string]string{"vport1p1": "other\n", "vport2p7": guestapi.PortName + "\n"} {
+		if err := os.MkdirAll(dir+"/"+name, 0o755); err != nil {
+			t.Fatal(err)
+		}
+		if err := os.WriteFile(dir+"/"+name+"/name", []byte(content), 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if got := findPort(dir); got != "/dev/vport2p7" {
+		t.Errorf("got %q", got)
+	}
+	if got := findPort(t.TempDir()); got != "" {
+		t.Errorf("without ports: %q", got)
+	}
+}
