@@ -1,0 +1,336 @@
+package images
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"sync"
+	"time"
+
+	"golang.org/x/sync/errgroup"
+
+	"github.com/coppice-dev/coppice/core"
+)
+
+// DefaultName is the name of an image when none is given.
+const DefaultName = "base"
+
+// BasePackages are what every Debian image has on top of the essential packages.
+func BasePackages() []string {
+	return []string{"ca-certificates", "curl", "git", "iproute2", "procps", "python3"}
+}
+
+// Options say what to build.
+type Options struct {
+	// Name under which the image is published; DefaultName if empty.
+	Name string
+	// AgentBinary is the path of the guest agent: a static executable, the guest's first program.
+	AgentBinary string
+	// Packages are Debian packages on top of BasePackages. Not with FromTar.
+	Packages []string
+	// Suite is the Debian release; empty for the host's. It must be among the host's apt sources. An image from a tar
+	// takes only its kernel from there.
+	Suite string
+	// FromTar is a root file system as `docker export` writes it: a path, or "-" for Stdin.
+	FromTar string
+	Stdin   io.Reader
+	// Env is the default environment of sessions in the guest; `docker export` loses the image's own.
+	Env map[string]string
+	// Rebuild ignores what is cached and makes every part anew.
+	Rebuild bool
+	// Progress is called, one call at a time, when a stage begins, ends or warns. May be nil.
+	Progress func(Event)
+	// Log receives the output of the programs that a build runs. May be nil; the error of a failed build has the last
+	// lines anyway.
+	Log io.Writer
+}
+
+// Event is one step of a build's progress.
+type Event struct {
+	Stage string // rootfs, kernel, initrd, overlay, publish, cached, lint
+	Msg   string
+	// Duration is set when the stage ended.
+	Duration time.Duration
+	Done     bool
+}
+
+// Build makes an image, publishes it in the store and points the name at it. When nothing it would be made from has
+// changed, the image that exists is returned at once; parts that did not change are reused. It needs root.
+//
+// On any error or cancellation nothing is published; a killed build leaves a temporary directory, which the next one
+// removes. Concurrent builds in one store wait for each other.
+func Build(ctx context.Context, store *Store, o Options) (Image, error) {
+	o, err := o.validate()
+	if err != nil {
+		return Image{}, err
+	}
+	if os.Geteuid() != 0 {
+		return Image{}, core.Errorf(core.PermissionDenied, CodeRootRequired,
+			"building an image needs root, to keep the owners and set-user-id bits of its files; cure: run the same command with sudo")
+	}
+	source := SourceDebian
+	if o.FromTar != "" {
+		source = SourceTar
+	}
+	if err := checkPrograms(source); err != nil {
+		return Image{}, err
+	}
+	unlock, err := store.lock(ctx)
+	if err != nil {
+		return Image{}, err
+	}
+	defer unlock()
+	if err := store.cleanTemp(); err != nil {
+		return Image{}, err
+	}
+	tmp, err := store.newTemp()
+	if err != nil {
+		return Image{}, err
+	}
+	b := &builder{store: store, o: o, source: source, tmp: tmp}
+	if o.Log != nil {
+		b.log = &lockedWriter{w: o.Log}
+	}
+	img, err := b.build(ctx)
+	if err = errors.Join(err, removeTree(tmp)); err != nil {
+		return Image{}, err
+	}
+	img.Name = o.Name
+	return img, nil
+}
+
+var packageName = regexp.MustCompile(`^[a-z0-9][a-z0-9+.-]+$`)
+
+func (o Options) validate() (Options, error) {
+	if o.Name == "" {
+		o.Name = DefaultName
+	}
+	if err := core.ValidateName("image", o.Name); err != nil {
+		return o, err
+	}
+	for _, p := range o.Packages {
+		if !packageName.MatchString(p) {
+			return o, core.Errorf(core.Invalid, core.CodeInvalidField, "%q is not the name of a Debian package", core.Clip(p))
+		}
+	}
+	if o.FromTar != "" && len(o.Packages) > 0 {
+		return o, core.Errorf(core.Invalid, core.CodeInvalidField, "an image from a tar is taken as it is: packages cannot be added to it; install them in the Dockerfile")
+	}
+	if o.FromTar == "-" && o.Stdin == nil {
+		return o, core.Errorf(core.Invalid, core.CodeInvalidField, "the archive is to be read from standard input, and there is none")
+	}
+	if o.Suite != "" && !packageName.MatchString(o.Suite) {
+		return o, core.Errorf(core.Invalid, core.CodeInvalidField, "%q is not the name of a Debian suite", core.Clip(o.Suite))
+	}
+	if o.AgentBinary == "" {
+		return o, core.Errorf(core.Invalid, core.CodeInvalidField, "no guest agent was named; cure: CGO_ENABLED=0 go build ./cmd/coppice-guest")
+	}
+	o.Packages = slices.Compact(slices.Sorted(slices.Values(append(BasePackages(), o.Packages...))))
+	return o, checkEnv(o.Env)
+}
+
+// builder is one build. Its stages may run at the same time.
+type builder struct {
+	store  *Store
+	o      Options
+	source string
+	tmp    string
+	log    io.Writer
+	apt    *aptConfig
+
+	progressMu sync.Mutex // one call of Progress at a time
+}
+
+// buildFact is what the cache knows of a whole build.
+type buildFact struct {
+	Digest core.Digest `json:"digest"`
+}
+
+// resolution is what the host's indexes say of the packages and the kernel.
+type resolution struct {
+	Packages []string      `json:"packages,omitempty"`
+	Kernel   kernelPackage `json:"kernel"`
+}
+
+func (b *builder) build(ctx context.Context) (Image, error) {
+	aptDir := filepath.Join(b.tmp, "apt")
+	if err := os.Mkdir(aptDir, 0o700); err != nil {
+		return Image{}, err
+	}
+	var err error
+	if b.apt, err = readAptConfig(ctx, b.o.Suite, aptDir, b.log); err != nil {
+		return Image{}, err
+	}
+	if err := checkAgent(b.o.AgentBinary, b.apt.arch); err != nil {
+		return Image{}, err
+	}
+	agent, err := hashFile(b.o.AgentBinary)
+	if err != nil {
+		return Image{}, fmt.Errorf("read the guest agent: %w", err)
+	}
+	resolved, err := b.resolve(ctx)
+	if err != nil {
+		return Image{}, err
+	}
+	input, err := b.rootInput(ctx, resolved)
+	if err != nil {
+		return Image{}, err
+	}
+	key, err := cacheKey(kindBuild, []any{input, resolved.Kernel, guestModules, agent, b.apt.arch, commandLine(b.apt.arch), OverlayArgs(), overlayMountOptions})
+	if err != nil {
+		return Image{}, err
+	}
+	var fact buildFact
+	// Without a digest the archive is a stream: what it holds is known only after it was unpacked.
+	if known := b.source == SourceDebian || input.TarDigest != ""; known && !b.o.Rebuild && b.store.cacheGet(key, &fact) {
+		if img, err := loadImage(b.store.imageDir(fact.Digest), fact.Digest); err == nil {
+			b.note("cached", "nothing changed since "+img.Digest.Short()+" was built")
+			return img, b.store.writeName(b.o.Name, img.Digest)
+		}
+	}
+	img, err := b.assemble(ctx, input, resolved, agent)
+	if err != nil {
+		return Image{}, err
+	}
+	if b.source == SourceDebian || input.TarDigest != "" {
+		if err := b.store.cachePut(key, buildFact{img.Digest}); err != nil {
+			return Image{}, err
+		}
+	}
+	return img, b.store.writeName(b.o.Name, img.Digest)
+}
+
+// resolve finds the versions of everything from Debian. The answer is cached while the host's indexes stay as they
+// are: asking apt takes two seconds, looking at its files none.
+func (b *builder) resolve(ctx context.Context) (resolution, error) {
+	state, err := b.apt.indexState()
+	if err != nil {
+		return resolution{}, err
+	}
+	packages := b.o.Packages
+	if b.source == SourceTar {
+		packages = nil
+	}
+	key, err := cacheKey(kindResolve, []any{state, b.source, packages})
+	if err != nil {
+		return resolution{}, err
+	}
+	var r resolution
+	if !b.o.Rebuild && b.store.cacheGet(key, &r) {
+		return r, nil
+	}
+	if r.Kernel, err = b.apt.newestKernel(ctx); err != nil {
+		return r, err
+	}
+	if b.source == SourceDebian {
+		if r.Packages, err = b.apt.resolve(ctx, packages); err != nil {
+			return r, err
+		}
+	}
+	return r, b.store.cachePut(key, r)
+}
+
+// assemble makes what is not cached and publishes the image.
+func (b *builder) assemble(ctx context.Context, input rootInput, resolved resolution, agent File) (Image, error) {
+	out := filepath.Join(b.tmp, "out")
+	if err := os.Mkdir(out, 0o700); err != nil {
+		return Image{}, err
+	}
+	recipe := Recipe{Version: recipeVersion, Source: b.source, KernelPackage: resolved.Kernel.String(), AgentDigest: agent.Digest}
+	m := manifest{
+		Format: formatVersion, Architecture: b.apt.arch, KernelRelease: resolved.Kernel.release(),
+		CommandLine: commandLine(b.apt.arch), RootFSType: rootFSType, Files: map[string]File{},
+	}
+	group, groupCtx := errgroup.WithContext(ctx)
+	var facts rootFacts
+	var overlay File
+	group.Go(func() error {
+		var err error
+		facts, err = b.rootFS(groupCtx, input, filepath.Join(out, rootFSFile))
+		return err
+	})
+	group.Go(func() error {
+		modules, err := b.kernelAndInitrd(groupCtx, resolved.Kernel, out)
+		recipe.Modules = modules
+		if err != nil {
+			return err
+		}
+		overlay, err = b.makeOverlay(groupCtx, filepath.Join(out, overlayFile))
+		return err
+	})
+	if err := group.Wait(); err != nil {
+		return Image{}, err
+	}
+	recipe.Suite, recipe.Requested, recipe.Packages, recipe.TarDigest = input.Suite, input.Requested, facts.Packages, facts.TarDigest
+	m.Recipe = recipe
+	done := b.stage("publish", "hashing and flushing")
+	m.Files[rootFSFile], m.Files[overlayFile] = facts.File, overlay
+	for _, name := range []string{kernelFile, initrdFile} {
+		f, err := hashFile(filepath.Join(out, name))
+		if err != nil {
+			return Image{}, err
+		}
+		m.Files[name] = f
+	}
+	img, err := b.store.publish(ctx, out, m)
+	if err != nil {
+		return Image{}, err
+	}
+	done("published " + img.Digest.Short())
+	return img, nil
+}
+
+func (b *builder) kernelAndInitrd(ctx context.Context, pkg kernelPackage, out string) (modules []string, err error) {
+	bundle, err := b.kernel(ctx, pkg, b.tmp)
+	if err != nil {
+		return nil, err
+	}
+	if err := os.Link(bundle.vmlinuz(), filepath.Join(out, kernelFile)); err != nil {
+		return nil, err
+	}
+	done := b.stage("initrd", "writing the initrd")
+	if err := writeInitrd(filepath.Join(out, initrdFile), b.o.AgentBinary, bundle); err != nil {
+		return nil, err
+	}
+	done(fmt.Sprintf("wrote the initrd with %d modules", len(bundle.Modules)))
+	return bundle.Modules, nil
+}
+
+// stage reports the beginning of a stage and returns what reports its end.
+func (b *builder) stage(name, msg string) (done func(msg string)) {
+	start := time.Now()
+	b.emit(Event{Stage: name, Msg: msg})
+	return func(msg string) {
+		b.emit(Event{Stage: name, Msg: msg, Done: true, Duration: time.Since(start)})
+	}
+}
+
+func (b *builder) note(stage, msg string) { b.emit(Event{Stage: stage, Msg: msg, Done: true}) }
+
+func (b *builder) emit(e Event) {
+	if b.o.Progress == nil {
+		return
+	}
+	b.progressMu.Lock()
+	defer b.progressMu.Unlock()
+	b.o.Progress(e)
+}
+
+// lockedWriter lets programs that run at the same time share one log.
+type lockedWriter struct {
+	mu sync.Mutex
+	w  io.Writer
+}
+
+func (l *lockedWriter) Write(p []byte) (int, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.w.Write(p)
+}
+
+func joinClose(err error, c io.Closer) error { return errors.Join(err, c.Close()) }

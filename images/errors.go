@@ -1,0 +1,23 @@
+package images
+
+import "github.com/coppice-dev/coppice/core"
+
+// The codes of errors that only this package makes.
+const (
+	// CodeImageBuildFailed is a build that a tool or the archive refused; the message has the tool's last words.
+	CodeImageBuildFailed core.Code = "IMAGE_BUILD_FAILED"
+	// CodeImageCorrupt is an image in the store whose bytes are not those its digest names.
+	CodeImageCorrupt core.Code = "IMAGE_CORRUPT"
+	// CodeInvalidTar is an archive that is not the root file system of a container.
+	CodeInvalidTar core.Code = "INVALID_TAR"
+	// CodeMissingProgram is a program that a build needs and the host lacks; the message names the package.
+	CodeMissingProgram core.Code = "MISSING_PROGRAM"
+	// CodeRootRequired is a build started by a user other than root.
+	CodeRootRequired core.Code = "ROOT_REQUIRED"
+)
+
+func corrupt(digest core.Digest, format string, a ...any) error {
+	e := core.Errorf(core.DataLoss, CodeImageCorrupt, format, a...)
+	e.Msg = "image " + digest.Short() + ": " + e.Msg + "; remove it and build it again"
+	return e
+}

@@ -1,0 +1,108 @@
+package images
+
+import (
+	"bytes"
+	"encoding/json"
+	"fmt"
+
+	"github.com/coppice-dev/coppice/core"
+)
+
+// Names of the files of an image, inside its directory.
+const (
+	manifestFile = "image.json"
+	kernelFile   = "vmlinuz"
+	initrdFile   = "initrd.img"
+	rootFSFile   = "rootfs.erofs"
+	overlayFile  = "overlay.ext4"
+)
+
+// formatVersion is the layout of image.json. Fields are added without a new version, never renamed or reused.
+const formatVersion = 1
+
+// recipeVersion is raised whenever the same inputs would give other bytes: it is part of every cache key, so that
+// nothing made by an older recipe is taken for a new one.
+const recipeVersion = 1
+
+// The sources of a root file system.
+const (
+	SourceDebian = "debian"
+	SourceTar    = "tar"
+)
+
+// File is one file of an image.
+type File struct {
+	Digest    core.Digest `json:"digest"`
+	SizeBytes int64       `json:"size_bytes"` // apparent size; the overlay is sparse
+}
+
+// Recipe says what an image was made from. It is part of the digest.
+type Recipe struct {
+	Version int `json:"version"`
+	// Source is SourceDebian or SourceTar.
+	Source string `json:"source"`
+	// Suite is the Debian release of the root file system; empty for SourceTar.
+	Suite string `json:"suite,omitempty"`
+	// Requested are the packages asked for on top of the essential ones; Packages are all that were installed, as
+	// name=version, sorted. Both are empty for SourceTar.
+	Requested []string `json:"requested,omitempty"`
+	Packages  []string `json:"packages,omitempty"`
+	// TarDigest is the digest of the archive as it was given; empty for SourceDebian.
+	TarDigest core.Digest `json:"tar_digest,omitempty"`
+	// KernelPackage is the Debian package that the kernel and its modules are from, as name=version.
+	KernelPackage string `json:"kernel_package"`
+	// AgentDigest is the digest of the guest agent in the initrd.
+	AgentDigest core.Digest `json:"agent_digest"`
+	// Modules are the kernel modules in the initrd, in insmod order.
+	Modules []string `json:"modules"`
+}
+
+// manifest is image.json.
+type manifest struct {
+	Format        int             `json:"format"`
+	Architecture  string          `json:"architecture"` // Debian's word: amd64, arm64
+	KernelRelease string          `json:"kernel_release"`
+	CommandLine   string          `json:"command_line"`
+	RootFSType    string          `json:"rootfs_type"`
+	Files         map[string]File `json:"files"`
+	Recipe        Recipe          `json:"recipe"`
+}
+
+// encode returns the canonical bytes, whose digest names the image. Struct fields keep their order and map keys are
+// sorted by encoding/json, so equal manifests have equal bytes.
+func (m manifest) encode() ([]byte, error) {
+	var b bytes.Buffer
+	e := json.NewEncoder(&b)
+	e.SetEscapeHTML(false)
+	e.SetIndent("", "  ")
+	if err := e.Encode(m); err != nil {
+		return nil, fmt.Errorf("encode image.json: %w", err)
+	}
+	return b.Bytes(), nil
+}
+
+// decodeManifest reads image.json and checks what the rest of the package relies on.
+func decodeManifest(b []byte) (manifest, error) {
+	var m manifest
+	if err := json.Unmarshal(b, &m); err != nil {
+		return m, fmt.Errorf("image.json: %w", err)
+	}
+	if m.Format != formatVersion {
+		return m, fmt.Errorf("image.json has format %d, this program reads format %d", m.Format, formatVersion)
+	}
+	for _, name := range imageFiles() {
+		f, ok := m.Files[name]
+		if !ok {
+			return m, fmt.Errorf("image.json does not name %s", name)
+		}
+		if _, err := core.ParseDigest(string(f.Digest)); err != nil {
+			return m, fmt.Errorf("image.json: %s: %w", name, err)
+		}
+	}
+	if len(m.Files) != len(imageFiles()) {
+		return m, fmt.Errorf("image.json names %d files instead of %d", len(m.Files), len(imageFiles()))
+	}
+	return m, nil
+}
+
+func imageFiles() []string { return []string{kernelFile, initrdFile, rootFSFile, overlayFile} }

@@ -1,0 +1,244 @@
+package images
+
+import (
+	"context"
+	"crypto/sha256"
+	"encoding/hex"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/coppice-dev/coppice/core"
+)
+
+// rootInput is all that a root file system depends on.
+type rootInput struct {
+	Source    string            `json:"source"`
+	Suite     string            `json:"suite,omitempty"`
+	Sources   string            `json:"sources,omitempty"` // they end up in the guest's own apt configuration
+	Requested []string          `json:"requested,omitempty"`
+	Packages  []string          `json:"packages,omitempty"`
+	Excludes  []string          `json:"excludes,omitempty"`
+	TarDigest core.Digest       `json:"tar_digest,omitempty"`
+	Env       map[string]string `json:"env,omitempty"`
+}
+
+// rootFacts is what is known of a finished root file system.
+type rootFacts struct {
+	File      File        `json:"file"`
+	Packages  []string    `json:"packages,omitempty"` // as installed
+	TarDigest core.Digest `json:"tar_digest,omitempty"`
+}
+
+const factsFile = "facts.json"
+
+func (b *builder) rootInput(ctx context.Context, r resolution) (rootInput, error) {
+	in := rootInput{Source: b.source, Env: b.o.Env}
+	if b.source == SourceDebian {
+		in.Suite, in.Sources, in.Requested, in.Packages = b.apt.suite, string(b.apt.deb822()), b.o.Packages, r.Packages
+		in.Excludes = dpkgExcludes
+		return in, nil
+	}
+	if b.o.FromTar == "-" {
+		return in, nil
+	}
+	f, err := os.Open(b.o.FromTar)
+	if err != nil {
+		return in, core.Wrapf(err, core.Invalid, CodeInvalidTar, "the archive %s cannot be opened", b.o.FromTar)
+	}
+	defer f.Close()
+	info, err := f.Stat()
+	if err == nil && info.IsDir() {
+		err = core.Errorf(core.Invalid, CodeInvalidTar, "%s is a directory; name an archive, as `docker export` writes it", b.o.FromTar)
+	}
+	if err != nil || !info.Mode().IsRegular() {
+		return in, err // not regular: a pipe, which can be read only once
+	}
+	in.TarDigest, _, err = core.DigestReader(contextReader{ctx, f})
+	if err != nil {
+		return in, fmt.Errorf("read the archive: %w", err)
+	}
+	return in, nil
+}
+
+// rootFS puts the root file system at file: linked from the cache, or made.
+func (b *builder) rootFS(ctx context.Context, in rootInput, file string) (rootFacts, error) {
+	if in.Source == SourceDebian || in.TarDigest != "" {
+		if facts, ok, err := b.reuseRootFS(in, file); ok || err != nil {
+			return facts, err
+		}
+	}
+	tree := filepath.Join(b.tmp, "tree")
+	var facts rootFacts
+	var err error
+	start := time.Now().Unix()
+	done := b.stage("rootfs", map[string]string{SourceDebian: "installing packages", SourceTar: "unpacking the archive"}[in.Source])
+	if in.Source == SourceDebian {
+		facts.Packages, err = b.debianTree(ctx, in, tree)
+	} else {
+		facts.TarDigest, err = b.tarTree(ctx, tree)
+		// The archive may have been a stream whose content is an old acquaintance, or a file that changed meanwhile.
+		in.TarDigest = facts.TarDigest
+		if err == nil {
+			if facts, ok, err := b.reuseRootFS(in, file); ok || err != nil {
+				return facts, err
+			}
+		}
+	}
+	if err != nil {
+		return facts, err
+	}
+	part := filepath.Join(b.tmp, "part")
+	if err := os.Mkdir(part, 0o700); err != nil {
+		return facts, err
+	}
+	if err := b.finishTree(ctx, in, tree, filepath.Join(part, rootFSFile), start); err != nil {
+		return facts, err
+	}
+	if facts.File, err = hashFile(filepath.Join(part, rootFSFile)); err != nil {
+		return facts, err
+	}
+	raw, err := json.Marshal(facts)
+	if err != nil {
+		return facts, err
+	}
+	if err := os.WriteFile(filepath.Join(part, factsFile), raw, 0o600); err != nil {
+		return facts, err
+	}
+	key, err := cacheKey(kindRootFS, in)
+	if err != nil {
+		return facts, err
+	}
+	dir, err := b.store.cacheAdopt(ctx, key, part)
+	if err != nil {
+		return facts, err
+	}
+	done(fmt.Sprintf("made the root file system, %d MiB", facts.File.SizeBytes>>20))
+	return facts, os.Link(filepath.Join(dir, rootFSFile), file)
+}
+
+// reuseRootFS links a cached root file system to file; false when there is none, or a damaged one.
+func (b *builder) reuseRootFS(in rootInput, file string) (rootFacts, bool, error) {
+	var facts rootFacts
+	key, err := cacheKey(kindRootFS, in)
+	if err != nil || b.o.Rebuild {
+		return facts, false, err
+	}
+	dir := filepath.Join(b.store.dir, cacheDir, key)
+	raw, err := os.ReadFile(filepath.Join(dir, factsFile))
+	if err != nil || json.Unmarshal(raw, &facts) != nil {
+		return facts, false, nil //nolint:nilerr // not cached
+	}
+	got, err := hashFile(filepath.Join(dir, rootFSFile))
+	if err != nil || got != facts.File {
+		b.note("rootfs", "the cached root file system is damaged; it is made again")
+		return rootFacts{}, false, nil //nolint:nilerr // making it again is the cure
+	}
+	b.note("rootfs", "the root file system did not change")
+	return facts, true, os.Link(filepath.Join(dir, rootFSFile), file)
+}
+
+// finishTree makes an unpacked tree fit for a guest, checks it and writes the file system.
+func (b *builder) finishTree(ctx context.Context, in rootInput, tree, file string, start int64) error {
+	root, err := os.OpenRoot(tree)
+	if err != nil {
+		return err
+	}
+	defer root.Close()
+	epoch, err := newestShipped(root, start)
+	if err != nil {
+		return err
+	}
+	if in.Source == SourceDebian {
+		if err := trimDebian(root); err != nil {
+			return fmt.Errorf("trim the root file system: %w", err)
+		}
+	}
+	if err := prepareTree(root, in.Env); err != nil {
+		return fmt.Errorf("prepare the root file system: %w", err)
+	}
+	if err := lintTree(tree, in.Source, func(msg string) { b.note("lint", msg) }); err != nil {
+		return err
+	}
+	if err := b.makeRootFS(ctx, tree, file, epoch); err != nil {
+		return err
+	}
+	// Half a gigabyte of small files: gone now rather than at the end, the disk may be small.
+	return removeTree(tree)
+}
+
+// dpkgExcludes are files that no program in a guest reads. They stay excluded for packages installed later.
+var dpkgExcludes = []string{
+	"path-exclude=/usr/share/doc/*", "path-include=/usr/share/doc/*/copyright",
+	// Not the directories of man pages: a package whose alternatives have pages (any Java) fails without them.
+	"path-exclude=/usr/share/man/*/*",
+	"path-exclude=/usr/share/info/*", "path-exclude=/usr/share/groff/*",
+	"path-exclude=/usr/share/lintian/*", "path-exclude=/usr/share/linda/*", "path-exclude=/usr/share/help/*",
+	"path-exclude=/usr/share/locale/*", "path-include=/usr/share/locale/locale.alias",
+	"path-exclude=/usr/share/zoneinfo/right/*", "path-exclude=/usr/share/zoneinfo/posix/*",
+	"path-exclude=/usr/share/bash-completion/*",
+}
+
+// debianTree installs a Debian system into tree and returns its packages as name=version, sorted.
+//
+// mmdebstrap runs in mount and process namespaces of its own. If this process is killed, its death signal ends unshare
+// and unshare's ends the first process of the namespace, and with it all others; their mounts go with the namespace.
+// A build that dies therefore never leaves the host's /dev or /sys mounted in a directory that the next one deletes.
+func (b *builder) debianTree(ctx context.Context, in rootInput, tree string) ([]string, error) {
+	args := []string{
+		"--mount", "--pid", "--fork", "--mount-proc", "--kill-child=KILL", "--propagation", "private", "--",
+		"mmdebstrap", "--mode=root", "--variant=minbase", "--format=directory",
+		"--include=" + strings.Join(in.Requested, ","),
+		`--aptopt=APT::Install-Recommends "false"`,
+	}
+	for _, o := range dpkgExcludes {
+		args = append(args, "--dpkgopt="+o)
+	}
+	args = append(args, in.Suite, tree, b.apt.sourcesFile())
+	if err := run(ctx, tool{name: "unshare", args: args, dir: "/", log: b.log}); err != nil {
+		return nil, fmt.Errorf("install packages: %w", err)
+	}
+	raw, err := os.ReadFile(filepath.Join(tree, "var", "lib", "dpkg", "status"))
+	if err != nil {
+		return nil, fmt.Errorf("read what was installed: %w", err)
+	}
+	var out []string
+	for _, s := range stanzas(raw) {
+		if s["status"] == "install ok installed" {
+			out = append(out, s["package"]+"="+s["version"])
+		}
+	}
+	slices.Sort(out)
+	return out, nil
+}
+
+// tarTree unpacks the archive into tree and returns its digest.
+func (b *builder) tarTree(ctx context.Context, tree string) (core.Digest, error) {
+	if err := os.Mkdir(tree, 0o755); err != nil { //nolint:gosec // G301: the mode of the guest's /; the parent is closed
+		return "", err
+	}
+	in := b.o.Stdin
+	if b.o.FromTar != "-" {
+		f, err := os.Open(b.o.FromTar)
+		if err != nil {
+			return "", core.Wrapf(err, core.Invalid, CodeInvalidTar, "the archive %s cannot be opened", b.o.FromTar)
+		}
+		defer f.Close()
+		in = f
+	}
+	h := sha256.New()
+	err := untar(ctx, io.TeeReader(in, h), tree, defaultUntarLimits)
+	if err == nil {
+		_, err = io.Copy(h, in) // what the decompressor did not need
+	}
+	if err != nil {
+		return "", errors.Join(err, os.RemoveAll(tree))
+	}
+	return core.ParseDigest("sha256:" + hex.EncodeToString(h.Sum(nil)))
+}
