@@ -1,0 +1,205 @@
+package runner
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"sync"
+	"time"
+
+	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/guestagent/guestapi"
+	"github.com/coppice-dev/coppice/internal/undo"
+	"github.com/coppice-dev/coppice/runner/vmm"
+)
+
+// takeOver goes on with the sandboxes that an earlier runner left running, and takes everything else of it down. It is called
+// before anything is started. A sandbox that cannot be gone on with is remembered as dead, with the cause: it is never
+// replaced.
+func (r *Runner) takeOver(ctx context.Context, list []leftover) error {
+	expired := r.leaseExpired()
+	var mu sync.Mutex // guards doomed and kept
+	var doomed []leftover
+	var kept []*sandbox
+	var wg sync.WaitGroup
+	places := make(chan struct{}, r.cfg.Parallel)
+	for _, l := range list {
+		if !l.adoptable() || r.suspended(l.journal.Sandbox) {
+			doomed = append(doomed, l)
+			continue
+		}
+		wg.Go(func() {
+			places <- struct{}{}
+			defer func() { <-places }()
+			var s *sandbox
+			var err error = errLeaseExpired
+			if !expired {
+				s, err = r.adopt(ctx, l.journal)
+			}
+			mu.Lock()
+			defer mu.Unlock()
+			if err != nil {
+				r.bury(l.journal.Sandbox.Info, err)
+				doomed = append(doomed, l)
+				return
+			}
+			kept = append(kept, s)
+		})
+	}
+	wg.Wait()
+	for _, s := range kept {
+		r.sandboxes[s.info.ID] = s
+		r.cfg.Log.InfoContext(ctx, "sandbox taken over", "sandbox_id", s.info.ID, "workspace_id", s.info.WorkspaceID, "pid", s.Handle.PID)
+	}
+	r.adopted = kept
+	err := r.clear(ctx, doomed, kept)
+	for _, l := range doomed {
+		if l.adoptable() { // its base was lent for the case that it is gone on with
+			err = errors.Join(err, r.checkpoints.giveBack(l.journal.Shape.Base))
+		}
+	}
+	return err
+}
+
+// suspended reports whether a sandbox was to end with a capture that is there: whoever asked for it resumes it from the checkpoint.
+func (r *Runner) suspended(j *sandboxJournal) bool {
+	_, err := r.checkpoints.get(j.Capture)
+	return j.Stop && err == nil
+}
+
+// bury remembers a sandbox that was running and cannot be gone on with.
+func (r *Runner) bury(info runnerapi.Sandbox, cause error) {
+	info.State = runnerapi.SandboxDead
+	info.Exit = "it was not taken over when its runner was started again: " + core.MessageOf(cause)
+	r.mu.Lock()
+	r.dead[info.ID] = info
+	r.mu.Unlock()
+	r.cfg.Log.Warn("sandbox was not taken over", "sandbox_id", info.ID, "workspace_id", info.WorkspaceID, "err", cause)
+}
+
+// clear takes down what an earlier runner left and nobody goes on with: what the journals name, and whatever on this host carries
+// the cluster's mark. Nothing is taken from under a living VMM: VMMs first.
+func (r *Runner) clear(ctx context.Context, doomed []leftover, kept []*sandbox) error {
+	var errs []error
+	for _, l := range doomed {
+		if l.journal != nil && l.journal.Handle != nil {
+			errs = append(errs, r.cfg.Driver.End(ctx, *l.journal.Handle))
+		}
+	}
+	handles := make([]vmm.Handle, 0, len(kept))
+	groups, namespaces := map[string]bool{}, map[string]bool{}
+	for _, s := range kept {
+		handles = append(handles, *s.Handle)
+		groups[string(s.ID)], namespaces[s.Namespace] = true, true
+	}
+	stray, err := r.cfg.Driver.Reap(ctx, r.clusterHash, handles)
+	if err := errors.Join(append(errs, err)...); err != nil {
+		return err
+	}
+	errs = append(errs, r.cfg.Cgroups.Reconcile(ctx, groups), r.cfg.Network.Reconcile(ctx, namespaces))
+	for _, l := range doomed {
+		// The journal goes last: a runner that ends in between leaves what the next one finds.
+		errs = append(errs, os.RemoveAll(filepath.Join(r.shellsDir(), l.name)), os.RemoveAll(filepath.Join(r.cfg.RunDir, l.name)))
+	}
+	if len(doomed)+stray > 0 {
+		r.cfg.Log.WarnContext(ctx, "took down what an earlier runner left", "shells", len(doomed), "stray_vmms", stray)
+	}
+	return errors.Join(errs...)
+}
+
+// adopt goes on with one sandbox. On an error its VMM and what it uses are as they were, for clear.
+func (r *Runner) adopt(ctx context.Context, j *journal) (_ *sandbox, err error) {
+	sh := &shell{
+		journal: *j, dir: filepath.Join(r.shellsDir(), string(j.ID)), runDir: filepath.Join(r.cfg.RunDir, string(j.ID)), made: time.Now(),
+		shape: shape{base: j.Shape.Base, image: j.Shape.Image, resources: j.Shape.Resources, diskBytes: j.Shape.DiskBytes},
+	}
+	var steps undo.Stack
+	defer func() { err = steps.Settle(ctx, err) }()
+	if !r.slots.reserve(j.Slot) {
+		return nil, core.Errorf(core.Exhausted, core.CodeCapacity, "its place, number %d, is taken or beyond the limit of this runner", j.Slot)
+	}
+	steps.Push("slot", func(context.Context) error { r.slots.give(j.Slot); return nil })
+	sh.machine, err = r.cfg.Driver.Recover(ctx, *j.Handle)
+	if errors.Is(err, vmm.ErrGone) {
+		return nil, core.Wrapf(err, core.Unavailable, core.CodeVMMFailed, "its VMM had ended meanwhile")
+	}
+	if err != nil {
+		return nil, err
+	}
+	steps.Push("vmm", func(context.Context) error { sh.machine.Release(); return nil })
+	if sh.overlay, err = os.OpenFile(filepath.Join(sh.dir, overlayFile), os.O_RDWR, 0); err != nil {
+		return nil, err
+	}
+	steps.Push("overlay", func(context.Context) error { return sh.overlay.Close() })
+	if sh.base, err = r.bases.Adopt(j.Shape.Base, j.Handle.PID, j.Handle.BaseInode); err != nil {
+		return nil, err
+	}
+	steps.Push("base", func(context.Context) error { return sh.base.Close() })
+	if sh.group, err = r.cfg.Cgroups.Adopt(string(j.ID)); err != nil {
+		return nil, err
+	}
+	steps.Push("cgroup", func(context.Context) error { sh.group.Close(); return nil })
+	info := j.Sandbox.Info
+	if sh.ns, err = r.cfg.Network.Adopt(ctx, j.Namespace, info.Identity, j.Sandbox.Egress); err != nil {
+		return nil, err
+	}
+	// The pool counts it now: what fails from here on must give it back, after the VMM has ended.
+	steps.Push("namespace", func(ctx context.Context) error { return errors.Join(sh.machine.Kill(ctx), sh.ns.Release(ctx)) })
+	s := newSandbox(sh, info.ID, info)
+	s.info, s.reseal = info, j.Sandbox.Reseal
+	if s.reseal != nil {
+		if err := r.draws.add(s.reseal.Steps); err != nil {
+			return nil, err
+		}
+	}
+	return s, r.goOn(ctx, s)
+}
+
+// goOn makes sure that an adopted sandbox runs, with fresh entropy where it was captured: its last runner may have died between any
+// two steps of a capture.
+func (r *Runner) goOn(ctx context.Context, s *sandbox) error {
+	capture := s.Sandbox.Capture
+	running, err := s.machine.Running(ctx)
+	if err != nil {
+		return err
+	}
+	if running && capture == "" {
+		return nil
+	}
+	if err := r.wakeUp(ctx, s); err != nil {
+		return fmt.Errorf("let it go on after an interrupted capture: %w", err)
+	}
+	if _, err := r.checkpoints.get(capture); err == nil {
+		s.info.Checkpoint, capture = capture, "" // it was published, and whoever asks for it again gets it
+	}
+	return s.record(func(j *sandboxJournal) {
+		j.Capture, j.Stop, j.Info = "", false, s.info
+		if capture != "" {
+			j.CutShort = append(j.CutShort, capture)
+		}
+	})
+}
+
+// wakeUp resumes, reseeds and thaws a machine, wherever in a capture it stands.
+func (r *Runner) wakeUp(ctx context.Context, s *sandbox) error {
+	if err := s.machine.Resume(ctx); err != nil {
+		return err
+	}
+	dial, cancel := context.WithTimeout(ctx, r.cfg.GuestTimeout)
+	defer cancel()
+	agent, err := s.agent(dial)
+	if err != nil {
+		return err
+	}
+	// A freeze that the last runner asked for may still be on its way: after one of our own, it comes too late. The agent refuses
+	// ours where it is frozen already.
+	_, err = agent.Quiesce(ctx, guestapi.QuiesceRequest{
+		CaptureID: "restart-" + string(s.info.ID), TimeoutMS: int(r.cfg.FreezeTimeout.Milliseconds()),
+	})
+	frozen := err == nil || core.CodeOf(err) == guestapi.CodeWrongState
+	_, err = r.thaw(ctx, s, agent, s.info.Identity.Generation, frozen, core.NewStopwatch())
+	return err
+}

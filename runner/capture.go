@@ -1,0 +1,370 @@
+package runner
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"sync"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/guestagent/guestapi"
+	"github.com/coppice-dev/coppice/internal/sparse"
+	"github.com/coppice-dev/coppice/runner/guest"
+	"github.com/coppice-dev/coppice/runner/memory"
+)
+
+// Capture makes a checkpoint of a running sandbox. The sandbox goes on whatever happens to the checkpoint; it is a clone from
+// then on too, and gets fresh entropy before its workload thaws. Once begun a capture is finished, whatever becomes of ctx. With
+// Stop it ends instead, as soon as the checkpoint is durable, without having run again; it goes on only when that fails.
+func (r *Runner) Capture(ctx context.Context, id core.SandboxID, req runnerapi.Capture) (runnerapi.Checkpoint, error) {
+	out, err := r.once(ctx, req.CheckpointID, func() (*checkpointRecord, error) {
+		s, err := r.find(id)
+		if err != nil {
+			return nil, err
+		}
+		if err := s.lock(ctx); err != nil {
+			return nil, err
+		}
+		defer s.unlock()
+		rec, err := r.captureLocked(context.WithoutCancel(ctx), s, req)
+		if err != nil {
+			return nil, noSpace(fmt.Errorf("capture sandbox %s: %w", id, err), fmt.Sprintf("sandbox %s was not captured and goes on", id))
+		}
+		return rec, nil
+	})
+	if err == nil && req.Stop { // the request that made the checkpoint may have ended before its stop
+		err = r.Destroy(ctx, id)
+	}
+	return out, err
+}
+
+// capture is one capture under way.
+type capture struct {
+	dir     string
+	state   *os.File
+	overlay *os.File
+	memory  *memory.Capture
+	flushed bool // the guest's disk, before the freeze
+	survey  survey
+	watch   *core.Stopwatch
+}
+
+func (r *Runner) captureLocked(ctx context.Context, s *sandbox, req runnerapi.Capture) (*checkpointRecord, error) {
+	info := s.snapshot()
+	select {
+	case <-s.gone:
+		return nil, core.Errorf(core.NotFound, core.CodeSandboxNotFound, "sandbox %s ended before it was captured", info.ID)
+	default:
+	}
+	if info.State != runnerapi.SandboxReady {
+		return nil, core.Errorf(core.FailedPrecondition, core.CodeWorkspaceNotReady, "sandbox %s is %s and cannot be captured", info.ID, info.State)
+	}
+	if err := s.announce(ctx, req); err != nil {
+		return nil, err
+	}
+	rec, err := r.captureAnnounced(ctx, s, info, req)
+	select {
+	case <-s.gone: // and its journal
+		return rec, err
+	default:
+	}
+	if recordErr := s.record(func(j *sandboxJournal) { j.Capture, j.Stop, j.Info.Checkpoint = "", false, s.snapshot().Checkpoint }); recordErr != nil {
+		// A successor then takes the capture for one that was under way, which does no harm.
+		r.cfg.Log.WarnContext(ctx, "end of a capture was not noted in the journal", "sandbox_id", info.ID, "err", recordErr)
+	}
+	return rec, err
+}
+
+// announce notes a capture in the journal, so that a successor of the runner knows that the machine may be paused or frozen. One that
+// was cut short by the end of an earlier runner is not begun anew: who asked for it was told that it failed, or will be now.
+func (s *sandbox) announce(ctx context.Context, req runnerapi.Capture) error {
+	s.journalMu.Lock()
+	short := slices.Contains(s.Sandbox.CutShort, req.CheckpointID)
+	s.journalMu.Unlock()
+	if short {
+		return core.Errorf(core.Unavailable, core.CodeRunnerLost, "the capture was cut short by the end of its runner; the sandbox goes on")
+	}
+	return errors.Join(s.record(func(j *sandboxJournal) { j.Capture, j.Stop = req.CheckpointID, req.Stop }), captureJournaled.Hit(ctx))
+}
+
+func (r *Runner) captureAnnounced(ctx context.Context, s *sandbox, info runnerapi.Sandbox, req runnerapi.Capture) (*checkpointRecord, error) {
+	id := req.CheckpointID
+	agent, err := s.agent(ctx)
+	if err != nil {
+		return nil, err
+	}
+	c, err := r.prepareCapture(ctx, s.shell, agent, id)
+	if err != nil {
+		return nil, err
+	}
+	defer c.close()
+	if err := capturePrepared.Hit(ctx); err != nil {
+		return nil, errors.Join(err, os.RemoveAll(c.dir))
+	}
+	s.setState(runnerapi.SandboxPaused)
+	paused := time.Now()
+	frozen, freezeErr := agent.Quiesce(ctx, r.quiesceRequest(id, c))
+	paused = beginOfPause(paused, time.Now(), frozen.FreezeMS+frozen.FlushMS)
+	c.survey = surveyOf(frozen)
+	c.watch.Lap("freeze")
+	err = freezeErr
+	if err == nil {
+		err = captureFrozen.Hit(ctx)
+	}
+	if err == nil {
+		err = c.take(ctx, s.shell)
+	}
+	record := func(steps []core.ResealStep) *checkpointRecord {
+		return &checkpointRecord{Checkpoint: runnerapi.Checkpoint{
+			ID: id, Parent: info.Checkpoint, Image: s.shape.image, Class: r.class, Resources: info.Resources,
+			Base: s.base.ID, PauseMS: core.Milliseconds(time.Since(paused)), ParentReseal: steps, Processes: frozen.StaleProcesses,
+		}}
+	}
+	if err == nil && req.Stop {
+		rec := record(nil)
+		if err = c.publish(ctx, r.checkpoints, rec); err == nil {
+			return rec, errors.Join(capturePublished.Hit(ctx), r.stopCaptured(ctx, s))
+		}
+	}
+	steps, thawErr := r.thaw(ctx, s, agent, info.Identity.Generation, freezeErr == nil, c.watch)
+	rec := record(steps)
+	if thawErr != nil {
+		r.abandon(s, thawErr)
+	} else {
+		s.setState(runnerapi.SandboxReady)
+	}
+	if err != nil {
+		return nil, errors.Join(err, thawErr, os.RemoveAll(c.dir))
+	}
+	if err := captureThawed.Hit(ctx); err != nil {
+		return nil, errors.Join(err, os.RemoveAll(c.dir))
+	}
+	if err := c.publish(ctx, r.checkpoints, rec); err != nil {
+		return nil, errors.Join(err, os.RemoveAll(c.dir))
+	}
+	s.mu.Lock()
+	s.info.Checkpoint = id
+	s.mu.Unlock()
+	return rec, capturePublished.Hit(ctx)
+}
+
+// beginOfPause is when the workload stopped: the agent first looks at its processes while they run, and says how long the freeze
+// itself took. What it says is believed only within what the host saw.
+func beginOfPause(asked, answered time.Time, freezeMS float64) time.Time {
+	began := answered.Add(-time.Duration(freezeMS * float64(time.Millisecond)))
+	if freezeMS < 0 || began.Before(asked) {
+		return asked
+	}
+	return began
+}
+
+// quiesceRequest asks for the freeze, and if the guest has flushed its disk before, for the rest in it: what the workload wrote since
+// then is little, but it is part of the pause.
+func (r *Runner) quiesceRequest(id core.CheckpointID, c *capture) guestapi.QuiesceRequest {
+	req := guestapi.QuiesceRequest{CaptureID: string(id), TimeoutMS: int(r.cfg.FreezeTimeout.Milliseconds())}
+	if c.flushed {
+		req.FlushMS = int((r.cfg.FlushTimeout / 4).Milliseconds())
+	}
+	return req
+}
+
+// prepareCapture does what can be done while the machine runs: it has the guest write to its disk what it holds in memory, so that
+// the overlay can be read without the guest, and meanwhile faults in the memory that RAM is copied to; then it writes the overlay's
+// dirty page cache out, which the clone would otherwise do inside the pause.
+func (r *Runner) prepareCapture(ctx context.Context, sh *shell, agent *guest.Client, id core.CheckpointID) (_ *capture, err error) {
+	c := &capture{watch: core.NewStopwatch()}
+	if c.dir, err = r.checkpoints.begin(id); err != nil {
+		return nil, err
+	}
+	var flush sync.WaitGroup
+	defer func() {
+		if err != nil {
+			flush.Wait()
+			c.close()
+			err = errors.Join(err, os.RemoveAll(c.dir))
+		}
+	}()
+	flush.Go(func() {
+		// An agent that cannot, or not in time, costs the checkpoint nothing: memory has what the disk has not.
+		done, err := agent.Flush(ctx, guestapi.FlushRequest{TimeoutMS: int(r.cfg.FlushTimeout.Milliseconds())})
+		c.flushed = err == nil && done.Flushed
+	})
+	if c.state, err = os.OpenFile(filepath.Join(c.dir, stateFile), os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600); err != nil {
+		return nil, err
+	}
+	if c.overlay, err = os.OpenFile(filepath.Join(c.dir, overlayFile), os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600); err != nil {
+		return nil, err
+	}
+	region, err := sh.machine.Memory()
+	if err != nil {
+		return nil, err
+	}
+	if c.memory, err = memory.Prepare(region); err != nil {
+		return nil, err
+	}
+	c.watch.Lap("prepare")
+	flush.Wait()
+	c.watch.Lap("guest_flush")
+	if err := unix.Fdatasync(int(sh.overlay.Fd())); err != nil {
+		return nil, fmt.Errorf("flush the overlay: %w", err)
+	}
+	c.watch.Lap("flush")
+	return c, nil
+}
+
+// take is what happens in the pause: device state, private pages, overlay. Nothing here waits for a disk that was flushed.
+func (c *capture) take(ctx context.Context, sh *shell) error {
+	if err := sh.machine.Pause(ctx); err != nil {
+		return err
+	}
+	if err := capturePaused.Hit(ctx); err != nil {
+		return err
+	}
+	c.watch.Lap("stop")
+	if err := sh.machine.SaveState(ctx, c.state); err != nil {
+		return err
+	}
+	if err := captureSaved.Hit(ctx); err != nil {
+		return err
+	}
+	c.watch.Lap("state")
+	if err := c.memory.Copy(); err != nil {
+		return err
+	}
+	if err := captureCopied.Hit(ctx); err != nil {
+		return err
+	}
+	c.watch.Lap("memory")
+	if _, err := sparse.Clone(c.overlay, sh.overlay); err != nil {
+		return err
+	}
+	c.watch.Lap("disk")
+	return captureCloned.Hit(ctx)
+}
+
+// thaw lets the captured sandbox go on: resumed, reseeded, then released. An error means that it must not go on. frozen says that
+// the agent confirmed the freeze; where it did not, it may have taken it back.
+func (r *Runner) thaw(ctx context.Context, s *sandbox, agent *guest.Client, generation string, frozen bool, watch *core.Stopwatch) ([]core.ResealStep, error) {
+	if err := s.machine.Resume(ctx); err != nil {
+		return nil, err
+	}
+	if err := captureResumed.Hit(ctx); err != nil {
+		return nil, err
+	}
+	watch.Lap("resume")
+	ctx, cancel := context.WithTimeout(ctx, r.cfg.GuestTimeout)
+	defer cancel()
+	if !frozen {
+		health, err := agent.Health(ctx)
+		if err != nil || health.State == guestapi.StateReleased {
+			return nil, err
+		}
+	}
+	res, err := agent.Reseed(ctx, guestapi.ReseedRequest{Entropy: entropy(guestapi.EntropySize), Generation: generation})
+	if err != nil {
+		return nil, err
+	}
+	if err := guest.VerifyReseed(res); err != nil {
+		return res.Steps, err
+	}
+	if err := r.draws.add(res.Steps); err != nil {
+		return res.Steps, err
+	}
+	if err := captureReseeded.Hit(ctx); err != nil {
+		return res.Steps, err
+	}
+	watch.Lap("reseed")
+	if _, err := agent.Release(ctx, guestapi.ReleaseRequest{Generation: generation}); err != nil {
+		return res.Steps, err
+	}
+	watch.Lap("thaw")
+	return res.Steps, nil
+}
+
+// stopCaptured ends a sandbox whose machine is paused and captured for good. What cannot be taken down now is killed, so that it
+// never runs on beside what is resumed from its checkpoint, and the watcher takes it down.
+func (r *Runner) stopCaptured(ctx context.Context, s *sandbox) error {
+	err := r.destroyLocked(ctx, s)
+	if err != nil {
+		r.cfg.Log.WarnContext(ctx, "suspended sandbox was not taken down at once", "sandbox_id", s.info.ID, "err", err)
+		return s.machine.Kill(ctx)
+	}
+	return nil
+}
+
+// abandon ends a sandbox that could not be thawed with fresh entropy: its VMM is killed, and the watcher reports it dead.
+func (r *Runner) abandon(s *sandbox, cause error) {
+	r.cfg.Log.Error("captured sandbox could not be thawed and is destroyed", "sandbox_id", s.info.ID, "err", cause)
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(r.runCtx), time.Minute)
+	defer cancel()
+	if err := s.end(ctx, "it was captured and could not be thawed: "+core.MessageOf(cause)); err != nil {
+		r.cfg.Log.Error("vmm was not killed", "sandbox_id", s.info.ID, "err", err)
+	}
+}
+
+// publish writes what was copied in the pause, makes all of it durable at the same time, and makes it the checkpoint.
+func (c *capture) publish(ctx context.Context, store *checkpointStore, rec *checkpointRecord) error {
+	delta := c.memory.Delta()
+	if err := c.durable(func() error {
+		if rec.Base == "" {
+			return nil // a template's memory becomes a base
+		}
+		return delta.WriteFile(filepath.Join(c.dir, deltaFile))
+	}); err != nil {
+		return err
+	}
+	if rec.Base != "" {
+		rec.DeltaBytes = delta.Bytes()
+	}
+	if err := captureWritten.Hit(ctx); err != nil {
+		return err
+	}
+	return c.describe(store, rec)
+}
+
+// durable runs write and syncs device state and overlay meanwhile.
+func (c *capture) durable(write func() error) error {
+	var (
+		wg   sync.WaitGroup
+		errs [4]error
+	)
+	for i, fn := range []func() error{write, c.state.Sync, c.overlay.Sync, func() error { return c.survey.write(c.dir) }} {
+		wg.Go(func() { errs[i] = fn() })
+	}
+	wg.Wait()
+	c.watch.Lap("write")
+	return errors.Join(errs[:]...)
+}
+
+// describe fills in what the files say and publishes the checkpoint.
+func (c *capture) describe(store *checkpointStore, rec *checkpointRecord) error {
+	info, err := c.state.Stat()
+	if err != nil {
+		return err
+	}
+	rec.DeviceStateBytes = info.Size()
+	if rec.DiskBytes, err = sparse.Allocated(c.overlay); err != nil {
+		return err
+	}
+	rec.CreatedAt = time.Now().UTC()
+	rec.Timings = c.watch.Timings()
+	return store.publish(c.dir, rec)
+}
+
+func (c *capture) close() {
+	for _, f := range []*os.File{c.state, c.overlay} {
+		if f != nil {
+			_ = f.Close() // synced, or thrown away
+		}
+	}
+	if c.memory != nil {
+		c.memory.Close()
+	}
+}

@@ -1,0 +1,218 @@
+// Package cgroup gives every VMM a cgroup v2 of its own, where the host has one to give: it bounds what a VMM may take, and ends
+// whatever is in it at once.
+package cgroup
+
+import (
+	"bufio"
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// Tree is a cgroup of the runner's, with one below it per VMM. A nil Tree is a host without cgroup v2: it makes nothing.
+type Tree struct {
+	dir         string
+	controllers []string // those that can be limited below
+}
+
+// Limits bound one VMM. A zero field bounds nothing.
+type Limits struct {
+	MemoryBytes int64 // of its own; the base's shared pages are charged to whoever touched them first
+	Processes   int   // threads count
+}
+
+// Group is the cgroup of one VMM.
+type Group struct {
+	dir string
+	fd  *os.File
+}
+
+// Find returns the first cgroup v2 mount of the host, or "" if there is none.
+func Find() (string, error) {
+	f, err := os.Open("/proc/self/mounts")
+	if err != nil {
+		return "", err
+	}
+	defer f.Close()
+	for lines := bufio.NewScanner(f); lines.Scan(); {
+		if fields := strings.Fields(lines.Text()); len(fields) > 2 && fields[2] == "cgroup2" {
+			return fields[1], nil
+		}
+	}
+	return "", nil
+}
+
+// Open makes the cgroup name under the mount, with the memory and pids controllers where the host lets them go down. It
+// returns nil where mount is "" or cannot be written.
+func Open(mount, name string) (*Tree, error) {
+	if mount == "" || unix.Access(mount, unix.W_OK) != nil {
+		return nil, nil //nolint:nilerr // a host without cgroup v2 is no error
+	}
+	have, err := os.ReadFile(filepath.Join(mount, "cgroup.controllers"))
+	if err != nil {
+		return nil, fmt.Errorf("read the cgroup controllers: %w", err)
+	}
+	t := &Tree{dir: filepath.Join(mount, name)}
+	if err := os.Mkdir(t.dir, 0o755); err != nil && !errors.Is(err, os.ErrExist) { //nolint:gosec // G301: as the kernel makes them
+		return nil, fmt.Errorf("make cgroup %s: %w", t.dir, err)
+	}
+	for _, c := range []string{"memory", "pids"} {
+		if !slices.Contains(strings.Fields(string(have)), c) {
+			continue
+		}
+		// Refused where the mount's own group holds processes: then the VMMs are grouped but not limited.
+		if write(mount, "cgroup.subtree_control", "+"+c) == nil && write(t.dir, "cgroup.subtree_control", "+"+c) == nil {
+			t.controllers = append(t.controllers, c)
+		}
+	}
+	return t, nil
+}
+
+// Controllers names what can be limited; empty for a nil Tree.
+func (t *Tree) Controllers() []string {
+	if t == nil {
+		return nil
+	}
+	return t.controllers
+}
+
+// Make makes a group; nil for a nil Tree. One of that name that is there is taken over.
+func (t *Tree) Make(name string, l Limits) (*Group, error) {
+	if t == nil {
+		return nil, nil //nolint:nilnil // see Tree
+	}
+	g := &Group{dir: filepath.Join(t.dir, name)}
+	if err := os.Mkdir(g.dir, 0o755); err != nil && !errors.Is(err, os.ErrExist) { //nolint:gosec // G301: as the kernel makes them
+		return nil, fmt.Errorf("make cgroup %s: %w", g.dir, err)
+	}
+	err := t.limit(g, l)
+	if err == nil {
+		g.fd, err = os.Open(g.dir)
+	}
+	if err != nil {
+		return nil, errors.Join(err, os.Remove(g.dir))
+	}
+	return g, nil
+}
+
+func (t *Tree) limit(g *Group, l Limits) error {
+	if l.MemoryBytes > 0 && slices.Contains(t.controllers, "memory") {
+		if err := write(g.dir, "memory.max", strconv.FormatInt(l.MemoryBytes, 10)); err != nil {
+			return err
+		}
+	}
+	if l.Processes > 0 && slices.Contains(t.controllers, "pids") {
+		return write(g.dir, "pids.max", strconv.Itoa(l.Processes))
+	}
+	return nil
+}
+
+// Adopt opens a group that an earlier runner made; nil for a nil Tree, and where there is none.
+func (t *Tree) Adopt(name string) (*Group, error) {
+	if t == nil {
+		return nil, nil //nolint:nilnil // see Tree
+	}
+	g := &Group{dir: filepath.Join(t.dir, name)}
+	var err error
+	if g.fd, err = os.Open(g.dir); errors.Is(err, os.ErrNotExist) {
+		return nil, nil //nolint:nilnil // the host had no cgroup v2 then
+	}
+	return g, err
+}
+
+// FD is the group's directory, for a process to be started in; nil for a nil Group.
+func (g *Group) FD() *os.File {
+	if g == nil {
+		return nil
+	}
+	return g.fd
+}
+
+// Close gives up the descriptor; the group stays. A nil Group has none.
+func (g *Group) Close() {
+	if g != nil {
+		_ = g.fd.Close() // it was only read
+	}
+}
+
+// Remove kills what is in the group and removes it. Nil and repeated calls are no error.
+func (g *Group) Remove(ctx context.Context) error {
+	if g == nil {
+		return nil
+	}
+	g.Close()
+	return remove(ctx, g.dir)
+}
+
+// Reconcile removes every group of the tree that is not kept: an earlier runner left it.
+func (t *Tree) Reconcile(ctx context.Context, keep map[string]bool) error {
+	if t == nil {
+		return nil
+	}
+	entries, err := os.ReadDir(t.dir)
+	if err != nil {
+		return err
+	}
+	var errs []error
+	for _, e := range entries {
+		if e.IsDir() && !keep[e.Name()] {
+			errs = append(errs, remove(ctx, filepath.Join(t.dir, e.Name())))
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// Close removes the tree if it is empty.
+func (t *Tree) Close() error {
+	if t == nil {
+		return nil
+	}
+	if err := os.Remove(t.dir); err != nil && !errors.Is(err, os.ErrNotExist) && !errors.Is(err, unix.EBUSY) {
+		return err
+	}
+	return nil
+}
+
+// remove ends a group. The kernel lets a directory go once the last process has been reaped, and announces that.
+func remove(ctx context.Context, dir string) error {
+	err := write(dir, "cgroup.kill", "1")
+	if errors.Is(err, os.ErrNotExist) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	const interval = 5 * time.Millisecond // events are not announced when a zombie is reaped
+	timer := time.NewTimer(0)
+	defer timer.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return fmt.Errorf("remove cgroup %s: %w", dir, context.Cause(ctx))
+		case <-timer.C:
+		}
+		err := os.Remove(dir)
+		if err == nil || errors.Is(err, os.ErrNotExist) {
+			return nil
+		}
+		if !errors.Is(err, unix.EBUSY) {
+			return err
+		}
+		timer.Reset(interval)
+	}
+}
+
+func write(dir, file, value string) error {
+	if err := os.WriteFile(filepath.Join(dir, file), []byte(value), 0); err != nil {
+		return fmt.Errorf("write %s: %w", file, err)
+	}
+	return nil
+}

@@ -1,0 +1,302 @@
+package runner
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+
+	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/atomicfile"
+	"github.com/coppice-dev/coppice/runner/memory"
+)
+
+// The files of a checkpoint.
+const (
+	recordFile  = "checkpoint.json"
+	stateFile   = "device.state"
+	deltaFile   = "memory.delta"
+	overlayFile = "overlay.ext4"
+	surveyFile  = "survey.json"
+)
+
+// checkpointStore keeps the checkpoints of this host. It decides which bases are still wanted.
+type checkpointStore struct {
+	dir   string
+	bases *memory.BaseStore
+
+	mu      sync.Mutex // guards records and lent
+	records map[core.CheckpointID]*checkpointRecord
+	making  int                 // bases that are being made and that no record names yet: nothing is collected meanwhile
+	lent    map[core.BaseID]int // users of a base besides checkpoints: sandboxes and shells
+}
+
+// checkpointRecord is immutable once it is published; a rebase publishes another one.
+type checkpointRecord struct {
+	runnerapi.Checkpoint
+
+	// Rebased is set once base and delta were replaced by a base: Base then names it and there is no delta file.
+	Rebased bool `json:"rebased,omitempty"`
+}
+
+// hasDelta reports whether memory is more than the base.
+func (r *checkpointRecord) hasDelta() bool { return r.DeltaBytes > 0 && !r.Rebased }
+
+const partPrefix = ".part-"
+
+// openCheckpointStore opens the store and removes what nothing needs. Each of lent has a sandbox on it, which gives it back.
+func openCheckpointStore(dir string, bases *memory.BaseStore, lent []core.BaseID) (*checkpointStore, error) {
+	if err := os.MkdirAll(dir, 0o700); err != nil {
+		return nil, err
+	}
+	s := &checkpointStore{dir: dir, bases: bases, records: make(map[core.CheckpointID]*checkpointRecord), lent: make(map[core.BaseID]int)}
+	for _, id := range lent {
+		s.lent[id]++
+	}
+	entries, err := os.ReadDir(dir)
+	if err != nil {
+		return nil, err
+	}
+	for _, e := range entries {
+		if strings.HasPrefix(e.Name(), partPrefix) { // an unfinished capture or removal of an earlier process
+			if err := os.RemoveAll(filepath.Join(dir, e.Name())); err != nil {
+				return nil, err
+			}
+			continue
+		}
+		b, err := os.ReadFile(filepath.Join(dir, e.Name(), recordFile))
+		if err != nil {
+			return nil, err
+		}
+		rec := new(checkpointRecord)
+		if err := json.Unmarshal(b, rec); err != nil || string(rec.ID) != e.Name() {
+			return nil, core.Wrapf(err, core.DataLoss, core.CodeCheckpointCorrupt, "the record of checkpoint %s on this host is damaged", core.Clip(e.Name()))
+		}
+		if rec.Rebased { // a crash between the record and the removal leaves the delta that the base replaced
+			if err := ignoreAbsent(os.Remove(s.path(rec.ID, deltaFile))); err != nil {
+				return nil, err
+			}
+		}
+		s.records[rec.ID] = rec
+	}
+	return s, s.collect()
+}
+
+// collect removes bases that nothing names.
+func (s *checkpointStore) collect() error {
+	ids, err := s.bases.List()
+	if err != nil {
+		return err
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.making > 0 {
+		return nil
+	}
+	wanted := make(map[core.BaseID]bool)
+	for _, r := range s.records {
+		wanted[r.Base] = true
+	}
+	var errs []error
+	for _, id := range ids {
+		if !wanted[id] && s.lent[id] == 0 {
+			errs = append(errs, s.bases.Remove(id))
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// holdBases keeps every base on disk until release is called: a base is published before the record that names it.
+func (s *checkpointStore) holdBases() (release func() error) {
+	s.mu.Lock()
+	s.making++
+	s.mu.Unlock()
+	return func() error {
+		s.mu.Lock()
+		s.making--
+		s.mu.Unlock()
+		return s.collect()
+	}
+}
+
+// lend keeps a base on disk for a sandbox until giveBack: a later capture of that sandbox will name it.
+func (s *checkpointStore) lend(id core.BaseID) {
+	s.mu.Lock()
+	s.lent[id]++
+	s.mu.Unlock()
+}
+
+func (s *checkpointStore) giveBack(id core.BaseID) error {
+	s.mu.Lock()
+	s.lent[id]--
+	last := s.lent[id] == 0
+	if last {
+		delete(s.lent, id)
+	}
+	s.mu.Unlock()
+	if !last {
+		return nil
+	}
+	return s.collect()
+}
+
+func (s *checkpointStore) get(id core.CheckpointID) (*checkpointRecord, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if r, ok := s.records[id]; ok {
+		return r, nil
+	}
+	return nil, core.Errorf(core.NotFound, core.CodeCheckpointNotFound, "checkpoint %s is not on this runner", id)
+}
+
+func (s *checkpointStore) list() []*checkpointRecord {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	out := make([]*checkpointRecord, 0, len(s.records))
+	for _, r := range s.records {
+		out = append(out, r)
+	}
+	return out
+}
+
+func (s *checkpointStore) path(id core.CheckpointID, file string) string {
+	return filepath.Join(s.dir, string(id), file)
+}
+
+// begin makes the directory that a capture writes into.
+func (s *checkpointStore) begin(id core.CheckpointID) (dir string, err error) {
+	dir = filepath.Join(s.dir, partPrefix+string(id))
+	if err := os.RemoveAll(dir); err != nil {
+		return "", err
+	}
+	return dir, os.Mkdir(dir, 0o700)
+}
+
+// publish makes a written directory the checkpoint: durable, then visible.
+func (s *checkpointStore) publish(dir string, rec *checkpointRecord) error {
+	if err := atomicfile.WriteJSON(filepath.Join(dir, recordFile), rec, 0o600); err != nil {
+		return err
+	}
+	if err := atomicfile.Rename(dir, filepath.Join(s.dir, string(rec.ID))); err != nil {
+		return err
+	}
+	s.mu.Lock()
+	s.records[rec.ID] = rec
+	s.mu.Unlock()
+	return nil
+}
+
+// replace publishes a record that names another base with the same bytes, and drops the delta. Whoever has the old delta
+// open keeps it.
+func (s *checkpointStore) replace(rec *checkpointRecord) error {
+	s.mu.Lock()
+	_, there := s.records[rec.ID]
+	s.mu.Unlock()
+	if !there {
+		return core.Errorf(core.NotFound, core.CodeCheckpointNotFound, "checkpoint %s was removed", rec.ID)
+	}
+	if err := atomicfile.WriteJSON(s.path(rec.ID, recordFile), rec, 0o600); err != nil {
+		return err
+	}
+	s.mu.Lock()
+	s.records[rec.ID] = rec
+	s.mu.Unlock()
+	return errors.Join(os.Remove(s.path(rec.ID, deltaFile)), s.collect())
+}
+
+// remove deletes a checkpoint. Forks that have it open are not disturbed. Removing an absent one is no error.
+func (s *checkpointStore) remove(id core.CheckpointID) error {
+	s.mu.Lock()
+	_, there := s.records[id]
+	delete(s.records, id)
+	s.mu.Unlock()
+	if !there {
+		return nil
+	}
+	gone := filepath.Join(s.dir, partPrefix+string(id))
+	if err := errors.Join(os.RemoveAll(gone), atomicfile.Rename(filepath.Join(s.dir, string(id)), gone)); err != nil {
+		return err
+	}
+	return errors.Join(os.RemoveAll(gone), s.collect())
+}
+
+// opened is a checkpoint with all its files open, so that it can be forked whatever happens to it meanwhile.
+type opened struct {
+	*checkpointRecord
+	base    *memory.Base
+	delta   *memory.Delta // nil when the base is the whole memory
+	state   []byte
+	overlay *os.File
+	store   *checkpointStore
+}
+
+func (s *checkpointStore) open(id core.CheckpointID) (*opened, error) {
+	for {
+		rec, err := s.get(id)
+		if err != nil {
+			return nil, err
+		}
+		o, err := s.openRecord(rec)
+		if err == nil {
+			return o, nil
+		}
+		// A rebase or a removal in between changes the record: look again.
+		if now, lookErr := s.get(id); lookErr != nil {
+			return nil, lookErr
+		} else if now == rec {
+			return nil, fmt.Errorf("open checkpoint %s: %w", id, err)
+		}
+	}
+}
+
+func (s *checkpointStore) openRecord(rec *checkpointRecord) (_ *opened, err error) {
+	o := &opened{checkpointRecord: rec, store: s}
+	s.lend(rec.Base)
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, o.close())
+		}
+	}()
+	if o.base, err = s.bases.Open(rec.Base); err != nil {
+		return nil, err
+	}
+	if rec.hasDelta() {
+		if o.delta, err = memory.OpenDelta(s.path(rec.ID, deltaFile)); err != nil {
+			return nil, err
+		}
+	}
+	if o.state, err = os.ReadFile(s.path(rec.ID, stateFile)); err != nil {
+		return nil, err
+	}
+	if int64(len(o.state)) != rec.DeviceStateBytes {
+		return nil, core.Errorf(core.DataLoss, core.CodeCheckpointCorrupt, "the device state of checkpoint %s has %d bytes instead of %d", rec.ID, len(o.state), rec.DeviceStateBytes)
+	}
+	o.overlay, err = os.Open(s.path(rec.ID, overlayFile))
+	return o, err
+}
+
+func (o *opened) close() error {
+	var errs []error
+	if o.overlay != nil {
+		errs = append(errs, o.overlay.Close())
+	}
+	if o.delta != nil {
+		o.delta.Close()
+	}
+	if o.base != nil {
+		errs = append(errs, o.base.Close())
+	}
+	return errors.Join(append(errs, o.store.giveBack(o.Base))...)
+}
+
+func ignoreAbsent(err error) error {
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	return err
+}

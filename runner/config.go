@@ -1,0 +1,132 @@
+package runner
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"net/netip"
+	"os"
+	"runtime"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"go.opentelemetry.io/otel/trace"
+
+	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/images"
+	"github.com/coppice-dev/coppice/runner/cgroup"
+	"github.com/coppice-dev/coppice/runner/vmm"
+)
+
+// Namespace is the network of one sandbox, as netns.Namespace implements it.
+type Namespace interface {
+	Name() string
+	// NetNS opens the namespace itself, for the VMM to be started in; nil where there is none.
+	NetNS() (*os.File, error)
+	// TapFile opens a queue of the tap; nil where there is no network.
+	TapFile() (*os.File, error)
+	Assign(ctx context.Context, id core.Identity) error
+	Open(ctx context.Context, policy core.EgressPolicy) error
+	Dial(ctx context.Context, network, address string) (net.Conn, error)
+	Release(ctx context.Context) error
+}
+
+// Network hands out quarantined namespaces.
+type Network interface {
+	Acquire(ctx context.Context) (Namespace, error)
+	// Adopt takes over a namespace that an earlier runner left open for a machine with that identity and policy. Anything that
+	// is not exactly so is an error, and the namespace is left to Reconcile.
+	Adopt(ctx context.Context, name string, id core.Identity, policy core.EgressPolicy) (Namespace, error)
+	// Reconcile removes every namespace of this cluster that is not kept.
+	Reconcile(ctx context.Context, keep map[string]bool) error
+	// Gateway is the address and MAC that every guest has as its gateway; zero where there is no network.
+	Gateway() (netip.Addr, string)
+	// Resolvers are the name servers of a guest with the policy.
+	Resolvers(policy core.EgressPolicy) []netip.Addr
+}
+
+// Config describes a runner. Fields without a note are required.
+type Config struct {
+	ID        core.RunnerID
+	ClusterID string // everything that the runner names on the host carries it: one runner per host and ClusterID
+	DataDir   string // checkpoints, bases and sandboxes; on a file system with reflink if there is one
+	RunDir    string // sockets and journals; short, see vmm.Spec. It need not outlive a power cut: best on a tmpfs such as /run
+	Driver    vmm.Driver
+	Images    *images.Store
+	Network   Network
+	Cgroups   *cgroup.Tree // nil on a host without cgroup v2
+	Log       *slog.Logger
+	Traces    trace.TracerProvider  // of requests; nil: none
+	Metrics   prometheus.Registerer // where metrics are registered; nil: nobody sees them
+
+	MaxSandboxes int           // default 64
+	FirstUID     uint32        // VMMs run as FirstUID+1, FirstUID+2, ...; 0 runs them as the runner's own user
+	Warm         int           // shells kept ready per recently forked base; 0 for none
+	WarmFor      time.Duration // how long after the last fork of a base; default one minute
+	Parallel     int           // children that are started at the same time; default twice the CPUs
+
+	// Leave keeps the sandboxes when Run ends, for the runner's successor to take over; else Run takes them down.
+	Leave bool
+	// Lease is how long the sandboxes live without a word of the controller, where it has not said so itself; default 10 minutes.
+	Lease time.Duration
+
+	Rebase RebasePolicy // the zero value is the measured default
+
+	BootTimeout   time.Duration // cold boot to a ready agent; default 2 minutes
+	GuestTimeout  time.Duration // a resumed guest's first answer; default 30 seconds
+	FreezeTimeout time.Duration // for the workload to freeze; default 5 seconds
+	FlushTimeout  time.Duration // for a guest to write out what it holds of its disk before a capture; default 1 second; a quarter of it again in the freeze
+}
+
+func (c Config) withDefaults() Config {
+	setDefault(&c.MaxSandboxes, 64)
+	setDefault(&c.WarmFor, time.Minute)
+	setDefault(&c.Parallel, 2*runtime.NumCPU())
+	setDefault(&c.BootTimeout, 2*time.Minute)
+	setDefault(&c.GuestTimeout, 30*time.Second)
+	setDefault(&c.FreezeTimeout, 5*time.Second)
+	setDefault(&c.FlushTimeout, time.Second)
+	setDefault(&c.Lease, 10*time.Minute)
+	c.Rebase = c.Rebase.withDefaults()
+	if c.Metrics == nil {
+		c.Metrics = prometheus.NewRegistry()
+	}
+	return c
+}
+
+func setDefault[T comparable](field *T, value T) {
+	var zero T
+	if *field == zero {
+		*field = value
+	}
+}
+
+func (c Config) validate() error {
+	var errs []error
+	check := func(ok bool, format string, a ...any) {
+		if !ok {
+			errs = append(errs, fmt.Errorf(format, a...))
+		}
+	}
+	check(c.ID != "", "runner id is empty")
+	check(c.ClusterID != "", "cluster id is empty")
+	check(c.DataDir != "", "data directory is empty")
+	// dir, a slash, an id of 30 characters, a slash and the longest socket name must fit in sun_path.
+	check(c.RunDir != "" && len(c.RunDir) <= 107-1-30-1-12, "run directory %q is empty or too long for the paths of unix sockets", c.RunDir)
+	check(c.Driver != nil && c.Images != nil && c.Network != nil && c.Log != nil, "driver, images, network and log are required")
+	check(c.Warm >= 0 && c.MaxSandboxes > 0 && c.Parallel > 0, "warm, sandboxes and parallel must not be negative")
+	if err := errors.Join(errs...); err != nil {
+		return fmt.Errorf("runner config: %w", err)
+	}
+	return nil
+}
+
+func classOf(fp vmm.Fingerprint) runnerapi.RunnerClass {
+	return runnerapi.RunnerClass{
+		Arch: runtime.GOARCH, Accelerator: fp.Accelerator, CPUModel: fp.CPUModel,
+		VMM: fp.VMM, VMMVersion: fp.Version, MachineType: fp.MachineType,
+	}
+}

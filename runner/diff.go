@@ -1,0 +1,202 @@
+package runner
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"time"
+
+	"github.com/erofs/go-erofs"
+
+	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/runner/diskdiff"
+	"github.com/coppice-dev/coppice/runner/ext4"
+	"github.com/coppice-dev/coppice/runner/memory"
+)
+
+// The bounds of comparisons. They read what guests wrote, as much of it as a disk holds, so they are few, and each ends.
+const (
+	maxDiffs    = 2                // at the same time; others wait
+	diffBudget  = 5 * time.Second  // of a page: after it, it ends where it is
+	diffTimeout = 30 * time.Second // of a page that gets no further, such as over one huge file
+)
+
+var errDiffTimeout = core.Errorf(core.TimedOut, core.CodeTimedOut, "the checkpoints could not be compared within %s", diffTimeout)
+
+// diffSide is a checkpoint that is being compared, with its files open: whatever happens to it meanwhile.
+type diffSide struct {
+	*checkpointRecord
+	overlay *os.File
+	memory  memory.Image
+	survey  survey
+	known   bool // the guest was surveyed
+}
+
+func (d *diffSide) close() {
+	for _, f := range []*os.File{d.overlay, d.memory.Base} {
+		if f != nil {
+			_ = f.Close() // only read
+		}
+	}
+	if d.memory.Delta != nil {
+		d.memory.Delta.Close()
+	}
+}
+
+// read opens a checkpoint to be compared; nothing is loaded for VMMs.
+func (s *checkpointStore) read(id core.CheckpointID) (*diffSide, error) {
+	for {
+		rec, err := s.get(id)
+		if err != nil {
+			return nil, err
+		}
+		d, err := s.readRecord(rec)
+		if err == nil {
+			return d, nil
+		}
+		// A rebase or a removal in between changes the record: look again.
+		if now, lookErr := s.get(id); lookErr != nil {
+			return nil, lookErr
+		} else if now == rec {
+			return nil, fmt.Errorf("read checkpoint %s: %w", id, err)
+		}
+	}
+}
+
+func (s *checkpointStore) readRecord(rec *checkpointRecord) (_ *diffSide, err error) {
+	d := &diffSide{checkpointRecord: rec}
+	defer func() {
+		if err != nil {
+			d.close()
+		}
+	}()
+	if d.memory.Base, err = s.bases.OpenFile(rec.Base); err != nil {
+		return nil, err
+	}
+	if rec.hasDelta() {
+		if d.memory.Delta, err = memory.OpenDelta(s.path(rec.ID, deltaFile)); err != nil {
+			return nil, err
+		}
+	}
+	if d.survey, d.known, err = s.survey(rec.ID); err != nil {
+		return nil, err
+	}
+	d.overlay, err = os.Open(s.path(rec.ID, overlayFile))
+	return d, err
+}
+
+// Diff says what differs between two checkpoints of one image: files, and on the first page processes and memory. It starts no
+// machine and mounts nothing; see package diskdiff.
+func (r *Runner) Diff(ctx context.Context, from core.CheckpointID, req runnerapi.Diff) (runnerapi.DiffPage, error) {
+	if req.Limit < 1 || req.Limit > runnerapi.MaxDiffFiles {
+		return runnerapi.DiffPage{}, core.Errorf(core.Invalid, core.CodeInvalidField, "limit: it must be from 1 to %d", runnerapi.MaxDiffFiles)
+	}
+	leave, err := r.enter()
+	if err != nil {
+		return runnerapi.DiffPage{}, err
+	}
+	defer leave()
+	ctx, cancel := context.WithTimeoutCause(ctx, diffTimeout, errDiffTimeout)
+	defer cancel()
+	ctx, end := context.WithCancelCause(ctx)
+	defer context.AfterFunc(r.runCtx, func() { end(errStopping) })()
+	defer end(nil)
+	select {
+	case r.diffs <- struct{}{}:
+		defer func() { <-r.diffs }()
+	case <-ctx.Done():
+		return runnerapi.DiffPage{}, context.Cause(ctx)
+	}
+	a, err := r.checkpoints.read(from)
+	if err != nil {
+		return runnerapi.DiffPage{}, err
+	}
+	defer a.close()
+	b, err := r.checkpoints.read(req.To)
+	if err != nil {
+		return runnerapi.DiffPage{}, err
+	}
+	defer b.close()
+	if a.Image != b.Image || a.Resources.MemoryMiB != b.Resources.MemoryMiB {
+		return runnerapi.DiffPage{}, core.Errorf(core.Invalid, core.CodeInvalidField, "to: %s has not grown from the same template as %s, so they cannot be compared", req.To, from)
+	}
+	page, err := r.diffDisks(ctx, a, b, req)
+	if err != nil || len(req.After) > 0 {
+		return page, err
+	}
+	page.Processes = diffProcesses(a, b)
+	changed, err := memory.Changed(ctx, a.memory, b.memory)
+	page.MemoryBytes = &changed
+	return page, err
+}
+
+func (r *Runner) diffDisks(ctx context.Context, a, b *diffSide, req runnerapi.Diff) (runnerapi.DiffPage, error) {
+	root, err := r.openRoot(a.Image)
+	if err != nil {
+		return runnerapi.DiffPage{}, err
+	}
+	defer root.Close()
+	image, err := erofs.Open(root)
+	if err != nil {
+		return runnerapi.DiffPage{}, core.Wrapf(err, core.FailedPrecondition, core.CodeDiskUnreadable, "the root file system of image %s is not an erofs that can be read", a.Image.Short())
+	}
+	lower, ok := image.(diskdiff.Lower)
+	if !ok {
+		return runnerapi.DiffPage{}, core.Errorf(core.Internal, core.CodeInternal, "package erofs gave no file system with links")
+	}
+	got, err := diskdiff.Compare(ctx, diskdiff.Request{
+		A: a.overlay, B: b.overlay, Lower: lower, After: req.After, Limit: req.Limit, Until: time.Now().Add(diffBudget),
+	})
+	if err != nil {
+		return runnerapi.DiffPage{}, diskError(err, a, b)
+	}
+	page := runnerapi.DiffPage{
+		Files: make([]runnerapi.FileChange, 0, len(got.Changes)), Next: got.Next, Unreadable: got.Unreadable,
+		Complete: a.survey.DiskFlushed && b.survey.DiskFlushed,
+	}
+	for _, c := range got.Changes {
+		page.Files = append(page.Files, runnerapi.FileChange{
+			Path: c.Path, Change: string(c.Kind), Type: c.Type, What: c.What, Size: c.Size, SizeBefore: c.SizeBefore,
+		})
+	}
+	return page, nil
+}
+
+// diskError says that a guest has made its disk unreadable as a whole; other errors are the host's.
+func diskError(err error, a, b *diffSide) error {
+	_, isDamaged := errors.AsType[*ext4.DamagedError](err)
+	_, isForeign := errors.AsType[*ext4.UnsupportedError](err)
+	if isDamaged || isForeign {
+		return core.Wrapf(err, core.FailedPrecondition, core.CodeDiskUnreadable, "the disk of checkpoint %s or %s cannot be read: %s", a.ID, b.ID, core.Clip(err.Error()))
+	}
+	return fmt.Errorf("compare the disks of checkpoints %s and %s: %w", a.ID, b.ID, err)
+}
+
+// diffProcesses compares by number, start and command: siblings may start different programs under one number at one time, and a
+// process may become another program.
+func diffProcesses(a, b *diffSide) *runnerapi.ProcessDiff {
+	type key struct {
+		pid     int
+		start   uint64
+		command string
+	}
+	missing := func(of, in []core.WorkloadProcess) []core.WorkloadProcess {
+		there := make(map[key]bool, len(in))
+		for _, p := range in {
+			there[key{p.PID, p.StartTicks, p.Command}] = true
+		}
+		out := []core.WorkloadProcess{}
+		for _, p := range of {
+			if !there[key{p.PID, p.StartTicks, p.Command}] {
+				out = append(out, p)
+			}
+		}
+		return out
+	}
+	return &runnerapi.ProcessDiff{
+		Complete: a.known && b.known && !a.survey.Truncated && !b.survey.Truncated,
+		Started:  missing(b.survey.Processes, a.survey.Processes), Gone: missing(a.survey.Processes, b.survey.Processes),
+	}
+}

@@ -1,0 +1,50 @@
+package runner
+
+import (
+	"fmt"
+	"sync"
+
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/guestagent/guestapi"
+)
+
+// draws remembers what guests have shown of their random generators, as hashes. No two may show the same: then one of them was not
+// reseeded, whatever its kernel answered, and since each looks fine by itself nobody else would notice before the release.
+type draws struct {
+	mu   sync.Mutex // guards what follows
+	seen map[string]bool
+	ring [drawsKept]string
+	next int
+}
+
+// drawsKept bounds the memory: those of the last 4096 forks, some 6 MB.
+const drawsKept = 4096 * guestapi.EvidenceDraws
+
+// add judges the entropy step of a reseal and remembers it.
+func (d *draws) add(steps []core.ResealStep) error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.seen == nil {
+		d.seen = make(map[string]bool)
+	}
+	var twice bool
+	for _, s := range steps {
+		if s.Name != guestapi.StepEntropy {
+			continue
+		}
+		for i := range guestapi.EvidenceDraws {
+			draw := s.Evidence[fmt.Sprintf(guestapi.EvidenceDrawKey, i)]
+			if twice = twice || d.seen[draw]; d.seen[draw] {
+				continue
+			}
+			delete(d.seen, d.ring[d.next])
+			d.ring[d.next], d.seen[draw] = draw, true
+			d.next = (d.next + 1) % drawsKept
+		}
+	}
+	if twice {
+		return core.Errorf(core.FailedPrecondition, core.CodeResealFailed,
+			"the sandbox was not resealed: step %s: it has random numbers that another sandbox has shown: the guest's kernel does not reseed itself", guestapi.StepEntropy)
+	}
+	return nil
+}

@@ -1,0 +1,313 @@
+package runner
+
+import (
+	"context"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"os"
+	"sync"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/guestagent/guestapi"
+	"github.com/coppice-dev/coppice/internal/sparse"
+	"github.com/coppice-dev/coppice/runner/guest"
+	"github.com/coppice-dev/coppice/runner/memory"
+	"github.com/coppice-dev/coppice/runner/vmm"
+)
+
+// Fork grows sandboxes from a checkpoint, all at once as far as the host's CPUs allow. Each succeeds or fails by itself: the
+// error is only for a checkpoint that cannot be forked at all. Once begun a fork is finished, whatever becomes of ctx.
+func (r *Runner) Fork(ctx context.Context, req runnerapi.Fork) (runnerapi.ForkResult, error) {
+	leave, err := r.enter()
+	if err != nil {
+		return runnerapi.ForkResult{}, err
+	}
+	defer leave()
+	ckpt, err := r.checkpoints.open(req.CheckpointID)
+	if err != nil {
+		return runnerapi.ForkResult{}, err
+	}
+	defer func() {
+		if err := ckpt.close(); err != nil {
+			r.cfg.Log.WarnContext(ctx, "checkpoint was not closed", "checkpoint_id", req.CheckpointID, "err", err)
+		}
+	}()
+	if err := r.compatible(ckpt.Checkpoint); err != nil {
+		return runnerapi.ForkResult{}, err
+	}
+	ctx = context.WithoutCancel(ctx)
+	out := runnerapi.ForkResult{Children: make([]runnerapi.ChildResult, len(req.Children))}
+	var wg sync.WaitGroup
+	for i, child := range req.Children {
+		wg.Go(func() { out.Children[i] = r.forkOne(ctx, ckpt, child) })
+	}
+	wg.Wait()
+	r.forked(ckpt, len(req.Children))
+	return out, nil
+}
+
+// compatible refuses a checkpoint of another class, naming the field.
+func (r *Runner) compatible(c runnerapi.Checkpoint) error {
+	for _, f := range []struct{ name, have, want string }{
+		{"arch", r.class.Arch, c.Class.Arch},
+		{"vmm", r.class.VMM, c.Class.VMM},
+		{"vmm_version", r.class.VMMVersion, c.Class.VMMVersion},
+		{"machine_type", r.class.MachineType, c.Class.MachineType},
+		{"accelerator", r.class.Accelerator, c.Class.Accelerator},
+		{"cpu_model", r.class.CPUModel, c.Class.CPUModel},
+	} {
+		if f.have != f.want {
+			return core.Errorf(core.FailedPrecondition, core.CodeIncompatibleHost,
+				"checkpoint %s cannot be forked on this runner: its %s is %q and the runner's is %q", c.ID, f.name, f.want, f.have)
+		}
+	}
+	return nil
+}
+
+func (r *Runner) forkOne(ctx context.Context, ckpt *opened, child runnerapi.Child) (out runnerapi.ChildResult) {
+	began := time.Now()
+	defer func() {
+		r.metrics.forked(out)
+		traced(ctx, began, out)
+	}()
+	out.SandboxID = child.SandboxID
+	watch := core.NewStopwatch()
+	r.starting <- struct{}{}
+	defer func() { <-r.starting }()
+	watch.Lap("queue")
+	s, report, err := r.grow(ctx, ckpt, child, watch)
+	out.Reseal = report
+	out.Timings = watch.Timings()
+	if err != nil {
+		r.cfg.Log.WarnContext(ctx, "fork failed", "sandbox_id", child.SandboxID, "checkpoint_id", ckpt.ID, "err", err)
+		out.Problem = runnerapi.ProblemOf(forkError(child, ckpt, err))
+		return out
+	}
+	info := s.snapshot()
+	out.Sandbox = &info
+	return out
+}
+
+// forkError keeps the code of what went wrong and says to what it happened.
+func forkError(child runnerapi.Child, ckpt *opened, err error) error {
+	code, category := core.CodeOf(err), core.CategoryOf(err)
+	if category == core.Internal {
+		code = core.CodeForkFailed
+	}
+	return core.Wrapf(err, category, code, "sandbox %s could not be grown from checkpoint %s and was destroyed: %s", child.SandboxID, ckpt.ID, core.MessageOf(err))
+}
+
+// grow makes one sandbox and brings it to ready. On an error nothing of it is left.
+func (r *Runner) grow(ctx context.Context, ckpt *opened, child runnerapi.Child, watch *core.Stopwatch) (_ *sandbox, _ *core.ResealReport, err error) {
+	if s, err := r.find(child.SandboxID); err == nil { // the request is repeated
+		if err := s.lock(ctx); err != nil {
+			return nil, nil, err
+		}
+		defer s.unlock()
+		select {
+		case <-s.gone:
+			return nil, nil, core.Errorf(core.Conflict, core.CodeStateConflict, "sandbox %s was destroyed meanwhile", child.SandboxID)
+		default:
+			return s, s.reseal, nil
+		}
+	}
+	if r.runCtx.Err() != nil { // it waited for a CPU when the runner was stopped
+		return nil, nil, errStopping
+	}
+	sh, err := r.takeShell(ctx, ckpt)
+	if err != nil {
+		return nil, nil, err
+	}
+	for _, t := range sh.timings {
+		watch.Add("shell."+t.Stage, time.Duration(t.DurationMS*float64(time.Millisecond)))
+	}
+	watch.Lap("shell")
+	s := newSandbox(sh, child.SandboxID, runnerapi.Sandbox{
+		WorkspaceID: child.WorkspaceID, Epoch: child.Epoch, State: runnerapi.SandboxStarting,
+		Checkpoint: ckpt.ID, Identity: child.Identity, Resources: ckpt.Resources,
+	})
+	if err := r.register(s); err != nil {
+		return nil, nil, errors.Join(err, r.dismantle(ctx, sh))
+	}
+	defer s.unlock()
+	report, err := r.animate(ctx, s, ckpt, child, watch)
+	if err == nil {
+		err = forkReady.Hit(ctx)
+	}
+	if err != nil {
+		return nil, report, errors.Join(err, r.destroyLocked(ctx, s))
+	}
+	r.wg.Add(1)
+	go r.watch(s)
+	return s, report, nil
+}
+
+// register makes a sandbox known, with its work lock held.
+func (r *Runner) register(s *sandbox) error {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	id := s.info.ID
+	if _, there := r.sandboxes[id]; there {
+		return core.Errorf(core.Conflict, core.CodeStateConflict, "sandbox %s is being made by another request", id)
+	}
+	if r.runCtx.Err() != nil {
+		return errStopping
+	}
+	if r.fenced {
+		return errFenced
+	}
+	s.work <- struct{}{}
+	r.sandboxes[id] = s
+	return nil
+}
+
+// animate gives a shell the state of a checkpoint and an identity of its own: restore, quarantine, reseal, verify, release.
+func (r *Runner) animate(ctx context.Context, s *sandbox, ckpt *opened, child runnerapi.Child, watch *core.Stopwatch) (*core.ResealReport, error) {
+	if err := s.record(func(j *sandboxJournal) { j.Info, j.Egress = s.snapshot(), child.Egress }); err != nil {
+		return nil, err
+	}
+	if err := forkJournaled.Hit(ctx); err != nil {
+		return nil, err
+	}
+	if _, err := sparse.Clone(s.overlay, ckpt.overlay); err != nil {
+		return nil, err
+	}
+	watch.Lap("disk")
+	if err := r.restore(ctx, s, ckpt, child); err != nil {
+		return nil, err
+	}
+	watch.Lap("restore")
+	if err := errors.Join(forkRestored.Hit(ctx), s.ns.Assign(ctx, child.Identity), forkAssigned.Hit(ctx)); err != nil {
+		return nil, err
+	}
+	s.setState(runnerapi.SandboxQuarantined)
+	if err := errors.Join(s.machine.Resume(ctx), forkResumed.Hit(ctx)); err != nil {
+		return nil, err
+	}
+	watch.Lap("resume")
+	dial, cancel := context.WithTimeout(ctx, r.cfg.GuestTimeout)
+	defer cancel()
+	agent, err := s.agent(dial)
+	if err != nil {
+		return nil, withConsole(err, s.machine)
+	}
+	if err := forkConnected.Hit(ctx); err != nil {
+		return nil, err
+	}
+	watch.Lap("connect")
+	report, err := r.reseal(ctx, agent, s.shape.diskBytes, ckpt, child)
+	if err == nil {
+		err = forkResealed.Hit(ctx)
+	}
+	if err != nil {
+		return report, err
+	}
+	watch.Lap("reseal")
+	if err := errors.Join(s.ns.Open(ctx, child.Egress), forkOpened.Hit(ctx)); err != nil {
+		return report, err
+	}
+	watch.Lap("open")
+	if _, err := agent.Release(ctx, guestapi.ReleaseRequest{Generation: child.Identity.Generation}); err != nil {
+		return report, err
+	}
+	if err := forkReleased.Hit(ctx); err != nil {
+		return report, err
+	}
+	watch.Lap("release")
+	// Only now: a sandbox that its journal calls ready is gone on with after a restart, and this one is proven.
+	report.Complete = true
+	info := s.snapshot()
+	info.State = runnerapi.SandboxReady
+	if err := s.record(func(j *sandboxJournal) { j.Info, j.Reseal = info, report }); err != nil {
+		return report, err
+	}
+	s.reseal = report
+	s.setState(info.State)
+	watch.Lap("journal")
+	return report, nil
+}
+
+func (r *Runner) restore(ctx context.Context, s *sandbox, ckpt *opened, child runnerapi.Child) error {
+	state, err := memfdOf("device-state", ckpt.state)
+	if err != nil {
+		return err
+	}
+	defer state.Close()
+	spec := vmm.RestoreSpec{State: state}
+	if ckpt.delta != nil {
+		spec.Inject = func(_ context.Context, region memory.Region) error { return ckpt.delta.Inject(region) }
+	}
+	if err := s.machine.Restore(ctx, spec); err != nil {
+		return err
+	}
+	if size := int64(child.DiskGiB) << 30; size > s.shape.diskBytes {
+		if err := s.machine.ResizeDisk(ctx, overlayDisk, size); err != nil {
+			return err
+		}
+		s.shape.diskBytes = size
+		s.mu.Lock()
+		s.info.Resources.DiskGiB = child.DiskGiB
+		s.mu.Unlock()
+	}
+	return nil
+}
+
+// overlayDisk is the index of the overlay in vmm.Spec.Disks.
+const overlayDisk = 1
+
+// reseal makes the clone another machine and judges the evidence. Whatever is not proven fails. diskBytes is the size of its
+// disk, which the guest may learn of a little later than the host.
+func (r *Runner) reseal(ctx context.Context, agent *guest.Client, diskBytes int64, ckpt *opened, child runnerapi.Child) (*core.ResealReport, error) {
+	gateway, gatewayMAC := r.cfg.Network.Gateway()
+	want := guestapi.ResealRequest{
+		CheckpointID: ckpt.ID, Identity: child.Identity, Entropy: entropy(guestapi.EntropySize),
+		Network: guestapi.Network{Prefix: 32, Gateway: gateway, GatewayMAC: gatewayMAC, DNS: r.cfg.Network.Resolvers(child.Egress)},
+		Token:   hex.EncodeToString(entropy(32)), Env: child.Env, GrowDisk: child.DiskGiB > 0,
+		HostTimeNS: time.Now().UnixNano(),
+	}
+	if want.GrowDisk {
+		want.DiskBytes = diskBytes
+	}
+	report, err := agent.Reseal(ctx, want)
+	if err != nil {
+		return nil, err
+	}
+	if err = guest.Verify(report, want); err == nil {
+		err = r.draws.add(report.Steps)
+	}
+	report.Complete = false // it is the host that says so, after it has released
+	if len(report.StaleProcesses) == 0 {
+		report.StaleProcesses = ckpt.Processes
+	}
+	return &report, err
+}
+
+// withConsole adds what the guest printed last to an error that callers see.
+func withConsole(err error, m vmm.Machine) error {
+	console := m.Console()
+	if len(console) > 512 {
+		console = console[len(console)-512:]
+	}
+	if console == "" {
+		return err
+	}
+	return core.Wrapf(err, core.CategoryOf(err), core.CodeOf(err), "%s; its console ends with: %s", core.MessageOf(err), console)
+}
+
+// memfdOf returns a file with the bytes, at its beginning.
+func memfdOf(name string, b []byte) (*os.File, error) {
+	fd, err := unix.MemfdCreate(name, unix.MFD_CLOEXEC)
+	if err != nil {
+		return nil, fmt.Errorf("make a memfd: %w", err)
+	}
+	f := os.NewFile(uintptr(fd), name)
+	if _, err := f.WriteAt(b, 0); err != nil {
+		return nil, errors.Join(err, f.Close())
+	}
+	return f, nil
+}

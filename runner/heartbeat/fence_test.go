@@ -1,0 +1,201 @@
+package heartbeat_test
+
+import (
+	"context"
+	"encoding/json"
+	"log/slog"
+	"net"
+	"net/http"
+	"net/http/httptest"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/testvm"
+	"github.com/coppice-dev/coppice/runner"
+	"github.com/coppice-dev/coppice/runner/heartbeat"
+	"github.com/coppice-dev/coppice/runner/vmm/fakevmm"
+)
+
+// controller answers as a test says, and remembers what it was told.
+type controller struct {
+	mu       sync.Mutex // guards what follows
+	fenced   bool       // heartbeats are answered with RUNNER_LOST
+	silent   bool       // nothing is answered
+	epoch    int64
+	beats    []runnerapi.Heartbeat
+	fenceFor time.Duration
+}
+
+func (c *controller) set(change func(*controller)) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	change(c)
+}
+
+func (c *controller) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.silent {
+		panic(http.ErrAbortHandler)
+	}
+	answer := func(status int, v any) {
+		w.Header().Set("Content-Type", "application/json")
+		w.WriteHeader(status)
+		_ = json.NewEncoder(w).Encode(v)
+	}
+	if strings.HasSuffix(r.URL.Path, "/register") {
+		c.epoch++
+		answer(http.StatusOK, runnerapi.Registered{ClusterID: "test", LeaseEpoch: c.epoch, TTLSeconds: 0.03, FenceSeconds: c.fenceFor.Seconds()})
+		return
+	}
+	var h runnerapi.Heartbeat
+	if err := json.NewDecoder(r.Body).Decode(&h); err != nil {
+		answer(http.StatusBadRequest, err.Error())
+		return
+	}
+	if c.fenced {
+		c.fenced = false
+		answer(http.StatusServiceUnavailable, runnerapi.ProblemOf(core.Errorf(core.Unavailable, core.CodeRunnerLost, "the lease was given up")))
+		return
+	}
+	c.beats = append(c.beats, h)
+	answer(http.StatusOK, runnerapi.Heartbeated{TTLSeconds: 0.03, FenceSeconds: c.fenceFor.Seconds()})
+}
+
+// dead returns the sandboxes that were reported dead with an exit that has the text.
+func (c *controller) dead(text string) int {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	ids := map[core.SandboxID]bool{}
+	for _, b := range c.beats {
+		for _, s := range b.Sandboxes {
+			if s.State == runnerapi.SandboxDead && strings.Contains(s.Exit, text) {
+				ids[s.ID] = true
+			}
+		}
+	}
+	return len(ids)
+}
+
+// TestFence: a runner kills its sandboxes when its lease was given up, and when its controller has been silent for as long as that
+// said; each time it reports them dead once it is heard again.
+func TestFence(t *testing.T) {
+	t.Parallel()
+	store, image := testvm.FakeImage(t)
+	driver := fakevmm.New(fakevmm.Config{})
+	runDir, err := os.MkdirTemp("", "run") //nolint:usetesting // t.TempDir is too long for the path of a unix socket
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = os.RemoveAll(runDir) })
+	log := slog.New(slog.NewTextHandler(t.Output(), nil))
+	r, err := runner.New(t.Context(), runner.Config{
+		ID: core.NewID[core.RunnerID](), ClusterID: "test", DataDir: filepath.Join(t.TempDir(), "data"), RunDir: runDir, Driver: driver,
+		Images: store, Network: noNetwork{}, Log: log,
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	c := &controller{fenceFor: time.Minute}
+	server := httptest.NewServer(c)
+	defer server.Close()
+	link, err := heartbeat.New(r, heartbeat.Config{Controllers: []string{server.URL}, Secret: "secret", Endpoint: "unix:/nowhere", Log: log})
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	var wg sync.WaitGroup
+	for _, run := range []func(context.Context) error{r.Run, link.Run} {
+		wg.Go(func() {
+			if err := run(ctx); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+	defer wg.Wait()
+	defer cancel()
+	template, err := r.Template(t.Context(), runnerapi.Template{
+		CheckpointID: core.NewID[core.CheckpointID](), Image: image.Digest, Resources: core.Resources{VCPUs: 1, MemoryMiB: 8},
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	fork := func() {
+		t.Helper()
+		out, err := r.Fork(t.Context(), runnerapi.Fork{CheckpointID: template.ID, Children: []runnerapi.Child{child(1), child(2)}})
+		if err != nil || out.Children[0].Problem != nil || out.Children[1].Problem != nil {
+			t.Fatalf("%+v, %v", out, err)
+		}
+	}
+	fork()
+	c.set(func(c *controller) { c.fenced = true })
+	eventually(t, "the sandboxes of a given up lease are reported dead", func() bool { return c.dead("given up") == 2 })
+	if n := driver.Machines(); n != 0 {
+		t.Errorf("%d machines live on", n)
+	}
+
+	fork()
+	c.set(func(c *controller) { c.fenceFor, c.beats = 300*time.Millisecond, nil })
+	more := func() bool {
+		c.mu.Lock()
+		defer c.mu.Unlock()
+		return len(c.beats) > 3
+	}
+	eventually(t, "the new lease is known", more)
+	c.set(func(c *controller) { c.silent = true })
+	eventually(t, "the machines of a silent controller have ended", func() bool { return driver.Machines() == 0 })
+	c.set(func(c *controller) { c.silent = false })
+	eventually(t, "they are reported dead", func() bool { return c.dead("no word from the controller") == 2 })
+	c.set(func(c *controller) { c.fenceFor, c.beats = time.Minute, nil })
+	eventually(t, "the new lease is known", more)
+	fork()
+}
+
+func eventually(t *testing.T, what string, done func() bool) {
+	t.Helper()
+	tick := time.NewTicker(5 * time.Millisecond)
+	defer tick.Stop()
+	for begun := time.Now(); !done(); <-tick.C {
+		if time.Since(begun) > time.Minute {
+			t.Fatalf("not within a minute: %s", what)
+		}
+	}
+}
+
+func child(i int) runnerapi.Child {
+	return runnerapi.Child{
+		SandboxID: core.NewID[core.SandboxID](), WorkspaceID: core.NewID[core.WorkspaceID](), Epoch: 1, Egress: core.EgressDenyAll,
+		Identity: core.Identity{
+			Generation: string(core.NewID[core.OperationID]()), Hostname: "h", MachineID: strings.Repeat("a", 31) + string(rune('0'+i)),
+			MAC: "02:00:00:00:00:0" + string(rune('0'+i)), IP: netip.AddrFrom4([4]byte{10, 1, 0, byte(i)}),
+		},
+	}
+}
+
+// noNetwork is that of a runner whose machines have none.
+type (
+	noNetwork   struct{}
+	noNamespace struct{}
+)
+
+func (noNetwork) Acquire(context.Context) (runner.Namespace, error) { return noNamespace{}, nil }
+func (noNetwork) Adopt(context.Context, string, core.Identity, core.EgressPolicy) (runner.Namespace, error) {
+	return noNamespace{}, nil
+}
+func (noNetwork) Reconcile(context.Context, map[string]bool) error         { return nil }
+func (noNetwork) Gateway() (netip.Addr, string)                            { return netip.Addr{}, "" }
+func (noNetwork) Resolvers(core.EgressPolicy) []netip.Addr                 { return nil }
+func (noNamespace) Name() string                                           { return "none" }
+func (noNamespace) NetNS() (*os.File, error)                               { return nil, nil } //nolint:nilnil // that of the process
+func (noNamespace) TapFile() (*os.File, error)                             { return nil, nil } //nolint:nilnil // there is no tap
+func (noNamespace) Assign(context.Context, core.Identity) error            { return nil }
+func (noNamespace) Open(context.Context, core.EgressPolicy) error          { return nil }
+func (noNamespace) Release(context.Context) error                          { return nil }
+func (noNamespace) Dial(context.Context, string, string) (net.Conn, error) { return nil, net.ErrClosed }

@@ -1,0 +1,256 @@
+// Package heartbeat announces a runner to its controller and keeps telling it what runs.
+package heartbeat
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"io"
+	"log/slog"
+	"net"
+	"net/http"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/mtls"
+	"github.com/coppice-dev/coppice/internal/pass"
+	"github.com/coppice-dev/coppice/runner"
+)
+
+// Config says whom to tell. Either Member is set, and every controller is https://host:port, or Secret is.
+type Config struct {
+	Controllers []string       // the listeners for runners: https://host:port, or http://host:port or unix:/path; the next is tried when one is away
+	Secret      string         // shared with the controller
+	Member      *Member        // who this runner is
+	Endpoint    string         // where controllers reach this runner, in the same forms
+	DataURL     string         // https://host:port of the data plane; empty: it has none
+	OwnDataCert bool           // the data plane shows this runner's own certificate, which users' systems do not know
+	Plane       Plane          // the data plane; nil where there is none
+	Passes      *pass.Verifier // learns the keys at registration; may be nil
+	Log         *slog.Logger
+}
+
+// Plane is the data plane, which must end what was begun with an API key that is not valid any more.
+type Plane interface {
+	Keys() []core.KeyID       // with whose passes it was used lately
+	Used() []core.WorkspaceID // that were reached since the last call, or are
+	End(keys []core.KeyID)
+}
+
+// Link is a runner's connection to its controllers.
+type Link struct {
+	cfg    Config
+	runner *runner.Runner
+	client *http.Client
+	bases  []string
+	at     int // of the one in bases that answered last
+
+	renewTried time.Time
+	registered chan struct{} // closed after the first registration
+	once       sync.Once
+}
+
+// Registered is closed when the runner has registered for the first time.
+func (l *Link) Registered() <-chan struct{} { return l.registered }
+
+// requestTime bounds a register or heartbeat.
+const requestTime = 10 * time.Second
+
+// New makes a link. Nothing is sent before Run. Without a certificate or a secret there is none.
+func New(r *runner.Runner, cfg Config) (*Link, error) {
+	if len(cfg.Controllers) == 0 || (cfg.Member == nil) == (cfg.Secret == "") {
+		return nil, errors.New("the way to the controllers needs their addresses and either a certificate or a secret")
+	}
+	l := &Link{cfg: cfg, runner: r, client: &http.Client{Timeout: requestTime}, registered: make(chan struct{})}
+	if cfg.Member != nil {
+		l.client = newClient(cfg.Member.Identity.Client(mtls.ControllerName))
+	}
+	for _, base := range cfg.Controllers {
+		path, unix := strings.CutPrefix(base, "unix:")
+		switch {
+		case cfg.Member != nil && !strings.HasPrefix(base, "https://"):
+			return nil, core.Errorf(core.Invalid, core.CodeInvalidField, "the controller %q must be https://host:port", core.Clip(base))
+		case unix:
+			base = "http://controller"
+			l.client.Transport = &http.Transport{DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
+				var d net.Dialer
+				return d.DialContext(ctx, "unix", strings.TrimPrefix(path, "//"))
+			}}
+		}
+		l.bases = append(l.bases, strings.TrimSuffix(base, "/"))
+	}
+	return l, nil
+}
+
+// Run registers, then heartbeats three times per lease and whenever something happened, until ctx ends. A controller that is
+// away is retried; one that does not know the lease any more is registered with again.
+func (l *Link) Run(ctx context.Context) error {
+	const retry = time.Second
+	var lease *runnerapi.Registered
+	timer := time.NewTimer(0)
+	defer timer.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-timer.C:
+		case <-l.runner.Wake():
+		}
+		if err := l.renew(ctx); err != nil && ctx.Err() == nil {
+			l.cfg.Log.WarnContext(ctx, "certificate was not renewed", "err", err)
+		}
+		next, err := l.beat(ctx, &lease)
+		if core.CodeOf(err) == core.CodeRunnerRevoked {
+			return errors.Join(err, l.surrender(ctx))
+		}
+		if err != nil && ctx.Err() == nil {
+			l.cfg.Log.WarnContext(ctx, "controller was not reached", "err", err)
+			next = retry
+		}
+		timer.Reset(next)
+	}
+}
+
+// surrender destroys every sandbox: the cluster has given this runner up, and has told its users so.
+func (l *Link) surrender(ctx context.Context) error {
+	var errs []error
+	for _, s := range l.runner.Sandboxes() {
+		l.cfg.Log.WarnContext(ctx, "sandbox is destroyed, because this runner was removed", "sandbox_id", s.ID)
+		errs = append(errs, l.runner.Destroy(ctx, s.ID))
+	}
+	return errors.Join(errs...)
+}
+
+// beat sends one message and says when the next is due.
+func (l *Link) beat(ctx context.Context, lease **runnerapi.Registered) (time.Duration, error) {
+	info, err := l.runner.Info()
+	if err != nil {
+		return 0, err
+	}
+	if *lease == nil {
+		var out runnerapi.Registered
+		answered := l.runner.Attempt()
+		if err := l.post(ctx, runnerapi.PathRegister, runnerapi.Register{Info: info, Endpoint: l.cfg.Endpoint, DataURL: l.cfg.DataURL, OwnDataCert: l.cfg.OwnDataCert}, &out); err != nil {
+			return 0, err
+		}
+		if err := answered(seconds(out.FenceSeconds)); err != nil {
+			return 0, err
+		}
+		*lease = &out
+		l.once.Do(func() { close(l.registered) })
+		if l.cfg.Passes != nil {
+			l.cfg.Passes.Learn(out.PassKeys)
+		}
+		l.cfg.Log.InfoContext(ctx, "runner registered", "runner_id", info.RunnerID, "lease_epoch", out.LeaseEpoch)
+	}
+	beat := runnerapi.Heartbeat{LeaseEpoch: (*lease).LeaseEpoch, Info: info, Sandboxes: l.runner.Sandboxes(), Usage: l.runner.Usages()}
+	for _, c := range l.runner.Checkpoints() {
+		beat.Checkpoints = append(beat.Checkpoints, c.ID)
+	}
+	if l.cfg.Plane != nil {
+		beat.DataKeys, beat.DataUsed = l.cfg.Plane.Keys(), l.cfg.Plane.Used()
+	}
+	var out runnerapi.Heartbeated
+	answered := l.runner.Attempt()
+	err = l.post(ctx, strings.Replace(runnerapi.PathHeartbeat, "{id}", string(info.RunnerID), 1), beat, &out)
+	if core.CodeOf(err) == core.CodeRunnerLost { // given up: whatever runs here may have been replaced
+		*lease = nil
+		return 0, errors.Join(err, l.runner.Fence(ctx, core.MessageOf(err)))
+	}
+	if c := core.CategoryOf(err); c == core.Conflict || c == core.NotFound {
+		*lease = nil // another epoch holds: register anew
+		return 0, err
+	}
+	if err != nil {
+		return 0, err
+	}
+	if err := answered(seconds(out.FenceSeconds)); err != nil {
+		return 0, err
+	}
+	l.obey(ctx, beat, out)
+	return seconds(out.TTLSeconds / 3), nil
+}
+
+func seconds(s float64) time.Duration { return time.Duration(s * float64(time.Second)) }
+
+// obey forgets what was reported and drops what the controller has no row for.
+func (l *Link) obey(ctx context.Context, sent runnerapi.Heartbeat, out runnerapi.Heartbeated) {
+	if l.cfg.Plane != nil {
+		l.cfg.Plane.End(out.EndedKeys)
+	}
+	l.runner.ForgetUsages(sent.Usage)
+	for _, s := range sent.Sandboxes {
+		if s.State == runnerapi.SandboxDead {
+			l.runner.Forget(s.ID)
+		}
+	}
+	for _, id := range out.DropSandboxes {
+		l.cfg.Log.WarnContext(ctx, "sandbox without a row is destroyed", "sandbox_id", id)
+		if err := l.runner.Destroy(ctx, id); err != nil {
+			l.cfg.Log.ErrorContext(ctx, "sandbox was not destroyed", "sandbox_id", id, "err", err)
+		}
+	}
+	for _, id := range out.DropCheckpoints {
+		l.cfg.Log.WarnContext(ctx, "checkpoint without a row is deleted", "checkpoint_id", id)
+		if err := l.runner.DeleteCheckpoint(id); err != nil {
+			l.cfg.Log.ErrorContext(ctx, "checkpoint was not deleted", "checkpoint_id", id, "err", err)
+		}
+	}
+}
+
+// post asks the controller that answered last, and the others when that one is away.
+func (l *Link) post(ctx context.Context, path string, in, out any) error {
+	var errs []error
+	for range l.bases {
+		err := post(ctx, l.client, l.bases[l.at]+path, l.cfg.Secret, in, out)
+		if core.CategoryOf(err) != core.Unavailable && core.CodeOf(err) != core.CodeCertificateRefused {
+			return err
+		}
+		errs = append(errs, err)
+		if ctx.Err() != nil {
+			break
+		}
+		l.at = (l.at + 1) % len(l.bases)
+	}
+	return errors.Join(errs...)
+}
+
+// post sends one message. A controller that is not reached is Unavailable.
+func post(ctx context.Context, client *http.Client, url, secret string, in, out any) error {
+	body, err := json.Marshal(in)
+	if err != nil {
+		return err
+	}
+	req, err := http.NewRequestWithContext(ctx, http.MethodPost, url, bytes.NewReader(body))
+	if err != nil {
+		return err
+	}
+	req.Header.Set("Content-Type", "application/json")
+	if secret != "" {
+		req.Header.Set("Authorization", "Bearer "+secret)
+	}
+	res, err := client.Do(req)
+	if err != nil {
+		if refused := mtls.Refused(err); core.CodeOf(refused) == core.CodeCertificateRefused {
+			return refused
+		}
+		return core.Wrapf(err, core.Unavailable, core.CodeControllerUnreachable, "the controller at %s cannot be reached", req.URL.Host)
+	}
+	defer res.Body.Close()
+	b, err := io.ReadAll(io.LimitReader(res.Body, 16<<20))
+	if err != nil {
+		return core.Wrapf(err, core.Unavailable, core.CodeControllerUnreachable, "the controller at %s broke off", req.URL.Host)
+	}
+	if res.StatusCode >= http.StatusBadRequest {
+		var p runnerapi.Problem
+		if json.Unmarshal(b, &p) == nil && p.Code != "" {
+			return p.Err()
+		}
+		return core.Errorf(core.Unavailable, core.CodeControllerUnreachable, "the controller at %s answered %s to %s", req.URL.Host, res.Status, req.URL.Path)
+	}
+	return json.Unmarshal(b, out)
+}

@@ -1,0 +1,240 @@
+// Package httpapi serves api/runnerapi: it decodes requests, calls the runner and encodes answers and problems. Nothing but
+// controllers may reach it: over TLS by their certificate, or, on one machine, by a secret that both share.
+package httpapi
+
+import (
+	"context"
+	"crypto/sha256"
+	"crypto/subtle"
+	"encoding/json"
+	"errors"
+	"io"
+	"log/slog"
+	"net/http"
+	"strings"
+	"time"
+
+	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/mtls"
+	"github.com/coppice-dev/coppice/internal/tracing"
+	"github.com/coppice-dev/coppice/runner"
+)
+
+// maxBody bounds a request: a fork of 256 children with a large environment each fits.
+const maxBody = 16 << 20
+
+type server struct {
+	runner *runner.Runner
+	log    *slog.Logger
+}
+
+// New returns the handler for a controller on the same machine. secret must not be empty.
+func New(r *runner.Runner, secret string, log *slog.Logger) (http.Handler, error) {
+	if secret == "" {
+		return nil, errors.New("the runner's API needs a secret")
+	}
+	want := sha256.Sum256([]byte(secret))
+	return newHandler(r, log, func(q *http.Request) error {
+		token, _ := strings.CutPrefix(q.Header.Get("Authorization"), "Bearer ")
+		got := sha256.Sum256([]byte(token))
+		if subtle.ConstantTimeCompare(got[:], want[:]) != 1 {
+			return core.Errorf(core.Unauthenticated, core.CodeUnauthenticated, "the runner's API takes requests from its controller only")
+		}
+		return nil
+	}), nil
+}
+
+// NewTLS returns the handler for controllers of other machines, to be served with mtls.Identity.Server: whoever shows another
+// certificate than a controller's, such as another runner's, is refused.
+func NewTLS(r *runner.Runner, log *slog.Logger) http.Handler {
+	return newHandler(r, log, func(q *http.Request) error {
+		peer, err := mtls.PeerOf(q)
+		if err == nil && !peer.Controller {
+			err = core.Errorf(core.PermissionDenied, core.CodePermissionDenied, "the runner's API takes requests from controllers only, not from runner %s", peer.Runner)
+		}
+		return err
+	})
+}
+
+func newHandler(r *runner.Runner, log *slog.Logger, authorize func(*http.Request) error) http.Handler {
+	s := &server{runner: r, log: log}
+	mux := http.NewServeMux()
+	handle := func(method, path string, h http.HandlerFunc) { mux.HandleFunc(method+" "+path, h) }
+	handle("GET", runnerapi.PathInfo, s.info)
+	handle("GET", runnerapi.PathImages, s.images)
+	handle("POST", runnerapi.PathTemplates, call(s, func(ctx context.Context, _ *http.Request, in runnerapi.Template) (runnerapi.Checkpoint, error) {
+		return r.Template(ctx, in)
+	}))
+	handle("POST", runnerapi.PathForks, call(s, func(ctx context.Context, _ *http.Request, in runnerapi.Fork) (runnerapi.ForkResult, error) {
+		return r.Fork(ctx, in)
+	}))
+	handle("GET", runnerapi.PathSandboxes, func(w http.ResponseWriter, _ *http.Request) {
+		s.reply(w, runnerapi.Sandboxes{Sandboxes: r.Sandboxes()}, nil)
+	})
+	handle("GET", runnerapi.PathSandbox, func(w http.ResponseWriter, q *http.Request) {
+		out, err := r.Sandbox(sandboxID(q))
+		s.reply(w, out, err)
+	})
+	handle("DELETE", runnerapi.PathSandbox, func(w http.ResponseWriter, q *http.Request) {
+		s.reply(w, nil, r.Destroy(context.WithoutCancel(q.Context()), sandboxID(q)))
+	})
+	handle("POST", runnerapi.PathSandboxCheckpoint, call(s, func(ctx context.Context, q *http.Request, in runnerapi.Capture) (runnerapi.Checkpoint, error) {
+		return r.Capture(ctx, sandboxID(q), in)
+	}))
+	handle("POST", runnerapi.PathSandboxPorts, call(s, func(ctx context.Context, q *http.Request, in runnerapi.Port) (runnerapi.Port, error) {
+		return r.OpenPort(ctx, sandboxID(q), in)
+	}))
+	handle("DELETE", runnerapi.PathSandboxPort, func(w http.ResponseWriter, q *http.Request) {
+		s.reply(w, nil, r.ClosePort(sandboxID(q), core.PortID(q.PathValue("port_id"))))
+	})
+	handle("GET", runnerapi.PathSandboxConsole, s.console)
+	mux.HandleFunc(strings.TrimSuffix(runnerapi.PathSandboxGuest, "*")+"{rest...}", s.guest)
+	handle("GET", runnerapi.PathCheckpoints, func(w http.ResponseWriter, _ *http.Request) {
+		s.reply(w, runnerapi.Checkpoints{Checkpoints: r.Checkpoints()}, nil)
+	})
+	handle("GET", runnerapi.PathCheckpoint, func(w http.ResponseWriter, q *http.Request) {
+		out, err := r.Checkpoint(core.CheckpointID(q.PathValue("id")))
+		s.reply(w, out, err)
+	})
+	handle("POST", runnerapi.PathCheckpointDiff, call(s, func(ctx context.Context, q *http.Request, in runnerapi.Diff) (runnerapi.DiffPage, error) {
+		return r.Diff(ctx, core.CheckpointID(q.PathValue("id")), in)
+	}))
+	handle("DELETE", runnerapi.PathCheckpoint, func(w http.ResponseWriter, q *http.Request) {
+		s.reply(w, nil, r.DeleteCheckpoint(core.CheckpointID(q.PathValue("id"))))
+	})
+	return http.HandlerFunc(func(w http.ResponseWriter, q *http.Request) {
+		if err := authorize(q); err != nil {
+			s.reply(w, nil, err)
+			return
+		}
+		s.logged(mux, w, q)
+	})
+}
+
+// logged serves a request under the ids that the controller gave with it, and writes a line about work for an operation.
+func (s *server) logged(h http.Handler, w http.ResponseWriter, q *http.Request) {
+	ctx, span := tracing.Serve(s.runner.Traces(), q, "runner "+q.Method)
+	defer span.End()
+	if id := q.Header.Get(runnerapi.HeaderRequest); core.Traceable(id) {
+		ctx = core.WithRequestID(ctx, id)
+	}
+	operation := q.Header.Get(runnerapi.HeaderOperation)
+	if !core.Traceable(operation) {
+		h.ServeHTTP(w, q.WithContext(ctx))
+		return
+	}
+	ctx = core.WithOperationID(ctx, core.OperationID(operation))
+	seen := &statusWriter{ResponseWriter: w, status: http.StatusOK}
+	began := time.Now()
+	q = q.WithContext(ctx)
+	h.ServeHTTP(seen, q)
+	s.log.InfoContext(ctx, "controller's request", "request", q.Pattern, "status", seen.status, "duration_ms", core.Milliseconds(time.Since(began)))
+}
+
+// statusWriter remembers the status.
+type statusWriter struct {
+	http.ResponseWriter
+	status int
+}
+
+// WriteHeader passes the status on.
+func (w *statusWriter) WriteHeader(status int) {
+	w.status = status
+	w.ResponseWriter.WriteHeader(status)
+}
+
+// Unwrap is for http.ResponseController.
+func (w *statusWriter) Unwrap() http.ResponseWriter { return w.ResponseWriter }
+
+func sandboxID(q *http.Request) core.SandboxID { return core.SandboxID(q.PathValue("id")) }
+
+// call makes a handler of a function that takes and gives JSON.
+func call[In, Out any](s *server, fn func(context.Context, *http.Request, In) (Out, error)) http.HandlerFunc {
+	return func(w http.ResponseWriter, q *http.Request) {
+		var in In
+		d := json.NewDecoder(http.MaxBytesReader(w, q.Body, maxBody))
+		d.DisallowUnknownFields()
+		if err := d.Decode(&in); err != nil {
+			s.reply(w, nil, core.Wrapf(err, core.Invalid, core.CodeMalformedBody, "the runner cannot read the request: %s", core.Clip(err.Error())))
+			return
+		}
+		out, err := fn(q.Context(), q, in)
+		s.reply(w, out, err)
+	}
+}
+
+func (s *server) info(w http.ResponseWriter, _ *http.Request) {
+	out, err := s.runner.Info()
+	s.reply(w, out, err)
+}
+
+func (s *server) images(w http.ResponseWriter, _ *http.Request) {
+	out, err := s.runner.Images()
+	s.reply(w, runnerapi.Images{Images: out}, err)
+}
+
+func (s *server) console(w http.ResponseWriter, q *http.Request) {
+	text, err := s.runner.Console(sandboxID(q))
+	if err != nil {
+		s.reply(w, nil, err)
+		return
+	}
+	w.Header().Set("Content-Type", "text/plain; charset=utf-8")
+	_, _ = io.WriteString(w, text) //nolint:gosec // G705: plain text, and printable; the reader may have gone
+}
+
+// guest passes a request on to the guest agent, under the path that the agent knows.
+func (s *server) guest(w http.ResponseWriter, q *http.Request) {
+	fail := func(w http.ResponseWriter, _ *http.Request, err error) { s.reply(w, nil, err) }
+	h, err := s.runner.Guest(q.Context(), sandboxID(q), fail)
+	if err != nil {
+		s.reply(w, nil, err)
+		return
+	}
+	q = q.Clone(q.Context())
+	q.URL.Path, q.URL.RawPath = "/"+q.PathValue("rest"), ""
+	q.Header.Del("Authorization")
+	h.ServeHTTP(w, q)
+}
+
+// reply encodes an answer or a problem. What only the log may hold is logged here, once.
+func (s *server) reply(w http.ResponseWriter, out any, err error) {
+	if err == nil && out == nil {
+		w.WriteHeader(http.StatusNoContent)
+		return
+	}
+	w.Header().Set("Content-Type", "application/json")
+	if err != nil {
+		if core.CategoryOf(err) == core.Internal {
+			s.log.Error("runner request failed", "err", err)
+		} else {
+			s.log.Info("runner request refused", "code", core.CodeOf(err), "err", err)
+		}
+		w.WriteHeader(status(core.CategoryOf(err)))
+		out = runnerapi.ProblemOf(err)
+	}
+	_ = json.NewEncoder(w).Encode(out) // the reader may have gone
+}
+
+// status says whether the request or the runner was at fault; the problem in the body has the rest.
+func status(c core.Category) int {
+	switch c {
+	case core.NotFound:
+		return http.StatusNotFound
+	case core.Invalid:
+		return http.StatusBadRequest
+	case core.Unauthenticated:
+		return http.StatusUnauthorized
+	case core.PermissionDenied:
+		return http.StatusForbidden
+	case core.AlreadyExists, core.Conflict, core.FailedPrecondition:
+		return http.StatusConflict
+	case core.Exhausted:
+		return http.StatusInsufficientStorage
+	case core.Unavailable, core.TimedOut, core.Canceled:
+		return http.StatusServiceUnavailable
+	case core.DataLoss, core.Internal:
+	}
+	return http.StatusInternalServerError
+}

@@ -1,0 +1,133 @@
+package runner
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/atomicfile"
+)
+
+// A runner's sandboxes live on a lease. After a time without a word of the controller they are ended, before the controller gives
+// them up and may let something else take their place (DECISIONS 14). The time is measured by a clock that no step of the
+// host's time changes and that goes on while the host sleeps, from the beginning of the last attempt that was answered: the
+// answer's own way here counts as silence.
+
+// leaseFile keeps the end of the lease for a successor: the time goes on while no runner is there.
+const leaseFile = "lease.json"
+
+type leaseRecord struct {
+	Boot  string        `json:"boot"`     // of the host's kernel: the clock begins anew with it
+	Until time.Duration `json:"until_ns"` // since then
+}
+
+// leaseTick is how often the lease is looked at.
+const leaseTick = 200 * time.Millisecond
+
+var (
+	errLeaseExpired = core.Errorf(core.Unavailable, core.CodeRunnerLost, "its runner had no word from the controller for longer than its lease allows")
+	errFenced       = core.Errorf(core.Unavailable, core.CodeRunnerUnreachable, "this runner has been out of touch with its controller for too long and takes no work until it is heard again")
+)
+
+// sinceBoot is the host's clock for leases.
+func sinceBoot() time.Duration {
+	var ts unix.Timespec
+	_ = unix.ClockGettime(unix.CLOCK_BOOTTIME, &ts) // cannot fail
+	return time.Duration(ts.Nano())
+}
+
+var bootID = sync.OnceValue(func() string {
+	b, _ := os.ReadFile("/proc/sys/kernel/random/boot_id") // absent: the same for ever
+	return strings.TrimSpace(string(b))
+})
+
+// loadLease finds out until when the sandboxes of an earlier runner may live.
+func (r *Runner) loadLease() {
+	r.leaseUntil = sinceBoot() + r.cfg.Lease
+	var rec leaseRecord
+	if atomicfile.ReadJSON(filepath.Join(r.cfg.RunDir, leaseFile), &rec) == nil && rec.Boot == bootID() {
+		r.leaseUntil = rec.Until
+	}
+}
+
+func (r *Runner) leaseExpired() bool {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return sinceBoot() > r.leaseUntil
+}
+
+// Attempt begins a message to the controller. When it was answered, and only then, answered says for how long from the beginning
+// of the attempt the sandboxes may live; 0 stands for the runner's own time.
+func (r *Runner) Attempt() (answered func(lease time.Duration) error) {
+	began := sinceBoot()
+	return func(lease time.Duration) error {
+		if lease <= 0 {
+			lease = r.cfg.Lease
+		}
+		r.mu.Lock()
+		r.leaseUntil, r.fenced = began+lease, false
+		r.mu.Unlock()
+		if err := replaceJSON(filepath.Join(r.cfg.RunDir, leaseFile), leaseRecord{bootID(), began + lease}); err != nil {
+			return fmt.Errorf("keep the lease: %w", err)
+		}
+		return nil
+	}
+}
+
+// guard ends the sandboxes when the lease does.
+func (r *Runner) guard(ctx context.Context) {
+	tick := time.NewTicker(leaseTick)
+	defer tick.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-tick.C:
+		}
+		r.mu.Lock()
+		due := sinceBoot() > r.leaseUntil && !r.fenced
+		r.mu.Unlock()
+		if !due {
+			continue
+		}
+		if err := r.Fence(ctx, core.MessageOf(errLeaseExpired)); err != nil {
+			r.cfg.Log.ErrorContext(ctx, "sandboxes were not all ended", "err", err)
+		}
+	}
+}
+
+// Fence ends every sandbox at once, whatever is being done with it, and returns when nothing of them is left. They are reported
+// as dead for that reason, and no work is taken until the controller has answered again.
+func (r *Runner) Fence(ctx context.Context, why string) error {
+	r.mu.Lock()
+	r.fenced = true
+	r.mu.Unlock()
+	all := r.all()
+	if len(all) > 0 {
+		r.cfg.Log.ErrorContext(ctx, "runner is fenced: its sandboxes are ended", "count", len(all), "cause", why)
+	}
+	errs := make([]error, len(all))
+	var wg sync.WaitGroup
+	for i, s := range all {
+		wg.Go(func() {
+			if errs[i] = s.end(ctx, why); errs[i] != nil {
+				return
+			}
+			select {
+			case <-s.gone:
+			case <-ctx.Done():
+				errs[i] = context.Cause(ctx)
+			}
+		})
+	}
+	wg.Wait()
+	return errors.Join(errs...)
+}

@@ -1,0 +1,344 @@
+package memory
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"sync"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/atomicfile"
+	"github.com/coppice-dev/coppice/internal/sparse"
+)
+
+// BaseStore keeps the bases of a host: immutable RAM images, one sparse file each. It knows who uses a base in this process,
+// not which checkpoints name it: the caller decides when one is removed.
+//
+// A VMM that can map a read-only file gets the file itself. One that opens its memory file for writing (QEMU before 8.2) gets
+// a sealed memfd with the same bytes, which nobody can write; the memfd is made when it is first wanted and kept while in use.
+type BaseStore struct {
+	dir    string
+	sealed bool
+
+	mu   sync.Mutex // guards open and the fields of its bases
+	open map[core.BaseID]*Base
+}
+
+// Base is one open base. Every Open, Zero and Rebase must be paired with a Close.
+type Base struct {
+	ID   core.BaseID // empty for the all-zero base of a cold boot
+	Size int64       // bytes of RAM
+
+	store *BaseStore
+	file  *os.File // what a VMM maps
+	refs  int
+	ready chan struct{} // closed when file or err is set
+	err   error
+}
+
+// NewBaseStore opens the store in dir. sealed says that the VMM needs memfds.
+func NewBaseStore(dir string, sealed bool) (*BaseStore, error) {
+	if err := os.MkdirAll(dir, 0o700); err != nil {
+		return nil, err
+	}
+	leftovers, err := filepath.Glob(filepath.Join(dir, "*.part"))
+	if err != nil {
+		return nil, err
+	}
+	for _, l := range leftovers {
+		if err := os.Remove(l); err != nil {
+			return nil, err
+		}
+	}
+	return &BaseStore{dir: dir, sealed: sealed, open: make(map[core.BaseID]*Base)}, nil
+}
+
+func (s *BaseStore) path(id core.BaseID) string { return filepath.Join(s.dir, string(id)+".ram") }
+
+// Zero returns the base of a cold boot: size bytes of zeros that take no memory.
+func (s *BaseStore) Zero(size int64) (*Base, error) {
+	f, err := newMemfd("coppice-zero", size)
+	if err != nil {
+		return nil, err
+	}
+	if err := seal(f); err != nil {
+		return nil, errors.Join(err, f.Close())
+	}
+	return &Base{Size: size, file: f}, nil
+}
+
+// Open opens a base. Several may open one at the same time; its bytes are in memory once.
+func (s *BaseStore) Open(id core.BaseID) (*Base, error) {
+	s.mu.Lock()
+	if b, ok := s.open[id]; ok {
+		b.refs++
+		s.mu.Unlock()
+		<-b.ready
+		if b.err != nil {
+			return nil, errors.Join(b.err, b.Close())
+		}
+		return b, nil
+	}
+	b := &Base{ID: id, store: s, refs: 1, ready: make(chan struct{})}
+	s.open[id] = b
+	s.mu.Unlock()
+	b.file, b.Size, b.err = s.load(id)
+	close(b.ready)
+	if b.err != nil {
+		return nil, errors.Join(b.err, b.Close())
+	}
+	return b, nil
+}
+
+// Adopt opens a base that a machine of an earlier process maps. Where the machine has a memfd, which it keeps open, that very file is
+// used: its bytes stay in memory once, and its seals are those that the machine was started on.
+func (s *BaseStore) Adopt(id core.BaseID, pid int, inode uint64) (*Base, error) {
+	if !s.sealed {
+		return s.Open(id)
+	}
+	f, err := findSealed(pid, inode)
+	if err != nil {
+		return s.Open(id)
+	}
+	info, err := f.Stat()
+	s.mu.Lock()
+	if _, there := s.open[id]; there || err != nil {
+		s.mu.Unlock()
+		_ = f.Close() // another machine had it first
+		return s.Open(id)
+	}
+	defer s.mu.Unlock()
+	b := &Base{ID: id, Size: info.Size(), store: s, file: f, refs: 1, ready: make(chan struct{})}
+	close(b.ready)
+	s.open[id] = b
+	return b, nil
+}
+
+// findSealed opens the sealed memfd with an inode that a process has open. The number belongs to one memfd until the host is
+// restarted, so the process cannot pass off another.
+func findSealed(pid int, inode uint64) (*os.File, error) {
+	dir := fmt.Sprintf("/proc/%d/fd", pid)
+	entries, err := os.ReadDir(dir)
+	if err != nil {
+		return nil, err
+	}
+	memfds, err := memfdDevice()
+	if err != nil {
+		return nil, err
+	}
+	for _, e := range entries {
+		var st unix.Stat_t
+		path := filepath.Join(dir, e.Name())
+		if unix.Stat(path, &st) != nil || st.Ino != inode || st.Dev != memfds {
+			continue
+		}
+		f, err := os.Open(path)
+		if err != nil {
+			return nil, err
+		}
+		if seals, err := unix.FcntlInt(f.Fd(), unix.F_GET_SEALS, 0); err != nil || seals&allSeals != allSeals {
+			return nil, errors.Join(fmt.Errorf("%s is not sealed", path), err, f.Close())
+		}
+		return f, nil
+	}
+	return nil, fs.ErrNotExist
+}
+
+// memfdDevice is the device that all memfds are on.
+func memfdDevice() (uint64, error) {
+	f, err := newMemfd("coppice-probe", 0)
+	if err != nil {
+		return 0, err
+	}
+	defer f.Close()
+	var st unix.Stat_t
+	err = unix.Fstat(int(f.Fd()), &st)
+	return st.Dev, err
+}
+
+func (s *BaseStore) load(id core.BaseID) (*os.File, int64, error) {
+	f, err := os.Open(s.path(id))
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil, 0, core.Errorf(core.DataLoss, core.CodeCheckpointCorrupt, "the memory base %s is missing on this host", id)
+	}
+	if err != nil {
+		return nil, 0, err
+	}
+	info, err := f.Stat()
+	if err != nil {
+		return nil, 0, errors.Join(err, f.Close())
+	}
+	if !s.sealed {
+		return f, info.Size(), nil
+	}
+	defer f.Close()
+	m, err := newMemfd(string(id), info.Size())
+	if err != nil {
+		return nil, 0, err
+	}
+	if err := sparse.Copy(m, f, info.Size()); err != nil {
+		return nil, 0, errors.Join(fmt.Errorf("load base %s: %w", id, err), m.Close())
+	}
+	if err := seal(m); err != nil {
+		return nil, 0, errors.Join(err, m.Close())
+	}
+	return m, info.Size(), nil
+}
+
+// Rebase writes base plus delta as a new base, durably, and opens it. What the old base has as a hole and the delta as zeros is a
+// hole, and so is what the delta has made zero. It reads and writes sequentially and does not disturb users of the old base.
+func (s *BaseStore) Rebase(from *Base, d *Delta) (*Base, error) {
+	if from.Size != d.Size {
+		return nil, core.Errorf(core.Internal, core.CodeInternal, "a delta of %d bytes of RAM cannot be rebased onto %d", d.Size, from.Size)
+	}
+	id := core.NewID[core.BaseID]()
+	part := s.path(id) + ".part"
+	f, err := os.OpenFile(part, os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600)
+	if err != nil {
+		return nil, err
+	}
+	err = writeImage(f, from, d)
+	if err == nil {
+		err = errors.Join(f.Chmod(0o444), f.Sync())
+	}
+	if err = errors.Join(err, f.Close()); err == nil {
+		err = atomicfile.Rename(part, s.path(id))
+	}
+	if err != nil {
+		return nil, errors.Join(fmt.Errorf("write base %s: %w", id, err), os.RemoveAll(part), s.Remove(id))
+	}
+	b, err := s.Open(id)
+	if err != nil {
+		return nil, errors.Join(err, s.Remove(id))
+	}
+	return b, nil
+}
+
+func writeImage(f *os.File, from *Base, d *Delta) error {
+	if err := f.Truncate(from.Size); err != nil {
+		return err
+	}
+	if from.ID != "" {
+		src, err := os.Open(from.store.path(from.ID))
+		if errors.Is(err, fs.ErrNotExist) { // removed, but in use
+			err = sparse.Copy(f, from.file, from.Size)
+		} else if err == nil {
+			_, err = sparse.Clone(f, src)
+			err = errors.Join(err, src.Close())
+		}
+		if err != nil {
+			return err
+		}
+	}
+	fresh := from.ID == ""
+	return guardFaults(func() error {
+		return d.Each(func(e Extent, data []byte) error { return writePages(f, e.Offset, data, fresh) })
+	})
+}
+
+var zeroPage [PageSize]byte
+
+// writePages writes data at off. All-zero pages become holes; in a fresh file, which has nothing else, they are left out.
+func writePages(f *os.File, off int64, data []byte, fresh bool) error {
+	for len(data) > 0 {
+		zero := bytes.Equal(data[:PageSize], zeroPage[:])
+		n := PageSize
+		for n < len(data) && bytes.Equal(data[n:n+PageSize], zeroPage[:]) == zero {
+			n += PageSize
+		}
+		var err error
+		switch {
+		case !zero:
+			_, err = f.WriteAt(data[:n], off)
+		case !fresh:
+			err = sparse.Zero(f, off, int64(n))
+		}
+		if err != nil {
+			return err
+		}
+		data, off = data[n:], off+int64(n)
+	}
+	return nil
+}
+
+// List returns the ids of all bases on disk.
+func (s *BaseStore) List() ([]core.BaseID, error) {
+	names, err := filepath.Glob(filepath.Join(s.dir, "*.ram"))
+	if err != nil {
+		return nil, err
+	}
+	var ids []core.BaseID
+	for _, n := range names {
+		name := filepath.Base(n)
+		if id, err := core.ParseID[core.BaseID](name[:len(name)-len(".ram")]); err == nil {
+			ids = append(ids, id)
+		}
+	}
+	return ids, nil
+}
+
+// Remove deletes a base from disk. Machines that map it keep it until they end. Removing an absent base is no error.
+func (s *BaseStore) Remove(id core.BaseID) error {
+	err := os.Remove(s.path(id))
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	return err
+}
+
+// AllocatedBytes returns what the base takes on disk.
+func (s *BaseStore) AllocatedBytes(id core.BaseID) (int64, error) {
+	var st unix.Stat_t
+	if err := unix.Stat(s.path(id), &st); err != nil {
+		return 0, err
+	}
+	return st.Blocks * 512, nil
+}
+
+// File returns what a VMM maps. It belongs to the base.
+func (b *Base) File() *os.File { return b.file }
+
+// Close gives the base back. The last user's Close frees a memfd.
+func (b *Base) Close() error {
+	if b.store == nil {
+		return b.file.Close()
+	}
+	b.store.mu.Lock()
+	b.refs--
+	last := b.refs == 0
+	if last {
+		delete(b.store.open, b.ID)
+	}
+	b.store.mu.Unlock()
+	if !last || b.file == nil {
+		return nil
+	}
+	return b.file.Close()
+}
+
+func newMemfd(name string, size int64) (*os.File, error) {
+	fd, err := unix.MemfdCreate(name, unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
+	if err != nil {
+		return nil, fmt.Errorf("make a memfd: %w", err)
+	}
+	f := os.NewFile(uintptr(fd), name)
+	if err := f.Truncate(size); err != nil {
+		return nil, errors.Join(err, f.Close())
+	}
+	return f, nil
+}
+
+const allSeals = unix.F_SEAL_SEAL | unix.F_SEAL_SHRINK | unix.F_SEAL_GROW | unix.F_SEAL_WRITE
+
+// seal makes a memfd immutable for everybody who has it open, for ever.
+func seal(f *os.File) error {
+	if _, err := unix.FcntlInt(f.Fd(), unix.F_ADD_SEALS, allSeals); err != nil {
+		return fmt.Errorf("seal a memfd: %w", err)
+	}
+	return nil
+}

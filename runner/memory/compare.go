@@ -1,0 +1,134 @@
+package memory
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"sort"
+
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/sparse"
+)
+
+// Image is the memory of a checkpoint, for reading: a base's file and what differs from it, nil for nothing.
+type Image struct {
+	Base  *os.File
+	Delta *Delta
+}
+
+// OpenFile opens the file of a base for reading, without making it ready for VMMs.
+func (s *BaseStore) OpenFile(id core.BaseID) (*os.File, error) {
+	f, err := os.Open(s.path(id))
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil, core.Errorf(core.DataLoss, core.CodeCheckpointCorrupt, "the memory base %s is missing on this host", id)
+	}
+	return f, err
+}
+
+// Changed is how many bytes of memory are in pages that differ between two images of equally large machines. It reads only pages that
+// may differ: those of either delta, and those of the bases that do not share their blocks on disk.
+func Changed(ctx context.Context, a, b Image) (int64, error) {
+	infoA, errA := a.Base.Stat()
+	infoB, errB := b.Base.Stat()
+	if err := errors.Join(errA, errB); err != nil {
+		return 0, err
+	}
+	if infoA.Size() != infoB.Size() {
+		return 0, core.Errorf(core.Invalid, core.CodeInvalidField, "the machines have %d and %d bytes of memory", infoA.Size(), infoB.Size())
+	}
+	ranges, err := sparse.Unshared(a.Base, b.Base)
+	if err != nil {
+		return 0, err
+	}
+	var all []Extent
+	for _, r := range ranges {
+		from, to := r.Offset/PageSize*PageSize, (r.End()+PageSize-1)/PageSize*PageSize
+		all = append(all, Extent{from, to - from})
+	}
+	for _, i := range []Image{a, b} {
+		if i.Delta != nil {
+			all = append(all, i.Delta.Extents...)
+		}
+	}
+	x, y := newView(a), newView(b)
+	var changed int64
+	for _, e := range merge(all) {
+		n, err := compare(ctx, x, y, e.Offset, e.End())
+		if err != nil {
+			return 0, err
+		}
+		changed += n
+	}
+	return changed, nil
+}
+
+const compareChunk = 256 << 10
+
+func compare(ctx context.Context, a, b *view, from, to int64) (changed int64, err error) {
+	for ; from < to && err == nil; from += compareChunk {
+		if ctx.Err() != nil {
+			return changed, context.Cause(ctx)
+		}
+		n := min(compareChunk, to-from)
+		err = guardFaults(func() error {
+			x, errA := a.read(from, n)
+			y, errB := b.read(from, n)
+			if err := errors.Join(errA, errB); err != nil {
+				return err
+			}
+			for ; len(x) > 0; x, y = x[PageSize:], y[PageSize:] {
+				if !bytes.Equal(x[:PageSize], y[:PageSize]) {
+					changed += PageSize
+				}
+			}
+			return nil
+		})
+	}
+	return changed, err
+}
+
+// view reads an image.
+type view struct {
+	Image
+	at  []int64 // where the bytes of each extent of the delta begin in its data
+	buf []byte
+}
+
+func newView(i Image) *view {
+	v := &view{Image: i, buf: make([]byte, compareChunk)}
+	if i.Delta == nil {
+		return v
+	}
+	var at int64
+	for _, e := range i.Delta.Extents {
+		v.at = append(v.at, at)
+		at += e.Length
+	}
+	return v
+}
+
+// read returns n bytes of memory, valid until the next call.
+func (v *view) read(off, n int64) ([]byte, error) {
+	b := v.buf[:n]
+	var extents []Extent
+	first := 0
+	if v.Delta != nil {
+		extents = v.Delta.Extents
+		first = sort.Search(len(extents), func(i int) bool { return extents[i].End() > off })
+	}
+	if first == len(extents) || extents[first].Offset > off || extents[first].End() < off+n {
+		if m, err := v.Base.ReadAt(b, off); m < len(b) {
+			return nil, fmt.Errorf("read memory base %s: %w", v.Base.Name(), errors.Join(err, io.ErrUnexpectedEOF))
+		}
+	}
+	for i := first; i < len(extents) && extents[i].Offset < off+n; i++ {
+		e := extents[i]
+		from, to := max(e.Offset, off), min(e.End(), off+n)
+		copy(b[from-off:to-off], v.Delta.data[v.at[i]+from-e.Offset:])
+	}
+	return b, nil
+}

@@ -1,0 +1,155 @@
+package memory
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"runtime"
+	"sync"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+)
+
+// pagemapScan is _IOWR('f', 16, struct pm_scan_arg) of linux/fs.h; golang.org/x/sys does not have it.
+const pagemapScan = 0xc0606610
+
+// Page categories of linux/fs.h.
+const (
+	pageIsFile    = 1 << 2
+	pageIsPresent = 1 << 3
+	pageIsSwapped = 1 << 4
+)
+
+// scanVector is the number of ranges asked for per call. More than 512 makes Linux 6.18 return duplicates once its
+// bounce buffer has overflowed (measured).
+const scanVector = 512
+
+type pmScanArg struct {
+	size, flags, start, end, walkEnd, vec, vecLen, maxPages       uint64
+	categoryInverted, categoryMask, categoryAnyofMask, returnMask uint64
+}
+
+type pageRegion struct{ start, end, categories uint64 }
+
+// Method names how private pages are found.
+type Method string
+
+// The methods.
+const (
+	MethodPagemapScan Method = "PAGEMAP_SCAN"
+	MethodPagemap     Method = "pagemap"
+)
+
+// ScanMethod reports which method this kernel offers, by trying it on this process.
+var ScanMethod = sync.OnceValue(func() Method {
+	page, err := unix.Mmap(-1, 0, PageSize, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_ANON)
+	if err != nil {
+		return MethodPagemap
+	}
+	defer func() { _ = unix.Munmap(page) }()
+	page[0] = 1
+	r := Region{PID: os.Getpid(), Addr: uint64(uintptr(unsafe.Pointer(&page[0]))), Size: PageSize}
+	if found, err := scanIoctl(r); err != nil || TotalBytes(found) != PageSize {
+		return MethodPagemap
+	}
+	return MethodPagemapScan
+})
+
+// Scan returns the private pages of r, present or swapped, sorted and merged. It is exact only while the machine is
+// paused; on a running one it is a good estimate.
+func Scan(r Region) ([]Extent, error) {
+	if ScanMethod() == MethodPagemapScan {
+		return scanIoctl(r)
+	}
+	return scanPagemap(r)
+}
+
+func scanIoctl(r Region) ([]Extent, error) {
+	f, err := os.Open(fmt.Sprintf("/proc/%d/pagemap", r.PID))
+	if err != nil {
+		return nil, fmt.Errorf("open the page map of process %d: %w", r.PID, err)
+	}
+	defer f.Close()
+	var (
+		out  []Extent
+		vec  = new([scanVector]pageRegion)
+		from = r.Addr
+		end  = r.Addr + uint64(r.Size)
+		pin  runtime.Pinner
+	)
+	pin.Pin(vec) // the kernel gets its address as a number, which Go does not follow when it moves a stack
+	defer pin.Unpin()
+	for from < end {
+		arg := pmScanArg{
+			start: from, end: end, vec: uint64(uintptr(unsafe.Pointer(&vec[0]))), vecLen: scanVector,
+			categoryInverted: pageIsFile, categoryMask: pageIsFile,
+			categoryAnyofMask: pageIsPresent | pageIsSwapped, returnMask: pageIsPresent | pageIsSwapped,
+		}
+		arg.size = uint64(unsafe.Sizeof(arg))
+		n, _, errno := unix.Syscall(unix.SYS_IOCTL, f.Fd(), pagemapScan, uintptr(unsafe.Pointer(&arg)))
+		if errno != 0 {
+			return nil, fmt.Errorf("ioctl PAGEMAP_SCAN on process %d: %w", r.PID, errno)
+		}
+		for _, p := range vec[:n] {
+			out = append(out, Extent{Offset: int64(p.start - r.Addr), Length: int64(p.end - p.start)})
+		}
+		if arg.walkEnd <= from {
+			return nil, fmt.Errorf("ioctl PAGEMAP_SCAN on process %d made no progress at %#x", r.PID, from)
+		}
+		from = arg.walkEnd
+	}
+	return merge(out), nil
+}
+
+// Bits of an entry of /proc/PID/pagemap.
+const (
+	pmPresent = 1 << 63
+	pmSwapped = 1 << 62
+	pmFile    = 1 << 61 // file page or shared anonymous memory
+)
+
+// scanPagemap is Scan for kernels before 6.7: eight bytes are read per page.
+func scanPagemap(r Region) ([]Extent, error) {
+	f, err := os.Open(fmt.Sprintf("/proc/%d/pagemap", r.PID))
+	if err != nil {
+		return nil, fmt.Errorf("open the page map of process %d: %w", r.PID, err)
+	}
+	defer f.Close()
+	const entry, batch = 8, 128 << 10
+	var (
+		out pageList
+		buf = make([]byte, batch)
+	)
+	pages := r.Size / PageSize
+	for at := int64(0); at < pages; {
+		want := min(int64(batch/entry), pages-at)
+		n, err := f.ReadAt(buf[:want*entry], (int64(r.Addr/PageSize)+at)*entry)
+		if int64(n) != want*entry {
+			return nil, fmt.Errorf("read the page map of process %d: %w", r.PID, errors.Join(err, io.ErrUnexpectedEOF))
+		}
+		out.addPrivate(buf[:want*entry], at)
+		at += want
+	}
+	return out, nil
+}
+
+// pageList is a list of extents that grows by pages, in order.
+type pageList []Extent
+
+// addPrivate adds the pages that are private by their entries in the page map. The first entry is that of page number first.
+func (l *pageList) addPrivate(entries []byte, first int64) {
+	for i := int64(0); len(entries) >= 8; i, entries = i+1, entries[8:] {
+		if e := binary.NativeEndian.Uint64(entries); e&(pmPresent|pmSwapped) == 0 || e&pmFile != 0 {
+			continue
+		}
+		off := (first + i) * PageSize
+		if k := len(*l); k > 0 && (*l)[k-1].End() == off {
+			(*l)[k-1].Length += PageSize
+		} else {
+			*l = append(*l, Extent{off, PageSize})
+		}
+	}
+}

@@ -1,0 +1,101 @@
+package runner
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/images"
+	"github.com/coppice-dev/coppice/internal/atomicfile"
+	"github.com/coppice-dev/coppice/internal/sparse"
+)
+
+// A checkpoint needs the root file system that its guest has mounted for as long as it exists, whatever becomes of the image in
+// the store. So the runner has each under a name of its own: a hard link where it can be one, else a copy.
+
+const rootSuffix = ".root"
+
+func (r *Runner) rootsDir() string { return filepath.Join(r.cfg.DataDir, "roots") }
+
+func (r *Runner) rootPath(d core.Digest) string {
+	return filepath.Join(r.rootsDir(), d.Hex()+rootSuffix)
+}
+
+// keepRoot makes sure that the runner has the root file system of a verified image.
+func (r *Runner) keepRoot(img images.Image) error {
+	path := r.rootPath(img.Digest)
+	if _, err := os.Stat(path); err == nil {
+		return nil
+	}
+	part := path + ".part"
+	if err := ignoreAbsent(os.Remove(part)); err != nil {
+		return err
+	}
+	err := os.Link(img.RootFS, part)
+	if errors.Is(err, unix.EXDEV) || errors.Is(err, unix.EPERM) || errors.Is(err, unix.EMLINK) {
+		err = copyRoot(part, img.RootFS)
+	}
+	if err == nil {
+		err = atomicfile.Rename(part, path)
+	}
+	if err != nil {
+		return errors.Join(fmt.Errorf("keep the root file system of image %s: %w", img.Digest.Short(), err), os.RemoveAll(part))
+	}
+	return nil
+}
+
+func copyRoot(to, from string) error {
+	src, err := os.Open(from)
+	if err != nil {
+		return err
+	}
+	defer src.Close()
+	dst, err := os.OpenFile(to, os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o444) //nolint:gosec // G302: the VMM, another user, reads it
+	if err != nil {
+		return err
+	}
+	_, err = sparse.Clone(dst, src)
+	return errors.Join(err, dst.Sync(), dst.Close())
+}
+
+// openRoot opens the root file system of a checkpoint's image.
+func (r *Runner) openRoot(d core.Digest) (*os.File, error) {
+	f, err := os.Open(r.rootPath(d))
+	if errors.Is(err, os.ErrNotExist) {
+		return nil, core.Errorf(core.DataLoss, core.CodeCheckpointCorrupt, "the root file system of image %s is missing on this runner", d.Short())
+	}
+	return f, err
+}
+
+// collectRoots removes what no checkpoint and no sandbox needs.
+func (r *Runner) collectRoots() error {
+	entries, err := os.ReadDir(r.rootsDir())
+	if err != nil {
+		return err
+	}
+	wanted := make(map[string]bool)
+	for _, rec := range r.checkpoints.list() {
+		wanted[rec.Image.Hex()] = true
+	}
+	r.mu.Lock()
+	for _, s := range r.sandboxes {
+		wanted[s.shape.image.Hex()] = true
+	}
+	booting := r.booting
+	r.mu.Unlock()
+	if booting > 0 { // a template that is being made has no record yet
+		return nil
+	}
+	var errs []error
+	for _, e := range entries {
+		if hex, ok := strings.CutSuffix(e.Name(), rootSuffix); !ok || !wanted[hex] {
+			errs = append(errs, os.Remove(filepath.Join(r.rootsDir(), e.Name())))
+		}
+	}
+	return errors.Join(errs...)
+}

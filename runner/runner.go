@@ -1,0 +1,312 @@
+package runner
+
+import (
+	"context"
+	"crypto/sha256"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"sync"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/runner/memory"
+)
+
+// Runner owns the sandboxes of one host. Its methods are safe for concurrent use once New has returned.
+type Runner struct {
+	cfg         Config
+	class       runnerapi.RunnerClass
+	kvm         string
+	clusterHash string
+	bases       *memory.BaseStore
+	checkpoints *checkpointStore
+	slots       *slots
+	warm        *warmPool
+	metrics     *metrics
+	starting    chan struct{} // a place per child that is being started
+	draws       draws
+	diffs       chan struct{} // a place per comparison
+	started     time.Time
+
+	runCtx context.Context // the runner's life: cancelled when Run ends
+	stop   context.CancelFunc
+	wg     sync.WaitGroup // goroutines of sandboxes and background work
+	wakeup chan struct{}  // of size 1: something changed that a heartbeat should report at once
+	lock   *os.File       // held while this runner has its data: there is no second one
+
+	mu        sync.Mutex // guards what follows
+	sandboxes map[core.SandboxID]*sandbox
+	dead      map[core.SandboxID]runnerapi.Sandbox
+	captures  map[core.CheckpointID]*flight
+	forks     map[core.CheckpointID]int // children since the last rebase
+	adopted   []*sandbox                // of an earlier runner; Run begins to watch them
+
+	leaseUntil time.Duration // by sinceBoot
+	fenced     bool          // the lease is over: no work is taken
+	rebasing   bool
+	booting    int // templates being made
+
+	usages usages
+}
+
+// New opens the runner's data and takes over what an earlier process left running: sandboxes go on, everything else of it is taken
+// down. It fails if the VMM cannot be used, or if another runner has the data.
+func New(ctx context.Context, cfg Config) (_ *Runner, err error) {
+	cfg = cfg.withDefaults()
+	if err := cfg.validate(); err != nil {
+		return nil, err
+	}
+	fp, err := cfg.Driver.Fingerprint(ctx)
+	if err != nil {
+		return nil, err
+	}
+	hash := sha256.Sum256([]byte(cfg.ClusterID))
+	r := &Runner{
+		cfg: cfg, class: classOf(fp), kvm: fp.Detail, clusterHash: hex.EncodeToString(hash[:4]),
+		slots: newSlots(cfg.MaxSandboxes), starting: make(chan struct{}, cfg.Parallel), diffs: make(chan struct{}, maxDiffs), started: time.Now(),
+		wakeup: make(chan struct{}, 1), sandboxes: make(map[core.SandboxID]*sandbox),
+		dead: make(map[core.SandboxID]runnerapi.Sandbox), captures: make(map[core.CheckpointID]*flight),
+		forks: make(map[core.CheckpointID]int),
+	}
+	for _, dir := range []string{cfg.DataDir, r.shellsDir(), r.rootsDir(), cfg.RunDir} {
+		if err := os.MkdirAll(dir, 0o700); err != nil {
+			return nil, fmt.Errorf("make the runner's directory: %w", err)
+		}
+	}
+	if r.lock, err = lockDir(cfg.DataDir); err != nil {
+		return nil, err
+	}
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, r.lock.Close())
+		}
+	}()
+	left, err := r.survey()
+	if err != nil {
+		return nil, fmt.Errorf("look for what an earlier runner left: %w", err)
+	}
+	r.loadLease()
+	if r.bases, err = memory.NewBaseStore(filepath.Join(cfg.DataDir, "bases"), !cfg.Driver.Capabilities().ReadOnlyBase); err != nil {
+		return nil, err
+	}
+	var lent []core.BaseID
+	for _, l := range left {
+		if l.adoptable() {
+			lent = append(lent, l.journal.Shape.Base)
+		}
+	}
+	if r.checkpoints, err = openCheckpointStore(filepath.Join(cfg.DataDir, "checkpoints"), r.bases, lent); err != nil {
+		return nil, err
+	}
+	for _, rec := range r.checkpoints.list() {
+		_ = r.draws.add(rec.ParentReseal) // they were judged then
+	}
+	r.warm = newWarmPool(r)
+	r.metrics = newMetrics(r, cfg.Metrics)
+	r.runCtx, r.stop = context.WithCancel(context.Background())
+	if err := r.takeOver(ctx, left); err != nil {
+		return nil, fmt.Errorf("take over from an earlier runner: %w", err)
+	}
+	if err := r.collectRoots(); err != nil {
+		return nil, fmt.Errorf("remove root file systems that nothing needs: %w", err)
+	}
+	return r, nil
+}
+
+// lockDir makes sure that one runner at a time has the data. The kernel gives the lock back when the process dies.
+func lockDir(dir string) (*os.File, error) {
+	f, err := os.OpenFile(filepath.Join(dir, "lock"), os.O_RDWR|os.O_CREATE, 0o600)
+	if err != nil {
+		return nil, err
+	}
+	if err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
+		return nil, errors.Join(core.Wrapf(err, core.Conflict, core.CodeStateConflict, "another runner has the data in %s; stop it first", dir), f.Close())
+	}
+	return f, nil
+}
+
+func (r *Runner) shellsDir() string { return filepath.Join(r.cfg.DataDir, "shells") }
+
+// Run does the background work until ctx ends, and then takes every sandbox down, or leaves them (Config.Leave). Checkpoints stay.
+func (r *Runner) Run(ctx context.Context) error {
+	r.wg.Go(func() { r.warm.run(r.runCtx) })
+	r.wg.Go(func() { r.guard(r.runCtx) })
+	for _, s := range r.adopted {
+		r.reopenPorts(s)
+		r.wg.Add(1)
+		go r.watch(s)
+	}
+	<-ctx.Done()
+	r.mu.Lock() // no operation begins from here on; see enter
+	r.stop()
+	r.mu.Unlock()
+	clean, cancel := context.WithTimeout(context.WithoutCancel(ctx), time.Minute)
+	defer cancel()
+	err := r.close(clean)
+	r.wg.Wait()
+	return errors.Join(err, r.lock.Close())
+}
+
+// enter counts an operation in: Run does not end before leave is called, so that nothing of it is left behind.
+func (r *Runner) enter() (leave func(), err error) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.runCtx.Err() != nil {
+		return nil, errStopping
+	}
+	if r.fenced {
+		return nil, errFenced
+	}
+	r.wg.Add(1)
+	return r.wg.Done, nil
+}
+
+var errStopping = core.Errorf(core.Unavailable, core.CodeRunnerUnreachable, "this runner is stopping")
+
+// Wake is readable when something happened that the controller should hear at once.
+func (r *Runner) Wake() <-chan struct{} { return r.wakeup }
+
+func (r *Runner) wake() {
+	select {
+	case r.wakeup <- struct{}{}:
+	default:
+	}
+}
+
+// How much more a runner offers than it has. Forks share their base and keep only what they wrote: an idle one of 512 MiB has
+// some 20 MiB of its own. What really runs out first is bounded by MaxSandboxes and told by the host.
+const (
+	memoryOvercommit = 8
+	vcpuOvercommit   = 4
+)
+
+// Info describes the runner.
+func (r *Runner) Info() (runnerapi.Info, error) {
+	host, err := os.Hostname()
+	if err != nil {
+		return runnerapi.Info{}, err
+	}
+	var fs unix.Statfs_t
+	if err := unix.Statfs(r.cfg.DataDir, &fs); err != nil {
+		return runnerapi.Info{}, fmt.Errorf("examine the data directory: %w", err)
+	}
+	var mem unix.Sysinfo_t
+	if err := unix.Sysinfo(&mem); err != nil {
+		return runnerapi.Info{}, err
+	}
+	info := runnerapi.Info{
+		RunnerID: r.cfg.ID, Version: runnerapi.Version, Hostname: host, Class: r.class, KVM: r.kvm, StartedAt: r.started,
+		Capacity: runnerapi.Capacity{
+			Sandboxes: r.cfg.MaxSandboxes, VCPUs: r.cfg.MaxSandboxes * vcpuOvercommit,
+			MemoryMiB: int(mem.Totalram*uint64(mem.Unit)>>20) * memoryOvercommit,
+		},
+		DiskFreeMB: int64(fs.Bavail) * fs.Bsize / 1e6,
+	}
+	for _, s := range r.Sandboxes() {
+		if s.State != runnerapi.SandboxDead {
+			info.Allocated.Sandboxes++
+			info.Allocated.VCPUs += s.Resources.VCPUs
+			info.Allocated.MemoryMiB += s.Resources.MemoryMiB
+		}
+	}
+	return info, nil
+}
+
+// Images lists the images of this host.
+func (r *Runner) Images() ([]runnerapi.Image, error) {
+	list, err := r.cfg.Images.List()
+	if err != nil {
+		return nil, err
+	}
+	out := make([]runnerapi.Image, 0, len(list))
+	for _, i := range list {
+		out = append(out, runnerapi.Image{Name: i.Name, Digest: i.Digest, SizeBytes: i.SizeBytes, CreatedAt: i.CreatedAt})
+	}
+	return out, nil
+}
+
+// Checkpoint describes a checkpoint of this host.
+func (r *Runner) Checkpoint(id core.CheckpointID) (runnerapi.Checkpoint, error) {
+	rec, err := r.checkpoints.get(id)
+	if err != nil {
+		return runnerapi.Checkpoint{}, err
+	}
+	return rec.Checkpoint, nil
+}
+
+// Checkpoints lists the checkpoints of this host.
+func (r *Runner) Checkpoints() []runnerapi.Checkpoint {
+	list := r.checkpoints.list()
+	out := make([]runnerapi.Checkpoint, 0, len(list))
+	for _, rec := range list {
+		out = append(out, rec.Checkpoint)
+	}
+	return out
+}
+
+// DeleteCheckpoint removes a checkpoint's bytes from this host. Sandboxes that grew from it go on. Deleting an absent one
+// is no error.
+func (r *Runner) DeleteCheckpoint(id core.CheckpointID) error {
+	r.forgetForks(id)
+	if err := errors.Join(r.checkpoints.remove(id), r.collectRoots()); err != nil {
+		return fmt.Errorf("delete checkpoint %s: %w", id, err)
+	}
+	return nil
+}
+
+// flight is a capture that is under way: a repeated request waits for it instead of starting another.
+type flight struct {
+	done chan struct{}
+	out  runnerapi.Checkpoint
+	err  error
+}
+
+// once runs make for a checkpoint id unless the checkpoint is there or being made.
+func (r *Runner) once(ctx context.Context, id core.CheckpointID, capture func() (*checkpointRecord, error)) (runnerapi.Checkpoint, error) {
+	r.mu.Lock()
+	if f, ok := r.captures[id]; ok {
+		r.mu.Unlock()
+		select {
+		case <-f.done:
+			return f.out, f.err
+		case <-ctx.Done():
+			return runnerapi.Checkpoint{}, context.Cause(ctx)
+		}
+	}
+	if rec, err := r.checkpoints.get(id); err == nil {
+		r.mu.Unlock()
+		return rec.Checkpoint, nil
+	}
+	f := &flight{done: make(chan struct{})}
+	r.captures[id] = f
+	r.mu.Unlock()
+	leave, err := r.enter()
+	if err == nil {
+		var rec *checkpointRecord
+		if rec, err = capture(); err == nil {
+			f.out = rec.Checkpoint
+		}
+		leave()
+	}
+	f.err = err
+	r.metrics.captured(f.out, err)
+	r.mu.Lock()
+	delete(r.captures, id)
+	r.mu.Unlock()
+	close(f.done)
+	return f.out, f.err
+}
+
+// noSpace turns a full disk into an error that says so.
+func noSpace(err error, what string) error {
+	if errors.Is(err, unix.ENOSPC) || errors.Is(err, unix.EDQUOT) {
+		return core.Wrapf(err, core.Exhausted, core.CodeDiskFull, "%s: the runner's disk is full; delete checkpoints or give its data directory more room", what)
+	}
+	return err
+}

@@ -1,0 +1,333 @@
+package runner
+
+import (
+	"context"
+	"crypto/rand"
+	"errors"
+	"fmt"
+	"maps"
+	"net/http"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/runner/guest"
+)
+
+// sandbox is a shell that became a machine: it has a state, an identity and, once released, a workload that runs.
+type sandbox struct {
+	*shell
+
+	// work is held by whoever changes the sandbox: a fork until it is ready, a capture, a destruction. It is a channel
+	// of one so that waiting for it ends with a context.
+	work chan struct{}
+
+	gone chan struct{} // closed when everything of it has been taken down
+	left chan struct{} // closed when it was left to the runner's successor
+
+	reseal *core.ResealReport // of its making; guarded by work
+
+	journalMu sync.Mutex // guards journal.Sandbox, and is held while it is written: writes take turns
+
+	mu    sync.Mutex // guards what follows
+	info  runnerapi.Sandbox
+	why   string // the runner ended its VMM on purpose, because of this
+	guest *guest.Client
+	ports map[core.PortID]*port
+}
+
+func newSandbox(s *shell, id core.SandboxID, info runnerapi.Sandbox) *sandbox {
+	info.ID, info.StartedAt = id, time.Now()
+	return &sandbox{
+		shell: s, work: make(chan struct{}, 1), gone: make(chan struct{}), left: make(chan struct{}),
+		info: info, ports: make(map[core.PortID]*port),
+	}
+}
+
+func (s *sandbox) lock(ctx context.Context) error {
+	select {
+	case s.work <- struct{}{}:
+		return nil
+	case <-ctx.Done():
+		return fmt.Errorf("wait for another operation on sandbox %s: %w", s.info.ID, context.Cause(ctx))
+	}
+}
+
+func (s *sandbox) unlock() { <-s.work }
+
+func (s *sandbox) snapshot() runnerapi.Sandbox {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.info
+}
+
+// end kills the VMM of a sandbox, which the watcher then takes down and remembers as dead, for that reason.
+func (s *sandbox) end(ctx context.Context, why string) error {
+	s.mu.Lock()
+	if s.why == "" {
+		s.why = why
+	}
+	s.mu.Unlock()
+	return s.machine.Kill(ctx)
+}
+
+func (s *sandbox) setState(state runnerapi.SandboxState) {
+	s.mu.Lock()
+	s.info.State = state
+	s.mu.Unlock()
+}
+
+// agent returns a connection to the guest agent, a new one when the last has ended.
+func (s *sandbox) agent(ctx context.Context) (*guest.Client, error) {
+	s.mu.Lock()
+	c := s.guest
+	s.mu.Unlock()
+	if c != nil {
+		select {
+		case <-c.Done():
+		default:
+			return c, nil
+		}
+	}
+	fresh, err := guest.Dial(ctx, s.machine.DialAgent)
+	if err != nil {
+		return nil, err
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.guest != nil && s.guest != c { // somebody else was faster; the port carries one connection
+		return s.guest, fresh.Close()
+	}
+	s.guest = fresh
+	return fresh, nil
+}
+
+// entropy is what a guest is reseeded with.
+func entropy(n int) []byte {
+	b := make([]byte, n)
+	_, _ = rand.Read(b) // never fails: crypto/rand ends the program instead
+	return b
+}
+
+// find returns a living sandbox.
+func (r *Runner) find(id core.SandboxID) (*sandbox, error) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	s, ok := r.sandboxes[id]
+	if !ok {
+		return nil, core.Errorf(core.NotFound, core.CodeSandboxNotFound, "sandbox %s is not on this runner", id)
+	}
+	return s, nil
+}
+
+// Sandboxes lists all sandboxes, the dead ones that were not acknowledged yet included.
+func (r *Runner) Sandboxes() []runnerapi.Sandbox {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	out := make([]runnerapi.Sandbox, 0, len(r.sandboxes)+len(r.dead))
+	for _, s := range r.sandboxes {
+		out = append(out, s.snapshot())
+	}
+	for _, d := range r.dead {
+		out = append(out, d)
+	}
+	return out
+}
+
+// Sandbox describes one.
+func (r *Runner) Sandbox(id core.SandboxID) (runnerapi.Sandbox, error) {
+	r.mu.Lock()
+	d, dead := r.dead[id]
+	r.mu.Unlock()
+	if dead {
+		return d, nil
+	}
+	s, err := r.find(id)
+	if err != nil {
+		return runnerapi.Sandbox{}, err
+	}
+	return s.snapshot(), nil
+}
+
+// Console returns the printable tail of a sandbox's console.
+func (r *Runner) Console(id core.SandboxID) (string, error) {
+	s, err := r.find(id)
+	if err != nil {
+		return "", err
+	}
+	return s.machine.Console(), nil
+}
+
+// Forget drops the memory of dead sandboxes whose end was reported.
+func (r *Runner) Forget(ids ...core.SandboxID) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for _, id := range ids {
+		delete(r.dead, id)
+	}
+}
+
+// Destroy ends a sandbox and takes everything of it down. Destroying an absent one is no error.
+func (r *Runner) Destroy(ctx context.Context, id core.SandboxID) error {
+	r.Forget(id)
+	s, err := r.find(id)
+	if core.CategoryOf(err) == core.NotFound {
+		return nil
+	}
+	if err := s.lock(ctx); err != nil {
+		return err
+	}
+	defer s.unlock()
+	return r.destroyLocked(context.WithoutCancel(ctx), s)
+}
+
+// destroyLocked takes a sandbox down. The caller holds s.work. A second call does nothing.
+func (r *Runner) destroyLocked(ctx context.Context, s *sandbox) error {
+	select {
+	case <-s.gone:
+		return nil
+	default:
+	}
+	r.usages.end(s.info.ID, s.machine.Handle())
+	s.closePorts()
+	s.mu.Lock()
+	if s.guest != nil {
+		_ = s.guest.Close() // the guest is about to end anyway
+	}
+	s.mu.Unlock()
+	err := r.dismantle(ctx, s.shell)
+	if err != nil {
+		return err
+	}
+	r.mu.Lock()
+	delete(r.sandboxes, s.info.ID)
+	r.mu.Unlock()
+	close(s.gone)
+	return nil
+}
+
+// watch waits for the end of a sandbox's VMM. One that ends by itself is taken down and remembered as dead until that was
+// reported: it is never started again.
+func (r *Runner) watch(s *sandbox) {
+	defer r.wg.Done()
+	select {
+	case <-s.gone:
+		return
+	case <-s.left:
+		return
+	case <-s.machine.Done():
+	}
+	if err := s.lock(r.runCtx); err != nil {
+		return // the runner stops, which takes everything down or leaves it
+	}
+	defer s.unlock()
+	if r.runCtx.Err() != nil {
+		return // likewise
+	}
+	select {
+	case <-s.gone: // it was destroyed on purpose
+		return
+	default:
+	}
+	exit := s.machine.Exit()
+	info := s.snapshot()
+	info.State = runnerapi.SandboxDead
+	info.Exit = describeExit(exit.Status, exit.Log, exit.Console)
+	s.mu.Lock()
+	if s.why != "" {
+		info.Exit = s.why
+	}
+	s.mu.Unlock()
+	r.mu.Lock()
+	r.dead[info.ID] = info
+	r.mu.Unlock()
+	r.cfg.Log.Warn("sandbox died", "sandbox_id", info.ID, "workspace_id", info.WorkspaceID, "exit", exit.Status)
+	if err := r.destroyLocked(context.WithoutCancel(r.runCtx), s); err != nil {
+		r.cfg.Log.Error("dead sandbox was not taken down", "sandbox_id", info.ID, "err", err)
+	}
+	r.wake()
+}
+
+func describeExit(status, log, console string) string {
+	var b strings.Builder
+	fmt.Fprintf(&b, "its VMM ended: %s", status)
+	for _, part := range []struct{ name, text string }{{"VMM log", log}, {"console", console}} {
+		text := strings.TrimSpace(part.text)
+		if text == "" {
+			continue
+		}
+		lines := strings.Split(text, "\n")
+		fmt.Fprintf(&b, "\n%s: %s", part.name, strings.Join(lines[max(0, len(lines)-10):], "\n"))
+	}
+	return b.String()
+}
+
+// Guest is the way to the public routes of a sandbox's agent. fail answers when the guest cannot be reached.
+func (r *Runner) Guest(ctx context.Context, id core.SandboxID, fail func(http.ResponseWriter, *http.Request, error)) (http.Handler, error) {
+	s, err := r.find(id)
+	if err != nil {
+		return nil, err
+	}
+	switch state := s.snapshot().State; state {
+	case runnerapi.SandboxReady, runnerapi.SandboxPaused: // a pause is short; the request waits
+	case runnerapi.SandboxStarting, runnerapi.SandboxQuarantined, runnerapi.SandboxDead:
+		return nil, core.Errorf(core.FailedPrecondition, core.CodeWorkspaceNotReady, "sandbox %s is %s; it takes requests once it is ready", id, state)
+	}
+	ctx, cancel := context.WithTimeout(ctx, r.cfg.GuestTimeout)
+	defer cancel()
+	c, err := s.agent(ctx)
+	if err != nil {
+		return nil, err
+	}
+	return c.Proxy(fail), nil
+}
+
+// close stops all sandboxes and shells, or leaves the sandboxes for a successor. Checkpoints stay.
+func (r *Runner) close(ctx context.Context) error {
+	all := r.all()
+	errs := make([]error, len(all)+1)
+	var wg sync.WaitGroup
+	for i, s := range all {
+		wg.Go(func() {
+			if errs[i] = s.lock(ctx); errs[i] != nil {
+				return
+			}
+			defer s.unlock()
+			if r.cfg.Leave {
+				s.leave()
+				return
+			}
+			errs[i] = r.destroyLocked(ctx, s)
+		})
+	}
+	wg.Go(func() { errs[len(all)] = r.warm.close(ctx) })
+	wg.Wait()
+	return errors.Join(errs...)
+}
+
+func (r *Runner) all() []*sandbox {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return slices.Collect(maps.Values(r.sandboxes))
+}
+
+// leave lets go of a sandbox that lives on. The caller holds s.work.
+func (s *sandbox) leave() {
+	select {
+	case <-s.gone:
+		return
+	default:
+	}
+	s.closePorts()
+	s.mu.Lock()
+	if s.guest != nil {
+		_ = s.guest.Close() // sessions go on in the guest
+	}
+	s.mu.Unlock()
+	close(s.left)
+	s.machine.Release()
+	s.letGo()
+}

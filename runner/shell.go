@@ -1,0 +1,216 @@
+package runner
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"time"
+
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/sparse"
+	"github.com/coppice-dev/coppice/internal/undo"
+	"github.com/coppice-dev/coppice/runner/cgroup"
+	"github.com/coppice-dev/coppice/runner/memory"
+	"github.com/coppice-dev/coppice/runner/vmm"
+)
+
+// constantMAC is in the configuration of every machine, because a capture holds it; the guest's real one is set by the
+// reseal and pinned by the namespace's rules.
+const constantMAC = "02:c0:99:1c:e0:02"
+
+// shape is what the machines of one base have in common: a shell of a shape can become any checkpoint of it.
+type shape struct {
+	base      core.BaseID
+	image     core.Digest
+	resources core.Resources // DiskGiB is 0 here: disks are sized by bytes
+	diskBytes int64
+}
+
+// shell is a VMM that waits on a base: a machine without a state.
+type shell struct {
+	journal
+
+	shape   shape
+	dir     string // files: overlay
+	runDir  string // sockets, journal
+	overlay *os.File
+	base    *memory.Base
+	ns      Namespace
+	group   *cgroup.Group
+	machine vmm.Machine
+	made    time.Time
+	timings []core.Timing
+}
+
+// limitsOf bounds what a VMM may take besides the guest's RAM: QEMU under TCG has a translation cache of its own.
+func limitsOf(res core.Resources) cgroup.Limits {
+	const overheadMiB, threads = 1024, 256
+	return cgroup.Limits{MemoryBytes: int64(res.MemoryMiB+overheadMiB) << 20, Processes: threads}
+}
+
+// boot is what a cold start needs besides; a shell without it waits for a restore.
+type boot struct {
+	commandLine     string
+	kernel, initrd  *os.File
+	overlayTemplate *os.File
+}
+
+// newShell starts a VMM on a base. The caller holds the base open; the shell opens it for itself. On an error nothing is
+// left.
+func (r *Runner) newShell(ctx context.Context, sh shape, base *memory.Base, b *boot) (_ *shell, err error) {
+	watch := core.NewStopwatch()
+	slot, err := r.slots.take()
+	if err != nil {
+		return nil, err
+	}
+	id := core.NewID[core.SandboxID]()
+	s := &shell{
+		journal: journal{ID: id, ClusterID: r.cfg.ClusterID, Slot: slot},
+		shape:   sh, dir: filepath.Join(r.shellsDir(), string(id)), runDir: filepath.Join(r.cfg.RunDir, string(id)),
+	}
+	var steps undo.Stack
+	defer func() { err = steps.Settle(ctx, err) }()
+	steps.Push("slot", func(context.Context) error { r.slots.give(slot); return nil })
+	steps.Push("directories", func(context.Context) error { return errors.Join(os.RemoveAll(s.runDir), os.RemoveAll(s.dir)) })
+	if err := errors.Join(os.Mkdir(s.runDir, 0o700), s.writeJournal(), os.Mkdir(s.dir, 0o700), shellJournaled.Hit(ctx)); err != nil {
+		return nil, fmt.Errorf("make the directories of shell %s: %w", id, err)
+	}
+	if err := s.holdBase(r, base, &steps); err != nil {
+		return nil, err
+	}
+	if s.ns, err = r.cfg.Network.Acquire(ctx); err != nil {
+		return nil, err
+	}
+	steps.Push("namespace", s.ns.Release)
+	if err := shellNamespace.Hit(ctx); err != nil {
+		return nil, err
+	}
+	s.Namespace = s.ns.Name()
+	if err := s.writeJournal(); err != nil {
+		return nil, err
+	}
+	watch.Lap("net")
+	if err := s.makeOverlay(b, &steps); err != nil {
+		return nil, err
+	}
+	watch.Lap("disk")
+	if s.group, err = r.cfg.Cgroups.Make(string(id), limitsOf(sh.resources)); err != nil {
+		return nil, err
+	}
+	steps.Push("cgroup", s.group.Remove)
+	if err := shellCgroup.Hit(ctx); err != nil {
+		return nil, err
+	}
+	if err := s.spawn(ctx, r, b); err != nil {
+		return nil, err
+	}
+	steps.Push("vmm", s.machine.Kill)
+	if err := shellSpawned.Hit(ctx); err != nil {
+		return nil, err
+	}
+	h := s.machine.Handle()
+	s.Handle = &h
+	if err := errors.Join(s.writeJournal(), shellMade.Hit(ctx)); err != nil {
+		return nil, err
+	}
+	watch.Lap("vmm")
+	s.timings, s.made = watch.Timings(), time.Now()
+	return s, nil
+}
+
+func (s *shell) holdBase(r *Runner, base *memory.Base, steps *undo.Stack) error {
+	s.base = base
+	if base.ID == "" { // the zero base of a cold boot lives as long as its only machine's start
+		return nil
+	}
+	r.checkpoints.lend(base.ID)
+	opened, err := r.bases.Open(base.ID)
+	if err != nil {
+		return errors.Join(err, r.checkpoints.giveBack(base.ID))
+	}
+	s.base = opened
+	steps.Push("base", func(context.Context) error {
+		return errors.Join(opened.Close(), r.checkpoints.giveBack(base.ID))
+	})
+	return nil
+}
+
+// makeOverlay makes the writable disk: of the right size, and with the image's empty file system for a cold boot.
+func (s *shell) makeOverlay(b *boot, steps *undo.Stack) error {
+	f, err := os.OpenFile(filepath.Join(s.dir, overlayFile), os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600)
+	if err != nil {
+		return err
+	}
+	steps.Push("overlay", func(context.Context) error { return f.Close() })
+	s.overlay = f
+	if b != nil {
+		if _, err := sparse.Clone(f, b.overlayTemplate); err != nil {
+			return err
+		}
+	}
+	return f.Truncate(s.shape.diskBytes)
+}
+
+func (s *shell) spawn(ctx context.Context, r *Runner, b *boot) error {
+	root, err := r.openRoot(s.shape.image)
+	if err != nil {
+		return err
+	}
+	defer root.Close()
+	tap, err := s.ns.TapFile()
+	if err != nil {
+		return err
+	}
+	if tap != nil {
+		defer tap.Close()
+	}
+	netns, err := s.ns.NetNS()
+	if err != nil {
+		return err
+	}
+	if netns != nil {
+		defer netns.Close()
+	}
+	spec := vmm.Spec{
+		ID: s.ID, Cluster: r.clusterHash, Dir: s.runDir,
+		VCPUs: s.shape.resources.VCPUs, MemoryMiB: s.shape.resources.MemoryMiB, Base: s.base.File(),
+		Disks: []vmm.Disk{{File: root, ReadOnly: true, Serial: "root"}, {File: s.overlay, Serial: "overlay"}},
+		Tap:   tap, MAC: constantMAC, NetNS: netns, CgroupFD: s.group.FD(), Restore: b == nil,
+	}
+	if r.cfg.FirstUID != 0 {
+		spec.UID, spec.GID = r.cfg.FirstUID+uint32(s.Slot), r.cfg.FirstUID+uint32(s.Slot)
+	}
+	if b != nil {
+		spec.Kernel, spec.Initrd, spec.CommandLine = b.kernel, b.initrd, b.commandLine
+	}
+	s.machine, err = r.cfg.Driver.Spawn(ctx, spec)
+	return err
+}
+
+// letGo closes what the runner has open of a shell that lives on.
+func (s *shell) letGo() {
+	_ = s.overlay.Close() // the VMM has its own
+	s.group.Close()
+	if s.base.ID != "" {
+		_ = s.base.Close() // likewise
+	}
+}
+
+// dismantle takes a shell down whole: VMM, namespace, files. It goes on after an error, and can be repeated.
+func (r *Runner) dismantle(ctx context.Context, s *shell) error {
+	if err := s.machine.Kill(ctx); err != nil {
+		return fmt.Errorf("take down shell %s: %w", s.ID, err) // nothing else may be taken from under a living VMM
+	}
+	var errs []error
+	errs = append(errs, s.group.Remove(ctx), s.ns.Release(ctx), s.overlay.Close(), os.RemoveAll(s.runDir), os.RemoveAll(s.dir))
+	if s.base.ID != "" {
+		errs = append(errs, s.base.Close(), r.checkpoints.giveBack(s.base.ID))
+	}
+	r.slots.give(s.Slot)
+	if err := errors.Join(errs...); err != nil {
+		return fmt.Errorf("take down shell %s: %w", s.ID, err)
+	}
+	return nil
+}

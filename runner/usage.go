@@ -1,0 +1,128 @@
+package runner
+
+import (
+	"bytes"
+	"fmt"
+	"os"
+	"strconv"
+	"strings"
+	"sync"
+
+	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/runner/netns"
+	"github.com/coppice-dev/coppice/runner/vmm"
+)
+
+// maxEnded bounds what is remembered of sandboxes that have ended while no controller hears of it.
+const maxEnded = 8192
+
+// usages remembers what sandboxes have used, until the controller has heard of their end.
+type usages struct {
+	// mu guards the fields below.
+	mu    sync.Mutex
+	last  map[core.SandboxID]runnerapi.Usage // of living ones, as it was last seen
+	ended map[core.SandboxID]runnerapi.Usage
+}
+
+// see notes what a sandbox has used, or returns what was noted last when its process is gone.
+func (u *usages) see(id core.SandboxID, h vmm.Handle) (runnerapi.Usage, bool) {
+	now, err := readUsage(h)
+	now.SandboxID = id
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	if err != nil {
+		last, ok := u.last[id]
+		return last, ok
+	}
+	if u.last == nil {
+		u.last = map[core.SandboxID]runnerapi.Usage{}
+	}
+	u.last[id] = now
+	return now, true
+}
+
+// end notes that a sandbox is about to be taken down.
+func (u *usages) end(id core.SandboxID, h vmm.Handle) {
+	last, ok := u.see(id, h)
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	delete(u.last, id)
+	if !ok || len(u.ended) >= maxEnded {
+		return
+	}
+	if u.ended == nil {
+		u.ended = map[core.SandboxID]runnerapi.Usage{}
+	}
+	last.Ended = true
+	u.ended[id] = last
+}
+
+// Usages says what each living sandbox has used since its start, and each that ended and was not acknowledged.
+func (r *Runner) Usages() []runnerapi.Usage {
+	r.mu.Lock()
+	living := make(map[core.SandboxID]vmm.Handle, len(r.sandboxes))
+	for id, s := range r.sandboxes {
+		living[id] = s.machine.Handle()
+	}
+	r.mu.Unlock()
+	list := make([]runnerapi.Usage, 0, len(living))
+	for id, h := range living {
+		if u, ok := r.usages.see(id, h); ok {
+			list = append(list, u)
+		}
+	}
+	r.usages.mu.Lock()
+	defer r.usages.mu.Unlock()
+	for _, u := range r.usages.ended {
+		list = append(list, u)
+	}
+	return list
+}
+
+// ForgetUsages drops what was acknowledged.
+func (r *Runner) ForgetUsages(sent []runnerapi.Usage) {
+	r.usages.mu.Lock()
+	defer r.usages.mu.Unlock()
+	for _, u := range sent {
+		if u.Ended {
+			delete(r.usages.ended, u.SandboxID)
+		}
+	}
+}
+
+// readUsage asks the kernel what a VMM has used. Its network is its namespace's only tap, whose two directions are the host's.
+func readUsage(h vmm.Handle) (runnerapi.Usage, error) {
+	stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", h.PID))
+	if err != nil {
+		return runnerapi.Usage{}, err
+	}
+	const ticks = 100 // a second, for user space, on every Linux
+	fields := strings.Fields(string(stat[bytes.LastIndexByte(stat, ')')+1:]))
+	number := func(list []string, i int) int64 { // -1 where there is none
+		if i >= len(list) {
+			return -1
+		}
+		n, err := strconv.ParseInt(list[i], 10, 64)
+		if err != nil {
+			return -1
+		}
+		return n
+	}
+	user, system, started := number(fields, 11), number(fields, 12), number(fields, 19) // proc(5): 14, 15 and 22, the first being 1
+	if user < 0 || system < 0 || uint64(started) != h.StartTime {
+		return runnerapi.Usage{}, fmt.Errorf("process %d is not the one that was started", h.PID)
+	}
+	u := runnerapi.Usage{CPUSeconds: float64(user+system) / ticks}
+	devices, err := os.ReadFile(fmt.Sprintf("/proc/%d/net/dev", h.PID))
+	if err != nil {
+		return u, err
+	}
+	for line := range strings.Lines(string(devices)) {
+		name, rest, _ := strings.Cut(strings.TrimSpace(line), ":")
+		if counts := strings.Fields(rest); name == netns.TapName {
+			u.SentBytes, u.ReceivedBytes = max(number(counts, 0), 0), max(number(counts, 8), 0)
+		}
+	}
+	return u, nil
+}

@@ -1,0 +1,394 @@
+package fakevmm
+
+import (
+	"context"
+	"io"
+	"maps"
+	"net/http"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/guestagent/guestapi"
+)
+
+// maxEnded is how many ended sessions are kept.
+const maxEnded = 32
+
+// machine is what a command needs of the machine. It is called within Do.
+func (a *agent) machine() machineView {
+	return machineView{now: a.c.Uptime(), disks: a.c.Disks(), off: a.c.PowerOff}
+}
+
+// keepTime ends sleeps and timeouts, by the guest's clock and while the workload is not frozen.
+func (a *agent) keepTime(ctx context.Context) {
+	timer := time.NewTimer(0)
+	defer timer.Stop()
+	for {
+		change := a.changed()
+		var next time.Duration // until something is due; 0 for nothing
+		due := false
+		if a.view(func(s *agentState) error {
+			next, due = s.nextDue(a.c.Uptime())
+			return nil
+		}) != nil {
+			return
+		}
+		if due {
+			if a.update(func(s *agentState) error {
+				m := a.machine()
+				for _, n := range s.Sessions {
+					s.advance(n, m)
+				}
+				return nil
+			}) != nil {
+				return
+			}
+			continue
+		}
+		if next > 0 {
+			timer.Reset(next)
+		} else {
+			timer.Stop()
+		}
+		select {
+		case <-ctx.Done():
+			return
+		case <-change:
+		case <-timer.C:
+		}
+	}
+}
+
+// nextDue says whether something is due, or else in what time something will be.
+func (s *agentState) nextDue(now time.Duration) (next time.Duration, due bool) {
+	if s.State != guestapi.StateReleased {
+		return 0, false
+	}
+	for _, n := range s.Sessions {
+		if n.State != guestapi.SessionRunning {
+			continue
+		}
+		for _, at := range []time.Duration{n.WakeAt, n.KillAt} {
+			switch {
+			case at == 0:
+			case at <= now:
+				return 0, true
+			case next == 0 || at-now < next:
+				next = at - now
+			}
+		}
+	}
+	return next, false
+}
+
+func noSession(id core.SessionID) error {
+	return core.Errorf(core.NotFound, core.CodeSessionNotFound, "there is no session %q in this sandbox", core.Clip(string(id)))
+}
+
+// info is the session as it is told to a host.
+func (n *session) info() guestapi.Session {
+	out := n.Session
+	out.StdoutBytes, out.StdoutFirst = n.Out.end(), n.Out.First
+	out.StderrBytes, out.StderrFirst = n.Err.end(), n.Err.First
+	return out
+}
+
+// with changes the session that a request names.
+func (a *agent) with(r *http.Request, fn func(s *agentState, n *session) error) error {
+	id := core.SessionID(r.PathValue("id"))
+	return a.update(func(s *agentState) error {
+		n := s.session(id)
+		if n == nil {
+			return noSession(id)
+		}
+		return fn(s, n)
+	})
+}
+
+func (a *agent) createSession(w http.ResponseWriter, r *http.Request) error {
+	var spec guestapi.SessionSpec
+	if err := readJSON(r, &spec); err != nil {
+		return err
+	}
+	var out guestapi.Session
+	if err := a.update(func(s *agentState) error {
+		n, err := s.start(spec, a.machine())
+		if err != nil {
+			return err
+		}
+		out = n.info()
+		ended := 0
+		for _, n := range slices.Backward(s.Sessions) {
+			if n.State == guestapi.SessionExited {
+				ended++
+			}
+		}
+		s.Sessions = slices.DeleteFunc(s.Sessions, func(n *session) bool {
+			if ended <= maxEnded || n.State == guestapi.SessionRunning {
+				return false
+			}
+			ended--
+			return true
+		})
+		return nil
+	}); err != nil {
+		return err
+	}
+	writeJSON(w, http.StatusCreated, out)
+	return nil
+}
+
+func (a *agent) listSessions(w http.ResponseWriter, _ *http.Request) error {
+	out := guestapi.Sessions{Sessions: []guestapi.Session{}}
+	if err := a.view(func(s *agentState) error {
+		for _, n := range s.Sessions {
+			out.Sessions = append(out.Sessions, n.info())
+		}
+		return nil
+	}); err != nil {
+		return err
+	}
+	writeJSON(w, http.StatusOK, out)
+	return nil
+}
+
+func (a *agent) getSession(w http.ResponseWriter, r *http.Request) error {
+	out, err := a.info(core.SessionID(r.PathValue("id")))
+	if err != nil {
+		return err
+	}
+	writeJSON(w, http.StatusOK, out)
+	return nil
+}
+
+func (a *agent) info(id core.SessionID) (out guestapi.Session, err error) {
+	err = a.view(func(s *agentState) error {
+		n := s.session(id)
+		if n == nil {
+			return noSession(id)
+		}
+		out = n.info()
+		return nil
+	})
+	return out, err
+}
+
+func (a *agent) deleteSession(w http.ResponseWriter, r *http.Request) error {
+	if err := a.with(r, func(s *agentState, n *session) error {
+		s.Sessions = slices.DeleteFunc(s.Sessions, func(o *session) bool { return o == n })
+		return nil
+	}); err != nil {
+		return err
+	}
+	w.WriteHeader(http.StatusNoContent)
+	return nil
+}
+
+func (a *agent) waitSession(w http.ResponseWriter, r *http.Request) error {
+	id := core.SessionID(r.PathValue("id"))
+	ms, err := intParam(r, "timeout_ms", 300_000)
+	if err != nil {
+		return err
+	}
+	ctx, cancel := context.WithTimeout(r.Context(), time.Duration(ms)*time.Millisecond)
+	defer cancel()
+	var out guestapi.Session
+	err = a.await(ctx, func(s *agentState) (bool, error) {
+		n := s.session(id)
+		if n == nil {
+			return false, noSession(id)
+		}
+		out = n.info()
+		return n.State == guestapi.SessionExited, nil
+	})
+	if err != nil && ctx.Err() == nil {
+		return err
+	}
+	writeJSON(w, http.StatusOK, out)
+	return nil
+}
+
+// chunk is what there is of a stream from an offset on.
+type chunk struct {
+	at    int64
+	data  []byte
+	ended bool // the session has, and this is all
+}
+
+// read returns what there is of a session's stream, waiting for something if follow says so.
+func (a *agent) read(ctx context.Context, id core.SessionID, name string, offset int64, follow bool) (chunk, error) {
+	var out chunk
+	err := a.await(ctx, func(s *agentState) (bool, error) {
+		n := s.session(id)
+		if n == nil {
+			return false, noSession(id)
+		}
+		o := &n.Out
+		if name == "stderr" {
+			o = &n.Err
+		}
+		at := min(max(offset, o.First), o.end())
+		out = chunk{at: at, data: slices.Clone(o.Data[at-o.First:]), ended: n.State == guestapi.SessionExited}
+		return !follow || out.ended || len(out.data) > 0 || at > offset, nil
+	})
+	return out, err
+}
+
+func (a *agent) sessionOutput(w http.ResponseWriter, r *http.Request) error {
+	id, name := core.SessionID(r.PathValue("id")), r.URL.Query().Get("stream")
+	if name != "" && name != "stdout" && name != "stderr" {
+		return core.Errorf(core.Invalid, core.CodeInvalidField, "stream must be stdout or stderr, not %q", core.Clip(name))
+	}
+	offset, err := intParam(r, "offset", 0)
+	if err != nil {
+		return err
+	}
+	follow, _ := strconv.ParseBool(r.URL.Query().Get("follow")) // absent is false
+	got, err := a.read(r.Context(), id, name, offset, false)
+	if err != nil {
+		return err
+	}
+	h := w.Header()
+	h.Set("Content-Type", "application/octet-stream")
+	h.Set("Trailer", strings.Join([]string{guestapi.HeaderEndOffset, guestapi.HeaderTruncated, guestapi.HeaderEOF}, ", "))
+	h.Set(guestapi.HeaderOffset, strconv.FormatInt(got.at, 10))
+	w.WriteHeader(http.StatusOK)
+	truncated := got.at > offset
+	for {
+		if _, err := w.Write(got.data); err != nil {
+			return nil //nolint:nilerr // the reader is gone
+		}
+		offset = got.at + int64(len(got.data))
+		if got.ended || !follow {
+			break
+		}
+		if err := http.NewResponseController(w).Flush(); err != nil {
+			return nil //nolint:nilerr // the reader is gone
+		}
+		if got, err = a.read(r.Context(), id, name, offset, true); err != nil {
+			return nil //nolint:nilerr // the reader is gone, or the session was deleted in the middle of the answer
+		}
+		truncated = truncated || got.at > offset
+	}
+	h.Set(guestapi.HeaderEndOffset, strconv.FormatInt(offset, 10))
+	h.Set(guestapi.HeaderTruncated, strconv.FormatBool(truncated))
+	h.Set(guestapi.HeaderEOF, strconv.FormatBool(got.ended))
+	return nil
+}
+
+func (a *agent) sessionStdin(w http.ResponseWriter, r *http.Request) error {
+	b, err := io.ReadAll(io.LimitReader(r.Body, 4<<20))
+	if err != nil {
+		return core.Errorf(core.Invalid, core.CodeMalformedBody, "the request's body broke off: %s", core.Clip(err.Error()))
+	}
+	shut, _ := strconv.ParseBool(r.URL.Query().Get("close")) // absent is false
+	if err := a.with(r, func(s *agentState, n *session) error { return s.stdin(n, b, shut, a.machine()) }); err != nil {
+		return err
+	}
+	w.WriteHeader(http.StatusNoContent)
+	return nil
+}
+
+// stdin gives a session input.
+func (s *agentState) stdin(n *session, b []byte, shut bool, m machineView) error {
+	if !n.StdinOpen {
+		return core.Errorf(core.FailedPrecondition, guestapi.CodeSessionEnded, "the stdin of session %s is closed", n.ID)
+	}
+	n.Stdin = append(n.Stdin, b...)
+	n.StdinOpen = !shut
+	s.advance(n, m)
+	return nil
+}
+
+func (a *agent) sessionSignal(w http.ResponseWriter, r *http.Request) error {
+	var req guestapi.Signal
+	if err := readJSON(r, &req); err != nil {
+		return err
+	}
+	if err := a.with(r, func(_ *agentState, n *session) error { return n.signal(req.Signal) }); err != nil {
+		return err
+	}
+	w.WriteHeader(http.StatusNoContent)
+	return nil
+}
+
+// signal ends a session; a fake program handles none.
+func (n *session) signal(name string) error {
+	if number, err := strconv.Atoi(name); err == nil {
+		name = unix.SignalName(unix.Signal(number))
+	}
+	name = "SIG" + strings.TrimPrefix(strings.ToUpper(name), "SIG")
+	number := unix.SignalNum(name)
+	switch {
+	case number == 0:
+		return core.Errorf(core.Invalid, core.CodeInvalidField, "signal %q is not known", core.Clip(name))
+	case n.State != guestapi.SessionRunning:
+		return core.Errorf(core.FailedPrecondition, guestapi.CodeSessionEnded, "session %s has ended", n.ID)
+	case number != unix.SIGWINCH && number != unix.SIGCHLD && number != unix.SIGCONT && number != unix.SIGURG:
+		n.kill(name, int(number))
+	}
+	return nil
+}
+
+func (a *agent) sessionResize(w http.ResponseWriter, r *http.Request) error {
+	var req guestapi.Resize
+	if err := readJSON(r, &req); err != nil {
+		return err
+	}
+	if err := a.with(r, func(_ *agentState, n *session) error { return n.resize() }); err != nil {
+		return err
+	}
+	w.WriteHeader(http.StatusNoContent)
+	return nil
+}
+
+func (n *session) resize() error {
+	if !n.PTY {
+		return core.Errorf(core.Invalid, core.CodeInvalidField, "session %s has no terminal", n.ID)
+	}
+	return nil
+}
+
+func (a *agent) getProcesses(w http.ResponseWriter, _ *http.Request) error {
+	out := guestapi.Processes{Processes: []guestapi.Process{}}
+	if err := a.view(func(s *agentState) error {
+		for _, n := range s.Sessions {
+			if n.State == guestapi.SessionRunning {
+				out.Processes = append(out.Processes, guestapi.Process{
+					PID: n.PID, PPID: 1, Comm: n.Command[0], Cmdline: strings.Join(n.Command, " "), State: "S",
+				})
+			}
+		}
+		return nil
+	}); err != nil {
+		return err
+	}
+	writeJSON(w, http.StatusOK, out)
+	return nil
+}
+
+func (a *agent) getPorts(w http.ResponseWriter, _ *http.Request) error {
+	writeJSON(w, http.StatusOK, guestapi.Ports{Ports: []guestapi.Port{}})
+	return nil
+}
+
+// intParam reads a number of the query that must not be negative.
+func intParam(r *http.Request, name string, missing int64) (int64, error) {
+	v := r.URL.Query().Get(name)
+	if v == "" {
+		return missing, nil
+	}
+	n, err := strconv.ParseInt(v, 10, 64)
+	if err != nil || n < 0 {
+		return 0, core.Errorf(core.Invalid, core.CodeInvalidField, "%s must be a number of at least 0, not %q", name, core.Clip(v))
+	}
+	return n, nil
+}
+
+// sortedNames returns the names of the files, in order.
+func sortedNames(files map[string]file) []string { return slices.Sorted(maps.Keys(files)) }

@@ -1,0 +1,301 @@
+package fakevmm
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"sync"
+	"time"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/runner/memory"
+	"github.com/coppice-dev/coppice/runner/vmm"
+)
+
+type state string
+
+const (
+	stateSpawned state = "spawned"
+	stateWaiting state = "waiting to be restored"
+	statePaused  state = "paused"
+	stateRunning state = "running"
+	stateFailed  state = "broken by a failed restore"
+)
+
+// computer is what would be the VMM's process: it outlives the machines that control it.
+type computer struct {
+	driver  *Driver
+	id      core.SandboxID
+	cluster string
+	handle  vmm.Handle
+	inode   uint64
+	disks   []*Disk
+	console *vmm.Tail
+
+	lifeCtx context.Context // the machine's life: cancelled at its end
+	endLife context.CancelFunc
+	guest   sync.WaitGroup // the guest program
+	done    chan struct{}  // closed when nothing of it is left
+
+	injecting sync.RWMutex // held for reading while RAM is written from outside: it is not unmapped then
+
+	cpu  sync.Mutex // held while the guest does something; guards what follows
+	turn *sync.Cond // of cpu: running or ended has changed
+	ram  []byte     // nil once it is unmapped
+	runs bool
+	over bool // the machine has ended
+	exit vmm.Exit
+
+	// Of the guest's clock, which stands still with the machine.
+	uptime  time.Duration // until since, or in all while it stands still
+	since   time.Time
+	started bool // the guest program runs
+
+	mu       sync.Mutex // guards what follows
+	state    state
+	incoming chan struct{} // of one: there are connections to accept
+	dialled  []net.Conn
+	conns    map[net.Conn]bool // every open end
+}
+
+func newComputer(d *Driver, spec vmm.Spec) (*computer, error) {
+	bad := func(format string, a ...any) (*computer, error) {
+		return nil, core.Errorf(core.Internal, core.CodeInternal, format, a...)
+	}
+	if spec.Base == nil {
+		return bad("the base is missing")
+	}
+	var st unix.Stat_t
+	if err := unix.Fstat(int(spec.Base.Fd()), &st); err != nil {
+		return nil, fmt.Errorf("examine the base: %w", err)
+	}
+	size := int64(spec.MemoryMiB) << 20
+	if st.Size != size || size == 0 {
+		return bad("the base has %d bytes and the machine %d MiB of RAM", st.Size, spec.MemoryMiB)
+	}
+	if _, err := os.Stat(spec.Dir); err != nil {
+		return nil, err
+	}
+	c := &computer{
+		driver: d, id: spec.ID, cluster: spec.Cluster, inode: st.Ino, console: vmm.NewTail(vmm.ConsoleBytes), done: make(chan struct{}),
+		state: stateSpawned, incoming: make(chan struct{}, 1), conns: make(map[net.Conn]bool),
+	}
+	c.turn = sync.NewCond(&c.cpu)
+	if spec.Restore {
+		c.state = stateWaiting
+	}
+	for i, disk := range spec.Disks {
+		if disk.File == nil {
+			return nil, errors.Join(core.Errorf(core.Internal, core.CodeInternal, "the file of disk %d is missing", i), c.closeDisks())
+		}
+		own, err := newDisk(disk)
+		if err != nil {
+			return nil, errors.Join(err, c.closeDisks())
+		}
+		c.disks = append(c.disks, own)
+	}
+	var err error
+	c.ram, err = unix.Mmap(int(spec.Base.Fd()), 0, int(size), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_NORESERVE)
+	if err != nil {
+		return nil, errors.Join(fmt.Errorf("map the base: %w", err), c.closeDisks())
+	}
+	c.lifeCtx, c.endLife = context.WithCancel(context.Background())
+	return c, nil
+}
+
+func (c *computer) closeDisks() error {
+	var errs []error
+	for _, d := range c.disks {
+		errs = append(errs, d.file.Close())
+	}
+	return errors.Join(errs...)
+}
+
+// region is where the RAM is.
+func (c *computer) region() memory.Region {
+	c.cpu.Lock()
+	defer c.cpu.Unlock()
+	if c.ram == nil {
+		return memory.Region{}
+	}
+	return memory.Region{PID: os.Getpid(), Addr: uint64(uintptr(unsafe.Pointer(unsafe.SliceData(c.ram)))), Size: int64(len(c.ram))}
+}
+
+// run lets the guest run, starting its program if that was not done yet, or stops it. When it has stopped it, the guest does
+// nothing any more.
+func (c *computer) run(on bool) {
+	c.cpu.Lock()
+	defer c.cpu.Unlock()
+	if c.over || c.runs == on {
+		return
+	}
+	c.runs = on
+	now := time.Now()
+	if !on {
+		c.uptime += now.Sub(c.since)
+		return
+	}
+	c.since = now
+	c.turn.Broadcast()
+	if !c.started {
+		c.started = true
+		guest := &Computer{c: c}
+		c.guest.Go(func() { c.driver.cfg.Guest(c.lifeCtx, guest) })
+	}
+}
+
+// do runs fn as the guest's CPU: while the machine runs, and nothing else does.
+func (c *computer) do(fn func(ram []byte)) error {
+	c.cpu.Lock()
+	defer c.cpu.Unlock()
+	for !c.runs && !c.over {
+		c.turn.Wait()
+	}
+	if c.over {
+		return vmm.ErrGone
+	}
+	fn(c.ram)
+	return nil
+}
+
+// clock is how long the guest has run. It is called with cpu held.
+func (c *computer) clock() time.Duration {
+	if !c.runs {
+		return c.uptime
+	}
+	return c.uptime + time.Since(c.since)
+}
+
+// end ends the machine. It may be called by the guest itself, and does not wait; done tells when nothing is left.
+func (c *computer) end(exit vmm.Exit) {
+	c.cpu.Lock()
+	first := !c.over
+	if first {
+		c.over = true
+		exit.At = time.Now()
+		c.exit = exit
+		c.turn.Broadcast()
+	}
+	c.cpu.Unlock()
+	if first {
+		go c.clean()
+	}
+}
+
+func (c *computer) clean() {
+	c.endLife()
+	c.mu.Lock()
+	conns := c.conns
+	c.conns = nil
+	c.mu.Unlock()
+	for conn := range conns {
+		_ = conn.Close() // as the end of a process would
+	}
+	c.guest.Wait()
+	c.injecting.Lock()
+	c.cpu.Lock()
+	_ = unix.Munmap(c.ram) // fails only for a range that was never mapped
+	c.ram = nil
+	c.exit.Console = c.console.String()
+	c.cpu.Unlock()
+	c.injecting.Unlock()
+	_ = c.closeDisks() // nothing was buffered
+	c.driver.forget(c)
+	close(c.done)
+}
+
+// dial makes a connection to the guest and returns the host's end.
+func (c *computer) dial() (net.Conn, error) {
+	host, guest, err := pair()
+	if err != nil {
+		return nil, err
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.conns == nil {
+		return nil, errors.Join(vmm.ErrGone, host.Close(), guest.Close())
+	}
+	c.conns[guest] = true
+	c.dialled = append(c.dialled, guest)
+	select {
+	case c.incoming <- struct{}{}:
+	default:
+	}
+	return host, nil
+}
+
+// accept returns the next connection from the host.
+func (c *computer) accept(ctx context.Context) (net.Conn, error) {
+	for {
+		c.mu.Lock()
+		if len(c.dialled) > 0 {
+			conn := c.dialled[0]
+			c.dialled = c.dialled[1:]
+			c.mu.Unlock()
+			return &channel{Conn: conn, c: c}, nil
+		}
+		c.mu.Unlock()
+		select {
+		case <-c.incoming:
+		case <-ctx.Done():
+			return nil, context.Cause(ctx)
+		}
+	}
+}
+
+// channel is the guest's end of a connection: nothing gets into the guest or out of it while the machine is paused.
+type channel struct {
+	net.Conn
+	c *computer
+}
+
+func (ch *channel) Read(b []byte) (int, error) {
+	n, err := ch.Conn.Read(b)
+	if gone := ch.c.do(func([]byte) {}); gone != nil {
+		return 0, gone
+	}
+	return n, err
+}
+
+func (ch *channel) Write(b []byte) (int, error) {
+	if gone := ch.c.do(func([]byte) {}); gone != nil {
+		return 0, gone
+	}
+	return ch.Conn.Write(b)
+}
+
+func (ch *channel) Close() error {
+	ch.c.mu.Lock()
+	delete(ch.c.conns, ch.Conn)
+	ch.c.mu.Unlock()
+	return ch.Conn.Close()
+}
+
+// pair returns two ends of a connection that buffers what nobody reads, as that to a real VMM does.
+func pair() (a, b net.Conn, err error) {
+	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, 0)
+	if err != nil {
+		return nil, nil, fmt.Errorf("make a connection: %w", err)
+	}
+	var conns [2]net.Conn
+	var errs [2]error
+	for i, fd := range fds {
+		f := os.NewFile(uintptr(fd), "channel")
+		conns[i], errs[i] = net.FileConn(f)
+		_ = f.Close() // the connection has its own copy
+	}
+	if err := errors.Join(errs[:]...); err != nil {
+		for _, conn := range conns {
+			if conn != nil {
+				_ = conn.Close()
+			}
+		}
+		return nil, nil, fmt.Errorf("make a connection: %w", err)
+	}
+	return conns[0], conns[1], nil
+}

@@ -1,0 +1,113 @@
+package fakevmm
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"os"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/runner/vmm"
+)
+
+// Guest is the program of a machine. It is called when the machine runs for the first time, after Boot or Restore, and returns
+// when ctx, which is the machine's life, has ended and every goroutine of its own with it.
+//
+// Everything that it knows it keeps in RAM, and does nothing but within Do: a machine that is restored starts the program anew
+// with the RAM of the one that was captured, which may have been stopped between any two calls of Do.
+type Guest func(ctx context.Context, c *Computer)
+
+// Computer is a machine as its guest sees it. Its methods are safe for concurrent use.
+type Computer struct{ c *computer }
+
+// Do calls fn with the RAM. It waits while the machine is paused, and one call runs at a time; fn must be short and wait for
+// nothing, because a pause waits for it. After the machine has ended it is an error.
+func (g *Computer) Do(fn func(ram []byte)) error { return g.c.do(fn) }
+
+// Uptime is how long the machine and its ancestors have run, pauses left out. Call it within Do.
+func (g *Computer) Uptime() time.Duration { return g.c.clock() }
+
+// Accept waits for the next connection from the host. One that is served at a time is what a serial port does.
+func (g *Computer) Accept(ctx context.Context) (net.Conn, error) { return g.c.accept(ctx) }
+
+// Print writes to the console.
+func (g *Computer) Print(b []byte) { _, _ = g.c.console.Write(b) } // never fails
+
+// Disks are the machine's disks.
+func (g *Computer) Disks() []*Disk { return g.c.disks }
+
+// PowerOff ends the machine, soon. It returns at once, also within Do.
+func (g *Computer) PowerOff() { go g.c.end(vmm.Exit{Status: "exit status 0"}) }
+
+// Reach is where a fault can be armed for the guest. It returns the kind of a fault that the guest itself must show, Fail or
+// Lie, or else nothing. Hang and Die are done here. It must not be called within Do.
+func (g *Computer) Reach(ctx context.Context, step Step) (Kind, error) {
+	f, ok := g.c.driver.strike(step, g.c.id)
+	if !ok {
+		return "", nil
+	}
+	switch f.Kind {
+	case Fail, Lie:
+		if f.Err != nil {
+			return f.Kind, f.Err
+		}
+		return f.Kind, core.Errorf(core.Internal, core.CodeInternal, "fault injected at %s", step)
+	case Die:
+		g.c.end(vmm.Exit{Status: "signal: killed", Log: "fault injected at " + string(step)})
+	case Hang:
+	}
+	select {
+	case <-ctx.Done():
+		return "", context.Cause(ctx)
+	case <-g.c.lifeCtx.Done():
+		return "", vmm.ErrGone
+	}
+}
+
+// Disk is a disk of a machine.
+type Disk struct {
+	file     *os.File // a descriptor of our own
+	readOnly bool
+}
+
+var errReadOnly = errors.New("the disk is read-only")
+
+func newDisk(d vmm.Disk) (*Disk, error) {
+	fd, err := unix.FcntlInt(d.File.Fd(), unix.F_DUPFD_CLOEXEC, 0)
+	if err != nil {
+		return nil, fmt.Errorf("open disk %s: %w", d.Serial, err)
+	}
+	return &Disk{file: os.NewFile(uintptr(fd), d.File.Name()), readOnly: d.ReadOnly}, nil
+}
+
+// ReadAt reads the disk; behind its written part there are zeros.
+func (d *Disk) ReadAt(b []byte, off int64) (int, error) {
+	n, err := d.file.ReadAt(b, off)
+	if errors.Is(err, io.EOF) {
+		clear(b[n:])
+		return len(b), nil
+	}
+	return n, err
+}
+
+// WriteAt writes the disk, unless it is read-only.
+func (d *Disk) WriteAt(b []byte, off int64) (int, error) {
+	if d.readOnly {
+		return 0, errReadOnly
+	}
+	return d.file.WriteAt(b, off)
+}
+
+// Size is the size of the disk in bytes.
+func (d *Disk) Size() (int64, error) {
+	info, err := d.file.Stat()
+	if err != nil {
+		return 0, err
+	}
+	return info.Size(), nil
+}

@@ -1,0 +1,157 @@
+package qemu
+
+import (
+	"context"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"go.uber.org/goleak"
+
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/require"
+	"github.com/coppice-dev/coppice/runner/vmm"
+)
+
+func TestMain(m *testing.M) {
+	if dir := os.Getenv(runnerVariable); dir != "" {
+		standInRunner(dir)
+		return
+	}
+	goleak.VerifyTestMain(m)
+}
+
+// program writes a script that stands in for QEMU.
+func program(t *testing.T, script string) string {
+	t.Helper()
+	path := filepath.Join(t.TempDir(), "qemu-system-x86_64")
+	if err := os.WriteFile(path, []byte("#!/bin/sh\n"+script), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	return path
+}
+
+func TestVersion(t *testing.T) {
+	t.Parallel()
+	for _, c := range []struct {
+		says     string
+		version  string // "" when it is refused
+		machine  string
+		readOnly bool
+		refusal  string
+	}{
+		{"QEMU emulator version 7.2.22 (Debian 1:7.2+dfsg-7+deb12u18+b3)", "7.2.22", "pc-i440fx-7.2", false, ""},
+		{"QEMU emulator version 8.1.5", "8.1.5", "pc-i440fx-8.1", false, ""},
+		{"QEMU emulator version 8.2.0", "8.2.0", "pc-i440fx-8.2", true, ""},
+		{"QEMU emulator version 9.0.2 (qemu-9.0.2-1.fc40)", "9.0.2", "pc-i440fx-9.0", true, ""},
+		{"QEMU emulator version 10.0.13 (Debian 1:10.0.13+ds-0+deb13u1~bpo12+1)", "10.0.13", "pc-i440fx-10.0", true, ""},
+		{"QEMU emulator version 10.2.0-rc1", "10.2.0", "pc-i440fx-10.2", true, ""},
+		{"QEMU emulator version 6.2.0", "", "", false, "needs 7.2 or later"},
+		{"QEMU emulator version 7.1.99", "", "", false, "needs 7.2 or later"},
+		{"QEMU emulator version 2.11.1", "", "", false, "needs 7.2 or later"},
+		{"qemu-img version 7.2.0", "", "", false, "does not say a version"},
+		{"", "", "", false, "does not say a version"},
+		{"\x1b[31mQEMU emulator version x.y.z", "", "", false, `"?[31mQEMU`},
+	} {
+		d := New(Config{Binary: program(t, fmt.Sprintf("cat <<'EOT'\n%s\nCopyright\nEOT\n", c.says))})
+		if d.Capabilities().ReadOnlyBase {
+			t.Error("a driver that has not looked at QEMU knows what it can")
+		}
+		fp, err := d.Fingerprint(t.Context())
+		if c.version == "" {
+			if core.CategoryOf(err) != core.FailedPrecondition || !strings.Contains(core.MessageOf(err), c.refusal) {
+				t.Errorf("%q: got %v, want %q", c.says, err, c.refusal)
+			}
+			continue
+		}
+		if err != nil || fp.Version != c.version || fp.MachineType != c.machine || d.Capabilities().ReadOnlyBase != c.readOnly {
+			t.Errorf("%q: got %+v, read-only base %v, %v", c.says, fp, d.Capabilities().ReadOnlyBase, err)
+		}
+	}
+}
+
+func TestNoQEMU(t *testing.T) {
+	t.Parallel()
+	for name, binary := range map[string]string{
+		"absent": filepath.Join(t.TempDir(), "absent"), "failing": program(t, "exit 1"), "not a program": "/etc/passwd",
+	} {
+		d := New(Config{Binary: binary})
+		if _, err := d.Fingerprint(t.Context()); core.CategoryOf(err) != core.FailedPrecondition {
+			t.Errorf("%s: got %v", name, err)
+		}
+		if _, err := d.Spawn(t.Context(), vmm.Spec{}); err == nil {
+			t.Errorf("%s: a machine was spawned", name)
+		}
+	}
+}
+
+// TestVersionIsAskedAgain wants a failure not to be remembered: the cure may have been followed.
+func TestVersionIsAskedAgain(t *testing.T) {
+	t.Parallel()
+	path := program(t, "exit 1")
+	d := New(Config{Binary: path})
+	if _, err := d.Fingerprint(t.Context()); err == nil {
+		t.Fatal("it works already")
+	}
+	if err := os.WriteFile(path, []byte("#!/bin/sh\necho QEMU emulator version 8.2.1\n"), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := d.Fingerprint(t.Context()); err != nil {
+		t.Error(err)
+	}
+	expired, cancel := context.WithCancel(t.Context())
+	cancel()
+	if _, err := d.Fingerprint(expired); err != nil {
+		t.Errorf("a version that is known was asked for again: %v", err)
+	}
+}
+
+func TestHostCPU(t *testing.T) {
+	t.Parallel()
+	model, err := hostCPU()
+	if err != nil || !strings.HasPrefix(model, "host:") || len(model) < 18 {
+		t.Errorf("got %q, %v", model, err)
+	}
+}
+
+func TestKVMGroup(t *testing.T) {
+	t.Parallel()
+	require.Root(t) // files are given away
+	for _, c := range []struct {
+		mode os.FileMode
+		gid  int
+		want []uint32
+		ok   bool
+	}{
+		{0o660, 108, []uint32{108}, true},
+		{0o666, 0, nil, true},
+		{0o666, 108, nil, true},
+		{0o600, 0, nil, false},
+		{0o660, 0, nil, false}, // the root group opens more than KVM
+		{0o640, 108, nil, false},
+		{0o600, 108, nil, false},
+	} {
+		path := filepath.Join(t.TempDir(), "kvm")
+		if err := os.WriteFile(path, nil, 0o600); err != nil {
+			t.Fatal(err)
+		}
+		if err := os.Chown(path, 0, c.gid); err != nil {
+			t.Fatal(err)
+		}
+		if err := os.Chmod(path, c.mode); err != nil {
+			t.Fatal(err)
+		}
+		got, err := kvmGroup(path)
+		if (err == nil) != c.ok || fmt.Sprint(got) != fmt.Sprint(c.want) {
+			t.Errorf("%v of group %d: got %v, %v", c.mode, c.gid, got, err)
+		}
+		if err != nil && !strings.Contains(err.Error(), "cure: ") {
+			t.Errorf("%v of group %d: no cure in %q", c.mode, c.gid, err)
+		}
+	}
+	if _, err := kvmGroup("/no/such/device"); err == nil {
+		t.Error("an absent device has a group")
+	}
+}

@@ -1,0 +1,294 @@
+// Package vmmproc starts a VMM as a confined process that outlives the runner, and finds it again: in a network namespace,
+// under a user of its own, with no capability and no way to gain one, in a session of its own.
+package vmmproc
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math"
+	"os"
+	"os/exec"
+	"strconv"
+	"strings"
+	"sync"
+	"syscall"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/coppice-dev/coppice/internal/osthread"
+)
+
+// Command is what to start. The process gets nothing of the runner's environment.
+type Command struct {
+	Path  string
+	Args  []string   // without the program's name
+	Files []*os.File // become descriptors 3, 4, ... of the process
+	Log   *os.File   // standard output and error
+	Dir   string
+
+	NetNS    *os.File // nil for the current one
+	UID, GID uint32   // 0 keeps the runner's
+	Groups   []uint32 // supplementary, for a device node such as /dev/kvm
+	CgroupFD *os.File // a cgroup v2 directory; nil for none
+}
+
+// Process is a running VMM. Its methods are safe for concurrent use.
+type Process struct {
+	PID       int
+	StartTime uint64 // clock ticks since boot
+
+	child bool     // this process must reap it
+	pidfd *os.File // closed when the process has ended or was released
+	done  chan struct{}
+
+	mu     sync.Mutex // guards status and killed
+	status string
+	killed bool
+}
+
+// Start starts the command. The process does not end with the runner and is not tied to any context.
+func Start(c Command) (*Process, error) {
+	cmd := exec.Command(c.Path, c.Args...) //nolint:gosec,noctx // G204: the path comes from our configuration; a VMM must outlive every context
+	cmd.Env = []string{"PATH=/usr/bin:/bin", "HOME=/nonexistent", "LC_ALL=C"}
+	cmd.Dir, cmd.Stdout, cmd.Stderr, cmd.ExtraFiles = c.Dir, c.Log, c.Log, c.Files
+	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
+	if c.UID != 0 {
+		cmd.SysProcAttr.Credential = &syscall.Credential{Uid: c.UID, Gid: c.GID, Groups: c.Groups}
+	}
+	if c.CgroupFD != nil {
+		cmd.SysProcAttr.UseCgroupFD, cmd.SysProcAttr.CgroupFD = true, int(c.CgroupFD.Fd())
+	}
+	if err := errors.Join(keepDescriptors(), noCore()); err != nil {
+		return nil, err
+	}
+	if err := osthread.Do(func() error { // the thread is changed for good
+		if err := confineThread(c.NetNS, c.UID != 0); err != nil {
+			return err
+		}
+		return cmd.Start()
+	}); err != nil {
+		return nil, fmt.Errorf("start %s: %w", c.Path, err)
+	}
+	p, err := open(cmd.Process.Pid)
+	if err != nil {
+		return nil, errors.Join(err, cmd.Process.Kill(), cmd.Wait())
+	}
+	p.child = true
+	go func() {
+		_ = cmd.Wait() // the status says it all
+		p.finish(cmd.ProcessState.String())
+	}()
+	return p, nil
+}
+
+// keepDescriptors keeps from the VMM what this process has inherited itself: Go closes in a child only what it has opened.
+func keepDescriptors() error {
+	err := unix.CloseRange(3, math.MaxUint32, unix.CLOSE_RANGE_CLOEXEC)
+	if err != nil && !errors.Is(err, unix.ENOSYS) && !errors.Is(err, unix.EINVAL) { // Linux before 5.11 cannot
+		return fmt.Errorf("keep open files from the VMM: %w", err)
+	}
+	return nil
+}
+
+// noCore keeps a VMM that crashes from writing its guest's memory, with every secret in it, to a file: it inherits the limit of
+// this process, which has a copy of the same secrets now and then. Setting the VMM's own would need CAP_SYS_RESOURCE.
+var noCore = sync.OnceValue(func() error {
+	if err := unix.Setrlimit(unix.RLIMIT_CORE, &unix.Rlimit{}); err != nil {
+		return fmt.Errorf("forbid core dumps: %w", err)
+	}
+	return nil
+})
+
+func confineThread(netns *os.File, dropCapabilities bool) error {
+	if netns != nil {
+		if err := unix.Setns(int(netns.Fd()), unix.CLONE_NEWNET); err != nil {
+			return fmt.Errorf("enter the network namespace: %w", err)
+		}
+	}
+	if err := unix.Prctl(unix.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0); err != nil {
+		return fmt.Errorf("set no_new_privs: %w", err)
+	}
+	if !dropCapabilities {
+		return nil
+	}
+	for capability := uintptr(0); ; capability++ {
+		if err := unix.Prctl(unix.PR_CAPBSET_DROP, capability, 0, 0, 0); errors.Is(err, unix.EINVAL) {
+			return nil // past the last capability of this kernel
+		} else if err != nil {
+			return fmt.Errorf("drop capability %d from the bounding set: %w", capability, err)
+		}
+	}
+}
+
+// Attach finds a process that an earlier runner started. It fails with os.ErrProcessDone when no process has that pid or
+// the one that has it was started at another time.
+func Attach(pid int, startTime uint64) (*Process, error) {
+	p, err := open(pid)
+	// EINVAL: the number is no process's now but that of one of a process's threads, or it never was one.
+	if errors.Is(err, unix.ESRCH) || errors.Is(err, unix.EINVAL) || errors.Is(err, os.ErrNotExist) {
+		return nil, os.ErrProcessDone
+	}
+	if err != nil {
+		return nil, err
+	}
+	if p.StartTime != startTime {
+		return nil, errors.Join(os.ErrProcessDone, p.pidfd.Close())
+	}
+	go func() {
+		if p.waitExit() {
+			p.finish("ended while no runner was its parent")
+		}
+	}()
+	return p, nil
+}
+
+// Find attaches to every process whose arguments, the program's name first, match.
+func Find(match func(args []string) bool) ([]*Process, error) {
+	entries, err := os.ReadDir("/proc")
+	if err != nil {
+		return nil, err
+	}
+	var out []*Process
+	for _, e := range entries {
+		pid, err := strconv.Atoi(e.Name())
+		if err != nil || !matches(pid, match) {
+			continue
+		}
+		start, err := startTime(pid)
+		if err != nil {
+			continue // it has ended
+		}
+		p, err := Attach(pid, start)
+		if errors.Is(err, os.ErrProcessDone) {
+			continue
+		}
+		if err != nil {
+			return out, err
+		}
+		if !matches(pid, match) { // the pid was another process's before
+			p.Release()
+			continue
+		}
+		out = append(out, p)
+	}
+	return out, nil
+}
+
+func matches(pid int, match func([]string) bool) bool {
+	b, err := os.ReadFile(fmt.Sprintf("/proc/%d/cmdline", pid))
+	return err == nil && len(b) > 0 && match(strings.Split(strings.TrimSuffix(string(b), "\x00"), "\x00"))
+}
+
+// open takes a pidfd first, so that the start time that is read belongs to the process it names.
+func open(pid int) (*Process, error) {
+	fd, err := unix.PidfdOpen(pid, unix.PIDFD_NONBLOCK)
+	if err != nil {
+		return nil, fmt.Errorf("open process %d: %w", pid, err)
+	}
+	f := os.NewFile(uintptr(fd), "pidfd")
+	start, err := startTime(pid)
+	if err != nil {
+		return nil, errors.Join(err, f.Close())
+	}
+	return &Process{PID: pid, StartTime: start, pidfd: f, done: make(chan struct{})}, nil
+}
+
+// waitExit waits until the pidfd is readable, without holding a thread. It is false when the process was released first.
+func (p *Process) waitExit() bool {
+	conn, err := p.pidfd.SyscallConn()
+	if err != nil {
+		return false
+	}
+	polled := []unix.PollFd{{Events: unix.POLLIN}}
+	return conn.Read(func(fd uintptr) bool {
+		polled[0].Fd = int32(fd)
+		n, err := unix.Poll(polled, 0)
+		return err == nil && n > 0
+	}) == nil
+}
+
+func (p *Process) finish(status string) {
+	p.mu.Lock()
+	p.status = status
+	p.mu.Unlock()
+	close(p.done)
+	_ = p.pidfd.Close() // it was only watched
+}
+
+// Release stops watching a process that Attach found: Done is not closed any more, and Kill fails. One that was
+// started here is watched on, because it must be reaped.
+func (p *Process) Release() {
+	if !p.child {
+		_ = p.pidfd.Close() // it was only watched
+	}
+}
+
+// Done is closed when the process has ended.
+func (p *Process) Done() <-chan struct{} { return p.done }
+
+// Status says how the process ended and whether that was by Kill.
+func (p *Process) Status() (status string, killed bool) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.status, p.killed
+}
+
+// Kill ends the process and waits until it is gone. Idempotent. A ctx that ends cuts the waiting short, not the kill.
+func (p *Process) Kill(ctx context.Context) error {
+	select {
+	case <-p.done:
+		return nil
+	default:
+	}
+	if err := p.signal(unix.SIGKILL); err != nil {
+		select {
+		case <-p.done: // it ended meanwhile
+			return nil
+		default:
+			return fmt.Errorf("kill process %d: %w", p.PID, err)
+		}
+	}
+	select {
+	case <-p.done:
+		return nil
+	case <-ctx.Done():
+		return fmt.Errorf("wait for process %d to end: %w", p.PID, context.Cause(ctx))
+	}
+}
+
+// signal sends a signal by the pidfd, which never reaches another process. One that has ended is no error.
+func (p *Process) signal(s unix.Signal) error {
+	conn, err := p.pidfd.SyscallConn()
+	if err != nil {
+		return err
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	var sendErr error
+	if err := conn.Control(func(fd uintptr) { sendErr = unix.PidfdSendSignal(int(fd), s, nil, 0) }); err != nil {
+		return err
+	}
+	if sendErr == nil {
+		p.killed = true
+		return nil
+	}
+	if errors.Is(sendErr, unix.ESRCH) {
+		return nil
+	}
+	return sendErr
+}
+
+// startTime reads field 22 of /proc/PID/stat. The command name, field 2, may hold spaces and parentheses.
+func startTime(pid int) (uint64, error) {
+	b, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
+	if err != nil {
+		return 0, err
+	}
+	_, rest, ok := strings.Cut(string(b[strings.LastIndexByte(string(b), ')')+1:]), " ")
+	fields := strings.Fields(rest)
+	if !ok || len(fields) < 20 {
+		return 0, fmt.Errorf("read the start time of process %d: unexpected form of its stat file", pid)
+	}
+	return strconv.ParseUint(fields[19], 10, 64)
+}

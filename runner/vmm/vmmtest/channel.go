@@ -1,0 +1,130 @@
+package vmmtest
+
+import (
+	"fmt"
+	"testing"
+	"time"
+
+	"github.com/coppice-dev/coppice/runner/vmm"
+)
+
+// testReconnect hangs up in the middle of requests and answers.
+func testReconnect(t *testing.T, w *world) {
+	t.Helper()
+	m := w.fork(t, w.template)
+	for i := range 10 {
+		c, err := connect(t.Context(), m.Machine)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if got, err := c.ask("inc"); err != nil || got != fmt.Sprint(i+2) {
+			t.Fatalf("connection %d: got %q, want %d (%v)", i, got, i+2, err)
+		}
+		if _, err := c.Write([]byte("sum\nsum\nco")); err != nil { // half a request, and answers that nobody reads
+			t.Fatal(err)
+		}
+		closeAll(t, c)
+	}
+	// A connection that is open at a capture goes on, and the clone's begins anew.
+	c, err := connect(t.Context(), m.Machine)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	if _, err := c.Write([]byte("cou")); err != nil {
+		t.Fatal(err)
+	}
+	s := m.capture(t)
+	if got, err := c.ask("nt"); err != nil || got != "11" {
+		t.Errorf("a request that a capture interrupts is answered by %q, want 11 (%v)", got, err)
+	}
+	w.fork(t, s).want(t, "11", "count")
+}
+
+func testOneConnection(t *testing.T, w *world) {
+	t.Helper()
+	m := w.fork(t, w.template)
+	first, err := connect(t.Context(), m.Machine)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if second, err := m.DialAgent(t.Context()); err == nil { // it may be refused, or wait
+		if err := second.SetDeadline(time.Now().Add(300 * time.Millisecond)); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := second.Write([]byte("\ninc\n")); err == nil {
+			if n, err := second.Read(make([]byte, 64)); err == nil {
+				t.Errorf("a second connection was served beside the first: %d bytes", n)
+			}
+		}
+		if got, err := first.ask("count"); err != nil || got != "1" {
+			t.Errorf("the first connection has the answer %q, want 1 (%v)", got, err)
+		}
+		closeAll(t, second)
+	}
+	if got, err := first.ask("count"); err != nil || got != "1" {
+		t.Errorf("the first connection has the answer %q, want 1 (%v)", got, err)
+	}
+	closeAll(t, first)
+	if got := number(t, m.ask(t, "count")); got > 2 { // what the second asked for may be carried out now
+		t.Errorf("the count is %d", got)
+	}
+}
+
+// testBabble has a guest that sends without being asked and is not read.
+func testBabble(t *testing.T, w *world) {
+	t.Helper()
+	m := w.fork(t, w.template)
+	c, err := connect(t.Context(), m.Machine)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := c.ask("babble 2000000"); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := c.lines.Peek(2048); err != nil { // it has begun
+		t.Fatal(err)
+	}
+	var s *snapshot
+	promptly(t, "a capture of a guest that babbles", func() { s = m.capture(t) })
+	closeAll(t, c)
+	// The rubbish may go on for a while, in the child too, and get into the answers.
+	for who, v := range map[string]*machine{"the parent": m, "the child": w.fork(t, s)} {
+		eventually(t, who+" makes sense again", func() bool {
+			got, err := v.try(t.Context(), "count")
+			return err == nil && got == "1"
+		})
+	}
+}
+
+func testConsoleFlood(t *testing.T, w *world) {
+	t.Helper()
+	m := w.fork(t, w.template)
+	m.want(t, "ok", "print 50000000")
+	eventually(t, "the console is full", func() bool { return len(m.Console()) >= vmm.ConsoleBytes })
+	for range 20 {
+		checkConsole(t, m.Console())
+		pause(t, 10*time.Millisecond)
+	}
+	promptly(t, "the pause of a guest that prints", func() { m.pause(t) })
+	var s *snapshot
+	promptly(t, "the capture of a guest that prints", func() { m.resume(t); s = m.capture(t) })
+	child := w.fork(t, s)
+	child.want(t, "1", "count")
+	for _, v := range []*machine{m, child} {
+		promptly(t, "the kill of a guest that prints", func() { v.kill(t) })
+		checkConsole(t, v.ended(t).Console)
+	}
+}
+
+func checkConsole(t *testing.T, s string) {
+	t.Helper()
+	if len(s) > vmm.ConsoleBytes {
+		t.Fatalf("the console has %d bytes", len(s))
+	}
+	for i := range len(s) {
+		if c := s[i]; c != '\n' && c != '\t' && (c < 0x20 || c > 0x7e) {
+			t.Fatalf("the console has the byte %#x", c)
+		}
+	}
+}

@@ -1,0 +1,237 @@
+package vmmtest
+
+import (
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+	"testing"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/coppice-dev/coppice/runner/memory"
+)
+
+func testPauseStops(t *testing.T, w *world) {
+	t.Helper()
+	m := w.fork(t, w.template)
+	p := newProbe(t, m)
+	for range 3 {
+		p.moves(t)
+		m.pause(t)
+		p.standsStill(t)
+		m.save(t, w.path())
+		p.standsStill(t)
+		m.resume(t)
+	}
+	p.moves(t)
+
+	restored := w.restored(t, m.capture(t))
+	probe := *p
+	region, err := restored.Memory()
+	if err != nil {
+		t.Fatal(err)
+	}
+	was, err := m.Memory()
+	if err != nil {
+		t.Fatal(err)
+	}
+	probe.mem = open(t, fmt.Sprintf("/proc/%d/mem", region.PID), os.O_RDONLY)
+	probe.at = p.at - int64(was.Addr) + int64(region.Addr)
+	probe.standsStill(t)
+	restored.resume(t)
+	probe.moves(t)
+}
+
+func testRegion(t *testing.T, w *world) {
+	t.Helper()
+	m := w.shell(t, w.template)
+	r, err := m.Memory()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if want := int64(w.MemoryMiB) << 20; r.Size != want || r.Addr%memory.PageSize != 0 {
+		t.Errorf("the region is %+v, want %d bytes from the beginning of a page", r, want)
+	}
+	again, err := m.Memory()
+	if err != nil || again != r {
+		t.Errorf("the region is %+v the second time, was %+v (%v)", again, r, err)
+	}
+	maps, err := os.ReadFile(fmt.Sprintf("/proc/%d/maps", r.PID))
+	if err != nil {
+		t.Fatal(err)
+	}
+	want := fmt.Sprintf("%x-%x rw-p ", r.Addr, r.Addr+uint64(r.Size))
+	if !strings.Contains(string(maps), want) {
+		t.Errorf("the address space has no mapping %q", want)
+	}
+	private, err := memory.Scan(r)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if n := memory.TotalBytes(private); n > r.Size/100 {
+		t.Errorf("%d of %d bytes are private before anything was restored", n, r.Size)
+	}
+	// What is written there is private: BaseUnchanged looks at the base in the end.
+	f := open(t, fmt.Sprintf("/proc/%d/mem", r.PID), os.O_RDWR)
+	if _, err := f.WriteAt([]byte("written from outside"), int64(r.Addr)+r.Size/2); err != nil {
+		t.Fatal(err)
+	}
+	more, err := memory.Scan(r)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if got, want := memory.TotalBytes(more), memory.TotalBytes(private)+memory.PageSize; got != want {
+		t.Errorf("%d bytes are private after a page was written, want %d", got, want)
+	}
+}
+
+// facts are what the guest knows, without its clock.
+func (m *machine) facts(t *testing.T) string {
+	t.Helper()
+	list := make([]string, 0, 4)
+	for _, q := range []string{"count", "sum", fmt.Sprintf("read %d 0", ownDisk), fmt.Sprintf("read %d 8200", ownDisk)} {
+		list = append(list, q+"="+m.ask(t, q))
+	}
+	return strings.Join(list, " ")
+}
+
+func (m *machine) wantFacts(t *testing.T, who, want string) {
+	t.Helper()
+	if got := m.facts(t); got != want {
+		t.Errorf("%s has %s, want %s", who, got, want)
+	}
+}
+
+func testForkEquals(t *testing.T, w *world) {
+	t.Helper()
+	m := w.fork(t, w.template)
+	m.want(t, "2", "inc")
+	m.ask(t, "fill 1")
+	m.want(t, "ok", fmt.Sprintf("write %d 8200 4711", ownDisk))
+	want := m.facts(t)
+	ticks := number(t, m.ask(t, "ticks"))
+	s := m.capture(t)
+	child := w.fork(t, s)
+	child.wantFacts(t, "the child", want)
+	if now := number(t, child.ask(t, "ticks")); now < ticks {
+		t.Errorf("the child's clock says %d, the parent's said %d", now, ticks)
+	}
+	m.wantFacts(t, "the parent", want)
+}
+
+func testIsolation(t *testing.T, w *world) {
+	t.Helper()
+	parent := w.fork(t, w.template)
+	s := parent.capture(t)
+	before := parent.facts(t)
+
+	parent.want(t, "2", "inc")
+	parent.ask(t, "fill 1")
+	parent.want(t, "ok", fmt.Sprintf("write %d 8200 1", ownDisk))
+	after := parent.facts(t)
+
+	first := w.fork(t, s)
+	first.wantFacts(t, "a child made after its parent has written", before)
+	for range 3 {
+		first.ask(t, "inc")
+	}
+	first.want(t, "ok", fmt.Sprintf("write %d 8200 2", ownDisk))
+
+	second := w.fork(t, s)
+	second.wantFacts(t, "a child made after its sibling has written", before)
+	parent.wantFacts(t, "the parent of children that have written", after)
+	if got, err := parent.try(t.Context(), fmt.Sprintf("write %d 0 1", rootDisk)); err == nil {
+		t.Errorf("a read-only disk was written (%s)", got)
+	}
+}
+
+func testGenerations(t *testing.T, w *world) {
+	t.Helper()
+	type generation struct {
+		s     *snapshot
+		facts string
+	}
+	var line []generation
+	from := w.template
+	for i := range 3 {
+		m := w.fork(t, from)
+		m.want(t, fmt.Sprint(i+2), "inc")
+		if i < 2 {
+			m.ask(t, "fill 1")
+		}
+		m.want(t, "ok", fmt.Sprintf("write %d 8200 %d", ownDisk, i+100))
+		g := generation{facts: m.facts(t), s: m.capture(t)}
+		if i == 1 { // a base made of base and delta is the same
+			g.s.rebase(t, w)
+		}
+		line = append(line, g)
+		from = g.s
+		m.kill(t)
+	}
+	for i, g := range line {
+		w.fork(t, g.s).wantFacts(t, fmt.Sprintf("a fork of generation %d", i+1), g.facts)
+	}
+}
+
+func testForksAtOnce(t *testing.T, w *world) {
+	t.Helper()
+	const n = 8
+	m := w.fork(t, w.template)
+	m.want(t, "2", "inc")
+	s := m.capture(t)
+	m.kill(t)
+	// All of them read the device state from one open file.
+	restore := s.restoreSpec(t)
+	shells := make([]*machine, n)
+	for i := range shells {
+		shells[i] = w.shell(t, s)
+	}
+	errs := make([]error, n)
+	var wg sync.WaitGroup
+	for i, shell := range shells {
+		wg.Go(func() {
+			errs[i] = func() error {
+				if err := shell.Restore(t.Context(), restore); err != nil {
+					return err
+				}
+				if err := shell.Resume(t.Context()); err != nil {
+					return err
+				}
+				for j := range i {
+					got, err := shell.try(t.Context(), "inc")
+					if want := fmt.Sprint(j + 3); err != nil || got != want {
+						return fmt.Errorf("fork %d counts %q, want %q (%w)", i, got, want, err)
+					}
+				}
+				_, err := shell.try(t.Context(), fmt.Sprintf("write %d 0 %d", ownDisk, i))
+				return err
+			}()
+		})
+	}
+	wg.Wait()
+	for i, shell := range shells {
+		if errs[i] != nil {
+			t.Error(errs[i])
+			continue
+		}
+		shell.want(t, fmt.Sprint(i+2), "count")
+		shell.want(t, fmt.Sprint(i), fmt.Sprintf("read %d 0", ownDisk))
+	}
+}
+
+// gone fails unless the process of a killed machine is no more.
+func gone(t *testing.T, m *machine) {
+	t.Helper()
+	if pid := m.Handle().PID; pid != os.Getpid() {
+		// Whoever recovered a machine may see its end before the process's parent, which is this one, has reaped it.
+		eventually(t, fmt.Sprintf("process %d is gone", pid), func() bool { return unix.Kill(pid, 0) != nil })
+		if pids := processesOf(t, m.spec.ID); len(pids) > 0 {
+			t.Errorf("the processes %v are left", pids)
+		}
+	}
+	if _, err := os.Stat(filepath.Dir(m.spec.Dir)); err != nil {
+		t.Error(err)
+	}
+}

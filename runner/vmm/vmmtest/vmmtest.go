@@ -1,0 +1,106 @@
+// Package vmmtest is the suite that every implementation of the contract in package vmm passes, the real ones and the fake.
+//
+// It boots one machine, captures it, and grows all that it needs from that capture as a runner would: a private mapping of a
+// base, a delta written from outside, device state. What the guest knows it keeps in its memory and on its disk, and is asked
+// over the agent's channel in the protocol of package line.
+package vmmtest
+
+import (
+	"os"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/coppice-dev/coppice/runner/vmm"
+)
+
+// Fixture is a driver to be tested.
+type Fixture struct {
+	Driver vmm.Driver
+
+	// What a cold boot reads: paths. The machine must run package line as its guest program. Empty for a driver that boots
+	// without them.
+	Kernel, Initrd string
+	CommandLine    string
+
+	MemoryMiB int
+	UID       uint32 // of the VMMs; 0 for the test's own
+	// Crash ends a machine's VMM from outside, as an out-of-memory kill would. nil kills the process of its handle.
+	Crash func(t *testing.T, m vmm.Machine)
+}
+
+// Patience is how long anything may take that is not measured here: the machine may be emulated on a busy host.
+const Patience = time.Minute
+
+// prompt is how long a call may take that must not wait for the guest.
+const prompt = 10 * time.Second
+
+// Run runs the suite. It calls fixture once.
+func Run(t *testing.T, fixture func(t *testing.T) Fixture) {
+	t.Helper()
+	f := fixture(t)
+	if f.Crash == nil {
+		f.Crash = killProcess
+	}
+	w := newWorld(t, f)
+	t.Run("contract", func(t *testing.T) {
+		for _, c := range []struct {
+			name string
+			test func(t *testing.T, w *world)
+		}{
+			{"Fingerprint", testFingerprint},
+			{"SpawnedStates", testSpawnedStates},
+			{"WaitingStates", testWaitingStates},
+			{"FailedInjection", testFailedInjection},
+			{"DamagedState", testDamagedState},
+			{"SpawnRefused", testSpawnRefused},
+			{"SpawnCancelled", testSpawnCancelled},
+			{"OutlivesContext", testOutlivesContext},
+			{"CommandCancelled", testCommandCancelled},
+			{"PauseStops", testPauseStops},
+			{"SaveStateFails", testSaveStateFails},
+			{"Region", testRegion},
+			{"ForkEquals", testForkEquals},
+			{"Isolation", testIsolation},
+			{"Generations", testGenerations},
+			{"ForksAtOnce", testForksAtOnce},
+			{"ResizeDisk", testResizeDisk},
+			{"Reconnect", testReconnect},
+			{"OneConnection", testOneConnection},
+			{"Babble", testBabble},
+			{"ConsoleFlood", testConsoleFlood},
+			{"Kill", testKill},
+			{"Crash", testCrash},
+			{"PowerOff", testPowerOff},
+			{"GuestPanic", testGuestPanic},
+			{"RecoverRunning", testRecoverRunning},
+			{"RecoverPaused", testRecoverPaused},
+			{"RecoverWaiting", testRecoverWaiting},
+			{"RecoverGone", testRecoverGone},
+			{"EndAndReap", testEndAndReap},
+		} {
+			t.Run(c.name, func(t *testing.T) {
+				t.Parallel()
+				c.test(t, w)
+			})
+		}
+	})
+	t.Run("BaseUnchanged", func(t *testing.T) { //nolint:paralleltest // after all the others
+		if got := digest(t, w.template.base.File()); got != w.baseDigest {
+			t.Errorf("the base has the digest %s after the tests, and had %s", got, w.baseDigest)
+		}
+	})
+}
+
+// killProcess is Crash for a VMM that is a process.
+func killProcess(t *testing.T, m vmm.Machine) {
+	t.Helper()
+	pid := m.Handle().PID
+	if pid <= 1 || pid == os.Getpid() {
+		t.Fatalf("the handle has the pid %d", pid)
+	}
+	if err := unix.Kill(pid, unix.SIGKILL); err != nil {
+		t.Fatal(err)
+	}
+}
