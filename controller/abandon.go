@@ -1,0 +1,74 @@
+package controller
+
+import (
+	"context"
+
+	"github.com/coppice-dev/coppice/core"
+)
+
+// abandon ends an operation as failed and takes back what its admission began: workspaces that it was to make are failed,
+// a capture is failed, and the workspace that it acted on is what it was. What a runner may hold of it is dropped.
+func (c *Controller) abandon(ctx context.Context, t *Task, problem error) error {
+	dropped := map[string][]core.SandboxID{}
+	err := t.fail(ctx, problem, func(ctx context.Context, tx Tx) (Outcome, Result, error) {
+		clear(dropped)
+		ids := make([]core.SandboxID, 0, len(t.in.Children)+1)
+		ended := make([]EndedWorkspace, len(t.in.Children))
+		for i, child := range t.in.Children {
+			ended[i] = EndedWorkspace{ID: child.Workspace, To: core.WorkspaceFailed, Failure: failureOf(problem)}
+			ids = append(ids, child.Sandbox)
+		}
+		if t.in.Next != "" {
+			ids = append(ids, t.in.Next)
+		}
+		sandboxes, err := tx.Sandboxes(ctx, ids)
+		if err != nil {
+			return Outcome{}, Result{}, err
+		}
+		for _, s := range sandboxes {
+			dropped[s.Endpoint] = append(dropped[s.Endpoint], s.ID)
+		}
+		if len(ended) > 0 {
+			if _, err := tx.EndWorkspaces(ctx, ended); err != nil {
+				return Outcome{}, Result{}, err
+			}
+		}
+		if t.in.Capture != "" {
+			if err := tx.FailCheckpoint(ctx, t.in.Capture, *failureOf(problem)); err != nil {
+				return Outcome{}, Result{}, err
+			}
+		}
+		return Outcome{}, Result{}, c.takeBack(ctx, tx, t)
+	})
+	if err != nil {
+		return err
+	}
+	for endpoint, ids := range dropped {
+		c.drop(ctx, endpoint, ids...)
+	}
+	return nil
+}
+
+// takeBack gives the workspace that an operation acted on its state back, unless it has gone another way meanwhile.
+func (c *Controller) takeBack(ctx context.Context, tx Tx, t *Task) error {
+	var err error
+	switch t.op.Kind {
+	case OpCreateCheckpoint, OpForkWorkspace, OpSuspendWorkspace:
+		_, err = tx.CapturedWorkspace(ctx, t.op.WorkspaceID, t.in.Epoch, nil)
+	case OpRestoreWorkspace:
+		if err = tx.EndSandboxes(ctx, []core.SandboxID{t.in.Next}); err != nil {
+			return err
+		}
+		_, err = tx.MoveWorkspace(ctx, t.op.WorkspaceID, t.in.Epoch, core.WorkspaceReady)
+	case OpResumeWorkspace:
+		if err = tx.EndSandboxes(ctx, []core.SandboxID{t.in.Next}); err != nil {
+			return err
+		}
+		_, err = tx.MoveWorkspace(ctx, t.op.WorkspaceID, t.in.Epoch, core.WorkspaceSuspended)
+	case OpPruneCheckpoints, OpCreateWorkspace, OpCreateTemplate, OpForkCheckpoint, OpRestoreCheckpoint, OpTerminateWorkspace:
+	}
+	if core.CodeOf(err) == core.CodeStateConflict {
+		return nil
+	}
+	return err
+}

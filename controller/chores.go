@@ -1,0 +1,84 @@
+package controller
+
+import (
+	"context"
+	"time"
+
+	"github.com/coppice-dev/coppice/core"
+)
+
+const (
+	expiryBatch   = 64
+	expiryEvery   = time.Second
+	sweepInterval = 10 * time.Minute
+)
+
+// chores is the periodic work that one controller does for all. What a crash waits for is not among it (reconcileLoop): an
+// election may take a quarter of a minute.
+func (c *Controller) chores() []Chore {
+	return []Chore{
+		{Name: "expire", Every: expiryEvery, Do: c.expire},
+		{Name: "idle", Every: idleEvery, Do: c.expireIdle},
+		{Name: "retention", Every: retentionEvery, Do: c.retain},
+		{Name: "sweep", Every: sweepInterval, Do: c.sweep},
+		{Name: "seal_audit", Every: sealInterval, Do: c.sealAudit},
+		{Name: "sweep_keys", Every: sweepInterval, Do: c.sweepKeys},
+		{Name: "events", Every: sweepInterval, Do: c.tidyEvents},
+	}
+}
+
+// choreLoop takes part in the chores whenever the database is there.
+func (c *Controller) choreLoop(ctx context.Context) {
+	every(ctx, c.cfg.LoopInterval, nil, func() {
+		if err := c.store.Chores(ctx, c.chores(), c.log); err != nil && ctx.Err() == nil {
+			c.log.WarnContext(ctx, "chores ended", "err", err)
+		}
+	})
+}
+
+// reconcileLoop runs on every controller. It ends what crashes left: terminations that nobody works on, and the workspaces of
+// runners that have been silent for too long.
+func (c *Controller) reconcileLoop(ctx context.Context) {
+	every(ctx, c.cfg.LoopInterval, nil, func() {
+		if err := c.terminateAll(ctx, "termination resumed", Tx.OrphanedTerminations); err != nil && ctx.Err() == nil {
+			c.log.WarnContext(ctx, "half terminated workspaces were not ended", "err", err)
+		}
+		if err := c.fence(ctx); err != nil && ctx.Err() == nil {
+			c.log.WarnContext(ctx, "silent runners were not given up", "err", err)
+		}
+	})
+}
+
+// sweep removes rows that are too old to be of use.
+func (c *Controller) sweep(ctx context.Context) error {
+	return c.store.InTx(ctx, System(), func(tx Tx) error { return tx.Sweep(ctx) })
+}
+
+// expire starts the termination of what is due.
+func (c *Controller) expire(ctx context.Context) error {
+	return c.terminateAll(ctx, "workspace expired", Tx.ExpiredWorkspaces)
+}
+
+// terminateAll starts the termination of what a query finds. Several controllers may do so at once: the state decides.
+func (c *Controller) terminateAll(ctx context.Context, what string, find func(Tx, context.Context, int) ([]Workspace, error)) error {
+	var due []Workspace
+	err := c.store.InTx(ctx, System(), func(tx Tx) error {
+		var err error
+		due, err = find(tx, ctx, expiryBatch)
+		return err
+	})
+	if err != nil {
+		return err
+	}
+	for _, w := range due {
+		_, err := c.terminate(ctx, w.ProjectID, w.ID)
+		switch core.CodeOf(err) {
+		case "":
+			c.log.InfoContext(ctx, "termination started", "workspace_id", w.ID, "why", what)
+		case core.CodeStateConflict, core.CodeControllerStopping:
+		default:
+			return err
+		}
+	}
+	return nil
+}

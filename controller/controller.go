@@ -1,0 +1,237 @@
+package controller
+
+import (
+	"context"
+	"crypto/sha256"
+	"errors"
+	"fmt"
+	"log/slog"
+	"os"
+	"sync"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"go.opentelemetry.io/otel/trace"
+	"golang.org/x/sync/errgroup"
+
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/mtls"
+)
+
+// Config tunes a controller. Zero values take the defaults of DECISIONS 14 and 20; tests set them short.
+type Config struct {
+	ClusterID      string                // told to runners, which mark everything on their hosts with it
+	OperationLease time.Duration         // how long a crashed controller's operations rest; default 8 s, for all to be at rest again within 15
+	RunnerLease    time.Duration         // how long a silent runner counts as reachable; default 15 s
+	RunnerFence    time.Duration         // how long after that its workspaces are LOST; default 10 min
+	RunnerRetry    time.Duration         // how long an operation keeps calling a runner that cannot be reached; default 20 s
+	LoopInterval   time.Duration         // of the loops for claims and expiry; default 1 s
+	UseInterval    time.Duration         // how often the use of workspaces that expire when idle is recorded; default 5 s
+	CaptureWait    time.Duration         // how long a request waits for a checkpoint of the same workspace to end; default 30 s
+	ShutdownGrace  time.Duration         // how long operations may go on after Run was told to end; default 10 s
+	EventsKept     time.Duration         // how long events can be asked for; by whole days; default 7 days
+	KeyCache       time.Duration         // how long a valid key is believed; default 3 s, at most 5 s (revocation)
+	Limits         Limits                // of requests
+	Traces         trace.TracerProvider  // of requests; nil: none
+	Metrics        prometheus.Registerer // where metrics are registered; nil: nobody sees them
+	AdmissionWait  time.Duration         // how long a request waits for room on a runner; default 10 s, negative: not at all
+	AdmissionQueue int                   // how many requests may wait for that; default 256
+	UsageInterval  time.Duration         // how often what a sandbox uses is written down; default 1 min
+	Bootstrap      Bootstrap
+
+	Trust           *Trust        // nil where controller and runner share a secret, as in coppice dev; then no runner can join
+	CertificateLife time.Duration // of runners' certificates; default 24 h
+}
+
+// Bootstrap is what must exist before the first request.
+type Bootstrap struct {
+	Project string // name; default "default"
+	Key     string // the secret of an API key for it; empty makes none
+}
+
+func (c Config) withDefaults() Config {
+	set := func(d *time.Duration, v time.Duration) {
+		if *d == 0 {
+			*d = v
+		}
+	}
+	set(&c.OperationLease, 8*time.Second)
+	set(&c.RunnerLease, 15*time.Second)
+	set(&c.RunnerFence, 10*time.Minute)
+	set(&c.RunnerRetry, 20*time.Second)
+	set(&c.LoopInterval, time.Second)
+	set(&c.UsageInterval, time.Minute)
+	set(&c.UseInterval, 5*time.Second)
+	set(&c.AdmissionWait, 10*time.Second)
+	if c.AdmissionQueue == 0 {
+		c.AdmissionQueue = 256
+	}
+	set(&c.CaptureWait, 30*time.Second)
+	set(&c.ShutdownGrace, 10*time.Second)
+	set(&c.EventsKept, 7*24*time.Hour)
+	set(&c.KeyCache, 3*time.Second)
+	set(&c.CertificateLife, mtls.Lifetime)
+	c.KeyCache = min(c.KeyCache, 5*time.Second)
+	if c.Bootstrap.Project == "" {
+		c.Bootstrap.Project = "default"
+	}
+	return c
+}
+
+// errShutdown ends the operations of a controller that stops; another one, or the next start, resumes them.
+var errShutdown = errors.New("the controller is stopping")
+
+// Controller runs the use cases. Make it with New; it works only while Run does.
+type Controller struct {
+	cfg     Config
+	store   Store
+	runners Runners
+	log     *slog.Logger
+	owner   string // of operation leases: this process, never reused
+
+	runCtx context.Context // the lifetime of operations, which outlives every request
+	stop   context.CancelCauseFunc
+	tasks  sync.WaitGroup
+	wake   chan struct{} // size 1: look for operations to claim
+	ended  chan core.OperationID
+
+	// mu guards the fields below.
+	mu       sync.Mutex
+	closing  bool
+	running  map[core.OperationID]*Task
+	waiters  map[core.OperationID][]chan struct{} // for operations that others run
+	released map[core.WorkspaceID]chan struct{}   // closed when a capture of ours ends
+
+	feed      *feed
+	metrics   *metrics
+	keys      keyring
+	limits    *limiter
+	images    imageCache
+	uses      uses
+	admission admission
+	samples   samples
+}
+
+// New makes a controller. It starts nothing.
+func New(cfg Config, store Store, runners Runners, log *slog.Logger) *Controller {
+	ctx, stop := context.WithCancelCause(context.Background())
+	host, err := os.Hostname()
+	if err != nil {
+		host = "unknown"
+	}
+	c := &Controller{
+		cfg: cfg.withDefaults(), store: store, runners: runners, log: log,
+		owner:  fmt.Sprintf("%s/%s", host, core.NewID[core.OperationID]()),
+		runCtx: ctx, stop: stop, wake: make(chan struct{}, 1), ended: make(chan core.OperationID, 1024),
+		limits:  newLimiter(cfg.Limits),
+		running: map[core.OperationID]*Task{}, waiters: map[core.OperationID][]chan struct{}{}, released: map[core.WorkspaceID]chan struct{}{}, feed: newFeed(),
+	}
+	if cfg.Metrics == nil {
+		cfg.Metrics = prometheus.NewRegistry()
+	}
+	c.metrics = newMetrics(c, cfg.Metrics)
+	return c
+}
+
+// Run renews leases, resumes what crashed controllers left, expires workspaces and gives up silent runners, until ctx ends.
+// Then it lets running operations end for the grace time, gives up the leases of the rest and returns nil.
+func (c *Controller) Run(ctx context.Context) error {
+	var loops errgroup.Group
+	loopCtx, endLoops := context.WithCancel(context.WithoutCancel(ctx))
+	defer endLoops()
+	for _, loop := range []func(context.Context){c.leaseLoop, c.reconcileLoop, c.choreLoop, c.useLoop, c.notifyLoop, c.listenLoop, c.keyLoop, c.feedLoop} {
+		loops.Go(func() error {
+			loop(loopCtx)
+			return nil
+		})
+	}
+	<-ctx.Done()
+	c.mu.Lock()
+	c.closing = true
+	c.mu.Unlock()
+	done := make(chan struct{})
+	go func() {
+		c.tasks.Wait()
+		close(done)
+	}()
+	grace := time.NewTimer(c.cfg.ShutdownGrace)
+	defer grace.Stop()
+	select {
+	case <-done:
+	case <-grace.C:
+	}
+	c.stop(errShutdown)
+	<-done
+	endLoops()
+	err := loops.Wait()
+	release, cancel := context.WithTimeout(context.WithoutCancel(ctx), 3*time.Second)
+	defer cancel()
+	if releaseErr := c.store.InTx(release, System(), func(tx Tx) error { return tx.ReleaseOperations(release, c.owner) }); releaseErr != nil {
+		c.log.WarnContext(ctx, "operation leases were not given up", "err", releaseErr)
+	}
+	return err
+}
+
+// Traces is where the spans of requests go.
+func (c *Controller) Traces() trace.TracerProvider { return c.cfg.Traces }
+
+// Bootstrap makes the first project and its key, as the configuration says. It is idempotent.
+func (c *Controller) Bootstrap(ctx context.Context) (Project, error) {
+	var project Project
+	err := c.store.InTx(ctx, System(), func(tx Tx) error {
+		var err error
+		if project, err = tx.EnsureProject(ctx, core.NewID[core.ProjectID](), c.cfg.Bootstrap.Project); err != nil || c.cfg.Bootstrap.Key == "" {
+			return err
+		}
+		secret := c.cfg.Bootstrap.Key
+		return tx.EnsureKey(ctx, Key{
+			ID: core.NewID[core.KeyID](), ProjectID: project.ID, Name: "bootstrap", Prefix: secret[:min(8, len(secret)/4)],
+			Hash: sha256.Sum256([]byte(secret)), Scopes: []core.KeyScope{core.ScopeAdmin},
+		})
+	})
+	return project, err
+}
+
+// Ready reports whether work can be accepted: DATABASE_UNAVAILABLE or NO_RUNNER otherwise.
+func (c *Controller) Ready(ctx context.Context) error {
+	return c.store.InTx(ctx, System(), func(tx Tx) error {
+		fleet, err := tx.Fleet(ctx)
+		if err != nil {
+			return err
+		}
+		for _, r := range fleet {
+			if r.Fresh {
+				return nil
+			}
+		}
+		return core.Errorf(core.Unavailable, core.CodeNoRunner, "no runner is registered and reachable")
+	})
+}
+
+// every calls do at once and then at the interval, or when wake says so, until the context ends.
+func every(ctx context.Context, interval time.Duration, wake <-chan struct{}, do func()) {
+	timer := time.NewTimer(0)
+	defer timer.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-timer.C:
+		case <-wake:
+		}
+		do()
+		timer.Reset(interval)
+	}
+}
+
+// pause waits, or returns the context's cause.
+func pause(ctx context.Context, d time.Duration) error {
+	timer := time.NewTimer(d)
+	defer timer.Stop()
+	select {
+	case <-ctx.Done():
+		return context.Cause(ctx)
+	case <-timer.C:
+		return nil
+	}
+}

@@ -1,0 +1,260 @@
+package controller
+
+import (
+	"context"
+	"slices"
+	"sort"
+	"sync"
+	"time"
+
+	"github.com/coppice-dev/coppice/core"
+)
+
+// feed reads the events of all projects once for all streams of this process, and only while there are any. It passes an event
+// on when every lower id is settled: visible, or never to be. The order of ids is that of the changes of each object, but
+// transactions commit in another; docs/adr/0015-event-order.md says how a reader misses none.
+type feed struct {
+	wake chan struct{} // size 1: look now
+
+	// mu guards the fields below.
+	mu      sync.Mutex
+	streams map[core.ProjectID]int
+	total   int
+	ready   bool          // horizon is known
+	closed  bool          // the controller stops
+	horizon int64         // everything up to it is settled
+	first   int64         // ring has every event above it, up to horizon
+	ring    []Event       // by id
+	changed chan struct{} // closed and replaced whenever something above changes
+}
+
+func newFeed() *feed {
+	return &feed{wake: make(chan struct{}, 1), streams: map[core.ProjectID]int{}, changed: make(chan struct{})}
+}
+
+// hint says that there may be something new.
+func (f *feed) hint() {
+	select {
+	case f.wake <- struct{}{}:
+	default:
+	}
+}
+
+func (f *feed) enter(project core.ProjectID) error {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.total >= maxStreams || f.streams[project] >= maxProjectStreams {
+		return core.Errorf(core.Exhausted, core.CodeCapacity, "too many event streams are open; one can carry the events of a whole project")
+	}
+	f.streams[project]++
+	f.total++
+	f.hint()
+	return nil
+}
+
+func (f *feed) leave(project core.ProjectID) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.total--
+	if f.streams[project]--; f.streams[project] == 0 {
+		delete(f.streams, project)
+	}
+}
+
+// known waits until the horizon is known and returns it.
+func (f *feed) known(ctx context.Context) (int64, error) {
+	for {
+		f.mu.Lock()
+		ready, closed, horizon, changed := f.ready, f.closed, f.horizon, f.changed
+		f.mu.Unlock()
+		switch {
+		case closed:
+			return 0, core.Wrapf(errShutdown, core.Unavailable, core.CodeControllerStopping, "the controller is stopping; go on at another")
+		case ready:
+			return horizon, nil
+		}
+		select {
+		case <-ctx.Done():
+			return 0, context.Cause(ctx)
+		case <-changed:
+		}
+	}
+}
+
+// after returns a copy of what is in the ring above an id, whether the ring reaches back that far, and a channel that is closed
+// when there is more. The channel is nil when the controller stops.
+func (f *feed) after(id int64) (list []Event, horizon int64, ok bool, changed <-chan struct{}) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.closed {
+		return nil, 0, false, nil
+	}
+	if !f.ready || id < f.first {
+		return nil, f.horizon, false, f.changed
+	}
+	at := sort.Search(len(f.ring), func(i int) bool { return f.ring[i].ID > id })
+	return slices.Clone(f.ring[at:]), f.horizon, true, f.changed
+}
+
+// pass publishes settled events.
+func (f *feed) pass(list []Event, horizon int64) {
+	if len(list) == 0 && horizon == f.horizon {
+		return
+	}
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.ring = append(f.ring, list...)
+	if extra := len(f.ring) - eventRing; extra > 0 {
+		f.first = f.ring[extra-1].ID
+		f.ring = slices.Clone(f.ring[extra:])
+	}
+	f.horizon = horizon
+	f.publish()
+}
+
+// publish wakes everyone who waits. mu is held.
+func (f *feed) publish() {
+	close(f.changed)
+	f.changed = make(chan struct{})
+}
+
+func (f *feed) idle() bool {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.total == 0 {
+		f.ready, f.ring = false, nil // whoever comes next begins anew
+	}
+	return f.total == 0
+}
+
+func (f *feed) begin(horizon int64) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.ready, f.horizon, f.first, f.ring = true, horizon, horizon, nil
+	f.publish()
+}
+
+func (f *feed) close() {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.closed = true
+	f.publish()
+}
+
+// tail is what the reader knows between two looks. Ids up to limit were handed out to transactions below bound: once all of
+// those have ended, what is not visible up to limit never will be. bound is 0 when no such question is open.
+type tail struct {
+	begun   bool
+	horizon int64
+	limit   int64
+	bound   uint64
+	unclear time.Duration // how long it waits to look again; it grows
+}
+
+// feedLoop is the only reader of the table's end.
+func (c *Controller) feedLoop(ctx context.Context) {
+	defer c.feed.close()
+	var t *tail
+	timer := time.NewTimer(0)
+	defer timer.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-timer.C:
+		case <-c.feed.wake:
+		}
+		if c.feed.idle() {
+			t = nil
+			timer.Stop() // until somebody comes
+			continue
+		}
+		wait, err := c.look(ctx, &t)
+		if err != nil {
+			wait = eventRetry
+			if ctx.Err() == nil {
+				c.log.WarnContext(ctx, "events were not read", "err", err)
+			}
+		}
+		if pause(ctx, eventCoalesce) != nil { // a storm of hints is one look
+			return
+		}
+		timer.Reset(max(wait-eventCoalesce, 0))
+	}
+}
+
+// look begins or goes on, and says when to look again.
+func (c *Controller) look(ctx context.Context, t **tail) (time.Duration, error) {
+	if *t == nil {
+		begin, err := c.beginTail(ctx)
+		if err != nil {
+			return 0, err
+		}
+		*t = begin
+	}
+	return c.advance(ctx, *t)
+}
+
+// beginTail asks from which id on everything is to be passed on: the newest one, once all that was handed out is settled.
+func (c *Controller) beginTail(ctx context.Context) (*tail, error) {
+	marks, err := read(ctx, c, System(), func(tx Tx) (EventMarks, error) { return tx.EventMarks(ctx) })
+	if err != nil {
+		return nil, err
+	}
+	bound, err := c.bound(ctx)
+	return &tail{horizon: marks.Newest, limit: marks.Newest, bound: bound}, err
+}
+
+// bound returns an id above those of all transactions that have one now.
+func (c *Controller) bound(ctx context.Context) (uint64, error) {
+	return read(ctx, c, System(), func(tx Tx) (uint64, error) { return tx.Transaction(ctx) })
+}
+
+// advance passes on what is settled above the horizon.
+func (c *Controller) advance(ctx context.Context, t *tail) (time.Duration, error) {
+	var list []Event
+	var settled uint64
+	err := c.store.InTx(ctx, System(), func(tx Tx) error {
+		var err error
+		list, settled, err = tx.TailEvents(ctx, t.horizon, eventBatch)
+		return err
+	})
+	if err != nil {
+		return 0, err
+	}
+	answered := t.bound != 0 && settled > t.bound
+	if answered {
+		t.bound, t.unclear = 0, 0
+	}
+	if !t.begun {
+		if !answered {
+			return t.later(), nil
+		}
+		t.begun = true
+		c.feed.begin(t.horizon)
+	}
+	n := 0
+	for n < len(list) && (list[n].ID == t.horizon+1 || answered && list[n].ID <= t.limit) {
+		t.horizon = list[n].ID
+		n++
+	}
+	c.feed.pass(list[:n], t.horizon)
+	switch {
+	case n < len(list):
+		if t.bound == 0 {
+			t.limit = list[len(list)-1].ID
+			if t.bound, err = c.bound(ctx); err != nil {
+				return 0, err
+			}
+		}
+		return t.later(), nil
+	case n == eventBatch:
+		return 0, nil
+	}
+	return eventPoll, nil
+}
+
+func (t *tail) later() time.Duration {
+	t.unclear = min(max(2*t.unclear, eventUnclear), eventPoll)
+	return t.unclear
+}

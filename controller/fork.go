@@ -1,0 +1,469 @@
+package controller
+
+import (
+	"context"
+	"fmt"
+	"slices"
+	"time"
+
+	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/controller/placement"
+	"github.com/coppice-dev/coppice/core"
+)
+
+// MaxFork is how many children one fork may ask for.
+const MaxFork = 256
+
+// ForkRequest asks for children of a checkpoint, or of a workspace that is checkpointed for it.
+type ForkRequest struct {
+	Count        int
+	Name         string // of the only child, or the start of "<name>-1" and up; empty: made up
+	AllOrNothing bool
+	Egress       core.EgressPolicy // empty: as the captured workspace has it
+	Env          map[string]string // nil: as the captured workspace has it
+	Labels       map[string]string
+	TTL          time.Duration // 0: none
+	Rest         Rest
+}
+
+func (r ForkRequest) names() ([]string, error) {
+	if r.Count < 1 || r.Count > MaxFork {
+		return nil, core.Errorf(core.Invalid, core.CodeInvalidField, "count is %d; it must be between 1 and %d", r.Count, MaxFork)
+	}
+	names := make([]string, r.Count)
+	for i := range names {
+		switch {
+		case r.Name == "":
+		case r.Count == 1:
+			names[i] = r.Name
+		default:
+			names[i] = fmt.Sprintf("%s-%d", r.Name, i+1)
+		}
+		if names[i] == "" {
+			continue
+		}
+		if err := core.ValidateName("branch_name", names[i]); err != nil {
+			return nil, err
+		}
+	}
+	return names, nil
+}
+
+// forkPlan is what a fork needs of the rows.
+type forkPlan struct {
+	endpoint string
+	children []Workspace // in the order asked
+	source   Checkpoint
+}
+
+// ForkCheckpoint grows workspaces from a checkpoint.
+func (c *Controller) ForkCheckpoint(ctx context.Context, project core.ProjectID, id core.CheckpointID, req ForkRequest, wait time.Duration) (Answer, error) {
+	return c.fork(ctx, project, OpForkCheckpoint, id, req, wait)
+}
+
+// RestoreCheckpoint grows one workspace, with a name, from a checkpoint.
+func (c *Controller) RestoreCheckpoint(ctx context.Context, project core.ProjectID, id core.CheckpointID, req ForkRequest, wait time.Duration) (Answer, error) {
+	req.Count = 1
+	return c.fork(ctx, project, OpRestoreCheckpoint, id, req, wait)
+}
+
+func (c *Controller) fork(ctx context.Context, project core.ProjectID, kind OperationKind, id core.CheckpointID, req ForkRequest, wait time.Duration) (Answer, error) {
+	names, err := req.names()
+	if err != nil {
+		return Answer{}, err
+	}
+	op := Operation{ProjectID: project, Kind: kind, Step: "fork", CheckpointID: id}
+	admit := func(ctx context.Context, tx Tx, _ *Operation, in *opInput, attempt int) (any, error) {
+		if err := tx.HoldCheckpoint(ctx, id); err != nil {
+			return nil, err
+		}
+		source, err := tx.Checkpoint(ctx, id)
+		if err != nil {
+			return nil, err
+		}
+		if !source.State.Forkable() {
+			return nil, notForkable(source)
+		}
+		runner, err := c.place(ctx, tx, placement.Request{Count: req.Count, Resources: source.Resources, Holder: source.RunnerID, Class: source.Class})
+		if err != nil {
+			return nil, err
+		}
+		children, err := c.plant(ctx, tx, planting{
+			project: project, runner: runner, names: names, attempt: attempt, ttl: req.TTL, like: childOf(source, req),
+		})
+		if err != nil {
+			return nil, err
+		}
+		in.Source, in.AllOrNothing, in.Children = id, req.AllOrNothing, childInputs(children)
+		return &forkPlan{endpoint: runner.Endpoint, children: children, source: source}, nil
+	}
+	t, err := c.admit(ctx, project, wait, func(ctx context.Context) (*Task, error) { return c.begin(ctx, InProject(project), op, admit) })
+	if err != nil {
+		return Answer{}, err
+	}
+	return t.await(ctx, wait)
+}
+
+func notForkable(cp Checkpoint) error {
+	return core.Errorf(core.FailedPrecondition, core.CodeCheckpointNotReady, "checkpoint %s is %s and cannot be forked", cp.ID, cp.State)
+}
+
+// childOf is what the children of a checkpoint have in common.
+func childOf(source Checkpoint, req ForkRequest) Workspace {
+	w := Workspace{
+		State: core.WorkspaceRestoring, Image: source.Image, Resources: source.Resources, Egress: req.Egress, Env: req.Env, Labels: req.Labels,
+		Parent: source.ID, Rest: req.Rest,
+	}
+	if w.Egress == "" {
+		w.Egress = source.Egress
+	}
+	if w.Env == nil {
+		w.Env = source.Env
+	}
+	return w
+}
+
+func childInputs(children []Workspace) []childInput {
+	list := make([]childInput, len(children))
+	for i, w := range children {
+		list[i] = childInput{Workspace: w.ID, Sandbox: w.Sandbox.ID}
+	}
+	return list
+}
+
+// place chooses a runner by the fleet as the transaction sees it.
+func (c *Controller) place(ctx context.Context, tx Tx, req placement.Request, holders ...core.RunnerID) (Runner, error) {
+	if err := c.inLine(ctx, req); err != nil {
+		return Runner{}, err
+	}
+	fleet, err := tx.Fleet(ctx)
+	if err != nil {
+		return Runner{}, err
+	}
+	candidates := make([]placement.Runner, len(fleet))
+	for i, r := range fleet {
+		candidates[i] = placement.Runner{
+			ID: r.Info.RunnerID, Class: r.Info.Class, Fresh: r.Fresh, Draining: r.Draining, Capacity: r.Info.Capacity, Used: r.Used,
+		}
+		if slices.Contains(holders, r.Info.RunnerID) {
+			candidates[i].Images = []core.Digest{req.Image}
+		}
+	}
+	id, err := placement.Choose(candidates, req)
+	if err != nil {
+		return Runner{}, err
+	}
+	return fleet[slices.IndexFunc(fleet, func(r Runner) bool { return r.Info.RunnerID == id })], nil
+}
+
+// planting says which workspaces to insert.
+type planting struct {
+	project core.ProjectID
+	runner  Runner
+	names   []string  // empty ones are made up
+	like    Workspace // what they have in common
+	attempt int       // 0: hosts are called like their workspaces
+	ttl     time.Duration
+}
+
+// plant inserts workspaces with their sandboxes, in the order of the names.
+func (c *Controller) plant(ctx context.Context, tx Tx, p planting) ([]Workspace, error) {
+	addresses, err := tx.FreeAddresses(ctx, len(p.names))
+	if err != nil {
+		return nil, err
+	}
+	ids := make([]core.WorkspaceID, len(p.names))
+	for i := range ids {
+		ids[i] = core.NewID[core.WorkspaceID]()
+	}
+	slices.Sort(ids) // lists sort by id: children come in their order
+	list, sandboxes := make([]Workspace, len(p.names)), make([]Sandbox, len(p.names))
+	for i, name := range p.names {
+		w := p.like
+		w.ID, w.ProjectID, w.Name = ids[i], p.project, name
+		if name == "" {
+			w.Name = "ws-" + core.Short(w.ID)
+		}
+		identity, err := newIdentity(hostnameOf(w.Name, p.attempt == 0), addresses[i])
+		if err != nil {
+			return nil, err
+		}
+		w.Sandbox = Sandbox{
+			ID: core.NewID[core.SandboxID](), ProjectID: p.project, WorkspaceID: w.ID, Epoch: 1, RunnerID: p.runner.Info.RunnerID,
+			Endpoint: p.runner.Endpoint, Resources: w.Resources, Identity: identity,
+		}
+		list[i], sandboxes[i] = w, w.Sandbox
+	}
+	inserted, err := tx.InsertWorkspaces(ctx, list, p.ttl)
+	if err != nil {
+		return nil, err
+	}
+	if err := tx.InsertSandboxes(ctx, sandboxes); err != nil {
+		return nil, err
+	}
+	for i := range inserted { // both are sorted by id
+		inserted[i].Sandbox = sandboxes[i]
+	}
+	return inserted, nil
+}
+
+// loadFork makes the plan of a resumed fork from its rows.
+func (c *Controller) loadFork(ctx context.Context, t *Task) (*forkPlan, error) {
+	if plan, ok := t.plan.(*forkPlan); ok {
+		return plan, nil
+	}
+	plan := &forkPlan{}
+	err := t.load(ctx, func(tx Tx) error {
+		ids, sandboxIDs := make([]core.WorkspaceID, len(t.in.Children)), make([]core.SandboxID, len(t.in.Children))
+		for i, child := range t.in.Children {
+			ids[i], sandboxIDs[i] = child.Workspace, child.Sandbox
+		}
+		var err error
+		if plan.children, err = tx.WorkspacesByID(ctx, ids); err != nil {
+			return err
+		}
+		sandboxes, err := tx.Sandboxes(ctx, sandboxIDs)
+		if err != nil {
+			return err
+		}
+		byWorkspace := map[core.WorkspaceID]Sandbox{}
+		for _, s := range sandboxes {
+			byWorkspace[s.WorkspaceID] = s
+			plan.endpoint = s.Endpoint
+		}
+		for i := range plan.children {
+			plan.children[i].Sandbox = byWorkspace[plan.children[i].ID]
+		}
+		source := t.in.Source
+		if source == "" {
+			source = t.in.Capture
+		}
+		if source != "" { // a workspace that is being created has none yet
+			plan.source, err = tx.Checkpoint(ctx, source)
+		}
+		return err
+	})
+	return plan, err
+}
+
+// workFork is the work of fork_checkpoint and restore_checkpoint.
+func (c *Controller) workFork(ctx context.Context, t *Task) error {
+	plan, err := c.loadFork(ctx, t)
+	if err != nil {
+		return err
+	}
+	return c.grow(ctx, t, plan)
+}
+
+// grow asks the runner for the children and ends the operation.
+func (c *Controller) grow(ctx context.Context, t *Task, plan *forkPlan) error {
+	got, err := c.callFork(ctx, plan)
+	t.watch.Lap("fork")
+	if err != nil {
+		return c.abandon(ctx, t, err)
+	}
+	return c.endGrown(ctx, t, plan, got)
+}
+
+// endGrown ends the operation by what the runner answered.
+func (c *Controller) endGrown(ctx context.Context, t *Task, plan *forkPlan, got []runnerapi.ChildResult) error {
+	ready := 0
+	for i := range got {
+		if got[i].Problem == nil {
+			ready++
+		}
+	}
+	if ready == 0 || t.in.AllOrNothing && ready < len(got) {
+		return c.failGrown(ctx, t, plan, got)
+	}
+	return c.finishGrown(ctx, t, plan, got)
+}
+
+// callFork asks the runner for the children, again when it could not be reached, and checks every answer: a child counts as
+// grown only with a complete reseal of the generation that it was given.
+func (c *Controller) callFork(ctx context.Context, plan *forkPlan) ([]runnerapi.ChildResult, error) {
+	req := runnerapi.Fork{CheckpointID: plan.source.ID, Children: make([]runnerapi.Child, len(plan.children))}
+	for i, w := range plan.children {
+		req.Children[i] = runnerapi.Child{
+			SandboxID: w.Sandbox.ID, WorkspaceID: w.ID, Epoch: w.Sandbox.Epoch, Identity: w.Sandbox.Identity, Egress: w.Egress, Env: w.Env,
+		}
+		if w.Resources.DiskGiB > plan.source.Resources.DiskGiB {
+			req.Children[i].DiskGiB = w.Resources.DiskGiB
+		}
+	}
+	var res runnerapi.ForkResult
+	err := c.insist(ctx, func() error {
+		var err error
+		res, err = c.runners.Fork(ctx, plan.endpoint, req)
+		return err
+	})
+	if err != nil {
+		return nil, err
+	}
+	if len(res.Children) != len(req.Children) {
+		return nil, core.Errorf(core.Internal, core.CodeInternal, "the runner answered a fork of %d with %d children", len(req.Children), len(res.Children))
+	}
+	for i := range res.Children {
+		if problem := refused(req.Children[i], res.Children[i]); problem != nil {
+			res.Children[i].Problem = runnerapi.ProblemOf(problem)
+		}
+	}
+	return res.Children, nil
+}
+
+// refused says why an answer about a child does not make it ready.
+func refused(asked runnerapi.Child, got runnerapi.ChildResult) error {
+	switch {
+	case got.Problem != nil:
+		return got.Problem.Err()
+	case got.SandboxID != asked.SandboxID || got.Sandbox == nil:
+		return core.Errorf(core.Internal, core.CodeInternal, "the runner did not answer for sandbox %s", asked.SandboxID)
+	case got.Sandbox.State != runnerapi.SandboxReady:
+		return core.Errorf(core.Unavailable, core.CodeForkFailed, "sandbox %s is %s, not ready", asked.SandboxID, got.Sandbox.State)
+	case got.Reseal == nil || !got.Reseal.Complete || got.Reseal.Generation != asked.Identity.Generation:
+		return core.Errorf(core.Unavailable, core.CodeResealFailed, "sandbox %s has no complete reseal of its generation; it is not released", asked.SandboxID)
+	}
+	return nil
+}
+
+// insist repeats a call while the runner cannot be reached, for a bounded time.
+func (c *Controller) insist(ctx context.Context, call func() error) error {
+	until := time.Now().Add(c.cfg.RunnerRetry)
+	for wait := 50 * time.Millisecond; ; wait = min(2*wait, time.Second) {
+		err := call()
+		if err == nil || core.CodeOf(err) != core.CodeRunnerUnreachable || time.Now().Add(wait).After(until) {
+			return err
+		}
+		if stopped := pause(ctx, wait); stopped != nil {
+			return stopped
+		}
+	}
+}
+
+// finishGrown writes what became of the children: one transaction, a handful of statements whatever their number.
+func (c *Controller) finishGrown(ctx context.Context, t *Task, plan *forkPlan, got []runnerapi.ChildResult) error {
+	err := t.finish(ctx, func(ctx context.Context, tx Tx) (Outcome, Result, error) {
+		var ready []ReadyWorkspace
+		var failed []EndedWorkspace
+		for i, w := range plan.children {
+			if p := got[i].Problem; p != nil {
+				failed = append(failed, EndedWorkspace{ID: w.ID, To: core.WorkspaceFailed, Failure: &Failure{Code: p.Code, Message: p.Message}})
+			} else {
+				ready = append(ready, ReadyWorkspace{ID: w.ID, Epoch: w.Sandbox.Epoch, Sandbox: w.Sandbox.ID})
+			}
+		}
+		moved, err := tx.ReadyWorkspaces(ctx, ready)
+		if err != nil {
+			return Outcome{}, Result{}, err
+		}
+		if len(failed) > 0 {
+			if _, err := tx.EndWorkspaces(ctx, failed); err != nil {
+				return Outcome{}, Result{}, err
+			}
+		}
+		if err := tx.InsertReseals(ctx, reseals(t, plan, got)); err != nil {
+			return Outcome{}, Result{}, err
+		}
+		out, result := gather(plan, got, moved)
+		if t.op.Kind == OpCreateWorkspace || t.op.Kind == OpRestoreCheckpoint {
+			if p := result.Children[0].Problem; p != nil {
+				return Outcome{}, Result{}, p
+			}
+			out.Workspace, result.Workspace, result.Reseal = plan.children[0].ID, result.Children[0].Workspace, result.Children[0].Reseal
+		}
+		return out, result, nil
+	})
+	if err != nil {
+		return err
+	}
+	var lost []core.SandboxID // of workspaces that were terminated while they were grown
+	for i, child := range t.result.Children {
+		if got[i].Problem == nil && child.Problem != nil {
+			lost = append(lost, plan.children[i].Sandbox.ID)
+		}
+	}
+	c.drop(ctx, plan.endpoint, lost...)
+	return nil
+}
+
+// gather puts the outcome together, in the order asked. A child that was not moved was terminated meanwhile.
+func gather(plan *forkPlan, got []runnerapi.ChildResult, moved []Workspace) (Outcome, Result) {
+	byID := make(map[core.WorkspaceID]*Workspace, len(moved))
+	for i := range moved {
+		byID[moved[i].ID] = &moved[i]
+	}
+	var out Outcome
+	var result Result
+	for i, w := range plan.children {
+		child := Child{Workspace: byID[w.ID], Reseal: got[i].Reseal, Timings: got[i].Timings}
+		switch {
+		case got[i].Problem != nil:
+			child.Problem = core.Errorf(got[i].Problem.Category, got[i].Problem.Code, "%s", got[i].Problem.Message)
+		case child.Workspace == nil:
+			child.Problem = core.Errorf(core.Conflict, core.CodeStateConflict, "workspace %s was terminated while it was being made", w.ID)
+		}
+		o := ChildOutcome{Workspace: w.ID, Timings: got[i].Timings}
+		if child.Problem != nil {
+			child.Workspace = nil
+			o.Problem = runnerapi.ProblemOf(child.Problem)
+		}
+		out.Children, result.Children = append(out.Children, o), append(result.Children, child)
+	}
+	out.Checkpoint = plan.source.ID
+	if plan.source.ID != "" {
+		source := plan.source
+		result.Checkpoint = &source
+	}
+	return out, result
+}
+
+func reseals(t *Task, plan *forkPlan, got []runnerapi.ChildResult) []ResealRecord {
+	var list []ResealRecord
+	for i, w := range plan.children {
+		if got[i].Reseal == nil {
+			continue
+		}
+		list = append(list, ResealRecord{
+			ProjectID: w.ProjectID, WorkspaceID: w.ID, SandboxID: w.Sandbox.ID, OperationID: t.op.ID, CheckpointID: plan.source.ID, Report: *got[i].Reseal,
+		})
+	}
+	return list
+}
+
+// failGrown ends a fork of which no child, or under all_or_nothing not every child, became ready.
+func (c *Controller) failGrown(ctx context.Context, t *Task, plan *forkPlan, got []runnerapi.ChildResult) error {
+	var first *runnerapi.Problem
+	var grown []core.SandboxID
+	failed := 0
+	for i := range got {
+		if p := got[i].Problem; p != nil {
+			failed++
+			if first == nil {
+				first = p
+			}
+		}
+		if got[i].Sandbox != nil {
+			grown = append(grown, plan.children[i].Sandbox.ID)
+		}
+	}
+	problem := first.Err()
+	if t.op.Kind == OpForkCheckpoint || t.op.Kind == OpForkWorkspace {
+		problem = core.Errorf(core.Unavailable, core.CodeForkFailed, "%d of %d children failed; the first: %s (%s)", failed, len(got), first.Message, first.Code)
+	}
+	err := t.fail(ctx, problem, func(ctx context.Context, tx Tx) (Outcome, Result, error) {
+		ended := make([]EndedWorkspace, len(plan.children))
+		for i, w := range plan.children {
+			why := failureOf(problem)
+			if p := got[i].Problem; p != nil {
+				why = &Failure{Code: p.Code, Message: p.Message}
+			}
+			ended[i] = EndedWorkspace{ID: w.ID, To: core.WorkspaceFailed, Failure: why}
+		}
+		if _, err := tx.EndWorkspaces(ctx, ended); err != nil {
+			return Outcome{}, Result{}, err
+		}
+		return Outcome{}, Result{}, tx.InsertReseals(ctx, reseals(t, plan, got))
+	})
+	c.drop(ctx, plan.endpoint, grown...)
+	return err
+}

@@ -1,0 +1,200 @@
+package controller
+
+import (
+	"context"
+	"slices"
+	"time"
+
+	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/core"
+)
+
+// RegisterRunner gives a runner its lease. Its images are asked for at once, so that lists know them.
+func (c *Controller) RegisterRunner(ctx context.Context, reg runnerapi.Register) (runnerapi.Registered, error) {
+	ctx = WithOrigin(ctx, Origin{Actor: string(reg.Info.RunnerID), Action: "register"})
+	switch {
+	case reg.Info.Version != runnerapi.Version:
+		return runnerapi.Registered{}, core.Errorf(core.FailedPrecondition, core.CodeUnsupported,
+			"runner %s speaks protocol version %d and this controller %d; run both from one build", reg.Info.RunnerID, reg.Info.Version, runnerapi.Version)
+	case reg.Endpoint == "":
+		return runnerapi.Registered{}, core.Errorf(core.Invalid, core.CodeInvalidField, "endpoint: a runner must say where it is reached")
+	}
+	if _, err := core.ParseID[core.RunnerID](string(reg.Info.RunnerID)); err != nil {
+		return runnerapi.Registered{}, err
+	}
+	var r Runner
+	err := c.store.InTx(ctx, System(), func(tx Tx) error {
+		var err error
+		r, err = tx.RegisterRunner(ctx, reg, c.cfg.RunnerLease)
+		return err
+	})
+	if err != nil {
+		return runnerapi.Registered{}, err
+	}
+	c.log.InfoContext(ctx, "runner registered", "runner_id", r.Info.RunnerID, "lease_epoch", r.LeaseEpoch, "endpoint", r.Endpoint, "vmm", r.Info.Class.VMM)
+	c.images.forget(r.Info.RunnerID)
+	if list, err := c.runners.Images(ctx, r.Endpoint); err != nil {
+		c.log.InfoContext(ctx, "images of a runner not known yet", "runner_id", r.Info.RunnerID, "err", err)
+	} else if err := c.recordImages(ctx, r.Info.RunnerID, list); err != nil {
+		return runnerapi.Registered{}, err
+	}
+	out := runnerapi.Registered{ClusterID: c.cfg.ClusterID, LeaseEpoch: r.LeaseEpoch, TTLSeconds: c.cfg.RunnerLease.Seconds(), FenceSeconds: c.fenceTime().Seconds()}
+	if c.cfg.Trust != nil {
+		out.PassKeys = [][]byte{c.cfg.Trust.Passes.Public()}
+	}
+	return out, nil
+}
+
+// fenceTime is after how long without an answer a runner ends its sandboxes: some time before this controller gives them up, in
+// which it does so.
+func (c *Controller) fenceTime() time.Duration {
+	return c.cfg.RunnerLease + c.cfg.RunnerFence - c.cfg.RunnerLease/3
+}
+
+// Heartbeat extends a lease and compares what runs with the rows. Living rows exist before a runner is called, so what has
+// none is garbage; a settled workspace whose sandbox is dead or missing is LOST.
+func (c *Controller) Heartbeat(ctx context.Context, id core.RunnerID, h runnerapi.Heartbeat) (runnerapi.Heartbeated, error) {
+	ctx = WithOrigin(ctx, Origin{Actor: string(id), Action: "heartbeat"})
+	out := runnerapi.Heartbeated{TTLSeconds: c.cfg.RunnerLease.Seconds(), FenceSeconds: c.fenceTime().Seconds()}
+	reported := make(map[core.SandboxID]runnerapi.Sandbox, len(h.Sandboxes))
+	for _, s := range h.Sandboxes {
+		reported[s.ID] = s
+	}
+	var lost []EndedWorkspace
+	var here []core.WorkspaceID
+	usage := c.samples.due(h.Usage, c.cfg.UsageInterval)
+	err := c.store.InTx(ctx, System(), func(tx Tx) error {
+		out.DropSandboxes, out.DropCheckpoints, lost, here = nil, nil, nil, nil
+		rows, err := tx.HeldSandboxes(ctx, id)
+		if err != nil {
+			return err
+		}
+		if err := tx.HeartbeatRunner(ctx, id, h, c.cfg.RunnerLease); err != nil {
+			return err
+		}
+		held := make(map[core.SandboxID]bool, len(rows))
+		for _, row := range rows {
+			held[row.ID] = true
+			here = append(here, row.WorkspaceID)
+			s, there := reported[row.ID]
+			if why := lostBecause(row, s, there); why != "" {
+				lost = append(lost, EndedWorkspace{ID: row.WorkspaceID, To: core.WorkspaceLost, Failure: &Failure{Code: core.CodeSandboxLost, Message: why}})
+			}
+		}
+		for _, s := range h.Sandboxes {
+			if !held[s.ID] && s.State != runnerapi.SandboxDead {
+				out.DropSandboxes = append(out.DropSandboxes, s.ID)
+			}
+		}
+		if out.EndedKeys, err = endedKeys(ctx, tx, h.DataKeys); err != nil {
+			return err
+		}
+		known, err := tx.HeldCheckpoints(ctx, id, h.Checkpoints)
+		if err != nil {
+			return err
+		}
+		for _, cp := range h.Checkpoints {
+			if !slices.Contains(known, cp) {
+				out.DropCheckpoints = append(out.DropCheckpoints, cp)
+			}
+		}
+		if err := tx.InsertUsage(ctx, id, usage); err != nil || len(lost) == 0 {
+			return err
+		}
+		_, err = tx.EndWorkspaces(ctx, lost)
+		return err
+	})
+	if err != nil {
+		return runnerapi.Heartbeated{}, err
+	}
+	for _, w := range here { // what a runner says of others is not heard
+		if slices.Contains(h.DataUsed, w) {
+			c.uses.add(w)
+		}
+	}
+	c.samples.written(usage, c.cfg.UsageInterval)
+	for _, l := range lost {
+		c.log.WarnContext(ctx, "workspace lost", "workspace_id", l.ID, "runner_id", id, "cause", l.Failure.Message)
+	}
+	if len(out.DropSandboxes)+len(out.DropCheckpoints) > 0 {
+		c.log.InfoContext(ctx, "runner told to drop what has no row", "runner_id", id, "sandboxes", out.DropSandboxes, "checkpoints", out.DropCheckpoints)
+	}
+	return out, nil
+}
+
+// endedKeys says which of the keys that a data plane was used with are not valid any more.
+func endedKeys(ctx context.Context, tx Tx, keys []core.KeyID) ([]core.KeyID, error) {
+	const most = 4096 // of what a runner says
+	if len(keys) == 0 {
+		return nil, nil
+	}
+	return tx.EndedKeys(ctx, keys[:min(len(keys), most)])
+}
+
+// lostBecause says why a workspace is lost; empty when it is not. What is on its way, into a sandbox or out of one, is the
+// business of its operation.
+func lostBecause(row HeldSandbox, s runnerapi.Sandbox, there bool) string {
+	if !row.Current || row.State != core.WorkspaceReady && row.State != core.WorkspaceCheckpointing {
+		return ""
+	}
+	switch {
+	case there && s.State == runnerapi.SandboxDead:
+		if s.Exit != "" { // it may have been the runner that ended it
+			return clipTail(s.Exit)
+		}
+		return "its virtual machine ended by itself"
+	case !there && row.Settled:
+		return "its runner has no sandbox " + string(row.ID) + " any more"
+	}
+	return ""
+}
+
+// clipTail bounds what a VMM and a console said, which ends with what matters, and makes it printable.
+func clipTail(s string) string {
+	const limit = 2000
+	b := []byte(s[max(0, len(s)-limit):])
+	for i, ch := range b {
+		if ch != '\n' && (ch < 0x20 || ch > 0x7e) {
+			b[i] = '?'
+		}
+	}
+	return string(b)
+}
+
+// lose ends one workspace as LOST, whatever it was at.
+func (c *Controller) lose(ctx context.Context, id core.WorkspaceID, code core.Code, why string) error {
+	err := c.store.InTx(ctx, System(), func(tx Tx) error {
+		_, err := tx.EndWorkspaces(ctx, []EndedWorkspace{{ID: id, To: core.WorkspaceLost, Failure: &Failure{Code: code, Message: why}}})
+		return err
+	})
+	if err == nil {
+		c.log.WarnContext(ctx, "workspace lost", "workspace_id", id, "cause", why)
+	}
+	return err
+}
+
+// fence gives up runners that were silent beyond the hard lease (DECISIONS 14): by then they have killed their sandboxes.
+func (c *Controller) fence(ctx context.Context) error {
+	var lost []core.WorkspaceID
+	err := c.store.InTx(ctx, System(), func(tx Tx) error {
+		var err error
+		if lost, err = tx.FenceRunners(ctx, c.cfg.RunnerFence); err != nil || len(lost) == 0 {
+			return err
+		}
+		ended := make([]EndedWorkspace, len(lost))
+		for i, id := range lost {
+			ended[i] = EndedWorkspace{ID: id, To: core.WorkspaceLost, Failure: &Failure{
+				Code: core.CodeRunnerLost, Message: "its runner has not been heard of for longer than its lease allows",
+			}}
+		}
+		_, err = tx.EndWorkspaces(ctx, ended)
+		return err
+	})
+	if err != nil {
+		return err
+	}
+	for _, id := range lost {
+		c.log.WarnContext(ctx, "workspace lost with its runner", "workspace_id", id)
+	}
+	return nil
+}

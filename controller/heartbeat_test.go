@@ -1,0 +1,195 @@
+package controller_test
+
+import (
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/controller/runnertest"
+	"github.com/coppice-dev/coppice/core"
+)
+
+func TestHeartbeatDropsGarbage(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	ws := w.create("main")
+	cp := w.checkpoint(ws.ID)
+	stray, strayCP := core.NewID[core.SandboxID](), core.NewID[core.CheckpointID]()
+	out, err := w.Heartbeat(t.Context(), w.runner.ID(), runnerapi.Heartbeat{
+		LeaseEpoch: w.epoch, Info: w.runner.Info(), Sandboxes: append(w.runner.Sandboxes(), runnerapi.Sandbox{ID: stray, State: runnerapi.SandboxReady},
+			runnerapi.Sandbox{ID: core.NewID[core.SandboxID](), State: runnerapi.SandboxDead}), Checkpoints: append(w.runner.Checkpoints(), strayCP),
+	})
+	if err != nil || len(out.DropSandboxes) != 1 || out.DropSandboxes[0] != stray || len(out.DropCheckpoints) != 1 || out.DropCheckpoints[0] != strayCP || out.TTLSeconds <= 0 {
+		t.Errorf("%+v, %v", out, err)
+	}
+	if w.state(ws.ID) != core.WorkspaceReady {
+		t.Error("the workspace suffered")
+	}
+	if err := w.DeleteCheckpoint(t.Context(), w.project, cp.ID); err != nil {
+		t.Fatal(err)
+	}
+	w.consistent()
+}
+
+// TestHeartbeatSparesWhatIsUnderWay beats in the middle of a fork, a capture and a restore.
+func TestHeartbeatSparesWhatIsUnderWay(t *testing.T) {
+	t.Parallel()
+	for name, kind := range kinds() {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			w := newWorld(t)
+			ws := w.create("main")
+			cp := w.checkpoint(ws.ID)
+			w.beat()
+			g := w.gate(kind.point + runnertest.Done)
+			a, err := kind.start(w, ws, cp)
+			if err != nil {
+				t.Fatal(err)
+			}
+			<-g.reached
+			for range 3 {
+				if out := w.beat(); len(out.DropSandboxes)+len(out.DropCheckpoints) != 0 && !strings.Contains(name, "dropping") {
+					t.Errorf("told to drop what is under way: %+v", out)
+				}
+			}
+			close(g.open)
+			end, err := w.Operation(t.Context(), w.project, a.Operation.ID, wait)
+			if err != nil || end.Operation.State != core.OperationSucceeded {
+				t.Errorf("%+v, %v", end.Operation, err)
+			}
+			w.consistent()
+		})
+	}
+}
+
+func TestLost(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	crashed, vanished, fine := w.create("crashed"), w.create("vanished"), w.create("fine")
+	w.beat()
+	w.runner.Crash(crashed.Sandbox.ID, "qemu was killed by signal 9\x1b[2J")
+	w.runner.Vanish(vanished.Sandbox.ID)
+	w.beat()
+	for _, c := range []struct {
+		ws   controller.Workspace
+		want core.WorkspaceState
+		why  string
+	}{{crashed, core.WorkspaceLost, "signal 9?[2J"}, {vanished, core.WorkspaceLost, "has no sandbox"}, {fine, core.WorkspaceReady, ""}} {
+		got, err := w.Workspace(t.Context(), w.project, c.ws.ID)
+		if err != nil || got.State != c.want || c.why != "" && (got.Failure.Code != core.CodeSandboxLost || !strings.Contains(got.Failure.Message, c.why)) {
+			t.Errorf("%s: %+v, %v", c.ws.Name, got, err)
+		}
+	}
+	_, err := w.CreateCheckpoint(t.Context(), w.project, crashed.ID, controller.CheckpointRequest{}, wait)
+	wantCode(t, err, core.CodeWorkspaceNotReady)
+	if a, err := w.Terminate(t.Context(), w.project, crashed.ID, wait); err != nil || a.Result.Workspace.State != core.WorkspaceTerminated {
+		t.Errorf("a lost workspace can be put away: %+v, %v", a, err)
+	}
+	w.create("vanished") // the name is free
+	w.consistent()
+}
+
+// TestNotSettledIsNotLost sends a heartbeat that was taken before a workspace became ready.
+func TestNotSettledIsNotLost(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	old := w.runner.Sandboxes()
+	ws := w.create("main")
+	if _, err := w.Heartbeat(t.Context(), w.runner.ID(), runnerapi.Heartbeat{LeaseEpoch: w.epoch, Info: w.runner.Info(), Sandboxes: old}); err != nil {
+		t.Fatal(err)
+	}
+	if got := w.state(ws.ID); got != core.WorkspaceReady {
+		t.Errorf("it is %s", got)
+	}
+	if _, err := w.Heartbeat(t.Context(), w.runner.ID(), runnerapi.Heartbeat{LeaseEpoch: w.epoch, Info: w.runner.Info(), Sandboxes: old}); err != nil {
+		t.Fatal(err)
+	}
+	if got := w.state(ws.ID); got != core.WorkspaceLost {
+		t.Errorf("missing twice, it is %s", got)
+	}
+}
+
+// TestCaptureOfLostSandbox hears from the runner itself that the sandbox is gone.
+func TestCaptureOfLostSandbox(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	ws := w.create("main")
+	w.runner.Vanish(ws.Sandbox.ID)
+	_, err := w.CreateCheckpoint(t.Context(), w.project, ws.ID, controller.CheckpointRequest{}, wait)
+	wantCode(t, err, core.CodeSandboxNotFound)
+	if got := w.state(ws.ID); got != core.WorkspaceLost {
+		t.Errorf("it is %s", got)
+	}
+	w.consistent()
+}
+
+func TestSilentRunner(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, func(c *controller.Config, _ *runnertest.Config) {
+		c.RunnerLease, c.RunnerFence = time.Second, time.Second
+	})
+	silence := w.keepBeating()
+	ws := w.create("main")
+	cp := w.checkpoint(ws.ID)
+	silence()
+	eventually(t, "its condition is unknown", func() bool {
+		got, err := w.Workspace(t.Context(), w.project, ws.ID)
+		return err == nil && (got.Unknown || got.State == core.WorkspaceLost)
+	})
+	_, err := w.ForkCheckpoint(t.Context(), w.project, cp.ID, controller.ForkRequest{Count: 1}, wait)
+	wantCode(t, err, core.CodeRunnerUnreachable)
+	wantCode(t, w.Ready(t.Context()), core.CodeNoRunner)
+	eventually(t, "it is lost with its runner", func() bool { return w.state(ws.ID) == core.WorkspaceLost })
+	got, err := w.Workspace(t.Context(), w.project, ws.ID)
+	if err != nil || got.Failure.Code != core.CodeRunnerLost {
+		t.Errorf("%+v, %v", got, err)
+	}
+	// A zombie's heartbeat is refused; it registers again and is told to drop what was given up.
+	_, err = w.Heartbeat(t.Context(), w.runner.ID(), runnerapi.Heartbeat{LeaseEpoch: w.epoch, Info: w.runner.Info(), Sandboxes: w.runner.Sandboxes()})
+	wantCode(t, err, core.CodeRunnerLost)
+	w.register()
+	if out := w.beat(); len(out.DropSandboxes) != 1 || out.DropSandboxes[0] != ws.Sandbox.ID {
+		t.Errorf("%+v", out)
+	}
+	w.register()
+	defer w.keepBeating()()
+	w.fork(cp.ID, 1) // its checkpoints are still there
+}
+
+func TestExpiry(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	keep := w.create("keep")
+	a, err := w.CreateWorkspace(t.Context(), w.project, controller.CreateRequest{Resources: core.Resources{VCPUs: 1, MemoryMiB: 512, DiskGiB: 1}, TTL: 100 * time.Millisecond}, wait)
+	if err != nil {
+		t.Fatal(err)
+	}
+	eventually(t, "it expires", func() bool { return w.state(a.Result.Workspace.ID) == core.WorkspaceTerminated })
+	if got := w.state(keep.ID); got != core.WorkspaceReady {
+		t.Errorf("the other is %s", got)
+	}
+	w.consistent()
+}
+
+func TestRegisterRefusals(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	info := w.runner.Info()
+	for name, c := range map[string]struct {
+		change func(*runnerapi.Register)
+		want   core.Code
+	}{
+		"version":  {func(r *runnerapi.Register) { r.Info.Version++ }, core.CodeUnsupported},
+		"id":       {func(r *runnerapi.Register) { r.Info.RunnerID = "x" }, core.CodeInvalidID},
+		"endpoint": {func(r *runnerapi.Register) { r.Endpoint = "" }, core.CodeInvalidField},
+	} {
+		reg := runnerapi.Register{Info: info, Endpoint: "http://x"}
+		c.change(&reg)
+		_, err := w.RegisterRunner(t.Context(), reg)
+		if core.CodeOf(err) != c.want {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+}

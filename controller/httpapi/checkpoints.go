@@ -1,0 +1,186 @@
+package httpapi
+
+import (
+	"context"
+
+	"github.com/coppice-dev/coppice/api"
+	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/core"
+)
+
+// CreateCheckpoint serves POST /v1/workspaces/{id}/checkpoints.
+func (s *server) CreateCheckpoint(ctx context.Context, r api.CreateCheckpointRequestObject) (api.CreateCheckpointResponseObject, error) {
+	req, err := checkpointRequestIn(*r.Body)
+	if err != nil {
+		return nil, err
+	}
+	a, err := s.control.CreateCheckpoint(ctx, projectOf(ctx), core.WorkspaceID(r.WorkspaceID), req, waitOf(r.Params.Wait))
+	if err != nil {
+		return nil, err
+	}
+	if !a.Done {
+		op, err := operationOf(a)
+		return api.CreateCheckpoint202JSONResponse{AcceptedJSONResponse: api.AcceptedJSONResponse(op)}, err
+	}
+	return api.CreateCheckpoint201JSONResponse(checkpointIn(a)), nil
+}
+
+func checkpointList(list []controller.Checkpoint, p controller.Page) api.CheckpointList {
+	list, next := cut(list, p, func(c controller.Checkpoint) string { return string(c.ID) })
+	return api.CheckpointList{Items: convert(list, checkpointOf), NextCursor: next}
+}
+
+// visible are the states that lists show unless they are asked for others.
+var visible = []core.CheckpointState{core.CheckpointCaptured, core.CheckpointSealed}
+
+// ListCheckpoints serves GET /v1/checkpoints.
+func (s *server) ListCheckpoints(ctx context.Context, r api.ListCheckpointsRequestObject) (api.ListCheckpointsResponseObject, error) {
+	p, err := page(r.Params.Limit, r.Params.Cursor)
+	if err != nil {
+		return nil, err
+	}
+	labels, err := labelFilter(r.Params.Label)
+	if err != nil {
+		return nil, err
+	}
+	f := controller.CheckpointFilter{
+		Page: p, Name: r.Params.Name, IDSuffix: r.Params.IDSuffix, Labels: labels, Kind: controller.CheckpointKind(r.Params.Kind),
+		WorkspaceID: core.WorkspaceID(r.Params.WorkspaceID), Parent: core.CheckpointID(r.Params.ParentID),
+		States: convert(r.Params.State, func(v api.CheckpointState) core.CheckpointState { return core.CheckpointState(v) }),
+	}
+	if len(f.States) == 0 {
+		f.States = visible
+	}
+	list, err := s.control.Checkpoints(ctx, projectOf(ctx), f)
+	if err != nil {
+		return nil, err
+	}
+	return api.ListCheckpoints200JSONResponse(checkpointList(list, p)), nil
+}
+
+// ListWorkspaceCheckpoints serves GET /v1/workspaces/{id}/checkpoints.
+func (s *server) ListWorkspaceCheckpoints(ctx context.Context, r api.ListWorkspaceCheckpointsRequestObject) (api.ListWorkspaceCheckpointsResponseObject, error) {
+	p, err := page(r.Params.Limit, r.Params.Cursor)
+	if err != nil {
+		return nil, err
+	}
+	list, err := s.control.Checkpoints(ctx, projectOf(ctx), controller.CheckpointFilter{Page: p, WorkspaceID: core.WorkspaceID(r.WorkspaceID), States: visible})
+	if err != nil {
+		return nil, err
+	}
+	return api.ListWorkspaceCheckpoints200JSONResponse(checkpointList(list, p)), nil
+}
+
+// GetCheckpoint serves GET /v1/checkpoints/{id}.
+func (s *server) GetCheckpoint(ctx context.Context, r api.GetCheckpointRequestObject) (api.GetCheckpointResponseObject, error) {
+	cp, err := s.control.Checkpoint(ctx, projectOf(ctx), core.CheckpointID(r.CheckpointID))
+	if err != nil {
+		return nil, err
+	}
+	return api.GetCheckpoint200JSONResponse(checkpointOf(cp)), nil
+}
+
+// PatchCheckpoint serves PATCH /v1/checkpoints/{id}.
+func (s *server) PatchCheckpoint(ctx context.Context, r api.PatchCheckpointRequestObject) (api.PatchCheckpointResponseObject, error) {
+	labels, err := labelsPatchIn(r.Body.Labels)
+	if err != nil {
+		return nil, err
+	}
+	annotations, err := annotationsIn(r.Body.Annotations)
+	if err != nil {
+		return nil, err
+	}
+	cp, err := s.control.PatchCheckpoint(ctx, projectOf(ctx), core.CheckpointID(r.CheckpointID),
+		controller.CheckpointPatch{Version: r.Body.Version, Name: r.Body.Name, Labels: labels, Annotations: annotations, Pinned: r.Body.Pinned})
+	if err != nil {
+		return nil, err
+	}
+	return api.PatchCheckpoint200JSONResponse(checkpointOf(cp)), nil
+}
+
+// ForkCheckpoint serves POST /v1/checkpoints/{id}/fork.
+func (s *server) ForkCheckpoint(ctx context.Context, r api.ForkCheckpointRequestObject) (api.ForkCheckpointResponseObject, error) {
+	b := r.Body
+	req, err := forkIn(growth{b.Count, b.BranchName, b.AllOrNothing, b.Env, b.Labels, b.Network, b.TTLSeconds, b.Grants, b.IdleSeconds, b.OnIdle, b.AutoResume})
+	if err != nil {
+		return nil, err
+	}
+	a, err := s.control.ForkCheckpoint(ctx, projectOf(ctx), core.CheckpointID(r.CheckpointID), req, waitOf(r.Params.Wait))
+	if err != nil {
+		return nil, err
+	}
+	if !a.Done {
+		op, err := operationOf(a)
+		return api.ForkCheckpoint202JSONResponse{AcceptedJSONResponse: api.AcceptedJSONResponse(op)}, err
+	}
+	return api.ForkCheckpoint201JSONResponse(forkResultOf(a)), nil
+}
+
+// RestoreCheckpoint serves POST /v1/checkpoints/{id}/restore.
+func (s *server) RestoreCheckpoint(ctx context.Context, r api.RestoreCheckpointRequestObject) (api.RestoreCheckpointResponseObject, error) {
+	b := r.Body
+	req, err := forkIn(growth{
+		name: b.WorkspaceName, env: b.Env, labels: b.Labels, network: b.Network, ttl: b.TTLSeconds, grants: b.Grants,
+		idle: b.IdleSeconds, onIdle: b.OnIdle, autoResume: b.AutoResume,
+	})
+	if err != nil {
+		return nil, err
+	}
+	a, err := s.control.RestoreCheckpoint(ctx, projectOf(ctx), core.CheckpointID(r.CheckpointID), req, waitOf(r.Params.Wait))
+	if err != nil {
+		return nil, err
+	}
+	if !a.Done {
+		op, err := operationOf(a)
+		return api.RestoreCheckpoint202JSONResponse{AcceptedJSONResponse: api.AcceptedJSONResponse(op)}, err
+	}
+	return api.RestoreCheckpoint201JSONResponse(restoreResultOf(a)), nil
+}
+
+// GetLineage serves GET /v1/checkpoints/{id}/lineage.
+func (s *server) GetLineage(ctx context.Context, r api.GetLineageRequestObject) (api.GetLineageResponseObject, error) {
+	p, err := page(r.Params.Limit, r.Params.Cursor)
+	if err != nil {
+		return nil, err
+	}
+	list, err := s.control.Lineage(ctx, projectOf(ctx), core.CheckpointID(r.CheckpointID), p)
+	if err != nil {
+		return nil, err
+	}
+	return api.GetLineage200JSONResponse(checkpointList(list, p)), nil
+}
+
+// ListChildren serves GET /v1/checkpoints/{id}/children.
+func (s *server) ListChildren(ctx context.Context, r api.ListChildrenRequestObject) (api.ListChildrenResponseObject, error) {
+	p, err := page(r.Params.Limit, r.Params.Cursor)
+	if err != nil {
+		return nil, err
+	}
+	list, err := s.control.Children(ctx, projectOf(ctx), core.CheckpointID(r.CheckpointID), p)
+	if err != nil {
+		return nil, err
+	}
+	return api.ListChildren200JSONResponse(checkpointList(list, p)), nil
+}
+
+// GetTree serves GET /v1/checkpoints/{id}/tree.
+func (s *server) GetTree(ctx context.Context, r api.GetTreeRequestObject) (api.GetTreeResponseObject, error) {
+	p, err := page(r.Params.Limit, r.Params.Cursor)
+	if err != nil {
+		return nil, err
+	}
+	depth, after, err := parseTreeKey(p.After)
+	if err != nil {
+		return nil, err
+	}
+	tp := controller.TreePage{Page: controller.Page{After: after, Limit: p.Limit}, AfterDepth: depth, MaxDepth: -1}
+	if r.Params.Depth != nil {
+		tp.MaxDepth = *r.Params.Depth
+	}
+	nodes, err := s.control.Tree(ctx, projectOf(ctx), core.CheckpointID(r.CheckpointID), tp)
+	if err != nil {
+		return nil, err
+	}
+	nodes, next := cut(nodes, p, treeKey)
+	return api.GetTree200JSONResponse{RootID: r.CheckpointID, Items: convert(nodes, nodeOf), NextCursor: next}, nil
+}

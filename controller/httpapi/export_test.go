@@ -1,0 +1,16 @@
+package httpapi
+
+import (
+	"log/slog"
+	"net/http"
+	"time"
+
+	"github.com/coppice-dev/coppice/controller"
+)
+
+// NewWithPace is New with event streams that hurry.
+func NewWithPace(control *controller.Controller, log *slog.Logger, heartbeat, write time.Duration) http.Handler {
+	s := newServer(control, log)
+	s.pace = pace{heartbeat: heartbeat, write: write}
+	return s.handler(bodyTime)
+}

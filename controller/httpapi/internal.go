@@ -1,0 +1,179 @@
+package httpapi
+
+import (
+	"context"
+	"crypto/sha256"
+	"crypto/subtle"
+	"encoding/json"
+	"errors"
+	"log/slog"
+	"net/http"
+	"net/url"
+	"strings"
+	"time"
+
+	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/mtls"
+)
+
+// maxReport bounds a heartbeat: thousands of sandboxes with their consoles' tails.
+const maxReport = 32 << 20
+
+// NewInternal returns the handler for runners of the same machine: registration and heartbeats. Every request carries the
+// secret that controller and runners share, which must not be empty.
+func NewInternal(control *controller.Controller, secret string, log *slog.Logger) (http.Handler, error) {
+	if secret == "" {
+		return nil, errors.New("the listener for runners needs a secret")
+	}
+	want := sha256.Sum256([]byte(secret))
+	mux := internalRoutes(control, log)
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		token, _ := strings.CutPrefix(r.Header.Get("Authorization"), "Bearer ")
+		got := sha256.Sum256([]byte(token))
+		if subtle.ConstantTimeCompare(got[:], want[:]) != 1 {
+			refuse(w, r, log, core.Errorf(core.Unauthenticated, core.CodeUnauthenticated, "this listener is for runners only"))
+			return
+		}
+		mux.ServeHTTP(w, r)
+	}), nil
+}
+
+// NewInternalTLS returns the handler for runners of other hosts, to be served with mtls.Identity.JoinServer. Who a runner is
+// says its certificate alone. One that has none may join and nothing else.
+func NewInternalTLS(control *controller.Controller, log *slog.Logger) http.Handler {
+	mux := internalRoutes(control, log)
+	mux.HandleFunc("POST "+runnerapi.PathRenew, func(w http.ResponseWriter, r *http.Request) {
+		var in runnerapi.Renew
+		answer(w, r, log, &in, func() (any, error) {
+			id := core.RunnerID(r.PathValue("id"))
+			if err := same(r, id); err != nil {
+				return nil, err
+			}
+			return control.RenewRunner(r.Context(), id, in)
+		})
+	})
+	join := http.NewServeMux()
+	join.HandleFunc("POST "+runnerapi.PathJoin, func(w http.ResponseWriter, r *http.Request) {
+		r.Body = http.MaxBytesReader(w, r.Body, maxJoin)
+		_ = http.NewResponseController(w).SetReadDeadline(time.Now().Add(joinTime)) // not every test's writer has a connection
+		var in runnerapi.Join
+		answer(w, r, log, &in, func() (any, error) { return control.JoinRunner(r.Context(), in) })
+	})
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if mtls.Joining(r) {
+			join.ServeHTTP(w, r)
+			return
+		}
+		peer, err := mtls.PeerOf(r)
+		if err == nil && peer.Runner == "" {
+			err = core.Errorf(core.PermissionDenied, core.CodePermissionDenied, "this listener is for runners only")
+		}
+		if err == nil {
+			err = control.AdmitRunner(r.Context(), peer.Runner)
+		}
+		if err != nil {
+			w.Header().Set("Connection", "close") // with what it shows, it gets nowhere
+			refuse(w, r, log, err)
+			return
+		}
+		mux.ServeHTTP(w, r.WithContext(context.WithValue(r.Context(), runnerKey{}, peer.Runner)))
+	})
+}
+
+// What one that has not shown who it is may send, and how long that may take.
+const (
+	maxJoin  = 32 << 10
+	joinTime = 10 * time.Second
+)
+
+type runnerKey struct{}
+
+// same refuses a message about another runner than the one that sent it.
+func same(r *http.Request, named core.RunnerID) error {
+	if sender, ok := r.Context().Value(runnerKey{}).(core.RunnerID); ok && sender != named {
+		return core.Errorf(core.PermissionDenied, core.CodePermissionDenied, "the certificate is of runner %s, which cannot speak for %s", sender, core.Clip(string(named)))
+	}
+	return nil
+}
+
+// named writes into a runner's endpoint whose certificate is to be expected there.
+func named(r *http.Request, in *runnerapi.Register) error {
+	id, ok := r.Context().Value(runnerKey{}).(core.RunnerID)
+	if !ok {
+		return nil
+	}
+	for field, address := range map[string]string{"endpoint": in.Endpoint, "data_url": in.DataURL} {
+		u, err := url.Parse(address)
+		if address == "" && field == "data_url" {
+			continue
+		}
+		if err != nil || u.Scheme != "https" || u.Host == "" || u.User != nil || u.RawQuery != "" || strings.Trim(u.Path, "/") != "" {
+			return core.Errorf(core.Invalid, core.CodeInvalidField, "%s: it must be https://host:port", field)
+		}
+		if field == "endpoint" {
+			u.User = url.User(string(id))
+			in.Endpoint = u.String()
+		}
+	}
+	return nil
+}
+
+func internalRoutes(control *controller.Controller, log *slog.Logger) *http.ServeMux {
+	mux := http.NewServeMux()
+	mux.HandleFunc("POST "+runnerapi.PathRegister, func(w http.ResponseWriter, r *http.Request) {
+		var in runnerapi.Register
+		answer(w, r, log, &in, func() (any, error) {
+			if err := same(r, in.Info.RunnerID); err != nil {
+				return nil, err
+			}
+			if err := named(r, &in); err != nil {
+				return nil, err
+			}
+			return control.RegisterRunner(r.Context(), in)
+		})
+	})
+	mux.HandleFunc("POST "+runnerapi.PathHeartbeat, func(w http.ResponseWriter, r *http.Request) {
+		var in runnerapi.Heartbeat
+		answer(w, r, log, &in, func() (any, error) {
+			id, err := core.ParseID[core.RunnerID](r.PathValue("id"))
+			if err == nil {
+				err = same(r, id)
+			}
+			if err != nil {
+				return nil, err
+			}
+			return control.Heartbeat(r.Context(), id, in)
+		})
+	})
+	return mux
+}
+
+// answer decodes, calls and encodes. Fields that this version does not know are ignored: a newer runner may send them.
+func answer(w http.ResponseWriter, r *http.Request, log *slog.Logger, in any, call func() (any, error)) {
+	if err := json.NewDecoder(http.MaxBytesReader(w, r.Body, maxReport)).Decode(in); err != nil {
+		refuse(w, r, log, core.Wrapf(err, core.Invalid, core.CodeMalformedBody, "the controller cannot read the request"))
+		return
+	}
+	out, err := call()
+	if err != nil {
+		refuse(w, r, log, err)
+		return
+	}
+	if err := writeJSON(w, http.StatusOK, out); err != nil {
+		log.DebugContext(r.Context(), "answer to a runner was not sent", "err", err)
+	}
+}
+
+func refuse(w http.ResponseWriter, r *http.Request, log *slog.Logger, err error) {
+	status := Status(err)
+	level := slog.LevelInfo
+	if status >= http.StatusInternalServerError {
+		level = slog.LevelWarn
+	}
+	log.Log(r.Context(), level, "runner request refused", "path", r.URL.Path, "code", core.CodeOf(err), "err", err)
+	if err := writeJSON(w, status, runnerapi.ProblemOf(err)); err != nil {
+		log.DebugContext(r.Context(), "answer to a runner was not sent", "err", err)
+	}
+}

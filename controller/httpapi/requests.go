@@ -1,0 +1,232 @@
+package httpapi
+
+import (
+	"encoding/json"
+	"fmt"
+	"net/netip"
+	"regexp"
+	"strings"
+	"time"
+
+	"github.com/coppice-dev/coppice/api"
+	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/core"
+)
+
+// What the contract's schema cannot say is checked here, on the way in.
+
+var (
+	envName   = regexp.MustCompile(`^[A-Za-z_][A-Za-z0-9_]*$`)
+	labelName = regexp.MustCompile(`^[A-Za-z0-9]([A-Za-z0-9._/-]{0,61}[A-Za-z0-9])?$`)
+)
+
+// The shape of a workspace whose request does not say.
+var defaultResources = core.Resources{VCPUs: 1, MemoryMiB: 512, DiskGiB: 1}
+
+func waitOf(w *api.Wait) time.Duration {
+	if w == nil {
+		return controller.DefaultWait
+	}
+	return seconds(int64(*w))
+}
+
+// envIn checks names. An empty environment is the same as none.
+func envIn(field string, env api.Env) (map[string]string, error) {
+	if len(env) == 0 {
+		return nil, nil
+	}
+	for name := range env {
+		if !envName.MatchString(name) {
+			return nil, invalid(core.CodeInvalidField, field, fmt.Sprintf("%q is not the name of an environment variable", core.Clip(name)))
+		}
+	}
+	return env, nil
+}
+
+func labelsIn(labels api.Labels) (map[string]string, error) {
+	for key := range labels {
+		if !labelName.MatchString(key) {
+			return nil, badLabel(key)
+		}
+	}
+	return labels, nil
+}
+
+func labelsPatchIn(labels api.LabelsPatch) (map[string]*string, error) {
+	for key := range labels {
+		if !labelName.MatchString(key) {
+			return nil, badLabel(key)
+		}
+	}
+	return labels, nil
+}
+
+func badLabel(key string) error {
+	return invalid(core.CodeInvalidField, "labels", fmt.Sprintf("%q is not a label key: 1 to 63 letters, digits, dots, underscores, slashes or hyphens", core.Clip(key)))
+}
+
+// labelFilter reads "key=value" and "key".
+func labelFilter(list api.LabelFilter) (map[string]*string, error) {
+	out := map[string]*string{}
+	for _, item := range list {
+		key, value, has := strings.Cut(item, "=")
+		if !labelName.MatchString(key) {
+			return nil, invalid(core.CodeInvalidField, "label", fmt.Sprintf("%q is neither key nor key=value", core.Clip(item)))
+		}
+		out[key] = nil
+		if has {
+			out[key] = &value
+		}
+	}
+	return out, nil
+}
+
+func annotationsIn(m map[string]any) (map[string]json.RawMessage, error) {
+	if m == nil {
+		return nil, nil
+	}
+	out := make(map[string]json.RawMessage, len(m))
+	for k, v := range m {
+		b, err := json.Marshal(v)
+		if err != nil {
+			return nil, fmt.Errorf("encode annotation: %w", err)
+		}
+		out[k] = b
+	}
+	if n := controller.SizeOf(out); n > controller.MaxAnnotations {
+		return nil, invalid(core.CodeInvalidField, "annotations", fmt.Sprintf("they are %d bytes as JSON; at most %d are kept", n, controller.MaxAnnotations))
+	}
+	return out, nil
+}
+
+// networkIn refuses what needs the egress proxy, which does not exist yet: nothing is accepted and then not done.
+func networkIn(n api.NetworkRequest) (core.EgressPolicy, error) {
+	if len(n.Allow) > 0 {
+		return "", invalid(core.CodeUnsupported, "network.allow", "host names cannot be allowed before the egress proxy exists; leave it out")
+	}
+	return core.EgressPolicy(n.EgressPolicy), nil
+}
+
+func grantsIn(g api.Grants) error {
+	if g != nil {
+		return invalid(core.CodeUnsupported, "grants", "secrets cannot be granted before the egress proxy exists; leave it out")
+	}
+	return nil
+}
+
+func createIn(b api.CreateWorkspaceRequest) (controller.CreateRequest, error) {
+	out := controller.CreateRequest{Name: b.Name, Image: b.Image, Resources: defaultResources, TTL: seconds(b.TTLSeconds)}
+	for _, r := range []struct {
+		from *int
+		to   *int
+	}{{b.Resources.VCPUs, &out.Resources.VCPUs}, {b.Resources.MemoryMiB, &out.Resources.MemoryMiB}, {b.Resources.DiskGiB, &out.Resources.DiskGiB}} {
+		if r.from != nil {
+			*r.to = *r.from
+		}
+	}
+	var err error
+	if out.Rest, err = restIn(b.IdleSeconds, b.OnIdle, b.AutoResume); err != nil {
+		return out, err
+	}
+	if out.Egress, err = networkIn(b.Network); err != nil {
+		return out, err
+	}
+	if out.Env, err = envIn("env", b.Env); err != nil {
+		return out, err
+	}
+	out.Labels, err = labelsIn(b.Labels)
+	return out, err
+}
+
+// growth is what every request that grows workspaces from a checkpoint has.
+type growth struct {
+	count        *int
+	name         string
+	allOrNothing bool
+	env          api.Env
+	labels       api.Labels
+	network      api.NetworkRequest
+	ttl          int64
+	grants       api.Grants
+	idle         api.Idle
+	onIdle       api.OnIdle
+	autoResume   api.AutoResume
+}
+
+// restIn reads what becomes of a workspace that is not used.
+func restIn(idle api.Idle, onIdle api.OnIdle, autoResume api.AutoResume) (controller.Rest, error) {
+	out := controller.Rest{IdleAfter: seconds(idle), OnIdle: controller.IdleAction(onIdle), AutoResume: autoResume}
+	switch {
+	case idle == 0 && onIdle != "":
+		return out, invalid(core.CodeInvalidField, "on_idle", "it needs idle_seconds")
+	case idle > 0 && onIdle == "":
+		out.OnIdle = controller.IdleSuspend
+	}
+	return out, nil
+}
+
+func forkIn(g growth) (controller.ForkRequest, error) {
+	out := controller.ForkRequest{Count: 1, Name: g.name, AllOrNothing: g.allOrNothing, TTL: seconds(g.ttl)}
+	if g.count != nil {
+		out.Count = *g.count
+	}
+	err := grantsIn(g.grants)
+	if err != nil {
+		return out, err
+	}
+	if out.Rest, err = restIn(g.idle, g.onIdle, g.autoResume); err != nil {
+		return out, err
+	}
+	if out.Egress, err = networkIn(g.network); err != nil {
+		return out, err
+	}
+	if out.Env, err = envIn("env", g.env); err != nil {
+		return out, err
+	}
+	out.Labels, err = labelsIn(g.labels)
+	return out, err
+}
+
+func checkpointRequestIn(b api.CreateCheckpointRequest) (controller.CheckpointRequest, error) {
+	out := controller.CheckpointRequest{Name: b.Name, Pinned: b.Pinned}
+	var err error
+	if out.Labels, err = labelsIn(b.Labels); err != nil {
+		return out, err
+	}
+	out.Annotations, err = annotationsIn(b.Annotations)
+	return out, err
+}
+
+func execIn(b api.ExecRequest) (req controller.ExecRequest, wait bool, err error) {
+	wait = b.Wait == nil || *b.Wait
+	switch {
+	case b.Stdin != "" && len(b.StdinBase64) > 0:
+		return req, wait, invalid(core.CodeInvalidField, "stdin_base64", "it cannot be given together with stdin")
+	case b.StdinOpen && wait:
+		return req, wait, invalid(core.CodeInvalidField, "stdin_open", "it needs wait to be false: nobody could write while the request waits")
+	case !b.PTY && (b.Cols != 0 || b.Rows != 0):
+		return req, wait, invalid(core.CodeInvalidField, "cols", "cols and rows need pty")
+	case b.Command[0] == "":
+		return req, wait, invalid(core.CodeInvalidField, "command.0", "the program's name is empty")
+	}
+	req = controller.ExecRequest{
+		Command: b.Command, Cwd: b.Cwd, Stdin: []byte(b.Stdin), StdinOpen: b.StdinOpen, TimeoutMS: b.TimeoutMS, PTY: b.PTY,
+		Cols: uint16(b.Cols), Rows: uint16(b.Rows), User: b.User, //nolint:gosec // G115: the contract bounds them at 1000
+	}
+	if len(b.StdinBase64) > 0 {
+		req.Stdin = b.StdinBase64
+	}
+	req.Env, err = envIn("env", b.Env)
+	return req, wait, err
+}
+
+func listenIn(s string) (netip.AddrPort, error) {
+	if s == "" {
+		s = "127.0.0.1:0"
+	}
+	addr, err := netip.ParseAddrPort(s)
+	if err != nil {
+		return addr, invalid(core.CodeInvalidField, "listen", "it must be ip:port, such as 127.0.0.1:8080")
+	}
+	return addr, nil
+}

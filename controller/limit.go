@@ -1,0 +1,240 @@
+package controller
+
+import (
+	"context"
+	"math"
+	"net/netip"
+	"sync"
+	"time"
+
+	"golang.org/x/time/rate"
+
+	"github.com/coppice-dev/coppice/core"
+)
+
+// RateClass is a kind of routes that share a rate.
+type RateClass string
+
+// The classes.
+const (
+	RateRead  RateClass = "read"
+	RateWrite RateClass = "write" // what begins operations or changes objects
+	RateExec  RateClass = "exec"  // what reaches into guests
+	RateAdmin RateClass = "admin" // projects and keys
+	RateOpen  RateClass = "open"  // without a valid key, by address
+)
+
+// Rate is a token bucket.
+type Rate struct {
+	PerSecond float64
+	Burst     int
+}
+
+// Limits are the rates of this process; several controllers have as many of each. Zero values take generous defaults: a
+// search that forks 300 times a second is not held up.
+type Limits struct {
+	Key          map[RateClass]Rate // of one key
+	Project      map[RateClass]Rate // of all keys of one project
+	Open         Rate               // of one address, for requests whose key is not known yet to be valid
+	FailureDelay time.Duration      // of the answer to the sixth wrong key from an address in a minute; it doubles up to maxFailureDelay. Default 50 ms
+}
+
+func (l Limits) withDefaults() Limits {
+	set := func(m *map[RateClass]Rate, rates map[RateClass]Rate) {
+		if *m == nil {
+			*m = rates
+		}
+	}
+	fast, slow := Rate{2000, 4000}, Rate{20, 100}
+	set(&l.Key, map[RateClass]Rate{RateRead: fast, RateWrite: fast, RateExec: fast, RateAdmin: slow})
+	fast, slow = Rate{4000, 8000}, Rate{40, 200}
+	set(&l.Project, map[RateClass]Rate{RateRead: fast, RateWrite: fast, RateExec: fast, RateAdmin: slow})
+	if l.Open.Burst == 0 {
+		l.Open = Rate{100, 500}
+	}
+	if l.FailureDelay == 0 {
+		l.FailureDelay = 50 * time.Millisecond
+	}
+	return l
+}
+
+const (
+	freeFailures    = 5
+	maxFailureDelay = time.Second
+	maxDelayed      = 256 // answers that are held back at once
+	bucketIdle      = time.Minute
+	maxBuckets      = 1 << 16
+)
+
+// Allowance is what a request finds in the fullest of its buckets' opposites: the one that is nearest to empty.
+type Allowance struct {
+	Limit     int           // requests that a full bucket holds
+	Remaining int           // left
+	Reset     time.Duration // until it is full again
+}
+
+// limiter keeps the buckets of this process.
+type limiter struct {
+	limits Limits
+	// mu guards the fields below.
+	mu       sync.Mutex
+	buckets  map[bucketKey]*bucket
+	failures map[string]*failures
+	delayed  int
+}
+
+type bucketKey struct {
+	owner string // key, project or address
+	class RateClass
+}
+
+type bucket struct {
+	*rate.Limiter
+	used time.Time
+}
+
+type failures struct {
+	count int
+	last  time.Time
+}
+
+func newLimiter(l Limits) *limiter {
+	return &limiter{limits: l.withDefaults(), buckets: map[bucketKey]*bucket{}, failures: map[string]*failures{}}
+}
+
+// bucket needs mu.
+func (l *limiter) bucket(key bucketKey, r Rate, now time.Time) *bucket {
+	b, ok := l.buckets[key]
+	if !ok {
+		if len(l.buckets) >= maxBuckets { // many addresses at once: forget them all rather than grow
+			clear(l.buckets)
+		}
+		b = &bucket{Limiter: rate.NewLimiter(rate.Limit(r.PerSecond), r.Burst)}
+		l.buckets[key] = b
+	}
+	b.used = now
+	return b
+}
+
+// take takes a token out of every bucket, or none and says when there will be one in all.
+func (l *limiter) take(now time.Time, rates map[bucketKey]Rate) (Allowance, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	left, wait := Allowance{Remaining: math.MaxInt}, time.Duration(0)
+	buckets := make([]*bucket, 0, len(rates))
+	for key, r := range rates {
+		if r.Burst <= 0 {
+			continue
+		}
+		b := l.bucket(key, r, now)
+		buckets = append(buckets, b)
+		tokens := b.TokensAt(now)
+		if tokens < 1 {
+			wait = max(wait, seconds((1-tokens)/r.PerSecond))
+		}
+		if n := max(0, int(tokens)-1); n < left.Remaining {
+			left = Allowance{Limit: r.Burst, Remaining: n, Reset: seconds((float64(r.Burst) - tokens + 1) / r.PerSecond)}
+		}
+	}
+	if wait > 0 {
+		left.Remaining = 0
+		return left, &RateError{After: wait}
+	}
+	for _, b := range buckets {
+		b.AllowN(now, 1)
+	}
+	return left, nil
+}
+
+func seconds(s float64) time.Duration { return time.Duration(s * float64(time.Second)) }
+
+// sweep forgets buckets that nobody has used for so long that they are as good as new.
+func (l *limiter) sweep(now time.Time) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for key, b := range l.buckets {
+		if now.Sub(b.used) > bucketIdle && b.TokensAt(now) >= float64(b.Burst()) {
+			delete(l.buckets, key)
+		}
+	}
+	for address, f := range l.failures {
+		if now.Sub(f.last) > bucketIdle {
+			delete(l.failures, address)
+		}
+	}
+}
+
+// RateError refuses a request that came too soon.
+type RateError struct{ After time.Duration }
+
+// Error says what to do.
+func (e *RateError) Error() string { return e.core().Error() }
+
+// Unwrap gives the core error that callers see.
+func (e *RateError) Unwrap() error { return e.core() }
+
+func (e *RateError) core() *core.Error {
+	return core.Errorf(core.Exhausted, core.CodeRateLimited, "too many requests; repeat this one after the seconds in Retry-After")
+}
+
+// Allow takes a request of a key into account; a RateError when the key or its project makes too many of its class.
+func (c *Controller) Allow(key Key, class RateClass) (Allowance, error) {
+	l := c.limits
+	return l.take(time.Now(), map[bucketKey]Rate{
+		{string(key.ID), class}: l.limits.Key[class], {string(key.ProjectID), class}: l.limits.Project[class],
+	})
+}
+
+// AllowOpen takes a request without a key, or with one that is not known yet, into account.
+func (c *Controller) AllowOpen(address string) (Allowance, error) {
+	return c.limits.take(time.Now(), map[bucketKey]Rate{{origin(address), RateOpen}: c.limits.limits.Open})
+}
+
+// origin is whom an address stands for: a whole /64 of IPv6, and everybody who comes by a socket of this host.
+func origin(remote string) string {
+	port, err := netip.ParseAddrPort(remote)
+	if err != nil {
+		return "local"
+	}
+	a := port.Addr().Unmap().WithZone("")
+	if a.Is6() {
+		if p, err := a.Prefix(64); err == nil {
+			return p.String()
+		}
+	}
+	return a.String()
+}
+
+// SlowFailure holds the answer to a wrong key back, the longer the more there were from that address. It refuses with a
+// RateError when too many answers are being held back.
+func (c *Controller) SlowFailure(ctx context.Context, address string) error {
+	l, now := c.limits, time.Now()
+	l.mu.Lock()
+	f, ok := l.failures[origin(address)]
+	if !ok || now.Sub(f.last) > bucketIdle {
+		if len(l.failures) >= maxBuckets {
+			clear(l.failures)
+		}
+		f = &failures{}
+		l.failures[origin(address)] = f
+	}
+	f.count, f.last = f.count+1, now
+	n := f.count - freeFailures
+	full := n > 0 && l.delayed >= maxDelayed
+	if n > 0 && !full {
+		l.delayed++
+	}
+	l.mu.Unlock()
+	switch {
+	case n <= 0:
+		return nil
+	case full:
+		return &RateError{After: maxFailureDelay}
+	}
+	defer func() {
+		l.mu.Lock()
+		defer l.mu.Unlock()
+		l.delayed--
+	}()
+	return pause(ctx, min(l.limits.FailureDelay<<min(n-1, 10), maxFailureDelay))
+}

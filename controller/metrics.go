@@ -1,0 +1,128 @@
+package controller
+
+import (
+	"net/http"
+	"strconv"
+	"sync"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+
+	"github.com/coppice-dev/coppice/core"
+)
+
+// durations are the buckets of every histogram of seconds: 1 ms to about 2 minutes.
+var durations = prometheus.ExponentialBuckets(0.001, 2, 18)
+
+// maxPhases bounds the label phase, whose values come from runners.
+const maxPhases = 128
+
+// metrics counts. No label holds an id, and each has few values.
+type metrics struct {
+	requests  *prometheus.HistogramVec // route, method, status
+	ended     *prometheus.CounterVec   // kind, outcome
+	operation *prometheus.HistogramVec // kind
+	phase     *prometheus.HistogramVec // kind, phase
+	reseal    *prometheus.HistogramVec // step
+	children  *prometheus.CounterVec   // outcome
+
+	// mu guards phases.
+	mu     sync.Mutex
+	phases map[string]bool
+}
+
+func newMetrics(c *Controller, reg prometheus.Registerer) *metrics {
+	m := &metrics{phases: map[string]bool{}}
+	histogram := func(name, help string, labels ...string) *prometheus.HistogramVec {
+		v := prometheus.NewHistogramVec(prometheus.HistogramOpts{Name: "coppice_controller_" + name, Help: help, Buckets: durations}, labels)
+		reg.MustRegister(v)
+		return v
+	}
+	counter := func(name, help string, labels ...string) *prometheus.CounterVec {
+		v := prometheus.NewCounterVec(prometheus.CounterOpts{Name: "coppice_controller_" + name, Help: help}, labels)
+		reg.MustRegister(v)
+		return v
+	}
+	gauge := func(name, help string, value func() int) {
+		reg.MustRegister(prometheus.NewGaugeFunc(prometheus.GaugeOpts{Name: "coppice_controller_" + name, Help: help}, func() float64 { return float64(value()) }))
+	}
+	m.requests = histogram("request_seconds", "Time to answer a request of the REST API.", "route", "method", "status")
+	m.ended = counter("operations_total", "Operations that ended here.", "kind", "outcome")
+	m.operation = histogram("operation_seconds", "Time from admission to the end of an operation.", "kind")
+	m.phase = histogram("phase_seconds", "Time of a phase of an operation: those of the controller, of a fork's children and of a capture.", "kind", "phase")
+	m.reseal = histogram("reseal_step_seconds", "Time of a step of a complete reseal, as the guest says.", "step")
+	m.children = counter("children_total", "Children of forks.", "outcome")
+	gauge("operations_running", "Operations that this controller works on.", func() int {
+		c.mu.Lock()
+		defer c.mu.Unlock()
+		return len(c.running)
+	})
+	gauge("event_streams", "Open event streams.", func() int {
+		c.feed.mu.Lock()
+		defer c.feed.mu.Unlock()
+		return c.feed.total
+	})
+	return m
+}
+
+// ObserveRequest counts a request of the REST API. route is the contract's path, empty for what is none.
+func (c *Controller) ObserveRequest(route, method string, status int, took time.Duration) {
+	switch method {
+	case http.MethodGet, http.MethodHead, http.MethodPost, http.MethodPut, http.MethodPatch, http.MethodDelete:
+	default:
+		method = "other"
+	}
+	c.metrics.requests.WithLabelValues(route, method, strconv.Itoa(status)).Observe(took.Seconds())
+}
+
+// operationEnded counts an operation that came to its end here.
+func (m *metrics) operationEnded(t *Task) {
+	kind, outcome := string(t.op.Kind), string(t.op.State)
+	m.ended.WithLabelValues(kind, outcome).Inc()
+	m.operation.WithLabelValues(kind).Observe(time.Since(t.op.CreatedAt).Seconds())
+	m.timings(kind, t.op.Timings)
+	for _, child := range t.result.Children {
+		outcome := "ready"
+		if child.Problem != nil {
+			outcome = "failed"
+		}
+		m.children.WithLabelValues(outcome).Inc()
+		m.timings("child", child.Timings)
+		m.resealed(child.Reseal)
+	}
+	if t.result.Reseal != nil && len(t.result.Children) == 0 {
+		m.resealed(t.result.Reseal)
+	}
+	if cp := t.result.Checkpoint; cp != nil && (t.op.Kind == OpCreateCheckpoint || t.op.Kind == OpForkWorkspace || t.op.Kind == OpCreateTemplate) {
+		m.timings("capture", cp.Timings)
+	}
+}
+
+func (m *metrics) timings(kind string, list []core.Timing) {
+	for _, t := range list {
+		m.phase.WithLabelValues(kind, m.bounded(t.Stage)).Observe(t.DurationMS / 1000)
+	}
+}
+
+// resealed counts the steps of a reseal that the host has verified: their names are those of the protocol.
+func (m *metrics) resealed(r *core.ResealReport) {
+	if r == nil || !r.Complete {
+		return
+	}
+	for _, s := range r.Steps {
+		m.reseal.WithLabelValues(m.bounded(s.Name)).Observe(s.DurationMS / 1000)
+	}
+}
+
+// bounded keeps the number of a label's values small, whatever comes.
+func (m *metrics) bounded(name string) string {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if !m.phases[name] {
+		if len(m.phases) >= maxPhases || len(name) > 40 {
+			return "other"
+		}
+		m.phases[name] = true
+	}
+	return name
+}

@@ -1,0 +1,482 @@
+package controller
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"runtime/debug"
+	"sync"
+	"time"
+
+	"go.opentelemetry.io/otel/attribute"
+	"go.opentelemetry.io/otel/trace"
+
+	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/failpoint"
+	"github.com/coppice-dev/coppice/internal/tracing"
+)
+
+// DefaultWait is how long a request waits for its operation when it does not say.
+const DefaultWait = 60 * time.Second
+
+// Outcome is what an operation did, by ids, as its row keeps it.
+type Outcome struct {
+	Workspace  core.WorkspaceID  `json:"workspace_id,omitempty"`
+	Checkpoint core.CheckpointID `json:"checkpoint_id,omitempty"`
+	Children   []ChildOutcome    `json:"children,omitempty"`
+	Prune      *PruneResult      `json:"prune,omitempty"`
+}
+
+// ChildOutcome is one child of a fork, in the order asked.
+type ChildOutcome struct {
+	Workspace core.WorkspaceID   `json:"workspace_id"`
+	Timings   []core.Timing      `json:"timings,omitempty"`
+	Problem   *runnerapi.Problem `json:"problem,omitempty"`
+}
+
+// Result is an Outcome with the objects.
+type Result struct {
+	Workspace  *Workspace
+	Checkpoint *Checkpoint
+	Reseal     *core.ResealReport // of Workspace
+	Children   []Child
+	Prune      *PruneResult
+}
+
+// Child is one child of a fork: either Workspace or Problem is set.
+type Child struct {
+	Workspace *Workspace
+	Reseal    *core.ResealReport
+	Timings   []core.Timing
+	Problem   *core.Error
+}
+
+// Answer is what a use case that starts an operation gives: the operation as far as it has come and, when it has
+// succeeded, its result.
+type Answer struct {
+	Operation Operation
+	Done      bool
+	Result    Result
+}
+
+// OperationError is the failure of an operation that had been accepted.
+type OperationError struct {
+	Operation core.OperationID
+	Err       error
+}
+
+func (e *OperationError) Error() string { return fmt.Sprintf("operation %s: %v", e.Operation, e.Err) }
+
+// Unwrap returns the failure.
+func (e *OperationError) Unwrap() error { return e.Err }
+
+// opInput is the input of every kind of operation; each uses what it needs.
+type opInput struct {
+	Children     []childInput      `json:"children,omitempty"` // workspaces that it makes
+	AllOrNothing bool              `json:"all_or_nothing,omitempty"`
+	Source       core.CheckpointID `json:"source,omitempty"`  // grown from
+	Capture      core.CheckpointID `json:"capture,omitempty"` // made
+	Epoch        int64             `json:"epoch,omitempty"`   // of the workspace that it acts on
+	Sandbox      core.SandboxID    `json:"sandbox,omitempty"` // of that workspace, in that epoch
+	Next         core.SandboxID    `json:"next,omitempty"`    // the one that a restore prepares
+	Prune        *PruneResult      `json:"prune,omitempty"`   // the plan that it carries out
+}
+
+type childInput struct {
+	Workspace core.WorkspaceID `json:"workspace_id"`
+	Sandbox   core.SandboxID   `json:"sandbox_id"`
+}
+
+// Workspaces returns the workspaces that the operation makes.
+func (o Operation) Workspaces() []core.WorkspaceID {
+	var in opInput
+	if json.Unmarshal(o.Input, &in) != nil {
+		return nil
+	}
+	ids := make([]core.WorkspaceID, len(in.Children))
+	for i, c := range in.Children {
+		ids[i] = c.Workspace
+	}
+	return ids
+}
+
+// Task is an operation that this process works on.
+type Task struct {
+	c        *Controller
+	accepted Operation // as it was when the task began; never written again
+	op       Operation // the task's own goroutine works on it
+	in       opInput
+	plan     any              // what the admission knows already; nil when the operation is resumed
+	repeat   core.OperationID // set when there is nothing to do but to answer as this operation, of an equal request, did
+	watch    *core.Stopwatch
+	cancel   context.CancelCauseFunc
+	began    time.Time     // here
+	request  trace.Span    // under which it was admitted; nil when it is resumed
+	done     chan struct{} // closed at the end; the fields below are valid then
+	result   Result
+	err      error // it did not come to an end here: LEASE_LOST, or the controller stops
+
+	stall   sync.Once
+	stalled chan struct{} // closed when the end cannot be written because the database is away
+}
+
+// work of one kind of operation. It ends the operation itself, by Task.finish or fail. An error means that it did not: the
+// operation is abandoned then, unless it is another controller's now or this one stops.
+func (c *Controller) work(kind OperationKind) func(context.Context, *Task) error {
+	switch kind {
+	case OpCreateWorkspace:
+		return c.workCreate
+	case OpCreateTemplate:
+		return c.workTemplate
+	case OpCreateCheckpoint:
+		return c.workCapture
+	case OpForkCheckpoint, OpRestoreCheckpoint:
+		return c.workFork
+	case OpForkWorkspace:
+		return c.workForkWorkspace
+	case OpRestoreWorkspace:
+		return c.workRestore
+	case OpTerminateWorkspace:
+		return c.workTerminate
+	case OpSuspendWorkspace:
+		return c.workSuspend
+	case OpResumeWorkspace:
+		return c.workResume
+	case OpPruneCheckpoints:
+		return c.workPrune
+	}
+	return nil
+}
+
+const identityAttempts = 8
+
+// Where a controller may be killed in the life of a request.
+var (
+	beforeAdmission = failpoint.New("controller.before_admission")
+	inAdmission     = failpoint.New("controller.in_admission")    // the rows are inserted, the transaction is open
+	afterAdmission  = failpoint.New("controller.after_admission") // it is committed, the runner has not been called
+	beforeEnd       = failpoint.New("controller.before_end")      // the runner has done its part, the rows do not say so
+	afterEnd        = failpoint.New("controller.after_end")       // the end is committed, nobody has been told
+)
+
+// begin inserts an operation with the rows that admit makes, in one transaction, and starts it. admit fills the operation's
+// targets, input and first step and returns the plan; it runs again, with a higher attempt, when a fresh identity collided.
+// The context is only a carrier of values: a client that hangs up now changes nothing. Of a request that was admitted before
+// nothing is inserted: the task then stands for the operation that it began.
+func (c *Controller) begin(ctx context.Context, scope Scope, op Operation, admit func(ctx context.Context, tx Tx, op *Operation, in *opInput, attempt int) (any, error)) (*Task, error) {
+	if err := c.reserve(); err != nil {
+		return nil, err
+	}
+	started := false
+	defer func() {
+		if !started {
+			c.tasks.Done()
+		}
+	}()
+	watch := core.NewStopwatch()
+	op.LeaseOwner, op.RequestID = c.owner, requestID(ctx)
+	t := &Task{c: c, began: time.Now(), request: trace.SpanFromContext(ctx), watch: watch, done: make(chan struct{}), stalled: make(chan struct{})}
+	ctx = context.WithoutCancel(ctx)
+	if err := beforeAdmission.Hit(ctx); err != nil {
+		return nil, err
+	}
+	var err error
+	for attempt := range identityAttempts {
+		err = c.store.InTx(ctx, scope, func(tx Tx) error {
+			next, in := op, opInput{}
+			next.ID = core.NewID[core.OperationID]()
+			if err := bind(ctx, tx, op.ProjectID, string(next.ID)); err != nil {
+				return err
+			}
+			plan, err := admit(ctx, tx, &next, &in, attempt)
+			if err != nil {
+				return err
+			}
+			if next.Input, err = json.Marshal(in); err != nil {
+				return fmt.Errorf("encode operation input: %w", err)
+			}
+			t.in, t.plan = in, plan
+			if t.op, err = tx.InsertOperation(ctx, next, c.cfg.OperationLease); err != nil {
+				return err
+			}
+			if err := tx.Admit(ctx, next.ProjectID, demandOf(next, in)); err != nil {
+				return err
+			}
+			return inAdmission.Hit(ctx)
+		})
+		if !errors.Is(err, ErrIdentityTaken) {
+			break
+		}
+	}
+	if again, ok := errors.AsType[*repeatError](err); ok {
+		return c.repeatTask(op.ProjectID, again), nil
+	}
+	if err != nil {
+		return nil, err
+	}
+	if err := afterAdmission.Hit(ctx); err != nil {
+		return nil, err
+	}
+	watch.Lap("admit")
+	started = true
+	c.start(t)
+	return t, nil
+}
+
+// repeatTask stands for the operation of an earlier, equal request.
+func (c *Controller) repeatTask(project core.ProjectID, again *repeatError) *Task {
+	return &Task{c: c, repeat: core.OperationID(again.use.Object), op: Operation{ProjectID: project}}
+}
+
+func (c *Controller) reserve() error {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.closing {
+		return core.Wrapf(errShutdown, core.Unavailable, core.CodeControllerStopping, "the controller is stopping; repeat the request at another or when it is back")
+	}
+	c.tasks.Add(1)
+	return nil
+}
+
+// start runs a task whose place in c.tasks is reserved.
+func (c *Controller) start(t *Task) {
+	origin := t.op.Origin
+	origin.Operation = t.op.ID
+	if origin.Action == "" {
+		origin.Action = string(t.op.Kind)
+	}
+	ctx, cancel := context.WithCancelCause(core.WithOperationID(WithRequestID(WithOrigin(c.runCtx, origin), t.op.RequestID), t.op.ID))
+	t.cancel, t.accepted = cancel, t.op
+	c.mu.Lock()
+	c.running[t.op.ID] = t
+	c.mu.Unlock()
+	go func() {
+		defer c.tasks.Done()
+		defer cancel(nil)
+		ctx, span := t.span(ctx)
+		t.err = c.attempt(ctx, t)
+		if t.err != nil && ctx.Err() == nil && !errors.Is(t.err, ErrLeaseLost) {
+			t.err = c.abandon(ctx, t, t.err)
+		}
+		t.endSpan(ctx, span)
+		c.mu.Lock()
+		delete(c.running, t.op.ID)
+		c.mu.Unlock()
+		switch {
+		case t.err == nil:
+			c.announce(t.op.ID)
+			c.metrics.operationEnded(t)
+		case errors.Is(t.err, ErrLeaseLost) || errors.Is(t.err, errShutdown):
+			c.log.InfoContext(ctx, "operation left to another", "operation_id", t.op.ID, "kind", t.op.Kind, "err", t.err)
+		default:
+			c.log.ErrorContext(ctx, "operation not finished", "operation_id", t.op.ID, "kind", t.op.Kind, "err", t.err)
+		}
+		close(t.done)
+	}()
+}
+
+// span is the operation's in a trace, below its request's.
+func (t *Task) span(ctx context.Context) (context.Context, trace.Span) {
+	if t.request == nil {
+		return ctx, trace.SpanFromContext(ctx)
+	}
+	return tracing.Start(trace.ContextWithSpan(ctx, t.request), string(t.op.Kind), trace.WithTimestamp(t.began),
+		trace.WithAttributes(attribute.String("operation_id", string(t.op.ID)), attribute.String("request_id", t.op.RequestID)))
+}
+
+func (t *Task) endSpan(ctx context.Context, span trace.Span) {
+	if t.op.Problem != nil {
+		tracing.Fail(span, t.op.Problem)
+	}
+	tracing.Fail(span, t.err)
+	tracing.Stages(ctx, t.began, t.watch.Timings())
+	span.End()
+}
+
+// attempt runs the work. A panic ends this operation, not the controller: whoever resumed it would only panic as well.
+func (c *Controller) attempt(ctx context.Context, t *Task) (err error) {
+	defer func() {
+		if r := recover(); r != nil {
+			c.log.ErrorContext(ctx, "operation panicked", "operation_id", t.op.ID, "kind", t.op.Kind, "panic", fmt.Sprint(r), "stack", string(debug.Stack()))
+			err = core.Errorf(core.Internal, core.CodeInternal, "something went wrong inside Coppice; the log has the cause under operation %s", t.op.ID)
+		}
+	}()
+	return c.work(t.op.Kind)(ctx, t)
+}
+
+// write is what an operation's last transaction changes besides its own row.
+type write func(ctx context.Context, tx Tx) (Outcome, Result, error)
+
+// finish ends an operation as succeeded.
+func (t *Task) finish(ctx context.Context, w write) error { return t.end(ctx, nil, w) }
+
+// fail ends an operation as failed. w may be nil.
+func (t *Task) fail(ctx context.Context, problem error, w write) error {
+	if ctx.Err() != nil { // the failure is our own stopping, not the work's
+		return context.Cause(ctx)
+	}
+	t.c.log.WarnContext(ctx, "operation failed", "operation_id", t.op.ID, "kind", t.op.Kind, "request_id", t.op.RequestID, "err", problem)
+	return t.end(ctx, problemOf(problem), w)
+}
+
+// end writes the end. It insists while the database is away: what the runner did must not be forgotten, and the fence
+// of the lease epoch makes repeating safe.
+func (t *Task) end(ctx context.Context, problem *core.Error, w write) error {
+	scope, again := t.scope(), false
+	if err := beforeEnd.Hit(ctx); err != nil {
+		return err
+	}
+	for wait := 50 * time.Millisecond; ; wait = min(2*wait, 2*time.Second) {
+		var ended Operation
+		var result Result
+		err := t.c.store.InTx(ctx, scope, func(tx Tx) error {
+			if again { // the try before may have been committed although its answer was lost: w must not run twice
+				now, err := tx.Operation(ctx, t.op.ID)
+				if err == nil && now.State.Done() {
+					err = ErrLeaseLost
+				}
+				if err != nil {
+					return err
+				}
+			}
+			next, out := t.op, Outcome{}
+			next.State, next.Problem = core.OperationSucceeded, problem
+			if problem != nil {
+				next.State = core.OperationFailed
+			}
+			if w != nil {
+				var err error
+				if out, result, err = w(ctx, tx); err != nil {
+					return err
+				}
+			}
+			var err error
+			if next.Result, err = json.Marshal(out); err != nil {
+				return fmt.Errorf("encode outcome: %w", err)
+			}
+			next.Timings = t.watch.Timings()
+			ended, err = tx.FinishOperation(ctx, next)
+			return err
+		})
+		switch {
+		case err == nil:
+			t.op, t.result = ended, result
+			return afterEnd.Hit(ctx)
+		case errors.Is(err, ErrLeaseLost):
+			return t.settled(ctx, scope)
+		case core.CodeOf(err) != core.CodeDatabaseUnavailable:
+			return err
+		}
+		again = true
+		t.stall.Do(func() { close(t.stalled) })
+		if err := pause(ctx, wait); err != nil {
+			return err
+		}
+	}
+}
+
+// load reads what the work needs, until the database answers: what is accepted is not given up for that.
+func (t *Task) load(ctx context.Context, fn func(Tx) error) error {
+	return t.insistTx(ctx, func(Operation) bool { return false }, fn)
+}
+
+// scope is that of the operation's project.
+func (t *Task) scope() Scope {
+	if t.op.ProjectID == SystemProject {
+		return System()
+	}
+	return InProject(t.op.ProjectID)
+}
+
+// insistTx runs a transaction in the middle of an operation until the database takes it. done says whether an earlier try was
+// committed although its answer was lost.
+func (t *Task) insistTx(ctx context.Context, done func(now Operation) bool, fn func(Tx) error) error {
+	for wait := 50 * time.Millisecond; ; wait = min(2*wait, 2*time.Second) {
+		err := t.c.store.InTx(ctx, t.scope(), func(tx Tx) error {
+			now, err := tx.Operation(ctx, t.op.ID)
+			switch {
+			case err != nil:
+				return err
+			case now.LeaseEpoch != t.op.LeaseEpoch:
+				return ErrLeaseLost
+			case done(now):
+				return nil
+			}
+			return fn(tx)
+		})
+		if err == nil || core.CodeOf(err) != core.CodeDatabaseUnavailable {
+			return err
+		}
+		t.stall.Do(func() { close(t.stalled) })
+		if err := pause(ctx, wait); err != nil {
+			return err
+		}
+	}
+}
+
+// settled finds out whether the lease was lost, or whether our own commit had succeeded and only its answer was lost.
+func (t *Task) settled(ctx context.Context, scope Scope) error {
+	var now Operation
+	err := t.c.store.InTx(ctx, scope, func(tx Tx) error {
+		var err error
+		now, err = tx.Operation(ctx, t.op.ID)
+		return err
+	})
+	if err != nil || !now.State.Done() || now.LeaseEpoch != t.op.LeaseEpoch {
+		return errors.Join(ErrLeaseLost, err)
+	}
+	t.op = now
+	t.result, err = t.c.result(ctx, scope, now)
+	return err
+}
+
+// step records a named step; resuming begins there.
+func (t *Task) step(ctx context.Context, tx Tx, name string) error {
+	if err := tx.StepOperation(ctx, t.op, name); err != nil {
+		return err
+	}
+	t.op.Step = name
+	return nil
+}
+
+// await waits for a task of this process. A context that ends ends only the waiting.
+func (t *Task) await(ctx context.Context, wait time.Duration) (Answer, error) {
+	if t.repeat != "" {
+		return t.c.replay(ctx, t.op.ProjectID, t.repeat)
+	}
+	timer := time.NewTimer(wait)
+	defer timer.Stop()
+	select {
+	case <-t.done:
+		return t.answer()
+	case <-t.stalled:
+		id := t.accepted.ID
+		return Answer{}, &OperationError{id, core.Errorf(core.Unavailable, core.CodeDatabaseUnavailable,
+			"the database (PostgreSQL) cannot be reached; operation %s goes on and is recorded when it is back", id)}
+	case <-ctx.Done():
+		return Answer{}, context.Cause(ctx)
+	case <-timer.C:
+		return Answer{Operation: t.accepted}, nil
+	}
+}
+
+func (t *Task) answer() (Answer, error) {
+	switch {
+	case t.err != nil:
+		return Answer{Operation: t.accepted}, nil //nolint:nilerr // somebody else, or a later start, brings it to its end
+	case t.op.Problem != nil:
+		return Answer{Operation: t.op, Done: true}, &OperationError{t.op.ID, t.op.Problem}
+	}
+	return Answer{Operation: t.op, Done: true, Result: t.result}, nil
+}
+
+// problemOf is what the row, and so the caller, sees of an error.
+func problemOf(err error) *core.Error {
+	return &core.Error{Category: core.CategoryOf(err), Code: core.CodeOf(err), Msg: core.MessageOf(err)}
+}
+
+func failureOf(err error) *Failure {
+	return &Failure{Code: core.CodeOf(err), Message: core.MessageOf(err)}
+}

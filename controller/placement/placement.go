@@ -1,0 +1,173 @@
+// Package placement picks a runner for new sandboxes. It is a pure function of a snapshot of the fleet, so that every
+// rule can be tested as a table. It knows nothing of rows or calls; a runner that is chosen may still refuse.
+package placement
+
+import (
+	"slices"
+	"strings"
+
+	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/core"
+)
+
+// Runner is what placement needs to know of a runner.
+type Runner struct {
+	ID       core.RunnerID
+	Class    runnerapi.RunnerClass
+	Fresh    bool // its lease has not run out
+	Draining bool
+	Capacity runnerapi.Capacity // a dimension of 0 is not limited
+	Used     runnerapi.Capacity
+	Images   []core.Digest
+}
+
+// Request says what is to be placed.
+type Request struct {
+	Count     int
+	Resources core.Resources
+	Image     core.Digest            // only runners that hold it; empty: any
+	Holder    core.RunnerID          // the only runner with the bytes of the checkpoint; empty: any
+	Class     *runnerapi.RunnerClass // a hard rule: equal in every field; nil: any
+}
+
+// Choose returns the runner with the most room. Its errors say what to do: NO_RUNNER when none can be reached,
+// RUNNER_UNREACHABLE when the one with the bytes cannot, INCOMPATIBLE_HOST naming the field, IMAGE_NOT_FOUND, and CAPACITY
+// naming the dimension.
+func Choose(fleet []Runner, req Request) (core.RunnerID, error) {
+	candidates, err := eligible(fleet, req)
+	if err != nil {
+		return "", err
+	}
+	full, never := "", true
+	candidates = slices.DeleteFunc(candidates, func(r Runner) bool {
+		what := lacks(r, req)
+		empty := r
+		empty.Used = runnerapi.Capacity{}
+		never = never && lacks(empty, req) != ""
+		if what != "" {
+			full = what
+		}
+		return what != ""
+	})
+	if len(candidates) == 0 {
+		err := Full(req, full)
+		err.Never = never
+		return "", err
+	}
+	return slices.MinFunc(candidates, func(a, b Runner) int {
+		if d := load(a) - load(b); d < 0 {
+			return -1
+		} else if d > 0 {
+			return 1
+		}
+		return strings.Compare(string(a.ID), string(b.ID))
+	}).ID, nil
+}
+
+// FullError is CAPACITY: there is no room now.
+type FullError struct {
+	Holder core.RunnerID // the runner that it would have to be; empty: any
+	Never  bool          // there would be none if all that runs were gone
+	err    *core.Error
+}
+
+// Full makes a FullError that names what there is not enough of.
+func Full(req Request, what string) *FullError {
+	return &FullError{Holder: req.Holder, err: core.Errorf(core.Exhausted, core.CodeCapacity,
+		"no runner has room for %d sandboxes of %d vCPU and %d MiB: not enough %s; terminate workspaces or add a runner",
+		req.Count, req.Resources.VCPUs, req.Resources.MemoryMiB, what)}
+}
+
+func (e *FullError) Error() string { return e.err.Error() }
+
+// Unwrap returns the core error.
+func (e *FullError) Unwrap() error { return e.err }
+
+// eligible applies every rule but room, in the order in which their errors help most.
+func eligible(fleet []Runner, req Request) ([]Runner, error) {
+	list := slices.DeleteFunc(slices.Clone(fleet), func(r Runner) bool { return !r.Fresh || r.Draining })
+	if req.Holder != "" {
+		at := slices.IndexFunc(fleet, func(r Runner) bool { return r.ID == req.Holder })
+		if at < 0 || !fleet[at].Fresh {
+			return nil, core.Errorf(core.Unavailable, core.CodeRunnerUnreachable, "runner %s, which holds the checkpoint, has not been heard of lately; start it or wait for it", req.Holder)
+		}
+		// Draining keeps new work away, and the bytes are nowhere else: growing from them is refused, not moved.
+		if fleet[at].Draining {
+			return nil, core.Errorf(core.Unavailable, core.CodeNoRunner, "runner %s, which holds the checkpoint, is draining", req.Holder)
+		}
+		list = []Runner{fleet[at]}
+	}
+	if len(list) == 0 {
+		return nil, core.Errorf(core.Unavailable, core.CodeNoRunner, "no runner is registered and reachable; start one with `coppice dev` or `coppice runner`")
+	}
+	if req.Class != nil {
+		differs := ""
+		list = slices.DeleteFunc(list, func(r Runner) bool {
+			field := classDifference(*req.Class, r.Class)
+			if field != "" {
+				differs = field
+			}
+			return field != ""
+		})
+		if len(list) == 0 {
+			return nil, core.Errorf(core.FailedPrecondition, core.CodeIncompatibleHost, "no runner can load this checkpoint: %s; it can be forked only where the runner class is equal", differs)
+		}
+	}
+	if req.Image != "" {
+		list = slices.DeleteFunc(list, func(r Runner) bool { return !slices.Contains(r.Images, req.Image) })
+		if len(list) == 0 {
+			return nil, core.Errorf(core.NotFound, core.CodeImageNotFound, "no reachable runner holds image %s; build it there with `coppice image build`", req.Image.Short())
+		}
+	}
+	return list, nil
+}
+
+// classDifference names the first field in which a runner differs from what is needed, with both values.
+func classDifference(want, have runnerapi.RunnerClass) string {
+	for _, f := range []struct{ name, want, have string }{
+		{"arch", want.Arch, have.Arch},
+		{"accelerator", want.Accelerator, have.Accelerator},
+		{"vmm", want.VMM, have.VMM},
+		{"vmm_version", want.VMMVersion, have.VMMVersion},
+		{"machine_type", want.MachineType, have.MachineType},
+		{"cpu_model", want.CPUModel, have.CPUModel},
+	} {
+		if f.want != f.have {
+			return f.name + " is " + core.Clip(f.want) + " in the checkpoint and " + core.Clip(f.have) + " on the runner"
+		}
+	}
+	return ""
+}
+
+func lacks(r Runner, req Request) string {
+	for _, d := range dimensions(r, req) {
+		if d.capacity > 0 && d.used+d.asked > d.capacity {
+			return d.name
+		}
+	}
+	return ""
+}
+
+// load is how full the fullest dimension of a runner is.
+func load(r Runner) float64 {
+	worst := 0.0
+	for _, d := range dimensions(r, Request{}) {
+		if d.capacity > 0 {
+			worst = max(worst, float64(d.used)/float64(d.capacity))
+		}
+	}
+	return worst
+}
+
+type dimension struct {
+	name                  string
+	capacity, used, asked int
+}
+
+func dimensions(r Runner, req Request) []dimension {
+	return []dimension{
+		{"sandboxes", r.Capacity.Sandboxes, r.Used.Sandboxes, req.Count},
+		{"vcpus", r.Capacity.VCPUs, r.Used.VCPUs, req.Count * req.Resources.VCPUs},
+		{"memory_mib", r.Capacity.MemoryMiB, r.Used.MemoryMiB, req.Count * req.Resources.MemoryMiB},
+	}
+}

@@ -1,0 +1,104 @@
+package placement_test
+
+import (
+	"strings"
+	"testing"
+
+	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/controller/placement"
+	"github.com/coppice-dev/coppice/core"
+)
+
+var class = runnerapi.RunnerClass{Arch: "amd64", Accelerator: "tcg", CPUModel: "max", VMM: "qemu", VMMVersion: "7.2", MachineType: "pc-q35-7.2"}
+
+func runner(id string, change func(*placement.Runner)) placement.Runner {
+	r := placement.Runner{
+		ID: core.RunnerID(id), Class: class, Fresh: true, Capacity: runnerapi.Capacity{Sandboxes: 10, VCPUs: 20, MemoryMiB: 10_000},
+		Images: []core.Digest{"sha256:base"},
+	}
+	if change != nil {
+		change(&r)
+	}
+	return r
+}
+
+func TestChoose(t *testing.T) {
+	t.Parallel()
+	shape := core.Resources{VCPUs: 2, MemoryMiB: 1000}
+	other := class
+	other.CPUModel = "host+avx512"
+	arm := other
+	arm.Arch = "arm64"
+	full := func(r *placement.Runner) { r.Used = runnerapi.Capacity{Sandboxes: 9} }
+	for name, c := range map[string]struct {
+		fleet  []placement.Runner
+		req    placement.Request
+		want   core.RunnerID
+		code   core.Code
+		detail string
+	}{
+		"nobody":     {req: placement.Request{Count: 1}, code: core.CodeNoRunner},
+		"all silent": {fleet: []placement.Runner{runner("a", func(r *placement.Runner) { r.Fresh = false })}, req: placement.Request{Count: 1}, code: core.CodeNoRunner},
+		"draining":   {fleet: []placement.Runner{runner("a", func(r *placement.Runner) { r.Draining = true })}, req: placement.Request{Count: 1}, code: core.CodeNoRunner},
+		"the only":   {fleet: []placement.Runner{runner("a", nil)}, req: placement.Request{Count: 1, Resources: shape}, want: "a"},
+		"the emptier": {
+			fleet: []placement.Runner{runner("a", full), runner("b", nil), runner("c", full)}, req: placement.Request{Count: 1, Resources: shape}, want: "b",
+		},
+		"the fuller when it holds the bytes": {
+			fleet: []placement.Runner{runner("a", full), runner("b", nil)}, req: placement.Request{Count: 1, Resources: shape, Holder: "a", Class: &class}, want: "a",
+		},
+		"ties go by id": {fleet: []placement.Runner{runner("b", nil), runner("a", nil)}, req: placement.Request{Count: 1}, want: "a"},
+		"holder silent": {
+			fleet: []placement.Runner{runner("a", func(r *placement.Runner) { r.Fresh = false }), runner("b", nil)}, req: placement.Request{Count: 1, Holder: "a"},
+			code: core.CodeRunnerUnreachable, detail: "runner a",
+		},
+		"holder unknown":  {fleet: []placement.Runner{runner("b", nil)}, req: placement.Request{Count: 1, Holder: "a"}, code: core.CodeRunnerUnreachable},
+		"holder draining": {fleet: []placement.Runner{runner("a", func(r *placement.Runner) { r.Draining = true })}, req: placement.Request{Count: 1, Holder: "a"}, code: core.CodeNoRunner},
+		"other cpu": {
+			fleet: []placement.Runner{runner("a", nil)}, req: placement.Request{Count: 1, Holder: "a", Class: &other}, code: core.CodeIncompatibleHost,
+			detail: "cpu_model is host+avx512 in the checkpoint and max on the runner",
+		},
+		"other arch": {fleet: []placement.Runner{runner("a", nil)}, req: placement.Request{Count: 1, Class: &arm}, code: core.CodeIncompatibleHost, detail: "arch is arm64"},
+		"one of the class": {
+			fleet: []placement.Runner{runner("a", nil), runner("b", func(r *placement.Runner) { r.Class = other })}, req: placement.Request{Count: 1, Class: &other}, want: "b",
+		},
+		"image elsewhere": {
+			fleet: []placement.Runner{runner("a", nil), runner("b", func(r *placement.Runner) { r.Images = []core.Digest{"sha256:demo"} })},
+			req:   placement.Request{Count: 1, Image: "sha256:demo"}, want: "b",
+		},
+		"image nowhere": {fleet: []placement.Runner{runner("a", nil)}, req: placement.Request{Count: 1, Image: "sha256:demo"}, code: core.CodeImageNotFound},
+		"sandboxes":     {fleet: []placement.Runner{runner("a", full)}, req: placement.Request{Count: 2}, code: core.CodeCapacity, detail: "sandboxes"},
+		"vcpus": {
+			fleet: []placement.Runner{runner("a", nil)}, req: placement.Request{Count: 6, Resources: core.Resources{VCPUs: 4, MemoryMiB: 1}}, code: core.CodeCapacity, detail: "vcpus",
+		},
+		"memory": {
+			fleet: []placement.Runner{runner("a", nil)}, req: placement.Request{Count: 6, Resources: core.Resources{VCPUs: 1, MemoryMiB: 2000}}, code: core.CodeCapacity, detail: "memory_mib",
+		},
+		"just enough": {fleet: []placement.Runner{runner("a", nil)}, req: placement.Request{Count: 10, Resources: core.Resources{VCPUs: 2, MemoryMiB: 1000}}, want: "a"},
+		"unlimited": {
+			fleet: []placement.Runner{runner("a", func(r *placement.Runner) { r.Capacity = runnerapi.Capacity{} })}, req: placement.Request{Count: 256, Resources: shape}, want: "a",
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			got, err := placement.Choose(c.fleet, c.req)
+			if got != c.want || core.CodeOf(err) != c.code || c.detail != "" && !strings.Contains(err.Error(), c.detail) {
+				t.Errorf("got %q, %v", got, err)
+			}
+		})
+	}
+}
+
+// TestChooseLeavesItsInputAlone calls it twice with one fleet.
+func TestChooseLeavesItsInputAlone(t *testing.T) {
+	t.Parallel()
+	fleet := []placement.Runner{runner("a", func(r *placement.Runner) { r.Fresh = false }), runner("b", nil)}
+	for range 2 {
+		if got, err := placement.Choose(fleet, placement.Request{Count: 1, Image: "sha256:base", Class: &class}); got != "b" || err != nil {
+			t.Fatalf("%q, %v", got, err)
+		}
+	}
+	if fleet[0].ID != "a" || fleet[1].ID != "b" {
+		t.Errorf("%+v", fleet)
+	}
+}

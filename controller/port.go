@@ -1,0 +1,139 @@
+package controller
+
+import (
+	"context"
+	"errors"
+	"net/netip"
+
+	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/failpoint"
+)
+
+// Where a controller may be killed when it forwards a port.
+var (
+	beforePort = failpoint.New("controller.before_port") // the row is there, the runner has not been called
+	afterPort  = failpoint.New("controller.after_port")  // it listens, the row does not say where
+)
+
+// OpenPort forwards an address of the runner's host to a port of the guest.
+func (c *Controller) OpenPort(ctx context.Context, project core.ProjectID, id core.WorkspaceID, guestPort int, listen netip.AddrPort) (Port, error) {
+	w, err := c.reach(ctx, project, id)
+	p := Port{ID: core.NewID[core.PortID](), ProjectID: project, WorkspaceID: id, GuestPort: guestPort, Listen: listen.String()}
+	if err == nil {
+		err = c.store.InTx(ctx, InProject(project), func(tx Tx) error {
+			if err := bind(ctx, tx, project, string(p.ID)); err != nil {
+				return err
+			}
+			var err error
+			p, err = tx.InsertPort(ctx, p)
+			return err
+		})
+	} else {
+		err = c.repeated(ctx, project, err)
+	}
+	if again, ok := errors.AsType[*repeatError](err); ok {
+		if again.use.Answer != nil {
+			return replayed[Port](ctx, again.use)
+		}
+		p, err = c.findPort(ctx, project, id, core.PortID(again.use.Object)) // its controller has not come to its end
+	}
+	if err != nil {
+		return Port{}, err
+	}
+	// From here on the row says that the port may be there: a client that hangs up must not leave the two apart.
+	ctx = context.WithoutCancel(ctx)
+	if err := beforePort.Hit(ctx); err != nil {
+		return Port{}, err
+	}
+	got, err := c.runners.OpenPort(ctx, w.Sandbox.Endpoint, w.Sandbox.ID, runnerapi.Port{ID: p.ID, GuestPort: guestPort, Listen: listen})
+	if err == nil {
+		if err := afterPort.Hit(ctx); err != nil {
+			return Port{}, err
+		}
+		return read(ctx, c, InProject(project), func(tx Tx) (Port, error) {
+			p, err := tx.UpdatePort(ctx, p.ID, got.Listen.String())
+			if err != nil {
+				return p, err
+			}
+			return p, claimOf(ctx).answer(ctx, tx, project, string(p.ID), p)
+		})
+	}
+	if closeErr := c.closePort(ctx, w.Sandbox, p); closeErr != nil {
+		c.log.WarnContext(ctx, "port was neither opened nor closed", "port_id", p.ID, "err", closeErr)
+	}
+	return Port{}, err
+}
+
+// Ports lists.
+func (c *Controller) Ports(ctx context.Context, project core.ProjectID, id core.WorkspaceID) ([]Port, error) {
+	return read(ctx, c, InProject(project), func(tx Tx) ([]Port, error) {
+		if _, err := tx.Workspace(ctx, id); err != nil {
+			return nil, err
+		}
+		return tx.Ports(ctx, id)
+	})
+}
+
+// ClosePort stops forwarding.
+func (c *Controller) ClosePort(ctx context.Context, project core.ProjectID, workspace core.WorkspaceID, id core.PortID) error {
+	w, err := c.Workspace(ctx, project, workspace)
+	if err != nil {
+		return err
+	}
+	p, err := c.findPort(ctx, project, workspace, id)
+	if err != nil {
+		return err
+	}
+	return c.closePort(context.WithoutCancel(ctx), w.Sandbox, p)
+}
+
+func (c *Controller) findPort(ctx context.Context, project core.ProjectID, workspace core.WorkspaceID, id core.PortID) (Port, error) {
+	list, err := c.Ports(ctx, project, workspace)
+	if err != nil {
+		return Port{}, err
+	}
+	for _, p := range list {
+		if p.ID == id {
+			return p, nil
+		}
+	}
+	return Port{}, core.Errorf(core.NotFound, core.CodePortNotFound, "workspace %s has no forwarded port %s", workspace, id)
+}
+
+func (c *Controller) closePort(ctx context.Context, s Sandbox, p Port) error {
+	if s.ID != "" {
+		if err := c.runners.ClosePort(ctx, s.Endpoint, s.ID, p.ID); err != nil && core.CategoryOf(err) != core.NotFound {
+			return err
+		}
+	}
+	return c.store.InTx(ctx, InProject(p.ProjectID), func(tx Tx) error {
+		if err := claimOf(ctx).release(ctx, tx, p.ProjectID, string(p.ID)); err != nil {
+			return err
+		}
+		return tx.DeletePort(ctx, p.WorkspaceID, p.ID)
+	})
+}
+
+// reopenPorts forwards a restored workspace's ports to its new sandbox, at the addresses that they had. One that cannot be
+// had any more is closed for good, and the log says so.
+func (c *Controller) reopenPorts(ctx context.Context, project core.ProjectID, id core.WorkspaceID, s Sandbox) {
+	list, err := c.Ports(ctx, project, id)
+	if err != nil {
+		c.log.WarnContext(ctx, "ports were not forwarded again", "workspace_id", id, "err", err)
+		return
+	}
+	for _, p := range list {
+		listen, err := netip.ParseAddrPort(p.Listen)
+		if err == nil {
+			_, err = c.runners.OpenPort(ctx, s.Endpoint, s.ID, runnerapi.Port{ID: p.ID, GuestPort: p.GuestPort, Listen: listen})
+		}
+		if err == nil {
+			continue
+		}
+		c.log.WarnContext(ctx, "port was not forwarded again", "workspace_id", id, "port_id", p.ID, "listen", p.Listen, "err", err)
+		if err := c.closePort(ctx, Sandbox{}, p); err != nil {
+			c.log.WarnContext(ctx, "port was not closed", "port_id", p.ID, "err", err)
+		}
+	}
+}

@@ -1,0 +1,127 @@
+package postgres
+
+import (
+	"context"
+	"strings"
+	"time"
+
+	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/core"
+)
+
+// originSetting sets what the audit triggers read, until the transaction ends.
+func originSetting(ctx context.Context) string {
+	o, request := controller.OriginOf(ctx)
+	return "; set local coppice.origin = '" + plain(o.Actor) + " " + plain(o.Source) + " " + plain(o.Action) + " " + plain(request) + " " + plain(string(o.Operation)) + "'"
+}
+
+// plain drops what needs quoting: ids, addresses and names have nothing of it.
+func plain(s string) string {
+	return strings.Map(func(r rune) rune {
+		switch {
+		case r >= 'a' && r <= 'z', r >= 'A' && r <= 'Z', r >= '0' && r <= '9', strings.ContainsRune("_.:-[]%", r):
+			return r
+		}
+		return -1
+	}, s)
+}
+
+type auditRow struct {
+	ID          int64                   `db:"id"`
+	ProjectID   core.ProjectID          `db:"project_id"`
+	CreatedAt   time.Time               `db:"created_at"`
+	RequestID   string                  `db:"request_id"`
+	Actor       string                  `db:"actor"`
+	Source      string                  `db:"source"`
+	Action      string                  `db:"action"`
+	Object      string                  `db:"object_id"`
+	Before      string                  `db:"before"`
+	After       string                  `db:"after"`
+	Outcome     controller.AuditOutcome `db:"outcome"`
+	OperationID core.OperationID        `db:"operation_id"`
+	Detail      []byte                  `db:"detail"`
+}
+
+func (r auditRow) record() controller.AuditRecord {
+	return controller.AuditRecord{
+		ID: r.ID, ProjectID: r.ProjectID, RequestID: r.RequestID, Actor: r.Actor, Source: r.Source, Action: r.Action, Object: r.Object,
+		Before: r.Before, After: r.After, Outcome: r.Outcome, OperationID: r.OperationID, Detail: r.Detail, CreatedAt: r.CreatedAt,
+	}
+}
+
+// InsertAudit inserts a record with the transaction's origin.
+func (t *tx) InsertAudit(ctx context.Context, r controller.AuditRecord) error {
+	detail := any(nil)
+	if r.Detail != nil {
+		detail = r.Detail
+	}
+	_, err := t.exec(ctx, `
+		INSERT INTO audit_records (project_id, request_id, actor, source, action, object_id, before, after, outcome, operation_id, detail)
+		VALUES (@project, coppice_origin(4), coppice_origin(1), coppice_origin(2), coppice_origin(3), @object, @before, @after, @outcome, @operation, @detail)`,
+		args{"project": r.ProjectID, "object": r.Object, "before": r.Before, "after": r.After, "outcome": r.Outcome, "operation": r.OperationID, "detail": detail})
+	return err
+}
+
+// AuditRecords lists.
+func (t *tx) AuditRecords(ctx context.Context, f controller.AuditFilter) ([]controller.AuditRecord, error) {
+	q := &filter{relation: "a", args: args{"limit": f.Limit}}
+	if f.After != 0 {
+		q.add("a.id < @after", "after", f.After)
+	}
+	q.equal("actor", f.Actor)
+	q.equal("action", f.Action)
+	q.equal("object_id", f.Object)
+	q.equal("request_id", f.RequestID)
+	q.equal("operation_id", string(f.Operation))
+	q.equal("outcome", string(f.Outcome))
+	if !f.Since.IsZero() {
+		q.add("a.created_at >= @since", "since", f.Since)
+	}
+	if !f.Until.IsZero() {
+		q.add("a.created_at < @until", "until", f.Until)
+	}
+	rows, err := many[auditRow](ctx, t, `
+		SELECT id, project_id, created_at, request_id, actor, source, action, object_id, before, after, outcome, operation_id, detail FROM audit_records a`+q.where()+q.tail(), q.args)
+	list := make([]controller.AuditRecord, len(rows))
+	for i, r := range rows {
+		list[i] = r.record()
+	}
+	return list, err
+}
+
+type countedRow struct {
+	Count int64 `db:"count"`
+}
+
+// SealAudit is a function of the schema: what a seal covers is defined there, once.
+func (t *tx) SealAudit(ctx context.Context) (int64, error) {
+	row, err := one[countedRow](ctx, t, nil, `SELECT coppice_seal_audit() AS count`, args{})
+	return row.Count, err
+}
+
+type auditCheckRow struct {
+	Seals    int64  `db:"seals"`
+	Records  int64  `db:"records"`
+	Unsealed int64  `db:"unsealed"`
+	Broken   int64  `db:"broken"`
+	Head     string `db:"head"`
+}
+
+// CheckAudit computes every seal again.
+func (t *tx) CheckAudit(ctx context.Context, project core.ProjectID) (controller.AuditCheck, error) {
+	row, err := one[auditCheckRow](ctx, t, nil, `
+		WITH chain AS (
+			SELECT s.seq, s.records, s.upper, s.hash, h.records = s.records AND h.hash = s.hash AND s.seq = row_number() OVER w
+				AND s.previous = coalesce(lag(s.hash) OVER w, '\x') AND s.lower >= coalesce(lag(s.upper) OVER w, '0') AS good
+			FROM audit_seals s CROSS JOIN LATERAL coppice_audit_hash(s.project_id, s.lower, s.upper, s.previous) h
+			WHERE s.project_id = @project WINDOW w AS (ORDER BY s.seq)
+		), stray AS ( -- rows that were put between what is sealed
+			SELECT count(*) AS count FROM audit_records r WHERE r.project_id = @project AND r.xid < (SELECT max(upper) FROM chain)
+		)
+		SELECT count(*) AS seals, coalesce(sum(records), 0)::bigint AS records,
+			(SELECT count(*) FROM audit_records r WHERE r.project_id = @project AND r.xid >= coalesce((SELECT max(upper) FROM chain), '0')) AS unsealed,
+			coalesce(min(seq) FILTER (WHERE NOT good), CASE WHEN coalesce(sum(records), 0) <> (SELECT count FROM stray) THEN max(seq) END, 0)::bigint AS broken,
+			coalesce((SELECT encode(hash, 'hex') FROM chain ORDER BY seq DESC LIMIT 1), '') AS head
+		FROM chain`, args{"project": project})
+	return controller.AuditCheck(row), err
+}

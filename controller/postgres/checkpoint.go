@@ -1,0 +1,378 @@
+package postgres
+
+import (
+	"context"
+	"encoding/json"
+	"time"
+
+	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/core"
+)
+
+// The columns of a checkpoint need the relations c (a checkpoint) and r (the runner that holds it, if any). Of a single one
+// the children are counted in place; of a page, all at once afterwards, which costs a fraction.
+var (
+	checkpointColumns = pageColumns + `,
+	(SELECT count(*) FROM checkpoints k WHERE k.parent_id = c.id AND k.state IN (` + living + `)) AS children_count`
+	living = quoted(core.CheckpointCaptured, core.CheckpointSealed)
+)
+
+const pageColumns = `
+	c.id, c.project_id, c.kind, c.state, coalesce(c.parent_id, '') AS parent_id, coalesce(c.parent_project_id, '') AS parent_project_id, c.root_id, c.depth,
+	coalesce(c.workspace_id, '') AS workspace_id, coalesce(c.workspace_epoch, 0) AS workspace_epoch, coalesce(c.name, '') AS name,
+	c.labels, c.annotations, c.pinned, c.version, c.image_name, c.image_digest, c.vcpus, c.memory_mib, c.disk_gib,
+	coalesce(c.runner_id, '') AS runner_id, coalesce(r.endpoint, '') AS endpoint, c.runner_class, coalesce(c.base_id, '') AS base_id,
+	c.delta_bytes, c.device_state_bytes, c.disk_bytes, c.pause_ms, c.timings, c.parent_reseal, c.stale_processes,
+	coalesce(c.operation_id, '') AS operation_id, coalesce(c.failure_code, '') AS failure_code, coalesce(c.failure_message, '') AS failure_message,
+	c.created_at, c.captured_at, c.ended_at`
+
+const checkpointJoins = ` LEFT JOIN runners r ON r.id = c.runner_id`
+
+type checkpointRow struct {
+	ID               core.CheckpointID          `db:"id"`
+	ProjectID        core.ProjectID             `db:"project_id"`
+	Kind             controller.CheckpointKind  `db:"kind"`
+	State            core.CheckpointState       `db:"state"`
+	Parent           core.CheckpointID          `db:"parent_id"`
+	ParentProject    core.ProjectID             `db:"parent_project_id"`
+	Root             core.CheckpointID          `db:"root_id"`
+	Depth            int                        `db:"depth"`
+	WorkspaceID      core.WorkspaceID           `db:"workspace_id"`
+	WorkspaceEpoch   int64                      `db:"workspace_epoch"`
+	Name             string                     `db:"name"`
+	Labels           map[string]string          `db:"labels"`
+	Annotations      map[string]json.RawMessage `db:"annotations"`
+	Pinned           bool                       `db:"pinned"`
+	Version          int64                      `db:"version"`
+	ImageName        string                     `db:"image_name"`
+	ImageDigest      core.Digest                `db:"image_digest"`
+	VCPUs            int                        `db:"vcpus"`
+	MemoryMiB        int                        `db:"memory_mib"`
+	DiskGiB          int                        `db:"disk_gib"`
+	RunnerID         core.RunnerID              `db:"runner_id"`
+	Endpoint         string                     `db:"endpoint"`
+	Class            *runnerapi.RunnerClass     `db:"runner_class"`
+	Base             core.BaseID                `db:"base_id"`
+	DeltaBytes       int64                      `db:"delta_bytes"`
+	DeviceStateBytes int64                      `db:"device_state_bytes"`
+	DiskBytes        int64                      `db:"disk_bytes"`
+	PauseMS          float64                    `db:"pause_ms"`
+	Timings          []core.Timing              `db:"timings"`
+	ParentReseal     []core.ResealStep          `db:"parent_reseal"`
+	Stale            []core.StaleProcess        `db:"stale_processes"`
+	ChildrenCount    int                        `db:"children_count"`
+	OperationID      core.OperationID           `db:"operation_id"`
+	FailureCode      core.Code                  `db:"failure_code"`
+	FailureMessage   string                     `db:"failure_message"`
+	CreatedAt        time.Time                  `db:"created_at"`
+	CapturedAt       *time.Time                 `db:"captured_at"`
+	EndedAt          *time.Time                 `db:"ended_at"`
+}
+
+func (r checkpointRow) checkpoint() controller.Checkpoint {
+	c := controller.Checkpoint{
+		ID: r.ID, ProjectID: r.ProjectID, Kind: r.Kind, State: r.State, Parent: r.Parent, ParentProject: r.ParentProject, Root: r.Root, Depth: r.Depth,
+		WorkspaceID: r.WorkspaceID, WorkspaceEpoch: r.WorkspaceEpoch, Name: r.Name, Labels: r.Labels, Annotations: r.Annotations, Pinned: r.Pinned, Version: r.Version,
+		Image:     controller.ImageRef{Name: r.ImageName, Digest: r.ImageDigest},
+		Resources: core.Resources{VCPUs: r.VCPUs, MemoryMiB: r.MemoryMiB, DiskGiB: r.DiskGiB},
+		RunnerID:  r.RunnerID, Endpoint: r.Endpoint, Class: r.Class, Base: r.Base, DeltaBytes: r.DeltaBytes, DeviceStateBytes: r.DeviceStateBytes,
+		DiskBytes: r.DiskBytes, PauseMS: r.PauseMS, Timings: r.Timings, ParentReseal: r.ParentReseal, StaleProcesses: r.Stale,
+		ChildrenCount: r.ChildrenCount, OperationID: r.OperationID,
+		CreatedAt: r.CreatedAt, CapturedAt: timeOf(r.CapturedAt), EndedAt: timeOf(r.EndedAt),
+	}
+	if r.FailureCode != "" {
+		c.Failure = &controller.Failure{Code: r.FailureCode, Message: r.FailureMessage}
+	}
+	return c
+}
+
+func checkpoints(rows []checkpointRow, err error) ([]controller.Checkpoint, error) {
+	if err != nil {
+		return nil, err
+	}
+	list := make([]controller.Checkpoint, len(rows))
+	for i, r := range rows {
+		list[i] = r.checkpoint()
+	}
+	return list, nil
+}
+
+func noCheckpoint(id core.CheckpointID) error {
+	return core.Errorf(core.NotFound, core.CodeCheckpointNotFound, "there is no checkpoint %s", id)
+}
+
+// HoldCheckpoint and DeleteCheckpoint exclude each other by an advisory lock, which works on shared rows too: row locks need
+// the right to write.
+func (t *tx) HoldCheckpoint(ctx context.Context, id core.CheckpointID) error {
+	_, err := t.exec(ctx, `SELECT pg_advisory_xact_lock_shared(hashtextextended(@id::text, 0))`, args{"id": id})
+	return err
+}
+
+type checkpointWithSourceRow struct {
+	checkpointRow
+	Egress core.EgressPolicy `db:"egress_policy"`
+	Env    map[string]string `db:"env"`
+}
+
+// Checkpoint returns one, with what its forks take over from the workspace that it was taken of.
+func (t *tx) Checkpoint(ctx context.Context, id core.CheckpointID) (controller.Checkpoint, error) {
+	row, err := one[checkpointWithSourceRow](ctx, t, noCheckpoint(id), `
+		SELECT`+checkpointColumns+`, coalesce(w.egress_policy, @deny::text) AS egress_policy, coalesce(w.env, '{}') AS env
+		FROM checkpoints c`+checkpointJoins+` LEFT JOIN workspaces w ON w.id = c.workspace_id WHERE c.id = @id AND NOT c.pruned`,
+		args{"id": id, "deny": core.EgressDenyAll})
+	if err != nil {
+		return controller.Checkpoint{}, err
+	}
+	c := row.checkpoint()
+	c.Egress, c.Env = row.Egress, row.Env
+	return c, nil
+}
+
+// Checkpoints lists.
+func (t *tx) Checkpoints(ctx context.Context, f controller.CheckpointFilter) ([]controller.Checkpoint, error) {
+	q := newFilter("c", f.Page, f.OldestFirst)
+	q.equal("name", f.Name)
+	q.equal("kind", string(f.Kind))
+	q.equal("workspace_id", string(f.WorkspaceID))
+	q.equal("parent_id", string(f.Parent))
+	q.suffix(f.IDSuffix)
+	q.anyOf("state", texts(f.States))
+	q.labels(f.Labels)
+	q.add("NOT c.pruned", "", nil)
+	return t.page(ctx, `SELECT`+pageColumns+`, 0 AS children_count FROM checkpoints c`+checkpointJoins+q.where()+q.tail(), q.args)
+}
+
+type countRow struct {
+	ID    core.CheckpointID `db:"parent_id"`
+	Count int               `db:"count"`
+}
+
+// children counts what lives directly below each of the nodes.
+func (t *tx) children(ctx context.Context, ids []core.CheckpointID) (map[core.CheckpointID]int, error) {
+	rows, err := many[countRow](ctx, t, `
+		SELECT k.parent_id, count(*) AS count FROM checkpoints k WHERE k.parent_id = ANY(@ids::text[]) AND k.state IN (`+living+`) GROUP BY k.parent_id`,
+		args{"ids": texts(ids)})
+	counts := make(map[core.CheckpointID]int, len(rows))
+	for _, r := range rows {
+		counts[r.ID] = r.Count
+	}
+	return counts, err
+}
+
+// page runs a query for many checkpoints and counts their children.
+func (t *tx) page(ctx context.Context, sql string, a args) ([]controller.Checkpoint, error) {
+	list, err := checkpoints(many[checkpointRow](ctx, t, sql, a))
+	if err != nil || len(list) == 0 {
+		return list, err
+	}
+	ids := make([]core.CheckpointID, len(list))
+	for i, c := range list {
+		ids[i] = c.ID
+	}
+	counts, err := t.children(ctx, ids)
+	for i := range list {
+		list[i].ChildrenCount = counts[list[i].ID]
+	}
+	return list, err
+}
+
+// classKey is the form of a runner class that an index can compare.
+func classKey(c runnerapi.RunnerClass) string {
+	return c.Arch + "/" + c.Accelerator + "/" + c.VMM + "/" + c.VMMVersion + "/" + c.MachineType + "/" + string(core.DigestOf([]byte(c.CPUModel)))
+}
+
+// LiveTemplate finds a template.
+func (t *tx) LiveTemplate(ctx context.Context, runner core.RunnerID, image core.Digest, class runnerapi.RunnerClass, res core.Resources) (controller.Checkpoint, error) {
+	absent := core.Errorf(core.NotFound, core.CodeCheckpointNotFound, "there is no template of image %s for this shape yet", image.Short())
+	row, err := one[checkpointRow](ctx, t, absent, `
+		SELECT`+checkpointColumns+` FROM checkpoints c`+checkpointJoins+`
+		WHERE c.kind = 'template' AND c.runner_id = @runner AND c.image_digest = @image AND c.class_key = @class AND c.vcpus = @vcpus AND c.memory_mib = @memory
+			AND c.state IN ('capturing', 'captured', 'sealed')`,
+		args{"runner": runner, "image": image, "class": classKey(class), "vcpus": res.VCPUs, "memory": res.MemoryMiB})
+	return row.checkpoint(), err
+}
+
+// InsertCheckpoint inserts a node that is being captured. Its place in the tree follows from its parent. An ancestor that
+// was deleted and no longer shown is shown again, because it is an ancestor again.
+func (t *tx) InsertCheckpoint(ctx context.Context, c controller.Checkpoint) error {
+	a := args{
+		"id": c.ID, "project": c.ProjectID, "kind": c.Kind, "state": core.CheckpointCapturing, "shared": c.Kind == controller.KindTemplate,
+		"parent": orNull(c.Parent), "workspace": orNull(c.WorkspaceID), "epoch": nil, "name": orNull(c.Name), "labels": orEmpty(c.Labels),
+		"annotations": orEmpty(c.Annotations), "image_name": c.Image.Name, "image": c.Image.Digest, "vcpus": c.Resources.VCPUs,
+		"memory": c.Resources.MemoryMiB, "disk": c.Resources.DiskGiB, "runner": orNull(c.RunnerID), "class": c.Class, "class_key": nil, "op": orNull(c.OperationID), "pinned": c.Pinned,
+	}
+	if c.WorkspaceID != "" {
+		a["epoch"] = c.WorkspaceEpoch
+	}
+	if c.Class != nil {
+		a["class_key"] = classKey(*c.Class)
+	}
+	_, err := t.exec(ctx, `
+		WITH RECURSIVE up AS (
+			SELECT id, parent_id FROM checkpoints WHERE id = @parent AND pruned
+			UNION ALL SELECT c.id, c.parent_id FROM checkpoints c JOIN up ON c.id = up.parent_id WHERE c.pruned
+		), shown AS (
+			UPDATE checkpoints SET pruned = false WHERE id IN (SELECT id FROM up)
+		)
+		INSERT INTO checkpoints (id, project_id, kind, state, shared, parent_project_id, parent_id, root_id, depth, workspace_id, workspace_epoch,
+			name, labels, annotations, image_name, image_digest, vcpus, memory_mib, disk_gib, runner_id, runner_class, class_key, operation_id, pinned)
+		SELECT @id, @project, @kind, @state, @shared, p.project_id, @parent, coalesce(p.root_id, @id), coalesce(p.depth + 1, 0), @workspace, @epoch,
+			@name, @labels, @annotations, @image_name, @image, @vcpus, @memory, @disk, @runner, @class, @class_key, @op, @pinned
+		FROM (SELECT 1) AS always LEFT JOIN checkpoints p ON p.id = @parent`, a)
+	return err
+}
+
+// CaptureCheckpoint records what the runner captured. It changes nothing about a checkpoint that is not being captured.
+func (t *tx) CaptureCheckpoint(ctx context.Context, id core.CheckpointID, runner core.RunnerID, got runnerapi.Checkpoint) (controller.Checkpoint, error) {
+	conflict := core.Errorf(core.Conflict, core.CodeStateConflict, "checkpoint %s is not being captured any more", id)
+	row, err := one[checkpointRow](ctx, t, conflict, `
+		WITH c AS (
+			UPDATE checkpoints SET state = @to, captured_at = now(), runner_id = @runner, runner_class = @class, class_key = @class_key, base_id = @base,
+				delta_bytes = @delta, device_state_bytes = @device, disk_bytes = @disk, pause_ms = @pause, timings = @timings,
+				parent_reseal = @reseal, stale_processes = @stale
+			WHERE id = @id AND state = ANY(@from::text[]) RETURNING *
+		)
+		SELECT`+checkpointColumns+` FROM c`+checkpointJoins,
+		args{
+			"id": id, "to": core.CheckpointCaptured, "from": texts(core.CheckpointCaptured.Sources()), "runner": runner, "class": got.Class,
+			"class_key": classKey(got.Class), "base": got.Base, "delta": got.DeltaBytes, "device": got.DeviceStateBytes, "disk": got.DiskBytes,
+			"pause": got.PauseMS, "timings": orNone(got.Timings), "reseal": orNone(got.ParentReseal), "stale": orNone(got.Processes),
+		})
+	return row.checkpoint(), err
+}
+
+// FailCheckpoint ends a capture that did not succeed.
+func (t *tx) FailCheckpoint(ctx context.Context, id core.CheckpointID, why controller.Failure) error {
+	_, err := t.exec(ctx, `
+		UPDATE checkpoints SET state = @to, ended_at = now(), failure_code = @code, failure_message = @message WHERE id = @id AND state = ANY(@from::text[])`,
+		args{"id": id, "to": core.CheckpointFailed, "from": texts(core.CheckpointFailed.Sources()), "code": why.Code, "message": why.Message})
+	return err
+}
+
+// DropTemplate makes room for another template of the same key.
+func (t *tx) DropTemplate(ctx context.Context, id core.CheckpointID) error {
+	_, err := t.exec(ctx, `UPDATE checkpoints SET state = @to, ended_at = now() WHERE id = @id AND kind = 'template' AND state = ANY(@from::text[])`,
+		args{"id": id, "to": core.CheckpointDeleted, "from": texts(core.CheckpointDeleted.Sources())})
+	return err
+}
+
+type useRow struct {
+	Operation string `db:"operation"`
+	Suspended string `db:"suspended"`
+	Living    string `db:"living"`
+	Pinned    bool   `db:"pinned"`
+}
+
+// inUse says what a node is needed for. The caller has locked it against new forks.
+func (t *tx) inUse(ctx context.Context, id core.CheckpointID, spare bool) error {
+	use, err := one[useRow](ctx, t, nil, `
+		SELECT coalesce((SELECT o.id FROM operations o WHERE o.checkpoint_id = @id AND o.state IN ('pending', 'running') LIMIT 1), '') AS operation,
+			coalesce((SELECT w.id FROM workspaces w WHERE w.checkpoint_id = @id AND w.state = 'suspended' LIMIT 1), '') AS suspended,
+			coalesce((SELECT w.id FROM workspaces w WHERE @spare AND (w.checkpoint_id = @id OR w.parent_checkpoint_id = @id) AND w.ended_at IS NULL LIMIT 1), '') AS living,
+			coalesce((SELECT c.pinned FROM checkpoints c WHERE c.id = @id AND c.state IN (`+living+`)), false) AS pinned`, args{"id": id, "spare": spare})
+	switch {
+	case err != nil:
+		return err
+	case use.Pinned:
+		return core.Errorf(core.FailedPrecondition, core.CodeCheckpointPinned, "checkpoint %s is pinned; unpin it first", id)
+	case use.Operation != "":
+		return core.Errorf(core.FailedPrecondition, core.CodeCheckpointInUse, "checkpoint %s is in use by operation %s; delete it when that has ended", id, use.Operation)
+	case use.Suspended != "":
+		return core.Errorf(core.FailedPrecondition, core.CodeCheckpointInUse, "workspace %s is suspended as checkpoint %s; resume or terminate it first", use.Suspended, id)
+	case use.Living != "":
+		return core.Errorf(core.FailedPrecondition, core.CodeCheckpointInUse, "checkpoint %s is the source of workspace %s", id, use.Living)
+	}
+	return nil
+}
+
+// DeleteCheckpoint marks a node deleted and stops showing what nobody's ancestor is. What came into use since it was looked at
+// does not meet the conditions of the change.
+func (t *tx) DeleteCheckpoint(ctx context.Context, id core.CheckpointID, spare bool) (controller.Checkpoint, error) {
+	if _, err := t.exec(ctx, `SELECT pg_advisory_xact_lock(hashtextextended(@id::text, 0))`, args{"id": id}); err != nil {
+		return controller.Checkpoint{}, err
+	}
+	if err := t.inUse(ctx, id, spare); err != nil {
+		return controller.Checkpoint{}, err
+	}
+	rows, err := many[checkpointRow](ctx, t, `
+		WITH c AS (
+			UPDATE checkpoints SET state = @to, ended_at = coalesce(ended_at, now())
+			WHERE id = @id AND state = ANY(@from::text[]) AND (NOT pinned OR state = 'failed')
+				AND NOT EXISTS (SELECT 1 FROM workspaces w WHERE w.checkpoint_id = @id AND w.state = 'suspended') RETURNING *
+		)
+		SELECT`+checkpointColumns+` FROM c`+checkpointJoins,
+		args{"id": id, "to": core.CheckpointDeleted, "from": texts(core.CheckpointDeleted.Sources())})
+	if err != nil {
+		return controller.Checkpoint{}, err
+	}
+	if len(rows) == 0 {
+		return t.Checkpoint(ctx, id)
+	}
+	return rows[0].checkpoint(), t.prune(ctx, id)
+}
+
+type parentRow struct {
+	Parent *core.CheckpointID `db:"parent_id"`
+}
+
+// prune stops showing a deleted node that is nobody's ancestor and no living workspace's head, then its parent, and so on.
+func (t *tx) prune(ctx context.Context, id core.CheckpointID) error {
+	for {
+		rows, err := many[parentRow](ctx, t, `
+			UPDATE checkpoints c SET pruned = true WHERE c.id = @id AND c.state = 'deleted' AND NOT c.pruned
+				AND NOT EXISTS (SELECT 1 FROM checkpoints k WHERE k.parent_id = c.id AND NOT k.pruned AND k.state <> 'failed')
+				AND NOT EXISTS (SELECT 1 FROM workspaces w WHERE w.checkpoint_id = c.id AND w.ended_at IS NULL)
+			RETURNING c.parent_id`, args{"id": id})
+		if err != nil || len(rows) == 0 || rows[0].Parent == nil {
+			return err
+		}
+		id = *rows[0].Parent
+	}
+}
+
+// PatchCheckpoint changes name, labels and annotations.
+func (t *tx) PatchCheckpoint(ctx context.Context, id core.CheckpointID, p controller.CheckpointPatch) (controller.Checkpoint, error) {
+	set, drop := split(p.Labels)
+	note, forget := map[string]json.RawMessage{}, []string{}
+	for k, v := range p.Annotations {
+		if len(v) == 0 || string(v) == "null" {
+			forget = append(forget, k)
+		} else {
+			note[k] = v
+		}
+	}
+	name := ""
+	if p.Name != nil {
+		name = *p.Name
+	}
+	rows, err := checkpoints(many[checkpointRow](ctx, t, `
+		WITH c AS (
+			UPDATE checkpoints SET version = version + 1, labels = (labels - @drop::text[]) || @set::jsonb,
+				annotations = (annotations - @forget::text[]) || @note::jsonb, name = CASE WHEN @rename THEN nullif(@name, '') ELSE name END,
+				pinned = coalesce(@pinned, pinned)
+			WHERE id = @id AND (@version::bigint = 0 OR version = @version) AND state <> ALL(@ended::text[])
+				AND project_id = (SELECT current_setting('coppice.project_id')) RETURNING *
+		)
+		SELECT`+checkpointColumns+` FROM c`+checkpointJoins,
+		args{
+			"id": id, "version": p.Version, "set": set, "drop": drop, "note": note, "forget": forget, "rename": p.Name != nil, "name": name, "pinned": p.Pinned,
+			"ended": []string{string(core.CheckpointFailed), string(core.CheckpointDeleted)},
+		}))
+	if err != nil {
+		return controller.Checkpoint{}, err
+	}
+	if len(rows) > 0 {
+		return rows[0], nil
+	}
+	now, err := t.Checkpoint(ctx, id)
+	switch {
+	case err != nil:
+		return controller.Checkpoint{}, err
+	case now.Kind == controller.KindTemplate:
+		return controller.Checkpoint{}, core.Errorf(core.PermissionDenied, core.CodePermissionDenied, "checkpoint %s is a template, which belongs to the operator; annotate a checkpoint of yours", id)
+	case !now.State.Forkable() && now.State != core.CheckpointCapturing:
+		return controller.Checkpoint{}, core.Errorf(core.Conflict, core.CodeStateConflict, "checkpoint %s is %s and cannot be changed any more", id, now.State)
+	}
+	return controller.Checkpoint{}, &controller.VersionConflictError{Object: "checkpoint " + string(id), Asked: p.Version, Current: now.Version}
+}

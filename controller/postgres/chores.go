@@ -1,0 +1,153 @@
+package postgres
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"sync"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+	"github.com/riverqueue/river"
+	"github.com/riverqueue/river/riverdriver/riverpgxv5"
+
+	"github.com/coppice-dev/coppice/controller"
+)
+
+// queueSchema holds the tables of the queue library; the migrations make it.
+const queueSchema = "river"
+
+const (
+	choreTime   = 30 * time.Second // a chore that takes longer is cancelled
+	choreRescue = choreTime + 5*time.Second
+	choreStop   = 5 * time.Second
+	choreKept   = 15 * time.Minute // how long rows of ended chores stay, for people
+	choreConns  = 4
+)
+
+// Chores runs periodic work on one of all controllers: the queue library elects which of them makes a chore due, and one
+// that is free takes it. Chores that failed are due again after their interval, not sooner. It returns when ctx ends and the
+// chores that ran here have, or when the database cannot be reached.
+func (s *Store) Chores(ctx context.Context, list []controller.Chore, log *slog.Logger) (err error) {
+	pool, err := s.chorePool(ctx)
+	if err != nil {
+		return err
+	}
+	defer pool.Close()
+	workers := river.NewWorkers()
+	worker := &choreWorker{log: log, chores: map[string]*chore{}}
+	river.AddWorker(workers, worker)
+	periodic := make([]*river.PeriodicJob, len(list))
+	for i, c := range list {
+		worker.chores[c.Name] = &chore{Chore: c}
+		periodic[i] = river.NewPeriodicJob(river.PeriodicInterval(c.Every),
+			func() (river.JobArgs, *river.InsertOpts) { return choreArgs{Name: c.Name}, nil },
+			&river.PeriodicJobOpts{ID: c.Name, RunOnStart: true})
+	}
+	client, err := river.NewClient(riverpgxv5.New(pool), &river.Config{
+		Schema: queueSchema, Workers: workers, PeriodicJobs: periodic,
+		Queues: map[string]river.QueueConfig{river.QueueDefault: {MaxWorkers: max(len(list), 1)}},
+		// A chore has one attempt: the next interval is its retry.
+		MaxAttempts: 1, JobTimeout: choreTime, RescueStuckJobsAfter: choreRescue, SoftStopTimeout: time.Second,
+		CompletedJobRetentionPeriod: choreKept, DiscardedJobRetentionPeriod: choreKept, CancelledJobRetentionPeriod: choreKept,
+		ReindexerSchedule: river.NeverSchedule(), // it would need to own the tables; they are small
+		Logger:            slog.New(quiet{log.Handler()}),
+	})
+	if err != nil {
+		return fmt.Errorf("prepare the chores: %w", err)
+	}
+	if err := client.Start(context.WithoutCancel(ctx)); err != nil {
+		return mapError(ctx, err)
+	}
+	select {
+	case <-ctx.Done():
+	case <-client.Stopped():
+	}
+	stop, cancel := context.WithTimeout(context.WithoutCancel(ctx), choreStop)
+	defer cancel()
+	return client.Stop(stop)
+}
+
+// chorePool makes the library's connections: as the same role as everything else.
+func (s *Store) chorePool(ctx context.Context) (*pgxpool.Pool, error) {
+	pc := s.pool.Config()
+	pc.MinConns, pc.MaxConns = 0, choreConns
+	pc.ConnConfig.RuntimeParams["application_name"] = "coppice-chores"
+	pc.AfterConnect = func(ctx context.Context, conn *pgx.Conn) error {
+		_, err := conn.Exec(ctx, "SET role coppice_app")
+		return err
+	}
+	pool, err := pgxpool.NewWithConfig(ctx, pc)
+	if err != nil {
+		return nil, fmt.Errorf("open database: %w", err)
+	}
+	if err := pool.Ping(ctx); err != nil { // the library takes an absent database for a fault
+		pool.Close()
+		return nil, mapError(ctx, err)
+	}
+	return pool, nil
+}
+
+type choreArgs struct {
+	Name string `json:"name"`
+}
+
+// Kind names the job in the queue's tables.
+func (choreArgs) Kind() string { return "chore" }
+
+type chore struct {
+	controller.Chore
+	running sync.Mutex
+}
+
+type choreWorker struct {
+	river.WorkerDefaults[choreArgs]
+	log    *slog.Logger
+	chores map[string]*chore
+}
+
+// Work does a chore, unless it still runs here since the last time. One that this controller does not know, because a newer
+// one made it due, is left to that one's next interval.
+func (w *choreWorker) Work(ctx context.Context, job *river.Job[choreArgs]) error {
+	c, ok := w.chores[job.Args.Name]
+	if !ok || !c.running.TryLock() {
+		return nil
+	}
+	defer c.running.Unlock()
+	if err := c.Do(ctx); err != nil && ctx.Err() == nil {
+		w.log.WarnContext(ctx, "chore failed", "chore", c.Name, "err", err)
+		return err
+	}
+	return nil
+}
+
+// quiet passes on what the library says of real trouble: it reports failed chores, which the worker has logged, as errors too.
+type quiet struct{ slog.Handler }
+
+// Enabled keeps what is below a warning away.
+func (q quiet) Enabled(ctx context.Context, l slog.Level) bool {
+	return l >= slog.LevelWarn && q.Handler.Enabled(ctx, l)
+}
+
+// Handle drops what was said because everything stops.
+func (q quiet) Handle(ctx context.Context, r slog.Record) error {
+	stopped := false
+	r.Attrs(func(a slog.Attr) bool {
+		if err, ok := a.Value.Any().(error); ok && errors.Is(err, context.Canceled) {
+			stopped = true
+		}
+		return !stopped
+	})
+	if stopped {
+		return nil
+	}
+	return q.Handler.Handle(ctx, r)
+}
+
+// WithAttrs keeps the filter.
+func (q quiet) WithAttrs(attrs []slog.Attr) slog.Handler { return quiet{q.Handler.WithAttrs(attrs)} }
+
+// WithGroup keeps the filter.
+func (q quiet) WithGroup(name string) slog.Handler { return quiet{q.Handler.WithGroup(name)} }

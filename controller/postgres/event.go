@@ -1,0 +1,118 @@
+package postgres
+
+import (
+	"context"
+	"fmt"
+	"strconv"
+	"time"
+
+	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/core"
+)
+
+type eventRow struct {
+	ID           int64             `db:"id"`
+	ProjectID    core.ProjectID    `db:"project_id"`
+	Type         string            `db:"type"`
+	WorkspaceID  core.WorkspaceID  `db:"workspace_id"`
+	CheckpointID core.CheckpointID `db:"checkpoint_id"`
+	Root         core.CheckpointID `db:"root_id"`
+	OperationID  core.OperationID  `db:"operation_id"`
+	Data         []byte            `db:"data"`
+	CreatedAt    time.Time         `db:"created_at"`
+}
+
+const eventColumns = `
+	e.id, e.project_id, e.type, coalesce(e.workspace_id, '') AS workspace_id, coalesce(e.checkpoint_id, '') AS checkpoint_id,
+	coalesce(e.root_id, '') AS root_id, coalesce(e.operation_id, '') AS operation_id, e.data, e.created_at`
+
+func (r eventRow) event() controller.Event {
+	return controller.Event{
+		ID: r.ID, ProjectID: r.ProjectID, Type: r.Type, WorkspaceID: r.WorkspaceID, CheckpointID: r.CheckpointID, Root: r.Root,
+		OperationID: r.OperationID, Data: r.Data, CreatedAt: r.CreatedAt,
+	}
+}
+
+// Events reads by id.
+func (t *tx) Events(ctx context.Context, f controller.EventFilter, after, until int64, limit int) ([]controller.Event, error) {
+	where := newFilter("e", controller.Page{Limit: limit}, true)
+	where.add("e.id > @after_id", "after_id", after)
+	where.add("e.id <= @until_id", "until_id", until)
+	where.equal("project_id", string(f.Project))
+	where.equal("root_id", string(f.Root))
+	where.equal("workspace_id", string(f.WorkspaceID))
+	if len(f.Types) > 0 {
+		where.add("(e.type = ANY(@types::text[]) OR split_part(e.type, '.', 1) = ANY(@types::text[]))", "types", f.Types)
+	}
+	rows, err := many[eventRow](ctx, t, `SELECT`+eventColumns+` FROM events e`+where.where()+where.tail(), where.args)
+	list := make([]controller.Event, len(rows))
+	for i, r := range rows {
+		list[i] = r.event()
+	}
+	return list, err
+}
+
+type tailRow struct {
+	eventRow
+	Settled string `db:"settled"`
+}
+
+// TailEvents reads the newest events of all projects and, by the same snapshot, below which transaction everything has ended.
+func (t *tx) TailEvents(ctx context.Context, after int64, limit int) ([]controller.Event, uint64, error) {
+	rows, err := many[tailRow](ctx, t, `
+		WITH tail AS (SELECT * FROM events WHERE id > @after ORDER BY id LIMIT @limit)
+		SELECT coalesce(e.id, 0) AS id, coalesce(e.project_id, '') AS project_id, coalesce(e.type, '') AS type, coalesce(e.workspace_id, '') AS workspace_id,
+			coalesce(e.checkpoint_id, '') AS checkpoint_id, coalesce(e.root_id, '') AS root_id, coalesce(e.operation_id, '') AS operation_id,
+			coalesce(e.data, '{}') AS data, coalesce(e.created_at, now()) AS created_at, s.settled
+		FROM (SELECT pg_snapshot_xmin(pg_current_snapshot())::text AS settled) AS s LEFT JOIN tail e ON true ORDER BY e.id`,
+		args{"after": after, "limit": limit})
+	if err != nil {
+		return nil, 0, err
+	}
+	settled, err := strconv.ParseUint(rows[0].Settled, 10, 64)
+	if err != nil {
+		return nil, 0, fmt.Errorf("read a snapshot: %w", err)
+	}
+	var list []controller.Event
+	for _, r := range rows {
+		if r.ID != 0 { // the row that says that there is none
+			list = append(list, r.event())
+		}
+	}
+	return list, settled, nil
+}
+
+type marksRow struct {
+	Floor  int64 `db:"floor"`
+	Newest int64 `db:"newest"`
+}
+
+// EventMarks reads the sequences, which no snapshot holds back.
+func (t *tx) EventMarks(ctx context.Context) (controller.EventMarks, error) {
+	row, err := one[marksRow](ctx, t, nil, `
+		SELECT f.last_value AS floor, CASE WHEN i.is_called THEN i.last_value ELSE 0 END AS newest FROM events_floor f, events_id_seq i`, args{})
+	return controller.EventMarks(row), err
+}
+
+type transactionRow struct {
+	ID string `db:"id"`
+}
+
+// Transaction returns the id of this transaction.
+func (t *tx) Transaction(ctx context.Context) (uint64, error) {
+	row, err := one[transactionRow](ctx, t, nil, `SELECT pg_current_xact_id()::text AS id`, args{})
+	if err != nil {
+		return 0, err
+	}
+	id, err := strconv.ParseUint(row.ID, 10, 64)
+	if err != nil {
+		return 0, fmt.Errorf("read a transaction's id: %w", err)
+	}
+	return id, nil
+}
+
+// TidyEvents makes the partitions of the next days and drops old ones.
+func (t *tx) TidyEvents(ctx context.Context, keep time.Duration) error {
+	_, err := t.exec(ctx, `SELECT coppice_tidy_events(make_interval(secs => @keep))`, args{"keep": keep.Seconds()})
+	return err
+}

@@ -1,0 +1,262 @@
+package postgres
+
+import (
+	"context"
+	"time"
+
+	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/core"
+)
+
+const runnerColumns = `
+	r.id, r.hostname, r.endpoint, r.data_url, r.data_own_cert, r.version, r.class, r.capacity, r.allocated, r.kvm, r.disk_free_mb, r.draining, r.fenced_at IS NOT NULL AS fenced, r.lease_epoch,
+	r.lease_expires_at, r.lease_expires_at > now() AS fresh, r.started_at, r.heartbeat_at`
+
+type runnerRow struct {
+	ID             core.RunnerID         `db:"id"`
+	Hostname       string                `db:"hostname"`
+	Endpoint       string                `db:"endpoint"`
+	DataURL        string                `db:"data_url"`
+	DataOwnCert    bool                  `db:"data_own_cert"`
+	Version        int                   `db:"version"`
+	Class          runnerapi.RunnerClass `db:"class"`
+	Capacity       runnerapi.Capacity    `db:"capacity"`
+	Allocated      runnerapi.Capacity    `db:"allocated"`
+	KVM            string                `db:"kvm"`
+	DiskFreeMB     int64                 `db:"disk_free_mb"`
+	Draining       bool                  `db:"draining"`
+	Fenced         bool                  `db:"fenced"`
+	LeaseEpoch     int64                 `db:"lease_epoch"`
+	LeaseExpiresAt time.Time             `db:"lease_expires_at"`
+	Fresh          bool                  `db:"fresh"`
+	StartedAt      time.Time             `db:"started_at"`
+	HeartbeatAt    time.Time             `db:"heartbeat_at"`
+}
+
+func (r runnerRow) runner() controller.Runner {
+	return controller.Runner{
+		Info: runnerapi.Info{
+			RunnerID: r.ID, Version: r.Version, Hostname: r.Hostname, Class: r.Class, Capacity: r.Capacity, Allocated: r.Allocated,
+			StartedAt: r.StartedAt, KVM: r.KVM, DiskFreeMB: r.DiskFreeMB,
+		},
+		Endpoint: r.Endpoint, DataURL: r.DataURL, DataOwnCert: r.DataOwnCert, Fresh: r.Fresh, Draining: r.Draining, Fenced: r.Fenced, LeaseEpoch: r.LeaseEpoch, LeaseExpiresAt: r.LeaseExpiresAt, HeartbeatAt: r.HeartbeatAt,
+	}
+}
+
+func noRunner(id core.RunnerID) error {
+	return core.Errorf(core.NotFound, core.CodeRunnerNotFound, "there is no runner %s; it must register first", id)
+}
+
+// RegisterRunner begins a new lease epoch.
+func (t *tx) RegisterRunner(ctx context.Context, reg runnerapi.Register, ttl time.Duration) (controller.Runner, error) {
+	i := reg.Info
+	row, err := one[runnerRow](ctx, t, nil, `
+		WITH r AS (
+			INSERT INTO runners (id, hostname, endpoint, data_url, data_own_cert, version, class, class_key, capacity, allocated, kvm, disk_free_mb, started_at, lease_epoch, lease_expires_at)
+			VALUES (@id, @hostname, @endpoint, @data_url, @data_own_cert, @version, @class, @class_key, @capacity, @allocated, @kvm, @disk, @started, 1, now() + make_interval(secs => @ttl))
+			ON CONFLICT (id) DO UPDATE SET hostname = excluded.hostname, endpoint = excluded.endpoint, data_url = excluded.data_url, data_own_cert = excluded.data_own_cert, version = excluded.version, class = excluded.class,
+				class_key = excluded.class_key, capacity = excluded.capacity, allocated = excluded.allocated, kvm = excluded.kvm,
+				disk_free_mb = excluded.disk_free_mb, started_at = excluded.started_at, lease_epoch = runners.lease_epoch + 1,
+				lease_expires_at = excluded.lease_expires_at, registered_at = now(), heartbeat_at = now(), fenced_at = NULL, removed_at = NULL
+			RETURNING *
+		)
+		SELECT`+runnerColumns+` FROM r`,
+		args{
+			"id": i.RunnerID, "hostname": i.Hostname, "endpoint": reg.Endpoint, "data_url": reg.DataURL, "data_own_cert": reg.OwnDataCert, "version": i.Version, "class": i.Class, "class_key": classKey(i.Class),
+			"capacity": i.Capacity, "allocated": i.Allocated, "kvm": i.KVM, "disk": i.DiskFreeMB, "started": i.StartedAt, "ttl": ttl.Seconds(),
+		})
+	return row.runner(), err
+}
+
+// HeartbeatRunner extends a lease.
+func (t *tx) HeartbeatRunner(ctx context.Context, id core.RunnerID, h runnerapi.Heartbeat, ttl time.Duration) error {
+	n, err := t.exec(ctx, `
+		UPDATE runners SET heartbeat_at = now(), lease_expires_at = now() + make_interval(secs => @ttl), capacity = @capacity, allocated = @allocated,
+			disk_free_mb = @disk, kvm = @kvm
+		WHERE id = @id AND lease_epoch = @epoch`,
+		args{
+			"id": id, "epoch": h.LeaseEpoch, "ttl": ttl.Seconds(), "capacity": h.Info.Capacity, "allocated": h.Info.Allocated,
+			"disk": h.Info.DiskFreeMB, "kvm": h.Info.KVM,
+		})
+	if err != nil || n > 0 {
+		return err
+	}
+	now, err := t.Runner(ctx, id)
+	if err != nil {
+		return err
+	}
+	// A newer lease of the same process is one that it asked for and whose answer it missed. Any other took its place.
+	if sameProcess := now.Info.StartedAt.Equal(h.Info.StartedAt.Truncate(time.Microsecond)); now.Fenced || !sameProcess {
+		return core.Errorf(core.Unavailable, core.CodeRunnerLost, "the lease of runner %s with epoch %d was given up", id, h.LeaseEpoch)
+	}
+	return core.Errorf(core.Conflict, core.CodeStateConflict, "runner %s has a newer lease than epoch %d; it must register again", id, h.LeaseEpoch)
+}
+
+type heldRow struct {
+	ID          core.SandboxID      `db:"id"`
+	WorkspaceID core.WorkspaceID    `db:"workspace_id"`
+	State       core.WorkspaceState `db:"state"`
+	Current     bool                `db:"current"`
+	Settled     bool                `db:"settled"`
+}
+
+// HeldSandboxes lists what should be on a runner. Settled compares two moments of the database's clock: what a runner says
+// in a heartbeat it saw after the answer to the heartbeat before, so a sandbox that was ready then must be in it. One that is being
+// suspended is its operation's business: its runner stops it before that is written.
+func (t *tx) HeldSandboxes(ctx context.Context, id core.RunnerID) ([]controller.HeldSandbox, error) {
+	rows, err := many[heldRow](ctx, t, `
+		SELECT s.id, s.workspace_id, w.state, coalesce(w.sandbox_id = s.id, false) AND NOT (w.state = 'checkpointing' AND EXISTS (
+			SELECT 1 FROM operations o WHERE o.workspace_id = w.id AND o.kind = @suspend AND o.state IN ('pending', 'running'))) AS current, coalesce(w.ready_at < r.heartbeat_at, false) AS settled
+		FROM runners r JOIN sandboxes s ON s.runner_id = r.id AND s.ended_at IS NULL JOIN workspaces w ON w.id = s.workspace_id
+		WHERE r.id = @id`, args{"id": id, "suspend": controller.OpSuspendWorkspace})
+	list := make([]controller.HeldSandbox, len(rows))
+	for i, r := range rows {
+		list[i] = controller.HeldSandbox(r)
+	}
+	return list, err
+}
+
+type checkpointIDRow struct {
+	ID core.CheckpointID `db:"id"`
+}
+
+// HeldCheckpoints says which of the runner's checkpoints are ours. One that is being captured has no runner yet.
+func (t *tx) HeldCheckpoints(ctx context.Context, id core.RunnerID, ids []core.CheckpointID) ([]core.CheckpointID, error) {
+	rows, err := many[checkpointIDRow](ctx, t, `
+		SELECT id FROM checkpoints WHERE id = ANY(@ids::text[]) AND state IN ('capturing', 'captured', 'sealed') AND (runner_id IS NULL OR runner_id = @runner)`,
+		args{"ids": texts(ids), "runner": id})
+	list := make([]core.CheckpointID, len(rows))
+	for i, r := range rows {
+		list[i] = r.ID
+	}
+	return list, err
+}
+
+// Runner returns one.
+func (t *tx) Runner(ctx context.Context, id core.RunnerID) (controller.Runner, error) {
+	row, err := one[runnerRow](ctx, t, noRunner(id), `SELECT`+runnerColumns+` FROM runners r WHERE r.id = @id`, args{"id": id})
+	return row.runner(), err
+}
+
+// Runners lists, newest first.
+func (t *tx) Runners(ctx context.Context, p controller.Page) ([]controller.Runner, error) {
+	q := newFilter("r", p, false)
+	q.add("r.removed_at IS NULL", "", nil)
+	rows, err := many[runnerRow](ctx, t, `SELECT`+runnerColumns+` FROM runners r`+q.where()+q.tail(), q.args)
+	list := make([]controller.Runner, len(rows))
+	for i, r := range rows {
+		list[i] = r.runner()
+	}
+	return list, err
+}
+
+type fleetRow struct {
+	runnerRow
+	Sandboxes int `db:"used_sandboxes"`
+	VCPUs     int `db:"used_vcpus"`
+	MemoryMiB int `db:"used_memory_mib"`
+}
+
+// Fleet returns all runners with what every project has placed on them, whatever the transaction's scope.
+func (t *tx) Fleet(ctx context.Context) ([]controller.Runner, error) {
+	rows, err := asSystem[fleetRow](ctx, t, `
+		SELECT`+runnerColumns+`, u.used_sandboxes, u.used_vcpus, u.used_memory_mib
+		FROM runners r CROSS JOIN LATERAL (
+			SELECT count(*) AS used_sandboxes, coalesce(sum(s.vcpus), 0) AS used_vcpus, coalesce(sum(s.memory_mib), 0) AS used_memory_mib
+			FROM sandboxes s WHERE s.runner_id = r.id AND s.ended_at IS NULL
+		) AS u WHERE r.fenced_at IS NULL ORDER BY r.id`, args{})
+	list := make([]controller.Runner, len(rows))
+	for i, r := range rows {
+		list[i] = r.runner()
+		list[i].Used = runnerapi.Capacity{Sandboxes: r.Sandboxes, VCPUs: r.VCPUs, MemoryMiB: r.MemoryMiB}
+	}
+	return list, err
+}
+
+type workspaceIDRow struct {
+	ID core.WorkspaceID `db:"id"`
+}
+
+// FenceRunners gives up on runners that have been silent for so long that they have killed their sandboxes themselves.
+func (t *tx) FenceRunners(ctx context.Context, hard time.Duration) ([]core.WorkspaceID, error) {
+	rows, err := many[workspaceIDRow](ctx, t, `
+		WITH dead AS (
+			UPDATE runners SET fenced_at = now(), lease_epoch = lease_epoch + 1
+			WHERE lease_expires_at < now() - make_interval(secs => @hard) AND fenced_at IS NULL RETURNING id
+		)
+		SELECT DISTINCT w.id FROM dead d JOIN sandboxes s ON s.runner_id = d.id AND s.ended_at IS NULL
+		JOIN workspaces w ON w.id = s.workspace_id AND w.sandbox_id = s.id WHERE w.state IN ('ready', 'checkpointing')`, args{"hard": hard.Seconds()})
+	list := make([]core.WorkspaceID, len(rows))
+	for i, r := range rows {
+		list[i] = r.ID
+	}
+	return list, err
+}
+
+type newImage struct {
+	ID        core.ImageID `json:"id"`
+	Digest    core.Digest  `json:"digest"`
+	Name      string       `json:"name"`
+	SizeBytes int64        `json:"size_bytes"`
+	BuiltAt   time.Time    `json:"built_at"`
+}
+
+// SetImages replaces what a runner is known to hold. What is in a runner's own store was put there by the operator: it
+// is published to all projects.
+func (t *tx) SetImages(ctx context.Context, runner core.RunnerID, images []runnerapi.Image) error {
+	rows := make([]newImage, len(images))
+	for i, img := range images {
+		rows[i] = newImage{ID: core.NewID[core.ImageID](), Digest: img.Digest, Name: img.Name, SizeBytes: img.SizeBytes, BuiltAt: img.CreatedAt}
+	}
+	const recordset = ` FROM jsonb_to_recordset(@rows::jsonb) AS v (id text, digest text, name text, size_bytes bigint, built_at timestamptz)`
+	if _, err := t.exec(ctx, `
+		INSERT INTO images (id, project_id, digest, shared, size_bytes, built_at)
+		SELECT DISTINCT ON (v.digest) v.id, @project, v.digest, true, v.size_bytes, v.built_at`+recordset+` ORDER BY v.digest
+		ON CONFLICT ON CONSTRAINT images_project_digest_key DO NOTHING`, args{"rows": rows, "project": controller.SystemProject}); err != nil {
+		return err
+	}
+	if _, err := t.exec(ctx, `
+		DELETE FROM image_locations l USING images i WHERE i.id = l.image_id AND l.runner_id = @runner
+			AND NOT EXISTS (SELECT 1`+recordset+` WHERE v.digest = i.digest AND coalesce(v.name, '') = l.name)`,
+		args{"rows": rows, "runner": runner}); err != nil {
+		return err
+	}
+	_, err := t.exec(ctx, `
+		INSERT INTO image_locations (project_id, image_id, runner_id, name, shared)
+		SELECT DISTINCT i.project_id, i.id, @runner, coalesce(v.name, ''), true`+recordset+` JOIN images i ON i.digest = v.digest AND i.project_id = @project
+		ON CONFLICT ON CONSTRAINT image_locations_pkey DO NOTHING`, args{"rows": rows, "runner": runner, "project": controller.SystemProject})
+	return err
+}
+
+type imageRow struct {
+	ID        core.ImageID `db:"id"`
+	Name      string       `db:"name"`
+	Digest    core.Digest  `db:"digest"`
+	SizeBytes int64        `db:"size_bytes"`
+	BuiltAt   time.Time    `db:"built_at"`
+	Runners   []string     `db:"runners"`
+}
+
+func (r imageRow) image() controller.Image {
+	img := controller.Image{ID: r.ID, Name: r.Name, Digest: r.Digest, SizeBytes: r.SizeBytes, BuiltAt: r.BuiltAt}
+	for _, id := range r.Runners {
+		img.Runners = append(img.Runners, core.RunnerID(id))
+	}
+	return img
+}
+
+const imageColumns = ` i.id, i.digest, i.size_bytes, i.built_at, array_agg(DISTINCT l.runner_id::text) AS runners`
+
+// Images lists what runners hold, one entry for each name of an image, newest first.
+func (t *tx) Images(ctx context.Context, p controller.Page) ([]controller.Image, error) {
+	rows, err := many[imageRow](ctx, t, `
+		SELECT`+imageColumns+`, l.name FROM image_locations l JOIN images i ON i.id = l.image_id
+		GROUP BY i.id, l.name HAVING (@after::text = '' OR (i.id || '/' || l.name) COLLATE "C" < @after COLLATE "C")
+		ORDER BY (i.id || '/' || l.name) COLLATE "C" DESC LIMIT @limit`, args{"after": p.After, "limit": p.Limit})
+	list := make([]controller.Image, len(rows))
+	for i, r := range rows {
+		list[i] = r.image()
+	}
+	return list, err
+}

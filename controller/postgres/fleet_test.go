@@ -1,0 +1,195 @@
+package postgres_test
+
+import (
+	"context"
+	"testing"
+	"time"
+
+	"github.com/google/go-cmp/cmp"
+
+	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/core"
+)
+
+func TestRunnerLease(t *testing.T) {
+	t.Parallel()
+	d := newDB(t)
+	from := d.template()
+	w := d.ready(d.project, from)
+	get := func() controller.Runner {
+		var r controller.Runner
+		d.mine(func(ctx context.Context, tx controller.Tx) error {
+			var err error
+			r, err = tx.Runner(ctx, d.runner)
+			return err
+		})
+		return r
+	}
+	r := get()
+	if !r.Fresh || r.LeaseEpoch != 1 || r.Info.Class != d.class || r.Info.Capacity.Sandboxes != 100 {
+		t.Errorf("%+v", r)
+	}
+	beat := func(epoch int64) error {
+		return d.try(controller.System(), func(ctx context.Context, tx controller.Tx) error {
+			info := d.info()
+			info.Allocated.Sandboxes = 7
+			return tx.HeartbeatRunner(ctx, d.runner, runnerapi.Heartbeat{LeaseEpoch: epoch, Info: info}, time.Minute)
+		})
+	}
+	if err := beat(1); err != nil {
+		t.Fatal(err)
+	}
+	if r = get(); r.Info.Allocated.Sandboxes != 7 {
+		t.Errorf("%+v", r)
+	}
+	// Settled compares with the heartbeat before: a workspace that became ready after it is not.
+	settled := func() bool {
+		var held []controller.HeldSandbox
+		d.system(func(ctx context.Context, tx controller.Tx) error {
+			var err error
+			held, err = tx.HeldSandboxes(ctx, d.runner)
+			return err
+		})
+		if len(held) != 1 || held[0].ID != w.Sandbox.ID || !held[0].Current || held[0].State != core.WorkspaceReady {
+			t.Errorf("held: %+v", held)
+		}
+		return held[0].Settled
+	}
+	if !settled() {
+		t.Error("not settled although a heartbeat came after it was ready")
+	}
+	d.exec(`UPDATE workspaces SET ready_at = now()`)
+	if settled() {
+		t.Error("settled although no heartbeat came since it was ready")
+	}
+	d.exec(`UPDATE runners SET lease_expires_at = now() - interval '30 s'`)
+	d.mine(func(ctx context.Context, tx controller.Tx) error {
+		got, err := tx.Workspace(ctx, w.ID)
+		if !got.Unknown || got.State != core.WorkspaceReady {
+			t.Errorf("with a silent runner: %+v", got)
+		}
+		return err
+	})
+	fence := func(hard time.Duration) []core.WorkspaceID {
+		var lost []core.WorkspaceID
+		d.system(func(ctx context.Context, tx controller.Tx) error {
+			var err error
+			lost, err = tx.FenceRunners(ctx, hard)
+			return err
+		})
+		return lost
+	}
+	if lost := fence(time.Hour); len(lost) != 0 {
+		t.Errorf("fenced too early: %v", lost)
+	}
+	if lost := fence(20 * time.Second); len(lost) != 1 || lost[0] != w.ID {
+		t.Errorf("fenced: %v", lost)
+	}
+	if lost := fence(20 * time.Second); len(lost) != 0 {
+		t.Errorf("fenced twice: %v", lost)
+	}
+	wantCode(t, beat(1), core.CodeRunnerLost) // it must end its sandboxes, and register anew
+	if r = get(); !r.Fenced {
+		t.Errorf("%+v", r)
+	}
+	d.mine(func(ctx context.Context, tx controller.Tx) error {
+		fleet, err := tx.Fleet(ctx)
+		if len(fleet) != 0 {
+			t.Errorf("a fenced runner is in the fleet: %+v", fleet)
+		}
+		return err
+	})
+	d.system(func(ctx context.Context, tx controller.Tx) error {
+		r, err := tx.RegisterRunner(ctx, runnerapi.Register{Info: d.info(), Endpoint: "unix:/x"}, time.Minute)
+		if r.LeaseEpoch != 3 || r.Fenced || r.Endpoint != "unix:/x" {
+			t.Errorf("registered again: %+v", r)
+		}
+		return err
+	})
+	wantCode(t, d.try(controller.System(), func(ctx context.Context, tx controller.Tx) error {
+		return tx.HeartbeatRunner(ctx, core.NewID[core.RunnerID](), runnerapi.Heartbeat{LeaseEpoch: 1}, time.Minute)
+	}), core.CodeRunnerNotFound)
+}
+
+func TestFleetCountsAllProjects(t *testing.T) {
+	t.Parallel()
+	d := newDB(t)
+	from := d.template()
+	d.ready(d.project, from)
+	d.ready(d.newProject("other"), from)
+	d.mine(func(ctx context.Context, tx controller.Tx) error {
+		fleet, err := tx.Fleet(ctx)
+		if len(fleet) != 1 || fleet[0].Used != (runnerapi.Capacity{Sandboxes: 2, VCPUs: 2, MemoryMiB: 1024}) {
+			t.Errorf("%+v", fleet)
+		}
+		list, err2 := tx.Workspaces(ctx, controller.WorkspaceFilter{Page: page(10)})
+		if len(list) != 1 || err2 != nil {
+			t.Errorf("afterwards the scope is the project's again: %d, %v", len(list), err2)
+		}
+		return err
+	})
+}
+
+func TestHeldCheckpoints(t *testing.T) {
+	t.Parallel()
+	d := newDB(t)
+	from := d.template()
+	w := d.ready(d.project, from)
+	kept, gone := d.node(w, from.ID), d.node(w, from.ID)
+	d.mine(func(ctx context.Context, tx controller.Tx) error {
+		_, err := tx.DeleteCheckpoint(ctx, gone.ID, false)
+		return err
+	})
+	d.system(func(ctx context.Context, tx controller.Tx) error {
+		held, err := tx.HeldCheckpoints(ctx, d.runner, []core.CheckpointID{from.ID, kept.ID, gone.ID, core.NewID[core.CheckpointID]()})
+		if len(held) != 2 {
+			t.Errorf("held: %v", held)
+		}
+		foreign, err2 := tx.HeldCheckpoints(ctx, core.NewID[core.RunnerID](), []core.CheckpointID{kept.ID})
+		if len(foreign) != 0 || err2 != nil {
+			t.Errorf("of another runner: %v, %v", foreign, err2)
+		}
+		return err
+	})
+}
+
+func TestImages(t *testing.T) {
+	t.Parallel()
+	d := newDB(t)
+	at := func(n int) time.Time { return time.Date(2026, 1, n, 0, 0, 0, 0, time.UTC) }
+	image := func(name, content string, day int) runnerapi.Image {
+		return runnerapi.Image{Name: name, Digest: core.DigestOf([]byte(content)), SizeBytes: 1, CreatedAt: at(day)}
+	}
+	set := func(images ...runnerapi.Image) {
+		d.system(func(ctx context.Context, tx controller.Tx) error { return tx.SetImages(ctx, d.runner, images) })
+	}
+	list := func() map[string]core.Digest {
+		out := map[string]core.Digest{}
+		d.mine(func(ctx context.Context, tx controller.Tx) error { // images are published to every project
+			images, err := tx.Images(ctx, page(10))
+			for _, i := range images {
+				out[i.Name] = i.Digest
+				if len(i.Runners) != 1 || i.Runners[0] != d.runner {
+					t.Errorf("%+v", i)
+				}
+			}
+			return err
+		})
+		return out
+	}
+	old, rebuilt, demo := image("base", "old", 1), image("base", "new", 2), image("demo", "old", 1)
+	set(old, demo)
+	if diff := cmp.Diff(map[string]core.Digest{"base": old.Digest, "demo": old.Digest}, list()); diff != "" {
+		t.Error(diff)
+	}
+	old.Name = ""
+	set(old, rebuilt) // the name has moved on
+	if diff := cmp.Diff(map[string]core.Digest{"base": rebuilt.Digest, "": old.Digest}, list()); diff != "" {
+		t.Error(diff)
+	}
+	set()
+	if got := list(); len(got) != 0 {
+		t.Errorf("%v", got)
+	}
+}

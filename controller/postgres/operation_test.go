@@ -1,0 +1,305 @@
+package postgres_test
+
+import (
+	"context"
+	"crypto/sha256"
+	"errors"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/core"
+)
+
+func TestOperationIsFenced(t *testing.T) {
+	t.Parallel()
+	d := newDB(t)
+	op := d.operation(controller.OpForkCheckpoint, "first", time.Hour)
+	if op.State != core.OperationRunning || op.LeaseEpoch != 1 || op.LeaseOwner != "first" || op.StartedAt.IsZero() {
+		t.Errorf("%+v", op)
+	}
+	claim := func(owner string) []controller.Operation {
+		var list []controller.Operation
+		d.system(func(ctx context.Context, tx controller.Tx) error {
+			var err error
+			list, err = tx.ClaimOperations(ctx, owner, time.Hour, 10)
+			return err
+		})
+		return list
+	}
+	if got := claim("second"); len(got) != 0 {
+		t.Errorf("claimed under a living lease: %+v", got)
+	}
+	d.exec(`UPDATE operations SET lease_expires_at = now() - interval '1 s'`)
+	// Nobody took it: the owner may still renew, but only what it says it works on.
+	d.system(func(ctx context.Context, tx controller.Tx) error {
+		held, err := tx.RenewOperations(ctx, "first", nil, time.Hour)
+		if len(held) != 0 {
+			t.Errorf("renewed without being named: %v", held)
+		}
+		return err
+	})
+	got := claim("second")
+	if len(got) != 1 || got[0].LeaseEpoch != 2 || got[0].LeaseOwner != "second" {
+		t.Fatalf("claimed: %+v", got)
+	}
+	d.system(func(ctx context.Context, tx controller.Tx) error {
+		held, err := tx.RenewOperations(ctx, "first", []core.OperationID{op.ID}, time.Hour)
+		if len(held) != 0 {
+			t.Errorf("the first owner renewed: %v", held)
+		}
+		return err
+	})
+	// The first owner wakes up: its step and its end change nothing.
+	op.State, op.Result = core.OperationSucceeded, []byte(`{}`)
+	for name, fn := range map[string]func(context.Context, controller.Tx) error{
+		"step":   func(ctx context.Context, tx controller.Tx) error { return tx.StepOperation(ctx, op, "fork") },
+		"finish": func(ctx context.Context, tx controller.Tx) error { _, err := tx.FinishOperation(ctx, op); return err },
+	} {
+		if err := d.try(controller.InProject(d.project), fn); !errors.Is(err, controller.ErrLeaseLost) {
+			t.Errorf("%s under an old lease: %v", name, err)
+		}
+	}
+	d.mine(func(ctx context.Context, tx controller.Tx) error {
+		if err := tx.StepOperation(ctx, got[0], "fork"); err != nil {
+			return err
+		}
+		got[0].State, got[0].Problem, got[0].Timings = core.OperationFailed, core.Errorf(core.Unavailable, core.CodeForkFailed, "no"), []core.Timing{{Stage: "x", DurationMS: 1}}
+		end, err := tx.FinishOperation(ctx, got[0])
+		if err != nil || end.State != core.OperationFailed || end.Problem.Category != core.Unavailable || end.EndedAt.IsZero() || len(end.Timings) != 1 {
+			t.Errorf("finished: %+v, %v", end, err)
+		}
+		return nil
+	})
+	if err := d.try(controller.InProject(d.project), func(ctx context.Context, tx controller.Tx) error {
+		_, err := tx.FinishOperation(ctx, got[0])
+		return err
+	}); !errors.Is(err, controller.ErrLeaseLost) {
+		t.Errorf("finished twice: %v", err)
+	}
+	d.mine(func(ctx context.Context, tx controller.Tx) error {
+		w := core.NewID[core.WorkspaceID]()
+		_, err := tx.WorkspaceOperation(ctx, w, controller.OpTerminateWorkspace)
+		wantCode(t, err, core.CodeOperationNotFound)
+		return nil
+	})
+}
+
+// TestClaimsSkipEachOther lets four connections claim at once: every operation is claimed once.
+func TestClaimsSkipEachOther(t *testing.T) {
+	t.Parallel()
+	d := newDB(t)
+	const n = 40
+	for range n {
+		d.operation(controller.OpForkCheckpoint, "gone", -time.Second)
+	}
+	var mu sync.Mutex
+	claimed := map[core.OperationID]int{}
+	var group sync.WaitGroup
+	for _, owner := range []string{"a", "b", "c", "d"} {
+		group.Go(func() {
+			for {
+				var list []controller.Operation
+				if err := d.try(controller.System(), func(ctx context.Context, tx controller.Tx) error {
+					var err error
+					list, err = tx.ClaimOperations(ctx, owner, time.Hour, 3)
+					return err
+				}); err != nil {
+					t.Error(err)
+				}
+				mu.Lock()
+				for _, op := range list {
+					claimed[op.ID]++
+				}
+				total := len(claimed)
+				mu.Unlock()
+				if len(list) == 0 && total == n || t.Failed() {
+					return
+				}
+			}
+		})
+	}
+	group.Wait()
+	for id, times := range claimed {
+		if times != 1 {
+			t.Errorf("%s was claimed %d times", id, times)
+		}
+	}
+	d.system(func(ctx context.Context, tx controller.Tx) error { return tx.ReleaseOperations(ctx, "a") })
+	d.system(func(ctx context.Context, tx controller.Tx) error {
+		list, err := tx.ClaimOperations(ctx, "e", time.Hour, 100)
+		for _, op := range list {
+			if op.LeaseEpoch != 3 {
+				t.Errorf("%+v", op)
+			}
+		}
+		return err
+	})
+}
+
+func TestNotify(t *testing.T) {
+	t.Parallel()
+	d := newDB(t)
+	ctx, cancel := context.WithCancel(t.Context())
+	heard, done := make(chan core.OperationID, 2), make(chan error, 1)
+	go func() { done <- d.store.Listen(ctx, func(id core.OperationID) { heard <- id }, func(core.KeyID) {}) }()
+	ids := []core.OperationID{core.NewID[core.OperationID](), core.NewID[core.OperationID]()}
+	// Whether it listens already cannot be seen: say it until it was heard.
+	tick := time.NewTicker(10 * time.Millisecond)
+	defer tick.Stop()
+	got := map[core.OperationID]bool{}
+	for len(got) < 2 {
+		select {
+		case id := <-heard:
+			got[id] = true
+		case <-tick.C:
+			if err := d.store.Notify(t.Context(), ids); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	cancel()
+	for {
+		select {
+		case <-heard:
+		case err := <-done:
+			if !errors.Is(err, context.Canceled) {
+				t.Error(err)
+			}
+			return
+		}
+	}
+}
+
+func TestSessions(t *testing.T) {
+	t.Parallel()
+	d := newDB(t)
+	w := d.ready(d.project, d.template())
+	inherited := []core.SessionID{core.NewID[core.SessionID](), core.NewID[core.SessionID]()}
+	own := controller.Session{ID: core.NewID[core.SessionID](), ProjectID: d.project, WorkspaceID: w.ID, SandboxID: w.Sandbox.ID}
+	own.GuestID = own.ID
+	var first []controller.Session
+	d.mine(func(ctx context.Context, tx controller.Tx) error {
+		if err := tx.InsertSession(ctx, own); err != nil {
+			return err
+		}
+		var err error
+		first, err = tx.MapSessions(ctx, w.Sandbox, append(inherited, own.GuestID))
+		return err
+	})
+	public := map[core.SessionID]core.SessionID{}
+	for _, s := range first {
+		public[s.GuestID] = s.ID
+	}
+	if len(public) != 3 || public[own.GuestID] != own.ID || public[inherited[0]] == inherited[0] {
+		t.Errorf("mapped: %v", public)
+	}
+	// Many list at once: the ids stay.
+	var group sync.WaitGroup
+	for range 4 {
+		group.Go(func() {
+			d.mine(func(ctx context.Context, tx controller.Tx) error {
+				again, err := tx.MapSessions(ctx, w.Sandbox, inherited)
+				for _, s := range again {
+					if public[s.GuestID] != s.ID {
+						t.Errorf("%s has another id now", s.GuestID)
+					}
+				}
+				return err
+			})
+		})
+	}
+	group.Wait()
+	d.mine(func(ctx context.Context, tx controller.Tx) error {
+		got, err := tx.Session(ctx, own.ID)
+		if got.SandboxID != w.Sandbox.ID {
+			t.Errorf("%+v", got)
+		}
+		return err
+	})
+}
+
+func TestAttachTokens(t *testing.T) {
+	t.Parallel()
+	d := newDB(t)
+	w := d.ready(d.project, d.template())
+	s := controller.Session{ID: core.NewID[core.SessionID](), ProjectID: d.project, WorkspaceID: w.ID, SandboxID: w.Sandbox.ID}
+	s.GuestID = s.ID
+	d.mine(func(ctx context.Context, tx controller.Tx) error { return tx.InsertSession(ctx, s) })
+	issue := func(secret string, ttl time.Duration) [32]byte {
+		hash := sha256.Sum256([]byte(secret))
+		d.mine(func(ctx context.Context, tx controller.Tx) error {
+			got, err := tx.InsertAttachToken(ctx, controller.AttachToken{Hash: hash, ProjectID: d.project, SessionID: s.ID, SandboxID: w.Sandbox.ID}, ttl)
+			if got.Hash != hash || got.ExpiresAt.IsZero() {
+				t.Errorf("%+v", got)
+			}
+			return err
+		})
+		return hash
+	}
+	use := func(hash [32]byte, id core.SessionID) error {
+		return d.try(controller.System(), func(ctx context.Context, tx controller.Tx) error {
+			_, err := tx.UseAttachToken(ctx, hash, id)
+			return err
+		})
+	}
+	once := issue("once", time.Minute)
+	wantCode(t, use(once, core.NewID[core.SessionID]()), core.CodeUnauthenticated) // another session's
+	var group sync.WaitGroup
+	var mu sync.Mutex
+	won := 0
+	for range 8 {
+		group.Go(func() {
+			if use(once, s.ID) == nil {
+				mu.Lock()
+				defer mu.Unlock()
+				won++
+			}
+		})
+	}
+	group.Wait()
+	if won != 1 {
+		t.Errorf("%d used a token that works once", won)
+	}
+	wantCode(t, use(issue("old", -time.Second), s.ID), core.CodeUnauthenticated)
+	wantCode(t, use(sha256.Sum256([]byte("unknown")), s.ID), core.CodeUnauthenticated)
+	d.exec(`UPDATE attach_tokens SET expires_at = now() - interval '2 h'`)
+	d.system(func(ctx context.Context, tx controller.Tx) error { return tx.Sweep(ctx) })
+	var left int
+	if err := d.conn().QueryRow(t.Context(), `SELECT count(*) FROM attach_tokens`).Scan(&left); err != nil || left != 0 {
+		t.Errorf("%d tokens left, %v", left, err)
+	}
+}
+
+func TestPorts(t *testing.T) {
+	t.Parallel()
+	d := newDB(t)
+	w := d.ready(d.project, d.template())
+	p := controller.Port{ID: core.NewID[core.PortID](), ProjectID: d.project, WorkspaceID: w.ID, GuestPort: 80, Listen: "127.0.0.1:0"}
+	d.mine(func(ctx context.Context, tx controller.Tx) error {
+		if _, err := tx.InsertPort(ctx, p); err != nil {
+			return err
+		}
+		got, err := tx.UpdatePort(ctx, p.ID, "127.0.0.1:8080")
+		if got.Listen != "127.0.0.1:8080" || got.CreatedAt.IsZero() {
+			t.Errorf("%+v", got)
+		}
+		list, listErr := tx.Ports(ctx, w.ID)
+		if len(list) != 1 || list[0] != got {
+			t.Errorf("%+v", list)
+		}
+		return errors.Join(err, listErr)
+	})
+	remove := func() error {
+		return d.try(controller.InProject(d.project), func(ctx context.Context, tx controller.Tx) error { return tx.DeletePort(ctx, w.ID, p.ID) })
+	}
+	if err := remove(); err != nil {
+		t.Error(err)
+	}
+	wantCode(t, remove(), core.CodePortNotFound)
+	wantCode(t, d.try(controller.InProject(d.project), func(ctx context.Context, tx controller.Tx) error {
+		_, err := tx.UpdatePort(ctx, p.ID, "x")
+		return err
+	}), core.CodePortNotFound)
+}

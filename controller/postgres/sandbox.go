@@ -1,0 +1,184 @@
+package postgres
+
+import (
+	"context"
+	"fmt"
+	"math/rand/v2"
+	"strings"
+	"time"
+
+	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/core"
+)
+
+const sandboxColumns = `
+	s.id, s.project_id, s.workspace_id, s.epoch, s.runner_id, r.endpoint, s.vcpus, s.memory_mib, s.generation, s.hostname, s.machine_id, s.mac, s.ip`
+
+type addressRow struct {
+	IP string `db:"ip"`
+}
+
+// FreeAddresses draws from 10.83.0.0/16 without its first 256 addresses and the broadcast address. It looks at random
+// candidates first, which costs a few index probes, and sweeps the pool only when it is nearly used up. Two transactions
+// may draw the same address; the unique index decides.
+func (t *tx) FreeAddresses(ctx context.Context, n int) ([]string, error) {
+	seen := map[string]bool{}
+	candidates := make([]string, 0, 2*n+8)
+	for len(candidates) < cap(candidates) {
+		ip := fmt.Sprintf("10.83.%d.%d", 1+rand.IntN(255), rand.IntN(256)) //nolint:gosec // G404: an address is not a secret
+		if !seen[ip] && ip != "10.83.255.255" {
+			seen[ip] = true
+			candidates = append(candidates, ip)
+		}
+	}
+	const free = ` WHERE NOT EXISTS (SELECT 1 FROM sandboxes s WHERE s.ip = c.ip AND s.ended_at IS NULL)`
+	rows, err := asSystem[addressRow](ctx, t, `SELECT c.ip FROM unnest(@candidates::text[]) AS c (ip)`+free+` LIMIT @n`,
+		args{"candidates": candidates, "n": n})
+	if err == nil && len(rows) < n {
+		rows, err = asSystem[addressRow](ctx, t, `
+			SELECT c.ip FROM (SELECT '10.83.' || a || '.' || b AS ip FROM generate_series(1, 255) AS a, generate_series(0, 255) AS b
+				WHERE (a, b) <> (255, 255)) AS c`+free+` ORDER BY random() LIMIT @n`, args{"n": n})
+	}
+	if err != nil {
+		return nil, err
+	}
+	if len(rows) < n {
+		return nil, core.Errorf(core.Exhausted, core.CodeCapacity, "all addresses of 10.83.0.0/16 are in use; terminate workspaces first")
+	}
+	out := make([]string, n)
+	for i := range out {
+		out[i] = rows[i].IP
+	}
+	return out, nil
+}
+
+// InsertSandboxes inserts planned sandboxes.
+func (t *tx) InsertSandboxes(ctx context.Context, list []controller.Sandbox) error {
+	rows := make([]sandboxRow, len(list))
+	for i, s := range list {
+		rows[i] = sandboxRow{
+			ID: s.ID, ProjectID: s.ProjectID, WorkspaceID: s.WorkspaceID, Epoch: s.Epoch, RunnerID: s.RunnerID, VCPUs: s.Resources.VCPUs,
+			MemoryMiB: s.Resources.MemoryMiB, Generation: s.Identity.Generation, Hostname: s.Identity.Hostname,
+			MachineID: s.Identity.MachineID, MAC: s.Identity.MAC, IP: s.Identity.IP.String(),
+		}
+	}
+	_, err := t.exec(ctx, `
+		INSERT INTO sandboxes (id, project_id, workspace_id, epoch, runner_id, vcpus, memory_mib, generation, hostname, machine_id, mac, ip)
+		SELECT * FROM jsonb_to_recordset(@rows::jsonb) AS v (id text, project_id text, workspace_id text, epoch bigint, runner_id text,
+			vcpus int, memory_mib int, generation text, hostname text, machine_id text, mac text, ip text)`, args{"rows": rows})
+	return err
+}
+
+func (t *tx) sandboxes(ctx context.Context, where string, a args) ([]controller.Sandbox, error) {
+	rows, err := many[sandboxRow](ctx, t, `SELECT`+sandboxColumns+` FROM sandboxes s JOIN runners r ON r.id = s.runner_id WHERE `+where+` ORDER BY s.id`, a)
+	if err != nil {
+		return nil, err
+	}
+	list := make([]controller.Sandbox, len(rows))
+	for i, r := range rows {
+		if list[i], err = r.sandbox(); err != nil {
+			return nil, err
+		}
+	}
+	return list, nil
+}
+
+// Sandboxes returns sandboxes by id.
+func (t *tx) Sandboxes(ctx context.Context, ids []core.SandboxID) ([]controller.Sandbox, error) {
+	return t.sandboxes(ctx, `s.id = ANY(@ids::text[])`, args{"ids": texts(ids)})
+}
+
+// WorkspaceSandboxes returns what may run for a workspace.
+func (t *tx) WorkspaceSandboxes(ctx context.Context, id core.WorkspaceID) ([]controller.Sandbox, error) {
+	return t.sandboxes(ctx, `s.workspace_id = @id AND s.ended_at IS NULL`, args{"id": id})
+}
+
+// EndSandboxes frees identities.
+func (t *tx) EndSandboxes(ctx context.Context, ids []core.SandboxID) error {
+	_, err := t.exec(ctx, `UPDATE sandboxes SET ended_at = now() WHERE id = ANY(@ids::text[]) AND ended_at IS NULL`, args{"ids": texts(ids)})
+	return err
+}
+
+type newReseal struct {
+	ProjectID    core.ProjectID      `json:"project_id"`
+	WorkspaceID  core.WorkspaceID    `json:"workspace_id"`
+	SandboxID    core.SandboxID      `json:"sandbox_id"`
+	OperationID  core.OperationID    `json:"operation_id"`
+	CheckpointID core.CheckpointID   `json:"checkpoint_id"`
+	Generation   string              `json:"generation"`
+	Complete     bool                `json:"complete"`
+	Steps        []core.ResealStep   `json:"steps"`
+	Stale        []core.StaleProcess `json:"stale_processes"`
+	DurationMS   float64             `json:"duration_ms"`
+}
+
+// InsertReseals appends reports.
+func (t *tx) InsertReseals(ctx context.Context, list []controller.ResealRecord) error {
+	if len(list) == 0 {
+		return nil
+	}
+	rows := make([]newReseal, len(list))
+	for i, r := range list {
+		rows[i] = newReseal{
+			ProjectID: r.ProjectID, WorkspaceID: r.WorkspaceID, SandboxID: r.SandboxID, OperationID: r.OperationID, CheckpointID: r.CheckpointID,
+			Generation: r.Report.Generation, Complete: r.Report.Complete, Steps: orNone(r.Report.Steps),
+			Stale: orNone(r.Report.StaleProcesses), DurationMS: r.Report.DurationMS,
+		}
+	}
+	_, err := t.exec(ctx, `
+		INSERT INTO reseal_reports (project_id, workspace_id, sandbox_id, operation_id, checkpoint_id, generation, complete, steps, stale_processes, duration_ms)
+		SELECT * FROM jsonb_to_recordset(@rows::jsonb) AS v (project_id text, workspace_id text, sandbox_id text, operation_id text,
+			checkpoint_id text, generation text, complete boolean, steps jsonb, stale_processes jsonb, duration_ms float8)`, args{"rows": rows})
+	return err
+}
+
+const resealColumns = `
+	p.project_id, p.workspace_id, p.sandbox_id, s.epoch, p.operation_id, p.checkpoint_id, p.generation, p.complete, p.steps,
+	p.stale_processes, p.duration_ms, p.created_at`
+
+type resealRow struct {
+	ProjectID    core.ProjectID      `db:"project_id"`
+	WorkspaceID  core.WorkspaceID    `db:"workspace_id"`
+	SandboxID    core.SandboxID      `db:"sandbox_id"`
+	Epoch        int64               `db:"epoch"`
+	OperationID  core.OperationID    `db:"operation_id"`
+	CheckpointID core.CheckpointID   `db:"checkpoint_id"`
+	Generation   string              `db:"generation"`
+	Complete     bool                `db:"complete"`
+	Steps        []core.ResealStep   `db:"steps"`
+	Stale        []core.StaleProcess `db:"stale_processes"`
+	DurationMS   float64             `db:"duration_ms"`
+	CreatedAt    time.Time           `db:"created_at"`
+}
+
+func reseals(rows []resealRow, err error) ([]controller.ResealRecord, error) {
+	list := make([]controller.ResealRecord, len(rows))
+	for i, r := range rows {
+		list[i] = controller.ResealRecord{
+			ProjectID: r.ProjectID, WorkspaceID: r.WorkspaceID, SandboxID: r.SandboxID, Epoch: r.Epoch, CheckpointID: r.CheckpointID,
+			OperationID: r.OperationID, CreatedAt: r.CreatedAt,
+			Report: core.ResealReport{Generation: r.Generation, Complete: r.Complete, Steps: r.Steps, StaleProcesses: r.Stale, DurationMS: r.DurationMS},
+		}
+	}
+	return list, err
+}
+
+// Reseals lists the reports of a workspace. Pages follow the sandbox ids, which sort by age.
+func (t *tx) Reseals(ctx context.Context, id core.WorkspaceID, p controller.Page) ([]controller.ResealRecord, error) {
+	return reseals(many[resealRow](ctx, t, `
+		SELECT`+resealColumns+` FROM reseal_reports p JOIN sandboxes s ON s.id = p.sandbox_id
+		WHERE p.workspace_id = @id AND (@after::text = '' OR p.sandbox_id < @after) ORDER BY p.sandbox_id DESC LIMIT @limit`,
+		args{"id": id, "after": p.After, "limit": p.Limit}))
+}
+
+// ResealsByOperation returns the reports that an operation wrote about workspaces.
+func (t *tx) ResealsByOperation(ctx context.Context, op core.OperationID, workspaces []core.WorkspaceID) ([]controller.ResealRecord, error) {
+	return reseals(many[resealRow](ctx, t, `
+		SELECT`+resealColumns+` FROM reseal_reports p JOIN sandboxes s ON s.id = p.sandbox_id
+		WHERE p.workspace_id = ANY(@ids::text[]) AND p.operation_id = @op`, args{"ids": texts(workspaces), "op": op}))
+}
+
+// quoted joins constants of core for use inside SQL text.
+func quoted[S ~string](list ...S) string {
+	return "'" + strings.Join(texts(list), "', '") + "'"
+}

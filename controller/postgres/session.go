@@ -1,0 +1,168 @@
+package postgres
+
+import (
+	"context"
+	"time"
+
+	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/core"
+)
+
+const sessionColumns = ` id, project_id, workspace_id, sandbox_id, guest_id, created_at`
+
+type sessionRow struct {
+	ID          core.SessionID   `db:"id"`
+	ProjectID   core.ProjectID   `db:"project_id"`
+	WorkspaceID core.WorkspaceID `db:"workspace_id"`
+	SandboxID   core.SandboxID   `db:"sandbox_id"`
+	GuestID     core.SessionID   `db:"guest_id"`
+	CreatedAt   time.Time        `db:"created_at"`
+}
+
+// Session returns one.
+func (t *tx) Session(ctx context.Context, id core.SessionID) (controller.Session, error) {
+	absent := core.Errorf(core.NotFound, core.CodeSessionNotFound, "there is no session %s", id)
+	row, err := one[sessionRow](ctx, t, absent, `SELECT`+sessionColumns+` FROM sessions WHERE id = @id`, args{"id": id})
+	return controller.Session(row), err
+}
+
+// InsertSession inserts the row of a session that is about to start.
+func (t *tx) InsertSession(ctx context.Context, s controller.Session) error {
+	_, err := t.exec(ctx, `INSERT INTO sessions (id, project_id, workspace_id, sandbox_id, guest_id) VALUES (@id, @project, @workspace, @sandbox, @guest)`,
+		args{"id": s.ID, "project": s.ProjectID, "workspace": s.WorkspaceID, "sandbox": s.SandboxID, "guest": s.GuestID})
+	return err
+}
+
+// MapSessions gives sessions that a guest inherited public ids of their own.
+func (t *tx) MapSessions(ctx context.Context, sandbox controller.Sandbox, guestIDs []core.SessionID) ([]controller.Session, error) {
+	fresh := make([]string, len(guestIDs))
+	for i := range fresh {
+		fresh[i] = string(core.NewID[core.SessionID]())
+	}
+	a := args{"sandbox": sandbox.ID, "guest": texts(guestIDs)}
+	if _, err := t.exec(ctx, `
+		INSERT INTO sessions (id, project_id, workspace_id, sandbox_id, guest_id)
+		SELECT v.id, @project, @workspace, @sandbox, v.guest_id FROM unnest(@ids::text[], @guest::text[]) AS v (id, guest_id)
+		WHERE NOT EXISTS (SELECT 1 FROM sessions s WHERE s.sandbox_id = @sandbox AND s.guest_id = v.guest_id)
+		ON CONFLICT ON CONSTRAINT sessions_guest_key DO NOTHING`,
+		args{"project": sandbox.ProjectID, "workspace": sandbox.WorkspaceID, "sandbox": sandbox.ID, "ids": fresh, "guest": texts(guestIDs)}); err != nil {
+		return nil, err
+	}
+	rows, err := many[sessionRow](ctx, t, `SELECT`+sessionColumns+` FROM sessions WHERE sandbox_id = @sandbox AND guest_id = ANY(@guest::text[])`, a)
+	list := make([]controller.Session, len(rows))
+	for i, r := range rows {
+		list[i] = controller.Session(r)
+	}
+	return list, err
+}
+
+// MoveSessions lets the sessions of a suspended machine be found in the one that it was resumed as: the programs go on, under
+// their names. Attach tokens do not move.
+func (t *tx) MoveSessions(ctx context.Context, id core.WorkspaceID, epoch int64, to core.SandboxID) error {
+	_, err := t.exec(ctx, `
+		UPDATE sessions SET sandbox_id = @to
+		WHERE workspace_id = @id AND sandbox_id IN (SELECT b.id FROM sandboxes b WHERE b.workspace_id = @id AND b.epoch = @epoch)`,
+		args{"id": id, "epoch": epoch, "to": to})
+	return err
+}
+
+const tokenColumns = ` hash, project_id, coalesce(key_id, '') AS key_id, session_id, sandbox_id, expires_at`
+
+type tokenRow struct {
+	Hash      []byte         `db:"hash"`
+	ProjectID core.ProjectID `db:"project_id"`
+	KeyID     core.KeyID     `db:"key_id"`
+	SessionID core.SessionID `db:"session_id"`
+	SandboxID core.SandboxID `db:"sandbox_id"`
+	ExpiresAt time.Time      `db:"expires_at"`
+}
+
+func (r tokenRow) token() controller.AttachToken {
+	if len(r.Hash) != 32 {
+		return controller.AttachToken{}
+	}
+	return controller.AttachToken{Hash: [32]byte(r.Hash), ProjectID: r.ProjectID, KeyID: r.KeyID, SessionID: r.SessionID, SandboxID: r.SandboxID, ExpiresAt: r.ExpiresAt}
+}
+
+// InsertAttachToken stores the hash of a token. The database's clock says when it ends.
+func (t *tx) InsertAttachToken(ctx context.Context, token controller.AttachToken, ttl time.Duration) (controller.AttachToken, error) {
+	row, err := one[tokenRow](ctx, t, nil, `
+		INSERT INTO attach_tokens (hash, project_id, key_id, session_id, sandbox_id, expires_at)
+		VALUES (@hash, @project, @key, @session, @sandbox, now() + make_interval(secs => @ttl)) RETURNING`+tokenColumns,
+		args{"hash": token.Hash[:], "project": token.ProjectID, "key": orNull(token.KeyID), "session": token.SessionID, "sandbox": token.SandboxID, "ttl": ttl.Seconds()})
+	return row.token(), err
+}
+
+// UseAttachToken spends a token, once, whoever races for it, and not when its key has ended.
+func (t *tx) UseAttachToken(ctx context.Context, hash [32]byte, session core.SessionID) (controller.AttachToken, error) {
+	absent := core.Errorf(core.Unauthenticated, core.CodeUnauthenticated, "the attach token is not known, was used, has expired or is for another session; ask for a new one")
+	row, err := one[tokenRow](ctx, t, absent, `
+		UPDATE attach_tokens SET used_at = now() WHERE hash = @hash AND session_id = @session AND used_at IS NULL AND expires_at > now()
+			AND sandbox_id = (SELECT s.sandbox_id FROM sessions s WHERE s.id = @session)
+			AND NOT EXISTS (SELECT 1 FROM api_keys k WHERE k.id = key_id AND (k.revoked_at IS NOT NULL OR k.expires_at <= now()))
+		RETURNING`+tokenColumns, args{"hash": hash[:], "session": session})
+	return row.token(), err
+}
+
+// Sweep removes spent tokens, stops showing deleted leaves and makes the partitions of the next months.
+func (t *tx) Sweep(ctx context.Context) error {
+	if _, err := t.exec(ctx, `DELETE FROM attach_tokens WHERE expires_at < now() - interval '1 hour'`, args{}); err != nil {
+		return err
+	}
+	if _, err := t.exec(ctx, `
+		UPDATE checkpoints c SET pruned = true WHERE c.state = 'deleted' AND NOT c.pruned
+			AND NOT EXISTS (SELECT 1 FROM checkpoints k WHERE k.parent_id = c.id AND NOT k.pruned AND k.state <> 'failed')
+			AND NOT EXISTS (SELECT 1 FROM workspaces w WHERE w.checkpoint_id = c.id AND w.ended_at IS NULL)`, args{}); err != nil {
+		return err
+	}
+	_, err := t.exec(ctx, `SELECT coppice_make_partitions(), coppice_make_usage_partitions(), coppice_make_audit_partitions()`, args{})
+	return err
+}
+
+const portColumns = ` id, project_id, workspace_id, guest_port, listen, created_at`
+
+type portRow struct {
+	ID          core.PortID      `db:"id"`
+	ProjectID   core.ProjectID   `db:"project_id"`
+	WorkspaceID core.WorkspaceID `db:"workspace_id"`
+	GuestPort   int              `db:"guest_port"`
+	Listen      string           `db:"listen"`
+	CreatedAt   time.Time        `db:"created_at"`
+}
+
+// InsertPort inserts the row of a port that is about to be forwarded.
+func (t *tx) InsertPort(ctx context.Context, p controller.Port) (controller.Port, error) {
+	row, err := one[portRow](ctx, t, nil, `
+		INSERT INTO ports (id, project_id, workspace_id, guest_port, listen) VALUES (@id, @project, @workspace, @guest, @listen) RETURNING`+portColumns,
+		args{"id": p.ID, "project": p.ProjectID, "workspace": p.WorkspaceID, "guest": p.GuestPort, "listen": p.Listen})
+	return controller.Port(row), err
+}
+
+// UpdatePort records where a port really listens.
+func (t *tx) UpdatePort(ctx context.Context, id core.PortID, listen string) (controller.Port, error) {
+	row, err := one[portRow](ctx, t, noPort(id), `UPDATE ports SET listen = @listen WHERE id = @id RETURNING`+portColumns, args{"id": id, "listen": listen})
+	return controller.Port(row), err
+}
+
+func noPort(id core.PortID) error {
+	return core.Errorf(core.NotFound, core.CodePortNotFound, "there is no forwarded port %s", id)
+}
+
+// Ports lists a workspace's ports, oldest first.
+func (t *tx) Ports(ctx context.Context, id core.WorkspaceID) ([]controller.Port, error) {
+	rows, err := many[portRow](ctx, t, `SELECT`+portColumns+` FROM ports WHERE workspace_id = @id ORDER BY id`, args{"id": id})
+	list := make([]controller.Port, len(rows))
+	for i, r := range rows {
+		list[i] = controller.Port(r)
+	}
+	return list, err
+}
+
+// DeletePort removes a row.
+func (t *tx) DeletePort(ctx context.Context, workspace core.WorkspaceID, id core.PortID) error {
+	n, err := t.exec(ctx, `DELETE FROM ports WHERE id = @id AND workspace_id = @workspace`, args{"id": id, "workspace": workspace})
+	if err == nil && n == 0 {
+		err = noPort(id)
+	}
+	return err
+}

@@ -1,0 +1,255 @@
+// Package postgres keeps the controller's state in PostgreSQL. It is the only package with SQL, and mapError is the only
+// function that knows the server's error codes and the schema's constraint names. It owns no rules: which change is
+// legal is said by core's transition tables, which the schema repeats.
+//
+// Every transaction works as the role coppice_app, which is neither owner nor superuser, in the scope of one project or
+// of the system (controller.Scope). Row-level security makes rows of other projects invisible, so that a forgotten
+// WHERE cannot leak; a test proves it with none at all.
+package postgres
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"strings"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/core"
+)
+
+// Config says how to reach the database.
+type Config struct {
+	DSN      string // a URL or key=value pairs, as libpq takes them
+	MaxConns int32  // 0: 16
+}
+
+const (
+	connectTimeout   = 3 * time.Second
+	statementTimeout = "10s" // a query that takes longer is a fault, not work
+	lockTimeout      = "5s"
+	idleTimeout      = "10s" // of a transaction that nobody works on: its holder is gone
+	callTimeout      = 15 * time.Second
+	deadlockRetries  = 5
+	channel          = "coppice_operations"
+	keyChannel       = "coppice_keys"
+	defaultMaxConns  = 16
+)
+
+// Store is the controller's database. Close it when everything that uses it has ended.
+type Store struct {
+	pool *pgxpool.Pool
+}
+
+var _ controller.Store = (*Store)(nil)
+
+// Open makes a store. It does not need the database to be there: calls fail with DATABASE_UNAVAILABLE until it is.
+func Open(ctx context.Context, cfg Config) (*Store, error) {
+	pc, err := pgxpool.ParseConfig(cfg.DSN)
+	if err != nil {
+		return nil, fmt.Errorf("parse database address: %w", err)
+	}
+	pc.MaxConns = cfg.MaxConns
+	if pc.MaxConns == 0 {
+		pc.MaxConns = defaultMaxConns
+	}
+	pc.ConnConfig.ConnectTimeout = connectTimeout
+	params := pc.ConnConfig.RuntimeParams
+	params["application_name"] = "coppice-controller"
+	params["statement_timeout"] = statementTimeout
+	params["lock_timeout"] = lockTimeout
+	params["idle_in_transaction_session_timeout"] = idleTimeout
+	params["timezone"] = "UTC"
+	pool, err := pgxpool.NewWithConfig(ctx, pc)
+	if err != nil {
+		return nil, fmt.Errorf("open database: %w", err)
+	}
+	return &Store{pool: pool}, nil
+}
+
+// Close waits for running transactions and closes all connections.
+func (s *Store) Close() { s.pool.Close() }
+
+// Ping reports whether the database answers.
+func (s *Store) Ping(ctx context.Context) error {
+	ctx, cancel := context.WithTimeoutCause(ctx, connectTimeout, errTimeout)
+	defer cancel()
+	return mapError(ctx, s.pool.Ping(ctx))
+}
+
+// InTx runs fn in a transaction; see controller.Store.
+func (s *Store) InTx(ctx context.Context, scope controller.Scope, fn func(controller.Tx) error) error {
+	begin, err := beginQuery(scope)
+	if err != nil {
+		return err
+	}
+	begin += originSetting(ctx)
+	for attempt := 0; ; attempt++ {
+		err := s.inTx(ctx, begin, scope, fn)
+		if _, deadlock := errors.AsType[*deadlockError](err); !deadlock || attempt == deadlockRetries || ctx.Err() != nil {
+			return err
+		}
+	}
+}
+
+func (s *Store) inTx(ctx context.Context, begin string, scope controller.Scope, fn func(controller.Tx) error) error {
+	ctx, cancel := context.WithTimeoutCause(ctx, callTimeout, errTimeout)
+	defer cancel()
+	conn, err := s.pool.BeginTx(ctx, pgx.TxOptions{BeginQuery: begin})
+	if err != nil {
+		return mapError(ctx, err)
+	}
+	// Rolling back after a commit does nothing. After a failure its own error says nothing new: the server has rolled
+	// back, or the connection is gone and it will.
+	defer func() { _ = conn.Rollback(context.WithoutCancel(ctx)) }()
+	if err := fn(&tx{conn: conn, scope: scope}); err != nil {
+		return err
+	}
+	return mapError(ctx, conn.Commit(ctx))
+}
+
+// beginQuery opens a transaction and puts it into its scope in one round trip. The settings end with the transaction.
+func beginQuery(scope controller.Scope) (string, error) {
+	name := scope.String()
+	if name == "" || strings.Trim(name, "abcdefghijklmnopqrstuvwxyz0123456789_") != "" {
+		return "", fmt.Errorf("%q is no scope for a transaction", name)
+	}
+	return "begin; set local role coppice_app; set local coppice.project_id = '" + name + "'", nil
+}
+
+// Notify wakes whoever listens.
+func (s *Store) Notify(ctx context.Context, ended []core.OperationID) error {
+	ctx, cancel := context.WithTimeoutCause(ctx, callTimeout, errTimeout)
+	defer cancel()
+	_, err := s.pool.Exec(ctx, "SELECT pg_notify($1, id) FROM unnest($2::text[]) AS id", channel, ended)
+	return mapError(ctx, err)
+}
+
+// Listen blocks on a connection of its own.
+func (s *Store) Listen(ctx context.Context, ended func(core.OperationID), revoked func(core.KeyID)) error {
+	conn, err := pgx.ConnectConfig(ctx, s.pool.Config().ConnConfig)
+	if err != nil {
+		return mapError(ctx, err)
+	}
+	defer func() { _ = conn.Close(context.WithoutCancel(ctx)) }()
+	if _, err := conn.Exec(ctx, "LISTEN "+channel+"; LISTEN "+keyChannel); err != nil {
+		return mapError(ctx, err)
+	}
+	for {
+		n, err := conn.WaitForNotification(ctx)
+		if err != nil {
+			return mapError(ctx, err)
+		}
+		if n.Channel == keyChannel {
+			revoked(core.KeyID(n.Payload))
+		} else if id, err := core.ParseID[core.OperationID](n.Payload); err == nil {
+			ended(id)
+		}
+	}
+}
+
+// tx is one transaction. Its methods are in the files named after what they keep.
+type tx struct {
+	conn  pgx.Tx
+	scope controller.Scope
+}
+
+var _ controller.Tx = (*tx)(nil)
+
+type args = pgx.StrictNamedArgs
+
+// many runs a query and returns its rows.
+func many[T any](ctx context.Context, t *tx, sql string, a args) ([]T, error) {
+	rows, err := t.conn.Query(ctx, sql, a)
+	if err != nil {
+		return nil, mapError(ctx, err)
+	}
+	list, err := pgx.CollectRows(rows, pgx.RowToStructByName[T])
+	return list, mapError(ctx, err)
+}
+
+// one runs a query for at most one row; absent is the error when there is none.
+func one[T any](ctx context.Context, t *tx, absent error, sql string, a args) (T, error) {
+	list, err := many[T](ctx, t, sql, a)
+	var zero T
+	switch {
+	case err != nil:
+		return zero, err
+	case len(list) == 0:
+		return zero, absent
+	}
+	return list[0], nil
+}
+
+// exec runs a statement and returns how many rows it changed.
+func (t *tx) exec(ctx context.Context, sql string, a args) (int64, error) {
+	tag, err := t.conn.Exec(ctx, sql, a)
+	return tag.RowsAffected(), mapError(ctx, err)
+}
+
+// asSystem runs one query in the system's scope and returns to the transaction's own, in one round trip: some facts of
+// the whole cluster (which addresses are free, how full runners are) decide about one project's rows.
+func asSystem[T any](ctx context.Context, t *tx, sql string, a args) ([]T, error) {
+	var b pgx.Batch
+	b.Queue("SELECT set_config('coppice.project_id', 'system', true)")
+	b.Queue(sql, a)
+	b.Queue("SELECT set_config('coppice.project_id', $1, true)", t.scope.String())
+	results := t.conn.SendBatch(ctx, &b)
+	list, err := func() ([]T, error) {
+		if _, err := results.Exec(); err != nil {
+			return nil, err
+		}
+		rows, err := results.Query()
+		if err != nil {
+			return nil, err
+		}
+		list, err := pgx.CollectRows(rows, pgx.RowToStructByName[T])
+		if err != nil {
+			return nil, err
+		}
+		_, err = results.Exec()
+		return list, err
+	}()
+	return list, mapError(ctx, errors.Join(err, results.Close()))
+}
+
+func timeOf(t *time.Time) time.Time {
+	if t == nil {
+		return time.Time{}
+	}
+	return *t
+}
+
+// orNull keeps empty strings out of the database where a column means "none" by NULL.
+func orNull[S ~string](s S) *string {
+	if s == "" {
+		return nil
+	}
+	v := string(s)
+	return &v
+}
+
+func orEmpty[K comparable, V any](m map[K]V) map[K]V {
+	if m == nil {
+		return map[K]V{}
+	}
+	return m
+}
+
+func orNone[T any](list []T) []T {
+	if list == nil {
+		return []T{}
+	}
+	return list
+}
+
+func texts[S ~string](list []S) []string {
+	out := make([]string, len(list))
+	for i, s := range list {
+		out[i] = string(s)
+	}
+	return out
+}

@@ -1,0 +1,117 @@
+package postgres
+
+import (
+	"context"
+	"time"
+
+	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/core"
+)
+
+const clusterColumns = ` id, authority, authority_key, pass_key`
+
+type clusterRow struct {
+	ID           string `db:"id"`
+	Authority    []byte `db:"authority"`
+	AuthorityKey []byte `db:"authority_key"`
+	PassKey      []byte `db:"pass_key"`
+}
+
+// Cluster returns the one that the database belongs to.
+func (t *tx) Cluster(ctx context.Context) (controller.Cluster, error) {
+	absent := core.Errorf(core.NotFound, core.CodeInternal, "the database belongs to no cluster yet")
+	row, err := one[clusterRow](ctx, t, absent, `SELECT`+clusterColumns+` FROM clusters`, args{})
+	return controller.Cluster(row), err
+}
+
+// EnsureCluster lets the first of several controllers win.
+func (t *tx) EnsureCluster(ctx context.Context, c controller.Cluster) (controller.Cluster, error) {
+	if _, err := t.exec(ctx, `
+		INSERT INTO clusters (id, authority, authority_key, pass_key) VALUES (@id, @authority, @authority_key, @pass_key)
+		ON CONFLICT ON CONSTRAINT clusters_single_key DO NOTHING`,
+		args{"id": c.ID, "authority": c.Authority, "authority_key": c.AuthorityKey, "pass_key": c.PassKey}); err != nil {
+		return c, err
+	}
+	return t.Cluster(ctx)
+}
+
+type runnerTokenRow struct {
+	Hash      []byte        `db:"hash"`
+	RunnerID  core.RunnerID `db:"runner_id"`
+	ExpiresAt time.Time     `db:"expires_at"`
+}
+
+func (r runnerTokenRow) token() controller.RunnerToken {
+	out := controller.RunnerToken{RunnerID: r.RunnerID, ExpiresAt: r.ExpiresAt}
+	copy(out.Hash[:], r.Hash)
+	return out
+}
+
+// InsertRunnerToken stores the hash of a token and forgets those that ended long ago.
+func (t *tx) InsertRunnerToken(ctx context.Context, token controller.RunnerToken, ttl time.Duration) (controller.RunnerToken, error) {
+	if _, err := t.exec(ctx, `DELETE FROM runner_tokens WHERE expires_at < now() - interval '30 days'`, args{}); err != nil {
+		return token, err
+	}
+	row, err := one[runnerTokenRow](ctx, t, nil, `
+		INSERT INTO runner_tokens (hash, runner_id, expires_at) VALUES (@hash, @runner, now() + make_interval(secs => @ttl))
+		RETURNING hash, runner_id, expires_at`, args{"hash": token.Hash[:], "runner": token.RunnerID, "ttl": ttl.Seconds()})
+	return row.token(), err
+}
+
+// UseRunnerToken spends a token, once, whoever races for it.
+func (t *tx) UseRunnerToken(ctx context.Context, hash [32]byte) (controller.RunnerToken, error) {
+	absent := core.Errorf(core.Unauthenticated, core.CodeJoinTokenRefused,
+		"the join token is not known, was used or has expired; make another with coppice runner-token create")
+	row, err := one[runnerTokenRow](ctx, t, absent, `
+		UPDATE runner_tokens SET used_at = now() WHERE hash = @hash AND used_at IS NULL AND expires_at > now()
+		RETURNING hash, runner_id, expires_at`, args{"hash": hash[:]})
+	return row.token(), err
+}
+
+// InsertRunnerIdentity lets a runner in.
+func (t *tx) InsertRunnerIdentity(ctx context.Context, id core.RunnerID) error {
+	if _, err := t.exec(ctx, `
+		INSERT INTO runner_identities (runner_id) VALUES (@id) ON CONFLICT ON CONSTRAINT runner_identities_pkey DO NOTHING`, args{"id": id}); err != nil {
+		return err
+	}
+	return t.RunnerIdentity(ctx, id)
+}
+
+type identityRow struct {
+	Revoked bool `db:"revoked"`
+}
+
+// RunnerIdentity says whether a runner is in.
+func (t *tx) RunnerIdentity(ctx context.Context, id core.RunnerID) error {
+	absent := core.Errorf(core.NotFound, core.CodeRunnerNotFound, "runner %s has never joined this cluster", id)
+	row, err := one[identityRow](ctx, t, absent, `SELECT revoked_at IS NOT NULL AS revoked FROM runner_identities WHERE runner_id = @id`, args{"id": id})
+	if err == nil && row.Revoked {
+		err = core.Errorf(core.PermissionDenied, core.CodeRunnerRevoked, "runner %s was removed from this cluster; to take its host back, join it as a new runner", id)
+	}
+	return err
+}
+
+// RemoveRunner revokes an identity. Doing so again is no error.
+func (t *tx) RemoveRunner(ctx context.Context, id core.RunnerID) ([]core.WorkspaceID, error) {
+	known, err := t.exec(ctx, `UPDATE runner_identities SET revoked_at = coalesce(revoked_at, now()) WHERE runner_id = @id`, args{"id": id})
+	if err != nil {
+		return nil, err
+	}
+	there, err := t.exec(ctx, `
+		UPDATE runners SET removed_at = coalesce(removed_at, now()), fenced_at = coalesce(fenced_at, now()), lease_epoch = lease_epoch + 1, lease_expires_at = least(lease_expires_at, now())
+		WHERE id = @id`, args{"id": id})
+	if err != nil {
+		return nil, err
+	}
+	if known+there == 0 {
+		return nil, noRunner(id)
+	}
+	rows, err := many[workspaceIDRow](ctx, t, `
+		SELECT DISTINCT w.id FROM sandboxes s JOIN workspaces w ON w.id = s.workspace_id
+		WHERE s.runner_id = @id AND s.ended_at IS NULL AND w.ended_at IS NULL ORDER BY w.id`, args{"id": id})
+	list := make([]core.WorkspaceID, len(rows))
+	for i, r := range rows {
+		list[i] = r.ID
+	}
+	return list, err
+}

@@ -1,0 +1,70 @@
+package postgres
+
+import (
+	"context"
+	"time"
+
+	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/core"
+)
+
+// InsertUsage appends samples of a runner's own sandboxes. The statement's time is part of their key: two reports of one
+// transaction cannot be.
+func (t *tx) InsertUsage(ctx context.Context, runner core.RunnerID, list []runnerapi.Usage) error {
+	if len(list) == 0 {
+		return nil
+	}
+	_, err := t.exec(ctx, `
+		INSERT INTO usage_samples (project_id, workspace_id, sandbox_id, cpu_seconds, sent_bytes, received_bytes, created_at)
+		SELECT s.project_id, s.workspace_id, s.id, greatest(v.cpu_seconds, 0), greatest(v.sent_bytes, 0), greatest(v.received_bytes, 0), clock_timestamp()
+		FROM jsonb_to_recordset(@rows::jsonb) AS v (sandbox_id text, cpu_seconds float8, sent_bytes bigint, received_bytes bigint)
+		JOIN sandboxes s ON s.id = v.sandbox_id AND s.runner_id = @runner
+		ON CONFLICT DO NOTHING`, args{"rows": list, "runner": runner})
+	return err
+}
+
+type sumRow struct {
+	Workspaces    int        `db:"workspaces"`
+	Checkpoints   int        `db:"checkpoints"`
+	CPUSeconds    float64    `db:"cpu_seconds"`
+	GiBSeconds    float64    `db:"gib_seconds"`
+	StoredBytes   int64      `db:"stored_bytes"`
+	SentBytes     int64      `db:"sent_bytes"`
+	ReceivedBytes int64      `db:"received_bytes"`
+	SampledAt     *time.Time `db:"sampled_at"`
+}
+
+// usageOf sums over the relations ws (ids of workspaces) and cps (ids of checkpoints). Samples are cumulative: the largest of a
+// sandbox counts.
+func (t *tx) usageOf(ctx context.Context, with string, a args) (controller.Usage, error) {
+	row, err := one[sumRow](ctx, t, nil, with+`, used AS (
+			SELECT max(u.cpu_seconds) AS cpu, max(u.sent_bytes) AS sent, max(u.received_bytes) AS received, max(u.created_at) AS at
+			FROM usage_samples u WHERE u.workspace_id IN (SELECT id FROM ws) GROUP BY u.sandbox_id
+		)
+		SELECT (SELECT count(*) FROM ws) AS workspaces, u.*, m.*, c.*
+		FROM (SELECT coalesce(sum(cpu), 0)::float8 AS cpu_seconds, coalesce(sum(sent), 0)::bigint AS sent_bytes,
+				coalesce(sum(received), 0)::bigint AS received_bytes, max(at) AS sampled_at FROM used) AS u,
+			(SELECT coalesce(sum(extract(epoch FROM coalesce(s.ended_at, now()) - s.created_at) * s.memory_mib / 1024), 0)::float8 AS gib_seconds
+				FROM sandboxes s WHERE s.workspace_id IN (SELECT id FROM ws)) AS m,
+			(SELECT count(*) AS checkpoints, coalesce(sum(c.delta_bytes + c.device_state_bytes + c.disk_bytes), 0)::bigint AS stored_bytes
+				FROM checkpoints c WHERE c.id IN (SELECT id FROM cps) AND c.state IN (`+living+`)) AS c`, a)
+	return controller.Usage{
+		Workspaces: row.Workspaces, Checkpoints: row.Checkpoints, CPUSeconds: row.CPUSeconds, GiBSeconds: row.GiBSeconds, StoredBytes: row.StoredBytes,
+		SentBytes: row.SentBytes, ReceivedBytes: row.ReceivedBytes, SampledAt: timeOf(row.SampledAt),
+	}, err
+}
+
+// WorkspaceUsage sums one workspace, with the checkpoints that were taken of it.
+func (t *tx) WorkspaceUsage(ctx context.Context, id core.WorkspaceID) (controller.Usage, error) {
+	return t.usageOf(ctx, `WITH ws AS (SELECT @id::text AS id), cps AS (SELECT c.id FROM checkpoints c WHERE c.workspace_id = @id)`, args{"id": id})
+}
+
+// CheckpointUsage sums a subtree: its checkpoints, and the workspaces that were forked from one of them.
+func (t *tx) CheckpointUsage(ctx context.Context, id core.CheckpointID) (controller.Usage, error) {
+	return t.usageOf(ctx, `
+		WITH RECURSIVE cps AS (
+			SELECT c.id FROM checkpoints c WHERE c.id = @id
+			UNION ALL SELECT c.id FROM checkpoints c JOIN cps ON c.parent_id = cps.id
+		), ws AS (SELECT w.id FROM workspaces w WHERE w.parent_checkpoint_id IN (SELECT id FROM cps))`, args{"id": id})
+}

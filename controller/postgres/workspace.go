@@ -1,0 +1,459 @@
+package postgres
+
+import (
+	"context"
+	"fmt"
+	"net/netip"
+	"time"
+
+	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/core"
+)
+
+// workspaceColumns need the relations w (a workspace), s (its sandbox, if it lives) and r (that one's runner).
+const workspaceColumns = `
+	w.id, w.project_id, w.name, w.state, w.epoch, w.version, w.image_name, w.image_digest, w.vcpus, w.memory_mib, w.disk_gib,
+	w.egress_policy, w.env, w.labels, coalesce(w.idle_seconds, 0) AS idle_seconds, coalesce(w.on_idle, '') AS on_idle, w.auto_resume,
+	coalesce(w.parent_checkpoint_id, '') AS parent_checkpoint_id, coalesce(w.checkpoint_id, '') AS checkpoint_id,
+	coalesce(s.id, '') AS sandbox_id, coalesce(s.epoch, 0) AS sandbox_epoch, coalesce(s.runner_id, '') AS runner_id,
+	coalesce(s.generation, '') AS generation, coalesce(s.hostname, '') AS hostname, coalesce(s.machine_id, '') AS machine_id,
+	coalesce(s.mac, '') AS mac, coalesce(s.ip, '') AS ip, coalesce(r.endpoint, '') AS endpoint, coalesce(r.lease_expires_at < now(), false) AS unknown,
+	coalesce(w.failure_code, '') AS failure_code, coalesce(w.failure_message, '') AS failure_message,
+	w.created_at, w.ready_at, w.expires_at, w.ended_at`
+
+const workspaceJoins = `
+	LEFT JOIN sandboxes s ON s.id = w.sandbox_id AND s.ended_at IS NULL
+	LEFT JOIN runners r ON r.id = s.runner_id`
+
+type workspaceRow struct {
+	ID             core.WorkspaceID      `db:"id"`
+	ProjectID      core.ProjectID        `db:"project_id"`
+	Name           string                `db:"name"`
+	State          core.WorkspaceState   `db:"state"`
+	Epoch          int64                 `db:"epoch"`
+	Version        int64                 `db:"version"`
+	ImageName      string                `db:"image_name"`
+	ImageDigest    core.Digest           `db:"image_digest"`
+	VCPUs          int                   `db:"vcpus"`
+	MemoryMiB      int                   `db:"memory_mib"`
+	DiskGiB        int                   `db:"disk_gib"`
+	Egress         core.EgressPolicy     `db:"egress_policy"`
+	Env            map[string]string     `db:"env"`
+	Labels         map[string]string     `db:"labels"`
+	IdleSeconds    int64                 `db:"idle_seconds"`
+	OnIdle         controller.IdleAction `db:"on_idle"`
+	AutoResume     bool                  `db:"auto_resume"`
+	Parent         core.CheckpointID     `db:"parent_checkpoint_id"`
+	Head           core.CheckpointID     `db:"checkpoint_id"`
+	SandboxID      core.SandboxID        `db:"sandbox_id"`
+	SandboxEpoch   int64                 `db:"sandbox_epoch"`
+	RunnerID       core.RunnerID         `db:"runner_id"`
+	Generation     string                `db:"generation"`
+	Hostname       string                `db:"hostname"`
+	MachineID      string                `db:"machine_id"`
+	MAC            string                `db:"mac"`
+	IP             string                `db:"ip"`
+	Endpoint       string                `db:"endpoint"`
+	Unknown        bool                  `db:"unknown"`
+	FailureCode    core.Code             `db:"failure_code"`
+	FailureMessage string                `db:"failure_message"`
+	CreatedAt      time.Time             `db:"created_at"`
+	ReadyAt        *time.Time            `db:"ready_at"`
+	ExpiresAt      *time.Time            `db:"expires_at"`
+	EndedAt        *time.Time            `db:"ended_at"`
+}
+
+func (r workspaceRow) workspace() (controller.Workspace, error) {
+	w := controller.Workspace{
+		ID: r.ID, ProjectID: r.ProjectID, Name: r.Name, State: r.State, Epoch: r.Epoch, Version: r.Version,
+		Image:     controller.ImageRef{Name: r.ImageName, Digest: r.ImageDigest},
+		Resources: core.Resources{VCPUs: r.VCPUs, MemoryMiB: r.MemoryMiB, DiskGiB: r.DiskGiB},
+		Egress:    r.Egress, Env: r.Env, Labels: r.Labels, Parent: r.Parent, Head: r.Head,
+		Rest:      controller.Rest{IdleAfter: time.Duration(r.IdleSeconds) * time.Second, OnIdle: r.OnIdle, AutoResume: r.AutoResume},
+		CreatedAt: r.CreatedAt, ReadyAt: timeOf(r.ReadyAt), ExpiresAt: timeOf(r.ExpiresAt), EndedAt: timeOf(r.EndedAt),
+	}
+	if r.FailureCode != "" {
+		w.Failure = &controller.Failure{Code: r.FailureCode, Message: r.FailureMessage}
+	}
+	if r.SandboxID == "" || !r.State.Live() {
+		return w, nil
+	}
+	w.Unknown = r.Unknown
+	var err error
+	w.Sandbox, err = sandboxRow{
+		ID: r.SandboxID, ProjectID: r.ProjectID, WorkspaceID: r.ID, Epoch: r.SandboxEpoch, RunnerID: r.RunnerID, Endpoint: r.Endpoint,
+		VCPUs: r.VCPUs, MemoryMiB: r.MemoryMiB, Generation: r.Generation, Hostname: r.Hostname, MachineID: r.MachineID, MAC: r.MAC, IP: r.IP,
+	}.sandbox()
+	return w, err
+}
+
+type sandboxRow struct {
+	ID          core.SandboxID   `db:"id" json:"id"`
+	ProjectID   core.ProjectID   `db:"project_id" json:"project_id"`
+	WorkspaceID core.WorkspaceID `db:"workspace_id" json:"workspace_id"`
+	Epoch       int64            `db:"epoch" json:"epoch"`
+	RunnerID    core.RunnerID    `db:"runner_id" json:"runner_id"`
+	Endpoint    string           `db:"endpoint" json:"-"`
+	VCPUs       int              `db:"vcpus" json:"vcpus"`
+	MemoryMiB   int              `db:"memory_mib" json:"memory_mib"`
+	Generation  string           `db:"generation" json:"generation"`
+	Hostname    string           `db:"hostname" json:"hostname"`
+	MachineID   string           `db:"machine_id" json:"machine_id"`
+	MAC         string           `db:"mac" json:"mac"`
+	IP          string           `db:"ip" json:"ip"`
+}
+
+func (r sandboxRow) sandbox() (controller.Sandbox, error) {
+	ip, err := netip.ParseAddr(r.IP)
+	if err != nil {
+		return controller.Sandbox{}, fmt.Errorf("sandbox %s: %w", r.ID, err)
+	}
+	return controller.Sandbox{
+		ID: r.ID, ProjectID: r.ProjectID, WorkspaceID: r.WorkspaceID, Epoch: r.Epoch, RunnerID: r.RunnerID, Endpoint: r.Endpoint,
+		Resources: core.Resources{VCPUs: r.VCPUs, MemoryMiB: r.MemoryMiB},
+		Identity:  core.Identity{Generation: r.Generation, Hostname: r.Hostname, MachineID: r.MachineID, MAC: r.MAC, IP: ip},
+	}, nil
+}
+
+func (t *tx) workspaces(ctx context.Context, sql string, a args) ([]controller.Workspace, error) {
+	rows, err := many[workspaceRow](ctx, t, sql, a)
+	if err != nil {
+		return nil, err
+	}
+	list := make([]controller.Workspace, len(rows))
+	for i, r := range rows {
+		if list[i], err = r.workspace(); err != nil {
+			return nil, err
+		}
+	}
+	return list, nil
+}
+
+func (t *tx) workspace(ctx context.Context, absent error, sql string, a args) (controller.Workspace, error) {
+	list, err := t.workspaces(ctx, sql, a)
+	switch {
+	case err != nil:
+		return controller.Workspace{}, err
+	case len(list) == 0:
+		return controller.Workspace{}, absent
+	}
+	return list[0], nil
+}
+
+func noWorkspace(id core.WorkspaceID) error {
+	return core.Errorf(core.NotFound, core.CodeWorkspaceNotFound, "there is no workspace %s", id)
+}
+
+// Workspace returns one.
+func (t *tx) Workspace(ctx context.Context, id core.WorkspaceID) (controller.Workspace, error) {
+	return t.workspace(ctx, noWorkspace(id), `SELECT`+workspaceColumns+` FROM workspaces w`+workspaceJoins+` WHERE w.id = @id`, args{"id": id})
+}
+
+// Workspaces lists, newest first.
+func (t *tx) Workspaces(ctx context.Context, f controller.WorkspaceFilter) ([]controller.Workspace, error) {
+	q := newFilter("w", f.Page, false)
+	q.equal("name", f.Name)
+	q.equal("checkpoint_id", string(f.Head))
+	q.equal("parent_checkpoint_id", string(f.Parent))
+	q.suffix(f.IDSuffix)
+	q.anyOf("state", texts(f.States))
+	q.labels(f.Labels)
+	return t.workspaces(ctx, `SELECT`+workspaceColumns+` FROM workspaces w`+workspaceJoins+q.where()+q.tail(), q.args)
+}
+
+// WorkspacesByID returns those that exist, in the order of ids.
+func (t *tx) WorkspacesByID(ctx context.Context, ids []core.WorkspaceID) ([]controller.Workspace, error) {
+	return t.workspaces(ctx, `
+		SELECT`+workspaceColumns+` FROM unnest(@ids::text[]) WITH ORDINALITY AS asked (id, n)
+		JOIN workspaces w ON w.id = asked.id`+workspaceJoins+` ORDER BY asked.n`, args{"ids": texts(ids)})
+}
+
+// HeadWorkspaces lists what lives on top of checkpoints.
+func (t *tx) HeadWorkspaces(ctx context.Context, heads []core.CheckpointID) ([]controller.Workspace, error) {
+	return t.workspaces(ctx, `
+		SELECT`+workspaceColumns+` FROM workspaces w`+workspaceJoins+`
+		WHERE w.checkpoint_id = ANY(@heads::text[]) AND w.ended_at IS NULL ORDER BY w.id`, args{"heads": texts(heads)})
+}
+
+// ExpiredWorkspaces lists what is too old, of all projects when the scope is the system's.
+func (t *tx) ExpiredWorkspaces(ctx context.Context, limit int) ([]controller.Workspace, error) {
+	return t.workspaces(ctx, `
+		SELECT`+workspaceColumns+` FROM workspaces w`+workspaceJoins+`
+		WHERE w.expires_at <= now() AND w.ended_at IS NULL AND w.state = ANY(@from::text[]) ORDER BY w.expires_at LIMIT @limit`,
+		args{"limit": limit, "from": texts(core.WorkspaceTerminating.Sources())})
+}
+
+// OrphanedTerminations lists what is half terminated and nobody works on any more.
+func (t *tx) OrphanedTerminations(ctx context.Context, limit int) ([]controller.Workspace, error) {
+	return t.workspaces(ctx, `
+		SELECT`+workspaceColumns+` FROM workspaces w`+workspaceJoins+`
+		WHERE w.state = @terminating AND NOT EXISTS (SELECT 1 FROM operations o WHERE o.workspace_id = w.id AND o.state IN ('pending', 'running'))
+		ORDER BY w.id LIMIT @limit`,
+		args{"limit": limit, "terminating": core.WorkspaceTerminating})
+}
+
+type newWorkspace struct {
+	ID            core.WorkspaceID    `json:"id"`
+	ProjectID     core.ProjectID      `json:"project_id"`
+	Name          string              `json:"name"`
+	State         core.WorkspaceState `json:"state"`
+	ImageName     string              `json:"image_name"`
+	ImageDigest   core.Digest         `json:"image_digest"`
+	VCPUs         int                 `json:"vcpus"`
+	MemoryMiB     int                 `json:"memory_mib"`
+	DiskGiB       int                 `json:"disk_gib"`
+	Egress        core.EgressPolicy   `json:"egress_policy"`
+	Env           map[string]string   `json:"env"`
+	Labels        map[string]string   `json:"labels"`
+	IdleSeconds   *int64              `json:"idle_seconds"`
+	OnIdle        *string             `json:"on_idle"`
+	AutoResume    bool                `json:"auto_resume"`
+	Parent        *string             `json:"parent"`
+	ParentProject *string             `json:"parent_project"`
+	SandboxID     core.SandboxID      `json:"sandbox_id"`
+}
+
+// InsertWorkspaces inserts workspaces in their first state; their sandboxes follow in the same transaction. The parent's
+// project is found by the parent's id. ttl 0 is none.
+func (t *tx) InsertWorkspaces(ctx context.Context, list []controller.Workspace, ttl time.Duration) ([]controller.Workspace, error) {
+	rows := make([]newWorkspace, len(list))
+	for i, w := range list {
+		rows[i] = newWorkspace{
+			ID: w.ID, ProjectID: w.ProjectID, Name: w.Name, State: w.State, ImageName: w.Image.Name, ImageDigest: w.Image.Digest,
+			VCPUs: w.Resources.VCPUs, MemoryMiB: w.Resources.MemoryMiB, DiskGiB: w.Resources.DiskGiB, Egress: w.Egress,
+			Env: orEmpty(w.Env), Labels: orEmpty(w.Labels), Parent: orNull(w.Parent), SandboxID: w.Sandbox.ID, AutoResume: w.Rest.AutoResume,
+		}
+		if w.Rest.IdleAfter > 0 {
+			idle := int64(w.Rest.IdleAfter.Seconds())
+			rows[i].IdleSeconds, rows[i].OnIdle = &idle, orNull(w.Rest.OnIdle)
+		}
+	}
+	return t.workspaces(ctx, `
+		WITH w AS (
+			INSERT INTO workspaces (id, project_id, name, state, image_name, image_digest, vcpus, memory_mib, disk_gib, egress_policy, env, labels,
+				idle_seconds, on_idle, auto_resume, parent_project_id, parent_checkpoint_id, checkpoint_project_id, checkpoint_id, sandbox_id, expires_at)
+			SELECT v.id, v.project_id, v.name, v.state, v.image_name, v.image_digest, v.vcpus, v.memory_mib, v.disk_gib, v.egress_policy, v.env, v.labels,
+				v.idle_seconds, v.on_idle, v.auto_resume, p.project_id, v.parent, p.project_id, v.parent, v.sandbox_id, CASE WHEN @ttl::float8 > 0 THEN now() + make_interval(secs => @ttl) END
+			FROM jsonb_to_recordset(@rows::jsonb) AS v (id text, project_id text, name text, state text, image_name text, image_digest text,
+				vcpus int, memory_mib int, disk_gib int, egress_policy text, env jsonb, labels jsonb, idle_seconds int, on_idle text, auto_resume boolean, parent text, sandbox_id text)
+			LEFT JOIN checkpoints p ON p.id = v.parent
+			RETURNING *
+		)
+		SELECT`+workspaceColumns+` FROM w`+workspaceJoins+` ORDER BY w.id`,
+		args{"rows": rows, "ttl": ttl.Seconds()})
+}
+
+func (t *tx) staleWorkspace(ctx context.Context, id core.WorkspaceID, to core.WorkspaceState) error {
+	w, err := t.Workspace(ctx, id)
+	if err != nil {
+		return err
+	}
+	return core.Errorf(core.Conflict, core.CodeStateConflict, "workspace %s is %s (epoch %d) and cannot become %s now", id, w.State, w.Epoch, to)
+}
+
+// MoveWorkspace is a compare-and-set of the state.
+func (t *tx) MoveWorkspace(ctx context.Context, id core.WorkspaceID, epoch int64, to core.WorkspaceState) (controller.Workspace, error) {
+	list, err := t.workspaces(ctx, `
+		WITH w AS (
+			UPDATE workspaces SET state = @to WHERE id = @id AND epoch = @epoch AND state = ANY(@from::text[]) RETURNING *
+		)
+		SELECT`+workspaceColumns+` FROM w`+workspaceJoins,
+		args{"id": id, "epoch": epoch, "to": to, "from": texts(to.Sources())})
+	return t.changed(ctx, id, to, list, err)
+}
+
+func (t *tx) changed(ctx context.Context, id core.WorkspaceID, to core.WorkspaceState, list []controller.Workspace, err error) (controller.Workspace, error) {
+	switch {
+	case err != nil:
+		return controller.Workspace{}, err
+	case len(list) == 0:
+		return controller.Workspace{}, t.staleWorkspace(ctx, id, to)
+	}
+	return list[0], nil
+}
+
+// ForkWorkspaceFrom gives a workspace that is being created its template.
+func (t *tx) ForkWorkspaceFrom(ctx context.Context, id core.WorkspaceID, from controller.Checkpoint) (controller.Workspace, error) {
+	list, err := t.workspaces(ctx, `
+		WITH w AS (
+			UPDATE workspaces SET state = @to, parent_project_id = @project, parent_checkpoint_id = @parent, checkpoint_project_id = @project, checkpoint_id = @parent
+			WHERE id = @id AND state = ANY(@from::text[]) AND sandbox_id IS NOT NULL RETURNING *
+		)
+		SELECT`+workspaceColumns+` FROM w`+workspaceJoins,
+		args{"id": id, "to": core.WorkspaceRestoring, "project": from.ProjectID, "parent": from.ID, "from": []string{string(core.WorkspaceCreating), string(core.WorkspaceRestoring)}})
+	return t.changed(ctx, id, core.WorkspaceRestoring, list, err)
+}
+
+// ReadyWorkspaces moves what still waits for its sandbox to ready and returns it in the order of the list.
+func (t *tx) ReadyWorkspaces(ctx context.Context, ready []controller.ReadyWorkspace) ([]controller.Workspace, error) {
+	ids, sandboxes, epochs := make([]string, len(ready)), make([]string, len(ready)), make([]int64, len(ready))
+	for i, r := range ready {
+		ids[i], sandboxes[i], epochs[i] = string(r.ID), string(r.Sandbox), r.Epoch
+	}
+	return t.workspaces(ctx, `
+		WITH asked AS (
+			SELECT * FROM unnest(@ids::text[], @sandboxes::text[], @epochs::bigint[]) WITH ORDINALITY AS a (id, sandbox_id, epoch, n)
+		), w AS (
+			UPDATE workspaces SET state = @to, ready_at = now() FROM asked
+			WHERE workspaces.id = asked.id AND workspaces.epoch = asked.epoch AND workspaces.sandbox_id = asked.sandbox_id
+				AND workspaces.state = ANY(@from::text[])
+			RETURNING workspaces.*, asked.n
+		)
+		SELECT`+workspaceColumns+` FROM w`+workspaceJoins+` ORDER BY w.n`,
+		args{
+			"ids": ids, "sandboxes": sandboxes, "epochs": epochs, "to": core.WorkspaceReady,
+			"from": []string{string(core.WorkspaceRestoring), string(core.WorkspaceQuarantined)},
+		})
+}
+
+// SwitchWorkspace puts a workspace into the sandbox that a restore prepared.
+func (t *tx) SwitchWorkspace(ctx context.Context, id core.WorkspaceID, epoch int64, sandbox core.SandboxID, head controller.Checkpoint) (controller.Workspace, error) {
+	if _, err := t.exec(ctx, `UPDATE sandboxes SET ended_at = now() WHERE workspace_id = @id AND id <> @sandbox AND ended_at IS NULL`,
+		args{"id": id, "sandbox": sandbox}); err != nil {
+		return controller.Workspace{}, err
+	}
+	list, err := t.workspaces(ctx, `
+		WITH w AS (
+			UPDATE workspaces SET state = @to, epoch = epoch + 1, sandbox_id = @sandbox, ready_at = now(), disk_gib = @disk,
+				checkpoint_project_id = @head_project, checkpoint_id = @head
+			WHERE id = @id AND epoch = @epoch AND state = ANY(@from::text[]) RETURNING *
+		)
+		SELECT`+workspaceColumns+` FROM w`+workspaceJoins,
+		args{
+			"id": id, "epoch": epoch, "sandbox": sandbox, "disk": head.Resources.DiskGiB, "head_project": head.ProjectID, "head": head.ID,
+			"to": core.WorkspaceReady, "from": []string{string(core.WorkspaceRestoring), string(core.WorkspaceQuarantined)},
+		})
+	return t.changed(ctx, id, core.WorkspaceReady, list, err)
+}
+
+// CapturedWorkspace ends a capture of a workspace that still is in it.
+func (t *tx) CapturedWorkspace(ctx context.Context, id core.WorkspaceID, epoch int64, head *controller.Checkpoint) (controller.Workspace, error) {
+	a := args{"id": id, "epoch": epoch, "to": core.WorkspaceReady, "from": string(core.WorkspaceCheckpointing), "head": nil, "project": nil}
+	if head != nil {
+		a["head"], a["project"] = head.ID, head.ProjectID
+	}
+	list, err := t.workspaces(ctx, `
+		WITH w AS (
+			UPDATE workspaces SET state = @to, checkpoint_project_id = coalesce(@project, checkpoint_project_id), checkpoint_id = coalesce(@head, checkpoint_id)
+			WHERE id = @id AND epoch = @epoch AND state = @from RETURNING *
+		)
+		SELECT`+workspaceColumns+` FROM w`+workspaceJoins, a)
+	return t.changed(ctx, id, core.WorkspaceReady, list, err)
+}
+
+// SuspendWorkspace stops a workspace that still is in its capture.
+func (t *tx) SuspendWorkspace(ctx context.Context, id core.WorkspaceID, epoch int64, head controller.Checkpoint) (controller.Workspace, error) {
+	list, err := t.workspaces(ctx, `
+		WITH w AS (
+			UPDATE workspaces SET state = @to, sandbox_id = NULL, checkpoint_project_id = @head_project, checkpoint_id = @head
+			WHERE id = @id AND epoch = @epoch AND state = @from RETURNING *
+		), gone AS (
+			UPDATE sandboxes SET ended_at = now() WHERE workspace_id IN (SELECT id FROM w) AND ended_at IS NULL
+		)
+		SELECT`+workspaceColumns+` FROM w`+workspaceJoins,
+		args{
+			"id": id, "epoch": epoch, "head_project": head.ProjectID, "head": head.ID, "to": core.WorkspaceSuspended,
+			"from": core.WorkspaceCheckpointing,
+		})
+	return t.changed(ctx, id, core.WorkspaceSuspended, list, err)
+}
+
+// IdleWorkspaces lists what nobody used for too long. Starting a session is use too, and is recorded in the session's own row.
+func (t *tx) IdleWorkspaces(ctx context.Context, margin time.Duration, ids []core.WorkspaceID, limit int) ([]controller.Workspace, error) {
+	return t.workspaces(ctx, `
+		SELECT`+workspaceColumns+` FROM workspaces w`+workspaceJoins+` LEFT JOIN workspace_uses u ON u.workspace_id = w.id
+		WHERE w.idle_seconds IS NOT NULL AND w.state = 'ready' AND (cardinality(@ids::text[]) = 0 OR w.id = ANY(@ids))
+			AND greatest(w.ready_at, u.used_at, (SELECT max(x.created_at) FROM sessions x WHERE x.sandbox_id = w.sandbox_id))
+				< now() - make_interval(secs => w.idle_seconds + @margin::float8)
+		ORDER BY w.id LIMIT @limit`, args{"margin": margin.Seconds(), "ids": texts(ids), "limit": limit})
+}
+
+// UseWorkspaces is one statement for all.
+func (t *tx) UseWorkspaces(ctx context.Context, ids []core.WorkspaceID) error {
+	_, err := t.exec(ctx, `
+		INSERT INTO workspace_uses (workspace_id, project_id, used_at)
+		SELECT w.id, w.project_id, now() FROM workspaces w WHERE w.id = ANY(@ids::text[]) ORDER BY w.id
+		ON CONFLICT ON CONSTRAINT workspace_uses_pkey DO UPDATE SET used_at = greatest(workspace_uses.used_at, excluded.used_at)`, args{"ids": texts(ids)})
+	return err
+}
+
+type endedWorkspace struct {
+	ID      core.WorkspaceID    `json:"id"`
+	To      core.WorkspaceState `json:"to_state"`
+	From    []string            `json:"from_states"`
+	Code    *string             `json:"code"`
+	Message *string             `json:"message"`
+}
+
+// EndWorkspaces ends what may end, with all its sandboxes.
+func (t *tx) EndWorkspaces(ctx context.Context, ended []controller.EndedWorkspace) ([]controller.Workspace, error) {
+	rows := make([]endedWorkspace, len(ended))
+	for i, e := range ended {
+		rows[i] = endedWorkspace{ID: e.ID, To: e.To, From: texts(e.To.Sources())}
+		if e.Failure != nil {
+			rows[i].Code, rows[i].Message = orNull(e.Failure.Code), orNull(e.Failure.Message)
+		}
+	}
+	return t.workspaces(ctx, `
+		WITH w AS (
+			UPDATE workspaces SET state = v.to_state, ended_at = coalesce(ended_at, now()),
+				failure_code = coalesce(v.code, failure_code), failure_message = coalesce(v.message, failure_message)
+			FROM jsonb_to_recordset(@rows::jsonb) AS v (id text, to_state text, from_states text[], code text, message text)
+			WHERE workspaces.id = v.id AND workspaces.state = ANY(v.from_states) RETURNING workspaces.*
+		), gone AS (
+			UPDATE sandboxes SET ended_at = now() WHERE workspace_id IN (SELECT id FROM w) AND ended_at IS NULL
+		), closed AS (
+			DELETE FROM ports WHERE workspace_id IN (SELECT id FROM w)
+		)
+		SELECT`+workspaceColumns+` FROM w`+workspaceJoins+` ORDER BY w.id`, args{"rows": rows})
+}
+
+// PatchWorkspace changes labels and expiry.
+func (t *tx) PatchWorkspace(ctx context.Context, id core.WorkspaceID, p controller.WorkspacePatch) (controller.Workspace, error) {
+	set, drop := split(p.Labels)
+	var ttl *float64
+	if p.TTL != nil {
+		s := p.TTL.Seconds()
+		ttl = &s
+	}
+	var idle *int64
+	if p.IdleAfter != nil {
+		s := int64(p.IdleAfter.Seconds())
+		idle = &s
+	}
+	list, err := t.workspaces(ctx, `
+		WITH w AS (
+			UPDATE workspaces SET version = version + 1, labels = (labels - @drop::text[]) || @set::jsonb,
+				expires_at = CASE WHEN @ttl::float8 IS NULL THEN expires_at WHEN @ttl = 0 THEN NULL ELSE now() + make_interval(secs => @ttl) END,
+				idle_seconds = CASE WHEN @idle::int IS NULL THEN idle_seconds ELSE nullif(@idle, 0) END,
+				on_idle = CASE WHEN coalesce(@idle, idle_seconds, 0) > 0 THEN coalesce(@on_idle::text, on_idle, @default) END,
+				auto_resume = coalesce(@auto_resume, auto_resume)
+			WHERE id = @id AND (@version::bigint = 0 OR version = @version) RETURNING *
+		)
+		SELECT`+workspaceColumns+` FROM w`+workspaceJoins,
+		args{"id": id, "version": p.Version, "set": set, "drop": drop, "ttl": ttl, "idle": idle, "on_idle": orNull(p.OnIdle), "default": controller.IdleSuspend, "auto_resume": p.AutoResume})
+	switch {
+	case err != nil:
+		return controller.Workspace{}, err
+	case len(list) == 0:
+		now, err := t.Workspace(ctx, id)
+		if err == nil {
+			err = &controller.VersionConflictError{Object: "workspace " + string(id), Asked: p.Version, Current: now.Version}
+		}
+		return controller.Workspace{}, err
+	}
+	return list[0], nil
+}
+
+// split parts a patch of labels into what is set and what is removed.
+func split(patch map[string]*string) (set map[string]string, drop []string) {
+	set, drop = map[string]string{}, []string{}
+	for k, v := range patch {
+		if v == nil {
+			drop = append(drop, k)
+		} else {
+			set[k] = *v
+		}
+	}
+	return set, drop
+}

@@ -1,0 +1,189 @@
+package controller
+
+import (
+	"context"
+	"time"
+
+	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/controller/placement"
+	"github.com/coppice-dev/coppice/core"
+)
+
+// restorePlan is what a restore in place needs of the rows.
+type restorePlan struct {
+	workspace Workspace // in its old epoch and sandbox
+	next      Sandbox
+	source    Checkpoint
+}
+
+// RestoreWorkspace rolls a workspace back to a checkpoint, in place: a new sandbox is grown from it and resealed before the
+// old one is destroyed; when that fails, nothing has changed.
+func (c *Controller) RestoreWorkspace(ctx context.Context, project core.ProjectID, id core.WorkspaceID, checkpoint core.CheckpointID, wait time.Duration) (Answer, error) {
+	op := Operation{ProjectID: project, Kind: OpRestoreWorkspace, Step: "fork", WorkspaceID: id, CheckpointID: checkpoint}
+	admit := func(ctx context.Context, tx Tx, _ *Operation, in *opInput, _ int) (any, error) {
+		plan, err := c.admitRestore(ctx, tx, id, checkpoint)
+		if err == nil {
+			in.Source, in.Epoch, in.Sandbox, in.Next = checkpoint, plan.workspace.Epoch, plan.workspace.Sandbox.ID, plan.next.ID
+		}
+		return plan, err
+	}
+	t, err := c.admit(ctx, project, wait, func(ctx context.Context) (t *Task, err error) {
+		err = c.whenReady(ctx, project, id, func() error {
+			t, err = c.begin(ctx, InProject(project), op, admit)
+			return err
+		})
+		return t, err
+	})
+	if err != nil {
+		return Answer{}, err
+	}
+	return t.await(ctx, wait)
+}
+
+func (c *Controller) admitRestore(ctx context.Context, tx Tx, id core.WorkspaceID, checkpoint core.CheckpointID) (*restorePlan, error) {
+	w, err := tx.Workspace(ctx, id)
+	if err != nil {
+		return nil, err
+	}
+	if w.State != core.WorkspaceReady {
+		return nil, notReady(w)
+	}
+	if err := tx.HoldCheckpoint(ctx, checkpoint); err != nil {
+		return nil, err
+	}
+	source, err := tx.Checkpoint(ctx, checkpoint)
+	if err != nil {
+		return nil, err
+	}
+	if !source.State.Forkable() {
+		return nil, notForkable(source)
+	}
+	if source.Image.Digest != w.Image.Digest || source.Resources.VCPUs != w.Resources.VCPUs || source.Resources.MemoryMiB != w.Resources.MemoryMiB {
+		return nil, core.Errorf(core.Invalid, core.CodeInvalidField,
+			"checkpoint_id: checkpoint %s is of another image or shape than workspace %s; restore it as a workspace of its own", checkpoint, id)
+	}
+	runner, err := c.place(ctx, tx, placement.Request{Count: 1, Resources: source.Resources, Holder: source.RunnerID, Class: source.Class})
+	if err != nil {
+		return nil, err
+	}
+	old := w.Sandbox
+	if w, err = tx.MoveWorkspace(ctx, id, w.Epoch, core.WorkspaceRestoring); err != nil {
+		return nil, err
+	}
+	w.Sandbox = old
+	c.used(w)
+	next, err := c.nextSandbox(ctx, tx, w, source, runner, false)
+	return &restorePlan{workspace: w, next: next, source: source}, err
+}
+
+// nextSandbox inserts the sandbox of a workspace's next epoch. plain says that its host may be called like the workspace: no
+// other of its sandboxes lives.
+func (c *Controller) nextSandbox(ctx context.Context, tx Tx, w Workspace, source Checkpoint, runner Runner, plain bool) (Sandbox, error) {
+	addresses, err := tx.FreeAddresses(ctx, 1)
+	if err != nil {
+		return Sandbox{}, err
+	}
+	identity, err := newIdentity(hostnameOf(w.Name, plain), addresses[0])
+	if err != nil {
+		return Sandbox{}, err
+	}
+	next := Sandbox{
+		ID: core.NewID[core.SandboxID](), ProjectID: w.ProjectID, WorkspaceID: w.ID, Epoch: w.Epoch + 1, RunnerID: runner.Info.RunnerID,
+		Endpoint: runner.Endpoint, Resources: source.Resources, Identity: identity,
+	}
+	return next, tx.InsertSandboxes(ctx, []Sandbox{next})
+}
+
+func (c *Controller) loadRestore(ctx context.Context, t *Task) (*restorePlan, error) {
+	if plan, ok := t.plan.(*restorePlan); ok {
+		return plan, nil
+	}
+	plan := &restorePlan{}
+	err := t.load(ctx, func(tx Tx) error {
+		var err error
+		if plan.workspace, err = tx.Workspace(ctx, t.op.WorkspaceID); err != nil {
+			return err
+		}
+		if plan.source, err = tx.Checkpoint(ctx, t.in.Source); err != nil {
+			return err
+		}
+		list, err := tx.Sandboxes(ctx, []core.SandboxID{t.in.Sandbox, t.in.Next})
+		for _, s := range list {
+			if s.ID == t.in.Next {
+				plan.next = s
+			} else {
+				plan.workspace.Sandbox = s
+			}
+		}
+		return err
+	})
+	return plan, err
+}
+
+// workRestore is the work of restore_workspace.
+func (c *Controller) workRestore(ctx context.Context, t *Task) error {
+	plan, err := c.loadRestore(ctx, t)
+	if err != nil {
+		return err
+	}
+	if t.op.Step == "fork" {
+		if err := c.switchSandbox(ctx, t, plan); err != nil {
+			return err
+		}
+	}
+	// From here on the workspace is in its new epoch. The old sandbox has no living row: it goes now, or at a heartbeat.
+	c.drop(ctx, plan.workspace.Sandbox.Endpoint, t.in.Sandbox)
+	c.reopenPorts(ctx, t.op.ProjectID, t.op.WorkspaceID, plan.next)
+	t.watch.Lap("drop")
+	return t.finish(ctx, func(ctx context.Context, tx Tx) (Outcome, Result, error) {
+		w, err := tx.Workspace(ctx, t.op.WorkspaceID)
+		if err != nil {
+			return Outcome{}, Result{}, err
+		}
+		out := Outcome{Workspace: w.ID, Checkpoint: t.in.Source}
+		result := Result{Workspace: &w, Checkpoint: &plan.source}
+		list, err := tx.ResealsByOperation(ctx, t.op.ID, []core.WorkspaceID{w.ID})
+		if err == nil && len(list) > 0 {
+			result.Reseal = &list[0].Report
+		}
+		return out, result, err
+	})
+}
+
+// switchSandbox grows the new sandbox and puts the workspace into it.
+func (c *Controller) switchSandbox(ctx context.Context, t *Task, plan *restorePlan) error {
+	child := plan.workspace
+	child.Sandbox = plan.next
+	child.Resources.DiskGiB = plan.source.Resources.DiskGiB
+	got, err := c.callFork(ctx, &forkPlan{endpoint: plan.next.Endpoint, children: []Workspace{child}, source: plan.source})
+	t.watch.Lap("fork")
+	if err == nil {
+		err = got[0].Problem.Err()
+	}
+	if err != nil {
+		return err
+	}
+	switched := func(now Operation) bool { return now.Step == "drop" }
+	if err := t.insistTx(ctx, switched, func(tx Tx) error { return c.recordSwitch(ctx, tx, t, plan, got) }); err != nil {
+		return err
+	}
+	t.op.Step = "drop"
+	return nil
+}
+
+func (c *Controller) recordSwitch(ctx context.Context, tx Tx, t *Task, plan *restorePlan, got []runnerapi.ChildResult) error {
+	if _, err := tx.SwitchWorkspace(ctx, t.op.WorkspaceID, t.in.Epoch, plan.next.ID, plan.source); err != nil {
+		return err
+	}
+	if t.op.Kind == OpResumeWorkspace {
+		if err := tx.MoveSessions(ctx, t.op.WorkspaceID, t.in.Epoch, plan.next.ID); err != nil {
+			return err
+		}
+	}
+	child := plan.workspace
+	child.Sandbox = plan.next
+	if err := tx.InsertReseals(ctx, reseals(t, &forkPlan{children: []Workspace{child}, source: plan.source}, got)); err != nil {
+		return err
+	}
+	return tx.StepOperation(ctx, t.op, "drop")
+}

@@ -1,0 +1,149 @@
+package controller
+
+import (
+	"context"
+	"errors"
+	"time"
+
+	"github.com/coppice-dev/coppice/controller/placement"
+	"github.com/coppice-dev/coppice/core"
+)
+
+// Resume brings a suspended workspace back: a fork of the checkpoint that it was suspended as, fully resealed, as the same
+// workspace in its next epoch. Its programs go on, its sessions keep their ids. When it does not succeed the workspace stays
+// suspended. Resuming one that runs is no error; a resume that runs already is waited for.
+func (c *Controller) Resume(ctx context.Context, project core.ProjectID, id core.WorkspaceID, wait time.Duration) (Answer, error) {
+	for {
+		w, err := c.Workspace(ctx, project, id)
+		if err != nil {
+			return Answer{}, err
+		}
+		switch w.State {
+		case core.WorkspaceReady:
+			return Answer{Done: true, Result: Result{Workspace: &w}}, nil
+		case core.WorkspaceCheckpointing: // of a capture, which does not matter, or on its way to be suspended
+			answer, open, err := c.awaitOpen(ctx, w, OpSuspendWorkspace, wait)
+			if _, failed := errors.AsType[*OperationError](err); err != nil && !failed {
+				return Answer{}, err
+			} else if !open {
+				return Answer{Done: true, Result: Result{Workspace: &w}}, nil
+			} else if !failed && !answer.Done {
+				return Answer{}, notReady(w)
+			}
+			continue
+		case core.WorkspaceRestoring:
+			answer, open, err := c.awaitOpen(ctx, w, OpResumeWorkspace, wait)
+			if err != nil || open {
+				return answer, err
+			}
+			// The resume has ended since the workspace was read, or it is a restore in place that runs.
+			if now, err := c.Workspace(ctx, project, id); err != nil || now.State == core.WorkspaceRestoring && now.Epoch == w.Epoch {
+				return Answer{}, orNotReady(w, err)
+			}
+			continue
+		case core.WorkspaceSuspended:
+		case core.WorkspaceCreating, core.WorkspaceQuarantined, core.WorkspaceTerminating, core.WorkspaceTerminated, core.WorkspaceFailed, core.WorkspaceLost:
+			return Answer{}, notReady(w)
+		}
+		t, err := c.admit(ctx, project, wait, func(ctx context.Context) (*Task, error) { return c.resumeSuspended(ctx, project, id) })
+		if core.CodeOf(err) == core.CodeStateConflict {
+			continue // somebody else was faster
+		}
+		if err != nil {
+			return Answer{}, err
+		}
+		return t.await(ctx, wait)
+	}
+}
+
+func orNotReady(w Workspace, err error) error {
+	if err != nil {
+		return err
+	}
+	return notReady(w)
+}
+
+// awaitOpen waits for the newest operation of a kind on a workspace, if it has not ended.
+func (c *Controller) awaitOpen(ctx context.Context, w Workspace, kind OperationKind, wait time.Duration) (answer Answer, open bool, err error) {
+	op, err := read(ctx, c, InProject(w.ProjectID), func(tx Tx) (Operation, error) { return tx.WorkspaceOperation(ctx, w.ID, kind) })
+	if core.CategoryOf(err) == core.NotFound || err == nil && op.State.Done() {
+		return Answer{}, false, nil
+	}
+	if err != nil {
+		return Answer{}, false, err
+	}
+	answer, err = c.Operation(ctx, w.ProjectID, op.ID, wait)
+	if err == nil && answer.Operation.Problem != nil {
+		err = &OperationError{op.ID, answer.Operation.Problem}
+	}
+	return answer, true, err
+}
+
+func (c *Controller) resumeSuspended(ctx context.Context, project core.ProjectID, id core.WorkspaceID) (*Task, error) {
+	op := Operation{ProjectID: project, Kind: OpResumeWorkspace, Step: "fork", WorkspaceID: id}
+	return c.begin(ctx, InProject(project), op, func(ctx context.Context, tx Tx, op *Operation, in *opInput, attempt int) (any, error) {
+		w, err := tx.Workspace(ctx, id)
+		if err != nil {
+			return nil, err
+		}
+		if w.State != core.WorkspaceSuspended {
+			return nil, core.Errorf(core.Conflict, core.CodeStateConflict, "workspace %s is %s, not suspended", id, w.State)
+		}
+		if w, err = tx.MoveWorkspace(ctx, id, w.Epoch, core.WorkspaceRestoring); err != nil {
+			return nil, err
+		}
+		if err := tx.HoldCheckpoint(ctx, w.Head); err != nil {
+			return nil, err
+		}
+		source, err := tx.Checkpoint(ctx, w.Head)
+		if err != nil {
+			return nil, err
+		}
+		if !source.State.Forkable() {
+			return nil, notForkable(source)
+		}
+		runner, err := c.place(ctx, tx, placement.Request{Count: 1, Resources: source.Resources, Holder: source.RunnerID, Class: source.Class})
+		if err != nil {
+			return nil, err
+		}
+		next, err := c.nextSandbox(ctx, tx, w, source, runner, attempt == 0)
+		op.CheckpointID, in.Source, in.Epoch, in.Next = source.ID, source.ID, w.Epoch, next.ID
+		return &restorePlan{workspace: w, next: next, source: source}, err
+	})
+}
+
+// workResume is the work of resume_workspace.
+func (c *Controller) workResume(ctx context.Context, t *Task) error {
+	plan, err := c.loadRestore(ctx, t)
+	if err != nil {
+		return err
+	}
+	if t.op.Step == "fork" {
+		if err := c.switchSandbox(ctx, t, plan); err != nil {
+			return err
+		}
+	}
+	c.reopenPorts(ctx, t.op.ProjectID, t.op.WorkspaceID, plan.next)
+	t.watch.Lap("ports")
+	return t.finish(ctx, func(ctx context.Context, tx Tx) (Outcome, Result, error) {
+		w, err := tx.Workspace(ctx, t.op.WorkspaceID)
+		return Outcome{Workspace: t.op.WorkspaceID, Checkpoint: t.in.Source}, Result{Workspace: &w, Checkpoint: &plan.source}, err
+	})
+}
+
+// awaken resumes a workspace that is to be resumed on use, and returns it as it is then.
+func (c *Controller) awaken(ctx context.Context, w Workspace) (Workspace, error) {
+	if !asleep(w) {
+		return w, nil
+	}
+	answer, err := c.Resume(ctx, w.ProjectID, w.ID, DefaultWait)
+	if err != nil || !answer.Done {
+		return w, orNotReady(w, err)
+	}
+	return c.Workspace(ctx, w.ProjectID, w.ID)
+}
+
+// asleep reports whether a workspace that is to be resumed on use may need it.
+func asleep(w Workspace) bool {
+	return w.Rest.AutoResume && (w.State == core.WorkspaceSuspended || w.State == core.WorkspaceRestoring || w.State == core.WorkspaceCheckpointing)
+}

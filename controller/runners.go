@@ -1,0 +1,32 @@
+package controller
+
+import (
+	"context"
+	"io"
+	"net/http"
+
+	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/core"
+)
+
+// Runners reaches runners by their endpoint (http://host:port or unix:/path). Every call has a deadline of its own besides
+// the context's. A runner that cannot be reached, or that vanishes in the middle, is Unavailable, RUNNER_UNREACHABLE: what
+// happened is then unknown, and the call may be repeated, because all of them are idempotent by the ids in them. What a
+// runner refuses comes back as the core error that it was there. It is safe for concurrent use.
+type Runners interface {
+	Images(ctx context.Context, endpoint string) ([]runnerapi.Image, error)
+	Template(ctx context.Context, endpoint string, t runnerapi.Template) (runnerapi.Checkpoint, error)
+	Fork(ctx context.Context, endpoint string, f runnerapi.Fork) (runnerapi.ForkResult, error)
+	Capture(ctx context.Context, endpoint string, sandbox core.SandboxID, c runnerapi.Capture) (runnerapi.Checkpoint, error)
+	DeleteSandbox(ctx context.Context, endpoint string, id core.SandboxID) error
+	DeleteCheckpoint(ctx context.Context, endpoint string, id core.CheckpointID) error
+	// Diff says what differs between two checkpoints that the runner has, a page at a time.
+	Diff(ctx context.Context, endpoint string, from core.CheckpointID, d runnerapi.Diff) (runnerapi.DiffPage, error)
+	OpenPort(ctx context.Context, endpoint string, sandbox core.SandboxID, p runnerapi.Port) (runnerapi.Port, error)
+	ClosePort(ctx context.Context, endpoint string, sandbox core.SandboxID, id core.PortID) error
+	// Console returns the tail of a serial console. The caller closes it.
+	Console(ctx context.Context, endpoint string, sandbox core.SandboxID) (io.ReadCloser, error)
+	// Guest carries requests to the agent in a sandbox; their paths are the agent's ("/v1/sessions"). It has no deadline of
+	// its own: streams and WebSockets pass. Its errors are core errors; answers come as the guest gave them.
+	Guest(endpoint string, sandbox core.SandboxID) http.RoundTripper
+}

@@ -1,0 +1,403 @@
+package runnertest
+
+import (
+	"context"
+	"encoding/binary"
+	"encoding/json"
+	"errors"
+	"io"
+	"maps"
+	"net/http"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/coder/websocket"
+
+	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/core"
+)
+
+// guest answers the public routes of the agent out of memory. Programs are a few built-in words:
+//
+//	true, false, exit N, echo ARGS, err ARGS (to stderr), cat [PATH], sleep SECONDS, fill BYTES
+type guest struct {
+	// mu guards the fields below.
+	mu       sync.Mutex
+	files    map[string][]byte // never written again once stored
+	sessions map[core.SessionID]*session
+}
+
+func newGuest() *guest {
+	return &guest{files: map[string][]byte{}, sessions: map[core.SessionID]*session{}}
+}
+
+// clone is the guest of a fork: the same files, and the programs that ran, under their names.
+func (g *guest) clone() *guest {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	c := &guest{files: maps.Clone(g.files), sessions: map[core.SessionID]*session{}}
+	for id, s := range g.sessions {
+		c.sessions[id] = s.clone()
+	}
+	return c
+}
+
+// end kills every program.
+func (g *guest) end() {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	for _, s := range g.sessions {
+		s.end(137, "SIGKILL")
+	}
+}
+
+type session struct {
+	// mu guards the fields below; changed is closed and replaced when they change.
+	mu      sync.Mutex
+	view    controller.GuestSession
+	out     [2][]byte
+	stdin   []byte
+	eof     bool
+	ended   chan struct{}
+	changed chan struct{}
+}
+
+func (s *session) clone() *session {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	c := &session{view: s.view, stdin: slices.Clone(s.stdin), eof: s.eof, ended: make(chan struct{}), changed: make(chan struct{})}
+	c.out = [2][]byte{slices.Clone(s.out[0]), slices.Clone(s.out[1])}
+	if s.view.State == controller.GuestExited {
+		close(c.ended)
+	}
+	return c
+}
+
+func (s *session) snapshot() controller.GuestSession {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	v := s.view
+	v.StdoutBytes, v.StderrBytes = int64(len(s.out[0])), int64(len(s.out[1]))
+	return v
+}
+
+func (s *session) change(f func()) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	f()
+	close(s.changed)
+	s.changed = make(chan struct{})
+}
+
+func (s *session) write(stream int, b []byte) {
+	s.change(func() { s.out[stream] = append(s.out[stream], b...) })
+}
+
+func (s *session) end(code int, signal string) {
+	s.change(func() {
+		if s.view.State == controller.GuestExited {
+			return
+		}
+		now := time.Now().UTC()
+		s.view.State, s.view.ExitCode, s.view.Signal, s.view.EndedAt = controller.GuestExited, &code, signal, &now
+		close(s.ended)
+	})
+}
+
+// readStdin waits for the next input.
+func (s *session) readStdin() ([]byte, bool) {
+	for {
+		s.mu.Lock()
+		b, eof, changed := s.stdin, s.eof, s.changed
+		s.stdin = nil
+		s.mu.Unlock()
+		if len(b) > 0 {
+			return b, true
+		}
+		if eof {
+			return nil, false
+		}
+		select {
+		case <-changed:
+		case <-s.ended:
+			return nil, false
+		}
+	}
+}
+
+func (g *guest) run(s *session, timeout time.Duration) {
+	if timeout > 0 {
+		timer := time.AfterFunc(timeout, func() {
+			s.change(func() { s.view.TimedOut = s.view.State != controller.GuestExited })
+			s.end(137, "SIGKILL")
+		})
+		defer timer.Stop()
+	}
+	s.end(g.program(s), "")
+}
+
+func (g *guest) program(s *session) int {
+	args := s.view.Command[1:]
+	switch s.view.Command[0] {
+	case "false":
+		return 1
+	case "exit":
+		n, _ := strconv.Atoi(args[0])
+		return n
+	case "echo":
+		s.write(0, []byte(strings.Join(args, " ")+"\n"))
+	case "err":
+		s.write(1, []byte(strings.Join(args, " ")+"\n"))
+	case "fill":
+		n, _ := strconv.Atoi(args[0])
+		b := make([]byte, n)
+		for i := range b {
+			b[i] = byte(i)
+		}
+		s.write(0, b)
+	case "sleep":
+		seconds, _ := strconv.ParseFloat(args[0], 64)
+		timer := time.NewTimer(time.Duration(seconds * float64(time.Second)))
+		defer timer.Stop()
+		select {
+		case <-timer.C:
+		case <-s.ended:
+		}
+	case "cat":
+		if len(args) > 0 {
+			g.mu.Lock()
+			b, ok := g.files[args[0]]
+			g.mu.Unlock()
+			if !ok {
+				s.write(1, []byte("cat: no such file\n"))
+				return 1
+			}
+			s.write(0, b)
+			return 0
+		}
+		for {
+			b, ok := s.readStdin()
+			if !ok {
+				return 0
+			}
+			s.write(0, b)
+		}
+	}
+	return 0
+}
+
+// ServeHTTP answers the agent's public routes.
+func (g *guest) ServeHTTP(w http.ResponseWriter, q *http.Request) {
+	mux := http.NewServeMux()
+	mux.HandleFunc("POST /v1/sessions", g.start)
+	mux.HandleFunc("GET /v1/sessions", func(w http.ResponseWriter, _ *http.Request) {
+		g.mu.Lock()
+		defer g.mu.Unlock()
+		list := []controller.GuestSession{}
+		for _, id := range slices.Sorted(maps.Keys(g.sessions)) {
+			list = append(list, g.sessions[id].snapshot())
+		}
+		reply(w, map[string]any{"sessions": list}, nil)
+	})
+	mux.HandleFunc("GET /v1/processes", func(w http.ResponseWriter, _ *http.Request) {
+		reply(w, map[string]any{"processes": []controller.Process{{PID: 1, Comm: "init", Cmdline: "init", State: "S", RSSBytes: 4096}}}, nil)
+	})
+	mux.HandleFunc("/v1/files", g.serveFile)
+	mux.HandleFunc("/v1/sessions/{id}", g.serveSession)
+	mux.HandleFunc("/v1/sessions/{id}/{verb}", g.serveSession)
+	mux.ServeHTTP(w, q)
+}
+
+func (g *guest) start(w http.ResponseWriter, q *http.Request) {
+	var in struct {
+		ID core.SessionID `json:"id"`
+		controller.ExecRequest
+	}
+	if err := json.NewDecoder(q.Body).Decode(&in); err != nil {
+		reply(w, nil, core.Wrapf(err, core.Invalid, core.CodeMalformedBody, "cannot be read"))
+		return
+	}
+	known := []string{"true", "false", "exit", "echo", "err", "cat", "sleep", "fill"}
+	if !slices.Contains(known, in.Command[0]) {
+		reply(w, nil, core.Errorf(core.NotFound, "COMMAND_NOT_FOUND", "%s: not found", in.Command[0]))
+		return
+	}
+	s := &session{
+		stdin: in.Stdin, eof: !in.StdinOpen, ended: make(chan struct{}), changed: make(chan struct{}),
+		view: controller.GuestSession{
+			ID: in.ID, Command: in.Command, Cwd: "/workspace", User: in.User, PTY: in.PTY, State: "running", PID: 42, StartedAt: time.Now().UTC(), StdinOpen: in.StdinOpen,
+		},
+	}
+	g.mu.Lock()
+	g.sessions[in.ID] = s
+	g.mu.Unlock()
+	// The program belongs to the guest, which outlives every request; it ends by itself or when its session is deleted.
+	go g.run(s, time.Duration(in.TimeoutMS)*time.Millisecond)
+	reply(w, s.snapshot(), nil)
+}
+
+func (g *guest) serveSession(w http.ResponseWriter, q *http.Request) {
+	id := core.SessionID(q.PathValue("id"))
+	g.mu.Lock()
+	s, ok := g.sessions[id]
+	g.mu.Unlock()
+	if !ok {
+		reply(w, nil, core.Errorf(core.NotFound, core.CodeSessionNotFound, "no session %s", id))
+		return
+	}
+	switch verb := q.PathValue("verb"); verb {
+	case "":
+		if q.Method == http.MethodDelete {
+			s.end(137, "SIGKILL")
+			g.mu.Lock()
+			delete(g.sessions, id)
+			g.mu.Unlock()
+			reply(w, nil, nil)
+			return
+		}
+		reply(w, s.snapshot(), nil)
+	case "wait":
+		ms, _ := strconv.Atoi(q.URL.Query().Get("timeout_ms"))
+		ctx, cancel := context.WithTimeout(q.Context(), time.Duration(ms)*time.Millisecond)
+		defer cancel()
+		select {
+		case <-s.ended:
+		case <-ctx.Done():
+		}
+		reply(w, s.snapshot(), nil)
+	case "output":
+		s.serveOutput(w, q)
+	case "stdin":
+		b, _ := io.ReadAll(q.Body)
+		s.change(func() { s.stdin, s.eof = append(s.stdin, b...), s.eof || q.URL.Query().Get("close") == "1" })
+		reply(w, nil, nil)
+	case "signal":
+		s.end(143, "SIGTERM")
+		reply(w, nil, nil)
+	case "resize":
+		reply(w, nil, nil)
+	case "attach":
+		s.attach(w, q)
+	default:
+		http.NotFound(w, q)
+	}
+}
+
+func (s *session) serveOutput(w http.ResponseWriter, q *http.Request) {
+	stream := 0
+	if q.URL.Query().Get("stream") == "stderr" {
+		stream = 1
+	}
+	at, _ := strconv.Atoi(q.URL.Query().Get("offset"))
+	w.Header().Set("Content-Type", "application/octet-stream")
+	w.Header().Set("Trailer", "Coppice-End-Offset, Coppice-Eof")
+	w.Header().Set("Coppice-Offset", strconv.Itoa(at))
+	for {
+		s.mu.Lock()
+		b, over, changed := s.out[stream][min(at, len(s.out[stream])):], s.view.State == controller.GuestExited, s.changed
+		s.mu.Unlock()
+		_, _ = w.Write(b) // the reader may have gone
+		at += len(b)
+		if over || q.URL.Query().Get("follow") != "1" {
+			w.Header().Set("Coppice-End-Offset", strconv.Itoa(at))
+			w.Header().Set("Coppice-Eof", strconv.FormatBool(over))
+			return
+		}
+		_ = http.NewResponseController(w).Flush() // likewise
+		select {
+		case <-changed:
+		case <-q.Context().Done():
+			return
+		}
+	}
+}
+
+func (s *session) attach(w http.ResponseWriter, q *http.Request) {
+	conn, err := websocket.Accept(w, q, nil)
+	if err != nil {
+		return
+	}
+	defer func() { _ = conn.CloseNow() }()
+	ctx := q.Context()
+	go func() {
+		for {
+			kind, b, err := conn.Read(ctx)
+			if err != nil {
+				return
+			}
+			if kind == websocket.MessageBinary {
+				s.change(func() { s.stdin = append(s.stdin, b...) })
+			} else if strings.Contains(string(b), "close_stdin") {
+				s.change(func() { s.eof = true })
+			}
+		}
+	}()
+	for at := 0; ; {
+		s.mu.Lock()
+		b, over, changed := slices.Clone(s.out[0][at:]), s.view.State == controller.GuestExited, s.changed
+		s.mu.Unlock()
+		if len(b) > 0 {
+			frame := binary.BigEndian.AppendUint64([]byte{1}, uint64(at))
+			if conn.Write(ctx, websocket.MessageBinary, append(frame, b...)) != nil {
+				return
+			}
+			at += len(b)
+			continue
+		}
+		if over {
+			exit, _ := json.Marshal(map[string]any{"type": "exit", "session": s.snapshot()})
+			_ = conn.Write(ctx, websocket.MessageText, exit)
+			_ = conn.Close(websocket.StatusNormalClosure, "")
+			return
+		}
+		select {
+		case <-changed:
+		case <-ctx.Done():
+			return
+		}
+	}
+}
+
+func (g *guest) serveFile(w http.ResponseWriter, q *http.Request) {
+	path := q.URL.Query().Get("path")
+	var body []byte
+	if q.Method == http.MethodPut {
+		var err error
+		if body, err = io.ReadAll(q.Body); err != nil {
+			reply(w, nil, errors.Join(ErrVanish, err))
+			return
+		}
+	}
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	b, ok := g.files[path]
+	if q.Method != http.MethodPut && !ok {
+		reply(w, nil, core.Errorf(core.NotFound, core.CodeFileNotFound, "%s: no such file", path))
+		return
+	}
+	info := func(size int) string {
+		out, _ := json.Marshal(map[string]any{
+			"path": path, "name": path[strings.LastIndex(path, "/")+1:], "type": "file", "size": size, "mode": "0644", "uid": 0, "gid": 0, "mtime": time.Now().UTC(),
+		})
+		return string(out)
+	}
+	switch q.Method {
+	case http.MethodPut:
+		g.files[path] = body
+		w.Header().Set("Content-Type", "application/json")
+		_, _ = io.WriteString(w, info(len(body)))
+	case http.MethodDelete:
+		delete(g.files, path)
+		reply(w, nil, nil)
+	default:
+		w.Header().Set("Content-Type", "application/octet-stream")
+		w.Header().Set("Coppice-File", info(len(b)))
+		w.Header().Set("Content-Length", strconv.Itoa(len(b)))
+		if q.Method == http.MethodGet {
+			_, _ = w.Write(b)
+		}
+	}
+}

@@ -1,0 +1,386 @@
+package controller
+
+import (
+	"cmp"
+	"context"
+	"crypto/rand"
+	"crypto/sha256"
+	"encoding/base64"
+	"errors"
+	"io"
+	"net/http"
+	"net/url"
+	"slices"
+	"strconv"
+	"time"
+
+	"golang.org/x/sync/errgroup"
+
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/failpoint"
+)
+
+// MaxOutput is how much of each output stream an exec's answer holds, in bytes: what the agent keeps.
+const MaxOutput = 1 << 20
+
+const attachTTL = time.Minute
+
+// codeSessionExists is the agent's.
+const codeSessionExists core.Code = "SESSION_EXISTS"
+
+// SessionView is a session as its user sees it: the public id, and the state that the guest has.
+type SessionView struct {
+	Session
+	Epoch int64
+	Guest GuestSession
+}
+
+// ExecResult is the end of a program that was waited for.
+type ExecResult struct {
+	View            SessionView
+	Stdout, Stderr  []byte // at most the last MaxOutput bytes of each
+	StdoutTruncated bool   // the beginning is missing
+	StderrTruncated bool
+	Timings         []core.Timing
+}
+
+// StartSession starts a program. Its row is there before it, so that a lost answer leaves nothing unnamed.
+func (c *Controller) StartSession(ctx context.Context, project core.ProjectID, id core.WorkspaceID, req ExecRequest) (SessionView, error) {
+	view, _, err := c.startSession(ctx, project, id, req)
+	return view, err
+}
+
+func (c *Controller) startSession(ctx context.Context, project core.ProjectID, id core.WorkspaceID, req ExecRequest) (SessionView, Workspace, error) {
+	row := Session{ID: core.NewID[core.SessionID](), ProjectID: project, WorkspaceID: id}
+	row.GuestID = row.ID
+	resting, woken := false, false // it is to be resumed before it is used
+	insert := func(tx Tx) (Workspace, error) {
+		w, err := tx.Workspace(ctx, id)
+		if resting = err == nil && !woken && asleep(w); resting {
+			return w, nil
+		}
+		if err := bind(ctx, tx, project, string(row.ID)); err != nil {
+			return Workspace{}, err
+		}
+		if err == nil {
+			err = reachable(w)
+		}
+		if err != nil {
+			return w, err
+		}
+		row.SandboxID = w.Sandbox.ID
+		return w, tx.InsertSession(ctx, row)
+	}
+	w, err := read(ctx, c, InProject(project), insert)
+	if err == nil && resting {
+		if w, err = c.awaken(ctx, w); err == nil {
+			woken = true
+			w, err = read(ctx, c, InProject(project), insert)
+		}
+	}
+	if again, ok := errors.AsType[*repeatError](err); ok {
+		return c.repeatSession(ctx, project, again.use, req)
+	}
+	if err != nil {
+		return SessionView{}, w, err
+	}
+	view, err := c.launch(ctx, row, w, req)
+	return view, w, err
+}
+
+// Where a controller may be killed in the life of a session.
+var (
+	beforeLaunch = failpoint.New("controller.before_launch") // the row is there, the program does not run
+	afterLaunch  = failpoint.New("controller.after_launch")  // it runs, nobody has been told
+)
+
+// launch starts the program of a session whose row is there. The agent starts one program per id, whoever asks how often.
+func (c *Controller) launch(ctx context.Context, row Session, w Workspace, req ExecRequest) (SessionView, error) {
+	view := SessionView{Session: row, Epoch: w.Epoch}
+	claim := claimOf(ctx)
+	if err := beforeLaunch.Hit(ctx); err != nil {
+		return view, err
+	}
+	err := c.callGuest(ctx, w.Sandbox, http.MethodPost, pathSessions, nil, guestExec{ID: row.GuestID, ExecRequest: req}, &view.Guest)
+	if err := afterLaunch.Hit(ctx); err != nil {
+		return view, err
+	}
+	switch {
+	case err == nil:
+	case core.CodeOf(err) == codeSessionExists: // a repeat of the request was faster
+		err = c.callGuest(ctx, w.Sandbox, http.MethodGet, guestSessionPath(row.GuestID, ""), nil, nil, &view.Guest)
+	case claim != nil && core.CategoryOf(err) != core.Unavailable && core.CategoryOf(err) != core.Canceled && core.CategoryOf(err) != core.TimedOut:
+		// The agent refused it: nothing runs, and a repeat may do better.
+		freed := context.WithoutCancel(ctx)
+		err = errors.Join(err, c.store.InTx(freed, InProject(row.ProjectID), func(tx Tx) error { return claim.release(freed, tx, row.ProjectID, string(row.ID)) }))
+	}
+	if err != nil || claim == nil {
+		return view, err
+	}
+	// From here on a repeat that does not find the session knows that it has ended and was forgotten.
+	marked := context.WithoutCancel(ctx)
+	if err := c.store.InTx(marked, InProject(row.ProjectID), func(tx Tx) error { return claim.answer(marked, tx, row.ProjectID, string(row.ID), row) }); err != nil {
+		c.log.WarnContext(ctx, "start of a session was not marked", "session_id", row.ID, "err", err)
+	}
+	return view, nil
+}
+
+// repeatSession answers a repeat of a request that starts a session. Where the first was cut off before the program was
+// started, the repeat starts it.
+func (c *Controller) repeatSession(ctx context.Context, project core.ProjectID, use KeyUse, req ExecRequest) (SessionView, Workspace, error) {
+	row, w, err := c.ReachSession(ctx, project, core.SessionID(use.Object))
+	if err != nil {
+		return SessionView{}, w, err
+	}
+	view := SessionView{Session: row, Epoch: w.Epoch}
+	err = c.callGuest(ctx, w.Sandbox, http.MethodGet, guestSessionPath(row.GuestID, ""), nil, nil, &view.Guest)
+	if core.CodeOf(err) == core.CodeSessionNotFound && use.Answer == nil {
+		view, err = c.launch(ctx, row, w, req)
+		return view, w, err
+	}
+	if err == nil {
+		claimOf(ctx).replayed.Store(true)
+	}
+	return view, w, err
+}
+
+// Exec runs a program to its end. When the context ends first, the program goes on.
+func (c *Controller) Exec(ctx context.Context, project core.ProjectID, id core.WorkspaceID, req ExecRequest) (ExecResult, error) {
+	watch := core.NewStopwatch()
+	view, w, err := c.startSession(ctx, project, id, req)
+	if err != nil {
+		return ExecResult{}, err
+	}
+	watch.Lap("start")
+	if claim := claimOf(ctx); claim != nil && claim.Replayed() && view.Guest.State != GuestExited {
+		claim.replayed.Store(false)
+		return ExecResult{}, inProgress("the first request with this idempotency key has started session %s, which has not ended; wait for that", view.ID)
+	}
+	for view.Guest.State != GuestExited {
+		if view.Guest, err = c.waitGuest(ctx, w.Sandbox, view.GuestID, guestWaitSlice); err != nil {
+			return ExecResult{}, err
+		}
+	}
+	watch.Lap("run")
+	out := ExecResult{View: view}
+	g := view.Guest
+	var group errgroup.Group
+	group.Go(func() error {
+		var err error
+		out.Stdout, out.StdoutTruncated, err = c.tail(ctx, w.Sandbox, view.GuestID, "stdout", g.StdoutFirst, g.StdoutBytes)
+		return err
+	})
+	group.Go(func() error {
+		var err error
+		out.Stderr, out.StderrTruncated, err = c.tail(ctx, w.Sandbox, view.GuestID, "stderr", g.StderrFirst, g.StderrBytes)
+		return err
+	})
+	err = group.Wait()
+	watch.Lap("output")
+	out.Timings = watch.Timings()
+	return out, err
+}
+
+func guestSessionPath(id core.SessionID, verb string) string {
+	if verb == "" {
+		return pathSessions + "/" + string(id)
+	}
+	return pathSessions + "/" + string(id) + "/" + verb
+}
+
+func (c *Controller) waitGuest(ctx context.Context, s Sandbox, id core.SessionID, wait time.Duration) (GuestSession, error) {
+	var g GuestSession
+	q := url.Values{"timeout_ms": {strconv.FormatInt(wait.Milliseconds(), 10)}}
+	err := c.callGuest(ctx, s, http.MethodGet, guestSessionPath(id, "wait"), q, nil, &g)
+	return g, err
+}
+
+// tail reads the end of what a stream keeps.
+func (c *Controller) tail(ctx context.Context, s Sandbox, id core.SessionID, stream string, first, end int64) ([]byte, bool, error) {
+	if end <= 0 {
+		return nil, false, nil
+	}
+	offset := max(first, end-MaxOutput, 0)
+	q := url.Values{"stream": {stream}, "offset": {strconv.FormatInt(offset, 10)}}
+	ctx, cancel := context.WithTimeout(ctx, guestCallTime)
+	defer cancel()
+	res, err := c.askGuest(ctx, s, http.MethodGet, guestSessionPath(id, "output"), q, "", nil)
+	if err != nil {
+		return nil, false, err
+	}
+	defer res.Body.Close()
+	b, err := io.ReadAll(io.LimitReader(res.Body, MaxOutput))
+	if err != nil {
+		if ctx.Err() != nil {
+			return nil, false, context.Cause(ctx)
+		}
+		return nil, false, core.Wrapf(err, core.Unavailable, core.CodeGuestUnreachable, "the output of session %s could not be read to its end", id)
+	}
+	// A background process may have gone on writing, and pushed out what was there a moment ago.
+	start, err := strconv.ParseInt(res.Header.Get("Coppice-Offset"), 10, 64)
+	return b, offset > 0 || err == nil && start > 0, nil
+}
+
+// ReachSession finds a session of a workspace's present sandbox. A session of an earlier epoch is gone.
+func (c *Controller) ReachSession(ctx context.Context, project core.ProjectID, id core.SessionID) (Session, Workspace, error) {
+	var row Session
+	find := func(tx Tx) (Workspace, error) {
+		var err error
+		if row, err = tx.Session(ctx, id); err != nil {
+			return Workspace{}, err
+		}
+		return tx.Workspace(ctx, row.WorkspaceID)
+	}
+	w, err := read(ctx, c, InProject(project), find)
+	if err == nil && asleep(w) {
+		if _, err = c.awaken(ctx, w); err == nil {
+			w, err = read(ctx, c, InProject(project), find)
+		}
+	}
+	if err != nil {
+		return row, w, err
+	}
+	c.used(w)
+	if w.State == core.WorkspaceSuspended || w.State == core.WorkspaceRestoring {
+		return row, w, notReady(w)
+	}
+	if w.Sandbox.ID != row.SandboxID {
+		return row, w, core.Errorf(core.NotFound, core.CodeSessionNotFound, "session %s ended with its epoch of workspace %s", id, w.ID)
+	}
+	return row, w, reachable(w)
+}
+
+// SessionGuest returns the way to a session: a transport to the agent, and the session's name there.
+func (c *Controller) SessionGuest(ctx context.Context, project core.ProjectID, id core.SessionID) (http.RoundTripper, core.SessionID, error) {
+	row, w, err := c.ReachSession(ctx, project, id)
+	if err != nil {
+		return nil, "", err
+	}
+	return c.runners.Guest(w.Sandbox.Endpoint, w.Sandbox.ID), row.GuestID, nil
+}
+
+// Session returns a session, waiting up to wait for its end.
+func (c *Controller) Session(ctx context.Context, project core.ProjectID, id core.SessionID, wait time.Duration) (SessionView, error) {
+	row, w, err := c.ReachSession(ctx, project, id)
+	if err != nil {
+		return SessionView{}, err
+	}
+	view := SessionView{Session: row, Epoch: w.Epoch}
+	until := time.Now().Add(wait)
+	for {
+		left := min(time.Until(until), guestWaitSlice)
+		if left <= 0 {
+			if view.Guest.ID == "" {
+				err = c.callGuest(ctx, w.Sandbox, http.MethodGet, guestSessionPath(row.GuestID, ""), nil, nil, &view.Guest)
+			}
+			return view, err
+		}
+		if view.Guest, err = c.waitGuest(ctx, w.Sandbox, row.GuestID, left); err != nil || view.Guest.State == GuestExited {
+			return view, err
+		}
+	}
+}
+
+// Sessions lists the sessions of a workspace's present epoch, newest first. Those that a fork inherited get ids of their own.
+func (c *Controller) Sessions(ctx context.Context, project core.ProjectID, id core.WorkspaceID, p Page) ([]SessionView, error) {
+	w, err := c.reach(ctx, project, id)
+	if err != nil {
+		return nil, err
+	}
+	var there guestSessions
+	if err := c.callGuest(ctx, w.Sandbox, http.MethodGet, pathSessions, nil, nil, &there); err != nil {
+		return nil, err
+	}
+	ids := make([]core.SessionID, 0, len(there.Sessions))
+	for _, g := range there.Sessions {
+		if _, err := core.ParseID[core.SessionID](string(g.ID)); err == nil {
+			ids = append(ids, g.ID)
+		}
+	}
+	rows, err := read(ctx, c, InProject(project), func(tx Tx) ([]Session, error) { return tx.MapSessions(ctx, w.Sandbox, ids) })
+	if err != nil {
+		return nil, err
+	}
+	byGuest := make(map[core.SessionID]Session, len(rows))
+	for _, r := range rows {
+		byGuest[r.GuestID] = r
+	}
+	var list []SessionView
+	for _, g := range there.Sessions {
+		if r, ok := byGuest[g.ID]; ok && (p.After == "" || string(r.ID) < p.After) {
+			list = append(list, SessionView{Session: r, Epoch: w.Epoch, Guest: g})
+		}
+	}
+	slices.SortFunc(list, func(a, b SessionView) int { return cmp.Compare(b.ID, a.ID) })
+	return list[:min(len(list), p.Limit)], nil
+}
+
+// DeleteSession kills a session's processes and forgets it.
+func (c *Controller) DeleteSession(ctx context.Context, project core.ProjectID, id core.SessionID) error {
+	return c.sessionCall(ctx, project, id, http.MethodDelete, "", nil)
+}
+
+// SignalSession sends a signal to a session's processes.
+func (c *Controller) SignalSession(ctx context.Context, project core.ProjectID, id core.SessionID, signal string) error {
+	return c.sessionCall(ctx, project, id, http.MethodPost, "signal", guestSignal{signal})
+}
+
+// ResizeSession sets the size of a session's terminal.
+func (c *Controller) ResizeSession(ctx context.Context, project core.ProjectID, id core.SessionID, cols, rows uint16) error {
+	return c.sessionCall(ctx, project, id, http.MethodPost, "resize", guestResize{cols, rows})
+}
+
+func (c *Controller) sessionCall(ctx context.Context, project core.ProjectID, id core.SessionID, method, verb string, in any) error {
+	row, w, err := c.ReachSession(ctx, project, id)
+	if err != nil {
+		return err
+	}
+	return c.callGuest(ctx, w.Sandbox, method, guestSessionPath(row.GuestID, verb), nil, in, nil)
+}
+
+// Attach gives a token that lets its bearer attach to a session once, soon.
+func (c *Controller) Attach(ctx context.Context, project core.ProjectID, id core.SessionID) (token string, expires time.Time, err error) {
+	row, w, err := c.ReachSession(ctx, project, id)
+	if err != nil {
+		return "", time.Time{}, err
+	}
+	var secret [32]byte
+	_, _ = rand.Read(secret[:]) // never fails: crypto/rand ends the program instead
+	token = base64.RawURLEncoding.EncodeToString(secret[:])
+	t, err := read(ctx, c, InProject(project), func(tx Tx) (AttachToken, error) {
+		return tx.InsertAttachToken(ctx, AttachToken{Hash: sha256.Sum256([]byte(token)), ProjectID: project, KeyID: KeyOf(ctx).ID, SessionID: row.ID, SandboxID: w.Sandbox.ID}, attachTTL)
+	})
+	return token, t.ExpiresAt, err
+}
+
+// UseAttachToken spends a token and returns the way to its session, and the key that asked for the token: the attachment
+// ends with it. A token that was given before a restore is dead.
+func (c *Controller) UseAttachToken(ctx context.Context, id core.SessionID, token string) (http.RoundTripper, core.SessionID, Key, error) {
+	var row Session
+	var key Key
+	w, err := read(ctx, c, System(), func(tx Tx) (Workspace, error) {
+		t, err := tx.UseAttachToken(ctx, sha256.Sum256([]byte(token)), id)
+		if err != nil {
+			return Workspace{}, err
+		}
+		if t.KeyID != "" {
+			if key, err = tx.Key(ctx, t.KeyID); err != nil {
+				return Workspace{}, err
+			}
+		}
+		if row, err = tx.Session(ctx, t.SessionID); err != nil {
+			return Workspace{}, err
+		}
+		return tx.Workspace(ctx, row.WorkspaceID)
+	})
+	if err != nil {
+		return nil, "", key, err
+	}
+	if w.Sandbox.ID != row.SandboxID {
+		return nil, "", key, core.Errorf(core.Unauthenticated, core.CodeUnauthenticated, "the attach token is of an epoch of workspace %s that has ended", w.ID)
+	}
+	if err := reachable(w); err != nil {
+		return nil, "", key, err
+	}
+	return c.runners.Guest(w.Sandbox.Endpoint, w.Sandbox.ID), row.GuestID, key, nil
+}

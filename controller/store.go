@@ -1,0 +1,343 @@
+package controller
+
+import (
+	"context"
+	"encoding/json"
+	"log/slog"
+	"time"
+
+	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/controller/retention"
+	"github.com/coppice-dev/coppice/core"
+)
+
+// The errors of a Store that the controller branches on.
+var (
+	// ErrLeaseLost says that another controller has claimed the operation: this one's work on it must end and changes nothing.
+	ErrLeaseLost = core.Errorf(core.Conflict, "LEASE_LOST", "the operation is carried on by another controller")
+	// ErrIdentityTaken says that a fresh identity collided with a living one: draw another.
+	ErrIdentityTaken = core.Errorf(core.Conflict, "IDENTITY_TAKEN", "a fresh address collided with one in use")
+	// ErrTemplateExists says that somebody else makes or made the template.
+	ErrTemplateExists = core.Errorf(core.AlreadyExists, "TEMPLATE_EXISTS", "the template exists already")
+)
+
+// VersionConflictError refuses a compare-and-set whose version is not the present one.
+type VersionConflictError struct {
+	Object  string // "checkpoint ckpt_…"
+	Asked   int64
+	Current int64
+}
+
+// Store is the database. All of its errors are core errors: an unreachable database is Unavailable,
+// DATABASE_UNAVAILABLE. It is safe for concurrent use.
+type Store interface {
+	// InTx runs fn in a transaction of the scope and commits when it returns nil. fn must not call the network, and may
+	// run again after a deadlock. A cancelled context rolls back. When the connection breaks during the commit the
+	// outcome is unknown: callers repeat only what a compare-and-set protects.
+	InTx(ctx context.Context, scope Scope, fn func(Tx) error) error
+	// Ping reports whether the database answers.
+	Ping(ctx context.Context) error
+	// Notify tells the listeners of all controllers that these operations have ended. It is a hint and may be lost.
+	Notify(ctx context.Context, ended []core.OperationID) error
+	// Listen calls ended for every operation that Notify names and revoked for every key that a committed transaction has
+	// revoked, until the context ends or the connection breaks.
+	Listen(ctx context.Context, ended func(core.OperationID), revoked func(core.KeyID)) error
+	// Chores makes each chore run at its interval on one of all controllers that call it, until ctx ends or the database
+	// cannot be reached.
+	Chores(ctx context.Context, list []Chore, log *slog.Logger) error
+}
+
+// Chore is periodic work that one controller does for all. Do may run on two at once when an election comes between, or twice
+// in a row, so it is idempotent: what it changes is decided by compare-and-set.
+type Chore struct {
+	Name  string
+	Every time.Duration // at least a second
+	Do    func(ctx context.Context) error
+}
+
+// Tx is a transaction. Reads of absent or foreign rows are NotFound errors that name the object. It is for one goroutine.
+type Tx interface {
+	TenantTx
+	KeyTx
+	WorkspaceTx
+	SandboxTx
+	CheckpointTx
+	OperationTx
+	IdempotencyTx
+	AuditTx
+	SessionTx
+	FleetTx
+	TrustTx
+	EventTx
+}
+
+// Page bounds a list: at most Limit rows after the one named After.
+type Page struct {
+	After string
+	Limit int
+}
+
+// WorkspaceFilter selects workspaces; zero fields do not filter. Newest first.
+type WorkspaceFilter struct {
+	Page
+	Name     string
+	IDSuffix string
+	States   []core.WorkspaceState
+	Labels   map[string]*string // nil: the key alone
+	Head     core.CheckpointID
+	Parent   core.CheckpointID
+}
+
+// WorkspacePatch changes what a user may change. Version 0 does not compare.
+type WorkspacePatch struct {
+	Version int64
+	Labels  map[string]*string // nil removes
+	TTL     *time.Duration     // 0 removes the expiry
+
+	IdleAfter  *time.Duration // 0 removes it
+	OnIdle     IdleAction     // empty: as it was; IdleSuspend when it had none
+	AutoResume *bool
+}
+
+// ReadyWorkspace moves a workspace to ready in the sandbox that it has waited for.
+type ReadyWorkspace struct {
+	ID      core.WorkspaceID
+	Epoch   int64
+	Sandbox core.SandboxID
+}
+
+// EndedWorkspace ends a workspace. To is terminated, failed or lost.
+type EndedWorkspace struct {
+	ID      core.WorkspaceID
+	To      core.WorkspaceState
+	Failure *Failure
+}
+
+// WorkspaceTx keeps workspaces. A write that finds the workspace in a state that does not lead to the wanted one, or in
+// another epoch, changes nothing and returns a STATE_CONFLICT (single) or leaves it out of its answer (batches).
+type WorkspaceTx interface {
+	Workspace(ctx context.Context, id core.WorkspaceID) (Workspace, error)
+	Workspaces(ctx context.Context, f WorkspaceFilter) ([]Workspace, error)
+	WorkspacesByID(ctx context.Context, ids []core.WorkspaceID) ([]Workspace, error)
+	// HeadWorkspaces returns the living workspaces whose head is one of the checkpoints, oldest first.
+	HeadWorkspaces(ctx context.Context, heads []core.CheckpointID) ([]Workspace, error)
+	// ExpiredWorkspaces returns living workspaces whose time is up, and OrphanedTerminations those whose termination nobody
+	// works on, of all projects.
+	ExpiredWorkspaces(ctx context.Context, limit int) ([]Workspace, error)
+	OrphanedTerminations(ctx context.Context, limit int) ([]Workspace, error)
+	// IdleWorkspaces returns ready workspaces that were last used longer ago than they may rest, and margin more; of these
+	// only when ids has any.
+	IdleWorkspaces(ctx context.Context, margin time.Duration, ids []core.WorkspaceID, limit int) ([]Workspace, error)
+	// UseWorkspaces records that workspaces are in use now.
+	UseWorkspaces(ctx context.Context, ids []core.WorkspaceID) error
+	InsertWorkspaces(ctx context.Context, list []Workspace, ttl time.Duration) ([]Workspace, error)
+	// MoveWorkspace changes the state of one workspace, keeping the rest.
+	MoveWorkspace(ctx context.Context, id core.WorkspaceID, epoch int64, to core.WorkspaceState) (Workspace, error)
+	// ForkWorkspaceFrom moves a creating workspace on to restoring, now that its template is known. It may give it another.
+	ForkWorkspaceFrom(ctx context.Context, id core.WorkspaceID, from Checkpoint) (Workspace, error)
+	ReadyWorkspaces(ctx context.Context, list []ReadyWorkspace) ([]Workspace, error)
+	// SwitchWorkspace makes a restored workspace ready in its next epoch and sandbox and ends the old sandbox.
+	SwitchWorkspace(ctx context.Context, id core.WorkspaceID, epoch int64, sandbox core.SandboxID, head Checkpoint) (Workspace, error)
+	// CapturedWorkspace makes a workspace ready after a capture. head is nil when the capture failed.
+	CapturedWorkspace(ctx context.Context, id core.WorkspaceID, epoch int64, head *Checkpoint) (Workspace, error)
+	// SuspendWorkspace makes a workspace that was captured and stopped suspended, and ends its sandbox.
+	SuspendWorkspace(ctx context.Context, id core.WorkspaceID, epoch int64, head Checkpoint) (Workspace, error)
+	// EndWorkspaces ends workspaces and all their sandboxes.
+	EndWorkspaces(ctx context.Context, list []EndedWorkspace) ([]Workspace, error)
+	PatchWorkspace(ctx context.Context, id core.WorkspaceID, p WorkspacePatch) (Workspace, error)
+}
+
+// SandboxTx keeps the VM instances and what was made new in them.
+type SandboxTx interface {
+	// FreeAddresses returns n addresses out of the pool that no living sandbox has, at random; CAPACITY when there are none.
+	FreeAddresses(ctx context.Context, n int) ([]string, error)
+	// InsertSandboxes may fail with ErrIdentityTaken.
+	InsertSandboxes(ctx context.Context, list []Sandbox) error
+	// Sandboxes returns sandboxes by id, living or not.
+	Sandboxes(ctx context.Context, ids []core.SandboxID) ([]Sandbox, error)
+	// WorkspaceSandboxes returns the living sandboxes of a workspace.
+	WorkspaceSandboxes(ctx context.Context, id core.WorkspaceID) ([]Sandbox, error)
+	EndSandboxes(ctx context.Context, ids []core.SandboxID) error
+	InsertReseals(ctx context.Context, list []ResealRecord) error
+	// Reseals returns the newest reports of a workspace first; ResealsByOperation those of an operation.
+	Reseals(ctx context.Context, id core.WorkspaceID, p Page) ([]ResealRecord, error)
+	ResealsByOperation(ctx context.Context, op core.OperationID, workspaces []core.WorkspaceID) ([]ResealRecord, error)
+}
+
+// CheckpointFilter selects checkpoints; zero fields do not filter. Newest first unless OldestFirst.
+type CheckpointFilter struct {
+	Page
+	Name        string
+	IDSuffix    string
+	States      []core.CheckpointState
+	Kind        CheckpointKind
+	Labels      map[string]*string
+	WorkspaceID core.WorkspaceID
+	Parent      core.CheckpointID
+	OldestFirst bool
+	Ancestors   bool // deleted ones too, while they are somebody's ancestor
+}
+
+// CheckpointPatch changes what a user may change. Version 0 does not compare.
+type CheckpointPatch struct {
+	Version     int64
+	Name        *string                    // empty removes
+	Labels      map[string]*string         // nil removes
+	Annotations map[string]json.RawMessage // null removes
+	Pinned      *bool
+}
+
+// TreePage bounds a tree: at most Limit nodes after the one at (AfterDepth, After), at most MaxDepth generations below the
+// root of the question (negative: all).
+type TreePage struct {
+	Page
+	AfterDepth int
+	MaxDepth   int
+}
+
+// CheckpointTx keeps the tree.
+type CheckpointTx interface {
+	// HoldCheckpoint keeps DeleteCheckpoint of the same checkpoint waiting until this transaction ends.
+	HoldCheckpoint(ctx context.Context, id core.CheckpointID) error
+	// Checkpoint does not find pruned checkpoints.
+	Checkpoint(ctx context.Context, id core.CheckpointID) (Checkpoint, error)
+	Checkpoints(ctx context.Context, f CheckpointFilter) ([]Checkpoint, error)
+	// LiveTemplate returns the template of the image and shape on the runner that is being made or there; NotFound otherwise.
+	LiveTemplate(ctx context.Context, runner core.RunnerID, image core.Digest, class runnerapi.RunnerClass, r core.Resources) (Checkpoint, error)
+	// InsertCheckpoint may fail with ErrTemplateExists or NAME_TAKEN.
+	InsertCheckpoint(ctx context.Context, cp Checkpoint) error
+	CaptureCheckpoint(ctx context.Context, id core.CheckpointID, runner core.RunnerID, got runnerapi.Checkpoint) (Checkpoint, error)
+	FailCheckpoint(ctx context.Context, id core.CheckpointID, why Failure) error
+	// DropTemplate gives up a template whose bytes its runner no longer has.
+	DropTemplate(ctx context.Context, id core.CheckpointID) error
+	// DeleteCheckpoint marks a checkpoint deleted; CHECKPOINT_IN_USE while a fork of it starts or a workspace is suspended as
+	// it, and if spare says so when it is a living workspace's source or head; CHECKPOINT_PINNED. Deleting one that is deleted
+	// or failed already is no error.
+	DeleteCheckpoint(ctx context.Context, id core.CheckpointID, spare bool) (Checkpoint, error)
+	// Subtree returns a checkpoint and what grew from it, scored by an annotation.
+	Subtree(ctx context.Context, id core.CheckpointID, annotation string) ([]retention.Node, error)
+	// Retention returns the policy of a checkpoint; NotFound when it has none. Retentions returns those of all projects.
+	Retention(ctx context.Context, id core.CheckpointID) (Retention, error)
+	Retentions(ctx context.Context) ([]Retention, error)
+	PutRetention(ctx context.Context, r Retention) (Retention, error)
+	DeleteRetention(ctx context.Context, id core.CheckpointID) error
+	PatchCheckpoint(ctx context.Context, id core.CheckpointID, p CheckpointPatch) (Checkpoint, error)
+	// Lineage returns the path from a checkpoint (after it, when after is set to one of its ancestors) to its root.
+	Lineage(ctx context.Context, id core.CheckpointID, after core.CheckpointID, limit int) ([]Checkpoint, error)
+	Tree(ctx context.Context, id core.CheckpointID, p TreePage) ([]TreeNode, error)
+}
+
+// OperationTx keeps operations.
+type OperationTx interface {
+	Operation(ctx context.Context, id core.OperationID) (Operation, error)
+	// WorkspaceOperation returns the newest operation of a kind on a workspace.
+	WorkspaceOperation(ctx context.Context, id core.WorkspaceID, kind OperationKind) (Operation, error)
+	// InsertOperation inserts it as running under the lease of owner.
+	InsertOperation(ctx context.Context, op Operation, lease time.Duration) (Operation, error)
+	// StepOperation and FinishOperation are fenced by the lease epoch: ErrLeaseLost when another has claimed it.
+	StepOperation(ctx context.Context, op Operation, step string) error
+	FinishOperation(ctx context.Context, op Operation) (Operation, error)
+	// RenewOperations extends the leases of an owner on these operations and returns those that it still has, with their epochs.
+	RenewOperations(ctx context.Context, owner string, ids []core.OperationID, lease time.Duration) (map[core.OperationID]int64, error)
+	// ClaimOperations takes over operations that nobody works on.
+	ClaimOperations(ctx context.Context, owner string, lease time.Duration, limit int) ([]Operation, error)
+	// ReleaseOperations gives the leases of an owner up at once, so that others need not wait for them to run out.
+	ReleaseOperations(ctx context.Context, owner string) error
+}
+
+// IdempotencyTx keeps the keys of requests.
+type IdempotencyTx interface {
+	// ClaimKey binds a key, unless an earlier request has it, and returns whose it is then. Claimants of one key wait for one
+	// another's transactions; IDEMPOTENCY_IN_PROGRESS when that takes too long.
+	ClaimKey(ctx context.Context, project core.ProjectID, key string, use KeyUse, ttl time.Duration) (KeyUse, error)
+	// KeyUse returns whose a key is; the zero value when it is nobody's.
+	KeyUse(ctx context.Context, project core.ProjectID, key string) (KeyUse, error)
+	// AnswerKey and ReleaseKey change nothing when the key is not the object's.
+	AnswerKey(ctx context.Context, project core.ProjectID, key, object string, answer json.RawMessage) error
+	ReleaseKey(ctx context.Context, project core.ProjectID, key, object string) error
+	// SweepKeys removes at most limit expired keys and returns how many it has removed.
+	SweepKeys(ctx context.Context, limit int) (int, error)
+}
+
+// SessionTx keeps sessions, attach tokens and ports.
+type SessionTx interface {
+	Session(ctx context.Context, id core.SessionID) (Session, error)
+	// MapSessions returns the rows for these ids of a guest, making the missing ones.
+	MapSessions(ctx context.Context, sandbox Sandbox, guestIDs []core.SessionID) ([]Session, error)
+	InsertSession(ctx context.Context, s Session) error
+	// MoveSessions gives the sessions of a suspended epoch of a workspace to the sandbox that it was resumed in.
+	MoveSessions(ctx context.Context, id core.WorkspaceID, epoch int64, to core.SandboxID) error
+	InsertAttachToken(ctx context.Context, t AttachToken, ttl time.Duration) (AttachToken, error)
+	// UseAttachToken spends a token; UNAUTHENTICATED when it is unknown, spent, too old or of another session.
+	UseAttachToken(ctx context.Context, hash [32]byte, session core.SessionID) (AttachToken, error)
+	// Sweep removes what is too old to be of use.
+	Sweep(ctx context.Context) error
+
+	InsertPort(ctx context.Context, p Port) (Port, error)
+	UpdatePort(ctx context.Context, id core.PortID, listen string) (Port, error)
+	Ports(ctx context.Context, id core.WorkspaceID) ([]Port, error)
+	DeletePort(ctx context.Context, workspace core.WorkspaceID, id core.PortID) error
+}
+
+// HeldSandbox is a living sandbox of a runner with what a heartbeat needs to know of it.
+type HeldSandbox struct {
+	ID          core.SandboxID
+	WorkspaceID core.WorkspaceID
+	State       core.WorkspaceState
+	Current     bool // the workspace's present one, neither one that a restore prepares nor one that is being suspended
+	Settled     bool // ready since before the previous heartbeat
+}
+
+// FleetTx keeps runners and images. All of it is the system's.
+type FleetTx interface {
+	RegisterRunner(ctx context.Context, r runnerapi.Register, ttl time.Duration) (Runner, error)
+	// HeartbeatRunner extends the lease; STATE_CONFLICT when the epoch is not the present one, RUNNER_NOT_FOUND when
+	// nobody registered.
+	HeartbeatRunner(ctx context.Context, id core.RunnerID, h runnerapi.Heartbeat, ttl time.Duration) error
+	// HeldSandboxes must be called before HeartbeatRunner of the same transaction.
+	HeldSandboxes(ctx context.Context, id core.RunnerID) ([]HeldSandbox, error)
+	// HeldCheckpoints returns those of the given ids that live on the runner.
+	HeldCheckpoints(ctx context.Context, id core.RunnerID, ids []core.CheckpointID) ([]core.CheckpointID, error)
+	Runner(ctx context.Context, id core.RunnerID) (Runner, error)
+	Runners(ctx context.Context, p Page) ([]Runner, error)
+	// Fleet returns every runner with what is placed on it.
+	Fleet(ctx context.Context) ([]Runner, error)
+	// FenceRunners marks runners whose lease ran out longer than hard ago and returns the workspaces to give up.
+	FenceRunners(ctx context.Context, hard time.Duration) ([]core.WorkspaceID, error)
+	// InsertUsage appends what sandboxes of the runner have used; WorkspaceUsage and CheckpointUsage sum it.
+	InsertUsage(ctx context.Context, runner core.RunnerID, list []runnerapi.Usage) error
+	WorkspaceUsage(ctx context.Context, id core.WorkspaceID) (Usage, error)
+	CheckpointUsage(ctx context.Context, id core.CheckpointID) (Usage, error)
+	SetImages(ctx context.Context, runner core.RunnerID, images []runnerapi.Image) error
+	Images(ctx context.Context, p Page) ([]Image, error)
+}
+
+// TrustTx keeps the cluster's keys and the identities of its runners. All of it is the system's.
+type TrustTx interface {
+	// Cluster returns the database's cluster; NotFound in a new database.
+	Cluster(ctx context.Context) (Cluster, error)
+	// EnsureCluster inserts the cluster unless there is one, and returns the one that is there.
+	EnsureCluster(ctx context.Context, c Cluster) (Cluster, error)
+	InsertRunnerToken(ctx context.Context, t RunnerToken, ttl time.Duration) (RunnerToken, error)
+	// UseRunnerToken spends a token; JOIN_TOKEN_REFUSED when it is unknown, spent or too old.
+	UseRunnerToken(ctx context.Context, hash [32]byte) (RunnerToken, error)
+	// InsertRunnerIdentity lets a runner in. One that is in already stays; RUNNER_REVOKED when it was revoked.
+	InsertRunnerIdentity(ctx context.Context, id core.RunnerID) error
+	// RunnerIdentity returns nil for a runner that is in; RUNNER_REVOKED when it was revoked, RUNNER_NOT_FOUND when it never was.
+	RunnerIdentity(ctx context.Context, id core.RunnerID) error
+	// RemoveRunner revokes a runner's identity, ends its lease and returns its living workspaces.
+	RemoveRunner(ctx context.Context, id core.RunnerID) ([]core.WorkspaceID, error)
+}
+
+// Error says what to do about the conflict.
+func (e *VersionConflictError) Error() string {
+	return e.core().Error()
+}
+
+// Unwrap gives the core error that callers see.
+func (e *VersionConflictError) Unwrap() error { return e.core() }
+
+func (e *VersionConflictError) core() *core.Error {
+	return core.Errorf(core.Conflict, core.CodeVersionConflict,
+		"%s is at version %d, not %d: read it again and repeat the change", e.Object, e.Current, e.Asked)
+}

@@ -1,0 +1,114 @@
+package controller
+
+import (
+	"context"
+	"errors"
+	"time"
+
+	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/core"
+)
+
+// templateWait bounds one wait for somebody else's template; the wait is repeated while its operation lives.
+const templateWait = time.Minute
+
+// template returns the template that a workspace is forked from, making it when there is none. Concurrent creators, of
+// this controller and others, meet at a unique index: one makes it, the others wait, and all see it fail if it does.
+func (c *Controller) template(ctx context.Context, w Workspace) (Checkpoint, error) {
+	var waited core.OperationID
+	for {
+		template, err := c.liveTemplate(ctx, w)
+		switch {
+		case err == nil && template.State.Forkable():
+			return template, nil
+		case err == nil:
+			waited = template.OperationID
+		case core.CategoryOf(err) != core.NotFound:
+			return Checkpoint{}, err
+		case waited != "": // the one that we waited for is no more
+			op, err := c.operation(ctx, System(), waited)
+			if err != nil {
+				return Checkpoint{}, err
+			}
+			if op.Problem != nil {
+				return Checkpoint{}, core.Errorf(op.Problem.Category, op.Problem.Code, "the template of image %s was not made: %s", w.Image.Name, op.Problem.Msg)
+			}
+			waited = ""
+			continue
+		default:
+			t, err := c.makeTemplate(ctx, w)
+			if errors.Is(err, ErrTemplateExists) {
+				continue
+			}
+			if err != nil {
+				return Checkpoint{}, err
+			}
+			waited = t.accepted.ID
+		}
+		if _, err := c.waitOperation(ctx, System(), waited, templateWait); err != nil {
+			return Checkpoint{}, err
+		}
+	}
+}
+
+func (c *Controller) liveTemplate(ctx context.Context, w Workspace) (Checkpoint, error) {
+	var cp Checkpoint
+	err := c.store.InTx(ctx, System(), func(tx Tx) error {
+		runner, err := tx.Runner(ctx, w.Sandbox.RunnerID)
+		if err != nil {
+			return err
+		}
+		cp, err = tx.LiveTemplate(ctx, runner.Info.RunnerID, w.Image.Digest, runner.Info.Class, w.Resources)
+		return err
+	})
+	return cp, err
+}
+
+// makeTemplate starts the operation that makes a template. It belongs to the system: the workspace that asked first may be
+// terminated while others wait for it.
+func (c *Controller) makeTemplate(ctx context.Context, w Workspace) (*Task, error) {
+	op := Operation{ProjectID: SystemProject, Kind: OpCreateTemplate}
+	return c.begin(ctx, System(), op, func(ctx context.Context, tx Tx, op *Operation, in *opInput, _ int) (any, error) {
+		runner, err := tx.Runner(ctx, w.Sandbox.RunnerID)
+		if err != nil {
+			return nil, err
+		}
+		class := runner.Info.Class
+		cp := Checkpoint{
+			ID: core.NewID[core.CheckpointID](), ProjectID: SystemProject, Kind: KindTemplate, Image: w.Image, RunnerID: runner.Info.RunnerID,
+			Endpoint: runner.Endpoint, Class: &class, OperationID: op.ID,
+			Resources: core.Resources{VCPUs: w.Resources.VCPUs, MemoryMiB: w.Resources.MemoryMiB, DiskGiB: core.MinDiskGiB},
+		}
+		op.CheckpointID, in.Capture = cp.ID, cp.ID
+		return cp, tx.InsertCheckpoint(ctx, cp)
+	})
+}
+
+// workTemplate is the work of create_template.
+func (c *Controller) workTemplate(ctx context.Context, t *Task) error {
+	cp, ok := t.plan.(Checkpoint)
+	if !ok {
+		err := t.load(ctx, func(tx Tx) error {
+			var err error
+			cp, err = tx.Checkpoint(ctx, t.in.Capture)
+			return err
+		})
+		if err != nil {
+			return err
+		}
+	}
+	var got runnerapi.Checkpoint
+	err := c.insist(ctx, func() error {
+		var err error
+		got, err = c.runners.Template(ctx, cp.Endpoint, runnerapi.Template{CheckpointID: cp.ID, Image: cp.Image.Digest, Resources: cp.Resources})
+		return err
+	})
+	t.watch.Lap("boot")
+	if err != nil {
+		return err
+	}
+	return t.finish(ctx, func(ctx context.Context, tx Tx) (Outcome, Result, error) {
+		done, err := tx.CaptureCheckpoint(ctx, cp.ID, cp.RunnerID, got)
+		return Outcome{Checkpoint: cp.ID}, Result{Checkpoint: &done}, err
+	})
+}

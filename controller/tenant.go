@@ -1,0 +1,139 @@
+package controller
+
+import (
+	"context"
+	"time"
+
+	"github.com/coppice-dev/coppice/core"
+)
+
+// Quotas are the limits of a project.
+type Quotas struct {
+	Version         int64
+	Workspaces      int64 // that have not ended
+	ForksInFlight   int64 // workspaces that are being made or restored
+	Checkpoints     int64 // that are not deleted
+	CheckpointBytes int64 // a capture is admitted while less than that is stored
+	Depth           int64 // generations below a root
+	Children        int64 // checkpoints directly below one
+	Keys            int64 // that are valid
+}
+
+// QuotasPatch changes limits; nil leaves one as it is. Version 0 does not compare.
+type QuotasPatch struct {
+	Version int64
+
+	Workspaces, ForksInFlight, Checkpoints, CheckpointBytes, Depth, Children, Keys *int64
+}
+
+// QuotaUsage is what a project has of what its quotas limit.
+type QuotaUsage struct {
+	Workspaces, ForksInFlight, Checkpoints, CheckpointBytes, Keys int64
+}
+
+// Demand is what an admission adds to a project.
+type Demand struct {
+	Workspaces    int               // new ones
+	ForksInFlight int               // workspaces that are made or restored
+	Checkpoint    core.CheckpointID // to be captured
+}
+
+// TenantTx keeps projects and their quotas.
+type TenantTx interface {
+	// EnsureProject returns the project of that name, making it when it is missing.
+	EnsureProject(ctx context.Context, id core.ProjectID, name string) (Project, error)
+	InsertProject(ctx context.Context, id core.ProjectID, name string) (Project, error)
+	// Project finds neither the system's nor a deleted one.
+	Project(ctx context.Context, id core.ProjectID) (Project, error)
+	Projects(ctx context.Context, p Page) ([]Project, error)
+	// DeleteProject marks a project deleted and revokes its keys; PROJECT_NOT_EMPTY when something of it lives.
+	DeleteProject(ctx context.Context, id core.ProjectID) error
+	PatchQuotas(ctx context.Context, id core.ProjectID, p QuotasPatch) (Project, error)
+	QuotaUsage(ctx context.Context, id core.ProjectID) (QuotaUsage, error)
+	// Admit takes a place for what the transaction has inserted; QUOTA_EXCEEDED when there is none. It holds the project's
+	// other admissions up until the transaction ends, so it comes last.
+	Admit(ctx context.Context, id core.ProjectID, d Demand) error
+}
+
+// demandOf is what an operation that is about to be admitted adds to its project.
+func demandOf(op Operation, in opInput) Demand {
+	d := Demand{Workspaces: len(in.Children), ForksInFlight: len(in.Children), Checkpoint: in.Capture}
+	if in.Next != "" {
+		d.ForksInFlight++
+	}
+	if op.ProjectID == SystemProject {
+		d = Demand{}
+	}
+	return d
+}
+
+// reach is the scope in which a key manages projects and keys.
+func (k Key) reach() Scope {
+	if core.MissingScope(k.Scopes, core.ScopeAdmin) == "" {
+		return System()
+	}
+	return InProject(k.ProjectID)
+}
+
+// CreateProject makes a project with the usual quotas, changed by p.
+func (c *Controller) CreateProject(ctx context.Context, actor Key, name string, p QuotasPatch) (Project, error) {
+	return read(ctx, c, actor.reach(), func(tx Tx) (Project, error) {
+		made, err := tx.InsertProject(ctx, core.NewID[core.ProjectID](), name)
+		if err != nil {
+			return made, err
+		}
+		p.Version = 0
+		return tx.PatchQuotas(ctx, made.ID, p)
+	})
+}
+
+// Project returns one, with what it has.
+func (c *Controller) Project(ctx context.Context, actor Key, id core.ProjectID) (Project, QuotaUsage, error) {
+	var usage QuotaUsage
+	p, err := read(ctx, c, actor.reach(), func(tx Tx) (Project, error) {
+		p, err := tx.Project(ctx, id)
+		if err == nil {
+			usage, err = tx.QuotaUsage(ctx, id)
+		}
+		return p, err
+	})
+	return p, usage, err
+}
+
+// Projects lists those that the key may see, newest first.
+func (c *Controller) Projects(ctx context.Context, actor Key, p Page) ([]Project, error) {
+	return read(ctx, c, actor.reach(), func(tx Tx) ([]Project, error) { return tx.Projects(ctx, p) })
+}
+
+// PatchQuotas changes the limits of a project. What is above a lowered one stays; only nothing is added.
+func (c *Controller) PatchQuotas(ctx context.Context, actor Key, id core.ProjectID, p QuotasPatch) (Project, error) {
+	return read(ctx, c, actor.reach(), func(tx Tx) (Project, error) { return tx.PatchQuotas(ctx, id, p) })
+}
+
+// DeleteProject removes an empty project for good and ends its keys.
+func (c *Controller) DeleteProject(ctx context.Context, actor Key, id core.ProjectID) error {
+	if id == actor.ProjectID {
+		return core.Errorf(core.PermissionDenied, core.CodePermissionDenied, "project %s is the one of the key that asks; delete it with a key of another", id)
+	}
+	_, err := read(ctx, c, actor.reach(), func(tx Tx) (any, error) { return nil, tx.DeleteProject(ctx, id) })
+	return err
+}
+
+// KeyTx keeps API keys.
+type KeyTx interface {
+	// EnsureKey stores a key unless one of the same secret is there.
+	EnsureKey(ctx context.Context, key Key) error
+	// KeyByHash finds a key that is neither revoked nor expired; UNAUTHENTICATED otherwise.
+	KeyByHash(ctx context.Context, hash [32]byte) (Key, error)
+	// InsertKey stores a key that lives for ttl and no longer than its parent; UNAUTHENTICATED when that one has ended.
+	InsertKey(ctx context.Context, key Key, ttl time.Duration) (Key, error)
+	Key(ctx context.Context, id core.KeyID) (Key, error)
+	Keys(ctx context.Context, project core.ProjectID, p Page) ([]Key, error)
+	// RevokeKey ends a key and those that were made of it, and tells all controllers when the transaction commits. To
+	// revoke one that is revoked is no error.
+	RevokeKey(ctx context.Context, id core.KeyID) error
+	// EndedKeys returns those of the given keys that are revoked or have expired.
+	EndedKeys(ctx context.Context, ids []core.KeyID) ([]core.KeyID, error)
+	// UseKeys records when keys were last used.
+	UseKeys(ctx context.Context, at map[core.KeyID]time.Time) error
+}

@@ -1,0 +1,170 @@
+package controller
+
+import (
+	"context"
+	"time"
+
+	"github.com/coppice-dev/coppice/core"
+)
+
+// Terminate takes a workspace down for good. Its checkpoints stay. Terminating one that is gone is no error; one whose
+// termination runs is waited for.
+func (c *Controller) Terminate(ctx context.Context, project core.ProjectID, id core.WorkspaceID, wait time.Duration) (Answer, error) {
+	for {
+		w, err := c.Workspace(ctx, project, id)
+		if err != nil {
+			return Answer{}, err
+		}
+		switch w.State {
+		case core.WorkspaceTerminated:
+			return Answer{Done: true, Result: Result{Workspace: &w}}, nil
+		case core.WorkspaceTerminating:
+			answer, open, err := c.awaitTermination(ctx, project, id, wait)
+			if err != nil || open {
+				return answer, err
+			}
+		default: // it has still to be asked for
+		}
+		t, err := c.terminate(ctx, project, id)
+		if core.CodeOf(err) == core.CodeStateConflict {
+			continue // it went another way meanwhile; the states lead to terminated only once, so this ends
+		}
+		if err != nil {
+			return Answer{}, err
+		}
+		return t.await(ctx, wait)
+	}
+}
+
+func (c *Controller) terminate(ctx context.Context, project core.ProjectID, id core.WorkspaceID) (*Task, error) {
+	return c.terminateIf(ctx, project, id, nil)
+}
+
+// terminateIf begins a termination, if there is a further condition only when the workspace meets it.
+func (c *Controller) terminateIf(ctx context.Context, project core.ProjectID, id core.WorkspaceID, only func(context.Context, Tx) error) (*Task, error) {
+	op := Operation{ProjectID: project, Kind: OpTerminateWorkspace, Step: "drop", WorkspaceID: id}
+	return c.begin(ctx, InProject(project), op, func(ctx context.Context, tx Tx, _ *Operation, in *opInput, _ int) (any, error) {
+		w, err := tx.Workspace(ctx, id)
+		if err != nil {
+			return nil, err
+		}
+		if only != nil {
+			if err := only(ctx, tx); err != nil {
+				return nil, err
+			}
+		}
+		in.Epoch = w.Epoch
+		switch {
+		case w.State == core.WorkspaceTerminated:
+			return nil, core.Errorf(core.Conflict, core.CodeStateConflict, "workspace %s is terminated already", id)
+		case w.State.Final(): // failed or lost: there is nothing to take down
+			return nil, nil
+		case w.State == core.WorkspaceTerminating:
+			return nil, c.orphaned(ctx, tx, id)
+		}
+		_, err = tx.MoveWorkspace(ctx, id, w.Epoch, core.WorkspaceTerminating)
+		return nil, err
+	})
+}
+
+// orphaned refuses a second termination of a workspace unless the first has ended without its effect. An operation and its
+// workspace end in one transaction, so a workspace that is read after its operation has ended shows that effect.
+func (c *Controller) orphaned(ctx context.Context, tx Tx, id core.WorkspaceID) error {
+	op, err := tx.WorkspaceOperation(ctx, id, OpTerminateWorkspace)
+	if err != nil {
+		return err
+	}
+	w, err := tx.Workspace(ctx, id)
+	if err == nil && (!op.State.Done() || w.State != core.WorkspaceTerminating) {
+		err = core.Errorf(core.Conflict, core.CodeStateConflict, "workspace %s is being terminated by operation %s", id, op.ID)
+	}
+	return err
+}
+
+// awaitTermination waits for a termination of the workspace that runs already; open is false when there is none.
+func (c *Controller) awaitTermination(ctx context.Context, project core.ProjectID, id core.WorkspaceID, wait time.Duration) (answer Answer, open bool, err error) {
+	op, err := read(ctx, c, InProject(project), func(tx Tx) (Operation, error) { return tx.WorkspaceOperation(ctx, id, OpTerminateWorkspace) })
+	if err != nil || op.State.Done() {
+		return Answer{}, false, err
+	}
+	answer, err = c.Operation(ctx, project, op.ID, wait)
+	if err == nil && answer.Operation.Problem != nil {
+		err = &OperationError{op.ID, answer.Operation.Problem}
+	}
+	return answer, true, err
+}
+
+// workTerminate is the work of terminate_workspace. It does not end before the runner has taken every sandbox of the
+// workspace down, or has been silent for so long that it has done so by itself.
+func (c *Controller) workTerminate(ctx context.Context, t *Task) error {
+	defer c.captureEnded(t.op.WorkspaceID)
+	var sandboxes []Sandbox
+	err := t.load(ctx, func(tx Tx) error {
+		var err error
+		sandboxes, err = tx.WorkspaceSandboxes(ctx, t.op.WorkspaceID)
+		return err
+	})
+	if err != nil {
+		return err
+	}
+	for _, s := range sandboxes {
+		if err := c.takeDown(ctx, s); err != nil {
+			return err
+		}
+	}
+	t.watch.Lap("drop")
+	return t.finish(ctx, func(ctx context.Context, tx Tx) (Outcome, Result, error) {
+		list, err := tx.EndWorkspaces(ctx, []EndedWorkspace{{ID: t.op.WorkspaceID, To: core.WorkspaceTerminated}})
+		if err != nil {
+			return Outcome{}, Result{}, err
+		}
+		if len(list) == 0 { // two terminations of a failed workspace: the other was first
+			w, err := tx.Workspace(ctx, t.op.WorkspaceID)
+			if err != nil {
+				return Outcome{}, Result{}, err
+			}
+			list = []Workspace{w}
+		}
+		return Outcome{Workspace: t.op.WorkspaceID}, Result{Workspace: &list[0]}, nil
+	})
+}
+
+// takeDown insists until the sandbox is gone: a terminated workspace must not run.
+func (c *Controller) takeDown(ctx context.Context, s Sandbox) error {
+	for wait := 100 * time.Millisecond; ; wait = min(2*wait, c.cfg.LoopInterval) {
+		err := c.runners.DeleteSandbox(ctx, s.Endpoint, s.ID)
+		if err == nil || core.CategoryOf(err) == core.NotFound {
+			return nil
+		}
+		if ctx.Err() != nil {
+			return context.Cause(ctx)
+		}
+		c.log.WarnContext(ctx, "sandbox not taken down yet", "sandbox_id", s.ID, "runner_id", s.RunnerID, "err", err)
+		fenced, err := c.fenced(ctx, s.RunnerID)
+		if err == nil && fenced {
+			return nil
+		}
+		if err := pause(ctx, wait); err != nil {
+			return err
+		}
+		// It may have moved to another address; its row knows.
+		_ = c.store.InTx(ctx, System(), func(tx Tx) error {
+			list, err := tx.Sandboxes(ctx, []core.SandboxID{s.ID})
+			if err == nil && len(list) == 1 {
+				s.Endpoint = list[0].Endpoint
+			}
+			return err
+		})
+	}
+}
+
+// fenced reports whether a runner has been silent for so long that it has killed its sandboxes itself.
+func (c *Controller) fenced(ctx context.Context, id core.RunnerID) (bool, error) {
+	var r Runner
+	err := c.store.InTx(ctx, System(), func(tx Tx) error {
+		var err error
+		r, err = tx.Runner(ctx, id)
+		return err
+	})
+	return err == nil && !r.Fresh && r.Fenced, err
+}

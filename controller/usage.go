@@ -1,0 +1,83 @@
+package controller
+
+import (
+	"context"
+	"sync"
+	"time"
+
+	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/core"
+)
+
+// Usage is what workspaces have used since they were made.
+type Usage struct {
+	Workspaces    int
+	Checkpoints   int
+	CPUSeconds    float64 // of the VMMs
+	GiBSeconds    float64 // memory, for as long as it was allocated
+	StoredBytes   int64   // of checkpoints, each counted in full
+	SentBytes     int64   // by the guests
+	ReceivedBytes int64
+	SampledAt     time.Time // when CPU and network were last heard of; zero: never
+}
+
+// samples remembers when each sandbox was sampled last, so that a heartbeat writes little.
+type samples struct {
+	// mu guards at.
+	mu sync.Mutex
+	at map[core.SandboxID]time.Time
+}
+
+// due returns what is to be written of a report: what has ended, and what was not written for a while.
+func (s *samples) due(list []runnerapi.Usage, every time.Duration) []runnerapi.Usage {
+	now := time.Now()
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	var out []runnerapi.Usage
+	for _, u := range list {
+		if u.Ended || now.Sub(s.at[u.SandboxID]) >= every {
+			out = append(out, u)
+		}
+	}
+	return out
+}
+
+// written notes what was. It forgets what has ended, and what nobody reports any more.
+func (s *samples) written(list []runnerapi.Usage, every time.Duration) {
+	now := time.Now()
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.at == nil {
+		s.at = map[core.SandboxID]time.Time{}
+	}
+	for _, u := range list {
+		if s.at[u.SandboxID] = now; u.Ended {
+			delete(s.at, u.SandboxID)
+		}
+	}
+	for id, at := range s.at {
+		if now.Sub(at) > 10*every {
+			delete(s.at, id)
+		}
+	}
+}
+
+// WorkspaceUsage sums what a workspace has used, in all its epochs.
+func (c *Controller) WorkspaceUsage(ctx context.Context, project core.ProjectID, id core.WorkspaceID) (Usage, error) {
+	return read(ctx, c, InProject(project), func(tx Tx) (Usage, error) {
+		if _, err := tx.Workspace(ctx, id); err != nil {
+			return Usage{}, err
+		}
+		return tx.WorkspaceUsage(ctx, id)
+	})
+}
+
+// CheckpointUsage sums what was used by all that grew from a checkpoint.
+func (c *Controller) CheckpointUsage(ctx context.Context, project core.ProjectID, id core.CheckpointID) (Usage, error) {
+	return read(ctx, c, InProject(project), func(tx Tx) (Usage, error) {
+		if _, err := tx.Checkpoint(ctx, id); err != nil {
+			return Usage{}, err
+		}
+		return tx.CheckpointUsage(ctx, id)
+	})
+}
