@@ -1,0 +1,157 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"math/rand/v2"
+	"os"
+	"os/signal"
+	"strconv"
+	"strings"
+	"syscall"
+	"time"
+
+	coppice "github.com/coppice-dev/coppice/sdk/go"
+)
+
+// config is what the command line and the environment say.
+type config struct {
+	server, token, image, report string
+	seed                         uint64
+	siblings, creates            int
+	timeout                      time.Duration
+	settings                     Settings
+}
+
+func main() {
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	defer stop()
+	cfg := config{settings: defaultSettings()}
+	flag.StringVar(&cfg.server, "server", os.Getenv("COPPICE_SERVER"), "server: unix:///path or http://host:port (COPPICE_SERVER)")
+	flag.StringVar(&cfg.token, "token", os.Getenv("COPPICE_TOKEN"), "API key (COPPICE_TOKEN)")
+	flag.StringVar(&cfg.image, "image", "demo", "image with python3, git, curl and the package python3-toolz")
+	flag.StringVar(&cfg.report, "report", "", "file to write the report to")
+	flag.Uint64Var(&cfg.seed, "seed", 1, "of the policy's guesses")
+	flag.IntVar(&cfg.siblings, "siblings", 4, "forks of the best node that are compared at the end")
+	flag.IntVar(&cfg.creates, "creates", 3, "how many creates are measured, after the first")
+	flag.DurationVar(&cfg.timeout, "timeout", 9*time.Minute, "give up after this long")
+	flag.IntVar(&cfg.settings.Children, "children", cfg.settings.Children, "children of a node that are grown at once")
+	flag.IntVar(&cfg.settings.Budget, "budget", cfg.settings.Budget, "forks of the search at most")
+	flag.Float64Var(&cfg.settings.Exploration, "exploration", cfg.settings.Exploration, "weight of the confidence bound")
+	flag.Parse()
+	if err := run(ctx, cfg, os.Stdout); err != nil {
+		fmt.Fprintln(os.Stderr, "mcts:", err)
+		stop()
+		os.Exit(1) //nolint:gocritic // nothing is deferred that matters
+	}
+}
+
+// errNotSolved is how a search ends that spent its budget.
+var errNotSolved = errors.New("the fix was not found")
+
+func run(ctx context.Context, cfg config, out io.Writer) (err error) {
+	ctx, cancel := context.WithTimeoutCause(ctx, cfg.timeout, fmt.Errorf("gave up after %s", cfg.timeout))
+	defer cancel()
+	client, err := coppice.New(coppice.Config{Server: cfg.server, Token: cfg.token, UserAgent: "coppice-mcts"})
+	if err != nil {
+		return fmt.Errorf("%w; set --server", err)
+	}
+	defer client.Close()
+	m := &Machines{Client: client, Labels: coppice.Labels{"mcts": strconv.FormatUint(rand.Uint64(), 36)}} //nolint:gosec // G404: a label
+	defer func() {
+		_, cleared := m.Clear(ctx)
+		err = errors.Join(err, cleared)
+	}()
+	began := time.Now()
+	search, templateMS, err := root(ctx, cfg, m, out)
+	if err != nil {
+		return errors.Join(err, context.Cause(ctx))
+	}
+	solved, err := search.Run(ctx, func(s *Search, n *Node) { progress(out, s, n, time.Since(began)) })
+	if err != nil {
+		return errors.Join(err, context.Cause(ctx))
+	}
+	siblings, err := m.Siblings(ctx, search.Best.ID, cfg.siblings)
+	if err != nil {
+		return errors.Join(err, context.Cause(ctx))
+	}
+	r := fill(search, m, solved, time.Since(began))
+	r.TemplateMS, r.Siblings, r.Distinct = templateMS, siblings, distinct(siblings)
+	fmt.Fprintln(out)
+	printTree(out, search.Root, search.Best)
+	r.print(out)
+	if cfg.report != "" {
+		if err := r.write(cfg.report); err != nil {
+			return fmt.Errorf("write the report: %w", err)
+		}
+		fmt.Fprintf(out, "report: %s\n", cfg.report)
+	}
+	return verdict(r)
+}
+
+// verdict is the error that the report amounts to.
+func verdict(r Report) error {
+	var errs []error
+	if !r.Solved {
+		errs = append(errs, errNotSolved)
+	}
+	if !r.Distinct.All() {
+		errs = append(errs, fmt.Errorf("siblings share an identity: %+v", r.Distinct))
+	}
+	if !r.MemoryBranches {
+		errs = append(errs, errors.New("the memory of a node is not that of its way"))
+	}
+	return errors.Join(errs...)
+}
+
+// root makes the machine at the root of the game, and the search over it. The first create boots the image, unless
+// that was done before, and is not part of what is measured.
+func root(ctx context.Context, cfg config, m *Machines, out io.Writer) (*Search, float64, error) {
+	candidates, err := Candidates()
+	if err != nil {
+		return nil, 0, err
+	}
+	fmt.Fprintf(out, "creating a workspace from image %q (the first one boots it once) …\n", cfg.image)
+	began := time.Now()
+	ws, err := m.Create(ctx, cfg.image, false)
+	if err != nil {
+		return nil, 0, err
+	}
+	templateMS := milliseconds(time.Since(began))
+	for range cfg.creates {
+		spare, err := m.Create(ctx, cfg.image, true)
+		if err != nil {
+			return nil, 0, err
+		}
+		if err := m.terminate(ctx, spare.ID); err != nil {
+			return nil, 0, err
+		}
+	}
+	seen, err := prepare(ctx, m, ws.ID)
+	if err != nil {
+		return nil, 0, err
+	}
+	id, err := m.Checkpoint(ctx, ws.ID)
+	if err != nil {
+		return nil, 0, err
+	}
+	if err := m.terminate(ctx, ws.ID); err != nil {
+		return nil, 0, err
+	}
+	fmt.Fprintf(out, "root: %d of %d tests pass; %d candidate actions, %d children at once\n", seen.Passed, seen.Total, len(candidates), cfg.settings.Children)
+	return &Search{
+		World: m, Settings: cfg.settings, Root: &Node{ID: id, Seen: seen},
+		Policy: &Edits{Candidates: candidates, Random: rand.New(rand.NewPCG(cfg.seed, 0))}, //nolint:gosec // G404: guesses that can be repeated
+	}, templateMS, nil
+}
+
+func progress(out io.Writer, s *Search, n *Node, since time.Duration) {
+	way := strings.Join(n.Path(), " → ")
+	if way == "" {
+		way = "root"
+	}
+	fmt.Fprintf(out, "%6.1f s  %3d forks  best %d/%d  grew %s\n", since.Seconds(), s.Forks, s.Best.Seen.Passed, s.Best.Seen.Total, way)
+}

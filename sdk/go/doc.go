@@ -1,0 +1,27 @@
+// Package coppice is the Go client of Coppice: running machines (workspaces), immutable checkpoints of them in a tree,
+// and forks.
+//
+//	c, err := coppice.New(coppice.Config{Server: "unix:///run/coppice/api.sock", Token: token})
+//	ws, err := c.CreateWorkspace(ctx, coppice.CreateWorkspaceRequest{Name: "root"})
+//	res, err := c.Exec(ctx, ws.ID, coppice.ExecRequest{Command: []string{"uname", "-a"}})
+//	node, err := c.CreateCheckpoint(ctx, ws.ID, coppice.CreateCheckpointRequest{})
+//	fork, err := c.ForkCheckpoint(ctx, node.ID, coppice.ForkCheckpointRequest{Count: new(8)})
+//
+// # Waiting
+//
+// A call that starts an operation returns when the operation has ended, however long that takes; the context bounds it.
+// A context that ends does not end the operation, which belongs to the server.
+//
+// # Errors
+//
+// What the server refuses is an *Error with a stable code:
+//
+//	if errors.Is(err, coppice.CodeVersionConflict) { … }
+//
+// # Retries
+//
+// A call is repeated, a few times and with growing pauses, only when that cannot do anything twice: reads and deletions
+// after a lost connection or a 502, 503 or 504, other calls only when no connection could be made at all.
+//
+// The types in types.gen.go are generated from api/openapi.yaml. A Client is safe for concurrent use.
+package coppice

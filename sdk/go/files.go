@@ -1,0 +1,143 @@
+package coppice
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"net/url"
+	"strconv"
+)
+
+// WriteOptions says how a file is written. The zero value keeps what is there, or makes a file of mode 0644.
+type WriteOptions struct {
+	Mode   string // octal permission bits, such as "0755"
+	UID    *int
+	GID    *int
+	Mkdirs bool // make missing parent directories
+}
+
+func filesRequest(method string, id WorkspaceID, path string, flags ...string) request {
+	q := url.Values{"path": {path}}
+	for _, f := range flags {
+		q.Set(f, "true")
+	}
+	return request{method: method, path: []string{"v1", "workspaces", id, "files"}, query: q}
+}
+
+// OpenFile reads a file. The caller closes the body.
+func (c *Client) OpenFile(ctx context.Context, id WorkspaceID, path string) (io.ReadCloser, FileInfo, error) {
+	resp, err := c.sendFiles(ctx, id, filesRequest(http.MethodGet, id, path))
+	if err != nil {
+		return nil, FileInfo{}, err
+	}
+	var info FileInfo
+	if err := json.Unmarshal([]byte(resp.Header.Get("Coppice-File")), &info); err != nil {
+		return nil, info, errors.Join(fmt.Errorf("read %s: decode what it is: %w", path, err), resp.Body.Close())
+	}
+	return resp.Body, info, nil
+}
+
+// ReadFile returns the bytes of a file, at most limit of them; a longer file is an error.
+func (c *Client) ReadFile(ctx context.Context, id WorkspaceID, path string, limit int64) ([]byte, error) {
+	body, info, err := c.OpenFile(ctx, id, path)
+	if err != nil {
+		return nil, err
+	}
+	defer body.Close()
+	if info.Size > limit {
+		return nil, fmt.Errorf("read %s: it has %d bytes, more than %d", path, info.Size, limit)
+	}
+	b, err := io.ReadAll(io.LimitReader(body, limit+1))
+	if err == nil && int64(len(b)) > limit {
+		err = fmt.Errorf("read %s: it has more than %d bytes", path, limit)
+	}
+	return b, err
+}
+
+// WriteFile streams r into a file; readers see the old or the new one, whole.
+func (c *Client) WriteFile(ctx context.Context, id WorkspaceID, path string, r io.Reader, opts WriteOptions) (FileInfo, error) {
+	req := filesRequest(http.MethodPut, id, path)
+	set(req.query, "mode", opts.Mode)
+	if opts.UID != nil {
+		req.query.Set("uid", strconv.Itoa(*opts.UID))
+	}
+	if opts.GID != nil {
+		req.query.Set("gid", strconv.Itoa(*opts.GID))
+	}
+	if opts.Mkdirs {
+		req.query.Set("mkdirs", "true")
+	}
+	return c.put(ctx, id, req, r, "application/octet-stream")
+}
+
+// UploadTar unpacks a tar stream below a directory.
+func (c *Client) UploadTar(ctx context.Context, id WorkspaceID, dir string, r io.Reader) (FileInfo, error) {
+	return c.put(ctx, id, filesRequest(http.MethodPut, id, dir, "untar"), r, "application/x-tar")
+}
+
+func (c *Client) put(ctx context.Context, id WorkspaceID, req request, r io.Reader, kind string) (FileInfo, error) {
+	if r == nil {
+		r = http.NoBody
+	}
+	req.raw, req.header = r, http.Header{"Content-Type": {kind}}
+	var out FileInfo
+	resp, err := c.sendFiles(ctx, id, req)
+	if err != nil {
+		return out, err
+	}
+	return out, decode(resp, &out)
+}
+
+// DownloadTar reads a file or tree as tar, whose names begin with the last element of path. Its Read returns an error
+// instead of io.EOF when the guest could not read everything.
+func (c *Client) DownloadTar(ctx context.Context, id WorkspaceID, path string) (io.ReadCloser, error) {
+	resp, err := c.sendFiles(ctx, id, filesRequest(http.MethodGet, id, path, "tar")) //nolint:bodyclose // the caller closes it
+	if err != nil {
+		return nil, err
+	}
+	return &tarBody{resp: resp, path: path}, nil
+}
+
+// tarBody checks the trailer at the end of the archive.
+type tarBody struct {
+	resp *http.Response
+	path string
+}
+
+func (t *tarBody) Read(p []byte) (int, error) {
+	n, err := t.resp.Body.Read(p)
+	if errors.Is(err, io.EOF) {
+		if status := t.resp.Trailer.Get("Coppice-Status"); status != "" && status != "ok" {
+			return n, fmt.Errorf("read %s: %s", t.path, status)
+		}
+	}
+	return n, err
+}
+
+func (t *tarBody) Close() error { return t.resp.Body.Close() }
+
+// StatFile describes a path. Symbolic links are followed.
+func (c *Client) StatFile(ctx context.Context, id WorkspaceID, path string) (FileInfo, error) {
+	var out FileInfo
+	err := c.call(ctx, filesRequest(http.MethodGet, id, path, "stat"), &out)
+	return out, err
+}
+
+// ListFiles lists a directory.
+func (c *Client) ListFiles(ctx context.Context, id WorkspaceID, path string) (FileList, error) {
+	var out FileList
+	err := c.call(ctx, filesRequest(http.MethodGet, id, path, "list"), &out)
+	return out, err
+}
+
+// RemoveFile removes a file, or a directory with all it holds if recursive.
+func (c *Client) RemoveFile(ctx context.Context, id WorkspaceID, path string, recursive bool) error {
+	req := filesRequest(http.MethodDelete, id, path)
+	if recursive {
+		req.query.Set("recursive", "true")
+	}
+	return c.call(ctx, req, nil)
+}

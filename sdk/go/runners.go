@@ -1,0 +1,23 @@
+package coppice
+
+import (
+	"context"
+	"net/http"
+	"net/url"
+)
+
+// CreateRunnerToken makes a token with which one runner joins. It needs an administrator's key.
+func (c *Client) CreateRunnerToken(ctx context.Context, req CreateRunnerTokenRequest) (RunnerToken, error) {
+	var out RunnerToken
+	err := c.call(ctx, post("v1", "runner-tokens").json(req), &out)
+	return out, err
+}
+
+// DeleteRunner removes a runner for good. Without force a runner with living workspaces is refused; with it they are lost.
+func (c *Client) DeleteRunner(ctx context.Context, id RunnerID, force bool) error {
+	req := request{method: http.MethodDelete, path: []string{"v1", "runners", id}}
+	if force {
+		req.query = url.Values{"force": {"true"}}
+	}
+	return c.call(ctx, req, nil)
+}

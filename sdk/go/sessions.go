@@ -1,0 +1,296 @@
+package coppice
+
+import (
+	"context"
+	"encoding/base64"
+	"errors"
+	"fmt"
+	"io"
+	"iter"
+	"net/http"
+	"net/url"
+	"strconv"
+	"sync"
+	"time"
+)
+
+// Output streams of a session.
+const (
+	Stdout = "stdout"
+	Stderr = "stderr"
+)
+
+// Exec runs a program and returns when it has ended. Output beyond the last MiB of each stream is lost; Run has all.
+func (c *Client) Exec(ctx context.Context, id WorkspaceID, req ExecRequest) (ExecResult, error) {
+	var out ExecResult
+	req.Wait = new(true)
+	err := c.call(ctx, creation("v1", "workspaces", id, "exec").json(req), &out)
+	return out, err
+}
+
+// Output returns what the program wrote to stdout and stderr, decoded.
+func (r *ExecResult) Output() (stdout, stderr []byte, err error) {
+	if r.Encoding != EncodingBase64 {
+		return []byte(r.Stdout), []byte(r.Stderr), nil
+	}
+	stdout, err1 := base64.StdEncoding.DecodeString(r.Stdout)
+	stderr, err2 := base64.StdEncoding.DecodeString(r.Stderr)
+	return stdout, stderr, errors.Join(err1, err2)
+}
+
+// StartSession starts a program and returns its session at once.
+func (c *Client) StartSession(ctx context.Context, id WorkspaceID, req ExecRequest) (Session, error) {
+	var out Session
+	req.Wait = new(false)
+	err := c.call(ctx, creation("v1", "workspaces", id, "exec").json(req), &out)
+	return out, err
+}
+
+// Run starts a program, copies its output as it comes, all of it, and returns the session when it has ended. A nil
+// writer discards. When ctx ends, the program is left running; its session is returned with the error.
+func (c *Client) Run(ctx context.Context, id WorkspaceID, req ExecRequest, stdout, stderr io.Writer) (Session, error) {
+	session, err := c.StartSession(ctx, id, req)
+	if err != nil {
+		return session, err
+	}
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	var wg sync.WaitGroup
+	for stream, w := range map[string]io.Writer{Stdout: stdout, Stderr: stderr} {
+		if w == nil || (session.PTY && stream == Stderr) {
+			continue
+		}
+		wg.Go(func() {
+			if err := c.Follow(ctx, session.ID, stream, 0, w); err != nil {
+				cancel(err)
+			}
+		})
+	}
+	wg.Wait()
+	if ctx.Err() != nil {
+		return session, context.Cause(ctx)
+	}
+	return c.WaitSession(ctx, session.ID)
+}
+
+// Sessions iterates over the sessions of a workspace's present epoch, newest first.
+func (c *Client) Sessions(ctx context.Context, id WorkspaceID) iter.Seq2[Session, error] {
+	return all[Session](ctx, c, get("v1", "workspaces", id, "sessions"))
+}
+
+// Session returns a session as it is now.
+func (c *Client) Session(ctx context.Context, id SessionID) (Session, error) {
+	return c.session(ctx, id, 0)
+}
+
+// WaitSession returns a session when its program has ended.
+func (c *Client) WaitSession(ctx context.Context, id SessionID) (Session, error) {
+	var gone away
+	for {
+		s, err := c.session(ctx, id, waitSeconds)
+		if err == nil && s.State == SessionExited {
+			return s, nil
+		}
+		if err == nil {
+			gone.back()
+		} else if err := gone.endure(ctx, err); err != nil {
+			return s, err
+		}
+		if ctx.Err() != nil {
+			return s, context.Cause(ctx)
+		}
+	}
+}
+
+func (c *Client) session(ctx context.Context, id SessionID, wait int) (Session, error) {
+	var out Session
+	q := url.Values{}
+	if wait > 0 {
+		q.Set("wait", strconv.Itoa(wait))
+	}
+	err := c.call(ctx, get("v1", "sessions", id).with(q), &out)
+	return out, err
+}
+
+// DeleteSession kills a session's processes and forgets it.
+func (c *Client) DeleteSession(ctx context.Context, id SessionID) error {
+	return c.call(ctx, request{method: http.MethodDelete, path: []string{"v1", "sessions", id}}, nil)
+}
+
+// SignalSession sends a signal, such as "SIGTERM", to a session's foreground processes.
+func (c *Client) SignalSession(ctx context.Context, id SessionID, signal string) error {
+	return c.call(ctx, post("v1", "sessions", id, "signal").json(SignalRequest{Signal: signal}), nil)
+}
+
+// ResizeSession sets the size of a session's terminal.
+func (c *Client) ResizeSession(ctx context.Context, id SessionID, cols, rows int) error {
+	return c.call(ctx, post("v1", "sessions", id, "resize").json(ResizeRequest{Cols: cols, Rows: rows}), nil)
+}
+
+// WriteStdin streams r to the standard input of a session that was started with StdinOpen, and closes it if asked.
+func (c *Client) WriteStdin(ctx context.Context, id SessionID, r io.Reader, closeAfter bool) error {
+	if r == nil {
+		r = http.NoBody
+	}
+	return c.call(ctx, request{
+		method: http.MethodPost, path: []string{"v1", "sessions", id, "stdin"},
+		query: url.Values{"close": {strconv.FormatBool(closeAfter)}}, raw: r,
+	}, nil)
+}
+
+// OutputReader reads one output stream of a session. Its Read returns io.EOF at the end of what was asked for, also
+// when the connection was cut in an orderly way; Complete tells them apart.
+type OutputReader struct {
+	// Offset is the position, in the stream, of the next byte that Read returns.
+	Offset int64
+	// Dropped is how many bytes before the first one are not kept any more.
+	Dropped int64
+
+	resp *http.Response
+}
+
+// Read reads on.
+func (o *OutputReader) Read(p []byte) (int, error) {
+	n, err := o.resp.Body.Read(p)
+	o.Offset += int64(n)
+	return n, err
+}
+
+// Close ends the reading.
+func (o *OutputReader) Close() error { return o.resp.Body.Close() }
+
+// Complete reports, after io.EOF, whether the stream has ended and all of it was read.
+func (o *OutputReader) Complete() bool { return o.resp.Trailer.Get("Coppice-Eof") == "true" }
+
+// SessionOutput reads one output stream from an offset: what is there, or, following, all that comes.
+func (c *Client) SessionOutput(ctx context.Context, id SessionID, stream string, offset int64, follow bool) (*OutputReader, error) {
+	resp, err := c.send(ctx, get("v1", "sessions", id, "output").with(url.Values{ //nolint:bodyclose // the caller closes it
+		"stream": {stream}, "offset": {strconv.FormatInt(offset, 10)}, "follow": {strconv.FormatBool(follow)},
+	}))
+	if err != nil {
+		return nil, err
+	}
+	o := &OutputReader{Offset: offset, resp: resp}
+	if at, err := strconv.ParseInt(resp.Header.Get("Coppice-Offset"), 10, 64); err == nil {
+		o.Dropped, o.Offset = max(at-offset, 0), at
+	}
+	return o, nil
+}
+
+// How often Follow connects again without having got a byte, how long a server may be away while something is followed or
+// waited for, and how often it is asked meanwhile.
+const (
+	followAttempts = 5
+	awayFor        = time.Minute
+	awayPause      = time.Second
+)
+
+// away keeps up with a server that restarts: errors count only when there are no others for too long.
+type away struct{ since time.Time }
+
+// endure returns nil when the call that failed is to be made again, after a pause.
+func (a *away) endure(ctx context.Context, err error) error {
+	if refused, ok := errors.AsType[*Error](err); ok {
+		away := refused.Status == http.StatusServiceUnavailable || refused.Status == http.StatusBadGateway
+		if !away || errors.Is(err, Code("SANDBOX_LOST")) || errors.Is(err, Code("RUNNER_LOST")) {
+			return err
+		}
+	}
+	if ctx.Err() != nil {
+		return err
+	}
+	if a.since.IsZero() {
+		a.since = time.Now()
+	}
+	if time.Since(a.since) > awayFor {
+		return err
+	}
+	timer := time.NewTimer(awayPause)
+	defer timer.Stop()
+	select {
+	case <-ctx.Done():
+		return context.Cause(ctx)
+	case <-timer.C:
+		return nil
+	}
+}
+
+func (a *away) back() { a.since = time.Time{} }
+
+// Follow copies one output stream from an offset to w until the stream ends. It connects again where a lost connection
+// left off. Bytes that the session no longer keeps are an error.
+func (c *Client) Follow(ctx context.Context, id SessionID, stream string, offset int64, w io.Writer) error {
+	var gone away
+	for idle := 0; ; {
+		o, err := c.SessionOutput(ctx, id, stream, offset, true)
+		if err != nil {
+			if err := gone.endure(ctx, err); err != nil {
+				return err
+			}
+			continue
+		}
+		gone.back()
+		if o.Dropped > 0 {
+			return errors.Join(fmt.Errorf("session %s: %d bytes of %s from offset %d are not kept any more", id, o.Dropped, stream, offset), o.Close())
+		}
+		writeErr, readErr := transfer(w, o)
+		complete := readErr == nil && o.Complete()
+		if err := errors.Join(writeErr, o.Close()); writeErr != nil {
+			return err
+		}
+		if complete {
+			return nil
+		}
+		if ctx.Err() != nil {
+			return context.Cause(ctx)
+		}
+		if idle++; o.Offset > offset {
+			idle = 0
+		}
+		offset = o.Offset
+		done, err := c.ended(ctx, id, stream, offset)
+		if done {
+			return nil
+		}
+		if err != nil {
+			if err := gone.endure(ctx, err); err != nil {
+				return err
+			}
+		}
+		if idle >= followAttempts {
+			return fmt.Errorf("session %s: %s broke off at offset %d: %w", id, stream, offset, errors.Join(readErr, io.ErrUnexpectedEOF))
+		}
+	}
+}
+
+// transfer copies until r ends and says which side failed.
+func transfer(w io.Writer, r io.Reader) (writeErr, readErr error) {
+	buf := make([]byte, 64<<10)
+	for {
+		n, err := r.Read(buf)
+		if n > 0 {
+			if _, werr := w.Write(buf[:n]); werr != nil {
+				return werr, nil
+			}
+		}
+		if errors.Is(err, io.EOF) {
+			return nil, nil
+		}
+		if err != nil {
+			return nil, err
+		}
+	}
+}
+
+// ended reports whether a stream is known to have ended at offset, for servers behind a proxy that drops trailers.
+func (c *Client) ended(ctx context.Context, id SessionID, stream string, offset int64) (bool, error) {
+	s, err := c.Session(ctx, id)
+	if err != nil || s.State != SessionExited {
+		return false, err
+	}
+	end := s.StdoutBytes
+	if stream == Stderr {
+		end = s.StderrBytes
+	}
+	return offset >= end, nil
+}
