@@ -1,0 +1,102 @@
+package main
+
+import (
+	"cmp"
+	"fmt"
+	"io"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/coppice-dev/coppice/core"
+	coppice "github.com/coppice-dev/coppice/sdk/go"
+)
+
+func newAuditCommand(a *app) *cobra.Command {
+	var f coppice.AuditFilter
+	var outcome string
+	var last time.Duration
+	var limit int
+	c := &cobra.Command{
+		Use:   "audit",
+		Short: "Show who changed what",
+		Long: `Show who changed what in the key's project, newest first. There is one record per change of a state; what was accepted has another
+record of the same operation when it has ended.`,
+		Example: "  coppice audit --last 1h --outcome failed\n  coppice audit --object ws_06e5bqv7z0f3m8k2h1t9r4w6xc --json\n  coppice audit check",
+		Args:    cobra.NoArgs,
+		RunE: func(c *cobra.Command, _ []string) error {
+			client, err := a.client()
+			if err != nil {
+				return err
+			}
+			f.Outcome = coppice.AuditOutcome(outcome)
+			if last > 0 {
+				f.Since = time.Now().Add(-last)
+			}
+			list := []coppice.AuditRecord{}
+			for r, err := range client.Audit(c.Context(), f) {
+				if err != nil {
+					return err
+				}
+				if list = append(list, r); len(list) == limit {
+					break
+				}
+			}
+			return a.print(list, func(w io.Writer) error { return printAudit(w, list) })
+		},
+	}
+	fl := c.Flags()
+	fl.StringVar(&f.ObjectID, "object", "", "only changes of the object with this `id`")
+	fl.StringVar(&f.Actor, "actor", "", "only changes by the key or runner with this `id`")
+	fl.StringVar(&f.Action, "action", "", "only this `action`, such as forkCheckpoint")
+	fl.StringVar(&f.RequestID, "request", "", "only what the request with this `id` changed")
+	fl.StringVar(&f.OperationID, "operation", "", "only what the operation with this `id` changed")
+	fl.StringVar(&outcome, "outcome", "", "only this `outcome`: accepted, succeeded or failed")
+	fl.DurationVar(&last, "last", 0, "only the last `duration`, such as 1h")
+	fl.IntVar(&limit, "limit", 100, "show at most this `number`; 0 shows all")
+	c.AddCommand(newAuditCheckCommand(a))
+	return c
+}
+
+func newAuditCheckCommand(a *app) *cobra.Command {
+	return &cobra.Command{
+		Use:   "check",
+		Short: "Compare the records with their seals",
+		Long: `Compare the records with their seals. Keep the head that it prints elsewhere: as long as a later check finds the chain whole, and that
+head in it, nothing before it was changed. The command fails when the chain is broken.`,
+		Args: cobra.NoArgs,
+		RunE: func(c *cobra.Command, _ []string) error {
+			client, err := a.client()
+			if err != nil {
+				return err
+			}
+			got, err := client.CheckAudit(c.Context())
+			if err != nil {
+				return err
+			}
+			err = a.print(got, func(w io.Writer) error {
+				return facts(w, "Intact", fmt.Sprint(got.Intact), "Records", fmt.Sprint(got.Records), "Seals", fmt.Sprint(got.Seals), "Unsealed", fmt.Sprint(got.Unsealed), "Head", got.Head)
+			})
+			if err == nil && !got.Intact {
+				err = core.Errorf(core.DataLoss, core.CodeInternal, "the audit log was tampered with: seal %d does not fit its records", got.BrokenSeal)
+			}
+			return err
+		},
+	}
+}
+
+func printAudit(w io.Writer, list []coppice.AuditRecord) error {
+	if len(list) == 0 {
+		_, err := fmt.Fprintln(w, "No records.")
+		return err
+	}
+	rows := make([][]string, len(list))
+	for i, r := range list {
+		change := ""
+		if r.Before != "" || r.After != "" {
+			change = cmp.Or(r.Before, "-") + " > " + cmp.Or(r.After, "-")
+		}
+		rows[i] = []string{moment(r.CreatedAt), r.Actor, dash(r.Source), r.Action, r.ObjectID, dash(change), string(r.Outcome)}
+	}
+	return table(w, "TIME ACTOR SOURCE ACTION OBJECT CHANGE OUTCOME", rows)
+}

@@ -1,0 +1,280 @@
+package main
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	coppice "github.com/coppice-dev/coppice/sdk/go"
+)
+
+func newCkptPinCommand(a *app, pinned bool) *cobra.Command {
+	use, short, done := "pin CHECKPOINT...", "Keep checkpoints from being deleted", "pinned"
+	if !pinned {
+		use, short, done = "unpin CHECKPOINT...", "Let checkpoints be deleted again", "not pinned"
+	}
+	return &cobra.Command{
+		Use:   use,
+		Short: short,
+		Args:  cobra.MinimumNArgs(1),
+		RunE: func(c *cobra.Command, args []string) error {
+			client, err := a.client()
+			if err != nil {
+				return err
+			}
+			list := []coppice.Checkpoint{}
+			failed := each(args, func(ref string) error {
+				cp, err := checkpoint(c.Context(), client, ref)
+				if err != nil {
+					return err
+				}
+				cp, err = client.PatchCheckpoint(c.Context(), cp.ID, coppice.PatchCheckpointRequest{Pinned: &pinned})
+				if err == nil {
+					list = append(list, cp)
+				}
+				return err
+			})
+			err = a.print(list, func(w io.Writer) error {
+				for _, cp := range list {
+					fmt.Fprintf(w, "%s is %s\n", cp.ID, done)
+				}
+				return nil
+			})
+			return errors.Join(failed, err)
+		},
+	}
+}
+
+func newCkptRemoveCommand(a *app) *cobra.Command {
+	var cascade, dryRun bool
+	c := &cobra.Command{
+		Use:   "rm CHECKPOINT...",
+		Short: "Delete checkpoints; what grew from them lives on",
+		Long: `Delete checkpoints; what grew from them lives on. With --cascade, all that grew from them goes too: together, or nothing of it when one
+is pinned or in use.`,
+		Args: cobra.MinimumNArgs(1),
+		RunE: func(c *cobra.Command, args []string) error {
+			client, err := a.client()
+			if err != nil {
+				return err
+			}
+			if cascade || dryRun {
+				results := []coppice.PruneResult{}
+				failed := each(args, func(ref string) error {
+					cp, err := checkpoint(c.Context(), client, ref)
+					if err != nil {
+						return err
+					}
+					res, err := client.DeleteCheckpoints(c.Context(), cp.ID, cascade, dryRun)
+					if err == nil {
+						results = append(results, res)
+					}
+					return err
+				})
+				err = a.print(results, func(w io.Writer) error {
+					for _, res := range results {
+						if err := printPrune(w, res); err != nil {
+							return err
+						}
+					}
+					return nil
+				})
+				return errors.Join(failed, err)
+			}
+			ids := []string{}
+			failed := each(args, func(ref string) error {
+				cp, err := checkpoint(c.Context(), client, ref)
+				if err != nil {
+					return err
+				}
+				if err := client.DeleteCheckpoint(c.Context(), cp.ID); err != nil {
+					return err
+				}
+				ids = append(ids, cp.ID)
+				return nil
+			})
+			if err := a.print(ids, func(w io.Writer) error {
+				for _, id := range ids {
+					fmt.Fprintf(w, "%s is deleted\n", id)
+				}
+				return nil
+			}); err != nil {
+				return err
+			}
+			return failed
+		},
+	}
+	c.Flags().BoolVar(&cascade, "cascade", false, "also what grew from them")
+	c.Flags().BoolVar(&dryRun, "dry-run", false, "only say what would go")
+	return c
+}
+
+// policyFlags say what is kept of a tree.
+type policyFlags struct {
+	best     int
+	score    string
+	path     bool
+	age      time.Duration
+	maxBytes string
+}
+
+func (p *policyFlags) add(c *cobra.Command) {
+	f := c.Flags()
+	f.IntVar(&p.best, "keep-best", 0, "keep `how-many` with the highest scores")
+	f.StringVar(&p.score, "score", "score", "the `annotation` that holds the score")
+	f.BoolVar(&p.path, "keep-path", false, "keep the ancestors of what is kept")
+	f.DurationVar(&p.age, "max-age", 0, "delete what is older than this `duration`")
+	f.StringVar(&p.maxBytes, "max-bytes", "", "delete the worst until the rest fits into this `size`, such as 500M or 20G")
+}
+
+func (p *policyFlags) read() (coppice.RetentionPolicy, error) {
+	out := coppice.RetentionPolicy{KeepPathToRoot: p.path, MaxAgeSeconds: int64(p.age / time.Second)}
+	if p.best > 0 {
+		out.KeepBest = coppice.KeepBest{K: p.best, Annotation: p.score}
+	}
+	if p.maxBytes != "" {
+		var err error
+		if out.MaxBytes, err = parseSize(p.maxBytes); err != nil {
+			return out, usageError{fmt.Errorf("--max-bytes: %w", err)}
+		}
+	}
+	if p.best <= 0 && out.MaxAgeSeconds <= 0 && out.MaxBytes <= 0 {
+		return out, usageError{errors.New("say what to keep: --keep-best, --max-age or --max-bytes")}
+	}
+	return out, nil
+}
+
+func newCkptPruneCommand(a *app) *cobra.Command {
+	var flags policyFlags
+	var dryRun bool
+	c := &cobra.Command{
+		Use:   "prune CHECKPOINT",
+		Short: "Delete what a policy does not keep of a checkpoint and what grew from it",
+		Long: `Delete what a policy does not keep of a checkpoint and what grew from it.
+
+What is pinned, in use, or the source of a living workspace is always kept. --keep-best and --keep-path keep more; --max-age and
+--max-bytes choose among the rest. Without these two, all of the rest goes.`,
+		Example: "  coppice ckpt prune 9r4w6xcv --keep-best 10 --keep-path --dry-run\n  coppice ckpt prune 9r4w6xcv --max-age 24h --max-bytes 20G",
+		Args:    cobra.ExactArgs(1),
+		RunE: func(c *cobra.Command, args []string) error {
+			policy, err := flags.read()
+			if err != nil {
+				return err
+			}
+			client, err := a.client()
+			if err != nil {
+				return err
+			}
+			cp, err := checkpoint(c.Context(), client, args[0])
+			if err != nil {
+				return err
+			}
+			done := a.working(c.Context(), "pruning")
+			res, err := client.PruneCheckpoints(c.Context(), cp.ID, coppice.PruneRequest{
+				DryRun: dryRun, KeepBest: policy.KeepBest, KeepPathToRoot: policy.KeepPathToRoot, MaxAgeSeconds: policy.MaxAgeSeconds, MaxBytes: policy.MaxBytes,
+			})
+			done()
+			if err != nil {
+				return err
+			}
+			return a.print(res, func(w io.Writer) error { return printPrune(w, res) })
+		},
+	}
+	flags.add(c)
+	c.Flags().BoolVar(&dryRun, "dry-run", false, "only say what would go")
+	return c
+}
+
+func printPrune(w io.Writer, res coppice.PruneResult) error {
+	rows := make([][]string, 0, len(res.Items))
+	left := 0
+	for _, i := range res.Items {
+		if i.Skipped != "" {
+			left++
+		}
+		rows = append(rows, []string{short(i.CheckpointID), string(i.Reason), size(i.Bytes), i.Skipped})
+	}
+	if len(rows) > 0 {
+		if err := table(w, "CHECKPOINT REASON BYTES LEFT", rows); err != nil {
+			return err
+		}
+	}
+	would := "went"
+	if res.DryRun {
+		would = "would go"
+	}
+	_, err := fmt.Fprintf(w, "%d %s, %s; %d stay, %s\n", len(rows)-left, would, size(res.Bytes), res.Kept+left, size(res.KeptBytes))
+	if err == nil && res.OverBudget {
+		_, err = fmt.Fprintln(w, "What has to stay is more than --max-bytes.")
+	}
+	if err == nil && res.Truncated {
+		_, err = fmt.Fprintln(w, "There is more to delete: repeat the command.")
+	}
+	return err
+}
+
+func newCkptRetainCommand(a *app) *cobra.Command {
+	var flags policyFlags
+	var remove, show bool
+	c := &cobra.Command{
+		Use:   "retain CHECKPOINT",
+		Short: "Store a policy for a checkpoint and what grew from it, which is carried out every minute",
+		Long: `Store a policy for a checkpoint and what grew from it, which is carried out every minute or so, as coppice ckpt prune does it once. With
+--show, show the stored one; with --remove, remove it.`,
+		Example: "  coppice ckpt retain 9r4w6xcv --keep-best 50 --keep-path --max-age 24h",
+		Args:    cobra.ExactArgs(1),
+		RunE: func(c *cobra.Command, args []string) error {
+			client, err := a.client()
+			if err != nil {
+				return err
+			}
+			cp, err := checkpoint(c.Context(), client, args[0])
+			if err != nil {
+				return err
+			}
+			if remove {
+				return client.DeleteRetention(c.Context(), cp.ID)
+			}
+			var got coppice.Retention
+			if show {
+				got, err = client.Retention(c.Context(), cp.ID)
+			} else {
+				policy, flagErr := flags.read()
+				if flagErr != nil {
+					return flagErr
+				}
+				got, err = client.PutRetention(c.Context(), cp.ID, policy)
+			}
+			if err != nil {
+				return err
+			}
+			return a.print(got, func(w io.Writer) error { return printRetention(w, got) })
+		},
+	}
+	flags.add(c)
+	c.Flags().BoolVar(&show, "show", false, "show the stored policy")
+	c.Flags().BoolVar(&remove, "remove", false, "remove the stored policy")
+	c.MarkFlagsMutuallyExclusive("show", "remove")
+	return c
+}
+
+func printRetention(w io.Writer, r coppice.Retention) error {
+	best, age, bytes, path := "", "", "", ""
+	if k := r.Policy.KeepBest; k.K > 0 {
+		best = fmt.Sprintf("%d by %s", k.K, k.Annotation)
+	}
+	if r.Policy.MaxAgeSeconds > 0 {
+		age = (time.Duration(r.Policy.MaxAgeSeconds) * time.Second).String()
+	}
+	if r.Policy.MaxBytes > 0 {
+		bytes = size(r.Policy.MaxBytes)
+	}
+	if r.Policy.KeepPathToRoot {
+		path = "kept"
+	}
+	return facts(w, "checkpoint", r.CheckpointID, "keep best", best, "path to root", path, "max age", age, "max bytes", bytes,
+		"version", fmt.Sprint(r.Version), "updated", moment(r.UpdatedAt))
+}

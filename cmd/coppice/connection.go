@@ -1,0 +1,84 @@
+package main
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+
+	"github.com/coppice-dev/coppice/internal/atomicfile"
+)
+
+// connection says where the server is and with which key it is talked to. `coppice dev` saves its own in the
+// connection file, so that the client commands of the same user need no flags.
+type connection struct {
+	Server string `json:"server"`
+	Token  string `json:"token"`
+}
+
+// errNoServer says how to get one.
+var errNoServer = errors.New("no server is named: start one with `coppice dev`, or set --server and --token (COPPICE_SERVER and COPPICE_TOKEN)")
+
+// connection joins the flags, the environment and the connection file, the first that speaks winning. A key from the
+// file goes only to the server of the file.
+func (a *app) connection() (connection, error) {
+	c := connection{Server: firstOf(a.server, a.getenv("COPPICE_SERVER")), Token: firstOf(a.token, a.getenv("COPPICE_TOKEN"))}
+	if c.Server != "" && c.Token != "" {
+		return c, nil
+	}
+	var saved connection
+	path, err := a.connectionFile()
+	if err == nil {
+		err = atomicfile.ReadJSON(path, &saved)
+	}
+	if err != nil && !errors.Is(err, os.ErrNotExist) {
+		return connection{}, err
+	}
+	if c.Server == "" {
+		c.Server = saved.Server
+	}
+	if c.Server == "" {
+		return connection{}, errNoServer
+	}
+	if c.Token == "" && c.Server == saved.Server {
+		c.Token = saved.Token
+	}
+	return c, nil
+}
+
+// saveConnection writes the connection file, readable by the user only.
+func (a *app) saveConnection(c connection) error {
+	path, err := a.connectionFile()
+	if err != nil {
+		return err
+	}
+	if err := os.MkdirAll(filepath.Dir(path), 0o700); err != nil {
+		return err
+	}
+	return atomicfile.WriteJSON(path, c, 0o600)
+}
+
+// connectionFile is $COPPICE_CONNECTION, else coppice/connection.json in the user's configuration directory.
+func (a *app) connectionFile() (string, error) {
+	if path := a.getenv("COPPICE_CONNECTION"); path != "" {
+		return path, nil
+	}
+	dir := a.getenv("XDG_CONFIG_HOME")
+	if dir == "" {
+		home := a.getenv("HOME")
+		if home == "" {
+			return "", fmt.Errorf("no HOME: %w", os.ErrNotExist)
+		}
+		dir = filepath.Join(home, ".config")
+	}
+	return filepath.Join(dir, "coppice", "connection.json"), nil
+}
+
+func firstOf(values ...string) string {
+	for _, v := range values {
+		if v != "" {
+			return v
+		}
+	}
+	return ""
+}

@@ -1,0 +1,114 @@
+package main
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"log/slog"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+
+	"github.com/spf13/cobra"
+
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/daemon"
+	"github.com/coppice-dev/coppice/internal/devstack"
+	"github.com/coppice-dev/coppice/internal/tracing"
+)
+
+func newDevCommand(a *app) *cobra.Command {
+	cfg := devstack.Config{PGBin: a.getenv("PGBIN"), HostConfig: daemon.HostConfig{Binary: a.getenv("COPPICE_QEMU")}}
+	var budget, level string
+	c := &cobra.Command{
+		Use:   "dev",
+		Short: "Run controller, runner and a private PostgreSQL on this machine",
+		Long: `Run everything on this machine, in one command: a private PostgreSQL, the controller with its REST API on a loopback address, and
+a runner. It needs root, for network namespaces and for a user id per VM, but no KVM.
+
+Ctrl-C stops the VMs. Checkpoints, images and the database stay in the data directory, and the next start shows them.`,
+		Args: cobra.NoArgs,
+	}
+	f := c.Flags()
+	f.StringVar(&cfg.DataDir, "data-dir", firstOf(a.getenv("COPPICE_DATA_DIR"), defaultDataDir), "`directory` for everything that is kept")
+	f.StringVar(&cfg.ImagesDir, "images-dir", a.getenv("COPPICE_IMAGES_DIR"), "image store `directory` (default: images in the data directory)")
+	f.StringVar(&cfg.Listen, "listen", "127.0.0.1:7070", "`address` of the API; port 0 picks a free one")
+	f.StringVar(&budget, "disk-budget", "32G", "most that checkpoints may take where a volume of their own is made, as `size` with K, M, G or T")
+	f.IntVar(&cfg.MaxSandboxes, "max-sandboxes", 64, "most VMs at a time, warm ones included")
+	f.IntVar(&cfg.Warm, "warm", 4, "VMMs kept ready per base that was forked lately; 0 for none")
+	f.StringVar(&cfg.Accelerator, "accel", "auto", "tcg, kvm, or auto: kvm where a guest really boots under it")
+	f.BoolVar(&cfg.NoRebase, "no-rebase", false, "never turn a checkpoint's base and delta into a new base")
+	f.StringVar(&cfg.Metrics, "metrics-listen", "", "loopback `address` of Prometheus metrics, under /metrics; empty for none")
+	f.StringVar(&level, "log-level", "info", "debug, info, warn or error")
+	c.RunE = func(cmd *cobra.Command, _ []string) error {
+		var err error
+		if cfg.DiskBudget, err = parseSize(budget); err != nil {
+			return usageError{fmt.Errorf("--disk-budget: %w", err)}
+		}
+		if cfg.DataDir, err = filepath.Abs(cfg.DataDir); err != nil {
+			return err
+		}
+		if cfg.Log, err = newLogger(a.stderr, level); err != nil {
+			return usageError{fmt.Errorf("--log-level: %w", err)}
+		}
+		if err := cfg.ChooseAccelerator(cmd.Context()); err != nil {
+			return err
+		}
+		traces, endTraces, err := tracing.Open(cmd.Context(), a.getenv, "coppice-dev")
+		if err != nil {
+			return err
+		}
+		defer func() { _ = endTraces(context.WithoutCancel(cmd.Context())) }() // what was not sent by now is lost
+		cfg.Traces = traces
+		return devstack.Run(cmd.Context(), cfg, func(r devstack.Ready) error {
+			if err := a.saveConnection(connection{Server: r.Server, Token: r.Key}); err != nil {
+				return err
+			}
+			return a.print(r, func(w io.Writer) error { return greet(w, cfg, r) })
+		})
+	}
+	return c
+}
+
+func greet(w io.Writer, cfg devstack.Config, r devstack.Ready) error {
+	_, err := fmt.Fprintf(w, `Coppice is ready at %s
+  data     %s
+  volume   %s
+  VMs      QEMU, %s (%s)
+
+Try, in another terminal as the same user:
+  coppice image build              once
+  coppice ws create --name demo
+  coppice ws exec demo -- uname -a
+  coppice fork demo -n 4
+Ctrl-C stops the VMs; checkpoints stay.
+`, r.Server, r.DataDir, r.Volume, cfg.Accelerator, cfg.Why)
+	return err
+}
+
+// parseSize reads a number of bytes with an optional binary unit.
+func parseSize(s string) (int64, error) {
+	digits, unit := strings.TrimRight(s, "KMGT"), strings.TrimLeft(s, "0123456789")
+	n, err := strconv.ParseInt(digits, 10, 64)
+	shift, ok := map[string]int{"": 0, "K": 10, "M": 20, "G": 30, "T": 40}[unit]
+	if err != nil || !ok || n <= 0 || n > 1<<62>>shift {
+		return 0, core.Errorf(core.Invalid, core.CodeInvalidField, "%q is not a size such as 512M or 32G", core.Clip(s))
+	}
+	return n << shift, nil
+}
+
+// newLogger writes text to a terminal and JSON elsewhere.
+func newLogger(w io.Writer, level string) (*slog.Logger, error) {
+	var l slog.Level
+	if err := l.UnmarshalText([]byte(level)); err != nil {
+		return nil, err
+	}
+	o := &slog.HandlerOptions{Level: l}
+	if f, ok := w.(*os.File); ok {
+		if info, err := f.Stat(); err == nil && info.Mode()&os.ModeCharDevice != 0 {
+			return slog.New(core.LogHandler(slog.NewTextHandler(w, o))), nil
+		}
+	}
+	return slog.New(core.LogHandler(slog.NewJSONHandler(w, o))), nil
+}

@@ -1,0 +1,105 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"strings"
+	"text/tabwriter"
+
+	"github.com/spf13/cobra"
+
+	"github.com/coppice-dev/coppice/internal/daemon"
+	"github.com/coppice-dev/coppice/internal/hostcheck"
+)
+
+// defaultDataDir is where a host keeps images, sandboxes and checkpoints unless told otherwise.
+const defaultDataDir = "/var/lib/coppice"
+
+func newDoctorCommand(a *app) *cobra.Command {
+	var dataDir string
+	c := &cobra.Command{
+		Use:   "doctor",
+		Short: "Find out what this host can do, by trying it",
+		Long: `Find out what this host can do, by trying it, with a cure for what it cannot.
+
+The exit status is 0 if coppice dev can run here, if need be without KVM, and 1 if not.
+Everything that a check makes is gone when it ends. Most checks need root.`,
+		Args: cobra.NoArgs,
+		RunE: func(c *cobra.Command, _ []string) error {
+			cfg := hostcheck.Config{DataDir: dataDir, PGBin: a.getenv("PGBIN"), KVM: a.kvmProbe()}
+			report, err := hostcheck.Run(c.Context(), hostcheck.Checks(cfg))
+			if err != nil {
+				return err
+			}
+			if err := a.print(report, func(w io.Writer) error { return printReport(w, report) }); err != nil {
+				return err
+			}
+			if !report.OK {
+				return statusError(exitFailure)
+			}
+			return nil
+		},
+	}
+	c.Flags().StringVar(&dataDir, "data-dir", firstOf(a.getenv("COPPICE_DATA_DIR"), defaultDataDir), "`directory` that will hold sandboxes and checkpoints (COPPICE_DATA_DIR)")
+	return c
+}
+
+// kvmProbe boots a guest of the image store under KVM. It is nil where there is no image: then nobody can tell.
+func (a *app) kvmProbe() func(context.Context) (string, error) {
+	image, ok := daemon.BootableImage(a.imagesDir())
+	if !ok {
+		return nil
+	}
+	return func(ctx context.Context) (string, error) {
+		works, why := daemon.ProbeKVM(ctx, image, a.getenv("COPPICE_QEMU"))
+		if !works {
+			return "", errors.New(why)
+		}
+		return why, nil
+	}
+}
+
+func printReport(w io.Writer, report hostcheck.Report) error {
+	table := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
+	for _, r := range report.Checks {
+		lines := wrap(r.Detail, 90)
+		if r.Cure != "" {
+			lines = append(lines, wrap("cure: "+r.Cure, 90)...)
+		}
+		for i, line := range lines {
+			if i == 0 {
+				fmt.Fprintf(table, "%s\t%s\t%s\n", r.Status, r.Name, line)
+			} else {
+				fmt.Fprintf(table, "\t\t%s\n", line)
+			}
+		}
+	}
+	if err := table.Flush(); err != nil {
+		return err
+	}
+	verdict := "coppice dev can run on this host."
+	if !report.OK {
+		verdict = "coppice dev cannot run on this host yet: see the lines that begin with fail."
+	}
+	_, err := fmt.Fprintf(w, "\n%s\n", verdict)
+	return err
+}
+
+// wrap breaks a text at spaces into lines of at most width bytes, where its words allow it.
+func wrap(text string, width int) []string {
+	var lines []string
+	var line strings.Builder
+	for word := range strings.FieldsSeq(text) {
+		if line.Len() > 0 && line.Len()+1+len(word) > width {
+			lines = append(lines, line.String())
+			line.Reset()
+		}
+		if line.Len() > 0 {
+			line.WriteByte(' ')
+		}
+		line.WriteString(word)
+	}
+	return append(lines, line.String())
+}

@@ -1,0 +1,96 @@
+package main
+
+import (
+	"encoding/json"
+	"fmt"
+	"strings"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	coppice "github.com/coppice-dev/coppice/sdk/go"
+)
+
+func newEventsCommand(a *app) *cobra.Command {
+	var f coppice.EventFilter
+	var follow bool
+	var in string
+	c := &cobra.Command{
+		Use:   "events",
+		Short: "Show what happens: changes of state and ends of operations",
+		Long: `Show what happened in the project: every change of state of a workspace or a checkpoint and every end of an operation. It begins with the
+oldest event that is kept, or with --follow now, and goes on across a restart of the server. With --json, one object per line.`,
+		Example: "  coppice events\n  coppice events --follow --type workspace.ready --type operation\n  coppice events --follow --after 4711 --json",
+		Args:    cobra.NoArgs,
+		RunE: func(c *cobra.Command, _ []string) error {
+			client, err := a.client()
+			if err != nil {
+				return err
+			}
+			if f.Tree != "" {
+				cp, err := checkpoint(c.Context(), client, f.Tree)
+				if err != nil {
+					return err
+				}
+				f.Tree = cp.ID
+			}
+			if in != "" {
+				ws, err := workspace(c.Context(), client, in)
+				if err != nil {
+					return err
+				}
+				f.WorkspaceID = ws.ID
+			}
+			f.Present = !follow
+			if f.After == "" && !follow {
+				f.After = "0"
+			}
+			for e, err := range client.Events(c.Context(), f) {
+				if err == nil {
+					err = a.event(e)
+				}
+				if err != nil {
+					return err
+				}
+			}
+			return nil
+		},
+	}
+	flags := c.Flags()
+	flags.BoolVarP(&follow, "follow", "f", false, "go on until Ctrl-C")
+	flags.StringVar(&f.After, "after", "", "begin after the event with this `id`; 0 is before the oldest that is kept")
+	flags.StringVar(&f.Tree, "tree", "", "only of the tree that this `checkpoint` is in")
+	flags.StringVar(&in, "workspace", "", "only of this `workspace`")
+	flags.StringArrayVar(&f.Types, "type", nil, "only of this `type`, such as workspace.ready or checkpoint; may be repeated")
+	return c
+}
+
+// event prints one line.
+func (a *app) event(e coppice.Event) error {
+	if a.json {
+		enc := json.NewEncoder(a.stdout)
+		enc.SetEscapeHTML(false)
+		return enc.Encode(e)
+	}
+	var about []string
+	add := func(name, value string) {
+		if value != "" {
+			about = append(about, name+" "+visible(value))
+		}
+	}
+	if e.WorkspaceID != "" {
+		add("workspace", short(e.WorkspaceID))
+	}
+	if e.CheckpointID != "" {
+		add("checkpoint", short(e.CheckpointID))
+	}
+	if e.OperationID != "" {
+		add("operation", short(e.OperationID))
+	}
+	add("name", e.Data.Name)
+	add("kind", e.Data.Kind)
+	add("from", e.Data.From)
+	add("code", e.Data.Code)
+	_, err := fmt.Fprintf(a.stdout, "%s  %s  %-22s %s\n", e.ID, e.CreatedAt.Local().Format(time.TimeOnly), visible(e.Type), strings.Join(about, "  "))
+	return err
+}

@@ -1,0 +1,226 @@
+package main
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	coppice "github.com/coppice-dev/coppice/sdk/go"
+)
+
+func newForkCommand(a *app) *cobra.Command {
+	var flags startFlags
+	var count int
+	var name string
+	var together bool
+	c := &cobra.Command{
+		Use:   "fork CHECKPOINT|WORKSPACE",
+		Short: "Grow running workspaces from a checkpoint, or from a running workspace",
+		Long: `Grow running workspaces from a checkpoint, all at once, each with an identity of its own. From a running workspace, which goes on, a
+checkpoint is taken first, in the same operation.`,
+		Example: "  coppice fork demo -n 4\n  coppice fork 9r4w6xcv --name attempt -n 8 --ttl 10m",
+		Args:    cobra.ExactArgs(1),
+		RunE: func(c *cobra.Command, args []string) error {
+			s, err := flags.read()
+			if err != nil {
+				return err
+			}
+			client, err := a.client()
+			if err != nil {
+				return err
+			}
+			ctx := c.Context()
+			ws, cp, err := node(ctx, client, args[0])
+			if err != nil {
+				return err
+			}
+			began := time.Now()
+			done := a.working(ctx, fmt.Sprintf("growing %d", count))
+			var res coppice.ForkResult
+			if cp != nil {
+				res, err = client.ForkCheckpoint(ctx, cp.ID, coppice.ForkCheckpointRequest{
+					Count: &count, BranchName: name, AllOrNothing: together, Env: s.env, Labels: s.labels, Network: s.network, TTLSeconds: s.ttl,
+					IdleSeconds: s.idle, OnIdle: s.onIdle, AutoResume: s.autoResume,
+				})
+			} else {
+				res, err = client.ForkWorkspace(ctx, ws.ID, coppice.ForkWorkspaceRequest{
+					Count: &count, BranchName: name, AllOrNothing: together, Env: s.env, Labels: s.labels, Network: s.network, TTLSeconds: s.ttl,
+					IdleSeconds: s.idle, OnIdle: s.onIdle, AutoResume: s.autoResume,
+				})
+			}
+			done()
+			if err != nil {
+				return err
+			}
+			err = a.print(res, func(w io.Writer) error {
+				if flags.quiet {
+					for _, child := range res.Children {
+						if child.Workspace != nil {
+							fmt.Fprintln(w, child.Workspace.ID)
+						}
+					}
+					return nil
+				}
+				return printFork(w, res, time.Since(began))
+			})
+			return errors.Join(err, childFailures(res))
+		},
+	}
+	f := c.Flags()
+	f.IntVarP(&count, "count", "n", 1, "how `many`")
+	f.StringVar(&name, "name", "", "`name` of the child; with more than one, -1, -2, ... are appended")
+	f.BoolVar(&together, "all-or-nothing", false, "when one fails, take all down")
+	flags.add(c)
+	return c
+}
+
+func printFork(w io.Writer, res coppice.ForkResult, wall time.Duration) error {
+	rows := [][]string{}
+	for _, child := range res.Children {
+		if child.Workspace == nil {
+			continue
+		}
+		ws := child.Workspace
+		ready := ""
+		if !ws.ReadyAt.IsZero() {
+			ready = milliseconds(float64(ws.ReadyAt.Sub(ws.CreatedAt).Microseconds()) / 1000)
+		}
+		rows = append(rows, []string{ws.Name, short(ws.ID), string(ws.State), ws.Network.IP, ready, timings(child.Timings)})
+	}
+	if err := table(w, "NAME ID STATE IP READY STAGES", rows); err != nil {
+		return err
+	}
+	_, err := fmt.Fprintf(w, "%d of %d from checkpoint %s after %.1f s\n", len(rows), len(res.Children), short(res.CheckpointID), wall.Seconds())
+	return err
+}
+
+// childFailures is how a fork ends of which some children failed.
+func childFailures(res coppice.ForkResult) error {
+	var errs []error
+	for i, child := range res.Children {
+		if child.Problem != nil {
+			errs = append(errs, fmt.Errorf("child %d: %w", i+1, child.Problem.Err()))
+		}
+	}
+	return errors.Join(errs...)
+}
+
+func newRestoreCommand(a *app) *cobra.Command {
+	var flags startFlags
+	var name, in string
+	c := &cobra.Command{
+		Use:   "restore CHECKPOINT",
+		Short: "Bring a checkpoint back: as a new workspace, or in place with --in",
+		Long: `Bring a checkpoint back as a new workspace.
+
+With --in, the named workspace is rolled back to the checkpoint, in place: its machine is replaced when the new one is ready, and its
+sessions end. Nothing in the tree is overwritten; it grows on from the checkpoint.`,
+		Example: "  coppice restore before-upgrade --name second-try\n  coppice restore before-upgrade --in demo",
+		Args:    cobra.ExactArgs(1),
+		RunE: func(c *cobra.Command, args []string) error {
+			s, err := flags.read()
+			if err != nil {
+				return err
+			}
+			if in != "" && (name != "" || s.env != nil || s.labels != nil || s.network.EgressPolicy != "" || s.ttl != 0 || s.idle != 0 || s.onIdle != "" || s.autoResume) {
+				return usageError{errors.New("--in keeps the workspace's name, environment, labels, network and times to live; give none of them")}
+			}
+			client, err := a.client()
+			if err != nil {
+				return err
+			}
+			ctx := c.Context()
+			cp, err := checkpoint(ctx, client, args[0])
+			if err != nil {
+				return err
+			}
+			began := time.Now()
+			var res coppice.RestoreResult
+			if in == "" {
+				done := a.working(ctx, "restoring "+short(cp.ID))
+				res, err = client.RestoreCheckpoint(ctx, cp.ID, coppice.RestoreCheckpointRequest{
+					WorkspaceName: name, Env: s.env, Labels: s.labels, Network: s.network, TTLSeconds: s.ttl,
+					IdleSeconds: s.idle, OnIdle: s.onIdle, AutoResume: s.autoResume,
+				})
+				done()
+			} else {
+				ws, err := workspace(ctx, client, in)
+				if err != nil {
+					return err
+				}
+				done := a.working(ctx, "rolling "+ws.Name+" back")
+				res, err = client.RestoreWorkspace(ctx, ws.ID, cp.ID)
+				done()
+				if err != nil {
+					return err
+				}
+			}
+			if err != nil {
+				return err
+			}
+			return a.print(res, func(w io.Writer) error {
+				ws := res.Workspace
+				if flags.quiet {
+					_, err := fmt.Fprintln(w, ws.ID)
+					return err
+				}
+				_, err := fmt.Fprintf(w, "%s is ready after %.1f s, at %s, epoch %d: %s, %s\n", ws.Name, time.Since(began).Seconds(), short(cp.ID), ws.Epoch, ws.ID, ws.Network.IP)
+				return err
+			})
+		},
+	}
+	c.Flags().StringVar(&name, "name", "", "`name` of the new workspace (default: one is made up)")
+	c.Flags().StringVar(&in, "in", "", "roll this `workspace` back instead")
+	flags.add(c)
+	return c
+}
+
+func newOpCommand(a *app) *cobra.Command {
+	c := &cobra.Command{Use: "op", Aliases: []string{"operation"}, Short: "Look at operations"}
+	var wait bool
+	show := &cobra.Command{
+		Use:     "show OPERATION",
+		Aliases: []string{"get"},
+		Short:   "Show an operation",
+		Args:    cobra.ExactArgs(1),
+		RunE: func(c *cobra.Command, args []string) error {
+			client, err := a.client()
+			if err != nil {
+				return err
+			}
+			get := client.Operation
+			if wait {
+				get = client.WaitOperation
+			}
+			done := a.working(c.Context(), "waiting")
+			op, err := get(c.Context(), args[0])
+			done()
+			if err != nil {
+				return err
+			}
+			return a.print(op, func(w io.Writer) error { return printOperation(w, op) })
+		},
+	}
+	show.Flags().BoolVar(&wait, "wait", false, "wait for its end")
+	c.AddCommand(show)
+	return c
+}
+
+func printOperation(w io.Writer, op coppice.Operation) error {
+	problem := ""
+	if op.Problem != nil {
+		problem = op.Problem.Message + " (" + op.Problem.Code + ")"
+	}
+	made := fmt.Sprint(len(op.WorkspaceIDs))
+	if len(op.WorkspaceIDs) == 0 {
+		made = ""
+	}
+	return facts(w,
+		"id", op.ID, "kind", string(op.Kind), "state", string(op.State), "step", op.Step, "problem", problem,
+		"workspace", op.WorkspaceID, "checkpoint", op.CheckpointID, "workspaces made", made, "timings", timings(op.Timings),
+		"created", moment(op.CreatedAt), "started", moment(op.StartedAt), "ended", moment(op.EndedAt),
+	)
+}

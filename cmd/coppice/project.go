@@ -1,0 +1,247 @@
+package main
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"maps"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/coppice-dev/coppice/core"
+	coppice "github.com/coppice-dev/coppice/sdk/go"
+)
+
+func newProjectCommand(a *app) *cobra.Command {
+	c := &cobra.Command{
+		Use:   "project",
+		Short: "Work with projects: tenants with quotas and keys of their own",
+		Long: `Work with projects: tenants with quotas and keys of their own. What belongs to one project does not exist for another.
+
+PROJECT is a name or an id. An admin's key sees all projects, any other its own.`,
+	}
+	c.AddCommand(newProjectCreateCommand(a), newProjectListCommand(a), newProjectShowCommand(a), newProjectQuotaCommand(a), newProjectRemoveCommand(a))
+	return c
+}
+
+// project finds the project that a person means; nobody in particular is that of the key.
+func project(ctx context.Context, c *coppice.Client, ref string) (coppice.Project, error) {
+	if ref == "" {
+		self, err := c.Self(ctx)
+		if err != nil {
+			return coppice.Project{}, err
+		}
+		ref = self.ProjectID
+	}
+	if strings.HasPrefix(ref, "prj_") { // no name has an underscore
+		return c.Project(ctx, ref)
+	}
+	for p, err := range c.Projects(ctx) {
+		switch {
+		case err != nil:
+			return p, err
+		case p.Name == ref:
+			return c.Project(ctx, p.ID)
+		}
+	}
+	return coppice.Project{}, core.Errorf(core.NotFound, core.CodeProjectNotFound, "there is no project %q; coppice project ls shows those there are", core.Clip(ref))
+}
+
+// quotaFields are the quotas by the names that the API has for them.
+func quotaFields(q *coppice.QuotasPatch) map[string]**int64 {
+	return map[string]**int64{
+		"workspaces": &q.Workspaces, "forks_in_flight": &q.ForksInFlight, "checkpoints": &q.Checkpoints, "checkpoint_bytes": &q.CheckpointBytes,
+		"depth": &q.Depth, "children": &q.Children, "keys": &q.Keys,
+	}
+}
+
+func quotaValues(flag string, words []string) (coppice.QuotasPatch, error) {
+	var out coppice.QuotasPatch
+	texts, err := keyValues(flag, words)
+	if err != nil {
+		return out, err
+	}
+	fields := quotaFields(&out)
+	for name, text := range texts {
+		field, ok := fields[name]
+		if !ok {
+			return out, usageError{fmt.Errorf("there is no quota %q; there are %s", name, strings.Join(slices.Sorted(maps.Keys(fields)), ", "))}
+		}
+		n, err := strconv.ParseInt(text, 10, 64)
+		if err != nil || n < 0 {
+			return out, usageError{fmt.Errorf("%s=%s is not a number from 0 up", name, text)}
+		}
+		*field = &n
+	}
+	return out, nil
+}
+
+func newProjectCreateCommand(a *app) *cobra.Command {
+	var quotas []string
+	var quiet bool
+	c := &cobra.Command{
+		Use:     "create NAME",
+		Short:   "Create a project",
+		Example: "  coppice project create blue --quota workspaces=100 --quota checkpoint_bytes=1000000000000",
+		Args:    cobra.ExactArgs(1),
+		RunE: func(c *cobra.Command, args []string) error {
+			q, err := quotaValues("--quota", quotas)
+			if err != nil {
+				return err
+			}
+			client, err := a.client()
+			if err != nil {
+				return err
+			}
+			p, err := client.CreateProject(c.Context(), coppice.CreateProjectRequest{Name: args[0], Quotas: q})
+			if err != nil {
+				return err
+			}
+			return a.print(p, func(w io.Writer) error {
+				if quiet {
+					_, err := fmt.Fprintln(w, p.ID)
+					return err
+				}
+				_, err := fmt.Fprintf(w, "%s is created: %s\nMake a key for it: coppice key create NAME --project %s\n", p.Name, p.ID, p.Name)
+				return err
+			})
+		},
+	}
+	c.Flags().StringArrayVar(&quotas, "quota", nil, "quota other than the usual one, `NAME=NUMBER`; may be repeated")
+	c.Flags().BoolVarP(&quiet, "quiet", "q", false, "print the id only")
+	return c
+}
+
+func newProjectListCommand(a *app) *cobra.Command {
+	return &cobra.Command{
+		Use:     "ls",
+		Aliases: []string{"list"},
+		Short:   "List projects, newest first",
+		Args:    cobra.NoArgs,
+		RunE: func(c *cobra.Command, _ []string) error {
+			client, err := a.client()
+			if err != nil {
+				return err
+			}
+			list, err := coppice.Collect(client.Projects(c.Context()))
+			if err != nil {
+				return err
+			}
+			return a.print(list, func(w io.Writer) error {
+				rows := make([][]string, 0, len(list))
+				for _, p := range list {
+					rows = append(rows, []string{p.Name, p.ID, fmt.Sprint(p.Quotas.Workspaces), fmt.Sprint(p.Quotas.Checkpoints), age(time.Now(), p.CreatedAt)})
+				}
+				return table(w, "NAME ID WORKSPACES CHECKPOINTS AGE", rows)
+			})
+		},
+	}
+}
+
+func newProjectShowCommand(a *app) *cobra.Command {
+	return &cobra.Command{
+		Use:     "show [PROJECT]",
+		Aliases: []string{"get"},
+		Short:   "Show a project, its quotas and what it uses of them; without PROJECT the key's own",
+		Args:    cobra.MaximumNArgs(1),
+		RunE: func(c *cobra.Command, args []string) error {
+			client, err := a.client()
+			if err != nil {
+				return err
+			}
+			p, err := project(c.Context(), client, strings.Join(args, ""))
+			if err != nil {
+				return err
+			}
+			return a.print(p, func(w io.Writer) error { return printProject(w, p) })
+		},
+	}
+}
+
+func printProject(w io.Writer, p coppice.Project) error {
+	used := func(n, of int64) string { return fmt.Sprintf("%d of %d", n, of) }
+	var u coppice.QuotaUsage
+	if p.Usage != nil {
+		u = *p.Usage
+	}
+	q := p.Quotas
+	return facts(w,
+		"id", p.ID, "name", p.Name, "version", fmt.Sprint(p.Version), "created", moment(p.CreatedAt),
+		"workspaces", used(u.Workspaces, q.Workspaces), "forks in flight", used(u.ForksInFlight, q.ForksInFlight),
+		"checkpoints", used(u.Checkpoints, q.Checkpoints), "checkpoint bytes", size(u.CheckpointBytes)+" of "+size(q.CheckpointBytes),
+		"depth", fmt.Sprintf("at most %d", q.Depth), "children", fmt.Sprintf("at most %d", q.Children), "keys", used(u.Keys, q.Keys),
+	)
+}
+
+func newProjectQuotaCommand(a *app) *cobra.Command {
+	var version int64
+	c := &cobra.Command{
+		Use:   "quota PROJECT NAME=NUMBER...",
+		Short: "Change quotas of a project",
+		Long: `Change quotas of a project. What is there already stays when a quota is lowered; nothing more is admitted until it is below.
+
+With --version, only if that is still the project's version.`,
+		Example: "  coppice project quota blue workspaces=200 forks_in_flight=64",
+		Args:    cobra.MinimumNArgs(2),
+		RunE: func(c *cobra.Command, args []string) error {
+			q, err := quotaValues("quota", args[1:])
+			if err != nil {
+				return err
+			}
+			client, err := a.client()
+			if err != nil {
+				return err
+			}
+			p, err := project(c.Context(), client, args[0])
+			if err != nil {
+				return err
+			}
+			usage := p.Usage
+			if p, err = client.PatchProject(c.Context(), p.ID, coppice.PatchProjectRequest{Version: version, Quotas: q}); err != nil {
+				return err
+			}
+			p.Usage = usage
+			return a.print(p, func(w io.Writer) error { return printProject(w, p) })
+		},
+	}
+	c.Flags().Int64Var(&version, "version", 0, "compare-and-set against this `version`")
+	return c
+}
+
+func newProjectRemoveCommand(a *app) *cobra.Command {
+	return &cobra.Command{
+		Use:   "rm PROJECT...",
+		Short: "Delete empty projects and revoke their keys",
+		Args:  cobra.MinimumNArgs(1),
+		RunE: func(c *cobra.Command, args []string) error {
+			client, err := a.client()
+			if err != nil {
+				return err
+			}
+			ids := []string{}
+			failed := each(args, func(ref string) error {
+				p, err := project(c.Context(), client, ref)
+				if err == nil {
+					err = client.DeleteProject(c.Context(), p.ID)
+				}
+				if err == nil {
+					ids = append(ids, p.ID)
+				}
+				return err
+			})
+			if err := a.print(ids, func(w io.Writer) error {
+				for _, id := range ids {
+					fmt.Fprintf(w, "%s is deleted\n", id)
+				}
+				return nil
+			}); err != nil {
+				return err
+			}
+			return failed
+		},
+	}
+}

@@ -1,0 +1,38 @@
+package main
+
+import (
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+)
+
+// TestServerFlags comes as far as the first refusal: the flags and the environment are read, and what is wrong is said at once.
+func TestServerFlags(t *testing.T) {
+	t.Parallel()
+	dir := t.TempDir()
+	dsn := filepath.Join(dir, "dsn")
+	if err := os.WriteFile(dsn, []byte("postgres://127.0.0.1:1/x\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	for name, c := range map[string]struct {
+		args   []string
+		env    map[string]string
+		status int
+		says   string
+	}{
+		"nothing":                      {[]string{"controller"}, nil, exitBadInput, "--database"},
+		"in clear, by the environment": {[]string{"controller"}, map[string]string{"COPPICE_LISTEN": "0.0.0.0:7070", "COPPICE_DATABASE": "x", "COPPICE_KEY_FILE": "k"}, exitBadInput, "--plain-http"},
+		"a flag wins":                  {[]string{"controller", "--listen", "127.0.0.1:0", "--database-wait", "1ms", "--key-file", "k", "--database-file", dsn}, map[string]string{"COPPICE_LISTEN": "0.0.0.0:7070"}, exitUnavailable, "database"},
+		"two databases":                {[]string{"controller", "--database", "x", "--database-file", dsn}, nil, exitUsage, "exclude one another"},
+		"a bad variable":               {[]string{"controller"}, map[string]string{"COPPICE_DATABASE_WAIT": "soon"}, exitUsage, "COPPICE_DATABASE_WAIT"},
+		"a bad level":                  {[]string{"runner", "--log-level", "loud", "--accel", "tcg"}, nil, exitUsage, "--log-level"},
+		"no controller":                {[]string{"runner", "--data-dir", dir, "--accel", "tcg"}, nil, exitBadInput, "--controller"},
+		"two controllers, no data":     {[]string{"runner", "--data-dir", dir, "--accel", "tcg"}, map[string]string{"COPPICE_CONTROLLER": "https://a:1,https://b:1", "COPPICE_DATA_URL": "https://c:1"}, exitBadInput, "--data-listen"},
+	} {
+		a, _, stderr := testApp(c.env)
+		if got := a.run(t.Context(), c.args); got != c.status || !strings.Contains(stderr.String(), c.says) {
+			t.Errorf("%s: status %d, want %d; %s", name, got, c.status, stderr)
+		}
+	}
+}

@@ -1,0 +1,133 @@
+package main
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/coppice-dev/coppice/core"
+	coppice "github.com/coppice-dev/coppice/sdk/go"
+)
+
+// sessionsOf lists the sessions of a workspace, the one that was started last first: a fork has its parent's, whose ids
+// say when the fork first told of them.
+func sessionsOf(ctx context.Context, client *coppice.Client, ws coppice.Workspace) ([]coppice.Session, error) {
+	sessions, err := coppice.Collect(client.Sessions(ctx, ws.ID))
+	slices.SortStableFunc(sessions, func(a, b coppice.Session) int { return b.StartedAt.Compare(a.StartedAt) })
+	return sessions, err
+}
+
+// chooseSession finds the session that a person means among those of a workspace: the newest if none is named.
+func chooseSession(ws coppice.Workspace, sessions []coppice.Session, ref []string) (coppice.Session, error) {
+	if len(ref) == 0 {
+		if len(sessions) == 0 {
+			return coppice.Session{}, core.Errorf(core.NotFound, core.CodeSessionNotFound, "workspace %s has no sessions; coppice ws logs --console shows its console", ws.Name)
+		}
+		return sessions[0], nil
+	}
+	var found []coppice.Session
+	for _, s := range sessions {
+		if s.ID == ref[0] {
+			return s, nil
+		}
+		if len(ref[0]) >= 4 && strings.HasSuffix(s.ID, ref[0]) {
+			found = append(found, s)
+		}
+	}
+	switch len(found) {
+	case 1:
+		return found[0], nil
+	case 0:
+		return coppice.Session{}, core.Errorf(core.NotFound, core.CodeSessionNotFound, "workspace %s has no session %q; coppice ws logs --list shows those there are", ws.Name, core.Clip(ref[0]))
+	}
+	return coppice.Session{}, core.Errorf(core.Invalid, core.CodeInvalidID, "%q names %d sessions; give more of the id", core.Clip(ref[0]), len(found))
+}
+
+func printSessions(w io.Writer, now time.Time, list []coppice.Session) error {
+	if len(list) == 0 {
+		_, err := fmt.Fprintln(w, "No sessions.")
+		return err
+	}
+	rows := make([][]string, 0, len(list))
+	for _, s := range list {
+		how := ""
+		if s.ExitCode != nil {
+			how = fmt.Sprint(*s.ExitCode)
+		}
+		if s.TimedOut {
+			how += " (timed out)"
+		}
+		rows = append(rows, []string{short(s.ID), string(s.State), how, fmt.Sprint(s.PID), size(s.StdoutBytes), size(s.StderrBytes), age(now, s.StartedAt), commandLine(s.Command)})
+	}
+	return table(w, "SESSION STATE EXIT PID STDOUT STDERR AGE COMMAND", rows)
+}
+
+// commandLine shows a command so that it fits a line.
+func commandLine(command []string) string {
+	const limit = 60
+	words := make([]string, 0, len(command))
+	for _, w := range command {
+		if w == "" || strings.ContainsAny(w, " \t\n'\"\\$`*?;&|<>()") {
+			w = "'" + strings.ReplaceAll(w, "'", `'\''`) + "'"
+		}
+		words = append(words, w)
+	}
+	line := []rune(strings.Join(words, " "))
+	if len(line) > limit {
+		return string(line[:limit-1]) + "…"
+	}
+	return string(line)
+}
+
+// logs prints what a session has written, and what it goes on to write if asked.
+func (a *app) logs(ctx context.Context, client *coppice.Client, session coppice.Session, follow bool) error {
+	for stream, dropped := range map[string]int64{coppice.Stdout: session.StdoutFirst, coppice.Stderr: session.StderrFirst} {
+		if dropped > 0 {
+			fmt.Fprintf(a.stderr, "coppice: the first %s of %s are not kept any more\n", size(dropped), stream)
+		}
+	}
+	if follow {
+		session, err := a.follow(ctx, client, session)
+		if err != nil {
+			return err
+		}
+		return passOn(*session.ExitCode)
+	}
+	for stream, w := range map[string]io.Writer{coppice.Stdout: a.stdout, coppice.Stderr: a.stderr} {
+		if session.PTY && stream == coppice.Stderr {
+			continue
+		}
+		o, err := client.SessionOutput(ctx, session.ID, stream, 0, false)
+		if err != nil {
+			return err
+		}
+		_, err = io.Copy(w, o)
+		if err := joinClose(err, o); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// console prints the tail of the machine's console. On a terminal, its control characters are shown, not obeyed.
+func (a *app) console(ctx context.Context, client *coppice.Client, ws coppice.Workspace) error {
+	b, err := client.Console(ctx, ws.ID)
+	if err != nil {
+		return err
+	}
+	text := string(b)
+	if _, ok := terminal(a.stdout); ok {
+		lines := strings.Split(strings.ReplaceAll(text, "\r\n", "\n"), "\n")
+		for i, l := range lines {
+			lines[i] = visible(l)
+		}
+		text = strings.Join(lines, "\n")
+	}
+	return a.print(map[string]string{"console": text}, func(w io.Writer) error {
+		_, err := io.WriteString(w, text)
+		return err
+	})
+}

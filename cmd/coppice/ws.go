@@ -1,0 +1,309 @@
+package main
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"strings"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	coppice "github.com/coppice-dev/coppice/sdk/go"
+)
+
+func newWSCommand(a *app) *cobra.Command {
+	c := &cobra.Command{
+		Use:     "ws",
+		Aliases: []string{"workspace"},
+		Short:   "Work with workspaces: running machines",
+		Long: `Work with workspaces: running machines.
+
+WORKSPACE is a name, an id, or the end of an id.`,
+	}
+	c.AddCommand(
+		newWSCreateCommand(a), newWSListCommand(a), newWSShowCommand(a), newWSRemoveCommand(a),
+		newWSExecCommand(a), newWSShellCommand(a), newWSCopyCommand(a), newWSForwardCommand(a), newWSLogsCommand(a),
+		newWSSuspendCommand(a), newWSResumeCommand(a), newWSUsageCommand(a),
+	)
+	return c
+}
+
+// startFlags are shared by the commands that start workspaces.
+type startFlags struct {
+	env, labels []string
+	egress      string
+	ttl, idle   time.Duration
+	onIdle      string
+	autoResume  bool
+	quiet       bool
+}
+
+func (s *startFlags) add(c *cobra.Command) {
+	f := c.Flags()
+	f.StringArrayVarP(&s.env, "env", "e", nil, "environment of sessions, `KEY=VALUE`; may be repeated")
+	f.StringArrayVarP(&s.labels, "label", "l", nil, "label, `KEY=VALUE`; may be repeated")
+	f.StringVar(&s.egress, "egress", "", "egress `policy`: deny-all (default) or allow-all, which is for development only")
+	f.DurationVar(&s.ttl, "ttl", 0, "terminate after this `duration`, such as 30m; 0 is never")
+	f.DurationVar(&s.idle, "idle", 0, "suspend after nobody used it for this `duration`; 0 is never")
+	f.StringVar(&s.onIdle, "on-idle", "", "what to `do` with --idle: suspend (default) or terminate")
+	f.BoolVar(&s.autoResume, "auto-resume", false, "when it is suspended, resume it as soon as it is used")
+	f.BoolVarP(&s.quiet, "quiet", "q", false, "print ids only")
+}
+
+// started is what startFlags say, in the API's words.
+type started struct {
+	env     coppice.Env
+	labels  coppice.Labels
+	network coppice.NetworkRequest
+	ttl     int64
+
+	idle       int64
+	onIdle     coppice.OnIdle
+	autoResume bool
+}
+
+func (s *startFlags) read() (out started, err error) {
+	if out.env, err = keyValues("--env", s.env); err != nil {
+		return out, err
+	}
+	if out.labels, err = keyValues("--label", s.labels); err != nil {
+		return out, err
+	}
+	for flag, d := range map[string]time.Duration{"--ttl": s.ttl, "--idle": s.idle} {
+		if d < 0 || d%time.Second != 0 {
+			return out, usageError{fmt.Errorf("%s %s is not a whole number of seconds", flag, d)}
+		}
+	}
+	if s.onIdle != "" && s.idle == 0 {
+		return out, usageError{errors.New("--on-idle needs --idle")}
+	}
+	out.idle, out.onIdle, out.autoResume = int64(s.idle/time.Second), coppice.OnIdle(s.onIdle), s.autoResume
+	out.network.EgressPolicy = coppice.EgressPolicy(s.egress)
+	out.ttl = int64(s.ttl / time.Second)
+	return out, nil
+}
+
+func newWSCreateCommand(a *app) *cobra.Command {
+	var flags startFlags
+	var name, image string
+	var vcpus, memory, disk int
+	c := &cobra.Command{
+		Use:   "create",
+		Short: "Create a workspace from an image",
+		Long: `Create a workspace from an image.
+
+The first workspace of an image and shape boots the image once, which takes a while; later ones are forks of that.`,
+		Example: "  coppice ws create --name demo\n  coppice ws create --image demo --vcpus 2 --memory 1024 --env DEBUG=1",
+		Args:    cobra.NoArgs,
+		RunE: func(c *cobra.Command, _ []string) error {
+			s, err := flags.read()
+			if err != nil {
+				return err
+			}
+			client, err := a.client()
+			if err != nil {
+				return err
+			}
+			req := coppice.CreateWorkspaceRequest{
+				Name: name, Image: image, Env: s.env, Labels: s.labels, Network: s.network, TTLSeconds: s.ttl,
+				IdleSeconds: s.idle, OnIdle: s.onIdle, AutoResume: s.autoResume,
+			}
+			for flag, field := range map[string]**int{"vcpus": &req.Resources.VCPUs, "memory": &req.Resources.MemoryMiB, "disk": &req.Resources.DiskGiB} {
+				if c.Flags().Changed(flag) {
+					*field = map[string]*int{"vcpus": &vcpus, "memory": &memory, "disk": &disk}[flag]
+				}
+			}
+			began := time.Now()
+			done := a.working(c.Context(), "creating a workspace")
+			ws, err := client.CreateWorkspace(c.Context(), req)
+			done()
+			if err != nil {
+				return err
+			}
+			return a.print(ws, func(w io.Writer) error {
+				if flags.quiet {
+					_, err := fmt.Fprintln(w, ws.ID)
+					return err
+				}
+				_, err := fmt.Fprintf(w, "%s is ready after %.1f s: %s, %s\n", ws.Name, time.Since(began).Seconds(), ws.ID, ws.Network.IP)
+				return err
+			})
+		},
+	}
+	f := c.Flags()
+	f.StringVar(&name, "name", "", "`name`, unique among live workspaces (default: one is made up)")
+	f.StringVar(&image, "image", "", "`image` by name or digest (default base)")
+	f.IntVar(&vcpus, "vcpus", 0, "virtual CPUs (default: the server's)")
+	f.IntVar(&memory, "memory", 0, "memory in `MiB` (default: the server's)")
+	f.IntVar(&disk, "disk", 0, "writable disk in `GiB` (default: the server's)")
+	flags.add(c)
+	return c
+}
+
+func newWSListCommand(a *app) *cobra.Command {
+	var everything, quiet bool
+	var labels []string
+	c := &cobra.Command{
+		Use:     "ls",
+		Aliases: []string{"list"},
+		Short:   "List workspaces, newest first",
+		Args:    cobra.NoArgs,
+		RunE: func(c *cobra.Command, _ []string) error {
+			client, err := a.client()
+			if err != nil {
+				return err
+			}
+			filter := coppice.WorkspaceFilter{Labels: labels}
+			if everything {
+				filter.States = []coppice.WorkspaceState{
+					coppice.WorkspaceCreating, coppice.WorkspaceRestoring, coppice.WorkspaceQuarantined, coppice.WorkspaceReady,
+					coppice.WorkspaceCheckpointing, coppice.WorkspaceSuspended, coppice.WorkspaceTerminating,
+					coppice.WorkspaceTerminated, coppice.WorkspaceFailed, coppice.WorkspaceLost,
+				}
+			}
+			list, err := coppice.Collect(client.Workspaces(c.Context(), filter))
+			if err != nil {
+				return err
+			}
+			return a.print(list, func(w io.Writer) error {
+				if quiet {
+					for _, ws := range list {
+						fmt.Fprintln(w, ws.ID)
+					}
+					return nil
+				}
+				return printWorkspaces(w, time.Now(), list)
+			})
+		},
+	}
+	f := c.Flags()
+	f.BoolVarP(&everything, "all", "a", false, "also those that were terminated")
+	f.StringArrayVarP(&labels, "label", "l", nil, "only with this label, `KEY[=VALUE]`; may be repeated")
+	f.BoolVarP(&quiet, "quiet", "q", false, "print ids only")
+	return c
+}
+
+func printWorkspaces(w io.Writer, now time.Time, list []coppice.Workspace) error {
+	if len(list) == 0 {
+		_, err := fmt.Fprintln(w, "No workspaces. Make one: coppice ws create")
+		return err
+	}
+	rows := make([][]string, 0, len(list))
+	for _, ws := range list {
+		rows = append(rows, []string{
+			ws.Name, short(ws.ID), state(ws), ws.Image.Name, short(ws.CheckpointID), ws.Network.IP, age(now, ws.CreatedAt), left(now, ws.ExpiresAt),
+		})
+	}
+	return table(w, "NAME ID STATE IMAGE HEAD IP AGE EXPIRES", rows)
+}
+
+func state(ws coppice.Workspace) string {
+	if ws.Condition != "" {
+		return string(ws.State) + " (" + string(ws.Condition) + ")"
+	}
+	return string(ws.State)
+}
+
+func newWSShowCommand(a *app) *cobra.Command {
+	return &cobra.Command{
+		Use:     "show WORKSPACE",
+		Aliases: []string{"get"},
+		Short:   "Show a workspace",
+		Args:    cobra.ExactArgs(1),
+		RunE: func(c *cobra.Command, args []string) error {
+			client, err := a.client()
+			if err != nil {
+				return err
+			}
+			ws, err := workspace(c.Context(), client, args[0])
+			if err != nil {
+				return err
+			}
+			var ports []coppice.Port
+			if ws.State == coppice.WorkspaceReady {
+				if ports, err = client.Ports(c.Context(), ws.ID); err != nil {
+					return err
+				}
+			}
+			return a.print(ws, func(w io.Writer) error { return printWorkspace(w, ws, ports) })
+		},
+	}
+}
+
+func printWorkspace(w io.Writer, ws coppice.Workspace, ports []coppice.Port) error {
+	failure := ""
+	if ws.Failure != nil {
+		failure = ws.Failure.Message + " (" + ws.Failure.Code + ")"
+	}
+	forwarded := make([]string, 0, len(ports))
+	for _, p := range ports {
+		forwarded = append(forwarded, fmt.Sprintf("%s -> %d", p.Listen, p.GuestPort))
+	}
+	return facts(w,
+		"name", ws.Name, "id", ws.ID, "state", state(ws), "failure", failure,
+		"image", strings.TrimSpace(ws.Image.Name+" "+ws.Image.Digest),
+		"resources", fmt.Sprintf("%d vCPU, %d MiB memory, %d GiB disk", ws.Resources.VCPUs, ws.Resources.MemoryMiB, ws.Resources.DiskGiB),
+		"address", ws.Network.IP, "hostname", ws.Network.Hostname, "MAC", ws.Network.MAC, "machine-id", ws.Network.MachineID,
+		"egress", string(ws.Network.EgressPolicy), "ports", strings.Join(forwarded, ", "),
+		"env", pairs(ws.Env), "labels", pairs(ws.Labels), "when idle", whenIdle(ws),
+		"forked from", ws.ParentCheckpointID, "head", ws.CheckpointID, "runner", ws.RunnerID,
+		"epoch", fmt.Sprint(ws.Epoch), "created", moment(ws.CreatedAt), "ready", moment(ws.ReadyAt), "expires", moment(ws.ExpiresAt), "ended", moment(ws.EndedAt),
+		"timings", timings(ws.Timings),
+	)
+}
+
+func newWSRemoveCommand(a *app) *cobra.Command {
+	var all bool
+	var labels []string
+	c := &cobra.Command{
+		Use:     "rm WORKSPACE...",
+		Aliases: []string{"terminate"},
+		Short:   "Terminate workspaces; their checkpoints stay",
+		RunE: func(c *cobra.Command, args []string) error {
+			if len(args) == 0 && !all && len(labels) == 0 {
+				return usageError{fmt.Errorf("name a workspace, or give --label or --all")}
+			}
+			client, err := a.client()
+			if err != nil {
+				return err
+			}
+			ctx := c.Context()
+			var list []coppice.Workspace
+			if all || len(labels) > 0 {
+				if list, err = coppice.Collect(client.Workspaces(ctx, coppice.WorkspaceFilter{Labels: labels})); err != nil {
+					return err
+				}
+			}
+			failed := each(args, func(ref string) error {
+				ws, err := workspace(ctx, client, ref)
+				list = append(list, ws)
+				return err
+			})
+			if failed != nil {
+				return failed
+			}
+			done := a.working(ctx, fmt.Sprintf("terminating %d", len(list)))
+			gone := []coppice.Workspace{}
+			for _, ws := range list {
+				ws, err := client.TerminateWorkspace(ctx, ws.ID)
+				if err == nil {
+					gone = append(gone, ws)
+				} else {
+					failed = errors.Join(failed, err)
+				}
+			}
+			done()
+			err = a.print(gone, func(w io.Writer) error {
+				for _, ws := range gone {
+					fmt.Fprintf(w, "%s (%s) is %s\n", ws.Name, short(ws.ID), ws.State)
+				}
+				return nil
+			})
+			return errors.Join(failed, err)
+		},
+	}
+	c.Flags().BoolVar(&all, "all", false, "every workspace")
+	c.Flags().StringArrayVarP(&labels, "label", "l", nil, "every workspace with this label, `KEY[=VALUE]`")
+	return c
+}

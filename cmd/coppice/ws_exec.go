@@ -1,0 +1,251 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"os/signal"
+	"syscall"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	coppice "github.com/coppice-dev/coppice/sdk/go"
+)
+
+// execFlags say how a program is run.
+type execFlags struct {
+	cwd, user string
+	env       []string
+	timeout   time.Duration
+}
+
+func (e *execFlags) add(c *cobra.Command) {
+	f := c.Flags()
+	f.StringVarP(&e.cwd, "cwd", "C", "", "working `directory` (default /workspace if that is there, else the home)")
+	f.StringArrayVarP(&e.env, "env", "e", nil, "environment, `KEY=VALUE`; may be repeated")
+	f.StringVarP(&e.user, "user", "u", "", "`user` name or id, optionally :group (default root)")
+	f.DurationVar(&e.timeout, "timeout", 0, "kill the program after this `duration`; 0 is never")
+}
+
+func (e *execFlags) request(command []string) (coppice.ExecRequest, error) {
+	env, err := keyValues("--env", e.env)
+	if err == nil && e.timeout < 0 {
+		err = usageError{fmt.Errorf("--timeout %s is negative", e.timeout)}
+	}
+	return coppice.ExecRequest{Command: command, Cwd: e.cwd, Env: env, User: e.user, TimeoutMS: e.timeout.Milliseconds()}, err
+}
+
+// commandOf returns what follows the workspace. Flags may stand before it only, so the parser leaves a "--" behind it in place.
+func commandOf(args []string) []string {
+	if len(args) > 1 && args[1] == "--" {
+		return args[2:]
+	}
+	return args[1:]
+}
+
+func newWSExecCommand(a *app) *cobra.Command {
+	var flags execFlags
+	var interactive, tty, detach bool
+	c := &cobra.Command{
+		Use:   "exec WORKSPACE [--] COMMAND [ARGUMENT...]",
+		Short: "Run a program in a workspace",
+		Long: `Run a program in a workspace. There is no shell in between; use sh -c for one.
+
+Its output is passed on as it comes and its exit status is this command's: 127 when there is no such program, 126 when it cannot be
+run, 124 when it was killed at its timeout. Ctrl-C sends it SIGINT; a second one leaves it running.
+With --json, the output and the exit status are printed as one object when it has ended.`,
+		Example: "  coppice ws exec demo -- uname -a\n  coppice ws exec demo -- sh -c 'make test 2>&1 | tail'\n  tar c . | coppice ws exec -i demo -- tar x -C /workspace",
+		Args:    cobra.MinimumNArgs(2),
+		RunE: func(c *cobra.Command, args []string) error {
+			if len(commandOf(args)) == 0 {
+				return usageError{errors.New("no command is given")}
+			}
+			if detach && (interactive || tty) {
+				return usageError{errors.New("--detach goes with neither --interactive nor --tty")}
+			}
+			req, err := flags.request(commandOf(args))
+			if err != nil {
+				return err
+			}
+			client, err := a.client()
+			if err != nil {
+				return err
+			}
+			ws, err := workspace(c.Context(), client, args[0])
+			if err != nil {
+				return err
+			}
+			switch {
+			case detach:
+				return a.detached(c.Context(), client, ws, req)
+			case tty:
+				return a.shell(c.Context(), client, ws, req)
+			case a.json && !interactive:
+				return a.execJSON(c.Context(), client, ws, req)
+			}
+			return a.exec(c.Context(), client, ws, req, interactive)
+		},
+	}
+	c.Flags().SetInterspersed(false)
+	f := c.Flags()
+	f.BoolVarP(&interactive, "interactive", "i", false, "pass standard input on")
+	f.BoolVarP(&tty, "tty", "t", false, "give it a terminal, as ws shell does")
+	f.BoolVarP(&detach, "detach", "d", false, "return at once and print the session's id; coppice ws logs has its output")
+	flags.add(c)
+	return c
+}
+
+func (a *app) detached(ctx context.Context, client *coppice.Client, ws coppice.Workspace, req coppice.ExecRequest) error {
+	session, err := client.StartSession(ctx, ws.ID, req)
+	if err != nil {
+		return a.notStarted(err)
+	}
+	return a.print(session, func(w io.Writer) error {
+		_, err := fmt.Fprintln(w, session.ID)
+		return err
+	})
+}
+
+func (a *app) execJSON(ctx context.Context, client *coppice.Client, ws coppice.Workspace, req coppice.ExecRequest) error {
+	res, err := client.Exec(ctx, ws.ID, req)
+	if err != nil {
+		return a.notStarted(err)
+	}
+	if err := a.print(res, nil); err != nil {
+		return err
+	}
+	return passOn(res.ExitCode)
+}
+
+// exec runs a program with its output passed on, and its input if asked.
+func (a *app) exec(ctx context.Context, client *coppice.Client, ws coppice.Workspace, req coppice.ExecRequest, interactive bool) error {
+	req.StdinOpen = interactive
+	session, err := client.StartSession(ctx, ws.ID, req)
+	if err != nil {
+		return a.notStarted(err)
+	}
+	if interactive {
+		// It ends with the process: a read of standard input cannot be taken back.
+		go func() { _ = client.WriteStdin(context.WithoutCancel(ctx), session.ID, a.stdin, true) }()
+	}
+	// Ctrl-C is the program's; its output is followed to its end all the same. The second Ctrl-C is ours.
+	remote, cancel := context.WithCancelCause(context.WithoutCancel(ctx))
+	defer cancel(nil)
+	go func() {
+		select {
+		case <-ctx.Done():
+		case <-remote.Done():
+			return
+		}
+		again := make(chan os.Signal, 1)
+		signal.Notify(again, os.Interrupt, syscall.SIGTERM)
+		defer signal.Stop(again)
+		fmt.Fprintf(a.stderr, "coppice: interrupting; once more leaves session %s running\n", session.ID)
+		if err := client.SignalSession(remote, session.ID, "SIGINT"); err != nil {
+			cancel(err)
+		}
+		select {
+		case <-again:
+			cancel(context.Canceled)
+		case <-remote.Done():
+		}
+	}()
+	session, err = a.follow(remote, client, session)
+	if err != nil {
+		return err
+	}
+	if session.TimedOut {
+		fmt.Fprintf(a.stderr, "coppice: the program was killed at its timeout of %s\n", time.Duration(req.TimeoutMS)*time.Millisecond)
+		return statusError(exitTimedOut)
+	}
+	return passOn(*session.ExitCode)
+}
+
+// notStarted reports a program that could not be started with the status that a shell gives it.
+func (a *app) notStarted(err error) error {
+	for code, status := range map[coppice.Code]int{coppice.CodeCommandNotFound: exitNoCommand, coppice.CodeCommandNotStarted: exitCannotRun} {
+		if errors.Is(err, code) {
+			a.report(err)
+			return statusError(status)
+		}
+	}
+	return err
+}
+
+// The exit statuses that a shell gives to a program that it cannot run, and to one that is not there.
+const (
+	exitCannotRun = 126
+	exitNoCommand = 127
+)
+
+// follow copies a session's output until it has ended.
+func (a *app) follow(ctx context.Context, client *coppice.Client, session coppice.Session) (coppice.Session, error) {
+	errs := make(chan error, 1)
+	go func() {
+		if session.PTY {
+			errs <- nil
+			return
+		}
+		errs <- client.Follow(ctx, session.ID, coppice.Stderr, session.StderrFirst, a.stderr)
+	}()
+	err := client.Follow(ctx, session.ID, coppice.Stdout, session.StdoutFirst, a.stdout)
+	if err = errors.Join(err, <-errs); err != nil {
+		return session, err
+	}
+	return client.WaitSession(ctx, session.ID)
+}
+
+// passOn ends this program with another one's exit status.
+func passOn(status int) error {
+	if status == 0 {
+		return nil
+	}
+	return statusError(status)
+}
+
+func newWSLogsCommand(a *app) *cobra.Command {
+	var follow, console, list bool
+	c := &cobra.Command{
+		Use:   "logs WORKSPACE [SESSION]",
+		Short: "Print the output of a session, by default the newest, or the machine's console",
+		Example: `  coppice ws logs demo --list
+  coppice ws logs -f demo
+  coppice ws logs --console demo`,
+		Args: cobra.RangeArgs(1, 2),
+		RunE: func(c *cobra.Command, args []string) error {
+			client, err := a.client()
+			if err != nil {
+				return err
+			}
+			ctx := c.Context()
+			ws, err := workspace(ctx, client, args[0])
+			if err != nil {
+				return err
+			}
+			if console {
+				return a.console(ctx, client, ws)
+			}
+			sessions, err := sessionsOf(ctx, client, ws)
+			if err != nil {
+				return err
+			}
+			if list {
+				return a.print(sessions, func(w io.Writer) error { return printSessions(w, time.Now(), sessions) })
+			}
+			session, err := chooseSession(ws, sessions, args[1:])
+			if err != nil {
+				return err
+			}
+			return a.logs(ctx, client, session, follow)
+		},
+	}
+	f := c.Flags()
+	f.BoolVarP(&follow, "follow", "f", false, "go on until the session ends, and pass on its exit status")
+	f.BoolVar(&console, "console", false, "the serial console of the machine instead")
+	f.BoolVar(&list, "list", false, "list the sessions instead")
+	c.MarkFlagsMutuallyExclusive("console", "list", "follow")
+	return c
+}

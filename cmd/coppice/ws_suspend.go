@@ -1,0 +1,92 @@
+package main
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	coppice "github.com/coppice-dev/coppice/sdk/go"
+)
+
+func newWSSuspendCommand(a *app) *cobra.Command {
+	return &cobra.Command{
+		Use:   "suspend WORKSPACE...",
+		Short: "Checkpoint workspaces and stop them, until they are resumed",
+		Long: `Checkpoint workspaces and stop them, until they are resumed. A suspended workspace takes disk space only. Its programs go on when it is
+resumed, from the instant at which it was suspended.`,
+		Args: cobra.MinimumNArgs(1),
+		RunE: func(c *cobra.Command, args []string) error {
+			client, err := a.client()
+			if err != nil {
+				return err
+			}
+			return a.eachWorkspace(c, args, "suspending", func(ws coppice.Workspace) (coppice.Workspace, error) {
+				return client.SuspendWorkspace(c.Context(), ws.ID)
+			})
+		},
+	}
+}
+
+func newWSResumeCommand(a *app) *cobra.Command {
+	return &cobra.Command{
+		Use:   "resume WORKSPACE...",
+		Short: "Bring suspended workspaces back",
+		Args:  cobra.MinimumNArgs(1),
+		RunE: func(c *cobra.Command, args []string) error {
+			client, err := a.client()
+			if err != nil {
+				return err
+			}
+			return a.eachWorkspace(c, args, "resuming", func(ws coppice.Workspace) (coppice.Workspace, error) {
+				return client.ResumeWorkspace(c.Context(), ws.ID)
+			})
+		},
+	}
+}
+
+// eachWorkspace does something to each of the named workspaces and prints what became of them.
+func (a *app) eachWorkspace(c *cobra.Command, refs []string, doing string, do func(coppice.Workspace) (coppice.Workspace, error)) error {
+	client, err := a.client()
+	if err != nil {
+		return err
+	}
+	changed := []coppice.Workspace{}
+	began := time.Now()
+	failed := each(refs, func(ref string) error {
+		ws, err := workspace(c.Context(), client, ref)
+		if err != nil {
+			return err
+		}
+		done := a.working(c.Context(), doing+" "+ws.Name)
+		ws, err = do(ws)
+		done()
+		if err == nil {
+			changed = append(changed, ws)
+		}
+		return err
+	})
+	err = a.print(changed, func(w io.Writer) error {
+		for _, ws := range changed {
+			fmt.Fprintf(w, "%s (%s) is %s after %.1f s\n", ws.Name, short(ws.ID), ws.State, time.Since(began).Seconds())
+		}
+		return nil
+	})
+	return errors.Join(failed, err)
+}
+
+func whenIdle(ws coppice.Workspace) string {
+	text := ""
+	if ws.IdleSeconds > 0 {
+		text = fmt.Sprintf("%s after %s", ws.OnIdle, time.Duration(ws.IdleSeconds)*time.Second)
+	}
+	if ws.AutoResume {
+		if text != "" {
+			text += ", "
+		}
+		text += "resumed on use"
+	}
+	return text
+}

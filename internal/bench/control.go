@@ -1,0 +1,290 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"path/filepath"
+	"sync"
+	"time"
+
+	"github.com/coppice-dev/coppice/internal/atomicfile"
+	coppice "github.com/coppice-dev/coppice/sdk/go"
+)
+
+// `bench control` measures the control plane: PostgreSQL that is as durable as a real one, a controller with its REST API, and
+// runners without real machines. Nothing of it needs root.
+
+// quantiles are in milliseconds.
+type quantiles struct {
+	P50 float64 `json:"p50"`
+	P99 float64 `json:"p99"`
+	N   int     `json:"n"`
+}
+
+func (s samples) quantiles() quantiles {
+	return quantiles{P50: s.median(), P99: s.quantile(0.99), N: len(s)}
+}
+
+// controlAim is a figure of control.json with what it should be.
+type controlAim struct {
+	Figure  string  `json:"figure"`
+	Value   float64 `json:"value"`
+	Aim     float64 `json:"aim"`
+	AtLeast bool    `json:"at_least"` // else at most
+	Met     bool    `json:"met"`
+}
+
+// controlReport is control.json.
+type controlReport struct {
+	StartedAt time.Time `json:"started_at"`
+	WallS     float64   `json:"wall_s"`
+	Host      host      `json:"host"`
+	Load      load      `json:"load"`
+	Postgres  string    `json:"postgres"`
+
+	ForkOpMS       quantiles `json:"fork_op_ms"`          // one client: POST to its answer, both transactions committed
+	ForkOpCPUMS    float64   `json:"fork_op_cpu_ms"`      // of controller, client and PostgreSQL together, which foreign load moves less
+	ForkOpsPerS    float64   `json:"fork_ops_per_s"`      // several clients, sustained
+	ForkOpBusyMS   quantiles `json:"fork_op_busy_ms"`     // the same clients, each operation
+	ForkOpBusyCPU  float64   `json:"fork_op_busy_cpu_ms"` // CPU time per operation meanwhile
+	Parallel1000S  float64   `json:"parallel_1000_s"`     // the real runner on fake machines: all READY
+	LineageMS      quantiles `json:"lineage_ms"`          // a page of 1,000 ancestors
+	LineagePageMS  quantiles `json:"lineage_page_ms"`     // a page of 100, as by default
+	TreePageMS     quantiles `json:"tree_page_ms"`        // the first page of the whole tree
+	TreeNodes      int       `json:"tree_nodes"`
+	TreeDepth      int       `json:"tree_depth"`
+	SustainClients int       `json:"sustain_clients"`
+
+	Aims []controlAim `json:"aims"`
+}
+
+func (r *controlReport) judge() {
+	aim := func(figure string, value, limit float64, atLeast bool) {
+		met := value > 0 && (atLeast && value >= limit || !atLeast && value <= limit)
+		r.Aims = append(r.Aims, controlAim{Figure: figure, Value: value, Aim: limit, AtLeast: atLeast, Met: met})
+	}
+	aim("fork_op_ms.p50", r.ForkOpMS.P50, 5, false)
+	aim("fork_ops_per_s", r.ForkOpsPerS, 300, true)
+	aim("parallel_1000_s", r.Parallel1000S, 60, false)
+	aim("lineage_ms.p99", r.LineageMS.P99, 20, false)
+}
+
+func (r *controlReport) show(w io.Writer) error {
+	p := &printer{w: w}
+	p.line("Coppice: make bench-control, %s, %.0f s", r.StartedAt.Format("2006-01-02 15:04 UTC"), r.WallS)
+	p.line("host     %d x %s, %.0f GiB, Linux %s", r.Host.CPUs, r.Host.CPU, r.Host.MemoryGiB, r.Host.Kernel)
+	p.line("database PostgreSQL %s, durable, on a unix socket", r.Postgres)
+	p.line("load     %.2f before, %.2f after: %s\n", r.Load.Before, r.Load.After, r.Load.Note)
+	row := func(name string, q quantiles) []string {
+		return []string{name, fmt.Sprint(q.N), number(q.P50), number(q.P99)}
+	}
+	p.columns([][]string{
+		{"milliseconds", "n", "p50", "p99"},
+		row("fork of 1, one client: POST to answer", r.ForkOpMS),
+		row(fmt.Sprintf("the same, %d clients", r.SustainClients), r.ForkOpBusyMS),
+		row("lineage, page of 1,000", r.LineageMS),
+		row("lineage, page of 100", r.LineagePageMS),
+		row("tree, first page of 100", r.TreePageMS),
+	})
+	p.line("\nfork operations, %d clients: %s a second; CPU time of each %s ms (one client: %s)",
+		r.SustainClients, number(r.ForkOpsPerS), number(r.ForkOpBusyCPU), number(r.ForkOpCPUMS))
+	p.line("1,000 parallel forks of one checkpoint, real runner, fake machines: all READY in %s s", number(r.Parallel1000S))
+	p.line("tree: %d checkpoints, %d deep", r.TreeNodes, r.TreeDepth)
+	p.line("\nAims")
+	rows := [][]string{{"", "value", "aim", ""}}
+	for _, a := range r.Aims {
+		sign, met := "<=", "met"
+		if a.AtLeast {
+			sign = ">="
+		}
+		if !a.Met {
+			met = "MISSED"
+		}
+		rows = append(rows, []string{a.Figure, number(a.Value), sign + " " + number(a.Aim), met})
+	}
+	p.columns(rows)
+	return p.err
+}
+
+// controlConfig says how much is measured. Tests measure little.
+type controlConfig struct {
+	out      string
+	pgBin    string
+	warmups  int
+	singles  int
+	sustain  time.Duration
+	clients  int
+	parallel int
+	wide     int // nodes of each generation
+	deep     int
+	reads    int
+}
+
+func controlMain(ctx context.Context, arguments []string, out, progress io.Writer) error {
+	cfg := controlConfig{warmups: 200, singles: 1000, clients: 8, parallel: 1000, wide: 100, deep: 1000, reads: 300}
+	f := flag.NewFlagSet("bench control", flag.ContinueOnError)
+	f.SetOutput(progress)
+	f.StringVar(&cfg.out, "out", "var/bench", "`directory` for control.json; the database is in it while the run lasts")
+	f.StringVar(&cfg.pgBin, "pg-bin", "", "`directory` of PostgreSQL's programs; empty finds them")
+	f.DurationVar(&cfg.sustain, "sustain", 15*time.Second, "how long the sustained rate is measured")
+	if err := f.Parse(arguments); err != nil {
+		return err
+	}
+	r, err := measureControl(ctx, cfg, progress)
+	if err != nil {
+		return err
+	}
+	if err := atomicfile.WriteJSON(filepath.Join(cfg.out, "control.json"), r, 0o644); err != nil {
+		return err
+	}
+	return r.show(out)
+}
+
+// measureControl runs everything. The runner's clients and the controller share this process, as the CPUs do anyway.
+func measureControl(ctx context.Context, cfg controlConfig, progress io.Writer) (_ *controlReport, err error) {
+	began := time.Now()
+	say := func(format string, a ...any) {
+		fmt.Fprintf(progress, "%6.1f s  %s\n", time.Since(began).Seconds(), fmt.Sprintf(format, a...))
+	}
+	base := &report{}
+	base.begin(began)
+	r := &controlReport{StartedAt: base.StartedAt, Host: base.Host, SustainClients: cfg.clients, TreeNodes: cfg.wide * cfg.deep, TreeDepth: cfg.deep}
+	say("start PostgreSQL")
+	plane, err := openPlane(ctx, cfg)
+	if err != nil {
+		return nil, err
+	}
+	defer func() { err = errors.Join(err, plane.close(ctx)) }()
+	r.Postgres = plane.version
+	say("single forks")
+	if err := plane.withFakeRunner(ctx, func(w *world) error { return w.measureForks(ctx, cfg, r) }); err != nil {
+		return nil, err
+	}
+	say("%d parallel forks", cfg.parallel)
+	if err := plane.withRealRunner(ctx, cfg, func(w *world) error { return w.measureParallel(ctx, cfg, r) }); err != nil {
+		return nil, err
+	}
+	say("a tree of %d checkpoints, %d deep", r.TreeNodes, r.TreeDepth)
+	if err := plane.withFakeRunner(ctx, func(w *world) error { return w.measureTree(ctx, cfg, r) }); err != nil {
+		return nil, err
+	}
+	base.finish(began)
+	r.WallS, r.Load = base.WallS, base.Load
+	r.judge()
+	return r, nil
+}
+
+// checkpoint makes a workspace and a checkpoint of it to fork from.
+func (w *world) checkpoint(ctx context.Context) (coppice.CheckpointID, error) {
+	ws, err := w.client.CreateWorkspace(ctx, coppice.CreateWorkspaceRequest{Resources: coppice.ResourcesRequest{MemoryMiB: new(128)}})
+	if err != nil {
+		return "", err
+	}
+	cp, err := w.client.CreateCheckpoint(ctx, ws.ID, coppice.CreateCheckpointRequest{})
+	return cp.ID, err
+}
+
+func (w *world) fork(ctx context.Context, id coppice.CheckpointID) (float64, error) {
+	start := time.Now()
+	got, err := w.client.ForkCheckpoint(ctx, id, coppice.ForkCheckpointRequest{Count: new(1)})
+	took := since(start)
+	switch {
+	case err != nil:
+		return 0, err
+	case len(got.Children) != 1 || got.Children[0].Problem != nil:
+		return 0, fmt.Errorf("a fork answered %+v", got.Children)
+	}
+	return took, nil
+}
+
+// measureForks measures fork operations with a runner that answers at once: what the control plane adds.
+func (w *world) measureForks(ctx context.Context, cfg controlConfig, r *controlReport) error {
+	id, err := w.checkpoint(ctx)
+	if err != nil {
+		return err
+	}
+	var times samples
+	var began float64
+	for i := range cfg.warmups + cfg.singles {
+		if i == cfg.warmups {
+			times, began = nil, w.plane.cpu()
+		}
+		took, err := w.fork(ctx, id)
+		if err != nil {
+			return err
+		}
+		times.add(took)
+	}
+	r.ForkOpMS, r.ForkOpCPUMS = times.quantiles(), (w.plane.cpu()-began)/float64(len(times))
+
+	began = w.plane.cpu()
+	start := time.Now()
+	busy, err := together(cfg.clients, func(n int) (samples, error) {
+		var mine samples
+		for time.Since(start) < cfg.sustain {
+			took, err := w.fork(ctx, id)
+			if err != nil {
+				return nil, err
+			}
+			mine.add(took)
+		}
+		return mine, nil
+	})
+	if err != nil {
+		return err
+	}
+	r.ForkOpsPerS = float64(len(busy)) / time.Since(start).Seconds()
+	r.ForkOpBusyMS, r.ForkOpBusyCPU = busy.quantiles(), (w.plane.cpu()-began)/float64(len(busy))
+	return nil
+}
+
+// together runs a function n times at once and gathers what it measured.
+func together(n int, run func(n int) (samples, error)) (samples, error) {
+	var mu sync.Mutex // guards what follows
+	var all samples
+	var failed error
+	var group sync.WaitGroup
+	for i := range n {
+		group.Go(func() {
+			got, err := run(i)
+			mu.Lock()
+			defer mu.Unlock()
+			all.add(got...)
+			failed = errors.Join(failed, err)
+		})
+	}
+	group.Wait()
+	return all, failed
+}
+
+// measureParallel asks for many forks of one checkpoint at once, each a request of its own, and waits until all are ready.
+func (w *world) measureParallel(ctx context.Context, cfg controlConfig, r *controlReport) error {
+	id, err := w.checkpoint(ctx)
+	if err != nil {
+		return err
+	}
+	start := time.Now()
+	if _, err := together(cfg.parallel, func(int) (samples, error) {
+		took, err := w.fork(ctx, id)
+		return samples{took}, err
+	}); err != nil {
+		return err
+	}
+	r.Parallel1000S = time.Since(start).Seconds()
+	ready := 0
+	for ws, err := range w.client.Workspaces(ctx, coppice.WorkspaceFilter{States: []coppice.WorkspaceState{"ready"}}) {
+		if err != nil {
+			return err
+		}
+		if ws.ParentCheckpointID == id {
+			ready++
+		}
+	}
+	if ready != cfg.parallel {
+		return fmt.Errorf("%d of %d forks are ready", ready, cfg.parallel)
+	}
+	return nil
+}

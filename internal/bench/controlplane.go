@@ -1,0 +1,343 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"net/http"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/jackc/pgx/v5"
+	"golang.org/x/sys/unix"
+
+	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/controller/httpapi"
+	"github.com/coppice-dev/coppice/controller/postgres"
+	"github.com/coppice-dev/coppice/controller/runnerclient"
+	"github.com/coppice-dev/coppice/controller/runnertest"
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/pgcluster"
+	"github.com/coppice-dev/coppice/internal/testvm"
+	"github.com/coppice-dev/coppice/internal/undo"
+	"github.com/coppice-dev/coppice/migrations"
+	"github.com/coppice-dev/coppice/runner"
+	"github.com/coppice-dev/coppice/runner/heartbeat"
+	runnerhttp "github.com/coppice-dev/coppice/runner/httpapi"
+	"github.com/coppice-dev/coppice/runner/vmm/fakevmm"
+	coppice "github.com/coppice-dev/coppice/sdk/go"
+)
+
+// plane is a database server in which each measurement has a database of its own.
+type plane struct {
+	dir     string
+	cluster *pgcluster.Cluster
+	version string
+	count   int
+}
+
+func openPlane(ctx context.Context, cfg controlConfig) (*plane, error) {
+	out, err := filepath.Abs(cfg.out)
+	if err != nil {
+		return nil, err
+	}
+	if err := os.MkdirAll(out, 0o711); err != nil { //nolint:gosec // G301: the database's user must pass
+		return nil, err
+	}
+	dir, err := os.MkdirTemp(out, "control-")
+	if err != nil {
+		return nil, err
+	}
+	p := &plane{dir: dir}
+	if err := os.Chmod(dir, 0o711); err != nil { //nolint:gosec // G302: likewise
+		return nil, errors.Join(err, os.RemoveAll(dir))
+	}
+	bin, err := pgcluster.Find(ctx, cfg.pgBin)
+	if err != nil {
+		return nil, errors.Join(err, os.RemoveAll(dir))
+	}
+	p.version = bin.Version
+	p.cluster, err = pgcluster.Start(ctx, pgcluster.Config{
+		Dir: filepath.Join(dir, "pg"), Binaries: bin, Durable: true, Log: slog.New(slog.DiscardHandler),
+	})
+	if err != nil {
+		return nil, errors.Join(err, os.RemoveAll(dir))
+	}
+	return p, nil
+}
+
+func (p *plane) close(ctx context.Context) error {
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), stopTime)
+	defer cancel()
+	return errors.Join(p.cluster.Remove(ctx), os.RemoveAll(p.dir))
+}
+
+// cpu is the CPU time in milliseconds of this process and of the server's. Sessions that ended are not counted any more; those
+// of a pool last.
+func (p *plane) cpu() float64 {
+	var self unix.Rusage
+	if unix.Getrusage(unix.RUSAGE_SELF, &self) != nil {
+		return 0
+	}
+	sum := float64(self.Utime.Nano()+self.Stime.Nano()) / 1e6
+	stats, err := filepath.Glob("/proc/[0-9]*/stat")
+	if err != nil {
+		return sum
+	}
+	const tick = 10 // milliseconds: USER_HZ is 100 on every Linux
+	for _, path := range stats {
+		b, err := os.ReadFile(path)
+		if err != nil {
+			continue // it has ended
+		}
+		_, rest, _ := strings.Cut(string(b), ") ")
+		field := strings.Fields(rest)
+		if len(field) < 13 || field[1] != strconv.Itoa(p.cluster.PID()) {
+			continue
+		}
+		user, _ := strconv.ParseFloat(field[11], 64)
+		system, _ := strconv.ParseFloat(field[12], 64)
+		sum += tick * (user + system)
+	}
+	return sum
+}
+
+// world is a controller over a database of its own, with one runner, as a client sees it.
+type world struct {
+	plane   *plane
+	dsn     string
+	server  string // of the REST API
+	client  *coppice.Client
+	project core.ProjectID
+	control *controller.Controller
+}
+
+const benchSecret = "bench-secret"
+
+// open starts the controller, without a runner.
+func (p *plane) open(ctx context.Context, steps *undo.Stack) (*world, string, error) {
+	p.count++
+	name := "bench" + strconv.Itoa(p.count)
+	if err := execSQL(ctx, p.cluster.DSN(pgcluster.Superuser), "CREATE DATABASE "+name); err != nil {
+		return nil, "", err
+	}
+	w := &world{plane: p, dsn: p.cluster.DSN(name)}
+	if err := migrations.Up(ctx, w.dsn); err != nil {
+		return nil, "", err
+	}
+	store, err := postgres.Open(ctx, postgres.Config{DSN: w.dsn})
+	if err != nil {
+		return nil, "", err
+	}
+	steps.Push("store", func(context.Context) error { store.Close(); return nil })
+	runners := runnerclient.New(benchSecret)
+	steps.Push("runner client", func(context.Context) error { runners.Close(); return nil })
+	log := slog.New(slog.DiscardHandler)
+	w.control = controller.New(controller.Config{ClusterID: "bench", Bootstrap: controller.Bootstrap{Key: "coppice_" + benchSecret}}, store, runners, log)
+	project, err := w.control.Bootstrap(ctx)
+	if err != nil {
+		return nil, "", err
+	}
+	w.project = project.ID
+	background(ctx, steps, "controller", w.control.Run)
+	w.server, err = serveHTTP(ctx, steps, httpapi.New(w.control, log))
+	if err != nil {
+		return nil, "", err
+	}
+	internal, err := httpapi.NewInternal(w.control, benchSecret, log)
+	if err != nil {
+		return nil, "", err
+	}
+	inner, err := serveHTTP(ctx, steps, internal)
+	if err != nil {
+		return nil, "", err
+	}
+	w.client, err = coppice.New(coppice.Config{Server: w.server, Token: "coppice_" + benchSecret})
+	if err != nil {
+		return nil, "", err
+	}
+	steps.Push("client", func(context.Context) error { w.client.Close(); return nil })
+	return w, inner, nil
+}
+
+// background runs a part until the steps are undone.
+func background(ctx context.Context, steps *undo.Stack, name string, run func(context.Context) error) {
+	ctx, cancel := context.WithCancel(context.WithoutCancel(ctx))
+	done := make(chan error, 1)
+	go func() { done <- run(ctx) }()
+	steps.Push(name, func(context.Context) error {
+		cancel()
+		return <-done
+	})
+}
+
+// serveHTTP serves on a loopback port and returns its address.
+func serveHTTP(ctx context.Context, steps *undo.Stack, h http.Handler) (string, error) {
+	l, err := (&net.ListenConfig{}).Listen(ctx, "tcp", "127.0.0.1:0")
+	if err != nil {
+		return "", err
+	}
+	srv := &http.Server{Handler: h, ReadHeaderTimeout: time.Minute, ErrorLog: slog.NewLogLogger(slog.DiscardHandler, slog.LevelDebug)}
+	done := make(chan error, 1)
+	go func() { done <- srv.Serve(l) }()
+	steps.Push("listener", func(context.Context) error {
+		err := srv.Close()
+		if served := <-done; !errors.Is(served, http.ErrServerClosed) {
+			err = errors.Join(err, served)
+		}
+		return err
+	})
+	return "http://" + l.Addr().String(), nil
+}
+
+// withFakeRunner measures with a runner that does nothing and answers at once.
+func (p *plane) withFakeRunner(ctx context.Context, measure func(*world) error) (err error) {
+	var steps undo.Stack
+	defer func() { err = errors.Join(err, steps.Undo(ctx)) }()
+	w, inner, err := p.open(ctx, &steps)
+	if err != nil {
+		return err
+	}
+	fake := runnertest.New(runnertest.Config{
+		Secret: benchSecret, Capacity: runnerapi.Capacity{Sandboxes: 1 << 20, VCPUs: 1 << 21, MemoryMiB: 1 << 30},
+	})
+	if err := fake.Listen(); err != nil {
+		return err
+	}
+	steps.Push("fake runner", func(context.Context) error { fake.Close(); return nil })
+	background(ctx, &steps, "heartbeats", func(ctx context.Context) error { fake.Run(ctx, inner, benchSecret); return nil })
+	if err := w.awaitRunner(ctx); err != nil {
+		return err
+	}
+	return measure(w)
+}
+
+// withRealRunner measures with the whole runner, whose machines are fakes in this process.
+func (p *plane) withRealRunner(ctx context.Context, cfg controlConfig, measure func(*world) error) (err error) {
+	var steps undo.Stack
+	defer func() { err = errors.Join(err, steps.Undo(ctx)) }()
+	w, inner, err := p.open(ctx, &steps)
+	if err != nil {
+		return err
+	}
+	runDir, err := os.MkdirTemp("", "bench") // p.dir may be too long for the path of a unix socket
+	if err != nil {
+		return err
+	}
+	steps.Push("run directory", func(context.Context) error { return os.RemoveAll(runDir) })
+	imagesDir := filepath.Join(p.dir, "images")
+	if err := os.MkdirAll(imagesDir, 0o700); err != nil {
+		return err
+	}
+	store, _, err := testvm.NewFakeImage(ctx, imagesDir)
+	if err != nil {
+		return err
+	}
+	log := slog.New(slog.DiscardHandler)
+	r, err := runner.New(ctx, runner.Config{
+		ID: core.NewID[core.RunnerID](), ClusterID: "bench", DataDir: filepath.Join(p.dir, "runner"), RunDir: runDir,
+		Driver: fakevmm.New(fakevmm.Config{}), Images: store, Network: noNetwork{}, Log: log, MaxSandboxes: cfg.parallel + 16,
+	})
+	if err != nil {
+		return err
+	}
+	h, err := runnerhttp.New(r, benchSecret, log)
+	if err != nil {
+		return err
+	}
+	background(ctx, &steps, "runner", r.Run)
+	endpoint, err := serveHTTP(ctx, &steps, h)
+	if err != nil {
+		return err
+	}
+	link, err := heartbeat.New(r, heartbeat.Config{Controllers: []string{inner}, Secret: benchSecret, Endpoint: endpoint, Log: log})
+	if err != nil {
+		return err
+	}
+	background(ctx, &steps, "heartbeats", link.Run)
+	if err := w.awaitRunner(ctx); err != nil {
+		return err
+	}
+	return measure(w)
+}
+
+func (w *world) awaitRunner(ctx context.Context) error {
+	ctx, cancel := context.WithTimeout(ctx, stopTime)
+	defer cancel()
+	for {
+		err := w.control.Ready(ctx)
+		if core.CodeOf(err) != core.CodeNoRunner {
+			return err
+		}
+		if err := pass(ctx, 20*time.Millisecond); err != nil {
+			return fmt.Errorf("the runner did not register: %w", err)
+		}
+	}
+}
+
+func execSQL(ctx context.Context, dsn, sql string, args ...any) error {
+	conn, err := pgx.Connect(ctx, dsn)
+	if err != nil {
+		return err
+	}
+	_, err = conn.Exec(ctx, sql, args...)
+	return errors.Join(err, conn.Close(context.WithoutCancel(ctx)))
+}
+
+// noNetwork is that of a runner whose machines have none.
+type (
+	noNetwork   struct{}
+	noNamespace struct{}
+)
+
+var (
+	_ runner.Network   = noNetwork{}
+	_ runner.Namespace = noNamespace{}
+
+	errNoNetwork = errors.New("there is no network")
+)
+
+// Acquire hands out nothing.
+func (noNetwork) Acquire(context.Context) (runner.Namespace, error) { return noNamespace{}, nil }
+
+// Adopt finds nothing, as before.
+func (noNetwork) Adopt(context.Context, string, core.Identity, core.EgressPolicy) (runner.Namespace, error) {
+	return noNamespace{}, nil
+}
+
+// Reconcile has nothing to remove.
+func (noNetwork) Reconcile(context.Context, map[string]bool) error { return nil }
+
+// Gateway is none.
+func (noNetwork) Gateway() (netip.Addr, string) { return netip.Addr{}, "" }
+
+// Resolvers are none.
+func (noNetwork) Resolvers(core.EgressPolicy) []netip.Addr { return nil }
+
+// Name is the same for all.
+func (noNamespace) Name() string { return "none" }
+
+// NetNS is that of the process.
+func (noNamespace) NetNS() (*os.File, error) { return nil, nil } //nolint:nilnil // there is none
+
+// TapFile does not exist.
+func (noNamespace) TapFile() (*os.File, error) { return nil, nil } //nolint:nilnil // there is none
+
+// Assign does nothing.
+func (noNamespace) Assign(context.Context, core.Identity) error { return nil }
+
+// Open does nothing.
+func (noNamespace) Open(context.Context, core.EgressPolicy) error { return nil }
+
+// Release does nothing.
+func (noNamespace) Release(context.Context) error { return nil }
+
+// Dial fails.
+func (noNamespace) Dial(context.Context, string, string) (net.Conn, error) { return nil, errNoNetwork }

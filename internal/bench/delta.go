@@ -1,0 +1,159 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"time"
+
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/runner/memory"
+	"github.com/coppice-dev/coppice/runner/vmm"
+)
+
+// cost is what deltas of one size cost.
+type cost struct {
+	mib  int
+	from *clone
+	size float64 // MiB
+
+	inject, prepare, scan, copied, store, rebase, open samples
+}
+
+// measureDelta measures what the policy of rebasing weighs: injecting a delta into a child, copying it out again at the child's
+// own capture, and writing base and delta as a new base.
+func (b *bench) measureDelta(ctx context.Context) (err error) {
+	m, _, _, err := b.lab.boot(ctx, bigMiB)
+	if err != nil {
+		return err
+	}
+	root, err := b.lab.take(ctx, m, bigMiB, nil)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, root.close()) }()
+	var costs []*cost
+	defer func() {
+		for _, c := range costs {
+			err = errors.Join(err, c.from.close())
+		}
+	}()
+	for _, size := range []int{1, 16, 64, 256} {
+		m, err := b.lab.unsealed(ctx, root)
+		if err != nil {
+			return err
+		}
+		if err := m.exec(ctx, dirty(size)...); err != nil {
+			return errors.Join(err, m.close(ctx))
+		}
+		from, err := b.lab.take(ctx, m, bigMiB, root.base)
+		if err != nil {
+			return err
+		}
+		costs = append(costs, &cost{mib: size, from: from, size: float64(from.delta.Bytes()) / mib})
+	}
+	for range b.rounds(5, 60*time.Second) {
+		for _, c := range costs {
+			if err := b.lab.weigh(ctx, c); err != nil {
+				return err
+			}
+		}
+	}
+	var figures []figure
+	for _, c := range costs {
+		note := fmt.Sprintf("delta %.1f MiB", c.size)
+		figures = append(figures,
+			c.inject.ms(fmt.Sprintf("%d MiB written: inject", c.mib), note),
+			c.prepare.ms("  prepare, before the pause of a child's own capture", ""),
+			c.scan.ms("  scan, in that pause", ""),
+			c.copied.ms("  copy, in that pause", ""),
+			c.store.ms("  write the delta, after it, durably", ""),
+			c.rebase.ms("  rebase: write base and delta, durably, and load it", fmt.Sprintf("base %d MiB", b.lab.baseMiB(root.base))),
+			c.open.ms("  of it, load the new base", "a sealed memfd, where QEMU cannot map a read-only file"),
+		)
+	}
+	b.report.group(fmt.Sprintf("What a delta costs (%d MiB of RAM, memory engine alone)", bigMiB), figures...)
+	small, large := costs[1], costs[len(costs)-1]
+	perMiB := func(of func(*cost) samples) samples {
+		return samples{(of(large).median() - of(small).median()) / (large.size - small.size)}
+	}
+	b.report.group("A MiB of delta more",
+		perMiB(func(c *cost) samples { return c.inject }).ms("inject", "of every child"),
+		perMiB(func(c *cost) samples { return c.prepare }).ms("prepare a capture", "of every capture of every child"),
+		perMiB(func(c *cost) samples { return c.copied }).ms("copy in the pause", "of every capture of every child"),
+		perMiB(func(c *cost) samples { return c.store }).ms("write the delta", "of every capture of every child"),
+		perMiB(func(c *cost) samples { return c.rebase }).ms("rebase", "once, in the background, loading included"),
+		perMiB(func(c *cost) samples { return c.open }).ms("load as a base", "once, until nobody uses it"),
+	)
+	return nil
+}
+
+func (l *lab) baseMiB(b *memory.Base) int64 {
+	n, err := l.bases.AllocatedBytes(b.ID)
+	if err != nil {
+		return 0
+	}
+	return n / mib
+}
+
+// weigh injects once, captures what was injected, and rebases once.
+func (l *lab) weigh(ctx context.Context, c *cost) (err error) {
+	m, err := l.spawn(ctx, c.from.memoryMiB, c.from.base)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, m.close(ctx)) }()
+	spec := vmm.RestoreSpec{State: c.from.state, Inject: func(_ context.Context, r memory.Region) error {
+		began := time.Now()
+		err := c.from.delta.Inject(r)
+		c.inject.add(since(began))
+		return err
+	}}
+	if err := m.Restore(ctx, spec); err != nil {
+		return err
+	}
+	region, err := m.Memory()
+	if err != nil {
+		return err
+	}
+	began := time.Now()
+	again, err := memory.Prepare(region)
+	if err != nil {
+		return err
+	}
+	defer again.Close()
+	c.prepare.add(since(began))
+	if err := again.Copy(); err != nil {
+		return err
+	}
+	c.scan.add(core.Milliseconds(again.ScanTime))
+	c.copied.add(core.Milliseconds(again.CopyTime))
+	file := filepath.Join(l.dir, "delta")
+	began = time.Now()
+	err = again.Delta().WriteFile(file)
+	c.store.add(since(began))
+	if err != nil {
+		return err
+	}
+	return errors.Join(os.Remove(file), l.rebaseOnce(c))
+}
+
+func (l *lab) rebaseOnce(c *cost) error {
+	began := time.Now()
+	base, err := l.bases.Rebase(c.from.base, c.from.delta)
+	if err != nil {
+		return err
+	}
+	c.rebase.add(since(began))
+	if err := base.Close(); err != nil { // frees what is in memory
+		return err
+	}
+	began = time.Now()
+	if base, err = l.bases.Open(base.ID); err != nil {
+		return err
+	}
+	c.open.add(since(began))
+	return errors.Join(base.Close(), l.bases.Remove(base.ID))
+}

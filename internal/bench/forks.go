@@ -1,0 +1,334 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"time"
+
+	"golang.org/x/sync/errgroup"
+
+	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/core"
+	coppice "github.com/coppice-dev/coppice/sdk/go"
+)
+
+// standardMiB is the RAM of the guests of most measurements: what a workspace has by default.
+const standardMiB = 512
+
+// measureBoots measures what a fork is compared with, and single forks through REST, in turns.
+func (b *bench) measureBoots(ctx context.Context) error {
+	var answer, boot, bootCPU, create, ready, first samples
+	var where, reseal, exec stages
+	began := time.Now()
+	seed, _, err := b.server.create(ctx, standardMiB) // boots the image: the template
+	if err != nil {
+		return err
+	}
+	template := samples{since(began)}
+	if _, err := b.server.exec(ctx, seed, "true"); err != nil {
+		return err
+	}
+	cp, err := b.server.checkpoint(ctx, seed)
+	if err != nil {
+		return err
+	}
+	for range b.rounds(5, 100*time.Second) {
+		m, a, f, err := b.lab.boot(ctx, standardMiB)
+		if err != nil {
+			return err
+		}
+		answer.add(a)
+		boot.add(f)
+		used, err := cpuMS(m.Handle().PID)
+		if err := errors.Join(err, m.close(ctx)); err != nil {
+			return err
+		}
+		bootCPU.add(used)
+		for range 2 {
+			if err := b.server.settle(ctx, standardMiB); err != nil {
+				return err
+			}
+			id, took, err := b.server.create(ctx, standardMiB)
+			if err != nil {
+				return err
+			}
+			create.add(took)
+			if err := b.server.end(ctx, id); err != nil {
+				return err
+			}
+		}
+		for range 4 {
+			if err := b.server.settle(ctx, standardMiB); err != nil {
+				return err
+			}
+			began := time.Now()
+			child, err := b.server.forkOne(ctx, cp.ID)
+			if err != nil {
+				return err
+			}
+			ready.add(since(began))
+			out, err := b.server.exec(ctx, child.Workspace.ID, "true")
+			if err != nil {
+				return err
+			}
+			first.add(since(began))
+			where.public(child.Timings)
+			exec.public(out.Timings)
+			for _, s := range child.ResealReport.Steps {
+				reseal.add(s.Name, s.DurationMS)
+			}
+			if err := b.server.end(ctx, child.Workspace.ID); err != nil {
+				return err
+			}
+		}
+	}
+	b.report.group("Cold boot, create and fork of a workspace with 512 MiB (fork and create through REST)",
+		answer.ms("cold boot to the agent's answer", "driver alone, no REST"),
+		boot.ms("cold boot to first exec", "driver alone, no REST"),
+		bootCPU.ms("  CPU time of the VMM", ""),
+		template.ms("first create of an image", "boots it, captures the template"),
+		create.ms("create", "fork of the template"),
+		ready.ms("sealed fork to READY", "N = 1, of a checkpoint"),
+		first.ms("sealed fork to first exec", "N = 1, of a checkpoint"),
+	)
+	b.report.Stages["fork"], b.report.Stages["reseal"], b.report.Stages["exec"] = where.medians(), reseal.medians(), exec.medians()
+	b.report.over("fork_over_boot", first, boot, "sealed fork to first exec through REST over cold boot to first exec, ms")
+	return b.server.endAll(ctx)
+}
+
+// sealedState is a checkpoint of the lab's runner with the same history as grownClone: booted, forked, one command, captured.
+func (b *bench) sealedState(ctx context.Context) (core.CheckpointID, error) {
+	t, err := b.lab.runner.Template(ctx, runnerapi.Template{
+		CheckpointID: core.NewID[core.CheckpointID](), Image: b.lab.image.Digest,
+		Resources: core.Resources{VCPUs: 1, MemoryMiB: standardMiB, DiskGiB: 1},
+	})
+	if err != nil {
+		return "", err
+	}
+	id, err := b.lab.fork(ctx, t.ID)
+	if err != nil {
+		return "", err
+	}
+	if err := b.lab.exec(ctx, id, "true"); err != nil {
+		return "", err
+	}
+	cp, err := b.lab.runner.Capture(ctx, id, runnerapi.Capture{CheckpointID: core.NewID[core.CheckpointID]()})
+	if err != nil {
+		return "", err
+	}
+	return cp.ID, b.lab.runner.Destroy(ctx, id)
+}
+
+// grownClone is an unsealed one: booted, forked, prepared by the commands, captured.
+func (l *lab) grownClone(ctx context.Context, memoryMiB int, commands ...[]string) (_ *clone, err error) {
+	m, _, _, err := l.boot(ctx, memoryMiB)
+	if err != nil {
+		return nil, err
+	}
+	root, err := l.take(ctx, m, memoryMiB, nil)
+	if err != nil {
+		return nil, err
+	}
+	defer func() { err = errors.Join(err, root.close()) }()
+	if m, err = l.unsealed(ctx, root); err != nil {
+		return nil, err
+	}
+	for _, c := range commands {
+		if err := m.exec(ctx, c...); err != nil {
+			return nil, errors.Join(err, m.close(ctx))
+		}
+	}
+	return l.take(ctx, m, memoryMiB, root.base)
+}
+
+// measureSealed compares a sealed fork with a clone that nobody seals: captured while it ran, its workload not frozen, no
+// entropy, no identity, no rules, no evidence. Both find a VMM that waits, as forks usually do, and neither goes through REST.
+func (b *bench) measureSealed(ctx context.Context) (err error) {
+	sealedFrom, err := b.sealedState(ctx)
+	if err != nil {
+		return err
+	}
+	plain, err := b.lab.grownClone(ctx, standardMiB, []string{"true"})
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, plain.close()) }()
+	var s, u comparison
+	for i := range b.rounds(15, 90*time.Second) {
+		spawned, err := b.lab.spawnTime(ctx)
+		if err != nil {
+			return err
+		}
+		turns := []func() error{
+			func() error { return b.timeSealed(ctx, sealedFrom, spawned, &s) },
+			func() error { return b.timeUnsealed(ctx, plain, spawned, &u) },
+		}
+		for j := range turns { // who goes first changes
+			if err := turns[(i+j)%2](); err != nil {
+				return err
+			}
+		}
+	}
+	b.report.group("A fork sealed and not sealed (512 MiB, on a waiting VMM, without REST)",
+		u.ready.ms("unsealed: to the agent's answer", "neither frozen, reseeded nor given an identity"),
+		u.first.ms("unsealed: to first exec", ""),
+		s.ready.ms("sealed: to READY", ""),
+		s.first.ms("sealed: to first exec", ""),
+		u.cold.ms("unsealed: with the VMM's start", ""),
+		s.cold.ms("sealed: with the VMM's start", ""),
+		u.cpu.ms("unsealed: CPU time of the VMM", "from its start to first exec"),
+		s.cpu.ms("sealed: CPU time of the VMM", "from its start to first exec"),
+	)
+	b.report.over("sealed_over_unsealed", s.first, u.first, "sealed over unsealed fork to first exec, ms")
+	return nil
+}
+
+// comparison is what was measured of one of the two.
+type comparison struct{ ready, first, cold, cpu samples }
+
+func (c *comparison) add(ready, first, spawned, cpu float64) {
+	c.ready.add(ready)
+	c.first.add(first)
+	c.cold.add(first + spawned)
+	c.cpu.add(cpu)
+}
+
+func (b *bench) timeSealed(ctx context.Context, id core.CheckpointID, spawned float64, c *comparison) error {
+	if err := b.lab.settle(ctx, standardMiB, 0); err != nil {
+		return err
+	}
+	began := time.Now()
+	sandbox, err := b.lab.fork(ctx, id)
+	if err != nil {
+		return err
+	}
+	ready := since(began)
+	if err := b.lab.exec(ctx, sandbox, "true"); err != nil {
+		return err
+	}
+	first := since(began)
+	p, err := onlySandbox(b.lab.cluster, 0)
+	if err != nil {
+		return err
+	}
+	used, err := cpuMS(p.pid)
+	c.add(ready, first, spawned, used)
+	return errors.Join(err, b.lab.runner.Destroy(ctx, sandbox))
+}
+
+func (b *bench) timeUnsealed(ctx context.Context, from *clone, spawned float64, c *comparison) (err error) {
+	m, err := b.lab.spawn(ctx, standardMiB, from.base)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, m.close(ctx)) }()
+	began := time.Now()
+	if err := m.grow(ctx, from); err != nil {
+		return err
+	}
+	ready := since(began)
+	if err := m.exec(ctx, "true"); err != nil {
+		return err
+	}
+	first := since(began)
+	used, err := cpuMS(m.Handle().PID)
+	c.add(ready, first, spawned, used)
+	return err
+}
+
+// spawnTime starts a VMM on the zero base and ends it.
+func (l *lab) spawnTime(ctx context.Context) (float64, error) {
+	zero, err := l.bases.Zero(standardMiB << 20)
+	if err != nil {
+		return 0, err
+	}
+	defer zero.Close()
+	began := time.Now()
+	m, err := l.spawn(ctx, standardMiB, zero)
+	if err != nil {
+		return 0, err
+	}
+	return since(began), m.close(ctx)
+}
+
+// widths of the forks that are compared.
+var widths = []int{1, 8, 32}
+
+// wide is what was measured of forks of one width.
+type wide struct {
+	wall  samples // request to the answer: all are READY
+	ready samples // each child's own time to READY, waiting for a CPU included
+	first samples // request to each child's first exec
+	all   samples // request to the last child's first exec
+}
+
+// measureForks forks 1, 8 and 32 at a time through REST.
+func (b *bench) measureForks(ctx context.Context) error {
+	seed, _, err := b.server.create(ctx, standardMiB)
+	if err != nil {
+		return err
+	}
+	cp, err := b.server.checkpoint(ctx, seed)
+	if err != nil {
+		return err
+	}
+	if err := b.server.end(ctx, seed); err != nil {
+		return err
+	}
+	by := map[int]*wide{}
+	for _, n := range widths {
+		by[n] = &wide{}
+	}
+	for i := range b.rounds(7, 150*time.Second) {
+		for _, n := range widths {
+			if n == 32 && i > 1 { // twice is enough for what takes so long
+				continue
+			}
+			if err := b.forkWide(ctx, cp.ID, n, by[n]); err != nil {
+				return err
+			}
+		}
+	}
+	var figures []figure
+	for _, n := range widths {
+		w := by[n]
+		figures = append(figures,
+			w.wall.ms(fmt.Sprintf("N = %d: all READY", n), "request to answer"),
+			w.ready.ms(fmt.Sprintf("N = %d: a child to READY", n), "its own stages, its wait for a CPU included"),
+			w.first.ms(fmt.Sprintf("N = %d: a child to first exec", n), "from the request; all exec at once after the answer"),
+			w.all.ms(fmt.Sprintf("N = %d: all to first exec", n), ""),
+		)
+	}
+	b.report.group("Sealed forks of one checkpoint through REST (512 MiB)", figures...)
+	b.report.over("wall_8_over_1", by[8].wall, by[1].wall, "8 forks over 1 to READY, wall, ms")
+	return b.server.endAll(ctx)
+}
+
+func (b *bench) forkWide(ctx context.Context, id coppice.CheckpointID, n int, w *wide) error {
+	if err := b.server.settle(ctx, standardMiB); err != nil {
+		return err
+	}
+	began := time.Now()
+	children, err := b.server.fork(ctx, id, n)
+	if err != nil {
+		return err
+	}
+	w.wall.add(since(began))
+	firsts := make(samples, n)
+	group, groupCtx := errgroup.WithContext(ctx)
+	for i, c := range children {
+		w.ready.add(total(c.Timings))
+		group.Go(func() error {
+			_, err := b.server.exec(groupCtx, c.Workspace.ID, "true")
+			firsts[i] = since(began)
+			return err
+		})
+	}
+	if err := group.Wait(); err != nil {
+		return err
+	}
+	w.first.add(firsts...)
+	w.all.add(since(began))
+	return b.server.end(ctx, idsOf(children)...)
+}

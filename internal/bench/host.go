@@ -1,0 +1,116 @@
+package main
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"runtime"
+	"strings"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/coppice-dev/coppice/runner/memory"
+)
+
+// host is what the figures were measured on.
+type host struct {
+	Kernel      string  `json:"kernel"`
+	CPU         string  `json:"cpu"`
+	CPUs        int     `json:"cpus"`
+	MemoryGiB   float64 `json:"memory_gib"`
+	VMM         string  `json:"vmm"`
+	Accelerator string  `json:"accelerator"`
+	CPUModel    string  `json:"cpu_model"` // the guest's
+	Scan        string  `json:"scan"`      // how private pages are found
+	Volume      string  `json:"volume"`
+	Image       string  `json:"image"`
+	GuestKernel string  `json:"guest_kernel"`
+}
+
+// load is what else the host did.
+type load struct {
+	Before float64 `json:"before"` // load average of one minute
+	After  float64 `json:"after"`  // the run's own load included
+	Note   string  `json:"note"`
+}
+
+func describeHost() host {
+	h := host{CPUs: runtime.NumCPU(), CPU: cpuName(), Scan: string(memory.ScanMethod())}
+	var u unix.Utsname
+	if unix.Uname(&u) == nil {
+		h.Kernel = unix.ByteSliceToString(u.Release[:])
+	}
+	var mem unix.Sysinfo_t
+	if unix.Sysinfo(&mem) == nil {
+		h.MemoryGiB = float64(mem.Totalram*uint64(mem.Unit)) / (1 << 30)
+	}
+	return h
+}
+
+func cpuName() string {
+	b, err := os.ReadFile("/proc/cpuinfo")
+	if err != nil {
+		return ""
+	}
+	for line := range strings.Lines(string(b)) {
+		if key, value, ok := strings.Cut(line, ":"); ok && strings.TrimSpace(key) == "model name" {
+			return strings.TrimSpace(value)
+		}
+	}
+	return runtime.GOARCH
+}
+
+// loadAverage is that of the last minute; 0 where it cannot be read.
+func loadAverage() float64 {
+	b, err := os.ReadFile("/proc/loadavg")
+	if err != nil {
+		return 0
+	}
+	var one float64
+	if _, err := fmt.Sscan(string(b), &one); err != nil {
+		return 0
+	}
+	return one
+}
+
+func (r *report) begin(now time.Time) {
+	r.StartedAt, r.Host, r.Load.Before = now.UTC().Truncate(time.Second), describeHost(), loadAverage()
+	r.Ratios = make(map[string]float64)
+	r.Stages = make(map[string][]stage)
+}
+
+func (r *report) finish(began time.Time) {
+	r.WallS = float64(time.Since(began).Milliseconds()) / 1000
+	r.Load.After = loadAverage()
+	switch {
+	case r.Load.Before > 1:
+		r.Load.Note = fmt.Sprintf("the host was busy before the run began (load %.1f on %d CPUs): times are too long, ratios less so", r.Load.Before, r.Host.CPUs)
+	default:
+		r.Load.Note = "the host was quiet when the run began"
+	}
+}
+
+// availableMiB is how much memory the host could still give away.
+func availableMiB() (float64, error) {
+	b, err := os.ReadFile("/proc/meminfo")
+	if err != nil {
+		return 0, err
+	}
+	for line := range strings.Lines(string(b)) {
+		var kib float64
+		if n, _ := fmt.Sscanf(line, "MemAvailable: %f kB", &kib); n == 1 {
+			return kib / 1024, nil
+		}
+	}
+	return 0, errors.New("/proc/meminfo does not say how much memory is available")
+}
+
+// usedMiB is how much of the file system that dir is on is in use.
+func usedMiB(dir string) (float64, error) {
+	var fs unix.Statfs_t
+	if err := unix.Statfs(dir, &fs); err != nil {
+		return 0, fmt.Errorf("examine %s: %w", dir, err)
+	}
+	return float64(fs.Blocks-fs.Bfree) * float64(fs.Bsize) / mib, nil
+}

@@ -1,0 +1,302 @@
+// Command bench measures what Coppice promises, on real virtual machines, in one run: `make bench`.
+//
+// It starts a `coppice dev` of its own and measures through REST what a user sees: creating, forking, checkpoints. What REST
+// cannot tell (a cold boot, a clone that is not sealed, QEMU's own savevm) it measures beside that, in turns, with the runner's
+// own parts: driver, memory engine, guest client. The product has no way to make an unsealed fork; this program has one for
+// comparison only.
+//
+// Every ratio is one of medians of measurements that were made in turns, so that other load on the host hits both sides. It waits
+// for no quiet moment; it says how loaded the host was. Results: a table on standard output, and report.json in the output
+// directory.
+//
+// `bench control` measures the control plane alone, without a virtual machine and without root: `make bench-control`.
+package main
+
+import (
+	"context"
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"os"
+	"os/signal"
+	"path/filepath"
+	"slices"
+	"strings"
+	"syscall"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/coppice-dev/coppice/core"
+)
+
+// config says what to measure with.
+type config struct {
+	out     string // directory for the report, the server's log and, while it runs, everything else
+	images  string // image store
+	image   string // name in it
+	coppice string // the program under test
+	qemu    string // empty finds it
+	only    string // sections, comma-separated; empty is all
+	scale   float64
+}
+
+func main() {
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	err := command(ctx, os.Args[1:])
+	stop()
+	if err != nil {
+		fmt.Fprintln(os.Stderr, "bench:", err)
+		os.Exit(1)
+	}
+}
+
+func command(ctx context.Context, arguments []string) error {
+	if len(arguments) > 0 && arguments[0] == "control" {
+		return controlMain(ctx, arguments[1:], os.Stdout, os.Stderr)
+	}
+	var cfg config
+	flag.StringVar(&cfg.out, "out", "var/bench", "`directory` for report.json; its data directory is removed at the end")
+	flag.StringVar(&cfg.images, "images-dir", "var/images", "image store `directory`")
+	flag.StringVar(&cfg.image, "image", "base", "`name` of the image")
+	flag.StringVar(&cfg.coppice, "coppice", "bin/coppice", "`path` of the program under test")
+	flag.StringVar(&cfg.qemu, "qemu", "", "`path` of QEMU; empty finds it")
+	flag.StringVar(&cfg.only, "only", "", "`sections` to run, comma-separated: "+strings.Join(sectionNames(), ", "))
+	flag.Float64Var(&cfg.scale, "scale", 1, "`factor` on the number of repeats")
+	flag.Parse()
+	return run(ctx, cfg, os.Stdout, os.Stderr)
+}
+
+// bench is one run.
+type bench struct {
+	cfg      config
+	progress io.Writer
+	began    time.Time
+	report   report
+	server   *server
+	lab      *lab
+}
+
+// section is one group of measurements.
+type section struct {
+	name  string
+	title string
+	run   func(*bench, context.Context) error
+}
+
+func sections() []section {
+	return []section{
+		{"boot", "cold boots, creating, and single forks, in turns", (*bench).measureBoots},
+		{"sealed", "sealed and unsealed forks, in turns", (*bench).measureSealed},
+		{"fork", "forks of 1, 8 and 32, in turns", (*bench).measureForks},
+		{"pause", "checkpoint pauses by dirty memory and RAM, in turns", (*bench).measurePauses},
+		{"depth", "checkpoint to a child's first exec at depth 1 and 64, in turns", (*bench).measureDepth},
+		{"steps", "steps of a search", (*bench).measureSteps},
+		{"memory", "memory of an idle fork, and of a tree of 64 with a sandbox on each", (*bench).measureMemory},
+		{"loadvm", "savevm and loadvm of plain QEMU beside forks of the same state, in turns", (*bench).measureLoadVM},
+		{"delta", "what a delta costs: injecting, rebasing, carrying", (*bench).measureDelta},
+	}
+}
+
+func sectionNames() []string {
+	var out []string
+	for _, s := range sections() {
+		out = append(out, s.name)
+	}
+	return out
+}
+
+func run(ctx context.Context, cfg config, out, progress io.Writer) (err error) {
+	if os.Geteuid() != 0 {
+		return errors.New("measuring VMs needs root, for network namespaces and a user of its own for each VM: sudo -E make bench")
+	}
+	chosen, err := choose(cfg.only)
+	if err != nil {
+		return err
+	}
+	for _, path := range []*string{&cfg.out, &cfg.images, &cfg.coppice} {
+		if *path, err = filepath.Abs(*path); err != nil {
+			return err
+		}
+	}
+	unlock, err := lock(cfg.out)
+	if err != nil {
+		return err
+	}
+	defer unlock()
+	data := filepath.Join(cfg.out, "data")
+	if err := sweep(ctx, cfg, data, progress); err != nil {
+		return fmt.Errorf("clean up after an earlier run that was killed: %w", err)
+	}
+	if err := os.MkdirAll(data, 0o711); err != nil { //nolint:gosec // G301: the database's user must pass
+		return err
+	}
+	b := &bench{cfg: cfg, progress: progress, began: time.Now()}
+	b.report.Partial = len(chosen) < len(sections())
+	defer func() { err = errors.Join(err, b.close(ctx), removeData(data)) }()
+	if err := b.open(ctx, data); err != nil {
+		return err
+	}
+	for _, s := range chosen {
+		b.say("%s", s.title)
+		if err := s.run(b, ctx); err != nil {
+			return fmt.Errorf("%s: %w", s.name, err)
+		}
+	}
+	b.report.finish(b.began)
+	if err := b.report.write(filepath.Join(cfg.out, "report.json")); err != nil {
+		return err
+	}
+	return b.report.show(out)
+}
+
+func choose(only string) ([]section, error) {
+	all := sections()
+	if only == "" {
+		return all, nil
+	}
+	names := strings.Split(only, ",")
+	for _, n := range names {
+		if !slices.Contains(sectionNames(), n) {
+			return nil, fmt.Errorf("there is no section %q; there are %s", n, strings.Join(sectionNames(), ", "))
+		}
+	}
+	return slices.DeleteFunc(all, func(s section) bool { return !slices.Contains(names, s.name) }), nil
+}
+
+func (b *bench) open(ctx context.Context, data string) (err error) {
+	b.report.begin(b.began)
+	if b.report.Load.Before > 1 {
+		b.say("the host is busy already: load %.1f on %d CPUs; the report says so too", b.report.Load.Before, b.report.Host.CPUs)
+	}
+	b.say("start coppice dev and a lab beside it")
+	if b.lab, err = openLab(ctx, b.cfg, filepath.Join(data, "lab")); err != nil {
+		return err
+	}
+	if b.server, err = startServer(ctx, b.cfg, filepath.Join(data, "server")); err != nil {
+		return err
+	}
+	return b.describe(ctx)
+}
+
+// describe notes what the server says of the VMM, so that figures of one accelerator are never taken for another's.
+func (b *bench) describe(ctx context.Context) error {
+	for r, err := range b.server.client.Runners(ctx) {
+		if err != nil {
+			return err
+		}
+		b.report.Host.Accelerator, b.report.Host.VMM = r.Class.Accelerator, r.Class.VMM+" "+r.Class.VMMVersion
+		b.report.Host.CPUModel = r.Class.CPUModel
+	}
+	b.report.Host.Image = b.lab.image.Digest.Short()
+	b.report.Host.GuestKernel = b.lab.image.KernelRelease
+	b.report.Host.Volume = b.lab.volume.Detail
+	if b.report.Host.Accelerator != b.lab.accelerator {
+		return fmt.Errorf("the server uses %s and the lab %s: they cannot be compared", b.report.Host.Accelerator, b.lab.accelerator)
+	}
+	return nil
+}
+
+const stopTime = 2 * time.Minute
+
+func (b *bench) close(ctx context.Context) error {
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), stopTime)
+	defer cancel()
+	var errs []error
+	if b.server != nil {
+		errs = append(errs, b.server.stop())
+	}
+	if b.lab != nil {
+		errs = append(errs, b.lab.close(ctx))
+	}
+	return errors.Join(errs...)
+}
+
+// lock keeps a second run off the directory, and off the VMs that are named after it.
+func lock(out string) (unlock func(), err error) {
+	if err := os.MkdirAll(out, 0o711); err != nil { //nolint:gosec // G301: the database's user must pass
+		return nil, err
+	}
+	f, err := os.OpenFile(filepath.Join(out, "lock"), os.O_RDWR|os.O_CREATE, 0o600)
+	if err != nil {
+		return nil, err
+	}
+	if err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
+		return nil, errors.Join(fmt.Errorf("another bench runs on %s: %w", out, err), f.Close())
+	}
+	return func() { _ = f.Close() }, nil // closing the only descriptor gives the lock back
+}
+
+// sweep removes what an earlier run left that was killed: its server and its lab are opened once more, which take down what is
+// theirs on the host.
+func sweep(ctx context.Context, cfg config, data string, progress io.Writer) error {
+	if _, err := os.Stat(data); err != nil {
+		return ignoreAbsent(err)
+	}
+	b := &bench{cfg: cfg, progress: progress, began: time.Now()}
+	b.say("clean up after an earlier run that was killed")
+	if err := awaitUnlocked(ctx, filepath.Join(data, "server", "data", "lock")); err != nil { // its server may be stopping
+		return err
+	}
+	err := b.open(ctx, data)
+	return errors.Join(err, b.close(ctx), removeData(data))
+}
+
+// awaitUnlocked waits until nobody holds a lock on a file, which may be absent.
+func awaitUnlocked(ctx context.Context, path string) error {
+	ctx, cancel := context.WithTimeout(ctx, stopTime)
+	defer cancel()
+	f, err := os.Open(path)
+	if err != nil {
+		return ignoreAbsent(err)
+	}
+	defer f.Close() // gives the lock back
+	for {
+		err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB)
+		if !errors.Is(err, unix.EWOULDBLOCK) {
+			return err
+		}
+		if err := pass(ctx, 100*time.Millisecond); err != nil {
+			return fmt.Errorf("%s is held by another process: %w", path, err)
+		}
+	}
+}
+
+// removeData removes the data directory, but nothing below a mount that is still there.
+func removeData(dir string) error {
+	mounts, err := os.ReadFile("/proc/self/mounts")
+	if err != nil {
+		return err
+	}
+	for line := range strings.Lines(string(mounts)) {
+		if f := strings.Fields(line); len(f) > 1 && strings.HasPrefix(f[1]+"/", dir+"/") {
+			return fmt.Errorf("%s is still mounted; nothing below it was removed", f[1])
+		}
+	}
+	return os.RemoveAll(dir)
+}
+
+func (b *bench) say(format string, a ...any) {
+	fmt.Fprintf(b.progress, "%6.1f s  %s\n", time.Since(b.began).Seconds(), fmt.Sprintf(format, a...))
+}
+
+// rounds is a number of repeats. It yields at least half of them, and the rest while the time lasts.
+func (b *bench) rounds(n int, budget time.Duration) func(yield func(int) bool) {
+	n = max(1, int(float64(n)*b.cfg.scale))
+	return func(yield func(int) bool) {
+		began := time.Now()
+		for i := range n {
+			if i >= (n+1)/2 && time.Since(began) > budget {
+				b.say("  only %d of %d rounds: the time is up", i, n)
+				return
+			}
+			if !yield(i) {
+				return
+			}
+		}
+	}
+}
+
+// since is the time in milliseconds.
+func since(t time.Time) float64 { return core.Milliseconds(time.Since(t)) }

@@ -1,0 +1,225 @@
+package daemon
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net/http"
+	"time"
+
+	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/controller/httpapi"
+	"github.com/coppice-dev/coppice/controller/postgres"
+	"github.com/coppice-dev/coppice/controller/runnerclient"
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/masterkey"
+	"github.com/coppice-dev/coppice/internal/mtls"
+	"github.com/coppice-dev/coppice/internal/undo"
+	"github.com/coppice-dev/coppice/migrations"
+)
+
+// ControllerConfig says how a controller runs.
+type ControllerConfig struct {
+	Database     string        // DSN
+	DatabaseWait time.Duration // how long to wait for it at start
+	Listen       string        // host:port of the public API
+	TLSCert      string        // PEM files of the public API; both or none
+	TLSKey       string
+	PlainHTTP    bool   // serve the public API in clear although it is not on loopback
+	RunnerListen string // host:port for runners
+	KeyFile      string // of the key that seals the cluster's keys; made by the first controller
+	APIKeyFile   string // holds, or gets, the first API key; empty: none is made
+	Metrics      string // host:port of the metrics, on loopback; empty: nowhere
+	Tune         controller.Config
+	Log          *slog.Logger
+}
+
+// ControllerReady is what a user needs to know once the controller answers.
+type ControllerReady struct {
+	Server    string `json:"server"`
+	Runners   string `json:"runners"` // for --controller of runners
+	ClusterID string `json:"cluster_id"`
+	Metrics   string `json:"metrics,omitempty"` // host:port
+}
+
+func (c ControllerConfig) validate() error {
+	var errs []error
+	bad := func(format string, a ...any) {
+		errs = append(errs, core.Errorf(core.Invalid, core.CodeInvalidField, format, a...))
+	}
+	if c.Database == "" {
+		bad("--database: the address of a PostgreSQL database is needed, such as postgres://user@host/coppice")
+	}
+	if c.KeyFile == "" {
+		bad("--key-file: a file for the key that seals the cluster's secrets is needed; the first controller makes it")
+	}
+	if (c.TLSCert == "") != (c.TLSKey == "") {
+		bad("--tls-cert and --tls-key go together")
+	}
+	if c.TLSCert == "" && !loopback(c.Listen) && !c.PlainHTTP {
+		bad("the API would be served in clear on %s: give --tls-cert and --tls-key, listen on 127.0.0.1, or say --plain-http if a proxy in front of it speaks TLS", c.Listen)
+	}
+	return errors.Join(errs...)
+}
+
+// RunController runs a controller until ctx ends. Several may run over one database.
+func RunController(ctx context.Context, cfg ControllerConfig, ready func(ControllerReady) error) (err error) {
+	if err := cfg.validate(); err != nil {
+		return err
+	}
+	var steps undo.Stack
+	defer func() { err = errors.Join(err, steps.Undo(ctx)) }()
+	if err := retryUnavailable(ctx, cfg.DatabaseWait, cfg.Log, func(ctx context.Context) error { return migrations.Up(ctx, cfg.Database) }); err != nil {
+		return fmt.Errorf("prepare the database: %w", err)
+	}
+	store, err := postgres.Open(ctx, postgres.Config{DSN: cfg.Database})
+	if err != nil {
+		return err
+	}
+	steps.Push("store", func(context.Context) error {
+		store.Close()
+		return nil
+	})
+	metrics, err := OpenMetrics(ctx, cfg.Metrics, cfg.Log)
+	if err != nil {
+		return err
+	}
+	steps.Push("metrics", func(context.Context) error { return metrics.Close() })
+	if err := store.Register(metrics); err != nil {
+		return err
+	}
+	trust, err := openTrust(ctx, cfg, store)
+	if err != nil {
+		return err
+	}
+	identity, err := controllerIdentity(trust.Authority)
+	if err != nil {
+		return err
+	}
+	runners, err := runnerclient.NewTLS(identity)
+	if err != nil {
+		return err
+	}
+	defer runners.Close()
+	tune := cfg.Tune
+	tune.ClusterID, tune.Trust, tune.Metrics = trust.ClusterID, &trust, metrics
+	if cfg.APIKeyFile != "" {
+		if tune.Bootstrap.Key, err = Keep(cfg.APIKeyFile, func() string { return "coppice_" + NewSecret() }); err != nil {
+			return err
+		}
+	}
+	control := controller.New(tune, store, runners, cfg.Log.With("component", "controller"))
+	if _, err := control.Bootstrap(ctx); err != nil {
+		return err
+	}
+	public, err := listenPublic(ctx, cfg, httpapi.New(control, cfg.Log.With("component", "api")))
+	if err != nil {
+		return err
+	}
+	steps.Push("public listener", func(context.Context) error { return public.close() })
+	inner, err := listenTLS(ctx, cfg.RunnerListen, "runner-listen", identity.JoinServer(), httpapi.NewInternalTLS(control, cfg.Log.With("component", "internal")), cfg.Log)
+	if err != nil {
+		return err
+	}
+	steps.Push("runners' listener", func(context.Context) error { return inner.close() })
+	address, err := inner.reachable()
+	if err != nil {
+		return err
+	}
+	if err := ready(ControllerReady{Server: cfg.scheme() + "://" + public.Addr().String(), Runners: "https://" + address, ClusterID: trust.ClusterID, Metrics: metrics.Address()}); err != nil {
+		return err
+	}
+	// No more requests first, then the operations end, and last nobody listens to runners any more.
+	return runInOrder(ctx,
+		part{"public listener", served(public)},
+		part{"controller", control.Run},
+		part{"runners' listener", served(inner)},
+		part{"metrics", metrics.Run},
+		part{"certificate", func(ctx context.Context) error { return renewIdentity(ctx, identity, trust.Authority, cfg.Log) }},
+	)
+}
+
+func served(l *listener) func(context.Context) error {
+	return func(ctx context.Context) error {
+		done := make(chan error, 1)
+		go func() { done <- l.serve() }()
+		select {
+		case err := <-done:
+			return err
+		case <-ctx.Done():
+		}
+		return errors.Join(l.shutdown(ctx), <-done)
+	}
+}
+
+func openTrust(ctx context.Context, cfg ControllerConfig, store *postgres.Store) (controller.Trust, error) {
+	key, found, err := masterkey.Open(cfg.KeyFile)
+	if err != nil {
+		return controller.Trust{}, err
+	}
+	if !found {
+		key = nil
+	}
+	return controller.OpenTrust(ctx, store, key, func() (*masterkey.Key, error) {
+		cfg.Log.InfoContext(ctx, "key file made; other controllers of this database need a copy", "path", cfg.KeyFile)
+		return masterkey.Create(cfg.KeyFile)
+	})
+}
+
+func (c ControllerConfig) scheme() string {
+	if c.TLSCert != "" {
+		return "https"
+	}
+	return "http"
+}
+
+func listenPublic(ctx context.Context, cfg ControllerConfig, h http.Handler) (*listener, error) {
+	if cfg.TLSCert == "" {
+		if !loopback(cfg.Listen) {
+			cfg.Log.WarnContext(ctx, "the API is served in clear: keys and data can be read by whoever sees the traffic", "listen", cfg.Listen)
+		}
+		return listen(ctx, cfg.Listen, "listen", h, cfg.Log)
+	}
+	cert, err := openCertFile(cfg.TLSCert, cfg.TLSKey)
+	if err != nil {
+		return nil, err
+	}
+	return listenTLS(ctx, cfg.Listen, "listen", cert.config(), strict(h), cfg.Log)
+}
+
+// strict tells browsers never to come in clear.
+func strict(h http.Handler) http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		w.Header().Set("Strict-Transport-Security", "max-age=31536000")
+		h.ServeHTTP(w, r)
+	})
+}
+
+// controllerIdentity makes this process a certificate: only runners' need to be kept.
+func controllerIdentity(authority *mtls.Authority) (*mtls.Identity, error) {
+	cert, err := authority.IssueNew(mtls.ControllerName, mtls.Lifetime)
+	if err != nil {
+		return nil, err
+	}
+	return mtls.NewIdentity(authority.Certificate(), cert)
+}
+
+func renewIdentity(ctx context.Context, identity *mtls.Identity, authority *mtls.Authority, log *slog.Logger) error {
+	for {
+		timer := time.NewTimer(max(time.Until(identity.RenewAt()), time.Minute))
+		select {
+		case <-ctx.Done():
+			timer.Stop()
+			return nil
+		case <-timer.C:
+		}
+		cert, err := authority.IssueNew(mtls.ControllerName, mtls.Lifetime)
+		if err == nil {
+			err = identity.Replace(authority.Certificate(), cert)
+		}
+		if err != nil {
+			log.ErrorContext(ctx, "the controller's certificate was not renewed", "err", err)
+		}
+	}
+}

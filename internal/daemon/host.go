@@ -1,0 +1,149 @@
+// Package daemon runs the servers as processes: the controller, the runner, and what `coppice dev` shares with them. It wires
+// parts that know nothing of one another, and adds listeners, certificates and the order in which things end.
+package daemon
+
+import (
+	"context"
+	"crypto/sha256"
+	"encoding/binary"
+	"log/slog"
+	"os"
+	"path/filepath"
+	"slices"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"go.opentelemetry.io/otel/trace"
+
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/images"
+	"github.com/coppice-dev/coppice/internal/undo"
+	"github.com/coppice-dev/coppice/runner"
+	"github.com/coppice-dev/coppice/runner/cgroup"
+	"github.com/coppice-dev/coppice/runner/netns"
+	"github.com/coppice-dev/coppice/runner/vmm"
+	"github.com/coppice-dev/coppice/runner/vmm/qemu"
+	"github.com/coppice-dev/coppice/runner/volume"
+)
+
+// HostConfig says how sandboxes run on this host.
+type HostConfig struct {
+	DataDir      string // made if it is not there
+	ImagesDir    string // default DataDir/images
+	DiskBudget   int64  // bytes of the runner's volume where one is made
+	MaxSandboxes int
+	Warm         int    // see runner.Config
+	Binary       string // QEMU; empty finds it
+	Accelerator  string // tcg or kvm
+	Why          string // why that accelerator, for people
+	NoRebase     bool
+	Leave        bool // see runner.Config
+	Log          *slog.Logger
+
+	// Machines replaces QEMU and the host's network, for tests.
+	Machines *Machines
+	Traces   trace.TracerProvider  `json:"-"` // of requests; nil: none
+	Registry prometheus.Registerer `json:"-"` // of the metrics; nil: nobody sees them
+}
+
+// Machines are other virtual machines than QEMU's.
+type Machines struct {
+	Driver  vmm.Driver
+	Network runner.Network
+	Images  *images.Store
+	RunDir  string
+}
+
+// Host is what a runner is made of.
+type Host struct {
+	Runner *runner.Runner
+	Volume string      // what the runner's files are on
+	Pool   *netns.Pool // nil when Machines were given
+	RunDir string      // for sockets
+}
+
+// Run does the background work until ctx ends, and takes the sandboxes down or leaves them.
+func (h *Host) Run(ctx context.Context) error { return h.Runner.Run(ctx) }
+
+// RunDir is where the sockets of an installation are.
+func RunDir(mark string) string {
+	return filepath.Join("/run/coppice", core.DigestOf([]byte(mark)).Hex()[:8])
+}
+
+// OpenHost opens the volume, the network and the runner. mark is on everything that is made on the host, so that two
+// installations never reap each other. steps learns how to end what was begun.
+func OpenHost(ctx context.Context, cfg HostConfig, id core.RunnerID, mark string, steps *undo.Stack) (*Host, error) {
+	h := &Host{RunDir: RunDir(mark)}
+	if cfg.Machines != nil {
+		h.RunDir = cfg.Machines.RunDir
+	}
+	rc := runner.Config{
+		ID: id, ClusterID: mark, RunDir: filepath.Join(h.RunDir, vmDir), Log: cfg.Log.With("component", "runner"), Metrics: cfg.Registry, Traces: cfg.Traces,
+		MaxSandboxes: cfg.MaxSandboxes, Warm: cfg.Warm, Rebase: runner.RebasePolicy{Off: cfg.NoRebase}, Leave: cfg.Leave,
+	}
+	if err := os.MkdirAll(h.RunDir, 0o700); err != nil {
+		return nil, err
+	}
+	steps.Push("run directory", h.unlessInhabited(func() error { return os.RemoveAll(h.RunDir) }))
+	if m := cfg.Machines; m != nil {
+		rc.DataDir, rc.Driver, rc.Network, rc.Images = filepath.Join(cfg.DataDir, "runner"), m.Driver, m.Network, m.Images
+		h.Volume = cfg.DataDir
+	} else if err := h.openMachines(ctx, cfg, mark, &rc, steps); err != nil {
+		return nil, err
+	}
+	var err error
+	h.Runner, err = runner.New(ctx, rc)
+	return h, err
+}
+
+// unlessInhabited does something at the end, but not where sandboxes live on: they were left to the next process, or this one took
+// them over and failed before it ran.
+func (h *Host) unlessInhabited(do func() error) func(context.Context) error {
+	return func(context.Context) error {
+		entries, err := os.ReadDir(filepath.Join(h.RunDir, vmDir))
+		if err == nil && slices.ContainsFunc(entries, os.DirEntry.IsDir) {
+			return nil
+		}
+		return do()
+	}
+}
+
+// vmDir is where the runner has its sockets and journals, in the run directory.
+const vmDir = "vm"
+
+func (h *Host) openMachines(ctx context.Context, cfg HostConfig, mark string, rc *runner.Config, steps *undo.Stack) error {
+	files, err := volume.Open(ctx, cfg.DataDir, cfg.DiskBudget, cfg.Log)
+	if err != nil {
+		return err
+	}
+	steps.Push("volume", h.unlessInhabited(files.Close))
+	h.Volume, rc.DataDir, rc.FirstUID = files.Detail, filepath.Join(files.Path, "runner"), firstUID(mark)
+	if rc.Images, err = images.Open(cfg.imagesDir()); err != nil {
+		return err
+	}
+	h.Pool, err = netns.NewPool(netns.Config{ClusterID: mark, Warm: cfg.Warm + 2, Max: cfg.MaxSandboxes + cfg.Warm + 2, Log: cfg.Log.With("component", "netns")})
+	if err != nil {
+		return err
+	}
+	steps.Push("namespaces", h.Pool.Close)
+	rc.Network = runner.NetworkOf(h.Pool)
+	mount, err := cgroup.Find()
+	if err != nil {
+		return err
+	}
+	groups, err := cgroup.Open(mount, "coppice-"+filepath.Base(h.RunDir))
+	if err != nil {
+		return err
+	}
+	steps.Push("cgroups", func(context.Context) error { return groups.Close() })
+	rc.Cgroups = groups
+	rc.Driver = qemu.New(qemu.Config{Binary: cfg.Binary, Accelerator: cfg.Accelerator, Detail: cfg.Why})
+	return nil
+}
+
+// firstUID spreads installations of one host over the ids above those that distributions hand out, so that the VMs of two do
+// not run as the same user.
+func firstUID(mark string) uint32 {
+	const lowest, size = 700_000_000, 1 << 10
+	sum := sha256.Sum256([]byte(mark))
+	return lowest + uint32(binary.BigEndian.Uint16(sum[:]))*size
+}

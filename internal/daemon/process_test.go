@@ -1,0 +1,124 @@
+package daemon_test
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"strings"
+	"testing"
+
+	"golang.org/x/sync/errgroup"
+
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/daemon"
+	coppice "github.com/coppice-dev/coppice/sdk/go"
+)
+
+func wantCode(t *testing.T, err error, code core.Code) {
+	t.Helper()
+	if !errors.Is(err, coppice.Code(code)) {
+		t.Errorf("got %v, want %s", err, code)
+	}
+}
+
+// create makes a workspace of the fake image.
+func create(t *testing.T, client *coppice.Client) coppice.Workspace {
+	t.Helper()
+	ws, err := client.CreateWorkspace(t.Context(), coppice.CreateWorkspaceRequest{Image: "base", Resources: coppice.ResourcesRequest{MemoryMiB: new(128)}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return ws
+}
+
+func echo(t *testing.T, client *coppice.Client, ws coppice.WorkspaceID) {
+	t.Helper()
+	out, err := client.Exec(t.Context(), ws, coppice.ExecRequest{Command: []string{"echo", "hello"}})
+	if err != nil || out.Stdout != "hello\n" {
+		t.Fatalf("%+v, %v", out, err)
+	}
+}
+
+// TestControllerAndRunner runs both as processes: a runner joins, machines work, and a controller that is killed comes back to
+// machines that have gone on.
+func TestControllerAndRunner(t *testing.T) {
+	t.Parallel()
+	c := newCluster(t)
+	r := c.join(nil)
+	ws := create(t, c.client)
+	echo(t, c.client, ws.ID)
+	forked, err := c.client.ForkWorkspace(t.Context(), ws.ID, coppice.ForkWorkspaceRequest{Count: new(3)})
+	if err != nil || len(forked.Children) != 3 {
+		t.Fatalf("%+v, %v", forked, err)
+	}
+
+	// Another controller on the same database needs the key file, and then serves the same machines.
+	other := c.cfg
+	other.Listen, other.RunnerListen, other.KeyFile = "127.0.0.1:0", "127.0.0.1:0", c.dir+"/absent.key"
+	alone := begin(t, "controller", serverConfig{Controller: other}, nil)
+	if status := alone.wait(t); status == 0 || !strings.Contains(alone.text(t), "copy it from the controller that was started first") {
+		t.Errorf("without the key file: status %d, %s", status, alone.text(t))
+	}
+	other.KeyFile = c.cfg.KeyFile
+	var second daemon.ControllerReady
+	begin(t, "controller", serverConfig{Controller: other}, &second)
+	echo(t, c.connect(second.Server), ws.ID)
+
+	c.kill()
+	echo(t, c.connect(second.Server), forked.Children[0].Workspace.ID)
+	c.start()
+	echo(t, c.client, ws.ID)
+
+	if status := r.stop(t); status != 0 {
+		t.Errorf("the runner ended with status %d:\n%s", status, r.text(t))
+	}
+	// It knows itself by its certificate: a second start needs no token, and it is the same runner.
+	was := r.ready.RunnerID
+	r.cfg.Runner.JoinToken = ""
+	r.process = begin(t, "runner", r.cfg, &r.ready)
+	if r.ready.RunnerID != was {
+		t.Errorf("the runner came back as %s, was %s", r.ready.RunnerID, was)
+	}
+	if status := c.stop(t); status != 0 {
+		t.Errorf("the controller ended with status %d:\n%s", status, c.text(t))
+	}
+}
+
+// TestFollowOutlivesControllers follows a program's output, and waits for its end, through the death of the controller.
+func TestFollowOutlivesControllers(t *testing.T) {
+	t.Parallel()
+	c := newCluster(t)
+	c.join(nil)
+	ws := create(t, c.client)
+	session, err := c.client.StartSession(t.Context(), ws.ID, coppice.ExecRequest{Command: []string{"cat"}, StdinOpen: true})
+	if err != nil {
+		t.Fatal(err)
+	}
+	// The client that follows is not told of the new one: the address is the same.
+	follower := c.connect(c.ready.Server)
+	var out bytes.Buffer
+	var group errgroup.Group
+	group.Go(func() error { return follower.Follow(t.Context(), session.ID, coppice.Stdout, 0, &out) })
+	group.Go(func() error {
+		got, err := follower.WaitSession(t.Context(), session.ID)
+		if err == nil && (got.ExitCode == nil || *got.ExitCode != 0) {
+			return fmt.Errorf("the session is %+v", got)
+		}
+		return err
+	})
+	want := ""
+	for i := range 3 {
+		text := fmt.Sprintf("line %d\n", i)
+		want += text
+		if err := c.client.WriteStdin(t.Context(), session.ID, strings.NewReader(text), i == 2); err != nil {
+			t.Fatal(err)
+		}
+		if i < 2 {
+			c.kill()
+			c.start()
+		}
+	}
+	if err := group.Wait(); err != nil || out.String() != want {
+		t.Errorf("%q, want %q; %v", out.String(), want, err)
+	}
+}

@@ -1,0 +1,303 @@
+// Package devstack is `coppice dev`: a private PostgreSQL, a controller and a runner in one process group, out of one data
+// directory. It wires the parts that a real installation runs apart, over the same sockets, and adds nothing of its own.
+//
+// # The data directory
+//
+//	lock          held while a stack runs on it
+//	cluster-id    names everything that this installation makes on the host
+//	api-key       the bootstrap key, readable by root only
+//	postgres/     see pgcluster
+//	images/       guest images, unless another store is named
+//	volume.xfs    the runner's volume where the file system has no reflink, mounted on volume/
+//	volume/runner or runner/   checkpoints, bases and the sandboxes of now
+package devstack
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"net/http"
+	"os"
+	"path/filepath"
+	"time"
+
+	"golang.org/x/sync/errgroup"
+	"golang.org/x/sys/unix"
+
+	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/controller/httpapi"
+	"github.com/coppice-dev/coppice/controller/postgres"
+	"github.com/coppice-dev/coppice/controller/runnerclient"
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/daemon"
+	"github.com/coppice-dev/coppice/internal/pgcluster"
+	"github.com/coppice-dev/coppice/internal/undo"
+	"github.com/coppice-dev/coppice/migrations"
+	"github.com/coppice-dev/coppice/runner/heartbeat"
+	runnerhttp "github.com/coppice-dev/coppice/runner/httpapi"
+)
+
+// Config says what to run where.
+type Config struct {
+	daemon.HostConfig
+
+	Metrics string // host:port of the metrics, on loopback; empty: nowhere
+
+	Listen string // host:port of the public API, on loopback; port 0 picks a free one
+	PGBin  string // directory of PostgreSQL's programs; empty finds them
+}
+
+// Ready is what a user needs to know once everything answers.
+type Ready struct {
+	Server  string // http://host:port
+	Key     string
+	DataDir string
+	Volume  string // what the runner's files are on
+}
+
+// Run starts everything, calls ready, and runs until ctx ends; then VMs are stopped, and checkpoints, images and the
+// database stay. It needs root.
+func Run(ctx context.Context, cfg Config, ready func(Ready) error) (err error) {
+	if os.Geteuid() != 0 {
+		return core.Errorf(core.PermissionDenied, core.CodeUnsupported,
+			"coppice dev needs root: it makes network namespaces and runs every VM under a user of its own; run it with sudo")
+	}
+	s := &stack{cfg: cfg, log: cfg.Log}
+	defer func() {
+		err = errors.Join(err, s.steps.Undo(ctx))
+	}()
+	for _, step := range []struct {
+		name string
+		run  func(context.Context) error
+	}{
+		{"open the data directory", s.openData},
+		{"start PostgreSQL", s.startPostgres},
+		{"open the runner", s.openRunner},
+		{"open the controller", s.openController},
+		{"listen", s.listen},
+	} {
+		if err := step.run(ctx); err != nil {
+			return fmt.Errorf("%s: %w", step.name, err)
+		}
+	}
+	return s.run(ctx, ready)
+}
+
+type stack struct {
+	cfg Config
+	log *slog.Logger
+
+	steps     undo.Stack // how to end what was started, last first
+	clusterID string
+	key       string // of the API
+	secret    string // between controller and runner, of this process only
+	runDir    string // sockets
+	database  *database
+	host      *daemon.Host
+	metrics   *daemon.Metrics
+	store     *postgres.Store
+	control   *controller.Controller
+	servers   []server
+	server    string
+}
+
+type server struct {
+	http *http.Server
+	on   net.Listener
+}
+
+func (s *stack) openData(ctx context.Context) error {
+	if err := os.MkdirAll(s.cfg.DataDir, 0o711); err != nil { //nolint:gosec // G301: the database's user must pass
+		return err
+	}
+	lock, err := os.OpenFile(filepath.Join(s.cfg.DataDir, "lock"), os.O_RDWR|os.O_CREATE, 0o600)
+	if err != nil {
+		return err
+	}
+	if err := unix.Flock(int(lock.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
+		return errors.Join(core.Wrapf(err, core.Conflict, core.CodeStateConflict,
+			"another coppice dev runs on %s; stop it, or give this one another --data-dir", s.cfg.DataDir), lock.Close())
+	}
+	s.steps.Push("lock", func(context.Context) error { return lock.Close() })
+	if s.clusterID, err = daemon.Keep(filepath.Join(s.cfg.DataDir, "cluster-id"), daemon.NewSecret); err != nil {
+		return err
+	}
+	if s.key, err = daemon.Keep(filepath.Join(s.cfg.DataDir, "api-key"), func() string { return "coppice_" + daemon.NewSecret() }); err != nil {
+		return err
+	}
+	s.secret = daemon.NewSecret()
+	s.runDir = daemon.RunDir(s.clusterID)
+	return nil
+}
+
+func (s *stack) startPostgres(ctx context.Context) error {
+	bin, err := pgcluster.Find(ctx, s.cfg.PGBin)
+	if err != nil {
+		return err
+	}
+	s.database, err = openDatabase(ctx, pgcluster.Config{Dir: filepath.Join(s.cfg.DataDir, "postgres"), Binaries: bin, Durable: true, Log: s.log})
+	if err != nil {
+		return err
+	}
+	s.steps.Push("postgres", s.database.stop)
+	return migrations.Up(ctx, s.database.dsn())
+}
+
+func (s *stack) openRunner(ctx context.Context) error {
+	var err error
+	if s.metrics, err = daemon.OpenMetrics(ctx, s.cfg.Metrics, s.log); err != nil {
+		return err
+	}
+	s.steps.Push("metrics", func(context.Context) error { return s.metrics.Close() })
+	s.cfg.Registry = s.metrics
+	id, err := daemon.Keep(filepath.Join(s.cfg.DataDir, "runner-id"), func() string { return string(core.NewID[core.RunnerID]()) })
+	if err != nil {
+		return err
+	}
+	s.host, err = daemon.OpenHost(ctx, s.cfg.HostConfig, core.RunnerID(id), s.clusterID, &s.steps)
+	return err
+}
+
+func (s *stack) openController(ctx context.Context) error {
+	store, err := postgres.Open(ctx, postgres.Config{DSN: s.database.dsn()})
+	if err != nil {
+		return err
+	}
+	s.store = store
+	s.steps.Push("store", func(context.Context) error {
+		store.Close()
+		return nil
+	})
+	if err := store.Register(s.metrics); err != nil {
+		return err
+	}
+	s.control = controller.New(controller.Config{ClusterID: s.clusterID, Metrics: s.metrics, Traces: s.cfg.Traces, Bootstrap: controller.Bootstrap{Key: s.key}},
+		store, runnerclient.New(s.secret), s.log.With("component", "controller"))
+	_, err = s.control.Bootstrap(ctx)
+	return err
+}
+
+// The sockets between controller and runner.
+func (s *stack) runnerSocket() string     { return filepath.Join(s.runDir, "runner.sock") }
+func (s *stack) controllerSocket() string { return filepath.Join(s.runDir, "controller.sock") }
+
+func (s *stack) listen(ctx context.Context) error {
+	api := httpapi.New(s.control, s.log.With("component", "api"))
+	internal, err := httpapi.NewInternal(s.control, s.secret, s.log.With("component", "internal"))
+	if err != nil {
+		return err
+	}
+	runners, err := runnerhttp.New(s.host.Runner, s.secret, s.log.With("component", "runner"))
+	if err != nil {
+		return err
+	}
+	if err := s.serve(ctx, "unix", s.runnerSocket(), runners); err != nil {
+		return err
+	}
+	if err := s.serve(ctx, "unix", s.controllerSocket(), internal); err != nil {
+		return err
+	}
+	if err := s.serve(ctx, "tcp", s.cfg.Listen, api); err != nil {
+		return err
+	}
+	s.server = "http://" + s.servers[len(s.servers)-1].on.Addr().String()
+	return nil
+}
+
+func (s *stack) serve(ctx context.Context, network, address string, h http.Handler) error {
+	if network == "unix" {
+		if err := os.Remove(address); err != nil && !errors.Is(err, os.ErrNotExist) { // left by a process that was killed
+			return err
+		}
+	}
+	var lc net.ListenConfig
+	l, err := lc.Listen(ctx, network, address)
+	if err != nil {
+		return core.Wrapf(err, core.Unavailable, core.CodeUnsupported, "cannot listen on %s; is it taken? choose another with --listen", address)
+	}
+	s.servers = append(s.servers, server{&http.Server{Handler: h, ReadHeaderTimeout: 5 * time.Second, ErrorLog: slog.NewLogLogger(s.log.Handler(), slog.LevelDebug)}, l})
+	s.steps.Push("listener "+address, func(context.Context) error { return ignoreClosed(l.Close()) })
+	return nil
+}
+
+func ignoreClosed(err error) error {
+	if errors.Is(err, net.ErrClosed) || errors.Is(err, http.ErrServerClosed) {
+		return nil
+	}
+	return err
+}
+
+// run runs the parts until ctx ends or one fails, and ends them in the order in which they need each other: no more requests,
+// then the controller's operations, then the VMs.
+func (s *stack) run(ctx context.Context, ready func(Ready) error) error {
+	group, ctx := errgroup.WithContext(ctx)
+	vms, stopVMs := context.WithCancel(context.WithoutCancel(ctx))
+	ops, stopOps := context.WithCancel(context.WithoutCancel(ctx))
+	defer stopVMs()
+	defer stopOps()
+	link, err := heartbeat.New(s.host.Runner, heartbeat.Config{
+		Controllers: []string{"unix:" + s.controllerSocket()}, Secret: s.secret, Endpoint: "unix:" + s.runnerSocket(), Log: s.log.With("component", "heartbeat"),
+	})
+	if err != nil {
+		return err
+	}
+	group.Go(func() error { return s.database.keep(vms) })
+	group.Go(func() error { return s.host.Pool.Run(vms) })
+	group.Go(func() error {
+		err := s.host.Runner.Run(vms)
+		for _, srv := range s.servers[:len(s.servers)-1] { // between controller and runner: both have ended
+			err = errors.Join(err, ignoreClosed(srv.http.Close()))
+		}
+		return err
+	})
+	group.Go(func() error { return link.Run(vms) })
+	group.Go(func() error { return s.metrics.Run(ctx) })
+	group.Go(func() error {
+		defer stopVMs()
+		return s.control.Run(ops)
+	})
+	for _, srv := range s.servers {
+		group.Go(func() error { return ignoreClosed(srv.http.Serve(srv.on)) })
+	}
+	group.Go(func() error {
+		<-ctx.Done()
+		defer stopOps()
+		return s.shutdown(ctx)
+	})
+	if err := s.awaitReady(ctx, ready); err != nil && ctx.Err() == nil {
+		group.Go(func() error { return err })
+	}
+	return group.Wait()
+}
+
+// shutdown ends the public listener: no more requests.
+func (s *stack) shutdown(ctx context.Context) error {
+	const patience = 2 * time.Second // streams do not end by themselves
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), patience)
+	defer cancel()
+	public := s.servers[len(s.servers)-1].http
+	if err := public.Shutdown(ctx); err != nil {
+		return ignoreClosed(public.Close())
+	}
+	return nil
+}
+
+// awaitReady waits until the runner has registered.
+func (s *stack) awaitReady(ctx context.Context, ready func(Ready) error) error {
+	tick := time.NewTicker(20 * time.Millisecond)
+	defer tick.Stop()
+	for {
+		if err := s.control.Ready(ctx); err == nil {
+			return ready(Ready{Server: s.server, Key: s.key, DataDir: s.cfg.DataDir, Volume: s.host.Volume})
+		} else if code := core.CodeOf(err); code != core.CodeNoRunner {
+			return err
+		}
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-tick.C:
+		}
+	}
+}
