@@ -1,0 +1,136 @@
+package e2e
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"sync"
+	"testing"
+
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/images"
+	"github.com/coppice-dev/coppice/internal/require"
+)
+
+// builds holds what is built once per test binary.
+var builds struct {
+	mu   sync.Mutex // guards what follows
+	dir  string
+	done map[string]func() (string, error)
+}
+
+// program builds a package of this module and returns the path of the executable.
+func program(t *testing.T, pkg string) string {
+	t.Helper()
+	builds.mu.Lock()
+	if builds.dir == "" {
+		dir, err := os.MkdirTemp("", binPrefix) //nolint:usetesting // it outlives this test
+		if err != nil {
+			builds.mu.Unlock()
+			t.Fatal(err)
+		}
+		builds.dir, builds.done = dir, map[string]func() (string, error){}
+	}
+	build, ok := builds.done[pkg]
+	if !ok {
+		out := filepath.Join(builds.dir, filepath.Base(pkg))
+		build = sync.OnceValues(func() (string, error) {
+			cmd := exec.Command("go", "build", "-trimpath", "-ldflags", "-s -w", "-o", out, "github.com/coppice-dev/coppice/"+pkg)
+			cmd.Env = append(os.Environ(), "CGO_ENABLED=0")
+			if log, err := cmd.CombinedOutput(); err != nil {
+				return "", fmt.Errorf("go build %s: %w\n%s", pkg, err, log)
+			}
+			return out, nil
+		})
+		builds.done[pkg] = build
+	}
+	builds.mu.Unlock()
+	path, err := build()
+	if err != nil {
+		t.Fatal(err)
+	}
+	return path
+}
+
+func cleanBuilds() {
+	builds.mu.Lock()
+	defer builds.mu.Unlock()
+	if builds.dir != "" {
+		_ = os.RemoveAll(builds.dir)
+	}
+}
+
+// imageStore is kept between runs: what an image is made of decides whether it is made again.
+func imageStore(t *testing.T) *images.Store {
+	t.Helper()
+	cache, err := os.UserCacheDir()
+	if err != nil {
+		cache = os.TempDir() //nolint:usetesting // it outlives this test
+	}
+	store, err := images.Open(filepath.Join(cache, "coppice-test", "e2e-images"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	return store
+}
+
+// image builds an image unless it is there, and returns its digest. The agent is a package of this module.
+func image(t *testing.T, name, agent string, packages ...string) core.Digest {
+	t.Helper()
+	needVM(t)
+	store := imageStore(t)
+	img, err := images.Build(t.Context(), store, images.Options{
+		Name: name, AgentBinary: program(t, agent), Packages: packages, Log: &tail{t: t},
+		Progress: func(e images.Event) {
+			if e.Done {
+				t.Logf("image %s: %s %s (%.1f s)", name, e.Stage, e.Msg, e.Duration.Seconds())
+			}
+		},
+	})
+	if err != nil {
+		t.Fatalf("build image %s: %v", name, err)
+	}
+	dropOldImages(t, store)
+	return img.Digest
+}
+
+// dropOldImages removes images that lost their name to a newer one.
+func dropOldImages(t *testing.T, store *images.Store) {
+	t.Helper()
+	list, err := store.List()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, img := range list {
+		if img.Name == "" {
+			if err := store.Remove(t.Context(), string(img.Digest)); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+}
+
+const (
+	guestAgent = "cmd/coppice-guest"
+	probe      = "internal/e2e/guestprobe"
+)
+
+// needVM skips, or fails, where no VM can be run.
+func needVM(t *testing.T) {
+	t.Helper()
+	require.Root(t)
+	_, err := exec.LookPath("qemu-system-x86_64")
+	require.That(t, "vm", err == nil && len(images.MissingPrograms()) == 0, "make setup")
+}
+
+// tail gives the output of a program to the log of the test that started it.
+type tail struct{ t *testing.T }
+
+func (w *tail) Write(p []byte) (int, error) {
+	if testing.Verbose() && errors.Is(w.t.Context().Err(), nil) {
+		w.t.Logf("%s", p)
+	}
+	return len(p), nil
+}

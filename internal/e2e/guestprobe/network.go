@@ -1,0 +1,251 @@
+//go:build linux
+
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/netip"
+	"os"
+	"strings"
+	"sync"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// How long a packet may take that nothing drops: there is nothing but this host between two sandboxes.
+const patience = 2 * time.Second
+
+// reach tries every target at once and prints what became of each. A target is tcp:ADDR:PORT, udp:ADDR:PORT, icmp:ADDR or
+// raw:ADDR (an IPv4 packet with a header of our own making). Sent is not received: whether it arrived is for the other side to
+// say, unless it answers ("open", "refused", "answered").
+func reach(args []string, out io.Writer) error {
+	results := make(map[string]string, len(args))
+	var mu sync.Mutex
+	var wg sync.WaitGroup
+	for _, target := range args {
+		wg.Go(func() {
+			r := tryTarget(target)
+			mu.Lock()
+			defer mu.Unlock()
+			results[target] = r
+		})
+	}
+	wg.Wait()
+	return json.NewEncoder(out).Encode(results)
+}
+
+func tryTarget(target string) string {
+	kind, address, _ := strings.Cut(target, ":")
+	switch kind {
+	case "tcp":
+		c, err := (&net.Dialer{Timeout: patience}).DialContext(context.Background(), "tcp4", address)
+		if err == nil {
+			_ = c.Close()
+			return "open"
+		}
+		return outcome(err)
+	case "udp":
+		return tryUDP(address)
+	case "icmp":
+		return tryICMP(address)
+	case "raw":
+		return tryRaw(address)
+	}
+	return "unknown kind"
+}
+
+func outcome(err error) string {
+	var timeout net.Error
+	switch {
+	case errors.Is(err, unix.ECONNREFUSED):
+		return "refused"
+	case errors.Is(err, unix.ENETUNREACH), errors.Is(err, unix.EHOSTUNREACH):
+		return "no route"
+	case errors.As(err, &timeout) && timeout.Timeout():
+		return "silence"
+	}
+	return err.Error()
+}
+
+func tryUDP(address string) string {
+	c, err := (&net.Dialer{}).DialContext(context.Background(), "udp4", address)
+	if err != nil {
+		return outcome(err)
+	}
+	defer func() { _ = c.Close() }()
+	if _, err := io.WriteString(c, "hello"); err != nil {
+		return outcome(err)
+	}
+	_ = c.SetReadDeadline(time.Now().Add(patience))
+	if _, err := c.Read(make([]byte, 64)); err != nil {
+		return outcome(err)
+	}
+	return "answered"
+}
+
+func tryICMP(address string) string {
+	c, err := (&net.Dialer{}).DialContext(context.Background(), "ip4:icmp", address)
+	if err != nil {
+		return outcome(err)
+	}
+	defer func() { _ = c.Close() }()
+	echo := []byte{8, 0, 0, 0, 0, 1, 0, 1}
+	sum := checksum(echo)
+	echo[2], echo[3] = byte(sum>>8), byte(sum)
+	if _, err := c.Write(echo); err != nil {
+		return outcome(err)
+	}
+	_ = c.SetReadDeadline(time.Now().Add(patience))
+	if _, err := c.Read(make([]byte, 256)); err != nil {
+		return outcome(err)
+	}
+	return "answered"
+}
+
+// tryRaw sends a UDP packet whose IP header is ours.
+func tryRaw(address string) string {
+	dst, err := netip.ParseAddr(address)
+	if err != nil {
+		return err.Error()
+	}
+	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_RAW|unix.SOCK_CLOEXEC, unix.IPPROTO_RAW)
+	if err != nil {
+		return err.Error()
+	}
+	defer func() { _ = unix.Close(fd) }()
+	if err := unix.Sendto(fd, udpPacket(netip.IPv4Unspecified(), dst), 0, &unix.SockaddrInet4{Addr: dst.As4()}); err != nil {
+		return outcome(err)
+	}
+	return "sent"
+}
+
+func udpPacket(src, dst netip.Addr) []byte {
+	payload := []byte("hello")
+	p := make([]byte, 28, 28+len(payload))
+	p[0], p[8], p[9] = 0x45, 64, unix.IPPROTO_UDP
+	p[3] = byte(28 + len(payload))
+	s, d := src.As4(), dst.As4()
+	copy(p[12:], s[:])
+	copy(p[16:], d[:])
+	sum := checksum(p[:20])
+	p[10], p[11] = byte(sum>>8), byte(sum)
+	p[21], p[23], p[25] = 9, 9, byte(8+len(payload))
+	return append(p, payload...)
+}
+
+func checksum(b []byte) uint16 {
+	var sum uint32
+	for i := 0; i+1 < len(b); i += 2 {
+		sum += uint32(b[i])<<8 | uint32(b[i+1])
+	}
+	for sum>>16 != 0 {
+		sum = sum&0xffff + sum>>16
+	}
+	return ^uint16(sum) // folded above
+}
+
+// flood sends frames through every link that has a MAC for so many seconds: ARP, IPv4, IPv6, RARP, from the link's own address
+// and from a forged one, to everybody. It prints how many frames the kernel took.
+func flood(args []string, out io.Writer) error {
+	n, err := numbers(args[0])
+	if err != nil {
+		return err
+	}
+	links, err := net.Interfaces()
+	if err != nil {
+		return err
+	}
+	fd, err := unix.Socket(unix.AF_PACKET, unix.SOCK_RAW|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		return err
+	}
+	sent := 0
+	for end := time.Now().Add(time.Duration(n[0]) * time.Second); time.Now().Before(end); {
+		for _, l := range links {
+			if len(l.HardwareAddr) != 6 {
+				continue
+			}
+			for _, frame := range frames(l.HardwareAddr) {
+				if err := unix.Sendto(fd, frame, 0, &unix.SockaddrLinklayer{Ifindex: l.Index, Halen: 6}); err == nil {
+					sent++
+				}
+			}
+		}
+		<-time.After(time.Millisecond)
+	}
+	_, err = fmt.Fprintln(out, sent)
+	return err
+}
+
+func frames(own net.HardwareAddr) [][]byte {
+	forged := net.HardwareAddr{0x02, 0xbb, 0xbb, 0xbb, 0xbb, 0xbb}
+	broadcast := net.HardwareAddr{0xff, 0xff, 0xff, 0xff, 0xff, 0xff}
+	ip := udpPacket(netip.MustParseAddr("10.83.1.1"), netip.MustParseAddr("10.83.0.1"))
+	var out [][]byte
+	for _, src := range []net.HardwareAddr{own, forged} {
+		for _, kind := range []uint16{unix.ETH_P_IP, unix.ETH_P_ARP, unix.ETH_P_RARP, unix.ETH_P_IPV6} {
+			f := append(append([]byte{}, broadcast...), src...)
+			f = append(f, byte(kind>>8), byte(kind))
+			out = append(out, append(f, ip...))
+		}
+	}
+	return out
+}
+
+// listen takes TCP connections and UDP packets on a port, and notes the address of each sender in OUT.
+func listen(args []string, _ io.Writer) error {
+	l, err := (&net.ListenConfig{}).Listen(context.Background(), "tcp4", ":"+args[0])
+	if err != nil {
+		return err
+	}
+	u, err := (&net.ListenConfig{}).ListenPacket(context.Background(), "udp4", ":"+args[0])
+	if err != nil {
+		return err
+	}
+	var mu sync.Mutex
+	seen := []string{}
+	note := func(kind string, from net.Addr) error {
+		mu.Lock()
+		defer mu.Unlock()
+		seen = append(seen, kind+" "+from.String())
+		return publish(args[1], seen)
+	}
+	if err := publish(args[1], seen); err != nil {
+		return err
+	}
+	failed := make(chan error, 2)
+	go func() {
+		for {
+			c, err := l.Accept()
+			if err == nil {
+				err = errors.Join(note("tcp", c.RemoteAddr()), c.Close())
+			}
+			if err != nil {
+				failed <- err
+				return
+			}
+		}
+	}()
+	go func() {
+		b := make([]byte, 2048)
+		for {
+			_, from, err := u.ReadFrom(b)
+			if err == nil {
+				err = note("udp", from)
+			}
+			if err != nil {
+				failed <- err
+				return
+			}
+		}
+	}()
+	err = <-failed
+	fmt.Fprintln(os.Stderr, "listen:", err)
+	return err
+}
