@@ -1,0 +1,82 @@
+# `make help` lists the targets. Those marked (root) need it: sudo -E make …
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+.PHONY: help setup build generate test test-long lint image demo dev bench bench-control clean fuzz chaos
+
+GO      ?= go
+ROOT    := $(filter 0,$(shell id -u))
+VAR     := $(CURDIR)/var
+GOFLAGS_BUILD := -trimpath -ldflags "-s -w"
+
+# Where `make image` puts images, and where demo and dev look for them. Tests build their own into the user's cache.
+export COPPICE_IMAGES_DIR ?= $(VAR)/images
+
+# golangci-lint takes minutes to build, so it is kept outside the tree, by version.
+LINT_VERSION := v2.15.0
+TOOLS ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/coppice/tools
+LINT  := $(TOOLS)/golangci-lint-$(LINT_VERSION)
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: ## install what is missing from Debian's packages (root; else it prints the command)
+	@scripts/setup
+
+build: ## build bin/coppice and the static guest agent, bin/coppice-guest
+	CGO_ENABLED=0 $(GO) build $(GOFLAGS_BUILD) -o bin/ ./cmd/...
+
+generate: ## write generated code and documents anew: API models and servers, state machines, sums
+	$(GO) tool -modfile=internal/tools/go.mod oapi-codegen -config api/codegen.yaml api/openapi.yaml
+	$(GO) tool -modfile=internal/tools/go.mod oapi-codegen -config sdk/go/codegen.yaml api/openapi.yaml
+	$(GO) test ./internal/archtest -run 'TestGeneratedFilesAreCurrent|TestStateMachinesDocument' -update
+
+# As root everything is required and what is missing fails. As anyone else, what needs root skips and says so.
+ifdef ROOT
+test: export COPPICE_TEST_REQUIRE ?= all
+test: build ## unit and integration tests with the race detector (root for all of them)
+else
+test: build
+	@echo "Not root: tests that need namespaces or VMs skip. All of them: sudo -E make test"
+endif
+	$(GO) test -race -count=1 -timeout 30m ./...
+
+test-long: build ## the long sweeps of the end-to-end tests: 64 generations, every runtime, every fault (root; half an hour)
+	COPPICE_TEST_REQUIRE=all $(GO) test -count=1 -timeout 60m ./internal/e2e -long
+
+FUZZTIME ?= 60s
+fuzz: ## fuzz every target for FUZZTIME (60s) each, beginning with the committed corpora
+	@scripts/fuzz $(FUZZTIME)
+
+chaos: build ## grow trees while servers, databases and VMs are killed, and check all that was promised: FOR=5m SEED=1 (root)
+	mkdir -p $(VAR)/chaos
+	COPPICE_TEST_REQUIRE=all $(GO) test -v -count=1 -timeout 90m ./internal/e2e -run '^TestChaos$$' \
+		-chaos $(or $(FOR),5m) -chaos-seed $(or $(SEED),1) -chaos-history $(VAR)/chaos/history.jsonl
+
+lint: $(LINT) ## run the pinned linters, which are built on first use (minutes)
+	$(LINT) run ./...
+
+$(LINT):
+	mkdir -p $(TOOLS)/new
+	GOBIN=$(TOOLS)/new $(GO) install github.com/golangci/golangci-lint/v2/cmd/golangci-lint@$(LINT_VERSION)
+	mv $(TOOLS)/new/golangci-lint $@
+
+image: build ## build the base guest image unless it is current (root)
+	bin/coppice image build
+
+demo: build ## search a tree of running machines for a fix, with a real library and real VMs (root)
+	scripts/demo
+
+dev: build image ## run controller, runner and PostgreSQL here until Ctrl-C (root)
+	bin/coppice dev --data-dir $(VAR)/dev
+
+bench: build image ## measure boots, forks, checkpoints and memory in one run of at most 15 minutes (root)
+	CGO_ENABLED=0 $(GO) build $(GOFLAGS_BUILD) -o bin/ ./internal/bench
+	bin/bench -out $(VAR)/bench -images-dir $(COPPICE_IMAGES_DIR) $(BENCH)
+
+bench-control: ## measure the control plane: fork operations, 1,000 parallel forks, a tree of 100,000; var/bench/control.json
+	CGO_ENABLED=0 $(GO) build $(GOFLAGS_BUILD) -o bin/ ./internal/bench
+	bin/bench control -out $(VAR)/bench $(BENCH)
+
+clean: ## remove bin/, and var/ (images, checkpoints, reports) after asking, or with FORCE=1
+	rm -rf bin
+	@scripts/clean $(VAR) $(FORCE)
