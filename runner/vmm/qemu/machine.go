@@ -55,7 +55,7 @@ type machine struct {
 var _ vmm.Machine = (*machine)(nil)
 
 // attach connects to the sockets of a running QEMU. The machine takes over the process and the log.
-func attach(ctx context.Context, proc *vmmproc.Process, log *vmmLog, h vmm.Handle) (*machine, error) {
+func attach(ctx context.Context, proc *vmmproc.Process, log *vmmLog, h vmm.Handle) (_ *machine, err error) {
 	ctx, cancel := context.WithTimeout(ctx, commandTime)
 	defer cancel()
 	// A QEMU that refuses its command line ends before it accepts: do not wait for the deadline then.
@@ -67,6 +67,12 @@ func attach(ctx context.Context, proc *vmmproc.Process, log *vmmLog, h vmm.Handl
 			status, _ := proc.Status()
 			gone(fmt.Errorf("%w: %s", vmm.ErrGone, status))
 		case <-ctx.Done():
+		}
+	}()
+	defer func() {
+		// A dial says only that it was canceled, not why.
+		if cause := context.Cause(ctx); err != nil && errors.Is(cause, vmm.ErrGone) {
+			err = errors.Join(cause, err)
 		}
 	}()
 	q, err := dialQMP(ctx, filepath.Join(h.Dir, monitorSocket))
