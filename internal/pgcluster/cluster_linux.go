@@ -198,7 +198,7 @@ func (c *Cluster) hold(cmd *exec.Cmd, started chan<- error) {
 	c.process = cmd.Process
 	started <- nil
 	// The lock goes before done is closed, so that whoever saw the end may start anew.
-	c.err = errors.Join(endedBy(cmd.Wait()), c.lock.Close())
+	c.err = errors.Join(endedBy(cmd.Wait()), giveUp(c.lock))
 	close(c.done)
 }
 
