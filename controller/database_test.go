@@ -5,6 +5,9 @@ import (
 	"fmt"
 	"log/slog"
 	"os"
+	"path/filepath"
+	"slices"
+	"strings"
 	"sync"
 	"syscall"
 	"testing"
@@ -72,6 +75,7 @@ func TestDatabaseDies(t *testing.T) {
 		t.Fatal(err)
 	}
 	<-cluster.Done()
+	eventually(t, "the backends have noticed, and answer no more", func() bool { return !works(t, dir) })
 	close(g.open)
 	wantCode(t, <-answered, core.CodeDatabaseUnavailable)
 	_, err = w.Workspaces(t.Context(), w.project, controller.WorkspaceFilter{Page: controller.Page{Limit: 1}})
@@ -86,9 +90,21 @@ func TestDatabaseDies(t *testing.T) {
 		list, err := w.Workspaces(t.Context(), w.project, controller.WorkspaceFilter{Page: controller.Page{Limit: 10}, Parent: cp.ID, States: []core.WorkspaceState{core.WorkspaceReady}})
 		return err == nil && len(list) == 2
 	})
-	w.register() // its lease may have run out meanwhile
 	w.consistent()
 	w.stop()
+}
+
+// works reports whether a process is in the directory.
+func works(t *testing.T, dir string) bool {
+	t.Helper()
+	list, err := filepath.Glob("/proc/[0-9]*/cwd")
+	if err != nil {
+		t.Fatal(err)
+	}
+	return slices.ContainsFunc(list, func(link string) bool {
+		at, err := os.Readlink(link)
+		return err == nil && strings.HasPrefix(at, dir+"/") // it may end meanwhile
+	})
 }
 
 // lossyStore commits one transaction of a project and says that it does not know: the connection broke during the commit.
