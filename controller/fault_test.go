@@ -221,6 +221,30 @@ func TestRunnerDies(t *testing.T) {
 	}
 }
 
+// TestConnectionBreaksLate loses the runner's answer to a call that took longer than the controller insists: it asks again all
+// the same.
+func TestConnectionBreaksLate(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, func(c *controller.Config, _ *runnertest.Config) { c.RunnerRetry = 200 * time.Millisecond })
+	cp := w.checkpoint(w.create("main").ID)
+	var once sync.Once
+	w.runner.Hook(func(ctx context.Context, at, _ string) error {
+		err := error(nil)
+		if at == runnertest.PointFork+runnertest.Done {
+			once.Do(func() {
+				select {
+				case <-time.After(300 * time.Millisecond):
+				case <-ctx.Done():
+				}
+				err = runnertest.ErrVanish
+			})
+		}
+		return err
+	})
+	w.fork(cp.ID, 1)
+	w.consistent()
+}
+
 // TestRunnerStaysAway ends every kind of operation with a clear error when the runner does not come back in time; when it does
 // later, its heartbeat cleans up what it had begun.
 func TestRunnerStaysAway(t *testing.T) {

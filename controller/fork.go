@@ -326,12 +326,19 @@ func refused(asked runnerapi.Child, got runnerapi.ChildResult) error {
 	return nil
 }
 
-// insist repeats a call while the runner cannot be reached, for a bounded time.
+// insist repeats a call while the runner cannot be reached, for a bounded time from when it first could not: a connection that
+// breaks late in a long call is no reason to give up at once.
 func (c *Controller) insist(ctx context.Context, call func() error) error {
-	until := time.Now().Add(c.cfg.RunnerRetry)
+	var until time.Time
 	for wait := 50 * time.Millisecond; ; wait = min(2*wait, time.Second) {
 		err := call()
-		if err == nil || core.CodeOf(err) != core.CodeRunnerUnreachable || time.Now().Add(wait).After(until) {
+		if err == nil || core.CodeOf(err) != core.CodeRunnerUnreachable {
+			return err
+		}
+		if until.IsZero() {
+			until = time.Now().Add(c.cfg.RunnerRetry)
+		}
+		if time.Now().Add(wait).After(until) {
 			return err
 		}
 		if stopped := pause(ctx, wait); stopped != nil {
