@@ -123,15 +123,16 @@ func TestAdmissionIsFair(t *testing.T) {
 // TestAdmissionIsBounded refuses what would wait too long, what need not wait, and what too many wait before.
 func TestAdmissionIsBounded(t *testing.T) {
 	t.Parallel()
-	const bound = 2 * time.Second
-	w, cp, there := crowded(t, 2, func(c *controller.Config, _ *runnertest.Config) { c.AdmissionWait, c.AdmissionQueue = bound, 2 })
+	const bound = time.Second
+	w, cp, there := crowded(t, 2, func(c *controller.Config, _ *runnertest.Config) { c.AdmissionQueue = 2 })
 	ctx := t.Context()
-	fork := func(n int, wait time.Duration) (time.Duration, error) {
+	ask := func(ctx context.Context, c *controller.Controller, n int, wait time.Duration) (time.Duration, error) {
 		start := time.Now()
-		_, err := w.ForkCheckpoint(ctx, w.project, cp.ID, controller.ForkRequest{Count: n}, wait)
+		_, err := c.ForkCheckpoint(ctx, w.project, cp.ID, controller.ForkRequest{Count: n, Name: "late"}, wait)
 		return time.Since(start), err
 	}
-	took, err := fork(1, wait)
+	hasty, _ := w.start(controller.Config{AdmissionWait: bound})
+	took, err := ask(ctx, hasty, 1, wait)
 	wantCode(t, err, core.CodeCapacity)
 	if took < bound {
 		t.Errorf("it was refused after %s", took)
@@ -143,31 +144,28 @@ func TestAdmissionIsBounded(t *testing.T) {
 		n    int
 		wait time.Duration
 	}{"more than there ever is": {3, wait}, "a request that does not wait": {1, 0}} {
-		took, err := fork(c.n, c.wait)
+		took, err := ask(ctx, w.Controller, c.n, c.wait)
 		wantCode(t, err, core.CodeCapacity)
-		if took >= bound {
+		if took >= wait {
 			t.Errorf("%s: refused after %s", name, took)
 		}
 	}
-	var group sync.WaitGroup
-	for range 2 {
-		group.Go(func() { _, _ = fork(1, wait) })
+	gone, cancel := context.WithCancel(ctx)
+	ended := make(chan error, 2)
+	for range cap(ended) {
+		go func() {
+			_, err := ask(gone, w.Controller, 1, wait)
+			ended <- err
+		}()
 	}
 	w.waiting(2)
-	if took, err := fork(1, wait); core.CodeOf(err) != core.CodeCapacity || took >= bound {
+	if took, err := ask(ctx, w.Controller, 1, wait); core.CodeOf(err) != core.CodeCapacity || took >= wait {
 		t.Errorf("behind a full queue: %v after %s", err, took)
 	}
-	group.Wait()
-
-	gone, cancel := context.WithCancel(ctx)
-	ended := make(chan error, 1)
-	go func() {
-		_, err := w.ForkCheckpoint(gone, w.project, cp.ID, controller.ForkRequest{Count: 1, Name: "late"}, wait)
-		ended <- err
-	}()
-	w.waiting(1)
 	cancel()
-	wantCode(t, <-ended, core.CodeCanceled)
+	for range cap(ended) {
+		wantCode(t, <-ended, core.CodeCanceled)
+	}
 	w.waiting(0)
 	w.end(there[0].ID)
 	if n := w.number(`SELECT count(*) FROM workspaces WHERE name = 'late'`); n != 0 {

@@ -127,20 +127,17 @@ func TestCaptureOfLostSandbox(t *testing.T) {
 
 func TestSilentRunner(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t, func(c *controller.Config, _ *runnertest.Config) {
-		c.RunnerLease, c.RunnerFence = time.Second, time.Second
-	})
-	silence := w.keepBeating()
+	w := newWorld(t, func(c *controller.Config, _ *runnertest.Config) { c.RunnerFence = time.Hour })
 	ws := w.create("main")
 	cp := w.checkpoint(ws.ID)
-	silence()
-	eventually(t, "its condition is unknown", func() bool {
-		got, err := w.Workspace(t.Context(), w.project, ws.ID)
-		return err == nil && (got.Unknown || got.State == core.WorkspaceLost)
-	})
+	w.sql(`UPDATE runners SET lease_expires_at = now() - interval '1 minute'`)
+	if got, err := w.Workspace(t.Context(), w.project, ws.ID); err != nil || !got.Unknown || got.State != core.WorkspaceReady {
+		t.Errorf("%+v, %v", got, err)
+	}
 	_, err := w.ForkCheckpoint(t.Context(), w.project, cp.ID, controller.ForkRequest{Count: 1}, wait)
 	wantCode(t, err, core.CodeRunnerUnreachable)
 	wantCode(t, w.Ready(t.Context()), core.CodeNoRunner)
+	w.sql(`UPDATE runners SET lease_expires_at = now() - interval '2 hours'`)
 	eventually(t, "it is lost with its runner", func() bool { return w.state(ws.ID) == core.WorkspaceLost })
 	got, err := w.Workspace(t.Context(), w.project, ws.ID)
 	if err != nil || got.Failure.Code != core.CodeRunnerLost {
@@ -154,7 +151,6 @@ func TestSilentRunner(t *testing.T) {
 		t.Errorf("%+v", out)
 	}
 	w.register()
-	defer w.keepBeating()()
 	w.fork(cp.ID, 1) // its checkpoints are still there
 }
 
@@ -162,10 +158,11 @@ func TestExpiry(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
 	keep := w.create("keep")
-	a, err := w.CreateWorkspace(t.Context(), w.project, controller.CreateRequest{Resources: core.Resources{VCPUs: 1, MemoryMiB: 512, DiskGiB: 1}, TTL: 100 * time.Millisecond}, wait)
+	a, err := w.CreateWorkspace(t.Context(), w.project, controller.CreateRequest{Resources: core.Resources{VCPUs: 1, MemoryMiB: 512, DiskGiB: 1}, TTL: time.Hour}, wait)
 	if err != nil {
 		t.Fatal(err)
 	}
+	w.sql(`UPDATE workspaces SET expires_at = expires_at - interval '1 hour' WHERE id = $1`, a.Result.Workspace.ID)
 	eventually(t, "it expires", func() bool { return w.state(a.Result.Workspace.ID) == core.WorkspaceTerminated })
 	if got := w.state(keep.ID); got != core.WorkspaceReady {
 		t.Errorf("the other is %s", got)
