@@ -229,7 +229,18 @@ func (c *Controller) ReachSession(ctx context.Context, project core.ProjectID, i
 		if row, err = tx.Session(ctx, id); err != nil {
 			return Workspace{}, err
 		}
-		return tx.Workspace(ctx, row.WorkspaceID)
+		// Each statement sees what was committed before it: a resume between two of them moves both rows to its sandbox.
+		for {
+			w, err := tx.Workspace(ctx, row.WorkspaceID)
+			if err != nil || w.Sandbox.ID == row.SandboxID {
+				return w, err
+			}
+			now, err := tx.Session(ctx, id)
+			if err != nil || now.SandboxID == row.SandboxID {
+				return w, err
+			}
+			row = now
+		}
 	}
 	w, err := read(ctx, c, InProject(project), find)
 	if err == nil && asleep(w) {

@@ -230,7 +230,7 @@ func TestIdle(t *testing.T) {
 		}
 		return a.Result.Workspace.ID
 	}
-	suspend := controller.Rest{IdleAfter: time.Second, OnIdle: controller.IdleSuspend}
+	suspend := controller.Rest{IdleAfter: time.Hour, OnIdle: controller.IdleSuspend}
 	always := make("always", controller.Rest{})
 	running := make("running", suspend)
 	if _, err := w.StartSession(ctx, w.project, running, controller.ExecRequest{Command: []string{"cat"}, StdinOpen: true}); err != nil {
@@ -238,13 +238,21 @@ func TestIdle(t *testing.T) {
 	}
 	used := make("used", suspend)
 	asleep := make("asleep", suspend)
-	gone := make("gone", controller.Rest{IdleAfter: time.Second, OnIdle: controller.IdleTerminate})
+	gone := make("gone", controller.Rest{IdleAfter: time.Hour, OnIdle: controller.IdleTerminate})
+	if _, err := w.Processes(ctx, w.project, used); err != nil {
+		t.Fatal(err)
+	}
+	lately := func(id core.WorkspaceID) bool {
+		return w.number(`SELECT count(*) FROM workspace_uses WHERE workspace_id = $1 AND used_at > now() - interval '1 hour'`, id) == 1
+	}
+	eventually(t, "its use is recorded", func() bool { return lately(used) })
+	// Two hours go by, in which one was used and in one a program ran.
+	w.sql(`UPDATE sessions SET created_at = created_at - interval '2 hours'`)
+	w.sql(`UPDATE workspaces SET ready_at = ready_at - interval '2 hours'`)
 	eventually(t, "the unused ones rest", func() bool {
-		if _, err := w.Processes(ctx, w.project, used); err != nil {
-			t.Fatal(err)
-		}
 		return w.state(asleep) == core.WorkspaceSuspended && w.state(gone) == core.WorkspaceTerminated
 	})
+	eventually(t, "that a program runs is use", func() bool { return lately(running) })
 	for _, id := range []core.WorkspaceID{always, running, used} {
 		if got := w.state(id); got != core.WorkspaceReady {
 			t.Errorf("%s is %s", id, got)
@@ -253,6 +261,46 @@ func TestIdle(t *testing.T) {
 	if n := w.number(`SELECT count(*) FROM workspaces WHERE version > 1`); n != 0 {
 		t.Errorf("use changed %d workspace rows", n)
 	}
+	w.sql(`UPDATE workspace_uses SET used_at = used_at - interval '2 hours' WHERE workspace_id = $1`, used)
 	eventually(t, "the used one rests too", func() bool { return w.state(used) == core.WorkspaceSuspended })
 	w.consistent()
+}
+
+// afterSession is a store that lets something happen between the first reading of a session's row and the next statement.
+type afterSession struct {
+	controller.Store
+	once sync.Once
+	then func()
+}
+
+func (s *afterSession) InTx(ctx context.Context, scope controller.Scope, fn func(controller.Tx) error) error {
+	return s.Store.InTx(ctx, scope, func(tx controller.Tx) error { return fn(&afterSessionTx{tx, s}) })
+}
+
+type afterSessionTx struct {
+	controller.Tx
+	store *afterSession
+}
+
+func (t *afterSessionTx) Session(ctx context.Context, id core.SessionID) (controller.Session, error) {
+	row, err := t.Tx.Session(ctx, id)
+	t.store.once.Do(t.store.then)
+	return row, err
+}
+
+// TestResumeWhileASessionIsLookedUp moves a session on to another sandbox between two statements of a transaction that reads it.
+func TestResumeWhileASessionIsLookedUp(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	ws := w.create("main")
+	session, err := w.StartSession(t.Context(), w.project, ws.ID, controller.ExecRequest{Command: []string{"cat"}, StdinOpen: true})
+	if err != nil {
+		t.Fatal(err)
+	}
+	w.suspend(ws.ID)
+	other, _ := w.startOn(&afterSession{Store: w.store, then: func() { w.resume(ws.ID) }}, controller.Config{})
+	row, now, err := other.ReachSession(t.Context(), w.project, session.ID)
+	if err != nil || now.Epoch != ws.Epoch+1 || row.SandboxID != now.Sandbox.ID {
+		t.Errorf("%+v in %+v: %v", row, now, err)
+	}
 }
