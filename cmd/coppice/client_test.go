@@ -4,6 +4,7 @@ import (
 	"encoding/json"
 	"flag"
 	"os"
+	"os/signal"
 	"path/filepath"
 	"reflect"
 	"strings"
@@ -292,6 +293,10 @@ func TestExecPassesInputOn(t *testing.T) {
 
 // TestShell drives the command through a real terminal, against a shell on a real terminal.
 func TestShell(t *testing.T) {
+	// Where the tests run in a script's background, SIGINT is ignored, and so it would be by the shell. What is caught, it has as usual.
+	caught := make(chan os.Signal, 1)
+	signal.Notify(caught, os.Interrupt)
+	defer signal.Stop(caught)
 	f, _ := newFake(t)
 	f.workspaces = []api.Workspace{fakeWorkspace(1, "demo", api.WorkspaceReady)}
 	ours, theirs, err := pty.Open()
