@@ -64,7 +64,7 @@ func TestHookFailures(t *testing.T) {
 	}{
 		"exit status":    {"echo no license; exit 4", "10-x: exit status 4: no license", t.Context(), 20 * time.Second},
 		"signal":         {"kill -9 $$", "killed", t.Context(), 20 * time.Second},
-		"hangs":          {"echo stuck; sleep 1000", "not done within 200ms: stuck", t.Context(), 200 * time.Millisecond},
+		"hangs":          {"echo stuck; sleep 1000", "not done within 3s: stuck", t.Context(), 3 * time.Second},
 		"daemon holds":   {"sleep 1000 & echo $! > DIR/daemon.pid; exit 1", "exit status 1", t.Context(), 20 * time.Second},
 		"host gave up":   {"sleep 1000", "canceled", cancelled, 20 * time.Second},
 		"escape codes":   {`printf '\033[2Jx'; exit 1`, "?[2Jx", t.Context(), 20 * time.Second},
