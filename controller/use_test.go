@@ -377,7 +377,8 @@ func TestForkTakesTwoTransactions(t *testing.T) {
 	ws := w.create("main")
 	cp := w.checkpoint(ws.ID)
 	store := &countingStore{Store: w.store, count: map[controller.Scope]int{}}
-	c := controller.New(controller.Config{}, store, w.client, logger(t)) // without loops: they have transactions of their own
+	// It has no loops, which have transactions of their own and would renew the leases.
+	c := controller.New(controller.Config{OperationLease: time.Hour}, store, w.client, logger(t))
 	scope := controller.InProject(w.project)
 	for _, n := range []int{1, 100} {
 		store.count[scope] = 0
@@ -441,7 +442,7 @@ func TestPanicEndsTheOperationOnly(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
 	cp := w.checkpoint(w.create("main").ID)
-	c := controller.New(controller.Config{}, w.store, panicking{w.client}, logger(t))
+	c := controller.New(controller.Config{OperationLease: time.Hour}, w.store, panicking{w.client}, logger(t))
 	_, err := c.ForkCheckpoint(t.Context(), w.project, cp.ID, controller.ForkRequest{Count: 2}, wait)
 	wantCode(t, err, core.CodeInternal)
 	if strings.Contains(core.MessageOf(err), "mistake") {
