@@ -39,7 +39,7 @@ func serveUntilKilled(dsn string) {
 	if err != nil {
 		fail(err)
 	}
-	control := controller.New(controller.Config{ClusterID: "test", OperationLease: time.Second, LoopInterval: time.Hour}, store, runnerclient.New(runnerSecret), slog.New(slog.DiscardHandler))
+	control := controller.New(controller.Config{ClusterID: "test", OperationLease: time.Hour, LoopInterval: time.Hour}, store, runnerclient.New(runnerSecret), slog.New(slog.DiscardHandler))
 	listener, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
 		fail(err)
@@ -98,6 +98,7 @@ func TestKilledController(t *testing.T) {
 				if err := cmd.Wait(); cmd.ProcessState.Sys().(syscall.WaitStatus).Signal() != syscall.SIGKILL {
 					t.Fatalf("it ended otherwise: %v", err)
 				}
+				w.sql(`UPDATE operations SET lease_expires_at = now() WHERE state = 'running'`) // time goes by
 				got := w.insist(request)
 				if got.status/100 != 2 {
 					t.Fatalf("%d %s", got.status, got.body)

@@ -75,7 +75,8 @@ func newWorld(t *testing.T) *world {
 		t.Fatal(err)
 	}
 	control := controller.New(controller.Config{
-		ClusterID: "test", Trust: &trust, LoopInterval: 50 * time.Millisecond, RunnerRetry: time.Second, AdmissionWait: 50 * time.Millisecond, ShutdownGrace: time.Second, Bootstrap: controller.Bootstrap{Key: apiKey},
+		RunnerLease: time.Hour, // nobody beats for the fake runner, however long a test takes
+		ClusterID:   "test", Trust: &trust, LoopInterval: 50 * time.Millisecond, RunnerRetry: time.Second, AdmissionWait: 50 * time.Millisecond, ShutdownGrace: time.Second, Bootstrap: controller.Bootstrap{Key: apiKey},
 		Limits: controller.Limits{Open: controller.Rate{PerSecond: 1e6, Burst: 1e6}, FailureDelay: 1}, // of one address, with hundreds of wrong keys
 	}, store, client, log)
 	ctx, cancel := context.WithCancel(context.WithoutCancel(t.Context()))
