@@ -19,6 +19,7 @@ import (
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/testaddr"
 )
 
 // Config says what the fake pretends to be. Zero fields take the defaults of New.
@@ -142,7 +143,7 @@ func (r *Runner) Listen() error {
 	defer r.mu.Unlock()
 	address := r.address
 	if address == "" {
-		address = "127.0.0.1:0"
+		address = testaddr.New()
 	}
 	listener, err := (&net.ListenConfig{}).Listen(context.Background(), "tcp", address)
 	if err != nil {

@@ -23,6 +23,7 @@ import (
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/images"
 	"github.com/coppice-dev/coppice/internal/daemon"
+	"github.com/coppice-dev/coppice/internal/testaddr"
 	"github.com/coppice-dev/coppice/internal/testpg"
 	"github.com/coppice-dev/coppice/internal/testvm"
 	"github.com/coppice-dev/coppice/migrations"
@@ -201,7 +202,7 @@ func newCluster(t *testing.T) *cluster {
 	t.Helper()
 	dir := t.TempDir()
 	c := &cluster{t: t, dir: dir, cfg: daemon.ControllerConfig{
-		Database: testpg.New(t, migrations.Up), Listen: "127.0.0.1:0", RunnerListen: "127.0.0.1:0",
+		Database: testpg.New(t, migrations.Up), Listen: testaddr.New(), RunnerListen: testaddr.New(),
 		KeyFile: filepath.Join(dir, "cluster.key"), APIKeyFile: filepath.Join(dir, "api.key"), Metrics: "127.0.0.1:0",
 	}}
 	c.start()
@@ -269,7 +270,7 @@ func (c *cluster) runnerConfig() serverConfig {
 	c.t.Cleanup(func() { _ = os.RemoveAll(runDir) })
 	return serverConfig{RunDir: runDir, Runner: daemon.RunnerConfig{
 		HostConfig:  daemon.HostConfig{DataDir: c.t.TempDir(), MaxSandboxes: 16},
-		Controllers: []string{c.ready.Runners}, Listen: "127.0.0.1:0",
+		Controllers: []string{c.ready.Runners}, Listen: testaddr.New(),
 	}}
 }
 

@@ -16,6 +16,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/coppice-dev/coppice/internal/testaddr"
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
 
@@ -82,7 +83,7 @@ type chaos struct {
 
 func freeAddress(t *testing.T) string {
 	t.Helper()
-	l, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp4", "127.0.0.1:0")
+	l, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp4", testaddr.New())
 	if err != nil {
 		t.Fatal(err)
 	}

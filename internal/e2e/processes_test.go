@@ -12,6 +12,7 @@ import (
 
 	"github.com/creack/pty"
 
+	"github.com/coppice-dev/coppice/internal/testaddr"
 	"github.com/coppice-dev/coppice/internal/testpg"
 	"github.com/coppice-dev/coppice/migrations"
 	coppice "github.com/coppice-dev/coppice/sdk/go"
@@ -76,7 +77,7 @@ func TestSeparateProcesses(t *testing.T) {
 		ClusterID       string `json:"cluster_id"`
 	}
 	controller := []string{"--json", "controller", "--database", testpg.New(t, migrations.Up), "--key-file", filepath.Join(dir, "cluster.key"), "--api-key-file", key}
-	kill := serverOf(t, &ready, binary, append(controller, "--listen", "127.0.0.1:0", "--runner-listen", "127.0.0.1:0")...)
+	kill := serverOf(t, &ready, binary, append(controller, "--listen", testaddr.New(), "--runner-listen", testaddr.New())...)
 	secret, err := os.ReadFile(key)
 	if err != nil {
 		t.Fatal(err)
