@@ -1,5 +1,5 @@
-// Package failpoint lets a test make a program fail at a named step: with an error, a panic, an exit, a kill -9, or
-// by hanging there until the test has looked around.
+// Package failpoint lets a test make a program fail at a named step: with an error, a panic, an exit, a kill -9, by
+// hanging there until the test has looked around, or by stopping the whole process until a test outside has.
 //
 // A point is declared once, beside the code that it interrupts, and named like that step:
 //
@@ -44,6 +44,7 @@ const (
 	Exit  Kind = "exit" // os.Exit(ExitStatus): no deferred function runs
 	Kill  Kind = "kill" // SIGKILL to the own process
 	Hang  Kind = "hang" // Hit returns after Release, or with the context's cause
+	Stop  Kind = "stop" // SIGSTOP to the own process, once: it goes on with SIGCONT
 )
 
 // Action arms a point.
@@ -114,8 +115,11 @@ func Arm(name string, a Action) (*Armed, error) {
 	switch {
 	case p == nil:
 		return nil, fmt.Errorf("failpoint %q is not in this program; there are %s", name, strings.Join(Names(), ", "))
-	case !slices.Contains([]Kind{Fail, Panic, Exit, Kill, Hang}, a.Kind):
-		return nil, fmt.Errorf("failpoint %s: %q is no action; there are error, panic, exit, kill and hang", name, a.Kind)
+	case !slices.Contains([]Kind{Fail, Panic, Exit, Kill, Hang, Stop}, a.Kind):
+		return nil, fmt.Errorf("failpoint %s: %q is no action; there are error, panic, exit, kill, hang and stop", name, a.Kind)
+	}
+	if a.Kind == Stop {
+		a.Times = 1
 	}
 	if a.Err == nil {
 		a.Err = fmt.Errorf("%w at %s", ErrInjected, name)
@@ -192,6 +196,8 @@ func (a *Armed) fire(ctx context.Context) error {
 	case Kill:
 		_ = syscall.Kill(os.Getpid(), syscall.SIGKILL) // cannot fail on ourselves
 		select {}                                      // the signal is on its way; nothing more may happen
+	case Stop:
+		_ = syscall.Kill(os.Getpid(), syscall.SIGSTOP) // as for Kill
 	case Hang:
 		select {
 		case <-a.released:

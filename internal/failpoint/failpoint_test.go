@@ -151,6 +151,32 @@ func TestProcessEnds(t *testing.T) {
 	}
 }
 
+// TestProcessStops: it stops once, and goes on as if nothing had been.
+func TestProcessStops(t *testing.T) {
+	t.Parallel()
+	cmd := exec.CommandContext(t.Context(), os.Args[0])
+	cmd.Env = append(os.Environ(), innerEnv+"=test.step_one=stop")
+	var out strings.Builder
+	cmd.Stdout = &out
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	var ws syscall.WaitStatus
+	if _, err := syscall.Wait4(cmd.Process.Pid, &ws, syscall.WUNTRACED, nil); err != nil || !ws.Stopped() || ws.StopSignal() != syscall.SIGSTOP {
+		t.Fatalf("the process has not stopped: %v, %v", ws, err)
+	}
+	if err := cmd.Process.Signal(syscall.SIGCONT); err != nil {
+		t.Fatal(err)
+	}
+	if err := cmd.Wait(); err != nil {
+		t.Errorf("after it went on: %v", err)
+	}
+	const line = "one <nil> two <nil>\n"
+	if diff := cmp.Diff(line+line+"deferred\n", out.String()); diff != "" {
+		t.Error(diff)
+	}
+}
+
 func TestBadLists(t *testing.T) {
 	for list, want := range map[string]string{
 		"test.step_one":                            "write name=action",
