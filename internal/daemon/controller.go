@@ -48,6 +48,9 @@ func (c ControllerConfig) validate() error {
 	bad := func(format string, a ...any) {
 		errs = append(errs, core.Errorf(core.Invalid, core.CodeInvalidField, format, a...))
 	}
+	if c.Tune.RunnerLease < 0 || c.Tune.RunnerFence < 0 {
+		bad("--runner-lease and --runner-fence must not be negative")
+	}
 	if c.Database == "" {
 		bad("--database: the address of a PostgreSQL database is needed, such as postgres://user@host/coppice")
 	}

@@ -229,6 +229,7 @@ func TestConfigurations(t *testing.T) {
 	}{
 		"in clear for all":    {func(c *daemon.ControllerConfig) { c.Listen = "0.0.0.0:0" }, "--plain-http"},
 		"half of TLS":         {func(c *daemon.ControllerConfig) { c.TLSCert = "x" }, "--tls-key"},
+		"a negative lease":    {func(c *daemon.ControllerConfig) { c.Tune.RunnerFence = -1 }, "--runner-fence"},
 		"no database":         {func(c *daemon.ControllerConfig) { c.Database = "" }, "--database"},
 		"no key file":         {func(c *daemon.ControllerConfig) { c.KeyFile = "" }, "--key-file"},
 		"an absent database":  {func(c *daemon.ControllerConfig) { c.Database = "postgres://127.0.0.1:1/x" }, "database"},
