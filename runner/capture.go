@@ -35,7 +35,7 @@ func (r *Runner) Capture(ctx context.Context, id core.SandboxID, req runnerapi.C
 		defer s.unlock()
 		rec, err := r.captureLocked(context.WithoutCancel(ctx), s, req)
 		if err != nil {
-			return nil, noSpace(fmt.Errorf("capture sandbox %s: %w", id, err), fmt.Sprintf("sandbox %s was not captured and goes on", id))
+			return nil, exhausted(fmt.Errorf("capture sandbox %s: %w", id, err), fmt.Sprintf("sandbox %s was not captured and goes on", id))
 		}
 		return rec, nil
 	})

@@ -95,11 +95,15 @@ func (r *Runner) forkOne(ctx context.Context, ckpt *opened, child runnerapi.Chil
 
 // forkError keeps the code of what went wrong and says to what it happened.
 func forkError(child runnerapi.Child, ckpt *opened, err error) error {
+	what := fmt.Sprintf("sandbox %s could not be grown from checkpoint %s and was destroyed", child.SandboxID, ckpt.ID)
+	if code, _ := limitMet(err); code != "" {
+		return exhausted(err, what)
+	}
 	code, category := core.CodeOf(err), core.CategoryOf(err)
 	if category == core.Internal {
 		code = core.CodeForkFailed
 	}
-	return core.Wrapf(err, category, code, "sandbox %s could not be grown from checkpoint %s and was destroyed: %s", child.SandboxID, ckpt.ID, core.MessageOf(err))
+	return core.Wrapf(err, category, code, "%s: %s", what, core.MessageOf(err))
 }
 
 // grow makes one sandbox and brings it to ready. On an error nothing of it is left.

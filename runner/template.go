@@ -37,11 +37,11 @@ func (r *Runner) Template(ctx context.Context, req runnerapi.Template) (runnerap
 			r.mu.Unlock()
 		}()
 		if err := r.keepRoot(img); err != nil {
-			return nil, noSpace(err, "the image could not be kept")
+			return nil, exhausted(err, "the image could not be kept")
 		}
 		rec, err := r.bootTemplate(context.WithoutCancel(ctx), img, req)
 		if err != nil {
-			return nil, noSpace(fmt.Errorf("boot image %s: %w", img.Digest.Short(), err), "the image could not be booted")
+			return nil, exhausted(fmt.Errorf("boot image %s: %w", img.Digest.Short(), err), "the image could not be booted")
 		}
 		return rec, nil
 	})

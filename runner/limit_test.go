@@ -1,0 +1,58 @@
+package runner
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"strings"
+	"testing"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/runner/vmm/fakevmm"
+)
+
+// TestForkMeetsALimit: a child that cannot be made for want of something says of what, whatever step it was at; its siblings and those
+// that run are none the worse.
+func TestForkMeetsALimit(t *testing.T) {
+	t.Parallel()
+	for name, c := range map[string]struct {
+		err  error
+		code core.Code
+		says string
+	}{
+		"disk":        {fmt.Errorf("clone the disk: %w", unix.ENOSPC), core.CodeDiskFull, "delete checkpoints"},
+		"quota":       {&os.PathError{Op: "write", Path: "x", Err: unix.EDQUOT}, core.CodeDiskFull, "delete checkpoints"},
+		"descriptors": {fmt.Errorf("open a socket: %w", unix.EMFILE), core.CodeCapacity, "LimitNOFILE="},
+		"files":       {fmt.Errorf("open a socket: %w", unix.ENFILE), core.CodeCapacity, "fs.file-max"},
+		"processes":   {&os.PathError{Op: "fork/exec", Path: "qemu", Err: unix.EAGAIN}, core.CodeCapacity, "TasksMax="},
+		"memory":      {fmt.Errorf("map the base: %w", unix.ENOMEM), core.CodeCapacity, "memory"},
+		"another":     {errors.New("a fault of ours"), core.CodeForkFailed, "destroyed"},
+		"no such":     {&os.PathError{Op: "read", Path: "x", Err: unix.EAGAIN}, core.CodeForkFailed, "destroyed"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			r := newFakeRig(t, func(*Config) {})
+			template := r.boot()
+			bystander := r.fork(template)
+			r.driver.Arm(fakevmm.Fault{Step: fakevmm.StepSpawn, Kind: fakevmm.Fail, Err: c.err, Times: 1})
+			out, err := r.Fork(t.Context(), runnerapi.Fork{CheckpointID: template, Children: []runnerapi.Child{r.child(), r.child()}})
+			if err != nil {
+				t.Fatal(err)
+			}
+			failed := 0
+			for _, child := range out.Children {
+				if p := child.Problem; p == nil {
+					r.wantOnly(bystander, child.SandboxID)
+				} else if failed++; p.Code != c.code || !strings.Contains(p.Message, c.says) {
+					t.Errorf("the problem is %s %q, want %s and %q in it", p.Code, p.Message, c.code, c.says)
+				}
+			}
+			if failed != 1 {
+				t.Errorf("%d children failed, want one", failed)
+			}
+		})
+	}
+}
