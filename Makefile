@@ -1,7 +1,7 @@
 # `make help` lists the targets. Those marked (root) need it: sudo -E make …
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup build generate test test-long lint image demo dev bench bench-control clean fuzz chaos
+.PHONY: help setup build generate test test-long lint image demo dev bench bench-control clean fuzz chaos faults
 
 GO      ?= go
 ROOT    := $(filter 0,$(shell id -u))
@@ -51,6 +51,9 @@ chaos: build ## grow trees while servers, databases and VMs are killed, and chec
 	mkdir -p $(VAR)/chaos
 	COPPICE_TEST_REQUIRE=all $(GO) test -v -count=1 -timeout 90m ./internal/e2e -run '^TestChaos$$' \
 		-chaos $(or $(FOR),5m) -chaos-seed $(or $(SEED),1) -chaos-history $(VAR)/chaos/history.jsonl
+
+faults: build ## every row of the fault matrix that is run, docs/FAULTS.md, to real processes and machines (root)
+	COPPICE_TEST_REQUIRE=all $(GO) test -v -count=1 -timeout 90m ./internal/e2e -run '^TestFault(Matrix|MatrixIsWhole|sDocument)$$' -long
 
 lint: $(LINT) ## run the pinned linters, which are built on first use (minutes)
 	$(LINT) run ./...
