@@ -413,7 +413,7 @@ func (in *installation) hangInCapture(t *testing.T, point, name string, sig sysc
 	until(t, "the workspace is settled", func() (bool, error) {
 		w, err := in.host.client.Workspace(t.Context(), child)
 		_, lives := in.host.vmms()[m.pid]
-		return !moving(w) && (w.State == coppice.WorkspaceReady || !lives), err
+		return !moving(w) && lives == (w.State == coppice.WorkspaceReady), err
 	})
 	return child
 }
