@@ -118,7 +118,7 @@ func TestInternal(t *testing.T) {
 		t.Errorf("wrong secret: %v", err)
 	}
 	out, err := w.runner.Beat(t.Context(), w.inner, runnerSecret)
-	if err != nil || out.TTLSeconds != 15 {
+	if err != nil || out.TTLSeconds != runnerLease.Seconds() {
 		t.Errorf("%+v, %v", out, err)
 	}
 	other := runnertest.New(runnertest.Config{})

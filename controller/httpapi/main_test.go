@@ -41,6 +41,7 @@ func TestMain(m *testing.M) {
 const (
 	apiKey       = "coppice-test-key-0123456789"
 	runnerSecret = "runner-secret"
+	runnerLease  = time.Hour // nobody beats for the fake runner, however long a test takes
 )
 
 // world is a served API with a real database and a fake runner that is registered over HTTP.
@@ -75,8 +76,7 @@ func newWorld(t *testing.T) *world {
 		t.Fatal(err)
 	}
 	control := controller.New(controller.Config{
-		RunnerLease: time.Hour, // nobody beats for the fake runner, however long a test takes
-		ClusterID:   "test", Trust: &trust, LoopInterval: 50 * time.Millisecond, RunnerRetry: time.Second, AdmissionWait: 50 * time.Millisecond, ShutdownGrace: time.Second, Bootstrap: controller.Bootstrap{Key: apiKey},
+		ClusterID: "test", Trust: &trust, RunnerLease: runnerLease, LoopInterval: 50 * time.Millisecond, RunnerRetry: time.Second, AdmissionWait: 50 * time.Millisecond, ShutdownGrace: time.Second, Bootstrap: controller.Bootstrap{Key: apiKey},
 		Limits: controller.Limits{Open: controller.Rate{PerSecond: 1e6, Burst: 1e6}, FailureDelay: 1}, // of one address, with hundreds of wrong keys
 	}, store, client, log)
 	ctx, cancel := context.WithCancel(context.WithoutCancel(t.Context()))
