@@ -8,6 +8,8 @@ import (
 	"sync/atomic"
 	"testing"
 
+	"golang.org/x/sync/errgroup"
+
 	"github.com/coppice-dev/coppice/controller"
 	"github.com/coppice-dev/coppice/controller/postgres"
 	"github.com/coppice-dev/coppice/core"
@@ -56,14 +58,15 @@ func TestQuotaUnderRace(t *testing.T) {
 	w := newWorld(t)
 	cp := w.checkpoint(w.create("main").ID)
 	second, _ := w.startOn(openStore(t, w.dsn), controller.Config{ClusterID: "test"})
-	const room, racers = 50, 200
+	const room, racers, atOnce = 50, 200, 32                                         // as many at once as the two have connections
 	w.quota(func(p *controller.QuotasPatch) { p.Workspaces = new(int64(room + 1)) }) // main lives too
 	race := func() (won int64) {
 		var admitted, refused atomic.Int64
-		var group sync.WaitGroup
+		var group errgroup.Group
+		group.SetLimit(atOnce)
 		for i := range racers {
 			c := []*controller.Controller{w.Controller, second}[i%2]
-			group.Go(func() {
+			group.Go(func() error {
 				_, err := c.ForkCheckpoint(t.Context(), w.project, cp.ID, controller.ForkRequest{Count: 1}, wait)
 				switch core.CodeOf(err) {
 				case "":
@@ -71,11 +74,14 @@ func TestQuotaUnderRace(t *testing.T) {
 				case core.CodeQuotaExceeded:
 					refused.Add(1)
 				default:
-					t.Error(err)
+					return err
 				}
+				return nil
 			})
 		}
-		group.Wait()
+		if err := group.Wait(); err != nil {
+			t.Error(err)
+		}
 		if admitted.Load()+refused.Load() != racers {
 			t.Errorf("%d admitted, %d refused", admitted.Load(), refused.Load())
 		}
