@@ -7,7 +7,6 @@ import (
 	"os"
 	"slices"
 	"testing"
-	"time"
 
 	"github.com/google/nftables"
 	"github.com/vishvananda/netlink"
@@ -57,13 +56,13 @@ func TestAdopt(t *testing.T) {
 	if got := n.current().services; len(got) != 0 {
 		t.Errorf("the passages of the process before are still open: %v", got)
 	}
-	c, err := n.Dial(patience(t, 10*time.Second), "tcp", ":8080")
+	c, err := n.Dial(patience(t, watchdog), "tcp", ":8080")
 	must(t, err)
 	echo(t, c, "after the restart")
 	l, err := n.Listen(t.Context(), "tcp", ":3129")
 	must(t, err)
 	serveEcho(t, l)
-	back, err := g.dial(patience(t, 10*time.Second), l.Addr().String())
+	back, err := g.dial(patience(t, watchdog), l.Addr().String())
 	must(t, err)
 	echo(t, back, "and back")
 	must(t, back.Close())
@@ -209,7 +208,7 @@ func TestReconcileWhileWorking(t *testing.T) {
 	t.Parallel()
 	p := newTestPool(t, func(c *Config) { c.Warm, c.Max = 2, 4 })
 	runPool(t, p)
-	ctx, cancel := context.WithCancel(patience(t, time.Minute))
+	ctx, cancel := context.WithCancel(patience(t, watchdog))
 	done := make(chan error, 1)
 	go func() {
 		for ctx.Err() == nil {
@@ -238,7 +237,7 @@ func TestCloseLeavesTheUsed(t *testing.T) {
 	runCtx, stop := context.WithCancel(t.Context())
 	ran := make(chan error, 1)
 	go func() { ran <- p.Run(runCtx) }()
-	must(t, p.await(patience(t, 30*time.Second), func(s Stats) bool { return s.Idle == 2 }))
+	must(t, p.await(patience(t, watchdog), func(s Stats) bool { return s.Idle == 2 }))
 	n := acquireOpen(t, p, identity(7), core.EgressDenyAll)
 	stop()
 	must(t, <-ran)

@@ -435,7 +435,7 @@ func serveEcho(t testing.TB, l net.Listener) {
 // echo sends text over c and expects it back.
 func echo(t testing.TB, c net.Conn, text string) {
 	t.Helper()
-	must(t, c.SetDeadline(time.Now().Add(10*time.Second)))
+	must(t, c.SetDeadline(time.Now().Add(watchdog)))
 	_, err := c.Write([]byte(text))
 	must(t, err)
 	b := make([]byte, len(text))
@@ -445,6 +445,9 @@ func echo(t testing.TB, c net.Conn, text string) {
 		t.Fatalf("echo of %q is %q", text, b)
 	}
 }
+
+// watchdog ends what would hang; nothing that is tested depends on it.
+const watchdog = 5 * time.Minute
 
 func patience(t testing.TB, d time.Duration) context.Context {
 	t.Helper()

@@ -11,7 +11,6 @@ import (
 	"strings"
 	"sync"
 	"testing"
-	"time"
 
 	"github.com/google/nftables"
 	"github.com/vishvananda/netlink"
@@ -36,7 +35,7 @@ func TestRunKeepsNamespacesWarm(t *testing.T) {
 	t.Parallel()
 	p := newTestPool(t, func(c *Config) { c.Warm, c.Max = 3, 5 })
 	runPool(t, p)
-	ctx := patience(t, 30*time.Second)
+	ctx := patience(t, watchdog)
 	must(t, p.await(ctx, func(s Stats) bool { return s.Idle == 3 }))
 	if got := p.Stats(); got != (Stats{Idle: 3}) {
 		t.Errorf("stats %+v", got)
@@ -131,7 +130,7 @@ func leaveConnections(t *testing.T, n *Namespace) {
 	mac, _, _ := n.Identity()
 	g := newKernelGuest(t, n, core.Identity{MAC: mac, IP: ip})
 	serveEcho(t, g.listen(t, ":80"))
-	ctx := patience(t, 10*time.Second)
+	ctx := patience(t, watchdog)
 	for i := range 3 {
 		c, err := n.Dial(ctx, "tcp", ":80")
 		must(t, err)
@@ -362,7 +361,7 @@ func TestThirtyTwoAtOnce(t *testing.T) {
 	var mu sync.Mutex
 	held := map[string]int{}
 	var all sync.WaitGroup
-	ctx := patience(t, time.Minute)
+	ctx := patience(t, watchdog)
 	for w := range workers {
 		all.Go(func() {
 			for r := range rounds {
@@ -418,7 +417,7 @@ func liveOnce(ctx context.Context, p *testPool, i int, mu *sync.Mutex, held map[
 func TestOneNamespaceManyCallers(t *testing.T) {
 	t.Parallel()
 	p := newTestPool(t, nil)
-	ctx := patience(t, time.Minute)
+	ctx := patience(t, watchdog)
 	n, err := p.Acquire(ctx)
 	must(t, err)
 	var all sync.WaitGroup

@@ -27,7 +27,7 @@ func TestDialReachesTheGuest(t *testing.T) {
 
 	before := counters(t, n)
 	for _, addr := range []string{":8080", "10.83.1.7:8080"} {
-		c, err := n.Dial(patience(t, 10*time.Second), "tcp", addr)
+		c, err := n.Dial(patience(t, watchdog), "tcp", addr)
 		must(t, err)
 		if got := c.RemoteAddr().String(); got != "10.83.1.7:8080" {
 			t.Errorf("connected to %s", got)
@@ -49,7 +49,7 @@ func TestDialReachesTheGuest(t *testing.T) {
 
 	u, err := n.Dial(t.Context(), "udp", ":9")
 	must(t, err)
-	must(t, u.SetDeadline(time.Now().Add(10*time.Second)))
+	must(t, u.SetDeadline(time.Now().Add(watchdog)))
 	var ears net.PacketConn
 	must(t, inside(g.ns, func() (err error) {
 		ears, err = (&net.ListenConfig{}).ListenPacket(t.Context(), "udp4", ":10")
@@ -63,7 +63,7 @@ func TestDialReachesTheGuest(t *testing.T) {
 	_, err = u.Write([]byte("question"))
 	must(t, err)
 	b := make([]byte, 64)
-	must(t, ears.SetDeadline(time.Now().Add(10*time.Second)))
+	must(t, ears.SetDeadline(time.Now().Add(watchdog)))
 	size, from, err := ears.ReadFrom(b)
 	must(t, err)
 	if from.(*net.UDPAddr).IP.String() != DefaultGateway || string(b[:size]) != "question" {
@@ -71,7 +71,7 @@ func TestDialReachesTheGuest(t *testing.T) {
 	}
 	_, err = ears.WriteTo([]byte("answer"), from)
 	must(t, err)
-	must(t, u.SetDeadline(time.Now().Add(10*time.Second)))
+	must(t, u.SetDeadline(time.Now().Add(watchdog)))
 	if size, err = u.Read(b); err != nil || string(b[:size]) != "answer" {
 		t.Errorf("the host got %q, %v", b[:size], err)
 	}
@@ -90,7 +90,7 @@ func TestDialFailures(t *testing.T) {
 		_, err := n.Dial(ctx, "tcp", ":80")
 		done <- err
 	}()
-	must(t, w.f.SetReadDeadline(time.Now().Add(10*time.Second)))
+	must(t, w.f.SetReadDeadline(time.Now().Add(watchdog)))
 	b := make([]byte, 2048)
 	_, err := w.f.Read(b) // the SYN: the dial is under way
 	must(t, err)
@@ -102,7 +102,7 @@ func TestDialFailures(t *testing.T) {
 
 	g := newKernelGuest(t, n, id)
 	_ = g
-	if _, err := n.Dial(patience(t, 10*time.Second), "tcp", ":81"); !errors.Is(err, unix.ECONNREFUSED) {
+	if _, err := n.Dial(patience(t, watchdog), "tcp", ":81"); !errors.Is(err, unix.ECONNREFUSED) {
 		t.Errorf("dialling a closed port: %v", err)
 	}
 	for _, addr := range []string{"10.83.1.8:80", "127.0.0.1:80", "example.com:80", "10.83.1.7", ":http", ":70000", "[::1]:80", ""} {
@@ -139,7 +139,7 @@ func TestListenIsTheOnlyPassage(t *testing.T) {
 	g := newKernelGuest(t, n, id)
 
 	for _, l := range []net.Listener{early, late} {
-		c, err := g.dial(patience(t, 10*time.Second), l.Addr().String())
+		c, err := g.dial(patience(t, watchdog), l.Addr().String())
 		must(t, err)
 		echo(t, c, "through the passage")
 		must(t, c.Close())
@@ -156,7 +156,7 @@ func TestListenIsTheOnlyPassage(t *testing.T) {
 	if rose := risen(before, counters(t, n)); rose[counterDropInput] == 0 {
 		t.Errorf("counters rose by %v", rose)
 	}
-	held, err := g.dial(patience(t, 10*time.Second), early.Addr().String())
+	held, err := g.dial(patience(t, watchdog), early.Addr().String())
 	must(t, err)
 	defer held.Close()
 	echo(t, held, "before")
@@ -198,12 +198,12 @@ func TestShutEndsConnections(t *testing.T) {
 	n := acquireOpen(t, p, id, core.EgressDenyAll)
 	g := newKernelGuest(t, n, id)
 	serveEcho(t, g.listen(t, ":8080"))
-	c, err := n.Dial(patience(t, 10*time.Second), "tcp", ":8080")
+	c, err := n.Dial(patience(t, watchdog), "tcp", ":8080")
 	must(t, err)
 	echo(t, c, "hello")
 	l, err := n.Listen(t.Context(), "tcp", ":3128")
 	must(t, err)
-	in, err := g.dial(patience(t, 10*time.Second), l.Addr().String())
+	in, err := g.dial(patience(t, watchdog), l.Addr().String())
 	must(t, err)
 	defer in.Close()
 	accepted, err := l.Accept()

@@ -88,7 +88,7 @@ func dialAndRead(ctx context.Context, ns netns.NsHandle, addr string) (string, e
 		return "", err
 	}
 	defer c.Close()
-	if err := c.SetDeadline(time.Now().Add(10 * time.Second)); err != nil {
+	if err := c.SetDeadline(time.Now().Add(watchdog)); err != nil {
 		return "", err
 	}
 	b, err := io.ReadAll(c)
@@ -107,7 +107,7 @@ func TestAllowAll(t *testing.T) { //nolint:tparallel // several views of one wor
 	serveName(t, p.host, hostAddress+":80")
 	must(t, inside(p.host, func() error { return foreignTable() }))
 	for addr, want := range map[string]string{publicServer: hostAddress, privateServer: hostAddress, "169.254.169.254:80": hostAddress} {
-		if got, err := dialAndRead(patience(t, 10*time.Second), p.host, addr); err != nil || got != want {
+		if got, err := dialAndRead(patience(t, watchdog), p.host, addr); err != nil || got != want {
 			t.Fatalf("the world is not as the test needs it: %s from the host: %q, %v", addr, got, err)
 		}
 	}
@@ -123,14 +123,14 @@ func TestAllowAll(t *testing.T) { //nolint:tparallel // several views of one wor
 	cg := newKernelGuest(t, closed, identity(9))
 
 	for _, ns := range []netns.NsHandle{g.ns, sg.ns} {
-		if got, err := dialAndRead(patience(t, 10*time.Second), ns, publicServer); err != nil || got != hostAddress {
+		if got, err := dialAndRead(patience(t, watchdog), ns, publicServer); err != nil || got != hostAddress {
 			t.Errorf("the public server saw %q, %v", got, err)
 		}
 	}
 	if rose := counters(t, n); rose[counterForwarded] == 0 || rose[counterForwardReturn] == 0 {
 		t.Errorf("counters %v", rose)
 	}
-	if c, err := n.Dial(patience(t, 10*time.Second), "tcp", ":80"); err != nil { // forwarded ports work as ever
+	if c, err := n.Dial(patience(t, watchdog), "tcp", ":80"); err != nil { // forwarded ports work as ever
 		t.Error(err)
 	} else {
 		must(t, c.Close())
