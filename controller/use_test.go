@@ -10,6 +10,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/google/go-cmp/cmp"
+
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/controller"
 	"github.com/coppice-dev/coppice/controller/runnertest"
@@ -278,6 +280,55 @@ func TestPortsFollowARestore(t *testing.T) {
 	wantCode(t, err, core.CodeStateConflict)
 	if list, err := w.Ports(t.Context(), w.project, ws.ID); err != nil || len(list) != 1 {
 		t.Errorf("a port that was not opened is listed: %+v, %v", list, err)
+	}
+}
+
+// TestInheritedSessionsInOrder lists a fork's sessions newest first, page by page: what was started in it, and then what it inherited, in
+// the order of its parent.
+func TestInheritedSessionsInOrder(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	start := func(id core.WorkspaceID) core.SessionID {
+		t.Helper()
+		s, err := w.StartSession(t.Context(), w.project, id, controller.ExecRequest{Command: []string{"cat"}, StdinOpen: true})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return s.GuestID
+	}
+	list := func(id core.WorkspaceID) (guest []core.SessionID) {
+		t.Helper()
+		for p := (controller.Page{Limit: 3}); ; {
+			page, err := w.Sessions(t.Context(), w.project, id, p)
+			if err != nil {
+				t.Fatal(err)
+			}
+			for _, s := range page {
+				guest = append(guest, s.GuestID)
+			}
+			if len(page) < p.Limit {
+				return guest
+			}
+			p.After = string(page[len(page)-1].ID)
+		}
+	}
+	parent := w.create("main")
+	for range 8 {
+		start(parent.ID)
+	}
+	want := list(parent.ID)
+	if len(want) != 8 {
+		t.Fatalf("the parent has %v", want)
+	}
+	child := w.fork(w.checkpoint(parent.ID).ID, 1)[0]
+	own := start(child.ID)
+	want = append([]core.SessionID{own}, want...)
+	if diff := cmp.Diff(want, list(child.ID)); diff != "" {
+		t.Errorf("sessions of the fork (-want +got):\n%s", diff)
+	}
+	grandchild := w.fork(w.checkpoint(child.ID).ID, 1)[0]
+	if diff := cmp.Diff(want, list(grandchild.ID)); diff != "" {
+		t.Errorf("sessions of a fork of the fork (-want +got):\n%s", diff)
 	}
 }
 

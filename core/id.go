@@ -69,6 +69,22 @@ func NewID[T ID]() T {
 	return T(zero.prefix() + "_" + idEncoding.EncodeToString(b[:]))
 }
 
+// NewIDOfAge returns a fresh id that sorts as if it had been made in the millisecond in which old was.
+func NewIDOfAge[T ID](old T) (T, error) {
+	old, err := ParseID[T](string(old))
+	if err != nil {
+		return "", err
+	}
+	var b [16]byte
+	raw, err := idEncoding.DecodeString(string(old[len(old)-idBodyLen:]))
+	if err != nil {
+		return "", err
+	}
+	copy(b[:6], raw)
+	_, _ = rand.Read(b[6:]) // never fails: crypto/rand ends the program instead
+	return old[:len(old)-idBodyLen] + T(idEncoding.EncodeToString(b[:])), nil
+}
+
 // ParseID checks the form of an id that came from outside. It does not say that the object exists.
 func ParseID[T ID](s string) (T, error) {
 	var zero T

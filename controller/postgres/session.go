@@ -2,6 +2,7 @@ package postgres
 
 import (
 	"context"
+	"slices"
 	"time"
 
 	"github.com/coppice-dev/coppice/controller"
@@ -33,12 +34,19 @@ func (t *tx) InsertSession(ctx context.Context, s controller.Session) error {
 	return err
 }
 
-// MapSessions gives sessions that a guest inherited public ids of their own.
+// MapSessions gives sessions that a guest inherited public ids of their own. Each is as old as the one it has in the guest, so that
+// lists, which go by ids, have them in the order in which they were started, before what was started since.
 func (t *tx) MapSessions(ctx context.Context, sandbox controller.Sandbox, guestIDs []core.SessionID) ([]controller.Session, error) {
+	guestIDs = slices.Sorted(slices.Values(guestIDs))
 	fresh := make([]string, len(guestIDs))
-	for i := range fresh {
-		fresh[i] = string(core.NewID[core.SessionID]())
+	for i, old := range guestIDs {
+		id, err := core.NewIDOfAge(old)
+		if err != nil {
+			return nil, err
+		}
+		fresh[i] = string(id)
 	}
+	slices.Sort(fresh) // for those of one millisecond
 	a := args{"sandbox": sandbox.ID, "guest": texts(guestIDs)}
 	if _, err := t.exec(ctx, `
 		INSERT INTO sessions (id, project_id, workspace_id, sandbox_id, guest_id)

@@ -28,6 +28,7 @@ type controller struct {
 	mu       sync.Mutex // guards what follows
 	fenced   bool       // heartbeats are answered with RUNNER_LOST
 	silent   bool       // nothing is answered
+	revoked  bool       // heartbeats are answered with RUNNER_REVOKED
 	epoch    int64
 	beats    []runnerapi.Heartbeat
 	fenceFor time.Duration
@@ -60,6 +61,10 @@ func (c *controller) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		answer(http.StatusBadRequest, err.Error())
 		return
 	}
+	if c.revoked {
+		answer(http.StatusForbidden, runnerapi.ProblemOf(core.Errorf(core.PermissionDenied, core.CodeRunnerRevoked, "the runner was removed")))
+		return
+	}
 	if c.fenced {
 		c.fenced = false
 		answer(http.StatusServiceUnavailable, runnerapi.ProblemOf(core.Errorf(core.Unavailable, core.CodeRunnerLost, "the lease was given up")))
@@ -84,78 +89,120 @@ func (c *controller) dead(text string) int {
 	return len(ids)
 }
 
-// TestFence: a runner kills its sandboxes when its lease was given up, and when its controller has been silent for as long as that
-// said; each time it reports them dead once it is heard again.
-func TestFence(t *testing.T) {
-	t.Parallel()
+// rig is a runner on machines of the process, with a link to a controller of the test.
+type rig struct {
+	*controller
+	t        *testing.T
+	runner   *runner.Runner
+	driver   *fakevmm.Driver
+	template runnerapi.Checkpoint
+	ended    chan error // what the link ended with
+}
+
+func newRig(t *testing.T) *rig {
+	t.Helper()
 	store, image := testvm.FakeImage(t)
-	driver := fakevmm.New(fakevmm.Config{})
+	x := &rig{t: t, controller: &controller{fenceFor: time.Minute}, driver: fakevmm.New(fakevmm.Config{}), ended: make(chan error, 1)}
 	runDir, err := os.MkdirTemp("", "run") //nolint:usetesting // t.TempDir is too long for the path of a unix socket
 	if err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = os.RemoveAll(runDir) })
 	log := slog.New(slog.NewTextHandler(t.Output(), nil))
-	r, err := runner.New(t.Context(), runner.Config{
-		ID: core.NewID[core.RunnerID](), ClusterID: "test", DataDir: filepath.Join(t.TempDir(), "data"), RunDir: runDir, Driver: driver,
+	x.runner, err = runner.New(t.Context(), runner.Config{
+		ID: core.NewID[core.RunnerID](), ClusterID: "test", DataDir: filepath.Join(t.TempDir(), "data"), RunDir: runDir, Driver: x.driver,
 		Images: store, Network: noNetwork{}, Log: log,
 	})
 	if err != nil {
 		t.Fatal(err)
 	}
-	c := &controller{fenceFor: time.Minute}
-	server := httptest.NewServer(c)
-	defer server.Close()
-	link, err := heartbeat.New(r, heartbeat.Config{Controllers: []string{server.URL}, Secret: "secret", Endpoint: "unix:/nowhere", Log: log})
+	server := httptest.NewServer(x.controller)
+	t.Cleanup(server.Close)
+	link, err := heartbeat.New(x.runner, heartbeat.Config{Controllers: []string{server.URL}, Secret: "secret", Endpoint: "unix:/nowhere", Log: log})
 	if err != nil {
 		t.Fatal(err)
 	}
 	ctx, cancel := context.WithCancel(t.Context())
 	var wg sync.WaitGroup
-	for _, run := range []func(context.Context) error{r.Run, link.Run} {
-		wg.Go(func() {
-			if err := run(ctx); err != nil {
-				t.Error(err)
-			}
-		})
-	}
-	defer wg.Wait()
-	defer cancel()
-	template, err := r.Template(t.Context(), runnerapi.Template{
+	t.Cleanup(func() {
+		cancel()
+		wg.Wait()
+	})
+	wg.Go(func() {
+		if err := x.runner.Run(ctx); err != nil {
+			t.Error(err)
+		}
+	})
+	wg.Go(func() { x.ended <- link.Run(ctx) })
+	x.template, err = x.runner.Template(t.Context(), runnerapi.Template{
 		CheckpointID: core.NewID[core.CheckpointID](), Image: image.Digest, Resources: core.Resources{VCPUs: 1, MemoryMiB: 8},
 	})
 	if err != nil {
 		t.Fatal(err)
 	}
-	fork := func() {
-		t.Helper()
-		out, err := r.Fork(t.Context(), runnerapi.Fork{CheckpointID: template.ID, Children: []runnerapi.Child{child(1), child(2)}})
-		if err != nil || out.Children[0].Problem != nil || out.Children[1].Problem != nil {
-			t.Fatalf("%+v, %v", out, err)
-		}
+	return x
+}
+
+// fork makes two sandboxes.
+func (x *rig) fork() {
+	x.t.Helper()
+	out, err := x.runner.Fork(x.t.Context(), runnerapi.Fork{CheckpointID: x.template.ID, Children: []runnerapi.Child{child(1), child(2)}})
+	if err != nil || out.Children[0].Problem != nil || out.Children[1].Problem != nil {
+		x.t.Fatalf("%+v, %v", out, err)
 	}
-	fork()
-	c.set(func(c *controller) { c.fenced = true })
-	eventually(t, "the sandboxes of a given up lease are reported dead", func() bool { return c.dead("given up") == 2 })
-	if n := driver.Machines(); n != 0 {
+}
+
+// TestFence: a runner kills its sandboxes when its lease was given up, and when its controller has been silent for as long as that
+// said; each time it reports them dead once it is heard again.
+func TestFence(t *testing.T) {
+	t.Parallel()
+	x := newRig(t)
+	x.fork()
+	x.set(func(c *controller) { c.fenced = true })
+	eventually(t, "the sandboxes of a given up lease are reported dead", func() bool { return x.dead("given up") == 2 })
+	if n := x.driver.Machines(); n != 0 {
 		t.Errorf("%d machines live on", n)
 	}
 
-	fork()
-	c.set(func(c *controller) { c.fenceFor, c.beats = 300*time.Millisecond, nil })
+	x.fork()
+	x.set(func(c *controller) { c.fenceFor, c.beats = 300*time.Millisecond, nil })
 	more := func() bool {
-		c.mu.Lock()
-		defer c.mu.Unlock()
-		return len(c.beats) > 3
+		x.mu.Lock()
+		defer x.mu.Unlock()
+		return len(x.beats) > 3
 	}
 	eventually(t, "the new lease is known", more)
-	c.set(func(c *controller) { c.silent = true })
-	eventually(t, "the machines of a silent controller have ended", func() bool { return driver.Machines() == 0 })
-	c.set(func(c *controller) { c.silent = false })
-	eventually(t, "they are reported dead", func() bool { return c.dead("no word from the controller") == 2 })
-	c.set(func(c *controller) { c.fenceFor, c.beats = time.Minute, nil })
+	x.set(func(c *controller) { c.silent = true })
+	eventually(t, "the machines of a silent controller have ended", func() bool { return x.driver.Machines() == 0 })
+	x.set(func(c *controller) { c.silent = false })
+	eventually(t, "they are reported dead", func() bool { return x.dead("no word from the controller") == 2 })
+	x.set(func(c *controller) { c.fenceFor, c.beats = time.Minute, nil })
 	eventually(t, "the new lease is known", more)
-	fork()
+	x.fork()
+}
+
+// TestRevoked: a runner that was removed from its cluster kills its sandboxes at once, stops speaking to the cluster, and takes no work
+// while it ends.
+func TestRevoked(t *testing.T) {
+	t.Parallel()
+	x := newRig(t)
+	x.fork()
+	x.set(func(c *controller) { c.revoked = true })
+	select {
+	case err := <-x.ended:
+		if core.CodeOf(err) != core.CodeRunnerRevoked {
+			t.Errorf("the link ended with %v", err)
+		}
+	case <-time.After(time.Minute):
+		t.Fatal("the link goes on")
+	}
+	if n := x.driver.Machines(); n != 0 {
+		t.Errorf("%d machines live on", n)
+	}
+	out, err := x.runner.Fork(t.Context(), runnerapi.Fork{CheckpointID: x.template.ID, Children: []runnerapi.Child{child(3)}})
+	if core.CodeOf(err) != core.CodeRunnerUnreachable {
+		t.Errorf("a removed runner forks: %+v, %v", out, err)
+	}
 }
 
 func eventually(t *testing.T, what string, done func() bool) {

@@ -105,7 +105,9 @@ func (l *Link) Run(ctx context.Context) error {
 		}
 		next, err := l.beat(ctx, &lease)
 		if core.CodeOf(err) == core.CodeRunnerRevoked {
-			return errors.Join(err, l.surrender(ctx))
+			// The cluster has given this runner up, and has told its users so: nothing goes on here, and nothing new begins while the
+			// process ends.
+			return errors.Join(err, l.runner.Fence(ctx, core.MessageOf(err)))
 		}
 		if err != nil && ctx.Err() == nil {
 			l.cfg.Log.WarnContext(ctx, "controller was not reached", "err", err)
@@ -113,16 +115,6 @@ func (l *Link) Run(ctx context.Context) error {
 		}
 		timer.Reset(next)
 	}
-}
-
-// surrender destroys every sandbox: the cluster has given this runner up, and has told its users so.
-func (l *Link) surrender(ctx context.Context) error {
-	var errs []error
-	for _, s := range l.runner.Sandboxes() {
-		l.cfg.Log.WarnContext(ctx, "sandbox is destroyed, because this runner was removed", "sandbox_id", s.ID)
-		errs = append(errs, l.runner.Destroy(ctx, s.ID))
-	}
-	return errors.Join(errs...)
 }
 
 // beat sends one message and says when the next is due.
