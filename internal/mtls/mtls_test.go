@@ -178,22 +178,36 @@ func TestExpiryOnAnOpenConnection(t *testing.T) {
 	ours := authority(t)
 	id := core.NewID[core.RunnerID]()
 	url := server(t, identity(t, ours, mtls.ControllerName, time.Hour).Server())
-	short := identity(t, ours, mtls.RunnerName(id), 1500*time.Millisecond)
-	transport := &http.Transport{TLSClientConfig: short.Client(mtls.ControllerName)}
-	defer transport.CloseIdleConnections()
+	open := func(life time.Duration) *http.Client {
+		return &http.Client{Transport: &http.Transport{TLSClientConfig: identity(t, ours, mtls.RunnerName(id), life).Client(mtls.ControllerName)}}
+	}
+	get := func(c *http.Client) (string, error) {
+		res, err := c.Get(url)
+		if err != nil {
+			return "", err
+		}
+		defer res.Body.Close()
+		b, err := io.ReadAll(res.Body)
+		return string(b), err
+	}
+	life := 1500 * time.Millisecond
+	client := open(life)
+	for got, err := get(client); err != nil || got != string(id); got, err = get(client) { // it expired before it was used
+		client.CloseIdleConnections()
+		if life *= 2; life > time.Minute {
+			t.Fatal(got, err)
+		}
+		client = open(life)
+	}
+	defer client.CloseIdleConnections()
 	tick := time.NewTicker(50 * time.Millisecond)
 	defer tick.Stop()
-	for began := time.Now(); time.Since(began) < 20*time.Second; <-tick.C {
-		res, err := (&http.Client{Transport: transport}).Get(url)
+	for began := time.Now(); time.Since(began) < life+20*time.Second; <-tick.C {
+		got, err := get(client)
 		if err != nil {
 			t.Fatal(err)
 		}
-		b, err := io.ReadAll(res.Body)
-		if err != nil {
-			t.Fatal(err)
-		}
-		_ = res.Body.Close()
-		if string(b) == "CERTIFICATE_REFUSED" {
+		if got == "CERTIFICATE_REFUSED" {
 			return
 		}
 	}
