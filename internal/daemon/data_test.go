@@ -79,7 +79,7 @@ func TestDataPlane(t *testing.T) {
 
 func speak(t *testing.T, a *coppice.Attached, text string) {
 	t.Helper()
-	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
+	ctx, cancel := context.WithTimeout(t.Context(), watchdog)
 	defer cancel()
 	if err := a.Write(ctx, []byte(text)); err != nil {
 		t.Fatal(err)

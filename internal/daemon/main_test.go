@@ -38,6 +38,9 @@ const (
 	configVariable = "COPPICE_TEST_CONFIG"
 )
 
+// watchdog ends what would hang; nothing that is tested depends on it.
+const watchdog = 3 * time.Minute
+
 func TestMain(m *testing.M) {
 	if role := os.Getenv(roleVariable); role != "" {
 		if err := serve(role); err != nil {
@@ -148,7 +151,7 @@ func begin(t *testing.T, role string, cfg serverConfig, ready any) *process {
 	if ready == nil {
 		return p
 	}
-	_ = out.SetReadDeadline(time.Now().Add(time.Minute))
+	_ = out.SetReadDeadline(time.Now().Add(watchdog))
 	if err := json.NewDecoder(out).Decode(ready); err != nil {
 		t.Fatalf("the %s did not become ready: %v\n%s", role, err, p.text(t))
 	}
@@ -182,7 +185,7 @@ func (p *process) wait(t *testing.T) int {
 	t.Helper()
 	select {
 	case <-p.ended:
-	case <-time.After(time.Minute):
+	case <-time.After(watchdog):
 		t.Fatalf("the process has not ended:\n%s", p.text(t))
 	}
 	return p.status
@@ -284,7 +287,7 @@ func until(t *testing.T, what string, ok func() (bool, error)) {
 		if done {
 			return
 		}
-		if time.Since(began) > 30*time.Second {
+		if time.Since(began) > watchdog {
 			t.Fatalf("%s: not after %s: %v", what, time.Since(began).Round(time.Second), err)
 		}
 	}

@@ -83,7 +83,7 @@ func (x *terminal) say(keys string) {
 // await waits until the terminal has shown a text as often as said.
 func (x *terminal) await(text string, times int) {
 	x.t.Helper()
-	late := time.NewTimer(time.Minute)
+	late := time.NewTimer(watchdog)
 	defer late.Stop()
 	for strings.Count(x.text, text) < times {
 		select {
@@ -179,7 +179,7 @@ func TestGivingUp(t *testing.T) {
 func TestRunnerTokenCommand(t *testing.T) {
 	t.Parallel()
 	c := newCluster(t)
-	c.cfg.Tune.RunnerLease = 3 * time.Second // heartbeats every second
+	c.cfg.Tune.RunnerLease = 9 * time.Second // heartbeats every three
 	c.kill()
 	c.start()
 	binary, err := program()

@@ -89,7 +89,7 @@ func wait[T any](t *testing.T, ready <-chan T) T {
 	select {
 	case r := <-ready:
 		return r
-	case <-time.After(time.Minute):
+	case <-time.After(watchdog):
 		t.Fatal("it did not become ready")
 		panic("not reached")
 	}
