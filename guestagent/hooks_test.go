@@ -14,18 +14,19 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/testprog"
 )
 
 func runHooks(ctx context.Context, t *testing.T, hooks map[string]string, timeout time.Duration) (core.ResealStep, *plainWorkload) {
 	t.Helper()
 	dir := t.TempDir()
 	for name, script := range hooks {
-		mode := os.FileMode(0o755)
+		path := filepath.Join(dir, name)
+		testprog.Write(t, path, []byte("#!/bin/sh\n"+strings.ReplaceAll(script, "DIR", dir)))
 		if strings.HasSuffix(name, ".txt") {
-			mode = 0o644
-		}
-		if err := os.WriteFile(filepath.Join(dir, name), []byte("#!/bin/sh\n"+strings.ReplaceAll(script, "DIR", dir)), mode); err != nil {
-			t.Fatal(err)
+			if err := os.Chmod(path, 0o644); err != nil {
+				t.Fatal(err)
+			}
 		}
 	}
 	w := &plainWorkload{}

@@ -27,6 +27,7 @@ import (
 
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/require"
+	"github.com/coppice-dev/coppice/internal/testprog"
 )
 
 const ownerEnv = "PGCLUSTER_TEST_OWNER" // makes the test binary an owner of a cluster that waits to be killed
@@ -163,9 +164,7 @@ func TestNotRoot(t *testing.T) {
 		t.Fatal(err)
 	}
 	program := filepath.Join(dir, "test")
-	if err := os.WriteFile(program, self, 0o755); err != nil {
-		t.Fatal(err)
-	}
+	testprog.Write(t, program, self)
 	cmd := exec.CommandContext(t.Context(), program, "-test.run=^(TestLifecycle|TestKilledServer)$", "-test.v")
 	cmd.Env = append(os.Environ(), "TMPDIR="+filepath.Join(dir, "t"), "HOME="+dir)
 	cmd.Dir = "/"

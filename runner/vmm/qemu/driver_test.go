@@ -12,6 +12,7 @@ import (
 
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/require"
+	"github.com/coppice-dev/coppice/internal/testprog"
 	"github.com/coppice-dev/coppice/runner/vmm"
 )
 
@@ -27,9 +28,7 @@ func TestMain(m *testing.M) {
 func program(t *testing.T, script string) string {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), "qemu-system-x86_64")
-	if err := os.WriteFile(path, []byte("#!/bin/sh\n"+script), 0o755); err != nil {
-		t.Fatal(err)
-	}
+	testprog.Write(t, path, []byte("#!/bin/sh\n"+script))
 	return path
 }
 
@@ -95,9 +94,7 @@ func TestVersionIsAskedAgain(t *testing.T) {
 	if _, err := d.Fingerprint(t.Context()); err == nil {
 		t.Fatal("it works already")
 	}
-	if err := os.WriteFile(path, []byte("#!/bin/sh\necho QEMU emulator version 8.2.1\n"), 0o755); err != nil {
-		t.Fatal(err)
-	}
+	testprog.Write(t, path, []byte("#!/bin/sh\necho QEMU emulator version 8.2.1\n"))
 	if _, err := d.Fingerprint(t.Context()); err != nil {
 		t.Error(err)
 	}

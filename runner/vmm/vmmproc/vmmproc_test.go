@@ -20,6 +20,7 @@ import (
 
 	"github.com/coppice-dev/coppice/internal/osthread"
 	"github.com/coppice-dev/coppice/internal/require"
+	"github.com/coppice-dev/coppice/internal/testprog"
 	"github.com/coppice-dev/coppice/runner/cgroup"
 	"github.com/coppice-dev/coppice/runner/vmm/vmmproc"
 )
@@ -393,9 +394,7 @@ func TestStatForms(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if err := os.WriteFile(program, b, 0o700); err != nil {
-			t.Fatal(err)
-		}
+		testprog.Write(t, program, b)
 		c, _ := shell(t, "")
 		c.Path, c.Args = program, []string{"600"}
 		p := start(t, c)
