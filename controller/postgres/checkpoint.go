@@ -30,44 +30,44 @@ const pageColumns = `
 const checkpointJoins = ` LEFT JOIN runners r ON r.id = c.runner_id`
 
 type checkpointRow struct {
-	ID               core.CheckpointID          `db:"id"`
-	ProjectID        core.ProjectID             `db:"project_id"`
-	Kind             controller.CheckpointKind  `db:"kind"`
-	State            core.CheckpointState       `db:"state"`
-	Parent           core.CheckpointID          `db:"parent_id"`
-	ParentProject    core.ProjectID             `db:"parent_project_id"`
-	Root             core.CheckpointID          `db:"root_id"`
-	Depth            int                        `db:"depth"`
-	WorkspaceID      core.WorkspaceID           `db:"workspace_id"`
-	WorkspaceEpoch   int64                      `db:"workspace_epoch"`
-	Name             string                     `db:"name"`
-	Labels           map[string]string          `db:"labels"`
-	Annotations      map[string]json.RawMessage `db:"annotations"`
-	Pinned           bool                       `db:"pinned"`
-	Version          int64                      `db:"version"`
-	ImageName        string                     `db:"image_name"`
-	ImageDigest      core.Digest                `db:"image_digest"`
-	VCPUs            int                        `db:"vcpus"`
-	MemoryMiB        int                        `db:"memory_mib"`
-	DiskGiB          int                        `db:"disk_gib"`
-	RunnerID         core.RunnerID              `db:"runner_id"`
-	Endpoint         string                     `db:"endpoint"`
-	Class            *runnerapi.RunnerClass     `db:"runner_class"`
-	Base             core.BaseID                `db:"base_id"`
-	DeltaBytes       int64                      `db:"delta_bytes"`
-	DeviceStateBytes int64                      `db:"device_state_bytes"`
-	DiskBytes        int64                      `db:"disk_bytes"`
-	PauseMS          float64                    `db:"pause_ms"`
-	Timings          []core.Timing              `db:"timings"`
-	ParentReseal     []core.ResealStep          `db:"parent_reseal"`
-	Stale            []core.StaleProcess        `db:"stale_processes"`
-	ChildrenCount    int                        `db:"children_count"`
-	OperationID      core.OperationID           `db:"operation_id"`
-	FailureCode      core.Code                  `db:"failure_code"`
-	FailureMessage   string                     `db:"failure_message"`
-	CreatedAt        time.Time                  `db:"created_at"`
-	CapturedAt       *time.Time                 `db:"captured_at"`
-	EndedAt          *time.Time                 `db:"ended_at"`
+	ID               core.CheckpointID         `db:"id"`
+	ProjectID        core.ProjectID            `db:"project_id"`
+	Kind             controller.CheckpointKind `db:"kind"`
+	State            core.CheckpointState      `db:"state"`
+	Parent           core.CheckpointID         `db:"parent_id"`
+	ParentProject    core.ProjectID            `db:"parent_project_id"`
+	Root             core.CheckpointID         `db:"root_id"`
+	Depth            int                       `db:"depth"`
+	WorkspaceID      core.WorkspaceID          `db:"workspace_id"`
+	WorkspaceEpoch   int64                     `db:"workspace_epoch"`
+	Name             string                    `db:"name"`
+	Labels           object[string]            `db:"labels"`
+	Annotations      object[json.RawMessage]   `db:"annotations"`
+	Pinned           bool                      `db:"pinned"`
+	Version          int64                     `db:"version"`
+	ImageName        string                    `db:"image_name"`
+	ImageDigest      core.Digest               `db:"image_digest"`
+	VCPUs            int                       `db:"vcpus"`
+	MemoryMiB        int                       `db:"memory_mib"`
+	DiskGiB          int                       `db:"disk_gib"`
+	RunnerID         core.RunnerID             `db:"runner_id"`
+	Endpoint         string                    `db:"endpoint"`
+	Class            classCell                 `db:"runner_class"`
+	Base             core.BaseID               `db:"base_id"`
+	DeltaBytes       int64                     `db:"delta_bytes"`
+	DeviceStateBytes int64                     `db:"device_state_bytes"`
+	DiskBytes        int64                     `db:"disk_bytes"`
+	PauseMS          float64                   `db:"pause_ms"`
+	Timings          array[core.Timing]        `db:"timings"`
+	ParentReseal     array[core.ResealStep]    `db:"parent_reseal"`
+	Stale            array[core.StaleProcess]  `db:"stale_processes"`
+	ChildrenCount    int                       `db:"children_count"`
+	OperationID      core.OperationID          `db:"operation_id"`
+	FailureCode      core.Code                 `db:"failure_code"`
+	FailureMessage   string                    `db:"failure_message"`
+	CreatedAt        time.Time                 `db:"created_at"`
+	CapturedAt       *time.Time                `db:"captured_at"`
+	EndedAt          *time.Time                `db:"ended_at"`
 }
 
 func (r checkpointRow) checkpoint() controller.Checkpoint {
@@ -76,7 +76,7 @@ func (r checkpointRow) checkpoint() controller.Checkpoint {
 		WorkspaceID: r.WorkspaceID, WorkspaceEpoch: r.WorkspaceEpoch, Name: r.Name, Labels: r.Labels, Annotations: r.Annotations, Pinned: r.Pinned, Version: r.Version,
 		Image:     controller.ImageRef{Name: r.ImageName, Digest: r.ImageDigest},
 		Resources: core.Resources{VCPUs: r.VCPUs, MemoryMiB: r.MemoryMiB, DiskGiB: r.DiskGiB},
-		RunnerID:  r.RunnerID, Endpoint: r.Endpoint, Class: r.Class, Base: r.Base, DeltaBytes: r.DeltaBytes, DeviceStateBytes: r.DeviceStateBytes,
+		RunnerID:  r.RunnerID, Endpoint: r.Endpoint, Class: r.Class.RunnerClass, Base: r.Base, DeltaBytes: r.DeltaBytes, DeviceStateBytes: r.DeviceStateBytes,
 		DiskBytes: r.DiskBytes, PauseMS: r.PauseMS, Timings: r.Timings, ParentReseal: r.ParentReseal, StaleProcesses: r.Stale,
 		ChildrenCount: r.ChildrenCount, OperationID: r.OperationID,
 		CreatedAt: r.CreatedAt, CapturedAt: timeOf(r.CapturedAt), EndedAt: timeOf(r.EndedAt),

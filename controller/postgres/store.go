@@ -63,6 +63,7 @@ func Open(ctx context.Context, cfg Config) (*Store, error) {
 	params["lock_timeout"] = lockTimeout
 	params["idle_in_transaction_session_timeout"] = idleTimeout
 	params["timezone"] = "UTC"
+	params["jit"] = "off" // no query is long enough to earn a compilation
 	pool, err := pgxpool.NewWithConfig(ctx, pc)
 	if err != nil {
 		return nil, fmt.Errorf("open database: %w", err)

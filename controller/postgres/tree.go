@@ -10,7 +10,7 @@ import (
 // The nodes that a tree shows. A failed capture was never a node, one that runs is not one yet.
 const shown = ` NOT c.pruned AND c.state IN ('captured', 'sealed', 'deleted')`
 
-// Lineage walks from a node to its root along the primary key: one index probe for each generation of the page.
+// Lineage walks from a node to its root along the primary key: one index probe for each generation of the page (LIMIT 1: see workspaceJoins).
 func (t *tx) Lineage(ctx context.Context, id, after core.CheckpointID, limit int) ([]controller.Checkpoint, error) {
 	start, skip := id, 0
 	if after != "" {
@@ -18,11 +18,12 @@ func (t *tx) Lineage(ctx context.Context, id, after core.CheckpointID, limit int
 	}
 	return t.page(ctx, `
 		WITH RECURSIVE up AS (
-			SELECT c.id, c.parent_id, 0 AS n FROM checkpoints c WHERE c.id = @start
+			SELECT c.*, 0 AS n FROM checkpoints c WHERE c.id = @start
 			UNION ALL
-			SELECT c.id, c.parent_id, up.n + 1 FROM checkpoints c JOIN up ON c.id = up.parent_id WHERE up.n + 1 < @limit::int + @skip::int
+			SELECT p.*, up.n + 1 FROM up CROSS JOIN LATERAL (SELECT * FROM checkpoints x WHERE x.id = up.parent_id LIMIT 1) p
+			WHERE up.n + 1 < @limit::int + @skip::int
 		)
-		SELECT`+pageColumns+`, 0 AS children_count FROM up JOIN checkpoints c ON c.id = up.id`+checkpointJoins+` WHERE up.n >= @skip ORDER BY up.n`,
+		SELECT`+pageColumns+`, 0 AS children_count FROM up c`+checkpointJoins+` WHERE c.n >= @skip ORDER BY c.n`,
 		args{"start": start, "skip": skip, "limit": limit})
 }
 

@@ -21,8 +21,10 @@ const workspaceColumns = `
 	coalesce(w.failure_code, '') AS failure_code, coalesce(w.failure_message, '') AS failure_message,
 	w.created_at, w.ready_at, w.expires_at, w.ended_at`
 
+// A plan is kept although the tables grow, and the planner guesses that an array has 10 elements and a recordset 100: in a young
+// database it would read all sandboxes for the one that is meant. LIMIT 1 leaves it only the index.
 const workspaceJoins = `
-	LEFT JOIN sandboxes s ON s.id = w.sandbox_id AND s.ended_at IS NULL
+	LEFT JOIN LATERAL (SELECT * FROM sandboxes x WHERE x.id = w.sandbox_id AND x.ended_at IS NULL LIMIT 1) s ON true
 	LEFT JOIN runners r ON r.id = s.runner_id`
 
 type workspaceRow struct {
@@ -38,8 +40,8 @@ type workspaceRow struct {
 	MemoryMiB      int                   `db:"memory_mib"`
 	DiskGiB        int                   `db:"disk_gib"`
 	Egress         core.EgressPolicy     `db:"egress_policy"`
-	Env            map[string]string     `db:"env"`
-	Labels         map[string]string     `db:"labels"`
+	Env            object[string]        `db:"env"`
+	Labels         object[string]        `db:"labels"`
 	IdleSeconds    int64                 `db:"idle_seconds"`
 	OnIdle         controller.IdleAction `db:"on_idle"`
 	AutoResume     bool                  `db:"auto_resume"`
@@ -236,7 +238,7 @@ func (t *tx) InsertWorkspaces(ctx context.Context, list []controller.Workspace, 
 				v.idle_seconds, v.on_idle, v.auto_resume, p.project_id, v.parent, p.project_id, v.parent, v.sandbox_id, CASE WHEN @ttl::float8 > 0 THEN now() + make_interval(secs => @ttl) END
 			FROM jsonb_to_recordset(@rows::jsonb) AS v (id text, project_id text, name text, state text, image_name text, image_digest text,
 				vcpus int, memory_mib int, disk_gib int, egress_policy text, env jsonb, labels jsonb, idle_seconds int, on_idle text, auto_resume boolean, parent text, sandbox_id text)
-			LEFT JOIN checkpoints p ON p.id = v.parent
+			LEFT JOIN LATERAL (SELECT c.project_id FROM checkpoints c WHERE c.id = v.parent LIMIT 1) p ON true
 			RETURNING *
 		)
 		SELECT`+workspaceColumns+` FROM w`+workspaceJoins+` ORDER BY w.id`,
@@ -290,20 +292,24 @@ func (t *tx) ReadyWorkspaces(ctx context.Context, ready []controller.ReadyWorksp
 	for i, r := range ready {
 		ids[i], sandboxes[i], epochs[i] = string(r.ID), string(r.Sandbox), r.Epoch
 	}
+	a := args{
+		"ids": ids, "sandboxes": sandboxes, "epochs": epochs, "to": core.WorkspaceReady,
+		"from": []string{string(core.WorkspaceRestoring), string(core.WorkspaceQuarantined)},
+	}
+	single := ""
+	if len(ready) == 1 { // says no more than the join does, but to the planner: see workspaceJoins
+		single, a["id"] = " AND workspaces.id = @id", ids[0]
+	}
 	return t.workspaces(ctx, `
 		WITH asked AS (
 			SELECT * FROM unnest(@ids::text[], @sandboxes::text[], @epochs::bigint[]) WITH ORDINALITY AS a (id, sandbox_id, epoch, n)
 		), w AS (
 			UPDATE workspaces SET state = @to, ready_at = now() FROM asked
 			WHERE workspaces.id = asked.id AND workspaces.epoch = asked.epoch AND workspaces.sandbox_id = asked.sandbox_id
-				AND workspaces.state = ANY(@from::text[])
+				AND workspaces.state = ANY(@from::text[])`+single+`
 			RETURNING workspaces.*, asked.n
 		)
-		SELECT`+workspaceColumns+` FROM w`+workspaceJoins+` ORDER BY w.n`,
-		args{
-			"ids": ids, "sandboxes": sandboxes, "epochs": epochs, "to": core.WorkspaceReady,
-			"from": []string{string(core.WorkspaceRestoring), string(core.WorkspaceQuarantined)},
-		})
+		SELECT`+workspaceColumns+` FROM w`+workspaceJoins+` ORDER BY w.n`, a)
 }
 
 // SwitchWorkspace puts a workspace into the sandbox that a restore prepared.

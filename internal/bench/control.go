@@ -7,6 +7,8 @@ import (
 	"fmt"
 	"io"
 	"path/filepath"
+	"slices"
+	"strings"
 	"sync"
 	"time"
 
@@ -121,6 +123,13 @@ type controlConfig struct {
 	wide     int // nodes of each generation
 	deep     int
 	reads    int
+	only     []string // sections; empty: all
+}
+
+var controlSections = []string{"forks", "parallel", "tree"}
+
+func (c controlConfig) wants(section string) bool {
+	return len(c.only) == 0 || slices.Contains(c.only, section)
 }
 
 func controlMain(ctx context.Context, arguments []string, out, progress io.Writer) error {
@@ -130,12 +139,24 @@ func controlMain(ctx context.Context, arguments []string, out, progress io.Write
 	f.StringVar(&cfg.out, "out", "var/bench", "`directory` for control.json; the database is in it while the run lasts")
 	f.StringVar(&cfg.pgBin, "pg-bin", "", "`directory` of PostgreSQL's programs; empty finds them")
 	f.DurationVar(&cfg.sustain, "sustain", 15*time.Second, "how long the sustained rate is measured")
+	only := f.String("only", "", "the `sections` to measure, separated by commas: "+strings.Join(controlSections, ", ")+"; control.json is not written then")
 	if err := f.Parse(arguments); err != nil {
 		return err
+	}
+	if *only != "" {
+		cfg.only = strings.Split(*only, ",")
+	}
+	for _, section := range cfg.only {
+		if !slices.Contains(controlSections, section) {
+			return fmt.Errorf("there is no section %q; there are %s", section, strings.Join(controlSections, ", "))
+		}
 	}
 	r, err := measureControl(ctx, cfg, progress)
 	if err != nil {
 		return err
+	}
+	if len(cfg.only) > 0 {
+		return r.show(out)
 	}
 	if err := atomicfile.WriteJSON(filepath.Join(cfg.out, "control.json"), r, 0o644); err != nil {
 		return err
@@ -159,17 +180,23 @@ func measureControl(ctx context.Context, cfg controlConfig, progress io.Writer) 
 	}
 	defer func() { err = errors.Join(err, plane.close(ctx)) }()
 	r.Postgres = plane.version
-	say("single forks")
-	if err := plane.withFakeRunner(ctx, func(w *world) error { return w.measureForks(ctx, cfg, r) }); err != nil {
-		return nil, err
+	if cfg.wants("forks") {
+		say("single forks")
+		if err := plane.withFakeRunner(ctx, func(w *world) error { return w.measureForks(ctx, cfg, r) }); err != nil {
+			return nil, err
+		}
 	}
-	say("%d parallel forks", cfg.parallel)
-	if err := plane.withRealRunner(ctx, cfg, func(w *world) error { return w.measureParallel(ctx, cfg, r) }); err != nil {
-		return nil, err
+	if cfg.wants("parallel") {
+		say("%d parallel forks", cfg.parallel)
+		if err := plane.withRealRunner(ctx, cfg, func(w *world) error { return w.measureParallel(ctx, cfg, r) }); err != nil {
+			return nil, err
+		}
 	}
-	say("a tree of %d checkpoints, %d deep", r.TreeNodes, r.TreeDepth)
-	if err := plane.withFakeRunner(ctx, func(w *world) error { return w.measureTree(ctx, cfg, r) }); err != nil {
-		return nil, err
+	if cfg.wants("tree") {
+		say("a tree of %d checkpoints, %d deep", r.TreeNodes, r.TreeDepth)
+		if err := plane.withFakeRunner(ctx, func(w *world) error { return w.measureTree(ctx, cfg, r) }); err != nil {
+			return nil, err
+		}
 	}
 	base.finish(began)
 	r.WallS, r.Load = base.WallS, base.Load
