@@ -47,10 +47,10 @@ FUZZTIME ?= 60s
 fuzz: ## fuzz every target for FUZZTIME (60s) each, beginning with the committed corpora
 	@scripts/fuzz $(FUZZTIME)
 
-chaos: build ## grow trees while servers, databases and VMs are killed, and check all that was promised: FOR=5m SEED=1 (root)
+chaos: build ## grow trees while servers, databases and VMs are killed, and check all that was promised: FOR=5m SEED=1 DEPLOY=dev, split or all (root)
 	mkdir -p $(VAR)/chaos
 	COPPICE_TEST_REQUIRE=all $(GO) test -v -count=1 -timeout 90m ./internal/e2e -run '^TestChaos$$' \
-		-chaos $(or $(FOR),5m) -chaos-seed $(or $(SEED),1) -chaos-history $(VAR)/chaos/history.jsonl
+		-chaos $(or $(FOR),5m) -chaos-seed $(or $(SEED),1) -chaos-deployment $(or $(DEPLOY),all) -chaos-history $(VAR)/chaos/history.jsonl
 
 faults: build ## every row of the fault matrix that is run, docs/FAULTS.md, to real processes and machines (root)
 	COPPICE_TEST_REQUIRE=all $(GO) test -v -count=1 -timeout 90m ./internal/e2e -run '^TestFault(Matrix|MatrixIsWhole|sDocument)$$' -long

@@ -22,10 +22,12 @@ type tree struct {
 	name     string
 	rng      *rand.Rand
 	seq      int
-	nodes    []*node   // nodes[0] is everybody's
-	branches []*branch // thought to be alive
+	root     coppice.CheckpointID // nodes[0]
+	first    sight                // of the witness in it
+	nodes    []*node              // nodes[0] may be another search's too
+	branches []*branch            // thought to be alive
 
-	forks, checkpoints, steps, restores, lost int
+	forks, checkpoints, steps, restores, repeats, lost int
 }
 
 // node is a checkpoint that is known to be there, and what the witness has done in it.
@@ -69,11 +71,53 @@ func (tr *tree) grow(ctx context.Context) {
 	}
 }
 
+// client is that of one of the controllers.
+func (tr *tree) client() *coppice.Client { return tr.x.any(tr.rng) }
+
+func (tr *tree) note(what, object string, err error) {
+	tr.x.note(event{Who: tr.name, What: what, Object: object, Outcome: outcome(err)})
+}
+
+// insist makes a request that makes something. Now and then it hangs up in the middle and repeats it under the same idempotency key, at
+// whichever controller; whatever answers it gets must be of one and the same operation.
+func insist[T any](tr *tree, ctx context.Context, what string, call func(ctx context.Context, c *coppice.Client) (T, error), operation func(T) coppice.OperationID) (T, error) {
+	key := fmt.Sprintf("%s-%d-%s", tr.name, tr.seq, what)
+	ctx = coppice.WithIdempotencyKey(ctx, key)
+	do := func(ctx context.Context) (T, error) {
+		res, err := call(ctx, tr.client())
+		told := ""
+		var refused *coppice.Error
+		switch {
+		case err == nil:
+			told = "succeeded as " + operation(res)
+		case errors.As(err, &refused) && refused.OperationID != "" && refused.Code != coppice.CodeDatabaseUnavailable:
+			told = "failed as " + refused.OperationID
+		default:
+			return res, err
+		}
+		tr.x.mu.Lock()
+		defer tr.x.mu.Unlock()
+		if before := tr.x.results[key]; before != "" && before != told {
+			tr.x.t.Errorf("%s: the request with key %s %s, and then %s", tr.name, key, before, told)
+		}
+		tr.x.results[key] = told
+		return res, err
+	}
+	for tr.rng.IntN(4) == 0 {
+		short, cancel := context.WithTimeout(ctx, between(tr.rng, time.Millisecond, 1500*time.Millisecond))
+		_, err := do(short)
+		cancel()
+		tr.repeats++
+		tr.x.note(event{Who: tr.name, What: what + ", first try", Key: key, Outcome: outcome(err)})
+	}
+	return do(ctx)
+}
+
 func (tr *tree) pick() *branch { return tr.branches[tr.rng.IntN(len(tr.branches))] }
 
 func (tr *tree) fail(format string, args ...any) {
 	text := fmt.Sprintf(tr.name+": "+format, args...)
-	tr.x.note(tr.name, "fault", "", text)
+	tr.x.note(event{Who: tr.name, What: "wrong", Outcome: text})
 	tr.x.t.Error(text)
 }
 
@@ -82,14 +126,16 @@ func (tr *tree) fork() {
 	name := fmt.Sprintf("%s-%d", tr.name, tr.seq)
 	ctx, cancel := tr.ctx()
 	defer cancel()
-	res, err := tr.x.client.ForkCheckpoint(ctx, from.id, coppice.ForkCheckpointRequest{Count: &count, BranchName: name})
-	tr.x.note(tr.name, "fork "+from.id, name, outcome(err))
+	res, err := insist(tr, ctx, "fork", func(ctx context.Context, c *coppice.Client) (coppice.ForkResult, error) {
+		return c.ForkCheckpoint(ctx, from.id, coppice.ForkCheckpointRequest{Count: &count, BranchName: name})
+	}, func(r coppice.ForkResult) coppice.OperationID { return r.OperationID })
+	tr.note("fork "+from.id, name, err)
 	if err == nil {
 		for _, c := range res.Children {
 			if c.Problem == nil {
 				tr.adopt(*c.Workspace, from)
 			} else {
-				tr.x.note(tr.name, "child", name, c.Problem.Code+": "+c.Problem.Message)
+				tr.x.note(event{Who: tr.name, What: "child", Object: name, Outcome: c.Problem.Code + ": " + c.Problem.Message})
 			}
 		}
 		return
@@ -112,7 +158,7 @@ func (tr *tree) fork() {
 func (tr *tree) settled(name string) (found []coppice.Workspace) {
 	tr.await("what became of "+name, func(ctx context.Context) (bool, error) {
 		var err error
-		found, err = coppice.Collect(tr.x.client.Workspaces(ctx, coppice.WorkspaceFilter{Name: name}))
+		found, err = coppice.Collect(tr.client().Workspaces(ctx, coppice.WorkspaceFilter{Name: name}))
 		return !slices.ContainsFunc(found, moving), err
 	})
 	return found
@@ -151,9 +197,9 @@ func (tr *tree) adopt(w coppice.Workspace, from *node) {
 	tr.forks++
 	ctx, cancel := tr.ctx()
 	defer cancel()
-	res, err := tr.x.client.Exec(ctx, b.id, coppice.ExecRequest{Command: []string{"cat", "/proc/sys/kernel/random/uuid", "/etc/machine-id"}})
+	res, err := tr.client().Exec(ctx, b.id, coppice.ExecRequest{Command: []string{"cat", "/proc/sys/kernel/random/uuid", "/etc/machine-id"}})
 	if err != nil || res.ExitCode != 0 {
-		tr.x.note(tr.name, "draw", b.name, outcome(err))
+		tr.note("draw", b.name, err)
 		tr.mourn(b)
 		return
 	}
@@ -165,7 +211,7 @@ func (tr *tree) adopt(w coppice.Workspace, from *node) {
 
 // ask asks the witness of a branch.
 func (tr *tree) ask(ctx context.Context, b *branch, words ...string) (got sight, err error) {
-	res, err := tr.x.client.Exec(ctx, b.id, coppice.ExecRequest{Command: append([]string{probePath, "ask", witnessPort}, words...)})
+	res, err := tr.client().Exec(ctx, b.id, coppice.ExecRequest{Command: append([]string{probePath, "ask", witnessPort}, words...)})
 	if err != nil {
 		return got, err
 	}
@@ -180,7 +226,7 @@ func (tr *tree) look(b *branch) {
 	defer cancel()
 	got, err := tr.ask(ctx, b, "look")
 	if err != nil {
-		tr.x.note(tr.name, "look", b.name, outcome(err))
+		tr.note("look", b.name, err)
 		tr.mourn(b)
 		return
 	}
@@ -194,7 +240,7 @@ func (tr *tree) check(b *branch, got sight) {
 }
 
 func (tr *tree) differs(path []string, got sight) string {
-	return cmp.Diff(after(tr.x.first, path...), got, cmpopts.IgnoreFields(sight{}, "Held", "Broken"), cmpopts.EquateEmpty())
+	return cmp.Diff(after(tr.first, path...), got, cmpopts.IgnoreFields(sight{}, "Held", "Broken"), cmpopts.EquateEmpty())
 }
 
 // step makes the witness change its state.
@@ -203,7 +249,7 @@ func (tr *tree) step(b *branch) {
 	ctx, cancel := tr.ctx()
 	defer cancel()
 	got, err := tr.ask(ctx, b, "step", label)
-	tr.x.note(tr.name, "step "+label, b.name, outcome(err))
+	tr.note("step "+label, b.name, err)
 	tr.steps++
 	if err == nil {
 		b.path = append(slices.Clone(b.path), label)
@@ -220,7 +266,7 @@ func (tr *tree) settleStep(b *branch, label string) {
 	var got sight
 	gone := false
 	tr.await("whether "+b.name+" made step "+label, func(ctx context.Context) (bool, error) {
-		for session, err := range tr.x.client.Sessions(ctx, b.id) {
+		for session, err := range tr.client().Sessions(ctx, b.id) {
 			switch {
 			case err != nil && tr.dead(ctx, b):
 				gone = true
@@ -247,7 +293,7 @@ func (tr *tree) settleStep(b *branch, label string) {
 }
 
 func (tr *tree) dead(ctx context.Context, b *branch) bool {
-	w, err := tr.x.client.Workspace(ctx, b.id)
+	w, err := tr.client().Workspace(ctx, b.id)
 	return err == nil && (w.State == coppice.WorkspaceLost || w.State == coppice.WorkspaceFailed || w.State == coppice.WorkspaceTerminated)
 }
 
@@ -256,7 +302,7 @@ func (tr *tree) mourn(b *branch) bool {
 	var w coppice.Workspace
 	tr.await("whether "+b.name+" lives", func(ctx context.Context) (bool, error) {
 		var err error
-		w, err = tr.x.client.Workspace(ctx, b.id)
+		w, err = tr.client().Workspace(ctx, b.id)
 		return !moving(w), err
 	})
 	if w.State == coppice.WorkspaceReady || w.ID == "" {
@@ -268,14 +314,20 @@ func (tr *tree) mourn(b *branch) bool {
 	if w.Failure != nil {
 		why = w.Failure.Code + ": " + w.Failure.Message
 	}
-	tr.x.note(tr.name, "dead", b.name, string(w.State)+" "+why)
-	tr.x.mu.Lock()
-	excused := slices.Contains(tr.x.doomed, w.ID)
-	tr.x.mu.Unlock()
-	if !excused || w.Failure == nil {
+	tr.x.note(event{Who: tr.name, What: "dead", Object: b.name, Outcome: string(w.State) + " " + why})
+	if w.Failure == nil || !tr.x.excused(w) {
 		tr.fail("%s is %s though nobody killed its machine: %s", b.name, w.State, why)
 	}
 	return true
+}
+
+// excused reports whether a machine had a cause to be lost: it was killed, or its runner was cut off for longer than its lease.
+func (x *chaos) excused(w coppice.Workspace) bool {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	return slices.Contains(x.doomed, w.ID) || slices.ContainsFunc(x.silences, func(s silence) bool {
+		return s.runner == w.RunnerID && !w.EndedAt.Before(s.from) && (s.to.IsZero() || w.EndedAt.Before(s.to.Add(convergence)))
+	})
 }
 
 func (tr *tree) drop(b *branch) {
@@ -286,11 +338,13 @@ func (tr *tree) capture(b *branch) {
 	name := fmt.Sprintf("%s-%d", tr.name, tr.seq)
 	ctx, cancel := tr.ctx()
 	defer cancel()
-	ckpt, err := tr.x.client.CreateCheckpoint(ctx, b.id, coppice.CreateCheckpointRequest{Name: name})
-	tr.x.note(tr.name, "checkpoint "+b.name, name, outcome(err))
+	ckpt, err := insist(tr, ctx, "checkpoint", func(ctx context.Context, c *coppice.Client) (coppice.Checkpoint, error) {
+		return c.CreateCheckpoint(ctx, b.id, coppice.CreateCheckpointRequest{Name: name})
+	}, func(c coppice.Checkpoint) coppice.OperationID { return c.OperationID })
+	tr.note("checkpoint "+b.name, name, err)
 	if err != nil {
 		tr.await("what became of checkpoint "+name, func(ctx context.Context) (bool, error) {
-			all, err := coppice.Collect(tr.x.client.Checkpoints(ctx, coppice.CheckpointFilter{Name: name, States: []coppice.CheckpointState{
+			all, err := coppice.Collect(tr.client().Checkpoints(ctx, coppice.CheckpointFilter{Name: name, States: []coppice.CheckpointState{
 				coppice.CheckpointCapturing, coppice.CheckpointCaptured, coppice.CheckpointSealed,
 			}}))
 			if err != nil || slices.ContainsFunc(all, func(c coppice.Checkpoint) bool { return c.State == coppice.CheckpointCapturing }) {
@@ -302,7 +356,8 @@ func (tr *tree) capture(b *branch) {
 			return true, nil
 		})
 	}
-	if ckpt.ID != "" {
+	if ckpt.ID != "" { // it was told of it, or has seen it in a list
+		tr.x.acknowledge(ckpt.ID)
 		tr.nodes = append(tr.nodes, &node{id: ckpt.ID, path: slices.Clone(b.path)})
 		tr.checkpoints++
 	}
@@ -314,19 +369,21 @@ func (tr *tree) capture(b *branch) {
 func (tr *tree) restore(b *branch, to *node) {
 	ctx, cancel := tr.ctx()
 	defer cancel()
-	before, err := tr.x.client.Workspace(ctx, b.id)
+	before, err := tr.client().Workspace(ctx, b.id)
 	if err != nil {
 		return
 	}
-	_, err = tr.x.client.RestoreWorkspace(ctx, b.id, to.id)
-	tr.x.note(tr.name, "restore "+to.id, b.name, outcome(err))
+	_, err = insist(tr, ctx, "restore", func(ctx context.Context, c *coppice.Client) (coppice.RestoreResult, error) {
+		return c.RestoreWorkspace(ctx, b.id, to.id)
+	}, func(r coppice.RestoreResult) coppice.OperationID { return r.OperationID })
+	tr.note("restore "+to.id, b.name, err)
 	done := err == nil
 	if err != nil {
 		if tr.mourn(b) {
 			return
 		}
 		tr.await("whether "+b.name+" was restored", func(ctx context.Context) (bool, error) {
-			w, err := tr.x.client.Workspace(ctx, b.id)
+			w, err := tr.client().Workspace(ctx, b.id)
 			done = w.Epoch > before.Epoch
 			return !moving(w), err
 		})
@@ -341,8 +398,8 @@ func (tr *tree) restore(b *branch, to *node) {
 func (tr *tree) terminate(b *branch) {
 	ctx, cancel := tr.ctx()
 	defer cancel()
-	_, err := tr.x.client.TerminateWorkspace(ctx, b.id)
-	tr.x.note(tr.name, "terminate", b.name, outcome(err))
+	_, err := tr.client().TerminateWorkspace(ctx, b.id)
+	tr.note("terminate", b.name, err)
 	if err == nil {
 		tr.drop(b)
 		return
@@ -350,7 +407,7 @@ func (tr *tree) terminate(b *branch) {
 	var w coppice.Workspace
 	tr.await("whether "+b.name+" is terminated", func(ctx context.Context) (bool, error) {
 		var err error
-		w, err = tr.x.client.Workspace(ctx, b.id)
+		w, err = tr.client().Workspace(ctx, b.id)
 		return !moving(w), err
 	})
 	if w.State != coppice.WorkspaceReady {
@@ -362,12 +419,13 @@ func (tr *tree) remove(i int) {
 	n := tr.nodes[i]
 	ctx, cancel := tr.ctx()
 	defer cancel()
-	err := tr.x.client.DeleteCheckpoint(ctx, n.id)
-	tr.x.note(tr.name, "delete", n.id, outcome(err))
+	tr.x.forget(n.id)
+	err := tr.client().DeleteCheckpoint(ctx, n.id)
+	tr.note("delete", n.id, err)
 	there := false
 	if err != nil {
 		tr.await("whether "+n.id+" is deleted", func(ctx context.Context) (bool, error) {
-			c, err := tr.x.client.Checkpoint(ctx, n.id)
+			c, err := tr.client().Checkpoint(ctx, n.id)
 			if errors.Is(err, coppice.CodeCheckpointNotFound) {
 				return true, nil
 			}
@@ -388,7 +446,7 @@ func (tr *tree) verify() {
 	for i, n := range tr.nodes {
 		ctx, cancel := tr.ctx()
 		name := fmt.Sprintf("%s-verify-%d", tr.name, i)
-		res, err := tr.x.client.RestoreCheckpoint(ctx, n.id, coppice.RestoreCheckpointRequest{WorkspaceName: name})
+		res, err := tr.client().RestoreCheckpoint(ctx, n.id, coppice.RestoreCheckpointRequest{WorkspaceName: name})
 		cancel()
 		if err != nil {
 			tr.fail("checkpoint %s of which it was told cannot be restored: %v", n.id, err)
