@@ -8,19 +8,18 @@ import (
 	"testing"
 	"time"
 
-	"go.uber.org/goleak"
-
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/controller"
 	"github.com/coppice-dev/coppice/controller/postgres"
 	"github.com/coppice-dev/coppice/controller/runnerclient"
 	"github.com/coppice-dev/coppice/controller/runnertest"
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/testleak"
 	"github.com/coppice-dev/coppice/internal/testpg"
 	"github.com/coppice-dev/coppice/migrations"
 )
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m, testpg.Leak()) }
+func TestMain(m *testing.M) { testleak.Main(m, testpg.Leak()) }
 
 // wait is the patience of tests: nothing that they assert depends on it.
 const wait = 2 * time.Minute

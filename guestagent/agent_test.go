@@ -18,13 +18,12 @@ import (
 	"testing"
 	"time"
 
-	"go.uber.org/goleak"
-
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
+	"github.com/coppice-dev/coppice/internal/testleak"
 )
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+func TestMain(m *testing.M) { testleak.Main(m) }
 
 // plainWorkload runs sessions as children of the test, in its own namespaces. What needs a guest (the freezer, the namespaces)
 // is tested in one, by package runner/guest.

@@ -9,14 +9,14 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/jackc/pgx/v5"
-	"go.uber.org/goleak"
 
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/testleak"
 	"github.com/coppice-dev/coppice/internal/testpg"
 	"github.com/coppice-dev/coppice/migrations"
 )
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m, testpg.Leak()) }
+func TestMain(m *testing.M) { testleak.Main(m, testpg.Leak()) }
 
 func connect(t *testing.T, dsn string) *pgx.Conn {
 	t.Helper()

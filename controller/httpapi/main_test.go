@@ -18,7 +18,6 @@ import (
 	"github.com/getkin/kin-openapi/openapi3filter"
 	"github.com/getkin/kin-openapi/routers"
 	"github.com/getkin/kin-openapi/routers/legacy"
-	"go.uber.org/goleak"
 
 	"github.com/coppice-dev/coppice/api"
 	"github.com/coppice-dev/coppice/controller"
@@ -27,6 +26,7 @@ import (
 	"github.com/coppice-dev/coppice/controller/runnerclient"
 	"github.com/coppice-dev/coppice/controller/runnertest"
 	"github.com/coppice-dev/coppice/internal/masterkey"
+	"github.com/coppice-dev/coppice/internal/testleak"
 	"github.com/coppice-dev/coppice/internal/testpg"
 	"github.com/coppice-dev/coppice/migrations"
 )
@@ -35,7 +35,7 @@ func TestMain(m *testing.M) {
 	if dsn := os.Getenv(killDSN); dsn != "" {
 		serveUntilKilled(dsn) // this is the controller of TestKilledController
 	}
-	goleak.VerifyTestMain(m, testpg.Leak())
+	testleak.Main(m, testpg.Leak())
 }
 
 const (

@@ -10,17 +10,17 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
-	"go.uber.org/goleak"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/controller"
 	"github.com/coppice-dev/coppice/controller/postgres"
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/testleak"
 	"github.com/coppice-dev/coppice/internal/testpg"
 	"github.com/coppice-dev/coppice/migrations"
 )
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m, testpg.Leak()) }
+func TestMain(m *testing.M) { testleak.Main(m, testpg.Leak()) }
 
 // db is a store with rows to work on.
 type db struct {

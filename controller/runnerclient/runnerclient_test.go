@@ -13,15 +13,14 @@ import (
 	"testing"
 	"time"
 
-	"go.uber.org/goleak"
-
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/controller/runnerclient"
 	"github.com/coppice-dev/coppice/controller/runnertest"
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/testleak"
 )
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+func TestMain(m *testing.M) { testleak.Main(m) }
 
 func newClient(t *testing.T, secret string) *runnerclient.Client {
 	t.Helper()

@@ -14,10 +14,10 @@ import (
 	"testing/iotest"
 	"time"
 
-	"go.uber.org/goleak"
+	"github.com/coppice-dev/coppice/internal/testleak"
 )
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+func TestMain(m *testing.M) { testleak.Main(m) }
 
 // socketPair is a byte stream with a buffer, as a virtio port has one.
 func socketPair(t *testing.T) (host, guest net.Conn) {

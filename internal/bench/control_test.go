@@ -6,14 +6,13 @@ import (
 	"testing"
 	"time"
 
-	"go.uber.org/goleak"
-
 	"github.com/coppice-dev/coppice/internal/pgcluster"
 	"github.com/coppice-dev/coppice/internal/require"
+	"github.com/coppice-dev/coppice/internal/testleak"
 	"github.com/coppice-dev/coppice/internal/testpg"
 )
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m, testpg.Leak()) }
+func TestMain(m *testing.M) { testleak.Main(m, testpg.Leak()) }
 
 // TestControl measures a little of everything that `bench control` measures.
 func TestControl(t *testing.T) {

@@ -17,13 +17,12 @@ import (
 	"testing"
 	"time"
 
-	"go.uber.org/goleak"
-
 	"github.com/coppice-dev/coppice/api/apitest"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/images"
 	"github.com/coppice-dev/coppice/internal/daemon"
 	"github.com/coppice-dev/coppice/internal/testaddr"
+	"github.com/coppice-dev/coppice/internal/testleak"
 	"github.com/coppice-dev/coppice/internal/testpg"
 	"github.com/coppice-dev/coppice/internal/testvm"
 	"github.com/coppice-dev/coppice/migrations"
@@ -53,10 +52,15 @@ func TestMain(m *testing.M) {
 	if buildDir, err = os.MkdirTemp("", "coppice-daemon-"); err != nil {
 		panic(err)
 	}
-	goleak.VerifyTestMain(m, testpg.Leak(), goleak.Cleanup(func(status int) {
-		_ = os.RemoveAll(buildDir) // the test's verdict is known
-		os.Exit(status)
-	}))
+	testleak.Main(building{m}, testpg.Leak())
+}
+
+type building struct{ *testing.M }
+
+func (b building) Run() int {
+	status := b.M.Run()
+	_ = os.RemoveAll(buildDir) // the tests' verdict is known
+	return status
 }
 
 // buildDir is where the coppice that is tested is built, if a test needs it.

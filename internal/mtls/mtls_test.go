@@ -10,13 +10,12 @@ import (
 	"testing"
 	"time"
 
-	"go.uber.org/goleak"
-
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/mtls"
+	"github.com/coppice-dev/coppice/internal/testleak"
 )
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+func TestMain(m *testing.M) { testleak.Main(m) }
 
 func authority(t *testing.T) *mtls.Authority {
 	t.Helper()

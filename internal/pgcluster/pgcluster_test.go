@@ -22,11 +22,11 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/jackc/pgx/v5"
-	"go.uber.org/goleak"
 	"golang.org/x/sys/unix"
 
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/require"
+	"github.com/coppice-dev/coppice/internal/testleak"
 	"github.com/coppice-dev/coppice/internal/testprog"
 )
 
@@ -37,7 +37,7 @@ func TestMain(m *testing.M) {
 		own(dir)
 		return
 	}
-	goleak.VerifyTestMain(m)
+	testleak.Main(m)
 }
 
 // own starts a durable cluster in dir, prints the server's process id, and waits for its standard input to close.

@@ -15,12 +15,13 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
-	"go.uber.org/goleak"
+
+	"github.com/coppice-dev/coppice/internal/testleak"
 )
 
 const innerEnv = "TESTPG_TEST_INNER" // makes TestInner do something
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m, Leak()) }
+func TestMain(m *testing.M) { testleak.Main(m, Leak()) }
 
 var migrated atomic.Int32
 

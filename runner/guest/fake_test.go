@@ -12,12 +12,12 @@ import (
 	"time"
 
 	"github.com/hashicorp/yamux"
-	"go.uber.org/goleak"
 
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
+	"github.com/coppice-dev/coppice/internal/testleak"
 )
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+func TestMain(m *testing.M) { testleak.Main(m) }
 
 // fakeGuest is whatever a test wants to stand at the other end of the channel.
 type fakeGuest struct {

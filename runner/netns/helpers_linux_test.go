@@ -17,12 +17,12 @@ import (
 
 	"github.com/vishvananda/netlink"
 	"github.com/vishvananda/netns"
-	"go.uber.org/goleak"
 	"golang.org/x/sys/unix"
 
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/osthread"
 	"github.com/coppice-dev/coppice/internal/require"
+	"github.com/coppice-dev/coppice/internal/testleak"
 )
 
 // crashVariable makes the test binary the process that TestReconcileAfterKill kills.
@@ -33,7 +33,7 @@ func TestMain(m *testing.M) {
 		churnForever(cluster)
 		return
 	}
-	goleak.VerifyTestMain(m)
+	testleak.Main(m)
 }
 
 // needNetns skips, or fails where required, on a machine that cannot make network namespaces.

@@ -17,14 +17,14 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/labstack/echo/v4"
-	"go.uber.org/goleak"
 
 	"github.com/coppice-dev/coppice/api"
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/testleak"
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+func TestMain(m *testing.M) { testleak.Main(m) }
 
 const token = "key_secret"
 

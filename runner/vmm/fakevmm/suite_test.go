@@ -3,14 +3,13 @@ package fakevmm_test
 import (
 	"testing"
 
-	"go.uber.org/goleak"
-
+	"github.com/coppice-dev/coppice/internal/testleak"
 	"github.com/coppice-dev/coppice/runner/vmm"
 	"github.com/coppice-dev/coppice/runner/vmm/fakevmm"
 	"github.com/coppice-dev/coppice/runner/vmm/vmmtest"
 )
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+func TestMain(m *testing.M) { testleak.Main(m) }
 
 func TestConformance(t *testing.T) {
 	t.Parallel()

@@ -8,10 +8,9 @@ import (
 	"strings"
 	"testing"
 
-	"go.uber.org/goleak"
-
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/require"
+	"github.com/coppice-dev/coppice/internal/testleak"
 	"github.com/coppice-dev/coppice/internal/testprog"
 	"github.com/coppice-dev/coppice/runner/vmm"
 )
@@ -21,7 +20,7 @@ func TestMain(m *testing.M) {
 		standInRunner(dir)
 		return
 	}
-	goleak.VerifyTestMain(m)
+	testleak.Main(m)
 }
 
 // program writes a script that stands in for QEMU.

@@ -15,17 +15,17 @@ import (
 	"testing"
 	"time"
 
-	"go.uber.org/goleak"
 	"golang.org/x/sys/unix"
 
 	"github.com/coppice-dev/coppice/internal/osthread"
 	"github.com/coppice-dev/coppice/internal/require"
+	"github.com/coppice-dev/coppice/internal/testleak"
 	"github.com/coppice-dev/coppice/internal/testprog"
 	"github.com/coppice-dev/coppice/runner/cgroup"
 	"github.com/coppice-dev/coppice/runner/vmm/vmmproc"
 )
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+func TestMain(m *testing.M) { testleak.Main(m) }
 
 const (
 	uid   = 64077
