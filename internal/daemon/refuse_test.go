@@ -101,6 +101,7 @@ func TestRefusals(t *testing.T) {
 		"a heartbeat for another runner":        {self, c.ready.Runners, at(runnerapi.PathHeartbeat, other), runnerapi.Heartbeat{LeaseEpoch: 1}, core.CodePermissionDenied},
 		"a registration as another runner":      {self, c.ready.Runners, runnerapi.PathRegister, runnerapi.Register{Info: runnerapi.Info{RunnerID: other, Version: runnerapi.Version}, Endpoint: "https://x:1"}, core.CodePermissionDenied},
 		"a certificate of another runner":       {self, c.ready.Runners, at(runnerapi.PathRenew, other), runnerapi.Renew{CertificateRequest: request()}, core.CodePermissionDenied},
+		"a registration in another version":     {self, c.ready.Runners, runnerapi.PathRegister, runnerapi.Register{Info: runnerapi.Info{RunnerID: id, Version: runnerapi.Version + 1}, Endpoint: "https://x:1"}, core.CodeUnsupported},
 		"an endpoint in clear":                  {self, c.ready.Runners, runnerapi.PathRegister, runnerapi.Register{Info: runnerapi.Info{RunnerID: id, Version: runnerapi.Version}, Endpoint: "http://x:1"}, core.CodeInvalidField},
 		"a request that is not its sender's":    {self, c.ready.Runners, at(runnerapi.PathRenew, id), runnerapi.Renew{CertificateRequest: []byte("x")}, core.CodeInvalidField},
 		"a certificate of another cluster":      {trusting, c.ready.Runners, at(runnerapi.PathHeartbeat, id), runnerapi.Heartbeat{LeaseEpoch: 1}, core.CodeCertificateRefused},

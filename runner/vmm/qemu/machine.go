@@ -35,6 +35,9 @@ const (
 // commandTime bounds a monitor command whose caller gave no deadline: QEMU answers in milliseconds or is stuck.
 const commandTime = 20 * time.Second
 
+// errSilent is why a command ended that took longer.
+var errSilent = core.Errorf(core.Unavailable, core.CodeVMMFailed, "the virtual machine monitor has not answered for %s: it hangs, or its host has far too much to do", commandTime)
+
 type machine struct {
 	proc    *vmmproc.Process
 	qmp     *qmp
@@ -56,7 +59,7 @@ var _ vmm.Machine = (*machine)(nil)
 
 // attach connects to the sockets of a running QEMU. The machine takes over the process and the log.
 func attach(ctx context.Context, proc *vmmproc.Process, log *vmmLog, h vmm.Handle) (_ *machine, err error) {
-	ctx, cancel := context.WithTimeout(ctx, commandTime)
+	ctx, cancel := context.WithTimeoutCause(ctx, commandTime, errSilent)
 	defer cancel()
 	// A QEMU that refuses its command line ends before it accepts: do not wait for the deadline then.
 	ctx, gone := context.WithCancelCause(ctx)
@@ -174,7 +177,7 @@ func (m *machine) step(ctx context.Context, verb string, from []state, to state,
 	if err := m.gone(verb); err != nil {
 		return err
 	}
-	ctx, cancel := context.WithTimeout(ctx, commandTime)
+	ctx, cancel := context.WithTimeoutCause(ctx, commandTime, errSilent)
 	defer cancel()
 	now, err := m.known(ctx)
 	if err != nil {
@@ -270,7 +273,7 @@ func (m *machine) Running(ctx context.Context) (bool, error) {
 	if err := m.gone(verb); err != nil {
 		return false, err
 	}
-	ctx, cancel := context.WithTimeout(ctx, commandTime)
+	ctx, cancel := context.WithTimeoutCause(ctx, commandTime, errSilent)
 	defer cancel()
 	now, err := m.ask(ctx)
 	if err != nil {
