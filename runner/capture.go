@@ -18,6 +18,7 @@ import (
 	"github.com/coppice-dev/coppice/internal/sparse"
 	"github.com/coppice-dev/coppice/runner/guest"
 	"github.com/coppice-dev/coppice/runner/memory"
+	"github.com/coppice-dev/coppice/runner/vmm"
 )
 
 // Capture makes a checkpoint of a running sandbox. The sandbox goes on whatever happens to the checkpoint; it is a clone from
@@ -304,6 +305,16 @@ func (r *Runner) abandon(s *sandbox, cause error) {
 	r.cfg.Log.Error("captured sandbox could not be thawed and is destroyed", "sandbox_id", s.info.ID, "err", cause)
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(r.runCtx), time.Minute)
 	defer cancel()
+	if errors.Is(cause, vmm.ErrGone) { // it ended by itself, and how is more to the point
+		const soon = 5 * time.Second
+		timer := time.NewTimer(soon)
+		defer timer.Stop()
+		select {
+		case <-s.machine.Done():
+			return
+		case <-timer.C:
+		}
+	}
 	if err := s.end(ctx, "it was captured and could not be thawed: "+core.MessageOf(cause)); err != nil {
 		r.cfg.Log.Error("vmm was not killed", "sandbox_id", s.info.ID, "err", err)
 	}
