@@ -171,6 +171,11 @@ func powerCut(point string) func(*testing.T, *installation) {
 			if err := unix.Unmount(volume, 0); err != nil {
 				t.Fatal(err)
 			}
+			// A copy of the mount in another program's namespace keeps the file system, which is shut down for good.
+			until(t, "the volume is free", func() (bool, error) {
+				left, err := in.host.loops()
+				return len(left) == 0, err
+			})
 		}
 		in.startRunner(t, "")
 		w := in.awaitLost(t, "SANDBOX_LOST")
