@@ -74,6 +74,38 @@ func TestAdmissionWaits(t *testing.T) {
 	w.consistent()
 }
 
+// TestAdmissionIsExact has more forks choose a runner at the same moment than it has room for: those that come too late are told
+// so, or wait, and no fork gets as far as the runner to fail there.
+func TestAdmissionIsExact(t *testing.T) {
+	t.Parallel()
+	const room, width, storm = 6, 2, 8
+	w, cp, _ := crowded(t, 1, func(c *controller.Config, rc *runnertest.Config) {
+		c.AdmissionWait, rc.Capacity = -1, runnerapi.Capacity{Sandboxes: room}
+	})
+	var group sync.WaitGroup
+	results := make(chan error, storm)
+	for range storm {
+		group.Go(func() {
+			_, err := w.ForkCheckpoint(t.Context(), w.project, cp.ID, controller.ForkRequest{Count: width}, wait)
+			results <- err
+		})
+	}
+	group.Wait()
+	close(results)
+	admitted := 0
+	for err := range results {
+		if err == nil {
+			admitted++
+		} else if core.CodeOf(err) != core.CodeCapacity {
+			t.Errorf("a fork without room: %v", err)
+		}
+	}
+	if admitted != (room-1)/width {
+		t.Errorf("%d forks of %d were admitted to %d places", admitted, width, room-1)
+	}
+	w.consistent()
+}
+
 // TestAdmissionIsFair has one project storm and another ask once: it has its turn after the request that is next.
 func TestAdmissionIsFair(t *testing.T) {
 	t.Parallel()

@@ -153,7 +153,19 @@ func (c *Controller) place(ctx context.Context, tx Tx, req placement.Request, ho
 	if err != nil {
 		return Runner{}, err
 	}
-	return fleet[slices.IndexFunc(fleet, func(r Runner) bool { return r.Info.RunnerID == id })], nil
+	chosen := fleet[slices.IndexFunc(fleet, func(r Runner) bool { return r.Info.RunnerID == id })]
+	chosen.ask = req
+	return chosen, nil
+}
+
+// occupy makes sure, after the rows are inserted, that there is room on the runner that was chosen for them: others may have chosen
+// it at the same time, here or on another controller.
+func (c *Controller) occupy(ctx context.Context, tx Tx, r Runner) error {
+	used, err := tx.Occupied(ctx, r.Info.RunnerID)
+	if err != nil {
+		return err
+	}
+	return placement.Fits(placement.Runner{ID: r.Info.RunnerID, Capacity: r.Info.Capacity, Used: used}, r.ask)
 }
 
 // planting says which workspaces to insert.
@@ -199,6 +211,9 @@ func (c *Controller) plant(ctx context.Context, tx Tx, p planting) ([]Workspace,
 		return nil, err
 	}
 	if err := tx.InsertSandboxes(ctx, sandboxes); err != nil {
+		return nil, err
+	}
+	if err := c.occupy(ctx, tx, p.runner); err != nil {
 		return nil, err
 	}
 	for i := range inserted { // both are sorted by id

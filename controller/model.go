@@ -5,6 +5,7 @@ import (
 	"time"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/controller/placement"
 	"github.com/coppice-dev/coppice/core"
 )
 
@@ -243,6 +244,8 @@ type Runner struct {
 	LeaseExpiresAt time.Time
 	HeartbeatAt    time.Time
 	Used           runnerapi.Capacity // by rows, not by what it says
+
+	ask placement.Request // for which it was chosen
 }
 
 // Session maps the public id of an exec session to the guest's. Its state lives in the guest.

@@ -91,7 +91,10 @@ func (c *Controller) nextSandbox(ctx context.Context, tx Tx, w Workspace, source
 		ID: core.NewID[core.SandboxID](), ProjectID: w.ProjectID, WorkspaceID: w.ID, Epoch: w.Epoch + 1, RunnerID: runner.Info.RunnerID,
 		Endpoint: runner.Endpoint, Resources: source.Resources, Identity: identity,
 	}
-	return next, tx.InsertSandboxes(ctx, []Sandbox{next})
+	if err := tx.InsertSandboxes(ctx, []Sandbox{next}); err != nil {
+		return Sandbox{}, err
+	}
+	return next, c.occupy(ctx, tx, runner)
 }
 
 func (c *Controller) loadRestore(ctx context.Context, t *Task) (*restorePlan, error) {

@@ -153,6 +153,9 @@ type SandboxTx interface {
 	FreeAddresses(ctx context.Context, n int) ([]string, error)
 	// InsertSandboxes may fail with ErrIdentityTaken.
 	InsertSandboxes(ctx context.Context, list []Sandbox) error
+	// Occupied says what is placed on a runner, by this transaction too. Nobody else can ask until that has ended: what it was told
+	// stays true.
+	Occupied(ctx context.Context, runner core.RunnerID) (runnerapi.Capacity, error)
 	// Sandboxes returns sandboxes by id, living or not.
 	Sandboxes(ctx context.Context, ids []core.SandboxID) ([]Sandbox, error)
 	// WorkspaceSandboxes returns the living sandboxes of a workspace.

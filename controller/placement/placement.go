@@ -64,6 +64,14 @@ func Choose(fleet []Runner, req Request) (core.RunnerID, error) {
 	}).ID, nil
 }
 
+// Fits returns a FullError when a runner, with what was asked for placed on it already, has more than it has room for.
+func Fits(r Runner, req Request) error {
+	if what := lacks(r, Request{}); what != "" {
+		return Full(req, what)
+	}
+	return nil
+}
+
 // FullError is CAPACITY: there is no room now.
 type FullError struct {
 	Holder core.RunnerID // the runner that it would have to be; empty: any

@@ -151,11 +151,19 @@ func (t *tx) Runners(ctx context.Context, p controller.Page) ([]controller.Runne
 	return list, err
 }
 
-type fleetRow struct {
-	runnerRow
+type usedRow struct {
 	Sandboxes int `db:"used_sandboxes"`
 	VCPUs     int `db:"used_vcpus"`
 	MemoryMiB int `db:"used_memory_mib"`
+}
+
+func (r usedRow) capacity() runnerapi.Capacity {
+	return runnerapi.Capacity{Sandboxes: r.Sandboxes, VCPUs: r.VCPUs, MemoryMiB: r.MemoryMiB}
+}
+
+type fleetRow struct {
+	runnerRow
+	usedRow
 }
 
 // Fleet returns all runners with what every project has placed on them, whatever the transaction's scope.
@@ -169,7 +177,7 @@ func (t *tx) Fleet(ctx context.Context) ([]controller.Runner, error) {
 	list := make([]controller.Runner, len(rows))
 	for i, r := range rows {
 		list[i] = r.runner()
-		list[i].Used = runnerapi.Capacity{Sandboxes: r.Sandboxes, VCPUs: r.VCPUs, MemoryMiB: r.MemoryMiB}
+		list[i].Used = r.capacity()
 	}
 	return list, err
 }

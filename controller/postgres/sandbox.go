@@ -7,6 +7,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/controller"
 	"github.com/coppice-dev/coppice/core"
 )
@@ -68,6 +69,21 @@ func (t *tx) InsertSandboxes(ctx context.Context, list []controller.Sandbox) err
 		SELECT * FROM jsonb_to_recordset(@rows::jsonb) AS v (id text, project_id text, workspace_id text, epoch bigint, runner_id text,
 			vcpus int, memory_mib int, generation text, hostname text, machine_id text, mac text, ip text)`, args{"rows": rows})
 	return err
+}
+
+// Occupied counts in a statement of its own, which sees what was committed before the lock was had. The lock is nobody's row: heartbeats
+// do not wait for it.
+func (t *tx) Occupied(ctx context.Context, runner core.RunnerID) (runnerapi.Capacity, error) {
+	if _, err := t.exec(ctx, `SELECT pg_advisory_xact_lock(hashtextextended(@runner::text, 0))`, args{"runner": runner}); err != nil {
+		return runnerapi.Capacity{}, err
+	}
+	rows, err := asSystem[usedRow](ctx, t, `
+		SELECT count(*) AS used_sandboxes, coalesce(sum(vcpus), 0) AS used_vcpus, coalesce(sum(memory_mib), 0) AS used_memory_mib
+		FROM sandboxes WHERE runner_id = @runner AND ended_at IS NULL`, args{"runner": runner})
+	if err != nil || len(rows) != 1 {
+		return runnerapi.Capacity{}, err
+	}
+	return rows[0].capacity(), nil
 }
 
 func (t *tx) sandboxes(ctx context.Context, where string, a args) ([]controller.Sandbox, error) {
