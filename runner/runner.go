@@ -46,6 +46,7 @@ type Runner struct {
 	captures  map[core.CheckpointID]*flight
 	forks     map[core.CheckpointID]int // children since the last rebase
 	adopted   []*sandbox                // of an earlier runner; Run begins to watch them
+	debris    []string                  // directories that could not be removed
 
 	leaseUntil time.Duration // by sinceBoot
 	fenced     bool          // the lease is over: no work is taken
@@ -137,6 +138,7 @@ func (r *Runner) shellsDir() string { return filepath.Join(r.cfg.DataDir, "shell
 func (r *Runner) Run(ctx context.Context) error {
 	r.wg.Go(func() { r.warm.run(r.runCtx) })
 	r.wg.Go(func() { r.guard(r.runCtx) })
+	r.wg.Go(func() { r.tidy(r.runCtx) })
 	for _, s := range r.adopted {
 		r.reopenPorts(s)
 		r.wg.Add(1)

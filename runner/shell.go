@@ -73,7 +73,7 @@ func (r *Runner) newShell(ctx context.Context, sh shape, base *memory.Base, b *b
 	var steps undo.Stack
 	defer func() { err = steps.Settle(ctx, err) }()
 	steps.Push("slot", func(context.Context) error { r.slots.give(slot); return nil })
-	steps.Push("directories", func(context.Context) error { return errors.Join(os.RemoveAll(s.runDir), os.RemoveAll(s.dir)) })
+	steps.Push("directories", func(context.Context) error { return r.removeDirs(s.runDir, s.dir) })
 	if err := errors.Join(os.Mkdir(s.runDir, 0o700), s.writeJournal(), os.Mkdir(s.dir, 0o700), shellJournaled.Hit(ctx)); err != nil {
 		return nil, fmt.Errorf("make the directories of shell %s: %w", id, err)
 	}
@@ -204,7 +204,7 @@ func (r *Runner) dismantle(ctx context.Context, s *shell) error {
 		return fmt.Errorf("take down shell %s: %w", s.ID, err) // nothing else may be taken from under a living VMM
 	}
 	var errs []error
-	errs = append(errs, s.group.Remove(ctx), s.ns.Release(ctx), s.overlay.Close(), os.RemoveAll(s.runDir), os.RemoveAll(s.dir))
+	errs = append(errs, s.group.Remove(ctx), s.ns.Release(ctx), s.overlay.Close(), r.removeDirs(s.runDir, s.dir))
 	if s.base.ID != "" {
 		errs = append(errs, s.base.Close(), r.checkpoints.giveBack(s.base.ID))
 	}
