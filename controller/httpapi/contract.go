@@ -12,6 +12,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"sync"
 	"time"
 
 	"github.com/getkin/kin-openapi/openapi3"
@@ -37,8 +38,8 @@ type operation struct {
 
 var pathParam = regexp.MustCompile(`\{([a-z_]+)\}`)
 
-// loadContract reads the specification that is compiled in; its faults are programmer errors.
-func loadContract() contract {
+// loadContract reads the specification that is compiled in, once; its faults are programmer errors. Nobody changes the contract.
+var loadContract = sync.OnceValue(func() contract {
 	loader := openapi3.NewLoader()
 	doc, err := loader.LoadFromData(api.Specification())
 	if err != nil {
@@ -63,7 +64,7 @@ func loadContract() contract {
 		}
 	}
 	return c
-}
+})
 
 // flatten replaces references that only add a description (allOf of one): the validator names their fields twice.
 func flatten(schema *openapi3.Schema) {

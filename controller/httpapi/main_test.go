@@ -14,12 +14,11 @@ import (
 	"testing"
 	"time"
 
-	"github.com/getkin/kin-openapi/openapi3"
 	"github.com/getkin/kin-openapi/openapi3filter"
 	"github.com/getkin/kin-openapi/routers"
-	"github.com/getkin/kin-openapi/routers/legacy"
 
 	"github.com/coppice-dev/coppice/api"
+	"github.com/coppice-dev/coppice/api/apitest"
 	"github.com/coppice-dev/coppice/controller"
 	"github.com/coppice-dev/coppice/controller/httpapi"
 	"github.com/coppice-dev/coppice/controller/postgres"
@@ -119,12 +118,7 @@ func (l testLog) Write(b []byte) (int, error) {
 
 func loadRouter(t *testing.T) routers.Router {
 	t.Helper()
-	doc, err := openapi3.NewLoader().LoadFromData(api.Specification())
-	if err != nil {
-		t.Fatal(err)
-	}
-	doc.Servers = nil
-	router, err := legacy.NewRouter(doc)
+	router, err := apitest.Router()
 	if err != nil {
 		t.Fatal(err)
 	}
