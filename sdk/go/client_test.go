@@ -10,6 +10,7 @@ import (
 	"net/http/httptest"
 	"path/filepath"
 	"strconv"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -225,6 +226,25 @@ func TestCreateWaitsForTheOperation(t *testing.T) {
 		if diff := cmp.Diff(api.CreateWorkspaceRequest{Name: "one", Env: api.Env{"A": "b"}, Resources: api.ResourcesRequest{VCPUs: new(2)}, TTLSeconds: 60}, got); diff != "" {
 			t.Errorf("request (-want +got):\n%s", diff)
 		}
+	}
+}
+
+// TestWaitCutShort: whoever stops waiting learns which operation goes on without him.
+func TestWaitCutShort(t *testing.T) {
+	t.Parallel()
+	ctx, cancel := context.WithCancel(t.Context())
+	c := serve(t, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if r.Method == http.MethodGet {
+			cancel()
+			<-r.Context().Done()
+			return
+		}
+		w.Header().Set("Content-Type", "application/json")
+		w.WriteHeader(http.StatusAccepted)
+		_ = json.NewEncoder(w).Encode(api.Operation{ID: "op_x", State: api.OperationRunning})
+	}))
+	if _, err := c.CreateWorkspace(ctx, coppice.CreateWorkspaceRequest{}); !errors.Is(err, context.Canceled) || !strings.Contains(err.Error(), "op_x") {
+		t.Errorf("got %v, want one that names the operation", err)
 	}
 }
 

@@ -62,8 +62,9 @@ func (c *Client) start(ctx context.Context, r request, out any) error {
 		}
 	}
 	if !op.Done() {
-		if op, err = c.WaitOperation(ctx, op.ID); err != nil {
-			return fmt.Errorf("wait for operation %s: %w", op.ID, err)
+		id := op.ID
+		if op, err = c.WaitOperation(ctx, id); err != nil {
+			return fmt.Errorf("wait for operation %s: %w", id, err)
 		}
 	}
 	if op.State == OperationFailed {
