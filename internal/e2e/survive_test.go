@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"net"
+	"os"
 	"strconv"
 	"strings"
 	"testing"
@@ -48,12 +49,15 @@ func TestSurvival(t *testing.T) {
 		exchange(t, port.Listen, "hold", "held")
 	}
 	alive("start")
+	account := newAccount(t, s, ws.ID, pid)
+	account.settle("at first")
 	began := time.Now()
 	s.kill(t)
 	s.start(t)
 	awaitState(t, s, ws.ID, coppice.WorkspaceReady)
 	alive("rest")
 	t.Logf("everything answers %.1f s after a kill -9", time.Since(began).Seconds())
+	account.settle("after a kill -9")
 
 	for _, point := range []string{"capture.frozen", "capture.cloned", "capture.reseeded", "capture.published", "fork.resealed"} {
 		parent := workspace(t, s, ws.ID).CheckpointID
@@ -74,6 +78,7 @@ func TestSurvival(t *testing.T) {
 			t.Errorf("killed at %s: the head was %s and is %s", point, parent, head)
 		}
 	}
+	account.settle("after all kills")
 	child := forkOne(t, s, checkpoint(t, s, ws.ID).ID)
 	compare(t, "a fork after all that", after(first, path...), look(t, s, child))
 	terminate(t, s, child)
@@ -176,4 +181,56 @@ func exchange(t *testing.T, address, line, want string) {
 	if got != want+"\n" {
 		t.Errorf("%s answered %q, want %q", address, got, want)
 	}
+}
+
+// account follows what a workspace is said to have used, which is what the kernel says that its only VMM has: no runner that takes the
+// machine over begins anew, counts anything twice, or goes back.
+type account struct {
+	t    *testing.T
+	s    *stack
+	id   coppice.WorkspaceID
+	pid  int
+	last coppice.Usage
+}
+
+func newAccount(t *testing.T, s *stack, id coppice.WorkspaceID, pid int) *account {
+	t.Helper()
+	return &account{t: t, s: s, id: id, pid: pid}
+}
+
+// spent is the processor time of the VMM, in seconds.
+func (a *account) spent() float64 {
+	a.t.Helper()
+	b, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", a.pid))
+	if err != nil {
+		a.t.Fatal(err)
+	}
+	var ticks float64
+	for _, field := range strings.Fields(string(b[strings.LastIndexByte(string(b), ')')+1:]))[11:13] { // proc(5): 14 and 15
+		n, err := strconv.ParseFloat(field, 64)
+		if err != nil {
+			a.t.Fatal(err)
+		}
+		ticks += n
+	}
+	return ticks / 100
+}
+
+// settle waits for a sample and compares. The first heartbeats to a server that has just started are written down at once.
+func (a *account) settle(where string) {
+	a.t.Helper()
+	var now coppice.Usage
+	until(a.t, where+" a sample of its use is there", func() (bool, error) {
+		var err error
+		now, err = a.s.client.WorkspaceUsage(a.t.Context(), a.id)
+		return now.SampledAt.After(a.last.SampledAt), err
+	})
+	if now.CPUSeconds <= a.last.CPUSeconds || now.SentBytes < a.last.SentBytes || now.ReceivedBytes < a.last.ReceivedBytes {
+		a.t.Errorf("%s it had used %+v, and before that %+v", where, now, a.last)
+	}
+	if real := a.spent(); now.CPUSeconds > real || now.CPUSeconds <= 0 {
+		a.t.Errorf("%s it is said to have used the processor for %.2f s, and its VMM has for %.2f s", where, now.CPUSeconds, real)
+	}
+	a.t.Logf("%s: %.2f s of processor time, %d bytes sent and %d received", where, now.CPUSeconds, now.SentBytes, now.ReceivedBytes)
+	a.last = now
 }
