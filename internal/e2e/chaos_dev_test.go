@@ -32,7 +32,7 @@ func deployDev(t *testing.T, x *chaos) *deployment {
 	t.Cleanup(client.Close)
 	d := &devDeployment{t, x, s}
 	return &deployment{
-		clients: []*coppice.Client{client}, hosts: []*stack{s}, alive: d.alive,
+		clients: []*coppice.Client{client}, hosts: []*stack{s}, alive: d.alive, finale: d.crash,
 		nemeses: [][]mischief{{
 			{"kill the server", 3, d.killServer},
 			{"kill the database", 2, d.killDatabase},
@@ -57,6 +57,11 @@ func (d *devDeployment) killServer(_ context.Context, rng *rand.Rand) string {
 	hold(between(rng, 0, 2*time.Second))
 	d.s.start(d.t)
 	return ""
+}
+
+// crash kills the server and its database.
+func (d *devDeployment) crash(rng *rand.Rand) string {
+	return "database " + d.killDatabase(d.t.Context(), rng) + ", server " + d.killServer(d.t.Context(), rng)
 }
 
 func (d *devDeployment) killDatabase(context.Context, *rand.Rand) string {

@@ -105,7 +105,7 @@ func deploySplit(t *testing.T, x *chaos) *deployment {
 		hosts[i] = r.host
 	}
 	return &deployment{
-		clients: clients, hosts: hosts, alive: d.alive,
+		clients: clients, hosts: hosts, alive: d.alive, finale: d.crash,
 		nemeses: [][]mischief{
 			{
 				{"kill a controller", 4, d.killController},
@@ -124,7 +124,7 @@ func deploySplit(t *testing.T, x *chaos) *deployment {
 				{"cut a runner off for longer than its soft lease", 2, d.cutOffLong},
 				{"cut one way between a runner and the controllers", 3, d.cutOneWay},
 				{"break all connections of a runner", 3, d.breakLinks},
-				{"silence a runner for longer than its hard lease", 1, d.silenceRunner},
+				{"silence a runner for longer than its hard lease", 3, d.silenceRunner},
 			},
 		},
 	}
@@ -223,6 +223,25 @@ func (d *splitDeployment) killRunner(_ context.Context, rng *rand.Rand) string {
 func (d *splitDeployment) stopRunner(_ context.Context, rng *rand.Rand) string {
 	r := d.someRunner(rng)
 	return r.name + " " + said(r.pause(between(rng, time.Second, 11*time.Second)))
+}
+
+// crash is the end of all servers at once, as of a host that loses its power but for the virtual machines. They are started again in any
+// order.
+func (d *splitDeployment) crash(rng *rand.Rand) string {
+	all := []*process{}
+	for _, r := range d.runners {
+		all = append(all, r.process)
+	}
+	all = append(all, d.controllers...)
+	rng.Shuffle(len(all), func(i, j int) { all[i], all[j] = all[j], all[i] })
+	var group sync.WaitGroup
+	out := make([]string, len(all)+1)
+	group.Go(func() { out[0] = "database " + d.killDatabase(d.t.Context(), rng) })
+	for i, p := range all {
+		group.Go(func() { out[i+1] = p.name + " " + said(p.restart(0)) })
+	}
+	group.Wait()
+	return strings.Join(out, ", ")
 }
 
 func (d *splitDeployment) killDatabase(_ context.Context, rng *rand.Rand) string {

@@ -29,14 +29,16 @@ const (
 	chaosBranches = 4  // living workspaces of a search
 	chaosNodes    = 10 // checkpoints of a search
 	convergence   = 15 * time.Second
+	finaleStream  = 100 // of random numbers
 )
 
 // deployment is what a run torments.
 type deployment struct {
-	clients []*coppice.Client // of each controller; they outlive every server
-	hosts   []*stack          // what each runner has on this machine
-	nemeses [][]mischief      // each list is worked on by a nemesis of its own
-	alive   func() error      // says which server ended although nobody killed it
+	clients []*coppice.Client           // of each controller; they outlive every server
+	hosts   []*stack                    // what each runner has on this machine
+	nemeses [][]mischief                // each list is worked on by a nemesis of its own
+	alive   func() error                // says which server ended although nobody killed it
+	finale  func(rng *rand.Rand) string // the worst, at last; it returns when every server has been started again
 }
 
 // mischief is something bad that a nemesis does, and undoes before it returns. It says what it did.
@@ -275,12 +277,13 @@ func said(errs ...error) string {
 	return "done"
 }
 
-// heal is the end of all faults: every server runs.
+// heal is the end of all faults, after the worst of them: every server runs.
 func (x *chaos) heal() {
 	x.t.Helper()
 	if err := x.alive(); err != nil {
 		x.t.Errorf("a server ended by itself: %v", err)
 	}
+	x.note(event{Who: nemesis, What: "kill everything at once", Outcome: x.finale(rand.New(rand.NewPCG(x.seed, finaleStream)))})
 	x.healed = time.Now()
 	x.note(event{Who: nemesis, What: healed})
 }

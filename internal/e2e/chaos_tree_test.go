@@ -37,9 +37,10 @@ type node struct {
 }
 
 type branch struct {
-	id   coppice.WorkspaceID
-	name string
-	path []string
+	id     coppice.WorkspaceID
+	name   string
+	runner coppice.RunnerID // which does not change: all checkpoints of a tree are there
+	path   []string
 }
 
 const patience = 90 * time.Second // of one request, and of finding out what became of one
@@ -192,7 +193,7 @@ func (tr *tree) await(what string, ask func(ctx context.Context) (bool, error)) 
 
 // adopt takes a new workspace into the tree and looks at it.
 func (tr *tree) adopt(w coppice.Workspace, from *node) {
-	b := &branch{id: w.ID, name: w.Name, path: slices.Clone(from.path)}
+	b := &branch{id: w.ID, name: w.Name, runner: w.RunnerID, path: slices.Clone(from.path)}
 	tr.branches = append(tr.branches, b)
 	tr.forks++
 	ctx, cancel := tr.ctx()
@@ -315,18 +316,18 @@ func (tr *tree) mourn(b *branch) bool {
 		why = w.Failure.Code + ": " + w.Failure.Message
 	}
 	tr.x.note(event{Who: tr.name, What: "dead", Object: b.name, Outcome: string(w.State) + " " + why})
-	if w.Failure == nil || !tr.x.excused(w) {
+	if w.Failure == nil || !tr.x.excused(b, w) {
 		tr.fail("%s is %s though nobody killed its machine: %s", b.name, w.State, why)
 	}
 	return true
 }
 
 // excused reports whether a machine had a cause to be lost: it was killed, or its runner was cut off for longer than its lease.
-func (x *chaos) excused(w coppice.Workspace) bool {
+func (x *chaos) excused(b *branch, w coppice.Workspace) bool {
 	x.mu.Lock()
 	defer x.mu.Unlock()
 	return slices.Contains(x.doomed, w.ID) || slices.ContainsFunc(x.silences, func(s silence) bool {
-		return s.runner == w.RunnerID && !w.EndedAt.Before(s.from) && (s.to.IsZero() || w.EndedAt.Before(s.to.Add(convergence)))
+		return s.runner == b.runner && !w.EndedAt.Before(s.from) && (s.to.IsZero() || w.EndedAt.Before(s.to.Add(convergence)))
 	})
 }
 
