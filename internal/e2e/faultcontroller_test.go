@@ -97,6 +97,7 @@ func killControllerAt(point string) func(*testing.T, *installation) {
 
 // killControllerAfterCheckpoint kills a controller that has committed a checkpoint and told nobody.
 func killControllerAfterCheckpoint(t *testing.T, in *installation) {
+	t.Helper()
 	in.rearm(t, in.controllers[0], "controller.after_end=kill")
 	ctx := coppice.WithIdempotencyKey(t.Context(), "after-end")
 	req := coppice.CreateCheckpointRequest{Name: "after-end"}
@@ -116,6 +117,7 @@ func killControllerAfterCheckpoint(t *testing.T, in *installation) {
 
 // killControllerInReseal kills a controller while the runner stands still between the resume of a fork and its reseal.
 func killControllerInReseal(t *testing.T, in *installation) {
+	t.Helper()
 	in.rearm(t, in.runner, "fork.connected=stop")
 	in.awaitParent(t)
 	const key = "in-reseal"
@@ -140,6 +142,7 @@ func killControllerInReseal(t *testing.T, in *installation) {
 // stopLeader stops a controller in the middle of a fork for longer than its operation's lease. The other one brings it to its end; when the
 // first goes on, what it writes changes nothing.
 func stopLeader(t *testing.T, in *installation) {
+	t.Helper()
 	for _, point := range []string{"controller.before_end", "controller.after_admission", "controller.in_admission"} {
 		in.rearm(t, in.controllers[0], point+"=stop")
 		key := "stopped-" + strings.ReplaceAll(strings.TrimPrefix(point, "controller."), "_", "-")
@@ -184,6 +187,7 @@ func (in *installation) traces(t *testing.T, name string) []string {
 // stormOfForks asks a full runner for more than it has room for: a few wait in line, all are told to come back or get in, and
 // nothing half made is left.
 func stormOfForks(t *testing.T, in *installation) {
+	t.Helper()
 	const storm, width = 8, 4 // of 12 places, one of which the parent has
 	done := make(chan error, storm)
 	made := make(chan coppice.WorkspaceID, storm*width)

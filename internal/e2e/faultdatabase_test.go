@@ -93,6 +93,7 @@ func (c *counter) check(t *testing.T) {
 
 // killDatabaseInCommit kills PostgreSQL while a writer and a fork commit. Commits are slow, so that it dies in the middle of one.
 func killDatabaseInCommit(t *testing.T, in *installation) {
+	t.Helper()
 	in.configure(t, "ALTER SYSTEM SET commit_siblings = 0", "ALTER SYSTEM SET commit_delay = 100000")
 	t.Cleanup(func() { in.configure(t, "ALTER SYSTEM RESET commit_siblings", "ALTER SYSTEM RESET commit_delay") })
 	c := &counter{in: in}
@@ -138,6 +139,7 @@ func killDatabaseInCommit(t *testing.T, in *installation) {
 
 // databaseAway kills PostgreSQL for longer than the soft lease of runners.
 func databaseAway(t *testing.T, in *installation) {
+	t.Helper()
 	const away = 20 * time.Second
 	m := in.host.mustMachine(t, in.parent)
 	if err := syscall.Kill(in.database.PID(), syscall.SIGKILL); err != nil {
@@ -165,6 +167,7 @@ func databaseAway(t *testing.T, in *installation) {
 
 // databaseTakesNoWrites makes it read-only, and then its disk full.
 func databaseTakesNoWrites(t *testing.T, in *installation) {
+	t.Helper()
 	rows := func() []string {
 		return in.sql(t, `SELECT id FROM checkpoints UNION ALL SELECT id FROM operations UNION ALL SELECT id FROM workspaces`)
 	}

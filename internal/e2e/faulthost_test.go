@@ -56,6 +56,7 @@ func (in *installation) awaitLost(t *testing.T, code string) coppice.Workspace {
 // partition cuts the runner off. Its machines have ended before the controllers give them up; when it is heard again all is well.
 func partition(maySend bool) func(*testing.T, *installation) {
 	return func(t *testing.T, in *installation) {
+		t.Helper()
 		in.restartControllers(t, shortLeases...)
 		in.awaitParent(t)
 		in.awaitHeartbeats(t)
@@ -95,6 +96,7 @@ func (in *installation) awaitHeartbeats(t *testing.T) {
 // zombie stops the runner in the middle of a capture until it is given up, and lets it go on: it ends its machines, and no word of it
 // brings a workspace back. The capture it had in hand is of before the loss: it may be refused, and if it counts it must be whole.
 func zombie(t *testing.T, in *installation) {
+	t.Helper()
 	in.restartControllers(t, shortLeases...)
 	in.rearm(t, in.runner, "capture.copied=stop")
 	in.awaitParent(t)
@@ -136,6 +138,7 @@ const (
 // powerCut ends everything on the runner's host at once, with what its file system had not written, at a step of a capture.
 func powerCut(point string) func(*testing.T, *installation) {
 	return func(t *testing.T, in *installation) {
+		t.Helper()
 		last := in.capture(t) // acknowledged just before: it must be whole
 		captured := make(chan error, 1)
 		if point != "" {
@@ -220,6 +223,7 @@ func (in *installation) forgetHost(t *testing.T) {
 
 // upgrade ends the runner as a package manager does, and starts another file in its place.
 func upgrade(t *testing.T, in *installation) {
+	t.Helper()
 	in.runner.kill()
 	in.startRunner(t, "", "--stop-vms=false")
 	before := in.host.mustMachine(t, in.parent).pid
@@ -246,7 +250,7 @@ func copyFile(t *testing.T, from, to string) {
 		t.Fatal(err)
 	}
 	defer in.Close()
-	out, err := os.OpenFile(to, os.O_CREATE|os.O_WRONLY|os.O_EXCL, 0o755) //nolint:gosec // G302: a program
+	out, err := os.OpenFile(to, os.O_CREATE|os.O_WRONLY|os.O_EXCL, 0o755)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -258,6 +262,7 @@ func copyFile(t *testing.T, from, to string) {
 
 // diskStalls freezes the runner's file system: whatever writes to it waits in the kernel.
 func diskStalls(t *testing.T, in *installation) {
+	t.Helper()
 	const stall = 20 * time.Second
 	volume := filepath.Join(in.host.data, "volume")
 	if !exists(volume) {
@@ -314,6 +319,7 @@ func diskStalls(t *testing.T, in *installation) {
 
 // fullDisk takes all room of the runner's volume: a capture and a fork say so or are done, and others go on.
 func fullDisk(t *testing.T, in *installation) {
+	t.Helper()
 	if !exists(filepath.Join(in.host.data, "volume")) {
 		t.Log("the temporary directory has reflink: there is no small disk to fill")
 		return
@@ -355,6 +361,7 @@ func (in *installation) limited(t *testing.T, name, code, says string) (met bool
 
 // noDescriptors lets the runner open no more files.
 func noDescriptors(t *testing.T, in *installation) {
+	t.Helper()
 	pid := in.runner.pid()
 	var was unix.Rlimit
 	if err := unix.Prlimit(pid, unix.RLIMIT_NOFILE, nil, &was); err != nil {
@@ -398,6 +405,7 @@ func limitWithSpare(t *testing.T, pid, spare int) uint64 {
 
 // crashInCapture crashes a VMM while its capture is under way.
 func crashInCapture(t *testing.T, in *installation) {
+	t.Helper()
 	child := in.hangInCapture(t, "capture.paused", "crash", syscall.SIGSEGV)
 	w := workspace(t, in.host, child)
 	if w.State != coppice.WorkspaceLost || w.Failure == nil || !strings.Contains(w.Failure.Message, "segmentation") && !strings.Contains(w.Failure.Message, "signal 11") {
@@ -443,6 +451,7 @@ func (in *installation) hangInCapture(t *testing.T, point, name string, sig sysc
 
 // stopInCapture stops a VMM in the middle of its capture for good: what was asked ends in time, with the cause.
 func stopInCapture(t *testing.T, in *installation) {
+	t.Helper()
 	child := in.hangInCapture(t, "capture.frozen", "hang", syscall.SIGSTOP)
 	w := workspace(t, in.host, child)
 	if w.State != coppice.WorkspaceLost || w.Failure == nil || w.Failure.Message == "" {
@@ -452,24 +461,23 @@ func stopInCapture(t *testing.T, in *installation) {
 
 // noMemory lets the kernel kill a VMM for want of memory.
 func noMemory(t *testing.T, in *installation) {
+	t.Helper()
 	child := forkOne(t, in.host, in.base())
 	m := in.host.mustMachine(t, child)
 	group, limit := "/sys/fs/cgroup/memory/cpf-e2e-oom", "memory.limit_in_bytes"
 	if !exists("/sys/fs/cgroup/memory/" + limit) {
 		group, limit = "/sys/fs/cgroup/cpf-e2e-oom", "memory.max"
 	}
-	if err := os.Mkdir(group, 0o755); err != nil { //nolint:gosec // G301: as others there
+	if err := os.Mkdir(group, 0o755); err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() {
 		until(t, "the group is empty", func() (bool, error) { return os.Remove(group) == nil, nil })
 	})
-	for file, value := range map[string]string{limit: strconv.Itoa(8 << 20)} {
-		if err := os.WriteFile(filepath.Join(group, file), []byte(value), 0o600); err != nil {
-			t.Logf("no limit of memory can be set here (%v): the machine is killed as the kernel does it", err)
-			in.host.killVMM(t, m.pid)
-			break
-		}
+	const little = "8388608"
+	if err := os.WriteFile(filepath.Join(group, limit), []byte(little), 0o600); err != nil {
+		t.Logf("no limit of memory can be set here (%v): the machine is killed as the kernel does it", err)
+		in.host.killVMM(t, m.pid)
 	}
 	if err := os.WriteFile(filepath.Join(group, "cgroup.procs"), []byte(strconv.Itoa(m.pid)), 0o600); err != nil && !errors.Is(err, syscall.ESRCH) {
 		t.Fatal(err)
@@ -491,6 +499,7 @@ func noMemory(t *testing.T, in *installation) {
 
 // sameSecond forks one checkpoint again and again within a second or so: nobody is another's twin.
 func sameSecond(t *testing.T, in *installation) {
+	t.Helper()
 	seen := map[string]string{}
 	for i := range 3 {
 		res, err := in.forkAs(t.Context(), i%2, fmt.Sprintf("twin-%d", i))
@@ -514,6 +523,7 @@ func sameSecond(t *testing.T, in *installation) {
 
 // terminateInCapture ends a workspace while its checkpoint is being taken.
 func terminateInCapture(t *testing.T, in *installation) {
+	t.Helper()
 	in.rearm(t, in.runner, "capture.copied=stop")
 	in.awaitParent(t)
 	child := forkOne(t, in.host, in.base())
@@ -549,6 +559,7 @@ func terminateInCapture(t *testing.T, in *installation) {
 
 // deleteInFork deletes a checkpoint that is being forked.
 func deleteInFork(t *testing.T, in *installation) {
+	t.Helper()
 	child := forkOne(t, in.host, in.base())
 	doomed := checkpoint(t, in.host, child)
 	in.rearm(t, in.runner, "fork.journaled=stop")

@@ -221,7 +221,7 @@ func TestFaultsDocument(t *testing.T) {
 	t.Parallel()
 	want := faultsText()
 	if *update {
-		if err := os.WriteFile(faultsDocument, []byte(want), 0o644); err != nil { //nolint:gosec // G306: it is read by all
+		if err := os.WriteFile(faultsDocument, []byte(want), 0o644); err != nil {
 			t.Fatal(err)
 		}
 		return

@@ -11,6 +11,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"syscall"
@@ -84,11 +85,11 @@ func (s *server) start(failpoints string, more ...string) error {
 		return err
 	}
 	defer out.Close()
-	command := append(append([]string{s.binary}, s.args...), more...)
+	command := slices.Concat([]string{s.binary}, s.args, more)
 	if s.netns != "" {
 		command = append([]string{"nsenter", "--net=" + s.netns, "--"}, command...)
 	}
-	cmd := exec.Command(command[0], command[1:]...) //nolint:gosec // G204: programs of ours
+	cmd := exec.Command(command[0], command[1:]...)
 	cmd.Env = append(os.Environ(), failpointsVariable+"="+failpoints)
 	cmd.Stdout, cmd.Stderr = in, log
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGTERM}
@@ -194,7 +195,7 @@ type farHost struct {
 
 func newFarHost(t *testing.T) *farHost {
 	t.Helper()
-	n := rand.IntN(1 << 14) //nolint:gosec // G404: it only has to be free
+	n := rand.IntN(1 << 14)
 	h := &farHost{
 		name: fmt.Sprintf("cpf-e2e-%04x", n), link: fmt.Sprintf("cpf%04xh", n),
 		near: fmt.Sprintf("198.19.%d.%d", n>>6, n&63<<2+1), far: fmt.Sprintf("198.19.%d.%d", n>>6, n&63<<2+2),
@@ -274,13 +275,13 @@ func newInstallation(t *testing.T) *installation {
 	}
 	in := &installation{dir: dir, far: newFarHost(t), host: &stack{dir: dir, data: filepath.Join(dir, "runner")}}
 	t.Cleanup(func() { in.stop(t) })
-	if err := os.Chmod(dir, 0o755); err != nil { //nolint:gosec // G302: see above
+	if err := os.Chmod(dir, 0o755); err != nil {
 		t.Fatal(err)
 	}
 	binaries, err := pgcluster.Find(t.Context(), os.Getenv("PGBIN"))
 	require.That(t, "postgres", err == nil, "make setup")
 	disk := filepath.Join(dir, databaseDisk)
-	if err := errors.Join(os.Mkdir(disk, 0o755), unix.Mount("coppice-e2e", disk, "tmpfs", 0, "size=384M,mode=0755")); err != nil { //nolint:gosec // G301: likewise
+	if err := errors.Join(os.Mkdir(disk, 0o755), unix.Mount("coppice-e2e", disk, "tmpfs", 0, "size=384M,mode=0755")); err != nil {
 		t.Fatal(err)
 	}
 	in.pgConfig = pgcluster.Config{Dir: filepath.Join(disk, "pg"), Binaries: binaries, Log: slog.New(slog.DiscardHandler), Durable: true}
@@ -351,7 +352,7 @@ func (in *installation) capture(t *testing.T) coppice.CheckpointID {
 
 // acknowledge notes that a checkpoint of the parent, as it is now, must be there for good.
 func (in *installation) acknowledge(id coppice.CheckpointID) {
-	in.acked = append(in.acked, acknowledged{id, append([]string(nil), in.path...)})
+	in.acked = append(in.acked, acknowledged{id, slices.Clone(in.path)})
 }
 
 // step makes the parent's witness go on.
