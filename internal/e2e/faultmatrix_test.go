@@ -65,8 +65,10 @@ var faults = []fault{
 	{number: 27, what: "PostgreSQL killed during commits", expected: "acknowledged is there; else 503 and one result per key", run: killDatabaseInCommit},
 	{number: 28, what: "PostgreSQL away for longer than the soft lease", expected: "machines go on; 503; recovers by itself", run: databaseAway},
 	{number: 29, what: "PostgreSQL without room, or read-only", expected: "503; nothing acknowledged that is not there", run: databaseTakesNoWrites},
-	{number: 30, what: "many conflicting transactions", expected: "all done or refused; counts exact",
-		shown: []string{"controller.TestManyParallelForks", "controller.TestQuotaUnderRace", "controller/postgres.TestDeadlockIsRepeated", "controller/postgres.TestIdentitiesRace"}},
+	{
+		number: 30, what: "many conflicting transactions", expected: "all done or refused; counts exact",
+		shown: []string{"controller.TestManyParallelForks", "controller.TestQuotaUnderRace", "controller/postgres.TestDeadlockIsRepeated", "controller/postgres.TestIdentitiesRace"},
+	},
 	{number: 31, what: "one request many times at once", expected: "done once; all get its result", shown: []string{"controller/httpapi.TestRepeatsAtOnce"}},
 	{number: 32, what: "a key with another body", expected: "422 IDEMPOTENCY_MISMATCH; nothing done", shown: []string{"controller/httpapi.TestKeysAreChecked", "controller/postgres.TestClaimKey"}},
 	{number: 33, what: "a key after its time", expected: "done anew", shown: []string{"controller/postgres.TestSweepKeys"}},
@@ -76,8 +78,10 @@ var faults = []fault{
 	{number: 37, what: "runner stopped beyond its hard lease, and continued", expected: "ends its machines at once; no workspace comes back; a capture it still ends is whole or refused", run: zombie},
 	{number: 38, what: "host reboots", expected: "LOST with the cause; nothing left; room again; checkpoints there", run: powerCut("")},
 	{number: 39, what: "runner restarted under living machines", expected: "they go on; a journal of another version is not misread", run: upgrade},
-	{number: 40, what: "clocks step", expected: "leases do not care; certificates say so",
-		shown: []string{"runner.TestLease", "controller/postgres.TestRunnerLease", "internal/daemon.TestRenewal", "internal/mtls.TestExpiryOnAnOpenConnection"}},
+	{
+		number: 40, what: "clocks step", expected: "leases do not care; certificates say so",
+		shown: []string{"runner.TestLease", "controller/postgres.TestRunnerLease", "internal/daemon.TestRenewal", "internal/mtls.TestExpiryOnAnOpenConnection"},
+	},
 	{number: 41, what: "agent never connects", expected: "an end in time; destroyed, with the console's tail", shown: []string{"internal/e2e.TestHooksThatFail/panics", "runner/guest.TestDialFails"}},
 	{number: 42, what: "agent dies in the reseal", expected: "destroyed, typed", shown: []string{"internal/e2e.TestFailClosed/killed", "internal/e2e.TestKilledInQuarantine"}},
 	{number: 43, what: "kernel refuses the reseed", expected: "RESEAL_FAILED; destroyed", shown: []string{"internal/e2e.TestFailClosed/no-reseed"}},
@@ -94,8 +98,10 @@ var faults = []fault{
 	{number: 54, what: "disk stalls", expected: "an end in time; reads and other work go on; all is well when it goes on", run: diskStalls},
 	{number: 55, what: "parent terminated in a capture", expected: "the checkpoint is whole or there is none", run: terminateInCapture},
 	{number: 56, what: "key service away", expected: "no new checkpoints; machines go on", waits: waitsForEgress},
-	{number: 57, what: "controller, runner and agent of different versions", expected: "refused with both versions named, or negotiated",
-		shown: []string{"controller.TestRegisterRefusals/version", "internal/daemon.TestRefusals/a registration in another version", "guestagent/guestapi.TestRecordedExchange", "guestagent.TestRecordedRequests", "runner.TestNotTakenOver/journal is of a later"}},
+	{
+		number: 57, what: "controller, runner and agent of different versions", expected: "refused with both versions named, or negotiated",
+		shown: []string{"controller.TestRegisterRefusals/version", "internal/daemon.TestRefusals/a registration in another version", "guestagent/guestapi.TestRecordedExchange", "guestagent.TestRecordedRequests", "runner.TestNotTakenOver/journal is of a later"},
+	},
 	{number: 58, what: "forks of one checkpoint in the same second", expected: "each has a generation of its own", run: sameSecond},
 }
 
