@@ -164,7 +164,7 @@ func TestRevoked(t *testing.T) {
 	for v, err := range c.client.Runners(t.Context()) {
 		t.Errorf("there is still a runner %+v, %v", v, err)
 	}
-	if status := r.wait(t); status == 0 || !strings.Contains(r.text(t), string(core.CodeRunnerRevoked)) || !strings.Contains(r.text(t), "sandbox is destroyed") {
+	if status := r.wait(t); status == 0 || !strings.Contains(r.text(t), string(core.CodeRunnerRevoked)) || !strings.Contains(r.text(t), "its sandboxes are ended") {
 		t.Errorf("the runner ended with status %d:\n%s", status, r.text(t))
 	}
 	mine := load(t, r).Identity.Client(mtls.ControllerName)
