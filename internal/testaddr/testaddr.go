@@ -6,7 +6,7 @@
 package testaddr
 
 import (
-	"math/rand/v2"
+	"crypto/rand"
 	"net/netip"
 	"runtime"
 )
@@ -15,8 +15,9 @@ import (
 func New() string {
 	ip := netip.AddrFrom4([4]byte{127, 0, 0, 1})
 	if runtime.GOOS == "linux" { // elsewhere the host has only that one
-		n := rand.N[uint32](253 << 16)
-		ip = netip.AddrFrom4([4]byte{127, byte(1 + n>>16), byte(n >> 8), byte(n)}) //nolint:gosec // G115: cut to bytes on purpose
+		var b [3]byte
+		_, _ = rand.Read(b[:]) // never fails
+		ip = netip.AddrFrom4([4]byte{127, 1 + b[0]%253, b[1], b[2]})
 	}
 	return netip.AddrPortFrom(ip, 0).String()
 }
