@@ -64,7 +64,7 @@ func TestQuiesceSaysWhatRuns(t *testing.T) {
 		}
 		return nil
 	}
-	poll, deadline := time.NewTicker(time.Millisecond), time.After(20*time.Second)
+	poll, deadline := time.NewTicker(time.Millisecond), time.After(watchdog)
 	defer poll.Stop()
 	for err := started(); err != nil; err = started() {
 		select {

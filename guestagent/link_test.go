@@ -21,17 +21,20 @@ import (
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
 )
 
+// watchdog ends what would hang; nothing that is tested depends on it.
+const watchdog = 3 * time.Minute
+
 // eventually waits for something that nothing announces.
 func eventually(t *testing.T, ok func() bool) {
 	t.Helper()
 	tick := time.NewTicker(2 * time.Millisecond)
 	defer tick.Stop()
-	limit := time.After(20 * time.Second)
+	limit := time.After(watchdog)
 	for !ok() {
 		select {
 		case <-tick.C:
 		case <-limit:
-			t.Fatal("it has not come about in 20 s")
+			t.Fatal("it has not come about in minutes")
 		}
 	}
 }
@@ -115,7 +118,7 @@ func linkClient(t *testing.T, w *wire) *http.Client {
 	conn, vmm := socketPair(t)
 	w.connect(vmm)
 	t.Cleanup(func() { _ = conn.Close() })
-	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
+	ctx, cancel := context.WithTimeout(t.Context(), watchdog)
 	defer cancel()
 	link, err := guestapi.Greet(ctx, conn)
 	if err != nil {

@@ -30,7 +30,7 @@ type sse struct {
 
 func (w *world) follow(t *testing.T, query, last string) *sse {
 	t.Helper()
-	ctx, cancel := context.WithTimeout(t.Context(), 30*time.Second)
+	ctx, cancel := context.WithTimeout(t.Context(), watchdog)
 	req, err := http.NewRequestWithContext(ctx, http.MethodGet, w.url+"/v1/events"+query, http.NoBody)
 	if err != nil {
 		t.Fatal(err)
@@ -183,7 +183,7 @@ func TestEventStreamPace(t *testing.T) {
 		FROM projects p, generate_series(1, 4000) WHERE p.name = 'default'`); err != nil {
 		t.Fatal(err)
 	}
-	deadline := time.NewTimer(30 * time.Second)
+	deadline := time.NewTimer(watchdog)
 	defer deadline.Stop()
 	tick := time.NewTicker(10 * time.Millisecond)
 	defer tick.Stop()

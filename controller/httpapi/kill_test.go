@@ -175,7 +175,7 @@ func (w *world) broken(url string, c call) error {
 // insist repeats a request while it is in progress.
 func (w *world) insist(c call) reply {
 	w.t.Helper()
-	ctx, cancel := context.WithTimeout(w.t.Context(), time.Minute)
+	ctx, cancel := context.WithTimeout(w.t.Context(), watchdog)
 	defer cancel()
 	tick := time.NewTicker(50 * time.Millisecond)
 	defer tick.Stop()

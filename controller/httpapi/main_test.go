@@ -37,6 +37,9 @@ func TestMain(m *testing.M) {
 	testleak.Main(m, testpg.Leak())
 }
 
+// watchdog ends what would hang; nothing that is tested depends on it.
+const watchdog = 3 * time.Minute
+
 const (
 	apiKey       = "coppice-test-key-0123456789"
 	runnerSecret = "runner-secret"

@@ -106,7 +106,7 @@ func (d *db) waitsForLock() {
 	conn := d.conn()
 	tick := time.NewTicker(5 * time.Millisecond)
 	defer tick.Stop()
-	for range 2000 {
+	for range 24_000 { // two minutes
 		var n int
 		if err := conn.QueryRow(d.t.Context(), `SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'`).Scan(&n); err != nil {
 			d.t.Fatal(err)

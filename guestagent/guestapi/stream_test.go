@@ -97,7 +97,7 @@ func runGuest(t *testing.T, s Stream) (*Channel, *guestEnd) {
 // session greets and brings both ends of the new link together.
 func session(t *testing.T, conn net.Conn, e *guestEnd) (host, guest *Link) {
 	t.Helper()
-	ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
+	ctx, cancel := context.WithTimeout(t.Context(), 3*time.Minute)
 	defer cancel()
 	host, err := Greet(ctx, conn)
 	if err != nil {

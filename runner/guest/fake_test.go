@@ -67,7 +67,7 @@ func (g *fakeGuest) connect(ctx context.Context) (net.Conn, error) {
 
 func (g *fakeGuest) dial() *Client {
 	g.t.Helper()
-	ctx, cancel := context.WithTimeout(g.t.Context(), 20*time.Second)
+	ctx, cancel := context.WithTimeout(g.t.Context(), 3*time.Minute)
 	defer cancel()
 	c, err := Dial(ctx, g.connect)
 	if err != nil {

@@ -58,7 +58,7 @@ func dialMonitor(t *testing.T, negotiate bool, script func(m *monitor)) (*qmp, e
 		_, _ = io.Copy(io.Discard, m.in) // until the client closes
 	})
 	t.Cleanup(running.Wait)
-	ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
+	ctx, cancel := context.WithTimeout(t.Context(), 3*time.Minute)
 	defer cancel()
 	q, err := dialQMP(ctx, dir+"/s")
 	if err != nil {
