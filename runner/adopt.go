@@ -183,14 +183,19 @@ func (r *Runner) goOn(ctx context.Context, s *sandbox) error {
 	})
 }
 
-// wakeUp resumes, reseeds and thaws a machine, wherever in a capture it stands.
+// wakeUp resumes, reseeds and thaws a machine, wherever in a capture it stands. It connects to the agent first: the last connection may
+// have ended while the machine was paused.
 func (r *Runner) wakeUp(ctx context.Context, s *sandbox) error {
-	if err := s.machine.Resume(ctx); err != nil {
-		return err
-	}
 	dial, cancel := context.WithTimeout(ctx, r.cfg.GuestTimeout)
 	defer cancel()
-	agent, err := s.agent(dial)
+	first, err := s.machine.DialAgent(dial)
+	if err != nil {
+		return err
+	}
+	if err := s.machine.Resume(ctx); err != nil {
+		return errors.Join(err, first.Close())
+	}
+	agent, err := s.agentOn(dial, first)
 	if err != nil {
 		return err
 	}

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"maps"
+	"net"
 	"net/http"
 	"slices"
 	"strings"
@@ -92,13 +93,28 @@ func (s *sandbox) agent(ctx context.Context) (*guest.Client, error) {
 			return c, nil
 		}
 	}
-	fresh, err := guest.Dial(ctx, s.machine.DialAgent)
+	return s.dial(ctx, c, s.machine.DialAgent)
+}
+
+// agentOn is agent of a machine that has a connection, but was not greeted on it.
+func (s *sandbox) agentOn(ctx context.Context, first net.Conn) (*guest.Client, error) {
+	return s.dial(ctx, nil, func(ctx context.Context) (net.Conn, error) {
+		if conn := first; conn != nil {
+			first = nil
+			return conn, nil
+		}
+		return s.machine.DialAgent(ctx)
+	})
+}
+
+func (s *sandbox) dial(ctx context.Context, last *guest.Client, connect func(context.Context) (net.Conn, error)) (*guest.Client, error) {
+	fresh, err := guest.Dial(ctx, connect)
 	if err != nil {
 		return nil, err
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if s.guest != nil && s.guest != c { // somebody else was faster; the port carries one connection
+	if s.guest != nil && s.guest != last { // somebody else was faster; the port carries one connection
 		return s.guest, fresh.Close()
 	}
 	s.guest = fresh

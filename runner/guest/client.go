@@ -48,8 +48,8 @@ func Dial(ctx context.Context, connect func(ctx context.Context) (net.Conn, erro
 		if err != nil {
 			return nil, unreachable(err, "its channel does not accept a connection")
 		}
-		// Where a runner died while its guest was stopped, every third connection after the resume was never answered, and the
-		// next one at once (measured with QEMU 7.2).
+		// A connection may stay without an answer for ever: that of a machine whose last one ended in a pause (see vmm.Machine's
+		// DialAgent), or of a guest that was restored in the middle of something. The next one is answered at once.
 		attempt, cancel := context.WithTimeout(ctx, greetPatience)
 		link, err := guestapi.Greet(attempt, conn)
 		cancel()

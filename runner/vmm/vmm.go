@@ -158,7 +158,8 @@ type Machine interface {
 	Memory() (memory.Region, error)
 	// ResizeDisk grows disk number i to size bytes; the guest is told. The file has that size already.
 	ResizeDisk(ctx context.Context, i int, size int64) error
-	// DialAgent opens the byte stream to the guest agent. One connection at a time.
+	// DialAgent opens the byte stream to the guest agent. One connection at a time. That to a paused machine is the one that the guest
+	// has once it is resumed; after a connection has ended in a pause, another must be there before the machine is resumed.
 	DialAgent(ctx context.Context) (net.Conn, error)
 	// Console returns the printable tail of the guest's console, at most ConsoleBytes.
 	Console() string

@@ -11,6 +11,9 @@ import (
 // AgentPort is the name of the virtio-serial port that the guest agent listens on.
 const AgentPort = "coppice.agent"
 
+// agentChardev is what QEMU calls the host's end of it.
+const agentChardev = "agent"
+
 // descriptors are the numbers that the VMM's inherited files have in its process. 0 stands for a file that it does not get.
 type descriptors struct {
 	monitor, agent, console int // listening unix sockets
@@ -54,8 +57,8 @@ func arguments(p profile, s vmm.Spec, fd descriptors) []string {
 		"-chardev", fmt.Sprintf("socket,id=monitor,fd=%d,server=on,wait=off", fd.monitor), "-mon", "chardev=monitor,mode=control",
 		"-chardev", fmt.Sprintf("socket,id=console,fd=%d,server=on,wait=off", fd.console), "-serial", "chardev:console",
 		"-device", "virtio-serial-pci,id=serial,max_ports=2,disable-legacy=on",
-		"-chardev", fmt.Sprintf("socket,id=agent,fd=%d,server=on,wait=off", fd.agent),
-		"-device", "virtserialport,bus=serial.0,nr=1,chardev=agent,name=" + AgentPort,
+		"-chardev", fmt.Sprintf("socket,id=%s,fd=%d,server=on,wait=off", agentChardev, fd.agent),
+		"-device", "virtserialport,bus=serial.0,nr=1,chardev=" + agentChardev + ",name=" + AgentPort,
 		"-object", "rng-builtin,id=rng", "-device", "virtio-rng-pci,rng=rng,disable-legacy=on",
 	}
 	for i, d := range s.Disks {

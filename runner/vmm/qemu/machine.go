@@ -358,7 +358,47 @@ func (m *machine) DialAgent(ctx context.Context) (net.Conn, error) {
 	if err != nil {
 		return nil, core.Wrapf(errors.Join(err, m.gone("connect to the guest")), core.Unavailable, core.CodeGuestUnreachable, "the guest's channel does not accept a connection")
 	}
+	if err := m.accepted(ctx); err != nil {
+		return nil, core.Wrapf(errors.Join(err, m.gone("connect to the guest"), c.Close()), core.Unavailable, core.CodeGuestUnreachable, "the guest's channel has not accepted a connection")
+	}
 	return c, nil
+}
+
+// accepted waits until QEMU itself, and not only the kernel, has taken a connection to a paused machine's port. The port hears nothing of
+// connections during a pause: it goes on with the one that is there at the resume, and if there is none it still believes in the old one.
+// What the guest writes then fails, and a port that has failed holds back all output until its connection ends: the next one, which it
+// takes for the old one, stays unanswered (QEMU 7.2: virtconsole_enable_backend and flush_buf in hw/char/virtio-console.c).
+func (m *machine) accepted(ctx context.Context) error {
+	m.mu.Lock()
+	paused := m.state == statePaused
+	m.mu.Unlock()
+	if !paused {
+		return nil
+	}
+	ctx, cancel := context.WithTimeout(ctx, commandTime)
+	defer cancel()
+	again := time.NewTicker(5 * time.Millisecond)
+	defer again.Stop()
+	for {
+		v, err := m.qmp.execute(ctx, "query-chardev", nil)
+		if err != nil {
+			return err
+		}
+		var list []struct{ Label, Filename string }
+		if err := json.Unmarshal(v, &list); err != nil {
+			return fmt.Errorf("query-chardev: %w", err)
+		}
+		for _, c := range list {
+			if c.Label == agentChardev && !strings.HasPrefix(c.Filename, "disconnected:") {
+				return nil
+			}
+		}
+		select {
+		case <-ctx.Done():
+			return context.Cause(ctx)
+		case <-again.C:
+		}
+	}
 }
 
 // Memory finds the private mapping of the base: of the base's inode and as long as RAM.

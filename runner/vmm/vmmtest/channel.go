@@ -1,6 +1,7 @@
 package vmmtest
 
 import (
+	"bufio"
 	"fmt"
 	"testing"
 	"time"
@@ -94,6 +95,40 @@ func testBabble(t *testing.T, w *world) {
 			got, err := v.try(t.Context(), "count")
 			return err == nil && got == "1"
 		})
+	}
+}
+
+// testHangUpWhilePaused hangs up on a paused guest that is about to say something, as a runner does that dies in the middle of a capture. Who
+// connects before the guest goes on is answered on that very connection.
+func testHangUpWhilePaused(t *testing.T, w *world) {
+	t.Helper()
+	m := w.fork(t, w.template)
+	for range 3 {
+		c, err := connect(t.Context(), m.Machine)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if _, err := c.ask("babble 30000"); err != nil { // the socket has room for all of it
+			t.Fatal(err)
+		}
+		if _, err := c.lines.Peek(2048); err != nil { // it has begun
+			t.Fatal(err)
+		}
+		m.pause(t)
+		closeAll(t, c)
+		conn, err := m.DialAgent(t.Context())
+		if err != nil {
+			t.Fatal(err)
+		}
+		m.resume(t)
+		next := &client{conn, bufio.NewReader(conn)}
+		eventually(t, "the connection that was there before the guest went on is answered", func() bool { // once the rubbish has ended
+			return next.greet(t.Context()) == nil
+		})
+		if got, err := next.ask("count"); err != nil || got != "1" {
+			t.Errorf("the count is %q, want 1 (%v)", got, err)
+		}
+		closeAll(t, next)
 	}
 }
 

@@ -69,6 +69,7 @@ func Run(t *testing.T, fixture func(t *testing.T) Fixture) {
 			{"Reconnect", testReconnect},
 			{"OneConnection", testOneConnection},
 			{"Babble", testBabble},
+			{"HangUpWhilePaused", testHangUpWhilePaused},
 			{"ConsoleFlood", testConsoleFlood},
 			{"Kill", testKill},
 			{"Crash", testCrash},
