@@ -24,7 +24,7 @@ type addressRow struct {
 // may draw the same address; the unique index decides.
 func (t *tx) FreeAddresses(ctx context.Context, n int) ([]string, error) {
 	seen := map[string]bool{}
-	candidates := make([]string, 0, 2*n+8)
+	candidates := make([]string, 0, 2*n+2)
 	for len(candidates) < cap(candidates) {
 		ip := fmt.Sprintf("10.83.%d.%d", 1+rand.IntN(255), rand.IntN(256)) //nolint:gosec // G404: an address is not a secret
 		if !seen[ip] && ip != "10.83.255.255" {

@@ -24,7 +24,7 @@ const workspaceColumns = `
 // A plan is kept although the tables grow, and the planner guesses that an array has 10 elements and a recordset 100: in a young
 // database it would read all sandboxes for the one that is meant. LIMIT 1 leaves it only the index.
 const workspaceJoins = `
-	LEFT JOIN LATERAL (SELECT * FROM sandboxes x WHERE x.id = w.sandbox_id AND x.ended_at IS NULL LIMIT 1) s ON true
+	LEFT JOIN LATERAL (SELECT * FROM sandboxes x WHERE x.id = w.sandbox_id LIMIT 1) s ON s.ended_at IS NULL
 	LEFT JOIN runners r ON r.id = s.runner_id`
 
 type workspaceRow struct {
