@@ -74,9 +74,7 @@ func (c *Controller) fork(ctx context.Context, project core.ProjectID, kind Oper
 	}
 	op := Operation{ProjectID: project, Kind: kind, Step: "fork", CheckpointID: id}
 	admit := func(ctx context.Context, tx Tx, _ *Operation, in *opInput, attempt int) (any, error) {
-		if err := tx.HoldCheckpoint(ctx, id); err != nil {
-			return nil, err
-		}
+		tx.HoldCheckpoint(id)
 		source, err := tx.Checkpoint(ctx, id)
 		if err != nil {
 			return nil, err
@@ -210,9 +208,7 @@ func (c *Controller) plant(ctx context.Context, tx Tx, p planting) ([]Workspace,
 	if err != nil {
 		return nil, err
 	}
-	if err := tx.InsertSandboxes(ctx, sandboxes); err != nil {
-		return nil, err
-	}
+	tx.InsertSandboxes(sandboxes)
 	if err := c.occupy(ctx, tx, p.runner); err != nil {
 		return nil, err
 	}
@@ -383,9 +379,7 @@ func (c *Controller) finishGrown(ctx context.Context, t *Task, plan *forkPlan, g
 				return Outcome{}, Result{}, err
 			}
 		}
-		if err := tx.InsertReseals(ctx, reseals(t, plan, got)); err != nil {
-			return Outcome{}, Result{}, err
-		}
+		tx.InsertReseals(reseals(t, plan, got))
 		out, result := gather(plan, got, moved)
 		if t.op.Kind == OpCreateWorkspace || t.op.Kind == OpRestoreCheckpoint {
 			if p := result.Children[0].Problem; p != nil {
@@ -484,7 +478,8 @@ func (c *Controller) failGrown(ctx context.Context, t *Task, plan *forkPlan, got
 		if _, err := tx.EndWorkspaces(ctx, ended); err != nil {
 			return Outcome{}, Result{}, err
 		}
-		return Outcome{}, Result{}, tx.InsertReseals(ctx, reseals(t, plan, got))
+		tx.InsertReseals(reseals(t, plan, got))
+		return Outcome{}, Result{}, nil
 	})
 	c.drop(ctx, plan.endpoint, grown...)
 	return err

@@ -48,9 +48,7 @@ func (c *Controller) admitRestore(ctx context.Context, tx Tx, id core.WorkspaceI
 	if w.State != core.WorkspaceReady {
 		return nil, notReady(w)
 	}
-	if err := tx.HoldCheckpoint(ctx, checkpoint); err != nil {
-		return nil, err
-	}
+	tx.HoldCheckpoint(checkpoint)
 	source, err := tx.Checkpoint(ctx, checkpoint)
 	if err != nil {
 		return nil, err
@@ -91,9 +89,7 @@ func (c *Controller) nextSandbox(ctx context.Context, tx Tx, w Workspace, source
 		ID: core.NewID[core.SandboxID](), ProjectID: w.ProjectID, WorkspaceID: w.ID, Epoch: w.Epoch + 1, RunnerID: runner.Info.RunnerID,
 		Endpoint: runner.Endpoint, Resources: source.Resources, Identity: identity,
 	}
-	if err := tx.InsertSandboxes(ctx, []Sandbox{next}); err != nil {
-		return Sandbox{}, err
-	}
+	tx.InsertSandboxes([]Sandbox{next})
 	return next, c.occupy(ctx, tx, runner)
 }
 
@@ -185,8 +181,6 @@ func (c *Controller) recordSwitch(ctx context.Context, tx Tx, t *Task, plan *res
 	}
 	child := plan.workspace
 	child.Sandbox = plan.next
-	if err := tx.InsertReseals(ctx, reseals(t, &forkPlan{children: []Workspace{child}, source: plan.source}, got)); err != nil {
-		return err
-	}
+	tx.InsertReseals(reseals(t, &forkPlan{children: []Workspace{child}, source: plan.source}, got))
 	return tx.StepOperation(ctx, t.op, "drop")
 }

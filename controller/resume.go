@@ -92,9 +92,7 @@ func (c *Controller) resumeSuspended(ctx context.Context, project core.ProjectID
 		if w, err = tx.MoveWorkspace(ctx, id, w.Epoch, core.WorkspaceRestoring); err != nil {
 			return nil, err
 		}
-		if err := tx.HoldCheckpoint(ctx, w.Head); err != nil {
-			return nil, err
-		}
+		tx.HoldCheckpoint(w.Head)
 		source, err := tx.Checkpoint(ctx, w.Head)
 		if err != nil {
 			return nil, err

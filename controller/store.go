@@ -151,8 +151,9 @@ type WorkspaceTx interface {
 type SandboxTx interface {
 	// FreeAddresses returns n addresses out of the pool that no living sandbox has, at random; CAPACITY when there are none.
 	FreeAddresses(ctx context.Context, n int) ([]string, error)
-	// InsertSandboxes may fail with ErrIdentityTaken.
-	InsertSandboxes(ctx context.Context, list []Sandbox) error
+	// InsertSandboxes may make the transaction fail with ErrIdentityTaken. Like everything here that returns no error it goes to the
+	// database with what follows, or before the commit.
+	InsertSandboxes(list []Sandbox)
 	// Occupied says what is placed on a runner, by this transaction too. Nobody else can ask until that has ended: what it was told
 	// stays true.
 	Occupied(ctx context.Context, runner core.RunnerID) (runnerapi.Capacity, error)
@@ -161,7 +162,7 @@ type SandboxTx interface {
 	// WorkspaceSandboxes returns the living sandboxes of a workspace.
 	WorkspaceSandboxes(ctx context.Context, id core.WorkspaceID) ([]Sandbox, error)
 	EndSandboxes(ctx context.Context, ids []core.SandboxID) error
-	InsertReseals(ctx context.Context, list []ResealRecord) error
+	InsertReseals(list []ResealRecord)
 	// Reseals returns the newest reports of a workspace first; ResealsByOperation those of an operation.
 	Reseals(ctx context.Context, id core.WorkspaceID, p Page) ([]ResealRecord, error)
 	ResealsByOperation(ctx context.Context, op core.OperationID, workspaces []core.WorkspaceID) ([]ResealRecord, error)
@@ -200,8 +201,8 @@ type TreePage struct {
 
 // CheckpointTx keeps the tree.
 type CheckpointTx interface {
-	// HoldCheckpoint keeps DeleteCheckpoint of the same checkpoint waiting until this transaction ends.
-	HoldCheckpoint(ctx context.Context, id core.CheckpointID) error
+	// HoldCheckpoint, and then a look at the checkpoint, keeps DeleteCheckpoint of it waiting until this transaction ends.
+	HoldCheckpoint(id core.CheckpointID)
 	// Checkpoint does not find pruned checkpoints.
 	Checkpoint(ctx context.Context, id core.CheckpointID) (Checkpoint, error)
 	Checkpoints(ctx context.Context, f CheckpointFilter) ([]Checkpoint, error)

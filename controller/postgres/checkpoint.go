@@ -104,9 +104,8 @@ func noCheckpoint(id core.CheckpointID) error {
 
 // HoldCheckpoint and DeleteCheckpoint exclude each other by an advisory lock, which works on shared rows too: row locks need
 // the right to write.
-func (t *tx) HoldCheckpoint(ctx context.Context, id core.CheckpointID) error {
-	_, err := t.exec(ctx, `SELECT pg_advisory_xact_lock_shared(hashtextextended(@id::text, 0))`, args{"id": id})
-	return err
+func (t *tx) HoldCheckpoint(id core.CheckpointID) {
+	t.soon(`SELECT pg_advisory_xact_lock_shared(hashtextextended(@id::text, 0))`, args{"id": id})
 }
 
 type checkpointWithSourceRow struct {

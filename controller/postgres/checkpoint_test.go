@@ -238,7 +238,8 @@ func TestDeleteWaitsForAFork(t *testing.T) {
 		})
 	}()
 	d.mine(func(ctx context.Context, tx controller.Tx) error {
-		if err := tx.HoldCheckpoint(ctx, cp.ID); err != nil {
+		tx.HoldCheckpoint(cp.ID)
+		if _, err := tx.Checkpoint(ctx, cp.ID); err != nil {
 			return err
 		}
 		close(held)

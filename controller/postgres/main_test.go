@@ -180,7 +180,8 @@ func insert(ctx context.Context, tx controller.Tx, list ...controller.Workspace)
 	for i, w := range list {
 		sandboxes[i] = w.Sandbox
 	}
-	return tx.InsertSandboxes(ctx, sandboxes)
+	tx.InsertSandboxes(sandboxes)
+	return nil
 }
 
 // ready inserts a workspace that runs.

@@ -55,7 +55,7 @@ func (t *tx) FreeAddresses(ctx context.Context, n int) ([]string, error) {
 }
 
 // InsertSandboxes inserts planned sandboxes.
-func (t *tx) InsertSandboxes(ctx context.Context, list []controller.Sandbox) error {
+func (t *tx) InsertSandboxes(list []controller.Sandbox) {
 	rows := make([]sandboxRow, len(list))
 	for i, s := range list {
 		rows[i] = sandboxRow{
@@ -64,11 +64,10 @@ func (t *tx) InsertSandboxes(ctx context.Context, list []controller.Sandbox) err
 			MachineID: s.Identity.MachineID, MAC: s.Identity.MAC, IP: s.Identity.IP.String(),
 		}
 	}
-	_, err := t.exec(ctx, `
+	t.soon(`
 		INSERT INTO sandboxes (id, project_id, workspace_id, epoch, runner_id, vcpus, memory_mib, generation, hostname, machine_id, mac, ip)
 		SELECT * FROM jsonb_to_recordset(@rows::jsonb) AS v (id text, project_id text, workspace_id text, epoch bigint, runner_id text,
 			vcpus int, memory_mib int, generation text, hostname text, machine_id text, mac text, ip text)`, args{"rows": rows})
-	return err
 }
 
 // Occupied counts in a statement of its own, which sees what was committed before the lock was had. The lock is nobody's row: heartbeats
@@ -130,9 +129,9 @@ type newReseal struct {
 }
 
 // InsertReseals appends reports.
-func (t *tx) InsertReseals(ctx context.Context, list []controller.ResealRecord) error {
+func (t *tx) InsertReseals(list []controller.ResealRecord) {
 	if len(list) == 0 {
-		return nil
+		return
 	}
 	rows := make([]newReseal, len(list))
 	for i, r := range list {
@@ -142,11 +141,10 @@ func (t *tx) InsertReseals(ctx context.Context, list []controller.ResealRecord) 
 			Stale: orNone(r.Report.StaleProcesses), DurationMS: r.Report.DurationMS,
 		}
 	}
-	_, err := t.exec(ctx, `
+	t.soon(`
 		INSERT INTO reseal_reports (project_id, workspace_id, sandbox_id, operation_id, checkpoint_id, generation, complete, steps, stale_processes, duration_ms)
 		SELECT * FROM jsonb_to_recordset(@rows::jsonb) AS v (project_id text, workspace_id text, sandbox_id text, operation_id text,
 			checkpoint_id text, generation text, complete boolean, steps jsonb, stale_processes jsonb, duration_ms float8)`, args{"rows": rows})
-	return err
 }
 
 const resealColumns = `

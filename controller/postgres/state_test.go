@@ -144,7 +144,8 @@ func TestInvariants(t *testing.T) {
 		t.Error(err) // there is none yet
 	}
 	d.mine(func(ctx context.Context, tx controller.Tx) error {
-		return tx.InsertReseals(ctx, []controller.ResealRecord{{ProjectID: d.project, WorkspaceID: w.ID, SandboxID: w.Sandbox.ID, Report: core.ResealReport{Generation: "g"}}})
+		tx.InsertReseals([]controller.ResealRecord{{ProjectID: d.project, WorkspaceID: w.ID, SandboxID: w.Sandbox.ID, Report: core.ResealReport{Generation: "g"}}})
+		return nil
 	})
 	for _, sql := range []string{`DELETE FROM reseal_reports`, `UPDATE reseal_reports SET complete = true`} {
 		if _, err := conn.Exec(t.Context(), sql); err == nil {

@@ -106,7 +106,11 @@ func (s *Store) inTx(ctx context.Context, begin string, scope controller.Scope, 
 	// Rolling back after a commit does nothing. After a failure its own error says nothing new: the server has rolled
 	// back, or the connection is gone and it will.
 	defer func() { _ = conn.Rollback(context.WithoutCancel(ctx)) }()
-	if err := fn(&tx{conn: conn, scope: scope}); err != nil {
+	t := &tx{conn: conn, scope: scope, in: scope}
+	if err := fn(t); err != nil {
+		return err
+	}
+	if err := t.flush(ctx); err != nil {
 		return err
 	}
 	return mapError(ctx, conn.Commit(ctx))
@@ -152,24 +156,83 @@ func (s *Store) Listen(ctx context.Context, ended func(core.OperationID), revoke
 	}
 }
 
-// tx is one transaction. Its methods are in the files named after what they keep.
+// tx is one transaction. Its methods are in the files named after what they keep. Statements that nobody waits for are sent with
+// the next one, in one round trip; the server runs them in order, and an error of one is that of the statement that it went with.
 type tx struct {
 	conn  pgx.Tx
 	scope controller.Scope
+	in    controller.Scope // in which the server is when it comes to what is sent next
+	later *pgx.Batch       // to be sent with the next statement; nil: nothing
 }
 
 var _ controller.Tx = (*tx)(nil)
 
 type args = pgx.StrictNamedArgs
 
+// enter puts what follows into a scope.
+func (t *tx) enter(scope controller.Scope) {
+	if t.in != scope {
+		t.queue("SELECT set_config('coppice.project_id', $1, true)", scope.String())
+		t.in = scope
+	}
+}
+
+func (t *tx) queue(sql string, a ...any) {
+	if t.later == nil {
+		t.later = &pgx.Batch{}
+	}
+	t.later.Queue(sql, a...)
+}
+
+// soon runs a statement together with the next one, or before the commit.
+func (t *tx) soon(sql string, a args) {
+	t.enter(t.scope)
+	t.queue(sql, a)
+}
+
+// flush runs what waits.
+func (t *tx) flush(ctx context.Context) error {
+	if t.later == nil {
+		return nil
+	}
+	b := t.later
+	t.later = nil
+	return mapError(ctx, t.conn.SendBatch(ctx, b).Close())
+}
+
+// send runs what waits and then a query.
+func (t *tx) send(ctx context.Context, scope controller.Scope, sql string, a args, read func(pgx.Rows) error) error {
+	t.enter(scope)
+	if t.later == nil {
+		rows, err := t.conn.Query(ctx, sql, a)
+		if err == nil {
+			err = read(rows)
+		}
+		return mapError(ctx, err)
+	}
+	b := t.later
+	t.later = nil
+	b.Queue(sql, a).Query(read)
+	return mapError(ctx, t.conn.SendBatch(ctx, b).Close())
+}
+
+func collect[T any](ctx context.Context, t *tx, scope controller.Scope, sql string, a args) (list []T, err error) {
+	err = t.send(ctx, scope, sql, a, func(rows pgx.Rows) (err error) {
+		list, err = pgx.CollectRows(rows, pgx.RowToStructByName[T])
+		return err
+	})
+	return list, err
+}
+
 // many runs a query and returns its rows.
 func many[T any](ctx context.Context, t *tx, sql string, a args) ([]T, error) {
-	rows, err := t.conn.Query(ctx, sql, a)
-	if err != nil {
-		return nil, mapError(ctx, err)
-	}
-	list, err := pgx.CollectRows(rows, pgx.RowToStructByName[T])
-	return list, mapError(ctx, err)
+	return collect[T](ctx, t, t.scope, sql, a)
+}
+
+// asSystem runs one query in the system's scope: some facts of the whole cluster (which addresses are free, how full runners
+// are) decide about one project's rows.
+func asSystem[T any](ctx context.Context, t *tx, sql string, a args) ([]T, error) {
+	return collect[T](ctx, t, controller.System(), sql, a)
 }
 
 // one runs a query for at most one row; absent is the error when there is none.
@@ -186,35 +249,13 @@ func one[T any](ctx context.Context, t *tx, absent error, sql string, a args) (T
 }
 
 // exec runs a statement and returns how many rows it changed.
-func (t *tx) exec(ctx context.Context, sql string, a args) (int64, error) {
-	tag, err := t.conn.Exec(ctx, sql, a)
-	return tag.RowsAffected(), mapError(ctx, err)
-}
-
-// asSystem runs one query in the system's scope and returns to the transaction's own, in one round trip: some facts of
-// the whole cluster (which addresses are free, how full runners are) decide about one project's rows.
-func asSystem[T any](ctx context.Context, t *tx, sql string, a args) ([]T, error) {
-	var b pgx.Batch
-	b.Queue("SELECT set_config('coppice.project_id', 'system', true)")
-	b.Queue(sql, a)
-	b.Queue("SELECT set_config('coppice.project_id', $1, true)", t.scope.String())
-	results := t.conn.SendBatch(ctx, &b)
-	list, err := func() ([]T, error) {
-		if _, err := results.Exec(); err != nil {
-			return nil, err
-		}
-		rows, err := results.Query()
-		if err != nil {
-			return nil, err
-		}
-		list, err := pgx.CollectRows(rows, pgx.RowToStructByName[T])
-		if err != nil {
-			return nil, err
-		}
-		_, err = results.Exec()
-		return list, err
-	}()
-	return list, mapError(ctx, errors.Join(err, results.Close()))
+func (t *tx) exec(ctx context.Context, sql string, a args) (changed int64, err error) {
+	err = t.send(ctx, t.scope, sql, a, func(rows pgx.Rows) error {
+		rows.Close()
+		changed = rows.CommandTag().RowsAffected()
+		return rows.Err()
+	})
+	return changed, err
 }
 
 func timeOf(t *time.Time) time.Time {

@@ -53,10 +53,11 @@ func (d *db) populate(project core.ProjectID, from controller.Checkpoint) (contr
 		if err := tx.UseWorkspaces(ctx, []core.WorkspaceID{w.ID}); err != nil {
 			return err
 		}
-		return tx.InsertReseals(ctx, []controller.ResealRecord{{
+		tx.InsertReseals([]controller.ResealRecord{{
 			ProjectID: project, WorkspaceID: w.ID, SandboxID: w.Sandbox.ID, OperationID: op.ID, CheckpointID: cp.ID,
 			Report: core.ResealReport{Generation: w.Sandbox.Identity.Generation, Complete: true},
 		}})
+		return nil
 	})
 	d.sealAll()
 	return w, cp, op

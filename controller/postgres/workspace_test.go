@@ -201,7 +201,8 @@ func TestRestoreHasTwoSandboxes(t *testing.T) {
 		if _, err := tx.MoveWorkspace(ctx, w.ID, 1, core.WorkspaceRestoring); err != nil {
 			return err
 		}
-		return tx.InsertSandboxes(ctx, []controller.Sandbox{next})
+		tx.InsertSandboxes([]controller.Sandbox{next})
+		return nil
 	})
 	d.system(func(ctx context.Context, tx controller.Tx) error {
 		held, err := tx.HeldSandboxes(ctx, d.runner)
