@@ -154,8 +154,8 @@ type SandboxTx interface {
 	// InsertSandboxes may make the transaction fail with ErrIdentityTaken. Like everything here that returns no error it goes to the
 	// database with what follows, or before the commit.
 	InsertSandboxes(list []Sandbox)
-	// Occupied says what is placed on a runner, by this transaction too. Nobody else can ask until that has ended: what it was told
-	// stays true.
+	// Occupied says what is placed on a runner on which this transaction has inserted sandboxes, these too. Nobody else can place or
+	// end any until the transaction has ended: what it was told stays true.
 	Occupied(ctx context.Context, runner core.RunnerID) (runnerapi.Capacity, error)
 	// Sandboxes returns sandboxes by id, living or not.
 	Sandboxes(ctx context.Context, ids []core.SandboxID) ([]Sandbox, error)

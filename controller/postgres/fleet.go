@@ -151,6 +151,9 @@ func (t *tx) Runners(ctx context.Context, p controller.Page) ([]controller.Runne
 	return list, err
 }
 
+// usedColumns need the relation l (a runner's load).
+const usedColumns = ` l.sandboxes AS used_sandboxes, l.vcpus AS used_vcpus, l.memory_mib AS used_memory_mib`
+
 type usedRow struct {
 	Sandboxes int `db:"used_sandboxes"`
 	VCPUs     int `db:"used_vcpus"`
@@ -169,11 +172,7 @@ type fleetRow struct {
 // Fleet returns all runners with what every project has placed on them, whatever the transaction's scope.
 func (t *tx) Fleet(ctx context.Context) ([]controller.Runner, error) {
 	rows, err := asSystem[fleetRow](ctx, t, `
-		SELECT`+runnerColumns+`, u.used_sandboxes, u.used_vcpus, u.used_memory_mib
-		FROM runners r CROSS JOIN LATERAL (
-			SELECT count(*) AS used_sandboxes, coalesce(sum(s.vcpus), 0) AS used_vcpus, coalesce(sum(s.memory_mib), 0) AS used_memory_mib
-			FROM sandboxes s WHERE s.runner_id = r.id AND s.ended_at IS NULL
-		) AS u WHERE r.fenced_at IS NULL ORDER BY r.id`, args{})
+		SELECT`+runnerColumns+`,`+usedColumns+` FROM runners r JOIN runner_loads l ON l.runner_id = r.id WHERE r.fenced_at IS NULL ORDER BY r.id`, args{})
 	list := make([]controller.Runner, len(rows))
 	for i, r := range rows {
 		list[i] = r.runner()

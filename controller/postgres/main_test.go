@@ -181,7 +181,8 @@ func insert(ctx context.Context, tx controller.Tx, list ...controller.Workspace)
 		sandboxes[i] = w.Sandbox
 	}
 	tx.InsertSandboxes(sandboxes)
-	return nil
+	_, err := tx.Occupied(ctx, sandboxes[0].RunnerID) // sends them
+	return err
 }
 
 // ready inserts a workspace that runs.

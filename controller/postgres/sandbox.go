@@ -70,15 +70,9 @@ func (t *tx) InsertSandboxes(list []controller.Sandbox) {
 			vcpus int, memory_mib int, generation text, hostname text, machine_id text, mac text, ip text)`, args{"rows": rows})
 }
 
-// Occupied counts in a statement of its own, which sees what was committed before the lock was had. The lock is nobody's row: heartbeats
-// do not wait for it.
+// Occupied reads the row that the insertion has changed and so locked: what is placed from now on waits for this transaction.
 func (t *tx) Occupied(ctx context.Context, runner core.RunnerID) (runnerapi.Capacity, error) {
-	if _, err := t.exec(ctx, `SELECT pg_advisory_xact_lock(hashtextextended(@runner::text, 0))`, args{"runner": runner}); err != nil {
-		return runnerapi.Capacity{}, err
-	}
-	rows, err := asSystem[usedRow](ctx, t, `
-		SELECT count(*) AS used_sandboxes, coalesce(sum(vcpus), 0) AS used_vcpus, coalesce(sum(memory_mib), 0) AS used_memory_mib
-		FROM sandboxes WHERE runner_id = @runner AND ended_at IS NULL`, args{"runner": runner})
+	rows, err := asSystem[usedRow](ctx, t, `SELECT`+usedColumns+` FROM runner_loads l WHERE l.runner_id = @runner`, args{"runner": runner})
 	if err != nil || len(rows) != 1 {
 		return runnerapi.Capacity{}, err
 	}

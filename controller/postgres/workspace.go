@@ -314,10 +314,6 @@ func (t *tx) ReadyWorkspaces(ctx context.Context, ready []controller.ReadyWorksp
 
 // SwitchWorkspace puts a workspace into the sandbox that a restore prepared.
 func (t *tx) SwitchWorkspace(ctx context.Context, id core.WorkspaceID, epoch int64, sandbox core.SandboxID, head controller.Checkpoint) (controller.Workspace, error) {
-	if _, err := t.exec(ctx, `UPDATE sandboxes SET ended_at = now() WHERE workspace_id = @id AND id <> @sandbox AND ended_at IS NULL`,
-		args{"id": id, "sandbox": sandbox}); err != nil {
-		return controller.Workspace{}, err
-	}
 	list, err := t.workspaces(ctx, `
 		WITH w AS (
 			UPDATE workspaces SET state = @to, epoch = epoch + 1, sandbox_id = @sandbox, ready_at = now(), disk_gib = @disk,
@@ -329,6 +325,8 @@ func (t *tx) SwitchWorkspace(ctx context.Context, id core.WorkspaceID, epoch int
 			"id": id, "epoch": epoch, "sandbox": sandbox, "disk": head.Resources.DiskGiB, "head_project": head.ProjectID, "head": head.ID,
 			"to": core.WorkspaceReady, "from": []string{string(core.WorkspaceRestoring), string(core.WorkspaceQuarantined)},
 		})
+	// After the workspace, as whoever ends one has it: both locks in one order.
+	t.soon(`UPDATE sandboxes SET ended_at = now() WHERE workspace_id = @id AND id <> @sandbox AND ended_at IS NULL`, args{"id": id, "sandbox": sandbox})
 	return t.changed(ctx, id, core.WorkspaceReady, list, err)
 }
 
