@@ -243,7 +243,7 @@ func (c *Controller) captureFailed(ctx context.Context, t *Task, plan *capturePl
 	if err := c.abandon(ctx, t, problem); err != nil || core.CodeOf(problem) != core.CodeSandboxNotFound {
 		return err
 	}
-	return c.lose(ctx, plan.workspace.ID, core.CodeSandboxNotFound, "its runner has no sandbox "+string(t.in.Sandbox)+" any more")
+	return c.lose(ctx, plan.workspace.ID, core.CodeSandboxLost, "its runner has no sandbox "+string(t.in.Sandbox)+" any more")
 }
 
 // workForkWorkspace is the work of fork_workspace. The capture is written while the children are already being grown, so

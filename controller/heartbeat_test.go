@@ -119,8 +119,10 @@ func TestCaptureOfLostSandbox(t *testing.T) {
 	w.runner.Vanish(ws.Sandbox.ID)
 	_, err := w.CreateCheckpoint(t.Context(), w.project, ws.ID, controller.CheckpointRequest{}, wait)
 	wantCode(t, err, core.CodeSandboxNotFound)
-	if got := w.state(ws.ID); got != core.WorkspaceLost {
-		t.Errorf("it is %s", got)
+	// The cause is the one that a heartbeat would have given, had it come first.
+	got, err := w.Workspace(t.Context(), w.project, ws.ID)
+	if err != nil || got.State != core.WorkspaceLost || got.Failure == nil || got.Failure.Code != core.CodeSandboxLost {
+		t.Errorf("it is %+v, %v", got, err)
 	}
 	w.consistent()
 }
