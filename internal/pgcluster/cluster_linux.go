@@ -317,8 +317,17 @@ func endedBy(err error) error {
 // giveUp releases a lock that acquire took. Closing alone would not: a child that another goroutine has just forked holds a copy of the
 // descriptor until it has become its program.
 func giveUp(lock *os.File) error {
-	_ = unix.Flock(int(lock.Fd()), unix.LOCK_UN) // closing does it too, a moment later at worst
+	_ = unlock(lock) // closing does it too, a moment later at worst
 	return lock.Close()
+}
+
+func unlock(lock *os.File) error {
+	raw, err := lock.SyscallConn()
+	if err != nil {
+		return err
+	}
+	failed := raw.Control(func(fd uintptr) { err = unix.Flock(int(fd), unix.LOCK_UN) })
+	return errors.Join(failed, err)
 }
 
 // acquire takes the lock that makes a process the owner of the directory.

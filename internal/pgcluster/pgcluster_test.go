@@ -277,7 +277,7 @@ func TestOrphanIsEnded(t *testing.T) {
 	cfg := config(t, filepath.Join(t.TempDir(), "pg"))
 	orphan := start(t, cfg)
 	query[int64](t, orphan, write)
-	if err := orphan.lock.Close(); err != nil { // as if the owner were gone and the death signal had not come
+	if err := unlock(orphan.lock); err != nil { // as if the owner were gone and the death signal had not come
 		t.Fatal(err)
 	}
 	c := start(t, cfg)
