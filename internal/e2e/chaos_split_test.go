@@ -414,6 +414,7 @@ type process struct {
 // newProcess makes a server that ends with the test, with status 0.
 func newProcess(t *testing.T, name, dir string, args ...string) *process {
 	t.Helper()
+	t.Helper()
 	s := &process{t: t, name: name, args: args, log: filepath.Join(dir, name+".log")}
 	t.Cleanup(func() {
 		if s.cmd == nil {
@@ -560,6 +561,7 @@ const (
 )
 
 func newRelay(t *testing.T, to string) *relay {
+	t.Helper()
 	t.Helper()
 	l, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp4", "127.0.0.1:0")
 	if err != nil {

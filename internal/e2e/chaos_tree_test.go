@@ -81,7 +81,7 @@ func (tr *tree) note(what, object string, err error) {
 
 // insist makes a request that makes something. Now and then it hangs up in the middle and repeats it under the same idempotency key, at
 // whichever controller; whatever answers it gets must be of one and the same operation.
-func insist[T any](tr *tree, ctx context.Context, what string, call func(ctx context.Context, c *coppice.Client) (T, error), operation func(T) coppice.OperationID) (T, error) {
+func insist[T any](ctx context.Context, tr *tree, what string, call func(ctx context.Context, c *coppice.Client) (T, error), operation func(T) coppice.OperationID) (T, error) {
 	key := fmt.Sprintf("%s-%d-%s", tr.name, tr.seq, what)
 	ctx = coppice.WithIdempotencyKey(ctx, key)
 	do := func(ctx context.Context) (T, error) {
@@ -127,7 +127,7 @@ func (tr *tree) fork() {
 	name := fmt.Sprintf("%s-%d", tr.name, tr.seq)
 	ctx, cancel := tr.ctx()
 	defer cancel()
-	res, err := insist(tr, ctx, "fork", func(ctx context.Context, c *coppice.Client) (coppice.ForkResult, error) {
+	res, err := insist(ctx, tr, "fork", func(ctx context.Context, c *coppice.Client) (coppice.ForkResult, error) {
 		return c.ForkCheckpoint(ctx, from.id, coppice.ForkCheckpointRequest{Count: &count, BranchName: name})
 	}, func(r coppice.ForkResult) coppice.OperationID { return r.OperationID })
 	tr.note("fork "+from.id, name, err)
@@ -339,7 +339,7 @@ func (tr *tree) capture(b *branch) {
 	name := fmt.Sprintf("%s-%d", tr.name, tr.seq)
 	ctx, cancel := tr.ctx()
 	defer cancel()
-	ckpt, err := insist(tr, ctx, "checkpoint", func(ctx context.Context, c *coppice.Client) (coppice.Checkpoint, error) {
+	ckpt, err := insist(ctx, tr, "checkpoint", func(ctx context.Context, c *coppice.Client) (coppice.Checkpoint, error) {
 		return c.CreateCheckpoint(ctx, b.id, coppice.CreateCheckpointRequest{Name: name})
 	}, func(c coppice.Checkpoint) coppice.OperationID { return c.OperationID })
 	tr.note("checkpoint "+b.name, name, err)
@@ -374,7 +374,7 @@ func (tr *tree) restore(b *branch, to *node) {
 	if err != nil {
 		return
 	}
-	_, err = insist(tr, ctx, "restore", func(ctx context.Context, c *coppice.Client) (coppice.RestoreResult, error) {
+	_, err = insist(ctx, tr, "restore", func(ctx context.Context, c *coppice.Client) (coppice.RestoreResult, error) {
 		return c.RestoreWorkspace(ctx, b.id, to.id)
 	}, func(r coppice.RestoreResult) coppice.OperationID { return r.OperationID })
 	tr.note("restore "+to.id, b.name, err)
