@@ -2269,6 +2269,12 @@ type ListProjectsParams struct {
 	Cursor Cursor `form:"cursor,omitempty" json:"cursor,omitempty,omitzero"`
 }
 
+// CreateProjectParams defines parameters for CreateProject.
+type CreateProjectParams struct {
+	// IdempotencyKey Names this request, so that a repeat of it makes nothing new; see Repeats. Printable ASCII.
+	IdempotencyKey IdempotencyKey `json:"Idempotency-Key,omitempty,omitzero"`
+}
+
 // ListKeysParams defines parameters for ListKeys.
 type ListKeysParams struct {
 	// Limit Items on a page; 100 when absent.
@@ -2276,6 +2282,12 @@ type ListKeysParams struct {
 
 	// Cursor The `next_cursor` of the page before.
 	Cursor Cursor `form:"cursor,omitempty" json:"cursor,omitempty,omitzero"`
+}
+
+// CreateKeyParams defines parameters for CreateKey.
+type CreateKeyParams struct {
+	// IdempotencyKey Names this request, so that a repeat of it makes nothing new; see Repeats. Printable ASCII.
+	IdempotencyKey IdempotencyKey `json:"Idempotency-Key,omitempty,omitzero"`
 }
 
 // ListRunnersParams defines parameters for ListRunners.
@@ -2564,7 +2576,7 @@ type ServerInterface interface {
 	ListProjects(ctx echo.Context, params ListProjectsParams) error
 	// CreateProject Create a project
 	// (POST /v1/projects)
-	CreateProject(ctx echo.Context) error
+	CreateProject(ctx echo.Context, params CreateProjectParams) error
 	// DeleteProject Delete an empty project and revoke its keys
 	// (DELETE /v1/projects/{project_id})
 	DeleteProject(ctx echo.Context, projectID ProjectID) error
@@ -2579,7 +2591,7 @@ type ServerInterface interface {
 	ListKeys(ctx echo.Context, projectID ProjectID, params ListKeysParams) error
 	// CreateKey Create an API key
 	// (POST /v1/projects/{project_id}/keys)
-	CreateKey(ctx echo.Context, projectID ProjectID) error
+	CreateKey(ctx echo.Context, projectID ProjectID, params CreateKeyParams) error
 	// CreateRunnerToken Make a token with which one runner joins
 	// (POST /v1/runner-tokens)
 	CreateRunnerToken(ctx echo.Context) error
@@ -3356,8 +3368,28 @@ func (w *ServerInterfaceWrapper) ListProjects(ctx echo.Context) error {
 func (w *ServerInterfaceWrapper) CreateProject(ctx echo.Context) error {
 	var err error
 
+	// Parameter object where we will unmarshal all parameters from the context
+	var params CreateProjectParams
+
+	headers := ctx.Request().Header
+	// ------------- Optional header parameter "Idempotency-Key" -------------
+	if valueList, found := headers[http.CanonicalHeaderKey("Idempotency-Key")]; found {
+		var IdempotencyKey IdempotencyKey
+		n := len(valueList)
+		if n != 1 {
+			return echo.NewHTTPError(http.StatusBadRequest, fmt.Sprintf("Expected one value for Idempotency-Key, got %d", n))
+		}
+
+		err = runtime.BindStyledParameterWithOptions("simple", "Idempotency-Key", valueList[0], &IdempotencyKey, runtime.BindStyledParameterOptions{ParamLocation: runtime.ParamLocationHeader, Explode: false, Required: false, Type: "string", Format: ""})
+		if err != nil {
+			return echo.NewHTTPError(http.StatusBadRequest, fmt.Sprintf("Invalid format for parameter Idempotency-Key: %s", err))
+		}
+
+		params.IdempotencyKey = IdempotencyKey
+	}
+
 	// Invoke the callback with all the unmarshaled arguments
-	err = w.Handler.CreateProject(ctx)
+	err = w.Handler.CreateProject(ctx, params)
 	return err
 }
 
@@ -3452,8 +3484,28 @@ func (w *ServerInterfaceWrapper) CreateKey(ctx echo.Context) error {
 		return echo.NewHTTPError(http.StatusBadRequest, fmt.Sprintf("Invalid format for parameter project_id: %s", err))
 	}
 
+	// Parameter object where we will unmarshal all parameters from the context
+	var params CreateKeyParams
+
+	headers := ctx.Request().Header
+	// ------------- Optional header parameter "Idempotency-Key" -------------
+	if valueList, found := headers[http.CanonicalHeaderKey("Idempotency-Key")]; found {
+		var IdempotencyKey IdempotencyKey
+		n := len(valueList)
+		if n != 1 {
+			return echo.NewHTTPError(http.StatusBadRequest, fmt.Sprintf("Expected one value for Idempotency-Key, got %d", n))
+		}
+
+		err = runtime.BindStyledParameterWithOptions("simple", "Idempotency-Key", valueList[0], &IdempotencyKey, runtime.BindStyledParameterOptions{ParamLocation: runtime.ParamLocationHeader, Explode: false, Required: false, Type: "string", Format: ""})
+		if err != nil {
+			return echo.NewHTTPError(http.StatusBadRequest, fmt.Sprintf("Invalid format for parameter Idempotency-Key: %s", err))
+		}
+
+		params.IdempotencyKey = IdempotencyKey
+	}
+
 	// Invoke the callback with all the unmarshaled arguments
-	err = w.Handler.CreateKey(ctx, projectID)
+	err = w.Handler.CreateKey(ctx, projectID, params)
 	return err
 }
 
@@ -5353,7 +5405,8 @@ func (response ListProjectsdefaultApplicationProblemPlusJSONResponse) VisitListP
 }
 
 type CreateProjectRequestObject struct {
-	Body *CreateProjectJSONRequestBody
+	Params CreateProjectParams
+	Body   *CreateProjectJSONRequestBody
 }
 
 type CreateProjectResponseObject interface {
@@ -5545,6 +5598,7 @@ func (response ListKeysdefaultApplicationProblemPlusJSONResponse) VisitListKeysR
 
 type CreateKeyRequestObject struct {
 	ProjectID ProjectID `json:"project_id"`
+	Params    CreateKeyParams
 	Body      *CreateKeyJSONRequestBody
 }
 
@@ -7788,8 +7842,10 @@ func (sh *strictHandler) ListProjects(ctx echo.Context, params ListProjectsParam
 }
 
 // CreateProject operation middleware
-func (sh *strictHandler) CreateProject(ctx echo.Context) error {
+func (sh *strictHandler) CreateProject(ctx echo.Context, params CreateProjectParams) error {
 	var request CreateProjectRequestObject
+
+	request.Params = params
 
 	var body CreateProjectJSONRequestBody
 	var err error
@@ -7958,10 +8014,11 @@ func (sh *strictHandler) ListKeys(ctx echo.Context, projectID ProjectID, params 
 }
 
 // CreateKey operation middleware
-func (sh *strictHandler) CreateKey(ctx echo.Context, projectID ProjectID) error {
+func (sh *strictHandler) CreateKey(ctx echo.Context, projectID ProjectID, params CreateKeyParams) error {
 	var request CreateKeyRequestObject
 
 	request.ProjectID = projectID
+	request.Params = params
 
 	var body CreateKeyJSONRequestBody
 	var err error

@@ -5,6 +5,7 @@ import (
 	"crypto/rand"
 	"crypto/sha256"
 	"encoding/base32"
+	"errors"
 	"maps"
 	"slices"
 	"strings"
@@ -247,11 +248,18 @@ func (c *Controller) CreateKey(ctx context.Context, actor Key, project core.Proj
 		ID: id, ProjectID: project, Name: name, Prefix: prefix, Hash: sha256.Sum256([]byte(secret)), Scopes: slices.Compact(scopes), Parent: actor.ID,
 	}
 	made, err := read(ctx, c, actor.reach(), func(tx Tx) (Key, error) {
+		if err := bind(ctx, tx, project, string(id)); err != nil {
+			return Key{}, err
+		}
 		if _, err := tx.Project(ctx, project); err != nil {
 			return Key{}, err
 		}
 		return tx.InsertKey(ctx, key, ttl)
 	})
+	if again, ok := errors.AsType[*repeatError](err); ok {
+		err = core.Errorf(core.Conflict, core.CodeIdempotencySecretShown,
+			"the first request with this idempotency key made %s, whose secret was shown once and is kept nowhere; if it did not arrive, revoke that key and make another", again.use.Object)
+	}
 	return made, secret, err
 }
 

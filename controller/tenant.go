@@ -2,6 +2,7 @@ package controller
 
 import (
 	"context"
+	"errors"
 	"time"
 
 	"github.com/coppice-dev/coppice/core"
@@ -77,14 +78,23 @@ func (k Key) reach() Scope {
 
 // CreateProject makes a project with the usual quotas, changed by p.
 func (c *Controller) CreateProject(ctx context.Context, actor Key, name string, p QuotasPatch) (Project, error) {
-	return read(ctx, c, actor.reach(), func(tx Tx) (Project, error) {
-		made, err := tx.InsertProject(ctx, core.NewID[core.ProjectID](), name)
-		if err != nil {
-			return made, err
+	id := core.NewID[core.ProjectID]()
+	made, err := read(ctx, c, actor.reach(), func(tx Tx) (Project, error) {
+		if err := bind(ctx, tx, actor.ProjectID, string(id)); err != nil {
+			return Project{}, err
+		}
+		if _, err := tx.InsertProject(ctx, id, name); err != nil {
+			return Project{}, err
 		}
 		p.Version = 0
-		return tx.PatchQuotas(ctx, made.ID, p)
+		return tx.PatchQuotas(ctx, id, p)
 	})
+	if again, ok := errors.AsType[*repeatError](err); ok {
+		if made, _, err = c.Project(ctx, actor, core.ProjectID(again.use.Object)); err == nil {
+			claimOf(ctx).replayed.Store(true)
+		}
+	}
+	return made, err
 }
 
 // Project returns one, with what it has.

@@ -89,8 +89,9 @@ const (
 	CodeRunnerLost          Code = "RUNNER_LOST"
 	CodeControllerStopping  Code = "CONTROLLER_STOPPING"
 
-	CodeIdempotencyInProgress Code = "IDEMPOTENCY_IN_PROGRESS"
-	CodeIdempotencyMismatch   Code = "IDEMPOTENCY_MISMATCH"
+	CodeIdempotencyInProgress  Code = "IDEMPOTENCY_IN_PROGRESS"
+	CodeIdempotencyMismatch    Code = "IDEMPOTENCY_MISMATCH"
+	CodeIdempotencySecretShown Code = "IDEMPOTENCY_SECRET_SHOWN"
 )
 
 // The codes between controllers and runners.

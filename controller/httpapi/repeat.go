@@ -19,8 +19,10 @@ const (
 // makes says what the operations of the contract that take an idempotency key make, by the prefix of its id. Those that are
 // not named here make an operation ("op"), whose admission binds the key wherever it happens.
 var makes = map[string]string{
-	"exec":       "sess",
-	"createPort": "port",
+	"exec":          "sess",
+	"createPort":    "port",
+	"createProject": "prj",
+	"createKey":     "key",
 }
 
 // repeats is the middleware that hands the use cases the key of a request that may be repeated, and marks an answer that is

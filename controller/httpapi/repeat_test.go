@@ -29,8 +29,6 @@ var harmless = map[string]string{
 	"attachSession":      "a token that is not used dies within a minute",
 	"createFilesPass":    "a pass that is not used dies within minutes",
 	"createRunnerToken":  "a token that is not used dies soon, and a secret is shown once",
-	"createProject":      "its name is unique: a repeat says NAME_TAKEN",
-	"createKey":          "its secret is kept nowhere, so a repeat could not show it; a key that nobody got is seen in the list",
 }
 
 // creating says how to call each POST that makes something: its path, a body, and another body.
@@ -55,6 +53,12 @@ var creating = map[string]func(ws api.Workspace, cp api.Checkpoint) (path, body,
 	},
 	"createPort": func(ws api.Workspace, _ api.Checkpoint) (string, string, string) {
 		return "/v1/workspaces/" + ws.ID + "/ports", `{"guest_port":80}`, `{"guest_port":81}`
+	},
+	"createProject": func(api.Workspace, api.Checkpoint) (string, string, string) {
+		return "/v1/projects", `{"name":"made"}`, `{"name":"other"}`
+	},
+	"createKey": func(api.Workspace, api.Checkpoint) (string, string, string) {
+		return "/v1/projects/{project_id}/keys", `{"name":"made","ttl_seconds":60}`, `{"name":"other"}`
 	},
 	"exec": func(ws api.Workspace, _ api.Checkpoint) (string, string, string) {
 		return "/v1/workspaces/" + ws.ID + "/exec", `{"command":["echo","once"]}`, `{"command":["echo","twice"]}`
@@ -92,6 +96,7 @@ func TestCreatingPosts(t *testing.T) {
 			ws := w.create("main")
 			cp := w.checkpoint(ws.ID)
 			path, body, other := call(ws, cp)
+			path = strings.ReplaceAll(path, "{project_id}", w.project())
 			keyed := map[string]string{"Idempotency-Key": "key of " + op.OperationID}
 			first := w.do(call2(path, body, keyed))
 			if first.status/100 != 2 || first.header.Get("Idempotency-Replayed") != "" {
@@ -99,7 +104,11 @@ func TestCreatingPosts(t *testing.T) {
 			}
 			made := w.rows()
 			again := w.do(call2(path+"?"+waitOf(op.OperationID), reorder(t, body), keyed))
-			if again.status != first.status || again.header.Get("Idempotency-Replayed") != "true" || ident(t, again) != ident(t, first) {
+			if op.OperationID == "createKey" {
+				if p := again.problem(t); again.status != 409 || p.Code != string(core.CodeIdempotencySecretShown) {
+					t.Errorf("a repeat: %d %s", again.status, again.body)
+				}
+			} else if again.status != first.status || again.header.Get("Idempotency-Replayed") != "true" || ident(t, again) != ident(t, first) {
 				t.Errorf("a repeat: %d %s %v, first %d %s", again.status, again.body, again.header, first.status, first.body)
 			}
 			mismatch := w.do(call2(path, other, keyed))
@@ -113,6 +122,7 @@ func TestCreatingPosts(t *testing.T) {
 			if op.OperationID == "createWorkspace" || op.OperationID == "restoreCheckpoint" {
 				w.sql(`UPDATE workspaces SET name = replace(lower(id), '_', '-') WHERE name IN ('made', 'again')`)
 			}
+			w.sql(`UPDATE projects SET name = 'was-made' WHERE name = 'made'`)
 			late := w.do(call2(path, body, keyed))
 			if late.status != first.status || late.header.Get("Idempotency-Replayed") != "" || w.rows() == made {
 				t.Errorf("after a day the key is free again: %d %s", late.status, late.body)
@@ -121,13 +131,23 @@ func TestCreatingPosts(t *testing.T) {
 	}
 }
 
+// project is the one that the world's key is of.
+func (w *world) project() (id string) {
+	w.t.Helper()
+	if err := w.conn().QueryRow(w.t.Context(), `SELECT project_id FROM workspaces LIMIT 1`).Scan(&id); err != nil {
+		w.t.Fatal(err)
+	}
+	return id
+}
+
 func call2(path, body string, header map[string]string) call {
 	return call{method: http.MethodPost, path: strings.TrimSuffix(path, "?"), body: body, header: header}
 }
 
 // waitOf is another query string that means the same request.
 func waitOf(operation string) string {
-	if operation == "exec" || operation == "createPort" {
+	switch operation {
+	case "exec", "createPort", "createProject", "createKey":
 		return ""
 	}
 	return "wait=7"
@@ -154,14 +174,17 @@ func ident(t *testing.T, r reply) string {
 		ID          string `json:"id"`
 		OperationID string `json:"operation_id"`
 		Stdout      string `json:"stdout"`
-		Session     struct {
+		Key         struct {
+			ID string `json:"id"`
+		} `json:"key"`
+		Session struct {
 			ID string `json:"id"`
 		} `json:"session"`
 	}
 	if err := json.Unmarshal(r.body, &v); err != nil {
 		t.Fatal(err)
 	}
-	if v.ID+v.OperationID+v.Session.ID == "" {
+	if v.ID+v.OperationID+v.Session.ID+v.Key.ID == "" {
 		t.Fatalf("nothing names it: %s", r.body)
 	}
 	return fmt.Sprint(v)
@@ -191,8 +214,9 @@ func (w *world) rows() string {
 	w.t.Helper()
 	var s string
 	if err := w.conn().QueryRow(w.t.Context(), `
-		SELECT format('%s operations, %s workspaces, %s sandboxes, %s checkpoints, %s sessions, %s ports', (SELECT count(*) FROM operations),
-			(SELECT count(*) FROM workspaces), (SELECT count(*) FROM sandboxes), (SELECT count(*) FROM checkpoints), (SELECT count(*) FROM sessions), (SELECT count(*) FROM ports))`).Scan(&s); err != nil {
+		SELECT format('%s operations, %s workspaces, %s sandboxes, %s checkpoints, %s sessions, %s ports, %s projects, %s keys', (SELECT count(*) FROM operations),
+			(SELECT count(*) FROM workspaces), (SELECT count(*) FROM sandboxes), (SELECT count(*) FROM checkpoints), (SELECT count(*) FROM sessions), (SELECT count(*) FROM ports),
+			(SELECT count(*) FROM projects), (SELECT count(*) FROM api_keys))`).Scan(&s); err != nil {
 		w.t.Fatal(err)
 	}
 	return s
