@@ -91,7 +91,7 @@ const (
 
 	CodeIdempotencyInProgress  Code = "IDEMPOTENCY_IN_PROGRESS"
 	CodeIdempotencyMismatch    Code = "IDEMPOTENCY_MISMATCH"
-	CodeIdempotencySecretShown Code = "IDEMPOTENCY_SECRET_SHOWN"
+	CodeIdempotencySecretShown Code = "IDEMPOTENCY_SECRET_SHOWN" //nolint:gosec // G101: not a secret
 )
 
 // The codes between controllers and runners.

@@ -214,7 +214,8 @@ func checkHistory(events []coppice.Event) (faults []string) {
 	epochs := map[coppice.WorkspaceID]int64{}
 	for _, e := range events {
 		kind, to, _ := strings.Cut(e.Type, ".")
-		id, legal := "", false
+		var id string
+		var legal bool
 		switch kind {
 		case "workspace":
 			id, legal = e.WorkspaceID, core.WorkspaceState(e.Data.From).CanBecome(core.WorkspaceState(to))

@@ -86,7 +86,7 @@ func insist[T any](ctx context.Context, tr *tree, what string, call func(ctx con
 	ctx = coppice.WithIdempotencyKey(ctx, key)
 	do := func(ctx context.Context) (T, error) {
 		res, err := call(ctx, tr.client())
-		told := ""
+		var told string
 		var refused *coppice.Error
 		switch {
 		case err == nil:

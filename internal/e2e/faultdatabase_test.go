@@ -234,7 +234,7 @@ func (in *installation) healDatabase(t *testing.T) {
 		defer cancel()
 		conn, err := pgx.Connect(ctx, in.database.DSN("postgres"))
 		if err != nil {
-			return false, nil //nolint:nilerr // it is awaited
+			return false, nil
 		}
 		return true, conn.Close(ctx)
 	})

@@ -35,7 +35,7 @@ func (in *installation) converge(t *testing.T, healed time.Time) {
 		defer cancel()
 		for _, c := range in.controllers {
 			if _, err := c.client.Ready(ctx); err != nil {
-				return false, nil //nolint:nilerr // it is awaited
+				return false, nil
 			}
 		}
 		return in.resting(ctx, in.host.client), nil
