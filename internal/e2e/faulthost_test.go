@@ -174,9 +174,14 @@ func powerCut(point string) func(*testing.T, *installation) {
 		until(t, "the machines have ended", func() (bool, error) { return len(in.host.vmms()) == 0, nil })
 		in.forgetHost(t)
 		if made {
-			if err := unix.Unmount(volume, 0); err != nil {
-				t.Fatal(err)
-			}
+			// A process that ends gives its memory back, by which it is found, before its files.
+			until(t, "the volume is unmounted", func() (bool, error) {
+				err := unix.Unmount(volume, 0)
+				if errors.Is(err, unix.EBUSY) {
+					return false, nil
+				}
+				return true, err
+			})
 			// A copy of the mount in another program's namespace keeps the file system, which is shut down for good.
 			until(t, "the volume is free", func() (bool, error) {
 				left, err := in.host.loops()
