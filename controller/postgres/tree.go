@@ -11,6 +11,7 @@ import (
 const shown = ` NOT c.pruned AND c.state IN ('captured', 'sealed', 'deleted')`
 
 // Lineage walks from a node to its root along the primary key: one index probe for each generation of the page (LIMIT 1: see workspaceJoins).
+// It walks with little in hand and then reads the rows where it has seen them, which is a third cheaper than carrying them along.
 func (t *tx) Lineage(ctx context.Context, id, after core.CheckpointID, limit int) ([]controller.Checkpoint, error) {
 	start, skip := id, 0
 	if after != "" {
@@ -18,12 +19,13 @@ func (t *tx) Lineage(ctx context.Context, id, after core.CheckpointID, limit int
 	}
 	return t.page(ctx, `
 		WITH RECURSIVE up AS (
-			SELECT c.*, 0 AS n FROM checkpoints c WHERE c.id = @start
+			SELECT c.ctid AS at, c.parent_id, 0 AS n FROM checkpoints c WHERE c.id = @start
 			UNION ALL
-			SELECT p.*, up.n + 1 FROM up CROSS JOIN LATERAL (SELECT * FROM checkpoints x WHERE x.id = up.parent_id LIMIT 1) p
+			SELECT p.at, p.parent_id, up.n + 1 FROM up CROSS JOIN LATERAL (SELECT x.ctid AS at, x.parent_id FROM checkpoints x WHERE x.id = up.parent_id LIMIT 1) p
 			WHERE up.n + 1 < @limit::int + @skip::int
 		)
-		SELECT`+pageColumns+`, 0 AS children_count FROM up c`+checkpointJoins+` WHERE c.n >= @skip ORDER BY c.n`,
+		SELECT`+pageColumns+`, 0 AS children_count FROM up CROSS JOIN LATERAL (SELECT * FROM checkpoints x WHERE x.ctid = up.at LIMIT 1) c`+checkpointJoins+`
+		WHERE up.n >= @skip ORDER BY up.n`,
 		args{"start": start, "skip": skip, "limit": limit})
 }
 

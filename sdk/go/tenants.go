@@ -16,7 +16,7 @@ func (c *Client) Self(ctx context.Context) (APIKey, error) {
 // CreateProject makes a project. It needs an admin's key.
 func (c *Client) CreateProject(ctx context.Context, req CreateProjectRequest) (Project, error) {
 	var out Project
-	err := c.call(ctx, post("v1", "projects").json(req), &out)
+	err := c.call(ctx, creation("v1", "projects").json(req), &out)
 	return out, err
 }
 
@@ -47,7 +47,7 @@ func (c *Client) DeleteProject(ctx context.Context, id ProjectID) error {
 // CreateKey makes an API key. Its secret is in the answer and nowhere else.
 func (c *Client) CreateKey(ctx context.Context, project ProjectID, req CreateKeyRequest) (CreatedKey, error) {
 	var out CreatedKey
-	err := c.call(ctx, post("v1", "projects", project, "keys").json(req), &out)
+	err := c.call(ctx, creation("v1", "projects", project, "keys").json(req), &out)
 	return out, err
 }
 
