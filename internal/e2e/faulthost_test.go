@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"io"
 	"os"
 	"path/filepath"
 	"slices"
@@ -16,6 +15,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/coppice-dev/coppice/internal/testprog"
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
 
@@ -243,28 +243,15 @@ func upgrade(t *testing.T, in *installation) {
 	}
 	old := in.runner.binary
 	in.runner.binary = filepath.Join(in.dir, "coppice-next")
-	copyFile(t, old, in.runner.binary)
+	program, err := os.ReadFile(old)
+	if err != nil {
+		t.Fatal(err)
+	}
+	testprog.Write(t, in.runner.binary, program)
 	in.startRunner(t, "")
 	in.awaitParent(t)
 	if now := in.host.mustMachine(t, in.parent).pid; now != before {
 		t.Errorf("the parent's VMM was %d and is %d", before, now)
-	}
-}
-
-func copyFile(t *testing.T, from, to string) {
-	t.Helper()
-	in, err := os.Open(from)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer in.Close()
-	out, err := os.OpenFile(to, os.O_CREATE|os.O_WRONLY|os.O_EXCL, 0o755)
-	if err != nil {
-		t.Fatal(err)
-	}
-	_, err = io.Copy(out, in)
-	if err := errors.Join(err, out.Close()); err != nil {
-		t.Fatal(err)
 	}
 }
 
