@@ -225,7 +225,7 @@ func (w *world) rows() string {
 // TestRepeatsAtOnce sends one request fifty times at once: one execution; the others get its answer or are told that it runs.
 func TestRepeatsAtOnce(t *testing.T) {
 	t.Parallel()
-	for _, id := range []string{"forkCheckpoint", "createWorkspace", "createCheckpoint", "exec", "createPort"} {
+	for _, id := range []string{"forkCheckpoint", "createWorkspace", "createCheckpoint", "exec", "createPort", "createProject"} {
 		t.Run(id, func(t *testing.T) {
 			t.Parallel()
 			w := newWorld(t)

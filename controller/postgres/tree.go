@@ -2,6 +2,7 @@ package postgres
 
 import (
 	"context"
+	"slices"
 
 	"github.com/coppice-dev/coppice/controller"
 	"github.com/coppice-dev/coppice/core"
@@ -17,7 +18,8 @@ func (t *tx) Lineage(ctx context.Context, id, after core.CheckpointID, limit int
 	if after != "" {
 		start, skip = after, 1
 	}
-	return t.page(ctx, `
+	// Not sorted there, rows come while the walk goes on, and are decoded meanwhile.
+	list, err := t.page(ctx, `
 		WITH RECURSIVE up AS (
 			SELECT c.ctid AS at, c.parent_id, 0 AS n FROM checkpoints c WHERE c.id = @start
 			UNION ALL
@@ -25,8 +27,10 @@ func (t *tx) Lineage(ctx context.Context, id, after core.CheckpointID, limit int
 			WHERE up.n + 1 < @limit::int + @skip::int
 		)
 		SELECT`+pageColumns+`, 0 AS children_count FROM up CROSS JOIN LATERAL (SELECT * FROM checkpoints x WHERE x.ctid = up.at LIMIT 1) c`+checkpointJoins+`
-		WHERE up.n >= @skip ORDER BY up.n`,
+		WHERE up.n >= @skip`,
 		args{"start": start, "skip": skip, "limit": limit})
+	slices.SortFunc(list, func(a, b controller.Checkpoint) int { return b.Depth - a.Depth })
+	return list, err
 }
 
 type nodeRow struct {
