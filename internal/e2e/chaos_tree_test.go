@@ -142,7 +142,10 @@ func (tr *tree) fork() {
 		return
 	}
 	for i := range count {
-		child := fmt.Sprintf("%s-%d", name, i+1)
+		child := name // of an only one
+		if count > 1 {
+			child = fmt.Sprintf("%s-%d", name, i+1)
+		}
 		for _, w := range tr.settled(child) {
 			if w.State != coppice.WorkspaceReady {
 				continue
