@@ -49,7 +49,7 @@ fuzz: ## fuzz every target for FUZZTIME (60s) each, beginning with the committed
 
 chaos: build ## grow trees while servers, databases and VMs are killed, and check all that was promised: FOR=5m SEED=1 DEPLOY=dev, split or all (root)
 	mkdir -p $(VAR)/chaos
-	COPPICE_TEST_REQUIRE=all $(GO) test -v -count=1 -timeout 90m ./internal/e2e -run '^TestChaos$$' \
+	COPPICE_TEST_REQUIRE=all $(GO) test -tags chaos -v -count=1 -timeout 90m ./internal/e2e -run '^TestChaos$$' \
 		-chaos $(or $(FOR),5m) -chaos-seed $(or $(SEED),1) -chaos-deployment $(or $(DEPLOY),all) -chaos-history $(VAR)/chaos/history.jsonl
 
 faults: build ## every row of the fault matrix that is run, docs/FAULTS.md, to real processes and machines (root)
