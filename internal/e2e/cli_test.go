@@ -147,18 +147,7 @@ func TestCommandLineShell(t *testing.T) {
 	ws := forkOne(t, c.s, seed(t))
 	cmd := c.command("ws", "shell", "--env", "PS1=ready> ", ws, "--", "/bin/sh")
 	cmd.Cancel = func() error { return cmd.Process.Kill() }
-	terminal, err := pty.StartWithSize(cmd, &pty.Winsize{Cols: 100, Rows: 30})
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer terminal.Close()
-	x := &screenOf{t: t, come: make(chan string, 1000)}
-	go x.read(terminal)
-	say := func(keys string) {
-		if _, err := terminal.WriteString(keys); err != nil {
-			t.Fatal(err)
-		}
-	}
+	x, terminal, say := terminalOf(t, cmd)
 	x.await("ready> ")
 	say("stty size; echo mark-$((1+1))\n")
 	x.await("30 100")
@@ -177,6 +166,24 @@ func TestCommandLineShell(t *testing.T) {
 	say("exit 5\n")
 	if err := cmd.Wait(); cmd.ProcessState.ExitCode() != 5 {
 		t.Errorf("%v; the terminal shows %q", err, x.text)
+	}
+}
+
+// terminalOf starts a program in a terminal of 100 by 30.
+func terminalOf(t *testing.T, cmd *exec.Cmd) (x *screenOf, terminal *os.File, say func(keys string)) {
+	t.Helper()
+	terminal, err := pty.StartWithSize(cmd, &pty.Winsize{Cols: 100, Rows: 30})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = terminal.Close() })
+	x = &screenOf{t: t, come: make(chan string, 1000)}
+	go x.read(terminal)
+	return x, terminal, func(keys string) {
+		t.Helper()
+		if _, err := terminal.WriteString(keys); err != nil {
+			t.Fatal(err)
+		}
 	}
 }
 

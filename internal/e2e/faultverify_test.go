@@ -211,6 +211,10 @@ func (in *installation) checkBooks(t *testing.T) {
 				coalesce(sum(delta_bytes + device_state_bytes + disk_bytes) FILTER (WHERE captured_at IS NOT NULL), 0) AS bytes
 				FROM checkpoints WHERE project_id = q.project_id AND kind = 'user' AND state NOT IN ('failed', 'deleted')) c
 			WHERE c.n <> q.checkpoints OR c.bytes <> q.checkpoint_bytes`,
+		"runner whose load is miscounted": `SELECT l.runner_id || ' has ' || c.n || ' sandboxes, counted ' || l.sandboxes FROM runner_loads l
+			CROSS JOIN LATERAL (SELECT count(*) AS n, coalesce(sum(vcpus), 0) AS vcpus, coalesce(sum(memory_mib), 0) AS memory_mib
+				FROM sandboxes WHERE runner_id = l.runner_id AND ended_at IS NULL) c
+			WHERE (c.n, c.vcpus, c.memory_mib) <> (l.sandboxes, l.vcpus, l.memory_mib)`,
 		"ready workspace without a complete reseal": `SELECT w.id FROM workspaces w JOIN sandboxes s ON s.id = w.sandbox_id WHERE w.state = 'ready'
 			AND NOT EXISTS (SELECT 1 FROM reseal_reports r WHERE r.sandbox_id = s.id AND r.complete AND r.generation = s.generation)`,
 	} {

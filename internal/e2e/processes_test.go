@@ -10,7 +10,6 @@ import (
 	"testing"
 	"time"
 
-	"github.com/creack/pty"
 
 	"github.com/coppice-dev/coppice/internal/testaddr"
 	"github.com/coppice-dev/coppice/internal/testpg"
@@ -118,18 +117,7 @@ func TestSeparateProcesses(t *testing.T) {
 
 	cmd := exec.Command(binary, "ws", "shell", "--env", "PS1=ready> ", "apart", "--", "/bin/sh")
 	cmd.Env = append(os.Environ(), "COPPICE_SERVER="+ready.Server, "COPPICE_TOKEN="+strings.TrimSpace(string(secret)))
-	terminal, err := pty.StartWithSize(cmd, &pty.Winsize{Cols: 100, Rows: 30})
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer terminal.Close()
-	x := &screenOf{t: t, come: make(chan string, 1000)}
-	go x.read(terminal)
-	say := func(keys string) {
-		if _, err := terminal.WriteString(keys); err != nil {
-			t.Fatal(err)
-		}
-	}
+	x, _, say := terminalOf(t, cmd)
 	x.await("ready> ")
 	say("stty size; n=41\n")
 	x.await("30 100")

@@ -2,10 +2,8 @@ package diskdiff
 
 import (
 	"bytes"
-	"compress/gzip"
 	"encoding/binary"
 	"errors"
-	"io"
 	"os"
 	"path/filepath"
 	"strings"
@@ -14,26 +12,8 @@ import (
 	"time"
 
 	"github.com/coppice-dev/coppice/runner/ext4"
+	"github.com/coppice-dev/coppice/runner/ext4/ext4test"
 )
-
-// The disk of package ext4's tests: upper/ with a, b, d/1 to d/4, two links and a whiteout.
-func tiny(tb testing.TB) []byte {
-	tb.Helper()
-	f, err := os.Open("../ext4/testdata/tiny.ext4.gz")
-	if err != nil {
-		tb.Fatal(err)
-	}
-	defer func() { _ = f.Close() }()
-	z, err := gzip.NewReader(f)
-	if err != nil {
-		tb.Fatal(err)
-	}
-	b, err := io.ReadAll(z)
-	if err != nil {
-		tb.Fatal(err)
-	}
-	return b
-}
 
 // small is an image, in memory.
 var small = fstest.MapFS{
@@ -93,7 +73,7 @@ const (
 
 func TestHostile(t *testing.T) {
 	t.Parallel()
-	good := tiny(t)
+	good := ext4test.Tiny(t)
 	le := binary.LittleEndian
 	for name, x := range map[string]struct {
 		change func(b []byte)
@@ -137,7 +117,7 @@ func TestHostile(t *testing.T) {
 
 // FuzzCompare compares a real disk with one in which places were changed: four bytes of offset, one of length and the new bytes each.
 func FuzzCompare(f *testing.F) {
-	good := tiny(f)
+	good := ext4test.Tiny(f)
 	patch := func(at uint32, b ...byte) []byte {
 		return append(append(binary.LittleEndian.AppendUint32(nil, at), byte(len(b))), b...)
 	}

@@ -2,16 +2,15 @@ package ext4
 
 import (
 	"bytes"
-	"compress/gzip"
 	"encoding/binary"
 	"errors"
-	"io"
-	"os"
 	"strings"
 	"testing"
+
+	"github.com/coppice-dev/coppice/runner/ext4/ext4test"
 )
 
-// The places of testdata/tiny.ext4.gz: 64 blocks of 4 KiB, written by mkfs.ext4 and debugfs.
+// The places of ext4test.Tiny: 64 blocks of 4 KiB, written by mkfs.ext4 and debugfs.
 const (
 	tinyTable = 34 * 4096              // inodes
 	tinyUpper = tinyTable + (12-1)*256 // a directory, whose entries are in block 8
@@ -21,24 +20,6 @@ const (
 	tinySuper = superblockAt
 	extents   = 0x28 // in an inode
 )
-
-func tiny(tb testing.TB) []byte {
-	tb.Helper()
-	f, err := os.Open("testdata/tiny.ext4.gz")
-	if err != nil {
-		tb.Fatal(err)
-	}
-	defer func() { _ = f.Close() }()
-	z, err := gzip.NewReader(f)
-	if err != nil {
-		tb.Fatal(err)
-	}
-	b, err := io.ReadAll(z)
-	if err != nil {
-		tb.Fatal(err)
-	}
-	return b
-}
 
 // explore reads all that can be reached, goes on where it cannot, and returns what was wrong. It ends whatever the disk says.
 func explore(b []byte) []error {
@@ -85,7 +66,7 @@ func explore(b []byte) []error {
 
 func TestHostile(t *testing.T) {
 	t.Parallel()
-	good := tiny(t)
+	good := ext4test.Tiny(t)
 	if errs := explore(good); len(errs) > 0 {
 		t.Fatal(errs)
 	}
@@ -187,7 +168,7 @@ func TestHostile(t *testing.T) {
 
 func TestCutOff(t *testing.T) {
 	t.Parallel()
-	good := tiny(t)
+	good := ext4test.Tiny(t)
 	for n := 0; n < len(good); n += 511 {
 		if _, err := Open(bytes.NewReader(good[:n]), int64(n)); err == nil {
 			t.Fatalf("a disk cut off at %d bytes was opened", n)
@@ -197,7 +178,7 @@ func TestCutOff(t *testing.T) {
 
 // FuzzRead changes places of a real disk: each is four bytes of offset, one of length and the new bytes.
 func FuzzRead(f *testing.F) {
-	good := tiny(f)
+	good := ext4test.Tiny(f)
 	patch := func(at uint32, b ...byte) []byte {
 		return append(append(binary.LittleEndian.AppendUint32(nil, at), byte(len(b))), b...)
 	}

@@ -4,6 +4,9 @@ package ext4test
 
 import (
 	"bytes"
+	"compress/gzip"
+	_ "embed"
+	"io"
 	"os"
 	"os/exec"
 	"strings"
@@ -52,4 +55,21 @@ func Change(tb testing.TB, path string, commands ...string) {
 	if err != nil || len(complaints) > 0 {
 		tb.Fatalf("debugfs: %v: %s", err, strings.Join(complaints, "\n"))
 	}
+}
+
+//go:embed tiny.ext4.gz
+var tiny []byte
+
+// Tiny returns a disk of 64 blocks of 4 KiB, written by mkfs.ext4 and debugfs: upper/ with a, b, d/1 to d/4, two links and a whiteout.
+func Tiny(tb testing.TB) []byte {
+	tb.Helper()
+	z, err := gzip.NewReader(bytes.NewReader(tiny))
+	if err != nil {
+		tb.Fatal(err)
+	}
+	b, err := io.ReadAll(z)
+	if err != nil {
+		tb.Fatal(err)
+	}
+	return b
 }
