@@ -38,7 +38,7 @@ else
 test: build
 	@echo "Not root: tests that need namespaces or VMs skip. All of them: sudo -E make test"
 endif
-	$(GO) test -race -count=1 -timeout 30m ./...
+	@GO=$(GO) scripts/test -race -count=1 -timeout 30m ./...
 
 test-long: build ## the long sweeps of the end-to-end tests: 64 generations, every runtime, every fault (root; half an hour)
 	COPPICE_TEST_REQUIRE=all $(GO) test -count=1 -timeout 60m ./internal/e2e -long

@@ -10,7 +10,6 @@ import (
 	"testing"
 	"time"
 
-
 	"github.com/coppice-dev/coppice/internal/testaddr"
 	"github.com/coppice-dev/coppice/internal/testpg"
 	"github.com/coppice-dev/coppice/migrations"

@@ -276,14 +276,21 @@ func sweep() {
 	}
 }
 
+// logged has the tests whose failure will show a server's log, once.
+var logged sync.Map
+
 // showLog shows what the server logged during a test that fails.
 func showLog(t *testing.T, s *stack) {
 	t.Helper()
+	if _, again := logged.LoadOrStore(t, s); again {
+		return
+	}
 	var from int64
 	if info, err := os.Stat(s.logFile()); err == nil {
 		from = info.Size()
 	}
 	t.Cleanup(func() {
+		logged.Delete(t)
 		if !t.Failed() {
 			return
 		}
