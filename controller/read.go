@@ -88,8 +88,8 @@ func (c *Controller) Children(ctx context.Context, project core.ProjectID, id co
 }
 
 // Lineage lists the path from a checkpoint to its root.
-func (c *Controller) Lineage(ctx context.Context, project core.ProjectID, id core.CheckpointID, p Page) ([]Checkpoint, error) {
-	return read(ctx, c, InProject(project), func(tx Tx) ([]Checkpoint, error) {
+func (c *Controller) Lineage(ctx context.Context, project core.ProjectID, id core.CheckpointID, p Page) ([]Ancestor, error) {
+	return read(ctx, c, InProject(project), func(tx Tx) ([]Ancestor, error) {
 		list, err := tx.Lineage(ctx, id, core.CheckpointID(p.After), p.Limit)
 		if err == nil && len(list) == 0 && p.After == "" {
 			_, err = tx.Checkpoint(ctx, id)

@@ -227,7 +227,7 @@ type CheckpointTx interface {
 	DeleteRetention(ctx context.Context, id core.CheckpointID) error
 	PatchCheckpoint(ctx context.Context, id core.CheckpointID, p CheckpointPatch) (Checkpoint, error)
 	// Lineage returns the path from a checkpoint (after it, when after is set to one of its ancestors) to its root.
-	Lineage(ctx context.Context, id core.CheckpointID, after core.CheckpointID, limit int) ([]Checkpoint, error)
+	Lineage(ctx context.Context, id core.CheckpointID, after core.CheckpointID, limit int) ([]Ancestor, error)
 	Tree(ctx context.Context, id core.CheckpointID, p TreePage) ([]TreeNode, error)
 }
 

@@ -147,7 +147,8 @@ func (s *server) GetLineage(ctx context.Context, r api.GetLineageRequestObject) 
 	if err != nil {
 		return nil, err
 	}
-	return api.GetLineage200JSONResponse(checkpointList(list, p)), nil
+	list, next := cut(list, p, func(c controller.Ancestor) string { return string(c.ID) })
+	return api.GetLineage200JSONResponse{Items: convert(list, ancestorOf), NextCursor: next}, nil
 }
 
 // ListChildren serves GET /v1/checkpoints/{id}/children.

@@ -100,18 +100,31 @@ func classOf(c runnerapi.RunnerClass) api.RunnerClass {
 func checkpointOf(c controller.Checkpoint) api.Checkpoint {
 	out := api.Checkpoint{
 		ID: string(c.ID), Name: c.Name, State: api.CheckpointState(c.State), Kind: api.CheckpointKind(c.Kind), ParentID: string(c.Parent),
-		WorkspaceID: string(c.WorkspaceID), Labels: labelsOf(c.Labels), Annotations: api.Annotations{}, Pinned: c.Pinned, Version: c.Version, Image: imageRefOf(c.Image),
+		WorkspaceID: string(c.WorkspaceID), Labels: labelsOf(c.Labels), Annotations: annotationsOf(c.Annotations), Pinned: c.Pinned, Version: c.Version, Image: imageRefOf(c.Image),
 		Resources: resourcesOf(c.Resources), RunnerID: string(c.RunnerID), BaseID: string(c.Base), DeltaBytes: c.DeltaBytes,
 		DeviceStateBytes: c.DeviceStateBytes, DiskBytes: c.DiskBytes, PauseMS: c.PauseMS, ParentReseal: convert(c.ParentReseal, stepOf),
 		StalePRNGProcesses: convert(c.StaleProcesses, staleOf), Timings: timingsOf(c.Timings), ChildrenCount: c.ChildrenCount,
 		OperationID: string(c.OperationID), Failure: failureOf(c.Failure), CreatedAt: c.CreatedAt, CapturedAt: c.CapturedAt,
 	}
-	for k, v := range c.Annotations {
-		out.Annotations[k] = v
-	}
 	if c.Class != nil {
 		class := classOf(*c.Class)
 		out.RunnerClass = &class
+	}
+	return out
+}
+
+func ancestorOf(c controller.Ancestor) api.Ancestor {
+	return api.Ancestor{
+		ID: string(c.ID), Name: c.Name, State: api.CheckpointState(c.State), Kind: api.CheckpointKind(c.Kind), ParentID: string(c.Parent), Depth: c.Depth,
+		WorkspaceID: string(c.WorkspaceID), Annotations: annotationsOf(c.Annotations), Pinned: c.Pinned, ChildrenCount: c.ChildrenCount,
+		CreatedAt: c.CreatedAt, CapturedAt: c.CapturedAt,
+	}
+}
+
+func annotationsOf(m map[string]json.RawMessage) api.Annotations {
+	out := make(api.Annotations, len(m))
+	for k, v := range m {
+		out[k] = v
 	}
 	return out
 }

@@ -290,13 +290,14 @@ func (w *world) tree(ws api.Workspace) {
 	if len(list.Items) != 1 || list.Items[0].ID != both.CheckpointID {
 		t.Errorf("filtered: %+v", list)
 	}
-	w.want(200, "GET", "/v1/checkpoints/"+both.CheckpointID+"/lineage?limit=2", nil, &list)
-	if len(list.Items) != 2 || list.Items[1].ID != cp.ID {
-		t.Errorf("lineage: %+v", list)
+	var path api.AncestorList
+	w.want(200, "GET", "/v1/checkpoints/"+both.CheckpointID+"/lineage?limit=2", nil, &path)
+	if len(path.Items) != 2 || path.Items[1].ID != cp.ID {
+		t.Errorf("lineage: %+v", path)
 	}
-	w.want(200, "GET", "/v1/checkpoints/"+both.CheckpointID+"/lineage?cursor="+list.NextCursor, nil, &list)
-	if len(list.Items) != 1 || list.Items[0].ID != root || list.NextCursor != "" {
-		t.Errorf("rest of the lineage: %+v", list)
+	w.want(200, "GET", "/v1/checkpoints/"+both.CheckpointID+"/lineage?cursor="+path.NextCursor, nil, &path)
+	if len(path.Items) != 1 || path.Items[0].ID != root || path.NextCursor != "" {
+		t.Errorf("rest of the lineage: %+v", path)
 	}
 	w.want(200, "GET", one+"/children", nil, &list)
 	if len(list.Items) != 1 || list.Items[0].ID != both.CheckpointID {

@@ -319,7 +319,7 @@ func TestTreeAgainstModel(t *testing.T) {
 		}
 		var walked []core.CheckpointID
 		for after := core.CheckpointID(""); ; {
-			var list []controller.Checkpoint
+			var list []controller.Ancestor
 			d.mine(func(ctx context.Context, tx controller.Tx) error {
 				var err error
 				list, err = tx.Lineage(ctx, top, after, 3)

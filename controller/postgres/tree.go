@@ -2,7 +2,9 @@ package postgres
 
 import (
 	"context"
+	"encoding/json"
 	"slices"
+	"time"
 
 	"github.com/coppice-dev/coppice/controller"
 	"github.com/coppice-dev/coppice/core"
@@ -11,26 +13,52 @@ import (
 // The nodes that a tree shows. A failed capture was never a node, one that runs is not one yet.
 const shown = ` NOT c.pruned AND c.state IN ('captured', 'sealed', 'deleted')`
 
+type ancestorRow struct {
+	ID            core.CheckpointID         `db:"id"`
+	Kind          controller.CheckpointKind `db:"kind"`
+	State         core.CheckpointState      `db:"state"`
+	Parent        core.CheckpointID         `db:"parent_id"`
+	Depth         int                       `db:"depth"`
+	WorkspaceID   core.WorkspaceID          `db:"workspace_id"`
+	Name          string                    `db:"name"`
+	Annotations   object[json.RawMessage]   `db:"annotations"`
+	Pinned        bool                      `db:"pinned"`
+	ChildrenCount int                       `db:"children_count"`
+	CreatedAt     time.Time                 `db:"created_at"`
+	CapturedAt    *time.Time                `db:"captured_at"`
+}
+
 // Lineage walks from a node to its root along the primary key: one index probe for each generation of the page (LIMIT 1: see workspaceJoins).
-// It walks with little in hand and then reads the rows where it has seen them, which is a third cheaper than carrying them along.
-func (t *tx) Lineage(ctx context.Context, id, after core.CheckpointID, limit int) ([]controller.Checkpoint, error) {
+// It walks with little in hand and then reads the rows where it has seen them.
+func (t *tx) Lineage(ctx context.Context, id, after core.CheckpointID, limit int) ([]controller.Ancestor, error) {
 	start, skip := id, 0
 	if after != "" {
 		start, skip = after, 1
 	}
 	// Not sorted there, rows come while the walk goes on, and are decoded meanwhile.
-	list, err := t.page(ctx, `
+	rows, err := many[ancestorRow](ctx, t, `
 		WITH RECURSIVE up AS (
 			SELECT c.ctid AS at, c.parent_id, 0 AS n FROM checkpoints c WHERE c.id = @start
 			UNION ALL
 			SELECT p.at, p.parent_id, up.n + 1 FROM up CROSS JOIN LATERAL (SELECT x.ctid AS at, x.parent_id FROM checkpoints x WHERE x.id = up.parent_id LIMIT 1) p
 			WHERE up.n + 1 < @limit::int + @skip::int
 		)
-		SELECT`+pageColumns+`, 0 AS children_count FROM up CROSS JOIN LATERAL (SELECT * FROM checkpoints x WHERE x.ctid = up.at LIMIT 1) c`+checkpointJoins+`
-		WHERE up.n >= @skip`,
+		SELECT c.id, c.kind, c.state, coalesce(c.parent_id, '') AS parent_id, c.depth, coalesce(c.workspace_id, '') AS workspace_id, coalesce(c.name, '') AS name,
+			c.annotations, c.pinned, c.created_at, c.captured_at,`+childrenCount+`
+		FROM up CROSS JOIN LATERAL (SELECT * FROM checkpoints x WHERE x.ctid = up.at LIMIT 1) c WHERE up.n >= @skip`,
 		args{"start": start, "skip": skip, "limit": limit})
-	slices.SortFunc(list, func(a, b controller.Checkpoint) int { return b.Depth - a.Depth })
-	return list, err
+	if err != nil {
+		return nil, err
+	}
+	list := make([]controller.Ancestor, len(rows))
+	for i, r := range rows {
+		list[i] = controller.Ancestor{
+			ID: r.ID, Kind: r.Kind, State: r.State, Parent: r.Parent, Depth: r.Depth, WorkspaceID: r.WorkspaceID, Name: r.Name, Annotations: r.Annotations,
+			Pinned: r.Pinned, ChildrenCount: r.ChildrenCount, CreatedAt: r.CreatedAt, CapturedAt: timeOf(r.CapturedAt),
+		}
+	}
+	slices.SortFunc(list, func(a, b controller.Ancestor) int { return b.Depth - a.Depth })
+	return list, nil
 }
 
 type nodeRow struct {

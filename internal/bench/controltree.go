@@ -13,16 +13,18 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// plant inserts generations of captured checkpoints below a root: node (g, n) grew from (g-1, n/2), so that (g, 0) is a chain.
+// plant inserts generations of captured checkpoints below a root: node (g, n) grew from (g-1, n/2), so that (g, 0) is a chain. All have
+// what a search writes to a checkpoint, and the timings of a real one.
 // Triggers are off: history is not replayed.
 const plant = `
 	SET session_replication_role = replica;
 	INSERT INTO checkpoints (id, project_id, kind, state, parent_project_id, parent_id, root_id, depth, workspace_id, workspace_epoch,
-		image_name, image_digest, vcpus, memory_mib, disk_gib, runner_id, runner_class, class_key, base_id, captured_at)
+		image_name, image_digest, vcpus, memory_mib, disk_gib, runner_id, runner_class, class_key, base_id, annotations, timings, parent_reseal, captured_at)
 	SELECT 'ckpt_' || lpad(g::text, 13, '0') || lpad(n::text, 13, '0'), s.project_id, 'user', 'captured',
 		CASE WHEN g = 1 THEN '` + string(controller.SystemProject) + `' ELSE s.project_id END,
 		CASE WHEN g = 1 THEN s.root_id ELSE 'ckpt_' || lpad((g - 1)::text, 13, '0') || lpad((n / 2)::text, 13, '0') END,
-		s.root_id, g, s.workspace_id, 1, s.image_name, s.image_digest, s.vcpus, s.memory_mib, s.disk_gib, s.runner_id, s.runner_class, s.class_key, s.base_id, now()
+		s.root_id, g, s.workspace_id, 1, s.image_name, s.image_digest, s.vcpus, s.memory_mib, s.disk_gib, s.runner_id, s.runner_class, s.class_key, s.base_id,
+		jsonb_build_object('score', n / 100.0, 'visits', g), s.timings, s.parent_reseal, now()
 	FROM checkpoints s, generate_series(1, %d) AS g, generate_series(0, %d) AS n WHERE s.kind = 'user';
 	ANALYZE checkpoints`
 

@@ -153,8 +153,8 @@ func (c *Client) RestoreCheckpoint(ctx context.Context, id CheckpointID, req Res
 }
 
 // Lineage iterates from a checkpoint to its root.
-func (c *Client) Lineage(ctx context.Context, id CheckpointID) iter.Seq2[Checkpoint, error] {
-	return all[Checkpoint](ctx, c, get("v1", "checkpoints", id, "lineage"))
+func (c *Client) Lineage(ctx context.Context, id CheckpointID) iter.Seq2[Ancestor, error] {
+	return all[Ancestor](ctx, c, get("v1", "checkpoints", id, "lineage"))
 }
 
 // Children iterates over the direct children of a checkpoint, oldest first.

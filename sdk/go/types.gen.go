@@ -572,6 +572,48 @@ type APIKeyList struct {
 	NextCursor string   `json:"next_cursor,omitempty,omitzero"`
 }
 
+// Ancestor defines model for Ancestor.
+type Ancestor struct {
+	// Annotations Any JSON values, at most 16 KiB in all. For what a program says about a node, such as scores.
+	Annotations Annotations `json:"annotations"`
+	CapturedAt  time.Time   `json:"captured_at,omitempty,omitzero"`
+
+	// ChildrenCount Direct children that are not deleted.
+	ChildrenCount int       `json:"children_count"`
+	CreatedAt     time.Time `json:"created_at"`
+
+	// Depth Generations below the root.
+	Depth int `json:"depth"`
+
+	// ID Example: ckpt_06e5bqv7z0f3m8k2h1t9r4w6xc
+	ID CheckpointID `json:"id"`
+
+	// Kind `template`: made by booting an image once, the root of every tree grown from it.
+	Kind CheckpointKind `json:"kind"`
+
+	// Name 1 to 63 lower-case letters, digits or hyphens; begins and ends with a letter or digit.
+	Name Name `json:"name,omitempty,omitzero"`
+
+	// ParentID Example: ckpt_06e5bqv7z0f3m8k2h1t9r4w6xc
+	ParentID CheckpointID `json:"parent_id,omitempty,omitzero"`
+
+	// Pinned See `Checkpoint`.
+	Pinned bool `json:"pinned"`
+
+	// State `captured` is durable on its host and can be forked there; `sealed` is durable in the store. `deleted` nodes
+	// appear only as somebody's ancestors.
+	State CheckpointState `json:"state"`
+
+	// WorkspaceID The workspace that it was taken of.
+	WorkspaceID WorkspaceID `json:"workspace_id,omitempty,omitzero"`
+}
+
+// AncestorList defines model for AncestorList.
+type AncestorList struct {
+	Items      []Ancestor `json:"items"`
+	NextCursor string     `json:"next_cursor,omitempty,omitzero"`
+}
+
 // Annotations Any JSON values, at most 16 KiB in all. For what a program says about a node, such as scores.
 type Annotations map[string]interface{}
 
