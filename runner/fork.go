@@ -70,10 +70,10 @@ func (r *Runner) compatible(c runnerapi.Checkpoint) error {
 }
 
 func (r *Runner) forkOne(ctx context.Context, ckpt *opened, child runnerapi.Child) (out runnerapi.ChildResult) {
-	began := time.Now()
+	ctx, end := traceChild(ctx, child.SandboxID)
 	defer func() {
 		r.metrics.forked(out)
-		traced(ctx, began, out)
+		end(out)
 	}()
 	out.SandboxID = child.SandboxID
 	watch := core.NewStopwatch()

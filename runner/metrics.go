@@ -180,12 +180,15 @@ func (w *warmPool) size() int {
 // Traces is where the spans of requests go.
 func (r *Runner) Traces() trace.TracerProvider { return r.cfg.Traces }
 
-// traced makes a span of a child, with its stages: restore, the agent's connection, reseal and release among them.
-func traced(ctx context.Context, began time.Time, out runnerapi.ChildResult) {
-	ctx, span := tracing.Start(ctx, "child", trace.WithTimestamp(began), trace.WithAttributes(attribute.String("sandbox_id", string(out.SandboxID))))
-	if out.Problem != nil {
-		tracing.Fail(span, out.Problem.Err())
+// traceChild begins the span of a child. end makes one of each stage, too: restore, the agent's connection, reseal and release among them.
+func traceChild(ctx context.Context, id core.SandboxID) (_ context.Context, end func(out runnerapi.ChildResult)) {
+	began := time.Now()
+	ctx, span := tracing.Start(ctx, "child", trace.WithTimestamp(began), trace.WithAttributes(attribute.String("sandbox_id", string(id))))
+	return ctx, func(out runnerapi.ChildResult) {
+		if out.Problem != nil {
+			tracing.Fail(span, out.Problem.Err())
+		}
+		tracing.Stages(ctx, began, out.Timings)
+		span.End()
 	}
-	tracing.Stages(ctx, began, out.Timings)
-	span.End()
 }

@@ -5,18 +5,20 @@ import (
 	"log/slog"
 	"path/filepath"
 	"slices"
+	"strings"
 	"testing"
 	"time"
 
 	sdk "go.opentelemetry.io/otel/sdk/trace"
 	"go.opentelemetry.io/otel/sdk/trace/tracetest"
 
+	"github.com/coppice-dev/coppice/guestagent/guestapi"
 	"github.com/coppice-dev/coppice/internal/daemon"
 	"github.com/coppice-dev/coppice/runner/vmm/fakevmm"
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
 
-// TestTraceOfAFork has controller and runner in this process and finds one trace of a fork, from the request to the release.
+// TestTraceOfAFork has controller and runner in this process and finds one trace of a fork, from the request to what the agent did.
 func TestTraceOfAFork(t *testing.T) {
 	t.Parallel()
 	c := newCluster(t) // for the database and a first runner token
@@ -68,20 +70,47 @@ func TestTraceOfAFork(t *testing.T) {
 	if _, err := client.ForkCheckpoint(t.Context(), cp.ID, coppice.ForkCheckpointRequest{Count: new(1)}); err != nil {
 		t.Fatal(err)
 	}
-	want := []string{"POST /v1/checkpoints/:checkpoint_id/fork", "fork_checkpoint", "admit", "runner call", "runner POST", "child", "restore", "connect", "reseal", "release"}
-	until(t, "one trace has all spans", func() (bool, error) {
-		byTrace := map[string][]string{}
-		for _, s := range exporter.GetSpans() {
-			id := s.SpanContext.TraceID().String()
-			byTrace[id] = append(byTrace[id], s.Name)
+	const request = "POST /v1/checkpoints/:checkpoint_id/fork"
+	// Each below the one before; the last three beside one another.
+	path := []string{request, "fork_checkpoint", "runner call", "runner POST", "child", "agent POST " + guestapi.PathReseal}
+	want := []string{request + " > fork_checkpoint > admit"}
+	for i := range path {
+		want = append(want, strings.Join(path[:i+1], " > "))
+	}
+	for _, stage := range []string{"restore", "connect", "reseal", "release", "agent POST " + guestapi.PathRelease} {
+		want = append(want, strings.Join(append(path[:5:5], stage), " > "))
+	}
+	for _, step := range []string{guestapi.StepEntropy, guestapi.StepGeneration} {
+		want = append(want, strings.Join(append(path[:6:6], step), " > "))
+	}
+	var have []string
+	missing := func() []string {
+		have = paths(exporter.GetSpans())
+		return slices.DeleteFunc(slices.Clone(want), func(p string) bool { return slices.Contains(have, p) })
+	}
+	defer func() {
+		if t.Failed() {
+			t.Logf("of the spans %q are missing; there are %q", missing(), have)
 		}
-		for _, names := range byTrace {
-			if !slices.ContainsFunc(want, func(name string) bool { return !slices.Contains(names, name) }) {
-				return true, nil
-			}
+	}()
+	until(t, "one trace has all spans", func() (bool, error) { return len(missing()) == 0, nil })
+}
+
+// paths are the names of the spans, each after those that it is below.
+func paths(spans tracetest.SpanStubs) []string {
+	byID := make(map[string]tracetest.SpanStub, len(spans))
+	for _, s := range spans {
+		byID[s.SpanContext.TraceID().String()+s.SpanContext.SpanID().String()] = s
+	}
+	var out []string
+	for _, s := range spans {
+		path := s.Name
+		for p, ok := byID[s.Parent.TraceID().String()+s.Parent.SpanID().String()]; ok; p, ok = byID[p.Parent.TraceID().String()+p.Parent.SpanID().String()] {
+			path = p.Name + " > " + path
 		}
-		return false, nil
-	})
+		out = append(out, path)
+	}
+	return out
 }
 
 func wait[T any](t *testing.T, ready <-chan T) T {

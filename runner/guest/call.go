@@ -47,7 +47,10 @@ func (c *Client) open() (net.Conn, error) {
 }
 
 // call does one control request. out is filled only when the answer is a success.
-func (c *Client) call(ctx context.Context, limit time.Duration, method, path string, in, out any) error {
+func (c *Client) call(ctx context.Context, limit time.Duration, method, path string, in, out any) (err error) {
+	began := time.Now()
+	ctx, end := traceCall(ctx, method, path)
+	defer func() { end(err) }()
 	ctx, cancel := context.WithTimeout(ctx, limit)
 	defer cancel()
 	var body io.Reader
@@ -86,6 +89,12 @@ func (c *Client) call(ctx context.Context, limit time.Duration, method, path str
 	}
 	if err := json.Unmarshal(b, out); err != nil {
 		return protocolError(err, "its answer to %s is not understood", path)
+	}
+	switch v := out.(type) {
+	case *core.ResealReport:
+		traceSteps(ctx, began, v.Steps)
+	case *guestapi.ReseedResponse:
+		traceSteps(ctx, began, v.Steps)
 	}
 	return nil
 }
