@@ -2116,6 +2116,9 @@ type WorkspaceList struct {
 // WorkspaceState docs/STATE_MACHINES.md has the transitions.
 type WorkspaceState string
 
+// AuditedProject defines model for AuditedProject.
+type AuditedProject = ProjectID
+
 // Cursor defines model for Cursor.
 type Cursor = string
 
@@ -2148,6 +2151,9 @@ type Accepted = Operation
 
 // ListAuditParams defines parameters for ListAudit.
 type ListAuditParams struct {
+	// ProjectID The records of this project instead of the key's own; for another the key needs the scope `admin`. What operators do to runners and projects is recorded in the system's, `prj_00000000000000000000000000`.
+	ProjectID AuditedProject `form:"project_id,omitempty" json:"project_id,omitempty,omitzero"`
+
 	// Limit Items on a page; 100 when absent.
 	Limit *Limit `form:"limit,omitempty" json:"limit,omitempty"`
 
@@ -2177,6 +2183,12 @@ type ListAuditParams struct {
 
 	// Until Before this time.
 	Until time.Time `form:"until,omitempty" json:"until,omitempty,omitzero"`
+}
+
+// CheckAuditParams defines parameters for CheckAudit.
+type CheckAuditParams struct {
+	// ProjectID The records of this project instead of the key's own; for another the key needs the scope `admin`. What operators do to runners and projects is recorded in the system's, `prj_00000000000000000000000000`.
+	ProjectID AuditedProject `form:"project_id,omitempty" json:"project_id,omitempty,omitzero"`
 }
 
 // ListCheckpointsParams defines parameters for ListCheckpoints.
@@ -2555,7 +2567,7 @@ type ServerInterface interface {
 	ListAudit(ctx echo.Context, params ListAuditParams) error
 	// CheckAudit Compare the records with their seals
 	// (GET /v1/audit/check)
-	CheckAudit(ctx echo.Context) error
+	CheckAudit(ctx echo.Context, params CheckAuditParams) error
 	// ListCheckpoints List checkpoints, newest first
 	// (GET /v1/checkpoints)
 	ListCheckpoints(ctx echo.Context, params ListCheckpointsParams) error
@@ -2755,6 +2767,13 @@ func (w *ServerInterfaceWrapper) ListAudit(ctx echo.Context) error {
 
 	// Parameter object where we will unmarshal all parameters from the context
 	var params ListAuditParams
+	// ------------- Optional query parameter "project_id" -------------
+
+	err = runtime.BindQueryParameterWithOptions("form", true, false, "project_id", ctx.QueryParams(), &params.ProjectID, runtime.BindQueryParameterOptions{Type: "string", Format: ""})
+	if err != nil {
+		return echo.NewHTTPError(http.StatusBadRequest, fmt.Sprintf("Invalid format for parameter project_id: %s", err))
+	}
+
 	// ------------- Optional query parameter "limit" -------------
 
 	err = runtime.BindQueryParameterWithOptions("form", true, false, "limit", ctx.QueryParams(), &params.Limit, runtime.BindQueryParameterOptions{Type: "integer", Format: ""})
@@ -2834,8 +2853,17 @@ func (w *ServerInterfaceWrapper) ListAudit(ctx echo.Context) error {
 func (w *ServerInterfaceWrapper) CheckAudit(ctx echo.Context) error {
 	var err error
 
+	// Parameter object where we will unmarshal all parameters from the context
+	var params CheckAuditParams
+	// ------------- Optional query parameter "project_id" -------------
+
+	err = runtime.BindQueryParameterWithOptions("form", true, false, "project_id", ctx.QueryParams(), &params.ProjectID, runtime.BindQueryParameterOptions{Type: "string", Format: ""})
+	if err != nil {
+		return echo.NewHTTPError(http.StatusBadRequest, fmt.Sprintf("Invalid format for parameter project_id: %s", err))
+	}
+
 	// Invoke the callback with all the unmarshaled arguments
-	err = w.Handler.CheckAudit(ctx)
+	err = w.Handler.CheckAudit(ctx, params)
 	return err
 }
 
@@ -4563,6 +4591,7 @@ func (response ListAuditdefaultApplicationProblemPlusJSONResponse) VisitListAudi
 }
 
 type CheckAuditRequestObject struct {
+	Params CheckAuditParams
 }
 
 type CheckAuditResponseObject interface {
@@ -7237,8 +7266,10 @@ func (sh *strictHandler) ListAudit(ctx echo.Context, params ListAuditParams) err
 }
 
 // CheckAudit operation middleware
-func (sh *strictHandler) CheckAudit(ctx echo.Context) error {
+func (sh *strictHandler) CheckAudit(ctx echo.Context, params CheckAuditParams) error {
 	var request CheckAuditRequestObject
+
+	request.Params = params
 
 	handler := func(ctx echo.Context, request interface{}) (interface{}, error) {
 		return sh.ssi.CheckAudit(ctx.Request().Context(), request.(CheckAuditRequestObject))

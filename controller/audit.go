@@ -100,14 +100,27 @@ func (c *Controller) Audit(ctx context.Context, r AuditRecord) error {
 	return c.store.InTx(ctx, InProject(r.ProjectID), func(tx Tx) error { return tx.InsertAudit(ctx, r) })
 }
 
-// AuditRecords lists, newest first.
-func (c *Controller) AuditRecords(ctx context.Context, project core.ProjectID, f AuditFilter) ([]AuditRecord, error) {
-	return read(ctx, c, InProject(project), func(tx Tx) ([]AuditRecord, error) { return tx.AuditRecords(ctx, f) })
+// AuditRecords lists those of a project, newest first.
+func (c *Controller) AuditRecords(ctx context.Context, actor Key, project core.ProjectID, f AuditFilter) ([]AuditRecord, error) {
+	return audited(ctx, c, actor, project, func(tx Tx) ([]AuditRecord, error) { return tx.AuditRecords(ctx, f) })
 }
 
 // CheckAudit compares a project's records with their seals.
-func (c *Controller) CheckAudit(ctx context.Context, project core.ProjectID) (AuditCheck, error) {
-	return read(ctx, c, InProject(project), func(tx Tx) (AuditCheck, error) { return tx.CheckAudit(ctx, project) })
+func (c *Controller) CheckAudit(ctx context.Context, actor Key, project core.ProjectID) (AuditCheck, error) {
+	return audited(ctx, c, actor, project, func(tx Tx) (AuditCheck, error) { return tx.CheckAudit(ctx, project) })
+}
+
+// audited reads in the scope of a project that the key may see: its own, or for an operator any there is, the system's too, which has
+// the records of runners and projects.
+func audited[T any](ctx context.Context, c *Controller, actor Key, project core.ProjectID, fn func(tx Tx) (T, error)) (T, error) {
+	operators := project == SystemProject && actor.reach() == System() // that project is not in any list
+	if project != actor.ProjectID && !operators {
+		if _, err := read(ctx, c, actor.reach(), func(tx Tx) (Project, error) { return tx.Project(ctx, project) }); err != nil {
+			var none T
+			return none, err
+		}
+	}
+	return read(ctx, c, InProject(project), fn)
 }
 
 const sealInterval = 10 * time.Second

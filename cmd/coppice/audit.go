@@ -2,6 +2,7 @@ package main
 
 import (
 	"cmp"
+	"context"
 	"fmt"
 	"io"
 	"time"
@@ -14,19 +15,23 @@ import (
 
 func newAuditCommand(a *app) *cobra.Command {
 	var f coppice.AuditFilter
-	var outcome string
+	var ref, outcome string
 	var last time.Duration
 	var limit int
 	c := &cobra.Command{
 		Use:   "audit",
 		Short: "Show who changed what",
-		Long: `Show who changed what in the key's project, newest first. There is one record per change of a state; what was accepted has another
+		Long: `Show who changed what in the key's project, newest first. A key with the scope admin may ask for another project; what operators do to
+runners and projects is in "--project system". There is one record per change of a state; what was accepted has another
 record of the same operation when it has ended.`,
 		Example: "  coppice audit --last 1h --outcome failed\n  coppice audit --object ws_06e5bqv7z0f3m8k2h1t9r4w6xc --json\n  coppice audit check",
 		Args:    cobra.NoArgs,
 		RunE: func(c *cobra.Command, _ []string) error {
 			client, err := a.client()
 			if err != nil {
+				return err
+			}
+			if f.ProjectID, err = auditedProject(c.Context(), client, ref); err != nil {
 				return err
 			}
 			f.Outcome = coppice.AuditOutcome(outcome)
@@ -54,12 +59,14 @@ record of the same operation when it has ended.`,
 	fl.StringVar(&outcome, "outcome", "", "only this `outcome`: accepted, succeeded or failed")
 	fl.DurationVar(&last, "last", 0, "only the last `duration`, such as 1h")
 	fl.IntVar(&limit, "limit", 100, "show at most this `number`; 0 shows all")
+	fl.StringVar(&ref, "project", "", auditedProjectHelp)
 	c.AddCommand(newAuditCheckCommand(a))
 	return c
 }
 
 func newAuditCheckCommand(a *app) *cobra.Command {
-	return &cobra.Command{
+	var ref string
+	c := &cobra.Command{
 		Use:   "check",
 		Short: "Compare the records with their seals",
 		Long: `Compare the records with their seals. Keep the head that it prints elsewhere: as long as a later check finds the chain whole, and that
@@ -70,7 +77,11 @@ head in it, nothing before it was changed. The command fails when the chain is b
 			if err != nil {
 				return err
 			}
-			got, err := client.CheckAudit(c.Context())
+			id, err := auditedProject(c.Context(), client, ref)
+			if err != nil {
+				return err
+			}
+			got, err := client.CheckAudit(c.Context(), id)
 			if err != nil {
 				return err
 			}
@@ -83,7 +94,23 @@ head in it, nothing before it was changed. The command fails when the chain is b
 			return err
 		},
 	}
+	c.Flags().StringVar(&ref, "project", "", auditedProjectHelp)
+	return c
 }
+
+// auditedProject finds the project whose records a person means: a name, an id or "system"; nobody in particular is that of the key.
+func auditedProject(ctx context.Context, client *coppice.Client, ref string) (coppice.ProjectID, error) {
+	switch ref {
+	case "":
+		return "", nil
+	case "system":
+		return coppice.SystemProject, nil
+	}
+	p, err := project(ctx, client, ref)
+	return p.ID, err
+}
+
+const auditedProjectHelp = `the records of this ` + "`PROJECT`" + `, or "system"; the key's own if not given`
 
 func printAudit(w io.Writer, list []coppice.AuditRecord) error {
 	if len(list) == 0 {

@@ -84,7 +84,19 @@ func (f *fake) RevokeKey(_ context.Context, r api.RevokeKeyRequestObject) (api.R
 	return api.RevokeKey204Response{}, nil
 }
 
-// TestTenantCommands runs the commands for projects and keys: what they print, and what they send.
+func (f *fake) ListAudit(_ context.Context, r api.ListAuditRequestObject) (api.ListAuditResponseObject, error) {
+	f.note("audit of " + r.Params.ProjectID)
+	return api.ListAudit200JSONResponse{Items: []api.AuditRecord{{
+		ID: "1", CreatedAt: dawn, Actor: fakeID("key", 1), Source: "192.0.2.7", Action: "forkCheckpoint", ObjectID: fakeID("ws", 1), After: "ready", Outcome: api.AuditSucceeded,
+	}}}, nil
+}
+
+func (f *fake) CheckAudit(_ context.Context, r api.CheckAuditRequestObject) (api.CheckAuditResponseObject, error) {
+	f.note("check of " + r.Params.ProjectID)
+	return api.CheckAudit200JSONResponse{Intact: r.Params.ProjectID == "", BrokenSeal: 7, Records: 3, Seals: 8, Head: "abcd"}, nil
+}
+
+// TestTenantCommands runs the commands for projects, keys and their audit log: what they print, and what they send.
 func TestTenantCommands(t *testing.T) {
 	t.Parallel()
 	f, run := newFake(t)
@@ -114,6 +126,12 @@ func TestTenantCommands(t *testing.T) {
 		{"key show gone", 66, []string{`there is no valid key "gone"`}, ""},
 		{"key show " + fakeID("key", 9), 66, []string{"KEY_NOT_FOUND"}, ""},
 		{"key revoke ci", 0, []string{fakeID("key", 2) + " is revoked"}, `["revoke ` + fakeID("key", 2) + `"]`},
+		{"audit", 0, []string{fakeID("key", 1), "192.0.2.7", "forkCheckpoint", "- > ready", "succeeded"}, `["audit of "]`},
+		{"audit --project blue", 0, []string{"forkCheckpoint"}, `["audit of ` + fakeID("prj", 2) + `"]`},
+		{"audit --project system --json", 0, []string{`"forkCheckpoint"`}, `["audit of ` + fakeID("prj", 0) + `"]`},
+		{"audit --project green", 66, []string{`there is no project "green"`}, ""},
+		{"audit check", 0, []string{"Intact", "abcd"}, `["check of "]`},
+		{"audit check --project system", 1, []string{"the audit log was tampered with: seal 7"}, `["check of ` + fakeID("prj", 0) + `"]`},
 		{"--json key revoke ci", 0, []string{`"` + fakeID("key", 2) + `"`}, `["revoke ` + fakeID("key", 2) + `"]`},
 		{"--json key create ci", 0, []string{`"secret": "` + fakeSecret + `"`}, `["` + fakeID("prj", 1) + `",{"name":"ci"}]`},
 	} {

@@ -1,6 +1,7 @@
 package httpapi
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"fmt"
@@ -90,6 +91,11 @@ func auditRecordOf(r controller.AuditRecord) api.AuditRecord {
 	}
 }
 
+// auditedProject is the project that is asked for, or else the key's own.
+func auditedProject(ctx context.Context, asked string) core.ProjectID {
+	return cmp.Or(core.ProjectID(asked), projectOf(ctx))
+}
+
 // ListAudit serves GET /v1/audit.
 func (s *server) ListAudit(ctx context.Context, r api.ListAuditRequestObject) (api.ListAuditResponseObject, error) {
 	p, err := page(r.Params.Limit, r.Params.Cursor)
@@ -105,7 +111,7 @@ func (s *server) ListAudit(ctx context.Context, r api.ListAuditRequestObject) (a
 			return nil, badCursor()
 		}
 	}
-	list, err := s.control.AuditRecords(ctx, projectOf(ctx), f)
+	list, err := s.control.AuditRecords(ctx, controller.KeyOf(ctx), auditedProject(ctx, r.Params.ProjectID), f)
 	if err != nil {
 		return nil, err
 	}
@@ -114,8 +120,8 @@ func (s *server) ListAudit(ctx context.Context, r api.ListAuditRequestObject) (a
 }
 
 // CheckAudit serves GET /v1/audit/check.
-func (s *server) CheckAudit(ctx context.Context, _ api.CheckAuditRequestObject) (api.CheckAuditResponseObject, error) {
-	got, err := s.control.CheckAudit(ctx, projectOf(ctx))
+func (s *server) CheckAudit(ctx context.Context, r api.CheckAuditRequestObject) (api.CheckAuditResponseObject, error) {
+	got, err := s.control.CheckAudit(ctx, controller.KeyOf(ctx), auditedProject(ctx, r.Params.ProjectID))
 	if err != nil {
 		return nil, err
 	}

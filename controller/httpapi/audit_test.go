@@ -1,6 +1,7 @@
 package httpapi_test
 
 import (
+	"encoding/json"
 	"fmt"
 	"net/http"
 	"slices"
@@ -10,6 +11,7 @@ import (
 	"github.com/getkin/kin-openapi/openapi3"
 
 	"github.com/coppice-dev/coppice/api"
+	"github.com/coppice-dev/coppice/controller"
 )
 
 // things are what changes are tried on: one of each.
@@ -219,6 +221,53 @@ func TestRefusedGuestChangeIsRecorded(t *testing.T) {
 	if len(list.Items) != 2 || list.Items[0].Outcome != api.AuditFailed || !strings.Contains(string(list.Items[0].Detail), "FILE_NOT_FOUND") ||
 		list.Items[1].Outcome != api.AuditAccepted || !strings.Contains(string(list.Items[1].Detail), "/tmp/absent") {
 		t.Errorf("%+v", list.Items)
+	}
+}
+
+// TestAuditOfOthers has an operator read what operators did to runners and what another project did.
+func TestAuditOfOthers(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	other := w.secondProject()
+	w.grown(other)
+	var self api.APIKey
+	w.want(200, "GET", "/v1/self", nil, &self)
+	var theirs api.APIKey
+	if got := w.do(call{method: "GET", path: "/v1/self", key: other}); json.Unmarshal(got.body, &theirs) != nil || theirs.ProjectID == self.ProjectID {
+		t.Fatalf("%d %s", got.status, got.body)
+	}
+	token := w.do(call{method: "POST", path: "/v1/runner-tokens", body: `{}`})
+	if token.status != 201 {
+		t.Fatalf("%d %s", token.status, token.body)
+	}
+	for _, c := range []struct{ project, query string }{
+		{string(controller.SystemProject), "&request_id=" + token.header.Get("X-Request-Id")},
+		{theirs.ProjectID, "&action=createCheckpoint"},
+	} {
+		var list api.AuditRecordList
+		w.want(200, "GET", "/v1/audit?project_id="+c.project+c.query, nil, &list)
+		if len(list.Items) == 0 {
+			t.Errorf("nothing is recorded in %s", c.project)
+		}
+		var own api.AuditRecordList
+		w.want(200, "GET", "/v1/audit?project_id="+self.ProjectID+c.query, nil, &own)
+		for _, r := range own.Items {
+			if slices.ContainsFunc(list.Items, func(v api.AuditRecord) bool { return v.ID == r.ID }) {
+				t.Errorf("record %s is in both projects", r.ID)
+			}
+		}
+		var check api.AuditCheck
+		w.want(200, "GET", "/v1/audit/check?project_id="+c.project, nil, &check)
+		if !check.Intact || check.Records+check.Unsealed == 0 {
+			t.Errorf("check of %s: %+v", c.project, check)
+		}
+	}
+	for _, path := range []string{"/v1/audit", "/v1/audit/check"} { // anybody else's way to them
+		for _, project := range []string{string(controller.SystemProject), self.ProjectID} {
+			if got := w.do(call{method: "GET", path: path + "?project_id=" + project, key: other}); got.status != 404 {
+				t.Errorf("%s of %s: %d %s", path, project, got.status, got.body)
+			}
+		}
 	}
 }
 

@@ -201,7 +201,7 @@ func (x *chaos) checkRecord() {
 		x.t.Error("by the record of events, " + fault)
 	}
 	x.checkAcknowledged(read)
-	check, err := x.clients[0].CheckAudit(x.t.Context())
+	check, err := x.clients[0].CheckAudit(x.t.Context(), "")
 	if err != nil || !check.Intact {
 		x.t.Errorf("the audit log does not hold: %+v, %v", check, err)
 	}

@@ -222,7 +222,7 @@ func (in *installation) checkBooks(t *testing.T) {
 			t.Errorf("%s: %s", what, row)
 		}
 	}
-	check, err := in.host.client.CheckAudit(t.Context())
+	check, err := in.host.client.CheckAudit(t.Context(), "")
 	if err != nil || !check.Intact {
 		t.Errorf("the audit log: %+v, %v", check, err)
 	}

@@ -7,9 +7,13 @@ import (
 	"time"
 )
 
+// SystemProject has the audit records of what is no project's own: of runners, and of projects themselves.
+const SystemProject ProjectID = "prj_00000000000000000000000000"
+
 // AuditFilter narrows the audit log. Its zero value lists all of it.
 type AuditFilter struct {
-	Actor       string // id of a key or runner
+	ProjectID   ProjectID // instead of the key's own; a key with the scope admin may ask for any
+	Actor       string    // id of a key or runner
 	Action      string
 	ObjectID    string
 	RequestID   string
@@ -21,6 +25,7 @@ type AuditFilter struct {
 
 func (f AuditFilter) query() url.Values {
 	q := url.Values{}
+	set(q, "project_id", f.ProjectID)
 	set(q, "actor", f.Actor)
 	set(q, "action", f.Action)
 	set(q, "object_id", f.ObjectID)
@@ -41,9 +46,9 @@ func (c *Client) Audit(ctx context.Context, f AuditFilter) iter.Seq2[AuditRecord
 	return all[AuditRecord](ctx, c, get("v1", "audit").with(f.query()))
 }
 
-// CheckAudit compares the audit records with their seals.
-func (c *Client) CheckAudit(ctx context.Context) (AuditCheck, error) {
+// CheckAudit compares the audit records of a project, or of the key's own for "", with their seals.
+func (c *Client) CheckAudit(ctx context.Context, project ProjectID) (AuditCheck, error) {
 	var out AuditCheck
-	err := c.call(ctx, get("v1", "audit", "check"), &out)
+	err := c.call(ctx, get("v1", "audit", "check").with(AuditFilter{ProjectID: project}.query()), &out)
 	return out, err
 }
