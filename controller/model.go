@@ -175,18 +175,17 @@ type Checkpoint struct {
 // Ancestor is a checkpoint on the path to a root. A path may be thousands long: this is what one reads a path for, and the rest is
 // the checkpoint's own.
 type Ancestor struct {
-	ID            core.CheckpointID
-	Kind          CheckpointKind
-	State         core.CheckpointState
-	Parent        core.CheckpointID
-	Depth         int // generations below the root
-	WorkspaceID   core.WorkspaceID
-	Name          string
-	Annotations   map[string]json.RawMessage
-	Pinned        bool
-	ChildrenCount int // as of a Checkpoint
-	CreatedAt     time.Time
-	CapturedAt    time.Time
+	ID          core.CheckpointID
+	Kind        CheckpointKind
+	State       core.CheckpointState
+	Parent      core.CheckpointID
+	Depth       int // generations below the root
+	WorkspaceID core.WorkspaceID
+	Name        string
+	Annotations json.RawMessage // an object
+	Pinned      bool
+	CreatedAt   time.Time
+	CapturedAt  time.Time
 }
 
 // TreeNode is a checkpoint below another, with the living workspaces whose head it is.

@@ -184,7 +184,7 @@ func (f *fake) GetLineage(_ context.Context, r api.GetLineageRequestObject) (api
 	for id := r.CheckpointID; id != ""; {
 		for _, c := range f.checkpoints {
 			if c.ID == id {
-				out.Items = append(out.Items, api.Ancestor{ID: c.ID, ParentID: c.ParentID, State: c.State, Kind: c.Kind, Annotations: c.Annotations, CreatedAt: c.CreatedAt})
+				out.Items = append(out.Items, api.Ancestor{ID: c.ID, ParentID: c.ParentID, State: c.State, Kind: c.Kind, Annotations: json.RawMessage("{}"), CreatedAt: c.CreatedAt})
 				id = c.ParentID
 				break
 			}

@@ -116,8 +116,7 @@ func checkpointOf(c controller.Checkpoint) api.Checkpoint {
 func ancestorOf(c controller.Ancestor) api.Ancestor {
 	return api.Ancestor{
 		ID: string(c.ID), Name: c.Name, State: api.CheckpointState(c.State), Kind: api.CheckpointKind(c.Kind), ParentID: string(c.Parent), Depth: c.Depth,
-		WorkspaceID: string(c.WorkspaceID), Annotations: annotationsOf(c.Annotations), Pinned: c.Pinned, ChildrenCount: c.ChildrenCount,
-		CreatedAt: c.CreatedAt, CapturedAt: c.CapturedAt,
+		WorkspaceID: string(c.WorkspaceID), Annotations: c.Annotations, Pinned: c.Pinned, CreatedAt: c.CreatedAt, CapturedAt: c.CapturedAt,
 	}
 }
 

@@ -11,6 +11,7 @@ import (
 	"testing"
 
 	"github.com/coder/websocket"
+	"github.com/google/go-cmp/cmp"
 
 	"github.com/coppice-dev/coppice/api"
 )
@@ -292,8 +293,23 @@ func (w *world) tree(ws api.Workspace) {
 	}
 	var path api.AncestorList
 	w.want(200, "GET", "/v1/checkpoints/"+both.CheckpointID+"/lineage?limit=2", nil, &path)
-	if len(path.Items) != 2 || path.Items[1].ID != cp.ID {
+	if len(path.Items) != 2 || path.Items[1].ID != cp.ID || path.Items[1].Depth != 1 {
 		t.Errorf("lineage: %+v", path)
+	}
+	for _, a := range path.Items { // of what it has, it says what the checkpoint says
+		var whole api.Checkpoint
+		w.want(200, "GET", "/v1/checkpoints/"+a.ID, nil, &whole)
+		var annotations api.Annotations
+		if err := json.Unmarshal(a.Annotations, &annotations); err != nil {
+			t.Fatal(err)
+		}
+		a.Annotations = nil
+		if got, want := (api.Ancestor{
+			ID: whole.ID, Name: whole.Name, State: whole.State, Kind: whole.Kind, ParentID: whole.ParentID, WorkspaceID: whole.WorkspaceID, Depth: a.Depth,
+			Pinned: whole.Pinned, CreatedAt: whole.CreatedAt, CapturedAt: whole.CapturedAt,
+		}), a; !cmp.Equal(got, want) || !cmp.Equal(annotations, whole.Annotations) {
+			t.Errorf("%s\n%s", cmp.Diff(want, got), cmp.Diff(annotations, whole.Annotations))
+		}
 	}
 	w.want(200, "GET", "/v1/checkpoints/"+both.CheckpointID+"/lineage?cursor="+path.NextCursor, nil, &path)
 	if len(path.Items) != 1 || path.Items[0].ID != root || path.NextCursor != "" {

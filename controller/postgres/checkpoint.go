@@ -13,8 +13,7 @@ import (
 // The columns of a checkpoint need the relations c (a checkpoint) and r (the runner that holds it, if any). Of a single one
 // the children are counted in place; of a page, all at once afterwards, which costs a fraction.
 var (
-	checkpointColumns = pageColumns + `,` + childrenCount
-	childrenCount     = `
+	checkpointColumns = pageColumns + `,
 	(SELECT count(*) FROM checkpoints k WHERE k.parent_id = c.id AND k.state IN (` + living + `)) AS children_count`
 	living = quoted(core.CheckpointCaptured, core.CheckpointSealed)
 )

@@ -14,22 +14,25 @@ import (
 const shown = ` NOT c.pruned AND c.state IN ('captured', 'sealed', 'deleted')`
 
 type ancestorRow struct {
-	ID            core.CheckpointID         `db:"id"`
-	Kind          controller.CheckpointKind `db:"kind"`
-	State         core.CheckpointState      `db:"state"`
-	Parent        core.CheckpointID         `db:"parent_id"`
-	Depth         int                       `db:"depth"`
-	WorkspaceID   core.WorkspaceID          `db:"workspace_id"`
-	Name          string                    `db:"name"`
-	Annotations   object[json.RawMessage]   `db:"annotations"`
-	Pinned        bool                      `db:"pinned"`
-	ChildrenCount int                       `db:"children_count"`
-	CreatedAt     time.Time                 `db:"created_at"`
-	CapturedAt    *time.Time                `db:"captured_at"`
+	ID          core.CheckpointID         `db:"id"`
+	Kind        controller.CheckpointKind `db:"kind"`
+	State       core.CheckpointState      `db:"state"`
+	Parent      core.CheckpointID         `db:"parent"`
+	Depth       int                       `db:"depth"`
+	WorkspaceID core.WorkspaceID          `db:"workspace_id"`
+	Name        string                    `db:"name"`
+	Annotations json.RawMessage           `db:"annotations"`
+	Pinned      bool                      `db:"pinned"`
+	CreatedAt   time.Time                 `db:"created_at"`
+	CapturedAt  *time.Time                `db:"captured_at"`
 }
 
+// ancestorColumns are the columns of the relation c.
+const ancestorColumns = `
+	c.id, c.kind, c.state, coalesce(c.parent_id, '') AS parent, c.depth, coalesce(c.workspace_id, '') AS workspace_id, coalesce(c.name, '') AS name,
+	c.annotations, c.pinned, c.created_at, c.captured_at`
+
 // Lineage walks from a node to its root along the primary key: one index probe for each generation of the page (LIMIT 1: see workspaceJoins).
-// It walks with little in hand and then reads the rows where it has seen them.
 func (t *tx) Lineage(ctx context.Context, id, after core.CheckpointID, limit int) ([]controller.Ancestor, error) {
 	start, skip := id, 0
 	if after != "" {
@@ -38,14 +41,12 @@ func (t *tx) Lineage(ctx context.Context, id, after core.CheckpointID, limit int
 	// Not sorted there, rows come while the walk goes on, and are decoded meanwhile.
 	rows, err := many[ancestorRow](ctx, t, `
 		WITH RECURSIVE up AS (
-			SELECT c.ctid AS at, c.parent_id, 0 AS n FROM checkpoints c WHERE c.id = @start
+			SELECT`+ancestorColumns+`, 0 AS n FROM checkpoints c WHERE c.id = @start
 			UNION ALL
-			SELECT p.at, p.parent_id, up.n + 1 FROM up CROSS JOIN LATERAL (SELECT x.ctid AS at, x.parent_id FROM checkpoints x WHERE x.id = up.parent_id LIMIT 1) p
+			SELECT p.*, up.n + 1 FROM up CROSS JOIN LATERAL (SELECT`+ancestorColumns+` FROM checkpoints c WHERE c.id = up.parent LIMIT 1) p
 			WHERE up.n + 1 < @limit::int + @skip::int
 		)
-		SELECT c.id, c.kind, c.state, coalesce(c.parent_id, '') AS parent_id, c.depth, coalesce(c.workspace_id, '') AS workspace_id, coalesce(c.name, '') AS name,
-			c.annotations, c.pinned, c.created_at, c.captured_at,`+childrenCount+`
-		FROM up CROSS JOIN LATERAL (SELECT * FROM checkpoints x WHERE x.ctid = up.at LIMIT 1) c WHERE up.n >= @skip`,
+		SELECT id, kind, state, parent, depth, workspace_id, name, annotations, pinned, created_at, captured_at FROM up WHERE n >= @skip`,
 		args{"start": start, "skip": skip, "limit": limit})
 	if err != nil {
 		return nil, err
@@ -54,7 +55,7 @@ func (t *tx) Lineage(ctx context.Context, id, after core.CheckpointID, limit int
 	for i, r := range rows {
 		list[i] = controller.Ancestor{
 			ID: r.ID, Kind: r.Kind, State: r.State, Parent: r.Parent, Depth: r.Depth, WorkspaceID: r.WorkspaceID, Name: r.Name, Annotations: r.Annotations,
-			Pinned: r.Pinned, ChildrenCount: r.ChildrenCount, CreatedAt: r.CreatedAt, CapturedAt: timeOf(r.CapturedAt),
+			Pinned: r.Pinned, CreatedAt: r.CreatedAt, CapturedAt: timeOf(r.CapturedAt),
 		}
 	}
 	slices.SortFunc(list, func(a, b controller.Ancestor) int { return b.Depth - a.Depth })

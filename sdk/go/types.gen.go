@@ -574,13 +574,9 @@ type APIKeyList struct {
 
 // Ancestor defines model for Ancestor.
 type Ancestor struct {
-	// Annotations Any JSON values, at most 16 KiB in all. For what a program says about a node, such as scores.
 	Annotations Annotations `json:"annotations"`
 	CapturedAt  time.Time   `json:"captured_at,omitempty,omitzero"`
-
-	// ChildrenCount Direct children that are not deleted.
-	ChildrenCount int       `json:"children_count"`
-	CreatedAt     time.Time `json:"created_at"`
+	CreatedAt   time.Time   `json:"created_at"`
 
 	// Depth Generations below the root.
 	Depth int `json:"depth"`
