@@ -9,13 +9,13 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// originSetting sets what the audit triggers read, until the transaction ends.
-func originSetting(ctx context.Context) string {
+// originOf is what the audit triggers read until the transaction ends: five words, some of which may be empty.
+func originOf(ctx context.Context) string {
 	o, request := controller.OriginOf(ctx)
-	return "; set local coppice.origin = '" + plain(o.Actor) + " " + plain(o.Source) + " " + plain(o.Action) + " " + plain(request) + " " + plain(string(o.Operation)) + "'"
+	return plain(o.Actor) + " " + plain(o.Source) + " " + plain(o.Action) + " " + plain(request) + " " + plain(string(o.Operation))
 }
 
-// plain drops what needs quoting: ids, addresses and names have nothing of it.
+// plain drops what would make other words of it, or none: ids, addresses and names have nothing of it.
 func plain(s string) string {
 	return strings.Map(func(r rune) rune {
 		switch {

@@ -15,6 +15,7 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/coppice-dev/coppice/controller"
@@ -83,46 +84,65 @@ func (s *Store) Ping(ctx context.Context) error {
 
 // InTx runs fn in a transaction; see controller.Store.
 func (s *Store) InTx(ctx context.Context, scope controller.Scope, fn func(controller.Tx) error) error {
-	begin, err := beginQuery(scope)
-	if err != nil {
-		return err
+	if name := scope.String(); name == "" || strings.Trim(name, "abcdefghijklmnopqrstuvwxyz0123456789_") != "" {
+		return fmt.Errorf("%q is no scope for a transaction", name)
 	}
-	begin += originSetting(ctx)
 	for attempt := 0; ; attempt++ {
-		err := s.inTx(ctx, begin, scope, fn)
+		err := s.inTx(ctx, scope, fn)
 		if _, deadlock := errors.AsType[*deadlockError](err); !deadlock || attempt == deadlockRetries || ctx.Err() != nil {
 			return err
 		}
 	}
 }
 
-func (s *Store) inTx(ctx context.Context, begin string, scope controller.Scope, fn func(controller.Tx) error) error {
+// enterQuery puts a transaction into its scope. The settings end with it.
+const enterQuery = "SELECT set_config('role', 'coppice_app', true), set_config('coppice.project_id', $1, true), set_config('coppice.origin', $2, true)"
+
+func (s *Store) inTx(ctx context.Context, scope controller.Scope, fn func(controller.Tx) error) error {
 	ctx, cancel := context.WithTimeoutCause(ctx, callTimeout, errTimeout)
 	defer cancel()
-	conn, err := s.pool.BeginTx(ctx, pgx.TxOptions{BeginQuery: begin})
+	conn, err := s.pool.Acquire(ctx)
 	if err != nil {
 		return mapError(ctx, err)
 	}
-	// Rolling back after a commit does nothing. After a failure its own error says nothing new: the server has rolled
-	// back, or the connection is gone and it will.
-	defer func() { _ = conn.Rollback(context.WithoutCancel(ctx)) }()
+	defer conn.Release() // a connection that is still in a transaction is closed, and the server rolls back
 	t := &tx{conn: conn, scope: scope, in: scope}
+	t.queue("begin") // both go with the first statement
+	t.queue(enterQuery, scope.String(), originOf(ctx))
 	if err := fn(t); err != nil {
+		t.rollback(ctx)
 		return err
 	}
-	if err := t.flush(ctx); err != nil {
-		return err
-	}
-	return mapError(ctx, conn.Commit(ctx))
+	return t.commit(ctx)
 }
 
-// beginQuery opens a transaction and puts it into its scope in one round trip. The settings end with the transaction.
-func beginQuery(scope controller.Scope) (string, error) {
-	name := scope.String()
-	if name == "" || strings.Trim(name, "abcdefghijklmnopqrstuvwxyz0123456789_") != "" {
-		return "", fmt.Errorf("%q is no scope for a transaction", name)
+// commit ends the transaction, with what waits to be sent.
+func (t *tx) commit(ctx context.Context) error {
+	if t.later == nil {
+		t.later = &pgx.Batch{}
 	}
-	return "begin; set local role coppice_app; set local coppice.project_id = '" + name + "'", nil
+	t.later.Queue("commit").Exec(func(tag pgconn.CommandTag) error {
+		if tag.String() != "COMMIT" { // fn went on after an error
+			return core.Errorf(core.Internal, core.CodeInternal, "a transaction that had failed was to be committed: the database answered %s", tag)
+		}
+		return nil
+	})
+	err := t.flush(ctx)
+	if err != nil {
+		t.rollback(ctx)
+	}
+	return err
+}
+
+// rollback gives up what was begun. After a failure its own error says nothing new: the server has rolled back, or will when the
+// connection is gone.
+func (t *tx) rollback(ctx context.Context) {
+	t.later = nil
+	c := t.conn.Conn()
+	if c.IsClosed() || c.PgConn().TxStatus() == 'I' {
+		return
+	}
+	_, _ = c.Exec(context.WithoutCancel(ctx), "rollback", pgx.QueryExecModeSimpleProtocol)
 }
 
 // Notify wakes whoever listens.
@@ -159,7 +179,7 @@ func (s *Store) Listen(ctx context.Context, ended func(core.OperationID), revoke
 // tx is one transaction. Its methods are in the files named after what they keep. Statements that nobody waits for are sent with
 // the next one, in one round trip; the server runs them in order, and an error of one is that of the statement that it went with.
 type tx struct {
-	conn  pgx.Tx
+	conn  *pgxpool.Conn
 	scope controller.Scope
 	in    controller.Scope // in which the server is when it comes to what is sent next
 	later *pgx.Batch       // to be sent with the next statement; nil: nothing

@@ -139,6 +139,31 @@ func TestDeadlockIsRepeated(t *testing.T) {
 	})
 }
 
+// TestErrorsAreNotCommitted goes on after a statement has failed: what came before it is not there, and that is said. The connection can be
+// used again.
+func TestErrorsAreNotCommitted(t *testing.T) {
+	t.Parallel()
+	d := newDB(t)
+	id := core.NewID[core.ProjectID]()
+	err := d.try(controller.System(), func(ctx context.Context, tx controller.Tx) error {
+		if _, err := tx.InsertProject(ctx, id, "first"); err != nil {
+			return err
+		}
+		_, err := tx.InsertProject(ctx, id, "second") // the id is taken
+		if err == nil {
+			t.Error("two projects have one id")
+		}
+		return nil
+	})
+	wantCode(t, err, core.CodeInternal)
+	for range 20 { // more than there are connections
+		wantCode(t, d.try(controller.System(), func(ctx context.Context, tx controller.Tx) error {
+			_, err := tx.Project(ctx, id)
+			return err
+		}), core.CodeProjectNotFound)
+	}
+}
+
 func TestScopesAreChecked(t *testing.T) {
 	t.Parallel()
 	d := newDB(t)
