@@ -42,7 +42,7 @@ Ctrl-C stops the VMs. Checkpoints, images and the database stay in the data dire
 	f.StringVar(&cfg.Metrics, "metrics-listen", "", "loopback `address` of Prometheus metrics, under /metrics; empty for none")
 	f.StringVar(&level, "log-level", "info", "debug, info, warn or error")
 	c.RunE = func(cmd *cobra.Command, _ []string) error {
-		daemon.RelaxGC(a.getenv("GOGC"))
+		daemon.RelaxGC()
 		var err error
 		if cfg.DiskBudget, err = parseSize(budget); err != nil {
 			return usageError{fmt.Errorf("--disk-budget: %w", err)}

@@ -71,7 +71,7 @@ no more requests, then the operations end or are left to the next controller.`,
 		}
 		defer func() { _ = endTraces(context.WithoutCancel(cmd.Context())) }() // what was not sent by now is lost
 		cfg.Tune.Traces = traces
-		daemon.RelaxGC(a.getenv("GOGC"))
+		daemon.RelaxGC()
 		return daemon.RunController(cmd.Context(), cfg, func(r daemon.ControllerReady) error {
 			return a.print(r, func(w io.Writer) error {
 				_, err := fmt.Fprintf(w, "Coppice's controller is ready at %s\n  for runners   %s\n  cluster       %s\n", r.Server, r.Runners, r.ClusterID)

@@ -118,10 +118,7 @@ func (s *Store) inTx(ctx context.Context, scope controller.Scope, fn func(contro
 
 // commit ends the transaction, with what waits to be sent.
 func (t *tx) commit(ctx context.Context) error {
-	if t.later == nil {
-		t.later = &pgx.Batch{}
-	}
-	t.later.Queue("commit").Exec(func(tag pgconn.CommandTag) error {
+	t.queue("commit").Exec(func(tag pgconn.CommandTag) error {
 		if tag.String() != "COMMIT" { // fn went on after an error
 			return core.Errorf(core.Internal, core.CodeInternal, "a transaction that had failed was to be committed: the database answered %s", tag)
 		}
@@ -197,11 +194,11 @@ func (t *tx) enter(scope controller.Scope) {
 	}
 }
 
-func (t *tx) queue(sql string, a ...any) {
+func (t *tx) queue(sql string, a ...any) *pgx.QueuedQuery {
 	if t.later == nil {
 		t.later = &pgx.Batch{}
 	}
-	t.later.Queue(sql, a...)
+	return t.later.Queue(sql, a...)
 }
 
 // soon runs a statement together with the next one, or before the commit.

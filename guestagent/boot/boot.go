@@ -105,7 +105,7 @@ func furnish(cmdline string) error {
 	if err := loadModules(modulesList); err != nil {
 		return err
 	}
-	if err := awaitDevices(deviceWait, rootDevice, diskDevice); err != nil {
+	if err := AwaitDevices(deviceWait, rootDevice, diskDevice); err != nil {
 		return err
 	}
 	if err := mountRoot(option(cmdline, "coppice.rootfstype")); err != nil {

@@ -92,9 +92,9 @@ func loopbackUp() error {
 	return unix.IoctlIfreq(fd, unix.SIOCSIFFLAGS, ifr)
 }
 
-// awaitDevices waits until the device nodes are there. The kernel makes them while it probes, which may go on after the
+// AwaitDevices waits until the device nodes are there. The kernel makes them while it probes, which may go on after the
 // drivers have been loaded.
-func awaitDevices(timeout time.Duration, paths ...string) error {
+func AwaitDevices(timeout time.Duration, paths ...string) error {
 	fd, err := unix.InotifyInit1(unix.IN_CLOEXEC | unix.IN_NONBLOCK)
 	if err != nil {
 		return err

@@ -134,7 +134,7 @@ func (c controlConfig) wants(section string) bool {
 }
 
 func controlMain(ctx context.Context, arguments []string, out, progress io.Writer) error {
-	daemon.RelaxGC("") // as in the server
+	daemon.RelaxGC() // as in the server
 	cfg := controlConfig{warmups: 200, singles: 1000, clients: 8, parallel: 1000, wide: 100, deep: 1000, reads: 300}
 	f := flag.NewFlagSet("bench control", flag.ContinueOnError)
 	f.SetOutput(progress)

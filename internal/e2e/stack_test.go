@@ -276,13 +276,19 @@ func sweep() {
 	}
 }
 
-// logged has the tests whose failure will show a server's log, once.
+// logged has the servers whose log the failure of a test will show, once.
 var logged sync.Map
+
+type logOf struct {
+	t *testing.T
+	s *stack
+}
 
 // showLog shows what the server logged during a test that fails.
 func showLog(t *testing.T, s *stack) {
 	t.Helper()
-	if _, again := logged.LoadOrStore(t, s); again {
+	key := logOf{t, s}
+	if _, again := logged.LoadOrStore(key, true); again {
 		return
 	}
 	var from int64
@@ -290,7 +296,7 @@ func showLog(t *testing.T, s *stack) {
 		from = info.Size()
 	}
 	t.Cleanup(func() {
-		logged.Delete(t)
+		logged.Delete(key)
 		if !t.Failed() {
 			return
 		}

@@ -23,6 +23,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/coppice-dev/coppice/guestagent/boot"
 )
 
 // monotonic is the time since the kernel's clock began, early in its boot.
@@ -47,13 +49,13 @@ func main() {
 		return
 	}
 	report("init", nil)
-	if err := boot(); err != nil {
+	if err := start(); err != nil {
 		report("failed", map[string]any{"error": err.Error()})
 	}
 	_ = unix.Reboot(unix.LINUX_REBOOT_CMD_POWER_OFF)
 }
 
-func boot() error {
+func start() error {
 	for _, m := range []struct{ kind, at string }{{"proc", "/proc"}, {"sysfs", "/sys"}, {"devtmpfs", "/dev"}} {
 		if err := unix.Mount(m.kind, m.at, m.kind, 0, ""); err != nil && !errors.Is(err, unix.EBUSY) {
 			return fmt.Errorf("mount %s: %w", m.at, err)
@@ -120,7 +122,7 @@ func mountRoot() error {
 			return err
 		}
 	}
-	if err := waitFor("/dev/vda", "/dev/vdb"); err != nil {
+	if err := boot.AwaitDevices(2*time.Second, "/dev/vda", "/dev/vdb"); err != nil {
 		return err
 	}
 	if err := unix.Mount("/dev/vda", "/lower", "erofs", unix.MS_RDONLY, ""); err != nil {
@@ -154,22 +156,6 @@ func option(key string) string {
 		}
 	}
 	return ""
-}
-
-func waitFor(paths ...string) error {
-	for range 200 {
-		missing := false
-		for _, p := range paths {
-			if _, err := os.Stat(p); err != nil {
-				missing = true
-			}
-		}
-		if !missing {
-			return nil
-		}
-		time.Sleep(10 * time.Millisecond)
-	}
-	return fmt.Errorf("no %v", paths)
 }
 
 func runIn(argv []string) {
