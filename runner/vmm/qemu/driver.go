@@ -7,20 +7,17 @@ package qemu
 
 import (
 	"context"
-	"crypto/sha256"
-	"encoding/hex"
 	"fmt"
-	"os"
 	"os/exec"
 	"regexp"
 	"runtime"
-	"slices"
 	"strconv"
 	"strings"
 	"sync"
 
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/runner/vmm"
+	"github.com/coppice-dev/coppice/runner/vmm/kvm"
 )
 
 // DriverName is the driver's name in fingerprints and handles.
@@ -123,36 +120,11 @@ func (d *Driver) Fingerprint(ctx context.Context) (vmm.Fingerprint, error) {
 		Accelerator: d.cfg.Accelerator, CPUModel: tcgCPU, Detail: d.cfg.Detail,
 	}
 	if d.cfg.Accelerator == acceleratorKVM {
-		if fp.CPUModel, err = hostCPU(); err != nil {
+		if fp.CPUModel, err = kvm.HostCPU(); err != nil {
 			return vmm.Fingerprint{}, err
 		}
 	}
 	return fp, nil
-}
-
-// hostCPU names the CPU that a guest with -cpu host sees: its model and a digest of its flags.
-func hostCPU() (string, error) {
-	b, err := os.ReadFile("/proc/cpuinfo")
-	if err != nil {
-		return "", err
-	}
-	var model, flags string
-	for line := range strings.Lines(string(b)) {
-		key, value, _ := strings.Cut(line, ":")
-		switch strings.TrimSpace(key) {
-		case "model name":
-			model = strings.TrimSpace(value)
-		case "flags", "Features":
-			f := strings.Fields(value)
-			slices.Sort(f)
-			flags = strings.Join(f, " ")
-		}
-		if model != "" && flags != "" {
-			break
-		}
-	}
-	sum := sha256.Sum256([]byte(flags))
-	return fmt.Sprintf("host:%s:%s", model, hex.EncodeToString(sum[:6])), nil
 }
 
 // Capabilities implements vmm.Driver. It is right once Fingerprint has succeeded.

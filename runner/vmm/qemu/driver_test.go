@@ -9,7 +9,6 @@ import (
 	"testing"
 
 	"github.com/coppice-dev/coppice/core"
-	"github.com/coppice-dev/coppice/internal/require"
 	"github.com/coppice-dev/coppice/internal/testleak"
 	"github.com/coppice-dev/coppice/internal/testprog"
 	"github.com/coppice-dev/coppice/runner/vmm"
@@ -101,53 +100,5 @@ func TestVersionIsAskedAgain(t *testing.T) {
 	cancel()
 	if _, err := d.Fingerprint(expired); err != nil {
 		t.Errorf("a version that is known was asked for again: %v", err)
-	}
-}
-
-func TestHostCPU(t *testing.T) {
-	t.Parallel()
-	model, err := hostCPU()
-	if err != nil || !strings.HasPrefix(model, "host:") || len(model) < 18 {
-		t.Errorf("got %q, %v", model, err)
-	}
-}
-
-func TestKVMGroup(t *testing.T) {
-	t.Parallel()
-	require.Root(t) // files are given away
-	for _, c := range []struct {
-		mode os.FileMode
-		gid  int
-		want []uint32
-		ok   bool
-	}{
-		{0o660, 108, []uint32{108}, true},
-		{0o666, 0, nil, true},
-		{0o666, 108, nil, true},
-		{0o600, 0, nil, false},
-		{0o660, 0, nil, false}, // the root group opens more than KVM
-		{0o640, 108, nil, false},
-		{0o600, 108, nil, false},
-	} {
-		path := filepath.Join(t.TempDir(), "kvm")
-		if err := os.WriteFile(path, nil, 0o600); err != nil {
-			t.Fatal(err)
-		}
-		if err := os.Chown(path, 0, c.gid); err != nil {
-			t.Fatal(err)
-		}
-		if err := os.Chmod(path, c.mode); err != nil {
-			t.Fatal(err)
-		}
-		got, err := kvmGroup(path)
-		if (err == nil) != c.ok || fmt.Sprint(got) != fmt.Sprint(c.want) {
-			t.Errorf("%v of group %d: got %v, %v", c.mode, c.gid, got, err)
-		}
-		if err != nil && !strings.Contains(err.Error(), "cure: ") {
-			t.Errorf("%v of group %d: no cure in %q", c.mode, c.gid, err)
-		}
-	}
-	if _, err := kvmGroup("/no/such/device"); err == nil {
-		t.Error("an absent device has a group")
 	}
 }

@@ -9,14 +9,11 @@ import (
 	"sync"
 	"time"
 
-	"golang.org/x/sys/unix"
-
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/runner/vmm"
+	"github.com/coppice-dev/coppice/runner/vmm/kvm"
 	"github.com/coppice-dev/coppice/runner/vmm/vmmproc"
 )
-
-const kvmDevice = "/dev/kvm"
 
 // probeOK is what a guest says on its console when its kernel's command line has coppice.probe=1; it powers off then.
 const probeOK = "COPPICE_PROBE_OK"
@@ -29,18 +26,16 @@ func ProbeKVM(ctx context.Context, kernel, initrd string, timeout time.Duration)
 // ProbeKVM boots a guest kernel and initrd, given as paths, under KVM, because a device node proves nothing. why is for people,
 // in both cases. It takes at most the timeout, and leaves no process.
 func (d *Driver) ProbeKVM(ctx context.Context, kernel, initrd string, timeout time.Duration) (ok bool, why string) {
-	fd, err := unix.Open(kvmDevice, unix.O_RDWR|unix.O_CLOEXEC, 0)
-	if err != nil {
-		return false, fmt.Sprintf("%s cannot be opened: %v", kvmDevice, err)
+	if err := kvm.Open(kvm.Device); err != nil {
+		return false, err.Error()
 	}
-	_ = unix.Close(fd) // opened to see whether it can be
 	start := time.Now()
 	if err := d.probe(ctx, acceleratorKVM, kernel, initrd, timeout); err != nil {
 		return false, err.Error()
 	}
 	why = fmt.Sprintf("a guest kernel booted under it in %s", time.Since(start).Round(time.Millisecond))
 	if os.Geteuid() == 0 { // the machines themselves run as users of their own
-		if _, err := kvmGroup(kvmDevice); err != nil {
+		if _, err := kvm.Group(kvm.Device); err != nil {
 			return false, why + ", but " + err.Error()
 		}
 	}
@@ -135,22 +130,4 @@ func (c *probeConsole) end() string {
 	}
 	lines := strings.Split(said, "\n")
 	return fmt.Sprintf("it said last: %q", core.Clip(strings.Join(lines[max(0, len(lines)-2):], " / ")))
-}
-
-// kvmGroup returns the group through which an unprivileged VMM opens the device; none where everybody may. The root group is
-// never given away: it opens much more.
-func kvmGroup(device string) ([]uint32, error) {
-	var st unix.Stat_t
-	if err := unix.Stat(device, &st); err != nil {
-		return nil, fmt.Errorf("examine %s: %w", device, err)
-	}
-	const rw = 0o6
-	switch {
-	case st.Mode&rw == rw:
-		return nil, nil
-	case st.Mode>>3&rw == rw && st.Gid != 0:
-		return []uint32{st.Gid}, nil
-	}
-	return nil, core.Errorf(core.FailedPrecondition, core.CodeVMMFailed,
-		"%s is for root only, and VMs run as users of their own; cure: groupadd -f kvm && chgrp kvm %[1]s && chmod 0660 %[1]s", device)
 }

@@ -15,6 +15,7 @@ import (
 
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/runner/vmm"
+	"github.com/coppice-dev/coppice/runner/vmm/kvm"
 	"github.com/coppice-dev/coppice/runner/vmm/vmmproc"
 )
 
@@ -60,7 +61,7 @@ func (d *Driver) spawn(ctx context.Context, in *installation, spec vmm.Spec) (_ 
 	p := profile{machineType: in.machineType(), accelerator: d.cfg.Accelerator, readOnlyBase: in.readOnlyBase()}
 	var groups []uint32
 	if p.accelerator == acceleratorKVM && spec.UID != 0 {
-		if groups, err = kvmGroup(kvmDevice); err != nil {
+		if groups, err = kvm.Group(kvm.Device); err != nil {
 			return nil, err
 		}
 	}
