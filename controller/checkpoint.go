@@ -195,7 +195,9 @@ func (c *Controller) callCapture(ctx context.Context, t *Task, plan *capturePlan
 	var got runnerapi.Checkpoint
 	err := c.insist(ctx, func() error {
 		var err error
-		got, err = c.runners.Capture(ctx, plan.checkpoint.Endpoint, t.in.Sandbox, runnerapi.Capture{CheckpointID: plan.checkpoint.ID, Stop: t.op.Kind == OpSuspendWorkspace})
+		got, err = c.runners.Capture(ctx, plan.checkpoint.Endpoint, t.in.Sandbox, runnerapi.Capture{
+			CheckpointID: plan.checkpoint.ID, Stop: t.op.Kind == OpSuspendWorkspace, Fork: t.op.Kind == OpForkWorkspace,
+		})
 		return err
 	})
 	t.watch.Lap("capture")

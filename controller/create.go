@@ -121,6 +121,11 @@ func (c *Controller) workCreate(ctx context.Context, t *Task) error {
 			t.op.Step = "template"
 			continue
 		}
+		// The runner was started with another VMM since the template was chosen: the template is good, but not for it any more.
+		if attempt == 0 && core.CodeOf(err) == core.CodeIncompatibleHost {
+			t.op.Step = "template"
+			continue
+		}
 		switch {
 		case got == nil:
 			return err

@@ -4,8 +4,10 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"os"
 	"path/filepath"
+	"slices"
 	"sync"
 	"time"
 
@@ -86,7 +88,8 @@ func (r *Runner) clear(ctx context.Context, doomed []leftover, kept []*sandbox) 
 	var errs []error
 	for _, l := range doomed {
 		if l.journal != nil && l.journal.Handle != nil {
-			errs = append(errs, r.cfg.Driver.End(ctx, *l.journal.Handle))
+			driver, _ := r.driverOf(*l.journal.Handle) // one that is not known is ended as a process, like any
+			errs = append(errs, driver.End(ctx, *l.journal.Handle))
 		}
 	}
 	handles := make([]vmm.Handle, 0, len(kept))
@@ -95,10 +98,15 @@ func (r *Runner) clear(ctx context.Context, doomed []leftover, kept []*sandbox) 
 		handles = append(handles, *s.Handle)
 		groups[string(s.ID)], namespaces[s.Namespace] = true, true
 	}
-	stray, err := r.cfg.Driver.Reap(ctx, r.clusterHash, handles)
-	if err := errors.Join(append(errs, err)...); err != nil {
+	stray := 0
+	for _, driver := range r.drivers() {
+		n, err := driver.Reap(ctx, r.clusterHash, handles)
+		stray, errs = stray+n, append(errs, err)
+	}
+	if err := errors.Join(errs...); err != nil {
 		return err
 	}
+	errs = nil
 	errs = append(errs, r.cfg.Cgroups.Reconcile(ctx, groups), r.cfg.Network.Reconcile(ctx, namespaces))
 	for _, l := range doomed {
 		// The journal goes last: a runner that ends in between leaves what the next one finds.
@@ -110,11 +118,41 @@ func (r *Runner) clear(ctx context.Context, doomed []leftover, kept []*sandbox) 
 	return errors.Join(errs...)
 }
 
+// driverOf returns the driver that knows a machine, which an earlier runner may have started on another VMM than this one uses; the runner's
+// own where none does.
+func (r *Runner) driverOf(h vmm.Handle) (driver vmm.Driver, known bool) {
+	if h.Driver == r.class.VMM {
+		return r.cfg.Driver, true
+	}
+	if other, ok := r.cfg.Others[h.Driver]; ok {
+		return other, true
+	}
+	return r.cfg.Driver, false
+}
+
+// drivers are all that an earlier runner may have used.
+func (r *Runner) drivers() []vmm.Driver {
+	list := []vmm.Driver{r.cfg.Driver}
+	for _, name := range slices.Sorted(maps.Keys(r.cfg.Others)) {
+		if name != r.class.VMM {
+			list = append(list, r.cfg.Others[name])
+		}
+	}
+	return list
+}
+
 // adopt goes on with one sandbox. On an error its VMM and what it uses are as they were, for clear.
 func (r *Runner) adopt(ctx context.Context, j *journal) (_ *sandbox, err error) {
+	driver, known := r.driverOf(*j.Handle)
+	if !known {
+		return nil, core.Errorf(core.FailedPrecondition, core.CodeUnsupported, "its VMM is %q, which this runner does not know", core.Clip(j.Handle.Driver))
+	}
 	sh := &shell{
 		journal: *j, dir: filepath.Join(r.shellsDir(), string(j.ID)), runDir: filepath.Join(r.cfg.RunDir, string(j.ID)), made: time.Now(),
 		shape: shape{base: j.Shape.Base, image: j.Shape.Image, resources: j.Shape.Resources, diskBytes: j.Shape.DiskBytes},
+	}
+	if sh.Class == (runnerapi.RunnerClass{}) {
+		sh.Class = r.class
 	}
 	var steps undo.Stack
 	defer func() { err = steps.Settle(ctx, err) }()
@@ -122,7 +160,7 @@ func (r *Runner) adopt(ctx context.Context, j *journal) (_ *sandbox, err error) 
 		return nil, core.Errorf(core.Exhausted, core.CodeCapacity, "its place, number %d, is taken or beyond the limit of this runner", j.Slot)
 	}
 	steps.Push("slot", func(context.Context) error { r.slots.give(j.Slot); return nil })
-	sh.machine, err = r.cfg.Driver.Recover(ctx, *j.Handle)
+	sh.machine, err = driver.Recover(ctx, *j.Handle)
 	if errors.Is(err, vmm.ErrGone) {
 		return nil, core.Wrapf(err, core.Unavailable, core.CodeVMMFailed, "its VMM had ended meanwhile")
 	}

@@ -224,6 +224,7 @@ func TestNotTakenOver(t *testing.T) {
 		"disk is gone":           {spoil: func(_ *fakeRig, s *sandbox) { _ = os.Remove(filepath.Join(s.dir, overlayFile)) }, want: "not taken over when its runner"},
 		"namespace is gone":      {spoil: func(_ *fakeRig, s *sandbox) { _ = s.ns.Release(t.Context()) }, want: "not taken over when its runner"},
 		"namespace is another's": {spoil: func(_ *fakeRig, s *sandbox) { _ = s.ns.Assign(t.Context(), core.Identity{Hostname: "x"}) }, want: "not taken over when its runner"},
+		"VMM is unknown":         {spoil: edit(func(j map[string]any) { j["handle"].(map[string]any)["driver"] = "nested" }), want: `its VMM is "nested", which this runner does not know`},
 		"place is beyond":        {spoil: edit(func(j map[string]any) { j["slot"] = 1000 }), want: "its place, number 1000"},
 		"lease is over":          {spoil: func(r *fakeRig, _ *sandbox) { _ = r.Attempt()(time.Nanosecond) }, want: "no word from the controller"},
 		"journal is damaged": {spoil: func(_ *fakeRig, s *sandbox) {

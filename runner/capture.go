@@ -67,6 +67,11 @@ func (r *Runner) captureLocked(ctx context.Context, s *sandbox, req runnerapi.Ca
 	if info.State != runnerapi.SandboxReady {
 		return nil, core.Errorf(core.FailedPrecondition, core.CodeWorkspaceNotReady, "sandbox %s is %s and cannot be captured", info.ID, info.State)
 	}
+	if field := classDifference(r.class, s.Class); field != "" && (req.Stop || req.Fork) {
+		return nil, core.Errorf(core.FailedPrecondition, core.CodeIncompatibleHost,
+			"sandbox %s runs on a VMM that an earlier runner has started: %s. A checkpoint of it cannot be grown from here, so it is neither suspended nor forked; "+
+				"take a checkpoint, and start the runner with that VMM again to use it", info.ID, field)
+	}
 	if err := s.announce(ctx, req); err != nil {
 		return nil, err
 	}
@@ -124,7 +129,7 @@ func (r *Runner) captureAnnounced(ctx context.Context, s *sandbox, info runnerap
 	}
 	record := func(steps []core.ResealStep) *checkpointRecord {
 		return &checkpointRecord{Checkpoint: runnerapi.Checkpoint{
-			ID: id, Parent: info.Checkpoint, Image: s.shape.image, Class: r.class, Resources: info.Resources,
+			ID: id, Parent: info.Checkpoint, Image: s.shape.image, Class: s.Class, Resources: info.Resources,
 			Base: s.base.ID, PauseMS: core.Milliseconds(time.Since(paused)), ParentReseal: steps, Processes: frozen.StaleProcesses,
 		}}
 	}

@@ -55,6 +55,7 @@ type Config struct {
 	DataDir   string // checkpoints, bases and sandboxes; on a file system with reflink if there is one
 	RunDir    string // sockets and journals; short, see vmm.Spec. It need not outlive a power cut: best on a tmpfs such as /run
 	Driver    vmm.Driver
+	Others    map[string]vmm.Driver // of other VMMs, by the name in their handles: an earlier runner's machines of them go on, no new ones are made
 	Images    *images.Store
 	Network   Network
 	Cgroups   *cgroup.Tree // nil on a host without cgroup v2

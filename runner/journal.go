@@ -16,15 +16,17 @@ import (
 // names is made or changed, whole or not at all. It is not synced: a runner's death takes nothing from the kernel's cache, and what a
 // power cut takes it takes from the VMM too; then its boot id tells that it means nothing any more (ADR 20).
 type journal struct {
-	Version   int             `json:"version"`
-	Boot      string          `json:"boot"` // of the host's kernel: a VMM lives no longer
-	ID        core.SandboxID  `json:"id"`   // of the shell
-	ClusterID string          `json:"cluster_id"`
-	Slot      int             `json:"slot"`
-	Shape     journalShape    `json:"shape"`
-	Namespace string          `json:"namespace,omitempty"`
-	Handle    *vmm.Handle     `json:"handle,omitempty"`
-	Sandbox   *sandboxJournal `json:"sandbox,omitempty"` // from the moment on that the shell has a purpose
+	Version   int            `json:"version"`
+	Boot      string         `json:"boot"` // of the host's kernel: a VMM lives no longer
+	ID        core.SandboxID `json:"id"`   // of the shell
+	ClusterID string         `json:"cluster_id"`
+	Slot      int            `json:"slot"`
+	Shape     journalShape   `json:"shape"`
+	// Class is of the machine, which keeps it whatever VMM the runner that takes it over has; zero in journals of before it was kept.
+	Class     runnerapi.RunnerClass `json:"class,omitzero"`
+	Namespace string                `json:"namespace,omitempty"`
+	Handle    *vmm.Handle           `json:"handle,omitempty"`
+	Sandbox   *sandboxJournal       `json:"sandbox,omitempty"` // from the moment on that the shell has a purpose
 }
 
 // journalVersion is the form that this program writes and reads. One of another form is taken down: what it means is not known.

@@ -18,6 +18,7 @@ import (
 	"github.com/coppice-dev/coppice/images"
 	"github.com/coppice-dev/coppice/internal/failpoint"
 	"github.com/coppice-dev/coppice/internal/testvm"
+	"github.com/coppice-dev/coppice/runner/vmm"
 	"github.com/coppice-dev/coppice/runner/vmm/fakevmm"
 )
 
@@ -106,6 +107,17 @@ func (r *fakeRig) crash(held ...*failpoint.Armed) (bury func()) {
 	})
 }
 
+// use makes the next start use another VMM, and know that of before.
+func (r *fakeRig) use(d *fakevmm.Driver) {
+	r.t.Helper()
+	before, err := r.driver.Fingerprint(r.t.Context())
+	if err != nil {
+		r.t.Fatal(err)
+	}
+	r.cfg.Others = map[string]vmm.Driver{before.VMM: r.driver}
+	r.cfg.Driver, r.driver = d, d
+}
+
 func (r *fakeRig) boot() core.CheckpointID {
 	r.t.Helper()
 	c, err := r.Template(r.t.Context(), runnerapi.Template{
@@ -156,7 +168,11 @@ func (r *fakeRig) capture(id core.SandboxID) core.CheckpointID {
 // wantOnly fails the test if there is anything on the host but what these sandboxes need.
 func (r *fakeRig) wantOnly(ids ...core.SandboxID) {
 	r.t.Helper()
-	if n := r.driver.Machines(); n != len(ids) {
+	n := r.driver.Machines()
+	for _, other := range r.cfg.Others {
+		n += other.(*fakevmm.Driver).Machines()
+	}
+	if n != len(ids) {
 		r.t.Errorf("there are %d machines for %d sandboxes", n, len(ids))
 	}
 	if n := r.net.count(); n != len(ids) {

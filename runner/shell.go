@@ -67,7 +67,7 @@ func (r *Runner) newShell(ctx context.Context, sh shape, base *memory.Base, b *b
 	}
 	id := core.NewID[core.SandboxID]()
 	s := &shell{
-		journal: journal{ID: id, ClusterID: r.cfg.ClusterID, Slot: slot},
+		journal: journal{ID: id, ClusterID: r.cfg.ClusterID, Slot: slot, Class: r.class},
 		shape:   sh, dir: filepath.Join(r.shellsDir(), string(id)), runDir: filepath.Join(r.cfg.RunDir, string(id)),
 	}
 	var steps undo.Stack

@@ -103,7 +103,7 @@ func (r *Runner) captureTemplate(ctx context.Context, sh *shell, agent *guest.Cl
 		return nil, err
 	}
 	rec := &checkpointRecord{Checkpoint: runnerapi.Checkpoint{
-		ID: req.CheckpointID, Image: sh.shape.image, Class: r.class, Resources: req.Resources, Processes: frozen.StaleProcesses,
+		ID: req.CheckpointID, Image: sh.shape.image, Class: sh.Class, Resources: req.Resources, Processes: frozen.StaleProcesses,
 	}}
 	rec.Resources.DiskGiB = int(sh.shape.diskBytes >> 30)
 	release := r.checkpoints.holdBases()

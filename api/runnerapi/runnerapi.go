@@ -132,6 +132,7 @@ type Checkpoints struct {
 type Capture struct {
 	CheckpointID core.CheckpointID `json:"checkpoint_id"`
 	Stop         bool              `json:"stop,omitempty"` // the sandbox ends with it: it does not run after the captured instant
+	Fork         bool              `json:"fork,omitempty"` // it is for children here: refused where none could be grown
 }
 
 // Fork asks for sandboxes grown from one checkpoint. Children succeed or fail one by one.

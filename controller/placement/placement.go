@@ -118,7 +118,8 @@ func eligible(fleet []Runner, req Request) ([]Runner, error) {
 			return field != ""
 		})
 		if len(list) == 0 {
-			return nil, core.Errorf(core.FailedPrecondition, core.CodeIncompatibleHost, "no runner can load this checkpoint: %s; it can be forked only where the runner class is equal", differs)
+			return nil, core.Errorf(core.FailedPrecondition, core.CodeIncompatibleHost,
+				"no runner can load this checkpoint: %s; start its runner again as it was when the checkpoint was taken (--vmm, --accel, the VMM's version), or create a workspace anew", differs)
 		}
 	}
 	if req.Image != "" {

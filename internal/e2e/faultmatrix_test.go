@@ -91,7 +91,7 @@ var faults = []fault{
 	{number: 47, what: "runner killed at every step of making a sandbox", expected: "nothing is left", shown: []string{"internal/e2e.TestKillSweep", "runner.TestCrashInFork", "runner/netns.TestReconcileAfterKill"}},
 	{number: 48, what: "descriptors, processes or inodes used up", expected: "a typed error that names the limit; others go on", run: noDescriptors},
 	{number: 49, what: "VMM or runner killed for want of memory", expected: "LOST with the cause; a runner's machines go on", run: noMemory},
-	{number: 50, what: "host of another class", expected: "INCOMPATIBLE_HOST that names the field, before anything is made", shown: []string{"controller/placement.TestChoose/other cpu", "controller.TestRefusals"}},
+	{number: 50, what: "host of another class", expected: "INCOMPATIBLE_HOST that names the field, before anything is made", shown: []string{"controller/placement.TestChoose/other cpu", "controller.TestOtherClass", "runner.TestAnotherVMM", "runner.TestUpgrade"}},
 	{number: 51, what: "checkpoint deleted while it is forked", expected: "409, or gone after; the fork is right", run: deleteInFork},
 	{number: 52, what: "collection races an upload", expected: "the chunk survives", waits: waitsForStore},
 	{number: 53, what: "storm of forks on a full runner", expected: "a bounded line, 429 with Retry-After; nothing half made", run: stormOfForks},

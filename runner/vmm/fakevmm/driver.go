@@ -9,6 +9,7 @@
 package fakevmm
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -75,6 +76,8 @@ type Fault struct {
 type Config struct {
 	// Guest runs in every machine; nil is Agent.
 	Guest Guest
+	// Fingerprint is what the driver says that it is; zero fields take the defaults. Its VMM is in the handles.
+	Fingerprint vmm.Fingerprint
 	// Latency is how long a step takes; nil for no time.
 	Latency func(Step) time.Duration
 }
@@ -96,7 +99,30 @@ func New(cfg Config) *Driver {
 	if cfg.Guest == nil {
 		cfg.Guest = Agent
 	}
+	cfg.Fingerprint = withDefaults(cfg.Fingerprint)
 	return &Driver{cfg: cfg, computer: make(map[uint64]*computer)}
+}
+
+func withDefaults(fp vmm.Fingerprint) vmm.Fingerprint {
+	for field, value := range map[*string]string{
+		&fp.VMM: DriverName, &fp.Version: "1", &fp.MachineType: "fake-1", &fp.Accelerator: "none", &fp.CPUModel: "none", &fp.Detail: "nothing is executed",
+	} {
+		*field = cmp.Or(*field, value)
+	}
+	return fp
+}
+
+// Become changes what the driver says that it is, as an upgrade of its VMM does. Its machines go on.
+func (d *Driver) Become(fp vmm.Fingerprint) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.cfg.Fingerprint = withDefaults(fp)
+}
+
+func (d *Driver) fingerprint() vmm.Fingerprint {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return d.cfg.Fingerprint
 }
 
 // Arm makes a step go wrong from now on. The returned function takes that back.
@@ -188,10 +214,7 @@ func (d *Driver) Fingerprint(ctx context.Context) (vmm.Fingerprint, error) {
 	if err := d.reach(ctx, StepFingerprint, "", nil); err != nil {
 		return vmm.Fingerprint{}, err
 	}
-	return vmm.Fingerprint{
-		VMM: DriverName, Version: "1", MachineType: "fake-1", Accelerator: "none", CPUModel: "none",
-		Detail: "nothing is executed",
-	}, nil
+	return d.fingerprint(), nil
 }
 
 // Capabilities implements vmm.Driver.
@@ -220,7 +243,7 @@ func (d *Driver) spawn(ctx context.Context, spec vmm.Spec) (*computer, error) {
 	defer d.mu.Unlock()
 	d.started = max(d.started+1, uint64(time.Now().UnixNano()))
 	c.handle = vmm.Handle{
-		Driver: DriverName, PID: os.Getpid(), StartTime: d.started, Dir: spec.Dir, MemoryMiB: spec.MemoryMiB, BaseInode: c.inode,
+		Driver: d.cfg.Fingerprint.VMM, PID: os.Getpid(), StartTime: d.started, Dir: spec.Dir, MemoryMiB: spec.MemoryMiB, BaseInode: c.inode,
 	}
 	d.computer[c.handle.StartTime] = c
 	return c, nil
@@ -234,8 +257,8 @@ func (d *Driver) forget(c *computer) {
 
 // Recover implements vmm.Driver.
 func (d *Driver) Recover(ctx context.Context, h vmm.Handle) (vmm.Machine, error) {
-	if h.Driver != DriverName {
-		return nil, core.Errorf(core.Internal, core.CodeInternal, "recover: the machine is one of %q, not a fake one", h.Driver)
+	if name := d.fingerprint().VMM; h.Driver != name {
+		return nil, core.Errorf(core.Internal, core.CodeInternal, "recover: the machine is one of %q, not of %q", h.Driver, name)
 	}
 	d.mu.Lock()
 	c := d.computer[h.StartTime]
