@@ -35,11 +35,11 @@ func BenchmarkScan(b *testing.B) {
 		r := benchMachine(b, newStore(b, false), mib)
 		for _, m := range []struct {
 			method Method
-			scan   func(Region) ([]Extent, error)
+			scan   func(*os.File, Part) ([]Extent, error)
 		}{{MethodPagemapScan, scanIoctl}, {MethodPagemap, scanPagemap}} {
 			b.Run(fmt.Sprintf("%s/%dMiB", m.method, mib), func(b *testing.B) {
 				for b.Loop() {
-					if _, err := m.scan(r.Region); err != nil {
+					if _, err := scan(r.Region, m.scan); err != nil {
 						b.Fatal(err)
 					}
 				}

@@ -26,28 +26,42 @@ func transfer(r Region, extents []Extent, buf []byte, move vmTransfer, verb stri
 	if total := TotalBytes(extents); total != int64(len(buf)) {
 		return fmt.Errorf("%s memory of process %d: %d bytes do not fill extents of %d", verb, r.PID, len(buf), total)
 	}
+	all, err := r.vectors(extents)
+	if err != nil {
+		return fmt.Errorf("%s memory of process %d: %w", verb, r.PID, err)
+	}
 	var done int64 // bytes of buf already moved
-	for len(extents) > 0 {
-		n := min(len(extents), maxIOV)
-		remote := make([]unix.RemoteIovec, n)
+	for len(all) > 0 {
+		remote := all[:min(len(all), maxIOV)]
+		all = all[len(remote):]
 		var want int64
-		for i, e := range extents[:n] {
-			if e.Offset < 0 || e.Length < 0 || e.Length > r.Size-e.Offset {
-				return fmt.Errorf("%s memory of process %d: extent %d+%d lies outside of %d bytes of RAM", verb, r.PID, e.Offset, e.Length, r.Size)
-			}
-			remote[i] = unix.RemoteIovec{Base: uintptr(r.Addr + uint64(e.Offset)), Len: int(e.Length)}
-			want += e.Length
+		for _, v := range remote {
+			want += int64(v.Len)
 		}
-		if want > 0 {
-			moved, err := transferAll(r.PID, buf[done:done+want], remote, move)
-			if err != nil {
-				return fmt.Errorf("%s memory of process %d: %d of %d bytes: %w", verb, r.PID, moved, want, err)
-			}
+		moved, err := transferAll(r.PID, buf[done:done+want], remote, move)
+		if err != nil {
+			return fmt.Errorf("%s memory of process %d: %d of %d bytes: %w", verb, r.PID, moved, want, err)
 		}
 		done += want
-		extents = extents[n:]
 	}
 	return nil
+}
+
+// vectors are where the extents are in the address space of the process, in order. An extent that lies in two parts is two.
+func (r Region) vectors(extents []Extent) ([]unix.RemoteIovec, error) {
+	out := make([]unix.RemoteIovec, 0, len(extents)+1)
+	for _, e := range extents {
+		if e.Offset < 0 || e.Length < 0 || e.Length > r.Size-e.Offset {
+			return nil, fmt.Errorf("extent %d+%d lies outside of %d bytes of RAM", e.Offset, e.Length, r.Size)
+		}
+		for _, p := range r.Parts {
+			from, to := max(e.Offset, p.Offset), min(e.End(), p.Offset+p.Size)
+			if from < to {
+				out = append(out, unix.RemoteIovec{Base: uintptr(p.Addr + uint64(from-p.Offset)), Len: int(to - from)})
+			}
+		}
+	}
+	return out, nil
 }
 
 // transferAll repeats partial transfers: the kernel moves at most 2 GiB at once and may stop between vectors.

@@ -25,7 +25,7 @@ func mapPrivate(t testing.TB, f *os.File, size int64) *ram {
 	if err != nil {
 		t.Fatal(err)
 	}
-	r := &ram{b, Region{PID: os.Getpid(), Addr: uint64(uintptr(unsafe.Pointer(unsafe.SliceData(b)))), Size: size}}
+	r := &ram{b, OnePart(os.Getpid(), uint64(uintptr(unsafe.Pointer(unsafe.SliceData(b)))), size)}
 	t.Cleanup(func() { r.unmap(t) })
 	return r
 }

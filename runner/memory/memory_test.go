@@ -79,11 +79,11 @@ func startChild(t *testing.T, base *Base) (r Region, tell func(off, length, valu
 		}
 	}
 	t.Cleanup(kill)
-	r = Region{PID: cmd.Process.Pid, Size: base.Size}
-	if _, err := fmt.Sscan(answer(), &r.Addr); err != nil {
+	var addr uint64
+	if _, err := fmt.Sscan(answer(), &addr); err != nil {
 		t.Fatal(err)
 	}
-	return r, func(off, length, value int) {
+	return OnePart(cmd.Process.Pid, addr, base.Size), func(off, length, value int) {
 		if _, err := fmt.Fprintln(in, off, length, value); err != nil {
 			t.Fatal(err)
 		}
@@ -96,7 +96,7 @@ func startChild(t *testing.T, base *Base) (r Region, tell func(off, length, valu
 // bothScans wants the same of both methods.
 func bothScans(t *testing.T, r Region, want []Extent) {
 	t.Helper()
-	got, err := scanPagemap(r)
+	got, err := scan(r, scanPagemap)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -107,7 +107,7 @@ func bothScans(t *testing.T, r Region, want []Extent) {
 		t.Log("this kernel has no PAGEMAP_SCAN: one method was tested")
 		return
 	}
-	if got, err = scanIoctl(r); err != nil {
+	if got, err = scan(r, scanIoctl); err != nil {
 		t.Fatal(err)
 	}
 	if diff := cmp.Diff(want, got); diff != "" {
@@ -358,7 +358,7 @@ func TestTransferBounds(t *testing.T) {
 			t.Errorf("%s: it was done", c.name)
 		}
 	}
-	gone := Region{PID: 1 << 22, Addr: r.Addr, Size: size}
+	gone := OnePart(1<<22, r.Addr(0), size)
 	if err := read(gone, []Extent{{0, PageSize}}, make([]byte, PageSize)); err == nil {
 		t.Error("the memory of no process was read")
 	}
@@ -370,5 +370,64 @@ func TestTransferBounds(t *testing.T) {
 	all := []Extent{{0, size}}
 	if read(hole.Region, all, make([]byte, size)) == nil || write(hole.Region, all, make([]byte, size)) == nil {
 		t.Error("memory with a hole was copied whole")
+	}
+}
+
+// TestRegionInParts has RAM that is mapped in two places, the second one below the first, and extents across the seam.
+func TestRegionInParts(t *testing.T) {
+	t.Parallel()
+	const size, seam = 64 * PageSize, 24 * PageSize
+	base := zeroBase(t, newStore(t, false), size).File()
+	high, err := unix.Mmap(int(base.Fd()), 0, seam, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE)
+	if err != nil {
+		t.Fatal(err)
+	}
+	low, err := unix.Mmap(int(base.Fd()), seam, size-seam, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _, _ = unix.Munmap(high), unix.Munmap(low) })
+	address := func(b []byte) uint64 { return uint64(uintptr(unsafe.Pointer(unsafe.SliceData(b)))) }
+	r := Region{PID: os.Getpid(), Size: size, Parts: []Part{{0, address(high), seam}, {seam, address(low), size - seam}}}
+	if got := r.Addr(seam - 1); got != address(high)+seam-1 {
+		t.Errorf("the last byte of the first part is at %#x", got)
+	}
+	if got := r.Addr(seam); got != address(low) {
+		t.Errorf("the first byte of the second part is at %#x", got)
+	}
+	if r.Addr(size) != 0 || r.Addr(-1) != 0 {
+		t.Error("bytes that are not there have an address")
+	}
+	bothScans(t, r, nil)
+	across := []Extent{{0, PageSize}, {seam - 3*PageSize, 5 * PageSize}, {size - PageSize, PageSize}}
+	want := make([]byte, TotalBytes(across))
+	for i := range want {
+		want[i] = byte(i*7 + i/PageSize + 1)
+	}
+	if err := write(r, across, want); err != nil {
+		t.Fatal(err)
+	}
+	bothScans(t, r, across)
+	if !bytes.Equal(high[seam-3*PageSize:], want[PageSize:4*PageSize]) || !bytes.Equal(low[:2*PageSize], want[4*PageSize:6*PageSize]) {
+		t.Error("the bytes are not where they belong")
+	}
+	c, err := Prepare(r)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	if err := c.Copy(); err != nil {
+		t.Fatal(err)
+	}
+	d := c.Delta()
+	if diff := cmp.Diff(across, d.Extents); diff != "" || !bytes.Equal(d.data, want) {
+		t.Errorf("the delta is another:\n%s", diff)
+	}
+	whole := mapPrivate(t, base, size) // one part takes what two have given
+	if err := d.Inject(whole.Region); err != nil {
+		t.Fatal(err)
+	}
+	if !bytes.Equal(whole.bytes[:seam], high) || !bytes.Equal(whole.bytes[seam:], low) {
+		t.Error("the machine that it was injected into has another memory")
 	}
 }

@@ -8,11 +8,34 @@ import (
 // PageSize is the granularity of everything here, in bytes: that of x86-64 and of arm64 as Debian configures it.
 const PageSize = 4096
 
-// Region is where a machine's RAM is mapped in its VMM process.
+// Region is where a machine's RAM is mapped in its VMM process: in one part, or in several where the guest's address space has a hole
+// that the VMM maps around.
 type Region struct {
-	PID  int
-	Addr uint64 // in the address space of PID, page aligned
-	Size int64  // bytes, a multiple of PageSize
+	PID   int
+	Size  int64  // bytes, a multiple of PageSize
+	Parts []Part // in order, without gaps: together they are Size bytes
+}
+
+// Part is one mapping of a region.
+type Part struct {
+	Offset int64  // into RAM, bytes
+	Addr   uint64 // in the address space of the process, page aligned
+	Size   int64  // bytes, a multiple of PageSize
+}
+
+// OnePart is a region that is mapped in one part.
+func OnePart(pid int, addr uint64, size int64) Region {
+	return Region{PID: pid, Size: size, Parts: []Part{{Addr: addr, Size: size}}}
+}
+
+// Addr is where the byte of RAM at offset is in the address space of the process; 0 for one that the region has not.
+func (r Region) Addr(offset int64) uint64 {
+	for _, p := range r.Parts {
+		if offset >= p.Offset && offset < p.Offset+p.Size {
+			return p.Addr + uint64(offset-p.Offset)
+		}
+	}
+	return 0
 }
 
 // Extent is a run of pages: an offset into RAM and a length, both in bytes and multiples of PageSize.

@@ -51,8 +51,8 @@ var ScanMethod = sync.OnceValue(func() Method {
 	}
 	defer func() { _ = unix.Munmap(page) }()
 	page[0] = 1
-	r := Region{PID: os.Getpid(), Addr: uint64(uintptr(unsafe.Pointer(&page[0]))), Size: PageSize}
-	if found, err := scanIoctl(r); err != nil || TotalBytes(found) != PageSize {
+	r := OnePart(os.Getpid(), uint64(uintptr(unsafe.Pointer(&page[0]))), PageSize)
+	if found, err := scan(r, scanIoctl); err != nil || TotalBytes(found) != PageSize {
 		return MethodPagemap
 	}
 	return MethodPagemapScan
@@ -62,22 +62,35 @@ var ScanMethod = sync.OnceValue(func() Method {
 // paused; on a running one it is a good estimate.
 func Scan(r Region) ([]Extent, error) {
 	if ScanMethod() == MethodPagemapScan {
-		return scanIoctl(r)
+		return scan(r, scanIoctl)
 	}
-	return scanPagemap(r)
+	return scan(r, scanPagemap)
 }
 
-func scanIoctl(r Region) ([]Extent, error) {
+// scan puts together what a method finds in the parts of r.
+func scan(r Region, method func(pagemap *os.File, p Part) ([]Extent, error)) ([]Extent, error) {
 	f, err := os.Open(fmt.Sprintf("/proc/%d/pagemap", r.PID))
 	if err != nil {
 		return nil, fmt.Errorf("open the page map of process %d: %w", r.PID, err)
 	}
 	defer f.Close()
+	var out []Extent
+	for _, p := range r.Parts {
+		found, err := method(f, p)
+		if err != nil {
+			return nil, fmt.Errorf("process %d: %w", r.PID, err)
+		}
+		out = append(out, found...)
+	}
+	return merge(out), nil
+}
+
+func scanIoctl(f *os.File, p Part) ([]Extent, error) {
 	var (
 		out  []Extent
 		vec  = new([scanVector]pageRegion)
-		from = r.Addr
-		end  = r.Addr + uint64(r.Size)
+		from = p.Addr
+		end  = p.Addr + uint64(p.Size)
 		pin  runtime.Pinner
 	)
 	pin.Pin(vec) // the kernel gets its address as a number, which Go does not follow when it moves a stack
@@ -91,17 +104,17 @@ func scanIoctl(r Region) ([]Extent, error) {
 		arg.size = uint64(unsafe.Sizeof(arg))
 		n, _, errno := unix.Syscall(unix.SYS_IOCTL, f.Fd(), pagemapScan, uintptr(unsafe.Pointer(&arg)))
 		if errno != 0 {
-			return nil, fmt.Errorf("ioctl PAGEMAP_SCAN on process %d: %w", r.PID, errno)
+			return nil, fmt.Errorf("ioctl PAGEMAP_SCAN: %w", errno)
 		}
-		for _, p := range vec[:n] {
-			out = append(out, Extent{Offset: int64(p.start - r.Addr), Length: int64(p.end - p.start)})
+		for _, v := range vec[:n] {
+			out = append(out, Extent{Offset: p.Offset + int64(v.start-p.Addr), Length: int64(v.end - v.start)})
 		}
 		if arg.walkEnd <= from {
-			return nil, fmt.Errorf("ioctl PAGEMAP_SCAN on process %d made no progress at %#x", r.PID, from)
+			return nil, fmt.Errorf("ioctl PAGEMAP_SCAN made no progress at %#x", from)
 		}
 		from = arg.walkEnd
 	}
-	return merge(out), nil
+	return out, nil
 }
 
 // Bits of an entry of /proc/PID/pagemap.
@@ -112,25 +125,20 @@ const (
 )
 
 // scanPagemap is Scan for kernels before 6.7: eight bytes are read per page.
-func scanPagemap(r Region) ([]Extent, error) {
-	f, err := os.Open(fmt.Sprintf("/proc/%d/pagemap", r.PID))
-	if err != nil {
-		return nil, fmt.Errorf("open the page map of process %d: %w", r.PID, err)
-	}
-	defer f.Close()
+func scanPagemap(f *os.File, p Part) ([]Extent, error) {
 	const entry, batch = 8, 128 << 10
 	var (
 		out pageList
 		buf = make([]byte, batch)
 	)
-	pages := r.Size / PageSize
+	pages, first := p.Size/PageSize, p.Offset/PageSize
 	for at := int64(0); at < pages; {
 		want := min(int64(batch/entry), pages-at)
-		n, err := f.ReadAt(buf[:want*entry], (int64(r.Addr/PageSize)+at)*entry)
+		n, err := f.ReadAt(buf[:want*entry], (int64(p.Addr/PageSize)+at)*entry)
 		if int64(n) != want*entry {
-			return nil, fmt.Errorf("read the page map of process %d: %w", r.PID, errors.Join(err, io.ErrUnexpectedEOF))
+			return nil, fmt.Errorf("read the page map: %w", errors.Join(err, io.ErrUnexpectedEOF))
 		}
-		out.addPrivate(buf[:want*entry], at)
+		out.addPrivate(buf[:want*entry], first+at)
 		at += want
 	}
 	return out, nil

@@ -11,8 +11,8 @@
 //	Spawn --Restore--> paused             paused --SaveState--> paused
 //	any   --Kill-----> gone               (the VMM may also end by itself: Done is closed)
 //
-// Spec.Restore decides which of Boot and Restore is legal after Spawn. ResizeDisk is legal while running or paused; Memory,
-// Running, Console, DialAgent, Handle and Exit in every state.
+// Spec.Restore decides which of Boot and Restore is legal after Spawn. ResizeDisk is legal while running or paused, Memory once a
+// Boot or Restore has succeeded; Running, Console, DialAgent, Handle and Exit in every state.
 //
 // A context that ends during Boot, Pause or Resume leaves it open whether the machine has changed: Running tells, and the
 // call may be repeated. During SaveState it leaves the machine paused and the file unfit for use.
@@ -154,11 +154,12 @@ type Machine interface {
 	// SaveState writes device state, without memory and disks, of a paused machine. The file is empty and open for writing
 	// only. An error, of a full disk for example, leaves the machine paused.
 	SaveState(ctx context.Context, to *os.File) error
-	// Memory says where RAM is mapped.
+	// Memory says where RAM is mapped. The Injector of a restore is told earlier, as soon as there is a mapping.
 	Memory() (memory.Region, error)
 	// ResizeDisk grows disk number i to size bytes; the guest is told. The file has that size already.
 	ResizeDisk(ctx context.Context, i int, size int64) error
-	// DialAgent opens the byte stream to the guest agent. One connection at a time. That to a paused machine is the one that the guest
+	// DialAgent opens the byte stream to the guest agent. Callers have one connection at a time: whether another beside it is
+	// refused, waits or is answered differs between drivers; it never disturbs the first. That to a paused machine is the one that the guest
 	// has once it is resumed; after a connection has ended in a pause, another must be there before the machine is resumed.
 	DialAgent(ctx context.Context) (net.Conn, error)
 	// Console returns the printable tail of the guest's console, at most ConsoleBytes.

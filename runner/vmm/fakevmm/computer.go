@@ -123,7 +123,7 @@ func (c *computer) region() memory.Region {
 	if c.ram == nil {
 		return memory.Region{}
 	}
-	return memory.Region{PID: os.Getpid(), Addr: uint64(uintptr(unsafe.Pointer(unsafe.SliceData(c.ram)))), Size: int64(len(c.ram))}
+	return memory.OnePart(os.Getpid(), uint64(uintptr(unsafe.Pointer(unsafe.SliceData(c.ram)))), int64(len(c.ram)))
 }
 
 // run lets the guest run, starting its program if that was not done yet, or stops it. When it has stopped it, the guest does

@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/coppice-dev/coppice/internal/testvm"
+	"github.com/coppice-dev/coppice/runner/vmm/vmmproc"
 )
 
 // ownCopy copies a file, so that the processes of this test can be told by its path.
@@ -40,15 +41,15 @@ func TestProbe(t *testing.T) {
 		want   string
 	}{
 		"no time":   {guest.Kernel, 300 * time.Millisecond, "did not boot within 300ms"},
-		"no kernel": {"/no/such/kernel", time.Minute, "qemu ended with exit status 1"},
-		"no Linux":  {initrd, time.Minute, "qemu ended with"},
+		"no kernel": {"/no/such/kernel", time.Minute, "qemu-system-x86_64 ended with exit status 1"},
+		"no Linux":  {initrd, time.Minute, "qemu-system-x86_64 ended with"},
 	} {
 		start := time.Now()
 		err := d.probe(t.Context(), acceleratorTCG, c.kernel, initrd, c.limit)
 		if err == nil || !strings.Contains(err.Error(), c.want) {
 			t.Errorf("%s: got %v, want %q", name, err, c.want)
 		}
-		if took := time.Since(start); took > c.limit+logDrain+10*time.Second {
+		if took := time.Since(start); took > c.limit+11*time.Second {
 			t.Errorf("%s: it took %s", name, took)
 		}
 		if left := processes(t, initrd); len(left) > 0 {
@@ -74,9 +75,9 @@ func TestProbeFakes(t *testing.T) {
 		want   string // "" for success
 		never  bool   // it ends only because its time is over
 	}{
-		"says it and hangs":      {"trap '' TERM; echo " + probeOK + "; while :; do sleep 100; done", "", false},
-		"says it and ends":       {"printf 'noise\\n" + probeOK + "'", "", false},
-		"says it and fails":      {"echo " + probeOK + "; exit 7", "", false},
+		"says it and hangs":      {"trap '' TERM; echo " + vmmproc.ProbeOK + "; while :; do sleep 100; done", "", false},
+		"says it and ends":       {"printf 'noise\\n" + vmmproc.ProbeOK + "'", "", false},
+		"says it and fails":      {"echo " + vmmproc.ProbeOK + "; exit 7", "", false},
 		"prints without end":     {"while :; do echo 'KVM internal error. Suberror: 1'; done", "did not boot within", true},
 		"ends":                   {"printf 'failed to initialize kvm: \\033[31mDevice or resource busy\\n' >&2; exit 1", "?[31mDevice or resource busy", false},
 		"ends and says nothing":  {"kill -SEGV $$", "segmentation fault", false},

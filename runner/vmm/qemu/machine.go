@@ -1,7 +1,6 @@
 package qemu
 
 import (
-	"bufio"
 	"context"
 	"encoding/json"
 	"errors"
@@ -9,57 +8,24 @@ import (
 	"net"
 	"os"
 	"path/filepath"
-	"slices"
-	"strconv"
 	"strings"
-	"sync"
 	"time"
 
 	"github.com/coppice-dev/coppice/core"
-	"github.com/coppice-dev/coppice/runner/memory"
 	"github.com/coppice-dev/coppice/runner/vmm"
 	"github.com/coppice-dev/coppice/runner/vmm/vmmproc"
 )
 
-type state string
-
-const (
-	stateSpawned state = "spawned"
-	stateWaiting state = "waiting to be restored"
-	statePaused  state = "paused"
-	stateRunning state = "running"
-	stateFailed  state = "broken by a failed restore" // good for nothing
-	stateUnknown state = "unknown"                    // a command was given up: QEMU is asked before the next
-)
-
-// commandTime bounds a monitor command whose caller gave no deadline: QEMU answers in milliseconds or is stuck.
-const commandTime = 20 * time.Second
-
-// errSilent is why a command ended that took longer.
-var errSilent = core.Errorf(core.Unavailable, core.CodeVMMFailed, "the virtual machine monitor has not answered for %s: it hangs, or its host has far too much to do", commandTime)
-
 type machine struct {
-	proc    *vmmproc.Process
-	qmp     *qmp
-	console *console
-	log     *vmmLog
-	handle  vmm.Handle
-	done    chan struct{} // closed after exit is set
-
-	release  sync.Once
-	released chan struct{} // closed by Release: nobody watches then
-
-	mu     sync.Mutex // guards state, region and exit
-	state  state
-	region memory.Region
-	exit   vmm.Exit
+	*vmmproc.Machine
+	qmp *qmp
 }
 
 var _ vmm.Machine = (*machine)(nil)
 
 // attach connects to the sockets of a running QEMU. The machine takes over the process and the log.
-func attach(ctx context.Context, proc *vmmproc.Process, log *vmmLog, h vmm.Handle) (_ *machine, err error) {
-	ctx, cancel := context.WithTimeoutCause(ctx, commandTime, errSilent)
+func attach(ctx context.Context, proc *vmmproc.Process, log *vmmproc.Log, h vmm.Handle) (_ *machine, err error) {
+	ctx, cancel := context.WithTimeoutCause(ctx, vmmproc.CommandTime, vmmproc.ErrSilent)
 	defer cancel()
 	// A QEMU that refuses its command line ends before it accepts: do not wait for the deadline then.
 	ctx, gone := context.WithCancelCause(ctx)
@@ -82,16 +48,21 @@ func attach(ctx context.Context, proc *vmmproc.Process, log *vmmLog, h vmm.Handl
 	if err != nil {
 		return nil, err
 	}
-	m := &machine{proc: proc, qmp: q, log: log, handle: h, done: make(chan struct{}), released: make(chan struct{})}
+	console := vmmproc.NewConsole()
+	m := &machine{qmp: q}
+	m.Machine = vmmproc.NewMachine(proc, log, console, h, vmmproc.Hooks{Ask: m.ask, Detach: q.close})
 	if err = m.greet(ctx); err != nil {
 		q.close()
 		return nil, err
 	}
-	if m.console, err = dialConsole(ctx, filepath.Join(h.Dir, consoleSocket)); err != nil {
+	var d net.Dialer
+	printed, err := d.DialContext(ctx, "unix", filepath.Join(h.Dir, consoleSocket))
+	if err != nil {
 		q.close()
 		return nil, err
 	}
-	go m.watch()
+	console.Follow(printed)
+	go m.Watch()
 	return m, nil
 }
 
@@ -107,125 +78,14 @@ func (m *machine) greet(ctx context.Context) (err error) {
 	if _, err := m.qmp.execute(ctx, "migrate-set-parameters", map[string]any{"announce-rounds": 0}); err != nil {
 		return err
 	}
-	m.state, err = m.ask(ctx)
-	return err
-}
-
-// watch records the exit.
-func (m *machine) watch() {
-	select {
-	case <-m.proc.Done():
-	case <-m.released:
-		return
-	}
-	m.console.drain()
-	m.log.drain()
-	status, killed := m.proc.Status()
-	m.mu.Lock()
-	m.exit = vmm.Exit{At: time.Now(), Killed: killed, Status: status, Console: m.console.String(), Log: m.log.end()}
-	m.mu.Unlock()
-	m.detach()
-	close(m.done)
-}
-
-func (m *machine) Handle() vmm.Handle    { return m.handle }
-func (m *machine) Console() string       { return m.console.String() }
-func (m *machine) Done() <-chan struct{} { return m.done }
-
-func (m *machine) Exit() vmm.Exit {
-	m.mu.Lock()
-	defer m.mu.Unlock()
-	return m.exit
-}
-
-func (m *machine) Release() {
-	m.release.Do(func() { close(m.released) })
-	m.detach()
-}
-
-func (m *machine) detach() {
-	m.qmp.close()
-	m.console.close()
-	m.log.close()
-	m.proc.Release()
-}
-
-func (m *machine) Kill(ctx context.Context) error {
-	if err := m.proc.Kill(ctx); err != nil {
-		return err
-	}
-	select {
-	case <-m.done:
-	case <-m.released: // nobody watches: there is nothing more to wait for
-	}
-	return nil
-}
-
-// gone is the error of every method once the VMM has ended.
-func (m *machine) gone(verb string) error {
-	select {
-	case <-m.done:
-		return fmt.Errorf("%s: %w", verb, vmm.ErrGone)
-	default:
-		return nil
-	}
-}
-
-// step runs fn if the machine is in one of the states and then sets the next. It holds no lock while fn runs: the contract
-// has one caller at a time change the machine.
-func (m *machine) step(ctx context.Context, verb string, from []state, to state, fn func(context.Context) error) error {
-	if err := m.gone(verb); err != nil {
-		return err
-	}
-	ctx, cancel := context.WithTimeoutCause(ctx, commandTime, errSilent)
-	defer cancel()
-	now, err := m.known(ctx)
-	if err != nil {
-		return m.stepError(verb, err)
-	}
-	if !slices.Contains(from, now) {
-		return fmt.Errorf("%s a machine that is %s: %w", verb, now, vmm.ErrState)
-	}
-	if err := fn(ctx); err != nil {
-		m.setState(stateUnknown)
-		return m.stepError(verb, err)
-	}
-	if to != "" {
-		m.setState(to)
-	}
-	return nil
-}
-
-// stepError says so when the VMM ended meanwhile.
-func (m *machine) stepError(verb string, err error) error {
-	return fmt.Errorf("%s: %w", verb, errors.Join(err, m.gone(verb)))
-}
-
-func (m *machine) setState(s state) {
-	m.mu.Lock()
-	defer m.mu.Unlock()
-	m.state = s
-}
-
-// known returns the state, asking QEMU where a command was given up before.
-func (m *machine) known(ctx context.Context) (state, error) {
-	m.mu.Lock()
-	now := m.state
-	m.mu.Unlock()
-	if now != stateUnknown {
-		return now, nil
-	}
 	now, err := m.ask(ctx)
-	if err != nil {
-		return "", err
-	}
-	m.setState(now)
-	return now, nil
+	m.SetState(now)
+	return err
 }
 
 // ask asks QEMU for the state. Whatever stops the vCPUs (a full disk, an internal error) counts as a pause: only Resume tells
 // whether they can go on.
-func (m *machine) ask(ctx context.Context) (state, error) {
+func (m *machine) ask(ctx context.Context) (vmmproc.State, error) {
 	v, err := m.qmp.execute(ctx, "query-status", nil)
 	if err != nil {
 		return "", err
@@ -239,26 +99,26 @@ func (m *machine) ask(ctx context.Context) (state, error) {
 	}
 	switch {
 	case status.Running:
-		return stateRunning, nil
+		return vmmproc.Running, nil
 	case status.Status == "prelaunch":
-		return stateSpawned, nil
+		return vmmproc.Spawned, nil
 	case status.Status == "inmigrate":
-		return stateWaiting, nil
+		return vmmproc.Waiting, nil
 	default:
-		return statePaused, nil
+		return vmmproc.Paused, nil
 	}
 }
 
 func (m *machine) Boot(ctx context.Context) error {
-	return m.step(ctx, "boot", []state{stateSpawned}, stateRunning, m.command("cont"))
+	return m.Step(ctx, "boot", []vmmproc.State{vmmproc.Spawned}, vmmproc.Running, m.command("cont"))
 }
 
 func (m *machine) Resume(ctx context.Context) error {
-	return m.step(ctx, "resume", []state{statePaused, stateRunning}, stateRunning, m.command("cont"))
+	return m.Step(ctx, "resume", []vmmproc.State{vmmproc.Paused, vmmproc.Running}, vmmproc.Running, m.command("cont"))
 }
 
 func (m *machine) Pause(ctx context.Context) error {
-	return m.step(ctx, "pause", []state{stateRunning, statePaused}, statePaused, m.command("stop"))
+	return m.Step(ctx, "pause", []vmmproc.State{vmmproc.Running, vmmproc.Paused}, vmmproc.Paused, m.command("stop"))
 }
 
 func (m *machine) command(name string) func(context.Context) error {
@@ -268,28 +128,14 @@ func (m *machine) command(name string) func(context.Context) error {
 	}
 }
 
-func (m *machine) Running(ctx context.Context) (bool, error) {
-	const verb = "look whether the machine runs"
-	if err := m.gone(verb); err != nil {
-		return false, err
-	}
-	ctx, cancel := context.WithTimeoutCause(ctx, commandTime, errSilent)
-	defer cancel()
-	now, err := m.ask(ctx)
-	if err != nil {
-		return false, m.stepError(verb, err)
-	}
-	return now == stateRunning, nil
-}
-
 func (m *machine) Restore(ctx context.Context, spec vmm.RestoreSpec) error {
 	began := false
-	err := m.step(ctx, "restore", []state{stateWaiting}, statePaused, func(ctx context.Context) error {
+	err := m.Step(ctx, "restore", []vmmproc.State{vmmproc.Waiting}, vmmproc.Paused, func(ctx context.Context) error {
 		began = true
 		return m.restore(ctx, spec)
 	})
 	if began && err != nil {
-		m.setState(stateFailed)
+		m.SetState(vmmproc.Failed)
 	}
 	return err
 }
@@ -320,7 +166,7 @@ func (m *machine) restore(ctx context.Context, spec vmm.RestoreSpec) error {
 }
 
 func (m *machine) SaveState(ctx context.Context, to *os.File) error {
-	return m.step(ctx, "save device state of", []state{statePaused}, statePaused, func(ctx context.Context) error {
+	return m.Step(ctx, "save device state of", []vmmproc.State{vmmproc.Paused}, vmmproc.Paused, func(ctx context.Context) error {
 		// QEMU matches the access mode of the descriptor, so it must be write-only.
 		v, err := m.qmp.execute(ctx, "add-fd", nil, to)
 		if err != nil {
@@ -335,7 +181,7 @@ func (m *machine) SaveState(ctx context.Context, to *os.File) error {
 		_, err = m.qmp.execute(ctx, "xen-save-devices-state", map[string]any{
 			"filename": fmt.Sprintf("/dev/fdset/%d", set.ID), "live": false,
 		})
-		clean, cancel := context.WithTimeout(context.WithoutCancel(ctx), commandTime)
+		clean, cancel := context.WithTimeout(context.WithoutCancel(ctx), vmmproc.CommandTime)
 		defer cancel()
 		_, removeErr := m.qmp.execute(clean, "remove-fd", map[string]any{"fdset-id": set.ID})
 		return errors.Join(err, removeErr)
@@ -343,23 +189,23 @@ func (m *machine) SaveState(ctx context.Context, to *os.File) error {
 }
 
 func (m *machine) ResizeDisk(ctx context.Context, i int, size int64) error {
-	return m.step(ctx, "resize a disk of", []state{stateRunning, statePaused}, "", func(ctx context.Context) error {
+	return m.Step(ctx, "resize a disk of", []vmmproc.State{vmmproc.Running, vmmproc.Paused}, "", func(ctx context.Context) error {
 		_, err := m.qmp.execute(ctx, "block_resize", map[string]any{"node-name": fmt.Sprintf("disk%d", i), "size": size})
 		return err
 	})
 }
 
 func (m *machine) DialAgent(ctx context.Context) (net.Conn, error) {
-	if err := m.gone("connect to the guest"); err != nil {
+	if err := m.Gone("connect to the guest"); err != nil {
 		return nil, err
 	}
 	var d net.Dialer
-	c, err := d.DialContext(ctx, "unix", filepath.Join(m.handle.Dir, agentSocket))
+	c, err := d.DialContext(ctx, "unix", filepath.Join(m.Handle().Dir, agentSocket))
 	if err != nil {
-		return nil, core.Wrapf(errors.Join(err, m.gone("connect to the guest")), core.Unavailable, core.CodeGuestUnreachable, "the guest's channel does not accept a connection")
+		return nil, core.Wrapf(errors.Join(err, m.Gone("connect to the guest")), core.Unavailable, core.CodeGuestUnreachable, "the guest's channel does not accept a connection")
 	}
 	if err := m.accepted(ctx); err != nil {
-		return nil, core.Wrapf(errors.Join(err, m.gone("connect to the guest"), c.Close()), core.Unavailable, core.CodeGuestUnreachable, "the guest's channel has not accepted a connection")
+		return nil, core.Wrapf(errors.Join(err, m.Gone("connect to the guest"), c.Close()), core.Unavailable, core.CodeGuestUnreachable, "the guest's channel has not accepted a connection")
 	}
 	return c, nil
 }
@@ -369,13 +215,10 @@ func (m *machine) DialAgent(ctx context.Context) (net.Conn, error) {
 // What the guest writes then fails, and a port that has failed holds back all output until its connection ends: the next one, which it
 // takes for the old one, stays unanswered (QEMU 7.2: virtconsole_enable_backend and flush_buf in hw/char/virtio-console.c).
 func (m *machine) accepted(ctx context.Context) error {
-	m.mu.Lock()
-	paused := m.state == statePaused
-	m.mu.Unlock()
-	if !paused {
+	if m.State() != vmmproc.Paused {
 		return nil
 	}
-	ctx, cancel := context.WithTimeout(ctx, commandTime)
+	ctx, cancel := context.WithTimeout(ctx, vmmproc.CommandTime)
 	defer cancel()
 	again := time.NewTicker(5 * time.Millisecond)
 	defer again.Stop()
@@ -399,38 +242,4 @@ func (m *machine) accepted(ctx context.Context) error {
 		case <-again.C:
 		}
 	}
-}
-
-// Memory finds the private mapping of the base: of the base's inode and as long as RAM.
-func (m *machine) Memory() (memory.Region, error) {
-	if err := m.gone("find the memory"); err != nil { // another process may have the pid soon
-		return memory.Region{}, err
-	}
-	m.mu.Lock()
-	defer m.mu.Unlock()
-	if m.region.Size != 0 {
-		return m.region, nil
-	}
-	f, err := os.Open(fmt.Sprintf("/proc/%d/maps", m.proc.PID))
-	if err != nil {
-		return memory.Region{}, fmt.Errorf("%w: %w", vmm.ErrGone, err)
-	}
-	defer f.Close()
-	size := int64(m.handle.MemoryMiB) << 20
-	lines := bufio.NewScanner(f)
-	for lines.Scan() {
-		fields := strings.Fields(lines.Text())
-		if len(fields) < 5 || fields[4] != strconv.FormatUint(m.handle.BaseInode, 10) {
-			continue
-		}
-		low, high, _ := strings.Cut(fields[0], "-")
-		start, err1 := strconv.ParseUint(low, 16, 64)
-		end, err2 := strconv.ParseUint(high, 16, 64)
-		if errors.Join(err1, err2) != nil || int64(end-start) != size || !strings.HasSuffix(fields[1], "p") {
-			continue
-		}
-		m.region = memory.Region{PID: m.proc.PID, Addr: start, Size: size}
-		return m.region, nil
-	}
-	return memory.Region{}, core.Errorf(core.Internal, core.CodeVMMFailed, "process %d does not map its base: RAM cannot be found", m.proc.PID)
 }

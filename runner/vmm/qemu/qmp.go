@@ -15,6 +15,7 @@ import (
 
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/runner/vmm"
+	"github.com/coppice-dev/coppice/runner/vmm/vmmproc"
 )
 
 // qmp is a client of QEMU's machine protocol: JSON, one value a line, over a unix socket that can carry descriptors.
@@ -221,7 +222,7 @@ func (q *qmp) send(ctx context.Context, command string, arguments any, files []*
 	}
 	deadline, ok := ctx.Deadline()
 	if !ok {
-		deadline = time.Now().Add(commandTime)
+		deadline = time.Now().Add(vmmproc.CommandTime)
 	}
 	if err := q.conn.SetWriteDeadline(deadline); err != nil {
 		return nil, errors.Join(vmm.ErrGone, err)

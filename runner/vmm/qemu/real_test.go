@@ -23,6 +23,7 @@ import (
 	"github.com/coppice-dev/coppice/internal/testvm"
 	"github.com/coppice-dev/coppice/runner/memory"
 	"github.com/coppice-dev/coppice/runner/vmm"
+	"github.com/coppice-dev/coppice/runner/vmm/vmmproc"
 )
 
 const (
@@ -294,7 +295,7 @@ func TestRefused(t *testing.T) {
 		if !strings.Contains(err.Error(), "it said") || !strings.Contains(err.Error(), c.want) || core.CodeOf(err) != core.CodeVMMFailed || !strings.Contains(core.MessageOf(err), "qemu") {
 			t.Errorf("%s: the error does not say what qemu said: %v", name, err)
 		}
-		if took := time.Since(start); took > commandTime/2 {
+		if took := time.Since(start); took > vmmproc.CommandTime/2 {
 			t.Errorf("%s: it took %s", name, took)
 		}
 		if left := processes(t, string(spec.ID)); len(left) > 0 {

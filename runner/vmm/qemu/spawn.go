@@ -65,7 +65,7 @@ func (d *Driver) spawn(ctx context.Context, in *installation, spec vmm.Spec) (_ 
 			return nil, err
 		}
 	}
-	log, logEnd, err := newLog()
+	log, logEnd, err := vmmproc.NewLog()
 	if err != nil {
 		return nil, err
 	}
@@ -75,7 +75,7 @@ func (d *Driver) spawn(ctx context.Context, in *installation, spec vmm.Spec) (_ 
 	})
 	_ = logEnd.Close() // QEMU has its own copy
 	if err != nil {
-		log.close()
+		log.Close()
 		return nil, err
 	}
 	h := vmm.Handle{
@@ -90,13 +90,13 @@ func (d *Driver) spawn(ctx context.Context, in *installation, spec vmm.Spec) (_ 
 }
 
 // abort ends a QEMU that did not come up, and adds what it said.
-func abort(ctx context.Context, proc *vmmproc.Process, log *vmmLog, err error) error {
-	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), commandTime)
+func abort(ctx context.Context, proc *vmmproc.Process, log *vmmproc.Log, err error) error {
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), vmmproc.CommandTime)
 	defer cancel()
 	err = errors.Join(err, proc.Kill(ctx))
-	log.drain()
-	log.close()
-	if said := strings.TrimSpace(log.end()); said != "" {
+	log.Drain()
+	log.Close()
+	if said := strings.TrimSpace(log.End()); said != "" {
 		err = core.Wrapf(err, core.Unavailable, core.CodeVMMFailed, "qemu did not start: it said %q", said)
 	}
 	return err
@@ -145,7 +145,7 @@ func (d *Driver) recover(ctx context.Context, h vmm.Handle) (*machine, error) {
 	if err != nil {
 		return nil, err
 	}
-	m, err := attach(ctx, proc, noLog(), h)
+	m, err := attach(ctx, proc, vmmproc.NoLog(), h)
 	if err == nil {
 		return m, nil
 	}

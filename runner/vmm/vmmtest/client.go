@@ -137,8 +137,9 @@ func number(t *testing.T, s string) int64 {
 
 // probe reads the guest program's memory from outside.
 type probe struct {
-	mem *os.File
-	at  int64 // of the program's first page, in the address space of the VMM
+	mem    *os.File // the address space of the VMM
+	region memory.Region
+	at     int64 // of the program's first page, in RAM
 }
 
 // newProbe finds the program's memory among the private pages. The machine is paused meanwhile and runs afterwards.
@@ -156,7 +157,7 @@ func newProbe(t *testing.T, m *machine) *probe {
 	if len(found) > 1 {
 		t.Fatalf("the guest program's first page was found at %#x, want one place", found)
 	}
-	return &probe{mem: open(t, fmt.Sprintf("/proc/%d/mem", region.PID), os.O_RDONLY), at: found[0]}
+	return &probe{mem: open(t, fmt.Sprintf("/proc/%d/mem", region.PID), os.O_RDONLY), region: region, at: found[0]}
 }
 
 func findProgram(t *testing.T, m *machine, region memory.Region) (found []int64) {
@@ -174,7 +175,7 @@ func findProgram(t *testing.T, m *machine, region memory.Region) (found []int64)
 	err = c.Delta().Each(func(e memory.Extent, data []byte) error {
 		for at := 0; at < len(data); at += memory.PageSize {
 			if bytes.HasPrefix(data[at:], []byte(line.Magic)) {
-				found = append(found, int64(region.Addr)+e.Offset+int64(at))
+				found = append(found, e.Offset+int64(at))
 			}
 		}
 		return nil
@@ -189,7 +190,7 @@ func findProgram(t *testing.T, m *machine, region memory.Region) (found []int64)
 func (p *probe) ticks(t *testing.T) uint64 {
 	t.Helper()
 	var b [8]byte
-	if _, err := p.mem.ReadAt(b[:], p.at+line.OffsetTicks); err != nil {
+	if _, err := p.mem.ReadAt(b[:], int64(p.region.Addr(p.at+line.OffsetTicks))); err != nil {
 		t.Fatal(err)
 	}
 	return binary.LittleEndian.Uint64(b[:])

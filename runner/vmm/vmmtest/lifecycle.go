@@ -184,8 +184,9 @@ func testRecoverRunning(t *testing.T, w *world) {
 		m = m.recovered(t)
 		m.allows(t, "recovered", calls{pause: true, resume: true, resize: true})
 		m.runs(t, true)
-		if now, err := m.Memory(); err != nil || now != was {
-			t.Errorf("the region is %+v, was %+v (%v)", now, was, err)
+		now, err := m.Memory()
+		if diff := cmp.Diff(was, now); diff != "" || err != nil {
+			t.Errorf("the region is another (%v):\n%s", err, diff)
 		}
 		m.want(t, strconv.Itoa(i+3), "inc")
 	}

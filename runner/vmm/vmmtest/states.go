@@ -79,15 +79,16 @@ func (m *machine) allows(t *testing.T, state string, legal calls) {
 	if info, err := os.Stat(path); err != nil || info.Size() != 0 {
 		t.Errorf("something was saved of a machine that is %s (%v)", state, err)
 	}
+	// Before a boot or a restore, and after one that failed, a VMM may have no mapping yet.
+	if _, err := m.Memory(); err != nil && (legal.pause || !errors.Is(err, vmm.ErrState)) {
+		t.Errorf("Memory of a machine that is %s: %v", state, err)
+	}
 	m.alwaysLegal(t, state)
 }
 
 // alwaysLegal makes the calls that are legal in every state.
 func (m *machine) alwaysLegal(t *testing.T, state string) {
 	t.Helper()
-	if _, err := m.Memory(); err != nil {
-		t.Errorf("Memory of a machine that is %s: %v", state, err)
-	}
 	if diff := cmp.Diff(vmm.Exit{}, m.Exit()); diff != "" {
 		t.Errorf("the exit of a machine that is %s:\n%s", state, diff)
 	}

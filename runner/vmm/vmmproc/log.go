@@ -1,4 +1,4 @@
-package qemu
+package vmmproc
 
 import (
 	"io"
@@ -8,9 +8,9 @@ import (
 	"github.com/coppice-dev/coppice/runner/vmm"
 )
 
-// vmmLog keeps the tail of QEMU's own messages. They come through a pipe and never reach a disk, because a guest can make QEMU
+// Log keeps the tail of a VMM's own messages. They come through a pipe and never reach a disk, because a guest can make a VMM
 // complain without end.
-type vmmLog struct {
+type Log struct {
 	*vmm.Tail
 	read *os.File
 	done chan struct{} // closed when nothing more will come
@@ -21,13 +21,13 @@ const (
 	logDrain = time.Second // for what an ended VMM left in the pipe
 )
 
-// newLog returns a log and the end of the pipe that QEMU writes to, which the caller closes once QEMU has it.
-func newLog() (*vmmLog, *os.File, error) {
+// NewLog returns a log and the end of the pipe that the VMM writes to, which the caller closes once the VMM has it.
+func NewLog() (*Log, *os.File, error) {
 	r, w, err := os.Pipe()
 	if err != nil {
 		return nil, nil, err
 	}
-	l := &vmmLog{Tail: vmm.NewTail(logBytes), read: r, done: make(chan struct{})}
+	l := &Log{Tail: vmm.NewTail(logBytes), read: r, done: make(chan struct{})}
 	go func() {
 		defer close(l.done)
 		_, _ = io.Copy(l.Tail, r) // ends with the VMM or by close
@@ -35,29 +35,30 @@ func newLog() (*vmmLog, *os.File, error) {
 	return l, w, nil
 }
 
-// noLog is that of a recovered machine: the pipe went with the runner that had it.
-func noLog() *vmmLog {
-	l := &vmmLog{Tail: vmm.NewTail(logBytes), done: make(chan struct{})}
+// NoLog is that of a recovered machine: the pipe went with the runner that had it.
+func NoLog() *Log {
+	l := &Log{Tail: vmm.NewTail(logBytes), done: make(chan struct{})}
 	close(l.done)
 	return l
 }
 
-// drain reads what an ended VMM has left.
-func (l *vmmLog) drain() {
+// Drain reads what an ended VMM has left.
+func (l *Log) Drain() {
 	if l.read != nil {
 		_ = l.read.SetReadDeadline(time.Now().Add(logDrain)) // fails only if it was closed, and then nothing is left
 	}
 	<-l.done
 }
 
-// end returns the last lines.
-func (l *vmmLog) end() string {
+// End returns the last lines.
+func (l *Log) End() string {
 	const limit = 2048
 	s := l.String()
 	return s[max(0, len(s)-limit):]
 }
 
-func (l *vmmLog) close() {
+// Close ends the reading.
+func (l *Log) Close() {
 	if l.read != nil {
 		_ = l.read.Close() // only read
 	}
