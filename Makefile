@@ -1,7 +1,7 @@
 # `make help` lists the targets. Those marked (root) need it: sudo -E make …
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup build generate test test-long lint image demo dev bench bench-control clean fuzz chaos faults
+.PHONY: help setup setup-kvm build generate test test-long lint image demo dev bench bench-control clean fuzz chaos faults
 
 GO      ?= go
 ROOT    := $(filter 0,$(shell id -u))
@@ -21,6 +21,9 @@ help: ## list the targets
 
 setup: ## install what is missing from Debian's packages (root; else it prints the command)
 	@scripts/setup
+
+setup-kvm: ## install the pinned cloud-hypervisor, checked by its sum: PREFIX=dir (root, or a PREFIX of yours)
+	@scripts/setup-kvm $(if $(PREFIX),--prefix $(PREFIX))
 
 build: ## build bin/coppice and the static guest agent, bin/coppice-guest
 	CGO_ENABLED=0 $(GO) build $(GOFLAGS_BUILD) -o bin/ ./cmd/...
