@@ -68,6 +68,11 @@ func (a *Agent) serve(ctx context.Context) error {
 			}
 			return fmt.Errorf("accept on vsock: %w", err)
 		}
+		if from, ok := conn.RemoteAddr().(*vsock.Addr); !ok || from.ContextID != vsock.Host {
+			_ = conn.Close() // a process of this very guest, through its loopback
+			<-room
+			continue
+		}
 		wg.Go(func() {
 			defer func() { <-room }()
 			c := guestapi.NewChannel(conn)

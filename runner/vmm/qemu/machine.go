@@ -25,25 +25,9 @@ var _ vmm.Machine = (*machine)(nil)
 
 // attach connects to the sockets of a running QEMU. The machine takes over the process and the log.
 func attach(ctx context.Context, proc *vmmproc.Process, log *vmmproc.Log, h vmm.Handle) (_ *machine, err error) {
-	ctx, cancel := context.WithTimeoutCause(ctx, vmmproc.CommandTime, vmmproc.ErrSilent)
-	defer cancel()
-	// A QEMU that refuses its command line ends before it accepts: do not wait for the deadline then.
-	ctx, gone := context.WithCancelCause(ctx)
-	defer gone(nil)
-	go func() {
-		select {
-		case <-proc.Done():
-			status, _ := proc.Status()
-			gone(fmt.Errorf("%w: %s", vmm.ErrGone, status))
-		case <-ctx.Done():
-		}
-	}()
-	defer func() {
-		// A dial says only that it was canceled, not why.
-		if cause := context.Cause(ctx); err != nil && errors.Is(cause, vmm.ErrGone) {
-			err = errors.Join(cause, err)
-		}
-	}()
+	ctx, explain, stop := vmmproc.Attaching(ctx, proc)
+	defer stop()
+	defer func() { err = explain(err) }()
 	q, err := dialQMP(ctx, filepath.Join(h.Dir, monitorSocket))
 	if err != nil {
 		return nil, err

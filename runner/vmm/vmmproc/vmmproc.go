@@ -22,6 +22,7 @@ import (
 // Command is what to start. The process gets nothing of the runner's environment.
 type Command struct {
 	Path  string
+	Name  string     // of the program, as it and others see it in its arguments; empty for Path
 	Args  []string   // without the program's name
 	Files []*os.File // become descriptors 3, 4, ... of the process
 	Log   *os.File   // standard output and error
@@ -50,6 +51,9 @@ type Process struct {
 // Start starts the command. The process does not end with the runner and is not tied to any context.
 func Start(c Command) (*Process, error) {
 	cmd := exec.Command(c.Path, c.Args...) //nolint:gosec,noctx // G204: the path comes from our configuration; a VMM must outlive every context
+	if c.Name != "" {
+		cmd.Args[0] = c.Name
+	}
 	cmd.Env = []string{"PATH=/usr/bin:/bin", "HOME=/nonexistent", "LC_ALL=C"}
 	cmd.Dir, cmd.Stdout, cmd.Stderr, cmd.ExtraFiles = c.Dir, c.Log, c.Log, c.Files
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
@@ -291,4 +295,21 @@ func startTime(pid int) (uint64, error) {
 		return 0, fmt.Errorf("read the start time of process %d: unexpected form of its stat file", pid)
 	}
 	return strconv.ParseUint(fields[19], 10, 64)
+}
+
+// File returns a copy of a descriptor of the process.
+func (p *Process) File(fd int) (*os.File, error) {
+	conn, err := p.pidfd.SyscallConn()
+	if err != nil {
+		return nil, err
+	}
+	var got int
+	var getErr error
+	if err := conn.Control(func(pidfd uintptr) { got, getErr = unix.PidfdGetfd(int(pidfd), fd, 0) }); err != nil {
+		return nil, err
+	}
+	if getErr != nil {
+		return nil, fmt.Errorf("copy descriptor %d of process %d: %w", fd, p.PID, getErr)
+	}
+	return os.NewFile(uintptr(got), fmt.Sprintf("fd %d of process %d", fd, p.PID)), nil
 }

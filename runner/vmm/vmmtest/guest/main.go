@@ -1,5 +1,6 @@
 // Command guest is the first and only program of the machines that package vmmtest tests a driver with: it loads the modules
-// of its initrd, opens the agent's channel and serves package line on it. It is built and packed by internal/testvm.
+// of its initrd, opens the agent's channel, a virtio-serial port or a port of vsock, and serves package line on it. It is built and
+// packed by internal/testvm.
 //
 // With coppice.probe=1 on the kernel's command line it does what the guest agent does then: it says COPPICE_PROBE_OK on the
 // console and powers off.
@@ -9,6 +10,7 @@ import (
 	"bufio"
 	"errors"
 	"fmt"
+	"io"
 	"os"
 	"path/filepath"
 	"strings"
@@ -16,14 +18,16 @@ import (
 	"time"
 	"unsafe"
 
+	"github.com/mdlayher/vsock"
 	"golang.org/x/sys/unix"
 
 	"github.com/coppice-dev/coppice/runner/vmm/vmmtest/line"
 )
 
 const (
-	portName = "coppice.agent"
-	memory   = 64 << 20 // reserved for the program; only what it writes is used
+	portName  = "coppice.agent"
+	vsockPort = 1024
+	memory    = 64 << 20 // reserved for the program; only what it writes is used
 )
 
 func main() {
@@ -54,7 +58,16 @@ func run() error {
 		fmt.Fprintln(os.Stderr, "COPPICE_PROBE_OK")
 		off(false)
 	}
-	if err := loadModules(); err != nil {
+	if err := loadModules(func(name string) bool {
+		return strings.HasPrefix(name, "virtio") && name != "virtio_net.ko" && name != "virtio_rng.ko"
+	}); err != nil {
+		return err
+	}
+	overVsock, err := hasVsock()
+	if err == nil && overVsock {
+		err = loadModules(func(name string) bool { return strings.Contains(name, "vsock") })
+	}
+	if err != nil {
 		return err
 	}
 	g, err := newGuest()
@@ -63,18 +76,36 @@ func run() error {
 	}
 	go g.tick()
 	go g.background()
+	if overVsock {
+		return g.serveVsock()
+	}
 	return g.serve()
 }
 
-// loadModules loads what the disks and the port need, and nothing that only costs time.
-func loadModules() error {
+// hasVsock reports whether the machine has a vsock device: it has no port then.
+func hasVsock() (bool, error) {
+	const vsockDevice = "0x0013"
+	devices, err := filepath.Glob("/sys/bus/virtio/devices/*/device")
+	if err != nil {
+		return false, err
+	}
+	for _, d := range devices {
+		if b, err := os.ReadFile(d); err == nil && strings.TrimSpace(string(b)) == vsockDevice {
+			return true, nil
+		}
+	}
+	return false, nil
+}
+
+// loadModules loads those whose names are wanted: what the disks and the channel need, and nothing that only costs time.
+func loadModules(want func(name string) bool) error {
 	list, err := os.ReadFile("/etc/coppice/modules")
 	if err != nil {
 		return err
 	}
 	for path := range strings.FieldsSeq(string(list)) {
 		name := filepath.Base(path)
-		if !strings.HasPrefix(name, "virtio") || name == "virtio_net.ko" || name == "virtio_rng.ko" {
+		if !want(name) {
 			continue
 		}
 		f, err := os.Open(path)
@@ -95,7 +126,7 @@ type guest struct {
 	prog line.Program
 
 	portMu sync.Mutex // guards port
-	port   *os.File
+	port   io.Writer  // of the last host; nil where there is none
 }
 
 func newGuest() (*guest, error) {
@@ -163,7 +194,28 @@ func (g *guest) serve() error {
 	return nil
 }
 
-func (g *guest) session(f *os.File) {
+// serveVsock serves every host that connects.
+func (g *guest) serveVsock() error {
+	l, err := vsock.Listen(vsockPort, nil)
+	if err != nil {
+		return err
+	}
+	for {
+		c, err := l.Accept()
+		if err != nil {
+			return err
+		}
+		g.portMu.Lock()
+		g.port = c
+		g.portMu.Unlock()
+		go func() {
+			defer c.Close()
+			g.session(c)
+		}()
+	}
+}
+
+func (g *guest) session(f io.ReadWriter) {
 	for lines := bufio.NewScanner(f); lines.Scan(); {
 		g.mu.Lock()
 		answer, ok := g.prog.Do(lines.Text())

@@ -1,0 +1,185 @@
+// Package cloudhypervisor drives cloud-hypervisor, unmodified releases of it under KVM, by the contract of package vmm.
+//
+// Three properties of it carry the design. A memory zone with a file and shared=false maps the file privately, so the kernel tracks what
+// was written. A snapshot writes the state of every device and vCPU before it opens the file for memory, and fails on that file alone if
+// something is there already: see strategy.go. And a restore fills memory only by the list of ranges in that state, which may be
+// empty. So RAM never passes through cloud-hypervisor.
+//
+// It runs as a user of its own, in the sandbox's network namespace, under its seccomp filters and Landlock. It opens files by path; all
+// paths that it is given lead through descriptors that it has inherited (/proc/self/fd/N), so none of them can be exchanged, and the
+// directories of other machines stay closed to it.
+package cloudhypervisor
+
+import (
+	"context"
+	"fmt"
+	"os"
+	"os/exec"
+	"regexp"
+	"strconv"
+	"strings"
+	"sync"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/runner/vmm"
+	"github.com/coppice-dev/coppice/runner/vmm/kvm"
+	"github.com/coppice-dev/coppice/runner/vmm/vmmproc"
+)
+
+// DriverName is the driver's name in fingerprints and handles.
+const DriverName = "cloud-hypervisor"
+
+// Program is what the binary is called on the PATH.
+const Program = "cloud-hypervisor"
+
+// Supported are the versions that the driver works with, for people. Before 53 block requests are not drained by a pause, so that a
+// checkpoint could tear a write. After the last one nobody has looked whether snapshots are still written in the order that is needed.
+const Supported = "v53"
+
+// deviceLayout names the devices that config makes and their order, in the place of a machine type: device state can only be loaded
+// into the same ones.
+const deviceLayout = "coppice-pci-1"
+
+const accelerator = "kvm"
+
+// Config says which cloud-hypervisor to use.
+type Config struct {
+	Binary string // path; empty finds cloud-hypervisor on the PATH
+	Detail string // why it was chosen, for people
+}
+
+// Driver starts cloud-hypervisor machines.
+type Driver struct {
+	cfg Config
+
+	mu    sync.Mutex // guards found
+	found *installation
+}
+
+var _ vmm.Driver = (*Driver)(nil)
+
+// installation is what was learnt of the binary.
+type installation struct {
+	path     string
+	version  string // "53.0"
+	strategy strategy
+	landlock bool // whether the kernel has what it asks of Landlock
+}
+
+// New makes a driver. It does not look at the host yet: Fingerprint does.
+func New(cfg Config) *Driver { return &Driver{cfg: cfg} }
+
+func (d *Driver) installation(ctx context.Context) (*installation, error) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.found != nil {
+		return d.found, nil
+	}
+	path, version, err := Find(ctx, d.cfg.Binary)
+	if err != nil {
+		return nil, err
+	}
+	s, err := strategyFor(version)
+	if err != nil {
+		return nil, core.Wrapf(err, core.FailedPrecondition, core.CodeVMMFailed, "%s cannot be used: %s", path, core.MessageOf(err))
+	}
+	d.found = &installation{path: path, version: version, strategy: s, landlock: landlockVersion() >= landlockNeeded}
+	return d.found, nil
+}
+
+var versionForm = regexp.MustCompile(`^cloud-hypervisor v(\d+\.\d+(?:\.\d+)?)\b`)
+
+// Find finds the binary, by its path or, where that is empty, on the PATH, and asks it for its version, "53.0". It does not judge it.
+func Find(ctx context.Context, binary string) (path, version string, err error) {
+	path = binary
+	if path == "" {
+		if path, err = exec.LookPath(Program); err != nil {
+			return "", "", core.Wrapf(err, core.FailedPrecondition, core.CodeVMMFailed, "%s is not installed; run `make setup-kvm`", Program)
+		}
+	}
+	out, err := exec.CommandContext(ctx, path, "--version").Output() //nolint:gosec // G204: the path comes from our configuration
+	if err != nil {
+		return path, "", core.Wrapf(err, core.FailedPrecondition, core.CodeVMMFailed, "%s cannot be run", path)
+	}
+	m := versionForm.FindStringSubmatch(string(out))
+	if m == nil {
+		return path, "", core.Errorf(core.FailedPrecondition, core.CodeVMMFailed, "%s does not say a version that is known: %q", path, core.Clip(string(out)))
+	}
+	return path, m[1], nil
+}
+
+// Check says why a version cannot be used; nil if it can.
+func Check(version string) error {
+	_, err := strategyFor(version)
+	return err
+}
+
+// major is the first number of a version.
+func major(version string) int {
+	first, _, _ := strings.Cut(version, ".")
+	n, _ := strconv.Atoi(first) // a version of versionForm begins with digits
+	return n
+}
+
+// Fingerprint implements vmm.Driver.
+func (d *Driver) Fingerprint(ctx context.Context) (vmm.Fingerprint, error) {
+	in, err := d.installation(ctx)
+	if err != nil {
+		return vmm.Fingerprint{}, err
+	}
+	fp := vmm.Fingerprint{VMM: DriverName, Version: in.version, MachineType: deviceLayout, Accelerator: accelerator, Detail: d.cfg.Detail}
+	if fp.CPUModel, err = kvm.HostCPU(); err != nil {
+		return vmm.Fingerprint{}, err
+	}
+	return fp, nil
+}
+
+// Capabilities implements vmm.Driver.
+func (d *Driver) Capabilities() vmm.Capabilities {
+	return vmm.Capabilities{ReadOnlyBase: true, InjectBeforeLoad: true, ResizeDisk: true, RealGuest: true}
+}
+
+// Probe boots a guest kernel and initrd, given as paths, because neither a device node nor a binary proves anything. why is for
+// people, in both cases. It takes at most the timeout, and leaves no process.
+func (d *Driver) Probe(ctx context.Context, kernel, initrd string, timeout time.Duration) (ok bool, why string) {
+	if err := kvm.Open(kvm.Device); err != nil {
+		return false, err.Error()
+	}
+	in, err := d.installation(ctx)
+	if err != nil {
+		return false, core.MessageOf(err)
+	}
+	start := time.Now()
+	if err := vmmproc.Probe(ctx, vmmproc.Command{
+		Path: in.path, Name: Program + ":coppice-probe", Dir: "/",
+		Args: []string{
+			"--cpus", "boot=1", "--memory", "size=256M", "--console", "off", "--serial", "tty", "--kernel", kernel, "--initramfs", initrd,
+			"--cmdline", "console=ttyS0 panic=-1 reboot=t quiet " + vmmproc.ProbeWord,
+		},
+	}, timeout); err != nil {
+		return false, err.Error()
+	}
+	why = fmt.Sprintf("cloud-hypervisor %s booted a guest kernel under KVM in %s", in.version, time.Since(start).Round(time.Millisecond))
+	if os.Geteuid() == 0 { // the machines themselves run as users of their own
+		if _, err := kvm.Group(kvm.Device); err != nil {
+			return false, why + ", but " + err.Error()
+		}
+	}
+	return true, why
+}
+
+// landlockNeeded is the version of Landlock's interface that cloud-hypervisor insists on: the third, of Linux 6.2.
+const landlockNeeded = 3
+
+// landlockVersion asks the kernel for its own; 0 where it has none.
+func landlockVersion() int {
+	const versionFlag = 1 // LANDLOCK_CREATE_RULESET_VERSION
+	n, _, errno := unix.Syscall(unix.SYS_LANDLOCK_CREATE_RULESET, 0, 0, versionFlag)
+	if errno != 0 {
+		return 0
+	}
+	return int(n)
+}

@@ -1,0 +1,56 @@
+package cloudhypervisor
+
+import (
+	"bufio"
+	"bytes"
+	"encoding/json"
+	"os"
+
+	"golang.org/x/sys/unix"
+)
+
+// event is what the VMM says of itself: objects of JSON over several lines each, with an empty line behind.
+type event struct {
+	Source string `json:"source"`
+	Event  string `json:"event"`
+}
+
+// events reads them. They come through a FIFO, so that a successor of the runner goes on reading where this one ended.
+type events struct{ read *os.File }
+
+// maxEvent bounds one. Those that are longer, and all behind them, are not read.
+const maxEvent = 64 << 10
+
+func openEvents(path string) (*events, error) {
+	f, err := os.OpenFile(path, os.O_RDONLY|unix.O_NONBLOCK, 0)
+	if err != nil {
+		return nil, err
+	}
+	return &events{f}, nil
+}
+
+// follow calls happened with each, until the VMM ends or close.
+func (e *events) follow(happened func(event)) {
+	lines := bufio.NewScanner(e.read)
+	lines.Buffer(make([]byte, 0, 4096), maxEvent)
+	lines.Split(splitEvents)
+	for lines.Scan() {
+		var one event
+		if json.Unmarshal(lines.Bytes(), &one) == nil { // what is none is none of ours
+			happened(one)
+		}
+	}
+}
+
+// splitEvents is a bufio.SplitFunc.
+func splitEvents(b []byte, atEnd bool) (advance int, token []byte, err error) {
+	if i := bytes.Index(b, []byte("\n\n")); i >= 0 {
+		return i + 2, b[:i], nil
+	}
+	if atEnd && len(b) > 0 {
+		return len(b), b, nil
+	}
+	return 0, nil, nil
+}
+
+func (e *events) close() { _ = e.read.Close() } // only read

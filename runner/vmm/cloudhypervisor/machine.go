@@ -1,0 +1,280 @@
+package cloudhypervisor
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"net"
+	"net/http"
+	"os"
+	"path/filepath"
+	"sync"
+
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/runner/vmm"
+	"github.com/coppice-dev/coppice/runner/vmm/vmmproc"
+)
+
+type machine struct {
+	*vmmproc.Machine
+	api      api
+	strategy strategy
+	console  *vmmproc.Console
+	events   *events
+
+	mu      sync.Mutex    // guards resizes
+	resizes map[int]int64 // sizes of disks that were grown while the machine was paused; see ResizeDisk
+}
+
+var _ vmm.Machine = (*machine)(nil)
+
+// attach connects to a running cloud-hypervisor. The machine takes over the process and the log.
+func attach(ctx context.Context, s strategy, proc *vmmproc.Process, log *vmmproc.Log, h vmm.Handle) (_ *machine, err error) {
+	ctx, explain, stop := vmmproc.Attaching(ctx, proc)
+	defer stop()
+	defer func() { err = explain(err) }()
+	m := &machine{api: api{filepath.Join(h.Dir, apiSocket)}, strategy: s, console: vmmproc.NewConsole(), resizes: map[int]int64{}}
+	if m.events, err = openEvents(filepath.Join(h.Dir, eventsFIFO)); err != nil {
+		return nil, err
+	}
+	m.Machine = vmmproc.NewMachine(proc, log, m.console, h, vmmproc.Hooks{Ask: m.ask, Detach: m.events.close})
+	now, err := m.ask(ctx)
+	if err != nil {
+		m.events.close()
+		return nil, err
+	}
+	m.SetState(now)
+	if now != vmmproc.Waiting && now != vmmproc.Spawned {
+		if err := m.follow(ctx); err != nil {
+			m.events.close()
+			return nil, err
+		}
+	}
+	go m.Watch()
+	go m.events.follow(m.happened)
+	return m, nil
+}
+
+// follow begins to read the console, whose socket is there once the machine is.
+func (m *machine) follow(ctx context.Context) error {
+	c, err := m.dialOwn(ctx, serialSocket)
+	if err != nil {
+		return fmt.Errorf("connect to the guest's console: %w", err)
+	}
+	m.console.Follow(c)
+	return nil
+}
+
+// happened is called with every event. A guest that restarts, because of a panic for example, would be booted anew in this process, or
+// fail to be after a restore: it ends instead.
+func (m *machine) happened(e event) {
+	if e.Source != "vm" || e.Event != "rebooting" {
+		return
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), vmmproc.CommandTime)
+	defer cancel()
+	_ = m.EndFor(ctx, "the guest restarted") // fails for a process that cannot be killed, which Kill will say, too
+}
+
+// ask asks the VMM for the state.
+func (m *machine) ask(ctx context.Context) (vmmproc.State, error) {
+	b, err := m.api.get(ctx, "vm.info")
+	if refusedWith(err) == http.StatusNotFound {
+		return vmmproc.Waiting, nil
+	}
+	if err != nil {
+		return "", err
+	}
+	var info struct {
+		State string `json:"state"`
+	}
+	if err := json.Unmarshal(b, &info); err != nil {
+		return "", core.Wrapf(err, core.Internal, core.CodeVMMFailed, "cloud-hypervisor's answer to vm.info is not understood")
+	}
+	switch info.State {
+	case "Created":
+		return vmmproc.Spawned, nil
+	case "Running":
+		return vmmproc.Running, nil
+	case "Paused":
+		return vmmproc.Paused, nil
+	}
+	return "", core.Errorf(core.Internal, core.CodeVMMFailed, "cloud-hypervisor says that its machine is %q", core.Clip(info.State))
+}
+
+func (m *machine) Boot(ctx context.Context) error {
+	return m.Step(ctx, "boot", []vmmproc.State{vmmproc.Spawned}, vmmproc.Running, func(ctx context.Context) error {
+		if err := m.api.put(ctx, "vm.boot", nil); err != nil {
+			return err
+		}
+		return m.follow(ctx)
+	})
+}
+
+func (m *machine) Pause(ctx context.Context) error {
+	return m.Step(ctx, "pause", []vmmproc.State{vmmproc.Running, vmmproc.Paused}, vmmproc.Paused, func(ctx context.Context) error {
+		if m.State() == vmmproc.Paused { // it refuses to do it twice
+			return nil
+		}
+		return m.api.put(ctx, "vm.pause", nil)
+	})
+}
+
+func (m *machine) Resume(ctx context.Context) error {
+	return m.Step(ctx, "resume", []vmmproc.State{vmmproc.Paused, vmmproc.Running}, vmmproc.Running, func(ctx context.Context) error {
+		if m.State() != vmmproc.Running {
+			if err := m.api.put(ctx, "vm.resume", nil); err != nil {
+				return err
+			}
+		}
+		return m.resize(ctx)
+	})
+}
+
+func (m *machine) SaveState(ctx context.Context, to *os.File) error {
+	return m.Step(ctx, "save device state of", []vmmproc.State{vmmproc.Paused}, vmmproc.Paused, func(ctx context.Context) error {
+		own, err := os.OpenRoot(filepath.Join(m.Handle().Dir, ownDir))
+		if err != nil {
+			return err
+		}
+		defer own.Close()
+		state, err := m.strategy.capture(ctx, m.api, own)
+		if err != nil {
+			return err
+		}
+		_, err = to.Write(state)
+		return err
+	})
+}
+
+func (m *machine) Restore(ctx context.Context, spec vmm.RestoreSpec) error {
+	began := false
+	err := m.Step(ctx, "restore", []vmmproc.State{vmmproc.Waiting}, vmmproc.Paused, func(ctx context.Context) error {
+		began = true
+		return m.restore(ctx, spec)
+	})
+	if began && err != nil {
+		m.SetState(vmmproc.Failed)
+	}
+	return err
+}
+
+// restore has the VMM map the base and load the state, and then writes the delta into the mapping: what the devices have of it in
+// their own memory comes from the state alone, and no vCPU has run.
+func (m *machine) restore(ctx context.Context, spec vmm.RestoreSpec) error {
+	state, err := readAll(spec.State)
+	if err != nil {
+		return fmt.Errorf("read the device state: %w", err)
+	}
+	if state, err = m.strategy.restorable(state); err != nil {
+		return err
+	}
+	dir := filepath.Join(m.Handle().Dir, restoreDir)
+	path := filepath.Join(dir, stateFile)
+	if err := os.WriteFile(path, state, 0o644); err != nil { //nolint:gosec // G306: the VMM's user reads it
+		return err
+	}
+	defer func() { _ = os.Remove(path) }() // it goes with the directory otherwise
+	body := map[string]any{"source_url": "file://" + fdPath(restoreFD)}
+	files, err := m.network(filepath.Join(dir, configFile))
+	if err != nil {
+		return err
+	}
+	if len(files) > 0 {
+		defer files[0].Close()
+		body["net_fds"] = []any{map[string]any{"id": netID, "num_fds": len(files)}}
+	}
+	if err := m.api.put(ctx, "vm.restore", body, files...); err != nil {
+		return err
+	}
+	if err := m.follow(ctx); err != nil {
+		return err
+	}
+	if spec.Inject == nil {
+		return nil
+	}
+	r, err := m.Memory()
+	if err != nil {
+		return err
+	}
+	return spec.Inject(ctx, r)
+}
+
+// network returns the tap of a machine that has one, from the VMM's own descriptors: this runner may not be the one that started it.
+func (m *machine) network(config string) ([]*os.File, error) {
+	b, err := os.ReadFile(config)
+	if err != nil {
+		return nil, err
+	}
+	var c vmConfig
+	if err := json.Unmarshal(b, &c); err != nil {
+		return nil, err
+	}
+	if len(c.Net) == 0 {
+		return nil, nil
+	}
+	tap, err := m.Proc.File(tapFD)
+	if err != nil {
+		return nil, fmt.Errorf("get the tap: %w", err)
+	}
+	return []*os.File{tap}, nil
+}
+
+// readAll reads a file from its beginning, wherever its offset is.
+func readAll(f *os.File) ([]byte, error) {
+	info, err := f.Stat()
+	if err != nil {
+		return nil, err
+	}
+	if info.Size() > maxState {
+		return nil, core.Errorf(core.DataLoss, core.CodeCheckpointCorrupt, "the device state has %d bytes, more than any has", info.Size())
+	}
+	return io.ReadAll(io.NewSectionReader(f, 0, info.Size()))
+}
+
+// ResizeDisk of a paused machine is made up for at its resume: cloud-hypervisor would let the disk's thread go on at once, which may
+// still write into the memory of a machine that is to stand still.
+func (m *machine) ResizeDisk(ctx context.Context, i int, size int64) error {
+	return m.Step(ctx, "resize a disk of", []vmmproc.State{vmmproc.Running, vmmproc.Paused}, "", func(ctx context.Context) error {
+		m.mu.Lock()
+		m.resizes[i] = size
+		m.mu.Unlock()
+		if m.State() == vmmproc.Paused {
+			return nil
+		}
+		return m.resize(ctx)
+	})
+}
+
+// resize tells a running machine of the disks that have grown.
+func (m *machine) resize(ctx context.Context) error {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	for i, size := range m.resizes {
+		if err := m.api.put(ctx, "vm.resize-disk", map[string]any{"id": diskID(i), "desired_size": size}); err != nil {
+			return err
+		}
+		delete(m.resizes, i)
+	}
+	return nil
+}
+
+func (m *machine) DialAgent(ctx context.Context) (net.Conn, error) {
+	const verb = "connect to the guest"
+	if err := m.Gone(verb); err != nil {
+		return nil, err
+	}
+	c, err := m.dialOwn(ctx, vsockSocket)
+	if errors.Is(err, fs.ErrNotExist) {
+		err = errors.Join(err, vmm.ErrState)
+	}
+	if err == nil {
+		if c, err = connectVsock(c); err == nil {
+			return c, nil
+		}
+	}
+	return nil, core.Wrapf(errors.Join(err, m.Gone(verb)), core.Unavailable, core.CodeGuestUnreachable, "the guest's channel does not accept a connection")
+}

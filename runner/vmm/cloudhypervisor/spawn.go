@@ -1,0 +1,231 @@
+package cloudhypervisor
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/runner/vmm"
+	"github.com/coppice-dev/coppice/runner/vmm/kvm"
+	"github.com/coppice-dev/coppice/runner/vmm/vmmproc"
+)
+
+// The files of a machine in its directory, and of the VMM in the one that is its own.
+const (
+	apiSocket  = "api.sock"
+	eventsFIFO = "events"
+	restoreDir = "restore" // config.json and state.json; the VMM reads it
+	ownDir     = "own"     // the VMM's: its sockets, and snapshots on their way
+
+	vsockSocket  = "vsock.sock"
+	serialSocket = "serial.sock"
+)
+
+// Spawn implements vmm.Driver.
+func (d *Driver) Spawn(ctx context.Context, spec vmm.Spec) (vmm.Machine, error) {
+	in, err := d.installation(ctx)
+	if err != nil {
+		return nil, err
+	}
+	m, err := d.spawn(ctx, in, spec)
+	if err != nil {
+		return nil, fmt.Errorf("spawn cloud-hypervisor for %s: %w", spec.ID, err)
+	}
+	return m, nil
+}
+
+func (d *Driver) spawn(ctx context.Context, in *installation, spec vmm.Spec) (_ *machine, err error) {
+	inode, err := vmmproc.CheckSpec(spec)
+	if err != nil {
+		return nil, err
+	}
+	if ctx.Err() != nil {
+		return nil, context.Cause(ctx)
+	}
+	var groups []uint32
+	if spec.UID != 0 {
+		if groups, err = kvm.Group(kvm.Device); err != nil {
+			return nil, err
+		}
+	}
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, removeFiles(spec.Dir))
+		}
+	}()
+	files := &vmmproc.Inherited{}
+	defer files.CloseOwned()
+	fd, err := collect(files, spec)
+	if err != nil {
+		return nil, err
+	}
+	conf := config(spec, fd, in.landlock)
+	if spec.Restore {
+		if err := writeConfig(spec.Dir, conf); err != nil {
+			return nil, err
+		}
+	}
+	log, logEnd, err := vmmproc.NewLog()
+	if err != nil {
+		return nil, err
+	}
+	args := []string{"--api-socket", fmt.Sprintf("fd=%d", apiFD), "--event-monitor", fmt.Sprintf("fd=%d", eventsFD), "--seccomp", "true"}
+	if in.landlock {
+		args = append(args, "--landlock")
+	}
+	proc, err := vmmproc.Start(vmmproc.Command{
+		Path: in.path, Name: nameOf(spec.Cluster, spec.ID), Args: args, Files: files.Files, Log: logEnd, Dir: "/",
+		NetNS: spec.NetNS, UID: spec.UID, GID: spec.GID, Groups: groups, CgroupFD: spec.CgroupFD,
+	})
+	_ = logEnd.Close() // the VMM has its own copy
+	if err != nil {
+		log.Close()
+		return nil, err
+	}
+	h := vmm.Handle{
+		Driver: DriverName, PID: proc.PID, StartTime: proc.StartTime, Dir: spec.Dir,
+		MemoryMiB: spec.MemoryMiB, BaseInode: inode,
+	}
+	m, err := attach(ctx, in.strategy, proc, log, h)
+	if err != nil {
+		return nil, vmmproc.Abort(ctx, Program, proc, log, err)
+	}
+	if !spec.Restore {
+		if err := m.create(ctx, conf, spec); err != nil {
+			m.Release()
+			return nil, vmmproc.Abort(ctx, Program, proc, log, err)
+		}
+	}
+	return m, nil
+}
+
+// create tells the VMM what to boot.
+func (m *machine) create(ctx context.Context, conf vmConfig, spec vmm.Spec) error {
+	ctx, cancel := context.WithTimeoutCause(ctx, vmmproc.CommandTime, vmmproc.ErrSilent)
+	defer cancel()
+	if err := m.api.put(ctx, "vm.create", conf); err != nil {
+		return err
+	}
+	m.SetState(vmmproc.Spawned)
+	if spec.Tap == nil {
+		return nil
+	}
+	return m.api.put(ctx, "vm.add-net", network(spec.MAC), spec.Tap)
+}
+
+// Recover implements vmm.Driver.
+func (d *Driver) Recover(ctx context.Context, h vmm.Handle) (vmm.Machine, error) {
+	in, err := d.installation(ctx)
+	if err != nil {
+		return nil, err
+	}
+	m, err := vmmproc.Recover(ctx, DriverName, h, func(proc *vmmproc.Process) (*machine, error) {
+		return attach(ctx, in.strategy, proc, vmmproc.NoLog(), h)
+	})
+	if err != nil {
+		return nil, fmt.Errorf("recover process %d: %w", h.PID, err)
+	}
+	return m, nil
+}
+
+// End implements vmm.Driver.
+func (d *Driver) End(ctx context.Context, h vmm.Handle) error { return vmmproc.End(ctx, h) }
+
+// Reap implements vmm.Driver. What a cloud-hypervisor is called is its first argument, see nameOf.
+func (d *Driver) Reap(ctx context.Context, cluster string, keep []vmm.Handle) (int, error) {
+	return vmmproc.Reap(ctx, cluster, keep, func(args []string) bool { return isOf(cluster, args) })
+}
+
+// nameOf is the name of a machine, for people and for Reap: cloud-hypervisor takes none among its arguments.
+func nameOf(cluster string, id core.SandboxID) string {
+	return fmt.Sprintf("%s:coppice-%s-%s", Program, cluster, id)
+}
+
+// isOf reports whether these are the arguments of a machine of the cluster.
+func isOf(cluster string, args []string) bool {
+	id, ok := strings.CutPrefix(args[0], nameOf(cluster, ""))
+	if !ok {
+		return false
+	}
+	_, err := core.ParseID[core.SandboxID](id) // and not of a cluster whose name begins like this one's
+	return err == nil
+}
+
+// collect makes what is in the machine's directory and opens it for the VMM, in the order of the constants in config.go.
+func collect(in *vmmproc.Inherited, spec vmm.Spec) (d descriptors, err error) {
+	if _, err := in.AddOwned(vmmproc.Listen(filepath.Join(spec.Dir, apiSocket))); err != nil {
+		return d, err
+	}
+	if _, err := in.AddOwned(makeEvents(filepath.Join(spec.Dir, eventsFIFO))); err != nil {
+		return d, err
+	}
+	if _, err := in.AddOwned(makeDir(filepath.Join(spec.Dir, ownDir), 0o700, spec.UID, spec.GID)); err != nil {
+		return d, err
+	}
+	if _, err := in.AddOwned(makeDir(filepath.Join(spec.Dir, restoreDir), 0o755, 0, 0)); err != nil {
+		return d, err
+	}
+	in.Add(spec.Base)
+	tap := spec.Base
+	if spec.Tap != nil {
+		tap = spec.Tap
+	}
+	in.Add(tap)
+	if !spec.Restore {
+		d.kernel, d.initrd = in.Add(spec.Kernel), in.Add(spec.Initrd)
+	}
+	for i, disk := range spec.Disks {
+		if !disk.ReadOnly && spec.UID != 0 { // it opens the file anew
+			if err := disk.File.Chown(int(spec.UID), int(spec.GID)); err != nil {
+				return d, fmt.Errorf("give disk %d to the VMM's user: %w", i, err)
+			}
+		}
+		d.disks = append(d.disks, in.Add(disk.File))
+	}
+	return d, nil
+}
+
+// makeEvents makes the FIFO for events. The VMM's end is open for both, so that it lives on, and keeps what was not read, while no
+// runner reads.
+func makeEvents(path string) (*os.File, error) {
+	if err := unix.Mkfifo(path, 0o600); err != nil {
+		return nil, &os.PathError{Op: "mkfifo", Path: path, Err: err}
+	}
+	return os.OpenFile(path, os.O_RDWR, 0)
+}
+
+func makeDir(path string, mode os.FileMode, uid, gid uint32) (*os.File, error) {
+	if err := os.Mkdir(path, mode); err != nil {
+		return nil, err
+	}
+	if uid != 0 {
+		if err := os.Chown(path, int(uid), int(gid)); err != nil {
+			return nil, err
+		}
+	}
+	return os.Open(path)
+}
+
+// writeConfig writes what a restore reads beside the state.
+func writeConfig(dir string, c vmConfig) error {
+	b, err := json.Marshal(c)
+	if err != nil {
+		return err
+	}
+	return os.WriteFile(filepath.Join(dir, restoreDir, configFile), b, 0o644) //nolint:gosec // G306: the VMM's user reads it
+}
+
+func removeFiles(dir string) error {
+	var errs []error
+	for _, name := range []string{apiSocket, eventsFIFO, ownDir, restoreDir} {
+		errs = append(errs, os.RemoveAll(filepath.Join(dir, name)))
+	}
+	return errors.Join(errs...)
+}

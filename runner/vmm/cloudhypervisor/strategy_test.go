@@ -1,0 +1,285 @@
+package cloudhypervisor
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/google/go-cmp/cmp"
+
+	"github.com/coppice-dev/coppice/core"
+)
+
+func TestStrategyFor(t *testing.T) {
+	t.Parallel()
+	for version, ok := range map[string]bool{
+		"53.0": true, "53.0.1": true, "53.9": true, "52.0": false, "5.30": false, "0.7": false, "54.0": false, "530.0": false,
+	} {
+		err := Check(version)
+		if (err == nil) != ok {
+			t.Errorf("%s: %v", version, err)
+		}
+		if err != nil && (core.CodeOf(err) != core.CodeVMMFailed || !strings.Contains(core.MessageOf(err), version) || !strings.Contains(core.MessageOf(err), "make setup-kvm")) {
+			t.Errorf("%s: the error does not say what to do: %v", version, err)
+		}
+	}
+}
+
+// chain is what v53.0 says of a memory-ranges that exists.
+func chain(last string, file string) []string {
+	return []string{
+		"Error from API", "The VM could not be snapshotted", "Cannot send VM snapshot", "Failed to send migratable component snapshot",
+		fmt.Sprintf("Error creating memory snapshot file %q", "/proc/self/fd/5/"+file), last,
+	}
+}
+
+func TestMetPlaceholder(t *testing.T) {
+	t.Parallel()
+	const exists = "File exists (os error 17)"
+	for name, c := range map[string]struct {
+		err  error
+		want bool
+	}{
+		"the one":             {&refusal{"vm.snapshot", 500, chain(exists, memoryFile)}, true},
+		"wrapped":             {fmt.Errorf("x: %w", &refusal{"vm.snapshot", 500, chain(exists, memoryFile)}), true},
+		"another file":        {&refusal{"vm.snapshot", 500, chain(exists, stateFile)}, false},
+		"a name that ends so": {&refusal{"vm.snapshot", 500, chain(exists, "my-"+memoryFile)}, false},
+		"another error":       {&refusal{"vm.snapshot", 500, chain("No space left on device (os error 28)", memoryFile)}, false},
+		"another status":      {&refusal{"vm.snapshot", 404, chain(exists, memoryFile)}, false},
+		"one line":            {&refusal{"vm.snapshot", 500, []string{exists}}, false},
+		"nothing":             {&refusal{"vm.snapshot", 500, nil}, false},
+		"no refusal":          {errors.New(exists), false},
+		"no error":            {nil, false},
+	} {
+		if got := metPlaceholder(c.err); got != c.want {
+			t.Errorf("%s: %v", name, got)
+		}
+	}
+}
+
+// captured is a state with numbers that a float64 cannot hold, and characters that an encoder likes to change.
+func captured(t *testing.T) []byte {
+	t.Helper()
+	manager := `{"memory_ranges":{"data":[{"gpa":0,"length":134217728}]},"guest_ram_mappings":[{"slot":0,"zone_id":"mem0"}],"end":18446744073709551615}`
+	vm := `{"clock":{"Kvm":{"clock":9007199254740993,"flags":6,"realtime":1790000000123456789,"pad":[0]}},"common_cpuid":[{"x":"<&>"}]}`
+	b, err := json.Marshal(map[string]any{
+		"snapshots": map[string]any{
+			"memory-manager": map[string]any{"snapshots": map[string]any{}, "snapshot_data": map[string]string{"state": manager}},
+			"cpu-manager": map[string]any{"snapshots": map[string]any{
+				"0": map[string]any{"snapshots": map[string]any{}, "snapshot_data": map[string]string{"state": `{"msr":18446744073709551615,"s":"\u003c\\"}`}},
+			}, "snapshot_data": nil},
+		},
+		"snapshot_data": map[string]string{"state": vm},
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return b
+}
+
+func TestRestorable(t *testing.T) {
+	t.Parallel()
+	out, err := placeholder{}.restorable(captured(t))
+	if err != nil {
+		t.Fatal(err)
+	}
+	var was, is node
+	if err := errors.Join(json.Unmarshal(captured(t), &was), json.Unmarshal(out, &is)); err != nil {
+		t.Fatal(err)
+	}
+	fields := func(n *node) map[string]string {
+		raw := map[string]json.RawMessage{}
+		if err := json.Unmarshal([]byte(n.Data.State), &raw); err != nil {
+			t.Fatal(err)
+		}
+		out := map[string]string{}
+		for k, v := range raw {
+			out[k] = string(v)
+		}
+		return out
+	}
+	want := fields(was.Snapshots["memory-manager"])
+	want["memory_ranges"] = `{"data":[]}`
+	if diff := cmp.Diff(want, fields(is.Snapshots["memory-manager"])); diff != "" {
+		t.Errorf("the memory manager (-want +got):\n%s", diff)
+	}
+	if diff := cmp.Diff(was.Snapshots["cpu-manager"], is.Snapshots["cpu-manager"]); diff != "" {
+		t.Errorf("the CPUs have changed:\n%s", diff)
+	}
+	root := fields(&is)
+	if want := fields(&was)["common_cpuid"]; root["common_cpuid"] != want {
+		t.Errorf("the CPUID is %s, was %s", root["common_cpuid"], want)
+	}
+	for _, part := range []string{`"flags":2`, `"clock":9007199254740993`, `"realtime":1790000000123456789`} {
+		if !strings.Contains(root["clock"], part) {
+			t.Errorf("the clock is %s, want %s in it", root["clock"], part)
+		}
+	}
+	again, err := placeholder{}.restorable(out)
+	if diff := cmp.Diff(string(out), string(again)); err != nil || diff != "" {
+		t.Errorf("the second time it is another (%v):\n%s", err, diff)
+	}
+}
+
+func TestNotRestorable(t *testing.T) {
+	t.Parallel()
+	good := string(captured(t))
+	for name, state := range map[string]string{
+		"empty":              "",
+		"cut short":          good[:len(good)/2],
+		"no JSON":            "QEVM",
+		"another":            `{"a":1}`,
+		"null":               `null`,
+		"no data":            `{"snapshots":{"memory-manager":null}}`,
+		"no manager":         strings.Replace(good, "memory-manager", "memory-menager", 1),
+		"no ranges":          strings.Replace(good, "memory_ranges", "memory_rages", 1),
+		"a clock of no kind": strings.Replace(good, `\"flags\":6`, `\"flags\":-6`, 1),
+	} {
+		if _, err := (placeholder{}).restorable([]byte(state)); core.CodeOf(err) != core.CodeCheckpointCorrupt {
+			t.Errorf("%s: got %v, want CHECKPOINT_CORRUPT", name, err)
+		}
+	}
+}
+
+func FuzzRestorable(f *testing.F) {
+	f.Add([]byte(`{"snapshots":{"memory-manager":{"snapshots":{},"snapshot_data":{"state":"{\"memory_ranges\":{}}"}}},"snapshot_data":{"state":"{\"clock\":{\"Kvm\":{\"flags\":7}}}"}}`))
+	f.Add([]byte(`{"snapshots":{"memory-manager":null},"snapshot_data":null}`))
+	f.Fuzz(func(t *testing.T, state []byte) {
+		out, err := placeholder{}.restorable(state)
+		if err != nil {
+			return
+		}
+		again, err := placeholder{}.restorable(out)
+		if err != nil || string(again) != string(out) {
+			t.Errorf("what it has made of %q it makes %q of (%v)", out, again, err)
+		}
+	})
+}
+
+// answering has an api whose other end answers the calls in turn, after it has done something.
+func answering(t *testing.T, do func(), answer string) api {
+	t.Helper()
+	dir, err := os.MkdirTemp("", "ch") //nolint:usetesting // t.TempDir is too long for the path of a unix socket
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = os.RemoveAll(dir) })
+	path := filepath.Join(dir, "api")
+	l, err := net.Listen("unix", path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = l.Close() })
+	go func() {
+		for {
+			c, err := l.Accept()
+			if err != nil {
+				return
+			}
+			_, _ = c.Read(make([]byte, 4096))
+			do()
+			_, _ = c.Write([]byte(answer))
+			_ = c.Close()
+		}
+	}()
+	return api{path}
+}
+
+func refusing(status int, said []string) string {
+	b, _ := json.Marshal(said) //nolint:errchkjson // strings
+	return fmt.Sprintf("HTTP/1.1 %d \r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s", status, len(b), b)
+}
+
+// TestCapture has a VMM that does to its directory what it should, and what one should not be able to do harm with.
+func TestCapture(t *testing.T) {
+	t.Parallel()
+	const placeholderMet = "File exists (os error 17)"
+	good := string(captured(t))
+	met := refusing(500, chain(placeholderMet, memoryFile))
+	for name, c := range map[string]struct {
+		files  map[string]string // "-> x" is a link
+		answer string
+		want   string // in the error; "" for success
+	}{
+		"as it should":       {map[string]string{configFile: "{}", stateFile: good}, met, ""},
+		"no state":           {map[string]string{configFile: "{}"}, met, "has not written state.json"},
+		"no config":          {map[string]string{stateFile: good}, met, "has not written config.json"},
+		"state cut short":    {map[string]string{configFile: "{}", stateFile: good[:100]}, met, "state.json, 100 bytes, which cloud-hypervisor has written for a snapshot is not whole"},
+		"config cut short":   {map[string]string{configFile: "{", stateFile: good}, met, "is not whole"},
+		"a link out":         {map[string]string{configFile: "{}", stateFile: "-> /etc/passwd"}, met, "is no file"},
+		"a link within":      {map[string]string{configFile: "{}", stateFile: "-> config.json"}, met, "is no file"},
+		"a snapshot":         {map[string]string{configFile: "{}", stateFile: good}, "HTTP/1.1 204 \r\n\r\n", "has written a snapshot of its own"},
+		"a full disk":        {nil, refusing(500, chain("No space left on device (os error 28)", memoryFile)), "No space left"},
+		"the state is there": {map[string]string{configFile: "{}"}, refusing(500, chain(placeholderMet, stateFile)), "refused vm.snapshot"},
+	} {
+		dir := t.TempDir()
+		// What an earlier one has left does not matter.
+		if err := os.WriteFile(filepath.Join(dir, stateFile), []byte("old"), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		own, err := os.OpenRoot(dir)
+		if err != nil {
+			t.Fatal(err)
+		}
+		a := answering(t, func() {
+			for file, content := range c.files {
+				if to, link := strings.CutPrefix(content, "-> "); link {
+					_ = os.Symlink(to, filepath.Join(dir, file))
+					continue
+				}
+				_ = os.WriteFile(filepath.Join(dir, file), []byte(content), 0o600)
+			}
+		}, c.answer)
+		got, err := placeholder{}.capture(t.Context(), a, own)
+		switch {
+		case c.want == "" && (err != nil || string(got) != good):
+			t.Errorf("%s: got %d bytes, %v", name, len(got), err)
+		case c.want != "" && (err == nil || !strings.Contains(err.Error(), c.want)):
+			t.Errorf("%s: got %v, want %q", name, err, c.want)
+		}
+		if left, err := os.ReadDir(dir); err != nil || len(left) > 0 {
+			t.Errorf("%s: %v are left (%v)", name, left, err)
+		}
+		if err := own.Close(); err != nil {
+			t.Error(err)
+		}
+	}
+}
+
+func TestAPI(t *testing.T) {
+	t.Parallel()
+	for name, c := range map[string]struct {
+		answer string
+		want   string
+	}{
+		"no content":      {"HTTP/1.1 204 \r\n\r\n", ""},
+		"a chain":         {refusing(500, []string{"Error from API", "The VM could not boot", "no\x1b[31mkernel"}), "refused vm.boot with status 500 and says: Error from API: The VM could not boot: no?[31mkernel"},
+		"no chain":        {"HTTP/1.1 400 \r\nContent-Length: 4\r\n\r\nwhat", "status 400 and says: what"},
+		"nothing":         {"HTTP/1.1 404 \r\n\r\n", "status 404 and says: nothing more"},
+		"no answer":       {"", "has not answered vm.boot"},
+		"no HTTP":         {"SSH-2.0-x\r\n\r\n", "has not answered vm.boot"},
+		"cut short":       {"HTTP/1.1 500 \r\nContent-Length: 400\r\n\r\n[\"Err", "has not answered vm.boot"},
+		"without an end":  {"HTTP/1.1 200 \r\nContent-Length: 99999999\r\n\r\n" + strings.Repeat("x", 2*maxAnswer), "has not answered vm.boot"},
+		"endless headers": {"HTTP/1.1 200 \r\n" + strings.Repeat("X: y\r\n", maxAnswer), "has not answered vm.boot"},
+	} {
+		err := answering(t, func() {}, c.answer).put(t.Context(), "vm.boot", nil)
+		if (err == nil) != (c.want == "") || err != nil && !strings.Contains(err.Error(), c.want) {
+			t.Errorf("%s: got %v, want %q", name, err, c.want)
+		}
+	}
+	stuck := make(chan struct{})
+	a := answering(t, func() { <-stuck }, "")
+	defer close(stuck)
+	why := errors.New("enough")
+	ctx, cancel := context.WithCancelCause(t.Context())
+	cancel(why)
+	if err := a.put(ctx, "vm.boot", nil); !errors.Is(err, why) {
+		t.Errorf("got %v, want the cause", err)
+	}
+}

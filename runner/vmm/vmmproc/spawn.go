@@ -1,0 +1,189 @@
+package vmmproc
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"slices"
+	"strings"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/runner/vmm"
+)
+
+// CheckSpec refuses what would only show as a crash of the guest, and returns the base's inode.
+func CheckSpec(spec vmm.Spec) (inode uint64, err error) {
+	bad := func(format string, a ...any) (uint64, error) {
+		return 0, core.Errorf(core.Internal, core.CodeInternal, format, a...)
+	}
+	if spec.Base == nil || !spec.Restore && (spec.Kernel == nil || spec.Initrd == nil) {
+		return bad("a file of the machine is missing")
+	}
+	for i, disk := range spec.Disks {
+		if disk.File == nil {
+			return bad("the file of disk %d is missing", i)
+		}
+	}
+	var st unix.Stat_t
+	if err := unix.Fstat(int(spec.Base.Fd()), &st); err != nil {
+		return 0, fmt.Errorf("examine the base: %w", err)
+	}
+	if want := int64(spec.MemoryMiB) << 20; st.Size != want || want == 0 {
+		return bad("the base has %d bytes and the machine %d MiB of RAM", st.Size, spec.MemoryMiB)
+	}
+	return st.Ino, nil
+}
+
+// Inherited collects the descriptors that a VMM inherits, in order: the first becomes 3.
+type Inherited struct {
+	Files []*os.File
+	owned []*os.File
+}
+
+// Add adds a file, which stays the caller's, and returns its number in the VMM.
+func (in *Inherited) Add(f *os.File) int {
+	in.Files = append(in.Files, f)
+	return 2 + len(in.Files)
+}
+
+// AddOwned adds a file that was opened for the VMM, unless that has failed.
+func (in *Inherited) AddOwned(f *os.File, err error) (int, error) {
+	if err != nil {
+		return 0, err
+	}
+	in.owned = append(in.owned, f)
+	return in.Add(f), nil
+}
+
+// CloseOwned closes what AddOwned was given, once the VMM has copies of its own.
+func (in *Inherited) CloseOwned() {
+	for _, f := range in.owned {
+		_ = f.Close() // the VMM has its own copy
+	}
+}
+
+// Listen binds a socket that only the runner can reach and returns it for the VMM, which could not make it itself.
+func Listen(path string) (*os.File, error) {
+	if err := os.Remove(path); err != nil && !errors.Is(err, os.ErrNotExist) {
+		return nil, err
+	}
+	l, err := net.ListenUnix("unix", &net.UnixAddr{Name: path, Net: "unix"})
+	if err != nil {
+		return nil, err
+	}
+	l.SetUnlinkOnClose(false)
+	f, err := l.File()
+	if err = errors.Join(err, l.Close()); err != nil {
+		return nil, err
+	}
+	return f, os.Chmod(path, 0o600)
+}
+
+// Attaching returns a context that ends with the process too, because one that refuses its command line ends before it accepts, and
+// explain, which adds that to an error: a dial says only that it was canceled.
+func Attaching(ctx context.Context, proc *Process) (_ context.Context, explain func(error) error, stop func()) {
+	ctx, cancel := context.WithTimeoutCause(ctx, CommandTime, ErrSilent)
+	ctx, gone := context.WithCancelCause(ctx)
+	go func() {
+		select {
+		case <-proc.Done():
+			status, _ := proc.Status()
+			gone(fmt.Errorf("%w: %s", vmm.ErrGone, status))
+		case <-ctx.Done():
+		}
+	}()
+	explain = func(err error) error {
+		if cause := context.Cause(ctx); err != nil && errors.Is(cause, vmm.ErrGone) {
+			return errors.Join(cause, err)
+		}
+		return err
+	}
+	return ctx, explain, func() { gone(nil); cancel() }
+}
+
+// Recover finds the process of a handle and has attach connect to it. It fails with ErrGone when that very process no longer exists.
+func Recover[M any](ctx context.Context, driver string, h vmm.Handle, attach func(*Process) (M, error)) (m M, err error) {
+	if h.Driver != driver {
+		return m, core.Errorf(core.Internal, core.CodeInternal, "the machine is one of %q, not of %s", h.Driver, driver)
+	}
+	proc, err := Attach(h.PID, h.StartTime)
+	if errors.Is(err, os.ErrProcessDone) {
+		return m, vmm.ErrGone
+	}
+	if err != nil {
+		return m, err
+	}
+	m, err = attach(proc)
+	if err == nil {
+		return m, nil
+	}
+	defer proc.Release()
+	if errors.Is(err, unix.ECONNREFUSED) || errors.Is(err, unix.ENOENT) || errors.Is(err, vmm.ErrGone) {
+		// Nobody listens: it ends just now, or has ended and was not reaped by its parent.
+		dying := time.NewTimer(dyingTime)
+		defer dying.Stop()
+		select {
+		case <-proc.Done():
+			return m, errors.Join(vmm.ErrGone, err)
+		case <-dying.C:
+		case <-ctx.Done():
+		}
+	}
+	return m, err
+}
+
+// dyingTime is how long a process whose sockets are closed already may take to end: its memory is freed in between.
+const dyingTime = 2 * time.Second
+
+// End ends the process of a handle, and waits until it is gone. One that no longer exists is no error.
+func End(ctx context.Context, h vmm.Handle) error {
+	proc, err := Attach(h.PID, h.StartTime)
+	if errors.Is(err, os.ErrProcessDone) {
+		return nil
+	}
+	if err == nil {
+		err = proc.Kill(ctx)
+	}
+	if err != nil {
+		return fmt.Errorf("end process %d: %w", h.PID, err)
+	}
+	return nil
+}
+
+// Reap ends every process whose arguments match and that is not kept. It goes on after an error, and returns how many it found. A
+// process that was taken over may have changed its arguments: it is found by its handle, or by its cgroup.
+func Reap(ctx context.Context, cluster string, keep []vmm.Handle, match func(args []string) bool) (int, error) {
+	found, err := Find(match)
+	errs := []error{err}
+	n := 0
+	for _, p := range found {
+		if slices.ContainsFunc(keep, func(h vmm.Handle) bool { return h.PID == p.PID && h.StartTime == p.StartTime }) {
+			p.Release()
+			continue
+		}
+		n++
+		errs = append(errs, p.Kill(ctx))
+	}
+	if err := errors.Join(errs...); err != nil {
+		return n, fmt.Errorf("end the machines of cluster %s: %w", cluster, err)
+	}
+	return n, nil
+}
+
+// Abort ends a VMM that did not come up, and adds what it said.
+func Abort(ctx context.Context, program string, proc *Process, log *Log, err error) error {
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), CommandTime)
+	defer cancel()
+	err = errors.Join(err, proc.Kill(ctx))
+	log.Drain()
+	log.Close()
+	if said := strings.TrimSpace(log.End()); said != "" {
+		err = core.Wrapf(err, core.Unavailable, core.CodeVMMFailed, "%s did not start: it said %q", program, said)
+	}
+	return err
+}
