@@ -14,6 +14,7 @@ import (
 
 	"github.com/coppice-dev/coppice/internal/require"
 	"github.com/coppice-dev/coppice/internal/testprog"
+	"github.com/coppice-dev/coppice/runner/vmm/cloudhypervisor"
 )
 
 const release = "v53.0"
@@ -221,11 +222,12 @@ func TestSetupKVMNotRoot(t *testing.T) {
 func TestSetupKVMOwn(t *testing.T) {
 	t.Parallel()
 	for says, want := range map[string]string{
-		"cloud-hypervisor v53.0":          "is cloud-hypervisor v53.0; coppice uses it",
-		"cloud-hypervisor v54.0-12-gab12": "is cloud-hypervisor v54.0-12-gab12; coppice uses it",
-		"cloud-hypervisor v52.1":          "is v52.1; Coppice needs v53.0 or later",
-		"cloud-hypervisor v9.0":           "is v9.0; Coppice needs v53.0 or later",
-		"QEMU emulator version 10.0.0":    "is no cloud-hypervisor",
+		"cloud-hypervisor v53.0":         "is cloud-hypervisor v53.0; coppice uses it",
+		"cloud-hypervisor v53.1-2-gab12": "is cloud-hypervisor v53.1-2-gab12; coppice uses it",
+		"cloud-hypervisor v54.0":         "is v54.0; Coppice needs v53",
+		"cloud-hypervisor v52.1":         "is v52.1; Coppice needs v53",
+		"cloud-hypervisor v5.3":          "is v5.3; Coppice needs v53",
+		"QEMU emulator version 10.0.0":   "is no cloud-hypervisor",
 	} {
 		s := newSetup(t)
 		own := filepath.Join(t.TempDir(), "ch")
@@ -236,6 +238,9 @@ func TestSetupKVMOwn(t *testing.T) {
 			t.Errorf("%s: %v, it said %q, want %q", says, ok, out, want)
 		}
 		s.wantNothing()
+		if version, ok := strings.CutPrefix(says, "cloud-hypervisor v"); ok && (cloudhypervisor.Check(version) == nil) != strings.Contains(want, "uses it") {
+			t.Errorf("%s: the driver is of another opinion: %v", says, cloudhypervisor.Check(version))
+		}
 	}
 	s := newSetup(t)
 	s.env = []string{"COPPICE_CLOUD_HYPERVISOR=/no/such/binary"}

@@ -72,7 +72,7 @@ type Info struct {
 	Capacity   Capacity      `json:"capacity"`
 	Allocated  Capacity      `json:"allocated"`
 	StartedAt  time.Time     `json:"started_at"`
-	KVM        string        `json:"kvm"` // why KVM is or is not used, for people
+	KVM        string        `json:"kvm"` // what decided which VMM and accelerator are used, for people
 	DiskFreeMB int64         `json:"disk_free_mb"`
 }
 

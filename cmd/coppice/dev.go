@@ -11,6 +11,7 @@ import (
 	"strings"
 
 	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
 
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/daemon"
@@ -19,13 +20,16 @@ import (
 )
 
 func newDevCommand(a *app) *cobra.Command {
-	cfg := devstack.Config{PGBin: a.getenv("PGBIN"), HostConfig: daemon.HostConfig{Binary: a.getenv("COPPICE_QEMU")}}
+	cfg := devstack.Config{PGBin: a.getenv("PGBIN"), HostConfig: a.hostConfig()}
 	var budget, level string
 	c := &cobra.Command{
 		Use:   "dev",
 		Short: "Run controller, runner and a private PostgreSQL on this machine",
 		Long: `Run everything on this machine, in one command: a private PostgreSQL, the controller with its REST API on a loopback address, and
 a runner. It needs root, for network namespaces and for a user id per VM, but no KVM.
+
+VMs run on cloud-hypervisor where it is installed ('make setup-kvm', or its path in COPPICE_CLOUD_HYPERVISOR) and really boots a guest under KVM,
+else on QEMU (COPPICE_QEMU), with KVM where a guest boots under that. What was chosen, and why, is printed.
 
 Ctrl-C stops the VMs. Checkpoints, images and the database stay in the data directory, and the next start shows them.`,
 		Args: cobra.NoArgs,
@@ -37,7 +41,7 @@ Ctrl-C stops the VMs. Checkpoints, images and the database stay in the data dire
 	f.StringVar(&budget, "disk-budget", "32G", "most that checkpoints may take where a volume of their own is made, as `size` with K, M, G or T")
 	f.IntVar(&cfg.MaxSandboxes, "max-sandboxes", 64, "most VMs at a time, warm ones included")
 	f.IntVar(&cfg.Warm, "warm", 4, "VMMs kept ready per base that was forked lately; 0 for none")
-	f.StringVar(&cfg.Accelerator, "accel", "auto", "tcg, kvm, or auto: kvm where a guest really boots under it")
+	vmmFlags(f, &cfg.HostConfig)
 	f.BoolVar(&cfg.NoRebase, "no-rebase", false, "never turn a checkpoint's base and delta into a new base")
 	f.StringVar(&cfg.Metrics, "metrics-listen", "", "loopback `address` of Prometheus metrics, under /metrics; empty for none")
 	f.StringVar(&level, "log-level", "info", "debug, info, warn or error")
@@ -53,7 +57,7 @@ Ctrl-C stops the VMs. Checkpoints, images and the database stay in the data dire
 		if cfg.Log, err = newLogger(a.stderr, level); err != nil {
 			return usageError{fmt.Errorf("--log-level: %w", err)}
 		}
-		if err := cfg.ChooseAccelerator(cmd.Context()); err != nil {
+		if err := cfg.ChooseVMM(cmd.Context()); err != nil {
 			return err
 		}
 		traces, endTraces, err := tracing.Open(cmd.Context(), a.getenv, "coppice-dev")
@@ -76,7 +80,7 @@ func greet(w io.Writer, cfg devstack.Config, r devstack.Ready) error {
 	_, err := fmt.Fprintf(w, `Coppice is ready at %s
   data     %s
   volume   %s
-  VMs      QEMU, %s (%s)
+  VMs      %s
 
 Try, in another terminal as the same user:
   coppice image build              once
@@ -84,8 +88,21 @@ Try, in another terminal as the same user:
   coppice ws exec demo -- uname -a
   coppice fork demo -n 4
 Ctrl-C stops the VMs; checkpoints stay.
-`, r.Server, r.DataDir, r.Volume, cfg.Accelerator, cfg.Why)
+`, r.Server, r.DataDir, r.Volume, cfg.VMMText())
 	return err
+}
+
+// hostConfig is what the environment says about how VMs run on this host. The flags of servers change it.
+func (a *app) hostConfig() daemon.HostConfig {
+	return daemon.HostConfig{
+		Binary: a.getenv("COPPICE_QEMU"), CloudHypervisor: a.getenv("COPPICE_CLOUD_HYPERVISOR"),
+		VMM: firstOf(a.getenv("COPPICE_VMM"), "auto"), Accelerator: firstOf(a.getenv("COPPICE_ACCEL"), "auto"),
+	}
+}
+
+func vmmFlags(f *pflag.FlagSet, cfg *daemon.HostConfig) {
+	f.StringVar(&cfg.VMM, "vmm", cfg.VMM, "qemu, cloud-hypervisor, or auto: cloud-hypervisor where a guest really boots under it (COPPICE_VMM)")
+	f.StringVar(&cfg.Accelerator, "accel", cfg.Accelerator, "tcg, kvm, or auto: kvm where a guest really boots under it (COPPICE_ACCEL)")
 }
 
 // parseSize reads a number of bytes with an optional binary unit.

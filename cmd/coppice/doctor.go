@@ -1,8 +1,6 @@
 package main
 
 import (
-	"context"
-	"errors"
 	"fmt"
 	"io"
 	"strings"
@@ -25,10 +23,12 @@ func newDoctorCommand(a *app) *cobra.Command {
 		Long: `Find out what this host can do, by trying it, with a cure for what it cannot.
 
 The exit status is 0 if coppice dev can run here, if need be without KVM, and 1 if not.
+It looks at the programs that COPPICE_QEMU and COPPICE_CLOUD_HYPERVISOR name, and says which VMM would be chosen, and why.
 Everything that a check makes is gone when it ends. Most checks need root.`,
 		Args: cobra.NoArgs,
 		RunE: func(c *cobra.Command, _ []string) error {
-			cfg := hostcheck.Config{DataDir: dataDir, PGBin: a.getenv("PGBIN"), KVM: a.kvmProbe()}
+			cfg := a.vmmChecks()
+			cfg.DataDir, cfg.PGBin = dataDir, a.getenv("PGBIN")
 			report, err := hostcheck.Run(c.Context(), hostcheck.Checks(cfg))
 			if err != nil {
 				return err
@@ -46,19 +46,17 @@ Everything that a check makes is gone when it ends. Most checks need root.`,
 	return c
 }
 
-// kvmProbe boots a guest of the image store under KVM. It is nil where there is no image: then nobody can tell.
-func (a *app) kvmProbe() func(context.Context) (string, error) {
-	image, ok := daemon.BootableImage(a.imagesDir())
-	if !ok {
-		return nil
+// vmmChecks are what a start with this environment would find out about VMMs. Where there is no image to boot, nobody can tell whether they
+// work: those checks are nil then.
+func (a *app) vmmChecks() hostcheck.Config {
+	host := a.hostConfig()
+	host.ImagesDir = a.imagesDir()
+	d := daemon.NewDoctor(host)
+	cfg := hostcheck.Config{FindCloudHypervisor: d.FindCloudHypervisor, Choice: d.Choice}
+	if d.HasImage() {
+		cfg.KVM, cfg.BootCloudHypervisor = d.KVM, d.BootCloudHypervisor
 	}
-	return func(ctx context.Context) (string, error) {
-		works, why := daemon.ProbeKVM(ctx, image, a.getenv("COPPICE_QEMU"))
-		if !works {
-			return "", errors.New(why)
-		}
-		return why, nil
-	}
+	return cfg
 }
 
 func printReport(w io.Writer, report hostcheck.Report) error {

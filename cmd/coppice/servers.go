@@ -83,7 +83,7 @@ no more requests, then the operations end or are left to the next controller.`,
 }
 
 func newRunnerCommand(a *app) *cobra.Command {
-	cfg := daemon.RunnerConfig{HostConfig: daemon.HostConfig{Binary: a.getenv("COPPICE_QEMU")}}
+	cfg := daemon.RunnerConfig{HostConfig: a.hostConfig()}
 	var tokenFile, budget, level string
 	var stop bool
 	c := &cobra.Command{
@@ -94,8 +94,12 @@ func newRunnerCommand(a *app) *cobra.Command {
 The first start spends a token of 'coppice runner-token create' and keeps a certificate in the data directory; later starts need none. The
 certificate is good for a day and renewed all the time. A runner that was off for longer needs another token, made with --runner.
 
-The VMs outlive this process, however it ends: the next one on the same data directory takes them over, and with them their sessions.
-Only when the controllers have been silent for longer than they allow are they ended; or with --stop-vms, when the process is told to stop.
+VMs run on cloud-hypervisor where it is installed ('make setup-kvm', or its path in COPPICE_CLOUD_HYPERVISOR) and really boots a guest under KVM,
+else on QEMU (COPPICE_QEMU), with KVM where a guest boots under that. What was chosen, and why, is printed and logged.
+
+The VMs outlive this process, however it ends: the next one on the same data directory takes them over, and with them their sessions. They keep
+the VMM that they were started with, whatever the next one uses. Only when the controllers have been silent for longer than they allow are they
+ended; or with --stop-vms, when the process is told to stop.
 
 With --data-listen, users' terminals and files come straight to this runner, with a pass of the API, and load no controller.
 Every flag can come from the environment: --join-token-file from COPPICE_JOIN_TOKEN_FILE, and so on.`,
@@ -117,7 +121,7 @@ Every flag can come from the environment: --join-token-file from COPPICE_JOIN_TO
 	f.StringVar(&budget, "disk-budget", "32G", "most that checkpoints may take where a volume of their own is made, as `size` with K, M, G or T")
 	f.IntVar(&cfg.MaxSandboxes, "max-sandboxes", 64, "most VMs at a time, warm ones included")
 	f.IntVar(&cfg.Warm, "warm", 4, "VMMs kept ready per base that was forked lately; 0 for none")
-	f.StringVar(&cfg.Accelerator, "accel", "auto", "tcg, kvm, or auto: kvm where a guest really boots under it")
+	vmmFlags(f, &cfg.HostConfig)
 	f.BoolVar(&cfg.NoRebase, "no-rebase", false, "never turn a checkpoint's base and delta into a new base")
 	f.BoolVar(&stop, "stop-vms", false, "end the VMs with SIGTERM or Ctrl-C")
 	f.StringVar(&cfg.Metrics, "metrics-listen", "", "loopback `address` of Prometheus metrics, under /metrics; empty for none")
@@ -143,7 +147,7 @@ Every flag can come from the environment: --join-token-file from COPPICE_JOIN_TO
 				return err
 			}
 		}
-		if err := cfg.ChooseAccelerator(cmd.Context()); err != nil {
+		if err := cfg.ChooseVMM(cmd.Context()); err != nil {
 			return err
 		}
 		traces, endTraces, err := tracing.Open(cmd.Context(), a.getenv, "coppice-runner")
@@ -154,7 +158,7 @@ Every flag can come from the environment: --join-token-file from COPPICE_JOIN_TO
 		cfg.Traces = traces
 		return daemon.RunRunner(cmd.Context(), cfg, func(r daemon.RunnerReady) error {
 			return a.print(r, func(w io.Writer) error {
-				_, err := fmt.Fprintf(w, "Coppice's runner %s is ready at %s\n  volume   %s\n  VMs      QEMU, %s (%s)\n", r.RunnerID, r.Endpoint, r.Volume, cfg.Accelerator, cfg.Why)
+				_, err := fmt.Fprintf(w, "Coppice's runner %s is ready at %s\n  volume   %s\n  VMs      %s\n", r.RunnerID, r.Endpoint, r.Volume, cfg.VMMText())
 				return err
 			})
 		})
@@ -187,7 +191,7 @@ func (a *app) fromEnvironment(c *cobra.Command) error {
 var serverFlags = []string{
 	"database", "database-file", "database-wait", "listen", "tls-cert", "tls-key", "plain-http", "runner-listen", "key-file", "api-key-file", "runner-lease", "runner-fence",
 	"controller", "join-token-file", "endpoint", "data-listen", "data-url", "data-cert", "data-key", "disk-budget", "max-sandboxes", "warm",
-	"accel", "no-rebase", "stop-vms", "log-level",
+	"no-rebase", "stop-vms", "log-level",
 }
 
 func readSecret(path string) (string, error) {

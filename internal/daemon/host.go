@@ -21,7 +21,6 @@ import (
 	"github.com/coppice-dev/coppice/runner/cgroup"
 	"github.com/coppice-dev/coppice/runner/netns"
 	"github.com/coppice-dev/coppice/runner/vmm"
-	"github.com/coppice-dev/coppice/runner/vmm/qemu"
 	"github.com/coppice-dev/coppice/runner/volume"
 )
 
@@ -33,19 +32,22 @@ type HostConfig struct {
 	MaxSandboxes int
 	Warm         int    // see runner.Config
 	Binary       string // QEMU; empty finds it
-	Accelerator  string // tcg or kvm
-	Why          string // why that accelerator, for people
-	NoRebase     bool
-	Leave        bool // see runner.Config
-	Log          *slog.Logger
+	// VMM and Accelerator are what machines run on. ChooseVMM settles "auto" and says in Why what decided.
+	VMM             string // qemu or cloud-hypervisor
+	CloudHypervisor string // its binary; empty finds it
+	Accelerator     string // tcg or kvm
+	Why             string
+	NoRebase        bool
+	Leave           bool // see runner.Config
+	Log             *slog.Logger
 
-	// Machines replaces QEMU and the host's network, for tests.
+	// Machines replaces the VMM and the host's network, for tests.
 	Machines *Machines
 	Traces   trace.TracerProvider  `json:"-"` // of requests; nil: none
 	Registry prometheus.Registerer `json:"-"` // of the metrics; nil: nobody sees them
 }
 
-// Machines are other virtual machines than QEMU's.
+// Machines are other virtual machines than those of a VMM on this host.
 type Machines struct {
 	Driver  vmm.Driver
 	Network runner.Network
@@ -136,7 +138,12 @@ func (h *Host) openMachines(ctx context.Context, cfg HostConfig, mark string, rc
 	}
 	steps.Push("cgroups", func(context.Context) error { return groups.Close() })
 	rc.Cgroups = groups
-	rc.Driver = qemu.New(qemu.Config{Binary: cfg.Binary, Accelerator: cfg.Accelerator, Detail: cfg.Why})
+	rc.Driver, rc.Others = cfg.drivers()
+	fp, err := rc.Driver.Fingerprint(ctx)
+	if err != nil {
+		return err
+	}
+	cfg.Log.InfoContext(ctx, "vmm chosen", "vmm", fp.VMM, "vmm_version", fp.Version, "accelerator", fp.Accelerator, "reason", cfg.Why)
 	return nil
 }
 

@@ -31,11 +31,14 @@ const (
 // Checks returns every check, what matters most first.
 func Checks(cfg Config) []Check {
 	f := files{proc: "/proc", sys: "/sys", dev: "/dev"}
-	return []Check{
-		root,
-		qemu,
-		f.kvm(cfg.KVM),
-		cloudHypervisor,
+	checks := []Check{root, qemu, f.kvm(cfg.KVM)}
+	if cfg.FindCloudHypervisor != nil {
+		checks = append(checks, cloudHypervisor(cfg.FindCloudHypervisor, cfg.BootCloudHypervisor))
+	}
+	if cfg.Choice != nil {
+		checks = append(checks, choice(cfg.Choice))
+	}
+	return append(checks,
 		networkNamespaces,
 		rules,
 		tap,
@@ -48,7 +51,7 @@ func Checks(cfg Config) []Check {
 		f.samePageMerging,
 		postgres(cfg.PGBin),
 		imageTools,
-	}
+	)
 }
 
 // files is where the kernel's files are; tests have their own.
@@ -114,13 +117,38 @@ func (f files) kvm(probe func(context.Context) (string, error)) Check {
 	}
 }
 
-func cloudHypervisor(ctx context.Context) Result {
+const cureSetupKVM = "make setup-kvm"
+
+func cloudHypervisor(find func(context.Context) (path, version string, err error), boot func(context.Context) (string, error)) Check {
 	const name = "cloud-hypervisor"
-	out, err := exec.CommandContext(ctx, name, "--version").Output()
-	if err != nil {
-		return warn(name, "none needed; v53.0 or later where KVM works", "not installed; QEMU is used")
+	return func(ctx context.Context) Result {
+		path, version, err := find(ctx)
+		switch {
+		case err != nil && path == "":
+			return warn(name, cureSetupKVM+" where KVM works; none needed elsewhere", "%s", core.MessageOf(err))
+		case err != nil:
+			return warn(name, cureSetupKVM, "%s cannot be used: %s", path, core.MessageOf(err))
+		case boot == nil:
+			return warn(name, "coppice image build", "%s is version %s, which is supported; there is no image yet to boot under it", path, version)
+		}
+		detail, err := boot(ctx)
+		if err != nil {
+			return warn(name, "none needed; see kvm", "%s is version %s, which is supported, but a guest does not boot under it: %s", path, version, cause(err))
+		}
+		return ok(name, "%s is version %s, which is supported; %s", path, version, detail)
 	}
-	return ok(name, "%s", core.Clip(strings.TrimSpace(string(out))))
+}
+
+// choice says what all of that comes to.
+func choice(choose func(context.Context) (string, error)) Check {
+	const name = "vmm"
+	return func(ctx context.Context) Result {
+		chosen, err := choose(ctx)
+		if err != nil {
+			return fail(name, "unset COPPICE_VMM and COPPICE_ACCEL, or "+cureSetupKVM, "%s", core.MessageOf(err))
+		}
+		return ok(name, "VMs would run on %s", chosen)
+	}
 }
 
 func (f files) vhostVsock(context.Context) Result {

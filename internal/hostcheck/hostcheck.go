@@ -40,6 +40,12 @@ type Config struct {
 	PGBin string
 	// KVM boots something under KVM and says whether that worked. With nil the check only says that nobody tried.
 	KVM func(ctx context.Context) (detail string, err error)
+	// FindCloudHypervisor returns the binary and its version; an error says why it cannot be used. nil leaves the check out.
+	FindCloudHypervisor func(ctx context.Context) (path, version string, err error)
+	// BootCloudHypervisor boots something under it. With nil the check only says that nobody tried.
+	BootCloudHypervisor func(ctx context.Context) (detail string, err error)
+	// Choice says which VMM would be used, and why. nil leaves the check out.
+	Choice func(ctx context.Context) (string, error)
 }
 
 // Report is the whole finding.
@@ -49,8 +55,8 @@ type Report struct {
 	Checks []Result `json:"checks"`
 }
 
-// patience bounds a single check; a boot under KVM gets no more.
-const patience = time.Minute
+// patience bounds a single check; a boot under KVM has a shorter limit of its own.
+const patience = 3 * time.Minute
 
 // Run performs the checks one after another. A cancelled context ends it with the context's error.
 func Run(ctx context.Context, checks []Check) (Report, error) {

@@ -13,6 +13,7 @@ import (
 	"github.com/google/go-cmp/cmp"
 	"golang.org/x/sys/unix"
 
+	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/require"
 )
 
@@ -146,6 +147,40 @@ func TestKernelFiles(t *testing.T) {
 				t.Errorf("got %+v, want %s with %q", got, c.want, c.says)
 			}
 		})
+	}
+}
+
+func TestVMMs(t *testing.T) {
+	t.Parallel()
+	found := func(path, version string, err error) func(context.Context) (string, string, error) {
+		return func(context.Context) (string, string, error) { return path, version, err }
+	}
+	says := func(detail string, err error) func(context.Context) (string, error) {
+		return func(context.Context) (string, error) { return detail, err }
+	}
+	refused := func(text string) error {
+		return core.Errorf(core.FailedPrecondition, core.CodeVMMFailed, "%s", text)
+	}
+	for name, c := range map[string]struct {
+		check      Check
+		want       Status
+		says, cure string
+	}{
+		"not installed": {cloudHypervisor(found("", "", refused("it is not installed")), nil), Warn, "it is not installed", "make setup-kvm where KVM works"},
+		"too old":       {cloudHypervisor(found("/x", "52.0", refused("it is too old")), nil), Warn, "/x cannot be used: it is too old", "make setup-kvm"},
+		"no image":      {cloudHypervisor(found("/x", "53.0", nil), nil), Warn, "/x is version 53.0, which is supported; there is no image", "coppice image build"},
+		"does not boot": {cloudHypervisor(found("/x", "53.0", nil), says("", errors.New("nothing in 15s"))), Warn, "nothing in 15s", "see kvm"},
+		"boots":         {cloudHypervisor(found("/x", "53.0", nil), says("it booted in 1s", nil)), OK, "which is supported; it booted in 1s", ""},
+		"chosen":        {choice(says("QEMU, tcg (no KVM)", nil)), OK, "VMs would run on QEMU, tcg (no KVM)", ""},
+		"no choice":     {choice(says("", refused("it cannot be used"))), Fail, "it cannot be used", "unset COPPICE_VMM"},
+	} {
+		got := c.check(t.Context())
+		if got.Status != c.want || !strings.Contains(got.Detail, c.says) || !strings.Contains(got.Cure, c.cure) || (got.Cure == "") != (c.want == OK) {
+			t.Errorf("%s: got %+v, want %s with %q and %q", name, got, c.want, c.says, c.cure)
+		}
+	}
+	if with, without := len(Checks(Config{FindCloudHypervisor: found("", "", nil), Choice: says("", nil)})), len(Checks(Config{})); with != without+2 {
+		t.Errorf("%d checks with, %d without", with, without)
 	}
 }
 

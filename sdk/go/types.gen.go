@@ -1806,7 +1806,7 @@ type Runner struct {
 	Hostname    string      `json:"hostname"`
 	ID          RunnerID    `json:"id"`
 
-	// KVM Why KVM is or is not used.
+	// KVM What decided which VMM and accelerator are used.
 	KVM       string    `json:"kvm"`
 	StartedAt time.Time `json:"started_at"`
 

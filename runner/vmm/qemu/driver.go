@@ -102,6 +102,15 @@ func (d *Driver) installation(ctx context.Context) (*installation, error) {
 	return in, nil
 }
 
+// Find finds the binary, by its path or, where that is empty, on the PATH, and returns its version. It fails where it cannot be used.
+func Find(ctx context.Context, binary string) (path, version string, err error) {
+	in, err := New(Config{Binary: binary}).installation(ctx)
+	if err != nil {
+		return "", "", err
+	}
+	return in.path, in.version, nil
+}
+
 // readOnlyBase: from 8.2 on, a memory-backend-file may be opened read-only and still be written privately.
 func (in *installation) readOnlyBase() bool { return in.major > 8 || in.major == 8 && in.minor >= 2 }
 
