@@ -15,6 +15,7 @@ import (
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/runner/memory"
 	"github.com/coppice-dev/coppice/runner/vmm"
+	"github.com/coppice-dev/coppice/runner/vmm/fakevmm/cpu"
 )
 
 type state string
@@ -44,19 +45,12 @@ type computer struct {
 
 	injecting sync.RWMutex // held for reading while RAM is written from outside: it is not unmapped then
 
-	cpu  sync.Mutex // held while the guest does something; guards what follows
-	turn *sync.Cond // of cpu: running or ended has changed
-	ram  []byte     // nil once it is unmapped
-	runs bool
-	over bool // the machine has ended
-	exit vmm.Exit
-
-	// Of the guest's clock, which stands still with the machine.
-	uptime  time.Duration // until since, or in all while it stands still
-	since   time.Time
-	started bool // the guest program runs
+	cpu *cpu.CPU
 
 	mu       sync.Mutex // guards what follows
+	started  bool       // the guest program runs
+	over     bool       // the machine has ended
+	exit     vmm.Exit
 	state    state
 	incoming chan struct{} // of one: there are connections to accept
 	dialled  []net.Conn
@@ -85,7 +79,6 @@ func newComputer(d *Driver, spec vmm.Spec) (*computer, error) {
 		driver: d, id: spec.ID, cluster: spec.Cluster, inode: st.Ino, console: vmm.NewTail(vmm.ConsoleBytes), done: make(chan struct{}),
 		state: stateSpawned, incoming: make(chan struct{}, 1), conns: make(map[net.Conn]bool),
 	}
-	c.turn = sync.NewCond(&c.cpu)
 	if spec.Restore {
 		c.state = stateWaiting
 	}
@@ -99,11 +92,11 @@ func newComputer(d *Driver, spec vmm.Spec) (*computer, error) {
 		}
 		c.disks = append(c.disks, own)
 	}
-	var err error
-	c.ram, err = unix.Mmap(int(spec.Base.Fd()), 0, int(size), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_NORESERVE)
+	ram, err := unix.Mmap(int(spec.Base.Fd()), 0, int(size), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_NORESERVE)
 	if err != nil {
 		return nil, errors.Join(fmt.Errorf("map the base: %w", err), c.closeDisks())
 	}
+	c.cpu = cpu.New(ram)
 	c.lifeCtx, c.endLife = context.WithCancel(context.Background())
 	return c, nil
 }
@@ -118,31 +111,23 @@ func (c *computer) closeDisks() error {
 
 // region is where the RAM is.
 func (c *computer) region() memory.Region {
-	c.cpu.Lock()
-	defer c.cpu.Unlock()
-	if c.ram == nil {
+	ram := c.cpu.RAM()
+	if ram == nil {
 		return memory.Region{}
 	}
-	return memory.OnePart(os.Getpid(), uint64(uintptr(unsafe.Pointer(unsafe.SliceData(c.ram)))), int64(len(c.ram)))
+	return memory.OnePart(os.Getpid(), uint64(uintptr(unsafe.Pointer(unsafe.SliceData(ram)))), int64(len(ram)))
 }
 
 // run lets the guest run, starting its program if that was not done yet, or stops it. When it has stopped it, the guest does
 // nothing any more.
 func (c *computer) run(on bool) {
-	c.cpu.Lock()
-	defer c.cpu.Unlock()
-	if c.over || c.runs == on {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.over {
 		return
 	}
-	c.runs = on
-	now := time.Now()
-	if !on {
-		c.uptime += now.Sub(c.since)
-		return
-	}
-	c.since = now
-	c.turn.Broadcast()
-	if !c.started {
+	c.cpu.Run(on)
+	if on && !c.started {
 		c.started = true
 		guest := &Computer{c: c}
 		c.guest.Go(func() { c.driver.cfg.Guest(c.lifeCtx, guest) })
@@ -151,38 +136,24 @@ func (c *computer) run(on bool) {
 
 // do runs fn as the guest's CPU: while the machine runs, and nothing else does.
 func (c *computer) do(fn func(ram []byte)) error {
-	c.cpu.Lock()
-	defer c.cpu.Unlock()
-	for !c.runs && !c.over {
-		c.turn.Wait()
-	}
-	if c.over {
+	if c.cpu.Do(fn) != nil {
 		return vmm.ErrGone
 	}
-	fn(c.ram)
 	return nil
-}
-
-// clock is how long the guest has run. It is called with cpu held.
-func (c *computer) clock() time.Duration {
-	if !c.runs {
-		return c.uptime
-	}
-	return c.uptime + time.Since(c.since)
 }
 
 // end ends the machine. It may be called by the guest itself, and does not wait; done tells when nothing is left.
 func (c *computer) end(exit vmm.Exit) {
-	c.cpu.Lock()
+	c.mu.Lock()
 	first := !c.over
 	if first {
 		c.over = true
 		exit.At = time.Now()
 		c.exit = exit
-		c.turn.Broadcast()
 	}
-	c.cpu.Unlock()
+	c.mu.Unlock()
 	if first {
+		c.cpu.End()
 		go c.clean()
 	}
 }
@@ -198,12 +169,11 @@ func (c *computer) clean() {
 	}
 	c.guest.Wait()
 	c.injecting.Lock()
-	c.cpu.Lock()
-	_ = unix.Munmap(c.ram) // fails only for a range that was never mapped
-	c.ram = nil
-	c.exit.Console = c.console.String()
-	c.cpu.Unlock()
+	_ = unix.Munmap(c.cpu.Drop()) // fails only for a range that was never mapped
 	c.injecting.Unlock()
+	c.mu.Lock()
+	c.exit.Console = c.console.String()
+	c.mu.Unlock()
 	_ = c.closeDisks() // nothing was buffered
 	c.driver.forget(c)
 	close(c.done)
@@ -237,7 +207,7 @@ func (c *computer) accept(ctx context.Context) (net.Conn, error) {
 			conn := c.dialled[0]
 			c.dialled = c.dialled[1:]
 			c.mu.Unlock()
-			return &channel{Conn: conn, c: c}, nil
+			return &channel{Conn: c.cpu.Gate(conn), guest: conn, c: c}, nil
 		}
 		c.mu.Unlock()
 		select {
@@ -248,30 +218,16 @@ func (c *computer) accept(ctx context.Context) (net.Conn, error) {
 	}
 }
 
-// channel is the guest's end of a connection: nothing gets into the guest or out of it while the machine is paused.
+// channel is the guest's end of a connection.
 type channel struct {
 	net.Conn
-	c *computer
-}
-
-func (ch *channel) Read(b []byte) (int, error) {
-	n, err := ch.Conn.Read(b)
-	if gone := ch.c.do(func([]byte) {}); gone != nil {
-		return 0, gone
-	}
-	return n, err
-}
-
-func (ch *channel) Write(b []byte) (int, error) {
-	if gone := ch.c.do(func([]byte) {}); gone != nil {
-		return 0, gone
-	}
-	return ch.Conn.Write(b)
+	guest net.Conn // in conns
+	c     *computer
 }
 
 func (ch *channel) Close() error {
 	ch.c.mu.Lock()
-	delete(ch.c.conns, ch.Conn)
+	delete(ch.c.conns, ch.guest)
 	ch.c.mu.Unlock()
 	return ch.Conn.Close()
 }

@@ -30,7 +30,7 @@ type Computer struct{ c *computer }
 func (g *Computer) Do(fn func(ram []byte)) error { return g.c.do(fn) }
 
 // Uptime is how long the machine and its ancestors have run, pauses left out. Call it within Do.
-func (g *Computer) Uptime() time.Duration { return g.c.clock() }
+func (g *Computer) Uptime() time.Duration { return g.c.cpu.Uptime() }
 
 // Accept waits for the next connection from the host. One that is served at a time is what a serial port does.
 func (g *Computer) Accept(ctx context.Context) (net.Conn, error) { return g.c.accept(ctx) }

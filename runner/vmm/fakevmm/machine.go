@@ -35,8 +35,8 @@ func (m *machine) Exit() vmm.Exit {
 	default:
 		return vmm.Exit{}
 	}
-	m.cpu.Lock()
-	defer m.cpu.Unlock()
+	m.mu.Lock()
+	defer m.mu.Unlock()
 	return m.exit
 }
 
@@ -125,9 +125,7 @@ func (m *machine) Restore(ctx context.Context, spec vmm.RestoreSpec) error {
 		if err != nil {
 			return err
 		}
-		m.cpu.Lock()
-		m.uptime = d.Uptime
-		m.cpu.Unlock()
+		m.cpu.SetClock(d.Uptime)
 		return nil
 	})
 }
@@ -148,10 +146,7 @@ func (m *machine) inject(ctx context.Context, inject vmm.Injector) error {
 
 func (m *machine) SaveState(ctx context.Context, to *os.File) error {
 	return m.step(ctx, StepSave, []state{statePaused}, statePaused, func() error {
-		m.cpu.Lock()
-		d := deviceState{Uptime: m.uptime}
-		m.cpu.Unlock()
-		b, err := d.encode()
+		b, err := deviceState{Uptime: m.cpu.Clock()}.encode()
 		if err != nil {
 			return err
 		}
