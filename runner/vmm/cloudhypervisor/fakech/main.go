@@ -1,0 +1,237 @@
+// Command fakech stands for cloud-hypervisor v53.0 in tests of the driver, on hosts without KVM. It is started like it, speaks
+// its API, writes its files, and fails with its words; it executes no instruction. RAM is what cloud-hypervisor would map, in this
+// process, so that what the runner does to it from outside is done for real; the guest is the program of package line, which
+// lives in that RAM, on the vsock port of the guest agent.
+//
+// What was read in its source and tried on its binary is kept: who differs from v53.0 in something a client can see is at fault.
+// seccomp and Landlock are accepted and do nothing. --fake-fault makes something go wrong; see faults.
+package main
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"os"
+	"os/signal"
+	"strconv"
+	"strings"
+	"sync"
+
+	"golang.org/x/sys/unix"
+)
+
+const (
+	version = "53.0"
+	usage   = "error: the following required arguments were not provided"
+)
+
+// options are the arguments.
+type options struct {
+	apiPath   string
+	apiFD     int
+	events    string
+	logFile   string
+	verbose   int
+	version   bool
+	noPowerOf bool
+	faults    faults
+}
+
+func main() { os.Exit(run(os.Args[1:], os.Stdout, os.Stderr)) }
+
+func run(args []string, stdout, stderr io.Writer) int {
+	unix.Umask(0o077)
+	o, err := parse(args)
+	if err != nil {
+		_, _ = fmt.Fprintf(stderr, "error: %v\n", err)
+		return 2
+	}
+	if o.version {
+		switch v := o.faults.version(); {
+		case o.faults.is("garbage-version"):
+			_, _ = stdout.Write([]byte("\x00\xff\x1b[2Jcloud-hyperv"))
+		default:
+			_, _ = fmt.Fprintf(stdout, "cloud-hypervisor v%s\nMigration Protocol Versions: 0\n", v)
+			if o.verbose > 0 {
+				_, _ = fmt.Fprintln(stdout, `Enabled features: ["io_uring", "kvm"]`)
+			}
+		}
+		return 0
+	}
+	if o.faults.is("hang:start") {
+		select {}
+	}
+	if o.faults.is("die:start") {
+		_, _ = fmt.Fprintln(stderr, "Error: Cloud Hypervisor exited with the following error:\n  fakech: it was told to")
+		return 1
+	}
+	if err := serve(o); err != nil {
+		printChain(stderr, err)
+		return 1
+	}
+	return 0
+}
+
+// printChain writes an error as cloud-hypervisor does when it ends of it.
+func printChain(w io.Writer, err error) {
+	c := asChain(err)
+	if len(c) == 1 {
+		_, _ = fmt.Fprintf(w, "Error: Cloud Hypervisor exited with the following error:\n  %s\n", c[0])
+		return
+	}
+	_, _ = fmt.Fprintln(w, "Error: Cloud Hypervisor exited with the following chain of errors:")
+	for i, s := range c {
+		_, _ = fmt.Fprintf(w, "  %d: %s\n", i, s)
+	}
+}
+
+// valued are the flags with a value that are understood or mean nothing here.
+var valued = []string{"--api-socket", "--event-monitor", "--log-file", "--log-format", "--seccomp", "--landlock-rules", "--fake-fault"}
+
+func parse(args []string) (options, error) {
+	o := options{apiFD: -1}
+	if len(args) == 0 {
+		return o, errors.New(usage)
+	}
+	for i := 0; i < len(args); i++ {
+		name, value, joined := strings.Cut(args[i], "=")
+		if !strings.HasPrefix(name, "--") {
+			name, joined = args[i], false
+		}
+		for _, v := range valued {
+			if name == v && !joined {
+				if i++; i == len(args) {
+					return o, fmt.Errorf("a value is required for '%s <%s>' but none was supplied", v, v[2:])
+				}
+				value = args[i]
+			}
+		}
+		switch name {
+		case "--version", "-V":
+			o.version = true
+		case "--landlock", "--landlock-rules", "--log-format", "--seccomp":
+		case "--no-shutdown":
+			o.noPowerOf = true
+		case "--api-socket":
+			if fd, ok := strings.CutPrefix(value, "fd="); ok {
+				n, err := strconv.Atoi(fd)
+				if err != nil {
+					return o, fmt.Errorf("parsing API socket: %w", err)
+				}
+				o.apiFD = n
+			} else {
+				o.apiPath = strings.TrimPrefix(value, "path=")
+			}
+		case "--event-monitor":
+			o.events = value
+		case "--log-file":
+			o.logFile = value
+		case "--fake-fault":
+			o.faults = append(o.faults, strings.Split(value, ",")...)
+		case "-v", "-vv", "-vvv":
+			o.verbose += len(name) - 1
+		default:
+			return o, fmt.Errorf("unexpected argument '%s' found", args[i])
+		}
+	}
+	return o, nil
+}
+
+// serve is the VMM's life.
+func serve(o options) error {
+	log := &logger{w: os.Stderr, level: o.verbose}
+	if o.logFile != "" {
+		f, err := os.OpenFile(o.logFile, os.O_WRONLY|os.O_CREATE|os.O_TRUNC, 0o666) //nolint:gosec // G302: the umask is 077, as cloud-hypervisor sets it
+		if err != nil {
+			return wrap("Error creating log file", err)
+		}
+		defer f.Close()
+		log.w = f
+	}
+	ev, err := openEvents(o)
+	if err != nil {
+		return err
+	}
+	ev.emit("vmm", "starting", nil)
+	v := &vmm{faults: o.faults, events: ev, log: log, stay: o.noPowerOf, exit: make(chan error, 1)}
+
+	listener, lock, err := listen(o)
+	if err != nil {
+		return err
+	}
+	defer lock.Close()
+	var api *server
+	if listener != nil {
+		api = &server{vmm: v, listener: listener}
+		go api.accept()
+	}
+	signals := make(chan os.Signal, 1)
+	signal.Notify(signals, unix.SIGTERM, unix.SIGINT)
+	go func() {
+		<-signals
+		v.turn.Lock()
+		defer v.turn.Unlock()
+		v.end(v.shutdown())
+	}()
+	err = <-v.exit
+	if api != nil {
+		api.drain()
+	}
+	if err == nil && o.apiPath != "" {
+		_ = os.Remove(o.apiPath) // it may have been removed
+	}
+	return err
+}
+
+// listen opens the API's socket. The lock is that of a path, and is nil for a descriptor.
+func listen(o options) (*net.UnixListener, *os.File, error) {
+	if o.apiFD >= 0 {
+		f := os.NewFile(uintptr(o.apiFD), "api")
+		defer f.Close()
+		l, err := net.FileListener(f)
+		if err != nil {
+			return nil, nil, wrap("Error creating API server: IO error", err)
+		}
+		ul, ok := l.(*net.UnixListener)
+		if !ok {
+			return nil, nil, chain{"Error creating API server: it is no unix socket"}
+		}
+		ul.SetUnlinkOnClose(false)
+		return ul, nil, nil
+	}
+	if o.apiPath == "" {
+		return nil, nil, nil
+	}
+	lock, err := os.OpenFile(o.apiPath+".lock", os.O_WRONLY|os.O_CREATE, 0o600)
+	if err != nil {
+		return nil, nil, wrap("Error creation API server's socket", err)
+	}
+	if err := lockFile(lock, unix.F_WRLCK, 0); err != nil {
+		return nil, nil, chain{fmt.Sprintf("API socket %q is already in use by another running instance", o.apiPath)}
+	}
+	_ = os.Remove(o.apiPath) // of a VMM that was killed
+	l, err := net.ListenUnix("unix", &net.UnixAddr{Name: o.apiPath, Net: "unix"})
+	if err != nil {
+		return nil, nil, wrap("Error creation API server's socket", err)
+	}
+	l.SetUnlinkOnClose(false)
+	return l, lock, nil
+}
+
+// logger writes the log, as much of it as the driver could show.
+type logger struct {
+	level int
+	mu    sync.Mutex // guards w
+	w     io.Writer
+}
+
+// at writes a line if -v was given so often.
+func (l *logger) at(level int, format string, a ...any) {
+	if l.level < level {
+		return
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	_, _ = fmt.Fprintf(l.w, "cloud-hypervisor: <vmm> "+format+"\n", a...)
+}
