@@ -13,7 +13,7 @@ func Line(ctx context.Context, c *Computer) {
 	for _, d := range c.Disks() {
 		disks = append(disks, line.Blocks{Device: d})
 	}
-	line.Serve(ctx, lineMachine{c}, disks)
+	line.Serve(ctx, lineMachine{c}, disks, false)
 }
 
 type lineMachine struct{ *Computer }

@@ -14,6 +14,7 @@ import (
 	"net"
 	"os"
 	"os/signal"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -28,14 +29,15 @@ const (
 
 // options are the arguments.
 type options struct {
-	apiPath   string
-	apiFD     int
-	events    string
-	logFile   string
-	verbose   int
-	version   bool
-	noPowerOf bool
-	faults    faults
+	apiPath string
+	apiFD   int
+	events  string
+	logFile string
+	verbose int
+	version bool
+	stay    bool
+	vm      map[string]string // the VM to boot at once, by the names of flags
+	faults  faults
 }
 
 func main() { os.Exit(run(os.Args[1:], os.Stdout, os.Stderr)) }
@@ -86,11 +88,14 @@ func printChain(w io.Writer, err error) {
 	}
 }
 
-// valued are the flags with a value that are understood or mean nothing here.
-var valued = []string{"--api-socket", "--event-monitor", "--log-file", "--log-format", "--seccomp", "--landlock-rules", "--fake-fault"}
+// valued are the flags with a value that are understood or mean nothing here; vmFlags those of a VM among them.
+var (
+	vmFlags = []string{"--kernel", "--initramfs", "--cmdline", "--serial", "--console", "--memory", "--cpus"}
+	valued  = append([]string{"--api-socket", "--event-monitor", "--log-file", "--log-format", "--seccomp", "--landlock-rules", "--fake-fault"}, vmFlags...)
+)
 
 func parse(args []string) (options, error) {
-	o := options{apiFD: -1}
+	o := options{apiFD: -1, vm: map[string]string{}}
 	if len(args) == 0 {
 		return o, errors.New(usage)
 	}
@@ -112,7 +117,7 @@ func parse(args []string) (options, error) {
 			o.version = true
 		case "--landlock", "--landlock-rules", "--log-format", "--seccomp":
 		case "--no-shutdown":
-			o.noPowerOf = true
+			o.stay = true
 		case "--api-socket":
 			if fd, ok := strings.CutPrefix(value, "fd="); ok {
 				n, err := strconv.Atoi(fd)
@@ -132,8 +137,14 @@ func parse(args []string) (options, error) {
 		case "-v", "-vv", "-vvv":
 			o.verbose += len(name) - 1
 		default:
-			return o, fmt.Errorf("unexpected argument '%s' found", args[i])
+			if !slices.Contains(vmFlags, name) {
+				return o, fmt.Errorf("unexpected argument '%s' found", args[i])
+			}
+			o.vm[name] = value
 		}
+	}
+	if len(o.vm) > 0 && o.vm["--kernel"] == "" {
+		return o, errors.New(usage)
 	}
 	return o, nil
 }
@@ -154,7 +165,7 @@ func serve(o options) error {
 		return err
 	}
 	ev.emit("vmm", "starting", nil)
-	v := &vmm{faults: o.faults, events: ev, log: log, stay: o.noPowerOf, exit: make(chan error, 1)}
+	v := &vmm{faults: o.faults, events: ev, log: log, stay: o.stay, exit: make(chan error, 1)}
 
 	listener, lock, err := listen(o)
 	if err != nil {
@@ -174,6 +185,11 @@ func serve(o options) error {
 		defer v.turn.Unlock()
 		v.end(v.shutdown())
 	}()
+	if len(o.vm) > 0 {
+		if err := v.bootAtOnce(o.vm); err != nil {
+			return err
+		}
+	}
 	err = <-v.exit
 	if api != nil {
 		api.drain()
@@ -182,6 +198,47 @@ func serve(o options) error {
 		_ = os.Remove(o.apiPath) // it may have been removed
 	}
 	return err
+}
+
+// bootAtOnce boots the VM of the arguments.
+func (v *vmm) bootAtOnce(flags map[string]string) error {
+	config := map[string]any{}
+	payload := map[string]any{"kernel": flags["--kernel"]}
+	for flag, field := range map[string]string{"--initramfs": "initramfs", "--cmdline": "cmdline"} {
+		if s := flags[flag]; s != "" {
+			payload[field] = s
+		}
+	}
+	config["payload"] = payload
+	for _, flag := range []string{"--serial", "--console"} {
+		mode, path, _ := strings.Cut(flags[flag], "=")
+		if mode == "" {
+			continue
+		}
+		c := map[string]any{"mode": strings.ToUpper(mode[:1]) + mode[1:]}
+		if path != "" {
+			c[mode] = path
+		}
+		config[flag[2:]] = c
+	}
+	if size, ok := strings.CutPrefix(flags["--memory"], "size="); ok {
+		size, _, _ = strings.Cut(size, ",")
+		n, err := strconv.ParseUint(strings.TrimRight(size, "MG"), 10, 32)
+		if err != nil {
+			return wrap("Error parsing --memory", err)
+		}
+		unit := map[byte]uint64{'M': 1 << 20, 'G': 1 << 30}[size[len(size)-1]]
+		config["memory"] = map[string]any{"size": n * max(unit, 1)}
+	}
+	v.turn.Lock()
+	defer v.turn.Unlock()
+	if _, err := v.create(request{body: encode(config)}); err != nil {
+		return wrap("Failed to create VM", err)
+	}
+	if _, err := v.boot(request{}); err != nil {
+		return wrap("Failed to boot VM", wrap("The VM could not boot", err))
+	}
+	return nil
 }
 
 // listen opens the API's socket. The lock is that of a path, and is nil for a descriptor.

@@ -318,7 +318,7 @@ func (m *vm) startGuest() {
 	for _, d := range m.disks {
 		disks = append(disks, line.Blocks{Device: d})
 	}
-	m.guest.Go(func() { line.Serve(m.lifeCtx, g, disks) })
+	m.guest.Go(func() { line.Serve(m.lifeCtx, g, disks, true) })
 }
 
 // guest is the VM as its program sees it.

@@ -19,8 +19,9 @@ type Machine interface {
 	Off(crash bool)
 }
 
-// Serve runs the program on a machine until ctx or the machine ends. It keeps nothing outside the machine's RAM.
-func Serve(ctx context.Context, m Machine, disks []Disk) {
+// Serve runs the program on a machine until ctx or the machine ends. It keeps nothing outside the machine's RAM. Connections are
+// served one after the other, as on a serial port, or all at once.
+func Serve(ctx context.Context, m Machine, disks []Disk, atOnce bool) {
 	s := &server{m: m}
 	s.prog = Program{Disks: disks, Console: m.Print, Channel: s.offer, Off: s.off}
 	if s.do(s.prog.Start) != nil {
@@ -35,7 +36,11 @@ func Serve(ctx context.Context, m Machine, disks []Disk) {
 		if err != nil {
 			return
 		}
-		s.serve(conn)
+		if atOnce {
+			wg.Go(func() { s.serve(conn) })
+		} else {
+			s.serve(conn)
+		}
 	}
 }
 
@@ -43,8 +48,8 @@ type server struct {
 	m    Machine
 	prog Program
 
-	mu  sync.Mutex // guards out
-	out chan []byte
+	mu  sync.Mutex  // guards out
+	out chan []byte // of the last connection; nil where there is none
 }
 
 // do calls the program with the RAM that the machine has now.
@@ -132,7 +137,9 @@ func (s *server) serve(conn io.ReadWriteCloser) {
 	}
 	_ = conn.Close()
 	s.mu.Lock()
-	s.out = nil
+	if s.out == out {
+		s.out = nil
+	}
 	s.mu.Unlock()
 	close(out)
 	writer.Wait()

@@ -1,0 +1,60 @@
+package testvm
+
+import (
+	"os"
+	"os/exec"
+	"path/filepath"
+	"runtime/debug"
+	"strings"
+	"testing"
+
+	"github.com/coppice-dev/coppice/internal/testprog"
+)
+
+// FakeCloudHypervisor is a program that stands for cloud-hypervisor: package runner/vmm/cloudhypervisor/fakech.
+type FakeCloudHypervisor struct {
+	Path string // may be run by anyone
+	dir  string
+}
+
+// BuildFakeCloudHypervisor builds it for the test, with the race detector if the test has it.
+func BuildFakeCloudHypervisor(t testing.TB) FakeCloudHypervisor {
+	t.Helper()
+	dir, err := os.MkdirTemp("", "fakech") //nolint:usetesting // a VMM with a user of its own gets into it
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = os.RemoveAll(dir) })
+	if err := os.Chmod(dir, 0o755); err != nil { //nolint:gosec // G302: see above
+		t.Fatal(err)
+	}
+	f := FakeCloudHypervisor{Path: filepath.Join(dir, "cloud-hypervisor"), dir: dir}
+	args := []string{"build", "-buildvcs=false", "-o", f.Path}
+	if info, ok := debug.ReadBuildInfo(); ok {
+		for _, s := range info.Settings {
+			if s.Key == "-race" && s.Value == "true" {
+				args = append(args, "-race")
+			}
+		}
+	}
+	args = append(args, "github.com/coppice-dev/coppice/runner/vmm/cloudhypervisor/fakech")
+	if out, err := exec.CommandContext(t.Context(), "go", args...).CombinedOutput(); err != nil { //nolint:gosec // G204: all of it is written here
+		t.Fatalf("build the fake cloud-hypervisor: %v\n%s", err, out)
+	}
+	return f
+}
+
+// With returns a program that is the same, but for the faults: their names are in package fakech.
+func (f FakeCloudHypervisor) With(t testing.TB, faults ...string) string {
+	t.Helper()
+	dir, err := os.MkdirTemp(f.dir, "with")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Chmod(dir, 0o755); err != nil { //nolint:gosec // G302: a VMM with a user of its own gets into it
+		t.Fatal(err)
+	}
+	path := filepath.Join(dir, "cloud-hypervisor")
+	testprog.Write(t, path, []byte("#!/bin/sh\nexec '"+f.Path+"' --fake-fault='"+strings.Join(faults, ",")+"' \"$@\"\n"))
+	return path
+}
