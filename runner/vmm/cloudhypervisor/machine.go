@@ -239,6 +239,9 @@ func readAll(f *os.File) ([]byte, error) {
 // still write into the memory of a machine that is to stand still.
 func (m *machine) ResizeDisk(ctx context.Context, i int, size int64) error {
 	return m.Step(ctx, "resize a disk of", []vmmproc.State{vmmproc.Running, vmmproc.Paused}, "", func(ctx context.Context) error {
+		if err := m.hasDisk(ctx, diskID(i)); err != nil {
+			return err
+		}
 		m.mu.Lock()
 		m.resizes[i] = size
 		m.mu.Unlock()
@@ -247,6 +250,30 @@ func (m *machine) ResizeDisk(ctx context.Context, i int, size int64) error {
 		}
 		return m.resize(ctx)
 	})
+}
+
+// hasDisk fails for a disk that the machine does not have: what is put off must not fail at the resume for this.
+func (m *machine) hasDisk(ctx context.Context, id string) error {
+	b, err := m.api.get(ctx, "vm.info")
+	if err != nil {
+		return err
+	}
+	var info struct {
+		Config struct {
+			Disks []struct {
+				ID string `json:"id"`
+			} `json:"disks"`
+		} `json:"config"`
+	}
+	if err := json.Unmarshal(b, &info); err != nil {
+		return core.Wrapf(err, core.Internal, core.CodeVMMFailed, "cloud-hypervisor's answer to vm.info is not understood")
+	}
+	for _, d := range info.Config.Disks {
+		if d.ID == id {
+			return nil
+		}
+	}
+	return core.Errorf(core.Internal, core.CodeInternal, "the machine has no %s", id)
 }
 
 // resize tells a running machine of the disks that have grown.

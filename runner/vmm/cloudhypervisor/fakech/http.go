@@ -5,7 +5,6 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"net"
 	"os"
 	"strconv"
 	"strings"
@@ -36,78 +35,119 @@ type response struct {
 	fault  string // how the answer goes wrong
 }
 
-// server is the HTTP server: of its few connections, one request at a time is carried out.
+// server is the HTTP server: one thread, which reads requests in the order of their arrival, and carries out one at a time. A client that
+// has hung up before its request was read has not made it.
 type server struct {
 	vmm      *vmm
-	listener *net.UnixListener
+	listener int
 
-	mu      sync.Mutex // guards conns
-	conns   map[*net.UnixConn]bool
+	epoll   int
+	conns   map[int]*connection
 	answers sync.WaitGroup // that are being written
 }
 
-func (s *server) accept() {
-	for {
-		conn, err := s.listener.AcceptUnix()
-		if err != nil {
-			return
-		}
-		s.mu.Lock()
-		if s.conns == nil {
-			s.conns = make(map[*net.UnixConn]bool)
-		}
-		full := len(s.conns) >= maxConnections
-		if !full {
-			s.conns[conn] = true
-		}
-		s.mu.Unlock()
-		if full {
-			_, _ = conn.Write([]byte("HTTP/1.1 503\r\nServer: Firecracker API\r\nConnection: close\r\nContent-Length: 40\r\n\r\n{ \"error\": \"Too many open connections\" }"))
-			_ = conn.Close()
-			continue
-		}
-		go s.serve(conn)
-	}
+// connection is a client.
+type connection struct {
+	fd    int
+	buf   []byte
+	files []int // that came with the request that is being read
 }
 
-// drain lets the answers out that are being written.
-func (s *server) drain() { s.answers.Wait() }
+// run serves until the process ends.
+func (s *server) run() {
+	s.conns = make(map[int]*connection)
+	var err error
+	if s.epoll, err = unix.EpollCreate1(unix.EPOLL_CLOEXEC); err == nil {
+		err = s.watch(s.listener)
+	}
+	for list := make([]unix.EpollEvent, maxConnections+2); err == nil; {
+		var n int
+		if n, err = unix.EpollWait(s.epoll, list, -1); errors.Is(err, unix.EINTR) {
+			err = nil
+			continue
+		}
+		err = errors.Join(err, s.dispatch(list[:max(n, 0)]))
+	}
+	s.vmm.turn.Lock()
+	defer s.vmm.turn.Unlock()
+	s.vmm.end(wrap("fakech: the server broke", err))
+}
 
-func (s *server) serve(conn *net.UnixConn) {
-	defer func() {
-		s.mu.Lock()
-		delete(s.conns, conn)
-		s.mu.Unlock()
-		_ = conn.Close()
-	}()
-	in := &reader{conn: conn}
-	for {
-		req, err := in.next()
-		var refused parseError
-		if errors.As(err, &refused) {
-			in.buf = nil
-			r := response{status: 400, server: "Firecracker API", body: fmt.Appendf(nil,
-				"{ \"error\": \"%s\nAll previous unanswered requests will be dropped.\" }", string(refused))}
-			if _, err := conn.Write(r.bytes()); err != nil {
-				return
+func (s *server) watch(fd int) error {
+	return unix.EpollCtl(s.epoll, unix.EPOLL_CTL_ADD, fd, &unix.EpollEvent{Events: unix.EPOLLIN | unix.EPOLLRDHUP, Fd: int32(fd)})
+}
+
+func (s *server) dispatch(list []unix.EpollEvent) error {
+	type asked struct {
+		*connection
+		req request
+	}
+	var requests []asked
+	for _, e := range list {
+		if int(e.Fd) == s.listener {
+			if err := s.accept(); err != nil {
+				return err
 			}
 			continue
 		}
-		if err != nil {
-			return
+		c := s.conns[int(e.Fd)]
+		if e.Events&(unix.EPOLLERR|unix.EPOLLHUP|unix.EPOLLRDHUP) != 0 || c.fill() != nil {
+			s.drop(c)
+			continue
 		}
-		err = s.answer(conn, req)
+		for {
+			req, err := c.next()
+			var refused parseError
+			if errors.As(err, &refused) {
+				c.buf = nil
+				c.write(response{status: 400, server: "Firecracker API", body: fmt.Appendf(nil,
+					"{ \"error\": \"%s\nAll previous unanswered requests will be dropped.\" }", string(refused))}.bytes())
+			}
+			if err != nil {
+				break
+			}
+			requests = append(requests, asked{c, req})
+		}
+	}
+	for _, r := range requests {
+		if s.answer(r.connection, r.req) != nil {
+			s.drop(r.connection)
+		}
+	}
+	return nil
+}
+
+func (s *server) accept() error {
+	fd, _, err := unix.Accept4(s.listener, unix.SOCK_CLOEXEC)
+	if err != nil {
+		return nil //nolint:nilerr // the client is gone
+	}
+	if len(s.conns) >= maxConnections {
+		(&connection{fd: fd}).write([]byte("HTTP/1.1 503\r\nServer: Firecracker API\r\nConnection: close\r\nContent-Length: 40\r\n\r\n{ \"error\": \"Too many open connections\" }"))
+		return unix.Close(fd)
+	}
+	s.conns[fd] = &connection{fd: fd}
+	return s.watch(fd)
+}
+
+func (s *server) drop(c *connection) {
+	if s.conns[c.fd] != c {
+		return
+	}
+	delete(s.conns, c.fd)
+	_ = unix.Close(c.fd) // whatever was written is written
+}
+
+// drain lets the answer out that is being written.
+func (s *server) drain() { s.answers.Wait() }
+
+// answer carries out a request when it is its turn.
+func (s *server) answer(c *connection, req request) error {
+	defer func() {
 		for _, fd := range req.files {
 			_ = unix.Close(fd) // the VM has its own copies
 		}
-		if err != nil {
-			return
-		}
-	}
-}
-
-// answer carries out a request when it is its turn.
-func (s *server) answer(conn *net.UnixConn, req request) error {
+	}()
 	s.vmm.turn.Lock()
 	if s.vmm.over {
 		s.vmm.turn.Unlock()
@@ -117,7 +157,19 @@ func (s *server) answer(conn *net.UnixConn, req request) error {
 	defer s.answers.Done()
 	r := s.vmm.handle(req)
 	s.vmm.turn.Unlock()
-	return r.write(conn)
+	return r.write(c)
+}
+
+// write writes all of it, unless the client hangs up. It reports whether it could.
+func (c *connection) write(b []byte) bool {
+	for len(b) > 0 {
+		n, err := unix.SendmsgN(c.fd, b, nil, nil, unix.MSG_NOSIGNAL)
+		if err != nil {
+			return false
+		}
+		b = b[n:]
+	}
+	return true
 }
 
 // bytes is the response as it goes over the wire: without a reason after the status.
@@ -139,30 +191,34 @@ func (r response) bytes() []byte {
 // errDropped ends a connection in the middle of an answer.
 var errDropped = errors.New("dropped")
 
-func (r response) write(conn *net.UnixConn) error {
+func (r response) write(c *connection) error {
 	if r.fault != "" && len(r.body) < 2 { // there must be something to spoil
 		r.status, r.body = 200, []byte(`{"an answer": "to spoil"}`)
 	}
-	var err error
+	ok := true
 	switch r.fault {
 	case "cut":
 		r.body = r.body[:len(r.body)/2]
-		_, err = conn.Write(r.bytes())
+		ok = c.write(r.bytes())
 	case "drop":
 		b := r.bytes()
-		_, _ = conn.Write(b[:len(b)-len(r.body)/2]) // nobody may be there
+		c.write(b[:len(b)-len(r.body)/2])
 		return errDropped
 	case "garbage":
-		_, err = conn.Write([]byte("\x00\xff SSH-2.0-nothing of the kind\r\n\r\n"))
+		c.write([]byte("\x00\xff SSH-2.0-nothing of the kind\r\n\r\n"))
+		return errDropped
 	case "endless":
-		_, err = conn.Write([]byte("HTTP/1.1 200 \r\nServer: Cloud Hypervisor API\r\nContent-Type: application/json\r\nContent-Length: 9000000000000\r\n\r\n[\""))
-		for more := bytes.Repeat([]byte("and so on "), 1000); err == nil; {
-			_, err = conn.Write(more)
+		ok = c.write([]byte("HTTP/1.1 200 \r\nServer: Cloud Hypervisor API\r\nContent-Type: application/json\r\nContent-Length: 9000000000000\r\n\r\n[\""))
+		for more := bytes.Repeat([]byte("and so on "), 1000); ok; {
+			ok = c.write(more)
 		}
 	default:
-		_, err = conn.Write(r.bytes())
+		ok = c.write(r.bytes())
 	}
-	return err
+	if !ok {
+		return errDropped
+	}
+	return nil
 }
 
 // jsonError is an error of the API: an array of its words.
@@ -186,17 +242,13 @@ type parseError string
 
 func (e parseError) Error() string { return string(e) }
 
-// reader reads requests and the descriptors that come with them.
-type reader struct {
-	conn  *net.UnixConn
-	buf   []byte
-	files []int
-}
+// errMore is that a request is not there whole.
+var errMore = errors.New("more")
 
 // fill reads what is there.
-func (r *reader) fill() error {
+func (c *connection) fill() error {
 	b, oob := make([]byte, 1024), make([]byte, unix.CmsgSpace(253*4))
-	n, oobn, _, _, err := r.conn.ReadMsgUnix(b, oob)
+	n, oobn, _, _, err := unix.Recvmsg(c.fd, b, oob, unix.MSG_CMSG_CLOEXEC)
 	if err != nil {
 		return err
 	}
@@ -209,35 +261,30 @@ func (r *reader) fill() error {
 		if err != nil {
 			return err
 		}
-		r.files = append(r.files, fds...)
+		c.files = append(c.files, fds...)
 	}
 	if n == 0 {
 		return os.ErrClosed
 	}
-	r.buf = append(r.buf, b[:n]...)
+	c.buf = append(c.buf, b[:n]...)
 	return nil
 }
 
-// line reads up to a CRLF.
-func (r *reader) line(tooLong func(string) parseError) (string, error) {
-	for {
-		if i := bytes.Index(r.buf, []byte("\r\n")); i >= 0 && i <= maxLine-2 {
-			l := string(r.buf[:i])
-			r.buf = r.buf[i+2:]
-			return l, nil
-		}
-		if len(r.buf) >= maxLine {
-			return "", tooLong(string(r.buf[:maxLine]))
-		}
-		if err := r.fill(); err != nil {
-			return "", err
-		}
+// nextLine cuts off a line, up to a CRLF.
+func nextLine(buf []byte, tooLong func(string) parseError) (string, []byte, error) {
+	if i := bytes.Index(buf, []byte("\r\n")); i >= 0 && i <= maxLine-2 {
+		return string(buf[:i]), buf[i+2:], nil
 	}
+	if len(buf) >= maxLine {
+		return "", nil, tooLong(string(buf[:maxLine]))
+	}
+	return "", nil, errMore
 }
 
-func (r *reader) next() (request, error) {
+// next takes a request from what was read.
+func (c *connection) next() (request, error) {
 	var req request
-	l, err := r.line(func(string) parseError { return "Invalid request." })
+	l, buf, err := nextLine(c.buf, func(string) parseError { return "Invalid request." })
 	if err != nil {
 		return req, err
 	}
@@ -264,40 +311,49 @@ func (r *reader) next() (request, error) {
 	}
 	length := 0
 	for {
-		l, err := r.line(func(s string) parseError {
+		if l, buf, err = nextLine(buf, func(s string) parseError {
 			return parseError("Invalid header. Reason: Invalid content length. Header: " + s)
-		})
-		if err != nil {
+		}); err != nil {
 			return req, err
 		}
 		if l == "" {
 			break
 		}
-		name, value, ok := strings.Cut(l, ":")
-		if !ok {
-			return req, parseError("Invalid header. Reason: Header is incorrectly formatted. Key: " + l)
-		}
-		switch name = strings.ToLower(strings.TrimSpace(name)); {
-		case name == "transfer-encoding" && strings.TrimSpace(value) == "chunked": // chunks are taken for requests
-			return req, parseError("Invalid request.")
-		case name == "content-length":
-			if length, err = strconv.Atoi(strings.TrimSpace(value)); err != nil || length < 0 {
-				return req, parseError(fmt.Sprintf("Invalid header. Reason: Invalid value. Key:%s; Value:%s", name, value))
-			}
+		if length, err = header(l, length); err != nil {
+			return req, err
 		}
 	}
 	if length > maxPayload {
 		return req, parseError(fmt.Sprintf("Request payload with size %d is larger than the limit of %d allowed by server.", length, maxPayload))
 	}
-	for len(r.buf) < length {
-		if err := r.fill(); err != nil {
-			return req, err
-		}
+	if len(buf) < length {
+		return req, errMore
 	}
 	if length > 0 {
-		req.body = bytes.Clone(r.buf[:length])
-		r.buf = r.buf[length:]
+		req.body = bytes.Clone(buf[:length])
 	}
-	req.files, r.files = r.files, nil
+	c.buf = bytes.Clone(buf[length:])
+	req.files, c.files = c.files, nil
 	return req, nil
+}
+
+// header reads a header, and returns the length of the body as it is known then.
+func header(l string, length int) (int, error) {
+	name, value, ok := strings.Cut(l, ":")
+	if !ok {
+		return 0, parseError("Invalid header. Reason: Header is incorrectly formatted. Key: " + l)
+	}
+	switch strings.ToLower(strings.TrimSpace(name)) {
+	case "transfer-encoding":
+		if strings.TrimSpace(value) == "chunked" { // chunks are taken for requests
+			return 0, parseError("Invalid request.")
+		}
+	case "content-length":
+		n, err := strconv.ParseUint(strings.TrimSpace(value), 10, 31)
+		if err != nil {
+			return 0, parseError(fmt.Sprintf("Invalid header. Reason: Invalid value. Key:%s; Value:%s", name, value))
+		}
+		return int(n), nil
+	}
+	return length, nil
 }

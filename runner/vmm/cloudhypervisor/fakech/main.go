@@ -4,14 +4,14 @@
 // lives in that RAM, on the vsock port of the guest agent.
 //
 // What was read in its source and tried on its binary is kept: who differs from v53.0 in something a client can see is at fault.
-// seccomp and Landlock are accepted and do nothing. --fake-fault makes something go wrong; see faults.
+// seccomp and Landlock are accepted and do nothing. --fake-fault, or a file beside the program, makes
+// something go wrong; see faults.
 package main
 
 import (
 	"errors"
 	"fmt"
 	"io"
-	"net"
 	"os"
 	"os/signal"
 	"slices"
@@ -46,6 +46,10 @@ func run(args []string, stdout, stderr io.Writer) int {
 	unix.Umask(0o077)
 	o, err := parse(args)
 	if err != nil {
+		_, _ = fmt.Fprintf(stderr, "error: %v\n", err)
+		return 2
+	}
+	if err := o.addFaults(); err != nil {
 		_, _ = fmt.Fprintf(stderr, "error: %v\n", err)
 		return 2
 	}
@@ -149,6 +153,21 @@ func parse(args []string) (options, error) {
 	return o, nil
 }
 
+// addFaults adds those in the file beside the program, with its name and ".faults": a driver gives its own arguments to a VMM, and its
+// own name.
+func (o *options) addFaults() error {
+	self, err := os.Executable()
+	if err != nil {
+		return err
+	}
+	b, err := os.ReadFile(self + ".faults")
+	if errors.Is(err, os.ErrNotExist) {
+		return nil
+	}
+	o.faults = append(o.faults, strings.Fields(string(b))...)
+	return err
+}
+
 // serve is the VMM's life.
 func serve(o options) error {
 	log := &logger{w: os.Stderr, level: o.verbose}
@@ -173,9 +192,9 @@ func serve(o options) error {
 	}
 	defer lock.Close()
 	var api *server
-	if listener != nil {
+	if listener >= 0 {
 		api = &server{vmm: v, listener: listener}
-		go api.accept()
+		go api.run()
 	}
 	signals := make(chan os.Signal, 1)
 	signal.Notify(signals, unix.SIGTERM, unix.SIGINT)
@@ -241,39 +260,31 @@ func (v *vmm) bootAtOnce(flags map[string]string) error {
 	return nil
 }
 
-// listen opens the API's socket. The lock is that of a path, and is nil for a descriptor.
-func listen(o options) (*net.UnixListener, *os.File, error) {
-	if o.apiFD >= 0 {
-		f := os.NewFile(uintptr(o.apiFD), "api")
-		defer f.Close()
-		l, err := net.FileListener(f)
-		if err != nil {
-			return nil, nil, wrap("Error creating API server: IO error", err)
-		}
-		ul, ok := l.(*net.UnixListener)
-		if !ok {
-			return nil, nil, chain{"Error creating API server: it is no unix socket"}
-		}
-		ul.SetUnlinkOnClose(false)
-		return ul, nil, nil
+// listen opens the API's socket, -1 for none. The lock is that of a path, and is nil for a descriptor.
+func listen(o options) (int, *os.File, error) {
+	if o.apiFD >= 0 || o.apiPath == "" {
+		return o.apiFD, nil, nil
 	}
-	if o.apiPath == "" {
-		return nil, nil, nil
-	}
+	const words = "Error creation API server's socket"
 	lock, err := os.OpenFile(o.apiPath+".lock", os.O_WRONLY|os.O_CREATE, 0o600)
 	if err != nil {
-		return nil, nil, wrap("Error creation API server's socket", err)
+		return -1, nil, wrap(words, err)
 	}
 	if err := lockFile(lock, unix.F_WRLCK, 0); err != nil {
-		return nil, nil, chain{fmt.Sprintf("API socket %q is already in use by another running instance", o.apiPath)}
+		return -1, nil, chain{fmt.Sprintf("API socket %q is already in use by another running instance", o.apiPath)}
 	}
 	_ = os.Remove(o.apiPath) // of a VMM that was killed
-	l, err := net.ListenUnix("unix", &net.UnixAddr{Name: o.apiPath, Net: "unix"})
-	if err != nil {
-		return nil, nil, wrap("Error creation API server's socket", err)
+	fd, err := unix.Socket(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC, 0)
+	if err == nil {
+		err = unix.Bind(fd, &unix.SockaddrUnix{Name: o.apiPath})
 	}
-	l.SetUnlinkOnClose(false)
-	return l, lock, nil
+	if err == nil {
+		err = unix.Listen(fd, 128)
+	}
+	if err != nil {
+		return -1, nil, wrap(words, err)
+	}
+	return fd, lock, nil
 }
 
 // logger writes the log, as much of it as the driver could show.

@@ -4,7 +4,6 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
-	"time"
 
 	"golang.org/x/sys/unix"
 )
@@ -24,8 +23,7 @@ func (m *vm) snapshot() (savedVM, error) {
 	uptime := uint64(m.cpu.Clock())
 	s.ranges = m.memory.ranges(m.config.Memory)
 	s.tree = leaf(vmSnapshot{
-		Clock:  &clockState{Clock: uptime, Flags: 6, Realtime: uint64(time.Now().UnixNano()), HostTSC: 1<<62 + uptime},
-		Common: commonCPUID,
+		Clock: newClockState(uptime), Common: commonCPUID,
 	})
 	cpus := snapshotTree{Snapshots: map[string]snapshotTree{}}
 	for i := range int(m.config.CPUs.Boot) {
@@ -50,10 +48,14 @@ func (m *vm) snapshot() (savedVM, error) {
 	if m.vsock != nil {
 		devices.Snapshots[*m.config.Vsock.ID] = leaf(vsockState{1<<32 | 1<<35, 1<<32 | 1<<35, m.vsock.connections()})
 	}
-	devices.Snapshots[sumNode] = leaf(sumState{noSum})
 	s.tree.Snapshots = map[string]snapshotTree{
 		"cpu-manager": cpus, "device-manager": devices, "memory-manager": leaf(m.memory.state(s.ranges)),
 	}
+	sum, err := s.tree.sum()
+	if err != nil {
+		return s, err
+	}
+	devices.Snapshots[sumNode] = leaf(sumState{sum})
 	m.vmm.events.emit("vm", "snapshotted", nil)
 	return s, nil
 }
@@ -71,7 +73,7 @@ func (m *vm) send(url string, s savedVM) error {
 	if m.vmm.faults.is("snapshot-config-only") {
 		return wrap(words, wrap("Error creating VM state snapshot file", unix.ENOSPC))
 	}
-	state := sealState(encode(s.tree))
+	state := encode(s.tree)
 	if m.vmm.faults.is("snapshot-cut") {
 		state = state[:len(state)/2]
 	}
@@ -226,7 +228,7 @@ func (v *vmm) load(config *vmConfig, url string) error {
 	if err := saved.to(&root); err != nil {
 		return wrap("Cannot restore VM", wrap("Failed to restore migratable component", err))
 	}
-	if err := checkState(b, saved); err != nil {
+	if err := saved.check(); err != nil {
 		return wrap("Cannot restore VM", wrap("Failed to restore migratable component", err))
 	}
 	v.config = config

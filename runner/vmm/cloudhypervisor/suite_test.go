@@ -1,0 +1,26 @@
+package cloudhypervisor_test
+
+import (
+	"os"
+	"testing"
+
+	"github.com/coppice-dev/coppice/internal/testleak"
+	"github.com/coppice-dev/coppice/internal/testvm"
+	"github.com/coppice-dev/coppice/runner/vmm/cloudhypervisor"
+	"github.com/coppice-dev/coppice/runner/vmm/vmmtest"
+)
+
+func TestMain(m *testing.M) { testleak.Main(m) }
+
+// TestConformance has the fake for a VMM, which needs no KVM; kvm_test.go has the real one.
+func TestConformance(t *testing.T) {
+	t.Parallel()
+	vmmtest.Run(t, func(t *testing.T) vmmtest.Fixture {
+		t.Helper()
+		fake := testvm.BuildFakeCloudHypervisor(t)
+		return vmmtest.Fixture{
+			Driver: cloudhypervisor.New(cloudhypervisor.Config{Binary: fake.Path}), Kernel: os.DevNull, Initrd: os.DevNull,
+			CommandLine: "console=ttyS0", MemoryMiB: 4,
+		}
+	})
+}
