@@ -46,7 +46,7 @@ func BuildFakeCloudHypervisor(t testing.TB) FakeCloudHypervisor {
 // With returns a program that is the same, but for the faults: their names are in package fakech.
 func (f FakeCloudHypervisor) With(t testing.TB, faults ...string) string {
 	t.Helper()
-	dir, err := os.MkdirTemp(f.dir, "with")
+	dir, err := os.MkdirTemp(f.dir, "with") //nolint:usetesting // see above
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -56,13 +56,13 @@ var calls = map[string]call{
 	},
 }
 
-// notUnderstood is an error of a request's body.
-type notUnderstood struct{ chain }
+// bodyError is an error of a request's body.
+type bodyError struct{ chain }
 
-// badRequest is answered without a word about what was bad.
-type badRequest struct{ error }
+// requestError is answered without a word about what was bad.
+type requestError struct{ error }
 
-var errBadRequest = badRequest{chain{"Bad Request"}}
+var errBadRequest = requestError{chain{"Bad Request"}}
 
 func (v *vmm) handle(req request) response {
 	name := strings.TrimPrefix(req.path, apiRoot)
@@ -103,9 +103,9 @@ func (v *vmm) handle(req request) response {
 		} else if r.status == 0 {
 			r.status = 204
 		}
-	case badRequest:
+	case requestError:
 		r = jsonError(400, asChain(err.error))
-	case notUnderstood:
+	case bodyError:
 		r = jsonError(400, wrap("Failed to deserialize JSON", err.chain))
 	default:
 		words := asChain(err)
@@ -187,7 +187,7 @@ func (v *vmm) shutdownVM(request) ([]byte, error) {
 func (v *vmm) create(req request) ([]byte, error) {
 	config, err := parseConfig(req.body)
 	if err != nil {
-		return nil, notUnderstood{asChain(err)}
+		return nil, bodyError{asChain(err)}
 	}
 	for i := range config.Net {
 		config.Net[i].FDs = nil // they come with vm.add-net only
@@ -292,7 +292,7 @@ func (v *vmm) snapshot(req request) ([]byte, error) {
 		URL string `json:"destination_url" need:"yes"`
 	}
 	if err := decode(req.body, &to); err != nil {
-		return nil, notUnderstood{asChain(err)}
+		return nil, bodyError{asChain(err)}
 	}
 	if v.vm == nil {
 		return nil, errNotRunning
@@ -337,7 +337,7 @@ func (v *vmm) resizeDisk(req request) ([]byte, error) {
 		Size uint64 `json:"desired_size" need:"yes"`
 	}
 	if err := decode(req.body, &to); err != nil {
-		return nil, notUnderstood{asChain(err)}
+		return nil, bodyError{asChain(err)}
 	}
 	if v.config == nil {
 		return nil, errNotCreated
@@ -354,7 +354,7 @@ func (v *vmm) resizeDisk(req request) ([]byte, error) {
 func (v *vmm) addNet(req request) ([]byte, error) {
 	var config netConfig
 	if err := decode(req.body, &config); err != nil {
-		return nil, notUnderstood{asChain(err)}
+		return nil, bodyError{asChain(err)}
 	}
 	config.FDs = nil
 	if len(req.files) > 0 {

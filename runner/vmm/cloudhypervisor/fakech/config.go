@@ -55,9 +55,9 @@ type memoryConfig struct {
 	THP           bool         `json:"thp"`
 }
 
-func (m memoryConfig) total() uint64 {
-	total := m.Size
-	for _, z := range m.Zones {
+func (c memoryConfig) total() uint64 {
+	total := c.Size
+	for _, z := range c.Zones {
 		total += z.Size
 	}
 	return total

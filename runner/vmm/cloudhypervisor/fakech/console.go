@@ -110,8 +110,8 @@ func (s *serial) watch(conn *net.UnixConn) {
 	}
 }
 
-// print is called by the guest, and does not wait. What a client does not take at once it gets with the next output.
-func (s *serial) print(b []byte) {
+// output is called by the guest, and does not wait. What a client does not take at once it gets with the next output.
+func (s *serial) output(b []byte) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.file != nil {

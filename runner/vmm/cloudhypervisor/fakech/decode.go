@@ -120,7 +120,7 @@ func (w *walker) walk(t reflect.Type) error {
 		if t == nil {
 			return nil
 		}
-		if v, ok := reflect.Zero(t).Interface().(variants); ok {
+		if v, ok := reflect.TypeAssert[variants](reflect.Zero(t)); ok {
 			var list []string
 			for _, name := range v.variants() {
 				if name == tok {

@@ -19,12 +19,10 @@ func wrap(words string, err error) chain { return append(chain{words}, asChain(e
 
 // asChain is an error in the form of the API: one of the kernel reads as Rust prints it.
 func asChain(err error) chain {
-	var c chain
-	if errors.As(err, &c) {
+	if c, ok := errors.AsType[chain](err); ok {
 		return c
 	}
-	var errno syscall.Errno
-	if errors.As(err, &errno) {
+	if errno, ok := errors.AsType[syscall.Errno](err); ok {
 		s := errno.Error()
 		return chain{fmt.Sprintf("%s (os error %d)", strings.ToUpper(s[:1])+s[1:], int(errno))}
 	}

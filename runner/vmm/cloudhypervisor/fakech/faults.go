@@ -1,6 +1,7 @@
 package main
 
 import (
+	"slices"
 	"strconv"
 	"strings"
 )
@@ -28,14 +29,7 @@ import (
 // CALL@N means its Nth call only.
 type faults []string
 
-func (f faults) is(name string) bool {
-	for _, have := range f {
-		if have == name {
-			return true
-		}
-	}
-	return false
-}
+func (f faults) is(name string) bool { return slices.Contains(f, name) }
 
 func (f faults) version() string {
 	for _, have := range f {

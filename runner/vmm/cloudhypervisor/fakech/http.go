@@ -97,8 +97,7 @@ func (s *server) dispatch(list []unix.EpollEvent) error {
 		}
 		for {
 			req, err := c.next()
-			var refused parseError
-			if errors.As(err, &refused) {
+			if refused, ok := errors.AsType[parseError](err); ok {
 				c.buf = nil
 				c.write(response{status: 400, server: "Firecracker API", body: fmt.Appendf(nil,
 					"{ \"error\": \"%s\nAll previous unanswered requests will be dropped.\" }", string(refused))}.bytes())
@@ -195,7 +194,7 @@ func (r response) write(c *connection) error {
 	if r.fault != "" && len(r.body) < 2 { // there must be something to spoil
 		r.status, r.body = 200, []byte(`{"an answer": "to spoil"}`)
 	}
-	ok := true
+	var ok bool
 	switch r.fault {
 	case "cut":
 		r.body = r.body[:len(r.body)/2]

@@ -162,7 +162,7 @@ func (r restoreConfig) validate(c *vmConfig) error {
 func (v *vmm) restore(req request) ([]byte, error) {
 	r := restoreConfig{Mode: "Copy"}
 	if err := decode(req.body, &r); err != nil {
-		return nil, notUnderstood{asChain(err)}
+		return nil, bodyError{asChain(err)}
 	}
 	if r.NetFDs != nil {
 		want := 0

@@ -325,7 +325,7 @@ func (m *vm) startGuest() {
 type guest struct{ m *vm }
 
 func (g guest) Do(fn func(ram []byte)) error { return g.m.cpu.Do(fn) }
-func (g guest) Print(b []byte)               { g.m.serial.print(b) }
+func (g guest) Print(b []byte)               { g.m.serial.output(b) }
 func (g guest) Off(crash bool)               { go g.m.vmm.guestEnds(g.m, crash) }
 
 func (g guest) Accept(ctx context.Context) (io.ReadWriteCloser, error) {
