@@ -75,9 +75,10 @@ demo: build ## search a tree of running machines for a fix, with a real library 
 dev: build image ## run controller, runner and PostgreSQL here until Ctrl-C (root)
 	bin/coppice dev --data-dir $(VAR)/dev
 
-bench: build image ## measure boots, forks, checkpoints and memory in one run of at most 15 minutes (root)
+bench: build image ## measure boots, forks, checkpoints and memory in one run of at most 15 minutes: BENCH="-vmm qemu -accel tcg" (root)
 	CGO_ENABLED=0 $(GO) build $(GOFLAGS_BUILD) -o bin/ ./internal/bench
-	bin/bench -out $(VAR)/bench -images-dir $(COPPICE_IMAGES_DIR) $(BENCH)
+	bin/bench -out $(VAR)/bench -images-dir $(COPPICE_IMAGES_DIR) $(if $(COPPICE_QEMU),-qemu $(COPPICE_QEMU)) \
+		$(if $(COPPICE_CLOUD_HYPERVISOR),-cloud-hypervisor $(COPPICE_CLOUD_HYPERVISOR)) $(BENCH)
 
 bench-control: ## measure the control plane: fork operations, 1,000 parallel forks, a tree of 100,000; var/bench/control.json
 	CGO_ENABLED=0 $(GO) build $(GOFLAGS_BUILD) -o bin/ ./internal/bench

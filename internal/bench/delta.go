@@ -71,7 +71,7 @@ func (b *bench) measureDelta(ctx context.Context) (err error) {
 			c.copied.ms("  copy, in that pause", ""),
 			c.store.ms("  write the delta, after it, durably", ""),
 			c.rebase.ms("  rebase: write base and delta, durably, and load it", fmt.Sprintf("base %d MiB", b.lab.baseMiB(root.base))),
-			c.open.ms("  of it, load the new base", "a sealed memfd, where QEMU cannot map a read-only file"),
+			c.open.ms("  of it, load the new base", "a sealed memfd, where the VMM cannot map a read-only file"),
 		)
 	}
 	b.report.group(fmt.Sprintf("What a delta costs (%d MiB of RAM, memory engine alone)", bigMiB), figures...)

@@ -11,6 +11,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/coppice-dev/coppice/runner/memory"
+	"github.com/coppice-dev/coppice/runner/vmm/qemu"
 )
 
 // host is what the figures were measured on.
@@ -20,13 +21,21 @@ type host struct {
 	CPUs        int     `json:"cpus"`
 	MemoryGiB   float64 `json:"memory_gib"`
 	VMM         string  `json:"vmm"`
+	VMMVersion  string  `json:"vmm_version"`
 	Accelerator string  `json:"accelerator"`
+	Why         string  `json:"why"`       // what decided that
 	CPUModel    string  `json:"cpu_model"` // the guest's
 	Scan        string  `json:"scan"`      // how private pages are found
 	Volume      string  `json:"volume"`
 	Image       string  `json:"image"`
 	GuestKernel string  `json:"guest_kernel"`
 }
+
+// reportName is the file of the report: those of different VMMs and accelerators lie side by side.
+func (h host) reportName() string { return "report-" + h.VMM + "-" + h.Accelerator + ".json" }
+
+// hasAims reports whether the aims are meant for what was measured on: they were set for QEMU under TCG.
+func (h host) hasAims() bool { return h.VMM == qemu.DriverName && h.Accelerator == "tcg" }
 
 // load is what else the host did.
 type load struct {

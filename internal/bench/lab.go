@@ -26,24 +26,23 @@ import (
 	"github.com/coppice-dev/coppice/runner"
 	"github.com/coppice-dev/coppice/runner/memory"
 	"github.com/coppice-dev/coppice/runner/netns"
-	"github.com/coppice-dev/coppice/runner/vmm/qemu"
+	"github.com/coppice-dev/coppice/runner/vmm"
 	"github.com/coppice-dev/coppice/runner/volume"
 )
 
 // lab is a runner in this process, and the parts of one, for what cannot be measured through REST.
 type lab struct {
-	cfg         config
-	accelerator string
-	clusterID   string
-	cluster     string // in the names of its VMMs
-	dir         string // files, on the volume
-	runDir      string // sockets; short
-	image       images.Image
-	volume      *volume.Volume
-	network     runner.Network
-	driver      *qemu.Driver
-	bases       *memory.BaseStore // of the machines that are no sandboxes
-	runner      *runner.Runner
+	cfg       config
+	clusterID string
+	cluster   string // in the names of its VMMs
+	dir       string // files, on the volume
+	runDir    string // sockets; short
+	image     images.Image
+	volume    *volume.Volume
+	network   runner.Network
+	driver    vmm.Driver
+	bases     *memory.BaseStore // of the machines that are no sandboxes
+	runner    *runner.Runner
 
 	stop context.CancelFunc
 	done chan error
@@ -55,7 +54,7 @@ type lab struct {
 const labVolume = 16 << 30 // sparse
 
 func openLab(ctx context.Context, cfg config, dir string) (_ *lab, err error) {
-	l := &lab{cfg: cfg, accelerator: "tcg"}
+	l := &lab{cfg: cfg}
 	l.clusterID = "bench of " + dir
 	l.cluster = core.DigestOf([]byte(l.clusterID)).Hex()[:8]
 	l.runDir = "/run/coppice/bench-" + l.cluster
@@ -87,10 +86,11 @@ func openLab(ctx context.Context, cfg config, dir string) (_ *lab, err error) {
 		return nil, err
 	}
 	l.network = runner.NetworkOf(pool)
-	l.driver = qemu.New(qemu.Config{Binary: cfg.qemu, Accelerator: l.accelerator})
+	var others map[string]vmm.Driver
+	l.driver, others = cfg.hostConfig().Drivers()
 	l.runner, err = runner.New(ctx, runner.Config{
 		ID: core.NewID[core.RunnerID](), ClusterID: l.clusterID, DataDir: filepath.Join(l.volume.Path, "runner"),
-		RunDir: filepath.Join(l.runDir, "r"), Driver: l.driver, Images: store, Network: l.network, Log: log,
+		RunDir: filepath.Join(l.runDir, "r"), Driver: l.driver, Others: others, Images: store, Network: l.network, Log: log,
 		FirstUID: firstUID, Warm: 2, Lease: 24 * time.Hour, // there is no controller
 	})
 	if err != nil {

@@ -150,6 +150,10 @@ func (l *lab) newPlain(ctx context.Context) (*plain, error) {
 	if err != nil {
 		return nil, err
 	}
+	cpu := fp.CPUModel // under TCG it is the name of the model
+	if fp.Accelerator == "kvm" {
+		cpu = "host,migratable=on"
+	}
 	path := l.cfg.qemu
 	if path == "" {
 		if path, err = exec.LookPath("qemu-system-x86_64"); err != nil {
@@ -168,7 +172,7 @@ func (l *lab) newPlain(ctx context.Context) (*plain, error) {
 	}
 	p.args = []string{
 		"-name", "coppice-" + l.cluster + "-plain", "-nodefaults", "-no-user-config", "-display", "none", "-no-reboot",
-		"-M", fp.MachineType + ",usb=off,vmport=off,smm=off,hpet=off,graphics=off", "-accel", fp.Accelerator, "-cpu", fp.CPUModel,
+		"-M", fp.MachineType + ",usb=off,vmport=off,smm=off,hpet=off,graphics=off", "-accel", fp.Accelerator, "-cpu", cpu,
 		"-smp", "1", "-m", fmt.Sprintf("%dM", bigMiB),
 		"-qmp", "unix:" + p.socket("qmp") + ",server=on,wait=off",
 		"-device", "virtio-serial-pci,max_ports=2,disable-legacy=on",

@@ -6,8 +6,8 @@
 // comparison only.
 //
 // Every ratio is one of medians of measurements that were made in turns, so that other load on the host hits both sides. It waits
-// for no quiet moment; it says how loaded the host was. Results: a table on standard output, and report.json in the output
-// directory.
+// for no quiet moment; it says how loaded the host was. Results: a table on standard output, and in the output
+// directory a report that is named after the VMM and the accelerator.
 //
 // `bench control` measures the control plane alone, without a virtual machine and without root: `make bench-control`.
 package main
@@ -29,6 +29,8 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/daemon"
+	"github.com/coppice-dev/coppice/runner/vmm/qemu"
 )
 
 // config says what to measure with.
@@ -37,7 +39,10 @@ type config struct {
 	images  string // image store
 	image   string // name in it
 	coppice string // the program under test
+	vmm     string // auto, until it is chosen
+	accel   string // likewise
 	qemu    string // empty finds it
+	ch      string // cloud-hypervisor; empty finds it
 	only    string // sections, comma-separated; empty is all
 	scale   float64
 }
@@ -57,11 +62,14 @@ func command(ctx context.Context, arguments []string) error {
 		return controlMain(ctx, arguments[1:], os.Stdout, os.Stderr)
 	}
 	var cfg config
-	flag.StringVar(&cfg.out, "out", "var/bench", "`directory` for report.json; its data directory is removed at the end")
+	flag.StringVar(&cfg.out, "out", "var/bench", "`directory` for the report; its data directory is removed at the end")
 	flag.StringVar(&cfg.images, "images-dir", "var/images", "image store `directory`")
 	flag.StringVar(&cfg.image, "image", "base", "`name` of the image")
 	flag.StringVar(&cfg.coppice, "coppice", "bin/coppice", "`path` of the program under test")
+	flag.StringVar(&cfg.vmm, "vmm", "auto", "qemu, cloud-hypervisor or auto, as for coppice dev; each VMM and accelerator has a report of its own")
+	flag.StringVar(&cfg.accel, "accel", "auto", "tcg, kvm or auto, as for coppice dev")
 	flag.StringVar(&cfg.qemu, "qemu", "", "`path` of QEMU; empty finds it")
+	flag.StringVar(&cfg.ch, "cloud-hypervisor", "", "`path` of cloud-hypervisor; empty finds it")
 	flag.StringVar(&cfg.only, "only", "", "`sections` to run, comma-separated: "+strings.Join(sectionNames(), ", "))
 	flag.Float64Var(&cfg.scale, "scale", 1, "`factor` on the number of repeats")
 	flag.Parse()
@@ -83,19 +91,20 @@ type section struct {
 	name  string
 	title string
 	run   func(*bench, context.Context) error
+	only  string // the VMM that it is about; empty: any
 }
 
 func sections() []section {
 	return []section{
-		{"boot", "cold boots, creating, and single forks, in turns", (*bench).measureBoots},
-		{"sealed", "sealed and unsealed forks, in turns", (*bench).measureSealed},
-		{"fork", "forks of 1, 8 and 32, in turns", (*bench).measureForks},
-		{"pause", "checkpoint pauses by dirty memory and RAM, in turns", (*bench).measurePauses},
-		{"depth", "checkpoint to a child's first exec at depth 1 and 64, in turns", (*bench).measureDepth},
-		{"steps", "steps of a search", (*bench).measureSteps},
-		{"memory", "memory of an idle fork, and of a tree of 64 with a sandbox on each", (*bench).measureMemory},
-		{"loadvm", "savevm and loadvm of plain QEMU beside forks of the same state, in turns", (*bench).measureLoadVM},
-		{"delta", "what a delta costs: injecting, rebasing, carrying", (*bench).measureDelta},
+		{"boot", "cold boots, creating, and single forks, in turns", (*bench).measureBoots, ""},
+		{"sealed", "sealed and unsealed forks, in turns", (*bench).measureSealed, ""},
+		{"fork", "forks of 1, 8 and 32, in turns", (*bench).measureForks, ""},
+		{"pause", "checkpoint pauses by dirty memory and RAM, in turns", (*bench).measurePauses, ""},
+		{"depth", "checkpoint to a child's first exec at depth 1 and 64, in turns", (*bench).measureDepth, ""},
+		{"steps", "steps of a search", (*bench).measureSteps, ""},
+		{"memory", "memory of an idle fork, and of a tree of 64 with a sandbox on each", (*bench).measureMemory, ""},
+		{"loadvm", "savevm and loadvm of plain QEMU beside forks of the same state, in turns", (*bench).measureLoadVM, qemu.DriverName},
+		{"delta", "what a delta costs: injecting, rebasing, carrying", (*bench).measureDelta, ""},
 	}
 }
 
@@ -139,13 +148,18 @@ func run(ctx context.Context, cfg config, out, progress io.Writer) (err error) {
 		return err
 	}
 	for _, s := range chosen {
+		if s.only != "" && s.only != b.report.Host.VMM {
+			b.say("%s: not measured on %s", s.title, b.report.Host.VMM)
+			b.report.NotMeasured = append(b.report.NotMeasured, s.title)
+			continue
+		}
 		b.say("%s", s.title)
 		if err := s.run(b, ctx); err != nil {
 			return fmt.Errorf("%s: %w", s.name, err)
 		}
 	}
 	b.report.finish(b.began)
-	if err := b.report.write(filepath.Join(cfg.out, "report.json")); err != nil {
+	if err := b.report.write(filepath.Join(cfg.out, b.report.Host.reportName())); err != nil {
 		return err
 	}
 	return b.report.show(out)
@@ -171,6 +185,9 @@ func (b *bench) open(ctx context.Context, data string) (err error) {
 		b.say("the host is busy already: load %.1f on %d CPUs; the report says so too", b.report.Load.Before, b.report.Host.CPUs)
 	}
 	b.say("start coppice dev and a lab beside it")
+	if err := b.chooseVMM(ctx, data); err != nil {
+		return err
+	}
 	if b.lab, err = openLab(ctx, b.cfg, filepath.Join(data, "lab")); err != nil {
 		return err
 	}
@@ -180,20 +197,44 @@ func (b *bench) open(ctx context.Context, data string) (err error) {
 	return b.describe(ctx)
 }
 
-// describe notes what the server says of the VMM, so that figures of one accelerator are never taken for another's.
+// hostConfig is the part of a server's configuration that says what its machines run on.
+func (c config) hostConfig() daemon.HostConfig {
+	return daemon.HostConfig{ImagesDir: c.images, Binary: c.qemu, CloudHypervisor: c.ch, VMM: c.vmm, Accelerator: c.accel}
+}
+
+// chooseVMM settles once, for the server and the lab, what is measured.
+func (b *bench) chooseVMM(ctx context.Context, data string) error {
+	host := b.cfg.hostConfig()
+	host.DataDir = data
+	if err := host.ChooseVMM(ctx); err != nil {
+		return err
+	}
+	b.cfg.vmm, b.cfg.accel, b.cfg.qemu, b.cfg.ch = host.VMM, host.Accelerator, host.Binary, host.CloudHypervisor
+	b.report.Host.Why = host.Why
+	b.say("measured on %s", host.VMMText())
+	return nil
+}
+
+// describe notes what the server says of the VMM, and that the lab's is the same, so that figures of one are never taken for another's.
 func (b *bench) describe(ctx context.Context) error {
+	h := &b.report.Host
 	for r, err := range b.server.client.Runners(ctx) {
 		if err != nil {
 			return err
 		}
-		b.report.Host.Accelerator, b.report.Host.VMM = r.Class.Accelerator, r.Class.VMM+" "+r.Class.VMMVersion
-		b.report.Host.CPUModel = r.Class.CPUModel
+		h.VMM, h.VMMVersion, h.Accelerator, h.CPUModel = r.Class.VMM, r.Class.VMMVersion, r.Class.Accelerator, r.Class.CPUModel
 	}
-	b.report.Host.Image = b.lab.image.Digest.Short()
-	b.report.Host.GuestKernel = b.lab.image.KernelRelease
-	b.report.Host.Volume = b.lab.volume.Detail
-	if b.report.Host.Accelerator != b.lab.accelerator {
-		return fmt.Errorf("the server uses %s and the lab %s: they cannot be compared", b.report.Host.Accelerator, b.lab.accelerator)
+	h.Image, h.GuestKernel, h.Volume = b.lab.image.Digest.Short(), b.lab.image.KernelRelease, b.lab.volume.Detail
+	fp, err := b.lab.driver.Fingerprint(ctx)
+	if err != nil {
+		return err
+	}
+	for _, f := range []struct{ what, server, lab string }{
+		{"VMM", h.VMM, fp.VMM}, {"VMM's version", h.VMMVersion, fp.Version}, {"accelerator", h.Accelerator, fp.Accelerator}, {"CPU", h.CPUModel, fp.CPUModel},
+	} {
+		if f.server != f.lab {
+			return fmt.Errorf("the server's %s is %s and the lab's %s: they cannot be compared", f.what, f.server, f.lab)
+		}
 	}
 	return nil
 }

@@ -61,8 +61,8 @@ func startServer(ctx context.Context, cfg config, dir string) (_ *server, err er
 		return nil, err
 	}
 	s.cmd = exec.Command(cfg.coppice, "--json", "dev", "--data-dir", s.data, "--images-dir", cfg.images, "--listen", "127.0.0.1:0", //nolint:gosec,noctx // G204: our own program, which stop ends
-		"--max-sandboxes", fmt.Sprint(maxSandboxes), "--warm", fmt.Sprint(warmShells), "--log-level", "warn")
-	s.cmd.Env = append(os.Environ(), "COPPICE_CONNECTION="+filepath.Join(dir, "connection.json"))
+		"--max-sandboxes", fmt.Sprint(maxSandboxes), "--warm", fmt.Sprint(warmShells), "--log-level", "warn", "--vmm", cfg.vmm, "--accel", cfg.accel)
+	s.cmd.Env = append(os.Environ(), "COPPICE_CONNECTION="+filepath.Join(dir, "connection.json"), "COPPICE_QEMU="+cfg.qemu, "COPPICE_CLOUD_HYPERVISOR="+cfg.ch)
 	s.cmd.Stdout, s.cmd.Stderr = in, log
 	s.cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGTERM}
 	err = s.start()
@@ -261,7 +261,7 @@ func awaitVMMs(ctx context.Context, cluster string, memoryMiB, want int) error {
 		}
 		n := 0
 		for _, v := range all {
-			if v.memoryMiB == memoryMiB && v.waits {
+			if (v.memoryMiB == memoryMiB || v.memoryMiB == 0) && v.waits {
 				n++
 			}
 		}

@@ -25,8 +25,8 @@ type treeMemory struct {
 	Bases     int     `json:"bases"`       //
 	BaseMiB   float64 `json:"base_mib"`    // all bases, each once
 	DeltaMiB  float64 `json:"delta_mib"`   // private pages of all guests
-	VMMMiB    float64 `json:"vmm_mib"`     // QEMU itself, of all sandboxes
-	WarmMiB   float64 `json:"warm_mib"`    // QEMU itself, of shells that wait
+	VMMMiB    float64 `json:"vmm_mib"`     // the VMM itself, of all sandboxes
+	WarmMiB   float64 `json:"warm_mib"`    // likewise, of shells that wait
 	Warm      int     `json:"warm_shells"` //
 	SumMiB    float64 `json:"sum_mib"`
 	HostMiB   float64 `json:"host_mib"`   // by which the host's available memory fell
@@ -41,7 +41,7 @@ func (m *treeMemory) show(p *printer) {
 	p.columns([][]string{
 		{"bases", number(m.BaseMiB) + " MiB", fmt.Sprintf("%d, each once for all", m.Bases)},
 		{"deltas", number(m.DeltaMiB) + " MiB", fmt.Sprintf("%s MiB of each guest is private", number(m.DeltaMiB/float64(m.Nodes)))},
-		{"VMM", number(m.VMMMiB) + " MiB", fmt.Sprintf("%s MiB of QEMU each", number(m.VMMMiB/float64(m.Nodes)))},
+		{"VMM", number(m.VMMMiB) + " MiB", fmt.Sprintf("%s MiB of the VMM itself each", number(m.VMMMiB/float64(m.Nodes)))},
 		{"warm shells", number(m.WarmMiB) + " MiB", fmt.Sprintf("%d that wait", m.Warm)},
 		{"sum", number(m.SumMiB) + " MiB", fmt.Sprintf("available memory fell by %s MiB; copies of RAM would take %s MiB", number(m.HostMiB), number(m.IfCopied))},
 		{"volume", number(m.DiskMiB) + " MiB", fmt.Sprintf("for the checkpoints; the median delta is %s MiB", number(m.NodeDelta))},
@@ -117,7 +117,7 @@ func (b *bench) measureIdle(ctx context.Context) error {
 	}
 	b.report.group("An idle fork with 512 MiB",
 		anonymous.figure("anonymous pages of the RAM mapping", "MiB", "after 3 idle seconds"),
-		vmm.figure("the rest of QEMU", "MiB", "proportional set size"),
+		vmm.figure("the rest of the VMM", "MiB", "proportional set size"),
 	)
 	b.report.ratio("anon_share", anonymous.median()/standardMiB, fmt.Sprintf("anonymous share of the RAM mapping: %.1f MiB of %d, n=%d", anonymous.median(), standardMiB, len(anonymous)))
 	return b.server.endAll(ctx)
@@ -188,7 +188,9 @@ func (s *server) tally(nodes int) (*treeMemory, error) {
 		if err != nil {
 			return nil, err
 		}
-		bases[u.base] = u.baseBytes
+		if u.base != (inode{}) {
+			bases[u.base] = u.baseBytes
+		}
 		if !u.runs() {
 			m.Warm++
 			m.WarmMiB += float64(u.vmm+u.anonymous) / mib

@@ -13,15 +13,18 @@ import (
 	"syscall"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/coppice-dev/coppice/runner/vmm/cloudhypervisor"
 )
 
-// vmmThreads is how many threads QEMU has once its machine is made: its own, RCU, a vCPU.
+// vmmThreads is how many threads a VMM has at least once it waits: QEMU its own, RCU and a vCPU; cloud-hypervisor one each for
+// signals, requests and the machine.
 const vmmThreads = 3
 
 // process is a VMM as the host sees it.
 type process struct {
 	pid       int
-	memoryMiB int
+	memoryMiB int  // 0 for a cloud-hypervisor that waits: it maps no RAM yet
 	waits     bool // it is past its start: it has its monitor and waits for state, or has had it
 }
 
@@ -45,12 +48,20 @@ func findVMMs(cluster string) ([]process, error) {
 		if err != nil {
 			return nil, err
 		}
-		out = append(out, process{pid: pid, memoryMiB: memoryOf(args), waits: threads(pid) >= vmmThreads})
+		p := process{pid: pid, memoryMiB: memoryOf(args), waits: threads(pid) >= vmmThreads}
+		if p.memoryMiB == 0 {
+			p.memoryMiB = mappedMiB(pid)
+		}
+		out = append(out, p)
 	}
 	return out, nil
 }
 
+// named finds the name of a machine: QEMU has it in an argument, cloud-hypervisor in its first.
 func named(args []string, prefix string) bool {
+	if strings.HasPrefix(args[0], cloudhypervisor.Program+":"+prefix) {
+		return true
+	}
 	for i, a := range args[:max(0, len(args)-1)] {
 		if a == "-name" && strings.HasPrefix(args[i+1], prefix) {
 			return true
@@ -67,6 +78,22 @@ func memoryOf(args []string) int {
 		}
 	}
 	return 0
+}
+
+// mappedMiB is how much RAM a VMM maps that does not say so among its arguments: what it may write and keeps to itself of a big file.
+func mappedMiB(pid int) int {
+	const least = 64 << 20 // no program is that big
+	b, err := os.ReadFile(fmt.Sprintf("/proc/%d/maps", pid))
+	if err != nil {
+		return 0 // it has ended
+	}
+	var sum int64
+	for line := range strings.Lines(string(b)) {
+		if f := strings.Fields(line); len(f) > 5 && f[1] == "rw-p" && mappingBytes(f[0]) >= least {
+			sum += mappingBytes(f[0])
+		}
+	}
+	return int(sum >> 20)
 }
 
 func threads(pid int) int {
@@ -165,7 +192,7 @@ func measureVMM(p process) (usage, error) {
 		}
 	}
 	u.shared -= u.anonymous
-	if u.base == (inode{}) {
+	if u.base == (inode{}) && p.memoryMiB > 0 {
 		return usage{}, fmt.Errorf("the RAM of process %d was not found among its mappings", p.pid)
 	}
 	return u, nil

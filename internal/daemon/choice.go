@@ -74,8 +74,8 @@ func (c HostConfig) VMMText() string {
 	return fmt.Sprintf("%s, %s (%s)", name, c.Accelerator, c.Why)
 }
 
-// drivers are the one that machines are started with, and those of machines that an earlier runner may have left.
-func (c HostConfig) drivers() (vmm.Driver, map[string]vmm.Driver) {
+// Drivers are the one that machines are started with, and those of machines that an earlier runner may have left.
+func (c HostConfig) Drivers() (vmm.Driver, map[string]vmm.Driver) {
 	q := qemu.New(qemu.Config{Binary: c.Binary, Accelerator: c.Accelerator, Detail: c.Why})
 	ch := cloudhypervisor.New(cloudhypervisor.Config{Binary: c.cloudHypervisor(), Detail: c.Why})
 	if c.VMM == cloudhypervisor.DriverName {

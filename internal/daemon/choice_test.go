@@ -186,7 +186,7 @@ func TestDriversOfHost(t *testing.T) {
 	c := HostConfig{Binary: version("QEMU emulator version 10.0.2"), CloudHypervisor: version("cloud-hypervisor v53.0"), Why: "a reason"}
 	for _, want := range []struct{ vmm, accelerator, version, other string }{{qemu.DriverName, "tcg", "10.0.2", ch}, {ch, "kvm", "53.0", qemu.DriverName}} {
 		c.VMM, c.Accelerator = want.vmm, want.accelerator
-		driver, others := c.drivers()
+		driver, others := c.Drivers()
 		fp, err := driver.Fingerprint(t.Context())
 		if err != nil || fp.VMM != want.vmm || fp.Version != want.version || fp.Accelerator != want.accelerator || fp.Detail != "a reason" {
 			t.Errorf("%s: %+v, %v", want.vmm, fp, err)

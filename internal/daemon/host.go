@@ -138,7 +138,7 @@ func (h *Host) openMachines(ctx context.Context, cfg HostConfig, mark string, rc
 	}
 	steps.Push("cgroups", func(context.Context) error { return groups.Close() })
 	rc.Cgroups = groups
-	rc.Driver, rc.Others = cfg.drivers()
+	rc.Driver, rc.Others = cfg.Drivers()
 	fp, err := rc.Driver.Fingerprint(ctx)
 	if err != nil {
 		return err
