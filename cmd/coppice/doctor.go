@@ -52,7 +52,7 @@ func (a *app) vmmChecks() hostcheck.Config {
 	host := a.hostConfig()
 	host.ImagesDir = a.imagesDir()
 	d := daemon.NewDoctor(host)
-	cfg := hostcheck.Config{FindCloudHypervisor: d.FindCloudHypervisor, Choice: d.Choice}
+	cfg := hostcheck.Config{QEMU: host.Binary, FindCloudHypervisor: d.FindCloudHypervisor, Choice: d.Choice}
 	if d.HasImage() {
 		cfg.KVM, cfg.BootCloudHypervisor = d.KVM, d.BootCloudHypervisor
 	}

@@ -394,13 +394,13 @@ func (d *Doctor) boot(ctx context.Context, name string) (string, error) {
 	return got.Why, err
 }
 
-// Choice is what a start would choose, and why.
-func (d *Doctor) Choice(ctx context.Context) (string, error) {
+// Choice is the VMM that a start would choose, and why, with its name.
+func (d *Doctor) Choice(ctx context.Context) (name, why string, err error) {
 	c := d.cfg
 	got, err := choose(ctx, c.VMM, c.Accelerator, d.p)
 	if err != nil {
-		return "", err
+		return "", "", err
 	}
 	c.VMM, c.Accelerator, c.Why = got.vmm, got.accelerator, got.why
-	return c.VMMText(), nil
+	return c.VMM, c.VMMText(), nil
 }

@@ -27,6 +27,7 @@ import (
 	"github.com/coppice-dev/coppice/internal/testvm"
 	"github.com/coppice-dev/coppice/migrations"
 	"github.com/coppice-dev/coppice/runner"
+	"github.com/coppice-dev/coppice/runner/vmm"
 	"github.com/coppice-dev/coppice/runner/vmm/fakevmm"
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
@@ -71,6 +72,7 @@ type serverConfig struct {
 	Controller daemon.ControllerConfig
 	Runner     daemon.RunnerConfig
 	RunDir     string
+	VMM        vmm.Fingerprint // what the runner's fake machines run on
 }
 
 func serve(role string) error {
@@ -91,7 +93,7 @@ func serve(role string) error {
 		return err
 	}
 	cfg.Runner.Log = log
-	cfg.Runner.Machines = &daemon.Machines{Driver: fakevmm.New(fakevmm.Config{}), Network: noNetwork{}, Images: store, RunDir: cfg.RunDir}
+	cfg.Runner.Machines = &daemon.Machines{Driver: fakevmm.New(fakevmm.Config{Fingerprint: cfg.VMM}), Network: noNetwork{}, Images: store, RunDir: cfg.RunDir}
 	return daemon.RunRunner(ctx, cfg.Runner, func(r daemon.RunnerReady) error { return out.Encode(r) })
 }
 

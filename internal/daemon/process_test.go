@@ -11,6 +11,7 @@ import (
 
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/daemon"
+	"github.com/coppice-dev/coppice/runner/vmm"
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
 
@@ -82,6 +83,69 @@ func TestControllerAndRunner(t *testing.T) {
 	if status := c.stop(t); status != 0 {
 		t.Errorf("the controller ended with status %d:\n%s", status, c.text(t))
 	}
+}
+
+// TestRunnerOfAnotherVMM starts a runner again with another VMM: what it kept cannot be grown on that, by the name of the field, and can once
+// the runner is what it was. Machines of a VMM that it does not know are lost, with that cause.
+func TestRunnerOfAnotherVMM(t *testing.T) {
+	t.Parallel()
+	c := newCluster(t)
+	r := c.join(func(rc *daemon.RunnerConfig) { rc.Leave = true })
+	ctx := t.Context()
+	lives, sleeps := create(t, c.client), create(t, c.client)
+	cp, err := c.client.CreateCheckpoint(ctx, lives.ID, coppice.CreateCheckpointRequest{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := c.client.SuspendWorkspace(ctx, sleeps.ID); err != nil {
+		t.Fatal(err)
+	}
+	again := func(fp vmm.Fingerprint) {
+		t.Helper()
+		if status := r.stop(t); status != 0 {
+			t.Fatalf("the runner ended with status %d:\n%s", status, r.text(t))
+		}
+		r.cfg.VMM, r.cfg.Runner.JoinToken = fp, ""
+		r.process = begin(t, "runner", r.cfg, &r.ready)
+	}
+	again(vmm.Fingerprint{VMM: "other", Version: "53.0", Detail: "because a test says so"})
+	for what, err := range map[string]error{
+		"fork": func() error {
+			_, err := c.client.ForkCheckpoint(ctx, cp.ID, coppice.ForkCheckpointRequest{})
+			return err
+		}(),
+		"resume": func() error { _, err := c.client.ResumeWorkspace(ctx, sleeps.ID); return err }(),
+	} {
+		wantCode(t, err, core.CodeIncompatibleHost)
+		if err != nil && !strings.Contains(err.Error(), "vmm is fake in the checkpoint and other on the runner") {
+			t.Errorf("%s: %v", what, err)
+		}
+	}
+	for got, err := range c.client.Runners(ctx) {
+		if err != nil || got.Class.VMM != "other" || got.Class.VMMVersion != "53.0" || got.KVM != "because a test says so" {
+			t.Errorf("the runner is %+v, %v", got, err)
+		}
+	}
+	until(t, "the workspace is lost", func() (bool, error) {
+		ws, err := c.client.Workspace(ctx, lives.ID)
+		if err == nil && ws.State == coppice.WorkspaceLost && (ws.Failure == nil || !strings.Contains(ws.Failure.Message, `its VMM is "fake", which this runner does not know`)) {
+			t.Errorf("it was lost because of %+v", ws.Failure)
+		}
+		return err == nil && ws.State == coppice.WorkspaceLost, err
+	})
+	fresh := create(t, c.client)
+	echo(t, c.client, fresh.ID)
+
+	again(vmm.Fingerprint{})
+	if _, err := c.client.ResumeWorkspace(ctx, sleeps.ID); err != nil {
+		t.Fatal(err)
+	}
+	echo(t, c.client, sleeps.ID)
+	grown, err := c.client.ForkCheckpoint(ctx, cp.ID, coppice.ForkCheckpointRequest{})
+	if err != nil || len(grown.Children) != 1 {
+		t.Fatalf("%+v, %v", grown, err)
+	}
+	echo(t, c.client, grown.Children[0].Workspace.ID)
 }
 
 // TestFollowOutlivesControllers follows a program's output, and waits for its end, through the death of the controller.

@@ -31,7 +31,7 @@ const (
 // Checks returns every check, what matters most first.
 func Checks(cfg Config) []Check {
 	f := files{proc: "/proc", sys: "/sys", dev: "/dev"}
-	checks := []Check{root, qemu, f.kvm(cfg.KVM)}
+	checks := []Check{root, qemu(cfg), f.kvm(cfg.KVM)}
 	if cfg.FindCloudHypervisor != nil {
 		checks = append(checks, cloudHypervisor(cfg.FindCloudHypervisor, cfg.BootCloudHypervisor))
 	}
@@ -67,11 +67,27 @@ func root(context.Context) Result {
 
 var qemuVersion = regexp.MustCompile(`version (\d+)\.(\d+)\.(\d+)`)
 
-func qemu(ctx context.Context) Result {
+// qemu is needed unless VMs would run on something else.
+func qemu(cfg Config) Check {
+	return func(ctx context.Context) Result {
+		r := runQEMU(ctx, cfg.QEMU)
+		if r.Status != Fail || cfg.Choice == nil {
+			return r
+		}
+		if vmm, _, err := cfg.Choice(ctx); err == nil && vmm != r.Name {
+			r.Status, r.Detail = Warn, r.Detail+"; VMs would run on "+vmm+" without it"
+		}
+		return r
+	}
+}
+
+func runQEMU(ctx context.Context, program string) Result {
 	const name = "qemu"
-	program := "qemu-system-x86_64"
-	if runtime.GOARCH == "arm64" {
-		program = "qemu-system-aarch64"
+	if program == "" {
+		program = "qemu-system-x86_64"
+		if runtime.GOARCH == "arm64" {
+			program = "qemu-system-aarch64"
+		}
 	}
 	out, err := exec.CommandContext(ctx, program, "--version").Output()
 	if err != nil {
@@ -140,14 +156,14 @@ func cloudHypervisor(find func(context.Context) (path, version string, err error
 }
 
 // choice says what all of that comes to.
-func choice(choose func(context.Context) (string, error)) Check {
+func choice(choose func(context.Context) (vmm, why string, err error)) Check {
 	const name = "vmm"
 	return func(ctx context.Context) Result {
-		chosen, err := choose(ctx)
+		_, why, err := choose(ctx)
 		if err != nil {
 			return fail(name, "unset COPPICE_VMM and COPPICE_ACCEL, or "+cureSetupKVM, "%s", core.MessageOf(err))
 		}
-		return ok(name, "VMs would run on %s", chosen)
+		return ok(name, "VMs would run on %s", why)
 	}
 }
 

@@ -5,6 +5,7 @@ package hostcheck
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"time"
 
@@ -38,6 +39,8 @@ type Config struct {
 	DataDir string
 	// PGBin is a directory with PostgreSQL's programs; empty looks in the usual places.
 	PGBin string
+	// QEMU is the program; empty looks on the PATH.
+	QEMU string
 	// KVM boots something under KVM and says whether that worked. With nil the check only says that nobody tried.
 	KVM func(ctx context.Context) (detail string, err error)
 	// FindCloudHypervisor returns the binary and its version; an error says why it cannot be used. nil leaves the check out.
@@ -45,7 +48,7 @@ type Config struct {
 	// BootCloudHypervisor boots something under it. With nil the check only says that nobody tried.
 	BootCloudHypervisor func(ctx context.Context) (detail string, err error)
 	// Choice says which VMM would be used, and why. nil leaves the check out.
-	Choice func(ctx context.Context) (string, error)
+	Choice func(ctx context.Context) (vmm, why string, err error)
 }
 
 // Report is the whole finding.
@@ -94,4 +97,9 @@ func fail(name, cure, format string, a ...any) Result {
 func gib(bytes uint64) string { return fmt.Sprintf("%.1f GiB", float64(bytes)/(1<<30)) }
 
 // cause is the text of an error with what is behind it: who looks at a host may see it all.
-func cause(err error) string { return core.Clip(err.Error()) }
+func cause(err error) string {
+	if own, ok := errors.AsType[*core.Error](err); ok { // it has a cure at its end
+		return own.Msg
+	}
+	return core.Clip(err.Error())
+}

@@ -161,6 +161,9 @@ func TestVMMs(t *testing.T) {
 	refused := func(text string) error {
 		return core.Errorf(core.FailedPrecondition, core.CodeVMMFailed, "%s", text)
 	}
+	chooses := func(vmm, why string, err error) func(context.Context) (string, string, error) {
+		return func(context.Context) (string, string, error) { return vmm, why, err }
+	}
 	for name, c := range map[string]struct {
 		check      Check
 		want       Status
@@ -171,15 +174,18 @@ func TestVMMs(t *testing.T) {
 		"no image":      {cloudHypervisor(found("/x", "53.0", nil), nil), Warn, "/x is version 53.0, which is supported; there is no image", "coppice image build"},
 		"does not boot": {cloudHypervisor(found("/x", "53.0", nil), says("", errors.New("nothing in 15s"))), Warn, "nothing in 15s", "see kvm"},
 		"boots":         {cloudHypervisor(found("/x", "53.0", nil), says("it booted in 1s", nil)), OK, "which is supported; it booted in 1s", ""},
-		"chosen":        {choice(says("QEMU, tcg (no KVM)", nil)), OK, "VMs would run on QEMU, tcg (no KVM)", ""},
-		"no choice":     {choice(says("", refused("it cannot be used"))), Fail, "it cannot be used", "unset COPPICE_VMM"},
+		"chosen":        {choice(chooses("qemu", "QEMU, tcg (no KVM)", nil)), OK, "VMs would run on QEMU, tcg (no KVM)", ""},
+		"no choice":     {choice(chooses("", "", refused("it cannot be used"))), Fail, "it cannot be used", "unset COPPICE_VMM"},
+		"no QEMU":       {qemu(Config{QEMU: "/no/such/qemu"}), Fail, "/no/such/qemu does not run", "make setup"},
+		"QEMU needed":   {qemu(Config{QEMU: "/no/such/qemu", Choice: chooses("qemu", "", nil)}), Fail, "/no/such/qemu does not run", "make setup"},
+		"QEMU not":      {qemu(Config{QEMU: "/no/such/qemu", Choice: chooses("cloud-hypervisor", "", nil)}), Warn, "VMs would run on cloud-hypervisor without it", "make setup"},
 	} {
 		got := c.check(t.Context())
 		if got.Status != c.want || !strings.Contains(got.Detail, c.says) || !strings.Contains(got.Cure, c.cure) || (got.Cure == "") != (c.want == OK) {
 			t.Errorf("%s: got %+v, want %s with %q and %q", name, got, c.want, c.says, c.cure)
 		}
 	}
-	if with, without := len(Checks(Config{FindCloudHypervisor: found("", "", nil), Choice: says("", nil)})), len(Checks(Config{})); with != without+2 {
+	if with, without := len(Checks(Config{FindCloudHypervisor: found("", "", nil), Choice: chooses("", "", nil)})), len(Checks(Config{})); with != without+2 {
 		t.Errorf("%d checks with, %d without", with, without)
 	}
 }
