@@ -2,7 +2,10 @@ package runner
 
 import (
 	"context"
+	"io"
+	"log/slog"
 	"strings"
+	"sync"
 	"testing"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
@@ -24,6 +27,24 @@ func (r *fakeRig) tryFork(id core.CheckpointID) error {
 	return err
 }
 
+// record is what was logged. The runner goes on to write it.
+type record struct {
+	mu   sync.Mutex // guards text
+	text strings.Builder
+}
+
+func (r *record) Write(b []byte) (int, error) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.text.Write(b)
+}
+
+func (r *record) String() string {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.text.String()
+}
+
 // TestAnotherVMM restarts a runner with another VMM: what runs goes on under its own, what it is captured as says so, and nothing of one
 // is grown by the other.
 func TestAnotherVMM(t *testing.T) {
@@ -35,8 +56,14 @@ func TestAnotherVMM(t *testing.T) {
 	first, second := r.driver, fakevmm.New(fakevmm.Config{Fingerprint: vmm.Fingerprint{VMM: "other", Version: "53.0"}})
 	bury := r.crash()
 	r.use(second)
+	var log record
+	r.cfg.Log = slog.New(slog.NewTextHandler(io.MultiWriter(&log, t.Output()), nil))
 	r.start()
+	r.cfg.Log = slog.New(slog.NewTextHandler(t.Output(), nil))
 	r.wantOnly(old)
+	if want := `count=2 difference="its vmm is \"fake\" and the runner's is \"other\""`; !strings.Contains(log.String(), want) {
+		t.Errorf("what it says at the start has no %s:\n%s", want, log.String())
+	}
 	const field = `its vmm is "fake" and the runner's is "other"`
 	for name, id := range map[string]core.CheckpointID{"template": template, "checkpoint": before} {
 		wantIncompatible(t, name, r.tryFork(id), field)

@@ -6,8 +6,10 @@ import (
 	"encoding/hex"
 	"errors"
 	"fmt"
+	"maps"
 	"os"
 	"path/filepath"
+	"slices"
 	"sync"
 	"time"
 
@@ -105,8 +107,15 @@ func New(ctx context.Context, cfg Config) (_ *Runner, err error) {
 	if r.checkpoints, err = openCheckpointStore(filepath.Join(cfg.DataDir, "checkpoints"), r.bases, lent); err != nil {
 		return nil, err
 	}
+	strange := map[string]int{} // checkpoints of another class, by the difference
 	for _, rec := range r.checkpoints.list() {
 		_ = r.draws.add(rec.ParentReseal) // they were judged then
+		if field := classDifference(r.class, rec.Class); field != "" {
+			strange[field]++
+		}
+	}
+	for _, field := range slices.Sorted(maps.Keys(strange)) {
+		cfg.Log.WarnContext(ctx, "checkpoints of another class are kept and cannot be grown until this runner is of that class again", "count", strange[field], "difference", field)
 	}
 	r.warm = newWarmPool(r)
 	r.metrics = newMetrics(r, cfg.Metrics)

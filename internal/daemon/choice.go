@@ -173,7 +173,7 @@ func validChoice(name, accelerator *string) error {
 // chooseCloudHypervisor is for who asked for it by name: what is in the way is an error, not a reason for another VMM.
 func chooseCloudHypervisor(ctx context.Context, p *probe) (choice, error) {
 	refuse := func(why string) (choice, error) {
-		return choice{}, core.Errorf(core.FailedPrecondition, core.CodeVMMFailed, "cloud-hypervisor, which was asked for, cannot be used: %s; without --vmm, QEMU is used where it must be", why)
+		return choice{}, core.Errorf(core.FailedPrecondition, core.CodeIncompatibleHost, "cloud-hypervisor, which was asked for, cannot be used: %s; without --vmm, QEMU is used where it must be", why)
 	}
 	if _, _, err := p.find(ctx, cloudhypervisor.DriverName); err != nil {
 		return refuse(core.MessageOf(err))

@@ -85,9 +85,9 @@ func TestChoose(t *testing.T) {
 		"cloud-hypervisor":               {host: oneHost{boots: ch}, vmm: ch, want: choice{ch, "kvm", "as asked; cloud-hypervisor booted a guest"}, booted: []string{ch + " within 2m0s"}},
 		"cloud-hypervisor with KVM":      {host: oneHost{boots: ch}, vmm: ch, accel: "kvm", want: choice{ch, "kvm", "as asked; cloud-hypervisor booted a guest"}, booted: []string{ch + " within 2m0s"}},
 		"cloud-hypervisor, no image":     {host: oneHost{noImage: true}, vmm: ch, want: choice{ch, "kvm", "as asked; there is no image yet to boot under it"}},
-		"cloud-hypervisor, absent":       {host: oneHost{boots: "qemu", noCH: absent}, vmm: ch, code: core.CodeVMMFailed, refusal: absent.Msg},
-		"cloud-hypervisor, no KVM":       {host: oneHost{boots: both, kvm: noKVM}, vmm: ch, code: core.CodeVMMFailed, refusal: "there is no /dev/kvm"},
-		"cloud-hypervisor boots nothing": {host: oneHost{boots: "qemu"}, vmm: ch, code: core.CodeVMMFailed, refusal: "cloud-hypervisor booted nothing", booted: []string{ch + " within 2m0s"}},
+		"cloud-hypervisor, absent":       {host: oneHost{boots: "qemu", noCH: absent}, vmm: ch, code: core.CodeIncompatibleHost, refusal: absent.Msg},
+		"cloud-hypervisor, no KVM":       {host: oneHost{boots: both, kvm: noKVM}, vmm: ch, code: core.CodeIncompatibleHost, refusal: "there is no /dev/kvm"},
+		"cloud-hypervisor boots nothing": {host: oneHost{boots: "qemu"}, vmm: ch, code: core.CodeIncompatibleHost, refusal: "cloud-hypervisor booted nothing", booted: []string{ch + " within 2m0s"}},
 		"a contradiction":                {host: oneHost{boots: both}, vmm: ch, accel: "tcg", code: core.CodeInvalidField, refusal: "--vmm cloud-hypervisor and --accel tcg contradict one another"},
 		"no such VMM":                    {vmm: "bochs", code: core.CodeInvalidField, refusal: `the VMM is "bochs"; it must be one of: auto, qemu, cloud-hypervisor`},
 		"no such accelerator":            {accel: "hvf", code: core.CodeInvalidField, refusal: `the accelerator is "hvf"; it must be one of: auto, tcg, kvm`},
@@ -207,7 +207,7 @@ func TestChooseVMM(t *testing.T) {
 		t.Fatal(err)
 	}
 	c := HostConfig{DataDir: dir, VMM: ch, CloudHypervisor: relative}
-	if err := c.ChooseVMM(t.Context()); core.CodeOf(err) != core.CodeVMMFailed || !strings.Contains(core.MessageOf(err), "12.0") || !strings.Contains(core.MessageOf(err), "make setup-kvm") {
+	if err := c.ChooseVMM(t.Context()); core.CodeOf(err) != core.CodeIncompatibleHost || !strings.Contains(core.MessageOf(err), "12.0") || !strings.Contains(core.MessageOf(err), "make setup-kvm") {
 		t.Errorf("an old cloud-hypervisor: %v", err)
 	}
 	if c.CloudHypervisor != filepath.Join(dir, "ch") {
