@@ -31,7 +31,6 @@ const maxAnswer = 1 << 20
 
 // refusal is an answer that is an error.
 type refusal struct {
-	call   string
 	status int
 	chain  []string // from the general to the particular
 }
@@ -41,7 +40,7 @@ func (e *refusal) Error() string {
 	if said == "" {
 		said = "nothing more"
 	}
-	return fmt.Sprintf("cloud-hypervisor refused %s with status %d and says: %s", e.call, e.status, printable(said))
+	return "it says " + printable(said)
 }
 
 // printable makes what a VMM says fit for a log and a terminal, and keeps its end, which says most.
@@ -72,8 +71,11 @@ func (a api) put(ctx context.Context, call string, body any, files ...*os.File) 
 
 func (a api) call(ctx context.Context, method, call string, body any, files ...*os.File) ([]byte, error) {
 	out, err := a.exchange(ctx, method, call, body, files)
-	if _, refused := errors.AsType[*refusal](err); err == nil || refused {
-		return out, err
+	if err == nil {
+		return out, nil
+	}
+	if r, refused := errors.AsType[*refusal](err); refused {
+		return nil, core.Wrapf(r, core.Internal, core.CodeVMMFailed, "cloud-hypervisor refused %s with status %d", call, r.status)
 	}
 	if ctx.Err() != nil {
 		err = errors.Join(context.Cause(ctx), err)
@@ -111,7 +113,7 @@ func (a api) exchange(ctx context.Context, method, call string, body any, files 
 	if err != nil {
 		return nil, err
 	}
-	return decode(call, conn)
+	return decode(conn)
 }
 
 // encode writes a request. A call without a body must not even name one: it is refused then.
@@ -131,7 +133,7 @@ func encode(method, call string, body any) ([]byte, error) {
 	return b.Bytes(), nil
 }
 
-func decode(call string, from io.Reader) ([]byte, error) {
+func decode(from io.Reader) ([]byte, error) {
 	res, err := http.ReadResponse(bufio.NewReader(io.LimitReader(from, maxAnswer)), nil)
 	if err != nil {
 		return nil, err
@@ -144,7 +146,7 @@ func decode(call string, from io.Reader) ([]byte, error) {
 	if res.StatusCode == http.StatusOK || res.StatusCode == http.StatusNoContent {
 		return content, nil
 	}
-	e := &refusal{call: call, status: res.StatusCode}
+	e := &refusal{status: res.StatusCode}
 	if json.Unmarshal(content, &e.chain) != nil && len(content) > 0 { // a text of another form is one, too
 		e.chain = []string{string(content)}
 	}

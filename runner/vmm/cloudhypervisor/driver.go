@@ -12,6 +12,7 @@ package cloudhypervisor
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"os"
 	"os/exec"
@@ -100,8 +101,11 @@ func Find(ctx context.Context, binary string) (path, version string, err error) 
 			return "", "", core.Wrapf(err, core.FailedPrecondition, core.CodeVMMFailed, "%s is not installed; run `make setup-kvm`", Program)
 		}
 	}
-	out, err := exec.CommandContext(ctx, path, "--version").Output() //nolint:gosec // G204: the path comes from our configuration
+	out, err := exec.CommandContext(ctx, path, "--version").Output()
 	if err != nil {
+		if ctx.Err() != nil {
+			err = errors.Join(context.Cause(ctx), err)
+		}
 		return path, "", core.Wrapf(err, core.FailedPrecondition, core.CodeVMMFailed, "%s cannot be run", path)
 	}
 	m := versionForm.FindStringSubmatch(string(out))

@@ -46,14 +46,14 @@ func TestMetPlaceholder(t *testing.T) {
 		err  error
 		want bool
 	}{
-		"the one":             {&refusal{"vm.snapshot", 500, chain(exists, memoryFile)}, true},
-		"wrapped":             {fmt.Errorf("x: %w", &refusal{"vm.snapshot", 500, chain(exists, memoryFile)}), true},
-		"another file":        {&refusal{"vm.snapshot", 500, chain(exists, stateFile)}, false},
-		"a name that ends so": {&refusal{"vm.snapshot", 500, chain(exists, "my-"+memoryFile)}, false},
-		"another error":       {&refusal{"vm.snapshot", 500, chain("No space left on device (os error 28)", memoryFile)}, false},
-		"another status":      {&refusal{"vm.snapshot", 404, chain(exists, memoryFile)}, false},
-		"one line":            {&refusal{"vm.snapshot", 500, []string{exists}}, false},
-		"nothing":             {&refusal{"vm.snapshot", 500, nil}, false},
+		"the one":             {&refusal{500, chain(exists, memoryFile)}, true},
+		"wrapped":             {fmt.Errorf("x: %w", &refusal{500, chain(exists, memoryFile)}), true},
+		"another file":        {&refusal{500, chain(exists, stateFile)}, false},
+		"a name that ends so": {&refusal{500, chain(exists, "my-"+memoryFile)}, false},
+		"another error":       {&refusal{500, chain("No space left on device (os error 28)", memoryFile)}, false},
+		"another status":      {&refusal{404, chain(exists, memoryFile)}, false},
+		"one line":            {&refusal{500, []string{exists}}, false},
+		"nothing":             {&refusal{500, nil}, false},
 		"no refusal":          {errors.New(exists), false},
 		"no error":            {nil, false},
 	} {
@@ -259,9 +259,9 @@ func TestAPI(t *testing.T) {
 		want   string
 	}{
 		"no content":      {"HTTP/1.1 204 \r\n\r\n", ""},
-		"a chain":         {refusing(500, []string{"Error from API", "The VM could not boot", "no\x1b[31mkernel"}), "refused vm.boot with status 500 and says: Error from API: The VM could not boot: no?[31mkernel"},
-		"no chain":        {"HTTP/1.1 400 \r\nContent-Length: 4\r\n\r\nwhat", "status 400 and says: what"},
-		"nothing":         {"HTTP/1.1 404 \r\n\r\n", "status 404 and says: nothing more"},
+		"a chain":         {refusing(500, []string{"Error from API", "The VM could not boot", "no\x1b[31mkernel"}), "refused vm.boot with status 500: it says Error from API: The VM could not boot: no?[31mkernel"},
+		"no chain":        {"HTTP/1.1 400 \r\nContent-Length: 4\r\n\r\nwhat", "status 400: it says what"},
+		"nothing":         {"HTTP/1.1 404 \r\n\r\n", "status 404: it says nothing more"},
 		"no answer":       {"", "has not answered vm.boot"},
 		"no HTTP":         {"SSH-2.0-x\r\n\r\n", "has not answered vm.boot"},
 		"cut short":       {"HTTP/1.1 500 \r\nContent-Length: 400\r\n\r\n[\"Err", "has not answered vm.boot"},
