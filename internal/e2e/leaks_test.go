@@ -19,6 +19,7 @@ import (
 	"github.com/google/nftables"
 
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/runner/vmm/cloudhypervisor"
 )
 
 // learnNames finds out what the things of this installation are called on the host.
@@ -195,7 +196,8 @@ func (s *stack) vmms() map[int]string {
 	out := map[int]string{}
 	for pid, cmdline := range allProcesses() {
 		exe, _, _ := bytes.Cut(cmdline, []byte{0})
-		if bytes.Contains(cmdline, []byte(s.cluster)) && strings.HasPrefix(filepath.Base(string(exe)), "qemu-system") {
+		name := filepath.Base(string(exe))
+		if bytes.Contains(cmdline, []byte(s.cluster)) && (strings.HasPrefix(name, "qemu-system") || strings.HasPrefix(name, cloudhypervisor.Program+":")) {
 			out[pid] = string(cmdline)
 		}
 	}
