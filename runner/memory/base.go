@@ -62,14 +62,34 @@ func (s *BaseStore) path(id core.BaseID) string { return filepath.Join(s.dir, st
 
 // Zero returns the base of a cold boot: size bytes of zeros that take no memory.
 func (s *BaseStore) Zero(size int64) (*Base, error) {
-	f, err := newMemfd("coppice-zero", size)
+	f, err := s.zeroFile(size)
 	if err != nil {
 		return nil, err
 	}
-	if err := seal(f); err != nil {
-		return nil, errors.Join(err, f.Close())
-	}
 	return &Base{Size: size, file: f}, nil
+}
+
+func (s *BaseStore) zeroFile(size int64) (_ *os.File, err error) {
+	if s.sealed {
+		f, err := newMemfd("coppice-zero", size)
+		if err != nil {
+			return nil, err
+		}
+		if err := seal(f); err != nil {
+			return nil, errors.Join(err, f.Close())
+		}
+		return f, nil
+	}
+	// A file without a name, but one of a real file system: Landlock knows no other, and a VMM that uses it opens the file anew.
+	made, err := os.CreateTemp(s.dir, "zero-*.part")
+	if err != nil {
+		return nil, err
+	}
+	defer func() { err = errors.Join(err, made.Close(), os.Remove(made.Name())) }()
+	if err := errors.Join(made.Truncate(size), made.Chmod(0o444)); err != nil {
+		return nil, err
+	}
+	return os.Open(made.Name())
 }
 
 // Open opens a base. Several may open one at the same time; its bytes are in memory once.

@@ -99,7 +99,7 @@ func diskID(i int) string { return fmt.Sprintf("disk%d", i) }
 // guestCID is in every machine's configuration: nothing is registered by it on the host, and the guest's driver holds it.
 const guestCID = 3
 
-// descriptors are the numbers that the VMM's inherited files have in its process. The first five are the same in all, so that a
+// descriptors are the numbers that the VMM's inherited files have in its process. The constants are the same in all, so that a
 // successor of the runner knows them.
 type descriptors struct {
 	kernel, initrd int
@@ -112,8 +112,8 @@ const (
 	ownFD                // directory of the VMM's own, which it may write to
 	restoreFD            // directory with what it restores from, read-only for it
 	baseFD
-	tapFD // or the base once more, for a machine without a network
-	firstFD
+	deltaFD // a memfd, in the place of a snapshot's memory-ranges
+	tapFD   // or the base once more, for a machine without a network
 )
 
 // fdPath is the path by which the VMM opens again what it has inherited.

@@ -2,8 +2,8 @@
 //
 // Three properties of it carry the design. A memory zone with a file and shared=false maps the file privately, so the kernel tracks what
 // was written. A snapshot writes the state of every device and vCPU before it opens the file for memory, and fails on that file alone if
-// something is there already: see strategy.go. And a restore fills memory only by the list of ranges in that state, which may be
-// empty. So RAM never passes through cloud-hypervisor.
+// something is there already: see strategy.go. And a restore reads from a snapshot's file for memory only what is no hole in it, so
+// that file can be a checkpoint's delta. So RAM never passes through cloud-hypervisor, but for the delta of a fork.
 //
 // It runs as a user of its own, in the sandbox's network namespace, under its seccomp filters and Landlock. It opens files by path; all
 // paths that it is given lead through descriptors that it has inherited (/proc/self/fd/N), so none of them can be exchanged, and the

@@ -12,8 +12,12 @@ import (
 	"os"
 	"path/filepath"
 	"sync"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
 
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/runner/memory"
 	"github.com/coppice-dev/coppice/runner/vmm"
 	"github.com/coppice-dev/coppice/runner/vmm/vmmproc"
 )
@@ -162,9 +166,9 @@ func (m *machine) Restore(ctx context.Context, spec vmm.RestoreSpec) error {
 	return err
 }
 
-// restore has the VMM map the base and load the state, and then writes the delta into the mapping: what the devices have of it in
-// their own memory comes from the state alone, and no vCPU has run.
-func (m *machine) restore(ctx context.Context, spec vmm.RestoreSpec) error {
+// restore has the VMM map the base, write the delta into the mapping, and load the state: in that order, because its virtio devices take
+// their places in their rings from the memory.
+func (m *machine) restore(ctx context.Context, spec vmm.RestoreSpec) (err error) {
 	state, err := readAll(spec.State)
 	if err != nil {
 		return fmt.Errorf("read the device state: %w", err)
@@ -172,12 +176,17 @@ func (m *machine) restore(ctx context.Context, spec vmm.RestoreSpec) error {
 	if state, err = m.strategy.restorable(state); err != nil {
 		return err
 	}
+	delta, err := m.delta(ctx, spec.Inject)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, delta.Truncate(0), delta.Close()) }() // the VMM has it open for ever
 	dir := filepath.Join(m.Handle().Dir, restoreDir)
 	path := filepath.Join(dir, stateFile)
 	if err := os.WriteFile(path, state, 0o644); err != nil { //nolint:gosec // G306: the VMM's user reads it
 		return err
 	}
-	defer func() { _ = os.Remove(path) }() // it goes with the directory otherwise
+	defer func() { err = errors.Join(err, os.Remove(path)) }()
 	body := map[string]any{"source_url": "file://" + fdPath(restoreFD)}
 	files, err := m.network(filepath.Join(dir, configFile))
 	if err != nil {
@@ -190,17 +199,33 @@ func (m *machine) restore(ctx context.Context, spec vmm.RestoreSpec) error {
 	if err := m.api.put(ctx, "vm.restore", body, files...); err != nil {
 		return err
 	}
-	if err := m.follow(ctx); err != nil {
-		return err
-	}
-	if spec.Inject == nil {
-		return nil
-	}
-	r, err := m.Memory()
+	return m.follow(ctx)
+}
+
+// delta returns the VMM's memfd for the delta, as large as RAM, with what the injector writes and holes elsewhere.
+func (m *machine) delta(ctx context.Context, inject vmm.Injector) (_ *os.File, err error) {
+	size := m.Handle().MemoryMiB << 20
+	f, err := m.Proc.File(deltaFD)
 	if err != nil {
-		return err
+		return nil, fmt.Errorf("get the file for the delta: %w", err)
 	}
-	return spec.Inject(ctx, r)
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, f.Truncate(0), f.Close())
+		}
+	}()
+	if err := f.Truncate(int64(size)); err != nil {
+		return nil, err
+	}
+	if inject == nil {
+		return f, nil
+	}
+	ram, err := unix.Mmap(int(f.Fd()), 0, size, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED|unix.MAP_NORESERVE)
+	if err != nil {
+		return nil, fmt.Errorf("map the file for the delta: %w", err)
+	}
+	region := memory.OnePart(os.Getpid(), uint64(uintptr(unsafe.Pointer(unsafe.SliceData(ram)))), int64(size))
+	return f, errors.Join(inject(ctx, region), unix.Munmap(ram))
 }
 
 // network returns the tap of a machine that has one, from the VMM's own descriptors: this runner may not be the one that started it.

@@ -76,10 +76,8 @@ func (d *Driver) spawn(ctx context.Context, in *installation, spec vmm.Spec) (_ 
 	if err != nil {
 		return nil, err
 	}
+	// Landlock is asked for in the configuration: its flag is refused without a kernel on the command line.
 	args := []string{"--api-socket", fmt.Sprintf("fd=%d", apiFD), "--event-monitor", fmt.Sprintf("fd=%d", eventsFD), "--seccomp", "true"}
-	if in.landlock {
-		args = append(args, "--landlock")
-	}
 	proc, err := vmmproc.Start(vmmproc.Command{
 		Path: in.path, Name: nameOf(spec.Cluster, spec.ID), Args: args, Files: files.Files, Log: logEnd, Dir: "/",
 		NetNS: spec.NetNS, UID: spec.UID, GID: spec.GID, Groups: groups, CgroupFD: spec.CgroupFD,
@@ -173,6 +171,9 @@ func collect(in *vmmproc.Inherited, spec vmm.Spec) (d descriptors, err error) {
 		return d, err
 	}
 	in.Add(spec.Base)
+	if _, err := in.AddOwned(makeDelta(filepath.Join(spec.Dir, restoreDir))); err != nil {
+		return d, err
+	}
 	tap := spec.Base
 	if spec.Tap != nil {
 		tap = spec.Tap
@@ -199,6 +200,19 @@ func makeEvents(path string) (*os.File, error) {
 		return nil, &os.PathError{Op: "mkfifo", Path: path, Err: err}
 	}
 	return os.OpenFile(path, os.O_RDWR, 0)
+}
+
+// makeDelta makes the memfd for the delta, empty, and leads to it from the directory of the restore.
+func makeDelta(dir string) (*os.File, error) {
+	fd, err := unix.MemfdCreate("coppice-delta", unix.MFD_CLOEXEC)
+	if err != nil {
+		return nil, fmt.Errorf("make a memfd: %w", err)
+	}
+	f := os.NewFile(uintptr(fd), "coppice-delta")
+	if err := os.Symlink(fdPath(deltaFD), filepath.Join(dir, memoryFile)); err != nil {
+		return nil, errors.Join(err, f.Close())
+	}
+	return f, nil
 }
 
 func makeDir(path string, mode os.FileMode, uid, gid uint32) (*os.File, error) {

@@ -19,7 +19,8 @@ import (
 type strategy interface {
 	// capture has a paused VMM write its state into the directory of its own, and returns it. Nothing is left in the directory.
 	capture(ctx context.Context, a api, own *os.Root) ([]byte, error)
-	// restorable makes of a captured state one whose restore takes RAM as it is in the zone's file.
+	// restorable makes of a captured state what a restore reads as state.json. Beside it there is a memory-ranges as large as RAM with
+	// the delta in its places and holes in all others, where RAM stays as the zone's file has it.
 	restorable(state []byte) ([]byte, error)
 }
 
@@ -120,26 +121,22 @@ func readSnapshot(own *os.Root, name string) ([]byte, error) {
 	return io.ReadAll(io.LimitReader(f, maxState))
 }
 
-// restorable empties the list of ranges to be read from memory-ranges, and stops the guest's clock for the time since the capture:
-// CLOCK_MONOTONIC of a fork goes on from the checkpoint's, as it does under QEMU. All else stays as it is, byte by byte: many
-// numbers do not fit into a float64.
+// restorable stops the guest's clock for the time since the capture: CLOCK_MONOTONIC of a fork goes on from the checkpoint's, as it does
+// under QEMU. All else stays as it is, byte by byte: many numbers do not fit into a float64. That holes are skipped, and so nothing of
+// the base is read, these releases do by themselves.
 func (placeholder) restorable(state []byte) ([]byte, error) {
 	var root node
 	if err := json.Unmarshal(state, &root); err != nil {
 		return nil, damaged(err)
 	}
-	manager, ok := root.Snapshots["memory-manager"]
-	if !ok {
-		return nil, damaged(errors.New("it has no memory-manager"))
-	}
-	if err := manager.edit(func(fields map[string]json.RawMessage) error {
-		if _, there := fields["memory_ranges"]; !there {
-			return errors.New("it has no memory_ranges")
-		}
-		fields["memory_ranges"] = json.RawMessage(`{"data":[]}`)
-		return nil
-	}); err != nil {
+	var components map[string]json.RawMessage
+	if err := json.Unmarshal(root.Snapshots, &components); err != nil {
 		return nil, damaged(err)
+	}
+	for _, c := range []string{"cpu-manager", "memory-manager", "device-manager"} {
+		if _, there := components[c]; !there { // it would be restored as if it had never run
+			return nil, damaged(fmt.Errorf("it has no %s", c))
+		}
 	}
 	if err := root.edit(stopClock); err != nil {
 		return nil, damaged(err)
@@ -153,7 +150,7 @@ func damaged(err error) error {
 
 // node is a node of the tree in state.json. What a component saved is JSON in a string.
 type node struct {
-	Snapshots map[string]*node `json:"snapshots"`
+	Snapshots json.RawMessage `json:"snapshots"`
 	Data      *struct {
 		State string `json:"state"`
 	} `json:"snapshot_data"`
@@ -181,24 +178,28 @@ func (n *node) edit(change func(map[string]json.RawMessage) error) error {
 	return nil
 }
 
-// clockRealtime is KVM_CLOCK_REALTIME of linux/kvm.h: with it, a clock that is set goes forward by the wall time since it was read.
-const clockRealtime = 1 << 2
+// The saved clock is struct kvm_clock_data of linux/kvm.h, written byte by byte. Its flags are four bytes from the ninth on, of which
+// one says that a clock that is set goes forward by the wall time since it was read.
+const (
+	clockBytes    = 48
+	clockFlags    = 8
+	clockRealtime = 1 << 2 // KVM_CLOCK_REALTIME
+)
 
 // stopClock takes the flag from the saved clock.
 func stopClock(fields map[string]json.RawMessage) error {
-	var clock map[string]map[string]json.RawMessage // by the hypervisor's name
 	if fields["clock"] == nil || string(fields["clock"]) == "null" {
 		return nil
 	}
+	var clock map[string][]uint16 // by the hypervisor's name; an array of uint8 would be written in base64
 	if err := json.Unmarshal(fields["clock"], &clock); err != nil {
 		return fmt.Errorf("clock: %w", err)
 	}
-	for _, c := range clock {
-		var flags uint32
-		if err := json.Unmarshal(c["flags"], &flags); err != nil {
-			return fmt.Errorf("flags of the clock: %w", err)
+	for who, c := range clock {
+		if len(c) != clockBytes {
+			return fmt.Errorf("the clock of %q has %d bytes, not %d", who, len(c), clockBytes)
 		}
-		c["flags"] = fmt.Appendf(nil, "%d", flags&^clockRealtime)
+		c[clockFlags] &^= clockRealtime
 	}
 	b, err := json.Marshal(clock)
 	fields["clock"] = b

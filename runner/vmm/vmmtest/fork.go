@@ -7,6 +7,7 @@ import (
 	"strings"
 	"sync"
 	"testing"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -151,6 +152,30 @@ func testIsolation(t *testing.T, w *world) {
 	parent.wantFacts(t, "the parent of children that have written", after)
 	if got, err := parent.try(t.Context(), fmt.Sprintf("write %d 0 1", rootDisk)); err == nil {
 		t.Errorf("a read-only disk was written (%s)", got)
+	}
+}
+
+// testClockGoesOn: CLOCK_MONOTONIC of a fork goes on from the capture, however long ago that was, so that what the guest waits for does
+// not come all at once.
+func testClockGoesOn(t *testing.T, w *world) {
+	t.Helper()
+	m := w.fork(t, w.template)
+	m.want(t, "2", "inc")
+	s := m.capture(t)
+	was := number(t, m.ask(t, "uptime")) // at least that of the capture
+	m.kill(t)
+	const age = 20 * time.Second
+	pause(t, age)
+	child := w.restored(t, s)
+	before := time.Now()
+	child.resume(t)
+	now := number(t, child.ask(t, "uptime"))
+	ran := time.Since(before).Milliseconds()
+	if ahead := now - was - ran; ahead > age.Milliseconds()/2 {
+		t.Errorf("the clock of a fork of a capture that is %s old is at %d ms after %d ms, and was at most at %d ms", age, now, ran, was)
+	}
+	if now > was+ran+1000 {
+		t.Logf("the clock went on by %d ms in %d ms", now-was, ran)
 	}
 }
 

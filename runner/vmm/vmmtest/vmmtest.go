@@ -63,6 +63,7 @@ func Run(t *testing.T, fixture func(t *testing.T) Fixture) {
 			{"Region", testRegion},
 			{"ForkEquals", testForkEquals},
 			{"Isolation", testIsolation},
+			{"ClockGoesOn", testClockGoesOn},
 			{"Generations", testGenerations},
 			{"ForksAtOnce", testForksAtOnce},
 			{"ResizeDisk", testResizeDisk},

@@ -248,6 +248,10 @@ func (v *vmm) load(config *vmConfig, url string) error {
 		vm.close()
 		return err
 	}
+	if root.Clock != nil {
+		vm.cpu.SetClock(root.Clock.restored())
+	}
+	vm.restored, vm.placesThen = true, vm.places()
 	v.vm = vm
 	v.events.emit("vm", "restored", nil)
 	return nil

@@ -2,6 +2,7 @@ package main
 
 import (
 	"crypto/sha256"
+	"encoding/binary"
 	"encoding/hex"
 	"encoding/json"
 	"fmt"
@@ -112,21 +113,44 @@ type cpuidEntry struct {
 	EDX      uint32 `json:"edx"`
 }
 
+// clockState holds struct kvm_clock_data, byte by byte: the clock in ns, flags, the wall time and the TSC.
 type clockState struct {
-	KVM struct {
-		Clock    uint64 `json:"clock"`
-		Flags    uint32 `json:"flags"`
-		Pad0     uint32 `json:"pad0"`
-		Realtime uint64 `json:"realtime"`
-		HostTSC  uint64 `json:"host_tsc"`
-		Pad      [4]int `json:"pad"`
-	} `json:"Kvm"`
+	KVM [48]byteNumber `json:"Kvm"`
 }
 
+// byteNumber is a byte that is written as a number.
+type byteNumber uint8
+
+const (
+	clockFlags    = 8
+	clockRealtime = 16
+	clockTSC      = 24
+)
+
 func newClockState(uptime uint64) *clockState {
+	var raw [48]byte
+	binary.LittleEndian.PutUint64(raw[:], uptime)
+	raw[clockFlags] = 2 | kvmClockRealtime | 8
+	binary.LittleEndian.PutUint64(raw[clockRealtime:], uint64(time.Now().UnixNano()))
+	binary.LittleEndian.PutUint64(raw[clockTSC:], 1<<62+uptime)
 	var c clockState
-	c.KVM.Clock, c.KVM.Flags, c.KVM.Realtime, c.KVM.HostTSC = uptime, 2|kvmClockRealtime|8, uint64(time.Now().UnixNano()), 1<<62+uptime
+	for i, b := range raw {
+		c.KVM[i] = byteNumber(b)
+	}
 	return &c
+}
+
+// restored is the clock of a machine that goes on now: with the flag, the time since the snapshot is added.
+func (c *clockState) restored() time.Duration {
+	var raw [48]byte
+	for i, b := range c.KVM {
+		raw[i] = byte(b)
+	}
+	at := time.Duration(binary.LittleEndian.Uint64(raw[:]))
+	if raw[clockFlags]&kvmClockRealtime != 0 {
+		at += time.Since(time.Unix(0, int64(binary.LittleEndian.Uint64(raw[clockRealtime:]))))
+	}
+	return at
 }
 
 type vmSnapshot struct {
@@ -256,10 +280,13 @@ func neutral(path string, fields map[string]any) {
 	case "":
 		clocks, _ := fields["clock"].(map[string]any)
 		for _, c := range clocks {
-			clock, _ := c.(map[string]any)
-			number, _ := clock["flags"].(json.Number)
+			clock, _ := c.([]any)
+			if len(clock) <= clockFlags {
+				continue
+			}
+			number, _ := clock[clockFlags].(json.Number)
 			if n, err := number.Int64(); err == nil {
-				clock["flags"] = n &^ kvmClockRealtime
+				clock[clockFlags] = n &^ kvmClockRealtime
 			}
 		}
 	}

@@ -3,12 +3,14 @@ package main
 import (
 	"context"
 	"fmt"
+	"hash/crc32"
 	"io"
 	"os"
 	"path/filepath"
 	"slices"
 	"strings"
 	"sync"
+	"time"
 	"unsafe"
 
 	"golang.org/x/sys/unix"
@@ -43,6 +45,9 @@ type vm struct {
 	endLife context.CancelFunc
 	started bool
 	guest   sync.WaitGroup
+
+	restored   bool   // and not resumed since
+	placesThen uint32 // see places
 }
 
 // newVM makes a VM of a configuration, and of a snapshot in a directory if there is one.
@@ -291,12 +296,20 @@ func (m *vm) resume() error {
 	if err := m.transition(stateRunning); err != nil {
 		return err
 	}
+	if m.restored && m.places() != m.placesThen && m.vsock != nil {
+		m.vsock.close()
+	}
+	m.restored = false
 	m.cpu.Run(true)
 	m.startGuest()
 	m.state = stateRunning
 	m.vmm.events.emit("vm", "resumed", nil)
 	return nil
 }
+
+// places stands for what a restore takes from RAM for its devices: where they are in their queues. RAM that is changed between the
+// restore and the resume leaves them behind, and the guest without its channel.
+func (m *vm) places() uint32 { return crc32.ChecksumIEEE(m.memory.maps[0].mem[:4096]) }
 
 // startGuest starts the program, which begins anew or goes on: that is in RAM.
 func (m *vm) startGuest() {
@@ -325,6 +338,7 @@ func (m *vm) startGuest() {
 type guest struct{ m *vm }
 
 func (g guest) Do(fn func(ram []byte)) error { return g.m.cpu.Do(fn) }
+func (g guest) Uptime() time.Duration        { return g.m.cpu.Uptime() }
 func (g guest) Print(b []byte)               { g.m.serial.output(b) }
 func (g guest) Off(crash bool)               { go g.m.vmm.guestEnds(g.m, crash) }
 

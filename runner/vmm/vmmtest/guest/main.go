@@ -147,10 +147,17 @@ func newGuest() (*guest, error) {
 				_, _ = p.Write(b)
 			}
 		},
-		Off: off,
+		Off:    off,
+		Uptime: uptime,
 	}
 	g.prog.Start()
 	return g, nil
+}
+
+func uptime() time.Duration {
+	var ts unix.Timespec
+	_ = unix.ClockGettime(unix.CLOCK_MONOTONIC, &ts) // never fails
+	return time.Duration(ts.Nano())
 }
 
 func (g *guest) tick() {

@@ -7,6 +7,7 @@
 //	inc             adds one to the count and answers it
 //	count           the count
 //	ticks           how often the clock has ticked
+//	uptime          CLOCK_MONOTONIC in milliseconds
 //	fill N          makes the blob N MiB longer and answers its length in bytes
 //	sum             a checksum of the blob
 //	read I OFFSET   eight bytes of disk I as a decimal number
@@ -28,6 +29,7 @@ import (
 	"hash/crc32"
 	"strconv"
 	"strings"
+	"time"
 )
 
 // Magic begins the program's memory.
@@ -62,6 +64,7 @@ type Program struct {
 	Console func(b []byte)
 	Channel func(b []byte) // what babble writes to
 	Off     func(crash bool)
+	Uptime  func() time.Duration // CLOCK_MONOTONIC
 }
 
 // Start marks the memory. A program that finds it marked goes on.
@@ -141,6 +144,8 @@ func (p *Program) do(verb string, words []string) (string, error) {
 		return strconv.FormatUint(p.get(OffsetCount), 10), nil
 	case "count":
 		return strconv.FormatUint(p.get(OffsetCount), 10), nil
+	case "uptime":
+		return strconv.FormatInt(p.Uptime().Milliseconds(), 10), nil
 	case "ticks":
 		return strconv.FormatUint(p.get(OffsetTicks), 10), nil
 	case "fill":

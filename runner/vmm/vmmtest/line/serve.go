@@ -15,6 +15,8 @@ type Machine interface {
 	// Accept waits for the next connection from the host.
 	Accept(ctx context.Context) (io.ReadWriteCloser, error)
 	Print(b []byte)
+	// Uptime is how long the machine has run. It is called within Do.
+	Uptime() time.Duration
 	// Off ends the machine, soon: it is called within Do.
 	Off(crash bool)
 }
@@ -23,7 +25,7 @@ type Machine interface {
 // served one after the other, as on a serial port, or all at once.
 func Serve(ctx context.Context, m Machine, disks []Disk, atOnce bool) {
 	s := &server{m: m}
-	s.prog = Program{Disks: disks, Console: m.Print, Channel: s.offer, Off: s.off}
+	s.prog = Program{Disks: disks, Console: m.Print, Channel: s.offer, Off: s.off, Uptime: m.Uptime}
 	if s.do(s.prog.Start) != nil {
 		return
 	}
