@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"net"
 	"net/http"
 	"os"
 	"path/filepath"
@@ -146,17 +147,38 @@ func TestRestore(t *testing.T) {
 	edited := func(s string) string {
 		return regexp.MustCompile(`\\"memory_ranges\\":\{\\"data\\":\[[^\]]*\]\}`).ReplaceAllString(s, `\"memory_ranges\":{\"data\":[]}`)
 	}
-	fork := start(t, program)
-	fork.ok("vm.restore", object{"source_url": "file://" + fork.clone(source, dir, edited)})
-	if got := fork.state(); got != "Paused" {
+	late := start(t, program) // its devices have taken their places when the memory comes
+	late.ok("vm.restore", object{"source_url": "file://" + late.clone(source, dir, edited)})
+	if got := late.state(); got != "Paused" {
 		t.Errorf("the state is %s", got)
 	}
-	region := fork.region("base")
+	region := late.region("base")
 	if private, err := pages.Scan(region); err != nil || pages.TotalBytes(private) != 0 {
 		t.Errorf("%d bytes are private right after a restore, %v", pages.TotalBytes(private), err)
 	}
 	if err := capture.Delta().Inject(region); err != nil {
 		t.Fatal(err)
+	}
+	late.ok("vm.resume", nil)
+	if conn, err := net.Dial("unix", late.path("vsock")); err == nil {
+		t.Error("a guest whose memory came after the restore has its channel", conn.Close())
+	}
+
+	fork := start(t, program)
+	holes := fork.clone(source, dir, func(s string) string { return s })
+	f, err := os.Create(filepath.Join(holes, "memory-ranges"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := errors.Join(f.Truncate(capture.Delta().Size), capture.Delta().Each(func(e pages.Extent, data []byte) error {
+		_, err := f.WriteAt(data, e.Offset)
+		return err
+	}), f.Close()); err != nil {
+		t.Fatal(err)
+	}
+	fork.ok("vm.restore", object{"source_url": "file://" + holes})
+	if private, err := pages.Scan(fork.region("base")); err != nil || pages.TotalBytes(private) != capture.Bytes() {
+		t.Errorf("%d bytes are private after a restore with a delta of %d, %v", pages.TotalBytes(private), capture.Bytes(), err)
 	}
 	fork.want(500, chainOf("Error from API", "The VM could not be restored", "VM is already created"), "PUT", "vm.restore", object{"source_url": "file://" + dir})
 	fork.ok("vm.resume", nil)
