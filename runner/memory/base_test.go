@@ -173,7 +173,7 @@ func TestImmutable(t *testing.T) {
 		base := rebase(t, store, zeroBase(t, store, size), deltaOf(size, want, Extent{3 * PageSize, PageSize}))
 		for name, b := range map[string]*Base{"zero": zeroBase(t, store, size), "base": base} {
 			f := b.File()
-			if name == "zero" || sealed {
+			if sealed {
 				// QEMU before 8.2 opens it for writing: that works, and nothing else does.
 				var err error
 				if f, err = os.OpenFile(fmt.Sprintf("/proc/self/fd/%d", b.File().Fd()), os.O_RDWR, 0); err != nil {
@@ -247,8 +247,8 @@ func TestAtOnce(t *testing.T) {
 		if len(store.open) != 0 {
 			t.Errorf("sealed=%v: %d bases are open", sealed, len(store.open))
 		}
-		if n := descriptors(t, store.dir); n != 0 && !sealed { // other tests have memfds at the same time
-			t.Errorf("%d descriptors are left", n)
+		if n := descriptors(t, store.dir); n != 1 && !sealed { // other tests have memfds at the same time
+			t.Errorf("%d descriptors are open, want that of the zero base", n)
 		}
 	}
 }
