@@ -25,7 +25,7 @@ import (
 
 const (
 	version = "53.0"
-	usage   = "error: the following required arguments were not provided"
+	usage   = "the following required arguments were not provided:\n  <--firmware <firmware>|--kernel <kernel>>"
 )
 
 // options are the arguments.
@@ -102,6 +102,7 @@ var (
 
 func parse(args []string) (options, error) {
 	o := options{apiFD: -1, vm: map[string]string{}}
+	needsVM := false
 	if len(args) == 0 {
 		return o, errors.New(usage)
 	}
@@ -121,7 +122,13 @@ func parse(args []string) (options, error) {
 		switch name {
 		case "--version", "-V":
 			o.version = true
-		case "--landlock", "--landlock-rules", "--log-format", "--seccomp":
+		case "--log-format":
+		case "--landlock", "--landlock-rules": // of a VM on the command line; one of the API has it in its configuration
+			needsVM = true
+		case "--seccomp":
+			if !slices.Contains([]string{"true", "false", "log", "errno"}, value) {
+				return o, fmt.Errorf("invalid value '%s' for '--seccomp <seccomp>'\n  [possible values: true, false, log, errno]", value)
+			}
 		case "--no-shutdown":
 			o.stay = true
 		case "--api-socket":
@@ -149,7 +156,7 @@ func parse(args []string) (options, error) {
 			o.vm[name] = value
 		}
 	}
-	if len(o.vm) > 0 && o.vm["--kernel"] == "" {
+	if (needsVM || len(o.vm) > 0) && o.vm["--kernel"] == "" {
 		return o, errors.New(usage)
 	}
 	return o, nil
