@@ -87,13 +87,13 @@ func (w *faulty) spec(t *testing.T, restore bool) vmm.Spec {
 	if err := os.Mkdir(dir, 0o700); err != nil {
 		t.Fatal(err)
 	}
-	null, err := os.Open(os.DevNull)
+	kernel, err := os.Open(w.fake.Path) // any ELF
 	if err != nil {
 		t.Fatal(err)
 	}
-	t.Cleanup(func() { _ = null.Close() })
+	t.Cleanup(func() { _ = kernel.Close() })
 	return vmm.Spec{
-		ID: id, Cluster: "faults", Dir: dir, VCPUs: 1, MemoryMiB: faultyMiB, Base: w.base, Kernel: null, Initrd: null, Restore: restore,
+		ID: id, Cluster: "faults", Dir: dir, VCPUs: 1, MemoryMiB: faultyMiB, Base: w.base, Kernel: kernel, Initrd: kernel, Restore: restore,
 		Disks: []vmm.Disk{{File: w.file(t, core.Short(id)+"-disk", 1<<20), Serial: "own"}},
 	}
 }

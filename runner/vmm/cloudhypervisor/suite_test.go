@@ -19,7 +19,7 @@ func TestConformance(t *testing.T) {
 		t.Helper()
 		fake := testvm.BuildFakeCloudHypervisor(t)
 		return vmmtest.Fixture{
-			Driver: cloudhypervisor.New(cloudhypervisor.Config{Binary: fake.Path}), Kernel: os.DevNull, Initrd: os.DevNull,
+			Driver: cloudhypervisor.New(cloudhypervisor.Config{Binary: fake.Path}), Kernel: fake.Path, Initrd: os.DevNull,
 			CommandLine: "console=ttyS0", MemoryMiB: 4,
 		}
 	})

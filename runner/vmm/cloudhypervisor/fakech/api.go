@@ -196,8 +196,10 @@ func (v *vmm) create(req request) ([]byte, error) {
 		return nil, errAlreadyCreated
 	}
 	v.config = config
-	v.console, err = newConsole(config)
-	return nil, err
+	if v.console, err = newConsole(config); err != nil {
+		return nil, err
+	}
+	return nil, config.landlock()
 }
 
 func (v *vmm) boot(request) ([]byte, error) {
@@ -209,6 +211,7 @@ func (v *vmm) boot(request) ([]byte, error) {
 		return nil, err
 	}
 	v.events.emit("vm", "booted", nil)
+	v.vm.activated() // by the guest's drivers
 	return nil, nil
 }
 
@@ -242,6 +245,9 @@ func (v *vmm) reboot() error {
 	v.vm.close()
 	v.vm, v.console = nil, nil
 	if err := v.start(); err != nil {
+		if v.vm != nil {
+			v.vm.close()
+		}
 		return err
 	}
 	v.events.emit("vm", "rebooted", nil)
@@ -258,7 +264,7 @@ func (v *vmm) guestEnds(of *vm, reset bool) {
 	switch {
 	case reset:
 		if err := v.reboot(); err != nil {
-			v.end(wrap("Error from VMM thread", wrap("Error rebooting VM", err)))
+			v.end(wrap("VMM thread exited with error", wrap("Error rebooting VM", err)))
 		}
 	case v.stay:
 		_, _ = v.shutdownVM(request{})

@@ -6,6 +6,9 @@ import (
 	"fmt"
 	"math/bits"
 	"os"
+	"strings"
+
+	"golang.org/x/sys/unix"
 )
 
 // The configuration, in the order in which cloud-hypervisor writes it. What no test of ours uses is not kept, but refused.
@@ -233,6 +236,9 @@ func (c *vmConfig) validate() error {
 	case p.Kernel != nil && p.Firmware != nil:
 		return chain{"Payload configuration is not bootable", "Specifying a kernel is not supported when a firmware is provided"}
 	}
+	if c.Payload.Kernel == nil {
+		return fail("fakech: it has no firmware")
+	}
 	if c.Console.Mode == "File" && c.Console.File == nil || c.Serial.Mode == "File" && c.Serial.File == nil {
 		return fail("Path missing when using file console mode")
 	}
@@ -348,6 +354,42 @@ func (n *netConfig) validate(c *vmConfig) error {
 	}
 	if !n.Checksum && (n.TSO || n.UFO) {
 		return fail(`"offload_tso" and "offload_ufo" depend on "offload_csum"`)
+	}
+	return nil
+}
+
+// landlock looks at the files that Landlock is to allow: it knows none that are in no file system that can be mounted, such as a memfd.
+// What is not there is left out.
+func (c *vmConfig) landlock() error {
+	if !c.LandlockEnable {
+		return nil
+	}
+	paths := []string{c.RNG.Source}
+	for _, z := range c.Memory.Zones {
+		if z.File != nil {
+			paths = append(paths, *z.File)
+		}
+	}
+	for i := range c.Disks {
+		if p := c.Disks[i].Path; p != nil {
+			paths = append(paths, *p)
+		}
+	}
+	if p := c.Payload; p != nil {
+		for _, path := range []*string{p.Kernel, p.Initramfs, p.Firmware} {
+			if path != nil {
+				paths = append(paths, *path)
+			}
+		}
+	}
+	for _, r := range c.LandlockRules {
+		paths = append(paths, r.Path)
+	}
+	for _, p := range paths {
+		if to, err := os.Readlink(p); err == nil && (strings.HasPrefix(to, "/memfd:") || strings.HasPrefix(to, "pipe:")) {
+			bad := asChain(unix.EBADFD)[0]
+			return chain{"Failed to apply landlock config during vm_create", "Error creating/adding/restricting ruleset", "failed to add a rule: " + bad, bad}
+		}
 	}
 	return nil
 }

@@ -27,9 +27,11 @@ import (
 func TestMain(m *testing.M) { testleak.Main(m) }
 
 const (
-	mib      = 1 << 20
-	ramBytes = 4 * mib
-	patience = time.Minute
+	mib = 1 << 20
+	// kernelHead is all that the fake looks at in a kernel.
+	kernelHead = "\x7fELF"
+	ramBytes   = 4 * mib
+	patience   = time.Minute
 )
 
 // process is a fake that runs.
@@ -202,7 +204,7 @@ type object = map[string]any
 func (p *process) config(base string) object {
 	return object{
 		"memory":  object{"size": 0, "zones": []object{{"id": "mem0", "size": ramBytes, "file": base, "shared": false}}},
-		"payload": object{"kernel": p.file("kernel", 4096, "kernel"), "cmdline": "console=ttyS0"},
+		"payload": object{"kernel": p.file("kernel", 4096, kernelHead), "cmdline": "console=ttyS0"},
 		"disks":   []object{{"id": "root", "path": p.file("disk", mib, ""), "image_type": "Raw"}},
 		"vsock":   object{"id": "vsock0", "cid": 3, "socket": p.path("vsock")},
 		"serial":  object{"mode": "File", "file": p.path("serial")},
@@ -376,13 +378,16 @@ func TestBootFails(t *testing.T) {
 	}{
 		"no base": {func(_ *process, c object) {
 			c["memory"] = object{"size": 0, "zones": []object{{"id": "mem0", "size": ramBytes, "file": "/nowhere"}}}
-		}, []string{"Memory manager error", "Failed to create shared file", "No such file or directory (os error 2)"}},
+		}, []string{"Memory manager error", "Failed to stat filesystem", "No such file or directory (os error 2)"}},
 		"a directory for a base": {func(_ *process, c object) {
 			c["memory"] = object{"size": 0, "zones": []object{{"id": "mem0", "size": ramBytes, "file": "/tmp"}}}
 		}, []string{"Memory manager error", "Using a directory as a backing file for memory is not supported"}},
 		"no zones": {func(_ *process, c object) { c["memory"] = object{"size": 0} }, []string{"Memory manager error", "No memory zones found"}},
 		"no kernel": {func(_ *process, c object) { c["payload"] = object{"kernel": "/nowhere"} }, []string{
 			"Cannot open kernel file", "No such file or directory (os error 2)",
+		}},
+		"no kernel but a file": {func(p *process, c object) { c["payload"] = object{"kernel": p.path("disk")} }, []string{
+			"Cannot load the kernel into memory", "Kernel Loader: failed to load bzImage kernel image: Kernel Loader: Invalid bzImage", "Kernel Loader: Invalid bzImage",
 		}},
 		"no payload": {func(_ *process, c object) { delete(c, "payload") }, []string{
 			"Failed to validate config", "Payload configuration is not bootable", "No bootitem provided: neither firmware nor kernel",
@@ -462,7 +467,7 @@ func TestEnds(t *testing.T) {
 	p.ask("say famous last words")
 	p.tell("off")
 	p.exits(0)
-	if b, err := os.ReadFile(p.path("serial")); err != nil || string(b) != "famous last words\n" {
+	if b, err := os.ReadFile(p.path("serial")); err != nil || string(b) != "famous last words\r\n" {
 		t.Errorf("the console has %q, %v", b, err)
 	}
 	if got, want := p.seen(), []string{"vmm starting", "vm booting", "vm booted", "vm shutdown", "vm deleted", "vmm shutdown"}; !slices.Equal(got, want) {
@@ -509,7 +514,7 @@ func TestSerialSocket(t *testing.T) {
 			})
 			continue
 		}
-		if l, err := bufio.NewReader(conn).ReadString('\n'); err != nil || l != "before anyone listens\n" {
+		if l, err := bufio.NewReader(conn).ReadString('\n'); err != nil || l != "before anyone listens\r\n" {
 			t.Errorf("the console says %q, %v", l, err)
 		}
 	}

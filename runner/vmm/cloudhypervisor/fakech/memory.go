@@ -135,7 +135,11 @@ func (m *memory) add(z zoneConfig, r *mapping) error {
 	}
 	switch {
 	case z.File != nil:
-		if info, err := os.Stat(*z.File); err == nil && info.IsDir() {
+		info, err := os.Stat(*z.File)
+		if err != nil {
+			return wrap("Failed to stat filesystem", err)
+		}
+		if info.IsDir() {
 			return chain{"Using a directory as a backing file for memory is not supported"}
 		}
 		mode := os.O_RDONLY

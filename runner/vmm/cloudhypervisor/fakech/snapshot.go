@@ -243,6 +243,10 @@ func (v *vmm) load(config *vmConfig, url string) error {
 	if err != nil {
 		return err
 	}
+	if err := config.landlock(); err != nil {
+		vm.close()
+		return err
+	}
 	v.events.emit("vm", "restoring", nil)
 	if err := vm.lockDisks(); err != nil {
 		vm.close()
