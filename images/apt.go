@@ -23,8 +23,8 @@ import (
 // vendor's, a company's) take no part in an image.
 const debianOrigin = "Debian"
 
-// aptSource is one archive that the host's apt is configured with.
-type aptSource struct {
+// Archive is one that the host's apt is configured with.
+type Archive struct {
 	URI        string
 	Release    string // as in the sources: a suite or a codename
 	Components []string
@@ -36,7 +36,7 @@ type aptSource struct {
 type aptConfig struct {
 	suite   string
 	arch    string
-	sources []aptSource
+	sources []Archive
 	// indexes are the files with the lists of packages; their state is part of the key under which a resolution is
 	// cached.
 	indexes []string
@@ -117,7 +117,7 @@ func (a *aptConfig) parseTargets(targets string) {
 	}
 	for _, k := range order {
 		slices.Sort(components[k])
-		a.sources = append(a.sources, aptSource{k.uri, k.release, slices.Compact(components[k]), k.signedBy})
+		a.sources = append(a.sources, Archive{k.uri, k.release, slices.Compact(components[k]), k.signedBy})
 	}
 }
 
@@ -203,10 +203,22 @@ func stanzas(raw []byte) []map[string]string {
 	return out
 }
 
+// HostArchives returns Debian's archives of the host's release, as its apt is configured; dir is an empty directory for apt.
+func HostArchives(ctx context.Context, dir string) (suite string, archives []Archive, err error) {
+	a, err := readAptConfig(ctx, "", dir, nil)
+	if err != nil {
+		return "", nil, err
+	}
+	return a.suite, a.sources, nil
+}
+
 // deb822 renders the archives in apt's own format.
-func (a *aptConfig) deb822() []byte {
+func (a *aptConfig) deb822() []byte { return Deb822(a.sources) }
+
+// Deb822 renders archives in apt's own format, for a file whose name ends in .sources.
+func Deb822(archives []Archive) []byte {
 	var b bytes.Buffer
-	for i, s := range a.sources {
+	for i, s := range archives {
 		if i > 0 {
 			b.WriteByte('\n')
 		}

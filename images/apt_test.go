@@ -53,7 +53,7 @@ func TestParseTargets(t *testing.T) {
 	a := &aptConfig{suite: "bookworm", arch: "amd64"}
 	a.parseTargets(targets)
 	const key = "\n-----BEGIN PGP PUBLIC KEY BLOCK-----\n.\nabc\n-----END PGP PUBLIC KEY BLOCK-----"
-	want := []aptSource{
+	want := []Archive{
 		{"http://mirror.example/debian/", "bookworm", []string{"main"}, "/usr/share/keyrings/archive.gpg"},
 		{"http://mirror.example/debian/", "bookworm-updates", []string{"main"}, "/usr/share/keyrings/archive.gpg"},
 		{"http://mirror.example/debian-security/", "bookworm-security", []string{"contrib", "main"}, key},

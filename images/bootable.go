@@ -3,15 +3,17 @@ package images
 import (
 	"context"
 	"errors"
+	"fmt"
 	"io"
 	"os"
 	"path/filepath"
+	"runtime"
 )
 
 // Kernel is a guest kernel with the modules that a guest loads, for whoever boots one without an image.
 type Kernel struct {
 	Release     string // what uname -r says
-	VMLinuz     string // absolute path
+	VMLinuz     string // absolute path; the directory has all that the kernel is made of
 	CommandLine string // as of an image
 	bundle      kernelBundle
 }
@@ -63,4 +65,25 @@ func FetchKernel(ctx context.Context, store *Store, log io.Writer) (_ Kernel, er
 // with their list.
 func (k Kernel) WriteInitrd(file, program string) error {
 	return writeInitrd(file, program, k.bundle)
+}
+
+// KernelOfTree moves the kernel of an unpacked Debian tree, with the modules that a guest loads, into a new directory, from
+// which OpenKernel takes it. It is for machines that are no guests but boot like one.
+func KernelOfTree(ctx context.Context, tree, release, dir string) error {
+	b := &builder{source: SourceTar}
+	if err := b.makeBundle(ctx, kernelPackage{Package: "linux-image-" + release}, tree, dir); err != nil {
+		return fmt.Errorf("unpack kernel %s: %w", release, err)
+	}
+	return nil
+}
+
+// OpenKernel returns the kernel that KernelOfTree has put into a directory, or a copy of the directory that FetchKernel's is in.
+func OpenKernel(dir string) (Kernel, error) {
+	bundle, err := openBundle(dir)
+	if err != nil {
+		return Kernel{}, err
+	}
+	return Kernel{
+		Release: bundle.Kernel.release(), VMLinuz: bundle.vmlinuz(), CommandLine: commandLine(runtime.GOARCH), bundle: bundle,
+	}, nil
 }
