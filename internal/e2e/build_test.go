@@ -12,6 +12,7 @@ import (
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/images"
 	"github.com/coppice-dev/coppice/internal/require"
+	"github.com/coppice-dev/coppice/internal/testvm"
 )
 
 // builds holds what is built once per test binary.
@@ -21,9 +22,16 @@ var builds struct {
 	done map[string]func() (string, error)
 }
 
-// program builds a package of this module and returns the path of the executable.
+// program builds a package of this module, or takes what was prepared, and returns the path of the executable.
 func program(t *testing.T, pkg string) string {
 	t.Helper()
+	if dir := testvm.Prepared(); dir != "" {
+		path, err := testvm.PreparedProgram(dir, pkg)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return path
+	}
 	builds.mu.Lock()
 	if builds.dir == "" {
 		dir, err := os.MkdirTemp("", binPrefix) //nolint:usetesting // it outlives this test
@@ -65,6 +73,13 @@ func cleanBuilds() {
 // imageStore is kept between runs: what an image is made of decides whether it is made again.
 func imageStore(t *testing.T) *images.Store {
 	t.Helper()
+	if dir := testvm.Prepared(); dir != "" {
+		store, _, err := testvm.PreparedStore(dir)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return store
+	}
 	cache, err := os.UserCacheDir()
 	if err != nil {
 		cache = os.TempDir() //nolint:usetesting // it outlives this test
@@ -80,6 +95,16 @@ func imageStore(t *testing.T) *images.Store {
 func image(t *testing.T, name, agent string, packages ...string) core.Digest {
 	t.Helper()
 	needVM(t)
+	if dir := testvm.Prepared(); dir != "" {
+		if agent != guestAgent || len(packages) > 0 {
+			t.Fatalf("an image with the agent %s and the packages %v was not prepared", agent, packages)
+		}
+		_, img, err := testvm.PreparedStore(dir)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return img.Digest
+	}
 	store := imageStore(t)
 	img, err := images.Build(t.Context(), store, images.Options{
 		Name: name, AgentBinary: program(t, agent), Packages: packages, Log: &tail{t: t},
@@ -122,7 +147,7 @@ func needVM(t *testing.T) {
 	t.Helper()
 	require.Root(t)
 	_, err := exec.LookPath("qemu-system-x86_64")
-	require.That(t, "vm", err == nil && len(images.MissingPrograms()) == 0, "make setup")
+	require.That(t, "vm", err == nil && (testvm.Prepared() != "" || len(images.MissingPrograms()) == 0), "make setup")
 }
 
 // tail gives the output of a program to the log of the test that started it.

@@ -9,6 +9,12 @@ import (
 
 var long = flag.Bool("long", false, "run the long sweeps: the 64-generation tree, every runtime, every fault at every place")
 
+// What the servers of most tests are told. Empty leaves it to them.
+var (
+	accel   = flag.String("accel", "", "the accelerator: tcg or kvm")
+	vmmName = flag.String("vmm", "", "the VMM: qemu or cloud-hypervisor")
+)
+
 func TestMain(m *testing.M) {
 	flag.Parse()
 	status := m.Run()

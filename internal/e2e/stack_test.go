@@ -12,6 +12,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"runtime"
+	"slices"
 	"sync"
 	"syscall"
 	"testing"
@@ -70,6 +71,11 @@ func makeStack(t *testing.T, dir string, args ...string) *stack {
 		"--json", "dev", "--data-dir", s.data, "--listen", "127.0.0.1:0", "--log-level", "debug",
 		"--images-dir", imageStore(t).Dir(),
 	}, args...)
+	for name, value := range map[string]string{"--accel": *accel, "--vmm": *vmmName} {
+		if value != "" && !slices.Contains(args, name) {
+			s.args = append(s.args, name, value)
+		}
+	}
 	image(t, "e2e", guestAgent)
 	return s
 }

@@ -12,7 +12,8 @@ import (
 	"github.com/coppice-dev/coppice/internal/require"
 )
 
-const agentProgram = "github.com/coppice-dev/coppice/cmd/coppice-guest"
+// guestAgent is the main package of the guest agent.
+const guestAgent = "cmd/coppice-guest"
 
 // Image returns a store with the real image, named images.DefaultName, with the guest agent of this tree. It is built once per
 // machine and state of the tree: a minute where nothing is cached, a second or two where only the agent has changed. The store
@@ -21,7 +22,13 @@ func Image(t testing.TB) (*images.Store, images.Image) {
 	t.Helper()
 	QEMU(t, "")
 	require.Root(t)
-	built.once.Do(func() { built.store, built.image, built.err = buildImage(build(t, agentProgram)) })
+	built.once.Do(func() {
+		if dir := Prepared(); dir != "" {
+			built.store, built.image, built.err = PreparedStore(dir)
+			return
+		}
+		built.store, built.image, built.err = buildImage(build(t, guestAgent))
+	})
 	require.That(t, Requirement, built.err == nil, fmt.Sprintf("%s; without it: %v", cure, built.err))
 	return built.store, built.image
 }

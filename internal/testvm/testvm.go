@@ -28,6 +28,9 @@ const (
 	cure        = "make setup (it installs QEMU and what builds a guest from Debian's packages)"
 )
 
+// vmmGuest is the main package of the machine that drivers are tested with.
+const vmmGuest = "runner/vmm/vmmtest/guest"
+
 // keep is how long a cached image that no name points at is kept: another checkout may be using it.
 const keep = 48 * time.Hour
 
@@ -62,6 +65,9 @@ func Kernel(t testing.TB) images.Kernel {
 }
 
 var kernel = sync.OnceValues(func() (images.Kernel, error) {
+	if dir := Prepared(); dir != "" {
+		return preparedKernel(dir)
+	}
 	store, err := openStore()
 	if err != nil {
 		return images.Kernel{}, err
@@ -74,28 +80,33 @@ var kernel = sync.OnceValues(func() (images.Kernel, error) {
 // Guest returns the machine that package vmmtest tests drivers with.
 func Guest(t testing.TB) Machine {
 	t.Helper()
-	return Boot(t, "github.com/coppice-dev/coppice/runner/vmm/vmmtest/guest")
+	return Boot(t, vmmGuest)
 }
 
-// Boot returns a machine whose first program is the main package with the given import path, built for the guest.
-func Boot(t testing.TB, program string) Machine {
+// Boot returns a machine whose first program is a main package of this module, such as cmd/coppice-guest, built for the guest.
+func Boot(t testing.TB, pkg string) Machine {
 	t.Helper()
 	k := Kernel(t)
-	m, err := pack(k, build(t, program))
+	m, err := pack(k, build(t, pkg))
 	if err != nil {
 		t.Fatal(err)
 	}
 	return m
 }
 
-// build builds a static program, with the same bytes wherever the source is.
-func build(t testing.TB, program string) string {
+// build builds a main package of this module for the guest, or takes what was prepared.
+func build(t testing.TB, pkg string) string {
 	t.Helper()
+	if dir := Prepared(); dir != "" {
+		path, err := PreparedProgram(dir, pkg)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return path
+	}
 	out := filepath.Join(t.TempDir(), "program")
-	cmd := exec.CommandContext(t.Context(), "go", "build", "-trimpath", "-buildvcs=false", "-ldflags=-s -w -buildid=", "-o", out, program) //nolint:gosec // G204: tests name it
-	cmd.Env = append(cmd.Environ(), "CGO_ENABLED=0")
-	if b, err := cmd.CombinedOutput(); err != nil {
-		t.Fatalf("build %s: %v\n%s", program, err, b)
+	if err := compile(t.Context(), out, module+pkg); err != nil {
+		t.Fatal(err)
 	}
 	return out
 }

@@ -15,13 +15,16 @@ func binary(t *testing.T) string {
 	return testvm.QEMU(t, os.Getenv("COPPICE_QEMU"))
 }
 
+// accelerator is what to test it with: KVM where COPPICE_ACCELERATOR says so, which the test then demands, else emulation.
+func accelerator() string { return os.Getenv("COPPICE_ACCELERATOR") }
+
 func TestConformance(t *testing.T) { //nolint:paralleltest // its machines take both CPUs
 	vmmtest.Run(t, func(t *testing.T) vmmtest.Fixture {
 		t.Helper()
 		path := binary(t)
 		guest := testvm.Guest(t)
 		f := vmmtest.Fixture{
-			Driver: qemu.New(qemu.Config{Binary: path}), Kernel: guest.Kernel, Initrd: guest.Initrd,
+			Driver: qemu.New(qemu.Config{Binary: path, Accelerator: accelerator()}), Kernel: guest.Kernel, Initrd: guest.Initrd,
 			CommandLine: guest.CommandLine, MemoryMiB: 128,
 		}
 		if os.Geteuid() == 0 {
