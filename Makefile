@@ -1,7 +1,7 @@
 # `make help` lists the targets. Those marked (root) need it: sudo -E make …
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-kvm build generate test test-long lint image demo dev bench bench-control clean fuzz chaos faults
+.PHONY: help setup test-kvm setup-kvm build generate test test-long lint image demo dev bench bench-control clean fuzz chaos faults
 
 GO      ?= go
 ROOT    := $(filter 0,$(shell id -u))
@@ -45,6 +45,10 @@ endif
 
 test-long: build ## the long sweeps of the end-to-end tests: 64 generations, every runtime, every fault (root; half an hour)
 	COPPICE_TEST_REQUIRE=all $(GO) test -count=1 -timeout 60m ./internal/e2e -long
+
+test-kvm: ## run the drivers and the system under a KVM that works, in an emulated machine; COPPICE_CLOUD_HYPERVISOR=/path tests that too (root; up to 45 minutes)
+	CGO_ENABLED=0 $(GO) build $(GOFLAGS_BUILD) -o bin/ ./internal/kvmlane
+	bin/kvmlane -cloud-hypervisor "$(COPPICE_CLOUD_HYPERVISOR)" $(LANE) test
 
 FUZZTIME ?= 60s
 fuzz: ## fuzz every target for FUZZTIME (60s) each, beginning with the committed corpora
