@@ -67,7 +67,8 @@ type Disk struct {
 }
 
 // Spec is everything a VMM process needs. All files are opened by the caller and stay the caller's to close once
-// Spawn has returned: a VMM that runs as an unprivileged user opens nothing by path.
+// Spawn has returned: a VMM that runs as an unprivileged user opens nothing by a path of the host's. It may open anew what it was given,
+// so what it only reads must be readable by everybody; a writable disk may be given to its user.
 type Spec struct {
 	ID      core.SandboxID
 	Cluster string // names the process for people and for reconcile

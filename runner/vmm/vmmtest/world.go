@@ -71,6 +71,9 @@ func newWorld(t *testing.T, f Fixture) *world {
 		t.Fatal(err)
 	}
 	w.root = w.newDisk(t, "")
+	if err := os.Chmod(w.root, 0o444); err != nil { //nolint:gosec // G302: VMMs with users of their own read it
+		t.Fatal(err)
+	}
 	m := w.spawn(t, w.zero(t), "", false)
 	if err := m.Boot(t.Context()); err != nil {
 		t.Fatal(err)
