@@ -66,8 +66,7 @@ var _ vmm.Driver = (*Driver)(nil)
 type installation struct {
 	path     string
 	version  string // "53.0"
-	strategy strategy
-	landlock bool // whether the kernel has what it asks of Landlock
+	landlock bool   // whether the kernel has what it asks of Landlock
 }
 
 // New makes a driver. It does not look at the host yet: Fingerprint does.
@@ -83,11 +82,10 @@ func (d *Driver) installation(ctx context.Context) (*installation, error) {
 	if err != nil {
 		return nil, err
 	}
-	s, err := strategyFor(version)
-	if err != nil {
+	if err := Check(version); err != nil {
 		return nil, core.Wrapf(err, core.FailedPrecondition, core.CodeVMMFailed, "%s cannot be used: %s", path, core.MessageOf(err))
 	}
-	d.found = &installation{path: path, version: version, strategy: s, landlock: landlockVersion() >= landlockNeeded}
+	d.found = &installation{path: path, version: version, landlock: landlockVersion() >= landlockNeeded}
 	return d.found, nil
 }
 

@@ -36,24 +36,30 @@ type machine struct {
 var _ vmm.Machine = (*machine)(nil)
 
 // attach connects to a running cloud-hypervisor. The machine takes over the process and the log.
-func attach(ctx context.Context, s strategy, proc *vmmproc.Process, log *vmmproc.Log, h vmm.Handle) (_ *machine, err error) {
+func attach(ctx context.Context, proc *vmmproc.Process, log *vmmproc.Log, h vmm.Handle) (_ *machine, err error) {
 	ctx, explain, stop := vmmproc.Attaching(ctx, proc)
 	defer stop()
 	defer func() { err = explain(err) }()
-	m := &machine{api: api{filepath.Join(h.Dir, apiSocket)}, strategy: s, console: vmmproc.NewConsole(), resizes: map[int]int64{}}
+	m := &machine{api: api{filepath.Join(h.Dir, apiSocket)}, console: vmmproc.NewConsole(), resizes: map[int]int64{}}
 	if m.events, err = openEvents(filepath.Join(h.Dir, eventsFIFO)); err != nil {
+		return nil, err
+	}
+	defer func() {
+		if err != nil {
+			m.events.close()
+		}
+	}()
+	if m.strategy, err = m.api.strategy(ctx); err != nil {
 		return nil, err
 	}
 	m.Machine = vmmproc.NewMachine(proc, log, m.console, h, vmmproc.Hooks{Ask: m.ask, Detach: m.events.close})
 	now, err := m.ask(ctx)
 	if err != nil {
-		m.events.close()
 		return nil, err
 	}
 	m.SetState(now)
 	if now != vmmproc.Waiting && now != vmmproc.Spawned {
 		if err := m.follow(ctx); err != nil {
-			m.events.close()
 			return nil, err
 		}
 	}

@@ -91,7 +91,7 @@ func (d *Driver) spawn(ctx context.Context, in *installation, spec vmm.Spec) (_ 
 		Driver: DriverName, PID: proc.PID, StartTime: proc.StartTime, Dir: spec.Dir,
 		MemoryMiB: spec.MemoryMiB, BaseInode: inode,
 	}
-	m, err := attach(ctx, in.strategy, proc, log, h)
+	m, err := attach(ctx, proc, log, h)
 	if err != nil {
 		return nil, vmmproc.Abort(ctx, Program, proc, log, err)
 	}
@@ -120,12 +120,8 @@ func (m *machine) create(ctx context.Context, conf vmConfig, spec vmm.Spec) erro
 
 // Recover implements vmm.Driver.
 func (d *Driver) Recover(ctx context.Context, h vmm.Handle) (vmm.Machine, error) {
-	in, err := d.installation(ctx)
-	if err != nil {
-		return nil, err
-	}
 	m, err := vmmproc.Recover(ctx, DriverName, h, func(proc *vmmproc.Process) (*machine, error) {
-		return attach(ctx, in.strategy, proc, vmmproc.NoLog(), h)
+		return attach(ctx, proc, vmmproc.NoLog(), h)
 	})
 	if err != nil {
 		return nil, fmt.Errorf("recover process %d: %w", h.PID, err)

@@ -35,6 +35,21 @@ func strategyFor(version string) (strategy, error) {
 	return placeholder{}, nil
 }
 
+// strategy chooses by what the VMM itself says: one that an earlier runner started may be of another release than what is installed now.
+func (a api) strategy(ctx context.Context) (strategy, error) {
+	b, err := a.get(ctx, "vmm.ping")
+	if err != nil {
+		return nil, err
+	}
+	var ping struct {
+		Version string `json:"version"`
+	}
+	if err := json.Unmarshal(b, &ping); err != nil {
+		return nil, core.Wrapf(err, core.Internal, core.CodeVMMFailed, "cloud-hypervisor's answer to vmm.ping is not understood")
+	}
+	return strategyFor(ping.Version)
+}
+
 // The files of a snapshot.
 const (
 	configFile = "config.json"

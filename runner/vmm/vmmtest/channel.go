@@ -141,7 +141,10 @@ func testConsoleFlood(t *testing.T, w *world) {
 	t.Helper()
 	m := w.fork(t, w.template)
 	m.want(t, "ok", "print 50000000")
-	eventually(t, "the console is full", func() bool { return len(m.Console()) >= vmm.ConsoleBytes })
+	for has := 0; has < vmm.ConsoleBytes; { // a VMM whose serial port is emulated byte by byte takes minutes where it is emulated itself
+		before := has
+		eventually(t, fmt.Sprintf("the console has more than %d bytes", before), func() bool { has = len(m.Console()); return has > before })
+	}
 	for range 20 {
 		checkConsole(t, m.Console())
 		pause(t, 10*time.Millisecond)
