@@ -26,8 +26,8 @@ type Namespace interface {
 	Name() string
 	// NetNS opens the namespace itself, for the VMM to be started in; nil where there is none.
 	NetNS() (*os.File, error)
-	// TapFile opens a queue of the tap; nil where there is no network.
-	TapFile() (*os.File, error)
+	// TapFile opens a queue of the tap; nil where there is no network. up has the tap up already in quarantine.
+	TapFile(up bool) (*os.File, error)
 	Assign(ctx context.Context, id core.Identity) error
 	Open(ctx context.Context, policy core.EgressPolicy) error
 	Dial(ctx context.Context, network, address string) (net.Conn, error)

@@ -274,9 +274,9 @@ func (n *fakeNetwork) Reconcile(_ context.Context, keep map[string]bool) error {
 func (*fakeNetwork) Gateway() (netip.Addr, string)            { return netip.Addr{}, "" }
 func (*fakeNetwork) Resolvers(core.EgressPolicy) []netip.Addr { return nil }
 
-func (s *fakeNamespace) Name() string               { return s.name }
-func (s *fakeNamespace) NetNS() (*os.File, error)   { return nil, nil } //nolint:nilnil // that of the process
-func (s *fakeNamespace) TapFile() (*os.File, error) { return nil, nil } //nolint:nilnil // there is no tap
+func (s *fakeNamespace) Name() string                   { return s.name }
+func (s *fakeNamespace) NetNS() (*os.File, error)       { return nil, nil } //nolint:nilnil // that of the process
+func (s *fakeNamespace) TapFile(bool) (*os.File, error) { return nil, nil } //nolint:nilnil // there is no tap
 func (s *fakeNamespace) change(fn func()) error {
 	s.net.mu.Lock()
 	defer s.net.mu.Unlock()

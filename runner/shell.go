@@ -159,7 +159,7 @@ func (s *shell) spawn(ctx context.Context, r *Runner, b *boot) error {
 		return err
 	}
 	defer root.Close()
-	tap, err := s.ns.TapFile()
+	tap, err := s.ns.TapFile(r.cfg.Driver.Capabilities().TapUp)
 	if err != nil {
 		return err
 	}

@@ -328,7 +328,7 @@ func (noNamespace) Name() string { return "none" }
 func (noNamespace) NetNS() (*os.File, error) { return nil, nil } //nolint:nilnil // there is none
 
 // TapFile does not exist.
-func (noNamespace) TapFile() (*os.File, error) { return nil, nil } //nolint:nilnil // there is none
+func (noNamespace) TapFile(bool) (*os.File, error) { return nil, nil } //nolint:nilnil // there is none
 
 // Assign does nothing.
 func (noNamespace) Assign(context.Context, core.Identity) error { return nil }

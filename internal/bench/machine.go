@@ -76,7 +76,7 @@ func (l *lab) spawn(ctx context.Context, memoryMiB int, base *memory.Base) (_ *m
 	if m.ns, err = l.network.Acquire(ctx); err != nil {
 		return nil, err
 	}
-	if spec.Tap, err = m.ns.TapFile(); err != nil {
+	if spec.Tap, err = m.ns.TapFile(l.driver.Capabilities().TapUp); err != nil {
 		return nil, err
 	}
 	defer spec.Tap.Close()

@@ -241,7 +241,7 @@ func (noNetwork) Gateway() (netip.Addr, string)                            { ret
 func (noNetwork) Resolvers(core.EgressPolicy) []netip.Addr                 { return nil }
 func (noNamespace) Name() string                                           { return "none" }
 func (noNamespace) NetNS() (*os.File, error)                               { return nil, nil } //nolint:nilnil // that of the process
-func (noNamespace) TapFile() (*os.File, error)                             { return nil, nil } //nolint:nilnil // there is no tap
+func (noNamespace) TapFile(bool) (*os.File, error)                         { return nil, nil } //nolint:nilnil // there is no tap
 func (noNamespace) Assign(context.Context, core.Identity) error            { return nil }
 func (noNamespace) Open(context.Context, core.EgressPolicy) error          { return nil }
 func (noNamespace) Release(context.Context) error                          { return nil }

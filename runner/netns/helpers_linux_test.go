@@ -230,7 +230,7 @@ type wire struct {
 
 func newWire(t testing.TB, n *Namespace) *wire {
 	t.Helper()
-	f, err := n.TapFile()
+	f, err := n.TapFile(false)
 	must(t, err)
 	t.Cleanup(func() { _ = f.Close() })
 	raw, err := f.SyscallConn()
@@ -358,7 +358,7 @@ func newKernelGuest(t testing.TB, n *Namespace, id core.Identity) *kernelGuest {
 			netlink.LinkSetUp(l),
 			netlink.RouteAdd(&netlink.Route{LinkIndex: l.Attrs().Index, Gw: net.ParseIP(DefaultGateway)}))
 	}))
-	far, err := n.TapFile()
+	far, err := n.TapFile(false)
 	must(t, err)
 	var pumps sync.WaitGroup
 	pump := func(to, from *os.File) {

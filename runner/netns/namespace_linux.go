@@ -66,12 +66,20 @@ func (n *Namespace) Do(fn func() error) error {
 // TapFile attaches to the tap and returns the queue's descriptor for the VMM, non-blocking and close-on-exec
 // (os/exec clears that in ExtraFiles). One descriptor can be attached at a time; another attempt fails until it and
 // its copies are closed. Frames carry a virtio_net_hdr whose size the VMM sets (10 bytes until then).
-func (n *Namespace) TapFile() (*os.File, error) {
+//
+// The tap is down until Open, so that nothing of a quarantined guest reaches even the rules. up brings it up at once, for a VMM that
+// cannot live with one that refuses its frames: the rules, which are read back first, then drop what comes.
+func (n *Namespace) TapFile(up bool) (*os.File, error) {
 	fd := -1
 	err := n.Do(func() (err error) {
 		fd, err = openTap()
 		return err
 	})
+	if err == nil && up {
+		if err = n.raise(); err != nil {
+			err = errors.Join(err, unix.Close(fd))
+		}
+	}
 	if errors.Is(err, unix.EBUSY) {
 		return nil, core.Wrapf(err, core.FailedPrecondition, core.CodeStateConflict, "the tap of %s is already attached", n.space.name)
 	}
@@ -81,7 +89,23 @@ func (n *Namespace) TapFile() (*os.File, error) {
 	return os.NewFile(uintptr(fd), TapName), nil
 }
 
-// Assign pins the guest's MAC and IP. The namespace stays closed: tap down, every chain dropping. It is legal while
+// raise brings up the tap of a namespace whose rules are in force.
+func (n *Namespace) raise() error {
+	n.op.Lock()
+	defer n.op.Unlock()
+	if err := n.space.tables(func(c *nftables.Conn) error { return compareAll(c, rulesFor(n.current())) }); err != nil {
+		return err
+	}
+	return n.Do(func() error {
+		tap, err := netlink.LinkByName(TapName)
+		if err != nil {
+			return fmt.Errorf("find %s: %w", TapName, err)
+		}
+		return wrapIf(netlink.LinkSetUp(tap), "set "+TapName+" up")
+	})
+}
+
+// Assign pins the guest's MAC and IP. The namespace stays closed: tap as it was, every chain dropping. It is legal while
 // quarantined or assigned; a new assignment replaces the one before.
 func (n *Namespace) Assign(ctx context.Context, id core.Identity) error {
 	mac, err := parseMAC(id.MAC)

@@ -59,7 +59,7 @@ func (*Namespace) FD() int { return -1 }
 func (*Namespace) Do(func() error) error { return errLinuxOnly }
 
 // TapFile fails.
-func (*Namespace) TapFile() (*os.File, error) { return nil, errLinuxOnly }
+func (*Namespace) TapFile(bool) (*os.File, error) { return nil, errLinuxOnly }
 
 // Assign fails.
 func (*Namespace) Assign(context.Context, core.Identity) error { return errLinuxOnly }

@@ -316,15 +316,10 @@ func TestQuarantineIsSilent(t *testing.T) { //nolint:tparallel // the states of 
 			t.Errorf("dial into quarantine: %v", err)
 		}
 	}
+	// As for a VMM that needs it.
 	forceUp := func(t *testing.T) {
 		t.Helper()
-		must(t, n.Do(func() error {
-			tap, err := netlink.LinkByName(TapName)
-			if err != nil {
-				return err
-			}
-			return netlink.LinkSetUp(tap)
-		}))
+		must(t, n.raise())
 	}
 	t.Run("quarantined", func(t *testing.T) { silent(t, false) })
 	t.Run("quarantined, tap forced up", func(t *testing.T) {

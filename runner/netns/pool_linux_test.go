@@ -86,7 +86,7 @@ func TestRecycledIsAsNew(t *testing.T) {
 		},
 		func(t *testing.T, n *Namespace) { // what a VMM that was taken over can do with its descriptor
 			t.Helper()
-			f, err := n.TapFile()
+			f, err := n.TapFile(false)
 			must(t, err)
 			raw := int(f.Fd())
 			must(t, unix.IoctlSetPointerInt(raw, unix.TUNSETVNETHDRSZ, 12))
@@ -208,7 +208,7 @@ func TestUnverifiableIsDeleted(t *testing.T) {
 		},
 		"a tap descriptor": func(t *testing.T, n *Namespace) func() {
 			t.Helper()
-			f, err := n.TapFile()
+			f, err := n.TapFile(false)
 			must(t, err)
 			return func() { check(t, f.Close()) }
 		},
@@ -263,7 +263,7 @@ func TestReleasedIsUnusable(t *testing.T) {
 		t.Fatalf("%s was not recycled but %s made", n.Name(), next.Name())
 	}
 	ctx := t.Context()
-	_, tapErr := n.TapFile()
+	_, tapErr := n.TapFile(false)
 	_, dialErr := n.Dial(ctx, "tcp", "10.83.1.2:80")
 	_, listenErr := n.Listen(ctx, "tcp", ":1")
 	_, countErr := n.Counters(ctx)
@@ -327,13 +327,13 @@ func TestStatesAndInput(t *testing.T) {
 	if err := n.Shut(contextEnded(t)); !errors.Is(err, context.Canceled) {
 		t.Errorf("shut with an ended context: %v", err)
 	}
-	first, err := n.TapFile()
+	first, err := n.TapFile(false)
 	must(t, err)
-	if _, err := n.TapFile(); core.CategoryOf(err) != core.FailedPrecondition {
+	if _, err := n.TapFile(false); core.CategoryOf(err) != core.FailedPrecondition {
 		t.Errorf("a second tap descriptor: %v", err)
 	}
 	must(t, first.Close())
-	again, err := n.TapFile()
+	again, err := n.TapFile(false)
 	must(t, err)
 	must(t, again.Close())
 }

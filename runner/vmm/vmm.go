@@ -52,6 +52,9 @@ type Capabilities struct {
 	// InjectBeforeLoad says that memory can be written before device state is loaded. Where it is false a
 	// checkpoint with a delta must be rebased before it is forked.
 	InjectBeforeLoad bool
+	// TapUp says that the tap must be up while the machine runs. Where it is false a tap may be down as long as nothing may leave the
+	// machine, which is the better wall.
+	TapUp bool
 	// ResizeDisk says that a disk of a running machine can grow.
 	ResizeDisk bool
 	// RealGuest says that instructions of a real guest run. The fake answers false, so that nothing measured on it is
