@@ -58,7 +58,7 @@ func lane(ctx context.Context, args []string, stdout, stderr io.Writer) (int, er
 	f.SetOutput(stderr)
 	f.StringVar(&cfg.qemu, "qemu", "", "the QEMU that emulates the machine, instead of the newest of Debian's archives")
 	f.IntVar(&cfg.memoryMiB, "memory", 8<<10, "MiB of RAM of the machine")
-	f.IntVar(&cfg.cpus, "cpus", 2, "processors of the machine")
+	f.IntVar(&cfg.cpus, "cpus", 1, "processors of the machine; with two it has been seen to die under many VMs at once")
 	f.StringVar(&cfg.cloudHypervisor, "cloud-hypervisor", "", "a cloud-hypervisor to test as well")
 	f.StringVar(&run, "run", "", "only the suites whose name matches this expression")
 	f.DurationVar(&cfg.limit, "limit", 45*time.Minute, "what all of it may take")
