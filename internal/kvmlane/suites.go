@@ -34,7 +34,7 @@ const (
 const endToEnd = "^(TestForkWorkspaceAndRestore|TestReseal)$"
 
 // restsOn are the driver's tests of what a release must do for it.
-const restsOn = "^(TestRealPlaceholder|TestRealConfinement|TestRealOracle|TestRealLarge|TestRealConnections|TestRealManyForks|TestRealKilled|TestRealCPUs|TestRealRefusesOtherState)$"
+const restsOn = "^(TestRealPlaceholder|TestRealConfinement|TestRealOracle|TestRealLarge|TestRealConnections|TestRealDiskAgrees|TestRealManyForks|TestRealKilled|TestRealCPUs|TestRealRefusesOtherState)$"
 
 // suites is what the lane runs. Cheap ones first: what they find is not waited for.
 var suites = []suite{

@@ -166,6 +166,9 @@ func (d *Driver) Probe(ctx context.Context, kernel, initrd string, timeout time.
 		return false, err.Error()
 	}
 	why = fmt.Sprintf("cloud-hypervisor %s booted a guest kernel under KVM in %s", in.version, time.Since(start).Round(time.Millisecond))
+	if !in.landlock {
+		why += "; machines run without Landlock, which needs Linux 6.2 or later"
+	}
 	if os.Geteuid() == 0 { // the machines themselves run as users of their own
 		if _, err := kvm.Group(kvm.Device); err != nil {
 			return false, why + ", but " + err.Error()

@@ -667,6 +667,58 @@ func TestRealConnections(t *testing.T) { //nolint:paralleltest // as above
 	t.Logf("the child's console: %q", tail(child.Console()))
 }
 
+// TestRealDiskAgrees captures a guest that writes to its disk without end, and wants of every clone that disk and memory are of one instant: the
+// guest counts in its memory, then writes the count to its disk.
+func TestRealDiskAgrees(t *testing.T) { //nolint:paralleltest // as above
+	r := newRig(t, 128)
+	v := r.boot(t)
+	stop, stopped := make(chan struct{}), make(chan error, 1)
+	go func() {
+		stopped <- func() error {
+			c, err := v.DialAgent(t.Context())
+			if err != nil {
+				return err
+			}
+			defer c.Close()
+			l := &line{c, bufio.NewReader(c)}
+			for {
+				select {
+				case <-stop:
+					return nil
+				default:
+				}
+				n, err := l.ask(patience, "inc")
+				if err == nil {
+					_, err = l.ask(patience, "write 1 0 "+n)
+				}
+				if err != nil {
+					return err
+				}
+			}
+		}()
+	}()
+	var captured []*snapshot
+	for range 8 {
+		time.Sleep(200 * time.Millisecond)
+		captured = append(captured, v.capture(t, false))
+	}
+	close(stop)
+	if err := <-stopped; err != nil {
+		t.Fatal(err)
+	}
+	v.kill(t)
+	for i, s := range captured {
+		m := r.fork(t, s)
+		count, err1 := strconv.Atoi(m.ask(t, "count"))
+		disk, err2 := strconv.Atoi(m.ask(t, "read 1 0"))
+		if errors.Join(err1, err2) != nil || count == 0 || disk != count && disk != count-1 {
+			t.Errorf("capture %d: the guest has counted to %d and its disk has %d (%v, %v)", i, count, disk, err1, err2)
+		}
+		t.Logf("capture %d: counted to %d, on the disk %d", i, count, disk)
+		m.kill(t)
+	}
+}
+
 // TestRealManyForks grows sixteen at once from one snapshot, which all have its memory and nothing of each other's.
 func TestRealManyForks(t *testing.T) { //nolint:paralleltest // as above
 	const n = 16
