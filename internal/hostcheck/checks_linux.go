@@ -120,14 +120,14 @@ func (f files) kvm(probe func(context.Context) (string, error)) Check {
 	const cure = "none needed; for speed, use a machine (or an instance type with nested virtualisation) whose KVM works"
 	return func(ctx context.Context) Result {
 		if _, err := os.Stat(filepath.Join(f.dev, "kvm")); err != nil {
-			return warn(name, cure, "no /dev/kvm; VMs run under TCG, several times slower")
+			return warn(name, cure, "no /dev/kvm; VMs are emulated (TCG), which is slower")
 		}
 		if probe == nil {
 			return warn(name, "coppice image build", "/dev/kvm is there, which proves nothing, and there is no image yet to boot under it; until then VMs run under TCG")
 		}
 		detail, err := probe(ctx)
 		if err != nil {
-			return warn(name, cure, "/dev/kvm is there, but a guest does not boot under it (%s); VMs run under TCG, several times slower", cause(err))
+			return warn(name, cure, "/dev/kvm is there, but a guest does not boot under it (%s); VMs are emulated (TCG), which is slower", cause(err))
 		}
 		return ok(name, "a guest booted under KVM: %s", detail)
 	}
