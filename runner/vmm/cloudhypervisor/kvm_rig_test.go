@@ -335,4 +335,3 @@ func (v *vm) anonymous(t *testing.T) (kib int) {
 	}
 	return kib
 }
-
