@@ -79,7 +79,7 @@ func (m *machine) facts(ctx context.Context) (string, error) {
 test -c /dev/kvm || { echo "there is no /dev/kvm" >&2; exit 1; }
 echo "  $(qemu-system-x86_64 --version | head -n 1)"
 echo "  control groups: $(cat /sys/fs/cgroup/cgroup.controllers)"
-[ ! -e ` + chProgram + ` ] || echo "  $(` + chProgram + ` --version)"`
+[ ! -e ` + chProgram + ` ] || echo "  $(` + chProgram + ` --version | head -n 1)"`
 	status, err := m.client.run(ctx, wire.Run{Command: []string{"sh", "-c", script}}, &out, &errOut)
 	if err == nil && status != 0 {
 		err = fmt.Errorf("the machine is not what it should be: %s", errOut.String())

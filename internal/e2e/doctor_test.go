@@ -1,0 +1,47 @@
+package e2e
+
+import (
+	"encoding/json"
+	"os"
+	"os/exec"
+	"strings"
+	"testing"
+)
+
+// TestDoctor asks what would be chosen when nothing is forced, which is what the other tests are told: on a host whose KVM works that is
+// cloud-hypervisor where there is one.
+func TestDoctor(t *testing.T) {
+	needVM(t)
+	image(t, "e2e", guestAgent)
+	cmd := exec.CommandContext(t.Context(), program(t, "cmd/coppice"), "--json", "doctor", "--data-dir", t.TempDir())
+	cmd.Env = append(os.Environ(), "COPPICE_IMAGES_DIR="+imageStore(t).Dir(), "COPPICE_VMM=auto", "COPPICE_ACCEL=auto")
+	cmd.Stderr = os.Stderr
+	out, err := cmd.Output()
+	if err != nil {
+		t.Fatalf("%v: %s", err, out)
+	}
+	var report struct {
+		OK     bool `json:"ok"`
+		Checks []struct {
+			Name, Status, Detail string
+		} `json:"checks"`
+	}
+	if err := json.Unmarshal(out, &report); err != nil {
+		t.Fatal(err)
+	}
+	chosen := ""
+	for _, c := range report.Checks {
+		t.Logf("%-4s %-16s %s", c.Status, c.Name, c.Detail)
+		if c.Name == "vmm" {
+			chosen = c.Detail
+		}
+	}
+	if !report.OK {
+		t.Error("coppice dev cannot run here, and it does in the other tests")
+	}
+	for _, want := range []string{"VMs would run on " + *vmmName, *accel} {
+		if !strings.Contains(strings.ToLower(chosen), strings.ToLower(want)) {
+			t.Errorf("the choice is %q, want %q in it", chosen, want)
+		}
+	}
+}
