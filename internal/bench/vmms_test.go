@@ -52,7 +52,7 @@ func TestFindCloudHypervisor(t *testing.T) {
 			t.Fatal(err)
 		}
 		m, err := cloudhypervisor.New(cloudhypervisor.Config{Binary: fake.Path}).Spawn(t.Context(), vmm.Spec{
-			ID: id, Cluster: cluster, Dir: own, VCPUs: 1, MemoryMiB: memoryMiB, Base: open(base), Kernel: open(os.DevNull), Initrd: open(os.DevNull), Restore: restore,
+			ID: id, Cluster: cluster, Dir: own, VCPUs: 1, MemoryMiB: memoryMiB, Base: open(base), Kernel: open(fake.Path), Initrd: open(os.DevNull), Restore: restore,
 		})
 		if err != nil {
 			t.Fatal(err)
