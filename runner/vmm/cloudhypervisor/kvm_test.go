@@ -405,7 +405,10 @@ func TestRealDiskAgrees(t *testing.T) { //nolint:paralleltest // as above
 func TestRealManyForks(t *testing.T) { //nolint:paralleltest // as above
 	const n = 16
 	r := newRig(t, 128)
-	v := r.boot(t)
+	booted := r.boot(t)
+	template := r.rebased(t, booted.capture(t, false)) // as a runner does: else each carried all that a boot writes
+	booted.kill(t)
+	v := r.fork(t, template)
 	v.want(t, "1", "inc")
 	v.ask(t, "fill 2")
 	sum := v.ask(t, "sum")
