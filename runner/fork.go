@@ -116,16 +116,7 @@ func forkError(child runnerapi.Child, ckpt *opened, err error) error {
 // grow makes one sandbox and brings it to ready. On an error nothing of it is left.
 func (r *Runner) grow(ctx context.Context, ckpt *opened, child runnerapi.Child, watch *core.Stopwatch) (_ *sandbox, _ *core.ResealReport, err error) {
 	if s, err := r.find(child.SandboxID); err == nil { // the request is repeated
-		if err := s.lock(ctx); err != nil {
-			return nil, nil, err
-		}
-		defer s.unlock()
-		select {
-		case <-s.gone:
-			return nil, nil, core.Errorf(core.Conflict, core.CodeStateConflict, "sandbox %s was destroyed meanwhile", child.SandboxID)
-		default:
-			return s, s.reseal, nil
-		}
+		return s.grown(ctx)
 	}
 	if r.runCtx.Err() != nil { // it waited for a CPU when the runner was stopped
 		return nil, nil, errStopping
@@ -143,7 +134,13 @@ func (r *Runner) grow(ctx context.Context, ckpt *opened, child runnerapi.Child, 
 		Checkpoint: ckpt.ID, Identity: child.Identity, Resources: ckpt.Resources,
 	})
 	if err := r.register(s); err != nil {
-		return nil, nil, errors.Join(err, r.dismantle(ctx, sh))
+		if gone := r.dismantle(ctx, sh); gone != nil {
+			return nil, nil, errors.Join(err, gone)
+		}
+		if other, there := r.find(child.SandboxID); there == nil { // the request was repeated while this child or that one waited for a CPU
+			return other.grown(ctx)
+		}
+		return nil, nil, err
 	}
 	defer s.unlock()
 	report, err := r.animate(ctx, s, ckpt, child, watch)
@@ -156,6 +153,20 @@ func (r *Runner) grow(ctx context.Context, ckpt *opened, child runnerapi.Child, 
 	r.wg.Add(1)
 	go r.watch(s)
 	return s, report, nil
+}
+
+// grown is what a repeat of the request that grew a sandbox is answered: what the first is, once that is done.
+func (s *sandbox) grown(ctx context.Context) (*sandbox, *core.ResealReport, error) {
+	if err := s.lock(ctx); err != nil {
+		return nil, nil, err
+	}
+	defer s.unlock()
+	select {
+	case <-s.gone:
+		return nil, nil, core.Errorf(core.Conflict, core.CodeStateConflict, "sandbox %s was destroyed meanwhile", s.info.ID)
+	default:
+		return s, s.reseal, nil
+	}
 }
 
 // register makes a sandbox known, with its work lock held.

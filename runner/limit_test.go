@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"os"
 	"strings"
+	"sync"
 	"testing"
 
 	"golang.org/x/sys/unix"
@@ -55,4 +56,35 @@ func TestForkMeetsALimit(t *testing.T) {
 			}
 		})
 	}
+}
+
+// TestForkRepeatedMeanwhile has a fork asked for again while it is under way, as a controller does that was not answered in time: each of the
+// requests is answered with the same children, and there is one of each.
+func TestForkRepeatedMeanwhile(t *testing.T) {
+	t.Parallel()
+	r := newFakeRig(t, func(c *Config) { c.Parallel = 3 })
+	template := r.boot()
+	req := runnerapi.Fork{CheckpointID: template}
+	var ids []core.SandboxID
+	for range 6 {
+		req.Children = append(req.Children, r.child())
+		ids = append(ids, req.Children[len(req.Children)-1].SandboxID)
+	}
+	var wg sync.WaitGroup
+	results, errs := make([]runnerapi.ForkResult, 3), make([]error, 3)
+	for i := range results {
+		wg.Go(func() { results[i], errs[i] = r.Fork(t.Context(), req) })
+	}
+	wg.Wait()
+	if err := errors.Join(errs...); err != nil {
+		t.Fatal(err)
+	}
+	for i, res := range results {
+		for k, c := range res.Children {
+			if c.Problem != nil || c.Sandbox == nil || c.Sandbox.State != runnerapi.SandboxReady || c.Reseal == nil || !c.Reseal.Complete {
+				t.Errorf("request %d, child %d: %+v %+v", i, k, c.Problem, c.Sandbox)
+			}
+		}
+	}
+	r.wantOnly(ids...)
 }
