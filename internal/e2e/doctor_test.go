@@ -2,6 +2,7 @@ package e2e
 
 import (
 	"encoding/json"
+	"errors"
 	"os"
 	"os/exec"
 	"strings"
@@ -17,11 +18,10 @@ func TestDoctor(t *testing.T) {
 	cmd.Env = append(os.Environ(), "COPPICE_IMAGES_DIR="+imageStore(t).Dir(), "COPPICE_VMM=auto", "COPPICE_ACCEL=auto")
 	cmd.Stderr = os.Stderr
 	out, err := cmd.Output()
-	if err != nil {
-		t.Fatalf("%v: %s", err, out)
+	if _, ran := errors.AsType[*exec.ExitError](err); err != nil && !ran {
+		t.Fatal(err)
 	}
 	var report struct {
-		OK     bool `json:"ok"`
 		Checks []struct {
 			Name, Status, Detail string
 		} `json:"checks"`
@@ -35,9 +35,10 @@ func TestDoctor(t *testing.T) {
 		if c.Name == "vmm" {
 			chosen = c.Detail
 		}
-	}
-	if !report.OK {
-		t.Error("coppice dev cannot run here, and it does in the other tests")
+		// Where images are brought along there is nothing to build them with.
+		if c.Status == "fail" && c.Name != "image-tools" {
+			t.Errorf("coppice dev cannot run here for want of %s, and it does in the other tests", c.Name)
+		}
 	}
 	for _, want := range []string{"VMs would run on " + *vmmName, *accel} {
 		if !strings.Contains(strings.ToLower(chosen), strings.ToLower(want)) {

@@ -425,6 +425,10 @@ func (in *installation) hangInCapture(t *testing.T, point, name string, sig sysc
 	if err := syscall.Kill(m.pid, sig); err != nil {
 		t.Fatal(err)
 	}
+	until(t, "the signal has taken the VMM", func() (bool, error) { // on a busy host the rest of a capture takes less
+		state, err := processState(m.pid)
+		return err != nil || state == 'T' || state == 'Z' || state == 'X', nil //nolint:nilerr // it is gone
+	})
 	began := time.Now()
 	in.runner.signal(t, syscall.SIGCONT)
 	err := <-captured
