@@ -64,7 +64,7 @@ func parsePlan(comment string, like plan) (plan, error) {
 	}
 	p := like
 	p.state = state(fields[1])
-	if p.state == quarantined && len(fields) == 2 {
+	if p.state == quarantined && p.String() == comment {
 		return p, nil
 	}
 	if p.state != assigned && p.state != opened || len(fields) < 5 {
