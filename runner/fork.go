@@ -137,7 +137,7 @@ func (r *Runner) grow(ctx context.Context, ckpt *opened, child runnerapi.Child, 
 		if gone := r.dismantle(ctx, sh); gone != nil {
 			return nil, nil, errors.Join(err, gone)
 		}
-		if other, there := r.find(child.SandboxID); there == nil { // the request was repeated while this child or that one waited for a CPU
+		if other, notThere := r.find(child.SandboxID); notThere == nil { // the request was repeated while this child or that one waited for a CPU
 			return other.grown(ctx)
 		}
 		return nil, nil, err

@@ -97,11 +97,8 @@ func (n *Namespace) raise() error {
 		return err
 	}
 	return n.Do(func() error {
-		tap, err := netlink.LinkByName(TapName)
-		if err != nil {
-			return fmt.Errorf("find %s: %w", TapName, err)
-		}
-		return wrapIf(netlink.LinkSetUp(tap), "set "+TapName+" up")
+		_, err := tapUp()
+		return err
 	})
 }
 
@@ -249,12 +246,9 @@ func (n *Namespace) open(ctx context.Context, next plan) error {
 // admit brings the tap of the calling thread's namespace up and makes the guest reachable. Its neighbour entry is
 // permanent: no ARP of the guest can change it and none is asked for. Repeating it changes nothing.
 func admit(p plan) error {
-	tap, err := netlink.LinkByName(TapName)
+	tap, err := tapUp()
 	if err != nil {
-		return fmt.Errorf("find %s: %w", TapName, err)
-	}
-	if err := netlink.LinkSetUp(tap); err != nil {
-		return fmt.Errorf("set %s up: %w", TapName, err)
+		return err
 	}
 	index := tap.Attrs().Index
 	if err := netlink.NeighSet(&netlink.Neigh{
@@ -282,6 +276,15 @@ func (n *Namespace) shut() error {
 		err = errors.Join(err, gone)
 	}
 	return err
+}
+
+// tapUp brings up the tap of the calling thread's namespace.
+func tapUp() (netlink.Link, error) {
+	tap, err := netlink.LinkByName(TapName)
+	if err != nil {
+		return nil, fmt.Errorf("find %s: %w", TapName, err)
+	}
+	return tap, wrapIf(netlink.LinkSetUp(tap), "set "+TapName+" up")
 }
 
 // tapDown cuts the guest off in the calling thread's namespace.

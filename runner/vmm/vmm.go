@@ -49,9 +49,6 @@ type Capabilities struct {
 	// ReadOnlyBase says that the driver maps a base from a read-only regular file. Where it is false the base must
 	// be a sealed memfd, because the VMM opens it for writing.
 	ReadOnlyBase bool
-	// InjectBeforeLoad says that memory can be written before device state is loaded. Where it is false a
-	// checkpoint with a delta must be rebased before it is forked.
-	InjectBeforeLoad bool
 	// TapUp says that the tap must be up while the machine runs. Where it is false a tap may be down as long as nothing may leave the
 	// machine, which is the better wall.
 	TapUp bool

@@ -2,7 +2,9 @@ package cloudhypervisor
 
 import (
 	"bufio"
+	"bytes"
 	"encoding/json"
+	"errors"
 	"io"
 	"net"
 	"os"
@@ -153,7 +155,9 @@ func TestEvents(t *testing.T) {
 		}
 		got, done := make(chan event), make(chan struct{})
 		go func() {
-			e.follow(func(e event) { got <- e })
+			if err := e.follow(func(e event) { got <- e }); err != nil {
+				t.Error(err)
+			}
 			close(done)
 		}()
 		select {
@@ -171,5 +175,27 @@ func TestEvents(t *testing.T) {
 			t.Fatal("the reading does not end")
 		}
 		said("{not JSON\n\n{\n  \"source\": \"vm\",\n  \"event\": \"rebooting\"\n}\n\n") // while nobody reads
+	}
+}
+
+// TestEndlessEvent: an event without an end costs bounded memory, and is an error, because a restart could come behind it.
+func TestEndlessEvent(t *testing.T) {
+	t.Parallel()
+	read, write, err := os.Pipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	go func() {
+		for i := 0; i <= maxEvent; i += 4096 {
+			if _, err := write.Write(bytes.Repeat([]byte("x"), 4096)); err != nil {
+				break // nobody reads any more
+			}
+		}
+		_ = write.Close()
+	}()
+	e := &events{read}
+	defer e.close()
+	if err := e.follow(func(e event) { t.Errorf("it was taken for %+v", e) }); !errors.Is(err, bufio.ErrTooLong) {
+		t.Errorf("got %v", err)
 	}
 }

@@ -142,7 +142,7 @@ func (d *Driver) Fingerprint(ctx context.Context) (vmm.Fingerprint, error) {
 // Capabilities implements vmm.Driver. The thread of a network device ends at the first frame that a tap refuses because it is down, and a
 // pause then waits for it for ever.
 func (d *Driver) Capabilities() vmm.Capabilities {
-	return vmm.Capabilities{ReadOnlyBase: true, InjectBeforeLoad: true, TapUp: true, ResizeDisk: true, RealGuest: true}
+	return vmm.Capabilities{ReadOnlyBase: true, TapUp: true, ResizeDisk: true, RealGuest: true}
 }
 
 // Probe boots a guest kernel and initrd, given as paths, because neither a device node nor a binary proves anything. why is for

@@ -4,6 +4,7 @@ import (
 	"bufio"
 	"bytes"
 	"encoding/json"
+	"errors"
 	"os"
 
 	"golang.org/x/sys/unix"
@@ -18,7 +19,7 @@ type event struct {
 // events reads them. They come through a FIFO, so that a successor of the runner goes on reading where this one ended.
 type events struct{ read *os.File }
 
-// maxEvent bounds one. Those that are longer, and all behind them, are not read.
+// maxEvent bounds one.
 const maxEvent = 64 << 10
 
 func openEvents(path string) (*events, error) {
@@ -29,8 +30,8 @@ func openEvents(path string) (*events, error) {
 	return &events{f}, nil
 }
 
-// follow calls happened with each, until the VMM ends or close.
-func (e *events) follow(happened func(event)) {
+// follow calls happened with each, until the VMM ends or close. It fails when one is too long: what comes behind it is not known any more.
+func (e *events) follow(happened func(event)) error {
 	lines := bufio.NewScanner(e.read)
 	lines.Buffer(make([]byte, 0, 4096), maxEvent)
 	lines.Split(splitEvents)
@@ -40,6 +41,10 @@ func (e *events) follow(happened func(event)) {
 			happened(one)
 		}
 	}
+	if err := lines.Err(); errors.Is(err, bufio.ErrTooLong) {
+		return err
+	}
+	return nil
 }
 
 // splitEvents is a bufio.SplitFunc.

@@ -182,7 +182,11 @@ func (v *vm) connect(t *testing.T) *line {
 			return l
 		}
 		_ = l.Close()
-		time.Sleep(20 * time.Millisecond)
+		select {
+		case <-v.Done():
+			t.Fatalf("the machine has ended: %+v", v.Exit())
+		case <-time.After(20 * time.Millisecond): // a guest that refuses has not started yet, and nothing says when it has
+		}
 	}
 	t.Fatalf("the guest does not answer; the console ends with %q", tail(v.Console()))
 	return nil

@@ -354,7 +354,7 @@ func TestRealConnections(t *testing.T) { //nolint:paralleltest // as above
 func TestRealDiskAgrees(t *testing.T) { //nolint:paralleltest // as above
 	r := newRig(t, 128)
 	v := r.boot(t)
-	stop, stopped := make(chan struct{}), make(chan error, 1)
+	stop, stopped, written := make(chan struct{}), make(chan error, 1), make(chan struct{})
 	go func() {
 		stopped <- func() error {
 			c, err := v.DialAgent(t.Context())
@@ -367,6 +367,7 @@ func TestRealDiskAgrees(t *testing.T) { //nolint:paralleltest // as above
 				select {
 				case <-stop:
 					return nil
+				case written <- struct{}{}:
 				default:
 				}
 				n, err := l.ask(patience, "inc")
@@ -381,7 +382,13 @@ func TestRealDiskAgrees(t *testing.T) { //nolint:paralleltest // as above
 	}()
 	var captured []*snapshot
 	for range 8 {
-		time.Sleep(200 * time.Millisecond)
+		for range 3 {
+			select {
+			case <-written: // and the guest is in the middle of the next
+			case err := <-stopped:
+				t.Fatal(err)
+			}
+		}
 		captured = append(captured, v.capture(t, false))
 	}
 	close(stop)

@@ -64,7 +64,11 @@ func attach(ctx context.Context, proc *vmmproc.Process, log *vmmproc.Log, h vmm.
 		}
 	}
 	go m.Watch()
-	go m.events.follow(m.happened)
+	go func() {
+		if err := m.events.follow(m.happened); err != nil {
+			m.endFor("what cloud-hypervisor says of itself is not understood: " + err.Error()) // it could restart its guest unseen
+		}
+	}()
 	return m, nil
 }
 
@@ -84,9 +88,13 @@ func (m *machine) happened(e event) {
 	if e.Source != "vm" || e.Event != "rebooting" {
 		return
 	}
+	m.endFor("the guest restarted")
+}
+
+func (m *machine) endFor(cause string) {
 	ctx, cancel := context.WithTimeout(context.Background(), vmmproc.CommandTime)
 	defer cancel()
-	_ = m.EndFor(ctx, "the guest restarted") // fails for a process that cannot be killed, which Kill will say, too
+	_ = m.EndFor(ctx, cause) // fails for a process that cannot be killed, which Kill will say, too
 }
 
 // ask asks the VMM for the state.
@@ -161,15 +169,7 @@ func (m *machine) SaveState(ctx context.Context, to *os.File) error {
 }
 
 func (m *machine) Restore(ctx context.Context, spec vmm.RestoreSpec) error {
-	began := false
-	err := m.Step(ctx, "restore", []vmmproc.State{vmmproc.Waiting}, vmmproc.Paused, func(ctx context.Context) error {
-		began = true
-		return m.restore(ctx, spec)
-	})
-	if began && err != nil {
-		m.SetState(vmmproc.Failed)
-	}
-	return err
+	return m.StepRestore(ctx, func(ctx context.Context) error { return m.restore(ctx, spec) })
 }
 
 // restore has the VMM map the base, write the delta into the mapping, and load the state: in that order, because its virtio devices take

@@ -42,8 +42,7 @@ func (d *Driver) Spawn(ctx context.Context, spec vmm.Spec) (vmm.Machine, error) 
 }
 
 func (d *Driver) spawn(ctx context.Context, in *installation, spec vmm.Spec) (_ *machine, err error) {
-	inode, err := vmmproc.CheckSpec(spec)
-	if err != nil {
+	if err := vmmproc.CheckSpec(spec); err != nil {
 		return nil, err
 	}
 	if ctx.Err() != nil {
@@ -72,36 +71,20 @@ func (d *Driver) spawn(ctx context.Context, in *installation, spec vmm.Spec) (_ 
 			return nil, err
 		}
 	}
-	log, logEnd, err := vmmproc.NewLog()
-	if err != nil {
-		return nil, err
-	}
 	// Landlock is asked for in the configuration: its flag is refused without a kernel on the command line.
 	args := []string{"--api-socket", fmt.Sprintf("fd=%d", apiFD), "--event-monitor", fmt.Sprintf("fd=%d", eventsFD), "--seccomp", "true"}
-	proc, err := vmmproc.Start(vmmproc.Command{
-		Path: in.path, Name: nameOf(spec.Cluster, spec.ID), Args: args, Files: files.Files, Log: logEnd, Dir: "/",
-		NetNS: spec.NetNS, UID: spec.UID, GID: spec.GID, Groups: groups, CgroupFD: spec.CgroupFD,
-	})
-	_ = logEnd.Close() // the VMM has its own copy
-	if err != nil {
-		log.Close()
-		return nil, err
-	}
-	h := vmm.Handle{
-		Driver: DriverName, PID: proc.PID, StartTime: proc.StartTime, Dir: spec.Dir,
-		MemoryMiB: spec.MemoryMiB, BaseInode: inode,
-	}
-	m, err := attach(ctx, proc, log, h)
-	if err != nil {
-		return nil, vmmproc.Abort(ctx, Program, proc, log, err)
-	}
-	if !spec.Restore {
-		if err := m.create(ctx, conf, spec); err != nil {
-			m.Release()
-			return nil, vmmproc.Abort(ctx, Program, proc, log, err)
-		}
-	}
-	return m, nil
+	return vmmproc.Spawn(ctx, DriverName, spec, vmmproc.Command{Path: in.path, Name: nameOf(spec.Cluster, spec.ID), Args: args, Files: files.Files, Groups: groups},
+		func(proc *vmmproc.Process, log *vmmproc.Log, h vmm.Handle) (*machine, error) {
+			m, err := attach(ctx, proc, log, h)
+			if err != nil || spec.Restore {
+				return m, err
+			}
+			if err := m.create(ctx, conf, spec); err != nil {
+				m.Release()
+				return nil, err
+			}
+			return m, nil
+		})
 }
 
 // create tells the VMM what to boot.

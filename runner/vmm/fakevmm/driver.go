@@ -219,7 +219,7 @@ func (d *Driver) Fingerprint(ctx context.Context) (vmm.Fingerprint, error) {
 
 // Capabilities implements vmm.Driver.
 func (d *Driver) Capabilities() vmm.Capabilities {
-	return vmm.Capabilities{ReadOnlyBase: true, InjectBeforeLoad: true, ResizeDisk: true}
+	return vmm.Capabilities{ReadOnlyBase: true, ResizeDisk: true}
 }
 
 // Spawn implements vmm.Driver.

@@ -141,7 +141,7 @@ func (d *Driver) Capabilities() vmm.Capabilities {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	return vmm.Capabilities{
-		ReadOnlyBase:     d.found != nil && d.found.readOnlyBase(),
-		InjectBeforeLoad: true, ResizeDisk: true, RealGuest: true,
+		ReadOnlyBase: d.found != nil && d.found.readOnlyBase(),
+		ResizeDisk:   true, RealGuest: true,
 	}
 }

@@ -113,15 +113,7 @@ func (m *machine) command(name string) func(context.Context) error {
 }
 
 func (m *machine) Restore(ctx context.Context, spec vmm.RestoreSpec) error {
-	began := false
-	err := m.Step(ctx, "restore", []vmmproc.State{vmmproc.Waiting}, vmmproc.Paused, func(ctx context.Context) error {
-		began = true
-		return m.restore(ctx, spec)
-	})
-	if began && err != nil {
-		m.SetState(vmmproc.Failed)
-	}
-	return err
+	return m.StepRestore(ctx, func(ctx context.Context) error { return m.restore(ctx, spec) })
 }
 
 func (m *machine) restore(ctx context.Context, spec vmm.RestoreSpec) error {

@@ -36,8 +36,7 @@ func (d *Driver) Spawn(ctx context.Context, spec vmm.Spec) (vmm.Machine, error) 
 }
 
 func (d *Driver) spawn(ctx context.Context, in *installation, spec vmm.Spec) (_ *machine, err error) {
-	inode, err := vmmproc.CheckSpec(spec)
-	if err != nil {
+	if err := vmmproc.CheckSpec(spec); err != nil {
 		return nil, err
 	}
 	if ctx.Err() != nil {
@@ -61,28 +60,10 @@ func (d *Driver) spawn(ctx context.Context, in *installation, spec vmm.Spec) (_ 
 			return nil, err
 		}
 	}
-	log, logEnd, err := vmmproc.NewLog()
-	if err != nil {
-		return nil, err
-	}
-	proc, err := vmmproc.Start(vmmproc.Command{
-		Path: in.path, Args: arguments(p, spec, fds), Files: files.Files, Log: logEnd, Dir: "/",
-		NetNS: spec.NetNS, UID: spec.UID, GID: spec.GID, Groups: groups, CgroupFD: spec.CgroupFD,
-	})
-	_ = logEnd.Close() // QEMU has its own copy
-	if err != nil {
-		log.Close()
-		return nil, err
-	}
-	h := vmm.Handle{
-		Driver: DriverName, PID: proc.PID, StartTime: proc.StartTime, Dir: spec.Dir,
-		MemoryMiB: spec.MemoryMiB, BaseInode: inode,
-	}
-	m, err := attach(ctx, proc, log, h)
-	if err != nil {
-		return nil, vmmproc.Abort(ctx, DriverName, proc, log, err)
-	}
-	return m, nil
+	return vmmproc.Spawn(ctx, DriverName, spec, vmmproc.Command{Path: in.path, Args: arguments(p, spec, fds), Files: files.Files, Groups: groups},
+		func(proc *vmmproc.Process, log *vmmproc.Log, h vmm.Handle) (*machine, error) {
+			return attach(ctx, proc, log, h)
+		})
 }
 
 // Recover implements vmm.Driver.

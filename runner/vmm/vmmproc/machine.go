@@ -187,6 +187,19 @@ func (m *Machine) Step(ctx context.Context, verb string, from []State, to State,
 	return nil
 }
 
+// StepRestore is Step for a restore: after one that has begun and failed the machine is good for nothing.
+func (m *Machine) StepRestore(ctx context.Context, fn func(context.Context) error) error {
+	began := false
+	err := m.Step(ctx, "restore", []State{Waiting}, Paused, func(ctx context.Context) error {
+		began = true
+		return fn(ctx)
+	})
+	if began && err != nil {
+		m.SetState(Failed)
+	}
+	return err
+}
+
 // stepError says so when the VMM ended meanwhile.
 func (m *Machine) stepError(verb string, err error) error {
 	return fmt.Errorf("%s: %w", verb, errors.Join(err, m.Gone(verb)))

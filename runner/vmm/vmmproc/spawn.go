@@ -16,8 +16,14 @@ import (
 	"github.com/coppice-dev/coppice/runner/vmm"
 )
 
-// CheckSpec refuses what would only show as a crash of the guest, and returns the base's inode.
-func CheckSpec(spec vmm.Spec) (inode uint64, err error) {
+// CheckSpec refuses what would only show as a crash of the guest.
+func CheckSpec(spec vmm.Spec) error {
+	_, err := checkSpec(spec)
+	return err
+}
+
+// checkSpec is CheckSpec, and returns the base's inode.
+func checkSpec(spec vmm.Spec) (inode uint64, err error) {
 	bad := func(format string, a ...any) (uint64, error) {
 		return 0, core.Errorf(core.Internal, core.CodeInternal, format, a...)
 	}
@@ -175,8 +181,35 @@ func Reap(ctx context.Context, cluster string, keep []vmm.Handle, match func(arg
 	return n, nil
 }
 
-// Abort ends a VMM that did not come up, and adds what it said.
-func Abort(ctx context.Context, program string, proc *Process, log *Log, err error) error {
+// Spawn starts the VMM of a machine: c says what differs between VMMs, the rest is in the spec. attach connects to it; when that fails the
+// VMM is ended, and the error has what it said.
+func Spawn[M any](ctx context.Context, driver string, spec vmm.Spec, c Command, attach func(*Process, *Log, vmm.Handle) (M, error)) (m M, err error) {
+	inode, err := checkSpec(spec)
+	if err != nil {
+		return m, err
+	}
+	log, logEnd, err := NewLog()
+	if err != nil {
+		return m, err
+	}
+	c.Log, c.Dir, c.NetNS, c.UID, c.GID, c.CgroupFD = logEnd, "/", spec.NetNS, spec.UID, spec.GID, spec.CgroupFD
+	proc, err := Start(c)
+	_ = logEnd.Close() // the VMM has its own copy
+	if err != nil {
+		log.Close()
+		return m, err
+	}
+	m, err = attach(proc, log, vmm.Handle{
+		Driver: driver, PID: proc.PID, StartTime: proc.StartTime, Dir: spec.Dir, MemoryMiB: spec.MemoryMiB, BaseInode: inode,
+	})
+	if err != nil {
+		return m, abort(ctx, driver, proc, log, err)
+	}
+	return m, nil
+}
+
+// abort ends a VMM that did not come up, and adds what it said.
+func abort(ctx context.Context, program string, proc *Process, log *Log, err error) error {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), CommandTime)
 	defer cancel()
 	err = errors.Join(err, proc.Kill(ctx))

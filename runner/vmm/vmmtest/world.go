@@ -219,9 +219,6 @@ func (m *machine) capture(t *testing.T) *snapshot {
 		t.Fatal(err)
 	}
 	t.Cleanup(s.delta.Close)
-	if !m.w.caps.InjectBeforeLoad {
-		s.rebase(t, m.w)
-	}
 	return s
 }
 
