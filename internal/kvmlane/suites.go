@@ -31,7 +31,7 @@ const (
 
 // endToEnd are the tests of the whole system that say most of a VMM: it is chosen where it works, what is in memory goes on in every
 // fork, and no fork is like another.
-const endToEnd = "^(TestDoctor|TestForkWorkspaceAndRestore|TestReseal)$"
+const endToEnd = "^(TestDoctor|TestForkWorkspaceAndRestore|TestQuarantineIsSilent|TestReseal)$"
 
 // restsOn are the driver's tests of what a release must do for it.
 const restsOn = "^(TestRealPlaceholder|TestRealConfinement|TestRealOracle|TestRealLarge|TestRealConnections|TestRealDiskAgrees|TestRealManyForks|TestRealKilled|TestRealCPUs|TestRealRefusesOtherState)$"
