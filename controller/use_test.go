@@ -121,7 +121,7 @@ func TestRefusals(t *testing.T) {
 	w.register()
 	err := fork(controller.ForkRequest{Count: 1})
 	wantCode(t, err, core.CodeIncompatibleHost)
-	if !strings.Contains(core.MessageOf(err), "vmm_version is 1 in the checkpoint and 2 on the runner") {
+	if !strings.Contains(core.MessageOf(err), "its vmm_version is \"1\" and the runner's is \"2\"") {
 		t.Errorf("it does not name the field: %v", err)
 	}
 	w.create("after-the-upgrade") // a template of the new class is made

@@ -67,7 +67,7 @@ func (r *Runner) captureLocked(ctx context.Context, s *sandbox, req runnerapi.Ca
 	if info.State != runnerapi.SandboxReady {
 		return nil, core.Errorf(core.FailedPrecondition, core.CodeWorkspaceNotReady, "sandbox %s is %s and cannot be captured", info.ID, info.State)
 	}
-	if field := classDifference(r.class, s.Class); field != "" && (req.Stop || req.Fork) {
+	if field := s.Class.Difference(r.class); field != "" && (req.Stop || req.Fork) {
 		return nil, core.Errorf(core.FailedPrecondition, core.CodeIncompatibleHost,
 			"sandbox %s runs on a VMM that an earlier runner has started: %s. A checkpoint of it cannot be grown from here, so it is neither suspended nor forked; "+
 				"take a checkpoint, and start the runner with that VMM again to use it", info.ID, field)

@@ -53,27 +53,10 @@ func (r *Runner) Fork(ctx context.Context, req runnerapi.Fork) (runnerapi.ForkRe
 
 // compatible refuses a checkpoint of another class, naming the field.
 func (r *Runner) compatible(c runnerapi.Checkpoint) error {
-	if field := classDifference(r.class, c.Class); field != "" {
+	if field := c.Class.Difference(r.class); field != "" {
 		return core.Errorf(core.FailedPrecondition, core.CodeIncompatibleHost, "checkpoint %s cannot be forked on this runner: %s", c.ID, field)
 	}
 	return nil
-}
-
-// classDifference names the first field in which a class is not the runner's, with both values; "" if they are equal.
-func classDifference(runners, other runnerapi.RunnerClass) string {
-	for _, f := range []struct{ name, have, want string }{
-		{"arch", runners.Arch, other.Arch},
-		{"vmm", runners.VMM, other.VMM},
-		{"vmm_version", runners.VMMVersion, other.VMMVersion},
-		{"machine_type", runners.MachineType, other.MachineType},
-		{"accelerator", runners.Accelerator, other.Accelerator},
-		{"cpu_model", runners.CPUModel, other.CPUModel},
-	} {
-		if f.have != f.want {
-			return fmt.Sprintf("its %s is %q and the runner's is %q", f.name, f.want, f.have)
-		}
-	}
-	return ""
 }
 
 func (r *Runner) forkOne(ctx context.Context, ckpt *opened, child runnerapi.Child) (out runnerapi.ChildResult) {

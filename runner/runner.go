@@ -110,7 +110,7 @@ func New(ctx context.Context, cfg Config) (_ *Runner, err error) {
 	strange := map[string]int{} // checkpoints of another class, by the difference
 	for _, rec := range r.checkpoints.list() {
 		_ = r.draws.add(rec.ParentReseal) // they were judged then
-		if field := classDifference(r.class, rec.Class); field != "" {
+		if field := rec.Class.Difference(r.class); field != "" {
 			strange[field]++
 		}
 	}

@@ -1,9 +1,10 @@
 // Package runnerapi is the wire between controller and runner: JSON over HTTP. It holds the request and response
-// types and the paths, for both directions, and nothing that runs. Runners register and heartbeat to the controller;
+// types and the paths, for both directions, and how classes compare. Runners register and heartbeat to the controller;
 // the controller dials runners for work. Both ends are built from one commit; fields are added, never renamed.
 package runnerapi
 
 import (
+	"fmt"
 	"net/netip"
 	"time"
 
@@ -61,6 +62,23 @@ type RunnerClass struct {
 	VMM         string `json:"vmm"`         // qemu, cloud-hypervisor or fake
 	VMMVersion  string `json:"vmm_version"` // upstream version, without the distribution's patch level
 	MachineType string `json:"machine_type"`
+}
+
+// Difference names the first field in which a runner's class is not c, with both values, which may be anybody's; "" if they are equal.
+func (c RunnerClass) Difference(runner RunnerClass) string {
+	for _, f := range []struct{ name, want, have string }{
+		{"arch", c.Arch, runner.Arch},
+		{"accelerator", c.Accelerator, runner.Accelerator},
+		{"vmm", c.VMM, runner.VMM},
+		{"vmm_version", c.VMMVersion, runner.VMMVersion},
+		{"machine_type", c.MachineType, runner.MachineType},
+		{"cpu_model", c.CPUModel, runner.CPUModel},
+	} {
+		if f.want != f.have {
+			return fmt.Sprintf("its %s is %q and the runner's is %q", f.name, core.Clip(f.want), core.Clip(f.have))
+		}
+	}
+	return ""
 }
 
 // Info is what a runner says of itself.

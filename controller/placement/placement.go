@@ -111,7 +111,7 @@ func eligible(fleet []Runner, req Request) ([]Runner, error) {
 	if req.Class != nil {
 		differs := ""
 		list = slices.DeleteFunc(list, func(r Runner) bool {
-			field := classDifference(*req.Class, r.Class)
+			field := req.Class.Difference(r.Class)
 			if field != "" {
 				differs = field
 			}
@@ -129,23 +129,6 @@ func eligible(fleet []Runner, req Request) ([]Runner, error) {
 		}
 	}
 	return list, nil
-}
-
-// classDifference names the first field in which a runner differs from what is needed, with both values.
-func classDifference(want, have runnerapi.RunnerClass) string {
-	for _, f := range []struct{ name, want, have string }{
-		{"arch", want.Arch, have.Arch},
-		{"accelerator", want.Accelerator, have.Accelerator},
-		{"vmm", want.VMM, have.VMM},
-		{"vmm_version", want.VMMVersion, have.VMMVersion},
-		{"machine_type", want.MachineType, have.MachineType},
-		{"cpu_model", want.CPUModel, have.CPUModel},
-	} {
-		if f.want != f.have {
-			return f.name + " is " + core.Clip(f.want) + " in the checkpoint and " + core.Clip(f.have) + " on the runner"
-		}
-	}
-	return ""
 }
 
 func lacks(r Runner, req Request) string {

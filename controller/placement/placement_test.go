@@ -56,9 +56,9 @@ func TestChoose(t *testing.T) {
 		"holder draining": {fleet: []placement.Runner{runner("a", func(r *placement.Runner) { r.Draining = true })}, req: placement.Request{Count: 1, Holder: "a"}, code: core.CodeNoRunner},
 		"other cpu": {
 			fleet: []placement.Runner{runner("a", nil)}, req: placement.Request{Count: 1, Holder: "a", Class: &other}, code: core.CodeIncompatibleHost,
-			detail: "cpu_model is host+avx512 in the checkpoint and max on the runner",
+			detail: `its cpu_model is "host+avx512" and the runner's is "max"`,
 		},
-		"other arch": {fleet: []placement.Runner{runner("a", nil)}, req: placement.Request{Count: 1, Class: &arm}, code: core.CodeIncompatibleHost, detail: "arch is arm64"},
+		"other arch": {fleet: []placement.Runner{runner("a", nil)}, req: placement.Request{Count: 1, Class: &arm}, code: core.CodeIncompatibleHost, detail: `its arch is "arm64"`},
 		"one of the class": {
 			fleet: []placement.Runner{runner("a", nil), runner("b", func(r *placement.Runner) { r.Class = other })}, req: placement.Request{Count: 1, Class: &other}, want: "b",
 		},

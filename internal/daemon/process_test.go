@@ -117,7 +117,7 @@ func TestRunnerOfAnotherVMM(t *testing.T) {
 		"resume": func() error { _, err := c.client.ResumeWorkspace(ctx, sleeps.ID); return err }(),
 	} {
 		wantCode(t, err, core.CodeIncompatibleHost)
-		if err != nil && !strings.Contains(err.Error(), "vmm is fake in the checkpoint and other on the runner") {
+		if err != nil && !strings.Contains(err.Error(), "its vmm is \"fake\" and the runner's is \"other\"") {
 			t.Errorf("%s: %v", what, err)
 		}
 	}
