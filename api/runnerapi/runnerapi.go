@@ -157,6 +157,9 @@ type Capture struct {
 type Fork struct {
 	CheckpointID core.CheckpointID `json:"checkpoint_id"`
 	Children     []Child           `json:"children"`
+	// Sources say where the checkpoint is in the store, and behind it those of its ancestors that are sealed, nearest first and the
+	// root last. A runner that does not hold the checkpoint takes it from there; without sources it is CHECKPOINT_NOT_FOUND.
+	Sources []Stored `json:"sources,omitempty"`
 }
 
 // Child is one sandbox to be grown. Repeating a fork with the same SandboxID returns the sandbox that is there.

@@ -90,6 +90,10 @@ var exitOfCode = map[string]int{
 	string(core.CodeResealFailed):           exitFailure,
 	string(core.CodeForkFailed):             exitFailure,
 	string(core.CodeCheckpointCorrupt):      exitFailure,
+	string(core.CodeCheckpointIncomplete):   exitFailure,
+	string(core.CodeManifestInvalid):        exitFailure,
+	string(core.CodeStoreUnavailable):       exitUnavailable,
+	string(core.CodeStoreAuth):              exitUnavailable,
 
 	string(core.CodeCertificateRefused):    exitPermission,
 	string(core.CodeJoinTokenRefused):      exitPermission,

@@ -1,0 +1,61 @@
+package runnerapi
+
+import "github.com/coppice-dev/coppice/core"
+
+// Sealing: a runner uploads the checkpoints that it holds, parents first, one after the other, and tells the controller. It asks for
+// leave before it writes anything to the store (BeginSeal), so that no object is there that the controller does not know of, and
+// what it has written counts once the controller has taken it (CommitSeal). Every message is idempotent and fenced by the runner's
+// lease; an attempt that was given up, or that another has replaced, is refused with STATE_CONFLICT.
+const (
+	PathSeals      = "/internal/v1/runners/{id}/seals"                        // POST BeginSeal -> SealBegun
+	PathSealCommit = "/internal/v1/runners/{id}/seals/{checkpoint_id}/commit" // POST CommitSeal -> {}
+	PathSealFail   = "/internal/v1/runners/{id}/seals/{checkpoint_id}/fail"   // POST FailSeal -> {}
+)
+
+// Stored says where a sealed checkpoint is in the store. Its manifest is believed only with this digest.
+type Stored struct {
+	CheckpointID core.CheckpointID `json:"checkpoint_id"`
+	Manifest     string            `json:"manifest"` // key of the object
+	Digest       core.Digest       `json:"digest"`   // of the object's bytes
+	Bytes        int64             `json:"bytes"`    // of the object
+}
+
+// BeginSeal asks for leave to upload a checkpoint. CHECKPOINT_NOT_FOUND: it was deleted meanwhile; STATE_CONFLICT: it is sealed.
+type BeginSeal struct {
+	LeaseEpoch   int64             `json:"lease_epoch"`
+	CheckpointID core.CheckpointID `json:"checkpoint_id"`
+	// Ancestors that the runner holds the bytes of, nearest first, so that what has not changed since one of them is not stored again.
+	Ancestors []core.CheckpointID `json:"ancestors,omitempty"`
+}
+
+// SealBegun gives leave. What the reference needs is kept for this attempt, whatever is deleted meanwhile, until the attempt ends.
+type SealBegun struct {
+	Attempt   int64   `json:"attempt"`
+	Prefix    string  `json:"prefix"`              // every key of the attempt begins with this; it ends with a slash
+	Reference *Stored `json:"reference,omitempty"` // of the nearest of Ancestors that is sealed; nil when none is
+}
+
+// StoredObject is one object in the store.
+type StoredObject struct {
+	Key   string `json:"key"`
+	Bytes int64  `json:"bytes"`
+}
+
+// CommitSeal makes a checkpoint sealed: everything that its manifest names is in the store.
+type CommitSeal struct {
+	LeaseEpoch  int64          `json:"lease_epoch"`
+	Attempt     int64          `json:"attempt"`
+	Stored      Stored         `json:"stored"`
+	Written     []StoredObject `json:"written"`      // objects of this attempt, the manifest among them
+	Needs       []string       `json:"needs"`        // keys of all objects that a restore may read, those of the reference and of Written
+	StoredBytes int64          `json:"stored_bytes"` // of Written
+	Timings     []core.Timing  `json:"timings"`
+}
+
+// FailSeal gives an attempt up. What it has written is removed by the controller. Problem is shown to users until a later attempt
+// succeeds.
+type FailSeal struct {
+	LeaseEpoch int64   `json:"lease_epoch"`
+	Attempt    int64   `json:"attempt"`
+	Problem    Problem `json:"problem"`
+}

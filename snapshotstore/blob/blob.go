@@ -1,0 +1,72 @@
+// Package blob is the contract of what keeps the objects of the snapshot store, with a suite that every backend passes
+// (blobtest): a directory (dir) and anything that speaks S3 (s3).
+package blob
+
+import (
+	"context"
+	"errors"
+	"io"
+	"iter"
+	"strings"
+	"time"
+
+	"github.com/coppice-dev/coppice/core"
+)
+
+// Blobs keeps immutable objects by key. Nothing that it returns is trusted: who reads checks digests.
+//
+// A store that cannot be reached, or that is too slow for the backend's deadlines, is STORE_UNAVAILABLE, after the backend's own
+// bounded retries; one that refuses the credentials is STORE_AUTH. Everything is idempotent and safe for concurrent use. A cancelled
+// context leaves an object whole or absent, never in part; what a backend has written of one that was given up it removes, or
+// Sweep does.
+type Blobs interface {
+	// Put stores size bytes of body, whose digest is digest, under a key. It returns when they are durable. Where the key has the same
+	// bytes already it succeeds; where it has others it is ErrExists, and they stay.
+	Put(ctx context.Context, key string, body io.ReaderAt, size int64, digest core.Digest) error
+	// Get returns n bytes of an object from off on; fewer where it ends before. ErrNotFound when there is no such object. The caller
+	// closes it. A body that is cut short is an error of its Read, never io.EOF.
+	Get(ctx context.Context, key string, off, n int64) (io.ReadCloser, error)
+	// Stat says what is known of an object; ErrNotFound.
+	Stat(ctx context.Context, key string) (Info, error)
+	// List yields the objects whose keys begin with prefix, in the order of their keys. It ends with the first error.
+	List(ctx context.Context, prefix string) iter.Seq2[Info, error]
+	// Delete removes objects. Those that are not there are no error.
+	Delete(ctx context.Context, keys ...string) error
+	// Sweep removes what uploads that were given up before a moment have left that List does not show.
+	Sweep(ctx context.Context, before time.Time) error
+}
+
+// Info is what a store says of an object.
+type Info struct {
+	Key      string
+	Size     int64
+	Modified time.Time // by the store's clock
+}
+
+// What callers branch on.
+var (
+	ErrNotFound = errors.New("the store has no such object")
+	ErrExists   = errors.New("the store has other bytes under this key")
+)
+
+// MaxKey is the longest key, in bytes.
+const MaxKey = 512
+
+// ValidKey reports whether a key can be kept by every backend: lower-case letters, digits, "_", "-" and "." in parts divided by
+// slashes, none of them empty or beginning with a dot.
+func ValidKey(key string) bool {
+	if key == "" || len(key) > MaxKey {
+		return false
+	}
+	for part := range strings.SplitSeq(key, "/") {
+		if part == "" || part[0] == '.' {
+			return false
+		}
+		for _, c := range []byte(part) {
+			if (c < 'a' || c > 'z') && (c < '0' || c > '9') && c != '_' && c != '-' && c != '.' {
+				return false
+			}
+		}
+	}
+	return true
+}
