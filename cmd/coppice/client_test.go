@@ -45,7 +45,7 @@ func TestHelp(t *testing.T) {
 	t.Parallel()
 	var all strings.Builder
 	for _, line := range []string{
-		"controller", "runner", "runner-token", "runner-token create", "runner-token revoke",
+		"controller", "migrate", "runner", "runner-token", "runner-token create", "runner-token ensure", "runner-token revoke",
 		"ws", "ws create", "ws ls", "ws show", "ws rm", "ws exec", "ws shell", "ws cp", "ws forward", "ws logs", "ws suspend", "ws resume", "ws usage",
 		"ckpt", "ckpt create", "ckpt ls", "ckpt show", "ckpt tree", "ckpt diff", "ckpt annotate", "ckpt rm", "ckpt pin", "ckpt unpin", "ckpt prune", "ckpt retain", "ckpt usage",
 		"fork", "restore", "op", "op show", "events",

@@ -17,12 +17,18 @@ type connection struct {
 }
 
 // errNoServer says how to get one.
-var errNoServer = errors.New("no server is named: start one with `coppice dev`, or set --server and --token (COPPICE_SERVER and COPPICE_TOKEN)")
+var errNoServer = errors.New("no server is named: start one with `coppice dev`, or set --server and --token (COPPICE_SERVER, and COPPICE_TOKEN or COPPICE_TOKEN_FILE)")
 
 // connection joins the flags, the environment and the connection file, the first that speaks winning. A key from the
 // file goes only to the server of the file.
 func (a *app) connection() (connection, error) {
 	c := connection{Server: firstOf(a.server, a.getenv("COPPICE_SERVER")), Token: firstOf(a.token, a.getenv("COPPICE_TOKEN"))}
+	if file := a.getenv("COPPICE_TOKEN_FILE"); c.Token == "" && file != "" {
+		var err error
+		if c.Token, err = readSecret(file); err != nil {
+			return connection{}, fmt.Errorf("COPPICE_TOKEN_FILE: %w", err)
+		}
+	}
 	if c.Server != "" && c.Token != "" {
 		return c, nil
 	}

@@ -38,6 +38,7 @@ var commands = []func(*app) *cobra.Command{
 	newDoctorCommand,
 	newDevCommand,
 	newControllerCommand,
+	newMigrateCommand,
 	newRunnerCommand,
 	newRunnerTokenCommand,
 }
@@ -94,7 +95,7 @@ func (a *app) newRootCommand() *cobra.Command {
 	flags := root.PersistentFlags()
 	flags.BoolVar(&a.json, "json", false, "print JSON instead of text")
 	flags.StringVar(&a.server, "server", "", "server `address`: unix:///path or http(s)://host:port (default $COPPICE_SERVER, else what coppice dev left)")
-	flags.StringVar(&a.token, "token", "", "API `key` (default $COPPICE_TOKEN, else what coppice dev left)")
+	flags.StringVar(&a.token, "token", "", "API `key` (default $COPPICE_TOKEN or the file $COPPICE_TOKEN_FILE, else what coppice dev left)")
 	for _, c := range commands {
 		root.AddCommand(c(a))
 	}

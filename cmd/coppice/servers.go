@@ -54,13 +54,8 @@ no more requests, then the operations end or are left to the next controller.`,
 			return err
 		}
 		var err error
-		if databaseFile != "" {
-			if cfg.Database != "" {
-				return usageError{errors.New("--database and --database-file exclude one another")}
-			}
-			if cfg.Database, err = readSecret(databaseFile); err != nil {
-				return err
-			}
+		if cfg.Database, err = databaseAddress(cfg.Database, databaseFile); err != nil {
+			return err
 		}
 		if cfg.Log, err = newLogger(a.stderr, level); err != nil {
 			return usageError{fmt.Errorf("--log-level: %w", err)}
@@ -80,6 +75,17 @@ no more requests, then the operations end or are left to the next controller.`,
 		})
 	}
 	return c
+}
+
+// databaseAddress is the one of the two that was given.
+func databaseAddress(address, file string) (string, error) {
+	if file == "" {
+		return address, nil
+	}
+	if address != "" {
+		return "", usageError{errors.New("--database and --database-file exclude one another")}
+	}
+	return readSecret(file)
 }
 
 func newRunnerCommand(a *app) *cobra.Command {

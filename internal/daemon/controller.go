@@ -73,8 +73,8 @@ func RunController(ctx context.Context, cfg ControllerConfig, ready func(Control
 	}
 	var steps undo.Stack
 	defer func() { err = errors.Join(err, steps.Undo(ctx)) }()
-	if err := retryUnavailable(ctx, cfg.DatabaseWait, cfg.Log, func(ctx context.Context) error { return migrations.Up(ctx, cfg.Database) }); err != nil {
-		return fmt.Errorf("prepare the database: %w", err)
+	if err := Migrate(ctx, cfg.Database, cfg.DatabaseWait, cfg.Log); err != nil {
+		return err
 	}
 	store, err := postgres.Open(ctx, postgres.Config{DSN: cfg.Database})
 	if err != nil {
@@ -141,6 +141,15 @@ func RunController(ctx context.Context, cfg ControllerConfig, ready func(Control
 		part{"metrics", metrics.Run},
 		part{"certificate", func(ctx context.Context) error { return renewIdentity(ctx, identity, trust.Authority, cfg.Log) }},
 	)
+}
+
+// Migrate brings a database to the schema that this program knows, waiting for the database where it is not up yet.
+func Migrate(ctx context.Context, dsn string, wait time.Duration, log *slog.Logger) error {
+	err := retryUnavailable(ctx, wait, log, func(ctx context.Context) error { return migrations.Up(ctx, dsn) })
+	if err != nil {
+		return fmt.Errorf("prepare the database: %w", err)
+	}
+	return nil
 }
 
 func served(l *listener) func(context.Context) error {

@@ -144,10 +144,28 @@ func orReachable(given string, l *listener) (string, error) {
 	return "https://" + address, err
 }
 
+// memberFile keeps the membership, in the data directory.
+const memberFile = "member.json"
+
+// NeedsToken says whether a runner on this data directory can start only with a join token, and which runner it is already: none
+// where it has not joined yet.
+func NeedsToken(dataDir string) (needed bool, id core.RunnerID, err error) {
+	member, found, err := heartbeat.Load(filepath.Join(dataDir, memberFile))
+	switch {
+	case err == nil && !found:
+		return true, "", nil
+	case found && core.CodeOf(err) == core.CodeCertificateRefused:
+		return true, member.RunnerID, nil
+	case err != nil:
+		return false, "", err
+	}
+	return false, member.RunnerID, nil
+}
+
 // membership is the one that was kept, or a new one by the token. A kept one wins, so that a token may stay in a
 // configuration; a token is for a runner whose certificate has expired, too.
 func membership(ctx context.Context, cfg RunnerConfig) (*heartbeat.Member, error) {
-	path := filepath.Join(cfg.DataDir, "member.json")
+	path := filepath.Join(cfg.DataDir, memberFile)
 	member, found, err := heartbeat.Load(path)
 	if found && (err == nil || core.CodeOf(err) != core.CodeCertificateRefused || cfg.JoinToken == "") {
 		return member, err
