@@ -1,0 +1,392 @@
+// Package dir keeps the objects of a store as files below a directory: for one host, for what hosts share by a network file system
+// that has hard links, and for tests.
+//
+// An object is written beside the others, synced, and linked to its place, which fails where there is one already; then the directories
+// above it are synced. So whatever dies in the middle, it is there whole or not at all, and none is ever overwritten. What a death leaves
+// is in .tmp, where Sweep finds it.
+package dir
+
+import (
+	"context"
+	"crypto/rand"
+	"crypto/sha256"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"hash"
+	"io"
+	"io/fs"
+	"os"
+	"path"
+	"path/filepath"
+	"syscall"
+	"time"
+
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/snapshotstore/blob"
+)
+
+const (
+	temporary = ".tmp" // no key begins with a dot
+	dirMode   = 0o700
+	fileMode  = 0o600
+	chunk     = 1 << 20 // what is copied between two looks at the context
+	// linkAttempts is how often a Put makes its directory anew, which a Delete of the last object there removes.
+	linkAttempts = 100
+)
+
+// Store is a directory of objects. Symbolic links cannot lead out of it, and one in an object's place is no object.
+type Store struct {
+	path string
+	root *os.Root
+}
+
+var _ blob.Blobs = (*Store)(nil)
+
+// Open opens the store in a directory, which it makes unless it is there; the directory above must be.
+func Open(dir string) (*Store, error) {
+	if !filepath.IsAbs(dir) {
+		return nil, core.Errorf(core.Invalid, core.CodeInvalidField, "the store's directory %q must be an absolute path", core.Clip(dir))
+	}
+	s := &Store{path: filepath.Clean(dir)}
+	if err := os.Mkdir(s.path, dirMode); err != nil && !errors.Is(err, fs.ErrExist) {
+		return nil, s.mapError("make", err)
+	}
+	root, err := os.OpenRoot(s.path)
+	if err != nil {
+		return nil, s.mapError("open", err)
+	}
+	s.root = root
+	if err := root.Mkdir(temporary, dirMode); err != nil && !errors.Is(err, fs.ErrExist) {
+		return nil, errors.Join(s.mapError("open", err), root.Close())
+	}
+	return s, nil
+}
+
+// Close gives up the directory. Nothing may be called afterwards.
+func (s *Store) Close() error { return s.root.Close() }
+
+// Put implements blob.Blobs.
+func (s *Store) Put(ctx context.Context, key string, body io.ReaderAt, size int64, digest core.Digest) error {
+	if err := blob.CheckPut(key, size, digest); err != nil {
+		return err
+	}
+	switch err := s.compare(ctx, key, size, digest); {
+	case errors.Is(err, blob.ErrNotFound):
+	default:
+		return err
+	}
+	tmp, err := s.write(ctx, key, body, size, digest)
+	if err != nil {
+		return err
+	}
+	err = s.link(ctx, tmp, key)
+	if errors.Is(err, errTaken) {
+		err = s.compare(ctx, key, size, digest)
+		if errors.Is(err, blob.ErrNotFound) { // removed since, or no object
+			err = s.mapError("put "+key, errTaken)
+		}
+	}
+	return errors.Join(err, s.remove(tmp))
+}
+
+// write makes a synced temporary file of the bytes, which have the digest, and returns its name.
+func (s *Store) write(ctx context.Context, key string, body io.ReaderAt, size int64, digest core.Digest) (string, error) {
+	name := path.Join(temporary, rand.Text())
+	f, err := s.root.OpenFile(name, os.O_WRONLY|os.O_CREATE|os.O_EXCL, fileMode)
+	if err != nil {
+		return "", s.mapError("put "+key, err)
+	}
+	sum := sha256.New()
+	given := &source{r: io.NewSectionReader(body, 0, size)}
+	err = copyAll(ctx, io.MultiWriter(f, sum), given, size)
+	switch {
+	case given.err != nil:
+		err = fmt.Errorf("read the bytes of object %s: %w", key, err)
+	case err != nil:
+		err = s.mapError("put "+key, err)
+	case digestOf(sum) != digest:
+		err = blob.WrongDigest(key, digestOf(sum), digest)
+	default:
+		err = s.mapError("put "+key, f.Sync())
+	}
+	err = errors.Join(err, f.Close())
+	if err != nil {
+		return "", errors.Join(err, s.remove(name))
+	}
+	return name, nil
+}
+
+// source keeps the error of a caller's body, which is not the store's.
+type source struct {
+	r   io.Reader
+	err error
+}
+
+// Read implements io.Reader.
+func (s *source) Read(p []byte) (int, error) {
+	n, err := s.r.Read(p)
+	if err != nil {
+		s.err = err
+	}
+	return n, err
+}
+
+var errTaken = errors.New("something is in its place")
+
+// link gives a written file its key, unless errTaken.
+func (s *Store) link(ctx context.Context, tmp, key string) error {
+	err := fs.ErrNotExist
+	for i := 0; errors.Is(err, fs.ErrNotExist) && i < linkAttempts; i++ {
+		if ctx.Err() != nil {
+			return context.Cause(ctx)
+		}
+		err = s.root.MkdirAll(path.Dir(key), dirMode)
+		if errors.Is(err, syscall.ENOTDIR) || errors.Is(err, fs.ErrExist) {
+			return core.Wrapf(err, core.Invalid, core.CodeInvalidName, "object %s cannot be below another object", key)
+		}
+		if err == nil {
+			err = s.root.Link(tmp, key)
+		}
+	}
+	if errors.Is(err, fs.ErrExist) {
+		return errTaken
+	}
+	if err != nil {
+		return s.mapError("put "+key, err)
+	}
+	return s.sync(path.Dir(key))
+}
+
+// sync makes the names in a directory durable, and its own. Those above are synced even if another made them: it may not have done
+// so yet.
+func (s *Store) sync(dir string) error {
+	for {
+		f, err := s.root.Open(dir)
+		if err == nil {
+			err = errors.Join(f.Sync(), f.Close())
+		}
+		if err != nil && !errors.Is(err, fs.ErrNotExist) { // removed with all that was in it
+			return s.mapError("sync "+dir, err)
+		}
+		if dir == "." {
+			return nil
+		}
+		dir = path.Dir(dir)
+	}
+}
+
+// compare reports whether an object is of these bytes: nil, and it is durable, or blob.ErrExists or blob.ErrNotFound.
+func (s *Store) compare(ctx context.Context, key string, size int64, digest core.Digest) error {
+	f, info, err := s.open(key)
+	if err != nil {
+		return err
+	}
+	defer f.Close()
+	if info.Size() != size {
+		return blob.Exists(key)
+	}
+	sum := sha256.New()
+	if err := copyAll(ctx, sum, f, size); err != nil {
+		return s.mapError("read "+key, err)
+	}
+	if digestOf(sum) != digest {
+		return blob.Exists(key)
+	}
+	return s.sync(path.Dir(key))
+}
+
+// open opens an object's file.
+func (s *Store) open(key string) (*os.File, fs.FileInfo, error) {
+	if _, err := s.lstat(key); err != nil {
+		return nil, nil, err
+	}
+	f, err := s.root.Open(key)
+	if err != nil {
+		return nil, nil, s.mapMissing(key, err)
+	}
+	info, err := f.Stat()
+	if err != nil {
+		return nil, nil, errors.Join(s.mapError("read "+key, err), f.Close())
+	}
+	return f, info, nil
+}
+
+func (s *Store) lstat(key string) (fs.FileInfo, error) {
+	info, err := s.root.Lstat(key)
+	if err != nil {
+		return nil, s.mapMissing(key, err)
+	}
+	if !info.Mode().IsRegular() {
+		return nil, blob.NotFound(key)
+	}
+	return info, nil
+}
+
+// Get implements blob.Blobs.
+func (s *Store) Get(ctx context.Context, key string, off, n int64) (io.ReadCloser, error) {
+	if err := blob.CheckGet(key, off, n); err != nil {
+		return nil, err
+	}
+	f, info, err := s.open(key)
+	if err != nil {
+		return nil, err
+	}
+	n = max(0, min(n, info.Size()-off))
+	return &reader{ctx: ctx, store: s, key: key, file: f, section: io.NewSectionReader(f, off, n), left: n}, nil
+}
+
+// reader is the body of a Get.
+type reader struct {
+	ctx     context.Context // the Get's, under which its body is read
+	store   *Store
+	key     string
+	file    *os.File
+	section *io.SectionReader
+	left    int64
+}
+
+// Read implements io.Reader.
+func (r *reader) Read(p []byte) (int, error) {
+	if r.ctx.Err() != nil {
+		return 0, context.Cause(r.ctx)
+	}
+	n, err := r.section.Read(p)
+	r.left -= int64(n)
+	switch {
+	case errors.Is(err, io.EOF) && r.left > 0: // the file has become shorter
+		err = r.store.mapError("read "+r.key, io.ErrUnexpectedEOF)
+	case err != nil && !errors.Is(err, io.EOF):
+		err = r.store.mapError("read "+r.key, err)
+	}
+	return n, err
+}
+
+// Close implements io.Closer.
+func (r *reader) Close() error { return r.file.Close() }
+
+// Stat implements blob.Blobs.
+func (s *Store) Stat(_ context.Context, key string) (blob.Info, error) {
+	if err := blob.CheckKey(key); err != nil {
+		return blob.Info{}, err
+	}
+	info, err := s.lstat(key)
+	if err != nil {
+		return blob.Info{}, err
+	}
+	return blob.Info{Key: key, Size: info.Size(), Modified: info.ModTime()}, nil
+}
+
+// Delete implements blob.Blobs. Directories that are empty then go, too.
+func (s *Store) Delete(ctx context.Context, keys ...string) error {
+	for _, key := range keys {
+		if err := blob.CheckKey(key); err != nil {
+			return err
+		}
+	}
+	changed := map[string]bool{}
+	for _, key := range keys {
+		if ctx.Err() != nil {
+			return context.Cause(ctx)
+		}
+		if _, err := s.lstat(key); errors.Is(err, blob.ErrNotFound) {
+			continue
+		}
+		if err := s.remove(key); err != nil {
+			return err
+		}
+		changed[path.Dir(key)] = true
+	}
+	for dir := range changed {
+		if err := s.sync(dir); err != nil {
+			return err
+		}
+		for ; dir != "."; dir = path.Dir(dir) {
+			if s.root.Remove(dir) != nil { // not empty
+				break
+			}
+		}
+	}
+	return nil
+}
+
+// Sweep implements blob.Blobs, by the clock of the file system.
+func (s *Store) Sweep(ctx context.Context, before time.Time) error {
+	names, err := s.names(temporary)
+	if err != nil {
+		return err
+	}
+	for _, name := range names {
+		if ctx.Err() != nil {
+			return context.Cause(ctx)
+		}
+		name = path.Join(temporary, name)
+		info, err := s.root.Lstat(name)
+		switch {
+		case errors.Is(err, fs.ErrNotExist):
+			continue
+		case err != nil:
+			return s.mapError("sweep", err)
+		case !info.ModTime().Before(before):
+			continue
+		}
+		if err := s.remove(name); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// remove removes a file that may be gone already.
+func (s *Store) remove(name string) error {
+	if err := s.root.Remove(name); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return s.mapError("remove "+name, err)
+	}
+	return nil
+}
+
+func (s *Store) mapMissing(key string, err error) error {
+	if errors.Is(err, fs.ErrNotExist) || errors.Is(err, syscall.ENOTDIR) {
+		return blob.NotFound(key)
+	}
+	return s.mapError("read "+key, err)
+}
+
+// mapError is the only place where the system's errors become ours.
+func (s *Store) mapError(doing string, err error) error {
+	var known *core.Error
+	switch {
+	case err == nil, errors.As(err, &known), errors.Is(err, context.Canceled), errors.Is(err, context.DeadlineExceeded):
+		return err
+	case errors.Is(err, syscall.ENOSPC), errors.Is(err, syscall.EDQUOT):
+		return core.Wrapf(err, core.Exhausted, core.CodeDiskFull, "the store's directory %s is full: %s; give it more room", s.path, doing)
+	default:
+		return core.Wrapf(err, core.Unavailable, core.CodeStoreUnavailable, "the store's directory %s cannot be used: %s", s.path, doing)
+	}
+}
+
+// copyAll copies n bytes. Fewer are io.ErrUnexpectedEOF.
+func copyAll(ctx context.Context, w io.Writer, r io.Reader, n int64) error {
+	buf := make([]byte, min(n, chunk))
+	for n > 0 {
+		if ctx.Err() != nil {
+			return context.Cause(ctx)
+		}
+		part := buf[:min(n, int64(len(buf)))]
+		if _, err := io.ReadFull(r, part); err != nil {
+			if errors.Is(err, io.EOF) {
+				err = io.ErrUnexpectedEOF
+			}
+			return err
+		}
+		if _, err := w.Write(part); err != nil {
+			return err
+		}
+		n -= int64(len(part))
+	}
+	return nil
+}
+
+func digestOf(h hash.Hash) core.Digest {
+	return core.Digest("sha256:" + hex.EncodeToString(h.Sum(nil)))
+}
