@@ -476,6 +476,27 @@ func (e RunnerState) Valid() bool {
 	}
 }
 
+// Defines values for SealState.
+const (
+	SealFailed    SealState = "failed"
+	SealQueued    SealState = "queued"
+	SealUploading SealState = "uploading"
+)
+
+// Valid indicates whether the value is a known member of the SealState enum.
+func (e SealState) Valid() bool {
+	switch e {
+	case SealFailed:
+		return true
+	case SealQueued:
+		return true
+	case SealUploading:
+		return true
+	default:
+		return false
+	}
+}
+
 // Defines values for SessionState.
 const (
 	SessionExited  SessionState = "exited"
@@ -563,6 +584,21 @@ func (e Via) Valid() bool {
 	case ViaAny:
 		return true
 	case ViaController:
+		return true
+	default:
+		return false
+	}
+}
+
+// Defines values for GetCheckpointParamsWait.
+const (
+	WaitSealed GetCheckpointParamsWait = "sealed"
+)
+
+// Valid indicates whether the value is a known member of the GetCheckpointParamsWait enum.
+func (e GetCheckpointParamsWait) Valid() bool {
+	switch e {
+	case WaitSealed:
 		return true
 	default:
 		return false
@@ -834,12 +870,19 @@ type Checkpoint struct {
 	RunnerClass *RunnerClass `json:"runner_class,omitempty"`
 
 	// RunnerID The runner that holds its bytes.
-	RunnerID           RunnerID       `json:"runner_id,omitempty,omitzero"`
+	RunnerID RunnerID `json:"runner_id,omitempty,omitzero"`
+	Seal     *Seal    `json:"seal,omitempty"`
+
+	// SealedAt Since when it is in the store.
+	SealedAt           time.Time      `json:"sealed_at,omitempty,omitzero"`
 	StalePRNGProcesses []StaleProcess `json:"stale_prng_processes,omitempty,omitzero"`
 
 	// State `captured` is durable on its host and can be forked there; `sealed` is durable in the store. `deleted` nodes
 	// appear only as somebody's ancestors.
 	State CheckpointState `json:"state"`
+
+	// StoredBytes Bytes in the store that were written for it: what its ancestors had stored is not stored again.
+	StoredBytes int64 `json:"stored_bytes,omitempty,omitzero"`
 
 	// Timings Stages in the order in which they ended.
 	Timings Timings `json:"timings"`
@@ -1887,6 +1930,20 @@ type RunnerToken struct {
 	Token     string    `json:"token"`
 }
 
+// Seal How far a captured checkpoint is on its way into the store. It is absent where there is none.
+type Seal struct {
+	Attempt int64 `json:"attempt,omitempty,omitzero"`
+
+	// Problem Of the last attempt that failed, until one succeeds.
+	Problem *Failure `json:"problem,omitempty"`
+
+	// State A failed attempt is followed by another.
+	State SealState `json:"state"`
+}
+
+// SealState A failed attempt is followed by another.
+type SealState string
+
 // Session defines model for Session.
 type Session struct {
 	Command []string  `json:"command"`
@@ -2229,6 +2286,15 @@ type DeleteCheckpointParams struct {
 	DryRun bool `form:"dry_run,omitempty" json:"dry_run,omitempty,omitzero"`
 }
 
+// GetCheckpointParams defines parameters for GetCheckpoint.
+type GetCheckpointParams struct {
+	// Wait With `sealed`, wait until the checkpoint is in the store, a minute at most. The answer comes in either case.
+	Wait GetCheckpointParamsWait `form:"wait,omitempty" json:"wait,omitempty,omitzero"`
+}
+
+// GetCheckpointParamsWait defines parameters for GetCheckpoint.
+type GetCheckpointParamsWait string
+
 // ListChildrenParams defines parameters for ListChildren.
 type ListChildrenParams struct {
 	// Limit Items on a page; 100 when absent.
@@ -2423,8 +2489,8 @@ type ListWorkspaceCheckpointsParams struct {
 
 // CreateCheckpointParams defines parameters for CreateCheckpoint.
 type CreateCheckpointParams struct {
-	// Wait Wait up to this many seconds for the operation; 60 when absent.
-	Wait *Wait `form:"wait,omitempty" json:"wait,omitempty"`
+	// Wait Wait up to this many seconds for the operation, 60 when absent; or `sealed`.
+	Wait string `form:"wait,omitempty" json:"wait,omitempty,omitzero"`
 
 	// IdempotencyKey Names this request, so that a repeat of it makes nothing new; see Repeats. Printable ASCII.
 	IdempotencyKey IdempotencyKey `json:"Idempotency-Key,omitempty,omitzero"`
@@ -2570,9 +2636,9 @@ type ServerInterface interface {
 	// DeleteCheckpoint Delete a checkpoint
 	// (DELETE /v1/checkpoints/{checkpoint_id})
 	DeleteCheckpoint(ctx echo.Context, checkpointID CheckpointID, params DeleteCheckpointParams) error
-	// GetCheckpoint Get a checkpoint
+	// GetCheckpoint Get a checkpoint, or wait until it is sealed
 	// (GET /v1/checkpoints/{checkpoint_id})
-	GetCheckpoint(ctx echo.Context, checkpointID CheckpointID) error
+	GetCheckpoint(ctx echo.Context, checkpointID CheckpointID, params GetCheckpointParams) error
 	// PatchCheckpoint Change name, labels, annotations or pin
 	// (PATCH /v1/checkpoints/{checkpoint_id})
 	PatchCheckpoint(ctx echo.Context, checkpointID CheckpointID) error
@@ -2987,8 +3053,17 @@ func (w *ServerInterfaceWrapper) GetCheckpoint(ctx echo.Context) error {
 		return echo.NewHTTPError(http.StatusBadRequest, fmt.Sprintf("Invalid format for parameter checkpoint_id: %s", err))
 	}
 
+	// Parameter object where we will unmarshal all parameters from the context
+	var params GetCheckpointParams
+	// ------------- Optional query parameter "wait" -------------
+
+	err = runtime.BindQueryParameterWithOptions("form", true, false, "wait", ctx.QueryParams(), &params.Wait, runtime.BindQueryParameterOptions{Type: "string", Format: ""})
+	if err != nil {
+		return echo.NewHTTPError(http.StatusBadRequest, fmt.Sprintf("Invalid format for parameter wait: %s", err))
+	}
+
 	// Invoke the callback with all the unmarshaled arguments
-	err = w.Handler.GetCheckpoint(ctx, checkpointID)
+	err = w.Handler.GetCheckpoint(ctx, checkpointID, params)
 	return err
 }
 
@@ -3947,7 +4022,7 @@ func (w *ServerInterfaceWrapper) CreateCheckpoint(ctx echo.Context) error {
 	var params CreateCheckpointParams
 	// ------------- Optional query parameter "wait" -------------
 
-	err = runtime.BindQueryParameterWithOptions("form", true, false, "wait", ctx.QueryParams(), &params.Wait, runtime.BindQueryParameterOptions{Type: "integer", Format: ""})
+	err = runtime.BindQueryParameterWithOptions("form", true, false, "wait", ctx.QueryParams(), &params.Wait, runtime.BindQueryParameterOptions{Type: "string", Format: ""})
 	if err != nil {
 		return echo.NewHTTPError(http.StatusBadRequest, fmt.Sprintf("Invalid format for parameter wait: %s", err))
 	}
@@ -4728,6 +4803,7 @@ func (response DeleteCheckpointdefaultApplicationProblemPlusJSONResponse) VisitD
 
 type GetCheckpointRequestObject struct {
 	CheckpointID CheckpointID `json:"checkpoint_id"`
+	Params       GetCheckpointParams
 }
 
 type GetCheckpointResponseObject interface {
@@ -7014,7 +7090,7 @@ type StrictServerInterface interface {
 	// DeleteCheckpoint Delete a checkpoint
 	// (DELETE /v1/checkpoints/{checkpoint_id})
 	DeleteCheckpoint(ctx context.Context, request DeleteCheckpointRequestObject) (DeleteCheckpointResponseObject, error)
-	// GetCheckpoint Get a checkpoint
+	// GetCheckpoint Get a checkpoint, or wait until it is sealed
 	// (GET /v1/checkpoints/{checkpoint_id})
 	GetCheckpoint(ctx context.Context, request GetCheckpointRequestObject) (GetCheckpointResponseObject, error)
 	// PatchCheckpoint Change name, labels, annotations or pin
@@ -7338,10 +7414,11 @@ func (sh *strictHandler) DeleteCheckpoint(ctx echo.Context, checkpointID Checkpo
 }
 
 // GetCheckpoint operation middleware
-func (sh *strictHandler) GetCheckpoint(ctx echo.Context, checkpointID CheckpointID) error {
+func (sh *strictHandler) GetCheckpoint(ctx echo.Context, checkpointID CheckpointID, params GetCheckpointParams) error {
 	var request GetCheckpointRequestObject
 
 	request.CheckpointID = checkpointID
+	request.Params = params
 
 	handler := func(ctx echo.Context, request interface{}) (interface{}, error) {
 		return sh.ssi.GetCheckpoint(ctx.Request().Context(), request.(GetCheckpointRequestObject))

@@ -11,6 +11,7 @@ const (
 	expiryBatch   = 64
 	expiryEvery   = time.Second
 	sweepInterval = 10 * time.Minute
+	abandonEvery  = 10 * time.Second
 )
 
 // chores is the periodic work that one controller does for all. What a crash waits for is not among it (reconcileLoop): an
@@ -23,6 +24,7 @@ func (c *Controller) chores() []Chore {
 		{Name: "sweep", Every: sweepInterval, Do: c.sweep},
 		{Name: "seal_audit", Every: sealInterval, Do: c.sealAudit},
 		{Name: "sweep_keys", Every: sweepInterval, Do: c.sweepKeys},
+		{Name: "abandon_seals", Every: abandonEvery, Do: c.abandonSeals},
 		{Name: "events", Every: sweepInterval, Do: c.tidyEvents},
 	}
 }

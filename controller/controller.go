@@ -16,6 +16,7 @@ import (
 
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/mtls"
+	"github.com/coppice-dev/coppice/snapshotstore/blob"
 )
 
 // Config tunes a controller. Zero values take the defaults of DECISIONS 14 and 20; tests set them short.
@@ -38,6 +39,9 @@ type Config struct {
 	AdmissionQueue int                   // how many requests may wait for that; default 256
 	UsageInterval  time.Duration         // how often what a sandbox uses is written down; default 1 min
 	Bootstrap      Bootstrap
+
+	// Store is where runners keep checkpoints for all; nil: nowhere. Here it is only tidied up.
+	Store blob.Blobs
 
 	Trust           *Trust        // nil where controller and runner share a secret, as in coppice dev; then no runner can join
 	CertificateLife time.Duration // of runners' certificates; default 24 h

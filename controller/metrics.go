@@ -25,6 +25,8 @@ type metrics struct {
 	phase     *prometheus.HistogramVec // kind, phase
 	reseal    *prometheus.HistogramVec // step
 	children  *prometheus.CounterVec   // outcome
+	seals     *prometheus.CounterVec   // outcome
+	stored    prometheus.Counter
 
 	// mu guards phases.
 	mu     sync.Mutex
@@ -52,6 +54,9 @@ func newMetrics(c *Controller, reg prometheus.Registerer) *metrics {
 	m.phase = histogram("phase_seconds", "Time of a phase of an operation: those of the controller, of a fork's children and of a capture.", "kind", "phase")
 	m.reseal = histogram("reseal_step_seconds", "Time of a step of a complete reseal, as the guest says.", "step")
 	m.children = counter("children_total", "Children of forks.", "outcome")
+	m.seals = counter("seals_total", "Attempts to seal a checkpoint that ended.", "outcome")
+	m.stored = prometheus.NewCounter(prometheus.CounterOpts{Name: "coppice_controller_stored_bytes_total", Help: "Bytes of objects written for checkpoints that were sealed."})
+	reg.MustRegister(m.stored)
 	gauge("operations_running", "Operations that this controller works on.", func() int {
 		c.mu.Lock()
 		defer c.mu.Unlock()

@@ -166,7 +166,12 @@ type Checkpoint struct {
 	Failure          *Failure
 	CreatedAt        time.Time
 	CapturedAt       time.Time
+	SealedAt         time.Time
 	EndedAt          time.Time
+
+	Stored      *runnerapi.Stored // where it is in the store, once it has been sealed
+	StoredBytes int64             // that were written for it
+	Seal        *Seal             // how far it is on its way there; nil when it is there, or not on its way
 
 	Egress core.EgressPolicy // of the workspace that it was taken of, for its forks
 	Env    map[string]string // likewise

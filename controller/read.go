@@ -59,12 +59,14 @@ func (c *Controller) Reseals(ctx context.Context, project core.ProjectID, id cor
 
 // Checkpoint returns one.
 func (c *Controller) Checkpoint(ctx context.Context, project core.ProjectID, id core.CheckpointID) (Checkpoint, error) {
-	return read(ctx, c, InProject(project), func(tx Tx) (Checkpoint, error) { return tx.Checkpoint(ctx, id) })
+	cp, err := read(ctx, c, InProject(project), func(tx Tx) (Checkpoint, error) { return tx.Checkpoint(ctx, id) })
+	c.queued(&cp)
+	return cp, err
 }
 
 // Checkpoints lists.
 func (c *Controller) Checkpoints(ctx context.Context, project core.ProjectID, f CheckpointFilter) ([]Checkpoint, error) {
-	return read(ctx, c, InProject(project), func(tx Tx) ([]Checkpoint, error) {
+	return c.checkpoints(ctx, project, func(tx Tx) ([]Checkpoint, error) {
 		if f.WorkspaceID != "" && f.After == "" {
 			if _, err := tx.Workspace(ctx, f.WorkspaceID); err != nil {
 				return nil, err
@@ -74,9 +76,17 @@ func (c *Controller) Checkpoints(ctx context.Context, project core.ProjectID, f 
 	})
 }
 
+func (c *Controller) checkpoints(ctx context.Context, project core.ProjectID, query func(Tx) ([]Checkpoint, error)) ([]Checkpoint, error) {
+	list, err := read(ctx, c, InProject(project), query)
+	for i := range list {
+		c.queued(&list[i])
+	}
+	return list, err
+}
+
 // Children lists the direct children of a checkpoint, oldest first. Deleted ones are there while they are ancestors.
 func (c *Controller) Children(ctx context.Context, project core.ProjectID, id core.CheckpointID, p Page) ([]Checkpoint, error) {
-	return read(ctx, c, InProject(project), func(tx Tx) ([]Checkpoint, error) {
+	return c.checkpoints(ctx, project, func(tx Tx) ([]Checkpoint, error) {
 		if _, err := tx.Checkpoint(ctx, id); err != nil {
 			return nil, err
 		}
@@ -100,13 +110,18 @@ func (c *Controller) Lineage(ctx context.Context, project core.ProjectID, id cor
 
 // Tree lists a checkpoint and what grew from it, breadth first.
 func (c *Controller) Tree(ctx context.Context, project core.ProjectID, id core.CheckpointID, p TreePage) ([]TreeNode, error) {
-	return read(ctx, c, InProject(project), func(tx Tx) ([]TreeNode, error) { return tx.Tree(ctx, id, p) })
+	list, err := read(ctx, c, InProject(project), func(tx Tx) ([]TreeNode, error) { return tx.Tree(ctx, id, p) })
+	for i := range list {
+		c.queued(&list[i].Checkpoint)
+	}
+	return list, err
 }
 
 // PatchCheckpoint changes name, labels and annotations.
 func (c *Controller) PatchCheckpoint(ctx context.Context, project core.ProjectID, id core.CheckpointID, p CheckpointPatch) (Checkpoint, error) {
 	return read(ctx, c, InProject(project), func(tx Tx) (Checkpoint, error) {
 		cp, err := tx.PatchCheckpoint(ctx, id, p)
+		c.queued(&cp)
 		switch {
 		case err != nil:
 		case len(cp.Labels) > MaxLabels:

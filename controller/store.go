@@ -66,6 +66,7 @@ type Tx interface {
 	IdempotencyTx
 	AuditTx
 	SessionTx
+	SealTx
 	FleetTx
 	TrustTx
 	EventTx
@@ -229,6 +230,25 @@ type CheckpointTx interface {
 	// Lineage returns the path from a checkpoint (after it, when after is set to one of its ancestors) to its root.
 	Lineage(ctx context.Context, id core.CheckpointID, after core.CheckpointID, limit int) ([]Ancestor, error)
 	Tree(ctx context.Context, id core.CheckpointID, p TreePage) ([]TreeNode, error)
+}
+
+// SealTx keeps the way of checkpoints into the store. All of it is the system's.
+type SealTx interface {
+	// HasLease returns nil when the runner's present lease has this epoch; STATE_CONFLICT or RUNNER_LOST otherwise.
+	HasLease(ctx context.Context, runner core.RunnerID, epoch int64) error
+	// BeginSeal begins an attempt, and ends the one before. What the reference needs, the checkpoint needs from now on until the attempt
+	// is given up. CHECKPOINT_NOT_FOUND when it is deleted, CHECKPOINT_NOT_READY while it is being captured, STATE_CONFLICT when it
+	// is sealed or another runner's.
+	BeginSeal(ctx context.Context, runner core.RunnerID, in runnerapi.BeginSeal) (runnerapi.SealBegun, error)
+	// LockSeal returns the newest attempt and its checkpoint, both as they stay until the transaction ends. CHECKPOINT_NOT_FOUND when the
+	// checkpoint is deleted. The attempt of a sealed one is the zero value.
+	LockSeal(ctx context.Context, id core.CheckpointID) (SealAttempt, Checkpoint, error)
+	// CommitSeal makes the checkpoint of an attempt that LockSeal returned sealed. INVALID_FIELD when it needs what neither the
+	// attempt has written nor its reference needed.
+	CommitSeal(ctx context.Context, at SealAttempt, in runnerapi.CommitSeal) error
+	FailSeal(ctx context.Context, at SealAttempt, why *core.Error) error
+	// AbandonSeals gives up the attempts of runners whose lease is another one by now, and says of which checkpoints.
+	AbandonSeals(ctx context.Context) ([]core.CheckpointID, error)
 }
 
 // OperationTx keeps operations.

@@ -2,6 +2,7 @@ package httpapi
 
 import (
 	"context"
+	"strconv"
 
 	"github.com/coppice-dev/coppice/api"
 	"github.com/coppice-dev/coppice/controller"
@@ -14,9 +15,22 @@ func (s *server) CreateCheckpoint(ctx context.Context, r api.CreateCheckpointReq
 	if err != nil {
 		return nil, err
 	}
-	a, err := s.control.CreateCheckpoint(ctx, projectOf(ctx), core.WorkspaceID(r.WorkspaceID), req, waitOf(r.Params.Wait))
+	sealed, wait := r.Params.Wait == string(api.WaitSealed), controller.DefaultWait
+	if n, err := strconv.Atoi(r.Params.Wait); err == nil {
+		wait = seconds(int64(n))
+	}
+	if sealed {
+		if err := s.control.StoreConfigured(); err != nil {
+			return nil, err
+		}
+	}
+	a, err := s.control.CreateCheckpoint(ctx, projectOf(ctx), core.WorkspaceID(r.WorkspaceID), req, wait)
 	if err != nil {
 		return nil, err
+	}
+	if sealed && a.Done && a.Result.Checkpoint != nil {
+		cp, err := s.control.SealedCheckpoint(ctx, projectOf(ctx), a.Result.Checkpoint.ID, controller.DefaultWait)
+		return api.CreateCheckpoint201JSONResponse(checkpointOf(cp)), err
 	}
 	if !a.Done {
 		op, err := operationOf(a)
@@ -73,7 +87,11 @@ func (s *server) ListWorkspaceCheckpoints(ctx context.Context, r api.ListWorkspa
 
 // GetCheckpoint serves GET /v1/checkpoints/{id}.
 func (s *server) GetCheckpoint(ctx context.Context, r api.GetCheckpointRequestObject) (api.GetCheckpointResponseObject, error) {
-	cp, err := s.control.Checkpoint(ctx, projectOf(ctx), core.CheckpointID(r.CheckpointID))
+	id := core.CheckpointID(r.CheckpointID)
+	cp, err := s.control.Checkpoint(ctx, projectOf(ctx), id)
+	if err == nil && r.Params.Wait == api.WaitSealed {
+		cp, err = s.control.SealedCheckpoint(ctx, projectOf(ctx), id, controller.DefaultWait)
+	}
 	if err != nil {
 		return nil, err
 	}

@@ -105,6 +105,10 @@ func checkpointOf(c controller.Checkpoint) api.Checkpoint {
 		DeviceStateBytes: c.DeviceStateBytes, DiskBytes: c.DiskBytes, PauseMS: c.PauseMS, ParentReseal: convert(c.ParentReseal, stepOf),
 		StalePRNGProcesses: convert(c.StaleProcesses, staleOf), Timings: timingsOf(c.Timings), ChildrenCount: c.ChildrenCount,
 		OperationID: string(c.OperationID), Failure: failureOf(c.Failure), CreatedAt: c.CreatedAt, CapturedAt: c.CapturedAt,
+		SealedAt: c.SealedAt, StoredBytes: c.StoredBytes,
+	}
+	if c.Seal != nil {
+		out.Seal = &api.Seal{State: api.SealState(c.Seal.State), Attempt: c.Seal.Attempt, Problem: failureOf(c.Seal.Problem)}
 	}
 	if c.Class != nil {
 		class := classOf(*c.Class)

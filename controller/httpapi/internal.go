@@ -147,6 +147,36 @@ func internalRoutes(control *controller.Controller, log *slog.Logger) *http.Serv
 			return control.Heartbeat(r.Context(), id, in)
 		})
 	})
+	mux.HandleFunc("POST "+runnerapi.PathSeals, func(w http.ResponseWriter, r *http.Request) {
+		var in runnerapi.BeginSeal
+		answer(w, r, log, &in, func() (any, error) {
+			id := core.RunnerID(r.PathValue("id"))
+			if err := same(r, id); err != nil {
+				return nil, err
+			}
+			return control.BeginSeal(r.Context(), id, in)
+		})
+	})
+	mux.HandleFunc("POST "+runnerapi.PathSealCommit, func(w http.ResponseWriter, r *http.Request) {
+		var in runnerapi.CommitSeal
+		answer(w, r, log, &in, func() (any, error) {
+			id := core.RunnerID(r.PathValue("id"))
+			if err := same(r, id); err != nil {
+				return nil, err
+			}
+			return struct{}{}, control.CommitSeal(r.Context(), id, core.CheckpointID(r.PathValue("checkpoint_id")), in)
+		})
+	})
+	mux.HandleFunc("POST "+runnerapi.PathSealFail, func(w http.ResponseWriter, r *http.Request) {
+		var in runnerapi.FailSeal
+		answer(w, r, log, &in, func() (any, error) {
+			id := core.RunnerID(r.PathValue("id"))
+			if err := same(r, id); err != nil {
+				return nil, err
+			}
+			return struct{}{}, control.FailSeal(r.Context(), id, core.CheckpointID(r.PathValue("checkpoint_id")), in)
+		})
+	})
 	return mux
 }
 

@@ -25,9 +25,12 @@ const pageColumns = `
 	coalesce(c.runner_id, '') AS runner_id, coalesce(r.endpoint, '') AS endpoint, c.runner_class, coalesce(c.base_id, '') AS base_id,
 	c.delta_bytes, c.device_state_bytes, c.disk_bytes, c.pause_ms, c.timings, c.parent_reseal, c.stale_processes,
 	coalesce(c.operation_id, '') AS operation_id, coalesce(c.failure_code, '') AS failure_code, coalesce(c.failure_message, '') AS failure_message,
-	c.created_at, c.captured_at, c.ended_at`
+	c.created_at, c.captured_at, c.sealed_at, c.ended_at, coalesce(c.manifest_key, '') AS manifest_key, coalesce(c.manifest_digest, '') AS manifest_digest,
+	coalesce(c.manifest_bytes, 0) AS manifest_bytes, coalesce(c.stored_bytes, 0) AS stored_bytes,
+	coalesce(s.state, '') AS seal_state, coalesce(s.attempt, 0) AS seal_attempt, coalesce(s.problem_code, '') AS seal_code, coalesce(s.problem_message, '') AS seal_message`
 
-const checkpointJoins = ` LEFT JOIN runners r ON r.id = c.runner_id`
+const checkpointJoins = ` LEFT JOIN runners r ON r.id = c.runner_id
+	LEFT JOIN LATERAL (SELECT * FROM seals x WHERE x.checkpoint_id = c.id AND c.state = 'captured' LIMIT 1) s ON true`
 
 type checkpointRow struct {
 	ID               core.CheckpointID         `db:"id"`
@@ -67,7 +70,16 @@ type checkpointRow struct {
 	FailureMessage   string                    `db:"failure_message"`
 	CreatedAt        time.Time                 `db:"created_at"`
 	CapturedAt       *time.Time                `db:"captured_at"`
+	SealedAt         *time.Time                `db:"sealed_at"`
 	EndedAt          *time.Time                `db:"ended_at"`
+	ManifestKey      string                    `db:"manifest_key"`
+	ManifestDigest   core.Digest               `db:"manifest_digest"`
+	ManifestBytes    int64                     `db:"manifest_bytes"`
+	StoredBytes      int64                     `db:"stored_bytes"`
+	SealState        controller.SealState      `db:"seal_state"`
+	SealAttempt      int64                     `db:"seal_attempt"`
+	SealCode         core.Code                 `db:"seal_code"`
+	SealMessage      string                    `db:"seal_message"`
 }
 
 func (r checkpointRow) checkpoint() controller.Checkpoint {
@@ -79,7 +91,16 @@ func (r checkpointRow) checkpoint() controller.Checkpoint {
 		RunnerID:  r.RunnerID, Endpoint: r.Endpoint, Class: r.Class.RunnerClass, Base: r.Base, DeltaBytes: r.DeltaBytes, DeviceStateBytes: r.DeviceStateBytes,
 		DiskBytes: r.DiskBytes, PauseMS: r.PauseMS, Timings: r.Timings, ParentReseal: r.ParentReseal, StaleProcesses: r.Stale,
 		ChildrenCount: r.ChildrenCount, OperationID: r.OperationID,
-		CreatedAt: r.CreatedAt, CapturedAt: timeOf(r.CapturedAt), EndedAt: timeOf(r.EndedAt),
+		CreatedAt: r.CreatedAt, CapturedAt: timeOf(r.CapturedAt), SealedAt: timeOf(r.SealedAt), EndedAt: timeOf(r.EndedAt), StoredBytes: r.StoredBytes,
+	}
+	if r.ManifestKey != "" {
+		c.Stored = &runnerapi.Stored{CheckpointID: r.ID, Manifest: r.ManifestKey, Digest: r.ManifestDigest, Bytes: r.ManifestBytes}
+	}
+	if r.SealState != "" {
+		c.Seal = &controller.Seal{State: r.SealState, Attempt: r.SealAttempt}
+		if r.SealCode != "" {
+			c.Seal.Problem = &controller.Failure{Code: r.SealCode, Message: r.SealMessage}
+		}
 	}
 	if r.FailureCode != "" {
 		c.Failure = &controller.Failure{Code: r.FailureCode, Message: r.FailureMessage}

@@ -24,7 +24,8 @@ func TestTransitions(t *testing.T) {
 		sandbox_id = CASE WHEN $2 <> 'suspended' THEN '`+string(w.Sandbox.ID)+`' END`,
 		texts(core.WorkspaceStates()), func(a, b string) bool { return core.WorkspaceState(a).CanBecome(core.WorkspaceState(b)) },
 		[]string{string(core.WorkspaceCreating), string(core.WorkspaceRestoring)})
-	d.machine("checkpoints", string(cp.ID), `ended_at = CASE WHEN $2 IN ('failed', 'deleted') THEN now() END, failure_code = 'X', failure_message = 'x'`,
+	d.machine("checkpoints", string(cp.ID), `ended_at = CASE WHEN $2 IN ('failed', 'deleted') THEN now() END, failure_code = 'X', failure_message = 'x',
+		sealed_at = '2026-11-22', manifest_key = 'k', manifest_digest = '`+string(d.image)+`', manifest_bytes = 1, stored_bytes = 1`,
 		texts(core.CheckpointStates()), func(a, b string) bool { return core.CheckpointState(a).CanBecome(core.CheckpointState(b)) },
 		[]string{string(core.CheckpointCapturing)})
 	d.machine("operations", string(op.ID), `ended_at = CASE WHEN $2 IN ('succeeded', 'failed') THEN now() END, result = '{}',

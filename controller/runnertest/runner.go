@@ -20,6 +20,7 @@ import (
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/testaddr"
+	"github.com/coppice-dev/coppice/snapshotstore/blob"
 )
 
 // Config says what the fake pretends to be. Zero fields take the defaults of New.
@@ -32,6 +33,7 @@ type Config struct {
 	Fork     time.Duration // latency of each child; children of a fork start together
 	Capture  time.Duration
 	Template time.Duration
+	Store    blob.Blobs // where it takes sealed checkpoints from that it does not hold; nil: nowhere
 }
 
 // The points at which Hook is called.
@@ -45,6 +47,7 @@ const (
 	PointGuest            = "guest"
 	PointPort             = "port"
 	PointDiff             = "diff"
+	PointFetch            = "fetch" // before a checkpoint is taken from the store
 )
 
 // Done is the suffix with which the same hook is called again after a point, once the work is done and not answered yet.
@@ -365,8 +368,8 @@ func (r *Runner) fork(ctx context.Context, in runnerapi.Fork) (runnerapi.ForkRes
 	if err := r.pass(ctx, PointFork, string(in.CheckpointID)); err != nil {
 		return runnerapi.ForkResult{}, err
 	}
-	if _, ok := r.held(in.CheckpointID); !ok {
-		return runnerapi.ForkResult{}, core.Errorf(core.NotFound, core.CodeCheckpointNotFound, "this runner has no checkpoint %s", in.CheckpointID)
+	if err := r.take(ctx, in); err != nil {
+		return runnerapi.ForkResult{}, err
 	}
 	out := runnerapi.ForkResult{Children: make([]runnerapi.ChildResult, len(in.Children))}
 	var group sync.WaitGroup

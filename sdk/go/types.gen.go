@@ -469,6 +469,27 @@ func (e RunnerState) Valid() bool {
 	}
 }
 
+// Defines values for SealState.
+const (
+	SealFailed    SealState = "failed"
+	SealQueued    SealState = "queued"
+	SealUploading SealState = "uploading"
+)
+
+// Valid indicates whether the value is a known member of the SealState enum.
+func (e SealState) Valid() bool {
+	switch e {
+	case SealFailed:
+		return true
+	case SealQueued:
+		return true
+	case SealUploading:
+		return true
+	default:
+		return false
+	}
+}
+
 // Defines values for SessionState.
 const (
 	SessionExited  SessionState = "exited"
@@ -791,12 +812,19 @@ type Checkpoint struct {
 	RunnerClass *RunnerClass `json:"runner_class,omitempty"`
 
 	// RunnerID The runner that holds its bytes.
-	RunnerID           RunnerID       `json:"runner_id,omitempty,omitzero"`
+	RunnerID RunnerID `json:"runner_id,omitempty,omitzero"`
+	Seal     *Seal    `json:"seal,omitempty"`
+
+	// SealedAt Since when it is in the store.
+	SealedAt           time.Time      `json:"sealed_at,omitempty,omitzero"`
 	StalePRNGProcesses []StaleProcess `json:"stale_prng_processes,omitempty,omitzero"`
 
 	// State `captured` is durable on its host and can be forked there; `sealed` is durable in the store. `deleted` nodes
 	// appear only as somebody's ancestors.
 	State CheckpointState `json:"state"`
+
+	// StoredBytes Bytes in the store that were written for it: what its ancestors had stored is not stored again.
+	StoredBytes int64 `json:"stored_bytes,omitempty,omitzero"`
 
 	// Timings Stages in the order in which they ended.
 	Timings Timings `json:"timings"`
@@ -1843,6 +1871,20 @@ type RunnerToken struct {
 	RunnerID  RunnerID  `json:"runner_id"`
 	Token     string    `json:"token"`
 }
+
+// Seal How far a captured checkpoint is on its way into the store. It is absent where there is none.
+type Seal struct {
+	Attempt int64 `json:"attempt,omitempty,omitzero"`
+
+	// Problem Of the last attempt that failed, until one succeeds.
+	Problem *Failure `json:"problem,omitempty"`
+
+	// State A failed attempt is followed by another.
+	State SealState `json:"state"`
+}
+
+// SealState A failed attempt is followed by another.
+type SealState string
 
 // Session defines model for Session.
 type Session struct {

@@ -1,0 +1,235 @@
+package postgres
+
+import (
+	"context"
+
+	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/core"
+)
+
+// HasLease compares a message's epoch with the runner's.
+func (t *tx) HasLease(ctx context.Context, runner core.RunnerID, epoch int64) error {
+	now, err := t.Runner(ctx, runner)
+	switch {
+	case err != nil:
+		return err
+	case now.Fenced:
+		return core.Errorf(core.Unavailable, core.CodeRunnerLost, "the lease of runner %s with epoch %d was given up", runner, epoch)
+	case now.LeaseEpoch != epoch:
+		return core.Errorf(core.Conflict, core.CodeStateConflict, "runner %s has another lease than epoch %d; it must register again", runner, epoch)
+	}
+	return nil
+}
+
+// lockCheckpoint keeps a checkpoint's state until the transaction ends. Before a checkpoint's attempt or needs are changed it is
+// locked: whoever does so waits here for whoever else does.
+func (t *tx) lockCheckpoint(ctx context.Context, id core.CheckpointID) (controller.Checkpoint, error) {
+	type idRow struct {
+		ID string `db:"id"`
+	}
+	if _, err := one[idRow](ctx, t, noCheckpoint(id), `SELECT id FROM checkpoints WHERE id = @id FOR NO KEY UPDATE`, args{"id": id}); err != nil {
+		return controller.Checkpoint{}, err
+	}
+	cp, err := t.Checkpoint(ctx, id)
+	if err == nil && (cp.State == core.CheckpointDeleted || cp.State == core.CheckpointFailed) {
+		err = noCheckpoint(id)
+	}
+	return cp, err
+}
+
+type beginRow struct {
+	Attempt int64  `db:"attempt"`
+	Prefix  string `db:"prefix"`
+}
+
+type referenceRow struct {
+	ID             core.CheckpointID `db:"id"`
+	ManifestKey    string            `db:"manifest_key"`
+	ManifestDigest core.Digest       `db:"manifest_digest"`
+	ManifestBytes  int64             `db:"manifest_bytes"`
+}
+
+// BeginSeal begins an attempt.
+func (t *tx) BeginSeal(ctx context.Context, runner core.RunnerID, in runnerapi.BeginSeal) (runnerapi.SealBegun, error) {
+	cp, err := t.lockCheckpoint(ctx, in.CheckpointID)
+	switch {
+	case err != nil:
+		return runnerapi.SealBegun{}, err
+	case cp.State == core.CheckpointCapturing:
+		return runnerapi.SealBegun{}, core.Errorf(core.FailedPrecondition, core.CodeCheckpointNotReady, "checkpoint %s is still being captured; seal it later", cp.ID)
+	case cp.State == core.CheckpointSealed:
+		return runnerapi.SealBegun{}, core.Errorf(core.Conflict, core.CodeStateConflict, "checkpoint %s is sealed", cp.ID)
+	case cp.RunnerID != runner:
+		return runnerapi.SealBegun{}, core.Errorf(core.Conflict, core.CodeStateConflict, "checkpoint %s was captured by another runner, which seals it", cp.ID)
+	}
+	if err := t.dropNeeds(ctx, cp.ID); err != nil {
+		return runnerapi.SealBegun{}, err
+	}
+	// Until this transaction ends the reference cannot be deleted, and from then on the attempt needs what it needs.
+	references, err := many[referenceRow](ctx, t, `
+		SELECT c.id, c.manifest_key, c.manifest_digest, c.manifest_bytes FROM unnest(@ids::text[]) WITH ORDINALITY AS a (id, n) JOIN checkpoints c ON c.id = a.id
+		WHERE c.state = 'sealed' AND (c.project_id = @project OR c.shared) ORDER BY a.n LIMIT 1 FOR SHARE OF c`,
+		args{"ids": texts(in.Ancestors), "project": cp.ProjectID})
+	if err != nil {
+		return runnerapi.SealBegun{}, err
+	}
+	var reference core.CheckpointID
+	var out runnerapi.SealBegun
+	if len(references) > 0 {
+		r := references[0]
+		reference = r.ID
+		out.Reference = &runnerapi.Stored{CheckpointID: r.ID, Manifest: r.ManifestKey, Digest: r.ManifestDigest, Bytes: r.ManifestBytes}
+	}
+	begun, err := one[beginRow](ctx, t, nil, `
+		INSERT INTO seals AS s (checkpoint_id, project_id, runner_id, lease_epoch, attempt, reference_id, state)
+		VALUES (@id, @project, @runner, @epoch, 1, @reference, @uploading)
+		ON CONFLICT (checkpoint_id) DO UPDATE SET runner_id = excluded.runner_id, lease_epoch = excluded.lease_epoch, attempt = s.attempt + 1,
+			reference_id = excluded.reference_id, state = excluded.state, begun_at = now(), ended_at = NULL
+		RETURNING attempt, coppice_seal_prefix(project_id, checkpoint_id, attempt) AS prefix`,
+		args{"id": cp.ID, "project": cp.ProjectID, "runner": runner, "epoch": in.LeaseEpoch, "reference": orNull(reference), "uploading": controller.SealUploading})
+	if err != nil || reference == "" {
+		out.Attempt, out.Prefix = begun.Attempt, begun.Prefix
+		return out, err
+	}
+	out.Attempt, out.Prefix = begun.Attempt, begun.Prefix
+	_, err = t.exec(ctx, `
+		INSERT INTO checkpoint_objects (checkpoint_id, project_id, key) SELECT @id, @project, key FROM checkpoint_objects WHERE checkpoint_id = @reference`,
+		args{"id": cp.ID, "project": cp.ProjectID, "reference": reference})
+	return out, err
+}
+
+func (t *tx) dropNeeds(ctx context.Context, ids ...core.CheckpointID) error {
+	_, err := t.exec(ctx, `DELETE FROM checkpoint_objects WHERE checkpoint_id = ANY(@ids::text[])`, args{"ids": texts(ids)})
+	return err
+}
+
+type attemptRow struct {
+	Project    core.ProjectID       `db:"project_id"`
+	RunnerID   core.RunnerID        `db:"runner_id"`
+	LeaseEpoch int64                `db:"lease_epoch"`
+	Attempt    int64                `db:"attempt"`
+	State      controller.SealState `db:"state"`
+	Prefix     string               `db:"prefix"`
+}
+
+// LockSeal returns the newest attempt.
+func (t *tx) LockSeal(ctx context.Context, id core.CheckpointID) (controller.SealAttempt, controller.Checkpoint, error) {
+	cp, err := t.lockCheckpoint(ctx, id)
+	if err != nil {
+		return controller.SealAttempt{}, cp, err
+	}
+	rows, err := many[attemptRow](ctx, t, `
+		SELECT project_id, runner_id, lease_epoch, attempt, state, coppice_seal_prefix(project_id, checkpoint_id, attempt) AS prefix
+		FROM seals WHERE checkpoint_id = @id FOR UPDATE`, args{"id": id})
+	if err != nil || len(rows) == 0 {
+		return controller.SealAttempt{}, cp, err
+	}
+	r := rows[0]
+	return controller.SealAttempt{
+		Checkpoint: id, Project: r.Project, RunnerID: r.RunnerID, LeaseEpoch: r.LeaseEpoch, Attempt: r.Attempt, State: r.State, Prefix: r.Prefix,
+	}, cp, nil
+}
+
+type missingRow struct {
+	Key string `db:"key"`
+}
+
+// CommitSeal makes a checkpoint sealed.
+func (t *tx) CommitSeal(ctx context.Context, at controller.SealAttempt, in runnerapi.CommitSeal) error {
+	keys := make([]string, len(in.Written))
+	sizes := make([]int64, len(in.Written))
+	for i, o := range in.Written {
+		keys[i], sizes[i] = o.Key, o.Bytes
+	}
+	needs := append([]string{in.Stored.Manifest}, in.Needs...)
+	if _, err := t.exec(ctx, `
+		INSERT INTO store_objects (key, project_id, checkpoint_id, attempt, bytes)
+		SELECT o.key, @project, @id, @attempt, o.bytes FROM unnest(@keys::text[], @sizes::bigint[]) AS o (key, bytes)`,
+		args{"project": at.Project, "id": at.Checkpoint, "attempt": at.Attempt, "keys": keys, "sizes": sizes}); err != nil {
+		return err
+	}
+	if _, err := t.exec(ctx, `
+		INSERT INTO checkpoint_objects (checkpoint_id, project_id, key)
+		SELECT DISTINCT @id, @project, n.key FROM unnest(@needs::text[]) AS n (key) WHERE n.key = ANY(@keys::text[])`,
+		args{"id": at.Checkpoint, "project": at.Project, "needs": needs, "keys": keys}); err != nil {
+		return err
+	}
+	missing, err := many[missingRow](ctx, t, `
+		SELECT n.key FROM unnest(@needs::text[]) AS n (key) LEFT JOIN checkpoint_objects o ON o.checkpoint_id = @id AND o.key = n.key WHERE o.key IS NULL LIMIT 1`,
+		args{"id": at.Checkpoint, "needs": needs})
+	if err != nil {
+		return err
+	}
+	if len(missing) > 0 {
+		return core.Errorf(core.Invalid, core.CodeInvalidField,
+			"seal of checkpoint %s: it needs object %s, which neither attempt %d has written nor its reference needed", at.Checkpoint, core.Clip(missing[0].Key), at.Attempt)
+	}
+	if _, err := t.exec(ctx, `DELETE FROM checkpoint_objects WHERE checkpoint_id = @id AND key <> ALL(@needs::text[])`,
+		args{"id": at.Checkpoint, "needs": needs}); err != nil {
+		return err
+	}
+	// What was written in vain has no need that could be lost.
+	if _, err := t.exec(ctx, `
+		INSERT INTO store_released (project_id, key) SELECT @project, w.key FROM unnest(@keys::text[]) AS w (key) WHERE w.key <> ALL(@needs::text[])`,
+		args{"project": at.Project, "keys": keys, "needs": needs}); err != nil {
+		return err
+	}
+	n, err := t.exec(ctx, `
+		UPDATE checkpoints SET state = @to, sealed_at = now(), manifest_key = @manifest, manifest_digest = @digest, manifest_bytes = @bytes, stored_bytes = @stored
+		WHERE id = @id AND state = ANY(@from::text[])`,
+		args{
+			"id": at.Checkpoint, "to": core.CheckpointSealed, "from": texts(core.CheckpointSealed.Sources()), "manifest": in.Stored.Manifest,
+			"digest": in.Stored.Digest, "bytes": in.Stored.Bytes, "stored": in.StoredBytes,
+		})
+	if err != nil {
+		return err
+	}
+	if n == 0 {
+		return core.Errorf(core.Conflict, core.CodeStateConflict, "checkpoint %s cannot be sealed any more", at.Checkpoint)
+	}
+	_, err = t.exec(ctx, `DELETE FROM seals WHERE checkpoint_id = @id`, args{"id": at.Checkpoint})
+	return err
+}
+
+// FailSeal ends an attempt.
+func (t *tx) FailSeal(ctx context.Context, at controller.SealAttempt, why *core.Error) error {
+	if _, err := t.exec(ctx, `
+		UPDATE seals SET state = @failed, ended_at = now(), problem_category = @category, problem_code = @code, problem_message = @message
+		WHERE checkpoint_id = @id AND attempt = @attempt AND state = @uploading`,
+		args{
+			"id": at.Checkpoint, "attempt": at.Attempt, "failed": controller.SealFailed, "uploading": controller.SealUploading,
+			"category": why.Category, "code": why.Code, "message": why.Msg,
+		}); err != nil {
+		return err
+	}
+	return t.dropNeeds(ctx, at.Checkpoint)
+}
+
+// AbandonSeals ends the attempts that nobody can go on with. A runner that was registered anew begins others.
+func (t *tx) AbandonSeals(ctx context.Context) ([]core.CheckpointID, error) {
+	rows, err := many[checkpointIDRow](ctx, t, `
+		SELECT c.id FROM seals s JOIN runners r ON r.id = s.runner_id JOIN checkpoints c ON c.id = s.checkpoint_id
+		WHERE s.state = @uploading AND r.lease_epoch <> s.lease_epoch ORDER BY c.id FOR NO KEY UPDATE OF c`, args{"uploading": controller.SealUploading})
+	if err != nil || len(rows) == 0 {
+		return nil, err
+	}
+	ids := make([]core.CheckpointID, len(rows))
+	for i, r := range rows {
+		ids[i] = r.ID
+	}
+	ended, err := many[checkpointIDRow](ctx, t, `
+		UPDATE seals s SET state = @failed, ended_at = now(), problem_category = @category, problem_code = @code,
+			problem_message = 'its runner was lost or started anew before the upload had ended'
+		FROM runners r WHERE s.checkpoint_id = ANY(@ids::text[]) AND r.id = s.runner_id AND s.state = @uploading AND r.lease_epoch <> s.lease_epoch
+		RETURNING s.checkpoint_id AS id`,
+		args{"ids": texts(ids), "failed": controller.SealFailed, "uploading": controller.SealUploading, "category": core.Unavailable, "code": core.CodeRunnerLost})
+	if err != nil || len(ended) == 0 {
+		return nil, err
+	}
+	ids = ids[:0]
+	for _, r := range ended {
+		ids = append(ids, r.ID)
+	}
+	return ids, t.dropNeeds(ctx, ids...)
+}

@@ -1,0 +1,179 @@
+package runnertest
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"slices"
+
+	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/snapshotstore/blob"
+)
+
+// Sealer is the controller, for a runner that seals.
+type Sealer interface {
+	BeginSeal(ctx context.Context, runner core.RunnerID, in runnerapi.BeginSeal) (runnerapi.SealBegun, error)
+	CommitSeal(ctx context.Context, runner core.RunnerID, id core.CheckpointID, in runnerapi.CommitSeal) error
+	FailSeal(ctx context.Context, runner core.RunnerID, id core.CheckpointID, in runnerapi.FailSeal) error
+}
+
+// manifest is what the fake keeps of a checkpoint in a store: itself, and which objects a restore reads.
+type manifest struct {
+	Checkpoint runnerapi.Checkpoint `json:"checkpoint"`
+	Needs      []string             `json:"needs"` // this one is not among them
+}
+
+// Upload is an attempt to seal a checkpoint, in the steps that a test may stop between.
+type Upload struct {
+	runner *Runner
+	to     Sealer
+	store  blob.Blobs
+	Commit runnerapi.CommitSeal
+	Begun  runnerapi.SealBegun
+}
+
+// BeginSeal asks for leave to upload a checkpoint that the fake holds. It names what it holds of the checkpoint's ancestors.
+func (r *Runner) BeginSeal(ctx context.Context, to Sealer, store blob.Blobs, epoch int64, id core.CheckpointID) (*Upload, error) {
+	cp, ok := r.held(id)
+	if !ok {
+		return nil, fmt.Errorf("the fake has no checkpoint %s", id)
+	}
+	in := runnerapi.BeginSeal{LeaseEpoch: epoch, CheckpointID: id}
+	for at, ok := r.held(cp.Parent); ok; at, ok = r.held(at.Parent) {
+		in.Ancestors = append(in.Ancestors, at.ID)
+	}
+	begun, err := to.BeginSeal(ctx, r.cfg.ID, in)
+	if err != nil {
+		return nil, err
+	}
+	return &Upload{runner: r, to: to, store: store, Begun: begun, Commit: runnerapi.CommitSeal{
+		LeaseEpoch: epoch, Attempt: begun.Attempt, Stored: runnerapi.Stored{CheckpointID: id}, Timings: []core.Timing{{Stage: "upload", DurationMS: 1}},
+	}}, nil
+}
+
+func (u *Upload) put(ctx context.Context, name string, b []byte) error {
+	key := u.Begun.Prefix + name
+	if err := u.store.Put(ctx, key, bytes.NewReader(b), int64(len(b)), core.DigestOf(b)); err != nil {
+		return err
+	}
+	u.Commit.Written = append(u.Commit.Written, runnerapi.StoredObject{Key: key, Bytes: int64(len(b))})
+	return nil
+}
+
+// Write puts the attempt's objects: what its reference needs is not written again, unless drop says which of that it can do without.
+func (u *Upload) Write(ctx context.Context, drop func(key string) bool) error {
+	cp, _ := u.runner.held(u.Commit.Stored.CheckpointID)
+	m := manifest{Checkpoint: cp}
+	if u.Begun.Reference != nil {
+		before, err := readManifest(ctx, u.store, *u.Begun.Reference)
+		if err != nil {
+			return err
+		}
+		m.Needs = slices.DeleteFunc(before.Needs, func(key string) bool { return drop != nil && drop(key) })
+	}
+	for _, name := range []string{"pack-0", "pack-1"} {
+		if err := u.put(ctx, name, []byte(name+" of "+string(cp.ID))); err != nil {
+			return err
+		}
+		m.Needs = append(m.Needs, u.Begun.Prefix+name)
+	}
+	b, err := json.Marshal(m)
+	if err != nil {
+		return err
+	}
+	if err := u.put(ctx, "manifest", b); err != nil {
+		return err
+	}
+	u.Commit.Stored.Manifest, u.Commit.Stored.Digest, u.Commit.Stored.Bytes = u.Begun.Prefix+"manifest", core.DigestOf(b), int64(len(b))
+	u.Commit.Needs = m.Needs
+	return nil
+}
+
+// End commits the attempt, and Fail gives it up.
+func (u *Upload) End(ctx context.Context) error {
+	return u.to.CommitSeal(ctx, u.runner.cfg.ID, u.Commit.Stored.CheckpointID, u.Commit)
+}
+
+// Fail gives the attempt up.
+func (u *Upload) Fail(ctx context.Context, problem error) error {
+	return u.to.FailSeal(ctx, u.runner.cfg.ID, u.Commit.Stored.CheckpointID, runnerapi.FailSeal{
+		LeaseEpoch: u.Commit.LeaseEpoch, Attempt: u.Commit.Attempt, Problem: *runnerapi.ProblemOf(problem),
+	})
+}
+
+// Seal uploads a checkpoint that the fake holds.
+func (r *Runner) Seal(ctx context.Context, to Sealer, store blob.Blobs, epoch int64, id core.CheckpointID) error {
+	u, err := r.BeginSeal(ctx, to, store, epoch, id)
+	if err != nil {
+		return err
+	}
+	if err := u.Write(ctx, nil); err != nil {
+		return err
+	}
+	return u.End(ctx)
+}
+
+// Restorable reports whether everything that a restore of a sealed checkpoint reads is in the store.
+func Restorable(ctx context.Context, store blob.Blobs, at runnerapi.Stored) error {
+	_, err := fetch(ctx, store, at)
+	return err
+}
+
+func fetch(ctx context.Context, store blob.Blobs, at runnerapi.Stored) (runnerapi.Checkpoint, error) {
+	m, err := readManifest(ctx, store, at)
+	if err != nil {
+		return runnerapi.Checkpoint{}, err
+	}
+	for _, key := range m.Needs {
+		if _, err := store.Stat(ctx, key); errors.Is(err, blob.ErrNotFound) {
+			return runnerapi.Checkpoint{}, core.Wrapf(err, core.DataLoss, core.CodeCheckpointIncomplete, "checkpoint %s needs object %s, which is not in the store", at.CheckpointID, key)
+		} else if err != nil {
+			return runnerapi.Checkpoint{}, err
+		}
+	}
+	return m.Checkpoint, nil
+}
+
+func readManifest(ctx context.Context, store blob.Blobs, at runnerapi.Stored) (manifest, error) {
+	var m manifest
+	body, err := store.Get(ctx, at.Manifest, 0, at.Bytes)
+	if errors.Is(err, blob.ErrNotFound) {
+		return m, core.Wrapf(err, core.DataLoss, core.CodeCheckpointIncomplete, "the manifest of checkpoint %s is not in the store", at.CheckpointID)
+	}
+	if err != nil {
+		return m, err
+	}
+	b, err := io.ReadAll(body)
+	if err = errors.Join(err, body.Close()); err != nil {
+		return m, err
+	}
+	if core.DigestOf(b) != at.Digest {
+		return m, core.Errorf(core.DataLoss, core.CodeCheckpointCorrupt, "the manifest of checkpoint %s is another", at.CheckpointID)
+	}
+	return m, json.Unmarshal(b, &m)
+}
+
+// take makes a checkpoint that is in the store one that the fake holds.
+func (r *Runner) take(ctx context.Context, in runnerapi.Fork) error {
+	if _, ok := r.held(in.CheckpointID); ok {
+		return nil
+	}
+	if r.cfg.Store == nil || len(in.Sources) == 0 || in.Sources[0].CheckpointID != in.CheckpointID {
+		return core.Errorf(core.NotFound, core.CodeCheckpointNotFound, "this runner has no checkpoint %s", in.CheckpointID)
+	}
+	if err := r.pass(ctx, PointFetch, string(in.CheckpointID)); err != nil {
+		return err
+	}
+	cp, err := fetch(ctx, r.cfg.Store, in.Sources[0])
+	if err != nil {
+		return err
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.checkpoints[cp.ID] = &checkpoint{Checkpoint: cp, guest: newGuest()}
+	return nil
+}
