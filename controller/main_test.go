@@ -17,6 +17,7 @@ import (
 	"github.com/coppice-dev/coppice/internal/testleak"
 	"github.com/coppice-dev/coppice/internal/testpg"
 	"github.com/coppice-dev/coppice/migrations"
+	"github.com/coppice-dev/coppice/snapshotstore/blob/dir"
 )
 
 func TestMain(m *testing.M) { testleak.Main(m, testpg.Leak()) }
@@ -35,6 +36,21 @@ type world struct {
 	project core.ProjectID
 	stop    func() // ends the controller's Run and waits for it
 	epoch   int64  // of the runner's lease
+}
+
+// withStore lets the controller tidy up a store in a directory, and the runner restore from there.
+func withStore(t testing.TB) (*dir.Store, option) {
+	t.Helper()
+	files, err := dir.Open(t.TempDir())
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := files.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	return files, func(c *controller.Config, r *runnertest.Config) { c.Store, r.Store = files, files }
 }
 
 type option func(*controller.Config, *runnertest.Config)

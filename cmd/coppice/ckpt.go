@@ -33,7 +33,7 @@ CHECKPOINT is a name, an id, or the end of an id.`,
 func newCkptCreateCommand(a *app) *cobra.Command {
 	var name string
 	var labels, annotations []string
-	var quiet, pinned bool
+	var quiet, pinned, sealed bool
 	c := &cobra.Command{
 		Use:     "create WORKSPACE",
 		Short:   "Capture a running workspace, which goes on",
@@ -59,6 +59,11 @@ func newCkptCreateCommand(a *app) *cobra.Command {
 			done := a.working(c.Context(), "checkpointing "+ws.Name)
 			cp, err := client.CreateCheckpoint(c.Context(), ws.ID, req)
 			done()
+			if err == nil && sealed {
+				done = a.working(c.Context(), "waiting for the store")
+				cp, err = client.WaitSealed(c.Context(), cp.ID)
+				done()
+			}
 			if err != nil {
 				return err
 			}
@@ -77,6 +82,7 @@ func newCkptCreateCommand(a *app) *cobra.Command {
 	f.StringArrayVarP(&labels, "label", "l", nil, "label, `KEY=VALUE`; may be repeated")
 	f.StringArrayVar(&annotations, "annotation", nil, "annotation, `KEY=VALUE` with a JSON value or else a string; may be repeated")
 	f.BoolVar(&pinned, "pin", false, "keep it from being deleted")
+	f.BoolVar(&sealed, "sealed", false, "wait until it is in the store, too")
 	f.BoolVarP(&quiet, "quiet", "q", false, "print the id only")
 	return c
 }
@@ -157,10 +163,33 @@ func printCheckpoints(w io.Writer, now time.Time, list []coppice.Checkpoint) err
 	for _, cp := range list {
 		rows = append(rows, []string{
 			short(cp.ID), cp.Name, string(cp.State), string(cp.Kind), short(cp.ParentID), short(cp.WorkspaceID), fmt.Sprint(cp.ChildrenCount),
-			size(cp.DeltaBytes), size(cp.DiskBytes), milliseconds(cp.PauseMS), age(now, cp.CreatedAt),
+			size(cp.DeltaBytes), size(cp.DiskBytes), stored(cp), milliseconds(cp.PauseMS), age(now, cp.CreatedAt),
 		})
 	}
-	return table(w, "ID NAME STATE KIND PARENT WORKSPACE CHILDREN DELTA DISK PAUSE AGE", rows)
+	return table(w, "ID NAME STATE KIND PARENT WORKSPACE CHILDREN DELTA DISK STORED PAUSE AGE", rows)
+}
+
+// stored is what a checkpoint takes in the store, or how far it is on its way there.
+func stored(cp coppice.Checkpoint) string {
+	switch {
+	case cp.Seal != nil:
+		return string(cp.Seal.State)
+	case cp.State == coppice.CheckpointSealed:
+		return size(cp.StoredBytes)
+	}
+	return ""
+}
+
+// sealing is stored with what there is to say about it.
+func sealing(cp coppice.Checkpoint) string {
+	text := stored(cp)
+	if cp.State == coppice.CheckpointSealed {
+		return text + ", " + moment(cp.SealedAt)
+	}
+	if cp.Seal != nil && cp.Seal.Problem != nil {
+		text += fmt.Sprintf("; attempt %d; the last that failed: %s (%s)", cp.Seal.Attempt, cp.Seal.Problem.Message, cp.Seal.Problem.Code)
+	}
+	return text
 }
 
 func newCkptShowCommand(a *app) *cobra.Command {
@@ -205,7 +234,7 @@ func printCheckpoint(w io.Writer, cp coppice.Checkpoint) error {
 		"labels", pairs(cp.Labels), "annotations", string(annotations), "version", fmt.Sprint(cp.Version), "pinned", yes(cp.Pinned),
 		"image", strings.TrimSpace(cp.Image.Name+" "+cp.Image.Digest),
 		"resources", fmt.Sprintf("%d vCPU, %d MiB memory, %d GiB disk", cp.Resources.VCPUs, cp.Resources.MemoryMiB, cp.Resources.DiskGiB),
-		"base", cp.BaseID, "delta", size(cp.DeltaBytes), "devices", size(cp.DeviceStateBytes), "disk", size(cp.DiskBytes),
+		"base", cp.BaseID, "delta", size(cp.DeltaBytes), "devices", size(cp.DeviceStateBytes), "disk", size(cp.DiskBytes), "stored", sealing(cp),
 		"pause", milliseconds(cp.PauseMS), "timings", timings(cp.Timings),
 		"own generators", strings.Join(stale, ", "), "needs", class, "runner", cp.RunnerID, "created", moment(cp.CreatedAt),
 	)

@@ -28,6 +28,7 @@ import (
 	"github.com/coppice-dev/coppice/internal/testleak"
 	"github.com/coppice-dev/coppice/internal/testpg"
 	"github.com/coppice-dev/coppice/migrations"
+	"github.com/coppice-dev/coppice/snapshotstore/blob/dir"
 )
 
 func TestMain(m *testing.M) {
@@ -54,6 +55,7 @@ type world struct {
 	inner  string // the listener for runners
 	runner *runnertest.Runner
 	router routers.Router
+	blobs  *dir.Store // where checkpoints are sealed
 
 	control *controller.Controller
 }
@@ -77,8 +79,16 @@ func newWorld(t *testing.T) *world {
 	if err != nil {
 		t.Fatal(err)
 	}
+	if w.blobs, err = dir.Open(t.TempDir()); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := w.blobs.Close(); err != nil {
+			t.Error(err)
+		}
+	})
 	control := controller.New(controller.Config{
-		ClusterID: "test", Trust: &trust, RunnerLease: runnerLease, LoopInterval: 50 * time.Millisecond, RunnerRetry: time.Second, AdmissionWait: 50 * time.Millisecond, ShutdownGrace: time.Second, Bootstrap: controller.Bootstrap{Key: apiKey},
+		Store: w.blobs, ClusterID: "test", Trust: &trust, RunnerLease: runnerLease, LoopInterval: 50 * time.Millisecond, RunnerRetry: time.Second, AdmissionWait: 50 * time.Millisecond, ShutdownGrace: time.Second, Bootstrap: controller.Bootstrap{Key: apiKey},
 		Limits: controller.Limits{Open: controller.Rate{PerSecond: 1e6, Burst: 1e6}, FailureDelay: 1}, // of one address, with hundreds of wrong keys
 	}, store, client, log)
 	ctx, cancel := context.WithCancel(context.WithoutCancel(t.Context()))

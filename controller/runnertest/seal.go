@@ -32,6 +32,7 @@ type Upload struct {
 	runner *Runner
 	to     Sealer
 	store  blob.Blobs
+	id     core.CheckpointID
 	Commit runnerapi.CommitSeal
 	Begun  runnerapi.SealBegun
 }
@@ -50,7 +51,7 @@ func (r *Runner) BeginSeal(ctx context.Context, to Sealer, store blob.Blobs, epo
 	if err != nil {
 		return nil, err
 	}
-	return &Upload{runner: r, to: to, store: store, Begun: begun, Commit: runnerapi.CommitSeal{
+	return &Upload{runner: r, to: to, store: store, id: id, Begun: begun, Commit: runnerapi.CommitSeal{
 		LeaseEpoch: epoch, Attempt: begun.Attempt, Stored: runnerapi.Stored{CheckpointID: id}, Timings: []core.Timing{{Stage: "upload", DurationMS: 1}},
 	}}, nil
 }
@@ -66,7 +67,7 @@ func (u *Upload) put(ctx context.Context, name string, b []byte) error {
 
 // Write puts the attempt's objects: what its reference needs is not written again, unless drop says which of that it can do without.
 func (u *Upload) Write(ctx context.Context, drop func(key string) bool) error {
-	cp, _ := u.runner.held(u.Commit.Stored.CheckpointID)
+	cp, _ := u.runner.held(u.id)
 	m := manifest{Checkpoint: cp}
 	if u.Begun.Reference != nil {
 		before, err := readManifest(ctx, u.store, *u.Begun.Reference)
@@ -95,12 +96,12 @@ func (u *Upload) Write(ctx context.Context, drop func(key string) bool) error {
 
 // End commits the attempt, and Fail gives it up.
 func (u *Upload) End(ctx context.Context) error {
-	return u.to.CommitSeal(ctx, u.runner.cfg.ID, u.Commit.Stored.CheckpointID, u.Commit)
+	return u.to.CommitSeal(ctx, u.runner.cfg.ID, u.id, u.Commit)
 }
 
 // Fail gives the attempt up.
 func (u *Upload) Fail(ctx context.Context, problem error) error {
-	return u.to.FailSeal(ctx, u.runner.cfg.ID, u.Commit.Stored.CheckpointID, runnerapi.FailSeal{
+	return u.to.FailSeal(ctx, u.runner.cfg.ID, u.id, runnerapi.FailSeal{
 		LeaseEpoch: u.Commit.LeaseEpoch, Attempt: u.Commit.Attempt, Problem: *runnerapi.ProblemOf(problem),
 	})
 }

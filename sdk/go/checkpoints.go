@@ -51,6 +51,21 @@ func (c *Client) Checkpoint(ctx context.Context, id CheckpointID) (Checkpoint, e
 	return out, err
 }
 
+// WaitSealed returns a checkpoint when it is in the store, so that it outlives the host that it was captured on, or when it never will
+// be: its State says which. It fails with CodeUnsupported where there is no store.
+func (c *Client) WaitSealed(ctx context.Context, id CheckpointID) (Checkpoint, error) {
+	for {
+		var out Checkpoint
+		err := c.call(ctx, get("v1", "checkpoints", id).with(url.Values{"wait": {"sealed"}}), &out)
+		if err != nil || out.State != CheckpointCaptured && out.State != CheckpointCapturing {
+			return out, err
+		}
+		if err := ctx.Err(); err != nil {
+			return out, context.Cause(ctx)
+		}
+	}
+}
+
 // Checkpoints iterates over the checkpoints that match, newest first.
 func (c *Client) Checkpoints(ctx context.Context, f CheckpointFilter) iter.Seq2[Checkpoint, error] {
 	return all[Checkpoint](ctx, c, get("v1", "checkpoints").with(f.query()))

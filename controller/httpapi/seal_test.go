@@ -1,0 +1,118 @@
+package httpapi_test
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"net/http"
+	"strings"
+	"testing"
+
+	"github.com/coppice-dev/coppice/api"
+	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/core"
+)
+
+// sealer speaks to the listener for runners.
+type sealer struct{ w *world }
+
+func (s sealer) post(ctx context.Context, path string, in, out any) error {
+	b, err := json.Marshal(in)
+	if err != nil {
+		return err
+	}
+	req, err := http.NewRequestWithContext(ctx, http.MethodPost, s.w.inner+path, bytes.NewReader(b))
+	if err != nil {
+		return err
+	}
+	req.Header.Set("Authorization", "Bearer "+runnerSecret)
+	res, err := http.DefaultClient.Do(req)
+	if err != nil {
+		return err
+	}
+	defer res.Body.Close()
+	if res.StatusCode < 300 {
+		return json.NewDecoder(res.Body).Decode(out)
+	}
+	var p runnerapi.Problem
+	if err := json.NewDecoder(res.Body).Decode(&p); err != nil {
+		return err
+	}
+	return p.Err()
+}
+
+func (s sealer) path(form string, runner core.RunnerID, id core.CheckpointID) string {
+	return strings.NewReplacer("{id}", string(runner), "{checkpoint_id}", string(id)).Replace(form)
+}
+
+func (s sealer) BeginSeal(ctx context.Context, runner core.RunnerID, in runnerapi.BeginSeal) (out runnerapi.SealBegun, err error) {
+	err = s.post(ctx, s.path(runnerapi.PathSeals, runner, ""), in, &out)
+	return out, err
+}
+
+func (s sealer) CommitSeal(ctx context.Context, runner core.RunnerID, id core.CheckpointID, in runnerapi.CommitSeal) error {
+	return s.post(ctx, s.path(runnerapi.PathSealCommit, runner, id), in, &struct{}{})
+}
+
+func (s sealer) FailSeal(ctx context.Context, runner core.RunnerID, id core.CheckpointID, in runnerapi.FailSeal) error {
+	return s.post(ctx, s.path(runnerapi.PathSealFail, runner, id), in, &struct{}{})
+}
+
+func TestSealing(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	var ws api.Workspace
+	w.want(201, "POST", "/v1/workspaces", map[string]any{"name": "a"}, &ws)
+	var cp api.Checkpoint
+	w.want(201, "POST", "/v1/workspaces/"+ws.ID+"/checkpoints?wait=30", map[string]any{}, &cp)
+	if cp.Seal == nil || cp.Seal.State != api.SealQueued || !cp.SealedAt.IsZero() {
+		t.Errorf("captured: %+v", cp.Seal)
+	}
+	id := core.CheckpointID(cp.ID)
+	u, err := w.runner.BeginSeal(t.Context(), sealer{w}, w.blobs, 1, id)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := u.Fail(t.Context(), core.Errorf(core.Unavailable, core.CodeStoreUnavailable, "the store is away")); err != nil {
+		t.Fatal(err)
+	}
+	at := "/v1/checkpoints/" + cp.ID
+	w.want(200, "GET", at, nil, &cp)
+	if s := cp.Seal; s == nil || s.State != api.SealFailed || s.Attempt != 1 || s.Problem == nil || s.Problem.Code != "STORE_UNAVAILABLE" || s.Problem.Message != "the store is away" {
+		t.Errorf("failed: %+v", s)
+	}
+	if err := w.runner.Seal(t.Context(), sealer{w}, w.blobs, 1, id); err != nil {
+		t.Fatal(err)
+	}
+	w.want(200, "GET", at+"?wait=sealed", nil, &cp)
+	if cp.State != api.CheckpointSealed || cp.StoredBytes == 0 || cp.SealedAt.IsZero() {
+		t.Errorf("sealed: %+v", cp)
+	}
+	w.want(400, "GET", at+"?wait=10", nil, nil)
+	w.want(400, "POST", "/v1/workspaces/"+ws.ID+"/checkpoints?wait=601", map[string]any{}, nil)
+	// The answer to this one waits for the runner.
+	project, err := w.control.Bootstrap(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		for t.Context().Err() == nil {
+			for _, held := range w.runner.Checkpoints() {
+				if held != id && string(held) != ws.ParentCheckpointID {
+					_ = w.runner.Seal(t.Context(), sealer{w}, w.blobs, 1, held) // it may be captured, and not be recorded yet
+					if got, err := w.control.Checkpoint(t.Context(), project.ID, held); err == nil && got.State == core.CheckpointSealed {
+						return
+					}
+				}
+			}
+		}
+	}()
+	var second api.Checkpoint
+	w.want(201, "POST", "/v1/workspaces/"+ws.ID+"/checkpoints?wait=sealed", map[string]any{}, &second)
+	if second.State != api.CheckpointSealed || second.ID == cp.ID {
+		t.Errorf("waited: %+v", second)
+	}
+	<-done
+}

@@ -1,0 +1,169 @@
+package controller_test
+
+import (
+	"errors"
+	"testing"
+	"time"
+
+	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/controller/runnertest"
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/snapshotstore/blob"
+	"github.com/coppice-dev/coppice/snapshotstore/blob/dir"
+)
+
+func (w *world) seal(files blob.Blobs, ids ...core.CheckpointID) {
+	w.t.Helper()
+	for _, id := range ids {
+		if err := w.runner.Seal(w.t.Context(), w, files, w.epoch, id); err != nil {
+			w.t.Fatalf("seal of %s: %v", id, err)
+		}
+	}
+}
+
+func (w *world) begin(files blob.Blobs, id core.CheckpointID) *runnertest.Upload {
+	w.t.Helper()
+	u, err := w.runner.BeginSeal(w.t.Context(), w, files, w.epoch, id)
+	if err != nil {
+		w.t.Fatal(err)
+	}
+	return u
+}
+
+func (w *world) get(id core.CheckpointID) controller.Checkpoint {
+	w.t.Helper()
+	cp, err := w.Checkpoint(w.t.Context(), w.project, id)
+	if err != nil {
+		w.t.Fatal(err)
+	}
+	return cp
+}
+
+func keys(t testing.TB, files *dir.Store) []string {
+	t.Helper()
+	var list []string
+	for info, err := range files.List(t.Context(), "") {
+		if err != nil {
+			t.Fatal(err)
+		}
+		list = append(list, info.Key)
+	}
+	return list
+}
+
+func TestSeal(t *testing.T) {
+	t.Parallel()
+	files, store := withStore(t)
+	w := newWorld(t, store)
+	ws := w.create("a")
+	a := w.checkpoint(ws.ID)
+	if a.Seal == nil || a.Seal.State != controller.SealQueued {
+		t.Errorf("of a fresh checkpoint: %+v", a.Seal)
+	}
+	if cp, err := w.SealedCheckpoint(t.Context(), w.project, a.ID, time.Millisecond); err != nil || cp.State != core.CheckpointCaptured {
+		t.Errorf("waited in vain: %+v, %v", cp, err)
+	}
+	waited := make(chan core.CheckpointState, 1)
+	go func() {
+		cp, err := w.SealedCheckpoint(t.Context(), w.project, a.ID, wait)
+		if err != nil {
+			t.Error(err)
+		}
+		waited <- cp.State
+	}()
+	w.seal(files, ws.Parent, a.ID)
+	if state := <-waited; state != core.CheckpointSealed {
+		t.Errorf("waited until it is %s", state)
+	}
+	got := w.get(a.ID)
+	if got.Seal != nil || got.Stored == nil || runnertest.Restorable(t.Context(), files, *got.Stored) != nil {
+		t.Errorf("sealed: %+v", got)
+	}
+	wantCode(t, w.runner.Seal(t.Context(), w, files, w.epoch, a.ID), core.CodeStateConflict)
+}
+
+// TestSealRepeats sends every message again, as one does whose answer was lost.
+func TestSealRepeats(t *testing.T) {
+	t.Parallel()
+	files, store := withStore(t)
+	w := newWorld(t, store)
+	a := w.checkpoint(w.create("a").ID)
+	lost := w.begin(files, a.ID)
+	u := w.begin(files, a.ID)
+	for _, step := range []func() error{
+		func() error { return u.Write(t.Context(), nil) },
+		func() error { return u.Fail(t.Context(), errors.New("x")) },
+		func() error { return u.Fail(t.Context(), errors.New("x")) },
+	} {
+		if err := step(); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if got := w.get(a.ID).Seal; got.State != controller.SealFailed || got.Attempt != 2 || got.Problem == nil {
+		t.Errorf("%+v", got)
+	}
+	wantCode(t, u.End(t.Context()), core.CodeStateConflict)
+	wantCode(t, lost.Fail(t.Context(), errors.New("x")), core.CodeStateConflict)
+	u = w.begin(files, a.ID)
+	if err := u.Write(t.Context(), nil); err != nil {
+		t.Fatal(err)
+	}
+	for range 2 {
+		if err := u.End(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+	}
+	wantCode(t, u.Fail(t.Context(), errors.New("x")), core.CodeStateConflict)
+	wantCode(t, lost.End(t.Context()), core.CodeStateConflict)
+	if got := w.get(a.ID); got.State != core.CheckpointSealed || got.StoredBytes == 0 {
+		t.Errorf("%+v", got)
+	}
+}
+
+// TestSealRefused sends what does not fit the attempt.
+func TestSealRefused(t *testing.T) {
+	t.Parallel()
+	files, store := withStore(t)
+	w := newWorld(t, store)
+	a := w.checkpoint(w.create("a").ID)
+	for name, spoil := range map[string]func(*runnerapi.CommitSeal){
+		"another checkpoint": func(c *runnerapi.CommitSeal) { c.Stored.CheckpointID = core.NewID[core.CheckpointID]() },
+		"no digest":          func(c *runnerapi.CommitSeal) { c.Stored.Digest = "" },
+		"manifest elsewhere": func(c *runnerapi.CommitSeal) { c.Stored.Manifest = "v1/x" },
+		"manifest's size":    func(c *runnerapi.CommitSeal) { c.Stored.Bytes++ },
+		"foreign key":        func(c *runnerapi.CommitSeal) { c.Written[0].Key = "v1/x" },
+		"wrong key":          func(c *runnerapi.CommitSeal) { c.Written[0].Key += "/../../x" },
+		"a key twice":        func(c *runnerapi.CommitSeal) { c.Written[1] = c.Written[0] },
+		"a negative size":    func(c *runnerapi.CommitSeal) { c.Written[0].Bytes = -1 },
+		"a foreign need":     func(c *runnerapi.CommitSeal) { c.Needs = append(c.Needs, "v1/x") },
+	} {
+		u := w.begin(files, a.ID)
+		if err := u.Write(t.Context(), nil); err != nil {
+			t.Fatal(err)
+		}
+		spoil(&u.Commit)
+		if err := u.End(t.Context()); core.CategoryOf(err) != core.Invalid {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+	u := w.begin(files, a.ID)
+	w.register() // the runner was started anew
+	wantCode(t, u.End(t.Context()), core.CodeStateConflict)
+	wantCode(t, u.Fail(t.Context(), errors.New("x")), core.CodeStateConflict)
+	eventually(t, "the attempt of the runner's last life is given up", func() bool { return w.get(a.ID).Seal.State == controller.SealFailed })
+	w.seal(files, a.ID)
+}
+
+func TestNoStore(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	a := w.checkpoint(w.create("a").ID)
+	if a.Seal != nil {
+		t.Errorf("%+v", a.Seal)
+	}
+	_, err := w.SealedCheckpoint(t.Context(), w.project, a.ID, wait)
+	wantCode(t, err, core.CodeUnsupported)
+	_, err = w.runner.BeginSeal(t.Context(), w, nil, w.epoch, a.ID)
+	wantCode(t, err, core.CodeUnsupported)
+}
