@@ -74,6 +74,23 @@ func Unshared(a, b *os.File) (Ranges, error) {
 	return out, nil
 }
 
+// Data returns where a file has data. A range may be of zeros all the same.
+func Data(f *os.File) (Ranges, error) {
+	info, err := f.Stat()
+	if err != nil {
+		return nil, err
+	}
+	list, err := dataOf(f, info.Size())
+	if err != nil {
+		return nil, err
+	}
+	var out Ranges
+	for _, e := range list {
+		out = out.add(Range{e.logical, e.length})
+	}
+	return out, nil
+}
+
 // extent is what is known of a part of a file.
 type extent struct {
 	logical, length int64

@@ -40,23 +40,13 @@ func Changed(ctx context.Context, a, b Image) (int64, error) {
 	if infoA.Size() != infoB.Size() {
 		return 0, core.Errorf(core.Invalid, core.CodeInvalidField, "the machines have %d and %d bytes of memory", infoA.Size(), infoB.Size())
 	}
-	ranges, err := sparse.Unshared(a.Base, b.Base)
+	extents, err := MayDiffer(a, b)
 	if err != nil {
 		return 0, err
 	}
-	var all []Extent
-	for _, r := range ranges {
-		from, to := r.Offset/PageSize*PageSize, (r.End()+PageSize-1)/PageSize*PageSize
-		all = append(all, Extent{from, to - from})
-	}
-	for _, i := range []Image{a, b} {
-		if i.Delta != nil {
-			all = append(all, i.Delta.Extents...)
-		}
-	}
 	x, y := newView(a), newView(b)
 	var changed int64
-	for _, e := range merge(all) {
+	for _, e := range extents {
 		n, err := compare(ctx, x, y, e.Offset, e.End())
 		if err != nil {
 			return 0, err
@@ -64,6 +54,39 @@ func Changed(ctx context.Context, a, b Image) (int64, error) {
 		changed += n
 	}
 	return changed, nil
+}
+
+// MayDiffer returns the pages in which two images may differ: those of either delta, and those of the bases that do not share their
+// blocks on disk.
+func MayDiffer(a, b Image) ([]Extent, error) {
+	ranges, err := sparse.Unshared(a.Base, b.Base)
+	if err != nil {
+		return nil, err
+	}
+	return withDeltas(ranges, a, b), nil
+}
+
+// MayBeData returns the pages of an image that may be other than zeros.
+func MayBeData(i Image) ([]Extent, error) {
+	ranges, err := sparse.Data(i.Base)
+	if err != nil {
+		return nil, err
+	}
+	return withDeltas(ranges, i), nil
+}
+
+func withDeltas(ranges sparse.Ranges, images ...Image) []Extent {
+	var all []Extent
+	for _, r := range ranges {
+		from, to := r.Offset/PageSize*PageSize, (r.End()+PageSize-1)/PageSize*PageSize
+		all = append(all, Extent{from, to - from})
+	}
+	for _, i := range images {
+		if i.Delta != nil {
+			all = append(all, i.Delta.Extents...)
+		}
+	}
+	return merge(all)
 }
 
 const compareChunk = 256 << 10
@@ -131,4 +154,26 @@ func (v *view) read(off, n int64) ([]byte, error) {
 		copy(b[from-off:to-off], v.Delta.data[v.at[i]+from-e.Offset:])
 	}
 	return b, nil
+}
+
+// Reader reads an image. It is not safe for concurrent use.
+type Reader struct{ view *view }
+
+// NewReader reads an image, whose files stay the caller's.
+func NewReader(i Image) *Reader { return &Reader{newView(i)} }
+
+// ReadAt fills p with the image's bytes from off on.
+func (r *Reader) ReadAt(p []byte, off int64) error {
+	return guardFaults(func() error {
+		for len(p) > 0 {
+			n := min(compareChunk, int64(len(p)))
+			b, err := r.view.read(off, n)
+			if err != nil {
+				return err
+			}
+			copy(p, b)
+			p, off = p[n:], off+n
+		}
+		return nil
+	})
 }

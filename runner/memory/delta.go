@@ -61,17 +61,23 @@ func dataOffset(n int) int64 {
 	return (int64(deltaHeader+16*n+4) + PageSize - 1) / PageSize * PageSize
 }
 
-func (d *Delta) write(f *os.File, path string) error {
-	dataAt := dataOffset(len(d.Extents))
-	head := make([]byte, 0, dataAt)
+// headOf is the header of a delta up to its checksum.
+func headOf(size int64, extents []Extent) []byte {
+	head := make([]byte, 0, dataOffset(len(extents)))
 	head = append(head, deltaMagic...)
-	head = binary.LittleEndian.AppendUint64(head, uint64(d.Size))
-	head = binary.LittleEndian.AppendUint64(head, uint64(len(d.Extents)))
-	head = binary.LittleEndian.AppendUint64(head, uint64(dataAt))
-	for _, e := range d.Extents {
+	head = binary.LittleEndian.AppendUint64(head, uint64(size))
+	head = binary.LittleEndian.AppendUint64(head, uint64(len(extents)))
+	head = binary.LittleEndian.AppendUint64(head, uint64(dataOffset(len(extents))))
+	for _, e := range extents {
 		head = binary.LittleEndian.AppendUint64(head, uint64(e.Offset))
 		head = binary.LittleEndian.AppendUint64(head, uint64(e.Length))
 	}
+	return head
+}
+
+func (d *Delta) write(f *os.File, path string) error {
+	dataAt := dataOffset(len(d.Extents))
+	head := headOf(d.Size, d.Extents)
 	head = binary.LittleEndian.AppendUint32(head, crc32.Checksum(head, castagnoli))
 	if _, err := f.Write(head[:dataAt]); err != nil {
 		return fmt.Errorf("write the index of %s: %w", path, err)

@@ -1,0 +1,249 @@
+package snapshotstore
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"iter"
+	"slices"
+	"strings"
+	"sync"
+	"sync/atomic"
+
+	"golang.org/x/sync/errgroup"
+
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/snapshotstore/blob"
+	"github.com/coppice-dev/coppice/snapshotstore/manifest"
+)
+
+var errMismatch = errors.New("the bytes have another sha256 than they had when they were stored")
+
+// Snapshot is a checkpoint's manifest with its maps, read and verified. It is immutable and safe for concurrent use.
+type Snapshot struct {
+	ref    manifest.Ref
+	header manifest.Header
+	trees  map[string]*manifest.Tree
+	nodes  map[manifest.Hash]node
+}
+
+// node is a node of the maps and the manifest that has it.
+type node struct {
+	in manifest.Ref
+	b  []byte
+}
+
+// own names the manifest of the nodes that have none.
+func (s *Snapshot) own(ref manifest.Ref) {
+	for h, n := range s.nodes {
+		if n.in.Key == "" {
+			s.nodes[h] = node{ref, n.b}
+		}
+	}
+}
+
+// Header is what the manifest says.
+func (s *Snapshot) Header() manifest.Header { return s.header }
+
+// Ref names the manifest.
+func (s *Snapshot) Ref() manifest.Ref { return s.ref }
+
+// Image is the map of an image; nil when there is none of that name.
+func (s *Snapshot) Image(name string) *manifest.Tree { return s.trees[name] }
+
+// Open reads the manifest of a checkpoint and those that it shares nodes with. ref.Digest is the only thing that is believed: it comes
+// from the row. CHECKPOINT_CORRUPT names an object that is not what it was, CHECKPOINT_INCOMPLETE one that is not there.
+func Open(ctx context.Context, blobs blob.Blobs, ref manifest.Ref) (*Snapshot, error) {
+	h, nodes, err := readManifest(ctx, blobs, ref)
+	if err != nil {
+		return nil, err
+	}
+	s := &Snapshot{ref: ref, header: h, nodes: make(map[manifest.Hash]node)}
+	all := make(manifest.Nodes, len(nodes))
+	take := func(ref manifest.Ref, nodes manifest.Nodes) {
+		for hash, b := range nodes {
+			all[hash] = b
+			s.nodes[hash] = node{ref, b}
+		}
+	}
+	group, ctx := errgroup.WithContext(ctx)
+	shared := make([]manifest.Nodes, len(h.Shared))
+	for i, other := range h.Shared {
+		group.Go(func() (err error) {
+			_, shared[i], err = readManifest(ctx, blobs, other)
+			return err
+		})
+	}
+	if err := group.Wait(); err != nil {
+		return nil, fmt.Errorf("open checkpoint %s: %w", h.CheckpointID, err)
+	}
+	for i, other := range h.Shared {
+		take(other, shared[i])
+	}
+	take(ref, nodes)
+	if s.trees, err = h.Trees(all); err != nil {
+		return nil, err
+	}
+	return s, nil
+}
+
+func readManifest(ctx context.Context, blobs blob.Blobs, ref manifest.Ref) (manifest.Header, manifest.Nodes, error) {
+	var b []byte
+	err := verified(ref.Key, func() (err error) {
+		if b, err = readRange(ctx, blobs, ref.Key, 0, ref.Bytes); err != nil {
+			return err
+		}
+		if core.DigestOf(b) != ref.Digest {
+			return errMismatch
+		}
+		return nil
+	})
+	if err != nil {
+		return manifest.Header{}, nil, err
+	}
+	return manifest.Decode(b)
+}
+
+// verified reads something, again when it is not what it was: the bytes may have been changed on the way.
+func verified(object string, read func() error) error {
+	err := read()
+	if errors.Is(err, errMismatch) {
+		err = read()
+	}
+	switch {
+	case errors.Is(err, errMismatch):
+		return core.Wrapf(err, core.DataLoss, core.CodeCheckpointCorrupt, "the object %s of the store is not what was stored there", object)
+	case errors.Is(err, blob.ErrNotFound):
+		return core.Wrapf(err, core.DataLoss, core.CodeCheckpointIncomplete, "the object %s is missing in the store", object)
+	}
+	return err
+}
+
+// readRange reads exactly n bytes; fewer are a mismatch.
+func readRange(ctx context.Context, blobs blob.Blobs, key string, off, n int64) ([]byte, error) {
+	r, err := blobs.Get(ctx, key, off, n)
+	if err != nil {
+		return nil, fmt.Errorf("read %s: %w", key, err)
+	}
+	b := make([]byte, n)
+	_, err = io.ReadFull(r, b)
+	if errors.Is(err, io.ErrUnexpectedEOF) || errors.Is(err, io.EOF) {
+		err = errMismatch
+	}
+	if err := errors.Join(err, r.Close()); err != nil {
+		return nil, fmt.Errorf("read %s: %w", key, err)
+	}
+	return b, nil
+}
+
+// FetchOptions say how pages are fetched. The zero value works.
+type FetchOptions struct {
+	Parallel int // requests under way; 0: 8
+}
+
+// Fetched says what a Fetch has read.
+type Fetched struct {
+	Requests int64
+	Bytes    int64 // from the store
+	Pages    int64
+}
+
+// Requests are of neighbouring frames: at most this much at once, and at most this much between two that nobody asked for.
+const (
+	maxRequest = 2 << 20
+	maxGap     = 32 << 10
+)
+
+// Fetch reads the pages of runs and gives each run of pages, verified, to emit, in no order, from several goroutines at once; what
+// emit gets is valid until it returns. Runs without a frame are given as zeros. The first error ends it.
+func Fetch(ctx context.Context, blobs blob.Blobs, runs iter.Seq[manifest.Run], o FetchOptions, emit func(page int64, data []byte) error) (Fetched, error) {
+	if o.Parallel <= 0 {
+		o.Parallel = 8
+	}
+	var got Fetched
+	var requests, read atomic.Int64
+	group, run := errgroup.WithContext(ctx)
+	group.SetLimit(o.Parallel)
+	wanted := make(map[*manifest.Frame][]manifest.Run)
+	for r := range runs {
+		got.Pages += int64(r.Count)
+		if r.Frame == nil {
+			if err := emit(r.Page, make([]byte, r.Count*manifest.PageSize)); err != nil {
+				return got, errors.Join(err, group.Wait())
+			}
+			continue
+		}
+		wanted[r.Frame] = append(wanted[r.Frame], r)
+	}
+	var buffers sync.Pool
+	for _, req := range plan(wanted) {
+		if run.Err() != nil {
+			break
+		}
+		group.Go(func() error {
+			requests.Add(1)
+			read.Add(req.length)
+			buf, _ := buffers.Get().([]byte)
+			defer func() { buffers.Put(buf) }() //nolint:staticcheck // SA6002: one allocation of three words for 64 KiB
+			return verified(req.object, func() error {
+				b, err := readRange(run, blobs, req.object, req.offset, req.length)
+				if err != nil {
+					return err
+				}
+				for _, f := range req.frames {
+					raw, err := unpack(f, b[f.Offset-req.offset:f.Offset-req.offset+f.Length], buf)
+					if err != nil {
+						return err
+					}
+					buf = raw
+					for _, r := range wanted[f] {
+						if err := emit(r.Page, raw[r.Slot*manifest.PageSize:(r.Slot+r.Count)*manifest.PageSize]); err != nil {
+							return err
+						}
+					}
+				}
+				return nil
+			})
+		})
+	}
+	err := group.Wait()
+	if err == nil && ctx.Err() != nil {
+		err = context.Cause(ctx)
+	}
+	got.Requests, got.Bytes = requests.Load(), read.Load()
+	return got, err
+}
+
+// request is one read of the store.
+type request struct {
+	object         string
+	offset, length int64
+	frames         []*manifest.Frame
+}
+
+// plan puts frames that are near one another into one request.
+func plan(wanted map[*manifest.Frame][]manifest.Run) []request {
+	frames := make([]*manifest.Frame, 0, len(wanted))
+	for f := range wanted {
+		frames = append(frames, f)
+	}
+	slices.SortFunc(frames, func(a, b *manifest.Frame) int {
+		return cmp.Or(strings.Compare(a.Object, b.Object), cmp.Compare(a.Offset, b.Offset))
+	})
+	var out []request
+	for _, f := range frames {
+		if n := len(out) - 1; n >= 0 {
+			last := &out[n]
+			end := last.offset + last.length
+			if last.object == f.Object && f.Offset-end <= maxGap && f.Offset+f.Length-last.offset <= maxRequest {
+				last.length = max(end, f.Offset+f.Length) - last.offset
+				last.frames = append(last.frames, f)
+				continue
+			}
+		}
+		out = append(out, request{f.Object, f.Offset, f.Length, []*manifest.Frame{f}})
+	}
+	return out
+}

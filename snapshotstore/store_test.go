@@ -1,0 +1,499 @@
+package snapshotstore_test
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"io"
+	"maps"
+	"math/rand/v2"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"testing"
+
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/snapshotstore"
+	"github.com/coppice-dev/coppice/snapshotstore/blob"
+	"github.com/coppice-dev/coppice/snapshotstore/blob/dir"
+	"github.com/coppice-dev/coppice/snapshotstore/manifest"
+)
+
+const page = manifest.PageSize
+
+// image is a sparse image in memory.
+type image struct {
+	size  int64
+	pages map[int64][]byte
+}
+
+func newImage(size int64) *image { return &image{size: size, pages: make(map[int64][]byte)} }
+
+func (m *image) clone() *image { return &image{size: m.size, pages: maps.Clone(m.pages)} }
+
+func (m *image) read(p []byte, off int64) error {
+	for ; len(p) > 0; p, off = p[page:], off+page {
+		clear(p[:page])
+		copy(p[:page], m.pages[off/page])
+	}
+	return nil
+}
+
+// write changes n random pages: to what compresses by half, to zeros, or to what the page is already. It returns where.
+func (m *image) write(r *rand.Rand, n int) []snapshotstore.Range {
+	seen := make(map[int64]bool)
+	for range n {
+		at := r.Int64N((m.size + page - 1) / page)
+		seen[at] = true
+		switch r.IntN(8) {
+		case 0:
+			delete(m.pages, at)
+		case 1:
+		default:
+			m.pages[at] = content(r)
+		}
+	}
+	var out []snapshotstore.Range
+	for _, p := range slices.Sorted(maps.Keys(seen)) {
+		out = append(out, snapshotstore.Range{Offset: p * page, Length: page})
+	}
+	return out
+}
+
+func content(r *rand.Rand) []byte {
+	b := make([]byte, page)
+	for i := range page / 2 {
+		b[i] = byte(r.Uint32())
+	}
+	return b
+}
+
+func (m *image) whole() []snapshotstore.Range { return []snapshotstore.Range{{Offset: 0, Length: m.size}} }
+
+// rig is a store in a directory and a project.
+type rig struct {
+	t       *testing.T
+	dir     string
+	blobs   blob.Blobs
+	project core.ProjectID
+}
+
+func newRig(t *testing.T) *rig {
+	t.Helper()
+	x := &rig{t: t, dir: t.TempDir(), project: core.NewID[core.ProjectID]()}
+	store, err := dir.Open(x.dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = store.Close() })
+	x.blobs = store
+	return x
+}
+
+// seal writes a checkpoint with one image.
+func (x *rig) seal(ref *snapshotstore.Snapshot, before, now *image, changed []snapshotstore.Range) *snapshotstore.Written {
+	x.t.Helper()
+	src := snapshotstore.Source{Name: "memory", Size: now.size, Changed: changed, Read: now.read}
+	if before != nil {
+		src.Reference = before.read
+	}
+	return x.sealAll(ref, src)
+}
+
+func (x *rig) sealAll(ref *snapshotstore.Snapshot, images ...snapshotstore.Source) *snapshotstore.Written {
+	x.t.Helper()
+	id := core.NewID[core.CheckpointID]()
+	h := manifest.Header{
+		ProjectID: x.project, CheckpointID: id, CapturedAt: "2026-11-22T12:00:00Z", GuestImage: core.DigestOf([]byte("image")),
+		Class: map[string]string{"arch": "amd64"}, Resources: core.Resources{VCPUs: 1, MemoryMiB: 128, DiskGiB: 1},
+	}
+	w, err := snapshotstore.Write(x.t.Context(), x.blobs, "v1/"+string(x.project)+"/"+string(id)+"/1/", h, ref, images, snapshotstore.Options{Dir: x.t.TempDir()})
+	if err != nil {
+		x.t.Fatal(err)
+	}
+	return w
+}
+
+// load reads a whole image back, with nothing but the store and the digest.
+func (x *rig) load(ref manifest.Ref, name string) (*image, snapshotstore.Fetched, error) {
+	x.t.Helper()
+	s, err := snapshotstore.Open(x.t.Context(), x.blobs, ref)
+	if err != nil {
+		return nil, snapshotstore.Fetched{}, err
+	}
+	tree := s.Image(name)
+	m := newImage(tree.Size())
+	var mu sync.Mutex
+	got, err := snapshotstore.Fetch(x.t.Context(), x.blobs, tree.Runs(), snapshotstore.FetchOptions{}, func(at int64, b []byte) error {
+		mu.Lock()
+		defer mu.Unlock()
+		for ; len(b) > 0; b, at = b[page:], at+1 {
+			m.pages[at] = bytes.Clone(b[:page])
+		}
+		return nil
+	})
+	return m, got, err
+}
+
+func (x *rig) check(ref manifest.Ref, name string, want *image) snapshotstore.Fetched {
+	x.t.Helper()
+	got, fetched, err := x.load(ref, name)
+	if err != nil {
+		x.t.Fatal(err)
+	}
+	if got.size != want.size {
+		x.t.Fatalf("the image has %d bytes instead of %d", got.size, want.size)
+	}
+	for at := range (want.size + page - 1) / page {
+		a, b := make([]byte, page), make([]byte, page)
+		_, _ = got.read(a, at*page), want.read(b, at*page)
+		if !bytes.Equal(a, b) {
+			x.t.Fatalf("page %d differs", at)
+		}
+	}
+	return fetched
+}
+
+// TestGenerations: every checkpoint of a deep chain reads back as it was, from its own manifest and at most eight others.
+func TestGenerations(t *testing.T) {
+	t.Parallel()
+	x := newRig(t)
+	r := rand.New(rand.NewPCG(1, 2))
+	m := newImage(16<<20 + 12345)
+	m.write(r, 1500)
+	w := x.seal(nil, nil, m, m.whole())
+	type generation struct {
+		ref manifest.Ref
+		m   *image
+	}
+	chain := []generation{{w.Manifest, m.clone()}}
+	ref := w.Snapshot
+	var dirty, stored int64
+	for range 64 {
+		before := m.clone()
+		changed := m.write(r, 100)
+		w := x.seal(ref, before, m, changed)
+		dirty, stored = dirty+w.Dirty, stored+w.Stored
+		if n := len(w.Snapshot.Header().Shared); n > manifest.MaxShared {
+			t.Fatalf("it takes nodes from %d manifests", n)
+		}
+		ref = w.Snapshot
+		if len(chain)%7 == 0 { // as another process does
+			var err error
+			if ref, err = snapshotstore.Open(t.Context(), x.blobs, w.Manifest); err != nil {
+				t.Fatal(err)
+			}
+		}
+		chain = append(chain, generation{w.Manifest, m.clone()})
+	}
+	for _, g := range chain {
+		x.check(g.ref, "memory", g.m)
+	}
+	t.Logf("stored %d of %d dirty bytes, %d a generation besides half of them", stored, dirty, (stored-dirty/2)/64)
+	if most := dirty*6/10 + 64*(64<<10); stored > most {
+		t.Errorf("stored %d bytes, more than %d", stored, most)
+	}
+}
+
+// TestNothingTwice: a page that is as it was is not stored, however it got there; zeros are nothing.
+func TestNothingTwice(t *testing.T) {
+	t.Parallel()
+	x := newRig(t)
+	r := rand.New(rand.NewPCG(3, 4))
+	m := newImage(8 << 20)
+	m.write(r, 500)
+	first := x.seal(nil, nil, m, m.whole())
+	if want := int64(len(m.pages)) * page; first.Dirty != want {
+		t.Errorf("stored %d bytes of pages instead of %d", first.Dirty, want)
+	}
+	same := x.seal(first.Snapshot, m, m, m.whole())
+	if same.Dirty != 0 || len(same.Objects) != 1 {
+		t.Errorf("what has not changed is stored: %+v", same)
+	}
+	x.check(same.Manifest, "memory", m)
+	if len(first.Needs) != 2 || len(same.Needs) != 3 {
+		t.Errorf("needs %v, then %v", first.Needs, same.Needs)
+	}
+	empty := newImage(8 << 20)
+	zeros := x.seal(same.Snapshot, m, empty, m.whole())
+	if zeros.Dirty != 0 || len(zeros.Needs) != 1 {
+		t.Errorf("zeros are stored: %+v", zeros)
+	}
+	x.check(zeros.Manifest, "memory", empty)
+}
+
+// TestSizes: an image may be of any size, grow and shrink.
+func TestSizes(t *testing.T) {
+	t.Parallel()
+	x := newRig(t)
+	r := rand.New(rand.NewPCG(5, 6))
+	var ref *snapshotstore.Snapshot
+	var before *image
+	for _, size := range []int64{0, 1, page, page + 1, manifest.LeafPages * page, manifest.LeafPages*page + 1, 70 << 20, 5 << 20, 17*page + 3, 0, 33 << 20} {
+		m := newImage(size)
+		if before != nil {
+			m = before.clone()
+			m.size = size
+			maps.DeleteFunc(m.pages, func(at int64, _ []byte) bool { return at*page >= size })
+		}
+		if size > 0 {
+			m.write(r, 50)
+		}
+		w := x.seal(ref, before, m, m.whole())
+		x.check(w.Manifest, "memory", m)
+		ref, before = w.Snapshot, m
+	}
+}
+
+// TestImages: the images of a checkpoint do not mix.
+func TestImages(t *testing.T) {
+	t.Parallel()
+	x := newRig(t)
+	r := rand.New(rand.NewPCG(7, 8))
+	names := []string{"memory", "device_state", "disk"}
+	var sources []snapshotstore.Source
+	all := make(map[string]*image)
+	for i, name := range names {
+		m := newImage(int64(i+1) << 20)
+		m.write(r, 100)
+		all[name] = m
+		sources = append(sources, snapshotstore.Source{Name: name, Size: m.size, Changed: m.whole(), Read: m.read})
+	}
+	w := x.sealAll(nil, sources...)
+	for _, name := range names {
+		x.check(w.Manifest, name, all[name])
+	}
+}
+
+// TestScattered: a region that every generation writes a little of stays in few frames.
+func TestScattered(t *testing.T) {
+	t.Parallel()
+	x := newRig(t)
+	r := rand.New(rand.NewPCG(9, 10))
+	m := newImage(4 << 20)
+	for at := range m.size / page {
+		m.pages[at] = content(r)
+	}
+	ref := x.seal(nil, nil, m, m.whole()).Snapshot
+	var dirty, moved int64
+	for i := range int64(200) {
+		before := m.clone()
+		var changed []snapshotstore.Range
+		for leaf := range m.size / page / manifest.LeafPages {
+			at := leaf*manifest.LeafPages + (i*37)%manifest.LeafPages
+			m.pages[at] = content(r)
+			changed = append(changed, snapshotstore.Range{Offset: at * page, Length: page})
+		}
+		changed = append(changed, snapshotstore.Range{Offset: 0, Length: 0})
+		// One busy leaf lets the budget grow, as a real machine has.
+		for at := range int64(manifest.LeafPages) {
+			m.pages[at] = content(r)
+		}
+		slices.SortFunc(changed, func(a, b snapshotstore.Range) int { return int(a.Offset - b.Offset) })
+		changed = append([]snapshotstore.Range{{Offset: 0, Length: manifest.LeafPages * page}}, changed...)
+		w := x.seal(ref, before, m, changed)
+		dirty, moved, ref = dirty+w.Dirty, moved+w.Moved, w.Snapshot
+	}
+	x.check(ref.Ref(), "memory", m)
+	worst := 0
+	for leaf := range m.size / page / manifest.LeafPages {
+		worst = max(worst, len(ref.Image("memory").Frames(leaf)))
+	}
+	t.Logf("at most %d frames a leaf; moved %d for %d dirty bytes", worst, moved, dirty)
+	if worst > 64 || moved > dirty/7 {
+		t.Errorf("at most %d frames a leaf; moved %d for %d dirty bytes", worst, moved, dirty)
+	}
+}
+
+// TestEveryByte: a flipped bit in any byte of any object is found and the object named; so is an object that was cut off or removed.
+func TestEveryByte(t *testing.T) {
+	t.Parallel()
+	x := newRig(t)
+	r := rand.New(rand.NewPCG(11, 12))
+	m := newImage(2 << 20)
+	m.pages[3], m.pages[4], m.pages[300] = content(r)[:64], []byte("hello"), []byte("there")
+	first := x.seal(nil, nil, m, m.whole())
+	before := m.clone()
+	m.pages[5] = []byte("more")
+	second := x.seal(first.Snapshot, before, m, m.whole())
+	x.check(second.Manifest, "memory", m)
+	bytesSeen := 0
+	for _, key := range second.Needs {
+		path := filepath.Join(x.dir, filepath.FromSlash(key))
+		whole, err := os.ReadFile(path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		expect := func(what string, code core.Code) {
+			t.Helper()
+			_, _, err := x.load(second.Manifest, "memory")
+			if core.CodeOf(err) != code || !strings.Contains(core.MessageOf(err), key) {
+				t.Fatalf("%s of %s: %v", what, key, err)
+			}
+		}
+		put := func(b []byte) {
+			t.Helper()
+			if err := errors.Join(os.Remove(path), os.WriteFile(path, b, 0o600)); err != nil {
+				t.Fatal(err)
+			}
+		}
+		for i := range whole {
+			b := bytes.Clone(whole)
+			b[i] ^= 1 << (i % 8)
+			put(b)
+			expect("byte "+strconv.Itoa(i), core.CodeCheckpointCorrupt)
+			bytesSeen++
+		}
+		put(whole[:len(whole)-1])
+		expect("the end", core.CodeCheckpointCorrupt)
+		if err := os.Remove(path); err != nil {
+			t.Fatal(err)
+		}
+		expect("the whole", core.CodeCheckpointIncomplete)
+		if err := os.WriteFile(path, whole, 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	t.Logf("%d bytes of %d objects", bytesSeen, len(second.Needs))
+	x.check(second.Manifest, "memory", m)
+}
+
+// flaky changes one byte of the first read of every object.
+type flaky struct {
+	blob.Blobs
+
+	mu   sync.Mutex // guards seen
+	seen map[string]bool
+}
+
+func (f *flaky) Get(ctx context.Context, key string, off, n int64) (io.ReadCloser, error) {
+	r, err := f.Blobs.Get(ctx, key, off, n)
+	if err != nil {
+		return nil, err
+	}
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.seen[key] {
+		return r, nil
+	}
+	f.seen[key] = true
+	b, err := io.ReadAll(r)
+	b[len(b)/2] ^= 1
+	return io.NopCloser(bytes.NewReader(b)), errors.Join(err, r.Close())
+}
+
+// TestReadAgain: what was changed on the way, and not in the store, is read again.
+func TestReadAgain(t *testing.T) {
+	t.Parallel()
+	x := newRig(t)
+	r := rand.New(rand.NewPCG(13, 14))
+	m := newImage(2 << 20)
+	m.write(r, 100)
+	w := x.seal(nil, nil, m, m.whole())
+	x.blobs = &flaky{Blobs: x.blobs, seen: make(map[string]bool)}
+	x.check(w.Manifest, "memory", m)
+}
+
+// TestChanged: the map of a checkpoint and that of an ancestor say which pages the ancestor's holder lacks.
+func TestChanged(t *testing.T) {
+	t.Parallel()
+	x := newRig(t)
+	r := rand.New(rand.NewPCG(15, 16))
+	m := newImage(16 << 20)
+	m.write(r, 1500)
+	root := x.seal(nil, nil, m, m.whole())
+	rootImage := m.clone()
+	ref := root.Snapshot
+	for range 5 {
+		before := m.clone()
+		changed := m.write(r, 60)
+		ref = x.seal(ref, before, m, changed).Snapshot
+	}
+	from, err := snapshotstore.Open(t.Context(), x.blobs, root.Manifest)
+	if err != nil {
+		t.Fatal(err)
+	}
+	to, err := snapshotstore.Open(t.Context(), x.blobs, ref.Ref())
+	if err != nil {
+		t.Fatal(err)
+	}
+	var mu sync.Mutex
+	got := rootImage.clone()
+	fetched, err := snapshotstore.Fetch(t.Context(), x.blobs, to.Image("memory").Changed(from.Image("memory")), snapshotstore.FetchOptions{}, func(at int64, b []byte) error {
+		mu.Lock()
+		defer mu.Unlock()
+		for ; len(b) > 0; b, at = b[page:], at+1 {
+			got.pages[at] = bytes.Clone(b[:page])
+		}
+		return nil
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	for at := range m.size / page {
+		a, b := make([]byte, page), make([]byte, page)
+		_, _ = got.read(a, at*page), m.read(b, at*page)
+		if !bytes.Equal(a, b) {
+			t.Fatalf("page %d differs", at)
+		}
+	}
+	if fetched.Pages > 5*60 || fetched.Pages == 0 {
+		t.Errorf("%d pages for 5 generations of at most 60", fetched.Pages)
+	}
+}
+
+// TestFailedWrite: a source that cannot be read, a store that cannot be written to and an end of the context each end the write with
+// that error.
+func TestFailedWrite(t *testing.T) {
+	t.Parallel()
+	x := newRig(t)
+	broken := errors.New("the disk fails")
+	m := newImage(64 << 20)
+	r := rand.New(rand.NewPCG(17, 18))
+	for at := range m.size / page {
+		m.pages[at] = content(r)
+	}
+	write := func(ctx context.Context, blobs blob.Blobs, read func([]byte, int64) error) error {
+		h := manifest.Header{ProjectID: x.project, CheckpointID: core.NewID[core.CheckpointID]()}
+		_, err := snapshotstore.Write(ctx, blobs, "v1/x/", h, nil, []snapshotstore.Source{{Name: "memory", Size: m.size, Changed: m.whole(), Read: read}}, snapshotstore.Options{Dir: t.TempDir()})
+		return err
+	}
+	err := write(t.Context(), x.blobs, func(p []byte, off int64) error {
+		if off > 10<<20 {
+			return broken
+		}
+		return m.read(p, off)
+	})
+	if !errors.Is(err, broken) {
+		t.Errorf("a source that fails: %v", err)
+	}
+	if err := write(t.Context(), refusing{x.blobs, broken}, m.read); !errors.Is(err, broken) {
+		t.Errorf("a store that fails: %v", err)
+	}
+	ctx, cancel := context.WithCancelCause(t.Context())
+	err = write(ctx, x.blobs, func(p []byte, off int64) error {
+		if off > 20<<20 {
+			cancel(broken)
+		}
+		return m.read(p, off)
+	})
+	if !errors.Is(err, broken) {
+		t.Errorf("a context that ends: %v", err)
+	}
+	for info, err := range x.blobs.List(t.Context(), "") {
+		if err != nil || strings.HasSuffix(info.Key, "manifest") {
+			t.Errorf("left: %+v, %v", info, err)
+		}
+	}
+}
+
+// refusing takes nothing.
+type refusing struct {
+	blob.Blobs
+	err error
+}
+
+func (r refusing) Put(context.Context, string, io.ReaderAt, int64, core.Digest) error { return r.err }

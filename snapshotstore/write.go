@@ -1,0 +1,368 @@
+package snapshotstore
+
+import (
+	"bytes"
+	"cmp"
+	"context"
+	"fmt"
+	"maps"
+	"runtime"
+	"slices"
+	"strings"
+
+	"github.com/klauspost/compress/zstd"
+
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/snapshotstore/blob"
+	"github.com/coppice-dev/coppice/snapshotstore/manifest"
+)
+
+// Options say how a checkpoint is written. The zero value works.
+type Options struct {
+	Dir      string // for spool files, of at most two packs; empty: the system's
+	Workers  int    // that compress; 0: half the CPUs
+	Level    zstd.EncoderLevel
+	Throttle func(ctx context.Context, n int) error // asked before n bytes are sent; nil: never
+}
+
+func (o Options) withDefaults() Options {
+	if o.Workers <= 0 {
+		o.Workers = max(1, runtime.NumCPU()/2)
+	}
+	if o.Level == 0 {
+		o.Level = zstd.SpeedFastest
+	}
+	return o
+}
+
+// Source is one image that is to be stored.
+type Source struct {
+	Name string
+	Size int64
+	// Changed are the ranges in which the image may differ from the reference's of the same name, or from zeros where there is none,
+	// sorted; elsewhere it must be equal. They are widened to pages.
+	Changed []Range
+	// Read fills p with the image from off on, with zeros beyond its end. Both are whole pages.
+	Read func(p []byte, off int64) error
+	// Reference likewise reads the image of the reference. Nil where its bytes are not at hand: every page of Changed that is not
+	// zeros is stored then.
+	Reference func(p []byte, off int64) error
+}
+
+// Range is a part of an image, in bytes.
+type Range struct{ Offset, Length int64 }
+
+// Object is an object in the store.
+type Object struct {
+	Key   string
+	Bytes int64
+}
+
+// Written is what a Write has put into the store.
+type Written struct {
+	Manifest manifest.Ref
+	Objects  []Object // of this write, the manifest among them
+	Needs    []string // keys of all objects that a reader may need, sorted
+	Snapshot *Snapshot
+
+	Compared int64 // bytes of Changed
+	Dirty    int64 // bytes of pages that were stored because they differ
+	Moved    int64 // bytes of pages that were stored again, so that the pages of a region are not scattered over many packs
+	Stored   int64 // bytes of Objects
+}
+
+// Write puts a checkpoint into the store, under keys that begin with prefix: packs, then the manifest. What it has in common with the
+// reference, which may be nil, is not stored again. h needs ProjectID, CheckpointID and what describes the checkpoint; the map is
+// filled in. When it fails, objects may be left under prefix.
+func Write(ctx context.Context, blobs blob.Blobs, prefix string, h manifest.Header, reference *Snapshot, images []Source, o Options) (*Written, error) {
+	o = o.withDefaults()
+	if !strings.HasSuffix(prefix, "/") || !blob.ValidKey(prefix+"x") {
+		return nil, core.Errorf(core.Internal, core.CodeInternal, "%q is not a prefix of keys", core.Clip(prefix))
+	}
+	w := &writer{out: &Written{}, reference: reference, editors: make(map[string]*manifest.Editor)}
+	w.packer = newPacker(ctx, blobs, prefix, o)
+	err := w.images(images)
+	packs, frames, packErr := w.packer.finish(err)
+	if packErr != nil { // what stopped the packer stopped the reading, too
+		err = packErr
+	}
+	if err != nil {
+		return nil, fmt.Errorf("store checkpoint %s: %w", h.CheckpointID, err)
+	}
+	w.place(frames)
+	body, err := w.describe(&h, images, packs)
+	if err != nil {
+		return nil, err
+	}
+	ref := manifest.Ref{Key: prefix + "manifest", Digest: core.DigestOf(body), Bytes: int64(len(body))}
+	if err := blobs.Put(ctx, ref.Key, bytes.NewReader(body), ref.Bytes, ref.Digest); err != nil {
+		return nil, fmt.Errorf("store the manifest of checkpoint %s: %w", h.CheckpointID, err)
+	}
+	w.out.finish(ref, packs, h)
+	w.snapshot.ref = ref
+	w.snapshot.own(ref)
+	w.out.Snapshot = w.snapshot
+	return w.out, nil
+}
+
+func (out *Written) finish(ref manifest.Ref, packs []Object, h manifest.Header) {
+	out.Manifest = ref
+	out.Objects = append(slices.Clone(packs), Object{ref.Key, ref.Bytes})
+	for _, o := range out.Objects {
+		out.Stored += o.Bytes
+	}
+	needs := map[string]bool{ref.Key: true}
+	for _, o := range h.Objects {
+		needs[o.Key] = true
+	}
+	for _, s := range h.Shared {
+		needs[s.Key] = true
+	}
+	out.Needs = slices.Sorted(maps.Keys(needs))
+}
+
+// writer is one Write.
+type writer struct {
+	out       *Written
+	packer    *packer
+	reference *Snapshot
+	editors   map[string]*manifest.Editor
+	snapshot  *Snapshot
+}
+
+func (w *writer) images(images []Source) error {
+	for _, src := range images {
+		tree := manifest.NewTree(src.Size)
+		if w.reference != nil && w.reference.trees[src.Name] != nil {
+			tree = w.reference.trees[src.Name]
+		} else {
+			src.Reference = nil
+		}
+		edit := tree.Edit(src.Size)
+		if w.editors[src.Name] != nil {
+			return core.Errorf(core.Internal, core.CodeInternal, "image %s is given twice", src.Name)
+		}
+		w.editors[src.Name] = edit
+		if err := w.changes(src, tree, edit); err != nil {
+			return fmt.Errorf("%s: %w", src.Name, err)
+		}
+	}
+	return nil
+}
+
+const readChunk = 64 * manifest.PageSize
+
+var zeros [manifest.PageSize]byte
+
+// changes stores the pages of an image that differ.
+func (w *writer) changes(src Source, tree *manifest.Tree, edit *manifest.Editor) error {
+	frames := frameBuilder{w: w, image: src.Name}
+	stored := make(map[int64]bool)
+	now, before := make([]byte, readChunk), make([]byte, readChunk)
+	for from, n := range chunks(src.Changed, src.Size) {
+		b, old := now[:n], before[:n]
+		if err := src.Read(b, from); err != nil {
+			return err
+		}
+		if src.Reference != nil {
+			if err := src.Reference(old, from); err != nil {
+				return err
+			}
+		}
+		for at := int64(0); at < n; at += manifest.PageSize {
+			page, number := b[at:at+manifest.PageSize], (from+at)/manifest.PageSize
+			w.out.Compared += manifest.PageSize
+			switch {
+			case bytes.Equal(page, zeros[:]):
+				edit.Set(number, manifest.Slot{})
+			case src.Reference != nil && edit.At(number).Frame != nil && bytes.Equal(page, old[at:at+manifest.PageSize]):
+			default:
+				w.out.Dirty += manifest.PageSize
+				stored[number] = true
+				if err := frames.add(number, page); err != nil {
+					return err
+				}
+			}
+		}
+	}
+	if err := w.gather(src, tree, stored, &frames); err != nil {
+		return err
+	}
+	return frames.flush()
+}
+
+// Where the pages of a leaf were in more frames than this before, those that are nearly alone in theirs are stored again, together,
+// when others of the leaf are stored anyway: so reading a region costs the same however many generations have written to it. No more
+// than this share of what is stored goes into that.
+const (
+	maxScatter = 3 * manifest.LeafPages / manifest.FramePages
+	maxAlone   = manifest.FramePages / 4
+	moveShare  = 8
+)
+
+// gather stores again what is scattered, the worst leaves first.
+func (w *writer) gather(src Source, tree *manifest.Tree, stored map[int64]bool, frames *frameBuilder) error {
+	type scattered struct {
+		leaf   int64
+		frames int
+	}
+	var list []scattered
+	for _, n := range leavesOf(stored) {
+		if f := len(tree.Frames(n)); f > maxScatter {
+			list = append(list, scattered{n, f})
+		}
+	}
+	slices.SortFunc(list, func(a, b scattered) int { return cmp.Or(cmp.Compare(b.frames, a.frames), cmp.Compare(a.leaf, b.leaf)) })
+	budget := len(stored) / moveShare
+	b := make([]byte, manifest.PageSize)
+	for _, s := range list {
+		alone := w.alone(src.Name, tree, s.leaf, stored)
+		if len(alone) < manifest.FramePages || len(alone) > budget && budget < manifest.FramePages {
+			continue
+		}
+		alone = alone[:min(len(alone), budget)]
+		budget -= len(alone)
+		for _, page := range alone {
+			if err := src.Read(b, page*manifest.PageSize); err != nil {
+				return err
+			}
+			w.out.Moved += manifest.PageSize
+			if err := frames.add(page, b); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+// alone are the pages of a leaf that stay where they are, in frames that have few others of the leaf.
+func (w *writer) alone(image string, tree *manifest.Tree, leaf int64, stored map[int64]bool) []int64 {
+	share := tree.Frames(leaf)
+	var out []int64
+	first := leaf * manifest.LeafPages
+	for page := first; page < min(first+manifest.LeafPages, tree.Pages()); page++ {
+		f := w.editors[image].At(page).Frame
+		if f != nil && !stored[page] && share[f] <= maxAlone {
+			out = append(out, page)
+		}
+	}
+	return out
+}
+
+func leavesOf(pages map[int64]bool) []int64 {
+	leaves := make(map[int64]bool)
+	for p := range pages {
+		leaves[p/manifest.LeafPages] = true
+	}
+	return slices.Sorted(maps.Keys(leaves))
+}
+
+// chunks yields the ranges as offsets and lengths of whole pages, at most readChunk each, none twice.
+func chunks(ranges []Range, size int64) func(yield func(int64, int64) bool) {
+	const page = manifest.PageSize
+	end := (size + page - 1) / page * page
+	return func(yield func(int64, int64) bool) {
+		at := int64(0)
+		for _, r := range ranges {
+			from, to := max(at, r.Offset/page*page), min(end, (r.Offset+r.Length+page-1)/page*page)
+			for at = max(at, to); from < to; from += readChunk {
+				if !yield(from, min(readChunk, to-from)) {
+					return
+				}
+			}
+		}
+	}
+}
+
+// frameBuilder collects pages of one image.
+type frameBuilder struct {
+	w     *writer
+	image string
+	pages []int64
+	raw   []byte
+}
+
+func (f *frameBuilder) add(number int64, page []byte) error {
+	if f.raw == nil {
+		f.raw = make([]byte, 0, manifest.FramePages*manifest.PageSize)
+	}
+	f.pages, f.raw = append(f.pages, number), append(f.raw, page...)
+	if len(f.pages) < manifest.FramePages {
+		return nil
+	}
+	return f.flush()
+}
+
+func (f *frameBuilder) flush() error {
+	if len(f.pages) == 0 {
+		return nil
+	}
+	pages, raw := f.pages, f.raw
+	f.pages, f.raw = nil, nil
+	return f.w.packer.add(f.image, pages, raw)
+}
+
+// place writes the frames into the maps.
+func (w *writer) place(frames []*frameJob) {
+	for _, j := range frames {
+		for i, page := range j.pages {
+			w.editors[j.image].Set(page, manifest.Slot{Frame: j.frame, Index: i})
+		}
+	}
+}
+
+// describe fills in the header and encodes the manifest.
+func (w *writer) describe(h *manifest.Header, images []Source, packs []Object) ([]byte, error) {
+	s := &Snapshot{trees: make(map[string]*manifest.Tree), nodes: make(map[manifest.Hash]node)}
+	all := make(manifest.Nodes)
+	sizes := make(map[string]int64)
+	if w.reference != nil {
+		h.Before = &w.reference.ref
+		for _, o := range w.reference.header.Objects {
+			sizes[o.Key] = o.Bytes
+		}
+	}
+	for _, p := range packs {
+		sizes[p.Key] = p.Bytes
+	}
+	h.Images, h.Objects, h.Shared = nil, nil, nil
+	needed := make(map[string]bool)
+	for _, src := range images {
+		t := w.editors[src.Name].Tree()
+		s.trees[src.Name] = t
+		h.Images = append(h.Images, manifest.ImageRoot{Name: src.Name, Bytes: src.Size, Root: t.Encode(all).Digest()})
+		for _, key := range t.Objects() {
+			needed[key] = true
+		}
+	}
+	slices.SortFunc(h.Images, func(a, b manifest.ImageRoot) int { return strings.Compare(a.Name, b.Name) })
+	for _, key := range slices.Sorted(maps.Keys(needed)) {
+		h.Objects = append(h.Objects, manifest.Object{Key: key, Bytes: sizes[key]})
+	}
+	own := make(manifest.Nodes)
+	shared := make(map[string]manifest.Ref)
+	for hash, b := range all {
+		if w.reference != nil {
+			if n, there := w.reference.nodes[hash]; there {
+				shared[n.in.Key] = n.in
+				s.nodes[hash] = node{in: n.in, b: b}
+				continue
+			}
+		}
+		own[hash] = b
+	}
+	if len(shared) > manifest.MaxShared {
+		own, shared = all, nil
+	}
+	for _, key := range slices.Sorted(maps.Keys(shared)) {
+		h.Shared = append(h.Shared, shared[key])
+	}
+	for hash, b := range own {
+		s.nodes[hash] = node{b: b} // its manifest has no name yet
+	}
+	body, err := manifest.Encode(*h, own)
+	h.Format = manifest.Format
+	s.header = *h
+	w.snapshot = s
+	return body, err
+}
