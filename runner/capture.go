@@ -35,6 +35,7 @@ func (r *Runner) Capture(ctx context.Context, id core.SandboxID, req runnerapi.C
 		}
 		defer s.unlock()
 		rec, err := r.captureLocked(context.WithoutCancel(ctx), s, req)
+		r.metrics.captured(rec, err)
 		if err != nil {
 			return nil, exhausted(fmt.Errorf("capture sandbox %s: %w", id, err), fmt.Sprintf("sandbox %s was not captured and goes on", id))
 		}

@@ -29,6 +29,8 @@ const (
 type checkpointStore struct {
 	dir   string
 	bases *memory.BaseStore
+	// published is called when there is a new checkpoint.
+	published func()
 
 	mu      sync.Mutex // guards records and lent
 	records map[core.CheckpointID]*checkpointRecord
@@ -188,6 +190,9 @@ func (s *checkpointStore) publish(dir string, rec *checkpointRecord) error {
 	s.mu.Lock()
 	s.records[rec.ID] = rec
 	s.mu.Unlock()
+	if s.published != nil {
+		s.published()
+	}
 	return nil
 }
 

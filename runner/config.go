@@ -75,6 +75,7 @@ type Config struct {
 	Lease time.Duration
 
 	Rebase RebasePolicy // the zero value is the measured default
+	Store  StoreConfig  // where checkpoints are made durable; the zero value: only here
 
 	BootTimeout   time.Duration // cold boot to a ready agent; default 2 minutes
 	GuestTimeout  time.Duration // a resumed guest's first answer; default 30 seconds

@@ -28,6 +28,9 @@ func (r *Runner) Fork(ctx context.Context, req runnerapi.Fork) (runnerapi.ForkRe
 		return runnerapi.ForkResult{}, err
 	}
 	defer leave()
+	if err := r.fetch(ctx, req.CheckpointID, req.Sources); err != nil {
+		return runnerapi.ForkResult{}, err
+	}
 	ckpt, err := r.checkpoints.open(req.CheckpointID)
 	if err != nil {
 		return runnerapi.ForkResult{}, err

@@ -61,7 +61,7 @@ func (m *metrics) forked(out runnerapi.ChildResult) {
 }
 
 // captured counts a capture.
-func (m *metrics) captured(out runnerapi.Checkpoint, err error) {
+func (m *metrics) captured(out *checkpointRecord, err error) {
 	if err != nil {
 		m.captures.WithLabelValues("failed").Inc()
 		return

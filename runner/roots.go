@@ -72,6 +72,18 @@ func (r *Runner) openRoot(d core.Digest) (*os.File, error) {
 	return f, err
 }
 
+// holdRoots keeps every root file system until release is called: one is there before the checkpoint that needs it.
+func (r *Runner) holdRoots() (release func()) {
+	r.mu.Lock()
+	r.rootsHeld++
+	r.mu.Unlock()
+	return func() {
+		r.mu.Lock()
+		r.rootsHeld--
+		r.mu.Unlock()
+	}
+}
+
 // collectRoots removes what no checkpoint and no sandbox needs.
 func (r *Runner) collectRoots() error {
 	entries, err := os.ReadDir(r.rootsDir())
@@ -86,9 +98,9 @@ func (r *Runner) collectRoots() error {
 	for _, s := range r.sandboxes {
 		wanted[s.shape.image.Hex()] = true
 	}
-	booting := r.booting
+	held := r.rootsHeld
 	r.mu.Unlock()
-	if booting > 0 { // a template that is being made has no record yet
+	if held > 0 {
 		return nil
 	}
 	var errs []error

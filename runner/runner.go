@@ -28,6 +28,7 @@ type Runner struct {
 	clusterHash string
 	bases       *memory.BaseStore
 	checkpoints *checkpointStore
+	seals       *sealQueue
 	slots       *slots
 	warm        *warmPool
 	metrics     *metrics
@@ -53,7 +54,7 @@ type Runner struct {
 	leaseUntil time.Duration // by sinceBoot
 	fenced     bool          // the lease is over: no work is taken
 	rebasing   bool
-	booting    int // templates being made
+	rootsHeld  int // of who makes what has no record yet
 
 	usages usages
 }
@@ -117,6 +118,8 @@ func New(ctx context.Context, cfg Config) (_ *Runner, err error) {
 	for _, field := range slices.Sorted(maps.Keys(strange)) {
 		cfg.Log.WarnContext(ctx, "checkpoints of another class are kept and cannot be grown until this runner is of that class again", "count", strange[field], "difference", field)
 	}
+	r.seals = newSealQueue(r.checkpoints)
+	r.checkpoints.published = r.seals.poke
 	r.warm = newWarmPool(r)
 	r.metrics = newMetrics(r, cfg.Metrics)
 	r.runCtx, r.stop = context.WithCancel(context.Background())
@@ -197,6 +200,9 @@ const (
 	vcpuOvercommit   = 4
 )
 
+// ID names the runner.
+func (r *Runner) ID() core.RunnerID { return r.cfg.ID }
+
 // Info describes the runner.
 func (r *Runner) Info() (runnerapi.Info, error) {
 	host, err := os.Hostname()
@@ -265,6 +271,7 @@ func (r *Runner) Checkpoints() []runnerapi.Checkpoint {
 // is no error.
 func (r *Runner) DeleteCheckpoint(id core.CheckpointID) error {
 	r.forgetForks(id)
+	r.seals.forget(id)
 	if err := errors.Join(r.checkpoints.remove(id), r.collectRoots()); err != nil {
 		return fmt.Errorf("delete checkpoint %s: %w", id, err)
 	}
@@ -278,8 +285,8 @@ type flight struct {
 	err  error
 }
 
-// once runs make for a checkpoint id unless the checkpoint is there or being made.
-func (r *Runner) once(ctx context.Context, id core.CheckpointID, capture func() (*checkpointRecord, error)) (runnerapi.Checkpoint, error) {
+// once runs produce for a checkpoint id unless the checkpoint is there or being made.
+func (r *Runner) once(ctx context.Context, id core.CheckpointID, produce func() (*checkpointRecord, error)) (runnerapi.Checkpoint, error) {
 	r.mu.Lock()
 	if f, ok := r.captures[id]; ok {
 		r.mu.Unlock()
@@ -300,13 +307,12 @@ func (r *Runner) once(ctx context.Context, id core.CheckpointID, capture func() 
 	leave, err := r.enter()
 	if err == nil {
 		var rec *checkpointRecord
-		if rec, err = capture(); err == nil {
+		if rec, err = produce(); err == nil {
 			f.out = rec.Checkpoint
 		}
 		leave()
 	}
 	f.err = err
-	r.metrics.captured(f.out, err)
 	r.mu.Lock()
 	delete(r.captures, id)
 	r.mu.Unlock()

@@ -28,18 +28,12 @@ func (r *Runner) Template(ctx context.Context, req runnerapi.Template) (runnerap
 		if err := r.cfg.Images.Verify(ctx, img); err != nil {
 			return nil, err
 		}
-		r.mu.Lock()
-		r.booting++
-		r.mu.Unlock()
-		defer func() {
-			r.mu.Lock()
-			r.booting--
-			r.mu.Unlock()
-		}()
+		defer r.holdRoots()()
 		if err := r.keepRoot(img); err != nil {
 			return nil, exhausted(err, "the image could not be kept")
 		}
 		rec, err := r.bootTemplate(context.WithoutCancel(ctx), img, req)
+		r.metrics.captured(rec, err)
 		if err != nil {
 			return nil, exhausted(fmt.Errorf("boot image %s: %w", img.Digest.Short(), err), "the image could not be booted")
 		}

@@ -30,9 +30,10 @@ type BeginSeal struct {
 
 // SealBegun gives leave. What the reference needs is kept for this attempt, whatever is deleted meanwhile, until the attempt ends.
 type SealBegun struct {
-	Attempt   int64   `json:"attempt"`
-	Prefix    string  `json:"prefix"`              // every key of the attempt begins with this; it ends with a slash
-	Reference *Stored `json:"reference,omitempty"` // of the nearest of Ancestors that is sealed; nil when none is
+	Attempt   int64          `json:"attempt"`
+	ProjectID core.ProjectID `json:"project_id"`          // whose checkpoint it is
+	Prefix    string         `json:"prefix"`              // every key of the attempt begins with this; it ends with a slash
+	Reference *Stored        `json:"reference,omitempty"` // of the nearest of Ancestors that is sealed; nil when none is
 }
 
 // StoredObject is one object in the store.

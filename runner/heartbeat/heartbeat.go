@@ -12,6 +12,7 @@ import (
 	"net/http"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
@@ -47,7 +48,8 @@ type Link struct {
 	runner *runner.Runner
 	client *http.Client
 	bases  []string
-	at     int // of the one in bases that answered last
+	at     atomic.Int64 // of the one in bases that answered last
+	epoch  atomic.Int64 // of the lease; 0: there is none
 
 	renewTried time.Time
 	registered chan struct{} // closed after the first registration
@@ -133,6 +135,7 @@ func (l *Link) beat(ctx context.Context, lease **runnerapi.Registered) (time.Dur
 			return 0, err
 		}
 		*lease = &out
+		l.epoch.Store(out.LeaseEpoch)
 		l.once.Do(func() { close(l.registered) })
 		if l.cfg.Passes != nil {
 			l.cfg.Passes.Learn(out.PassKeys)
@@ -151,10 +154,12 @@ func (l *Link) beat(ctx context.Context, lease **runnerapi.Registered) (time.Dur
 	err = l.post(ctx, strings.Replace(runnerapi.PathHeartbeat, "{id}", string(info.RunnerID), 1), beat, &out)
 	if core.CodeOf(err) == core.CodeRunnerLost { // given up: whatever runs here may have been replaced
 		*lease = nil
+		l.epoch.Store(0)
 		return 0, errors.Join(err, l.runner.Fence(ctx, core.MessageOf(err)))
 	}
 	if c := core.CategoryOf(err); c == core.Conflict || c == core.NotFound {
 		*lease = nil // another epoch holds: register anew
+		l.epoch.Store(0)
 		return 0, err
 	}
 	if err != nil {
@@ -198,7 +203,8 @@ func (l *Link) obey(ctx context.Context, sent runnerapi.Heartbeat, out runnerapi
 func (l *Link) post(ctx context.Context, path string, in, out any) error {
 	var errs []error
 	for range l.bases {
-		err := post(ctx, l.client, l.bases[l.at]+path, l.cfg.Secret, in, out)
+		at := l.at.Load()
+		err := post(ctx, l.client, l.bases[at]+path, l.cfg.Secret, in, out)
 		if core.CategoryOf(err) != core.Unavailable && core.CodeOf(err) != core.CodeCertificateRefused {
 			return err
 		}
@@ -206,7 +212,7 @@ func (l *Link) post(ctx context.Context, path string, in, out any) error {
 		if ctx.Err() != nil {
 			break
 		}
-		l.at = (l.at + 1) % len(l.bases)
+		l.at.CompareAndSwap(at, (at+1)%int64(len(l.bases)))
 	}
 	return errors.Join(errs...)
 }

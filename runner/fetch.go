@@ -1,0 +1,282 @@
+package runner
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"time"
+
+	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/atomicfile"
+	"github.com/coppice-dev/coppice/internal/sparse"
+	"github.com/coppice-dev/coppice/runner/memory"
+	"github.com/coppice-dev/coppice/snapshotstore"
+	"github.com/coppice-dev/coppice/snapshotstore/manifest"
+)
+
+// fetch brings a checkpoint from the store to this host, unless it is here: from then on it is one of the host's. Whatever the store
+// gives is verified before it is used. sources say where it is and, behind it, where ancestors of it are, the root of its tree last:
+// that one's memory becomes the base that it shares with everything else of the tree here, and is brought first.
+func (r *Runner) fetch(ctx context.Context, id core.CheckpointID, sources []runnerapi.Stored) error {
+	if _, err := r.checkpoints.get(id); err == nil || len(sources) == 0 || sources[0].CheckpointID != id || r.cfg.Store.Blobs == nil {
+		return nil // it is here, or whoever opens it finds that it is not
+	}
+	_, err := r.once(ctx, id, func() (*checkpointRecord, error) {
+		rec, err := r.fetchNow(context.WithoutCancel(ctx), sources)
+		if err != nil {
+			return nil, exhausted(fmt.Errorf("fetch checkpoint %s: %w", id, err), fmt.Sprintf("checkpoint %s was not fetched from the store", id))
+		}
+		return rec, nil
+	})
+	return err
+}
+
+func (r *Runner) fetchNow(ctx context.Context, sources []runnerapi.Stored) (_ *checkpointRecord, err error) {
+	watch := core.NewStopwatch()
+	at := sources[0]
+	snapshot, err := r.snapshot(ctx, at)
+	if err != nil {
+		return nil, err
+	}
+	rec, err := recordOf(snapshot)
+	if err != nil {
+		return nil, err
+	}
+	if err := r.compatible(rec.Checkpoint); err != nil { // before anything is written
+		return nil, err
+	}
+	watch.Lap("manifest")
+	root := (*opened)(nil)
+	var rootSnapshot *snapshotstore.Snapshot
+	if last := sources[len(sources)-1]; len(sources) > 1 {
+		if err := r.fetch(ctx, last.CheckpointID, []runnerapi.Stored{last}); err != nil {
+			return nil, err
+		}
+		if root, err = r.checkpoints.open(last.CheckpointID); err != nil {
+			return nil, err
+		}
+		defer func() { err = errors.Join(err, root.close()) }()
+		if rootSnapshot, err = r.snapshot(ctx, last); err != nil {
+			return nil, err
+		}
+		watch.Lap("root")
+	}
+	f := fetching{r: r, snapshot: snapshot, rec: rec, root: root, rootSnapshot: rootSnapshot, watch: watch}
+	if f.dir, err = r.checkpoints.begin(rec.ID); err != nil {
+		return nil, err
+	}
+	release := r.checkpoints.holdBases()
+	defer r.holdRoots()()
+	err = f.run(ctx)
+	if err == nil {
+		rec.Timings = append(rec.Timings, watch.Timings()...)
+		err = errors.Join(atomicfile.WriteJSON(filepath.Join(f.dir, sealedFile), at, 0o600), r.checkpoints.publish(f.dir, rec))
+	}
+	if err = errors.Join(err, release()); err != nil {
+		return nil, errors.Join(err, os.RemoveAll(f.dir))
+	}
+	r.seals.done(rec.ID)
+	r.cfg.Log.InfoContext(ctx, "checkpoint fetched from the store", "checkpoint_id", rec.ID, "bytes", f.got.Bytes, "requests", f.got.Requests)
+	return rec, nil
+}
+
+// recordOf is the record that a manifest describes, without what is this host's own.
+func recordOf(s *snapshotstore.Snapshot) (*checkpointRecord, error) {
+	h := s.Header()
+	bad := func(what string) error {
+		return core.Errorf(core.DataLoss, core.CodeManifestInvalid, "the manifest of checkpoint %s says nothing usable of %s", h.CheckpointID, what)
+	}
+	for _, name := range []string{imageMemory, imageDisk, imageState, imageRoot} {
+		if s.Image(name) == nil {
+			return nil, bad(name)
+		}
+	}
+	if s.Image(imageMemory).Size() != int64(h.Resources.MemoryMiB)<<20 {
+		return nil, bad("its memory")
+	}
+	if n := s.Image(imageState).Size(); n < 1 || n > maxDeviceState {
+		return nil, bad("its device state")
+	}
+	captured, err := time.Parse(time.RFC3339Nano, h.CapturedAt)
+	if err != nil {
+		return nil, bad("its time")
+	}
+	if _, err := core.ParseDigest(string(h.GuestImage)); err != nil {
+		return nil, bad("its image")
+	}
+	var more storedRecord
+	if err := json.Unmarshal(h.Record, &more); err != nil {
+		return nil, bad("its capture")
+	}
+	return &checkpointRecord{Checkpoint: runnerapi.Checkpoint{
+		ID: h.CheckpointID, Parent: h.Parent, Image: h.GuestImage, Class: classOfFields(h.Class), Resources: h.Resources, CreatedAt: captured,
+		DeviceStateBytes: s.Image(imageState).Size(), PauseMS: more.PauseMS, Timings: more.Timings, ParentReseal: more.ParentReseal, Processes: more.Processes,
+	}}, nil
+}
+
+// maxDeviceState bounds what is read into memory: many times the largest.
+const maxDeviceState = 64 << 20
+
+// fetching is one fetch.
+type fetching struct {
+	r            *Runner
+	snapshot     *snapshotstore.Snapshot
+	rec          *checkpointRecord
+	root         *opened                 // nil: this is the root, or none is in the store
+	rootSnapshot *snapshotstore.Snapshot // nil likewise
+	dir          string
+	watch        *core.Stopwatch
+	got          snapshotstore.Fetched
+}
+
+func (f *fetching) run(ctx context.Context) error {
+	for _, step := range []struct {
+		name string
+		do   func(context.Context) error
+	}{{"state", f.small}, {"memory", f.memory}, {"disk", f.disk}, {"root_image", f.rootImage}} {
+		if err := step.do(ctx); err != nil {
+			return err
+		}
+		f.watch.Lap(step.name)
+	}
+	return nil
+}
+
+// pages fetches runs of an image into emit.
+func (f *fetching) pages(ctx context.Context, runs func(func(manifest.Run) bool), emit func(off int64, b []byte) error) error {
+	got, err := snapshotstore.Fetch(ctx, f.r.cfg.Store.Blobs, runs, snapshotstore.FetchOptions{}, func(page int64, b []byte) error {
+		return emit(page*manifest.PageSize, b)
+	})
+	f.got.Bytes, f.got.Requests, f.got.Pages = f.got.Bytes+got.Bytes, f.got.Requests+got.Requests, f.got.Pages+got.Pages
+	return err
+}
+
+// small writes the images that fit into memory.
+func (f *fetching) small(ctx context.Context) error {
+	for name, file := range map[string]string{imageState: stateFile, imageSurvey: surveyFile} {
+		if tree := f.snapshot.Image(name); tree != nil {
+			if err := f.file(ctx, tree, filepath.Join(f.dir, file), 0o600); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+// file writes a whole image to a new file, durably.
+func (f *fetching) file(ctx context.Context, tree *manifest.Tree, path string, mode os.FileMode) error {
+	to, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE|os.O_EXCL, mode)
+	if err != nil {
+		return err
+	}
+	if err = to.Truncate(tree.Size()); err == nil {
+		err = f.fill(ctx, to, tree)
+	}
+	return errors.Join(err, to.Sync(), to.Close())
+}
+
+// fill writes an image into a file of its size that has nothing else.
+func (f *fetching) fill(ctx context.Context, to *os.File, tree *manifest.Tree) error {
+	return f.pages(ctx, tree.Runs(), func(off int64, b []byte) error {
+		_, err := to.WriteAt(b[:min(int64(len(b)), tree.Size()-off)], off)
+		return err
+	})
+}
+
+// memory makes the delta to the root's base; the root itself becomes a base.
+func (f *fetching) memory(ctx context.Context) error {
+	tree := f.snapshot.Image(imageMemory)
+	if f.root == nil || f.root.delta != nil || f.root.base.Size != tree.Size() {
+		base, err := f.r.bases.Import(tree.Size(), func(to *os.File) error { return f.fill(ctx, to, tree) })
+		f.rec.Base = base
+		return err
+	}
+	f.rec.Base = f.root.Base
+	changed := slices.Collect(tree.Changed(f.rootSnapshot.Image(imageMemory)))
+	var extents []memory.Extent
+	for _, run := range changed {
+		extents = append(extents, memory.Extent{Offset: run.Page * manifest.PageSize, Length: int64(run.Count) * manifest.PageSize})
+	}
+	delta, err := memory.CreateDelta(filepath.Join(f.dir, deltaFile), tree.Size(), extents)
+	if err != nil {
+		return err
+	}
+	f.rec.DeltaBytes = delta.Bytes()
+	if err := f.pages(ctx, slices.Values(changed), func(off int64, b []byte) error { return delta.WriteAt(b, off) }); err != nil {
+		delta.Close()
+		return err
+	}
+	return delta.Finish()
+}
+
+// disk makes the overlay, out of the root's where it can share extents with it.
+func (f *fetching) disk(ctx context.Context) error {
+	tree, path := f.snapshot.Image(imageDisk), filepath.Join(f.dir, overlayFile)
+	to, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600)
+	if err != nil {
+		return err
+	}
+	if f.root == nil {
+		err = errors.Join(to.Truncate(tree.Size()))
+		if err == nil {
+			err = f.fill(ctx, to, tree)
+		}
+	} else {
+		err = f.diskFromRoot(ctx, to, tree)
+	}
+	if err == nil {
+		f.rec.DiskBytes, err = sparse.Allocated(to)
+	}
+	return errors.Join(err, to.Sync(), to.Close())
+}
+
+func (f *fetching) diskFromRoot(ctx context.Context, to *os.File, tree *manifest.Tree) error {
+	if _, err := sparse.Clone(to, f.root.overlay); err != nil {
+		return err
+	}
+	if err := to.Truncate(tree.Size()); err != nil {
+		return err
+	}
+	return f.pages(ctx, tree.Changed(f.rootSnapshot.Image(imageDisk)), func(off int64, b []byte) error {
+		b = b[:min(int64(len(b)), tree.Size()-off)]
+		if allZeros(b) {
+			return sparse.Zero(to, off, int64(len(b)))
+		}
+		_, err := to.WriteAt(b, off)
+		return err
+	})
+}
+
+func allZeros(b []byte) bool {
+	for _, c := range b {
+		if c != 0 {
+			return false
+		}
+	}
+	return true
+}
+
+// rootImage makes sure that the root file system of the guest's image is here.
+func (f *fetching) rootImage(ctx context.Context) error {
+	path := f.r.rootPath(f.rec.Image)
+	if _, err := os.Stat(path); err == nil {
+		return nil
+	}
+	part, err := os.CreateTemp(f.r.rootsDir(), "*.part")
+	if err != nil {
+		return err
+	}
+	tree := f.snapshot.Image(imageRoot)
+	if err = errors.Join(part.Chmod(0o444), part.Truncate(tree.Size())); err == nil {
+		err = f.fill(ctx, part, tree)
+	}
+	if err = errors.Join(err, part.Sync(), part.Close()); err == nil {
+		err = atomicfile.Rename(part.Name(), path)
+	}
+	return errors.Join(err, os.RemoveAll(part.Name()))
+}

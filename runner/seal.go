@@ -1,0 +1,483 @@
+package runner
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/atomicfile"
+	"github.com/coppice-dev/coppice/internal/sparse"
+	"github.com/coppice-dev/coppice/runner/memory"
+	"github.com/coppice-dev/coppice/snapshotstore"
+	"github.com/coppice-dev/coppice/snapshotstore/blob"
+	"github.com/coppice-dev/coppice/snapshotstore/manifest"
+)
+
+// Sealing is the controller, as a runner that uploads checkpoints sees it: the messages of runnerapi. A controller that cannot be
+// reached is Unavailable.
+type Sealing interface {
+	BeginSeal(ctx context.Context, m runnerapi.BeginSeal) (runnerapi.SealBegun, error)
+	CommitSeal(ctx context.Context, id core.CheckpointID, m runnerapi.CommitSeal) error
+	FailSeal(ctx context.Context, id core.CheckpointID, m runnerapi.FailSeal) error
+}
+
+// StoreConfig says where checkpoints are made durable.
+type StoreConfig struct {
+	Blobs blob.Blobs // nil: nowhere
+	// Throttle is asked before n bytes are sent; nil: never.
+	Throttle func(ctx context.Context, n int) error
+}
+
+// The images of a checkpoint in the store.
+const (
+	imageMemory = "memory"
+	imageDisk   = "disk"
+	imageState  = "device_state"
+	imageSurvey = "survey"
+	imageRoot   = "root"
+)
+
+// sealedFile marks a checkpoint that is in the store.
+const sealedFile = "sealed.json"
+
+// How long a checkpoint that could not be uploaded waits for its next turn.
+const (
+	firstSealRetry = time.Second
+	lastSealRetry  = 2 * time.Minute
+)
+
+// sealQueue is the checkpoints of this host that are not in the store yet. They are uploaded one after the other, ancestors first.
+type sealQueue struct {
+	wake chan struct{} // of size 1
+
+	mu      sync.Mutex // guards what follows
+	sealed  map[core.CheckpointID]bool
+	retries map[core.CheckpointID]sealRetry
+	recent  []*snapshotstore.Snapshot // the last ones that were written or read: the next one's reference is likely among them
+}
+
+type sealRetry struct {
+	at   time.Time
+	wait time.Duration
+}
+
+func newSealQueue(s *checkpointStore) *sealQueue {
+	q := &sealQueue{wake: make(chan struct{}, 1), sealed: make(map[core.CheckpointID]bool), retries: make(map[core.CheckpointID]sealRetry)}
+	for _, rec := range s.list() {
+		if _, err := os.Stat(s.path(rec.ID, sealedFile)); err == nil {
+			q.sealed[rec.ID] = true
+		}
+	}
+	return q
+}
+
+// poke says that there may be something to upload.
+func (q *sealQueue) poke() {
+	select {
+	case q.wake <- struct{}{}:
+	default:
+	}
+}
+
+// next returns the oldest checkpoint that is due, and otherwise when to look again; zero for when something happens. An ancestor was
+// captured before what grew from it.
+func (q *sealQueue) next(list []*checkpointRecord, now time.Time) (*checkpointRecord, time.Duration) {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	slices.SortFunc(list, func(a, b *checkpointRecord) int { return a.CreatedAt.Compare(b.CreatedAt) })
+	var soonest time.Duration
+	for _, rec := range list {
+		if q.sealed[rec.ID] {
+			continue
+		}
+		wait := q.retries[rec.ID].at.Sub(now)
+		if wait <= 0 {
+			return rec, 0
+		}
+		if soonest == 0 || wait < soonest {
+			soonest = wait
+		}
+	}
+	return nil, soonest
+}
+
+func (q *sealQueue) done(id core.CheckpointID) {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	q.sealed[id] = true
+	delete(q.retries, id)
+}
+
+func (q *sealQueue) later(id core.CheckpointID, now time.Time) {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	wait := min(max(2*q.retries[id].wait, firstSealRetry), lastSealRetry)
+	q.retries[id] = sealRetry{now.Add(wait), wait}
+}
+
+func (q *sealQueue) forget(id core.CheckpointID) {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	delete(q.sealed, id)
+	delete(q.retries, id)
+}
+
+const keptSnapshots = 4
+
+func (q *sealQueue) keep(s *snapshotstore.Snapshot) {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	q.recent = append(q.recent, s)
+	if len(q.recent) > keptSnapshots {
+		q.recent = slices.Delete(q.recent, 0, 1)
+	}
+}
+
+// snapshot opens a manifest that the controller named.
+func (r *Runner) snapshot(ctx context.Context, at runnerapi.Stored) (*snapshotstore.Snapshot, error) {
+	r.seals.mu.Lock()
+	for _, s := range r.seals.recent {
+		if s.Ref().Digest == at.Digest && s.Ref().Key == at.Manifest {
+			r.seals.mu.Unlock()
+			return s, nil
+		}
+	}
+	r.seals.mu.Unlock()
+	s, err := snapshotstore.Open(ctx, r.cfg.Store.Blobs, manifest.Ref{Key: at.Manifest, Digest: at.Digest, Bytes: at.Bytes})
+	if err != nil {
+		return nil, err
+	}
+	if s.Header().CheckpointID != at.CheckpointID {
+		return nil, core.Errorf(core.DataLoss, core.CodeManifestInvalid, "the manifest of checkpoint %s is that of %s", at.CheckpointID, s.Header().CheckpointID)
+	}
+	r.seals.keep(s)
+	return s, nil
+}
+
+// Seal uploads this host's checkpoints to the store as they come, until ctx ends. epoch is the runner's lease at the moment. It ends at
+// once where there is no store.
+func (r *Runner) Seal(ctx context.Context, c Sealing, epoch func() (int64, bool)) error {
+	if r.cfg.Store.Blobs == nil {
+		<-ctx.Done()
+		return nil
+	}
+	timer := time.NewTimer(0)
+	defer timer.Stop()
+	for {
+		rec, wait := r.seals.next(r.checkpoints.list(), time.Now())
+		lease, leased := epoch()
+		if rec != nil && leased {
+			r.sealOne(ctx, c, lease, rec)
+			if ctx.Err() != nil {
+				return nil
+			}
+			continue
+		}
+		if !leased {
+			wait = firstSealRetry
+		}
+		if wait == 0 {
+			wait = time.Hour
+		}
+		timer.Reset(wait)
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-timer.C:
+		case <-r.seals.wake:
+		}
+	}
+}
+
+// sealOne uploads a checkpoint, or sees to it that it is tried again.
+func (r *Runner) sealOne(ctx context.Context, c Sealing, epoch int64, rec *checkpointRecord) {
+	begun := time.Now()
+	attempt, out, err := r.sealAttempt(ctx, c, epoch, rec)
+	log := r.cfg.Log.With("checkpoint_id", rec.ID, "duration_ms", core.Milliseconds(time.Since(begun)))
+	switch {
+	case err == nil && out != nil:
+		log.InfoContext(ctx, "checkpoint sealed", "bytes", out.Stored, "dirty_bytes", out.Dirty)
+		return
+	case err == nil:
+		return
+	case ctx.Err() != nil: // the runner stops
+	case core.CodeOf(err) == core.CodeCheckpointNotFound: // it is being deleted: the controller says so in a moment
+		log.DebugContext(ctx, "checkpoint was deleted before it was sealed")
+	default:
+		log.WarnContext(ctx, "checkpoint was not sealed and is tried again", "err", err)
+	}
+	r.seals.later(rec.ID, time.Now())
+	if attempt == 0 {
+		return
+	}
+	tell, cancel := context.WithTimeout(context.WithoutCancel(ctx), 5*time.Second)
+	defer cancel()
+	fail := runnerapi.FailSeal{LeaseEpoch: epoch, Attempt: attempt, Problem: *runnerapi.ProblemOf(err)}
+	if err := c.FailSeal(tell, rec.ID, fail); err != nil { // the next attempt replaces this one
+		log.InfoContext(ctx, "the controller was not told of an upload that failed", "err", err)
+	}
+}
+
+// sealAttempt returns the number of the attempt that it has begun; 0 before.
+func (r *Runner) sealAttempt(ctx context.Context, c Sealing, epoch int64, rec *checkpointRecord) (attempt int64, _ *snapshotstore.Written, err error) {
+	watch := core.NewStopwatch()
+	ckpt, err := r.checkpoints.open(rec.ID)
+	if core.CodeOf(err) == core.CodeCheckpointNotFound {
+		r.seals.forget(rec.ID)
+		return 0, nil, nil
+	}
+	if err != nil {
+		return 0, nil, err
+	}
+	defer func() { err = errors.Join(err, ckpt.close()) }()
+	rec = ckpt.checkpointRecord
+	begun, err := c.BeginSeal(ctx, runnerapi.BeginSeal{LeaseEpoch: epoch, CheckpointID: rec.ID, Ancestors: r.ancestors(rec)})
+	if core.CodeOf(err) == core.CodeStateConflict { // it is sealed: the last commit's answer was lost
+		return 0, nil, r.markSealed(rec.ID, runnerapi.Stored{CheckpointID: rec.ID})
+	}
+	if err != nil {
+		return 0, nil, err
+	}
+	out, err := r.upload(ctx, ckpt, begun)
+	if err != nil {
+		return begun.Attempt, nil, err
+	}
+	watch.Lap("upload")
+	stored := runnerapi.Stored{CheckpointID: rec.ID, Manifest: out.Manifest.Key, Digest: out.Manifest.Digest, Bytes: out.Manifest.Bytes}
+	commit := runnerapi.CommitSeal{
+		LeaseEpoch: epoch, Attempt: begun.Attempt, Stored: stored, Needs: out.Needs, StoredBytes: out.Stored, Timings: watch.Timings(),
+	}
+	for _, o := range out.Objects {
+		commit.Written = append(commit.Written, runnerapi.StoredObject{Key: o.Key, Bytes: o.Bytes})
+	}
+	if err := c.CommitSeal(ctx, rec.ID, commit); err != nil {
+		return begun.Attempt, nil, err
+	}
+	r.seals.keep(out.Snapshot)
+	return begun.Attempt, out, r.markSealed(rec.ID, stored)
+}
+
+// markSealed notes on this host that a checkpoint is in the store. A note that is lost costs a question to the controller.
+func (r *Runner) markSealed(id core.CheckpointID, at runnerapi.Stored) error {
+	r.seals.done(id)
+	err := atomicfile.WriteJSON(r.checkpoints.path(id, sealedFile), at, 0o600)
+	if errors.Is(err, os.ErrNotExist) { // it was deleted meanwhile
+		return nil
+	}
+	return err
+}
+
+// ancestors of a checkpoint that this host has, nearest first.
+func (r *Runner) ancestors(rec *checkpointRecord) []core.CheckpointID {
+	const most = 64
+	var out []core.CheckpointID
+	for id := rec.Parent; id != "" && len(out) < most; {
+		parent, err := r.checkpoints.get(id)
+		if err != nil {
+			break
+		}
+		out = append(out, id)
+		id = parent.Parent
+	}
+	return out
+}
+
+func (r *Runner) upload(ctx context.Context, ckpt *opened, begun runnerapi.SealBegun) (_ *snapshotstore.Written, err error) {
+	src := &sealSource{now: ckpt}
+	defer func() { err = errors.Join(err, src.close()) }()
+	var reference *snapshotstore.Snapshot
+	if begun.Reference != nil {
+		if src.before, err = r.checkpoints.open(begun.Reference.CheckpointID); err != nil {
+			return nil, err // it was deleted here meanwhile; the next attempt has another
+		}
+		if reference, err = r.snapshot(ctx, *begun.Reference); err != nil {
+			return nil, err
+		}
+	}
+	images, err := r.sources(src, reference)
+	if err != nil {
+		return nil, err
+	}
+	record, err := json.Marshal(storedRecord{
+		DeltaBytes: ckpt.DeltaBytes, DiskBytes: ckpt.DiskBytes, DeviceStateBytes: ckpt.DeviceStateBytes, PauseMS: ckpt.PauseMS, Timings: ckpt.Timings,
+		ParentReseal: ckpt.ParentReseal, Processes: ckpt.Processes,
+	})
+	if err != nil {
+		return nil, err
+	}
+	h := manifest.Header{
+		ProjectID: begun.ProjectID, CheckpointID: ckpt.ID, Parent: ckpt.Parent, CapturedAt: ckpt.CreatedAt.UTC().Format(time.RFC3339Nano), GuestImage: ckpt.Image,
+		Class: classFields(ckpt.Class), Resources: ckpt.Resources, Record: record,
+	}
+	return snapshotstore.Write(ctx, r.cfg.Store.Blobs, begun.Prefix, h, reference, images, snapshotstore.Options{Dir: r.cfg.DataDir, Throttle: r.cfg.Store.Throttle})
+}
+
+// storedRecord is what a runner wants to know again of a checkpoint that it takes from the store. Fields are added, never renamed.
+type storedRecord struct {
+	DeltaBytes       int64               `json:"delta_bytes"`
+	DiskBytes        int64               `json:"disk_bytes"`
+	DeviceStateBytes int64               `json:"device_state_bytes"`
+	PauseMS          float64             `json:"pause_ms"`
+	Timings          []core.Timing       `json:"timings,omitempty"`
+	ParentReseal     []core.ResealStep   `json:"parent_reseal,omitempty"`
+	Processes        []core.StaleProcess `json:"stale_prng_processes,omitempty"`
+}
+
+func classFields(c runnerapi.RunnerClass) map[string]string {
+	return map[string]string{
+		"arch": c.Arch, "accelerator": c.Accelerator, "cpu_model": c.CPUModel, "vmm": c.VMM, "vmm_version": c.VMMVersion, "machine_type": c.MachineType,
+	}
+}
+
+func classOfFields(f map[string]string) runnerapi.RunnerClass {
+	return runnerapi.RunnerClass{
+		Arch: f["arch"], Accelerator: f["accelerator"], CPUModel: f["cpu_model"], VMM: f["vmm"], VMMVersion: f["vmm_version"], MachineType: f["machine_type"],
+	}
+}
+
+// sealSource is the files of a checkpoint and of the one that it is compared with.
+type sealSource struct {
+	now, before *opened // before is nil without a reference
+	files       []*os.File
+}
+
+func (s *sealSource) close() error {
+	var errs []error
+	for _, f := range s.files {
+		errs = append(errs, f.Close())
+	}
+	if s.before != nil {
+		errs = append(errs, s.before.close())
+	}
+	return errors.Join(errs...)
+}
+
+// sources are the images of a checkpoint, with where they may differ from the reference's.
+func (r *Runner) sources(s *sealSource, reference *snapshotstore.Snapshot) ([]snapshotstore.Source, error) {
+	mem, err := r.memorySource(s)
+	if err != nil {
+		return nil, err
+	}
+	disk, err := diskSource(s)
+	if err != nil {
+		return nil, err
+	}
+	state := bytesSource(imageState, s.now.state)
+	if s.before != nil {
+		state.Reference = bytesSource("", s.before.state).Read
+	}
+	out := []snapshotstore.Source{mem, disk, state}
+	said, err := os.ReadFile(r.checkpoints.path(s.now.ID, surveyFile))
+	if err == nil {
+		out = append(out, bytesSource(imageSurvey, said))
+	} else if !errors.Is(err, os.ErrNotExist) {
+		return nil, err
+	}
+	root, err := r.openRoot(s.now.Image)
+	if err != nil {
+		return nil, err
+	}
+	s.files = append(s.files, root)
+	rootSource, err := fileSource(imageRoot, root)
+	if err != nil {
+		return nil, err
+	}
+	if reference != nil && reference.Header().GuestImage == s.now.Image {
+		rootSource.Changed = nil
+	} else if reference != nil {
+		return nil, core.Errorf(core.Internal, core.CodeInternal, "checkpoint %s and its ancestor %s are of different images", s.now.ID, s.before.ID)
+	}
+	return append(out, rootSource), nil
+}
+
+func (r *Runner) memorySource(s *sealSource) (snapshotstore.Source, error) {
+	open := func(o *opened) (memory.Image, error) {
+		f, err := r.bases.OpenFile(o.Base)
+		if err == nil {
+			s.files = append(s.files, f)
+		}
+		return memory.Image{Base: f, Delta: o.delta}, err
+	}
+	now, err := open(s.now)
+	if err != nil {
+		return snapshotstore.Source{}, err
+	}
+	out := snapshotstore.Source{Name: imageMemory, Size: s.now.base.Size, Read: memory.NewReader(now).ReadAt}
+	var extents []memory.Extent
+	if s.before == nil {
+		extents, err = memory.MayBeData(now)
+	} else {
+		var before memory.Image
+		if before, err = open(s.before); err != nil {
+			return out, err
+		}
+		out.Reference = memory.NewReader(before).ReadAt
+		extents, err = memory.MayDiffer(now, before)
+	}
+	for _, e := range extents {
+		out.Changed = append(out.Changed, snapshotstore.Range{Offset: e.Offset, Length: e.Length})
+	}
+	return out, err
+}
+
+func diskSource(s *sealSource) (snapshotstore.Source, error) {
+	out, err := fileSource(imageDisk, s.now.overlay)
+	if err != nil || s.before == nil {
+		return out, err
+	}
+	before, err := fileSource("", s.before.overlay)
+	if err != nil {
+		return out, err
+	}
+	ranges, err := sparse.Unshared(s.now.overlay, s.before.overlay)
+	out.Changed, out.Reference = nil, before.Read
+	for _, x := range ranges {
+		out.Changed = append(out.Changed, snapshotstore.Range{Offset: x.Offset, Length: x.Length})
+	}
+	return out, err
+}
+
+// fileSource is a whole file, of which everything that is not a hole may be data.
+func fileSource(name string, f *os.File) (snapshotstore.Source, error) {
+	info, err := f.Stat()
+	if err != nil {
+		return snapshotstore.Source{}, err
+	}
+	ranges, err := sparse.Data(f)
+	if err != nil {
+		return snapshotstore.Source{}, err
+	}
+	out := snapshotstore.Source{Name: name, Size: info.Size(), Read: func(p []byte, off int64) error {
+		n, err := f.ReadAt(p, off)
+		clear(p[n:])
+		if off+int64(n) < min(off+int64(len(p)), info.Size()) {
+			return fmt.Errorf("read %s: %w", f.Name(), err)
+		}
+		return nil
+	}}
+	for _, x := range ranges {
+		out.Changed = append(out.Changed, snapshotstore.Range{Offset: x.Offset, Length: x.Length})
+	}
+	return out, nil
+}
+
+func bytesSource(name string, b []byte) snapshotstore.Source {
+	return snapshotstore.Source{
+		Name: name, Size: int64(len(b)), Changed: []snapshotstore.Range{{Offset: 0, Length: int64(len(b))}},
+		Read: func(p []byte, off int64) error {
+			n := 0
+			if off < int64(len(b)) {
+				n = copy(p, b[off:])
+			}
+			clear(p[n:])
+			return nil
+		},
+	}
+}
