@@ -210,6 +210,8 @@ func (r *Runner) sealOne(ctx context.Context, c Sealing, epoch int64, rec *check
 	case ctx.Err() != nil: // the runner stops
 	case core.CodeOf(err) == core.CodeCheckpointNotFound: // it is being deleted: the controller says so in a moment
 		log.DebugContext(ctx, "checkpoint was deleted before it was sealed")
+	case core.CodeOf(err) == core.CodeCheckpointNotReady: // the answer about its capture is on its way
+		log.DebugContext(ctx, "checkpoint is not recorded yet and is sealed later")
 	default:
 		log.WarnContext(ctx, "checkpoint was not sealed and is tried again", "err", err)
 	}

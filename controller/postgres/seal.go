@@ -75,7 +75,7 @@ func (t *tx) BeginSeal(ctx context.Context, runner core.RunnerID, in runnerapi.B
 		return runnerapi.SealBegun{}, err
 	}
 	var reference core.CheckpointID
-	var out runnerapi.SealBegun
+	out := runnerapi.SealBegun{ProjectID: cp.ProjectID}
 	if len(references) > 0 {
 		r := references[0]
 		reference = r.ID
