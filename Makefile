@@ -1,7 +1,7 @@
 # `make help` lists the targets. Those marked (root) need it: sudo -E make …
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup test-kvm setup-kvm build generate test test-long lint image demo dev bench bench-control clean fuzz chaos faults
+.PHONY: help setup s3-server minio test-minio test-kvm setup-kvm build generate test test-long lint image demo dev bench bench-control clean fuzz chaos faults
 
 GO      ?= go
 ROOT    := $(filter 0,$(shell id -u))
@@ -15,6 +15,12 @@ export COPPICE_IMAGES_DIR ?= $(VAR)/images
 LINT_VERSION := v2.15.0
 TOOLS ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/coppice/tools
 LINT  := $(TOOLS)/golangci-lint-$(LINT_VERSION)
+
+# The S3 servers of tests, kept alike. internal/tests3 looks for these versions there.
+VERSITYGW_VERSION := v1.8.0
+MINIO_VERSION     := v0.0.0-20260212201848-7aac2a2c5b7c
+VERSITYGW := $(TOOLS)/versitygw-$(VERSITYGW_VERSION)
+MINIO     := $(TOOLS)/minio-$(MINIO_VERSION)
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -36,7 +42,7 @@ generate: ## write generated code and documents anew: API models and servers, st
 # As root everything is required and what is missing fails. As anyone else, what needs root skips and says so.
 ifdef ROOT
 test: export COPPICE_TEST_REQUIRE ?= all
-test: build ## unit and integration tests with the race detector (root for all of them)
+test: build $(VERSITYGW) ## unit and integration tests with the race detector (root for all of them)
 else
 test: build
 	@echo "Not root: tests that need namespaces or VMs skip. All of them: sudo -E make test"
@@ -49,6 +55,13 @@ test-long: build ## the long sweeps of the end-to-end tests: 64 generations, eve
 test-kvm: ## run the drivers and the system under a KVM that works, in an emulated machine; COPPICE_CLOUD_HYPERVISOR=/path tests that too (root; up to 45 minutes)
 	CGO_ENABLED=0 $(GO) build $(GOFLAGS_BUILD) -o bin/ ./internal/kvmlane
 	bin/kvmlane -cloud-hypervisor "$(COPPICE_CLOUD_HYPERVISOR)" $(LANE) test
+
+s3-server: $(VERSITYGW) ## build versitygw, the S3 server of tests, unless it is there (minutes)
+
+minio: $(MINIO) ## build MinIO, for test-minio, unless it is there (ten minutes)
+
+test-minio: $(MINIO) ## the tests of the S3 backend on MinIO
+	COPPICE_TEST_REQUIRE=s3 COPPICE_TEST_S3=minio $(GO) test -race -count=1 -timeout 30m ./snapshotstore/blob/... ./internal/tests3
 
 FUZZTIME ?= 60s
 fuzz: ## fuzz every target for FUZZTIME (60s) each, beginning with the committed corpora
@@ -69,6 +82,16 @@ $(LINT):
 	mkdir -p $(TOOLS)/new
 	GOBIN=$(TOOLS)/new $(GO) install github.com/golangci/golangci-lint/v2/cmd/golangci-lint@$(LINT_VERSION)
 	mv $(TOOLS)/new/golangci-lint $@
+
+$(VERSITYGW):
+	mkdir -p $(TOOLS)/new
+	CGO_ENABLED=0 GOBIN=$(TOOLS)/new $(GO) install $(GOFLAGS_BUILD) github.com/versity/versitygw/cmd/versitygw@$(VERSITYGW_VERSION)
+	mv $(TOOLS)/new/versitygw $@
+
+$(MINIO):
+	mkdir -p $(TOOLS)/new
+	CGO_ENABLED=0 GOBIN=$(TOOLS)/new $(GO) install $(GOFLAGS_BUILD) github.com/minio/minio@$(MINIO_VERSION)
+	mv $(TOOLS)/new/minio $@
 
 image: build ## build the base guest image unless it is current (root)
 	bin/coppice image build

@@ -1,0 +1,262 @@
+package s3
+
+import (
+	"context"
+	"crypto/tls"
+	"crypto/x509"
+	"errors"
+	"fmt"
+	"io"
+	"math/rand/v2"
+	"net/http"
+	"sync"
+	"time"
+
+	"github.com/minio/minio-go/v7"
+
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/snapshotstore/blob"
+)
+
+// What the code here branches on, besides blob.ErrNotFound.
+var (
+	errPrecondition = errors.New("there is an object under this key")
+	errRange        = errors.New("the object ends before this range")
+	errNoUpload     = errors.New("there is no such upload")
+	errConflict     = errors.New("another request for this key is under way")
+	errStalled      = errors.New("no progress was made in time")
+	errSlow         = errors.New("it took too long in all")
+)
+
+// answerError is an answer that no S3 server should give.
+type answerError struct{ text string }
+
+// Error implements error.
+func (e *answerError) Error() string { return e.text }
+
+// remedy is what can be done about an error.
+type remedy int
+
+const (
+	final remedy = iota
+	again        // the same request may succeed
+	renew        // other credentials may
+)
+
+// mapError is the only place where what the library and the network say becomes ours. key may be "".
+func (s *Store) mapError(doing, key string, err error) (error, remedy) {
+	var (
+		known    *core.Error
+		response minio.ErrorResponse
+		renewal  *renewalError
+	)
+	switch {
+	case err == nil:
+		return nil, final
+	case errors.As(err, &known), errors.Is(err, blob.ErrExists), errors.Is(err, blob.ErrNotFound), errors.Is(err, errPrecondition),
+		errors.Is(err, errConflict), errors.Is(err, errNoUpload), errors.Is(err, errRange):
+		return err, final
+	case errors.As(err, &renewal):
+		return core.Wrapf(err, core.Unavailable, core.CodeStoreAuth,
+			"%s: no credentials for %s could be had: their source failed", doing, s.cfg), final
+	case errors.As(err, &response):
+		return s.mapResponse(doing, key, response)
+	}
+	what := "it does not answer as a store does"
+	r := again
+	var (
+		authority x509.UnknownAuthorityError
+		host      x509.HostnameError
+		invalid   x509.CertificateInvalidError
+		record    tls.RecordHeaderError
+		answer    *answerError
+	)
+	switch {
+	case errors.Is(err, errStalled), errors.Is(err, errSlow):
+		what = "it is too slow"
+	case errors.As(err, &authority), errors.As(err, &host), errors.As(err, &invalid):
+		what, r = "its certificate is not trusted; name its authority's in the store's CA file", final
+	case errors.As(err, &record):
+		what, r = "it does not speak TLS", final
+	case errors.As(err, &answer):
+		what = "it " + answer.text
+	case errors.Is(err, io.ErrUnexpectedEOF):
+		what = "its answer ended too early"
+	default:
+		what = "it cannot be reached"
+	}
+	return core.Wrapf(err, core.Unavailable, core.CodeStoreUnavailable, "%s: the store, %s, cannot be used: %s", doing, s.cfg, what), r
+}
+
+// mapResponse maps an error that the server gave.
+func (s *Store) mapResponse(doing, key string, e minio.ErrorResponse) (error, remedy) {
+	unavailable := func(r remedy, what string) (error, remedy) {
+		return core.Wrapf(e, core.Unavailable, core.CodeStoreUnavailable, "%s: the store, %s, cannot be used: %s", doing, s.cfg, what), r
+	}
+	said := fmt.Sprintf("it said %s (%d)", core.Clip(e.Code), e.StatusCode)
+	switch e.Code {
+	case "NoSuchKey":
+		return blob.NotFound(key), final
+	case "NoSuchUpload":
+		return errNoUpload, final
+	case "NoSuchBucket":
+		return unavailable(final, "there is no such bucket; make it")
+	case "PreconditionFailed":
+		return errPrecondition, final
+	case "ConditionalRequestConflict", "OperationAborted":
+		return errConflict, final
+	case "InvalidRange":
+		return errRange, final
+	case "ExpiredToken", "ExpiredTokenException", "InvalidToken", "TokenRefreshRequired", "InvalidAccessKeyId", "SignatureDoesNotMatch",
+		"AccessDenied", "RequestTimeTooSkewed", "AuthorizationHeaderMalformed":
+		return core.Wrapf(e, core.Unavailable, core.CodeStoreAuth, "%s: the store, %s, refuses the credentials: %s; correct them", doing, s.cfg, said), renew
+	case "RequestTimeout", "SlowDown", "BadDigest", "XAmzContentSHA256Mismatch", "IncompleteBody":
+		return unavailable(again, said)
+	}
+	switch {
+	case e.StatusCode == http.StatusUnauthorized || e.StatusCode == http.StatusForbidden:
+		return core.Wrapf(e, core.Unavailable, core.CodeStoreAuth, "%s: the store, %s, refuses the credentials: %s; correct them", doing, s.cfg, said), renew
+	case e.StatusCode == http.StatusNotFound && key != "":
+		return blob.NotFound(key), final
+	case e.StatusCode == http.StatusPreconditionFailed:
+		return errPrecondition, final
+	case e.StatusCode == http.StatusRequestedRangeNotSatisfiable:
+		return errRange, final
+	case e.StatusCode == http.StatusConflict:
+		return errConflict, final
+	case e.StatusCode == http.StatusTooManyRequests || e.StatusCode == http.StatusRequestTimeout,
+		e.StatusCode >= http.StatusInternalServerError && e.StatusCode != http.StatusNotImplemented && e.StatusCode != http.StatusInsufficientStorage:
+		return unavailable(again, said)
+	default:
+		return unavailable(final, said)
+	}
+}
+
+// task is what retry does and how an error of it is told.
+type task struct {
+	doing string
+	key   string
+	bytes int64 // of the request's body
+	// slow is how many times longer than others the server may be silent.
+	slow time.Duration
+	// try makes one attempt. It calls progress whenever the server takes something.
+	try func(ctx context.Context, progress func()) error
+}
+
+// retry makes attempts until one succeeds or fails for good.
+func (s *Store) retry(ctx context.Context, t task) error {
+	renewed := s.cfg.Credentials.Renew == nil
+	for n := 1; ; n++ {
+		err := s.attempt(ctx, t)
+		if ctx.Err() != nil && err != nil {
+			return fmt.Errorf("%s: %w", t.doing, context.Cause(ctx))
+		}
+		mapped, r := s.mapError(t.doing, t.key, err)
+		switch {
+		case mapped == nil:
+			return nil
+		case r == renew && !renewed:
+			renewed = true
+			s.creds.Expire()
+			n--
+			continue
+		case r != again || n >= s.cfg.Attempts:
+			return mapped
+		}
+		if err := s.pause(ctx, n); err != nil {
+			return fmt.Errorf("%s: %w", t.doing, err)
+		}
+	}
+}
+
+// attempt makes one under a watch.
+func (s *Store) attempt(ctx context.Context, t task) error {
+	w := s.watch(ctx, max(1, t.slow)*s.cfg.Stall, t.bytes)
+	defer w.stop()
+	w.wait()
+	err := t.try(w.ctx, w.wait)
+	if err != nil {
+		err = w.explain(err)
+	}
+	return err
+}
+
+// pause waits before the attempt after the nth.
+func (s *Store) pause(ctx context.Context, n int) error {
+	d := min(s.cfg.Backoff<<min(n-1, 16), maxBackoff)
+	d = d/2 + rand.N(d/2+1) //nolint:gosec // G404: only to spread
+	select {
+	case <-ctx.Done():
+		return context.Cause(ctx)
+	case <-time.After(d):
+		return nil
+	}
+}
+
+// watch ends an attempt that makes no progress, or that takes too long in all. What its caller does between a pause and the next wait
+// does not count.
+type watch struct {
+	ctx    context.Context // the attempt's, which ends with it
+	cancel context.CancelCauseFunc
+	stall  time.Duration
+
+	mu      sync.Mutex // a request's body may still be read when the attempt has ended
+	timer   *time.Timer
+	left    time.Duration // in all
+	began   time.Time
+	stopped bool
+}
+
+func (s *Store) watch(ctx context.Context, stall time.Duration, bytes int64) *watch {
+	w := &watch{stall: stall, left: 2*stall + time.Duration(float64(bytes)/float64(s.cfg.MinRate)*float64(time.Second))}
+	w.ctx, w.cancel = context.WithCancelCause(ctx)
+	return w
+}
+
+// wait begins a wait for the server, and ends the one before.
+func (w *watch) wait() {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.end()
+	if w.stopped {
+		return
+	}
+	d, cause := w.stall, errStalled
+	if w.left < d {
+		d, cause = w.left, errSlow
+	}
+	w.began = time.Now()
+	w.timer = time.AfterFunc(max(d, time.Millisecond), func() { w.cancel(cause) })
+}
+
+// pause ends a wait.
+func (w *watch) pause() {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.end()
+}
+
+func (w *watch) end() {
+	if w.timer != nil {
+		w.timer.Stop()
+		w.timer = nil
+		w.left -= time.Since(w.began)
+	}
+}
+
+// stop ends the attempt.
+func (w *watch) stop() {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.end()
+	w.stopped = true
+	w.cancel(nil)
+}
+
+// explain returns why an attempt really failed.
+func (w *watch) explain(err error) error {
+	if cause := context.Cause(w.ctx); errors.Is(cause, errStalled) || errors.Is(cause, errSlow) {
+		return fmt.Errorf("%w: %w", cause, err)
+	}
+	return err
+}
