@@ -1185,6 +1185,9 @@ type ExecResultEncoding string
 type Failure struct {
 	Code    string `json:"code"`
 	Message string `json:"message"`
+
+	// RecoverFrom Of a lost workspace, the newest of its checkpoints that can still be restored.
+	RecoverFrom CheckpointID `json:"recover_from,omitempty,omitzero"`
 }
 
 // FieldProblem defines model for FieldProblem.

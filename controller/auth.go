@@ -308,6 +308,9 @@ func notReady(w Workspace) error {
 		hint = "create or fork another"
 		if w.State == core.WorkspaceLost {
 			hint = "fork its last checkpoint"
+			if w.Failure != nil && w.Failure.RecoverFrom != "" {
+				hint = "restore its last checkpoint that is left, " + string(w.Failure.RecoverFrom)
+			}
 		}
 	}
 	return core.Errorf(core.FailedPrecondition, core.CodeWorkspaceNotReady, "workspace %s is %s; %s", w.ID, w.State, hint)

@@ -59,7 +59,10 @@ func (c *Controller) CreateWorkspace(ctx context.Context, project core.ProjectID
 			State: core.WorkspaceCreating, Image: ImageRef{Name: image.Name, Digest: image.Digest}, Resources: req.Resources,
 			Egress: req.Egress, Env: req.Env, Labels: req.Labels, Rest: req.Rest,
 		}
-		template, err := tx.LiveTemplate(ctx, runner.Info.RunnerID, image.Digest, runner.Info.Class, req.Resources)
+		template, err := tx.LiveTemplate(ctx, runner, image.Digest, req.Resources, false)
+		if err == nil {
+			err = findSources(ctx, tx, &template)
+		}
 		switch {
 		case err == nil && template.State.Forkable():
 			like.State, like.Parent, op.Step = core.WorkspaceRestoring, template.ID, "fork"
@@ -93,7 +96,7 @@ func (c *Controller) workCreate(ctx context.Context, t *Task) error {
 	if parent := plan.children[0].Parent; t.op.Step == "fork" && plan.source.ID == "" && parent != "" {
 		err := t.load(ctx, func(tx Tx) error {
 			var err error
-			plan.source, err = tx.Checkpoint(ctx, parent)
+			plan.source, err = c.source(ctx, tx, parent)
 			return err
 		})
 		if err != nil {
@@ -102,7 +105,7 @@ func (c *Controller) workCreate(ctx context.Context, t *Task) error {
 	}
 	for attempt := 0; ; attempt++ {
 		if t.op.Step != "fork" {
-			if err := c.fromTemplate(ctx, t, plan); err != nil {
+			if err := c.fromTemplate(ctx, t, plan, attempt > 0); err != nil {
 				return err
 			}
 			t.watch.Lap("template")
@@ -112,19 +115,15 @@ func (c *Controller) workCreate(ctx context.Context, t *Task) error {
 		if err == nil && got[0].Problem != nil {
 			err = got[0].Problem.Err()
 		}
-		// The runner may have lost a template that the rows still promise, when its data directory was made anew.
-		if code := core.CodeOf(err); attempt == 0 && (code == core.CodeCheckpointNotFound || code == core.CodeCheckpointCorrupt) {
-			c.log.WarnContext(ctx, "template given up", "checkpoint_id", plan.source.ID, "runner_id", plan.source.RunnerID, "err", err)
-			if err := c.store.InTx(ctx, System(), func(tx Tx) error { return tx.DropTemplate(ctx, plan.source.ID) }); err != nil {
-				return err
+		if attempt == 0 && err != nil {
+			again, dropErr := c.withoutTemplate(ctx, plan, err)
+			if dropErr != nil {
+				return dropErr
 			}
-			t.op.Step = "template"
-			continue
-		}
-		// The runner was started with another VMM since the template was chosen: the template is good, but not for it any more.
-		if attempt == 0 && core.CodeOf(err) == core.CodeIncompatibleHost {
-			t.op.Step = "template"
-			continue
+			if again {
+				t.op.Step = "template"
+				continue
+			}
 		}
 		switch {
 		case got == nil:
@@ -136,10 +135,35 @@ func (c *Controller) workCreate(ctx context.Context, t *Task) error {
 	}
 }
 
-// fromTemplate gives the workspace the template that it is forked from.
-func (c *Controller) fromTemplate(ctx context.Context, t *Task, plan *forkPlan) error {
+// withoutTemplate reports whether a workspace is to be made of another template after it could not be made of the one of the plan.
+func (c *Controller) withoutTemplate(ctx context.Context, plan *forkPlan, problem error) (bool, error) {
+	template := plan.source
+	elsewhere := template.RunnerID != plan.children[0].Sandbox.RunnerID
+	switch core.CodeOf(problem) {
+	case core.CodeIncompatibleHost: // the runner was started with another VMM since the template was chosen: it is good, but not for it any more
+		return true, nil
+	case core.CodeCheckpointNotFound, core.CodeCheckpointCorrupt:
+		if elsewhere {
+			break
+		}
+		// The runner has lost a template that the rows still promise: its data directory was made anew.
+		c.log.WarnContext(ctx, "template given up", "checkpoint_id", template.ID, "runner_id", template.RunnerID, "err", problem)
+		return true, c.store.InTx(ctx, System(), func(tx Tx) error { return tx.DropTemplate(ctx, template.ID) })
+	case core.CodeCheckpointIncomplete, core.CodeManifestInvalid, core.CodeStoreUnavailable, core.CodeStoreAuth:
+	default:
+		return false, nil
+	}
+	// What cannot be fetched can be booted.
+	if elsewhere {
+		c.log.WarnContext(ctx, "template could not be taken over", "checkpoint_id", template.ID, "runner_id", plan.children[0].Sandbox.RunnerID, "err", problem)
+	}
+	return elsewhere, nil
+}
+
+// fromTemplate gives the workspace the template that it is forked from; a local one is of its own runner.
+func (c *Controller) fromTemplate(ctx context.Context, t *Task, plan *forkPlan, local bool) error {
 	w := plan.children[0]
-	template, err := c.template(ctx, w)
+	template, err := c.template(ctx, w, local)
 	if err != nil {
 		return err
 	}

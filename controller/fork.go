@@ -75,14 +75,14 @@ func (c *Controller) fork(ctx context.Context, project core.ProjectID, kind Oper
 	op := Operation{ProjectID: project, Kind: kind, Step: "fork", CheckpointID: id}
 	admit := func(ctx context.Context, tx Tx, _ *Operation, in *opInput, attempt int) (any, error) {
 		tx.HoldCheckpoint(id)
-		source, err := tx.Checkpoint(ctx, id)
+		source, err := c.source(ctx, tx, id)
 		if err != nil {
 			return nil, err
 		}
 		if !source.State.Forkable() {
 			return nil, notForkable(source)
 		}
-		runner, err := c.place(ctx, tx, placement.Request{Count: req.Count, Resources: source.Resources, Holder: source.RunnerID, Class: source.Class})
+		runner, err := c.placeFrom(ctx, tx, source, req.Count)
 		if err != nil {
 			return nil, err
 		}
@@ -250,7 +250,7 @@ func (c *Controller) loadFork(ctx context.Context, t *Task) (*forkPlan, error) {
 			source = t.in.Capture
 		}
 		if source != "" { // a workspace that is being created has none yet
-			plan.source, err = tx.Checkpoint(ctx, source)
+			plan.source, err = c.source(ctx, tx, source)
 		}
 		return err
 	})
@@ -293,7 +293,7 @@ func (c *Controller) endGrown(ctx context.Context, t *Task, plan *forkPlan, got 
 // callFork asks the runner for the children, again when it could not be reached, and checks every answer: a child counts as
 // grown only with a complete reseal of the generation that it was given.
 func (c *Controller) callFork(ctx context.Context, plan *forkPlan) ([]runnerapi.ChildResult, error) {
-	req := runnerapi.Fork{CheckpointID: plan.source.ID, Children: make([]runnerapi.Child, len(plan.children))}
+	req := runnerapi.Fork{CheckpointID: plan.source.ID, Children: make([]runnerapi.Child, len(plan.children)), Sources: plan.source.Sources}
 	for i, w := range plan.children {
 		req.Children[i] = runnerapi.Child{
 			SandboxID: w.Sandbox.ID, WorkspaceID: w.ID, Epoch: w.Sandbox.Epoch, Identity: w.Sandbox.Identity, Egress: w.Egress, Env: w.Env,

@@ -93,6 +93,9 @@ func (c *Controller) Heartbeat(ctx context.Context, id core.RunnerID, h runnerap
 		if err != nil {
 			return err
 		}
+		if err := tx.SetCopies(ctx, id, known); err != nil {
+			return err
+		}
 		for _, cp := range h.Checkpoints {
 			if !slices.Contains(known, cp) {
 				out.DropCheckpoints = append(out.DropCheckpoints, cp)

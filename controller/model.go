@@ -65,8 +65,9 @@ type Image struct {
 
 // Failure says why something failed or was lost, in words that its owner may see.
 type Failure struct {
-	Code    core.Code
-	Message string
+	Code        core.Code
+	Message     string
+	RecoverFrom core.CheckpointID // of a lost workspace: the newest of its checkpoints that can be restored
 }
 
 // IdleAction is what becomes of a workspace that nobody used for a while.
@@ -172,6 +173,8 @@ type Checkpoint struct {
 	Stored      *runnerapi.Stored // where it is in the store, once it has been sealed
 	StoredBytes int64             // that were written for it
 	Seal        *Seal             // how far it is on its way there; nil when it is there, or not on its way
+
+	Sources []runnerapi.Stored // of one that is to be grown: itself and its ancestors, as far as they are sealed
 
 	Egress core.EgressPolicy // of the workspace that it was taken of, for its forks
 	Env    map[string]string // likewise

@@ -5,7 +5,6 @@ import (
 	"time"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
-	"github.com/coppice-dev/coppice/controller/placement"
 	"github.com/coppice-dev/coppice/core"
 )
 
@@ -49,7 +48,7 @@ func (c *Controller) admitRestore(ctx context.Context, tx Tx, id core.WorkspaceI
 		return nil, notReady(w)
 	}
 	tx.HoldCheckpoint(checkpoint)
-	source, err := tx.Checkpoint(ctx, checkpoint)
+	source, err := c.source(ctx, tx, checkpoint)
 	if err != nil {
 		return nil, err
 	}
@@ -60,7 +59,7 @@ func (c *Controller) admitRestore(ctx context.Context, tx Tx, id core.WorkspaceI
 		return nil, core.Errorf(core.Invalid, core.CodeInvalidField,
 			"checkpoint_id: checkpoint %s is of another image or shape than workspace %s; restore it as a workspace of its own", checkpoint, id)
 	}
-	runner, err := c.place(ctx, tx, placement.Request{Count: 1, Resources: source.Resources, Holder: source.RunnerID, Class: source.Class})
+	runner, err := c.placeFrom(ctx, tx, source, 1)
 	if err != nil {
 		return nil, err
 	}
@@ -103,7 +102,7 @@ func (c *Controller) loadRestore(ctx context.Context, t *Task) (*restorePlan, er
 		if plan.workspace, err = tx.Workspace(ctx, t.op.WorkspaceID); err != nil {
 			return err
 		}
-		if plan.source, err = tx.Checkpoint(ctx, t.in.Source); err != nil {
+		if plan.source, err = c.source(ctx, tx, t.in.Source); err != nil {
 			return err
 		}
 		list, err := tx.Sandboxes(ctx, []core.SandboxID{t.in.Sandbox, t.in.Next})

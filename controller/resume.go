@@ -5,7 +5,6 @@ import (
 	"errors"
 	"time"
 
-	"github.com/coppice-dev/coppice/controller/placement"
 	"github.com/coppice-dev/coppice/core"
 )
 
@@ -93,14 +92,14 @@ func (c *Controller) resumeSuspended(ctx context.Context, project core.ProjectID
 			return nil, err
 		}
 		tx.HoldCheckpoint(w.Head)
-		source, err := tx.Checkpoint(ctx, w.Head)
+		source, err := c.source(ctx, tx, w.Head)
 		if err != nil {
 			return nil, err
 		}
 		if !source.State.Forkable() {
 			return nil, notForkable(source)
 		}
-		runner, err := c.place(ctx, tx, placement.Request{Count: 1, Resources: source.Resources, Holder: source.RunnerID, Class: source.Class})
+		runner, err := c.placeFrom(ctx, tx, source, 1)
 		if err != nil {
 			return nil, err
 		}

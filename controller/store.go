@@ -207,8 +207,13 @@ type CheckpointTx interface {
 	// Checkpoint does not find pruned checkpoints.
 	Checkpoint(ctx context.Context, id core.CheckpointID) (Checkpoint, error)
 	Checkpoints(ctx context.Context, f CheckpointFilter) ([]Checkpoint, error)
-	// LiveTemplate returns the template of the image and shape on the runner that is being made or there; NotFound otherwise.
-	LiveTemplate(ctx context.Context, runner core.RunnerID, image core.Digest, class runnerapi.RunnerClass, r core.Resources) (Checkpoint, error)
+	// LiveTemplate returns the template of the image and shape that is on the runner, else one that is sealed, unless it is to be local,
+	// else one that is being made there; NotFound otherwise.
+	LiveTemplate(ctx context.Context, runner Runner, image core.Digest, r core.Resources, local bool) (Checkpoint, error)
+	// Sources returns where a sealed checkpoint is in the store and, behind it, its sealed ancestors: the nearest, and last the root.
+	Sources(ctx context.Context, id core.CheckpointID) ([]runnerapi.Stored, error)
+	// Near ranks the runners on which less of a checkpoint has to be fetched than elsewhere: 0 for those that hold it.
+	Near(ctx context.Context, cp Checkpoint) (map[core.RunnerID]int, error)
 	// InsertCheckpoint may fail with ErrTemplateExists or NAME_TAKEN.
 	InsertCheckpoint(ctx context.Context, cp Checkpoint) error
 	CaptureCheckpoint(ctx context.Context, id core.CheckpointID, runner core.RunnerID, got runnerapi.Checkpoint) (Checkpoint, error)
@@ -320,8 +325,10 @@ type FleetTx interface {
 	HeartbeatRunner(ctx context.Context, id core.RunnerID, h runnerapi.Heartbeat, ttl time.Duration) error
 	// HeldSandboxes must be called before HeartbeatRunner of the same transaction.
 	HeldSandboxes(ctx context.Context, id core.RunnerID) ([]HeldSandbox, error)
-	// HeldCheckpoints returns those of the given ids that live on the runner.
+	// HeldCheckpoints returns those of the given ids that live and may be on the runner: what it has captured and what is sealed.
 	HeldCheckpoints(ctx context.Context, id core.RunnerID, ids []core.CheckpointID) ([]core.CheckpointID, error)
+	// SetCopies records that the runner holds these checkpoints and no others.
+	SetCopies(ctx context.Context, id core.RunnerID, ids []core.CheckpointID) error
 	Runner(ctx context.Context, id core.RunnerID) (Runner, error)
 	Runners(ctx context.Context, p Page) ([]Runner, error)
 	// Fleet returns every runner with what is placed on it.

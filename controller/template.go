@@ -14,10 +14,10 @@ const templateWait = time.Minute
 
 // template returns the template that a workspace is forked from, making it when there is none. Concurrent creators, of
 // this controller and others, meet at a unique index: one makes it, the others wait, and all see it fail if it does.
-func (c *Controller) template(ctx context.Context, w Workspace) (Checkpoint, error) {
+func (c *Controller) template(ctx context.Context, w Workspace, local bool) (Checkpoint, error) {
 	var waited core.OperationID
 	for {
-		template, err := c.liveTemplate(ctx, w)
+		template, err := c.liveTemplate(ctx, w, local)
 		switch {
 		case err == nil && template.State.Forkable():
 			return template, nil
@@ -51,15 +51,17 @@ func (c *Controller) template(ctx context.Context, w Workspace) (Checkpoint, err
 	}
 }
 
-func (c *Controller) liveTemplate(ctx context.Context, w Workspace) (Checkpoint, error) {
+func (c *Controller) liveTemplate(ctx context.Context, w Workspace, local bool) (Checkpoint, error) {
 	var cp Checkpoint
 	err := c.store.InTx(ctx, System(), func(tx Tx) error {
 		runner, err := tx.Runner(ctx, w.Sandbox.RunnerID)
 		if err != nil {
 			return err
 		}
-		cp, err = tx.LiveTemplate(ctx, runner.Info.RunnerID, w.Image.Digest, runner.Info.Class, w.Resources)
-		return err
+		if cp, err = tx.LiveTemplate(ctx, runner, w.Image.Digest, w.Resources, local); err != nil {
+			return err
+		}
+		return findSources(ctx, tx, &cp)
 	})
 	return cp, err
 }

@@ -80,12 +80,16 @@ func TestTables(t *testing.T) {
 	now := dawn.Add(3 * time.Hour)
 	var b strings.Builder
 	lost := fakeWorkspace(2, "second", api.WorkspaceLost)
-	lost.Failure = &api.Failure{Code: "VMM_FAILED", Message: "its VMM was killed\x1b[31m"}
+	lost.Failure = &api.Failure{Code: "VMM_FAILED", Message: "its VMM was killed\x1b[31m", RecoverFrom: fakeID("ckpt", 7)}
 	unknown := fakeWorkspace(3, "third", api.WorkspaceReady)
 	unknown.Condition, unknown.ExpiresAt = api.ConditionUnknown, now.Add(10*time.Minute)
 	workspaces := convert[[]coppice.Workspace](t, []api.Workspace{fakeWorkspace(1, "demo", api.WorkspaceReady), lost, unknown})
 	b.WriteString("-- workspaces\n")
 	if err := printWorkspaces(&b, now, workspaces); err != nil {
+		t.Error(err)
+	}
+	b.WriteString("-- a lost workspace\n")
+	if err := printWorkspace(&b, workspaces[1], nil); err != nil {
 		t.Error(err)
 	}
 	b.WriteString("-- no workspaces\n")
@@ -95,6 +99,12 @@ func TestTables(t *testing.T) {
 	b.WriteString("-- checkpoints\n")
 	if err := printCheckpoints(&b, now, convert[[]coppice.Checkpoint](t, []api.Checkpoint{fakeCheckpoint(1, 0, nil), fakeCheckpoint(2, 1, nil)})); err != nil {
 		t.Error(err)
+	}
+	sealed, failed := fakeCheckpoint(3, 2, nil), fakeCheckpoint(4, 3, nil)
+	sealed.State, sealed.SealedAt, sealed.StoredBytes = api.CheckpointSealed, dawn, 700<<10
+	failed.Seal = &api.Seal{State: api.SealFailed, Attempt: 3, Problem: &api.Failure{Code: "STORE_UNAVAILABLE", Message: "the store is away"}}
+	for _, cp := range convert[[]coppice.Checkpoint](t, []api.Checkpoint{sealed, failed}) {
+		b.WriteString("-- a checkpoint and the store: " + stored(cp) + "\n" + sealing(cp) + "\n")
 	}
 	f := &fake{}
 	f.failChild = true

@@ -235,6 +235,9 @@ func printWorkspace(w io.Writer, ws coppice.Workspace, ports []coppice.Port) err
 	failure := ""
 	if ws.Failure != nil {
 		failure = ws.Failure.Message + " (" + ws.Failure.Code + ")"
+		if from := ws.Failure.RecoverFrom; from != "" {
+			failure += "; what it was at its last checkpoint that is left: coppice restore " + from
+		}
 	}
 	forwarded := make([]string, 0, len(ports))
 	for _, p := range ports {

@@ -19,7 +19,7 @@ func failureOf(f *controller.Failure) *api.Failure {
 	if f == nil {
 		return nil
 	}
-	return &api.Failure{Code: string(f.Code), Message: f.Message}
+	return &api.Failure{Code: string(f.Code), Message: f.Message, RecoverFrom: string(f.RecoverFrom)}
 }
 
 func failureOfError(e *core.Error) *api.Failure {

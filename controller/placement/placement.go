@@ -3,8 +3,9 @@
 package placement
 
 import (
+	"cmp"
+	"math"
 	"slices"
-	"strings"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
@@ -27,10 +28,11 @@ type Request struct {
 	Resources core.Resources
 	Image     core.Digest            // only runners that hold it; empty: any
 	Holder    core.RunnerID          // the only runner with the bytes of the checkpoint; empty: any
+	Near      map[core.RunnerID]int  // the lower, the less has to be fetched there; runners that are not in it come last
 	Class     *runnerapi.RunnerClass // a hard rule: equal in every field; nil: any
 }
 
-// Choose returns the runner with the most room. Its errors say what to do: NO_RUNNER when none can be reached,
+// Choose returns, of the runners with room, one where the least has to be fetched, and of these the one with the most room. Its errors say what to do: NO_RUNNER when none can be reached,
 // RUNNER_UNREACHABLE when the one with the bytes cannot, INCOMPATIBLE_HOST naming the field, IMAGE_NOT_FOUND, and CAPACITY
 // naming the dimension.
 func Choose(fleet []Runner, req Request) (core.RunnerID, error) {
@@ -55,13 +57,15 @@ func Choose(fleet []Runner, req Request) (core.RunnerID, error) {
 		return "", err
 	}
 	return slices.MinFunc(candidates, func(a, b Runner) int {
-		if d := load(a) - load(b); d < 0 {
-			return -1
-		} else if d > 0 {
-			return 1
-		}
-		return strings.Compare(string(a.ID), string(b.ID))
+		return cmp.Or(distance(req, a)-distance(req, b), cmp.Compare(load(a), load(b)), cmp.Compare(a.ID, b.ID))
 	}).ID, nil
+}
+
+func distance(req Request, r Runner) int {
+	if d, ok := req.Near[r.ID]; ok {
+		return d
+	}
+	return math.MaxInt32
 }
 
 // Fits returns a FullError when a runner, with what was asked for placed on it already, has more than it has room for.

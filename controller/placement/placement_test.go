@@ -47,6 +47,23 @@ func TestChoose(t *testing.T) {
 		"the fuller when it holds the bytes": {
 			fleet: []placement.Runner{runner("a", full), runner("b", nil)}, req: placement.Request{Count: 1, Resources: shape, Holder: "a", Class: &class}, want: "a",
 		},
+		"one near": {
+			fleet: []placement.Runner{runner("a", nil), runner("b", full), runner("c", nil)}, req: placement.Request{Count: 1, Resources: shape, Near: map[core.RunnerID]int{"b": 0, "c": 1}}, want: "b",
+		},
+		"the emptier of those near": {
+			fleet: []placement.Runner{runner("a", full), runner("b", nil), runner("c", nil)}, req: placement.Request{Count: 1, Resources: shape, Near: map[core.RunnerID]int{"a": 0, "c": 0}}, want: "c",
+		},
+		"the next nearest when there is no room": {
+			fleet: []placement.Runner{runner("a", nil), runner("b", full), runner("c", nil)}, req: placement.Request{Count: 2, Resources: shape, Near: map[core.RunnerID]int{"b": 0, "c": 1}}, want: "c",
+		},
+		"far away when those near drain or are silent": {
+			fleet: []placement.Runner{runner("a", nil), runner("b", func(r *placement.Runner) { r.Draining = true }), runner("c", func(r *placement.Runner) { r.Fresh = false })},
+			req:   placement.Request{Count: 1, Near: map[core.RunnerID]int{"b": 0, "c": 0, "gone": 0}}, want: "a",
+		},
+		"near, of another class": {
+			fleet: []placement.Runner{runner("a", func(r *placement.Runner) { r.Class = other }), runner("b", full)},
+			req:   placement.Request{Count: 1, Class: &class, Near: map[core.RunnerID]int{"a": 0}}, want: "b",
+		},
 		"ties go by id": {fleet: []placement.Runner{runner("b", nil), runner("a", nil)}, req: placement.Request{Count: 1}, want: "a"},
 		"holder silent": {
 			fleet: []placement.Runner{runner("a", func(r *placement.Runner) { r.Fresh = false }), runner("b", nil)}, req: placement.Request{Count: 1, Holder: "a"},

@@ -203,13 +203,16 @@ func classKey(c runnerapi.RunnerClass) string {
 }
 
 // LiveTemplate finds a template.
-func (t *tx) LiveTemplate(ctx context.Context, runner core.RunnerID, image core.Digest, class runnerapi.RunnerClass, res core.Resources) (controller.Checkpoint, error) {
+func (t *tx) LiveTemplate(ctx context.Context, runner controller.Runner, image core.Digest, res core.Resources, local bool) (controller.Checkpoint, error) {
 	absent := core.Errorf(core.NotFound, core.CodeCheckpointNotFound, "there is no template of image %s for this shape yet", image.Short())
 	row, err := one[checkpointRow](ctx, t, absent, `
 		SELECT`+checkpointColumns+` FROM checkpoints c`+checkpointJoins+`
-		WHERE c.kind = 'template' AND c.runner_id = @runner AND c.image_digest = @image AND c.class_key = @class AND c.vcpus = @vcpus AND c.memory_mib = @memory
-			AND c.state IN ('capturing', 'captured', 'sealed')`,
-		args{"runner": runner, "image": image, "class": classKey(class), "vcpus": res.VCPUs, "memory": res.MemoryMiB})
+		WHERE c.kind = 'template' AND c.image_digest = @image AND c.class_key = @class AND c.vcpus = @vcpus AND c.memory_mib = @memory
+			AND (c.runner_id = @runner AND c.state IN ('capturing', 'captured', 'sealed') OR c.state = 'sealed' AND NOT @local)
+		ORDER BY c.runner_id = @runner AND c.state <> 'capturing' DESC, c.state = 'sealed' DESC, c.id LIMIT 1`,
+		args{
+			"runner": runner.Info.RunnerID, "image": image, "class": classKey(runner.Info.Class), "vcpus": res.VCPUs, "memory": res.MemoryMiB, "local": local,
+		})
 	return row.checkpoint(), err
 }
 
@@ -252,6 +255,8 @@ func (t *tx) CaptureCheckpoint(ctx context.Context, id core.CheckpointID, runner
 				delta_bytes = @delta, device_state_bytes = @device, disk_bytes = @disk, pause_ms = @pause, timings = @timings,
 				parent_reseal = @reseal, stale_processes = @stale
 			WHERE id = @id AND state = ANY(@from::text[]) RETURNING *
+		), copy AS (
+			INSERT INTO checkpoint_copies (checkpoint_id, runner_id, project_id, shared) SELECT id, runner_id, project_id, shared FROM c ON CONFLICT DO NOTHING
 		)
 		SELECT`+checkpointColumns+` FROM c`+checkpointJoins,
 		args{

@@ -36,13 +36,13 @@ func TestCheckpoints(t *testing.T) {
 		if err := tx.FailCheckpoint(ctx, cp.ID, controller.Failure{Code: "X"}); err != nil {
 			t.Errorf("failing what is captured does nothing: %v", err)
 		}
-		template, err := tx.LiveTemplate(ctx, d.runner, from.Image.Digest, d.class, shape)
+		template, err := tx.LiveTemplate(ctx, controller.Runner{Info: d.info()}, from.Image.Digest, shape, false)
 		if err != nil || template.ID != from.ID || template.ChildrenCount != 1 {
 			t.Errorf("template: %+v, %v", template, err)
 		}
-		other := d.class
-		other.VMMVersion = "2"
-		if _, err := tx.LiveTemplate(ctx, d.runner, from.Image.Digest, other, shape); core.CategoryOf(err) != core.NotFound {
+		other := controller.Runner{Info: d.info()}
+		other.Info.Class.VMMVersion = "2"
+		if _, err := tx.LiveTemplate(ctx, other, from.Image.Digest, shape, false); core.CategoryOf(err) != core.NotFound {
 			t.Errorf("template of another class: %v", err)
 		}
 		return nil

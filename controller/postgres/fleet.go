@@ -121,10 +121,11 @@ type checkpointIDRow struct {
 	ID core.CheckpointID `db:"id"`
 }
 
-// HeldCheckpoints says which of the runner's checkpoints are ours. One that is being captured has no runner yet.
+// HeldCheckpoints says which of the runner's checkpoints are ours. One that is being captured has no runner yet; one that is sealed
+// may have been fetched.
 func (t *tx) HeldCheckpoints(ctx context.Context, id core.RunnerID, ids []core.CheckpointID) ([]core.CheckpointID, error) {
 	rows, err := many[checkpointIDRow](ctx, t, `
-		SELECT id FROM checkpoints WHERE id = ANY(@ids::text[]) AND state IN ('capturing', 'captured', 'sealed') AND (runner_id IS NULL OR runner_id = @runner)`,
+		SELECT id FROM checkpoints WHERE id = ANY(@ids::text[]) AND state IN ('capturing', 'captured', 'sealed') AND (runner_id IS NULL OR runner_id = @runner OR state = 'sealed')`,
 		args{"ids": texts(ids), "runner": id})
 	list := make([]core.CheckpointID, len(rows))
 	for i, r := range rows {

@@ -19,7 +19,21 @@ const workspaceColumns = `
 	coalesce(s.generation, '') AS generation, coalesce(s.hostname, '') AS hostname, coalesce(s.machine_id, '') AS machine_id,
 	coalesce(s.mac, '') AS mac, coalesce(s.ip, '') AS ip, coalesce(r.endpoint, '') AS endpoint, coalesce(r.lease_expires_at < now(), false) AS unknown,
 	coalesce(w.failure_code, '') AS failure_code, coalesce(w.failure_message, '') AS failure_message,
-	w.created_at, w.ready_at, w.expires_at, w.ended_at`
+	w.created_at, w.ready_at, w.expires_at, w.ended_at, CASE WHEN w.state = 'lost' THEN coalesce((` + recoverFrom + `), '') ELSE '' END AS recover_from`
+
+// recoverFrom is the newest checkpoint of the lineage of w that can be grown: in the store, or on a runner that was not given up. A
+// template has nothing of the workspace.
+const recoverFrom = `
+	WITH RECURSIVE up AS (
+		SELECT c.id, c.parent_id, c.kind, 0 AS n, ` + growable + ` AS growable FROM checkpoints c WHERE c.id = w.checkpoint_id
+		UNION ALL
+		SELECT p.id, p.parent_id, p.kind, up.n + 1, p.growable FROM up CROSS JOIN LATERAL (
+			SELECT c.id, c.parent_id, c.kind, ` + growable + ` AS growable FROM checkpoints c WHERE c.id = up.parent_id LIMIT 1
+		) p WHERE NOT up.growable AND up.n < 1000
+	)
+	SELECT up.id FROM up WHERE up.growable AND up.kind = 'user' LIMIT 1`
+
+const growable = `(c.state = 'sealed' OR c.state = 'captured' AND EXISTS (SELECT 1 FROM runners x WHERE x.id = c.runner_id AND x.fenced_at IS NULL AND x.removed_at IS NULL))`
 
 // A plan is kept although the tables grow, and the planner guesses that an array has 10 elements and a recordset 100: in a young
 // database it would read all sandboxes for the one that is meant. LIMIT 1 leaves it only the index.
@@ -63,6 +77,7 @@ type workspaceRow struct {
 	ReadyAt        *time.Time            `db:"ready_at"`
 	ExpiresAt      *time.Time            `db:"expires_at"`
 	EndedAt        *time.Time            `db:"ended_at"`
+	RecoverFrom    core.CheckpointID     `db:"recover_from"`
 }
 
 func (r workspaceRow) workspace() (controller.Workspace, error) {
@@ -75,7 +90,7 @@ func (r workspaceRow) workspace() (controller.Workspace, error) {
 		CreatedAt: r.CreatedAt, ReadyAt: timeOf(r.ReadyAt), ExpiresAt: timeOf(r.ExpiresAt), EndedAt: timeOf(r.EndedAt),
 	}
 	if r.FailureCode != "" {
-		w.Failure = &controller.Failure{Code: r.FailureCode, Message: r.FailureMessage}
+		w.Failure = &controller.Failure{Code: r.FailureCode, Message: r.FailureMessage, RecoverFrom: r.RecoverFrom}
 	}
 	if r.SandboxID == "" || !r.State.Live() {
 		return w, nil

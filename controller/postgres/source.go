@@ -1,0 +1,68 @@
+package postgres
+
+import (
+	"context"
+
+	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/core"
+)
+
+// maxSources bounds the ancestors that a runner is told of: what it has of one that is further away than this is of little use.
+const maxSources = 64
+
+// Sources walks up as Lineage does.
+func (t *tx) Sources(ctx context.Context, id core.CheckpointID) ([]runnerapi.Stored, error) {
+	rows, err := many[referenceRow](ctx, t, `
+		WITH RECURSIVE up AS (
+			SELECT c.id, c.parent_id, c.root_id, c.state, c.manifest_key, c.manifest_digest, c.manifest_bytes, 0 AS n FROM checkpoints c WHERE c.id = @id
+			UNION ALL
+			SELECT p.*, up.n + 1 FROM up CROSS JOIN LATERAL (
+				SELECT c.id, c.parent_id, c.root_id, c.state, c.manifest_key, c.manifest_digest, c.manifest_bytes FROM checkpoints c WHERE c.id = up.parent_id LIMIT 1
+			) p WHERE up.n < @most::int - 2
+		), path AS (
+			SELECT id, state, manifest_key, manifest_digest, manifest_bytes, n FROM up
+			UNION ALL
+			SELECT c.id, c.state, c.manifest_key, c.manifest_digest, c.manifest_bytes, @most FROM checkpoints c
+			WHERE c.id = (SELECT root_id FROM up WHERE n = 0) AND NOT EXISTS (SELECT 1 FROM up WHERE up.id = c.id)
+		)
+		SELECT id, manifest_key, manifest_digest, manifest_bytes FROM path WHERE state = 'sealed' ORDER BY n`, args{"id": id, "most": maxSources})
+	list := make([]runnerapi.Stored, len(rows))
+	for i, r := range rows {
+		list[i] = runnerapi.Stored{CheckpointID: r.ID, Manifest: r.ManifestKey, Digest: r.ManifestDigest, Bytes: r.ManifestBytes}
+	}
+	return list, err
+}
+
+type nearRow struct {
+	RunnerID core.RunnerID `db:"runner_id"`
+	Distance int           `db:"distance"`
+}
+
+// Near ranks runners: those with the checkpoint, with its parent, with its root, with its image.
+func (t *tx) Near(ctx context.Context, cp controller.Checkpoint) (map[core.RunnerID]int, error) {
+	rows, err := many[nearRow](ctx, t, `
+		SELECT runner_id, min(distance) AS distance FROM (
+			SELECT k.runner_id, n.distance::int FROM unnest(ARRAY[@id, @parent, @root]::text[]) WITH ORDINALITY AS n (id, distance) JOIN checkpoint_copies k ON k.checkpoint_id = n.id
+			UNION ALL
+			SELECT l.runner_id, 4 FROM images i JOIN image_locations l ON l.image_id = i.id WHERE i.digest = @image
+		) AS known GROUP BY runner_id`, args{"id": cp.ID, "parent": cp.Parent, "root": cp.Root, "image": cp.Image.Digest})
+	near := make(map[core.RunnerID]int, len(rows))
+	for _, r := range rows {
+		near[r.RunnerID] = r.Distance - 1
+	}
+	return near, err
+}
+
+// SetCopies compares what a runner has said before with what it says now.
+func (t *tx) SetCopies(ctx context.Context, id core.RunnerID, ids []core.CheckpointID) error {
+	_, err := t.exec(ctx, `
+		WITH held AS MATERIALIZED (SELECT DISTINCT id FROM unnest(@ids::text[]) AS h (id)), gone AS (
+			DELETE FROM checkpoint_copies k WHERE k.runner_id = @runner AND NOT EXISTS (SELECT 1 FROM held WHERE held.id = k.checkpoint_id)
+		)
+		INSERT INTO checkpoint_copies (checkpoint_id, runner_id, project_id, shared)
+		SELECT c.id, @runner, c.project_id, c.shared FROM held JOIN checkpoints c ON c.id = held.id
+		WHERE c.state IN ('captured', 'sealed') AND NOT EXISTS (SELECT 1 FROM checkpoint_copies k WHERE k.checkpoint_id = c.id AND k.runner_id = @runner)
+		ON CONFLICT DO NOTHING`, args{"ids": texts(ids), "runner": id})
+	return err
+}
