@@ -21,7 +21,7 @@ import (
 
 func newDevCommand(a *app) *cobra.Command {
 	cfg := devstack.Config{PGBin: a.getenv("PGBIN"), HostConfig: a.hostConfig()}
-	var budget, level string
+	var budget, bandwidth, level string
 	c := &cobra.Command{
 		Use:   "dev",
 		Short: "Run controller, runner and a private PostgreSQL on this machine",
@@ -42,6 +42,8 @@ Ctrl-C stops the VMs. Checkpoints, images and the database stay in the data dire
 	f.IntVar(&cfg.MaxSandboxes, "max-sandboxes", 64, "most VMs at a time, warm ones included")
 	f.IntVar(&cfg.Warm, "warm", 4, "VMMs kept ready per base that was forked lately; 0 for none")
 	vmmFlags(f, &cfg.HostConfig)
+	storeFlag(f, &cfg.Store)
+	f.StringVar(&bandwidth, "store-bandwidth", "", "most that is sent to the store a second, as `size` with K, M, G or T (default: no bound)")
 	f.BoolVar(&cfg.NoRebase, "no-rebase", false, "never turn a checkpoint's base and delta into a new base")
 	f.StringVar(&cfg.Metrics, "metrics-listen", "", "loopback `address` of Prometheus metrics, under /metrics; empty for none")
 	f.StringVar(&level, "log-level", "info", "debug, info, warn or error")
@@ -50,6 +52,9 @@ Ctrl-C stops the VMs. Checkpoints, images and the database stay in the data dire
 		var err error
 		if cfg.DiskBudget, err = parseSize(budget); err != nil {
 			return usageError{fmt.Errorf("--disk-budget: %w", err)}
+		}
+		if cfg.Store.Bandwidth, err = parseBandwidth(bandwidth); err != nil {
+			return err
 		}
 		if cfg.DataDir, err = filepath.Abs(cfg.DataDir); err != nil {
 			return err
@@ -96,7 +101,8 @@ Ctrl-C stops the VMs; checkpoints stay.
 func (a *app) hostConfig() daemon.HostConfig {
 	return daemon.HostConfig{
 		Binary: a.getenv("COPPICE_QEMU"), CloudHypervisor: a.getenv("COPPICE_CLOUD_HYPERVISOR"),
-		VMM: firstOf(a.getenv("COPPICE_VMM"), "auto"), Accelerator: firstOf(a.getenv("COPPICE_ACCEL"), "auto"),
+		Store: daemon.StoreConfig{URL: a.getenv("COPPICE_STORE")},
+		VMM:   firstOf(a.getenv("COPPICE_VMM"), "auto"), Accelerator: firstOf(a.getenv("COPPICE_ACCEL"), "auto"),
 	}
 }
 
@@ -129,4 +135,20 @@ func newLogger(w io.Writer, level string) (*slog.Logger, error) {
 		}
 	}
 	return slog.New(core.LogHandler(slog.NewJSONHandler(w, o))), nil
+}
+
+func storeFlag(f *pflag.FlagSet, cfg *daemon.StoreConfig) {
+	f.StringVar(&cfg.URL, "store", cfg.URL, "where checkpoints are made durable, the same for all servers of a cluster: dir:/path (default: nowhere but on their host)")
+}
+
+// parseBandwidth reads a size that may be left out.
+func parseBandwidth(s string) (int64, error) {
+	if s == "" {
+		return 0, nil
+	}
+	n, err := parseSize(s)
+	if err != nil {
+		return 0, usageError{fmt.Errorf("--store-bandwidth: %w", err)}
+	}
+	return n, nil
 }

@@ -31,6 +31,7 @@ type ControllerConfig struct {
 	KeyFile      string // of the key that seals the cluster's keys; made by the first controller
 	APIKeyFile   string // holds, or gets, the first API key; empty: none is made
 	Metrics      string // host:port of the metrics, on loopback; empty: nowhere
+	Store        StoreConfig
 	Tune         controller.Config
 	Log          *slog.Logger
 }
@@ -107,6 +108,9 @@ func RunController(ctx context.Context, cfg ControllerConfig, ready func(Control
 	defer runners.Close()
 	tune := cfg.Tune
 	tune.ClusterID, tune.Trust, tune.Metrics = trust.ClusterID, &trust, metrics
+	if tune.Store, err = cfg.Store.Open(ctx); err != nil {
+		return err
+	}
 	if cfg.APIKeyFile != "" {
 		if tune.Bootstrap.Key, err = Keep(cfg.APIKeyFile, func() string { return "coppice_" + NewSecret() }); err != nil {
 			return err

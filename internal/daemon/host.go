@@ -39,6 +39,7 @@ type HostConfig struct {
 	Why             string
 	NoRebase        bool
 	Leave           bool // see runner.Config
+	Store           StoreConfig
 	Log             *slog.Logger
 
 	// Machines replaces the VMM and the host's network, for tests.
@@ -82,6 +83,11 @@ func OpenHost(ctx context.Context, cfg HostConfig, id core.RunnerID, mark string
 		ID: id, ClusterID: mark, RunDir: filepath.Join(h.RunDir, vmDir), Log: cfg.Log.With("component", "runner"), Metrics: cfg.Registry, Traces: cfg.Traces,
 		MaxSandboxes: cfg.MaxSandboxes, Warm: cfg.Warm, Rebase: runner.RebasePolicy{Off: cfg.NoRebase}, Leave: cfg.Leave,
 	}
+	var err error
+	if rc.Store.Blobs, err = cfg.Store.Open(ctx); err != nil {
+		return nil, err
+	}
+	rc.Store.Throttle = cfg.Store.throttle()
 	if err := os.MkdirAll(h.RunDir, 0o700); err != nil {
 		return nil, err
 	}
@@ -92,7 +98,6 @@ func OpenHost(ctx context.Context, cfg HostConfig, id core.RunnerID, mark string
 	} else if err := h.openMachines(ctx, cfg, mark, &rc, steps); err != nil {
 		return nil, err
 	}
-	var err error
 	h.Runner, err = runner.New(ctx, rc)
 	return h, err
 }

@@ -117,7 +117,8 @@ func RunRunner(ctx context.Context, cfg RunnerConfig, ready func(RunnerReady) er
 	if err != nil {
 		return err
 	}
-	parts = append(parts, part{"metrics", metrics.Run}, part{"runner", host.Run})
+	sealing := func(ctx context.Context) error { return host.Runner.Seal(ctx, link, link.Epoch) }
+	parts = append(parts, part{"sealing", sealing}, part{"metrics", metrics.Run}, part{"runner", host.Run})
 	if host.Pool != nil {
 		parts = append(parts, part{"namespaces", host.Pool.Run})
 	}

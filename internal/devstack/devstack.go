@@ -173,7 +173,11 @@ func (s *stack) openController(ctx context.Context) error {
 	if err := store.Register(s.metrics); err != nil {
 		return err
 	}
-	s.control = controller.New(controller.Config{ClusterID: s.clusterID, Metrics: s.metrics, Traces: s.cfg.Traces, Bootstrap: controller.Bootstrap{Key: s.key}},
+	blobs, err := s.cfg.Store.Open(ctx)
+	if err != nil {
+		return err
+	}
+	s.control = controller.New(controller.Config{ClusterID: s.clusterID, Store: blobs, Metrics: s.metrics, Traces: s.cfg.Traces, Bootstrap: controller.Bootstrap{Key: s.key}},
 		store, runnerclient.New(s.secret), s.log.With("component", "controller"))
 	_, err = s.control.Bootstrap(ctx)
 	return err
@@ -253,6 +257,7 @@ func (s *stack) run(ctx context.Context, ready func(Ready) error) error {
 		return err
 	})
 	group.Go(func() error { return link.Run(vms) })
+	group.Go(func() error { return s.host.Runner.Seal(ops, link, link.Epoch) })
 	group.Go(func() error { return s.metrics.Run(ctx) })
 	group.Go(func() error {
 		defer stopVMs()
