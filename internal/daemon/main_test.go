@@ -209,11 +209,17 @@ type cluster struct {
 
 func newCluster(t *testing.T) *cluster {
 	t.Helper()
+	return newClusterOf(t, func(*daemon.ControllerConfig) {})
+}
+
+func newClusterOf(t *testing.T, change func(*daemon.ControllerConfig)) *cluster {
+	t.Helper()
 	dir := t.TempDir()
 	c := &cluster{t: t, dir: dir, cfg: daemon.ControllerConfig{
 		Database: testpg.New(t, migrations.Up), Listen: testaddr.New(), RunnerListen: testaddr.New(),
 		KeyFile: filepath.Join(dir, "cluster.key"), APIKeyFile: filepath.Join(dir, "api.key"), Metrics: "127.0.0.1:0",
 	}}
+	change(&c.cfg)
 	c.start()
 	return c
 }
