@@ -71,7 +71,9 @@ func content(r *rand.Rand) []byte {
 	return b
 }
 
-func (m *image) whole() []snapshotstore.Range { return []snapshotstore.Range{{Offset: 0, Length: m.size}} }
+func (m *image) whole() []snapshotstore.Range {
+	return []snapshotstore.Range{{Offset: 0, Length: m.size}}
+}
 
 // rig is a store in a directory and a project.
 type rig struct {

@@ -110,6 +110,12 @@ func freeAddress(tb testing.TB) string {
 	return l.Addr().String()
 }
 
+// NoAddress is one at which nobody listens.
+func NoAddress(tb testing.TB) string {
+	tb.Helper()
+	return freeAddress(tb)
+}
+
 // run starts the program and ends it with the test. The kernel ends it with this process, should that be killed.
 func (s *Server) run(tb testing.TB, program string, args, env []string) {
 	tb.Helper()

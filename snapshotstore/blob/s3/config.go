@@ -126,6 +126,12 @@ func (c Config) withDefaults() Config {
 	return c
 }
 
+// Check reports what is wrong with a configuration, opening nothing.
+func (c Config) Check() error {
+	_, err := c.withDefaults().check()
+	return err
+}
+
 func (c Config) check() (*url.URL, error) {
 	refuse := func(format string, a ...any) error {
 		return core.Errorf(core.Invalid, core.CodeInvalidField, format, a...)

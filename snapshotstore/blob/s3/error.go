@@ -43,7 +43,7 @@ const (
 	renew        // other credentials may
 )
 
-// mapError is the only place where what the library and the network say becomes ours. key may be "".
+// mapError is the only place where what the library and the network say becomes ours. Without a key no object can be missing.
 func (s *Store) mapError(doing, key string, err error) (error, remedy) {
 	var (
 		known    *core.Error
@@ -76,7 +76,7 @@ func (s *Store) mapError(doing, key string, err error) (error, remedy) {
 		what = "it is too slow"
 	case errors.As(err, &authority), errors.As(err, &host), errors.As(err, &invalid):
 		what, r = "its certificate is not trusted; name its authority's in the store's CA file", final
-	case errors.As(err, &record):
+	case errors.As(err, &record), errors.Is(err, http.ErrSchemeMismatch):
 		what, r = "it does not speak TLS", final
 	case errors.As(err, &answer):
 		what = "it " + answer.text
@@ -96,6 +96,9 @@ func (s *Store) mapResponse(doing, key string, e minio.ErrorResponse) (error, re
 	said := fmt.Sprintf("it said %s (%d)", core.Clip(e.Code), e.StatusCode)
 	switch e.Code {
 	case "NoSuchKey":
+		if key == "" {
+			return unavailable(final, said)
+		}
 		return blob.NotFound(key), final
 	case "NoSuchUpload":
 		return errNoUpload, final
@@ -108,7 +111,7 @@ func (s *Store) mapResponse(doing, key string, e minio.ErrorResponse) (error, re
 	case "InvalidRange":
 		return errRange, final
 	case "ExpiredToken", "ExpiredTokenException", "InvalidToken", "TokenRefreshRequired", "InvalidAccessKeyId", "SignatureDoesNotMatch",
-		"AccessDenied", "RequestTimeTooSkewed", "AuthorizationHeaderMalformed":
+		"AccessDenied", "RequestTimeTooSkewed", "AuthorizationHeaderMalformed", "XAdminUserNotFound": // versitygw's unknown key, a 404
 		return core.Wrapf(e, core.Unavailable, core.CodeStoreAuth, "%s: the store, %s, refuses the credentials: %s; correct them", doing, s.cfg, said), renew
 	case "RequestTimeout", "SlowDown", "BadDigest", "XAmzContentSHA256Mismatch", "IncompleteBody":
 		return unavailable(again, said)
@@ -116,8 +119,6 @@ func (s *Store) mapResponse(doing, key string, e minio.ErrorResponse) (error, re
 	switch {
 	case e.StatusCode == http.StatusUnauthorized || e.StatusCode == http.StatusForbidden:
 		return core.Wrapf(e, core.Unavailable, core.CodeStoreAuth, "%s: the store, %s, refuses the credentials: %s; correct them", doing, s.cfg, said), renew
-	case e.StatusCode == http.StatusNotFound && key != "":
-		return blob.NotFound(key), final
 	case e.StatusCode == http.StatusPreconditionFailed:
 		return errPrecondition, final
 	case e.StatusCode == http.StatusRequestedRangeNotSatisfiable:
@@ -135,8 +136,8 @@ func (s *Store) mapResponse(doing, key string, e minio.ErrorResponse) (error, re
 // task is what retry does and how an error of it is told.
 type task struct {
 	doing string
-	key   string
-	bytes int64 // of the request's body
+	key   string // of the object that may be missing
+	bytes int64  // of the request's body
 	// slow is how many times longer than others the server may be silent.
 	slow time.Duration
 	// try makes one attempt. It calls progress whenever the server takes something.

@@ -95,7 +95,7 @@ func (s *Store) put(ctx context.Context, key string, body io.ReaderAt, size int6
 		DisableContentSha256: true, // it is given
 	}
 	opts.SetMatchETagExcept("*")
-	return s.retry(ctx, task{doing: "put object " + key, key: key, bytes: size, try: func(ctx context.Context, progress func()) error {
+	return s.retry(ctx, task{doing: "put object " + key, bytes: size, try: func(ctx context.Context, progress func()) error {
 		data := &sending{r: io.NewSectionReader(body, 0, size), progress: progress}
 		_, err := s.client.PutObject(ctx, s.cfg.Bucket, s.name(key), data, size, "", digest.Hex(), opts)
 		return data.explain(key, err)

@@ -28,7 +28,7 @@ const (
 func (s *Store) upload(ctx context.Context, key string, body io.ReaderAt, size int64, digest core.Digest) error {
 	doing := "put object " + key
 	var id string
-	err := s.retry(ctx, task{doing: doing, key: key, try: func(ctx context.Context, _ func()) error {
+	err := s.retry(ctx, task{doing: doing, try: func(ctx context.Context, _ func()) error {
 		var err error
 		id, err = s.client.NewMultipartUpload(ctx, s.cfg.Bucket, s.name(key), minio.PutObjectOptions{
 			UserMetadata: map[string]string{"x-amz-checksum-algorithm": "SHA256"},
@@ -42,7 +42,7 @@ func (s *Store) upload(ctx context.Context, key string, body io.ReaderAt, size i
 	if err == nil {
 		opts := minio.PutObjectOptions{}
 		opts.SetMatchETagExcept("*")
-		err = s.retry(ctx, task{doing: doing, key: key, slow: slowAnswer, try: func(ctx context.Context, _ func()) error {
+		err = s.retry(ctx, task{doing: doing, slow: slowAnswer, try: func(ctx context.Context, _ func()) error {
 			_, err := s.client.CompleteMultipartUpload(ctx, s.cfg.Bucket, s.name(key), id, parts, opts)
 			return err
 		}})
@@ -57,7 +57,7 @@ func (s *Store) upload(ctx context.Context, key string, body io.ReaderAt, size i
 func (s *Store) abort(ctx context.Context, key, id string) {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), abortTimeout)
 	defer cancel()
-	_ = s.retry(ctx, task{doing: "put object " + key, key: key, try: func(ctx context.Context, _ func()) error {
+	_ = s.retry(ctx, task{doing: "put object " + key, try: func(ctx context.Context, _ func()) error {
 		return s.client.AbortMultipartUpload(ctx, s.cfg.Bucket, s.name(key), id)
 	}})
 }
@@ -120,7 +120,7 @@ func (s *Store) sendPart(ctx context.Context, key, id string, number int, data [
 	sum := sha256.Sum256(data)
 	checksum := base64.StdEncoding.EncodeToString(sum[:])
 	var part minio.ObjectPart
-	t := task{doing: "put object " + key, key: key, bytes: int64(len(data))}
+	t := task{doing: "put object " + key, bytes: int64(len(data))}
 	t.try = func(ctx context.Context, progress func()) error {
 		var err error
 		part, err = s.client.PutObjectPart(ctx, s.cfg.Bucket, s.name(key), id, number,

@@ -1,0 +1,181 @@
+// Package bloburl opens the store that a URL names:
+//
+//	dir:/absolute/path
+//	s3://bucket/prefix?endpoint=https://host:port&region=name
+//
+// Without an endpoint the bucket is one of AWS's, in the region. path_style=0 puts the bucket into the host's name, path_style=1 into
+// the path, which is what is done where an endpoint is named; ca=/file holds further roots for its certificate; insecure=1 allows
+// http to other hosts than this one. Credentials are never in the URL.
+package bloburl
+
+import (
+	"context"
+	"errors"
+	"io"
+	"net"
+	"net/url"
+	"path"
+	"path/filepath"
+	"strings"
+
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/snapshotstore/blob"
+	"github.com/coppice-dev/coppice/snapshotstore/blob/dir"
+	"github.com/coppice-dev/coppice/snapshotstore/blob/s3"
+)
+
+// Location is what a URL says.
+type Location struct {
+	Dir string     // a directory, or "":
+	S3  *s3.Config // a bucket, without credentials
+}
+
+// Store is an open store. Nothing may be called after Close.
+type Store interface {
+	blob.Blobs
+	io.Closer
+}
+
+// Open opens a store and checks that it can be used. A directory needs no credentials.
+func Open(ctx context.Context, raw string, credentials s3.Credentials) (Store, error) {
+	at, err := Parse(raw)
+	if err != nil {
+		return nil, err
+	}
+	s, err := at.open(credentials)
+	if err != nil {
+		return nil, err
+	}
+	if err := blob.Probe(ctx, s); err != nil {
+		return nil, errors.Join(err, s.Close())
+	}
+	return s, nil
+}
+
+func (l Location) open(credentials s3.Credentials) (Store, error) {
+	if l.S3 == nil {
+		return dir.Open(l.Dir)
+	}
+	cfg := *l.S3
+	cfg.Credentials = credentials
+	return s3.New(cfg)
+}
+
+// String names the store for people.
+func (l Location) String() string {
+	if l.S3 == nil {
+		return "directory " + l.Dir
+	}
+	return l.S3.String()
+}
+
+func refuse(format string, a ...any) error {
+	return core.Errorf(core.Invalid, core.CodeInvalidField, format, a...)
+}
+
+// Parse reads a URL and opens nothing. It never repeats more of a URL than the part that is wrong, which may hold what should not be
+// there.
+func Parse(raw string) (Location, error) {
+	const forms = `dir:/absolute/path or s3://bucket/prefix?endpoint=https://host&region=name`
+	u, err := url.Parse(raw)
+	switch {
+	case err != nil:
+		return Location{}, refuse("the store's URL is malformed; it is %s", forms)
+	case u.User != nil:
+		return Location{}, refuse("the store's URL holds credentials, which do not belong there: it is shown and logged")
+	case u.Fragment != "" || strings.HasSuffix(raw, "#"):
+		return Location{}, refuse("the store's URL has a fragment (#), which means nothing there")
+	case u.Scheme == "dir":
+		return parseDir(u)
+	case u.Scheme == "s3":
+		return parseS3(u)
+	default:
+		return Location{}, refuse("the store's URL is of no kind that is known; it is %s", forms)
+	}
+}
+
+func parseDir(u *url.URL) (Location, error) {
+	switch {
+	case u.Host != "" || u.RawQuery != "" || u.ForceQuery:
+		return Location{}, refuse("the store's URL may name a directory and nothing else: dir:/absolute/path")
+	case u.Opaque != "" || !filepath.IsAbs(u.Path) || strings.ContainsRune(u.Path, 0) || filepath.Clean(u.Path) == "/":
+		return Location{}, refuse("the store's directory must be an absolute path: dir:/absolute/path")
+	}
+	return Location{Dir: filepath.Clean(u.Path)}, nil
+}
+
+func parseS3(u *url.URL) (Location, error) {
+	cfg := s3.Config{Bucket: u.Host, Prefix: strings.Trim(u.Path, "/")}
+	if u.Opaque != "" || u.Path != "" && path.Clean(u.Path) != strings.TrimSuffix(u.Path, "/") && u.Path != "/" {
+		return Location{}, refuse("the store's URL must be s3://bucket/prefix")
+	}
+	query, err := url.ParseQuery(u.RawQuery)
+	if err != nil {
+		return Location{}, refuse("the options of the store's URL are malformed")
+	}
+	var insecure bool
+	style := ""
+	for name, values := range query {
+		if len(values) != 1 || values[0] == "" {
+			return Location{}, refuse("the store's URL must give %s once, with a value", core.Clip(name))
+		}
+		value := values[0]
+		switch name {
+		case "endpoint":
+			cfg.Endpoint = strings.TrimSuffix(value, "/")
+		case "region":
+			cfg.Region = value
+		case "ca":
+			cfg.CAFile = value
+		case "path_style", "insecure":
+			if value != "0" && value != "1" {
+				return Location{}, refuse("%s in the store's URL is 0 or 1", name)
+			}
+			if name == "insecure" {
+				insecure = value == "1"
+			} else {
+				style = value
+			}
+		default:
+			return Location{}, refuse("the store's URL has no option %q; there are endpoint, region, path_style, ca and insecure", core.Clip(name))
+		}
+	}
+	if cfg.Region != "" && !validRegion(cfg.Region) {
+		return Location{}, refuse("the region in the store's URL is no region's name")
+	}
+	cfg.PathStyle = style == "1" || style == "" && cfg.Endpoint != ""
+	if cfg.Endpoint == "" {
+		if cfg.Region == "" {
+			return Location{}, refuse("the store's URL names neither an endpoint nor a region; give endpoint=https://host, or region=name for one of AWS's")
+		}
+		cfg.Endpoint = "https://s3." + cfg.Region + ".amazonaws.com"
+	}
+	if err := cfg.Check(); err != nil {
+		return Location{}, err
+	}
+	if cfg.CAFile != "" && !filepath.IsAbs(cfg.CAFile) {
+		return Location{}, refuse("ca in the store's URL must be an absolute path")
+	}
+	if strings.HasPrefix(cfg.Endpoint, "http:") && !insecure && !onLoopback(cfg.Endpoint) {
+		return Location{}, refuse("the store's endpoint is http, by which anyone on the way reads and changes what is stored; use https, or add insecure=1")
+	}
+	return Location{S3: &cfg}, nil
+}
+
+func validRegion(s string) bool {
+	for _, c := range []byte(s) {
+		if (c < 'a' || c > 'z') && (c < '0' || c > '9') && c != '-' {
+			return false
+		}
+	}
+	return len(s) <= 64
+}
+
+func onLoopback(endpoint string) bool {
+	u, err := url.Parse(endpoint)
+	if err != nil {
+		return false
+	}
+	ip := net.ParseIP(u.Hostname())
+	return u.Hostname() == "localhost" || ip != nil && ip.IsLoopback()
+}
