@@ -138,7 +138,7 @@ func newLogger(w io.Writer, level string) (*slog.Logger, error) {
 }
 
 func storeFlag(f *pflag.FlagSet, cfg *daemon.StoreConfig) {
-	f.StringVar(&cfg.URL, "store", cfg.URL, "where checkpoints are made durable, the same for all servers of a cluster: dir:/path (default: nowhere but on their host)")
+	f.StringVar(&cfg.URL, "store", cfg.URL, "where checkpoints are made durable, as a `URL`, the same for all servers of a cluster: dir:/path (default: nowhere but on their host)")
 }
 
 // parseBandwidth reads a size that may be left out.
