@@ -1,7 +1,7 @@
 # `make help` lists the targets. Those marked (root) need it: sudo -E make …
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup s3-server minio test-minio test-kvm setup-kvm build generate test test-long lint image demo dev bench bench-control clean fuzz chaos faults
+.PHONY: help setup s3-server minio test-minio test-kvm setup-kvm build generate test test-long lint image demo dev bench bench-control clean fuzz chaos faults deploy-check compose-up compose-down
 
 GO      ?= go
 ROOT    := $(filter 0,$(shell id -u))
@@ -48,6 +48,16 @@ test: build
 	@echo "Not root: tests that need namespaces or VMs skip. All of them: sudo -E make test"
 endif
 	@GO=$(GO) scripts/test -race -count=1 -timeout 30m ./...
+	@GO=$(GO) scripts/test -C internal/deploytest -count=1 -timeout 10m ./...
+
+deploy-check: ## the checks of deploy/ alone: compose file, images, Helm chart, systemd units
+	$(GO) test -C internal/deploytest -count=1 ./...
+
+compose-up: ## run everything in containers: needs a docker engine with Compose 2.15 or later
+	@scripts/compose-up
+
+compose-down: ## stop that; the volumes stay
+	docker compose -f deploy/docker-compose.yml down
 
 test-long: build ## the long sweeps of the end-to-end tests: 64 generations, every runtime, every fault (root; half an hour)
 	COPPICE_TEST_REQUIRE=all $(GO) test -count=1 -timeout 60m ./internal/e2e -long

@@ -1,0 +1,78 @@
+{{- define "coppice.fullname" -}}
+{{- if contains .Chart.Name .Release.Name -}}
+{{ .Release.Name | trunc 40 | trimSuffix "-" }}
+{{- else -}}
+{{ printf "%s-%s" .Release.Name .Chart.Name | trunc 40 | trimSuffix "-" }}
+{{- end -}}
+{{- end -}}
+
+{{- define "coppice.selector" -}}
+app.kubernetes.io/name: coppice
+app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/component: {{ .component }}
+{{- end -}}
+
+{{- define "coppice.labels" -}}
+{{ include "coppice.selector" . }}
+app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .root.Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
+{{- end -}}
+
+{{- define "coppice.image" -}}
+{{- if .digest -}}
+{{ printf "%s@%s" .repository .digest }}
+{{- else -}}
+{{ printf "%s:%s" .repository .tag }}
+{{- end -}}
+{{- end -}}
+
+{{/* What a container without any privilege is. */}}
+{{- define "coppice.confined" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities: {drop: [ALL]}
+{{- end -}}
+
+{{- define "coppice.nobody" -}}
+runAsNonRoot: true
+runAsUser: 10001
+runAsGroup: 10001
+fsGroup: 10001
+seccompProfile: {type: RuntimeDefault}
+{{- end -}}
+
+{{/* The API, for pods. */}}
+{{- define "coppice.server" -}}
+{{- if .Values.controller.tls.existingSecret -}}https{{- else -}}http{{- end -}}://{{ include "coppice.fullname" . }}-controller.{{ .Release.Namespace }}.svc:{{ .Values.controller.service.port }}
+{{- end -}}
+
+{{/* A client of the API: who it is, and whom it believes. */}}
+{{- define "coppice.clientEnv" -}}
+- {name: COPPICE_SERVER, value: {{ include "coppice.server" . | quote }}}
+- {name: COPPICE_TOKEN_FILE, value: /secrets/admin/api.key}
+{{- if .Values.controller.tls.existingSecret }}
+- {name: SSL_CERT_FILE, value: /secrets/api-tls/ca.crt}
+{{- end }}
+{{- end -}}
+
+{{- define "coppice.clientMounts" -}}
+- {name: admin, mountPath: /secrets/admin, readOnly: true}
+{{- if .Values.controller.tls.existingSecret }}
+- {name: api-ca, mountPath: /secrets/api-tls, readOnly: true}
+{{- end }}
+{{- end -}}
+
+{{- define "coppice.clientVolumes" -}}
+- name: admin
+  secret:
+    secretName: {{ .Values.adminKey.existingSecret }}
+    defaultMode: 0440
+    items: [{key: {{ .Values.adminKey.key | quote }}, path: api.key}]
+{{- if .Values.controller.tls.existingSecret }}
+- name: api-ca
+  secret:
+    secretName: {{ .Values.controller.tls.existingSecret }}
+    items: [{key: ca.crt, path: ca.crt}]
+{{- end }}
+{{- end -}}

@@ -1,0 +1,184 @@
+package deploytest
+
+import (
+	"context"
+	"maps"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/compose-spec/compose-go/v2/cli"
+	"github.com/compose-spec/compose-go/v2/types"
+)
+
+// compose loads docker-compose.yml as `docker compose` does, with deploy/.env.example and what is added to it.
+func compose(ctx context.Context, more ...string) (*types.Project, error) {
+	options, err := cli.NewProjectOptions([]string{root + "/deploy/docker-compose.yml"},
+		cli.WithEnv(more), cli.WithEnvFiles(root+"/deploy/.env.example"), cli.WithDotEnv)
+	if err != nil {
+		return nil, err
+	}
+	return options.LoadProject(ctx)
+}
+
+func project(t *testing.T) *types.Project {
+	t.Helper()
+	p, err := compose(t.Context(), "POSTGRES_PASSWORD=p", "S3_SECRET_KEY=s")
+	if err != nil {
+		t.Fatal(err)
+	}
+	return p
+}
+
+func TestComposeWantsSecrets(t *testing.T) {
+	t.Parallel()
+	for name, env := range map[string][]string{
+		"POSTGRES_PASSWORD": {"S3_SECRET_KEY=s"},
+		"S3_SECRET_KEY":     {"POSTGRES_PASSWORD=p"},
+	} {
+		if _, err := compose(t.Context(), env...); err == nil || !strings.Contains(err.Error(), name) {
+			t.Errorf("without %s: %v", name, err)
+		}
+	}
+}
+
+// TestComposeServices checks what every service has, and that the ones that only run once are waited for as such.
+func TestComposeServices(t *testing.T) {
+	t.Parallel()
+	p := project(t)
+	if got, want := p.ServiceNames(), []string{"bucket", "controller", "image", "join", "postgres", "runner", "s3"}; !slices.Equal(got, want) {
+		t.Errorf("services %v, want %v", got, want)
+	}
+	once := []string{"bucket", "image", "join"}
+	for name, s := range p.Services {
+		if s.Privileged || s.Pid == "host" || s.NetworkMode == "host" {
+			t.Errorf("%s is privileged, or has the host's processes or network", name)
+		}
+		if s.Image == "" || !strings.Contains(s.Image, ":") || strings.HasSuffix(s.Image, ":latest") {
+			t.Errorf("%s has the image %q, which names no version", name, s.Image)
+		}
+		if slices.Contains(once, name) {
+			if s.Restart != "no" || s.HealthCheck == nil || !s.HealthCheck.Disable {
+				t.Errorf("%s runs once: restart %q, health check %+v", name, s.Restart, s.HealthCheck)
+			}
+		} else if s.Restart != "unless-stopped" || s.HealthCheck == nil || len(s.HealthCheck.Test) < 2 {
+			t.Errorf("%s stays up: restart %q, health check %+v", name, s.Restart, s.HealthCheck)
+		}
+		for on, d := range s.DependsOn {
+			want := types.ServiceConditionHealthy
+			if slices.Contains(once, on) {
+				want = types.ServiceConditionCompletedSuccessfully
+			}
+			if d.Condition != want {
+				t.Errorf("%s waits until %s is %s, want %s", name, on, d.Condition, want)
+			}
+		}
+		if name != "postgres" && !slices.Equal(s.CapDrop, []string{"ALL"}) {
+			t.Errorf("%s drops %v, want all capabilities", name, s.CapDrop)
+		}
+		for _, port := range s.Ports {
+			if port.HostIP != "127.0.0.1" {
+				t.Errorf("%s is published at %s:%s, beyond this machine", name, port.HostIP, port.Published)
+			}
+		}
+		for _, v := range s.Volumes {
+			if v.Type != types.VolumeTypeVolume || p.Volumes[v.Source].Name == "" {
+				t.Errorf("%s mounts %s on %s: want a named volume", name, v.Source, v.Target)
+			}
+		}
+	}
+	if got := slices.Sorted(maps.Keys(p.Services["runner"].Networks)); slices.Contains(got, "database") {
+		t.Errorf("the runner reaches the database: %v", got)
+	}
+}
+
+// TestComposeRunner holds the list of what a runner in a container gets.
+func TestComposeRunner(t *testing.T) {
+	t.Parallel()
+	r := project(t).Services["runner"]
+	if !slices.Equal(r.CapAdd, capabilities) {
+		t.Errorf("capabilities %v, want %v", r.CapAdd, capabilities)
+	}
+	if len(r.Devices) != 1 || r.Devices[0].Source != "/dev/net/tun" {
+		t.Errorf("devices %+v, want the tun device", r.Devices)
+	}
+	if want := []string{"apparmor=unconfined", "systempaths=unconfined", "no-new-privileges:true"}; !slices.Equal(r.SecurityOpt, want) {
+		t.Errorf("security options %v, want %v", r.SecurityOpt, want)
+	}
+	if !slices.Contains(r.Command, "--stop-vms") {
+		t.Errorf("%v leaves VMs in a container that ends with them", r.Command)
+	}
+}
+
+func TestComposeStartsCoppice(t *testing.T) {
+	t.Parallel()
+	p := project(t)
+	servers := map[string]start{}
+	for _, name := range []string{"controller", "join", "runner"} {
+		s := start{"docker-compose.yml, " + name, p.Services[name].Command, map[string]string{}}
+		for key, value := range p.Services[name].Environment {
+			if value != nil {
+				s.env[key] = *value
+			}
+		}
+		s.known(t)
+		servers[name] = s
+	}
+	servers["controller"].refused(t, map[string]string{"COPPICE_DATABASE": unreachable, "COPPICE_DATABASE_WAIT": "1ms"}, "the database cannot be reached")
+	servers["runner"].refused(t, map[string]string{"COPPICE_DATA_DIR": t.TempDir(), "COPPICE_IMAGES_DIR": t.TempDir()}, needsToken())
+}
+
+// TestEnvExample keeps every variable that the compose file asks for in deploy/.env.example, and no other.
+func TestEnvExample(t *testing.T) {
+	t.Parallel()
+	given := map[string]bool{}
+	for line := range strings.Lines(readFile(t, root+"/deploy/.env.example")) {
+		if key, _, ok := strings.Cut(strings.TrimSpace(line), "="); ok && !strings.HasPrefix(key, "#") {
+			given[key] = true
+		}
+	}
+	asked := map[string]bool{}
+	for _, rest := range strings.Split(readFile(t, root+"/deploy/docker-compose.yml"), "${")[1:] {
+		asked[rest[:strings.IndexAny(rest, ":}")]] = true
+	}
+	if !maps.Equal(given, asked) {
+		t.Errorf(".env.example has %v, docker-compose.yml asks for %v", slices.Sorted(maps.Keys(given)), slices.Sorted(maps.Keys(asked)))
+	}
+	if ignored := readFile(t, filepath.Join(root, ".gitignore")); !strings.Contains(ignored, "\n/deploy/.env\n") {
+		t.Error(".gitignore does not keep deploy/.env, with its secrets, out of the tree")
+	}
+}
+
+// TestComposeEnv makes the settings as `make compose-up` does, in a copy: whole, secret, and never twice.
+func TestComposeEnv(t *testing.T) {
+	t.Parallel()
+	dir := t.TempDir()
+	for _, name := range []string{"scripts/compose-env", "deploy/.env.example"} {
+		if err := os.MkdirAll(filepath.Dir(filepath.Join(dir, name)), 0o700); err != nil {
+			t.Fatal(err)
+		}
+		if err := os.WriteFile(filepath.Join(dir, name), []byte(readFile(t, filepath.Join(root, name))), 0o700); err != nil {
+			t.Fatal(err)
+		}
+	}
+	made := make([]string, 2)
+	for i := range made {
+		if out, err := exec.CommandContext(t.Context(), "bash", filepath.Join(dir, "scripts/compose-env")).CombinedOutput(); err != nil {
+			t.Fatalf("%v\n%s", err, out)
+		}
+		made[i] = readFile(t, filepath.Join(dir, "deploy/.env"))
+	}
+	if made[0] != made[1] {
+		t.Errorf("the second time made other settings:\n%s%s", made[0], made[1])
+	}
+	if !regexp.MustCompile(`(?m)^POSTGRES_PASSWORD=[0-9a-f]{48}$`).MatchString(made[0]) || !regexp.MustCompile(`(?m)^S3_SECRET_KEY=[0-9a-f]{48}$`).MatchString(made[0]) {
+		t.Errorf("without secrets:\n%s", made[0])
+	}
+	if info, err := os.Stat(filepath.Join(dir, "deploy/.env")); err != nil || info.Mode().Perm() != 0o600 {
+		t.Errorf("%v, %v", info, err)
+	}
+}
