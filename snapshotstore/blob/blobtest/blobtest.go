@@ -4,6 +4,7 @@ package blobtest
 import (
 	"bytes"
 	"context"
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"io"
@@ -73,8 +74,9 @@ func Run(t *testing.T, open func(tb testing.TB) Store) {
 // Bytes returns n bytes that are the seed's.
 func Bytes(seed uint64, n int) []byte {
 	b := make([]byte, n)
-	c := rand.NewChaCha8([32]byte{byte(seed), byte(seed >> 8), byte(seed >> 16), byte(seed >> 24)})
-	_, _ = c.Read(b) // never fails
+	var key [32]byte
+	binary.LittleEndian.PutUint64(key[:], seed)
+	_, _ = rand.NewChaCha8(key).Read(b) // never fails
 	return b
 }
 
@@ -145,6 +147,7 @@ func clean(t *testing.T, s Store) {
 }
 
 func testPutGet(t *testing.T, s Store) {
+	t.Helper()
 	data := Bytes(1, small)
 	for _, key := range []string{"a", "packs/ab/abcdef", "m_1-2.3/x..y/z", "p/" + strings.Repeat("k", 200) + "/" + strings.Repeat("l", 255)} {
 		mustPut(t, s, key, data)
@@ -154,6 +157,7 @@ func testPutGet(t *testing.T, s Store) {
 }
 
 func testRanges(t *testing.T, s Store) {
+	t.Helper()
 	const key = "packs/r"
 	data := Bytes(2, small)
 	mustPut(t, s, key, data)
@@ -191,6 +195,7 @@ func testRanges(t *testing.T, s Store) {
 }
 
 func testAbsent(t *testing.T, s Store) {
+	t.Helper()
 	lacks(t, s, "nothing")
 	lacks(t, s, "nothing/here")
 	if _, err := Get(t.Context(), s, "nothing", 0, 0); !errors.Is(err, blob.ErrNotFound) {
@@ -205,6 +210,7 @@ func testAbsent(t *testing.T, s Store) {
 }
 
 func testEmpty(t *testing.T, s Store) {
+	t.Helper()
 	mustPut(t, s, "empty", nil)
 	mustPut(t, s, "empty", nil)
 	holds(t, s, "empty", []byte{})
@@ -217,6 +223,7 @@ func testEmpty(t *testing.T, s Store) {
 }
 
 func testLarge(t *testing.T, s Store) {
+	t.Helper()
 	const key = "packs/large"
 	data := Bytes(3, large)
 	mustPut(t, s, key, data)
@@ -237,6 +244,7 @@ func testLarge(t *testing.T, s Store) {
 }
 
 func testStat(t *testing.T, s Store) {
+	t.Helper()
 	mustPut(t, s, "a/b", Bytes(4, 77))
 	info, err := s.Stat(t.Context(), "a/b")
 	if err != nil || info.Key != "a/b" || info.Size != 77 {
@@ -253,11 +261,12 @@ func testStat(t *testing.T, s Store) {
 }
 
 func testList(t *testing.T, s Store) {
+	t.Helper()
 	if got := Keys(t, s, ""); len(got) != 0 {
 		t.Errorf("an empty store lists %q", got)
 	}
 	all := []string{"a-b/c", "a.b", "a/0", "a/b-c", "a/b.c/d", "a/b/c", "a/b0", "a0", "a_b", "ab/c", "b/a"} // in order
-	for _, i := range rand.Perm(len(all)) {
+	for _, i := range rand.Perm(len(all)) {                                                                 //nolint:gosec // G404: any order will do
 		mustPut(t, s, all[i], []byte(all[i]))
 	}
 	for _, prefix := range []string{"", "a", "a/", "a/b", "a/b/", "a/b/c", "a/b.", "a-", "b", "c", "a/b/c/d", "b/a/"} {
@@ -267,7 +276,10 @@ func testList(t *testing.T, s Store) {
 		}
 	}
 	n := 0
-	for range s.List(t.Context(), "") { // given up
+	for _, err := range s.List(t.Context(), "") { // given up
+		if err != nil {
+			t.Error(err)
+		}
 		if n++; n == 2 {
 			break
 		}
@@ -282,6 +294,7 @@ func testList(t *testing.T, s Store) {
 }
 
 func testListMany(t *testing.T, s Store) {
+	t.Helper()
 	var want []string
 	var g errgroup.Group
 	g.SetLimit(16)
@@ -306,6 +319,7 @@ func testListMany(t *testing.T, s Store) {
 }
 
 func testDelete(t *testing.T, s Store) {
+	t.Helper()
 	for _, key := range []string{"a/1", "a/2", "a/3"} {
 		mustPut(t, s, key, []byte(key))
 	}
@@ -331,6 +345,7 @@ func testDelete(t *testing.T, s Store) {
 }
 
 func testPutAgain(t *testing.T, s Store) {
+	t.Helper()
 	first, same, longer := Bytes(5, small), Bytes(6, small), Bytes(5, small+1)
 	mustPut(t, s, "k", first)
 	mustPut(t, s, "k", first)
@@ -344,6 +359,7 @@ func testPutAgain(t *testing.T, s Store) {
 }
 
 func testWrongDigest(t *testing.T, s Store) {
+	t.Helper()
 	for name, data := range map[string][]byte{"small": Bytes(7, small), "none": nil, "large": Bytes(8, large)} {
 		key := "wrong/" + name
 		err := s.Put(t.Context(), key, bytes.NewReader(data), int64(len(data)), core.DigestOf([]byte("others")))
@@ -356,6 +372,7 @@ func testWrongDigest(t *testing.T, s Store) {
 }
 
 func testShortBody(t *testing.T, s Store) {
+	t.Helper()
 	for name, n := range map[string]int{"small": small, "large": large} {
 		data := Bytes(9, n)
 		err := s.Put(t.Context(), "short", bytes.NewReader(data[:n-1]), int64(n), core.DigestOf(data))
@@ -368,6 +385,7 @@ func testShortBody(t *testing.T, s Store) {
 }
 
 func testInvalid(t *testing.T, s Store) {
+	t.Helper()
 	ctx := t.Context()
 	digest := core.DigestOf([]byte("x"))
 	refused := func(what string, err error) {
@@ -404,6 +422,7 @@ func testInvalid(t *testing.T, s Store) {
 }
 
 func testSweep(t *testing.T, s Store) {
+	t.Helper()
 	mustPut(t, s, "kept", Bytes(10, small))
 	s.Abandon(t, "abandoned/1")
 	s.Abandon(t, "abandoned/2")

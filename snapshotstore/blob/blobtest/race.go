@@ -21,6 +21,7 @@ const (
 )
 
 func testRacingWriters(t *testing.T, s Store) {
+	t.Helper()
 	for round := range rounds {
 		race(t, s, fmt.Sprintf("race/%d", round), small)
 	}
@@ -28,6 +29,7 @@ func testRacingWriters(t *testing.T, s Store) {
 }
 
 func testRacingLargeWriters(t *testing.T, s Store) {
+	t.Helper()
 	race(t, s, "race/large", 17<<20)
 	clean(t, s)
 }
@@ -99,6 +101,7 @@ func race(t *testing.T, s Store, key string, size int) {
 
 // testRacingDeletes puts and deletes neighbours at once: nothing fails, and what was put last is there.
 func testRacingDeletes(t *testing.T, s Store) {
+	t.Helper()
 	var g errgroup.Group
 	for i := range writers {
 		g.Go(func() error {
@@ -139,6 +142,7 @@ func (c canceller) ReadAt(p []byte, off int64) (int, error) {
 }
 
 func testCancelled(t *testing.T, s Store) {
+	t.Helper()
 	for _, c := range []struct{ size, at int64 }{{small, 0}, {10 << 20, 9 << 20}, {large, 0}, {large, 20 << 20}, {large, large - 1}} {
 		key, data := fmt.Sprintf("cancelled/%d-%d", c.size, c.at), Bytes(12, int(c.size))
 		ctx, cancel := context.WithCancel(t.Context())

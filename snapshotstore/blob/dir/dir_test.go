@@ -246,7 +246,7 @@ func TestDiskFull(t *testing.T) {
 // putForEver puts objects named by their digests.
 func putForEver(path string) {
 	s, err := Open(path)
-	for i := uint64(os.Getpid()) << 20; err == nil; i++ { //nolint:gosec // G115: a pid
+	for i := uint64(os.Getpid()) << 20; err == nil; i++ {
 		data := blobtest.Bytes(i, 3<<20)
 		err = blobtest.Put(context.Background(), s, "packs/"+core.DigestOf(data).Hex(), data)
 		os.Stdout.WriteString("put\n")

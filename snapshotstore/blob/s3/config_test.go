@@ -22,7 +22,7 @@ func TestSecretsAreHidden(t *testing.T) {
 	}
 	var log bytes.Buffer
 	for _, h := range []slog.Handler{slog.NewJSONHandler(&log, nil), slog.NewTextHandler(&log, nil)} {
-		slog.New(h).Info("opened", "config", cfg, "credentials", cfg.Credentials, "pointer", &cfg.Credentials) //nolint:sloglint // it is what is tested
+		slog.New(h).Info("opened", "config", cfg, "credentials", cfg.Credentials, "pointer", &cfg.Credentials)
 	}
 	encoded, err := json.Marshal(cfg.Credentials)
 	if err != nil {

@@ -9,6 +9,7 @@ import (
 	"io"
 	"math/rand/v2"
 	"net/http"
+	"strings"
 	"sync"
 	"time"
 
@@ -44,7 +45,7 @@ const (
 )
 
 // mapError is the only place where what the library and the network say becomes ours. Without a key no object can be missing.
-func (s *Store) mapError(doing, key string, err error) (error, remedy) {
+func (s *Store) mapError(doing, key string, err error) (remedy, error) {
 	var (
 		known    *core.Error
 		response minio.ErrorResponse
@@ -52,17 +53,17 @@ func (s *Store) mapError(doing, key string, err error) (error, remedy) {
 	)
 	switch {
 	case err == nil:
-		return nil, final
+		return final, nil
 	case errors.As(err, &known), errors.Is(err, blob.ErrExists), errors.Is(err, blob.ErrNotFound), errors.Is(err, errPrecondition),
 		errors.Is(err, errConflict), errors.Is(err, errNoUpload), errors.Is(err, errRange):
-		return err, final
+		return final, err
 	case errors.As(err, &renewal):
-		return core.Wrapf(err, core.Unavailable, core.CodeStoreAuth,
-			"%s: no credentials for %s could be had: their source failed", doing, s.cfg), final
+		return final, core.Wrapf(err, core.Unavailable, core.CodeStoreAuth,
+			"%s: no credentials for %s could be had: their source failed", doing, s.cfg)
 	case errors.As(err, &response):
 		return s.mapResponse(doing, key, response)
 	}
-	what := "it does not answer as a store does"
+	var what string
 	r := again
 	var (
 		authority x509.UnknownAuthorityError
@@ -85,13 +86,13 @@ func (s *Store) mapError(doing, key string, err error) (error, remedy) {
 	default:
 		what = "it cannot be reached"
 	}
-	return core.Wrapf(err, core.Unavailable, core.CodeStoreUnavailable, "%s: the store, %s, cannot be used: %s", doing, s.cfg, what), r
+	return r, core.Wrapf(err, core.Unavailable, core.CodeStoreUnavailable, "%s: the store, %s, cannot be used: %s", doing, s.cfg, what)
 }
 
 // mapResponse maps an error that the server gave.
-func (s *Store) mapResponse(doing, key string, e minio.ErrorResponse) (error, remedy) {
-	unavailable := func(r remedy, what string) (error, remedy) {
-		return core.Wrapf(e, core.Unavailable, core.CodeStoreUnavailable, "%s: the store, %s, cannot be used: %s", doing, s.cfg, what), r
+func (s *Store) mapResponse(doing, key string, e minio.ErrorResponse) (remedy, error) {
+	unavailable := func(r remedy, what string) (remedy, error) {
+		return r, core.Wrapf(e, core.Unavailable, core.CodeStoreUnavailable, "%s: the store, %s, cannot be used: %s", doing, s.cfg, what)
 	}
 	said := fmt.Sprintf("it said %s (%d)", core.Clip(e.Code), e.StatusCode)
 	switch e.Code {
@@ -99,32 +100,35 @@ func (s *Store) mapResponse(doing, key string, e minio.ErrorResponse) (error, re
 		if key == "" {
 			return unavailable(final, said)
 		}
-		return blob.NotFound(key), final
+		return final, blob.NotFound(key)
 	case "NoSuchUpload":
-		return errNoUpload, final
+		return final, errNoUpload
 	case "NoSuchBucket":
 		return unavailable(final, "there is no such bucket; make it")
 	case "PreconditionFailed":
-		return errPrecondition, final
+		return final, errPrecondition
 	case "ConditionalRequestConflict", "OperationAborted":
-		return errConflict, final
+		return final, errConflict
 	case "InvalidRange":
-		return errRange, final
+		return final, errRange
 	case "ExpiredToken", "ExpiredTokenException", "InvalidToken", "TokenRefreshRequired", "InvalidAccessKeyId", "SignatureDoesNotMatch",
 		"AccessDenied", "RequestTimeTooSkewed", "AuthorizationHeaderMalformed", "XAdminUserNotFound": // versitygw's unknown key, a 404
-		return core.Wrapf(e, core.Unavailable, core.CodeStoreAuth, "%s: the store, %s, refuses the credentials: %s; correct them", doing, s.cfg, said), renew
-	case "RequestTimeout", "SlowDown", "BadDigest", "XAmzContentSHA256Mismatch", "IncompleteBody":
+		return renew, core.Wrapf(e, core.Unavailable, core.CodeStoreAuth, "%s: the store, %s, refuses the credentials: %s; correct them", doing, s.cfg, said)
+	case "RequestTimeout", "SlowDown", "BadDigest", "XAmzContentSHA256Mismatch", "IncompleteBody",
+		"InternalError", "ServiceUnavailable": // even with status 200, at the end of an upload
 		return unavailable(again, said)
 	}
 	switch {
+	case strings.HasPrefix(e.Code, "400 "): // to a HEAD, which has no body: AWS refuses expired tokens so
+		fallthrough
 	case e.StatusCode == http.StatusUnauthorized || e.StatusCode == http.StatusForbidden:
-		return core.Wrapf(e, core.Unavailable, core.CodeStoreAuth, "%s: the store, %s, refuses the credentials: %s; correct them", doing, s.cfg, said), renew
+		return renew, core.Wrapf(e, core.Unavailable, core.CodeStoreAuth, "%s: the store, %s, refuses the credentials: %s; correct them", doing, s.cfg, said)
 	case e.StatusCode == http.StatusPreconditionFailed:
-		return errPrecondition, final
+		return final, errPrecondition
 	case e.StatusCode == http.StatusRequestedRangeNotSatisfiable:
-		return errRange, final
+		return final, errRange
 	case e.StatusCode == http.StatusConflict:
-		return errConflict, final
+		return final, errConflict
 	case e.StatusCode == http.StatusTooManyRequests || e.StatusCode == http.StatusRequestTimeout,
 		e.StatusCode >= http.StatusInternalServerError && e.StatusCode != http.StatusNotImplemented && e.StatusCode != http.StatusInsufficientStorage:
 		return unavailable(again, said)
@@ -139,7 +143,7 @@ type task struct {
 	key   string // of the object that may be missing
 	bytes int64  // of the request's body
 	// slow is how many times longer than others the server may be silent.
-	slow time.Duration
+	slow int64
 	// try makes one attempt. It calls progress whenever the server takes something.
 	try func(ctx context.Context, progress func()) error
 }
@@ -152,7 +156,7 @@ func (s *Store) retry(ctx context.Context, t task) error {
 		if ctx.Err() != nil && err != nil {
 			return fmt.Errorf("%s: %w", t.doing, context.Cause(ctx))
 		}
-		mapped, r := s.mapError(t.doing, t.key, err)
+		r, mapped := s.mapError(t.doing, t.key, err)
 		switch {
 		case mapped == nil:
 			return nil
@@ -172,7 +176,7 @@ func (s *Store) retry(ctx context.Context, t task) error {
 
 // attempt makes one under a watch.
 func (s *Store) attempt(ctx context.Context, t task) error {
-	w := s.watch(ctx, max(1, t.slow)*s.cfg.Stall, t.bytes)
+	w := s.watch(ctx, s.cfg.Stall*time.Duration(max(1, t.slow)), t.bytes)
 	defer w.stop()
 	w.wait()
 	err := t.try(w.ctx, w.wait)

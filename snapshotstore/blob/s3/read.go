@@ -119,7 +119,7 @@ func (r *reader) ask() error {
 	if err != nil {
 		err = w.explain(err)
 		w.stop()
-		switch mapped, _ := r.store.mapError("", r.key, err); {
+		switch _, mapped := r.store.mapError("", r.key, err); {
 		case !errors.Is(mapped, errRange):
 			return err
 		case r.total != 0:
@@ -148,23 +148,25 @@ var errChanged = &answerError{"has changed an object while it was read"}
 // failed gives up an answer. It returns nil when another is to be asked for, after a pause.
 func (r *reader) failed(err error) error {
 	doing := "read object " + r.key
+	r.fails++
 	if r.brought >= enough {
 		r.fails = 0
 	}
+	r.brought = 0
 	r.drop()
 	if r.ctx.Err() != nil {
 		return fmt.Errorf("%s: %w", doing, context.Cause(r.ctx))
 	}
-	err, what := r.store.mapError(doing, r.key, err)
+	what, err := r.store.mapError(doing, r.key, err)
 	if what == renew && !r.renewed {
 		r.renewed = true
 		r.store.creds.Expire()
 		return nil
 	}
-	if r.fails++; what != again || r.fails >= r.store.cfg.Attempts {
+	if what != again || r.fails >= r.store.cfg.Attempts {
 		return err
 	}
-	if err := r.store.pause(r.ctx, r.fails); err != nil {
+	if err := r.store.pause(r.ctx, max(1, r.fails)); err != nil {
 		return fmt.Errorf("%s: %w", doing, err)
 	}
 	return nil

@@ -183,7 +183,7 @@ func (s *Store) compare(ctx context.Context, key string, size int64, digest core
 	return nil
 }
 
-// Stat implements blob.Blobs.
+// Stat implements blob.Blobs. Of a bucket that is gone it says that there is no such object: an answer to HEAD has no body.
 func (s *Store) Stat(ctx context.Context, key string) (blob.Info, error) {
 	if err := blob.CheckKey(key); err != nil {
 		return blob.Info{}, err

@@ -2,16 +2,110 @@ package s3
 
 import (
 	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net/http"
+	"os"
+	"os/exec"
+	"sync/atomic"
 	"testing"
+	"time"
 
 	"github.com/minio/minio-go/v7"
 
 	"github.com/coppice-dev/coppice/internal/testleak"
 	"github.com/coppice-dev/coppice/internal/tests3"
+	"github.com/coppice-dev/coppice/snapshotstore/blob"
 	"github.com/coppice-dev/coppice/snapshotstore/blob/blobtest"
 )
 
-func TestMain(m *testing.M) { testleak.Main(m) }
+const writerEnv = "S3_TEST_STORE" // makes the test binary put a large object there
+
+func TestMain(m *testing.M) {
+	if raw := os.Getenv(writerEnv); raw != "" {
+		putLarge(raw)
+	}
+	testleak.Main(m)
+}
+
+// putLarge is what the child of TestKilledInTheMiddle does.
+func putLarge(raw string) {
+	var cfg struct {
+		Config
+		AccessKey, SecretKey string
+	}
+	err := json.Unmarshal([]byte(raw), &cfg)
+	cfg.Credentials = Credentials{AccessKey: cfg.AccessKey, SecretKey: cfg.SecretKey}
+	var s *Store
+	if err == nil {
+		s, err = New(cfg.Config)
+	}
+	if err == nil {
+		err = blobtest.Put(context.Background(), s, object, blobtest.Bytes(1, 5*partSize))
+	}
+	fmt.Println("the child has ended:", err)
+	os.Exit(1)
+}
+
+// TestKilledInTheMiddle kills a process that has sent some parts of an object: nothing is visible, Sweep removes what it sent, and
+// another puts it whole.
+func TestKilledInTheMiddle(t *testing.T) {
+	t.Parallel()
+	server := tests3.Start(t)
+	s := openFaulty(t, server)
+	third := make(chan struct{})
+	var parts atomic.Int32
+	s.proxy.Add(tests3.Fault{Kind: tests3.StallRequest, Skip: 2, Of: func(r *http.Request) bool {
+		if tests3.Parts(r) && parts.Add(1) == 3 {
+			close(third)
+		}
+		return tests3.Parts(r)
+	}})
+	raw, err := json.Marshal(map[string]any{
+		"Endpoint": s.cfg.Endpoint, "Bucket": s.cfg.Bucket, "Prefix": s.cfg.Prefix, "PathStyle": true,
+		"AccessKey": server.AccessKey, "SecretKey": server.SecretKey,
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	var out bytes.Buffer
+	cmd := exec.CommandContext(t.Context(), os.Args[0])
+	cmd.Env, cmd.Stdout, cmd.Stderr = append(os.Environ(), writerEnv+"="+string(raw)), &out, &out
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	ended := make(chan struct{})
+	go func() { _ = cmd.Wait(); close(ended) }()
+	select {
+	case <-third:
+	case <-ended:
+		t.Fatalf("the child ended: %s", out.String())
+	}
+	_ = cmd.Process.Kill()
+	<-ended
+	s.proxy.Clear()
+	if _, err := s.Stat(t.Context(), object); !errors.Is(err, blob.ErrNotFound) {
+		t.Errorf("got %v, want nothing", err)
+	}
+	if n := uploads(t, server, s); n != 1 {
+		t.Errorf("%d uploads", n)
+	}
+	if err := s.Sweep(t.Context(), time.Now().Add(time.Hour)); err != nil {
+		t.Error(err)
+	}
+	if n := uploads(t, server, s); n != 0 {
+		t.Errorf("%d uploads after a sweep", n)
+	}
+	data := blobtest.Bytes(1, 5*partSize)
+	if err := blobtest.Put(t.Context(), s, object, data); err != nil {
+		t.Fatal(err)
+	}
+	if got, err := blobtest.Get(t.Context(), s, object, 0, 6*partSize); err != nil || !bytes.Equal(got, data) {
+		t.Errorf("%d bytes, %v", len(got), err)
+	}
+}
 
 // open opens a store at a server that listens at an address: its own, or a proxy's.
 func open(tb testing.TB, server *tests3.Server, address, bucket, prefix string, change ...func(*Config)) *Store {
