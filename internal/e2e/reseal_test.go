@@ -146,13 +146,12 @@ func (p spinner) after(t *testing.T, s *stack, children []coppice.ForkChild) []s
 	return gather[stream](t, s, children, "await", p.out)
 }
 
-// here makes the spinner of the parent write what it has drawn from the turn before the captured one on, ends it, and returns that.
+// here makes the spinner of the parent write what it has drawn from the turn before the captured one on, with which it ends, and
+// returns that.
 func (p spinner) here(t *testing.T, s *stack, ws coppice.WorkspaceID, captured uint64) stream {
 	t.Helper()
 	shell(t, s, ws, fmt.Sprintf("echo %d > %s.from; kill -USR1 %s", captured-1, p.out, p.pid))
-	out := ask[stream](t, s, ws, "await", p.out)
-	execute(t, s, ws, "kill", "-KILL", p.pid)
-	return out
+	return ask[stream](t, s, ws, "await", p.out)
 }
 
 // grownOld is a workspace whose kernel has run for long enough. It is one of the first that this binary makes, so most of the wait is

@@ -161,7 +161,9 @@ type Machine interface {
 	ResizeDisk(ctx context.Context, i int, size int64) error
 	// DialAgent opens the byte stream to the guest agent. Callers have one connection at a time: whether another beside it is
 	// refused, waits or is answered differs between drivers; it never disturbs the first. That to a paused machine is the one that the guest
-	// has once it is resumed; after a connection has ended in a pause, another must be there before the machine is resumed.
+	// has once it is resumed; after a connection has ended in a pause, another must be there before the machine is resumed. One to a
+	// machine that was restored a moment ago may break off: a clone's connections can have the addresses that its parent's had, and what the
+	// guest still has to say about one that was being closed at the capture ends the clone's. Another is not met by that.
 	DialAgent(ctx context.Context) (net.Conn, error)
 	// Console returns the printable tail of the guest's console, at most ConsoleBytes.
 	Console() string

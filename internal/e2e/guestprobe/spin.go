@@ -48,7 +48,7 @@ const (
 //
 // The memory begins with the complement of NONCE (64 hex digits), so that the page can be found in a copy of the guest's
 // memory, where NONCE itself may stand many times, and the count at the very moment of the capture be read. On SIGUSR1
-// WANT turns from the one on whose number stands in OUT.from are written to OUT, as soon as they are made.
+// WANT turns from the one on whose number stands in OUT.from are written to OUT, as soon as they are made, and it ends, too.
 func spin(args []string, _ io.Writer) error {
 	nonce, err := hex.DecodeString(args[0])
 	if err != nil || len(nonce) != counterAt {
@@ -110,10 +110,7 @@ func spin(args []string, _ io.Writer) error {
 		case thaw != 0 && i == thaw+want:
 			return publish(out, collect(mem, i, thaw, thaw-2, i))
 		case first != 0 && i >= first+want+2:
-			if err := publish(out, collect(mem, i, thaw, first-1, first+want+1)); err != nil {
-				return err
-			}
-			first = 0
+			return publish(out, collect(mem, i, thaw, first-1, first+want+1))
 		}
 	}
 	return fmt.Errorf("no room for more than %d turns", room)
