@@ -51,6 +51,7 @@ const sealedFile = "sealed.json"
 const (
 	firstSealRetry = time.Second
 	lastSealRetry  = 2 * time.Minute
+	givenUpSeal    = 30 * time.Second // what waits this long is not waited for by what grew from it
 )
 
 // sealQueue is the checkpoints of this host that are not in the store yet. They are uploaded one after the other, ancestors first.
@@ -92,11 +93,17 @@ func (q *sealQueue) next(list []*checkpointRecord, now time.Time) (*checkpointRe
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	slices.SortFunc(list, func(a, b *checkpointRecord) int { return a.CreatedAt.Compare(b.CreatedAt) })
+	waiting := make(map[core.CheckpointID]bool) // what is not sealed, and what grew from that
 	var soonest time.Duration
 	for _, rec := range list {
 		if q.sealed[rec.ID] {
 			continue
 		}
+		if waiting[rec.Parent] { // stored without it, all that it has stored already would be stored again
+			waiting[rec.ID] = true
+			continue
+		}
+		waiting[rec.ID] = q.retries[rec.ID].wait < givenUpSeal
 		wait := q.retries[rec.ID].at.Sub(now)
 		if wait <= 0 {
 			return rec, 0

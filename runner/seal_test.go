@@ -394,3 +394,41 @@ func TestFetchRefused(t *testing.T) {
 	}
 	b.wantOnly()
 }
+
+// TestSealOrder: nothing is uploaded before its ancestors, unless those fail again and again.
+func TestSealOrder(t *testing.T) {
+	t.Parallel()
+	now := time.Now()
+	record := func(id, parent core.CheckpointID, age time.Duration) *checkpointRecord {
+		return &checkpointRecord{Checkpoint: runnerapi.Checkpoint{ID: id, Parent: parent, CreatedAt: now.Add(-age)}}
+	}
+	list := []*checkpointRecord{record("c", "b", 1), record("a", "", 3), record("b", "a", 2), record("x", "", 0)}
+	q := newSealQueue(&checkpointStore{})
+	next := func(want core.CheckpointID) {
+		t.Helper()
+		rec, wait := q.next(slices.Clone(list), now)
+		if rec == nil && want == "" {
+			if wait == 0 {
+				t.Error("it says to wait for nothing")
+			}
+			return
+		}
+		if rec == nil || rec.ID != want {
+			t.Fatalf("next is %+v, want %s", rec, want)
+		}
+	}
+	next("a")
+	q.later("a", now)
+	next("x")
+	q.done("x")
+	next("")
+	for range 6 {
+		q.later("a", now)
+	}
+	next("b")
+	q.done("b")
+	next("c")
+	q.forget("b")
+	q.done("a")
+	next("b")
+}

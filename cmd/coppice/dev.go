@@ -42,7 +42,7 @@ Ctrl-C stops the VMs. Checkpoints, images and the database stay in the data dire
 	f.IntVar(&cfg.MaxSandboxes, "max-sandboxes", 64, "most VMs at a time, warm ones included")
 	f.IntVar(&cfg.Warm, "warm", 4, "VMMs kept ready per base that was forked lately; 0 for none")
 	vmmFlags(f, &cfg.HostConfig)
-	storeFlag(f, &cfg.Store)
+	a.storeFlags(f, &cfg.Store)
 	f.StringVar(&bandwidth, "store-bandwidth", "", "most that is sent to the store a second, as `size` with K, M, G or T (default: no bound)")
 	f.BoolVar(&cfg.NoRebase, "no-rebase", false, "never turn a checkpoint's base and delta into a new base")
 	f.StringVar(&cfg.Metrics, "metrics-listen", "", "loopback `address` of Prometheus metrics, under /metrics; empty for none")
@@ -101,8 +101,7 @@ Ctrl-C stops the VMs; checkpoints stay.
 func (a *app) hostConfig() daemon.HostConfig {
 	return daemon.HostConfig{
 		Binary: a.getenv("COPPICE_QEMU"), CloudHypervisor: a.getenv("COPPICE_CLOUD_HYPERVISOR"),
-		Store: daemon.StoreConfig{URL: a.getenv("COPPICE_STORE")},
-		VMM:   firstOf(a.getenv("COPPICE_VMM"), "auto"), Accelerator: firstOf(a.getenv("COPPICE_ACCEL"), "auto"),
+		VMM: firstOf(a.getenv("COPPICE_VMM"), "auto"), Accelerator: firstOf(a.getenv("COPPICE_ACCEL"), "auto"),
 	}
 }
 
@@ -137,8 +136,12 @@ func newLogger(w io.Writer, level string) (*slog.Logger, error) {
 	return slog.New(core.LogHandler(slog.NewJSONHandler(w, o))), nil
 }
 
-func storeFlag(f *pflag.FlagSet, cfg *daemon.StoreConfig) {
-	f.StringVar(&cfg.URL, "store", cfg.URL, "where checkpoints are made durable, as a `URL`, the same for all servers of a cluster: dir:/path (default: nowhere but on their host)")
+// storeFlags are those of every server. The credentials come from files or the environment, never from the command line.
+func (a *app) storeFlags(f *pflag.FlagSet, cfg *daemon.StoreConfig) {
+	cfg.AccessKey, cfg.SecretKey = a.getenv("COPPICE_STORE_ACCESS_KEY"), a.getenv("COPPICE_STORE_SECRET_KEY")
+	f.StringVar(&cfg.URL, "store", a.getenv("COPPICE_STORE"), "where checkpoints are made durable, the same for all servers of a cluster: dir:/path or s3://bucket/prefix?endpoint=https://host&region=name, as a `URL` (default: nowhere but on their host)")
+	f.StringVar(&cfg.AccessKeyFile, "store-access-key-file", a.getenv("COPPICE_STORE_ACCESS_KEY_FILE"), "`file` with the store's access key, instead of COPPICE_STORE_ACCESS_KEY")
+	f.StringVar(&cfg.SecretKeyFile, "store-secret-key-file", a.getenv("COPPICE_STORE_SECRET_KEY_FILE"), "`file` with its secret key, instead of COPPICE_STORE_SECRET_KEY; both are read again when the store refuses them")
 }
 
 // parseBandwidth reads a size that may be left out.

@@ -44,7 +44,7 @@ no more requests, then the operations end or are left to the next controller.`,
 	f.BoolVar(&cfg.PlainHTTP, "plain-http", false, "serve the API in clear beyond loopback: only behind a proxy that speaks TLS")
 	f.StringVar(&cfg.RunnerListen, "runner-listen", "127.0.0.1:7071", "`address` for runners, always with mutual TLS")
 	f.StringVar(&cfg.KeyFile, "key-file", "", "`file` of the key that seals the cluster's keys in the database; made by the first controller")
-	storeFlag(f, &cfg.Store)
+	a.storeFlags(f, &cfg.Store)
 	f.StringVar(&cfg.APIKeyFile, "api-key-file", "", "`file` of the first administrator's API key; made if it is not there")
 	f.DurationVar(&cfg.Tune.RunnerLease, "runner-lease", 15*time.Second, "how long a silent runner still gets work; the same on all controllers")
 	f.DurationVar(&cfg.Tune.RunnerFence, "runner-fence", 10*time.Minute, "how long after that its workspaces are lost: it has ended their VMs by then")
@@ -129,7 +129,7 @@ Every flag can come from the environment: --join-token-file from COPPICE_JOIN_TO
 	f.IntVar(&cfg.MaxSandboxes, "max-sandboxes", 64, "most VMs at a time, warm ones included")
 	f.IntVar(&cfg.Warm, "warm", 4, "VMMs kept ready per base that was forked lately; 0 for none")
 	vmmFlags(f, &cfg.HostConfig)
-	storeFlag(f, &cfg.Store)
+	a.storeFlags(f, &cfg.Store)
 	f.StringVar(&bandwidth, "store-bandwidth", "", "most that is sent to the store a second, as `size` with K, M, G or T (default: no bound)")
 	f.BoolVar(&cfg.NoRebase, "no-rebase", false, "never turn a checkpoint's base and delta into a new base")
 	f.BoolVar(&stop, "stop-vms", false, "end the VMs with SIGTERM or Ctrl-C")
@@ -203,7 +203,7 @@ func (a *app) fromEnvironment(c *cobra.Command) error {
 var serverFlags = []string{
 	"database", "database-file", "database-wait", "listen", "tls-cert", "tls-key", "plain-http", "runner-listen", "key-file", "api-key-file", "runner-lease", "runner-fence",
 	"controller", "join-token-file", "endpoint", "data-listen", "data-url", "data-cert", "data-key", "disk-budget", "max-sandboxes", "warm",
-	"store", "store-bandwidth", "no-rebase", "stop-vms", "metrics-listen", "log-level",
+	"store-bandwidth", "no-rebase", "stop-vms", "metrics-listen", "log-level",
 }
 
 func readSecret(path string) (string, error) {

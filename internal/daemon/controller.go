@@ -108,7 +108,7 @@ func RunController(ctx context.Context, cfg ControllerConfig, ready func(Control
 	defer runners.Close()
 	tune := cfg.Tune
 	tune.ClusterID, tune.Trust, tune.Metrics = trust.ClusterID, &trust, metrics
-	if tune.Store, err = cfg.Store.Open(ctx); err != nil {
+	if tune.Store, err = cfg.Store.Open(ctx, cfg.Log, &steps); err != nil {
 		return err
 	}
 	if cfg.APIKeyFile != "" {

@@ -84,7 +84,7 @@ func OpenHost(ctx context.Context, cfg HostConfig, id core.RunnerID, mark string
 		MaxSandboxes: cfg.MaxSandboxes, Warm: cfg.Warm, Rebase: runner.RebasePolicy{Off: cfg.NoRebase}, Leave: cfg.Leave,
 	}
 	var err error
-	if rc.Store.Blobs, err = cfg.Store.Open(ctx); err != nil {
+	if rc.Store.Blobs, err = cfg.Store.Open(ctx, cfg.Log, steps); err != nil {
 		return nil, err
 	}
 	rc.Store.Throttle = cfg.Store.throttle()

@@ -2,31 +2,71 @@ package daemon
 
 import (
 	"context"
+	"errors"
+	"log/slog"
+	"os"
 	"strings"
 
 	"golang.org/x/time/rate"
 
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/undo"
 	"github.com/coppice-dev/coppice/snapshotstore/blob"
-	"github.com/coppice-dev/coppice/snapshotstore/blob/dir"
+	"github.com/coppice-dev/coppice/snapshotstore/blob/bloburl"
+	"github.com/coppice-dev/coppice/snapshotstore/blob/s3"
 )
 
-// StoreConfig says where checkpoints are made durable. Controllers and runners of a cluster have the same.
+// StoreConfig says where checkpoints are made durable. Controllers and runners of a cluster have the same store.
 type StoreConfig struct {
-	URL string // dir:/path; empty: nowhere
+	URL string // see bloburl; empty: nowhere
+	// AccessKeyFile and SecretKeyFile hold the credentials, and are read again when the store refuses those that it was shown.
+	AccessKeyFile, SecretKeyFile string
+	AccessKey, SecretKey         string `json:"-"` // instead of files
 	// Bandwidth is how many bytes a second a runner sends at most; 0: as many as it can.
 	Bandwidth int64
 }
 
-// Open returns the store; nil where there is none.
-func (c StoreConfig) Open(_ context.Context) (blob.Blobs, error) {
+// Open returns the store, nil where there is none, and steps learns how to close it. One that cannot be reached now is one that is
+// out of order for a while: what else is wrong with it is an error.
+func (c StoreConfig) Open(ctx context.Context, log *slog.Logger, steps *undo.Stack) (blob.Blobs, error) {
 	if c.URL == "" {
 		return nil, nil //nolint:nilnil // there is none, which is no error
 	}
-	if path, ok := strings.CutPrefix(c.URL, "dir:"); ok && strings.HasPrefix(path, "/") {
-		return dir.Open(path)
+	credentials, err := c.credentials(ctx)
+	if err != nil {
+		return nil, err
 	}
-	return nil, core.Errorf(core.Invalid, core.CodeInvalidField, "--store: %q is not a store; give dir:/path", core.Clip(c.URL))
+	store, err := bloburl.Dial(c.URL, credentials)
+	if err != nil {
+		return nil, err
+	}
+	steps.Push("store of checkpoints", func(context.Context) error { return store.Close() })
+	err = blob.Probe(ctx, store)
+	if core.CodeOf(err) == core.CodeStoreUnavailable {
+		log.WarnContext(ctx, "the store of checkpoints cannot be reached; nothing is sealed until it is back", "err", err)
+		return store, nil
+	}
+	return store, err
+}
+
+func (c StoreConfig) credentials(ctx context.Context) (s3.Credentials, error) {
+	if c.AccessKeyFile == "" && c.SecretKeyFile == "" {
+		return s3.Credentials{AccessKey: c.AccessKey, SecretKey: c.SecretKey}, nil
+	}
+	if c.AccessKeyFile == "" || c.SecretKeyFile == "" {
+		return s3.Credentials{}, core.Errorf(core.Invalid, core.CodeInvalidField, "--store-access-key-file and --store-secret-key-file go together")
+	}
+	return c.fromFiles(ctx)
+}
+
+// fromFiles reads the credentials; whoever renews them reads the files again.
+func (c StoreConfig) fromFiles(context.Context) (s3.Credentials, error) {
+	access, errA := os.ReadFile(c.AccessKeyFile)
+	secret, errS := os.ReadFile(c.SecretKeyFile)
+	if err := errors.Join(errA, errS); err != nil {
+		return s3.Credentials{}, core.Wrapf(err, core.FailedPrecondition, core.CodeStoreAuth, "the store's credentials cannot be read from %s and %s", c.AccessKeyFile, c.SecretKeyFile)
+	}
+	return s3.Credentials{AccessKey: strings.TrimSpace(string(access)), SecretKey: strings.TrimSpace(string(secret)), Renew: c.fromFiles}, nil
 }
 
 // throttle bounds what is sent; nil for no bound.
@@ -34,8 +74,7 @@ func (c StoreConfig) throttle() func(context.Context, int) error {
 	if c.Bandwidth == 0 {
 		return nil
 	}
-	// What is read at once is at most this much, and costs its time.
-	const burst = 1 << 20
+	const burst = 1 << 20 // what may be sent at once
 	limiter := rate.NewLimiter(rate.Limit(c.Bandwidth), burst)
 	return func(ctx context.Context, n int) error {
 		for ; n > 0; n -= burst {

@@ -173,7 +173,7 @@ func (s *stack) openController(ctx context.Context) error {
 	if err := store.Register(s.metrics); err != nil {
 		return err
 	}
-	blobs, err := s.cfg.Store.Open(ctx)
+	blobs, err := s.cfg.Store.Open(ctx, s.log, &s.steps)
 	if err != nil {
 		return err
 	}

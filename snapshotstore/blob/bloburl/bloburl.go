@@ -36,13 +36,18 @@ type Store interface {
 	io.Closer
 }
 
-// Open opens a store and checks that it can be used. A directory needs no credentials.
-func Open(ctx context.Context, raw string, credentials s3.Credentials) (Store, error) {
+// Dial opens a store without a look whether it is there. A directory needs no credentials.
+func Dial(raw string, credentials s3.Credentials) (Store, error) {
 	at, err := Parse(raw)
 	if err != nil {
 		return nil, err
 	}
-	s, err := at.open(credentials)
+	return at.open(credentials)
+}
+
+// Open opens a store and checks that it can be used.
+func Open(ctx context.Context, raw string, credentials s3.Credentials) (Store, error) {
+	s, err := Dial(raw, credentials)
 	if err != nil {
 		return nil, err
 	}
