@@ -562,8 +562,12 @@ const (
 
 func newRelay(t *testing.T, to string) *relay {
 	t.Helper()
+	return newRelayAt(t, "127.0.0.1:0", to)
+}
+
+func newRelayAt(t *testing.T, listen, to string) *relay {
 	t.Helper()
-	l, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp4", "127.0.0.1:0")
+	l, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp4", listen)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -18,6 +18,7 @@ import (
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/pgcluster"
 	"github.com/coppice-dev/coppice/internal/require"
+	"github.com/coppice-dev/coppice/internal/tests3"
 	"github.com/coppice-dev/coppice/runner/memory"
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
@@ -229,8 +230,17 @@ func sameBytes(t *testing.T, a, b *poolHost, id coppice.CheckpointID) {
 // TestPool: a tree of running machines that was grown on one host goes on on another, with the processes alive and every byte of
 // memory and disk as it was, when the first host has died.
 func TestPool(t *testing.T) {
-	bucket := t.TempDir()
-	p := newPool(t, func(string) string { return "dir:" + bucket })
+	s3 := tests3.Start(t)
+	bucket := s3.Bucket(t)
+	t.Setenv("COPPICE_STORE_ACCESS_KEY", s3.AccessKey)
+	t.Setenv("COPPICE_STORE_SECRET_KEY", s3.SecretKey)
+	p := newPool(t, func(near string) string {
+		if near == "127.0.0.1" {
+			return s3.URL(bucket)
+		}
+		relay := newRelayAt(t, near+":0", s3.Address)
+		return fmt.Sprintf("s3://%s?endpoint=http://%s&region=%s&insecure=1", bucket, relay.address(), tests3.Region)
+	})
 	first := p.join(t)
 	s := first.stack
 	ws, err := p.client.CreateWorkspace(t.Context(), coppice.CreateWorkspaceRequest{Name: "parent", Image: string(p.image), Resources: small()})
