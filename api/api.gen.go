@@ -2017,6 +2017,68 @@ type StaleProcess struct {
 	Runtime string `json:"runtime"`
 }
 
+// StoreGarbage defines model for StoreGarbage.
+type StoreGarbage struct {
+	Bytes int64 `json:"bytes"`
+
+	// Condemned Objects of deleted checkpoints that nothing needs from now on.
+	Condemned   int   `json:"condemned"`
+	DebrisBytes int64 `json:"debris_bytes"`
+
+	// DebrisObjects Objects of uploads that were given up; deleted.
+	DebrisObjects int `json:"debris_objects"`
+
+	// DebrisWaiting Uploads that were given up and whose grace is not over.
+	DebrisWaiting int `json:"debris_waiting"`
+
+	// DryRun Nothing was done; the rest is what would be.
+	DryRun bool `json:"dry_run"`
+
+	// More The time was over before the work was.
+	More bool `json:"more"`
+
+	// Objects Such objects that were deleted.
+	Objects int `json:"objects"`
+
+	// Waiting Such objects whose grace is not over.
+	Waiting int `json:"waiting"`
+}
+
+// StoreObject defines model for StoreObject.
+type StoreObject struct {
+	Bytes int64  `json:"bytes"`
+	Key   string `json:"key"`
+}
+
+// StoreReport defines model for StoreReport.
+type StoreReport struct {
+	Bytes int64 `json:"bytes"`
+
+	// Debris Objects that are going to be removed.
+	Debris int `json:"debris"`
+
+	// Foreign Objects that the database does not know. Nothing removes them.
+	Foreign []StoreObject `json:"foreign"`
+
+	// Missing Objects that are needed and not there.
+	Missing []StoreObject `json:"missing"`
+
+	// Objects Objects that are needed and there.
+	Objects int `json:"objects"`
+
+	// Resized Objects of another size than the one that was written, which is given.
+	Resized []StoreObject `json:"resized"`
+
+	// Sound Nothing is missing, of another size or foreign.
+	Sound bool `json:"sound"`
+
+	// Truncated There is more than was listed.
+	Truncated bool `json:"truncated"`
+
+	// Uploading Objects of uploads under way.
+	Uploading int `json:"uploading"`
+}
+
 // TTL Terminate the workspace this many seconds from now. 0 or absent, never.
 type TTL = int64
 
@@ -2439,6 +2501,12 @@ type AttachSessionParams struct {
 // AttachSessionParamsVia defines parameters for AttachSession.
 type AttachSessionParamsVia string
 
+// CollectStoreParams defines parameters for CollectStore.
+type CollectStoreParams struct {
+	// DryRun Only say what would be done.
+	DryRun bool `form:"dry_run,omitempty" json:"dry_run,omitempty,omitzero"`
+}
+
 // ListWorkspacesParams defines parameters for ListWorkspaces.
 type ListWorkspacesParams struct {
 	// Limit Items on a page; 100 when absent.
@@ -2738,6 +2806,12 @@ type ServerInterface interface {
 	// SignalSession Send a signal to the session's process group
 	// (POST /v1/sessions/{session_id}/signal)
 	SignalSession(ctx echo.Context, sessionID SessionID) error
+	// CheckStore Compare the store with what the database knows of it
+	// (GET /v1/store/check)
+	CheckStore(ctx echo.Context) error
+	// CollectStore Remove from the store what nothing needs any more
+	// (POST /v1/store/gc)
+	CollectStore(ctx echo.Context, params CollectStoreParams) error
 	// ListWorkspaces List workspaces, newest first
 	// (GET /v1/workspaces)
 	ListWorkspaces(ctx echo.Context, params ListWorkspacesParams) error
@@ -3819,6 +3893,33 @@ func (w *ServerInterfaceWrapper) SignalSession(ctx echo.Context) error {
 	return err
 }
 
+// CheckStore converts echo context to params.
+func (w *ServerInterfaceWrapper) CheckStore(ctx echo.Context) error {
+	var err error
+
+	// Invoke the callback with all the unmarshaled arguments
+	err = w.Handler.CheckStore(ctx)
+	return err
+}
+
+// CollectStore converts echo context to params.
+func (w *ServerInterfaceWrapper) CollectStore(ctx echo.Context) error {
+	var err error
+
+	// Parameter object where we will unmarshal all parameters from the context
+	var params CollectStoreParams
+	// ------------- Optional query parameter "dry_run" -------------
+
+	err = runtime.BindQueryParameterWithOptions("form", true, false, "dry_run", ctx.QueryParams(), &params.DryRun, runtime.BindQueryParameterOptions{Type: "boolean", Format: ""})
+	if err != nil {
+		return echo.NewHTTPError(http.StatusBadRequest, fmt.Sprintf("Invalid format for parameter dry_run: %s", err))
+	}
+
+	// Invoke the callback with all the unmarshaled arguments
+	err = w.Handler.CollectStore(ctx, params)
+	return err
+}
+
 // ListWorkspaces converts echo context to params.
 func (w *ServerInterfaceWrapper) ListWorkspaces(ctx echo.Context) error {
 	var err error
@@ -4539,6 +4640,8 @@ func RegisterHandlersWithOptions(router EchoRouter, si ServerInterface, options 
 	router.GET(options.BaseURL+"/v1/images", wrapper.ListImages, options.OperationMiddlewares["listImages"]...)
 	router.GET(options.BaseURL+"/v1/runners", wrapper.ListRunners, options.OperationMiddlewares["listRunners"]...)
 	router.DELETE(options.BaseURL+"/v1/runners/:runner_id", wrapper.DeleteRunner, options.OperationMiddlewares["deleteRunner"]...)
+	router.POST(options.BaseURL+"/v1/store/gc", wrapper.CollectStore, options.OperationMiddlewares["collectStore"]...)
+	router.GET(options.BaseURL+"/v1/store/check", wrapper.CheckStore, options.OperationMiddlewares["checkStore"]...)
 	router.POST(options.BaseURL+"/v1/runner-tokens", wrapper.CreateRunnerToken, options.OperationMiddlewares["createRunnerToken"]...)
 	router.GET(options.BaseURL+"/healthz", wrapper.GetHealth, options.OperationMiddlewares["getHealth"]...)
 	router.GET(options.BaseURL+"/readyz", wrapper.GetReadiness, options.OperationMiddlewares["getReadiness"]...)
@@ -6114,6 +6217,83 @@ func (response SignalSessiondefaultApplicationProblemPlusJSONResponse) VisitSign
 	return err
 }
 
+type CheckStoreRequestObject struct {
+}
+
+type CheckStoreResponseObject interface {
+	VisitCheckStoreResponse(w http.ResponseWriter) error
+}
+
+type CheckStore200JSONResponse StoreReport
+
+func (response CheckStore200JSONResponse) VisitCheckStoreResponse(w http.ResponseWriter) error {
+
+	var buf bytes.Buffer
+	if err := json.NewEncoder(&buf).Encode(response); err != nil {
+		return err
+	}
+	w.Header().Set("Content-Type", "application/json")
+	w.WriteHeader(200)
+	_, err := buf.WriteTo(w)
+	return err
+}
+
+type CheckStoredefaultApplicationProblemPlusJSONResponse struct {
+	Body       Problem
+	StatusCode int
+}
+
+func (response CheckStoredefaultApplicationProblemPlusJSONResponse) VisitCheckStoreResponse(w http.ResponseWriter) error {
+
+	var buf bytes.Buffer
+	if err := json.NewEncoder(&buf).Encode(response.Body); err != nil {
+		return err
+	}
+	w.Header().Set("Content-Type", "application/problem+json")
+	w.WriteHeader(response.StatusCode)
+	_, err := buf.WriteTo(w)
+	return err
+}
+
+type CollectStoreRequestObject struct {
+	Params CollectStoreParams
+}
+
+type CollectStoreResponseObject interface {
+	VisitCollectStoreResponse(w http.ResponseWriter) error
+}
+
+type CollectStore200JSONResponse StoreGarbage
+
+func (response CollectStore200JSONResponse) VisitCollectStoreResponse(w http.ResponseWriter) error {
+
+	var buf bytes.Buffer
+	if err := json.NewEncoder(&buf).Encode(response); err != nil {
+		return err
+	}
+	w.Header().Set("Content-Type", "application/json")
+	w.WriteHeader(200)
+	_, err := buf.WriteTo(w)
+	return err
+}
+
+type CollectStoredefaultApplicationProblemPlusJSONResponse struct {
+	Body       Problem
+	StatusCode int
+}
+
+func (response CollectStoredefaultApplicationProblemPlusJSONResponse) VisitCollectStoreResponse(w http.ResponseWriter) error {
+
+	var buf bytes.Buffer
+	if err := json.NewEncoder(&buf).Encode(response.Body); err != nil {
+		return err
+	}
+	w.Header().Set("Content-Type", "application/problem+json")
+	w.WriteHeader(response.StatusCode)
+	_, err := buf.WriteTo(w)
+	return err
+}
+
 type ListWorkspacesRequestObject struct {
 	Params ListWorkspacesParams
 }
@@ -7192,6 +7372,12 @@ type StrictServerInterface interface {
 	// SignalSession Send a signal to the session's process group
 	// (POST /v1/sessions/{session_id}/signal)
 	SignalSession(ctx context.Context, request SignalSessionRequestObject) (SignalSessionResponseObject, error)
+	// CheckStore Compare the store with what the database knows of it
+	// (GET /v1/store/check)
+	CheckStore(ctx context.Context, request CheckStoreRequestObject) (CheckStoreResponseObject, error)
+	// CollectStore Remove from the store what nothing needs any more
+	// (POST /v1/store/gc)
+	CollectStore(ctx context.Context, request CollectStoreRequestObject) (CollectStoreResponseObject, error)
 	// ListWorkspaces List workspaces, newest first
 	// (GET /v1/workspaces)
 	ListWorkspaces(ctx context.Context, request ListWorkspacesRequestObject) (ListWorkspacesResponseObject, error)
@@ -8498,6 +8684,54 @@ func (sh *strictHandler) SignalSession(ctx echo.Context, sessionID SessionID) er
 		return err
 	} else if validResponse, ok := response.(SignalSessionResponseObject); ok {
 		return validResponse.VisitSignalSessionResponse(ctx.Response())
+	} else if response != nil {
+		return fmt.Errorf("unexpected response type: %T", response)
+	}
+	return nil
+}
+
+// CheckStore operation middleware
+func (sh *strictHandler) CheckStore(ctx echo.Context) error {
+	var request CheckStoreRequestObject
+
+	handler := func(ctx echo.Context, request interface{}) (interface{}, error) {
+		return sh.ssi.CheckStore(ctx.Request().Context(), request.(CheckStoreRequestObject))
+	}
+	for _, middleware := range sh.middlewares {
+		handler = middleware(handler, "CheckStore")
+	}
+
+	response, err := handler(ctx, request)
+
+	if err != nil {
+		return err
+	} else if validResponse, ok := response.(CheckStoreResponseObject); ok {
+		return validResponse.VisitCheckStoreResponse(ctx.Response())
+	} else if response != nil {
+		return fmt.Errorf("unexpected response type: %T", response)
+	}
+	return nil
+}
+
+// CollectStore operation middleware
+func (sh *strictHandler) CollectStore(ctx echo.Context, params CollectStoreParams) error {
+	var request CollectStoreRequestObject
+
+	request.Params = params
+
+	handler := func(ctx echo.Context, request interface{}) (interface{}, error) {
+		return sh.ssi.CollectStore(ctx.Request().Context(), request.(CollectStoreRequestObject))
+	}
+	for _, middleware := range sh.middlewares {
+		handler = middleware(handler, "CollectStore")
+	}
+
+	response, err := handler(ctx, request)
+
+	if err != nil {
+		return err
+	} else if validResponse, ok := response.(CollectStoreResponseObject); ok {
+		return validResponse.VisitCollectStoreResponse(ctx.Response())
 	} else if response != nil {
 		return fmt.Errorf("unexpected response type: %T", response)
 	}

@@ -17,7 +17,7 @@ const (
 // chores is the periodic work that one controller does for all. What a crash waits for is not among it (reconcileLoop): an
 // election may take a quarter of a minute.
 func (c *Controller) chores() []Chore {
-	return []Chore{
+	list := []Chore{
 		{Name: "expire", Every: expiryEvery, Do: c.expire},
 		{Name: "idle", Every: idleEvery, Do: c.expireIdle},
 		{Name: "retention", Every: retentionEvery, Do: c.retain},
@@ -27,6 +27,10 @@ func (c *Controller) chores() []Chore {
 		{Name: "abandon_seals", Every: abandonEvery, Do: c.abandonSeals},
 		{Name: "events", Every: sweepInterval, Do: c.tidyEvents},
 	}
+	if c.cfg.Store != nil {
+		list = append(list, Chore{Name: "collect", Every: collectEvery, Do: c.collect}, Chore{Name: "sweep_uploads", Every: uploadsEvery, Do: c.sweepUploads})
+	}
+	return list
 }
 
 // choreLoop takes part in the chores whenever the database is there.

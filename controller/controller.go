@@ -41,7 +41,8 @@ type Config struct {
 	Bootstrap      Bootstrap
 
 	// Store is where runners keep checkpoints for all; nil: nowhere. Here it is only tidied up.
-	Store blob.Blobs
+	Store      blob.Blobs
+	StoreGrace time.Duration // how long an object stays that nothing needs any more; default 1 h
 
 	Trust           *Trust        // nil where controller and runner share a secret, as in coppice dev; then no runner can join
 	CertificateLife time.Duration // of runners' certificates; default 24 h
@@ -72,6 +73,7 @@ func (c Config) withDefaults() Config {
 	}
 	set(&c.CaptureWait, 30*time.Second)
 	set(&c.ShutdownGrace, 10*time.Second)
+	set(&c.StoreGrace, time.Hour)
 	set(&c.EventsKept, 7*24*time.Hour)
 	set(&c.KeyCache, 3*time.Second)
 	set(&c.CertificateLife, mtls.Lifetime)

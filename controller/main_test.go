@@ -188,7 +188,7 @@ func (w *world) state(id core.WorkspaceID) core.WorkspaceState {
 }
 
 // eventually waits until check holds; the controller's loops run every 50 ms.
-func eventually(t *testing.T, what string, check func() bool) {
+func eventually(t testing.TB, what string, check func() bool) {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), wait)
 	defer cancel()

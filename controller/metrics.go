@@ -27,6 +27,7 @@ type metrics struct {
 	children  *prometheus.CounterVec   // outcome
 	seals     *prometheus.CounterVec   // outcome
 	stored    prometheus.Counter
+	collected *prometheus.CounterVec // unit
 
 	// mu guards phases.
 	mu     sync.Mutex
@@ -57,6 +58,7 @@ func newMetrics(c *Controller, reg prometheus.Registerer) *metrics {
 	m.seals = counter("seals_total", "Attempts to seal a checkpoint that ended.", "outcome")
 	m.stored = prometheus.NewCounter(prometheus.CounterOpts{Name: "coppice_controller_stored_bytes_total", Help: "Bytes of objects written for checkpoints that were sealed."})
 	reg.MustRegister(m.stored)
+	m.collected = counter("collected_total", "Objects that were deleted from the store because nothing needs them, and their bytes.", "unit")
 	gauge("operations_running", "Operations that this controller works on.", func() int {
 		c.mu.Lock()
 		defer c.mu.Unlock()

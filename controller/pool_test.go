@@ -175,12 +175,12 @@ func TestDeleteWhileFetched(t *testing.T) {
 	p := newPool(t)
 	_, cp := p.first("a")
 	p.drain(p.runner, true)
-	fetching, go_ := make(chan struct{}), make(chan struct{})
+	fetching, goOn := make(chan struct{}), make(chan struct{})
 	var once atomic.Bool
 	p.second.Hook(func(_ context.Context, point, _ string) error {
 		if point == runnertest.PointFetch && once.CompareAndSwap(false, true) {
 			close(fetching)
-			<-go_
+			<-goOn
 		}
 		return nil
 	})
@@ -191,7 +191,7 @@ func TestDeleteWhileFetched(t *testing.T) {
 	}()
 	<-fetching
 	wantCode(t, p.DeleteCheckpoint(t.Context(), p.project, cp.ID), core.CodeCheckpointInUse)
-	close(go_)
+	close(goOn)
 	if err := <-done; err != nil {
 		t.Fatal(err)
 	}

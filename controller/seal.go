@@ -102,6 +102,9 @@ func (c *Controller) CommitSeal(ctx context.Context, runner core.RunnerID, id co
 		sealed = true
 		return tx.CommitSeal(ctx, at, in)
 	})
+	if err != nil {
+		c.leftBehind(ctx, runner, id, in.Attempt, err)
+	}
 	if err != nil || !sealed {
 		return err
 	}
@@ -138,11 +141,27 @@ func (c *Controller) FailSeal(ctx context.Context, runner core.RunnerID, id core
 		failed = true
 		return tx.FailSeal(ctx, at, problem)
 	})
+	if err != nil {
+		c.leftBehind(ctx, runner, id, in.Attempt, err)
+	}
 	if err == nil && failed {
 		c.metrics.seals.WithLabelValues("failed").Inc()
 		c.log.WarnContext(ctx, "checkpoint not sealed", "checkpoint_id", id, "runner_id", runner, "attempt", in.Attempt, "code", problem.Code, "err", problem)
 	}
 	return err
+}
+
+// leftBehind records that an attempt, whose end is refused because it ended before, may have written since. What it wrote then may have
+// been removed already.
+func (c *Controller) leftBehind(ctx context.Context, runner core.RunnerID, id core.CheckpointID, attempt int64, refusal error) {
+	switch core.CodeOf(refusal) {
+	case core.CodeStateConflict, core.CodeCheckpointNotFound, core.CodeRunnerLost:
+	default:
+		return
+	}
+	if err := c.store.InTx(ctx, System(), func(tx Tx) error { return tx.LeaveDebris(ctx, runner, id, attempt) }); err != nil {
+		c.log.WarnContext(ctx, "what an attempt to seal may have left was not noted", "checkpoint_id", id, "attempt", attempt, "err", err)
+	}
 }
 
 func replaced(id core.CheckpointID, attempt int64) error {

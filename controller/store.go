@@ -67,6 +67,7 @@ type Tx interface {
 	AuditTx
 	SessionTx
 	SealTx
+	GarbageTx
 	FleetTx
 	TrustTx
 	EventTx
@@ -252,6 +253,8 @@ type SealTx interface {
 	// attempt has written nor its reference needed.
 	CommitSeal(ctx context.Context, at SealAttempt, in runnerapi.CommitSeal) error
 	FailSeal(ctx context.Context, at SealAttempt, why *core.Error) error
+	// LeaveDebris says that an attempt of a runner that has ended without a commit may have written since. Of any other it does nothing.
+	LeaveDebris(ctx context.Context, runner core.RunnerID, id core.CheckpointID, attempt int64) error
 	// AbandonSeals gives up the attempts of runners whose lease is another one by now, and says of which checkpoints.
 	AbandonSeals(ctx context.Context) ([]core.CheckpointID, error)
 }

@@ -41,6 +41,7 @@ var commands = []func(*app) *cobra.Command{
 	newMigrateCommand,
 	newRunnerCommand,
 	newRunnerTokenCommand,
+	newStoreCommand,
 }
 
 func main() {

@@ -45,6 +45,7 @@ no more requests, then the operations end or are left to the next controller.`,
 	f.StringVar(&cfg.RunnerListen, "runner-listen", "127.0.0.1:7071", "`address` for runners, always with mutual TLS")
 	f.StringVar(&cfg.KeyFile, "key-file", "", "`file` of the key that seals the cluster's keys in the database; made by the first controller")
 	a.storeFlags(f, &cfg.Store)
+	f.DurationVar(&cfg.Tune.StoreGrace, "store-grace", time.Hour, "how long what nothing needs any more stays in the store: longer than a runner may work without hearing of it")
 	f.StringVar(&cfg.APIKeyFile, "api-key-file", "", "`file` of the first administrator's API key; made if it is not there")
 	f.DurationVar(&cfg.Tune.RunnerLease, "runner-lease", 15*time.Second, "how long a silent runner still gets work; the same on all controllers")
 	f.DurationVar(&cfg.Tune.RunnerFence, "runner-fence", 10*time.Minute, "how long after that its workspaces are lost: it has ended their VMs by then")
@@ -203,7 +204,7 @@ func (a *app) fromEnvironment(c *cobra.Command) error {
 var serverFlags = []string{
 	"database", "database-file", "database-wait", "listen", "tls-cert", "tls-key", "plain-http", "runner-listen", "key-file", "api-key-file", "runner-lease", "runner-fence",
 	"controller", "join-token-file", "endpoint", "data-listen", "data-url", "data-cert", "data-key", "disk-budget", "max-sandboxes", "warm",
-	"store-bandwidth", "no-rebase", "stop-vms", "metrics-listen", "log-level",
+	"store-bandwidth", "store-grace", "no-rebase", "stop-vms", "metrics-listen", "log-level",
 }
 
 func readSecret(path string) (string, error) {

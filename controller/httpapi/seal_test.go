@@ -116,3 +116,47 @@ func TestSealing(t *testing.T) {
 	}
 	<-done
 }
+
+func TestStoreRoutes(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	ws := w.create("a")
+	var cp api.Checkpoint
+	w.want(201, "POST", "/v1/workspaces/"+ws.ID+"/checkpoints", map[string]any{}, &cp)
+	if err := w.runner.Seal(t.Context(), sealer{w}, w.blobs, 1, core.CheckpointID(cp.ID)); err != nil {
+		t.Fatal(err)
+	}
+	var report api.StoreReport
+	w.want(200, "GET", "/v1/store/check", nil, &report)
+	if !report.Sound || report.Objects != 3 || len(report.Missing)+len(report.Foreign) != 0 {
+		t.Errorf("%+v", report)
+	}
+	w.want(204, "DELETE", "/v1/checkpoints/"+cp.ID, nil, nil)
+	var garbage api.StoreGarbage
+	w.want(200, "POST", "/v1/store/gc?dry_run=true", nil, &garbage)
+	if !garbage.DryRun || garbage.Condemned+garbage.Waiting != 3 {
+		t.Errorf("%+v", garbage)
+	}
+	w.want(200, "POST", "/v1/store/gc", nil, &garbage)
+	if garbage.DryRun || garbage.Waiting != 3 || garbage.Objects != 0 {
+		t.Errorf("%+v", garbage)
+	}
+	w.want(200, "GET", "/v1/store/check", nil, &report)
+	if !report.Sound || report.Objects != 0 || report.Debris != 3 {
+		t.Errorf("%+v", report)
+	}
+	object := ""
+	for info, err := range w.blobs.List(t.Context(), "") {
+		if err != nil {
+			t.Fatal(err)
+		}
+		object = info.Key
+	}
+	if err := w.blobs.Put(t.Context(), object+"0", strings.NewReader("x"), 1, core.DigestOf([]byte("x"))); err != nil {
+		t.Fatal(err)
+	}
+	w.want(200, "GET", "/v1/store/check", nil, &report)
+	if report.Sound || len(report.Foreign) != 1 || report.Foreign[0].Key != object+"0" || report.Foreign[0].Bytes != 1 {
+		t.Errorf("%+v", report)
+	}
+}

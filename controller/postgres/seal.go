@@ -206,6 +206,19 @@ func (t *tx) FailSeal(ctx context.Context, at controller.SealAttempt, why *core.
 	return t.dropNeeds(ctx, at.Checkpoint)
 }
 
+// LeaveDebris looks at what came after the attempt: it must have ended, and not by the commit.
+func (t *tx) LeaveDebris(ctx context.Context, runner core.RunnerID, id core.CheckpointID, attempt int64) error {
+	_, err := t.exec(ctx, `
+		INSERT INTO store_debris (prefix, project_id)
+		SELECT p.prefix, c.project_id FROM checkpoints c CROSS JOIN LATERAL (SELECT coppice_seal_prefix(c.project_id, c.id, @attempt) AS prefix) p
+			LEFT JOIN seals s ON s.checkpoint_id = c.id
+		WHERE c.id = @id AND c.runner_id = @runner AND @attempt::bigint >= 1 AND NOT starts_with(coalesce(c.manifest_key, ''), p.prefix)
+			AND (c.state IN ('sealed', 'deleted') OR s.attempt > @attempt OR s.attempt = @attempt AND s.state = @failed)
+		ON CONFLICT (prefix) DO UPDATE SET since = now()`,
+		args{"id": id, "runner": runner, "attempt": attempt, "failed": controller.SealFailed})
+	return err
+}
+
 // AbandonSeals ends the attempts that nobody can go on with. A runner that was registered anew begins others.
 func (t *tx) AbandonSeals(ctx context.Context) ([]core.CheckpointID, error) {
 	rows, err := many[checkpointIDRow](ctx, t, `

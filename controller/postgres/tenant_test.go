@@ -119,7 +119,7 @@ func TestMissingWhereCannotLeak(t *testing.T) {
 	d.populate(other, template)
 	conn := d.conn()
 	systems := []string{"clusters", "runner_tokens", "runner_identities", "runner_loads"} // no project ever sees a row of these
-	shared := map[string]string{"checkpoints": " AND NOT shared", "images": " AND NOT shared", "image_locations": " AND NOT shared", "runners": " AND false"}
+	shared := map[string]string{"checkpoints": " AND NOT shared", "images": " AND NOT shared", "image_locations": " AND NOT shared", "checkpoint_copies": " AND NOT shared", "runners": " AND false"}
 	for _, table := range tables(t, conn) {
 		// A scope that is not set sees nothing at all.
 		for _, scope := range []string{"", string(d.project)} {

@@ -52,6 +52,9 @@ func (c ControllerConfig) validate() error {
 	if c.Tune.RunnerLease < 0 || c.Tune.RunnerFence < 0 {
 		bad("--runner-lease and --runner-fence must not be negative")
 	}
+	if c.Tune.StoreGrace < 0 || c.Tune.StoreGrace != 0 && c.Tune.StoreGrace < c.Tune.RunnerLease+c.Tune.RunnerFence {
+		bad("--store-grace must be at least as long as --runner-lease and --runner-fence together: until then a runner may not know that an upload was given up")
+	}
 	if c.Database == "" {
 		bad("--database: the address of a PostgreSQL database is needed, such as postgres://user@host/coppice")
 	}

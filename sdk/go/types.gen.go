@@ -1959,6 +1959,68 @@ type StaleProcess struct {
 	Runtime string `json:"runtime"`
 }
 
+// StoreGarbage defines model for StoreGarbage.
+type StoreGarbage struct {
+	Bytes int64 `json:"bytes"`
+
+	// Condemned Objects of deleted checkpoints that nothing needs from now on.
+	Condemned   int   `json:"condemned"`
+	DebrisBytes int64 `json:"debris_bytes"`
+
+	// DebrisObjects Objects of uploads that were given up; deleted.
+	DebrisObjects int `json:"debris_objects"`
+
+	// DebrisWaiting Uploads that were given up and whose grace is not over.
+	DebrisWaiting int `json:"debris_waiting"`
+
+	// DryRun Nothing was done; the rest is what would be.
+	DryRun bool `json:"dry_run"`
+
+	// More The time was over before the work was.
+	More bool `json:"more"`
+
+	// Objects Such objects that were deleted.
+	Objects int `json:"objects"`
+
+	// Waiting Such objects whose grace is not over.
+	Waiting int `json:"waiting"`
+}
+
+// StoreObject defines model for StoreObject.
+type StoreObject struct {
+	Bytes int64  `json:"bytes"`
+	Key   string `json:"key"`
+}
+
+// StoreReport defines model for StoreReport.
+type StoreReport struct {
+	Bytes int64 `json:"bytes"`
+
+	// Debris Objects that are going to be removed.
+	Debris int `json:"debris"`
+
+	// Foreign Objects that the database does not know. Nothing removes them.
+	Foreign []StoreObject `json:"foreign"`
+
+	// Missing Objects that are needed and not there.
+	Missing []StoreObject `json:"missing"`
+
+	// Objects Objects that are needed and there.
+	Objects int `json:"objects"`
+
+	// Resized Objects of another size than the one that was written, which is given.
+	Resized []StoreObject `json:"resized"`
+
+	// Sound Nothing is missing, of another size or foreign.
+	Sound bool `json:"sound"`
+
+	// Truncated There is more than was listed.
+	Truncated bool `json:"truncated"`
+
+	// Uploading Objects of uploads under way.
+	Uploading int `json:"uploading"`
+}
+
 // TTL Terminate the workspace this many seconds from now. 0 or absent, never.
 type TTL = int64
 

@@ -1,0 +1,109 @@
+package main
+
+import (
+	"fmt"
+	"io"
+
+	"github.com/spf13/cobra"
+
+	coppice "github.com/coppice-dev/coppice/sdk/go"
+)
+
+func newStoreCommand(a *app) *cobra.Command {
+	c := &cobra.Command{
+		Use:   "store",
+		Short: "Look after the store of sealed checkpoints",
+	}
+	c.AddCommand(newStoreCheckCommand(a), newStoreGCCommand(a))
+	return c
+}
+
+func newStoreGCCommand(a *app) *cobra.Command {
+	var dryRun bool
+	c := &cobra.Command{
+		Use:   "gc",
+		Short: "Remove from the store what nothing needs any more",
+		Long: `Remove from the store what nothing needs any more: of checkpoints that were deleted, and of uploads that were given up. The controllers do so
+every minute; what has been of no use for less than an hour (--store-grace of 'coppice controller') stays.`,
+		Args: cobra.NoArgs,
+		RunE: func(c *cobra.Command, _ []string) error {
+			client, err := a.client()
+			if err != nil {
+				return err
+			}
+			var sum coppice.StoreGarbage
+			for {
+				g, err := client.CollectStore(c.Context(), dryRun)
+				if err != nil {
+					return err
+				}
+				g.Condemned += sum.Condemned
+				g.Objects += sum.Objects
+				g.Bytes += sum.Bytes
+				g.DebrisObjects += sum.DebrisObjects
+				g.DebrisBytes += sum.DebrisBytes
+				if sum = g; !g.More || dryRun {
+					break
+				}
+			}
+			return a.print(sum, func(w io.Writer) error { return printGarbage(w, sum) })
+		},
+	}
+	c.Flags().BoolVar(&dryRun, "dry-run", false, "only say what would be removed")
+	return c
+}
+
+func printGarbage(w io.Writer, g coppice.StoreGarbage) error {
+	removed := "removed"
+	if g.DryRun {
+		removed = "to remove"
+	}
+	_, err := fmt.Fprintf(w, "%d objects (%s) of deleted checkpoints %s, %d more wait for the end of their grace, %d newly\n%d objects (%s) of uploads that were given up %s, %d more uploads wait\n",
+		g.Objects, size(g.Bytes), removed, g.Waiting, g.Condemned, g.DebrisObjects, size(g.DebrisBytes), removed, g.DebrisWaiting)
+	return err
+}
+
+func newStoreCheckCommand(a *app) *cobra.Command {
+	return &cobra.Command{
+		Use:   "check",
+		Short: "Compare the store with what the database knows of it",
+		Long: `Compare the store with what the database knows of it: objects that are missing, have another size than was written, or belong to nothing. It
+lists the whole store, and reads no object. The exit status is 1 if something is not as it should be.`,
+		Args: cobra.NoArgs,
+		RunE: func(c *cobra.Command, _ []string) error {
+			client, err := a.client()
+			if err != nil {
+				return err
+			}
+			done := a.working(c.Context(), "listing the store")
+			report, err := client.CheckStore(c.Context())
+			done()
+			if err != nil {
+				return err
+			}
+			if err := a.print(report, func(w io.Writer) error { return printStoreReport(w, report) }); err != nil {
+				return err
+			}
+			if !report.Sound {
+				return statusError(exitFailure)
+			}
+			return nil
+		},
+	}
+}
+
+func printStoreReport(w io.Writer, r coppice.StoreReport) error {
+	fmt.Fprintf(w, "%d objects (%s) are there; %d of uploads under way, %d to be removed\n", r.Objects, size(r.Bytes), r.Uploading, r.Debris)
+	for _, group := range []struct {
+		what string
+		list []coppice.StoreObject
+	}{{"missing", r.Missing}, {"other size", r.Resized}, {"foreign", r.Foreign}} {
+		for _, o := range group.list {
+			fmt.Fprintf(w, "%-10s  %s (%s)\n", group.what, visible(o.Key), size(o.Bytes))
+		}
+	}
+	if r.Truncated {
+		fmt.Fprintln(w, "and more")
+	}
+	return nil
+}

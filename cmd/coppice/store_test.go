@@ -1,0 +1,53 @@
+package main
+
+import (
+	"context"
+	"strings"
+	"testing"
+
+	"github.com/coppice-dev/coppice/api"
+)
+
+func (f *fake) CollectStore(_ context.Context, r api.CollectStoreRequestObject) (api.CollectStoreResponseObject, error) {
+	f.note(r.Params.DryRun)
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return api.CollectStore200JSONResponse{
+		DryRun: r.Params.DryRun, Condemned: 1, Waiting: 2, Objects: 3, Bytes: 4 << 20, DebrisWaiting: 5, DebrisObjects: 6, DebrisBytes: 7 << 20, More: len(f.requests) < 2,
+	}, nil
+}
+
+func (f *fake) CheckStore(context.Context, api.CheckStoreRequestObject) (api.CheckStoreResponseObject, error) {
+	out := api.CheckStore200JSONResponse{Sound: !f.failChild, Objects: 5, Bytes: 6 << 20, Uploading: 7, Debris: 8, Missing: []api.StoreObject{}, Resized: []api.StoreObject{}, Foreign: []api.StoreObject{}}
+	if f.failChild {
+		out.Missing = append(out.Missing, api.StoreObject{Key: "v1/a", Bytes: 1 << 10})
+		out.Foreign, out.Truncated = append(out.Foreign, api.StoreObject{Key: "v1/b\x1b", Bytes: 2 << 10}), true
+	}
+	return out, nil
+}
+
+func TestStoreCommands(t *testing.T) {
+	t.Parallel()
+	f, run := newFake(t)
+	for _, c := range []struct {
+		line   string
+		unwell bool
+		status int
+		out    string
+		sent   int
+	}{
+		{"store gc --dry-run", false, 0, "3 objects (4.0 MiB) of deleted checkpoints to remove, 2 more wait for the end of their grace, 1 newly\n" +
+			"6 objects (7.0 MiB) of uploads that were given up to remove, 5 more uploads wait\n", 1},
+		{"store gc", false, 0, "6 objects (8.0 MiB) of deleted checkpoints removed, 2 more wait for the end of their grace, 2 newly\n" +
+			"12 objects (14.0 MiB) of uploads that were given up removed, 5 more uploads wait\n", 2}, // the first request did not get done
+		{"store check", false, 0, "5 objects (6.0 MiB) are there; 7 of uploads under way, 8 to be removed\n", 0},
+		{"store check", true, 1, "5 objects (6.0 MiB) are there; 7 of uploads under way, 8 to be removed\n" +
+			"missing     v1/a (1.0 KiB)\nforeign     v1/b? (2.0 KiB)\nand more\n", 0},
+	} {
+		f.requests, f.failChild = nil, c.unwell
+		status, stdout, stderr := run(strings.Fields(c.line)...)
+		if status != c.status || stdout != c.out || len(f.requests) != c.sent {
+			t.Errorf("%s: status %d, %d requests\n%s%s", c.line, status, len(f.requests), stdout, stderr)
+		}
+	}
+}

@@ -1,0 +1,227 @@
+package postgres_test
+
+import (
+	"context"
+	"errors"
+	"maps"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgconn"
+
+	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/core"
+)
+
+func (d *db) condemn(dryRun bool) (looked, condemned int) {
+	d.t.Helper()
+	d.system(func(ctx context.Context, tx controller.Tx) (err error) {
+		looked, condemned, err = tx.CondemnObjects(ctx, 100, dryRun)
+		return err
+	})
+	return looked, condemned
+}
+
+func TestCondemn(t *testing.T) {
+	t.Parallel()
+	d := newDB(t)
+	from := d.template()
+	w := d.ready(d.project, from)
+	a, b := d.node(w, from.ID), d.node(w, from.ID)
+	first := d.sealed(a.ID)
+	d.sealed(b.ID, a.ID)
+	if looked, condemned := d.condemn(false); looked != 0 || condemned != 0 {
+		t.Errorf("with everything needed: %d, %d", looked, condemned)
+	}
+	// The two that share two objects are deleted by transactions that do not see one another.
+	second, both := make(chan struct{}), make(chan error, 1)
+	go func() {
+		<-second
+		both <- d.remove(b.ID)
+	}()
+	d.mine(func(ctx context.Context, tx controller.Tx) error {
+		if _, err := tx.DeleteCheckpoint(ctx, a.ID, false); err != nil {
+			return err
+		}
+		close(second)
+		return <-both
+	})
+	if _, condemned := d.condemn(true); condemned != 4 {
+		t.Errorf("dry run: %d", condemned)
+	}
+	if looked, condemned := d.condemn(false); looked != 6 || condemned != 4 {
+		t.Errorf("after the last needs: %d losses, %d condemned", looked, condemned)
+	}
+	if looked, condemned := d.condemn(false); looked != 0 || condemned != 0 {
+		t.Errorf("again: %d, %d", looked, condemned)
+	}
+	// A condemned object cannot be needed again, and one that is needed cannot go.
+	c := d.node(w, from.ID)
+	begun, err := d.begin(c.ID)
+	if err != nil {
+		t.Fatal(err)
+	}
+	wantCode(t, d.commit(c.ID, begun, first.Prefix+"pack"), core.CodeInvalidField)
+	var pg *pgconn.PgError
+	if _, err := d.conn().Exec(t.Context(), `INSERT INTO checkpoint_objects (checkpoint_id, key, project_id) VALUES ($1, $2, $3)`, c.ID, first.Prefix+"pack", d.project); !errors.As(err, &pg) || pg.ConstraintName != "checkpoint_objects_condemned_check" {
+		t.Errorf("need of a condemned object: %v", err)
+	}
+	if err := d.commit(c.ID, begun); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := d.conn().Exec(t.Context(), `DELETE FROM store_objects WHERE key = $1`, begun.Prefix+"pack"); !errors.As(err, &pg) || pg.ConstraintName != "checkpoint_objects_object_fk" {
+		t.Errorf("removal of a needed object: %v", err)
+	}
+	d.system(func(ctx context.Context, tx controller.Tx) error {
+		list, waiting, err := tx.CondemnedObjects(ctx, time.Hour, "", 10)
+		if err != nil || len(list) != 0 || waiting != 4 {
+			t.Errorf("within the grace: %v, %d, %v", list, waiting, err)
+		}
+		list, waiting, err = tx.CondemnedObjects(ctx, 0, first.Prefix+"manifest", 10)
+		if err != nil || len(list) != 3 || waiting != 0 || list[0] != (runnerapi.StoredObject{Key: first.Prefix + "pack", Bytes: 100}) {
+			t.Errorf("condemned: %v, %d, %v", list, waiting, err)
+		}
+		if err := tx.ForgetObjects(ctx, []string{first.Prefix + "pack", begun.Prefix + "pack"}); err != nil {
+			return err
+		}
+		known, err := tx.KnownObjects(ctx, []string{first.Prefix + "manifest", first.Prefix + "pack", begun.Prefix + "pack"})
+		if !known[first.Prefix+"manifest"].Condemned || known[begun.Prefix+"pack"].Bytes != 100 || len(known) != 2 {
+			t.Errorf("known: %+v", known)
+		}
+		rows, err2 := tx.Objects(ctx, "", 100)
+		if len(rows) != 5 || !slices.IsSortedFunc(rows, func(a, b controller.StoredObject) int { return strings.Compare(a.Key, b.Key) }) {
+			t.Errorf("rows: %+v", rows)
+		}
+		return errors.Join(err, err2)
+	})
+}
+
+func TestDebris(t *testing.T) {
+	t.Parallel()
+	d := newDB(t)
+	from := d.template()
+	w := d.ready(d.project, from)
+	a, b := d.node(w, from.ID), d.node(w, from.ID)
+	var prefixes []string
+	for range 3 {
+		begun, err := d.begin(a.ID)
+		if err != nil {
+			t.Fatal(err)
+		}
+		prefixes = append(prefixes, begun.Prefix)
+	}
+	leave := func(id core.CheckpointID, attempts ...int64) {
+		t.Helper()
+		d.system(func(ctx context.Context, tx controller.Tx) error {
+			for _, n := range attempts {
+				if err := tx.LeaveDebris(ctx, d.runner, id, n); err != nil {
+					return err
+				}
+			}
+			return nil
+		})
+	}
+	d.system(func(ctx context.Context, tx controller.Tx) error {
+		uploading, debris, err := tx.OpenPrefixes(ctx)
+		if !slices.Equal(uploading, prefixes[2:]) || len(debris) != 2 {
+			t.Errorf("open: %v, %v", uploading, debris)
+		}
+		none, waiting, err2 := tx.Debris(ctx, time.Hour, "", 10)
+		list, _, err3 := tx.Debris(ctx, 0, prefixes[0], 10)
+		if len(none) != 0 || waiting != 2 || !slices.Equal(list, prefixes[1:2]) {
+			t.Errorf("debris: %v, %d, %v", none, waiting, list)
+		}
+		return errors.Join(err, err2, err3, tx.ForgetDebris(ctx, prefixes[0]), tx.ForgetDebris(ctx, prefixes[1]))
+	})
+	// Neither the attempt under way nor those that may come are debris, whatever a runner says; one that ended is.
+	leave(a.ID, 3, 4, 0, -1, 1)
+	if got := d.debris(); !slices.Equal(got, prefixes[:1]) {
+		t.Errorf("%v", got)
+	}
+	if err := d.commit(a.ID, runnerapi.SealBegun{Prefix: prefixes[2]}); err != nil {
+		t.Fatal(err)
+	}
+	leave(a.ID, 3, 2)
+	if got := d.debris(); !slices.Equal(got, prefixes[:2]) {
+		t.Errorf("after the commit: %v", got)
+	}
+	if err := d.remove(a.ID); err != nil {
+		t.Fatal(err)
+	}
+	leave(a.ID, 3)
+	leave(b.ID, 1)
+	d.system(func(ctx context.Context, tx controller.Tx) error {
+		return tx.LeaveDebris(ctx, core.NewID[core.RunnerID](), a.ID, 9) // of somebody else
+	})
+	if got := d.debris(); !slices.Equal(got, prefixes[:2]) {
+		t.Errorf("after the deletion: %v", got)
+	}
+}
+
+func TestCopies(t *testing.T) {
+	t.Parallel()
+	d := newDB(t)
+	from := d.template()
+	w := d.ready(d.project, from)
+	a := d.node(w, from.ID)
+	b := d.node(w, a.ID)
+	other := core.NewID[core.RunnerID]()
+	info := d.info()
+	info.RunnerID = other
+	d.system(func(ctx context.Context, tx controller.Tx) error {
+		_, err := tx.RegisterRunner(ctx, runnerapi.Register{Info: info, Endpoint: "http://127.0.0.1:2"}, time.Minute)
+		return err
+	})
+	held := func(ids ...core.CheckpointID) {
+		t.Helper()
+		d.system(func(ctx context.Context, tx controller.Tx) error { return tx.SetCopies(ctx, other, ids) })
+	}
+	near := func(cp controller.Checkpoint) (out map[core.RunnerID]int) {
+		t.Helper()
+		d.mine(func(ctx context.Context, tx controller.Tx) (err error) {
+			out, err = tx.Near(ctx, cp)
+			return err
+		})
+		return out
+	}
+	for _, c := range []struct {
+		held []core.CheckpointID
+		want map[core.RunnerID]int
+	}{
+		{nil, map[core.RunnerID]int{d.runner: 0}},
+		{[]core.CheckpointID{from.ID, core.NewID[core.CheckpointID]()}, map[core.RunnerID]int{d.runner: 0, other: 2}},
+		{[]core.CheckpointID{from.ID, a.ID, a.ID}, map[core.RunnerID]int{d.runner: 0, other: 1}},
+		{[]core.CheckpointID{b.ID}, map[core.RunnerID]int{d.runner: 0, other: 0}},
+	} {
+		held(c.held...)
+		if got := near(b); !maps.Equal(got, c.want) {
+			t.Errorf("holding %v: %v, want %v", c.held, got, c.want)
+		}
+	}
+	held()
+	d.system(func(ctx context.Context, tx controller.Tx) error {
+		return tx.SetImages(ctx, other, []runnerapi.Image{{Name: "base", Digest: from.Image.Digest}})
+	})
+	if got := near(b); got[other] != 3 {
+		t.Errorf("with the image: %v", got)
+	}
+	// A runner may hold what is sealed, whoever captured it.
+	d.system(func(ctx context.Context, tx controller.Tx) error {
+		list, err := tx.HeldCheckpoints(ctx, other, []core.CheckpointID{a.ID, b.ID})
+		if len(list) != 0 {
+			t.Errorf("captured elsewhere: %v", list)
+		}
+		return err
+	})
+	d.sealed(a.ID)
+	d.system(func(ctx context.Context, tx controller.Tx) error {
+		list, err := tx.HeldCheckpoints(ctx, other, []core.CheckpointID{a.ID, b.ID})
+		if !slices.Equal(list, []core.CheckpointID{a.ID}) {
+			t.Errorf("sealed elsewhere: %v", list)
+		}
+		return err
+	})
+}
