@@ -499,3 +499,60 @@ type refusing struct {
 }
 
 func (r refusing) Put(context.Context, string, io.ReaderAt, int64, core.Digest) error { return r.err }
+
+// TestCheck: every frame is in one part, what several checkpoints share is read once, and each fault is named.
+func TestCheck(t *testing.T) {
+	t.Parallel()
+	x := newRig(t)
+	r := rand.New(rand.NewPCG(19, 20))
+	m := newImage(8 << 20)
+	m.write(r, 800)
+	first := x.seal(nil, nil, m, m.whole())
+	before := m.clone()
+	second := x.seal(first.Snapshot, before, m, m.write(r, 200))
+	check := func(part snapshotstore.Part, refs ...manifest.Ref) (*snapshotstore.Checker, []error) {
+		t.Helper()
+		c := snapshotstore.NewChecker(x.blobs, part)
+		var faults []error
+		for _, ref := range refs {
+			found, err := c.Check(t.Context(), ref)
+			if err != nil {
+				t.Fatal(err)
+			}
+			faults = append(faults, found...)
+		}
+		return c, faults
+	}
+	whole, faults := check(snapshotstore.Whole, first.Manifest, second.Manifest)
+	if len(faults) > 0 || whole.Manifests != 2 || whole.Frames == 0 {
+		t.Fatalf("%+v, %v", whole, faults)
+	}
+	var parts int64
+	for i := range uint64(5) {
+		c, _ := check(snapshotstore.Part{Which: i + 1, Of: 5}, first.Manifest, second.Manifest)
+		parts += c.Frames
+	}
+	none, _ := check(snapshotstore.Part{}, second.Manifest)
+	if parts != whole.Frames || none.Frames != 0 || none.Manifests != 1 {
+		t.Errorf("%d frames in parts, %d in all, %d in none", parts, whole.Frames, none.Frames)
+	}
+	pack := first.Objects[0].Key
+	path := filepath.Join(x.dir, filepath.FromSlash(pack))
+	b, err := os.ReadFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	b[100] ^= 1
+	if err := errors.Join(os.Remove(path), os.WriteFile(path, b, 0o600)); err != nil {
+		t.Fatal(err)
+	}
+	if _, faults := check(snapshotstore.Whole, second.Manifest); len(faults) != 1 || core.CodeOf(faults[0]) != core.CodeCheckpointCorrupt || !strings.Contains(core.MessageOf(faults[0]), pack) {
+		t.Errorf("a changed pack: %v", faults)
+	}
+	if err := os.Remove(path); err != nil {
+		t.Fatal(err)
+	}
+	if _, faults := check(snapshotstore.Whole, second.Manifest); len(faults) == 0 || core.CodeOf(faults[0]) != core.CodeCheckpointIncomplete {
+		t.Errorf("a missing pack: %v", faults)
+	}
+}
