@@ -281,7 +281,7 @@ func TestScattered(t *testing.T) {
 	}
 	ref := x.seal(nil, nil, m, m.whole()).Snapshot
 	var dirty, moved int64
-	for i := range int64(200) {
+	for i := range int64(100) {
 		before := m.clone()
 		var changed []snapshotstore.Range
 		for leaf := range m.size / page / manifest.LeafPages {
@@ -453,7 +453,7 @@ func TestFailedWrite(t *testing.T) {
 	t.Parallel()
 	x := newRig(t)
 	broken := errors.New("the disk fails")
-	m := newImage(64 << 20)
+	m := newImage(24 << 20)
 	r := rand.New(rand.NewPCG(17, 18))
 	for at := range m.size / page {
 		m.pages[at] = content(r)

@@ -88,7 +88,8 @@ func (p *pool) join(t *testing.T) *poolHost {
 	name := fmt.Sprintf("runner-%d", p.joined)
 	p.joined++
 	far := newFarHost(t)
-	h := &poolHost{far: far, stack: &stack{dir: p.dir, data: filepath.Join(p.dir, name), client: p.client}}
+	data := filepath.Join(p.dir, name)
+	h := &poolHost{far: far, stack: &stack{dir: data, data: data, client: p.client}}
 	ticket, err := p.client.CreateRunnerToken(t.Context(), coppice.CreateRunnerTokenRequest{})
 	if err != nil {
 		t.Fatal(err)
