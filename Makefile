@@ -59,7 +59,7 @@ compose-up: ## run everything in containers: needs a docker engine with Compose 
 compose-down: ## stop that; the volumes stay
 	docker compose -f deploy/docker-compose.yml down
 
-test-long: build ## the long sweeps of the end-to-end tests: 64 generations, every runtime, every fault (root; half an hour)
+test-long: build $(VERSITYGW) ## the long sweeps of the end-to-end tests: 64 generations, every runtime, every fault (root; half an hour)
 	COPPICE_TEST_REQUIRE=all $(GO) test -count=1 -timeout 60m ./internal/e2e -long
 
 test-kvm: ## run the drivers and the system under a KVM that works, in an emulated machine; COPPICE_CLOUD_HYPERVISOR=/path tests that too (root; up to 45 minutes)
@@ -77,12 +77,12 @@ FUZZTIME ?= 60s
 fuzz: ## fuzz every target for FUZZTIME (60s) each, beginning with the committed corpora
 	@scripts/fuzz $(FUZZTIME)
 
-chaos: build ## grow trees while servers, databases and VMs are killed, and check all that was promised: FOR=5m SEED=1 DEPLOY=dev, split or all (root)
+chaos: build $(VERSITYGW) ## grow trees while servers, databases and VMs are killed, and check all that was promised: FOR=5m SEED=1 DEPLOY=dev, split or all (root)
 	mkdir -p $(VAR)/chaos
 	COPPICE_TEST_REQUIRE=all $(GO) test -tags chaos -v -count=1 -timeout 90m ./internal/e2e -run '^TestChaos$$' \
 		-chaos $(or $(FOR),5m) -chaos-seed $(or $(SEED),1) -chaos-deployment $(or $(DEPLOY),all) -chaos-history $(VAR)/chaos/history.jsonl
 
-faults: build ## every row of the fault matrix that is run, docs/FAULTS.md, to real processes and machines (root)
+faults: build $(VERSITYGW) ## every row of the fault matrix that is run, docs/FAULTS.md, to real processes and machines (root)
 	COPPICE_TEST_REQUIRE=all $(GO) test -v -count=1 -timeout 90m ./internal/e2e -run '^TestFault(Matrix|MatrixIsWhole|sDocument)$$' -long
 
 lint: $(LINT) ## run the pinned linters, which are built on first use (minutes)

@@ -4,17 +4,23 @@ import (
 	"bytes"
 	"context"
 	"encoding/json"
+	"encoding/pem"
 	"errors"
 	"fmt"
 	"net/http"
+	"net/http/httptest"
+	"net/http/httputil"
 	"os"
 	"os/exec"
+	"path/filepath"
+	"strings"
 	"sync/atomic"
 	"testing"
 	"time"
 
 	"github.com/minio/minio-go/v7"
 
+	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/testleak"
 	"github.com/coppice-dev/coppice/internal/tests3"
 	"github.com/coppice-dev/coppice/snapshotstore/blob"
@@ -162,5 +168,38 @@ func TestSuite(t *testing.T) {
 				}
 			})
 		})
+	}
+}
+
+// TestTLS reaches a server behind a certificate that the system does not know.
+func TestTLS(t *testing.T) {
+	t.Parallel()
+	server := tests3.Start(t)
+	bucket := server.Bucket(t)
+	front := httptest.NewTLSServer(&httputil.ReverseProxy{
+		Rewrite: func(r *httputil.ProxyRequest) {
+			r.Out.URL.Scheme, r.Out.URL.Host, r.Out.Host = "http", server.Address, r.In.Host
+		},
+	})
+	t.Cleanup(front.Close)
+	ca := filepath.Join(t.TempDir(), "ca.pem")
+	if err := os.WriteFile(ca, pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: front.Certificate().Raw}), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	overTLS := func(c *Config) { c.Endpoint = front.URL }
+	s := open(t, server, "", bucket, "", overTLS, func(c *Config) { c.CAFile = ca })
+	if err := blob.Probe(t.Context(), s); err != nil {
+		t.Error(err)
+	}
+	data := blobtest.Bytes(1, partSize+1)
+	if err := blobtest.Put(t.Context(), s, object, data); err != nil {
+		t.Error(err)
+	}
+	if got, err := blobtest.Get(t.Context(), s, object, 0, partSize+1); err != nil || !bytes.Equal(got, data) {
+		t.Errorf("%d bytes, %v", len(got), err)
+	}
+	err := blob.Probe(t.Context(), open(t, server, "", bucket, "", overTLS))
+	if core.CodeOf(err) != core.CodeStoreUnavailable || !strings.Contains(core.MessageOf(err), "certificate is not trusted") {
+		t.Errorf("without the CA: %v", err)
 	}
 }
