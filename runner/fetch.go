@@ -74,6 +74,9 @@ func (r *Runner) fetchNow(ctx context.Context, sources []runnerapi.Stored) (_ *c
 	defer r.holdRoots()()
 	err = f.run(ctx)
 	if err == nil {
+		err = fetchWritten.Hit(ctx)
+	}
+	if err == nil {
 		rec.Timings = append(rec.Timings, watch.Timings()...)
 		err = errors.Join(atomicfile.WriteJSON(filepath.Join(f.dir, sealedFile), at, 0o600), r.checkpoints.publish(f.dir, rec))
 	}
@@ -135,6 +138,9 @@ type fetching struct {
 }
 
 func (f *fetching) run(ctx context.Context) error {
+	if err := fetchBegun.Hit(ctx); err != nil {
+		return err
+	}
 	for _, step := range []struct {
 		name string
 		do   func(context.Context) error
@@ -188,8 +194,12 @@ func (f *fetching) fill(ctx context.Context, to *os.File, tree *manifest.Tree) e
 	})
 }
 
-// memory makes the delta to the root's base; the root itself becomes a base.
 func (f *fetching) memory(ctx context.Context) error {
+	return errors.Join(f.writeMemory(ctx), fetchMemory.Hit(ctx))
+}
+
+// writeMemory makes the delta to the root's base; the root itself becomes a base.
+func (f *fetching) writeMemory(ctx context.Context) error {
 	tree := f.snapshot.Image(imageMemory)
 	if f.root == nil || f.root.delta != nil || f.root.base.Size != tree.Size() {
 		base, err := f.r.bases.Import(tree.Size(), func(to *os.File) error { return f.fill(ctx, to, tree) })

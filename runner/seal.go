@@ -254,7 +254,13 @@ func (r *Runner) sealAttempt(ctx context.Context, c Sealing, epoch int64, rec *c
 	if err != nil {
 		return 0, nil, err
 	}
+	if err := sealBegun.Hit(ctx); err != nil {
+		return begun.Attempt, nil, err
+	}
 	out, err := r.upload(ctx, ckpt, begun)
+	if err == nil {
+		err = sealWritten.Hit(ctx)
+	}
 	if err != nil {
 		return begun.Attempt, nil, err
 	}
@@ -270,7 +276,7 @@ func (r *Runner) sealAttempt(ctx context.Context, c Sealing, epoch int64, rec *c
 		return begun.Attempt, nil, err
 	}
 	r.seals.keep(out.Snapshot)
-	return begun.Attempt, out, r.markSealed(rec.ID, stored)
+	return begun.Attempt, out, errors.Join(sealCommitted.Hit(ctx), r.markSealed(rec.ID, stored))
 }
 
 // markSealed notes on this host that a checkpoint is in the store. A note that is lost costs a question to the controller.

@@ -13,6 +13,7 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 
 	"github.com/coppice-dev/coppice/core"
@@ -351,6 +352,8 @@ func TestEveryByte(t *testing.T) {
 		}
 		put(whole[:len(whole)-1])
 		expect("the end", core.CodeCheckpointCorrupt)
+		put(append([]byte("something else altogether"), whole...)) // another object under the key
+		expect("another object in the place", core.CodeCheckpointCorrupt)
 		if err := os.Remove(path); err != nil {
 			t.Fatal(err)
 		}
@@ -554,5 +557,49 @@ func TestCheck(t *testing.T) {
 	}
 	if _, faults := check(snapshotstore.Whole, second.Manifest); len(faults) == 0 || core.CodeOf(faults[0]) != core.CodeCheckpointIncomplete {
 		t.Errorf("a missing pack: %v", faults)
+	}
+}
+
+// counting counts what is read of packs.
+type counting struct {
+	blob.Blobs
+	packs atomic.Int64
+}
+
+func (c *counting) Get(ctx context.Context, key string, off, n int64) (io.ReadCloser, error) {
+	if strings.Contains(key, "/pack-") {
+		c.packs.Add(1)
+	}
+	return c.Blobs.Get(ctx, key, off, n)
+}
+
+// TestTampered: a manifest that is well-formed and not the one that was sealed is refused before anything else is read.
+func TestTampered(t *testing.T) {
+	t.Parallel()
+	x := newRig(t)
+	r := rand.New(rand.NewPCG(21, 22))
+	m := newImage(2 << 20)
+	m.write(r, 100)
+	w := x.seal(nil, nil, m, m.whole())
+	path := filepath.Join(x.dir, filepath.FromSlash(w.Manifest.Key))
+	b, err := os.ReadFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	h, nodes, err := manifest.Decode(b)
+	if err != nil {
+		t.Fatal(err)
+	}
+	h.Resources.MemoryMiB *= 2
+	if b, err = manifest.Encode(h, nodes); err != nil {
+		t.Fatal(err)
+	}
+	if err := errors.Join(os.Remove(path), os.WriteFile(path, b, 0o600)); err != nil {
+		t.Fatal(err)
+	}
+	c := &counting{Blobs: x.blobs}
+	x.blobs = c
+	if _, _, err := x.load(w.Manifest, "memory"); core.CodeOf(err) != core.CodeCheckpointCorrupt || c.packs.Load() != 0 {
+		t.Errorf("after %d reads of packs: %v", c.packs.Load(), err)
 	}
 }
