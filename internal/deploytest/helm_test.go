@@ -213,18 +213,20 @@ func TestChartObjects(t *testing.T) {
 func TestSchemaRefuses(t *testing.T) {
 	t.Parallel()
 	for name, c := range map[string]struct{ values, says string }{
-		"no database":            {`database: {existingSecret: ""}`, "database"},
-		"no cluster key":         {`clusterKey: {existingSecret: ""}`, "clusterKey"},
-		"no administrator's key": {`adminKey: {existingSecret: ""}`, "adminKey"},
-		"neither TLS nor clear":  {`controller: {plainHTTP: false}`, "controller"},
-		"an image of no version": {`image: {runner: {tag: "", digest: ""}}`, "runner"},
-		"the latest image":       {`image: {controller: {tag: latest}}`, "tag"},
-		"runners everywhere":     {`runner: {nodeSelector: {coppice.dev/runner: null}}`, "nodeSelector"},
-		"a relative directory":   {`runner: {dataDir: data}`, "dataDir"},
-		"an unknown setting":     {`controller: {replica: 3}`, "replica"},
-		"an unknown VMM":         {`runner: {vmm: firecracker}`, "vmm"},
-		"a lease without unit":   {`controller: {runnerLease: "15"}`, "runnerLease"},
-		"an ingress to nowhere":  {`controller: {ingress: {enabled: true}}`, "ingress"},
+		"no database":                 {`database: {existingSecret: ""}`, "database"},
+		"no cluster key":              {`clusterKey: {existingSecret: ""}`, "clusterKey"},
+		"no administrator's key":      {`adminKey: {existingSecret: ""}`, "adminKey"},
+		"neither TLS nor clear":       {`controller: {plainHTTP: false}`, "controller"},
+		"an image of no version":      {`image: {runner: {tag: "", digest: ""}}`, "runner"},
+		"the latest image":            {`image: {controller: {tag: latest}}`, "tag"},
+		"runners everywhere":          {`runner: {nodeSelector: {coppice.dev/runner: null}}`, "nodeSelector"},
+		"a relative directory":        {`runner: {dataDir: data}`, "dataDir"},
+		"an unknown setting":          {`controller: {replica: 3}`, "replica"},
+		"an unknown VMM":              {`runner: {vmm: firecracker}`, "vmm"},
+		"a lease without unit":        {`controller: {runnerLease: "15"}`, "runnerLease"},
+		"a store on a node's disk":    {`store: {url: "dir:/srv"}`, "store"},
+		"a store without credentials": {`store: {url: "s3://bucket"}`, "existingSecret"},
+		"an ingress to nowhere":       {`controller: {ingress: {enabled: true}}`, "ingress"},
 	} {
 		if _, err := render(t, values(t, "small.yaml", c.values)); err == nil || !strings.Contains(err.Error(), c.says) {
 			t.Errorf("%s: %v", name, err)

@@ -76,3 +76,10 @@ seccompProfile: {type: RuntimeDefault}
     items: [{key: ca.crt, path: ca.crt}]
 {{- end }}
 {{- end -}}
+
+{{/* The store of checkpoints, the same for controllers and runners. */}}
+{{- define "coppice.storeEnv" -}}
+- {name: COPPICE_STORE, value: {{ .Values.store.url | quote }}}
+- {name: COPPICE_STORE_ACCESS_KEY_FILE, value: {{ printf "/secrets/store/%s" .Values.store.accessKey | quote }}}
+- {name: COPPICE_STORE_SECRET_KEY_FILE, value: {{ printf "/secrets/store/%s" .Values.store.secretKey | quote }}}
+{{- end -}}
