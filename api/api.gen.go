@@ -1290,6 +1290,9 @@ type ForkCheckpointRequest struct {
 	// OnIdle `suspend` when absent. It needs `idle_seconds`.
 	OnIdle OnIdle `json:"on_idle,omitempty,omitzero"`
 
+	// Spread Grow the children evenly on all runners that can, instead of where the checkpoint is. It must be sealed.
+	Spread bool `json:"spread,omitempty,omitzero"`
+
 	// TTLSeconds Terminate the workspace this many seconds from now. 0 or absent, never.
 	TTLSeconds TTL `json:"ttl_seconds,omitempty,omitzero"`
 }

@@ -103,12 +103,12 @@ func (c *Controller) beginCapture(ctx context.Context, project core.ProjectID, k
 
 // plantBeside inserts the children of a fork of a workspace: their checkpoint is still to be captured, on its runner.
 func (c *Controller) plantBeside(ctx context.Context, tx Tx, project core.ProjectID, cp Checkpoint, req ForkRequest, names []string, attempt int) (*forkPlan, error) {
-	runner, err := c.place(ctx, tx, placement.Request{Count: req.Count, Resources: cp.Resources, Holder: cp.RunnerID})
+	runners, err := c.placeEach(ctx, tx, placement.Request{Count: req.Count, Resources: cp.Resources, Holder: cp.RunnerID}, false)
 	if err != nil {
 		return nil, err
 	}
-	children, err := c.plant(ctx, tx, planting{project: project, runner: runner, names: names, attempt: attempt, ttl: req.TTL, like: childOf(cp, req)})
-	return &forkPlan{endpoint: runner.Endpoint, children: children, source: cp}, err
+	children, err := c.plant(ctx, tx, planting{project: project, runners: runners, names: names, attempt: attempt, ttl: req.TTL, like: childOf(cp, req)})
+	return &forkPlan{children: children, source: cp}, err
 }
 
 // whenReady runs do when no checkpoint of the workspace is being captured, again if another came first.

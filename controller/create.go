@@ -69,12 +69,12 @@ func (c *Controller) CreateWorkspace(ctx context.Context, project core.ProjectID
 		case err != nil && core.CategoryOf(err) != core.NotFound:
 			return nil, err
 		}
-		list, err := c.plant(ctx, tx, planting{project: project, runner: runner, names: []string{req.Name}, like: like, attempt: attempt, ttl: req.TTL})
+		list, err := c.plant(ctx, tx, planting{project: project, runners: []Runner{runner}, names: []string{req.Name}, like: like, attempt: attempt, ttl: req.TTL})
 		if err != nil {
 			return nil, err
 		}
 		op.WorkspaceID, in.Children = list[0].ID, childInputs(list)
-		plan := &forkPlan{endpoint: runner.Endpoint, children: list}
+		plan := &forkPlan{children: list}
 		if op.Step == "fork" {
 			plan.source, in.Source, op.CheckpointID = template, template.ID, template.ID
 		}

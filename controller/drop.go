@@ -34,3 +34,14 @@ func (c *Controller) drop(ctx context.Context, endpoint string, ids ...core.Sand
 	}
 	_ = group.Wait() // none of them fails
 }
+
+// dropAll is drop, of several runners.
+func (c *Controller) dropAll(ctx context.Context, list []Sandbox) {
+	byEndpoint := map[string][]core.SandboxID{}
+	for _, s := range list {
+		byEndpoint[s.Endpoint] = append(byEndpoint[s.Endpoint], s.ID)
+	}
+	for endpoint, ids := range byEndpoint {
+		c.drop(ctx, endpoint, ids...)
+	}
+}

@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"slices"
+	"sync"
 	"time"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
@@ -19,6 +20,7 @@ type ForkRequest struct {
 	Count        int
 	Name         string // of the only child, or the start of "<name>-1" and up; empty: made up
 	AllOrNothing bool
+	Spread       bool              // evenly over the runners, instead of where the checkpoint is
 	Egress       core.EgressPolicy // empty: as the captured workspace has it
 	Env          map[string]string // nil: as the captured workspace has it
 	Labels       map[string]string
@@ -51,8 +53,7 @@ func (r ForkRequest) names() ([]string, error) {
 
 // forkPlan is what a fork needs of the rows.
 type forkPlan struct {
-	endpoint string
-	children []Workspace // in the order asked
+	children []Workspace // in the order asked, each with its sandbox and that one's runner
 	source   Checkpoint
 }
 
@@ -82,18 +83,18 @@ func (c *Controller) fork(ctx context.Context, project core.ProjectID, kind Oper
 		if !source.State.Forkable() {
 			return nil, notForkable(source)
 		}
-		runner, err := c.placeFrom(ctx, tx, source, req.Count)
+		runners, err := c.placeFrom(ctx, tx, source, req.Count, req.Spread)
 		if err != nil {
 			return nil, err
 		}
 		children, err := c.plant(ctx, tx, planting{
-			project: project, runner: runner, names: names, attempt: attempt, ttl: req.TTL, like: childOf(source, req),
+			project: project, runners: runners, names: names, attempt: attempt, ttl: req.TTL, like: childOf(source, req),
 		})
 		if err != nil {
 			return nil, err
 		}
 		in.Source, in.AllOrNothing, in.Children = id, req.AllOrNothing, childInputs(children)
-		return &forkPlan{endpoint: runner.Endpoint, children: children, source: source}, nil
+		return &forkPlan{children: children, source: source}, nil
 	}
 	t, err := c.admit(ctx, project, wait, func(ctx context.Context) (*Task, error) { return c.begin(ctx, InProject(project), op, admit) })
 	if err != nil {
@@ -131,12 +132,21 @@ func childInputs(children []Workspace) []childInput {
 
 // place chooses a runner by the fleet as the transaction sees it.
 func (c *Controller) place(ctx context.Context, tx Tx, req placement.Request, holders ...core.RunnerID) (Runner, error) {
-	if err := c.inLine(ctx, req); err != nil {
+	list, err := c.placeEach(ctx, tx, req, false, holders...)
+	if err != nil {
 		return Runner{}, err
+	}
+	return list[0], nil
+}
+
+// placeEach chooses a runner for each of those that are asked for; see placement.Spread.
+func (c *Controller) placeEach(ctx context.Context, tx Tx, req placement.Request, even bool, holders ...core.RunnerID) ([]Runner, error) {
+	if err := c.inLine(ctx, req); err != nil {
+		return nil, err
 	}
 	fleet, err := tx.Fleet(ctx)
 	if err != nil {
-		return Runner{}, err
+		return nil, err
 	}
 	candidates := make([]placement.Runner, len(fleet))
 	for i, r := range fleet {
@@ -147,29 +157,42 @@ func (c *Controller) place(ctx context.Context, tx Tx, req placement.Request, ho
 			candidates[i].Images = []core.Digest{req.Image}
 		}
 	}
-	id, err := placement.Choose(candidates, req)
+	ids, err := placement.Spread(candidates, req, even)
 	if err != nil {
-		return Runner{}, err
+		return nil, err
 	}
-	chosen := fleet[slices.IndexFunc(fleet, func(r Runner) bool { return r.Info.RunnerID == id })]
-	chosen.ask = req
+	chosen := make([]Runner, len(ids))
+	for i, id := range ids {
+		chosen[i] = fleet[slices.IndexFunc(fleet, func(r Runner) bool { return r.Info.RunnerID == id })]
+		chosen[i].ask = req
+	}
 	return chosen, nil
 }
 
-// occupy makes sure, after the rows are inserted, that there is room on the runner that was chosen for them: others may have chosen
-// it at the same time, here or on another controller.
-func (c *Controller) occupy(ctx context.Context, tx Tx, r Runner) error {
-	used, err := tx.Occupied(ctx, r.Info.RunnerID)
-	if err != nil {
-		return err
+// occupy makes sure, after the rows are inserted, that there is room on the runners that were chosen for them: others may have chosen
+// them at the same time, here or on another controller.
+func (c *Controller) occupy(ctx context.Context, tx Tx, runners ...Runner) error {
+	seen := map[core.RunnerID]bool{}
+	for _, r := range runners {
+		if seen[r.Info.RunnerID] {
+			continue
+		}
+		seen[r.Info.RunnerID] = true
+		used, err := tx.Occupied(ctx, r.Info.RunnerID)
+		if err != nil {
+			return err
+		}
+		if err := placement.Fits(placement.Runner{ID: r.Info.RunnerID, Capacity: r.Info.Capacity, Used: used}, r.ask); err != nil {
+			return err
+		}
 	}
-	return placement.Fits(placement.Runner{ID: r.Info.RunnerID, Capacity: r.Info.Capacity, Used: used}, r.ask)
+	return nil
 }
 
 // planting says which workspaces to insert.
 type planting struct {
 	project core.ProjectID
-	runner  Runner
+	runners []Runner  // one for each name
 	names   []string  // empty ones are made up
 	like    Workspace // what they have in common
 	attempt int       // 0: hosts are called like their workspaces
@@ -199,8 +222,8 @@ func (c *Controller) plant(ctx context.Context, tx Tx, p planting) ([]Workspace,
 			return nil, err
 		}
 		w.Sandbox = Sandbox{
-			ID: core.NewID[core.SandboxID](), ProjectID: p.project, WorkspaceID: w.ID, Epoch: 1, RunnerID: p.runner.Info.RunnerID,
-			Endpoint: p.runner.Endpoint, Resources: w.Resources, Identity: identity,
+			ID: core.NewID[core.SandboxID](), ProjectID: p.project, WorkspaceID: w.ID, Epoch: 1, RunnerID: p.runners[i].Info.RunnerID,
+			Endpoint: p.runners[i].Endpoint, Resources: w.Resources, Identity: identity,
 		}
 		list[i], sandboxes[i] = w, w.Sandbox
 	}
@@ -209,7 +232,7 @@ func (c *Controller) plant(ctx context.Context, tx Tx, p planting) ([]Workspace,
 		return nil, err
 	}
 	tx.InsertSandboxes(sandboxes)
-	if err := c.occupy(ctx, tx, p.runner); err != nil {
+	if err := c.occupy(ctx, tx, p.runners...); err != nil {
 		return nil, err
 	}
 	for i := range inserted { // both are sorted by id
@@ -240,7 +263,6 @@ func (c *Controller) loadFork(ctx context.Context, t *Task) (*forkPlan, error) {
 		byWorkspace := map[core.WorkspaceID]Sandbox{}
 		for _, s := range sandboxes {
 			byWorkspace[s.WorkspaceID] = s
-			plan.endpoint = s.Endpoint
 		}
 		for i := range plan.children {
 			plan.children[i].Sandbox = byWorkspace[plan.children[i].ID]
@@ -290,36 +312,73 @@ func (c *Controller) endGrown(ctx context.Context, t *Task, plan *forkPlan, got 
 	return c.finishGrown(ctx, t, plan, got)
 }
 
-// callFork asks the runner for the children, again when it could not be reached, and checks every answer: a child counts as
-// grown only with a complete reseal of the generation that it was given.
+// callFork asks the runners for the children, each for its own. That one of several did not do its part is a problem of its children.
 func (c *Controller) callFork(ctx context.Context, plan *forkPlan) ([]runnerapi.ChildResult, error) {
-	req := runnerapi.Fork{CheckpointID: plan.source.ID, Children: make([]runnerapi.Child, len(plan.children)), Sources: plan.source.Sources}
+	shares := map[string][]int{} // by endpoint: places in the order asked
 	for i, w := range plan.children {
-		req.Children[i] = runnerapi.Child{
+		shares[w.Sandbox.Endpoint] = append(shares[w.Sandbox.Endpoint], i)
+	}
+	out := make([]runnerapi.ChildResult, len(plan.children))
+	if len(shares) == 1 {
+		for endpoint, share := range shares {
+			if err := c.callShare(ctx, plan, endpoint, share, out); err != nil {
+				return nil, err
+			}
+		}
+		return out, nil
+	}
+	var group sync.WaitGroup
+	for endpoint, share := range shares {
+		group.Go(func() {
+			err := c.callShare(ctx, plan, endpoint, share, out)
+			if err == nil {
+				return
+			}
+			c.log.WarnContext(ctx, "a runner did not grow its share of a fork", "checkpoint_id", plan.source.ID, "runner_id", plan.children[share[0]].Sandbox.RunnerID, "err", err)
+			for _, i := range share {
+				out[i] = runnerapi.ChildResult{SandboxID: plan.children[i].Sandbox.ID, Problem: runnerapi.ProblemOf(err)}
+			}
+		})
+	}
+	group.Wait()
+	if err := context.Cause(ctx); err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+// callShare asks one runner for some of the children, again when it could not be reached, and checks every answer: a child counts as
+// grown only with a complete reseal of the generation that it was given.
+func (c *Controller) callShare(ctx context.Context, plan *forkPlan, endpoint string, share []int, out []runnerapi.ChildResult) error {
+	req := runnerapi.Fork{CheckpointID: plan.source.ID, Children: make([]runnerapi.Child, len(share)), Sources: plan.source.Sources}
+	for n, i := range share {
+		w := plan.children[i]
+		req.Children[n] = runnerapi.Child{
 			SandboxID: w.Sandbox.ID, WorkspaceID: w.ID, Epoch: w.Sandbox.Epoch, Identity: w.Sandbox.Identity, Egress: w.Egress, Env: w.Env,
 		}
 		if w.Resources.DiskGiB > plan.source.Resources.DiskGiB {
-			req.Children[i].DiskGiB = w.Resources.DiskGiB
+			req.Children[n].DiskGiB = w.Resources.DiskGiB
 		}
 	}
 	var res runnerapi.ForkResult
 	err := c.insist(ctx, func() error {
 		var err error
-		res, err = c.runners.Fork(ctx, plan.endpoint, req)
+		res, err = c.runners.Fork(ctx, endpoint, req)
 		return err
 	})
 	if err != nil {
-		return nil, err
+		return err
 	}
 	if len(res.Children) != len(req.Children) {
-		return nil, core.Errorf(core.Internal, core.CodeInternal, "the runner answered a fork of %d with %d children", len(req.Children), len(res.Children))
+		return core.Errorf(core.Internal, core.CodeInternal, "the runner answered a fork of %d with %d children", len(req.Children), len(res.Children))
 	}
-	for i := range res.Children {
-		if problem := refused(req.Children[i], res.Children[i]); problem != nil {
-			res.Children[i].Problem = runnerapi.ProblemOf(problem)
+	for n, i := range share {
+		out[i] = res.Children[n]
+		if problem := refused(req.Children[n], out[i]); problem != nil {
+			out[i].Problem = runnerapi.ProblemOf(problem)
 		}
 	}
-	return res.Children, nil
+	return nil
 }
 
 // refused says why an answer about a child does not make it ready.
@@ -392,13 +451,13 @@ func (c *Controller) finishGrown(ctx context.Context, t *Task, plan *forkPlan, g
 	if err != nil {
 		return err
 	}
-	var lost []core.SandboxID // of workspaces that were terminated while they were grown
+	var lost []Sandbox // of workspaces that were terminated while they were grown, and what a runner may have grown that could not say so
 	for i, child := range t.result.Children {
-		if got[i].Problem == nil && child.Problem != nil {
-			lost = append(lost, plan.children[i].Sandbox.ID)
+		if p := got[i].Problem; child.Problem != nil && (p == nil || p.Code == core.CodeRunnerUnreachable) {
+			lost = append(lost, plan.children[i].Sandbox)
 		}
 	}
-	c.drop(ctx, plan.endpoint, lost...)
+	c.dropAll(ctx, lost)
 	return nil
 }
 
@@ -449,7 +508,7 @@ func reseals(t *Task, plan *forkPlan, got []runnerapi.ChildResult) []ResealRecor
 // failGrown ends a fork of which no child, or under all_or_nothing not every child, became ready.
 func (c *Controller) failGrown(ctx context.Context, t *Task, plan *forkPlan, got []runnerapi.ChildResult) error {
 	var first *runnerapi.Problem
-	var grown []core.SandboxID
+	var grown []Sandbox
 	failed := 0
 	for i := range got {
 		if p := got[i].Problem; p != nil {
@@ -459,7 +518,7 @@ func (c *Controller) failGrown(ctx context.Context, t *Task, plan *forkPlan, got
 			}
 		}
 		if got[i].Sandbox != nil {
-			grown = append(grown, plan.children[i].Sandbox.ID)
+			grown = append(grown, plan.children[i].Sandbox)
 		}
 	}
 	problem := first.Err()
@@ -481,6 +540,6 @@ func (c *Controller) failGrown(ctx context.Context, t *Task, plan *forkPlan, got
 		tx.InsertReseals(reseals(t, plan, got))
 		return Outcome{}, Result{}, nil
 	})
-	c.drop(ctx, plan.endpoint, grown...)
+	c.dropAll(ctx, grown)
 	return err
 }

@@ -260,3 +260,96 @@ func TestSources(t *testing.T) {
 	}
 	t.Logf("forked elsewhere in %s", time.Since(start))
 }
+
+// on counts the children of a fork that became ready on each runner, and those that did not.
+func (p *pool) on(a controller.Answer) (first, second, failed int) {
+	p.t.Helper()
+	for _, child := range a.Result.Children {
+		switch {
+		case child.Problem != nil:
+			failed++
+		case child.Workspace.Sandbox.RunnerID == p.runner.ID():
+			first++
+		default:
+			second++
+		}
+	}
+	return first, second, failed
+}
+
+func TestForkSpread(t *testing.T) {
+	t.Parallel()
+	p := newPool(t, func(_ *controller.Config, r *runnertest.Config) { r.Capacity = runnerapi.Capacity{Sandboxes: 8} })
+	ws, cp := p.first("a")
+	p.sql(`UPDATE runners SET capacity = '{"sandboxes": 8}'`)
+	fork := func(count int, even, together bool) (controller.Answer, error) {
+		return p.ForkCheckpoint(t.Context(), p.project, cp.ID, controller.ForkRequest{Count: count, Spread: even, AllOrNothing: together}, wait)
+	}
+	end := func(a controller.Answer) {
+		for _, child := range a.Result.Children {
+			if child.Workspace != nil {
+				p.end(child.Workspace.ID)
+			}
+		}
+	}
+	_, err := p.ForkCheckpoint(t.Context(), p.project, p.checkpoint(ws.ID).ID, controller.ForkRequest{Count: 2, Spread: true}, wait)
+	wantCode(t, err, core.CodeCheckpointNotReady)
+	a, err := fork(7, true, false)
+	if first, second, failed := p.on(a); err != nil || first != 3 || second != 4 || failed != 0 {
+		t.Errorf("even: %d, %d, %d, %v", first, second, failed, err)
+	}
+	end(a)
+	a, err = fork(10, false, false) // seven have room on the first
+	if first, second, failed := p.on(a); err != nil || first != 7 || second != 3 || failed != 0 {
+		t.Errorf("more than there is room for: %d, %d, %d, %v", first, second, failed, err)
+	}
+	names := map[string]bool{}
+	for i, child := range a.Result.Children {
+		names[child.Workspace.Name] = true
+		if i > 0 && child.Workspace.ID < a.Result.Children[i-1].Workspace.ID {
+			t.Error("the children are not in their order")
+		}
+	}
+	if len(names) != 10 {
+		t.Errorf("names: %v", names)
+	}
+	end(a)
+	_, err = fork(16, false, false)
+	wantCode(t, err, core.CodeCapacity)
+	// One runner refuses its share: the others' children are there, unless all are to be.
+	p.second.Hook(func(_ context.Context, point, _ string) error {
+		if point == runnertest.PointFork {
+			return core.Errorf(core.Exhausted, core.CodeDiskFull, "no room on the disk")
+		}
+		return nil
+	})
+	a, err = fork(4, true, false)
+	if first, second, failed := p.on(a); err != nil || first != 1 || second != 0 || failed != 3 {
+		t.Errorf("with one that refuses: %d, %d, %d, %v", first, second, failed, err)
+	}
+	for _, child := range a.Result.Children {
+		if child.Problem != nil && child.Problem.Code != core.CodeDiskFull {
+			t.Errorf("%+v", child.Problem)
+		}
+	}
+	end(a)
+	_, err = fork(4, true, true)
+	wantCode(t, err, core.CodeForkFailed)
+	eventually(t, "only the parent is left", func() bool { return len(p.runner.Sandboxes()) == 1 && len(p.second.Sandboxes()) == 0 })
+	// One vanishes after it has done its part: nobody knows, so its children have failed and are taken down.
+	p.second.Hook(func(_ context.Context, point, _ string) error {
+		if point == runnertest.PointFork+runnertest.Done {
+			return runnertest.ErrVanish
+		}
+		return nil
+	})
+	a, err = fork(4, true, false)
+	if first, second, failed := p.on(a); err != nil || first != 1 || second != 0 || failed != 3 {
+		t.Errorf("with one that vanishes: %d, %d, %d, %v", first, second, failed, err)
+	}
+	p.second.Hook(nil)
+	end(a)
+	p.beatSecond()
+	eventually(t, "only the parent is left", func() bool { return len(p.runner.Sandboxes()) == 1 && len(p.second.Sandboxes()) == 0 })
+	p.consistent()
+}

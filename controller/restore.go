@@ -59,7 +59,7 @@ func (c *Controller) admitRestore(ctx context.Context, tx Tx, id core.WorkspaceI
 		return nil, core.Errorf(core.Invalid, core.CodeInvalidField,
 			"checkpoint_id: checkpoint %s is of another image or shape than workspace %s; restore it as a workspace of its own", checkpoint, id)
 	}
-	runner, err := c.placeFrom(ctx, tx, source, 1)
+	runners, err := c.placeFrom(ctx, tx, source, 1, false)
 	if err != nil {
 		return nil, err
 	}
@@ -69,7 +69,7 @@ func (c *Controller) admitRestore(ctx context.Context, tx Tx, id core.WorkspaceI
 	}
 	w.Sandbox = old
 	c.used(w)
-	next, err := c.nextSandbox(ctx, tx, w, source, runner, false)
+	next, err := c.nextSandbox(ctx, tx, w, source, runners[0], false)
 	return &restorePlan{workspace: w, next: next, source: source}, err
 }
 
@@ -153,7 +153,7 @@ func (c *Controller) switchSandbox(ctx context.Context, t *Task, plan *restorePl
 	child := plan.workspace
 	child.Sandbox = plan.next
 	child.Resources.DiskGiB = plan.source.Resources.DiskGiB
-	got, err := c.callFork(ctx, &forkPlan{endpoint: plan.next.Endpoint, children: []Workspace{child}, source: plan.source})
+	got, err := c.callFork(ctx, &forkPlan{children: []Workspace{child}, source: plan.source})
 	t.watch.Lap("fork")
 	if err == nil {
 		err = got[0].Problem.Err()

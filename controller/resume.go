@@ -99,11 +99,11 @@ func (c *Controller) resumeSuspended(ctx context.Context, project core.ProjectID
 		if !source.State.Forkable() {
 			return nil, notForkable(source)
 		}
-		runner, err := c.placeFrom(ctx, tx, source, 1)
+		runners, err := c.placeFrom(ctx, tx, source, 1, false)
 		if err != nil {
 			return nil, err
 		}
-		next, err := c.nextSandbox(ctx, tx, w, source, runner, attempt == 0)
+		next, err := c.nextSandbox(ctx, tx, w, source, runners[0], attempt == 0)
 		op.CheckpointID, in.Source, in.Epoch, in.Next = source.ID, source.ID, w.Epoch, next.ID
 		return &restorePlan{workspace: w, next: next, source: source}, err
 	})

@@ -23,18 +23,21 @@ func findSources(ctx context.Context, tx Tx, cp *Checkpoint) (err error) {
 	return err
 }
 
-// placeFrom chooses a runner for what is grown from a checkpoint. One that is captured is on one runner. One that is sealed can be
-// grown on any of its class: better on one that holds it, then on one that has its image.
-func (c *Controller) placeFrom(ctx context.Context, tx Tx, source Checkpoint, count int) (Runner, error) {
+// placeFrom chooses runners for what is grown from a checkpoint. One that is captured is on one runner. One that is sealed can be
+// grown on any of its class: better on one that holds it, then on one that has some of it; or evenly on all.
+func (c *Controller) placeFrom(ctx context.Context, tx Tx, source Checkpoint, count int, even bool) ([]Runner, error) {
 	req := placement.Request{Count: count, Resources: source.Resources, Class: source.Class}
 	if source.State != core.CheckpointSealed {
+		if even {
+			return nil, core.Errorf(core.FailedPrecondition, core.CodeCheckpointNotReady,
+				"checkpoint %s is %s, so it is on one runner only and cannot be spread; wait until it is sealed (?wait=sealed), or grow it without", source.ID, source.State)
+		}
 		req.Holder = source.RunnerID
-		return c.place(ctx, tx, req)
+		return c.placeEach(ctx, tx, req, false)
 	}
-	near, err := tx.Near(ctx, source)
-	if err != nil {
-		return Runner{}, err
+	var err error
+	if req.Near, err = tx.Near(ctx, source); err != nil {
+		return nil, err
 	}
-	req.Near = near
-	return c.place(ctx, tx, req)
+	return c.placeEach(ctx, tx, req, even)
 }

@@ -221,6 +221,8 @@ func TestClientCommands(t *testing.T) {
 		{"ckpt retain before-upgrade --remove", 0, "", ""},
 		{"fork demo -n 2 --name try", 0, "2 of 2 from checkpoint 00000007", ""},
 		{"fork before-upgrade -n 2 --name try -q", 0, fakeID("ws", 20) + "\n" + fakeID("ws", 21) + "\n", ""},
+		{"fork before-upgrade -n 2 --name try -q --spread", 0, fakeID("ws", 20) + "\n" + fakeID("ws", 21) + "\n", ""},
+		{"fork demo -n 2 --spread", exitUsage, "", "needs a checkpoint that is sealed"},
 		{"fork nothing", exitNotFound, "", "no workspace and no checkpoint"},
 		{"restore before-upgrade --name again", 0, "again is ready after", ""},
 		{"restore before-upgrade --in demo", 0, "epoch 2", ""},

@@ -15,7 +15,7 @@ func newForkCommand(a *app) *cobra.Command {
 	var flags startFlags
 	var count int
 	var name string
-	var together bool
+	var together, spread bool
 	c := &cobra.Command{
 		Use:   "fork CHECKPOINT|WORKSPACE",
 		Short: "Grow running workspaces from a checkpoint, or from a running workspace",
@@ -37,12 +37,15 @@ checkpoint is taken first, in the same operation.`,
 			if err != nil {
 				return err
 			}
+			if spread && cp == nil {
+				return usageError{errors.New("--spread needs a checkpoint that is sealed: one of a running workspace is on its runner only")}
+			}
 			began := time.Now()
 			done := a.working(ctx, fmt.Sprintf("growing %d", count))
 			var res coppice.ForkResult
 			if cp != nil {
 				res, err = client.ForkCheckpoint(ctx, cp.ID, coppice.ForkCheckpointRequest{
-					Count: &count, BranchName: name, AllOrNothing: together, Env: s.env, Labels: s.labels, Network: s.network, TTLSeconds: s.ttl,
+					Count: &count, BranchName: name, AllOrNothing: together, Spread: spread, Env: s.env, Labels: s.labels, Network: s.network, TTLSeconds: s.ttl,
 					IdleSeconds: s.idle, OnIdle: s.onIdle, AutoResume: s.autoResume,
 				})
 			} else {
@@ -73,6 +76,7 @@ checkpoint is taken first, in the same operation.`,
 	f.IntVarP(&count, "count", "n", 1, "how `many`")
 	f.StringVar(&name, "name", "", "`name` of the child; with more than one, -1, -2, ... are appended")
 	f.BoolVar(&together, "all-or-nothing", false, "when one fails, take all down")
+	f.BoolVar(&spread, "spread", false, "evenly on all runners, instead of where the checkpoint is; it must be sealed")
 	flags.add(c)
 	return c
 }

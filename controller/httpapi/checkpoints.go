@@ -123,6 +123,7 @@ func (s *server) ForkCheckpoint(ctx context.Context, r api.ForkCheckpointRequest
 	if err != nil {
 		return nil, err
 	}
+	req.Spread = b.Spread
 	a, err := s.control.ForkCheckpoint(ctx, projectOf(ctx), core.CheckpointID(r.CheckpointID), req, waitOf(r.Params.Wait))
 	if err != nil {
 		return nil, err

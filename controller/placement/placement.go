@@ -4,6 +4,7 @@ package placement
 
 import (
 	"cmp"
+	"errors"
 	"math"
 	"slices"
 
@@ -68,6 +69,52 @@ func distance(req Request, r Runner) int {
 	return math.MaxInt32
 }
 
+// Spread returns a runner for each of those that are asked for. They all go to one, as Choose says, if there is one with room for them
+// and they are not to be even; else each goes to where Choose would have put it after those before. Even ones go to the emptiest,
+// wherever the least has to be fetched.
+func Spread(fleet []Runner, req Request, even bool) ([]core.RunnerID, error) {
+	if !even {
+		id, err := Choose(fleet, req)
+		if _, full := errors.AsType[*FullError](err); !full || req.Holder != "" || req.Count == 1 {
+			return slices.Repeat([]core.RunnerID{id}, req.Count), err
+		}
+	}
+	list, err := spread(fleet, req, even)
+	full, ok := errors.AsType[*FullError](err)
+	if !ok {
+		return list, err
+	}
+	empty := slices.Clone(fleet)
+	for i := range empty {
+		empty[i].Used = runnerapi.Capacity{}
+	}
+	_, err = spread(empty, req, even)
+	never := Full(req, full.what)
+	never.Never = err != nil
+	return nil, never
+}
+
+func spread(fleet []Runner, req Request, even bool) ([]core.RunnerID, error) {
+	fleet = slices.Clone(fleet)
+	one := req
+	if one.Count = 1; even {
+		one.Near = nil
+	}
+	list := make([]core.RunnerID, req.Count)
+	for i := range list {
+		id, err := Choose(fleet, one)
+		if err != nil {
+			return nil, err
+		}
+		list[i] = id
+		used := &fleet[slices.IndexFunc(fleet, func(r Runner) bool { return r.ID == id })].Used
+		used.Sandboxes++
+		used.VCPUs += req.Resources.VCPUs
+		used.MemoryMiB += req.Resources.MemoryMiB
+	}
+	return list, nil
+}
+
 // Fits returns a FullError when a runner, with what was asked for placed on it already, has more than it has room for.
 func Fits(r Runner, req Request) error {
 	if what := lacks(r, Request{}); what != "" {
@@ -80,12 +127,13 @@ func Fits(r Runner, req Request) error {
 type FullError struct {
 	Holder core.RunnerID // the runner that it would have to be; empty: any
 	Never  bool          // there would be none if all that runs were gone
+	what   string
 	err    *core.Error
 }
 
 // Full makes a FullError that names what there is not enough of.
 func Full(req Request, what string) *FullError {
-	return &FullError{Holder: req.Holder, err: core.Errorf(core.Exhausted, core.CodeCapacity,
+	return &FullError{Holder: req.Holder, what: what, err: core.Errorf(core.Exhausted, core.CodeCapacity,
 		"no runner has room for %d sandboxes of %d vCPU and %d MiB: not enough %s; terminate workspaces or add a runner",
 		req.Count, req.Resources.VCPUs, req.Resources.MemoryMiB, what)}
 }

@@ -1,6 +1,8 @@
 package placement_test
 
 import (
+	"errors"
+	"maps"
 	"strings"
 	"testing"
 
@@ -117,5 +119,55 @@ func TestChooseLeavesItsInputAlone(t *testing.T) {
 	}
 	if fleet[0].ID != "a" || fleet[1].ID != "b" {
 		t.Errorf("%+v", fleet)
+	}
+}
+
+func TestSpread(t *testing.T) {
+	t.Parallel()
+	shape := core.Resources{VCPUs: 2, MemoryMiB: 1000} // ten of them fill a runner
+	used := func(n int) func(*placement.Runner) {
+		return func(r *placement.Runner) {
+			r.Used = runnerapi.Capacity{Sandboxes: n, VCPUs: 2 * n, MemoryMiB: 1000 * n}
+		}
+	}
+	other := class
+	other.VMMVersion = "8"
+	fleet := []placement.Runner{runner("a", used(4)), runner("b", nil), runner("c", used(8))}
+	for name, c := range map[string]struct {
+		fleet []placement.Runner
+		req   placement.Request
+		even  bool
+		want  map[core.RunnerID]int
+		code  core.Code
+		never bool
+	}{
+		"all on one":                 {fleet: fleet, req: placement.Request{Count: 10}, want: map[core.RunnerID]int{"b": 10}},
+		"near first, then others":    {fleet: fleet, req: placement.Request{Count: 12, Near: map[core.RunnerID]int{"c": 0, "a": 1}}, want: map[core.RunnerID]int{"a": 6, "b": 4, "c": 2}},
+		"all that there is room for": {fleet: fleet, req: placement.Request{Count: 18}, want: map[core.RunnerID]int{"a": 6, "b": 10, "c": 2}},
+		"one more":                   {fleet: fleet, req: placement.Request{Count: 19}, code: core.CodeCapacity},
+		"never":                      {fleet: fleet, req: placement.Request{Count: 31}, code: core.CodeCapacity, never: true},
+		"not beyond the holder":      {fleet: fleet, req: placement.Request{Count: 7, Holder: "a"}, code: core.CodeCapacity},
+		"even":                       {fleet: fleet, even: true, req: placement.Request{Count: 6, Near: map[core.RunnerID]int{"c": 0}}, want: map[core.RunnerID]int{"a": 1, "b": 5}},
+		"evener":                     {fleet: fleet[:2], even: true, req: placement.Request{Count: 10}, want: map[core.RunnerID]int{"a": 3, "b": 7}},
+		"even, of one class": {
+			fleet: append([]placement.Runner{runner("d", func(r *placement.Runner) { r.Class = other })}, fleet...), even: true, req: placement.Request{Count: 3, Class: &class}, want: map[core.RunnerID]int{"b": 3},
+		},
+		"even, nobody": {even: true, req: placement.Request{Count: 3}, code: core.CodeNoRunner},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			c.req.Resources = shape
+			list, err := placement.Spread(c.fleet, c.req, c.even)
+			got := map[core.RunnerID]int{}
+			for _, id := range list {
+				if id != "" {
+					got[id]++
+				}
+			}
+			full, _ := errors.AsType[*placement.FullError](err)
+			if !maps.Equal(got, c.want) || core.CodeOf(err) != c.code || full != nil && full.Never != c.never {
+				t.Errorf("got %v, %v; want %v", got, err, c.want)
+			}
+		})
 	}
 }
