@@ -460,6 +460,7 @@ func (e ResealStepStatus) Valid() bool {
 
 // Defines values for RunnerState.
 const (
+	RunnerDraining    RunnerState = "draining"
 	RunnerReady       RunnerState = "ready"
 	RunnerUnreachable RunnerState = "unreachable"
 )
@@ -467,6 +468,8 @@ const (
 // Valid indicates whether the value is a known member of the RunnerState enum.
 func (e RunnerState) Valid() bool {
 	switch e {
+	case RunnerDraining:
+		return true
 	case RunnerReady:
 		return true
 	case RunnerUnreachable:
@@ -1520,6 +1523,11 @@ type PatchProjectRequest struct {
 	Version int64 `json:"version,omitempty,omitzero"`
 }
 
+// PatchRunnerRequest defines model for PatchRunnerRequest.
+type PatchRunnerRequest struct {
+	Draining bool `json:"draining"`
+}
+
 // PatchWorkspaceRequest defines model for PatchWorkspaceRequest.
 type PatchWorkspaceRequest struct {
 	// AutoResume See `AutoResume`.
@@ -1902,7 +1910,7 @@ type Runner struct {
 	KVM       string    `json:"kvm"`
 	StartedAt time.Time `json:"started_at"`
 
-	// State `unreachable`: its lease ran out without a heartbeat.
+	// State `draining`: nothing new is placed there. `unreachable`: its lease ran out without a heartbeat.
 	State RunnerState `json:"state"`
 }
 
@@ -1926,7 +1934,7 @@ type RunnerList struct {
 	NextCursor string   `json:"next_cursor,omitempty,omitzero"`
 }
 
-// RunnerState `unreachable`: its lease ran out without a heartbeat.
+// RunnerState `draining`: nothing new is placed there. `unreachable`: its lease ran out without a heartbeat.
 type RunnerState string
 
 // RunnerToken defines model for RunnerToken.
@@ -2663,6 +2671,9 @@ type CreateKeyJSONRequestBody = CreateKeyRequest
 // CreateRunnerTokenJSONRequestBody defines body for CreateRunnerToken for application/json ContentType.
 type CreateRunnerTokenJSONRequestBody = CreateRunnerTokenRequest
 
+// PatchRunnerJSONRequestBody defines body for PatchRunner for application/json ContentType.
+type PatchRunnerJSONRequestBody = PatchRunnerRequest
+
 // ResizeSessionJSONRequestBody defines body for ResizeSession for application/json ContentType.
 type ResizeSessionJSONRequestBody = ResizeRequest
 
@@ -2791,6 +2802,9 @@ type ServerInterface interface {
 	// DeleteRunner Remove a runner for good
 	// (DELETE /v1/runners/{runner_id})
 	DeleteRunner(ctx echo.Context, runnerID RunnerID, params DeleteRunnerParams) error
+	// PatchRunner Drain a runner, or take it back
+	// (PATCH /v1/runners/{runner_id})
+	PatchRunner(ctx echo.Context, runnerID RunnerID) error
 	// GetSelf Get the key that the request carries
 	// (GET /v1/self)
 	GetSelf(ctx echo.Context) error
@@ -3789,6 +3803,22 @@ func (w *ServerInterfaceWrapper) DeleteRunner(ctx echo.Context) error {
 	return err
 }
 
+// PatchRunner converts echo context to params.
+func (w *ServerInterfaceWrapper) PatchRunner(ctx echo.Context) error {
+	var err error
+	// ------------- Path parameter "runner_id" -------------
+	var runnerID RunnerID
+
+	err = runtime.BindStyledParameterWithOptions("simple", "runner_id", ctx.Param("runner_id"), &runnerID, runtime.BindStyledParameterOptions{ParamLocation: runtime.ParamLocationPath, Explode: false, Required: true, Type: "string", Format: "", ValueIsUnescaped: ctx.Request().URL.RawPath == ""})
+	if err != nil {
+		return echo.NewHTTPError(http.StatusBadRequest, fmt.Sprintf("Invalid format for parameter runner_id: %s", err))
+	}
+
+	// Invoke the callback with all the unmarshaled arguments
+	err = w.Handler.PatchRunner(ctx, runnerID)
+	return err
+}
+
 // GetSelf converts echo context to params.
 func (w *ServerInterfaceWrapper) GetSelf(ctx echo.Context) error {
 	var err error
@@ -4643,6 +4673,7 @@ func RegisterHandlersWithOptions(router EchoRouter, si ServerInterface, options 
 	router.GET(options.BaseURL+"/v1/images", wrapper.ListImages, options.OperationMiddlewares["listImages"]...)
 	router.GET(options.BaseURL+"/v1/runners", wrapper.ListRunners, options.OperationMiddlewares["listRunners"]...)
 	router.DELETE(options.BaseURL+"/v1/runners/:runner_id", wrapper.DeleteRunner, options.OperationMiddlewares["deleteRunner"]...)
+	router.PATCH(options.BaseURL+"/v1/runners/:runner_id", wrapper.PatchRunner, options.OperationMiddlewares["patchRunner"]...)
 	router.POST(options.BaseURL+"/v1/store/gc", wrapper.CollectStore, options.OperationMiddlewares["collectStore"]...)
 	router.GET(options.BaseURL+"/v1/store/check", wrapper.CheckStore, options.OperationMiddlewares["checkStore"]...)
 	router.POST(options.BaseURL+"/v1/runner-tokens", wrapper.CreateRunnerToken, options.OperationMiddlewares["createRunnerToken"]...)
@@ -5990,6 +6021,46 @@ type DeleteRunnerdefaultApplicationProblemPlusJSONResponse struct {
 }
 
 func (response DeleteRunnerdefaultApplicationProblemPlusJSONResponse) VisitDeleteRunnerResponse(w http.ResponseWriter) error {
+
+	var buf bytes.Buffer
+	if err := json.NewEncoder(&buf).Encode(response.Body); err != nil {
+		return err
+	}
+	w.Header().Set("Content-Type", "application/problem+json")
+	w.WriteHeader(response.StatusCode)
+	_, err := buf.WriteTo(w)
+	return err
+}
+
+type PatchRunnerRequestObject struct {
+	RunnerID RunnerID `json:"runner_id"`
+	Body     *PatchRunnerJSONRequestBody
+}
+
+type PatchRunnerResponseObject interface {
+	VisitPatchRunnerResponse(w http.ResponseWriter) error
+}
+
+type PatchRunner200JSONResponse Runner
+
+func (response PatchRunner200JSONResponse) VisitPatchRunnerResponse(w http.ResponseWriter) error {
+
+	var buf bytes.Buffer
+	if err := json.NewEncoder(&buf).Encode(response); err != nil {
+		return err
+	}
+	w.Header().Set("Content-Type", "application/json")
+	w.WriteHeader(200)
+	_, err := buf.WriteTo(w)
+	return err
+}
+
+type PatchRunnerdefaultApplicationProblemPlusJSONResponse struct {
+	Body       Problem
+	StatusCode int
+}
+
+func (response PatchRunnerdefaultApplicationProblemPlusJSONResponse) VisitPatchRunnerResponse(w http.ResponseWriter) error {
 
 	var buf bytes.Buffer
 	if err := json.NewEncoder(&buf).Encode(response.Body); err != nil {
@@ -7357,6 +7428,9 @@ type StrictServerInterface interface {
 	// DeleteRunner Remove a runner for good
 	// (DELETE /v1/runners/{runner_id})
 	DeleteRunner(ctx context.Context, request DeleteRunnerRequestObject) (DeleteRunnerResponseObject, error)
+	// PatchRunner Drain a runner, or take it back
+	// (PATCH /v1/runners/{runner_id})
+	PatchRunner(ctx context.Context, request PatchRunnerRequestObject) (PatchRunnerResponseObject, error)
 	// GetSelf Get the key that the request carries
 	// (GET /v1/self)
 	GetSelf(ctx context.Context, request GetSelfRequestObject) (GetSelfResponseObject, error)
@@ -8491,6 +8565,54 @@ func (sh *strictHandler) DeleteRunner(ctx echo.Context, runnerID RunnerID, param
 		return err
 	} else if validResponse, ok := response.(DeleteRunnerResponseObject); ok {
 		return validResponse.VisitDeleteRunnerResponse(ctx.Response())
+	} else if response != nil {
+		return fmt.Errorf("unexpected response type: %T", response)
+	}
+	return nil
+}
+
+// PatchRunner operation middleware
+func (sh *strictHandler) PatchRunner(ctx echo.Context, runnerID RunnerID) error {
+	var request PatchRunnerRequestObject
+
+	request.RunnerID = runnerID
+
+	var body PatchRunnerJSONRequestBody
+	var err error
+	if binder, ok := ctx.Echo().Binder.(*echo.DefaultBinder); ok {
+		// A request validator built on kin-openapi's openapi3filter with
+		// KeepValidatedValue leaves the value it validated on the body. Bind
+		// that value, matching member names exactly, so the handler receives
+		// what was validated instead of a second, case-insensitive decode.
+		// Otherwise bind only the request body, so that path and query
+		// parameters are not also bound into the body struct.
+		if vb, ok := ctx.Request().Body.(interface{ ValidatedValue() any }); !ok || runtime.BindJSONValue(vb.ValidatedValue(), &body) != nil {
+			err = binder.BindBody(ctx, &body)
+		}
+	} else {
+		// A custom binder is installed on the Echo instance; defer to it
+		// entirely, since echo.Binder does not expose body-only binding and
+		// the binder may do more than decode (for example call ctx.Validate).
+		err = ctx.Bind(&body)
+	}
+	if err != nil {
+		return err
+	}
+	request.Body = &body
+
+	handler := func(ctx echo.Context, request interface{}) (interface{}, error) {
+		return sh.ssi.PatchRunner(ctx.Request().Context(), request.(PatchRunnerRequestObject))
+	}
+	for _, middleware := range sh.middlewares {
+		handler = middleware(handler, "PatchRunner")
+	}
+
+	response, err := handler(ctx, request)
+
+	if err != nil {
+		return err
+	} else if validResponse, ok := response.(PatchRunnerResponseObject); ok {
+		return validResponse.VisitPatchRunnerResponse(ctx.Response())
 	} else if response != nil {
 		return fmt.Errorf("unexpected response type: %T", response)
 	}

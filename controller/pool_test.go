@@ -40,7 +40,9 @@ func (p *pool) join() {
 // drain keeps new sandboxes away from a runner, or not.
 func (p *pool) drain(r *runnertest.Runner, on bool) {
 	p.t.Helper()
-	p.sql(`UPDATE runners SET draining = $2 WHERE id = $1`, r.ID(), on)
+	if got, err := p.DrainRunner(p.t.Context(), r.ID(), on); err != nil || got.Draining != on {
+		p.t.Fatal(got, err)
+	}
 }
 
 func (p *pool) beatSecond() runnerapi.Heartbeated {

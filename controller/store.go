@@ -333,6 +333,7 @@ type FleetTx interface {
 	// SetCopies records that the runner holds these checkpoints and no others.
 	SetCopies(ctx context.Context, id core.RunnerID, ids []core.CheckpointID) error
 	Runner(ctx context.Context, id core.RunnerID) (Runner, error)
+	DrainRunner(ctx context.Context, id core.RunnerID, on bool) (Runner, error)
 	Runners(ctx context.Context, p Page) ([]Runner, error)
 	// Fleet returns every runner with what is placed on it.
 	Fleet(ctx context.Context) ([]Runner, error)

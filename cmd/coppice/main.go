@@ -42,6 +42,7 @@ var commands = []func(*app) *cobra.Command{
 	newRunnerCommand,
 	newRunnerTokenCommand,
 	newStoreCommand,
+	newFleetCommand,
 }
 
 func main() {

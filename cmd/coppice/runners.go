@@ -105,8 +105,8 @@ func newRunnerTokenRevokeCommand(a *app) *cobra.Command {
 	c := &cobra.Command{
 		Use:   "revoke RUNNER",
 		Short: "Remove a runner for good: its certificate is refused from now on",
-		Long: `Remove a runner for good: its certificate is refused from now on, and it kills what it runs as soon as it hears so. Its checkpoints cannot be
-forked any more.`,
+		Long: `Remove a runner for good: its certificate is refused from now on, and it kills what it runs as soon as it hears so. What is only
+captured on it cannot be forked any more; what is sealed can.`,
 		Args: cobra.ExactArgs(1),
 		RunE: func(c *cobra.Command, args []string) error {
 			client, err := a.client()

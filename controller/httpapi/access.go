@@ -84,6 +84,7 @@ var routes = map[string]access{
 	"listImages":        needs(controller.RateRead, core.ScopeFleetRead),
 	"listRunners":       needs(controller.RateRead, core.ScopeFleetRead),
 	"deleteRunner":      needs(controller.RateAdmin, core.ScopeAdmin),
+	"patchRunner":       needs(controller.RateAdmin, core.ScopeAdmin),
 	"collectStore":      needs(controller.RateAdmin, core.ScopeAdmin),
 	"checkStore":        needs(controller.RateAdmin, core.ScopeAdmin),
 	"createRunnerToken": needs(controller.RateAdmin, core.ScopeAdmin),

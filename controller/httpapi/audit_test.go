@@ -63,7 +63,10 @@ var changing = map[string]func(x things) call{
 	},
 	"createFilesPass":   func(x things) call { return call{method: "POST", path: "/v1/workspaces/" + x.ws.ID + "/files/pass"} },
 	"createRunnerToken": func(things) call { return call{method: "POST", path: "/v1/runner-tokens", body: `{}`} },
-	"collectStore":      func(things) call { return call{method: "POST", path: "/v1/store/gc"} },
+	"patchRunner": func(x things) call {
+		return call{method: "PATCH", path: "/v1/runners/" + string(x.w.runner.ID()), body: `{"draining":true}`}
+	},
+	"collectStore": func(things) call { return call{method: "POST", path: "/v1/store/gc"} },
 	"deleteRunner": func(x things) call {
 		return call{method: "DELETE", path: "/v1/runners/" + string(x.w.runner.ID()) + "?force=true"}
 	},

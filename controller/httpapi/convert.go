@@ -274,8 +274,11 @@ func runnerOf(r controller.Runner) api.Runner {
 		ID: string(r.Info.RunnerID), Hostname: r.Info.Hostname, State: api.RunnerReady, Class: classOf(r.Info.Class), Capacity: capacityOf(r.Info.Capacity),
 		Allocated: capacityOf(r.Info.Allocated), DiskFreeMB: r.Info.DiskFreeMB, KVM: r.Info.KVM, StartedAt: r.Info.StartedAt, HeartbeatAt: r.HeartbeatAt,
 	}
-	if !r.Fresh {
+	switch {
+	case !r.Fresh:
 		out.State = api.RunnerUnreachable
+	case r.Draining:
+		out.State = api.RunnerDraining
 	}
 	return out
 }

@@ -101,7 +101,7 @@ var bodies = map[string]string{
 	"createPort": `{"guest_port":80}`, "exec": `{"command":["true"]}`, "signalSession": `{"signal":"TERM"}`, "resizeSession": `{"cols":80,"rows":24}`,
 	"createCheckpoint": `{}`, "patchCheckpoint": `{}`, "forkCheckpoint": `{}`, "restoreCheckpoint": `{}`,
 	"createRunnerToken": `{}`,
-	"createProject":     `{"name":"new"}`, "patchProject": `{"quotas":{}}`, "createKey": `{"name":"new"}`,
+	"createProject":     `{"name":"new"}`, "patchProject": `{"quotas":{}}`, "patchRunner": `{"draining":false}`, "createKey": `{"name":"new"}`,
 }
 
 // TestEveryRoute asks each operation of the contract for what must be refused everywhere: the wrong key, none, ids that are

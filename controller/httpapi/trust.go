@@ -18,6 +18,15 @@ func (s *server) CreateRunnerToken(ctx context.Context, r api.CreateRunnerTokenR
 	return api.CreateRunnerToken201JSONResponse{Token: token, RunnerID: string(row.RunnerID), ExpiresAt: row.ExpiresAt}, nil
 }
 
+// PatchRunner serves PATCH /v1/runners/{id}.
+func (s *server) PatchRunner(ctx context.Context, r api.PatchRunnerRequestObject) (api.PatchRunnerResponseObject, error) {
+	got, err := s.control.DrainRunner(ctx, core.RunnerID(r.RunnerID), r.Body.Draining)
+	if err != nil {
+		return nil, err
+	}
+	return api.PatchRunner200JSONResponse(runnerOf(got)), nil
+}
+
 // DeleteRunner serves DELETE /v1/runners/{id}.
 func (s *server) DeleteRunner(ctx context.Context, r api.DeleteRunnerRequestObject) (api.DeleteRunnerResponseObject, error) {
 	return api.DeleteRunner204Response{}, s.control.RemoveRunner(ctx, core.RunnerID(r.RunnerID), r.Params.Force)

@@ -140,6 +140,13 @@ func (t *tx) Runner(ctx context.Context, id core.RunnerID) (controller.Runner, e
 	return row.runner(), err
 }
 
+// DrainRunner says whether a runner gets new sandboxes.
+func (t *tx) DrainRunner(ctx context.Context, id core.RunnerID, on bool) (controller.Runner, error) {
+	row, err := one[runnerRow](ctx, t, noRunner(id), `
+		WITH r AS (UPDATE runners SET draining = @on WHERE id = @id AND removed_at IS NULL RETURNING *) SELECT`+runnerColumns+` FROM r`, args{"id": id, "on": on})
+	return row.runner(), err
+}
+
 // Runners lists, newest first.
 func (t *tx) Runners(ctx context.Context, p controller.Page) ([]controller.Runner, error) {
 	q := newFilter("r", p, false)

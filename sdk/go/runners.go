@@ -13,6 +13,13 @@ func (c *Client) CreateRunnerToken(ctx context.Context, req CreateRunnerTokenReq
 	return out, err
 }
 
+// DrainRunner keeps new sandboxes away from a runner, or takes it back. What runs there goes on. It needs an administrator's key.
+func (c *Client) DrainRunner(ctx context.Context, id RunnerID, on bool) (Runner, error) {
+	var out Runner
+	err := c.call(ctx, request{method: http.MethodPatch, path: []string{"v1", "runners", id}, body: PatchRunnerRequest{Draining: on}}, &out)
+	return out, err
+}
+
 // DeleteRunner removes a runner for good. Without force a runner with living workspaces is refused; with it they are lost.
 func (c *Client) DeleteRunner(ctx context.Context, id RunnerID, force bool) error {
 	req := request{method: http.MethodDelete, path: []string{"v1", "runners", id}}

@@ -453,6 +453,7 @@ func (e ResealStepStatus) Valid() bool {
 
 // Defines values for RunnerState.
 const (
+	RunnerDraining    RunnerState = "draining"
 	RunnerReady       RunnerState = "ready"
 	RunnerUnreachable RunnerState = "unreachable"
 )
@@ -460,6 +461,8 @@ const (
 // Valid indicates whether the value is a known member of the RunnerState enum.
 func (e RunnerState) Valid() bool {
 	switch e {
+	case RunnerDraining:
+		return true
 	case RunnerReady:
 		return true
 	case RunnerUnreachable:
@@ -1462,6 +1465,11 @@ type PatchProjectRequest struct {
 	Version int64 `json:"version,omitempty,omitzero"`
 }
 
+// PatchRunnerRequest defines model for PatchRunnerRequest.
+type PatchRunnerRequest struct {
+	Draining bool `json:"draining"`
+}
+
 // PatchWorkspaceRequest defines model for PatchWorkspaceRequest.
 type PatchWorkspaceRequest struct {
 	// AutoResume See `AutoResume`.
@@ -1844,7 +1852,7 @@ type Runner struct {
 	KVM       string    `json:"kvm"`
 	StartedAt time.Time `json:"started_at"`
 
-	// State `unreachable`: its lease ran out without a heartbeat.
+	// State `draining`: nothing new is placed there. `unreachable`: its lease ran out without a heartbeat.
 	State RunnerState `json:"state"`
 }
 
@@ -1868,7 +1876,7 @@ type RunnerList struct {
 	NextCursor string   `json:"next_cursor,omitempty,omitzero"`
 }
 
-// RunnerState `unreachable`: its lease ran out without a heartbeat.
+// RunnerState `draining`: nothing new is placed there. `unreachable`: its lease ran out without a heartbeat.
 type RunnerState string
 
 // RunnerToken defines model for RunnerToken.

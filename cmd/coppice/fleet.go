@@ -1,0 +1,83 @@
+package main
+
+import (
+	"fmt"
+	"io"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	coppice "github.com/coppice-dev/coppice/sdk/go"
+)
+
+func newFleetCommand(a *app) *cobra.Command {
+	c := &cobra.Command{
+		Use:   "fleet",
+		Short: "Look at the runners, and drain them",
+	}
+	c.AddCommand(newFleetListCommand(a), newFleetDrainCommand(a, true), newFleetDrainCommand(a, false))
+	return c
+}
+
+func newFleetListCommand(a *app) *cobra.Command {
+	return &cobra.Command{
+		Use:     "ls",
+		Aliases: []string{"list"},
+		Short:   "List the runners, newest first",
+		Args:    cobra.NoArgs,
+		RunE: func(c *cobra.Command, _ []string) error {
+			client, err := a.client()
+			if err != nil {
+				return err
+			}
+			list, err := coppice.Collect(client.Runners(c.Context()))
+			if err != nil {
+				return err
+			}
+			return a.print(list, func(w io.Writer) error { return printRunners(w, time.Now(), list) })
+		},
+	}
+}
+
+func printRunners(w io.Writer, now time.Time, list []coppice.Runner) error {
+	if len(list) == 0 {
+		_, err := fmt.Fprintln(w, "No runners. Start one: coppice runner, or coppice dev")
+		return err
+	}
+	rows := make([][]string, 0, len(list))
+	for _, r := range list {
+		rows = append(rows, []string{
+			r.ID, r.Hostname, string(r.State), fmt.Sprintf("%d/%d", r.Allocated.Sandboxes, r.Capacity.Sandboxes), fmt.Sprintf("%d/%d", r.Allocated.VCPUs, r.Capacity.VCPUs),
+			fmt.Sprintf("%d/%d", r.Allocated.MemoryMiB, r.Capacity.MemoryMiB), size(r.DiskFreeMB << 20), r.Class.VMM + " " + r.Class.VMMVersion, r.Class.Accelerator, age(now, r.HeartbeatAt),
+		})
+	}
+	return table(w, "ID HOST STATE SANDBOXES VCPUS MIB DISK-FREE VMM ACCELERATOR HEARD", rows)
+}
+
+func newFleetDrainCommand(a *app, on bool) *cobra.Command {
+	c := &cobra.Command{
+		Use:   "drain RUNNER",
+		Short: "Place nothing new on a runner",
+		Long: `Place nothing new on a runner. What runs there goes on, and nothing moves by itself: 'coppice ws suspend' and 'coppice ws resume' bring a
+workspace back elsewhere, if the checkpoint that it is suspended as is sealed. It drains until 'coppice fleet undrain', started anew or not.`,
+		Args: cobra.ExactArgs(1),
+	}
+	if !on {
+		c.Use, c.Short, c.Long = "undrain RUNNER", "Place sandboxes on a runner again", ""
+	}
+	c.RunE = func(c *cobra.Command, args []string) error {
+		client, err := a.client()
+		if err != nil {
+			return err
+		}
+		r, err := client.DrainRunner(c.Context(), args[0], on)
+		if err != nil {
+			return err
+		}
+		return a.print(r, func(w io.Writer) error {
+			_, err := fmt.Fprintf(w, "%s is %s, with %d sandboxes\n", r.ID, r.State, r.Allocated.Sandboxes)
+			return err
+		})
+	}
+	return c
+}
