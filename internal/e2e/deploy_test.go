@@ -3,9 +3,11 @@ package e2e
 import (
 	"errors"
 	"fmt"
+	"math/bits"
 	"os"
 	"os/exec"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strconv"
 	"strings"
@@ -30,6 +32,7 @@ type deployNode struct {
 	mount  string // of cgroup v2
 	cgroup string // the node's root group, as the test sees it
 	first  int    // pid of the first process
+	ended  chan struct{}
 }
 
 // newDeployNode runs a script of testdata/deploy as the first process of a node; its further arguments come after the directory.
@@ -77,17 +80,17 @@ func newDeployNode(t *testing.T, script string, prepare func(n *deployNode) (arg
 	if err := startBound(cmd); err != nil {
 		t.Fatal(err)
 	}
-	ended := make(chan struct{})
+	n.ended = make(chan struct{})
 	go func() {
 		_ = cmd.Wait() // it is killed
-		close(ended)
+		close(n.ended)
 	}()
 	t.Cleanup(func() {
 		if t.Failed() {
 			n.dump()
 		}
 		_ = cmd.Process.Kill() // it may have ended
-		<-ended
+		<-n.ended
 	})
 	until(t, "the node has a first process", func() (bool, error) {
 		b, err := os.ReadFile(fmt.Sprintf("/proc/%d/task/%[1]d/children", cmd.Process.Pid))
@@ -256,34 +259,45 @@ func sameVMMs(t *testing.T, what string, got, want []int) {
 	}
 }
 
+// controller starts one on the test's side.
+func (n *deployNode) controller(binary string) (*server, *coppice.Client) {
+	n.t.Helper()
+	c := &server{name: "controller", binary: binary, log: n.log("controller"), args: []string{
+		"--json", "controller", "--database", testpg.New(n.t, migrations.Up), "--key-file", filepath.Join(n.dir, "cluster.key"),
+		"--api-key-file", filepath.Join(n.dir, "api.key"), "--listen", freeAddress(n.t), "--runner-listen", freeAddress(n.t),
+	}}
+	if err := c.start(""); err != nil {
+		n.t.Fatal(err)
+	}
+	n.t.Cleanup(c.kill)
+	return c, connect(n.t, c.ready.Server, filepath.Join(n.dir, "api.key"))
+}
+
+// ensureToken makes a join token where the runner of the node's data directory needs one.
+func (n *deployNode) ensureToken(binary string, c *server, file string) {
+	n.t.Helper()
+	cmd := exec.CommandContext(n.t.Context(), binary, "runner-token", "ensure", "--data-dir", filepath.Join(n.dir, "data"), "--out", file)
+	cmd.Env = append(os.Environ(), "COPPICE_SERVER="+c.ready.Server, "COPPICE_TOKEN_FILE="+filepath.Join(n.dir, "api.key"))
+	if out, err := cmd.CombinedOutput(); err != nil {
+		n.t.Fatalf("%v\n%s", err, out)
+	}
+}
+
 // TestRunnerInAPod replaces the pod of the Helm chart's DaemonSet, in order and by a kill of all that is in it: VMs go on. Then it is one with
 // runner.stopVMs, and they end.
 func TestRunnerInAPod(t *testing.T) {
 	binary := program(t, "cmd/coppice")
-	var c *server
 	n := newDeployNode(t, "node.sh", func(n *deployNode) []string { return []string{n.mount} })
 	image(t, "e2e", guestAgent)
-	api, runners, own := freeAddress(t), freeAddress(t), freeAddress(t)
-	c = &server{name: "controller", binary: binary, log: n.log("controller"), args: []string{
-		"--json", "controller", "--database", testpg.New(t, migrations.Up), "--key-file", filepath.Join(n.dir, "cluster.key"),
-		"--api-key-file", filepath.Join(n.dir, "api.key"), "--listen", api, "--runner-listen", runners,
-	}}
-	if err := c.start(""); err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(c.kill)
-	client := connect(t, c.ready.Server, filepath.Join(n.dir, "api.key"))
+	own := freeAddress(t)
+	c, client := n.controller(binary)
 	until(t, "the node is there", func() (bool, error) {
 		b, err := os.ReadFile(n.log("node"))
 		return strings.Contains(string(b), "the node is up"), err
 	})
 	token := filepath.Join(n.dir, "data", "token")
 	pod := func(name string, stop bool) string {
-		ensure := exec.CommandContext(t.Context(), binary, "runner-token", "ensure", "--data-dir", filepath.Join(n.dir, "data"), "--out", token)
-		ensure.Env = append(os.Environ(), "COPPICE_SERVER="+c.ready.Server, "COPPICE_TOKEN_FILE="+filepath.Join(n.dir, "api.key"))
-		if out, err := ensure.CombinedOutput(); err != nil {
-			t.Fatalf("%v\n%s", err, out)
-		}
+		n.ensureToken(binary, c, token)
 		script, err := filepath.Abs("testdata/deploy/pod.sh")
 		if err != nil {
 			t.Fatal(err)
@@ -345,6 +359,72 @@ func TestRunnerInAPod(t *testing.T) {
 	end(last, true)
 	if got := n.vmms(); len(got) > 0 {
 		t.Errorf("--stop-vms has left VMMs: %v", got)
+	}
+}
+
+// TestRunnerInAContainer runs a runner with no more than docker-compose.yml gives it: its capabilities, its one device, a private cgroup that cannot be
+// written, no loop device. Told to stop, it ends its VMs.
+func TestRunnerInAContainer(t *testing.T) {
+	b, err := os.ReadFile("../../deploy/docker-compose.yml")
+	if err != nil {
+		t.Fatal(err)
+	}
+	lists := regexp.MustCompile(`(?m)^    cap_add: \[(.*)\]$`).FindAllStringSubmatch(string(b), -1)
+	if len(lists) == 0 {
+		t.Fatal("docker-compose.yml gives no service capabilities, as this test knows it")
+	}
+	capabilities := "-all"
+	for _, name := range strings.Split(lists[len(lists)-1][1], ", ") { // the runner is the last
+		capabilities += ",+" + strings.ToLower(name)
+	}
+	binary := program(t, "cmd/coppice")
+	image(t, "e2e", guestAgent)
+	var client *coppice.Client
+	n := newDeployNode(t, "container.sh", func(n *deployNode) []string {
+		var c *server
+		c, client = n.controller(binary)
+		token := filepath.Join(n.dir, "data", "token")
+		n.ensureToken(binary, c, token)
+		program := filepath.Join(n.dir, "data", "coppice")
+		text, err := os.ReadFile(binary)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := os.WriteFile(program, text, 0o755); err != nil {
+			t.Fatal(err)
+		}
+		return []string{
+			imageStore(t).Dir(), capabilities, program, "runner", "--stop-vms",
+			"--controller", c.ready.Runners, "--join-token-file", token, "--listen", freeAddress(t), "--data-dir", filepath.Join(n.dir, "data"),
+			"--images-dir", imageStore(t).Dir(), "--warm", "1", "--vmm", "qemu", "--accel", "tcg", "--max-sandboxes", "8",
+		}
+	})
+	joined(t, client)
+	r := settle(t, client)
+	r.forks(t)
+	status, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", n.first))
+	bounding := regexp.MustCompile(`CapBnd:\t([0-9a-f]+)`).FindSubmatch(status)
+	if err != nil || bounding == nil {
+		t.Fatalf("%v\n%s", err, status)
+	}
+	mask, err := strconv.ParseUint(string(bounding[1]), 16, 64)
+	if want := strings.Count(capabilities, "+"); err != nil || bits.OnesCount64(mask) != want {
+		t.Errorf("the runner is bounded to capabilities %s, want %d of them: %v", bounding[1], want, err)
+	}
+	vmms := n.processes(filepath.Join(n.cgroup, "cgroup.procs"))
+	if len(vmms) < 2 {
+		t.Errorf("in the container are %v, want the runner and VMMs", vmms)
+	}
+	if err := syscall.Kill(n.first, syscall.SIGTERM); err != nil {
+		t.Fatal(err)
+	}
+	<-n.ended
+	log, err := os.ReadFile(n.log("node"))
+	if err != nil || strings.Contains(string(log), `"level":"ERROR"`) || strings.Contains(string(log), "panic") {
+		t.Errorf("%v\n%s", err, log)
+	}
+	if left, err := os.ReadDir(filepath.Join(n.dir, "data", "runner", "shells")); err == nil && len(left) > 0 {
+		t.Errorf("the container has left %v", left)
 	}
 }
 
