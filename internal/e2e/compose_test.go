@@ -38,13 +38,23 @@ func TestComposeStore(t *testing.T) {
 		}
 	}
 	dir := t.TempDir()
+	// The secrets as docs/OPERATIONS.md makes them, before there is a cluster.
+	key, api := filepath.Join(dir, "cluster.key"), filepath.Join(dir, "api.key")
+	for path, text := range map[string]string{key: strings.Repeat("5e", 32), api: "coppice_" + strings.Repeat("a7", 32)} {
+		if err := os.WriteFile(path, []byte(text), 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
 	c := &server{name: "controller", binary: "env", log: filepath.Join(dir, "log"), args: []string{
 		"COPPICE_STORE=" + here.Replace(store[1]), "COPPICE_STORE_ACCESS_KEY=" + s3.AccessKey, "COPPICE_STORE_SECRET_KEY=" + s3.SecretKey,
-		program(t, "cmd/coppice"), "--json", "controller", "--database", testpg.New(t, migrations.Up), "--key-file", filepath.Join(dir, "cluster.key"),
+		program(t, "cmd/coppice"), "--json", "controller", "--database", testpg.New(t, migrations.Up), "--key-file", key, "--api-key-file", api,
 		"--listen", freeAddress(t), "--runner-listen", freeAddress(t),
 	}}
 	if err := c.start(""); err != nil {
 		t.Fatalf("%v\n%s", err, c.tail())
+	}
+	if _, err := connect(t, c.ready.Server, api).Self(t.Context()); err != nil {
+		t.Error(err)
 	}
 	c.kill()
 	if log := c.tail(); strings.Contains(log, "the store of checkpoints cannot be reached") {
