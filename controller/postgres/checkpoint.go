@@ -206,10 +206,15 @@ func classKey(c runnerapi.RunnerClass) string {
 func (t *tx) LiveTemplate(ctx context.Context, runner controller.Runner, image core.Digest, res core.Resources, local bool) (controller.Checkpoint, error) {
 	absent := core.Errorf(core.NotFound, core.CodeCheckpointNotFound, "there is no template of image %s for this shape yet", image.Short())
 	row, err := one[checkpointRow](ctx, t, absent, `
-		SELECT`+checkpointColumns+` FROM checkpoints c`+checkpointJoins+`
-		WHERE c.kind = 'template' AND c.image_digest = @image AND c.class_key = @class AND c.vcpus = @vcpus AND c.memory_mib = @memory
-			AND (c.runner_id = @runner AND c.state IN ('capturing', 'captured', 'sealed') OR c.state = 'sealed' AND NOT @local)
-		ORDER BY c.runner_id = @runner AND c.state <> 'capturing' DESC, c.state = 'sealed' DESC, c.id LIMIT 1`,
+		WITH found AS (
+			SELECT id, CASE WHEN state = 'capturing' THEN 2 ELSE 0 END AS rank FROM checkpoints
+			WHERE kind = 'template' AND state IN ('capturing', 'captured', 'sealed') AND runner_id = @runner
+				AND image_digest = @image AND class_key = @class AND vcpus = @vcpus AND memory_mib = @memory
+			UNION ALL
+			(SELECT id, 1 FROM checkpoints WHERE NOT @local AND kind = 'template' AND state = 'sealed'
+				AND image_digest = @image AND class_key = @class AND vcpus = @vcpus AND memory_mib = @memory LIMIT 1)
+		)
+		SELECT`+checkpointColumns+` FROM (SELECT id FROM found ORDER BY rank LIMIT 1) f JOIN checkpoints c ON c.id = f.id`+checkpointJoins,
 		args{
 			"runner": runner.Info.RunnerID, "image": image, "class": classKey(runner.Info.Class), "vcpus": res.VCPUs, "memory": res.MemoryMiB, "local": local,
 		})

@@ -3,6 +3,7 @@ package postgres_test
 import (
 	"context"
 	"errors"
+	"fmt"
 	"maps"
 	"slices"
 	"strings"
@@ -224,4 +225,79 @@ func TestCopies(t *testing.T) {
 		}
 		return err
 	})
+}
+
+// TestManyKeys does what compares lists with long ones: before it was done outside the database, the second heartbeat with 10,000
+// checkpoints took longer than a statement may.
+func TestManyKeys(t *testing.T) {
+	t.Parallel()
+	const many = 10_000
+	d := newDB(t)
+	from := d.template()
+	w := d.ready(d.project, from)
+	d.exec(`SET session_replication_role = replica; INSERT INTO checkpoints (id, project_id, kind, state, parent_project_id, parent_id, root_id, depth, workspace_id, workspace_epoch,
+			image_name, image_digest, vcpus, memory_mib, disk_gib, runner_id, runner_class, class_key, base_id, captured_at)
+		SELECT 'ckpt_' || lpad(n::text, 5, '0'), '` + string(d.project) + `', 'user', 'captured', '` + string(controller.SystemProject) + `', '` + string(from.ID) + `', '` + string(from.ID) + `', 1, '` + string(w.ID) + `', 1,
+			'base', '` + string(from.Image.Digest) + `', 1, 512, 1, '` + string(d.runner) + `', '{}', 'c', 'base_x', now() FROM generate_series(1, ` + fmt.Sprint(many) + `) AS n`)
+	held := make([]core.CheckpointID, many)
+	for i := range held {
+		held[i] = core.CheckpointID(fmt.Sprintf("ckpt_%05d", i+1))
+	}
+	for _, n := range []int{many, many, many / 2, 0} {
+		start := time.Now()
+		d.system(func(ctx context.Context, tx controller.Tx) error { return tx.SetCopies(ctx, d.runner, held[:n]) })
+		t.Logf("copies of %d: %s", n, time.Since(start))
+		if got := d.column(`SELECT count(*)::text FROM checkpoint_copies`); got[0] != fmt.Sprint(n) {
+			t.Errorf("%s copies, want %d", got[0], n)
+		}
+	}
+	// A chain of two checkpoints with as many objects, of which the second needs every other one of the first.
+	a, b := d.node(w, from.ID), d.node(w, from.ID)
+	seal := func(id core.CheckpointID, needs func(i int, key string) bool, ancestors ...core.CheckpointID) {
+		t.Helper()
+		begun, err := d.begin(id, ancestors...)
+		if err != nil {
+			t.Fatal(err)
+		}
+		in := runnerapi.CommitSeal{Stored: runnerapi.Stored{CheckpointID: id, Manifest: begun.Prefix + "manifest", Digest: d.image, Bytes: 7}}
+		in.Written = []runnerapi.StoredObject{{Key: begun.Prefix + "manifest", Bytes: 7}}
+		for i := range many {
+			key := fmt.Sprintf("%s%05d", begun.Prefix, i)
+			in.Written, in.Needs = append(in.Written, runnerapi.StoredObject{Key: key, Bytes: 1}), append(in.Needs, key)
+		}
+		for i, key := range d.needs(ancestors...) {
+			if needs(i, key) {
+				in.Needs = append(in.Needs, key)
+			}
+		}
+		start := time.Now()
+		d.system(func(ctx context.Context, tx controller.Tx) error {
+			at, _, err := tx.LockSeal(ctx, id)
+			if err == nil {
+				err = tx.CommitSeal(ctx, at, in)
+			}
+			return err
+		})
+		t.Logf("commit with %d needs: %s", len(in.Needs), time.Since(start))
+	}
+	seal(a.ID, nil)
+	seal(b.ID, func(i int, _ string) bool { return i%2 == 0 }, a.ID)
+	if got := len(d.needs(b.ID)); got != many+1+many/2+1 {
+		t.Errorf("%d needs", got)
+	}
+	if err := d.remove(a.ID); err != nil {
+		t.Fatal(err)
+	}
+	condemned := 0
+	for looked := 1; looked > 0; {
+		n := 0
+		d.system(func(ctx context.Context, tx controller.Tx) (err error) {
+			looked, n, err = tx.CondemnObjects(ctx, 1000, false)
+			return err
+		})
+		condemned += n
+	}
+	if condemned != many/2 {
+		t.Errorf("%d condemned", condemned)
+	}
 }

@@ -131,49 +131,61 @@ func (t *tx) LockSeal(ctx context.Context, id core.CheckpointID) (controller.Sea
 	}, cp, nil
 }
 
-type missingRow struct {
+type needRow struct {
 	Key string `db:"key"`
 }
 
-// CommitSeal makes a checkpoint sealed.
+// CommitSeal makes a checkpoint sealed. What is needed is compared here: the planner cannot know how long the lists are.
 func (t *tx) CommitSeal(ctx context.Context, at controller.SealAttempt, in runnerapi.CommitSeal) error {
-	keys := make([]string, len(in.Written))
+	needed := make(map[string]bool, len(in.Needs)+1) // true: by whatever is known
+	for _, key := range append([]string{in.Stored.Manifest}, in.Needs...) {
+		needed[key] = false
+	}
+	var keys, own, vain, drop []string
 	sizes := make([]int64, len(in.Written))
 	for i, o := range in.Written {
-		keys[i], sizes[i] = o.Key, o.Bytes
+		keys, sizes[i] = append(keys, o.Key), o.Bytes
+		if _, ok := needed[o.Key]; ok {
+			needed[o.Key] = true
+			own = append(own, o.Key)
+		} else {
+			vain = append(vain, o.Key)
+		}
 	}
-	needs := append([]string{in.Stored.Manifest}, in.Needs...)
-	if _, err := t.exec(ctx, `
-		INSERT INTO store_objects (key, project_id, checkpoint_id, attempt, bytes)
-		SELECT o.key, @project, @id, @attempt, o.bytes FROM unnest(@keys::text[], @sizes::bigint[]) AS o (key, bytes)`,
-		args{"project": at.Project, "id": at.Checkpoint, "attempt": at.Attempt, "keys": keys, "sizes": sizes}); err != nil {
-		return err
-	}
-	if _, err := t.exec(ctx, `
-		INSERT INTO checkpoint_objects (checkpoint_id, project_id, key)
-		SELECT DISTINCT @id, @project, n.key FROM unnest(@needs::text[]) AS n (key) WHERE n.key = ANY(@keys::text[])`,
-		args{"id": at.Checkpoint, "project": at.Project, "needs": needs, "keys": keys}); err != nil {
-		return err
-	}
-	missing, err := many[missingRow](ctx, t, `
-		SELECT n.key FROM unnest(@needs::text[]) AS n (key) LEFT JOIN checkpoint_objects o ON o.checkpoint_id = @id AND o.key = n.key WHERE o.key IS NULL LIMIT 1`,
-		args{"id": at.Checkpoint, "needs": needs})
+	held, err := many[needRow](ctx, t, `SELECT key FROM checkpoint_objects WHERE checkpoint_id = @id`, args{"id": at.Checkpoint})
 	if err != nil {
 		return err
 	}
-	if len(missing) > 0 {
-		return core.Errorf(core.Invalid, core.CodeInvalidField,
-			"seal of checkpoint %s: it needs object %s, which neither attempt %d has written nor its reference needed", at.Checkpoint, core.Clip(missing[0].Key), at.Attempt)
+	for _, h := range held {
+		if _, ok := needed[h.Key]; ok {
+			needed[h.Key] = true
+		} else {
+			drop = append(drop, h.Key)
+		}
 	}
-	if _, err := t.exec(ctx, `DELETE FROM checkpoint_objects WHERE checkpoint_id = @id AND key <> ALL(@needs::text[])`,
-		args{"id": at.Checkpoint, "needs": needs}); err != nil {
-		return err
+	for key, known := range needed {
+		if !known {
+			return core.Errorf(core.Invalid, core.CodeInvalidField,
+				"seal of checkpoint %s: it needs object %s, which neither attempt %d has written nor its reference needed", at.Checkpoint, core.Clip(key), at.Attempt)
+		}
 	}
-	// What was written in vain has no need that could be lost.
-	if _, err := t.exec(ctx, `
-		INSERT INTO store_released (project_id, key) SELECT @project, w.key FROM unnest(@keys::text[]) AS w (key) WHERE w.key <> ALL(@needs::text[])`,
-		args{"project": at.Project, "keys": keys, "needs": needs}); err != nil {
-		return err
+	for _, change := range []struct {
+		sql string
+		a   args
+	}{
+		{`INSERT INTO store_objects (key, project_id, checkpoint_id, attempt, bytes)
+			SELECT o.key, @project, @id, @attempt, o.bytes FROM unnest(@keys::text[], @sizes::bigint[]) AS o (key, bytes)`,
+			args{"project": at.Project, "id": at.Checkpoint, "attempt": at.Attempt, "keys": keys, "sizes": sizes}},
+		{`INSERT INTO checkpoint_objects (checkpoint_id, project_id, key) SELECT @id, @project, n.key FROM unnest(@keys::text[]) AS n (key)`,
+			args{"project": at.Project, "id": at.Checkpoint, "keys": own}},
+		{`DELETE FROM checkpoint_objects WHERE checkpoint_id = @id AND key = ANY(@keys::text[])`, args{"id": at.Checkpoint, "keys": orNone(drop)}},
+		// What was written in vain has no need that could be lost.
+		{`INSERT INTO store_released (project_id, key) SELECT @project, w.key FROM unnest(@keys::text[]) AS w (key)`,
+			args{"project": at.Project, "keys": orNone(vain)}},
+	} {
+		if _, err := t.exec(ctx, change.sql, change.a); err != nil {
+			return err
+		}
 	}
 	n, err := t.exec(ctx, `
 		UPDATE checkpoints SET state = @to, sealed_at = now(), manifest_key = @manifest, manifest_digest = @digest, manifest_bytes = @bytes, stored_bytes = @stored

@@ -2,6 +2,8 @@ package postgres
 
 import (
 	"context"
+	"maps"
+	"slices"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/controller"
@@ -54,15 +56,36 @@ func (t *tx) Near(ctx context.Context, cp controller.Checkpoint) (map[core.Runne
 	return near, err
 }
 
-// SetCopies compares what a runner has said before with what it says now.
+// SetCopies compares what a runner has said before with what it says now. It does so here: the planner cannot know how long the lists are.
 func (t *tx) SetCopies(ctx context.Context, id core.RunnerID, ids []core.CheckpointID) error {
-	_, err := t.exec(ctx, `
-		WITH held AS MATERIALIZED (SELECT DISTINCT id FROM unnest(@ids::text[]) AS h (id)), gone AS (
-			DELETE FROM checkpoint_copies k WHERE k.runner_id = @runner AND NOT EXISTS (SELECT 1 FROM held WHERE held.id = k.checkpoint_id)
-		)
+	rows, err := many[checkpointIDRow](ctx, t, `SELECT checkpoint_id AS id FROM checkpoint_copies WHERE runner_id = @runner`, args{"runner": id})
+	if err != nil {
+		return err
+	}
+	fresh := make(map[core.CheckpointID]bool, len(ids))
+	for _, cp := range ids {
+		fresh[cp] = true
+	}
+	var gone []core.CheckpointID
+	for _, r := range rows {
+		if fresh[r.ID] {
+			delete(fresh, r.ID)
+		} else {
+			gone = append(gone, r.ID)
+		}
+	}
+	if len(gone) > 0 {
+		if _, err := t.exec(ctx, `DELETE FROM checkpoint_copies WHERE runner_id = @runner AND checkpoint_id = ANY(@ids::text[])`,
+			args{"ids": texts(gone), "runner": id}); err != nil {
+			return err
+		}
+	}
+	if len(fresh) == 0 {
+		return nil
+	}
+	_, err = t.exec(ctx, `
 		INSERT INTO checkpoint_copies (checkpoint_id, runner_id, project_id, shared)
-		SELECT c.id, @runner, c.project_id, c.shared FROM held JOIN checkpoints c ON c.id = held.id
-		WHERE c.state IN ('captured', 'sealed') AND NOT EXISTS (SELECT 1 FROM checkpoint_copies k WHERE k.checkpoint_id = c.id AND k.runner_id = @runner)
-		ON CONFLICT DO NOTHING`, args{"ids": texts(ids), "runner": id})
+		SELECT c.id, @runner, c.project_id, c.shared FROM checkpoints c WHERE c.id = ANY(@ids::text[]) AND c.state IN ('captured', 'sealed')
+		ON CONFLICT DO NOTHING`, args{"ids": texts(slices.Sorted(maps.Keys(fresh))), "runner": id})
 	return err
 }
