@@ -70,8 +70,9 @@ s3-server: $(VERSITYGW) ## build versitygw, the S3 server of tests, unless it is
 
 minio: $(MINIO) ## build MinIO, for test-minio, unless it is there (ten minutes)
 
-test-minio: $(MINIO) ## the tests of the S3 backend on MinIO
-	COPPICE_TEST_REQUIRE=s3 COPPICE_TEST_S3=minio $(GO) test -race -count=1 -timeout 30m ./snapshotstore/blob/... ./internal/tests3
+test-minio: build $(MINIO) ## the tests of the store, and a pool of runners on it, with MinIO as the S3 server (root for the second)
+	COPPICE_TEST_REQUIRE=s3 COPPICE_TEST_S3=minio $(GO) test -race -count=1 -timeout 30m ./snapshotstore/... ./internal/tests3
+	COPPICE_TEST_REQUIRE=$(if $(ROOT),all,s3) COPPICE_TEST_S3=minio $(GO) test -count=1 -timeout 30m ./internal/e2e -run '^TestPool$$'
 
 FUZZTIME ?= 60s
 fuzz: ## fuzz every target for FUZZTIME (60s) each, beginning with the committed corpora

@@ -5,10 +5,13 @@ import (
 	"encoding/json"
 	"fmt"
 	"log/slog"
+	"net/http"
 	"os"
 	"path/filepath"
 	"strings"
 	"testing"
+
+	"github.com/minio/minio-go/v7"
 
 	"github.com/coppice-dev/coppice/core"
 )
@@ -90,6 +93,40 @@ func TestParseContentRange(t *testing.T) {
 	for _, s := range []string{"", "bytes", "bytes 3-9", "bytes 3-9/*", "bytes */20", "bytes 9-3/20", "bytes 3-20/20", "bytes -1-3/20", "items 3-9/20", "bytes a-b/c"} {
 		if f, l, n, ok := parseContentRange(s); ok {
 			t.Errorf("%q: %d, %d, %d", s, f, l, n)
+		}
+	}
+}
+
+// TestMapResponse looks at what servers say that tests cannot make them say.
+func TestMapResponse(t *testing.T) {
+	t.Parallel()
+	s, err := New(Config{Endpoint: "https://s3.example", Bucket: "bucket"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, c := range []struct {
+		status int
+		code   string
+		want   core.Code
+		remedy remedy
+	}{
+		{http.StatusForbidden, "RequestTimeTooSkewed", core.CodeStoreUnavailable, final},
+		{http.StatusForbidden, "InvalidAccessKeyId", core.CodeStoreAuth, renew},
+		{http.StatusForbidden, "WhoeverYouAre", core.CodeStoreAuth, renew},
+		{http.StatusBadRequest, "ExpiredToken", core.CodeStoreAuth, renew},
+		{http.StatusBadRequest, "400 Bad Request", core.CodeStoreAuth, renew},
+		{http.StatusBadRequest, "InvalidArgument", core.CodeStoreUnavailable, final},
+		{http.StatusBadRequest, "BadDigest", core.CodeStoreUnavailable, again},
+		{http.StatusBadRequest, "RequestTimeout", core.CodeStoreUnavailable, again},
+		{http.StatusTooManyRequests, "TooManyRequests", core.CodeStoreUnavailable, again},
+		{http.StatusBadGateway, "502 Bad Gateway", core.CodeStoreUnavailable, again},
+		{http.StatusInsufficientStorage, "XMinioStorageFull", core.CodeStoreUnavailable, final},
+		{http.StatusMovedPermanently, "PermanentRedirect", core.CodeStoreUnavailable, final},
+		{http.StatusNotFound, "NoSuchBucket", core.CodeStoreUnavailable, final},
+	} {
+		r, err := s.mapError("put object k", "k", minio.ErrorResponse{StatusCode: c.status, Code: c.code})
+		if core.CodeOf(err) != c.want || r != c.remedy {
+			t.Errorf("%d %s: got %v (%s), %d; want %s, %d", c.status, c.code, err, core.CodeOf(err), r, c.want, c.remedy)
 		}
 	}
 }

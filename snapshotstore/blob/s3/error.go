@@ -112,8 +112,10 @@ func (s *Store) mapResponse(doing, key string, e minio.ErrorResponse) (remedy, e
 	case "InvalidRange":
 		return final, errRange
 	case "ExpiredToken", "ExpiredTokenException", "InvalidToken", "TokenRefreshRequired", "InvalidAccessKeyId", "SignatureDoesNotMatch",
-		"AccessDenied", "RequestTimeTooSkewed", "AuthorizationHeaderMalformed", "XAdminUserNotFound": // versitygw's unknown key, a 404
+		"AccessDenied", "AuthorizationHeaderMalformed", "XAdminUserNotFound": // versitygw's unknown key, a 404
 		return renew, core.Wrapf(e, core.Unavailable, core.CodeStoreAuth, "%s: the store, %s, refuses the credentials: %s; correct them", doing, s.cfg, said)
+	case "RequestTimeTooSkewed":
+		return unavailable(final, "its clock and this host's differ too much; set them")
 	case "RequestTimeout", "SlowDown", "BadDigest", "XAmzContentSHA256Mismatch", "IncompleteBody",
 		"InternalError", "ServiceUnavailable": // even with status 200, at the end of an upload
 		return unavailable(again, said)
