@@ -5,7 +5,6 @@ import (
 	"testing"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
-	"github.com/coppice-dev/coppice/core"
 )
 
 // TestCrashInSeal ends a runner at every step of a seal: its successor seals the checkpoint, once, and what it was can be grown elsewhere.
@@ -78,7 +77,7 @@ func TestCrashInFetch(t *testing.T) { //nolint:paralleltest // failpoints are th
 				t.Fatalf("the fork was asked for again: %+v, %v", out, err)
 			}
 			wantSame(t, a, b, c)
-			b.wantOnly(core.SandboxID(out.Children[0].SandboxID))
+			b.wantOnly(out.Children[0].SandboxID)
 		})
 	}
 }

@@ -35,9 +35,15 @@ func TestHardTimes(t *testing.T) {
 	trouble := func() {
 		n, skip := r.Int64N(2000), r.IntN(3)
 		faults := []tests3.Fault{
-			{Kind: tests3.Answer, Status: 503, Code: "SlowDown"}, {Kind: tests3.Answer, Status: 500, Code: "InternalError"}, {Kind: tests3.Drop, Of: tests3.Puts},
-			{Kind: tests3.ResetRequest, N: n, Of: tests3.Puts}, {Kind: tests3.FlipRequest, N: n, Of: tests3.Puts},
-			{Kind: tests3.Reset, N: n, Of: tests3.Gets}, {Kind: tests3.Cut, N: n, Of: tests3.Gets}, {Kind: tests3.Flip, N: n, Of: tests3.Gets}, {Kind: tests3.Truncate, N: n, Of: tests3.Gets},
+			{Kind: tests3.Answer, Status: 503, Code: "SlowDown"},
+			{Kind: tests3.Answer, Status: 500, Code: "InternalError"},
+			{Kind: tests3.Drop, Of: tests3.Puts},
+			{Kind: tests3.ResetRequest, N: n, Of: tests3.Puts},
+			{Kind: tests3.FlipRequest, N: n, Of: tests3.Puts},
+			{Kind: tests3.Reset, N: n, Of: tests3.Gets},
+			{Kind: tests3.Cut, N: n, Of: tests3.Gets},
+			{Kind: tests3.Flip, N: n, Of: tests3.Gets},
+			{Kind: tests3.Truncate, N: n, Of: tests3.Gets},
 		}
 		for range 3 {
 			f := faults[r.IntN(len(faults))]

@@ -173,7 +173,7 @@ func (p *pool) sealed(t *testing.T, id coppice.CheckpointID) coppice.Checkpoint 
 
 // files are the directory of a checkpoint on a host.
 func (h *poolHost) files(id coppice.CheckpointID) string {
-	return filepath.Join(h.stack.data, "volume", "runner", "checkpoints", string(id))
+	return filepath.Join(h.stack.data, "volume", "runner", "checkpoints", id)
 }
 
 // memory reads the memory of a checkpoint as a host has it.
