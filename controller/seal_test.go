@@ -148,9 +148,13 @@ func TestSealRefused(t *testing.T) {
 		}
 	}
 	u := w.begin(files, a.ID)
+	stale := w.epoch
 	w.register() // the runner was started anew
-	wantCode(t, u.End(t.Context()), core.CodeStateConflict)
-	wantCode(t, u.Fail(t.Context(), errors.New("x")), core.CodeStateConflict)
+	wantCode(t, u.End(t.Context()), core.CodeRunnerLost)
+	wantCode(t, u.Fail(t.Context(), errors.New("x")), core.CodeRunnerLost)
+	// To a runner STATE_CONFLICT means that the checkpoint is sealed, and it never tries again.
+	_, err := w.runner.BeginSeal(t.Context(), w, files, stale, a.ID)
+	wantCode(t, err, core.CodeRunnerLost)
 	eventually(t, "the attempt of the runner's last life is given up", func() bool { return w.get(a.ID).Seal.State == controller.SealFailed })
 	w.seal(files, a.ID)
 }

@@ -240,11 +240,11 @@ type CheckpointTx interface {
 
 // SealTx keeps the way of checkpoints into the store. All of it is the system's.
 type SealTx interface {
-	// HasLease returns nil when the runner's present lease has this epoch; STATE_CONFLICT or RUNNER_LOST otherwise.
+	// HasLease returns nil when the runner's present lease has this epoch; RUNNER_LOST otherwise.
 	HasLease(ctx context.Context, runner core.RunnerID, epoch int64) error
 	// BeginSeal begins an attempt, and ends the one before. What the reference needs, the checkpoint needs from now on until the attempt
 	// is given up. CHECKPOINT_NOT_FOUND when it is deleted, CHECKPOINT_NOT_READY while it is being captured, STATE_CONFLICT when it
-	// is sealed or another runner's.
+	// is sealed and only then, PERMISSION_DENIED when it is another runner's.
 	BeginSeal(ctx context.Context, runner core.RunnerID, in runnerapi.BeginSeal) (runnerapi.SealBegun, error)
 	// LockSeal returns the newest attempt and its checkpoint, both as they stay until the transaction ends. CHECKPOINT_NOT_FOUND when the
 	// checkpoint is deleted. The attempt of a sealed one is the zero value.

@@ -20,7 +20,8 @@ type Stored struct {
 	Bytes        int64             `json:"bytes"`    // of the object
 }
 
-// BeginSeal asks for leave to upload a checkpoint. CHECKPOINT_NOT_FOUND: it was deleted meanwhile; STATE_CONFLICT: it is sealed.
+// BeginSeal asks for leave to upload a checkpoint. CHECKPOINT_NOT_FOUND: it was deleted meanwhile; CHECKPOINT_NOT_READY: its capture is not
+// recorded yet; STATE_CONFLICT: it is sealed, and nothing else; RUNNER_LOST: of another lease, as of every message.
 type BeginSeal struct {
 	LeaseEpoch   int64             `json:"lease_epoch"`
 	CheckpointID core.CheckpointID `json:"checkpoint_id"`

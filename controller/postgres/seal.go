@@ -11,13 +11,11 @@ import (
 // HasLease compares a message's epoch with the runner's.
 func (t *tx) HasLease(ctx context.Context, runner core.RunnerID, epoch int64) error {
 	now, err := t.Runner(ctx, runner)
-	switch {
-	case err != nil:
+	if err != nil {
 		return err
-	case now.Fenced:
-		return core.Errorf(core.Unavailable, core.CodeRunnerLost, "the lease of runner %s with epoch %d was given up", runner, epoch)
-	case now.LeaseEpoch != epoch:
-		return core.Errorf(core.Conflict, core.CodeStateConflict, "runner %s has another lease than epoch %d; it must register again", runner, epoch)
+	}
+	if now.Fenced || now.LeaseEpoch != epoch {
+		return core.Errorf(core.Unavailable, core.CodeRunnerLost, "runner %s does not have the lease of epoch %d any more", runner, epoch)
 	}
 	return nil
 }
@@ -61,7 +59,7 @@ func (t *tx) BeginSeal(ctx context.Context, runner core.RunnerID, in runnerapi.B
 	case cp.State == core.CheckpointSealed:
 		return runnerapi.SealBegun{}, core.Errorf(core.Conflict, core.CodeStateConflict, "checkpoint %s is sealed", cp.ID)
 	case cp.RunnerID != runner:
-		return runnerapi.SealBegun{}, core.Errorf(core.Conflict, core.CodeStateConflict, "checkpoint %s was captured by another runner, which seals it", cp.ID)
+		return runnerapi.SealBegun{}, core.Errorf(core.PermissionDenied, core.CodePermissionDenied, "checkpoint %s was captured by another runner, which seals it", cp.ID)
 	}
 	if err := t.dropNeeds(ctx, cp.ID); err != nil {
 		return runnerapi.SealBegun{}, err

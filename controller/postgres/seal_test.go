@@ -174,8 +174,8 @@ func TestSealRefused(t *testing.T) {
 		_, err := tx.BeginSeal(ctx, core.NewID[core.RunnerID](), runnerapi.BeginSeal{CheckpointID: a.ID})
 		return err
 	})
-	wantCode(t, err, core.CodeStateConflict)
-	for epoch, want := range map[int64]core.Code{1: "", 2: core.CodeStateConflict} {
+	wantCode(t, err, core.CodePermissionDenied)
+	for epoch, want := range map[int64]core.Code{1: "", 2: core.CodeRunnerLost} {
 		wantCode(t, d.try(controller.System(), func(ctx context.Context, tx controller.Tx) error { return tx.HasLease(ctx, d.runner, epoch) }), want)
 	}
 	// A reference of another project is none, and neither is one that is not sealed.
