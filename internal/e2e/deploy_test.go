@@ -146,7 +146,7 @@ func (n *deployNode) processes(path string) (pids []int) {
 	if err != nil && !errors.Is(err, os.ErrNotExist) && !errors.Is(err, syscall.ENODEV) {
 		n.t.Fatal(err)
 	}
-	for _, f := range strings.Fields(string(b)) {
+	for f := range strings.FieldsSeq(string(b)) {
 		pid, err := strconv.Atoi(f)
 		if err != nil {
 			n.t.Fatal(err)
@@ -223,7 +223,7 @@ func (r resident) goesOn(t *testing.T, what string) {
 	t.Helper()
 	until(t, what+": the workspace answers", func() (bool, error) {
 		_, err := r.client.Exec(t.Context(), r.ws, coppice.ExecRequest{Command: []string{"true"}})
-		return err == nil, nil //nolint:nilerr // not yet
+		return err == nil, nil
 	})
 	s, err := r.client.Session(t.Context(), r.session)
 	if err != nil || s.State != coppice.SessionRunning {
@@ -248,7 +248,7 @@ func joined(t *testing.T, client *coppice.Client) {
 	t.Helper()
 	until(t, "a runner has joined", func() (bool, error) {
 		_, err := client.Ready(t.Context())
-		return err == nil, nil //nolint:nilerr // not yet
+		return err == nil, nil
 	})
 }
 
@@ -374,7 +374,7 @@ func TestRunnerInAContainer(t *testing.T) {
 		t.Fatal("docker-compose.yml gives no service capabilities, as this test knows it")
 	}
 	capabilities := "-all"
-	for _, name := range strings.Split(lists[len(lists)-1][1], ", ") { // the runner is the last
+	for name := range strings.SplitSeq(lists[len(lists)-1][1], ", ") { // the runner is the last
 		capabilities += ",+" + strings.ToLower(name)
 	}
 	binary := program(t, "cmd/coppice")
@@ -496,7 +496,7 @@ func TestSystemdUnits(t *testing.T) {
 	client := connect(t, "http://"+api, key)
 	until(t, "the controller answers", func() (bool, error) {
 		_, err := client.Self(t.Context())
-		return err == nil, nil //nolint:nilerr // not yet
+		return err == nil, nil
 	})
 	n.run("env", "COPPICE_SERVER=http://"+api, "COPPICE_TOKEN_FILE=/var/lib/coppice-controller/api.key", "coppice", "runner-token", "ensure", "--out", "/etc/coppice/join-token")
 	n.run("systemctl", "start", "coppice-runner")
