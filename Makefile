@@ -88,6 +88,7 @@ faults: build $(VERSITYGW) ## every row of the fault matrix that is run, docs/FA
 
 lint: $(LINT) ## run the pinned linters, which are built on first use (minutes)
 	$(LINT) run ./...
+	cd internal/deploytest && $(LINT) run --config ../../.golangci.yml ./...
 
 $(LINT):
 	mkdir -p $(TOOLS)/new

@@ -2,6 +2,7 @@ package deploytest
 
 import (
 	"bufio"
+	"errors"
 	"fmt"
 	"maps"
 	"os"
@@ -23,6 +24,7 @@ import (
 	policyv1 "k8s.io/api/policy/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/util/yaml"
+	"sigs.k8s.io/json"
 	sigsyaml "sigs.k8s.io/yaml"
 )
 
@@ -82,7 +84,7 @@ func render(t *testing.T, v map[string]any) (map[string]string, error) {
 	if err != nil {
 		return nil, err
 	}
-	return engine.Engine{Strict: true}.Render(chart, top)
+	return engine.Engine{Strict: true}.RenderWithContext(t.Context(), chart, top)
 }
 
 // decode reads what was rendered into Kubernetes' own types, strictly: a field that a kind does not have is an error.
@@ -112,7 +114,7 @@ func decode(t *testing.T, files map[string]string) manifests {
 				t.Fatalf("%s makes a %s of %s, which this test does not know", path, head.Kind, head.APIVersion)
 			}
 			o := object()
-			if err := sigsyaml.UnmarshalStrict(doc, o); err != nil {
+			if err := strict(doc, o); err != nil {
 				t.Fatalf("%s: %v\n%s", path, err, doc)
 			}
 			name := head.Kind + "/" + o.GetName()
@@ -123,6 +125,16 @@ func decode(t *testing.T, files map[string]string) manifests {
 		}
 	}
 	return m
+}
+
+// strict decodes as Kubernetes' API does when it is asked to be strict: a field that is not there, twice there or in other letters is an error.
+func strict(doc []byte, o any) error {
+	text, err := sigsyaml.YAMLToJSONStrict(doc)
+	if err != nil {
+		return err
+	}
+	faults, err := json.UnmarshalStrict(text, o)
+	return errors.Join(append(faults, err)...)
 }
 
 // pods are the templates of pods by the name of what makes them.
@@ -238,6 +250,7 @@ func TestSchemaRefuses(t *testing.T) {
 func TestPodsAreWhole(t *testing.T) {
 	t.Parallel()
 	each(t, func(t *testing.T, m manifests) {
+		t.Helper()
 		for name, pod := range m.pods() {
 			if pod.Spec.AutomountServiceAccountToken == nil || *pod.Spec.AutomountServiceAccountToken {
 				t.Errorf("%s has a token for Kubernetes' API, which nothing here uses", name)
@@ -287,6 +300,7 @@ func TestSelectorsMatch(t *testing.T) {
 		return len(selector) > 0
 	}
 	each(t, func(t *testing.T, m manifests) {
+		t.Helper()
 		d := m.objects["Deployment/trial-coppice-controller"].(*appsv1.Deployment)
 		r := m.objects["DaemonSet/trial-coppice-runner"].(*appsv1.DaemonSet)
 		labels := d.Spec.Template.Labels
@@ -320,6 +334,7 @@ func TestSelectorsMatch(t *testing.T) {
 func TestControllerPods(t *testing.T) {
 	t.Parallel()
 	each(t, func(t *testing.T, m manifests) {
+		t.Helper()
 		for name, pod := range m.pods() {
 			if strings.HasPrefix(name, "DaemonSet/") {
 				continue
@@ -351,6 +366,7 @@ func TestControllerPods(t *testing.T) {
 func TestRunnerPods(t *testing.T) {
 	t.Parallel()
 	each(t, func(t *testing.T, m manifests) {
+		t.Helper()
 		pod := m.objects["DaemonSet/trial-coppice-runner"].(*appsv1.DaemonSet).Spec.Template.Spec
 		runner := pod.Containers[0]
 		if !pod.HostPID || !pod.HostNetwork || pod.DNSPolicy != corev1.DNSClusterFirstWithHostNet || !*runner.SecurityContext.Privileged {
@@ -385,6 +401,7 @@ func TestRunnerPods(t *testing.T) {
 func TestChartStartsCoppice(t *testing.T) {
 	t.Parallel()
 	each(t, func(t *testing.T, m manifests) {
+		t.Helper()
 		checked := map[string]start{}
 		for name, pod := range m.pods() {
 			for _, c := range containers(pod.Spec) {

@@ -124,7 +124,7 @@ func TestRunnerUnitKeepsVMs(t *testing.T) {
 		}
 	}
 	var caps []string
-	for _, c := range strings.Fields(u.all("CapabilityBoundingSet")[0]) {
+	for c := range strings.FieldsSeq(u.all("CapabilityBoundingSet")[0]) {
 		caps = append(caps, strings.TrimPrefix(c, "CAP_"))
 	}
 	slices.Sort(caps)
