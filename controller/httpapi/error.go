@@ -48,6 +48,7 @@ var codeStatuses = map[core.Code]int{
 	core.CodeCapacity:            http.StatusTooManyRequests,
 	core.CodeDatabaseUnavailable: http.StatusServiceUnavailable,
 	core.CodeIncompatibleHost:    http.StatusConflict,
+	core.CodeStoreAuth:           http.StatusServiceUnavailable,
 	core.CodeVMMFailed:           http.StatusServiceUnavailable,
 	core.CodeResealFailed:        http.StatusServiceUnavailable,
 	core.CodeGuestProtocol:       http.StatusServiceUnavailable,

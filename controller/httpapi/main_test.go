@@ -60,6 +60,9 @@ type world struct {
 	control *controller.Controller
 }
 
+// lots is a rate that no test reaches.
+var lots = controller.Rate{PerSecond: 1e6, Burst: 1e6}
+
 func newWorld(t *testing.T) *world {
 	t.Helper()
 	w := &world{t: t, dsn: testpg.New(t, migrations.Up), runner: runnertest.Start(t, runnertest.Config{Secret: runnerSecret})}
@@ -89,7 +92,11 @@ func newWorld(t *testing.T) *world {
 	})
 	control := controller.New(controller.Config{
 		Store: w.blobs, ClusterID: "test", Trust: &trust, RunnerLease: runnerLease, LoopInterval: 50 * time.Millisecond, RunnerRetry: time.Second, AdmissionWait: 50 * time.Millisecond, ShutdownGrace: time.Second, Bootstrap: controller.Bootstrap{Key: apiKey},
-		Limits: controller.Limits{Open: controller.Rate{PerSecond: 1e6, Burst: 1e6}, FailureDelay: 1}, // of one address, with hundreds of wrong keys
+		// Of one address with hundreds of wrong keys, and of a project whose keys try every route.
+		Limits: controller.Limits{
+			Open: lots, FailureDelay: 1,
+			Project: map[controller.RateClass]controller.Rate{controller.RateRead: lots, controller.RateWrite: lots, controller.RateExec: lots, controller.RateAdmin: lots},
+		},
 	}, store, client, log)
 	ctx, cancel := context.WithCancel(context.WithoutCancel(t.Context()))
 	done := make(chan error, 1)
