@@ -77,6 +77,13 @@ func TestDockerfile(t *testing.T) {
 		if c := commands[*instructions.CmdCommand](s); len(c) != 1 || !slices.Equal(c[0].CmdLine, []string{name}) {
 			t.Errorf("%s runs %v", name, c)
 		}
+		env := map[string]string{}
+		for _, e := range commands[*instructions.EnvCommand](s) {
+			for _, kv := range e.Env {
+				env[kv.Key] = kv.Value
+			}
+		}
+		start{"Dockerfile, " + name, []string{name}, env}.known(t)
 	}
 	if u := commands[*instructions.UserCommand](all["controller"]); len(u) != 1 || u[0].User != "10001:10001" {
 		t.Errorf("the controller's user is %v", u)
