@@ -15,14 +15,21 @@ type DiffPage struct {
 
 // DiffCheckpoints says what differs from a checkpoint to another of its tree. Their runner compares them.
 func (c *Controller) DiffCheckpoints(ctx context.Context, project core.ProjectID, from, to core.CheckpointID, p DiffPage) (runnerapi.DiffPage, error) {
-	type pair struct{ a, b Checkpoint }
+	type pair struct {
+		a, b     Checkpoint
+		endpoint string // of a runner that has both
+	}
 	both, err := read(ctx, c, InProject(project), func(tx Tx) (pair, error) {
 		a, err := tx.Checkpoint(ctx, from)
 		if err != nil {
 			return pair{}, err
 		}
 		b, err := tx.Checkpoint(ctx, to)
-		return pair{a, b}, err
+		if err != nil || a.RunnerID == b.RunnerID {
+			return pair{a, b, a.Endpoint}, err
+		}
+		endpoint, err := holderOf(ctx, tx, a, b)
+		return pair{a, b, endpoint}, err
 	})
 	if err != nil {
 		return runnerapi.DiffPage{}, err
@@ -36,8 +43,29 @@ func (c *Controller) DiffCheckpoints(ctx context.Context, project core.ProjectID
 	switch {
 	case a.Root != b.Root:
 		return runnerapi.DiffPage{}, core.Errorf(core.Invalid, core.CodeInvalidField, "to: checkpoint %s is not of the tree of %s; only checkpoints of one tree can be compared", to, from)
-	case a.RunnerID != b.RunnerID || a.Endpoint == "":
-		return runnerapi.DiffPage{}, core.Errorf(core.Invalid, core.CodeUnsupported, "checkpoints %s and %s are not on one runner; comparing them needs a snapshot store", from, to)
+	case both.endpoint == "":
+		return runnerapi.DiffPage{}, core.Errorf(core.Invalid, core.CodeUnsupported, "checkpoints %s and %s are not both on one runner; seal one and grow it where the other is, then compare them", from, to)
 	}
-	return c.runners.Diff(ctx, a.Endpoint, from, runnerapi.Diff{To: to, After: p.After, Limit: p.Limit})
+	return c.runners.Diff(ctx, both.endpoint, from, runnerapi.Diff{To: to, After: p.After, Limit: p.Limit})
+}
+
+// holderOf returns the endpoint of a runner that can be reached and has both checkpoints; empty when there is none.
+func holderOf(ctx context.Context, tx Tx, a, b Checkpoint) (string, error) {
+	nearA, err := tx.Near(ctx, a)
+	if err != nil {
+		return "", err
+	}
+	nearB, err := tx.Near(ctx, b)
+	if err != nil {
+		return "", err
+	}
+	fleet, err := tx.Fleet(ctx)
+	for _, r := range fleet {
+		distanceA, hasA := nearA[r.Info.RunnerID]
+		distanceB, hasB := nearB[r.Info.RunnerID]
+		if r.Fresh && hasA && hasB && distanceA == 0 && distanceB == 0 {
+			return r.Endpoint, err
+		}
+	}
+	return "", err
 }

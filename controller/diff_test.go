@@ -37,5 +37,6 @@ func TestDiffNeedsOneRunner(t *testing.T) {
 		t.Fatal(err)
 	}
 	w.sql(`UPDATE checkpoints SET runner_id = $1 WHERE id = $2`, other.ID(), b.ID)
+	w.sql(`UPDATE checkpoint_copies SET runner_id = $1 WHERE checkpoint_id = $2`, other.ID(), b.ID)
 	wantCode(t, diff(), core.CodeUnsupported)
 }

@@ -102,6 +102,13 @@ func TestForkElsewhere(t *testing.T) {
 	if got := p.fork(own.ID, 1); got[0].Sandbox.RunnerID != p.second.ID() {
 		t.Errorf("grown on %s", got[0].Sandbox.RunnerID)
 	}
+	// What was captured on one and what was fetched there can be compared there.
+	p.beatSecond()
+	if _, err := p.DiffCheckpoints(t.Context(), p.project, cp.ID, own.ID, controller.DiffPage{Limit: 10}); err != nil || p.second.Calls(runnertest.PointDiff) != 1 {
+		t.Errorf("diff: %v", err)
+	}
+	_, err = p.DiffCheckpoints(t.Context(), p.project, unsealed.ID, own.ID, controller.DiffPage{Limit: 10})
+	wantCode(t, err, core.CodeUnsupported)
 	// What it has lost it is not known for any more.
 	p.second.LoseCheckpoints()
 	p.beatSecond()

@@ -171,15 +171,21 @@ func (t *tx) CommitSeal(ctx context.Context, at controller.SealAttempt, in runne
 		sql string
 		a   args
 	}{
-		{`INSERT INTO store_objects (key, project_id, checkpoint_id, attempt, bytes)
+		{
+			`INSERT INTO store_objects (key, project_id, checkpoint_id, attempt, bytes)
 			SELECT o.key, @project, @id, @attempt, o.bytes FROM unnest(@keys::text[], @sizes::bigint[]) AS o (key, bytes)`,
-			args{"project": at.Project, "id": at.Checkpoint, "attempt": at.Attempt, "keys": keys, "sizes": sizes}},
-		{`INSERT INTO checkpoint_objects (checkpoint_id, project_id, key) SELECT @id, @project, n.key FROM unnest(@keys::text[]) AS n (key)`,
-			args{"project": at.Project, "id": at.Checkpoint, "keys": own}},
+			args{"project": at.Project, "id": at.Checkpoint, "attempt": at.Attempt, "keys": keys, "sizes": sizes},
+		},
+		{
+			`INSERT INTO checkpoint_objects (checkpoint_id, project_id, key) SELECT @id, @project, n.key FROM unnest(@keys::text[]) AS n (key)`,
+			args{"project": at.Project, "id": at.Checkpoint, "keys": own},
+		},
 		{`DELETE FROM checkpoint_objects WHERE checkpoint_id = @id AND key = ANY(@keys::text[])`, args{"id": at.Checkpoint, "keys": orNone(drop)}},
 		// What was written in vain has no need that could be lost.
-		{`INSERT INTO store_released (project_id, key) SELECT @project, w.key FROM unnest(@keys::text[]) AS w (key)`,
-			args{"project": at.Project, "keys": orNone(vain)}},
+		{
+			`INSERT INTO store_released (project_id, key) SELECT @project, w.key FROM unnest(@keys::text[]) AS w (key)`,
+			args{"project": at.Project, "keys": orNone(vain)},
+		},
 	} {
 		if _, err := t.exec(ctx, change.sql, change.a); err != nil {
 			return err
