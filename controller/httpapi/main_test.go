@@ -61,7 +61,10 @@ type world struct {
 }
 
 // lots is a rate that no test reaches.
-var lots = controller.Rate{PerSecond: 1e6, Burst: 1e6}
+var (
+	lots    = controller.Rate{PerSecond: 1e6, Burst: 1e6}
+	noRates = map[controller.RateClass]controller.Rate{controller.RateRead: lots, controller.RateWrite: lots, controller.RateExec: lots, controller.RateAdmin: lots}
+)
 
 func newWorld(t *testing.T) *world {
 	t.Helper()
@@ -92,11 +95,8 @@ func newWorld(t *testing.T) *world {
 	})
 	control := controller.New(controller.Config{
 		Store: w.blobs, ClusterID: "test", Trust: &trust, RunnerLease: runnerLease, LoopInterval: 50 * time.Millisecond, RunnerRetry: time.Second, AdmissionWait: 50 * time.Millisecond, ShutdownGrace: time.Second, Bootstrap: controller.Bootstrap{Key: apiKey},
-		// Of one address with hundreds of wrong keys, and of a project whose keys try every route.
-		Limits: controller.Limits{
-			Open: lots, FailureDelay: 1,
-			Project: map[controller.RateClass]controller.Rate{controller.RateRead: lots, controller.RateWrite: lots, controller.RateExec: lots, controller.RateAdmin: lots},
-		},
+		// Of one address with hundreds of wrong keys, and of keys that try every route in every way.
+		Limits: controller.Limits{Open: lots, FailureDelay: 1, Key: noRates, Project: noRates},
 	}, store, client, log)
 	ctx, cancel := context.WithCancel(context.WithoutCancel(t.Context()))
 	done := make(chan error, 1)
