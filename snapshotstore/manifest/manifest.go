@@ -157,7 +157,7 @@ func decodeNodes(raw []byte) (Nodes, error) {
 	var last Hash
 	for len(raw) > 0 {
 		n, used := binary.Uvarint(raw)
-		if used <= 0 || n == 0 || n > maxNode || int64(n) > int64(len(raw)-used) { //nolint:gosec // G115: below maxNode by then
+		if used <= 0 || n == 0 || n > maxNode || int64(n) > int64(len(raw)-used) {
 			return nil, invalid("the length of a node cannot be")
 		}
 		node := raw[used : used+int(n)]
