@@ -25,7 +25,7 @@ import (
 // then on too, and gets fresh entropy before its workload thaws. Once begun a capture is finished, whatever becomes of ctx. With
 // Stop it ends instead, as soon as the checkpoint is durable, without having run again; it goes on only when that fails.
 func (r *Runner) Capture(ctx context.Context, id core.SandboxID, req runnerapi.Capture) (runnerapi.Checkpoint, error) {
-	out, err := r.once(ctx, req.CheckpointID, func() (*checkpointRecord, error) {
+	out, err := r.once(ctx, req.CheckpointID, r.counted(func() (*checkpointRecord, error) {
 		s, err := r.find(id)
 		if err != nil {
 			return nil, err
@@ -35,12 +35,11 @@ func (r *Runner) Capture(ctx context.Context, id core.SandboxID, req runnerapi.C
 		}
 		defer s.unlock()
 		rec, err := r.captureLocked(context.WithoutCancel(ctx), s, req)
-		r.metrics.captured(rec, err)
 		if err != nil {
 			return nil, exhausted(fmt.Errorf("capture sandbox %s: %w", id, err), fmt.Sprintf("sandbox %s was not captured and goes on", id))
 		}
 		return rec, nil
-	})
+	}))
 	if err == nil && req.Stop { // the request that made the checkpoint may have ended before its stop
 		err = r.Destroy(ctx, id)
 	}

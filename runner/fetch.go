@@ -232,8 +232,7 @@ func (f *fetching) disk(ctx context.Context) error {
 		return err
 	}
 	if f.root == nil {
-		err = errors.Join(to.Truncate(tree.Size()))
-		if err == nil {
+		if err = to.Truncate(tree.Size()); err == nil {
 			err = f.fill(ctx, to, tree)
 		}
 	} else {

@@ -320,6 +320,15 @@ func (r *Runner) once(ctx context.Context, id core.CheckpointID, produce func() 
 	return f.out, f.err
 }
 
+// counted has the metrics know of a capture.
+func (r *Runner) counted(capture func() (*checkpointRecord, error)) func() (*checkpointRecord, error) {
+	return func() (*checkpointRecord, error) {
+		rec, err := capture()
+		r.metrics.captured(rec, err)
+		return rec, err
+	}
+}
+
 // exhausted turns an error by a limit of this host into one that names the limit and says what to do. Others pass.
 func exhausted(err error, what string) error {
 	if code, limit := limitMet(err); code != "" {

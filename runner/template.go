@@ -20,7 +20,7 @@ import (
 // Template makes the template checkpoint of an image and shape: the image is booted once, captured when its agent is ready,
 // and its memory becomes the base of everything that grows from it. It takes as long as a boot.
 func (r *Runner) Template(ctx context.Context, req runnerapi.Template) (runnerapi.Checkpoint, error) {
-	return r.once(ctx, req.CheckpointID, func() (*checkpointRecord, error) {
+	return r.once(ctx, req.CheckpointID, r.counted(func() (*checkpointRecord, error) {
 		img, err := r.cfg.Images.Get(string(req.Image))
 		if err != nil {
 			return nil, err
@@ -33,12 +33,11 @@ func (r *Runner) Template(ctx context.Context, req runnerapi.Template) (runnerap
 			return nil, exhausted(err, "the image could not be kept")
 		}
 		rec, err := r.bootTemplate(context.WithoutCancel(ctx), img, req)
-		r.metrics.captured(rec, err)
 		if err != nil {
 			return nil, exhausted(fmt.Errorf("boot image %s: %w", img.Digest.Short(), err), "the image could not be booted")
 		}
 		return rec, nil
-	})
+	}))
 }
 
 func (r *Runner) bootTemplate(ctx context.Context, img images.Image, req runnerapi.Template) (_ *checkpointRecord, err error) {

@@ -156,8 +156,8 @@ const (
 	maxGap     = 32 << 10
 )
 
-// Fetch reads the pages of runs and gives each run of pages, verified, to emit, in no order, from several goroutines at once; what
-// emit gets is valid until it returns. Runs without a frame are given as zeros. The first error ends it.
+// Fetch reads the pages of runs and gives each run of pages, verified, to emit, in no order, from several goroutines at once, and twice
+// where a read had to be repeated; what emit gets is valid until it returns. Runs without a frame are given as zeros. The first error ends it.
 func Fetch(ctx context.Context, blobs blob.Blobs, runs iter.Seq[manifest.Run], o FetchOptions, emit func(page int64, data []byte) error) (Fetched, error) {
 	if o.Parallel <= 0 {
 		o.Parallel = 8
@@ -187,21 +187,10 @@ func Fetch(ctx context.Context, blobs blob.Blobs, runs iter.Seq[manifest.Run], o
 			read.Add(req.length)
 			buf, _ := buffers.Get().([]byte)
 			defer func() { buffers.Put(buf) }() //nolint:staticcheck // SA6002: one allocation of three words for 64 KiB
-			return verified(req.object, func() error {
-				b, err := readRange(run, blobs, req.object, req.offset, req.length)
-				if err != nil {
-					return err
-				}
-				for _, f := range req.frames {
-					raw, err := unpack(f, b[f.Offset-req.offset:f.Offset-req.offset+f.Length], buf)
-					if err != nil {
+			return req.read(run, blobs, &buf, func(f *manifest.Frame, raw []byte) error {
+				for _, r := range wanted[f] {
+					if err := emit(r.Page, raw[r.Slot*manifest.PageSize:(r.Slot+r.Count)*manifest.PageSize]); err != nil {
 						return err
-					}
-					buf = raw
-					for _, r := range wanted[f] {
-						if err := emit(r.Page, raw[r.Slot*manifest.PageSize:(r.Slot+r.Count)*manifest.PageSize]); err != nil {
-							return err
-						}
 					}
 				}
 				return nil
@@ -221,6 +210,25 @@ type request struct {
 	object         string
 	offset, length int64
 	frames         []*manifest.Frame
+}
+
+// read gives the pages of each frame, verified, to each, which may get them twice. They are in buf, which grows as it must.
+func (req request) read(ctx context.Context, blobs blob.Blobs, buf *[]byte, each func(f *manifest.Frame, raw []byte) error) error {
+	return verified(req.object, func() error {
+		b, err := readRange(ctx, blobs, req.object, req.offset, req.length)
+		if err != nil {
+			return err
+		}
+		for _, f := range req.frames {
+			if *buf, err = unpack(f, b[f.Offset-req.offset:f.Offset-req.offset+f.Length], *buf); err != nil {
+				return err
+			}
+			if err := each(f, *buf); err != nil {
+				return err
+			}
+		}
+		return nil
+	})
 }
 
 // plan puts frames that are near one another into one request.

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"fmt"
 	"io"
 	"maps"
 	"math/rand/v2"
@@ -108,16 +109,21 @@ func (x *rig) seal(ref *snapshotstore.Snapshot, before, now *image, changed []sn
 
 func (x *rig) sealAll(ref *snapshotstore.Snapshot, images ...snapshotstore.Source) *snapshotstore.Written {
 	x.t.Helper()
+	w, err := x.write(x.t.Context(), ref, images...)
+	if err != nil {
+		x.t.Fatal(err)
+	}
+	return w
+}
+
+// write writes a new checkpoint.
+func (x *rig) write(ctx context.Context, ref *snapshotstore.Snapshot, images ...snapshotstore.Source) (*snapshotstore.Written, error) {
 	id := core.NewID[core.CheckpointID]()
 	h := manifest.Header{
 		ProjectID: x.project, CheckpointID: id, CapturedAt: "2026-11-22T12:00:00Z", GuestImage: core.DigestOf([]byte("image")),
 		Class: map[string]string{"arch": "amd64"}, Resources: core.Resources{VCPUs: 1, MemoryMiB: 128, DiskGiB: 1},
 	}
-	w, err := snapshotstore.Write(x.t.Context(), x.blobs, "v1/"+string(x.project)+"/"+string(id)+"/1/", h, ref, images, snapshotstore.Options{Dir: x.t.TempDir()})
-	if err != nil {
-		x.t.Fatal(err)
-	}
-	return w
+	return snapshotstore.Write(ctx, x.blobs, fmt.Sprintf("v1/%s/%s/1/", x.project, id), h, ref, images, snapshotstore.Options{Dir: x.t.TempDir()})
 }
 
 // load reads a whole image back, with nothing but the store and the digest.
@@ -147,17 +153,22 @@ func (x *rig) check(ref manifest.Ref, name string, want *image) snapshotstore.Fe
 	if err != nil {
 		x.t.Fatal(err)
 	}
-	if got.size != want.size {
-		x.t.Fatalf("the image has %d bytes instead of %d", got.size, want.size)
+	got.wantEqual(x.t, want)
+	return fetched
+}
+
+func (m *image) wantEqual(t *testing.T, want *image) {
+	t.Helper()
+	if m.size != want.size {
+		t.Fatalf("the image has %d bytes instead of %d", m.size, want.size)
 	}
 	for at := range (want.size + page - 1) / page {
 		a, b := make([]byte, page), make([]byte, page)
-		_, _ = got.read(a, at*page), want.read(b, at*page)
+		_, _ = m.read(a, at*page), want.read(b, at*page)
 		if !bytes.Equal(a, b) {
-			x.t.Fatalf("page %d differs", at)
+			t.Fatalf("page %d differs", at)
 		}
 	}
-	return fetched
 }
 
 // TestGenerations: every checkpoint of a deep chain reads back as it was, from its own manifest and at most eight others.
@@ -438,13 +449,7 @@ func TestChanged(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	for at := range m.size / page {
-		a, b := make([]byte, page), make([]byte, page)
-		_, _ = got.read(a, at*page), m.read(b, at*page)
-		if !bytes.Equal(a, b) {
-			t.Fatalf("page %d differs", at)
-		}
-	}
+	got.wantEqual(t, m)
 	if fetched.Pages > 5*60 || fetched.Pages == 0 {
 		t.Errorf("%d pages for 5 generations of at most 60", fetched.Pages)
 	}
@@ -462,8 +467,8 @@ func TestFailedWrite(t *testing.T) {
 		m.pages[at] = content(r)
 	}
 	write := func(ctx context.Context, blobs blob.Blobs, read func([]byte, int64) error) error {
-		h := manifest.Header{ProjectID: x.project, CheckpointID: core.NewID[core.CheckpointID]()}
-		_, err := snapshotstore.Write(ctx, blobs, "v1/x/", h, nil, []snapshotstore.Source{{Name: "memory", Size: m.size, Changed: m.whole(), Read: read}}, snapshotstore.Options{Dir: t.TempDir()})
+		y := &rig{t: t, blobs: blobs, project: x.project}
+		_, err := y.write(ctx, nil, snapshotstore.Source{Name: "memory", Size: m.size, Changed: m.whole(), Read: read})
 		return err
 	}
 	err := write(t.Context(), x.blobs, func(p []byte, off int64) error {

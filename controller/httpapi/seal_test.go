@@ -1,15 +1,13 @@
 package httpapi_test
 
 import (
-	"bytes"
 	"context"
-	"encoding/json"
-	"net/http"
 	"strings"
 	"testing"
 
 	"github.com/coppice-dev/coppice/api"
 	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/controller/runnertest"
 	"github.com/coppice-dev/coppice/core"
 )
 
@@ -17,28 +15,7 @@ import (
 type sealer struct{ w *world }
 
 func (s sealer) post(ctx context.Context, path string, in, out any) error {
-	b, err := json.Marshal(in)
-	if err != nil {
-		return err
-	}
-	req, err := http.NewRequestWithContext(ctx, http.MethodPost, s.w.inner+path, bytes.NewReader(b))
-	if err != nil {
-		return err
-	}
-	req.Header.Set("Authorization", "Bearer "+runnerSecret)
-	res, err := http.DefaultClient.Do(req)
-	if err != nil {
-		return err
-	}
-	defer res.Body.Close()
-	if res.StatusCode < 300 {
-		return json.NewDecoder(res.Body).Decode(out)
-	}
-	var p runnerapi.Problem
-	if err := json.NewDecoder(res.Body).Decode(&p); err != nil {
-		return err
-	}
-	return p.Err()
+	return runnertest.Post(ctx, s.w.inner+path, runnerSecret, in, out)
 }
 
 func (s sealer) path(form string, runner core.RunnerID, id core.CheckpointID) string {

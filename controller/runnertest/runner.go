@@ -482,7 +482,7 @@ func (r *Runner) Register(ctx context.Context, base, secret string) error {
 	reg := runnerapi.Register{Info: r.info(), Endpoint: "http://" + r.address}
 	r.mu.Unlock()
 	var out runnerapi.Registered
-	if err := post(ctx, base+runnerapi.PathRegister, secret, reg, &out); err != nil {
+	if err := Post(ctx, base+runnerapi.PathRegister, secret, reg, &out); err != nil {
 		return err
 	}
 	r.mu.Lock()
@@ -505,7 +505,7 @@ func (r *Runner) Beat(ctx context.Context, base, secret string) (runnerapi.Heart
 	r.mu.Unlock()
 	var out runnerapi.Heartbeated
 	path := strings.Replace(runnerapi.PathHeartbeat, "{id}", string(r.cfg.ID), 1)
-	if err := post(ctx, base+path, secret, beat, &out); err != nil {
+	if err := Post(ctx, base+path, secret, beat, &out); err != nil {
 		return out, err
 	}
 	r.Obey(beat, out)
@@ -545,7 +545,8 @@ func (r *Runner) Run(ctx context.Context, base, secret string) {
 	}
 }
 
-func post(ctx context.Context, url, secret string, in, out any) error {
+// Post sends a message as a runner does.
+func Post(ctx context.Context, url, secret string, in, out any) error {
 	b, err := json.Marshal(in)
 	if err != nil {
 		return err

@@ -8,6 +8,8 @@ import (
 	"slices"
 	"strings"
 	"testing"
+
+	"github.com/coppice-dev/coppice/internal/require"
 )
 
 const systemd = root + "/deploy/systemd"
@@ -69,18 +71,10 @@ func TestUnitsStartCoppice(t *testing.T) {
 	runner.refused(t, map[string]string{"COPPICE_DATA_DIR": t.TempDir(), "COPPICE_ACCEL": "tcg"}, needsToken())
 }
 
-// systemdAnalyze skips where it is not there, unless everything is required.
+// systemdAnalyze is a requirement of that name.
 func systemdAnalyze(t *testing.T) string {
 	t.Helper()
-	path, err := exec.LookPath("systemd-analyze")
-	if err != nil {
-		required := strings.FieldsFunc(os.Getenv("COPPICE_TEST_REQUIRE"), func(r rune) bool { return r == ',' || r == ' ' })
-		if slices.Contains(required, "all") || slices.Contains(required, "systemd-analyze") {
-			t.Fatal("systemd-analyze is required and not there; cure: make setup")
-		}
-		t.Skip("systemd-analyze is not there; cure: make setup")
-	}
-	return path
+	return require.Program(t, "systemd-analyze", "systemd")
 }
 
 // TestUnitsAreUnderstood has systemd read the units: it knows every setting and value in them.

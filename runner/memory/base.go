@@ -12,7 +12,6 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/coppice-dev/coppice/core"
-	"github.com/coppice-dev/coppice/internal/atomicfile"
 	"github.com/coppice-dev/coppice/internal/sparse"
 )
 
@@ -216,21 +215,9 @@ func (s *BaseStore) Rebase(from *Base, d *Delta) (*Base, error) {
 	if from.Size != d.Size {
 		return nil, core.Errorf(core.Internal, core.CodeInternal, "a delta of %d bytes of RAM cannot be rebased onto %d", d.Size, from.Size)
 	}
-	id := core.NewID[core.BaseID]()
-	part := s.path(id) + ".part"
-	f, err := os.OpenFile(part, os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600)
+	id, err := s.Import(from.Size, func(f *os.File) error { return writeImage(f, from, d) })
 	if err != nil {
 		return nil, err
-	}
-	err = writeImage(f, from, d)
-	if err == nil {
-		err = errors.Join(f.Chmod(0o444), f.Sync())
-	}
-	if err = errors.Join(err, f.Close()); err == nil {
-		err = atomicfile.Rename(part, s.path(id))
-	}
-	if err != nil {
-		return nil, errors.Join(fmt.Errorf("write base %s: %w", id, err), os.RemoveAll(part), s.Remove(id))
 	}
 	b, err := s.Open(id)
 	if err != nil {
@@ -240,9 +227,6 @@ func (s *BaseStore) Rebase(from *Base, d *Delta) (*Base, error) {
 }
 
 func writeImage(f *os.File, from *Base, d *Delta) error {
-	if err := f.Truncate(from.Size); err != nil {
-		return err
-	}
 	if from.ID != "" {
 		src, err := os.Open(from.store.path(from.ID))
 		if errors.Is(err, fs.ErrNotExist) { // removed, but in use

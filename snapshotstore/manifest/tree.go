@@ -256,9 +256,6 @@ func (e *Editor) Tree() *Tree {
 	return &Tree{size: e.size, leaves: e.leaves}
 }
 
-// Leaves yields the numbers of the leaves that the editor has changed, sorted.
-func (e *Editor) Leaves() []int64 { return slices.Sorted(maps.Keys(e.own)) }
-
 // checkSize refuses what no image has.
 func checkSize(size int64) error {
 	if size < 0 || size > MaxImageBytes {
