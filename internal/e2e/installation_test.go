@@ -6,7 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"math/rand/v2"
 	"net"
 	"os"
 	"os/exec"
@@ -18,13 +17,11 @@ import (
 	"testing"
 	"time"
 
-	"github.com/vishvananda/netlink"
-	"github.com/vishvananda/netns"
 	"golang.org/x/sys/unix"
 
-	"github.com/coppice-dev/coppice/internal/osthread"
 	"github.com/coppice-dev/coppice/internal/pgcluster"
 	"github.com/coppice-dev/coppice/internal/require"
+	"github.com/coppice-dev/coppice/internal/testpool"
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
 
@@ -188,77 +185,22 @@ func (s *server) tail() string {
 
 // farHost is the network namespace of the runner, joined to the test's by a pair of links.
 type farHost struct {
-	name, path string
-	near, far  string // addresses
-	link       string // the test's end
+	path      string
+	near, far string // addresses
 }
 
 func newFarHost(t *testing.T) *farHost {
 	t.Helper()
-	n := rand.IntN(1 << 14)
-	h := &farHost{
-		name: fmt.Sprintf("cpf-e2e-%04x", n), link: fmt.Sprintf("cpf%04xh", n),
-		near: fmt.Sprintf("198.19.%d.%d", n>>6, n&63<<2+1), far: fmt.Sprintf("198.19.%d.%d", n>>6, n&63<<2+2),
+	l, err := testpool.NewLink()
+	if err != nil {
+		t.Fatal(err)
 	}
-	h.path = "/run/netns/" + h.name
-	peer := fmt.Sprintf("cpf%04xr", n)
 	t.Cleanup(func() {
-		if l, err := netlink.LinkByName(h.link); err == nil {
-			if err := netlink.LinkDel(l); err != nil {
-				t.Error(err)
-			}
+		if err := l.Close(); err != nil {
+			t.Error(err)
 		}
-		_ = unix.Unmount(h.path, unix.MNT_DETACH) // it may not have come so far
-		_ = os.Remove(h.path)
 	})
-	err := osthread.Do(func() error {
-		ns, err := netns.NewNamed(h.name)
-		if err != nil {
-			return err
-		}
-		return ns.Close()
-	})
-	if err != nil {
-		t.Fatal(err)
-	}
-	ns, err := netns.GetFromPath(h.path)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer ns.Close()
-	inner, err := netlink.NewHandleAt(ns)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer inner.Close()
-	outer, err := netlink.NewHandle()
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer outer.Close()
-	err = outer.LinkAdd(&netlink.Veth{LinkAttrs: netlink.LinkAttrs{Name: h.link}, PeerName: peer, PeerNamespace: netlink.NsFd(int(ns))})
-	err = errors.Join(err, up(outer, h.link, h.near+"/30"), up(inner, peer, h.far+"/30"), up(inner, "lo", ""))
-	if err != nil {
-		t.Fatal(err)
-	}
-	return h
-}
-
-func up(h *netlink.Handle, name, address string) error {
-	l, err := h.LinkByName(name)
-	if err != nil {
-		return fmt.Errorf("link %s: %w", name, err)
-	}
-	if address != "" {
-		a, err := netlink.ParseAddr(address)
-		if err != nil {
-			return err
-		}
-		if err := h.AddrAdd(l, a); err != nil {
-			return err
-		}
-	}
-	return h.LinkSetUp(l)
+	return &farHost{path: l.Path, near: l.Near, far: l.Far}
 }
 
 // newInstallation starts all of it, with a workspace in which a witness runs and a checkpoint of that. It ends with the test and

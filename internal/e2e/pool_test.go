@@ -5,166 +5,112 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"log/slog"
-	"net"
 	"os"
 	"os/exec"
 	"path/filepath"
-	"strings"
-	"syscall"
 	"testing"
 	"time"
 
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/pgcluster"
 	"github.com/coppice-dev/coppice/internal/require"
+	"github.com/coppice-dev/coppice/internal/testpool"
 	"github.com/coppice-dev/coppice/internal/tests3"
 	"github.com/coppice-dev/coppice/runner/memory"
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
 
-// pool is an installation with several runners, each a process in a network namespace of its own as on another host, one controller,
-// one database and one store.
+// pool is an installation with several runners, each on a host of its own.
 type pool struct {
-	dir        string
-	image      core.Digest
-	binary     string
-	database   *pgcluster.Cluster
-	controller *server
-	client     *coppice.Client
-	runnerPort string // of the controller's listener for them
-	store      func(near string) string
-	joined     int
+	*testpool.Pool
+	t     *testing.T
+	image core.Digest
+	hosts []*poolHost
 }
 
-// poolHost is one host.
+// poolHost is one host. Its stack's client is the pool's.
 type poolHost struct {
-	*server
-	far   *farHost
-	stack *stack // what the runner has on the host
+	*testpool.Host
+	*stack // what the runner has on the host
 }
 
-// newPool starts a database and a controller. store gives the store's address as it is for who reaches this machine at near.
-func newPool(t *testing.T, store func(near string) string) *pool {
+// newPool starts a database, a store and a controller with short leases, with further arguments. They end with the test, and leave nothing.
+func newPool(t *testing.T, controller ...string) *pool {
 	t.Helper()
 	needVM(t)
 	require.That(t, "netns", exec.Command("nsenter", "--version").Run() == nil, "apt-get install util-linux")
+	_, err := pgcluster.Find(t.Context(), os.Getenv("PGBIN"))
+	require.That(t, "postgres", err == nil, "make setup")
 	dir, err := os.MkdirTemp("", dirPrefix) //nolint:usetesting // the database's user must reach it, and t.TempDir is private
 	if err != nil {
 		t.Fatal(err)
 	}
-	p := &pool{dir: dir, image: image(t, "e2e", guestAgent), binary: program(t, "cmd/coppice"), store: store}
-	t.Cleanup(func() { p.stop(t) })
-	binaries, err := pgcluster.Find(t.Context(), os.Getenv("PGBIN"))
-	require.That(t, "postgres", err == nil, "make setup")
+	p := &pool{t: t, image: image(t, "e2e", guestAgent)}
+	t.Cleanup(func() {
+		p.stop()
+		if err := os.RemoveAll(dir); err != nil {
+			t.Error(err)
+		}
+	})
 	if err := os.Chmod(dir, 0o755); err != nil {
 		t.Fatal(err)
 	}
-	if p.database, err = pgcluster.Start(t.Context(), pgcluster.Config{Dir: filepath.Join(dir, "pg"), Binaries: binaries, Log: slog.New(slog.DiscardHandler)}); err != nil {
-		t.Fatal(err)
-	}
-	p.runnerPort = port(freeAddress(t))
-	p.controller = &server{name: "controller", binary: p.binary, log: filepath.Join(dir, "controller.log"), args: []string{
-		"--json", "controller", "--database", p.database.DSN("postgres"), "--key-file", filepath.Join(dir, "cluster.key"), "--api-key-file", filepath.Join(dir, "api.key"),
-		"--listen", freeAddress(t), "--runner-listen", net.JoinHostPort("0.0.0.0", p.runnerPort), "--runner-lease", "6s", "--runner-fence", "6s",
-		"--store", store("127.0.0.1"), "--log-level", "debug",
-	}}
-	if err := p.controller.start(""); err != nil {
-		t.Fatalf("%v\n%s", err, p.controller.tail())
-	}
-	key, err := os.ReadFile(filepath.Join(dir, "api.key"))
+	p.Pool, err = testpool.Open(t.Context(), testpool.Config{
+		Dir: dir, Coppice: program(t, "cmd/coppice"), Images: imageStore(t).Dir(), PGBin: os.Getenv("PGBIN"), Store: tests3.Start(t),
+		Controller: append([]string{"--runner-lease", "6s", "--runner-fence", "6s", "--log-level", "debug"}, controller...),
+		Runner:     []string{"--disk-budget", "1G", "--warm", "0", "--accel", "tcg", "--max-sandboxes", "8", "--log-level", "debug"},
+	})
 	if err != nil {
-		t.Fatal(err)
-	}
-	if p.client, err = coppice.New(coppice.Config{Server: p.controller.ready.Server, Token: strings.TrimSpace(string(key))}); err != nil {
 		t.Fatal(err)
 	}
 	return p
 }
 
 // join adds a host.
-func (p *pool) join(t *testing.T) *poolHost {
-	t.Helper()
-	name := fmt.Sprintf("runner-%d", p.joined)
-	p.joined++
-	far := newFarHost(t)
-	data := filepath.Join(p.dir, name)
-	h := &poolHost{far: far, stack: &stack{dir: data, data: data, client: p.client}}
-	ticket, err := p.client.CreateRunnerToken(t.Context(), coppice.CreateRunnerTokenRequest{})
+func (p *pool) join(more ...string) *poolHost {
+	p.t.Helper()
+	far, err := p.Join(p.t.Context(), more...)
 	if err != nil {
-		t.Fatal(err)
+		p.t.Fatal(err)
 	}
-	token := filepath.Join(p.dir, name+".token")
-	if err := os.WriteFile(token, []byte(ticket.Token+"\n"), 0o600); err != nil {
-		t.Fatal(err)
-	}
-	h.server = &server{name: name, binary: p.binary, netns: far.path, log: filepath.Join(p.dir, name+".log"), args: []string{
-		"--json", "runner", "--data-dir", h.stack.data, "--images-dir", imageStore(t).Dir(), "--controller", "https://" + net.JoinHostPort(far.near, p.runnerPort),
-		"--join-token-file", token, "--listen", far.far + ":7072", "--disk-budget", "1G", "--warm", "0", "--accel", "tcg", "--max-sandboxes", "8",
-		"--store", p.store(far.near), "--log-level", "debug", "--stop-vms",
-	}}
-	t.Cleanup(func() { h.stop(t) }) // before its network goes
-	if err := h.start(""); err != nil {
-		t.Fatalf("%v\n%s", err, h.tail())
-	}
-	mark := p.controller.ready.ClusterID + "/" + h.ready.RunnerID
-	if err := errors.Join(os.WriteFile(filepath.Join(h.stack.data, "cluster-id"), []byte(mark), 0o600), h.stack.learnNames()); err != nil {
-		t.Fatal(err)
+	h := &poolHost{Host: far, stack: &stack{dir: far.Data, data: far.Data, client: p.Client}}
+	p.hosts = append(p.hosts, h)
+	if err := errors.Join(os.WriteFile(filepath.Join(h.data, "cluster-id"), []byte(far.Mark), 0o600), h.learnNames()); err != nil {
+		p.t.Fatal(err)
 	}
 	return h
 }
 
-// stop ends a host with nothing left behind. The successor of one that was killed takes down what that left.
-func (h *poolHost) stop(t *testing.T) {
-	t.Helper()
-	if h.cmd == nil {
+// stop ends the hosts with nothing left behind, and then what they had in common.
+func (p *pool) stop() {
+	p.t.Helper()
+	for _, h := range p.hosts {
+		if err := h.Leave(); err != nil {
+			p.t.Error(err)
+		}
+		for _, fault := range h.remains() {
+			p.t.Error(fault)
+		}
+		if p.t.Failed() {
+			p.t.Logf("the %s logged:\n%s", h.Name, h.Tail())
+		}
+	}
+	if p.Pool == nil {
 		return
 	}
-	if !h.lives() {
-		if err := h.start(""); err != nil {
-			t.Errorf("%v\n%s", err, h.tail())
-		}
+	ctx, cancel := later(p.t)
+	defer cancel()
+	if err := p.Close(ctx); err != nil {
+		p.t.Error(err)
 	}
-	if err := h.end(syscall.SIGTERM); err != nil {
-		t.Error(err)
-	}
-	for _, fault := range h.stack.remains() {
-		t.Error(fault)
-	}
-	if t.Failed() {
-		t.Logf("the %s logged:\n%s", h.name, h.tail())
-	}
-}
-
-// stop ends what the hosts had in common.
-func (p *pool) stop(t *testing.T) {
-	t.Helper()
-	if p.controller != nil && p.controller.cmd != nil {
-		if err := p.controller.end(syscall.SIGTERM); err != nil {
-			t.Error(err)
-		}
-		if t.Failed() {
-			t.Logf("the controller logged:\n%s", p.controller.tail())
-		}
-	}
-	if p.client != nil {
-		p.client.Close()
-	}
-	if p.database != nil {
-		ctx, cancel := later(t)
-		defer cancel()
-		if err := p.database.Remove(ctx); err != nil {
-			t.Error(err)
-		}
-	}
-	if err := os.RemoveAll(p.dir); err != nil {
-		t.Error(err)
+	if p.t.Failed() {
+		p.t.Logf("the controller logged:\n%s", p.Controller.Tail())
 	}
 }
 
 func (p *pool) sealed(t *testing.T, id coppice.CheckpointID) coppice.Checkpoint {
 	t.Helper()
-	cp, err := p.client.WaitSealed(t.Context(), id)
+	cp, err := p.Client.WaitSealed(t.Context(), id)
 	if err != nil || cp.State != coppice.CheckpointSealed {
 		t.Fatalf("checkpoint %s is %s, %v", id, cp.State, err)
 	}
@@ -173,7 +119,7 @@ func (p *pool) sealed(t *testing.T, id coppice.CheckpointID) coppice.Checkpoint 
 
 // files are the directory of a checkpoint on a host.
 func (h *poolHost) files(id coppice.CheckpointID) string {
-	return filepath.Join(h.stack.data, "volume", "runner", "checkpoints", id)
+	return filepath.Join(h.data, "volume", "runner", "checkpoints", id)
 }
 
 // memory reads the memory of a checkpoint as a host has it.
@@ -190,7 +136,7 @@ func (h *poolHost) memory(t *testing.T, id coppice.CheckpointID) []byte {
 	if err := json.Unmarshal(b, &rec); err != nil {
 		t.Fatal(err)
 	}
-	base, err := os.Open(filepath.Join(h.stack.data, "volume", "runner", "bases", rec.Base+".ram"))
+	base, err := os.Open(filepath.Join(h.data, "volume", "runner", "bases", rec.Base+".ram"))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -217,13 +163,13 @@ func (h *poolHost) memory(t *testing.T, id coppice.CheckpointID) []byte {
 func sameBytes(t *testing.T, a, b *poolHost, id coppice.CheckpointID) {
 	t.Helper()
 	if !bytes.Equal(a.memory(t, id), b.memory(t, id)) {
-		t.Errorf("the memory of checkpoint %s differs between %s and %s", id, a.name, b.name)
+		t.Errorf("the memory of checkpoint %s differs between %s and %s", id, a.Name, b.Name)
 	}
 	for _, file := range []string{"overlay.ext4", "device.state"} {
 		x, errX := os.ReadFile(filepath.Join(a.files(id), file))
 		y, errY := os.ReadFile(filepath.Join(b.files(id), file))
 		if err := errors.Join(errX, errY); err != nil || !bytes.Equal(x, y) {
-			t.Errorf("%s of checkpoint %s differs between %s and %s, %v", file, id, a.name, b.name, err)
+			t.Errorf("%s of checkpoint %s differs between %s and %s, %v", file, id, a.Name, b.Name, err)
 		}
 	}
 }
@@ -231,20 +177,10 @@ func sameBytes(t *testing.T, a, b *poolHost, id coppice.CheckpointID) {
 // TestPool: a tree of running machines that was grown on one host goes on on another, with the processes alive and every byte of
 // memory and disk as it was, when the first host has died.
 func TestPool(t *testing.T) {
-	s3 := tests3.Start(t)
-	bucket := s3.Bucket(t)
-	t.Setenv("COPPICE_STORE_ACCESS_KEY", s3.AccessKey)
-	t.Setenv("COPPICE_STORE_SECRET_KEY", s3.SecretKey)
-	p := newPool(t, func(near string) string {
-		if near == "127.0.0.1" {
-			return s3.URL(bucket)
-		}
-		relay := newRelayAt(t, near+":0", s3.Address)
-		return fmt.Sprintf("s3://%s?endpoint=http://%s&region=%s&insecure=1", bucket, relay.address(), tests3.Region)
-	})
-	first := p.join(t)
+	p := newPool(t)
+	first := p.join()
 	s := first.stack
-	ws, err := p.client.CreateWorkspace(t.Context(), coppice.CreateWorkspaceRequest{Name: "parent", Image: string(p.image), Resources: small()})
+	ws, err := p.Client.CreateWorkspace(t.Context(), coppice.CreateWorkspaceRequest{Name: "parent", Image: string(p.image), Resources: small()})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -258,10 +194,10 @@ func TestPool(t *testing.T) {
 		cp := p.sealed(t, id)
 		t.Logf("checkpoint %s: %d bytes of delta, %d stored", id, cp.DeltaBytes, cp.StoredBytes)
 	}
-	second := p.join(t)
-	first.kill()
+	second := p.join()
+	first.Kill()
 	within(t, 2*time.Minute, "the workspace is lost with its host", func() (bool, error) {
-		got, err := p.client.Workspace(t.Context(), ws.ID)
+		got, err := p.Client.Workspace(t.Context(), ws.ID)
 		return err == nil && got.State == coppice.WorkspaceLost, err
 	})
 	began := time.Now()

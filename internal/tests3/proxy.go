@@ -114,7 +114,7 @@ type Proxy struct {
 func (s *Server) Proxy(tb testing.TB) *Proxy {
 	tb.Helper()
 	p := &Proxy{
-		Address: freeAddress(tb), target: s.Address, stopped: make(chan struct{}),
+		Address: NoAddress(tb), target: s.Address, stopped: make(chan struct{}),
 		transport: &http.Transport{DisableCompression: true, MaxIdleConnsPerHost: 16},
 	}
 	p.Up(tb)

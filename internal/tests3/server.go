@@ -1,4 +1,4 @@
-// Package tests3 gives tests a real S3 server on a loopback address, and a proxy that makes it fail (Proxy).
+// Package tests3 gives tests and benchmarks a real S3 server on a loopback address, and tests a proxy that makes it fail (Proxy).
 //
 // The server is versitygw, or MinIO where COPPICE_TEST_S3 says so; `make` builds either and keeps it by version, outside the tree.
 package tests3
@@ -38,10 +38,11 @@ const Region = "us-east-1"
 
 const startTimeout = time.Minute
 
-// Server is a running server. It ends with its test, or with the process.
+// Server is a running server. It ends with its test or by Close, or with the process.
 type Server struct {
 	Address              string // host and port; plain HTTP
 	AccessKey, SecretKey string
+	Program              string // name and version
 	// MinIO reports whether it is MinIO.
 	MinIO bool
 
@@ -76,18 +77,56 @@ func Start(tb testing.TB) *Server {
 	if !ok {
 		tb.Fatalf("%s is %q, which is no server that is known", Variable, os.Getenv(Variable))
 	}
-	program, err := k.program()
+	_, err := k.program()
 	require.That(tb, "s3", err == nil, "make "+k.target)
+	s, err := k.open(tb.Context(), tb.TempDir())
+	if err != nil {
+		tb.Fatal(err)
+	}
+	tb.Cleanup(func() {
+		s.Close()
+		if tb.Failed() {
+			tb.Logf("the server's log ends with:\n%s", s.tail())
+		}
+	})
+	return s
+}
+
+// Open starts versitygw on a directory, which is there and empty, for what is no test. Close ends it.
+func Open(ctx context.Context, dir string) (*Server, error) { return versitygw.open(ctx, dir) }
+
+func (k kind) open(ctx context.Context, dir string) (*Server, error) {
+	program, err := k.program()
+	if err != nil {
+		return nil, fmt.Errorf("%w; run make %s", err, k.target)
+	}
 	s := &Server{
 		AccessKey: "test-" + rand.Text()[:12], SecretKey: rand.Text() + rand.Text(), MinIO: k.name == minIO.name,
-		ended: make(chan struct{}), log: filepath.Join(tb.TempDir(), "log"),
+		Program: k.name + " " + k.version, ended: make(chan struct{}), log: filepath.Join(dir, "log"),
 	}
-	s.Address = freeAddress(tb)
-	args, env := k.command(tb.TempDir(), s.Address)
-	s.run(tb, program, args, append(env,
-		"ROOT_ACCESS_KEY="+s.AccessKey, "ROOT_SECRET_KEY="+s.SecretKey, "MINIO_ROOT_USER="+s.AccessKey, "MINIO_ROOT_PASSWORD="+s.SecretKey))
-	s.await(tb)
-	return s
+	data := filepath.Join(dir, "data")
+	if err := os.Mkdir(data, 0o700); err != nil {
+		return nil, err
+	}
+	if s.Address, err = freeAddress(ctx); err != nil {
+		return nil, err
+	}
+	args, env := k.command(data, s.Address)
+	if err := s.run(program, args, append(env,
+		"ROOT_ACCESS_KEY="+s.AccessKey, "ROOT_SECRET_KEY="+s.SecretKey, "MINIO_ROOT_USER="+s.AccessKey, "MINIO_ROOT_PASSWORD="+s.SecretKey)); err != nil {
+		return nil, err
+	}
+	if err := s.await(ctx); err != nil {
+		s.Close()
+		return nil, err
+	}
+	return s, nil
+}
+
+// Close ends the server and returns when it has ended.
+func (s *Server) Close() {
+	_ = s.process.Kill() // it may have ended
+	<-s.ended
 }
 
 // program is the path at which the Makefile keeps it.
@@ -100,30 +139,32 @@ func (k kind) program() (string, error) {
 }
 
 // freeAddress is one that nobody else asks for, because the servers do not say which port they were given.
-func freeAddress(tb testing.TB) string {
-	tb.Helper()
-	l, err := (&net.ListenConfig{}).Listen(tb.Context(), "tcp", testaddr.New())
+func freeAddress(ctx context.Context) (string, error) {
+	l, err := (&net.ListenConfig{}).Listen(ctx, "tcp", testaddr.New())
 	if err != nil {
-		tb.Fatal(err)
+		return "", err
 	}
-	defer l.Close()
-	return l.Addr().String()
+	return l.Addr().String(), l.Close()
 }
 
 // NoAddress is one at which nobody listens.
 func NoAddress(tb testing.TB) string {
 	tb.Helper()
-	return freeAddress(tb)
-}
-
-// run starts the program and ends it with the test. The kernel ends it with this process, should that be killed.
-func (s *Server) run(tb testing.TB, program string, args, env []string) {
-	tb.Helper()
-	log, err := os.OpenFile(s.log, os.O_WRONLY|os.O_CREATE|os.O_APPEND, 0o600)
+	address, err := freeAddress(tb.Context())
 	if err != nil {
 		tb.Fatal(err)
 	}
-	cmd := exec.Command(program, args...) //nolint:gosec,noctx // G204: our own program; it ends with the test
+	return address
+}
+
+// run starts the program. The kernel ends it with this process, should that be killed.
+func (s *Server) run(program string, args, env []string) error {
+	log, err := os.OpenFile(s.log, os.O_WRONLY|os.O_CREATE|os.O_APPEND, 0o600)
+	if err != nil {
+		return err
+	}
+	defer log.Close()
+	cmd := exec.Command(program, args...) //nolint:gosec,noctx // G204: our own program, which Close ends
 	cmd.Env, cmd.Dir, cmd.Stdout, cmd.Stderr = env, "/", log, log
 	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
 	started := make(chan error, 1)
@@ -136,18 +177,8 @@ func (s *Server) run(tb testing.TB, program string, args, env []string) {
 		}
 	})
 	err = <-started
-	_ = log.Close()
-	if err != nil {
-		tb.Fatal(err)
-	}
 	s.process = cmd.Process
-	tb.Cleanup(func() {
-		_ = s.process.Kill()
-		<-s.ended
-		if tb.Failed() {
-			tb.Logf("the server's log ends with:\n%s", s.tail())
-		}
-	})
+	return err
 }
 
 func (s *Server) tail() string {
@@ -159,43 +190,59 @@ func (s *Server) tail() string {
 }
 
 // await returns when the server answers.
-func (s *Server) await(tb testing.TB) {
-	tb.Helper()
-	ctx, cancel := context.WithTimeout(tb.Context(), startTimeout)
+func (s *Server) await(ctx context.Context) error {
+	ctx, cancel := context.WithTimeout(ctx, startTimeout)
 	defer cancel()
-	client := s.Client(tb)
+	client, err := s.core()
+	if err != nil {
+		return err
+	}
 	for {
 		_, err := client.ListBuckets(ctx)
 		if err == nil {
-			return
+			return nil
 		}
 		select {
 		case <-s.ended:
-			tb.Fatalf("the S3 server ended:\n%s", s.tail())
+			return fmt.Errorf("the S3 server ended:\n%s", s.tail())
 		case <-ctx.Done():
-			tb.Fatalf("the S3 server does not answer: %v\n%s", err, s.tail())
+			return fmt.Errorf("the S3 server does not answer: %w\n%s", err, s.tail())
 		case <-time.After(20 * time.Millisecond):
 		}
 	}
 }
 
+func (s *Server) core() (*minio.Core, error) {
+	return minio.NewCore(s.Address, &minio.Options{
+		Creds: credentials.NewStaticV4(s.AccessKey, s.SecretKey, ""), Region: Region, BucketLookup: minio.BucketLookupPath, MaxRetries: 1,
+	})
+}
+
 // Client returns a client of the server's owner, for what tests do behind the back of the code that they test.
 func (s *Server) Client(tb testing.TB) *minio.Core {
 	tb.Helper()
-	c, err := minio.NewCore(s.Address, &minio.Options{
-		Creds: credentials.NewStaticV4(s.AccessKey, s.SecretKey, ""), Region: Region, BucketLookup: minio.BucketLookupPath, MaxRetries: 1,
-	})
+	c, err := s.core()
 	if err != nil {
 		tb.Fatal(err)
 	}
 	return c
 }
 
-// Bucket makes a bucket and returns its name.
+// MakeBucket makes a bucket and returns its name.
+func (s *Server) MakeBucket(ctx context.Context) (string, error) {
+	c, err := s.core()
+	if err != nil {
+		return "", err
+	}
+	name := "test-" + strings.ToLower(rand.Text()[:16])
+	return name, c.MakeBucket(ctx, name, minio.MakeBucketOptions{})
+}
+
+// Bucket is MakeBucket of a test.
 func (s *Server) Bucket(tb testing.TB) string {
 	tb.Helper()
-	name := "test-" + strings.ToLower(rand.Text()[:16])
-	if err := s.Client(tb).MakeBucket(tb.Context(), name, minio.MakeBucketOptions{}); err != nil {
+	name, err := s.MakeBucket(tb.Context())
+	if err != nil {
 		tb.Fatal(err)
 	}
 	return name
