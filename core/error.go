@@ -85,6 +85,7 @@ const (
 	CodeCheckpointCorrupt    Code = "CHECKPOINT_CORRUPT"
 	CodeCheckpointIncomplete Code = "CHECKPOINT_INCOMPLETE"
 	CodeManifestInvalid      Code = "MANIFEST_INVALID"
+	CodeImportInvalid        Code = "IMPORT_INVALID"
 	CodeStoreUnavailable     Code = "STORE_UNAVAILABLE"
 	CodeStoreAuth            Code = "STORE_AUTH"
 	CodeDiskUnreadable       Code = "DISK_UNREADABLE"

@@ -92,6 +92,7 @@ var exitOfCode = map[string]int{
 	string(core.CodeCheckpointCorrupt):      exitFailure,
 	string(core.CodeCheckpointIncomplete):   exitFailure,
 	string(core.CodeManifestInvalid):        exitFailure,
+	string(core.CodeImportInvalid):          exitBadInput,
 	string(core.CodeStoreUnavailable):       exitUnavailable,
 	string(core.CodeStoreAuth):              exitUnavailable,
 

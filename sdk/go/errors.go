@@ -33,6 +33,7 @@ const (
 	CodeIdempotencyMismatch    Code = "IDEMPOTENCY_MISMATCH"
 	CodeIdempotencySecretShown Code = "IDEMPOTENCY_SECRET_SHOWN" //nolint:gosec // G101: not a secret
 	CodeImageNotFound          Code = "IMAGE_NOT_FOUND"
+	CodeImportInvalid          Code = "IMPORT_INVALID"
 	CodeInternal               Code = "INTERNAL"
 	CodeInvalidField           Code = "INVALID_FIELD"
 	CodeInvalidID              Code = "INVALID_ID"

@@ -253,6 +253,12 @@ func (h Hash) Digest() core.Digest {
 
 // Trees builds the maps of all images. nodes are those of the manifest itself and of those that it shares with.
 func (h Header) Trees(nodes Nodes) (map[string]*Tree, error) {
+	return h.TreesWithin(nodes, math.MaxInt)
+}
+
+// TreesWithin is Trees for a manifest that nobody answers for: one whose maps have more leaves than that, together, is refused.
+// A leaf takes about 2 KiB of memory.
+func (h Header) TreesWithin(nodes Nodes, leaves int) (map[string]*Tree, error) {
 	objects := make(map[string]int64, len(h.Objects))
 	for _, o := range h.Objects {
 		objects[o.Key] = o.Bytes
@@ -263,10 +269,11 @@ func (h Header) Trees(nodes Nodes) (map[string]*Tree, error) {
 		if err != nil {
 			return nil, err
 		}
-		t, err := DecodeTree(image.Bytes, root, nodes)
+		t, err := decodeTree(image.Bytes, root, nodes, leaves)
 		if err != nil {
 			return nil, err
 		}
+		leaves -= t.Leaves()
 		for _, l := range t.leaves {
 			for i := range l.slots {
 				f := l.slots[i].Frame

@@ -5,6 +5,7 @@ import (
 	"crypto/sha256"
 	"encoding/binary"
 	"maps"
+	"math"
 	"slices"
 )
 
@@ -118,6 +119,11 @@ func (l *leaf) encode() []byte {
 // DecodeTree builds the map of an image of a size from its root. Every node is looked up by its hash, which the caller has verified.
 // An encoding that is not the canonical one is refused.
 func DecodeTree(size int64, root Hash, all Nodes) (*Tree, error) {
+	return decodeTree(size, root, all, math.MaxInt)
+}
+
+// decodeTree refuses a map of more than a number of leaves. A few nodes can be those of many leaves, so bytes bound nothing.
+func decodeTree(size int64, root Hash, all Nodes, leaves int) (*Tree, error) {
 	if err := checkSize(size); err != nil {
 		return nil, err
 	}
@@ -125,7 +131,7 @@ func DecodeTree(size int64, root Hash, all Nodes) (*Tree, error) {
 	if root == (Hash{}) {
 		return t, nil
 	}
-	d := decoder{tree: t, all: all, frames: make(map[Frame]*Frame)}
+	d := decoder{tree: t, all: all, frames: make(map[Frame]*Frame), leaves: make(map[Hash]*leaf), most: leaves}
 	return t, d.descend(root, height(size), 0)
 }
 
@@ -133,6 +139,8 @@ type decoder struct {
 	tree   *Tree
 	all    Nodes
 	frames map[Frame]*Frame // one of each
+	leaves map[Hash]*leaf   // likewise, but for the last of the image, which may be short
+	most   int              // leaves
 }
 
 func (d *decoder) descend(h Hash, level int, number int64) error {
@@ -141,11 +149,18 @@ func (d *decoder) descend(h Hash, level int, number int64) error {
 		return invalid("it lacks the node %x", h[:6])
 	}
 	if level == 0 {
+		if len(d.tree.leaves) >= d.most {
+			return invalid("it maps more than can be read here")
+		}
+		if l := d.leaves[h]; l != nil && (number+1)*LeafPages <= d.tree.Pages() {
+			d.tree.leaves[number] = l
+			return nil
+		}
 		l, err := d.leaf(b, number)
 		if err != nil {
 			return err
 		}
-		d.tree.leaves[number] = l
+		d.tree.leaves[number], d.leaves[h] = l, l
 		return nil
 	}
 	if len(b) < 5 || b[0] != kindInner {

@@ -165,6 +165,24 @@ func (s Slot) plus(n int) Slot {
 	return Slot{s.Frame, s.Index + n}
 }
 
+// Moved is the same map with its frames elsewhere: to gives the new place of each, always the same for the same frame.
+func (t *Tree) Moved(to func(*Frame) *Frame) *Tree {
+	out := &Tree{size: t.size, leaves: make(map[int64]*leaf, len(t.leaves))}
+	for n, old := range t.leaves {
+		fresh := *old
+		for i := range fresh.slots {
+			if f := fresh.slots[i].Frame; f != nil {
+				fresh.slots[i].Frame = to(f)
+			}
+		}
+		out.leaves[n] = &fresh
+	}
+	return out
+}
+
+// Leaves is how many leaves the map has: each is of 512 KiB in which something is not zeros.
+func (t *Tree) Leaves() int { return len(t.leaves) }
+
 // Objects returns the keys of all objects that the image's frames are in, sorted.
 func (t *Tree) Objects() []string {
 	seen := make(map[string]bool)

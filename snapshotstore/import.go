@@ -1,0 +1,261 @@
+package snapshotstore
+
+import (
+	"bytes"
+	"context"
+	"crypto/sha256"
+	"encoding/binary"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"slices"
+	"strings"
+
+	"golang.org/x/sync/errgroup"
+
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/snapshotstore/blob"
+	"github.com/coppice-dev/coppice/snapshotstore/manifest"
+)
+
+// Import is an exported file of which everything before the frames was read and found good. It is not safe for concurrent use.
+type Import struct {
+	Export   ExportHeader
+	Manifest manifest.Header // as the file has it: of the checkpoint that was exported
+	Digest   core.Digest     // of what was read: as the hash of every frame is in it, of all that the file says
+
+	file   *tally
+	trees  map[string]*manifest.Tree
+	frames []*manifest.Frame // in the order of the file
+	size   int64
+}
+
+// ReadImport reads a file up to its first frame. IMPORT_INVALID says what is wrong with it and where; UNSUPPORTED, that it is of another
+// version. Other errors are those of r.
+func ReadImport(r io.Reader) (*Import, error) {
+	im := &Import{file: &tally{r: r, sum: sha256.New()}}
+	fixed := make([]byte, exportFixed)
+	if err := im.file.full(fixed, "what it begins with"); err != nil {
+		return nil, err
+	}
+	if magic := string(fixed[:8]); magic != exportMagic {
+		if strings.HasPrefix(magic, exportMagic[:7]) {
+			return nil, otherFormat(magic[7:])
+		}
+		return nil, badFile("it does not begin as an exported checkpoint")
+	}
+	headerLen, manifestLen := int64(binary.LittleEndian.Uint32(fixed[8:])), int64(binary.LittleEndian.Uint32(fixed[12:]))
+	if headerLen > maxExportHeader || manifestLen > manifest.MaxBytes {
+		return nil, badFile("its header of %d bytes or its manifest of %d cannot be", headerLen, manifestLen)
+	}
+	header, err := im.file.grow(headerLen, "its header")
+	if err != nil {
+		return nil, err
+	}
+	body, err := im.file.grow(manifestLen, "its manifest")
+	if err != nil {
+		return nil, err
+	}
+	if err := im.file.check("the sum of its header and manifest"); err != nil {
+		return nil, err
+	}
+	im.Digest = manifest.Hash(im.file.sum.Sum(nil)).Digest()
+	if err := im.decodeHeader(header); err != nil {
+		return nil, err
+	}
+	return im, im.decodeManifest(body)
+}
+
+func (im *Import) decodeHeader(b []byte) error {
+	dec := json.NewDecoder(bytes.NewReader(b))
+	dec.DisallowUnknownFields()
+	if err := dec.Decode(&im.Export); err != nil {
+		return badFile("its header cannot be read")
+	}
+	if im.Export.Format != ExportFormat {
+		return otherFormat(fmt.Sprint(im.Export.Format))
+	}
+	if again, err := json.Marshal(im.Export); err != nil || !bytes.Equal(again, b) {
+		return badFile("its header is not written as it must be")
+	}
+	return nil
+}
+
+// decodeManifest takes nothing over that could be otherwise: the file of a checkpoint has one form.
+func (im *Import) decodeManifest(b []byte) error {
+	h, nodes, err := manifest.Decode(b)
+	if core.CodeOf(err) == core.CodeUnsupported {
+		return err
+	}
+	if err != nil {
+		return badFile("%s", core.MessageOf(err))
+	}
+	if h.Parent != "" || h.Before != nil || len(h.Shared) > 0 {
+		return badFile("its manifest names others, which are not in it")
+	}
+	if im.trees, err = h.TreesWithin(nodes, maxExportLeaves); err != nil {
+		return badFile("%s", core.MessageOf(err))
+	}
+	place := layout(h, im.trees)
+	for _, f := range place.frames {
+		if *place.to(f) != *f {
+			return badFile("its manifest has a frame at %d of %s, where none can be", f.Offset, core.Clip(f.Object))
+		}
+	}
+	if !slices.Equal(place.packs, h.Objects) {
+		return badFile("its manifest names packs that are not in it")
+	}
+	all := make(manifest.Nodes)
+	for _, image := range h.Images {
+		im.trees[image.Name].Encode(all)
+	}
+	if len(all) != len(nodes) {
+		return badFile("its manifest has nodes of no map")
+	}
+	im.Manifest, im.frames = h, place.frames
+	im.size = im.file.off + place.bytes + int64(hashBytes)
+	return nil
+}
+
+// Size of the whole file, in bytes, as it must be.
+func (im *Import) Size() int64 { return im.size }
+
+// Image is the map of an image, in places of the file; nil when there is none of that name.
+func (im *Import) Image(name string) *manifest.Tree { return im.trees[name] }
+
+// Content names what an image has in it: the same for the same frames in the same places of it, wherever they are stored, and never the
+// same for other bytes.
+func (im *Import) Content(name string) core.Digest {
+	sum := sha256.New()
+	fmt.Fprintf(sum, "coppice image %d\n", im.trees[name].Size())
+	for r := range im.trees[name].Runs() {
+		fmt.Fprintf(sum, "%d %d %d %x\n", r.Page, r.Count, r.Slot, r.Frame.Hash)
+	}
+	return manifest.Hash(sum.Sum(nil)).Digest()
+}
+
+// Store puts the checkpoint of the file into the store, under keys that begin with prefix: packs, and when the rest of the file was
+// found good to its end, the manifest. h says what the checkpoint is from now on; its map is filled in. Every frame is compared with its
+// hash and unpacked before it is stored. When it fails, packs may be left under prefix, but no manifest.
+func (im *Import) Store(ctx context.Context, blobs blob.Blobs, prefix string, h manifest.Header) (*Written, error) {
+	packs, err := im.storePacks(ctx, blobs, prefix)
+	if err != nil {
+		return nil, err
+	}
+	if err := im.file.check("the sum of the file"); err != nil {
+		return nil, err
+	}
+	if n, err := io.ReadFull(im.file.r, make([]byte, 1)); n > 0 {
+		return nil, badFile("it goes on behind its end at byte %d", im.file.off)
+	} else if !errors.Is(err, io.EOF) {
+		return nil, err
+	}
+	moved := make(map[manifest.Frame]*manifest.Frame, len(im.frames))
+	for _, f := range im.frames {
+		to := *f
+		to.Object = prefix + f.Object
+		moved[*f] = &to
+	}
+	all := make(manifest.Nodes)
+	h.Before, h.Shared, h.Images, h.Objects = nil, nil, bytesOnly(im.Manifest.Images), nil
+	for i := range h.Images {
+		tree := im.trees[h.Images[i].Name].Moved(func(f *manifest.Frame) *manifest.Frame { return moved[*f] })
+		h.Images[i].Root = tree.Encode(all).Digest()
+	}
+	for _, p := range packs {
+		h.Objects = append(h.Objects, manifest.Object(p))
+	}
+	sortObjects(h.Objects)
+	body, err := manifest.Encode(h, all)
+	if err != nil {
+		return nil, err
+	}
+	ref := manifest.Ref{Key: prefix + "manifest", Digest: core.DigestOf(body), Bytes: int64(len(body))}
+	if err := blobs.Put(ctx, ref.Key, bytes.NewReader(body), ref.Bytes, ref.Digest); err != nil {
+		return nil, fmt.Errorf("store the manifest of checkpoint %s: %w", h.CheckpointID, err)
+	}
+	out := &Written{}
+	out.finish(ref, packs, h)
+	return out, nil
+}
+
+// storePacks uploads one pack while it reads the next.
+func (im *Import) storePacks(ctx context.Context, blobs blob.Blobs, prefix string) ([]Object, error) {
+	group, run := errgroup.WithContext(ctx)
+	group.SetLimit(1)
+	sizes := make(map[string]int64, len(im.Manifest.Objects))
+	for _, o := range im.Manifest.Objects {
+		sizes[o.Key] = o.Bytes
+	}
+	var packs []Object
+	var pack, raw []byte
+	put := func() {
+		key, body := packs[len(packs)-1].Key, pack
+		packs[len(packs)-1].Bytes = int64(len(body))
+		group.Go(func() error {
+			if err := blobs.Put(run, key, bytes.NewReader(body), int64(len(body)), core.DigestOf(body)); err != nil {
+				return fmt.Errorf("store %s: %w", key, err)
+			}
+			return nil
+		})
+	}
+	var err error
+	for i, f := range im.frames {
+		if run.Err() != nil {
+			break
+		}
+		if i > 0 && f.Object != im.frames[i-1].Object {
+			put()
+		}
+		if f.Offset == 0 {
+			packs = append(packs, Object{Key: prefix + f.Object})
+			pack = make([]byte, 0, sizes[f.Object])
+		}
+		if pack, raw, err = im.frame(i, pack, raw); err != nil {
+			break
+		}
+	}
+	if err == nil && run.Err() == nil && len(packs) > 0 {
+		put()
+	}
+	if uploadErr := group.Wait(); uploadErr != nil {
+		return nil, uploadErr
+	}
+	if err == nil && ctx.Err() != nil {
+		err = context.Cause(ctx)
+	}
+	return packs, err
+}
+
+// frame reads the next frame, verifies it and appends it to the pack. raw is a buffer that is used again.
+func (im *Import) frame(i int, pack, raw []byte) ([]byte, []byte, error) {
+	f, begin := im.frames[i], len(pack)
+	pack = pack[:begin+int(f.Length)]
+	at, stored := im.file.off, pack[begin:]
+	if err := im.file.full(stored, fmt.Sprintf("frame %d of %d", i+1, len(im.frames))); err != nil {
+		return pack, raw, err
+	}
+	raw, err := unpack(f, stored, raw)
+	switch {
+	case errors.Is(err, errMismatch):
+		return pack, raw, badFile("frame %d of %d, at byte %d, has another hash than its manifest says: the file was changed or damaged", i+1, len(im.frames), at)
+	case err != nil:
+		return pack, raw, badFile("frame %d of %d, at byte %d, has not the pages that its manifest says", i+1, len(im.frames), at)
+	}
+	return pack, raw, nil
+}
+
+func sortObjects(list []manifest.Object) {
+	slices.SortFunc(list, func(a, b manifest.Object) int { return strings.Compare(a.Key, b.Key) })
+}
+
+func isEnd(err error) bool { return errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) }
+
+func otherFormat(version string) error {
+	return core.Errorf(core.Invalid, core.CodeUnsupported, "the file has format %s and this program reads format %d; use a version that reads it", core.Clip(version), ExportFormat)
+}
+
+func badFile(format string, a ...any) error {
+	return core.Errorf(core.Invalid, core.CodeImportInvalid, "this file cannot be imported: "+format, a...)
+}
