@@ -200,7 +200,7 @@ func fetchFrames(ctx context.Context, blobs blob.Blobs, frames []*manifest.Frame
 	group.SetLimit(exportParallel)
 	for _, req := range plan(wanted) {
 		group.Go(func() error {
-			return verified(req.object, func() error {
+			return verified(ctx, blobs, req.object, req.offset, req.length, func() error {
 				b, err := readRange(ctx, blobs, req.object, req.offset, req.length)
 				if err != nil {
 					return err

@@ -91,7 +91,7 @@ func Open(ctx context.Context, blobs blob.Blobs, ref manifest.Ref) (*Snapshot, e
 
 func readManifest(ctx context.Context, blobs blob.Blobs, ref manifest.Ref) (manifest.Header, manifest.Nodes, error) {
 	var b []byte
-	err := verified(ref.Key, func() (err error) {
+	err := verified(ctx, blobs, ref.Key, 0, ref.Bytes, func() (err error) {
 		if b, err = readRange(ctx, blobs, ref.Key, 0, ref.Bytes); err != nil {
 			return err
 		}
@@ -106,10 +106,12 @@ func readManifest(ctx context.Context, blobs blob.Blobs, ref manifest.Ref) (mani
 	return manifest.Decode(b)
 }
 
-// verified reads something, again when it is not what it was: the bytes may have been changed on the way.
-func verified(object string, read func() error) error {
+// verified reads a range of an object, again when it is not what it was: the bytes may have been changed on the way, or where they are kept
+// nearer than in the store.
+func verified(ctx context.Context, blobs blob.Blobs, object string, off, n int64, read func() error) error {
 	err := read()
 	if errors.Is(err, errMismatch) {
+		blob.Forget(ctx, blobs, object, off, n)
 		err = read()
 	}
 	switch {
@@ -214,7 +216,7 @@ type request struct {
 
 // read gives the pages of each frame, verified, to each, which may get them twice. They are in buf, which grows as it must.
 func (req request) read(ctx context.Context, blobs blob.Blobs, buf *[]byte, each func(f *manifest.Frame, raw []byte) error) error {
-	return verified(req.object, func() error {
+	return verified(ctx, blobs, req.object, req.offset, req.length, func() error {
 		b, err := readRange(ctx, blobs, req.object, req.offset, req.length)
 		if err != nil {
 			return err

@@ -21,7 +21,7 @@ import (
 
 func newDevCommand(a *app) *cobra.Command {
 	cfg := devstack.Config{PGBin: a.getenv("PGBIN"), HostConfig: a.hostConfig()}
-	var budget, bandwidth, level string
+	var budget, level string
 	c := &cobra.Command{
 		Use:   "dev",
 		Short: "Run controller, runner and a private PostgreSQL on this machine",
@@ -43,7 +43,7 @@ Ctrl-C stops the VMs. Checkpoints, images and the database stay in the data dire
 	f.IntVar(&cfg.Warm, "warm", 4, "VMMs kept ready per base that was forked lately; 0 for none")
 	vmmFlags(f, &cfg.HostConfig)
 	a.storeFlags(f, &cfg.Store)
-	f.StringVar(&bandwidth, "store-bandwidth", "", "most that is sent to the store a second, as `size` with K, M, G or T (default: no bound)")
+	readStore := hostStoreFlags(f, &cfg.Store)
 	f.BoolVar(&cfg.NoRebase, "no-rebase", false, "never turn a checkpoint's base and delta into a new base")
 	f.StringVar(&cfg.Metrics, "metrics-listen", "", "loopback `address` of Prometheus metrics, under /metrics; empty for none")
 	f.StringVar(&level, "log-level", "info", "debug, info, warn or error")
@@ -53,7 +53,7 @@ Ctrl-C stops the VMs. Checkpoints, images and the database stay in the data dire
 		if cfg.DiskBudget, err = parseSize(budget); err != nil {
 			return usageError{fmt.Errorf("--disk-budget: %w", err)}
 		}
-		if cfg.Store.Bandwidth, err = parseBandwidth(bandwidth); err != nil {
+		if err := readStore(); err != nil {
 			return err
 		}
 		if cfg.DataDir, err = filepath.Abs(cfg.DataDir); err != nil {
@@ -144,14 +144,26 @@ func (a *app) storeFlags(f *pflag.FlagSet, cfg *daemon.StoreConfig) {
 	f.StringVar(&cfg.SecretKeyFile, "store-secret-key-file", a.getenv("COPPICE_STORE_SECRET_KEY_FILE"), "`file` with its secret key, instead of COPPICE_STORE_SECRET_KEY; both are read again when the store refuses them")
 }
 
-// parseBandwidth reads a size that may be left out.
-func parseBandwidth(s string) (int64, error) {
-	if s == "" {
+// hostStoreFlags are those of servers that have a runner. What it returns reads them.
+func hostStoreFlags(f *pflag.FlagSet, cfg *daemon.StoreConfig) func() error {
+	var bandwidth, cache string
+	f.StringVar(&bandwidth, "store-bandwidth", "", "most that is sent to the store a second, as `size` with K, M, G or T (default: no bound)")
+	f.StringVar(&cache, "cache-size", "10G", "most that is kept on this host of what was read from the store or sent to it, as `size` with K, M, G or T; 0 for nothing")
+	return func() (err error) {
+		if cfg.Bandwidth, err = parseSizeOr(bandwidth, ""); err != nil {
+			return usageError{fmt.Errorf("--store-bandwidth: %w", err)}
+		}
+		if cfg.CacheSize, err = parseSizeOr(cache, "0"); err != nil {
+			return usageError{fmt.Errorf("--cache-size: %w", err)}
+		}
+		return nil
+	}
+}
+
+// parseSizeOr reads a size, or zero as it is written for none.
+func parseSizeOr(s, none string) (int64, error) {
+	if s == none {
 		return 0, nil
 	}
-	n, err := parseSize(s)
-	if err != nil {
-		return 0, usageError{fmt.Errorf("--store-bandwidth: %w", err)}
-	}
-	return n, nil
+	return parseSize(s)
 }

@@ -92,7 +92,7 @@ func databaseAddress(address, file string) (string, error) {
 
 func newRunnerCommand(a *app) *cobra.Command {
 	cfg := daemon.RunnerConfig{HostConfig: a.hostConfig()}
-	var tokenFile, budget, bandwidth, level string
+	var tokenFile, budget, level string
 	var stop bool
 	c := &cobra.Command{
 		Use:   "runner",
@@ -131,7 +131,7 @@ Every flag can come from the environment: --join-token-file from COPPICE_JOIN_TO
 	f.IntVar(&cfg.Warm, "warm", 4, "VMMs kept ready per base that was forked lately; 0 for none")
 	vmmFlags(f, &cfg.HostConfig)
 	a.storeFlags(f, &cfg.Store)
-	f.StringVar(&bandwidth, "store-bandwidth", "", "most that is sent to the store a second, as `size` with K, M, G or T (default: no bound)")
+	readStore := hostStoreFlags(f, &cfg.Store)
 	f.BoolVar(&cfg.NoRebase, "no-rebase", false, "never turn a checkpoint's base and delta into a new base")
 	f.BoolVar(&stop, "stop-vms", false, "end the VMs with SIGTERM or Ctrl-C")
 	f.StringVar(&cfg.Metrics, "metrics-listen", "", "loopback `address` of Prometheus metrics, under /metrics; empty for none")
@@ -145,7 +145,7 @@ Every flag can come from the environment: --join-token-file from COPPICE_JOIN_TO
 		if cfg.DiskBudget, err = parseSize(budget); err != nil {
 			return usageError{fmt.Errorf("--disk-budget: %w", err)}
 		}
-		if cfg.Store.Bandwidth, err = parseBandwidth(bandwidth); err != nil {
+		if err := readStore(); err != nil {
 			return err
 		}
 		if cfg.DataDir, err = filepath.Abs(cfg.DataDir); err != nil {
@@ -204,7 +204,7 @@ func (a *app) fromEnvironment(c *cobra.Command) error {
 var serverFlags = []string{
 	"database", "database-file", "database-wait", "listen", "tls-cert", "tls-key", "plain-http", "runner-listen", "key-file", "api-key-file", "runner-lease", "runner-fence",
 	"controller", "join-token-file", "endpoint", "data-listen", "data-url", "data-cert", "data-key", "disk-budget", "max-sandboxes", "warm",
-	"store-bandwidth", "store-grace", "no-rebase", "stop-vms", "metrics-listen", "log-level",
+	"store-bandwidth", "cache-size", "store-grace", "no-rebase", "stop-vms", "metrics-listen", "log-level",
 }
 
 func readSecret(path string) (string, error) {

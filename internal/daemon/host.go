@@ -83,11 +83,6 @@ func OpenHost(ctx context.Context, cfg HostConfig, id core.RunnerID, mark string
 		ID: id, ClusterID: mark, RunDir: filepath.Join(h.RunDir, vmDir), Log: cfg.Log.With("component", "runner"), Metrics: cfg.Registry, Traces: cfg.Traces,
 		MaxSandboxes: cfg.MaxSandboxes, Warm: cfg.Warm, Rebase: runner.RebasePolicy{Off: cfg.NoRebase}, Leave: cfg.Leave,
 	}
-	var err error
-	if rc.Store.Blobs, err = cfg.Store.Open(ctx, cfg.Log, steps); err != nil {
-		return nil, err
-	}
-	rc.Store.Throttle = cfg.Store.throttle()
 	if err := os.MkdirAll(h.RunDir, 0o700); err != nil {
 		return nil, err
 	}
@@ -98,6 +93,12 @@ func OpenHost(ctx context.Context, cfg HostConfig, id core.RunnerID, mark string
 	} else if err := h.openMachines(ctx, cfg, mark, &rc, steps); err != nil {
 		return nil, err
 	}
+	var err error
+	cfg.Store.CacheDir = filepath.Join(filepath.Dir(rc.DataDir), "cache")
+	if rc.Store.Blobs, err = cfg.Store.Chain(ctx, cfg.Log, cfg.Registry, steps); err != nil {
+		return nil, err
+	}
+	rc.Store.Throttle = cfg.Store.throttle()
 	h.Runner, err = runner.New(ctx, rc)
 	return h, err
 }

@@ -5,14 +5,18 @@ import (
 	"errors"
 	"log/slog"
 	"os"
+	"path/filepath"
 	"strings"
 
+	"github.com/prometheus/client_golang/prometheus"
+	"golang.org/x/sys/unix"
 	"golang.org/x/time/rate"
 
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/undo"
 	"github.com/coppice-dev/coppice/snapshotstore/blob"
 	"github.com/coppice-dev/coppice/snapshotstore/blob/bloburl"
+	"github.com/coppice-dev/coppice/snapshotstore/blob/cache"
 	"github.com/coppice-dev/coppice/snapshotstore/blob/s3"
 )
 
@@ -24,6 +28,35 @@ type StoreConfig struct {
 	AccessKey, SecretKey         string `json:"-"` // instead of files
 	// Bandwidth is how many bytes a second a runner sends at most; 0: as many as it can.
 	Bandwidth int64
+	// CacheDir is where a runner keeps bytes of the store's objects, which several processes of the host may share; CacheSize is how many,
+	// 0 for none.
+	CacheDir  string
+	CacheSize int64
+}
+
+// Chain returns the store as the processes of a runner's host see it: behind the host's cache. Without one, or where it cannot be had, it
+// is what Open returns.
+func (c StoreConfig) Chain(ctx context.Context, log *slog.Logger, metrics prometheus.Registerer, steps *undo.Stack) (blob.Blobs, error) {
+	store, err := c.Open(ctx, log, steps)
+	if err != nil || store == nil || c.CacheSize == 0 {
+		return store, err
+	}
+	kept, err := cache.Open(cache.Config{Dir: c.CacheDir, Budget: c.CacheSize, Spare: spare(filepath.Dir(c.CacheDir)), Behind: store, Log: log.With("component", "cache"), Metrics: metrics})
+	if err != nil {
+		log.WarnContext(ctx, "there is no cache of the store; everything is read from it", "err", err)
+		return store, nil
+	}
+	steps.Push("cache of the store", func(context.Context) error { return kept.Close() })
+	return kept, nil
+}
+
+// spare is what the cache leaves free of a file system: an eighth of it, or 8 GiB.
+func spare(path string) int64 {
+	var fs unix.Statfs_t
+	if unix.Statfs(path, &fs) != nil {
+		return 0
+	}
+	return min(8<<30, int64(fs.Blocks)*fs.Bsize/8) //nolint:gosec // G115: sizes of disks are below 2^63
 }
 
 // Open returns the store, nil where there is none, and steps learns how to close it. One that cannot be reached now is one that is

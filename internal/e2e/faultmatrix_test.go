@@ -30,7 +30,6 @@ type fault struct {
 
 // The issues that rows wait for.
 const (
-	waitsForStore  = "issue 5: the object store"
 	waitsForEgress = "issue 6: the egress proxy and its secrets"
 )
 
@@ -56,7 +55,7 @@ var faults = []fault{
 	{number: 18, what: "another object under the key", expected: "as 15", shown: []string{"snapshotstore.TestEveryByte", "runner.TestFetchRefused"}},
 	{number: 19, what: "manifest tampered with", expected: "refused before any download", shown: []string{"snapshotstore.TestTampered", "snapshotstore/manifest.TestDecodeRefuses"}},
 	{number: 20, what: "credentials expire in an upload", expected: "renewed, or a typed error", shown: []string{"snapshotstore/blob/s3.TestCredentialsExpire", "snapshotstore/blob/s3.TestCredentialsAreRenewed"}},
-	{number: 21, what: "bit rot in the local cache", expected: "found at use; fetched anew", waits: waitsForStore},
+	{number: 21, what: "bit rot in the local cache", expected: "found at use; fetched anew", shown: []string{"internal/daemon.TestRotInTheCache", "snapshotstore.TestRot"}},
 	{number: 22, what: "controller killed in a fork, before it is admitted", expected: "a repeat makes it once", run: killControllerAt("controller.in_admission")},
 	{number: 23, what: "controller killed in a fork, before the runner is called", expected: "another controller makes it, once", run: killControllerAt("controller.after_admission")},
 	{number: 24, what: "controller killed in a fork that the runner has made", expected: "another controller records it; one VMM a child", run: killControllerAt("controller.before_end"), brief: true},

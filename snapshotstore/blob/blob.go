@@ -38,6 +38,19 @@ type Blobs interface {
 	Sweep(ctx context.Context, before time.Time) error
 }
 
+// Forgetter is a store that keeps bytes nearer to whoever reads them than where they are stored.
+type Forgetter interface {
+	// Forget says that a range was not what it should be: it is read from where it is stored before it is given again.
+	Forget(ctx context.Context, key string, off, n int64)
+}
+
+// Forget tells a store, if it is one that forgets.
+func Forget(ctx context.Context, b Blobs, key string, off, n int64) {
+	if f, ok := b.(Forgetter); ok {
+		f.Forget(ctx, key, off, n)
+	}
+}
+
 // Info is what a store says of an object.
 type Info struct {
 	Key      string

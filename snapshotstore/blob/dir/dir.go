@@ -142,6 +142,10 @@ func (s *Store) link(ctx context.Context, tmp, key string) error {
 			return context.Cause(ctx)
 		}
 		err = s.root.MkdirAll(path.Dir(key), dirMode)
+		if errors.Is(err, fs.ErrExist) && !s.belowObject(key) { // the directory was there, and is not any more
+			err = fs.ErrNotExist
+			continue
+		}
 		if errors.Is(err, syscall.ENOTDIR) || errors.Is(err, fs.ErrExist) {
 			return core.Wrapf(err, core.Invalid, core.CodeInvalidName, "object %s cannot be below another object", key)
 		}
@@ -156,6 +160,16 @@ func (s *Store) link(ctx context.Context, tmp, key string) error {
 		return s.mapError("put "+key, err)
 	}
 	return s.sync(path.Dir(key))
+}
+
+// belowObject reports whether the first parts of a key are an object, or something else that is no directory.
+func (s *Store) belowObject(key string) bool {
+	for dir := path.Dir(key); dir != "."; dir = path.Dir(dir) {
+		if info, err := s.root.Lstat(dir); err == nil && !info.IsDir() {
+			return true
+		}
+	}
+	return false
 }
 
 // sync makes the names in a directory durable, and its own. Those above are synced even if another made them: it may not have done
