@@ -9,6 +9,7 @@ import (
 	"path/filepath"
 	"strings"
 	"sync"
+	"time"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
@@ -32,10 +33,12 @@ type checkpointStore struct {
 	// published is called when there is a new checkpoint.
 	published func()
 
-	mu      sync.Mutex // guards records and lent
+	mu      sync.Mutex // guards what follows
 	records map[core.CheckpointID]*checkpointRecord
 	making  int                 // bases that are being made and that no record names yet: nothing is collected meanwhile
 	lent    map[core.BaseID]int // users of a base besides checkpoints: sandboxes and shells
+	held    map[core.CheckpointID]int
+	used    map[core.CheckpointID]time.Time // when it was opened last
 }
 
 // checkpointRecord is immutable once it is published; a rebase publishes another one.
@@ -44,6 +47,8 @@ type checkpointRecord struct {
 
 	// Rebased is set once base and delta were replaced by a base: Base then names it and there is no delta file.
 	Rebased bool `json:"rebased,omitempty"`
+	// Fetched is set where it was not captured here, so that it can be fetched again.
+	Fetched bool `json:"fetched,omitempty"`
 }
 
 // hasDelta reports whether memory is more than the base.
@@ -56,7 +61,7 @@ func openCheckpointStore(dir string, bases *memory.BaseStore, lent []core.BaseID
 	if err := os.MkdirAll(dir, 0o700); err != nil {
 		return nil, err
 	}
-	s := &checkpointStore{dir: dir, bases: bases, records: make(map[core.CheckpointID]*checkpointRecord), lent: make(map[core.BaseID]int)}
+	s := &checkpointStore{dir: dir, bases: bases, records: make(map[core.CheckpointID]*checkpointRecord), lent: make(map[core.BaseID]int), held: make(map[core.CheckpointID]int), used: make(map[core.CheckpointID]time.Time)}
 	for _, id := range lent {
 		s.lent[id]++
 	}
@@ -188,7 +193,7 @@ func (s *checkpointStore) publish(dir string, rec *checkpointRecord) error {
 		return err
 	}
 	s.mu.Lock()
-	s.records[rec.ID] = rec
+	s.records[rec.ID], s.used[rec.ID] = rec, time.Now()
 	s.mu.Unlock()
 	if s.published != nil {
 		s.published()
@@ -219,10 +224,16 @@ func (s *checkpointStore) remove(id core.CheckpointID) error {
 	s.mu.Lock()
 	_, there := s.records[id]
 	delete(s.records, id)
+	delete(s.used, id)
 	s.mu.Unlock()
 	if !there {
 		return nil
 	}
+	return s.removeFiles(id)
+}
+
+// removeFiles removes what is left of a checkpoint that has no record any more.
+func (s *checkpointStore) removeFiles(id core.CheckpointID) error {
 	gone := filepath.Join(s.dir, partPrefix+string(id))
 	if err := errors.Join(os.RemoveAll(gone), atomicfile.Rename(filepath.Join(s.dir, string(id)), gone)); err != nil {
 		return err
@@ -240,7 +251,13 @@ type opened struct {
 	store   *checkpointStore
 }
 
-func (s *checkpointStore) open(id core.CheckpointID) (*opened, error) {
+func (s *checkpointStore) open(id core.CheckpointID) (_ *opened, err error) {
+	s.hold(id)
+	defer func() {
+		if err != nil {
+			s.release(id)
+		}
+	}()
 	for {
 		rec, err := s.get(id)
 		if err != nil {
@@ -264,7 +281,7 @@ func (s *checkpointStore) openRecord(rec *checkpointRecord) (_ *opened, err erro
 	s.lend(rec.Base)
 	defer func() {
 		if err != nil {
-			err = errors.Join(err, o.close())
+			err = errors.Join(err, o.closeFiles())
 		}
 	}()
 	if o.base, err = s.bases.Open(rec.Base); err != nil {
@@ -286,6 +303,11 @@ func (s *checkpointStore) openRecord(rec *checkpointRecord) (_ *opened, err erro
 }
 
 func (o *opened) close() error {
+	defer o.store.release(o.ID)
+	return o.closeFiles()
+}
+
+func (o *opened) closeFiles() error {
 	var errs []error
 	if o.overlay != nil {
 		errs = append(errs, o.overlay.Close())

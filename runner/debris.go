@@ -35,6 +35,9 @@ func (r *Runner) tidy(ctx context.Context) {
 			return
 		case <-tick.C:
 		}
+		if err := r.trimCopies(ctx); err != nil {
+			r.cfg.Log.WarnContext(ctx, "copies of checkpoints were not given up", "err", err)
+		}
 		r.mu.Lock()
 		left := r.debris
 		r.debris = nil

@@ -32,9 +32,11 @@ type diffSide struct {
 	memory  memory.Image
 	survey  survey
 	known   bool // the guest was surveyed
+	release func()
 }
 
 func (d *diffSide) close() {
+	defer d.release()
 	for _, f := range []*os.File{d.overlay, d.memory.Base} {
 		if f != nil {
 			_ = f.Close() // only read
@@ -66,7 +68,8 @@ func (s *checkpointStore) read(id core.CheckpointID) (*diffSide, error) {
 }
 
 func (s *checkpointStore) readRecord(rec *checkpointRecord) (_ *diffSide, err error) {
-	d := &diffSide{checkpointRecord: rec}
+	s.hold(rec.ID)
+	d := &diffSide{checkpointRecord: rec, release: func() { s.release(rec.ID) }}
 	defer func() {
 		if err != nil {
 			d.close()

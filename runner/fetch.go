@@ -47,6 +47,7 @@ func (r *Runner) fetchNow(ctx context.Context, sources []runnerapi.Stored) (_ *c
 	if err != nil {
 		return nil, err
 	}
+	rec.Fetched = true
 	if err := r.compatible(rec.Checkpoint); err != nil { // before anything is written
 		return nil, err
 	}
@@ -54,10 +55,7 @@ func (r *Runner) fetchNow(ctx context.Context, sources []runnerapi.Stored) (_ *c
 	root := (*opened)(nil)
 	var rootSnapshot *snapshotstore.Snapshot
 	if last := sources[len(sources)-1]; len(sources) > 1 {
-		if err := r.fetch(ctx, last.CheckpointID, []runnerapi.Stored{last}); err != nil {
-			return nil, err
-		}
-		if root, err = r.checkpoints.open(last.CheckpointID); err != nil {
+		if root, err = r.bring(ctx, last.CheckpointID, []runnerapi.Stored{last}); err != nil {
 			return nil, err
 		}
 		defer func() { err = errors.Join(err, root.close()) }()

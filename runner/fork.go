@@ -28,10 +28,7 @@ func (r *Runner) Fork(ctx context.Context, req runnerapi.Fork) (runnerapi.ForkRe
 		return runnerapi.ForkResult{}, err
 	}
 	defer leave()
-	if err := r.fetch(ctx, req.CheckpointID, req.Sources); err != nil {
-		return runnerapi.ForkResult{}, err
-	}
-	ckpt, err := r.checkpoints.open(req.CheckpointID)
+	ckpt, err := r.bring(ctx, req.CheckpointID, req.Sources)
 	if err != nil {
 		return runnerapi.ForkResult{}, err
 	}

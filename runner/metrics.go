@@ -23,8 +23,9 @@ const maxPhases = 128
 
 // metrics counts. No label holds an id, and each has few values.
 type metrics struct {
-	children *prometheus.CounterVec   // outcome
-	captures *prometheus.CounterVec   // outcome
+	children *prometheus.CounterVec // outcome
+	captures *prometheus.CounterVec // outcome
+	evicted  prometheus.Counter
 	phase    *prometheus.HistogramVec // kind, phase
 	reseal   *prometheus.HistogramVec // step
 	pause    prometheus.Histogram
@@ -41,7 +42,8 @@ func newMetrics(r *Runner, reg prometheus.Registerer) *metrics {
 	m.phase = prometheus.NewHistogramVec(prometheus.HistogramOpts{Name: "coppice_runner_phase_seconds", Help: "Time of a phase of a child's restore or of a capture.", Buckets: durations}, []string{"kind", "phase"})
 	m.reseal = prometheus.NewHistogramVec(prometheus.HistogramOpts{Name: "coppice_runner_reseal_step_seconds", Help: "Time of a step of a complete reseal, as the guest says.", Buckets: durations}, []string{"step"})
 	m.pause = prometheus.NewHistogram(prometheus.HistogramOpts{Name: "coppice_runner_capture_pause_seconds", Help: "How long the workload stood still for a capture.", Buckets: durations})
-	reg.MustRegister(m.children, m.captures, m.phase, m.reseal, m.pause, newState(r))
+	m.evicted = prometheus.NewCounter(prometheus.CounterOpts{Name: "coppice_runner_copies_evicted_total", Help: "Fetched checkpoints that were given up for want of room."})
+	reg.MustRegister(m.children, m.captures, m.evicted, m.phase, m.reseal, m.pause, newState(r))
 	return m
 }
 

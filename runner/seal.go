@@ -31,6 +31,8 @@ type Sealing interface {
 // StoreConfig says where checkpoints are made durable.
 type StoreConfig struct {
 	Blobs blob.Blobs // nil: nowhere
+	// Copies is how many bytes checkpoints may take that were fetched and not captured here; 0: no bound.
+	Copies int64
 	// Throttle is asked before n bytes are sent; nil: never.
 	Throttle func(ctx context.Context, n int) error
 }
@@ -127,6 +129,12 @@ func (q *sealQueue) later(id core.CheckpointID, now time.Time) {
 	defer q.mu.Unlock()
 	wait := min(max(2*q.retries[id].wait, firstSealRetry), lastSealRetry)
 	q.retries[id] = sealRetry{now.Add(wait), wait}
+}
+
+func (q *sealQueue) isSealed(id core.CheckpointID) bool {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	return q.sealed[id]
 }
 
 func (q *sealQueue) forget(id core.CheckpointID) {

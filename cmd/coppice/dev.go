@@ -146,15 +146,19 @@ func (a *app) storeFlags(f *pflag.FlagSet, cfg *daemon.StoreConfig) {
 
 // hostStoreFlags are those of servers that have a runner. What it returns reads them.
 func hostStoreFlags(f *pflag.FlagSet, cfg *daemon.StoreConfig) func() error {
-	var bandwidth, cache string
+	var bandwidth, cache, copies string
 	f.StringVar(&bandwidth, "store-bandwidth", "", "most that is sent to the store a second, as `size` with K, M, G or T (default: no bound)")
 	f.StringVar(&cache, "cache-size", "10G", "most that is kept on this host of what was read from the store or sent to it, as `size` with K, M, G or T; 0 for nothing")
+	f.StringVar(&copies, "copies-size", "", "most that checkpoints may take that were fetched from the store and can be fetched again, as `size` with K, M, G or T (default: half of the disk)")
 	return func() (err error) {
 		if cfg.Bandwidth, err = parseSizeOr(bandwidth, ""); err != nil {
 			return usageError{fmt.Errorf("--store-bandwidth: %w", err)}
 		}
 		if cfg.CacheSize, err = parseSizeOr(cache, "0"); err != nil {
 			return usageError{fmt.Errorf("--cache-size: %w", err)}
+		}
+		if cfg.CopiesSize, err = parseSizeOr(copies, ""); err != nil {
+			return usageError{fmt.Errorf("--copies-size: %w", err)}
 		}
 		return nil
 	}

@@ -1,10 +1,13 @@
 package daemon_test
 
 import (
+	"context"
 	"os"
 	"path/filepath"
 	"strings"
 	"testing"
+
+	"github.com/jackc/pgx/v5"
 
 	"github.com/coppice-dev/coppice/internal/daemon"
 	coppice "github.com/coppice-dev/coppice/sdk/go"
@@ -70,5 +73,46 @@ func rot(t *testing.T, from, to string) {
 		if err := os.WriteFile(filepath.Join(to, filepath.Base(path)), b, 0o600); err != nil {
 			t.Fatal(err)
 		}
+	}
+}
+
+// TestCopiesAreGivenUp fetches a checkpoint to a runner that has no room for copies: when nothing uses it any more it goes, the controller
+// knows, and it is fetched again for the next fork.
+func TestCopiesAreGivenUp(t *testing.T) {
+	t.Parallel()
+	store := daemon.StoreConfig{URL: "dir:" + t.TempDir(), CopiesSize: 1}
+	c := newClusterOf(t, func(cfg *daemon.ControllerConfig) { cfg.Store = store })
+	ctx := t.Context()
+	first := c.join(func(rc *daemon.RunnerConfig) { rc.Store = store })
+	ws := create(t, c.client)
+	cp, err := c.client.CreateCheckpoint(ctx, ws.ID, coppice.CreateCheckpointRequest{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if sealed, err := c.client.WaitSealed(ctx, cp.ID); err != nil || sealed.State != coppice.CheckpointSealed {
+		t.Fatalf("%+v, %v", sealed, err)
+	}
+	second := c.join(func(rc *daemon.RunnerConfig) { rc.Store = store })
+	first.kill()
+	db, err := pgx.Connect(ctx, c.cfg.Database)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer db.Close(context.WithoutCancel(ctx))
+	copies := func() (n int, err error) {
+		err = db.QueryRow(ctx, "SELECT count(*) FROM checkpoint_copies WHERE runner_id = $1", second.ready.RunnerID).Scan(&n)
+		return n, err
+	}
+	for range 2 {
+		var forked coppice.ForkResult
+		until(t, "it is grown on the runner that lives", func() (bool, error) {
+			forked, err = c.client.ForkCheckpoint(ctx, cp.ID, coppice.ForkCheckpointRequest{})
+			return err == nil, err
+		})
+		until(t, "the copy is known", func() (bool, error) { n, err := copies(); return n > 0, err })
+		if _, err := c.client.TerminateWorkspace(ctx, forked.Children[0].Workspace.ID); err != nil {
+			t.Fatal(err)
+		}
+		until(t, "the copy is gone", func() (bool, error) { n, err := copies(); return n == 0, err })
 	}
 }

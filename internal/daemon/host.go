@@ -98,7 +98,7 @@ func OpenHost(ctx context.Context, cfg HostConfig, id core.RunnerID, mark string
 	if rc.Store.Blobs, err = cfg.Store.Chain(ctx, cfg.Log, cfg.Registry, steps); err != nil {
 		return nil, err
 	}
-	rc.Store.Throttle = cfg.Store.throttle()
+	rc.Store.Throttle, rc.Store.Copies = cfg.Store.throttle(), cfg.Store.copies(filepath.Dir(rc.DataDir))
 	h.Runner, err = runner.New(ctx, rc)
 	return h, err
 }

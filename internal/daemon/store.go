@@ -32,6 +32,16 @@ type StoreConfig struct {
 	// 0 for none.
 	CacheDir  string
 	CacheSize int64
+	// CopiesSize is how many bytes of a runner's disk checkpoints may take that were fetched and not captured there; 0: half of it.
+	CopiesSize int64
+}
+
+// copies is CopiesSize, of the disk that a directory is on.
+func (c StoreConfig) copies(dir string) int64 {
+	if c.CopiesSize > 0 {
+		return c.CopiesSize
+	}
+	return diskSize(dir) / 2
 }
 
 // Chain returns the store as the processes of a runner's host see it: behind the host's cache. Without one, or where it cannot be had, it
@@ -51,12 +61,15 @@ func (c StoreConfig) Chain(ctx context.Context, log *slog.Logger, metrics promet
 }
 
 // spare is what the cache leaves free of a file system: an eighth of it, or 8 GiB.
-func spare(path string) int64 {
+func spare(path string) int64 { return min(8<<30, diskSize(path)/8) }
+
+// diskSize is 0 where it is not known.
+func diskSize(path string) int64 {
 	var fs unix.Statfs_t
 	if unix.Statfs(path, &fs) != nil {
 		return 0
 	}
-	return min(8<<30, int64(fs.Blocks)*fs.Bsize/8) //nolint:gosec // G115: sizes of disks are below 2^63
+	return int64(fs.Blocks) * fs.Bsize //nolint:gosec // G115: sizes of disks are below 2^63
 }
 
 // Open returns the store, nil where there is none, and steps learns how to close it. One that cannot be reached now is one that is

@@ -1,0 +1,193 @@
+package runner
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"os"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/core"
+)
+
+// bring opens a checkpoint, which is fetched before unless it is here. From now on it is not given up; one that is being given up at this
+// moment is fetched again.
+func (r *Runner) bring(ctx context.Context, id core.CheckpointID, sources []runnerapi.Stored) (*opened, error) {
+	r.checkpoints.hold(id)
+	defer r.checkpoints.release(id)
+	for again := len(sources) > 0; ; again = false {
+		if err := r.fetch(ctx, id, sources); err != nil {
+			return nil, err
+		}
+		o, err := r.checkpoints.open(id)
+		if core.CodeOf(err) != core.CodeCheckpointNotFound || !again {
+			return o, err
+		}
+	}
+}
+
+// trimCopies gives up checkpoints that were fetched, those first that were used longest ago, until what is left of them takes no more than
+// its budget. What was captured here stays, and so does what is in use: by a fork, a comparison, a sandbox that grew from it, a checkpoint
+// that will be stored against it, or, where it is the base of others, by those. The controller hears of it with the next report.
+func (r *Runner) trimCopies(ctx context.Context) error {
+	budget := r.cfg.Store.Copies
+	if budget == 0 {
+		return nil
+	}
+	var errs []error
+	for {
+		id, over := r.leastUsed(budget)
+		if !over || id == "" {
+			return errors.Join(errs...)
+		}
+		gone, err := r.giveUp(id)
+		errs = append(errs, err)
+		if !gone || err != nil { // it is used again; later
+			return errors.Join(errs...)
+		}
+		r.metrics.evicted.Inc()
+		r.cfg.Log.InfoContext(ctx, "copy of a checkpoint given up, for want of room", "checkpoint_id", id)
+		r.wake()
+	}
+}
+
+// leastUsed says whether the fetched checkpoints take more than the budget, and which of those that can go was used longest ago; none may.
+func (r *Runner) leastUsed(budget int64) (_ core.CheckpointID, over bool) {
+	list := r.checkpoints.list()
+	if !slices.ContainsFunc(list, func(rec *checkpointRecord) bool { return rec.Fetched }) {
+		return "", false
+	}
+	users, captured := make(map[core.BaseID]int), make(map[core.BaseID]bool)
+	for _, rec := range list {
+		users[rec.Base]++
+		captured[rec.Base] = captured[rec.Base] || !rec.Fetched
+	}
+	needed := r.neededCopies(list)
+	var total int64
+	var free []*checkpointRecord
+	for _, rec := range list {
+		if !rec.Fetched {
+			continue
+		}
+		total += rec.DeviceStateBytes + rec.DeltaBytes + rec.DiskBytes
+		if !needed[rec.ID] && (rec.hasDelta() || users[rec.Base] == 1) {
+			free = append(free, rec)
+		}
+	}
+	for base := range users {
+		if bytes, err := r.bases.AllocatedBytes(base); err == nil && !captured[base] {
+			total += bytes
+		}
+	}
+	if total <= budget || len(free) == 0 {
+		return "", total > budget
+	}
+	return slices.MinFunc(free, func(a, b *checkpointRecord) int {
+		return cmp.Or(r.checkpoints.lastUse(a.ID).Compare(r.checkpoints.lastUse(b.ID)), strings.Compare(string(a.ID), string(b.ID)))
+	}).ID, true
+}
+
+// neededCopies are the checkpoints that something on this host is better off with.
+func (r *Runner) neededCopies(list []*checkpointRecord) map[core.CheckpointID]bool {
+	needed := make(map[core.CheckpointID]bool)
+	for _, s := range r.Sandboxes() {
+		if s.State != runnerapi.SandboxDead {
+			needed[s.Checkpoint] = true
+		}
+	}
+	for _, rec := range list {
+		if r.checkpoints.isHeld(rec.ID) {
+			needed[rec.ID] = true
+		}
+		if r.seals.isSealed(rec.ID) {
+			continue
+		}
+		for _, id := range r.ancestors(rec) {
+			needed[id] = true
+		}
+	}
+	return needed
+}
+
+// giveUp removes a checkpoint from this host, unless it is in use or being fetched: who wants it meanwhile waits, and fetches it again.
+func (r *Runner) giveUp(id core.CheckpointID) (gone bool, err error) {
+	f := &flight{done: make(chan struct{})}
+	r.mu.Lock()
+	_, busy := r.captures[id]
+	if busy = busy || r.checkpoints.isHeld(id); !busy {
+		r.captures[id] = f
+	}
+	r.mu.Unlock()
+	if busy {
+		return false, nil
+	}
+	defer func() {
+		r.mu.Lock()
+		delete(r.captures, id)
+		r.mu.Unlock()
+		close(f.done)
+	}()
+	if gone, err = r.checkpoints.removeUnheld(id); !gone {
+		return false, err
+	}
+	r.forgetForks(id)
+	r.seals.forget(id)
+	return true, errors.Join(err, r.collectRoots())
+}
+
+// hold notes that a checkpoint is in use until release.
+func (s *checkpointStore) hold(id core.CheckpointID) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.held[id]++
+	s.used[id] = time.Now()
+}
+
+func (s *checkpointStore) release(id core.CheckpointID) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.held[id]--; s.held[id] == 0 {
+		delete(s.held, id)
+	}
+	if _, there := s.records[id]; !there {
+		delete(s.used, id)
+	}
+}
+
+func (s *checkpointStore) isHeld(id core.CheckpointID) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.held[id] > 0
+}
+
+// lastUse is when a checkpoint was opened last; when it came here, if that was before this process.
+func (s *checkpointStore) lastUse(id core.CheckpointID) time.Time {
+	s.mu.Lock()
+	at, known := s.used[id]
+	s.mu.Unlock()
+	if known {
+		return at
+	}
+	info, err := os.Stat(s.path(id, recordFile))
+	if err != nil {
+		return time.Time{}
+	}
+	return info.ModTime()
+}
+
+// removeUnheld removes a checkpoint unless it is in use.
+func (s *checkpointStore) removeUnheld(id core.CheckpointID) (gone bool, err error) {
+	s.mu.Lock()
+	_, there := s.records[id]
+	if !there || s.held[id] > 0 {
+		s.mu.Unlock()
+		return false, nil
+	}
+	delete(s.records, id)
+	delete(s.used, id)
+	s.mu.Unlock()
+	return true, s.removeFiles(id)
+}
