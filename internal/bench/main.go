@@ -9,7 +9,8 @@
 // for no quiet moment; it says how loaded the host was. Results: a table on standard output, and in the output
 // directory a report that is named after the VMM and the accelerator.
 //
-// `bench control` measures the control plane alone, without a virtual machine and without root: `make bench-control`.
+// `bench control` measures the control plane alone, without a virtual machine and without root: `make bench-control`. `bench store`
+// measures the store of checkpoints, alone and between hosts: `make bench-store`.
 package main
 
 import (
@@ -30,6 +31,7 @@ import (
 
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/daemon"
+	"github.com/coppice-dev/coppice/internal/testpool"
 	"github.com/coppice-dev/coppice/runner/vmm/qemu"
 )
 
@@ -58,8 +60,13 @@ func main() {
 }
 
 func command(ctx context.Context, arguments []string) error {
-	if len(arguments) > 0 && arguments[0] == "control" {
-		return controlMain(ctx, arguments[1:], os.Stdout, os.Stderr)
+	if len(arguments) > 0 {
+		switch arguments[0] {
+		case "control":
+			return controlMain(ctx, arguments[1:], os.Stdout, os.Stderr)
+		case "store":
+			return storeMain(ctx, arguments[1:], os.Stdout, os.Stderr)
+		}
 	}
 	var cfg config
 	flag.StringVar(&cfg.out, "out", "var/bench", "`directory` for the report; its data directory is removed at the end")
@@ -143,7 +150,7 @@ func run(ctx context.Context, cfg config, out, progress io.Writer) (err error) {
 	}
 	b := &bench{cfg: cfg, progress: progress, began: time.Now()}
 	b.report.Partial = len(chosen) < len(sections())
-	defer func() { err = errors.Join(err, b.close(ctx), removeData(data)) }()
+	defer func() { err = errors.Join(err, b.close(ctx), testpool.RemoveDir(data)) }()
 	if err := b.open(ctx, data); err != nil {
 		return err
 	}
@@ -281,7 +288,7 @@ func sweep(ctx context.Context, cfg config, data string, progress io.Writer) err
 		return err
 	}
 	err := b.open(ctx, data)
-	return errors.Join(err, b.close(ctx), removeData(data))
+	return errors.Join(err, b.close(ctx), testpool.RemoveDir(data))
 }
 
 // awaitUnlocked waits until nobody holds a lock on a file, which may be absent.
@@ -302,20 +309,6 @@ func awaitUnlocked(ctx context.Context, path string) error {
 			return fmt.Errorf("%s is held by another process: %w", path, err)
 		}
 	}
-}
-
-// removeData removes the data directory, but nothing below a mount that is still there.
-func removeData(dir string) error {
-	mounts, err := os.ReadFile("/proc/self/mounts")
-	if err != nil {
-		return err
-	}
-	for line := range strings.Lines(string(mounts)) {
-		if f := strings.Fields(line); len(f) > 1 && strings.HasPrefix(f[1]+"/", dir+"/") {
-			return fmt.Errorf("%s is still mounted; nothing below it was removed", f[1])
-		}
-	}
-	return os.RemoveAll(dir)
 }
 
 func (b *bench) say(format string, a ...any) {

@@ -94,7 +94,7 @@ func (r *report) show(w io.Writer) error {
 	p.line("volume   %s", r.Host.Volume)
 	p.line("load     %.2f before, %.2f after: %s", r.Load.Before, r.Load.After, r.Load.Note)
 	p.table(r.Groups)
-	p.stages(r.Stages)
+	p.stages(r.Stages, "fork", "reseal", "exec", "checkpoint", "fork of 1 GiB")
 	if r.Memory != nil {
 		r.Memory.show(p)
 	}
@@ -140,8 +140,8 @@ func (p *printer) table(groups []group) {
 	}
 }
 
-func (p *printer) stages(all map[string][]stage) {
-	for _, name := range []string{"fork", "reseal", "exec", "checkpoint", "fork of 1 GiB"} {
+func (p *printer) stages(all map[string][]stage, names ...string) {
+	for _, name := range names {
 		if len(all[name]) == 0 {
 			continue
 		}

@@ -2,7 +2,6 @@ package e2e
 
 import (
 	"bytes"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"os"
@@ -16,7 +15,6 @@ import (
 	"github.com/coppice-dev/coppice/internal/require"
 	"github.com/coppice-dev/coppice/internal/testpool"
 	"github.com/coppice-dev/coppice/internal/tests3"
-	"github.com/coppice-dev/coppice/runner/memory"
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
 
@@ -117,46 +115,14 @@ func (p *pool) sealed(t *testing.T, id coppice.CheckpointID) coppice.Checkpoint 
 	return cp
 }
 
-// files are the directory of a checkpoint on a host.
-func (h *poolHost) files(id coppice.CheckpointID) string {
-	return filepath.Join(h.data, "volume", "runner", "checkpoints", id)
-}
-
 // memory reads the memory of a checkpoint as a host has it.
 func (h *poolHost) memory(t *testing.T, id coppice.CheckpointID) []byte {
 	t.Helper()
-	b, err := os.ReadFile(filepath.Join(h.files(id), "checkpoint.json"))
+	b, err := h.Memory(id)
 	if err != nil {
 		t.Fatal(err)
 	}
-	var rec struct {
-		Base       string `json:"base"`
-		DeltaBytes int64  `json:"delta_bytes"`
-	}
-	if err := json.Unmarshal(b, &rec); err != nil {
-		t.Fatal(err)
-	}
-	base, err := os.Open(filepath.Join(h.data, "volume", "runner", "bases", rec.Base+".ram"))
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer base.Close()
-	img := memory.Image{Base: base}
-	if rec.DeltaBytes > 0 {
-		if img.Delta, err = memory.OpenDelta(filepath.Join(h.files(id), "memory.delta")); err != nil {
-			t.Fatal(err)
-		}
-		defer img.Delta.Close()
-	}
-	info, err := base.Stat()
-	if err != nil {
-		t.Fatal(err)
-	}
-	out := make([]byte, info.Size())
-	if err := memory.NewReader(img).ReadAt(out, 0); err != nil {
-		t.Fatal(err)
-	}
-	return out
+	return b
 }
 
 // sameBytes compares a checkpoint on two hosts.
@@ -166,8 +132,8 @@ func sameBytes(t *testing.T, a, b *poolHost, id coppice.CheckpointID) {
 		t.Errorf("the memory of checkpoint %s differs between %s and %s", id, a.Name, b.Name)
 	}
 	for _, file := range []string{"overlay.ext4", "device.state"} {
-		x, errX := os.ReadFile(filepath.Join(a.files(id), file))
-		y, errY := os.ReadFile(filepath.Join(b.files(id), file))
+		x, errX := os.ReadFile(filepath.Join(a.Checkpoint(id), file))
+		y, errY := os.ReadFile(filepath.Join(b.Checkpoint(id), file))
 		if err := errors.Join(errX, errY); err != nil || !bytes.Equal(x, y) {
 			t.Errorf("%s of checkpoint %s differs between %s and %s, %v", file, id, a.Name, b.Name, err)
 		}
