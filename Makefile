@@ -1,7 +1,7 @@
 # `make help` lists the targets. Those marked (root) need it: sudo -E make …
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup s3-server minio test-minio test-kvm setup-kvm build generate test test-long lint image demo dev bench bench-control bench-store clean fuzz chaos faults deploy-check compose-up compose-down
+.PHONY: help setup s3-server minio test-minio test-kvm setup-kvm build generate test test-long lint image demo demo-pool dev bench bench-control bench-store clean fuzz chaos faults deploy-check compose-up compose-down
 
 GO      ?= go
 ROOT    := $(filter 0,$(shell id -u))
@@ -110,6 +110,9 @@ image: build ## build the base guest image unless it is current (root)
 
 demo: build ## search a tree of running machines for a fix, with a real library and real VMs (root)
 	scripts/demo
+
+demo-pool: build $(VERSITYGW) ## the same on two runners, each on a host of its own, with the tree in an S3 store (root)
+	scripts/demo-pool
 
 dev: build image ## run controller, runner and PostgreSQL here until Ctrl-C (root)
 	bin/coppice dev --data-dir $(VAR)/dev

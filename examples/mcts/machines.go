@@ -19,10 +19,12 @@ const actionTimeoutMS = 120_000
 type Machines struct {
 	Client *coppice.Client
 	Labels coppice.Labels // on everything it makes
+	Spread bool           // children are grown on all runners
 
 	mu     sync.Mutex
 	keepMu sync.Mutex
 	forks  int
+	on     map[string]int // forks on each runner
 	// What was measured, in milliseconds.
 	createMS, pauseMS, readyMS, forkMS []float64
 	seen                               []Identity
@@ -38,14 +40,10 @@ type child struct {
 
 // Expand forks the checkpoint once for each action, in one call, and does the actions at once.
 func (m *Machines) Expand(ctx context.Context, from string, actions []Action, keep func(Observation) bool) ([]Outcome, error) {
-	began := time.Now()
-	fork, err := m.Client.ForkCheckpoint(ctx, from, coppice.ForkCheckpointRequest{
-		Count: new(len(actions)), AllOrNothing: true, Labels: m.Labels,
-	})
+	fork, err := m.fork(ctx, from, len(actions))
 	if err != nil {
-		return nil, fmt.Errorf("fork %s into %d: %w", from, len(actions), err)
+		return nil, err
 	}
-	m.measureFork(time.Since(began), fork)
 	children := make([]child, len(actions))
 	var wg sync.WaitGroup
 	for i, c := range fork.Children {
@@ -60,6 +58,26 @@ func (m *Machines) Expand(ctx context.Context, from string, actions []Action, ke
 		errs = append(errs, children[i].err)
 	}
 	return out, errors.Join(errs...)
+}
+
+// fork grows children of a checkpoint. Where they are spread it waits first until the checkpoint is sealed: other runners get it from the store.
+func (m *Machines) fork(ctx context.Context, from string, n int) (coppice.ForkResult, error) {
+	if m.Spread {
+		cp, err := m.Client.WaitSealed(ctx, from)
+		if err == nil && cp.State != coppice.CheckpointSealed {
+			err = fmt.Errorf("it is %s", cp.State)
+		}
+		if err != nil {
+			return coppice.ForkResult{}, fmt.Errorf("wait until checkpoint %s is sealed: %w", from, err)
+		}
+	}
+	began := time.Now()
+	fork, err := m.Client.ForkCheckpoint(ctx, from, coppice.ForkCheckpointRequest{Count: &n, AllOrNothing: true, Spread: m.Spread, Labels: m.Labels})
+	if err != nil {
+		return fork, fmt.Errorf("fork %s into %d: %w", from, n, err)
+	}
+	m.measureFork(time.Since(began), fork)
+	return fork, nil
 }
 
 // rollout does one action in its fork, keeps the result as a checkpoint if it is new, and takes the fork down.
@@ -146,12 +164,10 @@ func (m *Machines) Create(ctx context.Context, image string, measure bool) (copp
 
 // Siblings forks a checkpoint n times and asks each fork's bench who it is.
 func (m *Machines) Siblings(ctx context.Context, from string, n int) (identities []Identity, err error) {
-	began := time.Now()
-	fork, err := m.Client.ForkCheckpoint(ctx, from, coppice.ForkCheckpointRequest{Count: &n, AllOrNothing: true, Labels: m.Labels})
+	fork, err := m.fork(ctx, from, n)
 	if err != nil {
-		return nil, fmt.Errorf("fork %s into %d: %w", from, n, err)
+		return nil, err
 	}
-	m.measureFork(time.Since(began), fork)
 	identities = make([]Identity, n)
 	errs := make([]error, n)
 	var wg sync.WaitGroup
@@ -197,7 +213,11 @@ func (m *Machines) measureFork(wall time.Duration, fork coppice.ForkResult) {
 	defer m.mu.Unlock()
 	m.forks += len(fork.Children)
 	m.forkMS = append(m.forkMS, milliseconds(wall))
+	if m.on == nil {
+		m.on = make(map[string]int)
+	}
 	for _, c := range fork.Children {
+		m.on[c.Workspace.RunnerID]++
 		m.readyMS = append(m.readyMS, milliseconds(c.Workspace.ReadyAt.Sub(c.Workspace.CreatedAt)))
 	}
 }

@@ -21,7 +21,8 @@ import (
 type config struct {
 	server, token, image, report string
 	seed                         uint64
-	siblings, creates            int
+	siblings, creates, runners   int
+	spread                       bool
 	timeout                      time.Duration
 	settings                     Settings
 }
@@ -37,6 +38,8 @@ func main() {
 	flag.Uint64Var(&cfg.seed, "seed", 1, "of the policy's guesses")
 	flag.IntVar(&cfg.siblings, "siblings", 4, "forks of the best node that are compared at the end")
 	flag.IntVar(&cfg.creates, "creates", 3, "how many creates are measured, after the first")
+	flag.BoolVar(&cfg.spread, "spread", false, "grow children evenly on all runners; every node is sealed before it is forked")
+	flag.IntVar(&cfg.runners, "runners", 1, "fail unless children were grown on so many runners")
 	flag.DurationVar(&cfg.timeout, "timeout", 9*time.Minute, "give up after this long")
 	flag.IntVar(&cfg.settings.Children, "children", cfg.settings.Children, "children of a node that are grown at once")
 	flag.IntVar(&cfg.settings.Budget, "budget", cfg.settings.Budget, "forks of the search at most")
@@ -60,7 +63,7 @@ func run(ctx context.Context, cfg config, out io.Writer) (err error) {
 		return fmt.Errorf("%w; set --server", err)
 	}
 	defer client.Close()
-	m := &Machines{Client: client, Labels: coppice.Labels{"mcts": strconv.FormatUint(rand.Uint64(), 36)}} //nolint:gosec // G404: a label
+	m := &Machines{Client: client, Spread: cfg.spread, Labels: coppice.Labels{"mcts": strconv.FormatUint(rand.Uint64(), 36)}} //nolint:gosec // G404: a label
 	defer func() {
 		_, cleared := m.Clear(ctx)
 		err = errors.Join(err, cleared)
@@ -89,12 +92,16 @@ func run(ctx context.Context, cfg config, out io.Writer) (err error) {
 		}
 		fmt.Fprintf(out, "report: %s\n", cfg.report)
 	}
-	return verdict(r)
+	fmt.Fprintln(out, r.summary())
+	return verdict(r, cfg.runners)
 }
 
-// verdict is the error that the report amounts to.
-func verdict(r Report) error {
+// verdict is the error that the report amounts to, when forks on so many runners are wanted.
+func verdict(r Report, runners int) error {
 	var errs []error
+	if len(r.Runners) < runners {
+		errs = append(errs, fmt.Errorf("%d runners have had forks, want %d", len(r.Runners), runners))
+	}
 	if !r.Solved {
 		errs = append(errs, errNotSolved)
 	}

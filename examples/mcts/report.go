@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"io"
+	"maps"
 	"math"
 	"os"
 	"path/filepath"
@@ -60,24 +61,25 @@ func (d Distinct) All() bool { return d == Distinct{true, true, true, true, true
 
 // Report is what a run leaves in its report file.
 type Report struct {
-	Solved            bool        `json:"solved"`
-	RewardStart       float64     `json:"reward_start"`
-	RewardBest        float64     `json:"reward_best"`
-	Fix               []string    `json:"fix"` // the actions that lead to the best node
-	Nodes             int         `json:"nodes"`
-	Forks             int         `json:"forks"`
-	DepthMax          int         `json:"depth_max"`
-	Refused           int         `json:"refused"`  // actions that did not apply
-	Repeated          int         `json:"repeated"` // forks that reached a known state and were dropped
-	WallS             float64     `json:"wall_s"`
-	TemplateMS        float64     `json:"template_ms"` // the first create, which boots the image once
-	CreateMS          Percentiles `json:"create_ms"`
-	CheckpointPauseMS Percentiles `json:"checkpoint_pause_ms"`
-	ForkReadyMS       Percentiles `json:"fork_ready_ms"` // of a child, from the request to READY, its siblings starting beside it
-	ForkCallMS        Percentiles `json:"fork_call_ms"`  // of a whole fork call, as the client sees it
-	Distinct          Distinct    `json:"distinct"`
-	Siblings          []Identity  `json:"siblings"`
-	MemoryBranches    bool        `json:"memory_branches"` // in every node, one process since the root has the node's way, and no other, in memory
+	Solved            bool           `json:"solved"`
+	RewardStart       float64        `json:"reward_start"`
+	RewardBest        float64        `json:"reward_best"`
+	Fix               []string       `json:"fix"` // the actions that lead to the best node
+	Nodes             int            `json:"nodes"`
+	Forks             int            `json:"forks"`
+	Runners           map[string]int `json:"runners"` // forks on each
+	DepthMax          int            `json:"depth_max"`
+	Refused           int            `json:"refused"`  // actions that did not apply
+	Repeated          int            `json:"repeated"` // forks that reached a known state and were dropped
+	WallS             float64        `json:"wall_s"`
+	TemplateMS        float64        `json:"template_ms"` // the first create, which boots the image once
+	CreateMS          Percentiles    `json:"create_ms"`
+	CheckpointPauseMS Percentiles    `json:"checkpoint_pause_ms"`
+	ForkReadyMS       Percentiles    `json:"fork_ready_ms"` // of a child, from the request to READY, its siblings starting beside it
+	ForkCallMS        Percentiles    `json:"fork_call_ms"`  // of a whole fork call, as the client sees it
+	Distinct          Distinct       `json:"distinct"`
+	Siblings          []Identity     `json:"siblings"`
+	MemoryBranches    bool           `json:"memory_branches"` // in every node, one process since the root has the node's way, and no other, in memory
 }
 
 // remembers checks that the bench in every node is the process that was started at the root, and that its memory holds
@@ -94,7 +96,7 @@ func remembers(root *Node) bool {
 func fill(s *Search, m *Machines, solved bool, wall time.Duration) Report {
 	r := Report{
 		Solved: solved, RewardStart: s.Root.Seen.Share(), RewardBest: s.Best.Seen.Share(), Fix: s.Best.Path(),
-		Forks: m.forks, Refused: s.Refused, Repeated: s.Repeated, WallS: math.Round(wall.Seconds()*10) / 10,
+		Forks: m.forks, Runners: m.on, Refused: s.Refused, Repeated: s.Repeated, WallS: math.Round(wall.Seconds()*10) / 10,
 		CreateMS: percentiles(m.createMS), CheckpointPauseMS: percentiles(m.pauseMS),
 		ForkReadyMS: percentiles(m.readyMS), ForkCallMS: percentiles(m.forkMS), MemoryBranches: remembers(s.Root),
 	}
@@ -164,6 +166,19 @@ func (r Report) print(w io.Writer) {
 	}
 	fmt.Fprintf(w, "distinct: random %v, machine-id %v, hostname %v, MAC %v, IP %v; memory branched with the machine: %v\n",
 		r.Distinct.Random, r.Distinct.MachineID, r.Distinct.Hostname, r.Distinct.MAC, r.Distinct.IP, r.MemoryBranches)
+}
+
+// summary is the run in one line.
+func (r Report) summary() string {
+	what := "not solved"
+	if r.Solved {
+		what = "solved with " + strings.Join(r.Fix, ", ")
+	}
+	var on []string
+	for _, id := range slices.Sorted(maps.Keys(r.Runners)) {
+		on = append(on, fmt.Sprintf("%d on %s", r.Runners[id], id))
+	}
+	return fmt.Sprintf("%s; %d forks, %s; %.1f s", what, r.Forks, strings.Join(on, ", "), r.WallS)
 }
 
 func clip(s string, n int) string { return s[:min(n, len(s))] }

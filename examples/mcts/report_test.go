@@ -64,7 +64,7 @@ func solved() (*Search, *Node) {
 func TestReport(t *testing.T) {
 	t.Parallel()
 	s, best := solved()
-	m := &Machines{forks: 4, createMS: []float64{1}, pauseMS: []float64{2}, readyMS: []float64{3}, forkMS: []float64{4}}
+	m := &Machines{forks: 4, on: map[string]int{"rnr_b": 1, "rnr_a": 3}, createMS: []float64{1}, pauseMS: []float64{2}, readyMS: []float64{3}, forkMS: []float64{4}}
 	r := fill(s, m, true, 1500e6)
 	path := filepath.Join(t.TempDir(), "new", "report.json")
 	if err := r.write(path); err != nil {
@@ -81,25 +81,31 @@ func TestReport(t *testing.T) {
 	both := func(v float64) map[string]any { return map[string]any{"p50": v, "p95": v} }
 	no := map[string]any{"random": false, "machine_id": false, "hostname": false, "mac": false, "ip": false}
 	want := map[string]any{
-		"solved": true, "reward_start": 0.5, "reward_best": 1.0, "fix": []any{"right"}, "nodes": 3.0, "forks": 4.0, "depth_max": 1.0,
+		"solved": true, "reward_start": 0.5, "reward_best": 1.0, "fix": []any{"right"}, "nodes": 3.0, "forks": 4.0, "runners": map[string]any{"rnr_a": 3.0, "rnr_b": 1.0}, "depth_max": 1.0,
 		"refused": 1.0, "repeated": 0.0, "wall_s": 1.5, "template_ms": 0.0, "create_ms": both(1), "checkpoint_pause_ms": both(2),
 		"fork_ready_ms": both(3), "fork_call_ms": both(4), "distinct": no, "siblings": nil, "memory_branches": true,
 	}
 	if diff := cmp.Diff(want, got); diff != "" {
 		t.Errorf("report (-want +got):\n%s", diff)
 	}
-	if err := verdict(r); err == nil || !strings.Contains(err.Error(), "siblings share an identity") {
+	if err := verdict(r, 1); err == nil || !strings.Contains(err.Error(), "siblings share an identity") {
 		t.Errorf("verdict without distinct siblings: %v", err)
 	}
 	r.Distinct = Distinct{true, true, true, true, true}
-	if err := verdict(r); err != nil {
+	if err := verdict(r, 1); err != nil {
 		t.Error(err)
+	}
+	if err := verdict(r, 3); err == nil || !strings.Contains(err.Error(), "2 runners have had forks, want 3") {
+		t.Errorf("verdict of forks on too few runners: %v", err)
+	}
+	if got, line := r.summary(), "solved with right; 4 forks, 3 on rnr_a, 1 on rnr_b; 1.5 s"; got != line {
+		t.Errorf("%q, want %q", got, line)
 	}
 	best.Seen.Journal = []string{"left"} // a sibling's
 	if remembers(s.Root) {
 		t.Error("a machine that remembers its sibling's way passed")
 	}
-	if err := verdict(Report{Distinct: r.Distinct}); err == nil {
+	if err := verdict(Report{Distinct: r.Distinct}, 0); err == nil {
 		t.Error("a search without a solution passed")
 	}
 }
