@@ -63,10 +63,11 @@ type coppiceFork struct {
 	count    int
 	env      coppice.Env
 	allowAll bool
+	spread   bool
 }
 
 func (f coppiceFork) request() coppice.ForkCheckpointRequest {
-	req := coppice.ForkCheckpointRequest{Count: new(max(f.count, 1)), Env: f.env}
+	req := coppice.ForkCheckpointRequest{Count: new(max(f.count, 1)), Env: f.env, Spread: f.spread}
 	if f.allowAll {
 		req.Network = coppice.NetworkRequest{EgressPolicy: coppice.EgressAllowAll}
 	}
