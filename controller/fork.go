@@ -350,7 +350,7 @@ func (c *Controller) callFork(ctx context.Context, plan *forkPlan) ([]runnerapi.
 // callShare asks one runner for some of the children, again when it could not be reached, and checks every answer: a child counts as
 // grown only with a complete reseal of the generation that it was given.
 func (c *Controller) callShare(ctx context.Context, plan *forkPlan, endpoint string, share []int, out []runnerapi.ChildResult) error {
-	req := runnerapi.Fork{CheckpointID: plan.source.ID, Children: make([]runnerapi.Child, len(share)), Sources: plan.source.Sources}
+	req := runnerapi.Fork{CheckpointID: plan.source.ID, Children: make([]runnerapi.Child, len(share)), Sources: plan.source.Sources, Peers: plan.source.Peers}
 	for n, i := range share {
 		w := plan.children[i]
 		req.Children[n] = runnerapi.Child{

@@ -175,6 +175,7 @@ type Checkpoint struct {
 	Seal        *Seal             // how far it is on its way there; nil when it is there, or not on its way
 
 	Sources []runnerapi.Stored // of one that is to be grown: itself and its ancestors, as far as they are sealed
+	Peers   []runnerapi.Peer   // likewise: runners that may have what is there
 
 	Egress core.EgressPolicy // of the workspace that it was taken of, for its forks
 	Env    map[string]string // likewise

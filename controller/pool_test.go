@@ -262,6 +262,36 @@ func TestSources(t *testing.T) {
 	if err != nil || !slices.Equal(got, want) {
 		t.Errorf("%d sources, %v:\n got %v\nwant %v", len(got), err, got, want)
 	}
+	peers := func() (out []core.RunnerID) {
+		t.Helper()
+		err := p.store.InTx(t.Context(), controller.InProject(p.project), func(tx controller.Tx) error {
+			cp, err := tx.Checkpoint(t.Context(), chain[0])
+			if err != nil {
+				return err
+			}
+			list, err := tx.Peers(t.Context(), cp)
+			out = nil
+			for _, peer := range list {
+				if peer.Endpoint == "" {
+					t.Errorf("%s has no endpoint", peer.RunnerID)
+				}
+				out = append(out, peer.RunnerID)
+			}
+			return err
+		})
+		if err != nil {
+			t.Error(err)
+		}
+		return out
+	}
+	if got := peers(); !slices.Equal(got, []core.RunnerID{p.runner.ID()}) {
+		t.Errorf("peers: %v", got)
+	}
+	p.sql(`UPDATE runners SET lease_expires_at = now() - interval '1 second' WHERE id = $1`, p.runner.ID())
+	if got := peers(); len(got) > 0 {
+		t.Errorf("peers without a lease: %v", got)
+	}
+	p.sql(`UPDATE runners SET lease_expires_at = now() + interval '1 hour' WHERE id = $1`, p.runner.ID())
 	p.drain(p.runner, true)
 	start := time.Now()
 	if w := p.fork(chain[0], 1)[0]; w.Sandbox.RunnerID != p.second.ID() {

@@ -17,9 +17,13 @@ func (c *Controller) source(ctx context.Context, tx Tx, id core.CheckpointID) (C
 }
 
 func findSources(ctx context.Context, tx Tx, cp *Checkpoint) (err error) {
-	if cp.State == core.CheckpointSealed {
-		cp.Sources, err = tx.Sources(ctx, cp.ID)
+	if cp.State != core.CheckpointSealed {
+		return nil
 	}
+	if cp.Sources, err = tx.Sources(ctx, cp.ID); err != nil {
+		return err
+	}
+	cp.Peers, err = tx.Peers(ctx, *cp)
 	return err
 }
 

@@ -213,6 +213,8 @@ type CheckpointTx interface {
 	LiveTemplate(ctx context.Context, runner Runner, image core.Digest, r core.Resources, local bool) (Checkpoint, error)
 	// Sources returns where a sealed checkpoint is in the store and, behind it, its sealed ancestors: the nearest, and last the root.
 	Sources(ctx context.Context, id core.CheckpointID) ([]runnerapi.Stored, error)
+	// Peers returns the runners with a lease that hold a checkpoint, its parent or its root, nearest first, at most runnerapi.MaxPeers.
+	Peers(ctx context.Context, cp Checkpoint) ([]runnerapi.Peer, error)
 	// Near ranks the runners on which less of a checkpoint has to be fetched than elsewhere: 0 for those that hold it.
 	Near(ctx context.Context, cp Checkpoint) (map[core.RunnerID]int, error)
 	// InsertCheckpoint may fail with ErrTemplateExists or NAME_TAKEN.

@@ -28,7 +28,7 @@ func (r *Runner) Fork(ctx context.Context, req runnerapi.Fork) (runnerapi.ForkRe
 		return runnerapi.ForkResult{}, err
 	}
 	defer leave()
-	ckpt, err := r.bring(ctx, req.CheckpointID, req.Sources)
+	ckpt, err := r.bring(r.withPeers(ctx, req.Peers), req.CheckpointID, req.Sources)
 	if err != nil {
 		return runnerapi.ForkResult{}, err
 	}

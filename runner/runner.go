@@ -35,6 +35,7 @@ type Runner struct {
 	starting    chan struct{} // a place per child that is being started
 	draws       draws
 	diffs       chan struct{} // a place per comparison
+	objects     chan struct{} // likewise, reads of other runners
 	started     time.Time
 
 	runCtx context.Context // the runner's life: cancelled when Run ends
@@ -73,7 +74,7 @@ func New(ctx context.Context, cfg Config) (_ *Runner, err error) {
 	hash := sha256.Sum256([]byte(cfg.ClusterID))
 	r := &Runner{
 		cfg: cfg, class: classOf(fp), kvm: fp.Detail, clusterHash: hex.EncodeToString(hash[:4]),
-		slots: newSlots(cfg.MaxSandboxes), starting: make(chan struct{}, cfg.Parallel), diffs: make(chan struct{}, maxDiffs), started: time.Now(),
+		slots: newSlots(cfg.MaxSandboxes), starting: make(chan struct{}, cfg.Parallel), diffs: make(chan struct{}, maxDiffs), objects: make(chan struct{}, maxObjects), started: time.Now(),
 		wakeup: make(chan struct{}, 1), sandboxes: make(map[core.SandboxID]*sandbox),
 		dead: make(map[core.SandboxID]runnerapi.Sandbox), captures: make(map[core.CheckpointID]*flight),
 		forks: make(map[core.CheckpointID]int),

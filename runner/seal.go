@@ -33,6 +33,8 @@ type StoreConfig struct {
 	Blobs blob.Blobs // nil: nowhere
 	// Copies is how many bytes checkpoints may take that were fetched and not captured here; 0: no bound.
 	Copies int64
+	// Cached is what the host keeps of the store's objects, for other runners; nil: nothing.
+	Cached func(key string, off, n int64) ([]byte, bool)
 	// Throttle is asked before n bytes are sent; nil: never.
 	Throttle func(ctx context.Context, n int) error
 }

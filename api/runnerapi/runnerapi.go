@@ -31,6 +31,7 @@ const (
 	PathSandboxGuest      = "/v1/sandboxes/{id}/guest/*"         // reverse proxy to the guest agent's public routes (sessions, files, processes)
 	PathCheckpoints       = "/v1/checkpoints"                    // GET -> Checkpoints
 	PathCheckpoint        = "/v1/checkpoints/{id}"               // GET -> Checkpoint, DELETE (idempotent)
+	PathObject            = "/v1/objects/{key...}"               // GET, for other runners, too: ?offset= and ?bytes= of an object of the store, if the host keeps them; 404
 )
 
 // Paths served by the controller to runners.
@@ -160,6 +161,17 @@ type Fork struct {
 	// Sources say where the checkpoint is in the store, and behind it those of its ancestors that are sealed, nearest first and the
 	// root last. A runner that does not hold the checkpoint takes it from there; without sources it is CHECKPOINT_NOT_FOUND.
 	Sources []Stored `json:"sources,omitempty"`
+	// Peers are runners that hold the checkpoint, or what is near it, nearest first: they may give objects faster than the store does.
+	Peers []Peer `json:"peers,omitempty"`
+}
+
+// MaxPeers is how many peers are of use.
+const MaxPeers = 4
+
+// Peer is another runner.
+type Peer struct {
+	RunnerID core.RunnerID `json:"runner_id" db:"id"`
+	Endpoint string        `json:"endpoint" db:"endpoint"`
 }
 
 // Child is one sandbox to be grown. Repeating a fork with the same SandboxID returns the sandbox that is there.

@@ -56,6 +56,18 @@ func (t *tx) Near(ctx context.Context, cp controller.Checkpoint) (map[core.Runne
 	return near, err
 }
 
+// Peers are those of Near that hold a copy and whose lease has not ended.
+func (t *tx) Peers(ctx context.Context, cp controller.Checkpoint) ([]runnerapi.Peer, error) {
+	return many[runnerapi.Peer](ctx, t, `
+		SELECT r.id, r.endpoint FROM (
+			SELECT k.runner_id, min(n.distance) AS distance
+			FROM unnest(ARRAY[@id, @parent, @root]::text[]) WITH ORDINALITY AS n (id, distance) JOIN checkpoint_copies k ON k.checkpoint_id = n.id
+			GROUP BY k.runner_id
+		) AS near JOIN runners r ON r.id = near.runner_id
+		WHERE r.lease_expires_at > now() AND r.fenced_at IS NULL ORDER BY near.distance, r.id LIMIT @most`,
+		args{"id": cp.ID, "parent": cp.Parent, "root": cp.Root, "most": runnerapi.MaxPeers})
+}
+
 // SetCopies compares what a runner has said before with what it says now. It does so here: the planner cannot know how long the lists are.
 func (t *tx) SetCopies(ctx context.Context, id core.RunnerID, ids []core.CheckpointID) error {
 	rows, err := many[checkpointIDRow](ctx, t, `SELECT checkpoint_id AS id FROM checkpoint_copies WHERE runner_id = @runner`, args{"runner": id})

@@ -22,6 +22,7 @@ import (
 	"github.com/coppice-dev/coppice/runner/netns"
 	"github.com/coppice-dev/coppice/runner/vmm"
 	"github.com/coppice-dev/coppice/runner/volume"
+	"github.com/coppice-dev/coppice/snapshotstore/blob/cache"
 )
 
 // HostConfig says how sandboxes run on this host.
@@ -97,6 +98,9 @@ func OpenHost(ctx context.Context, cfg HostConfig, id core.RunnerID, mark string
 	cfg.Store.CacheDir = filepath.Join(filepath.Dir(rc.DataDir), "cache")
 	if rc.Store.Blobs, err = cfg.Store.Chain(ctx, cfg.Log, cfg.Registry, steps); err != nil {
 		return nil, err
+	}
+	if kept, ok := rc.Store.Blobs.(*cache.Cache); ok {
+		rc.Store.Cached = kept.Cached
 	}
 	rc.Store.Throttle, rc.Store.Copies = cfg.Store.throttle(), cfg.Store.copies(filepath.Dir(rc.DataDir))
 	h.Runner, err = runner.New(ctx, rc)

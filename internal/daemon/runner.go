@@ -83,6 +83,9 @@ func RunRunner(ctx context.Context, cfg RunnerConfig, ready func(RunnerReady) er
 	}
 	steps.Push("metrics", func(context.Context) error { return metrics.Close() })
 	cfg.Registry = metrics
+	others := newPeerClient(member.Identity)
+	steps.Push("connections to other runners", func(context.Context) error { others.close(); return nil })
+	cfg.Store.Peers = others
 	host, err := OpenHost(ctx, cfg.HostConfig, member.RunnerID, member.ClusterID+"/"+string(member.RunnerID), &steps)
 	if err != nil {
 		return fmt.Errorf("open the runner: %w", err)

@@ -17,6 +17,7 @@ import (
 	"github.com/coppice-dev/coppice/snapshotstore/blob"
 	"github.com/coppice-dev/coppice/snapshotstore/blob/bloburl"
 	"github.com/coppice-dev/coppice/snapshotstore/blob/cache"
+	"github.com/coppice-dev/coppice/snapshotstore/blob/peers"
 	"github.com/coppice-dev/coppice/snapshotstore/blob/s3"
 )
 
@@ -34,6 +35,8 @@ type StoreConfig struct {
 	CacheSize int64
 	// CopiesSize is how many bytes of a runner's disk checkpoints may take that were fetched and not captured there; 0: half of it.
 	CopiesSize int64
+	// Peers asks other runners for objects before the store is asked; nil: nobody is.
+	Peers peers.Asker `json:"-"`
 }
 
 // copies is CopiesSize, of the disk that a directory is on.
@@ -44,12 +47,20 @@ func (c StoreConfig) copies(dir string) int64 {
 	return diskSize(dir) / 2
 }
 
-// Chain returns the store as the processes of a runner's host see it: behind the host's cache. Without one, or where it cannot be had, it
-// is what Open returns.
+// Chain returns the store as the processes of a runner's host see it: behind other runners, and those behind the host's cache. Without any
+// it is what Open returns.
 func (c StoreConfig) Chain(ctx context.Context, log *slog.Logger, metrics prometheus.Registerer, steps *undo.Stack) (blob.Blobs, error) {
 	store, err := c.Open(ctx, log, steps)
-	if err != nil || store == nil || c.CacheSize == 0 {
+	if err != nil || store == nil {
 		return store, err
+	}
+	if c.Peers != nil {
+		if store, err = peers.New(store, c.Peers, log.With("component", "peers"), metrics); err != nil {
+			return nil, err
+		}
+	}
+	if c.CacheSize == 0 {
+		return store, nil
 	}
 	kept, err := cache.Open(cache.Config{Dir: c.CacheDir, Budget: c.CacheSize, Spare: spare(filepath.Dir(c.CacheDir)), Behind: store, Log: log.With("component", "cache"), Metrics: metrics})
 	if err != nil {

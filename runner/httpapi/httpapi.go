@@ -11,6 +11,7 @@ import (
 	"io"
 	"log/slog"
 	"net/http"
+	"strconv"
 	"strings"
 	"time"
 
@@ -35,7 +36,7 @@ func New(r *runner.Runner, secret string, log *slog.Logger) (http.Handler, error
 		return nil, errors.New("the runner's API needs a secret")
 	}
 	want := sha256.Sum256([]byte(secret))
-	return newHandler(r, log, func(q *http.Request) error {
+	return newHandler(r, log, func(q *http.Request, _ string) error {
 		token, _ := strings.CutPrefix(q.Header.Get("Authorization"), "Bearer ")
 		got := sha256.Sum256([]byte(token))
 		if subtle.ConstantTimeCompare(got[:], want[:]) != 1 {
@@ -46,18 +47,21 @@ func New(r *runner.Runner, secret string, log *slog.Logger) (http.Handler, error
 }
 
 // NewTLS returns the handler for controllers of other machines, to be served with mtls.Identity.Server: whoever shows another
-// certificate than a controller's, such as another runner's, is refused.
+// certificate than a controller's, such as another runner's, is refused; but runners may ask for objects of the store.
 func NewTLS(r *runner.Runner, log *slog.Logger) http.Handler {
-	return newHandler(r, log, func(q *http.Request) error {
+	return newHandler(r, log, func(q *http.Request, route string) error {
 		peer, err := mtls.PeerOf(q)
-		if err == nil && !peer.Controller {
+		if err == nil && !peer.Controller && route != routeObject {
 			err = core.Errorf(core.PermissionDenied, core.CodePermissionDenied, "the runner's API takes requests from controllers only, not from runner %s", peer.Runner)
 		}
 		return err
 	})
 }
 
-func newHandler(r *runner.Runner, log *slog.Logger, authorize func(*http.Request) error) http.Handler {
+// routeObject is the only route for runners.
+const routeObject = "GET " + runnerapi.PathObject
+
+func newHandler(r *runner.Runner, log *slog.Logger, authorize func(q *http.Request, route string) error) http.Handler {
 	s := &server{runner: r, log: log}
 	mux := http.NewServeMux()
 	handle := func(method, path string, h http.HandlerFunc) { mux.HandleFunc(method+" "+path, h) }
@@ -103,8 +107,10 @@ func newHandler(r *runner.Runner, log *slog.Logger, authorize func(*http.Request
 	handle("DELETE", runnerapi.PathCheckpoint, func(w http.ResponseWriter, q *http.Request) {
 		s.reply(w, nil, r.DeleteCheckpoint(core.CheckpointID(q.PathValue("id"))))
 	})
+	mux.HandleFunc(routeObject, s.object)
 	return http.HandlerFunc(func(w http.ResponseWriter, q *http.Request) {
-		if err := authorize(q); err != nil {
+		_, route := mux.Handler(q)
+		if err := authorize(q, route); err != nil {
 			s.reply(w, nil, err)
 			return
 		}
@@ -172,6 +178,24 @@ func (s *server) info(w http.ResponseWriter, _ *http.Request) {
 func (s *server) images(w http.ResponseWriter, _ *http.Request) {
 	out, err := s.runner.Images()
 	s.reply(w, runnerapi.Images{Images: out}, err)
+}
+
+// object gives a range of an object of the store, if the host keeps it.
+func (s *server) object(w http.ResponseWriter, q *http.Request) {
+	off, errOff := strconv.ParseInt(q.URL.Query().Get("offset"), 10, 64)
+	n, errN := strconv.ParseInt(q.URL.Query().Get("bytes"), 10, 64)
+	if errOff != nil || errN != nil {
+		s.reply(w, nil, core.Errorf(core.Invalid, core.CodeInvalidField, "offset and bytes: they must be numbers"))
+		return
+	}
+	b, there := s.runner.Object(q.PathValue("key"), off, n)
+	if !there {
+		w.WriteHeader(http.StatusNotFound)
+		return
+	}
+	w.Header().Set("Content-Type", "application/octet-stream")
+	w.Header().Set("Content-Length", strconv.Itoa(len(b)))
+	_, _ = w.Write(b) //nolint:gosec // G705: never shown as a page: of a type of its own, to runners; the reader may have gone
 }
 
 func (s *server) console(w http.ResponseWriter, q *http.Request) {

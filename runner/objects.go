@@ -1,0 +1,37 @@
+package runner
+
+import (
+	"context"
+
+	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/snapshotstore/blob/peers"
+)
+
+// maxObjects is how many reads of other runners are answered at the same time; more find that nothing is here.
+const maxObjects = 16
+
+// Object is a range of an object of the store, at most peers.MaxRange, if this host keeps all of it; less where the object ends. It reads nothing
+// from the store.
+func (r *Runner) Object(key string, off, n int64) ([]byte, bool) {
+	if r.cfg.Store.Cached == nil || n < 1 || n > peers.MaxRange {
+		return nil, false
+	}
+	select {
+	case r.objects <- struct{}{}:
+	default:
+		return nil, false
+	}
+	defer func() { <-r.objects }()
+	return r.cfg.Store.Cached(key, off, n)
+}
+
+// withPeers has reads of the store ask the runners first that a fork names.
+func (r *Runner) withPeers(ctx context.Context, list []runnerapi.Peer) context.Context {
+	var out []peers.Peer
+	for _, p := range list[:min(len(list), runnerapi.MaxPeers)] {
+		if p.RunnerID != r.cfg.ID {
+			out = append(out, peers.Peer{ID: p.RunnerID, Endpoint: p.Endpoint})
+		}
+	}
+	return peers.With(ctx, out)
+}

@@ -1,0 +1,188 @@
+// Package peers asks other hosts for what they keep of a store's objects before it asks the store: a blob.Blobs in front of another one.
+//
+// Whom to ask comes with the context of a read. A peer has a short time, and one that was too slow or could not be reached is not asked
+// for a while. Nothing that a peer says is believed: whoever reads compares digests, and says with Forget what was wrong; then that object is
+// read from the store, and whoever gave it is not asked any more.
+package peers
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"io"
+	"log/slog"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/snapshotstore/blob"
+)
+
+// MaxRange is the largest range that a peer is asked for, in bytes.
+const MaxRange = 4 << 20
+
+const (
+	// A range must have come after patience, and a millisecond more for each pace bytes.
+	patience = 300 * time.Millisecond
+	pace     = 16 << 10
+	// avoided is for how long a peer is not asked after it failed; distrusted after it gave wrong bytes, and for an object of which some were.
+	avoided    = 15 * time.Second
+	distrusted = 10 * time.Minute
+	// asked is how many peers are asked for one range.
+	asked = 2
+	// remembered bounds what is remembered of objects.
+	remembered = 4096
+)
+
+// Peer is a host that may have objects.
+type Peer struct {
+	ID       core.RunnerID
+	Endpoint string // https://host:port
+}
+
+// Asker asks a peer for a range of an object. blob.ErrNotFound when it has not all of it; fewer bytes where the object ends.
+type Asker interface {
+	Ask(ctx context.Context, peer Peer, key string, off, n int64) ([]byte, error)
+}
+
+type contextKey struct{}
+
+// With names the peers, best first, that reads under the context may ask.
+func With(ctx context.Context, list []Peer) context.Context {
+	return context.WithValue(ctx, contextKey{}, list)
+}
+
+// Store is in front of a store.
+type Store struct {
+	blob.Blobs // behind
+
+	ask   Asker
+	log   *slog.Logger
+	count metrics
+
+	mu     sync.Mutex // guards what follows
+	banned map[core.RunnerID]time.Time
+	served map[string]core.RunnerID // who gave something of an object last
+	doubt  map[string]time.Time     // objects that are read from the store only, until then
+	absent map[lack]time.Time
+}
+
+type lack struct {
+	peer core.RunnerID
+	key  string
+}
+
+type metrics struct{ served, bytes, absent, failed, wrong atomic.Int64 }
+
+var (
+	_ blob.Blobs     = (*Store)(nil)
+	_ blob.Forgetter = (*Store)(nil)
+)
+
+// New puts peers before a store. metrics may be nil: then nobody sees them.
+func New(behind blob.Blobs, ask Asker, log *slog.Logger, to prometheus.Registerer) (*Store, error) {
+	s := &Store{
+		Blobs: behind, ask: ask, log: log,
+		banned: map[core.RunnerID]time.Time{}, served: map[string]core.RunnerID{}, doubt: map[string]time.Time{}, absent: map[lack]time.Time{},
+	}
+	if to == nil {
+		return s, nil
+	}
+	for _, c := range []struct {
+		name, help string
+		count      *atomic.Int64
+	}{
+		{"served_total", "Reads that another runner answered.", &s.count.served},
+		{"bytes_total", "Bytes that other runners gave.", &s.count.bytes},
+		{"absent_total", "Reads that a runner was asked for and had not.", &s.count.absent},
+		{"failed_total", "Reads for which a runner was too slow or could not be reached.", &s.count.failed},
+		{"wrong_total", "Objects of which a runner gave other bytes than were stored.", &s.count.wrong},
+	} {
+		value := func() float64 { return float64(c.count.Load()) }
+		if err := to.Register(prometheus.NewCounterFunc(prometheus.CounterOpts{Name: "coppice_peer_" + c.name, Help: c.help}, value)); err != nil {
+			return nil, err
+		}
+	}
+	return s, nil
+}
+
+// Get implements blob.Blobs.
+func (s *Store) Get(ctx context.Context, key string, off, n int64) (io.ReadCloser, error) {
+	list, _ := ctx.Value(contextKey{}).([]Peer)
+	if len(list) == 0 || n == 0 || n > MaxRange || blob.CheckGet(key, off, n) != nil {
+		return s.Blobs.Get(ctx, key, off, n)
+	}
+	for _, p := range s.choose(list, key) {
+		b, err := s.from(ctx, p, key, off, n)
+		if err == nil {
+			return io.NopCloser(bytes.NewReader(b)), nil
+		}
+		if ctx.Err() != nil {
+			return nil, context.Cause(ctx)
+		}
+	}
+	return s.Blobs.Get(ctx, key, off, n)
+}
+
+// choose returns the peers that may have an object and are worth asking.
+func (s *Store) choose(list []Peer, key string) []Peer {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	now := time.Now()
+	if now.Before(s.doubt[key]) {
+		return nil
+	}
+	list = slices.DeleteFunc(slices.Clone(list), func(p Peer) bool { return now.Before(s.banned[p.ID]) || now.Before(s.absent[lack{p.ID, key}]) })
+	return list[:min(asked, len(list))]
+}
+
+func (s *Store) from(ctx context.Context, p Peer, key string, off, n int64) ([]byte, error) {
+	short, cancel := context.WithTimeout(ctx, patience+time.Duration(n/pace)*time.Millisecond)
+	defer cancel()
+	b, err := s.ask.Ask(short, p, key, off, n)
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	switch {
+	case err == nil:
+		s.count.served.Add(1)
+		s.count.bytes.Add(int64(len(b)))
+		note(s.served, key, p.ID)
+	case errors.Is(err, blob.ErrNotFound):
+		s.count.absent.Add(1)
+		note(s.absent, lack{p.ID, key}, time.Now().Add(avoided))
+	case ctx.Err() == nil:
+		s.count.failed.Add(1)
+		note(s.banned, p.ID, time.Now().Add(avoided))
+		s.log.DebugContext(ctx, "a runner did not give an object and is not asked for a while", "peer", p.ID, "object", key, "err", err)
+	}
+	return b, err
+}
+
+// Forget implements blob.Forgetter.
+func (s *Store) Forget(ctx context.Context, key string, off, n int64) {
+	s.mu.Lock()
+	by, known := s.served[key]
+	delete(s.served, key)
+	note(s.doubt, key, time.Now().Add(distrusted))
+	if known {
+		s.count.wrong.Add(1)
+		note(s.banned, by, time.Now().Add(distrusted))
+	}
+	s.mu.Unlock()
+	if known {
+		s.log.WarnContext(ctx, "an object of which a runner gave some was not what was stored; it is read from the store, and that runner is not asked for a while", "peer", by, "object", key)
+	}
+	blob.Forget(ctx, s.Blobs, key, off, n)
+}
+
+// note keeps a map small: what it forgets costs a question.
+func note[K comparable, V any](m map[K]V, k K, v V) {
+	if len(m) >= remembered {
+		clear(m)
+	}
+	m[k] = v
+}
