@@ -284,6 +284,7 @@ const (
 	ScopeAuditRead        KeyScope = "audit:read"
 	ScopeCheckpointCreate KeyScope = "checkpoint:create"
 	ScopeCheckpointDelete KeyScope = "checkpoint:delete"
+	ScopeCheckpointImport KeyScope = "checkpoint:import"
 	ScopeCheckpointRead   KeyScope = "checkpoint:read"
 	ScopeFleetRead        KeyScope = "fleet:read"
 	ScopeKeyRead          KeyScope = "key:read"
@@ -305,6 +306,8 @@ func (e KeyScope) Valid() bool {
 	case ScopeCheckpointCreate:
 		return true
 	case ScopeCheckpointDelete:
+		return true
+	case ScopeCheckpointImport:
 		return true
 	case ScopeCheckpointRead:
 		return true
@@ -845,8 +848,9 @@ type Checkpoint struct {
 	Failure   *Failure `json:"failure,omitempty"`
 
 	// ID Example: ckpt_06e5bqv7z0f3m8k2h1t9r4w6xc
-	ID    CheckpointID `json:"id"`
-	Image ImageRef     `json:"image"`
+	ID       CheckpointID `json:"id"`
+	Image    ImageRef     `json:"image"`
+	Imported *Imported    `json:"imported,omitempty"`
 
 	// Kind `template`: made by booting an image once, the root of every tree grown from it.
 	Kind CheckpointKind `json:"kind"`
@@ -1402,6 +1406,15 @@ type ImageRef struct {
 
 	// Name The name it was created by
 	Name string `json:"name,omitempty,omitzero"`
+}
+
+// Imported What the file of an imported checkpoint said of where it is from. None of it was checked.
+type Imported struct {
+	CapturedAt time.Time `json:"captured_at"`
+
+	// CheckpointID Example: ckpt_06e5bqv7z0f3m8k2h1t9r4w6xc
+	CheckpointID CheckpointID `json:"checkpoint_id"`
+	ImageDigest  Digest       `json:"image_digest"`
 }
 
 // KeepBest Keep the checkpoints with the highest scores.

@@ -25,6 +25,7 @@ func (c *Controller) chores() []Chore {
 		{Name: "seal_audit", Every: sealInterval, Do: c.sealAudit},
 		{Name: "sweep_keys", Every: sweepInterval, Do: c.sweepKeys},
 		{Name: "abandon_seals", Every: abandonEvery, Do: c.abandonSeals},
+		{Name: "abandon_imports", Every: abandonEvery, Do: c.abandonImports},
 		{Name: "events", Every: sweepInterval, Do: c.tidyEvents},
 	}
 	if c.cfg.Store != nil {

@@ -116,6 +116,8 @@ type Controller struct {
 	uses      uses
 	admission admission
 	samples   samples
+
+	imports, exports chan struct{} // one in it for each that is under way
 }
 
 // New makes a controller. It starts nothing.
@@ -131,6 +133,7 @@ func New(cfg Config, store Store, runners Runners, log *slog.Logger) *Controller
 		runCtx: ctx, stop: stop, wake: make(chan struct{}, 1), ended: make(chan core.OperationID, 1024),
 		limits:  newLimiter(cfg.Limits),
 		running: map[core.OperationID]*Task{}, waiters: map[core.OperationID][]chan struct{}{}, released: map[core.WorkspaceID]chan struct{}{}, feed: newFeed(),
+		imports: make(chan struct{}, maxImports), exports: make(chan struct{}, maxExports),
 	}
 	if cfg.Metrics == nil {
 		cfg.Metrics = prometheus.NewRegistry()

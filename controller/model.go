@@ -174,11 +174,20 @@ type Checkpoint struct {
 	StoredBytes int64             // that were written for it
 	Seal        *Seal             // how far it is on its way there; nil when it is there, or not on its way
 
+	Imported *Imported // of one that came as a file
+
 	Sources []runnerapi.Stored // of one that is to be grown: itself and its ancestors, as far as they are sealed
 	Peers   []runnerapi.Peer   // likewise: runners that may have what is there
 
 	Egress core.EgressPolicy // of the workspace that it was taken of, for its forks
 	Env    map[string]string // likewise
+}
+
+// Imported is what a file said of the checkpoint that it had been: nothing that was checked.
+type Imported struct {
+	CheckpointID core.CheckpointID `json:"checkpoint_id"`
+	Image        core.Digest       `json:"image"`
+	CapturedAt   time.Time         `json:"captured_at"`
 }
 
 // Ancestor is a checkpoint on the path to a root. A path may be thousands long: this is what one reads a path for, and the rest is

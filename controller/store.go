@@ -67,6 +67,7 @@ type Tx interface {
 	AuditTx
 	SessionTx
 	SealTx
+	ImportTx
 	GarbageTx
 	FleetTx
 	TrustTx

@@ -37,6 +37,8 @@ type Demand struct {
 	Workspaces    int               // new ones
 	ForksInFlight int               // workspaces that are made or restored
 	Checkpoint    core.CheckpointID // to be captured
+
+	CheckpointBytes int64 // of that one, where it is known before
 }
 
 // TenantTx keeps projects and their quotas.

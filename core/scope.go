@@ -14,7 +14,8 @@ const (
 	ScopeCheckpointRead   KeyScope = "checkpoint:read"
 	ScopeCheckpointCreate KeyScope = "checkpoint:create"
 	ScopeCheckpointDelete KeyScope = "checkpoint:delete"
-	ScopeFleetRead        KeyScope = "fleet:read" // images and runners
+	ScopeCheckpointImport KeyScope = "checkpoint:import" // from a file, whose device state a VMM reads; only where it is named
+	ScopeFleetRead        KeyScope = "fleet:read"        // images and runners
 	ScopeProjectRead      KeyScope = "project:read"
 	ScopeKeyRead          KeyScope = "key:read"
 	ScopeKeyWrite         KeyScope = "key:write" // make keys that can do no more, and revoke such
@@ -25,7 +26,7 @@ const (
 // ProjectScopes are all that concern one project only.
 var ProjectScopes = []KeyScope{
 	ScopeWorkspaceRead, ScopeWorkspaceCreate, ScopeWorkspaceExec, ScopeWorkspaceDelete, ScopeCheckpointRead, ScopeCheckpointCreate,
-	ScopeCheckpointDelete, ScopeFleetRead, ScopeProjectRead, ScopeKeyRead, ScopeKeyWrite, ScopeAuditRead,
+	ScopeCheckpointDelete, ScopeCheckpointImport, ScopeFleetRead, ScopeProjectRead, ScopeKeyRead, ScopeKeyWrite, ScopeAuditRead,
 }
 
 // Known reports whether it is one of the scopes.

@@ -41,11 +41,11 @@ type StoreConfig struct {
 
 // The images of a checkpoint in the store.
 const (
-	imageMemory = "memory"
-	imageDisk   = "disk"
-	imageState  = "device_state"
-	imageSurvey = "survey"
-	imageRoot   = "root"
+	imageMemory = runnerapi.ImageMemory
+	imageDisk   = runnerapi.ImageDisk
+	imageState  = runnerapi.ImageState
+	imageSurvey = runnerapi.ImageSurvey
+	imageRoot   = runnerapi.ImageRoot
 )
 
 // sealedFile marks a checkpoint that is in the store.
@@ -344,28 +344,11 @@ func (r *Runner) upload(ctx context.Context, ckpt *opened, begun runnerapi.SealB
 	return snapshotstore.Write(ctx, r.cfg.Store.Blobs, begun.Prefix, h, reference, images, snapshotstore.Options{Dir: r.cfg.DataDir, Throttle: r.cfg.Store.Throttle})
 }
 
-// storedRecord is what a runner wants to know again of a checkpoint that it takes from the store. Fields are added, never renamed.
-type storedRecord struct {
-	DeltaBytes       int64               `json:"delta_bytes"`
-	DiskBytes        int64               `json:"disk_bytes"`
-	DeviceStateBytes int64               `json:"device_state_bytes"`
-	PauseMS          float64             `json:"pause_ms"`
-	Timings          []core.Timing       `json:"timings,omitempty"`
-	ParentReseal     []core.ResealStep   `json:"parent_reseal,omitempty"`
-	Processes        []core.StaleProcess `json:"stale_prng_processes,omitempty"`
-}
+type storedRecord = runnerapi.StoredRecord
 
-func classFields(c runnerapi.RunnerClass) map[string]string {
-	return map[string]string{
-		"arch": c.Arch, "accelerator": c.Accelerator, "cpu_model": c.CPUModel, "vmm": c.VMM, "vmm_version": c.VMMVersion, "machine_type": c.MachineType,
-	}
-}
+func classFields(c runnerapi.RunnerClass) map[string]string { return c.Fields() }
 
-func classOfFields(f map[string]string) runnerapi.RunnerClass {
-	return runnerapi.RunnerClass{
-		Arch: f["arch"], Accelerator: f["accelerator"], CPUModel: f["cpu_model"], VMM: f["vmm"], VMMVersion: f["vmm_version"], MachineType: f["machine_type"],
-	}
-}
+func classOfFields(f map[string]string) runnerapi.RunnerClass { return runnerapi.ClassOf(f) }
 
 // sealSource is the files of a checkpoint and of the one that it is compared with.
 type sealSource struct {

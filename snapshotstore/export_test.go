@@ -295,6 +295,7 @@ func TestExportHostile(t *testing.T) {
 		{"a frame that does not unpack", exported(header, make1(frame([]byte("xyz"), "pack-0", 0, 4), nil), []byte("xyz")), core.CodeImportInvalid},
 	} {
 		t.Run(c.name, func(t *testing.T) {
+			t.Parallel()
 			newRig(t).wantRefused(c.name, c.file, c.code)
 		})
 	}

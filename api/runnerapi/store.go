@@ -61,3 +61,41 @@ type FailSeal struct {
 	Attempt    int64   `json:"attempt"`
 	Problem    Problem `json:"problem"`
 }
+
+// StoredRecord is what a runner wants to know again of a checkpoint that it takes from the store: the record of its manifest. Fields are
+// added, never renamed.
+type StoredRecord struct {
+	DeltaBytes       int64               `json:"delta_bytes"`
+	DiskBytes        int64               `json:"disk_bytes"`
+	DeviceStateBytes int64               `json:"device_state_bytes"`
+	PauseMS          float64             `json:"pause_ms"`
+	Timings          []core.Timing       `json:"timings,omitempty"`
+	ParentReseal     []core.ResealStep   `json:"parent_reseal,omitempty"`
+	Processes        []core.StaleProcess `json:"stale_prng_processes,omitempty"`
+}
+
+// The images of a checkpoint in the store.
+const (
+	ImageMemory = "memory"
+	ImageDisk   = "disk"
+	ImageState  = "device_state"
+	ImageSurvey = "survey"
+	ImageRoot   = "root"
+)
+
+// MaxDeviceState bounds what is read into memory: many times the largest.
+const MaxDeviceState = 64 << 20
+
+// Fields is the class as a manifest has it.
+func (c RunnerClass) Fields() map[string]string {
+	return map[string]string{
+		"arch": c.Arch, "accelerator": c.Accelerator, "cpu_model": c.CPUModel, "vmm": c.VMM, "vmm_version": c.VMMVersion, "machine_type": c.MachineType,
+	}
+}
+
+// ClassOf is the class that a manifest has.
+func ClassOf(f map[string]string) RunnerClass {
+	return RunnerClass{
+		Arch: f["arch"], Accelerator: f["accelerator"], CPUModel: f["cpu_model"], VMM: f["vmm"], VMMVersion: f["vmm_version"], MachineType: f["machine_type"],
+	}
+}

@@ -25,7 +25,7 @@ CHECKPOINT is a name, an id, or the end of an id.`,
 		newCkptCreateCommand(a), newCkptListCommand(a), newCkptShowCommand(a), newCkptTreeCommand(a),
 		newCkptDiffCommand(a), newCkptAnnotateCommand(a), newCkptRemoveCommand(a),
 		newCkptPinCommand(a, true), newCkptPinCommand(a, false), newCkptPruneCommand(a), newCkptRetainCommand(a),
-		newCkptUsageCommand(a),
+		newCkptUsageCommand(a), newCkptExportCommand(a), newCkptImportCommand(a),
 	)
 	return c
 }

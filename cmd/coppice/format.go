@@ -144,6 +144,11 @@ func terminal(stream any) (int, bool) {
 
 // working shows on a terminal that something takes its time; the returned function ends that and clears the line.
 func (a *app) working(ctx context.Context, what string) func() {
+	return a.workingOn(ctx, func() string { return what })
+}
+
+// workingOn likewise, with what there is to say at each moment.
+func (a *app) workingOn(ctx context.Context, what func() string) func() {
 	if _, ok := terminal(a.stderr); !ok || a.json {
 		return func() {}
 	}
@@ -163,7 +168,7 @@ func (a *app) working(ctx context.Context, what string) func() {
 				return
 			case <-tick.C:
 				shown = true
-				fmt.Fprintf(a.stderr, "\r\x1b[K%s … %.0f s", what, time.Since(began).Seconds())
+				fmt.Fprintf(a.stderr, "\r\x1b[K%s … %.0f s", what(), time.Since(began).Seconds())
 			}
 		}
 	}()

@@ -72,6 +72,8 @@ var routes = map[string]access{
 	"getRetention":             needs(controller.RateRead, core.ScopeCheckpointRead),
 	"putRetention":             needs(controller.RateWrite, core.ScopeCheckpointDelete),
 	"deleteRetention":          needs(controller.RateWrite, core.ScopeCheckpointDelete),
+	"exportCheckpoint":         needs(controller.RateExec, core.ScopeCheckpointRead),
+	"importCheckpoint":         needs(controller.RateWrite, core.ScopeCheckpointImport),
 	"getLineage":               needs(controller.RateRead, core.ScopeCheckpointRead),
 	"listChildren":             needs(controller.RateRead, core.ScopeCheckpointRead),
 	"diffCheckpoints":          needs(controller.RateExec, core.ScopeCheckpointRead),

@@ -107,6 +107,9 @@ func checkpointOf(c controller.Checkpoint) api.Checkpoint {
 		OperationID: string(c.OperationID), Failure: failureOf(c.Failure), CreatedAt: c.CreatedAt, CapturedAt: c.CapturedAt,
 		SealedAt: c.SealedAt, StoredBytes: c.StoredBytes,
 	}
+	if im := c.Imported; im != nil {
+		out.Imported = &api.Imported{CheckpointID: string(im.CheckpointID), ImageDigest: string(im.Image), CapturedAt: im.CapturedAt}
+	}
 	if c.Seal != nil {
 		out.Seal = &api.Seal{State: api.SealState(c.Seal.State), Attempt: c.Seal.Attempt, Problem: failureOf(c.Seal.Problem)}
 	}

@@ -23,6 +23,8 @@ var makes = map[string]string{
 	"createPort":    "port",
 	"createProject": "prj",
 	"createKey":     "key",
+
+	"importCheckpoint": "ckpt",
 }
 
 // repeats is the middleware that hands the use cases the key of a request that may be repeated, and marks an answer that is

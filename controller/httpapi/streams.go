@@ -32,6 +32,8 @@ func (s *server) registerStreams(e *echo.Echo) {
 	e.HEAD("/v1/workspaces/:workspace_id/files", s.files)
 	e.PUT("/v1/workspaces/:workspace_id/files", s.putFile)
 	e.DELETE("/v1/workspaces/:workspace_id/files", s.files)
+	e.GET("/v1/checkpoints/:checkpoint_id/export", s.exportCheckpoint)
+	e.POST("/v1/checkpoints", s.importCheckpoint)
 	e.GET("/v1/events", s.events)
 	e.GET("/openapi.yaml", func(c echo.Context) error { return c.Blob(http.StatusOK, "application/yaml", api.Specification()) })
 }

@@ -27,7 +27,7 @@ const pageColumns = `
 	coalesce(c.operation_id, '') AS operation_id, coalesce(c.failure_code, '') AS failure_code, coalesce(c.failure_message, '') AS failure_message,
 	c.created_at, c.captured_at, c.sealed_at, c.ended_at, coalesce(c.manifest_key, '') AS manifest_key, coalesce(c.manifest_digest, '') AS manifest_digest,
 	coalesce(c.manifest_bytes, 0) AS manifest_bytes, coalesce(c.stored_bytes, 0) AS stored_bytes,
-	coalesce(s.state, '') AS seal_state, coalesce(s.attempt, 0) AS seal_attempt, coalesce(s.problem_code, '') AS seal_code, coalesce(s.problem_message, '') AS seal_message`
+	c.imported, coalesce(s.state, '') AS seal_state, coalesce(s.attempt, 0) AS seal_attempt, coalesce(s.problem_code, '') AS seal_code, coalesce(s.problem_message, '') AS seal_message`
 
 const checkpointJoins = ` LEFT JOIN runners r ON r.id = c.runner_id
 	LEFT JOIN LATERAL (SELECT * FROM seals x WHERE x.checkpoint_id = c.id AND c.state = 'captured' LIMIT 1) s ON true`
@@ -76,6 +76,7 @@ type checkpointRow struct {
 	ManifestDigest   core.Digest               `db:"manifest_digest"`
 	ManifestBytes    int64                     `db:"manifest_bytes"`
 	StoredBytes      int64                     `db:"stored_bytes"`
+	Imported         *controller.Imported      `db:"imported"`
 	SealState        controller.SealState      `db:"seal_state"`
 	SealAttempt      int64                     `db:"seal_attempt"`
 	SealCode         core.Code                 `db:"seal_code"`
@@ -92,6 +93,7 @@ func (r checkpointRow) checkpoint() controller.Checkpoint {
 		DiskBytes: r.DiskBytes, PauseMS: r.PauseMS, Timings: r.Timings, ParentReseal: r.ParentReseal, StaleProcesses: r.Stale,
 		ChildrenCount: r.ChildrenCount, OperationID: r.OperationID,
 		CreatedAt: r.CreatedAt, CapturedAt: timeOf(r.CapturedAt), SealedAt: timeOf(r.SealedAt), EndedAt: timeOf(r.EndedAt), StoredBytes: r.StoredBytes,
+		Imported: r.Imported,
 	}
 	if r.ManifestKey != "" {
 		c.Stored = &runnerapi.Stored{CheckpointID: r.ID, Manifest: r.ManifestKey, Digest: r.ManifestDigest, Bytes: r.ManifestBytes}
@@ -229,6 +231,7 @@ func (t *tx) InsertCheckpoint(ctx context.Context, c controller.Checkpoint) erro
 		"parent": orNull(c.Parent), "workspace": orNull(c.WorkspaceID), "epoch": nil, "name": orNull(c.Name), "labels": orEmpty(c.Labels),
 		"annotations": orEmpty(c.Annotations), "image_name": c.Image.Name, "image": c.Image.Digest, "vcpus": c.Resources.VCPUs,
 		"memory": c.Resources.MemoryMiB, "disk": c.Resources.DiskGiB, "runner": orNull(c.RunnerID), "class": c.Class, "class_key": nil, "op": orNull(c.OperationID), "pinned": c.Pinned,
+		"imported": c.Imported,
 	}
 	if c.WorkspaceID != "" {
 		a["epoch"] = c.WorkspaceEpoch
@@ -244,9 +247,9 @@ func (t *tx) InsertCheckpoint(ctx context.Context, c controller.Checkpoint) erro
 			UPDATE checkpoints SET pruned = false WHERE id IN (SELECT id FROM up)
 		)
 		INSERT INTO checkpoints (id, project_id, kind, state, shared, parent_project_id, parent_id, root_id, depth, workspace_id, workspace_epoch,
-			name, labels, annotations, image_name, image_digest, vcpus, memory_mib, disk_gib, runner_id, runner_class, class_key, operation_id, pinned)
+			name, labels, annotations, image_name, image_digest, vcpus, memory_mib, disk_gib, runner_id, runner_class, class_key, operation_id, pinned, imported)
 		SELECT @id, @project, @kind, @state, @shared, p.project_id, @parent, coalesce(p.root_id, @id), coalesce(p.depth + 1, 0), @workspace, @epoch,
-			@name, @labels, @annotations, @image_name, @image, @vcpus, @memory, @disk, @runner, @class, @class_key, @op, @pinned
+			@name, @labels, @annotations, @image_name, @image, @vcpus, @memory, @disk, @runner, @class, @class_key, @op, @pinned, @imported
 		FROM (SELECT 1) AS always LEFT JOIN checkpoints p ON p.id = @parent`, a)
 	return err
 }

@@ -117,7 +117,8 @@ func (t *tx) KnownObjects(ctx context.Context, keys []string) (map[string]contro
 // OpenPrefixes returns the prefixes of attempts without a commit.
 func (t *tx) OpenPrefixes(ctx context.Context) (uploading, debris []string, err error) {
 	open, err := many[prefixRow](ctx, t, `
-		SELECT coppice_seal_prefix(project_id, checkpoint_id, attempt) AS prefix FROM seals WHERE state = @uploading`, args{"uploading": controller.SealUploading})
+		SELECT coppice_seal_prefix(project_id, checkpoint_id, attempt) AS prefix FROM seals WHERE state = @uploading
+		UNION ALL SELECT coppice_seal_prefix(project_id, checkpoint_id, 1) FROM imports`, args{"uploading": controller.SealUploading})
 	if err != nil {
 		return nil, nil, err
 	}

@@ -112,6 +112,9 @@ func (t *tx) Admit(ctx context.Context, id core.ProjectID, d controller.Demand) 
 		return core.Errorf(core.Exhausted, core.CodeQuotaExceeded,
 			"the project's quota checkpoint_bytes is used up: it has %d of %d; delete checkpoints first", used.CheckpointBytes, limits.CheckpointBytes)
 	}
+	if err := exceeded("checkpoint_bytes", used.CheckpointBytes, d.CheckpointBytes, limits.CheckpointBytes); err != nil {
+		return err
+	}
 	return t.admitNode(ctx, id, d.Checkpoint, limits)
 }
 

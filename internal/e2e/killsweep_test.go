@@ -23,7 +23,7 @@ var someKills = []string{"capture.paused", "fork.resealed", "controller.before_e
 // elsewhere are points that the work of TestKillSweep does not come by; other tests kill there.
 func elsewhere(point string) bool {
 	return strings.HasPrefix(point, "images.") || strings.HasPrefix(point, "template.") || strings.HasPrefix(point, "rebase.") ||
-		strings.HasPrefix(point, "seal.") || strings.HasPrefix(point, "fetch.") || strings.HasSuffix(point, "_port") || strings.HasSuffix(point, "_launch")
+		strings.HasPrefix(point, "seal.") || strings.HasPrefix(point, "fetch.") || strings.HasPrefix(point, "controller.import_") || strings.HasSuffix(point, "_port") || strings.HasSuffix(point, "_launch")
 }
 
 // failpoints asks the program for the names of its failpoints.

@@ -50,7 +50,7 @@ func New(cfg Config) (*Client, error) {
 		c.agent = "coppice-go"
 	}
 	dialer := &net.Dialer{Timeout: 10 * time.Second, KeepAlive: 30 * time.Second}
-	transport := &http.Transport{DialContext: dialer.DialContext, MaxIdleConnsPerHost: 64, IdleConnTimeout: 90 * time.Second}
+	transport := &http.Transport{DialContext: dialer.DialContext, MaxIdleConnsPerHost: 64, IdleConnTimeout: 90 * time.Second, ExpectContinueTimeout: 5 * time.Second}
 	switch u, err := url.Parse(cfg.Server); {
 	case err != nil:
 		return nil, fmt.Errorf("server address: %w", err)
@@ -85,6 +85,7 @@ type request struct {
 	query  url.Values
 	body   any
 	raw    io.Reader
+	size   int64 // of raw in bytes; 0: not known
 	header http.Header
 	once   bool   // never repeated
 	keyed  bool   // it makes something: sent under a key, so that a repeat of it makes nothing new
@@ -155,6 +156,9 @@ func (c *Client) try(ctx context.Context, r request, payload []byte) (*http.Resp
 	req, err := http.NewRequestWithContext(ctx, r.method, c.url(r), body)
 	if err != nil {
 		return nil, err
+	}
+	if r.size > 0 {
+		req.ContentLength = r.size
 	}
 	maps.Copy(req.Header, r.header)
 	if payload != nil {

@@ -1,0 +1,171 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync/atomic"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	coppice "github.com/coppice-dev/coppice/sdk/go"
+)
+
+func newCkptExportCommand(a *app) *cobra.Command {
+	var to string
+	c := &cobra.Command{
+		Use:   "export CHECKPOINT",
+		Short: "Write a sealed checkpoint to one file",
+		Long: `Write a sealed checkpoint to one file, which another cluster can import: with its memory, its disk and its image, and whatever secrets they hold.
+
+The file is there when it is whole. With "-o -" it goes to standard output.`,
+		Example: "  coppice ckpt export before-upgrade -o before.ckpt\n  coppice ckpt export before-upgrade -o - | ssh other coppice ckpt import -",
+		Args:    cobra.ExactArgs(1),
+		RunE: func(c *cobra.Command, args []string) error {
+			if _, ok := terminal(a.stdout); ok && to == "-" {
+				return usageError{errors.New("a checkpoint is not for a terminal: send standard output elsewhere")}
+			}
+			client, err := a.client()
+			if err != nil {
+				return err
+			}
+			cp, err := checkpoint(c.Context(), client, args[0])
+			if err != nil {
+				return err
+			}
+			if to == "" {
+				to = cp.ID + ".ckpt"
+			}
+			began := time.Now()
+			n, err := a.export(c.Context(), client, cp.ID, to)
+			if err != nil {
+				return err
+			}
+			said := func(w io.Writer) error {
+				_, err := fmt.Fprintf(w, "%s: %s in %.1f s\n", cp.ID, size(n), time.Since(began).Seconds())
+				return err
+			}
+			if to == "-" {
+				return said(a.stderr)
+			}
+			return a.print(map[string]any{"checkpoint_id": cp.ID, "file": to, "bytes": n, "duration_ms": time.Since(began).Milliseconds()}, said)
+		},
+	}
+	c.Flags().StringVarP(&to, "output", "o", "", "`file` to write, - for standard output (default the checkpoint's id and .ckpt)")
+	return c
+}
+
+// export writes a file beside its place until it is whole.
+func (a *app) export(ctx context.Context, client *coppice.Client, id, to string) (n int64, err error) {
+	body, whole, err := client.ExportCheckpoint(ctx, id)
+	if err != nil {
+		return 0, err
+	}
+	defer func() { err = errors.Join(err, body.Close()) }()
+	from := &counted{r: body}
+	defer a.workingOn(ctx, func() string { return "exporting " + from.of(whole) })()
+	if to == "-" {
+		return io.Copy(a.stdout, from)
+	}
+	part, err := os.CreateTemp(filepath.Dir(to), filepath.Base(to)+".*.part")
+	if err != nil {
+		return 0, err
+	}
+	n, err = io.Copy(part, from)
+	if err = errors.Join(err, part.Sync(), part.Close()); err == nil {
+		err = os.Rename(part.Name(), to)
+	}
+	if err != nil {
+		err = errors.Join(err, os.Remove(part.Name()))
+	}
+	return n, err
+}
+
+// counted counts what is read.
+type counted struct {
+	r io.Reader
+	n atomic.Int64
+}
+
+func (c *counted) Read(b []byte) (int, error) {
+	n, err := c.r.Read(b)
+	c.n.Add(int64(n))
+	return n, err
+}
+
+// of says how much of a whole was read; 0: nobody knows how much that is.
+func (c *counted) of(whole int64) string {
+	n := c.n.Load()
+	if whole <= 0 {
+		return size(n)
+	}
+	return fmt.Sprintf("%s of %s (%d %%)", size(n), size(whole), 100*n/whole)
+}
+
+func newCkptImportCommand(a *app) *cobra.Command {
+	var name string
+	var quiet bool
+	c := &cobra.Command{
+		Use:   "import FILE",
+		Short: "Make a checkpoint of a file that was exported",
+		Long: `Make a checkpoint of a file that was exported, here or elsewhere; - is standard input. The file is verified as it is sent, and nothing is imported that
+is not whole. The checkpoint can be forked on hosts like the one that it was taken on; network mode and environment are not in the file.
+
+It takes the scope checkpoint:import, which a key has only when it is named: what is in the file is loaded into a VMM. Import what you trust.`,
+		Example: "  coppice ckpt import before.ckpt --name before-upgrade",
+		Args:    cobra.ExactArgs(1),
+		RunE: func(c *cobra.Command, args []string) error {
+			from, opts := &counted{r: a.stdin}, coppice.ImportOptions{Name: name}
+			if args[0] != "-" {
+				f, err := os.Open(args[0])
+				if err != nil {
+					return err
+				}
+				defer f.Close()
+				if info, err := f.Stat(); err == nil && info.Mode().IsRegular() {
+					opts.Size = info.Size()
+				}
+				from.r = f
+			}
+			client, err := a.client()
+			if err != nil {
+				return err
+			}
+			done := a.workingOn(c.Context(), func() string { return "importing " + from.of(opts.Size) })
+			cp, err := client.ImportCheckpoint(c.Context(), from, opts)
+			done()
+			if err != nil {
+				return err
+			}
+			return a.print(cp, func(w io.Writer) error {
+				if quiet {
+					_, err := fmt.Fprintln(w, cp.ID)
+					return err
+				}
+				return printImported(w, cp)
+			})
+		},
+	}
+	f := c.Flags()
+	f.StringVar(&name, "name", "", "`name`, unique among checkpoints")
+	f.BoolVarP(&quiet, "quiet", "q", false, "print the id only")
+	return c
+}
+
+func printImported(w io.Writer, cp coppice.Checkpoint) error {
+	was, class := "", ""
+	if cp.Imported != nil {
+		was = fmt.Sprintf("%s of image %s %s", cp.Imported.CheckpointID, cp.Image.Name, cp.Imported.ImageDigest)
+	}
+	if r := cp.RunnerClass; r != nil {
+		class = strings.Join([]string{r.Arch, r.Accelerator, r.CPUModel, r.VMM + " " + r.VMMVersion, r.MachineType}, ", ")
+	}
+	return facts(w, "id", cp.ID, "name", cp.Name, "was, by its file", was, "image", cp.Image.Digest,
+		"resources", fmt.Sprintf("%d vCPU, %d MiB memory, %d GiB disk", cp.Resources.VCPUs, cp.Resources.MemoryMiB, cp.Resources.DiskGiB),
+		"needs", class, "stored", size(cp.StoredBytes))
+}

@@ -1,0 +1,79 @@
+package controller
+
+import (
+	"context"
+	"io"
+
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/snapshotstore"
+	"github.com/coppice-dev/coppice/snapshotstore/manifest"
+)
+
+// How many files are read and written at once: each takes memory, see snapshotstore.
+const (
+	maxImports = 4
+	maxExports = 8
+)
+
+// enter takes a place among those that do the same, or says that there is none.
+func enter(places chan struct{}, what string) (leave func(), err error) {
+	select {
+	case places <- struct{}{}:
+		return func() { <-places }, nil
+	default:
+		return nil, core.Errorf(core.Exhausted, core.CodeCapacity, "this controller %s %d checkpoints already; repeat the request when one has ended", what, cap(places))
+	}
+}
+
+// ExportedFile is a checkpoint about to be sent as one file. Close it.
+type ExportedFile struct {
+	Checkpoint Checkpoint
+	Size       int64 // bytes
+
+	c     *Controller
+	file  *snapshotstore.Export
+	leave func()
+}
+
+// ExportCheckpoint opens a sealed checkpoint to be sent as one file: CHECKPOINT_NOT_READY when it is not sealed yet. A checkpoint that is
+// deleted meanwhile stays whole for the grace of the store.
+func (c *Controller) ExportCheckpoint(ctx context.Context, project core.ProjectID, id core.CheckpointID) (_ *ExportedFile, err error) {
+	if err := c.StoreConfigured(); err != nil {
+		return nil, err
+	}
+	cp, err := c.Checkpoint(ctx, project, id)
+	if err != nil {
+		return nil, err
+	}
+	if cp.State != core.CheckpointSealed {
+		return nil, core.Errorf(core.FailedPrecondition, core.CodeCheckpointNotReady,
+			"checkpoint %s is %s, and only what is in the store can be exported; wait until it is sealed (GET it with ?wait=sealed)", id, cp.State)
+	}
+	leave, err := enter(c.exports, "exports")
+	if err != nil {
+		return nil, err
+	}
+	s, err := snapshotstore.Open(ctx, c.cfg.Store, manifest.Ref{Key: cp.Stored.Manifest, Digest: cp.Stored.Digest, Bytes: cp.Stored.Bytes})
+	if err != nil {
+		leave()
+		return nil, err
+	}
+	file, err := snapshotstore.NewExport(s, cp.Image.Name)
+	if err != nil {
+		leave()
+		return nil, err
+	}
+	return &ExportedFile{Checkpoint: cp, Size: file.Size(), c: c, file: file, leave: leave}, nil
+}
+
+// Write writes the file. What came out of one that failed is not whole, and shows it.
+func (f *ExportedFile) Write(ctx context.Context, w io.Writer) error {
+	if err := f.file.Write(ctx, f.c.cfg.Store, w); err != nil {
+		return err
+	}
+	f.c.log.InfoContext(ctx, "checkpoint exported", "checkpoint_id", f.Checkpoint.ID, "bytes", f.Size)
+	return nil
+}
+
+// Close lets others export.
+func (f *ExportedFile) Close() { f.leave() }
