@@ -20,6 +20,7 @@ import (
 	"fmt"
 	"maps"
 	"os"
+	"os/signal"
 	"slices"
 	"strconv"
 	"strings"
@@ -197,7 +198,7 @@ func (a *Armed) fire(ctx context.Context) error {
 		_ = syscall.Kill(os.Getpid(), syscall.SIGKILL) // cannot fail on ourselves
 		select {}                                      // the signal is on its way; nothing more may happen
 	case Stop:
-		_ = syscall.Kill(os.Getpid(), syscall.SIGSTOP) // as for Kill
+		stop()
 	case Hang:
 		select {
 		case <-a.released:
@@ -206,4 +207,14 @@ func (a *Armed) fire(ctx context.Context) error {
 		}
 	}
 	return nil
+}
+
+// stop stops the process and returns when it goes on. The signal may be taken by another thread: without a wait this one could do the next
+// step before it is stopped, too.
+func stop() {
+	goesOn := make(chan os.Signal, 1)
+	signal.Notify(goesOn, syscall.SIGCONT)
+	defer signal.Stop(goesOn)
+	_ = syscall.Kill(os.Getpid(), syscall.SIGSTOP) // cannot fail on ourselves
+	<-goesOn
 }
