@@ -84,7 +84,7 @@ chaos: build $(VERSITYGW) ## grow trees while servers, databases and VMs are kil
 		-chaos $(or $(FOR),5m) -chaos-seed $(or $(SEED),1) -chaos-deployment $(or $(DEPLOY),all) -chaos-history $(VAR)/chaos/history.jsonl
 
 faults: build $(VERSITYGW) ## every row of the fault matrix that is run, docs/FAULTS.md, to real processes and machines (root)
-	COPPICE_TEST_REQUIRE=all $(GO) test -v -count=1 -timeout 90m ./internal/e2e -run '^TestFault(Matrix|MatrixIsWhole|sDocument)$$' -long
+	COPPICE_TEST_REQUIRE=all $(GO) test -v -count=1 -timeout 90m ./internal/e2e -run '^Test(Fault(Matrix|MatrixIsWhole|sDocument)|PoolFaults)$$' -long
 
 lint: $(LINT) ## run the pinned linters, which are built on first use (minutes)
 	$(LINT) run ./...

@@ -165,29 +165,7 @@ func powerCut(point string) func(*testing.T, *installation) {
 			t.Log("the temporary directory has reflink: there is no volume to lose unwritten data with")
 		}
 		in.runner.kill()
-		for pid := range in.host.vmms() {
-			// It may have died of a page of its base that cannot be read any more.
-			if err := syscall.Kill(pid, syscall.SIGKILL); err != nil && !errors.Is(err, syscall.ESRCH) {
-				t.Fatal(err)
-			}
-		}
-		until(t, "the machines have ended", func() (bool, error) { return len(in.host.vmms()) == 0, nil })
-		in.forgetHost(t)
-		if made {
-			// A process that ends gives its memory back, by which it is found, before its files.
-			until(t, "the volume is unmounted", func() (bool, error) {
-				err := unix.Unmount(volume, 0)
-				if errors.Is(err, unix.EBUSY) {
-					return false, nil
-				}
-				return true, err
-			})
-			// A copy of the mount in another program's namespace keeps the file system, which is shut down for good.
-			until(t, "the volume is free", func() (bool, error) {
-				left, err := in.host.loops()
-				return len(left) == 0, err
-			})
-		}
+		in.host.reboot(t)
 		in.startRunner(t, "")
 		w := in.awaitLost(t, "SANDBOX_LOST")
 		t.Logf("the parent is lost: %s", w.Failure.Message)
@@ -209,24 +187,6 @@ func powerCut(point string) func(*testing.T, *installation) {
 func exists(path string) bool {
 	_, err := os.Lstat(path)
 	return err == nil
-}
-
-// forgetHost removes what no reboot leaves: sockets, journals, namespaces.
-func (in *installation) forgetHost(t *testing.T) {
-	t.Helper()
-	spaces, err := in.host.namespaces()
-	if err != nil {
-		t.Fatal(err)
-	}
-	for _, path := range spaces {
-		_ = unix.Unmount(path, unix.MNT_DETACH) // it is a plain file if it was half made
-		if err := os.Remove(path); err != nil {
-			t.Fatal(err)
-		}
-	}
-	if err := os.RemoveAll(in.host.runDir()); err != nil {
-		t.Fatal(err)
-	}
 }
 
 // upgrade ends the runner as a package manager does, and starts another file in its place.

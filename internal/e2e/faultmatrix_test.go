@@ -8,6 +8,7 @@ import (
 	"go/token"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"testing"
@@ -24,9 +25,13 @@ type fault struct {
 
 	run   func(*testing.T, *installation) // does it to real processes and machines; heal and verify follow
 	brief bool                            // is among those that every run of the tests does
+	pool  string                          // case of TestPoolFaults that shows it with a second host, besides
 	shown []string                        // tests that show it, as package.Test or package.Test/case
 	waits string                          // for which issue, and why
 }
+
+// inPool is the test that shows the row with a second host.
+func (f fault) inPool() string { return "internal/e2e.TestPoolFaults/" + f.pool }
 
 // The issues that rows wait for.
 const (
@@ -72,10 +77,10 @@ var faults = []fault{
 	{number: 32, what: "a key with another body", expected: "422 IDEMPOTENCY_MISMATCH; nothing done", shown: []string{"controller/httpapi.TestKeysAreChecked", "controller/postgres.TestClaimKey"}},
 	{number: 33, what: "a key after its time", expected: "done anew", shown: []string{"controller/postgres.TestSweepKeys"}},
 	{number: 34, what: "client hangs up", expected: "the operation goes on and can be read", shown: []string{"controller.TestClientHangsUp"}},
-	{number: 35, what: "controller and runner cut off from one another", expected: "unknown, then LOST after the hard lease; the runner has ended the machines by then", run: partition(false)},
-	{number: 36, what: "runner can send and not receive", expected: "as 35: a heartbeat without its answer extends nothing", run: partition(true)},
-	{number: 37, what: "runner stopped beyond its hard lease, and continued", expected: "ends its machines at once; no workspace comes back; a capture it still ends is whole or refused", run: zombie},
-	{number: 38, what: "host reboots", expected: "LOST with the cause; nothing left; room again; checkpoints there", run: powerCut("")},
+	{number: 35, what: "controller and runner cut off from one another", expected: "unknown, then LOST after the hard lease; the runner has ended the machines by then", run: partition(false), pool: "cut off"},
+	{number: 36, what: "runner can send and not receive", expected: "as 35: a heartbeat without its answer extends nothing", run: partition(true), pool: "may send"},
+	{number: 37, what: "runner stopped beyond its hard lease, and continued", expected: "ends its machines at once; no workspace comes back; a capture it still ends is whole or refused", run: zombie, pool: "stopped in a seal"},
+	{number: 38, what: "host reboots", expected: "LOST with the cause; nothing left; room again; checkpoints there", run: powerCut(""), pool: "reboot"},
 	{number: 39, what: "runner restarted under living machines", expected: "they go on; a journal of another version is not misread", run: upgrade},
 	{
 		number: 40, what: "clocks step", expected: "leases do not care; certificates say so",
@@ -90,8 +95,8 @@ var faults = []fault{
 	{number: 47, what: "runner killed at every step of making a sandbox", expected: "nothing is left", shown: []string{"internal/e2e.TestKillSweep", "runner.TestCrashInFork", "runner/netns.TestReconcileAfterKill"}},
 	{number: 48, what: "descriptors, processes or inodes used up", expected: "a typed error that names the limit; others go on", run: noDescriptors},
 	{number: 49, what: "VMM or runner killed for want of memory", expected: "LOST with the cause; a runner's machines go on", run: noMemory},
-	{number: 50, what: "host of another class", expected: "INCOMPATIBLE_HOST that names the field, before anything is made", shown: []string{"controller/placement.TestChoose/other cpu", "controller.TestOtherClass", "runner.TestAnotherVMM", "runner.TestUpgrade"}},
-	{number: 51, what: "checkpoint deleted while it is forked", expected: "409, or gone after; the fork is right", run: deleteInFork},
+	{number: 50, what: "host of another class", expected: "INCOMPATIBLE_HOST that names the field, before anything is made", shown: []string{"controller/placement.TestChoose/other cpu", "controller.TestOtherClass", "runner.TestAnotherVMM", "runner.TestUpgrade"}, pool: "another class"},
+	{number: 51, what: "checkpoint deleted while it is forked", expected: "409, or gone after; the fork is right", run: deleteInFork, pool: "deleted while it is fetched"},
 	{number: 52, what: "collection races an upload", expected: "the chunk survives", shown: []string{"controller/postgres.TestReferenceIsHeld", "controller.TestGarbageRaces"}},
 	{number: 53, what: "storm of forks on a full runner", expected: "a bounded line, 429 with Retry-After; nothing half made", run: stormOfForks},
 	{number: 54, what: "disk stalls", expected: "an end in time; reads and other work go on; all is well when it goes on", run: diskStalls},
@@ -155,7 +160,11 @@ func TestFaultMatrixIsWhole(t *testing.T) {
 		if ways != 1 || f.what == "" || f.expected == "" || f.brief && f.run == nil {
 			t.Errorf("row %d is not shown in exactly one way, or says too little", f.number)
 		}
-		for _, name := range f.shown {
+		shown := f.shown
+		if f.pool != "" {
+			shown = append(slices.Clip(shown), f.inPool())
+		}
+		for _, name := range shown {
 			pkg, test, _ := strings.Cut(name, ".Test")
 			test, sub, _ := strings.Cut("Test"+test, "/")
 			if sources[pkg] == nil {
@@ -248,7 +257,7 @@ What must be survived, and how each row is shown. This page is made from the tab
 VMs), heals, and then looks at everything: both controllers answer; nothing is on its way any more within 15 s; the machine that ran
 before has gone on; acknowledged checkpoints can be forked and have the right content; the host has the VMMs, namespaces, cgroups, journals,
 disks and checkpoints that rows name and nothing else; audit log and quota counts are exact. Rows in **bold** are part of ` + "`make test`" + ` too.
-A name is that of a test elsewhere which shows the row with real parts or with the fake VMM.
+` + "`TestPoolFaults`" + ` does a row to two runners on hosts of their own, with a store: what one loses goes on on the other. Any other name is that of a test which shows the row with real parts or with the fake VMM.
 
 | # | fault | expected | shown by |
 |---|---|---|---|
@@ -265,6 +274,9 @@ A name is that of a test elsewhere which shows the row with real parts or with t
 		}
 		for _, name := range f.shown {
 			by = append(by, "`"+name+"`")
+		}
+		if f.pool != "" {
+			by = append(by, "`"+f.inPool()+"`")
 		}
 		fmt.Fprintf(&b, "| %d | %s | %s | %s |\n", f.number, f.what, f.expected, strings.Join(by, ", "))
 	}
