@@ -291,10 +291,10 @@ func TestImportsTakeTurns(t *testing.T) {
 // importsUnderWay waits until there are so many.
 func (w *world) importsUnderWay(want int) {
 	w.t.Helper()
-	got, until := -1, time.Now().Add(watchdog)
+	conn, got, until := w.conn(), -1, time.Now().Add(watchdog)
 	for got != want && time.Now().Before(until) {
 		<-time.After(10 * time.Millisecond)
-		if err := w.conn().QueryRow(w.t.Context(), `SELECT count(*) FROM imports`).Scan(&got); err != nil {
+		if err := conn.QueryRow(w.t.Context(), `SELECT count(*) FROM imports`).Scan(&got); err != nil {
 			w.t.Fatal(err)
 		}
 	}
@@ -323,4 +323,44 @@ func TestImportAbandoned(t *testing.T) {
 		t.Errorf("%d keys are taken, %v", keys, err)
 	}
 	w.nothingLeft(0)
+}
+
+// TestKilledImport kills a controller process in the middle of an import. Nothing of it is a checkpoint; the client repeats its request, with its
+// key, and in the end there is one and nothing else.
+func TestKilledImport(t *testing.T) {
+	t.Parallel()
+	for _, point := range []string{"controller.import_begun", "controller.import_written"} {
+		t.Run(point, func(t *testing.T) {
+			t.Parallel()
+			w := newWorld(t)
+			file := exportedFile('a')
+			url, cmd := w.killed(point)
+			req, err := http.NewRequestWithContext(t.Context(), http.MethodPost, url+"/v1/checkpoints", bytes.NewReader(file))
+			if err != nil {
+				t.Fatal(err)
+			}
+			req.Header.Set("Authorization", "Bearer "+apiKey)
+			req.Header.Set("Idempotency-Key", "k")
+			if res, err := http.DefaultClient.Do(req); err == nil {
+				t.Errorf("it answered %s", res.Status)
+				_ = res.Body.Close()
+			}
+			_ = cmd.Wait()
+			w.importsUnderWay(1)
+			if got := w.importFile("", file, "Idempotency-Key", "k"); got.status != 409 || got.problem(t).Code != string(core.CodeIdempotencyInProgress) {
+				t.Errorf("while nobody knows that it died: %d %s", got.status, got.body)
+			}
+			var report api.StoreReport
+			w.want(200, "GET", "/v1/store/check", nil, &report)
+			if !report.Sound || report.Objects != 0 || (report.Uploading > 0) != (point == "controller.import_written") {
+				t.Errorf("in the store: %+v", report)
+			}
+			w.sql(`UPDATE imports SET lease_expires_at = now()`)
+			w.importsUnderWay(0)
+			if got := w.importFile("", file, "Idempotency-Key", "k"); got.status != 201 {
+				t.Errorf("%d %s", got.status, got.body)
+			}
+			w.nothingLeft(2)
+		})
+	}
 }

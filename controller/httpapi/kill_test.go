@@ -21,11 +21,13 @@ import (
 	"github.com/coppice-dev/coppice/controller/runnerclient"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/failpoint"
+	"github.com/coppice-dev/coppice/snapshotstore/blob/dir"
 )
 
 const (
 	killDSN   = "HTTPAPI_TEST_KILL_DSN"
 	killPoint = "HTTPAPI_TEST_KILL_POINT"
+	killStore = "HTTPAPI_TEST_KILL_STORE"
 )
 
 // serveUntilKilled is a controller in a process of its own, which dies at the point that it is told.
@@ -39,7 +41,11 @@ func serveUntilKilled(dsn string) {
 	if err != nil {
 		fail(err)
 	}
-	control := controller.New(controller.Config{ClusterID: "test", OperationLease: time.Hour, LoopInterval: time.Hour}, store, runnerclient.New(runnerSecret), slog.New(slog.DiscardHandler))
+	blobs, err := dir.Open(os.Getenv(killStore))
+	if err != nil {
+		fail(err)
+	}
+	control := controller.New(controller.Config{Store: blobs, ClusterID: "test", OperationLease: time.Hour, LoopInterval: time.Hour}, store, runnerclient.New(runnerSecret), slog.New(slog.DiscardHandler))
 	listener, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
 		fail(err)
@@ -56,7 +62,7 @@ func serveUntilKilled(dsn string) {
 func (w *world) killed(point string) (url string, cmd *exec.Cmd) {
 	w.t.Helper()
 	cmd = exec.CommandContext(w.t.Context(), os.Args[0])
-	cmd.Env = append(os.Environ(), killDSN+"="+w.dsn, killPoint+"="+point)
+	cmd.Env = append(os.Environ(), killDSN+"="+w.dsn, killStore+"="+w.storeDir, killPoint+"="+point)
 	cmd.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL}
 	out, err := cmd.StdoutPipe()
 	if err != nil {

@@ -49,13 +49,14 @@ const (
 
 // world is a served API with a real database and a fake runner that is registered over HTTP.
 type world struct {
-	t      *testing.T
-	dsn    string
-	url    string
-	inner  string // the listener for runners
-	runner *runnertest.Runner
-	router routers.Router
-	blobs  *dir.Store // where checkpoints are sealed
+	t        *testing.T
+	dsn      string
+	url      string
+	inner    string // the listener for runners
+	runner   *runnertest.Runner
+	router   routers.Router
+	blobs    *dir.Store // where checkpoints are sealed
+	storeDir string     // of them
 
 	control *controller.Controller
 }
@@ -68,7 +69,7 @@ var (
 
 func newWorld(t *testing.T) *world {
 	t.Helper()
-	w := &world{t: t, dsn: testpg.New(t, migrations.Up), runner: runnertest.Start(t, runnertest.Config{Secret: runnerSecret})}
+	w := &world{t: t, dsn: testpg.New(t, migrations.Up), storeDir: t.TempDir(), runner: runnertest.Start(t, runnertest.Config{Secret: runnerSecret})}
 	store, err := postgres.Open(t.Context(), postgres.Config{DSN: w.dsn})
 	if err != nil {
 		t.Fatal(err)
@@ -85,7 +86,7 @@ func newWorld(t *testing.T) *world {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if w.blobs, err = dir.Open(t.TempDir()); err != nil {
+	if w.blobs, err = dir.Open(w.storeDir); err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() {

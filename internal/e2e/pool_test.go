@@ -128,12 +128,18 @@ func (h *poolHost) memory(t *testing.T, id coppice.CheckpointID) []byte {
 // sameBytes compares a checkpoint on two hosts.
 func sameBytes(t *testing.T, a, b *poolHost, id coppice.CheckpointID) {
 	t.Helper()
-	if !bytes.Equal(a.memory(t, id), b.memory(t, id)) {
+	sameCheckpoints(t, a, id, b, id)
+}
+
+// sameCheckpoints compares two that must be the same.
+func sameCheckpoints(t *testing.T, a *poolHost, id coppice.CheckpointID, b *poolHost, as coppice.CheckpointID) {
+	t.Helper()
+	if !bytes.Equal(a.memory(t, id), b.memory(t, as)) {
 		t.Errorf("the memory of checkpoint %s differs between %s and %s", id, a.Name, b.Name)
 	}
 	for _, file := range []string{"overlay.ext4", "device.state"} {
 		x, errX := os.ReadFile(filepath.Join(a.Checkpoint(id), file))
-		y, errY := os.ReadFile(filepath.Join(b.Checkpoint(id), file))
+		y, errY := os.ReadFile(filepath.Join(b.Checkpoint(as), file))
 		if err := errors.Join(errX, errY); err != nil || !bytes.Equal(x, y) {
 			t.Errorf("%s of checkpoint %s differs between %s and %s, %v", file, id, a.Name, b.Name, err)
 		}
