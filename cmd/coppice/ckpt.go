@@ -213,7 +213,10 @@ func newCkptShowCommand(a *app) *cobra.Command {
 }
 
 func printCheckpoint(w io.Writer, cp coppice.Checkpoint) error {
-	failure, class := "", ""
+	failure, class, was := "", "", ""
+	if im := cp.Imported; im != nil {
+		was = fmt.Sprintf("as %s of image %s, by its file, of %s", im.CheckpointID, im.ImageDigest, moment(im.CapturedAt))
+	}
 	if cp.Failure != nil {
 		failure = cp.Failure.Message + " (" + cp.Failure.Code + ")"
 	}
@@ -230,7 +233,7 @@ func printCheckpoint(w io.Writer, cp coppice.Checkpoint) error {
 	}
 	return facts(w,
 		"id", cp.ID, "name", cp.Name, "state", string(cp.State), "failure", failure, "kind", string(cp.Kind),
-		"parent", cp.ParentID, "children", fmt.Sprint(cp.ChildrenCount), "taken of", cp.WorkspaceID,
+		"parent", cp.ParentID, "children", fmt.Sprint(cp.ChildrenCount), "taken of", cp.WorkspaceID, "imported", was,
 		"labels", pairs(cp.Labels), "annotations", string(annotations), "version", fmt.Sprint(cp.Version), "pinned", yes(cp.Pinned),
 		"image", strings.TrimSpace(cp.Image.Name+" "+cp.Image.Digest),
 		"resources", fmt.Sprintf("%d vCPU, %d MiB memory, %d GiB disk", cp.Resources.VCPUs, cp.Resources.MemoryMiB, cp.Resources.DiskGiB),
