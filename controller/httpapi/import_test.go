@@ -364,3 +364,41 @@ func TestKilledImport(t *testing.T) {
 		})
 	}
 }
+
+// TestImportLost: one that was given up meanwhile is no checkpoint, and says that it can be repeated.
+func TestImportLost(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	file := exportedFile('a')
+	r, out := io.Pipe()
+	req, err := http.NewRequestWithContext(t.Context(), http.MethodPost, w.url+"/v1/checkpoints", r)
+	if err != nil {
+		t.Fatal(err)
+	}
+	req.Header.Set("Authorization", "Bearer "+apiKey)
+	status := make(chan int, 1)
+	go func() {
+		res, err := http.DefaultClient.Do(req)
+		if err != nil {
+			t.Error(err)
+			status <- 0
+			return
+		}
+		_ = res.Body.Close()
+		status <- res.StatusCode
+	}()
+	if _, err := out.Write(file[:len(file)-100]); err != nil {
+		t.Fatal(err)
+	}
+	w.importsUnderWay(1)
+	w.sql(`DELETE FROM imports`)
+	w.nothingLeft(0) // what it writes from now on is found again
+	if _, err := out.Write(file[len(file)-100:]); err != nil {
+		t.Fatal(err)
+	}
+	_ = out.Close()
+	if got := <-status; got != http.StatusServiceUnavailable {
+		t.Errorf("it answered %d", got)
+	}
+	w.nothingLeft(0)
+}
