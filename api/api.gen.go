@@ -2041,6 +2041,27 @@ type StaleProcess struct {
 	Runtime string `json:"runtime"`
 }
 
+// StoreData defines model for StoreData.
+type StoreData struct {
+	// Bytes Of these.
+	Bytes int64 `json:"bytes"`
+
+	// Checkpoints Sealed checkpoints that were looked at to their end.
+	Checkpoints int `json:"checkpoints"`
+
+	// Frames Frames that were read and are what was stored.
+	Frames int64 `json:"frames"`
+
+	// Next With what to go on; absent when that was all.
+	Next string `json:"next,omitempty,omitzero"`
+
+	// Problems Objects that are not what was stored. One may be in several answers.
+	Problems []StoreProblem `json:"problems"`
+
+	// Remaining Those that were not looked at yet.
+	Remaining int `json:"remaining"`
+}
+
 // StoreGarbage defines model for StoreGarbage.
 type StoreGarbage struct {
 	Bytes int64 `json:"bytes"`
@@ -2072,6 +2093,22 @@ type StoreGarbage struct {
 type StoreObject struct {
 	Bytes int64  `json:"bytes"`
 	Key   string `json:"key"`
+}
+
+// StoreProblem defines model for StoreProblem.
+type StoreProblem struct {
+	// Checkpoints The first of the checkpoints that need it, and cannot be restored without.
+	Checkpoints []string `json:"checkpoints"`
+
+	// Code `CHECKPOINT_CORRUPT`, `CHECKPOINT_INCOMPLETE` or `MANIFEST_INVALID`.
+	Code    string `json:"code"`
+	Message string `json:"message"`
+
+	// NeededBy How many those are.
+	NeededBy int `json:"needed_by"`
+
+	// Object Its key.
+	Object string `json:"object"`
 }
 
 // StoreReport defines model for StoreReport.
@@ -2525,6 +2562,18 @@ type AttachSessionParams struct {
 // AttachSessionParamsVia defines parameters for AttachSession.
 type AttachSessionParamsVia string
 
+// CheckStoreDataParams defines parameters for CheckStoreData.
+type CheckStoreDataParams struct {
+	// Part Which of the parts.
+	Part int `form:"part,omitempty" json:"part,omitempty,omitzero"`
+
+	// Of Into how many parts what is stored is divided.
+	Of int `form:"of,omitempty" json:"of,omitempty,omitzero"`
+
+	// After `next` of the answer before.
+	After string `form:"after,omitempty" json:"after,omitempty,omitzero"`
+}
+
 // CollectStoreParams defines parameters for CollectStore.
 type CollectStoreParams struct {
 	// DryRun Only say what would be done.
@@ -2839,6 +2888,9 @@ type ServerInterface interface {
 	// CheckStore Compare the store with what the database knows of it
 	// (GET /v1/store/check)
 	CheckStore(ctx echo.Context) error
+	// CheckStoreData Read a part of what is stored, and verify it
+	// (GET /v1/store/check/data)
+	CheckStoreData(ctx echo.Context, params CheckStoreDataParams) error
 	// CollectStore Remove from the store what nothing needs any more
 	// (POST /v1/store/gc)
 	CollectStore(ctx echo.Context, params CollectStoreParams) error
@@ -3948,6 +4000,38 @@ func (w *ServerInterfaceWrapper) CheckStore(ctx echo.Context) error {
 	return err
 }
 
+// CheckStoreData converts echo context to params.
+func (w *ServerInterfaceWrapper) CheckStoreData(ctx echo.Context) error {
+	var err error
+
+	// Parameter object where we will unmarshal all parameters from the context
+	var params CheckStoreDataParams
+	// ------------- Optional query parameter "part" -------------
+
+	err = runtime.BindQueryParameterWithOptions("form", true, false, "part", ctx.QueryParams(), &params.Part, runtime.BindQueryParameterOptions{Type: "integer", Format: ""})
+	if err != nil {
+		return echo.NewHTTPError(http.StatusBadRequest, fmt.Sprintf("Invalid format for parameter part: %s", err))
+	}
+
+	// ------------- Optional query parameter "of" -------------
+
+	err = runtime.BindQueryParameterWithOptions("form", true, false, "of", ctx.QueryParams(), &params.Of, runtime.BindQueryParameterOptions{Type: "integer", Format: ""})
+	if err != nil {
+		return echo.NewHTTPError(http.StatusBadRequest, fmt.Sprintf("Invalid format for parameter of: %s", err))
+	}
+
+	// ------------- Optional query parameter "after" -------------
+
+	err = runtime.BindQueryParameterWithOptions("form", true, false, "after", ctx.QueryParams(), &params.After, runtime.BindQueryParameterOptions{Type: "string", Format: ""})
+	if err != nil {
+		return echo.NewHTTPError(http.StatusBadRequest, fmt.Sprintf("Invalid format for parameter after: %s", err))
+	}
+
+	// Invoke the callback with all the unmarshaled arguments
+	err = w.Handler.CheckStoreData(ctx, params)
+	return err
+}
+
 // CollectStore converts echo context to params.
 func (w *ServerInterfaceWrapper) CollectStore(ctx echo.Context) error {
 	var err error
@@ -4689,6 +4773,7 @@ func RegisterHandlersWithOptions(router EchoRouter, si ServerInterface, options 
 	router.PATCH(options.BaseURL+"/v1/runners/:runner_id", wrapper.PatchRunner, options.OperationMiddlewares["patchRunner"]...)
 	router.POST(options.BaseURL+"/v1/store/gc", wrapper.CollectStore, options.OperationMiddlewares["collectStore"]...)
 	router.GET(options.BaseURL+"/v1/store/check", wrapper.CheckStore, options.OperationMiddlewares["checkStore"]...)
+	router.GET(options.BaseURL+"/v1/store/check/data", wrapper.CheckStoreData, options.OperationMiddlewares["checkStoreData"]...)
 	router.POST(options.BaseURL+"/v1/runner-tokens", wrapper.CreateRunnerToken, options.OperationMiddlewares["createRunnerToken"]...)
 	router.GET(options.BaseURL+"/healthz", wrapper.GetHealth, options.OperationMiddlewares["getHealth"]...)
 	router.GET(options.BaseURL+"/readyz", wrapper.GetReadiness, options.OperationMiddlewares["getReadiness"]...)
@@ -6342,6 +6427,45 @@ func (response CheckStoredefaultApplicationProblemPlusJSONResponse) VisitCheckSt
 	return err
 }
 
+type CheckStoreDataRequestObject struct {
+	Params CheckStoreDataParams
+}
+
+type CheckStoreDataResponseObject interface {
+	VisitCheckStoreDataResponse(w http.ResponseWriter) error
+}
+
+type CheckStoreData200JSONResponse StoreData
+
+func (response CheckStoreData200JSONResponse) VisitCheckStoreDataResponse(w http.ResponseWriter) error {
+
+	var buf bytes.Buffer
+	if err := json.NewEncoder(&buf).Encode(response); err != nil {
+		return err
+	}
+	w.Header().Set("Content-Type", "application/json")
+	w.WriteHeader(200)
+	_, err := buf.WriteTo(w)
+	return err
+}
+
+type CheckStoreDatadefaultApplicationProblemPlusJSONResponse struct {
+	Body       Problem
+	StatusCode int
+}
+
+func (response CheckStoreDatadefaultApplicationProblemPlusJSONResponse) VisitCheckStoreDataResponse(w http.ResponseWriter) error {
+
+	var buf bytes.Buffer
+	if err := json.NewEncoder(&buf).Encode(response.Body); err != nil {
+		return err
+	}
+	w.Header().Set("Content-Type", "application/problem+json")
+	w.WriteHeader(response.StatusCode)
+	_, err := buf.WriteTo(w)
+	return err
+}
+
 type CollectStoreRequestObject struct {
 	Params CollectStoreParams
 }
@@ -7465,6 +7589,9 @@ type StrictServerInterface interface {
 	// CheckStore Compare the store with what the database knows of it
 	// (GET /v1/store/check)
 	CheckStore(ctx context.Context, request CheckStoreRequestObject) (CheckStoreResponseObject, error)
+	// CheckStoreData Read a part of what is stored, and verify it
+	// (GET /v1/store/check/data)
+	CheckStoreData(ctx context.Context, request CheckStoreDataRequestObject) (CheckStoreDataResponseObject, error)
 	// CollectStore Remove from the store what nothing needs any more
 	// (POST /v1/store/gc)
 	CollectStore(ctx context.Context, request CollectStoreRequestObject) (CollectStoreResponseObject, error)
@@ -8845,6 +8972,31 @@ func (sh *strictHandler) CheckStore(ctx echo.Context) error {
 		return err
 	} else if validResponse, ok := response.(CheckStoreResponseObject); ok {
 		return validResponse.VisitCheckStoreResponse(ctx.Response())
+	} else if response != nil {
+		return fmt.Errorf("unexpected response type: %T", response)
+	}
+	return nil
+}
+
+// CheckStoreData operation middleware
+func (sh *strictHandler) CheckStoreData(ctx echo.Context, params CheckStoreDataParams) error {
+	var request CheckStoreDataRequestObject
+
+	request.Params = params
+
+	handler := func(ctx echo.Context, request interface{}) (interface{}, error) {
+		return sh.ssi.CheckStoreData(ctx.Request().Context(), request.(CheckStoreDataRequestObject))
+	}
+	for _, middleware := range sh.middlewares {
+		handler = middleware(handler, "CheckStoreData")
+	}
+
+	response, err := handler(ctx, request)
+
+	if err != nil {
+		return err
+	} else if validResponse, ok := response.(CheckStoreDataResponseObject); ok {
+		return validResponse.VisitCheckStoreDataResponse(ctx.Response())
 	} else if response != nil {
 		return fmt.Errorf("unexpected response type: %T", response)
 	}

@@ -116,6 +116,7 @@ type Controller struct {
 	uses      uses
 	admission admission
 	samples   samples
+	data      dataCheck
 
 	imports, exports chan struct{} // one in it for each that is under way
 }

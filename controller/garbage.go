@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/failpoint"
 )
 
@@ -63,6 +64,12 @@ type GarbageTx interface {
 	// Objects returns rows after a key, in the order of their keys, and KnownObjects those of the keys that have one.
 	Objects(ctx context.Context, after string, limit int) ([]StoredObject, error)
 	KnownObjects(ctx context.Context, keys []string) (map[string]StoredObject, error)
+	// SealedAfter returns where sealed checkpoints are, by their ids, from one on; with it if including.
+	SealedAfter(ctx context.Context, after core.CheckpointID, including bool, limit int) ([]runnerapi.Stored, error)
+	// CountSealed counts those after one.
+	CountSealed(ctx context.Context, after core.CheckpointID) (int, error)
+	// NeededBy returns the sealed checkpoints that need objects, by their keys.
+	NeededBy(ctx context.Context, keys []string) (map[string][]core.CheckpointID, error)
 	// OpenPrefixes returns where objects may be without a row: of attempts under way, and debris.
 	OpenPrefixes(ctx context.Context) (uploading, debris []string, err error)
 }

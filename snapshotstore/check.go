@@ -1,11 +1,14 @@
 package snapshotstore
 
 import (
+	"cmp"
 	"context"
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"strings"
 	"sync/atomic"
+	"time"
 
 	"golang.org/x/sync/errgroup"
 
@@ -41,22 +44,53 @@ func NewChecker(blobs blob.Blobs, part Part) *Checker {
 	return &Checker{blobs: blobs, part: part, seen: make(map[manifest.Frame]bool)}
 }
 
-// Check looks at one checkpoint. faults are what is wrong with its objects: CHECKPOINT_CORRUPT, CHECKPOINT_INCOMPLETE, MANIFEST_INVALID.
-// err says that it could not be looked at.
-func (c *Checker) Check(ctx context.Context, ref manifest.Ref) (faults []error, err error) {
+// Fault is what is wrong with an object: CHECKPOINT_CORRUPT, CHECKPOINT_INCOMPLETE, MANIFEST_INVALID.
+type Fault struct {
+	Object string
+	Err    error
+}
+
+// Position is the frame of a checkpoint that was looked at last; the zero Position is before the first. Frames are looked at in this order.
+type Position struct {
+	Object string `json:"o,omitempty"`
+	Offset int64  `json:"f,omitempty"`
+}
+
+func (p Position) before(f *manifest.Frame) bool {
+	return p == Position{} || cmp.Or(strings.Compare(p.Object, f.Object), cmp.Compare(p.Offset, f.Offset)) < 0
+}
+
+// Check looks at one checkpoint. err says that it could not be looked at.
+func (c *Checker) Check(ctx context.Context, ref manifest.Ref) ([]Fault, error) {
+	faults, _, err := c.CheckFrom(ctx, ref, Position{}, time.Time{})
+	return faults, err
+}
+
+// maxSeen bounds what is remembered of frames; what is forgotten is read again with the next checkpoint that has it.
+const maxSeen = 1 << 20
+
+// CheckFrom looks at a checkpoint from behind a position on, until a moment, unless that is zero, but not at nothing. next is where to go on;
+// nil when there is no more.
+func (c *Checker) CheckFrom(ctx context.Context, ref manifest.Ref, from Position, until time.Time) (faults []Fault, next *Position, err error) {
 	s, err := Open(ctx, c.blobs, ref)
 	if core.CategoryOf(err) == core.DataLoss {
-		return []error{err}, nil
+		return []Fault{faultOf(err, ref.Key)}, nil, nil
 	}
 	if err != nil {
-		return nil, err
+		return nil, nil, err
 	}
-	c.Manifests++
+	if from == (Position{}) {
+		c.Manifests++
+	}
+	if len(c.seen) > maxSeen {
+		clear(c.seen)
+	}
 	wanted := make(map[*manifest.Frame][]manifest.Run)
+	once := make(map[manifest.Frame]bool)
 	for _, image := range s.header.Images {
 		for r := range s.trees[image.Name].Runs() {
-			if c.part.has(r.Frame.Hash) && !c.seen[*r.Frame] {
-				c.seen[*r.Frame] = true
+			if f := *r.Frame; c.part.has(f.Hash) && !c.seen[f] && !once[f] && from.before(r.Frame) {
+				once[f] = true
 				wanted[r.Frame] = nil
 			}
 		}
@@ -67,6 +101,14 @@ func (c *Checker) Check(ctx context.Context, ref manifest.Ref) (faults []error, 
 	group, run := errgroup.WithContext(ctx)
 	group.SetLimit(4)
 	for i, req := range requests {
+		if i > 0 && !until.IsZero() && time.Now().After(until) {
+			last := requests[i-1].frames[len(requests[i-1].frames)-1]
+			next = &Position{last.Object, last.Offset}
+			break
+		}
+		for _, f := range req.frames {
+			c.seen[*f] = true
+		}
 		group.Go(func() error {
 			var buf []byte
 			err := req.read(run, c.blobs, &buf, func(*manifest.Frame, []byte) error { return nil })
@@ -83,13 +125,20 @@ func (c *Checker) Check(ctx context.Context, ref manifest.Ref) (faults []error, 
 	}
 	err = group.Wait()
 	c.Frames, c.Bytes = c.Frames+frames.Load(), c.Bytes+read.Load()
-	for _, f := range found {
+	for i, f := range found {
 		if f != nil {
-			faults = append(faults, f)
+			faults = append(faults, faultOf(f, requests[i].object))
 		}
 	}
 	if ctx.Err() != nil {
 		err = errors.Join(err, context.Cause(ctx))
 	}
-	return faults, err
+	return faults, next, err
+}
+
+func faultOf(err error, object string) Fault {
+	if of, ok := errors.AsType[*objectError](err); ok {
+		object = of.object
+	}
+	return Fault{object, err}
 }

@@ -103,8 +103,24 @@ func readManifest(ctx context.Context, blobs blob.Blobs, ref manifest.Ref) (mani
 	if err != nil {
 		return manifest.Header{}, nil, err
 	}
-	return manifest.Decode(b)
+	h, nodes, err := manifest.Decode(b)
+	if err != nil {
+		err = &objectError{ref.Key, err}
+	}
+	return h, nodes, err
 }
+
+// objectError says of which object an error is.
+type objectError struct {
+	object string
+	err    error
+}
+
+// Error implements error.
+func (e *objectError) Error() string { return e.err.Error() }
+
+// Unwrap gives the error itself.
+func (e *objectError) Unwrap() error { return e.err }
 
 // verified reads a range of an object, again when it is not what it was: the bytes may have been changed on the way, or where they are kept
 // nearer than in the store.
@@ -116,9 +132,9 @@ func verified(ctx context.Context, blobs blob.Blobs, object string, off, n int64
 	}
 	switch {
 	case errors.Is(err, errMismatch):
-		return core.Wrapf(err, core.DataLoss, core.CodeCheckpointCorrupt, "the object %s of the store is not what was stored there", object)
+		return core.Wrapf(&objectError{object, err}, core.DataLoss, core.CodeCheckpointCorrupt, "the object %s of the store is not what was stored there", object)
 	case errors.Is(err, blob.ErrNotFound):
-		return core.Wrapf(err, core.DataLoss, core.CodeCheckpointIncomplete, "the object %s is missing in the store", object)
+		return core.Wrapf(&objectError{object, err}, core.DataLoss, core.CodeCheckpointIncomplete, "the object %s is missing in the store", object)
 	}
 	return err
 }

@@ -16,6 +16,7 @@ import (
 	"sync"
 	"sync/atomic"
 	"testing"
+	"time"
 
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/snapshotstore"
@@ -527,10 +528,16 @@ func TestCheck(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			faults = append(faults, found...)
+			for _, f := range found {
+				if !strings.Contains(core.MessageOf(f.Err), f.Object) {
+					t.Errorf("%v names another object than %s", f.Err, f.Object)
+				}
+				faults = append(faults, f.Err)
+			}
 		}
 		return c, faults
 	}
+	var err error
 	whole, faults := check(snapshotstore.Whole, first.Manifest, second.Manifest)
 	if len(faults) > 0 || whole.Manifests != 2 || whole.Frames == 0 {
 		t.Fatalf("%+v, %v", whole, faults)
@@ -543,6 +550,23 @@ func TestCheck(t *testing.T) {
 	none, _ := check(snapshotstore.Part{}, second.Manifest)
 	if parts != whole.Frames || none.Frames != 0 || none.Manifests != 1 {
 		t.Errorf("%d frames in parts, %d in all, %d in none", parts, whole.Frames, none.Frames)
+	}
+	for name, fresh := range map[string]bool{"one checker": false, "others": true} { // a request at a time
+		c := snapshotstore.NewChecker(x.blobs, snapshotstore.Whole)
+		var steps, frames int64
+		for from := new(snapshotstore.Position); from != nil; steps++ {
+			if fresh {
+				frames += c.Frames
+				c = snapshotstore.NewChecker(x.blobs, snapshotstore.Whole)
+			}
+			if _, from, err = c.CheckFrom(t.Context(), second.Manifest, *from, time.Unix(1, 0)); err != nil {
+				t.Fatal(err)
+			}
+		}
+		all, _ := check(snapshotstore.Whole, second.Manifest)
+		if frames+c.Frames != all.Frames || steps < 2 {
+			t.Errorf("%s: %d frames in %d steps, want %d", name, frames+c.Frames, steps, all.Frames)
+		}
 	}
 	pack := first.Objects[0].Key
 	path := filepath.Join(x.dir, filepath.FromSlash(pack))

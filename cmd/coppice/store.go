@@ -64,13 +64,25 @@ func printGarbage(w io.Writer, g coppice.StoreGarbage) error {
 }
 
 func newStoreCheckCommand(a *app) *cobra.Command {
-	return &cobra.Command{
+	var subset string
+	c := &cobra.Command{
 		Use:   "check",
-		Short: "Compare the store with what the database knows of it",
+		Short: "Compare the store with what the database knows of it, and read some of it",
 		Long: `Compare the store with what the database knows of it: objects that are missing, have another size than was written, or belong to nothing. It
-lists the whole store, and reads no object. The exit status is 1 if something is not as it should be.`,
+lists the whole store, and reads no object.
+
+With --read-data-subset the controller also reads all manifests and a part of what sealed checkpoints are made of, and verifies them: 3/10 is the third of ten
+parts, which together are everything; 10% is one of ten, by chance; 100% is everything. What is wrong is shown with the checkpoints that need it.
+
+The exit status is 1 if something is not as it should be.`,
+		Example: `  coppice store check --read-data-subset=10%
+  coppice store check --read-data-subset=$(( $(date +%j) % 30 + 1 ))/30     # everything in thirty days`,
 		Args: cobra.NoArgs,
 		RunE: func(c *cobra.Command, _ []string) error {
+			part, err := parseSubset(subset)
+			if err != nil {
+				return err
+			}
 			client, err := a.client()
 			if err != nil {
 				return err
@@ -81,15 +93,23 @@ lists the whole store, and reads no object. The exit status is 1 if something is
 			if err != nil {
 				return err
 			}
-			if err := a.print(report, func(w io.Writer) error { return printStoreReport(w, report) }); err != nil {
+			out := storeCheck{StoreReport: report}
+			if subset != "" {
+				if out.Data, err = a.readStore(c.Context(), client, part); err != nil {
+					return err
+				}
+			}
+			if err := a.print(out, func(w io.Writer) error { return printStoreCheck(w, out) }); err != nil {
 				return err
 			}
-			if !report.Sound {
+			if !report.Sound || out.Data != nil && len(out.Data.Problems) > 0 {
 				return statusError(exitFailure)
 			}
 			return nil
 		},
 	}
+	c.Flags().StringVar(&subset, "read-data-subset", "", "read and verify a `part`, as n/t or p%, too")
+	return c
 }
 
 func printStoreReport(w io.Writer, r coppice.StoreReport) error {

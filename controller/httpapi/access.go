@@ -89,6 +89,7 @@ var routes = map[string]access{
 	"patchRunner":       needs(controller.RateAdmin, core.ScopeAdmin),
 	"collectStore":      needs(controller.RateAdmin, core.ScopeAdmin),
 	"checkStore":        needs(controller.RateAdmin, core.ScopeAdmin),
+	"checkStoreData":    needs(controller.RateAdmin, core.ScopeAdmin),
 	"createRunnerToken": needs(controller.RateAdmin, core.ScopeAdmin),
 
 	"getSelf":       needs(controller.RateRead),

@@ -5,6 +5,8 @@ import (
 
 	"github.com/coppice-dev/coppice/api"
 	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/snapshotstore"
 )
 
 // CollectStore serves POST /v1/store/gc.
@@ -39,4 +41,22 @@ func (s *server) CheckStore(ctx context.Context, _ api.CheckStoreRequestObject) 
 		Sound: r.Sound(), Objects: r.Objects, Bytes: r.Bytes, Uploading: r.Uploading, Debris: r.Debris, Truncated: r.Truncated,
 		Missing: convert(r.Missing, object), Resized: convert(r.Resized, object), Foreign: convert(r.Foreign, object),
 	}, nil
+}
+
+// CheckStoreData serves GET /v1/store/check/data.
+func (s *server) CheckStoreData(ctx context.Context, r api.CheckStoreDataRequestObject) (api.CheckStoreDataResponseObject, error) {
+	part := snapshotstore.Part{Which: uint64(max(0, r.Params.Part)), Of: uint64(max(0, r.Params.Of))}
+	if part == (snapshotstore.Part{}) { // neither was given
+		part = snapshotstore.Whole
+	}
+	d, err := s.control.CheckStoreData(ctx, part, r.Params.After)
+	if err != nil {
+		return nil, err
+	}
+	return api.CheckStoreData200JSONResponse{Checkpoints: d.Checkpoints, Remaining: d.Remaining, Frames: d.Frames, Bytes: d.Bytes, Next: d.Next, Problems: convert(d.Problems, func(p controller.StoreProblem) api.StoreProblem {
+		return api.StoreProblem{
+			Object: p.Object, Code: string(p.Code), Message: p.Message, NeededBy: p.Needed,
+			Checkpoints: convert(p.Checkpoints, func(id core.CheckpointID) string { return string(id) }),
+		}
+	})}, nil
 }

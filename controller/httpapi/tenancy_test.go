@@ -170,7 +170,7 @@ func (p place) with(t *testing.T, id string, own map[string]string, key string) 
 }
 
 // forAdmins are the operations that only an admin's key may use: any other is refused before the id is looked at.
-var forAdmins = []string{"patchProject", "deleteProject", "deleteRunner", "createRunnerToken", "collectStore", "checkStore", "patchRunner"}
+var forAdmins = []string{"patchProject", "deleteProject", "deleteRunner", "createRunnerToken", "collectStore", "checkStore", "checkStoreData", "patchRunner"}
 
 // TestForeign crosses every id that a request of the contract can carry with another project's objects: the answers are, but
 // for the ids themselves, those for what does not exist.

@@ -159,8 +159,8 @@ func TestObjectsAreForRunners(t *testing.T) {
 		"/v1/objects/" + key + "?offset=-3&bytes=10":           http.StatusNotFound,
 		"/v1/objects/" + key + "?offset=3":                     http.StatusBadRequest,
 		"/v1/objects/..%2f..%2fcheckpoints/x?offset=0&bytes=1": http.StatusNotFound,
-		"/v1/checkpoints":            http.StatusForbidden,
-		"/v1/info?offset=3&bytes=10": http.StatusForbidden,
+		"/v1/checkpoints":                                    http.StatusForbidden,
+		"/v1/info?offset=3&bytes=10":                         http.StatusForbidden,
 		"/v1/checkpoints/" + cp.ID + "/../../objects/" + key: http.StatusTemporaryRedirect, // to what a runner may ask for
 	} {
 		res, err := (&http.Client{Transport: transport, CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse }}).Get(one.ready.Endpoint + path)

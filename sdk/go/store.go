@@ -19,3 +19,18 @@ func (c *Client) CheckStore(ctx context.Context) (StoreReport, error) {
 	err := c.call(ctx, get("v1", "store", "check"), &out)
 	return out, err
 }
+
+// StorePart is a part of what is stored: the Which-th of Of, from 1. The parts of one Of have every frame once.
+type StorePart struct{ Which, Of int }
+
+// CheckStoreData reads a part of what is stored and verifies it, for a few seconds. after is Next of the answer before; empty to begin. It takes the
+// scope admin.
+func (c *Client) CheckStoreData(ctx context.Context, part StorePart, after string) (StoreData, error) {
+	var out StoreData
+	q := url.Values{"part": {strconv.Itoa(part.Which)}, "of": {strconv.Itoa(part.Of)}}
+	if after != "" {
+		q.Set("after", after)
+	}
+	err := c.call(ctx, get("v1", "store", "check", "data").with(q), &out)
+	return out, err
+}

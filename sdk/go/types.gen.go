@@ -1983,6 +1983,27 @@ type StaleProcess struct {
 	Runtime string `json:"runtime"`
 }
 
+// StoreData defines model for StoreData.
+type StoreData struct {
+	// Bytes Of these.
+	Bytes int64 `json:"bytes"`
+
+	// Checkpoints Sealed checkpoints that were looked at to their end.
+	Checkpoints int `json:"checkpoints"`
+
+	// Frames Frames that were read and are what was stored.
+	Frames int64 `json:"frames"`
+
+	// Next With what to go on; absent when that was all.
+	Next string `json:"next,omitempty,omitzero"`
+
+	// Problems Objects that are not what was stored. One may be in several answers.
+	Problems []StoreProblem `json:"problems"`
+
+	// Remaining Those that were not looked at yet.
+	Remaining int `json:"remaining"`
+}
+
 // StoreGarbage defines model for StoreGarbage.
 type StoreGarbage struct {
 	Bytes int64 `json:"bytes"`
@@ -2014,6 +2035,22 @@ type StoreGarbage struct {
 type StoreObject struct {
 	Bytes int64  `json:"bytes"`
 	Key   string `json:"key"`
+}
+
+// StoreProblem defines model for StoreProblem.
+type StoreProblem struct {
+	// Checkpoints The first of the checkpoints that need it, and cannot be restored without.
+	Checkpoints []string `json:"checkpoints"`
+
+	// Code `CHECKPOINT_CORRUPT`, `CHECKPOINT_INCOMPLETE` or `MANIFEST_INVALID`.
+	Code    string `json:"code"`
+	Message string `json:"message"`
+
+	// NeededBy How many those are.
+	NeededBy int `json:"needed_by"`
+
+	// Object Its key.
+	Object string `json:"object"`
 }
 
 // StoreReport defines model for StoreReport.

@@ -1,0 +1,198 @@
+package controller
+
+import (
+	"context"
+	"encoding/base64"
+	"encoding/json"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/snapshotstore"
+	"github.com/coppice-dev/coppice/snapshotstore/manifest"
+)
+
+// StoreData is what reading a part of what is stored has found, as far as one request goes.
+type StoreData struct {
+	Checkpoints int   // that were looked at to their end
+	Remaining   int   // that were not looked at yet
+	Frames      int64 // that were read
+	Bytes       int64 // of them
+	Problems    []StoreProblem
+	Next        string // with what to go on; empty when there is no more
+}
+
+// StoreProblem is an object that is not what was stored, or is not there.
+type StoreProblem struct {
+	Object      string
+	Code        core.Code
+	Message     string
+	Checkpoints []core.CheckpointID // the first of those that need it
+	Needed      int                 // by how many
+}
+
+// What bounds a request.
+const (
+	storeDataTime  = 5 * time.Second
+	storeDataBatch = 16 // checkpoints between two looks at the rows
+	// MaxStoreParts is into how many parts what is stored can be divided.
+	MaxStoreParts = 1_000_000
+	// maxNeeders is how many checkpoints are named that need an object.
+	maxNeeders = 20
+)
+
+// dataCursor says with what a request goes on.
+type dataCursor struct {
+	Checkpoint core.CheckpointID `json:"c"` // the last one that was looked at
+	snapshotstore.Position
+}
+
+// dataCheck keeps what the last request has seen, for the next one: without it, after a restart or on another controller, frames of
+// several checkpoints are read more than once.
+type dataCheck struct {
+	mu      sync.Mutex // guards what follows
+	next    string
+	part    snapshotstore.Part
+	checker *snapshotstore.Checker
+}
+
+func (d *dataCheck) take(next string, part snapshotstore.Part) *snapshotstore.Checker {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if next == "" || d.next != next || d.part != part {
+		return nil
+	}
+	c := d.checker
+	d.next, d.checker = "", nil
+	return c
+}
+
+func (d *dataCheck) keep(next string, part snapshotstore.Part, c *snapshotstore.Checker) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.next, d.part, d.checker = next, part, c
+}
+
+// CheckStoreData reads a part of all frames of sealed checkpoints and verifies them, for a few seconds: every manifest, and of the frames those
+// of the part. next is that of the request before; empty to begin. What is deleted meanwhile is no problem.
+func (c *Controller) CheckStoreData(ctx context.Context, part snapshotstore.Part, next string) (StoreData, error) {
+	var out StoreData
+	if err := c.StoreConfigured(); err != nil {
+		return out, err
+	}
+	if part.Which < 1 || part.Which > part.Of || part.Of > MaxStoreParts {
+		return out, core.Errorf(core.Invalid, core.CodeInvalidField, "part: it must be from 1 to of, which is at most %d", MaxStoreParts)
+	}
+	at, err := parseDataCursor(next)
+	if err != nil {
+		return out, err
+	}
+	checker := c.data.take(next, part)
+	if checker == nil {
+		checker = snapshotstore.NewChecker(c.cfg.Store, part)
+	}
+	frames, bytes := checker.Frames, checker.Bytes
+	until := time.Now().Add(storeDataTime)
+	var faults []snapshotstore.Fault
+	for done := false; !done && time.Now().Before(until) && len(faults) < maxStoreDetails; {
+		var found []snapshotstore.Fault
+		var n int
+		found, n, done, err = c.checkSome(ctx, checker, &at, until)
+		if err != nil {
+			return out, err
+		}
+		faults, out.Checkpoints = append(faults, found...), out.Checkpoints+n
+		if done {
+			at = dataCursor{}
+		}
+	}
+	out.Frames, out.Bytes = checker.Frames-frames, checker.Bytes-bytes
+	if out.Problems, err = c.problems(ctx, faults); err != nil || at == (dataCursor{}) {
+		return out, err
+	}
+	out.Next = at.String()
+	c.data.keep(out.Next, part, checker)
+	out.Remaining, err = read(ctx, c, System(), func(tx Tx) (int, error) { return tx.CountSealed(ctx, at.Checkpoint) })
+	if at.Position != (snapshotstore.Position{}) {
+		out.Remaining++
+	}
+	return out, err
+}
+
+// checkSome looks at the next checkpoints and says how many of them it has finished, and whether they were the last.
+func (c *Controller) checkSome(ctx context.Context, checker *snapshotstore.Checker, at *dataCursor, until time.Time) (faults []snapshotstore.Fault, n int, done bool, err error) {
+	within := at.Position != (snapshotstore.Position{})
+	list, err := read(ctx, c, System(), func(tx Tx) ([]runnerapi.Stored, error) {
+		return tx.SealedAfter(ctx, at.Checkpoint, within, storeDataBatch)
+	})
+	if err != nil {
+		return nil, 0, false, err
+	}
+	for _, s := range list {
+		from := snapshotstore.Position{}
+		if s.CheckpointID == at.Checkpoint {
+			from = at.Position
+		}
+		found, next, err := checker.CheckFrom(ctx, manifest.Ref{Key: s.Manifest, Digest: s.Digest, Bytes: s.Bytes}, from, until)
+		if err != nil {
+			return nil, 0, false, err
+		}
+		faults = append(faults, found...)
+		*at = dataCursor{Checkpoint: s.CheckpointID}
+		if next != nil {
+			at.Position = *next
+			return faults, n, false, nil
+		}
+		n++
+		if time.Now().After(until) {
+			return faults, n, false, nil
+		}
+	}
+	return faults, n, len(list) < storeDataBatch, nil
+}
+
+// problems are the faults of objects that something needs, each once, with what needs it.
+func (c *Controller) problems(ctx context.Context, faults []snapshotstore.Fault) ([]StoreProblem, error) {
+	if len(faults) == 0 {
+		return nil, nil
+	}
+	var keys []string
+	for _, f := range faults {
+		keys = append(keys, f.Object)
+	}
+	needs, err := read(ctx, c, System(), func(tx Tx) (map[string][]core.CheckpointID, error) { return tx.NeededBy(ctx, keys) })
+	var out []StoreProblem
+	for _, f := range faults {
+		by := needs[f.Object]
+		code := core.CodeOf(f.Err)
+		if len(by) == 0 || slices.ContainsFunc(out, func(p StoreProblem) bool { return p.Object == f.Object && p.Code == code }) {
+			continue
+		}
+		out = append(out, StoreProblem{Object: f.Object, Code: code, Message: core.MessageOf(f.Err), Checkpoints: by[:min(len(by), maxNeeders)], Needed: len(by)})
+	}
+	return out, err
+}
+
+func (d dataCursor) String() string {
+	b, _ := json.Marshal(d) // of strings and a number
+	return base64.RawURLEncoding.EncodeToString(b)
+}
+
+func parseDataCursor(s string) (d dataCursor, err error) {
+	if s == "" {
+		return d, nil
+	}
+	b, err := base64.RawURLEncoding.DecodeString(s)
+	if err == nil {
+		err = json.Unmarshal(b, &d)
+	}
+	if err == nil {
+		_, err = core.ParseID[core.CheckpointID](string(d.Checkpoint))
+	}
+	if err != nil {
+		return d, core.Wrapf(err, core.Invalid, core.CodeInvalidField, "after: it is not what an earlier answer gave as next")
+	}
+	return d, nil
+}
