@@ -91,6 +91,7 @@ const (
 	CodeDiskUnreadable       Code = "DISK_UNREADABLE"
 	CodeUnsupported          Code = "UNSUPPORTED"
 	CodeSandboxLost          Code = "SANDBOX_LOST"
+	CodePagerGone            Code = "PAGER_GONE"
 	CodeRunnerLost           Code = "RUNNER_LOST"
 	CodeControllerStopping   Code = "CONTROLLER_STOPPING"
 

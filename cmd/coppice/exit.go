@@ -95,6 +95,7 @@ var exitOfCode = map[string]int{
 	string(core.CodeImportInvalid):          exitBadInput,
 	string(core.CodeStoreUnavailable):       exitUnavailable,
 	string(core.CodeStoreAuth):              exitUnavailable,
+	string(core.CodePagerGone):              exitUnavailable,
 
 	string(core.CodeCertificateRefused):    exitPermission,
 	string(core.CodeJoinTokenRefused):      exitPermission,

@@ -1,0 +1,133 @@
+package pager
+
+import (
+	"context"
+	"errors"
+	"net"
+	"os"
+	"time"
+
+	"github.com/coppice-dev/coppice/core"
+)
+
+// Client is a way to a pager. It is safe for concurrent use.
+type Client struct{ socket string }
+
+// NewClient returns a client of the pager that listens at a path. Nothing is dialled yet.
+func NewClient(socket string) *Client { return &Client{socket} }
+
+// ErrGone is returned, wrapped, when no pager answers.
+var ErrGone = core.Errorf(core.Unavailable, core.CodePagerGone, "the pager of this runner does not answer")
+
+// callTime bounds a call. One to put reads manifests from the store.
+const callTime = time.Minute
+
+func (c *Client) call(ctx context.Context, r request, f *os.File) (_ response, _ *os.File, err error) {
+	ctx, cancel := context.WithTimeout(ctx, callTime)
+	defer cancel()
+	conn, err := c.dial(ctx)
+	if err != nil {
+		return response{}, nil, err
+	}
+	defer conn.Close()
+	defer context.AfterFunc(ctx, func() { _ = conn.SetDeadline(time.Unix(1, 0)) })()
+	return exchange(ctx, conn, r, f)
+}
+
+func (c *Client) dial(ctx context.Context) (*net.UnixConn, error) {
+	var d net.Dialer
+	conn, err := d.DialContext(ctx, "unixpacket", c.socket)
+	if err != nil {
+		return nil, errors.Join(ErrGone, err)
+	}
+	return conn.(*net.UnixConn), nil
+}
+
+func exchange(ctx context.Context, conn *net.UnixConn, r request, f *os.File) (response, *os.File, error) {
+	var out response
+	err := send(conn, r, f)
+	var back *os.File
+	if err == nil {
+		back, err = receive(conn, &out)
+	}
+	switch {
+	case err != nil && ctx.Err() != nil:
+		return out, nil, context.Cause(ctx)
+	case err != nil:
+		return out, nil, errors.Join(ErrGone, err)
+	case out.Problem != nil:
+		if back != nil {
+			_ = back.Close()
+		}
+		return out, nil, out.Problem.Err()
+	}
+	return out, back, nil
+}
+
+// Hello asks who the pager is.
+func (c *Client) Hello(ctx context.Context) (Hello, error) {
+	out, _, err := c.call(ctx, request{Op: opHello}, nil)
+	if err != nil {
+		return Hello{}, err
+	}
+	return *out.Hello, nil
+}
+
+// Put has an image served whose bytes are written to part, which has the image's size and, where there is a seed, its bytes. The pager
+// keeps part open for itself. An image that is there already is left as it is.
+func (c *Client) Put(ctx context.Context, im Image, part *os.File) (Status, error) {
+	const most = 4096 // ranges: what a message takes
+	im.Want = im.Want[:min(len(im.Want), most)]
+	out, _, err := c.call(ctx, request{Op: opPut, Image: &im}, part)
+	if err != nil {
+		return Status{}, err
+	}
+	return *out.Status, nil
+}
+
+// Open opens an image's file, for reading; writing fails. NOT_FOUND when it is not served.
+func (c *Client) Open(ctx context.Context, id string) (*os.File, error) {
+	_, f, err := c.call(ctx, request{Op: opOpen, ID: id}, nil)
+	if err == nil && f == nil {
+		err = core.Errorf(core.Internal, core.CodeInternal, "the pager has opened nothing")
+	}
+	return f, err
+}
+
+// Drop has an image served no more, whoever has it open. One that is not served is no error.
+func (c *Client) Drop(ctx context.Context, id string) error {
+	_, _, err := c.call(ctx, request{Op: opDrop, ID: id}, nil)
+	return err
+}
+
+// Touched are the pages of an image that were asked for before they were here.
+func (c *Client) Touched(ctx context.Context, id string) ([]Range, error) {
+	out, _, err := c.call(ctx, request{Op: opTouched, ID: id}, nil)
+	return out.Touched, err
+}
+
+// Stop ends the pager. No machine may have its files open.
+func (c *Client) Stop(ctx context.Context) error {
+	_, _, err := c.call(ctx, request{Op: opStop}, nil)
+	return err
+}
+
+// Watch calls each with all images at once and whenever something about one has changed, until ctx ends or the pager does, which is
+// ErrGone.
+func (c *Client) Watch(ctx context.Context, each func([]Status)) error {
+	conn, err := c.dial(ctx)
+	if err != nil {
+		return err
+	}
+	defer conn.Close()
+	defer context.AfterFunc(ctx, func() { _ = conn.SetDeadline(time.Unix(1, 0)) })()
+	var version int64
+	for {
+		out, _, err := exchange(ctx, conn, request{Op: opWatch, Version: version}, nil)
+		if err != nil {
+			return err
+		}
+		version = out.Version
+		each(out.Images)
+	}
+}

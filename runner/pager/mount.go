@@ -1,0 +1,157 @@
+package pager
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"syscall"
+	"time"
+
+	"github.com/hanwen/go-fuse/v2/fs"
+	"github.com/hanwen/go-fuse/v2/fuse"
+)
+
+// mount is the file system: a directory with a file for each image, that can be read.
+type mount struct {
+	dir    string
+	server *fuse.Server
+	root   *rootNode
+}
+
+// newMount mounts it at a directory, which is made.
+func newMount(dir string, s *Server) (*mount, error) {
+	if err := os.MkdirAll(dir, 0o700); err != nil {
+		return nil, err
+	}
+	root := &rootNode{server: s}
+	forever := time.Hour
+	var none time.Duration
+	server, err := fs.Mount(dir, root, &fs.Options{
+		AttrTimeout: &forever, EntryTimeout: &none,
+		MountOptions: fuse.MountOptions{
+			// A VMM is another user, and only opens what it was given.
+			AllowOther: true, DirectMountStrict: true, FsName: "coppice-pager", Name: "coppice", MaxReadAhead: readAhead, MaxBackground: 64,
+			DisableXAttrs: true, IgnoreSecurityLabels: true,
+		},
+	})
+	if err != nil {
+		return nil, fmt.Errorf("mount the pager's file system: %w", err)
+	}
+	return &mount{dir: dir, server: server, root: root}, nil
+}
+
+// readAhead is how much the kernel asks for at once when a machine touches a page: the rest of a frame is here afterwards, but is not
+// copied into the page cache unless it is touched.
+const readAhead = 16 << 10
+
+func (m *mount) open(id string) (*os.File, error) {
+	f, err := os.OpenFile(filepath.Join(m.dir, filepath.Base(id)), os.O_RDONLY, 0)
+	if errors.Is(err, syscall.ENOENT) {
+		return nil, os.ErrNotExist
+	}
+	return f, err
+}
+
+// close unmounts. Files that are open go on until they are closed, or the process ends.
+func (m *mount) close(open bool) error {
+	if err := syscall.Unmount(m.dir, syscall.MNT_DETACH); err != nil {
+		return fmt.Errorf("unmount the pager's file system: %w", err)
+	}
+	if !open {
+		m.server.Wait()
+	}
+	return nil
+}
+
+// rootNode is the directory.
+type rootNode struct {
+	fs.Inode
+	server *Server
+}
+
+var _ fs.NodeLookuper = (*rootNode)(nil)
+
+// Lookup finds an image.
+func (n *rootNode) Lookup(ctx context.Context, name string, out *fuse.EntryOut) (*fs.Inode, syscall.Errno) {
+	im := n.server.image(name)
+	if im == nil {
+		return nil, syscall.ENOENT
+	}
+	im.attributes(&out.Attr)
+	return n.NewInode(ctx, &fileNode{image: im, server: n.server}, fs.StableAttr{Mode: syscall.S_IFREG, Ino: im.ino}), 0
+}
+
+// fileNode is the file of an image.
+type fileNode struct {
+	fs.Inode
+	image  *image
+	server *Server
+}
+
+var (
+	_ fs.NodeOpener    = (*fileNode)(nil)
+	_ fs.NodeGetattrer = (*fileNode)(nil)
+	_ fs.NodeSetattrer = (*fileNode)(nil)
+	_ fs.NodeReader    = (*fileNode)(nil)
+	_ fs.NodeWriter    = (*fileNode)(nil)
+)
+
+func (im *image) attributes(a *fuse.Attr) {
+	a.Mode, a.Size, a.Ino, a.Nlink, a.Blksize = syscall.S_IFREG|0o444, uint64(im.tree.Size()), im.ino, 1, pageSize
+	a.Blocks = a.Size / 512
+}
+
+// Open succeeds for writing too: a QEMU before 8.2 opens what it maps privately so. Writing fails, and so does a shared mapping, through which a
+// VMM could write what all of them see: the kernel gives none of a file that is opened for direct I/O. What it has read for readers stays
+// good.
+func (n *fileNode) Open(_ context.Context, flags uint32) (fs.FileHandle, uint32, syscall.Errno) {
+	n.image.opened.Add(1)
+	if flags&syscall.O_ACCMODE != syscall.O_RDONLY {
+		return &handle{n}, fuse.FOPEN_DIRECT_IO, 0
+	}
+	return &handle{n}, fuse.FOPEN_KEEP_CACHE, 0
+}
+
+// handle is one opening of a file.
+type handle struct{ of *fileNode }
+
+var _ fs.FileReleaser = (*handle)(nil)
+
+// Release is called once nobody has what was opened open or mapped any more.
+func (h *handle) Release(context.Context) syscall.Errno {
+	if h.of.image.opened.Add(-1) == 0 {
+		h.of.server.retire(h.of.image)
+	}
+	return 0
+}
+
+// Getattr says how large it is.
+func (n *fileNode) Getattr(_ context.Context, _ fs.FileHandle, out *fuse.AttrOut) syscall.Errno {
+	n.image.attributes(&out.Attr)
+	return 0
+}
+
+// Setattr is refused.
+func (n *fileNode) Setattr(context.Context, fs.FileHandle, *fuse.SetAttrIn, *fuse.AttrOut) syscall.Errno {
+	return syscall.EROFS
+}
+
+// Write is refused.
+func (n *fileNode) Write(context.Context, fs.FileHandle, []byte, int64) (uint32, syscall.Errno) {
+	return 0, syscall.EROFS
+}
+
+// Read waits until the bytes are here, whatever signals the reader gets meanwhile: a page fault that ends with an error ends the machine.
+func (n *fileNode) Read(_ context.Context, _ fs.FileHandle, dest []byte, off int64) (fuse.ReadResult, syscall.Errno) {
+	size := n.image.tree.Size()
+	if off >= size {
+		return fuse.ReadResultData(nil), 0
+	}
+	dest = dest[:min(int64(len(dest)), size-off)]
+	if err := n.image.read(dest, off); err != nil {
+		return nil, syscall.EIO
+	}
+	return fuse.ReadResultData(dest), 0
+}

@@ -1,0 +1,581 @@
+package pager_test
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"log/slog"
+	"math/rand/v2"
+	"os"
+	"os/signal"
+	"path/filepath"
+	"runtime/debug"
+	"slices"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/require"
+	"github.com/coppice-dev/coppice/internal/testleak"
+	"github.com/coppice-dev/coppice/internal/tests3"
+	"github.com/coppice-dev/coppice/runner/pager"
+	"github.com/coppice-dev/coppice/snapshotstore"
+	"github.com/coppice-dev/coppice/snapshotstore/blob/bloburl"
+	"github.com/coppice-dev/coppice/snapshotstore/blob/s3"
+	"github.com/coppice-dev/coppice/snapshotstore/manifest"
+)
+
+// settings are what a pager of a test is told on its standard input.
+type settings struct {
+	Dir, Store, AccessKey, SecretKey string
+}
+
+const beAPager = "be-a-pager"
+
+// TestMain runs the tests, or, started anew with an argument, is the pager: a process that maps its own file system would wait for
+// itself.
+func TestMain(m *testing.M) {
+	if len(os.Args) > 1 && os.Args[1] == beAPager {
+		if err := serve(); err != nil {
+			fmt.Fprintln(os.Stderr, err)
+			os.Exit(1)
+		}
+		os.Exit(0)
+	}
+	testleak.Main(m)
+}
+
+func serve() (err error) {
+	var cfg settings
+	if err := json.NewDecoder(os.Stdin).Decode(&cfg); err != nil {
+		return err
+	}
+	store, err := open(cfg)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, store.Close()) }()
+	s, err := pager.New(pager.Config{Dir: cfg.Dir, Blobs: store, Log: slog.New(slog.NewTextHandler(os.Stderr, nil))})
+	if err != nil {
+		return err
+	}
+	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM)
+	defer stop()
+	return s.Run(ctx)
+}
+
+func open(cfg settings) (bloburl.Store, error) {
+	return bloburl.Dial(cfg.Store, s3.Credentials{AccessKey: cfg.AccessKey, SecretKey: cfg.SecretKey})
+}
+
+const page = manifest.PageSize
+
+// rig is a store, a checkpoint in it and a pager.
+type rig struct {
+	t      *testing.T
+	cfg    settings
+	blobs  bloburl.Store
+	client *pager.Client
+	pid    int
+}
+
+func newRig(t *testing.T, cfg settings) *rig {
+	t.Helper()
+	require.Root(t)
+	require.That(t, "fuse", unix.Access("/dev/fuse", unix.R_OK) == nil, "modprobe fuse")
+	dir, err := os.MkdirTemp("", "pager") //nolint:usetesting // the path of a socket must be short
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = os.RemoveAll(dir) })
+	cfg.Dir = dir
+	x := &rig{t: t, cfg: cfg}
+	if x.blobs, err = open(cfg); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = x.blobs.Close() })
+	x.start()
+	return x
+}
+
+func newDirRig(t *testing.T) *rig {
+	t.Helper()
+	return newRig(t, settings{Store: "dir:" + t.TempDir()})
+}
+
+func (x *rig) start() {
+	x.t.Helper()
+	config, err := json.Marshal(x.cfg)
+	if err != nil {
+		x.t.Fatal(err)
+	}
+	client, fresh, err := pager.Ensure(x.t.Context(), pager.Process{Dir: x.cfg.Dir, Command: []string{os.Args[0], beAPager}, Config: config})
+	if err != nil || !fresh {
+		x.t.Fatal(fresh, err)
+	}
+	hello, err := client.Hello(x.t.Context())
+	if err != nil || hello.Instance == "" {
+		x.t.Fatal(hello, err)
+	}
+	x.client, x.pid = client, hello.PID
+	x.t.Cleanup(func() {
+		if x.t.Failed() {
+			log, _ := os.ReadFile(filepath.Join(x.cfg.Dir, "log"))
+			x.t.Logf("the pager said:\n%s", log)
+		}
+		_ = client.Stop(context.Background())
+		x.waitGone(hello.PID)
+	})
+}
+
+func (x *rig) waitGone(pid int) {
+	x.t.Helper()
+	for until := time.Now().Add(20 * time.Second); syscall.Kill(pid, 0) == nil; time.Sleep(time.Millisecond) {
+		if time.Now().After(until) {
+			x.t.Fatalf("pager %d does not end", pid)
+		}
+	}
+}
+
+// memory is random bytes with some pages of zeros.
+func memory(r *rand.Rand, pages int) []byte {
+	b := make([]byte, pages*page)
+	for p := range pages {
+		if r.IntN(3) == 0 {
+			continue
+		}
+		for i := 0; i < page; i += 2 {
+			b[p*page+i] = byte(r.Uint32())
+		}
+	}
+	return b
+}
+
+func source(b []byte) snapshotstore.Source {
+	return snapshotstore.Source{Name: "memory", Size: int64(len(b)), Changed: []snapshotstore.Range{{Length: int64(len(b))}}, Read: func(p []byte, off int64) error {
+		clear(p[copy(p, b[off:]):])
+		return nil
+	}}
+}
+
+// seal stores bytes as a checkpoint's memory.
+func (x *rig) seal(now []byte, ref *snapshotstore.Written, before []byte) *snapshotstore.Written {
+	x.t.Helper()
+	id, project := core.NewID[core.CheckpointID](), core.NewID[core.ProjectID]()
+	h := manifest.Header{
+		ProjectID: project, CheckpointID: id, CapturedAt: "2026-11-22T12:00:00Z", GuestImage: core.DigestOf([]byte("image")),
+		Class: map[string]string{"arch": "amd64"}, Resources: core.Resources{VCPUs: 1, MemoryMiB: 128, DiskGiB: 1},
+	}
+	src := source(now)
+	var reference *snapshotstore.Snapshot
+	if ref != nil {
+		src.Reference, reference = source(before).Read, ref.Snapshot
+	}
+	w, err := snapshotstore.Write(x.t.Context(), x.blobs, fmt.Sprintf("v1/%s/%s/1/", project, id), h, reference, []snapshotstore.Source{src}, snapshotstore.Options{Dir: x.t.TempDir()})
+	if err != nil {
+		x.t.Fatal(err)
+	}
+	return w
+}
+
+func sourceOf(w *snapshotstore.Written) pager.Source {
+	return pager.Source{Manifest: w.Manifest, CheckpointID: w.Snapshot.Header().CheckpointID, Image: "memory"}
+}
+
+func (x *rig) part(size int) *os.File {
+	x.t.Helper()
+	f, err := os.Create(filepath.Join(x.t.TempDir(), "part"))
+	if err != nil {
+		x.t.Fatal(err)
+	}
+	x.t.Cleanup(func() { _ = f.Close() })
+	if err := f.Truncate(int64(size)); err != nil {
+		x.t.Fatal(err)
+	}
+	return f
+}
+
+func (x *rig) put(im pager.Image, part *os.File) pager.Status {
+	x.t.Helper()
+	st, err := x.client.Put(x.t.Context(), im, part)
+	if err != nil {
+		x.t.Fatal(err)
+	}
+	return st
+}
+
+// mapped maps an image privately, as a VMM does.
+func (x *rig) mapped(id string, size int) []byte {
+	x.t.Helper()
+	f, err := x.client.Open(x.t.Context(), id)
+	if err != nil {
+		x.t.Fatal(err)
+	}
+	defer f.Close()
+	m, err := unix.Mmap(int(f.Fd()), 0, size, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE)
+	if err != nil {
+		x.t.Fatal(err)
+	}
+	x.t.Cleanup(func() { _ = unix.Munmap(m) })
+	return m
+}
+
+// await waits until an image is as want says, or until it is not served any more, which is nil.
+func (x *rig) await(id string, want func(*pager.Status) bool) *pager.Status {
+	x.t.Helper()
+	ctx, cancel := context.WithTimeout(x.t.Context(), time.Minute)
+	defer cancel()
+	var got *pager.Status
+	found := errors.New("found")
+	ctx, stop := context.WithCancelCause(ctx)
+	err := x.client.Watch(ctx, func(all []pager.Status) {
+		var now *pager.Status
+		if i := slices.IndexFunc(all, func(s pager.Status) bool { return s.ID == id }); i >= 0 {
+			now = &all[i]
+		}
+		if want(now) {
+			got = now
+			stop(found)
+		}
+	})
+	if !errors.Is(err, found) {
+		x.t.Fatal(err)
+	}
+	return got
+}
+
+func gone(s *pager.Status) bool { return s == nil }
+
+func wantEqual(t *testing.T, got, want []byte, where string) {
+	t.Helper()
+	for p := 0; p < len(want); p += page {
+		if !bytes.Equal(got[p:p+page], want[p:p+page]) {
+			t.Fatalf("%s: page %d differs", where, p/page)
+		}
+	}
+}
+
+func TestRead(t *testing.T) {
+	x := newDirRig(t)
+	r := rand.New(rand.NewPCG(1, 1))
+	b := memory(r, 5000)
+	w := x.seal(b, nil, nil)
+	part := x.part(len(b))
+	x.put(pager.Image{ID: "a", Source: sourceOf(w)}, part)
+	m := x.mapped("a", len(b))
+	for range 300 {
+		p := r.IntN(len(b)/page) * page
+		if !bytes.Equal(m[p:p+page], b[p:p+page]) {
+			t.Fatalf("page %d differs: %x instead of %x", p/page, m[p:p+8], b[p:p+8])
+		}
+	}
+	m[0]++ // private
+	other := x.mapped("a", len(b))
+	wantEqual(t, other, b, "another mapping")
+	st := x.await("a", func(s *pager.Status) bool { return s != nil && s.Whole })
+	if st.Here != st.Pages || st.Problem != nil || st.Opened != 2 || st.Demanded == 0 {
+		t.Errorf("status %+v", st)
+	}
+	whole := make([]byte, len(b))
+	if _, err := part.ReadAt(whole, 0); err != nil {
+		t.Fatal(err)
+	}
+	wantEqual(t, whole, b, "the image's own file")
+	var fs unix.Stat_t
+	if err := unix.Fstat(int(part.Fd()), &fs); err != nil || fs.Blocks*512 > int64(len(b))*3/4 {
+		t.Errorf("pages of zeros take room: %d of %d bytes, %v", fs.Blocks*512, len(b), err)
+	}
+}
+
+// TestReadOnly has a file that can be opened for writing and not written.
+func TestReadOnly(t *testing.T) {
+	x := newDirRig(t)
+	b := memory(rand.New(rand.NewPCG(2, 1)), 64)
+	x.put(pager.Image{ID: "a", Source: sourceOf(x.seal(b, nil, nil))}, x.part(len(b)))
+	f, err := x.client.Open(t.Context(), "a")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	again, err := os.OpenFile(fmt.Sprintf("/proc/self/fd/%d", f.Fd()), os.O_RDWR, 0) // as a QEMU before 8.2 does
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer again.Close()
+	if n, err := again.WriteAt([]byte("x"), 0); !errors.Is(err, unix.EROFS) || n != 0 {
+		t.Errorf("a write: %d, %v", n, err)
+	}
+	if err := again.Truncate(0); !errors.Is(err, unix.EROFS) {
+		t.Errorf("a truncation: %v", err)
+	}
+	first := x.mapped("a", len(b))
+	wantEqual(t, first, b, "a mapping")
+	first[0]++
+	for name, file := range map[string]*os.File{"for reading": f, "for writing": again} {
+		if _, err := unix.Mmap(int(file.Fd()), 0, page, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED); err == nil {
+			t.Errorf("a file that is open %s can be mapped for writing to all", name)
+		}
+	}
+	private, err := unix.Mmap(int(again.Fd()), 0, len(b), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = unix.Munmap(private) }()
+	wantEqual(t, private, b, "a private mapping of what is open for writing")
+	if first[0] != b[0]+1 {
+		t.Error("what a mapping has of its own is gone")
+	}
+	wantEqual(t, first[page:], b[page:], "the first mapping")
+	got := make([]byte, len(b))
+	if _, err := again.ReadAt(got, 0); err != nil {
+		t.Fatal(err)
+	}
+	wantEqual(t, got, b, "the file")
+}
+
+// TestRetire has an image end once it is whole and nobody has it open.
+func TestRetire(t *testing.T) {
+	x := newDirRig(t)
+	b := memory(rand.New(rand.NewPCG(3, 1)), 500)
+	w := x.seal(b, nil, nil)
+	x.put(pager.Image{ID: "a", Source: sourceOf(w)}, x.part(len(b)))
+	f, err := x.client.Open(t.Context(), "a")
+	if err != nil {
+		t.Fatal(err)
+	}
+	x.await("a", func(s *pager.Status) bool { return s != nil && s.Whole })
+	if err := f.Close(); err != nil {
+		t.Fatal(err)
+	}
+	x.await("a", gone)
+	if _, err := x.client.Open(t.Context(), "a"); core.CategoryOf(err) != core.NotFound {
+		t.Errorf("opened again: %v", err)
+	}
+	if err := x.client.Drop(t.Context(), "a"); err != nil {
+		t.Error(err)
+	}
+}
+
+// TestSeed begins with another image's bytes.
+func TestSeed(t *testing.T) {
+	x := newDirRig(t)
+	r := rand.New(rand.NewPCG(4, 1))
+	before := memory(r, 2000)
+	first := x.seal(before, nil, nil)
+	now := bytes.Clone(before)
+	for range 100 {
+		p := r.IntN(2000) * page
+		if r.IntN(4) == 0 {
+			clear(now[p : p+page])
+		} else {
+			now[p+r.IntN(page)]++
+		}
+	}
+	second := x.seal(now, first, before)
+	part := x.part(len(now))
+	if _, err := part.WriteAt(before, 0); err != nil {
+		t.Fatal(err)
+	}
+	seed := sourceOf(first)
+	st := x.put(pager.Image{ID: "b", Source: sourceOf(second), Seed: &seed}, part)
+	if lacking := st.Pages - st.Here; lacking > 100 {
+		t.Errorf("%d pages lack", lacking)
+	}
+	wantEqual(t, x.mapped("b", len(now)), now, "the image")
+	if st := x.await("b", func(s *pager.Status) bool { return s != nil && s.Whole }); st.Bytes > 120*page*2 {
+		t.Errorf("%d bytes were read for 100 pages", st.Bytes)
+	}
+}
+
+// TestWant has the pages that are said to be wanted here before they are asked for.
+func TestWant(t *testing.T) {
+	x := newDirRig(t)
+	b := memory(rand.New(rand.NewPCG(5, 1)), 4000)
+	x.put(pager.Image{ID: "a", Source: sourceOf(x.seal(b, nil, nil)), Want: []pager.Range{{First: 100, Count: 200}, {First: 3990, Count: 1 << 40}}}, x.part(len(b)))
+	m := x.mapped("a", len(b))
+	wantEqual(t, m[100*page:300*page], b[100*page:300*page], "what is wanted")
+	_ = m[2000*page]
+	touched, err := x.client.Touched(t.Context(), "a")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if !slices.ContainsFunc(touched, func(r pager.Range) bool { return r.First <= 2000 && 2000 < r.First+r.Count }) {
+		// The background may have had it first.
+		t.Logf("touched %v", touched)
+	}
+}
+
+// TestStoreAway has a reader wait while the store is away, and go on when it is back.
+func TestStoreAway(t *testing.T) {
+	server := tests3.Start(t)
+	proxy, bucket := server.Proxy(t), server.Bucket(t)
+	x := newRig(t, settings{Store: proxy.URL(bucket), AccessKey: server.AccessKey, SecretKey: server.SecretKey})
+	b := memory(rand.New(rand.NewPCG(6, 1)), 20000)
+	w := x.seal(b, nil, nil)
+	x.put(pager.Image{ID: "a", Source: sourceOf(w)}, x.part(len(b)))
+	f, err := x.client.Open(t.Context(), "a")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	proxy.Down(t)
+	read := make(chan bool)
+	go func() { // not through a mapping: a thread that waits for a page cannot be stopped, and the collector would wait for it
+		got := make([]byte, len(b))
+		_, err := f.ReadAt(got, 0)
+		read <- err == nil && bytes.Equal(got, b)
+	}()
+	st := x.await("a", func(s *pager.Status) bool { return s != nil && s.Problem != nil })
+	if st.Damaged() || st.Problem.Code != core.CodeStoreUnavailable {
+		t.Errorf("status %+v", st)
+	}
+	select {
+	case <-read:
+		t.Error("it was read without a store")
+	default:
+	}
+	proxy.Up(t)
+	if !<-read {
+		t.Error("the bytes differ")
+	}
+	x.await("a", func(s *pager.Status) bool { return s != nil && s.Problem == nil && s.Whole })
+}
+
+// faults reads a page and reports whether that was answered with a signal.
+func faults(m []byte, at int) (faulted bool) {
+	defer debug.SetPanicOnFault(debug.SetPanicOnFault(true))
+	defer func() { faulted = recover() != nil }()
+	sink = m[at]
+	return false
+}
+
+var sink byte // so that the compiler does not leave the read out
+
+// TestDamaged shows nothing of a frame with one wrong bit, and names the object.
+func TestDamaged(t *testing.T) {
+	x := newDirRig(t)
+	b := memory(rand.New(rand.NewPCG(7, 1)), 512)
+	w := x.seal(b, nil, nil)
+	i := slices.IndexFunc(w.Objects, func(o snapshotstore.Object) bool { return o.Key != w.Manifest.Key })
+	path := filepath.Join(strings.TrimPrefix(x.cfg.Store, "dir:"), w.Objects[i].Key)
+	object, err := os.ReadFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	object[len(object)/2] ^= 1
+	if err := errors.Join(os.Chmod(path, 0o600), os.WriteFile(path, object, 0o600)); err != nil {
+		t.Fatal(err)
+	}
+	x.put(pager.Image{ID: "a", Source: sourceOf(w)}, x.part(len(b)))
+	m := x.mapped("a", len(b))
+	shown, refused := 0, 0
+	for p := 0; p < len(b); p += page {
+		switch {
+		case faults(m, p):
+			refused++
+		case !bytes.Equal(m[p:p+page], b[p:p+page]):
+			t.Errorf("page %d is shown wrong", p/page)
+		default:
+			shown++
+		}
+	}
+	if refused == 0 {
+		t.Error("every page was shown")
+	}
+	st := x.await("a", func(s *pager.Status) bool { return s != nil && s.Problem != nil })
+	if !st.Damaged() || st.Problem.Code != core.CodeCheckpointCorrupt || !strings.Contains(st.Problem.Message, w.Objects[i].Key) {
+		t.Errorf("status %+v, %+v", st, st.Problem)
+	}
+	t.Logf("%d pages shown, %d refused", shown, refused)
+}
+
+// TestKilled has the mappings of a pager that died broken, not hung, and another pager start.
+func TestKilled(t *testing.T) {
+	server := tests3.Start(t)
+	proxy, bucket := server.Proxy(t), server.Bucket(t)
+	x := newRig(t, settings{Store: proxy.URL(bucket), AccessKey: server.AccessKey, SecretKey: server.SecretKey})
+	b := memory(rand.New(rand.NewPCG(8, 1)), 20000)
+	w := x.seal(b, nil, nil)
+	src := sourceOf(w)
+	x.put(pager.Image{ID: "a", Source: src}, x.part(len(b)))
+	m := x.mapped("a", len(b))
+	f, err := x.client.Open(t.Context(), "a")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	proxy.Down(t)
+	hung := make(chan error)
+	go func() {
+		_, err := f.ReadAt(make([]byte, len(b)), 0)
+		hung <- err
+	}()
+	x.await("a", func(s *pager.Status) bool { return s != nil && s.Problem != nil })
+	watched := make(chan error, 1)
+	first := make(chan struct{}, 1)
+	go func() {
+		watched <- x.client.Watch(t.Context(), func([]pager.Status) {
+			select {
+			case first <- struct{}{}:
+			default:
+			}
+		})
+	}()
+	<-first
+	if err := syscall.Kill(x.pid, syscall.SIGKILL); err != nil {
+		t.Fatal(err)
+	}
+	if err := <-watched; !errors.Is(err, pager.ErrGone) {
+		t.Errorf("watching ended with %v", err)
+	}
+	if err := <-hung; err == nil {
+		t.Error("everything was read without store and pager")
+	}
+	x.waitGone(x.pid)
+	faulted := 0
+	for p := 0; p < len(b); p += page {
+		if faults(m, p) {
+			faulted++
+		}
+	}
+	if faulted == 0 {
+		t.Error("every page was shown without a pager")
+	}
+	proxy.Up(t)
+	x.start()
+	x.put(pager.Image{ID: "a", Source: src}, x.part(len(b)))
+	wantEqual(t, x.mapped("a", len(b)), b, "the image of another pager")
+}
+
+// TestRefused has bad requests change nothing.
+func TestRefused(t *testing.T) {
+	x := newDirRig(t)
+	b := memory(rand.New(rand.NewPCG(9, 1)), 64)
+	w := x.seal(b, nil, nil)
+	wrong := sourceOf(w)
+	wrong.CheckpointID = core.NewID[core.CheckpointID]()
+	missing := sourceOf(w)
+	missing.Manifest.Digest = core.DigestOf(nil)
+	for _, c := range []struct {
+		name string
+		im   pager.Image
+		size int
+		code core.Code
+	}{
+		{"a path", pager.Image{ID: "../a", Source: sourceOf(w)}, len(b), core.CodeInvalidField},
+		{"another size", pager.Image{ID: "a", Source: sourceOf(w)}, 2 * len(b), core.CodeManifestInvalid},
+		{"another checkpoint", pager.Image{ID: "a", Source: wrong}, len(b), core.CodeManifestInvalid},
+		{"another digest", pager.Image{ID: "a", Source: missing}, len(b), core.CodeCheckpointCorrupt},
+	} {
+		if _, err := x.client.Put(t.Context(), c.im, x.part(c.size)); core.CodeOf(err) != c.code {
+			t.Errorf("%s: %v", c.name, err)
+		}
+	}
+	x.await("a", gone)
+}

@@ -1,0 +1,168 @@
+package pager
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"os"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/snapshotstore/manifest"
+)
+
+// A client and the pager speak over a unix socket of whole messages: a request and its answer, one after the other, each JSON with at most
+// one descriptor.
+
+// protocolVersion is said in Hello: a pager may be older than its runner.
+const protocolVersion = 1
+
+// maxMessage bounds a message, in bytes. It is less than what a socket takes by default.
+const maxMessage = 160 << 10
+
+// Range is a run of pages.
+type Range struct {
+	First int64 `json:"f"`
+	Count int64 `json:"n"`
+}
+
+// Source says where an image is in the store.
+type Source struct {
+	Manifest     manifest.Ref      `json:"manifest"`
+	CheckpointID core.CheckpointID `json:"checkpoint_id"` // whose manifest that must be
+	Image        string            `json:"image"`         // the name of the image in the manifest
+}
+
+// Image describes an image to be served.
+type Image struct {
+	ID     string `json:"id"`
+	Source Source `json:"source"`
+	// Seed is the image whose bytes the file has already; nil for a file of zeros.
+	Seed *Source `json:"seed,omitempty"`
+	// Want are pages that machines will ask for soon, in no order. It is only a hint.
+	Want []Range `json:"want,omitempty"`
+}
+
+// Status says how far an image is.
+type Status struct {
+	ID       string             `json:"id"`
+	Inode    uint64             `json:"inode"` // of the file that machines map
+	Pages    int64              `json:"pages"`
+	Here     int64              `json:"here"`  // pages whose bytes are on this host; zeros are
+	Whole    bool               `json:"whole"` // the image's file has everything, durably
+	Opened   int64              `json:"opened"`
+	Demanded int64              `json:"demanded"` // pages that were asked for before they were here
+	Bytes    int64              `json:"bytes"`    // that the store has given
+	Requests int64              `json:"requests"` // to the store
+	Problem  *runnerapi.Problem `json:"problem,omitempty"`
+	Stalled  time.Time          `json:"stalled,omitzero"` // since when it waits for the store; zero with a problem: the image is damaged
+}
+
+// Damaged reports whether what was asked for will never come.
+func (s Status) Damaged() bool { return s.Problem != nil && s.Stalled.IsZero() }
+
+// Hello says who the pager is.
+type Hello struct {
+	PID      int    `json:"pid"`
+	Instance string `json:"instance"` // of no other pager, ever
+	Version  int    `json:"version"`  // of this protocol
+}
+
+type op string
+
+const (
+	opHello   op = "hello"
+	opPut     op = "put"     // with the image's file
+	opOpen    op = "open"    // answers with a descriptor
+	opDrop    op = "drop"    //
+	opTouched op = "touched" //
+	opWatch   op = "watch"   // answers when the version is another
+	opStop    op = "stop"
+)
+
+type request struct {
+	Op      op     `json:"op"`
+	ID      string `json:"id,omitempty"`
+	Image   *Image `json:"image,omitempty"`
+	Version int64  `json:"version,omitempty"`
+}
+
+type response struct {
+	Problem *runnerapi.Problem `json:"problem,omitempty"`
+	Hello   *Hello             `json:"hello,omitempty"`
+	Status  *Status            `json:"status,omitempty"`
+	Images  []Status           `json:"images,omitempty"`
+	Touched []Range            `json:"touched,omitempty"`
+	Version int64              `json:"version,omitempty"`
+}
+
+func problemOf(err error) *runnerapi.Problem {
+	p := runnerapi.ProblemOf(err)
+	if p != nil && len(p.Message) > 4096 {
+		p.Message = p.Message[:4096]
+	}
+	return p
+}
+
+func send(c *net.UnixConn, m any, f *os.File) error {
+	b, err := json.Marshal(m)
+	if err != nil {
+		return err
+	}
+	if len(b) > maxMessage {
+		return core.Errorf(core.Internal, core.CodeInternal, "a message of %d bytes to or from the pager is too long", len(b))
+	}
+	var rights []byte
+	if f != nil {
+		rights = unix.UnixRights(int(f.Fd()))
+	}
+	_, _, err = c.WriteMsgUnix(b, rights, nil)
+	return err
+}
+
+// receive reads one message. The file, nil where there is none, is the caller's.
+func receive(c *net.UnixConn, m any) (_ *os.File, err error) {
+	b := make([]byte, maxMessage)
+	rights := make([]byte, unix.CmsgSpace(4))
+	n, rn, flags, _, err := c.ReadMsgUnix(b, rights)
+	if err != nil {
+		return nil, err
+	}
+	var f *os.File
+	if rn > 0 {
+		if f, err = fileOf(rights[:rn]); err != nil {
+			return nil, err
+		}
+	}
+	switch {
+	case n == 0 && rn == 0:
+		err = io.EOF
+	case flags&(unix.MSG_TRUNC|unix.MSG_CTRUNC) != 0:
+		err = errors.New("a message of the pager's socket was cut off")
+	default:
+		err = json.Unmarshal(b[:n], m)
+	}
+	if err != nil && f != nil {
+		err = errors.Join(err, f.Close())
+		f = nil
+	}
+	return f, err
+}
+
+func fileOf(rights []byte) (*os.File, error) {
+	messages, err := unix.ParseSocketControlMessage(rights)
+	if err != nil || len(messages) != 1 {
+		return nil, fmt.Errorf("read a descriptor: %w", errors.Join(err, unix.EBADMSG))
+	}
+	fds, err := unix.ParseUnixRights(&messages[0])
+	if err != nil || len(fds) != 1 {
+		return nil, fmt.Errorf("read a descriptor: %w", errors.Join(err, unix.EBADMSG))
+	}
+	unix.CloseOnExec(fds[0])
+	return os.NewFile(uintptr(fds[0]), "passed"), nil
+}

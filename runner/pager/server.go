@@ -1,0 +1,345 @@
+package pager
+
+import (
+	"context"
+	"crypto/rand"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"net"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"sync/atomic"
+
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/snapshotstore"
+	"github.com/coppice-dev/coppice/snapshotstore/blob"
+)
+
+// Config describes a pager. Every field is required.
+type Config struct {
+	Dir   string // for the socket and the mount point; nobody else's
+	Blobs blob.Blobs
+	Log   *slog.Logger
+}
+
+// Server is a pager.
+type Server struct {
+	cfg    Config
+	id     string
+	listen *net.UnixListener
+	mount  *mount
+	stop   context.CancelFunc
+	done   context.Context
+	inode  atomic.Uint64 // of the last file
+
+	mu        sync.Mutex // guards what follows
+	images    map[string]*image
+	snapshots []*snapshotstore.Snapshot // the last ones that were read
+	version   int64
+	news      chan struct{} // closed when the version is another
+}
+
+// mountDir is where the file system is mounted, in the pager's directory.
+const mountDir = "mnt"
+
+// SocketPath is where the pager of a directory listens.
+func SocketPath(dir string) string { return filepath.Join(dir, "sock") }
+
+// New mounts the file system and listens.
+func New(cfg Config) (_ *Server, err error) {
+	s := &Server{cfg: cfg, id: rand.Text(), images: make(map[string]*image), version: 1, news: make(chan struct{})}
+	s.inode.Store(1 << 40)
+	s.done, s.stop = context.WithCancel(context.Background())
+	if err := Clean(cfg.Dir); err != nil {
+		return nil, fmt.Errorf("unmount what another pager has left: %w", err)
+	}
+	if s.mount, err = newMount(filepath.Join(cfg.Dir, mountDir), s); err != nil {
+		return nil, err
+	}
+	path := SocketPath(cfg.Dir)
+	if err = os.Remove(path); err == nil || errors.Is(err, os.ErrNotExist) {
+		s.listen, err = net.ListenUnix("unixpacket", &net.UnixAddr{Name: path, Net: "unixpacket"})
+	}
+	if err == nil {
+		err = os.Chmod(path, 0o600)
+	}
+	if err != nil {
+		return nil, errors.Join(fmt.Errorf("listen as a pager: %w", err), s.mount.close(false))
+	}
+	return s, nil
+}
+
+// Run serves until ctx ends or a client stops it.
+func (s *Server) Run(ctx context.Context) error {
+	defer context.AfterFunc(ctx, s.stop)()
+	var wg sync.WaitGroup
+	stopped := context.AfterFunc(s.done, func() { _ = s.listen.Close() })
+	defer stopped()
+	var failed error
+	for {
+		c, err := s.listen.AcceptUnix()
+		if err != nil {
+			if s.done.Err() == nil {
+				failed = err
+			}
+			break
+		}
+		wg.Go(func() { s.converse(c) })
+	}
+	s.stop()
+	s.mu.Lock()
+	var errs []error
+	open := false
+	for _, im := range s.images {
+		im.stop() // who waits for its pages is told
+		open = open || im.opened.Load() > 0
+	}
+	s.mu.Unlock()
+	errs = append(errs, failed, s.mount.close(open))
+	s.mu.Lock()
+	for _, im := range s.images {
+		errs = append(errs, im.close())
+	}
+	s.mu.Unlock()
+	wg.Wait()
+	return errors.Join(errs...)
+}
+
+// converse answers one client until it is gone.
+func (s *Server) converse(c *net.UnixConn) {
+	defer c.Close()
+	defer context.AfterFunc(s.done, func() { _ = c.CloseRead() })()
+	for {
+		var r request
+		f, err := receive(c, &r)
+		if err != nil {
+			if !errors.Is(err, io.EOF) && s.done.Err() == nil {
+				s.cfg.Log.Warn("a client said what is not understood", "err", err)
+			}
+			return
+		}
+		out, back, err := s.answer(r, f)
+		if err != nil {
+			out = response{Problem: problemOf(err)}
+		}
+		err = send(c, out, back)
+		if back != nil {
+			err = errors.Join(err, back.Close())
+		}
+		if r.Op == opStop {
+			s.stop()
+		}
+		if err != nil {
+			return
+		}
+	}
+}
+
+// answer does what is asked. f is its own from here on; the file that it returns is the caller's.
+func (s *Server) answer(r request, f *os.File) (response, *os.File, error) {
+	if r.Op == opPut && r.Image != nil && f != nil {
+		st, err := s.put(*r.Image, f)
+		return response{Status: &st}, nil, err
+	}
+	if f != nil {
+		_ = f.Close() // nobody asked for it
+	}
+	switch r.Op {
+	case opHello:
+		return response{Hello: &Hello{PID: os.Getpid(), Instance: s.id, Version: protocolVersion}}, nil, nil
+	case opOpen:
+		f, err := s.mount.open(r.ID)
+		if errors.Is(err, os.ErrNotExist) {
+			err = core.Errorf(core.NotFound, core.CodeFileNotFound, "image %s is not served", core.Clip(r.ID))
+		}
+		return response{}, f, err
+	case opDrop:
+		return response{}, nil, s.drop(r.ID)
+	case opTouched:
+		im := s.image(r.ID)
+		if im == nil {
+			return response{}, nil, nil
+		}
+		const most = 4096
+		touched := im.touchedRanges()
+		return response{Touched: touched[:min(len(touched), most)]}, nil, nil
+	case opWatch:
+		return s.watch(r.Version), nil, nil
+	case opStop:
+		return response{}, nil, nil
+	case opPut:
+	}
+	return response{}, nil, core.Errorf(core.Invalid, core.CodeInvalidField, "the pager cannot %q", core.Clip(string(r.Op)))
+}
+
+func (s *Server) image(id string) *image {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.images[id]
+}
+
+// put begins to serve an image.
+func (s *Server) put(spec Image, part *os.File) (_ Status, err error) {
+	keep := false
+	defer func() {
+		if !keep {
+			err = errors.Join(err, part.Close())
+		}
+	}()
+	if spec.ID == "" || strings.ContainsRune(spec.ID, '/') {
+		return Status{}, core.Errorf(core.Invalid, core.CodeInvalidField, "%q cannot be the name of an image", core.Clip(spec.ID))
+	}
+	if im := s.image(spec.ID); im != nil {
+		return im.status(), nil
+	}
+	im, err := s.newImage(spec, part)
+	if err != nil {
+		return Status{}, err
+	}
+	s.mu.Lock()
+	if other := s.images[spec.ID]; other != nil {
+		s.mu.Unlock()
+		return other.status(), nil
+	}
+	s.images[spec.ID] = im
+	s.mu.Unlock()
+	keep = true
+	go func() {
+		im.run(spec.Want)
+		s.retire(im)
+	}()
+	s.changed()
+	return im.status(), nil
+}
+
+func (s *Server) newImage(spec Image, part *os.File) (*image, error) {
+	snapshot, err := s.snapshot(spec.Source)
+	if err != nil {
+		return nil, err
+	}
+	tree := snapshot.Image(spec.Source.Image)
+	info, err := part.Stat()
+	if err != nil {
+		return nil, err
+	}
+	if tree == nil || tree.Size() != info.Size() {
+		return nil, core.Errorf(core.DataLoss, core.CodeManifestInvalid, "the manifest of checkpoint %s has no %s of %d bytes", spec.Source.CheckpointID, spec.Source.Image, info.Size())
+	}
+	ino := s.inode.Add(1) // machines are asked where they map it, by this number: no library of theirs has it
+	if spec.Seed == nil {
+		return newImage(spec.ID, tree, nil, part, ino, s.cfg.Blobs, s.cfg.Log, s.changed), nil
+	}
+	seed, err := s.snapshot(*spec.Seed)
+	if err != nil {
+		return nil, err
+	}
+	from := seed.Image(spec.Seed.Image)
+	if from == nil || from.Size() != tree.Size() {
+		return nil, core.Errorf(core.Invalid, core.CodeInvalidField, "checkpoint %s is no seed of checkpoint %s", spec.Seed.CheckpointID, spec.Source.CheckpointID)
+	}
+	if err := clearZeros(part, tree, from); err != nil {
+		return nil, err
+	}
+	return newImage(spec.ID, tree, from, part, ino, s.cfg.Blobs, s.cfg.Log, s.changed), nil
+}
+
+const keptSnapshots = 4
+
+func (s *Server) snapshot(src Source) (*snapshotstore.Snapshot, error) {
+	found, err := s.findSnapshot(src)
+	if err == nil && found.Header().CheckpointID != src.CheckpointID {
+		return nil, core.Errorf(core.DataLoss, core.CodeManifestInvalid, "the manifest of checkpoint %s is that of %s", src.CheckpointID, found.Header().CheckpointID)
+	}
+	return found, err
+}
+
+func (s *Server) findSnapshot(src Source) (*snapshotstore.Snapshot, error) {
+	s.mu.Lock()
+	for _, old := range s.snapshots {
+		if old.Ref() == src.Manifest {
+			s.mu.Unlock()
+			return old, nil
+		}
+	}
+	s.mu.Unlock()
+	fresh, err := snapshotstore.Open(s.done, s.cfg.Blobs, src.Manifest)
+	if err != nil {
+		return nil, err
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.snapshots = append(s.snapshots, fresh)
+	if len(s.snapshots) > keptSnapshots {
+		s.snapshots = slices.Delete(s.snapshots, 0, 1)
+	}
+	return fresh, nil
+}
+
+// retire forgets an image that is whole and that nobody has open: its file is all there is to it.
+func (s *Server) retire(im *image) {
+	s.mu.Lock()
+	gone := im.whole.Load() && im.opened.Load() == 0 && s.images[im.id] == im
+	if gone {
+		delete(s.images, im.id)
+	}
+	s.mu.Unlock()
+	if gone {
+		if err := s.end(im); err != nil {
+			s.cfg.Log.Warn("an image was not closed", "image", im.id, "err", err)
+		}
+	}
+}
+
+func (s *Server) drop(id string) error {
+	s.mu.Lock()
+	im := s.images[id]
+	delete(s.images, id)
+	s.mu.Unlock()
+	if im == nil {
+		return nil
+	}
+	return s.end(im)
+}
+
+func (s *Server) end(im *image) error {
+	s.changed()
+	return im.close()
+}
+
+// changed tells whoever watches.
+func (s *Server) changed() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.version++
+	close(s.news)
+	s.news = make(chan struct{})
+}
+
+// watch waits for another version.
+func (s *Server) watch(version int64) response {
+	s.mu.Lock()
+	for s.version == version && s.done.Err() == nil {
+		news := s.news
+		s.mu.Unlock()
+		select {
+		case <-news:
+		case <-s.done.Done():
+		}
+		s.mu.Lock()
+	}
+	out := response{Version: s.version}
+	images := make([]*image, 0, len(s.images))
+	for _, im := range s.images {
+		images = append(images, im)
+	}
+	s.mu.Unlock()
+	for _, im := range images {
+		out.Images = append(out.Images, im.status())
+	}
+	return out
+}
