@@ -160,6 +160,9 @@ func (r *Runner) adopt(ctx context.Context, j *journal) (_ *sandbox, err error) 
 		return nil, core.Errorf(core.Exhausted, core.CodeCapacity, "its place, number %d, is taken or beyond the limit of this runner", j.Slot)
 	}
 	steps.Push("slot", func(context.Context) error { r.slots.give(j.Slot); return nil })
+	if j.Pager != "" && j.Pager != r.lazy.instance {
+		return nil, core.Errorf(core.Unavailable, core.CodePagerGone, "the pager that it had memory from has ended")
+	}
 	sh.machine, err = driver.Recover(ctx, *j.Handle)
 	if errors.Is(err, vmm.ErrGone) {
 		return nil, core.Wrapf(err, core.Unavailable, core.CodeVMMFailed, "its VMM had ended meanwhile")

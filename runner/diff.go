@@ -112,6 +112,15 @@ func (r *Runner) Diff(ctx context.Context, from core.CheckpointID, req runnerapi
 	case <-ctx.Done():
 		return runnerapi.DiffPage{}, context.Cause(ctx)
 	}
+	for _, id := range []core.CheckpointID{from, req.To} {
+		rec, err := r.checkpoints.get(id)
+		if err == nil {
+			err = r.wholeImages(ctx, rec)
+		}
+		if err != nil {
+			return runnerapi.DiffPage{}, err
+		}
+	}
 	a, err := r.checkpoints.read(from)
 	if err != nil {
 		return runnerapi.DiffPage{}, err

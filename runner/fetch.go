@@ -8,13 +8,17 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"sync"
 	"time"
+
+	"golang.org/x/sync/errgroup"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/atomicfile"
 	"github.com/coppice-dev/coppice/internal/sparse"
 	"github.com/coppice-dev/coppice/runner/memory"
+	"github.com/coppice-dev/coppice/runner/pager"
 	"github.com/coppice-dev/coppice/snapshotstore"
 	"github.com/coppice-dev/coppice/snapshotstore/manifest"
 )
@@ -52,19 +56,14 @@ func (r *Runner) fetchNow(ctx context.Context, sources []runnerapi.Stored) (_ *c
 		return nil, err
 	}
 	watch.Lap("manifest")
-	root := (*opened)(nil)
-	var rootSnapshot *snapshotstore.Snapshot
-	if last := sources[len(sources)-1]; len(sources) > 1 {
-		if root, err = r.bring(ctx, last.CheckpointID, []runnerapi.Stored{last}); err != nil {
-			return nil, err
-		}
-		defer func() { err = errors.Join(err, root.close()) }()
-		if rootSnapshot, err = r.snapshot(ctx, last); err != nil {
-			return nil, err
-		}
-		watch.Lap("root")
+	f := fetching{r: r, at: at, snapshot: snapshot, rec: rec, lazy: r.lazy.ready(ctx), watch: watch}
+	if err := f.findNear(ctx, sources[1:]); err != nil {
+		return nil, err
 	}
-	f := fetching{r: r, snapshot: snapshot, rec: rec, root: root, rootSnapshot: rootSnapshot, watch: watch}
+	if f.near != nil {
+		defer func() { err = errors.Join(err, f.near.close()) }()
+		watch.Lap("near")
+	}
 	if f.dir, err = r.checkpoints.begin(rec.ID); err != nil {
 		return nil, err
 	}
@@ -126,29 +125,76 @@ const maxDeviceState = 64 << 20
 // fetching is one fetch.
 type fetching struct {
 	r            *Runner
+	at           runnerapi.Stored
 	snapshot     *snapshotstore.Snapshot
 	rec          *checkpointRecord
-	root         *opened                 // nil: this is the root, or none is in the store
-	rootSnapshot *snapshotstore.Snapshot // nil likewise
+	lazy         bool                    // memory may come later
+	near         *opened                 // an ancestor that is here; nil: there is none
+	nearAt       runnerapi.Stored        // where that is in the store
+	nearSnapshot *snapshotstore.Snapshot // its maps
 	dir          string
 	watch        *core.Stopwatch
+	mu           sync.Mutex // guards got
 	got          snapshotstore.Fetched
+}
+
+// findNear finds an ancestor that is here and shares most bytes. Where memory cannot come later the root is brought, if it is not here: what
+// grows from it shares its memory.
+func (f *fetching) findNear(ctx context.Context, ancestors []runnerapi.Stored) (err error) {
+	if len(ancestors) == 0 {
+		return nil
+	}
+	if f.lazy {
+		f.near, f.nearAt, err = f.findHere(ancestors)
+	} else {
+		f.nearAt = ancestors[len(ancestors)-1]
+		f.near, err = f.r.bring(ctx, f.nearAt.CheckpointID, []runnerapi.Stored{f.nearAt})
+	}
+	if err != nil || f.near == nil {
+		return err
+	}
+	if f.nearSnapshot, err = f.r.snapshot(ctx, f.nearAt); err != nil {
+		return errors.Join(err, f.near.close())
+	}
+	return nil
+}
+
+// findHere opens the nearest ancestor that is here whole and without a delta; nil for none.
+func (f *fetching) findHere(ancestors []runnerapi.Stored) (*opened, runnerapi.Stored, error) {
+	for _, at := range ancestors {
+		rec, err := f.r.checkpoints.get(at.CheckpointID)
+		if err != nil || rec.hasDelta() || f.r.lazy.has(string(rec.Base)) {
+			continue
+		}
+		o, err := f.r.checkpoints.open(at.CheckpointID)
+		if core.CategoryOf(err) == core.NotFound {
+			continue // it was removed meanwhile
+		}
+		return o, at, err
+	}
+	return nil, runnerapi.Stored{}, nil
 }
 
 func (f *fetching) run(ctx context.Context) error {
 	if err := fetchBegun.Hit(ctx); err != nil {
 		return err
 	}
+	// All at once: each waits for the store, not for the others.
+	group, ctx := errgroup.WithContext(ctx)
 	for _, step := range []struct {
 		name string
 		do   func(context.Context) error
 	}{{"state", f.small}, {"memory", f.memory}, {"disk", f.disk}, {"root_image", f.rootImage}} {
-		if err := step.do(ctx); err != nil {
+		group.Go(func() error {
+			begun := time.Now()
+			err := step.do(ctx)
+			f.mu.Lock()
+			f.watch.Add(step.name, time.Since(begun))
+			f.mu.Unlock()
 			return err
-		}
-		f.watch.Lap(step.name)
+		})
 	}
-	return nil
+	return group.Wait()
 }
 
 // pages fetches runs of an image into emit.
@@ -156,6 +202,8 @@ func (f *fetching) pages(ctx context.Context, runs func(func(manifest.Run) bool)
 	got, err := snapshotstore.Fetch(ctx, f.r.cfg.Store.Blobs, runs, snapshotstore.FetchOptions{}, func(page int64, b []byte) error {
 		return emit(page*manifest.PageSize, b)
 	})
+	f.mu.Lock()
+	defer f.mu.Unlock()
 	f.got.Bytes, f.got.Requests, f.got.Pages = f.got.Bytes+got.Bytes, f.got.Requests+got.Requests, f.got.Pages+got.Pages
 	return err
 }
@@ -196,16 +244,31 @@ func (f *fetching) memory(ctx context.Context) error {
 	return errors.Join(f.writeMemory(ctx), fetchMemory.Hit(ctx))
 }
 
-// writeMemory makes the delta to the root's base; the root itself becomes a base.
+// eagerDelta is how much of a checkpoint's memory may differ from a base that is here for it to be fetched as a delta, before the first child
+// starts: less than it takes to have a base of its own, which no sibling shares.
+const eagerDelta = 16 << 20
+
+// writeMemory makes the delta to the base of an ancestor that is here, or a base: now, or later.
 func (f *fetching) writeMemory(ctx context.Context) error {
 	tree := f.snapshot.Image(imageMemory)
-	if f.root == nil || f.root.delta != nil || f.root.base.Size != tree.Size() {
+	var changed []manifest.Run
+	var bytes int64
+	near := f.near != nil && f.near.delta == nil && f.near.base.Size == tree.Size()
+	if near {
+		changed = slices.Collect(tree.Changed(f.nearSnapshot.Image(imageMemory)))
+		for _, run := range changed {
+			bytes += int64(run.Count) * manifest.PageSize
+		}
+	}
+	switch {
+	case f.lazy && (!near || bytes > eagerDelta):
+		return f.memoryLater(ctx, tree, near)
+	case !near:
 		base, err := f.r.bases.Import(tree.Size(), func(to *os.File) error { return f.fill(ctx, to, tree) })
 		f.rec.Base = base
 		return err
 	}
-	f.rec.Base = f.root.Base
-	changed := slices.Collect(tree.Changed(f.rootSnapshot.Image(imageMemory)))
+	f.rec.Base = f.near.Base
 	var extents []memory.Extent
 	for _, run := range changed {
 		extents = append(extents, memory.Extent{Offset: run.Page * manifest.PageSize, Length: int64(run.Count) * manifest.PageSize})
@@ -222,19 +285,38 @@ func (f *fetching) writeMemory(ctx context.Context) error {
 	return delta.Finish()
 }
 
-// disk makes the overlay, out of the root's where it can share extents with it.
+// memoryLater has the pager show the checkpoint's memory as a base, and bring it.
+func (f *fetching) memoryLater(ctx context.Context, tree *manifest.Tree, near bool) error {
+	f.rec.Base = core.NewID[core.BaseID]()
+	im := &lazyImage{Image: pager.Image{ID: string(f.rec.Base), Source: sourceOf(f.at, imageMemory)}, Size: tree.Size(), To: f.r.bases.Name(f.rec.Base)}
+	if near {
+		seed := sourceOf(f.nearAt, imageMemory)
+		im.Seed, im.SeedBase = &seed, f.near.Base
+	}
+	return f.r.lazy.begin(ctx, im)
+}
+
+func sourceOf(at runnerapi.Stored, image string) pager.Source {
+	return pager.Source{Manifest: refOf(at), CheckpointID: at.CheckpointID, Image: image}
+}
+
+func refOf(at runnerapi.Stored) manifest.Ref {
+	return manifest.Ref{Key: at.Manifest, Digest: at.Digest, Bytes: at.Bytes}
+}
+
+// disk makes the overlay, out of an ancestor's where it can share extents with it.
 func (f *fetching) disk(ctx context.Context) error {
 	tree, path := f.snapshot.Image(imageDisk), filepath.Join(f.dir, overlayFile)
 	to, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600)
 	if err != nil {
 		return err
 	}
-	if f.root == nil {
+	if f.near == nil {
 		if err = to.Truncate(tree.Size()); err == nil {
 			err = f.fill(ctx, to, tree)
 		}
 	} else {
-		err = f.diskFromRoot(ctx, to, tree)
+		err = f.diskFromNear(ctx, to, tree)
 	}
 	if err == nil {
 		f.rec.DiskBytes, err = sparse.Allocated(to)
@@ -242,14 +324,14 @@ func (f *fetching) disk(ctx context.Context) error {
 	return errors.Join(err, to.Sync(), to.Close())
 }
 
-func (f *fetching) diskFromRoot(ctx context.Context, to *os.File, tree *manifest.Tree) error {
-	if _, err := sparse.Clone(to, f.root.overlay); err != nil {
+func (f *fetching) diskFromNear(ctx context.Context, to *os.File, tree *manifest.Tree) error {
+	if _, err := sparse.Clone(to, f.near.overlay); err != nil {
 		return err
 	}
 	if err := to.Truncate(tree.Size()); err != nil {
 		return err
 	}
-	return f.pages(ctx, tree.Changed(f.rootSnapshot.Image(imageDisk)), func(off int64, b []byte) error {
+	return f.pages(ctx, tree.Changed(f.nearSnapshot.Image(imageDisk)), func(off int64, b []byte) error {
 		b = b[:min(int64(len(b)), tree.Size()-off)]
 		if allZeros(b) {
 			return sparse.Zero(to, off, int64(len(b)))
@@ -268,11 +350,16 @@ func allZeros(b []byte) bool {
 	return true
 }
 
-// rootImage makes sure that the root file system of the guest's image is here.
+// rootImage makes sure that the root file system of the guest's image is here, or will be.
 func (f *fetching) rootImage(ctx context.Context) error {
 	path := f.r.rootPath(f.rec.Image)
 	if _, err := os.Stat(path); err == nil {
 		return nil
+	}
+	if f.lazy {
+		return f.r.lazy.begin(ctx, &lazyImage{
+			Image: pager.Image{ID: rootImageID(f.rec.Image), Source: sourceOf(f.at, imageRoot)}, Size: f.snapshot.Image(imageRoot).Size(), To: f.r.rootName(f.rec.Image),
+		})
 	}
 	part, err := os.CreateTemp(f.r.rootsDir(), "*.part")
 	if err != nil {

@@ -131,7 +131,7 @@ func (r *Runner) grow(ctx context.Context, ckpt *opened, child runnerapi.Child, 
 		err = forkReady.Hit(ctx)
 	}
 	if err != nil {
-		return nil, report, errors.Join(err, r.destroyLocked(ctx, s))
+		return nil, report, errors.Join(r.lazy.blame(s.shell, err), r.destroyLocked(ctx, s))
 	}
 	r.wg.Add(1)
 	go r.watch(s)

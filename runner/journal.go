@@ -25,6 +25,7 @@ type journal struct {
 	// Class is of the machine, which keeps it whatever VMM the runner that takes it over has; zero in journals of before it was kept.
 	Class     runnerapi.RunnerClass `json:"class,omitzero"`
 	Namespace string                `json:"namespace,omitempty"`
+	Pager     string                `json:"pager,omitempty"` // the instance that it has memory or disk from
 	Handle    *vmm.Handle           `json:"handle,omitempty"`
 	Sandbox   *sandboxJournal       `json:"sandbox,omitempty"` // from the moment on that the shell has a purpose
 }

@@ -22,8 +22,11 @@ const rootSuffix = ".root"
 
 func (r *Runner) rootsDir() string { return filepath.Join(r.cfg.DataDir, "roots") }
 
+// rootName is where the root file system of an image is, below the data directory.
+func (r *Runner) rootName(d core.Digest) string { return filepath.Join("roots", d.Hex()+rootSuffix) }
+
 func (r *Runner) rootPath(d core.Digest) string {
-	return filepath.Join(r.rootsDir(), d.Hex()+rootSuffix)
+	return filepath.Join(r.cfg.DataDir, r.rootName(d))
 }
 
 // keepRoot makes sure that the runner has the root file system of a verified image.
@@ -66,6 +69,11 @@ func copyRoot(to, from string) error {
 // openRoot opens the root file system of a checkpoint's image.
 func (r *Runner) openRoot(d core.Digest) (*os.File, error) {
 	f, err := os.Open(r.rootPath(d))
+	for tries := 0; errors.Is(err, os.ErrNotExist) && tries < 2; tries++ { // it may become whole in between
+		if f, err = r.lazy.open(rootImageID(d)); errors.Is(err, os.ErrNotExist) {
+			f, err = os.Open(r.rootPath(d))
+		}
+	}
 	if errors.Is(err, os.ErrNotExist) {
 		return nil, core.Errorf(core.DataLoss, core.CodeCheckpointCorrupt, "the root file system of image %s is missing on this runner", d.Short())
 	}
@@ -107,6 +115,11 @@ func (r *Runner) collectRoots() error {
 	for _, e := range entries {
 		if hex, ok := strings.CutSuffix(e.Name(), rootSuffix); !ok || !wanted[hex] {
 			errs = append(errs, os.Remove(filepath.Join(r.rootsDir(), e.Name())))
+		}
+	}
+	for _, d := range r.lazy.roots() {
+		if !wanted[d] {
+			errs = append(errs, r.lazy.drop("root-"+d))
 		}
 	}
 	return errors.Join(errs...)

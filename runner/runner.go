@@ -27,6 +27,7 @@ type Runner struct {
 	kvm         string
 	clusterHash string
 	bases       *memory.BaseStore
+	lazy        *lazyImages
 	checkpoints *checkpointStore
 	seals       *sealQueue
 	slots       *slots
@@ -97,9 +98,15 @@ func New(ctx context.Context, cfg Config) (_ *Runner, err error) {
 		return nil, fmt.Errorf("look for what an earlier runner left: %w", err)
 	}
 	r.loadLease()
+	r.runCtx, r.stop = context.WithCancel(context.Background())
+	if r.lazy, err = openLazyImages(r); err != nil {
+		return nil, err
+	}
 	if r.bases, err = memory.NewBaseStore(filepath.Join(cfg.DataDir, "bases"), !cfg.Driver.Capabilities().ReadOnlyBase); err != nil {
 		return nil, err
 	}
+	r.bases.Await(arriving{r.lazy})
+	r.findPager(ctx, left)
 	var lent []core.BaseID
 	for _, l := range left {
 		if l.adoptable() {
@@ -123,7 +130,6 @@ func New(ctx context.Context, cfg Config) (_ *Runner, err error) {
 	r.checkpoints.published = r.seals.poke
 	r.warm = newWarmPool(r)
 	r.metrics = newMetrics(r, cfg.Metrics)
-	r.runCtx, r.stop = context.WithCancel(context.Background())
 	if err := r.takeOver(ctx, left); err != nil {
 		return nil, fmt.Errorf("take over from an earlier runner: %w", err)
 	}
@@ -152,6 +158,7 @@ func (r *Runner) Run(ctx context.Context) error {
 	r.wg.Go(func() { r.warm.run(r.runCtx) })
 	r.wg.Go(func() { r.guard(r.runCtx) })
 	r.wg.Go(func() { r.tidy(r.runCtx) })
+	r.wg.Go(func() { r.lazy.run(r.runCtx) })
 	for _, s := range r.adopted {
 		r.reopenPorts(s)
 		r.wg.Add(1)

@@ -321,6 +321,9 @@ func (r *Runner) close(ctx context.Context) error {
 	}
 	wg.Go(func() { errs[len(all)] = r.warm.close(ctx) })
 	wg.Wait()
+	if !r.cfg.Leave {
+		errs = append(errs, r.lazy.stop(ctx))
+	}
 	return errors.Join(errs...)
 }
 

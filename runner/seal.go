@@ -15,6 +15,7 @@ import (
 	"github.com/coppice-dev/coppice/internal/atomicfile"
 	"github.com/coppice-dev/coppice/internal/sparse"
 	"github.com/coppice-dev/coppice/runner/memory"
+	"github.com/coppice-dev/coppice/runner/pager"
 	"github.com/coppice-dev/coppice/snapshotstore"
 	"github.com/coppice-dev/coppice/snapshotstore/blob"
 	"github.com/coppice-dev/coppice/snapshotstore/manifest"
@@ -37,6 +38,10 @@ type StoreConfig struct {
 	Cached func(key string, off, n int64) ([]byte, bool)
 	// Throttle is asked before n bytes are sent; nil: never.
 	Throttle func(ctx context.Context, n int) error
+	// Pager serves what is not here yet to machines that need not wait for it; nil: there is none. Whole fetches checkpoints whole, though
+	// there is one.
+	Pager *pager.Process
+	Whole bool
 }
 
 // The images of a checkpoint in the store.
@@ -167,7 +172,7 @@ func (r *Runner) snapshot(ctx context.Context, at runnerapi.Stored) (*snapshotst
 		}
 	}
 	r.seals.mu.Unlock()
-	s, err := snapshotstore.Open(ctx, r.cfg.Store.Blobs, manifest.Ref{Key: at.Manifest, Digest: at.Digest, Bytes: at.Bytes})
+	s, err := snapshotstore.Open(ctx, r.cfg.Store.Blobs, refOf(at))
 	if err != nil {
 		return nil, err
 	}
@@ -257,6 +262,9 @@ func (r *Runner) sealAttempt(ctx context.Context, c Sealing, epoch int64, rec *c
 	}
 	defer func() { err = errors.Join(err, ckpt.close()) }()
 	rec = ckpt.checkpointRecord
+	if err := r.wholeImages(ctx, rec); err != nil {
+		return 0, nil, err
+	}
 	begun, err := c.BeginSeal(ctx, runnerapi.BeginSeal{LeaseEpoch: epoch, CheckpointID: rec.ID, Ancestors: r.ancestors(rec)})
 	if core.CodeOf(err) == core.CodeStateConflict { // it is sealed: the last commit's answer was lost
 		return 0, nil, r.markSealed(rec.ID, runnerapi.Stored{CheckpointID: rec.ID})

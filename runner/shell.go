@@ -131,6 +131,7 @@ func (s *shell) holdBase(r *Runner, base *memory.Base, steps *undo.Stack) error 
 		return errors.Join(err, r.checkpoints.giveBack(base.ID))
 	}
 	s.base = opened
+	s.Pager = r.lazy.instanceFor(opened.Arriving(), s.shape.image)
 	steps.Push("base", func(context.Context) error {
 		return errors.Join(opened.Close(), r.checkpoints.giveBack(base.ID))
 	})

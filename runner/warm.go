@@ -194,6 +194,29 @@ func (w *warmPool) add(ctx context.Context, sh shape) bool {
 	return !closed
 }
 
+// purge takes down the idle shells that match.
+func (w *warmPool) purge(ctx context.Context, of func(*shell) bool) {
+	w.mu.Lock()
+	var gone []*shell
+	for sh, list := range w.ready {
+		keep := list[:0]
+		for _, s := range list {
+			if of(s) {
+				gone = append(gone, s)
+			} else {
+				keep = append(keep, s)
+			}
+		}
+		w.ready[sh] = keep
+	}
+	w.mu.Unlock()
+	for _, s := range gone {
+		if err := w.r.dismantle(ctx, s); err != nil {
+			w.r.cfg.Log.ErrorContext(ctx, "idle shell was not taken down", "shell_id", s.ID, "err", err)
+		}
+	}
+}
+
 // close takes down all shells.
 func (w *warmPool) close(ctx context.Context) error {
 	w.mu.Lock()

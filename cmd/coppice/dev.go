@@ -146,11 +146,16 @@ func (a *app) storeFlags(f *pflag.FlagSet, cfg *daemon.StoreConfig) {
 
 // hostStoreFlags are those of servers that have a runner. What it returns reads them.
 func hostStoreFlags(f *pflag.FlagSet, cfg *daemon.StoreConfig) func() error {
-	var bandwidth, cache, copies string
+	var bandwidth, cache, copies, fetch string
 	f.StringVar(&bandwidth, "store-bandwidth", "", "most that is sent to the store a second, as `size` with K, M, G or T (default: no bound)")
 	f.StringVar(&cache, "cache-size", "10G", "most that is kept on this host of what was read from the store or sent to it, as `size` with K, M, G or T; 0 for nothing")
 	f.StringVar(&copies, "copies-size", "", "most that checkpoints may take that were fetched from the store and can be fetched again, as `size` with K, M, G or T (default: half of the disk)")
+	f.StringVar(&fetch, "fetch", "lazy", "how a checkpoint comes from the store: lazy, so that its VMs run before all of their memory is here, or whole")
 	return func() (err error) {
+		if fetch != "lazy" && fetch != "whole" {
+			return usageError{fmt.Errorf("--fetch: %q is neither lazy nor whole", fetch)}
+		}
+		cfg.Whole = fetch == "whole"
 		if cfg.Bandwidth, err = parseSizeOr(bandwidth, ""); err != nil {
 			return usageError{fmt.Errorf("--store-bandwidth: %w", err)}
 		}

@@ -40,6 +40,7 @@ var commands = []func(*app) *cobra.Command{
 	newControllerCommand,
 	newMigrateCommand,
 	newRunnerCommand,
+	newPagerCommand,
 	newRunnerTokenCommand,
 	newStoreCommand,
 	newFleetCommand,

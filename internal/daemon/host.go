@@ -103,6 +103,12 @@ func OpenHost(ctx context.Context, cfg HostConfig, id core.RunnerID, mark string
 		rc.Store.Cached = kept.Cached
 	}
 	rc.Store.Throttle, rc.Store.Copies = cfg.Store.throttle(), cfg.Store.copies(filepath.Dir(rc.DataDir))
+	rc.Store.Whole = cfg.Store.Whole
+	if rc.Store.Blobs != nil && cfg.Machines == nil {
+		if rc.Store.Pager, err = pagerOf(h.RunDir, cfg.Store); err != nil {
+			return nil, err
+		}
+	}
 	h.Runner, err = runner.New(ctx, rc)
 	return h, err
 }

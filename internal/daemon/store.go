@@ -33,6 +33,8 @@ type StoreConfig struct {
 	// 0 for none.
 	CacheDir  string
 	CacheSize int64
+	// Whole has runners fetch checkpoints whole before they fork them, instead of letting memory come while machines run.
+	Whole bool
 	// CopiesSize is how many bytes of a runner's disk checkpoints may take that were fetched and not captured there; 0: half of it.
 	CopiesSize int64
 	// Peers asks other runners for objects before the store is asked; nil: nobody is.

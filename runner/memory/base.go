@@ -21,11 +21,22 @@ import (
 // A VMM that can map a read-only file gets the file itself. One that opens its memory file for writing (QEMU before 8.2) gets
 // a sealed memfd with the same bytes, which nobody can write; the memfd is made when it is first wanted and kept while in use.
 type BaseStore struct {
-	dir    string
-	sealed bool
+	dir      string
+	sealed   bool
+	arriving Arriving
 
 	mu   sync.Mutex // guards open and the fields of its bases
 	open map[core.BaseID]*Base
+}
+
+// Arriving are bases that are not whole: something else shows what there is of them, and puts the file into the store's directory when it
+// is.
+type Arriving interface {
+	// Open opens a file that has the base's bytes, though reading some may take long; fs.ErrNotExist when it does not arrive.
+	Open(id core.BaseID) (*os.File, error)
+	List() []core.BaseID
+	// Remove gives one up. An absent one is no error.
+	Remove(id core.BaseID) error
 }
 
 // Base is one open base. Every Open, Zero and Rebase must be paired with a Close.
@@ -33,11 +44,12 @@ type Base struct {
 	ID   core.BaseID // empty for the all-zero base of a cold boot
 	Size int64       // bytes of RAM
 
-	store *BaseStore
-	file  *os.File // what a VMM maps
-	refs  int
-	ready chan struct{} // closed when file or err is set
-	err   error
+	store    *BaseStore
+	file     *os.File // what a VMM maps
+	arriving bool     // it is of Arriving
+	refs     int
+	ready    chan struct{} // closed when file or err is set
+	err      error
 }
 
 // NewBaseStore opens the store in dir. sealed says that the VMM needs memfds.
@@ -57,7 +69,15 @@ func NewBaseStore(dir string, sealed bool) (*BaseStore, error) {
 	return &BaseStore{dir: dir, sealed: sealed, open: make(map[core.BaseID]*Base)}, nil
 }
 
+// Await tells the store of bases that arrive. It is called before anything else.
+func (s *BaseStore) Await(a Arriving) { s.arriving = a }
+
 func (s *BaseStore) path(id core.BaseID) string { return filepath.Join(s.dir, string(id)+".ram") }
+
+// Name is where the file of a base is, below the directory above the store's.
+func (s *BaseStore) Name(id core.BaseID) string {
+	return filepath.Join(filepath.Base(s.dir), filepath.Base(s.path(id)))
+}
 
 // Zero returns the base of a cold boot: size bytes of zeros that take no memory.
 func (s *BaseStore) Zero(size int64) (*Base, error) {
@@ -106,7 +126,7 @@ func (s *BaseStore) Open(id core.BaseID) (*Base, error) {
 	b := &Base{ID: id, store: s, refs: 1, ready: make(chan struct{})}
 	s.open[id] = b
 	s.mu.Unlock()
-	b.file, b.Size, b.err = s.load(id)
+	b.file, b.Size, b.arriving, b.err = s.load(id)
 	close(b.ready)
 	if b.err != nil {
 		return nil, errors.Join(b.err, b.Close())
@@ -180,33 +200,62 @@ func memfdDevice() (uint64, error) {
 	return st.Dev, err
 }
 
-func (s *BaseStore) load(id core.BaseID) (*os.File, int64, error) {
-	f, err := os.Open(s.path(id))
-	if errors.Is(err, fs.ErrNotExist) {
-		return nil, 0, core.Errorf(core.DataLoss, core.CodeCheckpointCorrupt, "the memory base %s is missing on this host", id)
-	}
+func (s *BaseStore) load(id core.BaseID) (_ *os.File, size int64, arriving bool, err error) {
+	f, arriving, err := s.find(id)
 	if err != nil {
-		return nil, 0, err
+		return nil, 0, false, err
 	}
 	info, err := f.Stat()
 	if err != nil {
-		return nil, 0, errors.Join(err, f.Close())
+		return nil, 0, false, errors.Join(err, f.Close())
 	}
-	if !s.sealed {
-		return f, info.Size(), nil
+	if !s.sealed || arriving { // what arrives cannot be written by whoever has it open
+		return f, info.Size(), arriving, nil
 	}
 	defer f.Close()
 	m, err := newMemfd(string(id), info.Size())
 	if err != nil {
-		return nil, 0, err
+		return nil, 0, false, err
 	}
 	if err := sparse.Copy(m, f, info.Size()); err != nil {
-		return nil, 0, errors.Join(fmt.Errorf("load base %s: %w", id, err), m.Close())
+		return nil, 0, false, errors.Join(fmt.Errorf("load base %s: %w", id, err), m.Close())
 	}
 	if err := seal(m); err != nil {
-		return nil, 0, errors.Join(err, m.Close())
+		return nil, 0, false, errors.Join(err, m.Close())
 	}
-	return m, info.Size(), nil
+	return m, info.Size(), false, nil
+}
+
+// find opens the file of a base, or what there is of one that arrives.
+func (s *BaseStore) find(id core.BaseID) (_ *os.File, arriving bool, err error) {
+	for range 2 { // it may become whole in between
+		f, err := os.Open(s.path(id))
+		if !errors.Is(err, fs.ErrNotExist) {
+			return f, false, err
+		}
+		if s.arriving == nil {
+			break
+		}
+		if f, err = s.arriving.Open(id); !errors.Is(err, fs.ErrNotExist) {
+			return f, true, err
+		}
+	}
+	return nil, false, core.Errorf(core.DataLoss, core.CodeCheckpointCorrupt, "the memory base %s is missing on this host", id)
+}
+
+// ForgetArriving has bases that are open, and of which something arrives, opened anew when they are opened next: what showed them is gone.
+func (s *BaseStore) ForgetArriving() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for id, b := range s.open {
+		select {
+		case <-b.ready:
+			if b.arriving {
+				delete(s.open, id)
+			}
+		default:
+		}
+	}
 }
 
 // Rebase writes base plus delta as a new base, durably, and opens it. What the old base has as a hole and the delta as zeros is a
@@ -270,7 +319,7 @@ func writePages(f *os.File, off int64, data []byte, fresh bool) error {
 	return nil
 }
 
-// List returns the ids of all bases on disk.
+// List returns the ids of all bases on disk, and of those that arrive.
 func (s *BaseStore) List() ([]core.BaseID, error) {
 	names, err := filepath.Glob(filepath.Join(s.dir, "*.ram"))
 	if err != nil {
@@ -283,6 +332,9 @@ func (s *BaseStore) List() ([]core.BaseID, error) {
 			ids = append(ids, id)
 		}
 	}
+	if s.arriving != nil {
+		ids = append(ids, s.arriving.List()...)
+	}
 	return ids, nil
 }
 
@@ -290,7 +342,10 @@ func (s *BaseStore) List() ([]core.BaseID, error) {
 func (s *BaseStore) Remove(id core.BaseID) error {
 	err := os.Remove(s.path(id))
 	if errors.Is(err, fs.ErrNotExist) {
-		return nil
+		err = nil
+	}
+	if s.arriving != nil {
+		err = errors.Join(err, s.arriving.Remove(id))
 	}
 	return err
 }
@@ -307,6 +362,9 @@ func (s *BaseStore) AllocatedBytes(id core.BaseID) (int64, error) {
 // File returns what a VMM maps. It belongs to the base.
 func (b *Base) File() *os.File { return b.file }
 
+// Arriving reports whether the file is shown by something else, and is broken when that ends.
+func (b *Base) Arriving() bool { return b.arriving }
+
 // Close gives the base back. The last user's Close frees a memfd.
 func (b *Base) Close() error {
 	if b.store == nil {
@@ -315,7 +373,7 @@ func (b *Base) Close() error {
 	b.store.mu.Lock()
 	b.refs--
 	last := b.refs == 0
-	if last {
+	if last && b.store.open[b.ID] == b {
 		delete(b.store.open, b.ID)
 	}
 	b.store.mu.Unlock()

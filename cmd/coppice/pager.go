@@ -1,0 +1,24 @@
+package main
+
+import (
+	"github.com/spf13/cobra"
+
+	"github.com/coppice-dev/coppice/internal/daemon"
+)
+
+// newPagerCommand is what a runner starts, not a user.
+func newPagerCommand(a *app) *cobra.Command {
+	return &cobra.Command{
+		Use:    "pager",
+		Short:  "Serve memory that is still being fetched to this host's VMs; a runner starts it",
+		Hidden: true,
+		Args:   cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			log, err := newLogger(a.stderr, "info")
+			if err != nil {
+				return err
+			}
+			return daemon.RunPager(cmd.Context(), cmd.InOrStdin(), log)
+		},
+	}
+}
