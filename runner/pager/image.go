@@ -27,8 +27,8 @@ const (
 	demandParallel = 8
 	restParallel   = 4
 	restPortion    = 4 << 20 // bytes of pages
-	quiet          = 150 * time.Millisecond
-	quietAtMost    = 3 * time.Second // the rest does not wait longer than this for the machines to be quiet
+	quiet          = time.Second
+	quietAtMost    = 15 * time.Second // the rest does not wait longer than this for the machines to be quiet
 	firstRetry     = 100 * time.Millisecond
 	lastRetry      = 5 * time.Second
 )
@@ -47,7 +47,7 @@ type image struct {
 
 	present  []atomic.Uint64 // a bit for each page whose bytes are in part, zeros as a hole
 	here     atomic.Int64    // how many
-	lastMiss atomic.Int64    // when a page was last asked for that was not here, in ns since the epoch
+	lastMiss *atomic.Int64   // when a page of any image was last asked for that was not here, in ns since the epoch
 	opened   atomic.Int64
 	demanded atomic.Int64 // pages that were asked for before they were here
 	fetched  atomic.Int64 // bytes that the store has given
@@ -72,9 +72,9 @@ type flight struct {
 
 // newImage shows an image whose bytes are in the store by tree. seed is the map of what part holds already, nil for nothing. Part has
 // the image's size.
-func newImage(id string, tree, seed *manifest.Tree, part *os.File, ino uint64, blobs blob.Blobs, log *slog.Logger, changed func()) *image {
+func newImage(id string, tree, seed *manifest.Tree, part *os.File, ino uint64, blobs blob.Blobs, log *slog.Logger, lastMiss *atomic.Int64, changed func()) *image {
 	im := &image{
-		id: id, tree: tree, part: part, blobs: blobs, log: log, ino: ino, changed: changed, present: make([]atomic.Uint64, (tree.Pages()+63)/64),
+		id: id, tree: tree, part: part, blobs: blobs, log: log, ino: ino, lastMiss: lastMiss, changed: changed, present: make([]atomic.Uint64, (tree.Pages()+63)/64),
 		flights: make(map[*manifest.Frame]*flight),
 	}
 	im.ctx, im.stop = context.WithCancel(context.Background())

@@ -29,13 +29,14 @@ type Config struct {
 
 // Server is a pager.
 type Server struct {
-	cfg    Config
-	id     string
-	listen *net.UnixListener
-	mount  *mount
-	stop   context.CancelFunc
-	done   context.Context
-	inode  atomic.Uint64 // of the last file
+	cfg      Config
+	id       string
+	listen   *net.UnixListener
+	mount    *mount
+	stop     context.CancelFunc
+	done     context.Context
+	inode    atomic.Uint64 // of the last file
+	lastMiss atomic.Int64  // see image
 
 	mu        sync.Mutex // guards what follows
 	images    map[string]*image
@@ -232,7 +233,7 @@ func (s *Server) newImage(spec Image, part *os.File) (*image, error) {
 	}
 	ino := s.inode.Add(1) // machines are asked where they map it, by this number: no library of theirs has it
 	if spec.Seed == nil {
-		return newImage(spec.ID, tree, nil, part, ino, s.cfg.Blobs, s.cfg.Log, s.changed), nil
+		return newImage(spec.ID, tree, nil, part, ino, s.cfg.Blobs, s.cfg.Log, &s.lastMiss, s.changed), nil
 	}
 	seed, err := s.snapshot(*spec.Seed)
 	if err != nil {
@@ -245,7 +246,7 @@ func (s *Server) newImage(spec Image, part *os.File) (*image, error) {
 	if err := clearZeros(part, tree, from); err != nil {
 		return nil, err
 	}
-	return newImage(spec.ID, tree, from, part, ino, s.cfg.Blobs, s.cfg.Log, s.changed), nil
+	return newImage(spec.ID, tree, from, part, ino, s.cfg.Blobs, s.cfg.Log, &s.lastMiss, s.changed), nil
 }
 
 const keptSnapshots = 4
