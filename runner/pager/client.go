@@ -3,9 +3,12 @@ package pager
 import (
 	"context"
 	"errors"
+	"fmt"
 	"net"
 	"os"
 	"time"
+
+	"golang.org/x/sys/unix"
 
 	"github.com/coppice-dev/coppice/core"
 )
@@ -106,11 +109,38 @@ func (c *Client) Touched(ctx context.Context, id string) ([]Range, error) {
 	return out.Touched, err
 }
 
-// Stop ends the pager. No machine may have its files open.
+// Stop ends the pager and waits until its process is gone, and with it everything that it has open. No machine may have its files open.
 func (c *Client) Stop(ctx context.Context) error {
-	_, _, err := c.call(ctx, request{Op: opStop}, nil)
-	return err
+	h, err := c.Hello(ctx)
+	if err != nil {
+		return err
+	}
+	process, err := unix.PidfdOpen(h.PID, 0)
+	if err != nil {
+		return fmt.Errorf("find the pager (process %d): %w", h.PID, err)
+	}
+	defer func() { _ = unix.Close(process) }()
+	if _, _, err := c.call(ctx, request{Op: opStop}, nil); err != nil {
+		return err
+	}
+	// Readable is one whose last thread has ended.
+	for deadline := time.Now().Add(stopTime); ; {
+		n, err := unix.Poll([]unix.PollFd{{Fd: int32(process), Events: unix.POLLIN}}, int(max(time.Until(deadline), 0).Milliseconds())) //nolint:gosec // G115: a descriptor
+		switch {
+		case errors.Is(err, unix.EINTR):
+		case err != nil:
+			return fmt.Errorf("wait for the pager (process %d): %w", h.PID, err)
+		case n == 0:
+			late := core.Errorf(core.TimedOut, core.CodeTimedOut, "the pager (process %d) did not end within %s and was killed", h.PID, stopTime)
+			return errors.Join(late, unix.PidfdSendSignal(process, unix.SIGKILL, nil, 0))
+		default:
+			return nil
+		}
+	}
 }
+
+// stopTime is how long a pager that was told to end may take.
+const stopTime = 10 * time.Second
 
 // Watch calls each with all images at once and whenever something about one has changed, until ctx ends or the pager does, which is
 // ErrGone.
