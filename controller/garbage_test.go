@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"math/rand/v2"
 	"slices"
 	"strings"
@@ -13,6 +14,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/controller"
 	"github.com/coppice-dev/coppice/controller/runnertest"
 	"github.com/coppice-dev/coppice/core"
@@ -166,6 +168,7 @@ type model struct {
 	spaces []core.WorkspaceID
 	living map[core.CheckpointID]bool // true: sealed
 	open   []*runnertest.Upload
+	read   map[core.CheckpointID]runnerapi.Stored // what the runner fetches from the store, some of it deleted since
 }
 
 func newModel(t *testing.T, seed uint64) *model {
@@ -177,7 +180,7 @@ func newModel(t *testing.T, seed uint64) *model {
 	t.Cleanup(func() { _ = files.Close() })
 	var mu sync.Mutex
 	faults := rand.New(rand.NewPCG(seed, 2))
-	m := &model{random: rand.New(rand.NewPCG(seed, 1)), living: map[core.CheckpointID]bool{}}
+	m := &model{random: rand.New(rand.NewPCG(seed, 1)), living: map[core.CheckpointID]bool{}, read: map[core.CheckpointID]runnerapi.Stored{}}
 	m.files = &unsafeStore{Store: files, random: func(n int) int {
 		mu.Lock()
 		defer mu.Unlock()
@@ -222,7 +225,7 @@ func (m *model) crash() {
 
 func (m *model) step() string {
 	ctx, t := m.t.Context(), m.t
-	switch n := m.random.IntN(12); n {
+	switch n := m.random.IntN(14); n {
 	case 0, 1:
 		id := m.checkpoint(m.spaces[m.random.IntN(len(m.spaces))]).ID
 		m.living[id] = false
@@ -289,10 +292,28 @@ func (m *model) step() string {
 			return m.number(`SELECT count(*) FROM seals s JOIN runners r ON r.id = s.runner_id WHERE s.state = 'uploading' AND s.lease_epoch <> r.lease_epoch`) == 0
 		})
 		return "registered anew"
+	case 10:
+		id := m.any(func(_ core.CheckpointID, sealed bool) bool { return sealed })
+		m.read[id] = *m.get(id).Stored
+		m.fetches()
+		return "fetches " + string(id)
+	case 11:
+		for id := range m.read {
+			delete(m.read, id)
+			m.fetches()
+			return "has fetched " + string(id)
+		}
+		return "nothing is fetched"
 	default:
 		m.crash()
 		return "collected"
 	}
+}
+
+// fetches has the runner say what it fetches.
+func (m *model) fetches() {
+	m.fetching = slices.Sorted(maps.Keys(m.read))
+	m.beat()
 }
 
 // check looks at every checkpoint that is sealed, and at what each attempt under way builds on.
@@ -302,6 +323,11 @@ func (m *model) check(after string) {
 			if err := runnertest.Restorable(m.t.Context(), m.files, *m.get(id).Stored); err != nil {
 				m.t.Fatalf("after it %s: %v", after, err)
 			}
+		}
+	}
+	for id, at := range m.read {
+		if err := runnertest.Restorable(m.t.Context(), m.files, at); err != nil {
+			m.t.Fatalf("after it %s: %s, which is being fetched: %v", after, id, err)
 		}
 	}
 	for _, u := range m.open {
@@ -325,6 +351,13 @@ func (m *model) rest() {
 			m.t.Fatal(err)
 		}
 	}
+	clear(m.living)
+	for range 5 {
+		m.crash()
+	}
+	m.check("deleted everything")
+	clear(m.read)
+	m.fetches()
 	for range 200 { // half of what is deleted is not, at the first try
 		if m.crash(); m.number(`SELECT (SELECT count(*) FROM store_objects) + (SELECT count(*) FROM store_released) + (SELECT count(*) FROM store_debris)`) == 0 {
 			break
@@ -333,15 +366,15 @@ func (m *model) rest() {
 	if left := keys(m.t, m.files.Store); len(left) > 0 {
 		m.t.Errorf("%d objects are left: %v", len(left), left[:min(len(left), 10)])
 	}
-	for _, table := range []string{"store_objects", "checkpoint_objects", "store_released", "store_debris", "seals"} {
+	for _, table := range []string{"store_objects", "checkpoint_objects", "store_released", "store_debris", "seals", "store_holds"} {
 		if n := m.number(`SELECT count(*) FROM ` + table); n != 0 {
 			m.t.Errorf("%d rows are left in %s", n, table)
 		}
 	}
 }
 
-// TestGarbageAgainstModel runs random sequences of captures, attempts, ends, deletions and collections that die half way: what a
-// living checkpoint or an attempt under way needs is never removed, and of what is deleted nothing stays.
+// TestGarbageAgainstModel runs random sequences of captures, attempts, ends, deletions, fetches and collections that die half way: what a
+// living checkpoint, an attempt under way or a fetch needs is never removed, and of what is deleted nothing stays.
 func TestGarbageAgainstModel(t *testing.T) {
 	t.Parallel()
 	seed := uint64(time.Now().UnixNano())

@@ -96,6 +96,9 @@ func (c *Controller) Heartbeat(ctx context.Context, id core.RunnerID, h runnerap
 		if err := tx.SetCopies(ctx, id, known); err != nil {
 			return err
 		}
+		if err := tx.SetHolds(ctx, id, h.Fetching[:min(len(h.Fetching), maxHolds)]); err != nil {
+			return err
+		}
 		for _, cp := range h.Checkpoints {
 			if !slices.Contains(known, cp) {
 				out.DropCheckpoints = append(out.DropCheckpoints, cp)
@@ -124,6 +127,9 @@ func (c *Controller) Heartbeat(ctx context.Context, id core.RunnerID, h runnerap
 	}
 	return out, nil
 }
+
+// maxHolds bounds what a runner says that it fetches.
+const maxHolds = 10000
 
 // endedKeys says which of the keys that a data plane was used with are not valid any more.
 func endedKeys(ctx context.Context, tx Tx, keys []core.KeyID) ([]core.KeyID, error) {

@@ -36,6 +36,8 @@ type world struct {
 	project core.ProjectID
 	stop    func() // ends the controller's Run and waits for it
 	epoch   int64  // of the runner's lease
+
+	fetching []core.CheckpointID // by the runner, as its heartbeats say
 }
 
 // withStore lets the controller tidy up a store in a directory, and the runner restore from there.
@@ -130,7 +132,7 @@ func (w *world) register() {
 // beat sends a heartbeat with what the runner holds.
 func (w *world) beat() runnerapi.Heartbeated {
 	w.t.Helper()
-	beat := runnerapi.Heartbeat{LeaseEpoch: w.epoch, Info: w.runner.Info(), Sandboxes: w.runner.Sandboxes(), Checkpoints: w.runner.Checkpoints()}
+	beat := runnerapi.Heartbeat{LeaseEpoch: w.epoch, Info: w.runner.Info(), Sandboxes: w.runner.Sandboxes(), Checkpoints: w.runner.Checkpoints(), Fetching: w.fetching}
 	out, err := w.Heartbeat(w.t.Context(), w.runner.ID(), beat)
 	if err != nil {
 		w.t.Fatal(err)

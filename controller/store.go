@@ -216,6 +216,8 @@ type CheckpointTx interface {
 	Sources(ctx context.Context, id core.CheckpointID) ([]runnerapi.Stored, error)
 	// Peers returns the runners with a lease that hold a checkpoint, its parent or its root, nearest first, at most runnerapi.MaxPeers.
 	Peers(ctx context.Context, cp Checkpoint) ([]runnerapi.Peer, error)
+	// SetHolds replaces what a runner holds in the store: checkpoints that it fetches. What was deleted before it was held is not.
+	SetHolds(ctx context.Context, runner core.RunnerID, fetching []core.CheckpointID) error
 	// Near ranks the runners on which less of a checkpoint has to be fetched than elsewhere: 0 for those that hold it.
 	Near(ctx context.Context, cp Checkpoint) (map[core.RunnerID]int, error)
 	// InsertCheckpoint may fail with ErrTemplateExists or NAME_TAKEN.

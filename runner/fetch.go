@@ -43,6 +43,8 @@ func (r *Runner) fetch(ctx context.Context, id core.CheckpointID, sources []runn
 func (r *Runner) fetchNow(ctx context.Context, sources []runnerapi.Stored) (_ *checkpointRecord, err error) {
 	watch := core.NewStopwatch()
 	at := sources[0]
+	defer r.fetching.begin(sources)()
+	r.wake()
 	snapshot, err := r.snapshot(ctx, at)
 	if err != nil {
 		return nil, err
@@ -291,7 +293,7 @@ func (f *fetching) memoryLater(ctx context.Context, tree *manifest.Tree, near bo
 	im := &lazyImage{Image: pager.Image{ID: string(f.rec.Base), Source: sourceOf(f.at, imageMemory)}, Size: tree.Size(), To: f.r.bases.Name(f.rec.Base)}
 	if near {
 		seed := sourceOf(f.nearAt, imageMemory)
-		im.Seed, im.SeedBase = &seed, f.near.Base
+		im.Seed, im.SeedBase, im.Compared = &seed, f.near.Base, seed.CheckpointID
 	}
 	return f.r.lazy.begin(ctx, im)
 }

@@ -36,9 +36,10 @@ type lazyImages struct {
 // lazyImage is one image that is not whole. It is kept as JSON.
 type lazyImage struct {
 	pager.Image
-	Size     int64       `json:"size"`                // bytes of the image
-	To       string      `json:"to"`                  // where its file goes, below the data directory
-	SeedBase core.BaseID `json:"seed_base,omitempty"` // the base that its part begins with
+	Size     int64             `json:"size"`                // bytes of the image
+	To       string            `json:"to"`                  // where its file goes, below the data directory
+	SeedBase core.BaseID       `json:"seed_base,omitempty"` // the base that its part begins with
+	Compared core.CheckpointID `json:"compared,omitempty"`  // the checkpoint of the seed, whose maps are read too; it never changes
 
 	status pager.Status
 }

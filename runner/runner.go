@@ -58,7 +58,8 @@ type Runner struct {
 	rebasing   bool
 	rootsHeld  int // of who makes what has no record yet
 
-	usages usages
+	usages   usages
+	fetching readings
 }
 
 // New opens the runner's data and takes over what an earlier process left running: sandboxes go on, everything else of it is taken

@@ -202,10 +202,15 @@ func (t *tx) FenceRunners(ctx context.Context, hard time.Duration) ([]core.Works
 		)
 		SELECT DISTINCT w.id FROM dead d JOIN sandboxes s ON s.runner_id = d.id AND s.ended_at IS NULL
 		JOIN workspaces w ON w.id = s.workspace_id AND w.sandbox_id = s.id WHERE w.state IN ('ready', 'checkpointing')`, args{"hard": hard.Seconds()})
+	if err != nil {
+		return nil, err
+	}
 	list := make([]core.WorkspaceID, len(rows))
 	for i, r := range rows {
 		list[i] = r.ID
 	}
+	// What they were fetching nobody fetches any more. The rows are those of all that have been given up: one may have been at a heartbeat then.
+	_, err = t.exec(ctx, `DELETE FROM store_holds h USING runners r WHERE r.id = h.runner_id AND r.fenced_at IS NOT NULL`, args{})
 	return list, err
 }
 

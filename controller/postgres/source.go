@@ -36,6 +36,36 @@ func (t *tx) Sources(ctx context.Context, id core.CheckpointID) ([]runnerapi.Sto
 	return list, err
 }
 
+// SetHolds changes what differs. The row of a checkpoint that is to be held is locked, so that its deletion comes before, and it is not held, or
+// sees the hold.
+func (t *tx) SetHolds(ctx context.Context, runner core.RunnerID, fetching []core.CheckpointID) error {
+	rows, err := many[checkpointIDRow](ctx, t, `SELECT checkpoint_id AS id FROM store_holds WHERE runner_id = @runner`, args{"runner": runner})
+	if err != nil {
+		return err
+	}
+	fresh := make(map[core.CheckpointID]bool, len(fetching))
+	for _, id := range fetching {
+		fresh[id] = true
+	}
+	var ended []core.CheckpointID
+	for _, r := range rows {
+		if !fresh[r.ID] {
+			ended = append(ended, r.ID)
+		}
+		delete(fresh, r.ID)
+	}
+	if len(fresh) > 0 {
+		_, err = t.exec(ctx, `
+			INSERT INTO store_holds (checkpoint_id, runner_id, project_id)
+			SELECT c.id, @runner, c.project_id FROM checkpoints c WHERE c.id = ANY(@ids::text[]) AND c.state = 'sealed' ORDER BY c.id FOR SHARE`,
+			args{"ids": texts(slices.Sorted(maps.Keys(fresh))), "runner": runner})
+	}
+	if len(ended) > 0 && err == nil {
+		_, err = t.exec(ctx, `DELETE FROM store_holds WHERE runner_id = @runner AND checkpoint_id = ANY(@ids::text[])`, args{"ids": texts(ended), "runner": runner})
+	}
+	return err
+}
+
 type nearRow struct {
 	RunnerID core.RunnerID `db:"runner_id"`
 	Distance int           `db:"distance"`

@@ -146,6 +146,7 @@ func (l *Link) beat(ctx context.Context, lease **runnerapi.Registered) (time.Dur
 	for _, c := range l.runner.Checkpoints() {
 		beat.Checkpoints = append(beat.Checkpoints, c.ID)
 	}
+	beat.Fetching = l.runner.Fetching()
 	if l.cfg.Plane != nil {
 		beat.DataKeys, beat.DataUsed = l.cfg.Plane.Keys(), l.cfg.Plane.Used()
 	}

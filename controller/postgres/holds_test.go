@@ -1,0 +1,156 @@
+package postgres_test
+
+import (
+	"context"
+	"testing"
+	"time"
+
+	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/core"
+)
+
+// joined registers another runner.
+func (d *db) joined() core.RunnerID {
+	d.t.Helper()
+	info := d.info()
+	info.RunnerID = core.NewID[core.RunnerID]()
+	d.system(func(ctx context.Context, tx controller.Tx) error {
+		_, err := tx.RegisterRunner(ctx, runnerapi.Register{Info: info, Endpoint: "http://127.0.0.1:2"}, time.Minute)
+		return err
+	})
+	return info.RunnerID
+}
+
+func (d *db) fetches(runner core.RunnerID, ids ...core.CheckpointID) {
+	d.t.Helper()
+	d.system(func(ctx context.Context, tx controller.Tx) error { return tx.SetHolds(ctx, runner, ids) })
+}
+
+func (d *db) holds() []string {
+	return d.column(`SELECT checkpoint_id FROM store_holds ORDER BY checkpoint_id`)
+}
+
+// TestHolds: what runners fetch keeps its needs when it is deleted, until the last of them has it.
+func TestHolds(t *testing.T) {
+	t.Parallel()
+	d := newDB(t)
+	from := d.template()
+	w := d.ready(d.project, from)
+	one, two := d.joined(), d.joined()
+	a, b, unsealed := d.node(w, from.ID), d.node(w, from.ID), d.node(w, from.ID)
+	d.sealed(a.ID)
+	d.sealed(b.ID, a.ID)
+	d.fetches(one, a.ID, a.ID, unsealed.ID, core.NewID[core.CheckpointID]())
+	d.fetches(two, a.ID)
+	if got := d.holds(); len(got) != 2 || got[0] != string(a.ID) || got[1] != string(a.ID) {
+		t.Errorf("held: %v", got)
+	}
+	for _, id := range []core.CheckpointID{a.ID, b.ID} {
+		if err := d.remove(id); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if _, condemned := d.condemn(false); condemned != 2 || len(d.needs(a.ID)) == 0 || len(d.needs(b.ID)) != 0 { // what b alone needed
+		t.Errorf("deleted while one is fetched: %d condemned, %v and %v needed", condemned, d.needs(a.ID), d.needs(b.ID))
+	}
+	d.fetches(two, b.ID) // too late
+	if got := d.holds(); len(got) != 1 {
+		t.Errorf("one has it: %v", got)
+	}
+	if _, condemned := d.condemn(false); condemned != 0 {
+		t.Errorf("one still fetches it: %d condemned", condemned)
+	}
+	d.fetches(one, a.ID)
+	if _, condemned := d.condemn(false); condemned != 0 {
+		t.Errorf("it says so again: %d condemned", condemned)
+	}
+	d.fetches(one)
+	if _, condemned := d.condemn(false); condemned != 2 || len(d.holds()) != 0 || len(d.needs(a.ID)) != 0 {
+		t.Errorf("all have it: %d condemned, %v held", condemned, d.holds())
+	}
+}
+
+// TestHoldsOfTheLost: a runner that is given up holds nothing any more.
+func TestHoldsOfTheLost(t *testing.T) {
+	t.Parallel()
+	d := newDB(t)
+	from := d.template()
+	w := d.ready(d.project, from)
+	a := d.node(w, from.ID)
+	d.sealed(a.ID)
+	other := d.joined()
+	d.fetches(other, a.ID)
+	if err := d.remove(a.ID); err != nil {
+		t.Fatal(err)
+	}
+	fence := func() {
+		t.Helper()
+		d.system(func(ctx context.Context, tx controller.Tx) error {
+			_, err := tx.FenceRunners(ctx, time.Hour)
+			return err
+		})
+	}
+	d.exec(`UPDATE runners SET lease_expires_at = now() - interval '59 minutes' WHERE id = $1`, other)
+	fence()
+	if _, condemned := d.condemn(false); condemned != 0 || len(d.holds()) != 1 {
+		t.Errorf("before its time: %d condemned, %v", condemned, d.holds())
+	}
+	d.exec(`UPDATE runners SET lease_expires_at = now() - interval '61 minutes' WHERE id = $1`, other)
+	fence()
+	if _, condemned := d.condemn(false); condemned != 2 || len(d.holds()) != 0 {
+		t.Errorf("given up: %d condemned, %v", condemned, d.holds())
+	}
+}
+
+// TestHoldRaces: a hold and a deletion, and the last two holds, that do not see one another.
+func TestHoldRaces(t *testing.T) {
+	t.Parallel()
+	d := newDB(t)
+	from := d.template()
+	w := d.ready(d.project, from)
+	one, two := d.joined(), d.joined()
+	a, b, c := d.node(w, from.ID), d.node(w, from.ID), d.node(w, from.ID)
+	for _, cp := range []controller.Checkpoint{a, b, c} {
+		d.sealed(cp.ID)
+	}
+	// beside runs another transaction that waits for what the first has locked.
+	beside := func(first func(ctx context.Context, tx controller.Tx) error, second func() error) {
+		t.Helper()
+		done := make(chan error, 1)
+		d.system(func(ctx context.Context, tx controller.Tx) error {
+			if err := first(ctx, tx); err != nil {
+				return err
+			}
+			go func() { done <- second() }()
+			d.waitsForLock()
+			return nil
+		})
+		if err := <-done; err != nil {
+			t.Fatal(err)
+		}
+	}
+	hold := func(runner core.RunnerID, ids ...core.CheckpointID) func(context.Context, controller.Tx) error {
+		return func(ctx context.Context, tx controller.Tx) error { return tx.SetHolds(ctx, runner, ids) }
+	}
+	beside(hold(one, a.ID), func() error { return d.remove(a.ID) })
+	if len(d.needs(a.ID)) != 2 {
+		t.Errorf("deleted after it was held: %v", d.needs(a.ID))
+	}
+	beside(func(ctx context.Context, tx controller.Tx) error {
+		_, err := tx.DeleteCheckpoint(ctx, b.ID, false)
+		return err
+	}, func() error { return d.try(controller.System(), hold(two, b.ID)) })
+	if len(d.needs(b.ID)) != 0 || len(d.holds()) != 1 {
+		t.Errorf("held after it was deleted: %v, %v", d.needs(b.ID), d.holds())
+	}
+	d.fetches(one, c.ID)
+	d.fetches(two, c.ID)
+	if err := d.remove(c.ID); err != nil {
+		t.Fatal(err)
+	}
+	beside(hold(one), func() error { return d.try(controller.System(), hold(two)) })
+	if len(d.needs(c.ID))+len(d.needs(a.ID)) != 0 || len(d.holds()) != 0 {
+		t.Errorf("the last two holds: %v, %v, %v", d.needs(c.ID), d.needs(a.ID), d.holds())
+	}
+}

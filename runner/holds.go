@@ -1,0 +1,57 @@
+package runner
+
+import (
+	"maps"
+	"slices"
+	"sync"
+
+	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/core"
+)
+
+// readings are the checkpoints that fetches under way read from the store, and how many each.
+type readings struct {
+	mu    sync.Mutex // guards count
+	count map[core.CheckpointID]int
+}
+
+// begin notes a fetch of what is at sources: the checkpoint itself and the root of its tree. What lies between is read, if at all, in the first
+// moments. The fetch ends with the returned function.
+func (f *readings) begin(sources []runnerapi.Stored) (end func()) {
+	ids := []core.CheckpointID{sources[0].CheckpointID, sources[len(sources)-1].CheckpointID}
+	f.add(ids, 1)
+	return func() { f.add(ids, -1) }
+}
+
+func (f *readings) add(ids []core.CheckpointID, n int) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.count == nil {
+		f.count = make(map[core.CheckpointID]int)
+	}
+	for _, id := range ids {
+		if f.count[id] += n; f.count[id] == 0 {
+			delete(f.count, id)
+		}
+	}
+}
+
+// Fetching are the checkpoints whose objects in the store this host reads, or may yet read: heartbeats say so, and until they do not any more
+// the objects stay, whatever becomes of the checkpoints. They are those of fetches under way and of images that are not whole.
+func (r *Runner) Fetching() []core.CheckpointID {
+	ids := make(map[core.CheckpointID]bool)
+	r.fetching.mu.Lock()
+	for id := range r.fetching.count {
+		ids[id] = true
+	}
+	r.fetching.mu.Unlock()
+	r.lazy.mu.Lock()
+	defer r.lazy.mu.Unlock()
+	for _, im := range r.lazy.images {
+		ids[im.Source.CheckpointID] = true
+		if im.Compared != "" {
+			ids[im.Compared] = true
+		}
+	}
+	return slices.Sorted(maps.Keys(ids))
+}
