@@ -1,22 +1,19 @@
 package runner
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"io/fs"
-	"maps"
 	"os"
 	"path/filepath"
-	"slices"
 	"strings"
 	"sync"
 	"time"
 
 	"github.com/coppice-dev/coppice/core"
-	"github.com/coppice-dev/coppice/internal/atomicfile"
-	"github.com/coppice-dev/coppice/internal/sparse"
 	"github.com/coppice-dev/coppice/runner/pager"
 )
 
@@ -40,8 +37,14 @@ type lazyImage struct {
 	To       string            `json:"to"`                  // where its file goes, below the data directory
 	SeedBase core.BaseID       `json:"seed_base,omitempty"` // the base that its part begins with
 	Compared core.CheckpointID `json:"compared,omitempty"`  // the checkpoint of the seed, whose maps are read too; it never changes
+	// Made is the instance of the pager that its part was made for. That one may write it, even if it has not said yet that it serves the
+	// image: a part is made anew for another only.
+	Made string `json:"made,omitempty"`
 
-	status pager.Status
+	serving sync.Mutex // held while it is offered; guards Made, Seed, SeedBase and the part
+	// What follows is guarded by the mu of lazyImages.
+	status  pager.Status
+	refused error // why no pager has taken it
 }
 
 const (
@@ -101,109 +104,38 @@ func (l *lazyImages) changed() {
 	l.news = make(chan struct{})
 }
 
-// start makes sure that a pager runs and serves what is not whole. fresh says that it is not the one that machines of an earlier process have
-// their memory from.
-func (l *lazyImages) start(ctx context.Context) error {
-	if l.r.cfg.Store.Pager == nil {
-		return core.Errorf(core.FailedPrecondition, core.CodeUnsupported, "this runner has no pager")
-	}
-	client, fresh, err := pager.Ensure(ctx, *l.r.cfg.Store.Pager)
-	if err != nil {
-		return err
-	}
-	hello, err := client.Hello(ctx)
-	if err != nil {
-		return err
-	}
-	l.mu.Lock()
-	l.client, l.instance = client, hello.Instance
-	images := slices.Collect(maps.Values(l.images))
-	l.changed()
-	l.mu.Unlock()
-	l.r.cfg.Log.InfoContext(ctx, "pager is there", "pid", hello.PID, "new", fresh, "images", len(images))
-	for _, im := range images {
-		if err := l.serve(ctx, client, im); err != nil {
-			l.r.cfg.Log.WarnContext(ctx, "an image is not served", "image", im.ID, "err", err)
-		}
-	}
-	return nil
-}
-
-// serve has a pager serve an image, unless it does.
-func (l *lazyImages) serve(ctx context.Context, client *pager.Client, im *lazyImage) error {
-	if f, err := client.Open(ctx, im.ID); err == nil {
-		return f.Close()
-	}
-	part, err := l.makePart(im)
-	if err != nil {
-		return err
-	}
-	_, err = client.Put(ctx, im.Image, part)
-	return errors.Join(err, part.Close())
-}
-
-// makePart makes the file of an image anew, with the seed's bytes if there are any.
-func (l *lazyImages) makePart(im *lazyImage) (_ *os.File, err error) {
-	path := filepath.Join(l.dir, im.ID+lazyPart)
-	if err := ignoreAbsent(os.Remove(path)); err != nil {
-		return nil, err
-	}
-	f, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600)
-	if err != nil {
-		return nil, err
-	}
-	defer func() {
-		if err != nil {
-			err = errors.Join(err, f.Close())
-		}
-	}()
-	if im.SeedBase != "" {
-		seed, err := l.r.bases.OpenFile(im.SeedBase)
-		if err == nil {
-			_, err = sparse.Clone(f, seed)
-			err = errors.Join(err, seed.Close())
-		} else if core.CodeOf(err) == core.CodeCheckpointCorrupt { // it was removed: everything comes from the store
-			im.Seed, im.SeedBase, err = nil, "", nil
-		}
-		if err != nil {
-			return f, err
-		}
-	}
-	return f, f.Truncate(im.Size)
-}
-
 // begin has an image served from now on, which it records first. One that is served is left as it is.
 func (l *lazyImages) begin(ctx context.Context, im *lazyImage) (err error) {
+	im.serving.Lock()
+	defer im.serving.Unlock()
 	l.mu.Lock()
 	if l.images[im.ID] != nil {
 		l.mu.Unlock()
 		return nil
 	}
-	client := l.client
+	client, instance := l.client, l.instance
 	l.images[im.ID] = im
 	l.mu.Unlock()
 	defer func() {
 		if err != nil {
-			l.mu.Lock()
-			delete(l.images, im.ID)
-			l.changed()
-			l.mu.Unlock()
+			l.forget(im)
 			err = errors.Join(err, l.erase(im.ID))
 		}
 	}()
-	part, err := l.makePart(im)
-	if err != nil {
-		return err
-	}
-	defer part.Close()
-	if err := atomicfile.WriteJSON(filepath.Join(l.dir, im.ID+lazyRecord), im, 0o600); err != nil {
-		return err
-	}
 	if client == nil {
 		return pager.ErrGone
 	}
-	_, err = client.Put(ctx, im.Image, part)
-	return err
+	return l.put(ctx, client, instance, im)
+}
+
+// forget has an image no longer known.
+func (l *lazyImages) forget(im *lazyImage) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.images[im.ID] == im {
+		delete(l.images, im.ID)
+	}
+	l.changed()
 }
 
 // ready starts a pager if none runs, and reports whether images can be served.
@@ -231,31 +163,40 @@ func (l *lazyImages) has(id string) bool {
 	return l.images[id] != nil
 }
 
-// open opens what the pager shows of an image that is not whole; fs.ErrNotExist for another.
+// open opens what the pager shows of an image that is not whole; fs.ErrNotExist for another. It waits a minute for one that no pager has
+// taken yet.
 func (l *lazyImages) open(id string) (*os.File, error) {
-	ctx, cancel := context.WithTimeout(l.r.runCtx, time.Minute)
+	ctx, cancel := context.WithTimeout(l.r.runCtx, openTime)
 	defer cancel()
 	for {
 		l.mu.Lock()
-		there, client, news := l.images[id] != nil, l.client, l.news
+		im, client, news := l.images[id], l.client, l.news
+		var refused error
+		if im != nil {
+			refused = im.refused
+		}
 		l.mu.Unlock()
-		if !there {
+		if im == nil {
 			return nil, fs.ErrNotExist
 		}
-		if client == nil {
-			return nil, pager.ErrGone
+		if client != nil {
+			f, err := client.Open(ctx, id)
+			if core.CategoryOf(err) != core.NotFound && !errors.Is(err, pager.ErrGone) {
+				return f, err
+			}
+		} else if refused == nil {
+			refused = pager.ErrGone
 		}
-		f, err := client.Open(ctx, id)
-		if core.CategoryOf(err) != core.NotFound {
-			return f, err
-		}
-		select { // it is whole, and nobody had it open: its file is about to be there
+		select { // it is offered to the pager, or to the next one; or its file is about to be there
 		case <-news:
 		case <-ctx.Done():
-			return nil, context.Cause(ctx)
+			return nil, cmp.Or(refused, context.Cause(ctx))
 		}
 	}
 }
+
+// openTime is how long open waits for a pager to take an image.
+const openTime = time.Minute
 
 // whole waits until images are whole, or will never be.
 func (l *lazyImages) whole(ctx context.Context, ids ...string) error {
@@ -308,134 +249,6 @@ func (l *lazyImages) drop(id string) error {
 		}
 	}
 	return errors.Join(err, l.erase(id))
-}
-
-// findPager looks for the pager of an earlier process, if anything needs one: machines that it left, or images that are not whole.
-func (r *Runner) findPager(ctx context.Context, left []leftover) {
-	needed := len(r.lazy.images) > 0
-	for _, l := range left {
-		needed = needed || l.journal != nil && l.journal.Pager != ""
-	}
-	if !needed {
-		return
-	}
-	if err := r.lazy.start(ctx); err != nil {
-		r.cfg.Log.ErrorContext(ctx, "there is no pager to go on with images that are being fetched", "err", err)
-	}
-}
-
-// run watches the pager until ctx ends. When it has ended, so do the machines that had memory from it, and another is started for what is not
-// whole.
-func (l *lazyImages) run(ctx context.Context) {
-	const firstWait, lastWait = time.Second, time.Minute
-	wait := firstWait
-	for ctx.Err() == nil {
-		l.mu.Lock()
-		client, news, images := l.client, l.news, len(l.images)
-		l.mu.Unlock()
-		switch {
-		case client != nil:
-			wait = firstWait
-			if err := client.Watch(ctx, func(list []pager.Status) { l.heard(ctx, list) }); ctx.Err() == nil {
-				l.died(ctx, err)
-			}
-			continue
-		case images > 0:
-			err := l.start(ctx)
-			if err == nil {
-				continue
-			}
-			l.r.cfg.Log.ErrorContext(ctx, "no pager was started, and what is not whole cannot be forked", "err", err)
-		}
-		again := time.NewTimer(wait)
-		select {
-		case <-news:
-		case <-again.C:
-			wait = min(2*wait, lastWait)
-		case <-ctx.Done():
-		}
-		again.Stop()
-	}
-}
-
-// heard takes what the pager says.
-func (l *lazyImages) heard(ctx context.Context, list []pager.Status) {
-	var done, damaged []*lazyImage
-	l.mu.Lock()
-	for _, st := range list {
-		im := l.images[st.ID]
-		if im == nil {
-			continue
-		}
-		if st.Damaged() && !im.status.Damaged() {
-			damaged = append(damaged, im)
-		}
-		if st.Problem != nil && im.status.Problem == nil && !st.Damaged() {
-			l.r.cfg.Log.WarnContext(ctx, "machines wait for the store where they touch memory that is not here yet", "image", st.ID, "problem", st.Problem.Message)
-		}
-		im.status = st
-		if st.Whole {
-			done = append(done, im)
-		}
-	}
-	l.changed()
-	l.mu.Unlock()
-	for _, im := range damaged {
-		l.r.endUsers(ctx, im.status.Problem.Message, func(s *shell) bool { return s.uses(im.ID) })
-	}
-	for _, im := range done {
-		if err := l.publish(im); err != nil {
-			l.r.cfg.Log.ErrorContext(ctx, "an image that is whole was not taken", "image", im.ID, "err", err)
-		}
-	}
-}
-
-// publish makes the part of a whole image the file that it was for.
-func (l *lazyImages) publish(im *lazyImage) error {
-	part := filepath.Join(l.dir, im.ID+lazyPart)
-	if err := os.Chmod(part, 0o444); err != nil { //nolint:gosec // G302: VMMs, other users, read it
-		return err
-	}
-	if err := atomicfile.Rename(part, filepath.Join(l.r.cfg.DataDir, im.To)); err != nil {
-		return err
-	}
-	l.mu.Lock()
-	if l.images[im.ID] == im {
-		delete(l.images, im.ID)
-	}
-	l.changed()
-	l.mu.Unlock()
-	return l.erase(im.ID)
-}
-
-// died is called when the pager has ended.
-func (l *lazyImages) died(ctx context.Context, cause error) {
-	l.mu.Lock()
-	instance := l.instance
-	l.client, l.instance = nil, ""
-	l.changed()
-	l.mu.Unlock()
-	l.r.cfg.Log.ErrorContext(ctx, "the pager has ended", "err", cause)
-	l.r.bases.ForgetArriving()
-	l.r.warm.purge(ctx, func(s *shell) bool { return s.Pager == instance })
-	l.r.endUsers(ctx, "the pager of its runner ended, and with it memory that it had from there", func(s *shell) bool { return s.Pager == instance })
-}
-
-// stop ends the pager, which nobody uses any more.
-func (l *lazyImages) stop(ctx context.Context) error {
-	l.mu.Lock()
-	client := l.client
-	l.client, l.instance = nil, ""
-	l.mu.Unlock()
-	if l.r.cfg.Store.Pager == nil {
-		return nil
-	}
-	if client != nil {
-		if err := client.Stop(ctx); err != nil && !errors.Is(err, pager.ErrGone) {
-			return fmt.Errorf("stop the pager: %w", err)
-		}
-	}
-	return pager.Clean(l.r.cfg.Store.Pager.Dir)
 }
 
 // blame explains the failure of a machine by what its memory comes from, if that is it.

@@ -7,6 +7,7 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
 	"golang.org/x/sys/unix"
@@ -85,8 +86,8 @@ func diskSize(path string) int64 {
 	return int64(fs.Blocks) * fs.Bsize //nolint:gosec // G115: sizes of disks are below 2^63
 }
 
-// Open returns the store, nil where there is none, and steps learns how to close it. One that cannot be reached now is one that is
-// out of order for a while: what else is wrong with it is an error.
+// Open returns the store, nil where there is none, and steps learns how to close it. One that cannot be reached now, or is
+// silent, is out of order for a while: what else is wrong with it is an error, or logged if it shows late.
 func (c StoreConfig) Open(ctx context.Context, log *slog.Logger, steps *undo.Stack) (blob.Blobs, error) {
 	if c.URL == "" {
 		return nil, nil //nolint:nilnil // there is none, which is no error
@@ -99,13 +100,52 @@ func (c StoreConfig) Open(ctx context.Context, log *slog.Logger, steps *undo.Sta
 	if err != nil {
 		return nil, err
 	}
-	steps.Push("store of checkpoints", func(context.Context) error { return store.Close() })
-	err = blob.Probe(ctx, store)
+	probing, stop := context.WithCancel(ctx)
+	result, late, done := make(chan error), make(chan struct{}), make(chan struct{})
+	go func() {
+		defer close(done)
+		err := blob.Probe(probing, store)
+		select {
+		case result <- err:
+		case <-late:
+			logProbe(probing, log, err)
+		}
+	}()
+	steps.Push("store of checkpoints", func(context.Context) error {
+		stop()
+		<-done
+		return store.Close()
+	})
+	patience := time.NewTimer(storeProbeTime)
+	defer patience.Stop()
+	select {
+	case err = <-result:
+	case <-patience.C:
+		close(late)
+		log.WarnContext(ctx, "the store of checkpoints does not answer yet; nothing is sealed until it does", "waited_ms", core.Milliseconds(storeProbeTime))
+		return store, nil
+	}
 	if core.CodeOf(err) == core.CodeStoreUnavailable {
-		log.WarnContext(ctx, "the store of checkpoints cannot be reached; nothing is sealed until it is back", "err", err)
+		logProbe(ctx, log, err)
 		return store, nil
 	}
 	return store, err
+}
+
+// storeProbeTime is how long a start waits for the store to show that it can be used: a silent one holds nothing else up.
+const storeProbeTime = 2 * time.Second
+
+// logProbe tells how a store was found that nothing has waited for.
+func logProbe(ctx context.Context, log *slog.Logger, err error) {
+	switch {
+	case ctx.Err() != nil: // it is not used any more
+	case err == nil:
+		log.InfoContext(ctx, "the store of checkpoints answers")
+	case core.CodeOf(err) == core.CodeStoreUnavailable:
+		log.WarnContext(ctx, "the store of checkpoints cannot be reached; nothing is sealed until it is back", "err", err)
+	default:
+		log.ErrorContext(ctx, "the store of checkpoints cannot be used; nothing is sealed until it can", "err", err)
+	}
 }
 
 func (c StoreConfig) credentials(ctx context.Context) (s3.Credentials, error) {

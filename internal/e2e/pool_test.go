@@ -2,6 +2,7 @@ package e2e
 
 import (
 	"bytes"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"os"
@@ -115,14 +116,29 @@ func (p *pool) sealed(t *testing.T, id coppice.CheckpointID) coppice.Checkpoint 
 	return cp
 }
 
-// memory reads the memory of a checkpoint as a host has it.
+// memory reads the memory of a checkpoint as a host has it, once all of it is there.
 func (h *poolHost) memory(t *testing.T, id coppice.CheckpointID) []byte {
 	t.Helper()
+	until(t, "all of the memory of "+id+" is on "+h.Name, func() (bool, error) { return h.whole(t, id), nil })
 	b, err := h.Memory(id)
 	if err != nil {
 		t.Fatal(err)
 	}
 	return b
+}
+
+// whole reports whether all of the memory of a checkpoint is on the host.
+func (h *poolHost) whole(t *testing.T, id coppice.CheckpointID) bool {
+	t.Helper()
+	b, err := os.ReadFile(filepath.Join(h.Checkpoint(id), "checkpoint.json"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	var rec struct{ Base string }
+	if err := json.Unmarshal(b, &rec); err != nil || rec.Base == "" {
+		t.Fatalf("the record of checkpoint %s names no base: %s, %v", id, b, err)
+	}
+	return exists(filepath.Join(h.Files(), "bases", rec.Base+".ram"))
 }
 
 // sameBytes compares a checkpoint on two hosts.

@@ -19,6 +19,7 @@ type Relay struct {
 	mu     sync.Mutex // guards what follows
 	closed bool
 	conns  map[net.Conn]bool
+	held   chan struct{} // closed by Resume; nil while everything passes
 }
 
 // NewRelay listens at an address, whose port may be 0, for connections to another. Close ends it.
@@ -41,6 +42,40 @@ func (r *Relay) Sent() int64 { return r.sent.Load() }
 // Received is how many came back.
 func (r *Relay) Received() int64 { return r.received.Load() }
 
+// Hold has nothing pass any more: the address takes connections and is silent. What is said meanwhile is carried after Resume.
+func (r *Relay) Hold() {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.held == nil && !r.closed {
+		r.held = make(chan struct{})
+	}
+}
+
+// Resume ends Hold.
+func (r *Relay) Resume() {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.release()
+}
+
+// release lets everything pass. The caller holds mu.
+func (r *Relay) release() {
+	if r.held != nil {
+		close(r.held)
+		r.held = nil
+	}
+}
+
+// pass waits while nothing may pass.
+func (r *Relay) pass() {
+	r.mu.Lock()
+	held := r.held
+	r.mu.Unlock()
+	if held != nil {
+		<-held
+	}
+}
+
 // Close ends all connections and returns when nothing is carried any more.
 func (r *Relay) Close() error {
 	err := r.listener.Close()
@@ -49,6 +84,7 @@ func (r *Relay) Close() error {
 	for c := range r.conns {
 		_ = c.Close() // its reader learns of it
 	}
+	r.release()
 	r.mu.Unlock()
 	r.wg.Wait()
 	return err
@@ -95,25 +131,27 @@ func (r *Relay) carry(near net.Conn) {
 		return
 	}
 	var both sync.WaitGroup
-	both.Go(func() { pump(far, near, &r.sent) })
-	both.Go(func() { pump(near, far, &r.received) })
+	both.Go(func() { r.pump(far, near, &r.sent) })
+	both.Go(func() { r.pump(near, far, &r.received) })
 	both.Wait()
 }
 
 // pump carries one direction to its end, which is the end of both.
-func pump(to, from net.Conn, count *atomic.Int64) {
+func (r *Relay) pump(to, from net.Conn, count *atomic.Int64) {
 	defer to.Close()
 	defer from.Close()
-	_, _ = io.Copy(&counted{to, count}, from) // how it ends is the ends' affair
+	_, _ = io.Copy(&counted{r, to, count}, from) // how it ends is the ends' affair
 }
 
 type counted struct {
+	relay *Relay
 	w     io.Writer
 	count *atomic.Int64
 }
 
 // Write implements io.Writer.
 func (c *counted) Write(p []byte) (int, error) {
+	c.relay.pass()
 	n, err := c.w.Write(p)
 	c.count.Add(int64(n))
 	return n, err

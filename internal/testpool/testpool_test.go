@@ -2,11 +2,13 @@ package testpool
 
 import (
 	"context"
+	"errors"
 	"io"
 	"net"
 	"os"
 	"os/exec"
 	"testing"
+	"time"
 
 	"github.com/coppice-dev/coppice/internal/require"
 	"github.com/coppice-dev/coppice/internal/testleak"
@@ -53,6 +55,74 @@ func TestLink(t *testing.T) {
 	}
 	if _, err := net.InterfaceByName(l.name); err == nil {
 		t.Errorf("the link %s is left", l.name)
+	}
+}
+
+// TestRelayHold has a relay take connections and bytes while it passes nothing, and carry them afterwards.
+func TestRelayHold(t *testing.T) {
+	t.Parallel()
+	origin, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp4", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer origin.Close()
+	go func() {
+		for {
+			conn, err := origin.Accept()
+			if err != nil {
+				return
+			}
+			go func() {
+				_, _ = io.Copy(conn, conn)
+				_ = conn.Close()
+			}()
+		}
+	}()
+	r, err := NewRelay(t.Context(), "127.0.0.1:0", origin.Addr().String())
+	if err != nil {
+		t.Fatal(err)
+	}
+	r.Hold()
+	r.Hold()
+	say := func() net.Conn {
+		t.Helper()
+		conn, err := (&net.Dialer{}).DialContext(t.Context(), "tcp", r.Address())
+		if err != nil {
+			t.Fatal(err)
+		}
+		if _, err := conn.Write([]byte("hello")); err != nil {
+			t.Fatal(err)
+		}
+		return conn
+	}
+	conn := say()
+	defer conn.Close()
+	if err := conn.SetReadDeadline(time.Now().Add(100 * time.Millisecond)); err != nil {
+		t.Fatal(err)
+	}
+	b := make([]byte, 5)
+	if n, err := conn.Read(b); !errors.Is(err, os.ErrDeadlineExceeded) {
+		t.Fatalf("%q came through, %v", b[:n], err)
+	}
+	if n := r.Sent() + r.Received(); n != 0 {
+		t.Errorf("%d bytes were carried", n)
+	}
+	r.Resume()
+	r.Resume()
+	if err := conn.SetReadDeadline(time.Time{}); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := io.ReadFull(conn, b); err != nil || string(b) != "hello" {
+		t.Fatalf("%q, %v", b, err)
+	}
+	r.Hold()
+	silent := say()
+	defer silent.Close()
+	if err := r.Close(); err != nil {
+		t.Error(err)
+	}
+	if _, err := io.ReadFull(silent, b); err == nil {
+		t.Error("a connection outlives its relay")
 	}
 }
 

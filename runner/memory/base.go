@@ -380,7 +380,10 @@ func (b *Base) Close() error {
 	if !last || b.file == nil {
 		return nil
 	}
-	return b.file.Close()
+	if err := b.file.Close(); !b.arriving {
+		return err
+	}
+	return nil // the end of whatever has shown it is told by others
 }
 
 func newMemfd(name string, size int64) (*os.File, error) {

@@ -97,6 +97,13 @@ func (c *Client) Open(ctx context.Context, id string) (*os.File, error) {
 	return f, err
 }
 
+// Taken says that the part of an image that is whole is where it was for: the image ends when nobody has it open. One that is not served is no
+// error.
+func (c *Client) Taken(ctx context.Context, id string) error {
+	_, _, err := c.call(ctx, request{Op: opTaken, ID: id}, nil)
+	return err
+}
+
 // Drop has an image served no more, whoever has it open. One that is not served is no error.
 func (c *Client) Drop(ctx context.Context, id string) error {
 	_, _, err := c.call(ctx, request{Op: opDrop, ID: id}, nil)

@@ -41,6 +41,7 @@ type image struct {
 	blobs blob.Blobs
 	log   *slog.Logger
 	ino   uint64
+	inode uint64 // of part
 
 	ctx  context.Context // ends when it is dropped
 	stop context.CancelFunc
@@ -53,7 +54,8 @@ type image struct {
 	fetched  atomic.Int64 // bytes that the store has given
 	requests atomic.Int64
 	whole    atomic.Bool
-	changed  func() // the status is another; it may be called with mu held
+	taken    atomic.Bool // whoever has put it has what is whole
+	changed  func()      // the status is another; it may be called with mu held
 
 	mu       sync.Mutex // guards what follows
 	flights  map[*manifest.Frame]*flight
@@ -72,9 +74,9 @@ type flight struct {
 
 // newImage shows an image whose bytes are in the store by tree. seed is the map of what part holds already, nil for nothing. Part has
 // the image's size.
-func newImage(id string, tree, seed *manifest.Tree, part *os.File, ino uint64, blobs blob.Blobs, log *slog.Logger, lastMiss *atomic.Int64, changed func()) *image {
+func newImage(id string, tree, seed *manifest.Tree, part *os.File, inode, ino uint64, blobs blob.Blobs, log *slog.Logger, lastMiss *atomic.Int64, changed func()) *image {
 	im := &image{
-		id: id, tree: tree, part: part, blobs: blobs, log: log, ino: ino, lastMiss: lastMiss, changed: changed, present: make([]atomic.Uint64, (tree.Pages()+63)/64),
+		id: id, tree: tree, part: part, blobs: blobs, log: log, inode: inode, ino: ino, lastMiss: lastMiss, changed: changed, present: make([]atomic.Uint64, (tree.Pages()+63)/64),
 		flights: make(map[*manifest.Frame]*flight),
 	}
 	im.ctx, im.stop = context.WithCancel(context.Background())
@@ -443,7 +445,7 @@ func (im *image) status() Status {
 	defer im.mu.Unlock()
 	s := Status{
 		ID: im.id, Pages: im.tree.Pages(), Here: im.here.Load(), Whole: im.whole.Load(), Opened: im.opened.Load(), Demanded: im.demanded.Load(),
-		Bytes: im.fetched.Load(), Requests: im.requests.Load(), Inode: im.ino,
+		Bytes: im.fetched.Load(), Requests: im.requests.Load(), Inode: im.ino, Part: im.inode, Taken: im.taken.Load(),
 	}
 	err := im.broken
 	if err == nil && im.stalled != nil {

@@ -339,17 +339,38 @@ func TestReadOnly(t *testing.T) {
 	wantEqual(t, got, b, "the file")
 }
 
-// TestRetire has an image end once it is whole and nobody has it open.
+// TestRetire has an image end once it is whole, nobody has it open, and it was taken, in whatever order.
 func TestRetire(t *testing.T) {
 	x := newDirRig(t)
 	b := memory(rand.New(rand.NewPCG(3, 1)), 500)
 	w := x.seal(b, nil, nil)
-	x.put(pager.Image{ID: "a", Source: sourceOf(w)}, x.part(len(b)))
+	part := x.part(len(b))
+	info, err := part.Stat()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if st := x.put(pager.Image{ID: "a", Source: sourceOf(w)}, part); st.Part != info.Sys().(*syscall.Stat_t).Ino {
+		t.Errorf("the pager names inode %d as its part", st.Part)
+	}
 	f, err := x.client.Open(t.Context(), "a")
 	if err != nil {
 		t.Fatal(err)
 	}
-	x.await("a", func(s *pager.Status) bool { return s != nil && s.Whole })
+	if err := x.client.Taken(t.Context(), "b"); err != nil { // there is none
+		t.Error(err)
+	}
+	x.await("a", func(s *pager.Status) bool { return s != nil && s.Whole && s.Opened == 1 })
+	if err := f.Close(); err != nil {
+		t.Fatal(err)
+	}
+	x.await("a", func(s *pager.Status) bool { return s != nil && s.Opened == 0 })
+	if f, err = x.client.Open(t.Context(), "a"); err != nil {
+		t.Fatalf("what nobody has taken has ended: %v", err)
+	}
+	if err := x.client.Taken(t.Context(), "a"); err != nil {
+		t.Fatal(err)
+	}
+	x.await("a", func(s *pager.Status) bool { return s != nil && s.Taken })
 	if err := f.Close(); err != nil {
 		t.Fatal(err)
 	}

@@ -20,7 +20,7 @@ import (
 // one descriptor.
 
 // protocolVersion is said in Hello: a pager may be older than its runner.
-const protocolVersion = 1
+const protocolVersion = 2
 
 // maxMessage bounds a message, in bytes. It is less than what a socket takes by default.
 const maxMessage = 160 << 10
@@ -52,9 +52,11 @@ type Image struct {
 type Status struct {
 	ID       string             `json:"id"`
 	Inode    uint64             `json:"inode"` // of the file that machines map
+	Part     uint64             `json:"part"`  // inode of the file that its bytes are written to
 	Pages    int64              `json:"pages"`
 	Here     int64              `json:"here"`  // pages whose bytes are on this host; zeros are
 	Whole    bool               `json:"whole"` // the image's file has everything, durably
+	Taken    bool               `json:"taken"` // see Client.Taken
 	Opened   int64              `json:"opened"`
 	Demanded int64              `json:"demanded"` // pages that were asked for before they were here
 	Bytes    int64              `json:"bytes"`    // that the store has given
@@ -80,6 +82,7 @@ const (
 	opPut     op = "put"     // with the image's file
 	opOpen    op = "open"    // answers with a descriptor
 	opDrop    op = "drop"    //
+	opTaken   op = "taken"   //
 	opTouched op = "touched" //
 	opWatch   op = "watch"   // answers when the version is another
 	opStop    op = "stop"

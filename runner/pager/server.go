@@ -14,6 +14,7 @@ import (
 	"strings"
 	"sync"
 	"sync/atomic"
+	"syscall"
 
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/snapshotstore"
@@ -161,6 +162,12 @@ func (s *Server) answer(r request, f *os.File) (response, *os.File, error) {
 		return response{}, f, err
 	case opDrop:
 		return response{}, nil, s.drop(r.ID)
+	case opTaken:
+		if im := s.image(r.ID); im != nil {
+			im.taken.Store(true)
+			s.retire(im)
+		}
+		return response{}, nil, nil
 	case opTouched:
 		im := s.image(r.ID)
 		if im == nil {
@@ -232,8 +239,9 @@ func (s *Server) newImage(spec Image, part *os.File) (*image, error) {
 		return nil, core.Errorf(core.DataLoss, core.CodeManifestInvalid, "the manifest of checkpoint %s has no %s of %d bytes", spec.Source.CheckpointID, spec.Source.Image, info.Size())
 	}
 	ino := s.inode.Add(1) // machines are asked where they map it, by this number: no library of theirs has it
+	inode := info.Sys().(*syscall.Stat_t).Ino
 	if spec.Seed == nil {
-		return newImage(spec.ID, tree, nil, part, ino, s.cfg.Blobs, s.cfg.Log, &s.lastMiss, s.changed), nil
+		return newImage(spec.ID, tree, nil, part, inode, ino, s.cfg.Blobs, s.cfg.Log, &s.lastMiss, s.changed), nil
 	}
 	seed, err := s.snapshot(*spec.Seed)
 	if err != nil {
@@ -246,7 +254,7 @@ func (s *Server) newImage(spec Image, part *os.File) (*image, error) {
 	if err := clearZeros(part, tree, from); err != nil {
 		return nil, err
 	}
-	return newImage(spec.ID, tree, from, part, ino, s.cfg.Blobs, s.cfg.Log, &s.lastMiss, s.changed), nil
+	return newImage(spec.ID, tree, from, part, inode, ino, s.cfg.Blobs, s.cfg.Log, &s.lastMiss, s.changed), nil
 }
 
 const keptSnapshots = 4
@@ -281,18 +289,19 @@ func (s *Server) findSnapshot(src Source) (*snapshotstore.Snapshot, error) {
 	return fresh, nil
 }
 
-// retire forgets an image that is whole and that nobody has open: its file is all there is to it.
+// retire forgets an image whose file is all there is to it: it is whole, nobody has it open, and it was taken. One that was not taken yet would
+// be offered again, and fetched a second time.
 func (s *Server) retire(im *image) {
 	s.mu.Lock()
-	gone := im.whole.Load() && im.opened.Load() == 0 && s.images[im.id] == im
+	gone := im.whole.Load() && im.taken.Load() && im.opened.Load() == 0 && s.images[im.id] == im
 	if gone {
 		delete(s.images, im.id)
 	}
 	s.mu.Unlock()
-	if gone {
-		if err := s.end(im); err != nil {
-			s.cfg.Log.Warn("an image was not closed", "image", im.id, "err", err)
-		}
+	if !gone {
+		s.changed()
+	} else if err := s.end(im); err != nil {
+		s.cfg.Log.Warn("an image was not closed", "image", im.id, "err", err)
 	}
 }
 

@@ -30,6 +30,12 @@ const startTime = 20 * time.Second
 // logFile is what a pager says, in its directory.
 const logFile = "log"
 
+// Runs reports whether a pager answers.
+func Runs(ctx context.Context, p Process) bool {
+	_, err := NewClient(SocketPath(p.Dir)).Hello(ctx)
+	return err == nil
+}
+
 // Ensure makes sure that a pager runs: the one that does already, whoever has started it, or a new one. It goes on when this process
 // ends. fresh says that it is new.
 func Ensure(ctx context.Context, p Process) (_ *Client, fresh bool, err error) {

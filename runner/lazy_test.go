@@ -1,0 +1,400 @@
+package runner
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"log/slog"
+	"math/rand/v2"
+	"os"
+	"path/filepath"
+	"syscall"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/require"
+	"github.com/coppice-dev/coppice/runner/memory"
+	"github.com/coppice-dev/coppice/runner/pager"
+	"github.com/coppice-dev/coppice/snapshotstore"
+	"github.com/coppice-dev/coppice/snapshotstore/blob"
+	"github.com/coppice-dev/coppice/snapshotstore/blob/bloburl"
+	"github.com/coppice-dev/coppice/snapshotstore/blob/s3"
+	"github.com/coppice-dev/coppice/snapshotstore/manifest"
+)
+
+const beAPager = "be-a-pager"
+
+// TestMain runs the tests, or, started anew with an argument, is a pager.
+func TestMain(m *testing.M) {
+	if len(os.Args) > 1 && os.Args[1] == beAPager {
+		if err := servePages(os.Stdin); err != nil {
+			fmt.Fprintln(os.Stderr, err)
+			os.Exit(1)
+		}
+		os.Exit(0)
+	}
+	os.Exit(m.Run())
+}
+
+// pagerSettings are what that pager is told on its standard input.
+type pagerSettings struct {
+	Dir, Store string
+	Silence    string // a file: while it is there, the store gives nothing
+	Refusal    string // while that is there, it fails
+}
+
+func servePages(config io.Reader) (err error) {
+	var cfg pagerSettings
+	if err := json.NewDecoder(config).Decode(&cfg); err != nil {
+		return err
+	}
+	store, err := bloburl.Dial(cfg.Store, s3.Credentials{})
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, store.Close()) }()
+	s, err := pager.New(pager.Config{Dir: cfg.Dir, Blobs: moody{store, cfg}, Log: slog.New(slog.NewTextHandler(os.Stderr, nil))})
+	if err != nil {
+		return err
+	}
+	return s.Run(context.Background())
+}
+
+// moody is a store that can be silent or fail.
+type moody struct {
+	blob.Blobs
+	cfg pagerSettings
+}
+
+// Get implements blob.Blobs.
+func (m moody) Get(ctx context.Context, key string, off, n int64) (io.ReadCloser, error) {
+	if _, err := os.Stat(m.cfg.Refusal); err == nil {
+		return nil, core.Errorf(core.Unavailable, core.CodeStoreUnavailable, "the store is out of order")
+	}
+	for {
+		if _, err := os.Stat(m.cfg.Silence); err != nil {
+			return m.Blobs.Get(ctx, key, off, n)
+		}
+		again := time.NewTimer(5 * time.Millisecond)
+		select {
+		case <-again.C:
+		case <-ctx.Done():
+			again.Stop()
+			return nil, context.Cause(ctx)
+		}
+	}
+}
+
+// lazyRig is what a runner knows of images that are being fetched, with a pager and a checkpoint in a store.
+type lazyRig struct {
+	*Runner
+	t        *testing.T
+	settings pagerSettings
+	memory   []byte
+	from     pager.Source
+	ended    chan struct{}
+}
+
+func newLazyRig(t *testing.T) *lazyRig {
+	t.Helper()
+	require.Root(t)
+	require.That(t, "fuse", unix.Access("/dev/fuse", unix.R_OK) == nil, "modprobe fuse")
+	dir, err := os.MkdirTemp("", "lazy") //nolint:usetesting // the path of a socket must be short
+	if err != nil {
+		t.Fatal(err)
+	}
+	x := &lazyRig{t: t, settings: pagerSettings{Dir: filepath.Join(dir, "p"), Store: "dir:" + t.TempDir(), Silence: filepath.Join(dir, "silence"), Refusal: filepath.Join(dir, "refusal")}}
+	x.Runner = &Runner{cfg: Config{DataDir: t.TempDir(), Log: slog.New(slog.NewTextHandler(t.Output(), nil))}.withDefaults()}
+	t.Cleanup(func() {
+		x.say(x.settings.Refusal, false)
+		x.say(x.settings.Silence, false)
+		x.end()
+		if err := x.lazy.stop(context.Background()); err != nil {
+			t.Error(err)
+		}
+		if err := os.RemoveAll(dir); err != nil {
+			t.Error(err)
+		}
+	})
+	x.seal()
+	x.begin()
+	return x
+}
+
+// seal puts a checkpoint's memory into the store.
+func (x *lazyRig) seal() {
+	x.t.Helper()
+	store, err := bloburl.Dial(x.settings.Store, s3.Credentials{})
+	if err != nil {
+		x.t.Fatal(err)
+	}
+	defer store.Close()
+	x.memory = make([]byte, 8<<20)
+	r := rand.NewChaCha8([32]byte{1})
+	_, _ = r.Read(x.memory)
+	id, project := core.NewID[core.CheckpointID](), core.NewID[core.ProjectID]()
+	h := manifest.Header{
+		ProjectID: project, CheckpointID: id, CapturedAt: "2026-11-22T12:00:00Z", GuestImage: core.DigestOf([]byte("image")),
+		Class: map[string]string{"arch": "amd64"}, Resources: core.Resources{VCPUs: 1, MemoryMiB: 128, DiskGiB: 1},
+	}
+	read := func(p []byte, off int64) error { copy(p, x.memory[off:]); return nil }
+	src := snapshotstore.Source{Name: imageMemory, Size: int64(len(x.memory)), Changed: []snapshotstore.Range{{Length: int64(len(x.memory))}}, Read: read}
+	w, err := snapshotstore.Write(x.t.Context(), store, fmt.Sprintf("v1/%s/%s/1/", project, id), h, nil, []snapshotstore.Source{src}, snapshotstore.Options{Dir: x.t.TempDir()})
+	if err != nil {
+		x.t.Fatal(err)
+	}
+	x.from = pager.Source{Manifest: w.Manifest, CheckpointID: id, Image: imageMemory}
+}
+
+// begin is a runner's start.
+func (x *lazyRig) begin() {
+	x.t.Helper()
+	config, err := json.Marshal(x.settings)
+	if err != nil {
+		x.t.Fatal(err)
+	}
+	x.cfg.Store.Pager = &pager.Process{Dir: x.settings.Dir, Command: []string{os.Args[0], beAPager}, Config: config}
+	x.runCtx, x.Runner.stop = context.WithCancel(context.Background())
+	if x.lazy, err = openLazyImages(x.Runner); err != nil {
+		x.t.Fatal(err)
+	}
+	if x.bases, err = memory.NewBaseStore(filepath.Join(x.cfg.DataDir, "bases"), false); err != nil {
+		x.t.Fatal(err)
+	}
+	x.bases.Await(arriving{x.lazy})
+	x.warm = newWarmPool(x.Runner)
+	x.findPager(x.t.Context(), nil)
+	x.ended = make(chan struct{})
+	go func(l *lazyImages, ctx context.Context, ended chan<- struct{}) {
+		defer close(ended)
+		l.run(ctx)
+	}(x.lazy, x.runCtx, x.ended)
+}
+
+// end is a runner's, without its pager's.
+func (x *lazyRig) end() {
+	x.t.Helper()
+	x.Runner.stop()
+	<-x.ended
+}
+
+// say makes a file, or removes it.
+func (x *lazyRig) say(path string, is bool) {
+	x.t.Helper()
+	var err error
+	if is {
+		err = os.WriteFile(path, nil, 0o600)
+	} else {
+		err = ignoreAbsent(os.Remove(path))
+	}
+	if err != nil {
+		x.t.Fatal(err)
+	}
+}
+
+// fetch begins to fetch the memory as a base.
+func (x *lazyRig) fetch() core.BaseID {
+	x.t.Helper()
+	if !x.lazy.ready(x.t.Context()) {
+		x.t.Fatal("there is no pager")
+	}
+	id := core.NewID[core.BaseID]()
+	if err := x.lazy.begin(x.t.Context(), &lazyImage{Image: pager.Image{ID: string(id), Source: x.from}, Size: int64(len(x.memory)), To: x.bases.Name(id)}); err != nil {
+		x.t.Fatal(err)
+	}
+	return id
+}
+
+// look compares a base with what was stored.
+func (x *lazyRig) look(id core.BaseID, arriving bool) {
+	x.t.Helper()
+	b, err := x.bases.Open(id)
+	if err != nil {
+		x.t.Fatal(err)
+	}
+	got := make([]byte, len(x.memory))
+	if _, err := b.File().ReadAt(got, 0); err != nil || !bytes.Equal(got, x.memory) || b.Arriving() != arriving {
+		x.t.Errorf("%v; it is the same: %t; it arrives: %t, want %t", err, bytes.Equal(got, x.memory), b.Arriving(), arriving)
+	}
+	if err := b.Close(); err != nil {
+		x.t.Error(err)
+	}
+}
+
+func (x *lazyRig) await(what string, is func() bool) {
+	x.t.Helper()
+	for begun := time.Now(); !is(); time.Sleep(5 * time.Millisecond) {
+		if time.Since(begun) > time.Minute {
+			x.t.Fatalf("not within a minute: %s", what)
+		}
+	}
+}
+
+// taken waits until a base is a file like any other, and nothing else is left of its coming.
+func (x *lazyRig) taken(id core.BaseID) {
+	x.t.Helper()
+	x.await("the base is a file", func() bool { return !x.lazy.has(string(id)) })
+	x.look(id, false)
+	x.await("nothing else is left", func() bool {
+		left, err := os.ReadDir(x.lazy.dir)
+		return err == nil && len(left) == 0
+	})
+	x.await("the pager has forgotten it", func() bool {
+		f, err := x.lazy.client.Open(x.t.Context(), string(id))
+		if err == nil {
+			err = f.Close()
+		}
+		return core.CategoryOf(err) == core.NotFound
+	})
+}
+
+func (x *lazyRig) part(id core.BaseID) uint64 {
+	x.t.Helper()
+	var st unix.Stat_t
+	if err := unix.Stat(filepath.Join(x.lazy.dir, string(id)+lazyPart), &st); err != nil {
+		x.t.Fatal(err)
+	}
+	return st.Ino
+}
+
+// TestLazy: a base can be used while it comes, and is a file in the end.
+func TestLazy(t *testing.T) {
+	x := newLazyRig(t)
+	id := x.fetch()
+	x.look(id, true)
+	x.taken(id)
+	if _, err := x.lazy.open(string(core.NewID[core.BaseID]())); !errors.Is(err, fs.ErrNotExist) {
+		t.Errorf("what never came: %v", err)
+	}
+}
+
+// TestLazyRestart: a runner that is started again finds what its predecessor had begun, with the same pager and the same file; even what became
+// whole, or was to be taken, while there was none.
+func TestLazyRestart(t *testing.T) {
+	x := newLazyRig(t)
+	x.say(x.settings.Silence, true)
+	x.lazy.ready(t.Context())
+	began := make(chan core.BaseID) // the pager reads the manifest, which takes as long as the store is silent
+	go func() { began <- x.fetch() }()
+	x.await("its record is there", func() bool {
+		records, err := filepath.Glob(filepath.Join(x.lazy.dir, "*"+lazyRecord))
+		return err == nil && len(records) == 1
+	})
+	x.say(x.settings.Silence, false)
+	id := <-began
+	x.say(x.settings.Silence, true)
+	part, instance := x.part(id), x.lazy.instance
+	for range 2 {
+		x.end()
+		x.begin()
+		if x.lazy.instance != instance || x.part(id) != part {
+			t.Errorf("pager %s became %s, part %d became %d", instance, x.lazy.instance, part, x.part(id))
+		}
+	}
+	x.end()
+	x.say(x.settings.Silence, false)
+	client := pager.NewClient(pager.SocketPath(x.settings.Dir))
+	x.awaitStatus(client, func(list []pager.Status) bool { return len(list) == 1 && list[0].Whole })
+	x.begin()
+	x.taken(id)
+
+	// It ends between putting the file where it belongs and saying so.
+	x.end()
+	other := core.NewID[core.BaseID]()
+	im := &lazyImage{Image: pager.Image{ID: string(other), Source: x.from}, Size: int64(len(x.memory)), To: x.bases.Name(other)}
+	if err := x.lazy.begin(t.Context(), im); err != nil {
+		t.Fatal(err)
+	}
+	x.awaitStatus(client, func(list []pager.Status) bool { return len(list) == 1 && list[0].Whole })
+	if err := os.Rename(filepath.Join(x.lazy.dir, im.ID+lazyPart), filepath.Join(x.cfg.DataDir, im.To)); err != nil {
+		t.Fatal(err)
+	}
+	x.begin()
+	x.taken(other)
+}
+
+func (x *lazyRig) awaitStatus(c *pager.Client, is func([]pager.Status) bool) {
+	x.t.Helper()
+	ctx, stop := context.WithTimeout(x.t.Context(), time.Minute)
+	defer stop()
+	found := false
+	err := c.Watch(ctx, func(list []pager.Status) {
+		if is(list) {
+			found = true
+			stop()
+		}
+	})
+	if !found {
+		x.t.Fatal(err)
+	}
+}
+
+// TestLazyPagerKilled: another pager goes on with what came, as soon as it can: one that fails is asked again.
+func TestLazyPagerKilled(t *testing.T) {
+	x := newLazyRig(t)
+	id := x.fetch()
+	x.say(x.settings.Silence, true)
+	if !x.lazy.has(string(id)) {
+		t.Skip("everything was here at once")
+	}
+	hello, err := x.lazy.client.Hello(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	x.say(x.settings.Refusal, true)
+	if err := syscall.Kill(hello.PID, syscall.SIGKILL); err != nil {
+		t.Fatal(err)
+	}
+	refused := func() error {
+		x.lazy.mu.Lock()
+		defer x.lazy.mu.Unlock()
+		return x.lazy.images[string(id)].refused
+	}
+	x.await("another pager was asked, and failed", func() bool { return core.CodeOf(refused()) == core.CodeStoreUnavailable })
+	x.say(x.settings.Silence, false)
+	opened := make(chan error)
+	go func() { // it waits for the pager
+		f, err := x.lazy.open(string(id))
+		if err == nil {
+			err = f.Close()
+		}
+		opened <- err
+	}()
+	x.say(x.settings.Refusal, false)
+	if err := <-opened; err != nil {
+		t.Error(err)
+	}
+	x.look(id, true)
+	x.taken(id)
+}
+
+// TestLazyDrop: what nothing needs ends, in the pager too, when it is served and when it could not be.
+func TestLazyDrop(t *testing.T) {
+	x := newLazyRig(t)
+	id := x.fetch()
+	if err := x.bases.Remove(id); err != nil {
+		t.Fatal(err)
+	}
+	x.awaitStatus(x.lazy.client, func(list []pager.Status) bool { return len(list) == 0 })
+	x.say(x.settings.Silence, true)
+	// A runner ends while the pager has not answered yet: the next one has no record of it.
+	part, err := os.Create(filepath.Join(t.TempDir(), "part"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer part.Close()
+	if err := part.Truncate(int64(len(x.memory))); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := x.lazy.client.Put(t.Context(), pager.Image{ID: "orphan", Source: x.from}, part); err != nil {
+		t.Fatal(err)
+	}
+	x.awaitStatus(x.lazy.client, func(list []pager.Status) bool { return len(list) == 0 })
+}
