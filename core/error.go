@@ -88,6 +88,7 @@ const (
 	CodeImportInvalid        Code = "IMPORT_INVALID"
 	CodeStoreUnavailable     Code = "STORE_UNAVAILABLE"
 	CodeStoreAuth            Code = "STORE_AUTH"
+	CodeKeyUnavailable       Code = "KEY_UNAVAILABLE"
 	CodeDiskUnreadable       Code = "DISK_UNREADABLE"
 	CodeUnsupported          Code = "UNSUPPORTED"
 	CodeSandboxLost          Code = "SANDBOX_LOST"

@@ -14,6 +14,7 @@ import (
 
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/snapshotstore/blob"
+	"github.com/coppice-dev/coppice/snapshotstore/envelope"
 	"github.com/coppice-dev/coppice/snapshotstore/manifest"
 )
 
@@ -113,12 +114,13 @@ func layout(h manifest.Header, trees map[string]*manifest.Tree) *placement {
 			if p.moved[*r.Frame] != nil {
 				continue
 			}
-			if n := len(p.packs); n == 0 || p.packs[n-1].Bytes+r.Frame.Length > exportPack {
+			length := fileLength(r.Frame)
+			if n := len(p.packs); n == 0 || p.packs[n-1].Bytes+length > exportPack {
 				p.packs = append(p.packs, manifest.Object{Key: fmt.Sprintf(packName, n)})
 			}
 			pack := &p.packs[len(p.packs)-1]
 			moved := *r.Frame
-			moved.Object, moved.Offset = pack.Key, pack.Bytes
+			moved.Object, moved.Offset, moved.Length = pack.Key, pack.Bytes, length
 			pack.Bytes += moved.Length
 			p.bytes += moved.Length
 			p.moved[*r.Frame] = &moved
@@ -127,6 +129,14 @@ func layout(h manifest.Header, trees map[string]*manifest.Tree) *placement {
 	}
 	sortObjects(p.packs)
 	return p
+}
+
+// fileLength is how long a frame is in a file, where nothing is encrypted.
+func fileLength(f *manifest.Frame) int64 {
+	if envelope.Encrypted(f.Object) {
+		return f.Length - envelope.Overhead
+	}
+	return f.Length
 }
 
 // Write writes the file. Every frame is compared with its hash before it is written; CHECKPOINT_CORRUPT and CHECKPOINT_INCOMPLETE as of
@@ -188,7 +198,7 @@ func windows(frames []*manifest.Frame) func(yield func([]*manifest.Frame) bool) 
 	}
 }
 
-// fetchFrames reads frames as they are stored, verified.
+// fetchFrames reads frames as they are in a file, verified.
 func fetchFrames(ctx context.Context, blobs blob.Blobs, frames []*manifest.Frame) ([][]byte, error) {
 	wanted := make(map[*manifest.Frame][]manifest.Run, len(frames))
 	at := make(map[*manifest.Frame]int, len(frames))
@@ -200,17 +210,19 @@ func fetchFrames(ctx context.Context, blobs blob.Blobs, frames []*manifest.Frame
 	group.SetLimit(exportParallel)
 	for _, req := range plan(wanted) {
 		group.Go(func() error {
+			key, err := envelope.KeyOf(blobs, req.object)
+			if err != nil {
+				return err
+			}
 			return verified(ctx, blobs, req.object, req.offset, req.length, func() error {
 				b, err := readRange(ctx, blobs, req.object, req.offset, req.length)
 				if err != nil {
 					return err
 				}
 				for _, f := range req.frames {
-					stored := b[f.Offset-req.offset : f.Offset-req.offset+f.Length]
-					if sha256.Sum256(stored) != f.Hash {
-						return errMismatch
+					if out[at[f]], err = openFrame(key, f, b[f.Offset-req.offset:f.Offset-req.offset+f.Length], nil); err != nil {
+						return err
 					}
-					out[at[f]] = stored
 				}
 				return nil
 			})

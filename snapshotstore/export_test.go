@@ -27,7 +27,7 @@ var update = flag.Bool("update", false, "write the golden files anew")
 // export writes a checkpoint as a file.
 func (x *rig) export(ref manifest.Ref) []byte {
 	x.t.Helper()
-	s, err := snapshotstore.Open(x.t.Context(), x.blobs, ref)
+	s, err := snapshotstore.Open(x.t.Context(), x.store(), ref)
 	if err != nil {
 		x.t.Fatal(err)
 	}
@@ -36,7 +36,7 @@ func (x *rig) export(ref manifest.Ref) []byte {
 		x.t.Fatal(err)
 	}
 	var b bytes.Buffer
-	if err := e.Write(x.t.Context(), x.blobs, &b); err != nil {
+	if err := e.Write(x.t.Context(), x.store(), &b); err != nil {
 		x.t.Fatal(err)
 	}
 	if int64(b.Len()) != e.Size() {
@@ -53,7 +53,7 @@ func (x *rig) importFile(r io.Reader, prefix string) (*snapshotstore.Import, *sn
 	}
 	h := im.Manifest
 	h.ProjectID, h.CheckpointID = x.project, core.NewID[core.CheckpointID]()
-	w, err := im.Store(x.t.Context(), x.blobs, prefix, h)
+	w, err := im.Store(x.t.Context(), x.blobs, prefix, x.key(prefix), h)
 	return im, w, err
 }
 
@@ -122,7 +122,7 @@ func TestExport(t *testing.T) {
 			if n := len(y.keys("")); n != len(got.Objects) || n != len(got.Needs) || n != 1+len(im.Manifest.Objects) {
 				t.Errorf("%d objects in the store, %d written, %d needed", n, len(got.Objects), len(got.Needs))
 			}
-			faults, err := snapshotstore.NewChecker(y.blobs, snapshotstore.Whole).Check(t.Context(), got.Manifest)
+			faults, err := snapshotstore.NewChecker(y.store(), snapshotstore.Whole).Check(t.Context(), got.Manifest)
 			if err != nil || len(faults) > 0 {
 				t.Error(faults, err)
 			}
@@ -320,7 +320,7 @@ func TestExportGolden(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	w, err := im.Store(t.Context(), x.blobs, "v1/golden/c/1/", im.Manifest)
+	w, err := im.Store(t.Context(), x.blobs, "v1/golden/c/1/", nil, im.Manifest)
 	if err != nil {
 		t.Fatal(err)
 	}

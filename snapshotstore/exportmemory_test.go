@@ -40,7 +40,7 @@ func TestExportMemory(t *testing.T) { //nolint:paralleltest // others allocate, 
 		return err
 	}}
 	w := x.sealAll(nil, src)
-	s, err := snapshotstore.Open(t.Context(), x.blobs, w.Manifest)
+	s, err := snapshotstore.Open(t.Context(), x.store(), w.Manifest)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -56,7 +56,7 @@ func TestExportMemory(t *testing.T) { //nolint:paralleltest // others allocate, 
 	r, out := io.Pipe()
 	done := make(chan error, 1)
 	go func() {
-		err := e.Write(t.Context(), x.blobs, out)
+		err := e.Write(t.Context(), x.store(), out)
 		_ = out.CloseWithError(err)
 		done <- err
 	}()

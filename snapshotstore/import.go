@@ -16,6 +16,7 @@ import (
 
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/snapshotstore/blob"
+	"github.com/coppice-dev/coppice/snapshotstore/envelope"
 	"github.com/coppice-dev/coppice/snapshotstore/manifest"
 )
 
@@ -137,9 +138,13 @@ func (im *Import) Content(name string) core.Digest {
 
 // Store puts the checkpoint of the file into the store, under keys that begin with prefix: packs, and when the rest of the file was
 // found good to its end, the manifest. h says what the checkpoint is from now on; its map is filled in. Every frame is compared with its
-// hash and unpacked before it is stored. When it fails, packs may be left under prefix, but no manifest.
-func (im *Import) Store(ctx context.Context, blobs blob.Blobs, prefix string, h manifest.Header) (*Written, error) {
-	packs, err := im.storePacks(ctx, blobs, prefix)
+// hash and unpacked before it is stored. With a key everything is encrypted. When it fails, packs may be left under prefix, but no manifest.
+func (im *Import) Store(ctx context.Context, blobs blob.Blobs, prefix string, key *envelope.Key, h manifest.Header) (*Written, error) {
+	moved, err := im.place(prefix, key)
+	if err != nil {
+		return nil, err
+	}
+	packs, err := im.storePacks(ctx, blobs, prefix, key)
 	if err != nil {
 		return nil, err
 	}
@@ -150,12 +155,6 @@ func (im *Import) Store(ctx context.Context, blobs blob.Blobs, prefix string, h 
 		return nil, badFile("it goes on behind its end at byte %d", im.file.off)
 	} else if !errors.Is(err, io.EOF) {
 		return nil, err
-	}
-	moved := make(map[manifest.Frame]*manifest.Frame, len(im.frames))
-	for _, f := range im.frames {
-		to := *f
-		to.Object = prefix + f.Object
-		moved[*f] = &to
 	}
 	all := make(manifest.Nodes)
 	h.Before, h.Shared, h.Images, h.Objects = nil, nil, bytesOnly(im.Manifest.Images), nil
@@ -171,8 +170,8 @@ func (im *Import) Store(ctx context.Context, blobs blob.Blobs, prefix string, h 
 	if err != nil {
 		return nil, err
 	}
-	ref := manifest.Ref{Key: prefix + "manifest", Digest: core.DigestOf(body), Bytes: int64(len(body))}
-	if err := blobs.Put(ctx, ref.Key, bytes.NewReader(body), ref.Bytes, ref.Digest); err != nil {
+	ref, err := putManifest(ctx, blobs, prefix, key, body)
+	if err != nil {
 		return nil, fmt.Errorf("store the manifest of checkpoint %s: %w", h.CheckpointID, err)
 	}
 	out := &Written{}
@@ -180,8 +179,31 @@ func (im *Import) Store(ctx context.Context, blobs blob.Blobs, prefix string, h 
 	return out, nil
 }
 
+// place says where the file's frames will be in the store.
+func (im *Import) place(prefix string, key *envelope.Key) (map[manifest.Frame]*manifest.Frame, error) {
+	moved := make(map[manifest.Frame]*manifest.Frame, len(im.frames))
+	longer := int64(0) // than in the file, of what is before it in its pack
+	for _, f := range im.frames {
+		to := *f
+		to.Object = prefix + key.Name(f.Object)
+		if key != nil {
+			if f.Offset == 0 {
+				longer = 0
+			}
+			to.Offset += longer
+			to.Length += envelope.Overhead
+			longer += envelope.Overhead
+			if to.Length > manifest.MaxFrameBytes {
+				return nil, badFile("its manifest has a frame of %d bytes, which is more than one of %d pages has", f.Length, f.Pages)
+			}
+		}
+		moved[*f] = &to
+	}
+	return moved, nil
+}
+
 // storePacks uploads one pack while it reads the next.
-func (im *Import) storePacks(ctx context.Context, blobs blob.Blobs, prefix string) ([]Object, error) {
+func (im *Import) storePacks(ctx context.Context, blobs blob.Blobs, prefix string, key *envelope.Key) ([]Object, error) {
 	group, run := errgroup.WithContext(ctx)
 	group.SetLimit(1)
 	sizes := make(map[string]int64, len(im.Manifest.Objects))
@@ -191,11 +213,11 @@ func (im *Import) storePacks(ctx context.Context, blobs blob.Blobs, prefix strin
 	var packs []Object
 	var pack, raw []byte
 	put := func() {
-		key, body := packs[len(packs)-1].Key, pack
+		name, body := packs[len(packs)-1].Key, pack
 		packs[len(packs)-1].Bytes = int64(len(body))
 		group.Go(func() error {
-			if err := blobs.Put(run, key, bytes.NewReader(body), int64(len(body)), core.DigestOf(body)); err != nil {
-				return fmt.Errorf("store %s: %w", key, err)
+			if err := blobs.Put(run, name, bytes.NewReader(body), int64(len(body)), core.DigestOf(body)); err != nil {
+				return fmt.Errorf("store %s: %w", name, err)
 			}
 			return nil
 		})
@@ -209,10 +231,10 @@ func (im *Import) storePacks(ctx context.Context, blobs blob.Blobs, prefix strin
 			put()
 		}
 		if f.Offset == 0 {
-			packs = append(packs, Object{Key: prefix + f.Object})
+			packs = append(packs, Object{Key: prefix + key.Name(f.Object)})
 			pack = make([]byte, 0, sizes[f.Object])
 		}
-		if pack, raw, err = im.frame(i, pack, raw); err != nil {
+		if pack, raw, err = im.frame(i, key, pack, raw); err != nil {
 			break
 		}
 	}
@@ -228,20 +250,31 @@ func (im *Import) storePacks(ctx context.Context, blobs blob.Blobs, prefix strin
 	return packs, err
 }
 
-// frame reads the next frame, verifies it and appends it to the pack. raw is a buffer that is used again.
-func (im *Import) frame(i int, pack, raw []byte) ([]byte, []byte, error) {
+// frame reads the next frame, verifies it and appends it to the pack, encrypted where there is a key. raw is a buffer that is used again.
+func (im *Import) frame(i int, key *envelope.Key, pack, raw []byte) ([]byte, []byte, error) {
 	f, begin := im.frames[i], len(pack)
-	pack = pack[:begin+int(f.Length)]
-	at, stored := im.file.off, pack[begin:]
+	var stored []byte
+	if key == nil {
+		pack = pack[:begin+int(f.Length)]
+		stored = pack[begin:]
+	} else {
+		box, _ := boxes.Get().(*[manifest.MaxFrameBytes]byte)
+		defer boxes.Put(box)
+		stored = box[:f.Length]
+	}
+	at := im.file.off
 	if err := im.file.full(stored, fmt.Sprintf("frame %d of %d", i+1, len(im.frames))); err != nil {
 		return pack, raw, err
 	}
-	raw, err := unpack(f, stored, raw)
+	raw, err := unpack(nil, f, stored, raw)
 	switch {
 	case errors.Is(err, errMismatch):
 		return pack, raw, badFile("frame %d of %d, at byte %d, has another hash than its manifest says: the file was changed or damaged", i+1, len(im.frames), at)
 	case err != nil:
 		return pack, raw, badFile("frame %d of %d, at byte %d, has not the pages that its manifest says", i+1, len(im.frames), at)
+	}
+	if key != nil {
+		pack = key.Seal(pack, stored, f.Hash[:])
 	}
 	return pack, raw, nil
 }

@@ -15,6 +15,7 @@ import (
 
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/snapshotstore/blob"
+	"github.com/coppice-dev/coppice/snapshotstore/envelope"
 	"github.com/coppice-dev/coppice/snapshotstore/manifest"
 )
 
@@ -27,8 +28,8 @@ type frameJob struct {
 	pages []int64
 	raw   []byte
 	done  chan struct{} // closed when stored is set
-	out   []byte        // compressed
-	hash  manifest.Hash
+	out   []byte        // as it is stored
+	hash  manifest.Hash // of what is compressed
 	frame *manifest.Frame
 }
 
@@ -38,6 +39,7 @@ type packer struct {
 	prefix   string
 	dir      string
 	throttle func(context.Context, int) error
+	key      *envelope.Key // nil: nothing is encrypted
 
 	group   *errgroup.Group
 	ctx     context.Context // of the group: as long as this upload
@@ -55,7 +57,7 @@ type packer struct {
 func newPacker(ctx context.Context, blobs blob.Blobs, prefix string, o Options) *packer {
 	group, ctx := errgroup.WithContext(ctx)
 	p := &packer{
-		blobs: blobs, prefix: prefix, dir: o.Dir, throttle: o.Throttle, group: group, ctx: ctx,
+		blobs: blobs, prefix: prefix, dir: o.Dir, throttle: o.Throttle, key: o.Key, group: group, ctx: ctx,
 		queue: make(chan *frameJob, 4*o.Workers), workers: make(chan struct{}, o.Workers), uploads: make(chan struct{}, 1),
 	}
 	p.pool.New = func() any {
@@ -85,6 +87,9 @@ func (p *packer) add(image string, pages []int64, raw []byte) error {
 		j.out = e.EncodeAll(j.raw, make([]byte, 0, len(j.raw)/2))
 		j.hash = sha256.Sum256(j.out)
 		j.raw = nil
+		if p.key != nil {
+			j.out = p.key.Seal(make([]byte, 0, len(j.out)+envelope.Overhead), j.out, j.hash[:])
+		}
 		return nil
 	})
 	select {
@@ -170,7 +175,7 @@ func (p *packer) begin() (*pack, error) {
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	c := &pack{key: fmt.Sprintf("%spack-%d", p.prefix, len(p.objects)), file: f, sum: sha256.New()}
+	c := &pack{key: p.prefix + p.key.Name(fmt.Sprintf("pack-%d", len(p.objects))), file: f, sum: sha256.New()}
 	p.objects = append(p.objects, Object{Key: c.key})
 	return c, nil
 }
@@ -237,16 +242,44 @@ var unpacker = sync.OnceValue(func() *zstd.Decoder {
 	return d
 })
 
-// unpack verifies a frame as it was read and returns its pages. buf is used when it is large enough.
-func unpack(f *manifest.Frame, stored, buf []byte) ([]byte, error) {
-	if int64(len(stored)) != f.Length || manifest.Hash(sha256.Sum256(stored)) != f.Hash {
+// boxes are buffers for frames that were encrypted.
+var boxes = sync.Pool{New: func() any { return new([manifest.MaxFrameBytes]byte) }}
+
+// openFrame verifies a frame as it was read and appends it to buf as it was before it was encrypted, if it was.
+func openFrame(key *envelope.Key, f *manifest.Frame, stored, buf []byte) ([]byte, error) {
+	if int64(len(stored)) != f.Length {
 		return nil, errMismatch
+	}
+	if key != nil {
+		opened, err := key.Open(buf, stored, f.Hash[:])
+		if err != nil {
+			return nil, errMismatch
+		}
+		stored = opened
+	}
+	if manifest.Hash(sha256.Sum256(stored)) != f.Hash {
+		return nil, errMismatch
+	}
+	return stored, nil
+}
+
+// unpack verifies a frame as it was read and returns its pages. key is nil for one that is not encrypted; buf is used when it is large enough.
+func unpack(key *envelope.Key, f *manifest.Frame, stored, buf []byte) ([]byte, error) {
+	var opened []byte
+	if key != nil {
+		box, _ := boxes.Get().(*[manifest.MaxFrameBytes]byte)
+		defer boxes.Put(box)
+		opened = box[:0]
+	}
+	frame, err := openFrame(key, f, stored, opened)
+	if err != nil {
+		return nil, err
 	}
 	want := f.Pages * manifest.PageSize
 	if cap(buf) < want {
 		buf = make([]byte, 0, want)
 	}
-	raw, err := unpacker().DecodeAll(stored, buf[:0:want])
+	raw, err := unpacker().DecodeAll(frame, buf[:0:want])
 	if err != nil || len(raw) != want {
 		return nil, core.Wrapf(err, core.DataLoss, core.CodeManifestInvalid, "the frame at %d of %s has not the pages that the manifest says", f.Offset, f.Object)
 	}

@@ -16,6 +16,7 @@ import (
 
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/snapshotstore/blob"
+	"github.com/coppice-dev/coppice/snapshotstore/envelope"
 	"github.com/coppice-dev/coppice/snapshotstore/manifest"
 )
 
@@ -90,8 +91,12 @@ func Open(ctx context.Context, blobs blob.Blobs, ref manifest.Ref) (*Snapshot, e
 }
 
 func readManifest(ctx context.Context, blobs blob.Blobs, ref manifest.Ref) (manifest.Header, manifest.Nodes, error) {
+	key, err := envelope.KeyOf(blobs, ref.Key)
+	if err != nil {
+		return manifest.Header{}, nil, err
+	}
 	var b []byte
-	err := verified(ctx, blobs, ref.Key, 0, ref.Bytes, func() (err error) {
+	err = verified(ctx, blobs, ref.Key, 0, ref.Bytes, func() (err error) {
 		if b, err = readRange(ctx, blobs, ref.Key, 0, ref.Bytes); err != nil {
 			return err
 		}
@@ -102,6 +107,12 @@ func readManifest(ctx context.Context, blobs blob.Blobs, ref manifest.Ref) (mani
 	})
 	if err != nil {
 		return manifest.Header{}, nil, err
+	}
+	if key != nil {
+		// The bytes are those that were stored, so it is the key that is another.
+		if b, err = key.Open(nil, b, []byte(ref.Key)); err != nil {
+			return manifest.Header{}, nil, core.Wrapf(err, core.FailedPrecondition, core.CodeKeyUnavailable, "object %s was encrypted with another key than the one that is here", ref.Key)
+		}
 	}
 	h, nodes, err := manifest.Decode(b)
 	if err != nil {
@@ -232,13 +243,17 @@ type request struct {
 
 // read gives the pages of each frame, verified, to each, which may get them twice. They are in buf, which grows as it must.
 func (req request) read(ctx context.Context, blobs blob.Blobs, buf *[]byte, each func(f *manifest.Frame, raw []byte) error) error {
+	key, err := envelope.KeyOf(blobs, req.object)
+	if err != nil {
+		return err
+	}
 	return verified(ctx, blobs, req.object, req.offset, req.length, func() error {
 		b, err := readRange(ctx, blobs, req.object, req.offset, req.length)
 		if err != nil {
 			return err
 		}
 		for _, f := range req.frames {
-			if *buf, err = unpack(f, b[f.Offset-req.offset:f.Offset-req.offset+f.Length], *buf); err != nil {
+			if *buf, err = unpack(key, f, b[f.Offset-req.offset:f.Offset-req.offset+f.Length], *buf); err != nil {
 				return err
 			}
 			if err := each(f, *buf); err != nil {

@@ -22,6 +22,7 @@ import (
 	"github.com/coppice-dev/coppice/snapshotstore"
 	"github.com/coppice-dev/coppice/snapshotstore/blob"
 	"github.com/coppice-dev/coppice/snapshotstore/blob/dir"
+	"github.com/coppice-dev/coppice/snapshotstore/envelope"
 	"github.com/coppice-dev/coppice/snapshotstore/manifest"
 )
 
@@ -84,6 +85,43 @@ type rig struct {
 	dir     string
 	blobs   blob.Blobs
 	project core.ProjectID
+	secret  *core.DataKey // of the project; nil: nothing is encrypted
+	version int64         // of secret
+	ring    envelope.Ring // of what was written
+}
+
+// store is the store with the keys to it.
+func (x *rig) store() blob.Blobs { return envelope.With(x.blobs, &x.ring) }
+
+// encrypt has everything encrypted from now on, with another key of the project.
+func (x *rig) encrypt() {
+	k := core.NewDataKey()
+	x.secret, x.version = &k, x.version+1
+}
+
+// key is that of an attempt; nil where nothing is encrypted.
+func (x *rig) key(prefix string) *envelope.Key {
+	if x.secret == nil {
+		return nil
+	}
+	k := envelope.Derive(*x.secret, prefix)
+	x.ring.Add(map[string]core.DataKey{prefix: k})
+	return envelope.NewKey(k, x.version)
+}
+
+// both runs a test with a store in clear and with one that is encrypted.
+func both(t *testing.T, test func(t *testing.T, x *rig)) {
+	t.Helper()
+	t.Run("clear", func(t *testing.T) {
+		t.Parallel()
+		test(t, newRig(t))
+	})
+	t.Run("encrypted", func(t *testing.T) {
+		t.Parallel()
+		x := newRig(t)
+		x.encrypt()
+		test(t, x)
+	})
 }
 
 func newRig(t *testing.T) *rig {
@@ -124,20 +162,21 @@ func (x *rig) write(ctx context.Context, ref *snapshotstore.Snapshot, images ...
 		ProjectID: x.project, CheckpointID: id, CapturedAt: "2026-11-22T12:00:00Z", GuestImage: core.DigestOf([]byte("image")),
 		Class: map[string]string{"arch": "amd64"}, Resources: core.Resources{VCPUs: 1, MemoryMiB: 128, DiskGiB: 1},
 	}
-	return snapshotstore.Write(ctx, x.blobs, fmt.Sprintf("v1/%s/%s/1/", x.project, id), h, ref, images, snapshotstore.Options{Dir: x.t.TempDir()})
+	prefix := fmt.Sprintf("v1/%s/%s/1/", x.project, id)
+	return snapshotstore.Write(ctx, x.store(), prefix, h, ref, images, snapshotstore.Options{Dir: x.t.TempDir(), Key: x.key(prefix)})
 }
 
 // load reads a whole image back, with nothing but the store and the digest.
 func (x *rig) load(ref manifest.Ref, name string) (*image, snapshotstore.Fetched, error) {
 	x.t.Helper()
-	s, err := snapshotstore.Open(x.t.Context(), x.blobs, ref)
+	s, err := snapshotstore.Open(x.t.Context(), x.store(), ref)
 	if err != nil {
 		return nil, snapshotstore.Fetched{}, err
 	}
 	tree := s.Image(name)
 	m := newImage(tree.Size())
 	var mu sync.Mutex
-	got, err := snapshotstore.Fetch(x.t.Context(), x.blobs, tree.Runs(), snapshotstore.FetchOptions{}, func(at int64, b []byte) error {
+	got, err := snapshotstore.Fetch(x.t.Context(), x.store(), tree.Runs(), snapshotstore.FetchOptions{}, func(at int64, b []byte) error {
 		mu.Lock()
 		defer mu.Unlock()
 		for ; len(b) > 0; b, at = b[page:], at+1 {
@@ -198,7 +237,7 @@ func TestGenerations(t *testing.T) {
 		ref = w.Snapshot
 		if len(chain)%7 == 0 { // as another process does
 			var err error
-			if ref, err = snapshotstore.Open(t.Context(), x.blobs, w.Manifest); err != nil {
+			if ref, err = snapshotstore.Open(t.Context(), x.store(), w.Manifest); err != nil {
 				t.Fatal(err)
 			}
 		}
@@ -216,7 +255,11 @@ func TestGenerations(t *testing.T) {
 // TestNothingTwice: a page that is as it was is not stored, however it got there; zeros are nothing.
 func TestNothingTwice(t *testing.T) {
 	t.Parallel()
-	x := newRig(t)
+	both(t, testNothingTwice)
+}
+
+func testNothingTwice(t *testing.T, x *rig) {
+	t.Helper()
 	r := rand.New(rand.NewPCG(3, 4))
 	m := newImage(8 << 20)
 	m.write(r, 500)
@@ -243,7 +286,11 @@ func TestNothingTwice(t *testing.T) {
 // TestSizes: an image may be of any size, grow and shrink.
 func TestSizes(t *testing.T) {
 	t.Parallel()
-	x := newRig(t)
+	both(t, testSizes)
+}
+
+func testSizes(t *testing.T, x *rig) {
+	t.Helper()
 	r := rand.New(rand.NewPCG(5, 6))
 	var ref *snapshotstore.Snapshot
 	var before *image
@@ -266,7 +313,11 @@ func TestSizes(t *testing.T) {
 // TestImages: the images of a checkpoint do not mix.
 func TestImages(t *testing.T) {
 	t.Parallel()
-	x := newRig(t)
+	both(t, testImages)
+}
+
+func testImages(t *testing.T, x *rig) {
+	t.Helper()
 	r := rand.New(rand.NewPCG(7, 8))
 	names := []string{"memory", "device_state", "disk"}
 	var sources []snapshotstore.Source
@@ -326,7 +377,11 @@ func TestScattered(t *testing.T) {
 // TestEveryByte: a flipped bit in any byte of any object is found and the object named; so is an object that was cut off or removed.
 func TestEveryByte(t *testing.T) {
 	t.Parallel()
-	x := newRig(t)
+	both(t, testEveryByte)
+}
+
+func testEveryByte(t *testing.T, x *rig) {
+	t.Helper()
 	r := rand.New(rand.NewPCG(11, 12))
 	m := newImage(2 << 20)
 	m.pages[3], m.pages[4], m.pages[300] = content(r)[:64], []byte("hello"), []byte("there")
@@ -405,7 +460,11 @@ func (f *flaky) Get(ctx context.Context, key string, off, n int64) (io.ReadClose
 // TestReadAgain: what was changed on the way, and not in the store, is read again.
 func TestReadAgain(t *testing.T) {
 	t.Parallel()
-	x := newRig(t)
+	both(t, testReadAgain)
+}
+
+func testReadAgain(t *testing.T, x *rig) {
+	t.Helper()
 	r := rand.New(rand.NewPCG(13, 14))
 	m := newImage(2 << 20)
 	m.write(r, 100)
@@ -417,7 +476,11 @@ func TestReadAgain(t *testing.T) {
 // TestChanged: the map of a checkpoint and that of an ancestor say which pages the ancestor's holder lacks.
 func TestChanged(t *testing.T) {
 	t.Parallel()
-	x := newRig(t)
+	both(t, testChanged)
+}
+
+func testChanged(t *testing.T, x *rig) {
+	t.Helper()
 	r := rand.New(rand.NewPCG(15, 16))
 	m := newImage(16 << 20)
 	m.write(r, 1500)
@@ -429,17 +492,17 @@ func TestChanged(t *testing.T) {
 		changed := m.write(r, 60)
 		ref = x.seal(ref, before, m, changed).Snapshot
 	}
-	from, err := snapshotstore.Open(t.Context(), x.blobs, root.Manifest)
+	from, err := snapshotstore.Open(t.Context(), x.store(), root.Manifest)
 	if err != nil {
 		t.Fatal(err)
 	}
-	to, err := snapshotstore.Open(t.Context(), x.blobs, ref.Ref())
+	to, err := snapshotstore.Open(t.Context(), x.store(), ref.Ref())
 	if err != nil {
 		t.Fatal(err)
 	}
 	var mu sync.Mutex
 	got := rootImage.clone()
-	fetched, err := snapshotstore.Fetch(t.Context(), x.blobs, to.Image("memory").Changed(from.Image("memory")), snapshotstore.FetchOptions{}, func(at int64, b []byte) error {
+	fetched, err := snapshotstore.Fetch(t.Context(), x.store(), to.Image("memory").Changed(from.Image("memory")), snapshotstore.FetchOptions{}, func(at int64, b []byte) error {
 		mu.Lock()
 		defer mu.Unlock()
 		for ; len(b) > 0; b, at = b[page:], at+1 {
@@ -521,7 +584,7 @@ func TestCheck(t *testing.T) {
 	second := x.seal(first.Snapshot, before, m, m.write(r, 200))
 	check := func(part snapshotstore.Part, refs ...manifest.Ref) (*snapshotstore.Checker, []error) {
 		t.Helper()
-		c := snapshotstore.NewChecker(x.blobs, part)
+		c := snapshotstore.NewChecker(x.store(), part)
 		var faults []error
 		for _, ref := range refs {
 			found, err := c.Check(t.Context(), ref)
@@ -552,12 +615,12 @@ func TestCheck(t *testing.T) {
 		t.Errorf("%d frames in parts, %d in all, %d in none", parts, whole.Frames, none.Frames)
 	}
 	for name, fresh := range map[string]bool{"one checker": false, "others": true} { // a request at a time
-		c := snapshotstore.NewChecker(x.blobs, snapshotstore.Whole)
+		c := snapshotstore.NewChecker(x.store(), snapshotstore.Whole)
 		var steps, frames int64
 		for from := new(snapshotstore.Position); from != nil; steps++ {
 			if fresh {
 				frames += c.Frames
-				c = snapshotstore.NewChecker(x.blobs, snapshotstore.Whole)
+				c = snapshotstore.NewChecker(x.store(), snapshotstore.Whole)
 			}
 			if _, from, err = c.CheckFrom(t.Context(), second.Manifest, *from, time.Unix(1, 0)); err != nil {
 				t.Fatal(err)

@@ -14,6 +14,7 @@ import (
 
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/snapshotstore/blob"
+	"github.com/coppice-dev/coppice/snapshotstore/envelope"
 	"github.com/coppice-dev/coppice/snapshotstore/manifest"
 )
 
@@ -23,6 +24,7 @@ type Options struct {
 	Workers  int    // that compress; 0: half the CPUs
 	Level    zstd.EncoderLevel
 	Throttle func(ctx context.Context, n int) error // asked before n bytes are sent; nil: never
+	Key      *envelope.Key                          // of this attempt, by which everything is encrypted; nil: nothing is
 }
 
 func (o Options) withDefaults() Options {
@@ -94,8 +96,8 @@ func Write(ctx context.Context, blobs blob.Blobs, prefix string, h manifest.Head
 	if err != nil {
 		return nil, err
 	}
-	ref := manifest.Ref{Key: prefix + "manifest", Digest: core.DigestOf(body), Bytes: int64(len(body))}
-	if err := blobs.Put(ctx, ref.Key, bytes.NewReader(body), ref.Bytes, ref.Digest); err != nil {
+	ref, err := putManifest(ctx, blobs, prefix, o.Key, body)
+	if err != nil {
 		return nil, fmt.Errorf("store the manifest of checkpoint %s: %w", h.CheckpointID, err)
 	}
 	w.out.finish(ref, packs, h)
@@ -103,6 +105,16 @@ func Write(ctx context.Context, blobs blob.Blobs, prefix string, h manifest.Head
 	w.snapshot.own(ref)
 	w.out.Snapshot = w.snapshot
 	return w.out, nil
+}
+
+// putManifest stores a manifest, encrypted where there is a key. Its digest is that of the bytes that are stored.
+func putManifest(ctx context.Context, blobs blob.Blobs, prefix string, key *envelope.Key, body []byte) (manifest.Ref, error) {
+	name := prefix + key.Name("manifest")
+	if key != nil {
+		body = key.Seal(make([]byte, 0, len(body)+envelope.Overhead), body, []byte(name))
+	}
+	ref := manifest.Ref{Key: name, Digest: core.DigestOf(body), Bytes: int64(len(body))}
+	return ref, blobs.Put(ctx, ref.Key, bytes.NewReader(body), ref.Bytes, ref.Digest)
 }
 
 func (out *Written) finish(ref manifest.Ref, packs []Object, h manifest.Header) {

@@ -82,6 +82,7 @@ var exitOfCode = map[string]int{
 	string(core.CodeIncompatibleHost):       exitHost,
 	string(core.CodeUnsupported):            exitHost,
 	string(core.CodeDiskUnreadable):         exitFailure,
+	string(core.CodeKeyUnavailable):         exitHost,
 	string(core.CodeVMMFailed):              exitFailure,
 	string(core.CodeSandboxLost):            exitFailure,
 	string(core.CodeRunnerLost):             exitFailure,

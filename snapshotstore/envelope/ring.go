@@ -1,0 +1,77 @@
+package envelope
+
+import (
+	"context"
+	"sync"
+
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/snapshotstore/blob"
+)
+
+// Ring has the keys that a process was given, in memory only. It is safe for concurrent use; the zero Ring is empty.
+type Ring struct {
+	mu   sync.RWMutex
+	keys map[string]*Key // by the prefix of the objects
+}
+
+// NewRing makes one of keys by the prefixes of their objects.
+func NewRing(keys map[string]core.DataKey) *Ring {
+	r := new(Ring)
+	r.Add(keys)
+	return r
+}
+
+// Add takes keys.
+func (r *Ring) Add(keys map[string]core.DataKey) {
+	if len(keys) == 0 {
+		return
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.keys == nil {
+		r.keys = make(map[string]*Key)
+	}
+	for prefix, secret := range keys {
+		r.keys[prefix] = NewKey(secret, 0)
+	}
+}
+
+// of returns the key of an object that is encrypted, nil where it is not there.
+func (r *Ring) of(object string) *Key {
+	r.mu.RLock()
+	defer r.mu.RUnlock()
+	return r.keys[Prefix(object)]
+}
+
+// keyed is a store as somebody sees it who has keys.
+type keyed struct {
+	blob.Blobs
+	ring *Ring
+}
+
+// Forget implements blob.Forgetter.
+func (k *keyed) Forget(ctx context.Context, key string, off, n int64) {
+	blob.Forget(ctx, k.Blobs, key, off, n)
+}
+
+// With is a store together with keys to it. It gives bytes as they are stored; KeyOf finds what opens them.
+func With(blobs blob.Blobs, ring *Ring) blob.Blobs {
+	if blobs == nil {
+		return nil
+	}
+	return &keyed{blobs, ring}
+}
+
+// KeyOf returns the key of an object of a store, nil for one that is not encrypted. KEY_UNAVAILABLE when it is not among those that came
+// with the store.
+func KeyOf(blobs blob.Blobs, object string) (*Key, error) {
+	if !Encrypted(object) {
+		return nil, nil //nolint:nilnil // it needs none
+	}
+	if k, ok := blobs.(*keyed); ok {
+		if key := k.ring.of(object); key != nil {
+			return key, nil
+		}
+	}
+	return nil, core.Errorf(core.FailedPrecondition, core.CodeKeyUnavailable, "object %s is encrypted, and its key is not here", object)
+}
