@@ -27,6 +27,7 @@ func TestServerFlags(t *testing.T) {
 		"two databases":                {[]string{"controller", "--database", "x", "--database-file", dsn}, nil, exitUsage, "exclude one another"},
 		"a bad variable":               {[]string{"controller"}, map[string]string{"COPPICE_DATABASE_WAIT": "soon"}, exitUsage, "COPPICE_DATABASE_WAIT"},
 		"a bad level":                  {[]string{"runner", "--log-level", "loud", "--accel", "tcg"}, nil, exitUsage, "--log-level"},
+		"a bad way to fetch":           {[]string{"runner", "--accel", "tcg"}, map[string]string{"COPPICE_FETCH": "slowly"}, exitUsage, "--fetch"},
 		"no controller":                {[]string{"runner", "--data-dir", dir, "--accel", "tcg"}, nil, exitBadInput, "--controller"},
 		"two controllers, no data":     {[]string{"runner", "--data-dir", dir, "--accel", "tcg"}, map[string]string{"COPPICE_CONTROLLER": "https://a:1,https://b:1", "COPPICE_DATA_URL": "https://c:1"}, exitBadInput, "--data-listen"},
 	} {
