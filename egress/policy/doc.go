@@ -1,0 +1,23 @@
+// Package policy decides what a sandbox may reach. It is pure: it knows no clock, no network and no sandbox.
+//
+// A policy is a list of rules; what no rule names is denied. A rule is text, in an API request as in the database:
+//
+//	api.example.com          that name, at ports 80 and 443
+//	*.example.com            every name below it, not example.com itself
+//	example.com:8443         that port only
+//	203.0.113.7:443          an address; without such a rule addresses are denied, whatever a name resolves to
+//	tcp://db.example.com:5432  anything over TCP, not only TLS and HTTP; the name is exact and there is a port
+//	bundle:python            the hosts that a package manager or a forge needs, see [Bundles]
+//
+// # Names
+//
+// A host is looked at once, by [ParseHost], which gives it in one form: lower case, without the final dot, in the
+// ASCII form of IDNA. What can be read in two ways (127.1, 0x7f000001, a name that ends in a number, anything with
+// a percent sign, an at sign or a control character) is no host at all. Everything after that compares these
+// forms, byte by byte; a suffix rule compares whole labels.
+//
+// # Addresses
+//
+// A name that is allowed may still resolve to anything. [Reach] says which addresses may be dialled, and is asked
+// for the very address that is being dialled, never for a name.
+package policy

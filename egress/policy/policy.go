@@ -1,0 +1,128 @@
+package policy
+
+import (
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+
+	"github.com/coppice-dev/coppice/core"
+)
+
+// MaxRules bounds the entries of a policy.
+const MaxRules = 256
+
+// Policy is what a sandbox may reach. The zero Policy denies everything. It is immutable.
+type Policy struct {
+	entries []string // in their only form, sorted, none twice
+	rules   []entry
+}
+
+// entry is a rule with the name under which a user knows it: its own text, or a bundle's.
+type entry struct {
+	rule Rule
+	name string
+}
+
+// Parse reads a policy from its entries. The error names every entry that is wrong, with field as the place of the
+// list in the request.
+func Parse(field string, allow []string) (Policy, error) {
+	if len(allow) > MaxRules {
+		return Policy{}, core.Errorf(core.Invalid, core.CodeInvalidField, "%s has %d entries; at most %d are taken", field, len(allow), MaxRules)
+	}
+	var p Policy
+	var errs []string
+	for i, text := range allow {
+		name, rules, err := parseEntry(text)
+		if err != nil {
+			errs = append(errs, fmt.Sprintf("%s[%d]: %s", field, i, message(err)))
+			continue
+		}
+		if slices.Contains(p.entries, name) {
+			continue
+		}
+		p.entries = append(p.entries, name)
+		for _, r := range rules {
+			p.rules = append(p.rules, entry{r, name})
+		}
+	}
+	if errs != nil {
+		return Policy{}, core.Errorf(core.Invalid, core.CodeInvalidField, "%s", strings.Join(errs, "; "))
+	}
+	slices.Sort(p.entries)
+	return p, nil
+}
+
+func message(err error) string {
+	if e, ok := errors.AsType[*core.Error](err); ok {
+		return e.Msg
+	}
+	return err.Error()
+}
+
+func parseEntry(text string) (name string, rules []Rule, err error) {
+	if bundle, ok := strings.CutPrefix(text, bundlePrefix); ok {
+		rules, err := parseBundle(bundle)
+		return text, rules, err
+	}
+	r, err := parseRule(text)
+	return r.String(), []Rule{r}, err
+}
+
+// Entries are the policy's entries in their only form, sorted: what is stored, shown and given to runners.
+func (p Policy) Entries() []string { return slices.Clone(p.entries) }
+
+// Empty reports whether nothing is allowed.
+func (p Policy) Empty() bool { return len(p.rules) == 0 }
+
+// Spoken is what the proxy has seen of a connection's protocol.
+type Spoken string
+
+// What is spoken.
+const (
+	HTTP Spoken = "http"
+	TLS  Spoken = "tls"
+	TCP  Spoken = "tcp" // anything else
+)
+
+// Allows reports whether a host may be reached at a port with what is spoken, and by which entry.
+func (p Policy) Allows(h Host, port uint16, spoken Spoken) (by string, ok bool) {
+	for _, e := range p.rules {
+		if e.rule.allows(h, port, spoken == TCP) {
+			return e.name, true
+		}
+	}
+	return "", false
+}
+
+// Resolves reports whether a name is there at all for the sandbox's resolver: some rule allows it at some port.
+func (p Policy) Resolves(h Host) bool {
+	return h.name != "" && slices.ContainsFunc(p.rules, func(e entry) bool { return e.rule.covers(h) })
+}
+
+// Names are the exact names that may be spoken to with any protocol at a port.
+func (p Policy) Names(port uint16) []Host {
+	var out []Host
+	for _, e := range p.rules {
+		if e.rule.TCP && e.rule.Port == port && e.rule.Host.name != "" {
+			out = append(out, e.rule.Host)
+		}
+	}
+	return out
+}
+
+// Beyond are the entries that allow something which another policy does not, in order; none when this policy is the
+// same or narrower.
+func (p Policy) Beyond(other Policy) []string {
+	var out []string
+	for _, e := range p.rules {
+		for _, port := range e.rule.ports() {
+			within := slices.ContainsFunc(other.rules, func(o entry) bool { return e.rule.withinAt(port, o.rule) })
+			if !within && !slices.Contains(out, e.name) {
+				out = append(out, e.name)
+			}
+		}
+	}
+	slices.Sort(out)
+	return out
+}

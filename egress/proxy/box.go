@@ -1,0 +1,241 @@
+package proxy
+
+import (
+	"context"
+	"errors"
+	"net"
+	"net/http"
+	"net/netip"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/egress/policy"
+)
+
+// box is what the proxy has of one sandbox.
+type box struct {
+	s  *Server
+	sb Sandbox
+
+	policy    atomic.Pointer[policy.Policy]
+	transport *http.Transport // its connections to the outside are used by no other sandbox
+	listeners []net.Listener
+	ctx       context.Context //nolint:containedctx // it ends with the sandbox
+	cancel    context.CancelCauseFunc
+
+	mu    sync.Mutex // guards what follows
+	conns map[*conn]struct{}
+	open  map[*openFlow]struct{}
+}
+
+var errRemoved = errors.New("the sandbox has ended")
+
+func newBox(s *Server, sb Sandbox, listeners ...net.Listener) *box {
+	b := &box{s: s, sb: sb, listeners: listeners, conns: map[*conn]struct{}{}, open: map[*openFlow]struct{}{}}
+	b.policy.Store(&sb.Policy)
+	b.ctx, b.cancel = context.WithCancelCause(context.Background())
+	b.transport = &http.Transport{
+		DialContext: b.dialText, DisableCompression: true, MaxIdleConnsPerHost: 8, MaxIdleConns: 64, IdleConnTimeout: idleTime,
+		TLSHandshakeTimeout: dialTime, MaxResponseHeaderBytes: 1 << 20, ExpectContinueTimeout: time.Second,
+	}
+	return b
+}
+
+// dialText dials what a transport wants to, which a flow has named before.
+func (b *box) dialText(ctx context.Context, _, address string) (net.Conn, error) {
+	h, port, err := policy.ParseHostPort(address)
+	if err != nil {
+		return nil, err
+	}
+	return b.s.dial(ctx, h, port)
+}
+
+// conn is a connection of a guest.
+type conn struct {
+	peeked
+	box    *box
+	target *target // what was agreed on before the first request; nil: the request says
+	closed sync.Once
+}
+
+// target is where a connection goes.
+type target struct {
+	host policy.Host
+	port uint16
+}
+
+// Close ends the connection and forgets it.
+func (c *conn) Close() error {
+	c.closed.Do(func() {
+		c.box.mu.Lock()
+		delete(c.box.conns, c)
+		c.box.mu.Unlock()
+	})
+	return c.Conn.Close()
+}
+
+// accept takes connections until the listener is closed.
+func (b *box) accept(l net.Listener, serve func(*conn)) {
+	for {
+		raw, err := l.Accept()
+		if err != nil {
+			if b.ctx.Err() == nil && !errors.Is(err, net.ErrClosed) {
+				b.s.cfg.Log.Warn("no connection was taken from a sandbox", "sandbox_id", b.sb.ID, "err", err)
+				pause := time.NewTimer(100 * time.Millisecond) // out of descriptors, likely
+				select {
+				case <-pause.C:
+					continue
+				case <-b.ctx.Done():
+				}
+			}
+			return
+		}
+		c := &conn{peeked: peeked{Conn: raw}, box: b}
+		b.mu.Lock()
+		full := len(b.conns) >= b.s.cfg.MaxFlows
+		if !full {
+			b.conns[c] = struct{}{}
+		}
+		b.mu.Unlock()
+		if full || b.ctx.Err() != nil {
+			reset(raw)
+			continue
+		}
+		go serve(c)
+	}
+}
+
+// reset ends a connection at once; what it still had to say is lost.
+func reset(c net.Conn) {
+	if tcp, ok := c.(*net.TCPConn); ok {
+		_ = tcp.SetLinger(0) // fails only on a socket that is closed already
+	}
+	_ = c.Close()
+}
+
+func (b *box) close() {
+	b.cancel(errRemoved)
+	for _, l := range b.listeners {
+		_ = l.Close()
+	}
+	b.mu.Lock()
+	conns := make([]*conn, 0, len(b.conns))
+	for c := range b.conns {
+		conns = append(conns, c)
+	}
+	b.mu.Unlock()
+	for _, c := range conns {
+		reset(c.Conn)
+	}
+	b.transport.CloseIdleConnections()
+}
+
+func (b *box) setPolicy(p policy.Policy) {
+	b.policy.Store(&p)
+	b.mu.Lock()
+	var out []*openFlow
+	for f := range b.open {
+		if _, ok := p.Allows(f.host, f.Port, f.Spoken); !ok {
+			out = append(out, f)
+		}
+	}
+	b.mu.Unlock()
+	for _, f := range out {
+		f.cancel(errRevoked)
+	}
+	b.transport.CloseIdleConnections()
+}
+
+var errRevoked = core.Errorf(core.PermissionDenied, core.CodePermissionDenied, "the workspace's policy does not allow it any more")
+
+// openFlow is a flow that has not ended.
+type openFlow struct {
+	Flow
+	host   policy.Host
+	ctx    context.Context //nolint:containedctx // it ends with the flow
+	cancel context.CancelCauseFunc
+}
+
+// denial is why a flow is refused. It is told to the guest, which knows it all.
+type denial struct{ reason string }
+
+func (d *denial) Error() string { return d.reason }
+
+func deny(reason string) error { return &denial{reason} }
+
+// decide asks the policy for a flow and tells the journal. The error is a *denial, or one of the journal. What was begun must be ended.
+func (b *box) decide(ctx context.Context, f Flow, h policy.Host, why error) (*openFlow, error) {
+	f.ID, f.SandboxID, f.Epoch, f.At, f.Host = b.s.nextID(), b.sb.ID, b.sb.Epoch, time.Now(), h.String()
+	f.Outcome = Allowed
+	if why == nil {
+		var ok bool
+		if f.Rule, ok = b.policy.Load().Allows(h, f.Port, f.Spoken); !ok {
+			why = deny("the workspace's policy does not allow " + describe(h, f.Port, f.Spoken))
+		}
+	}
+	if why != nil {
+		f.Outcome, f.Reason = Denied, why.Error()
+	}
+	o := &openFlow{Flow: f, host: h}
+	o.ctx, o.cancel = context.WithCancelCause(ctx)
+	if why == nil { // before the journal, so that a policy that changes meanwhile finds it
+		b.mu.Lock()
+		b.open[o] = struct{}{}
+		b.mu.Unlock()
+		if _, ok := b.policy.Load().Allows(h, f.Port, f.Spoken); !ok {
+			o.cancel(errRevoked)
+		}
+	}
+	if err := b.s.cfg.Journal.Begin(f); err != nil {
+		b.forget(o)
+		b.s.cfg.Log.ErrorContext(ctx, "a flow was refused because it could not be recorded", "sandbox_id", b.sb.ID, "err", err)
+		return nil, errJournal
+	}
+	if why != nil {
+		o.cancel(why)
+		return nil, why
+	}
+	return o, nil
+}
+
+var errJournal = errors.New("the host cannot record what leaves the sandbox, so nothing leaves it")
+
+func (b *box) forget(o *openFlow) {
+	o.cancel(nil)
+	b.mu.Lock()
+	delete(b.open, o)
+	b.mu.Unlock()
+}
+
+// end tells the journal what became of a flow.
+func (b *box) end(o *openFlow, err error) {
+	if cause := context.Cause(o.ctx); errors.Is(cause, errRevoked) {
+		o.Outcome, o.Reason = Denied, cause.Error()
+	} else if err != nil {
+		o.Outcome, o.Reason = outcomeOf(err)
+	}
+	b.forget(o)
+	o.Ended = time.Now()
+	b.s.cfg.Journal.End(o.Flow)
+}
+
+func outcomeOf(err error) (Outcome, string) {
+	if d, ok := errors.AsType[*dialError](err); ok && d.denied {
+		return Denied, core.Clip(d.Error())
+	}
+	return Failed, core.Clip(err.Error())
+}
+
+func describe(h policy.Host, port uint16, spoken policy.Spoken) string {
+	return string(spoken) + " to " + net.JoinHostPort(h.String(), portText(port))
+}
+
+// aliased is the host that an address stands for.
+func (b *box) aliased(a netip.AddrPort) (policy.Host, bool) {
+	if b.sb.Alias == nil {
+		return policy.Host{}, false
+	}
+	return b.sb.Alias(*b.policy.Load(), a)
+}

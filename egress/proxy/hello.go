@@ -1,0 +1,152 @@
+package proxy
+
+import (
+	"bytes"
+	"context"
+	"crypto/tls"
+	"errors"
+	"io"
+	"net"
+	"slices"
+	"time"
+
+	"github.com/coppice-dev/coppice/egress/policy"
+)
+
+// maxHello bounds what is read of a connection before it is known where it goes, in bytes.
+const maxHello = 16 << 10
+
+// extensionECH is the extension of an encrypted ClientHello.
+const extensionECH = 0xfe0d
+
+// Why a ClientHello is refused.
+var (
+	errNoSNI     = errors.New("its ClientHello has no server name")
+	errECH       = errors.New("its ClientHello is encrypted (ECH)")
+	errBadHello  = errors.New("its ClientHello cannot be read")
+	errHelloSize = errors.New("its ClientHello is longer than 16 KiB")
+)
+
+// readHello reads the ClientHello of a connection. What was read of it is in conn again afterwards. name is zero when the hello has none.
+func readHello(ctx context.Context, conn *peeked) (name policy.Host, err error) {
+	var hello *tls.ClientHelloInfo
+	recorded := &recorder{conn: conn}
+	server := tls.Server(recorded, &tls.Config{
+		GetConfigForClient: func(h *tls.ClientHelloInfo) (*tls.Config, error) {
+			hello = h
+			return nil, errHeard
+		},
+	})
+	err = server.HandshakeContext(ctx)
+	conn.unread(recorded.seen.Bytes())
+	switch {
+	case hello == nil && errors.Is(err, errHelloSize):
+		return policy.Host{}, errHelloSize
+	case hello == nil && ctx.Err() != nil:
+		return policy.Host{}, context.Cause(ctx)
+	case hello == nil:
+		return policy.Host{}, errors.Join(errBadHello, err)
+	case slices.Contains(hello.Extensions, extensionECH):
+		return policy.Host{}, errECH
+	case hello.ServerName == "":
+		return policy.Host{}, nil
+	}
+	h, err := policy.ParseHost(hello.ServerName)
+	if _, isAddr := h.Addr(); err != nil || isAddr {
+		return policy.Host{}, errors.Join(errBadHello, err)
+	}
+	return h, nil
+}
+
+var errHeard = errors.New("the ClientHello was heard")
+
+// recorder keeps what was read and writes nothing.
+type recorder struct {
+	conn net.Conn
+	seen bytes.Buffer
+}
+
+func (r *recorder) Read(p []byte) (int, error) {
+	if r.seen.Len() >= maxHello {
+		return 0, errHelloSize
+	}
+	n, err := r.conn.Read(p[:min(len(p), maxHello-r.seen.Len())])
+	r.seen.Write(p[:n])
+	return n, err
+}
+
+func (r *recorder) Write(p []byte) (int, error)        { return len(p), nil }
+func (r *recorder) Close() error                       { return nil }
+func (r *recorder) LocalAddr() net.Addr                { return r.conn.LocalAddr() }
+func (r *recorder) RemoteAddr() net.Addr               { return r.conn.RemoteAddr() }
+func (r *recorder) SetDeadline(t time.Time) error      { return r.conn.SetDeadline(t) }
+func (r *recorder) SetReadDeadline(t time.Time) error  { return r.conn.SetReadDeadline(t) }
+func (r *recorder) SetWriteDeadline(t time.Time) error { return r.conn.SetWriteDeadline(t) }
+
+// peeked is a connection of which something was read that will be read again.
+type peeked struct {
+	net.Conn
+	ahead []byte
+}
+
+func (p *peeked) Read(b []byte) (int, error) {
+	if len(p.ahead) > 0 {
+		n := copy(b, p.ahead)
+		p.ahead = p.ahead[n:]
+		return n, nil
+	}
+	return p.Conn.Read(b)
+}
+
+func (p *peeked) unread(b []byte) { p.ahead = append(slices.Clone(b), p.ahead...) }
+
+// first returns the first bytes of a connection without taking them, at least one and at most n.
+func (p *peeked) first(n int) ([]byte, error) {
+	if len(p.ahead) == 0 {
+		b := make([]byte, n)
+		got, err := p.Conn.Read(b)
+		if got == 0 {
+			if err == nil {
+				err = io.ErrNoProgress
+			}
+			return nil, err
+		}
+		p.ahead = b[:got]
+	}
+	return p.ahead[:min(n, len(p.ahead))], nil
+}
+
+// CloseWrite says that nothing more will be sent.
+func (p *peeked) CloseWrite() error { return closeWrite(p.Conn) }
+
+func closeWrite(c net.Conn) error {
+	if half, ok := c.(interface{ CloseWrite() error }); ok {
+		return half.CloseWrite()
+	}
+	return c.Close()
+}
+
+// sniff tells what is spoken from the first bytes of a connection.
+func sniff(first []byte) policy.Spoken {
+	const recordHandshake = 0x16
+	switch {
+	case len(first) > 0 && first[0] == recordHandshake:
+		return policy.TLS
+	case isMethod(first):
+		return policy.HTTP
+	}
+	return policy.TCP
+}
+
+// isMethod reports whether what was sent can be the beginning of a request: an upper-case word, then a space if it has come so far.
+func isMethod(first []byte) bool {
+	for i, c := range first {
+		if c == ' ' {
+			return i >= 3
+		}
+		if c < 'A' || c > 'Z' {
+			return false
+		}
+	}
+	return len(first) > 0
+}

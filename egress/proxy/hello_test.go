@@ -1,0 +1,49 @@
+package proxy
+
+import (
+	"bytes"
+	"context"
+	"crypto/tls"
+	"errors"
+	"net"
+	"testing"
+	"time"
+)
+
+// heard keeps the first thing that is written to it, and has no answer.
+type heard struct {
+	net.Conn
+	b bytes.Buffer
+}
+
+var errNoAnswer = errors.New("no answer")
+
+func (h *heard) Write(p []byte) (int, error)    { return h.b.Write(p) }
+func (*heard) Read([]byte) (int, error)         { return 0, errNoAnswer }
+func (*heard) Close() error                     { return nil }
+func (*heard) SetDeadline(time.Time) error      { return nil }
+func (*heard) SetWriteDeadline(time.Time) error { return nil }
+
+// clientHello is what a client for a name begins with; any client when the name is empty.
+func clientHello(name string) ([]byte, error) {
+	var h heard
+	err := tls.Client(&h, &tls.Config{ServerName: name, InsecureSkipVerify: name == ""}).HandshakeContext(context.Background())
+	if !errors.Is(err, errNoAnswer) {
+		return nil, err
+	}
+	return h.b.Bytes(), nil
+}
+
+func TestReadHello(t *testing.T) {
+	t.Parallel()
+	for _, name := range []string{"allowed.example", ""} {
+		b, err := clientHello(name)
+		if err != nil {
+			t.Fatal(err)
+		}
+		h, err := readHello(t.Context(), &peeked{Conn: bytesConn{r: bytes.NewReader(b)}})
+		if err != nil || h.String() != name {
+			t.Errorf("%q: %q, %v", name, h, err)
+		}
+	}
+}

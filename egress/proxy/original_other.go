@@ -1,0 +1,14 @@
+//go:build !linux
+
+package proxy
+
+import (
+	"errors"
+	"net"
+	"net/netip"
+)
+
+// OriginalDestination is known on Linux only.
+func OriginalDestination(net.Conn) (netip.AddrPort, error) {
+	return netip.AddrPort{}, errors.ErrUnsupported
+}

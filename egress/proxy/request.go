@@ -1,0 +1,304 @@
+package proxy
+
+import (
+	"bufio"
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"io"
+	"log/slog"
+	"maps"
+	"net"
+	"net/http"
+	"net/netip"
+	"strings"
+	"sync/atomic"
+	"time"
+
+	"github.com/elazarl/goproxy"
+
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/egress/policy"
+)
+
+// serveExplicit serves a connection of a program that knows that it speaks to a proxy.
+func (b *box) serveExplicit(c *conn) {
+	h, err := readHead(&c.peeked, b.s.cfg.FirstTime)
+	if err != nil && h.method == "" && len(c.ahead) == 0 {
+		_ = c.Close() // it has ended without a word
+		return
+	}
+	if err == nil && h.hasHost {
+		err = sameTarget(h)
+	}
+	if err != nil {
+		b.refuse(c, Flow{Spoken: policy.HTTP, Method: core.Clip(h.method)}, err)
+		return
+	}
+	if h.method == http.MethodConnect {
+		b.serveConnect(c, h)
+		return
+	}
+	if !b.s.proxied.queue.put(c) {
+		_ = c.Close()
+	}
+}
+
+// sameTarget holds the target of a request to a proxy against its Host header.
+func sameTarget(h head) error {
+	port, text := uint16(80), h.target
+	if h.method == http.MethodConnect {
+		port = 443 // what CONNECT asks for has a port; its Host header need not
+	} else {
+		rest, ok := strings.CutPrefix(text, "http://")
+		if !ok {
+			return nil // the handler refuses it
+		}
+		text, _, _ = strings.Cut(rest, "/")
+		text, _, _ = strings.Cut(text, "?")
+	}
+	want, err := hostPort(text, port)
+	if err != nil {
+		return err
+	}
+	got, err := hostPort(h.host, port)
+	if err == nil && h.method == http.MethodConnect {
+		got.port = want.port
+	}
+	if err != nil || got != want {
+		return deny("the request's target and its Host header are not the same")
+	}
+	return nil
+}
+
+// refuse answers a request that was not parsed.
+func (b *box) refuse(c *conn, f Flow, why error) {
+	host, _ := policy.ParseHost(f.Host)
+	if _, err := b.decide(b.ctx, f, host, deny(why.Error())); errors.Is(err, errJournal) {
+		why = err
+	}
+	status := http.StatusBadRequest
+	if _, ok := errors.AsType[*denial](why); ok {
+		status = http.StatusForbidden
+	}
+	resp := problem(nil, status, why.Error())
+	defer resp.Body.Close()
+	resp.Close = true
+	_ = c.SetWriteDeadline(time.Now().Add(time.Second))
+	_ = resp.Write(c.Conn)
+	drain(c)
+}
+
+// serveRequests serves a connection of a program that thinks it speaks to the origin. All its requests go to one host and port.
+func (b *box) serveRequests(c *conn, asked *target, port uint16) {
+	h, err := readHead(&c.peeked, b.s.cfg.FirstTime)
+	if err != nil {
+		b.refuse(c, Flow{Spoken: policy.HTTP, Port: port, Method: core.Clip(h.method)}, err)
+		return
+	}
+	c.target = asked
+	if asked == nil {
+		c.target = &target{port: port}
+	}
+	if !b.s.origin.queue.put(c) {
+		_ = c.Close()
+	}
+}
+
+// serveOrigin gives a request the absolute target that it had on its way to a proxy.
+func (s *Server) serveOrigin(w http.ResponseWriter, r *http.Request) {
+	if r.URL.IsAbs() || r.Method == http.MethodConnect {
+		writeProblem(w, http.StatusBadRequest, "this connection is no connection to a proxy")
+		return
+	}
+	r.URL.Scheme, r.URL.Host = "http", r.Host
+	s.serveProxied(w, r)
+}
+
+func (s *Server) serveProxied(w http.ResponseWriter, r *http.Request) {
+	var broken atomic.Bool
+	ctx := context.WithValue(r.Context(), brokenKey{}, &broken)
+	s.handler.ServeHTTP(prompt{w, http.NewResponseController(w)}, r.WithContext(ctx))
+	if broken.Load() {
+		panic(http.ErrAbortHandler) // the guest must not take a part for the whole
+	}
+}
+
+// brokenKey finds in a request's context whether its answer broke off.
+type brokenKey struct{}
+
+// prompt sends what is written at once: a guest may wait for each part of an answer.
+type prompt struct {
+	http.ResponseWriter
+	ctl *http.ResponseController
+}
+
+func (p prompt) WriteHeader(status int) {
+	p.ResponseWriter.WriteHeader(status)
+	_ = p.ctl.Flush() // what fails here fails again
+}
+
+func (p prompt) Write(b []byte) (int, error) {
+	n, err := p.ResponseWriter.Write(b)
+	return n, errors.Join(err, p.ctl.Flush())
+}
+
+func (p prompt) Flush()                                       { _ = p.ctl.Flush() }
+func (p prompt) Hijack() (net.Conn, *bufio.ReadWriter, error) { return p.ctl.Hijack() }
+
+func (s *Server) newHandler() *goproxy.ProxyHttpServer {
+	p := goproxy.NewProxyHttpServer()
+	p.Logger = debugLog{s.cfg.Log}
+	p.KeepAcceptEncoding = true
+	p.ConnectDial = nil
+	p.Tr = &http.Transport{DialContext: func(context.Context, string, string) (net.Conn, error) {
+		return nil, errors.New("a request has no sandbox") // each has the transport of its sandbox
+	}}
+	p.NonproxyHandler = http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		writeProblem(w, http.StatusBadRequest, "this is a proxy: requests have absolute targets")
+	})
+	p.OnRequest().HandleConnect(goproxy.AlwaysReject) // see serveConnect
+	p.OnRequest().DoFunc(s.onRequest)
+	p.OnResponse().DoFunc(s.onResponse)
+	return p
+}
+
+// debugLog is what goproxy says.
+type debugLog struct{ log *slog.Logger }
+
+func (d debugLog) Printf(format string, v ...any) {
+	d.log.Debug("goproxy", "format", format, "args", len(v)) // not what guests have sent
+}
+
+// serveConnect makes a tunnel of a connection. goproxy would lose what a client sends before it has the answer.
+func (b *box) serveConnect(c *conn, h head) {
+	host, port, err := policy.ParseHostPort(h.target)
+	if err != nil {
+		b.refuse(c, Flow{Spoken: policy.TLS}, err)
+		return
+	}
+	if _, ok := b.policy.Load().Allows(host, port, policy.TLS); !ok {
+		b.refuse(c, Flow{Spoken: policy.TLS, Port: port, Host: host.String()}, deny("the workspace's policy does not allow "+describe(host, port, policy.TLS)))
+		return
+	}
+	c.ahead = c.ahead[h.size:]
+	if _, err := io.WriteString(c.Conn, "HTTP/1.1 200 Connection established\r\n\r\n"); err != nil {
+		_ = c.Close()
+		return
+	}
+	b.serveUnknown(c, &target{host, port}, netip.AddrPort{})
+}
+
+// onRequest decides on a request and gives it the way out of its sandbox.
+func (s *Server) onRequest(r *http.Request, ctx *goproxy.ProxyCtx) (*http.Request, *http.Response) {
+	c, _ := r.Context().Value(connKey{}).(*conn)
+	if c == nil {
+		return r, problem(r, http.StatusForbidden, "the request comes from no sandbox")
+	}
+	to, why := c.whereto(r)
+	o, err := c.box.decide(r.Context(), Flow{Spoken: policy.HTTP, Port: to.port, Method: core.Clip(r.Method), Path: core.Clip(r.URL.EscapedPath())}, to.host, why)
+	if err != nil {
+		status := http.StatusForbidden
+		if errors.Is(err, errJournal) {
+			status = http.StatusServiceUnavailable
+		}
+		return r, problem(r, status, err.Error())
+	}
+	ctx.UserData = o
+	body := &counted{ReadCloser: r.Body}
+	out := r.WithContext(o.ctx)
+	if r.Body != nil && r.Body != http.NoBody {
+		out.Body = body
+	}
+	out.URL.Host, out.Host = net.JoinHostPort(to.host.String(), portText(to.port)), r.Host
+	ctx.RoundTripper = goproxy.RoundTripperFunc(func(r *http.Request, _ *goproxy.ProxyCtx) (*http.Response, error) {
+		resp, err := c.box.transport.RoundTrip(r)
+		o.Sent = body.n.Load()
+		if err != nil {
+			if cause := context.Cause(o.ctx); cause != nil {
+				err = cause
+			}
+			c.box.end(o, err)
+			return nil, err
+		}
+		o.Status = resp.StatusCode
+		if resp.StatusCode == http.StatusSwitchingProtocols {
+			if err := c.box.upgrade(o, c, resp); err != nil {
+				return nil, err
+			}
+			return resp, nil
+		}
+		broken, _ := r.Context().Value(brokenKey{}).(*atomic.Bool)
+		resp.Body = &endOfBody{ReadCloser: resp.Body, end: func(n int64, err error) {
+			broken.Store(err != nil)
+			o.Sent, o.Received = body.n.Load(), n
+			c.box.end(o, err)
+		}}
+		return resp, nil
+	})
+	return out, nil
+}
+
+// whereto is the host that a request is for.
+func (c *conn) whereto(r *http.Request) (target, error) {
+	if r.URL.Scheme != "http" {
+		return target{port: 443}, deny("a proxy is asked for https with CONNECT")
+	}
+	if r.URL.User != nil {
+		return target{port: 80}, deny("the target has a user's name in it")
+	}
+	port := uint16(80)
+	to, err := hostPort(r.Host, port)
+	if err != nil {
+		return target{port: port}, err
+	}
+	switch t := c.target; {
+	case t == nil: // its own head was looked at
+	case t.port != to.port, !t.host.IsZero() && t.host != to.host:
+		return to, deny("the request's Host header and the connection's target are not the same")
+	}
+	return to, nil
+}
+
+// onResponse answers for those that could not be had.
+func (s *Server) onResponse(resp *http.Response, ctx *goproxy.ProxyCtx) *http.Response {
+	if resp != nil {
+		return resp
+	}
+	status, reason := http.StatusBadGateway, "the host did not answer"
+	if ctx.Error != nil {
+		var outcome Outcome
+		if outcome, reason = outcomeOf(ctx.Error); outcome == Denied || errors.Is(ctx.Error, errRevoked) {
+			status = http.StatusForbidden
+		}
+	}
+	return problem(ctx.Req, status, reason)
+}
+
+// problemBody is what a guest is told of its own requests.
+type problemBody struct {
+	Title  string `json:"title"`
+	Status int    `json:"status"`
+	Detail string `json:"detail"`
+}
+
+func problem(r *http.Request, status int, detail string) *http.Response {
+	b, err := json.Marshal(problemBody{"coppice egress: " + http.StatusText(status), status, detail})
+	if err != nil {
+		b = []byte("{}")
+	}
+	return &http.Response{
+		Status: http.StatusText(status), StatusCode: status, Proto: "HTTP/1.1", ProtoMajor: 1, ProtoMinor: 1, Request: r,
+		Header:        http.Header{"Content-Type": {"application/problem+json"}, "Coppice-Egress": {"refused"}},
+		ContentLength: int64(len(b)), Body: io.NopCloser(bytes.NewReader(append(b, '\n')[:len(b)])),
+	}
+}
+
+func writeProblem(w http.ResponseWriter, status int, detail string) {
+	resp := problem(nil, status, detail)
+	defer resp.Body.Close()
+	maps.Copy(w.Header(), resp.Header)
+	w.WriteHeader(status)
+	_, _ = io.Copy(w, resp.Body)
+}

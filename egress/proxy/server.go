@@ -1,0 +1,206 @@
+package proxy
+
+import (
+	"context"
+	"crypto/rand"
+	"encoding/hex"
+	"errors"
+	"log/slog"
+	"maps"
+	"net"
+	"net/http"
+	"net/netip"
+	"slices"
+	"strconv"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/elazarl/goproxy"
+
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/egress/policy"
+)
+
+// Config describes a proxy.
+type Config struct {
+	Reach    policy.Reach
+	Resolver Resolver // default: the host's
+	Journal  Journal  // required
+	Log      *slog.Logger
+	// MaxFlows bounds the connections of one sandbox, default 1024. What is beyond is reset.
+	MaxFlows int
+	// FirstTime bounds how long it may take until it is known what a connection is for, and the head of a request; default 15 s.
+	FirstTime time.Duration
+	// Original tells where a redirected connection was going; default [OriginalDestination].
+	Original func(net.Conn) (netip.AddrPort, error)
+}
+
+// Sandbox is one whose traffic is carried.
+type Sandbox struct {
+	ID     core.SandboxID
+	Epoch  int64
+	Policy policy.Policy
+	// Alias names the host that the sandbox's resolver gave an address for; nil: no such addresses.
+	Alias func(p policy.Policy, a netip.AddrPort) (policy.Host, bool)
+}
+
+// Server carries the traffic of sandboxes. It is safe for concurrent use.
+type Server struct {
+	cfg      Config
+	instance string // begins the ids of flows
+	flows    atomic.Int64
+
+	handler *goproxy.ProxyHttpServer
+	proxied server // requests to a proxy
+	origin  server // requests that think they speak to their origin
+
+	mu    sync.Mutex // guards boxes
+	boxes map[core.SandboxID]*box
+	done  bool
+}
+
+// server is an HTTP server for connections that are handed to it.
+type server struct {
+	*http.Server
+	queue *queue
+}
+
+// idleTime is how long a connection may be kept between requests.
+const idleTime = 2 * time.Minute
+
+const maxHead = 64 << 10 // bytes of the head of a request
+
+// New returns a proxy that has no sandboxes yet.
+func New(cfg Config) *Server {
+	if cfg.Resolver == nil {
+		cfg.Resolver = net.DefaultResolver
+	}
+	if cfg.MaxFlows == 0 {
+		cfg.MaxFlows = 1024
+	}
+	if cfg.FirstTime == 0 {
+		cfg.FirstTime = 15 * time.Second
+	}
+	if cfg.Original == nil {
+		cfg.Original = OriginalDestination
+	}
+	var id [8]byte
+	_, _ = rand.Read(id[:]) // never fails
+	s := &Server{cfg: cfg, instance: hex.EncodeToString(id[:]), boxes: map[core.SandboxID]*box{}}
+	s.handler = s.newHandler()
+	s.proxied, s.origin = s.newServer(http.HandlerFunc(s.serveProxied)), s.newServer(http.HandlerFunc(s.serveOrigin))
+	s.proxied.SetKeepAlivesEnabled(false) // the head of each request is looked at before it is parsed: one for each connection
+	return s
+}
+
+func (s *Server) newServer(h http.Handler) server {
+	out := server{queue: newQueue(), Server: &http.Server{
+		Handler: h, ReadHeaderTimeout: s.cfg.FirstTime, IdleTimeout: idleTime, MaxHeaderBytes: maxHead,
+		ErrorLog:    slog.NewLogLogger(s.cfg.Log.Handler(), slog.LevelDebug),
+		ConnContext: func(ctx context.Context, c net.Conn) context.Context { return context.WithValue(ctx, connKey{}, c) },
+	}}
+	go func() {
+		if err := out.Serve(out.queue); !errors.Is(err, http.ErrServerClosed) {
+			s.cfg.Log.Error("the proxy's server of requests has ended", "err", err)
+		}
+	}()
+	return out
+}
+
+type connKey struct{}
+
+// Add begins to serve a sandbox at its listeners, which are the server's from now on; it closes them when it has ended with the sandbox.
+// A sandbox that is there already is replaced.
+func (s *Server) Add(sb Sandbox, explicit, transparent net.Listener) error {
+	s.Remove(sb.ID)
+	b := newBox(s, sb, explicit, transparent)
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.done {
+		return errors.Join(core.Errorf(core.Unavailable, core.CodeInternal, "the egress proxy is stopping"), explicit.Close(), transparent.Close())
+	}
+	s.boxes[sb.ID] = b
+	go b.accept(explicit, b.serveExplicit)
+	go b.accept(transparent, b.serveTransparent)
+	return nil
+}
+
+// SetPolicy gives a sandbox another policy. What is under way and is not allowed any more is ended before it returns. It reports whether the
+// sandbox is there.
+func (s *Server) SetPolicy(id core.SandboxID, p policy.Policy) bool {
+	b := s.box(id)
+	if b == nil {
+		return false
+	}
+	b.setPolicy(p)
+	return true
+}
+
+// Remove ends all that a sandbox has open, and its listeners.
+func (s *Server) Remove(id core.SandboxID) {
+	s.mu.Lock()
+	b := s.boxes[id]
+	delete(s.boxes, id)
+	s.mu.Unlock()
+	if b != nil {
+		b.close()
+	}
+}
+
+func (s *Server) box(id core.SandboxID) *box {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.boxes[id]
+}
+
+// Close ends everything.
+func (s *Server) Close() error {
+	s.mu.Lock()
+	s.done = true
+	ids := slices.Collect(maps.Keys(s.boxes))
+	s.mu.Unlock()
+	for _, id := range ids {
+		s.Remove(id)
+	}
+	return errors.Join(s.proxied.Close(), s.origin.Close())
+}
+
+func (s *Server) nextID() string {
+	return s.instance + "-" + strconv.FormatInt(s.flows.Add(1), 36)
+}
+
+// queue is a listener of connections that come from elsewhere.
+type queue struct {
+	conns chan net.Conn
+	once  sync.Once
+	done  chan struct{}
+}
+
+func newQueue() *queue { return &queue{conns: make(chan net.Conn), done: make(chan struct{})} }
+
+// put hands a connection over; false when nobody takes any more.
+func (q *queue) put(c net.Conn) bool {
+	select {
+	case q.conns <- c:
+		return true
+	case <-q.done:
+		return false
+	}
+}
+
+func (q *queue) Accept() (net.Conn, error) {
+	select {
+	case c := <-q.conns:
+		return c, nil
+	case <-q.done:
+		return nil, net.ErrClosed
+	}
+}
+
+func (q *queue) Close() error {
+	q.once.Do(func() { close(q.done) })
+	return nil
+}
+
+func (q *queue) Addr() net.Addr { return &net.TCPAddr{} }

@@ -1,0 +1,173 @@
+package proxy
+
+import (
+	"context"
+	"errors"
+	"io"
+	"net"
+	"net/netip"
+	"strconv"
+	"sync"
+	"time"
+
+	"github.com/coppice-dev/coppice/egress/policy"
+)
+
+func portText(p uint16) string { return strconv.Itoa(int(p)) }
+
+// serveTransparent serves a connection that was going somewhere else.
+func (b *box) serveTransparent(c *conn) {
+	to, err := b.s.cfg.Original(c.Conn)
+	if err != nil {
+		b.s.cfg.Log.Warn("a connection was refused: the kernel does not tell where it was going", "sandbox_id", b.sb.ID, "err", err)
+		reset(c)
+		return
+	}
+	b.serveUnknown(c, nil, to)
+}
+
+// serveUnknown finds out what is spoken on a connection and carries it. asked is the target of CONNECT, if there was one; to is the
+// address that the guest's own connection was going to otherwise.
+func (b *box) serveUnknown(c *conn, asked *target, to netip.AddrPort) {
+	_ = c.SetReadDeadline(time.Now().Add(b.s.cfg.FirstTime))
+	first, err := c.first(maxHello)
+	spoken := sniff(first)
+	if timeout, ok := errors.AsType[net.Error](err); ok && timeout.Timeout() {
+		spoken, err = policy.TCP, nil // the other side may have to speak first
+	}
+	if err != nil { // it has ended without a word
+		_ = c.Close()
+		return
+	}
+	port := to.Port()
+	if asked != nil {
+		port = asked.port
+	}
+	switch spoken {
+	case policy.HTTP:
+		b.serveRequests(c, asked, port)
+	case policy.TLS:
+		b.serveTLS(c, asked, to, port)
+	default:
+		b.serveRaw(c, asked, to, port)
+	}
+}
+
+// serveTLS carries a connection whose ClientHello says whereto.
+func (b *box) serveTLS(c *conn, asked *target, to netip.AddrPort, port uint16) {
+	name, why := readHello(b.ctx, &c.peeked)
+	host := name
+	switch {
+	case why != nil:
+	case asked != nil:
+		host = asked.host
+		if _, isAddr := host.Addr(); name != host && (!isAddr || !name.IsZero()) {
+			why = deny("CONNECT asked for " + asked.host.String() + " and the ClientHello for " + orNone(name))
+		}
+	case name.IsZero():
+		host, why = b.unnamed(to)
+	}
+	if host.IsZero() {
+		host = hostOf(asked, to)
+	}
+	b.tunnel(c, Flow{Spoken: policy.TLS, Port: port}, host, why)
+}
+
+func orNone(h policy.Host) string {
+	if h.IsZero() {
+		return "no name"
+	}
+	return h.String()
+}
+
+// unnamed is the host of a connection that names none: an address that a rule may name.
+func (b *box) unnamed(to netip.AddrPort) (policy.Host, error) {
+	h, err := policy.ParseHost(to.Addr().String())
+	if err != nil {
+		return policy.Host{}, err
+	}
+	if _, ok := b.policy.Load().Allows(h, to.Port(), policy.TLS); !ok {
+		return h, errNoSNI
+	}
+	return h, nil
+}
+
+func hostOf(asked *target, to netip.AddrPort) policy.Host {
+	if asked != nil {
+		return asked.host
+	}
+	h, err := policy.ParseHost(to.Addr().String())
+	if err != nil {
+		return policy.Host{}
+	}
+	return h
+}
+
+// serveRaw carries what is neither TLS nor HTTP.
+func (b *box) serveRaw(c *conn, asked *target, to netip.AddrPort, port uint16) {
+	host := hostOf(asked, to)
+	if asked == nil {
+		if named, ok := b.aliased(to); ok {
+			host = named
+		}
+	}
+	b.tunnel(c, Flow{Spoken: policy.TCP, Port: port}, host, nil)
+}
+
+// tunnel carries a connection to a host, both ways, until both have ended.
+func (b *box) tunnel(c *conn, f Flow, h policy.Host, why error) {
+	defer c.Close()
+	o, err := b.decide(b.ctx, f, h, why)
+	if err != nil {
+		refuseTLS(c, f.Spoken)
+		return
+	}
+	up, err := b.s.dial(o.ctx, h, o.Port)
+	if err != nil {
+		b.end(o, err)
+		refuseTLS(c, f.Spoken)
+		return
+	}
+	b.pipe(o, c, up)
+	b.end(o, nil)
+}
+
+// refuseTLS tells a TLS client in its own words that it may not; any other is reset.
+func refuseTLS(c *conn, spoken policy.Spoken) {
+	if spoken == policy.TLS {
+		const alert, fatal, accessDenied = 21, 2, 49
+		_ = c.SetWriteDeadline(time.Now().Add(time.Second))
+		if _, err := c.Write([]byte{alert, 3, 3, 0, 2, fatal, accessDenied}); err == nil {
+			return // closed with a farewell, so that the alert is read
+		}
+	}
+	reset(c.Conn)
+}
+
+// pipe copies both ways until both have ended, or one has failed, or the flow is ended.
+func (b *box) pipe(o *openFlow, c *conn, up net.Conn) {
+	_ = c.SetDeadline(time.Time{})
+	defer context.AfterFunc(o.ctx, func() {
+		reset(c.Conn)
+		reset(up)
+	})()
+	half := func(to, from net.Conn, n *int64, first []byte) {
+		wrote, err := to.Write(first)
+		*n = int64(wrote)
+		if err == nil {
+			var copied int64
+			copied, err = io.Copy(to, from) // the kernel does it where both are TCP
+			*n += copied
+		}
+		if err = errors.Join(err, closeWrite(to)); err != nil {
+			o.cancel(errTunnel)
+		}
+	}
+	var wg sync.WaitGroup
+	wg.Go(func() { half(up, c.Conn, &o.Sent, c.ahead) })
+	wg.Go(func() { half(c.Conn, up, &o.Received, nil) })
+	wg.Wait()
+	_ = up.Close()
+}
+
+var errTunnel = errors.New("one side of the tunnel broke off")
