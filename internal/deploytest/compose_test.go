@@ -103,8 +103,8 @@ func TestComposeRunner(t *testing.T) {
 	if !slices.Equal(r.CapAdd, capabilities) {
 		t.Errorf("capabilities %v, want %v", r.CapAdd, capabilities)
 	}
-	if len(r.Devices) != 1 || r.Devices[0].Source != "/dev/net/tun" {
-		t.Errorf("devices %+v, want the tun device", r.Devices)
+	if len(r.Devices) != 2 || r.Devices[0].Source != "/dev/net/tun" || r.Devices[1].Source != "/dev/fuse" {
+		t.Errorf("devices %+v, want those of tap and FUSE", r.Devices)
 	}
 	if want := []string{"apparmor=unconfined", "systempaths=unconfined", "no-new-privileges:true"}; !slices.Equal(r.SecurityOpt, want) {
 		t.Errorf("security options %v, want %v", r.SecurityOpt, want)

@@ -362,7 +362,7 @@ func TestRunnerInAPod(t *testing.T) {
 	}
 }
 
-// TestRunnerInAContainer runs a runner with no more than docker-compose.yml gives it: its capabilities, its one device, a private cgroup that cannot be
+// TestRunnerInAContainer runs a runner with no more than docker-compose.yml gives it: its capabilities, its devices, a private cgroup that cannot be
 // written, no loop device. Told to stop, it ends its VMs.
 func TestRunnerInAContainer(t *testing.T) {
 	b, err := os.ReadFile("../../deploy/docker-compose.yml")

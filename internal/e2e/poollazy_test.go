@@ -1,0 +1,144 @@
+package e2e
+
+import (
+	"context"
+	"path/filepath"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/coppice-dev/coppice/runner/pager"
+	coppice "github.com/coppice-dev/coppice/sdk/go"
+)
+
+// TestPoolLazy grows checkpoints on a host that has nothing of them, with a store that falls silent as soon as the children run. Their memory
+// comes once the store speaks again, whatever happens to the runner meanwhile; with the pager it is lost, and with it the machines
+// that had memory from there, but no checkpoint.
+func TestPoolLazy(t *testing.T) {
+	var pagers []int
+	t.Cleanup(func() { // after everything has ended
+		for _, pid := range pagers {
+			if state, err := processState(pid); err == nil && state != 'Z' {
+				t.Errorf("the pager (process %d) is left", pid)
+			}
+		}
+	})
+	p := newPool(t, "--runner-lease", "20s", "--runner-fence", "20s")
+	f := &faultyPool{pool: p, first: p.join(), second: p.join()}
+	f.plant(t)
+	f.only(t, f.first)
+	parent := f.forkOn(t, f.first, f.base)
+	one := f.grow(t, parent, "one")
+	two := f.grow(t, parent, "one", "two")
+	terminate(t, f.first.stack, parent)
+
+	elder := f.forkSilenced(t, one)
+	pagers = append(pagers, f.second.pager(t).PID)
+	answer := make(chan string, 1)
+	go func() {
+		res, err := p.Client.Exec(context.WithoutCancel(t.Context()), elder, coppice.ExecRequest{Command: []string{"sha256sum", "-c", "/root/lazy"}})
+		if err != nil {
+			answer <- err.Error()
+			return
+		}
+		out, _, err := res.Output()
+		answer <- strings.Join([]string{string(out), errText(err)}, "")
+	}()
+	machines := f.second.vmms()
+	f.second.Kill()
+	begun := time.Now()
+	if err := f.second.Start(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	t.Logf("the runner was back after %.1f s, with the store silent", time.Since(begun).Seconds())
+	<-answer // that call ended with its runner
+	until(t, "the child is taken over", func() (bool, error) {
+		w, err := f.Client.Workspace(t.Context(), elder)
+		return w.State == coppice.WorkspaceReady && w.Condition != coppice.ConditionUnknown, err
+	})
+	if f.second.whole(t, one.id) {
+		t.Fatal("all of the memory was here before the store fell silent: nothing was tested")
+	}
+	f.second.Relay.Resume()
+	compare(t, "the child, later", after(f.was, "one", "on"), step(t, f.second.stack, elder, "on"))
+	if got := execute(t, f.second.stack, elder, "sha256sum", "-c", "/root/lazy"); got != "/dev/shm/one: OK\n" {
+		t.Errorf("the child has %q", got)
+	}
+	sameBytes(t, f.first, f.second, one.id)
+	if now := f.second.vmms(); len(now) != 1 || len(machines) != 1 || !sameKeys(now, machines) {
+		t.Errorf("the machines were %v and are %v", machines, now)
+	}
+
+	younger := f.forkSilenced(t, two)
+	was := f.second.pager(t)
+	if was.PID != pagers[0] {
+		t.Errorf("the pager was process %d and is %d", pagers[0], was.PID)
+	}
+	if err := syscall.Kill(was.PID, syscall.SIGKILL); err != nil {
+		t.Fatal(err)
+	}
+	for _, id := range []coppice.WorkspaceID{elder, younger} {
+		if w := f.awaitLost(t, id, "SANDBOX_LOST"); w.Failure != nil && !strings.Contains(w.Failure.Message, "pager") {
+			t.Errorf("a machine that had memory from the pager was lost because %q", w.Failure.Message)
+		}
+	}
+	f.second.Relay.Resume()
+	again := f.forkOn(t, f.second, two)
+	sameBytes(t, f.first, f.second, two.id)
+	now := f.second.pager(t)
+	if now.Instance == was.Instance {
+		t.Error("the pager that was killed serves")
+	}
+	pagers = append(pagers, now.PID)
+	terminate(t, f.second.stack, again)
+}
+
+func errText(err error) string {
+	if err == nil {
+		return ""
+	}
+	return err.Error()
+}
+
+func sameKeys(a, b map[int]string) bool {
+	for k := range a {
+		if _, there := b[k]; !there {
+			return false
+		}
+	}
+	return true
+}
+
+// grow has a parent make the last step of a path and fill memory, more than is fetched before a fork runs, and captures it.
+func (f *faultyPool) grow(t *testing.T, parent coppice.WorkspaceID, path ...string) grown {
+	t.Helper()
+	label := path[len(path)-1]
+	compare(t, "the parent", after(f.was, path...), step(t, f.first.stack, parent, label))
+	file := "/dev/shm/" + label
+	execute(t, f.first.stack, parent, "sh", "-c", "head -c 40000000 /dev/urandom > "+file+" && sha256sum "+file+" >> /root/lazy")
+	return f.capture(t, parent, path)
+}
+
+// forkSilenced grows a child on the second host and silences the store at once.
+func (f *faultyPool) forkSilenced(t *testing.T, g grown) coppice.WorkspaceID {
+	t.Helper()
+	f.only(t, f.second)
+	res, err := f.Client.ForkCheckpoint(t.Context(), g.id, coppice.ForkCheckpointRequest{})
+	f.second.Relay.Hold()
+	if err != nil || len(ids(res)) != 1 {
+		t.Fatalf("fork on %s: %+v, %v", f.second.Name, res, err)
+	}
+	return ids(res)[0]
+}
+
+// pager asks the host's pager who it is.
+func (h *poolHost) pager(t *testing.T) (hello pager.Hello) {
+	t.Helper()
+	until(t, "the pager of the "+h.Name+" answers", func() (bool, error) {
+		var err error
+		hello, err = pager.NewClient(pager.SocketPath(filepath.Join(h.runDir(), "pager"))).Hello(t.Context())
+		return err == nil, nil
+	})
+	return hello
+}
