@@ -10,6 +10,7 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"sync"
 
 	"github.com/prometheus/client_golang/prometheus"
 	"go.opentelemetry.io/otel/trace"
@@ -63,10 +64,21 @@ type Host struct {
 	Volume string      // what the runner's files are on
 	Pool   *netns.Pool // nil when Machines were given
 	RunDir string      // for sockets
+
+	cache *cache.Cache // nil: there is none
 }
 
 // Run does the background work until ctx ends, and takes the sandboxes down or leaves them.
-func (h *Host) Run(ctx context.Context) error { return h.Runner.Run(ctx) }
+func (h *Host) Run(ctx context.Context) error {
+	if h.cache != nil {
+		var group sync.WaitGroup
+		defer group.Wait()
+		ctx, cancel := context.WithCancel(ctx)
+		defer cancel()
+		group.Go(func() { h.cache.Run(ctx) })
+	}
+	return h.Runner.Run(ctx)
+}
 
 // RunDir is where the sockets of an installation are.
 func RunDir(mark string) string {
@@ -100,7 +112,7 @@ func OpenHost(ctx context.Context, cfg HostConfig, id core.RunnerID, mark string
 		return nil, err
 	}
 	if kept, ok := rc.Store.Blobs.(*cache.Cache); ok {
-		rc.Store.Cached = kept.Cached
+		rc.Store.Cached, h.cache = kept.Cached, kept
 	}
 	rc.Store.Throttle, rc.Store.Copies = cfg.Store.throttle(), cfg.Store.copies(filepath.Dir(rc.DataDir))
 	rc.Store.Whole = cfg.Store.Whole

@@ -250,7 +250,7 @@ func (s *stack) run(ctx context.Context, ready func(Ready) error) error {
 	group.Go(func() error { return s.database.keep(vms) })
 	group.Go(func() error { return s.host.Pool.Run(vms) })
 	group.Go(func() error {
-		err := s.host.Runner.Run(vms)
+		err := s.host.Run(vms)
 		for _, srv := range s.servers[:len(s.servers)-1] { // between controller and runner: both have ended
 			err = errors.Join(err, ignoreClosed(srv.http.Close()))
 		}

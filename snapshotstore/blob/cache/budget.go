@@ -2,6 +2,7 @@ package cache
 
 import (
 	"cmp"
+	"context"
 	"encoding/binary"
 	"errors"
 	"math"
@@ -104,6 +105,25 @@ func (c *Cache) reserve(n int64) bool {
 // trim counts anew, and gives up what the budget has no room for.
 func (c *Cache) trim() {
 	c.account.with(func() bool { return c.account.write(c.evict(0)) })
+}
+
+// giveWayEvery is how often others are looked after. In that time they must not take all of Spare.
+const giveWayEvery = time.Second
+
+// Run gives way to others until ctx ends: when they take of what is to be left free of the file system, as much is given up.
+func (c *Cache) Run(ctx context.Context) {
+	tick := time.NewTicker(giveWayEvery)
+	defer tick.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-tick.C:
+		}
+		if c.room() < 0 && c.Used() > 0 {
+			c.trim()
+		}
+	}
 }
 
 // room is what may be taken of the file system.
