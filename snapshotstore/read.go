@@ -179,10 +179,12 @@ type Fetched struct {
 	Pages    int64
 }
 
-// Requests are of neighbouring frames: at most this much at once, and at most this much between two that nobody asked for.
+// Requests are of neighbouring frames: at most this much at once, and at most this much between two that nobody asked for; where at least half of
+// an object, between the first and the last frame, is asked for, it is read through.
 const (
 	maxRequest = 2 << 20
 	maxGap     = 32 << 10
+	denseGap   = 512 << 10
 )
 
 // Fetch reads the pages of runs and gives each run of pages, verified, to emit, in no order, from several goroutines at once, and twice
@@ -274,11 +276,12 @@ func plan(wanted map[*manifest.Frame][]manifest.Run) []request {
 		return cmp.Or(strings.Compare(a.Object, b.Object), cmp.Compare(a.Offset, b.Offset))
 	})
 	var out []request
+	gaps := gapsOf(frames)
 	for _, f := range frames {
 		if n := len(out) - 1; n >= 0 {
 			last := &out[n]
 			end := last.offset + last.length
-			if last.object == f.Object && f.Offset-end <= maxGap && f.Offset+f.Length-last.offset <= maxRequest {
+			if last.object == f.Object && f.Offset-end <= gaps[f.Object] && f.Offset+f.Length-last.offset <= maxRequest {
 				last.length = max(end, f.Offset+f.Length) - last.offset
 				last.frames = append(last.frames, f)
 				continue
@@ -287,4 +290,26 @@ func plan(wanted map[*manifest.Frame][]manifest.Run) []request {
 		out = append(out, request{f.Object, f.Offset, f.Length, []*manifest.Frame{f}})
 	}
 	return out
+}
+
+// gapsOf says how much may be read of each object that nobody asked for, between two of the frames, which are sorted.
+func gapsOf(frames []*manifest.Frame) map[string]int64 {
+	type extent struct{ first, end, wanted int64 }
+	extents := make(map[string]extent)
+	for _, f := range frames {
+		e, ok := extents[f.Object]
+		if !ok {
+			e.first = f.Offset
+		}
+		e.end, e.wanted = max(e.end, f.Offset+f.Length), e.wanted+f.Length
+		extents[f.Object] = e
+	}
+	gaps := make(map[string]int64, len(extents))
+	for object, e := range extents {
+		gaps[object] = maxGap
+		if 2*e.wanted >= e.end-e.first {
+			gaps[object] = denseGap
+		}
+	}
+	return gaps
 }

@@ -334,46 +334,6 @@ func testImages(t *testing.T, x *rig) {
 	}
 }
 
-// TestScattered: a region that every generation writes a little of stays in few frames.
-func TestScattered(t *testing.T) {
-	t.Parallel()
-	x := newRig(t)
-	r := rand.New(rand.NewPCG(9, 10))
-	m := newImage(4 << 20)
-	for at := range m.size / page {
-		m.pages[at] = content(r)
-	}
-	ref := x.seal(nil, nil, m, m.whole()).Snapshot
-	var dirty, moved int64
-	for i := range int64(100) {
-		before := m.clone()
-		var changed []snapshotstore.Range
-		for leaf := range m.size / page / manifest.LeafPages {
-			at := leaf*manifest.LeafPages + (i*37)%manifest.LeafPages
-			m.pages[at] = content(r)
-			changed = append(changed, snapshotstore.Range{Offset: at * page, Length: page})
-		}
-		changed = append(changed, snapshotstore.Range{Offset: 0, Length: 0})
-		// One busy leaf lets the budget grow, as a real machine has.
-		for at := range int64(manifest.LeafPages) {
-			m.pages[at] = content(r)
-		}
-		slices.SortFunc(changed, func(a, b snapshotstore.Range) int { return int(a.Offset - b.Offset) })
-		changed = append([]snapshotstore.Range{{Offset: 0, Length: manifest.LeafPages * page}}, changed...)
-		w := x.seal(ref, before, m, changed)
-		dirty, moved, ref = dirty+w.Dirty, moved+w.Moved, w.Snapshot
-	}
-	x.check(ref.Ref(), "memory", m)
-	worst := 0
-	for leaf := range m.size / page / manifest.LeafPages {
-		worst = max(worst, len(ref.Image("memory").Frames(leaf)))
-	}
-	t.Logf("at most %d frames a leaf; moved %d for %d dirty bytes", worst, moved, dirty)
-	if worst > 64 || moved > dirty/7 {
-		t.Errorf("at most %d frames a leaf; moved %d for %d dirty bytes", worst, moved, dirty)
-	}
-}
-
 // TestEveryByte: a flipped bit in any byte of any object is found and the object named; so is an object that was cut off or removed.
 func TestEveryByte(t *testing.T) {
 	t.Parallel()

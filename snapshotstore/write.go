@@ -69,7 +69,7 @@ type Written struct {
 
 	Compared int64 // bytes of Changed
 	Dirty    int64 // bytes of pages that were stored because they differ
-	Moved    int64 // bytes of pages that were stored again, so that the pages of a region are not scattered over many packs
+	Moved    int64 // bytes of pages that were stored again, so that those of a region or of an image are not scattered over many packs
 	Stored   int64 // bytes of Objects
 }
 
@@ -197,76 +197,10 @@ func (w *writer) changes(src Source, tree *manifest.Tree, edit *manifest.Editor)
 			}
 		}
 	}
-	if err := w.gather(src, tree, stored, &frames); err != nil {
+	if err := w.compact(src, tree, edit, stored, &frames); err != nil {
 		return err
 	}
 	return frames.flush()
-}
-
-// Where the pages of a leaf were in more frames than this before, those that are nearly alone in theirs are stored again, together,
-// when others of the leaf are stored anyway: so reading a region costs the same however many generations have written to it. No more
-// than this share of what is stored goes into that.
-const (
-	maxScatter = 3 * manifest.LeafPages / manifest.FramePages
-	maxAlone   = manifest.FramePages / 4
-	moveShare  = 8
-)
-
-// gather stores again what is scattered, the worst leaves first.
-func (w *writer) gather(src Source, tree *manifest.Tree, stored map[int64]bool, frames *frameBuilder) error {
-	type scattered struct {
-		leaf   int64
-		frames int
-	}
-	var list []scattered
-	for _, n := range leavesOf(stored) {
-		if f := len(tree.Frames(n)); f > maxScatter {
-			list = append(list, scattered{n, f})
-		}
-	}
-	slices.SortFunc(list, func(a, b scattered) int { return cmp.Or(cmp.Compare(b.frames, a.frames), cmp.Compare(a.leaf, b.leaf)) })
-	budget := len(stored) / moveShare
-	b := make([]byte, manifest.PageSize)
-	for _, s := range list {
-		alone := w.alone(src.Name, tree, s.leaf, stored)
-		if len(alone) < manifest.FramePages || len(alone) > budget && budget < manifest.FramePages {
-			continue
-		}
-		alone = alone[:min(len(alone), budget)]
-		budget -= len(alone)
-		for _, page := range alone {
-			if err := src.Read(b, page*manifest.PageSize); err != nil {
-				return err
-			}
-			w.out.Moved += manifest.PageSize
-			if err := frames.add(page, b); err != nil {
-				return err
-			}
-		}
-	}
-	return nil
-}
-
-// alone are the pages of a leaf that stay where they are, in frames that have few others of the leaf.
-func (w *writer) alone(image string, tree *manifest.Tree, leaf int64, stored map[int64]bool) []int64 {
-	share := tree.Frames(leaf)
-	var out []int64
-	first := leaf * manifest.LeafPages
-	for page := first; page < min(first+manifest.LeafPages, tree.Pages()); page++ {
-		f := w.editors[image].At(page).Frame
-		if f != nil && !stored[page] && share[f] <= maxAlone {
-			out = append(out, page)
-		}
-	}
-	return out
-}
-
-func leavesOf(pages map[int64]bool) []int64 {
-	leaves := make(map[int64]bool)
-	for p := range pages {
-		leaves[p/manifest.LeafPages] = true
-	}
-	return slices.Sorted(maps.Keys(leaves))
 }
 
 // chunks yields the ranges as offsets and lengths of whole pages, at most readChunk each, none twice.
@@ -351,21 +285,7 @@ func (w *writer) describe(h *manifest.Header, images []Source, packs []Object) (
 	for _, key := range slices.Sorted(maps.Keys(needed)) {
 		h.Objects = append(h.Objects, manifest.Object{Key: key, Bytes: sizes[key]})
 	}
-	own := make(manifest.Nodes)
-	shared := make(map[string]manifest.Ref)
-	for hash, b := range all {
-		if w.reference != nil {
-			if n, there := w.reference.nodes[hash]; there {
-				shared[n.in.Key] = n.in
-				s.nodes[hash] = node{in: n.in, b: b}
-				continue
-			}
-		}
-		own[hash] = b
-	}
-	if len(shared) > manifest.MaxShared {
-		own, shared = all, nil
-	}
+	own, shared := w.share(all, s)
 	for _, key := range slices.Sorted(maps.Keys(shared)) {
 		h.Shared = append(h.Shared, shared[key])
 	}
@@ -377,4 +297,48 @@ func (w *writer) describe(h *manifest.Header, images []Source, packs []Object) (
 	s.header = *h
 	w.snapshot = s
 	return body, err
+}
+
+// Reading a map takes a request for each manifest that has nodes of it. Where those are more than fewShared, nodes are written again that others have
+// few of, as many bytes as this.
+const (
+	fewShared  = 3
+	nodesAgain = 32 << 10 // before they are compressed
+)
+
+// share divides the nodes of the maps into those that this manifest has and those that others have, which are noted in s.
+func (w *writer) share(all manifest.Nodes, s *Snapshot) (own manifest.Nodes, shared map[string]manifest.Ref) {
+	own, shared = make(manifest.Nodes), make(map[string]manifest.Ref)
+	theirs, size := make(map[string][]manifest.Hash), make(map[string]int)
+	for hash, b := range all {
+		n, there := node{}, false
+		if w.reference != nil {
+			n, there = w.reference.nodes[hash]
+		}
+		if !there {
+			own[hash] = b
+			continue
+		}
+		shared[n.in.Key] = n.in
+		theirs[n.in.Key] = append(theirs[n.in.Key], hash)
+		size[n.in.Key] += len(b)
+	}
+	budget := nodesAgain
+	keys := slices.SortedFunc(maps.Keys(shared), func(a, b string) int { return cmp.Or(cmp.Compare(size[a], size[b]), cmp.Compare(a, b)) })
+	for _, key := range keys {
+		if budget -= size[key]; len(shared) <= fewShared || budget < 0 && len(shared) <= manifest.MaxShared {
+			break
+		}
+		for _, hash := range theirs[key] {
+			own[hash] = all[hash]
+		}
+		delete(shared, key)
+		delete(theirs, key)
+	}
+	for key, hashes := range theirs {
+		for _, hash := range hashes {
+			s.nodes[hash] = node{in: shared[key], b: all[hash]}
+		}
+	}
+	return own, shared
 }

@@ -256,6 +256,19 @@ func (e *Editor) At(page int64) Slot {
 	return Slot{}
 }
 
+// Pages yields the pages that are not zeros by now, with the frames that they are in, in no order.
+func (e *Editor) Pages() iter.Seq2[int64, *Frame] {
+	return func(yield func(int64, *Frame) bool) {
+		for n, l := range e.leaves {
+			for i := range l.slots {
+				if f := l.slots[i].Frame; f != nil && !yield(n*LeafPages+int64(i), f) {
+					return
+				}
+			}
+		}
+	}
+}
+
 // Set says where a page is from now on; the zero Slot makes it zeros.
 func (e *Editor) Set(page int64, s Slot) {
 	if e.At(page).same(s) {
