@@ -44,6 +44,9 @@ type EgressPolicy string
 const (
 	// EgressDenyAll is the default: nothing leaves the sandbox.
 	EgressDenyAll EgressPolicy = "deny-all"
+	// EgressProxied is what a runner with an egress proxy makes of deny-all: what leaves is what the proxy carries. It is no policy
+	// of a workspace, and only runners know it.
+	EgressProxied EgressPolicy = "proxied"
 	// EgressAllowAll routes everything out. It exists for development, is exempt from invariant 2 and says so.
 	EgressAllowAll EgressPolicy = "allow-all"
 )

@@ -6,6 +6,8 @@ import (
 	"fmt"
 	"reflect"
 	"slices"
+	"strconv"
+	"strings"
 
 	"github.com/google/nftables"
 	"github.com/google/nftables/expr"
@@ -208,9 +210,25 @@ func (r rule) exprs(f family) []expr.Any {
 	case masquerade:
 		out = append(out, &expr.Masq{})
 	default:
+		if to, ok := strings.CutPrefix(string(r.verdict), redirectTo); ok {
+			return append(out, redirection(to)...)
+		}
 		out = append(out, &expr.Verdict{Kind: expr.VerdictJump, Chain: string(r.verdict[len("jump "):])})
 	}
 	return out
+}
+
+// redirection is what nft makes of a redirect to a port, and what the kernel shows of it.
+func redirection(to string) []expr.Any {
+	port, err := strconv.ParseUint(to, 10, 16)
+	if err != nil {
+		panic("netns: a redirect to port " + to)
+	}
+	const portSpecified = 2 // NF_NAT_RANGE_PROTO_SPECIFIED
+	return []expr.Any{
+		&expr.Immediate{Register: 1, Data: be16(uint16(port))},
+		&expr.Redir{RegisterProtoMin: 1, RegisterProtoMax: 1, Flags: portSpecified},
+	}
 }
 
 // Offsets in bytes inside the Ethernet, IPv4, ARP (for IPv4 over Ethernet) and TCP headers.
@@ -223,7 +241,7 @@ const (
 	offARPSrcMAC   = 8
 	offARPSrcIP    = 14
 	offARPDstIP    = 24
-	offTCPDest     = 2
+	offPortDest    = 2 // of TCP and UDP
 )
 
 func compileMatch(f family, m match) []expr.Any {
@@ -256,7 +274,12 @@ func compileMatch(f family, m match) []expr.Any {
 		}
 	case tcpDest:
 		return append(meta(expr.MetaKeyL4PROTO, []byte{unix.IPPROTO_TCP}, false),
-			payload(expr.PayloadBaseTransportHeader, offTCPDest, be16(uint16(m)), false)...)
+			payload(expr.PayloadBaseTransportHeader, offPortDest, be16(uint16(m)), false)...)
+	case udpDest:
+		return append(meta(expr.MetaKeyL4PROTO, []byte{unix.IPPROTO_UDP}, false),
+			payload(expr.PayloadBaseTransportHeader, offPortDest, be16(uint16(m)), false)...)
+	case overTCP:
+		return meta(expr.MetaKeyL4PROTO, []byte{unix.IPPROTO_TCP}, false)
 	case destLocal:
 		return []expr.Any{
 			&expr.Fib{Register: 1, ResultADDRTYPE: true, FlagDADDR: true},
@@ -300,7 +323,7 @@ func impliesARP() []expr.Any { return meta(expr.MetaKeyPROTOCOL, be16(unix.ETH_P
 
 func destPrefix(m ipDest) []expr.Any {
 	addr := m.net.Masked().Addr().AsSlice()
-	out := payload(expr.PayloadBaseNetworkHeader, offIPDest, addr, false)
+	out := payload(expr.PayloadBaseNetworkHeader, offIPDest, addr, m.not)
 	if m.net.IsSingleIP() {
 		return out
 	}
@@ -326,6 +349,6 @@ func ifname(name string) []byte {
 
 // unsupportedPolicy is the error for a policy that the rules do not know.
 func unsupportedPolicy(p core.EgressPolicy) error {
-	return core.Errorf(core.Invalid, core.CodeUnsupported, "network.egress_policy %q is not one of %q and %q",
-		core.Clip(string(p)), core.EgressDenyAll, core.EgressAllowAll)
+	return core.Errorf(core.Invalid, core.CodeUnsupported, "network.egress_policy %q is not one of %q, %q and %q",
+		core.Clip(string(p)), core.EgressDenyAll, core.EgressProxied, core.EgressAllowAll)
 }

@@ -6,7 +6,7 @@
 // lo (down), tap0 (down until [Namespace.Open]) with the gateway's address, and two tables named coppice. There is
 // no veth and no route but the one to the guest, so a packet that no rule stopped still has nowhere to go. What must
 // get through gets through by sockets that were opened inside and are used outside: [Namespace.Dial] for forwarded
-// ports, [Namespace.Listen] for the egress proxy. A veth exists only for core.EgressAllowAll.
+// ports, [Namespace.EgressSockets] for the egress proxy of a process of its own. A veth exists only for core.EgressAllowAll.
 //
 // # States
 //

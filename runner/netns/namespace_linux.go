@@ -125,11 +125,14 @@ func (n *Namespace) Assign(ctx context.Context, id core.Identity) error {
 // Open lets the guest talk, as far as policy goes: rules first, then the tap comes up. It is legal after Assign, and
 // again with the same policy. If it fails, the namespace is shut.
 //
+// core.EgressProxied sends what the guest sends over TCP, to wherever, to the sockets of [Namespace.EgressSockets]; while nobody
+// accepts there, it is refused. Metadata and other special destinations are dropped all the same.
+//
 // core.EgressAllowAll gives the namespace a veth pair to the host, which masquerades what comes from it. Metadata,
 // private and host addresses stay out of reach. The host's net.ipv4.ip_forward is switched on, and stays on. A
 // table of somebody else's that drops forwarded packets still drops them; that is reported, not worked around.
 func (n *Namespace) Open(ctx context.Context, policy core.EgressPolicy) error {
-	if policy != core.EgressDenyAll && policy != core.EgressAllowAll {
+	if policy != core.EgressDenyAll && policy != core.EgressProxied && policy != core.EgressAllowAll {
 		return unsupportedPolicy(policy)
 	}
 	return n.change(ctx, "open", func(was plan) error {
@@ -186,7 +189,7 @@ func (n *Namespace) Counters(ctx context.Context) (map[string]uint64, error) {
 		return nil, n.errReleased()
 	}
 	err := n.space.tables(func(c *nftables.Conn) (err error) {
-		out, err = countersIn(c, rulesFor(n.space.bare()))
+		out, err = countersIn(c, rulesFor(n.plan))
 		return err
 	})
 	return out, wrapIf(err, "counters of "+n.space.name)

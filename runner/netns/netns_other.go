@@ -84,6 +84,20 @@ func (*Namespace) Listen(context.Context, string, string) (net.Listener, error) 
 	return nil, errLinuxOnly
 }
 
+// EgressSockets are those of a namespace on Linux.
+type EgressSockets struct{ Proxy, Intercepted, ResolverTCP, ResolverUDP *os.File }
+
+// Files are none.
+func (EgressSockets) Files() []*os.File { return nil }
+
+// Close does nothing.
+func (EgressSockets) Close() error { return nil }
+
+// EgressSockets fails.
+func (*Namespace) EgressSockets(context.Context) (EgressSockets, error) {
+	return EgressSockets{}, errLinuxOnly
+}
+
 // Identity is none.
 func (*Namespace) Identity() (string, netip.Addr, bool) { return "", netip.Addr{}, false }
 

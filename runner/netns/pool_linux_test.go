@@ -197,6 +197,12 @@ func TestUnverifiableIsDeleted(t *testing.T) {
 			}))
 			return func() { check(t, unix.Close(fd)) }
 		},
+		"the sockets of a proxy": func(t *testing.T, n *Namespace) func() {
+			t.Helper()
+			sockets, err := n.EgressSockets(t.Context())
+			must(t, err)
+			return func() { check(t, sockets.Close()) }
+		},
 		"an abstract unix socket": func(t *testing.T, n *Namespace) func() {
 			t.Helper()
 			var l net.Listener

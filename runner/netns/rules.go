@@ -107,10 +107,18 @@ func (p plan) withService(port uint16, wanted bool) plan {
 	return p
 }
 
-// The tables inside a namespace. tableUplink exists only under allow-all.
+// The ports at the gateway of a proxied sandbox, behind which are the sockets of [Namespace.EgressSockets].
+const (
+	PortProxy       = 3128 // for programs that know of the proxy
+	PortIntercepted = 3129 // where everything else that goes out over TCP ends up
+	PortResolver    = 53   // over UDP and TCP
+)
+
+// The tables inside a namespace. tableUplink exists only under allow-all, tableProxy only when proxied.
 const (
 	tableMain   = "coppice"
 	tableUplink = "coppice_uplink"
+	tableProxy  = "coppice_proxy"
 	uplinkName  = "up0" // the veth inside the namespace
 )
 
@@ -131,6 +139,7 @@ const (
 	counterService       = "service"         // new connections of the guest to services at the gateway
 	counterForwarded     = "forwarded"       // to the outside under allow-all
 	counterForwardReturn = "forward_return"  // replies to those
+	counterIntercepted   = "intercepted"     // new connections to somewhere else that were redirected to the proxy
 )
 
 // Destinations that no policy reaches. A rule for each stands before anything that accepts.
@@ -204,8 +213,20 @@ func rulesFor(p plan) ruleset {
 			rules: []rule{{match: []match{outDevice{name: uplinkName}, ipSource{ip: p.ip}}, verdict: masquerade}},
 		}}})
 	}
+	if p.proxied() {
+		rs = append(rs, table{family: familyInet, name: tableProxy, counters: []string{counterIntercepted}, chains: []chain{{
+			name: "prerouting", kind: "nat", hook: "prerouting", priority: priorityDestNAT, policy: accept,
+			rules: []rule{{
+				match:   []match{inDevice(TapName), ipSource{ip: p.ip}, ipDest{not: true, net: single(p.gateway)}, overTCP{}},
+				counter: counterIntercepted, verdict: redirect(PortIntercepted),
+			}},
+		}}})
+	}
 	return rs
 }
+
+// proxied reports whether what the guest sends over TCP goes to the egress proxy, wherever it was going.
+func (p plan) proxied() bool { return p.state == opened && p.policy == core.EgressProxied }
 
 // forwards reports whether the guest's packets may leave the namespace.
 func (p plan) forwards() bool { return p.state == opened && p.policy == core.EgressAllowAll }
@@ -248,10 +269,13 @@ func ipRules(p plan) []rule {
 	from := ipSource{ip: p.ip}
 	rules := []rule{{match: []match{ipSource{not: true, ip: p.ip}}, counter: counterDropSpoof, verdict: drop}}
 	rules = append(rules, dropTo(specialNets, counterDropSpecial)...)
-	rules = append(rules, rule{match: []match{from, ipDest{single(p.gateway)}}, counter: counterAccepted, verdict: accept})
+	rules = append(rules, rule{match: []match{from, ipDest{net: single(p.gateway)}}, counter: counterAccepted, verdict: accept})
 	if p.forwards() {
 		rules = append(rules, dropTo(privateAnd(p.own), counterDropPrivate)...)
 		rules = append(rules, rule{match: []match{from}, counter: counterAccepted, verdict: accept})
+	}
+	if p.proxied() { // it does not leave: see tableProxy, and there is no route
+		rules = append(rules, rule{match: []match{from, overTCP{}}, counter: counterAccepted, verdict: accept})
 	}
 	return append(rules, rule{counter: counterDropForward, verdict: drop})
 }
@@ -259,7 +283,7 @@ func ipRules(p plan) []rule {
 func dropTo(nets []netip.Prefix, counter string, first ...match) []rule {
 	rules := make([]rule, 0, len(nets))
 	for _, n := range nets {
-		rules = append(rules, rule{match: append(slices.Clone(first), ipDest{n}), counter: counter, verdict: drop})
+		rules = append(rules, rule{match: append(slices.Clone(first), ipDest{net: n}), counter: counter, verdict: drop})
 	}
 	return rules
 }
@@ -272,11 +296,19 @@ func inputRules(p plan) []rule {
 			match:   append(slices.Clone(from), ctEstablished),
 			counter: counterEstablished, verdict: accept,
 		})
-		for _, port := range p.services {
+		to := func(m match) {
 			rules = append(rules, rule{
-				match:   append(slices.Clone(from), ipDest{single(p.gateway)}, ctNew, tcpDest(port)),
+				match:   append(slices.Clone(from), ipDest{net: single(p.gateway)}, ctNew, m),
 				counter: counterService, verdict: accept,
 			})
+		}
+		for _, port := range p.services {
+			to(tcpDest(port))
+		}
+		if p.proxied() {
+			for _, m := range []match{tcpDest(PortProxy), tcpDest(PortIntercepted), tcpDest(PortResolver), udpDest(PortResolver)} {
+				to(m)
+			}
 		}
 	}
 	return append(rules, rule{counter: counterDropInput, verdict: drop})
@@ -292,7 +324,7 @@ func forwardRules(p plan) []rule {
 				counter: counterForwarded, verdict: accept,
 			},
 			rule{
-				match:   []match{inDevice(uplinkName), outDevice{name: TapName}, ipDest{single(p.ip)}, ctEstablished | ctRelated},
+				match:   []match{inDevice(uplinkName), outDevice{name: TapName}, ipDest{net: single(p.ip)}, ctEstablished | ctRelated},
 				counter: counterForwardReturn, verdict: accept,
 			},
 		)
@@ -303,7 +335,7 @@ func forwardRules(p plan) []rule {
 func outputRules(p plan) []rule {
 	var rules []rule
 	if p.state == opened {
-		rules = append(rules, rule{match: []match{outDevice{name: TapName}, ipDest{single(p.ip)}}, verdict: accept})
+		rules = append(rules, rule{match: []match{outDevice{name: TapName}, ipDest{net: single(p.ip)}}, verdict: accept})
 	}
 	return append(rules, rule{counter: counterDropOutput, verdict: drop})
 }

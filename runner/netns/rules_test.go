@@ -37,6 +37,7 @@ func goldenRulesets() map[string]ruleset {
 		"deny-all":         rulesFor(testPlan(opened, core.EgressDenyAll)),
 		"deny-all-service": rulesFor(testPlan(opened, core.EgressDenyAll, 53, 3128)),
 		"allow-all":        rulesFor(testPlan(opened, core.EgressAllowAll)),
+		"proxied":          rulesFor(testPlan(opened, core.EgressProxied)),
 		"host":             hostRules("coppice_0123abcd_xy2z3", "cp0123abcdxy2z3", netip.MustParseAddr("198.18.0.2"), Config{}.withDefaults().own()),
 	}
 }
@@ -71,6 +72,7 @@ func TestPlanSurvivesItsComment(t *testing.T) {
 		testPlan(assigned, ""),
 		testPlan(assigned, "", 3128),
 		testPlan(opened, core.EgressDenyAll),
+		testPlan(opened, core.EgressProxied),
 		testPlan(opened, core.EgressAllowAll, 1, 2, 3, 4, 5, 6, 7, 65535),
 	} {
 		got, err := parsePlan(want.String(), testPlan(quarantined, ""))
@@ -103,7 +105,7 @@ func FuzzParsePlan(f *testing.F) {
 // accepts new packets towards them.
 func TestDropsComeFirst(t *testing.T) {
 	t.Parallel()
-	for _, policy := range []core.EgressPolicy{core.EgressDenyAll, core.EgressAllowAll} {
+	for _, policy := range []core.EgressPolicy{core.EgressDenyAll, core.EgressAllowAll, core.EgressProxied} {
 		rules := ipRules(testPlan(opened, policy, 3128))
 		last := -1
 		firstAccept := len(rules)

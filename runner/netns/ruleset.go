@@ -55,6 +55,11 @@ const (
 
 func jump(to string) verdict { return verdict("jump " + to) }
 
+// redirect sends a connection to a port of this namespace instead.
+func redirect(port uint16) verdict { return verdict(redirectTo + strconv.Itoa(int(port))) }
+
+const redirectTo = "redirect to :"
+
 // match is one condition of a rule; its String is nft's syntax.
 type match interface{ fmt.Stringer }
 
@@ -71,7 +76,10 @@ type (
 		not bool
 		ip  netip.Addr
 	}
-	ipDest struct{ net netip.Prefix }
+	ipDest struct {
+		not bool
+		net netip.Prefix
+	}
 	// arpSourceMAC and arpSourceIP are the sender fields inside an ARP packet, arpDestIP the target.
 	arpSourceMAC struct {
 		not bool
@@ -92,6 +100,9 @@ type (
 	// ctState is any of the bits of connection tracking's state.
 	ctState uint32
 	tcpDest uint16
+	udpDest uint16
+	// overTCP is any TCP segment.
+	overTCP struct{}
 	// destLocal is any address of this namespace itself.
 	destLocal struct{}
 )
@@ -124,13 +135,15 @@ func (arpRequest) String() string     { return "arp operation request" }
 func (m inDevice) String() string     { return "iifname " + strconv.Quote(string(m)) }
 func (m outDevice) String() string    { return "oifname " + op(m.not) + strconv.Quote(m.name) }
 func (m tcpDest) String() string      { return "tcp dport " + strconv.Itoa(int(m)) }
+func (m udpDest) String() string      { return "udp dport " + strconv.Itoa(int(m)) }
+func (overTCP) String() string        { return "meta l4proto tcp" }
 func (destLocal) String() string      { return "fib daddr type local" }
 
 func (m ipDest) String() string {
 	if m.net.IsSingleIP() {
-		return "ip daddr " + m.net.Addr().String()
+		return "ip daddr " + op(m.not) + m.net.Addr().String()
 	}
-	return "ip daddr " + m.net.String()
+	return "ip daddr " + op(m.not) + m.net.String()
 }
 
 func (m etherType) String() string {
@@ -199,6 +212,8 @@ func (c chain) priorityName() string {
 		return "filter"
 	case c.priority == prioritySourceNAT && c.hook == "postrouting":
 		return "srcnat"
+	case c.priority == priorityDestNAT && c.hook == "prerouting":
+		return "dstnat"
 	case c.priority == priorityRaw && c.device == "":
 		return "raw"
 	}
@@ -209,6 +224,7 @@ func (c chain) priorityName() string {
 const (
 	priorityIngress   = -500 // before anything else that may hook the tap
 	priorityRaw       = -300
+	priorityDestNAT   = -100
 	priorityFilter    = 0
 	prioritySourceNAT = 100
 )

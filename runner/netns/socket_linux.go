@@ -8,6 +8,7 @@ import (
 	"net"
 	"net/netip"
 	"os"
+	"slices"
 	"time"
 
 	"github.com/vishvananda/netlink"
@@ -260,6 +261,7 @@ func (s *space) flushConnections() error {
 		if err != nil {
 			return fmt.Errorf("list TCP sockets: %w", err)
 		}
+		sockets = slices.DeleteFunc(sockets, func(k *netlink.Socket) bool { return k.State == netlink.TCP_LISTEN }) // no connection
 		if errs = nil; len(sockets) == 0 {
 			break
 		}
