@@ -49,6 +49,8 @@ type checkpointRecord struct {
 	Rebased bool `json:"rebased,omitempty"`
 	// Fetched is set where it was not captured here, so that it can be fetched again.
 	Fetched bool `json:"fetched,omitempty"`
+	// WorkingSet is that of runnerapi.StoredRecord.
+	WorkingSet []byte `json:"working_set,omitempty"`
 }
 
 // hasDelta reports whether memory is more than the base.

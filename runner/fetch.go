@@ -118,7 +118,7 @@ func recordOf(s *snapshotstore.Snapshot) (*checkpointRecord, error) {
 	return &checkpointRecord{Checkpoint: runnerapi.Checkpoint{
 		ID: h.CheckpointID, Parent: h.Parent, Image: h.GuestImage, Class: classOfFields(h.Class), Resources: h.Resources, CreatedAt: captured,
 		DeviceStateBytes: s.Image(imageState).Size(), PauseMS: more.PauseMS, Timings: more.Timings, ParentReseal: more.ParentReseal, Processes: more.Processes,
-	}}, nil
+	}, WorkingSet: more.WorkingSet}, nil
 }
 
 // maxDeviceState bounds what is read into memory: many times the largest.
@@ -291,6 +291,7 @@ func (f *fetching) writeMemory(ctx context.Context) error {
 func (f *fetching) memoryLater(ctx context.Context, tree *manifest.Tree, near bool) error {
 	f.rec.Base = core.NewID[core.BaseID]()
 	im := &lazyImage{Image: pager.Image{ID: string(f.rec.Base), Source: sourceOf(f.at, imageMemory)}, Size: tree.Size(), To: f.r.bases.Name(f.rec.Base)}
+	im.Want = decodeWorkingSet(f.rec.WorkingSet, tree.Pages())
 	if near {
 		seed := sourceOf(f.nearAt, imageMemory)
 		im.Seed, im.SeedBase, im.Compared = &seed, f.near.Base, seed.CheckpointID

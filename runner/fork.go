@@ -135,6 +135,9 @@ func (r *Runner) grow(ctx context.Context, ckpt *opened, child runnerapi.Child, 
 	}
 	r.wg.Add(1)
 	go r.watch(s)
+	if !ckpt.hasDelta() && r.working.claim(s.base.ID) {
+		r.wg.Go(func() { r.observe(s) })
+	}
 	return s, report, nil
 }
 

@@ -116,7 +116,7 @@ func newLazyRig(t *testing.T) *lazyRig {
 		x.say(x.settings.Refusal, false)
 		x.say(x.settings.Silence, false)
 		x.end()
-		if err := x.lazy.stop(context.Background()); err != nil {
+		if err := x.lazy.stop(context.WithoutCancel(t.Context())); err != nil {
 			t.Error(err)
 		}
 		if err := os.RemoveAll(dir); err != nil {
@@ -161,7 +161,7 @@ func (x *lazyRig) begin() {
 		x.t.Fatal(err)
 	}
 	x.cfg.Store.Pager = &pager.Process{Dir: x.settings.Dir, Command: []string{os.Args[0], beAPager}, Config: config}
-	x.runCtx, x.Runner.stop = context.WithCancel(context.Background())
+	x.runCtx, x.stop = context.WithCancel(context.Background())
 	if x.lazy, err = openLazyImages(x.Runner); err != nil {
 		x.t.Fatal(err)
 	}
@@ -181,7 +181,7 @@ func (x *lazyRig) begin() {
 // end is a runner's, without its pager's.
 func (x *lazyRig) end() {
 	x.t.Helper()
-	x.Runner.stop()
+	x.stop()
 	<-x.ended
 }
 

@@ -60,6 +60,7 @@ type Runner struct {
 
 	usages   usages
 	fetching readings
+	working  workingSets
 }
 
 // New opens the runner's data and takes over what an earlier process left running: sandboxes go on, everything else of it is taken

@@ -340,7 +340,7 @@ func (r *Runner) upload(ctx context.Context, ckpt *opened, begun runnerapi.SealB
 	}
 	record, err := json.Marshal(storedRecord{
 		DeltaBytes: ckpt.DeltaBytes, DiskBytes: ckpt.DiskBytes, DeviceStateBytes: ckpt.DeviceStateBytes, PauseMS: ckpt.PauseMS, Timings: ckpt.Timings,
-		ParentReseal: ckpt.ParentReseal, Processes: ckpt.Processes,
+		ParentReseal: ckpt.ParentReseal, Processes: ckpt.Processes, WorkingSet: r.workingSet(ckpt.checkpointRecord),
 	})
 	if err != nil {
 		return nil, err

@@ -72,6 +72,9 @@ type StoredRecord struct {
 	Timings          []core.Timing       `json:"timings,omitempty"`
 	ParentReseal     []core.ResealStep   `json:"parent_reseal,omitempty"`
 	Processes        []core.StaleProcess `json:"stale_prng_processes,omitempty"`
+	// WorkingSet are the pages of memory that a machine uses first: pairs of unsigned varints, how many pages are left out and how many come
+	// then. It is a hint.
+	WorkingSet []byte `json:"working_set,omitempty"`
 }
 
 // The images of a checkpoint in the store.

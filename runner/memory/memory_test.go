@@ -309,8 +309,8 @@ func TestPageMapFlags(t *testing.T) {
 	}
 	for cut := 0; cut <= len(b); cut += 8 { // in two pieces, as if they came from two reads
 		var got pageList
-		got.addPrivate(b[:cut], 5)
-		got.addPrivate(b[cut:], 5+int64(cut/8))
+		got.add(b[:cut], 5, pmFile)
+		got.add(b[cut:], 5+int64(cut/8), pmFile)
 		if diff := cmp.Diff(m.extents(), []Extent(got)); diff != "" {
 			t.Errorf("cut at %d:\n%s", cut, diff)
 		}

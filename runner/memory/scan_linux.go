@@ -67,6 +67,15 @@ func Scan(r Region) ([]Extent, error) {
 	return scan(r, scanPagemap)
 }
 
+// Touched returns all pages of r that the machine has in use, private or shared, sorted and merged. Where it has read a page of its base the
+// kernel gives it those beside it too, if they are in memory: up to 15 more.
+func Touched(r Region) ([]Extent, error) {
+	if ScanMethod() == MethodPagemapScan {
+		return scan(r, func(f *os.File, p Part) ([]Extent, error) { return scanCategories(f, p, 0) })
+	}
+	return scan(r, func(f *os.File, p Part) ([]Extent, error) { return scanEntries(f, p, 0) })
+}
+
 // scan puts together what a method finds in the parts of r.
 func scan(r Region, method func(pagemap *os.File, p Part) ([]Extent, error)) ([]Extent, error) {
 	f, err := os.Open(fmt.Sprintf("/proc/%d/pagemap", r.PID))
@@ -85,7 +94,10 @@ func scan(r Region, method func(pagemap *os.File, p Part) ([]Extent, error)) ([]
 	return merge(out), nil
 }
 
-func scanIoctl(f *os.File, p Part) ([]Extent, error) {
+func scanIoctl(f *os.File, p Part) ([]Extent, error) { return scanCategories(f, p, pageIsFile) }
+
+// scanCategories finds pages that are in memory or swapped, and are of none of the categories of without.
+func scanCategories(f *os.File, p Part, without uint64) ([]Extent, error) {
 	var (
 		out  []Extent
 		vec  = new([scanVector]pageRegion)
@@ -98,7 +110,7 @@ func scanIoctl(f *os.File, p Part) ([]Extent, error) {
 	for from < end {
 		arg := pmScanArg{
 			start: from, end: end, vec: uint64(uintptr(unsafe.Pointer(&vec[0]))), vecLen: scanVector,
-			categoryInverted: pageIsFile, categoryMask: pageIsFile,
+			categoryInverted: without, categoryMask: without,
 			categoryAnyofMask: pageIsPresent | pageIsSwapped, returnMask: pageIsPresent | pageIsSwapped,
 		}
 		arg.size = uint64(unsafe.Sizeof(arg))
@@ -125,7 +137,10 @@ const (
 )
 
 // scanPagemap is Scan for kernels before 6.7: eight bytes are read per page.
-func scanPagemap(f *os.File, p Part) ([]Extent, error) {
+func scanPagemap(f *os.File, p Part) ([]Extent, error) { return scanEntries(f, p, pmFile) }
+
+// scanEntries finds pages that are in memory or swapped, and have none of the bits of without.
+func scanEntries(f *os.File, p Part, without uint64) ([]Extent, error) {
 	const entry, batch = 8, 128 << 10
 	var (
 		out pageList
@@ -138,7 +153,7 @@ func scanPagemap(f *os.File, p Part) ([]Extent, error) {
 		if int64(n) != want*entry {
 			return nil, fmt.Errorf("read the page map: %w", errors.Join(err, io.ErrUnexpectedEOF))
 		}
-		out.addPrivate(buf[:want*entry], first+at)
+		out.add(buf[:want*entry], first+at, without)
 		at += want
 	}
 	return out, nil
@@ -147,10 +162,11 @@ func scanPagemap(f *os.File, p Part) ([]Extent, error) {
 // pageList is a list of extents that grows by pages, in order.
 type pageList []Extent
 
-// addPrivate adds the pages that are private by their entries in the page map. The first entry is that of page number first.
-func (l *pageList) addPrivate(entries []byte, first int64) {
+// add adds the pages that are there by their entries in the page map, and have none of the bits of without. The first entry is that of page
+// number first.
+func (l *pageList) add(entries []byte, first int64, without uint64) {
 	for i := int64(0); len(entries) >= 8; i, entries = i+1, entries[8:] {
-		if e := binary.NativeEndian.Uint64(entries); e&(pmPresent|pmSwapped) == 0 || e&pmFile != 0 {
+		if e := binary.NativeEndian.Uint64(entries); e&(pmPresent|pmSwapped) == 0 || e&without != 0 {
 			continue
 		}
 		off := (first + i) * PageSize

@@ -132,7 +132,7 @@ func (c *Client) Stop(ctx context.Context) error {
 	}
 	// Readable is one whose last thread has ended.
 	for deadline := time.Now().Add(stopTime); ; {
-		n, err := unix.Poll([]unix.PollFd{{Fd: int32(process), Events: unix.POLLIN}}, int(max(time.Until(deadline), 0).Milliseconds())) //nolint:gosec // G115: a descriptor
+		n, err := unix.Poll([]unix.PollFd{{Fd: int32(process), Events: unix.POLLIN}}, int(max(time.Until(deadline), 0).Milliseconds()))
 		switch {
 		case errors.Is(err, unix.EINTR):
 		case err != nil:

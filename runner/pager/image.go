@@ -57,6 +57,10 @@ type image struct {
 	taken    atomic.Bool // whoever has put it has what is whole
 	changed  func()      // the status is another; it may be called with mu held
 
+	want   []Range     // see Image
+	wanted atomic.Bool // want is here
+	pushed atomic.Bool // and in the kernel's cache, or on its way there
+
 	mu       sync.Mutex // guards what follows
 	flights  map[*manifest.Frame]*flight
 	broken   error // what is damaged in the store; nothing more is shown
@@ -345,10 +349,15 @@ func (im *image) judge(err error) {
 }
 
 // run brings first the pages of want, and then everything, and makes it durable. It ends when the image is whole, damaged or dropped.
-func (im *image) run(want []Range) {
+func (im *image) run() {
 	begun := time.Now()
-	if err := im.bring(im.wanted(want), demandParallel); err != nil {
+	if err := im.bring(im.wantedRuns(), demandParallel); err != nil {
 		return
+	}
+	if len(im.want) > 0 {
+		im.wanted.Store(true)
+		im.log.Info("what an image's machines use first is here", "image", im.id, "duration_ms", core.Milliseconds(time.Since(begun)), "ranges", len(im.want),
+			"demanded_pages", im.demanded.Load(), "bytes", im.fetched.Load(), "requests", im.requests.Load())
 	}
 	for page := int64(0); page < im.tree.Pages(); {
 		im.giveWay(begun)
@@ -371,11 +380,11 @@ func (im *image) run(want []Range) {
 	im.changed()
 }
 
-// wanted are the runs of the frames that ranges of pages are in.
-func (im *image) wanted(ranges []Range) []manifest.Run {
+// wantedRuns are the runs of the frames that the pages of want are in.
+func (im *image) wantedRuns() []manifest.Run {
 	var out []manifest.Run
 	seen := make(map[place]bool)
-	for _, r := range ranges {
+	for _, r := range im.want {
 		for p := max(r.First, 0); p < r.First+r.Count && p < im.tree.Pages(); p++ {
 			if at := im.place(p); !im.has(p) && !seen[at] {
 				seen[at] = true

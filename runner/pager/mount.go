@@ -108,6 +108,7 @@ func (im *image) attributes(a *fuse.Attr) {
 // good.
 func (n *fileNode) Open(_ context.Context, flags uint32) (fs.FileHandle, uint32, syscall.Errno) {
 	n.image.opened.Add(1)
+	n.image.pushed.Store(false) // who opens it for direct I/O and maps it empties the cache
 	if flags&syscall.O_ACCMODE != syscall.O_RDONLY {
 		return &handle{n}, fuse.FOPEN_DIRECT_IO, 0
 	}
@@ -150,6 +151,9 @@ func (n *fileNode) Read(_ context.Context, _ fs.FileHandle, dest []byte, off int
 		return fuse.ReadResultData(nil), 0
 	}
 	dest = dest[:min(int64(len(dest)), size-off)]
+	if n.image.wanted.Load() && n.image.pushed.CompareAndSwap(false, true) {
+		n.server.push(n)
+	}
 	if err := n.image.read(dest, off); err != nil {
 		return nil, syscall.EIO
 	}

@@ -41,6 +41,7 @@ type Server struct {
 
 	mu        sync.Mutex // guards what follows
 	images    map[string]*image
+	pushes    sync.WaitGroup            // none begins once done has ended
 	snapshots []*snapshotstore.Snapshot // the last ones that were read
 	version   int64
 	news      chan struct{} // closed when the version is another
@@ -109,6 +110,7 @@ func (s *Server) Run(ctx context.Context) error {
 	}
 	s.mu.Unlock()
 	wg.Wait()
+	s.pushes.Wait()
 	return errors.Join(errs...)
 }
 
@@ -209,6 +211,7 @@ func (s *Server) put(spec Image, part *os.File) (_ Status, err error) {
 	if err != nil {
 		return Status{}, err
 	}
+	im.want = spec.Want
 	s.mu.Lock()
 	if other := s.images[spec.ID]; other != nil {
 		s.mu.Unlock()
@@ -218,7 +221,7 @@ func (s *Server) put(spec Image, part *os.File) (_ Status, err error) {
 	s.mu.Unlock()
 	keep = true
 	go func() {
-		im.run(spec.Want)
+		im.run()
 		s.retire(im)
 	}()
 	s.changed()
