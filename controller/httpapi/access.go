@@ -72,7 +72,7 @@ var routes = map[string]access{
 	"getRetention":             needs(controller.RateRead, core.ScopeCheckpointRead),
 	"putRetention":             needs(controller.RateWrite, core.ScopeCheckpointDelete),
 	"deleteRetention":          needs(controller.RateWrite, core.ScopeCheckpointDelete),
-	"exportCheckpoint":         needs(controller.RateExec, core.ScopeCheckpointRead),
+	"exportCheckpoint":         needs(controller.RateExec, core.ScopeCheckpointRead, core.ScopeWorkspaceExec), // as to read the guest's files
 	"importCheckpoint":         needs(controller.RateWrite, core.ScopeCheckpointImport),
 	"getLineage":               needs(controller.RateRead, core.ScopeCheckpointRead),
 	"listChildren":             needs(controller.RateRead, core.ScopeCheckpointRead),

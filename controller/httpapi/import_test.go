@@ -402,3 +402,17 @@ func TestImportLost(t *testing.T) {
 	}
 	w.nothingLeft(0)
 }
+
+// TestExportScope: a key that sees the tree does not get what guests hold.
+func TestExportScope(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	path := "/v1/checkpoints/" + string(core.NewID[core.CheckpointID]()) + "/export"
+	reader, both := w.newKey("reader", core.ScopeCheckpointRead), w.newKey("both", core.ScopeCheckpointRead, core.ScopeWorkspaceExec)
+	if got := w.do(call{method: "GET", path: path, key: reader.Secret}); got.status != 403 || !strings.Contains(string(got.body), "workspace:exec") {
+		t.Errorf("without workspace:exec: %d %s", got.status, got.body)
+	}
+	if got := w.do(call{method: "GET", path: path, key: both.Secret}); got.status != 404 {
+		t.Errorf("with it: %d %s", got.status, got.body)
+	}
+}
