@@ -143,6 +143,24 @@ func (e EgressPolicy) Valid() bool {
 	}
 }
 
+// Defines values for Encryption.
+const (
+	EncryptionEnvelope Encryption = "envelope"
+	EncryptionNone     Encryption = "none"
+)
+
+// Valid indicates whether the value is a known member of the Encryption enum.
+func (e Encryption) Valid() bool {
+	switch e {
+	case EncryptionEnvelope:
+		return true
+	case EncryptionNone:
+		return true
+	default:
+		return false
+	}
+}
+
 // Defines values for ExecResultEncoding.
 const (
 	EncodingBase64 ExecResultEncoding = "base64"
@@ -978,6 +996,10 @@ type CreatePortRequest struct {
 
 // CreateProjectRequest defines model for CreateProjectRequest.
 type CreateProjectRequest struct {
+	// Encryption How checkpoints are kept in the store from now on: `none`, in clear, or `envelope`, encrypted with keys of the project, which a master key outside
+	// of the database wraps. What is stored already stays as it is and can be read as before.
+	Encryption Encryption `json:"encryption,omitempty,omitzero"`
+
 	// Name Unique among projects.
 	Name Name `json:"name"`
 
@@ -1062,6 +1084,10 @@ type Digest = string
 // EgressPolicy `deny-all` (the default): nothing leaves the sandbox. `allow-all` routes everything out; it is for development
 // and exempt from the promise that nothing leaves unseen.
 type EgressPolicy string
+
+// Encryption How checkpoints are kept in the store from now on: `none`, in clear, or `envelope`, encrypted with keys of the project, which a master key outside
+// of the database wraps. What is stored already stays as it is and can be read as before.
+type Encryption string
 
 // Env Environment variables, names matching `^[A-Za-z_][A-Za-z0-9_]*$`, values without NUL. They replace what the
 // image sets.
@@ -1529,8 +1555,16 @@ type PatchCheckpointRequest struct {
 
 // PatchProjectRequest defines model for PatchProjectRequest.
 type PatchProjectRequest struct {
+	// Encryption How checkpoints are kept in the store from now on: `none`, in clear, or `envelope`, encrypted with keys of the project, which a master key outside
+	// of the database wraps. What is stored already stays as it is and can be read as before.
+	Encryption Encryption `json:"encryption,omitempty,omitzero"`
+
+	// KeyVersion The newest key that the project has then. One more than it has now has another made, with which new checkpoints are encrypted; the
+	// earlier ones stay for what they have encrypted.
+	KeyVersion int64 `json:"key_version,omitempty,omitzero"`
+
 	// Quotas Quotas to set. Others stay, or are the usual ones.
-	Quotas QuotasPatch `json:"quotas"`
+	Quotas QuotasPatch `json:"quotas,omitempty,omitzero"`
 
 	// Version Change it only if this is still its version.
 	Version int64 `json:"version,omitempty,omitzero"`
@@ -1643,7 +1677,14 @@ type ProcessList struct {
 // Project defines model for Project.
 type Project struct {
 	CreatedAt time.Time `json:"created_at"`
-	ID        ProjectID `json:"id"`
+
+	// Encryption How checkpoints are kept in the store from now on: `none`, in clear, or `envelope`, encrypted with keys of the project, which a master key outside
+	// of the database wraps. What is stored already stays as it is and can be read as before.
+	Encryption Encryption `json:"encryption"`
+	ID         ProjectID  `json:"id"`
+
+	// KeyVersion Of the newest key by which checkpoints are encrypted; absent: there is none.
+	KeyVersion int64 `json:"key_version,omitempty,omitzero"`
 
 	// Name 1 to 63 lower-case letters, digits or hyphens; begins and ends with a letter or digit.
 	Name   Name   `json:"name"`

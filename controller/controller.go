@@ -43,6 +43,7 @@ type Config struct {
 	// Store is where runners keep checkpoints for all; nil: nowhere. Here it is only tidied up.
 	Store      blob.Blobs
 	StoreGrace time.Duration // how long an object stays that nothing needs any more; default 1 h
+	Wrapper    Wrapper       // of the keys of projects; nil: none of them can be used
 
 	Trust           *Trust        // nil where controller and runner share a secret, as in coppice dev; then no runner can join
 	CertificateLife time.Duration // of runners' certificates; default 24 h
@@ -188,6 +189,9 @@ func (c *Controller) Traces() trace.TracerProvider { return c.cfg.Traces }
 // Bootstrap makes the first project and its key, as the configuration says. It is idempotent.
 func (c *Controller) Bootstrap(ctx context.Context) (Project, error) {
 	var project Project
+	if err := c.rewrap(ctx); err != nil {
+		return project, err
+	}
 	err := c.store.InTx(ctx, System(), func(tx Tx) error {
 		var err error
 		if project, err = tx.EnsureProject(ctx, core.NewID[core.ProjectID](), c.cfg.Bootstrap.Project); err != nil || c.cfg.Bootstrap.Key == "" {

@@ -6,6 +6,7 @@ import (
 
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/snapshotstore"
+	"github.com/coppice-dev/coppice/snapshotstore/blob"
 	"github.com/coppice-dev/coppice/snapshotstore/manifest"
 )
 
@@ -31,6 +32,7 @@ type ExportedFile struct {
 	Size       int64 // bytes
 
 	c     *Controller
+	store blob.Blobs // with the keys
 	file  *snapshotstore.Export
 	leave func()
 }
@@ -53,7 +55,12 @@ func (c *Controller) ExportCheckpoint(ctx context.Context, project core.ProjectI
 	if err != nil {
 		return nil, err
 	}
-	s, err := snapshotstore.Open(ctx, c.cfg.Store, manifest.Ref{Key: cp.Stored.Manifest, Digest: cp.Stored.Digest, Bytes: cp.Stored.Bytes})
+	store, err := c.storeFor(ctx, *cp.Stored)
+	if err != nil {
+		leave()
+		return nil, err
+	}
+	s, err := snapshotstore.Open(ctx, store, manifest.Ref{Key: cp.Stored.Manifest, Digest: cp.Stored.Digest, Bytes: cp.Stored.Bytes})
 	if err != nil {
 		leave()
 		return nil, err
@@ -63,12 +70,12 @@ func (c *Controller) ExportCheckpoint(ctx context.Context, project core.ProjectI
 		leave()
 		return nil, err
 	}
-	return &ExportedFile{Checkpoint: cp, Size: file.Size(), c: c, file: file, leave: leave}, nil
+	return &ExportedFile{Checkpoint: cp, Size: file.Size(), c: c, store: store, file: file, leave: leave}, nil
 }
 
 // Write writes the file. What came out of one that failed is not whole, and shows it.
 func (f *ExportedFile) Write(ctx context.Context, w io.Writer) error {
-	if err := f.file.Write(ctx, f.c.cfg.Store, w); err != nil {
+	if err := f.file.Write(ctx, f.store, w); err != nil {
 		return err
 	}
 	f.c.log.InfoContext(ctx, "checkpoint exported", "checkpoint_id", f.Checkpoint.ID, "bytes", f.Size)

@@ -360,12 +360,21 @@ func (c *Controller) callShare(ctx context.Context, plan *forkPlan, endpoint str
 			req.Children[n].DiskGiB = w.Resources.DiskGiB
 		}
 	}
+	// Without the keys a runner can still grow what it holds; another says that it lacks them, and here is why.
+	keys, unavailable := c.keysFor(ctx, plan.source.Sources...)
+	if unavailable != nil && core.CodeOf(unavailable) != core.CodeKeyUnavailable {
+		return unavailable
+	}
+	req.Keys = keys
 	var res runnerapi.ForkResult
 	err := c.insist(ctx, func() error {
 		var err error
 		res, err = c.runners.Fork(ctx, endpoint, req)
 		return err
 	})
+	if core.CodeOf(err) == core.CodeKeyUnavailable && unavailable != nil {
+		return unavailable
+	}
 	if err != nil {
 		return err
 	}

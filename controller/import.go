@@ -181,7 +181,11 @@ func (im *importing) store(ctx context.Context) (*snapshotstore.Written, error) 
 		cancel(nil)
 		<-renewed
 	}()
-	out, err := im.file.Store(ctx, im.c.cfg.Store, im.prefix, nil, manifest.Header{
+	key, err := im.c.attemptKey(ctx, im.project, im.prefix)
+	if err != nil {
+		return nil, err
+	}
+	out, err := im.file.Store(ctx, im.c.cfg.Store, im.prefix, key, manifest.Header{
 		ProjectID: im.project, CheckpointID: im.row.ID, CapturedAt: im.file.Manifest.CapturedAt, GuestImage: im.row.Image.Digest, Class: im.file.Manifest.Class,
 		Resources: im.row.Resources, Record: im.record,
 	})

@@ -30,6 +30,9 @@ type Project struct {
 	Name      string
 	Quotas    Quotas
 	CreatedAt time.Time
+
+	Encryption Encryption // of what is stored from now on
+	KeyVersion int64      // of its newest key; 0: it has none
 }
 
 // Key is an API key. The secret itself is kept nowhere.

@@ -29,7 +29,7 @@ func (w *world) quota(change func(*controller.QuotasPatch)) {
 	w.t.Helper()
 	var p controller.QuotasPatch
 	change(&p)
-	if _, err := w.PatchQuotas(w.t.Context(), w.admin(), w.project, p); err != nil {
+	if _, err := w.PatchProject(w.t.Context(), w.admin(), w.project, p, controller.EncryptionPatch{}); err != nil {
 		w.t.Fatal(err)
 	}
 }
@@ -255,7 +255,7 @@ func TestDeletedProject(t *testing.T) {
 	admin := w.admin()
 	w.create("template") // is made once
 	for i := range 8 {
-		p, err := w.CreateProject(t.Context(), admin, fmt.Sprintf("p%d", i), controller.QuotasPatch{})
+		p, err := w.CreateProject(t.Context(), admin, fmt.Sprintf("p%d", i), controller.QuotasPatch{}, controller.EncryptionPatch{})
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -301,7 +301,7 @@ func TestFailedTransactionTakesNoPlace(t *testing.T) {
 		t.Errorf("%d places are taken", n)
 	}
 	// A project cannot take another's place.
-	other, err := w.CreateProject(t.Context(), w.admin(), "other", controller.QuotasPatch{})
+	other, err := w.CreateProject(t.Context(), w.admin(), "other", controller.QuotasPatch{}, controller.EncryptionPatch{})
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -2,12 +2,14 @@ package controller
 
 import (
 	"context"
+	"errors"
 	"strings"
 	"time"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/snapshotstore/blob"
+	"github.com/coppice-dev/coppice/snapshotstore/envelope"
 )
 
 // SealState is how far a captured checkpoint is on its way into the store.
@@ -63,12 +65,21 @@ func (c *Controller) BeginSeal(ctx context.Context, runner core.RunnerID, in run
 	}
 	in.Ancestors = in.Ancestors[:min(len(in.Ancestors), maxBefore)]
 	ctx = WithOrigin(ctx, Origin{Actor: string(runner), Action: "begin_seal"})
-	return read(ctx, c, System(), func(tx Tx) (runnerapi.SealBegun, error) {
+	begun, err := read(ctx, c, System(), func(tx Tx) (runnerapi.SealBegun, error) {
 		if err := tx.HasLease(ctx, runner, in.LeaseEpoch); err != nil {
 			return runnerapi.SealBegun{}, err
 		}
 		return tx.BeginSeal(ctx, runner, in)
 	})
+	if err != nil {
+		return begun, err
+	}
+	if err := c.giveKeys(ctx, &begun); err != nil { // users see why it is not sealed
+		return runnerapi.SealBegun{}, errors.Join(err, c.FailSeal(ctx, runner, in.CheckpointID, runnerapi.FailSeal{
+			LeaseEpoch: in.LeaseEpoch, Attempt: begun.Attempt, Problem: *runnerapi.ProblemOf(err),
+		}))
+	}
+	return begun, nil
 }
 
 // CommitSeal makes a checkpoint sealed. To commit what is committed is no error.
@@ -93,6 +104,9 @@ func (c *Controller) CommitSeal(ctx context.Context, runner core.RunnerID, id co
 			return replaced(id, in.Attempt)
 		}
 		if err := checkCommit(at, in); err != nil {
+			return err
+		}
+		if err := checkEncrypted(ctx, tx, at, in); err != nil {
 			return err
 		}
 		in.StoredBytes = 0
@@ -189,6 +203,23 @@ func checkCommit(at SealAttempt, in runnerapi.CommitSeal) error {
 	}
 	if bytes, ok := written[in.Stored.Manifest]; !ok || bytes != in.Stored.Bytes || bytes == 0 {
 		return bad("its manifest %q of %d bytes is not among what was written", core.Clip(in.Stored.Manifest), in.Stored.Bytes)
+	}
+	return nil
+}
+
+// checkEncrypted refuses what is in clear and must not be: its project encrypts since the attempt began, or the runner is too old to.
+func checkEncrypted(ctx context.Context, tx Tx, at SealAttempt, in runnerapi.CommitSeal) error {
+	if at.Project == SystemProject {
+		return nil
+	}
+	p, err := tx.Project(ctx, at.Project)
+	if err != nil || p.Encryption == EncryptionNone {
+		return err
+	}
+	for _, o := range in.Written {
+		if !envelope.Encrypted(o.Key) {
+			return core.Errorf(core.Invalid, core.CodeInvalidField, "seal of checkpoint %s: object %s is in clear and project %s encrypts; the next attempt does, unless the runner is of an older version", at.Checkpoint, o.Key, p.ID)
+		}
 	}
 	return nil
 }

@@ -68,6 +68,7 @@ type Tx interface {
 	SessionTx
 	SealTx
 	ImportTx
+	ProjectKeyTx
 	GarbageTx
 	FleetTx
 	TrustTx

@@ -11,6 +11,7 @@ import (
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/snapshotstore"
+	"github.com/coppice-dev/coppice/snapshotstore/envelope"
 	"github.com/coppice-dev/coppice/snapshotstore/manifest"
 )
 
@@ -55,10 +56,16 @@ type dataCheck struct {
 	mu      sync.Mutex // guards what follows
 	next    string
 	part    snapshotstore.Part
-	checker *snapshotstore.Checker
+	checker *keyedChecker
 }
 
-func (d *dataCheck) take(next string, part snapshotstore.Part) *snapshotstore.Checker {
+// keyedChecker is a checker that gets keys as it goes on.
+type keyedChecker struct {
+	*snapshotstore.Checker
+	keys *envelope.Ring
+}
+
+func (d *dataCheck) take(next string, part snapshotstore.Part) *keyedChecker {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	if next == "" || d.next != next || d.part != part {
@@ -69,7 +76,7 @@ func (d *dataCheck) take(next string, part snapshotstore.Part) *snapshotstore.Ch
 	return c
 }
 
-func (d *dataCheck) keep(next string, part snapshotstore.Part, c *snapshotstore.Checker) {
+func (d *dataCheck) keep(next string, part snapshotstore.Part, c *keyedChecker) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	d.next, d.part, d.checker = next, part, c
@@ -91,7 +98,8 @@ func (c *Controller) CheckStoreData(ctx context.Context, part snapshotstore.Part
 	}
 	checker := c.data.take(next, part)
 	if checker == nil {
-		checker = snapshotstore.NewChecker(c.cfg.Store, part)
+		keys := new(envelope.Ring)
+		checker = &keyedChecker{snapshotstore.NewChecker(envelope.With(c.cfg.Store, keys), part), keys}
 	}
 	frames, bytes := checker.Frames, checker.Bytes
 	until := time.Now().Add(storeDataTime)
@@ -122,7 +130,7 @@ func (c *Controller) CheckStoreData(ctx context.Context, part snapshotstore.Part
 }
 
 // checkSome looks at the next checkpoints and says how many of them it has finished, and whether they were the last.
-func (c *Controller) checkSome(ctx context.Context, checker *snapshotstore.Checker, at *dataCursor, until time.Time) (faults []snapshotstore.Fault, n int, done bool, err error) {
+func (c *Controller) checkSome(ctx context.Context, checker *keyedChecker, at *dataCursor, until time.Time) (faults []snapshotstore.Fault, n int, done bool, err error) {
 	within := at.Position != (snapshotstore.Position{})
 	list, err := read(ctx, c, System(), func(tx Tx) ([]runnerapi.Stored, error) {
 		return tx.SealedAfter(ctx, at.Checkpoint, within, storeDataBatch)
@@ -135,7 +143,16 @@ func (c *Controller) checkSome(ctx context.Context, checker *snapshotstore.Check
 		if s.CheckpointID == at.Checkpoint {
 			from = at.Position
 		}
-		found, next, err := checker.CheckFrom(ctx, manifest.Ref{Key: s.Manifest, Digest: s.Digest, Bytes: s.Bytes}, from, until)
+		var found []snapshotstore.Fault
+		var next *snapshotstore.Position
+		keys, err := c.keysFor(ctx, s)
+		if err == nil {
+			checker.keys.Add(keys)
+			found, next, err = checker.CheckFrom(ctx, manifest.Ref{Key: s.Manifest, Digest: s.Digest, Bytes: s.Bytes}, from, until)
+		}
+		if core.CodeOf(err) == core.CodeKeyUnavailable { // of this one nothing can be said, of others it can
+			found, err = []snapshotstore.Fault{{Object: s.Manifest, Err: err}}, nil
+		}
 		if err != nil {
 			return nil, 0, false, err
 		}

@@ -79,13 +79,20 @@ func (k Key) reach() Scope {
 }
 
 // CreateProject makes a project with the usual quotas, changed by p.
-func (c *Controller) CreateProject(ctx context.Context, actor Key, name string, p QuotasPatch) (Project, error) {
+func (c *Controller) CreateProject(ctx context.Context, actor Key, name string, p QuotasPatch, e EncryptionPatch) (Project, error) {
 	id := core.NewID[core.ProjectID]()
+	fresh, err := c.freshKey(ctx, Project{ID: id, Encryption: EncryptionNone}, e)
+	if err != nil {
+		return Project{}, err
+	}
 	made, err := read(ctx, c, actor.reach(), func(tx Tx) (Project, error) {
 		if err := bind(ctx, tx, actor.ProjectID, string(id)); err != nil {
 			return Project{}, err
 		}
 		if _, err := tx.InsertProject(ctx, id, name); err != nil {
+			return Project{}, err
+		}
+		if err := encrypt(ctx, tx, id, e, fresh); err != nil {
 			return Project{}, err
 		}
 		p.Version = 0
@@ -117,9 +124,24 @@ func (c *Controller) Projects(ctx context.Context, actor Key, p Page) ([]Project
 	return read(ctx, c, actor.reach(), func(tx Tx) ([]Project, error) { return tx.Projects(ctx, p) })
 }
 
-// PatchQuotas changes the limits of a project. What is above a lowered one stays; only nothing is added.
-func (c *Controller) PatchQuotas(ctx context.Context, actor Key, id core.ProjectID, p QuotasPatch) (Project, error) {
-	return read(ctx, c, actor.reach(), func(tx Tx) (Project, error) { return tx.PatchQuotas(ctx, id, p) })
+// PatchProject changes the limits of a project and its encryption. What is above a lowered limit stays; only nothing is added.
+func (c *Controller) PatchProject(ctx context.Context, actor Key, id core.ProjectID, p QuotasPatch, e EncryptionPatch) (Project, error) {
+	var fresh *ProjectKey
+	if e != (EncryptionPatch{}) { // a key is wrapped outside of transactions: that may take a while
+		now, err := read(ctx, c, actor.reach(), func(tx Tx) (Project, error) { return tx.Project(ctx, id) })
+		if err != nil {
+			return now, err
+		}
+		if fresh, err = c.freshKey(ctx, now, e); err != nil {
+			return now, err
+		}
+	}
+	return read(ctx, c, actor.reach(), func(tx Tx) (Project, error) {
+		if err := encrypt(ctx, tx, id, e, fresh); err != nil {
+			return Project{}, err
+		}
+		return tx.PatchQuotas(ctx, id, p)
+	})
 }
 
 // DeleteProject removes an empty project for good and ends its keys.

@@ -32,7 +32,7 @@ func TestDataKeyIsHidden(t *testing.T) {
 	for _, handler := range []slog.Handler{slog.NewTextHandler(&out, nil), slog.NewJSONHandler(&out, nil)} {
 		slog.New(handler).Info("keys", "key", k)
 	}
-	numbers := strings.Trim(fmt.Sprint(k[:8]), "[]")
+	numbers := strings.Trim(fmt.Sprintf("%d", k[:8]), "[]")
 	for _, form := range []string{string(k[:8]), hex.EncodeToString(k[:8]), strings.ToUpper(hex.EncodeToString(k[:8])), base64.StdEncoding.EncodeToString(k[:6]), numbers} {
 		if strings.Contains(out.String(), form) {
 			t.Errorf("%q is printed: %s", form, out.String())

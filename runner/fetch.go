@@ -201,7 +201,7 @@ func (f *fetching) run(ctx context.Context) error {
 
 // pages fetches runs of an image into emit.
 func (f *fetching) pages(ctx context.Context, runs func(func(manifest.Run) bool), emit func(off int64, b []byte) error) error {
-	got, err := snapshotstore.Fetch(ctx, f.r.cfg.Store.Blobs, runs, snapshotstore.FetchOptions{}, func(page int64, b []byte) error {
+	got, err := snapshotstore.Fetch(ctx, f.r.blobs, runs, snapshotstore.FetchOptions{}, func(page int64, b []byte) error {
 		return emit(page*manifest.PageSize, b)
 	})
 	f.mu.Lock()

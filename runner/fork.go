@@ -28,6 +28,10 @@ func (r *Runner) Fork(ctx context.Context, req runnerapi.Fork) (runnerapi.ForkRe
 		return runnerapi.ForkResult{}, err
 	}
 	defer leave()
+	if len(req.Keys) > 0 {
+		r.keys.Add(req.Keys)
+		r.lazy.wake()
+	}
 	ckpt, err := r.bring(r.withPeers(ctx, req.Peers), req.CheckpointID, req.Sources)
 	if err != nil {
 		return runnerapi.ForkResult{}, err

@@ -105,6 +105,9 @@ func (l *lazyImages) attend(ctx context.Context, client *pager.Client, instance 
 // offer has a pager serve an image, unless it does. It tries until the pager takes it, the image is of no use any more, or ctx ends.
 func (l *lazyImages) offer(ctx context.Context, client *pager.Client, instance string, im *lazyImage) {
 	for wait := firstOffer; ; wait = min(2*wait, lastOffer) {
+		l.mu.Lock()
+		keyed := l.keyed
+		l.mu.Unlock()
 		there, err := l.serve(ctx, client, instance, im)
 		if ctx.Err() != nil || !there {
 			return
@@ -120,11 +123,21 @@ func (l *lazyImages) offer(ctx context.Context, client *pager.Client, instance s
 		again := time.NewTimer(wait)
 		select {
 		case <-again.C:
+		case <-keyed:
+			again.Stop()
 		case <-ctx.Done():
 			again.Stop()
 			return
 		}
 	}
+}
+
+// wake has what was not taken offered now: there may be keys that were lacking.
+func (l *lazyImages) wake() {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	close(l.keyed)
+	l.keyed = make(chan struct{})
 }
 
 // How long an image that was not taken is not offered.
@@ -176,6 +189,9 @@ func (l *lazyImages) put(ctx context.Context, client *pager.Client, instance str
 			im.Made = ""
 			return err
 		}
+	}
+	if err := client.Keys(ctx, l.r.keys.Keys()); err != nil {
+		return err
 	}
 	_, err = client.Put(ctx, im.Image, part)
 	return err

@@ -18,6 +18,8 @@ import (
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/runner/memory"
+	"github.com/coppice-dev/coppice/snapshotstore/blob"
+	"github.com/coppice-dev/coppice/snapshotstore/envelope"
 )
 
 // Runner owns the sandboxes of one host. Its methods are safe for concurrent use once New has returned.
@@ -28,6 +30,8 @@ type Runner struct {
 	clusterHash string
 	bases       *memory.BaseStore
 	lazy        *lazyImages
+	keys        envelope.Ring // of objects in the store, as the controller gives them
+	blobs       blob.Blobs    // the store with these keys; nil for none
 	checkpoints *checkpointStore
 	seals       *sealQueue
 	slots       *slots
@@ -82,6 +86,7 @@ func New(ctx context.Context, cfg Config) (_ *Runner, err error) {
 		dead: make(map[core.SandboxID]runnerapi.Sandbox), captures: make(map[core.CheckpointID]*flight),
 		forks: make(map[core.CheckpointID]int),
 	}
+	r.blobs = envelope.With(cfg.Store.Blobs, &r.keys)
 	for _, dir := range []string{cfg.DataDir, r.shellsDir(), r.rootsDir(), cfg.RunDir} {
 		if err := os.MkdirAll(dir, 0o700); err != nil {
 			return nil, fmt.Errorf("make the runner's directory: %w", err)

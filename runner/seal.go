@@ -18,6 +18,7 @@ import (
 	"github.com/coppice-dev/coppice/runner/pager"
 	"github.com/coppice-dev/coppice/snapshotstore"
 	"github.com/coppice-dev/coppice/snapshotstore/blob"
+	"github.com/coppice-dev/coppice/snapshotstore/envelope"
 	"github.com/coppice-dev/coppice/snapshotstore/manifest"
 )
 
@@ -172,7 +173,7 @@ func (r *Runner) snapshot(ctx context.Context, at runnerapi.Stored) (*snapshotst
 		}
 	}
 	r.seals.mu.Unlock()
-	s, err := snapshotstore.Open(ctx, r.cfg.Store.Blobs, refOf(at))
+	s, err := snapshotstore.Open(ctx, r.blobs, refOf(at))
 	if err != nil {
 		return nil, err
 	}
@@ -323,6 +324,11 @@ func (r *Runner) ancestors(rec *checkpointRecord) []core.CheckpointID {
 }
 
 func (r *Runner) upload(ctx context.Context, ckpt *opened, begun runnerapi.SealBegun) (_ *snapshotstore.Written, err error) {
+	key, err := keyOf(begun)
+	if err != nil {
+		return nil, err
+	}
+	r.keys.Add(begun.Keys)
 	src := &sealSource{now: ckpt}
 	defer func() { err = errors.Join(err, src.close()) }()
 	var reference *snapshotstore.Snapshot
@@ -349,7 +355,18 @@ func (r *Runner) upload(ctx context.Context, ckpt *opened, begun runnerapi.SealB
 		ProjectID: begun.ProjectID, CheckpointID: ckpt.ID, Parent: ckpt.Parent, CapturedAt: ckpt.CreatedAt.UTC().Format(time.RFC3339Nano), GuestImage: ckpt.Image,
 		Class: classFields(ckpt.Class), Resources: ckpt.Resources, Record: record,
 	}
-	return snapshotstore.Write(ctx, r.cfg.Store.Blobs, begun.Prefix, h, reference, images, snapshotstore.Options{Dir: r.cfg.DataDir, Throttle: r.cfg.Store.Throttle})
+	return snapshotstore.Write(ctx, r.blobs, begun.Prefix, h, reference, images, snapshotstore.Options{Dir: r.cfg.DataDir, Throttle: r.cfg.Store.Throttle, Key: key})
+}
+
+// keyOf is the key of an attempt; nil where nothing is to be encrypted.
+func keyOf(begun runnerapi.SealBegun) (*envelope.Key, error) {
+	if begun.KeyVersion == 0 {
+		return nil, nil //nolint:nilnil // there is none, which is no error
+	}
+	if begun.Key == nil {
+		return nil, core.Errorf(core.FailedPrecondition, core.CodeKeyUnavailable, "the controller has given no key for attempt %d, which must be encrypted", begun.Attempt)
+	}
+	return envelope.NewKey(*begun.Key, begun.KeyVersion), nil
 }
 
 type storedRecord = runnerapi.StoredRecord

@@ -90,40 +90,6 @@ type rig struct {
 	ring    envelope.Ring // of what was written
 }
 
-// store is the store with the keys to it.
-func (x *rig) store() blob.Blobs { return envelope.With(x.blobs, &x.ring) }
-
-// encrypt has everything encrypted from now on, with another key of the project.
-func (x *rig) encrypt() {
-	k := core.NewDataKey()
-	x.secret, x.version = &k, x.version+1
-}
-
-// key is that of an attempt; nil where nothing is encrypted.
-func (x *rig) key(prefix string) *envelope.Key {
-	if x.secret == nil {
-		return nil
-	}
-	k := envelope.Derive(*x.secret, prefix)
-	x.ring.Add(map[string]core.DataKey{prefix: k})
-	return envelope.NewKey(k, x.version)
-}
-
-// both runs a test with a store in clear and with one that is encrypted.
-func both(t *testing.T, test func(t *testing.T, x *rig)) {
-	t.Helper()
-	t.Run("clear", func(t *testing.T) {
-		t.Parallel()
-		test(t, newRig(t))
-	})
-	t.Run("encrypted", func(t *testing.T) {
-		t.Parallel()
-		x := newRig(t)
-		x.encrypt()
-		test(t, x)
-	})
-}
-
 func newRig(t *testing.T) *rig {
 	t.Helper()
 	x := &rig{t: t, dir: t.TempDir(), project: core.NewID[core.ProjectID]()}

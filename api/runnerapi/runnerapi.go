@@ -163,6 +163,9 @@ type Fork struct {
 	Sources []Stored `json:"sources,omitempty"`
 	// Peers are runners that hold the checkpoint, or what is near it, nearest first: they may give objects faster than the store does.
 	Peers []Peer `json:"peers,omitempty"`
+	// Keys are those of the objects that Sources need, as far as they are encrypted. Without them what the runner does not hold cannot be
+	// fetched: KEY_UNAVAILABLE.
+	Keys Keys `json:"keys,omitempty"`
 }
 
 // MaxPeers is how many peers are of use.

@@ -35,7 +35,15 @@ type SealBegun struct {
 	ProjectID core.ProjectID `json:"project_id"`          // whose checkpoint it is
 	Prefix    string         `json:"prefix"`              // every key of the attempt begins with this; it ends with a slash
 	Reference *Stored        `json:"reference,omitempty"` // of the nearest of Ancestors that is sealed; nil when none is
+	// KeyVersion says that everything is to be encrypted, and with which of the project's keys; 0: nothing is. Key is that of this attempt,
+	// Keys are those of the reference.
+	KeyVersion int64         `json:"key_version,omitempty"`
+	Key        *core.DataKey `json:"key,omitempty"`
+	Keys       Keys          `json:"keys,omitempty"`
 }
+
+// Keys are keys of objects by what the keys of all objects of their attempt begin with. They are kept in memory only.
+type Keys map[string]core.DataKey
 
 // StoredObject is one object in the store.
 type StoredObject struct {

@@ -24,7 +24,7 @@ func newProjectCommand(a *app) *cobra.Command {
 
 PROJECT is a name or an id. An admin's key sees all projects, any other its own.`,
 	}
-	c.AddCommand(newProjectCreateCommand(a), newProjectListCommand(a), newProjectShowCommand(a), newProjectQuotaCommand(a), newProjectRemoveCommand(a))
+	c.AddCommand(newProjectCreateCommand(a), newProjectListCommand(a), newProjectShowCommand(a), newProjectQuotaCommand(a), newProjectEncryptCommand(a), newProjectRemoveCommand(a))
 	return c
 }
 
@@ -82,7 +82,7 @@ func quotaValues(flag string, words []string) (coppice.QuotasPatch, error) {
 
 func newProjectCreateCommand(a *app) *cobra.Command {
 	var quotas []string
-	var quiet bool
+	var quiet, encrypt bool
 	c := &cobra.Command{
 		Use:     "create NAME",
 		Short:   "Create a project",
@@ -97,7 +97,11 @@ func newProjectCreateCommand(a *app) *cobra.Command {
 			if err != nil {
 				return err
 			}
-			p, err := client.CreateProject(c.Context(), coppice.CreateProjectRequest{Name: args[0], Quotas: q})
+			req := coppice.CreateProjectRequest{Name: args[0], Quotas: q}
+			if encrypt {
+				req.Encryption = coppice.EncryptionEnvelope
+			}
+			p, err := client.CreateProject(c.Context(), req)
 			if err != nil {
 				return err
 			}
@@ -112,6 +116,7 @@ func newProjectCreateCommand(a *app) *cobra.Command {
 		},
 	}
 	c.Flags().StringArrayVar(&quotas, "quota", nil, "quota other than the usual one, `NAME=NUMBER`; may be repeated")
+	c.Flags().BoolVar(&encrypt, "encrypt", false, "encrypt its checkpoints in the store")
 	c.Flags().BoolVarP(&quiet, "quiet", "q", false, "print the id only")
 	return c
 }
@@ -169,11 +174,16 @@ func printProject(w io.Writer, p coppice.Project) error {
 		u = *p.Usage
 	}
 	q := p.Quotas
+	encryption := string(p.Encryption)
+	if p.KeyVersion > 0 {
+		encryption += fmt.Sprintf(", its newest key is %d", p.KeyVersion)
+	}
 	return facts(w,
 		"id", p.ID, "name", p.Name, "version", fmt.Sprint(p.Version), "created", moment(p.CreatedAt),
 		"workspaces", used(u.Workspaces, q.Workspaces), "forks in flight", used(u.ForksInFlight, q.ForksInFlight),
 		"checkpoints", used(u.Checkpoints, q.Checkpoints), "checkpoint bytes", size(u.CheckpointBytes)+" of "+size(q.CheckpointBytes),
 		"depth", fmt.Sprintf("at most %d", q.Depth), "children", fmt.Sprintf("at most %d", q.Children), "keys", used(u.Keys, q.Keys),
+		"encryption", encryption,
 	)
 }
 
@@ -209,6 +219,46 @@ With --version, only if that is still the project's version.`,
 		},
 	}
 	c.Flags().Int64Var(&version, "version", 0, "compare-and-set against this `version`")
+	return c
+}
+
+func newProjectEncryptCommand(a *app) *cobra.Command {
+	var off, another bool
+	c := &cobra.Command{
+		Use:   "encrypt PROJECT",
+		Short: "Have the checkpoints of a project encrypted in the store from now on",
+		Long: `Have the checkpoints of a project encrypted in the store from now on, with keys of the project, which the controllers' master key wraps.
+
+What is in the store already stays as it is, and can be read as before. To delete a project destroys its keys.`,
+		Example: "  coppice project encrypt blue\n  coppice project encrypt blue --new-key",
+		Args:    cobra.ExactArgs(1),
+		RunE: func(c *cobra.Command, args []string) error {
+			client, err := a.client()
+			if err != nil {
+				return err
+			}
+			p, err := project(c.Context(), client, args[0])
+			if err != nil {
+				return err
+			}
+			req := coppice.PatchProjectRequest{Encryption: coppice.EncryptionEnvelope}
+			switch {
+			case off:
+				req.Encryption = coppice.EncryptionNone
+			case another:
+				req.KeyVersion = p.KeyVersion + 1
+			}
+			usage := p.Usage
+			if p, err = client.PatchProject(c.Context(), p.ID, req); err != nil {
+				return err
+			}
+			p.Usage = usage
+			return a.print(p, func(w io.Writer) error { return printProject(w, p) })
+		},
+	}
+	c.Flags().BoolVar(&off, "off", false, "store in clear from now on")
+	c.Flags().BoolVar(&another, "new-key", false, "make another key for what is stored from now on")
+	c.MarkFlagsMutuallyExclusive("off", "new-key")
 	return c
 }
 

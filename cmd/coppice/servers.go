@@ -44,6 +44,7 @@ no more requests, then the operations end or are left to the next controller.`,
 	f.BoolVar(&cfg.PlainHTTP, "plain-http", false, "serve the API in clear beyond loopback: only behind a proxy that speaks TLS")
 	f.StringVar(&cfg.RunnerListen, "runner-listen", "127.0.0.1:7071", "`address` for runners, always with mutual TLS")
 	f.StringVar(&cfg.KeyFile, "key-file", "", "`file` of the key that seals the cluster's keys in the database; made by the first controller")
+	f.StringVar(&cfg.MasterKeys, "master-key-file", "", "`file` of the master keys that wrap the keys of projects that encrypt their checkpoints, one a line in hex, the present one first")
 	a.storeFlags(f, &cfg.Store)
 	f.DurationVar(&cfg.Tune.StoreGrace, "store-grace", time.Hour, "how long what nothing needs any more stays in the store: longer than a runner may work without hearing of it")
 	f.StringVar(&cfg.APIKeyFile, "api-key-file", "", "`file` of the first administrator's API key; made if it is not there")

@@ -17,7 +17,7 @@ const (
 
 func fakeProject(n int, name string) api.Project {
 	return api.Project{
-		ID: fakeID("prj", n), Name: name, Version: 4, CreatedAt: dawn,
+		ID: fakeID("prj", n), Name: name, Version: 4, CreatedAt: dawn, Encryption: api.EncryptionEnvelope, KeyVersion: 3,
 		Quotas: api.Quotas{Workspaces: 10, ForksInFlight: 20, Checkpoints: 30, CheckpointBytes: 40 << 30, Depth: 50, Children: 60, Keys: 70},
 	}
 }

@@ -9,6 +9,7 @@ import (
 	"net/http"
 	"net/http/httptest"
 	"os"
+	"path/filepath"
 	"reflect"
 	"strings"
 	"testing"
@@ -94,8 +95,16 @@ func newWorld(t *testing.T) *world {
 			t.Error(err)
 		}
 	})
+	master := filepath.Join(t.TempDir(), "master.key")
+	if _, err := masterkey.Create(master); err != nil {
+		t.Fatal(err)
+	}
+	wrapper, err := masterkey.OpenRing(master)
+	if err != nil {
+		t.Fatal(err)
+	}
 	control := controller.New(controller.Config{
-		Store: w.blobs, ClusterID: "test", Trust: &trust, RunnerLease: runnerLease, LoopInterval: 50 * time.Millisecond, RunnerRetry: time.Second, AdmissionWait: 50 * time.Millisecond, ShutdownGrace: time.Second, Bootstrap: controller.Bootstrap{Key: apiKey},
+		Wrapper: wrapper, Store: w.blobs, ClusterID: "test", Trust: &trust, RunnerLease: runnerLease, LoopInterval: 50 * time.Millisecond, RunnerRetry: time.Second, AdmissionWait: 50 * time.Millisecond, ShutdownGrace: time.Second, Bootstrap: controller.Bootstrap{Key: apiKey},
 		// Of one address with hundreds of wrong keys, and of keys that try every route in every way.
 		Limits: controller.Limits{Open: lots, FailureDelay: 1, Key: noRates, Project: noRates},
 	}, store, client, log)

@@ -23,7 +23,10 @@ func quotasIn(version int64, q api.QuotasPatch) controller.QuotasPatch {
 }
 
 func tenantOf(p controller.Project) api.Project {
-	return api.Project{ID: string(p.ID), Name: p.Name, Version: p.Quotas.Version, Quotas: quotasOf(p.Quotas), CreatedAt: p.CreatedAt}
+	return api.Project{
+		ID: string(p.ID), Name: p.Name, Version: p.Quotas.Version, Quotas: quotasOf(p.Quotas), CreatedAt: p.CreatedAt,
+		Encryption: api.Encryption(p.Encryption), KeyVersion: p.KeyVersion,
+	}
 }
 
 func keyOf(k controller.Key) api.APIKey {
@@ -41,7 +44,8 @@ func (s *server) GetSelf(ctx context.Context, _ api.GetSelfRequestObject) (api.G
 
 // CreateProject serves POST /v1/projects.
 func (s *server) CreateProject(ctx context.Context, r api.CreateProjectRequestObject) (api.CreateProjectResponseObject, error) {
-	p, err := s.control.CreateProject(ctx, controller.KeyOf(ctx), r.Body.Name, quotasIn(0, r.Body.Quotas))
+	p, err := s.control.CreateProject(ctx, controller.KeyOf(ctx), r.Body.Name, quotasIn(0, r.Body.Quotas),
+		controller.EncryptionPatch{Mode: controller.Encryption(r.Body.Encryption)})
 	if err != nil {
 		return nil, err
 	}
@@ -77,7 +81,8 @@ func (s *server) GetProject(ctx context.Context, r api.GetProjectRequestObject) 
 
 // PatchProject serves PATCH /v1/projects/{id}.
 func (s *server) PatchProject(ctx context.Context, r api.PatchProjectRequestObject) (api.PatchProjectResponseObject, error) {
-	p, err := s.control.PatchQuotas(ctx, controller.KeyOf(ctx), core.ProjectID(r.ProjectID), quotasIn(r.Body.Version, r.Body.Quotas))
+	p, err := s.control.PatchProject(ctx, controller.KeyOf(ctx), core.ProjectID(r.ProjectID), quotasIn(r.Body.Version, r.Body.Quotas),
+		controller.EncryptionPatch{Mode: controller.Encryption(r.Body.Encryption), KeyVersion: r.Body.KeyVersion})
 	if err != nil {
 		return nil, err
 	}

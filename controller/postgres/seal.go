@@ -41,6 +41,11 @@ type beginRow struct {
 	Prefix  string `db:"prefix"`
 }
 
+// keyVersionRow has 0 for a project that does not encrypt, and -1 for one that has lost its keys.
+type keyVersionRow struct {
+	Version int64 `db:"version"`
+}
+
 type referenceRow struct {
 	ID             core.CheckpointID `db:"id"`
 	ManifestKey    string            `db:"manifest_key"`
@@ -64,16 +69,23 @@ func (t *tx) BeginSeal(ctx context.Context, runner core.RunnerID, in runnerapi.B
 	if err := t.dropNeeds(ctx, cp.ID); err != nil {
 		return runnerapi.SealBegun{}, err
 	}
+	version, err := one[keyVersionRow](ctx, t, noProject(cp.ProjectID), `
+		SELECT CASE encryption WHEN 'envelope' THEN (SELECT coalesce(max(version), -1) FROM project_keys WHERE project_id = @project) ELSE 0 END AS version
+		FROM projects WHERE id = @project`, args{"project": cp.ProjectID})
+	if err != nil {
+		return runnerapi.SealBegun{}, err
+	}
+	// Nothing of a project that encrypts is built on what it has in clear, nor the other way round; templates are nobody's.
 	// Until this transaction ends the reference cannot be deleted, and from then on the attempt needs what it needs.
 	references, err := many[referenceRow](ctx, t, `
 		SELECT c.id, c.manifest_key, c.manifest_digest, c.manifest_bytes FROM unnest(@ids::text[]) WITH ORDINALITY AS a (id, n) JOIN checkpoints c ON c.id = a.id
-		WHERE c.state = 'sealed' AND (c.project_id = @project OR c.shared) ORDER BY a.n LIMIT 1 FOR SHARE OF c`,
-		args{"ids": texts(in.Ancestors), "project": cp.ProjectID})
+		WHERE c.state = 'sealed' AND (c.shared OR c.project_id = @project AND (c.manifest_key ~ '\.k[1-9][0-9]*$') = @encrypted) ORDER BY a.n LIMIT 1 FOR SHARE OF c`,
+		args{"ids": texts(in.Ancestors), "project": cp.ProjectID, "encrypted": version.Version != 0})
 	if err != nil {
 		return runnerapi.SealBegun{}, err
 	}
 	var reference core.CheckpointID
-	out := runnerapi.SealBegun{ProjectID: cp.ProjectID}
+	out := runnerapi.SealBegun{ProjectID: cp.ProjectID, KeyVersion: version.Version}
 	if len(references) > 0 {
 		r := references[0]
 		reference = r.ID

@@ -11,7 +11,7 @@ import (
 
 // projectColumns need the relations p (a project) and q (its quotas).
 const projectColumns = ` p.id, p.name, p.created_at, q.version, q.max_workspaces, q.max_forks_in_flight, q.max_checkpoints, q.max_checkpoint_bytes,
-	q.max_depth, q.max_children, q.max_keys`
+	q.max_depth, q.max_children, q.max_keys, p.encryption, coalesce((SELECT max(k.version) FROM project_keys k WHERE k.project_id = p.id), 0) AS key_version`
 
 // A project that its users and operators see. Deleted ones have no quotas.
 const projectFrom = ` FROM projects p JOIN quotas q ON q.project_id = p.id WHERE p.id <> '` + string(controller.SystemProject) + `'`
@@ -28,10 +28,13 @@ type projectRow struct {
 	Depth           int64          `db:"max_depth"`
 	Children        int64          `db:"max_children"`
 	Keys            int64          `db:"max_keys"`
+	KeyVersion      int64          `db:"key_version"`
+
+	Encryption controller.Encryption `db:"encryption"`
 }
 
 func (r projectRow) project() controller.Project {
-	return controller.Project{ID: r.ID, Name: r.Name, CreatedAt: r.CreatedAt, Quotas: controller.Quotas{
+	return controller.Project{ID: r.ID, Name: r.Name, CreatedAt: r.CreatedAt, Encryption: r.Encryption, KeyVersion: r.KeyVersion, Quotas: controller.Quotas{
 		Version: r.Version, Workspaces: r.Workspaces, ForksInFlight: r.ForksInFlight, Checkpoints: r.Checkpoints, CheckpointBytes: r.CheckpointBytes,
 		Depth: r.Depth, Children: r.Children, Keys: r.Keys,
 	}}
@@ -75,7 +78,7 @@ func (t *tx) Projects(ctx context.Context, p controller.Page) ([]controller.Proj
 	return list, err
 }
 
-// DeleteProject takes the quotas away, which every admission needs, and then looks whether anything was admitted before.
+// DeleteProject destroys the project's keys. It takes the quotas away, which every admission needs, and then looks whether anything was admitted before.
 func (t *tx) DeleteProject(ctx context.Context, id core.ProjectID) error {
 	if _, err := t.Project(ctx, id); err != nil {
 		return err
@@ -103,6 +106,9 @@ func (t *tx) DeleteProject(ctx context.Context, id core.ProjectID) error {
 			"project %s has %d workspaces, %d checkpoints and %d operations under way; end and delete them first", id, left.Workspaces, left.Checkpoints, left.Operations)
 	}
 	if _, err := t.exec(ctx, `UPDATE projects SET deleted_at = now() WHERE id = @id`, args{"id": id}); err != nil {
+		return err
+	}
+	if _, err := t.exec(ctx, `DELETE FROM project_keys WHERE project_id = @id`, args{"id": id}); err != nil {
 		return err
 	}
 	_, err = t.exec(ctx, `

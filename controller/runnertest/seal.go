@@ -12,6 +12,7 @@ import (
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/snapshotstore/blob"
+	"github.com/coppice-dev/coppice/snapshotstore/envelope"
 )
 
 // Sealer is the controller, for a runner that seals.
@@ -57,6 +58,9 @@ func (r *Runner) BeginSeal(ctx context.Context, to Sealer, store blob.Blobs, epo
 }
 
 func (u *Upload) put(ctx context.Context, name string, b []byte) error {
+	if u.Begun.KeyVersion > 0 { // the fake does not encrypt, but says that it does
+		name = envelope.NewKey(*u.Begun.Key, u.Begun.KeyVersion).Name(name)
+	}
 	key := u.Begun.Prefix + name
 	if err := u.store.Put(ctx, key, bytes.NewReader(b), int64(len(b)), core.DigestOf(b)); err != nil {
 		return err
@@ -80,7 +84,7 @@ func (u *Upload) Write(ctx context.Context, drop func(key string) bool) error {
 		if err := u.put(ctx, name, []byte(name+" of "+string(cp.ID))); err != nil {
 			return err
 		}
-		m.Needs = append(m.Needs, u.Begun.Prefix+name)
+		m.Needs = append(m.Needs, u.Commit.Written[len(u.Commit.Written)-1].Key)
 	}
 	b, err := json.Marshal(m)
 	if err != nil {
@@ -89,7 +93,7 @@ func (u *Upload) Write(ctx context.Context, drop func(key string) bool) error {
 	if err := u.put(ctx, "manifest", b); err != nil {
 		return err
 	}
-	u.Commit.Stored.Manifest, u.Commit.Stored.Digest, u.Commit.Stored.Bytes = u.Begun.Prefix+"manifest", core.DigestOf(b), int64(len(b))
+	u.Commit.Stored.Manifest, u.Commit.Stored.Digest, u.Commit.Stored.Bytes = u.Commit.Written[len(u.Commit.Written)-1].Key, core.DigestOf(b), int64(len(b))
 	u.Commit.Needs = m.Needs
 	return nil
 }

@@ -29,6 +29,7 @@ type ControllerConfig struct {
 	PlainHTTP    bool   // serve the public API in clear although it is not on loopback
 	RunnerListen string // host:port for runners
 	KeyFile      string // of the key that seals the cluster's keys; made by the first controller
+	MasterKeys   string // file of the keys that wrap those of projects; empty: none
 	APIKeyFile   string // holds, or gets, the first API key; empty: none is made
 	Metrics      string // host:port of the metrics, on loopback; empty: nowhere
 	Store        StoreConfig
@@ -113,6 +114,13 @@ func RunController(ctx context.Context, cfg ControllerConfig, ready func(Control
 	tune.ClusterID, tune.Trust, tune.Metrics = trust.ClusterID, &trust, metrics
 	if tune.Store, err = cfg.Store.Open(ctx, cfg.Log, &steps); err != nil {
 		return err
+	}
+	if cfg.MasterKeys != "" {
+		ring, err := masterkey.OpenRing(cfg.MasterKeys)
+		if err != nil {
+			return err
+		}
+		tune.Wrapper = ring
 	}
 	if cfg.APIKeyFile != "" {
 		if tune.Bootstrap.Key, err = Keep(cfg.APIKeyFile, func() string { return "coppice_" + NewSecret() }); err != nil {

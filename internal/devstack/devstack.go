@@ -32,6 +32,7 @@ import (
 	"github.com/coppice-dev/coppice/controller/runnerclient"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/daemon"
+	"github.com/coppice-dev/coppice/internal/masterkey"
 	"github.com/coppice-dev/coppice/internal/pgcluster"
 	"github.com/coppice-dev/coppice/internal/undo"
 	"github.com/coppice-dev/coppice/migrations"
@@ -177,7 +178,15 @@ func (s *stack) openController(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	s.control = controller.New(controller.Config{ClusterID: s.clusterID, Store: blobs, Metrics: s.metrics, Traces: s.cfg.Traces, Bootstrap: controller.Bootstrap{Key: s.key}},
+	path := filepath.Join(s.cfg.DataDir, "master.key")
+	if _, err := daemon.Keep(path, daemon.NewSecret); err != nil {
+		return err
+	}
+	wrapper, err := masterkey.OpenRing(path)
+	if err != nil {
+		return err
+	}
+	s.control = controller.New(controller.Config{ClusterID: s.clusterID, Store: blobs, Wrapper: wrapper, Metrics: s.metrics, Traces: s.cfg.Traces, Bootstrap: controller.Bootstrap{Key: s.key}},
 		store, runnerclient.New(s.secret), s.log.With("component", "controller"))
 	_, err = s.control.Bootstrap(ctx)
 	return err

@@ -23,27 +23,33 @@ type Key struct{ aead cipher.AEAD }
 
 // Open reads the key of a file: 64 hex digits, readable by its owner only. found is false when there is no such file.
 func Open(path string) (key *Key, found bool, err error) {
-	info, err := os.Stat(path)
+	text, err := readPrivate(path)
 	if errors.Is(err, os.ErrNotExist) {
 		return nil, false, nil
 	}
 	if err != nil {
-		return nil, false, err
-	}
-	if info.Mode().Perm()&0o077 != 0 {
-		return nil, true, core.Errorf(core.FailedPrecondition, core.CodeIncompatibleHost,
-			"others than its owner may read %s; chmod 600 it, and if they have, replace the cluster's keys", path)
-	}
-	text, err := os.ReadFile(path)
-	if err != nil {
 		return nil, true, err
 	}
-	raw, err := hex.DecodeString(strings.TrimSpace(string(text)))
+	raw, err := hex.DecodeString(strings.TrimSpace(text))
 	if err != nil || len(raw) != size {
 		return nil, true, core.Errorf(core.Invalid, core.CodeInvalidField, "%s does not hold a key: it must be %d hex digits", path, 2*size)
 	}
 	key, err = New(raw)
 	return key, true, err
+}
+
+// readPrivate reads a file that nobody but its owner may read.
+func readPrivate(path string) (string, error) {
+	info, err := os.Stat(path)
+	if err != nil {
+		return "", err
+	}
+	if info.Mode().Perm()&0o077 != 0 {
+		return "", core.Errorf(core.FailedPrecondition, core.CodeIncompatibleHost,
+			"others than its owner may read %s; chmod 600 it, and if they have, replace the keys that are in it", path)
+	}
+	text, err := os.ReadFile(path)
+	return string(text), err
 }
 
 // Create makes a key and keeps it in a file, which must not be there.

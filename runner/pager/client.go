@@ -4,12 +4,15 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"net"
 	"os"
+	"slices"
 	"time"
 
 	"golang.org/x/sys/unix"
 
+	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
 )
 
@@ -74,6 +77,21 @@ func (c *Client) Hello(ctx context.Context) (Hello, error) {
 		return Hello{}, err
 	}
 	return *out.Hello, nil
+}
+
+// Keys gives the pager keys of objects in the store, which it keeps in memory.
+func (c *Client) Keys(ctx context.Context, keys runnerapi.Keys) error {
+	const most = 512 // what a message takes
+	for list := range slices.Chunk(slices.Collect(maps.Keys(keys)), most) {
+		some := make(runnerapi.Keys, len(list))
+		for _, prefix := range list {
+			some[prefix] = keys[prefix]
+		}
+		if _, _, err := c.call(ctx, request{Op: opKeys, Keys: some}, nil); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 // Put has an image served whose bytes are written to part, which has the image's size and, where there is a seed, its bytes. The pager

@@ -79,6 +79,7 @@ type op string
 
 const (
 	opHello   op = "hello"
+	opKeys    op = "keys"    //
 	opPut     op = "put"     // with the image's file
 	opOpen    op = "open"    // answers with a descriptor
 	opDrop    op = "drop"    //
@@ -93,6 +94,8 @@ type request struct {
 	ID      string `json:"id,omitempty"`
 	Image   *Image `json:"image,omitempty"`
 	Version int64  `json:"version,omitempty"`
+
+	Keys runnerapi.Keys `json:"keys,omitempty"`
 }
 
 type response struct {

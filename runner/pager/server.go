@@ -19,6 +19,7 @@ import (
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/snapshotstore"
 	"github.com/coppice-dev/coppice/snapshotstore/blob"
+	"github.com/coppice-dev/coppice/snapshotstore/envelope"
 )
 
 // Config describes a pager. Every field is required.
@@ -31,6 +32,7 @@ type Config struct {
 // Server is a pager.
 type Server struct {
 	cfg      Config
+	keys     envelope.Ring // to the objects of the store
 	id       string
 	listen   *net.UnixListener
 	mount    *mount
@@ -57,6 +59,7 @@ func SocketPath(dir string) string { return filepath.Join(dir, "sock") }
 func New(cfg Config) (_ *Server, err error) {
 	s := &Server{cfg: cfg, id: rand.Text(), images: make(map[string]*image), version: 1, news: make(chan struct{})}
 	s.inode.Store(1 << 40)
+	s.cfg.Blobs = envelope.With(cfg.Blobs, &s.keys)
 	s.done, s.stop = context.WithCancel(context.Background())
 	if err := Clean(cfg.Dir); err != nil {
 		return nil, fmt.Errorf("unmount what another pager has left: %w", err)
@@ -162,6 +165,9 @@ func (s *Server) answer(r request, f *os.File) (response, *os.File, error) {
 			err = core.Errorf(core.NotFound, core.CodeFileNotFound, "image %s is not served", core.Clip(r.ID))
 		}
 		return response{}, f, err
+	case opKeys:
+		s.keys.Add(r.Keys)
+		return response{}, nil, nil
 	case opDrop:
 		return response{}, nil, s.drop(r.ID)
 	case opTaken:

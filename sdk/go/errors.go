@@ -45,6 +45,7 @@ const (
 	CodeProjectNotFound        Code = "PROJECT_NOT_FOUND"
 	CodeProjectNotEmpty        Code = "PROJECT_NOT_EMPTY"
 	CodeKeyNotFound            Code = "KEY_NOT_FOUND"
+	CodeKeyUnavailable         Code = "KEY_UNAVAILABLE"
 	CodeRateLimited            Code = "RATE_LIMITED"
 	CodePermissionDenied       Code = "PERMISSION_DENIED"
 	CodeQuotaExceeded          Code = "QUOTA_EXCEEDED"

@@ -2,6 +2,7 @@ package envelope
 
 import (
 	"context"
+	"maps"
 	"sync"
 
 	"github.com/coppice-dev/coppice/core"
@@ -10,8 +11,9 @@ import (
 
 // Ring has the keys that a process was given, in memory only. It is safe for concurrent use; the zero Ring is empty.
 type Ring struct {
-	mu   sync.RWMutex
-	keys map[string]*Key // by the prefix of the objects
+	mu      sync.RWMutex
+	keys    map[string]*Key         // by the prefix of the objects
+	secrets map[string]core.DataKey // likewise
 }
 
 // NewRing makes one of keys by the prefixes of their objects.
@@ -29,11 +31,18 @@ func (r *Ring) Add(keys map[string]core.DataKey) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if r.keys == nil {
-		r.keys = make(map[string]*Key)
+		r.keys, r.secrets = make(map[string]*Key), make(map[string]core.DataKey)
 	}
 	for prefix, secret := range keys {
-		r.keys[prefix] = NewKey(secret, 0)
+		r.keys[prefix], r.secrets[prefix] = NewKey(secret, 0), secret
 	}
+}
+
+// Keys are all that it has, to be given to another process.
+func (r *Ring) Keys() map[string]core.DataKey {
+	r.mu.RLock()
+	defer r.mu.RUnlock()
+	return maps.Clone(r.secrets)
 }
 
 // of returns the key of an object that is encrypted, nil where it is not there.

@@ -1,0 +1,275 @@
+package controller
+
+import (
+	"context"
+	"fmt"
+	"strings"
+
+	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/snapshotstore/blob"
+	"github.com/coppice-dev/coppice/snapshotstore/envelope"
+)
+
+// Encryption says how a project's checkpoints are stored.
+type Encryption string
+
+// How a project's checkpoints are stored.
+const (
+	EncryptionNone     Encryption = "none"
+	EncryptionEnvelope Encryption = "envelope" // with keys of the project, which a master key wraps
+)
+
+// EncryptionPatch changes how what a project stores from now on is encrypted; zero fields change nothing.
+type EncryptionPatch struct {
+	Mode Encryption
+	// KeyVersion that the project has then: one more than it has makes another key, the one that it has changes nothing.
+	KeyVersion int64
+}
+
+// Wrapper keeps the keys of projects from whoever reads the database. It may be a file of keys, or a service elsewhere. It is safe for
+// concurrent use.
+type Wrapper interface {
+	// Current names the master key that Wrap uses.
+	Current() string
+	// Wrap encrypts a key under a name.
+	Wrap(ctx context.Context, name string, key core.DataKey) ([]byte, error)
+	// Unwrap decrypts what Wrap made under that name when the master key was the current one. KEY_UNAVAILABLE when it cannot, for
+	// good or for now.
+	Unwrap(ctx context.Context, master, name string, wrapped []byte) (core.DataKey, error)
+}
+
+// ProjectKey is a key of a project as it is kept: wrapped.
+type ProjectKey struct {
+	ProjectID core.ProjectID
+	Version   int64
+	Master    string // key that has wrapped it
+	Wrapped   []byte
+}
+
+// name is what a key is wrapped under, so that a row is of no use in the place of another.
+func (k ProjectKey) name() string { return fmt.Sprintf("key %d of project %s", k.Version, k.ProjectID) }
+
+// ProjectKeyTx keeps keys of projects.
+type ProjectKeyTx interface {
+	SetEncryption(ctx context.Context, id core.ProjectID, e Encryption) error
+	// InsertProjectKey adds the next version; STATE_CONFLICT when it is there.
+	InsertProjectKey(ctx context.Context, k ProjectKey) error
+	// ProjectKeys returns all of some projects.
+	ProjectKeys(ctx context.Context, projects []core.ProjectID) ([]ProjectKey, error)
+	// OtherProjectKeys returns those that another master key than that has wrapped.
+	OtherProjectKeys(ctx context.Context, master string) ([]ProjectKey, error)
+	// RewrapProjectKey replaces how a key is wrapped, if it is wrapped by old.
+	RewrapProjectKey(ctx context.Context, k ProjectKey, old string) error
+	// EncryptedNeeds returns, of every attempt that has written encrypted objects which these checkpoints need, one object.
+	EncryptedNeeds(ctx context.Context, ids []core.CheckpointID) ([]string, error)
+}
+
+func (c *Controller) wrapper() (Wrapper, error) {
+	if c.cfg.Wrapper == nil {
+		return nil, core.Errorf(core.FailedPrecondition, core.CodeKeyUnavailable, "this controller has no master key, so nothing can be encrypted or decrypted; start controllers with --master-key-file")
+	}
+	return c.cfg.Wrapper, nil
+}
+
+// freshKey makes the key that a project needs for a change; nil for none.
+func (c *Controller) freshKey(ctx context.Context, p Project, e EncryptionPatch) (*ProjectKey, error) {
+	mode := p.Encryption
+	if e.Mode != "" {
+		mode = e.Mode
+	}
+	next := max(p.KeyVersion, 1)
+	if e.KeyVersion != 0 {
+		next = e.KeyVersion
+	}
+	switch {
+	case mode != EncryptionNone && mode != EncryptionEnvelope:
+		return nil, core.Errorf(core.Invalid, core.CodeInvalidField, "encryption: it must be %s or %s", EncryptionNone, EncryptionEnvelope)
+	case mode == EncryptionNone && e.KeyVersion == 0:
+		return nil, nil //nolint:nilnil // it needs none
+	case mode == EncryptionNone:
+		return nil, core.Errorf(core.Invalid, core.CodeInvalidField, "key_version: the project does not encrypt; give encryption: %s too", EncryptionEnvelope)
+	case next == p.KeyVersion:
+		_, err := c.wrapper()
+		return nil, err
+	case next != p.KeyVersion+1:
+		return nil, core.Errorf(core.Invalid, core.CodeInvalidField, "key_version: the newest key of the project is %d; give %d to have another made", p.KeyVersion, p.KeyVersion+1)
+	}
+	w, err := c.wrapper()
+	if err != nil {
+		return nil, err
+	}
+	fresh := ProjectKey{ProjectID: p.ID, Version: next, Master: w.Current()}
+	fresh.Wrapped, err = w.Wrap(ctx, fresh.name(), core.NewDataKey())
+	return &fresh, err
+}
+
+// encrypt changes how a project stores.
+func encrypt(ctx context.Context, tx Tx, id core.ProjectID, e EncryptionPatch, fresh *ProjectKey) error {
+	if fresh != nil {
+		if err := tx.InsertProjectKey(ctx, *fresh); err != nil {
+			return err
+		}
+	}
+	if e.Mode == "" {
+		return nil
+	}
+	return tx.SetEncryption(ctx, id, e.Mode)
+}
+
+// projectKey names one key.
+type projectKey struct {
+	project core.ProjectID
+	version int64
+}
+
+// projectKeys opens keys of projects. KEY_UNAVAILABLE says which one cannot be had, and why.
+func (c *Controller) projectKeys(ctx context.Context, wanted map[projectKey]bool) (map[projectKey]core.DataKey, error) {
+	w, err := c.wrapper()
+	if err != nil {
+		return nil, err
+	}
+	projects := make(map[core.ProjectID]bool)
+	for k := range wanted {
+		projects[k.project] = true
+	}
+	var ids []core.ProjectID
+	for id := range projects {
+		ids = append(ids, id)
+	}
+	rows, err := read(ctx, c, System(), func(tx Tx) ([]ProjectKey, error) { return tx.ProjectKeys(ctx, ids) })
+	if err != nil {
+		return nil, err
+	}
+	out := make(map[projectKey]core.DataKey, len(wanted))
+	for _, row := range rows {
+		k := projectKey{row.ProjectID, row.Version}
+		if !wanted[k] {
+			continue
+		}
+		if out[k], err = w.Unwrap(ctx, row.Master, row.name(), row.Wrapped); err != nil {
+			return nil, err
+		}
+	}
+	for k := range wanted {
+		if _, there := out[k]; !there {
+			return nil, core.Errorf(core.FailedPrecondition, core.CodeKeyUnavailable, "key %d of project %s was destroyed, and what is encrypted with it cannot be read any more", k.version, k.project)
+		}
+	}
+	return out, nil
+}
+
+// keysOf returns the keys of encrypted objects, by the prefixes of their attempts.
+func (c *Controller) keysOf(ctx context.Context, objects []string) (runnerapi.Keys, error) {
+	if len(objects) == 0 {
+		return nil, nil
+	}
+	wanted := make(map[projectKey]bool)
+	of := make(map[string]projectKey, len(objects))
+	for _, object := range objects {
+		version, ok := envelope.Version(object)
+		parts := strings.Split(object, "/")
+		if !ok || len(parts) != 5 {
+			return nil, core.Errorf(core.Internal, core.CodeInternal, "object %s is not encrypted with a key of a project", core.Clip(object))
+		}
+		k := projectKey{core.ProjectID(parts[1]), version}
+		wanted[k], of[envelope.Prefix(object)] = true, k
+	}
+	keys, err := c.projectKeys(ctx, wanted)
+	if err != nil {
+		return nil, err
+	}
+	out := make(runnerapi.Keys, len(of))
+	for prefix, k := range of {
+		out[prefix] = envelope.Derive(keys[k], prefix)
+	}
+	return out, nil
+}
+
+// keysFor returns the keys of everything that these checkpoints need: of all that are sealed in clear, nothing is asked.
+func (c *Controller) keysFor(ctx context.Context, sealed ...runnerapi.Stored) (runnerapi.Keys, error) {
+	var ids []core.CheckpointID
+	for _, s := range sealed {
+		if envelope.Encrypted(s.Manifest) { // what is in clear needs nothing else
+			ids = append(ids, s.CheckpointID)
+		}
+	}
+	if len(ids) == 0 {
+		return nil, nil
+	}
+	objects, err := read(ctx, c, System(), func(tx Tx) ([]string, error) { return tx.EncryptedNeeds(ctx, ids) })
+	if err != nil {
+		return nil, err
+	}
+	return c.keysOf(ctx, objects)
+}
+
+// storeFor is the store with the keys to what these checkpoints need.
+func (c *Controller) storeFor(ctx context.Context, sealed ...runnerapi.Stored) (blob.Blobs, error) {
+	keys, err := c.keysFor(ctx, sealed...)
+	if err != nil {
+		return nil, err
+	}
+	return envelope.With(c.cfg.Store, envelope.NewRing(keys)), nil
+}
+
+// attemptKey returns the key of an attempt; nil where the project does not encrypt.
+func (c *Controller) attemptKey(ctx context.Context, project core.ProjectID, prefix string) (*envelope.Key, error) {
+	p, err := read(ctx, c, System(), func(tx Tx) (Project, error) { return tx.Project(ctx, project) })
+	if err != nil || p.Encryption == EncryptionNone {
+		return nil, err
+	}
+	k := projectKey{p.ID, p.KeyVersion}
+	keys, err := c.projectKeys(ctx, map[projectKey]bool{k: true})
+	if err != nil {
+		return nil, err
+	}
+	return envelope.NewKey(envelope.Derive(keys[k], prefix), k.version), nil
+}
+
+// giveKeys adds to an attempt the keys that it needs.
+func (c *Controller) giveKeys(ctx context.Context, begun *runnerapi.SealBegun) error {
+	if begun.KeyVersion == 0 {
+		return nil
+	}
+	k := projectKey{begun.ProjectID, begun.KeyVersion}
+	keys, err := c.projectKeys(ctx, map[projectKey]bool{k: true})
+	if err != nil {
+		return err
+	}
+	key := envelope.Derive(keys[k], begun.Prefix)
+	begun.Key = &key
+	if begun.Reference != nil {
+		begun.Keys, err = c.keysFor(ctx, *begun.Reference)
+	}
+	return err
+}
+
+// rewrap has the current master key wrap what another has wrapped: from then on that one is not needed any more.
+func (c *Controller) rewrap(ctx context.Context) error {
+	w := c.cfg.Wrapper
+	if w == nil {
+		return nil
+	}
+	rows, err := read(ctx, c, System(), func(tx Tx) ([]ProjectKey, error) { return tx.OtherProjectKeys(ctx, w.Current()) })
+	if err != nil {
+		return err
+	}
+	for _, row := range rows {
+		key, err := w.Unwrap(ctx, row.Master, row.name(), row.Wrapped)
+		if err != nil { // what is encrypted with it cannot be read here, and says so then
+			c.log.WarnContext(ctx, "a project's key cannot be unwrapped", "project_id", row.ProjectID, "version", row.Version, "err", err)
+			continue
+		}
+		old := row.Master
+		row.Master = w.Current()
+		if row.Wrapped, err = w.Wrap(ctx, row.name(), key); err != nil {
+			return err
+		}
+		if err := c.store.InTx(ctx, System(), func(tx Tx) error { return tx.RewrapProjectKey(ctx, row, old) }); err != nil {
+			return err
+		}
+		c.log.InfoContext(ctx, "a project's key is wrapped by another master key", "project_id", row.ProjectID, "version", row.Version, "before", old, "now", row.Master)
+	}
+	return nil
+}

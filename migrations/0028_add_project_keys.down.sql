@@ -1,0 +1,2 @@
+DROP TABLE project_keys;
+ALTER TABLE projects DROP COLUMN encryption;
