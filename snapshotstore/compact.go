@@ -17,9 +17,9 @@ const (
 	gatherShare = 8 // an eighth
 
 	// The pages of an image are in at most this many small packs: a small one has so few of them that it costs a request of its own for little.
-	maxSmall   = 6
+	maxSmall   = 3
 	smallPages = (8 << 20) / manifest.PageSize
-	mergeShare = 2 // a half
+	mergeShare = 40 // of a hundred
 )
 
 // compaction is what one write does to one image.
@@ -38,7 +38,7 @@ func (w *writer) compact(src Source, tree *manifest.Tree, edit *manifest.Editor,
 	if err := c.gather(n / gatherShare); err != nil {
 		return err
 	}
-	return c.merge(n / mergeShare)
+	return c.merge(n * mergeShare / 100)
 }
 
 // move stores pages again.

@@ -194,7 +194,7 @@ func Fetch(ctx context.Context, blobs blob.Blobs, runs iter.Seq[manifest.Run], o
 		o.Parallel = 8
 	}
 	var got Fetched
-	var requests, read atomic.Int64
+	var asked, read atomic.Int64
 	group, run := errgroup.WithContext(ctx)
 	group.SetLimit(o.Parallel)
 	wanted := make(map[*manifest.Frame][]manifest.Run)
@@ -209,12 +209,14 @@ func Fetch(ctx context.Context, blobs blob.Blobs, runs iter.Seq[manifest.Run], o
 		wanted[r.Frame] = append(wanted[r.Frame], r)
 	}
 	var buffers sync.Pool
-	for _, req := range plan(wanted) {
+	requests := plan(wanted)
+	slices.SortStableFunc(requests, func(a, b request) int { return cmp.Compare(b.length, a.length) }) // what is left for the end is short
+	for _, req := range requests {
 		if run.Err() != nil {
 			break
 		}
 		group.Go(func() error {
-			requests.Add(1)
+			asked.Add(1)
 			read.Add(req.length)
 			buf, _ := buffers.Get().([]byte)
 			defer func() { buffers.Put(buf) }() //nolint:staticcheck // SA6002: one allocation of three words for 64 KiB
@@ -232,7 +234,7 @@ func Fetch(ctx context.Context, blobs blob.Blobs, runs iter.Seq[manifest.Run], o
 	if err == nil && ctx.Err() != nil {
 		err = context.Cause(ctx)
 	}
-	got.Requests, got.Bytes = requests.Load(), read.Load()
+	got.Requests, got.Bytes = asked.Load(), read.Load()
 	return got, err
 }
 
