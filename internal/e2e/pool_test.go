@@ -23,6 +23,7 @@ import (
 type pool struct {
 	*testpool.Pool
 	t     *testing.T
+	store *tests3.Server
 	image core.Digest
 	hosts []*poolHost
 }
@@ -44,7 +45,7 @@ func newPool(t *testing.T, controller ...string) *pool {
 	if err != nil {
 		t.Fatal(err)
 	}
-	p := &pool{t: t, image: image(t, "e2e", guestAgent)}
+	p := &pool{t: t, store: tests3.Start(t), image: image(t, "e2e", guestAgent)}
 	t.Cleanup(func() {
 		p.stop()
 		if err := os.RemoveAll(dir); err != nil {
@@ -55,7 +56,7 @@ func newPool(t *testing.T, controller ...string) *pool {
 		t.Fatal(err)
 	}
 	p.Pool, err = testpool.Open(t.Context(), testpool.Config{
-		Dir: dir, Coppice: program(t, "cmd/coppice"), Images: imageStore(t).Dir(), PGBin: os.Getenv("PGBIN"), Store: tests3.Start(t),
+		Dir: dir, Coppice: program(t, "cmd/coppice"), Images: imageStore(t).Dir(), PGBin: os.Getenv("PGBIN"), Store: p.store,
 		Controller: append([]string{"--runner-lease", "6s", "--runner-fence", "6s", "--log-level", "debug"}, controller...),
 		Runner:     []string{"--disk-budget", "1G", "--warm", "0", "--accel", "tcg", "--max-sandboxes", "8", "--log-level", "debug"},
 	})

@@ -41,6 +41,8 @@ func TestPoolFaults(t *testing.T) {
 		{"reboot", false, rebooted},
 		{"another class", true, anotherClass},
 		{"deleted while it is fetched", true, deletedInFetch},
+		{"store away", true, storeAway},
+		{"changed in the store", true, changedInStore},
 	} {
 		if (c.brief || *long) && !t.Run(c.name, func(t *testing.T) { c.run(t, f) }) {
 			break // what is left of the pool is of no use
