@@ -64,6 +64,7 @@ func (d *db) populate(project core.ProjectID, from controller.Checkpoint) (contr
 	d.exec(`INSERT INTO store_objects (key, project_id, checkpoint_id, attempt, bytes) VALUES ($1, $2, $3, 1, 1)`, "v1/"+string(cp.ID), project, cp.ID)
 	d.exec(`INSERT INTO checkpoint_objects (checkpoint_id, key, project_id) VALUES ($1, $2, $3)`, cp.ID, "v1/"+string(cp.ID), project)
 	d.exec(`INSERT INTO store_released (project_id, key) VALUES ($1, 'x')`, project)
+	d.exec(`INSERT INTO project_keys (project_id, version, master_id, sealed_key) VALUES ($1, 1, 'x', 'x')`, project)
 	d.exec(`INSERT INTO store_debris (prefix, project_id) VALUES ($1, $2)`, "v1/"+string(cp.ID)+"/", project)
 	d.exec(`INSERT INTO checkpoint_copies (checkpoint_id, runner_id, project_id) VALUES ($1, $2, $3) ON CONFLICT DO NOTHING`, cp.ID, d.runner, project)
 	d.exec(`INSERT INTO store_holds (checkpoint_id, runner_id, project_id) VALUES ($1, $2, $3)`, cp.ID, d.runner, project)

@@ -14,7 +14,7 @@ import (
 
 // TestPoolLazy grows checkpoints on a host that has nothing of them, with a store that falls silent as soon as the children run. Their memory
 // comes once the store speaks again, whatever happens to the runner meanwhile; with the pager it is lost, and with it the machines
-// that had memory from there, but no checkpoint.
+// that had memory from there, but no checkpoint. The project encrypts: so the same is shown of the keys, which no process keeps.
 func TestPoolLazy(t *testing.T) {
 	var pagers []int
 	t.Cleanup(func() { // after everything has ended
@@ -24,7 +24,8 @@ func TestPoolLazy(t *testing.T) {
 			}
 		}
 	})
-	p := newPool(t, "--runner-lease", "20s", "--runner-fence", "20s")
+	p := newPool(t, "--runner-lease", "20s", "--runner-fence", "20s", "--master-key-file", masterKey(t))
+	p.encrypt(t)
 	f := &faultyPool{pool: p, first: p.join(), second: p.join()}
 	f.plant(t)
 	f.only(t, f.first)
@@ -32,6 +33,7 @@ func TestPoolLazy(t *testing.T) {
 	one := f.grow(t, parent, "one")
 	two := f.grow(t, parent, "one", "two")
 	terminate(t, f.first.stack, parent)
+	p.checkEncrypted(t)
 
 	elder := f.forkSilenced(t, one)
 	pagers = append(pagers, f.second.pager(t).PID)
