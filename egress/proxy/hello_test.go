@@ -41,9 +41,16 @@ func TestReadHello(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		h, err := readHello(t.Context(), &peeked{Conn: bytesConn{r: bytes.NewReader(b)}})
-		if err != nil || h.String() != name {
-			t.Errorf("%q: %q, %v", name, h, err)
+		for _, c := range []net.Conn{bytesConn{r: bytes.NewReader(b)}, slowConn{bytesConn{r: bytes.NewReader(b)}}} {
+			h, err := readHello(t.Context(), &peeked{Conn: c})
+			if err != nil || h.String() != name {
+				t.Errorf("%q from a %T: %q, %v", name, c, h, err)
+			}
 		}
 	}
 }
+
+// slowConn gives a byte at a time, as if each came in a segment of its own.
+type slowConn struct{ bytesConn }
+
+func (c slowConn) Read(p []byte) (int, error) { return c.bytesConn.Read(p[:min(len(p), 1)]) }

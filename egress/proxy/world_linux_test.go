@@ -32,6 +32,7 @@ import (
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/egress/policy"
 	"github.com/coppice-dev/coppice/egress/proxy"
+	"github.com/coppice-dev/coppice/internal/eventually"
 	"github.com/coppice-dev/coppice/internal/require"
 	"github.com/coppice-dev/coppice/internal/testleak"
 )
@@ -214,28 +215,24 @@ func (j *journal) End(f proxy.Flow) {
 // flows returns what the journal has of flows as text, those that ended as they ended, and forgets them. It waits until all have ended.
 func (w *world) flows() []string {
 	w.t.Helper()
-	for deadline := time.Now().Add(10 * time.Second); ; time.Sleep(5 * time.Millisecond) {
+	eventually.True(w.t, "all flows have ended", func() bool {
 		w.journal.mu.Lock()
+		defer w.journal.mu.Unlock()
 		open := 0
 		for _, f := range w.journal.begun {
 			if f.Outcome == proxy.Allowed {
 				open++
 			}
 		}
-		if open == len(w.journal.ended) || time.Now().After(deadline) {
-			break
-		}
-		w.journal.mu.Unlock()
-	}
+		return open == len(w.journal.ended)
+	})
+	w.journal.mu.Lock()
 	defer w.journal.mu.Unlock()
 	all := slices.Clone(w.journal.ended)
 	for _, f := range w.journal.begun {
 		if f.Outcome == proxy.Denied {
 			all = append(all, f)
 		}
-	}
-	if len(all) != len(w.journal.begun) {
-		w.t.Errorf("%d of %d flows have not ended", len(w.journal.begun)-len(all), len(w.journal.begun))
 	}
 	slices.SortFunc(all, func(a, b proxy.Flow) int { return a.At.Compare(b.At) })
 	var out []string

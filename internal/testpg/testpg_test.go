@@ -3,7 +3,6 @@ package testpg
 import (
 	"bufio"
 	"context"
-	"errors"
 	"fmt"
 	"io"
 	"os"
@@ -12,10 +11,10 @@ import (
 	"strings"
 	"sync/atomic"
 	"testing"
-	"time"
 
 	"github.com/jackc/pgx/v5"
 
+	"github.com/coppice-dev/coppice/internal/eventually"
 	"github.com/coppice-dev/coppice/internal/testleak"
 )
 
@@ -158,14 +157,14 @@ func TestNothingIsLeft(t *testing.T) {
 			t.Parallel()
 			dsn, tmp, end := inner(t, c.how, Variable+"=")
 			end(c.kill)
-			eventually(t, "the server ends", func() bool {
+			eventually.True(t, "the server ends", func() bool {
 				conn, err := pgx.Connect(t.Context(), dsn)
 				if err == nil {
 					_ = conn.Close(t.Context())
 				}
 				return err != nil
 			})
-			eventually(t, "the directory is removed", func() bool {
+			eventually.True(t, "the directory is removed", func() bool {
 				left, err := filepath.Glob(filepath.Join(tmp, "coppice-testpg-*"))
 				return err == nil && len(left) == 0
 			})
@@ -199,7 +198,7 @@ func TestForeignServer(t *testing.T) {
 		t.Errorf("a living binary has %d databases, want a template and one", n)
 	}
 	end(true)
-	eventually(t, "the next binary drops what the killed one left", func() bool {
+	eventually.True(t, "the next binary drops what the killed one left", func() bool {
 		_, _, end := inner(t, "return", foreign)
 		end(false)
 		return databases(killed) == 0 // not before the server noticed that the connection broke
@@ -213,21 +212,5 @@ func TestBadURL(t *testing.T) {
 	t.Parallel()
 	if err := new(server).useURL("host=/tmp dbname=x"); err == nil {
 		t.Error("a DSN that is not a URL was accepted")
-	}
-}
-
-// eventually asks for something that other processes do, which gives no event to wait on.
-func eventually(t *testing.T, what string, ok func() bool) {
-	t.Helper()
-	ctx, cancel := context.WithTimeoutCause(t.Context(), time.Minute, errors.New("a minute passed"))
-	defer cancel()
-	tick := time.NewTicker(20 * time.Millisecond)
-	defer tick.Stop()
-	for !ok() {
-		select {
-		case <-tick.C:
-		case <-ctx.Done():
-			t.Fatalf("waiting that %s: %v", what, context.Cause(ctx))
-		}
 	}
 }

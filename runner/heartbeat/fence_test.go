@@ -17,6 +17,7 @@ import (
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/eventually"
 	"github.com/coppice-dev/coppice/internal/testvm"
 	"github.com/coppice-dev/coppice/runner"
 	"github.com/coppice-dev/coppice/runner/heartbeat"
@@ -159,7 +160,7 @@ func TestFence(t *testing.T) {
 	x := newRig(t)
 	x.fork()
 	x.set(func(c *controller) { c.fenced = true })
-	eventually(t, "the sandboxes of a given up lease are reported dead", func() bool { return x.dead("given up") == 2 })
+	eventually.True(t, "the sandboxes of a given up lease are reported dead", func() bool { return x.dead("given up") == 2 })
 	if n := x.driver.Machines(); n != 0 {
 		t.Errorf("%d machines live on", n)
 	}
@@ -171,13 +172,13 @@ func TestFence(t *testing.T) {
 		defer x.mu.Unlock()
 		return len(x.beats) > 3
 	}
-	eventually(t, "the new lease is known", more)
+	eventually.True(t, "the new lease is known", more)
 	x.set(func(c *controller) { c.silent = true })
-	eventually(t, "the machines of a silent controller have ended", func() bool { return x.driver.Machines() == 0 })
+	eventually.True(t, "the machines of a silent controller have ended", func() bool { return x.driver.Machines() == 0 })
 	x.set(func(c *controller) { c.silent = false })
-	eventually(t, "they are reported dead", func() bool { return x.dead("no word from the controller") == 2 })
+	eventually.True(t, "they are reported dead", func() bool { return x.dead("no word from the controller") == 2 })
 	x.set(func(c *controller) { c.fenceFor, c.beats = time.Minute, nil })
-	eventually(t, "the new lease is known", more)
+	eventually.True(t, "the new lease is known", more)
 	x.fork()
 }
 
@@ -202,17 +203,6 @@ func TestRevoked(t *testing.T) {
 	out, err := x.runner.Fork(t.Context(), runnerapi.Fork{CheckpointID: x.template.ID, Children: []runnerapi.Child{child(3)}})
 	if core.CodeOf(err) != core.CodeRunnerUnreachable {
 		t.Errorf("a removed runner forks: %+v, %v", out, err)
-	}
-}
-
-func eventually(t *testing.T, what string, done func() bool) {
-	t.Helper()
-	tick := time.NewTicker(5 * time.Millisecond)
-	defer tick.Stop()
-	for begun := time.Now(); !done(); <-tick.C {
-		if time.Since(begun) > time.Minute {
-			t.Fatalf("not within a minute: %s", what)
-		}
 	}
 }
 

@@ -22,6 +22,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/eventually"
 	"github.com/coppice-dev/coppice/internal/require"
 	"github.com/coppice-dev/coppice/internal/testleak"
 	"github.com/coppice-dev/coppice/internal/tests3"
@@ -137,11 +138,7 @@ func (x *rig) start() {
 
 func (x *rig) waitGone(pid int) {
 	x.t.Helper()
-	for until := time.Now().Add(20 * time.Second); syscall.Kill(pid, 0) == nil; time.Sleep(time.Millisecond) {
-		if time.Now().After(until) {
-			x.t.Fatalf("pager %d does not end", pid)
-		}
-	}
+	eventually.True(x.t, fmt.Sprintf("pager %d ends", pid), func() bool { return syscall.Kill(pid, 0) != nil })
 }
 
 // memory is random bytes with some pages of zeros.
@@ -439,18 +436,13 @@ func TestWant(t *testing.T) {
 func (x *rig) resident(m []byte, first, count int) {
 	x.t.Helper()
 	vec := make([]byte, count)
-	for until := time.Now().Add(time.Minute); ; time.Sleep(5 * time.Millisecond) {
+	eventually.True(x.t, fmt.Sprintf("%d pages from page %d on are in memory", count, first), func() bool {
 		_, _, errno := unix.Syscall(unix.SYS_MINCORE, uintptr(unsafe.Pointer(&m[first*page])), uintptr(count*page), uintptr(unsafe.Pointer(&vec[0])))
 		if errno != 0 {
 			x.t.Fatal(errno)
 		}
-		if !slices.ContainsFunc(vec, func(b byte) bool { return b&1 == 0 }) {
-			return
-		}
-		if time.Now().After(until) {
-			x.t.Fatalf("of %d pages are in memory: %v", count, vec)
-		}
-	}
+		return !slices.ContainsFunc(vec, func(b byte) bool { return b&1 == 0 })
+	})
 }
 
 // TestStoreAway has a reader wait while the store is away, and go on when it is back.

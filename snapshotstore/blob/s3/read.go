@@ -54,6 +54,9 @@ type reader struct {
 // Read implements io.Reader.
 func (r *reader) Read(p []byte) (int, error) {
 	for r.left > 0 && len(p) > 0 {
+		if r.err == nil && r.ctx.Err() != nil { // whatever has come already
+			r.err = r.failed(r.ctx.Err())
+		}
 		if r.err != nil {
 			return 0, r.err
 		}

@@ -20,6 +20,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/coppice-dev/coppice/internal/eventually"
 	"github.com/coppice-dev/coppice/internal/testleak"
 	"github.com/coppice-dev/coppice/internal/testvm"
 )
@@ -172,17 +173,6 @@ func (p *process) exits(code int) {
 	}
 	if got := p.cmd.ProcessState.ExitCode(); got != code {
 		p.t.Errorf("it ended with %s, want %d; it says %s", p.cmd.ProcessState, code, p.errs.String())
-	}
-}
-
-func eventually(t *testing.T, what string, ok func() bool) {
-	t.Helper()
-	for deadline := time.Now().Add(patience); !ok(); {
-		if time.Now().After(deadline) {
-			t.Fatalf("it never came true that %s", what)
-		}
-		timer := time.NewTimer(5 * time.Millisecond)
-		<-timer.C
 	}
 }
 
@@ -476,7 +466,7 @@ func TestEnds(t *testing.T) {
 	p = booted(t, program)
 	p.ask("inc")
 	p.tell("crash")
-	eventually(t, "it has rebooted", func() bool { return slices.Contains(p.seen(), "vm rebooted") })
+	eventually.True(t, "it has rebooted", func() bool { return slices.Contains(p.seen(), "vm rebooted") })
 	if got := p.ask("count"); got != "0" {
 		t.Errorf("the guest counts %s after a reset", got)
 	}
@@ -506,7 +496,7 @@ func TestSerialSocket(t *testing.T) {
 		}
 		defer conn.Close()
 		if i > 0 {
-			eventually(t, "the guest prints to the new client", func() bool {
+			eventually.True(t, "the guest prints to the new client", func() bool {
 				p.ask("say before anyone listens")
 				_ = conn.SetReadDeadline(time.Now().Add(10 * time.Millisecond)) // fails only when it is closed
 				_, err := conn.Read(make([]byte, 1))

@@ -1,0 +1,28 @@
+// Package eventually has tests wait for what no event tells them: a state of another process, of the kernel or of a server.
+package eventually
+
+import (
+	"context"
+	"errors"
+	"testing"
+	"time"
+)
+
+// patience is longer than anything takes on a machine that is not broken.
+const patience = time.Minute
+
+// True asks again and again until ok says so, and fails the test after a minute. Cleanups may use it.
+func True(tb testing.TB, what string, ok func() bool) {
+	tb.Helper()
+	ctx, cancel := context.WithTimeoutCause(context.WithoutCancel(tb.Context()), patience, errors.New("a minute passed"))
+	defer cancel()
+	tick := time.NewTicker(5 * time.Millisecond)
+	defer tick.Stop()
+	for !ok() {
+		select {
+		case <-tick.C:
+		case <-ctx.Done():
+			tb.Fatalf("waiting that %s: %v", what, context.Cause(ctx))
+		}
+	}
+}
