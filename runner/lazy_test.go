@@ -188,13 +188,13 @@ func (x *lazyRig) end() {
 }
 
 // say makes a file, or removes it.
-func (x *lazyRig) say(path string, is bool) {
+func (x *lazyRig) say(file string, is bool) {
 	x.t.Helper()
 	var err error
 	if is {
-		err = os.WriteFile(path, nil, 0o600)
+		err = os.WriteFile(file, nil, 0o600)
 	} else {
-		err = ignoreAbsent(os.Remove(path))
+		err = ignoreAbsent(os.Remove(file))
 	}
 	if err != nil {
 		x.t.Fatal(err)
