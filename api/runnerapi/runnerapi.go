@@ -28,6 +28,7 @@ const (
 	PathSandboxPorts      = "/v1/sandboxes/{id}/ports"           // POST Port -> Port
 	PathSandboxPort       = "/v1/sandboxes/{id}/ports/{port_id}" // DELETE
 	PathSandboxConsole    = "/v1/sandboxes/{id}/console"         // GET -> text/plain, the console's tail
+	PathSandboxEgress     = "/v1/sandboxes/{id}/egress"          // PUT EgressRules: what it may reach from now on; older rules than it has change nothing
 	PathSandboxGuest      = "/v1/sandboxes/{id}/guest/*"         // reverse proxy to the guest agent's public routes (sessions, files, processes)
 	PathCheckpoints       = "/v1/checkpoints"                    // GET -> Checkpoints
 	PathCheckpoint        = "/v1/checkpoints/{id}"               // GET -> Checkpoint, DELETE (idempotent)
@@ -38,6 +39,7 @@ const (
 const (
 	PathRegister  = "/internal/v1/runners/register"       // POST Register -> Registered
 	PathHeartbeat = "/internal/v1/runners/{id}/heartbeat" // POST Heartbeat -> Heartbeated
+	PathFlows     = "/internal/v1/runners/{id}/flows"     // POST Flows: what sandboxes sent out
 	PathRenew     = "/internal/v1/runners/{id}/renew"     // POST Renew -> Renewed: the next certificate
 	PathJoin      = "/internal/v1/join"                   // POST Join -> Joined: the only one that takes no certificate
 )
@@ -184,8 +186,21 @@ type Child struct {
 	Epoch       int64             `json:"epoch"`
 	Identity    core.Identity     `json:"identity"`
 	Egress      core.EgressPolicy `json:"egress_policy"`
+	Rules       EgressRules       `json:"egress_rules"`       // under deny-all
 	Env         map[string]string `json:"env,omitempty"`      // replaces the environment of sessions started from now on
 	DiskGiB     int               `json:"disk_gib,omitempty"` // grow the overlay to this size; 0 keeps it
+}
+
+// EgressRules are what the egress proxy lets a sandbox reach.
+type EgressRules struct {
+	Version int64    `json:"version"` // of the workspace's rules: they are never replaced by older ones
+	Allow   []string `json:"allow,omitempty"`
+}
+
+// Flows are what sandboxes of a runner have sent out. Each comes when it has begun, and again when it has ended; either may come more than once,
+// in any order.
+type Flows struct {
+	Flows []core.Flow `json:"flows"`
 }
 
 // ForkResult has one entry per asked child, in order.

@@ -6,6 +6,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/egress/policy"
 )
 
@@ -56,7 +57,7 @@ func FuzzHost(f *testing.F) {
 			t.Fatalf("%q became the name %q, which is an address", s, form)
 		}
 		for i, p := range []policy.Policy{exact, suffix} {
-			_, got := p.Allows(h, 443, policy.TLS)
+			_, got := p.Allows(h, 443, core.SpokenTLS)
 			if want := allowedByLabels(rules[i], form); got != want {
 				t.Fatalf("%q (%q) by %s: %v, and label by label %v", s, form, rules[i], got, want)
 			}

@@ -75,20 +75,10 @@ func (p Policy) Entries() []string { return slices.Clone(p.entries) }
 // Empty reports whether nothing is allowed.
 func (p Policy) Empty() bool { return len(p.rules) == 0 }
 
-// Spoken is what the proxy has seen of a connection's protocol.
-type Spoken string
-
-// What is spoken.
-const (
-	HTTP Spoken = "http"
-	TLS  Spoken = "tls"
-	TCP  Spoken = "tcp" // anything else
-)
-
 // Allows reports whether a host may be reached at a port with what is spoken, and by which entry.
-func (p Policy) Allows(h Host, port uint16, spoken Spoken) (by string, ok bool) {
+func (p Policy) Allows(h Host, port uint16, spoken core.Spoken) (by string, ok bool) {
 	for _, e := range p.rules {
-		if e.rule.allows(h, port, spoken == TCP) {
+		if e.rule.allows(h, port, spoken == core.SpokenTCP) {
 			return e.name, true
 		}
 	}

@@ -62,34 +62,34 @@ func TestAllows(t *testing.T) {
 	for _, c := range []struct {
 		host   string
 		port   uint16
-		spoken policy.Spoken
+		spoken core.Spoken
 		by     string // empty: denied
 	}{
-		{"allowed.example", 443, policy.TLS, "allowed.example"},
-		{"allowed.example", 80, policy.HTTP, "allowed.example"},
-		{"ALLOWED.example.", 443, policy.TLS, "allowed.example"},
-		{"allowed.example", 443, policy.TCP, ""},
-		{"allowed.example", 22, policy.TLS, ""},
-		{"evilallowed.example", 443, policy.TLS, ""},
-		{"allowed.example.evil.com", 443, policy.TLS, ""},
-		{"www.allowed.example", 443, policy.TLS, ""},
-		{"a.wide.example", 443, policy.TLS, "*.wide.example"},
-		{"a.b.wide.example", 80, policy.HTTP, "*.wide.example"},
-		{"wide.example", 443, policy.TLS, ""},
-		{"evilwide.example", 443, policy.TLS, ""},
-		{"wide.example.evil.com", 443, policy.TLS, ""},
-		{"other.example", 8443, policy.TLS, "other.example:8443"},
-		{"other.example", 443, policy.TLS, ""},
-		{"203.0.113.7", 443, policy.TLS, "203.0.113.7:443"},
-		{"203.0.113.7", 80, policy.HTTP, ""},
-		{"203.0.113.8", 443, policy.TLS, ""},
-		{"::ffff:203.0.113.7", 443, policy.TLS, ""},
-		{"2001:db8::1", 443, policy.TLS, "[2001:db8::1]"},
-		{"db.example", 5432, policy.TCP, "tcp://db.example:5432"},
-		{"db.example", 5432, policy.TLS, "tcp://db.example:5432"},
-		{"db.example", 443, policy.TLS, ""},
-		{"pypi.org", 443, policy.TLS, "bundle:python"},
-		{"pypi.org", 80, policy.HTTP, ""},
+		{"allowed.example", 443, core.SpokenTLS, "allowed.example"},
+		{"allowed.example", 80, core.SpokenHTTP, "allowed.example"},
+		{"ALLOWED.example.", 443, core.SpokenTLS, "allowed.example"},
+		{"allowed.example", 443, core.SpokenTCP, ""},
+		{"allowed.example", 22, core.SpokenTLS, ""},
+		{"evilallowed.example", 443, core.SpokenTLS, ""},
+		{"allowed.example.evil.com", 443, core.SpokenTLS, ""},
+		{"www.allowed.example", 443, core.SpokenTLS, ""},
+		{"a.wide.example", 443, core.SpokenTLS, "*.wide.example"},
+		{"a.b.wide.example", 80, core.SpokenHTTP, "*.wide.example"},
+		{"wide.example", 443, core.SpokenTLS, ""},
+		{"evilwide.example", 443, core.SpokenTLS, ""},
+		{"wide.example.evil.com", 443, core.SpokenTLS, ""},
+		{"other.example", 8443, core.SpokenTLS, "other.example:8443"},
+		{"other.example", 443, core.SpokenTLS, ""},
+		{"203.0.113.7", 443, core.SpokenTLS, "203.0.113.7:443"},
+		{"203.0.113.7", 80, core.SpokenHTTP, ""},
+		{"203.0.113.8", 443, core.SpokenTLS, ""},
+		{"::ffff:203.0.113.7", 443, core.SpokenTLS, ""},
+		{"2001:db8::1", 443, core.SpokenTLS, "[2001:db8::1]"},
+		{"db.example", 5432, core.SpokenTCP, "tcp://db.example:5432"},
+		{"db.example", 5432, core.SpokenTLS, "tcp://db.example:5432"},
+		{"db.example", 443, core.SpokenTLS, ""},
+		{"pypi.org", 443, core.SpokenTLS, "bundle:python"},
+		{"pypi.org", 80, core.SpokenHTTP, ""},
 	} {
 		by, ok := p.Allows(host(t, c.host), c.port, c.spoken)
 		if by != c.by || ok != (c.by != "") {
@@ -104,7 +104,7 @@ func TestAllows(t *testing.T) {
 			t.Errorf("%s resolves: %v", name, !want)
 		}
 	}
-	if _, ok := (policy.Policy{}).Allows(host(t, "allowed.example"), 443, policy.TLS); ok {
+	if _, ok := (policy.Policy{}).Allows(host(t, "allowed.example"), 443, core.SpokenTLS); ok {
 		t.Error("an empty policy allows something")
 	}
 }

@@ -152,7 +152,7 @@ var errRevoked = core.Errorf(core.PermissionDenied, core.CodePermissionDenied, "
 
 // openFlow is a flow that has not ended.
 type openFlow struct {
-	Flow
+	core.Flow
 	host   policy.Host
 	ctx    context.Context //nolint:containedctx // it ends with the flow
 	cancel context.CancelCauseFunc
@@ -166,9 +166,9 @@ func (d *denial) Error() string { return d.reason }
 func deny(reason string) error { return &denial{reason} }
 
 // decide asks the policy for a flow and tells the journal. The error is a *denial, or one of the journal. What was begun must be ended.
-func (b *box) decide(ctx context.Context, f Flow, h policy.Host, why error) (*openFlow, error) {
+func (b *box) decide(ctx context.Context, f core.Flow, h policy.Host, why error) (*openFlow, error) {
 	f.ID, f.SandboxID, f.Epoch, f.At, f.Host = b.s.nextID(), b.sb.ID, b.sb.Epoch, time.Now(), h.String()
-	f.Outcome = Allowed
+	f.Outcome = core.FlowAllowed
 	if why == nil {
 		var ok bool
 		if f.Rule, ok = b.policy.Load().Allows(h, f.Port, f.Spoken); !ok {
@@ -176,7 +176,7 @@ func (b *box) decide(ctx context.Context, f Flow, h policy.Host, why error) (*op
 		}
 	}
 	if why != nil {
-		f.Outcome, f.Reason = Denied, why.Error()
+		f.Outcome, f.Reason = core.FlowDenied, why.Error()
 	}
 	o := &openFlow{Flow: f, host: h}
 	o.ctx, o.cancel = context.WithCancelCause(ctx)
@@ -212,7 +212,7 @@ func (b *box) forget(o *openFlow) {
 // end tells the journal what became of a flow.
 func (b *box) end(o *openFlow, err error) {
 	if cause := context.Cause(o.ctx); errors.Is(cause, errRevoked) {
-		o.Outcome, o.Reason = Denied, cause.Error()
+		o.Outcome, o.Reason = core.FlowDenied, cause.Error()
 	} else if err != nil {
 		o.Outcome, o.Reason = outcomeOf(err)
 	}
@@ -221,14 +221,14 @@ func (b *box) end(o *openFlow, err error) {
 	b.s.cfg.Journal.End(o.Flow)
 }
 
-func outcomeOf(err error) (Outcome, string) {
+func outcomeOf(err error) (core.Outcome, string) {
 	if d, ok := errors.AsType[*dialError](err); ok && d.denied {
-		return Denied, core.Clip(d.Error())
+		return core.FlowDenied, core.Clip(d.Error())
 	}
-	return Failed, core.Clip(err.Error())
+	return core.FlowFailed, core.Clip(err.Error())
 }
 
-func describe(h policy.Host, port uint16, spoken policy.Spoken) string {
+func describe(h policy.Host, port uint16, spoken core.Spoken) string {
 	return string(spoken) + " to " + net.JoinHostPort(h.String(), portText(port))
 }
 

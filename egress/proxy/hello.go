@@ -10,6 +10,7 @@ import (
 	"slices"
 	"time"
 
+	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/egress/policy"
 )
 
@@ -127,15 +128,15 @@ func closeWrite(c net.Conn) error {
 }
 
 // sniff tells what is spoken from the first bytes of a connection.
-func sniff(first []byte) policy.Spoken {
+func sniff(first []byte) core.Spoken {
 	const recordHandshake = 0x16
 	switch {
 	case len(first) > 0 && first[0] == recordHandshake:
-		return policy.TLS
+		return core.SpokenTLS
 	case isMethod(first):
-		return policy.HTTP
+		return core.SpokenHTTP
 	}
-	return policy.TCP
+	return core.SpokenTCP
 }
 
 // isMethod reports whether what was sent can be the beginning of a request: an upper-case word, then a space if it has come so far.

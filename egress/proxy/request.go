@@ -33,7 +33,7 @@ func (b *box) serveExplicit(c *conn) {
 		err = sameTarget(h)
 	}
 	if err != nil {
-		b.refuse(c, Flow{Spoken: policy.HTTP, Method: core.Clip(h.method)}, err)
+		b.refuse(c, core.Flow{Spoken: core.SpokenHTTP, Method: core.Clip(h.method)}, err)
 		return
 	}
 	if h.method == http.MethodConnect {
@@ -73,7 +73,7 @@ func sameTarget(h head) error {
 }
 
 // refuse answers a request that was not parsed.
-func (b *box) refuse(c *conn, f Flow, why error) {
+func (b *box) refuse(c *conn, f core.Flow, why error) {
 	host, _ := policy.ParseHost(f.Host)
 	if _, err := b.decide(b.ctx, f, host, deny(why.Error())); errors.Is(err, errJournal) {
 		why = err
@@ -94,7 +94,7 @@ func (b *box) refuse(c *conn, f Flow, why error) {
 func (b *box) serveRequests(c *conn, asked *target, port uint16) {
 	h, err := readHead(&c.peeked, b.s.cfg.FirstTime)
 	if err != nil {
-		b.refuse(c, Flow{Spoken: policy.HTTP, Port: port, Method: core.Clip(h.method)}, err)
+		b.refuse(c, core.Flow{Spoken: core.SpokenHTTP, Port: port, Method: core.Clip(h.method)}, err)
 		return
 	}
 	c.target = asked
@@ -175,11 +175,11 @@ func (d debugLog) Printf(format string, v ...any) {
 func (b *box) serveConnect(c *conn, h head) {
 	host, port, err := policy.ParseHostPort(h.target)
 	if err != nil {
-		b.refuse(c, Flow{Spoken: policy.TLS}, err)
+		b.refuse(c, core.Flow{Spoken: core.SpokenTLS}, err)
 		return
 	}
-	if _, ok := b.policy.Load().Allows(host, port, policy.TLS); !ok {
-		b.refuse(c, Flow{Spoken: policy.TLS, Port: port, Host: host.String()}, deny("the workspace's policy does not allow "+describe(host, port, policy.TLS)))
+	if _, ok := b.policy.Load().Allows(host, port, core.SpokenTLS); !ok {
+		b.refuse(c, core.Flow{Spoken: core.SpokenTLS, Port: port, Host: host.String()}, deny("the workspace's policy does not allow "+describe(host, port, core.SpokenTLS)))
 		return
 	}
 	c.ahead = c.ahead[h.size:]
@@ -197,7 +197,7 @@ func (s *Server) onRequest(r *http.Request, ctx *goproxy.ProxyCtx) (*http.Reques
 		return r, problem(r, http.StatusForbidden, "the request comes from no sandbox")
 	}
 	to, why := c.whereto(r)
-	o, err := c.box.decide(r.Context(), Flow{Spoken: policy.HTTP, Port: to.port, Method: core.Clip(r.Method), Path: core.Clip(r.URL.EscapedPath())}, to.host, why)
+	o, err := c.box.decide(r.Context(), core.Flow{Spoken: core.SpokenHTTP, Port: to.port, Method: core.Clip(r.Method), Path: core.Clip(r.URL.EscapedPath())}, to.host, why)
 	if err != nil {
 		status := http.StatusForbidden
 		if errors.Is(err, errJournal) {
@@ -268,8 +268,8 @@ func (s *Server) onResponse(resp *http.Response, ctx *goproxy.ProxyCtx) *http.Re
 	}
 	status, reason := http.StatusBadGateway, "the host did not answer"
 	if ctx.Error != nil {
-		var outcome Outcome
-		if outcome, reason = outcomeOf(ctx.Error); outcome == Denied || errors.Is(ctx.Error, errRevoked) {
+		var outcome core.Outcome
+		if outcome, reason = outcomeOf(ctx.Error); outcome == core.FlowDenied || errors.Is(ctx.Error, errRevoked) {
 			status = http.StatusForbidden
 		}
 	}

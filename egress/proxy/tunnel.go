@@ -10,6 +10,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/egress/policy"
 )
 
@@ -33,7 +34,7 @@ func (b *box) serveUnknown(c *conn, asked *target, to netip.AddrPort) {
 	first, err := c.first(maxHello)
 	spoken := sniff(first)
 	if timeout, ok := errors.AsType[net.Error](err); ok && timeout.Timeout() {
-		spoken, err = policy.TCP, nil // the other side may have to speak first
+		spoken, err = core.SpokenTCP, nil // the other side may have to speak first
 	}
 	if err != nil { // it has ended without a word
 		_ = c.Close()
@@ -44,9 +45,9 @@ func (b *box) serveUnknown(c *conn, asked *target, to netip.AddrPort) {
 		port = asked.port
 	}
 	switch spoken {
-	case policy.HTTP:
+	case core.SpokenHTTP:
 		b.serveRequests(c, asked, port)
-	case policy.TLS:
+	case core.SpokenTLS:
 		b.serveTLS(c, asked, to, port)
 	default:
 		b.serveRaw(c, asked, to, port)
@@ -70,7 +71,7 @@ func (b *box) serveTLS(c *conn, asked *target, to netip.AddrPort, port uint16) {
 	if host.IsZero() {
 		host = hostOf(asked, to)
 	}
-	b.tunnel(c, Flow{Spoken: policy.TLS, Port: port}, host, why)
+	b.tunnel(c, core.Flow{Spoken: core.SpokenTLS, Port: port}, host, why)
 }
 
 func orNone(h policy.Host) string {
@@ -86,7 +87,7 @@ func (b *box) unnamed(to netip.AddrPort) (policy.Host, error) {
 	if err != nil {
 		return policy.Host{}, err
 	}
-	if _, ok := b.policy.Load().Allows(h, to.Port(), policy.TLS); !ok {
+	if _, ok := b.policy.Load().Allows(h, to.Port(), core.SpokenTLS); !ok {
 		return h, errNoSNI
 	}
 	return h, nil
@@ -111,11 +112,11 @@ func (b *box) serveRaw(c *conn, asked *target, to netip.AddrPort, port uint16) {
 			host = named
 		}
 	}
-	b.tunnel(c, Flow{Spoken: policy.TCP, Port: port}, host, nil)
+	b.tunnel(c, core.Flow{Spoken: core.SpokenTCP, Port: port}, host, nil)
 }
 
 // tunnel carries a connection to a host, both ways, until both have ended.
-func (b *box) tunnel(c *conn, f Flow, h policy.Host, why error) {
+func (b *box) tunnel(c *conn, f core.Flow, h policy.Host, why error) {
 	defer c.Close()
 	o, err := b.decide(b.ctx, f, h, why)
 	if err != nil {
@@ -133,8 +134,8 @@ func (b *box) tunnel(c *conn, f Flow, h policy.Host, why error) {
 }
 
 // refuseTLS tells a TLS client in its own words that it may not; any other is reset.
-func refuseTLS(c *conn, spoken policy.Spoken) {
-	if spoken == policy.TLS {
+func refuseTLS(c *conn, spoken core.Spoken) {
+	if spoken == core.SpokenTLS {
 		const alert, fatal, accessDenied = 21, 2, 49
 		_ = c.SetWriteDeadline(time.Now().Add(time.Second))
 		if _, err := c.Write([]byte{alert, 3, 3, 0, 2, fatal, accessDenied}); err == nil {

@@ -112,7 +112,7 @@ func newWorld(t *testing.T, allow ...string) *world {
 	if err := network(); err != nil {
 		t.Fatal(err)
 	}
-	w := &world{t: t, journal: &journal{begun: map[string]proxy.Flow{}}, names: &names{addrs: map[string][]string{}}, ca: newAuthority(t)}
+	w := &world{t: t, journal: &journal{begun: map[string]core.Flow{}}, names: &names{addrs: map[string][]string{}}, ca: newAuthority(t)}
 	w.server = proxy.New(proxy.Config{
 		Reach: policy.Reach{Private: []netip.Prefix{netip.MustParsePrefix(publicNet)}}, Resolver: w.names, Journal: w.journal,
 		Log: slog.New(slog.NewTextHandler(t.Output(), nil)), FirstTime: time.Second,
@@ -185,12 +185,12 @@ func (n *names) set(name string, addrs ...string) {
 // journal keeps flows in memory.
 type journal struct {
 	mu    sync.Mutex
-	begun map[string]proxy.Flow
-	ended []proxy.Flow
+	begun map[string]core.Flow
+	ended []core.Flow
 	fails error
 }
 
-func (j *journal) Begin(f proxy.Flow) error {
+func (j *journal) Begin(f core.Flow) error {
 	j.mu.Lock()
 	defer j.mu.Unlock()
 	if j.fails != nil {
@@ -203,10 +203,10 @@ func (j *journal) Begin(f proxy.Flow) error {
 	return nil
 }
 
-func (j *journal) End(f proxy.Flow) {
+func (j *journal) End(f core.Flow) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
-	if was, ok := j.begun[f.ID]; !ok || was.Outcome == proxy.Denied || slices.ContainsFunc(j.ended, func(o proxy.Flow) bool { return o.ID == f.ID }) {
+	if was, ok := j.begun[f.ID]; !ok || was.Outcome == core.FlowDenied || slices.ContainsFunc(j.ended, func(o core.Flow) bool { return o.ID == f.ID }) {
 		panic("a flow ended that had not begun, or was denied, or had ended")
 	}
 	j.ended = append(j.ended, f)
@@ -220,7 +220,7 @@ func (w *world) flows() []string {
 		defer w.journal.mu.Unlock()
 		open := 0
 		for _, f := range w.journal.begun {
-			if f.Outcome == proxy.Allowed {
+			if f.Outcome == core.FlowAllowed {
 				open++
 			}
 		}
@@ -230,14 +230,14 @@ func (w *world) flows() []string {
 	defer w.journal.mu.Unlock()
 	all := slices.Clone(w.journal.ended)
 	for _, f := range w.journal.begun {
-		if f.Outcome == proxy.Denied {
+		if f.Outcome == core.FlowDenied {
 			all = append(all, f)
 		}
 	}
-	slices.SortFunc(all, func(a, b proxy.Flow) int { return a.At.Compare(b.At) })
+	slices.SortFunc(all, func(a, b core.Flow) int { return a.At.Compare(b.At) })
 	var out []string
 	for _, f := range all {
-		if f.SandboxID != w.id || f.Epoch != 7 || f.ID == "" || f.At.IsZero() || (f.Outcome == proxy.Denied && f.Ended.IsZero() && f.Reason == "") {
+		if f.SandboxID != w.id || f.Epoch != 7 || f.ID == "" || f.At.IsZero() || (f.Outcome == core.FlowDenied && f.Ended.IsZero() && f.Reason == "") {
 			w.t.Errorf("the flow %+v is not whole", f)
 		}
 		s := fmt.Sprintf("%s %s", f.Outcome, f.Spoken)
@@ -250,7 +250,7 @@ func (w *world) flows() []string {
 		}
 		out = append(out, s)
 	}
-	w.journal.begun, w.journal.ended = map[string]proxy.Flow{}, nil
+	w.journal.begun, w.journal.ended = map[string]core.Flow{}, nil
 	return out
 }
 

@@ -1,0 +1,62 @@
+package core
+
+import (
+	"net/http"
+	"time"
+)
+
+// Spoken is what the egress proxy has seen of a connection's protocol.
+type Spoken string
+
+// What is spoken.
+const (
+	SpokenHTTP Spoken = "http"
+	SpokenTLS  Spoken = "tls"
+	SpokenTCP  Spoken = "tcp" // anything else
+)
+
+// Outcome is what became of a flow.
+type Outcome string
+
+// The outcomes.
+const (
+	FlowAllowed Outcome = "allowed"
+	FlowDenied  Outcome = "denied"
+	FlowFailed  Outcome = "failed" // it was allowed, and could not be carried: no such name, no connection, no answer
+)
+
+// Flow is one thing that a sandbox sent out or tried to: a request, or a tunnel of which no more is seen than whereto. It never holds a
+// body, a query or a header.
+type Flow struct {
+	ID        string    `json:"id"` // unique for ever
+	SandboxID SandboxID `json:"sandbox_id"`
+	Epoch     int64     `json:"epoch"`
+	At        time.Time `json:"at"` // by the clock of the sandbox's host
+	Spoken    Spoken    `json:"spoken"`
+	Host      string    `json:"host"` // the name, or the address where there is no name
+	Port      uint16    `json:"port"`
+	Method    string    `json:"method,omitempty"` // of a request
+	Path      string    `json:"path,omitempty"`   // of a request
+	Outcome   Outcome   `json:"outcome"`
+	Rule      string    `json:"rule,omitempty"`   // the entry that allowed it
+	Reason    string    `json:"reason,omitempty"` // why it was denied or failed
+
+	// What is known when it has ended.
+	Ended    time.Time `json:"ended,omitzero"`
+	Status   int       `json:"status,omitempty"` // of the response
+	Sent     int64     `json:"sent"`             // bytes from the guest: of bodies, or of the tunnel
+	Received int64     `json:"received"`         // bytes to the guest
+}
+
+// Changes reports whether a flow may have changed something outside: any request but those that only read, and any tunnel of which the proxy
+// sees nothing.
+func (f Flow) Changes() bool {
+	if f.Outcome == FlowDenied {
+		return false
+	}
+	switch f.Method {
+	case http.MethodGet, http.MethodHead, http.MethodOptions:
+		return false
+	}
+	return true
+}
