@@ -39,6 +39,7 @@ type Flow struct {
 	Path      string    `json:"path,omitempty"`   // of a request
 	Outcome   Outcome   `json:"outcome"`
 	Rule      string    `json:"rule,omitempty"`   // the entry that allowed it
+	Grant     string    `json:"grant,omitempty"`  // whose secret was put into it
 	Reason    string    `json:"reason,omitempty"` // why it was denied or failed
 
 	// What is known when it has ended.

@@ -90,6 +90,11 @@ func ParseHostPort(s string) (Host, uint16, error) {
 	return h, port, err
 }
 
+// JoinHostPort is what [ParseHostPort] reads.
+func JoinHostPort(h Host, port uint16) string {
+	return net.JoinHostPort(h.String(), strconv.Itoa(int(port)))
+}
+
 func badRule(s, why string) error {
 	return core.Errorf(core.Invalid, core.CodeInvalidField, "%q cannot be allowed: %s", core.Clip(s), why)
 }

@@ -7,6 +7,8 @@ import (
 	"net/http"
 	"sync"
 	"sync/atomic"
+
+	"github.com/coppice-dev/coppice/egress/grant"
 )
 
 // counted is a body whose bytes are counted as they are read.
@@ -43,6 +45,73 @@ func (e *endOfBody) Close() error {
 	err := e.ReadCloser.Close()
 	e.once.Do(func() { e.end(e.n, e.err) })
 	return err
+}
+
+// inspection is what is done with a body on its way.
+type inspection struct {
+	scan    *grant.Scanner     // nil: nothing is looked for
+	take    func(int) error    // counts
+	trailer func() http.Header // what follows the body; known at its end
+	found   error              // what it is when something was found
+	refuse  func(error)        // is told why no more passes
+
+	in   []byte
+	pass []byte // has been looked at
+	err  error  // after pass
+}
+
+// inspected reads a body through an inspection. What may be the beginning of something that is looked for waits for what follows it.
+func inspected(body io.ReadCloser, i *inspection) io.ReadCloser {
+	r := inspecting{body, i}
+	if w, ok := body.(io.ReadWriteCloser); ok { // an upgraded connection
+		return struct {
+			io.Reader
+			io.WriteCloser
+		}{r, w}
+	}
+	return r
+}
+
+type inspecting struct {
+	io.ReadCloser
+	*inspection
+}
+
+func (i inspecting) Read(p []byte) (int, error) {
+	for len(i.pass) == 0 && i.err == nil {
+		i.more()
+	}
+	if len(i.pass) > 0 {
+		n := copy(p, i.pass)
+		i.pass = i.pass[n:]
+		return n, nil
+	}
+	return 0, i.err
+}
+
+// more reads and looks.
+func (i inspecting) more() {
+	if i.in == nil {
+		i.in = make([]byte, 32<<10)
+	}
+	n, err := i.ReadCloser.Read(i.in)
+	found := false
+	if i.pass = i.in[:n]; i.scan != nil {
+		i.pass, found = i.scan.Feed(i.in[:n])
+	}
+	if i.err = i.take(n); i.err == nil && err != nil {
+		if i.err = err; i.scan != nil {
+			i.pass = append(i.pass, i.scan.Rest()...)
+			found = found || err == io.EOF && i.scan.InHeader(i.trailer())
+		}
+	}
+	if found {
+		i.err = i.found
+	}
+	if _, refused := isDenial(i.err); refused {
+		i.pass = nil
+		i.refuse(i.err)
+	}
 }
 
 // upgraded is the connection that a response has become. It is counted both ways.

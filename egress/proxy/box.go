@@ -2,6 +2,7 @@ package proxy
 
 import (
 	"context"
+	"crypto/tls"
 	"errors"
 	"net"
 	"net/http"
@@ -20,26 +21,33 @@ type box struct {
 	sb Sandbox
 
 	policy    atomic.Pointer[policy.Policy]
+	grants    atomic.Pointer[granted]
 	transport *http.Transport // its connections to the outside are used by no other sandbox
+	secure    *http.Transport // the same over TLS, for what is read on its way
 	listeners []net.Listener
 	ctx       context.Context //nolint:containedctx // it ends with the sandbox
 	cancel    context.CancelCauseFunc
 
-	mu    sync.Mutex // guards what follows
-	conns map[*conn]struct{}
-	open  map[*openFlow]struct{}
+	mu      sync.Mutex // guards what follows
+	conns   map[*conn]struct{}
+	open    map[*openFlow]struct{}
+	budgets map[string]*budget // by the ids of grants
 }
 
 var errRemoved = errors.New("the sandbox has ended")
 
 func newBox(s *Server, sb Sandbox, listeners ...net.Listener) *box {
-	b := &box{s: s, sb: sb, listeners: listeners, conns: map[*conn]struct{}{}, open: map[*openFlow]struct{}{}}
+	b := &box{s: s, sb: sb, listeners: listeners, conns: map[*conn]struct{}{}, open: map[*openFlow]struct{}{}, budgets: map[string]*budget{}}
 	b.policy.Store(&sb.Policy)
+	b.grants.Store(new(granted))
 	b.ctx, b.cancel = context.WithCancelCause(context.Background())
 	b.transport = &http.Transport{
 		DialContext: b.dialText, DisableCompression: true, MaxIdleConnsPerHost: 8, MaxIdleConns: 64, IdleConnTimeout: idleTime,
 		TLSHandshakeTimeout: dialTime, MaxResponseHeaderBytes: 1 << 20, ExpectContinueTimeout: time.Second,
 	}
+	b.secure = b.transport.Clone()
+	b.secure.DisableCompression, b.secure.ForceAttemptHTTP2 = false, true // it is decompressed here, to be looked at
+	b.secure.TLSClientConfig = &tls.Config{RootCAs: s.cfg.Roots, MinVersion: tls.VersionTLS12}
 	return b
 }
 
@@ -57,6 +65,7 @@ type conn struct {
 	peeked
 	box    *box
 	target *target // what was agreed on before the first request; nil: the request says
+	read   bool    // it is TLS that the proxy reads
 	closed sync.Once
 }
 
@@ -129,7 +138,12 @@ func (b *box) close() {
 	for _, c := range conns {
 		reset(c.Conn)
 	}
+	b.closeIdle()
+}
+
+func (b *box) closeIdle() {
 	b.transport.CloseIdleConnections()
+	b.secure.CloseIdleConnections()
 }
 
 func (b *box) setPolicy(p policy.Policy) {
@@ -145,28 +159,33 @@ func (b *box) setPolicy(p policy.Policy) {
 	for _, f := range out {
 		f.cancel(errRevoked)
 	}
-	b.transport.CloseIdleConnections()
+	b.closeIdle()
 }
 
-var errRevoked = core.Errorf(core.PermissionDenied, core.CodePermissionDenied, "the workspace's policy does not allow it any more")
+var errRevoked = deny("the workspace's policy does not allow it any more")
 
 // openFlow is a flow that has not ended.
 type openFlow struct {
 	core.Flow
 	host   policy.Host
+	use    *use            // of a grant; nil: none
+	expiry *time.Timer     // of that
 	ctx    context.Context //nolint:containedctx // it ends with the flow
 	cancel context.CancelCauseFunc
 }
 
 // denial is why a flow is refused. It is told to the guest, which knows it all.
-type denial struct{ reason string }
+type denial struct {
+	reason string
+	status int // of the answer
+}
 
 func (d *denial) Error() string { return d.reason }
 
-func deny(reason string) error { return &denial{reason} }
+func deny(reason string) error { return &denial{reason, http.StatusForbidden} }
 
 // decide asks the policy for a flow and tells the journal. The error is a *denial, or one of the journal. What was begun must be ended.
-func (b *box) decide(ctx context.Context, f core.Flow, h policy.Host, why error) (*openFlow, error) {
+func (b *box) decide(ctx context.Context, f core.Flow, h policy.Host, u *use, why error) (*openFlow, error) {
 	f.ID, f.SandboxID, f.Epoch, f.At, f.Host = b.s.nextID(), b.sb.ID, b.sb.Epoch, time.Now(), h.String()
 	f.Outcome = core.FlowAllowed
 	if why == nil {
@@ -178,7 +197,10 @@ func (b *box) decide(ctx context.Context, f core.Flow, h policy.Host, why error)
 	if why != nil {
 		f.Outcome, f.Reason = core.FlowDenied, why.Error()
 	}
-	o := &openFlow{Flow: f, host: h}
+	if u != nil {
+		f.Grant = u.grant.ID
+	}
+	o := &openFlow{Flow: f, host: h, use: u}
 	o.ctx, o.cancel = context.WithCancelCause(ctx)
 	if why == nil { // before the journal, so that a policy that changes meanwhile finds it
 		b.mu.Lock()
@@ -186,6 +208,9 @@ func (b *box) decide(ctx context.Context, f core.Flow, h policy.Host, why error)
 		b.mu.Unlock()
 		if _, ok := b.policy.Load().Allows(h, f.Port, f.Spoken); !ok {
 			o.cancel(errRevoked)
+		}
+		if u != nil {
+			b.watch(o)
 		}
 	}
 	if err := b.s.cfg.Journal.Begin(f); err != nil {
@@ -202,8 +227,21 @@ func (b *box) decide(ctx context.Context, f core.Flow, h policy.Host, why error)
 
 var errJournal = errors.New("the host cannot record what leaves the sandbox, so nothing leaves it")
 
+// watch ends a flow with its grant.
+func (b *box) watch(o *openFlow) {
+	if !b.grants.Load().set.Keeps(o.use.grant) {
+		o.cancel(errEnded)
+	}
+	if at := o.use.grant.Expires; !at.IsZero() {
+		o.expiry = time.AfterFunc(time.Until(at), func() { o.cancel(errExpired) })
+	}
+}
+
 func (b *box) forget(o *openFlow) {
 	o.cancel(nil)
+	if o.expiry != nil {
+		o.expiry.Stop()
+	}
 	b.mu.Lock()
 	delete(b.open, o)
 	b.mu.Unlock()
@@ -211,8 +249,8 @@ func (b *box) forget(o *openFlow) {
 
 // end tells the journal what became of a flow.
 func (b *box) end(o *openFlow, err error) {
-	if cause := context.Cause(o.ctx); errors.Is(cause, errRevoked) {
-		o.Outcome, o.Reason = core.FlowDenied, cause.Error()
+	if d, ok := isDenial(context.Cause(o.ctx)); ok {
+		o.Outcome, o.Reason = core.FlowDenied, d.Error()
 	} else if err != nil {
 		o.Outcome, o.Reason = outcomeOf(err)
 	}
@@ -222,6 +260,9 @@ func (b *box) end(o *openFlow, err error) {
 }
 
 func outcomeOf(err error) (core.Outcome, string) {
+	if d, ok := isDenial(err); ok {
+		return core.FlowDenied, d.Error()
+	}
 	if d, ok := errors.AsType[*dialError](err); ok && d.denied {
 		return core.FlowDenied, core.Clip(d.Error())
 	}
@@ -229,7 +270,7 @@ func outcomeOf(err error) (core.Outcome, string) {
 }
 
 func describe(h policy.Host, port uint16, spoken core.Spoken) string {
-	return string(spoken) + " to " + net.JoinHostPort(h.String(), portText(port))
+	return string(spoken) + " to " + policy.JoinHostPort(h, port)
 }
 
 // aliased is the host that an address stands for.

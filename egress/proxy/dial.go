@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"net"
 	"net/netip"
-	"strconv"
 	"syscall"
 	"time"
 
@@ -41,7 +40,7 @@ func (s *Server) dial(ctx context.Context, h policy.Host, port uint16) (net.Conn
 	d := net.Dialer{ControlContext: s.guard}
 	var errs []error
 	for _, a := range addrs {
-		c, err := d.DialContext(ctx, "tcp", net.JoinHostPort(a.String(), strconv.Itoa(int(port))))
+		c, err := d.DialContext(ctx, "tcp", netip.AddrPortFrom(a, port).String())
 		if err == nil {
 			return c, nil
 		}

@@ -19,6 +19,7 @@ import (
 	"github.com/elazarl/goproxy"
 
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/egress/grant"
 	"github.com/coppice-dev/coppice/egress/policy"
 )
 
@@ -75,12 +76,12 @@ func sameTarget(h head) error {
 // refuse answers a request that was not parsed.
 func (b *box) refuse(c *conn, f core.Flow, why error) {
 	host, _ := policy.ParseHost(f.Host)
-	if _, err := b.decide(b.ctx, f, host, deny(why.Error())); errors.Is(err, errJournal) {
+	if _, err := b.decide(b.ctx, f, host, nil, deny(why.Error())); errors.Is(err, errJournal) {
 		why = err
 	}
 	status := http.StatusBadRequest
-	if _, ok := errors.AsType[*denial](why); ok {
-		status = http.StatusForbidden
+	if d, ok := isDenial(why); ok {
+		status = d.status
 	}
 	resp := problem(nil, status, why.Error())
 	defer resp.Body.Close()
@@ -107,13 +108,22 @@ func (b *box) serveRequests(c *conn, asked *target, port uint16) {
 }
 
 // serveOrigin gives a request the absolute target that it had on its way to a proxy.
-func (s *Server) serveOrigin(w http.ResponseWriter, r *http.Request) {
-	if r.URL.IsAbs() || r.Method == http.MethodConnect {
-		writeProblem(w, http.StatusBadRequest, "this connection is no connection to a proxy")
-		return
+func (s *Server) serveOrigin(scheme string) http.HandlerFunc {
+	return func(w http.ResponseWriter, r *http.Request) {
+		if r.URL.IsAbs() || r.Method == http.MethodConnect {
+			writeProblem(w, http.StatusBadRequest, "this connection is no connection to a proxy")
+			return
+		}
+		r.URL.Scheme, r.URL.Host = scheme, r.Host
+		s.serveProxied(w, r)
 	}
-	r.URL.Scheme, r.URL.Host = "http", r.Host
-	s.serveProxied(w, r)
+}
+
+// serveAsked serves a request of a program that knows that it speaks to a proxy.
+func (s *Server) serveAsked(w http.ResponseWriter, r *http.Request) {
+	if !s.serveBase(w, r) {
+		s.serveProxied(w, r)
+	}
 }
 
 func (s *Server) serveProxied(w http.ResponseWriter, r *http.Request) {
@@ -196,11 +206,19 @@ func (s *Server) onRequest(r *http.Request, ctx *goproxy.ProxyCtx) (*http.Reques
 	if c == nil {
 		return r, problem(r, http.StatusForbidden, "the request comes from no sandbox")
 	}
+	f := core.Flow{Spoken: core.SpokenHTTP, Method: core.Clip(r.Method), Path: core.Clip(r.URL.EscapedPath())}
 	to, why := c.whereto(r)
-	o, err := c.box.decide(r.Context(), core.Flow{Spoken: core.SpokenHTTP, Port: to.port, Method: core.Clip(r.Method), Path: core.Clip(r.URL.EscapedPath())}, to.host, why)
+	var u *use
+	if why == nil {
+		u, why = c.box.broker(c, r, to)
+	}
+	f.Port = to.port
+	o, err := c.box.decide(r.Context(), f, to.host, u, why)
 	if err != nil {
 		status := http.StatusForbidden
-		if errors.Is(err, errJournal) {
+		if d, ok := isDenial(err); ok {
+			status = d.status
+		} else if errors.Is(err, errJournal) {
 			status = http.StatusServiceUnavailable
 		}
 		return r, problem(r, status, err.Error())
@@ -209,12 +227,26 @@ func (s *Server) onRequest(r *http.Request, ctx *goproxy.ProxyCtx) (*http.Reques
 	body := &counted{ReadCloser: r.Body}
 	out := r.WithContext(o.ctx)
 	if r.Body != nil && r.Body != http.NoBody {
-		out.Body = body
+		out.Body = inspected(body, &inspection{
+			scan: grant.NewPlaceholderScanner(), take: u.take, trailer: func() http.Header { return r.Trailer }, found: errPlaceholder,
+			refuse: func(why error) { o.cancel(why) },
+		})
 	}
-	out.URL.Host, out.Host = net.JoinHostPort(to.host.String(), portText(to.port)), r.Host
+	out.URL.Host, out.Host = policy.JoinHostPort(to.host, to.port), r.Host
 	ctx.RoundTripper = goproxy.RoundTripperFunc(func(r *http.Request, _ *goproxy.ProxyCtx) (*http.Response, error) {
-		resp, err := c.box.transport.RoundTrip(r)
+		way := c.box.transport
+		if r.URL.Scheme == "https" {
+			way = c.box.secure
+		}
+		resp, err := way.RoundTrip(r)
 		o.Sent = body.n.Load()
+		if err == nil && way == c.box.secure {
+			o.Status = resp.StatusCode
+			if err = c.box.inspect(o, resp); err != nil {
+				o.cancel(err)
+				_ = resp.Body.Close()
+			}
+		}
 		if err != nil {
 			if cause := context.Cause(o.ctx); cause != nil {
 				err = cause
@@ -242,13 +274,16 @@ func (s *Server) onRequest(r *http.Request, ctx *goproxy.ProxyCtx) (*http.Reques
 
 // whereto is the host that a request is for.
 func (c *conn) whereto(r *http.Request) (target, error) {
-	if r.URL.Scheme != "http" {
+	scheme, port := "http", uint16(80)
+	if _, named := r.Context().Value(brokered{}).(string); named || c.read {
+		scheme, port = "https", 443
+	}
+	if r.URL.Scheme != scheme {
 		return target{port: 443}, deny("a proxy is asked for https with CONNECT")
 	}
 	if r.URL.User != nil {
-		return target{port: 80}, deny("the target has a user's name in it")
+		return target{port: port}, deny("the target has a user's name in it")
 	}
-	port := uint16(80)
 	to, err := hostPort(r.Host, port)
 	if err != nil {
 		return target{port: port}, err
@@ -269,7 +304,7 @@ func (s *Server) onResponse(resp *http.Response, ctx *goproxy.ProxyCtx) *http.Re
 	status, reason := http.StatusBadGateway, "the host did not answer"
 	if ctx.Error != nil {
 		var outcome core.Outcome
-		if outcome, reason = outcomeOf(ctx.Error); outcome == core.FlowDenied || errors.Is(ctx.Error, errRevoked) {
+		if outcome, reason = outcomeOf(ctx.Error); outcome == core.FlowDenied {
 			status = http.StatusForbidden
 		}
 	}

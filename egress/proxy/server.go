@@ -3,6 +3,8 @@ package proxy
 import (
 	"context"
 	"crypto/rand"
+	"crypto/tls"
+	"crypto/x509"
 	"encoding/hex"
 	"errors"
 	"log/slog"
@@ -19,14 +21,16 @@ import (
 	"github.com/elazarl/goproxy"
 
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/egress/grant"
 	"github.com/coppice-dev/coppice/egress/policy"
 )
 
 // Config describes a proxy.
 type Config struct {
 	Reach    policy.Reach
-	Resolver Resolver // default: the host's
-	Journal  Journal  // required
+	Resolver Resolver       // default: the host's
+	Journal  Journal        // required
+	Roots    *x509.CertPool // of hosts that sandboxes have grants for; nil: the host's own
 	Log      *slog.Logger
 	// MaxFlows bounds the connections of one sandbox, default 1024. What is beyond is reset.
 	MaxFlows int
@@ -54,6 +58,7 @@ type Server struct {
 	handler *goproxy.ProxyHttpServer
 	proxied server // requests to a proxy
 	origin  server // requests that think they speak to their origin
+	read    server // the same over TLS that ends here
 
 	mu    sync.Mutex // guards boxes
 	boxes map[core.SandboxID]*box
@@ -89,16 +94,21 @@ func New(cfg Config) *Server {
 	_, _ = rand.Read(id[:]) // never fails
 	s := &Server{cfg: cfg, instance: hex.EncodeToString(id[:]), boxes: map[core.SandboxID]*box{}}
 	s.handler = s.newHandler()
-	s.proxied, s.origin = s.newServer(http.HandlerFunc(s.serveProxied)), s.newServer(http.HandlerFunc(s.serveOrigin))
+	s.proxied, s.origin, s.read = s.newServer(s.serveAsked), s.newServer(s.serveOrigin("http")), s.newServer(s.serveOrigin("https"))
 	s.proxied.SetKeepAlivesEnabled(false) // the head of each request is looked at before it is parsed: one for each connection
 	return s
 }
 
-func (s *Server) newServer(h http.Handler) server {
+func (s *Server) newServer(h http.HandlerFunc) server {
 	out := server{queue: newQueue(), Server: &http.Server{
 		Handler: h, ReadHeaderTimeout: s.cfg.FirstTime, IdleTimeout: idleTime, MaxHeaderBytes: maxHead,
-		ErrorLog:    slog.NewLogLogger(s.cfg.Log.Handler(), slog.LevelDebug),
-		ConnContext: func(ctx context.Context, c net.Conn) context.Context { return context.WithValue(ctx, connKey{}, c) },
+		ErrorLog: slog.NewLogLogger(s.cfg.Log.Handler(), slog.LevelDebug),
+		ConnContext: func(ctx context.Context, c net.Conn) context.Context {
+			if t, ok := c.(*tls.Conn); ok {
+				c = t.NetConn()
+			}
+			return context.WithValue(ctx, connKey{}, c)
+		},
 	}}
 	go func() {
 		if err := out.Serve(out.queue); !errors.Is(err, http.ErrServerClosed) {
@@ -137,6 +147,21 @@ func (s *Server) SetPolicy(id core.SandboxID, p policy.Policy) bool {
 	return true
 }
 
+// SetGrants gives a sandbox other grants. What was begun with one that is not among them, as it was, is ended before it returns. It reports
+// whether the sandbox is there.
+func (s *Server) SetGrants(id core.SandboxID, b grant.Bundle) (bool, error) {
+	g, err := newGranted(b)
+	if err != nil {
+		return false, err
+	}
+	box := s.box(id)
+	if box == nil {
+		return false, nil
+	}
+	box.setGrants(g)
+	return true, nil
+}
+
 // Remove ends all that a sandbox has open, and its listeners.
 func (s *Server) Remove(id core.SandboxID) {
 	s.mu.Lock()
@@ -163,7 +188,7 @@ func (s *Server) Close() error {
 	for _, id := range ids {
 		s.Remove(id)
 	}
-	return errors.Join(s.proxied.Close(), s.origin.Close())
+	return errors.Join(s.proxied.Close(), s.origin.Close(), s.read.Close())
 }
 
 func (s *Server) nextID() string {

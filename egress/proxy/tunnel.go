@@ -6,15 +6,12 @@ import (
 	"io"
 	"net"
 	"net/netip"
-	"strconv"
 	"sync"
 	"time"
 
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/egress/policy"
 )
-
-func portText(p uint16) string { return strconv.Itoa(int(p)) }
 
 // serveTransparent serves a connection that was going somewhere else.
 func (b *box) serveTransparent(c *conn) {
@@ -71,6 +68,10 @@ func (b *box) serveTLS(c *conn, asked *target, to netip.AddrPort, port uint16) {
 	if host.IsZero() {
 		host = hostOf(asked, to)
 	}
+	if t := (target{host, port}); why == nil && b.reads(t) {
+		b.intercept(c, t)
+		return
+	}
 	b.tunnel(c, core.Flow{Spoken: core.SpokenTLS, Port: port}, host, why)
 }
 
@@ -118,7 +119,7 @@ func (b *box) serveRaw(c *conn, asked *target, to netip.AddrPort, port uint16) {
 // tunnel carries a connection to a host, both ways, until both have ended.
 func (b *box) tunnel(c *conn, f core.Flow, h policy.Host, why error) {
 	defer c.Close()
-	o, err := b.decide(b.ctx, f, h, why)
+	o, err := b.decide(b.ctx, f, h, nil, why)
 	if err != nil {
 		refuseTLS(c, f.Spoken)
 		return

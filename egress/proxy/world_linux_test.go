@@ -115,7 +115,7 @@ func newWorld(t *testing.T, allow ...string) *world {
 	w := &world{t: t, journal: &journal{begun: map[string]core.Flow{}}, names: &names{addrs: map[string][]string{}}, ca: newAuthority(t)}
 	w.server = proxy.New(proxy.Config{
 		Reach: policy.Reach{Private: []netip.Prefix{netip.MustParsePrefix(publicNet)}}, Resolver: w.names, Journal: w.journal,
-		Log: slog.New(slog.NewTextHandler(t.Output(), nil)), FirstTime: time.Second,
+		Log: slog.New(slog.NewTextHandler(t.Output(), nil)), FirstTime: time.Second, Roots: w.ca.pool,
 	})
 	t.Cleanup(func() {
 		if err := w.server.Close(); err != nil {
@@ -245,6 +245,9 @@ func (w *world) flows() []string {
 			s += " " + f.Method
 		}
 		s += fmt.Sprintf(" %s:%d%s", f.Host, f.Port, f.Path)
+		if f.Grant != "" {
+			s += " with " + f.Grant
+		}
 		if f.Status != 0 {
 			s += fmt.Sprintf(" %d", f.Status)
 		}

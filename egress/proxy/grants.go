@@ -1,0 +1,257 @@
+package proxy
+
+import (
+	"context"
+	"crypto/tls"
+	"errors"
+	"fmt"
+	"net/http"
+	"net/url"
+	"strings"
+	"sync/atomic"
+	"time"
+
+	"golang.org/x/time/rate"
+
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/egress/ca"
+	"github.com/coppice-dev/coppice/egress/grant"
+	"github.com/coppice-dev/coppice/egress/policy"
+)
+
+// granted is what a sandbox has been granted, with the certificates for it.
+type granted struct {
+	set    grant.Set
+	leaves *ca.Leaves // nil when nothing is read on its way
+}
+
+func newGranted(b grant.Bundle) (*granted, error) {
+	g := &granted{set: grant.NewSet(b.Grants...)}
+	if len(g.set.Hosts()) == 0 {
+		return g, nil
+	}
+	if b.Issuer == nil {
+		return nil, core.Errorf(core.Invalid, core.CodeInvalidField, "there are grants for hosts, and no authority for their certificates")
+	}
+	var err error
+	g.leaves, err = ca.NewLeaves(*b.Issuer)
+	return g, err
+}
+
+func (t target) granted() grant.Target { return grant.Target{Host: t.host, Port: t.port} }
+
+// reads reports whether the proxy reads what is said over TLS to a host.
+func (b *box) reads(t target) bool {
+	g := b.grants.Load()
+	return g.leaves != nil && g.set.Granted(t.granted(), grant.ModeHeader)
+}
+
+// intercept speaks TLS with the guest in the host's stead.
+func (b *box) intercept(c *conn, t target) {
+	b.mu.Lock()
+	c.target, c.read = &t, true
+	b.mu.Unlock()
+	server := tls.Server(c, &tls.Config{
+		MinVersion: tls.VersionTLS12, NextProtos: []string{"h2", "http/1.1"},
+		GetCertificate: func(*tls.ClientHelloInfo) (*tls.Certificate, error) {
+			g := b.grants.Load()
+			if g.leaves == nil {
+				return nil, errEnded
+			}
+			return g.leaves.Of(t.host.Name())
+		},
+	})
+	ctx, cancel := context.WithTimeout(b.ctx, b.s.cfg.FirstTime)
+	defer cancel()
+	if err := server.HandshakeContext(ctx); err != nil {
+		if o, refused := b.decide(b.ctx, core.Flow{Spoken: core.SpokenTLS, Port: t.port}, t.host, nil, nil); refused == nil {
+			b.end(o, fmt.Errorf("the guest's program did not take the certificate of the project's authority: %w", err))
+		}
+		reset(c.Conn)
+		_ = c.Close()
+		return
+	}
+	if !b.s.read.queue.put(server) {
+		_ = c.Close()
+	}
+}
+
+// setGrants replaces what is granted, and ends what is not granted any more.
+func (b *box) setGrants(g *granted) {
+	b.grants.Store(g)
+	b.mu.Lock()
+	var flows []*openFlow
+	for f := range b.open {
+		if f.use != nil && !g.set.Keeps(f.use.grant) {
+			flows = append(flows, f)
+		}
+	}
+	var conns []*conn
+	for c := range b.conns {
+		if c.read && !g.set.Granted(c.target.granted(), grant.ModeHeader) {
+			conns = append(conns, c)
+		}
+	}
+	for id := range b.budgets {
+		if !g.set.Has(id) {
+			delete(b.budgets, id)
+		}
+	}
+	b.mu.Unlock()
+	for _, f := range flows {
+		f.cancel(errEnded)
+	}
+	for _, c := range conns {
+		reset(c.Conn)
+	}
+	b.closeIdle()
+}
+
+// Why a request with a secret is ended.
+var (
+	errEnded       = deny("the grant has ended")
+	errExpired     = deny("the grant has expired")
+	errBudget      = deny("the grant's bytes are used up")
+	errPlaceholder = deny("there is a placeholder in what the request sends, where no grant puts it")
+	errEcho        = deny("the host's answer has the secret in it")
+	errEncoding    = deny("the host's answer is encoded in a way that cannot be looked at")
+)
+
+// budget is what is left of a grant for one sandbox.
+type budget struct {
+	bytes     *atomic.Int64 // used
+	perMinute int
+	rate      *rate.Limiter
+}
+
+// use is the use of a grant by a flow.
+type use struct {
+	grant  *grant.Grant
+	budget *budget
+}
+
+// take counts bytes that passed. It fails when there are too many.
+func (u *use) take(n int) error {
+	if u == nil {
+		return nil
+	}
+	if used := u.budget.bytes.Add(int64(n)); u.grant.MaxBytes > 0 && used > u.grant.MaxBytes {
+		return errBudget
+	}
+	return nil
+}
+
+func (b *box) budget(g *grant.Grant) *budget {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	x := b.budgets[g.ID]
+	if x != nil && x.perMinute == g.PerMinute {
+		return x
+	}
+	limit := rate.Inf
+	if g.PerMinute > 0 {
+		limit = rate.Every(time.Minute / time.Duration(g.PerMinute))
+	}
+	next := &budget{bytes: new(atomic.Int64), perMinute: g.PerMinute, rate: rate.NewLimiter(limit, g.PerMinute)}
+	if x != nil {
+		next.bytes = x.bytes
+	}
+	b.budgets[g.ID] = next
+	return next
+}
+
+// brokered is the grant that a request names by its URL.
+type brokered struct{}
+
+// broker puts a secret into a request, if one is granted and asked for. A request that the proxy cannot put one into has no placeholder.
+func (b *box) broker(c *conn, r *http.Request, to target) (*use, error) {
+	id, named := r.Context().Value(brokered{}).(string)
+	mode := grant.ModeHeader
+	switch {
+	case named:
+		mode = grant.ModeBaseURL
+	case !c.read:
+		if bad := grant.Find(r); bad != "" {
+			return nil, deny(bad)
+		}
+		return nil, nil
+	}
+	g := b.grants.Load()
+	if !g.set.Granted(to.granted(), mode) {
+		return nil, errEnded
+	}
+	used, err := g.set.Use(r, to.granted(), mode, id, time.Now())
+	if err != nil {
+		return nil, deny(err.Error())
+	}
+	r.Header.Del("Accept-Encoding") // what the transport asks for it decodes
+	if used == nil {
+		return nil, nil
+	}
+	u := &use{used, b.budget(used)}
+	if !u.budget.rate.Allow() {
+		return nil, &denial{fmt.Sprintf("the grant %s allows %d requests a minute", used.ID, used.PerMinute), http.StatusTooManyRequests}
+	}
+	if used.MaxBytes > 0 && u.budget.bytes.Load() >= used.MaxBytes {
+		return nil, errBudget
+	}
+	return u, nil
+}
+
+// BasePath begins the paths of base URLs: the id of a grant follows, then what is asked of its host.
+const BasePath = "/grant/"
+
+// serveBase serves a request to a base URL: it becomes one to the grant's host. It reports whether it was one.
+func (s *Server) serveBase(w http.ResponseWriter, r *http.Request) bool {
+	rest, ok := strings.CutPrefix(r.URL.EscapedPath(), BasePath)
+	if !ok || r.URL.IsAbs() {
+		return false
+	}
+	c, _ := r.Context().Value(connKey{}).(*conn)
+	id, path, _ := strings.Cut(rest, "/")
+	u := *r.URL
+	var err error
+	if u.RawPath = "/" + path; c != nil {
+		u.Path, err = url.PathUnescape(u.RawPath)
+	}
+	if c == nil || err != nil {
+		writeProblem(w, http.StatusBadRequest, "the request's path cannot be read")
+		return true
+	}
+	t, ok := c.box.grants.Load().set.Base(id)
+	if !ok {
+		writeProblem(w, http.StatusForbidden, "there is no grant "+core.Clip(id)+" with a base URL")
+		return true
+	}
+	const https = 443
+	u.Scheme, u.Host = "https", t.Host.String()
+	if t.Port != https {
+		u.Host = policy.JoinHostPort(t.Host, t.Port)
+	}
+	out := r.WithContext(context.WithValue(r.Context(), brokered{}, id))
+	out.URL, out.Host = &u, u.Host
+	s.serveProxied(w, out)
+	return true
+}
+
+// inspect looks at an answer of a host with grants: its head now, its body as it comes.
+func (b *box) inspect(o *openFlow, resp *http.Response) error {
+	scan := b.grants.Load().set.Scanner(target{o.host, o.Port}.granted())
+	if scan == nil { // the grants have ended meanwhile
+		return errEnded
+	}
+	if e := resp.Header.Get("Content-Encoding"); e != "" && !strings.EqualFold(e, "identity") {
+		return errEncoding
+	}
+	if scan.InHeader(resp.Header) || scan.In(resp.Status) {
+		return errEcho
+	}
+	resp.Body = inspected(resp.Body, &inspection{
+		scan: scan, take: o.use.take, trailer: func() http.Header { return resp.Trailer }, found: errEcho,
+		refuse: func(why error) { o.cancel(why) },
+	})
+	return nil
+}
+
+// isDenial reports whether the guest is refused, rather than that something failed.
+func isDenial(err error) (*denial, bool) { return errors.AsType[*denial](err) }
