@@ -415,7 +415,11 @@ func TestGrantsEnd(t *testing.T) {
 					close(gone)
 				}
 			})
-			c := b.guest(true, false)
+			c, idle := b.guest(true, false), b.guest(true, false)
+			if status, all := b.ask(idle, "GET", "https://"+bankHost+"/", ""); status != 200 {
+				t.Fatal(status, all)
+			}
+			b.flows()
 			r, err := http.NewRequestWithContext(t.Context(), http.MethodGet, "https://"+bankHost+"/long", nil)
 			if err != nil {
 				t.Fatal(err)
@@ -445,6 +449,9 @@ func TestGrantsEnd(t *testing.T) {
 				t.Errorf("%q", flows)
 			}
 			b.got()
+			if status, all := b.ask(idle, "GET", "https://"+bankHost+"/", ""); name == "revoked" && (status != 0 || !strings.Contains(all, "unknown authority")) {
+				t.Errorf("what was a connection to the proxy is not one to the host: %d %s", status, all)
+			}
 			if status, all := b.ask(b.guest(true, false), "GET", "https://"+bankHost+"/", "", b.bearer()...); status == 200 && name != "other secret" || slices.Contains(b.got(), "Bearer "+canary) {
 				t.Errorf("afterwards: %d %s", status, all)
 			}
