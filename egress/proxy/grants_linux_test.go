@@ -23,6 +23,7 @@ import (
 	"github.com/coppice-dev/coppice/egress/grant"
 	"github.com/coppice-dev/coppice/egress/policy"
 	"github.com/coppice-dev/coppice/egress/proxy"
+	"github.com/coppice-dev/coppice/internal/eventually"
 )
 
 const canary = "sk-canary/7f3+a9=0123456789abcdef"
@@ -383,6 +384,11 @@ func TestOnlyTheHost(t *testing.T) {
 	if status, all := b.ask(stranger, "GET", "https://"+bankHost+"/", "", b.bearer()...); status != 0 || !strings.Contains(all, "unknown authority") {
 		t.Errorf("%d %s", status, all)
 	}
+	eventually.True(t, "the proxy notices", func() bool {
+		b.journal.mu.Lock()
+		defer b.journal.mu.Unlock()
+		return len(b.journal.begun) > 0
+	})
 	wantFlows(t, b.world, "failed tls api.example:443")
 	// What is not granted is a tunnel, with the host's own certificate.
 	if status, all := b.ask(stranger, "GET", "https://other.example/", ""); status != 200 {
