@@ -675,6 +675,12 @@ type APIKeyList struct {
 	NextCursor string   `json:"next_cursor,omitempty,omitzero"`
 }
 
+// Allow What may be reached through the egress proxy under `deny-all`; everything else may not. An entry is a name
+// (`api.example.com`, at ports 80 and 443), the names below one (`*.example.com`), either with a port (`example.com:8443`),
+// an address, `tcp://host:port` for protocols other than HTTP and TLS, or the hosts that a tool needs (`bundle:python`).
+// Answers have them sorted and in one form.
+type Allow = []string
+
 // Ancestor defines model for Ancestor.
 type Ancestor struct {
 	Annotations json.RawMessage `json:"annotations"`
@@ -1469,6 +1475,12 @@ type Name = string
 
 // Network The network and machine identity; each fork and restore gets a fresh one. Empty before it is given.
 type Network struct {
+	// Allow What may be reached through the egress proxy under `deny-all`; everything else may not. An entry is a name
+	// (`api.example.com`, at ports 80 and 443), the names below one (`*.example.com`), either with a port (`example.com:8443`),
+	// an address, `tcp://host:port` for protocols other than HTTP and TLS, or the hosts that a tool needs (`bundle:python`).
+	// Answers have them sorted and in one form.
+	Allow Allow `json:"allow,omitempty,omitzero"`
+
 	// EgressPolicy `deny-all` (the default): nothing leaves the sandbox. `allow-all` routes everything out; it is for development
 	// and exempt from the promise that nothing leaves unseen.
 	EgressPolicy EgressPolicy `json:"egress_policy"`
@@ -1481,12 +1493,25 @@ type Network struct {
 
 	// MachineID 32 hex digits.
 	MachineID string `json:"machine_id,omitempty,omitzero"`
+
+	// RulesPending The host that it runs on is not known to have `allow` yet; it is given to it until it has.
+	RulesPending bool `json:"rules_pending,omitempty,omitzero"`
+}
+
+// NetworkPatch defines model for NetworkPatch.
+type NetworkPatch struct {
+	// Allow What may be reached through the egress proxy under `deny-all`; everything else may not. An entry is a name
+	// (`api.example.com`, at ports 80 and 443), the names below one (`*.example.com`), either with a port (`example.com:8443`),
+	// an address, `tcp://host:port` for protocols other than HTTP and TLS, or the hosts that a tool needs (`bundle:python`).
+	// Answers have them sorted and in one form.
+	Allow Allow `json:"allow"`
 }
 
 // NetworkRequest defines model for NetworkRequest.
 type NetworkRequest struct {
-	// Allow Hosts that may be reached. Refused with 400 `UNSUPPORTED` unless empty, until the egress proxy exists.
-	Allow []string `json:"allow,omitempty,omitzero"`
+	// Allow See `Allow`. When it is absent a fork has what the workspace has that it comes from, as it is now; an empty list is
+	// nothing. What that one may not reach is refused with 403 `EGRESS_BEYOND_PARENT`.
+	Allow *Allow `json:"allow,omitempty"`
 
 	// EgressPolicy `deny-all` (the default): nothing leaves the sandbox. `allow-all` routes everything out; it is for development
 	// and exempt from the promise that nothing leaves unseen.
@@ -1585,6 +1610,10 @@ type PatchWorkspaceRequest struct {
 
 	// Labels Labels to set; a null value removes one. Others stay.
 	Labels LabelsPatch `json:"labels,omitempty,omitzero"`
+
+	// Network What it may reach from now on. A fork may reach what the workspace may that it comes from, never more (403
+	// `EGRESS_BEYOND_PARENT`). What is taken out is taken from all that was forked from it, too.
+	Network *NetworkPatch `json:"network,omitempty"`
 
 	// OnIdle `suspend` when absent. It needs `idle_seconds`.
 	OnIdle OnIdle `json:"on_idle,omitempty,omitzero"`

@@ -62,6 +62,9 @@ func (c *Controller) beginCapture(ctx context.Context, project core.ProjectID, k
 	}
 	op := Operation{ProjectID: project, Kind: kind, Step: "capture", WorkspaceID: id}
 	return c.begin(ctx, InProject(project), op, func(ctx context.Context, tx Tx, op *Operation, in *opInput, attempt int) (any, error) {
+		if fork != nil {
+			tx.HoldRules(project)
+		}
 		w, err := tx.Workspace(ctx, id)
 		if err != nil {
 			return nil, err
@@ -82,7 +85,7 @@ func (c *Controller) beginCapture(ctx context.Context, project core.ProjectID, k
 		cp := Checkpoint{
 			ID: core.NewID[core.CheckpointID](), ProjectID: project, Kind: KindUser, Parent: w.Head, WorkspaceID: id, WorkspaceEpoch: w.Epoch,
 			Name: req.Name, Labels: req.Labels, Annotations: req.Annotations, Pinned: req.Pinned, Image: w.Image, Resources: w.Resources, OperationID: op.ID,
-			RunnerID: sandbox.RunnerID, Endpoint: sandbox.Endpoint, Egress: w.Egress, Env: w.Env,
+			RunnerID: sandbox.RunnerID, Endpoint: sandbox.Endpoint, Egress: w.Egress, Allow: w.Rules.Allow, Env: w.Env,
 		}
 		if err := tx.InsertCheckpoint(ctx, cp); err != nil {
 			return nil, err
@@ -103,11 +106,15 @@ func (c *Controller) beginCapture(ctx context.Context, project core.ProjectID, k
 
 // plantBeside inserts the children of a fork of a workspace: their checkpoint is still to be captured, on its runner.
 func (c *Controller) plantBeside(ctx context.Context, tx Tx, project core.ProjectID, cp Checkpoint, req ForkRequest, names []string, attempt int) (*forkPlan, error) {
+	like, err := childOf(cp, req)
+	if err != nil {
+		return nil, err
+	}
 	runners, err := c.placeEach(ctx, tx, placement.Request{Count: req.Count, Resources: cp.Resources, Holder: cp.RunnerID}, false)
 	if err != nil {
 		return nil, err
 	}
-	children, err := c.plant(ctx, tx, planting{project: project, runners: runners, names: names, attempt: attempt, ttl: req.TTL, like: childOf(cp, req)})
+	children, err := c.plant(ctx, tx, planting{project: project, runners: runners, names: names, attempt: attempt, ttl: req.TTL, like: like})
 	return &forkPlan{children: children, source: cp}, err
 }
 
@@ -211,7 +218,7 @@ func (plan *capturePlan) record(ctx context.Context, tx Tx, t *Task, got runnera
 	if err != nil {
 		return err
 	}
-	cp.Egress, cp.Env = plan.checkpoint.Egress, plan.checkpoint.Env
+	cp.Egress, cp.Allow, cp.Env = plan.checkpoint.Egress, plan.checkpoint.Allow, plan.checkpoint.Env
 	plan.checkpoint = cp
 	_, err = tx.CapturedWorkspace(ctx, t.op.WorkspaceID, t.in.Epoch, &cp)
 	if core.CodeOf(err) == core.CodeStateConflict {

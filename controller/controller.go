@@ -100,7 +100,9 @@ type Controller struct {
 	stop   context.CancelCauseFunc
 	tasks  sync.WaitGroup
 	wake   chan struct{} // size 1: look for operations to claim
-	ended  chan core.OperationID
+	// rulesChanged has size 1: look for rules that runners do not have.
+	rulesChanged chan struct{}
+	ended        chan core.OperationID
 
 	// mu guards the fields below.
 	mu       sync.Mutex
@@ -132,7 +134,7 @@ func New(cfg Config, store Store, runners Runners, log *slog.Logger) *Controller
 	c := &Controller{
 		cfg: cfg.withDefaults(), store: store, runners: runners, log: log,
 		owner:  fmt.Sprintf("%s/%s", host, core.NewID[core.OperationID]()),
-		runCtx: ctx, stop: stop, wake: make(chan struct{}, 1), ended: make(chan core.OperationID, 1024),
+		runCtx: ctx, stop: stop, wake: make(chan struct{}, 1), rulesChanged: make(chan struct{}, 1), ended: make(chan core.OperationID, 1024),
 		limits:  newLimiter(cfg.Limits),
 		running: map[core.OperationID]*Task{}, waiters: map[core.OperationID][]chan struct{}{}, released: map[core.WorkspaceID]chan struct{}{}, feed: newFeed(),
 		imports: make(chan struct{}, maxImports), exports: make(chan struct{}, maxExports),
@@ -150,7 +152,7 @@ func (c *Controller) Run(ctx context.Context) error {
 	var loops errgroup.Group
 	loopCtx, endLoops := context.WithCancel(context.WithoutCancel(ctx))
 	defer endLoops()
-	for _, loop := range []func(context.Context){c.leaseLoop, c.reconcileLoop, c.choreLoop, c.useLoop, c.notifyLoop, c.listenLoop, c.keyLoop, c.feedLoop} {
+	for _, loop := range []func(context.Context){c.leaseLoop, c.reconcileLoop, c.rulesLoop, c.choreLoop, c.useLoop, c.notifyLoop, c.listenLoop, c.keyLoop, c.feedLoop} {
 		loops.Go(func() error {
 			loop(loopCtx)
 			return nil

@@ -24,6 +24,7 @@ type CreateRequest struct {
 	Image     string // name or digest; empty: DefaultImage
 	Resources core.Resources
 	Egress    core.EgressPolicy // empty: deny-all
+	Allow     []string          // in the only form of its entries
 	Env       map[string]string
 	Labels    map[string]string
 	TTL       time.Duration // 0: none
@@ -39,6 +40,9 @@ func (c *Controller) CreateWorkspace(ctx context.Context, project core.ProjectID
 		req.Egress = core.EgressDenyAll
 	}
 	if err := req.Resources.Validate(); err != nil {
+		return Answer{}, err
+	}
+	if err := ruled(req.Egress, req.Allow); err != nil {
 		return Answer{}, err
 	}
 	image, err := c.findImage(ctx, req.Image)
@@ -57,7 +61,7 @@ func (c *Controller) CreateWorkspace(ctx context.Context, project core.ProjectID
 		}
 		like := Workspace{
 			State: core.WorkspaceCreating, Image: ImageRef{Name: image.Name, Digest: image.Digest}, Resources: req.Resources,
-			Egress: req.Egress, Env: req.Env, Labels: req.Labels, Rest: req.Rest,
+			Egress: req.Egress, Rules: Rules{Allow: req.Allow}, Env: req.Env, Labels: req.Labels, Rest: req.Rest,
 		}
 		template, err := tx.LiveTemplate(ctx, runner, image.Digest, req.Resources, false)
 		if err == nil {

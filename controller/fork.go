@@ -22,6 +22,7 @@ type ForkRequest struct {
 	AllOrNothing bool
 	Spread       bool              // evenly over the runners, instead of where the checkpoint is
 	Egress       core.EgressPolicy // empty: as the captured workspace has it
+	Allow        *[]string         // nil: likewise
 	Env          map[string]string // nil: as the captured workspace has it
 	Labels       map[string]string
 	TTL          time.Duration // 0: none
@@ -55,6 +56,15 @@ func (r ForkRequest) names() ([]string, error) {
 type forkPlan struct {
 	children []Workspace // in the order asked, each with its sandbox and that one's runner
 	source   Checkpoint
+	loaded   bool // of rows: it may be that children were grown before, with rules that were others
+}
+
+// sentRules is the version of the rules that a child's runner is known to have when it has grown it.
+func (p *forkPlan) sentRules(child Workspace) int64 {
+	if p.loaded {
+		return 0
+	}
+	return child.Rules.Version
 }
 
 // ForkCheckpoint grows workspaces from a checkpoint.
@@ -76,6 +86,7 @@ func (c *Controller) fork(ctx context.Context, project core.ProjectID, kind Oper
 	op := Operation{ProjectID: project, Kind: kind, Step: "fork", CheckpointID: id}
 	admit := func(ctx context.Context, tx Tx, _ *Operation, in *opInput, attempt int) (any, error) {
 		tx.HoldCheckpoint(id)
+		tx.HoldRules(project)
 		source, err := c.source(ctx, tx, id)
 		if err != nil {
 			return nil, err
@@ -83,13 +94,15 @@ func (c *Controller) fork(ctx context.Context, project core.ProjectID, kind Oper
 		if !source.State.Forkable() {
 			return nil, notForkable(source)
 		}
+		like, err := childOf(source, req)
+		if err != nil {
+			return nil, err
+		}
 		runners, err := c.placeFrom(ctx, tx, source, req.Count, req.Spread)
 		if err != nil {
 			return nil, err
 		}
-		children, err := c.plant(ctx, tx, planting{
-			project: project, runners: runners, names: names, attempt: attempt, ttl: req.TTL, like: childOf(source, req),
-		})
+		children, err := c.plant(ctx, tx, planting{project: project, runners: runners, names: names, attempt: attempt, ttl: req.TTL, like: like})
 		if err != nil {
 			return nil, err
 		}
@@ -108,7 +121,7 @@ func notForkable(cp Checkpoint) error {
 }
 
 // childOf is what the children of a checkpoint have in common.
-func childOf(source Checkpoint, req ForkRequest) Workspace {
+func childOf(source Checkpoint, req ForkRequest) (Workspace, error) {
 	w := Workspace{
 		State: core.WorkspaceRestoring, Image: source.Image, Resources: source.Resources, Egress: req.Egress, Env: req.Env, Labels: req.Labels,
 		Parent: source.ID, Rest: req.Rest,
@@ -119,7 +132,19 @@ func childOf(source Checkpoint, req ForkRequest) Workspace {
 	if w.Env == nil {
 		w.Env = source.Env
 	}
-	return w
+	switch {
+	case req.Allow != nil:
+		w.Rules.Allow = *req.Allow
+	case w.Egress == core.EgressDenyAll:
+		w.Rules.Allow = source.Allow
+	}
+	if err := ruled(w.Egress, w.Rules.Allow); err != nil {
+		return w, err
+	}
+	if parent := source.origin(); parent != nil {
+		return w, limitedTo(w.Egress, w.Rules.Allow, *parent)
+	}
+	return w, nil
 }
 
 func childInputs(children []Workspace) []childInput {
@@ -246,7 +271,7 @@ func (c *Controller) loadFork(ctx context.Context, t *Task) (*forkPlan, error) {
 	if plan, ok := t.plan.(*forkPlan); ok {
 		return plan, nil
 	}
-	plan := &forkPlan{}
+	plan := &forkPlan{loaded: true}
 	err := t.load(ctx, func(tx Tx) error {
 		ids, sandboxIDs := make([]core.WorkspaceID, len(t.in.Children)), make([]core.SandboxID, len(t.in.Children))
 		for i, child := range t.in.Children {
@@ -354,7 +379,7 @@ func (c *Controller) callShare(ctx context.Context, plan *forkPlan, endpoint str
 	for n, i := range share {
 		w := plan.children[i]
 		req.Children[n] = runnerapi.Child{
-			SandboxID: w.Sandbox.ID, WorkspaceID: w.ID, Epoch: w.Sandbox.Epoch, Identity: w.Sandbox.Identity, Egress: w.Egress, Env: w.Env,
+			SandboxID: w.Sandbox.ID, WorkspaceID: w.ID, Epoch: w.Sandbox.Epoch, Identity: w.Sandbox.Identity, Egress: w.Egress, Rules: w.Rules.wire(), Env: w.Env,
 		}
 		if w.Resources.DiskGiB > plan.source.Resources.DiskGiB {
 			req.Children[n].DiskGiB = w.Resources.DiskGiB
@@ -435,7 +460,7 @@ func (c *Controller) finishGrown(ctx context.Context, t *Task, plan *forkPlan, g
 			if p := got[i].Problem; p != nil {
 				failed = append(failed, EndedWorkspace{ID: w.ID, To: core.WorkspaceFailed, Failure: &Failure{Code: p.Code, Message: p.Message}})
 			} else {
-				ready = append(ready, ReadyWorkspace{ID: w.ID, Epoch: w.Sandbox.Epoch, Sandbox: w.Sandbox.ID})
+				ready = append(ready, ReadyWorkspace{ID: w.ID, Epoch: w.Sandbox.Epoch, Sandbox: w.Sandbox.ID, Rules: plan.sentRules(w)})
 			}
 		}
 		moved, err := tx.ReadyWorkspaces(ctx, ready)
@@ -462,6 +487,9 @@ func (c *Controller) finishGrown(ctx context.Context, t *Task, plan *forkPlan, g
 	}
 	var lost []Sandbox // of workspaces that were terminated while they were grown, and what a runner may have grown that could not say so
 	for i, child := range t.result.Children {
+		if child.Workspace != nil && child.Workspace.RulesPending() {
+			c.wakeRules()
+		}
 		if p := got[i].Problem; child.Problem != nil && (p == nil || p.Code == core.CodeRunnerUnreachable) {
 			lost = append(lost, plan.children[i].Sandbox)
 		}

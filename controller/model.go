@@ -101,6 +101,7 @@ type Workspace struct {
 	Image     ImageRef
 	Resources core.Resources
 	Egress    core.EgressPolicy
+	Rules     Rules
 	Env       map[string]string
 	Labels    map[string]string
 	Rest      Rest
@@ -183,6 +184,7 @@ type Checkpoint struct {
 	Peers   []runnerapi.Peer   // likewise: runners that may have what is there
 
 	Egress core.EgressPolicy // of the workspace that it was taken of, for its forks
+	Allow  []string          // likewise
 	Env    map[string]string // likewise
 }
 

@@ -30,10 +30,20 @@ func (c *Controller) Workspaces(ctx context.Context, project core.ProjectID, f W
 	return read(ctx, c, InProject(project), func(tx Tx) ([]Workspace, error) { return tx.Workspaces(ctx, f) })
 }
 
-// PatchWorkspace changes labels and expiry.
+// PatchWorkspace changes labels, expiry and rules.
 func (c *Controller) PatchWorkspace(ctx context.Context, project core.ProjectID, id core.WorkspaceID, p WorkspacePatch) (Workspace, error) {
-	return read(ctx, c, InProject(project), func(tx Tx) (Workspace, error) {
+	w, err := read(ctx, c, InProject(project), func(tx Tx) (Workspace, error) {
+		if p.Allow != nil {
+			if err := tx.LockRules(ctx, project); err != nil {
+				return Workspace{}, err
+			}
+		}
 		w, err := tx.PatchWorkspace(ctx, id, p)
+		if err == nil && p.Allow != nil {
+			if err = changeRules(ctx, tx, w, *p.Allow); err == nil {
+				w, err = tx.Workspace(ctx, id)
+			}
+		}
 		if err == nil && p.OnIdle != "" && w.Rest.IdleAfter == 0 {
 			err = core.Errorf(core.Invalid, core.CodeInvalidField, "on_idle: it needs idle_seconds, and workspace %s has none", id)
 		}
@@ -42,6 +52,10 @@ func (c *Controller) PatchWorkspace(ctx context.Context, project core.ProjectID,
 		}
 		return w, err
 	})
+	if err == nil && p.Allow != nil {
+		w = c.applyRules(ctx, w)
+	}
+	return w, err
 }
 
 // MaxLabels bounds the labels of one object.

@@ -13,6 +13,7 @@ type restorePlan struct {
 	workspace Workspace // in its old epoch and sandbox
 	next      Sandbox
 	source    Checkpoint
+	loaded    bool // see forkPlan
 }
 
 // RestoreWorkspace rolls a workspace back to a checkpoint, in place: a new sandbox is grown from it and resealed before the
@@ -20,7 +21,7 @@ type restorePlan struct {
 func (c *Controller) RestoreWorkspace(ctx context.Context, project core.ProjectID, id core.WorkspaceID, checkpoint core.CheckpointID, wait time.Duration) (Answer, error) {
 	op := Operation{ProjectID: project, Kind: OpRestoreWorkspace, Step: "fork", WorkspaceID: id, CheckpointID: checkpoint}
 	admit := func(ctx context.Context, tx Tx, _ *Operation, in *opInput, _ int) (any, error) {
-		plan, err := c.admitRestore(ctx, tx, id, checkpoint)
+		plan, err := c.admitRestore(ctx, tx, project, id, checkpoint)
 		if err == nil {
 			in.Source, in.Epoch, in.Sandbox, in.Next = checkpoint, plan.workspace.Epoch, plan.workspace.Sandbox.ID, plan.next.ID
 		}
@@ -39,7 +40,8 @@ func (c *Controller) RestoreWorkspace(ctx context.Context, project core.ProjectI
 	return t.await(ctx, wait)
 }
 
-func (c *Controller) admitRestore(ctx context.Context, tx Tx, id core.WorkspaceID, checkpoint core.CheckpointID) (*restorePlan, error) {
+func (c *Controller) admitRestore(ctx context.Context, tx Tx, project core.ProjectID, id core.WorkspaceID, checkpoint core.CheckpointID) (*restorePlan, error) {
+	tx.HoldRules(project)
 	w, err := tx.Workspace(ctx, id)
 	if err != nil {
 		return nil, err
@@ -58,6 +60,11 @@ func (c *Controller) admitRestore(ctx context.Context, tx Tx, id core.WorkspaceI
 	if source.Image.Digest != w.Image.Digest || source.Resources.VCPUs != w.Resources.VCPUs || source.Resources.MemoryMiB != w.Resources.MemoryMiB {
 		return nil, core.Errorf(core.Invalid, core.CodeInvalidField,
 			"checkpoint_id: checkpoint %s is of another image or shape than workspace %s; restore it as a workspace of its own", checkpoint, id)
+	}
+	if from := source.origin(); from != nil && from.ID != w.ID {
+		if err := limitedTo(w.Egress, w.Rules.Allow, *from); err != nil {
+			return nil, err
+		}
 	}
 	runners, err := c.placeFrom(ctx, tx, source, 1, false)
 	if err != nil {
@@ -96,7 +103,7 @@ func (c *Controller) loadRestore(ctx context.Context, t *Task) (*restorePlan, er
 	if plan, ok := t.plan.(*restorePlan); ok {
 		return plan, nil
 	}
-	plan := &restorePlan{}
+	plan := &restorePlan{loaded: true}
 	err := t.load(ctx, func(tx Tx) error {
 		var err error
 		if plan.workspace, err = tx.Workspace(ctx, t.op.WorkspaceID); err != nil {
@@ -170,7 +177,8 @@ func (c *Controller) switchSandbox(ctx context.Context, t *Task, plan *restorePl
 }
 
 func (c *Controller) recordSwitch(ctx context.Context, tx Tx, t *Task, plan *restorePlan, got []runnerapi.ChildResult) error {
-	if _, err := tx.SwitchWorkspace(ctx, t.op.WorkspaceID, t.in.Epoch, plan.next.ID, plan.source); err != nil {
+	sent := (&forkPlan{loaded: plan.loaded}).sentRules(plan.workspace)
+	if _, err := tx.SwitchWorkspace(ctx, t.op.WorkspaceID, t.in.Epoch, plan.next.ID, plan.source, sent); err != nil {
 		return err
 	}
 	if t.op.Kind == OpResumeWorkspace {

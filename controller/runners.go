@@ -24,6 +24,8 @@ type Runners interface {
 	Diff(ctx context.Context, endpoint string, from core.CheckpointID, d runnerapi.Diff) (runnerapi.DiffPage, error)
 	OpenPort(ctx context.Context, endpoint string, sandbox core.SandboxID, p runnerapi.Port) (runnerapi.Port, error)
 	ClosePort(ctx context.Context, endpoint string, sandbox core.SandboxID, id core.PortID) error
+	// SetEgress says what a sandbox may reach from now on. Older rules than it has change nothing.
+	SetEgress(ctx context.Context, endpoint string, sandbox core.SandboxID, rules runnerapi.EgressRules) error
 	// Console returns the tail of a serial console. The caller closes it.
 	Console(ctx context.Context, endpoint string, sandbox core.SandboxID) (io.ReadCloser, error)
 	// Guest carries requests to the agent in a sandbox; their paths are the agent's ("/v1/sessions"). It has no deadline of

@@ -60,6 +60,7 @@ type Tx interface {
 	TenantTx
 	KeyTx
 	WorkspaceTx
+	RulesTx
 	SandboxTx
 	CheckpointTx
 	OperationTx
@@ -101,6 +102,8 @@ type WorkspacePatch struct {
 	IdleAfter  *time.Duration // 0 removes it
 	OnIdle     IdleAction     // empty: as it was; IdleSuspend when it had none
 	AutoResume *bool
+
+	Allow *[]string // in the only form of its entries
 }
 
 // ReadyWorkspace moves a workspace to ready in the sandbox that it has waited for.
@@ -108,6 +111,7 @@ type ReadyWorkspace struct {
 	ID      core.WorkspaceID
 	Epoch   int64
 	Sandbox core.SandboxID
+	Rules   int64 // the version that its runner has
 }
 
 // EndedWorkspace ends a workspace. To is terminated, failed or lost.
@@ -140,8 +144,8 @@ type WorkspaceTx interface {
 	// ForkWorkspaceFrom moves a creating workspace on to restoring, now that its template is known. It may give it another.
 	ForkWorkspaceFrom(ctx context.Context, id core.WorkspaceID, from Checkpoint) (Workspace, error)
 	ReadyWorkspaces(ctx context.Context, list []ReadyWorkspace) ([]Workspace, error)
-	// SwitchWorkspace makes a restored workspace ready in its next epoch and sandbox and ends the old sandbox.
-	SwitchWorkspace(ctx context.Context, id core.WorkspaceID, epoch int64, sandbox core.SandboxID, head Checkpoint) (Workspace, error)
+	// SwitchWorkspace makes a restored workspace ready in its next epoch and sandbox, whose runner has these rules, and ends the old sandbox.
+	SwitchWorkspace(ctx context.Context, id core.WorkspaceID, epoch int64, sandbox core.SandboxID, head Checkpoint, rules int64) (Workspace, error)
 	// CapturedWorkspace makes a workspace ready after a capture. head is nil when the capture failed.
 	CapturedWorkspace(ctx context.Context, id core.WorkspaceID, epoch int64, head *Checkpoint) (Workspace, error)
 	// SuspendWorkspace makes a workspace that was captured and stopped suspended, and ends its sandbox.

@@ -95,6 +95,7 @@ const (
 	CodePagerGone            Code = "PAGER_GONE"
 	CodeRunnerLost           Code = "RUNNER_LOST"
 	CodeControllerStopping   Code = "CONTROLLER_STOPPING"
+	CodeEgressBeyondParent   Code = "EGRESS_BEYOND_PARENT"
 
 	CodeIdempotencyInProgress  Code = "IDEMPOTENCY_IN_PROGRESS"
 	CodeIdempotencyMismatch    Code = "IDEMPOTENCY_MISMATCH"

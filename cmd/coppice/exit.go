@@ -45,6 +45,7 @@ var exitOfCode = map[string]int{
 	string(core.CodeMethodNotAllowed):       exitBadInput,
 	string(core.CodeUnauthenticated):        exitPermission,
 	string(core.CodePermissionDenied):       exitPermission,
+	string(core.CodeEgressBeyondParent):     exitPermission,
 	string(core.CodeRouteNotFound):          exitNotFound,
 	string(core.CodeWorkspaceNotFound):      exitNotFound,
 	string(core.CodeCheckpointNotFound):     exitNotFound,

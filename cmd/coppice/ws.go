@@ -24,7 +24,7 @@ WORKSPACE is a name, an id, or the end of an id.`,
 	c.AddCommand(
 		newWSCreateCommand(a), newWSListCommand(a), newWSShowCommand(a), newWSRemoveCommand(a),
 		newWSExecCommand(a), newWSShellCommand(a), newWSCopyCommand(a), newWSForwardCommand(a), newWSLogsCommand(a),
-		newWSSuspendCommand(a), newWSResumeCommand(a), newWSUsageCommand(a),
+		newWSSuspendCommand(a), newWSResumeCommand(a), newWSUsageCommand(a), newWSNetworkCommand(a),
 	)
 	return c
 }
@@ -33,6 +33,7 @@ WORKSPACE is a name, an id, or the end of an id.`,
 type startFlags struct {
 	env, labels []string
 	egress      string
+	rules       allowFlags
 	ttl, idle   time.Duration
 	onIdle      string
 	autoResume  bool
@@ -44,6 +45,7 @@ func (s *startFlags) add(c *cobra.Command) {
 	f.StringArrayVarP(&s.env, "env", "e", nil, "environment of sessions, `KEY=VALUE`; may be repeated")
 	f.StringArrayVarP(&s.labels, "label", "l", nil, "label, `KEY=VALUE`; may be repeated")
 	f.StringVar(&s.egress, "egress", "", "egress `policy`: deny-all (default) or allow-all, which is for development only")
+	s.rules.add(c)
 	f.DurationVar(&s.ttl, "ttl", 0, "terminate after this `duration`, such as 30m; 0 is never")
 	f.DurationVar(&s.idle, "idle", 0, "suspend after nobody used it for this `duration`; 0 is never")
 	f.StringVar(&s.onIdle, "on-idle", "", "what to `do` with --idle: suspend (default) or terminate")
@@ -80,6 +82,9 @@ func (s *startFlags) read() (out started, err error) {
 	}
 	out.idle, out.onIdle, out.autoResume = int64(s.idle/time.Second), coppice.OnIdle(s.onIdle), s.autoResume
 	out.network.EgressPolicy = coppice.EgressPolicy(s.egress)
+	if out.network.Allow, err = s.rules.read(); err != nil {
+		return out, err
+	}
 	out.ttl = int64(s.ttl / time.Second)
 	return out, nil
 }
@@ -94,7 +99,7 @@ func newWSCreateCommand(a *app) *cobra.Command {
 		Long: `Create a workspace from an image.
 
 The first workspace of an image and shape boots the image once, which takes a while; later ones are forks of that.`,
-		Example: "  coppice ws create --name demo\n  coppice ws create --image demo --vcpus 2 --memory 1024 --env DEBUG=1",
+		Example: "  coppice ws create --name demo\n  coppice ws create --image demo --vcpus 2 --memory 1024 --env DEBUG=1\n  coppice ws create --allow bundle:python --allow api.example.com",
 		Args:    cobra.NoArgs,
 		RunE: func(c *cobra.Command, _ []string) error {
 			s, err := flags.read()
@@ -248,7 +253,7 @@ func printWorkspace(w io.Writer, ws coppice.Workspace, ports []coppice.Port) err
 		"image", strings.TrimSpace(ws.Image.Name+" "+ws.Image.Digest),
 		"resources", fmt.Sprintf("%d vCPU, %d MiB memory, %d GiB disk", ws.Resources.VCPUs, ws.Resources.MemoryMiB, ws.Resources.DiskGiB),
 		"address", ws.Network.IP, "hostname", ws.Network.Hostname, "MAC", ws.Network.MAC, "machine-id", ws.Network.MachineID,
-		"egress", string(ws.Network.EgressPolicy), "ports", strings.Join(forwarded, ", "),
+		"egress", egress(ws.Network), "ports", strings.Join(forwarded, ", "),
 		"env", pairs(ws.Env), "labels", pairs(ws.Labels), "when idle", whenIdle(ws),
 		"forked from", ws.ParentCheckpointID, "head", ws.CheckpointID, "runner", ws.RunnerID,
 		"epoch", fmt.Sprint(ws.Epoch), "created", moment(ws.CreatedAt), "ready", moment(ws.ReadyAt), "expires", moment(ws.ExpiresAt), "ended", moment(ws.EndedAt),

@@ -51,7 +51,7 @@ func labelsOf(m map[string]string) api.Labels {
 func workspaceOf(w controller.Workspace) api.Workspace {
 	out := api.Workspace{
 		ID: string(w.ID), Name: w.Name, State: api.WorkspaceState(w.State), Epoch: w.Epoch, Version: w.Version, Image: imageRefOf(w.Image),
-		Resources: resourcesOf(w.Resources), Network: api.Network{EgressPolicy: api.EgressPolicy(w.Egress)}, Env: w.Env, Labels: labelsOf(w.Labels),
+		Resources: resourcesOf(w.Resources), Network: api.Network{EgressPolicy: api.EgressPolicy(w.Egress), Allow: w.Rules.Allow, RulesPending: w.RulesPending()}, Env: w.Env, Labels: labelsOf(w.Labels),
 		ParentCheckpointID: string(w.Parent), CheckpointID: string(w.Head), RunnerID: string(w.Sandbox.RunnerID), Failure: failureOf(w.Failure),
 		CreatedAt: w.CreatedAt, ReadyAt: w.ReadyAt, ExpiresAt: w.ExpiresAt, EndedAt: w.EndedAt,
 	}

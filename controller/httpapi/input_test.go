@@ -237,7 +237,7 @@ func TestFields(t *testing.T) {
 		{"POST", create, `{"resources":{"disk_gib":100000}}`, "resources.disk_gib", core.CodeInvalidField},
 		{"POST", create, `{"resources":{"gpus":1}}`, "resources.gpus", core.CodeUnknownField},
 		{"POST", create, `{"network":{"egress_policy":"some"}}`, "network.egress_policy", core.CodeInvalidField},
-		{"POST", create, `{"network":{"allow":["pypi.org"]}}`, "network.allow", core.CodeUnsupported},
+		{"POST", create, `{"network":{"allow":["pypi.org","a b"]}}`, "network.allow", core.CodeInvalidField},
 		{"POST", create, `{"env":{"1A":"x"}}`, "env", core.CodeInvalidField},
 		{"POST", create, `{"env":{"A":1}}`, "env.A", core.CodeInvalidField},
 		{"POST", create, `{"env":{"A":"x\u0000y"}}`, "env.A", core.CodeInvalidField},

@@ -2,6 +2,7 @@ package httpapi
 
 import (
 	"encoding/json"
+	"errors"
 	"fmt"
 	"net/netip"
 	"regexp"
@@ -11,6 +12,7 @@ import (
 	"github.com/coppice-dev/coppice/api"
 	"github.com/coppice-dev/coppice/controller"
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/egress/policy"
 )
 
 // What the contract's schema cannot say is checked here, on the way in.
@@ -99,12 +101,19 @@ func annotationsIn(m map[string]any) (map[string]json.RawMessage, error) {
 	return out, nil
 }
 
-// networkIn refuses what needs the egress proxy, which does not exist yet: nothing is accepted and then not done.
-func networkIn(n api.NetworkRequest) (core.EgressPolicy, error) {
-	if len(n.Allow) > 0 {
-		return "", invalid(core.CodeUnsupported, "network.allow", "host names cannot be allowed before the egress proxy exists; leave it out")
+const fieldAllow = "network.allow"
+
+// allowIn reads what may be reached; nil is not asked for.
+func allowIn(list *api.Allow) (*[]string, error) {
+	if list == nil {
+		return nil, nil
 	}
-	return core.EgressPolicy(n.EgressPolicy), nil
+	p, err := policy.Parse(fieldAllow, *list)
+	if e, ok := errors.AsType[*core.Error](err); ok {
+		return nil, &fieldsError{e, []api.FieldProblem{{Field: fieldAllow, Detail: e.Msg}}}
+	}
+	entries := p.Entries()
+	return &entries, err
 }
 
 func grantsIn(g api.Grants) error {
@@ -128,8 +137,13 @@ func createIn(b api.CreateWorkspaceRequest) (controller.CreateRequest, error) {
 	if out.Rest, err = restIn(b.IdleSeconds, b.OnIdle, b.AutoResume); err != nil {
 		return out, err
 	}
-	if out.Egress, err = networkIn(b.Network); err != nil {
+	out.Egress = core.EgressPolicy(b.Network.EgressPolicy)
+	allow, err := allowIn(b.Network.Allow)
+	if err != nil {
 		return out, err
+	}
+	if allow != nil {
+		out.Allow = *allow
 	}
 	if out.Env, err = envIn("env", b.Env); err != nil {
 		return out, err
@@ -177,7 +191,8 @@ func forkIn(g growth) (controller.ForkRequest, error) {
 	if out.Rest, err = restIn(g.idle, g.onIdle, g.autoResume); err != nil {
 		return out, err
 	}
-	if out.Egress, err = networkIn(g.network); err != nil {
+	out.Egress = core.EgressPolicy(g.network.EgressPolicy)
+	if out.Allow, err = allowIn(g.network.Allow); err != nil {
 		return out, err
 	}
 	if out.Env, err = envIn("env", g.env); err != nil {

@@ -77,6 +77,11 @@ func (s *server) PatchWorkspace(ctx context.Context, r api.PatchWorkspaceRequest
 		p.IdleAfter = &idle
 	}
 	p.OnIdle, p.AutoResume = controller.IdleAction(r.Body.OnIdle), r.Body.AutoResume
+	if n := r.Body.Network; n != nil {
+		if p.Allow, err = allowIn(&n.Allow); err != nil {
+			return nil, err
+		}
+	}
 	w, err := s.control.PatchWorkspace(ctx, projectOf(ctx), core.WorkspaceID(r.WorkspaceID), p)
 	if err != nil {
 		return nil, err

@@ -13,7 +13,7 @@ import (
 // workspaceColumns need the relations w (a workspace), s (its sandbox, if it lives) and r (that one's runner).
 const workspaceColumns = `
 	w.id, w.project_id, w.name, w.state, w.epoch, w.version, w.image_name, w.image_digest, w.vcpus, w.memory_mib, w.disk_gib,
-	w.egress_policy, w.env, w.labels, coalesce(w.idle_seconds, 0) AS idle_seconds, coalesce(w.on_idle, '') AS on_idle, w.auto_resume,
+	w.egress_policy, w.egress_allow, w.egress_version, w.egress_applied, w.env, w.labels, coalesce(w.idle_seconds, 0) AS idle_seconds, coalesce(w.on_idle, '') AS on_idle, w.auto_resume,
 	coalesce(w.parent_checkpoint_id, '') AS parent_checkpoint_id, coalesce(w.checkpoint_id, '') AS checkpoint_id,
 	coalesce(s.id, '') AS sandbox_id, coalesce(s.epoch, 0) AS sandbox_epoch, coalesce(s.runner_id, '') AS runner_id,
 	coalesce(s.generation, '') AS generation, coalesce(s.hostname, '') AS hostname, coalesce(s.machine_id, '') AS machine_id,
@@ -54,6 +54,9 @@ type workspaceRow struct {
 	MemoryMiB      int                   `db:"memory_mib"`
 	DiskGiB        int                   `db:"disk_gib"`
 	Egress         core.EgressPolicy     `db:"egress_policy"`
+	Allow          []string              `db:"egress_allow"`
+	RulesVersion   int64                 `db:"egress_version"`
+	RulesApplied   int64                 `db:"egress_applied"`
 	Env            object[string]        `db:"env"`
 	Labels         object[string]        `db:"labels"`
 	IdleSeconds    int64                 `db:"idle_seconds"`
@@ -85,7 +88,7 @@ func (r workspaceRow) workspace() (controller.Workspace, error) {
 		ID: r.ID, ProjectID: r.ProjectID, Name: r.Name, State: r.State, Epoch: r.Epoch, Version: r.Version,
 		Image:     controller.ImageRef{Name: r.ImageName, Digest: r.ImageDigest},
 		Resources: core.Resources{VCPUs: r.VCPUs, MemoryMiB: r.MemoryMiB, DiskGiB: r.DiskGiB},
-		Egress:    r.Egress, Env: r.Env, Labels: r.Labels, Parent: r.Parent, Head: r.Head,
+		Egress:    r.Egress, Rules: controller.Rules{Allow: r.Allow, Version: r.RulesVersion, Applied: r.RulesApplied}, Env: r.Env, Labels: r.Labels, Parent: r.Parent, Head: r.Head,
 		Rest:      controller.Rest{IdleAfter: time.Duration(r.IdleSeconds) * time.Second, OnIdle: r.OnIdle, AutoResume: r.AutoResume},
 		CreatedAt: r.CreatedAt, ReadyAt: timeOf(r.ReadyAt), ExpiresAt: timeOf(r.ExpiresAt), EndedAt: timeOf(r.EndedAt),
 	}
@@ -220,6 +223,7 @@ type newWorkspace struct {
 	MemoryMiB     int                 `json:"memory_mib"`
 	DiskGiB       int                 `json:"disk_gib"`
 	Egress        core.EgressPolicy   `json:"egress_policy"`
+	Allow         []string            `json:"egress_allow"`
 	Env           map[string]string   `json:"env"`
 	Labels        map[string]string   `json:"labels"`
 	IdleSeconds   *int64              `json:"idle_seconds"`
@@ -237,7 +241,7 @@ func (t *tx) InsertWorkspaces(ctx context.Context, list []controller.Workspace, 
 	for i, w := range list {
 		rows[i] = newWorkspace{
 			ID: w.ID, ProjectID: w.ProjectID, Name: w.Name, State: w.State, ImageName: w.Image.Name, ImageDigest: w.Image.Digest,
-			VCPUs: w.Resources.VCPUs, MemoryMiB: w.Resources.MemoryMiB, DiskGiB: w.Resources.DiskGiB, Egress: w.Egress,
+			VCPUs: w.Resources.VCPUs, MemoryMiB: w.Resources.MemoryMiB, DiskGiB: w.Resources.DiskGiB, Egress: w.Egress, Allow: orNone(w.Rules.Allow),
 			Env: orEmpty(w.Env), Labels: orEmpty(w.Labels), Parent: orNull(w.Parent), SandboxID: w.Sandbox.ID, AutoResume: w.Rest.AutoResume,
 		}
 		if w.Rest.IdleAfter > 0 {
@@ -247,12 +251,12 @@ func (t *tx) InsertWorkspaces(ctx context.Context, list []controller.Workspace, 
 	}
 	return t.workspaces(ctx, `
 		WITH w AS (
-			INSERT INTO workspaces (id, project_id, name, state, image_name, image_digest, vcpus, memory_mib, disk_gib, egress_policy, env, labels,
+			INSERT INTO workspaces (id, project_id, name, state, image_name, image_digest, vcpus, memory_mib, disk_gib, egress_policy, egress_allow, env, labels,
 				idle_seconds, on_idle, auto_resume, parent_project_id, parent_checkpoint_id, checkpoint_project_id, checkpoint_id, sandbox_id, expires_at)
-			SELECT v.id, v.project_id, v.name, v.state, v.image_name, v.image_digest, v.vcpus, v.memory_mib, v.disk_gib, v.egress_policy, v.env, v.labels,
+			SELECT v.id, v.project_id, v.name, v.state, v.image_name, v.image_digest, v.vcpus, v.memory_mib, v.disk_gib, v.egress_policy, v.egress_allow, v.env, v.labels,
 				v.idle_seconds, v.on_idle, v.auto_resume, p.project_id, v.parent, p.project_id, v.parent, v.sandbox_id, CASE WHEN @ttl::float8 > 0 THEN now() + make_interval(secs => @ttl) END
 			FROM jsonb_to_recordset(@rows::jsonb) AS v (id text, project_id text, name text, state text, image_name text, image_digest text,
-				vcpus int, memory_mib int, disk_gib int, egress_policy text, env jsonb, labels jsonb, idle_seconds int, on_idle text, auto_resume boolean, parent text, sandbox_id text)
+				vcpus int, memory_mib int, disk_gib int, egress_policy text, egress_allow text[], env jsonb, labels jsonb, idle_seconds int, on_idle text, auto_resume boolean, parent text, sandbox_id text)
 			LEFT JOIN LATERAL (SELECT c.project_id FROM checkpoints c WHERE c.id = v.parent LIMIT 1) p ON true
 			RETURNING *
 		)
@@ -303,12 +307,12 @@ func (t *tx) ForkWorkspaceFrom(ctx context.Context, id core.WorkspaceID, from co
 
 // ReadyWorkspaces moves what still waits for its sandbox to ready and returns it in the order of the list.
 func (t *tx) ReadyWorkspaces(ctx context.Context, ready []controller.ReadyWorkspace) ([]controller.Workspace, error) {
-	ids, sandboxes, epochs := make([]string, len(ready)), make([]string, len(ready)), make([]int64, len(ready))
+	ids, sandboxes, epochs, rules := make([]string, len(ready)), make([]string, len(ready)), make([]int64, len(ready)), make([]int64, len(ready))
 	for i, r := range ready {
-		ids[i], sandboxes[i], epochs[i] = string(r.ID), string(r.Sandbox), r.Epoch
+		ids[i], sandboxes[i], epochs[i], rules[i] = string(r.ID), string(r.Sandbox), r.Epoch, r.Rules
 	}
 	a := args{
-		"ids": ids, "sandboxes": sandboxes, "epochs": epochs, "to": core.WorkspaceReady,
+		"ids": ids, "sandboxes": sandboxes, "epochs": epochs, "rules": rules, "to": core.WorkspaceReady,
 		"from": []string{string(core.WorkspaceRestoring), string(core.WorkspaceQuarantined)},
 	}
 	single := ""
@@ -317,9 +321,9 @@ func (t *tx) ReadyWorkspaces(ctx context.Context, ready []controller.ReadyWorksp
 	}
 	return t.workspaces(ctx, `
 		WITH asked AS (
-			SELECT * FROM unnest(@ids::text[], @sandboxes::text[], @epochs::bigint[]) WITH ORDINALITY AS a (id, sandbox_id, epoch, n)
+			SELECT * FROM unnest(@ids::text[], @sandboxes::text[], @epochs::bigint[], @rules::bigint[]) WITH ORDINALITY AS a (id, sandbox_id, epoch, rules, n)
 		), w AS (
-			UPDATE workspaces SET state = @to, ready_at = now() FROM asked
+			UPDATE workspaces SET state = @to, ready_at = now(), egress_applied = asked.rules FROM asked
 			WHERE workspaces.id = asked.id AND workspaces.epoch = asked.epoch AND workspaces.sandbox_id = asked.sandbox_id
 				AND workspaces.state = ANY(@from::text[])`+single+`
 			RETURNING workspaces.*, asked.n
@@ -328,16 +332,16 @@ func (t *tx) ReadyWorkspaces(ctx context.Context, ready []controller.ReadyWorksp
 }
 
 // SwitchWorkspace puts a workspace into the sandbox that a restore prepared.
-func (t *tx) SwitchWorkspace(ctx context.Context, id core.WorkspaceID, epoch int64, sandbox core.SandboxID, head controller.Checkpoint) (controller.Workspace, error) {
+func (t *tx) SwitchWorkspace(ctx context.Context, id core.WorkspaceID, epoch int64, sandbox core.SandboxID, head controller.Checkpoint, rules int64) (controller.Workspace, error) {
 	list, err := t.workspaces(ctx, `
 		WITH w AS (
-			UPDATE workspaces SET state = @to, epoch = epoch + 1, sandbox_id = @sandbox, ready_at = now(), disk_gib = @disk,
+			UPDATE workspaces SET state = @to, epoch = epoch + 1, sandbox_id = @sandbox, ready_at = now(), disk_gib = @disk, egress_applied = @rules,
 				checkpoint_project_id = @head_project, checkpoint_id = @head
 			WHERE id = @id AND epoch = @epoch AND state = ANY(@from::text[]) RETURNING *
 		)
 		SELECT`+workspaceColumns+` FROM w`+workspaceJoins,
 		args{
-			"id": id, "epoch": epoch, "sandbox": sandbox, "disk": head.Resources.DiskGiB, "head_project": head.ProjectID, "head": head.ID,
+			"id": id, "epoch": epoch, "sandbox": sandbox, "disk": head.Resources.DiskGiB, "rules": rules, "head_project": head.ProjectID, "head": head.ID,
 			"to": core.WorkspaceReady, "from": []string{string(core.WorkspaceRestoring), string(core.WorkspaceQuarantined)},
 		})
 	// After the workspace, as whoever ends one has it: both locks in one order.

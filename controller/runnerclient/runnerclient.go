@@ -289,6 +289,11 @@ func (c *Client) ClosePort(ctx context.Context, endpoint string, sandbox core.Sa
 	return c.call(ctx, c.timeouts.Call, endpoint, http.MethodDelete, with(runnerapi.PathSandboxPort, sandbox, id), nil, nil)
 }
 
+// SetEgress gives a sandbox other rules.
+func (c *Client) SetEgress(ctx context.Context, endpoint string, sandbox core.SandboxID, rules runnerapi.EgressRules) error {
+	return c.call(ctx, c.timeouts.Call, endpoint, http.MethodPut, with(runnerapi.PathSandboxEgress, sandbox, ""), rules, nil)
+}
+
 // Console returns the tail of a console.
 func (c *Client) Console(ctx context.Context, endpoint string, sandbox core.SandboxID) (io.ReadCloser, error) {
 	res, err := c.do(ctx, endpoint, http.MethodGet, with(runnerapi.PathSandboxConsole, sandbox, ""), nil)

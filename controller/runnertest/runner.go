@@ -47,6 +47,7 @@ const (
 	PointGuest            = "guest"
 	PointPort             = "port"
 	PointDiff             = "diff"
+	PointRules            = "rules"
 	PointFetch            = "fetch" // before a checkpoint is taken from the store
 )
 
@@ -77,6 +78,7 @@ type sandbox struct {
 	runnerapi.Sandbox
 	guest *guest
 	ports map[core.PortID]runnerapi.Port
+	rules runnerapi.EgressRules
 }
 
 type checkpoint struct {
@@ -407,7 +409,7 @@ func (r *Runner) grow(ctx context.Context, from core.CheckpointID, child runnera
 	if !ok {
 		res := cp.Resources
 		res.DiskGiB = max(res.DiskGiB, child.DiskGiB)
-		s = &sandbox{guest: cp.guest.clone(), ports: map[core.PortID]runnerapi.Port{}, Sandbox: runnerapi.Sandbox{
+		s = &sandbox{guest: cp.guest.clone(), ports: map[core.PortID]runnerapi.Port{}, rules: child.Rules, Sandbox: runnerapi.Sandbox{
 			ID: child.SandboxID, WorkspaceID: child.WorkspaceID, Epoch: child.Epoch, State: runnerapi.SandboxReady, Checkpoint: from,
 			Identity: child.Identity, Resources: res, StartedAt: time.Now().UTC(),
 		}}

@@ -78,7 +78,7 @@ func TestBadInput(t *testing.T) {
 		{"POST", "/v1/workspaces", `{"env":{"A=B":"x"}}`, 400, "INVALID_FIELD"},
 		{"POST", "/v1/workspaces", `{"labels":{"a b":"x"}}`, 400, "INVALID_FIELD"},
 		{"POST", "/v1/workspaces", `{"network":{"egress_policy":"allow"}}`, 400, "INVALID_FIELD"},
-		{"POST", "/v1/workspaces", `{"network":{"allow":["example.com"]}}`, 400, "UNSUPPORTED"},
+		{"POST", "/v1/workspaces", `{"network":{"allow":["example.com","*"]}}`, 400, "INVALID_FIELD"},
 		{"POST", node + "/fork", `{"grants":["x"]}`, 400, "UNSUPPORTED"},
 		{"POST", "/v1/workspaces?wait=601", `{}`, 400, "INVALID_FIELD"},
 		{"POST", "/v1/workspaces?wait=x", `{}`, 400, "INVALID_FIELD"},

@@ -52,7 +52,7 @@ func (c *Client) Workspaces(ctx context.Context, f WorkspaceFilter) iter.Seq2[Wo
 	return all[Workspace](ctx, c, get("v1", "workspaces").with(f.query()))
 }
 
-// PatchWorkspace changes labels or time to live and returns the workspace as it is then.
+// PatchWorkspace changes labels, time to live or what may be reached and returns the workspace as it is then.
 func (c *Client) PatchWorkspace(ctx context.Context, id WorkspaceID, req PatchWorkspaceRequest) (Workspace, error) {
 	var out Workspace
 	err := c.call(ctx, request{method: http.MethodPatch, path: []string{"v1", "workspaces", id}, body: req}, &out)

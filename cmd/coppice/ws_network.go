@@ -1,0 +1,91 @@
+package main
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"strings"
+
+	"github.com/spf13/cobra"
+
+	coppice "github.com/coppice-dev/coppice/sdk/go"
+)
+
+// allowFlags say what may be reached.
+type allowFlags struct {
+	allow []string
+	none  bool
+}
+
+func (a *allowFlags) add(c *cobra.Command) {
+	f := c.Flags()
+	f.StringArrayVar(&a.allow, "allow", nil, "what may be reached, and nothing else: `HOST[:PORT]`, *.DOMAIN, tcp://HOST:PORT or bundle:NAME; may be repeated")
+	f.BoolVar(&a.none, "allow-none", false, "nothing may be reached, whatever the workspace may that it is forked from")
+}
+
+// read returns nil when nothing was said.
+func (a *allowFlags) read() (*[]string, error) {
+	switch {
+	case a.none && len(a.allow) > 0:
+		return nil, usageError{errors.New("--allow and --allow-none exclude each other")}
+	case a.none:
+		return &[]string{}, nil
+	case len(a.allow) > 0:
+		return &a.allow, nil
+	}
+	return nil, nil
+}
+
+func newWSNetworkCommand(a *app) *cobra.Command {
+	var flags allowFlags
+	var version int64
+	c := &cobra.Command{
+		Use:   "network WORKSPACE",
+		Short: "Show or change what a workspace may reach",
+		Long: `Show what a workspace may reach, or change it with --allow or --allow-none: from then on it is that and nothing else, for connections that are
+open, too. A fork never reaches more than the workspace that it was forked from: what is taken out is taken from its forks as well.
+
+With --version, only if that is still the workspace's version.`,
+		Example: "  coppice ws network demo\n  coppice ws network demo --allow bundle:python --allow '*.example.com'\n  coppice ws network demo --allow-none",
+		Args:    cobra.ExactArgs(1),
+		RunE: func(c *cobra.Command, args []string) error {
+			allow, err := flags.read()
+			if err != nil {
+				return err
+			}
+			client, err := a.client()
+			if err != nil {
+				return err
+			}
+			ws, err := workspace(c.Context(), client, args[0])
+			if err != nil {
+				return err
+			}
+			if allow != nil {
+				ws, err = client.PatchWorkspace(c.Context(), ws.ID, coppice.PatchWorkspaceRequest{Version: version, Network: &coppice.NetworkPatch{Allow: *allow}})
+				if err != nil {
+					return err
+				}
+			}
+			return a.print(ws.Network, func(w io.Writer) error {
+				_, err := fmt.Fprintf(w, "%s: %s\n", ws.Name, visible(egress(ws.Network)))
+				return err
+			})
+		},
+	}
+	flags.add(c)
+	c.Flags().Int64Var(&version, "version", 0, "compare-and-set against this `version`")
+	return c
+}
+
+// egress says what may be reached, in words.
+func egress(n coppice.Network) string {
+	text := string(n.EgressPolicy)
+	if len(n.Allow) > 0 {
+		text += " but " + strings.Join(n.Allow, ", ")
+	}
+	if n.RulesPending {
+		text += " (not in force on its host yet)"
+	}
+	return text
+}

@@ -1,0 +1,90 @@
+package postgres
+
+import (
+	"context"
+
+	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/core"
+)
+
+// HoldRules and LockRules exclude each other by an advisory lock of the project.
+func (t *tx) HoldRules(project core.ProjectID) {
+	t.soon(`SELECT pg_advisory_xact_lock_shared(hashtextextended('rules ' || @project::text, 0))`, args{"project": project})
+}
+
+// LockRules waits for holders.
+func (t *tx) LockRules(ctx context.Context, project core.ProjectID) error {
+	_, err := t.exec(ctx, `SELECT pg_advisory_xact_lock(hashtextextended('rules ' || @project::text, 0))`, args{"project": project})
+	return err
+}
+
+type ruledRow struct {
+	ID     core.WorkspaceID  `db:"id" json:"id"`
+	Parent core.WorkspaceID  `db:"parent" json:"-"`
+	Egress core.EgressPolicy `db:"egress_policy" json:"-"`
+	Allow  []string          `db:"egress_allow" json:"allow"`
+}
+
+// ForkedFrom returns the parent.
+func (t *tx) ForkedFrom(ctx context.Context, id core.WorkspaceID) (*controller.Ruled, error) {
+	rows, err := many[ruledRow](ctx, t, `
+		SELECT p.id, '' AS parent, p.egress_policy, p.egress_allow FROM workspaces w JOIN checkpoints c ON c.id = w.parent_checkpoint_id
+		JOIN workspaces p ON p.id = c.workspace_id WHERE w.id = @id`, args{"id": id})
+	if err != nil || len(rows) == 0 {
+		return nil, err
+	}
+	parent := controller.Ruled(rows[0])
+	return &parent, nil
+}
+
+// Forks returns children of workspaces.
+func (t *tx) Forks(ctx context.Context, of []core.WorkspaceID) ([]controller.Ruled, error) {
+	rows, err := many[ruledRow](ctx, t, `
+		SELECT w.id, c.workspace_id AS parent, w.egress_policy, w.egress_allow FROM checkpoints c JOIN workspaces w ON w.parent_checkpoint_id = c.id
+		WHERE c.workspace_id = ANY(@of::text[]) AND w.id <> c.workspace_id ORDER BY w.id`, args{"of": texts(of)})
+	list := make([]controller.Ruled, len(rows))
+	for i, r := range rows {
+		list[i] = controller.Ruled(r)
+	}
+	return list, err
+}
+
+// SetRules is one statement for all. Rows are locked in the order of their ids.
+func (t *tx) SetRules(ctx context.Context, list []controller.Ruled) error {
+	rows := make([]ruledRow, len(list))
+	for i, r := range list {
+		rows[i] = ruledRow(r)
+		rows[i].Allow = orNone(r.Allow)
+	}
+	_, err := t.exec(ctx, `
+		WITH v AS (
+			SELECT * FROM jsonb_to_recordset(@rows::jsonb) AS v (id text, allow text[])
+		), locked AS (
+			SELECT w.id FROM workspaces w JOIN v ON v.id = w.id ORDER BY w.id FOR NO KEY UPDATE OF w
+		)
+		UPDATE workspaces w SET egress_allow = v.allow, egress_version = w.egress_version + 1
+		FROM v JOIN locked ON locked.id = v.id WHERE w.id = v.id AND w.egress_allow <> v.allow`, args{"rows": rows})
+	return err
+}
+
+// PendingRules lists what waits for a runner.
+func (t *tx) PendingRules(ctx context.Context, limit int) ([]controller.Workspace, error) {
+	return t.workspaces(ctx, `
+		SELECT`+workspaceColumns+` FROM workspaces w`+workspaceJoins+`
+		WHERE w.egress_applied < w.egress_version AND w.state IN ('ready', 'checkpointing') AND r.lease_expires_at > now() ORDER BY w.id LIMIT @limit`,
+		args{"limit": limit})
+}
+
+// ApplyRules is one statement for all.
+func (t *tx) ApplyRules(ctx context.Context, list []controller.AppliedRules) error {
+	ids, sandboxes, versions := make([]string, len(list)), make([]string, len(list)), make([]int64, len(list))
+	for i, a := range list {
+		ids[i], sandboxes[i], versions[i] = string(a.Workspace), string(a.Sandbox), a.Version
+	}
+	_, err := t.exec(ctx, `
+		UPDATE workspaces w SET egress_applied = least(v.version, w.egress_version)
+		FROM unnest(@ids::text[], @sandboxes::text[], @versions::bigint[]) AS v (id, sandbox_id, version)
+		WHERE w.id = v.id AND w.sandbox_id = v.sandbox_id AND w.egress_applied < v.version`,
+		args{"ids": ids, "sandboxes": sandboxes, "versions": versions})
+	return err
+}

@@ -1,0 +1,282 @@
+package controller
+
+import (
+	"context"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/egress/policy"
+)
+
+// Rules are what a workspace may reach through the egress proxy, under deny-all. A fork's never allow more than those of the workspace that
+// it was forked from, then or later (docs/adr/0035-rules-of-a-tree.md).
+type Rules struct {
+	Allow   []string // entries in their only form, sorted
+	Version int64    // one more with each change
+	Applied int64    // the version that the runner of the present sandbox is known to have
+}
+
+func (r Rules) wire() runnerapi.EgressRules {
+	return runnerapi.EgressRules{Version: r.Version, Allow: r.Allow}
+}
+
+// RulesPending reports whether a workspace runs on a host that is not known to have its present rules.
+func (w Workspace) RulesPending() bool {
+	running := w.State == core.WorkspaceReady || w.State == core.WorkspaceCheckpointing
+	return running && w.Rules.Applied < w.Rules.Version
+}
+
+// Ruled is a workspace, whether it lives or not, with what it may reach.
+type Ruled struct {
+	ID     core.WorkspaceID
+	Parent core.WorkspaceID // that it was forked from
+	Egress core.EgressPolicy
+	Allow  []string
+}
+
+// AppliedRules says which rules the runner of a workspace's sandbox has.
+type AppliedRules struct {
+	Workspace core.WorkspaceID
+	Sandbox   core.SandboxID
+	Version   int64
+}
+
+// RulesTx keeps the rules of workspaces.
+type RulesTx interface {
+	// HoldRules, and then a look at the rules of a workspace, keeps LockRules of the project waiting until this transaction ends.
+	HoldRules(project core.ProjectID)
+	// LockRules waits for all who hold the rules of the project: what they have forked is there then.
+	LockRules(ctx context.Context, project core.ProjectID) error
+	// ForkedFrom returns the workspace that a workspace was forked from, also of a checkpoint that is deleted by now; nil when it was made
+	// from an image or a file.
+	ForkedFrom(ctx context.Context, id core.WorkspaceID) (*Ruled, error)
+	// Forks returns what was forked from workspaces, ended ones too.
+	Forks(ctx context.Context, of []core.WorkspaceID) ([]Ruled, error)
+	// SetRules gives workspaces rules that they do not have yet.
+	SetRules(ctx context.Context, list []Ruled) error
+	// PendingRules returns workspaces that run on a runner with a lease that is not known to have their present rules.
+	PendingRules(ctx context.Context, limit int) ([]Workspace, error)
+	// ApplyRules records what runners have; of sandboxes that are not the present ones it records nothing.
+	ApplyRules(ctx context.Context, list []AppliedRules) error
+}
+
+// reach is what may be reached: everything, or what a policy allows.
+type reach struct {
+	all    bool
+	policy policy.Policy
+}
+
+func reachOf(mode core.EgressPolicy, allow []string) (reach, error) {
+	p, err := policy.Parse("network.allow", allow)
+	return reach{all: mode == core.EgressAllowAll, policy: p}, err
+}
+
+// beyond are the words for what r has and limit does not.
+func (r reach) beyond(limit reach) []string {
+	switch {
+	case limit.all:
+		return nil
+	case r.all:
+		return []string{string(core.EgressAllowAll)}
+	}
+	return r.policy.Beyond(limit.policy)
+}
+
+// within are the entries of what both have: those of r that are in limit, and those of limit that are in r. Where two overlap otherwise,
+// as *.example.com:443 and a.example.com do, neither is kept.
+func (r reach) within(limit reach) []string {
+	if limit.all {
+		return r.policy.Entries()
+	}
+	out := limit.policy.Entries()
+	more := limit.policy.Beyond(r.policy)
+	out = slices.DeleteFunc(out, func(e string) bool { return slices.Contains(more, e) })
+	more = r.policy.Beyond(limit.policy)
+	for _, e := range r.policy.Entries() {
+		if !slices.Contains(more, e) && !slices.Contains(out, e) {
+			out = append(out, e)
+		}
+	}
+	slices.Sort(out)
+	return out
+}
+
+// limitedTo refuses what goes beyond what a workspace may reach.
+func limitedTo(mode core.EgressPolicy, allow []string, parent Ruled) error {
+	wanted, err := reachOf(mode, allow)
+	if err != nil {
+		return err
+	}
+	limit, err := reachOf(parent.Egress, parent.Allow)
+	if err != nil {
+		return err
+	}
+	if more := wanted.beyond(limit); more != nil {
+		return core.Errorf(core.PermissionDenied, core.CodeEgressBeyondParent,
+			"network: %s is beyond what workspace %s may reach, and what comes from it never reaches more; allow it there first, or leave it out", strings.Join(more, ", "), parent.ID)
+	}
+	return nil
+}
+
+// ruled refuses rules where there are none.
+func ruled(mode core.EgressPolicy, allow []string) error {
+	if mode == core.EgressAllowAll && len(allow) > 0 {
+		return core.Errorf(core.Invalid, core.CodeInvalidField, "network.allow: it is for deny-all; under allow-all everything may be reached")
+	}
+	return nil
+}
+
+// origin is the workspace that bounds what is grown from a checkpoint; nil for one that comes from an image or a file.
+func (cp Checkpoint) origin() *Ruled {
+	if cp.WorkspaceID == "" {
+		return nil
+	}
+	return &Ruled{ID: cp.WorkspaceID, Egress: cp.Egress, Allow: cp.Allow}
+}
+
+// changeRules gives a workspace other rules, and takes from everything that was forked from it, and from that, what is no longer within:
+// a host that is taken out is out of the whole tree below.
+func changeRules(ctx context.Context, tx Tx, w Workspace, allow []string) error {
+	if w.Egress == core.EgressAllowAll {
+		return core.Errorf(core.FailedPrecondition, core.CodeInvalidField, "network.allow: workspace %s has egress policy allow-all, under which there are no rules; fork it with deny-all", w.ID)
+	}
+	parent, err := tx.ForkedFrom(ctx, w.ID)
+	if err != nil {
+		return err
+	}
+	if parent != nil {
+		if err := limitedTo(w.Egress, allow, *parent); err != nil {
+			return err
+		}
+	}
+	changed := []Ruled{{ID: w.ID, Egress: w.Egress, Allow: allow}}
+	for level := changed; len(level) > 0; {
+		above := map[core.WorkspaceID]Ruled{}
+		ids := make([]core.WorkspaceID, len(level))
+		for i, r := range level {
+			ids[i], above[r.ID] = r.ID, r
+		}
+		forks, err := tx.Forks(ctx, ids)
+		if err != nil {
+			return err
+		}
+		level = nil
+		for _, fork := range forks {
+			limit, err := reachOf(core.EgressDenyAll, above[fork.Parent].Allow)
+			if err != nil {
+				return err
+			}
+			has, err := reachOf(fork.Egress, fork.Allow)
+			if err != nil {
+				return err
+			}
+			if has.beyond(limit) != nil {
+				fork.Allow = has.within(limit)
+				level = append(level, fork)
+			}
+		}
+		changed = append(changed, level...)
+	}
+	return tx.SetRules(ctx, changed)
+}
+
+const (
+	rulesBatch    = 1024
+	rulesAtOnce   = 32
+	rulesCallTime = 5 * time.Second // for one runner to take rules
+	rulesWaitTime = time.Second     // of which a request that changes them waits for
+)
+
+// rulesLoop runs on every controller. It gives runners the rules that they are not known to have: that were changed while they could not be
+// reached or a sandbox was being made, and those of forks of what was changed.
+func (c *Controller) rulesLoop(ctx context.Context) {
+	every(ctx, c.cfg.LoopInterval, c.rulesChanged, func() {
+		if err := c.giveRules(ctx); err != nil && ctx.Err() == nil {
+			c.log.WarnContext(ctx, "egress rules were not given to runners", "err", err)
+		}
+	})
+}
+
+// wakeRules makes the loop look at once.
+func (c *Controller) wakeRules() {
+	select {
+	case c.rulesChanged <- struct{}{}:
+	default:
+	}
+}
+
+func (c *Controller) giveRules(ctx context.Context) error {
+	list, err := read(ctx, c, System(), func(tx Tx) ([]Workspace, error) { return tx.PendingRules(ctx, rulesBatch) })
+	if err != nil || len(list) == 0 {
+		return err
+	}
+	// mu guards applied and away.
+	var mu sync.Mutex
+	var applied []AppliedRules
+	away := map[core.RunnerID]bool{} // it is not asked for each of its sandboxes
+	slots := make(chan struct{}, rulesAtOnce)
+	var group sync.WaitGroup
+	for _, w := range list {
+		slots <- struct{}{}
+		group.Go(func() {
+			defer func() { <-slots }()
+			mu.Lock()
+			skip := away[w.Sandbox.RunnerID]
+			mu.Unlock()
+			if skip {
+				return
+			}
+			err := c.giveRulesOf(ctx, w, rulesCallTime)
+			mu.Lock()
+			defer mu.Unlock()
+			if err == nil {
+				applied = append(applied, AppliedRules{w.ID, w.Sandbox.ID, w.Rules.Version})
+			} else if core.CodeOf(err) == core.CodeRunnerUnreachable {
+				away[w.Sandbox.RunnerID] = true
+			}
+		})
+	}
+	group.Wait()
+	if len(applied) == 0 {
+		return nil
+	}
+	slices.SortFunc(applied, func(a, b AppliedRules) int { return strings.Compare(string(a.Workspace), string(b.Workspace)) }) // rows are locked in one order
+	return c.store.InTx(ctx, System(), func(tx Tx) error { return tx.ApplyRules(ctx, applied) })
+}
+
+func (c *Controller) giveRulesOf(ctx context.Context, w Workspace, limit time.Duration) error {
+	ctx, cancel := context.WithTimeout(ctx, limit)
+	defer cancel()
+	err := c.runners.SetEgress(ctx, w.Sandbox.Endpoint, w.Sandbox.ID, w.Rules.wire())
+	if err != nil {
+		c.log.InfoContext(ctx, "egress rules not in force yet", "workspace_id", w.ID, "runner_id", w.Sandbox.RunnerID, "rules_version", w.Rules.Version, "err", err)
+	}
+	return err
+}
+
+// applyRules gives the rules of a workspace that were just changed to its runner, and returns the workspace as it is then. What does not
+// succeed is left to the loop.
+func (c *Controller) applyRules(ctx context.Context, w Workspace) Workspace {
+	defer c.wakeRules() // for what was forked from it
+	if !w.RulesPending() || c.giveRulesOf(ctx, w, rulesWaitTime) != nil {
+		return w
+	}
+	err := c.store.InTx(ctx, InProject(w.ProjectID), func(tx Tx) error {
+		if err := tx.ApplyRules(ctx, []AppliedRules{{w.ID, w.Sandbox.ID, w.Rules.Version}}); err != nil {
+			return err
+		}
+		now, err := tx.Workspace(ctx, w.ID)
+		if err == nil {
+			w = now
+		}
+		return err
+	})
+	if err != nil {
+		c.log.InfoContext(ctx, "egress rules not recorded as in force yet", "workspace_id", w.ID, "err", err)
+	}
+	return w
+}

@@ -1,0 +1,353 @@
+package controller_test
+
+import (
+	"context"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/controller/runnertest"
+	"github.com/coppice-dev/coppice/core"
+)
+
+func (w *world) createAllowing(name string, allow ...string) controller.Workspace {
+	w.t.Helper()
+	a, err := w.CreateWorkspace(w.t.Context(), w.project, controller.CreateRequest{
+		Name: name, Resources: core.Resources{VCPUs: 1, MemoryMiB: 512, DiskGiB: 1}, Allow: allow,
+	}, wait)
+	if err != nil {
+		w.t.Fatal(err)
+	}
+	return *a.Result.Workspace
+}
+
+func (w *world) allow(id core.WorkspaceID, allow ...string) (controller.Workspace, error) {
+	if allow == nil {
+		allow = []string{}
+	}
+	return w.PatchWorkspace(w.t.Context(), w.project, id, controller.WorkspacePatch{Allow: &allow})
+}
+
+func (w *world) mustAllow(id core.WorkspaceID, allow ...string) controller.Workspace {
+	w.t.Helper()
+	ws, err := w.allow(id, allow...)
+	if err != nil {
+		w.t.Fatal(err)
+	}
+	return ws
+}
+
+// wantRules looks at the row and, of a running workspace, at its runner.
+func (w *world) wantRules(id core.WorkspaceID, allow ...string) {
+	w.t.Helper()
+	ws, err := w.Workspace(w.t.Context(), w.project, id)
+	if err != nil {
+		w.t.Fatal(err)
+	}
+	if !slices.Equal(ws.Rules.Allow, allow) {
+		w.t.Errorf("workspace %s may reach %q, want %q", ws.Name, ws.Rules.Allow, allow)
+	}
+	if ws.State != core.WorkspaceReady {
+		return
+	}
+	eventually(w.t, "its runner has the rules of "+ws.Name, func() bool {
+		got := w.runner.Rules(ws.Sandbox.ID)
+		return got.Version == ws.Rules.Version && slices.Equal(got.Allow, allow)
+	})
+	eventually(w.t, "it is known that its runner has them", func() bool {
+		now, err := w.Workspace(w.t.Context(), w.project, id)
+		return err == nil && !now.RulesPending()
+	})
+}
+
+func (w *world) forkAllowing(cp core.CheckpointID, req controller.ForkRequest) (controller.Workspace, error) {
+	req.Count = 1
+	a, err := w.ForkCheckpoint(w.t.Context(), w.project, cp, req, wait)
+	if err != nil {
+		return controller.Workspace{}, err
+	}
+	return *a.Result.Children[0].Workspace, nil
+}
+
+// TestForksReachNoMore: a fork has today's rules of what it comes from, or fewer.
+func TestForksReachNoMore(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	root := w.createAllowing("root", "*.wide.example", "a.example", "b.example:443")
+	w.wantRules(root.ID, "*.wide.example", "a.example", "b.example:443")
+	cp := w.checkpoint(root.ID)
+	for _, c := range []struct {
+		mode   core.EgressPolicy
+		allow  []string // nil: not said
+		want   []string
+		beyond string
+	}{
+		{want: []string{"*.wide.example", "a.example", "b.example:443"}},
+		{mode: core.EgressDenyAll, want: []string{"*.wide.example", "a.example", "b.example:443"}},
+		{allow: []string{}, want: []string{}},
+		{allow: []string{"a.example:80", "x.y.wide.example"}, want: []string{"a.example:80", "x.y.wide.example"}},
+		{allow: []string{"b.example"}, beyond: "b.example"},
+		{allow: []string{"a.example", "c.example", "wide.example"}, beyond: "c.example, wide.example"},
+		{allow: []string{"tcp://a.example:443"}, beyond: "tcp://a.example:443"},
+		{mode: core.EgressAllowAll, beyond: "allow-all"},
+	} {
+		req := controller.ForkRequest{Egress: c.mode}
+		if c.allow != nil {
+			req.Allow = &c.allow
+		}
+		child, err := w.forkAllowing(cp.ID, req)
+		if c.beyond != "" {
+			wantCode(t, err, core.CodeEgressBeyondParent)
+			if !strings.Contains(err.Error(), c.beyond+" is beyond") || !strings.Contains(err.Error(), string(root.ID)) {
+				t.Errorf("%+v: %v", c, err)
+			}
+			req.Count = 1
+			if _, err := w.ForkWorkspace(t.Context(), w.project, root.ID, controller.CheckpointRequest{}, req, wait); core.CodeOf(err) != core.CodeEgressBeyondParent {
+				t.Errorf("%+v, of the workspace: %v", c, err)
+			}
+			continue
+		}
+		if err != nil {
+			t.Fatalf("%+v: %v", c, err)
+		}
+		w.wantRules(child.ID, c.want...)
+	}
+	// Today's rules count, not those of when it was captured; also when the workspace has ended.
+	w.mustAllow(root.ID, "a.example")
+	child, err := w.forkAllowing(cp.ID, controller.ForkRequest{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	w.wantRules(child.ID, "a.example")
+	if _, err := w.Terminate(t.Context(), w.project, root.ID, wait); err != nil {
+		t.Fatal(err)
+	}
+	w.mustAllow(root.ID, "a.example:443")
+	w.wantRules(child.ID, "a.example:443")
+	if child, err = w.forkAllowing(cp.ID, controller.ForkRequest{}); err != nil {
+		t.Fatal(err)
+	}
+	w.wantRules(child.ID, "a.example:443")
+	wantCode(t, second(w.allow(child.ID, "a.example:80")), core.CodeEgressBeyondParent)
+	// A bound does not go with the checkpoint.
+	if err := w.DeleteCheckpoint(t.Context(), w.project, cp.ID); err != nil {
+		t.Fatal(err)
+	}
+	wantCode(t, second(w.allow(child.ID, "a.example:80")), core.CodeEgressBeyondParent)
+}
+
+func second[T any](_ T, err error) error { return err }
+
+// TestRulesOfATree: what is taken out above is out below, at once and on the hosts; what is let in above is not in below by itself.
+func TestRulesOfATree(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	root := w.createAllowing("root", "a.example", "b.example", "*.c.example")
+	narrow, empty := []string{"b.example:443", "x.c.example"}, []string{}
+	child, err := w.forkAllowing(w.checkpoint(root.ID).ID, controller.ForkRequest{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	cp := w.checkpoint(child.ID)
+	grandchild, err := w.forkAllowing(cp.ID, controller.ForkRequest{Allow: &narrow})
+	if err != nil {
+		t.Fatal(err)
+	}
+	none, err := w.forkAllowing(cp.ID, controller.ForkRequest{Allow: &empty})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if got := w.mustAllow(root.ID, "a.example:443", "b.example", "y.c.example"); got.RulesPending() {
+		t.Error("the answer says that the rules are not in force")
+	}
+	w.wantRules(root.ID, "a.example:443", "b.example", "y.c.example")
+	w.wantRules(child.ID, "a.example:443", "b.example", "y.c.example")
+	w.wantRules(grandchild.ID, "b.example:443")
+	w.wantRules(none.ID)
+	if now, err := w.Workspace(t.Context(), w.project, none.ID); err != nil || now.Rules.Version != 1 {
+		t.Errorf("rules that did not change are at version %d, %v", now.Rules.Version, err)
+	}
+	w.mustAllow(root.ID, "a.example", "b.example", "d.example")
+	w.wantRules(child.ID, "a.example:443", "b.example")
+	wantCode(t, second(w.allow(child.ID, "e.example")), core.CodeEgressBeyondParent)
+	wantCode(t, second(w.allow(grandchild.ID, "d.example")), core.CodeEgressBeyondParent) // its own parent may not
+	w.mustAllow(child.ID, "d.example")
+	w.wantRules(child.ID, "d.example")
+	w.wantRules(grandchild.ID)
+	w.mustAllow(grandchild.ID, "d.example:443")
+	w.wantRules(grandchild.ID, "d.example:443")
+	// With a version that is not the present one nothing changes.
+	_, err = w.PatchWorkspace(t.Context(), w.project, root.ID, controller.WorkspacePatch{Version: 1, Allow: &empty})
+	wantCode(t, err, core.CodeVersionConflict)
+	w.wantRules(root.ID, "a.example", "b.example", "d.example")
+}
+
+// TestRulesAndOtherModes: rules are for deny-all.
+func TestRulesAndOtherModes(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	req := controller.CreateRequest{Resources: core.Resources{VCPUs: 1, MemoryMiB: 512, DiskGiB: 1}, Egress: core.EgressAllowAll, Allow: []string{"a.example"}}
+	wantCode(t, second(w.CreateWorkspace(t.Context(), w.project, req, wait)), core.CodeInvalidField)
+	req.Allow = nil
+	a, err := w.CreateWorkspace(t.Context(), w.project, req, wait)
+	if err != nil {
+		t.Fatal(err)
+	}
+	open := *a.Result.Workspace
+	wantCode(t, second(w.allow(open.ID, "a.example")), core.CodeInvalidField)
+	cp := w.checkpoint(open.ID)
+	allow := []string{"a.example"}
+	wantCode(t, second(w.forkAllowing(cp.ID, controller.ForkRequest{Allow: &allow})), core.CodeInvalidField)
+	child, err := w.forkAllowing(cp.ID, controller.ForkRequest{Egress: core.EgressDenyAll, Allow: &allow})
+	if err != nil {
+		t.Fatal(err)
+	}
+	w.wantRules(child.ID, "a.example")
+	w.mustAllow(child.ID, "b.example") // everything is within allow-all
+	w.wantRules(child.ID, "b.example")
+}
+
+// TestRulesReachRunnersLater: a runner that was away gets the rules when it is back, and nobody says so before.
+func TestRulesReachRunnersLater(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	ws := w.createAllowing("ws", "a.example")
+	w.runner.Hook(func(_ context.Context, point, _ string) error {
+		if point == runnertest.PointRules {
+			return runnertest.ErrVanish
+		}
+		return nil
+	})
+	got := w.mustAllow(ws.ID, "b.example")
+	if !got.RulesPending() || got.Rules.Version != 2 {
+		t.Errorf("%+v of a runner that took none", got.Rules)
+	}
+	calls := w.runner.Calls(runnertest.PointRules)
+	eventually(t, "it is tried again", func() bool { return w.runner.Calls(runnertest.PointRules) > calls+1 })
+	if now, err := w.Workspace(t.Context(), w.project, ws.ID); err != nil || !now.RulesPending() {
+		t.Errorf("%+v, %v", now.Rules, err)
+	}
+	w.stop() // another controller does it
+	w.runner.Hook(nil)
+	w.Controller, _ = w.start(controller.Config{ClusterID: "test", LoopInterval: 50 * time.Millisecond})
+	w.wantRules(ws.ID, "b.example")
+}
+
+// TestRulesThatChangeMeanwhile: rules that change while a sandbox is being made are its rules in the end.
+func TestRulesThatChangeMeanwhile(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	ws := w.createAllowing("ws", "a.example", "b.example")
+	cp := w.checkpoint(ws.ID)
+	made, goOn := make(chan core.SandboxID, 1), make(chan struct{})
+	w.runner.Hook(func(_ context.Context, point, _ string) error {
+		if point == runnertest.PointFork+runnertest.Done {
+			made <- ""
+			<-goOn
+		}
+		return nil
+	})
+	for _, begin := range []func() (core.WorkspaceID, error){
+		func() (core.WorkspaceID, error) {
+			_, err := w.ForkCheckpoint(t.Context(), w.project, cp.ID, controller.ForkRequest{Count: 1, Name: "child"}, 0)
+			return "", err
+		},
+		func() (core.WorkspaceID, error) {
+			_, err := w.RestoreWorkspace(t.Context(), w.project, ws.ID, cp.ID, 0)
+			return ws.ID, err
+		},
+	} {
+		w.mustAllow(ws.ID, "a.example", "b.example")
+		id, err := begin()
+		if err != nil {
+			t.Fatal(err)
+		}
+		<-made
+		w.mustAllow(ws.ID, "b.example")
+		goOn <- struct{}{}
+		if id == "" {
+			list, err := w.Workspaces(t.Context(), w.project, controller.WorkspaceFilter{Name: "child", Page: controller.Page{Limit: 1}})
+			if err != nil || len(list) != 1 {
+				t.Fatal(list, err)
+			}
+			id = list[0].ID
+		}
+		eventually(t, "it is ready", func() bool { return w.state(id) == core.WorkspaceReady })
+		w.wantRules(id, "b.example")
+	}
+}
+
+// TestRestoresKeepRules: a restore in place and a resume have the workspace's present rules; the state of a workspace that may reach less is
+// not restored into one that may reach more.
+func TestRestoresKeepRules(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	root := w.createAllowing("root", "a.example", "b.example")
+	cp := w.checkpoint(root.ID)
+	w.mustAllow(root.ID, "b.example", "c.example")
+	if _, err := w.RestoreWorkspace(t.Context(), w.project, root.ID, cp.ID, wait); err != nil {
+		t.Fatal(err)
+	}
+	w.wantRules(root.ID, "b.example", "c.example")
+	if _, err := w.Suspend(t.Context(), w.project, root.ID, wait); err != nil {
+		t.Fatal(err)
+	}
+	if got := w.mustAllow(root.ID, "b.example"); got.RulesPending() {
+		t.Error("rules of what does not run are pending")
+	}
+	if _, err := w.Resume(t.Context(), w.project, root.ID, wait); err != nil {
+		t.Fatal(err)
+	}
+	w.wantRules(root.ID, "b.example")
+	none := []string{}
+	child, err := w.forkAllowing(cp.ID, controller.ForkRequest{Allow: &none})
+	if err != nil {
+		t.Fatal(err)
+	}
+	own := w.checkpoint(child.ID)
+	wantCode(t, second(w.RestoreWorkspace(t.Context(), w.project, root.ID, own.ID, wait)), core.CodeEgressBeyondParent)
+	if _, err := w.RestoreWorkspace(t.Context(), w.project, child.ID, cp.ID, wait); err != nil { // the other way round
+		t.Fatal(err)
+	}
+	w.wantRules(child.ID)
+}
+
+// TestForksAndRulesRace: forks and changes at the same time leave no fork that reaches more than its parent.
+func TestForksAndRulesRace(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	root := w.createAllowing("root", "a.example")
+	cp := w.checkpoint(root.ID)
+	var group sync.WaitGroup
+	for range 4 {
+		group.Go(func() {
+			for range 6 {
+				if _, err := w.ForkCheckpoint(t.Context(), w.project, cp.ID, controller.ForkRequest{Count: 2}, wait); err != nil {
+					t.Error(err)
+				}
+			}
+		})
+	}
+	for i := range 12 {
+		entry := []string{"a.example", "b.example"}[i%2]
+		w.mustAllow(root.ID, entry)
+	}
+	group.Wait()
+	now, err := w.Workspace(t.Context(), w.project, root.ID)
+	if err != nil {
+		t.Fatal(err)
+	}
+	list, err := w.Workspaces(t.Context(), w.project, controller.WorkspaceFilter{Page: controller.Page{Limit: 100}, Parent: cp.ID})
+	if err != nil || len(list) != 48 {
+		t.Fatal(len(list), err)
+	}
+	for _, child := range list {
+		if len(child.Rules.Allow) > 0 && !slices.Equal(child.Rules.Allow, now.Rules.Allow) {
+			t.Errorf("a fork may reach %q, its parent %q", child.Rules.Allow, now.Rules.Allow)
+		}
+		w.wantRules(child.ID, child.Rules.Allow...)
+	}
+}
