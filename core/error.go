@@ -93,6 +93,7 @@ const (
 	CodeUnsupported          Code = "UNSUPPORTED"
 	CodeSandboxLost          Code = "SANDBOX_LOST"
 	CodePagerGone            Code = "PAGER_GONE"
+	CodeEgressGone           Code = "EGRESS_GONE"
 	CodeRunnerLost           Code = "RUNNER_LOST"
 	CodeControllerStopping   Code = "CONTROLLER_STOPPING"
 	CodeEgressBeyondParent   Code = "EGRESS_BEYOND_PARENT"

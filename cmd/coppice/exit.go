@@ -98,6 +98,7 @@ var exitOfCode = map[string]int{
 	string(core.CodeStoreUnavailable):       exitUnavailable,
 	string(core.CodeStoreAuth):              exitUnavailable,
 	string(core.CodePagerGone):              exitUnavailable,
+	string(core.CodeEgressGone):             exitUnavailable,
 
 	string(core.CodeCertificateRefused):    exitPermission,
 	string(core.CodeJoinTokenRefused):      exitPermission,

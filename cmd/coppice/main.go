@@ -41,6 +41,7 @@ var commands = []func(*app) *cobra.Command{
 	newMigrateCommand,
 	newRunnerCommand,
 	newPagerCommand,
+	newEgressCommand,
 	newRunnerTokenCommand,
 	newStoreCommand,
 	newFleetCommand,

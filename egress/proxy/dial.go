@@ -52,7 +52,7 @@ func (s *Server) dial(ctx context.Context, h policy.Host, port uint16) (net.Conn
 // resolve gives the addresses of a host, all of which may be dialled: a name that has one which may not is refused, whatever else it has.
 func (s *Server) resolve(ctx context.Context, h policy.Host) ([]netip.Addr, error) {
 	if addr, ok := h.Addr(); ok {
-		if err := s.cfg.Reach.Check(addr); err != nil {
+		if err := s.cfg.Reach().Check(addr); err != nil {
 			return nil, &dialError{true, err}
 		}
 		return []netip.Addr{addr}, nil
@@ -65,7 +65,7 @@ func (s *Server) resolve(ctx context.Context, h policy.Host) ([]netip.Addr, erro
 	addrs = addrs[:min(len(addrs), most)]
 	for i, a := range addrs {
 		addrs[i] = a.Unmap() // what a resolver calls ::ffff:1.2.3.4 is an IPv4 address
-		if err := s.cfg.Reach.Check(addrs[i]); err != nil {
+		if err := s.cfg.Reach().Check(addrs[i]); err != nil {
 			return nil, &dialError{true, fmt.Errorf("%s is at %w", h, err)}
 		}
 	}
@@ -81,5 +81,5 @@ func (s *Server) guard(_ context.Context, network, address string, _ syscall.Raw
 	if err != nil || network != "tcp4" && network != "tcp6" {
 		return fmt.Errorf("dial of %s %s: %w", network, address, errors.Join(err, errors.ErrUnsupported))
 	}
-	return s.cfg.Reach.Check(ap.Addr())
+	return s.cfg.Reach().Check(ap.Addr())
 }

@@ -27,10 +27,10 @@ import (
 
 // Config describes a proxy.
 type Config struct {
-	Reach    policy.Reach
-	Resolver Resolver       // default: the host's
-	Journal  Journal        // required
-	Roots    *x509.CertPool // of hosts that sandboxes have grants for; nil: the host's own
+	Reach    func() policy.Reach // of this moment; required
+	Resolver Resolver            // default: the host's
+	Journal  Journal             // required
+	Roots    *x509.CertPool      // of hosts that sandboxes have grants for; nil: the host's own
 	Log      *slog.Logger
 	// MaxFlows bounds the connections of one sandbox, default 1024. What is beyond is reset.
 	MaxFlows int

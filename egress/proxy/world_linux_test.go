@@ -114,7 +114,7 @@ func newWorld(t *testing.T, allow ...string) *world {
 	}
 	w := &world{t: t, journal: &journal{begun: map[string]core.Flow{}}, names: &names{addrs: map[string][]string{}}, ca: newAuthority(t)}
 	w.server = proxy.New(proxy.Config{
-		Reach: policy.Reach{Private: []netip.Prefix{netip.MustParsePrefix(publicNet)}}, Resolver: w.names, Journal: w.journal,
+		Reach: func() policy.Reach { return policy.Reach{Private: []netip.Prefix{netip.MustParsePrefix(publicNet)}} }, Resolver: w.names, Journal: w.journal,
 		Log: slog.New(slog.NewTextHandler(t.Output(), nil)), FirstTime: time.Second, Roots: w.ca.pool,
 	})
 	t.Cleanup(func() {

@@ -3,7 +3,6 @@ package pager
 import (
 	"context"
 	"errors"
-	"fmt"
 	"maps"
 	"net"
 	"os"
@@ -14,6 +13,7 @@ import (
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/sidecar"
 )
 
 // Client is a way to a pager. It is safe for concurrent use.
@@ -51,7 +51,7 @@ func (c *Client) dial(ctx context.Context) (*net.UnixConn, error) {
 
 func exchange(ctx context.Context, conn *net.UnixConn, r request, f *os.File) (response, *os.File, error) {
 	var out response
-	err := send(conn, r, f)
+	err := sidecar.Send(conn, r, listOf(f)...)
 	var back *os.File
 	if err == nil {
 		back, err = receive(conn, &out)
@@ -68,6 +68,26 @@ func exchange(ctx context.Context, conn *net.UnixConn, r request, f *os.File) (r
 		return out, nil, out.Problem.Err()
 	}
 	return out, back, nil
+}
+
+// receive reads one message with at most one descriptor.
+func receive(conn *net.UnixConn, m any) (*os.File, error) {
+	files, err := sidecar.Receive(conn, m)
+	if len(files) > 1 {
+		sidecar.CloseAll(files)
+		return nil, unix.EBADMSG
+	}
+	if err != nil || files == nil {
+		return nil, err
+	}
+	return files[0], nil
+}
+
+func listOf(f *os.File) []*os.File {
+	if f == nil {
+		return nil
+	}
+	return []*os.File{f}
 }
 
 // Hello asks who the pager is.
@@ -140,32 +160,11 @@ func (c *Client) Stop(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	process, err := unix.PidfdOpen(h.PID, 0)
-	if err != nil {
-		return fmt.Errorf("find the pager (process %d): %w", h.PID, err)
-	}
-	defer func() { _ = unix.Close(process) }()
-	if _, _, err := c.call(ctx, request{Op: opStop}, nil); err != nil {
+	return sidecar.End("pager", h.PID, func() error {
+		_, _, err := c.call(ctx, request{Op: opStop}, nil)
 		return err
-	}
-	// Readable is one whose last thread has ended.
-	for deadline := time.Now().Add(stopTime); ; {
-		n, err := unix.Poll([]unix.PollFd{{Fd: int32(process), Events: unix.POLLIN}}, int(max(time.Until(deadline), 0).Milliseconds()))
-		switch {
-		case errors.Is(err, unix.EINTR):
-		case err != nil:
-			return fmt.Errorf("wait for the pager (process %d): %w", h.PID, err)
-		case n == 0:
-			late := core.Errorf(core.TimedOut, core.CodeTimedOut, "the pager (process %d) did not end within %s and was killed", h.PID, stopTime)
-			return errors.Join(late, unix.PidfdSendSignal(process, unix.SIGKILL, nil, 0))
-		default:
-			return nil
-		}
-	}
+	})
 }
-
-// stopTime is how long a pager that was told to end may take.
-const stopTime = 10 * time.Second
 
 // Watch calls each with all images at once and whenever something about one has changed, until ctx ends or the pager does, which is
 // ErrGone.

@@ -1,15 +1,7 @@
 package pager
 
 import (
-	"encoding/json"
-	"errors"
-	"fmt"
-	"io"
-	"net"
-	"os"
 	"time"
-
-	"golang.org/x/sys/unix"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
@@ -21,9 +13,6 @@ import (
 
 // protocolVersion is said in Hello: a pager may be older than its runner.
 const protocolVersion = 2
-
-// maxMessage bounds a message, in bytes. It is less than what a socket takes by default.
-const maxMessage = 160 << 10
 
 // Range is a run of pages.
 type Range struct {
@@ -113,62 +102,4 @@ func problemOf(err error) *runnerapi.Problem {
 		p.Message = p.Message[:4096]
 	}
 	return p
-}
-
-func send(c *net.UnixConn, m any, f *os.File) error {
-	b, err := json.Marshal(m)
-	if err != nil {
-		return err
-	}
-	if len(b) > maxMessage {
-		return core.Errorf(core.Internal, core.CodeInternal, "a message of %d bytes to or from the pager is too long", len(b))
-	}
-	var rights []byte
-	if f != nil {
-		rights = unix.UnixRights(int(f.Fd()))
-	}
-	_, _, err = c.WriteMsgUnix(b, rights, nil)
-	return err
-}
-
-// receive reads one message. The file, nil where there is none, is the caller's.
-func receive(c *net.UnixConn, m any) (_ *os.File, err error) {
-	b := make([]byte, maxMessage)
-	rights := make([]byte, unix.CmsgSpace(4))
-	n, rn, flags, _, err := c.ReadMsgUnix(b, rights)
-	if err != nil {
-		return nil, err
-	}
-	var f *os.File
-	if rn > 0 {
-		if f, err = fileOf(rights[:rn]); err != nil {
-			return nil, err
-		}
-	}
-	switch {
-	case n == 0 && rn == 0:
-		err = io.EOF
-	case flags&(unix.MSG_TRUNC|unix.MSG_CTRUNC) != 0:
-		err = errors.New("a message of the pager's socket was cut off")
-	default:
-		err = json.Unmarshal(b[:n], m)
-	}
-	if err != nil && f != nil {
-		err = errors.Join(err, f.Close())
-		f = nil
-	}
-	return f, err
-}
-
-func fileOf(rights []byte) (*os.File, error) {
-	messages, err := unix.ParseSocketControlMessage(rights)
-	if err != nil || len(messages) != 1 {
-		return nil, fmt.Errorf("read a descriptor: %w", errors.Join(err, unix.EBADMSG))
-	}
-	fds, err := unix.ParseUnixRights(&messages[0])
-	if err != nil || len(fds) != 1 {
-		return nil, fmt.Errorf("read a descriptor: %w", errors.Join(err, unix.EBADMSG))
-	}
-	unix.CloseOnExec(fds[0])
-	return os.NewFile(uintptr(fds[0]), "passed"), nil
 }

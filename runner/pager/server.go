@@ -17,6 +17,7 @@ import (
 	"syscall"
 
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/sidecar"
 	"github.com/coppice-dev/coppice/snapshotstore"
 	"github.com/coppice-dev/coppice/snapshotstore/blob"
 	"github.com/coppice-dev/coppice/snapshotstore/envelope"
@@ -53,7 +54,7 @@ type Server struct {
 const mountDir = "mnt"
 
 // SocketPath is where the pager of a directory listens.
-func SocketPath(dir string) string { return filepath.Join(dir, "sock") }
+func SocketPath(dir string) string { return sidecar.Process{Dir: dir}.SocketPath() }
 
 // New mounts the file system and listens.
 func New(cfg Config) (_ *Server, err error) {
@@ -67,13 +68,7 @@ func New(cfg Config) (_ *Server, err error) {
 	if s.mount, err = newMount(filepath.Join(cfg.Dir, mountDir), s); err != nil {
 		return nil, err
 	}
-	path := SocketPath(cfg.Dir)
-	if err = os.Remove(path); err == nil || errors.Is(err, os.ErrNotExist) {
-		s.listen, err = net.ListenUnix("unixpacket", &net.UnixAddr{Name: path, Net: "unixpacket"})
-	}
-	if err == nil {
-		err = os.Chmod(path, 0o600)
-	}
+	s.listen, err = sidecar.Listen(SocketPath(cfg.Dir))
 	if err != nil {
 		return nil, errors.Join(fmt.Errorf("listen as a pager: %w", err), s.mount.close(false))
 	}
@@ -134,7 +129,7 @@ func (s *Server) converse(c *net.UnixConn) {
 		if err != nil {
 			out = response{Problem: problemOf(err)}
 		}
-		err = send(c, out, back)
+		err = sidecar.Send(c, out, listOf(back)...)
 		if back != nil {
 			err = errors.Join(err, back.Close())
 		}

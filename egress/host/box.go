@@ -1,0 +1,139 @@
+package host
+
+import (
+	"errors"
+	"net"
+	"os"
+	"sync"
+	"sync/atomic"
+
+	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/egress/egressapi"
+	"github.com/coppice-dev/coppice/egress/policy"
+	"github.com/coppice-dev/coppice/egress/proxy"
+	"github.com/coppice-dev/coppice/egress/resolver"
+)
+
+// box is a sandbox that is served.
+type box struct {
+	epoch    int64
+	resolver *resolver.Server
+	policy   atomic.Pointer[policy.Policy]
+
+	mu      sync.Mutex // held while rules change: they take turns
+	version int64
+}
+
+// sockets are those of a sandbox, as they are used.
+type sockets struct {
+	explicit, transparent, tcp net.Listener
+	udp                        net.PacketConn
+}
+
+// open makes sockets of the descriptors, which it closes: what is used are copies.
+func open(files []*os.File) (out sockets, err error) {
+	var opened []func() error
+	listener := func(f *os.File) net.Listener {
+		l, failed := net.FileListener(f)
+		if failed == nil {
+			opened = append(opened, l.Close)
+		}
+		err = errors.Join(err, failed, f.Close())
+		return l
+	}
+	out.explicit, out.transparent, out.tcp = listener(files[0]), listener(files[1]), listener(files[2])
+	udp, failed := net.FilePacketConn(files[3])
+	if failed == nil {
+		opened = append(opened, udp.Close)
+	}
+	out.udp, err = udp, errors.Join(err, failed, files[3].Close())
+	if err != nil {
+		for _, undo := range opened {
+			err = errors.Join(err, undo())
+		}
+	}
+	return out, err
+}
+
+// put begins to serve a sandbox.
+func (s *Server) put(sb egressapi.Sandbox, files []*os.File) error {
+	on, err := open(files)
+	if err != nil {
+		return err
+	}
+	p, err := parse(sb.Rules)
+	if err == nil && sb.ID == "" {
+		err = core.Errorf(core.Invalid, core.CodeInvalidField, "a sandbox without an id cannot be served")
+	}
+	if err != nil {
+		return errors.Join(err, on.explicit.Close(), on.transparent.Close(), on.tcp.Close(), on.udp.Close())
+	}
+	if err := s.remove(sb.ID); err != nil {
+		s.cfg.Log.Warn("a sandbox that is replaced was not ended in order", "sandbox_id", sb.ID, "err", err)
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	b := &box{epoch: sb.Epoch, version: sb.Rules.Version}
+	b.policy.Store(&p)
+	b.resolver = resolver.Serve(resolver.Config{
+		Policy: func() policy.Policy { return *b.policy.Load() }, Log: s.cfg.Log.With("sandbox_id", sb.ID), Count: s.stats.answered,
+	}, on.udp, on.tcp)
+	if err := s.proxy.Add(proxy.Sandbox{ID: sb.ID, Epoch: sb.Epoch, Policy: p, Alias: resolver.Host}, on.explicit, on.transparent); err != nil {
+		return errors.Join(err, b.resolver.Close())
+	}
+	s.boxes[sb.ID] = b
+	return nil
+}
+
+func (s *Server) box(id core.SandboxID) *box {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.boxes[id]
+}
+
+// setRules replaces a sandbox's rules by newer ones. What they do not allow has ended when it returns.
+func (s *Server) setRules(id core.SandboxID, rules runnerapi.EgressRules) error {
+	b := s.box(id)
+	if b == nil {
+		return core.Errorf(core.NotFound, core.CodeSandboxNotFound, "sandbox %s is not served", id)
+	}
+	p, err := parse(rules)
+	if err != nil {
+		return err
+	}
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if rules.Version <= b.version {
+		return nil
+	}
+	b.version = rules.Version
+	b.policy.Store(&p)
+	s.proxy.SetPolicy(id, p)
+	return nil
+}
+
+// remove ends a sandbox, with all that it has open.
+func (s *Server) remove(id core.SandboxID) error {
+	s.mu.Lock()
+	b := s.boxes[id]
+	delete(s.boxes, id)
+	s.mu.Unlock()
+	if b == nil {
+		return nil
+	}
+	s.proxy.Remove(id)
+	return b.resolver.Close()
+}
+
+func (s *Server) list() []egressapi.Served {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	out := make([]egressapi.Served, 0, len(s.boxes))
+	for id, b := range s.boxes {
+		b.mu.Lock()
+		out = append(out, egressapi.Served{ID: id, Epoch: b.epoch, Version: b.version})
+		b.mu.Unlock()
+	}
+	return out
+}

@@ -1,0 +1,232 @@
+package host
+
+import (
+	"context"
+	"crypto/rand"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"net"
+	"net/netip"
+	"os"
+	"sync"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/egress/egressapi"
+	"github.com/coppice-dev/coppice/egress/policy"
+	"github.com/coppice-dev/coppice/egress/proxy"
+	"github.com/coppice-dev/coppice/internal/sidecar"
+)
+
+// Config describes the egress process of a host. Fields without a note are required.
+type Config struct {
+	Listen *net.UnixListener // for the runner; the server's from now on
+	Spool  *os.Root          // the directory of what is not acknowledged; nobody else's
+	Log    *slog.Logger
+
+	UID      uint32         // whose processes may connect, besides root's
+	MaxSpool int64          // bytes; default 256 MiB
+	Private  []netip.Prefix // networks that may be reached although they are not public
+	Own      []netip.Prefix // networks of this installation, which may not, besides every address of this host
+	Servers  []string       // names of hosts that are this installation's, too
+	Resolver proxy.Resolver // default: the host's
+}
+
+// DefaultSpool is how many bytes of flows wait for the controller: at 3000 requests a second, two minutes of them.
+const DefaultSpool = 256 << 20
+
+// Server is an egress process.
+type Server struct {
+	cfg   Config
+	id    string
+	reach *reach
+	spool *spool
+	proxy *proxy.Server
+	stats counters
+	stop  context.CancelFunc
+	done  context.Context //nolint:containedctx // it ends with the server
+
+	mu    sync.Mutex // guards boxes; held while one is put
+	boxes map[core.SandboxID]*box
+}
+
+// New returns a process that serves nobody yet.
+func New(ctx context.Context, cfg Config) (*Server, error) {
+	if cfg.MaxSpool == 0 {
+		cfg.MaxSpool = DefaultSpool
+	}
+	if cfg.Resolver == nil {
+		cfg.Resolver = net.DefaultResolver
+	}
+	s := &Server{cfg: cfg, id: rand.Text(), boxes: map[core.SandboxID]*box{}}
+	var err error
+	if s.spool, err = openSpool(cfg.Spool, cfg.MaxSpool, cfg.Log); err != nil {
+		return nil, err
+	}
+	if s.reach, err = newReach(ctx, cfg); err != nil {
+		return nil, errors.Join(err, s.spool.close())
+	}
+	s.done, s.stop = context.WithCancel(context.WithoutCancel(ctx))
+	s.proxy = proxy.New(proxy.Config{Reach: s.reach.current, Resolver: cfg.Resolver, Journal: counted{s.spool, &s.stats}, Log: cfg.Log})
+	return s, nil
+}
+
+// Run serves until ctx ends or the runner stops it.
+func (s *Server) Run(ctx context.Context) error {
+	defer context.AfterFunc(ctx, s.stop)()
+	var wg sync.WaitGroup
+	wg.Go(func() { s.reach.run(s.done) })
+	stopped := context.AfterFunc(s.done, func() { _ = s.cfg.Listen.Close() })
+	defer stopped()
+	var failed error
+	for {
+		c, err := s.cfg.Listen.AcceptUnix()
+		if err != nil {
+			if s.done.Err() == nil {
+				failed = err
+			}
+			break
+		}
+		wg.Go(func() { s.converse(c) })
+	}
+	s.stop()
+	s.mu.Lock()
+	boxes := s.boxes
+	s.boxes = map[core.SandboxID]*box{}
+	s.mu.Unlock()
+	errs := []error{failed, s.proxy.Close()}
+	for _, b := range boxes {
+		errs = append(errs, b.resolver.Close())
+	}
+	wg.Wait()
+	return errors.Join(append(errs, s.spool.close())...)
+}
+
+// permitted refuses everybody but root and the runner.
+func (s *Server) permitted(c *net.UnixConn) error {
+	raw, err := c.SyscallConn()
+	if err != nil {
+		return err
+	}
+	var peer *unix.Ucred
+	var failed error
+	err = raw.Control(func(fd uintptr) { peer, failed = unix.GetsockoptUcred(int(fd), unix.SOL_SOCKET, unix.SO_PEERCRED) })
+	if err = errors.Join(err, failed); err != nil {
+		return err
+	}
+	if peer.Uid != 0 && peer.Uid != s.cfg.UID {
+		return core.Errorf(core.PermissionDenied, core.CodePermissionDenied, "process %d of user %d is not this host's runner", peer.Pid, peer.Uid)
+	}
+	return nil
+}
+
+// converse answers one client until it is gone.
+func (s *Server) converse(c *net.UnixConn) {
+	ctx, cancel := context.WithCancel(s.done)
+	defer cancel()
+	defer c.Close()
+	if err := s.permitted(c); err != nil {
+		s.cfg.Log.Error("a client was refused", "err", err)
+		return
+	}
+	requests := make(chan request)
+	go func() { // so that the end of a client ends what it waits for
+		defer cancel()
+		for {
+			var r request
+			var err error
+			if r.files, err = sidecar.Receive(c, &r.Request); err != nil {
+				if !errors.Is(err, io.EOF) && ctx.Err() == nil {
+					s.cfg.Log.Warn("a client said what is not understood", "err", err)
+				}
+				return
+			}
+			select {
+			case requests <- r:
+			case <-ctx.Done():
+				sidecar.CloseAll(r.files)
+				return
+			}
+		}
+	}()
+	for {
+		var r request
+		select {
+		case r = <-requests:
+		case <-ctx.Done():
+			return
+		}
+		out, err := s.answer(ctx, r)
+		if ctx.Err() != nil {
+			return
+		}
+		if err != nil {
+			out = egressapi.Response{Problem: problemOf(err)}
+		}
+		err = sidecar.Send(c, out)
+		if r.Op == egressapi.OpStop {
+			s.stop()
+		}
+		if err != nil {
+			return
+		}
+	}
+}
+
+type request struct {
+	egressapi.Request
+	files []*os.File
+}
+
+func problemOf(err error) *runnerapi.Problem {
+	p := runnerapi.ProblemOf(err)
+	const most = 16 << 10 // a policy may have many faults
+	p.Message = p.Message[:min(len(p.Message), most)]
+	return p
+}
+
+// answer does what is asked. The descriptors are its own.
+func (s *Server) answer(ctx context.Context, r request) (out egressapi.Response, err error) {
+	if r.Op == egressapi.OpPut && r.Sandbox != nil && len(r.files) == egressapi.Sockets {
+		return out, s.put(*r.Sandbox, r.files)
+	}
+	sidecar.CloseAll(r.files)
+	switch r.Op {
+	case egressapi.OpHello:
+		return egressapi.Response{Hello: &egressapi.Hello{PID: os.Getpid(), Instance: s.id, Version: egressapi.Version}}, nil
+	case egressapi.OpRules, egressapi.OpRemove:
+		if r.Sandbox == nil {
+			break
+		}
+		if r.Op == egressapi.OpRemove {
+			return out, s.remove(r.Sandbox.ID)
+		}
+		return out, s.setRules(r.Sandbox.ID, r.Sandbox.Rules)
+	case egressapi.OpList:
+		return egressapi.Response{Served: s.list()}, nil
+	case egressapi.OpFlows:
+		batch, err := s.spool.after(ctx, r.After)
+		return egressapi.Response{Batch: &batch}, err
+	case egressapi.OpStats:
+		return egressapi.Response{Stats: s.measure()}, nil
+	case egressapi.OpWatch:
+		<-ctx.Done()
+		return out, context.Cause(ctx)
+	case egressapi.OpStop:
+		return out, nil
+	case egressapi.OpPut:
+	}
+	return out, core.Errorf(core.Invalid, core.CodeInvalidField, "the egress process cannot %q so", core.Clip(string(r.Op)))
+}
+
+func parse(r runnerapi.EgressRules) (policy.Policy, error) {
+	p, err := policy.Parse("allow", r.Allow)
+	if err != nil {
+		return p, fmt.Errorf("rules of version %d: %w", r.Version, err)
+	}
+	return p, nil
+}

@@ -1,0 +1,71 @@
+package host
+
+import (
+	"maps"
+	"sync"
+
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/egress/egressapi"
+	"github.com/coppice-dev/coppice/egress/proxy"
+	"github.com/coppice-dev/coppice/egress/resolver"
+)
+
+// counters count what became of flows and questions.
+type counters struct {
+	mu      sync.Mutex // guards what follows
+	flows   map[core.Outcome]int64
+	answers map[string]int64
+}
+
+func (c *counters) ended(o core.Outcome) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.flows == nil {
+		c.flows = map[core.Outcome]int64{}
+	}
+	c.flows[o]++
+}
+
+func (c *counters) answered(a resolver.Answer) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.answers == nil {
+		c.answers = map[string]int64{}
+	}
+	c.answers[string(a)]++
+}
+
+// counted is a journal whose flows are counted.
+type counted struct {
+	proxy.Journal
+	to *counters
+}
+
+// Begin counts a flow that is denied.
+func (c counted) Begin(f core.Flow) error {
+	err := c.Journal.Begin(f)
+	if err == nil && f.Outcome == core.FlowDenied {
+		c.to.ended(f.Outcome)
+	}
+	return err
+}
+
+// End counts a flow that has ended.
+func (c counted) End(f core.Flow) {
+	c.to.ended(f.Outcome)
+	c.Journal.End(f)
+}
+
+func (s *Server) measure() *egressapi.Stats {
+	out := &egressapi.Stats{SpoolMax: s.cfg.MaxSpool}
+	s.mu.Lock()
+	out.Sandboxes = len(s.boxes)
+	s.mu.Unlock()
+	s.stats.mu.Lock()
+	out.Flows, out.Answers = maps.Clone(s.stats.flows), maps.Clone(s.stats.answers)
+	s.stats.mu.Unlock()
+	s.spool.mu.Lock()
+	out.Open, out.SpoolBytes, out.Unrecorded = len(s.spool.open), s.spool.bytes, s.spool.unsaid
+	s.spool.mu.Unlock()
+	return out
+}

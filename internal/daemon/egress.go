@@ -1,0 +1,112 @@
+package daemon
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"net"
+	"net/netip"
+	"os"
+	"syscall"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/egress/host"
+	"github.com/coppice-dev/coppice/internal/sidecar"
+)
+
+// EgressConfig says how the egress process of a runner runs. It comes as JSON from the runner that starts it, by a pipe.
+type EgressConfig struct {
+	Dir      string         `json:"dir"`                // for its socket
+	Spool    string         `json:"spool"`              // directory; made if it is not there
+	UID      uint32         `json:"uid"`                // that it becomes, and its group; 0: it stays who it is
+	Runner   uint32         `json:"runner"`             // user of the runner
+	MaxSpool int64          `json:"max_spool"`          // bytes; 0: the default
+	Private  []netip.Prefix `json:"private"`            // see host.Config, as for the others
+	Own      []netip.Prefix `json:"own"`                //
+	Servers  []string       `json:"servers"`            //
+	Resolver string         `json:"resolver,omitempty"` // host:port of the name server that is asked; empty: the host's
+}
+
+// RunEgress runs the egress process that config describes until ctx ends or its runner stops it. What needs the runner's privileges is done
+// first; then they are given up for good.
+func RunEgress(ctx context.Context, config io.Reader, log *slog.Logger) (err error) {
+	var cfg EgressConfig
+	if err := json.NewDecoder(config).Decode(&cfg); err != nil {
+		return core.Wrapf(err, core.Invalid, core.CodeInvalidField, "the egress process is started by a runner, which tells it on its standard input what to do")
+	}
+	if err := os.MkdirAll(cfg.Spool, 0o700); err != nil {
+		return err
+	}
+	spool, err := os.OpenRoot(cfg.Spool) // its user could not come here
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, spool.Close()) }()
+	if cfg.UID != 0 {
+		if err := give(spool, int(cfg.UID)); err != nil {
+			return fmt.Errorf("give the spool of flows to user %d: %w", cfg.UID, err)
+		}
+	}
+	listen, err := sidecar.Listen(sidecar.Process{Dir: cfg.Dir}.SocketPath())
+	if err != nil {
+		return fmt.Errorf("listen as an egress process: %w", err)
+	}
+	listen.SetUnlinkOnClose(false) // it may not, and the next one does
+	if err := surrender(cfg.UID); err != nil {
+		return errors.Join(fmt.Errorf("give up the runner's privileges: %w", err), listen.Close())
+	}
+	server, err := host.New(ctx, host.Config{
+		Listen: listen, Spool: spool, Log: log, UID: cfg.Runner, MaxSpool: cfg.MaxSpool, Private: cfg.Private, Own: cfg.Own, Servers: cfg.Servers, Resolver: namesAt(cfg.Resolver),
+	})
+	if err != nil {
+		return errors.Join(fmt.Errorf("open the egress process: %w", err), listen.Close())
+	}
+	return server.Run(ctx)
+}
+
+// give makes a directory and the files in it a user's.
+func give(dir *os.Root, uid int) error {
+	d, err := dir.Open(".")
+	if err != nil {
+		return err
+	}
+	defer d.Close()
+	names, err := d.Readdirnames(-1)
+	if err != nil {
+		return err
+	}
+	for _, name := range names {
+		err = errors.Join(err, dir.Lchown(name, uid, uid))
+	}
+	return errors.Join(err, dir.Chown(".", uid, uid))
+}
+
+// surrender makes this process another user's, who can do nothing with its memory but run it: no capabilities, no core dumps, no debuggers.
+func surrender(uid uint32) error {
+	if err := unix.Setrlimit(unix.RLIMIT_CORE, &unix.Rlimit{}); err != nil {
+		return err
+	}
+	if uid != 0 { // of all threads; the kernel takes the capabilities with the user
+		id := int(uid)
+		if err := errors.Join(syscall.Setgroups(nil), syscall.Setresgid(id, id, id), syscall.Setresuid(id, id, id)); err != nil {
+			return err
+		}
+	}
+	return unix.Prctl(unix.PR_SET_DUMPABLE, 0, 0, 0, 0)
+}
+
+// namesAt asks one name server; without any it is the host's way.
+func namesAt(server string) *net.Resolver {
+	if server == "" {
+		return net.DefaultResolver
+	}
+	return &net.Resolver{PreferGo: true, Dial: func(ctx context.Context, network, _ string) (net.Conn, error) {
+		var d net.Dialer
+		return d.DialContext(ctx, network, server)
+	}}
+}

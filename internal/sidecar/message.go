@@ -1,0 +1,111 @@
+package sidecar
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"os"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/coppice-dev/coppice/core"
+)
+
+// MaxMessage bounds a message, in bytes. It is less than what a socket takes by default.
+const MaxMessage = 160 << 10
+
+// maxFiles bounds the descriptors of a message.
+const maxFiles = 4
+
+// Send writes one message with some descriptors, which stay the caller's.
+func Send(c *net.UnixConn, m any, files ...*os.File) error {
+	b, err := json.Marshal(m)
+	if err != nil {
+		return err
+	}
+	if len(b) > MaxMessage || len(files) > maxFiles {
+		return core.Errorf(core.Internal, core.CodeInternal, "a message of %d bytes and %d descriptors is too long for a socket", len(b), len(files))
+	}
+	var rights []byte
+	if len(files) > 0 {
+		fds := make([]int, len(files))
+		for i, f := range files {
+			fds[i] = int(f.Fd())
+		}
+		rights = unix.UnixRights(fds...)
+	}
+	_, _, err = c.WriteMsgUnix(b, rights, nil)
+	return err
+}
+
+// Receive reads one message. The files are the caller's.
+func Receive(c *net.UnixConn, m any) (_ []*os.File, err error) {
+	b := make([]byte, MaxMessage)
+	rights := make([]byte, unix.CmsgSpace(4*maxFiles))
+	n, rn, flags, _, err := c.ReadMsgUnix(b, rights)
+	if err != nil {
+		return nil, err
+	}
+	files, err := filesOf(rights[:rn])
+	switch {
+	case err != nil:
+	case n == 0 && rn == 0:
+		err = io.EOF
+	case flags&(unix.MSG_TRUNC|unix.MSG_CTRUNC) != 0:
+		err = errors.New("a message of a socket was cut off")
+	default:
+		err = json.Unmarshal(b[:n], m)
+	}
+	if err != nil {
+		CloseAll(files)
+		return nil, err
+	}
+	return files, nil
+}
+
+// CloseAll closes descriptors that nobody has asked for.
+func CloseAll(files []*os.File) {
+	for _, f := range files {
+		_ = f.Close() // nothing was written to it
+	}
+}
+
+func filesOf(rights []byte) ([]*os.File, error) {
+	if len(rights) == 0 {
+		return nil, nil
+	}
+	messages, err := unix.ParseSocketControlMessage(rights)
+	if err != nil {
+		return nil, fmt.Errorf("read descriptors: %w", err)
+	}
+	var out []*os.File
+	for _, m := range messages {
+		fds, err := unix.ParseUnixRights(&m)
+		if err != nil {
+			CloseAll(out)
+			return nil, fmt.Errorf("read descriptors: %w", err)
+		}
+		for _, fd := range fds {
+			unix.CloseOnExec(fd)
+			out = append(out, os.NewFile(uintptr(fd), "passed"))
+		}
+	}
+	return out, nil
+}
+
+// Listen makes a socket that only its owner and root may connect to, in the place of one that a process has left.
+func Listen(path string) (*net.UnixListener, error) {
+	if err := os.Remove(path); err != nil && !errors.Is(err, os.ErrNotExist) {
+		return nil, err
+	}
+	l, err := net.ListenUnix("unixpacket", &net.UnixAddr{Name: path, Net: "unixpacket"})
+	if err != nil {
+		return nil, err
+	}
+	if err := os.Chmod(path, 0o600); err != nil {
+		return nil, errors.Join(err, l.Close())
+	}
+	return l, nil
+}

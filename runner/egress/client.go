@@ -1,0 +1,164 @@
+package egress
+
+import (
+	"context"
+	"errors"
+	"net"
+	"os"
+	"time"
+
+	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/egress/egressapi"
+	"github.com/coppice-dev/coppice/internal/sidecar"
+)
+
+// Process says how the egress process is started.
+type Process struct {
+	Dir     string   // for its socket; made if it is not there
+	Command []string // runs a host.Server, with what Config says on its standard input
+	Config  []byte
+}
+
+const name = "egress process"
+
+func (p Process) sidecar() sidecar.Process {
+	return sidecar.Process{Name: name, Dir: p.Dir, Command: p.Command, Config: p.Config, Confine: true}
+}
+
+// SocketPath is where the process of a directory listens.
+func SocketPath(dir string) string { return sidecar.Process{Dir: dir}.SocketPath() }
+
+// Ensure makes sure that a process runs: the one that does already, whoever has started it, or a new one. It goes on when this process ends.
+func Ensure(ctx context.Context, p Process) (*Client, egressapi.Hello, error) {
+	c := NewClient(SocketPath(p.Dir))
+	h, err := c.Hello(ctx)
+	switch {
+	case err == nil && h.Version != egressapi.Version: // what it knows of, the next one is told anew; meanwhile nothing passes
+		if err := c.Stop(ctx); err != nil {
+			return nil, h, err
+		}
+	case err == nil:
+		return c, h, nil
+	case ctx.Err() != nil:
+		return nil, h, err
+	}
+	err = p.sidecar().Start(ctx, func(ctx context.Context) (err error) {
+		h, err = c.Hello(ctx)
+		return err
+	})
+	return c, h, err
+}
+
+// Client is a way to an egress process. It is safe for concurrent use.
+type Client struct{ socket string }
+
+// NewClient returns a client of the process that listens at a path. Nothing is dialled yet.
+func NewClient(socket string) *Client { return &Client{socket} }
+
+// ErrGone is returned, wrapped, when no process answers.
+var ErrGone = core.Errorf(core.Unavailable, core.CodeEgressGone, "the egress process of this runner does not answer")
+
+// callTime bounds a call.
+const callTime = 15 * time.Second
+
+func (c *Client) call(ctx context.Context, r egressapi.Request, files ...*os.File) (egressapi.Response, error) {
+	ctx, cancel := context.WithTimeoutCause(ctx, callTime, ErrGone)
+	defer cancel()
+	return c.wait(ctx, r, files...)
+}
+
+// wait is a call that may take as long as ctx.
+func (c *Client) wait(ctx context.Context, r egressapi.Request, files ...*os.File) (out egressapi.Response, err error) {
+	var d net.Dialer
+	dialled, err := d.DialContext(ctx, "unixpacket", c.socket)
+	if err != nil {
+		return out, errors.Join(ErrGone, err)
+	}
+	conn := dialled.(*net.UnixConn)
+	defer conn.Close()
+	defer context.AfterFunc(ctx, func() { _ = conn.SetDeadline(time.Unix(1, 0)) })()
+	if err = sidecar.Send(conn, r, files...); err == nil {
+		var strange []*os.File
+		strange, err = sidecar.Receive(conn, &out)
+		sidecar.CloseAll(strange)
+	}
+	switch {
+	case err != nil && ctx.Err() != nil:
+		return out, context.Cause(ctx)
+	case err != nil:
+		return out, errors.Join(ErrGone, err)
+	case out.Problem != nil:
+		return out, out.Problem.Err()
+	}
+	return out, nil
+}
+
+// Hello asks who the process is.
+func (c *Client) Hello(ctx context.Context) (egressapi.Hello, error) {
+	out, err := c.call(ctx, egressapi.Request{Op: egressapi.OpHello})
+	if err != nil {
+		return egressapi.Hello{}, err
+	}
+	return *out.Hello, nil
+}
+
+// Put has a sandbox served at its sockets, which stay the caller's: the process has copies.
+func (c *Client) Put(ctx context.Context, sb egressapi.Sandbox, sockets []*os.File) error {
+	_, err := c.call(ctx, egressapi.Request{Op: egressapi.OpPut, Sandbox: &sb}, sockets...)
+	return err
+}
+
+// SetRules replaces the rules of a sandbox, unless it has newer ones. NOT_FOUND when it is not served.
+func (c *Client) SetRules(ctx context.Context, id core.SandboxID, rules runnerapi.EgressRules) error {
+	_, err := c.call(ctx, egressapi.Request{Op: egressapi.OpRules, Sandbox: &egressapi.Sandbox{ID: id, Rules: rules}})
+	return err
+}
+
+// Remove ends what a sandbox has open, and closes its sockets. One that is not served is no error.
+func (c *Client) Remove(ctx context.Context, id core.SandboxID) error {
+	_, err := c.call(ctx, egressapi.Request{Op: egressapi.OpRemove, Sandbox: &egressapi.Sandbox{ID: id}})
+	return err
+}
+
+// List says which sandboxes are served.
+func (c *Client) List(ctx context.Context) ([]egressapi.Served, error) {
+	out, err := c.call(ctx, egressapi.Request{Op: egressapi.OpList})
+	return out.Served, err
+}
+
+// Flows acknowledges a batch by its last record, and waits for the next. What was not acknowledged comes again.
+func (c *Client) Flows(ctx context.Context, after int64) (egressapi.Batch, error) {
+	out, err := c.wait(ctx, egressapi.Request{Op: egressapi.OpFlows, After: after})
+	if err != nil {
+		return egressapi.Batch{}, err
+	}
+	return *out.Batch, nil
+}
+
+// Stats counts.
+func (c *Client) Stats(ctx context.Context) (egressapi.Stats, error) {
+	out, err := c.call(ctx, egressapi.Request{Op: egressapi.OpStats})
+	if err != nil {
+		return egressapi.Stats{}, err
+	}
+	return *out.Stats, nil
+}
+
+// Watch waits for the end of the process, which is ErrGone, or of ctx.
+func (c *Client) Watch(ctx context.Context) error {
+	_, err := c.wait(ctx, egressapi.Request{Op: egressapi.OpWatch})
+	return err
+}
+
+// Stop ends the process and waits until it is gone, and with it every socket that it has.
+func (c *Client) Stop(ctx context.Context) error {
+	h, err := c.Hello(ctx)
+	if err != nil {
+		return err
+	}
+	return sidecar.End(name, h.PID, func() error {
+		_, err := c.call(ctx, egressapi.Request{Op: egressapi.OpStop})
+		return err
+	})
+}
