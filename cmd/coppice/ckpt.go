@@ -67,11 +67,7 @@ func newCkptCreateCommand(a *app) *cobra.Command {
 			if err != nil {
 				return err
 			}
-			return a.print(cp, func(w io.Writer) error {
-				if quiet {
-					_, err := fmt.Fprintln(w, cp.ID)
-					return err
-				}
+			return printNew(a, cp, cp.ID, quiet, func(w io.Writer) error {
 				_, err := fmt.Fprintf(w, "%s: %s paused for %s, %s of memory changed since the base\n", cp.ID, ws.Name, milliseconds(cp.PauseMS), size(cp.DeltaBytes))
 				return err
 			})

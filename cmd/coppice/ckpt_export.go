@@ -142,11 +142,7 @@ It takes the scope checkpoint:import, which a key has only when it is named: wha
 			if err != nil {
 				return err
 			}
-			return a.print(cp, func(w io.Writer) error {
-				if quiet {
-					_, err := fmt.Fprintln(w, cp.ID)
-					return err
-				}
+			return printNew(a, cp, cp.ID, quiet, func(w io.Writer) error {
 				return printImported(w, cp)
 			})
 		},

@@ -149,6 +149,17 @@ func (a *app) print(v any, human func(io.Writer) error) error {
 	return enc.Encode(v)
 }
 
+// printNew prints what was made: only its id, if that is all that is wanted.
+func printNew[ID ~string](a *app, v any, id ID, quiet bool, human func(io.Writer) error) error {
+	return a.print(v, func(w io.Writer) error {
+		if quiet {
+			_, err := fmt.Fprintln(w, id)
+			return err
+		}
+		return human(w)
+	})
+}
+
 // report prints an error, if there is one to print, and returns the exit status.
 func (a *app) report(err error) int {
 	status := exitStatus(err)

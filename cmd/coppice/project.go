@@ -105,11 +105,7 @@ func newProjectCreateCommand(a *app) *cobra.Command {
 			if err != nil {
 				return err
 			}
-			return a.print(p, func(w io.Writer) error {
-				if quiet {
-					_, err := fmt.Fprintln(w, p.ID)
-					return err
-				}
+			return printNew(a, p, p.ID, quiet, func(w io.Writer) error {
 				_, err := fmt.Fprintf(w, "%s is created: %s\nMake a key for it: coppice key create NAME --project %s\n", p.Name, p.ID, p.Name)
 				return err
 			})

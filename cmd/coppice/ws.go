@@ -126,11 +126,7 @@ The first workspace of an image and shape boots the image once, which takes a wh
 			if err != nil {
 				return err
 			}
-			return a.print(ws, func(w io.Writer) error {
-				if flags.quiet {
-					_, err := fmt.Fprintln(w, ws.ID)
-					return err
-				}
+			return printNew(a, ws, ws.ID, flags.quiet, func(w io.Writer) error {
 				_, err := fmt.Fprintf(w, "%s is ready after %.1f s: %s, %s\n", ws.Name, time.Since(began).Seconds(), ws.ID, ws.Network.IP)
 				return err
 			})

@@ -131,12 +131,7 @@ func run(ctx context.Context, cfg config, out, progress io.Writer) (err error) {
 	if err != nil {
 		return err
 	}
-	for _, path := range []*string{&cfg.out, &cfg.images, &cfg.coppice} {
-		if *path, err = filepath.Abs(*path); err != nil {
-			return err
-		}
-	}
-	unlock, err := lock(cfg.out)
+	unlock, err := lock(&cfg.out, &cfg.images, &cfg.coppice)
 	if err != nil {
 		return err
 	}
@@ -261,8 +256,14 @@ func (b *bench) close(ctx context.Context) error {
 	return errors.Join(errs...)
 }
 
-// lock keeps a second run off the directory, and off the VMs that are named after it.
-func lock(out string) (unlock func(), err error) {
+// lock makes paths absolute, and keeps a second run off the first of them, a directory, and off the VMs that are named after it.
+func lock(paths ...*string) (unlock func(), err error) {
+	for _, path := range paths {
+		if *path, err = filepath.Abs(*path); err != nil {
+			return nil, err
+		}
+	}
+	out := *paths[0]
 	if err := os.MkdirAll(out, 0o711); err != nil { //nolint:gosec // G301: the database's user must pass
 		return nil, err
 	}

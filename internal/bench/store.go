@@ -110,13 +110,7 @@ func storeMain(ctx context.Context, arguments []string, out, progress io.Writer)
 	if os.Geteuid() != 0 {
 		return errors.New("measuring VMs on hosts of their own needs root: sudo -E make bench-store")
 	}
-	for _, path := range []*string{&cfg.out, &cfg.images, &cfg.coppice} {
-		var err error
-		if *path, err = filepath.Abs(*path); err != nil {
-			return err
-		}
-	}
-	unlock, err := lock(cfg.out)
+	unlock, err := lock(&cfg.out, &cfg.images, &cfg.coppice)
 	if err != nil {
 		return err
 	}

@@ -16,13 +16,7 @@ func TestExportToAnotherCluster(t *testing.T) {
 	p := newPool(t)
 	home := p.join()
 	s := home.stack
-	ws, err := p.Client.CreateWorkspace(t.Context(), coppice.CreateWorkspaceRequest{Name: "parent", Image: string(p.image), Resources: small()})
-	if err != nil {
-		t.Fatal(err)
-	}
-	upload(t, s, ws.ID)
-	was := startWitness(t, s, ws.ID)
-	execute(t, s, ws.ID, "sh", "-c", writeContent)
+	ws, was := p.parent(s, writeContent)
 	p.sealed(t, checkpoint(t, s, ws.ID).ID)
 	step(t, s, ws.ID, "one")
 	cp := p.sealed(t, checkpoint(t, s, ws.ID).ID)

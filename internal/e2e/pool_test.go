@@ -34,6 +34,19 @@ type poolHost struct {
 	*stack // what the runner has on the host
 }
 
+// parent makes a workspace with a witness of its first process, and runs a script in it.
+func (p *pool) parent(s *stack, script string) (coppice.Workspace, sight) {
+	p.t.Helper()
+	ws, err := p.Client.CreateWorkspace(p.t.Context(), coppice.CreateWorkspaceRequest{Name: "parent", Image: string(p.image), Resources: small()})
+	if err != nil {
+		p.t.Fatal(err)
+	}
+	upload(p.t, s, ws.ID)
+	was := startWitness(p.t, s, ws.ID)
+	execute(p.t, s, ws.ID, "sh", "-c", script)
+	return ws, was
+}
+
 // newPool starts a database, a store and a controller with short leases, with further arguments. They end with the test, and leave nothing.
 func newPool(t *testing.T, controller ...string) *pool {
 	t.Helper()
@@ -169,13 +182,7 @@ func TestPool(t *testing.T) {
 	p := newPool(t)
 	first := p.join()
 	s := first.stack
-	ws, err := p.Client.CreateWorkspace(t.Context(), coppice.CreateWorkspaceRequest{Name: "parent", Image: string(p.image), Resources: small()})
-	if err != nil {
-		t.Fatal(err)
-	}
-	upload(t, s, ws.ID)
-	was := startWitness(t, s, ws.ID)
-	execute(t, s, ws.ID, "sh", "-c", "echo on disk > /root/note; head -c 3000000 /dev/urandom > /root/data; sha256sum /root/data > /root/sum")
+	ws, was := p.parent(s, "echo on disk > /root/note; head -c 3000000 /dev/urandom > /root/data; sha256sum /root/data > /root/sum")
 	root := checkpoint(t, s, ws.ID)
 	step(t, s, ws.ID, "one")
 	deeper := checkpoint(t, s, ws.ID)

@@ -27,13 +27,7 @@ func TestPoolOfFour(t *testing.T) {
 	p := newPool(t)
 	home := p.join()
 	s := home.stack
-	ws, err := p.Client.CreateWorkspace(t.Context(), coppice.CreateWorkspaceRequest{Name: "parent", Image: string(p.image), Resources: small()})
-	if err != nil {
-		t.Fatal(err)
-	}
-	upload(t, s, ws.ID)
-	first := startWitness(t, s, ws.ID)
-	execute(t, s, ws.ID, "sh", "-c", writeContent)
+	ws, first := p.parent(s, writeContent)
 	root := grown{id: checkpoint(t, s, ws.ID).ID}
 	branch := func(parent grown, ws coppice.WorkspaceID, label string) grown {
 		g := grown{path: append(slices.Clip(parent.path), label)}

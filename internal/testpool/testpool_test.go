@@ -58,14 +58,14 @@ func TestLink(t *testing.T) {
 	}
 }
 
-// TestRelayHold has a relay take connections and bytes while it passes nothing, and carry them afterwards.
-func TestRelayHold(t *testing.T) {
-	t.Parallel()
+// relayTo has a relay before a server that serves each connection.
+func relayTo(t *testing.T, serve func(net.Conn)) *Relay {
+	t.Helper()
 	origin, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp4", "127.0.0.1:0")
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer origin.Close()
+	t.Cleanup(func() { _ = origin.Close() })
 	go func() {
 		for {
 			conn, err := origin.Accept()
@@ -73,7 +73,7 @@ func TestRelayHold(t *testing.T) {
 				return
 			}
 			go func() {
-				_, _ = io.Copy(conn, conn)
+				serve(conn)
 				_ = conn.Close()
 			}()
 		}
@@ -82,6 +82,13 @@ func TestRelayHold(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+	return r
+}
+
+// TestRelayHold has a relay take connections and bytes while it passes nothing, and carry them afterwards.
+func TestRelayHold(t *testing.T) {
+	t.Parallel()
+	r := relayTo(t, func(conn net.Conn) { _, _ = io.Copy(conn, conn) })
 	r.Hold()
 	r.Hold()
 	say := func() net.Conn {
@@ -129,26 +136,10 @@ func TestRelayHold(t *testing.T) {
 // TestRelay counts what each side says, and ends with connections that are open.
 func TestRelay(t *testing.T) {
 	t.Parallel()
-	origin, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp4", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer origin.Close()
-	go func() {
-		for {
-			conn, err := origin.Accept()
-			if err != nil {
-				return
-			}
-			_, _ = conn.Write([]byte("answer"))
-			_, _ = io.Copy(io.Discard, conn)
-			_ = conn.Close()
-		}
-	}()
-	r, err := NewRelay(t.Context(), "127.0.0.1:0", origin.Addr().String())
-	if err != nil {
-		t.Fatal(err)
-	}
+	r := relayTo(t, func(conn net.Conn) {
+		_, _ = conn.Write([]byte("answer"))
+		_, _ = io.Copy(io.Discard, conn)
+	})
 	dial := func(ctx context.Context) net.Conn {
 		t.Helper()
 		conn, err := (&net.Dialer{}).DialContext(ctx, "tcp", r.Address())
