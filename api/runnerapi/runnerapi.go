@@ -195,6 +195,9 @@ type Child struct {
 type EgressRules struct {
 	Version int64    `json:"version"` // of the workspace's rules: they are never replaced by older ones
 	Allow   []string `json:"allow,omitempty"`
+	// Grants are sealed (egress/grant) for the egress process that has this key, for the sandbox and Version. Another process serves none of them.
+	Grants []byte `json:"grants,omitempty"`
+	Key    []byte `json:"key,omitempty"`
 }
 
 // Flows are what sandboxes of a runner have sent out. Each comes when it has begun, and again when it has ended; either may come more than once,

@@ -15,6 +15,7 @@ type Hello struct {
 	PID      int    `json:"pid"`
 	Instance string `json:"instance"` // of no other process, ever
 	Version  int    `json:"version"`
+	Key      []byte `json:"key"` // that grants are sealed for
 }
 
 // Sandbox is one whose traffic is carried. It comes with its sockets, in the order of Sockets.
@@ -32,7 +33,8 @@ const Sockets = 4
 type Served struct {
 	ID      core.SandboxID `json:"id"`
 	Epoch   int64          `json:"epoch"`
-	Version int64          `json:"version"` // of its rules
+	Version int64          `json:"version"`         // of its rules
+	Lacks   bool           `json:"lacks,omitempty"` // there are grants that were sealed for another process
 }
 
 // Batch are flows that were recorded and not acknowledged, oldest first. There is at least one.
@@ -59,7 +61,7 @@ type Op string
 const (
 	OpHello  Op = "hello"
 	OpPut    Op = "put"    // with Sockets descriptors: serve a sandbox; one that is served is replaced
-	OpRules  Op = "rules"  // replaces a sandbox's rules by newer ones; NOT_FOUND
+	OpRules  Op = "rules"  // replaces a sandbox's rules, unless they are older; NOT_FOUND
 	OpRemove Op = "remove" // ends all that a sandbox has open, and closes its sockets; one that is not served is no error
 	OpList   Op = "list"
 	OpFlows  Op = "flows" // acknowledges those up to After and waits for more

@@ -23,6 +23,7 @@ type box struct {
 
 	mu      sync.Mutex // held while rules change: they take turns
 	version int64
+	lacks   bool
 }
 
 // sockets are those of a sandbox, as they are used.
@@ -62,7 +63,7 @@ func (s *Server) put(sb egressapi.Sandbox, files []*os.File) error {
 	if err != nil {
 		return err
 	}
-	p, err := parse(sb.Rules)
+	r, err := s.parse(sb.ID, sb.Rules)
 	if err == nil && sb.ID == "" {
 		err = core.Errorf(core.Invalid, core.CodeInvalidField, "a sandbox without an id cannot be served")
 	}
@@ -74,12 +75,12 @@ func (s *Server) put(sb egressapi.Sandbox, files []*os.File) error {
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	b := &box{epoch: sb.Epoch, version: sb.Rules.Version}
-	b.policy.Store(&p)
+	b := &box{epoch: sb.Epoch, version: sb.Rules.Version, lacks: r.lacks}
+	b.policy.Store(&r.policy)
 	b.resolver = resolver.Serve(resolver.Config{
 		Policy: func() policy.Policy { return *b.policy.Load() }, Log: s.cfg.Log.With("sandbox_id", sb.ID), Count: s.stats.answered,
 	}, on.udp, on.tcp)
-	if err := s.proxy.Add(proxy.Sandbox{ID: sb.ID, Epoch: sb.Epoch, Policy: p, Alias: resolver.Host}, on.explicit, on.transparent); err != nil {
+	if err := s.proxy.Add(proxy.Sandbox{ID: sb.ID, Epoch: sb.Epoch, Policy: r.policy, Grants: r.bundle, Alias: resolver.Host}, on.explicit, on.transparent); err != nil {
 		return errors.Join(err, b.resolver.Close())
 	}
 	s.boxes[sb.ID] = b
@@ -92,25 +93,26 @@ func (s *Server) box(id core.SandboxID) *box {
 	return s.boxes[id]
 }
 
-// setRules replaces a sandbox's rules by newer ones. What they do not allow has ended when it returns.
+// setRules replaces a sandbox's rules, unless they are older. Those of the same version may be sealed anew. What they do not allow has ended when it returns.
 func (s *Server) setRules(id core.SandboxID, rules runnerapi.EgressRules) error {
 	b := s.box(id)
 	if b == nil {
 		return core.Errorf(core.NotFound, core.CodeSandboxNotFound, "sandbox %s is not served", id)
 	}
-	p, err := parse(rules)
+	r, err := s.parse(id, rules)
 	if err != nil {
 		return err
 	}
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	if rules.Version <= b.version {
+	if rules.Version < b.version || rules.Version == b.version && r.lacks && !b.lacks {
 		return nil
 	}
-	b.version = rules.Version
-	b.policy.Store(&p)
-	s.proxy.SetPolicy(id, p)
-	return nil
+	b.version, b.lacks = rules.Version, r.lacks
+	b.policy.Store(&r.policy)
+	s.proxy.SetPolicy(id, r.policy)
+	_, err = s.proxy.SetGrants(id, r.bundle)
+	return err
 }
 
 // remove ends a sandbox, with all that it has open.
@@ -132,7 +134,7 @@ func (s *Server) list() []egressapi.Served {
 	out := make([]egressapi.Served, 0, len(s.boxes))
 	for id, b := range s.boxes {
 		b.mu.Lock()
-		out = append(out, egressapi.Served{ID: id, Epoch: b.epoch, Version: b.version})
+		out = append(out, egressapi.Served{ID: id, Epoch: b.epoch, Version: b.version, Lacks: b.lacks})
 		b.mu.Unlock()
 	}
 	return out

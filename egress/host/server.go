@@ -1,6 +1,7 @@
 package host
 
 import (
+	"bytes"
 	"context"
 	"crypto/rand"
 	"errors"
@@ -17,6 +18,7 @@ import (
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/egress/egressapi"
+	"github.com/coppice-dev/coppice/egress/grant"
 	"github.com/coppice-dev/coppice/egress/policy"
 	"github.com/coppice-dev/coppice/egress/proxy"
 	"github.com/coppice-dev/coppice/internal/sidecar"
@@ -43,6 +45,7 @@ const DefaultSpool = 256 << 20
 type Server struct {
 	cfg   Config
 	id    string
+	keys  *grant.Keys
 	reach *reach
 	spool *spool
 	proxy *proxy.Server
@@ -64,6 +67,9 @@ func New(ctx context.Context, cfg Config) (*Server, error) {
 	}
 	s := &Server{cfg: cfg, id: rand.Text(), boxes: map[core.SandboxID]*box{}}
 	var err error
+	if s.keys, err = grant.NewKeys(); err != nil {
+		return nil, err
+	}
 	if s.spool, err = openSpool(cfg.Spool, cfg.MaxSpool, cfg.Log); err != nil {
 		return nil, err
 	}
@@ -197,7 +203,7 @@ func (s *Server) answer(ctx context.Context, r request) (out egressapi.Response,
 	sidecar.CloseAll(r.files)
 	switch r.Op {
 	case egressapi.OpHello:
-		return egressapi.Response{Hello: &egressapi.Hello{PID: os.Getpid(), Instance: s.id, Version: egressapi.Version}}, nil
+		return egressapi.Response{Hello: &egressapi.Hello{PID: os.Getpid(), Instance: s.id, Version: egressapi.Version, Key: s.keys.Public()}}, nil
 	case egressapi.OpRules, egressapi.OpRemove:
 		if r.Sandbox == nil {
 			break
@@ -223,10 +229,24 @@ func (s *Server) answer(ctx context.Context, r request) (out egressapi.Response,
 	return out, core.Errorf(core.Invalid, core.CodeInvalidField, "the egress process cannot %q so", core.Clip(string(r.Op)))
 }
 
-func parse(r runnerapi.EgressRules) (policy.Policy, error) {
-	p, err := policy.Parse("allow", r.Allow)
-	if err != nil {
-		return p, fmt.Errorf("rules of version %d: %w", r.Version, err)
+// rules are what a sandbox may reach, and with which secrets.
+type rules struct {
+	policy policy.Policy
+	bundle grant.Bundle
+	lacks  bool // there are grants for another process
+}
+
+func (s *Server) parse(id core.SandboxID, r runnerapi.EgressRules) (out rules, err error) {
+	if out.policy, err = policy.Parse("allow", r.Allow); err != nil {
+		return out, fmt.Errorf("rules of version %d: %w", r.Version, err)
 	}
-	return p, nil
+	if len(r.Grants) == 0 {
+		return out, nil
+	}
+	if out.lacks = !bytes.Equal(r.Key, s.keys.Public()); out.lacks {
+		s.cfg.Log.Warn("grants were sealed for another egress process and are not served", "sandbox_id", id, "version", r.Version)
+		return out, nil
+	}
+	out.bundle, err = s.keys.Open(r.Grants, id, r.Version)
+	return out, err
 }

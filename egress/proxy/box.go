@@ -39,7 +39,6 @@ var errRemoved = errors.New("the sandbox has ended")
 func newBox(s *Server, sb Sandbox, listeners ...net.Listener) *box {
 	b := &box{s: s, sb: sb, listeners: listeners, conns: map[*conn]struct{}{}, open: map[*openFlow]struct{}{}, budgets: map[string]*budget{}}
 	b.policy.Store(&sb.Policy)
-	b.grants.Store(new(granted))
 	b.ctx, b.cancel = context.WithCancelCause(context.Background())
 	b.transport = &http.Transport{
 		DialContext: b.dialText, DisableCompression: true, MaxIdleConnsPerHost: 8, MaxIdleConns: 64, IdleConnTimeout: idleTime,

@@ -45,6 +45,7 @@ type Sandbox struct {
 	ID     core.SandboxID
 	Epoch  int64
 	Policy policy.Policy
+	Grants grant.Bundle
 	// Alias names the host that the sandbox's resolver gave an address for; nil: no such addresses.
 	Alias func(p policy.Policy, a netip.AddrPort) (policy.Host, bool)
 }
@@ -123,8 +124,13 @@ type connKey struct{}
 // Add begins to serve a sandbox at its listeners, which are the server's from now on; it closes them when it has ended with the sandbox.
 // A sandbox that is there already is replaced.
 func (s *Server) Add(sb Sandbox, explicit, transparent net.Listener) error {
+	g, err := newGranted(sb.Grants)
+	if err != nil {
+		return errors.Join(err, explicit.Close(), transparent.Close())
+	}
 	s.Remove(sb.ID)
 	b := newBox(s, sb, explicit, transparent)
+	b.grants.Store(g)
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.done {
