@@ -18,6 +18,8 @@ import (
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/images"
 	"github.com/coppice-dev/coppice/runner/cgroup"
+	"github.com/coppice-dev/coppice/runner/egress"
+	"github.com/coppice-dev/coppice/runner/netns"
 	"github.com/coppice-dev/coppice/runner/vmm"
 )
 
@@ -30,6 +32,8 @@ type Namespace interface {
 	TapFile(up bool) (*os.File, error)
 	Assign(ctx context.Context, id core.Identity) error
 	Open(ctx context.Context, policy core.EgressPolicy) error
+	// EgressSockets opens what the egress process of a namespace under core.EgressProxied serves.
+	EgressSockets(ctx context.Context) (netns.EgressSockets, error)
 	Dial(ctx context.Context, network, address string) (net.Conn, error)
 	Release(ctx context.Context) error
 }
@@ -73,6 +77,8 @@ type Config struct {
 	Leave bool
 	// Lease is how long the sandboxes live without a word of the controller, where it has not said so itself; default 10 minutes.
 	Lease time.Duration
+
+	Egress *egress.Process // carries what sandboxes under deny-all send out, as far as their rules go; nil: nothing leaves them
 
 	Rebase RebasePolicy // the zero value is the measured default
 	Store  StoreConfig  // where checkpoints are made durable; the zero value: only here

@@ -19,6 +19,7 @@ var (
 	forkResumed   = failpoint.New("fork.resumed")   // kernel and agent run
 	forkConnected = failpoint.New("fork.connected") // the agent has answered
 	forkResealed  = failpoint.New("fork.resealed")  // every step was proven
+	forkServed    = failpoint.New("fork.served")    // the egress process has the sandbox, whose tap is down
 	forkOpened    = failpoint.New("fork.opened")    // the tap is up
 	forkReleased  = failpoint.New("fork.released")  // the workload runs, nobody knows
 	forkReady     = failpoint.New("fork.ready")     // the journal says that it is ready, the caller does not know

@@ -71,6 +71,10 @@ func (r *Runner) forkOne(ctx context.Context, ckpt *opened, child runnerapi.Chil
 	}()
 	out.SandboxID = child.SandboxID
 	watch := core.NewStopwatch()
+	if err := r.checkRules(r.openedWith(child.Egress), child.Rules); err != nil {
+		out.Problem = runnerapi.ProblemOf(forkError(child, ckpt, err))
+		return out
+	}
 	r.starting <- struct{}{}
 	defer func() { <-r.starting }()
 	watch.Lap("queue")
@@ -180,7 +184,8 @@ func (r *Runner) register(s *sandbox) error {
 
 // animate gives a shell the state of a checkpoint and an identity of its own: restore, quarantine, reseal, verify, release.
 func (r *Runner) animate(ctx context.Context, s *sandbox, ckpt *opened, child runnerapi.Child, watch *core.Stopwatch) (*core.ResealReport, error) {
-	if err := s.record(func(j *sandboxJournal) { j.Info, j.Egress = s.snapshot(), child.Egress }); err != nil {
+	child.Egress = r.openedWith(child.Egress)
+	if err := s.record(func(j *sandboxJournal) { j.Info, j.Egress, j.Rules = s.snapshot(), child.Egress, child.Rules }); err != nil {
 		return nil, err
 	}
 	if err := forkJournaled.Hit(ctx); err != nil {
@@ -220,7 +225,12 @@ func (r *Runner) animate(ctx context.Context, s *sandbox, ckpt *opened, child ru
 		return report, err
 	}
 	watch.Lap("reseal")
-	if err := errors.Join(s.ns.Open(ctx, child.Egress), forkOpened.Hit(ctx)); err != nil {
+	if child.Egress == core.EgressProxied {
+		if err := r.egress.begin(ctx, s); err != nil {
+			return report, err
+		}
+	}
+	if err := errors.Join(forkServed.Hit(ctx), s.ns.Open(ctx, child.Egress), forkOpened.Hit(ctx)); err != nil {
 		return report, err
 	}
 	watch.Lap("open")
@@ -279,7 +289,7 @@ func (r *Runner) reseal(ctx context.Context, agent *guest.Client, diskBytes int6
 	want := guestapi.ResealRequest{
 		CheckpointID: ckpt.ID, Identity: child.Identity, Entropy: entropy(guestapi.EntropySize),
 		Network: guestapi.Network{Prefix: 32, Gateway: gateway, GatewayMAC: gatewayMAC, DNS: r.cfg.Network.Resolvers(child.Egress)},
-		Token:   hex.EncodeToString(entropy(32)), Env: child.Env, GrowDisk: child.DiskGiB > 0,
+		Token:   hex.EncodeToString(entropy(32)), Env: sessionEnv(child.Env, child.Egress, gateway), GrowDisk: child.DiskGiB > 0,
 		HostTimeNS: time.Now().UnixNano(),
 	}
 	if want.GrowDisk {

@@ -44,10 +44,11 @@ type journalShape struct {
 
 // sandboxJournal is of a sandbox. Its state is starting until everything was proven and the workload released.
 type sandboxJournal struct {
-	Info   runnerapi.Sandbox  `json:"info"`
-	Egress core.EgressPolicy  `json:"egress"`
-	Reseal *core.ResealReport `json:"reseal,omitempty"`
-	Ports  []runnerapi.Port   `json:"ports,omitempty"`
+	Info   runnerapi.Sandbox     `json:"info"`
+	Egress core.EgressPolicy     `json:"egress"` // what its namespace is opened with
+	Rules  runnerapi.EgressRules `json:"rules,omitzero"`
+	Reseal *core.ResealReport    `json:"reseal,omitempty"`
+	Ports  []runnerapi.Port      `json:"ports,omitempty"`
 
 	Capture  core.CheckpointID   `json:"capture,omitempty"`   // under way
 	Stop     bool                `json:"stop,omitempty"`      // with its end the sandbox ends

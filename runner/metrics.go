@@ -44,6 +44,9 @@ func newMetrics(r *Runner, reg prometheus.Registerer) *metrics {
 	m.pause = prometheus.NewHistogram(prometheus.HistogramOpts{Name: "coppice_runner_capture_pause_seconds", Help: "How long the workload stood still for a capture.", Buckets: durations})
 	m.evicted = prometheus.NewCounter(prometheus.CounterOpts{Name: "coppice_runner_copies_evicted_total", Help: "Fetched checkpoints that were given up for want of room."})
 	reg.MustRegister(m.children, m.captures, m.evicted, m.phase, m.reseal, m.pause, newState(r))
+	if r.cfg.Egress != nil {
+		reg.MustRegister(newEgressState(r.egress))
+	}
 	return m
 }
 

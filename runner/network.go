@@ -41,12 +41,16 @@ func (p pooled) Adopt(ctx context.Context, name string, id core.Identity, policy
 
 func (p pooled) Gateway() (netip.Addr, string) { return p.Config().Gateway, netns.GatewayMAC }
 
-// Resolvers are the host's own for a sandbox that may reach everything; any other has no names to resolve.
+// Resolvers are the host's own for a sandbox that may reach everything, and the egress process for one that it serves; any other has no names
+// to resolve.
 func (p pooled) Resolvers(policy core.EgressPolicy) []netip.Addr {
-	if policy != core.EgressAllowAll {
-		return nil
+	switch policy {
+	case core.EgressAllowAll:
+		return hostResolvers("/etc/resolv.conf")
+	case core.EgressProxied:
+		return []netip.Addr{p.Config().Gateway}
 	}
-	return hostResolvers("/etc/resolv.conf")
+	return nil
 }
 
 // hostResolvers reads the name servers that a guest can reach: a loopback address is the host's own.

@@ -30,6 +30,7 @@ type Runner struct {
 	clusterHash string
 	bases       *memory.BaseStore
 	lazy        *lazyImages
+	egress      *egressLink
 	keys        envelope.Ring // of objects in the store, as the controller gives them
 	blobs       blob.Blobs    // the store with these keys; nil for none
 	checkpoints *checkpointStore
@@ -86,6 +87,7 @@ func New(ctx context.Context, cfg Config) (_ *Runner, err error) {
 		dead: make(map[core.SandboxID]runnerapi.Sandbox), captures: make(map[core.CheckpointID]*flight),
 		forks: make(map[core.CheckpointID]int),
 	}
+	r.egress = newEgressLink(r)
 	r.blobs = envelope.With(cfg.Store.Blobs, &r.keys)
 	for _, dir := range []string{cfg.DataDir, r.shellsDir(), r.rootsDir(), cfg.RunDir} {
 		if err := os.MkdirAll(dir, 0o700); err != nil {
@@ -166,6 +168,7 @@ func (r *Runner) Run(ctx context.Context) error {
 	r.wg.Go(func() { r.guard(r.runCtx) })
 	r.wg.Go(func() { r.tidy(r.runCtx) })
 	r.wg.Go(func() { r.lazy.run(r.runCtx) })
+	r.wg.Go(func() { r.egress.run(r.runCtx) })
 	for _, s := range r.adopted {
 		r.reopenPorts(s)
 		r.wg.Add(1)

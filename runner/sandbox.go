@@ -33,6 +33,9 @@ type sandbox struct {
 
 	journalMu sync.Mutex // guards journal.Sandbox, and is held while it is written: writes take turns
 
+	egressMu sync.Mutex // held while it is handed to the egress process, or its rules change
+	served   bool       // by the egress process, or as soon as there is one again; guarded by egressMu
+
 	mu    sync.Mutex // guards what follows
 	info  runnerapi.Sandbox
 	why   string // the runner ended its VMM on purpose, because of this
@@ -209,6 +212,7 @@ func (r *Runner) destroyLocked(ctx context.Context, s *sandbox) error {
 	}
 	r.usages.end(s.info.ID, s.machine.Handle())
 	s.closePorts()
+	r.egress.end(ctx, s)
 	s.mu.Lock()
 	if s.guest != nil {
 		_ = s.guest.Close() // the guest is about to end anyway
@@ -322,7 +326,7 @@ func (r *Runner) close(ctx context.Context) error {
 	wg.Go(func() { errs[len(all)] = r.warm.close(ctx) })
 	wg.Wait()
 	if !r.cfg.Leave {
-		errs = append(errs, r.lazy.stop(ctx))
+		errs = append(errs, r.lazy.stop(ctx), r.egress.stop(ctx))
 	}
 	return errors.Join(errs...)
 }

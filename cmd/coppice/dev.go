@@ -2,9 +2,11 @@ package main
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"io"
 	"log/slog"
+	"net/netip"
 	"os"
 	"path/filepath"
 	"strconv"
@@ -44,6 +46,7 @@ Ctrl-C stops the VMs. Checkpoints, images and the database stay in the data dire
 	vmmFlags(f, &cfg.HostConfig)
 	a.storeFlags(f, &cfg.Store)
 	readStore := hostStoreFlags(f, &cfg.Store)
+	readEgress := egressFlags(f, &cfg.Egress)
 	f.BoolVar(&cfg.NoRebase, "no-rebase", false, "never turn a checkpoint's base and delta into a new base")
 	f.StringVar(&cfg.Metrics, "metrics-listen", "", "loopback `address` of Prometheus metrics, under /metrics; empty for none")
 	f.StringVar(&level, "log-level", "info", "debug, info, warn or error")
@@ -53,7 +56,7 @@ Ctrl-C stops the VMs. Checkpoints, images and the database stay in the data dire
 		if cfg.DiskBudget, err = parseSize(budget); err != nil {
 			return usageError{fmt.Errorf("--disk-budget: %w", err)}
 		}
-		if err := readStore(); err != nil {
+		if err := errors.Join(readStore(), readEgress()); err != nil {
 			return err
 		}
 		if cfg.DataDir, err = filepath.Abs(cfg.DataDir); err != nil {
@@ -164,6 +167,29 @@ func hostStoreFlags(f *pflag.FlagSet, cfg *daemon.StoreConfig) func() error {
 		}
 		if cfg.CopiesSize, err = parseSizeOr(copies, ""); err != nil {
 			return usageError{fmt.Errorf("--copies-size: %w", err)}
+		}
+		return nil
+	}
+}
+
+// egressFlags are those of servers that have a runner. What it returns reads them.
+func egressFlags(f *pflag.FlagSet, cfg *daemon.EgressOptions) func() error {
+	var mode string
+	var private []string
+	f.StringVar(&mode, "egress", "on", "on: what the rules of a workspace allow leaves its sandboxes, through an egress process of this host; or off: nothing does")
+	f.StringArrayVar(&private, "egress-allow-private", nil, "`network` in CIDR form that sandboxes may reach although it is not public, where their rules name what is there; may be repeated")
+	f.StringVar(&cfg.Resolver, "egress-resolver", "", "`address` of the name server that is asked for names outside, host:port (default: as this host does)")
+	return func() error {
+		if mode != "on" && mode != "off" {
+			return usageError{fmt.Errorf("--egress: %q is neither on nor off", mode)}
+		}
+		cfg.Off = mode == "off"
+		for _, text := range private {
+			p, err := netip.ParsePrefix(text)
+			if err != nil {
+				return usageError{fmt.Errorf("--egress-allow-private: %w", err)}
+			}
+			cfg.Private = append(cfg.Private, p.Masked())
 		}
 		return nil
 	}

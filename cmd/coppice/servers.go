@@ -133,6 +133,7 @@ Every flag can come from the environment: --join-token-file from COPPICE_JOIN_TO
 	vmmFlags(f, &cfg.HostConfig)
 	a.storeFlags(f, &cfg.Store)
 	readStore := hostStoreFlags(f, &cfg.Store)
+	readEgress := egressFlags(f, &cfg.Egress)
 	f.BoolVar(&cfg.NoRebase, "no-rebase", false, "never turn a checkpoint's base and delta into a new base")
 	f.BoolVar(&stop, "stop-vms", false, "end the VMs with SIGTERM or Ctrl-C")
 	f.StringVar(&cfg.Metrics, "metrics-listen", "", "loopback `address` of Prometheus metrics, under /metrics; empty for none")
@@ -146,7 +147,7 @@ Every flag can come from the environment: --join-token-file from COPPICE_JOIN_TO
 		if cfg.DiskBudget, err = parseSize(budget); err != nil {
 			return usageError{fmt.Errorf("--disk-budget: %w", err)}
 		}
-		if err := readStore(); err != nil {
+		if err := errors.Join(readStore(), readEgress()); err != nil {
 			return err
 		}
 		if cfg.DataDir, err = filepath.Abs(cfg.DataDir); err != nil {
@@ -205,7 +206,7 @@ func (a *app) fromEnvironment(c *cobra.Command) error {
 var serverFlags = []string{
 	"database", "database-file", "database-wait", "listen", "tls-cert", "tls-key", "plain-http", "runner-listen", "key-file", "api-key-file", "runner-lease", "runner-fence",
 	"controller", "join-token-file", "endpoint", "data-listen", "data-url", "data-cert", "data-key", "disk-budget", "max-sandboxes", "warm",
-	"store-bandwidth", "cache-size", "copies-size", "fetch", "store-grace", "no-rebase", "stop-vms", "metrics-listen", "log-level",
+	"store-bandwidth", "cache-size", "copies-size", "fetch", "store-grace", "egress", "egress-allow-private", "egress-resolver", "no-rebase", "stop-vms", "metrics-listen", "log-level",
 }
 
 func readSecret(path string) (string, error) {

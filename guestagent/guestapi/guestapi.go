@@ -165,7 +165,7 @@ type ResealRequest struct {
 	Entropy      []byte            `json:"entropy"`      // EntropySize bytes
 	Network      Network           `json:"network"`
 	Token        string            `json:"token,omitempty"` // the sandbox's own; written to /run/coppice/token for root
-	Env          map[string]string `json:"env,omitempty"`   // replaces the environment of sessions started from now on
+	Env          map[string]string `json:"env,omitzero"`    // nil keeps it; replaces the environment of sessions started from now on
 	GrowDisk     bool              `json:"grow_disk,omitempty"`
 	DiskBytes    int64             `json:"disk_bytes,omitempty"` // with GrowDisk: the device's size, which the guest learns of a little later than the host
 	CA           string            `json:"ca,omitempty"`         // PEM, appended to the trust bundles of the image

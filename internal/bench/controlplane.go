@@ -31,6 +31,7 @@ import (
 	"github.com/coppice-dev/coppice/runner"
 	"github.com/coppice-dev/coppice/runner/heartbeat"
 	runnerhttp "github.com/coppice-dev/coppice/runner/httpapi"
+	"github.com/coppice-dev/coppice/runner/netns"
 	"github.com/coppice-dev/coppice/runner/vmm/fakevmm"
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
@@ -335,6 +336,11 @@ func (noNamespace) Assign(context.Context, core.Identity) error { return nil }
 
 // Open does nothing.
 func (noNamespace) Open(context.Context, core.EgressPolicy) error { return nil }
+
+// EgressSockets fails.
+func (noNamespace) EgressSockets(context.Context) (netns.EgressSockets, error) {
+	return netns.EgressSockets{}, errNoNetwork
+}
 
 // Release does nothing.
 func (noNamespace) Release(context.Context) error { return nil }

@@ -10,6 +10,8 @@ import (
 	"net"
 	"net/netip"
 	"os"
+	"path/filepath"
+	"slices"
 	"syscall"
 
 	"golang.org/x/sys/unix"
@@ -17,7 +19,47 @@ import (
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/egress/host"
 	"github.com/coppice-dev/coppice/internal/sidecar"
+	"github.com/coppice-dev/coppice/runner/egress"
 )
+
+// EgressOptions are an operator's choices about what leaves sandboxes.
+type EgressOptions struct {
+	Off      bool           // nothing does, whatever a workspace's rules say
+	Private  []netip.Prefix // networks that may be reached although they are not public, where rules name what is there
+	Resolver string         // host:port of the name server that is asked; empty: the host's
+	Servers  []string       // names of hosts that are this installation's: sandboxes do not reach them
+}
+
+// egressDir is where the egress process has its socket, in the run directory, and what it keeps, in the data directory.
+const egressDir = "egress"
+
+// egressOf says how a runner's egress process is started: as this program. Without one, what an earlier runner has left is ended.
+func (h *Host) egressOf(ctx context.Context, cfg HostConfig, uid uint32) (*egress.Process, error) {
+	dir := filepath.Join(h.RunDir, egressDir)
+	if cfg.Egress.Off {
+		if err := egress.NewClient(egress.SocketPath(dir)).Stop(ctx); err != nil && !errors.Is(err, egress.ErrGone) {
+			return nil, err
+		}
+		return nil, nil //nolint:nilnil // there is none
+	}
+	network := h.Pool.Config()
+	ec := EgressConfig{
+		Dir: dir, Spool: filepath.Join(cfg.DataDir, egressDir), Runner: uint32(os.Geteuid()), //nolint:gosec // G115: a user id
+		Private: cfg.Egress.Private, Own: []netip.Prefix{network.Subnet, network.LinkSubnet}, Servers: cfg.Egress.Servers, Resolver: cfg.Egress.Resolver,
+	}
+	if os.Geteuid() == 0 {
+		ec.UID = uid // VMs run as those above
+	}
+	if name := cfg.Store.server(); name != "" {
+		ec.Servers = append(slices.Clone(ec.Servers), name)
+	}
+	config, err := json.Marshal(ec)
+	if err != nil {
+		return nil, err
+	}
+	self, err := os.Executable()
+	return &egress.Process{Dir: dir, Command: []string{self, "egress"}, Config: config}, err
+}
 
 // EgressConfig says how the egress process of a runner runs. It comes as JSON from the runner that starts it, by a pipe.
 type EgressConfig struct {

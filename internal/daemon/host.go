@@ -42,6 +42,7 @@ type HostConfig struct {
 	NoRebase        bool
 	Leave           bool // see runner.Config
 	Store           StoreConfig
+	Egress          EgressOptions
 	Log             *slog.Logger
 
 	// Machines replaces the VMM and the host's network, for tests.
@@ -118,6 +119,11 @@ func OpenHost(ctx context.Context, cfg HostConfig, id core.RunnerID, mark string
 	rc.Store.Whole = cfg.Store.Whole
 	if rc.Store.Blobs != nil && cfg.Machines == nil {
 		if rc.Store.Pager, err = pagerOf(h.RunDir, cfg.Store); err != nil {
+			return nil, err
+		}
+	}
+	if cfg.Machines == nil {
+		if rc.Egress, err = h.egressOf(ctx, cfg, rc.FirstUID); err != nil {
 			return nil, err
 		}
 	}

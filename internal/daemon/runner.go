@@ -5,6 +5,7 @@ import (
 	"crypto/tls"
 	"errors"
 	"fmt"
+	"net/url"
 	"os"
 	"path/filepath"
 
@@ -86,6 +87,11 @@ func RunRunner(ctx context.Context, cfg RunnerConfig, ready func(RunnerReady) er
 	others := newPeerClient(member.Identity)
 	steps.Push("connections to other runners", func(context.Context) error { others.close(); return nil })
 	cfg.Store.Peers = others
+	for _, c := range cfg.Controllers {
+		if u, err := url.Parse(c); err == nil && u.Hostname() != "" {
+			cfg.Egress.Servers = append(cfg.Egress.Servers, u.Hostname())
+		}
+	}
 	host, err := OpenHost(ctx, cfg.HostConfig, member.RunnerID, member.ClusterID+"/"+string(member.RunnerID), &steps)
 	if err != nil {
 		return fmt.Errorf("open the runner: %w", err)
@@ -121,7 +127,7 @@ func RunRunner(ctx context.Context, cfg RunnerConfig, ready func(RunnerReady) er
 		return err
 	}
 	sealing := func(ctx context.Context) error { return host.Runner.Seal(ctx, link, link.Epoch) }
-	parts = append(parts, part{"sealing", sealing}, part{"metrics", metrics.Run}, part{"runner", host.Run})
+	parts = append(parts, part{"sealing", sealing}, part{"flows", link.Deliver}, part{"metrics", metrics.Run}, part{"runner", host.Run})
 	if host.Pool != nil {
 		parts = append(parts, part{"namespaces", host.Pool.Run})
 	}

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"log/slog"
+	"net/url"
 	"os"
 	"path/filepath"
 	"strings"
@@ -40,6 +41,19 @@ type StoreConfig struct {
 	CopiesSize int64
 	// Peers asks other runners for objects before the store is asked; nil: nobody is.
 	Peers peers.Asker `json:"-"`
+}
+
+// server is the name of the host that a store was said to be at; empty where none was named, as for that of a cloud.
+func (c StoreConfig) server() string {
+	u, err := url.Parse(c.URL)
+	if err != nil {
+		return "" // Open says so
+	}
+	at, err := url.Parse(u.Query().Get("endpoint"))
+	if err != nil {
+		return ""
+	}
+	return at.Hostname()
 }
 
 // copies is CopiesSize, of the disk that a directory is on.

@@ -266,6 +266,7 @@ func (s *stack) run(ctx context.Context, ready func(Ready) error) error {
 		return err
 	})
 	group.Go(func() error { return link.Run(vms) })
+	group.Go(func() error { return link.Deliver(ops) })
 	group.Go(func() error { return s.host.Runner.Seal(ops, link, link.Epoch) })
 	group.Go(func() error { return s.metrics.Run(ctx) })
 	group.Go(func() error {

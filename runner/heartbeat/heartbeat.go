@@ -251,5 +251,8 @@ func post(ctx context.Context, client *http.Client, url, secret string, in, out 
 		}
 		return core.Errorf(core.Unavailable, core.CodeControllerUnreachable, "the controller at %s answered %s to %s", req.URL.Host, res.Status, req.URL.Path)
 	}
+	if res.StatusCode == http.StatusNoContent {
+		return nil
+	}
 	return json.Unmarshal(b, out)
 }

@@ -92,6 +92,9 @@ func newHandler(r *runner.Runner, log *slog.Logger, authorize func(q *http.Reque
 	handle("DELETE", runnerapi.PathSandboxPort, func(w http.ResponseWriter, q *http.Request) {
 		s.reply(w, nil, r.ClosePort(sandboxID(q), core.PortID(q.PathValue("port_id"))))
 	})
+	handle("PUT", runnerapi.PathSandboxEgress, call(s, func(ctx context.Context, q *http.Request, in runnerapi.EgressRules) (any, error) {
+		return nil, r.SetEgressRules(ctx, sandboxID(q), in)
+	}))
 	handle("GET", runnerapi.PathSandboxConsole, s.console)
 	mux.HandleFunc(strings.TrimSuffix(runnerapi.PathSandboxGuest, "*")+"{rest...}", s.guest)
 	handle("GET", runnerapi.PathCheckpoints, func(w http.ResponseWriter, _ *http.Request) {

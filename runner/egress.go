@@ -1,0 +1,342 @@
+package runner
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"net/netip"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/egress/egressapi"
+	"github.com/coppice-dev/coppice/egress/policy"
+	"github.com/coppice-dev/coppice/runner/egress"
+	"github.com/coppice-dev/coppice/runner/netns"
+)
+
+// egressLink is the way to the egress process of this host, which carries what sandboxes under deny-all send out, as far as their rules go.
+// Sandboxes are handed to it as sockets, and to its successor when it ends.
+type egressLink struct {
+	r *Runner
+
+	mu     sync.Mutex     // guards what follows
+	client *egress.Client // nil: there is none at this moment
+	news   chan struct{}  // closed when it is another
+}
+
+func newEgressLink(r *Runner) *egressLink { return &egressLink{r: r, news: make(chan struct{})} }
+
+// How often what did not work is tried again.
+const (
+	firstEgressPause = 20 * time.Millisecond
+	lastEgressPause  = time.Second
+)
+
+// egressPatience is how long a sandbox that is being made waits for the process.
+const egressPatience = 10 * time.Second
+
+// openedWith is what the namespace of a sandbox with a policy is opened with.
+func (r *Runner) openedWith(p core.EgressPolicy) core.EgressPolicy {
+	if p == core.EgressDenyAll && r.cfg.Egress != nil {
+		return core.EgressProxied
+	}
+	return p
+}
+
+// checkRules refuses what this runner could not enforce.
+func (r *Runner) checkRules(opened core.EgressPolicy, rules runnerapi.EgressRules) error {
+	if opened != core.EgressProxied && len(rules.Allow) > 0 && opened != core.EgressAllowAll {
+		return core.Errorf(core.Invalid, core.CodeUnsupported,
+			"this runner has no egress process, or had none when the sandbox was made, so nothing leaves it and network.allow must be empty; start the runner without --egress off")
+	}
+	_, err := policy.Parse("egress_rules.allow", rules.Allow)
+	return err
+}
+
+// set makes a client the one to use; nil for none.
+func (e *egressLink) set(c *egress.Client) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	e.client = c
+	close(e.news)
+	e.news = make(chan struct{})
+}
+
+func (e *egressLink) current() (*egress.Client, <-chan struct{}) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	return e.client, e.news
+}
+
+// await waits for a process.
+func (e *egressLink) await(ctx context.Context) (*egress.Client, error) {
+	for {
+		c, news := e.current()
+		if c != nil {
+			return c, nil
+		}
+		select {
+		case <-news:
+		case <-ctx.Done():
+			return nil, errors.Join(egress.ErrGone, context.Cause(ctx))
+		}
+	}
+}
+
+// start makes sure that a process runs.
+func (e *egressLink) start(ctx context.Context) error {
+	c, hello, err := egress.Ensure(ctx, *e.r.cfg.Egress)
+	if err != nil {
+		return err
+	}
+	e.set(c)
+	e.r.cfg.Log.InfoContext(ctx, "egress process is there", "pid", hello.PID, "instance", hello.Instance)
+	return nil
+}
+
+// run keeps a process running, with all sandboxes, until ctx ends.
+func (e *egressLink) run(ctx context.Context) {
+	if e.r.cfg.Egress == nil {
+		return
+	}
+	wait := firstEgressPause
+	for ctx.Err() == nil {
+		c, _ := e.current()
+		if c == nil {
+			err := e.start(ctx)
+			if err == nil || ctx.Err() != nil {
+				wait = firstEgressPause
+				continue
+			}
+			e.r.cfg.Log.ErrorContext(ctx, "no egress process was started, and nothing leaves the sandboxes", "again_ms", core.Milliseconds(wait), "err", err)
+			pause(ctx, wait)
+			wait = min(2*wait, lastEgressPause)
+			continue
+		}
+		err := e.attend(ctx, c)
+		if ctx.Err() == nil {
+			e.set(nil)
+			e.r.cfg.Log.ErrorContext(ctx, "the egress process has ended; nothing leaves the sandboxes until another has them", "err", err)
+		}
+	}
+}
+
+// attend offers the sandboxes to a process and waits until it ends, or ctx does.
+func (e *egressLink) attend(ctx context.Context, c *egress.Client) error {
+	offering, stop := context.WithCancel(ctx)
+	var offers sync.WaitGroup
+	defer offers.Wait()
+	defer stop()
+	offers.Go(func() {
+		for wait := firstEgressPause; offering.Err() == nil; wait = min(2*wait, lastEgressPause) {
+			err := e.reconcile(offering, c)
+			if err == nil {
+				return
+			}
+			if offering.Err() == nil {
+				e.r.cfg.Log.WarnContext(ctx, "the egress process has not taken every sandbox; they are offered again", "again_ms", core.Milliseconds(wait), "err", err)
+			}
+			pause(offering, wait)
+		}
+	})
+	return c.Watch(ctx)
+}
+
+func pause(ctx context.Context, d time.Duration) {
+	timer := time.NewTimer(d)
+	defer timer.Stop()
+	select {
+	case <-timer.C:
+	case <-ctx.Done():
+	}
+}
+
+// reconcile has a process serve the sandboxes that it should, by their newest rules, and no other.
+func (e *egressLink) reconcile(ctx context.Context, c *egress.Client) error {
+	list, err := c.List(ctx)
+	if err != nil {
+		return err
+	}
+	served := make(map[core.SandboxID]egressapi.Served, len(list))
+	var errs []error
+	for _, s := range list {
+		served[s.ID] = s
+		if _, err := e.r.find(s.ID); core.CategoryOf(err) == core.NotFound {
+			errs = append(errs, c.Remove(ctx, s.ID))
+		}
+	}
+	for _, s := range e.r.all() {
+		if ctx.Err() != nil {
+			return context.Cause(ctx)
+		}
+		was, there := served[s.info.ID]
+		if err := e.offer(ctx, c, s, was, there); err != nil {
+			errs = append(errs, fmt.Errorf("sandbox %s: %w", s.info.ID, err))
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// offer has a process serve a sandbox, unless it does.
+func (e *egressLink) offer(ctx context.Context, c *egress.Client, s *sandbox, was egressapi.Served, there bool) error {
+	s.egressMu.Lock()
+	defer s.egressMu.Unlock()
+	rules := s.rules()
+	switch {
+	case !s.served:
+		return nil
+	case !there:
+		return e.put(ctx, c, s)
+	case was.Version < rules.Version:
+		return c.SetRules(ctx, s.info.ID, rules)
+	}
+	return nil
+}
+
+// put opens the sockets of a sandbox and hands them over. The caller holds its egressMu.
+func (e *egressLink) put(ctx context.Context, c *egress.Client, s *sandbox) error {
+	sockets, err := s.ns.EgressSockets(ctx)
+	if err != nil {
+		return err
+	}
+	err = c.Put(ctx, egressapi.Sandbox{ID: s.info.ID, Epoch: s.info.Epoch, Rules: s.rules()}, sockets.Files())
+	return errors.Join(err, sockets.Close())
+}
+
+// begin has a sandbox served from here on, until end.
+func (e *egressLink) begin(ctx context.Context, s *sandbox) error {
+	ctx, cancel := context.WithTimeout(ctx, egressPatience)
+	defer cancel()
+	c, err := e.await(ctx)
+	if err != nil {
+		return err
+	}
+	s.egressMu.Lock()
+	defer s.egressMu.Unlock()
+	if err := e.put(ctx, c, s); err != nil {
+		return fmt.Errorf("hand sandbox %s to the egress process: %w", s.info.ID, errors.Join(err, ignoreGone(c.Remove(ctx, s.info.ID))))
+	}
+	s.served = true
+	return nil
+}
+
+// end has a sandbox served no more. Where that fails its namespace, which is in use, is deleted and not recycled.
+func (e *egressLink) end(ctx context.Context, s *sandbox) {
+	s.egressMu.Lock()
+	defer s.egressMu.Unlock()
+	if !s.served {
+		return
+	}
+	s.served = false
+	if c, _ := e.current(); c != nil {
+		if err := ignoreGone(c.Remove(ctx, s.info.ID)); err != nil {
+			e.r.cfg.Log.WarnContext(ctx, "the egress process was not told of the end of a sandbox", "sandbox_id", s.info.ID, "err", err)
+		}
+	}
+}
+
+func ignoreGone(err error) error {
+	if errors.Is(err, egress.ErrGone) {
+		return nil
+	}
+	return err
+}
+
+// stop ends the process, which serves nobody any more.
+func (e *egressLink) stop(ctx context.Context) error {
+	c, _ := e.current()
+	if c == nil {
+		return nil
+	}
+	if err := ignoreGone(c.Stop(ctx)); err != nil {
+		return fmt.Errorf("stop the egress process: %w", err)
+	}
+	return nil
+}
+
+// rules are those of the journal.
+func (s *sandbox) rules() runnerapi.EgressRules {
+	s.journalMu.Lock()
+	defer s.journalMu.Unlock()
+	return s.Sandbox.Rules
+}
+
+// SetEgressRules replaces what a sandbox may reach, unless its rules are newer. What is not allowed any more has ended when it returns, or
+// ends with the egress process that is gone.
+func (r *Runner) SetEgressRules(ctx context.Context, id core.SandboxID, rules runnerapi.EgressRules) error {
+	s, err := r.find(id)
+	if err != nil {
+		return err
+	}
+	s.egressMu.Lock()
+	defer s.egressMu.Unlock()
+	s.journalMu.Lock()
+	j := s.Sandbox
+	s.journalMu.Unlock()
+	if j == nil {
+		return core.Errorf(core.FailedPrecondition, core.CodeWorkspaceNotReady, "sandbox %s is being made; its rules can be changed in a moment", id)
+	}
+	if err := r.checkRules(j.Egress, rules); err != nil {
+		return err
+	}
+	if rules.Version <= s.rules().Version {
+		return nil
+	}
+	// The journal first: whatever ends from here on, nobody goes back to the rules of before.
+	if err := s.record(func(j *sandboxJournal) { j.Rules = rules }); err != nil {
+		return err
+	}
+	c, _ := r.egress.current()
+	if !s.served || c == nil {
+		return nil // they are given with the sandbox
+	}
+	if err := ignoreGone(c.SetRules(ctx, id, rules)); core.CategoryOf(err) != core.NotFound {
+		return err
+	}
+	return nil // likewise
+}
+
+// Flows acknowledges what sandboxes have sent out, by the last number that was given, and waits for more. What was not acknowledged is given
+// again.
+func (r *Runner) Flows(ctx context.Context, after int64) (flows []core.Flow, last int64, err error) {
+	for ctx.Err() == nil {
+		c, err := r.egress.await(ctx)
+		if err != nil {
+			break
+		}
+		batch, err := c.Flows(ctx, after)
+		if err == nil {
+			return batch.Flows, batch.Last, nil
+		}
+		if !errors.Is(err, egress.ErrGone) {
+			return nil, 0, err
+		}
+		pause(ctx, firstEgressPause) // run finds it out, too
+	}
+	return nil, 0, context.Cause(ctx)
+}
+
+// sessionEnv is the environment of a sandbox's sessions: its own, and where it is proxied how programs find the proxy, unless it says so itself.
+func sessionEnv(own map[string]string, opened core.EgressPolicy, gateway netip.Addr) map[string]string {
+	out := maps.Clone(own)
+	if out == nil {
+		out = map[string]string{} // none, instead of what was captured
+	}
+	if opened != core.EgressProxied {
+		return out
+	}
+	proxy := "http://" + netip.AddrPortFrom(gateway, netns.PortProxy).String()
+	for name, value := range map[string]string{"http_proxy": proxy, "https_proxy": proxy, "no_proxy": "localhost,127.0.0.1,::1"} {
+		upper := strings.ToUpper(name)
+		_, low := own[name]
+		_, up := own[upper]
+		if !low && !up {
+			out[name], out[upper] = value, value
+		}
+	}
+	return out
+}

@@ -1,0 +1,76 @@
+package runner
+
+import (
+	"context"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+
+	"github.com/coppice-dev/coppice/core"
+)
+
+// egressState shows what the egress process counts: it has no port of its own.
+type egressState struct {
+	e *egressLink
+
+	up, sandboxes, open, flows, answers, unrecorded, spool, spoolMax *prometheus.Desc
+}
+
+// egressScrape is how long the process may take to answer a scrape.
+const egressScrape = 2 * time.Second
+
+func newEgressState(e *egressLink) *egressState {
+	desc := func(name, help string, labels ...string) *prometheus.Desc {
+		return prometheus.NewDesc("coppice_egress_"+name, help, labels, nil)
+	}
+	return &egressState{
+		e:          e,
+		up:         desc("up", "1 while the egress process of this host answers; else nothing leaves its sandboxes."),
+		sandboxes:  desc("sandboxes", "Sandboxes that the egress process serves."),
+		open:       desc("flows_open", "Flows that are under way."),
+		flows:      desc("flows_total", "Flows that have ended or were denied, since the start of the egress process.", "outcome"),
+		answers:    desc("dns_answers_total", "Questions of sandboxes for names, by what became of them.", "answer"),
+		unrecorded: desc("flows_unrecorded_total", "Flows that were refused because they could not be recorded, and ends that were not."),
+		spool:      desc("spool_bytes", "What the spool of flows takes that the controller does not have yet."),
+		spoolMax:   desc("spool_max_bytes", "What it may take; beyond, flows are refused."),
+	}
+}
+
+// Describe sends what Collect may send.
+func (s *egressState) Describe(out chan<- *prometheus.Desc) {
+	for _, d := range []*prometheus.Desc{s.up, s.sandboxes, s.open, s.flows, s.answers, s.unrecorded, s.spool, s.spoolMax} {
+		out <- d
+	}
+}
+
+// Collect asks the process.
+func (s *egressState) Collect(out chan<- prometheus.Metric) {
+	gauge := func(d *prometheus.Desc, v float64) { out <- prometheus.MustNewConstMetric(d, prometheus.GaugeValue, v) }
+	count := func(d *prometheus.Desc, v int64, labels ...string) {
+		out <- prometheus.MustNewConstMetric(d, prometheus.CounterValue, float64(v), labels...)
+	}
+	ctx, cancel := context.WithTimeout(s.e.r.runCtx, egressScrape)
+	defer cancel()
+	c, _ := s.e.current()
+	if c == nil {
+		gauge(s.up, 0)
+		return
+	}
+	st, err := c.Stats(ctx)
+	if err != nil {
+		gauge(s.up, 0)
+		return
+	}
+	gauge(s.up, 1)
+	gauge(s.sandboxes, float64(st.Sandboxes))
+	gauge(s.open, float64(st.Open))
+	for _, o := range []core.Outcome{core.FlowAllowed, core.FlowDenied, core.FlowFailed} {
+		count(s.flows, st.Flows[o], string(o))
+	}
+	for a, n := range st.Answers {
+		count(s.answers, n, a)
+	}
+	count(s.unrecorded, st.Unrecorded)
+	gauge(s.spool, float64(st.SpoolBytes))
+	gauge(s.spoolMax, float64(st.SpoolMax))
+}

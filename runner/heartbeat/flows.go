@@ -1,0 +1,60 @@
+package heartbeat
+
+import (
+	"context"
+	"strings"
+	"time"
+
+	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/core"
+)
+
+// The pauses between attempts to tell of flows.
+const (
+	firstFlowPause = 100 * time.Millisecond
+	lastFlowPause  = 10 * time.Second
+)
+
+// Deliver tells the controllers what sandboxes send out, until ctx ends. What they have not answered stays on this host and is told again:
+// nothing is given up.
+func (l *Link) Deliver(ctx context.Context) error {
+	var after int64
+	for ctx.Err() == nil {
+		flows, last, err := l.runner.Flows(ctx, after)
+		if err == nil {
+			if err = l.tell(ctx, flows); err == nil {
+				after = last
+			}
+		}
+		if err != nil && ctx.Err() == nil {
+			l.cfg.Log.ErrorContext(ctx, "what sandboxes have sent out was not read", "err", err)
+			pause(ctx, lastFlowPause)
+		}
+	}
+	return nil
+}
+
+// tell has a controller take flows. It tries until one does, or ctx ends.
+func (l *Link) tell(ctx context.Context, flows []core.Flow) error {
+	path := strings.Replace(runnerapi.PathFlows, "{id}", string(l.runner.ID()), 1)
+	for wait := firstFlowPause; ; wait = min(2*wait, lastFlowPause) {
+		err := l.post(ctx, path, runnerapi.Flows{Flows: flows}, nil)
+		if err == nil {
+			return nil
+		}
+		if ctx.Err() != nil {
+			return context.Cause(ctx)
+		}
+		l.cfg.Log.WarnContext(ctx, "what sandboxes have sent out was not told", "flows", len(flows), "again_ms", core.Milliseconds(wait), "err", err)
+		pause(ctx, wait)
+	}
+}
+
+func pause(ctx context.Context, d time.Duration) {
+	timer := time.NewTimer(d)
+	defer timer.Stop()
+	select {
+	case <-timer.C:
+	case <-ctx.Done():
+	}
+}
