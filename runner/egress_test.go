@@ -34,9 +34,13 @@ import (
 const beAnEgressProcess = "be-an-egress-process"
 
 // egressSettings are what the egress process of a test is told.
-type egressSettings struct{ Dir, Spool string }
+type egressSettings struct {
+	Dir, Spool string
+	Names      string         // host:port of a name server; without one no name is anywhere
+	Private    []netip.Prefix // see host.Config
+}
 
-// carry is an egress process for which no name is anywhere.
+// carry is an egress process.
 func carry(config io.Reader) error {
 	var cfg egressSettings
 	if err := json.NewDecoder(config).Decode(&cfg); err != nil {
@@ -55,7 +59,14 @@ func carry(config io.Reader) error {
 	}
 	s, err := host.New(context.Background(), host.Config{
 		Listen: listen, Spool: spool, UID: uint32(os.Geteuid()), Log: slog.New(slog.NewTextHandler(os.Stderr, nil)),
-		Resolver: &net.Resolver{PreferGo: true, Dial: func(context.Context, string, string) (net.Conn, error) { return nil, syscall.ECONNREFUSED }},
+		Private: cfg.Private,
+		Resolver: &net.Resolver{PreferGo: true, Dial: func(ctx context.Context, network, _ string) (net.Conn, error) {
+			if cfg.Names == "" {
+				return nil, syscall.ECONNREFUSED
+			}
+			var d net.Dialer
+			return d.DialContext(ctx, network, cfg.Names)
+		}},
 	})
 	if err != nil {
 		return err
@@ -63,20 +74,27 @@ func carry(config io.Reader) error {
 	return s.Run(context.Background())
 }
 
-// newEgressRig is a runner on fake machines with a real egress process.
-func newEgressRig(t *testing.T, change func(*Config)) *fakeRig {
+// egressOf is a real egress process for a runner of a test.
+func egressOf(t *testing.T, cfg egressSettings) *egress.Process {
 	t.Helper()
 	dir, err := os.MkdirTemp("", "egress") //nolint:usetesting // the path of a socket must be short
 	if err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = os.RemoveAll(dir) })
-	config, err := json.Marshal(egressSettings{dir, filepath.Join(dir, "spool")})
+	cfg.Dir, cfg.Spool = dir, filepath.Join(dir, "spool")
+	config, err := json.Marshal(cfg)
 	if err != nil {
 		t.Fatal(err)
 	}
+	return &egress.Process{Dir: dir, Command: []string{os.Args[0], beAnEgressProcess}, Config: config}
+}
+
+// newEgressRig is a runner on fake machines with a real egress process.
+func newEgressRig(t *testing.T, change func(*Config)) *fakeRig {
+	t.Helper()
 	return newFakeRig(t, func(c *Config) {
-		c.Egress = &egress.Process{Dir: dir, Command: []string{os.Args[0], beAnEgressProcess}, Config: config}
+		c.Egress = egressOf(t, egressSettings{})
 		change(c)
 	})
 }
