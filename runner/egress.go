@@ -1,6 +1,7 @@
 package runner
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -191,7 +192,7 @@ func (e *egressLink) offer(ctx context.Context, c *egress.Client, s *sandbox, wa
 		return nil
 	case !there:
 		return e.put(ctx, c, s)
-	case was.Version < rules.Version:
+	case was.Version < rules.Version || was.Lacks:
 		return c.SetRules(ctx, s.info.ID, rules)
 	}
 	return nil
@@ -283,8 +284,8 @@ func (r *Runner) SetEgressRules(ctx context.Context, id core.SandboxID, rules ru
 	if err := r.checkRules(j.Egress, rules); err != nil {
 		return err
 	}
-	if rules.Version <= s.rules().Version {
-		return nil
+	if is := s.rules(); rules.Version < is.Version || rules.Version == is.Version && bytes.Equal(rules.Key, is.Key) {
+		return nil // those of the same version may have been sealed anew, for another process
 	}
 	// The journal first: whatever ends from here on, nobody goes back to the rules of before.
 	if err := s.record(func(j *sandboxJournal) { j.Rules = rules }); err != nil {

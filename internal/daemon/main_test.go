@@ -27,6 +27,7 @@ import (
 	"github.com/coppice-dev/coppice/internal/testvm"
 	"github.com/coppice-dev/coppice/migrations"
 	"github.com/coppice-dev/coppice/runner"
+	"github.com/coppice-dev/coppice/runner/netns"
 	"github.com/coppice-dev/coppice/runner/vmm"
 	"github.com/coppice-dev/coppice/runner/vmm/fakevmm"
 	coppice "github.com/coppice-dev/coppice/sdk/go"
@@ -317,13 +318,16 @@ func (noNetwork) Acquire(context.Context) (runner.Namespace, error) { return noN
 func (noNetwork) Adopt(context.Context, string, core.Identity, core.EgressPolicy) (runner.Namespace, error) {
 	return noNamespace{}, nil
 }
-func (noNetwork) Reconcile(context.Context, map[string]bool) error         { return nil }
-func (noNetwork) Gateway() (netip.Addr, string)                            { return netip.Addr{}, "" }
-func (noNetwork) Resolvers(core.EgressPolicy) []netip.Addr                 { return nil }
-func (noNamespace) Name() string                                           { return "none" }
-func (noNamespace) NetNS() (*os.File, error)                               { return nil, nil } //nolint:nilnil // that of the process
-func (noNamespace) TapFile(bool) (*os.File, error)                         { return nil, nil } //nolint:nilnil // there is no tap
-func (noNamespace) Assign(context.Context, core.Identity) error            { return nil }
-func (noNamespace) Open(context.Context, core.EgressPolicy) error          { return nil }
+func (noNetwork) Reconcile(context.Context, map[string]bool) error { return nil }
+func (noNetwork) Gateway() (netip.Addr, string)                    { return netip.Addr{}, "" }
+func (noNetwork) Resolvers(core.EgressPolicy) []netip.Addr         { return nil }
+func (noNamespace) Name() string                                   { return "none" }
+func (noNamespace) NetNS() (*os.File, error)                       { return nil, nil } //nolint:nilnil // that of the process
+func (noNamespace) TapFile(bool) (*os.File, error)                 { return nil, nil } //nolint:nilnil // there is no tap
+func (noNamespace) Assign(context.Context, core.Identity) error    { return nil }
+func (noNamespace) Open(context.Context, core.EgressPolicy) error  { return nil }
+func (noNamespace) EgressSockets(context.Context) (netns.EgressSockets, error) {
+	return netns.EgressSockets{}, net.ErrClosed
+}
 func (noNamespace) Release(context.Context) error                          { return nil }
 func (noNamespace) Dial(context.Context, string, string) (net.Conn, error) { return nil, errNoNetwork }
