@@ -281,6 +281,48 @@ func (e FileInfoType) Valid() bool {
 	}
 }
 
+// Defines values for FlowOutcome.
+const (
+	FlowAllowed FlowOutcome = "allowed"
+	FlowDenied  FlowOutcome = "denied"
+	FlowFailed  FlowOutcome = "failed"
+)
+
+// Valid indicates whether the value is a known member of the FlowOutcome enum.
+func (e FlowOutcome) Valid() bool {
+	switch e {
+	case FlowAllowed:
+		return true
+	case FlowDenied:
+		return true
+	case FlowFailed:
+		return true
+	default:
+		return false
+	}
+}
+
+// Defines values for FlowProtocol.
+const (
+	FlowHTTP FlowProtocol = "http"
+	FlowTCP  FlowProtocol = "tcp"
+	FlowTLS  FlowProtocol = "tls"
+)
+
+// Valid indicates whether the value is a known member of the FlowProtocol enum.
+func (e FlowProtocol) Valid() bool {
+	switch e {
+	case FlowHTTP:
+		return true
+	case FlowTCP:
+		return true
+	case FlowTLS:
+		return true
+	default:
+		return false
+	}
+}
+
 // Defines values for HealthStatus.
 const (
 	HealthOK HealthStatus = "ok"
@@ -1087,6 +1129,22 @@ type DataTLS struct {
 // Digest defines model for Digest.
 type Digest = string
 
+// Effect defines model for Effect.
+type Effect struct {
+	// CheckpointID The first checkpoint on the path that has it behind it.
+	CheckpointID CheckpointID `json:"checkpoint_id"`
+
+	// Depth Of that checkpoint, generations below the root.
+	Depth int  `json:"depth"`
+	Flow  Flow `json:"flow"`
+}
+
+// EffectList defines model for EffectList.
+type EffectList struct {
+	Items      []Effect `json:"items"`
+	NextCursor string   `json:"next_cursor,omitempty,omitzero"`
+}
+
 // EgressPolicy `deny-all` (the default): nothing leaves the sandbox. `allow-all` routes everything out; it is for development
 // and exempt from the promise that nothing leaves unseen.
 type EgressPolicy string
@@ -1297,6 +1355,69 @@ type FileList struct {
 	// Truncated The directory has more than the 10,000 that are listed.
 	Truncated bool `json:"truncated"`
 }
+
+// Flow defines model for Flow.
+type Flow struct {
+	// At When it began, by the clock of the host.
+	At time.Time `json:"at"`
+
+	// EndedAt Absent while it lasts, of what was denied, and where its end is not known.
+	EndedAt time.Time `json:"ended_at,omitempty,omitzero"`
+
+	// Epoch Of the workspace.
+	Epoch int64 `json:"epoch"`
+
+	// GrantID The grant whose secret it was given.
+	GrantID string `json:"grant_id,omitempty,omitzero"`
+
+	// Host The name, or the address where there is no name.
+	Host string `json:"host"`
+	ID   string `json:"id"`
+
+	// Method Of a request.
+	Method string `json:"method,omitempty,omitzero"`
+
+	// Opaque No request is seen in it, so it may have changed anything there.
+	Opaque bool `json:"opaque"`
+
+	// Outcome `failed`: it was allowed and could not be carried.
+	Outcome FlowOutcome `json:"outcome"`
+
+	// Path Of a request, without the query.
+	Path     string       `json:"path,omitempty,omitzero"`
+	Port     int          `json:"port"`
+	Protocol FlowProtocol `json:"protocol"`
+
+	// Reason Why it was denied or failed.
+	Reason string `json:"reason,omitempty,omitzero"`
+
+	// ReceivedBytes To the guest, when it has ended.
+	ReceivedBytes int64 `json:"received_bytes"`
+
+	// Rule The entry of `allow` that allowed it.
+	Rule string `json:"rule,omitempty,omitzero"`
+
+	// SentBytes From the guest, when it has ended.
+	SentBytes int64 `json:"sent_bytes"`
+
+	// Status Of the response.
+	Status int `json:"status,omitempty,omitzero"`
+
+	// WorkspaceID Example: ws_06e5bqv7z0f3m8k2h1t9r4w6xc
+	WorkspaceID WorkspaceID `json:"workspace_id"`
+}
+
+// FlowList defines model for FlowList.
+type FlowList struct {
+	Items      []Flow `json:"items"`
+	NextCursor string `json:"next_cursor,omitempty,omitzero"`
+}
+
+// FlowOutcome `failed`: it was allowed and could not be carried.
+type FlowOutcome string
+
+// FlowProtocol defines model for FlowProtocol.
+type FlowProtocol string
 
 // ForkCheckpointRequest defines model for ForkCheckpointRequest.
 type ForkCheckpointRequest struct {
@@ -2238,6 +2359,9 @@ type TreeNode struct {
 	// Depth Generations below the asked checkpoint.
 	Depth int `json:"depth"`
 
+	// EffectsCount How much may have been changed outside between its parent and it; see `listEffects`.
+	EffectsCount int `json:"effects_count"`
+
 	// Workspaces Live workspaces whose head this is.
 	Workspaces []TreeWorkspace `json:"workspaces"`
 }
@@ -2512,6 +2636,15 @@ type DiffCheckpointsParams struct {
 	Cursor string `form:"cursor,omitempty" json:"cursor,omitempty,omitzero"`
 }
 
+// ListEffectsParams defines parameters for ListEffects.
+type ListEffectsParams struct {
+	// Limit Items on a page; 100 when absent.
+	Limit *Limit `form:"limit,omitempty" json:"limit,omitempty"`
+
+	// Cursor The `next_cursor` of the page before.
+	Cursor Cursor `form:"cursor,omitempty" json:"cursor,omitempty,omitzero"`
+}
+
 // ForkCheckpointParams defines parameters for ForkCheckpoint.
 type ForkCheckpointParams struct {
 	// Wait Wait up to this many seconds for the operation; 60 when absent.
@@ -2710,6 +2843,21 @@ type CreateCheckpointParams struct {
 	IdempotencyKey IdempotencyKey `json:"Idempotency-Key,omitempty,omitzero"`
 }
 
+// ListEgressParams defines parameters for ListEgress.
+type ListEgressParams struct {
+	// Outcome Only this outcome.
+	Outcome FlowOutcome `form:"outcome,omitempty" json:"outcome,omitempty,omitzero"`
+
+	// Host Only this host, as it is shown.
+	Host string `form:"host,omitempty" json:"host,omitempty,omitzero"`
+
+	// Limit Items on a page; 100 when absent.
+	Limit *Limit `form:"limit,omitempty" json:"limit,omitempty"`
+
+	// Cursor The `next_cursor` of the page before.
+	Cursor Cursor `form:"cursor,omitempty" json:"cursor,omitempty,omitzero"`
+}
+
 // ExecParams defines parameters for Exec.
 type ExecParams struct {
 	// IdempotencyKey Names this request, so that a repeat of it makes nothing new; see Repeats. Printable ASCII.
@@ -2865,6 +3013,9 @@ type ServerInterface interface {
 	// DiffCheckpoints List what differs from a checkpoint to another of its tree
 	// (GET /v1/checkpoints/{checkpoint_id}/diff)
 	DiffCheckpoints(ctx echo.Context, checkpointID CheckpointID, params DiffCheckpointsParams) error
+	// ListEffects List what may have been changed outside on the way from the root to a checkpoint
+	// (GET /v1/checkpoints/{checkpoint_id}/effects)
+	ListEffects(ctx echo.Context, checkpointID CheckpointID, params ListEffectsParams) error
 	// ForkCheckpoint Grow workspaces from a checkpoint
 	// (POST /v1/checkpoints/{checkpoint_id}/fork)
 	ForkCheckpoint(ctx echo.Context, checkpointID CheckpointID, params ForkCheckpointParams) error
@@ -2985,6 +3136,9 @@ type ServerInterface interface {
 	// CreateCheckpoint Checkpoint a running workspace
 	// (POST /v1/workspaces/{workspace_id}/checkpoints)
 	CreateCheckpoint(ctx echo.Context, workspaceID WorkspaceID, params CreateCheckpointParams) error
+	// ListEgress List what a workspace sent out through the egress proxy, or tried to, newest first
+	// (GET /v1/workspaces/{workspace_id}/egress)
+	ListEgress(ctx echo.Context, workspaceID WorkspaceID, params ListEgressParams) error
 	// Exec Run a program
 	// (POST /v1/workspaces/{workspace_id}/exec)
 	Exec(ctx echo.Context, workspaceID WorkspaceID, params ExecParams) error
@@ -3380,6 +3534,38 @@ func (w *ServerInterfaceWrapper) DiffCheckpoints(ctx echo.Context) error {
 
 	// Invoke the callback with all the unmarshaled arguments
 	err = w.Handler.DiffCheckpoints(ctx, checkpointID, params)
+	return err
+}
+
+// ListEffects converts echo context to params.
+func (w *ServerInterfaceWrapper) ListEffects(ctx echo.Context) error {
+	var err error
+	// ------------- Path parameter "checkpoint_id" -------------
+	var checkpointID CheckpointID
+
+	err = runtime.BindStyledParameterWithOptions("simple", "checkpoint_id", ctx.Param("checkpoint_id"), &checkpointID, runtime.BindStyledParameterOptions{ParamLocation: runtime.ParamLocationPath, Explode: false, Required: true, Type: "string", Format: "", ValueIsUnescaped: ctx.Request().URL.RawPath == ""})
+	if err != nil {
+		return echo.NewHTTPError(http.StatusBadRequest, fmt.Sprintf("Invalid format for parameter checkpoint_id: %s", err))
+	}
+
+	// Parameter object where we will unmarshal all parameters from the context
+	var params ListEffectsParams
+	// ------------- Optional query parameter "limit" -------------
+
+	err = runtime.BindQueryParameterWithOptions("form", true, false, "limit", ctx.QueryParams(), &params.Limit, runtime.BindQueryParameterOptions{Type: "integer", Format: ""})
+	if err != nil {
+		return echo.NewHTTPError(http.StatusBadRequest, fmt.Sprintf("Invalid format for parameter limit: %s", err))
+	}
+
+	// ------------- Optional query parameter "cursor" -------------
+
+	err = runtime.BindQueryParameterWithOptions("form", true, false, "cursor", ctx.QueryParams(), &params.Cursor, runtime.BindQueryParameterOptions{Type: "string", Format: ""})
+	if err != nil {
+		return echo.NewHTTPError(http.StatusBadRequest, fmt.Sprintf("Invalid format for parameter cursor: %s", err))
+	}
+
+	// Invoke the callback with all the unmarshaled arguments
+	err = w.Handler.ListEffects(ctx, checkpointID, params)
 	return err
 }
 
@@ -4353,6 +4539,52 @@ func (w *ServerInterfaceWrapper) CreateCheckpoint(ctx echo.Context) error {
 	return err
 }
 
+// ListEgress converts echo context to params.
+func (w *ServerInterfaceWrapper) ListEgress(ctx echo.Context) error {
+	var err error
+	// ------------- Path parameter "workspace_id" -------------
+	var workspaceID WorkspaceID
+
+	err = runtime.BindStyledParameterWithOptions("simple", "workspace_id", ctx.Param("workspace_id"), &workspaceID, runtime.BindStyledParameterOptions{ParamLocation: runtime.ParamLocationPath, Explode: false, Required: true, Type: "string", Format: "", ValueIsUnescaped: ctx.Request().URL.RawPath == ""})
+	if err != nil {
+		return echo.NewHTTPError(http.StatusBadRequest, fmt.Sprintf("Invalid format for parameter workspace_id: %s", err))
+	}
+
+	// Parameter object where we will unmarshal all parameters from the context
+	var params ListEgressParams
+	// ------------- Optional query parameter "outcome" -------------
+
+	err = runtime.BindQueryParameterWithOptions("form", true, false, "outcome", ctx.QueryParams(), &params.Outcome, runtime.BindQueryParameterOptions{Type: "string", Format: ""})
+	if err != nil {
+		return echo.NewHTTPError(http.StatusBadRequest, fmt.Sprintf("Invalid format for parameter outcome: %s", err))
+	}
+
+	// ------------- Optional query parameter "host" -------------
+
+	err = runtime.BindQueryParameterWithOptions("form", true, false, "host", ctx.QueryParams(), &params.Host, runtime.BindQueryParameterOptions{Type: "string", Format: ""})
+	if err != nil {
+		return echo.NewHTTPError(http.StatusBadRequest, fmt.Sprintf("Invalid format for parameter host: %s", err))
+	}
+
+	// ------------- Optional query parameter "limit" -------------
+
+	err = runtime.BindQueryParameterWithOptions("form", true, false, "limit", ctx.QueryParams(), &params.Limit, runtime.BindQueryParameterOptions{Type: "integer", Format: ""})
+	if err != nil {
+		return echo.NewHTTPError(http.StatusBadRequest, fmt.Sprintf("Invalid format for parameter limit: %s", err))
+	}
+
+	// ------------- Optional query parameter "cursor" -------------
+
+	err = runtime.BindQueryParameterWithOptions("form", true, false, "cursor", ctx.QueryParams(), &params.Cursor, runtime.BindQueryParameterOptions{Type: "string", Format: ""})
+	if err != nil {
+		return echo.NewHTTPError(http.StatusBadRequest, fmt.Sprintf("Invalid format for parameter cursor: %s", err))
+	}
+
+	// Invoke the callback with all the unmarshaled arguments
+	err = w.Handler.ListEgress(ctx, workspaceID, params)
+	return err
+}
+
 // Exec converts echo context to params.
 func (w *ServerInterfaceWrapper) Exec(ctx echo.Context) error {
 	var err error
@@ -4795,6 +5027,7 @@ func RegisterHandlersWithOptions(router EchoRouter, si ServerInterface, options 
 	router.POST(options.BaseURL+"/v1/workspaces/:workspace_id/resume", wrapper.ResumeWorkspace, options.OperationMiddlewares["resumeWorkspace"]...)
 	router.GET(options.BaseURL+"/v1/workspaces/:workspace_id/usage", wrapper.GetWorkspaceUsage, options.OperationMiddlewares["getWorkspaceUsage"]...)
 	router.GET(options.BaseURL+"/v1/workspaces/:workspace_id/reseal-reports", wrapper.ListResealReports, options.OperationMiddlewares["listResealReports"]...)
+	router.GET(options.BaseURL+"/v1/workspaces/:workspace_id/egress", wrapper.ListEgress, options.OperationMiddlewares["listEgress"]...)
 	router.GET(options.BaseURL+"/v1/workspaces/:workspace_id/processes", wrapper.ListProcesses, options.OperationMiddlewares["listProcesses"]...)
 	router.GET(options.BaseURL+"/v1/workspaces/:workspace_id/ports", wrapper.ListPorts, options.OperationMiddlewares["listPorts"]...)
 	router.POST(options.BaseURL+"/v1/workspaces/:workspace_id/ports", wrapper.CreatePort, options.OperationMiddlewares["createPort"]...)
@@ -4821,6 +5054,7 @@ func RegisterHandlersWithOptions(router EchoRouter, si ServerInterface, options 
 	router.PUT(options.BaseURL+"/v1/checkpoints/:checkpoint_id/retention", wrapper.PutRetention, options.OperationMiddlewares["putRetention"]...)
 	router.GET(options.BaseURL+"/v1/checkpoints/:checkpoint_id/usage", wrapper.GetCheckpointUsage, options.OperationMiddlewares["getCheckpointUsage"]...)
 	router.GET(options.BaseURL+"/v1/checkpoints/:checkpoint_id/lineage", wrapper.GetLineage, options.OperationMiddlewares["getLineage"]...)
+	router.GET(options.BaseURL+"/v1/checkpoints/:checkpoint_id/effects", wrapper.ListEffects, options.OperationMiddlewares["listEffects"]...)
 	router.GET(options.BaseURL+"/v1/checkpoints/:checkpoint_id/children", wrapper.ListChildren, options.OperationMiddlewares["listChildren"]...)
 	router.GET(options.BaseURL+"/v1/checkpoints/:checkpoint_id/tree", wrapper.GetTree, options.OperationMiddlewares["getTree"]...)
 	router.GET(options.BaseURL+"/v1/checkpoints/:checkpoint_id/diff", wrapper.DiffCheckpoints, options.OperationMiddlewares["diffCheckpoints"]...)
@@ -5258,6 +5492,46 @@ type DiffCheckpointsdefaultApplicationProblemPlusJSONResponse struct {
 }
 
 func (response DiffCheckpointsdefaultApplicationProblemPlusJSONResponse) VisitDiffCheckpointsResponse(w http.ResponseWriter) error {
+
+	var buf bytes.Buffer
+	if err := json.NewEncoder(&buf).Encode(response.Body); err != nil {
+		return err
+	}
+	w.Header().Set("Content-Type", "application/problem+json")
+	w.WriteHeader(response.StatusCode)
+	_, err := buf.WriteTo(w)
+	return err
+}
+
+type ListEffectsRequestObject struct {
+	CheckpointID CheckpointID `json:"checkpoint_id"`
+	Params       ListEffectsParams
+}
+
+type ListEffectsResponseObject interface {
+	VisitListEffectsResponse(w http.ResponseWriter) error
+}
+
+type ListEffects200JSONResponse EffectList
+
+func (response ListEffects200JSONResponse) VisitListEffectsResponse(w http.ResponseWriter) error {
+
+	var buf bytes.Buffer
+	if err := json.NewEncoder(&buf).Encode(response); err != nil {
+		return err
+	}
+	w.Header().Set("Content-Type", "application/json")
+	w.WriteHeader(200)
+	_, err := buf.WriteTo(w)
+	return err
+}
+
+type ListEffectsdefaultApplicationProblemPlusJSONResponse struct {
+	Body       Problem
+	StatusCode int
+}
+
+func (response ListEffectsdefaultApplicationProblemPlusJSONResponse) VisitListEffectsResponse(w http.ResponseWriter) error {
 
 	var buf bytes.Buffer
 	if err := json.NewEncoder(&buf).Encode(response.Body); err != nil {
@@ -6896,6 +7170,46 @@ func (response CreateCheckpointdefaultApplicationProblemPlusJSONResponse) VisitC
 	return err
 }
 
+type ListEgressRequestObject struct {
+	WorkspaceID WorkspaceID `json:"workspace_id"`
+	Params      ListEgressParams
+}
+
+type ListEgressResponseObject interface {
+	VisitListEgressResponse(w http.ResponseWriter) error
+}
+
+type ListEgress200JSONResponse FlowList
+
+func (response ListEgress200JSONResponse) VisitListEgressResponse(w http.ResponseWriter) error {
+
+	var buf bytes.Buffer
+	if err := json.NewEncoder(&buf).Encode(response); err != nil {
+		return err
+	}
+	w.Header().Set("Content-Type", "application/json")
+	w.WriteHeader(200)
+	_, err := buf.WriteTo(w)
+	return err
+}
+
+type ListEgressdefaultApplicationProblemPlusJSONResponse struct {
+	Body       Problem
+	StatusCode int
+}
+
+func (response ListEgressdefaultApplicationProblemPlusJSONResponse) VisitListEgressResponse(w http.ResponseWriter) error {
+
+	var buf bytes.Buffer
+	if err := json.NewEncoder(&buf).Encode(response.Body); err != nil {
+		return err
+	}
+	w.Header().Set("Content-Type", "application/problem+json")
+	w.WriteHeader(response.StatusCode)
+	_, err := buf.WriteTo(w)
+	return err
+}
+
 type ExecRequestObject struct {
 	WorkspaceID WorkspaceID `json:"workspace_id"`
 	Params      ExecParams
@@ -7566,6 +7880,9 @@ type StrictServerInterface interface {
 	// DiffCheckpoints List what differs from a checkpoint to another of its tree
 	// (GET /v1/checkpoints/{checkpoint_id}/diff)
 	DiffCheckpoints(ctx context.Context, request DiffCheckpointsRequestObject) (DiffCheckpointsResponseObject, error)
+	// ListEffects List what may have been changed outside on the way from the root to a checkpoint
+	// (GET /v1/checkpoints/{checkpoint_id}/effects)
+	ListEffects(ctx context.Context, request ListEffectsRequestObject) (ListEffectsResponseObject, error)
 	// ForkCheckpoint Grow workspaces from a checkpoint
 	// (POST /v1/checkpoints/{checkpoint_id}/fork)
 	ForkCheckpoint(ctx context.Context, request ForkCheckpointRequestObject) (ForkCheckpointResponseObject, error)
@@ -7686,6 +8003,9 @@ type StrictServerInterface interface {
 	// CreateCheckpoint Checkpoint a running workspace
 	// (POST /v1/workspaces/{workspace_id}/checkpoints)
 	CreateCheckpoint(ctx context.Context, request CreateCheckpointRequestObject) (CreateCheckpointResponseObject, error)
+	// ListEgress List what a workspace sent out through the egress proxy, or tried to, newest first
+	// (GET /v1/workspaces/{workspace_id}/egress)
+	ListEgress(ctx context.Context, request ListEgressRequestObject) (ListEgressResponseObject, error)
 	// Exec Run a program
 	// (POST /v1/workspaces/{workspace_id}/exec)
 	Exec(ctx context.Context, request ExecRequestObject) (ExecResponseObject, error)
@@ -8009,6 +8329,32 @@ func (sh *strictHandler) DiffCheckpoints(ctx echo.Context, checkpointID Checkpoi
 		return err
 	} else if validResponse, ok := response.(DiffCheckpointsResponseObject); ok {
 		return validResponse.VisitDiffCheckpointsResponse(ctx.Response())
+	} else if response != nil {
+		return fmt.Errorf("unexpected response type: %T", response)
+	}
+	return nil
+}
+
+// ListEffects operation middleware
+func (sh *strictHandler) ListEffects(ctx echo.Context, checkpointID CheckpointID, params ListEffectsParams) error {
+	var request ListEffectsRequestObject
+
+	request.CheckpointID = checkpointID
+	request.Params = params
+
+	handler := func(ctx echo.Context, request interface{}) (interface{}, error) {
+		return sh.ssi.ListEffects(ctx.Request().Context(), request.(ListEffectsRequestObject))
+	}
+	for _, middleware := range sh.middlewares {
+		handler = middleware(handler, "ListEffects")
+	}
+
+	response, err := handler(ctx, request)
+
+	if err != nil {
+		return err
+	} else if validResponse, ok := response.(ListEffectsResponseObject); ok {
+		return validResponse.VisitListEffectsResponse(ctx.Response())
 	} else if response != nil {
 		return fmt.Errorf("unexpected response type: %T", response)
 	}
@@ -9339,6 +9685,32 @@ func (sh *strictHandler) CreateCheckpoint(ctx echo.Context, workspaceID Workspac
 		return err
 	} else if validResponse, ok := response.(CreateCheckpointResponseObject); ok {
 		return validResponse.VisitCreateCheckpointResponse(ctx.Response())
+	} else if response != nil {
+		return fmt.Errorf("unexpected response type: %T", response)
+	}
+	return nil
+}
+
+// ListEgress operation middleware
+func (sh *strictHandler) ListEgress(ctx echo.Context, workspaceID WorkspaceID, params ListEgressParams) error {
+	var request ListEgressRequestObject
+
+	request.WorkspaceID = workspaceID
+	request.Params = params
+
+	handler := func(ctx echo.Context, request interface{}) (interface{}, error) {
+		return sh.ssi.ListEgress(ctx.Request().Context(), request.(ListEgressRequestObject))
+	}
+	for _, middleware := range sh.middlewares {
+		handler = middleware(handler, "ListEgress")
+	}
+
+	response, err := handler(ctx, request)
+
+	if err != nil {
+		return err
+	} else if validResponse, ok := response.(ListEgressResponseObject); ok {
+		return validResponse.VisitListEgressResponse(ctx.Response())
 	} else if response != nil {
 		return fmt.Errorf("unexpected response type: %T", response)
 	}

@@ -83,7 +83,7 @@ func (c *Controller) beginCapture(ctx context.Context, project core.ProjectID, k
 			return nil, err
 		}
 		cp := Checkpoint{
-			ID: core.NewID[core.CheckpointID](), ProjectID: project, Kind: KindUser, Parent: w.Head, WorkspaceID: id, WorkspaceEpoch: w.Epoch,
+			ID: core.NewID[core.CheckpointID](), ProjectID: project, Kind: KindUser, Parent: w.Head, WorkspaceID: id, WorkspaceEpoch: w.Epoch, SandboxID: sandbox.ID,
 			Name: req.Name, Labels: req.Labels, Annotations: req.Annotations, Pinned: req.Pinned, Image: w.Image, Resources: w.Resources, OperationID: op.ID,
 			RunnerID: sandbox.RunnerID, Endpoint: sandbox.Endpoint, Egress: w.Egress, Allow: w.Rules.Allow, Env: w.Env,
 		}

@@ -28,6 +28,7 @@ type metrics struct {
 	seals     *prometheus.CounterVec   // outcome
 	stored    prometheus.Counter
 	collected *prometheus.CounterVec // unit
+	flows     *prometheus.CounterVec // outcome, spoken
 
 	// mu guards phases.
 	mu     sync.Mutex
@@ -59,6 +60,7 @@ func newMetrics(c *Controller, reg prometheus.Registerer) *metrics {
 	m.stored = prometheus.NewCounter(prometheus.CounterOpts{Name: "coppice_controller_stored_bytes_total", Help: "Bytes of objects written for checkpoints that were sealed."})
 	reg.MustRegister(m.stored)
 	m.collected = counter("collected_total", "Objects that were deleted from the store because nothing needs them, and their bytes.", "unit")
+	m.flows = counter("flows_total", "What sandboxes sent out or tried to, when it has ended.", "outcome", "spoken")
 	gauge("operations_running", "Operations that this controller works on.", func() int {
 		c.mu.Lock()
 		defer c.mu.Unlock()

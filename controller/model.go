@@ -148,6 +148,7 @@ type Checkpoint struct {
 	Depth            int // generations below Root
 	WorkspaceID      core.WorkspaceID
 	WorkspaceEpoch   int64
+	SandboxID        core.SandboxID // captured from; set for its insertion only
 	Name             string
 	Labels           map[string]string
 	Annotations      map[string]json.RawMessage
@@ -215,6 +216,7 @@ type Ancestor struct {
 type TreeNode struct {
 	Checkpoint Checkpoint
 	Depth      int // generations below the asked checkpoint
+	Effects    int // flows behind it and not behind its parent that may have changed something outside
 	Workspaces []Workspace
 }
 

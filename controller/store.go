@@ -61,6 +61,7 @@ type Tx interface {
 	KeyTx
 	WorkspaceTx
 	RulesTx
+	FlowTx
 	SandboxTx
 	CheckpointTx
 	OperationTx

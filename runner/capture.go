@@ -127,10 +127,11 @@ func (r *Runner) captureAnnounced(ctx context.Context, s *sandbox, info runnerap
 	if err == nil {
 		err = c.take(ctx, s.shell)
 	}
+	taken := time.Now().UTC() // what the workload does from now on is not in it; of what it did before, something may still be on its way
 	record := func(steps []core.ResealStep) *checkpointRecord {
 		return &checkpointRecord{Checkpoint: runnerapi.Checkpoint{
 			ID: id, Parent: info.Checkpoint, Image: s.shape.image, Class: s.Class, Resources: info.Resources,
-			Base: s.base.ID, PauseMS: core.Milliseconds(time.Since(paused)), ParentReseal: steps, Processes: frozen.StaleProcesses,
+			Base: s.base.ID, PauseMS: core.Milliseconds(time.Since(paused)), ParentReseal: steps, Processes: frozen.StaleProcesses, CreatedAt: taken,
 		}, WorkingSet: r.workingSetOn(s.base.ID, info.Checkpoint)}
 	}
 	if err == nil && req.Stop {
@@ -369,7 +370,9 @@ func (c *capture) describe(store *checkpointStore, rec *checkpointRecord) error 
 	if rec.DiskBytes, err = sparse.Allocated(c.overlay); err != nil {
 		return err
 	}
-	rec.CreatedAt = time.Now().UTC()
+	if rec.CreatedAt.IsZero() {
+		rec.CreatedAt = time.Now().UTC()
+	}
 	rec.Timings = c.watch.Timings()
 	return store.publish(c.dir, rec)
 }

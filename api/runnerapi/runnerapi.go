@@ -140,7 +140,7 @@ type Checkpoint struct {
 	Timings          []core.Timing       `json:"timings"`
 	ParentReseal     []core.ResealStep   `json:"parent_reseal,omitempty"` // what the captured sandbox itself got anew before its thaw
 	Processes        []core.StaleProcess `json:"stale_prng_processes,omitempty"`
-	CreatedAt        time.Time           `json:"created_at"`
+	CreatedAt        time.Time           `json:"created_at"` // the instant that it has, by the host's clock
 }
 
 // Checkpoints is the answer of PathCheckpoints.

@@ -22,7 +22,7 @@ func newCkptCommand(a *app) *cobra.Command {
 CHECKPOINT is a name, an id, or the end of an id.`,
 	}
 	c.AddCommand(
-		newCkptCreateCommand(a), newCkptListCommand(a), newCkptShowCommand(a), newCkptTreeCommand(a),
+		newCkptCreateCommand(a), newCkptListCommand(a), newCkptShowCommand(a), newCkptTreeCommand(a), newCkptEffectsCommand(a),
 		newCkptDiffCommand(a), newCkptAnnotateCommand(a), newCkptRemoveCommand(a),
 		newCkptPinCommand(a, true), newCkptPinCommand(a, false), newCkptPruneCommand(a), newCkptRetainCommand(a),
 		newCkptUsageCommand(a), newCkptExportCommand(a), newCkptImportCommand(a),

@@ -21,7 +21,8 @@ func newCkptTreeCommand(a *app) *cobra.Command {
 		Short: "Draw the tree of checkpoints and the live workspaces that hang off it",
 		Long: `Draw the tree below a checkpoint; for a workspace, the whole tree that it belongs to; without an argument, every tree.
 
-Numbers among the annotations (score, visits, ...) are shown with their node.`,
+Numbers among the annotations (score, visits, ...) are shown with their node, and with !N outside how much it may have changed
+outside since its parent: see coppice ckpt effects.`,
 		Args: cobra.MaximumNArgs(1),
 		RunE: func(c *cobra.Command, args []string) error {
 			client, err := a.client()
@@ -105,7 +106,7 @@ func printTree(w io.Writer, now time.Time, nodes []coppice.TreeNode) error {
 	var lines []treeLine
 	var draw func(n coppice.TreeNode, first, rest string)
 	draw = func(n coppice.TreeNode, first, rest string) {
-		lines = append(lines, treeLine{first, nodeName(n.Checkpoint), nodeFacts(now, n.Checkpoint)})
+		lines = append(lines, treeLine{first, nodeName(n.Checkpoint), nodeFacts(now, n)})
 		below := children[n.Checkpoint.ID]
 		for i, ws := range n.Workspaces {
 			branch := "├╴"
@@ -150,10 +151,14 @@ func nodeName(cp coppice.Checkpoint) string {
 	return visible(name)
 }
 
-func nodeFacts(now time.Time, cp coppice.Checkpoint) string {
+func nodeFacts(now time.Time, n coppice.TreeNode) string {
+	cp := n.Checkpoint
 	words := []string{string(cp.State), age(now, cp.CreatedAt)}
 	if cp.State != coppice.CheckpointDeleted {
 		words = append(words, size(cp.DeltaBytes))
+	}
+	if n.EffectsCount > 0 { // its parent cannot be grown again as if nothing had happened outside
+		words = append(words, fmt.Sprintf("!%d outside", n.EffectsCount))
 	}
 	var keys []string
 	for k := range cp.Annotations {

@@ -2,6 +2,7 @@ package main
 
 import (
 	"encoding/json"
+	"errors"
 	"flag"
 	"os"
 	"os/signal"
@@ -124,6 +125,20 @@ func TestTables(t *testing.T) {
 	if err := printImages(&b, now, []imageLine{{Name: "base", Digest: "sha256:0123456789abcdef0123", Source: "debian", KernelRelease: "6.1.0-cloud", SizeBytes: 512 << 20, CreatedAt: dawn.Add(-100 * time.Hour)}}); err != nil {
 		t.Error(err)
 	}
+	flow := coppice.Flow{At: dawn, Outcome: coppice.FlowAllowed, Protocol: coppice.FlowHTTP, Host: "api.example.com", Port: 443, Method: "POST", Path: "/v1/\x1b[2J", Status: 201, SentBytes: 2048, ReceivedBytes: 10, Rule: "*.example.com"}
+	tunnel := coppice.Flow{At: dawn, Outcome: coppice.FlowDenied, Protocol: coppice.FlowTLS, Host: "evil.example", Port: 443, Opaque: true, Reason: "no rule allows it"}
+	b.WriteString("-- egress\n")
+	if err := errors.Join(printFlows(&b, nil), printFlows(&b, []coppice.Flow{flow, tunnel})); err != nil {
+		t.Error(err)
+	}
+	b.WriteString("-- effects\n")
+	if err := errors.Join(printEffects(&b, nil), printEffects(&b, []coppice.Effect{{CheckpointID: fakeID("ckpt", 2), Depth: 1, Flow: flow}})); err != nil {
+		t.Error(err)
+	}
+	b.WriteString("-- what may be reached\n")
+	for _, n := range []coppice.Network{{EgressPolicy: coppice.EgressDenyAll}, {EgressPolicy: coppice.EgressDenyAll, Allow: []string{"a.example", "bundle:go"}, RulesPending: true}} {
+		b.WriteString(egress(n) + "\n")
+	}
 	golden(t, "tables.txt", b.String())
 }
 
@@ -131,6 +146,7 @@ func TestTree(t *testing.T) {
 	t.Parallel()
 	f := sampleTree()
 	nodes := convert[[]coppice.TreeNode](t, f.tree(fakeID("ckpt", 1)))
+	nodes[3].EffectsCount = 2
 	var b strings.Builder
 	if err := printTrees(&b, dawn.Add(time.Hour), [][]coppice.TreeNode{nodes, nodes[:1]}); err != nil {
 		t.Error(err)

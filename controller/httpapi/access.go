@@ -37,6 +37,8 @@ var routes = map[string]access{
 	"suspendWorkspace":   needs(controller.RateWrite, core.ScopeWorkspaceCreate, core.ScopeCheckpointCreate),
 	"resumeWorkspace":    needs(controller.RateWrite, core.ScopeWorkspaceCreate),
 	"getWorkspaceUsage":  needs(controller.RateRead, core.ScopeWorkspaceRead),
+	"listEgress":         needs(controller.RateRead, core.ScopeWorkspaceRead),
+	"listEffects":        needs(controller.RateRead, core.ScopeCheckpointRead),
 	"listResealReports":  needs(controller.RateRead, core.ScopeWorkspaceRead),
 	"listPorts":          needs(controller.RateRead, core.ScopeWorkspaceRead),
 	"createPort":         needs(controller.RateWrite, core.ScopeWorkspaceCreate),

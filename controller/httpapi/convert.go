@@ -137,7 +137,7 @@ func annotationsOf(m map[string]json.RawMessage) api.Annotations {
 
 func nodeOf(n controller.TreeNode) api.TreeNode {
 	return api.TreeNode{
-		Checkpoint: checkpointOf(n.Checkpoint), Depth: n.Depth,
+		Checkpoint: checkpointOf(n.Checkpoint), Depth: n.Depth, EffectsCount: n.Effects,
 		Workspaces: convert(n.Workspaces, func(w controller.Workspace) api.TreeWorkspace {
 			return api.TreeWorkspace{ID: string(w.ID), Name: w.Name, State: api.WorkspaceState(w.State), CreatedAt: w.CreatedAt}
 		}),
@@ -288,6 +288,18 @@ func runnerOf(r controller.Runner) api.Runner {
 
 func processOf(p controller.Process) api.Process {
 	return api.Process{PID: p.PID, PPID: p.PPID, Comm: p.Comm, Cmdline: p.Cmdline, State: p.State, RSSBytes: p.RSSBytes}
+}
+
+func flowOf(f controller.Flow) api.Flow {
+	return api.Flow{
+		ID: f.ID, WorkspaceID: string(f.WorkspaceID), Epoch: f.Epoch, At: f.At, Protocol: api.FlowProtocol(f.Spoken), Host: f.Host, Port: int(f.Port),
+		Method: f.Method, Path: f.Path, Outcome: api.FlowOutcome(f.Outcome), Opaque: f.Method == "", Rule: f.Rule, GrantID: f.Grant, Reason: f.Reason, EndedAt: f.Ended,
+		Status: f.Status, SentBytes: f.Sent, ReceivedBytes: f.Received,
+	}
+}
+
+func effectOf(e controller.Effect) api.Effect {
+	return api.Effect{CheckpointID: string(e.CheckpointID), Depth: e.Depth, Flow: flowOf(e.Flow)}
 }
 
 func seconds(n int64) time.Duration { return time.Duration(n) * time.Second }

@@ -147,6 +147,19 @@ func internalRoutes(control *controller.Controller, log *slog.Logger) *http.Serv
 			return control.Heartbeat(r.Context(), id, in)
 		})
 	})
+	mux.HandleFunc("POST "+runnerapi.PathFlows, func(w http.ResponseWriter, r *http.Request) {
+		var in runnerapi.Flows
+		answer(w, r, log, &in, func() (any, error) {
+			id, err := core.ParseID[core.RunnerID](r.PathValue("id"))
+			if err == nil {
+				err = same(r, id)
+			}
+			if err != nil {
+				return nil, err
+			}
+			return nil, control.RecordFlows(r.Context(), id, in)
+		})
+	})
 	mux.HandleFunc("POST "+runnerapi.PathSeals, func(w http.ResponseWriter, r *http.Request) {
 		var in runnerapi.BeginSeal
 		answer(w, r, log, &in, func() (any, error) {
@@ -180,7 +193,7 @@ func internalRoutes(control *controller.Controller, log *slog.Logger) *http.Serv
 	return mux
 }
 
-// answer decodes, calls and encodes. Fields that this version does not know are ignored: a newer runner may send them.
+// answer decodes, calls and encodes; nil is 204. Fields that this version does not know are ignored: a newer runner may send them.
 func answer(w http.ResponseWriter, r *http.Request, log *slog.Logger, in any, call func() (any, error)) {
 	if err := json.NewDecoder(http.MaxBytesReader(w, r.Body, maxReport)).Decode(in); err != nil {
 		refuse(w, r, log, core.Wrapf(err, core.Invalid, core.CodeMalformedBody, "the controller cannot read the request"))
@@ -189,6 +202,10 @@ func answer(w http.ResponseWriter, r *http.Request, log *slog.Logger, in any, ca
 	out, err := call()
 	if err != nil {
 		refuse(w, r, log, err)
+		return
+	}
+	if out == nil {
+		w.WriteHeader(http.StatusNoContent)
 		return
 	}
 	if err := writeJSON(w, http.StatusOK, out); err != nil {

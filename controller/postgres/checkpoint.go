@@ -229,7 +229,7 @@ func (t *tx) LiveTemplate(ctx context.Context, runner controller.Runner, image c
 func (t *tx) InsertCheckpoint(ctx context.Context, c controller.Checkpoint) error {
 	a := args{
 		"id": c.ID, "project": c.ProjectID, "kind": c.Kind, "state": core.CheckpointCapturing, "shared": c.Kind == controller.KindTemplate,
-		"parent": orNull(c.Parent), "workspace": orNull(c.WorkspaceID), "epoch": nil, "name": orNull(c.Name), "labels": orEmpty(c.Labels),
+		"parent": orNull(c.Parent), "workspace": orNull(c.WorkspaceID), "epoch": nil, "sandbox": orNull(c.SandboxID), "name": orNull(c.Name), "labels": orEmpty(c.Labels),
 		"annotations": orEmpty(c.Annotations), "image_name": c.Image.Name, "image": c.Image.Digest, "vcpus": c.Resources.VCPUs,
 		"memory": c.Resources.MemoryMiB, "disk": c.Resources.DiskGiB, "runner": orNull(c.RunnerID), "class": c.Class, "class_key": nil, "op": orNull(c.OperationID), "pinned": c.Pinned,
 		"imported": c.Imported,
@@ -247,9 +247,9 @@ func (t *tx) InsertCheckpoint(ctx context.Context, c controller.Checkpoint) erro
 		), shown AS (
 			UPDATE checkpoints SET pruned = false WHERE id IN (SELECT id FROM up)
 		)
-		INSERT INTO checkpoints (id, project_id, kind, state, shared, parent_project_id, parent_id, root_id, depth, workspace_id, workspace_epoch,
+		INSERT INTO checkpoints (id, project_id, kind, state, shared, parent_project_id, parent_id, root_id, depth, workspace_id, workspace_epoch, sandbox_id,
 			name, labels, annotations, image_name, image_digest, vcpus, memory_mib, disk_gib, runner_id, runner_class, class_key, operation_id, pinned, imported)
-		SELECT @id, @project, @kind, @state, @shared, p.project_id, @parent, coalesce(p.root_id, @id), coalesce(p.depth + 1, 0), @workspace, @epoch,
+		SELECT @id, @project, @kind, @state, @shared, p.project_id, @parent, coalesce(p.root_id, @id), coalesce(p.depth + 1, 0), @workspace, @epoch, @sandbox,
 			@name, @labels, @annotations, @image_name, @image, @vcpus, @memory, @disk, @runner, @class, @class_key, @op, @pinned, @imported
 		FROM (SELECT 1) AS always LEFT JOIN checkpoints p ON p.id = @parent`, a)
 	return err
@@ -262,7 +262,7 @@ func (t *tx) CaptureCheckpoint(ctx context.Context, id core.CheckpointID, runner
 		WITH c AS (
 			UPDATE checkpoints SET state = @to, captured_at = now(), runner_id = @runner, runner_class = @class, class_key = @class_key, base_id = @base,
 				delta_bytes = @delta, device_state_bytes = @device, disk_bytes = @disk, pause_ms = @pause, timings = @timings,
-				parent_reseal = @reseal, stale_processes = @stale
+				parent_reseal = @reseal, stale_processes = @stale, instant_at = @instant
 			WHERE id = @id AND state = ANY(@from::text[]) RETURNING *
 		), copy AS (
 			INSERT INTO checkpoint_copies (checkpoint_id, runner_id, project_id, shared) SELECT id, runner_id, project_id, shared FROM c ON CONFLICT DO NOTHING
@@ -271,7 +271,7 @@ func (t *tx) CaptureCheckpoint(ctx context.Context, id core.CheckpointID, runner
 		args{
 			"id": id, "to": core.CheckpointCaptured, "from": texts(core.CheckpointCaptured.Sources()), "runner": runner, "class": got.Class,
 			"class_key": classKey(got.Class), "base": got.Base, "delta": got.DeltaBytes, "device": got.DeviceStateBytes, "disk": got.DiskBytes,
-			"pause": got.PauseMS, "timings": orNone(got.Timings), "reseal": orNone(got.ParentReseal), "stale": orNone(got.Processes),
+			"pause": got.PauseMS, "timings": orNone(got.Timings), "reseal": orNone(got.ParentReseal), "stale": orNone(got.Processes), "instant": got.CreatedAt,
 		})
 	return row.checkpoint(), err
 }

@@ -59,6 +59,8 @@ func (d *db) populate(project core.ProjectID, from controller.Checkpoint) (contr
 		}})
 		return nil
 	})
+	d.exec(`INSERT INTO flows (project_id, workspace_id, sandbox_id, epoch, id, at, final, changes, spoken, host, port, method, path, outcome, rule, grant_id, reason, status, sent_bytes, received_bytes)
+		VALUES ($1, $2, $3, 1, 'f', now(), true, true, 'http', 'h', 80, 'POST', '/', 'allowed', 'h', '', '', 200, 1, 1)`, project, w.ID, w.Sandbox.ID)
 	d.exec(`INSERT INTO imports (checkpoint_id, project_id, lease_expires_at) VALUES ($1, $2, now())`, core.NewID[core.CheckpointID](), project)
 	d.exec(`INSERT INTO seals (checkpoint_id, project_id, runner_id, lease_epoch, attempt, state) VALUES ($1, $2, $3, 1, 1, 'uploading')`, cp.ID, project, d.runner)
 	d.exec(`INSERT INTO store_objects (key, project_id, checkpoint_id, attempt, bytes) VALUES ($1, $2, $3, 1, 1)`, "v1/"+string(cp.ID), project, cp.ID)

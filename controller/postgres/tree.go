@@ -152,5 +152,12 @@ func (t *tx) fill(ctx context.Context, rows []nodeRow) ([]controller.TreeNode, e
 		n := &nodes[at[w.Head]]
 		n.Workspaces = append(n.Workspaces, w)
 	}
+	if err != nil {
+		return nil, err
+	}
+	effects, err := t.effects(ctx, ids)
+	for id, n := range effects {
+		nodes[at[id]].Effects = n
+	}
 	return nodes, err
 }

@@ -564,6 +564,9 @@ func Post(ctx context.Context, url, secret string, in, out any) error {
 		return err
 	}
 	defer res.Body.Close()
+	if res.StatusCode == http.StatusNoContent {
+		return nil
+	}
 	if res.StatusCode < 300 {
 		return json.NewDecoder(res.Body).Decode(out)
 	}

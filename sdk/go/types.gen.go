@@ -274,6 +274,48 @@ func (e FileInfoType) Valid() bool {
 	}
 }
 
+// Defines values for FlowOutcome.
+const (
+	FlowAllowed FlowOutcome = "allowed"
+	FlowDenied  FlowOutcome = "denied"
+	FlowFailed  FlowOutcome = "failed"
+)
+
+// Valid indicates whether the value is a known member of the FlowOutcome enum.
+func (e FlowOutcome) Valid() bool {
+	switch e {
+	case FlowAllowed:
+		return true
+	case FlowDenied:
+		return true
+	case FlowFailed:
+		return true
+	default:
+		return false
+	}
+}
+
+// Defines values for FlowProtocol.
+const (
+	FlowHTTP FlowProtocol = "http"
+	FlowTCP  FlowProtocol = "tcp"
+	FlowTLS  FlowProtocol = "tls"
+)
+
+// Valid indicates whether the value is a known member of the FlowProtocol enum.
+func (e FlowProtocol) Valid() bool {
+	switch e {
+	case FlowHTTP:
+		return true
+	case FlowTCP:
+		return true
+	case FlowTLS:
+		return true
+	default:
+		return false
+	}
+}
+
 // Defines values for HealthStatus.
 const (
 	HealthOK HealthStatus = "ok"
@@ -1029,6 +1071,22 @@ type DataTLS struct {
 // Digest defines model for Digest.
 type Digest = string
 
+// Effect defines model for Effect.
+type Effect struct {
+	// CheckpointID The first checkpoint on the path that has it behind it.
+	CheckpointID CheckpointID `json:"checkpoint_id"`
+
+	// Depth Of that checkpoint, generations below the root.
+	Depth int  `json:"depth"`
+	Flow  Flow `json:"flow"`
+}
+
+// EffectList defines model for EffectList.
+type EffectList struct {
+	Items      []Effect `json:"items"`
+	NextCursor string   `json:"next_cursor,omitempty,omitzero"`
+}
+
 // EgressPolicy `deny-all` (the default): nothing leaves the sandbox. `allow-all` routes everything out; it is for development
 // and exempt from the promise that nothing leaves unseen.
 type EgressPolicy string
@@ -1239,6 +1297,69 @@ type FileList struct {
 	// Truncated The directory has more than the 10,000 that are listed.
 	Truncated bool `json:"truncated"`
 }
+
+// Flow defines model for Flow.
+type Flow struct {
+	// At When it began, by the clock of the host.
+	At time.Time `json:"at"`
+
+	// EndedAt Absent while it lasts, of what was denied, and where its end is not known.
+	EndedAt time.Time `json:"ended_at,omitempty,omitzero"`
+
+	// Epoch Of the workspace.
+	Epoch int64 `json:"epoch"`
+
+	// GrantID The grant whose secret it was given.
+	GrantID string `json:"grant_id,omitempty,omitzero"`
+
+	// Host The name, or the address where there is no name.
+	Host string `json:"host"`
+	ID   string `json:"id"`
+
+	// Method Of a request.
+	Method string `json:"method,omitempty,omitzero"`
+
+	// Opaque No request is seen in it, so it may have changed anything there.
+	Opaque bool `json:"opaque"`
+
+	// Outcome `failed`: it was allowed and could not be carried.
+	Outcome FlowOutcome `json:"outcome"`
+
+	// Path Of a request, without the query.
+	Path     string       `json:"path,omitempty,omitzero"`
+	Port     int          `json:"port"`
+	Protocol FlowProtocol `json:"protocol"`
+
+	// Reason Why it was denied or failed.
+	Reason string `json:"reason,omitempty,omitzero"`
+
+	// ReceivedBytes To the guest, when it has ended.
+	ReceivedBytes int64 `json:"received_bytes"`
+
+	// Rule The entry of `allow` that allowed it.
+	Rule string `json:"rule,omitempty,omitzero"`
+
+	// SentBytes From the guest, when it has ended.
+	SentBytes int64 `json:"sent_bytes"`
+
+	// Status Of the response.
+	Status int `json:"status,omitempty,omitzero"`
+
+	// WorkspaceID Example: ws_06e5bqv7z0f3m8k2h1t9r4w6xc
+	WorkspaceID WorkspaceID `json:"workspace_id"`
+}
+
+// FlowList defines model for FlowList.
+type FlowList struct {
+	Items      []Flow `json:"items"`
+	NextCursor string `json:"next_cursor,omitempty,omitzero"`
+}
+
+// FlowOutcome `failed`: it was allowed and could not be carried.
+type FlowOutcome string
+
+// FlowProtocol defines model for FlowProtocol.
+type FlowProtocol string
 
 // ForkCheckpointRequest defines model for ForkCheckpointRequest.
 type ForkCheckpointRequest struct {
@@ -2179,6 +2300,9 @@ type TreeNode struct {
 
 	// Depth Generations below the asked checkpoint.
 	Depth int `json:"depth"`
+
+	// EffectsCount How much may have been changed outside between its parent and it; see `listEffects`.
+	EffectsCount int `json:"effects_count"`
 
 	// Workspaces Live workspaces whose head this is.
 	Workspaces []TreeWorkspace `json:"workspaces"`

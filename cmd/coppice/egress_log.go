@@ -1,0 +1,116 @@
+package main
+
+import (
+	"cmp"
+	"fmt"
+	"io"
+	"strconv"
+
+	"github.com/spf13/cobra"
+
+	coppice "github.com/coppice-dev/coppice/sdk/go"
+)
+
+func newWSEgressCommand(a *app) *cobra.Command {
+	var f coppice.EgressFilter
+	var denied bool
+	var limit int
+	c := &cobra.Command{
+		Use:   "egress WORKSPACE",
+		Short: "Show what a workspace sent out, or tried to",
+		Long: `Show what a workspace sent out through the egress proxy, or tried to, newest first. Of TLS and of other protocols no more is seen than whereto.
+
+What it may reach is shown by: coppice ws network WORKSPACE`,
+		Example: "  coppice ws egress demo\n  coppice ws egress demo --denied --limit 0 --json",
+		Args:    cobra.ExactArgs(1),
+		RunE: func(c *cobra.Command, args []string) error {
+			client, err := a.client()
+			if err != nil {
+				return err
+			}
+			ws, err := workspace(c.Context(), client, args[0])
+			if err != nil {
+				return err
+			}
+			if denied {
+				f.Outcome = coppice.FlowDenied
+			}
+			list := []coppice.Flow{}
+			for flow, err := range client.Egress(c.Context(), ws.ID, f) {
+				if err != nil {
+					return err
+				}
+				if list = append(list, flow); len(list) == limit {
+					break
+				}
+			}
+			return a.print(list, func(w io.Writer) error { return printFlows(w, list) })
+		},
+	}
+	fl := c.Flags()
+	fl.BoolVar(&denied, "denied", false, "only what was denied")
+	fl.StringVar(&f.Host, "host", "", "only this `host`")
+	fl.IntVar(&limit, "limit", 100, "show at most this `number`; 0 shows all")
+	return c
+}
+
+func newCkptEffectsCommand(a *app) *cobra.Command {
+	return &cobra.Command{
+		Use:   "effects CHECKPOINT",
+		Short: "Show what may have been changed outside on the way to a checkpoint",
+		Long: `Show what may have been changed outside on the way from the root to a checkpoint, in the order in which it happened: requests other than
+GET, HEAD and OPTIONS, and connections of which no request is seen. To grow from the parent of the node that is shown again does it again.`,
+		Args: cobra.ExactArgs(1),
+		RunE: func(c *cobra.Command, args []string) error {
+			client, err := a.client()
+			if err != nil {
+				return err
+			}
+			cp, err := checkpoint(c.Context(), client, args[0])
+			if err != nil {
+				return err
+			}
+			list, err := coppice.Collect(client.Effects(c.Context(), cp.ID))
+			if err != nil {
+				return err
+			}
+			return a.print(list, func(w io.Writer) error { return printEffects(w, list) })
+		},
+	}
+}
+
+func printFlows(w io.Writer, list []coppice.Flow) error {
+	if len(list) == 0 {
+		_, err := fmt.Fprintln(w, "Nothing.")
+		return err
+	}
+	rows := make([][]string, len(list))
+	for i, f := range list {
+		rows[i] = append([]string{moment(f.At), string(f.Outcome)}, append(flowWords(f), dash(cmp.Or(f.Reason, f.Rule)))...)
+	}
+	return table(w, "TIME OUTCOME WHERETO REQUEST STATUS SENT RECEIVED WHY", rows)
+}
+
+func printEffects(w io.Writer, list []coppice.Effect) error {
+	if len(list) == 0 {
+		_, err := fmt.Fprintln(w, "None: what leads to this checkpoint only read, or sent nothing out.")
+		return err
+	}
+	rows := make([][]string, len(list))
+	for i, e := range list {
+		rows[i] = append([]string{short(e.CheckpointID), moment(e.Flow.At), string(e.Flow.Outcome)}, flowWords(e.Flow)...)
+	}
+	return table(w, "NODE TIME OUTCOME WHERETO REQUEST STATUS SENT RECEIVED", rows)
+}
+
+// flowWords are whereto, what was asked for, the status and the bytes.
+func flowWords(f coppice.Flow) []string {
+	request, status := f.Method+" "+f.Path, ""
+	if f.Opaque {
+		request = "(" + string(f.Protocol) + ", not seen)"
+	}
+	if f.Status != 0 {
+		status = strconv.Itoa(f.Status)
+	}
+	return []string{visible(f.Host) + ":" + strconv.Itoa(f.Port), visible(request), dash(status), size(f.SentBytes), size(f.ReceivedBytes)}
+}

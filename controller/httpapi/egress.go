@@ -1,0 +1,68 @@
+package httpapi
+
+import (
+	"context"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/coppice-dev/coppice/api"
+	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/core"
+)
+
+// ListEgress serves GET /v1/workspaces/{id}/egress.
+func (s *server) ListEgress(ctx context.Context, r api.ListEgressRequestObject) (api.ListEgressResponseObject, error) {
+	p, err := page(r.Params.Limit, r.Params.Cursor)
+	if err != nil {
+		return nil, err
+	}
+	after, err := parseFlowKey(p.After)
+	if err != nil {
+		return nil, err
+	}
+	f := controller.FlowFilter{After: after, Limit: p.Limit, Outcome: core.Outcome(r.Params.Outcome), Host: r.Params.Host}
+	list, err := s.control.Flows(ctx, projectOf(ctx), core.WorkspaceID(r.WorkspaceID), f)
+	if err != nil {
+		return nil, err
+	}
+	list, next := cut(list, p, func(f controller.Flow) string { return flowKey(f.At, f.ID) })
+	return api.ListEgress200JSONResponse{Items: convert(list, flowOf), NextCursor: next}, nil
+}
+
+// ListEffects serves GET /v1/checkpoints/{id}/effects.
+func (s *server) ListEffects(ctx context.Context, r api.ListEffectsRequestObject) (api.ListEffectsResponseObject, error) {
+	p, err := page(r.Params.Limit, r.Params.Cursor)
+	if err != nil {
+		return nil, err
+	}
+	depth, rest, err := parseTreeKey(p.After)
+	if err != nil {
+		return nil, err
+	}
+	after, err := parseFlowKey(rest)
+	if err != nil {
+		return nil, err
+	}
+	list, err := s.control.Effects(ctx, projectOf(ctx), core.CheckpointID(r.CheckpointID), controller.EffectMark{Depth: depth, FlowMark: after}, p.Limit)
+	if err != nil {
+		return nil, err
+	}
+	list, next := cut(list, p, func(e controller.Effect) string { return strconv.Itoa(e.Depth) + ":" + flowKey(e.At, e.ID) })
+	return api.ListEffects200JSONResponse{Items: convert(list, effectOf), NextCursor: next}, nil
+}
+
+// flowKey names a place in a list of flows: when and which.
+func flowKey(at time.Time, id string) string { return strconv.FormatInt(at.UnixMicro(), 10) + ":" + id }
+
+func parseFlowKey(key string) (controller.FlowMark, error) {
+	if key == "" {
+		return controller.FlowMark{}, nil
+	}
+	at, id, ok := strings.Cut(key, ":")
+	micros, err := strconv.ParseInt(at, 10, 64)
+	if err != nil || !ok || id == "" {
+		return controller.FlowMark{}, badCursor()
+	}
+	return controller.FlowMark{At: time.UnixMicro(micros).UTC(), ID: id}, nil
+}

@@ -1,0 +1,132 @@
+package httpapi_test
+
+import (
+	"fmt"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/coppice-dev/coppice/api"
+	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/controller/runnertest"
+	"github.com/coppice-dev/coppice/core"
+)
+
+// tell sends flows as the runner does.
+func (w *world) tell(flows ...core.Flow) {
+	w.t.Helper()
+	path := strings.Replace(runnerapi.PathFlows, "{id}", string(w.runner.ID()), 1)
+	if err := runnertest.Post(w.t.Context(), w.inner+path, runnerSecret, runnerapi.Flows{Flows: flows}, nil); err != nil {
+		w.t.Fatal(err)
+	}
+}
+
+func (w *world) sandboxOf(ws string) core.SandboxID {
+	w.t.Helper()
+	for _, s := range w.runner.Sandboxes() {
+		if string(s.WorkspaceID) == ws {
+			return s.ID
+		}
+	}
+	w.t.Fatalf("no sandbox of %s", ws)
+	return ""
+}
+
+// TestEgressJournal: what a runner tells is listed, with what of it is behind a checkpoint.
+func TestEgressJournal(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	ws := w.create("main")
+	sandbox := w.sandboxOf(ws.ID)
+	flow := func(id, method string) core.Flow {
+		return core.Flow{ID: id, SandboxID: sandbox, At: time.Now().UTC(), Spoken: core.SpokenHTTP, Host: "a.example", Port: 443, Method: method, Path: "/x", Outcome: core.FlowAllowed, Rule: "a.example"}
+	}
+	read, write := flow("f1", "GET"), flow("f2", "PUT")
+	cp := w.checkpoint(ws.ID)
+	after, tunnel, denied := flow("f3", "DELETE"), flow("f4", ""), flow("f5", "POST")
+	tunnel.Spoken, tunnel.Path = core.SpokenTLS, ""
+	denied.Outcome, denied.Host, denied.Rule, denied.Reason = core.FlowDenied, "evil.example\x00\xff", "", "no rule"
+	ended := write
+	ended.Ended, ended.Status, ended.Sent, ended.Received = write.At.Add(time.Second), 204, 5, 7
+	foreign, odd, none := flow("f6", "POST"), flow("f 7", "POST"), flow("f8", "POST")
+	foreign.SandboxID, none.Outcome = core.NewID[core.SandboxID](), "odd"
+	w.tell(denied, ended, read, foreign, odd, tunnel, none, after, write)
+	w.tell(ended, read)
+	next := w.checkpoint(ws.ID)
+
+	at := "/v1/workspaces/" + ws.ID + "/egress"
+	var list api.FlowList
+	w.want(200, "GET", at, nil, &list)
+	var got []string
+	for _, f := range list.Items {
+		got = append(got, fmt.Sprintf("%s %s %s %v %d", f.ID, f.Host, f.Outcome, f.Opaque, f.Status))
+		if f.WorkspaceID != ws.ID || f.Epoch != 1 || f.ID == "f2" && (f.EndedAt.IsZero() || f.SentBytes != 5 || f.ReceivedBytes != 7) {
+			t.Errorf("%+v", f)
+		}
+	}
+	want := "f5 evil.example?? denied false 0, f4 a.example allowed true 0, f3 a.example allowed false 0, f2 a.example allowed false 204, f1 a.example allowed false 0"
+	if s := strings.Join(got, ", "); s != strings.ReplaceAll(want, "??", "?\uFFFD") && s != want {
+		t.Errorf("listed: %s", s)
+	}
+	w.want(200, "GET", at+"?outcome=denied", nil, &list)
+	if len(list.Items) != 1 || list.Items[0].Reason != "no rule" {
+		t.Errorf("denied: %+v", list.Items)
+	}
+	w.want(200, "GET", at+"?host=b.example", nil, &list)
+	if len(list.Items) != 0 {
+		t.Errorf("of another host: %+v", list.Items)
+	}
+	pages := ""
+	for cursor := ""; ; {
+		list = api.FlowList{}
+		w.want(200, "GET", at+"?limit=2&cursor="+cursor, nil, &list)
+		for _, f := range list.Items {
+			pages += f.ID
+		}
+		if cursor = list.NextCursor; cursor == "" {
+			break
+		}
+	}
+	if pages != "f5f4f3f2f1" {
+		t.Errorf("page by page: %s", pages)
+	}
+	w.want(400, "GET", at+"?outcome=odd", nil, nil)
+	w.want(404, "GET", "/v1/workspaces/ws_00000000000000000000000000/egress", nil, nil)
+	w.want(404, "GET", "/v1/checkpoints/ckpt_00000000000000000000000000/effects", nil, nil)
+
+	for id, want := range map[string]string{cp.ID: "f2:1", next.ID: "f2:1 f3:2 f4:2"} {
+		got := []string{}
+		for cursor := ""; ; {
+			var effects api.EffectList
+			w.want(200, "GET", "/v1/checkpoints/"+id+"/effects?limit=1&cursor="+cursor, nil, &effects)
+			for _, e := range effects.Items {
+				got = append(got, fmt.Sprintf("%s:%d", e.Flow.ID, e.Depth))
+				if e.CheckpointID != map[int]string{1: cp.ID, 2: next.ID}[e.Depth] {
+					t.Errorf("%+v", e)
+				}
+			}
+			if cursor = effects.NextCursor; cursor == "" {
+				break
+			}
+		}
+		if s := strings.Join(got, " "); s != want {
+			t.Errorf("behind %s: %s, want %s", id, s, want)
+		}
+	}
+	var tree api.Tree
+	w.want(200, "GET", "/v1/checkpoints/"+cp.ID+"/tree", nil, &tree)
+	if len(tree.Items) != 2 || tree.Items[0].EffectsCount != 1 || tree.Items[1].EffectsCount != 2 {
+		t.Errorf("tree: %+v", tree.Items)
+	}
+	// The journal outlives the workspace, and what its runner still has of it is taken.
+	w.want(200, "DELETE", "/v1/workspaces/"+ws.ID, nil, nil)
+	late := flow("f9", "GET")
+	w.tell(late)
+	w.want(200, "GET", at, nil, &list)
+	if len(list.Items) != 6 || list.Items[0].ID != "f9" {
+		t.Errorf("after its end: %+v", list.Items)
+	}
+	if err := runnertest.Post(t.Context(), w.inner+strings.Replace(runnerapi.PathFlows, "{id}", string(w.runner.ID()), 1), "wrong", runnerapi.Flows{}, nil); core.CodeOf(err) != core.CodeUnauthenticated {
+		t.Errorf("without the secret: %v", err)
+	}
+}

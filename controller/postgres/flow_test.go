@@ -1,0 +1,259 @@
+package postgres_test
+
+import (
+	"cmp"
+	"context"
+	"fmt"
+	"math/rand/v2"
+	"slices"
+	"testing"
+	"time"
+
+	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/core"
+)
+
+var noon = time.Date(2026, 11, 23, 12, 0, 0, 0, time.UTC)
+
+// captureAt makes a node of a workspace with the instant that it has.
+func (d *db) captureAt(w controller.Workspace, parent core.CheckpointID, instant time.Time) controller.Checkpoint {
+	d.t.Helper()
+	cp := controller.Checkpoint{
+		ID: core.NewID[core.CheckpointID](), ProjectID: w.ProjectID, Kind: controller.KindUser, Parent: parent, WorkspaceID: w.ID, WorkspaceEpoch: w.Epoch,
+		SandboxID: w.Sandbox.ID, Image: w.Image, Resources: w.Resources, RunnerID: d.runner,
+	}
+	d.in(controller.InProject(w.ProjectID), func(ctx context.Context, tx controller.Tx) error {
+		if err := tx.InsertCheckpoint(ctx, cp); err != nil {
+			return err
+		}
+		got := d.captured()
+		got.CreatedAt = instant
+		var err error
+		cp, err = tx.CaptureCheckpoint(ctx, cp.ID, d.runner, got)
+		return err
+	})
+	return cp
+}
+
+func (d *db) flows(list ...core.Flow) []core.Flow {
+	d.t.Helper()
+	var fresh []core.Flow
+	d.system(func(ctx context.Context, tx controller.Tx) error {
+		var err error
+		fresh, err = tx.InsertFlows(ctx, d.runner, list)
+		return err
+	})
+	return fresh
+}
+
+func post(id string, of core.SandboxID, at time.Time) core.Flow {
+	return core.Flow{ID: id, SandboxID: of, At: at, Spoken: core.SpokenHTTP, Host: "a.example", Port: 80, Method: "POST", Path: "/x", Outcome: core.FlowAllowed, Rule: "a.example", Grant: "grt_1"}
+}
+
+// TestFlowsAreKeptOnce: whatever comes twice, in whatever order, is there once, as it ended.
+func TestFlowsAreKeptOnce(t *testing.T) {
+	t.Parallel()
+	d := newDB(t)
+	w := d.ready(d.project, d.template())
+	began := post("f1", w.Sandbox.ID, noon)
+	ended := began
+	ended.Ended, ended.Status, ended.Sent, ended.Received = noon.Add(time.Second), 201, 10, 20
+	failed := ended
+	failed.ID, failed.Outcome, failed.Reason = "f2", core.FlowFailed, "no answer"
+	denied := post("f3", w.Sandbox.ID, noon.Add(time.Minute))
+	denied.Outcome, denied.Rule, denied.Reason = core.FlowDenied, "", "no rule"
+	list := func(f controller.FlowFilter) (out []controller.Flow) {
+		f.Limit = 10
+		d.mine(func(ctx context.Context, tx controller.Tx) error {
+			var err error
+			out, err = tx.WorkspaceFlows(ctx, w.ID, f)
+			return err
+		})
+		return out
+	}
+	for _, step := range []struct {
+		send  []core.Flow
+		fresh int
+		want  []core.Flow
+	}{
+		{[]core.Flow{began, began}, 1, []core.Flow{began}},
+		{[]core.Flow{began}, 0, []core.Flow{began}},
+		{[]core.Flow{failed, denied}, 2, []core.Flow{denied, failed, began}},
+		{[]core.Flow{ended, failed, denied, began, ended}, 1, []core.Flow{denied, failed, ended}},
+		{[]core.Flow{post("f2", w.Sandbox.ID, noon)}, 1, []core.Flow{denied, failed, ended}}, // its beginning, after its end
+	} {
+		if got := d.flows(step.send...); len(got) != step.fresh {
+			t.Errorf("%d were new, want %d", len(got), step.fresh)
+		}
+		got := list(controller.FlowFilter{})
+		if len(got) != len(step.want) {
+			t.Fatalf("%d flows, want %d: %+v", len(got), len(step.want), got)
+		}
+		for i, f := range step.want {
+			f.Epoch = 1
+			if got[i].Flow != f || got[i].WorkspaceID != w.ID {
+				t.Errorf("%d is %+v, want %+v", i, got[i], f)
+			}
+		}
+	}
+	if got := list(controller.FlowFilter{Outcome: core.FlowDenied}); len(got) != 1 || got[0].ID != "f3" {
+		t.Errorf("denied: %+v", got)
+	}
+	if got := list(controller.FlowFilter{Outcome: core.FlowAllowed}); len(got) != 1 || got[0].ID != "f1" {
+		t.Errorf("allowed: %+v", got) // f2 was when it began
+	}
+	if got := list(controller.FlowFilter{Host: "b.example"}); len(got) != 0 {
+		t.Errorf("of another host: %+v", got)
+	}
+	if got := list(controller.FlowFilter{After: controller.FlowMark{At: failed.At, ID: failed.ID}}); len(got) != 1 || got[0].ID != "f1" {
+		t.Errorf("the next page: %+v", got)
+	}
+	for _, sql := range []string{`UPDATE flows SET host = 'x'`, `DELETE FROM flows`, `TRUNCATE flows`} {
+		if _, err := d.conn().Exec(t.Context(), sql); err == nil {
+			t.Errorf("%s changed the journal", sql)
+		}
+	}
+}
+
+// TestFlowsOfOthersAreNotHeard: a runner writes of sandboxes that it has or had, and of no other.
+func TestFlowsOfOthersAreNotHeard(t *testing.T) {
+	t.Parallel()
+	d := newDB(t)
+	w := d.ready(d.project, d.template())
+	other := core.NewID[core.RunnerID]()
+	info := d.info()
+	info.RunnerID = other
+	d.system(func(ctx context.Context, tx controller.Tx) error {
+		if _, err := tx.RegisterRunner(ctx, runnerapi.Register{Info: info, Endpoint: "http://127.0.0.1:2"}, time.Minute); err != nil {
+			return err
+		}
+		fresh, err := tx.InsertFlows(ctx, other, []core.Flow{post("f1", w.Sandbox.ID, noon), post("f2", core.NewID[core.SandboxID](), noon)})
+		if len(fresh) != 0 {
+			t.Errorf("kept: %+v", fresh)
+		}
+		return err
+	})
+	d.mine(func(ctx context.Context, tx controller.Tx) error {
+		_, err := tx.EndWorkspaces(ctx, []controller.EndedWorkspace{{ID: w.ID, To: core.WorkspaceLost, Failure: &controller.Failure{Code: core.CodeSandboxLost, Message: "gone"}}})
+		return err
+	})
+	if got := d.flows(post("f1", w.Sandbox.ID, noon)); len(got) != 1 {
+		t.Errorf("of one that has ended: %+v", got)
+	}
+}
+
+// lived is a node of the model: what has happened to its state, flow by flow.
+type lived struct {
+	cp     controller.Checkpoint
+	behind []controller.Effect
+	own    int
+}
+
+// TestEffectsFollowTheState grows trees at random and compares what is behind each node with a model that knows nothing of times: it appends
+// each flow to the history of the machine that sent it, and a capture copies that.
+func TestEffectsFollowTheState(t *testing.T) {
+	t.Parallel()
+	for seed := range uint64(6) {
+		t.Run(fmt.Sprint(seed), func(t *testing.T) {
+			t.Parallel()
+			growEffects(t, rand.New(rand.NewPCG(seed, 1)))
+		})
+	}
+}
+
+type machine struct {
+	w       controller.Workspace
+	head    core.CheckpointID
+	depth   int
+	behind  []controller.Effect // with the nodes that they belong to, as far as those are known
+	pending []core.Flow         // since its head
+}
+
+func growEffects(t *testing.T, r *rand.Rand) {
+	t.Helper()
+	d := newDB(t)
+	template := d.template()
+	grow := func(cp controller.Checkpoint, depth int, behind []controller.Effect) *machine {
+		return &machine{w: d.ready(d.project, cp), head: cp.ID, depth: depth, behind: slices.Clone(behind)}
+	}
+	machines := []*machine{grow(template, 0, nil)}
+	nodes, at, id := []lived{{cp: template}}, noon, 0
+	var all []core.Flow
+	for range 150 {
+		at = at.Add(time.Duration(1+r.IntN(3)) * time.Microsecond)
+		m := machines[r.IntN(len(machines))]
+		switch r.IntN(8) {
+		case 0:
+			cp := d.captureAt(m.w, m.head, at)
+			m.depth++
+			for _, f := range m.pending {
+				m.behind = append(m.behind, controller.Effect{Flow: controller.Flow{Flow: f}, CheckpointID: cp.ID, Depth: m.depth})
+			}
+			nodes = append(nodes, lived{cp: cp, behind: slices.Clone(m.behind), own: len(m.pending)})
+			m.head, m.pending = cp.ID, nil
+		case 1:
+			n := nodes[r.IntN(len(nodes))]
+			depth := 0
+			if n.cp.ID != template.ID {
+				depth = n.cp.Depth
+			}
+			machines = append(machines, grow(n.cp, depth, n.behind))
+		default:
+			id++
+			f := post(fmt.Sprintf("f%04d", id), m.w.Sandbox.ID, at)
+			f.Method = []string{"GET", "POST", "DELETE", "HEAD", "OPTIONS", ""}[r.IntN(6)]
+			f.Outcome = []core.Outcome{core.FlowAllowed, core.FlowDenied, core.FlowFailed}[r.IntN(3)]
+			if f.Method == "" {
+				f.Spoken, f.Path = core.SpokenTLS, ""
+			}
+			all = append(all, f)
+			if f.Outcome != core.FlowDenied {
+				f.Ended = at.Add(time.Second) // after the instants that follow: when it began counts
+				all = append(all, f)
+			}
+			if f.Changes() {
+				m.pending = append(m.pending, f)
+			}
+		}
+	}
+	r.Shuffle(len(all), func(i, j int) { all[i], all[j] = all[j], all[i] })
+	d.flows(all...)
+	d.mine(func(ctx context.Context, tx controller.Tx) error {
+		for _, n := range nodes {
+			var got []controller.Effect
+			var after controller.EffectMark
+			limit := 1 + r.IntN(20)
+			for {
+				page, err := tx.Effects(ctx, n.cp.ID, after, limit)
+				if err != nil {
+					return err
+				}
+				got = append(got, page...)
+				if len(page) < limit {
+					break
+				}
+				last := page[len(page)-1]
+				after = controller.EffectMark{Depth: last.Depth, FlowMark: controller.FlowMark{At: last.At, ID: last.ID}}
+			}
+			key := func(e controller.Effect) string { return fmt.Sprint(e.Depth, e.CheckpointID, e.ID, e.Ended.IsZero()) }
+			if !slices.EqualFunc(got, n.behind, func(a, b controller.Effect) bool { return key(a) == key(b) }) {
+				t.Errorf("behind %s: %d effects, want %d", n.cp.ID, len(got), len(n.behind))
+			}
+		}
+		tree, err := tx.Tree(ctx, template.ID, controller.TreePage{Page: page(1000), MaxDepth: -1})
+		if err != nil {
+			return err
+		}
+		for _, node := range tree {
+			i := slices.IndexFunc(nodes, func(n lived) bool { return n.cp.ID == node.Checkpoint.ID })
+			if node.Effects != nodes[i].own {
+				t.Errorf("%s shows %d effects, want %d", node.Checkpoint.ID, node.Effects, nodes[i].own)
+			}
+		}
+		if slices.MaxFunc(nodes, func(a, b lived) int { return cmp.Compare(len(a.behind), len(b.behind)) }).behind == nil {
+			t.Error("nothing was behind any node: the test shows nothing")
+		}
+		return nil
+	})
+}
