@@ -129,6 +129,10 @@ func TestNothingIsReachable(t *testing.T) {
 	for target, result := range got {
 		switch result {
 		case "silence", "no route":
+		case "hung up": // by the egress proxy, which takes whatever is sent over TCP, and carries nothing of it
+			if !strings.HasPrefix(target, "tcp:") {
+				t.Errorf("%s: %s", target, result)
+			}
 		case "sent":
 			if !strings.HasPrefix(target, "raw:") {
 				t.Errorf("%s: %s", target, result)

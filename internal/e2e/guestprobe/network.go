@@ -23,7 +23,7 @@ const patience = 2 * time.Second
 
 // reach tries every target at once and prints what became of each. A target is tcp:ADDR:PORT, udp:ADDR:PORT, icmp:ADDR or
 // raw:ADDR (an IPv4 packet with a header of our own making). Sent is not received: whether it arrived is for the other side to
-// say, unless it answers ("open", "refused", "answered").
+// say, unless it answers ("refused", "answered", "hung up").
 func reach(args []string, out io.Writer) error {
 	results := make(map[string]string, len(args))
 	var mu sync.Mutex
@@ -45,11 +45,11 @@ func tryTarget(target string) string {
 	switch kind {
 	case "tcp":
 		c, err := (&net.Dialer{Timeout: patience}).DialContext(context.Background(), "tcp4", address)
-		if err == nil {
-			_ = c.Close()
-			return "open"
+		if err != nil {
+			return outcome(err)
 		}
-		return outcome(err)
+		defer func() { _ = c.Close() }()
+		return greet(c)
 	case "udp":
 		return tryUDP(address)
 	case "icmp":
@@ -58,6 +58,22 @@ func tryTarget(target string) string {
 		return tryRaw(address)
 	}
 	return "unknown kind"
+}
+
+// greet says something that is no protocol's, and tells what came of it.
+func greet(c net.Conn) string {
+	_, err := io.WriteString(c, "hello\n")
+	_ = c.SetReadDeadline(time.Now().Add(patience))
+	if err == nil {
+		_, err = c.Read(make([]byte, 64))
+	}
+	switch {
+	case err == nil:
+		return "answered"
+	case errors.Is(err, io.EOF), errors.Is(err, unix.ECONNRESET), errors.Is(err, unix.EPIPE):
+		return "hung up"
+	}
+	return outcome(err)
 }
 
 func outcome(err error) string {
