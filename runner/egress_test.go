@@ -137,10 +137,10 @@ const (
 )
 
 // ask asks through a proxy; 0 when nobody answers.
-func ask(t *testing.T, proxy, host string) int {
+func ask(t *testing.T, proxy, name string) int {
 	t.Helper()
 	c := &http.Client{Timeout: 10 * time.Second, Transport: &http.Transport{Proxy: http.ProxyURL(&url.URL{Scheme: "http", Host: proxy}), DisableKeepAlives: true}}
-	resp, err := c.Get("http://" + host + "/")
+	resp, err := c.Get("http://" + name + "/")
 	if err != nil {
 		return 0
 	}
@@ -148,10 +148,10 @@ func ask(t *testing.T, proxy, host string) int {
 	return resp.StatusCode
 }
 
-func want(t *testing.T, proxy, host string, status int) {
+func want(t *testing.T, proxy, name string, status int) {
 	t.Helper()
-	if got := ask(t, proxy, host); got != status {
-		t.Errorf("%s: %d, want %d", host, got, status)
+	if got := ask(t, proxy, name); got != status {
+		t.Errorf("%s: %d, want %d", name, got, status)
 	}
 }
 
@@ -258,8 +258,8 @@ func TestEgressKilled(t *testing.T) {
 		if err := r.SetEgressRules(t.Context(), ids[1], rules); err != nil { // while it is away, or just back
 			t.Fatal(err)
 		}
-		for i, host := range []string{"a.test", rules.Allow[0]} {
-			eventually.True(t, "the sandbox is served again", func() bool { return ask(t, at[i], host) == allowed })
+		for i, name := range []string{"a.test", rules.Allow[0]} {
+			eventually.True(t, "the sandbox is served again", func() bool { return ask(t, at[i], name) == allowed })
 		}
 		if took := time.Since(killed); took > 5*time.Second {
 			t.Errorf("it took %s", took)
@@ -400,7 +400,8 @@ func TestSessionEnv(t *testing.T) {
 		{core.EgressDenyAll, nil, map[string]string{}},
 		{core.EgressAllowAll, map[string]string{"A": "1"}, map[string]string{"A": "1"}},
 		{
-			core.EgressProxied, map[string]string{"A": "1", "https_proxy": "", "NO_PROXY": "x"},
+			core.EgressProxied,
+			map[string]string{"A": "1", "https_proxy": "", "NO_PROXY": "x"},
 			map[string]string{"A": "1", "https_proxy": "", "NO_PROXY": "x", "http_proxy": proxy, "HTTP_PROXY": proxy},
 		},
 	} {

@@ -49,6 +49,7 @@ func (p pooled) Resolvers(policy core.EgressPolicy) []netip.Addr {
 		return hostResolvers("/etc/resolv.conf")
 	case core.EgressProxied:
 		return []netip.Addr{p.Config().Gateway}
+	case core.EgressDenyAll:
 	}
 	return nil
 }
