@@ -72,11 +72,14 @@ func (c *Controller) Heartbeat(ctx context.Context, id core.RunnerID, h runnerap
 		if err := tx.HeartbeatRunner(ctx, id, h, c.cfg.RunnerLease); err != nil {
 			return err
 		}
-		held := make(map[core.SandboxID]bool, len(rows))
+		held, stalls := make(map[core.SandboxID]bool, len(rows)), make(map[core.SandboxID]Stall)
 		for _, row := range rows {
 			held[row.ID] = true
 			here = append(here, row.WorkspaceID)
 			s, there := reported[row.ID]
+			if stall := stallOf(s); !stall.Since.Equal(row.Stalled) {
+				stalls[row.ID] = stall
+			}
 			if why := lostBecause(row, s, there); why != "" {
 				lost = append(lost, EndedWorkspace{ID: row.WorkspaceID, To: core.WorkspaceLost, Failure: &Failure{Code: core.CodeSandboxLost, Message: why}})
 			}
@@ -85,6 +88,9 @@ func (c *Controller) Heartbeat(ctx context.Context, id core.RunnerID, h runnerap
 			if !held[s.ID] && s.State != runnerapi.SandboxDead {
 				out.DropSandboxes = append(out.DropSandboxes, s.ID)
 			}
+		}
+		if err := tx.SetStalls(ctx, id, stalls); err != nil {
+			return err
 		}
 		if out.EndedKeys, err = endedKeys(ctx, tx, h.DataKeys); err != nil {
 			return err
@@ -156,6 +162,15 @@ func lostBecause(row HeldSandbox, s runnerapi.Sandbox, there bool) string {
 		return "its runner has no sandbox " + string(row.ID) + " any more"
 	}
 	return ""
+}
+
+// stallOf is what a runner says of a sandbox that stands still.
+func stallOf(s runnerapi.Sandbox) Stall {
+	if s.Stalled == nil || s.State == runnerapi.SandboxDead {
+		return Stall{}
+	}
+	p := s.Stalled.Problem
+	return Stall{Since: s.Stalled.Since.Truncate(time.Microsecond), Code: core.Code(core.Clip(string(p.Code))), Message: clipTail(p.Message)} // as the database keeps times
 }
 
 // clipTail bounds what a VMM and a console said, which ends with what matters, and makes it printable.

@@ -5,6 +5,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/google/go-cmp/cmp"
+
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/controller"
 	"github.com/coppice-dev/coppice/controller/runnertest"
@@ -88,6 +90,57 @@ func TestLost(t *testing.T) {
 		t.Errorf("a lost workspace can be put away: %+v, %v", a, err)
 	}
 	w.create("vanished") // the name is free
+	w.consistent()
+}
+
+// TestStalled: a workspace whose machine stands still says so and why, whatever else it is, until that is over; each change is an event.
+func TestStalled(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	ws, other := w.create("waits"), w.create("runs")
+	w.beat()
+	events := stream(t, w.Controller, w.project, "", controller.EventFilter{Types: []string{"workspace"}}, -1)
+	get := func(id core.WorkspaceID) controller.Workspace {
+		t.Helper()
+		got, err := w.Workspace(t.Context(), w.project, id)
+		if err != nil || got.State != core.WorkspaceReady {
+			t.Fatalf("%+v, %v", got, err)
+		}
+		return got
+	}
+	since := time.Now().Add(-time.Minute)
+	w.runner.Stall(ws.Sandbox.ID, &runnerapi.Stall{Since: since, Problem: runnerapi.Problem{Category: core.Unavailable, Code: core.CodeStoreUnavailable, Message: "no answer\x1b"}})
+	for range 2 {
+		w.beat()
+	}
+	if got := get(ws.ID).Stall; !got.Since.Equal(since.Truncate(time.Microsecond)) || got.Code != core.CodeStoreUnavailable || got.Message != "no answer?" {
+		t.Errorf("%+v", got)
+	}
+	if got := get(other.ID).Stall; got != (controller.Stall{}) {
+		t.Errorf("the other: %+v", got)
+	}
+	w.runner.Stall(ws.Sandbox.ID, nil)
+	for range 2 {
+		w.beat()
+	}
+	if got := get(ws.ID).Stall; got != (controller.Stall{}) {
+		t.Errorf("when it is over: %+v", got)
+	}
+	list := collect(t, events, 2)
+	if diff := cmp.Diff([]string{"workspace.stalled", "workspace.unstalled"}, types(list)); diff != "" || list[0].WorkspaceID != ws.ID || !strings.Contains(string(list[0].Data), "STORE_UNAVAILABLE") {
+		t.Errorf("%+v\n%s", list, diff)
+	}
+	if rest, err := events.Next(t.Context(), false); err != nil || len(rest) > 0 {
+		t.Errorf("then %v, %v", types(rest), err)
+	}
+	// What ends while it stands still is lost like any other.
+	w.runner.Stall(ws.Sandbox.ID, &runnerapi.Stall{Since: since, Problem: runnerapi.Problem{Code: core.CodeStoreUnavailable, Message: "no answer"}})
+	w.beat()
+	w.runner.Crash(ws.Sandbox.ID, "killed")
+	w.beat()
+	if got, err := w.Workspace(t.Context(), w.project, ws.ID); err != nil || got.State != core.WorkspaceLost || got.Stall != (controller.Stall{}) {
+		t.Errorf("%+v, %v", got, err)
+	}
 	w.consistent()
 }
 

@@ -73,6 +73,13 @@ type Failure struct {
 	RecoverFrom core.CheckpointID // of a lost workspace: the newest of its checkpoints that can be restored
 }
 
+// Stall says why a workspace's machine stands still for now.
+type Stall struct {
+	Since   time.Time
+	Code    core.Code
+	Message string
+}
+
 // IdleAction is what becomes of a workspace that nobody used for a while.
 type IdleAction string
 
@@ -96,6 +103,7 @@ type Workspace struct {
 	Name      string
 	State     core.WorkspaceState
 	Unknown   bool  // its runner has not been heard of for a while
+	Stall     Stall // the zero value while it does not stand still
 	Epoch     int64 // grows with every restore in place
 	Version   int64 // of labels and expiry
 	Image     ImageRef

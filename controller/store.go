@@ -327,8 +327,9 @@ type HeldSandbox struct {
 	ID          core.SandboxID
 	WorkspaceID core.WorkspaceID
 	State       core.WorkspaceState
-	Current     bool // the workspace's present one, neither one that a restore prepares nor one that is being suspended
-	Settled     bool // ready since before the previous heartbeat
+	Current     bool      // the workspace's present one, neither one that a restore prepares nor one that is being suspended
+	Settled     bool      // ready since before the previous heartbeat
+	Stalled     time.Time // since when it waits for the store; zero: it does not
 }
 
 // FleetTx keeps runners and images. All of it is the system's.
@@ -339,6 +340,8 @@ type FleetTx interface {
 	HeartbeatRunner(ctx context.Context, id core.RunnerID, h runnerapi.Heartbeat, ttl time.Duration) error
 	// HeldSandboxes must be called before HeartbeatRunner of the same transaction.
 	HeldSandboxes(ctx context.Context, id core.RunnerID) ([]HeldSandbox, error)
+	// SetStalls records of sandboxes of the runner that they stand still, or, with a zero stall, that they do not any more.
+	SetStalls(ctx context.Context, id core.RunnerID, list map[core.SandboxID]Stall) error
 	// HeldCheckpoints returns those of the given ids that live and may be on the runner: what it has captured and what is sealed.
 	HeldCheckpoints(ctx context.Context, id core.RunnerID, ids []core.CheckpointID) ([]core.CheckpointID, error)
 	// SetCopies records that the runner holds these checkpoints and no others.

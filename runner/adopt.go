@@ -210,17 +210,29 @@ func (r *Runner) goOn(ctx context.Context, s *sandbox) error {
 	if running && capture == "" {
 		return nil
 	}
+	if s.Pager != "" { // it may have to wait for the store first; see mind
+		s.frozen, s.waited, s.info.State = true, time.Now(), runnerapi.SandboxPaused
+		return nil
+	}
 	if err := r.wakeUp(ctx, s); err != nil {
 		return fmt.Errorf("let it go on after an interrupted capture: %w", err)
 	}
-	if _, err := r.checkpoints.get(capture); err == nil {
-		s.info.Checkpoint, capture = capture, "" // it was published, and whoever asks for it again gets it
-	}
+	return r.noteCutShort(s)
+}
+
+// noteCutShort notes that a capture which was under way is none any more, and that its machine is ready.
+func (r *Runner) noteCutShort(s *sandbox) error {
 	return s.record(func(j *sandboxJournal) {
-		j.Capture, j.Stop, j.Info = "", false, s.info
-		if capture != "" {
-			j.CutShort = append(j.CutShort, capture)
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		s.frozen, s.info.State = false, runnerapi.SandboxReady
+		if _, err := r.checkpoints.get(j.Capture); err == nil {
+			s.info.Checkpoint = j.Capture // it was published, and whoever asks for it again gets it
+		} else if j.Capture != "" {
+			j.CutShort = append(j.CutShort, j.Capture)
 		}
+		j.Capture, j.Stop, j.Info = "", false, s.info
+		j.Info.Stalled = nil
 	})
 }
 

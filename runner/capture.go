@@ -64,6 +64,9 @@ func (r *Runner) captureLocked(ctx context.Context, s *sandbox, req runnerapi.Ca
 		return nil, core.Errorf(core.NotFound, core.CodeSandboxNotFound, "sandbox %s ended before it was captured", info.ID)
 	default:
 	}
+	if err := s.stalled(); err != nil {
+		return nil, err
+	}
 	if info.State != runnerapi.SandboxReady {
 		return nil, core.Errorf(core.FailedPrecondition, core.CodeWorkspaceNotReady, "sandbox %s is %s and cannot be captured", info.ID, info.State)
 	}
@@ -80,6 +83,12 @@ func (r *Runner) captureLocked(ctx context.Context, s *sandbox, req runnerapi.Ca
 	case <-s.gone: // and its journal
 		return rec, err
 	default:
+	}
+	s.mu.Lock()
+	frozen := s.frozen
+	s.mu.Unlock()
+	if frozen { // whoever thaws it notes the end
+		return rec, err
 	}
 	if recordErr := s.record(func(j *sandboxJournal) { j.Capture, j.Stop, j.Info.Checkpoint = "", false, s.snapshot().Checkpoint }); recordErr != nil {
 		// A successor then takes the capture for one that was under way, which does no harm.
@@ -140,7 +149,19 @@ func (r *Runner) captureAnnounced(ctx context.Context, s *sandbox, info runnerap
 			return rec, errors.Join(capturePublished.Hit(ctx), r.stopCaptured(ctx, s))
 		}
 	}
-	steps, thawErr := r.thaw(ctx, s, agent, info.Identity.Generation, freezeErr == nil, c.watch)
+	var steps []core.ResealStep
+	var waits, thawErr error
+	if err != nil {
+		waits = r.leaveFrozen(s, paused)
+	}
+	if waits == nil {
+		if steps, thawErr = r.thaw(ctx, s, agent, info.Identity.Generation, freezeErr == nil, c.watch); thawErr != nil {
+			waits = r.leaveFrozen(s, paused)
+		}
+	}
+	if waits != nil {
+		return nil, errors.Join(waits, err, thawErr, os.RemoveAll(c.dir))
+	}
 	rec := record(steps)
 	if thawErr != nil {
 		r.abandon(s, thawErr)

@@ -86,6 +86,7 @@ type Config struct {
 	BootTimeout   time.Duration // cold boot to a ready agent; default 2 minutes
 	GuestTimeout  time.Duration // a resumed guest's first answer; default 30 seconds
 	FreezeTimeout time.Duration // for the workload to freeze; default 5 seconds
+	StallAfter    time.Duration // how long a machine may wait for a page from the store before it is held and reported; default 10 seconds
 	FlushTimeout  time.Duration // for a guest to write out what it holds of its disk before a capture; default 1 second; a quarter of it again in the freeze
 }
 
@@ -97,6 +98,7 @@ func (c Config) withDefaults() Config {
 	setDefault(&c.GuestTimeout, 30*time.Second)
 	setDefault(&c.FreezeTimeout, 5*time.Second)
 	setDefault(&c.FlushTimeout, time.Second)
+	setDefault(&c.StallAfter, 10*time.Second)
 	setDefault(&c.Lease, 10*time.Minute)
 	c.Rebase = c.Rebase.withDefaults()
 	if c.Metrics == nil {

@@ -266,6 +266,9 @@ func (l *lazyImages) blame(s *shell, err error) error {
 		if s.uses(id) && im.status.Problem != nil {
 			return errors.Join(im.status.Problem.Err(), err)
 		}
+		if w := im.status.Waiters; s.uses(id) && len(w) > 0 {
+			return errors.Join(stallProblem(s.ID, w[0].Since, w[0].Object, nil).Err(), err)
+		}
 	}
 	return err
 }

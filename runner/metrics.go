@@ -26,6 +26,7 @@ type metrics struct {
 	children *prometheus.CounterVec // outcome
 	captures *prometheus.CounterVec // outcome
 	evicted  prometheus.Counter
+	stalls   prometheus.Counter
 	phase    *prometheus.HistogramVec // kind, phase
 	reseal   *prometheus.HistogramVec // step
 	pause    prometheus.Histogram
@@ -43,7 +44,8 @@ func newMetrics(r *Runner, reg prometheus.Registerer) *metrics {
 	m.reseal = prometheus.NewHistogramVec(prometheus.HistogramOpts{Name: "coppice_runner_reseal_step_seconds", Help: "Time of a step of a complete reseal, as the guest says.", Buckets: durations}, []string{"step"})
 	m.pause = prometheus.NewHistogram(prometheus.HistogramOpts{Name: "coppice_runner_capture_pause_seconds", Help: "How long the workload stood still for a capture.", Buckets: durations})
 	m.evicted = prometheus.NewCounter(prometheus.CounterOpts{Name: "coppice_runner_copies_evicted_total", Help: "Fetched checkpoints that were given up for want of room."})
-	reg.MustRegister(m.children, m.captures, m.evicted, m.phase, m.reseal, m.pause, newState(r))
+	m.stalls = prometheus.NewCounter(prometheus.CounterOpts{Name: "coppice_runner_stalls_total", Help: "Times that a virtual machine was held because it waited for the store."})
+	reg.MustRegister(m.children, m.captures, m.evicted, m.stalls, m.phase, m.reseal, m.pause, newState(r))
 	if r.cfg.Egress != nil {
 		reg.MustRegister(newEgressState(r.egress))
 	}
@@ -99,7 +101,7 @@ func (m *metrics) bounded(name string) string {
 type state struct {
 	r *Runner
 
-	sandboxes, sandboxesMax, starting, warm, checkpoints, checkpointBytes, allocated, diskFree, diskSize, memory, memoryFree *prometheus.Desc
+	sandboxes, stalled, sandboxesMax, starting, warm, checkpoints, checkpointBytes, allocated, diskFree, diskSize, memory, memoryFree *prometheus.Desc
 }
 
 func newState(r *Runner) *state {
@@ -109,6 +111,7 @@ func newState(r *Runner) *state {
 	return &state{
 		r:               r,
 		sandboxes:       desc("sandboxes", "Sandboxes.", "state"),
+		stalled:         desc("sandboxes_stalled", "Sandboxes that are held because they wait for the store."),
 		sandboxesMax:    desc("sandboxes_max", "The most virtual machines at a time, warm ones included."),
 		starting:        desc("children_starting", "Children that are being started at this moment."),
 		warm:            desc("shells_warm", "Virtual machine monitors that wait on a base."),
@@ -125,7 +128,7 @@ func newState(r *Runner) *state {
 // Describe sends what Collect may send.
 func (s *state) Describe(out chan<- *prometheus.Desc) {
 	for _, d := range []*prometheus.Desc{
-		s.sandboxes, s.sandboxesMax, s.starting, s.warm, s.checkpoints, s.checkpointBytes, s.allocated, s.diskFree, s.diskSize, s.memory, s.memoryFree,
+		s.sandboxes, s.stalled, s.sandboxesMax, s.starting, s.warm, s.checkpoints, s.checkpointBytes, s.allocated, s.diskFree, s.diskSize, s.memory, s.memoryFree,
 	} {
 		out <- d
 	}
@@ -136,16 +139,20 @@ func (s *state) Collect(out chan<- prometheus.Metric) {
 	send := func(d *prometheus.Desc, v float64, labels ...string) {
 		out <- prometheus.MustNewConstMetric(d, prometheus.GaugeValue, v, labels...)
 	}
-	states, allocated := map[runnerapi.SandboxState]int{}, 0
+	states, allocated, stalled := map[runnerapi.SandboxState]int{}, 0, 0
 	for _, sb := range s.r.Sandboxes() {
 		states[sb.State]++
 		if sb.State != runnerapi.SandboxDead {
 			allocated += sb.Resources.MemoryMiB
 		}
+		if sb.Stalled != nil {
+			stalled++
+		}
 	}
 	for name, n := range states {
 		send(s.sandboxes, float64(n), string(name))
 	}
+	send(s.stalled, float64(stalled))
 	send(s.allocated, float64(allocated)*(1<<20))
 	send(s.sandboxesMax, float64(s.r.cfg.MaxSandboxes))
 	send(s.starting, float64(len(s.r.starting)))

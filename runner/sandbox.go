@@ -1,6 +1,7 @@
 package runner
 
 import (
+	"cmp"
 	"context"
 	"crypto/rand"
 	"errors"
@@ -36,11 +37,17 @@ type sandbox struct {
 	egressMu sync.Mutex // held while it is handed to the egress process, or its rules change
 	served   bool       // by the egress process, or as soon as there is one again; guarded by egressMu
 
-	mu    sync.Mutex // guards what follows
-	info  runnerapi.Sandbox
-	why   string // the runner ended its VMM on purpose, because of this
-	guest *guest.Client
-	ports map[core.PortID]*port
+	mu   sync.Mutex // guards what follows
+	info runnerapi.Sandbox
+	why  string // the runner ended its VMM on purpose, because of this
+	// Of a machine that has memory from the pager; see mind.
+	waited      time.Time // when it was last seen to wait for the store
+	blocked     int       // a thread of its VMM that waits
+	blockedFrom time.Time // since when
+	frozen      bool      // a capture could not be taken back
+	waking      bool      // and somebody is at it
+	guest       *guest.Client
+	ports       map[core.PortID]*port
 }
 
 func newSandbox(s *shell, id core.SandboxID, info runnerapi.Sandbox) *sandbox {
@@ -296,13 +303,16 @@ func (r *Runner) Guest(ctx context.Context, id core.SandboxID, fail func(http.Re
 	case runnerapi.SandboxStarting, runnerapi.SandboxQuarantined, runnerapi.SandboxDead:
 		return nil, core.Errorf(core.FailedPrecondition, core.CodeWorkspaceNotReady, "sandbox %s is %s; it takes requests once it is ready", id, state)
 	}
+	if err := s.stalled(); err != nil {
+		return nil, err
+	}
 	ctx, cancel := context.WithTimeout(ctx, r.cfg.GuestTimeout)
 	defer cancel()
 	c, err := s.agent(ctx)
 	if err != nil {
-		return nil, err
+		return nil, cmp.Or(s.stalled(), err)
 	}
-	return c.Proxy(fail), nil
+	return c.Proxy(func(w http.ResponseWriter, q *http.Request, err error) { fail(w, q, cmp.Or(s.stalled(), err)) }), nil
 }
 
 // close stops all sandboxes and shells, or leaves the sandboxes for a successor. Checkpoints stay.

@@ -244,6 +244,13 @@ type Sandbox struct {
 	Resources   core.Resources    `json:"resources"`
 	StartedAt   time.Time         `json:"started_at"`
 	Exit        string            `json:"exit,omitempty"` // for a dead one: how its VMM ended, with the console's tail
+	Stalled     *Stall            `json:"stalled,omitempty"`
+}
+
+// Stall says why a sandbox stands still until the store gives what it waits for.
+type Stall struct {
+	Since   time.Time `json:"since"` // when it began to wait
+	Problem Problem   `json:"problem"`
 }
 
 // Sandboxes is the answer of PathSandboxes.

@@ -84,13 +84,19 @@ func TestTables(t *testing.T) {
 	lost.Failure = &api.Failure{Code: "VMM_FAILED", Message: "its VMM was killed\x1b[31m", RecoverFrom: fakeID("ckpt", 7)}
 	unknown := fakeWorkspace(3, "third", api.WorkspaceReady)
 	unknown.Condition, unknown.ExpiresAt = api.ConditionUnknown, now.Add(10*time.Minute)
-	workspaces := convert[[]coppice.Workspace](t, []api.Workspace{fakeWorkspace(1, "demo", api.WorkspaceReady), lost, unknown})
+	stalled := fakeWorkspace(4, "fourth", api.WorkspaceReady)
+	stalled.Condition, stalled.Stall = api.ConditionStalled, &api.WorkspaceStall{Since: dawn, Code: "STORE_UNAVAILABLE", Message: "the store is silent"}
+	workspaces := convert[[]coppice.Workspace](t, []api.Workspace{fakeWorkspace(1, "demo", api.WorkspaceReady), lost, unknown, stalled})
 	b.WriteString("-- workspaces\n")
 	if err := printWorkspaces(&b, now, workspaces); err != nil {
 		t.Error(err)
 	}
 	b.WriteString("-- a lost workspace\n")
 	if err := printWorkspace(&b, workspaces[1], nil); err != nil {
+		t.Error(err)
+	}
+	b.WriteString("-- a stalled workspace\n")
+	if err := printWorkspace(&b, workspaces[3], nil); err != nil {
 		t.Error(err)
 	}
 	b.WriteString("-- no workspaces\n")

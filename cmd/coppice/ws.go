@@ -240,12 +240,16 @@ func printWorkspace(w io.Writer, ws coppice.Workspace, ports []coppice.Port) err
 			failure += "; what it was at its last checkpoint that is left: coppice restore " + from
 		}
 	}
+	stall := ""
+	if ws.Stall != nil {
+		stall = ws.Stall.Message + " (" + ws.Stall.Code + ")"
+	}
 	forwarded := make([]string, 0, len(ports))
 	for _, p := range ports {
 		forwarded = append(forwarded, fmt.Sprintf("%s -> %d", p.Listen, p.GuestPort))
 	}
 	return facts(w,
-		"name", ws.Name, "id", ws.ID, "state", state(ws), "failure", failure,
+		"name", ws.Name, "id", ws.ID, "state", state(ws), "failure", failure, "stands still", stall,
 		"image", strings.TrimSpace(ws.Image.Name+" "+ws.Image.Digest),
 		"resources", fmt.Sprintf("%d vCPU, %d MiB memory, %d GiB disk", ws.Resources.VCPUs, ws.Resources.MemoryMiB, ws.Resources.DiskGiB),
 		"address", ws.Network.IP, "hostname", ws.Network.Hostname, "MAC", ws.Network.MAC, "machine-id", ws.Network.MachineID,

@@ -56,8 +56,12 @@ func workspaceOf(w controller.Workspace) api.Workspace {
 		CreatedAt: w.CreatedAt, ReadyAt: w.ReadyAt, ExpiresAt: w.ExpiresAt, EndedAt: w.EndedAt,
 	}
 	out.IdleSeconds, out.OnIdle, out.AutoResume = int64(w.Rest.IdleAfter/time.Second), api.OnIdle(w.Rest.OnIdle), w.Rest.AutoResume
-	if w.Unknown {
+	switch {
+	case w.Unknown:
 		out.Condition = api.ConditionUnknown
+	case !w.Stall.Since.IsZero():
+		out.Condition = api.ConditionStalled
+		out.Stall = &api.WorkspaceStall{Since: w.Stall.Since, Code: string(w.Stall.Code), Message: w.Stall.Message}
 	}
 	if id := w.Sandbox.Identity; w.Sandbox.ID != "" {
 		out.Network.Hostname, out.Network.IP, out.Network.MAC = id.Hostname, id.IP.String(), id.MAC

@@ -2,6 +2,8 @@ package postgres
 
 import (
 	"context"
+	"maps"
+	"slices"
 	"time"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
@@ -99,6 +101,7 @@ type heldRow struct {
 	State       core.WorkspaceState `db:"state"`
 	Current     bool                `db:"current"`
 	Settled     bool                `db:"settled"`
+	Stalled     *time.Time          `db:"stalled"`
 }
 
 // HeldSandboxes lists what should be on a runner. Settled compares two moments of the database's clock: what a runner says
@@ -107,14 +110,47 @@ type heldRow struct {
 func (t *tx) HeldSandboxes(ctx context.Context, id core.RunnerID) ([]controller.HeldSandbox, error) {
 	rows, err := many[heldRow](ctx, t, `
 		SELECT s.id, s.workspace_id, w.state, coalesce(w.sandbox_id = s.id, false) AND NOT (w.state = 'checkpointing' AND EXISTS (
-			SELECT 1 FROM operations o WHERE o.workspace_id = w.id AND o.kind = @suspend AND o.state IN ('pending', 'running'))) AS current, coalesce(w.ready_at < r.heartbeat_at, false) AS settled
+			SELECT 1 FROM operations o WHERE o.workspace_id = w.id AND o.kind = @suspend AND o.state IN ('pending', 'running'))) AS current, coalesce(w.ready_at < r.heartbeat_at, false) AS settled,
+			s.stalled_at AS stalled
 		FROM runners r JOIN sandboxes s ON s.runner_id = r.id AND s.ended_at IS NULL JOIN workspaces w ON w.id = s.workspace_id
 		WHERE r.id = @id`, args{"id": id, "suspend": controller.OpSuspendWorkspace})
 	list := make([]controller.HeldSandbox, len(rows))
 	for i, r := range rows {
-		list[i] = controller.HeldSandbox(r)
+		list[i] = controller.HeldSandbox{ID: r.ID, WorkspaceID: r.WorkspaceID, State: r.State, Current: r.Current, Settled: r.Settled, Stalled: timeOf(r.Stalled)}
 	}
 	return list, err
+}
+
+type stallRow struct {
+	ID      core.SandboxID `json:"id"`
+	At      *time.Time     `json:"at"`
+	Code    *core.Code     `json:"code"`
+	Message *string        `json:"message"`
+}
+
+// SetStalls locks the workspaces first, as everybody does: their events follow the order of their changes.
+func (t *tx) SetStalls(ctx context.Context, id core.RunnerID, list map[core.SandboxID]controller.Stall) error {
+	if len(list) == 0 {
+		return nil
+	}
+	rows := make([]stallRow, 0, len(list))
+	for sandbox, s := range list {
+		row := stallRow{ID: sandbox}
+		if !s.Since.IsZero() {
+			row.At, row.Code, row.Message = &s.Since, &s.Code, &s.Message
+		}
+		rows = append(rows, row)
+	}
+	if _, err := t.exec(ctx, `
+		SELECT FROM workspaces w WHERE w.id IN (SELECT s.workspace_id FROM sandboxes s WHERE s.id = ANY(@ids::text[]))
+		ORDER BY w.id FOR NO KEY UPDATE`, args{"ids": texts(slices.Collect(maps.Keys(list)))}); err != nil {
+		return err
+	}
+	_, err := t.exec(ctx, `
+		UPDATE sandboxes s SET stalled_at = x.at, stalled_code = x.code, stalled_message = x.message
+		FROM jsonb_to_recordset(@rows::jsonb) AS x (id text, at timestamptz, code text, message text)
+		WHERE s.id = x.id AND s.runner_id = @runner AND s.ended_at IS NULL`, args{"runner": id, "rows": rows})
+	return err
 }
 
 type checkpointIDRow struct {

@@ -18,6 +18,7 @@ const workspaceColumns = `
 	coalesce(s.id, '') AS sandbox_id, coalesce(s.epoch, 0) AS sandbox_epoch, coalesce(s.runner_id, '') AS runner_id,
 	coalesce(s.generation, '') AS generation, coalesce(s.hostname, '') AS hostname, coalesce(s.machine_id, '') AS machine_id,
 	coalesce(s.mac, '') AS mac, coalesce(s.ip, '') AS ip, coalesce(r.endpoint, '') AS endpoint, coalesce(r.lease_expires_at < now(), false) AS unknown,
+	s.stalled_at, coalesce(s.stalled_code, '') AS stalled_code, coalesce(s.stalled_message, '') AS stalled_message,
 	coalesce(w.failure_code, '') AS failure_code, coalesce(w.failure_message, '') AS failure_message,
 	w.created_at, w.ready_at, w.expires_at, w.ended_at, CASE WHEN w.state = 'lost' THEN coalesce((` + recoverFrom + `), '') ELSE '' END AS recover_from`
 
@@ -74,6 +75,9 @@ type workspaceRow struct {
 	IP             string                `db:"ip"`
 	Endpoint       string                `db:"endpoint"`
 	Unknown        bool                  `db:"unknown"`
+	StalledAt      *time.Time            `db:"stalled_at"`
+	StalledCode    core.Code             `db:"stalled_code"`
+	StalledMessage string                `db:"stalled_message"`
 	FailureCode    core.Code             `db:"failure_code"`
 	FailureMessage string                `db:"failure_message"`
 	CreatedAt      time.Time             `db:"created_at"`
@@ -98,7 +102,7 @@ func (r workspaceRow) workspace() (controller.Workspace, error) {
 	if r.SandboxID == "" || !r.State.Live() {
 		return w, nil
 	}
-	w.Unknown = r.Unknown
+	w.Unknown, w.Stall = r.Unknown, controller.Stall{Since: timeOf(r.StalledAt), Code: r.StalledCode, Message: r.StalledMessage}
 	var err error
 	w.Sandbox, err = sandboxRow{
 		ID: r.SandboxID, ProjectID: r.ProjectID, WorkspaceID: r.ID, Epoch: r.SandboxEpoch, RunnerID: r.RunnerID, Endpoint: r.Endpoint,

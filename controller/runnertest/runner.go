@@ -478,6 +478,13 @@ func sleep(ctx context.Context, d time.Duration) error {
 	}
 }
 
+// Stall has a sandbox stand still for a reason; nil: it goes on.
+func (r *Runner) Stall(id core.SandboxID, why *runnerapi.Stall) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.sandboxes[id].Stalled = why
+}
+
 // Register announces the fake to a controller whose listener for runners is at base.
 func (r *Runner) Register(ctx context.Context, base, secret string) error {
 	r.mu.Lock()

@@ -2,7 +2,9 @@ package e2e
 
 import (
 	"context"
+	"fmt"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"syscall"
 	"testing"
@@ -48,21 +50,33 @@ func TestPoolLazy(t *testing.T) {
 		answer <- strings.Join([]string{string(out), errText(err)}, "")
 	}()
 	machines := f.second.vmms()
+	f.awaitStall(t, elder)
+	if got := <-answer; !strings.Contains(got, "STORE_UNAVAILABLE") {
+		t.Errorf("the command that waited for the store ended with %q", got)
+	}
+	f.wantRefused(t, elder)
+	for pid := range machines {
+		wantHeld(t, pid)
+	}
 	f.second.Kill()
 	begun := time.Now()
 	if err := f.second.Start(t.Context()); err != nil {
 		t.Fatal(err)
 	}
 	t.Logf("the runner was back after %.1f s, with the store silent", time.Since(begun).Seconds())
-	<-answer // that call ended with its runner
 	until(t, "the child is taken over", func() (bool, error) {
 		w, err := f.Client.Workspace(t.Context(), elder)
 		return w.State == coppice.WorkspaceReady && w.Condition != coppice.ConditionUnknown, err
 	})
+	f.awaitStall(t, elder)
 	if f.second.whole(t, one.id) {
 		t.Fatal("all of the memory was here before the store fell silent: nothing was tested")
 	}
 	f.second.Relay.Resume()
+	until(t, "the child goes on", func() (bool, error) {
+		w, err := f.Client.Workspace(t.Context(), elder)
+		return w.State == coppice.WorkspaceReady && w.Condition == "" && w.Stall == nil, err
+	})
 	compare(t, "the child, later", after(f.was, "one", "on"), step(t, f.second.stack, elder, "on"))
 	if got := execute(t, f.second.stack, elder, "sha256sum", "-c", "/root/lazy"); got != "/dev/shm/one: OK\n" {
 		t.Errorf("the child has %q", got)
@@ -94,6 +108,58 @@ func TestPoolLazy(t *testing.T) {
 	}
 	pagers = append(pagers, now.PID)
 	terminate(t, f.second.stack, again)
+}
+
+// awaitStall waits until a workspace is reported to wait for the store.
+func (f *faultyPool) awaitStall(t *testing.T, id coppice.WorkspaceID) {
+	t.Helper()
+	begun := time.Now()
+	until(t, "the workspace is stalled", func() (bool, error) {
+		w, err := f.Client.Workspace(t.Context(), id)
+		if w.Condition != coppice.ConditionStalled {
+			return false, err
+		}
+		if w.State != coppice.WorkspaceReady || w.Stall == nil || w.Stall.Code != "STORE_UNAVAILABLE" || !strings.Contains(w.Stall.Message, "object v1/") {
+			t.Errorf("it is %s and stands still because %+v", w.State, w.Stall)
+		}
+		t.Logf("it was reported after %.1f s, %.1f s after it began to wait", time.Since(begun).Seconds(), time.Since(w.Stall.Since).Seconds())
+		return true, err
+	})
+}
+
+// wantRefused asks a workspace that waits for the store for what it cannot do then.
+func (f *faultyPool) wantRefused(t *testing.T, id coppice.WorkspaceID) {
+	t.Helper()
+	begun := time.Now()
+	_, execErr := f.Client.Exec(t.Context(), id, coppice.ExecRequest{Command: []string{"true"}})
+	_, captureErr := f.Client.CreateCheckpoint(t.Context(), id, coppice.CreateCheckpointRequest{})
+	took := time.Since(begun)
+	for what, err := range map[string]error{"a command": execErr, "a checkpoint": captureErr} {
+		if !strings.Contains(errText(err), "STORE_UNAVAILABLE") {
+			t.Errorf("%s: %v", what, err)
+		}
+	}
+	if took > 5*time.Second {
+		t.Errorf("the refusals took %s", took)
+	}
+}
+
+// wantHeld wants all threads of a process to be stopped but those that wait for a page.
+func wantHeld(t *testing.T, pid int) {
+	t.Helper()
+	threads, err := filepath.Glob(fmt.Sprintf("/proc/%d/task/*", pid))
+	if err != nil || len(threads) == 0 {
+		t.Fatalf("%v, %v", threads, err)
+	}
+	for _, dir := range threads {
+		thread, err := strconv.Atoi(filepath.Base(dir))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if state, err := processState(thread); err != nil || state != 'T' && state != 'D' {
+			t.Errorf("thread %d of the held process %d is in state %c, %v", thread, pid, state, err)
+		}
+	}
 }
 
 func errText(err error) string {

@@ -68,6 +68,7 @@ type image struct {
 	since    time.Time
 	touched  []int64 // pages that were asked for before they were here, in order
 	released bool    // nobody waits for touched any more
+	waits    map[*Waiter]bool
 }
 
 // flight is a frame that is being fetched, with how many of its runs are still to come.
@@ -81,7 +82,7 @@ type flight struct {
 func newImage(id string, tree, seed *manifest.Tree, part *os.File, inode, ino uint64, blobs blob.Blobs, log *slog.Logger, lastMiss *atomic.Int64, changed func()) *image {
 	im := &image{
 		id: id, tree: tree, part: part, blobs: blobs, log: log, inode: inode, ino: ino, lastMiss: lastMiss, changed: changed, present: make([]atomic.Uint64, (tree.Pages()+63)/64),
-		flights: make(map[*manifest.Frame]*flight),
+		flights: make(map[*manifest.Frame]*flight), waits: make(map[*Waiter]bool),
 	}
 	im.ctx, im.stop = context.WithCancel(context.Background())
 	missing := tree.Runs()
@@ -117,9 +118,9 @@ func (im *image) mark(first int64, n int) {
 	im.here.Add(fresh)
 }
 
-// read fills dest with the image's bytes from off on. It returns when they are here, however long that takes; an error is of an image that
-// is damaged or was dropped.
-func (im *image) read(dest []byte, off int64) error {
+// read fills dest with the image's bytes from off on, for a thread. It returns when they are here, however long that takes; an error is of an
+// image that is damaged or was dropped.
+func (im *image) read(dest []byte, off int64, thread int) error {
 	if end := im.tree.Size(); off >= end {
 		return nil
 	} else if off+int64(len(dest)) > end {
@@ -128,6 +129,7 @@ func (im *image) read(dest []byte, off int64) error {
 	first, last := off/pageSize, (off+int64(len(dest))-1)/pageSize
 	if im.lacks(first, last) {
 		im.lastMiss.Store(time.Now().UnixNano())
+		defer im.wait(first, last, thread)()
 		im.note(first, last)
 		if err := im.bring(im.runsOf(first, last), demandParallel); err != nil {
 			return err
@@ -148,6 +150,47 @@ func (im *image) lacks(first, last int64) bool {
 		}
 	}
 	return false
+}
+
+// wait remembers that a thread waits for the first of some pages that is not here, and tells whoever watches if it does so for long.
+func (im *image) wait(first, last int64, thread int) (end func()) {
+	w := &Waiter{Thread: thread, Since: time.Now()}
+	for p := first; p <= last; p++ {
+		if frame := im.tree.At(p).Frame; frame != nil && !im.has(p) {
+			w.Object = frame.Object
+			break
+		}
+	}
+	im.mu.Lock()
+	im.waits[w] = true
+	im.mu.Unlock()
+	notice := time.AfterFunc(waitNotice, im.changed)
+	return func() {
+		im.mu.Lock()
+		delete(im.waits, w)
+		im.mu.Unlock()
+		if !notice.Stop() {
+			im.changed()
+		}
+	}
+}
+
+// waiters are the threads that have waited for a while, each once, the oldest first. The caller holds mu.
+func (im *image) waiters() []Waiter {
+	var out []Waiter
+	for w := range im.waits {
+		if time.Since(w.Since) >= waitNotice {
+			out = append(out, *w)
+		}
+	}
+	slices.SortFunc(out, func(a, b Waiter) int { return a.Since.Compare(b.Since) })
+	seen := make(map[int]bool)
+	out = slices.DeleteFunc(out, func(w Waiter) bool {
+		again := seen[w.Thread]
+		seen[w.Thread] = true
+		return again
+	})
+	return out[:min(len(out), maxWaiters)]
 }
 
 // maxTouched bounds the record of touched pages: 256 MiB of memory.
@@ -455,6 +498,7 @@ func (im *image) status() Status {
 	s := Status{
 		ID: im.id, Pages: im.tree.Pages(), Here: im.here.Load(), Whole: im.whole.Load(), Opened: im.opened.Load(), Demanded: im.demanded.Load(),
 		Bytes: im.fetched.Load(), Requests: im.requests.Load(), Inode: im.ino, Part: im.inode, Taken: im.taken.Load(),
+		Waiters: im.waiters(),
 	}
 	err := im.broken
 	if err == nil && im.stalled != nil {

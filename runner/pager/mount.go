@@ -145,7 +145,7 @@ func (n *fileNode) Write(context.Context, fs.FileHandle, []byte, int64) (uint32,
 }
 
 // Read waits until the bytes are here, whatever signals the reader gets meanwhile: a page fault that ends with an error ends the machine.
-func (n *fileNode) Read(_ context.Context, _ fs.FileHandle, dest []byte, off int64) (fuse.ReadResult, syscall.Errno) {
+func (n *fileNode) Read(ctx context.Context, _ fs.FileHandle, dest []byte, off int64) (fuse.ReadResult, syscall.Errno) {
 	size := n.image.tree.Size()
 	if off >= size {
 		return fuse.ReadResultData(nil), 0
@@ -154,7 +154,11 @@ func (n *fileNode) Read(_ context.Context, _ fs.FileHandle, dest []byte, off int
 	if n.image.wanted.Load() && n.image.pushed.CompareAndSwap(false, true) {
 		n.server.push(n)
 	}
-	if err := n.image.read(dest, off); err != nil {
+	var thread int // the kernel's name for who touches the page: not of its process
+	if caller, ok := fuse.FromContext(ctx); ok {
+		thread = int(caller.Pid)
+	}
+	if err := n.image.read(dest, off, thread); err != nil {
 		return nil, syscall.EIO
 	}
 	return fuse.ReadResultData(dest), 0

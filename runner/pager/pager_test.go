@@ -451,8 +451,8 @@ func TestStoreAway(t *testing.T) {
 	proxy, bucket := server.Proxy(t), server.Bucket(t)
 	x := newRig(t, settings{Store: proxy.URL(bucket), AccessKey: server.AccessKey, SecretKey: server.SecretKey})
 	b := memory(rand.New(rand.NewPCG(6, 1)), 20000)
-	w := x.seal(b, nil, nil)
-	x.put(pager.Image{ID: "a", Source: sourceOf(w)}, x.part(len(b)))
+	written := x.seal(b, nil, nil)
+	x.put(pager.Image{ID: "a", Source: sourceOf(written)}, x.part(len(b)))
 	f, err := x.client.Open(t.Context(), "a")
 	if err != nil {
 		t.Fatal(err)
@@ -465,7 +465,13 @@ func TestStoreAway(t *testing.T) {
 		_, err := f.ReadAt(got, 0)
 		read <- err == nil && bytes.Equal(got, b)
 	}()
-	st := x.await("a", func(s *pager.Status) bool { return s != nil && s.Problem != nil })
+	st := x.await("a", func(s *pager.Status) bool { return s != nil && len(s.Waiters) > 0 })
+	if w := st.Waiters[0]; len(st.Waiters) != 1 || time.Since(w.Since) < time.Second || !slices.ContainsFunc(written.Objects, func(o snapshotstore.Object) bool { return o.Key == w.Object }) {
+		t.Errorf("those who wait are %+v", st.Waiters)
+	} else if _, err := os.Stat(fmt.Sprintf("/proc/self/task/%d", w.Thread)); err != nil {
+		t.Errorf("who waits is none of this process's threads: %v", err)
+	}
+	st = x.await("a", func(s *pager.Status) bool { return s != nil && s.Problem != nil })
 	if st.Damaged() || st.Problem.Code != core.CodeStoreUnavailable {
 		t.Errorf("status %+v", st)
 	}
@@ -478,7 +484,7 @@ func TestStoreAway(t *testing.T) {
 	if !<-read {
 		t.Error("the bytes differ")
 	}
-	x.await("a", func(s *pager.Status) bool { return s != nil && s.Problem == nil && s.Whole })
+	x.await("a", func(s *pager.Status) bool { return s != nil && s.Problem == nil && s.Whole && len(s.Waiters) == 0 })
 }
 
 // faults reads a page and reports whether that was answered with a signal.

@@ -51,8 +51,22 @@ type Status struct {
 	Bytes    int64              `json:"bytes"`    // that the store has given
 	Requests int64              `json:"requests"` // to the store
 	Problem  *runnerapi.Problem `json:"problem,omitempty"`
-	Stalled  time.Time          `json:"stalled,omitzero"` // since when it waits for the store; zero with a problem: the image is damaged
+	Stalled  time.Time          `json:"stalled,omitzero"`  // since when it waits for the store; zero with a problem: the image is damaged
+	Waiters  []Waiter           `json:"waiters,omitempty"` // the oldest first; only those that have waited for a while
 }
+
+// Waiter is a thread that has touched a page which is not here.
+type Waiter struct {
+	Thread int       `json:"thread"` // its number on the host; one of the kernel's own where that asks for somebody
+	Since  time.Time `json:"since"`
+	Object string    `json:"object"` // of the store, that the page is in
+}
+
+// How long somebody has waited before it is said, and for how many of an image.
+const (
+	waitNotice = time.Second
+	maxWaiters = 32
+)
 
 // Damaged reports whether what was asked for will never come.
 func (s Status) Damaged() bool { return s.Problem != nil && s.Stalled.IsZero() }

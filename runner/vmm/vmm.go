@@ -129,7 +129,7 @@ type Driver interface {
 	// Spawn starts a VMM on a base; no guest instruction has run when it returns. A cancelled context or an
 	// error leaves no process and no file behind. The machine outlives ctx.
 	Spawn(ctx context.Context, spec Spec) (Machine, error)
-	// Recover attaches to a machine that an earlier runner process spawned. It fails with ErrGone when that very
+	// Recover attaches to a machine that an earlier runner process spawned, and lets it go if that held it. It fails with ErrGone when that very
 	// process no longer exists; it never touches another process that got the same pid.
 	Recover(ctx context.Context, h Handle) (Machine, error)
 	// End ends a machine that an earlier runner process spawned, without a word to it, and waits until it is gone. One that no
@@ -173,6 +173,10 @@ type Machine interface {
 	Done() <-chan struct{}
 	// Exit says how it ended; the zero value before Done is closed.
 	Exit() Exit
+	// Hold has the kernel stop the VMM's process, whatever that does: it needs no answer from it. A thread that is in a page fault stops when it
+	// has its page. Until LetGo nothing but Kill, Exit, Console, Memory and Handle is of use. Both are idempotent.
+	Hold() error
+	LetGo() error
 	// Kill ends the VMM and waits until it is gone. Idempotent. After it nothing of the machine is left but Dir.
 	Kill(ctx context.Context) error
 	// Release detaches from the machine without ending it, for a runner that stops. The Machine is used no more.

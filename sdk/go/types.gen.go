@@ -576,12 +576,15 @@ func (e SessionState) Valid() bool {
 
 // Defines values for WorkspaceCondition.
 const (
+	ConditionStalled WorkspaceCondition = "stalled"
 	ConditionUnknown WorkspaceCondition = "unknown"
 )
 
 // Valid indicates whether the value is a known member of the WorkspaceCondition enum.
 func (e WorkspaceCondition) Valid() bool {
 	switch e {
+	case ConditionStalled:
+		return true
 	case ConditionUnknown:
 		return true
 	default:
@@ -1115,7 +1118,7 @@ type Event struct {
 	// RootID The root of the tree that it happened in.
 	RootID CheckpointID `json:"root_id,omitempty,omitzero"`
 
-	// Type Object and state: `workspace.ready`, `checkpoint.captured`, `operation.failed`.
+	// Type Object and state: `workspace.ready`, `checkpoint.captured`, `operation.failed`; of a workspace also `workspace.stalled` and `workspace.unstalled`.
 	Type string `json:"type"`
 
 	// WorkspaceID Example: ws_06e5bqv7z0f3m8k2h1t9r4w6xc
@@ -1124,7 +1127,7 @@ type Event struct {
 
 // EventData defines model for EventData.
 type EventData struct {
-	// Code Why it failed or was lost.
+	// Code Why it failed, was lost or stands still.
 	Code string `json:"code,omitempty,omitzero"`
 
 	// Epoch Of the workspace.
@@ -2365,7 +2368,7 @@ type Workspace struct {
 	// CheckpointID Its head: what its sandbox was last forked from, restored to or captured as.
 	CheckpointID CheckpointID `json:"checkpoint_id,omitempty,omitzero"`
 
-	// Condition `unknown`: its runner has not been heard of for a while; the state is the last one known.
+	// Condition `unknown`: its runner has not been heard of for a while; the state is the last one known. `stalled`: its machine has touched memory that the store does not give, and stands still; it goes on by itself, and `stall` says more. Exec, sessions and checkpoints are refused meanwhile with 503 `STORE_UNAVAILABLE`.
 	Condition WorkspaceCondition `json:"condition,omitempty,omitzero"`
 	CreatedAt time.Time          `json:"created_at"`
 	EndedAt   time.Time          `json:"ended_at,omitempty,omitzero"`
@@ -2401,10 +2404,11 @@ type Workspace struct {
 	OnIdle OnIdle `json:"on_idle,omitempty,omitzero"`
 
 	// ParentCheckpointID What it was forked from; the image's template when it was created.
-	ParentCheckpointID CheckpointID `json:"parent_checkpoint_id,omitempty,omitzero"`
-	ReadyAt            time.Time    `json:"ready_at,omitempty,omitzero"`
-	Resources          Resources    `json:"resources"`
-	RunnerID           RunnerID     `json:"runner_id,omitempty,omitzero"`
+	ParentCheckpointID CheckpointID    `json:"parent_checkpoint_id,omitempty,omitzero"`
+	ReadyAt            time.Time       `json:"ready_at,omitempty,omitzero"`
+	Resources          Resources       `json:"resources"`
+	RunnerID           RunnerID        `json:"runner_id,omitempty,omitzero"`
+	Stall              *WorkspaceStall `json:"stall,omitempty"`
 
 	// State docs/STATE_MACHINES.md has the transitions.
 	State WorkspaceState `json:"state"`
@@ -2416,7 +2420,7 @@ type Workspace struct {
 	Version int64 `json:"version"`
 }
 
-// WorkspaceCondition `unknown`: its runner has not been heard of for a while; the state is the last one known.
+// WorkspaceCondition `unknown`: its runner has not been heard of for a while; the state is the last one known. `stalled`: its machine has touched memory that the store does not give, and stands still; it goes on by itself, and `stall` says more. Exec, sessions and checkpoints are refused meanwhile with 503 `STORE_UNAVAILABLE`.
 type WorkspaceCondition string
 
 // WorkspaceID Example: ws_06e5bqv7z0f3m8k2h1t9r4w6xc
@@ -2426,6 +2430,18 @@ type WorkspaceID = string
 type WorkspaceList struct {
 	Items      []Workspace `json:"items"`
 	NextCursor string      `json:"next_cursor,omitempty,omitzero"`
+}
+
+// WorkspaceStall defines model for WorkspaceStall.
+type WorkspaceStall struct {
+	// Code Example: STORE_UNAVAILABLE
+	Code string `json:"code"`
+
+	// Message What it waits for, and what the store says.
+	Message string `json:"message"`
+
+	// Since When it began to wait.
+	Since time.Time `json:"since"`
 }
 
 // WorkspaceState docs/STATE_MACHINES.md has the transitions.

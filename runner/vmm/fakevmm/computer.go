@@ -49,7 +49,9 @@ type computer struct {
 
 	mu       sync.Mutex // guards what follows
 	started  bool       // the guest program runs
-	over     bool       // the machine has ended
+	runs     bool       // the machine is running, whether it is held or not
+	held     bool
+	over     bool // the machine has ended
 	exit     vmm.Exit
 	state    state
 	incoming chan struct{} // of one: there are connections to accept
@@ -126,11 +128,22 @@ func (c *computer) run(on bool) {
 	if c.over {
 		return
 	}
-	c.cpu.Run(on)
+	c.runs = on
+	c.cpu.Run(on && !c.held)
 	if on && !c.started {
 		c.started = true
 		guest := &Computer{c: c}
 		c.guest.Go(func() { c.driver.cfg.Guest(c.lifeCtx, guest) })
+	}
+}
+
+// hold stops the guest although the machine runs, or ends that.
+func (c *computer) hold(on bool) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if !c.over {
+		c.held = on
+		c.cpu.Run(c.runs && !on)
 	}
 }
 

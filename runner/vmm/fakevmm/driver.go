@@ -269,7 +269,11 @@ func (d *Driver) Recover(ctx context.Context, h vmm.Handle) (vmm.Machine, error)
 	if err := d.reach(ctx, StepRecover, c.id, c); err != nil {
 		return nil, fmt.Errorf("recover fake machine %d: %w", h.StartTime, err)
 	}
-	return &machine{computer: c}, nil
+	m := &machine{computer: c}
+	if err := m.LetGo(); err != nil {
+		return nil, fmt.Errorf("recover fake machine %d: %w", h.StartTime, err)
+	}
+	return m, nil
 }
 
 // End implements vmm.Driver.

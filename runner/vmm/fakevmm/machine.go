@@ -96,6 +96,22 @@ func (m *machine) Pause(ctx context.Context) error {
 	return m.step(ctx, StepPause, []state{stateRunning, statePaused}, statePaused, func() error { m.run(false); return nil })
 }
 
+func (m *machine) Hold() error {
+	if err := m.gone("hold"); err != nil {
+		return err
+	}
+	m.hold(true)
+	return nil
+}
+
+func (m *machine) LetGo() error {
+	if err := m.gone("let go"); err != nil {
+		return err
+	}
+	m.hold(false)
+	return nil
+}
+
 func (m *machine) Running(context.Context) (bool, error) {
 	if err := m.gone("look whether the machine runs"); err != nil {
 		return false, err

@@ -12,6 +12,8 @@ import (
 	"sync"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/runner/memory"
 	"github.com/coppice-dev/coppice/runner/vmm"
@@ -121,6 +123,22 @@ func (m *Machine) detach() {
 	m.console.Close()
 	m.Log.Close()
 	m.Proc.Release()
+}
+
+// Hold implements vmm.Machine.
+func (m *Machine) Hold() error { return m.signal("hold", unix.SIGSTOP) }
+
+// LetGo implements vmm.Machine.
+func (m *Machine) LetGo() error { return m.signal("let go", unix.SIGCONT) }
+
+func (m *Machine) signal(verb string, s unix.Signal) error {
+	if err := m.Gone(verb); err != nil {
+		return err
+	}
+	if err := m.Proc.Signal(s); err != nil {
+		return fmt.Errorf("%s process %d: %w", verb, m.Proc.PID, err)
+	}
+	return nil
 }
 
 // Kill implements vmm.Machine.

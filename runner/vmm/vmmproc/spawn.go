@@ -124,7 +124,10 @@ func Recover[M any](ctx context.Context, driver string, h vmm.Handle, attach fun
 	if err != nil {
 		return m, err
 	}
-	m, err = attach(proc)
+	err = proc.Signal(unix.SIGCONT) // the earlier runner may have held it
+	if err == nil {
+		m, err = attach(proc)
+	}
 	if err == nil {
 		return m, nil
 	}

@@ -245,7 +245,10 @@ func (p *Process) Kill(ctx context.Context) error {
 		return nil
 	default:
 	}
-	if err := p.signal(unix.SIGKILL); err != nil {
+	p.mu.Lock()
+	p.killed = true
+	p.mu.Unlock()
+	if err := p.Signal(unix.SIGKILL); err != nil {
 		select {
 		case <-p.done: // it ended meanwhile
 			return nil
@@ -261,21 +264,15 @@ func (p *Process) Kill(ctx context.Context) error {
 	}
 }
 
-// signal sends a signal by the pidfd, which never reaches another process. One that has ended is no error.
-func (p *Process) signal(s unix.Signal) error {
+// Signal sends a signal by the pidfd, which never reaches another process. One that has ended is no error.
+func (p *Process) Signal(s unix.Signal) error {
 	conn, err := p.pidfd.SyscallConn()
 	if err != nil {
 		return err
 	}
-	p.mu.Lock()
-	defer p.mu.Unlock()
 	var sendErr error
 	if err := conn.Control(func(fd uintptr) { sendErr = unix.PidfdSendSignal(int(fd), s, nil, 0) }); err != nil {
 		return err
-	}
-	if sendErr == nil {
-		p.killed = true
-		return nil
 	}
 	if errors.Is(sendErr, unix.ESRCH) {
 		return nil

@@ -41,6 +41,41 @@ func testPauseStops(t *testing.T, w *world) {
 	probe.moves(t)
 }
 
+// testHold: a machine that is held stands still, goes on as it was when it is let go or recovered, and can be ended meanwhile.
+func testHold(t *testing.T, w *world) {
+	t.Helper()
+	m := w.fork(t, w.template)
+	p := newProbe(t, m)
+	for range 2 {
+		must(t, m.Hold())
+		must(t, m.Hold())
+		p.standsStill(t)
+		must(t, m.LetGo())
+		must(t, m.LetGo())
+		p.moves(t)
+	}
+	m.want(t, "2", "inc")
+	must(t, m.Hold())
+	m = m.recovered(t)
+	p.moves(t)
+	m.want(t, "3", "inc")
+	m.pause(t)
+	must(t, m.Hold())
+	must(t, m.LetGo())
+	p.standsStill(t)
+	m.resume(t)
+	must(t, m.Hold())
+	promptly(t, "the kill of a machine that is held", func() { m.kill(t) })
+	m.allGone(t)
+}
+
+func must(t *testing.T, err error) {
+	t.Helper()
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
 func testRegion(t *testing.T, w *world) {
 	t.Helper()
 	m := w.restored(t, w.template)

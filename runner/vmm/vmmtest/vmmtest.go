@@ -59,6 +59,7 @@ func Run(t *testing.T, fixture func(t *testing.T) Fixture) {
 			{"OutlivesContext", testOutlivesContext},
 			{"CommandCancelled", testCommandCancelled},
 			{"PauseStops", testPauseStops},
+			{"Hold", testHold},
 			{"SaveStateFails", testSaveStateFails},
 			{"Region", testRegion},
 			{"ForkEquals", testForkEquals},
