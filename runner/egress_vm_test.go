@@ -1,218 +1,24 @@
 package runner
 
 import (
-	"bytes"
-	"crypto/ecdsa"
-	"crypto/elliptic"
-	"crypto/rand"
-	"crypto/tls"
-	"crypto/x509"
-	"crypto/x509/pkix"
-	"encoding/pem"
-	"fmt"
-	"io"
-	"log/slog"
-	"math/big"
-	"net"
-	"net/http"
 	"net/netip"
 	"os"
 	"strings"
-	"sync"
-	"sync/atomic"
 	"syscall"
 	"testing"
 	"time"
 
-	"github.com/miekg/dns"
-	"github.com/vishvananda/netlink"
-	vnetns "github.com/vishvananda/netns"
-
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/eventually"
-	"github.com/coppice-dev/coppice/internal/osthread"
-	"github.com/coppice-dev/coppice/internal/testpool"
+	"github.com/coppice-dev/coppice/internal/testoutside"
 )
-
-// outside is a network beyond this host, with a web server at one address for every name below example.com, and a name server that this host
-// asks.
-type outside struct {
-	t        *testing.T
-	names    string // of the name server, host:port
-	ca       string // PEM
-	conns    atomic.Int64
-	streams  atomic.Int64 // answers that go on
-	datagram atomic.Int64
-
-	mu    sync.Mutex // guards asked
-	asked []string
-}
-
-const (
-	outsideAddr = "203.0.113.7"
-	outsideNet  = "203.0.113.0/24"
-)
-
-func newOutside(t *testing.T) *outside {
-	t.Helper()
-	o := &outside{t: t}
-	link, err := testpool.NewLink()
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() {
-		if err := link.Close(); err != nil {
-			t.Error(err)
-		}
-	})
-	must := func(err error) {
-		t.Helper()
-		if err != nil {
-			t.Fatal(err)
-		}
-	}
-	ns, err := vnetns.GetFromPath(link.Path)
-	must(err)
-	defer ns.Close()
-	var web, plain net.Listener
-	var udp net.PacketConn
-	must(osthread.Do(func() error { // the thread ends with it
-		if err := vnetns.Set(ns); err != nil {
-			return err
-		}
-		lo, err := netlink.LinkByName("lo")
-		if err != nil {
-			return err
-		}
-		addr, err := netlink.ParseAddr(outsideAddr + "/32")
-		if err != nil {
-			return err
-		}
-		if err := netlink.AddrAdd(lo, addr); err != nil {
-			return err
-		}
-		if web, err = net.Listen("tcp4", outsideAddr+":443"); err != nil {
-			return err
-		}
-		if plain, err = net.Listen("tcp4", outsideAddr+":80"); err != nil {
-			return err
-		}
-		udp, err = net.ListenPacket("udp4", outsideAddr+":53")
-		return err
-	}))
-	_, dst, _ := net.ParseCIDR(outsideAddr + "/32")
-	must(netlink.RouteAdd(&netlink.Route{Dst: dst, Gw: net.ParseIP(link.Far)})) // it goes with the link
-	o.serve(web, plain, udp)
-	o.nameServer(link.Near)
-	return o
-}
-
-func (o *outside) serve(web, plain net.Listener, udp net.PacketConn) {
-	o.t.Helper()
-	s := &http.Server{
-		Handler: http.HandlerFunc(o.answer), TLSConfig: o.certificate("*.example.com"), ErrorLog: slog.NewLogLogger(slog.DiscardHandler, 0),
-		ConnState: func(_ net.Conn, st http.ConnState) {
-			if st == http.StateNew {
-				o.conns.Add(1)
-			}
-		},
-	}
-	var wg sync.WaitGroup
-	wg.Go(func() { _ = s.ServeTLS(web, "", "") })
-	wg.Go(func() { _ = s.Serve(plain) })
-	wg.Go(func() {
-		for b := make([]byte, 512); ; o.datagram.Add(1) {
-			if _, _, err := udp.ReadFrom(b); err != nil {
-				return
-			}
-		}
-	})
-	o.t.Cleanup(func() {
-		_, _ = s.Close(), udp.Close()
-		wg.Wait()
-	})
-}
-
-// answer says what was asked, or says something for ever.
-func (o *outside) answer(w http.ResponseWriter, r *http.Request) {
-	if r.URL.Path != "/stream" {
-		fmt.Fprintf(w, "%s %s%s\n", r.Method, r.Host, r.URL.Path)
-		return
-	}
-	o.streams.Add(1)
-	defer o.streams.Add(-1)
-	tick := time.NewTicker(50 * time.Millisecond)
-	defer tick.Stop()
-	for {
-		if _, err := io.WriteString(w, "more\n"); err != nil || http.NewResponseController(w).Flush() != nil {
-			return
-		}
-		select {
-		case <-tick.C:
-		case <-r.Context().Done():
-			return
-		}
-	}
-}
-
-func (o *outside) certificate(name string) *tls.Config {
-	o.t.Helper()
-	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
-	if err != nil {
-		o.t.Fatal(err)
-	}
-	cert := &x509.Certificate{
-		SerialNumber: big.NewInt(1), Subject: pkix.Name{CommonName: "outside"}, DNSNames: []string{name}, NotBefore: time.Now().Add(-time.Hour), NotAfter: time.Now().Add(24 * time.Hour),
-		IsCA: true, BasicConstraintsValid: true, KeyUsage: x509.KeyUsageCertSign | x509.KeyUsageDigitalSignature,
-	}
-	der, err := x509.CreateCertificate(rand.Reader, cert, cert, key.Public(), key)
-	if err != nil {
-		o.t.Fatal(err)
-	}
-	var b bytes.Buffer
-	if err := pem.Encode(&b, &pem.Block{Type: "CERTIFICATE", Bytes: der}); err != nil {
-		o.t.Fatal(err)
-	}
-	o.ca = b.String()
-	return &tls.Config{Certificates: []tls.Certificate{{Certificate: [][]byte{der}, PrivateKey: key}}}
-}
-
-func (o *outside) nameServer(near string) {
-	o.t.Helper()
-	u, err := net.ListenPacket("udp4", near+":0")
-	if err != nil {
-		o.t.Fatal(err)
-	}
-	o.names = u.LocalAddr().String()
-	up, done := make(chan struct{}), make(chan struct{})
-	s := &dns.Server{PacketConn: u, NotifyStartedFunc: func() { close(up) }, Handler: dns.HandlerFunc(func(w dns.ResponseWriter, q *dns.Msg) {
-		m := new(dns.Msg).SetReply(q)
-		name := q.Question[0].Name
-		o.mu.Lock()
-		o.asked = append(o.asked, name)
-		o.mu.Unlock()
-		if q.Question[0].Qtype == dns.TypeA {
-			m.Answer = []dns.RR{&dns.A{Hdr: dns.RR_Header{Name: name, Rrtype: dns.TypeA, Class: dns.ClassINET, Ttl: 1}, A: net.ParseIP(outsideAddr)}}
-		}
-		_ = w.WriteMsg(m)
-	})}
-	go func() {
-		defer close(done)
-		_ = s.ActivateAndServe()
-	}()
-	<-up
-	o.t.Cleanup(func() {
-		_ = s.Shutdown()
-		<-done
-	})
-}
 
 // TestEgressVM: programs of a real guest, those that know of the proxy and those that do not, reach what its rules allow and nothing else.
 func TestEgressVM(t *testing.T) {
-	o := newOutside(t)
+	o := testoutside.New(t)
 	r := newRig(t, func(c *Config) {
-		c.Egress = egressOf(t, egressSettings{Names: o.names, Private: []netip.Prefix{netip.MustParsePrefix(outsideNet)}})
+		c.Egress = egressOf(t, egressSettings{Names: o.Names, Private: []netip.Prefix{netip.MustParsePrefix(testoutside.Prefix)}})
 	})
 	from := r.template()
 	child := r.child()
@@ -222,7 +28,7 @@ func TestEgressVM(t *testing.T) {
 		t.Fatalf("fork: %+v, %v", f, err)
 	}
 	id := child.SandboxID
-	r.sh(id, "cat > ca.pem <<END\n"+o.ca+"END\n")
+	r.sh(id, "cat > ca.pem <<END\n"+o.CA+"END\n")
 	// sh runs a script with the outside's authority, and gives what it wrote with its status.
 	sh := func(script string) string {
 		t.Helper()
@@ -244,42 +50,40 @@ func TestEgressVM(t *testing.T) {
 	wantSaid("env | grep -i _proxy | sort | cut -d= -f1 | tr '\\n' ' '", "HTTPS_PROXY HTTP_PROXY NO_PROXY http_proxy https_proxy no_proxy")
 
 	// What is not allowed.
-	before := o.conns.Load()
+	before := o.Conns.Load()
 	wantSaid("curl -sS -m 20 https://b.example.com/", "failed")
 	wantSaid("curl -sS -m 20 http://b.example.com/", "does not allow")
 	wantSaid(unaware+"curl -sS -m 20 https://b.example.com/", "failed 6") // there is no such name
-	wantSaid(unaware+"curl -sSk -m 20 https://"+outsideAddr+"/", "failed")
-	wantSaid(unaware+"curl -sSk -m 20 --resolve b.example.com:443:"+outsideAddr+" https://b.example.com/", "failed")
-	wantSaid(unaware+"curl -sS -m 20 --resolve a.example.com:81:"+outsideAddr+" http://a.example.com:81/", "does not allow")
-	wantSaid(`python3 -c 'import socket; s=socket.create_connection(("`+outsideAddr+`",443),9); s.sendall(b"SSH-2.0-x\r\n"); print(len(s.recv(9)))'`, "failed")
-	wantSaid(`python3 -c 'import socket; s=socket.socket(socket.AF_INET,socket.SOCK_DGRAM); s.sendto(b"x",("`+outsideAddr+`",53))'; true`, "ok")
+	wantSaid(unaware+"curl -sSk -m 20 https://"+testoutside.Addr+"/", "failed")
+	wantSaid(unaware+"curl -sSk -m 20 --resolve b.example.com:443:"+testoutside.Addr+" https://b.example.com/", "failed")
+	wantSaid(unaware+"curl -sS -m 20 --resolve a.example.com:81:"+testoutside.Addr+" http://a.example.com:81/", "does not allow")
+	wantSaid(`python3 -c 'import socket; s=socket.create_connection(("`+testoutside.Addr+`",443),9); s.sendall(b"SSH-2.0-x\r\n"); print(len(s.recv(9)))'`, "failed")
+	wantSaid(`python3 -c 'import socket; s=socket.socket(socket.AF_INET,socket.SOCK_DGRAM); s.sendto(b"x",("`+testoutside.Addr+`",53))'; true`, "ok")
 	wantSaid(`python3 -c 'import socket; print(socket.gethostbyname("secret-data.b.example.com"))'`, "failed")
-	if n := o.conns.Load() - before; n != 0 {
+	if n := o.Conns.Load() - before; n != 0 {
 		t.Errorf("%d connections arrived outside that no rule allows", n)
 	}
-	if n := o.datagram.Load(); n != 0 {
+	if n := o.Datagrams.Load(); n != 0 {
 		t.Errorf("%d datagrams arrived outside", n)
 	}
-	o.mu.Lock()
-	for _, name := range o.asked {
+	for _, name := range o.Asked() {
 		if name != "a.example.com." {
 			t.Errorf("a name server was asked for %s", name)
 		}
 	}
-	o.mu.Unlock()
 
 	// New rules count at once, for what is under way as well.
 	stream := func() {
 		t.Helper()
 		r.sh(id, "CURL_CA_BUNDLE=/root/ca.pem setsid curl -sS https://a.example.com/stream >/dev/null 2>&1 &")
-		eventually.True(t, "a tunnel is open", func() bool { return o.streams.Load() == 1 })
+		eventually.True(t, "a tunnel is open", func() bool { return o.Streams.Load() == 1 })
 	}
 	stream()
 	began := time.Now()
 	if err := r.SetEgressRules(t.Context(), id, rulesOf(2, "c.example.com")); err != nil {
 		t.Fatal(err)
 	}
-	eventually.True(t, "the tunnel has ended", func() bool { return o.streams.Load() == 0 })
+	eventually.True(t, "the tunnel has ended", func() bool { return o.Streams.Load() == 0 })
 	took := time.Since(began)
 	t.Logf("a tunnel ended %s after its rule; load %s", took, load())
 	if took > time.Second {
@@ -305,7 +109,7 @@ func TestEgressVM(t *testing.T) {
 		t.Fatal(err)
 	}
 	killed := time.Now()
-	eventually.True(t, "the tunnel has ended", func() bool { return o.streams.Load() == 0 })
+	eventually.True(t, "the tunnel has ended", func() bool { return o.Streams.Load() == 0 })
 	eventually.True(t, "there is a process again that has the sandbox", func() bool {
 		c, _ := r.egress.current()
 		if c == nil {

@@ -1,0 +1,212 @@
+package testoutside
+
+import (
+	"bytes"
+	"crypto/ecdsa"
+	"crypto/elliptic"
+	"crypto/rand"
+	"crypto/tls"
+	"crypto/x509"
+	"crypto/x509/pkix"
+	"encoding/pem"
+	"fmt"
+	"io"
+	"log/slog"
+	"math/big"
+	"net"
+	"net/http"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/miekg/dns"
+	"github.com/vishvananda/netlink"
+	"github.com/vishvananda/netns"
+
+	"github.com/coppice-dev/coppice/internal/osthread"
+	"github.com/coppice-dev/coppice/internal/testpool"
+)
+
+// Network is a network beyond this host, with a web server at one address for every name below example.com, and a name server that this host
+// asks.
+type Network struct {
+	t         *testing.T
+	Names     string       // the name server, host:port
+	CA        string       // the web server's authority, PEM
+	Conns     atomic.Int64 // connections that the web server has had
+	Streams   atomic.Int64 // answers of /stream that go on
+	Datagrams atomic.Int64 // to port 53
+
+	mu    sync.Mutex // guards asked
+	asked []string
+}
+
+// Addr is the address of all names, and Prefix the network that it is in: one for documentation, which nothing reaches but by leave.
+const (
+	Addr   = "203.0.113.7"
+	Prefix = "203.0.113.0/24"
+)
+
+// New makes one that ends with the test.
+func New(t *testing.T) *Network {
+	t.Helper()
+	o := &Network{t: t}
+	link, err := testpool.NewLink()
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := link.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	must := func(err error) {
+		t.Helper()
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	ns, err := netns.GetFromPath(link.Path)
+	must(err)
+	defer ns.Close()
+	var web, plain net.Listener
+	var udp net.PacketConn
+	must(osthread.Do(func() error { // the thread ends with it
+		if err := netns.Set(ns); err != nil {
+			return err
+		}
+		lo, err := netlink.LinkByName("lo")
+		if err != nil {
+			return err
+		}
+		addr, err := netlink.ParseAddr(Addr + "/32")
+		if err != nil {
+			return err
+		}
+		if err := netlink.AddrAdd(lo, addr); err != nil {
+			return err
+		}
+		if web, err = net.Listen("tcp4", Addr+":443"); err != nil {
+			return err
+		}
+		if plain, err = net.Listen("tcp4", Addr+":80"); err != nil {
+			return err
+		}
+		udp, err = net.ListenPacket("udp4", Addr+":53")
+		return err
+	}))
+	_, dst, _ := net.ParseCIDR(Addr + "/32")
+	must(netlink.RouteAdd(&netlink.Route{Dst: dst, Gw: net.ParseIP(link.Far)})) // it goes with the link
+	o.serve(web, plain, udp)
+	o.nameServer(link.Near)
+	return o
+}
+
+func (o *Network) serve(web, plain net.Listener, udp net.PacketConn) {
+	o.t.Helper()
+	s := &http.Server{
+		Handler: http.HandlerFunc(o.answer), TLSConfig: o.certificate("*.example.com"), ErrorLog: slog.NewLogLogger(slog.DiscardHandler, 0),
+		ConnState: func(_ net.Conn, st http.ConnState) {
+			if st == http.StateNew {
+				o.Conns.Add(1)
+			}
+		},
+	}
+	var wg sync.WaitGroup
+	wg.Go(func() { _ = s.ServeTLS(web, "", "") })
+	wg.Go(func() { _ = s.Serve(plain) })
+	wg.Go(func() {
+		for b := make([]byte, 512); ; o.Datagrams.Add(1) {
+			if _, _, err := udp.ReadFrom(b); err != nil {
+				return
+			}
+		}
+	})
+	o.t.Cleanup(func() {
+		_, _ = s.Close(), udp.Close()
+		wg.Wait()
+	})
+}
+
+// answer says what was asked, or says something for ever.
+func (o *Network) answer(w http.ResponseWriter, r *http.Request) {
+	if r.URL.Path != "/stream" {
+		fmt.Fprintf(w, "%s %s%s\n", r.Method, r.Host, r.URL.Path)
+		return
+	}
+	o.Streams.Add(1)
+	defer o.Streams.Add(-1)
+	tick := time.NewTicker(50 * time.Millisecond)
+	defer tick.Stop()
+	for {
+		if _, err := io.WriteString(w, "more\n"); err != nil || http.NewResponseController(w).Flush() != nil {
+			return
+		}
+		select {
+		case <-tick.C:
+		case <-r.Context().Done():
+			return
+		}
+	}
+}
+
+func (o *Network) certificate(name string) *tls.Config {
+	o.t.Helper()
+	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
+	if err != nil {
+		o.t.Fatal(err)
+	}
+	cert := &x509.Certificate{
+		SerialNumber: big.NewInt(1), Subject: pkix.Name{CommonName: "outside"}, DNSNames: []string{name}, NotBefore: time.Now().Add(-time.Hour), NotAfter: time.Now().Add(24 * time.Hour),
+		IsCA: true, BasicConstraintsValid: true, KeyUsage: x509.KeyUsageCertSign | x509.KeyUsageDigitalSignature,
+	}
+	der, err := x509.CreateCertificate(rand.Reader, cert, cert, key.Public(), key)
+	if err != nil {
+		o.t.Fatal(err)
+	}
+	var b bytes.Buffer
+	if err := pem.Encode(&b, &pem.Block{Type: "CERTIFICATE", Bytes: der}); err != nil {
+		o.t.Fatal(err)
+	}
+	o.CA = b.String()
+	return &tls.Config{Certificates: []tls.Certificate{{Certificate: [][]byte{der}, PrivateKey: key}}}
+}
+
+func (o *Network) nameServer(near string) {
+	o.t.Helper()
+	u, err := net.ListenPacket("udp4", near+":0")
+	if err != nil {
+		o.t.Fatal(err)
+	}
+	o.Names = u.LocalAddr().String()
+	up, done := make(chan struct{}), make(chan struct{})
+	s := &dns.Server{PacketConn: u, NotifyStartedFunc: func() { close(up) }, Handler: dns.HandlerFunc(func(w dns.ResponseWriter, q *dns.Msg) {
+		m := new(dns.Msg).SetReply(q)
+		name := q.Question[0].Name
+		o.mu.Lock()
+		o.asked = append(o.asked, name)
+		o.mu.Unlock()
+		if q.Question[0].Qtype == dns.TypeA {
+			m.Answer = []dns.RR{&dns.A{Hdr: dns.RR_Header{Name: name, Rrtype: dns.TypeA, Class: dns.ClassINET, Ttl: 1}, A: net.ParseIP(Addr)}}
+		}
+		_ = w.WriteMsg(m)
+	})}
+	go func() {
+		defer close(done)
+		_ = s.ActivateAndServe()
+	}()
+	<-up
+	o.t.Cleanup(func() {
+		_ = s.Shutdown()
+		<-done
+	})
+}
+
+// Asked are the names that the name server was asked for.
+func (o *Network) Asked() []string {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	return slices.Clone(o.asked)
+}
