@@ -55,6 +55,7 @@ type Server struct {
 	cfg      Config
 	instance string // begins the ids of flows
 	flows    atomic.Int64
+	said     atomic.Int64 // the second in which it was said last that flows are not recorded
 
 	handler *goproxy.ProxyHttpServer
 	proxied server // requests to a proxy
