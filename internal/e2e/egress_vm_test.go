@@ -2,6 +2,7 @@ package e2e
 
 import (
 	"fmt"
+	"net/http"
 	"os"
 	"slices"
 	"strings"
@@ -76,7 +77,7 @@ func TestEgress(t *testing.T) {
 				t.Fatal(err)
 			}
 			text := fmt.Sprintf("%s %s ", f.Outcome, f.Protocol)
-			if f.Method != "" && f.Method != "CONNECT" {
+			if f.Method != "" && f.Method != http.MethodConnect {
 				text += f.Method + " "
 			}
 			text += fmt.Sprintf("%s:%d%s", f.Host, f.Port, f.Path)
@@ -98,7 +99,7 @@ func TestEgress(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if e.Flow.Path == "/changed" && e.Flow.Method == "POST" && e.Flow.Status == 200 {
+		if e.Flow.Path == "/changed" && e.Flow.Method == http.MethodPost && e.Flow.Status == 200 {
 			effects++
 		}
 	}

@@ -71,6 +71,7 @@ func New(t *testing.T) *Network {
 	ns, err := netns.GetFromPath(link.Path)
 	must(err)
 	defer ns.Close()
+	var lc net.ListenConfig
 	var web, plain net.Listener
 	var udp net.PacketConn
 	must(osthread.Do(func() error { // the thread ends with it
@@ -88,13 +89,13 @@ func New(t *testing.T) *Network {
 		if err := netlink.AddrAdd(lo, addr); err != nil {
 			return err
 		}
-		if web, err = net.Listen("tcp4", Addr+":443"); err != nil {
+		if web, err = lc.Listen(t.Context(), "tcp4", Addr+":443"); err != nil {
 			return err
 		}
-		if plain, err = net.Listen("tcp4", Addr+":80"); err != nil {
+		if plain, err = lc.Listen(t.Context(), "tcp4", Addr+":80"); err != nil {
 			return err
 		}
-		udp, err = net.ListenPacket("udp4", Addr+":53")
+		udp, err = lc.ListenPacket(t.Context(), "udp4", Addr+":53")
 		return err
 	}))
 	_, dst, _ := net.ParseCIDR(Addr + "/32")
@@ -106,17 +107,21 @@ func New(t *testing.T) *Network {
 
 func (o *Network) serve(web, plain net.Listener, udp net.PacketConn) {
 	o.t.Helper()
-	s := &http.Server{
-		Handler: http.HandlerFunc(o.answer), TLSConfig: o.certificate("*.example.com"), ErrorLog: slog.NewLogLogger(slog.DiscardHandler, 0),
-		ConnState: func(_ net.Conn, st http.ConnState) {
-			if st == http.StateNew {
-				o.Conns.Add(1)
-			}
-		},
+	server := func() *http.Server { // one for each: what comes first would decide about HTTP/2 for both
+		return &http.Server{
+			Handler: http.HandlerFunc(o.answer), ErrorLog: slog.NewLogLogger(slog.DiscardHandler, 0), ReadHeaderTimeout: time.Minute,
+			ConnState: func(_ net.Conn, st http.ConnState) {
+				if st == http.StateNew {
+					o.Conns.Add(1)
+				}
+			},
+		}
 	}
+	s, bare := server(), server()
+	s.TLSConfig = o.certificate("*.example.com")
 	var wg sync.WaitGroup
 	wg.Go(func() { _ = s.ServeTLS(web, "", "") })
-	wg.Go(func() { _ = s.Serve(plain) })
+	wg.Go(func() { _ = bare.Serve(plain) })
 	wg.Go(func() {
 		for b := make([]byte, 512); ; o.Datagrams.Add(1) {
 			if _, _, err := udp.ReadFrom(b); err != nil {
@@ -125,7 +130,7 @@ func (o *Network) serve(web, plain net.Listener, udp net.PacketConn) {
 		}
 	})
 	o.t.Cleanup(func() {
-		_, _ = s.Close(), udp.Close()
+		_, _, _ = s.Close(), bare.Close(), udp.Close()
 		wg.Wait()
 	})
 }
@@ -133,7 +138,7 @@ func (o *Network) serve(web, plain net.Listener, udp net.PacketConn) {
 // answer says what was asked, or says something for ever.
 func (o *Network) answer(w http.ResponseWriter, r *http.Request) {
 	if r.URL.Path != "/stream" {
-		fmt.Fprintf(w, "%s %s%s\n", r.Method, r.Host, r.URL.Path)
+		fmt.Fprintf(w, "%s %s%s\n", r.Method, r.Host, r.URL.Path) //nolint:gosec // G705: for no browser
 		return
 	}
 	o.Streams.Add(1)
@@ -176,7 +181,7 @@ func (o *Network) certificate(name string) *tls.Config {
 
 func (o *Network) nameServer(near string) {
 	o.t.Helper()
-	u, err := net.ListenPacket("udp4", near+":0")
+	u, err := (&net.ListenConfig{}).ListenPacket(o.t.Context(), "udp4", near+":0")
 	if err != nil {
 		o.t.Fatal(err)
 	}
