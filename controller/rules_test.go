@@ -2,11 +2,14 @@ package controller_test
 
 import (
 	"context"
+	"errors"
 	"slices"
 	"strings"
 	"sync"
 	"testing"
 	"time"
+
+	"github.com/jackc/pgx/v5"
 
 	"github.com/coppice-dev/coppice/controller"
 	"github.com/coppice-dev/coppice/controller/runnertest"
@@ -114,6 +117,9 @@ func TestForksReachNoMore(t *testing.T) {
 			t.Fatalf("%+v: %v", c, err)
 		}
 		w.wantRules(child.ID, c.want...)
+	}
+	if n := w.runner.Calls(runnertest.PointRules); n != 0 {
+		t.Errorf("rules went to the runner %d times beside the forks that had them", n)
 	}
 	// Today's rules count, not those of when it was captured; also when the workspace has ended.
 	w.mustAllow(root.ID, "a.example")
@@ -350,4 +356,79 @@ func TestForksAndRulesRace(t *testing.T) {
 		}
 		w.wantRules(child.ID, child.Rules.Allow...)
 	}
+}
+
+// slowStore lets a transaction wait before its end.
+type slowStore struct{ controller.Store }
+
+type slowKey struct{}
+
+func (s slowStore) InTx(ctx context.Context, scope controller.Scope, fn func(controller.Tx) error) error {
+	return s.Store.InTx(ctx, scope, func(tx controller.Tx) error {
+		err := fn(tx)
+		if wait, ok := ctx.Value(slowKey{}).(func()); ok {
+			wait()
+		}
+		return err
+	})
+}
+
+// TestRulesWaitForForks: a fork that is being admitted while its parent's rules change is found by the change.
+func TestRulesWaitForForks(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	slow, _ := w.startOn(slowStore{Store: w.store}, controller.Config{ClusterID: "test", LoopInterval: 50 * time.Millisecond})
+	root := w.createAllowing("root", "a.example", "b.example")
+	cp := w.checkpoint(root.ID)
+	for _, fork := range []func(context.Context) (controller.Answer, error){
+		func(ctx context.Context) (controller.Answer, error) {
+			return slow.ForkCheckpoint(ctx, w.project, cp.ID, controller.ForkRequest{Count: 1}, wait)
+		},
+		func(ctx context.Context) (controller.Answer, error) {
+			return slow.ForkWorkspace(ctx, w.project, root.ID, controller.CheckpointRequest{}, controller.ForkRequest{Count: 1}, wait)
+		},
+	} {
+		w.mustAllow(root.ID, "a.example", "b.example")
+		admitted, goOn := make(chan struct{}), make(chan struct{})
+		var once sync.Once
+		ctx := context.WithValue(t.Context(), slowKey{}, func() {
+			once.Do(func() {
+				close(admitted)
+				<-goOn
+			})
+		})
+		forked := make(chan controller.Answer, 1)
+		go func() {
+			a, err := fork(ctx)
+			if err != nil {
+				t.Error(err)
+			}
+			forked <- a
+		}()
+		<-admitted
+		changed := make(chan error, 1)
+		go func() { changed <- second(w.allow(root.ID, "b.example")) }()
+		// The change waits, as the database says, or has ended without.
+		eventually(t, "the change waits", func() bool { return len(changed) > 0 || w.locksWanted() > 0 })
+		close(goOn)
+		if err := <-changed; err != nil {
+			t.Fatal(err)
+		}
+		child := (<-forked).Result.Children[0].Workspace
+		w.wantRules(child.ID, "b.example")
+	}
+}
+
+// locksWanted counts who waits for an advisory lock.
+func (w *world) locksWanted() (n int) {
+	w.t.Helper()
+	conn, err := pgx.Connect(w.t.Context(), w.dsn)
+	if err != nil {
+		w.t.Fatal(err)
+	}
+	err = conn.QueryRow(w.t.Context(), `SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted AND database = (SELECT oid FROM pg_database WHERE datname = current_database())`).Scan(&n)
+	if err := errors.Join(err, conn.Close(w.t.Context())); err != nil {
+		w.t.Fatal(err)
+	}
+	return n
 }
