@@ -13,10 +13,12 @@ import (
 	"os"
 	"path"
 	"path/filepath"
+	"strings"
 	"syscall"
 	"testing"
 	"time"
 
+	"github.com/prometheus/client_golang/prometheus"
 	"golang.org/x/sys/unix"
 
 	"github.com/coppice-dev/coppice/core"
@@ -390,4 +392,60 @@ func TestLazyDrop(t *testing.T) {
 		t.Fatal(err)
 	}
 	x.awaitStatus(x.lazy.client, func(list []pager.Status) bool { return len(list) == 0 })
+}
+
+// metrics are what the runner shows of its pager, by name and state.
+func (x *lazyRig) metrics() map[string]float64 {
+	x.t.Helper()
+	reg := prometheus.NewRegistry()
+	reg.MustRegister(newPagerState(x.lazy))
+	families, err := reg.Gather()
+	if err != nil {
+		x.t.Fatal(err)
+	}
+	out := map[string]float64{}
+	for _, f := range families {
+		for _, m := range f.Metric {
+			name := strings.TrimPrefix(f.GetName(), "coppice_pager_")
+			for _, l := range m.Label {
+				name += " " + l.GetValue()
+			}
+			out[name] = m.GetGauge().GetValue() + m.GetCounter().GetValue()
+		}
+	}
+	return out
+}
+
+// TestPagerMetrics: they tell a store that is silent from one that gives, and keep the sums when an image is whole and gone.
+func TestPagerMetrics(t *testing.T) {
+	x := newLazyRig(t)
+	if got := x.metrics(); got["up"] != 0 || len(got) != 1 {
+		t.Errorf("without a pager: %v", got)
+	}
+	x.say(x.settings.Silence, true)
+	id := x.fetch()
+	read := make(chan error, 1)
+	go func() {
+		b, err := x.bases.Open(id)
+		if err == nil {
+			_, err = b.File().ReadAt(make([]byte, memory.PageSize), 0)
+			err = errors.Join(err, b.Close())
+		}
+		read <- err
+	}()
+	x.await("somebody waits", func() bool { return x.metrics()["waiters"] == 1 })
+	pages := float64(len(x.memory) / memory.PageSize)
+	if got := x.metrics(); got["up"] != 1 || got["images stalled"] != 1 || got["images arriving"] != 0 || got["pages"] != pages || got["pages_here"] != 0 || got["read_bytes_total"] != 0 || got["demanded_pages_total"] < 1 {
+		t.Errorf("while the store is silent: %v", got)
+	}
+	x.say(x.settings.Silence, false)
+	if err := <-read; err != nil {
+		t.Error(err)
+	}
+	x.taken(id)
+	got := x.metrics()
+	if got["waiters"] != 0 || got["images stalled"]+got["images arriving"]+got["images whole"] != 0 || got["pages"] != 0 ||
+		got["read_bytes_total"] < float64(len(x.memory)) || got["requests_total"] < 1 || got["demanded_pages_total"] < 1 {
+		t.Errorf("when it is whole and gone: %v", got)
+	}
 }

@@ -45,7 +45,7 @@ func newMetrics(r *Runner, reg prometheus.Registerer) *metrics {
 	m.pause = prometheus.NewHistogram(prometheus.HistogramOpts{Name: "coppice_runner_capture_pause_seconds", Help: "How long the workload stood still for a capture.", Buckets: durations})
 	m.evicted = prometheus.NewCounter(prometheus.CounterOpts{Name: "coppice_runner_copies_evicted_total", Help: "Fetched checkpoints that were given up for want of room."})
 	m.stalls = prometheus.NewCounter(prometheus.CounterOpts{Name: "coppice_runner_stalls_total", Help: "Times that a virtual machine was held because it waited for the store."})
-	reg.MustRegister(m.children, m.captures, m.evicted, m.stalls, m.phase, m.reseal, m.pause, newState(r))
+	reg.MustRegister(m.children, m.captures, m.evicted, m.stalls, m.phase, m.reseal, m.pause, newState(r), newPagerState(r.lazy))
 	if r.cfg.Egress != nil {
 		reg.MustRegister(newEgressState(r.egress))
 	}

@@ -166,6 +166,15 @@ func (c *Client) Stop(ctx context.Context) error {
 	})
 }
 
+// List returns all images as they are now, and the sums.
+func (c *Client) List(ctx context.Context) ([]Status, Totals, error) {
+	out, _, err := c.call(ctx, request{Op: opWatch}, nil) // of no version yet: it is answered at once
+	if err != nil || out.Totals == nil {
+		return out.Images, Totals{}, err
+	}
+	return out.Images, *out.Totals, nil
+}
+
 // Watch calls each with all images at once and whenever something about one has changed, until ctx ends or the pager does, which is
 // ErrGone.
 func (c *Client) Watch(ctx context.Context, each func([]Status)) error {

@@ -55,6 +55,17 @@ type Status struct {
 	Waiters  []Waiter           `json:"waiters,omitempty"` // the oldest first; only those that have waited for a while
 }
 
+// Totals are sums over all images of a pager, those that have ended too.
+type Totals struct {
+	Demanded int64 `json:"demanded"` // as in Status
+	Bytes    int64 `json:"bytes"`
+	Requests int64 `json:"requests"`
+}
+
+func (t *Totals) add(s Status) {
+	t.Demanded, t.Bytes, t.Requests = t.Demanded+s.Demanded, t.Bytes+s.Bytes, t.Requests+s.Requests
+}
+
 // Waiter is a thread that has touched a page which is not here.
 type Waiter struct {
 	Thread int       `json:"thread"` // its number on the host; one of the kernel's own where that asks for somebody
@@ -108,6 +119,7 @@ type response struct {
 	Images  []Status           `json:"images,omitempty"`
 	Touched []Range            `json:"touched,omitempty"`
 	Version int64              `json:"version,omitempty"`
+	Totals  *Totals            `json:"totals,omitempty"`
 }
 
 func problemOf(err error) *runnerapi.Problem {

@@ -46,6 +46,7 @@ type Server struct {
 	images    map[string]*image
 	pushes    sync.WaitGroup            // none begins once done has ended
 	snapshots []*snapshotstore.Snapshot // the last ones that were read
+	gone      Totals                    // of images that have ended
 	version   int64
 	news      chan struct{} // closed when the version is another
 }
@@ -321,6 +322,10 @@ func (s *Server) drop(id string) error {
 }
 
 func (s *Server) end(im *image) error {
+	st := im.status()
+	s.mu.Lock()
+	s.gone.add(st)
+	s.mu.Unlock()
 	s.changed()
 	return im.close()
 }
@@ -346,14 +351,17 @@ func (s *Server) watch(version int64) response {
 		}
 		s.mu.Lock()
 	}
-	out := response{Version: s.version}
+	totals := s.gone
+	out := response{Version: s.version, Totals: &totals}
 	images := make([]*image, 0, len(s.images))
 	for _, im := range s.images {
 		images = append(images, im)
 	}
 	s.mu.Unlock()
 	for _, im := range images {
-		out.Images = append(out.Images, im.status())
+		st := im.status()
+		totals.add(st)
+		out.Images = append(out.Images, st)
 	}
 	return out
 }

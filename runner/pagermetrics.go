@@ -1,0 +1,93 @@
+package runner
+
+import (
+	"context"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+
+	"github.com/coppice-dev/coppice/runner/pager"
+)
+
+// pagerState shows what the pager says of itself.
+type pagerState struct {
+	lazy *lazyImages
+
+	up, images, pages, here, waiters, demanded, bytes, requests *prometheus.Desc
+}
+
+func newPagerState(l *lazyImages) *pagerState {
+	desc := func(name, help string, labels ...string) *prometheus.Desc {
+		return prometheus.NewDesc("coppice_pager_"+name, help, labels, nil)
+	}
+	return &pagerState{
+		lazy:     l,
+		up:       desc("up", "1 if the pager answers; 0 if none runs: there is one only once something has been fetched."),
+		images:   desc("images", "Images that the pager serves: arriving, stalled (the store does not give what is asked), damaged in the store, or whole and still mapped.", "state"),
+		pages:    desc("pages", "Pages of the images that are not whole."),
+		here:     desc("pages_here", "Those of them that are on this host."),
+		waiters:  desc("waiters", "Threads of virtual machines that have waited for a page for more than a second."),
+		demanded: desc("demanded_pages_total", "Pages that were touched before they were here."),
+		bytes:    desc("read_bytes_total", "Bytes that were read for images: from the host's cache, other runners or the store."),
+		requests: desc("requests_total", "Requests for them."),
+	}
+}
+
+// Describe sends what Collect may send.
+func (p *pagerState) Describe(out chan<- *prometheus.Desc) {
+	for _, d := range []*prometheus.Desc{p.up, p.images, p.pages, p.here, p.waiters, p.demanded, p.bytes, p.requests} {
+		out <- d
+	}
+}
+
+// pagerScrapeTime bounds how long a scrape waits for the pager.
+const pagerScrapeTime = time.Second
+
+// Collect asks the pager.
+func (p *pagerState) Collect(out chan<- prometheus.Metric) {
+	send := func(d *prometheus.Desc, kind prometheus.ValueType, v float64, labels ...string) {
+		out <- prometheus.MustNewConstMetric(d, kind, v, labels...)
+	}
+	p.lazy.mu.Lock()
+	client := p.lazy.client
+	p.lazy.mu.Unlock()
+	var list []pager.Status
+	var totals pager.Totals
+	err := error(pager.ErrGone)
+	if client != nil {
+		ctx, cancel := context.WithTimeout(p.lazy.r.runCtx, pagerScrapeTime)
+		defer cancel()
+		list, totals, err = client.List(ctx)
+	}
+	if err != nil {
+		send(p.up, prometheus.GaugeValue, 0)
+		return
+	}
+	send(p.up, prometheus.GaugeValue, 1)
+	states := map[string]int{"arriving": 0, "stalled": 0, "damaged": 0, "whole": 0}
+	var pages, here int64
+	waiters := 0
+	for _, st := range list {
+		switch {
+		case st.Whole:
+			states["whole"]++
+			continue
+		case st.Damaged():
+			states["damaged"]++
+		case st.Problem != nil || len(st.Waiters) > 0:
+			states["stalled"]++
+		default:
+			states["arriving"]++
+		}
+		pages, here, waiters = pages+st.Pages, here+st.Here, waiters+len(st.Waiters)
+	}
+	for state, n := range states {
+		send(p.images, prometheus.GaugeValue, float64(n), state)
+	}
+	send(p.pages, prometheus.GaugeValue, float64(pages))
+	send(p.here, prometheus.GaugeValue, float64(here))
+	send(p.waiters, prometheus.GaugeValue, float64(waiters))
+	send(p.demanded, prometheus.CounterValue, float64(totals.Demanded))
+	send(p.bytes, prometheus.CounterValue, float64(totals.Bytes))
+	send(p.requests, prometheus.CounterValue, float64(totals.Requests))
+}
