@@ -331,6 +331,29 @@ func TestEgressOutlivesTheRunner(t *testing.T) {
 	r.wantOnly(id)
 }
 
+// TestEgressIsLeft: a runner that leaves its sandboxes leaves the process to them, and ends it when there are none.
+func TestEgressIsLeft(t *testing.T) {
+	t.Parallel()
+	r := newEgressRig(t, func(c *Config) { c.Leave = true })
+	id := r.forkWith(r.boot(), rulesOf(1, "a.test"))
+	at := r.gateway(id)
+	client, err := r.egress.await(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	r.stop()
+	want(t, at, "a.test", allowed)
+	r.start()
+	want(t, at, "a.test", allowed)
+	if err := r.Destroy(t.Context(), id); err != nil {
+		t.Fatal(err)
+	}
+	r.stop()
+	if _, err := client.Hello(t.Context()); !errors.Is(err, egress.ErrGone) {
+		t.Errorf("the process of a runner that has left nothing: %v", err)
+	}
+}
+
 // TestEgressFailsClosed: a sandbox that the process does not have is not made.
 func TestEgressFailsClosed(t *testing.T) {
 	r := newEgressRig(t, func(*Config) {}) // not parallel: others would come by the failpoint

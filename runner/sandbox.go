@@ -336,7 +336,10 @@ func (r *Runner) close(ctx context.Context) error {
 	wg.Go(func() { errs[len(all)] = r.warm.close(ctx) })
 	wg.Wait()
 	if !r.cfg.Leave {
-		errs = append(errs, r.lazy.stop(ctx), r.egress.stop(ctx))
+		errs = append(errs, r.lazy.stop(ctx))
+	}
+	if !r.cfg.Leave || len(r.all()) == 0 { // nobody is left to serve
+		errs = append(errs, r.egress.stop(ctx))
 	}
 	return errors.Join(errs...)
 }
