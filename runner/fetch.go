@@ -20,6 +20,7 @@ import (
 	"github.com/coppice-dev/coppice/runner/memory"
 	"github.com/coppice-dev/coppice/runner/pager"
 	"github.com/coppice-dev/coppice/snapshotstore"
+	"github.com/coppice-dev/coppice/snapshotstore/blob/peers"
 	"github.com/coppice-dev/coppice/snapshotstore/manifest"
 )
 
@@ -291,6 +292,7 @@ func (f *fetching) writeMemory(ctx context.Context) error {
 func (f *fetching) memoryLater(ctx context.Context, tree *manifest.Tree, near bool) error {
 	f.rec.Base = core.NewID[core.BaseID]()
 	im := &lazyImage{Image: pager.Image{ID: string(f.rec.Base), Source: sourceOf(f.at, imageMemory)}, Size: tree.Size(), To: f.r.bases.Name(f.rec.Base)}
+	im.Peers = peers.From(ctx)
 	im.Want = decodeWorkingSet(f.rec.WorkingSet, tree.Pages())
 	if near {
 		seed := sourceOf(f.nearAt, imageMemory)
@@ -361,7 +363,7 @@ func (f *fetching) rootImage(ctx context.Context) error {
 	}
 	if f.lazy {
 		return f.r.lazy.begin(ctx, &lazyImage{
-			Image: pager.Image{ID: rootImageID(f.rec.Image), Source: sourceOf(f.at, imageRoot)}, Size: f.snapshot.Image(imageRoot).Size(), To: f.r.rootName(f.rec.Image),
+			Image: pager.Image{ID: rootImageID(f.rec.Image), Source: sourceOf(f.at, imageRoot), Peers: peers.From(ctx)}, Size: f.snapshot.Image(imageRoot).Size(), To: f.r.rootName(f.rec.Image),
 		})
 	}
 	part, err := os.CreateTemp(f.r.rootsDir(), "*.part")

@@ -9,9 +9,12 @@ import (
 	"log/slog"
 	"os"
 	"path/filepath"
+	"sync"
+	"time"
 
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/undo"
+	"github.com/coppice-dev/coppice/runner/heartbeat"
 	"github.com/coppice-dev/coppice/runner/pager"
 )
 
@@ -38,6 +41,43 @@ func pagerOf(runDir string, store StoreConfig) (*pager.Process, error) {
 	return &pager.Process{Dir: cfg.Dir, Command: []string{self, "pager"}, Config: b}, err
 }
 
+// askPeers has a pager ask other runners as its runner does, by the same certificate. That is renewed in its file while the pager lives.
+func askPeers(ctx context.Context, store *StoreConfig, log *slog.Logger, steps *undo.Stack) {
+	if store.Member == "" {
+		return
+	}
+	member, _, err := heartbeat.Load(store.Member)
+	if err != nil || member == nil {
+		log.WarnContext(ctx, "the pager asks no other runners: it has no certificate", "err", err)
+		return
+	}
+	others := newPeerClient(member.Identity)
+	store.Peers = others
+	ctx, stop := context.WithCancel(ctx)
+	var renewing sync.WaitGroup
+	renewing.Go(func() {
+		const pause = time.Minute
+		every := time.NewTicker(pause)
+		defer every.Stop()
+		for {
+			select {
+			case <-ctx.Done():
+				return
+			case <-every.C:
+			}
+			if err := member.Reload(); err != nil {
+				log.WarnContext(ctx, "the certificate for other runners was not read again", "err", err)
+			}
+		}
+	})
+	steps.Push("connections to other runners", func(context.Context) error {
+		stop()
+		renewing.Wait()
+		others.close()
+		return nil
+	})
+}
+
 // RunPager runs the pager that config describes until ctx ends or its runner stops it.
 func RunPager(ctx context.Context, config io.Reader, log *slog.Logger) (err error) {
 	var cfg PagerConfig
@@ -51,6 +91,7 @@ func RunPager(ctx context.Context, config io.Reader, log *slog.Logger) (err erro
 	}
 	var steps undo.Stack
 	defer func() { err = errors.Join(err, steps.Undo(context.WithoutCancel(ctx))) }()
+	askPeers(ctx, &cfg.Store, log, &steps)
 	store, err := cfg.Store.Chain(ctx, log, nil, &steps)
 	if err != nil {
 		return err

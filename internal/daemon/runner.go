@@ -86,7 +86,7 @@ func RunRunner(ctx context.Context, cfg RunnerConfig, ready func(RunnerReady) er
 	cfg.Registry = metrics
 	others := newPeerClient(member.Identity)
 	steps.Push("connections to other runners", func(context.Context) error { others.close(); return nil })
-	cfg.Store.Peers = others
+	cfg.Store.Peers, cfg.Store.Member = others, filepath.Join(cfg.DataDir, memberFile)
 	for _, c := range cfg.Controllers {
 		if u, err := url.Parse(c); err == nil && u.Hostname() != "" {
 			cfg.Egress.Servers = append(cfg.Egress.Servers, u.Hostname())

@@ -41,6 +41,8 @@ type StoreConfig struct {
 	CopiesSize int64
 	// Peers asks other runners for objects before the store is asked; nil: nobody is.
 	Peers peers.Asker `json:"-"`
+	// Member is the file of the runner's membership, by which its pager asks them; empty: it does not.
+	Member string
 }
 
 // server is the name of the host that a store was said to be at; empty where none was named, as for that of a cloud.

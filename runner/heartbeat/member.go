@@ -42,13 +42,7 @@ func Load(path string) (m *Member, found bool, err error) {
 	if err := atomicfile.ReadJSON(path, &f); err != nil {
 		return nil, !errors.Is(err, os.ErrNotExist), ignoreAbsent(err)
 	}
-	parsed, err := x509.ParsePKCS8PrivateKey(f.Key)
-	key, ok := parsed.(crypto.Signer)
-	if err != nil || !ok {
-		return nil, true, core.Wrapf(err, core.DataLoss, core.CodeInternal, "%s holds no key; remove it and join again with a token for the same runner", path)
-	}
-	m = &Member{RunnerID: f.RunnerID, ClusterID: f.ClusterID, path: path, authority: f.Authority}
-	if m.Identity, err = mtls.NewIdentity(f.Authority, mtls.Certificate{DER: f.Certificate, Key: key}); err != nil {
+	if m, _, err = f.member(path); err != nil {
 		return nil, true, err
 	}
 	if leaf := m.Identity.Leaf(); time.Now().After(leaf.NotAfter) {
@@ -57,6 +51,30 @@ func Load(path string) (m *Member, found bool, err error) {
 			f.RunnerID, leaf.NotAfter.Format(time.RFC3339), f.RunnerID)
 	}
 	return m, true, nil
+}
+
+func (f memberFile) member(path string) (*Member, crypto.Signer, error) {
+	parsed, err := x509.ParsePKCS8PrivateKey(f.Key)
+	key, ok := parsed.(crypto.Signer)
+	if err != nil || !ok {
+		return nil, nil, core.Wrapf(err, core.DataLoss, core.CodeInternal, "%s holds no key; remove it and join again with a token for the same runner", path)
+	}
+	m := &Member{RunnerID: f.RunnerID, ClusterID: f.ClusterID, path: path, authority: f.Authority}
+	m.Identity, err = mtls.NewIdentity(f.Authority, mtls.Certificate{DER: f.Certificate, Key: key})
+	return m, key, err
+}
+
+// Reload reads the membership again, of which another process renews the certificate. What is in use is replaced if that has changed.
+func (m *Member) Reload() error {
+	var f memberFile
+	if err := atomicfile.ReadJSON(m.path, &f); err != nil {
+		return err
+	}
+	now, key, err := f.member(m.path)
+	if err != nil || now.Identity.Leaf().Equal(m.Identity.Leaf()) {
+		return err
+	}
+	return m.Identity.Replace(f.Authority, mtls.Certificate{DER: f.Certificate, Key: key})
 }
 
 func ignoreAbsent(err error) error {

@@ -77,14 +77,14 @@ type flight struct {
 	left int
 }
 
-// newImage shows an image whose bytes are in the store by tree. seed is the map of what part holds already, nil for nothing. Part has
+// newImage shows an image whose bytes are in the store by tree. The values of ctx are those of its reads. seed is the map of what part holds already, nil for nothing. Part has
 // the image's size.
-func newImage(id string, tree, seed *manifest.Tree, part *os.File, inode, ino uint64, blobs blob.Blobs, log *slog.Logger, lastMiss *atomic.Int64, changed func()) *image {
+func newImage(ctx context.Context, id string, tree, seed *manifest.Tree, part *os.File, inode, ino uint64, blobs blob.Blobs, log *slog.Logger, lastMiss *atomic.Int64, changed func()) *image {
 	im := &image{
 		id: id, tree: tree, part: part, blobs: blobs, log: log, inode: inode, ino: ino, lastMiss: lastMiss, changed: changed, present: make([]atomic.Uint64, (tree.Pages()+63)/64),
 		flights: make(map[*manifest.Frame]*flight), waits: make(map[*Waiter]bool),
 	}
-	im.ctx, im.stop = context.WithCancel(context.Background())
+	im.ctx, im.stop = context.WithCancel(context.WithoutCancel(ctx))
 	missing := tree.Runs()
 	if seed != nil {
 		missing = tree.Changed(seed)

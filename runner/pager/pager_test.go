@@ -28,7 +28,9 @@ import (
 	"github.com/coppice-dev/coppice/internal/tests3"
 	"github.com/coppice-dev/coppice/runner/pager"
 	"github.com/coppice-dev/coppice/snapshotstore"
+	"github.com/coppice-dev/coppice/snapshotstore/blob"
 	"github.com/coppice-dev/coppice/snapshotstore/blob/bloburl"
+	"github.com/coppice-dev/coppice/snapshotstore/blob/peers"
 	"github.com/coppice-dev/coppice/snapshotstore/blob/s3"
 	"github.com/coppice-dev/coppice/snapshotstore/manifest"
 )
@@ -36,6 +38,7 @@ import (
 // settings are what a pager of a test is told on its standard input.
 type settings struct {
 	Dir, Store, AccessKey, SecretKey string
+	Peer                             string // a directory with what another runner has of the store
 }
 
 const beAPager = "be-a-pager"
@@ -63,13 +66,49 @@ func serve() (err error) {
 		return err
 	}
 	defer func() { err = errors.Join(err, store.Close()) }()
-	s, err := pager.New(pager.Config{Dir: cfg.Dir, Blobs: store, Log: slog.New(slog.NewTextHandler(os.Stderr, nil))})
+	blobs, err := peers.New(store, peerDir(cfg.Peer), slog.New(slog.NewTextHandler(os.Stderr, nil)), nil)
+	if err != nil {
+		return err
+	}
+	s, err := pager.New(pager.Config{Dir: cfg.Dir, Blobs: blobs, Log: slog.New(slog.NewTextHandler(os.Stderr, nil))})
 	if err != nil {
 		return err
 	}
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM)
 	defer stop()
 	return s.Run(ctx)
+}
+
+// peerDir is another runner.
+type peerDir string
+
+// Ask implements peers.Asker.
+func (d peerDir) Ask(_ context.Context, _ peers.Peer, key string, off, n int64) ([]byte, error) {
+	b, err := os.ReadFile(filepath.Join(string(d), key))
+	if err != nil || off > int64(len(b)) {
+		return nil, blob.NotFound(key)
+	}
+	return b[off:min(off+n, int64(len(b)))], nil
+}
+
+// TestPeers has an image come from a runner that is named with it; the store has no page of it any more.
+func TestPeers(t *testing.T) {
+	files, peer := t.TempDir(), t.TempDir()
+	x := newRig(t, settings{Store: "dir:" + files, Peer: peer})
+	b := memory(rand.New(rand.NewPCG(10, 1)), 512)
+	w := x.seal(b, nil, nil)
+	if err := os.CopyFS(peer, os.DirFS(files)); err != nil {
+		t.Fatal(err)
+	}
+	for _, o := range w.Objects {
+		if o.Key != w.Manifest.Key {
+			if err := os.Remove(filepath.Join(files, o.Key)); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	x.put(pager.Image{ID: "a", Source: sourceOf(w), Peers: []peers.Peer{{ID: core.NewID[core.RunnerID](), Endpoint: "https://other:1"}}}, x.part(len(b)))
+	wantEqual(t, x.mapped("a", len(b)), b, "the image of which a peer has the pages")
 }
 
 func open(cfg settings) (bloburl.Store, error) {

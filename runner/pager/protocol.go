@@ -5,6 +5,7 @@ import (
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/snapshotstore/blob/peers"
 	"github.com/coppice-dev/coppice/snapshotstore/manifest"
 )
 
@@ -35,6 +36,8 @@ type Image struct {
 	Seed *Source `json:"seed,omitempty"`
 	// Want are pages that machines will ask for soon, in no order. It is only a hint.
 	Want []Range `json:"want,omitempty"`
+	// Peers are runners that may have it, and are asked before the store is.
+	Peers []peers.Peer `json:"peers,omitempty"`
 }
 
 // Status says how far an image is.

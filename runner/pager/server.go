@@ -20,6 +20,7 @@ import (
 	"github.com/coppice-dev/coppice/internal/sidecar"
 	"github.com/coppice-dev/coppice/snapshotstore"
 	"github.com/coppice-dev/coppice/snapshotstore/blob"
+	"github.com/coppice-dev/coppice/snapshotstore/blob/peers"
 	"github.com/coppice-dev/coppice/snapshotstore/envelope"
 )
 
@@ -231,7 +232,8 @@ func (s *Server) put(spec Image, part *os.File) (_ Status, err error) {
 }
 
 func (s *Server) newImage(spec Image, part *os.File) (*image, error) {
-	snapshot, err := s.snapshot(spec.Source)
+	ctx := peers.With(s.done, spec.Peers)
+	snapshot, err := s.snapshot(ctx, spec.Source)
 	if err != nil {
 		return nil, err
 	}
@@ -246,9 +248,9 @@ func (s *Server) newImage(spec Image, part *os.File) (*image, error) {
 	ino := s.inode.Add(1) // machines are asked where they map it, by this number: no library of theirs has it
 	inode := info.Sys().(*syscall.Stat_t).Ino
 	if spec.Seed == nil {
-		return newImage(spec.ID, tree, nil, part, inode, ino, s.cfg.Blobs, s.cfg.Log, &s.lastMiss, s.changed), nil
+		return newImage(ctx, spec.ID, tree, nil, part, inode, ino, s.cfg.Blobs, s.cfg.Log, &s.lastMiss, s.changed), nil
 	}
-	seed, err := s.snapshot(*spec.Seed)
+	seed, err := s.snapshot(ctx, *spec.Seed)
 	if err != nil {
 		return nil, err
 	}
@@ -259,20 +261,20 @@ func (s *Server) newImage(spec Image, part *os.File) (*image, error) {
 	if err := clearZeros(part, tree, from); err != nil {
 		return nil, err
 	}
-	return newImage(spec.ID, tree, from, part, inode, ino, s.cfg.Blobs, s.cfg.Log, &s.lastMiss, s.changed), nil
+	return newImage(ctx, spec.ID, tree, from, part, inode, ino, s.cfg.Blobs, s.cfg.Log, &s.lastMiss, s.changed), nil
 }
 
 const keptSnapshots = 4
 
-func (s *Server) snapshot(src Source) (*snapshotstore.Snapshot, error) {
-	found, err := s.findSnapshot(src)
+func (s *Server) snapshot(ctx context.Context, src Source) (*snapshotstore.Snapshot, error) {
+	found, err := s.findSnapshot(ctx, src)
 	if err == nil && found.Header().CheckpointID != src.CheckpointID {
 		return nil, core.Errorf(core.DataLoss, core.CodeManifestInvalid, "the manifest of checkpoint %s is that of %s", src.CheckpointID, found.Header().CheckpointID)
 	}
 	return found, err
 }
 
-func (s *Server) findSnapshot(src Source) (*snapshotstore.Snapshot, error) {
+func (s *Server) findSnapshot(ctx context.Context, src Source) (*snapshotstore.Snapshot, error) {
 	s.mu.Lock()
 	for _, old := range s.snapshots {
 		if old.Ref() == src.Manifest {
@@ -281,7 +283,7 @@ func (s *Server) findSnapshot(src Source) (*snapshotstore.Snapshot, error) {
 		}
 	}
 	s.mu.Unlock()
-	fresh, err := snapshotstore.Open(s.done, s.cfg.Blobs, src.Manifest)
+	fresh, err := snapshotstore.Open(ctx, s.cfg.Blobs, src.Manifest)
 	if err != nil {
 		return nil, err
 	}

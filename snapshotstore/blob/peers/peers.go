@@ -40,8 +40,8 @@ const (
 
 // Peer is a host that may have objects.
 type Peer struct {
-	ID       core.RunnerID
-	Endpoint string // https://host:port
+	ID       core.RunnerID `json:"id"`
+	Endpoint string        `json:"endpoint"` // https://host:port
 }
 
 // Asker asks a peer for a range of an object. blob.ErrNotFound when it has not all of it; fewer bytes where the object ends.
@@ -54,6 +54,12 @@ type contextKey struct{}
 // With names the peers, best first, that reads under the context may ask.
 func With(ctx context.Context, list []Peer) context.Context {
 	return context.WithValue(ctx, contextKey{}, list)
+}
+
+// From returns the peers that With has named.
+func From(ctx context.Context) []Peer {
+	list, _ := ctx.Value(contextKey{}).([]Peer)
+	return list
 }
 
 // Store is in front of a store.
@@ -112,7 +118,7 @@ func New(behind blob.Blobs, ask Asker, log *slog.Logger, to prometheus.Registere
 
 // Get implements blob.Blobs.
 func (s *Store) Get(ctx context.Context, key string, off, n int64) (io.ReadCloser, error) {
-	list, _ := ctx.Value(contextKey{}).([]Peer)
+	list := From(ctx)
 	if len(list) == 0 || n == 0 || n > MaxRange || blob.CheckGet(key, off, n) != nil {
 		return s.Blobs.Get(ctx, key, off, n)
 	}
