@@ -212,17 +212,23 @@ func (e *egressLink) put(ctx context.Context, c *egress.Client, s *sandbox) erro
 func (e *egressLink) begin(ctx context.Context, s *sandbox) error {
 	ctx, cancel := context.WithTimeout(ctx, egressPatience)
 	defer cancel()
-	c, err := e.await(ctx)
-	if err != nil {
-		return err
-	}
 	s.egressMu.Lock()
 	defer s.egressMu.Unlock()
-	if err := e.put(ctx, c, s); err != nil {
-		return fmt.Errorf("hand sandbox %s to the egress process: %w", s.info.ID, errors.Join(err, ignoreGone(c.Remove(ctx, s.info.ID))))
+	for {
+		c, err := e.await(ctx)
+		if err != nil {
+			return fmt.Errorf("hand sandbox %s to the egress process: %w", s.info.ID, err)
+		}
+		err = e.put(ctx, c, s)
+		if err == nil {
+			s.served = true
+			return nil
+		}
+		if !errors.Is(err, egress.ErrGone) {
+			return fmt.Errorf("hand sandbox %s to the egress process: %w", s.info.ID, errors.Join(err, ignoreGone(c.Remove(ctx, s.info.ID))))
+		}
+		pause(ctx, firstEgressPause) // run finds it out, too, and starts another
 	}
-	s.served = true
-	return nil
 }
 
 // end has a sandbox served no more. Where that fails its namespace, which is in use, is deleted and not recycled.

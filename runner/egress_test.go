@@ -272,6 +272,22 @@ func TestEgressKilled(t *testing.T) {
 	r.wantOnly(ids...)
 }
 
+// TestForksOutliveEgress: a fork that comes when the process has just ended waits for its successor.
+func TestForksOutliveEgress(t *testing.T) {
+	t.Parallel()
+	r := newEgressRig(t, func(*Config) {})
+	base := r.boot()
+	client, err := r.egress.await(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	r.egress.set(egress.NewClient(filepath.Join(t.TempDir(), "gone")))
+	time.AfterFunc(100*time.Millisecond, func() { r.egress.set(client) })
+	id := r.forkWith(base, rulesOf(1, "a.test"))
+	want(t, r.gateway(id), "a.test", allowed)
+	r.wantOnly(id)
+}
+
 // TestEgressOutlivesTheRunner: connections through the process go on, and the next runner goes on with it.
 func TestEgressOutlivesTheRunner(t *testing.T) {
 	t.Parallel()
