@@ -10,6 +10,7 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/google/go-cmp/cmp"
 
@@ -63,6 +64,7 @@ func (s *shelf) put(fill byte, name string, change func(rec *checkpointRecord), 
 		os.WriteFile(filepath.Join(dir, recordFile), b, 0o600), os.WriteFile(filepath.Join(dir, stateFile), nil, 0o600),
 		os.WriteFile(filepath.Join(s.cfg.DataDir, "bases", string(rec.Base)+".ram"), bytes.Repeat([]byte{fill}, rec.Resources.MemoryMiB<<20), 0o600),
 		os.WriteFile(filepath.Join(from, "upper", name), nil, 0o644),
+		os.Chtimes(filepath.Join(from, "upper", name), time.Unix(1, 0), time.Unix(1, 0)), // the same file each time
 	)
 	if seen != nil {
 		err = errors.Join(err, seen.write(dir))

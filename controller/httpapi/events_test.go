@@ -150,9 +150,12 @@ func TestEventStreamPace(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
 	var log syncBuffer
-	hurried := httptest.NewServer(httpapi.NewWithPace(w.control, slog.New(slog.NewTextHandler(&log, nil)), 20*time.Millisecond, 200*time.Millisecond))
-	defer hurried.Close()
-	w.url = hurried.URL
+	serve := func(life, stall time.Duration) string {
+		s := httptest.NewServer(httpapi.NewWithPace(w.control, slog.New(slog.NewTextHandler(&log, nil)), life, stall))
+		t.Cleanup(s.Close)
+		return s.URL
+	}
+	w.url = serve(20*time.Millisecond, watchdog)
 	s := w.follow(t, "", "")
 	for range 5 {
 		if e, ok := s.next(); !ok || e.ID != "" || s.last == "" {
@@ -162,7 +165,7 @@ func TestEventStreamPace(t *testing.T) {
 	s.end()
 
 	// Megabytes of events, of which the client takes the headers.
-	conn, err := (&net.Dialer{}).DialContext(t.Context(), "tcp", strings.TrimPrefix(hurried.URL, "http://"))
+	conn, err := (&net.Dialer{}).DialContext(t.Context(), "tcp", strings.TrimPrefix(serve(20*time.Millisecond, 200*time.Millisecond), "http://"))
 	if err != nil {
 		t.Fatal(err)
 	}
