@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"maps"
 	"math/rand/v2"
 	"slices"
@@ -16,6 +17,7 @@ import (
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/controller/postgres"
 	"github.com/coppice-dev/coppice/controller/runnertest"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/snapshotstore/blob"
@@ -50,10 +52,25 @@ func put(t *testing.T, store blob.Blobs, key, text string) {
 	}
 }
 
+// withoutChores has a controller do no periodic work.
+type withoutChores struct{ *postgres.Store }
+
+// Chores implements controller.Store.
+func (withoutChores) Chores(ctx context.Context, _ []controller.Chore, _ *slog.Logger) error {
+	<-ctx.Done()
+	return nil
+}
+
 func TestCollectGarbage(t *testing.T) {
 	t.Parallel()
 	files, store := withStore(t)
-	w := newWorld(t, store, func(c *controller.Config, _ *runnertest.Config) { c.StoreGrace = time.Hour })
+	var cfg controller.Config
+	w := newWorld(t, store, func(c *controller.Config, _ *runnertest.Config) {
+		c.StoreGrace = time.Hour
+		cfg = *c
+	})
+	w.stop()
+	w.Controller, w.stop = w.startOn(withoutChores{w.store}, cfg) // nobody else collects
 	ws := w.create("a")
 	a, b := w.checkpoint(ws.ID), w.checkpoint(ws.ID)
 	w.seal(files, ws.Parent, a.ID, b.ID) // three objects each
