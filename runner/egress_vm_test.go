@@ -54,11 +54,11 @@ func TestEgressVM(t *testing.T) {
 	wantSaid("curl -sS -m 20 https://b.example.com/", "failed")
 	wantSaid("curl -sS -m 20 http://b.example.com/", "does not allow")
 	wantSaid(unaware+"curl -sS -m 20 https://b.example.com/", "failed 6") // there is no such name
-	wantSaid(unaware+"curl -sSk -m 20 https://"+testoutside.Addr+"/", "failed")
-	wantSaid(unaware+"curl -sSk -m 20 --resolve b.example.com:443:"+testoutside.Addr+" https://b.example.com/", "failed")
-	wantSaid(unaware+"curl -sS -m 20 --resolve a.example.com:81:"+testoutside.Addr+" http://a.example.com:81/", "does not allow")
-	wantSaid(`python3 -c 'import socket; s=socket.create_connection(("`+testoutside.Addr+`",443),9); s.sendall(b"SSH-2.0-x\r\n"); print(len(s.recv(9)))'`, "failed")
-	wantSaid(`python3 -c 'import socket; s=socket.socket(socket.AF_INET,socket.SOCK_DGRAM); s.sendto(b"x",("`+testoutside.Addr+`",53))'; true`, "ok")
+	wantSaid(unaware+"curl -sSk -m 20 https://"+o.Addr+"/", "failed")
+	wantSaid(unaware+"curl -sSk -m 20 --resolve b.example.com:443:"+o.Addr+" https://b.example.com/", "failed")
+	wantSaid(unaware+"curl -sS -m 20 --resolve a.example.com:81:"+o.Addr+" http://a.example.com:81/", "does not allow")
+	wantSaid(`python3 -c 'import socket; s=socket.create_connection(("`+o.Addr+`",443),9); s.sendall(b"SSH-2.0-x\r\n"); print(len(s.recv(9)))'`, "failed")
+	wantSaid(`python3 -c 'import socket; s=socket.socket(socket.AF_INET,socket.SOCK_DGRAM); s.sendto(b"x",("`+o.Addr+`",53))'; true`, "ok")
 	wantSaid(`python3 -c 'import socket; print(socket.gethostbyname("secret-data.b.example.com"))'`, "failed")
 	if n := o.Conns.Load() - before; n != 0 {
 		t.Errorf("%d connections arrived outside that no rule allows", n)

@@ -60,18 +60,13 @@ func seed(t *testing.T) coppice.CheckpointID {
 
 // coppiceFork says what to fork. Its zero value is one child.
 type coppiceFork struct {
-	count    int
-	env      coppice.Env
-	allowAll bool
-	spread   bool
+	count  int
+	env    coppice.Env
+	spread bool
 }
 
 func (f coppiceFork) request() coppice.ForkCheckpointRequest {
-	req := coppice.ForkCheckpointRequest{Count: new(max(f.count, 1)), Env: f.env, Spread: f.spread}
-	if f.allowAll {
-		req.Network = coppice.NetworkRequest{EgressPolicy: coppice.EgressAllowAll}
-	}
-	return req
+	return coppice.ForkCheckpointRequest{Count: new(max(f.count, 1)), Env: f.env, Spread: f.spread}
 }
 
 // fork grows workspaces that end with the test. Every child must become ready.

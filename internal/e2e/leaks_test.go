@@ -20,6 +20,7 @@ import (
 
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/runner/vmm/cloudhypervisor"
+	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
 
 // learnNames finds out what the things of this installation are called on the host.
@@ -208,7 +209,13 @@ func (s *stack) vmms() map[int]string {
 // in use.
 func TestLeakSearchFinds(t *testing.T) {
 	s := theStack(t)
-	fork(t, s, seed(t), coppiceFork{count: 1, allowAll: true})
+	ws, err := s.client.CreateWorkspace(t.Context(), coppice.CreateWorkspaceRequest{
+		Image: string(image(t, "e2e", guestAgent)), Resources: small(), Network: coppice.NetworkRequest{EgressPolicy: coppice.EgressAllowAll},
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	endWithTest(t, s, ws.ID)
 	found, err := s.find()
 	if err != nil {
 		t.Fatal(err)

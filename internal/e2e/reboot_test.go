@@ -8,6 +8,8 @@ import (
 	"testing"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/coppice-dev/coppice/runner/egress"
 )
 
 // reboot takes from a host whose runner was killed what no reboot leaves: machines, namespaces, sockets, journals, mounts.
@@ -18,6 +20,16 @@ func (s *stack) reboot(t *testing.T) {
 		if err := syscall.Kill(pid, syscall.SIGKILL); err != nil && !errors.Is(err, syscall.ESRCH) {
 			t.Fatal(err)
 		}
+	}
+	carrier := egress.NewClient(egress.SocketPath(filepath.Join(s.runDir(), "egress")))
+	if hello, err := carrier.Hello(t.Context()); err == nil {
+		if err := syscall.Kill(hello.PID, syscall.SIGKILL); err != nil {
+			t.Fatal(err)
+		}
+		until(t, "the egress process has ended", func() (bool, error) {
+			_, err := carrier.Hello(t.Context())
+			return err != nil, nil
+		})
 	}
 	until(t, "the machines have ended", func() (bool, error) { return len(s.vmms()) == 0, nil })
 	spaces, err := s.namespaces()

@@ -9,10 +9,12 @@ import (
 	"crypto/x509"
 	"crypto/x509/pkix"
 	"encoding/pem"
+	"errors"
 	"fmt"
 	"io"
 	"log/slog"
 	"math/big"
+	mathrand "math/rand/v2"
 	"net"
 	"net/http"
 	"slices"
@@ -24,6 +26,7 @@ import (
 	"github.com/miekg/dns"
 	"github.com/vishvananda/netlink"
 	"github.com/vishvananda/netns"
+	"golang.org/x/sys/unix"
 
 	"github.com/coppice-dev/coppice/internal/osthread"
 	"github.com/coppice-dev/coppice/internal/testpool"
@@ -33,6 +36,7 @@ import (
 // asks.
 type Network struct {
 	t         *testing.T
+	Addr      string       // of all names; no other test's, whoever runs at the same time
 	Names     string       // the name server, host:port
 	CA        string       // the web server's authority, PEM
 	Conns     atomic.Int64 // connections that the web server has had
@@ -43,11 +47,8 @@ type Network struct {
 	asked []string
 }
 
-// Addr is the address of all names, and Prefix the network that it is in: one for documentation, which nothing reaches but by leave.
-const (
-	Addr   = "203.0.113.7"
-	Prefix = "203.0.113.0/24"
-)
+// Prefix is the network that the address of all names is in: one for documentation, which nothing reaches but by leave.
+const Prefix = "203.0.113.0/24"
 
 // New makes one that ends with the test.
 func New(t *testing.T) *Network {
@@ -68,6 +69,7 @@ func New(t *testing.T) *Network {
 			t.Fatal(err)
 		}
 	}
+	must(o.route(link.Far))
 	ns, err := netns.GetFromPath(link.Path)
 	must(err)
 	defer ns.Close()
@@ -82,27 +84,40 @@ func New(t *testing.T) *Network {
 		if err != nil {
 			return err
 		}
-		addr, err := netlink.ParseAddr(Addr + "/32")
+		addr, err := netlink.ParseAddr(o.Addr + "/32")
 		if err != nil {
 			return err
 		}
 		if err := netlink.AddrAdd(lo, addr); err != nil {
 			return err
 		}
-		if web, err = lc.Listen(t.Context(), "tcp4", Addr+":443"); err != nil {
+		if web, err = lc.Listen(t.Context(), "tcp4", o.Addr+":443"); err != nil {
 			return err
 		}
-		if plain, err = lc.Listen(t.Context(), "tcp4", Addr+":80"); err != nil {
+		if plain, err = lc.Listen(t.Context(), "tcp4", o.Addr+":80"); err != nil {
 			return err
 		}
-		udp, err = lc.ListenPacket(t.Context(), "udp4", Addr+":53")
+		udp, err = lc.ListenPacket(t.Context(), "udp4", o.Addr+":53")
 		return err
 	}))
-	_, dst, _ := net.ParseCIDR(Addr + "/32")
-	must(netlink.RouteAdd(&netlink.Route{Dst: dst, Gw: net.ParseIP(link.Far)})) // it goes with the link
 	o.serve(web, plain, udp)
 	o.nameServer(link.Near)
 	return o
+}
+
+// route picks an address that nobody has and has this host find it behind another one. The route goes with the link.
+func (o *Network) route(far string) error {
+	for range 100 {
+		o.Addr = fmt.Sprintf("203.0.113.%d", 1+mathrand.IntN(254))
+		dst, err := netlink.ParseIPNet(o.Addr + "/32")
+		if err != nil {
+			return err
+		}
+		if err := netlink.RouteAdd(&netlink.Route{Dst: dst, Gw: net.ParseIP(far)}); !errors.Is(err, unix.EEXIST) {
+			return err
+		}
+	}
+	return unix.EADDRINUSE
 }
 
 func (o *Network) serve(web, plain net.Listener, udp net.PacketConn) {
@@ -194,7 +209,7 @@ func (o *Network) nameServer(near string) {
 		o.asked = append(o.asked, name)
 		o.mu.Unlock()
 		if q.Question[0].Qtype == dns.TypeA {
-			m.Answer = []dns.RR{&dns.A{Hdr: dns.RR_Header{Name: name, Rrtype: dns.TypeA, Class: dns.ClassINET, Ttl: 1}, A: net.ParseIP(Addr)}}
+			m.Answer = []dns.RR{&dns.A{Hdr: dns.RR_Header{Name: name, Rrtype: dns.TypeA, Class: dns.ClassINET, Ttl: 1}, A: net.ParseIP(o.Addr)}}
 		}
 		_ = w.WriteMsg(m)
 	})}

@@ -15,6 +15,8 @@ import (
 	"sync"
 	"testing"
 	"time"
+
+	"github.com/coppice-dev/coppice/internal/testaddr"
 )
 
 // Kind is what a fault does to a request or its answer. N is the fault's.
@@ -114,10 +116,14 @@ type Proxy struct {
 func (s *Server) Proxy(tb testing.TB) *Proxy {
 	tb.Helper()
 	p := &Proxy{
-		Address: NoAddress(tb), target: s.Address, stopped: make(chan struct{}),
-		transport: &http.Transport{DisableCompression: true, MaxIdleConnsPerHost: 16},
+		target: s.Address, stopped: make(chan struct{}), transport: &http.Transport{DisableCompression: true, MaxIdleConnsPerHost: 16},
 	}
-	p.Up(tb)
+	l, err := (&net.ListenConfig{}).Listen(context.WithoutCancel(tb.Context()), "tcp", testaddr.New())
+	if err != nil {
+		tb.Fatal(err)
+	}
+	p.Address = l.Addr().String()
+	p.listen(l)
 	tb.Cleanup(func() {
 		close(p.stopped)
 		p.Down(tb)
@@ -141,6 +147,11 @@ func (p *Proxy) Up(tb testing.TB) {
 	if err != nil {
 		tb.Fatal(err)
 	}
+	p.listen(l)
+}
+
+// listen takes connections. mu is held, or nobody else knows the proxy.
+func (p *Proxy) listen(l net.Listener) {
 	server := &http.Server{Handler: http.HandlerFunc(p.serve), ErrorLog: log.New(io.Discard, "", 0), ReadHeaderTimeout: time.Minute}
 	served := make(chan struct{})
 	p.server, p.served = server, served
