@@ -108,7 +108,7 @@ func New(t *testing.T) *Network {
 // route picks an address that nobody has and has this host find it behind another one. The route goes with the link.
 func (o *Network) route(far string) error {
 	for range 100 {
-		o.Addr = fmt.Sprintf("203.0.113.%d", 1+mathrand.IntN(254))
+		o.Addr = fmt.Sprintf("203.0.113.%d", 1+mathrand.IntN(254)) //nolint:gosec // G404: any that is free will do
 		dst, err := netlink.ParseIPNet(o.Addr + "/32")
 		if err != nil {
 			return err
