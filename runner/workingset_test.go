@@ -5,10 +5,10 @@ import (
 	"math/rand/v2"
 	"slices"
 	"testing"
-	"time"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/eventually"
 	"github.com/coppice-dev/coppice/runner/memory"
 	"github.com/coppice-dev/coppice/runner/pager"
 )
@@ -85,9 +85,7 @@ func TestWorkingSetTravels(t *testing.T) {
 	template := a.boot()
 	first := a.fork(template)
 	base := a.recordOf(t, template).Base
-	for a.working.of(base) == nil {
-		time.Sleep(time.Millisecond)
-	}
+	eventually.True(t, "the runner has noted what is in use", func() bool { return a.working.of(base) != nil })
 	c := a.capture(first)
 	set := a.recordOf(t, c).WorkingSet
 	if n := len(decodeWorkingSet(set, fakeMiB<<20/memory.PageSize)); n == 0 {
