@@ -7,6 +7,7 @@ import (
 	"net"
 	"os"
 	"slices"
+	"strings"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -126,13 +127,55 @@ func (c *Client) Put(ctx context.Context, im Image, part *os.File) (Status, erro
 	return *out.Status, nil
 }
 
-// Open opens an image's file, for reading; writing fails. NOT_FOUND when it is not served.
+// Open opens an image's file, for reading; writing fails. NOT_FOUND when it is not served. It is this process that opens it: a pager that did
+// could not be killed while it waited for its own answer.
 func (c *Client) Open(ctx context.Context, id string) (*os.File, error) {
-	_, f, err := c.call(ctx, request{Op: opOpen, ID: id}, nil)
-	if err == nil && f == nil {
-		err = core.Errorf(core.Internal, core.CodeInternal, "the pager has opened nothing")
+	_, dir, err := c.call(ctx, request{Op: opDir}, nil)
+	if err != nil {
+		return nil, err
 	}
-	return f, err
+	if dir == nil {
+		return nil, core.Errorf(core.Internal, core.CodeInternal, "the pager has given no directory")
+	}
+	type opened struct {
+		f   *os.File
+		err error
+	}
+	done := make(chan opened, 1)
+	go func() { // the kernel waits for the pager, however long that takes
+		defer dir.Close()
+		f, err := openIn(dir, id)
+		done <- opened{f, err}
+	}()
+	ctx, cancel := context.WithTimeout(ctx, callTime)
+	defer cancel()
+	select {
+	case o := <-done:
+		return o.f, o.err
+	case <-ctx.Done():
+		go func() {
+			if o := <-done; o.f != nil {
+				_ = o.f.Close()
+			}
+		}()
+		return nil, errors.Join(ErrGone, context.Cause(ctx))
+	}
+}
+
+func openIn(dir *os.File, id string) (*os.File, error) {
+	if strings.ContainsRune(id, '/') {
+		return nil, core.Errorf(core.NotFound, core.CodeFileNotFound, "image %s is not served", core.Clip(id))
+	}
+	fd, err := unix.Openat(int(dir.Fd()), id, unix.O_RDONLY|unix.O_CLOEXEC|unix.O_NOFOLLOW, 0)
+	switch {
+	case errors.Is(err, unix.ENOENT):
+		return nil, core.Errorf(core.NotFound, core.CodeFileNotFound, "image %s is not served", core.Clip(id))
+	case errors.Is(err, unix.ENOTCONN), errors.Is(err, unix.ECONNABORTED):
+		return nil, errors.Join(ErrGone, err)
+	case err != nil:
+		return nil, err
+	}
+	return os.NewFile(uintptr(fd), id), nil
 }
 
 // Taken says that the part of an image that is whole is where it was for: the image ends when nobody has it open. One that is not served is no

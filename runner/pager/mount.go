@@ -5,17 +5,18 @@ import (
 	"errors"
 	"fmt"
 	"os"
-	"path/filepath"
 	"syscall"
 	"time"
 
 	"github.com/hanwen/go-fuse/v2/fs"
 	"github.com/hanwen/go-fuse/v2/fuse"
+	"golang.org/x/sys/unix"
 )
 
 // mount is the file system: a directory with a file for each image, that can be read.
 type mount struct {
 	dir    string
+	fd     *os.File // of dir, by which clients open its files
 	server *fuse.Server
 	root   *rootNode
 }
@@ -39,28 +40,34 @@ func newMount(dir string, s *Server) (*mount, error) {
 	if err != nil {
 		return nil, fmt.Errorf("mount the pager's file system: %w", err)
 	}
-	return &mount{dir: dir, server: server, root: root}, nil
+	fd, err := unix.Open(dir, unix.O_PATH|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return nil, errors.Join(fmt.Errorf("open the pager's file system: %w", err), unmount(dir, syscall.MNT_FORCE))
+	}
+	return &mount{dir: dir, fd: os.NewFile(uintptr(fd), dir), server: server, root: root}, nil
 }
 
 // readAhead is how much the kernel asks for at once when a machine touches a page: the rest of a frame is here afterwards, but is not
 // copied into the page cache unless it is touched.
 const readAhead = 16 << 10
 
-func (m *mount) open(id string) (*os.File, error) {
-	f, err := os.OpenFile(filepath.Join(m.dir, filepath.Base(id)), os.O_RDONLY, 0)
-	if errors.Is(err, syscall.ENOENT) {
-		return nil, os.ErrNotExist
+// close unmounts. Files that are open go on until they are closed, or the process ends. When there are none the connection to the kernel is
+// ended: a mount namespace that was made meanwhile, of a build or of another service, has a copy of the mount, which would keep it.
+func (m *mount) close(open bool) error {
+	err := m.fd.Close()
+	if open {
+		return errors.Join(err, unmount(m.dir, 0))
 	}
-	return f, err
+	if err := errors.Join(err, unmount(m.dir, syscall.MNT_FORCE)); err != nil {
+		return err
+	}
+	m.server.Wait()
+	return nil
 }
 
-// close unmounts. Files that are open go on until they are closed, or the process ends.
-func (m *mount) close(open bool) error {
-	if err := syscall.Unmount(m.dir, syscall.MNT_DETACH); err != nil {
+func unmount(dir string, how int) error {
+	if err := syscall.Unmount(dir, syscall.MNT_DETACH|how); err != nil {
 		return fmt.Errorf("unmount the pager's file system: %w", err)
-	}
-	if !open {
-		m.server.Wait()
 	}
 	return nil
 }

@@ -9,11 +9,13 @@ import (
 	"log/slog"
 	"math/rand/v2"
 	"os"
+	"os/exec"
 	"os/signal"
 	"path/filepath"
 	"runtime/debug"
 	"slices"
 	"strings"
+	"sync"
 	"syscall"
 	"testing"
 	"time"
@@ -666,4 +668,69 @@ func TestRefused(t *testing.T) {
 		}
 	}
 	x.await("a", gone)
+}
+
+// TestStop: a pager ends although a mount namespace that was made meanwhile has a copy of its mount.
+func TestStop(t *testing.T) {
+	x := newDirRig(t)
+	other := exec.Command("unshare", "--mount", "--propagation", "private", "sleep", "60")
+	if err := other.Start(); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		_ = other.Process.Kill()
+		_ = other.Wait()
+	})
+	mine, err := os.Readlink("/proc/self/ns/mnt")
+	if err != nil {
+		t.Fatal(err)
+	}
+	eventually.True(t, "another mount namespace has the pager's mount", func() bool {
+		b, err := os.ReadFile(fmt.Sprintf("/proc/%d/mounts", other.Process.Pid))
+		its, linkErr := os.Readlink(fmt.Sprintf("/proc/%d/ns/mnt", other.Process.Pid))
+		return err == nil && linkErr == nil && its != mine && strings.Contains(string(b), x.cfg.Dir)
+	})
+	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
+	defer cancel()
+	if err := x.client.Stop(ctx); err != nil {
+		t.Fatal(err)
+	}
+	x.waitGone(x.pid)
+}
+
+// TestKilledWhileOpened kills a pager while one of its files is being opened, again and again: it ends, and whoever opens is told.
+func TestKilledWhileOpened(t *testing.T) {
+	x := newDirRig(t)
+	b := memory(rand.New(rand.NewPCG(11, 1)), 64)
+	src := sourceOf(x.seal(b, nil, nil))
+	for range 5 {
+		x.put(pager.Image{ID: "a", Source: src}, x.part(len(b)))
+		var openers sync.WaitGroup
+		opened := make(chan struct{}, 1)
+		for range 4 {
+			openers.Go(func() {
+				for {
+					f, err := x.client.Open(t.Context(), "a")
+					if err != nil {
+						if !errors.Is(err, pager.ErrGone) {
+							t.Errorf("opened while the pager was killed: %v", err)
+						}
+						return
+					}
+					select {
+					case opened <- struct{}{}:
+					default:
+					}
+					_ = f.Close()
+				}
+			})
+		}
+		<-opened
+		if err := syscall.Kill(x.pid, syscall.SIGKILL); err != nil {
+			t.Fatal(err)
+		}
+		x.waitGone(x.pid)
+		openers.Wait()
+		x.start()
+	}
 }

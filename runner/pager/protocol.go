@@ -13,7 +13,7 @@ import (
 // one descriptor.
 
 // protocolVersion is said in Hello: a pager may be older than its runner.
-const protocolVersion = 2
+const protocolVersion = 3
 
 // Range is a run of pages.
 type Range struct {
@@ -98,7 +98,7 @@ const (
 	opHello   op = "hello"
 	opKeys    op = "keys"    //
 	opPut     op = "put"     // with the image's file
-	opOpen    op = "open"    // answers with a descriptor
+	opDir     op = "dir"     // answers with a descriptor of the directory with the files
 	opDrop    op = "drop"    //
 	opTaken   op = "taken"   //
 	opTouched op = "touched" //

@@ -16,6 +16,8 @@ import (
 	"sync/atomic"
 	"syscall"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/sidecar"
 	"github.com/coppice-dev/coppice/snapshotstore"
@@ -156,11 +158,8 @@ func (s *Server) answer(r request, f *os.File) (response, *os.File, error) {
 	switch r.Op {
 	case opHello:
 		return response{Hello: &Hello{PID: os.Getpid(), Instance: s.id, Version: protocolVersion}}, nil, nil
-	case opOpen:
-		f, err := s.mount.open(r.ID)
-		if errors.Is(err, os.ErrNotExist) {
-			err = core.Errorf(core.NotFound, core.CodeFileNotFound, "image %s is not served", core.Clip(r.ID))
-		}
+	case opDir:
+		f, err := dup(s.mount.fd)
 		return response{}, f, err
 	case opKeys:
 		s.keys.Add(r.Keys)
@@ -188,6 +187,15 @@ func (s *Server) answer(r request, f *os.File) (response, *os.File, error) {
 	case opPut:
 	}
 	return response{}, nil, core.Errorf(core.Invalid, core.CodeInvalidField, "the pager cannot %q", core.Clip(string(r.Op)))
+}
+
+// dup is another descriptor of a file.
+func dup(f *os.File) (*os.File, error) {
+	fd, err := unix.FcntlInt(f.Fd(), unix.F_DUPFD_CLOEXEC, 0)
+	if err != nil {
+		return nil, err
+	}
+	return os.NewFile(uintptr(fd), f.Name()), nil
 }
 
 func (s *Server) image(id string) *image {
