@@ -323,6 +323,24 @@ func (e FlowProtocol) Valid() bool {
 	}
 }
 
+// Defines values for GrantMode.
+const (
+	BaseURL GrantMode = "base_url"
+	Header  GrantMode = "header"
+)
+
+// Valid indicates whether the value is a known member of the GrantMode enum.
+func (e GrantMode) Valid() bool {
+	switch e {
+	case BaseURL:
+		return true
+	case Header:
+		return true
+	default:
+		return false
+	}
+}
+
 // Defines values for HealthStatus.
 const (
 	HealthOK HealthStatus = "ok"
@@ -347,6 +365,8 @@ const (
 	ScopeCheckpointImport KeyScope = "checkpoint:import"
 	ScopeCheckpointRead   KeyScope = "checkpoint:read"
 	ScopeFleetRead        KeyScope = "fleet:read"
+	ScopeGrantRead        KeyScope = "grant:read"
+	ScopeGrantWrite       KeyScope = "grant:write"
 	ScopeKeyRead          KeyScope = "key:read"
 	ScopeKeyWrite         KeyScope = "key:write"
 	ScopeProjectRead      KeyScope = "project:read"
@@ -372,6 +392,10 @@ func (e KeyScope) Valid() bool {
 	case ScopeCheckpointRead:
 		return true
 	case ScopeFleetRead:
+		return true
+	case ScopeGrantRead:
+		return true
+	case ScopeGrantWrite:
 		return true
 	case ScopeKeyRead:
 		return true
@@ -1438,7 +1462,8 @@ type ForkCheckpointRequest struct {
 	// image sets.
 	Env Env `json:"env,omitempty,omitzero"`
 
-	// Grants Which secret grants the children get. Refused with 400 `UNSUPPORTED` when given, until the egress proxy exists.
+	// Grants Which grants of the workspace that they come from the children have, as it has them now, each by a placeholder of its own: `inherit`
+	// (as when it is absent), `none`, or a list of their ids.
 	Grants Grants `json:"grants,omitempty,omitzero"`
 
 	// IdleSeconds Do what `on_idle` says when nobody used the workspace for this many seconds (and a few more, for use is recorded in
@@ -1503,7 +1528,8 @@ type ForkWorkspaceRequest struct {
 	// image sets.
 	Env Env `json:"env,omitempty,omitzero"`
 
-	// Grants Which secret grants the children get. Refused with 400 `UNSUPPORTED` when given, until the egress proxy exists.
+	// Grants Which grants of the workspace that they come from the children have, as it has them now, each by a placeholder of its own: `inherit`
+	// (as when it is absent), `none`, or a list of their ids.
 	Grants Grants `json:"grants,omitempty,omitzero"`
 
 	// IdleSeconds Do what `on_idle` says when nobody used the workspace for this many seconds (and a few more, for use is recorded in
@@ -1522,7 +1548,63 @@ type ForkWorkspaceRequest struct {
 	TTLSeconds TTL `json:"ttl_seconds,omitempty,omitzero"`
 }
 
-// Grants Which secret grants the children get. Refused with 400 `UNSUPPORTED` when given, until the egress proxy exists.
+// Grant defines model for Grant.
+type Grant struct {
+	AllowedHosts []string  `json:"allowed_hosts"`
+	CreatedAt    time.Time `json:"created_at"`
+
+	// Env What programs that are started now find in their environment.
+	Env       map[string]string `json:"env"`
+	Expired   bool              `json:"expired"`
+	ExpiresAt time.Time         `json:"expires_at,omitempty,omitzero"`
+	Header    string            `json:"header"`
+
+	// ID The name that its user gives it.
+	ID       GrantID  `json:"id"`
+	MaxBytes int64    `json:"max_bytes,omitempty,omitzero"`
+	Methods  []string `json:"methods,omitempty,omitzero"`
+
+	// Mode How the secret gets into requests. `header`: the proxy reads what the workspace sends to the hosts over TLS, with a certificate of the
+	// project's authority, which the guest trusts. `base_url`: programs ask the proxy in the clear at a URL that is in their environment,
+	// which works whatever they trust.
+	Mode GrantMode `json:"mode"`
+
+	// OwnerID The workspace that it was given to; another when this one has it by a fork.
+	OwnerID WorkspaceID `json:"owner_id"`
+	Paths   []string    `json:"paths,omitempty,omitzero"`
+
+	// Pending The host that the workspace runs on is not known to have its present grants and rules yet.
+	Pending bool `json:"pending"`
+
+	// Placeholder What the workspace's programs use in place of the secret. It is worth nothing anywhere else.
+	Placeholder       string    `json:"placeholder"`
+	Provider          string    `json:"provider"`
+	RequestsPerMinute int       `json:"requests_per_minute,omitempty,omitzero"`
+	UpdatedAt         time.Time `json:"updated_at"`
+	VaultRef          string    `json:"vault_ref,omitempty,omitzero"`
+
+	// Version One more after each change.
+	Version int64 `json:"version"`
+
+	// WorkspaceID Example: ws_06e5bqv7z0f3m8k2h1t9r4w6xc
+	WorkspaceID WorkspaceID `json:"workspace_id"`
+}
+
+// GrantID The name that its user gives it.
+type GrantID = string
+
+// GrantList defines model for GrantList.
+type GrantList struct {
+	Items []Grant `json:"items"`
+}
+
+// GrantMode How the secret gets into requests. `header`: the proxy reads what the workspace sends to the hosts over TLS, with a certificate of the
+// project's authority, which the guest trusts. `base_url`: programs ask the proxy in the clear at a URL that is in their environment,
+// which works whatever they trust.
+type GrantMode string
+
+// Grants Which grants of the workspace that they come from the children have, as it has them now, each by a placeholder of its own: `inherit`
+// (as when it is absent), `none`, or a list of their ids.
 type Grants = interface{}
 
 // Health defines model for Health.
@@ -1914,6 +1996,53 @@ type PruneResult struct {
 	Truncated bool `json:"truncated,omitempty,omitzero"`
 }
 
+// PutGrantRequest defines model for PutGrantRequest.
+type PutGrantRequest struct {
+	// AllowedHosts Exact names, each with a port unless it is 443.
+	AllowedHosts []string `json:"allowed_hosts,omitempty,omitzero"`
+
+	// BaseURLEnv The environment variable that has the base URL, in that mode.
+	BaseURLEnv string `json:"base_url_env,omitempty,omitzero"`
+
+	// BaseURLPath What the base URL has after its host, such as /v1.
+	BaseURLPath string `json:"base_url_path,omitempty,omitzero"`
+
+	// Env The environment variable that has the placeholder.
+	Env string `json:"env,omitempty,omitzero"`
+
+	// Header The header that has the placeholder.
+	Header string `json:"header,omitempty,omitzero"`
+
+	// MaxBytes Of bodies, both ways, for each machine; 0: no bound.
+	MaxBytes int64 `json:"max_bytes,omitempty,omitzero"`
+
+	// Methods Empty: any.
+	Methods []string `json:"methods,omitempty,omitzero"`
+
+	// Mode How the secret gets into requests. `header`: the proxy reads what the workspace sends to the hosts over TLS, with a certificate of the
+	// project's authority, which the guest trusts. `base_url`: programs ask the proxy in the clear at a URL that is in their environment,
+	// which works whatever they trust.
+	Mode GrantMode `json:"mode,omitempty,omitzero"`
+
+	// Paths Prefixes of whole segments; empty: any.
+	Paths []string `json:"paths,omitempty,omitzero"`
+
+	// Provider openai, anthropic, mistral, gemini, github, gitlab, huggingface or custom; the grant's own name when that is one of them.
+	Provider string `json:"provider,omitempty,omitzero"`
+
+	// RequestsPerMinute For each machine; 0: no bound.
+	RequestsPerMinute int `json:"requests_per_minute,omitempty,omitzero"`
+
+	// Secret Its value: 8 bytes to 16 KiB of text as it stands in a header. It is kept encrypted and never shown.
+	Secret string `json:"secret,omitempty,omitzero"`
+
+	// TTLSeconds From now; when it is absent it does not expire.
+	TTLSeconds int64 `json:"ttl_seconds,omitempty,omitzero"`
+
+	// VaultRef Where it is instead: vault://mount/path#field, or env://NAME for development.
+	VaultRef string `json:"vault_ref,omitempty,omitzero"`
+}
+
 // QuotaUsage What the project has now.
 type QuotaUsage struct {
 	CheckpointBytes int64 `json:"checkpoint_bytes"`
@@ -2031,7 +2160,8 @@ type RestoreCheckpointRequest struct {
 	// image sets.
 	Env Env `json:"env,omitempty,omitzero"`
 
-	// Grants Which secret grants the children get. Refused with 400 `UNSUPPORTED` when given, until the egress proxy exists.
+	// Grants Which grants of the workspace that they come from the children have, as it has them now, each by a placeholder of its own: `inherit`
+	// (as when it is absent), `none`, or a list of their ids.
 	Grants Grants `json:"grants,omitempty,omitzero"`
 
 	// IdleSeconds Do what `on_idle` says when nobody used the workspace for this many seconds (and a few more, for use is recorded in
@@ -2997,6 +3127,9 @@ type CreatePortJSONRequestBody = CreatePortRequest
 // RestoreWorkspaceJSONRequestBody defines body for RestoreWorkspace for application/json ContentType.
 type RestoreWorkspaceJSONRequestBody = RestoreWorkspaceRequest
 
+// PutGrantJSONRequestBody defines body for PutGrant for application/json ContentType.
+type PutGrantJSONRequestBody = PutGrantRequest
+
 // ServerInterface represents all server handlers.
 type ServerInterface interface {
 	// GetHealth Say that the process runs
@@ -3185,6 +3318,18 @@ type ServerInterface interface {
 	// ResumeWorkspace Bring a suspended workspace back
 	// (POST /v1/workspaces/{workspace_id}/resume)
 	ResumeWorkspace(ctx echo.Context, workspaceID WorkspaceID, params ResumeWorkspaceParams) error
+	// ListGrants List the grants that a workspace has
+	// (GET /v1/workspaces/{workspace_id}/secrets/grants)
+	ListGrants(ctx echo.Context, workspaceID WorkspaceID) error
+	// DeleteGrant Revoke a grant
+	// (DELETE /v1/workspaces/{workspace_id}/secrets/grants/{grant_id})
+	DeleteGrant(ctx echo.Context, workspaceID WorkspaceID, grantID GrantID) error
+	// GetGrant Get a grant
+	// (GET /v1/workspaces/{workspace_id}/secrets/grants/{grant_id})
+	GetGrant(ctx echo.Context, workspaceID WorkspaceID, grantID GrantID) error
+	// PutGrant Grant a workspace the use of a secret towards hosts
+	// (PUT /v1/workspaces/{workspace_id}/secrets/grants/{grant_id})
+	PutGrant(ctx echo.Context, workspaceID WorkspaceID, grantID GrantID) error
 	// ListSessions List the sessions of the workspace's present epoch, newest first
 	// (GET /v1/workspaces/{workspace_id}/sessions)
 	ListSessions(ctx echo.Context, workspaceID WorkspaceID, params ListSessionsParams) error
@@ -4886,6 +5031,94 @@ func (w *ServerInterfaceWrapper) ResumeWorkspace(ctx echo.Context) error {
 	return err
 }
 
+// ListGrants converts echo context to params.
+func (w *ServerInterfaceWrapper) ListGrants(ctx echo.Context) error {
+	var err error
+	// ------------- Path parameter "workspace_id" -------------
+	var workspaceID WorkspaceID
+
+	err = runtime.BindStyledParameterWithOptions("simple", "workspace_id", ctx.Param("workspace_id"), &workspaceID, runtime.BindStyledParameterOptions{ParamLocation: runtime.ParamLocationPath, Explode: false, Required: true, Type: "string", Format: "", ValueIsUnescaped: ctx.Request().URL.RawPath == ""})
+	if err != nil {
+		return echo.NewHTTPError(http.StatusBadRequest, fmt.Sprintf("Invalid format for parameter workspace_id: %s", err))
+	}
+
+	// Invoke the callback with all the unmarshaled arguments
+	err = w.Handler.ListGrants(ctx, workspaceID)
+	return err
+}
+
+// DeleteGrant converts echo context to params.
+func (w *ServerInterfaceWrapper) DeleteGrant(ctx echo.Context) error {
+	var err error
+	// ------------- Path parameter "workspace_id" -------------
+	var workspaceID WorkspaceID
+
+	err = runtime.BindStyledParameterWithOptions("simple", "workspace_id", ctx.Param("workspace_id"), &workspaceID, runtime.BindStyledParameterOptions{ParamLocation: runtime.ParamLocationPath, Explode: false, Required: true, Type: "string", Format: "", ValueIsUnescaped: ctx.Request().URL.RawPath == ""})
+	if err != nil {
+		return echo.NewHTTPError(http.StatusBadRequest, fmt.Sprintf("Invalid format for parameter workspace_id: %s", err))
+	}
+
+	// ------------- Path parameter "grant_id" -------------
+	var grantID GrantID
+
+	err = runtime.BindStyledParameterWithOptions("simple", "grant_id", ctx.Param("grant_id"), &grantID, runtime.BindStyledParameterOptions{ParamLocation: runtime.ParamLocationPath, Explode: false, Required: true, Type: "string", Format: "", ValueIsUnescaped: ctx.Request().URL.RawPath == ""})
+	if err != nil {
+		return echo.NewHTTPError(http.StatusBadRequest, fmt.Sprintf("Invalid format for parameter grant_id: %s", err))
+	}
+
+	// Invoke the callback with all the unmarshaled arguments
+	err = w.Handler.DeleteGrant(ctx, workspaceID, grantID)
+	return err
+}
+
+// GetGrant converts echo context to params.
+func (w *ServerInterfaceWrapper) GetGrant(ctx echo.Context) error {
+	var err error
+	// ------------- Path parameter "workspace_id" -------------
+	var workspaceID WorkspaceID
+
+	err = runtime.BindStyledParameterWithOptions("simple", "workspace_id", ctx.Param("workspace_id"), &workspaceID, runtime.BindStyledParameterOptions{ParamLocation: runtime.ParamLocationPath, Explode: false, Required: true, Type: "string", Format: "", ValueIsUnescaped: ctx.Request().URL.RawPath == ""})
+	if err != nil {
+		return echo.NewHTTPError(http.StatusBadRequest, fmt.Sprintf("Invalid format for parameter workspace_id: %s", err))
+	}
+
+	// ------------- Path parameter "grant_id" -------------
+	var grantID GrantID
+
+	err = runtime.BindStyledParameterWithOptions("simple", "grant_id", ctx.Param("grant_id"), &grantID, runtime.BindStyledParameterOptions{ParamLocation: runtime.ParamLocationPath, Explode: false, Required: true, Type: "string", Format: "", ValueIsUnescaped: ctx.Request().URL.RawPath == ""})
+	if err != nil {
+		return echo.NewHTTPError(http.StatusBadRequest, fmt.Sprintf("Invalid format for parameter grant_id: %s", err))
+	}
+
+	// Invoke the callback with all the unmarshaled arguments
+	err = w.Handler.GetGrant(ctx, workspaceID, grantID)
+	return err
+}
+
+// PutGrant converts echo context to params.
+func (w *ServerInterfaceWrapper) PutGrant(ctx echo.Context) error {
+	var err error
+	// ------------- Path parameter "workspace_id" -------------
+	var workspaceID WorkspaceID
+
+	err = runtime.BindStyledParameterWithOptions("simple", "workspace_id", ctx.Param("workspace_id"), &workspaceID, runtime.BindStyledParameterOptions{ParamLocation: runtime.ParamLocationPath, Explode: false, Required: true, Type: "string", Format: "", ValueIsUnescaped: ctx.Request().URL.RawPath == ""})
+	if err != nil {
+		return echo.NewHTTPError(http.StatusBadRequest, fmt.Sprintf("Invalid format for parameter workspace_id: %s", err))
+	}
+
+	// ------------- Path parameter "grant_id" -------------
+	var grantID GrantID
+
+	err = runtime.BindStyledParameterWithOptions("simple", "grant_id", ctx.Param("grant_id"), &grantID, runtime.BindStyledParameterOptions{ParamLocation: runtime.ParamLocationPath, Explode: false, Required: true, Type: "string", Format: "", ValueIsUnescaped: ctx.Request().URL.RawPath == ""})
+	if err != nil {
+		return echo.NewHTTPError(http.StatusBadRequest, fmt.Sprintf("Invalid format for parameter grant_id: %s", err))
+	}
+
+	// Invoke the callback with all the unmarshaled arguments
+	err = w.Handler.PutGrant(ctx, workspaceID, grantID)
+	return err
+}
+
 // ListSessions converts echo context to params.
 func (w *ServerInterfaceWrapper) ListSessions(ctx echo.Context) error {
 	var err error
@@ -5044,6 +5277,10 @@ func RegisterHandlersWithOptions(router EchoRouter, si ServerInterface, options 
 	router.GET(options.BaseURL+"/v1/workspaces/:workspace_id/usage", wrapper.GetWorkspaceUsage, options.OperationMiddlewares["getWorkspaceUsage"]...)
 	router.GET(options.BaseURL+"/v1/workspaces/:workspace_id/reseal-reports", wrapper.ListResealReports, options.OperationMiddlewares["listResealReports"]...)
 	router.GET(options.BaseURL+"/v1/workspaces/:workspace_id/egress", wrapper.ListEgress, options.OperationMiddlewares["listEgress"]...)
+	router.GET(options.BaseURL+"/v1/workspaces/:workspace_id/secrets/grants", wrapper.ListGrants, options.OperationMiddlewares["listGrants"]...)
+	router.DELETE(options.BaseURL+"/v1/workspaces/:workspace_id/secrets/grants/:grant_id", wrapper.DeleteGrant, options.OperationMiddlewares["deleteGrant"]...)
+	router.GET(options.BaseURL+"/v1/workspaces/:workspace_id/secrets/grants/:grant_id", wrapper.GetGrant, options.OperationMiddlewares["getGrant"]...)
+	router.PUT(options.BaseURL+"/v1/workspaces/:workspace_id/secrets/grants/:grant_id", wrapper.PutGrant, options.OperationMiddlewares["putGrant"]...)
 	router.GET(options.BaseURL+"/v1/workspaces/:workspace_id/processes", wrapper.ListProcesses, options.OperationMiddlewares["listProcesses"]...)
 	router.GET(options.BaseURL+"/v1/workspaces/:workspace_id/ports", wrapper.ListPorts, options.OperationMiddlewares["listPorts"]...)
 	router.POST(options.BaseURL+"/v1/workspaces/:workspace_id/ports", wrapper.CreatePort, options.OperationMiddlewares["createPort"]...)
@@ -7677,6 +7914,160 @@ func (response ResumeWorkspacedefaultApplicationProblemPlusJSONResponse) VisitRe
 	return err
 }
 
+type ListGrantsRequestObject struct {
+	WorkspaceID WorkspaceID `json:"workspace_id"`
+}
+
+type ListGrantsResponseObject interface {
+	VisitListGrantsResponse(w http.ResponseWriter) error
+}
+
+type ListGrants200JSONResponse GrantList
+
+func (response ListGrants200JSONResponse) VisitListGrantsResponse(w http.ResponseWriter) error {
+
+	var buf bytes.Buffer
+	if err := json.NewEncoder(&buf).Encode(response); err != nil {
+		return err
+	}
+	w.Header().Set("Content-Type", "application/json")
+	w.WriteHeader(200)
+	_, err := buf.WriteTo(w)
+	return err
+}
+
+type ListGrantsdefaultApplicationProblemPlusJSONResponse struct {
+	Body       Problem
+	StatusCode int
+}
+
+func (response ListGrantsdefaultApplicationProblemPlusJSONResponse) VisitListGrantsResponse(w http.ResponseWriter) error {
+
+	var buf bytes.Buffer
+	if err := json.NewEncoder(&buf).Encode(response.Body); err != nil {
+		return err
+	}
+	w.Header().Set("Content-Type", "application/problem+json")
+	w.WriteHeader(response.StatusCode)
+	_, err := buf.WriteTo(w)
+	return err
+}
+
+type DeleteGrantRequestObject struct {
+	WorkspaceID WorkspaceID `json:"workspace_id"`
+	GrantID     GrantID     `json:"grant_id"`
+}
+
+type DeleteGrantResponseObject interface {
+	VisitDeleteGrantResponse(w http.ResponseWriter) error
+}
+
+type DeleteGrant204Response struct {
+}
+
+func (response DeleteGrant204Response) VisitDeleteGrantResponse(w http.ResponseWriter) error {
+	w.WriteHeader(204)
+	return nil
+}
+
+type DeleteGrantdefaultApplicationProblemPlusJSONResponse struct {
+	Body       Problem
+	StatusCode int
+}
+
+func (response DeleteGrantdefaultApplicationProblemPlusJSONResponse) VisitDeleteGrantResponse(w http.ResponseWriter) error {
+
+	var buf bytes.Buffer
+	if err := json.NewEncoder(&buf).Encode(response.Body); err != nil {
+		return err
+	}
+	w.Header().Set("Content-Type", "application/problem+json")
+	w.WriteHeader(response.StatusCode)
+	_, err := buf.WriteTo(w)
+	return err
+}
+
+type GetGrantRequestObject struct {
+	WorkspaceID WorkspaceID `json:"workspace_id"`
+	GrantID     GrantID     `json:"grant_id"`
+}
+
+type GetGrantResponseObject interface {
+	VisitGetGrantResponse(w http.ResponseWriter) error
+}
+
+type GetGrant200JSONResponse Grant
+
+func (response GetGrant200JSONResponse) VisitGetGrantResponse(w http.ResponseWriter) error {
+
+	var buf bytes.Buffer
+	if err := json.NewEncoder(&buf).Encode(response); err != nil {
+		return err
+	}
+	w.Header().Set("Content-Type", "application/json")
+	w.WriteHeader(200)
+	_, err := buf.WriteTo(w)
+	return err
+}
+
+type GetGrantdefaultApplicationProblemPlusJSONResponse struct {
+	Body       Problem
+	StatusCode int
+}
+
+func (response GetGrantdefaultApplicationProblemPlusJSONResponse) VisitGetGrantResponse(w http.ResponseWriter) error {
+
+	var buf bytes.Buffer
+	if err := json.NewEncoder(&buf).Encode(response.Body); err != nil {
+		return err
+	}
+	w.Header().Set("Content-Type", "application/problem+json")
+	w.WriteHeader(response.StatusCode)
+	_, err := buf.WriteTo(w)
+	return err
+}
+
+type PutGrantRequestObject struct {
+	WorkspaceID WorkspaceID `json:"workspace_id"`
+	GrantID     GrantID     `json:"grant_id"`
+	Body        *PutGrantJSONRequestBody
+}
+
+type PutGrantResponseObject interface {
+	VisitPutGrantResponse(w http.ResponseWriter) error
+}
+
+type PutGrant200JSONResponse Grant
+
+func (response PutGrant200JSONResponse) VisitPutGrantResponse(w http.ResponseWriter) error {
+
+	var buf bytes.Buffer
+	if err := json.NewEncoder(&buf).Encode(response); err != nil {
+		return err
+	}
+	w.Header().Set("Content-Type", "application/json")
+	w.WriteHeader(200)
+	_, err := buf.WriteTo(w)
+	return err
+}
+
+type PutGrantdefaultApplicationProblemPlusJSONResponse struct {
+	Body       Problem
+	StatusCode int
+}
+
+func (response PutGrantdefaultApplicationProblemPlusJSONResponse) VisitPutGrantResponse(w http.ResponseWriter) error {
+
+	var buf bytes.Buffer
+	if err := json.NewEncoder(&buf).Encode(response.Body); err != nil {
+		return err
+	}
+	w.Header().Set("Content-Type", "application/problem+json")
+	w.WriteHeader(response.StatusCode)
+	_, err := buf.WriteTo(w)
+	return err
+}
+
 type ListSessionsRequestObject struct {
 	WorkspaceID WorkspaceID `json:"workspace_id"`
 	Params      ListSessionsParams
@@ -8052,6 +8443,18 @@ type StrictServerInterface interface {
 	// ResumeWorkspace Bring a suspended workspace back
 	// (POST /v1/workspaces/{workspace_id}/resume)
 	ResumeWorkspace(ctx context.Context, request ResumeWorkspaceRequestObject) (ResumeWorkspaceResponseObject, error)
+	// ListGrants List the grants that a workspace has
+	// (GET /v1/workspaces/{workspace_id}/secrets/grants)
+	ListGrants(ctx context.Context, request ListGrantsRequestObject) (ListGrantsResponseObject, error)
+	// DeleteGrant Revoke a grant
+	// (DELETE /v1/workspaces/{workspace_id}/secrets/grants/{grant_id})
+	DeleteGrant(ctx context.Context, request DeleteGrantRequestObject) (DeleteGrantResponseObject, error)
+	// GetGrant Get a grant
+	// (GET /v1/workspaces/{workspace_id}/secrets/grants/{grant_id})
+	GetGrant(ctx context.Context, request GetGrantRequestObject) (GetGrantResponseObject, error)
+	// PutGrant Grant a workspace the use of a secret towards hosts
+	// (PUT /v1/workspaces/{workspace_id}/secrets/grants/{grant_id})
+	PutGrant(ctx context.Context, request PutGrantRequestObject) (PutGrantResponseObject, error)
 	// ListSessions List the sessions of the workspace's present epoch, newest first
 	// (GET /v1/workspaces/{workspace_id}/sessions)
 	ListSessions(ctx context.Context, request ListSessionsRequestObject) (ListSessionsResponseObject, error)
@@ -10076,6 +10479,132 @@ func (sh *strictHandler) ResumeWorkspace(ctx echo.Context, workspaceID Workspace
 		return err
 	} else if validResponse, ok := response.(ResumeWorkspaceResponseObject); ok {
 		return validResponse.VisitResumeWorkspaceResponse(ctx.Response())
+	} else if response != nil {
+		return fmt.Errorf("unexpected response type: %T", response)
+	}
+	return nil
+}
+
+// ListGrants operation middleware
+func (sh *strictHandler) ListGrants(ctx echo.Context, workspaceID WorkspaceID) error {
+	var request ListGrantsRequestObject
+
+	request.WorkspaceID = workspaceID
+
+	handler := func(ctx echo.Context, request interface{}) (interface{}, error) {
+		return sh.ssi.ListGrants(ctx.Request().Context(), request.(ListGrantsRequestObject))
+	}
+	for _, middleware := range sh.middlewares {
+		handler = middleware(handler, "ListGrants")
+	}
+
+	response, err := handler(ctx, request)
+
+	if err != nil {
+		return err
+	} else if validResponse, ok := response.(ListGrantsResponseObject); ok {
+		return validResponse.VisitListGrantsResponse(ctx.Response())
+	} else if response != nil {
+		return fmt.Errorf("unexpected response type: %T", response)
+	}
+	return nil
+}
+
+// DeleteGrant operation middleware
+func (sh *strictHandler) DeleteGrant(ctx echo.Context, workspaceID WorkspaceID, grantID GrantID) error {
+	var request DeleteGrantRequestObject
+
+	request.WorkspaceID = workspaceID
+	request.GrantID = grantID
+
+	handler := func(ctx echo.Context, request interface{}) (interface{}, error) {
+		return sh.ssi.DeleteGrant(ctx.Request().Context(), request.(DeleteGrantRequestObject))
+	}
+	for _, middleware := range sh.middlewares {
+		handler = middleware(handler, "DeleteGrant")
+	}
+
+	response, err := handler(ctx, request)
+
+	if err != nil {
+		return err
+	} else if validResponse, ok := response.(DeleteGrantResponseObject); ok {
+		return validResponse.VisitDeleteGrantResponse(ctx.Response())
+	} else if response != nil {
+		return fmt.Errorf("unexpected response type: %T", response)
+	}
+	return nil
+}
+
+// GetGrant operation middleware
+func (sh *strictHandler) GetGrant(ctx echo.Context, workspaceID WorkspaceID, grantID GrantID) error {
+	var request GetGrantRequestObject
+
+	request.WorkspaceID = workspaceID
+	request.GrantID = grantID
+
+	handler := func(ctx echo.Context, request interface{}) (interface{}, error) {
+		return sh.ssi.GetGrant(ctx.Request().Context(), request.(GetGrantRequestObject))
+	}
+	for _, middleware := range sh.middlewares {
+		handler = middleware(handler, "GetGrant")
+	}
+
+	response, err := handler(ctx, request)
+
+	if err != nil {
+		return err
+	} else if validResponse, ok := response.(GetGrantResponseObject); ok {
+		return validResponse.VisitGetGrantResponse(ctx.Response())
+	} else if response != nil {
+		return fmt.Errorf("unexpected response type: %T", response)
+	}
+	return nil
+}
+
+// PutGrant operation middleware
+func (sh *strictHandler) PutGrant(ctx echo.Context, workspaceID WorkspaceID, grantID GrantID) error {
+	var request PutGrantRequestObject
+
+	request.WorkspaceID = workspaceID
+	request.GrantID = grantID
+
+	var body PutGrantJSONRequestBody
+	var err error
+	if binder, ok := ctx.Echo().Binder.(*echo.DefaultBinder); ok {
+		// A request validator built on kin-openapi's openapi3filter with
+		// KeepValidatedValue leaves the value it validated on the body. Bind
+		// that value, matching member names exactly, so the handler receives
+		// what was validated instead of a second, case-insensitive decode.
+		// Otherwise bind only the request body, so that path and query
+		// parameters are not also bound into the body struct.
+		if vb, ok := ctx.Request().Body.(interface{ ValidatedValue() any }); !ok || runtime.BindJSONValue(vb.ValidatedValue(), &body) != nil {
+			err = binder.BindBody(ctx, &body)
+		}
+	} else {
+		// A custom binder is installed on the Echo instance; defer to it
+		// entirely, since echo.Binder does not expose body-only binding and
+		// the binder may do more than decode (for example call ctx.Validate).
+		err = ctx.Bind(&body)
+	}
+	if err != nil {
+		return err
+	}
+	request.Body = &body
+
+	handler := func(ctx echo.Context, request interface{}) (interface{}, error) {
+		return sh.ssi.PutGrant(ctx.Request().Context(), request.(PutGrantRequestObject))
+	}
+	for _, middleware := range sh.middlewares {
+		handler = middleware(handler, "PutGrant")
+	}
+
+	response, err := handler(ctx, request)
+
+	if err != nil {
+		return err
+	} else if validResponse, ok := response.(PutGrantResponseObject); ok {
+		return validResponse.VisitPutGrantResponse(ctx.Response())
 	} else if response != nil {
 		return fmt.Errorf("unexpected response type: %T", response)
 	}

@@ -45,6 +45,8 @@ type Config struct {
 	StoreGrace time.Duration // how long an object stays that nothing needs any more; default 1 h
 	Wrapper    Wrapper       // of the keys of projects; nil: none of them can be used
 
+	Secrets SecretSource // where secrets of grants are that are not kept here; nil: nowhere
+
 	Trust           *Trust        // nil where controller and runner share a secret, as in coppice dev; then no runner can join
 	CertificateLife time.Duration // of runners' certificates; default 24 h
 }
@@ -111,15 +113,16 @@ type Controller struct {
 	waiters  map[core.OperationID][]chan struct{} // for operations that others run
 	released map[core.WorkspaceID]chan struct{}   // closed when a capture of ours ends
 
-	feed      *feed
-	metrics   *metrics
-	keys      keyring
-	limits    *limiter
-	images    imageCache
-	uses      uses
-	admission admission
-	samples   samples
-	data      dataCheck
+	feed        *feed
+	metrics     *metrics
+	keys        keyring
+	limits      *limiter
+	images      imageCache
+	uses        uses
+	admission   admission
+	samples     samples
+	data        dataCheck
+	authorities authorities
 
 	imports, exports chan struct{} // one in it for each that is under way
 }
@@ -191,7 +194,7 @@ func (c *Controller) Traces() trace.TracerProvider { return c.cfg.Traces }
 // Bootstrap makes the first project and its key, as the configuration says. It is idempotent.
 func (c *Controller) Bootstrap(ctx context.Context) (Project, error) {
 	var project Project
-	if err := c.rewrap(ctx); err != nil {
+	if err := errors.Join(c.rewrap(ctx), c.rewrapSecrets(ctx)); err != nil {
 		return project, err
 	}
 	err := c.store.InTx(ctx, System(), func(tx Tx) error {

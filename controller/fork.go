@@ -24,6 +24,7 @@ type ForkRequest struct {
 	Egress       core.EgressPolicy // empty: as the captured workspace has it
 	Allow        *[]string         // nil: likewise
 	Env          map[string]string // nil: as the captured workspace has it
+	Grants       GrantChoice       // the zero value: all that the captured workspace has now
 	Labels       map[string]string
 	TTL          time.Duration // 0: none
 	Rest         Rest
@@ -57,14 +58,29 @@ type forkPlan struct {
 	children []Workspace // in the order asked, each with its sandbox and that one's runner
 	source   Checkpoint
 	loaded   bool // of rows: it may be that children were grown before, with rules that were others
+
+	// mu guards given.
+	mu    sync.Mutex
+	given map[core.WorkspaceID]Given // what runners were told
 }
 
-// sentRules is the version of the rules that a child's runner is known to have when it has grown it.
-func (p *forkPlan) sentRules(child Workspace) int64 {
+// sent is what a child's runner is known to have been told when it has grown it.
+func (p *forkPlan) sent(child Workspace) Given {
+	p.mu.Lock()
+	defer p.mu.Unlock()
 	if p.loaded {
-		return 0
+		return Given{}
 	}
-	return child.Rules.Version
+	return p.given[child.ID]
+}
+
+func (p *forkPlan) tell(child Workspace, given Given) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.given == nil {
+		p.given = map[core.WorkspaceID]Given{}
+	}
+	p.given[child.ID] = given
 }
 
 // ForkCheckpoint grows workspaces from a checkpoint.
@@ -104,6 +120,9 @@ func (c *Controller) fork(ctx context.Context, project core.ProjectID, kind Oper
 		}
 		children, err := c.plant(ctx, tx, planting{project: project, runners: runners, names: names, attempt: attempt, ttl: req.TTL, like: like})
 		if err != nil {
+			return nil, err
+		}
+		if err := inherit(ctx, tx, source, req.Grants, children); err != nil {
 			return nil, err
 		}
 		in.Source, in.AllOrNothing, in.Children = id, req.AllOrNothing, childInputs(children)
@@ -249,6 +268,7 @@ func (c *Controller) plant(ctx context.Context, tx Tx, p planting) ([]Workspace,
 		w.Sandbox = Sandbox{
 			ID: core.NewID[core.SandboxID](), ProjectID: p.project, WorkspaceID: w.ID, Epoch: 1, RunnerID: p.runners[i].Info.RunnerID,
 			Endpoint: p.runners[i].Endpoint, Resources: w.Resources, Identity: identity,
+			EgressKey: p.runners[i].Info.EgressKey, EgressURL: p.runners[i].Info.EgressURL,
 		}
 		list[i], sandboxes[i] = w, w.Sandbox
 	}
@@ -376,11 +396,11 @@ func (c *Controller) callFork(ctx context.Context, plan *forkPlan) ([]runnerapi.
 // grown only with a complete reseal of the generation that it was given.
 func (c *Controller) callShare(ctx context.Context, plan *forkPlan, endpoint string, share []int, out []runnerapi.ChildResult) error {
 	req := runnerapi.Fork{CheckpointID: plan.source.ID, Children: make([]runnerapi.Child, len(share)), Sources: plan.source.Sources, Peers: plan.source.Peers}
+	if err := c.tell(ctx, plan, share, req.Children); err != nil {
+		return err
+	}
 	for n, i := range share {
 		w := plan.children[i]
-		req.Children[n] = runnerapi.Child{
-			SandboxID: w.Sandbox.ID, WorkspaceID: w.ID, Epoch: w.Sandbox.Epoch, Identity: w.Sandbox.Identity, Egress: w.Egress, Rules: w.Rules.wire(), Env: w.Env,
-		}
 		if w.Resources.DiskGiB > plan.source.Resources.DiskGiB {
 			req.Children[n].DiskGiB = w.Resources.DiskGiB
 		}
@@ -410,6 +430,31 @@ func (c *Controller) callShare(ctx context.Context, plan *forkPlan, endpoint str
 		out[i] = res.Children[n]
 		if problem := refused(req.Children[n], out[i]); problem != nil {
 			out[i].Problem = runnerapi.ProblemOf(problem)
+		}
+	}
+	return nil
+}
+
+// tell says what each of some children is to be: the grants that it has are re-issued here, by the secrets and the rules of this moment.
+func (c *Controller) tell(ctx context.Context, plan *forkPlan, share []int, children []runnerapi.Child) error {
+	list := make([]Workspace, len(share))
+	for n, i := range share {
+		list[n] = plan.children[i]
+	}
+	equipped, err := c.equip(ctx, list, false)
+	if err != nil {
+		return err
+	}
+	for n, w := range list {
+		children[n] = runnerapi.Child{
+			SandboxID: w.Sandbox.ID, WorkspaceID: w.ID, Epoch: w.Sandbox.Epoch, Identity: w.Sandbox.Identity, Egress: w.Egress, Rules: equipped[n].rules, Env: w.Env,
+		}
+		plan.tell(w, equipped[n].given)
+		if w.Egress != core.EgressDenyAll {
+			continue
+		}
+		if children[n].CA, err = c.trusted(ctx, w.ProjectID); err != nil {
+			return err
 		}
 	}
 	return nil
@@ -460,7 +505,7 @@ func (c *Controller) finishGrown(ctx context.Context, t *Task, plan *forkPlan, g
 			if p := got[i].Problem; p != nil {
 				failed = append(failed, EndedWorkspace{ID: w.ID, To: core.WorkspaceFailed, Failure: &Failure{Code: p.Code, Message: p.Message}})
 			} else {
-				ready = append(ready, ReadyWorkspace{ID: w.ID, Epoch: w.Sandbox.Epoch, Sandbox: w.Sandbox.ID, Rules: plan.sentRules(w)})
+				ready = append(ready, ReadyWorkspace{ID: w.ID, Epoch: w.Sandbox.Epoch, Sandbox: w.Sandbox.ID, Given: plan.sent(w)})
 			}
 		}
 		moved, err := tx.ReadyWorkspaces(ctx, ready)

@@ -133,6 +133,8 @@ type Sandbox struct {
 	Endpoint    string // of the runner
 	Resources   core.Resources
 	Identity    core.Identity
+	EgressKey   []byte // of the egress process of its host
+	EgressURL   string // of that, as its guest reaches it
 }
 
 // CheckpointKind tells the roots of trees from what users made.
@@ -194,7 +196,9 @@ type Checkpoint struct {
 
 	Egress core.EgressPolicy // of the workspace that it was taken of, for its forks
 	Allow  []string          // likewise
-	Env    map[string]string // likewise
+	// Granted says that the workspace has grants.
+	Granted bool
+	Env     map[string]string // likewise
 }
 
 // Imported is what a file said of the checkpoint that it had been: nothing that was checked.

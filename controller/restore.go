@@ -93,7 +93,7 @@ func (c *Controller) nextSandbox(ctx context.Context, tx Tx, w Workspace, source
 	}
 	next := Sandbox{
 		ID: core.NewID[core.SandboxID](), ProjectID: w.ProjectID, WorkspaceID: w.ID, Epoch: w.Epoch + 1, RunnerID: runner.Info.RunnerID,
-		Endpoint: runner.Endpoint, Resources: source.Resources, Identity: identity,
+		Endpoint: runner.Endpoint, Resources: source.Resources, Identity: identity, EgressKey: runner.Info.EgressKey, EgressURL: runner.Info.EgressURL,
 	}
 	tx.InsertSandboxes([]Sandbox{next})
 	return next, c.occupy(ctx, tx, runner)
@@ -160,7 +160,8 @@ func (c *Controller) switchSandbox(ctx context.Context, t *Task, plan *restorePl
 	child := plan.workspace
 	child.Sandbox = plan.next
 	child.Resources.DiskGiB = plan.source.Resources.DiskGiB
-	got, err := c.callFork(ctx, &forkPlan{children: []Workspace{child}, source: plan.source})
+	grown := &forkPlan{children: []Workspace{child}, source: plan.source, loaded: plan.loaded}
+	got, err := c.callFork(ctx, grown)
 	t.watch.Lap("fork")
 	if err == nil {
 		err = got[0].Problem.Err()
@@ -169,15 +170,14 @@ func (c *Controller) switchSandbox(ctx context.Context, t *Task, plan *restorePl
 		return err
 	}
 	switched := func(now Operation) bool { return now.Step == "drop" }
-	if err := t.insistTx(ctx, switched, func(tx Tx) error { return c.recordSwitch(ctx, tx, t, plan, got) }); err != nil {
+	if err := t.insistTx(ctx, switched, func(tx Tx) error { return c.recordSwitch(ctx, tx, t, plan, grown.sent(child), got) }); err != nil {
 		return err
 	}
 	t.op.Step = "drop"
 	return nil
 }
 
-func (c *Controller) recordSwitch(ctx context.Context, tx Tx, t *Task, plan *restorePlan, got []runnerapi.ChildResult) error {
-	sent := (&forkPlan{loaded: plan.loaded}).sentRules(plan.workspace)
+func (c *Controller) recordSwitch(ctx context.Context, tx Tx, t *Task, plan *restorePlan, sent Given, got []runnerapi.ChildResult) error {
 	if _, err := tx.SwitchWorkspace(ctx, t.op.WorkspaceID, t.in.Epoch, plan.next.ID, plan.source, sent); err != nil {
 		return err
 	}

@@ -1,6 +1,7 @@
 package controller
 
 import (
+	"bytes"
 	"context"
 	"slices"
 	"strings"
@@ -18,6 +19,8 @@ type Rules struct {
 	Allow   []string // entries in their only form, sorted
 	Version int64    // one more with each change
 	Applied int64    // the version that the runner of the present sandbox is known to have
+	Granted bool     // there are grants, too
+	Sealed  []byte   // the key that they were sealed for last
 }
 
 func (r Rules) wire() runnerapi.EgressRules {
@@ -27,7 +30,7 @@ func (r Rules) wire() runnerapi.EgressRules {
 // RulesPending reports whether a workspace runs on a host that is not known to have its present rules.
 func (w Workspace) RulesPending() bool {
 	running := w.State == core.WorkspaceReady || w.State == core.WorkspaceCheckpointing
-	return running && w.Rules.Applied < w.Rules.Version
+	return running && (w.Rules.Applied < w.Rules.Version || w.Rules.Granted && !bytes.Equal(w.Rules.Sealed, w.Sandbox.EgressKey))
 }
 
 // Ruled is a workspace, whether it lives or not, with what it may reach.
@@ -42,7 +45,7 @@ type Ruled struct {
 type AppliedRules struct {
 	Workspace core.WorkspaceID
 	Sandbox   core.SandboxID
-	Version   int64
+	Given     Given
 }
 
 // RulesTx keeps the rules of workspaces.
@@ -58,7 +61,8 @@ type RulesTx interface {
 	Forks(ctx context.Context, of []core.WorkspaceID) ([]Ruled, error)
 	// SetRules gives workspaces rules that they do not have yet.
 	SetRules(ctx context.Context, list []Ruled) error
-	// PendingRules returns workspaces that run on a runner with a lease that is not known to have their present rules.
+	// PendingRules returns workspaces that run on a runner with a lease that is not known to have their present rules, or whose grants have to
+	// be sealed anew.
 	PendingRules(ctx context.Context, limit int) ([]Workspace, error)
 	// ApplyRules records what runners have; of sandboxes that are not the present ones it records nothing.
 	ApplyRules(ctx context.Context, list []AppliedRules) error
@@ -230,11 +234,11 @@ func (c *Controller) giveRules(ctx context.Context) error {
 			if skip {
 				return
 			}
-			err := c.giveRulesOf(ctx, w, rulesCallTime)
+			given, err := c.giveRulesOf(ctx, w, rulesCallTime)
 			mu.Lock()
 			defer mu.Unlock()
 			if err == nil {
-				applied = append(applied, AppliedRules{w.ID, w.Sandbox.ID, w.Rules.Version})
+				applied = append(applied, AppliedRules{w.ID, w.Sandbox.ID, given})
 			} else if core.CodeOf(err) == core.CodeRunnerUnreachable {
 				away[w.Sandbox.RunnerID] = true
 			}
@@ -248,25 +252,33 @@ func (c *Controller) giveRules(ctx context.Context) error {
 	return c.store.InTx(ctx, System(), func(tx Tx) error { return tx.ApplyRules(ctx, applied) })
 }
 
-func (c *Controller) giveRulesOf(ctx context.Context, w Workspace, limit time.Duration) error {
+func (c *Controller) giveRulesOf(ctx context.Context, w Workspace, limit time.Duration) (Given, error) {
 	ctx, cancel := context.WithTimeout(ctx, limit)
 	defer cancel()
-	err := c.runners.SetEgress(ctx, w.Sandbox.Endpoint, w.Sandbox.ID, w.Rules.wire())
+	equipped, err := c.equip(ctx, []Workspace{w}, true)
+	if err == nil {
+		err = c.runners.SetEgress(ctx, w.Sandbox.Endpoint, w.Sandbox.ID, equipped[0].rules)
+	}
 	if err != nil {
 		c.log.InfoContext(ctx, "egress rules not in force yet", "workspace_id", w.ID, "runner_id", w.Sandbox.RunnerID, "rules_version", w.Rules.Version, "err", err)
+		return Given{}, err
 	}
-	return err
+	return equipped[0].given, nil
 }
 
 // applyRules gives the rules of a workspace that were just changed to its runner, and returns the workspace as it is then. What does not
 // succeed is left to the loop.
 func (c *Controller) applyRules(ctx context.Context, w Workspace) Workspace {
 	defer c.wakeRules() // for what was forked from it
-	if !w.RulesPending() || c.giveRulesOf(ctx, w, rulesWaitTime) != nil {
+	if !w.RulesPending() {
 		return w
 	}
-	err := c.store.InTx(ctx, InProject(w.ProjectID), func(tx Tx) error {
-		if err := tx.ApplyRules(ctx, []AppliedRules{{w.ID, w.Sandbox.ID, w.Rules.Version}}); err != nil {
+	given, err := c.giveRulesOf(ctx, w, rulesWaitTime)
+	if err != nil {
+		return w
+	}
+	err = c.store.InTx(ctx, InProject(w.ProjectID), func(tx Tx) error {
+		if err := tx.ApplyRules(ctx, []AppliedRules{{w.ID, w.Sandbox.ID, given}}); err != nil {
 			return err
 		}
 		now, err := tx.Workspace(ctx, w.ID)

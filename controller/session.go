@@ -8,6 +8,7 @@ import (
 	"encoding/base64"
 	"errors"
 	"io"
+	"maps"
 	"net/http"
 	"net/url"
 	"slices"
@@ -101,7 +102,11 @@ func (c *Controller) launch(ctx context.Context, row Session, w Workspace, req E
 	if err := beforeLaunch.Hit(ctx); err != nil {
 		return view, err
 	}
-	err := c.callGuest(ctx, w.Sandbox, http.MethodPost, pathSessions, nil, guestExec{ID: row.GuestID, ExecRequest: req}, &view.Guest)
+	req, err := c.withGrants(ctx, w, req)
+	if err != nil {
+		return view, err
+	}
+	err = c.callGuest(ctx, w.Sandbox, http.MethodPost, pathSessions, nil, guestExec{ID: row.GuestID, ExecRequest: req}, &view.Guest)
 	if err := afterLaunch.Hit(ctx); err != nil {
 		return view, err
 	}
@@ -123,6 +128,22 @@ func (c *Controller) launch(ctx context.Context, row Session, w Workspace, req E
 		c.log.WarnContext(ctx, "start of a session was not marked", "session_id", row.ID, "err", err)
 	}
 	return view, nil
+}
+
+// withGrants adds the placeholders of the grants that a workspace has now to the environment of a program that is to be started, where that
+// does not say otherwise.
+func (c *Controller) withGrants(ctx context.Context, w Workspace, req ExecRequest) (ExecRequest, error) {
+	if !w.Rules.Granted {
+		return req, nil
+	}
+	list, err := read(ctx, c, InProject(w.ProjectID), func(tx Tx) ([]HeldGrant, error) { return tx.HeldGrants(ctx, []core.WorkspaceID{w.ID}) })
+	if err != nil {
+		return req, err
+	}
+	env := GrantEnv(list, w.Sandbox.EgressURL, time.Now())
+	maps.Copy(env, req.Env)
+	req.Env = env
+	return req, nil
 }
 
 // repeatSession answers a repeat of a request that starts a session. Where the first was cut off before the program was

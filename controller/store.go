@@ -61,6 +61,9 @@ type Tx interface {
 	KeyTx
 	WorkspaceTx
 	RulesTx
+	GrantTx
+	SecretTx
+	AuthorityTx
 	FlowTx
 	SandboxTx
 	CheckpointTx
@@ -112,7 +115,7 @@ type ReadyWorkspace struct {
 	ID      core.WorkspaceID
 	Epoch   int64
 	Sandbox core.SandboxID
-	Rules   int64 // the version that its runner has
+	Given   Given // what its runner was told
 }
 
 // EndedWorkspace ends a workspace. To is terminated, failed or lost.
@@ -145,8 +148,8 @@ type WorkspaceTx interface {
 	// ForkWorkspaceFrom moves a creating workspace on to restoring, now that its template is known. It may give it another.
 	ForkWorkspaceFrom(ctx context.Context, id core.WorkspaceID, from Checkpoint) (Workspace, error)
 	ReadyWorkspaces(ctx context.Context, list []ReadyWorkspace) ([]Workspace, error)
-	// SwitchWorkspace makes a restored workspace ready in its next epoch and sandbox, whose runner has these rules, and ends the old sandbox.
-	SwitchWorkspace(ctx context.Context, id core.WorkspaceID, epoch int64, sandbox core.SandboxID, head Checkpoint, rules int64) (Workspace, error)
+	// SwitchWorkspace makes a restored workspace ready in its next epoch and sandbox, whose runner was told this, and ends the old sandbox.
+	SwitchWorkspace(ctx context.Context, id core.WorkspaceID, epoch int64, sandbox core.SandboxID, head Checkpoint, given Given) (Workspace, error)
 	// CapturedWorkspace makes a workspace ready after a capture. head is nil when the capture failed.
 	CapturedWorkspace(ctx context.Context, id core.WorkspaceID, epoch int64, head *Checkpoint) (Workspace, error)
 	// SuspendWorkspace makes a workspace that was captured and stopped suspended, and ends its sandbox.

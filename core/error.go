@@ -97,6 +97,10 @@ const (
 	CodeRunnerLost           Code = "RUNNER_LOST"
 	CodeControllerStopping   Code = "CONTROLLER_STOPPING"
 	CodeEgressBeyondParent   Code = "EGRESS_BEYOND_PARENT"
+	CodeGrantNotFound        Code = "GRANT_NOT_FOUND"
+	CodeSecretNotFound       Code = "SECRET_NOT_FOUND"
+	CodeSecretUnavailable    Code = "SECRET_UNAVAILABLE"
+	CodeGrantHostDenied      Code = "GRANT_HOST_DENIED"
 
 	CodeIdempotencyInProgress  Code = "IDEMPOTENCY_IN_PROGRESS"
 	CodeIdempotencyMismatch    Code = "IDEMPOTENCY_MISMATCH"

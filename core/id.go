@@ -34,6 +34,10 @@ type (
 	KeyID string
 	// ImageID names a built guest image in the controller (prefix "img").
 	ImageID string
+	// GrantID names a grant as it was given to a workspace (prefix "grant").
+	GrantID string
+	// SecretID names a value that is kept encrypted (prefix "sec").
+	SecretID string
 )
 
 // ID is any of the typed ids.
@@ -53,6 +57,8 @@ func (BaseID) prefix() string       { return "base" }
 func (PortID) prefix() string       { return "port" }
 func (KeyID) prefix() string        { return "key" }
 func (ImageID) prefix() string      { return "img" }
+func (GrantID) prefix() string      { return "grant" }
+func (SecretID) prefix() string     { return "sec" }
 
 const idBodyLen = 26
 

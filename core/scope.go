@@ -15,7 +15,9 @@ const (
 	ScopeCheckpointCreate KeyScope = "checkpoint:create"
 	ScopeCheckpointDelete KeyScope = "checkpoint:delete"
 	ScopeCheckpointImport KeyScope = "checkpoint:import" // from a file, whose device state a VMM reads; only where it is named
-	ScopeFleetRead        KeyScope = "fleet:read"        // images and runners
+	ScopeGrantRead        KeyScope = "grant:read"
+	ScopeGrantWrite       KeyScope = "grant:write" // give a workspace the use of secrets, and take it
+	ScopeFleetRead        KeyScope = "fleet:read"  // images and runners
 	ScopeProjectRead      KeyScope = "project:read"
 	ScopeKeyRead          KeyScope = "key:read"
 	ScopeKeyWrite         KeyScope = "key:write" // make keys that can do no more, and revoke such
@@ -26,7 +28,7 @@ const (
 // ProjectScopes are all that concern one project only.
 var ProjectScopes = []KeyScope{
 	ScopeWorkspaceRead, ScopeWorkspaceCreate, ScopeWorkspaceExec, ScopeWorkspaceDelete, ScopeCheckpointRead, ScopeCheckpointCreate,
-	ScopeCheckpointDelete, ScopeCheckpointImport, ScopeFleetRead, ScopeProjectRead, ScopeKeyRead, ScopeKeyWrite, ScopeAuditRead,
+	ScopeCheckpointDelete, ScopeCheckpointImport, ScopeGrantRead, ScopeGrantWrite, ScopeFleetRead, ScopeProjectRead, ScopeKeyRead, ScopeKeyWrite, ScopeAuditRead,
 }
 
 // Known reports whether it is one of the scopes.

@@ -3,7 +3,6 @@
 package guestagent
 
 import (
-	"bytes"
 	"context"
 	"crypto/ed25519"
 	"crypto/rand"
@@ -181,63 +180,6 @@ var (
 		{"/etc", []string{"random-seed"}},
 	}
 )
-
-// The marks between which the project's CA stands in a bundle.
-const (
-	caBegin = "# coppice: begin\n"
-	caEnd   = "# coppice: end\n"
-)
-
-// stepCA adds the CA to the trust bundles that the image has. No program of the image is run for it.
-func stepCA(_ context.Context, r *resealRun) (evidence, error) {
-	if r.req.CA == "" {
-		return nil, skipError("none given")
-	}
-	if block, _ := pem.Decode([]byte(r.req.CA)); block == nil || block.Type != "CERTIFICATE" {
-		return nil, errors.New("the CA is not a PEM certificate")
-	}
-	changed := 0
-	seen := map[string]bool{}
-	for _, p := range []string{"/etc/ssl/certs/ca-certificates.crt", "/etc/pki/tls/certs/ca-bundle.crt", "/etc/ssl/ca-bundle.pem", "/etc/ssl/cert.pem"} {
-		real, err := filepath.EvalSymlinks(p)
-		if err != nil || seen[real] {
-			continue
-		}
-		seen[real] = true
-		bundle, err := os.ReadFile(real)
-		if err != nil {
-			return nil, err
-		}
-		if err := replaceFile(real, addCA(bundle, r.req.CA), 0o644); err != nil {
-			return nil, err
-		}
-		changed++
-	}
-	if changed == 0 {
-		const p = "/etc/ssl/certs/ca-certificates.crt"
-		if err := os.MkdirAll(filepath.Dir(p), 0o755); err != nil {
-			return nil, err
-		}
-		if err := replaceFile(p, addCA(nil, r.req.CA), 0o644); err != nil {
-			return nil, err
-		}
-		changed = 1
-	}
-	sum := sha256.Sum256([]byte(r.req.CA))
-	return evidence{"bundles": strconv.Itoa(changed), "sha256": short(sum[:])}, nil
-}
-
-// addCA puts the CA at a bundle's end, in the place of one that was put there before.
-func addCA(bundle []byte, ca string) []byte {
-	if before, rest, ok := bytes.Cut(bundle, []byte(caBegin)); ok {
-		_, after, _ := bytes.Cut(rest, []byte(caEnd))
-		bundle = slices.Concat(before, after)
-	}
-	if len(bundle) > 0 && bundle[len(bundle)-1] != '\n' {
-		bundle = append(bundle, '\n')
-	}
-	return append(bundle, caBegin+strings.TrimRight(ca, "\n")+"\n"+caEnd...)
-}
 
 // stepTimers reports what will run by itself in every clone once it is thawed, as it was found when the workload was quiesced.
 func stepTimers(_ context.Context, r *resealRun) (evidence, error) {

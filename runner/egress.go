@@ -26,6 +26,7 @@ type egressLink struct {
 
 	mu     sync.Mutex     // guards what follows
 	client *egress.Client // nil: there is none at this moment
+	key    []byte         // of it, that grants are sealed for
 	news   chan struct{}  // closed when it is another
 }
 
@@ -50,7 +51,7 @@ func (r *Runner) openedWith(p core.EgressPolicy) core.EgressPolicy {
 
 // checkRules refuses what this runner could not enforce.
 func (r *Runner) checkRules(opened core.EgressPolicy, rules runnerapi.EgressRules) error {
-	if opened != core.EgressProxied && len(rules.Allow) > 0 && opened != core.EgressAllowAll {
+	if opened != core.EgressProxied && len(rules.Allow)+len(rules.Grants) > 0 && opened != core.EgressAllowAll {
 		return core.Errorf(core.Invalid, core.CodeUnsupported,
 			"this runner has no egress process, or had none when the sandbox was made, so nothing leaves it and network.allow must be empty; start the runner without --egress off")
 	}
@@ -58,13 +59,29 @@ func (r *Runner) checkRules(opened core.EgressPolicy, rules runnerapi.EgressRule
 	return err
 }
 
-// set makes a client the one to use; nil for none.
-func (e *egressLink) set(c *egress.Client) {
+// set makes a client, by the key of its process, the one to use; nil for none. The controllers are told soon: grants are sealed for a key.
+func (e *egressLink) set(c *egress.Client, key []byte) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	e.client = c
+	e.client, e.key = c, key
 	close(e.news)
 	e.news = make(chan struct{})
+	e.r.wake()
+}
+
+// reach is what controllers seal grants for, and where guests find base URLs; nothing while there is no process.
+func (e *egressLink) reach() (key []byte, url string) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	gateway, _ := e.r.cfg.Network.Gateway()
+	if e.client == nil || !gateway.IsValid() {
+		return nil, ""
+	}
+	return e.key, proxyURL(gateway)
+}
+
+func proxyURL(gateway netip.Addr) string {
+	return "http://" + netip.AddrPortFrom(gateway, netns.PortProxy).String()
 }
 
 func (e *egressLink) current() (*egress.Client, <-chan struct{}) {
@@ -94,7 +111,7 @@ func (e *egressLink) start(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	e.set(c)
+	e.set(c, hello.Key)
 	e.r.cfg.Log.InfoContext(ctx, "egress process is there", "pid", hello.PID, "instance", hello.Instance)
 	return nil
 }
@@ -120,7 +137,7 @@ func (e *egressLink) run(ctx context.Context) {
 		}
 		err := e.attend(ctx, c)
 		if ctx.Err() == nil {
-			e.set(nil)
+			e.set(nil, nil)
 			e.r.cfg.Log.ErrorContext(ctx, "the egress process has ended; nothing leaves the sandboxes until another has them", "err", err)
 		}
 	}
@@ -290,8 +307,8 @@ func (r *Runner) SetEgressRules(ctx context.Context, id core.SandboxID, rules ru
 	if err := r.checkRules(j.Egress, rules); err != nil {
 		return err
 	}
-	if is := s.rules(); rules.Version < is.Version || rules.Version == is.Version && bytes.Equal(rules.Key, is.Key) {
-		return nil // those of the same version may have been sealed anew, for another process
+	if is := s.rules(); rules.Version < is.Version || rules.Version == is.Version && bytes.Equal(rules.Grants, is.Grants) {
+		return nil // those of the same version may have been sealed anew: for another process, or with what is a secret by now
 	}
 	// The journal first: whatever ends from here on, nobody goes back to the rules of before.
 	if err := s.record(func(j *sandboxJournal) { j.Rules = rules }); err != nil {
@@ -327,8 +344,12 @@ func (r *Runner) Flows(ctx context.Context, after int64) (flows []core.Flow, las
 	return nil, 0, context.Cause(ctx)
 }
 
-// sessionEnv is the environment of a sandbox's sessions: its own, and where it is proxied how programs find the proxy, unless it says so itself.
-func sessionEnv(own map[string]string, opened core.EgressPolicy, gateway netip.Addr) map[string]string {
+// trustBundle has what the guest trusts, with its project's authority.
+const trustBundle = "/etc/ssl/certs/ca-certificates.crt"
+
+// sessionEnv is the environment of a sandbox's sessions: its own, and where it is proxied how programs find the proxy, and what they trust if
+// they bring a list of their own, unless it says so itself.
+func sessionEnv(own map[string]string, opened core.EgressPolicy, gateway netip.Addr, trusts bool) map[string]string {
 	out := maps.Clone(own)
 	if out == nil {
 		out = map[string]string{} // none, instead of what was captured
@@ -336,13 +357,18 @@ func sessionEnv(own map[string]string, opened core.EgressPolicy, gateway netip.A
 	if opened != core.EgressProxied {
 		return out
 	}
-	proxy := "http://" + netip.AddrPortFrom(gateway, netns.PortProxy).String()
-	for name, value := range map[string]string{"http_proxy": proxy, "https_proxy": proxy, "no_proxy": "localhost,127.0.0.1,::1"} {
+	proxy := proxyURL(gateway)
+	for name, value := range map[string]string{"http_proxy": proxy, "https_proxy": proxy, "no_proxy": "localhost,127.0.0.1,::1," + gateway.String()} {
 		upper := strings.ToUpper(name)
 		_, low := own[name]
 		_, up := own[upper]
 		if !low && !up {
 			out[name], out[upper] = value, value
+		}
+	}
+	for _, name := range []string{"NODE_EXTRA_CA_CERTS", "REQUESTS_CA_BUNDLE"} {
+		if _, said := own[name]; trusts && !said {
+			out[name] = trustBundle
 		}
 	}
 	return out

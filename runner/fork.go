@@ -289,7 +289,7 @@ func (r *Runner) reseal(ctx context.Context, agent *guest.Client, diskBytes int6
 	want := guestapi.ResealRequest{
 		CheckpointID: ckpt.ID, Identity: child.Identity, Entropy: entropy(guestapi.EntropySize),
 		Network: guestapi.Network{Prefix: 32, Gateway: gateway, GatewayMAC: gatewayMAC, DNS: r.cfg.Network.Resolvers(child.Egress)},
-		Token:   hex.EncodeToString(entropy(32)), Env: sessionEnv(child.Env, child.Egress, gateway), GrowDisk: child.DiskGiB > 0,
+		Token:   hex.EncodeToString(entropy(32)), Env: sessionEnv(child.Env, child.Egress, gateway, child.CA != ""), CA: child.CA, GrowDisk: child.DiskGiB > 0,
 		HostTimeNS: time.Now().UnixNano(),
 	}
 	if want.GrowDisk {

@@ -244,6 +244,7 @@ func (r *Runner) Info() (runnerapi.Info, error) {
 		},
 		DiskFreeMB: int64(fs.Bavail) * fs.Bsize / 1e6,
 	}
+	info.EgressKey, info.EgressURL = r.egress.reach()
 	for _, s := range r.Sandboxes() {
 		if s.State != runnerapi.SandboxDead {
 			info.Allocated.Sandboxes++

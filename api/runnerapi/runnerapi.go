@@ -95,6 +95,9 @@ type Info struct {
 	StartedAt  time.Time     `json:"started_at"`
 	KVM        string        `json:"kvm"` // what decided which VMM and accelerator are used, for people
 	DiskFreeMB int64         `json:"disk_free_mb"`
+
+	EgressKey []byte `json:"egress_key,omitempty"` // that grants are sealed for: of the egress process that runs now; empty for none
+	EgressURL string `json:"egress_url,omitempty"` // of that, as guests reach it: http://address:port
 }
 
 // Capacity bounds what a runner takes on.
@@ -189,6 +192,7 @@ type Child struct {
 	Rules       EgressRules       `json:"egress_rules"`       // under deny-all
 	Env         map[string]string `json:"env,omitempty"`      // replaces the environment of sessions started from now on
 	DiskGiB     int               `json:"disk_gib,omitempty"` // grow the overlay to this size; 0 keeps it
+	CA          string            `json:"ca,omitempty"`       // PEM, that the guest trusts: the authority of its project
 }
 
 // EgressRules are what the egress proxy lets a sandbox reach.

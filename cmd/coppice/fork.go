@@ -16,6 +16,7 @@ func newForkCommand(a *app) *cobra.Command {
 	var count int
 	var name string
 	var together, spread bool
+	var grants string
 	c := &cobra.Command{
 		Use:   "fork CHECKPOINT|WORKSPACE",
 		Short: "Grow running workspaces from a checkpoint, or from a running workspace",
@@ -46,12 +47,12 @@ checkpoint is taken first, in the same operation.`,
 			if cp != nil {
 				res, err = client.ForkCheckpoint(ctx, cp.ID, coppice.ForkCheckpointRequest{
 					Count: &count, BranchName: name, AllOrNothing: together, Spread: spread, Env: s.env, Labels: s.labels, Network: s.network, TTLSeconds: s.ttl,
-					IdleSeconds: s.idle, OnIdle: s.onIdle, AutoResume: s.autoResume,
+					IdleSeconds: s.idle, OnIdle: s.onIdle, AutoResume: s.autoResume, Grants: readGrants(grants),
 				})
 			} else {
 				res, err = client.ForkWorkspace(ctx, ws.ID, coppice.ForkWorkspaceRequest{
 					Count: &count, BranchName: name, AllOrNothing: together, Env: s.env, Labels: s.labels, Network: s.network, TTLSeconds: s.ttl,
-					IdleSeconds: s.idle, OnIdle: s.onIdle, AutoResume: s.autoResume,
+					IdleSeconds: s.idle, OnIdle: s.onIdle, AutoResume: s.autoResume, Grants: readGrants(grants),
 				})
 			}
 			done()
@@ -77,8 +78,14 @@ checkpoint is taken first, in the same operation.`,
 	f.StringVar(&name, "name", "", "`name` of the child; with more than one, -1, -2, ... are appended")
 	f.BoolVar(&together, "all-or-nothing", false, "when one fails, take all down")
 	f.BoolVar(&spread, "spread", false, "evenly on all runners, instead of where the checkpoint is; it must be sealed")
+	grantsFlag(c, &grants)
 	flags.add(c)
 	return c
+}
+
+// grantsFlag says which grants forks have.
+func grantsFlag(c *cobra.Command, grants *string) {
+	c.Flags().StringVar(grants, "grants", "", "which `grants` they have of those of the workspace that they come from: inherit (default), none, or some, by name, with commas")
 }
 
 func printFork(w io.Writer, res coppice.ForkResult, wall time.Duration) error {
@@ -114,7 +121,7 @@ func childFailures(res coppice.ForkResult) error {
 
 func newRestoreCommand(a *app) *cobra.Command {
 	var flags startFlags
-	var name, in string
+	var name, in, grants string
 	c := &cobra.Command{
 		Use:   "restore CHECKPOINT",
 		Short: "Bring a checkpoint back: as a new workspace, or in place with --in",
@@ -129,8 +136,8 @@ sessions end. Nothing in the tree is overwritten; it grows on from the checkpoin
 			if err != nil {
 				return err
 			}
-			if in != "" && (name != "" || s.env != nil || s.labels != nil || s.network.EgressPolicy != "" || s.ttl != 0 || s.idle != 0 || s.onIdle != "" || s.autoResume) {
-				return usageError{errors.New("--in keeps the workspace's name, environment, labels, network and times to live; give none of them")}
+			if in != "" && (name != "" || s.env != nil || s.labels != nil || s.network.EgressPolicy != "" || s.ttl != 0 || s.idle != 0 || s.onIdle != "" || s.autoResume || grants != "") {
+				return usageError{errors.New("--in keeps the workspace's name, environment, labels, network, grants and times to live; give none of them")}
 			}
 			client, err := a.client()
 			if err != nil {
@@ -147,7 +154,7 @@ sessions end. Nothing in the tree is overwritten; it grows on from the checkpoin
 				done := a.working(ctx, "restoring "+short(cp.ID))
 				res, err = client.RestoreCheckpoint(ctx, cp.ID, coppice.RestoreCheckpointRequest{
 					WorkspaceName: name, Env: s.env, Labels: s.labels, Network: s.network, TTLSeconds: s.ttl,
-					IdleSeconds: s.idle, OnIdle: s.onIdle, AutoResume: s.autoResume,
+					IdleSeconds: s.idle, OnIdle: s.onIdle, AutoResume: s.autoResume, Grants: readGrants(grants),
 				})
 				done()
 			} else {
@@ -178,6 +185,7 @@ sessions end. Nothing in the tree is overwritten; it grows on from the checkpoin
 	}
 	c.Flags().StringVar(&name, "name", "", "`name` of the new workspace (default: one is made up)")
 	c.Flags().StringVar(&in, "in", "", "roll this `workspace` back instead")
+	grantsFlag(c, &grants)
 	flags.add(c)
 	return c
 }

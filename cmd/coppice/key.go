@@ -77,7 +77,7 @@ func newKeyCreateCommand(a *app) *cobra.Command {
 it is revoked with it.
 
 Scopes: workspace:read workspace:create workspace:exec workspace:delete checkpoint:read checkpoint:create checkpoint:delete checkpoint:import
-fleet:read project:read key:read key:write audit:read, and admin for everything and all projects. Without --scope, all of them but admin and
+grant:read grant:write fleet:read project:read key:read key:write audit:read, and admin for everything and all projects. Without --scope, all of them but admin and
 checkpoint:import, by which a file is loaded into a VMM.`,
 		Example: "  coppice key create ci --scope workspace:read --scope workspace:create --ttl 24h\n  COPPICE_TOKEN=$(coppice key create agent --project blue -q) coppice ws ls",
 		Args:    cobra.ExactArgs(1),

@@ -28,6 +28,7 @@ var commands = []func(*app) *cobra.Command{
 	newWSCommand,
 	newCkptCommand,
 	newForkCommand,
+	newGrantCommand,
 	newRestoreCommand,
 	newOpCommand,
 	newEventsCommand,

@@ -29,6 +29,15 @@ func (x things) project() string {
 	return p.ID
 }
 
+const grantBody = `{"allowed_hosts":["api.example.com"],"secret":"a secret of a test"}`
+
+func (x things) grant() string { return "/v1/workspaces/" + x.ws.ID + "/secrets/grants/example" }
+
+// allow lets the workspace reach what grantBody is for.
+func (x things) allow() {
+	x.w.want(200, "PATCH", "/v1/workspaces/"+x.ws.ID, map[string]any{"network": map[string]any{"allow": []string{"api.example.com"}}}, nil)
+}
+
 // changing says how to call each operation that changes something and is no creating POST.
 var changing = map[string]func(x things) call{
 	"patchWorkspace": func(x things) call {
@@ -36,6 +45,15 @@ var changing = map[string]func(x things) call{
 	},
 	"deleteWorkspace":    func(x things) call { return call{method: "DELETE", path: "/v1/workspaces/" + x.ws.ID} },
 	"terminateWorkspace": func(x things) call { return call{method: "POST", path: "/v1/workspaces/" + x.ws.ID + "/terminate"} },
+	"putGrant": func(x things) call {
+		x.allow()
+		return call{method: "PUT", path: x.grant(), body: grantBody}
+	},
+	"deleteGrant": func(x things) call {
+		x.allow()
+		x.w.want(200, "PUT", x.grant(), json.RawMessage(grantBody), nil)
+		return call{method: "DELETE", path: x.grant()}
+	},
 	"deletePort": func(x things) call {
 		return call{method: "DELETE", path: "/v1/workspaces/" + x.ws.ID + "/ports/" + x.port}
 	},

@@ -133,11 +133,11 @@ func (op *operation) checkParams(c echo.Context) error {
 	}
 	for name := range query {
 		if !known[name] {
-			return invalid(core.CodeInvalidField, core.Clip(name), "this route has no such query parameter")
+			return invalid(core.Clip(name), "this route has no such query parameter")
 		}
 	}
 	if !op.keyed && len(c.Request().Header.Values(headerKey)) > 0 {
-		return invalid(core.CodeInvalidField, headerKey, "this route takes none: it makes nothing that a repeat could make twice")
+		return invalid(headerKey, "this route takes none: it makes nothing that a repeat could make twice")
 	}
 	return nil
 }
@@ -146,7 +146,7 @@ func checkParam(p *openapi3.Parameter, values []string) error {
 	schema := p.Schema.Value
 	if len(values) == 0 {
 		if p.Required {
-			return invalid(core.CodeInvalidField, p.Name, "the parameter is missing")
+			return invalid(p.Name, "the parameter is missing")
 		}
 		return nil
 	}
@@ -158,7 +158,7 @@ func checkParam(p *openapi3.Parameter, values []string) error {
 		return schemaProblem(p.Name, schema.VisitJSON(list, openapi3.MultiErrors()))
 	}
 	if len(values) > 1 {
-		return invalid(core.CodeInvalidField, p.Name, "it may be given once")
+		return invalid(p.Name, "it may be given once")
 	}
 	var value any = values[0]
 	var err error
@@ -178,7 +178,7 @@ func checkParam(p *openapi3.Parameter, values []string) error {
 		}
 	}
 	if err != nil {
-		return invalid(core.CodeInvalidField, p.Name, "it must be a "+schema.Type.Slice()[0])
+		return invalid(p.Name, "it must be a "+schema.Type.Slice()[0])
 	}
 	return schemaProblem(p.Name, schema.VisitJSON(value, openapi3.MultiErrors()))
 }

@@ -20,7 +20,7 @@ func decodePathCursor(s string) ([]byte, error) {
 	b, err := base64.RawURLEncoding.DecodeString(s)
 	path, ok := strings.CutPrefix(string(b), cursorVersion)
 	if err != nil || !ok || !strings.HasPrefix(path, "/") || strings.Contains(path, "\x00") {
-		return nil, invalid(core.CodeInvalidField, "cursor", "it is not a next_cursor of this list")
+		return nil, invalid("cursor", "it is not a next_cursor of this list")
 	}
 	return []byte(path), nil
 }

@@ -85,8 +85,8 @@ func (e *fieldsError) Error() string { return e.err.Error() }
 func (e *fieldsError) Unwrap() error { return e.err }
 
 // invalid refuses one field.
-func invalid(code core.Code, field, detail string) error {
-	return &fieldsError{core.Errorf(core.Invalid, code, "%s: %s", field, detail), []api.FieldProblem{{Field: field, Detail: detail}}}
+func invalid(field, detail string) error {
+	return &fieldsError{core.Errorf(core.Invalid, core.CodeInvalidField, "%s: %s", field, detail), []api.FieldProblem{{Field: field, Detail: detail}}}
 }
 
 // Status is the HTTP status of an error.

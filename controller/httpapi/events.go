@@ -91,7 +91,7 @@ func lastEvent(c echo.Context) (int64, error) {
 	}
 	n, err := strconv.ParseInt(id, 10, 64)
 	if err != nil || n < 0 {
-		return 0, invalid(core.CodeInvalidField, "Last-Event-ID", "it is not the id of an event")
+		return 0, invalid("Last-Event-ID", "it is not the id of an event")
 	}
 	return n, nil
 }

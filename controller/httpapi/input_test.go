@@ -91,11 +91,12 @@ var absent = map[string]string{
 	"workspace_id": string(core.NewID[core.WorkspaceID]()), "checkpoint_id": string(core.NewID[core.CheckpointID]()), "session_id": string(core.NewID[core.SessionID]()),
 	"operation_id": string(core.NewID[core.OperationID]()), "port_id": string(core.NewID[core.PortID]()),
 	"runner_id":  string(core.NewID[core.RunnerID]()),
-	"project_id": string(core.NewID[core.ProjectID]()), "key_id": string(core.NewID[core.KeyID]()),
+	"project_id": string(core.NewID[core.ProjectID]()), "key_id": string(core.NewID[core.KeyID]()), "grant_id": "absent",
 }
 
 // bodies are good ones, where one is needed.
 var bodies = map[string]string{
+	"putGrant":         `{"allowed_hosts":["a.example"],"secret":"0123456789"}`,
 	"pruneCheckpoints": `{"max_bytes":1}`, "putRetention": `{"max_bytes":1}`,
 	"createWorkspace": `{}`, "patchWorkspace": `{}`, "forkWorkspace": `{}`, "restoreWorkspace": `{"checkpoint_id":"` + absent["checkpoint_id"] + `"}`,
 	"createPort": `{"guest_port":80}`, "exec": `{"command":["true"]}`, "signalSession": `{"signal":"TERM"}`, "resizeSession": `{"cols":80,"rows":24}`,
@@ -281,8 +282,10 @@ func TestFields(t *testing.T) {
 		{"POST", node + "/fork", `{"count":0}`, "count", core.CodeInvalidField},
 		{"POST", node + "/fork", `{"count":257}`, "count", core.CodeInvalidField},
 		{"POST", node + "/fork", `{"count":2,"branch_name":"` + strings.Repeat("a", 63) + `"}`, "", core.CodeInvalidName},
-		{"POST", node + "/fork", `{"grants":"inherit"}`, "grants", core.CodeUnsupported},
-		{"POST", node + "/fork", `{"grants":[]}`, "grants", core.CodeUnsupported},
+		{"POST", node + "/fork", `{"grants":"all"}`, "grants", core.CodeInvalidField},
+		{"POST", node + "/fork", `{"grants":[1]}`, "grants", core.CodeInvalidField},
+		{"POST", node + "/fork", `{"grants":["NO"]}`, "grants", core.CodeInvalidField},
+		{"POST", node + "/fork", `{"grants":{}}`, "grants", core.CodeInvalidField},
 		{"POST", node + "/restore", `{"workspace_name":"UPPER"}`, "workspace_name", core.CodeInvalidName},
 		{"PATCH", node, `{"name":"No!"}`, "name", core.CodeInvalidName},
 		{"PATCH", node, `{"annotations":{"a":{"b\u0000":1}}}`, "annotations.a.b?", core.CodeInvalidField},

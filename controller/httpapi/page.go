@@ -12,7 +12,6 @@ import (
 
 	"github.com/coppice-dev/coppice/api"
 	"github.com/coppice-dev/coppice/controller"
-	"github.com/coppice-dev/coppice/core"
 )
 
 const defaultLimit = 100
@@ -37,7 +36,7 @@ func decodeCursor(s string) (string, error) {
 }
 
 func badCursor() error {
-	return invalid(core.CodeInvalidField, "cursor", "it is not a next_cursor of this list with these filters")
+	return invalid("cursor", "it is not a next_cursor of this list with these filters")
 }
 
 // boundCursors gives every cursor that leaves a check of the list that it is of, and refuses one that comes back without it:

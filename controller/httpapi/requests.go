@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"net/netip"
 	"regexp"
+	"strconv"
 	"strings"
 	"time"
 
@@ -39,7 +40,7 @@ func envIn(field string, env api.Env) (map[string]string, error) {
 	}
 	for name := range env {
 		if !envName.MatchString(name) {
-			return nil, invalid(core.CodeInvalidField, field, fmt.Sprintf("%q is not the name of an environment variable", core.Clip(name)))
+			return nil, invalid(field, fmt.Sprintf("%q is not the name of an environment variable", core.Clip(name)))
 		}
 	}
 	return env, nil
@@ -64,7 +65,7 @@ func labelsPatchIn(labels api.LabelsPatch) (map[string]*string, error) {
 }
 
 func badLabel(key string) error {
-	return invalid(core.CodeInvalidField, "labels", fmt.Sprintf("%q is not a label key: 1 to 63 letters, digits, dots, underscores, slashes or hyphens", core.Clip(key)))
+	return invalid("labels", fmt.Sprintf("%q is not a label key: 1 to 63 letters, digits, dots, underscores, slashes or hyphens", core.Clip(key)))
 }
 
 // labelFilter reads "key=value" and "key".
@@ -73,7 +74,7 @@ func labelFilter(list api.LabelFilter) (map[string]*string, error) {
 	for _, item := range list {
 		key, value, has := strings.Cut(item, "=")
 		if !labelName.MatchString(key) {
-			return nil, invalid(core.CodeInvalidField, "label", fmt.Sprintf("%q is neither key nor key=value", core.Clip(item)))
+			return nil, invalid("label", fmt.Sprintf("%q is neither key nor key=value", core.Clip(item)))
 		}
 		out[key] = nil
 		if has {
@@ -96,7 +97,7 @@ func annotationsIn(m map[string]any) (map[string]json.RawMessage, error) {
 		out[k] = b
 	}
 	if n := controller.SizeOf(out); n > controller.MaxAnnotations {
-		return nil, invalid(core.CodeInvalidField, "annotations", fmt.Sprintf("they are %d bytes as JSON; at most %d are kept", n, controller.MaxAnnotations))
+		return nil, invalid("annotations", fmt.Sprintf("they are %d bytes as JSON; at most %d are kept", n, controller.MaxAnnotations))
 	}
 	return out, nil
 }
@@ -116,11 +117,33 @@ func allowIn(list *api.Allow) (*[]string, error) {
 	return &entries, err
 }
 
-func grantsIn(g api.Grants) error {
-	if g != nil {
-		return invalid(core.CodeUnsupported, "grants", "secrets cannot be granted before the egress proxy exists; leave it out")
+// grantsIn reads which grants forks have.
+func grantsIn(g api.Grants) (out controller.GrantChoice, err error) {
+	const want = "it must be inherit, none, or a list of ids of grants"
+	switch v := g.(type) {
+	case nil:
+		return out, nil
+	case string:
+		out.None = v == "none"
+		if v != "none" && v != "inherit" {
+			err = invalid("grants", want)
+		}
+		return out, err
+	case []any:
+		if len(v) > controller.MaxGrants {
+			return out, invalid("grants", "there are at most "+strconv.Itoa(controller.MaxGrants))
+		}
+		out.None = len(v) == 0
+		for _, one := range v {
+			name, ok := one.(string)
+			if !ok || controller.CheckGrantName(name) != nil {
+				return out, invalid("grants", want)
+			}
+			out.Names = append(out.Names, name)
+		}
+		return out, nil
 	}
-	return nil
+	return out, invalid("grants", want)
 }
 
 func createIn(b api.CreateWorkspaceRequest) (controller.CreateRequest, error) {
@@ -172,7 +195,7 @@ func restIn(idle api.Idle, onIdle api.OnIdle, autoResume api.AutoResume) (contro
 	out := controller.Rest{IdleAfter: seconds(idle), OnIdle: controller.IdleAction(onIdle), AutoResume: autoResume}
 	switch {
 	case idle == 0 && onIdle != "":
-		return out, invalid(core.CodeInvalidField, "on_idle", "it needs idle_seconds")
+		return out, invalid("on_idle", "it needs idle_seconds")
 	case idle > 0 && onIdle == "":
 		out.OnIdle = controller.IdleSuspend
 	}
@@ -184,8 +207,8 @@ func forkIn(g growth) (controller.ForkRequest, error) {
 	if g.count != nil {
 		out.Count = *g.count
 	}
-	err := grantsIn(g.grants)
-	if err != nil {
+	var err error
+	if out.Grants, err = grantsIn(g.grants); err != nil {
 		return out, err
 	}
 	if out.Rest, err = restIn(g.idle, g.onIdle, g.autoResume); err != nil {
@@ -216,13 +239,13 @@ func execIn(b api.ExecRequest) (req controller.ExecRequest, wait bool, err error
 	wait = b.Wait == nil || *b.Wait
 	switch {
 	case b.Stdin != "" && len(b.StdinBase64) > 0:
-		return req, wait, invalid(core.CodeInvalidField, "stdin_base64", "it cannot be given together with stdin")
+		return req, wait, invalid("stdin_base64", "it cannot be given together with stdin")
 	case b.StdinOpen && wait:
-		return req, wait, invalid(core.CodeInvalidField, "stdin_open", "it needs wait to be false: nobody could write while the request waits")
+		return req, wait, invalid("stdin_open", "it needs wait to be false: nobody could write while the request waits")
 	case !b.PTY && (b.Cols != 0 || b.Rows != 0):
-		return req, wait, invalid(core.CodeInvalidField, "cols", "cols and rows need pty")
+		return req, wait, invalid("cols", "cols and rows need pty")
 	case b.Command[0] == "":
-		return req, wait, invalid(core.CodeInvalidField, "command.0", "the program's name is empty")
+		return req, wait, invalid("command.0", "the program's name is empty")
 	}
 	req = controller.ExecRequest{
 		Command: b.Command, Cwd: b.Cwd, Stdin: []byte(b.Stdin), StdinOpen: b.StdinOpen, TimeoutMS: b.TimeoutMS, PTY: b.PTY,
@@ -241,7 +264,7 @@ func listenIn(s string) (netip.AddrPort, error) {
 	}
 	addr, err := netip.ParseAddrPort(s)
 	if err != nil {
-		return addr, invalid(core.CodeInvalidField, "listen", "it must be ip:port, such as 127.0.0.1:8080")
+		return addr, invalid("listen", "it must be ip:port, such as 127.0.0.1:8080")
 	}
 	return addr, nil
 }

@@ -73,7 +73,7 @@ func (binder) Bind(into any, c echo.Context) error {
 	d.UseNumber() // annotations keep their numbers as they were written
 	if err := d.Decode(into); err != nil {
 		if wrong, ok := errors.AsType[*json.UnmarshalTypeError](err); ok {
-			return invalid(core.CodeInvalidField, orBody(wrong.Field), "it is out of range")
+			return invalid(orBody(wrong.Field), "it is out of range")
 		}
 		return malformed("it has the wrong form")
 	}

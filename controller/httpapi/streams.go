@@ -97,7 +97,7 @@ func (s *server) files(c echo.Context) error {
 		}
 	}
 	if chosen > 1 {
-		return invalid(core.CodeInvalidField, "list", "only one of list, tar and stat can be asked for")
+		return invalid("list", "only one of list, tar and stat can be asked for")
 	}
 	guest, err := s.control.Guest(ctx, projectOf(ctx), core.WorkspaceID(c.Param("workspace_id")))
 	if err != nil {

@@ -62,7 +62,7 @@ func parseValue(d *json.Decoder, path string, depth int) (any, error) {
 
 func noNUL(path, s string) error {
 	if strings.ContainsRune(s, 0) {
-		return invalid(core.CodeInvalidField, core.Clip(orBody(path)), "it holds a NUL character")
+		return invalid(core.Clip(orBody(path)), "it holds a NUL character")
 	}
 	return nil
 }

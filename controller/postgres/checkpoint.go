@@ -133,22 +133,23 @@ func (t *tx) HoldCheckpoint(id core.CheckpointID) {
 
 type checkpointWithSourceRow struct {
 	checkpointRow
-	Egress core.EgressPolicy `db:"egress_policy"`
-	Allow  []string          `db:"egress_allow"`
-	Env    map[string]string `db:"env"`
+	Egress  core.EgressPolicy `db:"egress_policy"`
+	Allow   []string          `db:"egress_allow"`
+	Granted bool              `db:"granted"`
+	Env     map[string]string `db:"env"`
 }
 
 // Checkpoint returns one, with what its forks take over from the workspace that it was taken of.
 func (t *tx) Checkpoint(ctx context.Context, id core.CheckpointID) (controller.Checkpoint, error) {
 	row, err := one[checkpointWithSourceRow](ctx, t, noCheckpoint(id), `
-		SELECT`+checkpointColumns+`, coalesce(w.egress_policy, @deny::text) AS egress_policy, coalesce(w.egress_allow, '{}') AS egress_allow, coalesce(w.env, '{}') AS env
+		SELECT`+checkpointColumns+`, coalesce(w.egress_policy, @deny::text) AS egress_policy, coalesce(w.egress_allow, '{}') AS egress_allow, w.grants_until IS NOT NULL AS granted, coalesce(w.env, '{}') AS env
 		FROM checkpoints c`+checkpointJoins+` LEFT JOIN workspaces w ON w.id = c.workspace_id WHERE c.id = @id AND NOT c.pruned`,
 		args{"id": id, "deny": core.EgressDenyAll})
 	if err != nil {
 		return controller.Checkpoint{}, err
 	}
 	c := row.checkpoint()
-	c.Egress, c.Allow, c.Env = row.Egress, row.Allow, row.Env
+	c.Egress, c.Allow, c.Granted, c.Env = row.Egress, row.Allow, row.Granted, row.Env
 	return c, nil
 }
 

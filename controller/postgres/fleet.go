@@ -13,7 +13,7 @@ import (
 
 const runnerColumns = `
 	r.id, r.hostname, r.endpoint, r.data_url, r.data_own_cert, r.version, r.class, r.capacity, r.allocated, r.kvm, r.disk_free_mb, r.draining, r.fenced_at IS NOT NULL AS fenced, r.lease_epoch,
-	r.lease_expires_at, r.lease_expires_at > now() AS fresh, r.started_at, r.heartbeat_at`
+	r.lease_expires_at, r.lease_expires_at > now() AS fresh, r.started_at, r.heartbeat_at, r.egress_key, r.egress_url`
 
 type runnerRow struct {
 	ID             core.RunnerID         `db:"id"`
@@ -34,13 +34,15 @@ type runnerRow struct {
 	Fresh          bool                  `db:"fresh"`
 	StartedAt      time.Time             `db:"started_at"`
 	HeartbeatAt    time.Time             `db:"heartbeat_at"`
+	EgressKey      []byte                `db:"egress_key"`
+	EgressURL      string                `db:"egress_url"`
 }
 
 func (r runnerRow) runner() controller.Runner {
 	return controller.Runner{
 		Info: runnerapi.Info{
 			RunnerID: r.ID, Version: r.Version, Hostname: r.Hostname, Class: r.Class, Capacity: r.Capacity, Allocated: r.Allocated,
-			StartedAt: r.StartedAt, KVM: r.KVM, DiskFreeMB: r.DiskFreeMB,
+			StartedAt: r.StartedAt, KVM: r.KVM, DiskFreeMB: r.DiskFreeMB, EgressKey: r.EgressKey, EgressURL: r.EgressURL,
 		},
 		Endpoint: r.Endpoint, DataURL: r.DataURL, DataOwnCert: r.DataOwnCert, Fresh: r.Fresh, Draining: r.Draining, Fenced: r.Fenced, LeaseEpoch: r.LeaseEpoch, LeaseExpiresAt: r.LeaseExpiresAt, HeartbeatAt: r.HeartbeatAt,
 	}
@@ -55,18 +57,18 @@ func (t *tx) RegisterRunner(ctx context.Context, reg runnerapi.Register, ttl tim
 	i := reg.Info
 	row, err := one[runnerRow](ctx, t, nil, `
 		WITH r AS (
-			INSERT INTO runners (id, hostname, endpoint, data_url, data_own_cert, version, class, class_key, capacity, allocated, kvm, disk_free_mb, started_at, lease_epoch, lease_expires_at)
-			VALUES (@id, @hostname, @endpoint, @data_url, @data_own_cert, @version, @class, @class_key, @capacity, @allocated, @kvm, @disk, @started, 1, now() + make_interval(secs => @ttl))
+			INSERT INTO runners (id, hostname, endpoint, data_url, data_own_cert, version, class, class_key, capacity, allocated, kvm, disk_free_mb, started_at, egress_key, egress_url, lease_epoch, lease_expires_at)
+			VALUES (@id, @hostname, @endpoint, @data_url, @data_own_cert, @version, @class, @class_key, @capacity, @allocated, @kvm, @disk, @started, @egress_key, @egress_url, 1, now() + make_interval(secs => @ttl))
 			ON CONFLICT (id) DO UPDATE SET hostname = excluded.hostname, endpoint = excluded.endpoint, data_url = excluded.data_url, data_own_cert = excluded.data_own_cert, version = excluded.version, class = excluded.class,
 				class_key = excluded.class_key, capacity = excluded.capacity, allocated = excluded.allocated, kvm = excluded.kvm,
-				disk_free_mb = excluded.disk_free_mb, started_at = excluded.started_at, lease_epoch = runners.lease_epoch + 1,
+				disk_free_mb = excluded.disk_free_mb, started_at = excluded.started_at, egress_key = excluded.egress_key, egress_url = excluded.egress_url, lease_epoch = runners.lease_epoch + 1,
 				lease_expires_at = excluded.lease_expires_at, registered_at = now(), heartbeat_at = now(), fenced_at = NULL, removed_at = NULL
 			RETURNING *
 		)
 		SELECT`+runnerColumns+` FROM r`,
 		args{
 			"id": i.RunnerID, "hostname": i.Hostname, "endpoint": reg.Endpoint, "data_url": reg.DataURL, "data_own_cert": reg.OwnDataCert, "version": i.Version, "class": i.Class, "class_key": classKey(i.Class),
-			"capacity": i.Capacity, "allocated": i.Allocated, "kvm": i.KVM, "disk": i.DiskFreeMB, "started": i.StartedAt, "ttl": ttl.Seconds(),
+			"capacity": i.Capacity, "allocated": i.Allocated, "kvm": i.KVM, "disk": i.DiskFreeMB, "started": i.StartedAt, "egress_key": orNone(i.EgressKey), "egress_url": i.EgressURL, "ttl": ttl.Seconds(),
 		})
 	return row.runner(), err
 }
@@ -75,11 +77,11 @@ func (t *tx) RegisterRunner(ctx context.Context, reg runnerapi.Register, ttl tim
 func (t *tx) HeartbeatRunner(ctx context.Context, id core.RunnerID, h runnerapi.Heartbeat, ttl time.Duration) error {
 	n, err := t.exec(ctx, `
 		UPDATE runners SET heartbeat_at = now(), lease_expires_at = now() + make_interval(secs => @ttl), capacity = @capacity, allocated = @allocated,
-			disk_free_mb = @disk, kvm = @kvm
+			disk_free_mb = @disk, kvm = @kvm, egress_key = @egress_key, egress_url = @egress_url
 		WHERE id = @id AND lease_epoch = @epoch`,
 		args{
 			"id": id, "epoch": h.LeaseEpoch, "ttl": ttl.Seconds(), "capacity": h.Info.Capacity, "allocated": h.Info.Allocated,
-			"disk": h.Info.DiskFreeMB, "kvm": h.Info.KVM,
+			"disk": h.Info.DiskFreeMB, "kvm": h.Info.KVM, "egress_key": orNone(h.Info.EgressKey), "egress_url": h.Info.EgressURL,
 		})
 	if err != nil || n > 0 {
 		return err

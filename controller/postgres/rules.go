@@ -2,6 +2,7 @@ package postgres
 
 import (
 	"context"
+	"time"
 
 	"github.com/coppice-dev/coppice/controller"
 	"github.com/coppice-dev/coppice/core"
@@ -67,24 +68,50 @@ func (t *tx) SetRules(ctx context.Context, list []controller.Ruled) error {
 	return err
 }
 
+// given are what runners were told, as arrays.
+type given struct {
+	versions []int64
+	keys     [][]byte
+	untils   []time.Time
+}
+
+func newGiven(n int) given { return given{make([]int64, n), make([][]byte, n), make([]time.Time, n)} }
+
+func (g given) set(i int, v controller.Given) {
+	g.versions[i], g.keys[i], g.untils[i] = v.Version, v.Key, v.Until
+	if v.Key == nil {
+		g.keys[i] = []byte{}
+	}
+	if v.Until.IsZero() { // they were never sealed
+		g.untils[i] = time.Unix(0, 0)
+	}
+}
+
 // PendingRules lists what waits for a runner.
 func (t *tx) PendingRules(ctx context.Context, limit int) ([]controller.Workspace, error) {
 	return t.workspaces(ctx, `
-		SELECT`+workspaceColumns+` FROM workspaces w`+workspaceJoins+`
-		WHERE w.egress_applied < w.egress_version AND w.state IN ('ready', 'checkpointing') AND r.lease_expires_at > now() ORDER BY w.id LIMIT @limit`,
+		SELECT`+workspaceColumns+` FROM (
+			SELECT id FROM workspaces WHERE egress_applied < egress_version AND state IN ('ready', 'checkpointing')
+			UNION
+			SELECT id FROM workspaces WHERE grants_until IS NOT NULL AND state IN ('ready', 'checkpointing')
+		) p JOIN workspaces w ON w.id = p.id`+workspaceJoins+`
+		WHERE r.lease_expires_at > now() AND (w.egress_applied < w.egress_version OR r.egress_key <> '' AND (w.grants_until < now() OR w.grants_key <> r.egress_key))
+		ORDER BY w.id LIMIT @limit`,
 		args{"limit": limit})
 }
 
 // ApplyRules is one statement for all.
 func (t *tx) ApplyRules(ctx context.Context, list []controller.AppliedRules) error {
-	ids, sandboxes, versions := make([]string, len(list)), make([]string, len(list)), make([]int64, len(list))
+	ids, sandboxes, given := make([]string, len(list)), make([]string, len(list)), newGiven(len(list))
 	for i, a := range list {
-		ids[i], sandboxes[i], versions[i] = string(a.Workspace), string(a.Sandbox), a.Version
+		ids[i], sandboxes[i] = string(a.Workspace), string(a.Sandbox)
+		given.set(i, a.Given)
 	}
 	_, err := t.exec(ctx, `
-		UPDATE workspaces w SET egress_applied = least(v.version, w.egress_version)
-		FROM unnest(@ids::text[], @sandboxes::text[], @versions::bigint[]) AS v (id, sandbox_id, version)
-		WHERE w.id = v.id AND w.sandbox_id = v.sandbox_id AND w.egress_applied < v.version`,
-		args{"ids": ids, "sandboxes": sandboxes, "versions": versions})
+		UPDATE workspaces w SET egress_applied = greatest(w.egress_applied, least(v.version, w.egress_version)),
+			grants_key = CASE WHEN w.grants_key IS NOT NULL THEN v.sealed END, grants_until = CASE WHEN w.grants_until IS NOT NULL THEN v.until END
+		FROM unnest(@ids::text[], @sandboxes::text[], @versions::bigint[], @keys::bytea[], @untils::timestamptz[]) AS v (id, sandbox_id, version, sealed, until)
+		WHERE w.id = v.id AND w.sandbox_id = v.sandbox_id AND w.egress_applied <= v.version`,
+		args{"ids": ids, "sandboxes": sandboxes, "versions": given.versions, "keys": given.keys, "untils": given.untils})
 	return err
 }

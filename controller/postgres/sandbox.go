@@ -13,7 +13,7 @@ import (
 )
 
 const sandboxColumns = `
-	s.id, s.project_id, s.workspace_id, s.epoch, s.runner_id, r.endpoint, s.vcpus, s.memory_mib, s.generation, s.hostname, s.machine_id, s.mac, s.ip`
+	s.id, s.project_id, s.workspace_id, s.epoch, s.runner_id, r.endpoint, r.egress_key, r.egress_url, s.vcpus, s.memory_mib, s.generation, s.hostname, s.machine_id, s.mac, s.ip`
 
 type addressRow struct {
 	IP string `db:"ip"`

@@ -108,8 +108,10 @@ func (t *tx) DeleteProject(ctx context.Context, id core.ProjectID) error {
 	if _, err := t.exec(ctx, `UPDATE projects SET deleted_at = now() WHERE id = @id`, args{"id": id}); err != nil {
 		return err
 	}
-	if _, err := t.exec(ctx, `DELETE FROM project_keys WHERE project_id = @id`, args{"id": id}); err != nil {
-		return err
+	for _, table := range []string{"grants", "project_authorities", "secrets", "project_keys"} { // whatever is encrypted is not readable any more
+		if _, err := t.exec(ctx, `DELETE FROM `+table+` WHERE project_id = @id`, args{"id": id}); err != nil {
+			return err
+		}
 	}
 	_, err = t.exec(ctx, `
 		WITH ended AS (UPDATE api_keys SET revoked_at = now() WHERE project_id = @id AND revoked_at IS NULL RETURNING id)

@@ -13,11 +13,11 @@ import (
 // workspaceColumns need the relations w (a workspace), s (its sandbox, if it lives) and r (that one's runner).
 const workspaceColumns = `
 	w.id, w.project_id, w.name, w.state, w.epoch, w.version, w.image_name, w.image_digest, w.vcpus, w.memory_mib, w.disk_gib,
-	w.egress_policy, w.egress_allow, w.egress_version, w.egress_applied, w.env, w.labels, coalesce(w.idle_seconds, 0) AS idle_seconds, coalesce(w.on_idle, '') AS on_idle, w.auto_resume,
+	w.egress_policy, w.egress_allow, w.egress_version, w.egress_applied, w.grants_until IS NOT NULL AS granted, w.grants_key, w.env, w.labels, coalesce(w.idle_seconds, 0) AS idle_seconds, coalesce(w.on_idle, '') AS on_idle, w.auto_resume,
 	coalesce(w.parent_checkpoint_id, '') AS parent_checkpoint_id, coalesce(w.checkpoint_id, '') AS checkpoint_id,
 	coalesce(s.id, '') AS sandbox_id, coalesce(s.epoch, 0) AS sandbox_epoch, coalesce(s.runner_id, '') AS runner_id,
 	coalesce(s.generation, '') AS generation, coalesce(s.hostname, '') AS hostname, coalesce(s.machine_id, '') AS machine_id,
-	coalesce(s.mac, '') AS mac, coalesce(s.ip, '') AS ip, coalesce(r.endpoint, '') AS endpoint, coalesce(r.lease_expires_at < now(), false) AS unknown,
+	coalesce(s.mac, '') AS mac, coalesce(s.ip, '') AS ip, coalesce(r.endpoint, '') AS endpoint, r.egress_key, coalesce(r.egress_url, '') AS egress_url, coalesce(r.lease_expires_at < now(), false) AS unknown,
 	s.stalled_at, coalesce(s.stalled_code, '') AS stalled_code, coalesce(s.stalled_message, '') AS stalled_message,
 	coalesce(w.failure_code, '') AS failure_code, coalesce(w.failure_message, '') AS failure_message,
 	w.created_at, w.ready_at, w.expires_at, w.ended_at, CASE WHEN w.state = 'lost' THEN coalesce((` + recoverFrom + `), '') ELSE '' END AS recover_from`
@@ -58,6 +58,8 @@ type workspaceRow struct {
 	Allow          []string              `db:"egress_allow"`
 	RulesVersion   int64                 `db:"egress_version"`
 	RulesApplied   int64                 `db:"egress_applied"`
+	Granted        bool                  `db:"granted"`
+	GrantsKey      []byte                `db:"grants_key"`
 	Env            object[string]        `db:"env"`
 	Labels         object[string]        `db:"labels"`
 	IdleSeconds    int64                 `db:"idle_seconds"`
@@ -74,6 +76,8 @@ type workspaceRow struct {
 	MAC            string                `db:"mac"`
 	IP             string                `db:"ip"`
 	Endpoint       string                `db:"endpoint"`
+	EgressKey      []byte                `db:"egress_key"`
+	EgressURL      string                `db:"egress_url"`
 	Unknown        bool                  `db:"unknown"`
 	StalledAt      *time.Time            `db:"stalled_at"`
 	StalledCode    core.Code             `db:"stalled_code"`
@@ -92,7 +96,7 @@ func (r workspaceRow) workspace() (controller.Workspace, error) {
 		ID: r.ID, ProjectID: r.ProjectID, Name: r.Name, State: r.State, Epoch: r.Epoch, Version: r.Version,
 		Image:     controller.ImageRef{Name: r.ImageName, Digest: r.ImageDigest},
 		Resources: core.Resources{VCPUs: r.VCPUs, MemoryMiB: r.MemoryMiB, DiskGiB: r.DiskGiB},
-		Egress:    r.Egress, Rules: controller.Rules{Allow: r.Allow, Version: r.RulesVersion, Applied: r.RulesApplied}, Env: r.Env, Labels: r.Labels, Parent: r.Parent, Head: r.Head,
+		Egress:    r.Egress, Rules: controller.Rules{Allow: r.Allow, Version: r.RulesVersion, Applied: r.RulesApplied, Granted: r.Granted, Sealed: r.GrantsKey}, Env: r.Env, Labels: r.Labels, Parent: r.Parent, Head: r.Head,
 		Rest:      controller.Rest{IdleAfter: time.Duration(r.IdleSeconds) * time.Second, OnIdle: r.OnIdle, AutoResume: r.AutoResume},
 		CreatedAt: r.CreatedAt, ReadyAt: timeOf(r.ReadyAt), ExpiresAt: timeOf(r.ExpiresAt), EndedAt: timeOf(r.EndedAt),
 	}
@@ -107,6 +111,7 @@ func (r workspaceRow) workspace() (controller.Workspace, error) {
 	w.Sandbox, err = sandboxRow{
 		ID: r.SandboxID, ProjectID: r.ProjectID, WorkspaceID: r.ID, Epoch: r.SandboxEpoch, RunnerID: r.RunnerID, Endpoint: r.Endpoint,
 		VCPUs: r.VCPUs, MemoryMiB: r.MemoryMiB, Generation: r.Generation, Hostname: r.Hostname, MachineID: r.MachineID, MAC: r.MAC, IP: r.IP,
+		EgressKey: r.EgressKey, EgressURL: r.EgressURL,
 	}.sandbox()
 	return w, err
 }
@@ -118,6 +123,8 @@ type sandboxRow struct {
 	Epoch       int64            `db:"epoch" json:"epoch"`
 	RunnerID    core.RunnerID    `db:"runner_id" json:"runner_id"`
 	Endpoint    string           `db:"endpoint" json:"-"`
+	EgressKey   []byte           `db:"egress_key" json:"-"`
+	EgressURL   string           `db:"egress_url" json:"-"`
 	VCPUs       int              `db:"vcpus" json:"vcpus"`
 	MemoryMiB   int              `db:"memory_mib" json:"memory_mib"`
 	Generation  string           `db:"generation" json:"generation"`
@@ -136,6 +143,7 @@ func (r sandboxRow) sandbox() (controller.Sandbox, error) {
 		ID: r.ID, ProjectID: r.ProjectID, WorkspaceID: r.WorkspaceID, Epoch: r.Epoch, RunnerID: r.RunnerID, Endpoint: r.Endpoint,
 		Resources: core.Resources{VCPUs: r.VCPUs, MemoryMiB: r.MemoryMiB},
 		Identity:  core.Identity{Generation: r.Generation, Hostname: r.Hostname, MachineID: r.MachineID, MAC: r.MAC, IP: ip},
+		EgressKey: r.EgressKey, EgressURL: r.EgressURL,
 	}, nil
 }
 
@@ -311,12 +319,14 @@ func (t *tx) ForkWorkspaceFrom(ctx context.Context, id core.WorkspaceID, from co
 
 // ReadyWorkspaces moves what still waits for its sandbox to ready and returns it in the order of the list.
 func (t *tx) ReadyWorkspaces(ctx context.Context, ready []controller.ReadyWorkspace) ([]controller.Workspace, error) {
-	ids, sandboxes, epochs, rules := make([]string, len(ready)), make([]string, len(ready)), make([]int64, len(ready)), make([]int64, len(ready))
+	ids, sandboxes, epochs := make([]string, len(ready)), make([]string, len(ready)), make([]int64, len(ready))
+	given := newGiven(len(ready))
 	for i, r := range ready {
-		ids[i], sandboxes[i], epochs[i], rules[i] = string(r.ID), string(r.Sandbox), r.Epoch, r.Rules
+		ids[i], sandboxes[i], epochs[i] = string(r.ID), string(r.Sandbox), r.Epoch
+		given.set(i, r.Given)
 	}
 	a := args{
-		"ids": ids, "sandboxes": sandboxes, "epochs": epochs, "rules": rules, "to": core.WorkspaceReady,
+		"ids": ids, "sandboxes": sandboxes, "epochs": epochs, "rules": given.versions, "keys": given.keys, "untils": given.untils, "to": core.WorkspaceReady,
 		"from": []string{string(core.WorkspaceRestoring), string(core.WorkspaceQuarantined)},
 	}
 	single := ""
@@ -325,9 +335,10 @@ func (t *tx) ReadyWorkspaces(ctx context.Context, ready []controller.ReadyWorksp
 	}
 	return t.workspaces(ctx, `
 		WITH asked AS (
-			SELECT * FROM unnest(@ids::text[], @sandboxes::text[], @epochs::bigint[], @rules::bigint[]) WITH ORDINALITY AS a (id, sandbox_id, epoch, rules, n)
+			SELECT * FROM unnest(@ids::text[], @sandboxes::text[], @epochs::bigint[], @rules::bigint[], @keys::bytea[], @untils::timestamptz[]) WITH ORDINALITY AS a (id, sandbox_id, epoch, rules, sealed, until, n)
 		), w AS (
-			UPDATE workspaces SET state = @to, ready_at = now(), egress_applied = asked.rules FROM asked
+			UPDATE workspaces SET state = @to, ready_at = now(), egress_applied = asked.rules,
+				grants_key = CASE WHEN grants_key IS NOT NULL THEN asked.sealed END, grants_until = CASE WHEN grants_until IS NOT NULL THEN asked.until END FROM asked
 			WHERE workspaces.id = asked.id AND workspaces.epoch = asked.epoch AND workspaces.sandbox_id = asked.sandbox_id
 				AND workspaces.state = ANY(@from::text[])`+single+`
 			RETURNING workspaces.*, asked.n
@@ -336,16 +347,19 @@ func (t *tx) ReadyWorkspaces(ctx context.Context, ready []controller.ReadyWorksp
 }
 
 // SwitchWorkspace puts a workspace into the sandbox that a restore prepared.
-func (t *tx) SwitchWorkspace(ctx context.Context, id core.WorkspaceID, epoch int64, sandbox core.SandboxID, head controller.Checkpoint, rules int64) (controller.Workspace, error) {
+func (t *tx) SwitchWorkspace(ctx context.Context, id core.WorkspaceID, epoch int64, sandbox core.SandboxID, head controller.Checkpoint, given controller.Given) (controller.Workspace, error) {
+	one := newGiven(1)
+	one.set(0, given)
 	list, err := t.workspaces(ctx, `
 		WITH w AS (
 			UPDATE workspaces SET state = @to, epoch = epoch + 1, sandbox_id = @sandbox, ready_at = now(), disk_gib = @disk, egress_applied = @rules,
+				grants_key = CASE WHEN grants_key IS NOT NULL THEN @key::bytea END, grants_until = CASE WHEN grants_until IS NOT NULL THEN @until::timestamptz END,
 				checkpoint_project_id = @head_project, checkpoint_id = @head
 			WHERE id = @id AND epoch = @epoch AND state = ANY(@from::text[]) RETURNING *
 		)
 		SELECT`+workspaceColumns+` FROM w`+workspaceJoins,
 		args{
-			"id": id, "epoch": epoch, "sandbox": sandbox, "disk": head.Resources.DiskGiB, "rules": rules, "head_project": head.ProjectID, "head": head.ID,
+			"id": id, "epoch": epoch, "sandbox": sandbox, "disk": head.Resources.DiskGiB, "rules": given.Version, "key": one.keys[0], "until": one.untils[0], "head_project": head.ProjectID, "head": head.ID,
 			"to": core.WorkspaceReady, "from": []string{string(core.WorkspaceRestoring), string(core.WorkspaceQuarantined)},
 		})
 	// After the workspace, as whoever ends one has it: both locks in one order.

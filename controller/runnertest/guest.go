@@ -55,6 +55,8 @@ func (g *guest) end() {
 }
 
 type session struct {
+	env map[string]string // of its start
+
 	// mu guards the fields below; changed is closed and replaced when they change.
 	mu      sync.Mutex
 	view    controller.GuestSession
@@ -147,6 +149,10 @@ func (g *guest) program(s *session) int {
 	case "exit":
 		n, _ := strconv.Atoi(args[0])
 		return n
+	case "env":
+		for _, name := range slices.Sorted(maps.Keys(s.env)) {
+			s.write(0, []byte(name+"="+s.env[name]+"\n"))
+		}
 	case "echo":
 		s.write(0, []byte(strings.Join(args, " ")+"\n"))
 	case "err":
@@ -220,13 +226,13 @@ func (g *guest) start(w http.ResponseWriter, q *http.Request) {
 		reply(w, nil, core.Wrapf(err, core.Invalid, core.CodeMalformedBody, "cannot be read"))
 		return
 	}
-	known := []string{"true", "false", "exit", "echo", "err", "cat", "sleep", "fill"}
+	known := []string{"true", "false", "exit", "echo", "err", "cat", "sleep", "fill", "env"}
 	if !slices.Contains(known, in.Command[0]) {
 		reply(w, nil, core.Errorf(core.NotFound, "COMMAND_NOT_FOUND", "%s: not found", in.Command[0]))
 		return
 	}
 	s := &session{
-		stdin: in.Stdin, eof: !in.StdinOpen, ended: make(chan struct{}), changed: make(chan struct{}),
+		env: in.Env, stdin: in.Stdin, eof: !in.StdinOpen, ended: make(chan struct{}), changed: make(chan struct{}),
 		view: controller.GuestSession{
 			ID: in.ID, Command: in.Command, Cwd: "/workspace", User: in.User, PTY: in.PTY, State: "running", PID: 42, StartedAt: time.Now().UTC(), StdinOpen: in.StdinOpen,
 		},

@@ -129,33 +129,6 @@ func (r *Runner) openPort(ctx context.Context, id core.SandboxID, in runnerapi.P
 	return in, nil
 }
 
-// setRules keeps newer rules than the sandbox has.
-func (r *Runner) setRules(ctx context.Context, id core.SandboxID, rules runnerapi.EgressRules) error {
-	if err := r.pass(ctx, PointRules, string(id)); err != nil {
-		return err
-	}
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	s, ok := r.sandboxes[id]
-	if !ok {
-		return core.Errorf(core.NotFound, core.CodeSandboxNotFound, "this runner has no sandbox %s", id)
-	}
-	if rules.Version > s.rules.Version {
-		s.rules = rules
-	}
-	return nil
-}
-
-// Rules returns what a sandbox may reach.
-func (r *Runner) Rules(id core.SandboxID) runnerapi.EgressRules {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	if s, ok := r.sandboxes[id]; ok {
-		return s.rules
-	}
-	return runnerapi.EgressRules{}
-}
-
 // Ports returns what a sandbox forwards.
 func (r *Runner) Ports(id core.SandboxID) []runnerapi.Port {
 	r.mu.Lock()

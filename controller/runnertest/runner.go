@@ -19,6 +19,7 @@ import (
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/egress/grant"
 	"github.com/coppice-dev/coppice/internal/testaddr"
 	"github.com/coppice-dev/coppice/snapshotstore/blob"
 )
@@ -72,6 +73,7 @@ type Runner struct {
 	checkpoints map[core.CheckpointID]*checkpoint
 	calls       map[string]int
 	lease       *runnerapi.Registered
+	keys        *grant.Keys // of the egress process
 }
 
 type sandbox struct {
@@ -79,6 +81,7 @@ type sandbox struct {
 	guest *guest
 	ports map[core.PortID]runnerapi.Port
 	rules runnerapi.EgressRules
+	ca    string
 }
 
 type checkpoint struct {
@@ -108,9 +111,11 @@ func New(cfg Config) *Runner {
 	if cfg.Secret == "" {
 		cfg.Secret = "runner-secret"
 	}
-	return &Runner{
+	r := &Runner{
 		cfg: cfg, started: time.Now().UTC(), sandboxes: map[core.SandboxID]*sandbox{}, checkpoints: map[core.CheckpointID]*checkpoint{}, calls: map[string]int{},
 	}
+	r.RestartEgress()
+	return r
 }
 
 // Start makes a fake that listens on loopback until the test ends.
@@ -281,6 +286,7 @@ func (r *Runner) info() runnerapi.Info {
 	info := runnerapi.Info{
 		RunnerID: r.cfg.ID, Version: runnerapi.Version, Hostname: "fake", Class: r.cfg.Class, Capacity: r.cfg.Capacity,
 		StartedAt: r.started, KVM: "not used: this runner is a fake", DiskFreeMB: 100_000,
+		EgressKey: r.keys.Public(), EgressURL: EgressURL,
 	}
 	for _, s := range r.sandboxes {
 		info.Allocated.Sandboxes++
@@ -409,7 +415,7 @@ func (r *Runner) grow(ctx context.Context, from core.CheckpointID, child runnera
 	if !ok {
 		res := cp.Resources
 		res.DiskGiB = max(res.DiskGiB, child.DiskGiB)
-		s = &sandbox{guest: cp.guest.clone(), ports: map[core.PortID]runnerapi.Port{}, rules: child.Rules, Sandbox: runnerapi.Sandbox{
+		s = &sandbox{guest: cp.guest.clone(), ports: map[core.PortID]runnerapi.Port{}, rules: child.Rules, ca: child.CA, Sandbox: runnerapi.Sandbox{
 			ID: child.SandboxID, WorkspaceID: child.WorkspaceID, Epoch: child.Epoch, State: runnerapi.SandboxReady, Checkpoint: from,
 			Identity: child.Identity, Resources: res, StartedAt: time.Now().UTC(),
 		}}

@@ -22,6 +22,9 @@ const (
 	ModeBaseURL Mode = "base_url"
 )
 
+// BasePath begins the paths of base URLs at a sandbox's proxy: the id of a grant follows, then what is asked of its host.
+const BasePath = "/grant/"
+
 // Target is a host at a port.
 type Target struct {
 	Host policy.Host

@@ -198,12 +198,9 @@ func (b *box) broker(c *conn, r *http.Request, to target) (*use, error) {
 	return u, nil
 }
 
-// BasePath begins the paths of base URLs: the id of a grant follows, then what is asked of its host.
-const BasePath = "/grant/"
-
 // serveBase serves a request to a base URL: it becomes one to the grant's host. It reports whether it was one.
 func (s *Server) serveBase(w http.ResponseWriter, r *http.Request) bool {
-	rest, ok := strings.CutPrefix(r.URL.EscapedPath(), BasePath)
+	rest, ok := strings.CutPrefix(r.URL.EscapedPath(), grant.BasePath)
 	if !ok || r.URL.IsAbs() {
 		return false
 	}

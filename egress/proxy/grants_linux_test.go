@@ -22,7 +22,6 @@ import (
 	"github.com/coppice-dev/coppice/egress/ca"
 	"github.com/coppice-dev/coppice/egress/grant"
 	"github.com/coppice-dev/coppice/egress/policy"
-	"github.com/coppice-dev/coppice/egress/proxy"
 	"github.com/coppice-dev/coppice/internal/eventually"
 )
 
@@ -494,7 +493,7 @@ func TestBaseURL(t *testing.T) {
 	b.open(func(w http.ResponseWriter, r *http.Request) {
 		fmt.Fprintf(w, "%s %s %s", r.Host, r.URL.EscapedPath(), r.URL.RawQuery)
 	})
-	base := "http://" + b.explicit.String() + proxy.BasePath
+	base := "http://" + b.explicit.String() + grant.BasePath
 	direct := &http.Client{Transport: new(http.Transport)}
 	defer direct.CloseIdleConnections()
 	if status, all := b.ask(direct, "GET", base+"api/v1/a%20b?q=1", "", b.bearer()...); status != 200 || !strings.Contains(all, bankHost+" /v1/a%20b q=1") {
@@ -509,7 +508,7 @@ func TestBaseURL(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		fmt.Fprintf(c, "GET %s%s HTTP/1.1\r\nHost: %s\r\nAuthorization: Bearer %s\r\n\r\n", proxy.BasePath, path, b.explicit, b.g.Placeholder)
+		fmt.Fprintf(c, "GET %s%s HTTP/1.1\r\nHost: %s\r\nAuthorization: Bearer %s\r\n\r\n", grant.BasePath, path, b.explicit, b.g.Placeholder)
 		resp, err := http.ReadResponse(bufio.NewReader(c), nil)
 		if err != nil {
 			t.Fatal(path, err)

@@ -79,7 +79,7 @@ func TestBadInput(t *testing.T) {
 		{"POST", "/v1/workspaces", `{"labels":{"a b":"x"}}`, 400, "INVALID_FIELD"},
 		{"POST", "/v1/workspaces", `{"network":{"egress_policy":"allow"}}`, 400, "INVALID_FIELD"},
 		{"POST", "/v1/workspaces", `{"network":{"allow":["example.com","*"]}}`, 400, "INVALID_FIELD"},
-		{"POST", node + "/fork", `{"grants":["x"]}`, 400, "UNSUPPORTED"},
+		{"POST", node + "/fork", `{"grants":["x"]}`, 404, "GRANT_NOT_FOUND"},
 		{"POST", "/v1/workspaces?wait=601", `{}`, 400, "INVALID_FIELD"},
 		{"POST", "/v1/workspaces?wait=x", `{}`, 400, "INVALID_FIELD"},
 		{"GET", "/v1/workspaces?limit=0", "", 400, "INVALID_FIELD"},

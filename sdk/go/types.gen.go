@@ -316,6 +316,24 @@ func (e FlowProtocol) Valid() bool {
 	}
 }
 
+// Defines values for GrantMode.
+const (
+	BaseURL GrantMode = "base_url"
+	Header  GrantMode = "header"
+)
+
+// Valid indicates whether the value is a known member of the GrantMode enum.
+func (e GrantMode) Valid() bool {
+	switch e {
+	case BaseURL:
+		return true
+	case Header:
+		return true
+	default:
+		return false
+	}
+}
+
 // Defines values for HealthStatus.
 const (
 	HealthOK HealthStatus = "ok"
@@ -340,6 +358,8 @@ const (
 	ScopeCheckpointImport KeyScope = "checkpoint:import"
 	ScopeCheckpointRead   KeyScope = "checkpoint:read"
 	ScopeFleetRead        KeyScope = "fleet:read"
+	ScopeGrantRead        KeyScope = "grant:read"
+	ScopeGrantWrite       KeyScope = "grant:write"
 	ScopeKeyRead          KeyScope = "key:read"
 	ScopeKeyWrite         KeyScope = "key:write"
 	ScopeProjectRead      KeyScope = "project:read"
@@ -365,6 +385,10 @@ func (e KeyScope) Valid() bool {
 	case ScopeCheckpointRead:
 		return true
 	case ScopeFleetRead:
+		return true
+	case ScopeGrantRead:
+		return true
+	case ScopeGrantWrite:
 		return true
 	case ScopeKeyRead:
 		return true
@@ -1380,7 +1404,8 @@ type ForkCheckpointRequest struct {
 	// image sets.
 	Env Env `json:"env,omitempty,omitzero"`
 
-	// Grants Which secret grants the children get. Refused with 400 `UNSUPPORTED` when given, until the egress proxy exists.
+	// Grants Which grants of the workspace that they come from the children have, as it has them now, each by a placeholder of its own: `inherit`
+	// (as when it is absent), `none`, or a list of their ids.
 	Grants Grants `json:"grants,omitempty,omitzero"`
 
 	// IdleSeconds Do what `on_idle` says when nobody used the workspace for this many seconds (and a few more, for use is recorded in
@@ -1445,7 +1470,8 @@ type ForkWorkspaceRequest struct {
 	// image sets.
 	Env Env `json:"env,omitempty,omitzero"`
 
-	// Grants Which secret grants the children get. Refused with 400 `UNSUPPORTED` when given, until the egress proxy exists.
+	// Grants Which grants of the workspace that they come from the children have, as it has them now, each by a placeholder of its own: `inherit`
+	// (as when it is absent), `none`, or a list of their ids.
 	Grants Grants `json:"grants,omitempty,omitzero"`
 
 	// IdleSeconds Do what `on_idle` says when nobody used the workspace for this many seconds (and a few more, for use is recorded in
@@ -1464,7 +1490,63 @@ type ForkWorkspaceRequest struct {
 	TTLSeconds TTL `json:"ttl_seconds,omitempty,omitzero"`
 }
 
-// Grants Which secret grants the children get. Refused with 400 `UNSUPPORTED` when given, until the egress proxy exists.
+// Grant defines model for Grant.
+type Grant struct {
+	AllowedHosts []string  `json:"allowed_hosts"`
+	CreatedAt    time.Time `json:"created_at"`
+
+	// Env What programs that are started now find in their environment.
+	Env       map[string]string `json:"env"`
+	Expired   bool              `json:"expired"`
+	ExpiresAt time.Time         `json:"expires_at,omitempty,omitzero"`
+	Header    string            `json:"header"`
+
+	// ID The name that its user gives it.
+	ID       GrantID  `json:"id"`
+	MaxBytes int64    `json:"max_bytes,omitempty,omitzero"`
+	Methods  []string `json:"methods,omitempty,omitzero"`
+
+	// Mode How the secret gets into requests. `header`: the proxy reads what the workspace sends to the hosts over TLS, with a certificate of the
+	// project's authority, which the guest trusts. `base_url`: programs ask the proxy in the clear at a URL that is in their environment,
+	// which works whatever they trust.
+	Mode GrantMode `json:"mode"`
+
+	// OwnerID The workspace that it was given to; another when this one has it by a fork.
+	OwnerID WorkspaceID `json:"owner_id"`
+	Paths   []string    `json:"paths,omitempty,omitzero"`
+
+	// Pending The host that the workspace runs on is not known to have its present grants and rules yet.
+	Pending bool `json:"pending"`
+
+	// Placeholder What the workspace's programs use in place of the secret. It is worth nothing anywhere else.
+	Placeholder       string    `json:"placeholder"`
+	Provider          string    `json:"provider"`
+	RequestsPerMinute int       `json:"requests_per_minute,omitempty,omitzero"`
+	UpdatedAt         time.Time `json:"updated_at"`
+	VaultRef          string    `json:"vault_ref,omitempty,omitzero"`
+
+	// Version One more after each change.
+	Version int64 `json:"version"`
+
+	// WorkspaceID Example: ws_06e5bqv7z0f3m8k2h1t9r4w6xc
+	WorkspaceID WorkspaceID `json:"workspace_id"`
+}
+
+// GrantID The name that its user gives it.
+type GrantID = string
+
+// GrantList defines model for GrantList.
+type GrantList struct {
+	Items []Grant `json:"items"`
+}
+
+// GrantMode How the secret gets into requests. `header`: the proxy reads what the workspace sends to the hosts over TLS, with a certificate of the
+// project's authority, which the guest trusts. `base_url`: programs ask the proxy in the clear at a URL that is in their environment,
+// which works whatever they trust.
+type GrantMode string
+
+// Grants Which grants of the workspace that they come from the children have, as it has them now, each by a placeholder of its own: `inherit`
+// (as when it is absent), `none`, or a list of their ids.
 type Grants = interface{}
 
 // Health defines model for Health.
@@ -1856,6 +1938,53 @@ type PruneResult struct {
 	Truncated bool `json:"truncated,omitempty,omitzero"`
 }
 
+// PutGrantRequest defines model for PutGrantRequest.
+type PutGrantRequest struct {
+	// AllowedHosts Exact names, each with a port unless it is 443.
+	AllowedHosts []string `json:"allowed_hosts,omitempty,omitzero"`
+
+	// BaseURLEnv The environment variable that has the base URL, in that mode.
+	BaseURLEnv string `json:"base_url_env,omitempty,omitzero"`
+
+	// BaseURLPath What the base URL has after its host, such as /v1.
+	BaseURLPath string `json:"base_url_path,omitempty,omitzero"`
+
+	// Env The environment variable that has the placeholder.
+	Env string `json:"env,omitempty,omitzero"`
+
+	// Header The header that has the placeholder.
+	Header string `json:"header,omitempty,omitzero"`
+
+	// MaxBytes Of bodies, both ways, for each machine; 0: no bound.
+	MaxBytes int64 `json:"max_bytes,omitempty,omitzero"`
+
+	// Methods Empty: any.
+	Methods []string `json:"methods,omitempty,omitzero"`
+
+	// Mode How the secret gets into requests. `header`: the proxy reads what the workspace sends to the hosts over TLS, with a certificate of the
+	// project's authority, which the guest trusts. `base_url`: programs ask the proxy in the clear at a URL that is in their environment,
+	// which works whatever they trust.
+	Mode GrantMode `json:"mode,omitempty,omitzero"`
+
+	// Paths Prefixes of whole segments; empty: any.
+	Paths []string `json:"paths,omitempty,omitzero"`
+
+	// Provider openai, anthropic, mistral, gemini, github, gitlab, huggingface or custom; the grant's own name when that is one of them.
+	Provider string `json:"provider,omitempty,omitzero"`
+
+	// RequestsPerMinute For each machine; 0: no bound.
+	RequestsPerMinute int `json:"requests_per_minute,omitempty,omitzero"`
+
+	// Secret Its value: 8 bytes to 16 KiB of text as it stands in a header. It is kept encrypted and never shown.
+	Secret string `json:"secret,omitempty,omitzero"`
+
+	// TTLSeconds From now; when it is absent it does not expire.
+	TTLSeconds int64 `json:"ttl_seconds,omitempty,omitzero"`
+
+	// VaultRef Where it is instead: vault://mount/path#field, or env://NAME for development.
+	VaultRef string `json:"vault_ref,omitempty,omitzero"`
+}
+
 // QuotaUsage What the project has now.
 type QuotaUsage struct {
 	CheckpointBytes int64 `json:"checkpoint_bytes"`
@@ -1973,7 +2102,8 @@ type RestoreCheckpointRequest struct {
 	// image sets.
 	Env Env `json:"env,omitempty,omitzero"`
 
-	// Grants Which secret grants the children get. Refused with 400 `UNSUPPORTED` when given, until the egress proxy exists.
+	// Grants Which grants of the workspace that they come from the children have, as it has them now, each by a placeholder of its own: `inherit`
+	// (as when it is absent), `none`, or a list of their ids.
 	Grants Grants `json:"grants,omitempty,omitzero"`
 
 	// IdleSeconds Do what `on_idle` says when nobody used the workspace for this many seconds (and a few more, for use is recorded in

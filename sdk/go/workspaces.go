@@ -143,6 +143,32 @@ func (c *Client) DeletePort(ctx context.Context, id WorkspaceID, port PortID) er
 	return c.call(ctx, request{method: http.MethodDelete, path: []string{"v1", "workspaces", id, "ports", port}}, nil)
 }
 
+// Grants lists the grants that a workspace has.
+func (c *Client) Grants(ctx context.Context, id WorkspaceID) ([]Grant, error) {
+	var out GrantList
+	err := c.call(ctx, get("v1", "workspaces", id, "secrets", "grants"), &out)
+	return out.Items, err
+}
+
+// Grant returns one.
+func (c *Client) Grant(ctx context.Context, id WorkspaceID, grant GrantID) (Grant, error) {
+	var out Grant
+	err := c.call(ctx, get("v1", "workspaces", id, "secrets", "grants", grant), &out)
+	return out, err
+}
+
+// PutGrant gives a workspace the use of a secret, or changes it, for what was forked from it, too.
+func (c *Client) PutGrant(ctx context.Context, id WorkspaceID, grant GrantID, req PutGrantRequest) (Grant, error) {
+	var out Grant
+	err := c.call(ctx, request{method: http.MethodPut, path: []string{"v1", "workspaces", id, "secrets", "grants", grant}}.json(req), &out)
+	return out, err
+}
+
+// RevokeGrant takes a grant from a workspace and from what has it by a fork of that.
+func (c *Client) RevokeGrant(ctx context.Context, id WorkspaceID, grant GrantID) error {
+	return c.call(ctx, request{method: http.MethodDelete, path: []string{"v1", "workspaces", id, "secrets", "grants", grant}}, nil)
+}
+
 // Images iterates over the images that runners hold.
 func (c *Client) Images(ctx context.Context) iter.Seq2[Image, error] {
 	return all[Image](ctx, c, get("v1", "images"))

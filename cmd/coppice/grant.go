@@ -1,0 +1,243 @@
+package main
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"maps"
+	"os"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	coppice "github.com/coppice-dev/coppice/sdk/go"
+)
+
+func newGrantCommand(a *app) *cobra.Command {
+	c := &cobra.Command{
+		Use:   "grant",
+		Short: "Let workspaces use secrets that never enter them",
+		Long: `Let workspaces use secrets that never enter them. Programs in a workspace find a placeholder in an environment variable; the egress proxy of
+the host puts the secret in its place, in one header of requests to the hosts that it is for. Forks have what their parent has, each by a
+placeholder of its own.`,
+	}
+	c.AddCommand(newGrantPutCommand(a), newGrantListCommand(a), newGrantShowCommand(a), newGrantRevokeCommand(a))
+	return c
+}
+
+// maxSecretFile is more than a secret may have.
+const maxSecretFile = 64 << 10
+
+// readGrantSecret reads a secret from a file, or from standard input for "-". A line's end is not part of it.
+func readGrantSecret(path string, stdin io.Reader) (string, error) {
+	if path != "-" {
+		f, err := os.Open(path)
+		if err != nil {
+			return "", usageError{fmt.Errorf("--secret-file: %w", err)}
+		}
+		defer f.Close()
+		stdin = f
+	}
+	b, err := io.ReadAll(io.LimitReader(stdin, maxSecretFile))
+	if err != nil {
+		return "", err
+	}
+	text := strings.TrimSuffix(strings.TrimSuffix(string(b), "\n"), "\r")
+	if text == "" {
+		return "", usageError{errors.New("--secret-file: it is empty")}
+	}
+	return text, nil
+}
+
+func newGrantPutCommand(a *app) *cobra.Command {
+	var req coppice.PutGrantRequest
+	var mode, file string
+	var ttl time.Duration
+	c := &cobra.Command{
+		Use:   "put WORKSPACE GRANT",
+		Short: "Grant a workspace the use of a secret, or change how it may be used",
+		Long: `Grant a workspace the use of a secret towards hosts, which its rules must allow. For a provider that is known by name nothing else needs to be
+said: openai, anthropic, mistral, gemini, github, gitlab, huggingface. The secret is read from a file or standard input, never from the
+command line. Without --secret-file and --vault-ref a grant keeps the secret that it has. Forks that have the grant from this workspace have
+it as it is then.`,
+		Example: `  coppice grant put demo openai --secret-file - < key
+  coppice grant put demo openai --vault-ref vault://secret/agents/openai#key --rpm 60
+  coppice grant put demo tickets --host tickets.example.com --header X-Api-Key --method GET --path /api/v1 --env TICKETS_KEY --secret-file key`,
+		Args: cobra.ExactArgs(2),
+		RunE: func(c *cobra.Command, args []string) error {
+			req.Mode, req.TTLSeconds = coppice.GrantMode(mode), int64(ttl/time.Second)
+			if ttl < 0 || ttl%time.Second != 0 {
+				return usageError{fmt.Errorf("--ttl %s is not a whole number of seconds", ttl)}
+			}
+			var err error
+			if file != "" {
+				if req.Secret, err = readGrantSecret(file, a.stdin); err != nil {
+					return err
+				}
+			}
+			client, err := a.client()
+			if err != nil {
+				return err
+			}
+			ws, err := workspace(c.Context(), client, args[0])
+			if err != nil {
+				return err
+			}
+			g, err := client.PutGrant(c.Context(), ws.ID, args[1], req)
+			if err != nil {
+				return err
+			}
+			return a.print(g, func(w io.Writer) error { return printGrant(w, g) })
+		},
+	}
+	f := c.Flags()
+	f.StringVar(&file, "secret-file", "", "`file` with the secret; - for standard input")
+	f.StringVar(&req.VaultRef, "vault-ref", "", "where the secret is instead, as a `URL`: vault://mount/path#field")
+	f.StringVar(&req.Provider, "provider", "", "whose `secret` it is (default: the grant's name, if that is a provider's)")
+	f.StringVar(&mode, "mode", "", "header or base_url: how the secret gets into requests (default: as is usual for the provider)")
+	f.StringArrayVar(&req.AllowedHosts, "host", nil, "a `HOST[:PORT]` that it is for; may be repeated")
+	f.StringVar(&req.Header, "header", "", "the `header` that has it (default: as is usual, or Authorization)")
+	f.StringArrayVar(&req.Methods, "method", nil, "a `method` that it may be used with (default: any); may be repeated")
+	f.StringArrayVar(&req.Paths, "path", nil, "a `prefix` of paths that it may be used at (default: any); may be repeated")
+	f.StringVar(&req.Env, "env", "", "the environment `variable` that has the placeholder")
+	f.StringVar(&req.BaseURLEnv, "base-url-env", "", "the environment `variable` that has the base URL, in that mode")
+	f.StringVar(&req.BaseURLPath, "base-url-path", "", "what the base URL has after its host, as a `path`")
+	f.DurationVar(&ttl, "ttl", 0, "how long it is good for, from now, as a `duration` (default: until it is revoked)")
+	f.Int64Var(&req.MaxBytes, "max-bytes", 0, "most `bytes` of bodies, both ways, for each machine (default: no bound)")
+	f.IntVar(&req.RequestsPerMinute, "rpm", 0, "most `requests` a minute, for each machine (default: no bound)")
+	return c
+}
+
+func newGrantListCommand(a *app) *cobra.Command {
+	return &cobra.Command{
+		Use:     "ls WORKSPACE",
+		Aliases: []string{"list"},
+		Short:   "List the grants that a workspace has",
+		Args:    cobra.ExactArgs(1),
+		RunE: func(c *cobra.Command, args []string) error {
+			client, err := a.client()
+			if err != nil {
+				return err
+			}
+			ws, err := workspace(c.Context(), client, args[0])
+			if err != nil {
+				return err
+			}
+			list, err := client.Grants(c.Context(), ws.ID)
+			if err != nil {
+				return err
+			}
+			return a.print(list, func(w io.Writer) error {
+				rows := make([][]string, 0, len(list))
+				for _, g := range list {
+					from := "here"
+					if g.OwnerID != g.WorkspaceID {
+						from = short(g.OwnerID)
+					}
+					rows = append(rows, []string{g.ID, g.Provider, string(g.Mode), strings.Join(g.AllowedHosts, ","), strings.Join(slices.Sorted(maps.Keys(g.Env)), ","), from, grantState(g)})
+				}
+				return table(w, "GRANT PROVIDER MODE HOSTS ENV FROM STATE", rows)
+			})
+		},
+	}
+}
+
+func grantState(g coppice.Grant) string {
+	switch {
+	case g.Expired:
+		return "expired"
+	case g.Pending:
+		return "not in force yet"
+	}
+	return "in force"
+}
+
+func newGrantShowCommand(a *app) *cobra.Command {
+	return &cobra.Command{
+		Use:   "show WORKSPACE GRANT",
+		Short: "Show a grant, and what programs find of it",
+		Args:  cobra.ExactArgs(2),
+		RunE: func(c *cobra.Command, args []string) error {
+			client, err := a.client()
+			if err != nil {
+				return err
+			}
+			ws, err := workspace(c.Context(), client, args[0])
+			if err != nil {
+				return err
+			}
+			g, err := client.Grant(c.Context(), ws.ID, args[1])
+			if err != nil {
+				return err
+			}
+			return a.print(g, func(w io.Writer) error { return printGrant(w, g) })
+		},
+	}
+}
+
+func printGrant(w io.Writer, g coppice.Grant) error {
+	line := func(name, value string) {
+		if value != "" && value != "0" {
+			fmt.Fprintf(w, "%-12s%s\n", name, visible(value))
+		}
+	}
+	line("grant", g.ID)
+	line("state", grantState(g))
+	line("provider", g.Provider)
+	line("mode", string(g.Mode))
+	line("hosts", strings.Join(g.AllowedHosts, ", "))
+	line("header", g.Header)
+	line("methods", strings.Join(g.Methods, ", "))
+	line("paths", strings.Join(g.Paths, ", "))
+	line("vault", g.VaultRef)
+	line("per minute", fmt.Sprint(g.RequestsPerMinute))
+	line("bytes", fmt.Sprint(g.MaxBytes))
+	if !g.ExpiresAt.IsZero() {
+		line("expires", g.ExpiresAt.UTC().Format(time.RFC3339))
+	}
+	for _, name := range slices.Sorted(maps.Keys(g.Env)) {
+		line("env", name+"="+g.Env[name])
+	}
+	return nil
+}
+
+func newGrantRevokeCommand(a *app) *cobra.Command {
+	return &cobra.Command{
+		Use:     "revoke WORKSPACE GRANT",
+		Aliases: []string{"rm"},
+		Short:   "Take a grant from a workspace, and from what has it by a fork of that",
+		Args:    cobra.ExactArgs(2),
+		RunE: func(c *cobra.Command, args []string) error {
+			client, err := a.client()
+			if err != nil {
+				return err
+			}
+			ws, err := workspace(c.Context(), client, args[0])
+			if err != nil {
+				return err
+			}
+			if err := client.RevokeGrant(c.Context(), ws.ID, args[1]); err != nil {
+				return err
+			}
+			return a.print(struct {
+				Revoked string `json:"revoked"`
+			}{args[1]}, func(w io.Writer) error {
+				_, err := fmt.Fprintf(w, "%s: %s is revoked\n", ws.Name, args[1])
+				return err
+			})
+		},
+	}
+}
+
+// readGrants reads which grants forks have; nil when nothing was said.
+func readGrants(s string) coppice.Grants {
+	switch s {
+	case "":
+		return nil
+	case "inherit", "none":
+		return s
+	}
+	return strings.Split(s, ",")
+}

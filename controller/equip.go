@@ -1,0 +1,186 @@
+package controller
+
+import (
+	"context"
+	"slices"
+	"time"
+
+	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/egress/ca"
+	"github.com/coppice-dev/coppice/egress/grant"
+	"github.com/coppice-dev/coppice/egress/policy"
+)
+
+// Given is what the runner of a sandbox is known to have been told of what it may reach.
+type Given struct {
+	Version int64     // of its rules
+	Key     []byte    // that its grants were sealed for
+	Until   time.Time // when they have to be sealed anew
+}
+
+const (
+	issuerTime  = 8 * time.Hour    // that an authority for the hosts of a sandbox's grants is good for
+	renewTime   = 4 * time.Hour    // after which there is another
+	refreshTime = 5 * time.Minute  // after which a secret is read again that may be changed elsewhere
+	retryTime   = 15 * time.Second // after which one is asked for again that could not be had
+)
+
+// equipment is what a runner is told of a sandbox.
+type equipment struct {
+	rules runnerapi.EgressRules
+	given Given
+}
+
+// equip puts together what runners are told of what workspaces may reach, with their grants of this moment, sealed for the egress process of
+// each one's host. When a secret cannot be had, an error says which; with lenient set the rest is given without it.
+func (c *Controller) equip(ctx context.Context, list []Workspace, lenient bool) ([]equipment, error) {
+	out := make([]equipment, len(list))
+	var granted []core.WorkspaceID
+	for i, w := range list {
+		out[i] = equipment{w.Rules.wire(), Given{Version: w.Rules.Version}}
+		if w.Rules.Granted && len(w.Sandbox.EgressKey) > 0 {
+			granted = append(granted, w.ID)
+		}
+	}
+	if len(granted) == 0 {
+		return out, nil
+	}
+	held, err := read(ctx, c, System(), func(tx Tx) ([]HeldGrant, error) { return tx.HeldGrants(ctx, granted) })
+	if err != nil {
+		return nil, err
+	}
+	chest, err := c.unlock(ctx, held, lenient)
+	if err != nil {
+		return nil, err
+	}
+	byID := map[core.WorkspaceID][]HeldGrant{}
+	for _, g := range held {
+		byID[g.Workspace] = append(byID[g.Workspace], g)
+	}
+	for i, w := range list {
+		if !w.Rules.Granted || len(w.Sandbox.EgressKey) == 0 {
+			continue
+		}
+		bundle, until, err := chest.bundle(w, byID[w.ID])
+		if err != nil {
+			return nil, err
+		}
+		if out[i].rules.Grants, err = grant.Seal(w.Sandbox.EgressKey, w.Sandbox.ID, w.Rules.Version, bundle); err != nil {
+			return nil, err
+		}
+		out[i].rules.Key = w.Sandbox.EgressKey
+		out[i].given.Key, out[i].given.Until = w.Sandbox.EgressKey, until
+	}
+	return out, nil
+}
+
+// chest has the secrets of some grants, in memory, for one call.
+type chest struct {
+	now     time.Time
+	values  map[core.GrantID]grant.Secret
+	roots   map[core.ProjectID]ca.Authority
+	lacking map[core.GrantID]bool
+}
+
+// unlock gets the secrets of grants, each once.
+func (c *Controller) unlock(ctx context.Context, held []HeldGrant, lenient bool) (*chest, error) {
+	k := &chest{time.Now(), map[core.GrantID]grant.Secret{}, map[core.ProjectID]ca.Authority{}, map[core.GrantID]bool{}}
+	var ids []string
+	keys := map[core.ProjectID]string{}
+	for _, g := range held {
+		if g.Expired(k.now) {
+			continue
+		}
+		if g.SecretID != "" && !slices.Contains(ids, g.SecretID) {
+			ids = append(ids, g.SecretID)
+		}
+		if g.Mode != grant.ModeHeader || keys[g.ProjectID] != "" {
+			continue
+		}
+		a, err := c.authority(ctx, g.ProjectID)
+		if err != nil {
+			return nil, err
+		}
+		keys[g.ProjectID], k.roots[g.ProjectID] = a.SecretID, ca.Authority{Certificate: a.Certificate}
+		ids = append(ids, a.SecretID)
+	}
+	opened, err := c.openSecrets(ctx, ids)
+	if err != nil {
+		return nil, err
+	}
+	for project, id := range keys {
+		root := k.roots[project]
+		root.Key = opened[id]
+		k.roots[project] = root
+	}
+	for _, g := range held {
+		if _, there := k.values[g.ID]; there || g.Expired(k.now) || k.lacking[g.ID] {
+			continue
+		}
+		value, err := c.valueOf(ctx, g, opened)
+		switch {
+		case err == nil:
+			k.values[g.ID] = value
+		case lenient:
+			k.lacking[g.ID] = true
+			c.log.WarnContext(ctx, "the secret of a grant cannot be had", "workspace_id", g.Workspace, "grant_id", g.Name, "err", err)
+		default:
+			return nil, core.Wrapf(err, core.CategoryOf(err), core.CodeOf(err), "grant %s of workspace %s: %s", g.Name, g.Owner, core.MessageOf(err))
+		}
+	}
+	return k, nil
+}
+
+func (c *Controller) valueOf(ctx context.Context, g HeldGrant, opened map[string][]byte) (grant.Secret, error) {
+	if g.VaultRef != "" {
+		return c.readSource(ctx, g.ProjectID, g.VaultRef)
+	}
+	value, there := opened[g.SecretID]
+	if !there { // it was replaced since the grant was read: the rules have a newer version
+		return grant.Secret{}, core.Errorf(core.Unavailable, core.CodeSecretUnavailable, "its secret was replaced a moment ago; try again")
+	}
+	return grant.NewSecret(string(value)), nil
+}
+
+// bundle is what a proxy needs for the grants of a workspace, and when it needs another.
+func (k *chest) bundle(w Workspace, held []HeldGrant) (grant.Bundle, time.Time, error) {
+	until := k.now.Add(renewTime)
+	soon := func(d time.Duration) {
+		if at := k.now.Add(d); at.Before(until) {
+			until = at
+		}
+	}
+	var b grant.Bundle
+	for _, g := range held {
+		if k.lacking[g.ID] {
+			soon(retryTime)
+		}
+		value, there := k.values[g.ID]
+		if !there {
+			continue
+		}
+		if g.VaultRef != "" {
+			soon(refreshTime)
+		}
+		one := grant.Grant{
+			ID: g.Name, Mode: g.Mode, Placeholder: g.Placeholder, Secret: value, Header: g.Header, Methods: g.Methods, Paths: g.Paths,
+			Expires: g.ExpiresAt, MaxBytes: g.MaxBytes, PerMinute: g.PerMinute,
+		}
+		for _, text := range g.Hosts {
+			h, port, err := policy.ParseHostPort(text)
+			if err != nil {
+				return b, until, err
+			}
+			one.Targets = append(one.Targets, grant.Target{Host: h, Port: port})
+		}
+		b.Grants = append(b.Grants, one)
+	}
+	hosts := grant.NewSet(b.Grants...).Hosts()
+	if len(hosts) == 0 {
+		return b, until, nil
+	}
+	issuer, err := k.roots[w.ProjectID].Issuer(hosts, k.now, k.now.Add(issuerTime))
+	b.Issuer = &issuer
+	return b, until, err
+}

@@ -1,0 +1,409 @@
+package controller_test
+
+import (
+	"context"
+	"crypto/x509"
+	"encoding/pem"
+	"fmt"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/controller/runnertest"
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/egress/grant"
+)
+
+// safe is a place of secrets outside.
+type safe struct {
+	mu     sync.Mutex
+	values map[string]string
+	away   bool
+}
+
+func (s *safe) Check(_ core.ProjectID, ref string) error {
+	if !strings.HasPrefix(ref, "safe://") {
+		return core.Errorf(core.Invalid, core.CodeInvalidField, "vault_ref: %s is nowhere", ref)
+	}
+	return nil
+}
+
+func (s *safe) Read(_ context.Context, project core.ProjectID, ref string) (grant.Secret, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	value, there := s.values[ref]
+	switch {
+	case s.away:
+		return grant.Secret{}, core.Errorf(core.Unavailable, core.CodeSecretUnavailable, "the safe is shut")
+	case !there:
+		return grant.Secret{}, core.Errorf(core.FailedPrecondition, core.CodeSecretNotFound, "%s is empty for %s", ref, project)
+	}
+	return grant.NewSecret(value), nil
+}
+
+func (s *safe) set(ref, value string, away bool) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.values[ref], s.away = value, away
+}
+
+// granting is a world in which secrets can be granted.
+func granting(t *testing.T) (*world, *safe) {
+	t.Helper()
+	s := &safe{values: map[string]string{}}
+	return newWorld(t, func(c *controller.Config, _ *runnertest.Config) { c.Wrapper, c.Secrets = &vault{id: "a"}, s }), s
+}
+
+// custom is a request for a grant towards hosts.
+func custom(secret string, hosts ...string) controller.GrantRequest {
+	return controller.GrantRequest{Secret: grant.NewSecret(secret), Hosts: hosts}
+}
+
+func (w *world) grant(id core.WorkspaceID, name string, r controller.GrantRequest) controller.HeldGrant {
+	w.t.Helper()
+	g, _, err := w.PutGrant(w.t.Context(), w.project, id, name, r)
+	if err != nil {
+		w.t.Fatalf("grant %s: %v", name, err)
+	}
+	return g
+}
+
+// wantGrants looks at what the egress process of a workspace's host has, opened: name=secret.
+func (w *world) wantGrants(id core.WorkspaceID, want ...string) []grant.Grant {
+	w.t.Helper()
+	ws, err := w.Workspace(w.t.Context(), w.project, id)
+	if err != nil {
+		w.t.Fatal(err)
+	}
+	var got []string
+	var bundle grant.Bundle
+	eventually(w.t, fmt.Sprintf("the grants of %s are %q", ws.Name, want), func() bool {
+		if bundle, err = w.runner.Bundle(ws.Sandbox.ID); err != nil {
+			return false
+		}
+		got = nil
+		for _, g := range bundle.Grants {
+			got = append(got, g.ID+"="+g.Secret.Reveal())
+		}
+		now, err := w.Workspace(w.t.Context(), w.project, id)
+		return err == nil && !now.RulesPending() && slices.Equal(got, want)
+	})
+	return bundle.Grants
+}
+
+// TestGrants: what is granted is with the egress process, sealed for it; what is revoked is not; and forks have it by placeholders of their own.
+func TestGrants(t *testing.T) {
+	t.Parallel()
+	w, _ := granting(t)
+	root := w.createAllowing("root", "api.openai.com", "*.example.com", "b.example.com:8443")
+	before := w.checkpoint(root.ID)
+	g := w.grant(root.ID, "openai", controller.GrantRequest{Secret: grant.NewSecret("sk-of-openai-1")})
+	if g.Mode != grant.ModeBaseURL || g.Env != "OPENAI_API_KEY" || g.BaseEnv != "OPENAI_BASE_URL" || !slices.Equal(g.Hosts, []string{"api.openai.com:443"}) {
+		t.Errorf("what is usual for a provider: %+v", g)
+	}
+	w.grant(root.ID, "b", controller.GrantRequest{
+		Secret: grant.NewSecret("secret of b"), Hosts: []string{"b.example.com:8443", "c.example.com"}, Header: "x-api-key", Methods: []string{"GET"},
+		Paths: []string{"/v1"}, TTL: time.Hour, MaxBytes: 10, PerMinute: 3,
+	})
+	inForce := w.wantGrants(root.ID, "b=secret of b", "openai=sk-of-openai-1")
+	b := inForce[0]
+	if b.Header != "X-Api-Key" || len(b.Targets) != 2 || b.Targets[0].Port != 8443 || b.Expires.IsZero() || b.MaxBytes != 10 || b.PerMinute != 3 || b.Paths[0] != "/v1" || b.Methods[0] != "GET" {
+		t.Errorf("b: %+v", b)
+	}
+	// A checkpoint from before they were granted, forked: today's grants, by other placeholders.
+	children := w.fork(before.ID, 2)
+	seen := map[string]bool{inForce[0].Placeholder: true, inForce[1].Placeholder: true}
+	for _, child := range children {
+		for _, g := range w.wantGrants(child.ID, "b=secret of b", "openai=sk-of-openai-1") {
+			if seen[g.Placeholder] {
+				t.Errorf("%s has a placeholder that another has", child.Name)
+			}
+			seen[g.Placeholder] = true
+		}
+	}
+	if n := w.runner.Calls(runnertest.PointRules); n == 0 {
+		t.Error("no rules went to the runner of the root")
+	}
+	// Fewer.
+	pick := func(choice controller.GrantChoice) core.WorkspaceID {
+		t.Helper()
+		child, err := w.forkAllowing(before.ID, controller.ForkRequest{Grants: choice})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return child.ID
+	}
+	w.wantGrants(pick(controller.GrantChoice{None: true}))
+	one := pick(controller.GrantChoice{Names: []string{"b"}})
+	w.wantGrants(one, "b=secret of b")
+	wantCode(t, second(w.forkAllowing(before.ID, controller.ForkRequest{Grants: controller.GrantChoice{Names: []string{"none"}}})), core.CodeGrantNotFound)
+	// Changed above, with the secret that it has: below, too, by the placeholders of before.
+	w.grant(root.ID, "openai", controller.GrantRequest{PerMinute: 7})
+	for _, g := range w.wantGrants(children[0].ID, "b=secret of b", "openai=sk-of-openai-1") {
+		if g.ID == "openai" && g.PerMinute != 7 || !seen[g.Placeholder] {
+			t.Errorf("changed above: %+v", g)
+		}
+	}
+	w.grant(root.ID, "openai", controller.GrantRequest{Secret: grant.NewSecret("sk-of-openai-2")})
+	w.wantGrants(children[0].ID, "b=secret of b", "openai=sk-of-openai-2")
+	// A fork's own, in the place of what it has from above.
+	w.grant(children[0].ID, "openai", controller.GrantRequest{Secret: grant.NewSecret("sk-of-a-fork")})
+	w.wantGrants(children[0].ID, "b=secret of b", "openai=sk-of-a-fork")
+	w.wantGrants(children[1].ID, "b=secret of b", "openai=sk-of-openai-2")
+	// Revoked in a fork: its own forks lose it, and nobody else does.
+	grandchild, err := w.forkAllowing(w.checkpoint(children[1].ID).ID, controller.ForkRequest{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	w.wantGrants(grandchild.ID, "b=secret of b", "openai=sk-of-openai-2")
+	w.revoke(children[1].ID, "b")
+	w.wantGrants(children[1].ID, "openai=sk-of-openai-2")
+	w.wantGrants(grandchild.ID, "openai=sk-of-openai-2")
+	w.wantGrants(root.ID, "b=secret of b", "openai=sk-of-openai-2")
+	// Revoked at the root.
+	w.revoke(root.ID, "b")
+	w.revoke(root.ID, "openai")
+	w.wantGrants(one)
+	w.wantGrants(grandchild.ID)
+	w.wantGrants(children[0].ID, "openai=sk-of-a-fork")
+	wantCode(t, w.RevokeGrant(t.Context(), w.project, root.ID, "b"), core.CodeGrantNotFound)
+	if n := w.number(`SELECT count(*) FROM secrets WHERE id NOT IN (SELECT secret_id FROM project_authorities)`); n != 1 {
+		t.Errorf("%d secrets are kept, and one is granted", n)
+	}
+	later, err := w.forkAllowing(before.ID, controller.ForkRequest{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	w.wantGrants(later.ID)
+}
+
+func (w *world) revoke(id core.WorkspaceID, name string) {
+	w.t.Helper()
+	if err := w.RevokeGrant(w.t.Context(), w.project, id, name); err != nil {
+		w.t.Fatal(err)
+	}
+}
+
+// TestGrantsOfOtherProcesses: grants are sealed anew for an egress process that has come in the place of another, and before their time is over.
+func TestGrantsOfOtherProcesses(t *testing.T) {
+	t.Parallel()
+	w, _ := granting(t)
+	ws := w.createAllowing("a", "a.example")
+	w.grant(ws.ID, "a", custom("secret of a", "a.example"))
+	w.wantGrants(ws.ID, "a=secret of a")
+	w.runner.RestartEgress()
+	if _, err := w.runner.Bundle(ws.Sandbox.ID); err == nil {
+		t.Fatal("another process opens what was sealed for the first")
+	}
+	w.beat()
+	w.wantGrants(ws.ID, "a=secret of a")
+	rules := w.runner.Rules(ws.Sandbox.ID)
+	w.sql(`UPDATE workspaces SET grants_until = now() WHERE id = $1`, ws.ID)
+	eventually(t, "grants are sealed anew", func() bool {
+		now := w.runner.Rules(ws.Sandbox.ID)
+		return now.Version == rules.Version && string(now.Grants) != string(rules.Grants)
+	})
+	w.wantGrants(ws.ID, "a=secret of a")
+}
+
+// TestAuthority: guests trust their project's authority, and the issuer for a sandbox's grants is below it and for their hosts only.
+func TestAuthority(t *testing.T) {
+	t.Parallel()
+	w, _ := granting(t)
+	ws := w.createAllowing("a", "*.x.example", "b.test")
+	w.grant(ws.ID, "a", custom("secret of a", "a.x.example"))
+	w.grant(ws.ID, "b", controller.GrantRequest{Secret: grant.NewSecret("secret of b"), Hosts: []string{"b.test"}, Mode: grant.ModeBaseURL})
+	w.wantGrants(ws.ID, "a=secret of a", "b=secret of b")
+	now, err := w.Workspace(t.Context(), w.project, ws.ID)
+	if err != nil {
+		t.Fatal(err)
+	}
+	bundle, err := w.runner.Bundle(now.Sandbox.ID)
+	if err != nil || bundle.Issuer == nil {
+		t.Fatal(bundle.Issuer, err)
+	}
+	block, _ := pem.Decode([]byte(w.runner.CA(now.Sandbox.ID)))
+	if block == nil {
+		t.Fatal("the guest trusts no authority")
+	}
+	root, err := x509.ParseCertificate(block.Bytes)
+	if err != nil {
+		t.Fatal(err)
+	}
+	issuer, err := x509.ParseCertificate(bundle.Issuer.Certificate)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := issuer.CheckSignatureFrom(root); err != nil {
+		t.Error(err)
+	}
+	if !slices.Equal(issuer.PermittedDNSDomains, []string{"a.x.example"}) || !issuer.PermittedDNSDomainsCritical || time.Until(issuer.NotAfter) > 9*time.Hour {
+		t.Errorf("the issuer is for %q until %s", issuer.PermittedDNSDomains, issuer.NotAfter)
+	}
+	for _, child := range w.fork(w.checkpoint(ws.ID).ID, 2) {
+		if w.runner.CA(child.Sandbox.ID) != w.runner.CA(now.Sandbox.ID) {
+			t.Error("a fork trusts another authority")
+		}
+	}
+}
+
+// TestSecretsElsewhere: a secret that is not kept here is read when it is needed, and again; a fork whose grants cannot all be re-issued is not made.
+func TestSecretsElsewhere(t *testing.T) {
+	t.Parallel()
+	w, outside := granting(t)
+	const ref = "safe://a"
+	ws := w.createAllowing("a", "a.example", "b.example")
+	put := func(r controller.GrantRequest) error {
+		_, _, err := w.PutGrant(t.Context(), w.project, ws.ID, "a", r)
+		return err
+	}
+	wantCode(t, put(controller.GrantRequest{VaultRef: "elsewhere", Hosts: []string{"a.example"}}), core.CodeInvalidField)
+	wantCode(t, put(controller.GrantRequest{VaultRef: ref, Hosts: []string{"a.example"}}), core.CodeSecretNotFound)
+	outside.set(ref, "the first secret", false)
+	if err := put(controller.GrantRequest{VaultRef: ref, Hosts: []string{"a.example"}}); err != nil {
+		t.Fatal(err)
+	}
+	w.wantGrants(ws.ID, "a=the first secret")
+	cp := w.checkpoint(ws.ID)
+	outside.set(ref, "the second one", false)
+	w.wantGrants(w.fork(cp.ID, 1)[0].ID, "a=the second one")
+	outside.set(ref, "the second one", true)
+	wantCode(t, second(w.forkAllowing(cp.ID, controller.ForkRequest{})), core.CodeSecretUnavailable)
+	if child, err := w.forkAllowing(cp.ID, controller.ForkRequest{Grants: controller.GrantChoice{None: true}}); err != nil {
+		t.Error(err)
+	} else {
+		w.wantGrants(child.ID)
+	}
+	// Rules are in force at once, whoever is away: without the grant, until it can be had again.
+	w.mustAllow(ws.ID, "a.example")
+	w.wantRules(ws.ID, "a.example")
+	w.wantGrants(ws.ID)
+	outside.set(ref, "the third one", false)
+	w.sql(`UPDATE workspaces SET grants_until = now() WHERE id = $1`, ws.ID)
+	w.wantGrants(ws.ID, "a=the third one")
+}
+
+// TestGrantInput refuses what is no grant, and changes nothing.
+func TestGrantInput(t *testing.T) {
+	t.Parallel()
+	w, _ := granting(t)
+	ws := w.createAllowing("a", "a.example")
+	good := func(change func(*controller.GrantRequest)) controller.GrantRequest {
+		r := custom("a good secret", "a.example")
+		change(&r)
+		return r
+	}
+	for what, r := range map[string]controller.GrantRequest{
+		"allowed_hosts: the provider": good(func(r *controller.GrantRequest) { r.Hosts = nil }),
+		"provider: ":                  good(func(r *controller.GrantRequest) { r.Provider = "nobody" }),
+		"mode: ":                      good(func(r *controller.GrantRequest) { r.Mode = "body" }),
+		"is not a host":               good(func(r *controller.GrantRequest) { r.Hosts = []string{"*.example"} }),
+		"is an address":               good(func(r *controller.GrantRequest) { r.Hosts = []string{"203.0.113.7"} }),
+		"header: ":                    good(func(r *controller.GrantRequest) { r.Header = "Host" }),
+		"\"a b\" cannot have":         good(func(r *controller.GrantRequest) { r.Header = "a b" }),
+		"methods: ":                   good(func(r *controller.GrantRequest) { r.Methods = []string{"get"} }),
+		"paths: ":                     good(func(r *controller.GrantRequest) { r.Paths = []string{"/a/../b"} }),
+		"env: ":                       good(func(r *controller.GrantRequest) { r.Env = "A=B" }),
+		"secret: a grant has":         good(func(r *controller.GrantRequest) { r.VaultRef = "safe://a" }),
+		"secret: a grant needs":       good(func(r *controller.GrantRequest) { r.Secret = grant.Secret{} }),
+		"base_url_env: ":              good(func(r *controller.GrantRequest) { r.Mode, r.BaseEnv = grant.ModeBaseURL, "1" }),
+	} {
+		_, _, err := w.PutGrant(t.Context(), w.project, ws.ID, "a", r)
+		if core.CodeOf(err) != core.CodeInvalidField || !strings.Contains(core.MessageOf(err), what) {
+			t.Errorf("%s: %v", what, err)
+		}
+	}
+	for _, secret := range []string{"short", "two\nlines of text", strings.Repeat("x", grant.MaxSecret+1), "\x00\x01 binary", "\xff\xfe not UTF-8"} {
+		_, _, err := w.PutGrant(t.Context(), w.project, ws.ID, "a", custom(secret, "a.example"))
+		if core.CodeOf(err) != core.CodeInvalidField || strings.Contains(err.Error(), secret) {
+			t.Errorf("the secret %.20q: %v", secret, err)
+		}
+	}
+	for _, name := range []string{"", "A", "a/b", "-a", strings.Repeat("a", 64)} {
+		if _, _, err := w.PutGrant(t.Context(), w.project, ws.ID, name, custom("a good secret", "a.example")); core.CodeOf(err) != core.CodeInvalidField {
+			t.Errorf("called %q: %v", name, err)
+		}
+	}
+	_, _, err := w.PutGrant(t.Context(), w.project, ws.ID, "a", custom("a good secret", "a.example", "b.example"))
+	wantCode(t, err, core.CodeGrantHostDenied)
+	_, _, err = w.PutGrant(t.Context(), w.project, core.NewID[core.WorkspaceID](), "a", custom("a good secret", "a.example"))
+	wantCode(t, err, core.CodeWorkspaceNotFound)
+	if n := w.number(`SELECT count(*) FROM grants`) + w.number(`SELECT count(*) FROM secrets WHERE id NOT IN (SELECT secret_id FROM project_authorities)`); n != 0 {
+		t.Errorf("%d rows are there after nothing was granted", n)
+	}
+	for i := range controller.MaxGrants {
+		w.grant(ws.ID, fmt.Sprint("g", i), custom("a good secret", "a.example"))
+	}
+	_, _, err = w.PutGrant(t.Context(), w.project, ws.ID, "more", custom("a good secret", "a.example"))
+	wantCode(t, err, core.CodeQuotaExceeded)
+}
+
+// TestSecretsAtRest: no row has a secret, in no form, and another master key takes over what the first has wrapped.
+func TestSecretsAtRest(t *testing.T) {
+	t.Parallel()
+	w, _ := granting(t)
+	const secret = "the only secret of this test"
+	ws := w.createAllowing("a", "a.example")
+	w.grant(ws.ID, "a", custom(secret, "a.example"))
+	w.wantGrants(ws.ID, "a="+secret)
+	for _, table := range []string{"secrets", "grants", "grant_holders", "audit_records", "events", "workspaces", "operations"} {
+		if n := w.number(`SELECT count(*) FROM ` + table + ` x WHERE x::text ~ '` + secret + `' OR x::text ~ '` + fmt.Sprintf("%x", secret) + `'`); n != 0 {
+			t.Errorf("%s has the secret", table)
+		}
+	}
+	if n := w.number(`SELECT count(*) FROM audit_records WHERE detail ->> 'grant' = 'a'`); n != 1 {
+		t.Errorf("%d records of the grant", n)
+	}
+	w.stop()
+	c, _ := w.start(controller.Config{Wrapper: &both{vault{id: "b"}}, LoopInterval: 50 * time.Millisecond})
+	if _, err := c.Bootstrap(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if n := w.number(`SELECT count(*) FROM secrets WHERE master_id <> 'b'`); n != 0 {
+		t.Errorf("%d secrets need the first master key still", n)
+	}
+	w.runner.RestartEgress()
+	w.Controller = c
+	w.beat()
+	w.wantGrants(ws.ID, "a="+secret)
+}
+
+// both has the master key of another, too.
+type both struct{ vault }
+
+func (b *both) Unwrap(ctx context.Context, master, name string, wrapped []byte) (core.DataKey, error) {
+	return b.vault.Unwrap(ctx, master, name, wrapped)
+}
+
+// TestGrantEnv: programs find placeholders and base URLs, of this moment, where the request does not say otherwise.
+func TestGrantEnv(t *testing.T) {
+	t.Parallel()
+	w, _ := granting(t)
+	ws := w.createAllowing("a", "api.anthropic.com")
+	g := w.grant(ws.ID, "anthropic", controller.GrantRequest{Secret: grant.NewSecret("sk-ant-something")})
+	w.wantGrants(ws.ID, "anthropic=sk-ant-something")
+	env := func(own map[string]string) string {
+		t.Helper()
+		out, err := w.Exec(t.Context(), w.project, ws.ID, controller.ExecRequest{Command: []string{"env"}, Env: own})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return string(out.Stdout)
+	}
+	got := env(nil)
+	for _, want := range []string{"ANTHROPIC_API_KEY=" + g.Placeholder, "ANTHROPIC_BASE_URL=" + runnertest.EgressURL + "/grant/anthropic"} {
+		if !strings.Contains(got, want) {
+			t.Errorf("no %s in %s", want, got)
+		}
+	}
+	if got := env(map[string]string{"ANTHROPIC_API_KEY": "mine"}); !strings.Contains(got, "ANTHROPIC_API_KEY=mine") {
+		t.Errorf("what the request says does not hold: %s", got)
+	}
+	w.revoke(ws.ID, "anthropic")
+	if got := env(nil); strings.Contains(got, "ANTHROPIC") {
+		t.Errorf("after it was revoked: %s", got)
+	}
+}

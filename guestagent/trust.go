@@ -1,0 +1,203 @@
+//go:build linux
+
+package guestagent
+
+import (
+	"bytes"
+	"context"
+	"crypto/sha1" //nolint:gosec // G505: it names a file as OpenSSL does
+	"crypto/sha256"
+	"crypto/x509"
+	"crypto/x509/pkix"
+	"encoding/asn1"
+	"encoding/binary"
+	"encoding/pem"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+
+	"golang.org/x/sys/unix"
+)
+
+// Where images keep what they trust: everything in one file, and for OpenSSL a directory with a file each, which it finds by hashes.
+var trustBundles = []string{"/etc/ssl/certs/ca-certificates.crt", "/etc/pki/tls/certs/ca-bundle.crt", "/etc/ssl/ca-bundle.pem", "/etc/ssl/cert.pem"}
+
+const (
+	trustDir  = "/etc/ssl/certs"
+	trustName = "coppice-egress.pem"
+)
+
+// The marks between which the project's CA stands in a bundle.
+const (
+	caBegin = "# coppice: begin\n"
+	caEnd   = "# coppice: end\n"
+)
+
+// stepCA adds the CA to what the image trusts, unless it is there. No program of the image is run for it.
+func stepCA(_ context.Context, r *resealRun) (evidence, error) {
+	if r.req.CA == "" {
+		return nil, skipError("none given")
+	}
+	block, _ := pem.Decode([]byte(r.req.CA))
+	if block == nil || block.Type != "CERTIFICATE" {
+		return nil, errors.New("the CA is not a PEM certificate")
+	}
+	cert, err := x509.ParseCertificate(block.Bytes)
+	if err != nil {
+		return nil, fmt.Errorf("the CA: %w", err)
+	}
+	bundles, err := trustInBundles(r.req.CA)
+	if err != nil {
+		return nil, err
+	}
+	link, err := trustInDir(trustDir, r.req.CA, cert)
+	if err != nil {
+		return nil, err
+	}
+	sum := sha256.Sum256([]byte(r.req.CA))
+	return evidence{"bundles": strconv.Itoa(bundles), "hashed": link, "sha256": short(sum[:])}, nil
+}
+
+// trustInBundles adds a CA to every bundle there is, or makes one.
+func trustInBundles(ca string) (bundles int, err error) {
+	seen := map[string]bool{}
+	for _, p := range trustBundles {
+		real, err := filepath.EvalSymlinks(p)
+		if err != nil || seen[real] {
+			continue
+		}
+		seen[real] = true
+		bundle, err := os.ReadFile(real)
+		if err != nil {
+			return bundles, err
+		}
+		bundles++
+		if bytes.HasSuffix(bundle, marked(ca)) { // a fork of a fork
+			continue
+		}
+		if err := replaceFile(real, addCA(bundle, ca), 0o644); err != nil {
+			return bundles, err
+		}
+	}
+	if bundles > 0 {
+		return bundles, nil
+	}
+	if err := os.MkdirAll(trustDir, 0o755); err != nil {
+		return 0, err
+	}
+	return 1, replaceFile(trustBundles[0], addCA(nil, ca), 0o644)
+}
+
+func marked(ca string) []byte { return []byte(caBegin + strings.TrimRight(ca, "\n") + "\n" + caEnd) }
+
+// addCA puts the CA at a bundle's end, in the place of one that was put there before.
+func addCA(bundle []byte, ca string) []byte {
+	if before, rest, ok := bytes.Cut(bundle, []byte(caBegin)); ok {
+		_, after, _ := bytes.Cut(rest, []byte(caEnd))
+		bundle = slices.Concat(before, after)
+	}
+	if len(bundle) > 0 && bundle[len(bundle)-1] != '\n' {
+		bundle = append(bundle, '\n')
+	}
+	return append(bundle, marked(ca)...)
+}
+
+// trustInDir has OpenSSL find a CA in a directory, and returns the name by which it does; "" where the image has no such directory.
+func trustInDir(dir, ca string, cert *x509.Certificate) (string, error) {
+	if !exists(dir) {
+		return "", nil
+	}
+	hash, err := subjectHash(cert.RawSubject)
+	if err != nil {
+		return "", err
+	}
+	path := filepath.Join(dir, trustName)
+	if is, err := os.ReadFile(path); err == nil && string(is) != ca { // of another project, from which the checkpoint came as a file
+		if err := unlinkTrust(dir); err != nil {
+			return "", err
+		}
+	}
+	if err := replaceFile(path, []byte(ca), 0o644); err != nil {
+		return "", err
+	}
+	for n := 0; ; n++ {
+		link := fmt.Sprintf("%08x.%d", hash, n)
+		err := unix.Symlink(trustName, filepath.Join(dir, link))
+		if err == nil {
+			return link, nil
+		}
+		if !errors.Is(err, unix.EEXIST) {
+			return "", err
+		}
+		if to, err := os.Readlink(filepath.Join(dir, link)); err == nil && to == trustName {
+			return link, nil
+		}
+	}
+}
+
+// unlinkTrust removes the names of a CA.
+func unlinkTrust(dir string) error {
+	list, err := names(dir)
+	if err != nil {
+		return err
+	}
+	for _, name := range list {
+		path := filepath.Join(dir, name)
+		if to, err := os.Readlink(path); err == nil && to == trustName {
+			if err := os.Remove(path); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+// subjectHash is the number by which OpenSSL (since 1.0) looks for a certificate: the first four bytes of the SHA-1 of its subject, of which
+// every text is made UTF-8, ASCII in lower case and with single spaces, and the outermost head is left out.
+func subjectHash(subject []byte) (uint32, error) {
+	var rdns pkix.RDNSequence
+	if rest, err := asn1.Unmarshal(subject, &rdns); err != nil || len(rest) > 0 {
+		return 0, errors.Join(errors.New("the CA's subject cannot be read"), err)
+	}
+	type attribute struct {
+		Type  asn1.ObjectIdentifier
+		Value asn1.RawValue
+	}
+	var canonical []byte
+	for _, rdn := range rdns {
+		var set []byte
+		for _, a := range rdn {
+			text, ok := a.Value.(string)
+			if !ok {
+				return 0, errors.New("the CA's subject has something other than text")
+			}
+			text = canonicalText(text)
+			b, err := asn1.Marshal(attribute{a.Type, asn1.RawValue{Tag: asn1.TagUTF8String, Bytes: []byte(text)}})
+			if err != nil {
+				return 0, err
+			}
+			set = append(set, b...)
+		}
+		b, err := asn1.Marshal(asn1.RawValue{Tag: asn1.TagSet, IsCompound: true, Bytes: set})
+		if err != nil {
+			return 0, err
+		}
+		canonical = append(canonical, b...)
+	}
+	sum := sha1.Sum(canonical) //nolint:gosec // G401: likewise
+	return binary.LittleEndian.Uint32(sum[:]), nil
+}
+
+func canonicalText(s string) string {
+	s = strings.Map(func(c rune) rune {
+		if c >= 'A' && c <= 'Z' {
+			return c - 'A' + 'a'
+		}
+		return c
+	}, s)
+	return strings.Join(strings.FieldsFunc(s, func(c rune) bool { return c == ' ' || c >= '\t' && c <= '\r' }), " ")
+}

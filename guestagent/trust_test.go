@@ -1,0 +1,85 @@
+//go:build linux
+
+package guestagent
+
+import (
+	"crypto/x509"
+	"crypto/x509/pkix"
+	"encoding/asn1"
+	"os"
+	"path/filepath"
+	"testing"
+)
+
+func subject(t *testing.T, n pkix.Name) []byte {
+	t.Helper()
+	b, err := asn1.Marshal(n.ToRDNSequence())
+	if err != nil {
+		t.Fatal(err)
+	}
+	return b
+}
+
+// TestSubjectHash has what `openssl x509 -subject_hash` says of certificates with these subjects.
+func TestSubjectHash(t *testing.T) {
+	t.Parallel()
+	for want, n := range map[uint32]pkix.Name{
+		0x812ea732: {CommonName: "Coppice egress of prj_00000000000000000000000000"},
+		0x67d6f99c: {CommonName: "  Two   Words ", Organization: []string{"Ünïcode Ltd"}, Country: []string{"DE"}},
+	} {
+		if got, err := subjectHash(subject(t, n)); got != want || err != nil {
+			t.Errorf("%v: %08x %v, want %08x", n, got, err, want)
+		}
+	}
+	for _, bad := range [][]byte{nil, {1, 2, 3}, append(subject(t, pkix.Name{CommonName: "a"}), 0)} {
+		if _, err := subjectHash(bad); err == nil {
+			t.Errorf("% x was read", bad)
+		}
+	}
+}
+
+// TestTrustInDir: the CA is found by its hash beside one that has the same, and one of another project takes its place.
+func TestTrustInDir(t *testing.T) {
+	t.Parallel()
+	dir := t.TempDir()
+	one := &x509.Certificate{RawSubject: subject(t, pkix.Name{CommonName: "one"})}
+	two := &x509.Certificate{RawSubject: subject(t, pkix.Name{CommonName: "two"})}
+	trust := func(ca string, cert *x509.Certificate) string {
+		t.Helper()
+		link, err := trustInDir(dir, ca, cert)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if b, err := os.ReadFile(filepath.Join(dir, link)); err != nil || string(b) != ca {
+			t.Errorf("%s: %q %v", link, b, err)
+		}
+		return link
+	}
+	first := trust("1", one)
+	if again := trust("1", one); again != first {
+		t.Errorf("once more: %s and %s", first, again)
+	}
+	if err := os.WriteFile(filepath.Join(dir, other(t, two)), []byte("somebody else's"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if link := trust("2", two); filepath.Ext(link) != ".1" {
+		t.Errorf("beside another of that hash: %s", link)
+	}
+	if _, err := os.Lstat(filepath.Join(dir, first)); err == nil {
+		t.Error("the CA of before is still found")
+	}
+	if link, err := trustInDir(filepath.Join(dir, "none"), "1", one); link != "" || err != nil {
+		t.Errorf("an image without that directory: %q %v", link, err)
+	}
+}
+
+// other is the first name of a certificate's hash.
+func other(t *testing.T, cert *x509.Certificate) string {
+	t.Helper()
+	dir := t.TempDir()
+	link, err := trustInDir(dir, "x", cert)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return link
+}
