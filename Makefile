@@ -1,7 +1,7 @@
 # `make help` lists the targets. Those marked (root) need it: sudo -E make …
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup s3-server minio test-minio test-kvm setup-kvm build generate test test-long lint image demo demo-pool dev bench bench-control bench-store clean fuzz chaos faults deploy-check compose-up compose-down
+.PHONY: help setup s3-server minio test-minio test-kvm setup-kvm build generate test test-long lint image demo demo-pool dev bench bench-control bench-store bench-egress clean fuzz chaos faults deploy-check compose-up compose-down
 
 GO      ?= go
 ROOT    := $(filter 0,$(shell id -u))
@@ -129,6 +129,10 @@ bench-control: ## measure the control plane: fork operations, 1,000 parallel for
 bench-store: build image $(VERSITYGW) ## measure the store of checkpoints: a chain of 64, and forks on other hosts, lazy and whole; var/bench/store.json (root)
 	CGO_ENABLED=0 $(GO) build $(GOFLAGS_BUILD) -o bin/ ./internal/bench
 	bin/bench store -out $(VAR)/bench -images-dir $(COPPICE_IMAGES_DIR) $(BENCH)
+
+bench-egress: ## measure what the egress process costs, beside goproxy and a direct connection; var/bench/egress.json (root)
+	CGO_ENABLED=0 $(GO) build $(GOFLAGS_BUILD) -o bin/ ./internal/bench
+	bin/bench egress -out $(VAR)/bench $(BENCH)
 
 clean: ## remove bin/, and var/ (images, checkpoints, reports) after asking, or with FORCE=1
 	rm -rf bin

@@ -83,10 +83,19 @@ func plain(u *url.URL) bool {
 }
 
 // Set is what a sandbox has been granted. The zero Set is nothing. It is immutable.
-type Set struct{ grants []Grant }
+type Set struct {
+	grants  []Grant
+	needles [][][]byte // the forms of each one's secret
+}
 
 // NewSet makes a set.
-func NewSet(grants ...Grant) Set { return Set{slices.Clone(grants)} }
+func NewSet(grants ...Grant) Set {
+	s := Set{grants: slices.Clone(grants)}
+	for _, g := range s.grants {
+		s.needles = append(s.needles, forms(g.Secret.Reveal()))
+	}
+	return s
+}
 
 // Granted reports whether there is a grant for a host in a mode: all requests to it are held to the grants then.
 func (s Set) Granted(t Target, mode Mode) bool {

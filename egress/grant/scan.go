@@ -50,9 +50,9 @@ func NewPlaceholderScanner() *Scanner { return newScanner(placeholders) }
 // Scanner looks for the secrets that may be used towards a host; nil when there are none.
 func (s Set) Scanner(t Target) *Scanner {
 	var needles [][]byte
-	for _, g := range s.grants {
-		if g.is(t) {
-			needles = append(needles, forms(g.Secret.Reveal())...)
+	for i := range s.grants {
+		if s.grants[i].is(t) {
+			needles = append(needles, s.needles[i]...)
 		}
 	}
 	if needles == nil {

@@ -519,6 +519,36 @@ func TestBaseURL(t *testing.T) {
 			t.Errorf("%s: %d, want %d", path, resp.StatusCode, want)
 		}
 	}
+	// A connection is kept, for base URLs only.
+	kept, err := net.Dial("tcp", b.explicit.String())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer kept.Close()
+	answers := bufio.NewReader(kept)
+	for _, next := range []struct {
+		first string
+		want  int
+	}{
+		{"GET " + grant.BasePath + "api/v1/1", 200},
+		{"GET " + grant.BasePath + "api/v1/2", 200},
+		{"GET " + grant.BasePath + "other/v1", 403},
+		{"GET http://" + bankHost + "/v1", 400},
+		{"CONNECT " + grant.BasePath + "api/v1", 400},
+		{"GET /v1", 400},
+		{"GET " + grant.BasePath + "api/v1/3", 200},
+	} {
+		fmt.Fprintf(kept, "%s HTTP/1.1\r\nHost: %s\r\nAuthorization: Bearer %s\r\n\r\n", next.first, bankHost, b.g.Placeholder)
+		resp, err := http.ReadResponse(answers, nil)
+		if err != nil {
+			t.Fatal(next.first, err)
+		}
+		_, _ = io.Copy(io.Discard, resp.Body)
+		_ = resp.Body.Close()
+		if resp.StatusCode != next.want || (len(b.got()) == 1) != (next.want == 200) {
+			t.Errorf("%s on a kept connection: %d, want %d", next.first, resp.StatusCode, next.want)
+		}
+	}
 	// Directly it is a tunnel like any other: the placeholder is worth nothing there, and the proxy has no certificate for it.
 	c := b.unaware()
 	if status, all := b.ask(c, "GET", "https://"+bankHost+"/v1", "", b.bearer()...); status != 200 || !slices.Equal(b.got(), []string{"Bearer " + b.g.Placeholder}) {

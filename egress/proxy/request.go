@@ -13,6 +13,7 @@ import (
 	"net/http"
 	"net/netip"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"time"
 
@@ -41,7 +42,11 @@ func (b *box) serveExplicit(c *conn) {
 		b.serveConnect(c, h)
 		return
 	}
-	if !b.s.proxied.queue.put(c) {
+	to := b.s.proxied
+	if strings.HasPrefix(h.target, grant.BasePath) {
+		to = b.s.based
+	}
+	if !to.queue.put(c) {
 		_ = c.Close()
 	}
 }
@@ -119,10 +124,11 @@ func (s *Server) serveOrigin(scheme string) http.HandlerFunc {
 	}
 }
 
-// serveAsked serves a request of a program that knows that it speaks to a proxy.
-func (s *Server) serveAsked(w http.ResponseWriter, r *http.Request) {
-	if !s.serveBase(w, r) {
-		s.serveProxied(w, r)
+// serveBased serves the requests of a connection that began with one to a base URL: the path says whereto, so nothing that could be read in two
+// ways decides, and the connection is kept.
+func (s *Server) serveBased(w http.ResponseWriter, r *http.Request) {
+	if r.Method == http.MethodConnect || !s.serveBase(w, r) {
+		writeProblem(w, http.StatusBadRequest, "this connection began with a request to a base URL")
 	}
 }
 
@@ -153,6 +159,20 @@ func (p prompt) Write(b []byte) (int, error) {
 	n, err := p.ResponseWriter.Write(b)
 	return n, errors.Join(err, p.ctl.Flush())
 }
+
+// ReadFrom is Write of all that a reader gives. io.Copy would make a buffer for each answer.
+func (p prompt) ReadFrom(r io.Reader) (int64, error) {
+	b, _ := copyBuffers.Get().(*[copySize]byte)
+	defer copyBuffers.Put(b)
+	return io.CopyBuffer(writerOnly{p}, r, b[:])
+}
+
+// writerOnly hides what else a writer can do.
+type writerOnly struct{ io.Writer }
+
+const copySize = 32 << 10
+
+var copyBuffers = sync.Pool{New: func() any { return new([copySize]byte) }}
 
 func (p prompt) Flush()                                       { _ = p.ctl.Flush() }
 func (p prompt) Hijack() (net.Conn, *bufio.ReadWriter, error) { return p.ctl.Hijack() }

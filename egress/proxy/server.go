@@ -59,6 +59,7 @@ type Server struct {
 
 	handler *goproxy.ProxyHttpServer
 	proxied server // requests to a proxy
+	based   server // requests to base URLs
 	origin  server // requests that think they speak to their origin
 	read    server // the same over TLS that ends here
 
@@ -96,7 +97,8 @@ func New(cfg Config) *Server {
 	_, _ = rand.Read(id[:]) // never fails
 	s := &Server{cfg: cfg, instance: hex.EncodeToString(id[:]), boxes: map[core.SandboxID]*box{}}
 	s.handler = s.newHandler()
-	s.proxied, s.origin, s.read = s.newServer(s.serveAsked), s.newServer(s.serveOrigin("http")), s.newServer(s.serveOrigin("https"))
+	s.proxied, s.based = s.newServer(s.serveProxied), s.newServer(s.serveBased)
+	s.origin, s.read = s.newServer(s.serveOrigin("http")), s.newServer(s.serveOrigin("https"))
 	s.proxied.SetKeepAlivesEnabled(false) // the head of each request is looked at before it is parsed: one for each connection
 	return s
 }
@@ -195,7 +197,7 @@ func (s *Server) Close() error {
 	for _, id := range ids {
 		s.Remove(id)
 	}
-	return errors.Join(s.proxied.Close(), s.origin.Close(), s.read.Close())
+	return errors.Join(s.proxied.Close(), s.based.Close(), s.origin.Close(), s.read.Close())
 }
 
 func (s *Server) nextID() string {

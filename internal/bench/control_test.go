@@ -1,6 +1,8 @@
 package main
 
 import (
+	"context"
+	"fmt"
 	"io"
 	"os"
 	"testing"
@@ -12,7 +14,16 @@ import (
 	"github.com/coppice-dev/coppice/internal/testpg"
 )
 
-func TestMain(m *testing.M) { testleak.Main(m, testpg.Leak()) }
+func TestMain(m *testing.M) {
+	if os.Getenv(beAProxy) != "" {
+		if err := egressChildMain(context.Background(), os.Stdin, os.Stdout); err != nil {
+			fmt.Fprintln(os.Stderr, err)
+			os.Exit(1)
+		}
+		os.Exit(0)
+	}
+	testleak.Main(m, testpg.Leak())
+}
 
 // TestControl measures a little of everything that `bench control` measures.
 func TestControl(t *testing.T) {

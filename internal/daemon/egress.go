@@ -81,6 +81,7 @@ func RunEgress(ctx context.Context, config io.Reader, log *slog.Logger) (err err
 	if err := json.NewDecoder(config).Decode(&cfg); err != nil {
 		return core.Wrapf(err, core.Invalid, core.CodeInvalidField, "the egress process is started by a runner, which tells it on its standard input what to do")
 	}
+	RelaxGC() // little lives in it, and every request makes some garbage
 	if err := os.MkdirAll(cfg.Spool, 0o700); err != nil {
 		return err
 	}

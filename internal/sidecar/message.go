@@ -7,6 +7,7 @@ import (
 	"io"
 	"net"
 	"os"
+	"sync"
 
 	"golang.org/x/sys/unix"
 
@@ -40,9 +41,14 @@ func Send(c *net.UnixConn, m any, files ...*os.File) error {
 	return err
 }
 
+// buffers are for messages that are being read: what is in them has been copied when they come back.
+var buffers = sync.Pool{New: func() any { return new([MaxMessage]byte) }}
+
 // Receive reads one message. The files are the caller's.
 func Receive(c *net.UnixConn, m any) (_ []*os.File, err error) {
-	b := make([]byte, MaxMessage)
+	buffer, _ := buffers.Get().(*[MaxMessage]byte)
+	defer buffers.Put(buffer)
+	b := buffer[:]
 	rights := make([]byte, unix.CmsgSpace(4*maxFiles))
 	n, rn, flags, _, err := c.ReadMsgUnix(b, rights)
 	if err != nil {
