@@ -45,6 +45,7 @@ Ctrl-C stops the VMs. Checkpoints, images and the database stay in the data dire
 	f.IntVar(&cfg.Warm, "warm", 4, "VMMs kept ready per base that was forked lately; 0 for none")
 	vmmFlags(f, &cfg.HostConfig)
 	a.storeFlags(f, &cfg.Store)
+	a.secretFlags(f, &cfg.Secrets, true)
 	readStore := hostStoreFlags(f, &cfg.Store)
 	readEgress := egressFlags(f, &cfg.Egress)
 	f.BoolVar(&cfg.NoRebase, "no-rebase", false, "never turn a checkpoint's base and delta into a new base")
@@ -145,6 +146,26 @@ func (a *app) storeFlags(f *pflag.FlagSet, cfg *daemon.StoreConfig) {
 	f.StringVar(&cfg.URL, "store", a.getenv("COPPICE_STORE"), "where checkpoints are made durable, the same for all servers of a cluster: dir:/path or s3://bucket/prefix?endpoint=https://host&region=name, as a `URL` (default: nowhere but on their host)")
 	f.StringVar(&cfg.AccessKeyFile, "store-access-key-file", a.getenv("COPPICE_STORE_ACCESS_KEY_FILE"), "`file` with the store's access key, instead of COPPICE_STORE_ACCESS_KEY")
 	f.StringVar(&cfg.SecretKeyFile, "store-secret-key-file", a.getenv("COPPICE_STORE_SECRET_KEY_FILE"), "`file` with its secret key, instead of COPPICE_STORE_SECRET_KEY; both are read again when the store refuses them")
+}
+
+// secretFlags are those of servers that have a controller.
+func (a *app) secretFlags(f *pflag.FlagSet, cfg *daemon.SecretsConfig, env bool) {
+	cfg.Lookup = func(name string) (string, bool) {
+		value := a.getenv(name)
+		return value, value != ""
+	}
+	v := &cfg.Vault
+	f.StringVar(&v.Address, "vault-addr", "", "`URL` of a HashiCorp Vault, https://host:port, that grants may name secrets in (vault://mount/path#field)")
+	f.StringVar(&v.CAFile, "vault-ca-file", "", "`file` with its authorities, in PEM (default: the system's)")
+	f.StringVar(&v.Namespace, "vault-namespace", "", "`namespace` in it")
+	f.StringVar(&v.Prefix, "vault-prefix", "secret/coppice/{project}/", "what the secrets of a project are below, as a `path` with {project} for the project's id; it reads no others")
+	f.StringVar(&v.TokenFile, "vault-token-file", "", "`file` with the controller's token there, read again each time; or")
+	f.StringVar(&v.RoleIDFile, "vault-role-id-file", "", "`file` with its AppRole's role id, with")
+	f.StringVar(&v.SecretIDFile, "vault-secret-id-file", "", "`file` with the secret id; or")
+	f.StringVar(&v.KubernetesRole, "vault-kubernetes-role", "", "`role` of its Kubernetes login, with")
+	f.StringVar(&v.KubernetesTokenFile, "vault-kubernetes-token-file", "", "`file` with the service account's token (default: where Kubernetes puts it)")
+	f.StringVar(&v.AuthMount, "vault-auth-mount", "", "`path` where the login is mounted (default: approle or kubernetes)")
+	f.BoolVar(&cfg.Env, "secret-env", env, "let grants of every project name variables of this process that begin with COPPICE_SECRET_ (env://COPPICE_SECRET_NAME): for development")
 }
 
 // hostStoreFlags are those of servers that have a runner. What it returns reads them.

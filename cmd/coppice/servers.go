@@ -46,6 +46,7 @@ no more requests, then the operations end or are left to the next controller.`,
 	f.StringVar(&cfg.KeyFile, "key-file", "", "`file` of the key that seals the cluster's keys in the database; made by the first controller")
 	f.StringVar(&cfg.MasterKeys, "master-key-file", "", "`file` of the master keys that wrap the keys of projects that encrypt their checkpoints, one a line in hex, the present one first")
 	a.storeFlags(f, &cfg.Store)
+	a.secretFlags(f, &cfg.Secrets, false)
 	f.DurationVar(&cfg.Tune.StoreGrace, "store-grace", time.Hour, "how long what nothing needs any more stays in the store: longer than a runner may work without hearing of it")
 	f.StringVar(&cfg.APIKeyFile, "api-key-file", "", "`file` of the first administrator's API key; made if it is not there")
 	f.DurationVar(&cfg.Tune.RunnerLease, "runner-lease", 15*time.Second, "how long a silent runner still gets work; the same on all controllers")
@@ -204,7 +205,9 @@ func (a *app) fromEnvironment(c *cobra.Command) error {
 
 // serverFlags are those of the servers that have no variable of their own.
 var serverFlags = []string{
-	"database", "database-file", "database-wait", "listen", "tls-cert", "tls-key", "plain-http", "runner-listen", "key-file", "api-key-file", "runner-lease", "runner-fence",
+	"database", "database-file", "database-wait", "listen", "tls-cert", "tls-key", "plain-http", "runner-listen", "key-file", "master-key-file", "api-key-file", "runner-lease", "runner-fence",
+	"vault-addr", "vault-ca-file", "vault-namespace", "vault-prefix", "vault-token-file", "vault-role-id-file", "vault-secret-id-file", "vault-kubernetes-role", "vault-kubernetes-token-file",
+	"vault-auth-mount", "secret-env",
 	"controller", "join-token-file", "endpoint", "data-listen", "data-url", "data-cert", "data-key", "disk-budget", "max-sandboxes", "warm",
 	"store-bandwidth", "cache-size", "copies-size", "fetch", "store-grace", "egress", "egress-allow-private", "egress-resolver", "no-rebase", "stop-vms", "metrics-listen", "log-level",
 }

@@ -33,6 +33,7 @@ type ControllerConfig struct {
 	APIKeyFile   string // holds, or gets, the first API key; empty: none is made
 	Metrics      string // host:port of the metrics, on loopback; empty: nowhere
 	Store        StoreConfig
+	Secrets      SecretsConfig
 	Tune         controller.Config
 	Log          *slog.Logger
 }
@@ -76,6 +77,10 @@ func RunController(ctx context.Context, cfg ControllerConfig, ready func(Control
 	if err := cfg.validate(); err != nil {
 		return err
 	}
+	source, err := cfg.Secrets.Open(ctx, cfg.Log)
+	if err != nil {
+		return err
+	}
 	var steps undo.Stack
 	defer func() { err = errors.Join(err, steps.Undo(ctx)) }()
 	if err := Migrate(ctx, cfg.Database, cfg.DatabaseWait, cfg.Log); err != nil {
@@ -111,7 +116,7 @@ func RunController(ctx context.Context, cfg ControllerConfig, ready func(Control
 	}
 	defer runners.Close()
 	tune := cfg.Tune
-	tune.ClusterID, tune.Trust, tune.Metrics = trust.ClusterID, &trust, metrics
+	tune.ClusterID, tune.Trust, tune.Metrics, tune.Secrets = trust.ClusterID, &trust, metrics, source
 	if tune.Store, err = cfg.Store.Open(ctx, cfg.Log, &steps); err != nil {
 		return err
 	}

@@ -46,6 +46,8 @@ type Config struct {
 
 	Metrics string // host:port of the metrics, on loopback; empty: nowhere
 
+	Secrets daemon.SecretsConfig
+
 	Listen string // host:port of the public API, on loopback; port 0 picks a free one
 	PGBin  string // directory of PostgreSQL's programs; empty finds them
 }
@@ -186,7 +188,11 @@ func (s *stack) openController(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	s.control = controller.New(controller.Config{ClusterID: s.clusterID, Store: blobs, Wrapper: wrapper, Metrics: s.metrics, Traces: s.cfg.Traces, Bootstrap: controller.Bootstrap{Key: s.key}},
+	source, err := s.cfg.Secrets.Open(ctx, s.log)
+	if err != nil {
+		return err
+	}
+	s.control = controller.New(controller.Config{ClusterID: s.clusterID, Store: blobs, Wrapper: wrapper, Secrets: source, Metrics: s.metrics, Traces: s.cfg.Traces, Bootstrap: controller.Bootstrap{Key: s.key}},
 		store, runnerclient.New(s.secret), s.log.With("component", "controller"))
 	_, err = s.control.Bootstrap(ctx)
 	return err
