@@ -51,7 +51,7 @@ func (e placeError) Error() string { return string(e) }
 const errNoVault placeError = "what answers is no Vault"
 
 // clean makes an error of the library's one that can be shown: that may quote an answer.
-func clean(err error) error {
+func clean(ctx context.Context, err error) error {
 	var a *api.ResponseError
 	var cert *tls.CertificateVerificationError
 	switch {
@@ -61,7 +61,7 @@ func clean(err error) error {
 		return &answerError{status: a.StatusCode}
 	case errors.Is(err, errTooLong):
 		return placeError("its answer is too long")
-	case errors.Is(err, context.DeadlineExceeded), errors.Is(err, context.Canceled):
+	case ctx.Err() != nil: // whatever the library makes of it
 		return faultError(fmt.Sprintf("it did not answer within %v", askTime))
 	case errors.As(err, &cert):
 		return faultError("its certificate is not of an authority that is trusted here, or for another name: mind --vault-ca-file")
@@ -88,8 +88,7 @@ func reason(err error) string {
 }
 
 func statusOf(err error) int {
-	var a *answerError
-	if errors.As(err, &a) {
+	if a, ok := errors.AsType[*answerError](err); ok {
 		return a.status
 	}
 	return 0
@@ -207,14 +206,14 @@ func fetch(ctx context.Context, client *api.Client, path string) (*api.Secret, e
 		return nil, errNothing // a 404 with errors says that there is no such place
 	}
 	if err != nil {
-		return nil, clean(err)
+		return nil, clean(ctx, err)
 	}
 	if resp.StatusCode != http.StatusOK {
 		return nil, &answerError{status: resp.StatusCode}
 	}
 	s, err := api.ParseSecret(resp.Body)
 	if err != nil {
-		return nil, clean(err)
+		return nil, clean(ctx, err)
 	}
 	if s == nil || s.Data == nil {
 		return nil, errNoVault

@@ -86,8 +86,7 @@ func (v *Vault) renewOrLogin(ctx context.Context, me *session) (*session, error)
 	}
 	s, err := v.login(ctx)
 	if err != nil {
-		var a *answerError
-		if errors.As(err, &a) {
+		if a, ok := errors.AsType[*answerError](err); ok {
 			a.login = true
 		}
 		return nil, err
@@ -111,7 +110,7 @@ func (v *Vault) login(ctx context.Context) (*api.Secret, error) {
 	}
 	s, err := method.Login(ctx, v.base)
 	if err != nil {
-		return nil, clean(err)
+		return nil, clean(ctx, err)
 	}
 	if s == nil || s.Auth == nil || s.Auth.ClientToken == "" {
 		return nil, faultError("it gave no token for a login: mind --vault-auth-mount")

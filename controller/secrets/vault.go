@@ -147,7 +147,7 @@ func (c VaultConfig) validate() error {
 	if c.KubernetesTokenFile != "" && c.KubernetesRole == "" {
 		bad("--vault-kubernetes-token-file goes with --vault-kubernetes-role")
 	}
-	for _, s := range strings.Split(strings.Trim(c.AuthMount, "/"), "/") {
+	for s := range strings.SplitSeq(strings.Trim(c.AuthMount, "/"), "/") {
 		if c.AuthMount != "" && !segment.MatchString(s) {
 			bad("--vault-auth-mount: %q is not a path", core.Clip(c.AuthMount))
 			break

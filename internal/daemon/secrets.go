@@ -14,7 +14,7 @@ type SecretsConfig struct {
 	Vault secrets.VaultConfig // without an Address: no Vault
 	// Env looks variables of this process up, for development: every project may use those that are called COPPICE_SECRET_.
 	Env    bool
-	Lookup func(name string) (string, bool)
+	Lookup func(name string) (string, bool) `json:"-"`
 }
 
 // Open makes what the configuration says; nil where it says nothing.
