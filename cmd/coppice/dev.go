@@ -199,6 +199,7 @@ func egressFlags(f *pflag.FlagSet, cfg *daemon.EgressOptions) func() error {
 	var private []string
 	f.StringVar(&mode, "egress", "on", "on: what the rules of a workspace allow leaves its sandboxes, through an egress process of this host; or off: nothing does")
 	f.StringArrayVar(&private, "egress-allow-private", nil, "`network` in CIDR form that sandboxes may reach although it is not public, where their rules name what is there; may be repeated")
+	f.StringVar(&cfg.CAFile, "egress-ca-file", "", "PEM `file` with authorities of hosts that secrets are granted for, besides those that this host trusts")
 	f.StringVar(&cfg.Resolver, "egress-resolver", "", "`address` of the name server that is asked for names outside, host:port (default: as this host does)")
 	return func() error {
 		if mode != "on" && mode != "off" {

@@ -209,7 +209,7 @@ var serverFlags = []string{
 	"vault-addr", "vault-ca-file", "vault-namespace", "vault-prefix", "vault-token-file", "vault-role-id-file", "vault-secret-id-file", "vault-kubernetes-role", "vault-kubernetes-token-file",
 	"vault-auth-mount", "secret-env",
 	"controller", "join-token-file", "endpoint", "data-listen", "data-url", "data-cert", "data-key", "disk-budget", "max-sandboxes", "warm",
-	"store-bandwidth", "cache-size", "copies-size", "fetch", "store-grace", "egress", "egress-allow-private", "egress-resolver", "no-rebase", "stop-vms", "metrics-listen", "log-level",
+	"store-bandwidth", "cache-size", "copies-size", "fetch", "store-grace", "egress", "egress-allow-private", "egress-resolver", "egress-ca-file", "no-rebase", "stop-vms", "metrics-listen", "log-level",
 }
 
 func readSecret(path string) (string, error) {

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"crypto/rand"
+	"crypto/x509"
 	"errors"
 	"fmt"
 	"io"
@@ -36,6 +37,7 @@ type Config struct {
 	Own      []netip.Prefix // networks of this installation, which may not, besides every address of this host
 	Servers  []string       // names of hosts that are this installation's, too
 	Resolver proxy.Resolver // default: the host's
+	Roots    *x509.CertPool // of hosts that sandboxes have grants for; default: the host's
 }
 
 // DefaultSpool is how many bytes of flows wait for the controller: at 3000 requests a second, two minutes of them.
@@ -77,7 +79,7 @@ func New(ctx context.Context, cfg Config) (*Server, error) {
 		return nil, errors.Join(err, s.spool.close())
 	}
 	s.done, s.stop = context.WithCancel(context.WithoutCancel(ctx))
-	s.proxy = proxy.New(proxy.Config{Reach: s.reach.current, Resolver: cfg.Resolver, Journal: counted{s.spool, &s.stats}, Log: cfg.Log})
+	s.proxy = proxy.New(proxy.Config{Reach: s.reach.current, Resolver: cfg.Resolver, Journal: counted{s.spool, &s.stats}, Log: cfg.Log, Roots: cfg.Roots})
 	return s, nil
 }
 

@@ -2,6 +2,7 @@ package daemon
 
 import (
 	"context"
+	"crypto/x509"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -28,6 +29,7 @@ type EgressOptions struct {
 	Private  []netip.Prefix // networks that may be reached although they are not public, where rules name what is there
 	Resolver string         // host:port of the name server that is asked; empty: the host's
 	Servers  []string       // names of hosts that are this installation's: sandboxes do not reach them
+	CAFile   string         // PEM: authorities of hosts that secrets are granted for, besides those that this host trusts
 }
 
 // egressDir is where the egress process has its socket, in the run directory, and what it keeps, in the data directory.
@@ -46,6 +48,16 @@ func (h *Host) egressOf(ctx context.Context, cfg HostConfig, uid uint32) (*egres
 	ec := EgressConfig{
 		Dir: dir, Spool: filepath.Join(cfg.DataDir, egressDir), Runner: uint32(os.Geteuid()), //nolint:gosec // G115: a user id
 		Private: cfg.Egress.Private, Own: []netip.Prefix{network.Subnet, network.LinkSubnet}, Servers: cfg.Egress.Servers, Resolver: cfg.Egress.Resolver,
+	}
+	if cfg.Egress.CAFile != "" {
+		text, err := os.ReadFile(cfg.Egress.CAFile)
+		if err != nil {
+			return nil, core.Wrapf(err, core.Invalid, core.CodeInvalidField, "--egress-ca-file: %v", err)
+		}
+		ec.CA = string(text)
+		if _, err := ec.roots(); err != nil {
+			return nil, err
+		}
 	}
 	if os.Geteuid() == 0 {
 		ec.UID = uid // VMs run as those above
@@ -72,6 +84,22 @@ type EgressConfig struct {
 	Own      []netip.Prefix `json:"own"`                //
 	Servers  []string       `json:"servers"`            //
 	Resolver string         `json:"resolver,omitempty"` // host:port of the name server that is asked; empty: the host's
+	CA       string         `json:"ca,omitempty"`       // PEM: authorities that are trusted besides the host's
+}
+
+// roots are the authorities that are trusted; nil for those of the host alone.
+func (c EgressConfig) roots() (*x509.CertPool, error) {
+	if c.CA == "" {
+		return nil, nil //nolint:nilnil // the host's
+	}
+	pool, err := x509.SystemCertPool()
+	if err != nil {
+		return nil, err
+	}
+	if !pool.AppendCertsFromPEM([]byte(c.CA)) {
+		return nil, core.Errorf(core.Invalid, core.CodeInvalidField, "--egress-ca-file: there is no certificate in PEM form in it")
+	}
+	return pool, nil
 }
 
 // RunEgress runs the egress process that config describes until ctx ends or its runner stops it. What needs the runner's privileges is done
@@ -103,7 +131,12 @@ func RunEgress(ctx context.Context, config io.Reader, log *slog.Logger) (err err
 	if err := surrender(cfg.UID); err != nil {
 		return errors.Join(fmt.Errorf("give up the runner's privileges: %w", err), listen.Close())
 	}
+	roots, err := cfg.roots()
+	if err != nil {
+		return errors.Join(err, listen.Close())
+	}
 	server, err := host.New(ctx, host.Config{
+		Roots: roots,
 		Listen: listen, Spool: spool, Log: log, UID: cfg.Runner, MaxSpool: cfg.MaxSpool, Private: cfg.Private, Own: cfg.Own, Servers: cfg.Servers, Resolver: namesAt(cfg.Resolver),
 	})
 	if err != nil {
