@@ -136,7 +136,7 @@ func RunEgress(ctx context.Context, config io.Reader, log *slog.Logger) (err err
 		return errors.Join(err, listen.Close())
 	}
 	server, err := host.New(ctx, host.Config{
-		Roots: roots,
+		Roots:  roots,
 		Listen: listen, Spool: spool, Log: log, UID: cfg.Runner, MaxSpool: cfg.MaxSpool, Private: cfg.Private, Own: cfg.Own, Servers: cfg.Servers, Resolver: namesAt(cfg.Resolver),
 	})
 	if err != nil {

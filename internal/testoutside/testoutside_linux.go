@@ -43,8 +43,9 @@ type Network struct {
 	Streams   atomic.Int64 // answers of /stream that go on
 	Datagrams atomic.Int64 // to port 53
 
-	mu    sync.Mutex // guards asked
+	mu    sync.Mutex // guards what follows
 	asked []string
+	shown []string
 }
 
 // Prefix is the network that the address of all names is in: one for documentation, which nothing reaches but by leave.
@@ -152,6 +153,15 @@ func (o *Network) serve(web, plain net.Listener, udp net.PacketConn) {
 
 // answer says what was asked, or says something for ever.
 func (o *Network) answer(w http.ResponseWriter, r *http.Request) {
+	if auth := r.Header.Get("Authorization"); auth != "" {
+		o.mu.Lock()
+		o.shown = append(o.shown, r.Host+" "+auth)
+		o.mu.Unlock()
+	}
+	if r.URL.Path == "/echo" { // gives back whatever it is shown
+		_ = r.Header.Write(w)
+		return
+	}
 	if r.URL.Path != "/stream" {
 		fmt.Fprintf(w, "%s %s%s\n", r.Method, r.Host, r.URL.Path) //nolint:gosec // G705: for no browser
 		return
@@ -229,4 +239,11 @@ func (o *Network) Asked() []string {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	return slices.Clone(o.asked)
+}
+
+// Shown are what requests brought in their header Authorization, each behind the host that it was for.
+func (o *Network) Shown() []string {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	return slices.Clone(o.shown)
 }
