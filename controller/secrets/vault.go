@@ -79,8 +79,11 @@ type keptSecret struct {
 
 // OpenVault makes a source. It asks nobody yet.
 func OpenVault(cfg VaultConfig) (*Vault, error) {
+	if err := cfg.Validate(); err != nil {
+		return nil, err
+	}
 	p, err := parsePrefix(cfg.Prefix)
-	if err := errors.Join(err, cfg.validate()); err != nil {
+	if err != nil {
 		return nil, err
 	}
 	trust := &tls.Config{MinVersion: tls.VersionTLS12}
@@ -123,8 +126,10 @@ func (v *Vault) client(token string) (*api.Client, error) {
 	return client, nil
 }
 
-func (c VaultConfig) validate() error {
-	var errs []error
+// Validate says all that is wrong with a configuration, without a look at its files.
+func (c VaultConfig) Validate() error {
+	_, err := parsePrefix(c.Prefix)
+	errs := []error{err}
 	bad := func(format string, a ...any) {
 		errs = append(errs, core.Errorf(core.Invalid, core.CodeInvalidField, format, a...))
 	}

@@ -69,16 +69,12 @@ func (c ControllerConfig) validate() error {
 	if c.TLSCert == "" && !loopback(c.Listen) && !c.PlainHTTP {
 		bad("the API would be served in clear on %s: give --tls-cert and --tls-key, listen on 127.0.0.1, or say --plain-http if a proxy in front of it speaks TLS", c.Listen)
 	}
-	return errors.Join(errs...)
+	return errors.Join(append(errs, c.Secrets.validate())...)
 }
 
 // RunController runs a controller until ctx ends. Several may run over one database.
 func RunController(ctx context.Context, cfg ControllerConfig, ready func(ControllerReady) error) (err error) {
 	if err := cfg.validate(); err != nil {
-		return err
-	}
-	source, err := cfg.Secrets.Open(ctx, cfg.Log)
-	if err != nil {
 		return err
 	}
 	var steps undo.Stack
@@ -116,7 +112,7 @@ func RunController(ctx context.Context, cfg ControllerConfig, ready func(Control
 	}
 	defer runners.Close()
 	tune := cfg.Tune
-	tune.ClusterID, tune.Trust, tune.Metrics, tune.Secrets = trust.ClusterID, &trust, metrics, source
+	tune.ClusterID, tune.Trust, tune.Metrics = trust.ClusterID, &trust, metrics
 	if tune.Store, err = cfg.Store.Open(ctx, cfg.Log, &steps); err != nil {
 		return err
 	}
@@ -126,6 +122,9 @@ func RunController(ctx context.Context, cfg ControllerConfig, ready func(Control
 			return err
 		}
 		tune.Wrapper = ring
+	}
+	if tune.Secrets, err = cfg.Secrets.Open(ctx, cfg.Log); err != nil {
+		return err
 	}
 	if cfg.APIKeyFile != "" {
 		if tune.Bootstrap.Key, err = Keep(cfg.APIKeyFile, func() string { return "coppice_" + NewSecret() }); err != nil {

@@ -17,8 +17,23 @@ type SecretsConfig struct {
 	Lookup func(name string) (string, bool) `json:"-"`
 }
 
+// validate says what is wrong before anything is started.
+func (c SecretsConfig) validate() error {
+	v := c.Vault
+	if v.Address != "" {
+		return v.Validate()
+	}
+	if v.CAFile+v.Namespace+v.TokenFile+v.RoleIDFile+v.SecretIDFile+v.KubernetesRole+v.KubernetesTokenFile+v.AuthMount != "" {
+		return core.Errorf(core.Invalid, core.CodeInvalidField, "--vault-addr: how to be known to a Vault is said, but not where it is")
+	}
+	return nil
+}
+
 // Open makes what the configuration says; nil where it says nothing.
 func (c SecretsConfig) Open(ctx context.Context, log *slog.Logger) (controller.SecretSource, error) {
+	if err := c.validate(); err != nil {
+		return nil, err
+	}
 	mux := secrets.Mux{}
 	if c.Vault.Address != "" {
 		c.Vault.Log = log.With("component", "vault")
@@ -27,8 +42,6 @@ func (c SecretsConfig) Open(ctx context.Context, log *slog.Logger) (controller.S
 			return nil, err
 		}
 		mux["vault"] = v
-	} else if v := c.Vault; v.CAFile+v.Namespace+v.TokenFile+v.RoleIDFile+v.SecretIDFile+v.KubernetesRole+v.KubernetesTokenFile+v.AuthMount != "" {
-		return nil, core.Errorf(core.Invalid, core.CodeInvalidField, "--vault-addr: how to be known to a Vault is said, but not where it is")
 	}
 	if c.Env {
 		log.WarnContext(ctx, "every project may use the variables of this process that are called COPPICE_SECRET_: for development only")

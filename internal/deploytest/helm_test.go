@@ -238,6 +238,10 @@ func TestSchemaRefuses(t *testing.T) {
 		"a lease without unit":        {`controller: {runnerLease: "15"}`, "runnerLease"},
 		"a store on a node's disk":    {`store: {url: "dir:/srv"}`, "store"},
 		"a store without credentials": {`store: {url: "s3://bucket"}`, "existingSecret"},
+		"a Vault in clear":            {`vault: {address: "http://vault.example.com", existingSecret: a}`, "address"},
+		"a Vault for nobody":          {`vault: {existingSecret: ""}`, "vault"},
+		"authorities in no secret":    {`vault: {existingSecret: "", kubernetesRole: a, ca: true}`, "vault"},
+		"one prefix for all projects": {`vault: {prefix: secret/coppice/}`, "prefix"},
 		"an ingress to nowhere":       {`controller: {ingress: {enabled: true}}`, "ingress"},
 	} {
 		if _, err := render(t, values(t, "small.yaml", c.values)); err == nil || !strings.Contains(err.Error(), c.says) {

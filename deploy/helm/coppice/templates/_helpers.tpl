@@ -83,3 +83,23 @@ seccompProfile: {type: RuntimeDefault}
 - {name: COPPICE_STORE_ACCESS_KEY_FILE, value: {{ printf "/secrets/store/%s" .Values.store.accessKey | quote }}}
 - {name: COPPICE_STORE_SECRET_KEY_FILE, value: {{ printf "/secrets/store/%s" .Values.store.secretKey | quote }}}
 {{- end -}}
+
+{{/* How controllers know Vault. */}}
+{{- define "coppice.vaultEnv" -}}
+{{- if .address -}}
+- {name: COPPICE_VAULT_ADDR, value: {{ .address | quote }}}
+- {name: COPPICE_VAULT_PREFIX, value: {{ .prefix | quote }}}
+- {name: COPPICE_VAULT_NAMESPACE, value: {{ .namespace | quote }}}
+- {name: COPPICE_VAULT_AUTH_MOUNT, value: {{ .authMount | quote }}}
+{{- if .kubernetesRole }}
+- {name: COPPICE_VAULT_KUBERNETES_ROLE, value: {{ .kubernetesRole | quote }}}
+- {name: COPPICE_VAULT_KUBERNETES_TOKEN_FILE, value: /secrets/vault-identity/token}
+{{- else }}
+- {name: COPPICE_VAULT_ROLE_ID_FILE, value: /secrets/vault/role-id}
+- {name: COPPICE_VAULT_SECRET_ID_FILE, value: /secrets/vault/secret-id}
+{{- end }}
+{{- if .ca }}
+- {name: COPPICE_VAULT_CA_FILE, value: /secrets/vault/ca.crt}
+{{- end }}
+{{- end }}
+{{- end }}
