@@ -11,7 +11,9 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 
@@ -218,6 +220,38 @@ func TestConfined(t *testing.T) {
 		}
 	}
 	checkDescriptors(t, pid)
+	checkAdvice(t, pid, base.File())
+}
+
+// checkAdvice: a VMM's mapping of its base is not of huge pages, for which the kernel would read megabytes around each page.
+func checkAdvice(t *testing.T, pid int, base *os.File) {
+	t.Helper()
+	info, err := base.Stat()
+	if err != nil {
+		t.Fatal(err)
+	}
+	inode := fmt.Sprintf(" %d ", info.Sys().(*syscall.Stat_t).Ino)
+	b, err := os.ReadFile(fmt.Sprintf("/proc/%d/smaps", pid))
+	if err != nil {
+		t.Fatal(err)
+	}
+	mapped, seen := false, 0
+	for line := range strings.Lines(string(b)) {
+		if head, _, _ := strings.Cut(line, " "); strings.Contains(head, "-") {
+			mapped = strings.Contains(line, inode)
+		}
+		flags, ok := strings.CutPrefix(line, "VmFlags:")
+		if !ok || !mapped {
+			continue
+		}
+		seen++
+		if slices.Contains(strings.Fields(flags), "hg") {
+			t.Errorf("the guest's memory is advised to be of huge pages: %s", flags)
+		}
+	}
+	if seen == 0 {
+		t.Errorf("the VMM has no mapping of %s", base.Name())
+	}
 }
 
 // openAs opens a path with the user of a VMM.

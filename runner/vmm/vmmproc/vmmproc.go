@@ -113,6 +113,9 @@ func confineThread(netns *os.File, dropCapabilities bool) error {
 	if err := unix.Prctl(unix.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0); err != nil {
 		return fmt.Errorf("set no_new_privs: %w", err)
 	}
+	if err := ignoreHugePages(); err != nil {
+		return err
+	}
 	if !dropCapabilities {
 		return nil
 	}
@@ -272,7 +275,12 @@ func (p *Process) Signal(s unix.Signal) error {
 	}
 	var sendErr error
 	if err := conn.Control(func(fd uintptr) { sendErr = unix.PidfdSendSignal(int(fd), s, nil, 0) }); err != nil {
-		return err
+		select {
+		case <-p.done: // it has just ended, and its pidfd is closed
+			return nil
+		default:
+			return err
+		}
 	}
 	if errors.Is(sendErr, unix.ESRCH) {
 		return nil
