@@ -212,12 +212,12 @@ func (s *Server) serveBase(w http.ResponseWriter, r *http.Request) bool {
 		u.Path, err = url.PathUnescape(u.RawPath)
 	}
 	if c == nil || err != nil {
-		writeProblem(w, http.StatusBadRequest, "the request's path cannot be read")
+		refuseRequest(w, r, http.StatusBadRequest, "the request's path cannot be read")
 		return true
 	}
 	t, ok := c.box.grants.Load().set.Base(id)
 	if !ok {
-		writeProblem(w, http.StatusForbidden, "there is no grant "+core.Clip(id)+" with a base URL")
+		refuseRequest(w, r, http.StatusForbidden, "there is no grant "+core.Clip(id)+" with a base URL")
 		return true
 	}
 	const https = 443

@@ -8,6 +8,8 @@ import (
 	"strings"
 	"time"
 
+	"golang.org/x/net/http/httpguts"
+
 	"github.com/coppice-dev/coppice/egress/policy"
 )
 
@@ -24,6 +26,7 @@ var (
 	errHead      = errors.New("the request's head cannot be read")
 	errHeadSize  = errors.New("the request's head is longer than 64 KiB")
 	errHeadHost  = errors.New("the request does not have exactly one Host header")
+	errHost      = errors.New("the request's Host header is not a host")
 	errTwoBodies = errors.New("the request says its length in two ways")
 	errHTTP09    = errors.New("only HTTP/1.0 and HTTP/1.1 are spoken here")
 )
@@ -80,6 +83,9 @@ func parseHead(b []byte) (head, error) {
 	}
 	if n := count["Host"]; n > 1 || n == 0 && words[2] == "HTTP/1.1" {
 		return head{}, errHeadHost
+	}
+	if h.hasHost && !httpguts.ValidHostHeader(h.host) { // net/http refuses it as well, and tells nobody
+		return head{method: h.method}, errHost
 	}
 	if count["Content-Length"]+count["Transfer-Encoding"] > 1 {
 		return head{}, errTwoBodies

@@ -116,7 +116,7 @@ func (b *box) serveRequests(c *conn, asked *target, port uint16) {
 func (s *Server) serveOrigin(scheme string) http.HandlerFunc {
 	return func(w http.ResponseWriter, r *http.Request) {
 		if r.URL.IsAbs() || r.Method == http.MethodConnect {
-			writeProblem(w, http.StatusBadRequest, "this connection is no connection to a proxy")
+			refuseRequest(w, r, http.StatusBadRequest, "this connection is no connection to a proxy")
 			return
 		}
 		r.URL.Scheme, r.URL.Host = scheme, r.Host
@@ -128,7 +128,7 @@ func (s *Server) serveOrigin(scheme string) http.HandlerFunc {
 // ways decides, and the connection is kept.
 func (s *Server) serveBased(w http.ResponseWriter, r *http.Request) {
 	if r.Method == http.MethodConnect || !s.serveBase(w, r) {
-		writeProblem(w, http.StatusBadRequest, "this connection began with a request to a base URL")
+		refuseRequest(w, r, http.StatusBadRequest, "this connection began with a request to a base URL")
 	}
 }
 
@@ -185,8 +185,8 @@ func (s *Server) newHandler() *goproxy.ProxyHttpServer {
 	p.Tr = &http.Transport{DialContext: func(context.Context, string, string) (net.Conn, error) {
 		return nil, errors.New("a request has no sandbox") // each has the transport of its sandbox
 	}}
-	p.NonproxyHandler = http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
-		writeProblem(w, http.StatusBadRequest, "this is a proxy: requests have absolute targets")
+	p.NonproxyHandler = http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		refuseRequest(w, r, http.StatusBadRequest, "this is a proxy: requests have absolute targets")
 	})
 	p.OnRequest().HandleConnect(goproxy.AlwaysReject) // see serveConnect
 	p.OnRequest().DoFunc(s.onRequest)
@@ -348,6 +348,17 @@ func problem(r *http.Request, status int, detail string) *http.Response {
 		Header:        http.Header{"Content-Type": {"application/problem+json"}, "Coppice-Egress": {"refused"}},
 		ContentLength: int64(len(b)), Body: io.NopCloser(bytes.NewReader(append(b, '\n')[:len(b)])),
 	}
+}
+
+// refuseRequest answers a request that names no host to decide on, and tells the journal.
+func refuseRequest(w http.ResponseWriter, r *http.Request, status int, reason string) {
+	if c, _ := r.Context().Value(connKey{}).(*conn); c != nil {
+		f := core.Flow{Spoken: core.SpokenHTTP, Method: core.Clip(r.Method), Path: core.Clip(r.URL.EscapedPath())}
+		if _, err := c.box.decide(r.Context(), f, policy.Host{}, nil, &denial{reason, status}); errors.Is(err, errJournal) {
+			status, reason = http.StatusServiceUnavailable, err.Error()
+		}
+	}
+	writeProblem(w, status, reason)
 }
 
 func writeProblem(w http.ResponseWriter, status int, detail string) {

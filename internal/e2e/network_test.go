@@ -263,6 +263,37 @@ func droppedInQuarantine(t *testing.T, m machine) uint64 {
 	return dropped
 }
 
+// allDropped are the counters of the rules of a namespace, by name.
+func allDropped(t *testing.T, m machine) map[string]uint64 {
+	t.Helper()
+	ns, err := netns.GetFromPath(m.namespace)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = ns.Close() }()
+	conn, err := nftables.New(nftables.WithNetNSFd(int(ns)))
+	if err != nil {
+		t.Fatal(err)
+	}
+	tables, err := conn.ListTables()
+	if err != nil {
+		t.Fatal(err)
+	}
+	out := map[string]uint64{}
+	for _, table := range tables {
+		list, err := conn.GetObjects(table)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, o := range list {
+			if c, ok := o.(*nftables.CounterObj); ok {
+				out[c.Name] += c.Packets
+			}
+		}
+	}
+	return out
+}
+
 func linksIn(t *testing.T, m machine) []string {
 	t.Helper()
 	h, err := inside(m.namespace)

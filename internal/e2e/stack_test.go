@@ -21,6 +21,8 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/coppice-dev/coppice/api/apitest"
+	"github.com/coppice-dev/coppice/internal/require"
+	"github.com/coppice-dev/coppice/internal/testoutside"
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
 
@@ -30,6 +32,7 @@ type stack struct {
 	data   string // its data directory
 	args   []string
 	binary string
+	host   *testoutside.Host // that it runs on, instead of this one; nil: none
 
 	cmd     *exec.Cmd
 	ended   chan struct{} // closed when the process has ended
@@ -47,7 +50,14 @@ const stopPatience = 90 * time.Second
 // newStack starts a server of the test's own, which ends with the test: with status 0, leaving nothing.
 func newStack(t *testing.T, args ...string) *stack {
 	t.Helper()
+	return newStackOn(t, nil, args...)
+}
+
+// newStackOn is newStack on a host of its own.
+func newStackOn(t *testing.T, h *testoutside.Host, args ...string) *stack {
+	t.Helper()
 	s := makeStack(t, t.TempDir(), args...)
+	s.host = h
 	t.Cleanup(func() {
 		if err := s.interrupt(); err != nil {
 			t.Error(err)
@@ -103,6 +113,9 @@ func (s *stack) tryStart(t *testing.T) error {
 	}
 	defer out.Close()
 	s.cmd = exec.Command(s.binary, s.args...)
+	if s.host != nil {
+		s.cmd = exec.Command(require.Program(t, "nsenter", "util-linux"), append([]string{"--net=" + s.host.Path, s.binary}, s.args...)...)
+	}
 	s.cmd.Env = append(os.Environ(), "COPPICE_CONNECTION="+filepath.Join(s.dir, "connection.json"))
 	s.cmd.Stdout, s.cmd.Stderr = in, log
 	s.cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGTERM}
@@ -125,6 +138,9 @@ func (s *stack) tryStart(t *testing.T) error {
 	t.Logf("coppice dev is ready after %.1f s on %s", time.Since(began).Seconds(), ready.Volume)
 	s.server, s.token = ready.Server, ready.Key
 	transport := &http.Transport{MaxIdleConnsPerHost: 64}
+	if s.host != nil {
+		transport.DialContext = s.host.DialContext
+	}
 	t.Cleanup(transport.CloseIdleConnections)
 	if s.client, err = coppice.New(coppice.Config{Server: ready.Server, Token: ready.Key, Transport: apitest.Transport(t, transport)}); err != nil {
 		t.Fatal(err)

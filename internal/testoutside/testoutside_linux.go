@@ -17,7 +17,9 @@ import (
 	mathrand "math/rand/v2"
 	"net"
 	"net/http"
+	"net/netip"
 	"slices"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -43,9 +45,12 @@ type Network struct {
 	Streams   atomic.Int64 // answers of /stream that go on
 	Datagrams atomic.Int64 // to port 53
 
-	mu    sync.Mutex // guards what follows
-	asked []string
-	shown []string
+	path string // of its namespace
+
+	mu     sync.Mutex // guards what follows
+	asked  []string
+	shown  []string
+	points map[string][]netip.Addr
 }
 
 // Prefix is the network that the address of all names is in: one for documentation, which nothing reaches but by leave.
@@ -54,7 +59,7 @@ const Prefix = "203.0.113.0/24"
 // New makes one that ends with the test.
 func New(t *testing.T) *Network {
 	t.Helper()
-	o := &Network{t: t}
+	o := &Network{t: t, points: map[string][]netip.Addr{}}
 	link, err := testpool.NewLink()
 	if err != nil {
 		t.Fatal(err)
@@ -70,6 +75,7 @@ func New(t *testing.T) *Network {
 			t.Fatal(err)
 		}
 	}
+	o.path = link.Path
 	must(o.route(link.Far))
 	ns, err := netns.GetFromPath(link.Path)
 	must(err)
@@ -217,9 +223,18 @@ func (o *Network) nameServer(near string) {
 		name := q.Question[0].Name
 		o.mu.Lock()
 		o.asked = append(o.asked, name)
+		addrs := o.points[strings.ToLower(name)]
 		o.mu.Unlock()
-		if q.Question[0].Qtype == dns.TypeA {
-			m.Answer = []dns.RR{&dns.A{Hdr: dns.RR_Header{Name: name, Rrtype: dns.TypeA, Class: dns.ClassINET, Ttl: 1}, A: net.ParseIP(o.Addr)}}
+		if addrs == nil {
+			addrs = []netip.Addr{netip.MustParseAddr(o.Addr)}
+		}
+		for _, a := range addrs {
+			switch hdr := (dns.RR_Header{Name: name, Rrtype: q.Question[0].Qtype, Class: dns.ClassINET, Ttl: 1}); {
+			case hdr.Rrtype == dns.TypeA && a.Is4():
+				m.Answer = append(m.Answer, &dns.A{Hdr: hdr, A: a.AsSlice()})
+			case hdr.Rrtype == dns.TypeAAAA && a.Is6():
+				m.Answer = append(m.Answer, &dns.AAAA{Hdr: hdr, AAAA: a.AsSlice()})
+			}
 		}
 		_ = w.WriteMsg(m)
 	})}
@@ -234,6 +249,22 @@ func (o *Network) nameServer(near string) {
 	})
 }
 
+// Point gives a name addresses of its own.
+func (o *Network) Point(name string, addrs ...string) {
+	o.t.Helper()
+	var list []netip.Addr
+	for _, a := range addrs {
+		addr, err := netip.ParseAddr(a)
+		if err != nil {
+			o.t.Fatal(err)
+		}
+		list = append(list, addr)
+	}
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	o.points[dns.Fqdn(name)] = list
+}
+
 // Asked are the names that the name server was asked for.
 func (o *Network) Asked() []string {
 	o.mu.Lock()
@@ -246,4 +277,11 @@ func (o *Network) Shown() []string {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	return slices.Clone(o.shown)
+}
+
+// Forget forgets what the name server was asked for.
+func (o *Network) Forget() {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	o.asked = nil
 }

@@ -15,6 +15,7 @@
 //	uptime SECONDS             wait until the kernel has run for so long
 //	reach TARGET...            try to reach addresses; see reach
 //	flood SECONDS              send frames of every kind, with forged and own addresses
+//	say VECTOR...              say what may be no protocol's, to a proxy or a name server; see vector
 //	listen PORT OUT            note everything that arrives
 package main
 
@@ -50,7 +51,7 @@ func run(args []string, out io.Writer) error {
 		do    func(args []string, out io.Writer) error
 	}{
 		"spin": {4, spin}, "draw": {1, draw}, "witness": {2, witness}, "cling": {2, cling}, "ask": {2, ask},
-		"identity": {0, identity}, "pour": {1, pour}, "generators": {1, generators}, "await": {1, await}, "uptime": {1, uptime}, "reach": {1, reach}, "flood": {1, flood}, "listen": {2, listen},
+		"identity": {0, identity}, "pour": {1, pour}, "generators": {1, generators}, "await": {1, await}, "uptime": {1, uptime}, "reach": {1, reach}, "flood": {1, flood}, "say": {1, say}, "listen": {2, listen},
 	}
 	c, ok := commands[args[0]]
 	if args = args[1:]; !ok || len(args) < c.least {

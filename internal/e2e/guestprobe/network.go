@@ -22,7 +22,7 @@ import (
 const patience = 2 * time.Second
 
 // reach tries every target at once and prints what became of each. A target is tcp:ADDR:PORT, udp:ADDR:PORT, icmp:ADDR or
-// raw:ADDR (an IPv4 packet with a header of our own making). Sent is not received: whether it arrived is for the other side to
+// raw:ADDR (an IPv4 packet with a header of our own making), or forged:SOURCE>ADDR. Addresses of IPv6 have no brackets but with a port. Sent is not received: whether it arrived is for the other side to
 // say, unless it answers ("refused", "answered", "hung up").
 func reach(args []string, out io.Writer) error {
 	results := make(map[string]string, len(args))
@@ -44,7 +44,7 @@ func tryTarget(target string) string {
 	kind, address, _ := strings.Cut(target, ":")
 	switch kind {
 	case "tcp":
-		c, err := (&net.Dialer{Timeout: patience}).DialContext(context.Background(), "tcp4", address)
+		c, err := (&net.Dialer{Timeout: patience}).DialContext(context.Background(), "tcp", address)
 		if err != nil {
 			return outcome(err)
 		}
@@ -55,7 +55,10 @@ func tryTarget(target string) string {
 	case "icmp":
 		return tryICMP(address)
 	case "raw":
-		return tryRaw(address)
+		return tryRaw("0.0.0.0", address) // the kernel fills it in
+	case "forged":
+		src, dst, _ := strings.Cut(address, ">")
+		return tryRaw(src, dst)
 	}
 	return "unknown kind"
 }
@@ -90,7 +93,7 @@ func outcome(err error) string {
 }
 
 func tryUDP(address string) string {
-	c, err := (&net.Dialer{}).DialContext(context.Background(), "udp4", address)
+	c, err := (&net.Dialer{}).DialContext(context.Background(), "udp", address)
 	if err != nil {
 		return outcome(err)
 	}
@@ -106,12 +109,16 @@ func tryUDP(address string) string {
 }
 
 func tryICMP(address string) string {
-	c, err := (&net.Dialer{}).DialContext(context.Background(), "ip4:icmp", address)
+	network, kind := "ip4:icmp", byte(8)
+	if strings.Contains(address, ":") {
+		network, kind = "ip6:ipv6-icmp", 128 // the kernel sums it up
+	}
+	c, err := (&net.Dialer{}).DialContext(context.Background(), network, address)
 	if err != nil {
 		return outcome(err)
 	}
 	defer func() { _ = c.Close() }()
-	echo := []byte{8, 0, 0, 0, 0, 1, 0, 1}
+	echo := []byte{kind, 0, 0, 0, 0, 1, 0, 1}
 	sum := checksum(echo)
 	echo[2], echo[3] = byte(sum>>8), byte(sum)
 	if _, err := c.Write(echo); err != nil {
@@ -124,18 +131,25 @@ func tryICMP(address string) string {
 	return "answered"
 }
 
-// tryRaw sends a UDP packet whose IP header is ours.
-func tryRaw(address string) string {
+// tryRaw sends a UDP packet whose IP header is ours. In IPv6 a header of our own must come from an address that we have.
+func tryRaw(source, address string) string {
 	dst, err := netip.ParseAddr(address)
 	if err != nil {
 		return err.Error()
+	}
+	src, err := netip.ParseAddr(source)
+	if err != nil {
+		return err.Error()
+	}
+	if dst.Is6() {
+		return "no route" // flood sends such frames
 	}
 	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_RAW|unix.SOCK_CLOEXEC, unix.IPPROTO_RAW)
 	if err != nil {
 		return err.Error()
 	}
 	defer func() { _ = unix.Close(fd) }()
-	if err := unix.Sendto(fd, udpPacket(netip.IPv4Unspecified(), dst), 0, &unix.SockaddrInet4{Addr: dst.As4()}); err != nil {
+	if err := unix.Sendto(fd, udpPacket(src, dst), 0, &unix.SockaddrInet4{Addr: dst.As4()}); err != nil {
 		return outcome(err)
 	}
 	return "sent"
@@ -203,15 +217,34 @@ func frames(own net.HardwareAddr) [][]byte {
 	forged := net.HardwareAddr{0x02, 0xbb, 0xbb, 0xbb, 0xbb, 0xbb}
 	broadcast := net.HardwareAddr{0xff, 0xff, 0xff, 0xff, 0xff, 0xff}
 	ip := udpPacket(netip.MustParseAddr("10.83.1.1"), netip.MustParseAddr("10.83.0.1"))
+	const lldp = 0x88cc
 	var out [][]byte
 	for _, src := range []net.HardwareAddr{own, forged} {
-		for _, kind := range []uint16{unix.ETH_P_IP, unix.ETH_P_ARP, unix.ETH_P_RARP, unix.ETH_P_IPV6} {
+		for _, kind := range []uint16{unix.ETH_P_IP, unix.ETH_P_ARP, unix.ETH_P_RARP, unix.ETH_P_IPV6, unix.ETH_P_8021Q, lldp} {
 			f := append(append([]byte{}, broadcast...), src...)
 			f = append(f, byte(kind>>8), byte(kind))
 			out = append(out, append(f, ip...))
 		}
+		for _, to := range []string{"169.254.169.254", "203.0.113.1", "255.255.255.255", "224.0.0.251"} { // from somebody else
+			f := append(append([]byte{}, broadcast...), src...)
+			f = append(f, unix.ETH_P_IP>>8, unix.ETH_P_IP&0xff)
+			out = append(out, append(f, udpPacket(netip.MustParseAddr("10.9.8.7"), netip.MustParseAddr(to))...))
+		}
+		out = append(out, routerAdvertisement(src))
 	}
 	return out
+}
+
+// routerAdvertisement is a frame that makes whoever believes it send its IPv6 here.
+func routerAdvertisement(src net.HardwareAddr) []byte {
+	from, to := netip.MustParseAddr("fe80::bb").As16(), netip.MustParseAddr("ff02::1").As16()
+	ra := []byte{134, 0, 0, 0, 64, 0, 0x07, 0x08, 0, 0, 0, 0, 0, 0, 0, 0}
+	pseudo := append(append(append([]byte{}, from[:]...), to[:]...), 0, 0, 0, byte(len(ra)), 0, 0, 0, unix.IPPROTO_ICMPV6)
+	sum := checksum(append(pseudo, ra...))
+	ra[2], ra[3] = byte(sum>>8), byte(sum)
+	f := append([]byte{0x33, 0x33, 0, 0, 0, 1}, src...)
+	f = append(f, unix.ETH_P_IPV6>>8, unix.ETH_P_IPV6&0xff, 0x60, 0, 0, 0, 0, byte(len(ra)), unix.IPPROTO_ICMPV6, 255)
+	return append(append(append(f, from[:]...), to[:]...), ra...)
 }
 
 // listen takes TCP connections and UDP packets on a port, and notes the address of each sender in OUT.
