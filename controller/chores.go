@@ -27,6 +27,7 @@ func (c *Controller) chores() []Chore {
 		{Name: "abandon_seals", Every: abandonEvery, Do: c.abandonSeals},
 		{Name: "abandon_imports", Every: abandonEvery, Do: c.abandonImports},
 		{Name: "events", Every: sweepInterval, Do: c.tidyEvents},
+		{Name: "flows", Every: sweepInterval, Do: c.tidyFlows},
 	}
 	if c.cfg.Store != nil {
 		list = append(list, Chore{Name: "collect", Every: collectEvery, Do: c.collect}, Chore{Name: "sweep_uploads", Every: uploadsEvery, Do: c.sweepUploads})

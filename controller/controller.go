@@ -31,6 +31,7 @@ type Config struct {
 	CaptureWait    time.Duration         // how long a request waits for a checkpoint of the same workspace to end; default 30 s
 	ShutdownGrace  time.Duration         // how long operations may go on after Run was told to end; default 10 s
 	EventsKept     time.Duration         // how long events can be asked for; by whole days; default 7 days
+	FlowsKept      time.Duration         // how long what sandboxes sent is kept; by whole months, so up to one longer; default 90 days, at least one
 	KeyCache       time.Duration         // how long a valid key is believed; default 3 s, at most 5 s (revocation)
 	Limits         Limits                // of requests
 	Traces         trace.TracerProvider  // of requests; nil: none
@@ -50,6 +51,9 @@ type Config struct {
 	Trust           *Trust        // nil where controller and runner share a secret, as in coppice dev; then no runner can join
 	CertificateLife time.Duration // of runners' certificates; default 24 h
 }
+
+// FlowsKept is how long what sandboxes sent is kept where nobody says otherwise.
+const FlowsKept = 90 * 24 * time.Hour
 
 // Bootstrap is what must exist before the first request.
 type Bootstrap struct {
@@ -78,6 +82,7 @@ func (c Config) withDefaults() Config {
 	set(&c.ShutdownGrace, 10*time.Second)
 	set(&c.StoreGrace, time.Hour)
 	set(&c.EventsKept, 7*24*time.Hour)
+	set(&c.FlowsKept, FlowsKept)
 	set(&c.KeyCache, 3*time.Second)
 	set(&c.CertificateLife, mtls.Lifetime)
 	c.KeyCache = min(c.KeyCache, 5*time.Second)

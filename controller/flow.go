@@ -52,6 +52,8 @@ type FlowTx interface {
 	WorkspaceFlows(ctx context.Context, id core.WorkspaceID, f FlowFilter) ([]Flow, error)
 	// Effects lists what was changed outside on the way from the root to a checkpoint, in the order in which it happened.
 	Effects(ctx context.Context, id core.CheckpointID, after EffectMark, limit int) ([]Effect, error)
+	// TidyFlows makes partitions ahead and removes what is older than keep, by whole months.
+	TidyFlows(ctx context.Context, keep time.Duration) error
 }
 
 // maxFlows is how many are written with one statement.
@@ -173,4 +175,9 @@ func (c *Controller) Effects(ctx context.Context, project core.ProjectID, id cor
 		}
 		return tx.Effects(ctx, id, after, limit)
 	})
+}
+
+// tidyFlows is the chore that keeps the journal's partitions.
+func (c *Controller) tidyFlows(ctx context.Context) error {
+	return c.store.InTx(ctx, System(), func(tx Tx) error { return tx.TidyFlows(ctx, c.cfg.FlowsKept) })
 }

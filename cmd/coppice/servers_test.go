@@ -28,6 +28,7 @@ func TestServerFlags(t *testing.T) {
 		"a bad variable":               {[]string{"controller"}, map[string]string{"COPPICE_DATABASE_WAIT": "soon"}, exitUsage, "COPPICE_DATABASE_WAIT"},
 		"a Vault in clear":             {[]string{"controller", "--database", "postgres://127.0.0.1:1/x", "--key-file", "k"}, map[string]string{"COPPICE_VAULT_ADDR": "http://vault.example:8200", "COPPICE_VAULT_TOKEN_FILE": "t"}, exitBadInput, "--vault-addr"},
 		"no Vault":                     {[]string{"controller", "--database", "postgres://127.0.0.1:1/x", "--key-file", "k", "--vault-token-file", "t"}, nil, exitBadInput, "--vault-addr"},
+		"flows that are not kept":      {[]string{"controller", "--database", "postgres://127.0.0.1:1/x", "--key-file", "k", "--flow-retention", "1h"}, nil, exitBadInput, "--flow-retention"},
 		"a bad level":                  {[]string{"runner", "--log-level", "loud", "--accel", "tcg"}, nil, exitUsage, "--log-level"},
 		"a bad way to fetch":           {[]string{"runner", "--accel", "tcg"}, map[string]string{"COPPICE_FETCH": "slowly"}, exitUsage, "--fetch"},
 		"no controller":                {[]string{"runner", "--data-dir", dir, "--accel", "tcg"}, nil, exitBadInput, "--controller"},

@@ -180,3 +180,9 @@ func (t *tx) effects(ctx context.Context, ids []core.CheckpointID) (map[core.Che
 	}
 	return counts, err
 }
+
+// TidyFlows has the owner do it: nobody else may.
+func (t *tx) TidyFlows(ctx context.Context, keep time.Duration) error {
+	_, err := t.exec(ctx, `SELECT coppice_tidy_flows(make_interval(secs => @keep))`, args{"keep": keep.Seconds()})
+	return err
+}

@@ -9,6 +9,8 @@ import (
 	"testing"
 	"time"
 
+	"github.com/jackc/pgx/v5"
+
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/controller"
 	"github.com/coppice-dev/coppice/core"
@@ -256,4 +258,113 @@ func growEffects(t *testing.T, r *rand.Rand) {
 		}
 		return nil
 	})
+}
+
+// TestFlowsAreKeptForATime: months that are over for long enough go, whole; what came to the default partition goes by when it came; and nobody
+// but the owner's function removes anything.
+func TestFlowsAreKeptForATime(t *testing.T) {
+	t.Parallel()
+	d := newDB(t)
+	ctx := t.Context()
+	w := d.ready(d.project, d.template())
+	var now time.Time
+	if err := d.conn().QueryRow(ctx, `SELECT now()`).Scan(&now); err != nil {
+		t.Fatal(err)
+	}
+	now = now.UTC()
+	month := func(back int) time.Time {
+		return time.Date(now.Year(), now.Month()-time.Month(back), 1, 0, 0, 0, 0, time.UTC)
+	}
+	partition := func(back int) {
+		if _, err := d.conn().Exec(ctx, fmt.Sprintf(`CREATE TABLE flows_%s PARTITION OF flows FOR VALUES FROM ('%s') TO ('%s')`,
+			month(back).Format("200601"), month(back).Format(time.RFC3339), month(back-1).Format(time.RFC3339))); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for back := 1; back <= 4; back++ {
+		partition(back)
+	}
+	// What is older than this is older than the last two months and what is over of the present one.
+	keep := now.Sub(month(2))
+	late, stray := month(7), month(9)
+	d.flows(
+		post("older", w.Sandbox.ID, month(4)), post("old", w.Sandbox.ID, month(2).Add(-time.Microsecond)), post("boundary", w.Sandbox.ID, month(2)), post("last", w.Sandbox.ID, month(1)),
+		post("now", w.Sandbox.ID, now), post("late", w.Sandbox.ID, late), post("stray", w.Sandbox.ID, stray), post("ahead", w.Sandbox.ID, now.AddDate(5, 0, 0)),
+	)
+	// Two of those in the default partition came long ago; a superuser can say so.
+	for _, sql := range []string{
+		`ALTER TABLE flows_default DISABLE TRIGGER flows_append_only`,
+		`UPDATE flows_default SET created_at = now() - interval '400 days' WHERE id IN ('stray', 'ahead')`,
+		`ALTER TABLE flows_default ENABLE TRIGGER flows_append_only`,
+	} {
+		if _, err := d.conn().Exec(ctx, sql); err != nil {
+			t.Fatal(err)
+		}
+	}
+	left := func() []string {
+		rows, err := d.conn().Query(ctx, `SELECT id FROM flows ORDER BY at`)
+		if err != nil {
+			t.Fatal(err)
+		}
+		ids, err := pgx.CollectRows(rows, pgx.RowTo[string])
+		if err != nil {
+			t.Fatal(err)
+		}
+		return ids
+	}
+	tidy := func(keep time.Duration) error {
+		return d.store.InTx(ctx, controller.System(), func(tx controller.Tx) error { return tx.TidyFlows(ctx, keep) })
+	}
+	if err := tidy(keep + time.Hour); err != nil {
+		t.Fatal(err)
+	}
+	if got, want := left(), []string{"late", "old", "boundary", "last", "now"}; !slices.Equal(got, want) {
+		t.Errorf("an hour before the end of a month: %v, want %v", got, want)
+	}
+	for range 2 {
+		if err := tidy(keep); err != nil {
+			t.Fatal(err)
+		}
+		if got, want := left(), []string{"late", "boundary", "last", "now"}; !slices.Equal(got, want) {
+			t.Errorf("after the end of a month: %v, want %v", got, want)
+		}
+	}
+	for _, short := range []time.Duration{0, -time.Hour, 23 * time.Hour} {
+		if err := tidy(short); err == nil {
+			t.Errorf("flows are removed after %v", short)
+		}
+	}
+	d.refused(`DELETE FROM flows`, `DELETE FROM flows_default`, `UPDATE flows SET host = 'x'`, `TRUNCATE flows`, `TRUNCATE flows_default`, `DROP TABLE flows_default`,
+		`ALTER TABLE flows_default DISABLE TRIGGER flows_append_only`)
+	// Not the owner either, by accident.
+	for _, sql := range []string{`DELETE FROM flows`, `DELETE FROM flows_default`, `DELETE FROM flows_` + month(1).Format("200601"), `TRUNCATE flows`} {
+		if _, err := d.conn().Exec(ctx, sql); err == nil {
+			t.Errorf("%s changed the journal", sql)
+		}
+	}
+	if got := left(); len(got) != 4 {
+		t.Errorf("%v are left", got)
+	}
+	d.flows(post("later", w.Sandbox.ID, month(-2)))
+	var part string
+	if err := d.conn().QueryRow(ctx, `SELECT tableoid::regclass::text FROM flows WHERE id = 'later'`).Scan(&part); err != nil || part == "flows_default" {
+		t.Errorf("the month after next is in %s: %v", part, err)
+	}
+}
+
+// refused fails unless the controller's role may not do something.
+func (d *db) refused(list ...string) {
+	d.t.Helper()
+	for _, sql := range list {
+		conn := d.conn()
+		if _, err := conn.Exec(d.t.Context(), `SET ROLE coppice_app`); err != nil {
+			d.t.Fatal(err)
+		}
+		if _, err := conn.Exec(d.t.Context(), `SELECT set_config('coppice.project_id', 'system', false)`); err != nil {
+			d.t.Fatal(err)
+		}
+		if _, err := conn.Exec(d.t.Context(), sql); err == nil {
+			d.t.Errorf("the controller's role may do %s", sql)
+		}
+	}
 }

@@ -123,7 +123,7 @@ func (t *tx) Sweep(ctx context.Context) error {
 			AND NOT EXISTS (SELECT 1 FROM workspaces w WHERE w.checkpoint_id = c.id AND w.ended_at IS NULL)`, args{}); err != nil {
 		return err
 	}
-	_, err := t.exec(ctx, `SELECT coppice_make_partitions(), coppice_make_usage_partitions(), coppice_make_audit_partitions(), coppice_make_flow_partitions()`, args{})
+	_, err := t.exec(ctx, `SELECT coppice_make_partitions(), coppice_make_usage_partitions(), coppice_make_audit_partitions()`, args{})
 	return err
 }
 

@@ -57,6 +57,9 @@ func (c ControllerConfig) validate() error {
 	if c.Tune.StoreGrace < 0 || c.Tune.StoreGrace != 0 && c.Tune.StoreGrace < c.Tune.RunnerLease+c.Tune.RunnerFence {
 		bad("--store-grace must be at least as long as --runner-lease and --runner-fence together: until then a runner may not know that an upload was given up")
 	}
+	if c.Tune.FlowsKept != 0 && c.Tune.FlowsKept < 24*time.Hour {
+		bad("--flow-retention must be a day at least, 24h")
+	}
 	if c.Database == "" {
 		bad("--database: the address of a PostgreSQL database is needed, such as postgres://user@host/coppice")
 	}

@@ -1,0 +1,1 @@
+DROP FUNCTION coppice_tidy_flows(interval);
