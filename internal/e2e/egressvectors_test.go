@@ -87,19 +87,23 @@ func TestEgressVectors(t *testing.T) {
 	for i, r := range rows {
 		list = append(list, v.of(i, r)...)
 	}
-	before := v.denied()
+	before, bad := v.denied(), 0
 	answers := v.say(list)
 	for _, x := range list {
 		if a := answers[x.ID]; !a.refused() {
 			t.Errorf("%s: %q, %s", x.ID, a.Got, a.End)
 		}
 	}
-	if !v.counted(before, len(list)) { // say which is not
+	if !v.counted(before, len(list)) { // say some that are not
+		const enough = 10
 		for _, x := range list {
 			before := v.denied()
 			v.say([]guestVector{x})
 			if n := v.denied() - before; n != 1 {
 				t.Errorf("%s was counted %d times", x.ID, n)
+				if bad++; bad == enough {
+					break
+				}
 			}
 		}
 	}

@@ -51,6 +51,7 @@ type Network struct {
 	asked  []string
 	shown  []string
 	points map[string][]netip.Addr
+	sites  map[string]http.Handler
 }
 
 // Prefix is the network that the address of all names is in: one for documentation, which nothing reaches but by leave.
@@ -59,7 +60,7 @@ const Prefix = "203.0.113.0/24"
 // New makes one that ends with the test.
 func New(t *testing.T) *Network {
 	t.Helper()
-	o := &Network{t: t, points: map[string][]netip.Addr{}}
+	o := &Network{t: t, points: map[string][]netip.Addr{}, sites: map[string]http.Handler{}}
 	link, err := testpool.NewLink()
 	if err != nil {
 		t.Fatal(err)
@@ -163,6 +164,13 @@ func (o *Network) answer(w http.ResponseWriter, r *http.Request) {
 		o.mu.Lock()
 		o.shown = append(o.shown, r.Host+" "+auth)
 		o.mu.Unlock()
+	}
+	o.mu.Lock()
+	site := o.sites[r.Host]
+	o.mu.Unlock()
+	if site != nil {
+		site.ServeHTTP(w, r)
+		return
 	}
 	if r.URL.Path == "/echo" { // gives back whatever it is shown
 		_ = r.Header.Write(w)
@@ -277,6 +285,13 @@ func (o *Network) Shown() []string {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	return slices.Clone(o.shown)
+}
+
+// Serve has a name below example.com answer by a handler.
+func (o *Network) Serve(name string, h http.Handler) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	o.sites[name] = h
 }
 
 // Forget forgets what the name server was asked for.
