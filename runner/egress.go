@@ -9,6 +9,7 @@ import (
 	"net/netip"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
@@ -28,6 +29,8 @@ type egressLink struct {
 	client *egress.Client // nil: there is none at this moment
 	key    []byte         // of it, that grants are sealed for
 	news   chan struct{}  // closed when it is another
+
+	ended, hung atomic.Int64 // processes that ended by themselves, or were killed because they hung
 }
 
 func newEgressLink(r *Runner) *egressLink { return &egressLink{r: r, news: make(chan struct{})} }
@@ -138,6 +141,11 @@ func (e *egressLink) run(ctx context.Context) {
 		err := e.attend(ctx, c)
 		if ctx.Err() == nil {
 			e.set(nil, nil)
+			if errors.Is(err, egress.ErrHung) {
+				e.hung.Add(1)
+			} else {
+				e.ended.Add(1)
+			}
 			e.r.cfg.Log.ErrorContext(ctx, "the egress process has ended; nothing leaves the sandboxes until another has them", "err", err)
 		}
 	}
@@ -161,7 +169,7 @@ func (e *egressLink) attend(ctx context.Context, c *egress.Client) error {
 			pause(offering, wait)
 		}
 	})
-	return c.Watch(ctx)
+	return c.Attend(ctx)
 }
 
 func pause(ctx context.Context, d time.Duration) {

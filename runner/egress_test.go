@@ -28,6 +28,7 @@ import (
 	"github.com/coppice-dev/coppice/internal/eventually"
 	"github.com/coppice-dev/coppice/internal/failpoint"
 	"github.com/coppice-dev/coppice/internal/sidecar"
+	"github.com/coppice-dev/coppice/internal/testhalt"
 	"github.com/coppice-dev/coppice/runner/egress"
 )
 
@@ -270,6 +271,48 @@ func TestEgressKilled(t *testing.T) {
 		}
 	}
 	r.wantOnly(ids...)
+}
+
+// TestEgressHung: a process that stands still is killed, and its successor has every sandbox.
+func TestEgressHung(t *testing.T) {
+	t.Parallel()
+	reg := prometheus.NewRegistry()
+	r := newEgressRig(t, func(c *Config) {
+		c.Metrics = reg
+		c.Egress.Pulse = egress.Pulse{Every: 20 * time.Millisecond, Limit: 300 * time.Millisecond}
+	})
+	base := r.boot()
+	id := r.forkWith(base, rulesOf(1, "a.test"))
+	at := r.gateway(id)
+	client, err := r.egress.await(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	hello, err := client.Hello(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	want(t, at, "a.test", allowed)
+	testhalt.Halt(t, hello.PID)
+	eventually.True(t, "it was killed", func() bool { s := testhalt.State(t, hello.PID); return s == "" || s == "Z" })
+	eventually.True(t, "the sandbox is served again", func() bool { return ask(t, at, "a.test") == allowed })
+	want(t, at, "b.test", denied)
+	families, err := reg.Gather()
+	if err != nil {
+		t.Fatal(err)
+	}
+	restarts := map[string]float64{}
+	for _, f := range families {
+		if f.GetName() == "coppice_egress_restarts_total" {
+			for _, m := range f.GetMetric() {
+				restarts[m.GetLabel()[0].GetValue()] = m.GetCounter().GetValue()
+			}
+		}
+	}
+	if restarts["hung"] != 1 || restarts["ended"] != 0 {
+		t.Errorf("restarts %v", restarts)
+	}
+	r.wantOnly(id)
 }
 
 // TestForksOutliveEgress: a fork that comes when the process has just ended waits for its successor.

@@ -13,7 +13,7 @@ import (
 type egressState struct {
 	e *egressLink
 
-	up, sandboxes, open, flows, answers, unrecorded, spool, spoolMax *prometheus.Desc
+	up, sandboxes, open, flows, answers, unrecorded, spool, spoolMax, restarts *prometheus.Desc
 }
 
 // egressScrape is how long the process may take to answer a scrape.
@@ -33,12 +33,13 @@ func newEgressState(e *egressLink) *egressState {
 		unrecorded: desc("flows_unrecorded_total", "Flows that were refused because they could not be recorded, and ends that were not."),
 		spool:      desc("spool_bytes", "What the spool of flows takes that the controller does not have yet."),
 		spoolMax:   desc("spool_max_bytes", "What it may take; beyond, flows are refused."),
+		restarts:   desc("restarts_total", "Egress processes that have ended under this runner (ended), or were killed because they did not answer (hung); another follows.", "why"),
 	}
 }
 
 // Describe sends what Collect may send.
 func (s *egressState) Describe(out chan<- *prometheus.Desc) {
-	for _, d := range []*prometheus.Desc{s.up, s.sandboxes, s.open, s.flows, s.answers, s.unrecorded, s.spool, s.spoolMax} {
+	for _, d := range []*prometheus.Desc{s.up, s.sandboxes, s.open, s.flows, s.answers, s.unrecorded, s.spool, s.spoolMax, s.restarts} {
 		out <- d
 	}
 }
@@ -49,6 +50,8 @@ func (s *egressState) Collect(out chan<- prometheus.Metric) {
 	count := func(d *prometheus.Desc, v int64, labels ...string) {
 		out <- prometheus.MustNewConstMetric(d, prometheus.CounterValue, float64(v), labels...)
 	}
+	count(s.restarts, s.e.ended.Load(), "ended")
+	count(s.restarts, s.e.hung.Load(), "hung")
 	ctx, cancel := context.WithTimeout(s.e.r.runCtx, egressScrape)
 	defer cancel()
 	c, _ := s.e.current()

@@ -13,8 +13,7 @@ import (
 	"net/netip"
 	"os"
 	"sync"
-
-	"golang.org/x/sys/unix"
+	"time"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
@@ -37,11 +36,15 @@ type Config struct {
 	Own      []netip.Prefix // networks of this installation, which may not, besides every address of this host
 	Servers  []string       // names of hosts that are this installation's, too
 	Resolver proxy.Resolver // default: the host's
+	Alone    time.Duration  // without a runner after which it ends; default 15 min
 	Roots    *x509.CertPool // of hosts that sandboxes have grants for; default: the host's
 }
 
 // DefaultSpool is how many bytes of flows wait for the controller: at 3000 requests a second, two minutes of them.
 const DefaultSpool = 256 << 20
+
+// DefaultAlone is longer than a runner that is away has leases, 10 min and 15 s where nobody says otherwise: what it ran was given up by then.
+const DefaultAlone = 15 * time.Minute
 
 // Server is an egress process.
 type Server struct {
@@ -52,6 +55,7 @@ type Server struct {
 	spool *spool
 	proxy *proxy.Server
 	stats counters
+	alone *alone
 	stop  context.CancelFunc
 	done  context.Context //nolint:containedctx // it ends with the server
 
@@ -63,6 +67,9 @@ type Server struct {
 func New(ctx context.Context, cfg Config) (*Server, error) {
 	if cfg.MaxSpool == 0 {
 		cfg.MaxSpool = DefaultSpool
+	}
+	if cfg.Alone == 0 {
+		cfg.Alone = DefaultAlone
 	}
 	if cfg.Resolver == nil {
 		cfg.Resolver = net.DefaultResolver
@@ -79,6 +86,10 @@ func New(ctx context.Context, cfg Config) (*Server, error) {
 		return nil, errors.Join(err, s.spool.close())
 	}
 	s.done, s.stop = context.WithCancel(context.WithoutCancel(ctx))
+	s.alone = newAlone(cfg.Alone, func() {
+		s.cfg.Log.Error("no runner has been here for long enough for its leases to be lost; nothing is carried any more", "alone_ms", core.Milliseconds(cfg.Alone))
+		s.stop()
+	})
 	s.proxy = proxy.New(proxy.Config{Reach: s.reach.current, Resolver: cfg.Resolver, Journal: counted{s.spool, &s.stats}, Log: cfg.Log, Roots: cfg.Roots})
 	return s, nil
 }
@@ -102,6 +113,7 @@ func (s *Server) Run(ctx context.Context) error {
 		wg.Go(func() { s.converse(c) })
 	}
 	s.stop()
+	s.alone.end()
 	s.mu.Lock()
 	boxes := s.boxes
 	s.boxes = map[core.SandboxID]*box{}
@@ -116,14 +128,8 @@ func (s *Server) Run(ctx context.Context) error {
 
 // permitted refuses everybody but root and the runner.
 func (s *Server) permitted(c *net.UnixConn) error {
-	raw, err := c.SyscallConn()
+	peer, err := sidecar.Peer(c)
 	if err != nil {
-		return err
-	}
-	var peer *unix.Ucred
-	var failed error
-	err = raw.Control(func(fd uintptr) { peer, failed = unix.GetsockoptUcred(int(fd), unix.SOL_SOCKET, unix.SO_PEERCRED) })
-	if err = errors.Join(err, failed); err != nil {
 		return err
 	}
 	if peer.Uid != 0 && peer.Uid != s.cfg.UID {
@@ -141,6 +147,7 @@ func (s *Server) converse(c *net.UnixConn) {
 		s.cfg.Log.Error("a client was refused", "err", err)
 		return
 	}
+	defer s.alone.come()()
 	requests := make(chan request)
 	go func() { // so that the end of a client ends what it waits for
 		defer cancel()

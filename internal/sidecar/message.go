@@ -115,3 +115,15 @@ func Listen(path string) (*net.UnixListener, error) {
 	}
 	return l, nil
 }
+
+// Peer says who is at the other end of a connection: of one that was dialled, who listens there, as the kernel knows it.
+func Peer(c *net.UnixConn) (*unix.Ucred, error) {
+	raw, err := c.SyscallConn()
+	if err != nil {
+		return nil, err
+	}
+	var peer *unix.Ucred
+	var failed error
+	err = raw.Control(func(fd uintptr) { peer, failed = unix.GetsockoptUcred(int(fd), unix.SOL_SOCKET, unix.SO_PEERCRED) })
+	return peer, errors.Join(err, failed)
+}

@@ -113,18 +113,54 @@ func End(name string, pid int, tell func() error) error {
 	if err := tell(); err != nil {
 		return err
 	}
+	gone, err := waitGone(process, stopTime)
+	if err != nil {
+		return fmt.Errorf("wait for the %s (process %d): %w", name, pid, err)
+	}
+	if !gone {
+		late := core.Errorf(core.TimedOut, core.CodeTimedOut, "the %s (process %d) did not end within %s and was killed", name, pid, stopTime)
+		return errors.Join(late, unix.PidfdSendSignal(process, unix.SIGKILL, nil, 0))
+	}
+	return nil
+}
+
+// Kill ends a process that does not answer, and waits until it is gone. still says whether it is the one that is meant, when its id cannot
+// become another's any more.
+func Kill(name string, pid int, still func() error) error {
+	if pid <= 1 || pid == os.Getpid() {
+		return fmt.Errorf("the %s is said to be process %d, which is not killed", name, pid)
+	}
+	process, err := unix.PidfdOpen(pid, 0)
+	if errors.Is(err, unix.ESRCH) {
+		return nil
+	}
+	if err != nil {
+		return fmt.Errorf("find the %s (process %d): %w", name, pid, err)
+	}
+	defer func() { _ = unix.Close(process) }()
+	if err := still(); err != nil {
+		return err
+	}
+	if err := unix.PidfdSendSignal(process, unix.SIGKILL, nil, 0); err != nil && !errors.Is(err, unix.ESRCH) {
+		return fmt.Errorf("kill the %s (process %d): %w", name, pid, err)
+	}
+	gone, err := waitGone(process, stopTime)
+	if err == nil && !gone {
+		err = core.Errorf(core.TimedOut, core.CodeTimedOut, "it was killed and has not ended within %s", stopTime)
+	}
+	if err != nil {
+		return fmt.Errorf("wait for the %s (process %d): %w", name, pid, err)
+	}
+	return nil
+}
+
+// waitGone waits until a process is gone, and with it everything that it has open.
+func waitGone(process int, within time.Duration) (bool, error) {
 	// Readable is one whose last thread has ended.
-	for deadline := time.Now().Add(stopTime); ; {
+	for deadline := time.Now().Add(within); ; {
 		n, err := unix.Poll([]unix.PollFd{{Fd: int32(process), Events: unix.POLLIN}}, int(max(time.Until(deadline), 0).Milliseconds())) //nolint:gosec // G115: a descriptor
-		switch {
-		case errors.Is(err, unix.EINTR):
-		case err != nil:
-			return fmt.Errorf("wait for the %s (process %d): %w", name, pid, err)
-		case n == 0:
-			late := core.Errorf(core.TimedOut, core.CodeTimedOut, "the %s (process %d) did not end within %s and was killed", name, pid, stopTime)
-			return errors.Join(late, unix.PidfdSendSignal(process, unix.SIGKILL, nil, 0))
-		default:
-			return nil
+		if !errors.Is(err, unix.EINTR) {
+			return n > 0, err
 		}
 	}
 }

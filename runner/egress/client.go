@@ -18,6 +18,7 @@ type Process struct {
 	Dir     string   // for its socket; made if it is not there
 	Command []string // runs a host.Server, with what Config says on its standard input
 	Config  []byte
+	Pulse   Pulse
 }
 
 const name = "egress process"
@@ -32,8 +33,13 @@ func SocketPath(dir string) string { return sidecar.Process{Dir: dir}.SocketPath
 // Ensure makes sure that a process runs: the one that does already, whoever has started it, or a new one. It goes on when this process ends.
 func Ensure(ctx context.Context, p Process) (*Client, egressapi.Hello, error) {
 	c := NewClient(SocketPath(p.Dir))
-	h, err := c.Hello(ctx)
+	c.pulse = p.Pulse.withDefaults()
+	h, err := c.greet(ctx)
 	switch {
+	case errors.Is(err, errSilent) && ctx.Err() == nil: // whoever has started it
+		if err := c.kill(ctx); err != nil {
+			return nil, h, err
+		}
 	case err == nil && h.Version != egressapi.Version: // what it knows of, the next one is told anew; meanwhile nothing passes
 		if err := c.Stop(ctx); err != nil {
 			return nil, h, err
@@ -51,10 +57,13 @@ func Ensure(ctx context.Context, p Process) (*Client, egressapi.Hello, error) {
 }
 
 // Client is a way to an egress process. It is safe for concurrent use.
-type Client struct{ socket string }
+type Client struct {
+	socket string
+	pulse  Pulse
+}
 
 // NewClient returns a client of the process that listens at a path. Nothing is dialled yet.
-func NewClient(socket string) *Client { return &Client{socket} }
+func NewClient(socket string) *Client { return &Client{socket, Pulse{}.withDefaults()} }
 
 // ErrGone is returned, wrapped, when no process answers.
 var ErrGone = core.Errorf(core.Unavailable, core.CodeEgressGone, "the egress process of this runner does not answer")
@@ -63,7 +72,11 @@ var ErrGone = core.Errorf(core.Unavailable, core.CodeEgressGone, "the egress pro
 const callTime = 15 * time.Second
 
 func (c *Client) call(ctx context.Context, r egressapi.Request, files ...*os.File) (egressapi.Response, error) {
-	ctx, cancel := context.WithTimeoutCause(ctx, callTime, ErrGone)
+	return c.within(ctx, callTime, r, files...)
+}
+
+func (c *Client) within(ctx context.Context, limit time.Duration, r egressapi.Request, files ...*os.File) (egressapi.Response, error) {
+	ctx, cancel := context.WithTimeoutCause(ctx, limit, errors.Join(ErrGone, errSilent))
 	defer cancel()
 	return c.wait(ctx, r, files...)
 }
@@ -151,14 +164,17 @@ func (c *Client) Watch(ctx context.Context) error {
 	return err
 }
 
-// Stop ends the process and waits until it is gone, and with it every socket that it has.
+// Stop ends the process, which is killed if it does not answer, and waits until it is gone, and with it every socket that it has.
 func (c *Client) Stop(ctx context.Context) error {
 	h, err := c.Hello(ctx)
-	if err != nil {
-		return err
+	if err == nil {
+		err = sidecar.End(name, h.PID, func() error {
+			_, err := c.call(ctx, egressapi.Request{Op: egressapi.OpStop})
+			return err
+		})
 	}
-	return sidecar.End(name, h.PID, func() error {
-		_, err := c.call(ctx, egressapi.Request{Op: egressapi.OpStop})
-		return err
-	})
+	if errors.Is(err, errSilent) && ctx.Err() == nil {
+		return c.kill(ctx)
+	}
+	return err
 }

@@ -78,6 +78,7 @@ type settings struct {
 	Dir, Spool, Resolver string
 	MaxSpool             int64
 	UID                  uint32
+	Alone                time.Duration
 }
 
 func serve() error {
@@ -97,7 +98,7 @@ func serve() error {
 		return err
 	}
 	s, err := host.New(context.Background(), host.Config{
-		Listen: listen, Spool: spool, Log: slog.New(slog.NewTextHandler(os.Stderr, nil)), UID: cfg.UID, MaxSpool: cfg.MaxSpool,
+		Listen: listen, Spool: spool, Log: slog.New(slog.NewTextHandler(os.Stderr, nil)), UID: cfg.UID, MaxSpool: cfg.MaxSpool, Alone: cfg.Alone,
 		Private: []netip.Prefix{netip.MustParsePrefix(publicNet)},
 		Resolver: &net.Resolver{PreferGo: true, Dial: func(ctx context.Context, network, _ string) (net.Conn, error) {
 			var d net.Dialer
