@@ -87,7 +87,7 @@ func New(ctx context.Context, cfg Config) (*Server, error) {
 	}
 	s.done, s.stop = context.WithCancel(context.WithoutCancel(ctx))
 	s.alone = newAlone(cfg.Alone, func() {
-		s.cfg.Log.Error("no runner has been here for long enough for its leases to be lost; nothing is carried any more", "alone_ms", core.Milliseconds(cfg.Alone))
+		s.cfg.Log.ErrorContext(s.done, "no runner has been here for long enough for its leases to be lost; nothing is carried any more", "alone_ms", core.Milliseconds(cfg.Alone))
 		s.stop()
 	})
 	s.proxy = proxy.New(proxy.Config{Reach: s.reach.current, Resolver: cfg.Resolver, Journal: counted{s.spool, &s.stats}, Log: cfg.Log, Roots: cfg.Roots})

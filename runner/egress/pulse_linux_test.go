@@ -174,7 +174,9 @@ func TestAlone(t *testing.T) {
 		c.want(t, "a runner is here")
 	}
 	leave()
-	<-watched
+	if err := <-watched; !errors.Is(err, context.Canceled) {
+		t.Errorf("it was watched: %v", err)
+	}
 	for range 5 {
 		wait := time.NewTimer(alone / 4)
 		<-wait.C
