@@ -2,6 +2,7 @@ package e2e
 
 import (
 	"fmt"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -72,7 +73,7 @@ func TestEgressClients(t *testing.T) {
 	o.Serve("py.example.com", py)
 	clients, from := egressClients, image(t, "e2e", guestAgent)
 	if *long {
-		clients = append(clients[:len(clients):len(clients)], longClients...)
+		clients = append(slices.Clip(clients), longClients...)
 		from = image(t, "e2e-clients", guestAgent, "nodejs", "python3-pip", "python3-requests")
 	}
 	s := newStack(t, "--egress-allow-private", testoutside.Prefix, "--egress-resolver", o.Names)

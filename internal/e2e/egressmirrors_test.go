@@ -57,15 +57,15 @@ func debMirror(t *testing.T, names ...string) http.Handler {
 	var packages bytes.Buffer
 	for _, name := range names {
 		tree := t.TempDir()
-		if err := os.Chmod(tree, 0o755); err != nil { //nolint:gosec // G302: it becomes the guest's root directory
+		if err := os.Chmod(tree, 0o755); err != nil {
 			t.Fatal(err)
 		}
 		control := fmt.Sprintf("Package: %s\nVersion: 1.0\nArchitecture: all\nMaintainer: a <a@example.com>\nDescription: a test\n", name)
 		for path, text := range map[string]string{"DEBIAN/control": control, "usr/share/" + name: "installed\n"} {
-			if err := os.MkdirAll(filepath.Dir(filepath.Join(tree, path)), 0o755); err != nil { //nolint:gosec // G301: likewise
+			if err := os.MkdirAll(filepath.Dir(filepath.Join(tree, path)), 0o755); err != nil {
 				t.Fatal(err)
 			}
-			if err := os.WriteFile(filepath.Join(tree, path), []byte(text), 0o644); err != nil { //nolint:gosec // G306: likewise
+			if err := os.WriteFile(filepath.Join(tree, path), []byte(text), 0o644); err != nil {
 				t.Fatal(err)
 			}
 		}
