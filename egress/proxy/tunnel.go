@@ -166,8 +166,12 @@ func (b *box) pipe(o *openFlow, c *conn, up net.Conn) {
 		}
 	}
 	var wg sync.WaitGroup
-	wg.Go(func() { half(up, c.Conn, &o.Sent, c.ahead) })
-	wg.Go(func() { half(c.Conn, up, &o.Received, nil) })
+	wg.Go(func() {
+		first := c.ahead
+		c.ahead = nil // a tunnel may be held for long
+		half(up, c.Conn, &o.Sent, first)
+	})
+	half(c.Conn, up, &o.Received, nil)
 	wg.Wait()
 	_ = up.Close()
 }
