@@ -292,6 +292,7 @@ func (f *fetching) writeMemory(ctx context.Context) error {
 func (f *fetching) memoryLater(ctx context.Context, tree *manifest.Tree, near bool) error {
 	f.rec.Base = core.NewID[core.BaseID]()
 	im := &lazyImage{Image: pager.Image{ID: string(f.rec.Base), Source: sourceOf(f.at, imageMemory)}, Size: tree.Size(), To: f.r.bases.Name(f.rec.Base)}
+	im.Memory = true
 	im.Peers = peers.From(ctx)
 	im.Want = decodeWorkingSet(f.rec.WorkingSet, tree.Pages())
 	if near {

@@ -143,7 +143,7 @@ func (r *Runner) grow(ctx context.Context, ckpt *opened, child runnerapi.Child, 
 	}
 	r.wg.Add(1)
 	go r.watch(s)
-	if !ckpt.hasDelta() && r.working.claim(s.base.ID) {
+	if !ckpt.hasDelta() && ckpt.WorkingSet == nil && r.working.claim(s.base.ID) {
 		r.wg.Go(func() { r.observe(s) })
 	}
 	return s, report, nil

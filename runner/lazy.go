@@ -27,8 +27,10 @@ type lazyImages struct {
 	client   *pager.Client
 	instance string // of the pager; empty: none runs
 	images   map[string]*lazyImage
-	news     chan struct{} // closed when something has changed
-	keyed    chan struct{} // closed when keys of the store have come
+	// rehearsed are images of rehearsals, which are served and not awaited.
+	rehearsed map[string]bool
+	news      chan struct{} // closed when something has changed
+	keyed     chan struct{} // closed when keys of the store have come
 }
 
 // lazyImage is one image that is not whole. It is kept as JSON.
@@ -55,7 +57,7 @@ const (
 
 // openLazyImages reads what an earlier process left: images that are whole by now are forgotten.
 func openLazyImages(r *Runner) (*lazyImages, error) {
-	l := &lazyImages{r: r, dir: filepath.Join(r.cfg.DataDir, "lazy"), images: make(map[string]*lazyImage), news: make(chan struct{}), keyed: make(chan struct{})}
+	l := &lazyImages{r: r, dir: filepath.Join(r.cfg.DataDir, "lazy"), images: make(map[string]*lazyImage), rehearsed: make(map[string]bool), news: make(chan struct{}), keyed: make(chan struct{})}
 	if err := os.MkdirAll(l.dir, 0o700); err != nil {
 		return nil, err
 	}

@@ -235,7 +235,9 @@ func (l *lazyImages) heard(ctx context.Context, client *pager.Client, list []pag
 	for _, st := range list {
 		im := l.images[st.ID]
 		if im == nil {
-			strange = append(strange, st)
+			if !l.rehearsed[st.ID] {
+				strange = append(strange, st)
+			}
 			continue
 		}
 		if st.Damaged() && !im.status.Damaged() {

@@ -266,6 +266,7 @@ func (r *Runner) sealAttempt(ctx context.Context, c Sealing, epoch int64, rec *c
 	if err := r.wholeImages(ctx, rec); err != nil {
 		return 0, nil, err
 	}
+	r.rehearse(ctx, ckpt)
 	begun, err := c.BeginSeal(ctx, runnerapi.BeginSeal{LeaseEpoch: epoch, CheckpointID: rec.ID, Ancestors: r.ancestors(rec)})
 	if core.CodeOf(err) == core.CodeStateConflict { // it is sealed: the last commit's answer was lost
 		return 0, nil, r.markSealed(rec.ID, runnerapi.Stored{CheckpointID: rec.ID})
@@ -456,6 +457,11 @@ func (r *Runner) memorySource(s *sealSource) (snapshotstore.Source, error) {
 	}
 	for _, e := range extents {
 		out.Changed = append(out.Changed, snapshotstore.Range{Offset: e.Offset, Length: e.Length})
+	}
+	if set := r.working.of(s.now.Base); set.rehearsed && !s.now.hasDelta() {
+		for _, p := range decodeWorkingSet(set.pages, out.Size/manifest.PageSize) {
+			out.First = append(out.First, snapshotstore.Range{Offset: p.First * manifest.PageSize, Length: p.Count * manifest.PageSize})
+		}
 	}
 	return out, err
 }

@@ -10,12 +10,16 @@ import (
 	"github.com/coppice-dev/coppice/runner/pager"
 )
 
-// workingSets are, by base, the pages that the first machine on it has used shortly after it became ready: where the base must be fetched, those
-// come first. They are encoded as in runnerapi.StoredRecord; nil for a base whose first machine is being observed. The zero value is
-// ready for use.
+// workingSets are, by base, the pages that machines on it use first: where the base must be fetched, those come first. They are encoded as in
+// runnerapi.StoredRecord. The zero value is ready for use.
 type workingSets struct {
 	mu   sync.Mutex // guards sets
-	sets map[core.BaseID][]byte
+	sets map[core.BaseID]workingSet
+}
+
+type workingSet struct {
+	pages     []byte // nil while they are not known yet
+	rehearsed bool   // they are exactly the pages; otherwise all that were mapped, with those around them
 }
 
 // maxWorkingSets bounds how many are known, by some kilobytes each: another is forgotten for the next.
@@ -28,8 +32,14 @@ func (w *workingSets) claim(base core.BaseID) bool {
 	if _, there := w.sets[base]; there || base == "" {
 		return false
 	}
+	w.keep(base, workingSet{})
+	return true
+}
+
+// keep remembers one. The caller holds mu.
+func (w *workingSets) keep(base core.BaseID, set workingSet) {
 	if w.sets == nil {
-		w.sets = make(map[core.BaseID][]byte)
+		w.sets = make(map[core.BaseID]workingSet)
 	}
 	for other := range w.sets {
 		if len(w.sets) < maxWorkingSets {
@@ -37,17 +47,29 @@ func (w *workingSets) claim(base core.BaseID) bool {
 		}
 		delete(w.sets, other)
 	}
-	w.sets[base] = nil
-	return true
+	w.sets[base] = set
 }
 
-func (w *workingSets) set(base core.BaseID, b []byte) {
+// observed is what a machine was seen to use; a rehearsal says more.
+func (w *workingSets) observed(base core.BaseID, b []byte) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	w.sets[base] = b
+	if !w.sets[base].rehearsed {
+		w.keep(base, workingSet{pages: b})
+	}
 }
 
-func (w *workingSets) of(base core.BaseID) []byte {
+// rehearsed is what a machine has used in a rehearsal; nil when there was none that succeeded, and there will be no other.
+func (w *workingSets) rehearsed(base core.BaseID, b []byte) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if b == nil {
+		b = w.sets[base].pages
+	}
+	w.keep(base, workingSet{b, true})
+}
+
+func (w *workingSets) of(base core.BaseID) workingSet {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	return w.sets[base]
@@ -81,14 +103,14 @@ func (r *Runner) observe(s *sandbox) {
 		}
 		if n := memory.TotalBytes(touched); first == 0 || n <= runaway*first {
 			first = n
-			r.working.set(s.base.ID, encodeWorkingSet(touched))
+			r.working.observed(s.base.ID, encodeWorkingSet(touched))
 		}
 	}
 }
 
 // workingSetOn is that of a checkpoint whose machine is on a base, and was grown from another.
 func (r *Runner) workingSetOn(base core.BaseID, parent core.CheckpointID) []byte {
-	if b := r.working.of(base); b != nil {
+	if b := r.working.of(base).pages; b != nil {
 		return b
 	}
 	if rec, err := r.checkpoints.get(parent); err == nil {
@@ -102,7 +124,7 @@ func (r *Runner) workingSet(rec *checkpointRecord) []byte {
 	if rec.WorkingSet != nil || rec.hasDelta() {
 		return rec.WorkingSet
 	}
-	return r.working.of(rec.Base)
+	return r.working.of(rec.Base).pages
 }
 
 // maxWorkingRanges is how many ranges a working set has: what a message to the pager takes.

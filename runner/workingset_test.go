@@ -61,12 +61,17 @@ func TestWorkingSets(t *testing.T) {
 	t.Parallel()
 	var w workingSets
 	base := core.NewID[core.BaseID]()
-	if !w.claim(base) || w.claim(base) || w.claim("") || w.of(base) != nil {
+	if !w.claim(base) || w.claim(base) || w.claim("") || w.of(base).pages != nil {
 		t.Error("not the first one only")
 	}
-	w.set(base, []byte{1, 1})
-	if len(w.of(base)) != 2 || w.claim(base) {
+	w.observed(base, []byte{1, 1})
+	if set := w.of(base); len(set.pages) != 2 || set.rehearsed || w.claim(base) {
 		t.Error("it was forgotten")
+	}
+	w.rehearsed(base, []byte{1, 1, 1})
+	w.observed(base, []byte{1, 1})
+	if set := w.of(base); len(set.pages) != 3 || !set.rehearsed {
+		t.Errorf("what a rehearsal has said: %v", set)
 	}
 	for range 2 * maxWorkingSets {
 		w.claim(core.NewID[core.BaseID]())
@@ -85,7 +90,7 @@ func TestWorkingSetTravels(t *testing.T) {
 	template := a.boot()
 	first := a.fork(template)
 	base := a.recordOf(t, template).Base
-	eventually.True(t, "the runner has noted what is in use", func() bool { return a.working.of(base) != nil })
+	eventually.True(t, "the runner has noted what is in use", func() bool { return a.working.of(base).pages != nil })
 	c := a.capture(first)
 	set := a.recordOf(t, c).WorkingSet
 	if n := len(decodeWorkingSet(set, fakeMiB<<20/memory.PageSize)); n == 0 {

@@ -49,6 +49,9 @@ type Source struct {
 	// Reference likewise reads the image of the reference. Nil where its bytes are not at hand: every page of Changed that is not
 	// zeros is stored then.
 	Reference func(p []byte, off int64) error
+	// First are pages that readers ask for before all others, sorted. Those that are stored come first, in frames without any other page, so that
+	// to read them is to read little else. It is only a hint.
+	First []Range
 }
 
 // Range is a part of an image, in bytes.
@@ -169,9 +172,31 @@ var zeros [manifest.PageSize]byte
 // changes stores the pages of an image that differ.
 func (w *writer) changes(src Source, tree *manifest.Tree, edit *manifest.Editor) error {
 	frames := frameBuilder{w: w, image: src.Name}
-	stored := make(map[int64]bool)
+	stored := make(pageSet)
+	done := make(pageSet)
+	if len(src.First) > 0 {
+		first := common(src.Changed, src.First)
+		if err := w.compare(src, edit, first, nil, stored, &frames); err != nil {
+			return err
+		}
+		if err := frames.flush(); err != nil {
+			return err
+		}
+		done = pagesOf(first, src.Size)
+	}
+	if err := w.compare(src, edit, src.Changed, done, stored, &frames); err != nil {
+		return err
+	}
+	if err := w.compact(src, tree, edit, stored, &frames); err != nil {
+		return err
+	}
+	return frames.flush()
+}
+
+// compare stores the pages of ranges that differ, but for those that are done.
+func (w *writer) compare(src Source, edit *manifest.Editor, ranges []Range, done, stored pageSet, frames *frameBuilder) error {
 	now, before := make([]byte, readChunk), make([]byte, readChunk)
-	for from, n := range chunks(src.Changed, src.Size) {
+	for from, n := range chunks(ranges, src.Size) {
 		b, old := now[:n], before[:n]
 		if err := src.Read(b, from); err != nil {
 			return err
@@ -183,6 +208,9 @@ func (w *writer) changes(src Source, tree *manifest.Tree, edit *manifest.Editor)
 		}
 		for at := int64(0); at < n; at += manifest.PageSize {
 			page, number := b[at:at+manifest.PageSize], (from+at)/manifest.PageSize
+			if done[number] {
+				continue
+			}
 			w.out.Compared += manifest.PageSize
 			switch {
 			case bytes.Equal(page, zeros[:]):
@@ -197,10 +225,7 @@ func (w *writer) changes(src Source, tree *manifest.Tree, edit *manifest.Editor)
 			}
 		}
 	}
-	if err := w.compact(src, tree, edit, stored, &frames); err != nil {
-		return err
-	}
-	return frames.flush()
+	return nil
 }
 
 // chunks yields the ranges as offsets and lengths of whole pages, at most readChunk each, none twice.

@@ -359,6 +359,9 @@ func (s *BaseStore) AllocatedBytes(id core.BaseID) (int64, error) {
 	return st.Blocks * 512, nil
 }
 
+// Shown is memory that something else shows by a file, for one machine: it has no name and is in no store. The file is the base's.
+func Shown(size int64, f *os.File) *Base { return &Base{Size: size, file: f, arriving: true} }
+
 // File returns what a VMM maps. It belongs to the base.
 func (b *Base) File() *os.File { return b.file }
 

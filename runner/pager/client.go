@@ -130,7 +130,7 @@ func (c *Client) Put(ctx context.Context, im Image, part *os.File) (Status, erro
 // Open opens an image's file, for reading; writing fails. NOT_FOUND when it is not served. It is this process that opens it: a pager that did
 // could not be killed while it waited for its own answer.
 func (c *Client) Open(ctx context.Context, id string) (*os.File, error) {
-	_, dir, err := c.call(ctx, request{Op: opDir}, nil)
+	_, dir, err := c.call(ctx, request{Op: opDir, ID: id}, nil)
 	if err != nil {
 		return nil, err
 	}
@@ -191,7 +191,7 @@ func (c *Client) Drop(ctx context.Context, id string) error {
 	return err
 }
 
-// Touched are the pages of an image that were asked for before they were here.
+// Touched are the pages of an image that were asked for before they were here, or, of one that is recorded, at all.
 func (c *Client) Touched(ctx context.Context, id string) ([]Range, error) {
 	out, _, err := c.call(ctx, request{Op: opTouched, ID: id}, nil)
 	return out.Touched, err

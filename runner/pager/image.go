@@ -57,7 +57,9 @@ type image struct {
 	taken    atomic.Bool // whoever has put it has what is whole
 	changed  func()      // the status is another; it may be called with mu held
 
-	want   []Range     // see Image
+	memory bool        // see Image, as for the next two
+	record bool        //
+	want   []Range     //
 	wanted atomic.Bool // want is here
 	pushed atomic.Bool // and in the kernel's cache, or on its way there
 
@@ -127,6 +129,9 @@ func (im *image) read(dest []byte, off int64, thread int) error {
 		dest = dest[:end-off]
 	}
 	first, last := off/pageSize, (off+int64(len(dest))-1)/pageSize
+	if im.record {
+		im.note(first, last)
+	}
 	if im.lacks(first, last) {
 		im.lastMiss.Store(time.Now().UnixNano())
 		defer im.wait(first, last, thread)()
@@ -196,12 +201,12 @@ func (im *image) waiters() []Waiter {
 // maxTouched bounds the record of touched pages: 256 MiB of memory.
 const maxTouched = 64 << 10
 
-// note records what is asked for and not here.
+// note records what is asked for and not here, or, where all is recorded, what is asked for.
 func (im *image) note(first, last int64) {
 	im.mu.Lock()
 	defer im.mu.Unlock()
 	for p := first; p <= last; p++ {
-		if !im.has(p) {
+		if im.record || !im.has(p) {
 			im.demanded.Add(1)
 			if !im.released && len(im.touched) < maxTouched {
 				im.touched = append(im.touched, p)
@@ -497,7 +502,7 @@ func (im *image) status() Status {
 	defer im.mu.Unlock()
 	s := Status{
 		ID: im.id, Pages: im.tree.Pages(), Here: im.here.Load(), Whole: im.whole.Load(), Opened: im.opened.Load(), Demanded: im.demanded.Load(),
-		Bytes: im.fetched.Load(), Requests: im.requests.Load(), Inode: im.ino, Part: im.inode, Taken: im.taken.Load(),
+		Bytes: im.fetched.Load(), Requests: im.requests.Load(), Inode: im.ino, Part: im.inode, Taken: im.taken.Load(), Record: im.record,
 		Waiters: im.waiters(),
 	}
 	err := im.broken

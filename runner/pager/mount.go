@@ -21,12 +21,12 @@ type mount struct {
 	root   *rootNode
 }
 
-// newMount mounts it at a directory, which is made.
-func newMount(dir string, s *Server) (*mount, error) {
+// newMount mounts it at a directory, which is made, for files of which the kernel reads so much ahead.
+func newMount(dir string, s *Server, memory bool, readAhead int) (*mount, error) {
 	if err := os.MkdirAll(dir, 0o700); err != nil {
 		return nil, err
 	}
-	root := &rootNode{server: s}
+	root := &rootNode{server: s, memory: memory}
 	forever := time.Hour
 	var none time.Duration
 	server, err := fs.Mount(dir, root, &fs.Options{
@@ -47,9 +47,13 @@ func newMount(dir string, s *Server) (*mount, error) {
 	return &mount{dir: dir, fd: os.NewFile(uintptr(fd), dir), server: server, root: root}, nil
 }
 
-// readAhead is how much the kernel asks for at once when a machine touches a page: the rest of a frame is here afterwards, but is not
-// copied into the page cache unless it is touched.
-const readAhead = 16 << 10
+// How much the kernel asks for at once. Of a disk it is some pages: the rest of a frame is here afterwards, but is not copied into the page cache
+// unless it is touched. Of memory it is the page that is touched: those beside it are seldom used next (docs/adr/0039-a-rehearsal.md). The library takes 0 for
+// the default, and the kernel counts whole pages.
+const (
+	diskReadAhead   = 16 << 10
+	memoryReadAhead = 1
+)
 
 // close unmounts. Files that are open go on until they are closed, or the process ends. When there are none the connection to the kernel is
 // ended: a mount namespace that was made meanwhile, of a build or of another service, has a copy of the mount, which would keep it.
@@ -76,6 +80,7 @@ func unmount(dir string, how int) error {
 type rootNode struct {
 	fs.Inode
 	server *Server
+	memory bool // it has the images that are mapped as memory, and no others
 }
 
 var _ fs.NodeLookuper = (*rootNode)(nil)
@@ -83,7 +88,7 @@ var _ fs.NodeLookuper = (*rootNode)(nil)
 // Lookup finds an image.
 func (n *rootNode) Lookup(ctx context.Context, name string, out *fuse.EntryOut) (*fs.Inode, syscall.Errno) {
 	im := n.server.image(name)
-	if im == nil {
+	if im == nil || im.memory != n.memory {
 		return nil, syscall.ENOENT
 	}
 	im.attributes(&out.Attr)

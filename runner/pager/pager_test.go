@@ -734,3 +734,43 @@ func TestKilledWhileOpened(t *testing.T) {
 		x.start()
 	}
 }
+
+// TestRecord: of memory exactly the pages are noted that are asked for, and the kernel asks for no others.
+func TestRecord(t *testing.T) {
+	x := newDirRig(t)
+	b := memory(rand.New(rand.NewPCG(12, 1)), 512)
+	part := x.part(len(b))
+	if _, err := part.WriteAt(b, 0); err != nil {
+		t.Fatal(err)
+	}
+	st, err := x.client.Put(t.Context(), pager.Image{ID: "a", Memory: true, Record: true}, part)
+	if err != nil || !st.Record || st.Whole || st.Here != st.Pages {
+		t.Fatal(st, err)
+	}
+	f, err := x.client.Open(t.Context(), "a")
+	if err != nil {
+		t.Fatal(err)
+	}
+	got := make([]byte, page)
+	for _, p := range []int64{300, 5, 18, 17, 5, 511} {
+		if _, err := f.ReadAt(got, p*page); err != nil {
+			t.Fatal(err)
+		}
+		wantEqual(t, got, b[p*page:(p+1)*page], fmt.Sprint("page ", p))
+	}
+	touched, err := x.client.Touched(t.Context(), "a")
+	if want := []pager.Range{{First: 5, Count: 1}, {First: 17, Count: 2}, {First: 300, Count: 1}, {First: 511, Count: 1}}; err != nil || !slices.Equal(touched, want) {
+		t.Errorf("touched: %v, %v; want %v", touched, err, want)
+	}
+	if err := errors.Join(f.Close(), x.client.Drop(t.Context(), "a")); err != nil {
+		t.Error(err)
+	}
+	if _, err := x.client.Open(t.Context(), "a"); core.CategoryOf(err) != core.NotFound {
+		t.Errorf("opened after it was dropped: %v", err)
+	}
+	// What is in the store cannot be recorded.
+	w := x.seal(b, nil, nil)
+	if _, err := x.client.Put(t.Context(), pager.Image{ID: "b", Source: sourceOf(w), Record: true}, x.part(len(b))); core.CodeOf(err) != core.CodeInvalidField {
+		t.Errorf("an image of the store is recorded: %v", err)
+	}
+}

@@ -13,7 +13,7 @@ import (
 // one descriptor.
 
 // protocolVersion is said in Hello: a pager may be older than its runner.
-const protocolVersion = 3
+const protocolVersion = 4
 
 // Range is a run of pages.
 type Range struct {
@@ -38,6 +38,11 @@ type Image struct {
 	Want []Range `json:"want,omitempty"`
 	// Peers are runners that may have it, and are asked before the store is.
 	Peers []peers.Peer `json:"peers,omitempty"`
+	// Memory says that it is mapped as a machine's memory: the kernel asks for the page that is touched, and no others.
+	Memory bool `json:"memory,omitempty"`
+	// Record has the pages noted that are asked for (Client.Touched). Nothing of it is in the store then, and Source is zero: the file has
+	// everything, is only read, and the image is served until it is dropped.
+	Record bool `json:"record,omitempty"`
 }
 
 // Status says how far an image is.
@@ -46,9 +51,10 @@ type Status struct {
 	Inode    uint64             `json:"inode"` // of the file that machines map
 	Part     uint64             `json:"part"`  // inode of the file that its bytes are written to
 	Pages    int64              `json:"pages"`
-	Here     int64              `json:"here"`  // pages whose bytes are on this host; zeros are
-	Whole    bool               `json:"whole"` // the image's file has everything, durably
-	Taken    bool               `json:"taken"` // see Client.Taken
+	Here     int64              `json:"here"`             // pages whose bytes are on this host; zeros are
+	Whole    bool               `json:"whole"`            // the image's file has everything, durably
+	Taken    bool               `json:"taken"`            // see Client.Taken
+	Record   bool               `json:"record,omitempty"` // see Image
 	Opened   int64              `json:"opened"`
 	Demanded int64              `json:"demanded"` // pages that were asked for before they were here
 	Bytes    int64              `json:"bytes"`    // that the store has given
@@ -98,7 +104,7 @@ const (
 	opHello   op = "hello"
 	opKeys    op = "keys"    //
 	opPut     op = "put"     // with the image's file
-	opDir     op = "dir"     // answers with a descriptor of the directory with the files
+	opDir     op = "dir"     // answers with a descriptor of the directory with the image's file
 	opDrop    op = "drop"    //
 	opTaken   op = "taken"   //
 	opTouched op = "touched" //

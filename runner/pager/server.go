@@ -24,6 +24,7 @@ import (
 	"github.com/coppice-dev/coppice/snapshotstore/blob"
 	"github.com/coppice-dev/coppice/snapshotstore/blob/peers"
 	"github.com/coppice-dev/coppice/snapshotstore/envelope"
+	"github.com/coppice-dev/coppice/snapshotstore/manifest"
 )
 
 // Config describes a pager. Every field is required.
@@ -39,7 +40,8 @@ type Server struct {
 	keys     envelope.Ring // to the objects of the store
 	id       string
 	listen   *net.UnixListener
-	mount    *mount
+	disks    *mount
+	memory   *mount
 	stop     context.CancelFunc
 	done     context.Context
 	inode    atomic.Uint64 // of the last file
@@ -54,8 +56,11 @@ type Server struct {
 	news      chan struct{} // closed when the version is another
 }
 
-// mountDir is where the file system is mounted, in the pager's directory.
-const mountDir = "mnt"
+// Where the file systems are mounted, in the pager's directory.
+const (
+	mountDir  = "mnt"
+	memoryDir = "memory"
+)
 
 // SocketPath is where the pager of a directory listens.
 func SocketPath(dir string) string { return sidecar.Process{Dir: dir}.SocketPath() }
@@ -69,12 +74,15 @@ func New(cfg Config) (_ *Server, err error) {
 	if err := Clean(cfg.Dir); err != nil {
 		return nil, fmt.Errorf("unmount what another pager has left: %w", err)
 	}
-	if s.mount, err = newMount(filepath.Join(cfg.Dir, mountDir), s); err != nil {
+	if s.disks, err = newMount(filepath.Join(cfg.Dir, mountDir), s, false, diskReadAhead); err != nil {
 		return nil, err
+	}
+	if s.memory, err = newMount(filepath.Join(cfg.Dir, memoryDir), s, true, memoryReadAhead); err != nil {
+		return nil, errors.Join(err, s.disks.close(false))
 	}
 	s.listen, err = sidecar.Listen(SocketPath(cfg.Dir))
 	if err != nil {
-		return nil, errors.Join(fmt.Errorf("listen as a pager: %w", err), s.mount.close(false))
+		return nil, errors.Join(fmt.Errorf("listen as a pager: %w", err), s.disks.close(false), s.memory.close(false))
 	}
 	return s, nil
 }
@@ -99,13 +107,13 @@ func (s *Server) Run(ctx context.Context) error {
 	s.stop()
 	s.mu.Lock()
 	var errs []error
-	open := false
+	open := map[bool]bool{} // by whether it is memory
 	for _, im := range s.images {
 		im.stop() // who waits for its pages is told
-		open = open || im.opened.Load() > 0
+		open[im.memory] = open[im.memory] || im.opened.Load() > 0
 	}
 	s.mu.Unlock()
-	errs = append(errs, failed, s.mount.close(open))
+	errs = append(errs, failed, s.disks.close(open[false]), s.memory.close(open[true]))
 	s.mu.Lock()
 	for _, im := range s.images {
 		errs = append(errs, im.close())
@@ -159,7 +167,11 @@ func (s *Server) answer(r request, f *os.File) (response, *os.File, error) {
 	case opHello:
 		return response{Hello: &Hello{PID: os.Getpid(), Instance: s.id, Version: protocolVersion}}, nil, nil
 	case opDir:
-		f, err := dup(s.mount.fd)
+		m := s.disks
+		if im := s.image(r.ID); im != nil && im.memory {
+			m = s.memory
+		}
+		f, err := dup(m.fd)
 		return response{}, f, err
 	case opKeys:
 		s.keys.Add(r.Keys)
@@ -222,7 +234,7 @@ func (s *Server) put(spec Image, part *os.File) (_ Status, err error) {
 	if err != nil {
 		return Status{}, err
 	}
-	im.want = spec.Want
+	im.want, im.memory, im.record = spec.Want, spec.Memory, spec.Record
 	s.mu.Lock()
 	if other := s.images[spec.ID]; other != nil {
 		s.mu.Unlock()
@@ -231,16 +243,21 @@ func (s *Server) put(spec Image, part *os.File) (_ Status, err error) {
 	s.images[spec.ID] = im
 	s.mu.Unlock()
 	keep = true
-	go func() {
-		im.run()
-		s.retire(im)
-	}()
+	if !im.record {
+		go func() {
+			im.run()
+			s.retire(im)
+		}()
+	}
 	s.changed()
 	return im.status(), nil
 }
 
 func (s *Server) newImage(spec Image, part *os.File) (*image, error) {
 	ctx := peers.With(s.done, spec.Peers)
+	if spec.Record {
+		return s.newRecord(ctx, spec, part)
+	}
 	snapshot, err := s.snapshot(ctx, spec.Source)
 	if err != nil {
 		return nil, err
@@ -270,6 +287,20 @@ func (s *Server) newImage(spec Image, part *os.File) (*image, error) {
 		return nil, err
 	}
 	return newImage(ctx, spec.ID, tree, from, part, inode, ino, s.cfg.Blobs, s.cfg.Log, &s.lastMiss, s.changed), nil
+}
+
+// newRecord makes an image of which part has everything.
+func (s *Server) newRecord(ctx context.Context, spec Image, part *os.File) (*image, error) {
+	info, err := part.Stat()
+	if err != nil {
+		return nil, err
+	}
+	if spec.Source != (Source{}) || spec.Seed != nil || info.Size() == 0 || info.Size()%pageSize != 0 {
+		return nil, core.Errorf(core.Invalid, core.CodeInvalidField, "the image %s, of %d bytes, cannot be recorded", core.Clip(spec.ID), info.Size())
+	}
+	tree := manifest.NewTree(info.Size()) // of which nothing is in the store
+	inode := info.Sys().(*syscall.Stat_t).Ino
+	return newImage(ctx, spec.ID, tree, nil, part, inode, s.inode.Add(1), s.cfg.Blobs, s.cfg.Log, &s.lastMiss, s.changed), nil
 }
 
 const keptSnapshots = 4

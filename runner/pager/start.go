@@ -51,9 +51,12 @@ func Ensure(ctx context.Context, p Process) (_ *Client, fresh bool, err error) {
 
 // Clean unmounts what a pager that was killed has left in its directory.
 func Clean(dir string) error {
-	err := syscall.Unmount(filepath.Join(dir, mountDir), syscall.MNT_DETACH|syscall.MNT_FORCE)
-	if errors.Is(err, syscall.EINVAL) || errors.Is(err, syscall.ENOENT) { // nothing is mounted
-		return nil
+	var errs []error
+	for _, name := range []string{mountDir, memoryDir} {
+		err := syscall.Unmount(filepath.Join(dir, name), syscall.MNT_DETACH|syscall.MNT_FORCE)
+		if !errors.Is(err, syscall.EINVAL) && !errors.Is(err, syscall.ENOENT) { // nothing is mounted
+			errs = append(errs, err)
+		}
 	}
-	return err
+	return errors.Join(errs...)
 }

@@ -1,0 +1,173 @@
+package runner
+
+import (
+	"context"
+	"crypto/rand"
+	"encoding/hex"
+	"encoding/pem"
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"time"
+
+	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/egress/ca"
+	"github.com/coppice-dev/coppice/guestagent/guestapi"
+	"github.com/coppice-dev/coppice/internal/sparse"
+	"github.com/coppice-dev/coppice/internal/undo"
+	"github.com/coppice-dev/coppice/runner/memory"
+	"github.com/coppice-dev/coppice/runner/pager"
+)
+
+// rehearsalTime bounds a rehearsal: every page of it is asked for by itself.
+const rehearsalTime = 2 * time.Minute
+
+// rehearse has a machine grown from a checkpoint that has all of its memory in a base, before that is stored, to learn exactly which pages a fork uses
+// until its first command has run: those are stored in frames of their own, and are fetched first where the checkpoint is not
+// (docs/adr/0039-a-rehearsal.md). The machine is no sandbox: nobody is told of it, and it has no network. Without a pager there is no
+// rehearsal, and one that fails costs nothing but what it would have saved.
+func (r *Runner) rehearse(ctx context.Context, ckpt *opened) {
+	if r.cfg.Store.Pager == nil || r.cfg.Store.Whole || ckpt.hasDelta() || ckpt.WorkingSet != nil || ckpt.base.Arriving() || r.working.of(ckpt.Base).rehearsed {
+		return
+	}
+	if r.compatible(ckpt.Checkpoint) != nil { // it is of a time when this runner had another VMM
+		return
+	}
+	ctx, cancel := context.WithTimeout(ctx, rehearsalTime)
+	defer cancel()
+	begun := time.Now()
+	touched, err := r.rehearseOn(ctx, ckpt)
+	log := r.cfg.Log.With("checkpoint_id", ckpt.ID, "duration_ms", core.Milliseconds(time.Since(begun)))
+	if err != nil {
+		log.WarnContext(ctx, "a fork was not rehearsed; where the checkpoint must be fetched, more of it is read at first", "err", err)
+		r.working.rehearsed(ckpt.Base, nil)
+		return
+	}
+	var extents []memory.Extent
+	for _, p := range touched {
+		extents = append(extents, memory.Extent{Offset: p.First * memory.PageSize, Length: p.Count * memory.PageSize})
+	}
+	log.InfoContext(ctx, "a fork was rehearsed", "bytes", memory.TotalBytes(extents))
+	r.working.rehearsed(ckpt.Base, encodeWorkingSet(extents))
+}
+
+// rehearseOn runs a fork on memory that the pager shows, and returns the pages that were asked for. Nothing of it is left.
+func (r *Runner) rehearseOn(ctx context.Context, ckpt *opened) (touched []pager.Range, err error) {
+	select {
+	case r.starting <- struct{}{}:
+		defer func() { <-r.starting }()
+	case <-ctx.Done():
+		return nil, context.Cause(ctx)
+	}
+	var steps undo.Stack
+	defer func() { err = errors.Join(err, steps.Undo(context.WithoutCancel(ctx))) }()
+	client, id, err := r.showMemory(ctx, ckpt, &steps)
+	if err != nil {
+		return nil, fmt.Errorf("show the memory: %w", err)
+	}
+	f, err := client.Open(ctx, id)
+	if err != nil {
+		return nil, err
+	}
+	base := memory.Shown(ckpt.base.Size, f)
+	steps.Push("memory", func(context.Context) error { return base.Close() })
+	sh, err := shapeOf(ckpt)
+	if err != nil {
+		return nil, err
+	}
+	shell, err := r.newShell(ctx, sh, base, nil)
+	if err != nil {
+		return nil, err
+	}
+	steps.Push("machine", func(ctx context.Context) error { return r.dismantle(ctx, shell) })
+	s := newSandbox(shell, shell.ID, runnerapi.Sandbox{State: runnerapi.SandboxStarting, Checkpoint: ckpt.ID, Resources: ckpt.Resources})
+	if err := r.perform(ctx, s, ckpt); err != nil {
+		return nil, err
+	}
+	return client.Touched(ctx, id)
+}
+
+// showMemory has the pager show a checkpoint's base, page by page.
+func (r *Runner) showMemory(ctx context.Context, ckpt *opened, steps *undo.Stack) (*pager.Client, string, error) {
+	l := r.lazy
+	l.mu.Lock()
+	running := l.client != nil
+	l.mu.Unlock()
+	if !running {
+		if err := l.start(ctx); err != nil {
+			return nil, "", err
+		}
+	}
+	id := "rehearsal-" + hex.EncodeToString(entropy(8))
+	l.mu.Lock()
+	client := l.client
+	l.rehearsed[id] = true
+	l.mu.Unlock()
+	steps.Push("its name", func(context.Context) error {
+		l.mu.Lock()
+		defer l.mu.Unlock()
+		delete(l.rehearsed, id)
+		return nil
+	})
+	if client == nil {
+		return nil, "", pager.ErrGone
+	}
+	file, err := r.bases.OpenFile(ckpt.Base)
+	if err != nil {
+		return nil, "", err
+	}
+	defer file.Close()
+	if _, err := client.Put(ctx, pager.Image{ID: id, Memory: true, Record: true}, file); err != nil {
+		return nil, "", err
+	}
+	steps.Push("image", func(ctx context.Context) error { return client.Drop(ctx, id) })
+	return client, id, nil
+}
+
+// perform does with a machine what a fork does until its first command has run, but for the network, which stays closed.
+func (r *Runner) perform(ctx context.Context, s *sandbox, ckpt *opened) error {
+	child, err := r.understudy()
+	if err != nil {
+		return err
+	}
+	if _, err := sparse.Clone(s.overlay, ckpt.overlay); err != nil {
+		return err
+	}
+	if err := r.restore(ctx, s, ckpt, child); err != nil {
+		return err
+	}
+	if err := errors.Join(s.ns.Assign(ctx, child.Identity), s.machine.Resume(ctx)); err != nil {
+		return err
+	}
+	agent, err := s.agent(ctx)
+	if err != nil {
+		return withConsole(err, s.machine)
+	}
+	defer agent.Close()
+	if _, err := r.reseal(ctx, agent, s.shape.diskBytes, ckpt, child); err != nil {
+		return err
+	}
+	if _, err := agent.Release(ctx, guestapi.ReleaseRequest{Generation: child.Identity.Generation}); err != nil {
+		return err
+	}
+	return warmUp(ctx, agent)
+}
+
+// understudy is a child that nobody has asked for. It trusts an authority of its own, so that what a fork does for its project's is done, too.
+func (r *Runner) understudy() (runnerapi.Child, error) {
+	b := entropy(16 + 16 + 5)
+	gateway, _ := r.cfg.Network.Gateway()
+	ip := gateway.Next()
+	if !ip.IsValid() {
+		ip = netip.MustParseAddr("10.83.0.2")
+	}
+	root, err := ca.NewRoot("prj_rehearsal", time.Now())
+	return runnerapi.Child{
+		Identity: core.Identity{
+			Generation: rand.Text(), Hostname: "rehearsal", MachineID: hex.EncodeToString(b[:16]), MAC: net.HardwareAddr(append([]byte{0x02}, b[32:]...)).String(), IP: ip,
+		},
+		Egress: r.openedWith(core.EgressDenyAll), CA: string(pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: root.Certificate})),
+	}, err
+}

@@ -1,0 +1,94 @@
+package runner
+
+import (
+	"encoding/json"
+	"os"
+	"testing"
+
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/eventually"
+	"github.com/coppice-dev/coppice/internal/testvm"
+	"github.com/coppice-dev/coppice/runner/memory"
+	"github.com/coppice-dev/coppice/runner/pager"
+)
+
+// TestRehearsalVM rehearses a fork of a real template: what is learned is exact, once, leaves nothing, and a rehearsal without a pager is none.
+func TestRehearsalVM(t *testing.T) {
+	testvm.Image(t)
+	dir, err := os.MkdirTemp("", "pager") //nolint:usetesting // the path of a socket must be short
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = os.RemoveAll(dir) })
+	config, err := json.Marshal(pagerSettings{Dir: dir, Store: "dir:" + t.TempDir()})
+	if err != nil {
+		t.Fatal(err)
+	}
+	process := &pager.Process{Dir: dir, Command: []string{os.Args[0], beAPager}, Config: config}
+	r := newRig(t, func(c *Config) { c.Store.Pager = process })
+	t.Cleanup(func() { // before the runner's end
+		if err := pager.NewClient(pager.SocketPath(dir)).Stop(t.Context()); err != nil && pager.Runs(t.Context(), *process) {
+			t.Error(err)
+		}
+	})
+	id := r.template()
+	ckpt, err := r.checkpoints.open(id)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer ckpt.close()
+	r.rehearse(t.Context(), ckpt)
+	set := r.working.of(ckpt.Base)
+	ranges := decodeWorkingSet(set.pages, ckpt.base.Size/memory.PageSize)
+	var pages int64
+	for _, p := range ranges {
+		pages += p.Count
+	}
+	t.Logf("a fork uses %.1f MiB of %d until its first command has run, in %d ranges", float64(pages)*memory.PageSize/(1<<20), ckpt.base.Size>>20, len(ranges))
+	if share := float64(pages) * memory.PageSize / float64(ckpt.base.Size); !set.rehearsed || share < 0.005 || share > 0.15 {
+		t.Errorf("rehearsed %v, %.3f of the memory", set.rehearsed, share)
+	}
+	client := pager.NewClient(pager.SocketPath(dir))
+	eventually.True(t, "nothing of the rehearsal is left", func() bool {
+		images, _, err := client.List(t.Context())
+		shells, dirErr := os.ReadDir(r.shellsDir())
+		return err == nil && dirErr == nil && len(images) == 0 && len(shells) == 0 && len(r.all()) == 0
+	})
+	// Once is enough.
+	before := r.working.of(ckpt.Base)
+	r.rehearse(t.Context(), ckpt)
+	if after := r.working.of(ckpt.Base); &after.pages[0] != &before.pages[0] {
+		t.Error("it was rehearsed again")
+	}
+	// A pager that is killed in the middle costs the rehearsal, and nothing else.
+	r.working.forget(ckpt.Base)
+	hello, err := client.Hello(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		r.rehearse(t.Context(), ckpt)
+	}()
+	r.awaitShell()
+	p, err := os.FindProcess(hello.PID)
+	if err == nil {
+		err = p.Kill()
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	<-done
+	if set := r.working.of(ckpt.Base); !set.rehearsed || set.pages != nil {
+		t.Errorf("after a rehearsal that failed: %v of %d bytes", set.rehearsed, len(set.pages))
+	}
+	r.sh(r.fork(id), "true")
+}
+
+// forget has a base rehearsed again.
+func (w *workingSets) forget(base core.BaseID) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	delete(w.sets, base)
+}
