@@ -68,6 +68,9 @@ func (p *pagerState) Collect(out chan<- prometheus.Metric) {
 	var pages, here int64
 	waiters := 0
 	for _, st := range list {
+		if st.Record { // of a rehearsal: nothing of it comes
+			continue
+		}
 		switch {
 		case st.Whole:
 			states["whole"]++

@@ -72,6 +72,9 @@ type Totals struct {
 }
 
 func (t *Totals) add(s Status) {
+	if s.Record { // a rehearsal asks for everything that it touches
+		return
+	}
 	t.Demanded, t.Bytes, t.Requests = t.Demanded+s.Demanded, t.Bytes+s.Bytes, t.Requests+s.Requests
 }
 
