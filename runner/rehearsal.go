@@ -2,18 +2,22 @@ package runner
 
 import (
 	"context"
+	"crypto/ecdsa"
+	"crypto/elliptic"
 	"crypto/rand"
+	"crypto/x509"
+	"crypto/x509/pkix"
 	"encoding/hex"
 	"encoding/pem"
 	"errors"
 	"fmt"
+	"math/big"
 	"net"
 	"net/netip"
 	"time"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
-	"github.com/coppice-dev/coppice/egress/ca"
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
 	"github.com/coppice-dev/coppice/internal/sparse"
 	"github.com/coppice-dev/coppice/internal/undo"
@@ -163,11 +167,24 @@ func (r *Runner) understudy() (runnerapi.Child, error) {
 	if !ip.IsValid() {
 		ip = netip.MustParseAddr("10.83.0.2")
 	}
-	root, err := ca.NewRoot("prj_rehearsal", time.Now())
+	authority, err := selfSigned()
 	return runnerapi.Child{
 		Identity: core.Identity{
 			Generation: rand.Text(), Hostname: "rehearsal", MachineID: hex.EncodeToString(b[:16]), MAC: net.HardwareAddr(append([]byte{0x02}, b[32:]...)).String(), IP: ip,
 		},
-		Egress: r.openedWith(core.EgressDenyAll), CA: string(pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: root.Certificate})),
+		Egress: r.openedWith(core.EgressDenyAll), CA: authority,
 	}, err
+}
+
+// selfSigned is a certificate of nobody, as PEM.
+func selfSigned() (string, error) {
+	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
+	if err != nil {
+		return "", err
+	}
+	t := &x509.Certificate{
+		SerialNumber: big.NewInt(1), Subject: pkix.Name{CommonName: "Coppice rehearsal"}, NotAfter: time.Now().Add(time.Hour), IsCA: true, BasicConstraintsValid: true,
+	}
+	der, err := x509.CreateCertificate(rand.Reader, t, t, &key.PublicKey, key)
+	return string(pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: der})), err
 }

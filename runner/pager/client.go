@@ -170,7 +170,7 @@ func openIn(dir *os.File, id string) (*os.File, error) {
 	switch {
 	case errors.Is(err, unix.ENOENT):
 		return nil, core.Errorf(core.NotFound, core.CodeFileNotFound, "image %s is not served", core.Clip(id))
-	case errors.Is(err, unix.ENOTCONN), errors.Is(err, unix.ECONNABORTED):
+	case errors.Is(err, unix.ENOTCONN), errors.Is(err, unix.ECONNABORTED), errors.Is(err, unix.EIO): // as the kernel calls it at one moment or another
 		return nil, errors.Join(ErrGone, err)
 	case err != nil:
 		return nil, err
