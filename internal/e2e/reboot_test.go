@@ -10,6 +10,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/coppice-dev/coppice/runner/egress"
+	"github.com/coppice-dev/coppice/runner/pager"
 )
 
 // reboot takes from a host whose runner was killed what no reboot leaves: machines, namespaces, sockets, journals, mounts.
@@ -30,6 +31,19 @@ func (s *stack) reboot(t *testing.T) {
 			_, err := carrier.Hello(t.Context())
 			return err != nil, nil
 		})
+	}
+	pages := pager.NewClient(pager.SocketPath(filepath.Join(s.runDir(), "pager")))
+	if hello, err := pages.Hello(t.Context()); err == nil {
+		if err := syscall.Kill(hello.PID, syscall.SIGKILL); err != nil {
+			t.Fatal(err)
+		}
+		until(t, "the pager has ended", func() (bool, error) {
+			_, err := pages.Hello(t.Context())
+			return err != nil, nil
+		})
+		if err := pager.Clean(filepath.Join(s.runDir(), "pager")); err != nil {
+			t.Fatal(err)
+		}
 	}
 	until(t, "the machines have ended", func() (bool, error) { return len(s.vmms()) == 0, nil })
 	spaces, err := s.namespaces()
