@@ -407,3 +407,40 @@ func TestGrantEnv(t *testing.T) {
 		t.Errorf("after it was revoked: %s", got)
 	}
 }
+
+// TestGrantsComeBack: a workspace that was suspended, or rolled back to before it had a grant, has its grants of now, by the placeholders of before.
+func TestGrantsComeBack(t *testing.T) {
+	t.Parallel()
+	w, _ := granting(t)
+	ws := w.createAllowing("a", "a.example")
+	before := w.checkpoint(ws.ID)
+	g := w.grant(ws.ID, "a", custom("secret of a", "a.example"))
+	same := func(what string) {
+		t.Helper()
+		if got := w.wantGrants(ws.ID, "a=secret of a"); got[0].Placeholder != g.Placeholder {
+			t.Errorf("%s: another placeholder", what)
+		}
+	}
+	same("granted")
+	if _, err := w.RestoreWorkspace(t.Context(), w.project, ws.ID, before.ID, wait); err != nil {
+		t.Fatal(err)
+	}
+	same("rolled back")
+	if _, err := w.Suspend(t.Context(), w.project, ws.ID, wait); err != nil {
+		t.Fatal(err)
+	}
+	w.runner.RestartEgress()
+	w.beat()
+	if _, err := w.Resume(t.Context(), w.project, ws.ID, wait); err != nil {
+		t.Fatal(err)
+	}
+	same("resumed")
+	if _, err := w.Suspend(t.Context(), w.project, ws.ID, wait); err != nil {
+		t.Fatal(err)
+	}
+	w.revoke(ws.ID, "a")
+	if _, err := w.Resume(t.Context(), w.project, ws.ID, wait); err != nil {
+		t.Fatal(err)
+	}
+	w.wantGrants(ws.ID)
+}
