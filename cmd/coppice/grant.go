@@ -1,6 +1,7 @@
 package main
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"io"
@@ -25,6 +26,16 @@ placeholder of its own.`,
 	}
 	c.AddCommand(newGrantPutCommand(a), newGrantListCommand(a), newGrantShowCommand(a), newGrantRevokeCommand(a))
 	return c
+}
+
+// workspace finds a workspace, and returns the client that did.
+func (a *app) workspace(ctx context.Context, ref string) (*coppice.Client, coppice.Workspace, error) {
+	client, err := a.client()
+	if err != nil {
+		return nil, coppice.Workspace{}, err
+	}
+	ws, err := workspace(ctx, client, ref)
+	return client, ws, err
 }
 
 // maxSecretFile is more than a secret may have.
@@ -77,11 +88,7 @@ it as it is then.`,
 					return err
 				}
 			}
-			client, err := a.client()
-			if err != nil {
-				return err
-			}
-			ws, err := workspace(c.Context(), client, args[0])
+			client, ws, err := a.workspace(c.Context(), args[0])
 			if err != nil {
 				return err
 			}
@@ -117,11 +124,7 @@ func newGrantListCommand(a *app) *cobra.Command {
 		Short:   "List the grants that a workspace has",
 		Args:    cobra.ExactArgs(1),
 		RunE: func(c *cobra.Command, args []string) error {
-			client, err := a.client()
-			if err != nil {
-				return err
-			}
-			ws, err := workspace(c.Context(), client, args[0])
+			client, ws, err := a.workspace(c.Context(), args[0])
 			if err != nil {
 				return err
 			}
@@ -160,11 +163,7 @@ func newGrantShowCommand(a *app) *cobra.Command {
 		Short: "Show a grant, and what programs find of it",
 		Args:  cobra.ExactArgs(2),
 		RunE: func(c *cobra.Command, args []string) error {
-			client, err := a.client()
-			if err != nil {
-				return err
-			}
-			ws, err := workspace(c.Context(), client, args[0])
+			client, ws, err := a.workspace(c.Context(), args[0])
 			if err != nil {
 				return err
 			}
@@ -210,11 +209,7 @@ func newGrantRevokeCommand(a *app) *cobra.Command {
 		Short:   "Take a grant from a workspace, and from what has it by a fork of that",
 		Args:    cobra.ExactArgs(2),
 		RunE: func(c *cobra.Command, args []string) error {
-			client, err := a.client()
-			if err != nil {
-				return err
-			}
-			ws, err := workspace(c.Context(), client, args[0])
+			client, ws, err := a.workspace(c.Context(), args[0])
 			if err != nil {
 				return err
 			}
