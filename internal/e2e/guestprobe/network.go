@@ -125,10 +125,22 @@ func tryICMP(address string) string {
 		return outcome(err)
 	}
 	_ = c.SetReadDeadline(time.Now().Add(patience))
-	if _, err := c.Read(make([]byte, 256)); err != nil {
-		return outcome(err)
+	return answerFrom(c.(*net.IPConn), address)
+}
+
+// answerFrom waits for a message of the address. Before a raw socket is connected it takes everybody's, and the kernel gives a
+// guest its own echo request to 255.255.255.255 back: that is nobody's answer.
+func answerFrom(c *net.IPConn, address string) string {
+	bare, _, _ := strings.Cut(address, "%")
+	for b := make([]byte, 256); ; {
+		_, from, err := c.ReadFromIP(b)
+		if err != nil {
+			return outcome(err)
+		}
+		if from.IP.Equal(net.ParseIP(bare)) {
+			return fmt.Sprintf("answered with type %d", b[0])
+		}
 	}
-	return "answered"
 }
 
 // tryRaw sends a UDP packet whose IP header is ours. In IPv6 a header of our own must come from an address that we have.
