@@ -37,7 +37,7 @@ func TestFirst(t *testing.T) {
 		frame := tree.At(p).Frame
 		if hot[p] {
 			frames[frame] = true
-			end = max(end, int64(frame.Offset)+int64(frame.Length))
+			end = max(end, frame.Offset+frame.Length)
 		}
 	}
 	for p := range int64(4096) {
