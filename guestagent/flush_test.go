@@ -53,12 +53,14 @@ func TestQuiesceSaysWhatRuns(t *testing.T) {
 	a.disk.path = t.TempDir()
 	s := a.start(guestapi.SessionSpec{Command: []string{"sleep", "1000"}})
 	b := a.start(guestapi.SessionSpec{Command: []string{"sh", "-c", "exec cat"}, StdinOpen: true})
-	started := func() error { // a program that is just being started has another name yet
+	started := func() error { // a program that is just being started has another name yet, and for a moment its name and no arguments
 		for _, want := range []struct {
 			pid  int
 			comm string
 		}{{s.PID, "sleep"}, {b.PID, "cat"}} {
-			if st, err := readStat("/proc", want.pid); err != nil || st.comm != want.comm {
+			st, err := readStat("/proc", want.pid)
+			args, argsErr := os.ReadFile(filepath.Join("/proc", strconv.Itoa(want.pid), "cmdline"))
+			if err = errors.Join(err, argsErr); err != nil || st.comm != want.comm || len(args) == 0 {
 				return errors.Join(err, errors.New(want.comm+" does not run yet"))
 			}
 		}
