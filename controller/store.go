@@ -354,7 +354,8 @@ type FleetTx interface {
 	Runners(ctx context.Context, p Page) ([]Runner, error)
 	// Fleet returns every runner with what is placed on it.
 	Fleet(ctx context.Context) ([]Runner, error)
-	// FenceRunners marks runners whose lease ran out longer than hard ago and returns the workspaces to give up.
+	// FenceRunners marks runners whose lease ran out longer than hard ago and returns the workspaces to give up. It ends what they hold in the
+	// store, unless they have captured what is not sealed: that may need what they were fetching.
 	FenceRunners(ctx context.Context, hard time.Duration) ([]core.WorkspaceID, error)
 	// InsertUsage appends what sandboxes of the runner have used; WorkspaceUsage and CheckpointUsage sum it.
 	InsertUsage(ctx context.Context, runner core.RunnerID, list []runnerapi.Usage) error

@@ -247,8 +247,11 @@ func (t *tx) FenceRunners(ctx context.Context, hard time.Duration) ([]core.Works
 	for i, r := range rows {
 		list[i] = r.ID
 	}
-	// What they were fetching nobody fetches any more. The rows are those of all that have been given up: one may have been at a heartbeat then.
-	_, err = t.exec(ctx, `DELETE FROM store_holds h USING runners r WHERE r.id = h.runner_id AND r.fenced_at IS NOT NULL`, args{})
+	// What they were fetching nobody fetches any more, but for what they have captured on it: it is on their hosts, and they end the fetch when they
+	// are back. The rows are those of all that have been given up: one may have been at a heartbeat then.
+	_, err = t.exec(ctx, `
+		DELETE FROM store_holds h USING runners r WHERE r.id = h.runner_id AND r.fenced_at IS NOT NULL AND (r.removed_at IS NOT NULL
+			OR NOT EXISTS (SELECT 1 FROM checkpoints c WHERE c.runner_id = r.id AND c.state IN ('capturing', 'captured')))`, args{})
 	return list, err
 }
 

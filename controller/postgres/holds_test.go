@@ -103,6 +103,96 @@ func TestHoldsOfTheLost(t *testing.T) {
 	}
 }
 
+// TestHoldsOfWhatWasCaptured: what a lost runner fetches, and has captured something on, stays until that is sealed, which it can when it is
+// back, or deleted, or the runner is removed.
+func TestHoldsOfWhatWasCaptured(t *testing.T) {
+	t.Parallel()
+	d := newDB(t)
+	from := d.template()
+	w := d.ready(d.project, from)
+	register := func(runner core.RunnerID) {
+		t.Helper()
+		info := d.info()
+		info.RunnerID = runner
+		d.system(func(ctx context.Context, tx controller.Tx) error {
+			_, err := tx.RegisterRunner(ctx, runnerapi.Register{Info: info, Endpoint: "http://127.0.0.1:2"}, time.Minute)
+			return err
+		})
+	}
+	lose := func(runner core.RunnerID) {
+		t.Helper()
+		d.exec(`UPDATE runners SET lease_expires_at = now() - interval '61 minutes' WHERE id = $1`, runner)
+		d.system(func(ctx context.Context, tx controller.Tx) error {
+			_, err := tx.FenceRunners(ctx, time.Hour)
+			return err
+		})
+	}
+	// grown returns a checkpoint that is sealed, is fetched by a runner and deleted, and what the runner is capturing on it.
+	grown := func(runner core.RunnerID) (x, y controller.Checkpoint) {
+		t.Helper()
+		x = d.node(w, from.ID)
+		d.sealed(x.ID)
+		d.fetches(runner, x.ID)
+		y = controller.Checkpoint{
+			ID: core.NewID[core.CheckpointID](), ProjectID: d.project, Kind: controller.KindUser, Parent: x.ID, WorkspaceID: w.ID, WorkspaceEpoch: w.Epoch,
+			Image: w.Image, Resources: w.Resources, RunnerID: runner,
+		}
+		d.mine(func(ctx context.Context, tx controller.Tx) error { return tx.InsertCheckpoint(ctx, y) })
+		if err := d.remove(x.ID); err != nil {
+			t.Fatal(err)
+		}
+		return x, y
+	}
+	capture := func(y controller.Checkpoint) {
+		t.Helper()
+		d.mine(func(ctx context.Context, tx controller.Tx) error {
+			_, err := tx.CaptureCheckpoint(ctx, y.ID, y.RunnerID, d.captured())
+			return err
+		})
+	}
+	kept := func(what string, x controller.Checkpoint, want bool) {
+		t.Helper()
+		_, condemned := d.condemn(false)
+		if got := len(d.needs(x.ID)) == 2; got != want || (condemned == 0) != want {
+			t.Errorf("%s: %v needed, %d condemned", what, d.needs(x.ID), condemned)
+		}
+	}
+	sealed, deleted, removed := d.joined(), d.joined(), d.joined()
+	x, y := grown(sealed)
+	lose(sealed)
+	kept("lost while it captures", x, true)
+	capture(y)
+	lose(sealed)
+	kept("captured by one that is lost", x, true)
+	register(sealed)
+	d.fetches(sealed, x.ID)
+	kept("back", x, true)
+	lose(sealed)
+	kept("lost again", x, true)
+	register(sealed)
+	d.fetches(sealed) // it has all of it
+	kept("whole", x, false)
+
+	x, y = grown(deleted)
+	capture(y)
+	lose(deleted)
+	kept("captured", x, true)
+	if err := d.remove(y.ID); err != nil {
+		t.Fatal(err)
+	}
+	lose(deleted)
+	kept("what grew was deleted", x, false)
+
+	x, y = grown(removed)
+	capture(y)
+	d.system(func(ctx context.Context, tx controller.Tx) error {
+		_, err := tx.RemoveRunner(ctx, removed)
+		return err
+	})
+	lose(removed)
+	kept("its runner was removed", x, false)
+}
+
 // TestHoldRaces: a hold and a deletion, and the last two holds, that do not see one another.
 func TestHoldRaces(t *testing.T) {
 	t.Parallel()
