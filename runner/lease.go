@@ -51,6 +51,7 @@ var bootID = sync.OnceValue(func() string {
 
 // loadLease finds out until when the sandboxes of an earlier runner may live.
 func (r *Runner) loadLease() {
+	r.leased, r.endLease = context.WithCancelCause(context.Background())
 	r.leaseUntil = sinceBoot() + r.cfg.Lease
 	var rec leaseRecord
 	if atomicfile.ReadJSON(filepath.Join(r.cfg.RunDir, leaseFile), &rec) == nil && rec.Boot == bootID() {
@@ -74,11 +75,30 @@ func (r *Runner) Attempt() (answered func(lease time.Duration) error) {
 		}
 		r.mu.Lock()
 		r.leaseUntil, r.fenced = began+lease, false
+		if r.leased.Err() != nil {
+			r.leased, r.endLease = context.WithCancelCause(context.Background())
+		}
 		r.mu.Unlock()
 		if err := replaceJSON(filepath.Join(r.cfg.RunDir, leaseFile), leaseRecord{bootID(), began + lease}); err != nil {
 			return fmt.Errorf("keep the lease: %w", err)
 		}
 		return nil
+	}
+}
+
+// whileLeased returns a context that ends with the lease, or with ctx; errFenced is its cause then.
+func (r *Runner) whileLeased(ctx context.Context) (context.Context, context.CancelFunc) {
+	r.mu.Lock()
+	leased := r.leased
+	r.mu.Unlock()
+	ctx, cancel := context.WithCancelCause(ctx)
+	if leased.Err() != nil { // at once, and not beside
+		cancel(context.Cause(leased))
+	}
+	stop := context.AfterFunc(leased, func() { cancel(context.Cause(leased)) })
+	return ctx, func() {
+		stop()
+		cancel(nil)
 	}
 }
 
@@ -104,11 +124,12 @@ func (r *Runner) guard(ctx context.Context) {
 	}
 }
 
-// Fence ends every sandbox at once, whatever is being done with it, and returns when nothing of them is left. They are reported
-// as dead for that reason, and no work is taken until the controller has answered again.
+// Fence ends every sandbox at once, whatever is being done with it, and what is being uploaded, and returns when nothing of them is left.
+// They are reported as dead for that reason, and no work is taken until the controller has answered again.
 func (r *Runner) Fence(ctx context.Context, why string) error {
 	r.mu.Lock()
 	r.fenced = true
+	r.endLease(errFenced)
 	r.mu.Unlock()
 	all := r.all()
 	if len(all) > 0 {

@@ -58,8 +58,10 @@ type Runner struct {
 	adopted   []*sandbox                // of an earlier runner; Run begins to watch them
 	debris    []string                  // directories that could not be removed
 
-	leaseUntil time.Duration // by sinceBoot
-	fenced     bool          // the lease is over: no work is taken
+	leaseUntil time.Duration   // by sinceBoot
+	fenced     bool            // the lease is over: no work is taken
+	leased     context.Context // ends with the lease
+	endLease   context.CancelCauseFunc
 	rebasing   bool
 	rootsHeld  int // of who makes what has no record yet
 

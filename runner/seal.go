@@ -184,8 +184,8 @@ func (r *Runner) snapshot(ctx context.Context, at runnerapi.Stored) (*snapshotst
 	return s, nil
 }
 
-// Seal uploads this host's checkpoints to the store as they come, until ctx ends. epoch is the runner's lease at the moment. It ends at
-// once where there is no store.
+// Seal uploads this host's checkpoints to the store as they come, until ctx ends. epoch is the runner's lease at the moment: without one nothing is
+// written, and what is being written breaks off when it ends. It ends at once where there is no store.
 func (r *Runner) Seal(ctx context.Context, c Sealing, epoch func() (int64, bool)) error {
 	if r.cfg.Store.Blobs == nil {
 		<-ctx.Done()
@@ -196,8 +196,13 @@ func (r *Runner) Seal(ctx context.Context, c Sealing, epoch func() (int64, bool)
 	for {
 		rec, wait := r.seals.next(r.checkpoints.list(), time.Now())
 		lease, leased := epoch()
+		held, release := r.whileLeased(ctx)
+		leased = leased && held.Err() == nil
 		if rec != nil && leased {
-			r.sealOne(ctx, c, lease, rec)
+			r.sealOne(held, c, lease, rec)
+		}
+		release()
+		if rec != nil && leased {
 			if ctx.Err() != nil {
 				return nil
 			}
@@ -223,6 +228,9 @@ func (r *Runner) Seal(ctx context.Context, c Sealing, epoch func() (int64, bool)
 func (r *Runner) sealOne(ctx context.Context, c Sealing, epoch int64, rec *checkpointRecord) {
 	begun := time.Now()
 	attempt, out, err := r.sealAttempt(ctx, c, epoch, rec)
+	if cause := context.Cause(ctx); err != nil && cause != nil && !errors.Is(cause, context.Canceled) { // the lease has ended
+		err = cause
+	}
 	log := r.cfg.Log.With("checkpoint_id", rec.ID, "duration_ms", core.Milliseconds(time.Since(begun)))
 	switch {
 	case err == nil && out != nil:
@@ -230,6 +238,8 @@ func (r *Runner) sealOne(ctx context.Context, c Sealing, epoch int64, rec *check
 		return
 	case err == nil:
 		return
+	case errors.Is(err, errFenced):
+		log.InfoContext(ctx, "an upload was broken off with the runner's lease")
 	case ctx.Err() != nil: // the runner stops
 	case core.CodeOf(err) == core.CodeCheckpointNotFound: // it is being deleted: the controller says so in a moment
 		log.DebugContext(ctx, "checkpoint was deleted before it was sealed")

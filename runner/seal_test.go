@@ -395,6 +395,93 @@ func TestFetchRefused(t *testing.T) {
 	b.wantOnly()
 }
 
+// slowPut is a store whose uploads take until they are broken off, or until it is let go.
+type slowPut struct {
+	blob.Blobs
+	begun chan error // nil: an upload has begun; else why it was broken off
+	going chan struct{}
+}
+
+func (s *slowPut) Put(ctx context.Context, key string, body io.ReaderAt, size int64, digest core.Digest) error {
+	select {
+	case <-s.going:
+		return s.Blobs.Put(ctx, key, body, size, digest)
+	default:
+	}
+	s.begun <- nil
+	select {
+	case <-s.going:
+		return s.Blobs.Put(ctx, key, body, size, digest)
+	case <-ctx.Done():
+		s.begun <- context.Cause(ctx)
+		return ctx.Err()
+	}
+}
+
+// TestSealEndsWithTheLease: a runner that has no word of its controller stops writing to the store when its lease ends, and begins nothing
+// there until the controller has answered.
+func TestSealEndsWithTheLease(t *testing.T) {
+	t.Parallel()
+	p := newSealPool(t)
+	slow := &slowPut{Blobs: p.blobs, begun: make(chan error, 1000), going: make(chan struct{})}
+	r := newFakeRig(t, func(c *Config) { c.Store.Blobs = slow })
+	if err := r.Attempt()(time.Hour); err != nil {
+		t.Fatal(err)
+	}
+	template := r.boot()
+	looks := make(chan struct{})
+	ctx, cancel := context.WithCancel(t.Context())
+	done := make(chan error, 1)
+	go func() {
+		done <- r.Seal(ctx, p.ledger, func() (int64, bool) {
+			select { // nobody counts
+			case looks <- struct{}{}:
+			default:
+			}
+			return 1, true
+		})
+	}()
+	t.Cleanup(func() {
+		cancel()
+		if err := <-done; err != nil {
+			t.Error(err)
+		}
+	})
+	wait := func(what string, ok func(error) bool) {
+		t.Helper()
+		late := time.After(time.Minute)
+		for {
+			select {
+			case err := <-slow.begun:
+				if ok(err) {
+					return
+				}
+			case <-late:
+				t.Fatalf("not within a minute: %s", what)
+			}
+		}
+	}
+	wait("an upload begins", func(err error) bool { return err == nil })
+	if err := r.Attempt()(time.Nanosecond); err != nil {
+		t.Fatal(err)
+	}
+	wait("it is broken off", func(err error) bool { return errors.Is(err, errFenced) })
+	p.wait(t, "the controller is told, should it hear", func() bool { return len(p.failed) > 0 && p.failed[0].Code == errFenced.Code })
+	close(slow.going) // it would be written now
+	for range 3 {
+		select {
+		case <-looks:
+		case <-time.After(time.Minute):
+			t.Fatal("it does not look whether it has a lease again")
+		}
+	}
+	p.wait(t, "nothing is begun without a lease", func() bool { return p.attempts[template] == 1 && len(p.stored) == 0 })
+	if err := r.Attempt()(time.Hour); err != nil {
+		t.Fatal(err)
+	}
+	p.wait(t, "it is sealed by the next attempt", func() bool { _, there := p.stored[template]; return there && p.attempts[template] == 2 })
+}
+
 // TestSealOrder: nothing is uploaded before its ancestors, unless those fail again and again.
 func TestSealOrder(t *testing.T) {
 	t.Parallel()
