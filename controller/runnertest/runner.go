@@ -35,6 +35,8 @@ type Config struct {
 	Capture  time.Duration
 	Template time.Duration
 	Store    blob.Blobs // where it takes sealed checkpoints from that it does not hold; nil: nowhere
+	// Fetch reads what a test has stored in a form of its own; nil: the fake's is read from Store.
+	Fetch func(ctx context.Context, runner core.RunnerID, at runnerapi.Stored) (runnerapi.Checkpoint, error)
 }
 
 // The points at which Hook is called.

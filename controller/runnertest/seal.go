@@ -69,6 +69,9 @@ func (u *Upload) put(ctx context.Context, name string, b []byte) error {
 	return nil
 }
 
+// Held is what the fake knows of a checkpoint that it holds.
+func (r *Runner) Held(id core.CheckpointID) (runnerapi.Checkpoint, bool) { return r.held(id) }
+
 // Write puts the attempt's objects: what its reference needs is not written again, unless drop says which of that it can do without.
 func (u *Upload) Write(ctx context.Context, drop func(key string) bool) error {
 	cp, _ := u.runner.held(u.id)
@@ -167,13 +170,17 @@ func (r *Runner) take(ctx context.Context, in runnerapi.Fork) error {
 	if _, ok := r.held(in.CheckpointID); ok {
 		return nil
 	}
-	if r.cfg.Store == nil || len(in.Sources) == 0 || in.Sources[0].CheckpointID != in.CheckpointID {
+	if r.cfg.Store == nil && r.cfg.Fetch == nil || len(in.Sources) == 0 || in.Sources[0].CheckpointID != in.CheckpointID {
 		return core.Errorf(core.NotFound, core.CodeCheckpointNotFound, "this runner has no checkpoint %s", in.CheckpointID)
 	}
 	if err := r.pass(ctx, PointFetch, string(in.CheckpointID)); err != nil {
 		return err
 	}
-	cp, err := fetch(ctx, r.cfg.Store, in.Sources[0])
+	read := func() (runnerapi.Checkpoint, error) { return fetch(ctx, r.cfg.Store, in.Sources[0]) }
+	if r.cfg.Fetch != nil {
+		read = func() (runnerapi.Checkpoint, error) { return r.cfg.Fetch(ctx, r.cfg.ID, in.Sources[0]) }
+	}
+	cp, err := read()
 	if err != nil {
 		return err
 	}
