@@ -43,6 +43,7 @@ func TestPoolFaults(t *testing.T) {
 		{"deleted while it is fetched", true, deletedInFetch},
 		{"store away", false, storeAway},
 		{"changed in the store", false, changedInStore},
+		{"changed in the store, with memory that comes later", true, changedLater},
 	} {
 		if (c.brief || *long) && !t.Run(c.name, func(t *testing.T) { c.run(t, f) }) {
 			break // what is left of the pool is of no use

@@ -88,3 +88,63 @@ func changedInStore(t *testing.T, f *faultyPool) {
 	f.goesOn(t, third, g)
 	t.Logf("%v changed, and whole again: a fork took %.1f s", kinds, time.Since(began).Seconds())
 }
+
+// changedLater changes bytes of a checkpoint's memory in the store where a host fetches it while its machine runs: that may be started, and is ended
+// when it is to have one of those bytes, or they are found to be others, with the object's name and before anything of them is shown.
+func changedLater(t *testing.T, f *faultyPool) {
+	t.Helper()
+	parent := f.forkOn(t, f.first, f.base)
+	g := f.grow(t, parent, "later")
+	terminate(t, f.first.stack, parent)
+	third := f.join("--cache-size", "0")
+	client := f.store.Client(t)
+	var largest minio.ObjectInfo
+	for info := range client.Client.ListObjects(t.Context(), f.Bucket, minio.ListObjectsOptions{Prefix: "v1/", Recursive: true}) {
+		if info.Err != nil {
+			t.Fatal(info.Err)
+		}
+		if strings.Contains(info.Key, "/"+g.id+"/") && info.Size > largest.Size {
+			largest = info
+		}
+	}
+	body, err := client.Client.GetObject(t.Context(), f.Bucket, largest.Key, minio.GetObjectOptions{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	whole, err := io.ReadAll(body)
+	if err != nil {
+		t.Fatal(err)
+	}
+	put := func(b []byte) {
+		t.Helper()
+		if _, err := client.Client.PutObject(t.Context(), f.Bucket, largest.Key, bytes.NewReader(b), int64(len(b)), minio.PutObjectOptions{}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	changed := bytes.Clone(whole)
+	changed[len(changed)/2] ^= 0x10 // nearly all of it is what the parent drew at random
+	put(changed)
+	f.only(t, third)
+	res, err := f.Client.ForkCheckpoint(t.Context(), g.id, coppice.ForkCheckpointRequest{})
+	if err != nil { // a machine that was to have them before it was ready
+		if e := wantCode(t, err, "CHECKPOINT_CORRUPT"); !strings.Contains(e.Detail, largest.Key) {
+			t.Errorf("the error does not name %s: %v", largest.Key, e)
+		}
+	} else {
+		ran, err := f.Client.Exec(t.Context(), ids(res)[0], coppice.ExecRequest{Command: []string{"sha256sum", "-c", "/root/lazy"}})
+		if err == nil {
+			out, _, err := ran.Output()
+			if err == nil || len(out) > 0 {
+				t.Errorf("the machine has read what was changed: %q, %v", out, err)
+			}
+		}
+		if w := f.awaitLost(t, ids(res)[0], "SANDBOX_LOST"); w.Failure != nil && !strings.Contains(w.Failure.Message, largest.Key) {
+			t.Errorf("it is lost because of %q, which does not name %s", w.Failure.Message, largest.Key)
+		} else {
+			t.Logf("a machine that ran was ended: %+v", w.Failure)
+		}
+	}
+	until(t, "no machine is left", func() (bool, error) { return len(third.vmms()) == 0, nil })
+	put(whole)
+	f.goesOn(t, f.second, g)
+}
