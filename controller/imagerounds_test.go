@@ -320,14 +320,8 @@ func (m *images) forking(id core.CheckpointID) *work {
 		m.spaces[child.Workspace.ID] = s
 		return nil
 	}, valid: func(err error) bool { // it was deleted, or the only host that has it is away or full
-		if _, lives := m.row(id); !lives {
-			return true
-		}
-		switch core.CodeOf(err) {
-		case core.CodeCheckpointNotFound, core.CodeNoRunner, core.CodeRunnerUnreachable, core.CodeRunnerLost:
-			return true
-		}
-		return false
+		_, lives := m.row(id)
+		return !lives || slices.Contains([]core.Code{core.CodeCheckpointNotFound, core.CodeNoRunner, core.CodeRunnerUnreachable, core.CodeRunnerLost}, core.CodeOf(err))
 	}}
 }
 

@@ -50,7 +50,7 @@ var faults = []fault{
 	{number: 8, what: "disk full in a fork", expected: "DISK_FULL or success; others go on", run: fullDisk},
 	{number: 9, what: "retry where an earlier try left files", expected: "done once, nothing is in the way", shown: []string{"runner.TestCrashInFork", "controller.TestRunnerDies"}},
 	{number: 10, what: "runner killed in an upload", expected: "goes on; no duplicates", shown: []string{"runner.TestCrashInSeal", "snapshotstore/blob/s3.TestKilledInTheMiddle", "runner.TestSealAgain"}},
-	{number: 11, what: "crash between the manifest and its row", expected: "committed once or collected", shown: []string{"runner.TestCrashInSeal", "controller.TestGarbageAgainstModel"}},
+	{number: 11, what: "crash between the manifest and its row", expected: "committed once or collected", shown: []string{"runner.TestCrashInSeal", "controller.TestGarbageAgainstModel", "controller.TestImagesAgainstModel"}},
 	{number: 12, what: "controller killed after the commit, before the answer", expected: "a repeat with the key gets the same checkpoint", run: killControllerAfterCheckpoint, brief: true},
 	{number: 13, what: "object store away", expected: "local checkpoints can be used; uploads drain later; a machine that waits for memory from there is held and reported, and goes on", shown: []string{"runner.TestSealAgain", "internal/e2e.TestPoolFaults/store away", "internal/e2e.TestPoolLazy", "runner.TestStall", "snapshotstore/blob/s3.TestEveryCallFails"}},
 	{number: 14, what: "object store slow", expected: "deadlines per chunk; bounded work", shown: []string{"snapshotstore/blob/s3.TestSlowPut", "snapshotstore/blob/s3.TestGetFaults"}},
