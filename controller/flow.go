@@ -132,7 +132,7 @@ func isFlow(f core.Flow) bool {
 		return false
 	}
 	switch f.Outcome {
-	case core.FlowAllowed, core.FlowDenied, core.FlowFailed:
+	case core.FlowAllowed, core.FlowDenied, core.FlowCut, core.FlowFailed:
 	default:
 		return false
 	}

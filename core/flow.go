@@ -21,7 +21,8 @@ type Outcome string
 // The outcomes.
 const (
 	FlowAllowed Outcome = "allowed"
-	FlowDenied  Outcome = "denied"
+	FlowDenied  Outcome = "denied" // nothing of it was sent
+	FlowCut     Outcome = "cut"    // it was allowed and begun, and the proxy ended it: what had been sent until then was sent
 	FlowFailed  Outcome = "failed" // it was allowed, and could not be carried: no such name, no connection, no answer
 )
 
@@ -40,7 +41,7 @@ type Flow struct {
 	Outcome   Outcome   `json:"outcome"`
 	Rule      string    `json:"rule,omitempty"`   // the entry that allowed it
 	Grant     string    `json:"grant,omitempty"`  // whose secret was put into it
-	Reason    string    `json:"reason,omitempty"` // why it was denied or failed
+	Reason    string    `json:"reason,omitempty"` // why it was denied, cut or failed
 
 	// What is known when it has ended.
 	Ended    time.Time `json:"ended,omitzero"`
@@ -50,7 +51,7 @@ type Flow struct {
 }
 
 // Changes reports whether a flow may have changed something outside: any request but those that only read, and any tunnel of which the proxy
-// sees nothing.
+// sees nothing. What was cut may have: its answer was taken from the guest, not what it did.
 func (f Flow) Changes() bool {
 	if f.Outcome == FlowDenied {
 		return false

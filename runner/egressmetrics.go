@@ -67,7 +67,7 @@ func (s *egressState) Collect(out chan<- prometheus.Metric) {
 	gauge(s.up, 1)
 	gauge(s.sandboxes, float64(st.Sandboxes))
 	gauge(s.open, float64(st.Open))
-	for _, o := range []core.Outcome{core.FlowAllowed, core.FlowDenied, core.FlowFailed} {
+	for _, o := range []core.Outcome{core.FlowAllowed, core.FlowDenied, core.FlowCut, core.FlowFailed} {
 		count(s.flows, st.Flows[o], string(o))
 	}
 	for a, n := range st.Answers {

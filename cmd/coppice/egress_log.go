@@ -19,6 +19,7 @@ func newWSEgressCommand(a *app) *cobra.Command {
 		Use:   "egress WORKSPACE",
 		Short: "Show what a workspace sent out, or tried to",
 		Long: `Show what a workspace sent out through the egress proxy, or tried to, newest first. Of TLS and of other protocols no more is seen than whereto.
+Of what was denied nothing was sent. What was cut had begun and was ended by the proxy: what had been sent until then was sent.
 
 What it may reach is shown by: coppice ws network WORKSPACE`,
 		Example: "  coppice ws egress demo\n  coppice ws egress demo --denied --limit 0 --json",

@@ -48,10 +48,16 @@ func TestEgressJournal(t *testing.T) {
 	denied.Outcome, denied.Host, denied.Rule, denied.Reason = core.FlowDenied, "evil.example\x00\xff", "", "no rule"
 	ended := write
 	ended.Ended, ended.Status, ended.Sent, ended.Received = write.At.Add(time.Second), 204, 5, 7
+	// Its host has executed it, and the guest has not got the answer; of the other nothing was sent after all.
+	cut, unsent := flow("fa", "POST"), flow("fb", "POST")
+	cutBegun, unsentBegun := cut, unsent
+	cut.Outcome, cut.Reason, cut.Ended = core.FlowCut, "the grant has ended", cut.At.Add(time.Second)
+	unsent.Outcome, unsent.Reason, unsent.Ended = core.FlowDenied, "a forbidden address", unsent.At.Add(time.Second)
 	foreign, odd, none := flow("f6", "POST"), flow("f 7", "POST"), flow("f8", "POST")
 	foreign.SandboxID, none.Outcome = core.NewID[core.SandboxID](), "odd"
 	w.tell(denied, ended, read, foreign, odd, tunnel, none, after, write)
 	w.tell(ended, read)
+	w.tell(cutBegun, unsentBegun, unsent, cut)
 	next := w.checkpoint(ws.ID)
 
 	at := "/v1/workspaces/" + ws.ID + "/egress"
@@ -64,13 +70,17 @@ func TestEgressJournal(t *testing.T) {
 			t.Errorf("%+v", f)
 		}
 	}
-	want := "f5 evil.example?? denied false 0, f4 a.example allowed true 0, f3 a.example allowed false 0, f2 a.example allowed false 204, f1 a.example allowed false 0"
+	want := "fb a.example denied false 0, fa a.example cut false 0, f5 evil.example?? denied false 0, f4 a.example allowed true 0, f3 a.example allowed false 0, f2 a.example allowed false 204, f1 a.example allowed false 0"
 	if s := strings.Join(got, ", "); s != strings.ReplaceAll(want, "??", "?\uFFFD") && s != want {
 		t.Errorf("listed: %s", s)
 	}
 	w.want(200, "GET", at+"?outcome=denied", nil, &list)
-	if len(list.Items) != 1 || list.Items[0].Reason != "no rule" {
+	if len(list.Items) != 2 || list.Items[1].Reason != "no rule" {
 		t.Errorf("denied: %+v", list.Items)
+	}
+	w.want(200, "GET", at+"?outcome=cut", nil, &list)
+	if len(list.Items) != 1 || list.Items[0].ID != "fa" {
+		t.Errorf("cut: %+v", list.Items)
 	}
 	w.want(200, "GET", at+"?host=b.example", nil, &list)
 	if len(list.Items) != 0 {
@@ -87,14 +97,14 @@ func TestEgressJournal(t *testing.T) {
 			break
 		}
 	}
-	if pages != "f5f4f3f2f1" {
+	if pages != "fbfaf5f4f3f2f1" {
 		t.Errorf("page by page: %s", pages)
 	}
 	w.want(400, "GET", at+"?outcome=odd", nil, nil)
 	w.want(404, "GET", "/v1/workspaces/ws_00000000000000000000000000/egress", nil, nil)
 	w.want(404, "GET", "/v1/checkpoints/ckpt_00000000000000000000000000/effects", nil, nil)
 
-	for id, want := range map[string]string{cp.ID: "f2:1", next.ID: "f2:1 f3:2 f4:2"} {
+	for id, want := range map[string]string{cp.ID: "f2:1", next.ID: "f2:1 f3:2 f4:2 fa:2"} {
 		got := []string{}
 		for cursor := ""; ; {
 			var effects api.EffectList
@@ -115,7 +125,7 @@ func TestEgressJournal(t *testing.T) {
 	}
 	var tree api.Tree
 	w.want(200, "GET", "/v1/checkpoints/"+cp.ID+"/tree", nil, &tree)
-	if len(tree.Items) != 2 || tree.Items[0].EffectsCount != 1 || tree.Items[1].EffectsCount != 2 {
+	if len(tree.Items) != 2 || tree.Items[0].EffectsCount != 1 || tree.Items[1].EffectsCount != 3 {
 		t.Errorf("tree: %+v", tree.Items)
 	}
 	// The journal outlives the workspace, and what its runner still has of it is taken.
@@ -123,7 +133,7 @@ func TestEgressJournal(t *testing.T) {
 	late := flow("f9", "GET")
 	w.tell(late)
 	w.want(200, "GET", at, nil, &list)
-	if len(list.Items) != 6 || list.Items[0].ID != "f9" {
+	if len(list.Items) != 8 || list.Items[0].ID != "f9" {
 		t.Errorf("after its end: %+v", list.Items)
 	}
 	if err := runnertest.Post(t.Context(), w.inner+strings.Replace(runnerapi.PathFlows, "{id}", string(w.runner.ID()), 1), "wrong", runnerapi.Flows{}, nil); core.CodeOf(err) != core.CodeUnauthenticated {

@@ -135,8 +135,8 @@ func (t *tx) WorkspaceFlows(ctx context.Context, id core.WorkspaceID, f controll
 }
 
 // segment is what a checkpoint c has behind it that its parent p has not: flows of the sandbox that it was captured from, since the parent was
-// captured from it, too, or since it began.
-const segment = ` f.sandbox_id = c.sandbox_id AND f.at > CASE WHEN p.sandbox_id = c.sandbox_id THEN p.instant_at ELSE '-infinity' END AND f.at <= c.instant_at AND f.changes`
+// captured from it, too, or since it began; of each the row that says most. What lists effects and what counts them both take it.
+const segment = ` f.sandbox_id = c.sandbox_id AND f.at > CASE WHEN p.sandbox_id = c.sandbox_id THEN p.instant_at ELSE '-infinity' END AND f.at <= c.instant_at AND f.changes AND` + lastOfFlow
 
 type effectRow struct {
 	flowRow
@@ -156,7 +156,7 @@ func (t *tx) Effects(ctx context.Context, id core.CheckpointID, after controller
 		)
 		SELECT c.id AS checkpoint_id, c.depth,`+flowColumns+`
 		FROM up c LEFT JOIN up p ON p.id = c.parent_id CROSS JOIN LATERAL (
-			SELECT * FROM flows f WHERE`+segment+` AND`+lastOfFlow+` AND (c.depth > @depth OR (f.at, f.id) > (@after_at::timestamptz, @after_id::text))
+			SELECT * FROM flows f WHERE`+segment+` AND (c.depth > @depth OR (f.at, f.id) > (@after_at::timestamptz, @after_id::text))
 			ORDER BY f.at, f.id LIMIT @limit
 		) f
 		WHERE c.depth >= @depth ORDER BY c.depth, f.at, f.id LIMIT @limit`,
@@ -172,7 +172,7 @@ func (t *tx) Effects(ctx context.Context, id core.CheckpointID, after controller
 func (t *tx) effects(ctx context.Context, ids []core.CheckpointID) (map[core.CheckpointID]int, error) {
 	rows, err := many[countRow](ctx, t, `
 		SELECT c.id AS parent_id, f.count FROM checkpoints c LEFT JOIN LATERAL (SELECT * FROM checkpoints x WHERE x.id = c.parent_id LIMIT 1) p ON true
-		CROSS JOIN LATERAL (SELECT count(DISTINCT f.id) FROM flows f WHERE`+segment+`) f
+		CROSS JOIN LATERAL (SELECT count(*) FROM flows f WHERE`+segment+`) f
 		WHERE c.id = ANY(@ids::text[]) AND c.sandbox_id IS NOT NULL AND f.count > 0`, args{"ids": texts(ids)})
 	counts := make(map[core.CheckpointID]int, len(rows))
 	for _, r := range rows {

@@ -65,6 +65,8 @@ func TestFlowsAreKeptOnce(t *testing.T) {
 	failed.ID, failed.Outcome, failed.Reason = "f2", core.FlowFailed, "no answer"
 	denied := post("f3", w.Sandbox.ID, noon.Add(time.Minute))
 	denied.Outcome, denied.Rule, denied.Reason = core.FlowDenied, "", "no rule"
+	cut := ended
+	cut.ID, cut.At, cut.Outcome, cut.Reason = "f4", noon.Add(2*time.Minute), core.FlowCut, "the grant has ended"
 	list := func(f controller.FlowFilter) (out []controller.Flow) {
 		f.Limit = 10
 		d.mine(func(ctx context.Context, tx controller.Tx) error {
@@ -84,6 +86,7 @@ func TestFlowsAreKeptOnce(t *testing.T) {
 		{[]core.Flow{failed, denied}, 2, []core.Flow{denied, failed, began}},
 		{[]core.Flow{ended, failed, denied, began, ended}, 1, []core.Flow{denied, failed, ended}},
 		{[]core.Flow{post("f2", w.Sandbox.ID, noon)}, 1, []core.Flow{denied, failed, ended}}, // its beginning, after its end
+		{[]core.Flow{cut, post("f4", w.Sandbox.ID, cut.At)}, 2, []core.Flow{cut, denied, failed, ended}},
 	} {
 		if got := d.flows(step.send...); len(got) != step.fresh {
 			t.Errorf("%d were new, want %d", len(got), step.fresh)
@@ -101,6 +104,9 @@ func TestFlowsAreKeptOnce(t *testing.T) {
 	}
 	if got := list(controller.FlowFilter{Outcome: core.FlowDenied}); len(got) != 1 || got[0].ID != "f3" {
 		t.Errorf("denied: %+v", got)
+	}
+	if got := list(controller.FlowFilter{Outcome: core.FlowCut}); len(got) != 1 || got[0].ID != "f4" {
+		t.Errorf("cut: %+v", got)
 	}
 	if got := list(controller.FlowFilter{Outcome: core.FlowAllowed}); len(got) != 1 || got[0].ID != "f1" {
 		t.Errorf("allowed: %+v", got) // f2 was when it began
@@ -205,17 +211,31 @@ func growEffects(t *testing.T, r *rand.Rand) {
 			id++
 			f := post(fmt.Sprintf("f%04d", id), m.w.Sandbox.ID, at)
 			f.Method = []string{"GET", "POST", "DELETE", "HEAD", "OPTIONS", ""}[r.IntN(6)]
-			f.Outcome = []core.Outcome{core.FlowAllowed, core.FlowDenied, core.FlowFailed}[r.IntN(3)]
 			if f.Method == "" {
 				f.Spoken, f.Path = core.SpokenTLS, ""
 			}
-			all = append(all, f)
-			if f.Outcome != core.FlowDenied {
-				f.Ended = at.Add(time.Second) // after the instants that follow: when it began counts
-				all = append(all, f)
+			begun := f
+			ended := f
+			ended.Ended = at.Add(time.Second) // after the instants that follow: when it began counts
+			// What the model knows: whether anything was sent that may have changed something.
+			sent := f.Method == "" || f.Method == "POST" || f.Method == "DELETE"
+			switch r.IntN(6) {
+			case 0: // refused at once
+				begun.Outcome, ended.ID, sent = core.FlowDenied, "", false
+			case 1: // it was about to be sent, and was not: its name had an address that is forbidden
+				ended.Outcome, sent = core.FlowDenied, false
+			case 2: // it was sent, and its answer was taken away
+				ended.Outcome, ended.Reason = core.FlowCut, "the host's answer has the secret in it"
+			case 3:
+				ended.Outcome = core.FlowFailed
+			case 4: // nobody knows how it ended
+				ended.ID = ""
 			}
-			if f.Changes() {
-				m.pending = append(m.pending, f)
+			if all = append(all, begun); ended.ID != "" {
+				all, begun = append(all, ended), ended
+			}
+			if sent {
+				m.pending = append(m.pending, begun)
 			}
 		}
 	}

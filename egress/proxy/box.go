@@ -169,6 +169,7 @@ type openFlow struct {
 	host   policy.Host
 	use    *use            // of a grant; nil: none
 	expiry *time.Timer     // of that
+	gone   atomic.Bool     // something of it may have left the host
 	ctx    context.Context //nolint:containedctx // it ends with the flow
 	cancel context.CancelCauseFunc
 }
@@ -254,6 +255,9 @@ func (b *box) end(o *openFlow, err error) {
 		o.Outcome, o.Reason = core.FlowDenied, d.Error()
 	} else if err != nil {
 		o.Outcome, o.Reason = outcomeOf(err)
+	}
+	if o.Outcome == core.FlowDenied && o.gone.Load() {
+		o.Outcome = core.FlowCut
 	}
 	b.forget(o)
 	o.Ended = time.Now()

@@ -529,7 +529,7 @@ func TestRevocation(t *testing.T) {
 	got := w.flows()
 	slices.Sort(got)
 	want := []string{
-		"allowed tls other.example:443", "denied http GET allowed.example:80/", "denied http GET allowed.example:80/ 200", "denied tls allowed.example:443", "failed http GET other.example:80/ 200",
+		"allowed tls other.example:443", "cut http GET allowed.example:80/ 200", "cut tls allowed.example:443", "denied http GET allowed.example:80/", "failed http GET other.example:80/ 200",
 	}
 	if !slices.Equal(got, want) {
 		t.Errorf("flows %q, want %q", got, want)
@@ -579,5 +579,5 @@ func TestUpgrade(t *testing.T) {
 		_ = c.Close()
 		w.server.SetPolicy(w.id, w.policy("allowed.example"))
 	}
-	wantFlows(t, w, "denied http GET allowed.example:80/ 101", "denied http GET allowed.example:80/ 101")
+	wantFlows(t, w, "cut http GET allowed.example:80/ 101", "cut http GET allowed.example:80/ 101")
 }

@@ -245,7 +245,7 @@ func (s *Server) onRequest(r *http.Request, ctx *goproxy.ProxyCtx) (*http.Reques
 	}
 	ctx.UserData = o
 	body := &counted{ReadCloser: r.Body}
-	out := r.WithContext(o.ctx)
+	out := r.WithContext(o.traced())
 	if r.Body != nil && r.Body != http.NoBody {
 		out.Body = inspected(body, &inspection{
 			scan: grant.NewPlaceholderScanner(), take: u.take, trailer: func() http.Header { return r.Trailer }, found: errPlaceholder,

@@ -130,6 +130,7 @@ func (b *box) tunnel(c *conn, f core.Flow, h policy.Host, why error) {
 		refuseTLS(c, f.Spoken)
 		return
 	}
+	o.gone.Store(true)
 	b.pipe(o, c, up)
 	b.end(o, nil)
 }

@@ -277,6 +277,7 @@ func (e FileInfoType) Valid() bool {
 // Defines values for FlowOutcome.
 const (
 	FlowAllowed FlowOutcome = "allowed"
+	FlowCut     FlowOutcome = "cut"
 	FlowDenied  FlowOutcome = "denied"
 	FlowFailed  FlowOutcome = "failed"
 )
@@ -285,6 +286,8 @@ const (
 func (e FlowOutcome) Valid() bool {
 	switch e {
 	case FlowAllowed:
+		return true
+	case FlowCut:
 		return true
 	case FlowDenied:
 		return true
@@ -1349,7 +1352,7 @@ type Flow struct {
 	// Opaque No request is seen in it, so it may have changed anything there.
 	Opaque bool `json:"opaque"`
 
-	// Outcome `failed`: it was allowed and could not be carried.
+	// Outcome `denied`: nothing of it was sent. `cut`: it was allowed and begun, and ended by the proxy: what was sent until then was sent, and may have had its effect. `failed`: it was allowed and could not be carried.
 	Outcome FlowOutcome `json:"outcome"`
 
 	// Path Of a request, without the query.
@@ -1357,7 +1360,7 @@ type Flow struct {
 	Port     int          `json:"port"`
 	Protocol FlowProtocol `json:"protocol"`
 
-	// Reason Why it was denied or failed.
+	// Reason Why it was denied, cut or failed.
 	Reason string `json:"reason,omitempty,omitzero"`
 
 	// ReceivedBytes To the guest, when it has ended.
@@ -1382,7 +1385,7 @@ type FlowList struct {
 	NextCursor string `json:"next_cursor,omitempty,omitzero"`
 }
 
-// FlowOutcome `failed`: it was allowed and could not be carried.
+// FlowOutcome `denied`: nothing of it was sent. `cut`: it was allowed and begun, and ended by the proxy: what was sent until then was sent, and may have had its effect. `failed`: it was allowed and could not be carried.
 type FlowOutcome string
 
 // FlowProtocol defines model for FlowProtocol.
