@@ -215,12 +215,43 @@ func (e *egressLink) offer(ctx context.Context, c *egress.Client, s *sandbox, wa
 	switch {
 	case !s.served:
 		return nil
+	case s.told.by == c: // it has taken it, maybe since it was asked for its list
+		if s.told.has(c, rules) {
+			return nil
+		}
+		return e.tell(ctx, c, s)
 	case !there:
 		return e.put(ctx, c, s)
 	case was.Version < rules.Version || was.Lacks:
-		return c.SetRules(ctx, s.info.ID, rules)
+		return e.tell(ctx, c, s)
 	}
 	return nil
+}
+
+// tell gives a process that serves a sandbox its rules. The caller holds its egressMu.
+func (e *egressLink) tell(ctx context.Context, c *egress.Client, s *sandbox) error {
+	rules := s.rules()
+	err := c.SetRules(ctx, s.info.ID, rules)
+	if err == nil {
+		s.told = told{c, rules}
+	}
+	return err
+}
+
+// told are rules that a process has acknowledged.
+type told struct {
+	by    *egress.Client // of one process: its successor has another
+	rules runnerapi.EgressRules
+}
+
+// has reports whether a process is known to have rules.
+func (t told) has(c *egress.Client, rules runnerapi.EgressRules) bool {
+	return t.by == c && sameRules(t.rules, rules)
+}
+
+// sameRules compares what was given: rules of one version may have been sealed anew, for another process or with what is a secret by now.
+func sameRules(a, b runnerapi.EgressRules) bool {
+	return a.Version == b.Version && bytes.Equal(a.Grants, b.Grants)
 }
 
 // put opens the sockets of a sandbox and hands them over. The caller holds its egressMu.
@@ -229,7 +260,12 @@ func (e *egressLink) put(ctx context.Context, c *egress.Client, s *sandbox) erro
 	if err != nil {
 		return err
 	}
-	err = c.Put(ctx, egressapi.Sandbox{ID: s.info.ID, Epoch: s.info.Epoch, Rules: s.rules()}, sockets.Files())
+	rules := s.rules()
+	s.told = told{}
+	err = c.Put(ctx, egressapi.Sandbox{ID: s.info.ID, Epoch: s.info.Epoch, Rules: rules}, sockets.Files())
+	if err == nil {
+		s.told = told{c, rules}
+	}
 	return errors.Join(err, sockets.Close())
 }
 
@@ -263,7 +299,7 @@ func (e *egressLink) end(ctx context.Context, s *sandbox) {
 	if !s.served {
 		return
 	}
-	s.served = false
+	s.served, s.told = false, told{}
 	if c, _ := e.current(); c != nil {
 		if err := ignoreGone(c.Remove(ctx, s.info.ID)); err != nil {
 			e.r.cfg.Log.WarnContext(ctx, "the egress process was not told of the end of a sandbox", "sandbox_id", s.info.ID, "err", err)
@@ -297,8 +333,9 @@ func (s *sandbox) rules() runnerapi.EgressRules {
 	return s.Sandbox.Rules
 }
 
-// SetEgressRules replaces what a sandbox may reach, unless its rules are newer. What is not allowed any more has ended when it returns, or
-// ends with the egress process that is gone.
+// SetEgressRules replaces what a sandbox may reach, unless its rules are newer. When it returns without an error, they are in the journal, and
+// the process that serves the sandbox has acknowledged them, so that what is not allowed any more has ended; or it has ended itself, and its
+// successor begins with them. After an error the same rules are to be given again, and are not taken for in force.
 func (r *Runner) SetEgressRules(ctx context.Context, id core.SandboxID, rules runnerapi.EgressRules) error {
 	s, err := r.find(id)
 	if err != nil {
@@ -315,21 +352,35 @@ func (r *Runner) SetEgressRules(ctx context.Context, id core.SandboxID, rules ru
 	if err := r.checkRules(j.Egress, rules); err != nil {
 		return err
 	}
-	if is := s.rules(); rules.Version < is.Version || rules.Version == is.Version && bytes.Equal(rules.Grants, is.Grants) {
-		return nil // those of the same version may have been sealed anew: for another process, or with what is a secret by now
+	// The journal first: whatever ends from here on, nobody goes back to the rules of before. Where it cannot be written the process is told
+	// all the same: what is taken away must not wait for a disk.
+	var unwritten error
+	if is := s.rules(); rules.Version > is.Version || rules.Version == is.Version && !sameRules(rules, is) || s.unwritten {
+		unwritten = s.record(func(j *sandboxJournal) {
+			if rules.Version >= j.Rules.Version {
+				j.Rules = rules
+			}
+		})
+		s.unwritten = unwritten != nil
 	}
-	// The journal first: whatever ends from here on, nobody goes back to the rules of before.
-	if err := s.record(func(j *sandboxJournal) { j.Rules = rules }); err != nil {
-		return err
+	return errors.Join(unwritten, r.egress.enforce(ctx, s))
+}
+
+// enforce returns nil when nothing of a sandbox passes but by its rules: the process has acknowledged them, or gets them with the sandbox. The
+// caller holds its egressMu.
+func (e *egressLink) enforce(ctx context.Context, s *sandbox) error {
+	c, _ := e.current()
+	if !s.served || c == nil || s.told.has(c, s.rules()) {
+		return nil
 	}
-	c, _ := r.egress.current()
-	if !s.served || c == nil {
-		return nil // they are given with the sandbox
+	err := e.tell(ctx, c, s)
+	switch {
+	case core.CategoryOf(err) == core.NotFound: // it is about to get the sandbox
+		return nil
+	case errors.Is(err, egress.ErrGone) && c.Ended(ctx): // and not only silent
+		return nil
 	}
-	if err := ignoreGone(c.SetRules(ctx, id, rules)); core.CategoryOf(err) != core.NotFound {
-		return err
-	}
-	return nil // likewise
+	return err
 }
 
 // Flows acknowledges what sandboxes have sent out, by the last number that was given, and waits for more. What was not acknowledged is given

@@ -34,8 +34,10 @@ type sandbox struct {
 
 	journalMu sync.Mutex // guards journal.Sandbox, and is held while it is written: writes take turns
 
-	egressMu sync.Mutex // held while it is handed to the egress process, or its rules change
-	served   bool       // by the egress process, or as soon as there is one again; guarded by egressMu
+	egressMu  sync.Mutex // held while it is handed to the egress process, or its rules change; guards what follows
+	served    bool       // by the egress process, or as soon as there is one again
+	told      told       // what the egress process is known to have of its rules
+	unwritten bool       // its rules are newer than those in the file of the journal
 
 	mu   sync.Mutex // guards what follows
 	info runnerapi.Sandbox

@@ -118,6 +118,12 @@ func ignoreEnd(err error) error {
 	return err
 }
 
+// Ended reports whether nobody listens any more: the process has ended, or serves nobody until it has. One that is only silent has not.
+func (c *Client) Ended(ctx context.Context) bool {
+	_, err := c.listener(ctx)
+	return errors.Is(err, ErrGone)
+}
+
 func (c *Client) listener(ctx context.Context) (pid int, err error) {
 	var d net.Dialer
 	dialled, err := d.DialContext(ctx, "unixpacket", c.socket)
