@@ -2,6 +2,7 @@ package controller
 
 import (
 	"context"
+	"maps"
 	"net/http"
 	"regexp"
 	"slices"
@@ -420,41 +421,64 @@ func (c *Controller) RevokeGrant(ctx context.Context, project core.ProjectID, id
 	return nil
 }
 
-// revoke takes a grant from its holder and from those below.
+// revoke takes a grant from its holder and from those below. Who has it there is looked for in the whole tree of workspaces, and by what it is
+// called: who is in between may have another by that name since, which ends nothing for what was forked before. What those below were given
+// themselves stays.
 func revoke(ctx context.Context, tx Tx, g HeldGrant) error {
-	holders, err := tx.GrantHolders(ctx, g.ID)
+	below, err := forksBelow(ctx, tx, g.Workspace)
 	if err != nil {
 		return err
 	}
-	if g.Owner != g.Workspace {
-		below := []core.WorkspaceID{g.Workspace}
-		for level := below; len(level) > 0; {
-			forks, err := tx.Forks(ctx, level)
-			if err != nil {
-				return err
-			}
-			level = nil
-			for _, f := range forks {
-				if slices.Contains(holders, f.ID) && !slices.Contains(below, f.ID) {
-					level = append(level, f.ID)
-				}
-			}
-			below = append(below, level...)
-		}
-		if err := tx.DropHolders(ctx, g.ID, below); err != nil {
-			return err
-		}
-		return tx.ChangedGrants(ctx, below)
-	}
-	if err := tx.DropGrant(ctx, g.ID); err != nil {
+	held, err := tx.HeldGrants(ctx, slices.Collect(maps.Keys(below)))
+	if err != nil {
 		return err
 	}
-	if g.SecretID != "" {
-		if err := tx.DeleteSecret(ctx, g.SecretID); err != nil {
-			return err
+	lost := map[core.GrantID][]core.WorkspaceID{g.ID: {g.Workspace}}
+	for _, h := range held {
+		if h.Name == g.Name && !below[h.Owner] {
+			lost[h.ID] = append(lost[h.ID], h.Workspace)
 		}
 	}
-	return tx.ChangedGrants(ctx, holders)
+	if g.Owner == g.Workspace {
+		if lost[g.ID], err = tx.GrantHolders(ctx, g.ID); err != nil {
+			return err
+		}
+		if err := tx.DropGrant(ctx, g.ID); err != nil {
+			return err
+		}
+		if g.SecretID != "" {
+			if err := tx.DeleteSecret(ctx, g.SecretID); err != nil {
+				return err
+			}
+		}
+	}
+	var changed []core.WorkspaceID // none twice: a workspace has one by a name
+	for id, from := range lost {
+		if err := tx.DropHolders(ctx, id, from); err != nil {
+			return err
+		}
+		changed = append(changed, from...)
+	}
+	return tx.ChangedGrants(ctx, changed)
+}
+
+// forksBelow is what was forked from a workspace, and from that, without the workspace itself.
+func forksBelow(ctx context.Context, tx Tx, id core.WorkspaceID) (map[core.WorkspaceID]bool, error) {
+	below := map[core.WorkspaceID]bool{}
+	for level := []core.WorkspaceID{id}; len(level) > 0; {
+		forks, err := tx.Forks(ctx, level)
+		if err != nil {
+			return nil, err
+		}
+		level = nil
+		for _, f := range forks {
+			if f.ID != id && !below[f.ID] {
+				below[f.ID] = true
+				level = append(level, f.ID)
+			}
+		}
+	}
+	return below, nil
 }
 
 // inherit gives children the grants of the workspace that they come from, as it has them now, by placeholders of their own.

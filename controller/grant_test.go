@@ -180,6 +180,57 @@ func TestGrants(t *testing.T) {
 	w.wantGrants(later.ID)
 }
 
+// TestGrantsBelowOthers: what is changed or revoked reaches those below who have it, also where somebody in between has another by that name.
+func TestGrantsBelowOthers(t *testing.T) {
+	t.Parallel()
+	w, _ := granting(t)
+	child := func(of core.WorkspaceID) core.WorkspaceID { return w.fork(w.checkpoint(of).ID, 1)[0].ID }
+	root := w.createAllowing("root", "a.example").ID
+	w.grant(root, "x", custom("secret of the root", "a.example"))
+	a := child(root)
+	b := child(a)
+	c := child(b)
+	d := child(c)
+	w.wantGrants(d, "x=secret of the root")
+	w.grant(b, "x", custom("secret of b", "a.example"))
+	e := child(b)
+	w.grant(d, "x", custom("secret of d", "a.example"))
+	f := child(d)
+	w.wantGrants(b, "x=secret of b")
+	w.wantGrants(e, "x=secret of b")
+	w.wantGrants(f, "x=secret of d")
+	// Changed above: all who have it, wherever they are.
+	r := custom("another secret of the root", "a.example")
+	r.Methods = []string{"GET"}
+	w.grant(root, "x", r)
+	for _, id := range []core.WorkspaceID{root, a, c} {
+		if g := w.wantGrants(id, "x=another secret of the root"); !slices.Equal(g[0].Methods, r.Methods) {
+			t.Errorf("%s has the grant for the methods %q", id, g[0].Methods)
+		}
+	}
+	w.wantGrants(b, "x=secret of b")
+	// Revoked: c has it by way of b, which has another.
+	w.revoke(a, "x")
+	w.wantGrants(a)
+	w.wantGrants(c)
+	w.wantGrants(root, "x=another secret of the root")
+	for id, secret := range map[core.WorkspaceID]string{b: "b", e: "b", d: "d", f: "d"} { // their own
+		w.wantGrants(id, "x=secret of "+secret)
+	}
+	// Who revokes its own takes the name from below, whoever it is from.
+	g := child(root)
+	h := child(g)
+	w.wantGrants(h, "x=another secret of the root")
+	w.grant(g, "x", custom("secret of g", "a.example"))
+	w.revoke(g, "x")
+	w.wantGrants(g)
+	w.wantGrants(h)
+	w.wantGrants(root, "x=another secret of the root")
+	w.revoke(root, "x")
+	w.wantGrants(root)
+	w.wantGrants(f, "x=secret of d")
+}
+
 func (w *world) revoke(id core.WorkspaceID, name string) {
 	w.t.Helper()
 	if err := w.RevokeGrant(w.t.Context(), w.project, id, name); err != nil {
