@@ -1,6 +1,7 @@
 package controller
 
 import (
+	"cmp"
 	"context"
 	"slices"
 	"time"
@@ -24,6 +25,7 @@ const (
 	renewTime   = 4 * time.Hour    // after which there is another
 	refreshTime = 5 * time.Minute  // after which a secret is read again that may be changed elsewhere
 	retryTime   = 15 * time.Second // after which one is asked for again that could not be had
+	secretsTime = 3 * time.Second  // for secrets, where rules wait for them
 )
 
 // equipment is what a runner is told of a sandbox.
@@ -33,7 +35,8 @@ type equipment struct {
 }
 
 // equip puts together what runners are told of what workspaces may reach, with their grants of this moment, sealed for the egress process of
-// each one's host. When a secret cannot be had, an error says which; with lenient set the rest is given without it.
+// each one's host. When a secret cannot be had, an error says which; with lenient set the rest is given without what
+// needs it, and it is not waited for longer than secretsTime.
 func (c *Controller) equip(ctx context.Context, list []Workspace, lenient bool) ([]equipment, error) {
 	out := make([]equipment, len(list))
 	var granted []core.WorkspaceID
@@ -50,7 +53,11 @@ func (c *Controller) equip(ctx context.Context, list []Workspace, lenient bool) 
 	if err != nil {
 		return nil, err
 	}
-	chest, err := c.unlock(ctx, held, lenient)
+	limit := secretsTime
+	if !lenient {
+		limit = 0
+	}
+	chest, err := c.unlock(ctx, held, limit)
 	if err != nil {
 		return nil, err
 	}
@@ -63,6 +70,13 @@ func (c *Controller) equip(ctx context.Context, list []Workspace, lenient bool) 
 			continue
 		}
 		bundle, until, err := chest.bundle(w, byID[w.ID])
+		for _, mode := range []grant.Mode{grant.ModeHeader, grant.ModeBaseURL} { // what needs an issuer goes first
+			if err != nil && lenient {
+				c.log.WarnContext(ctx, "grants cannot be given", "workspace_id", w.ID, "mode", mode, "err", err)
+				chest.leaveOut(byID[w.ID], mode)
+				bundle, until, err = chest.bundle(w, byID[w.ID])
+			}
+		}
 		if err != nil {
 			return nil, err
 		}
@@ -83,11 +97,17 @@ type chest struct {
 	lacking map[core.GrantID]bool
 }
 
-// unlock gets the secrets of grants, each once.
-func (c *Controller) unlock(ctx context.Context, held []HeldGrant, lenient bool) (*chest, error) {
+// unlock gets the secrets of grants, each once. With a limit it is for that long at most, and what cannot be had is lacking.
+func (c *Controller) unlock(ctx context.Context, held []HeldGrant, limit time.Duration) (*chest, error) {
+	whole := ctx
+	if limit > 0 {
+		var cancel context.CancelFunc
+		ctx, cancel = context.WithTimeout(ctx, limit)
+		defer cancel()
+	}
 	k := &chest{time.Now(), map[core.GrantID]grant.Secret{}, map[core.ProjectID]ca.Authority{}, map[core.GrantID]bool{}}
 	var ids []string
-	keys := map[core.ProjectID]string{}
+	keys, untrusted := map[core.ProjectID]string{}, map[core.ProjectID]error{}
 	for _, g := range held {
 		if g.Expired(k.now) {
 			continue
@@ -95,34 +115,37 @@ func (c *Controller) unlock(ctx context.Context, held []HeldGrant, lenient bool)
 		if g.SecretID != "" && !slices.Contains(ids, g.SecretID) {
 			ids = append(ids, g.SecretID)
 		}
-		if g.Mode != grant.ModeHeader || keys[g.ProjectID] != "" {
+		if g.Mode != grant.ModeHeader || keys[g.ProjectID] != "" || untrusted[g.ProjectID] != nil {
 			continue
 		}
 		a, err := c.authority(ctx, g.ProjectID)
 		if err != nil {
-			return nil, err
+			untrusted[g.ProjectID] = err
+			continue
 		}
 		keys[g.ProjectID], k.roots[g.ProjectID] = a.SecretID, ca.Authority{Certificate: a.Certificate}
 		ids = append(ids, a.SecretID)
 	}
-	opened, err := c.openSecrets(ctx, ids)
-	if err != nil {
-		return nil, err
-	}
+	opened, failed := c.openSecrets(ctx, ids)
 	for project, id := range keys {
 		root := k.roots[project]
 		root.Key = opened[id]
-		k.roots[project] = root
+		if k.roots[project] = root; root.Key == nil {
+			untrusted[project] = cmp.Or(failed[id], errReplaced)
+		}
 	}
 	for _, g := range held {
 		if _, there := k.values[g.ID]; there || g.Expired(k.now) || k.lacking[g.ID] {
 			continue
 		}
-		value, err := c.valueOf(ctx, g, opened)
+		value, err := c.valueOf(ctx, g, opened, failed)
+		if g.Mode == grant.ModeHeader && err == nil {
+			err = untrusted[g.ProjectID]
+		}
 		switch {
 		case err == nil:
 			k.values[g.ID] = value
-		case lenient:
+		case limit > 0 && whole.Err() == nil:
 			k.lacking[g.ID] = true
 			c.log.WarnContext(ctx, "the secret of a grant cannot be had", "workspace_id", g.Workspace, "grant_id", g.Name, "err", err)
 		default:
@@ -132,13 +155,26 @@ func (c *Controller) unlock(ctx context.Context, held []HeldGrant, lenient bool)
 	return k, nil
 }
 
-func (c *Controller) valueOf(ctx context.Context, g HeldGrant, opened map[string][]byte) (grant.Secret, error) {
+// leaveOut has grants of a mode lacking.
+func (k *chest) leaveOut(held []HeldGrant, mode grant.Mode) {
+	for _, g := range held {
+		if g.Mode == mode {
+			delete(k.values, g.ID)
+			k.lacking[g.ID] = true
+		}
+	}
+}
+
+// errReplaced is of a secret that is no longer the one of its grant: the rules have a newer version.
+var errReplaced error = core.Errorf(core.Unavailable, core.CodeSecretUnavailable, "its secret was replaced a moment ago; try again")
+
+func (c *Controller) valueOf(ctx context.Context, g HeldGrant, opened map[string][]byte, failed map[string]error) (grant.Secret, error) {
 	if g.VaultRef != "" {
 		return c.readSource(ctx, g.ProjectID, g.VaultRef)
 	}
 	value, there := opened[g.SecretID]
-	if !there { // it was replaced since the grant was read: the rules have a newer version
-		return grant.Secret{}, core.Errorf(core.Unavailable, core.CodeSecretUnavailable, "its secret was replaced a moment ago; try again")
+	if !there {
+		return grant.Secret{}, cmp.Or(failed[g.SecretID], errReplaced)
 	}
 	return grant.NewSecret(string(value)), nil
 }

@@ -337,6 +337,82 @@ func TestSecretsElsewhere(t *testing.T) {
 	w.wantGrants(ws.ID, "a=the third one")
 }
 
+// TestRulesDoNotWaitForSecrets: what is taken away is taken away when no secret can be decrypted, or the authority cannot be used; grants that need
+// it are left out until it can.
+func TestRulesDoNotWaitForSecrets(t *testing.T) {
+	t.Parallel()
+	keys := &flakyVault{vault: vault{id: "a"}}
+	outside := &safe{values: map[string]string{"safe://a": "a secret elsewhere"}}
+	w := newWorld(t, func(c *controller.Config, _ *runnertest.Config) { c.Wrapper, c.Secrets = keys, outside })
+	ws := w.createAllowing("a", "a.example", "b.example", "c.example")
+	w.grant(ws.ID, "kept", custom("a secret that is kept", "a.example"))
+	w.grant(ws.ID, "kept-too", custom("another that is kept", "b.example"))
+	w.grant(ws.ID, "elsewhere", controller.GrantRequest{VaultRef: "safe://a", Hosts: []string{"b.example"}, Mode: grant.ModeBaseURL})
+	all := []string{"elsewhere=a secret elsewhere", "kept=a secret that is kept", "kept-too=another that is kept"}
+	w.wantGrants(ws.ID, all...)
+	again := func() { w.sql(`UPDATE workspaces SET grants_until = now() WHERE id = $1`, ws.ID) }
+	cp := w.checkpoint(ws.ID)
+
+	keys.fail(true, false)
+	w.mustAllow(ws.ID, "a.example", "b.example")
+	w.wantRules(ws.ID, "a.example", "b.example")
+	w.wantGrants(ws.ID, all[0])
+	wantCode(t, second(w.forkAllowing(cp.ID, controller.ForkRequest{})), core.CodeKeyUnavailable) // half of its grants is not enough for a fork
+	w.revoke(ws.ID, "kept-too")
+	w.wantGrants(ws.ID, all[0])
+	keys.fail(false, false)
+	again()
+	w.wantGrants(ws.ID, all[0], all[1])
+
+	// Whoever has the keys does not answer at all.
+	keys.fail(false, true)
+	w.mustAllow(ws.ID, "a.example")
+	w.wantRules(ws.ID, "a.example")
+	w.wantGrants(ws.ID, all[0])
+	keys.fail(false, false)
+	again()
+	w.wantGrants(ws.ID, all[0], all[1])
+
+	// One row is damaged.
+	w.grant(ws.ID, "whole", custom("a secret that is whole", "a.example"))
+	w.wantGrants(ws.ID, all[0], all[1], "whole=a secret that is whole")
+	w.sql(`UPDATE secrets SET sealed = decode('00', 'hex') || sealed WHERE id = (SELECT secret_id FROM grants WHERE name = 'kept')`)
+	w.mustAllow(ws.ID)
+	w.wantRules(ws.ID)
+	w.wantGrants(ws.ID, all[0], "whole=a secret that is whole")
+	// And the one of the authority: what is not injected into TLS goes on.
+	w.sql(`UPDATE secrets SET sealed = decode('00', 'hex') || sealed WHERE id IN (SELECT secret_id FROM project_authorities)`)
+	again()
+	w.wantGrants(ws.ID, all[0])
+}
+
+// flakyVault is a keeper of master keys who may be away, or not answer.
+type flakyVault struct {
+	vault
+	mu         sync.Mutex
+	gone, mute bool
+}
+
+func (f *flakyVault) fail(gone, mute bool) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.gone, f.mute = gone, mute
+}
+
+func (f *flakyVault) Unwrap(ctx context.Context, master, name string, wrapped []byte) (core.DataKey, error) {
+	f.mu.Lock()
+	gone, mute := f.gone, f.mute
+	f.mu.Unlock()
+	if mute {
+		<-ctx.Done()
+		return core.DataKey{}, context.Cause(ctx)
+	}
+	if gone {
+		return core.DataKey{}, core.Errorf(core.Unavailable, core.CodeKeyUnavailable, "the master key is away")
+	}
+	return f.vault.Unwrap(ctx, master, name, wrapped)
+}
+
 // TestGrantInput refuses what is no grant, and changes nothing.
 func TestGrantInput(t *testing.T) {
 	t.Parallel()

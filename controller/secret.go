@@ -69,22 +69,26 @@ func (c *Controller) openSecret(ctx context.Context, s SealedSecret) ([]byte, er
 	return value, nil
 }
 
-// openSecrets decrypts values, by their ids.
-func (c *Controller) openSecrets(ctx context.Context, ids []string) (map[string][]byte, error) {
+// openSecrets decrypts values, by their ids, and says of each that cannot be decrypted why.
+func (c *Controller) openSecrets(ctx context.Context, ids []string) (opened map[string][]byte, failed map[string]error) {
+	opened, failed = map[string][]byte{}, map[string]error{}
 	if len(ids) == 0 {
-		return nil, nil
+		return opened, failed
 	}
 	rows, err := read(ctx, c, System(), func(tx Tx) ([]SealedSecret, error) { return tx.Secrets(ctx, ids) })
 	if err != nil {
-		return nil, err
-	}
-	out := make(map[string][]byte, len(rows))
-	for _, s := range rows {
-		if out[s.ID], err = c.openSecret(ctx, s); err != nil {
-			return nil, err
+		for _, id := range ids {
+			failed[id] = err
 		}
 	}
-	return out, nil
+	for _, s := range rows {
+		if value, err := c.openSecret(ctx, s); err == nil {
+			opened[s.ID] = value
+		} else {
+			failed[s.ID] = err
+		}
+	}
+	return opened, failed
 }
 
 func (c *Controller) secretSource() (SecretSource, error) {
