@@ -35,6 +35,8 @@ type Namespace interface {
 	// EgressSockets opens what the egress process of a namespace under core.EgressProxied serves.
 	EgressSockets(ctx context.Context) (netns.EgressSockets, error)
 	Dial(ctx context.Context, network, address string) (net.Conn, error)
+	// Check has the guest cut off, until Open, when the rules in the kernel are not those that were applied: netns.ErrRulesDiffer.
+	Check(ctx context.Context) error
 	Release(ctx context.Context) error
 }
 
@@ -80,6 +82,9 @@ type Config struct {
 
 	Egress *egress.Process // carries what sandboxes under deny-all send out, as far as their rules go; nil: nothing leaves them
 
+	// Recheck is how often the network rules of each sandbox are compared with what they should be; default 30 seconds.
+	Recheck time.Duration
+
 	Rebase RebasePolicy // the zero value is the measured default
 	Store  StoreConfig  // where checkpoints are made durable; the zero value: only here
 
@@ -100,6 +105,7 @@ func (c Config) withDefaults() Config {
 	setDefault(&c.FlushTimeout, time.Second)
 	setDefault(&c.StallAfter, 10*time.Second)
 	setDefault(&c.Lease, 10*time.Minute)
+	setDefault(&c.Recheck, 30*time.Second)
 	c.Rebase = c.Rebase.withDefaults()
 	if c.Metrics == nil {
 		c.Metrics = prometheus.NewRegistry()

@@ -27,6 +27,7 @@ type metrics struct {
 	captures *prometheus.CounterVec // outcome
 	evicted  prometheus.Counter
 	stalls   prometheus.Counter
+	cuts     prometheus.Counter
 	phase    *prometheus.HistogramVec // kind, phase
 	reseal   *prometheus.HistogramVec // step
 	pause    prometheus.Histogram
@@ -45,7 +46,8 @@ func newMetrics(r *Runner, reg prometheus.Registerer) *metrics {
 	m.pause = prometheus.NewHistogram(prometheus.HistogramOpts{Name: "coppice_runner_capture_pause_seconds", Help: "How long the workload stood still for a capture.", Buckets: durations})
 	m.evicted = prometheus.NewCounter(prometheus.CounterOpts{Name: "coppice_runner_copies_evicted_total", Help: "Fetched checkpoints that were given up for want of room."})
 	m.stalls = prometheus.NewCounter(prometheus.CounterOpts{Name: "coppice_runner_stalls_total", Help: "Times that a virtual machine was held because it waited for the store."})
-	reg.MustRegister(m.children, m.captures, m.evicted, m.stalls, m.phase, m.reseal, m.pause, newState(r), newPagerState(r.lazy))
+	m.cuts = prometheus.NewCounter(prometheus.CounterOpts{Name: "coppice_runner_network_cuts_total", Help: "Times that a sandbox was cut off because its network rules in the kernel were not those that were applied."})
+	reg.MustRegister(m.children, m.captures, m.evicted, m.stalls, m.cuts, m.phase, m.reseal, m.pause, newState(r), newPagerState(r.lazy))
 	if r.cfg.Egress != nil {
 		reg.MustRegister(newEgressState(r.egress))
 	}

@@ -326,6 +326,8 @@ func (s *fakeNamespace) EgressSockets(ctx context.Context) (out netns.EgressSock
 	return out, errors.Join(err, u.Close())
 }
 
+func (*fakeNamespace) Check(context.Context) error { return nil }
+
 func (s *fakeNamespace) Release(context.Context) error {
 	return s.change(func() { delete(s.net.spaces, s.name) })
 }

@@ -172,6 +172,7 @@ func (r *Runner) Run(ctx context.Context) error {
 	r.wg.Go(func() { r.lazy.run(r.runCtx) })
 	r.wg.Go(func() { r.egress.run(r.runCtx) })
 	r.wg.Go(func() { r.lazy.mind(r.runCtx) })
+	r.wg.Go(func() { r.recheck(r.runCtx) })
 	for _, s := range r.adopted {
 		r.reopenPorts(s)
 		r.wg.Add(1)

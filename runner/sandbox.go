@@ -37,6 +37,7 @@ type sandbox struct {
 	egressMu  sync.Mutex // held while it is handed to the egress process, or its rules change; guards what follows
 	served    bool       // by the egress process, or as soon as there is one again
 	told      told       // what the egress process is known to have of its rules
+	cut       bool       // its network rules were not those that were applied: nothing passes until they are again
 	unwritten bool       // its rules are newer than those in the file of the journal
 
 	mu   sync.Mutex // guards what follows

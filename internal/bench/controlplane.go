@@ -342,6 +342,9 @@ func (noNamespace) EgressSockets(context.Context) (netns.EgressSockets, error) {
 	return netns.EgressSockets{}, errNoNetwork
 }
 
+// Check finds nothing.
+func (noNamespace) Check(context.Context) error { return nil }
+
 // Release does nothing.
 func (noNamespace) Release(context.Context) error { return nil }
 

@@ -89,6 +89,9 @@ func usable(subnet netip.Prefix, ip netip.Addr) bool {
 	return next.IsValid() && subnet.Contains(next)
 }
 
+// ErrRulesDiffer is returned, wrapped, when the rules of a namespace were not those that were applied. Its guest has been cut off.
+var ErrRulesDiffer = errors.New("the rules in the kernel are not those that were applied")
+
 // The forms of names. An interface name holds at most 15 characters: 2 + hashLen + idLen.
 const (
 	hashLen = 8

@@ -25,7 +25,8 @@
 //
 // [rulesFor] turns a plan (state, guest MAC and IP, policy, service ports) into a ruleset as data; one function
 // prints it as nft would, another compiles it for the kernel. A ruleset is applied as one netlink batch, which the
-// kernel takes whole or not at all, then read back and compared. The plan is stored as the comment of a rule, from
+// kernel takes whole or not at all, then read back and compared. [Namespace.Check] compares it again at any time later,
+// and closes a namespace whose rules were changed by somebody else. The plan is stored as the comment of a rule, from
 // which [Pool.Adopt] restores a namespace after a restart, again comparing every rule.
 //
 // # Recycling

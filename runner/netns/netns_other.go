@@ -70,6 +70,9 @@ func (*Namespace) Open(context.Context, core.EgressPolicy) error { return errLin
 // Shut fails.
 func (*Namespace) Shut(context.Context) error { return errLinuxOnly }
 
+// Check fails.
+func (*Namespace) Check(context.Context) error { return errLinuxOnly }
+
 // Release fails.
 func (*Namespace) Release(context.Context) error { return errLinuxOnly }
 

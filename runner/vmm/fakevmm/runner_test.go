@@ -39,6 +39,7 @@ func (noNamespace) Open(context.Context, core.EgressPolicy) error  { return nil 
 func (noNamespace) EgressSockets(context.Context) (netns.EgressSockets, error) {
 	return netns.EgressSockets{}, net.ErrClosed
 }
+func (noNamespace) Check(context.Context) error                            { return nil }
 func (noNamespace) Release(context.Context) error                          { return nil }
 func (noNamespace) Dial(context.Context, string, string) (net.Conn, error) { return nil, errNoNetwork }
 

@@ -1,0 +1,87 @@
+package runner
+
+import (
+	"context"
+	"errors"
+	"time"
+
+	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/runner/netns"
+)
+
+// recheck compares the network rules of sandboxes with what they should be, one after the other, each once in a round of Config.Recheck, until
+// ctx ends.
+func (r *Runner) recheck(ctx context.Context) {
+	for ctx.Err() == nil {
+		list := r.all()
+		share := r.cfg.Recheck / time.Duration(len(list)+1)
+		for _, s := range list {
+			pause(ctx, share)
+			r.recheckOne(ctx, s)
+		}
+		pause(ctx, share)
+	}
+}
+
+// recheckOne cuts a sandbox off whose rules are not as they should be, and has one that was cut off connected again. So nothing passes for a
+// round: what has changed them once may still be at it.
+func (r *Runner) recheckOne(ctx context.Context, s *sandbox) {
+	state := s.snapshot().State
+	if ctx.Err() != nil || state != runnerapi.SandboxReady && state != runnerapi.SandboxPaused {
+		return
+	}
+	s.egressMu.Lock()
+	cut := s.cut
+	s.egressMu.Unlock()
+	err := s.ns.Check(ctx) // of one that is cut off, too: they may have been changed while it was being connected again
+	if !errors.Is(err, netns.ErrRulesDiffer) {
+		if cut && err == nil { // else it was released meanwhile
+			r.reconnect(ctx, s)
+		}
+		return
+	}
+	s.egressMu.Lock()
+	s.cut = true
+	s.egressMu.Unlock()
+	r.metrics.cuts.Inc()
+	r.cfg.Log.ErrorContext(ctx, "the network rules of a sandbox were changed by somebody else; it is cut off", "sandbox_id", s.info.ID, "workspace_id", s.info.WorkspaceID, "again_ms", core.Milliseconds(r.cfg.Recheck), "err", err)
+	r.egress.end(ctx, s)
+}
+
+// reconnect gives a sandbox that was cut off its rules anew, as a fork gets them: they are read back before anything passes. One that somebody
+// works on has to wait for the next round.
+func (r *Runner) reconnect(ctx context.Context, s *sandbox) {
+	select {
+	case s.work <- struct{}{}:
+	default:
+		return
+	}
+	defer s.unlock()
+	select {
+	case <-s.gone:
+		return
+	case <-s.left:
+		return
+	default:
+	}
+	s.journalMu.Lock()
+	opened := s.Sandbox.Egress
+	s.journalMu.Unlock()
+	err := s.ns.Assign(ctx, s.info.Identity)
+	if err == nil && opened == core.EgressProxied {
+		err = r.egress.begin(ctx, s)
+	}
+	if err == nil {
+		err = s.ns.Open(ctx, opened)
+	}
+	if err != nil {
+		r.egress.end(ctx, s)
+		r.cfg.Log.ErrorContext(ctx, "a sandbox stays cut off", "sandbox_id", s.info.ID, "workspace_id", s.info.WorkspaceID, "again_ms", core.Milliseconds(r.cfg.Recheck), "err", err)
+		return
+	}
+	s.egressMu.Lock()
+	s.cut = false
+	s.egressMu.Unlock()
+	r.cfg.Log.WarnContext(ctx, "a sandbox that was cut off has its network again", "sandbox_id", s.info.ID, "workspace_id", s.info.WorkspaceID)
+}
