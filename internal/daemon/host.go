@@ -121,10 +121,14 @@ func OpenHost(ctx context.Context, cfg HostConfig, id core.RunnerID, mark string
 		if rc.Store.Pager, err = pagerOf(h.RunDir, cfg.Store); err != nil {
 			return nil, err
 		}
+		rc.Store.Pager.Cgroup = func() (*os.File, error) { return rc.Cgroups.Beside(pagerDir) }
 	}
 	if cfg.Machines == nil {
 		if rc.Egress, err = h.egressOf(ctx, cfg, rc.FirstUID); err != nil {
 			return nil, err
+		}
+		if rc.Egress != nil {
+			rc.Egress.Cgroup = func() (*os.File, error) { return rc.Cgroups.Beside(egressDir) }
 		}
 	}
 	h.Runner, err = runner.New(ctx, rc)

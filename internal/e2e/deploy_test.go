@@ -3,6 +3,7 @@ package e2e
 import (
 	"errors"
 	"fmt"
+	"maps"
 	"math/bits"
 	"os"
 	"os/exec"
@@ -140,6 +141,41 @@ func (n *deployNode) vmms() (pids []int) {
 	return pids
 }
 
+// sidecars are the processes of the control groups beside those, by their names.
+func (n *deployNode) sidecars() map[string][]int {
+	n.t.Helper()
+	groups, err := filepath.Glob(filepath.Join(n.cgroup, "coppice-*.*"))
+	if err != nil {
+		n.t.Fatal(err)
+	}
+	out := map[string][]int{}
+	for _, group := range groups {
+		out[filepath.Ext(group)] = n.processes(filepath.Join(group, "cgroup.procs"))
+	}
+	return out
+}
+
+// bothSidecars waits until a template is in the store of the node's data directory, and has been rehearsed on a pager before.
+func (n *deployNode) bothSidecars() map[string][]int {
+	n.t.Helper()
+	within(n.t, 3*time.Minute, "the template is stored", func() (bool, error) {
+		manifests, err := filepath.Glob(filepath.Join(n.dir, "data", "store", "v1", "*", "*", "*", "manifest"))
+		return len(manifests) > 0, err
+	})
+	all := n.sidecars()
+	if len(all) != 2 || len(all[".pager"]) != 1 || len(all[".egress"]) != 1 {
+		n.t.Fatalf("beside the VMMs are %v, want a pager and an egress process", all)
+	}
+	return all
+}
+
+func (n *deployNode) sameSidecars(what string, want map[string][]int) {
+	n.t.Helper()
+	if got := n.sidecars(); !maps.EqualFunc(got, want, slices.Equal) {
+		n.t.Errorf("%s: the pager and the egress process are %v, want %v", what, got, want)
+	}
+}
+
 func (n *deployNode) processes(path string) (pids []int) {
 	n.t.Helper()
 	b, err := os.ReadFile(path)
@@ -259,13 +295,13 @@ func sameVMMs(t *testing.T, what string, got, want []int) {
 	}
 }
 
-// controller starts one on the test's side.
-func (n *deployNode) controller(binary string) (*server, *coppice.Client) {
+// controller starts one on the test's side, with further arguments.
+func (n *deployNode) controller(binary string, args ...string) (*server, *coppice.Client) {
 	n.t.Helper()
-	c := &server{name: "controller", binary: binary, log: n.log("controller"), args: []string{
+	c := &server{name: "controller", binary: binary, log: n.log("controller"), args: append([]string{
 		"--json", "controller", "--database", testpg.New(n.t, migrations.Up), "--key-file", filepath.Join(n.dir, "cluster.key"),
 		"--api-key-file", filepath.Join(n.dir, "api.key"), "--listen", freeAddress(n.t), "--runner-listen", freeAddress(n.t),
-	}}
+	}, args...)}
 	if err := c.start(""); err != nil {
 		n.t.Fatal(err)
 	}
@@ -283,14 +319,15 @@ func (n *deployNode) ensureToken(binary string, c *server, file string) {
 	}
 }
 
-// TestRunnerInAPod replaces the pod of the Helm chart's DaemonSet, in order and by a kill of all that is in it: VMs go on. Then it is one with
-// runner.stopVMs, and they end.
+// TestRunnerInAPod replaces the pod of the Helm chart's DaemonSet, in order and by a kill of all that is in it: VMs go on, and so do the
+// processes that they need. Then it is one with runner.stopVMs, and all end.
 func TestRunnerInAPod(t *testing.T) {
 	binary := program(t, "cmd/coppice")
 	n := newDeployNode(t, "node.sh", func(n *deployNode) []string { return []string{n.mount} })
 	image(t, "e2e", guestAgent)
 	own := freeAddress(t)
-	c, client := n.controller(binary)
+	store := "dir:" + filepath.Join(n.dir, "data", "store") // a runner without one has no pager
+	c, client := n.controller(binary, "--store", store)
 	until(t, "the node is there", func() (bool, error) {
 		b, err := os.ReadFile(n.log("node"))
 		return strings.Contains(string(b), "the node is up"), err
@@ -304,7 +341,7 @@ func TestRunnerInAPod(t *testing.T) {
 		}
 		cmd := n.command("bash", script, n.dir, n.mount, name, imageStore(t).Dir(), binary, "runner",
 			"--controller", c.ready.Runners, "--join-token-file", token, "--listen", own, "--data-dir", filepath.Join(n.dir, "data"),
-			"--images-dir", imageStore(t).Dir(), "--disk-budget", "2G", "--warm", "0", "--vmm", "qemu", "--accel", "tcg", "--max-sandboxes", "8",
+			"--store", store, "--images-dir", imageStore(t).Dir(), "--disk-budget", "2G", "--warm", "0", "--vmm", "qemu", "--accel", "tcg", "--max-sandboxes", "8",
 			"--stop-vms="+strconv.FormatBool(stop))
 		log, err := os.Create(n.log(name))
 		if err != nil {
@@ -338,6 +375,7 @@ func TestRunnerInAPod(t *testing.T) {
 	one := pod("one", false)
 	joined(t, client)
 	r := settle(t, client)
+	sidecars := n.bothSidecars()
 	vmms := n.vmms()
 	for i, how := range []struct {
 		what string
@@ -345,12 +383,14 @@ func TestRunnerInAPod(t *testing.T) {
 	}{{"after the pod was replaced", true}, {"after all in the pod was killed", false}} {
 		end(one, how.ask)
 		sameVMMs(t, how.what, n.vmms(), vmms)
+		n.sameSidecars(how.what, sidecars)
 		one = pod("next-"+strconv.Itoa(i), false)
 		r.goesOn(t, how.what)
 		if got := n.vmms(); !slices.Contains(got, vmms[0]) {
 			t.Errorf("%s: VMMs %v, want %v among them", how.what, got, vmms)
 		}
 		r.forks(t)
+		n.sameSidecars(how.what+", by the next pod", sidecars)
 		vmms = n.vmms()
 	}
 	end(one, true)
@@ -360,6 +400,7 @@ func TestRunnerInAPod(t *testing.T) {
 	if got := n.vmms(); len(got) > 0 {
 		t.Errorf("--stop-vms has left VMMs: %v", got)
 	}
+	n.sameSidecars("with --stop-vms", map[string][]int{})
 }
 
 // TestRunnerInAContainer runs a runner with no more than docker-compose.yml gives it: its capabilities, its devices, a private cgroup that cannot be

@@ -158,6 +158,9 @@ func (in *installation) surplus(t *testing.T) (wrong []string) {
 	}
 	wrong = append(wrong, found["link"]...)
 	for _, tree := range found["cgroup"] {
+		if filepath.Ext(tree) != "" { // the pager's, or the egress process's
+			continue
+		}
 		compareCounts("cgroups", dirsIn(tree), 0)
 	}
 	compareCounts("journals", dirsIn(filepath.Join(s.runDir(), "vm")), 0)

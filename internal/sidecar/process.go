@@ -24,7 +24,10 @@ type Process struct {
 	Dir     string // for its socket and its log; made if it is not there
 	Command []string
 	Config  []byte // given on its standard input: what is in the arguments or the environment of a process others can see
-	Confine bool   // it can gain no privileges that it does not begin with, and sees nothing of this process's environment
+	// Cgroup opens the directory of a control group for it to start in; nil, or a nil file: it starts in this process's. What ends everything
+	// in this process's group, such as the end of a container, does not end it in its own.
+	Cgroup  func() (*os.File, error)
+	Confine bool // it can gain no privileges that it does not begin with, and sees nothing of this process's environment
 }
 
 // SocketPath is where the process listens.
@@ -52,6 +55,16 @@ func (p Process) Start(ctx context.Context, hello func(context.Context) error) e
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
 	if p.Confine {
 		cmd.Env = []string{}
+	}
+	if p.Cgroup != nil {
+		group, err := p.Cgroup()
+		if err != nil {
+			return fmt.Errorf("start the %s: %w", p.Name, err)
+		}
+		if group != nil {
+			defer group.Close()
+			cmd.SysProcAttr.UseCgroupFD, cmd.SysProcAttr.CgroupFD = true, int(group.Fd())
+		}
 	}
 	if err := p.begin(cmd); err != nil {
 		return fmt.Errorf("start the %s: %w", p.Name, err)

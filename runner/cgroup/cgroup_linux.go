@@ -17,7 +17,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Tree is a cgroup of the runner's, with one below it per VMM. A nil Tree is a host without cgroup v2: it makes nothing.
+// Tree is a cgroup of the runner's, with one below it per VMM, and some beside it whose names begin with the tree's and a dot. A nil Tree is a host without cgroup v2: it makes nothing.
 type Tree struct {
 	dir         string
 	controllers []string // those that can be limited below
@@ -128,6 +128,19 @@ func (t *Tree) Adopt(name string) (*Group, error) {
 	return g, err
 }
 
+// Beside makes a group beside the tree, without limits, and opens its directory, which is the caller's to close: for a process that all VMMs
+// need, and that outlives the runner as they do. One that is there is taken over. Nil for a nil Tree.
+func (t *Tree) Beside(name string) (*os.File, error) {
+	if t == nil {
+		return nil, nil //nolint:nilnil // see Tree
+	}
+	dir := t.dir + "." + name
+	if err := os.Mkdir(dir, 0o755); err != nil && !errors.Is(err, os.ErrExist) { //nolint:gosec // G301: as the kernel makes them
+		return nil, fmt.Errorf("make cgroup %s: %w", dir, err)
+	}
+	return os.Open(dir)
+}
+
 // FD is the group's directory, for a process to be started in; nil for a nil Group.
 func (g *Group) FD() *os.File {
 	if g == nil {
@@ -170,18 +183,31 @@ func (t *Tree) Reconcile(ctx context.Context, keep map[string]bool) error {
 	return errors.Join(errs...)
 }
 
-// Close removes the tree if it is empty.
+// Close removes the tree if it is empty, and the groups beside it in which no process lives.
 func (t *Tree) Close() error {
 	if t == nil {
 		return nil
 	}
-	if err := os.Remove(t.dir); err != nil && !errors.Is(err, os.ErrNotExist) && !errors.Is(err, unix.EBUSY) {
-		return err
+	beside, err := filepath.Glob(t.dir + ".*") // earlier runners' too
+	errs := []error{err}
+	for _, dir := range beside {
+		if b, err := os.ReadFile(filepath.Join(dir, "cgroup.procs")); err != nil || len(b) > 0 {
+			continue // the group was removed, or its process stays
+		}
+		ctx, cancel := context.WithTimeout(context.Background(), reapTime)
+		errs = append(errs, awaitRemoved(ctx, dir))
+		cancel()
 	}
-	return nil
+	if err := os.Remove(t.dir); err != nil && !errors.Is(err, os.ErrNotExist) && !errors.Is(err, unix.EBUSY) {
+		errs = append(errs, err)
+	}
+	return errors.Join(errs...)
 }
 
-// remove ends a group. The kernel lets a directory go once the last process has been reaped, and announces that.
+// reapTime is how long Close waits until a process that has ended was reaped.
+const reapTime = 10 * time.Second
+
+// remove ends a group.
 func remove(ctx context.Context, dir string) error {
 	err := write(dir, "cgroup.kill", "1")
 	if errors.Is(err, os.ErrNotExist) {
@@ -190,6 +216,12 @@ func remove(ctx context.Context, dir string) error {
 	if err != nil {
 		return err
 	}
+	return awaitRemoved(ctx, dir)
+}
+
+// awaitRemoved removes a group whose processes have ended. The kernel lets a directory go once the last one has been reaped, and announces
+// that.
+func awaitRemoved(ctx context.Context, dir string) error {
 	const interval = 5 * time.Millisecond // events are not announced when a zombie is reaped
 	timer := time.NewTimer(0)
 	defer timer.Stop()

@@ -68,6 +68,58 @@ func TestTree(t *testing.T) {
 	}
 }
 
+// TestBeside: what runs beside the VMMs is in none of their groups, nor in this process's, stays when theirs are cleared, and ends with nothing
+// left of it.
+func TestBeside(t *testing.T) {
+	require.Root(t)
+	mount, err := cgroup.Find()
+	if err != nil {
+		t.Fatal(err)
+	}
+	require.That(t, "cgroup2", mount != "", "mount cgroup v2: mount -t cgroup2 none /sys/fs/cgroup/unified")
+	name := fmt.Sprintf("coppice-beside-%d", os.Getpid())
+	tree, err := cgroup.Open(mount, name)
+	if err != nil {
+		t.Fatal(err)
+	}
+	cmd := exec.CommandContext(t.Context(), "sleep", "1000")
+	for range 2 { // the second takes over what the first has made
+		dir, err := tree.Beside("helper")
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer dir.Close()
+		cmd.SysProcAttr = &syscall.SysProcAttr{UseCgroupFD: true, CgroupFD: int(dir.Fd())}
+	}
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	b, err := os.ReadFile(fmt.Sprintf("/proc/%d/cgroup", cmd.Process.Pid))
+	if err != nil || !strings.HasSuffix(strings.TrimSpace(string(b)), "/"+name+".helper") {
+		t.Errorf("the process is in %q, %v", b, err)
+	}
+	groups := func() []string {
+		found, err := filepath.Glob(filepath.Join(mount, name+"*"))
+		if err != nil {
+			t.Fatal(err)
+		}
+		return found
+	}
+	if err := errors.Join(tree.Reconcile(t.Context(), nil), tree.Close()); err != nil {
+		t.Error(err)
+	}
+	if left := groups(); len(left) != 1 || cmd.Process.Signal(syscall.Signal(0)) != nil {
+		t.Errorf("with a process that lives, there are %v", left)
+	}
+	if err := cmd.Process.Kill(); err != nil {
+		t.Fatal(err)
+	}
+	_ = cmd.Wait() // it was killed
+	if err := tree.Close(); err != nil || len(groups()) > 0 {
+		t.Errorf("after its end there are %v, %v", groups(), err)
+	}
+}
+
 func TestHostWithoutCgroups(t *testing.T) {
 	t.Parallel()
 	tree, err := cgroup.Open("", "x")
@@ -77,6 +129,9 @@ func TestHostWithoutCgroups(t *testing.T) {
 	g, err := tree.Make("x", cgroup.Limits{})
 	if err != nil || g.FD() != nil {
 		t.Errorf("Make = %v, %v", g, err)
+	}
+	if dir, err := tree.Beside("x"); err != nil || dir != nil {
+		t.Errorf("Beside = %v, %v", dir, err)
 	}
 	if err := errors.Join(g.Remove(t.Context()), tree.Reconcile(t.Context(), nil), tree.Close()); err != nil {
 		t.Error(err)

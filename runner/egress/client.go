@@ -18,13 +18,14 @@ type Process struct {
 	Dir     string   // for its socket; made if it is not there
 	Command []string // runs a host.Server, with what Config says on its standard input
 	Config  []byte
+	Cgroup  func() (*os.File, error) // see sidecar.Process
 	Pulse   Pulse
 }
 
 const name = "egress process"
 
 func (p Process) sidecar() sidecar.Process {
-	return sidecar.Process{Name: name, Dir: p.Dir, Command: p.Command, Config: p.Config, Confine: true}
+	return sidecar.Process{Name: name, Dir: p.Dir, Command: p.Command, Config: p.Config, Cgroup: p.Cgroup, Confine: true}
 }
 
 // SocketPath is where the process of a directory listens.

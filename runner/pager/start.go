@@ -3,6 +3,7 @@ package pager
 import (
 	"context"
 	"errors"
+	"os"
 	"path/filepath"
 	"syscall"
 
@@ -15,10 +16,11 @@ type Process struct {
 	Dir     string   // of Config; made if it is not there
 	Command []string // runs a Server, with what Config says on its standard input
 	Config  []byte
+	Cgroup  func() (*os.File, error) // see sidecar.Process; machines live by the pager, so that it must outlive whatever they do
 }
 
 func (p Process) sidecar() sidecar.Process {
-	return sidecar.Process{Name: "pager", Dir: p.Dir, Command: p.Command, Config: p.Config}
+	return sidecar.Process{Name: "pager", Dir: p.Dir, Command: p.Command, Config: p.Config, Cgroup: p.Cgroup}
 }
 
 // Runs reports whether a pager answers.
