@@ -20,8 +20,9 @@ import (
 // lazyImages are the memory bases and root file systems of this host that machines use while they are being fetched. A pager serves them; each
 // becomes a file like any other once it is whole. What a pager of another process needs to go on is on disk: a record and a part for each.
 type lazyImages struct {
-	r   *Runner
-	dir string
+	r       *Runner
+	dir     string
+	arrived func() // an image is whole, or was given up; nil: nobody wants to know
 
 	mu       sync.Mutex // guards what follows
 	client   *pager.Client
@@ -134,11 +135,14 @@ func (l *lazyImages) begin(ctx context.Context, im *lazyImage) (err error) {
 // forget has an image no longer known.
 func (l *lazyImages) forget(im *lazyImage) {
 	l.mu.Lock()
-	defer l.mu.Unlock()
 	if l.images[im.ID] == im {
 		delete(l.images, im.ID)
 	}
 	l.changed()
+	l.mu.Unlock()
+	if l.arrived != nil {
+		l.arrived()
+	}
 }
 
 // ready starts a pager if none runs, and reports whether images can be served.

@@ -33,10 +33,7 @@ const rehearsalTime = 2 * time.Minute
 // (docs/adr/0039-a-rehearsal.md). The machine is no sandbox: nobody is told of it, and it has no network. Without a pager there is no
 // rehearsal, and one that fails costs nothing but what it would have saved.
 func (r *Runner) rehearse(ctx context.Context, ckpt *opened) {
-	if r.cfg.Store.Pager == nil || r.cfg.Store.Whole || ckpt.hasDelta() || ckpt.WorkingSet != nil || ckpt.base.Arriving() || r.working.of(ckpt.Base).rehearsed {
-		return
-	}
-	if r.compatible(ckpt.Checkpoint) != nil { // it is of a time when this runner had another VMM
+	if ckpt.base.Arriving() || !r.wantsRehearsal(ckpt.checkpointRecord) {
 		return
 	}
 	ctx, cancel := context.WithTimeout(ctx, rehearsalTime)
@@ -55,6 +52,14 @@ func (r *Runner) rehearse(ctx context.Context, ckpt *opened) {
 	}
 	log.InfoContext(ctx, "a fork was rehearsed", "bytes", memory.TotalBytes(extents))
 	r.working.rehearsed(ckpt.Base, encodeWorkingSet(extents))
+}
+
+// wantsRehearsal reports whether a checkpoint, once it is whole, is one to rehearse.
+func (r *Runner) wantsRehearsal(rec *checkpointRecord) bool {
+	if r.cfg.Store.Pager == nil || r.cfg.Store.Whole || rec.hasDelta() || rec.WorkingSet != nil || r.working.of(rec.Base).rehearsed {
+		return false
+	}
+	return r.compatible(rec.Checkpoint) == nil // else it is of a time when this runner had another VMM
 }
 
 // rehearseOn runs a fork on memory that the pager shows, and returns the pages that were asked for. Nothing of it is left.

@@ -138,6 +138,7 @@ func New(ctx context.Context, cfg Config) (_ *Runner, err error) {
 		cfg.Log.WarnContext(ctx, "checkpoints of another class are kept and cannot be grown until this runner is of that class again", "count", strange[field], "difference", field)
 	}
 	r.seals = newSealQueue(r.checkpoints)
+	r.lazy.arrived = r.seals.arrived
 	r.checkpoints.published = r.seals.poke
 	r.warm = newWarmPool(r)
 	r.metrics = newMetrics(r, cfg.Metrics)

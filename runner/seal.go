@@ -66,17 +66,20 @@ const (
 
 // sealQueue is the checkpoints of this host that are not in the store yet. They are uploaded one after the other, ancestors first.
 type sealQueue struct {
-	wake chan struct{} // of size 1
+	wake   chan struct{}  // of size 1
+	beside sync.WaitGroup // of rehearsals
 
-	mu      sync.Mutex // guards what follows
-	sealed  map[core.CheckpointID]bool
-	retries map[core.CheckpointID]sealRetry
-	recent  []*snapshotstore.Snapshot // the last ones that were written or read: the next one's reference is likely among them
+	mu         sync.Mutex // guards what follows
+	sealed     map[core.CheckpointID]bool
+	retries    map[core.CheckpointID]sealRetry
+	recent     []*snapshotstore.Snapshot // the last ones that were written or read: the next one's reference is likely among them
+	rehearsing bool                      // one at a time
 }
 
 type sealRetry struct {
-	at   time.Time
-	wait time.Duration
+	at         time.Time
+	wait       time.Duration
+	incomplete bool // it was put back, see errIncomplete
 }
 
 func newSealQueue(s *checkpointStore) *sealQueue {
@@ -113,8 +116,9 @@ func (q *sealQueue) next(list []*checkpointRecord, now time.Time) (*checkpointRe
 			waiting[rec.ID] = true
 			continue
 		}
-		waiting[rec.ID] = q.retries[rec.ID].wait < givenUpSeal
-		wait := q.retries[rec.ID].at.Sub(now)
+		retry := q.retries[rec.ID]
+		waiting[rec.ID] = retry.incomplete || retry.wait < givenUpSeal
+		wait := retry.at.Sub(now)
 		if wait <= 0 {
 			return rec, 0
 		}
@@ -132,11 +136,22 @@ func (q *sealQueue) done(id core.CheckpointID) {
 	delete(q.retries, id)
 }
 
-func (q *sealQueue) later(id core.CheckpointID, now time.Time) {
+func (q *sealQueue) later(id core.CheckpointID, now time.Time, incomplete bool) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	wait := min(max(2*q.retries[id].wait, firstSealRetry), lastSealRetry)
-	q.retries[id] = sealRetry{now.Add(wait), wait}
+	q.retries[id] = sealRetry{now.Add(wait), wait, incomplete}
+}
+
+// arrived says that something is here which a checkpoint may have lacked: all have their turn.
+func (q *sealQueue) arrived() {
+	q.mu.Lock()
+	for id, retry := range q.retries {
+		retry.at = time.Time{}
+		q.retries[id] = retry
+	}
+	q.mu.Unlock()
+	q.poke()
 }
 
 func (q *sealQueue) isSealed(id core.CheckpointID) bool {
@@ -191,6 +206,7 @@ func (r *Runner) Seal(ctx context.Context, c Sealing, epoch func() (int64, bool)
 		<-ctx.Done()
 		return nil
 	}
+	defer r.seals.beside.Wait()
 	timer := time.NewTimer(0)
 	defer timer.Stop()
 	for {
@@ -241,6 +257,8 @@ func (r *Runner) sealOne(ctx context.Context, c Sealing, epoch int64, rec *check
 	case errors.Is(err, errFenced):
 		log.InfoContext(ctx, "an upload was broken off with the runner's lease")
 	case ctx.Err() != nil: // the runner stops
+	case errors.Is(err, errIncomplete):
+		log.DebugContext(ctx, "checkpoint is not complete and is sealed later")
 	case core.CodeOf(err) == core.CodeCheckpointNotFound: // it is being deleted: the controller says so in a moment
 		log.DebugContext(ctx, "checkpoint was deleted before it was sealed")
 	case core.CodeOf(err) == core.CodeCheckpointNotReady: // the answer about its capture is on its way
@@ -248,7 +266,7 @@ func (r *Runner) sealOne(ctx context.Context, c Sealing, epoch int64, rec *check
 	default:
 		log.WarnContext(ctx, "checkpoint was not sealed and is tried again", "err", err)
 	}
-	r.seals.later(rec.ID, time.Now())
+	r.seals.later(rec.ID, time.Now(), errors.Is(err, errIncomplete))
 	if attempt == 0 {
 		return
 	}
@@ -263,6 +281,12 @@ func (r *Runner) sealOne(ctx context.Context, c Sealing, epoch int64, rec *check
 // sealAttempt returns the number of the attempt that it has begun; 0 before.
 func (r *Runner) sealAttempt(ctx context.Context, c Sealing, epoch int64, rec *checkpointRecord) (attempt int64, _ *snapshotstore.Written, err error) {
 	watch := core.NewStopwatch()
+	if some, problem := r.lacks(rec); problem != nil {
+		attempt, err := r.reportProblem(ctx, c, epoch, rec, problem)
+		return attempt, nil, err
+	} else if some || r.lateRehearsal(ctx, rec) {
+		return 0, nil, errIncomplete
+	}
 	ckpt, err := r.checkpoints.open(rec.ID)
 	if core.CodeOf(err) == core.CodeCheckpointNotFound {
 		r.seals.forget(rec.ID)
@@ -273,11 +297,7 @@ func (r *Runner) sealAttempt(ctx context.Context, c Sealing, epoch int64, rec *c
 	}
 	defer func() { err = errors.Join(err, ckpt.close()) }()
 	rec = ckpt.checkpointRecord
-	if err := r.wholeImages(ctx, rec); err != nil {
-		return 0, nil, err
-	}
-	r.rehearse(ctx, ckpt)
-	begun, err := c.BeginSeal(ctx, runnerapi.BeginSeal{LeaseEpoch: epoch, CheckpointID: rec.ID, Ancestors: r.ancestors(rec)})
+	begun, err := r.beginSeal(ctx, c, epoch, rec)
 	if core.CodeOf(err) == core.CodeStateConflict { // it is sealed: the last commit's answer was lost
 		return 0, nil, r.markSealed(rec.ID, runnerapi.Stored{CheckpointID: rec.ID})
 	}
@@ -309,6 +329,10 @@ func (r *Runner) sealAttempt(ctx context.Context, c Sealing, epoch int64, rec *c
 	return begun.Attempt, out, errors.Join(sealCommitted.Hit(ctx), r.markSealed(rec.ID, stored))
 }
 
+func (r *Runner) beginSeal(ctx context.Context, c Sealing, epoch int64, rec *checkpointRecord) (runnerapi.SealBegun, error) {
+	return c.BeginSeal(ctx, runnerapi.BeginSeal{LeaseEpoch: epoch, CheckpointID: rec.ID, Ancestors: r.ancestors(rec)})
+}
+
 // markSealed notes on this host that a checkpoint is in the store. A note that is lost costs a question to the controller.
 func (r *Runner) markSealed(id core.CheckpointID, at runnerapi.Stored) error {
 	r.seals.done(id)
@@ -319,7 +343,7 @@ func (r *Runner) markSealed(id core.CheckpointID, at runnerapi.Stored) error {
 	return err
 }
 
-// ancestors of a checkpoint that this host has, nearest first.
+// ancestors of a checkpoint that this host has whole, nearest first.
 func (r *Runner) ancestors(rec *checkpointRecord) []core.CheckpointID {
 	const most = 64
 	var out []core.CheckpointID
@@ -328,7 +352,9 @@ func (r *Runner) ancestors(rec *checkpointRecord) []core.CheckpointID {
 		if err != nil {
 			break
 		}
-		out = append(out, id)
+		if parent.Base == rec.Base || !r.lazy.has(string(parent.Base)) {
+			out = append(out, id)
+		}
 		id = parent.Parent
 	}
 	return out

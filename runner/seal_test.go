@@ -505,13 +505,17 @@ func TestSealOrder(t *testing.T) {
 		}
 	}
 	next("a")
-	q.later("a", now)
+	q.later("a", now, false)
 	next("x")
 	q.done("x")
 	next("")
-	for range 6 {
-		q.later("a", now)
+	for range 6 { // what it lacks may take long
+		q.later("a", now, true)
 	}
+	next("")
+	q.arrived()
+	next("a")
+	q.later("a", now, false)
 	next("b")
 	q.done("b")
 	next("c")
