@@ -244,7 +244,7 @@ func (l *lazyImages) heard(ctx context.Context, client *pager.Client, list []pag
 			damaged = append(damaged, im)
 		}
 		if st.Problem != nil && im.status.Problem == nil && !st.Damaged() {
-			l.r.cfg.Log.WarnContext(ctx, "machines wait for the store where they touch memory that is not here yet", "image", st.ID, "problem", st.Problem.Message)
+			l.r.cfg.Log.WarnContext(ctx, "machines wait where they touch memory that is not here yet", "image", st.ID, "problem", st.Problem.Message)
 		}
 		im.status = st
 		if st.Whole {

@@ -16,7 +16,7 @@ import (
 	"github.com/coppice-dev/coppice/runner/vmm"
 )
 
-// A machine that touches memory which the store does not give waits in a page fault. Its VMM can't pause it then: QEMU waits for the vCPU and
+// A machine that touches memory which the store does not give, or for which the disk has no room, waits in a page fault. Its VMM can't pause it then: QEMU waits for the vCPU and
 // answers nothing any more (docs/adr/0028-a-process-that-brings-memory.md has what was measured). So after a while the kernel is told to stop
 // the whole process, which is reported, and let it go on once nothing is waited for.
 
@@ -118,6 +118,10 @@ func stallProblem(id core.SandboxID, since time.Time, object string, cause *runn
 	because := "it does not answer"
 	if cause != nil {
 		because = cause.Message
+	}
+	if cause != nil && (cause.Code == core.CodeDiskFull || cause.Category == core.Internal) { // the store gives it, and this host cannot keep it
+		return runnerapi.ProblemOf(core.Errorf(cause.Category, cause.Code, "sandbox %s has waited since %s for memory that cannot be kept on its runner: %s; it goes on by itself when it can be",
+			id, since.UTC().Format(time.RFC3339), because))
 	}
 	return runnerapi.ProblemOf(core.Errorf(core.Unavailable, core.CodeStoreUnavailable,
 		"sandbox %s has waited since %s for memory in object %s of the store: %s; it goes on by itself when the store gives it", id, since.UTC().Format(time.RFC3339), object, because))

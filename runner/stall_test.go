@@ -146,3 +146,22 @@ func TestWhoWaits(t *testing.T) {
 		}
 	}
 }
+
+// TestStallProblem: a machine that waits for the host's disk is not said to wait for the store.
+func TestStallProblem(t *testing.T) {
+	t.Parallel()
+	for code, cause := range map[core.Code]*runnerapi.Problem{
+		core.CodeStoreUnavailable: nil,
+		core.CodeStoreAuth:        {Category: core.Unavailable, Code: core.CodeStoreAuth, Message: "the store refuses the credentials"},
+		core.CodeDiskFull:         {Category: core.Exhausted, Code: core.CodeDiskFull, Message: "the runner's disk is full"},
+		core.CodeInternal:         {Category: core.Internal, Code: core.CodeInternal, Message: "the runner's disk is failing"},
+	} {
+		want := code
+		if code == core.CodeStoreAuth {
+			want = core.CodeStoreUnavailable
+		}
+		if got := stallProblem("sb_1", time.Now(), "pack-1", cause); got.Code != want || cause != nil && !strings.Contains(got.Message, cause.Message) {
+			t.Errorf("%s: %+v", code, got)
+		}
+	}
+}

@@ -7,12 +7,14 @@ import (
 	"math/rand/v2"
 	"os"
 	"os/exec"
+	"path/filepath"
 	"strings"
 	"sync"
 	"syscall"
 	"testing"
 	"time"
 
+	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/eventually"
 	"github.com/coppice-dev/coppice/internal/tests3"
 	"github.com/coppice-dev/coppice/runner/pager"
@@ -83,6 +85,47 @@ func TestKilled(t *testing.T) {
 		t.Error(err)
 	}
 	wantEqual(t, got, b, "the image of another pager")
+}
+
+// TestDiskFull: where this host's disk has no room for what the store gives, that is what is said, and it goes on when there is.
+func TestDiskFull(t *testing.T) {
+	x := newDirRig(t)
+	b := memory(rand.New(rand.NewPCG(12, 1)), 2048)
+	w := x.seal(b, nil, nil)
+	dir := t.TempDir()
+	if err := syscall.Mount("tmpfs", dir, "tmpfs", 0, "size=1m"); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := syscall.Unmount(dir, syscall.MNT_DETACH); err != nil { // the pager may have it open
+			t.Error(err)
+		}
+	})
+	part, err := os.Create(filepath.Join(dir, "part"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer part.Close()
+	if err := part.Truncate(int64(len(b))); err != nil {
+		t.Fatal(err)
+	}
+	x.put(pager.Image{ID: "a", Source: sourceOf(w)}, part)
+	st := x.await("a", func(s *pager.Status) bool { return s != nil && s.Problem != nil })
+	if st.Problem.Code != core.CodeDiskFull || st.Damaged() || !strings.Contains(st.Problem.Message, "delete checkpoints") {
+		t.Errorf("with a full disk: %+v since %s", st.Problem, st.Stalled)
+	}
+	if err := syscall.Mount("tmpfs", dir, "tmpfs", syscall.MS_REMOUNT, "size=64m"); err != nil {
+		t.Fatal(err)
+	}
+	st = x.await("a", func(s *pager.Status) bool { return s != nil && s.Whole })
+	if st.Problem != nil {
+		t.Errorf("with room: %+v", st.Problem)
+	}
+	got := make([]byte, len(b))
+	if _, err := part.ReadAt(got, 0); err != nil {
+		t.Fatal(err)
+	}
+	wantEqual(t, got, b, "the image")
 }
 
 // TestStop: a pager ends although a mount namespace that was made meanwhile has a copy of its mount.

@@ -352,10 +352,21 @@ func (im *image) fetch(runs []manifest.Run, parallel int) error {
 func (im *image) write(page int64, b []byte) error {
 	n := min(int64(len(b)), im.tree.Size()-page*pageSize)
 	if _, err := im.part.WriteAt(b[:n], page*pageSize); err != nil {
-		return fmt.Errorf("write image %s: %w", im.id, err)
+		return diskError(err, "image "+im.id+" was not written")
 	}
 	im.mark(page, len(b)/pageSize)
 	return nil
+}
+
+// diskError says of an error of this host's disk what it is: not the store's.
+func diskError(err error, what string) error {
+	switch {
+	case errors.Is(err, unix.ENOSPC), errors.Is(err, unix.EDQUOT):
+		return core.Wrapf(err, core.Exhausted, core.CodeDiskFull, "%s: the runner's disk is full; delete checkpoints or give its data directory more room", what)
+	case errors.Is(err, unix.EIO), errors.Is(err, unix.EROFS):
+		return core.Wrapf(err, core.Internal, core.CodeInternal, "%s: the runner's disk is failing: %v", what, err)
+	}
+	return fmt.Errorf("%s: %w", what, err)
 }
 
 // land lets go who waits for the frame of a run that has come, if it was the last of the frame's.
@@ -378,7 +389,7 @@ func (im *image) judge(err error) {
 	switch {
 	case err == nil:
 		if im.stalled != nil {
-			im.log.Info("the store gives again what an image waited for", "image", im.id, "after_ms", core.Milliseconds(time.Since(im.since)))
+			im.log.Info("an image gets again what it waited for", "image", im.id, "after_ms", core.Milliseconds(time.Since(im.since)))
 			im.stalled = nil
 			im.changed()
 		}
@@ -391,7 +402,11 @@ func (im *image) judge(err error) {
 		}
 	case im.stalled == nil:
 		im.stalled, im.since = err, time.Now()
-		im.log.Warn("an image waits for the store", "image", im.id, "err", err)
+		im.log.Warn("an image waits for the store, or for this host's disk", "image", im.id, "err", err)
+		im.changed()
+	case core.CodeOf(im.stalled) != core.CodeOf(err): // it waits for something else now
+		im.stalled = err
+		im.log.Warn("an image waits for another reason", "image", im.id, "err", err)
 		im.changed()
 	}
 }
@@ -490,7 +505,7 @@ func clearZeros(part *os.File, tree, seed *manifest.Tree) error {
 			continue
 		}
 		if err := unix.Fallocate(int(part.Fd()), unix.FALLOC_FL_PUNCH_HOLE|unix.FALLOC_FL_KEEP_SIZE, r.Page*pageSize, int64(r.Count)*pageSize); err != nil {
-			return fmt.Errorf("make zeros of what an image has not: %w", err)
+			return diskError(err, "zeros were not made of what an image has not")
 		}
 	}
 	return nil

@@ -60,7 +60,7 @@ type Status struct {
 	Bytes    int64              `json:"bytes"`    // that the store has given
 	Requests int64              `json:"requests"` // to the store
 	Problem  *runnerapi.Problem `json:"problem,omitempty"`
-	Stalled  time.Time          `json:"stalled,omitzero"`  // since when it waits for the store; zero with a problem: the image is damaged
+	Stalled  time.Time          `json:"stalled,omitzero"`  // since when it waits for the store or the disk; zero with a problem: the image is damaged
 	Waiters  []Waiter           `json:"waiters,omitempty"` // the oldest first; only those that have waited for a while
 }
 
