@@ -80,9 +80,11 @@ func (r *Runner) openRoot(d core.Digest) (*os.File, error) {
 	return f, err
 }
 
-// holdRoots keeps every root file system until release is called: one is there before the checkpoint that needs it.
+// holdRoots keeps every root file system until release is called: one is there before the checkpoint that needs it. It waits until what is
+// being collected is gone.
 func (r *Runner) holdRoots() (release func()) {
 	r.mu.Lock()
+	r.awaitCollected()
 	r.rootsHeld++
 	r.mu.Unlock()
 	return func() {
@@ -92,8 +94,42 @@ func (r *Runner) holdRoots() (release func()) {
 	}
 }
 
+// awaitCollected waits until nobody collects root file systems. The caller holds mu, which is given up meanwhile.
+func (r *Runner) awaitCollected() {
+	for r.collecting != nil {
+		done := r.collecting
+		r.mu.Unlock()
+		<-done
+		r.mu.Lock()
+	}
+}
+
+// claimRoots reports whether nobody holds root file systems. Then nobody does until release is called.
+func (r *Runner) claimRoots() (release func(), ok bool) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.awaitCollected()
+	if r.rootsHeld > 0 {
+		return nil, false
+	}
+	done := make(chan struct{})
+	r.collecting = done
+	return func() {
+		r.mu.Lock()
+		r.collecting = nil
+		r.mu.Unlock()
+		close(done)
+	}, true
+}
+
 // collectRoots removes what no checkpoint and no sandbox needs.
 func (r *Runner) collectRoots() error {
+	// Before it is asked what is needed: whoever held them until now has published what he made.
+	release, ok := r.claimRoots()
+	if !ok {
+		return nil
+	}
+	defer release()
 	entries, err := os.ReadDir(r.rootsDir())
 	if err != nil {
 		return err
@@ -106,10 +142,9 @@ func (r *Runner) collectRoots() error {
 	for _, s := range r.sandboxes {
 		wanted[s.shape.image.Hex()] = true
 	}
-	held := r.rootsHeld
 	r.mu.Unlock()
-	if held > 0 {
-		return nil
+	if err := rootsJudged.Hit(r.runCtx); err != nil {
+		return err
 	}
 	var errs []error
 	for _, e := range entries {

@@ -63,7 +63,8 @@ type Runner struct {
 	leased     context.Context // ends with the lease
 	endLease   context.CancelCauseFunc
 	rebasing   bool
-	rootsHeld  int // of who makes what has no record yet
+	rootsHeld  int           // of who makes what has no record yet
+	collecting chan struct{} // closed when root file systems have been collected; nil: they are not being
 
 	usages   usages
 	fetching readings
