@@ -27,6 +27,7 @@ type lazyImages struct {
 	mu       sync.Mutex // guards what follows
 	client   *pager.Client
 	instance string // of the pager; empty: none runs
+	foreign  bool   // it is of another version: what it serves goes on, and nothing else is served until it has nothing left
 	images   map[string]*lazyImage
 	// rehearsed are images of rehearsals, which are served and not awaited.
 	rehearsed map[string]bool
@@ -151,16 +152,18 @@ func (l *lazyImages) ready(ctx context.Context) bool {
 		return false
 	}
 	l.mu.Lock()
-	running := l.client != nil
+	running, foreign := l.client != nil, l.foreign
 	l.mu.Unlock()
 	if running {
-		return true
+		return !foreign
 	}
 	if err := l.start(ctx); err != nil {
 		l.r.cfg.Log.WarnContext(ctx, "there is no pager: checkpoints are fetched whole before they are forked", "err", err)
 		return false
 	}
-	return true
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.client != nil && !l.foreign
 }
 
 // has reports whether an image is not whole.

@@ -59,6 +59,7 @@ type pagerSettings struct {
 	Dir, Store string
 	Silence    string // a file: while it is there, the store gives no pages, only what is said of them
 	Refusal    string // while that is there, it fails
+	Version    int    // see pager.Config
 }
 
 func servePages(config io.Reader) (err error) {
@@ -71,7 +72,7 @@ func servePages(config io.Reader) (err error) {
 		return err
 	}
 	defer func() { err = errors.Join(err, store.Close()) }()
-	s, err := pager.New(pager.Config{Dir: cfg.Dir, Blobs: moody{store, cfg}, Log: slog.New(slog.NewTextHandler(os.Stderr, nil))})
+	s, err := pager.New(pager.Config{Dir: cfg.Dir, Blobs: moody{store, cfg}, Log: slog.New(slog.NewTextHandler(os.Stderr, nil)), Version: cfg.Version})
 	if err != nil {
 		return err
 	}
@@ -368,6 +369,66 @@ func TestLazyPagerKilled(t *testing.T) {
 	}
 	x.look(id, true)
 	x.taken(id)
+}
+
+// TestLazyForeign: a runner goes on with a pager of another version for what that serves, until nobody has anything of it open, and has one of
+// its own then.
+func TestLazyForeign(t *testing.T) {
+	x := newLazyRig(t)
+	x.settings.Version = 1
+	x.end()
+	x.begin()
+	if x.lazy.ready(t.Context()) || pager.Runs(t.Context(), *x.cfg.Store.Pager) { // the program was replaced under the runner
+		t.Error("a pager of another version was started and stays")
+	}
+	x.end()
+	x.say(x.settings.Silence, true)
+	client, _, err := pager.Ensure(t.Context(), *x.cfg.Store.Pager)
+	if err != nil {
+		t.Fatal(err)
+	}
+	hello, err := client.Hello(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	x.lazy.client, x.lazy.instance = client, hello.Instance // as a runner of its version has it
+	id := core.NewID[core.BaseID]()
+	im := &lazyImage{Image: pager.Image{ID: string(id), Source: x.from}, Size: int64(len(x.memory)), To: x.bases.Name(id)}
+	if err := x.lazy.begin(t.Context(), im); err != nil {
+		t.Fatal(err)
+	}
+	instance := hello.Instance
+	x.settings.Version = 0
+	x.begin()
+	if x.lazy.instance != instance || instance == "" {
+		t.Fatalf("pager %q became %q: machines of it would not be adopted", instance, x.lazy.instance)
+	}
+	machine, err := x.lazy.open(string(id))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if x.lazy.ready(t.Context()) {
+		t.Error("it is ready for images")
+	}
+	x.say(x.settings.Silence, false)
+	x.await("the base is a file", func() bool { return !x.lazy.has(string(id)) })
+	x.look(id, false)
+	if h, err := x.lazy.client.Hello(t.Context()); err != nil || h.Instance != instance {
+		t.Errorf("while a machine has memory from it: %+v, %v", h, err)
+	}
+	if err := machine.Close(); err != nil {
+		t.Fatal(err)
+	}
+	x.await("it has ended", func() bool {
+		x.lazy.mu.Lock()
+		defer x.lazy.mu.Unlock()
+		return x.lazy.instance == ""
+	})
+	other := x.fetch()
+	if x.lazy.foreign || x.lazy.instance == instance {
+		t.Error("the next one is of another version, too")
+	}
+	x.taken(other)
 }
 
 // TestLazyDrop: what nothing needs ends, in the pager too, when it is served and when it could not be.

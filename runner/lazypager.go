@@ -47,12 +47,18 @@ func (l *lazyImages) start(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
+	if fresh && hello.Foreign() {
+		return errors.Join(core.Errorf(core.FailedPrecondition, core.CodeUnsupported, "this runner's program was replaced by one of another version; restart the runner"), client.Stop(ctx))
+	}
 	l.mu.Lock()
-	l.client, l.instance = client, hello.Instance
+	l.client, l.instance, l.foreign = client, hello.Instance, hello.Foreign()
 	images := len(l.images)
 	l.changed()
 	l.mu.Unlock()
 	l.r.cfg.Log.InfoContext(ctx, "pager is there", "pid", hello.PID, "new", fresh, "images", images)
+	if hello.Foreign() {
+		l.r.cfg.Log.WarnContext(ctx, "the pager is of another version: machines that have memory from it go on, and checkpoints are fetched whole until they have ended", "pid", hello.PID)
+	}
 	return nil
 }
 
@@ -68,7 +74,11 @@ func (l *lazyImages) run(ctx context.Context) {
 		switch {
 		case client != nil:
 			wait = firstWait
-			if err := l.attend(ctx, client, instance, images); ctx.Err() == nil {
+			switch err := l.attend(ctx, client, instance, images); {
+			case ctx.Err() != nil:
+			case errors.Is(err, errIdle):
+				l.retire(ctx, client)
+			default:
 				l.died(ctx, err)
 			}
 			continue
@@ -99,7 +109,38 @@ func (l *lazyImages) attend(ctx context.Context, client *pager.Client, instance 
 	for _, im := range images {
 		offers.Go(func() { l.offer(offering, client, instance, im) })
 	}
-	return client.Watch(ctx, func(list []pager.Status) { l.heard(ctx, client, list) })
+	l.mu.Lock()
+	foreign := l.foreign
+	l.mu.Unlock()
+	watching, idle := context.WithCancelCause(ctx)
+	defer idle(nil)
+	return client.Watch(watching, func(list []pager.Status) {
+		l.heard(ctx, client, list)
+		if foreign && len(list) == 0 {
+			idle(errIdle)
+		}
+	})
+}
+
+// errIdle is of a pager of another version that serves nothing any more.
+var errIdle = errors.New("the pager serves nothing")
+
+// errForeign is of an image that is put to no pager, because the one that runs is of another version.
+var errForeign = core.Errorf(core.Unavailable, core.CodePagerGone,
+	"the pager of this runner is of another version of Coppice and takes nothing new; another is started when no VM has memory from it")
+
+// retire ends a pager of another version that serves nothing. What it is offered it does not take, so nobody can come to need it.
+func (l *lazyImages) retire(ctx context.Context, client *pager.Client) {
+	if err := client.Stop(ctx); err != nil && !errors.Is(err, pager.ErrGone) {
+		l.r.cfg.Log.WarnContext(ctx, "the pager of another version was not ended", "err", err)
+		pause(ctx, time.Second)
+		return
+	}
+	l.mu.Lock()
+	l.client, l.instance, l.foreign = nil, "", false
+	l.changed()
+	l.mu.Unlock()
+	l.r.cfg.Log.InfoContext(ctx, "the pager of another version serves nothing and was ended")
 }
 
 // offer has a pager serve an image, unless it does. It tries until the pager takes it, the image is of no use any more, or ctx ends.
@@ -164,6 +205,12 @@ func (l *lazyImages) serve(ctx context.Context, client *pager.Client, instance s
 	}
 	if core.CategoryOf(err) != core.NotFound {
 		return true, err
+	}
+	l.mu.Lock()
+	foreign := l.foreign
+	l.mu.Unlock()
+	if foreign {
+		return true, errForeign
 	}
 	if err := l.put(ctx, client, instance, im); err != nil || known() {
 		return true, err

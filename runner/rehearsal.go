@@ -111,7 +111,7 @@ func (r *Runner) showMemory(ctx context.Context, ckpt *opened, steps *undo.Stack
 	}
 	id := "rehearsal-" + hex.EncodeToString(entropy(8))
 	l.mu.Lock()
-	client := l.client
+	client, foreign := l.client, l.foreign
 	l.rehearsed[id] = true
 	l.mu.Unlock()
 	steps.Push("its name", func(context.Context) error {
@@ -122,6 +122,9 @@ func (r *Runner) showMemory(ctx context.Context, ckpt *opened, steps *undo.Stack
 	})
 	if client == nil {
 		return nil, "", pager.ErrGone
+	}
+	if foreign {
+		return nil, "", errForeign
 	}
 	file, err := r.bases.OpenFile(ckpt.Base)
 	if err != nil {

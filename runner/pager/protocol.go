@@ -12,7 +12,9 @@ import (
 // A client and the pager speak over a unix socket of whole messages: a request and its answer, one after the other, each JSON with at most
 // one descriptor.
 
-// protocolVersion is said in Hello: a pager may be older than its runner.
+// protocolVersion is said in Hello: a pager may be older than its runner, or newer. What a runner says of images that are served already keeps its
+// meaning in every later version, and so does Status: hello, dir, taken, drop, watch and stop. By these a runner goes on with a pager of another
+// version until nobody has memory from it. The others are for pagers of the same version.
 const protocolVersion = 4
 
 // Range is a run of pages.
@@ -100,6 +102,9 @@ type Hello struct {
 	Instance string `json:"instance"` // of no other pager, ever
 	Version  int    `json:"version"`  // of this protocol
 }
+
+// Foreign reports whether the pager is of another version: nothing new can be put there.
+func (h Hello) Foreign() bool { return h.Version != protocolVersion }
 
 type op string
 

@@ -1,6 +1,7 @@
 package pager
 
 import (
+	"cmp"
 	"context"
 	"crypto/rand"
 	"errors"
@@ -27,11 +28,13 @@ import (
 	"github.com/coppice-dev/coppice/snapshotstore/manifest"
 )
 
-// Config describes a pager. Every field is required.
+// Config describes a pager. Every field but Version is required.
 type Config struct {
 	Dir   string // for the socket and the mount point; nobody else's
 	Blobs blob.Blobs
 	Log   *slog.Logger
+
+	Version int // of the protocol, that it says it is of; 0: the one that it is of. Tests have pagers of others
 }
 
 // Server is a pager.
@@ -165,7 +168,7 @@ func (s *Server) answer(r request, f *os.File) (response, *os.File, error) {
 	}
 	switch r.Op {
 	case opHello:
-		return response{Hello: &Hello{PID: os.Getpid(), Instance: s.id, Version: protocolVersion}}, nil, nil
+		return response{Hello: &Hello{PID: os.Getpid(), Instance: s.id, Version: cmp.Or(s.cfg.Version, protocolVersion)}}, nil, nil
 	case opDir:
 		m := s.disks
 		if im := s.image(r.ID); im != nil && im.memory {

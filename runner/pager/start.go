@@ -7,7 +7,6 @@ import (
 	"path/filepath"
 	"syscall"
 
-	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/sidecar"
 )
 
@@ -29,14 +28,11 @@ func Runs(ctx context.Context, p Process) bool {
 	return err == nil
 }
 
-// Ensure makes sure that a pager runs: the one that does already, whoever has started it, or a new one. It goes on when this process
-// ends. fresh says that it is new.
+// Ensure makes sure that a pager runs: the one that does already, whoever has started it and of whichever version (Hello.Foreign), or a new
+// one. It goes on when this process ends. fresh says that it is new.
 func Ensure(ctx context.Context, p Process) (_ *Client, fresh bool, err error) {
 	c := NewClient(SocketPath(p.Dir))
-	if h, err := c.Hello(ctx); err == nil && h.Version != protocolVersion {
-		return nil, false, core.Errorf(core.FailedPrecondition, core.CodeUnsupported,
-			"the pager that runs here (process %d) is of another version of Coppice; it can be ended once no VM has memory from it", h.PID)
-	} else if err == nil {
+	if _, err := c.Hello(ctx); err == nil {
 		return c, false, nil
 	} else if ctx.Err() != nil {
 		return nil, false, err
