@@ -117,6 +117,8 @@ func (i inspecting) more() {
 // upgraded is the connection that a response has become. It is counted both ways.
 type upgraded struct {
 	io.ReadWriteCloser
+	take           func(int) error // counts what is sent; what is received is counted where it is looked at
+	refuse         func(error)     // is told why no more passes
 	sent, received atomic.Int64
 	once           sync.Once
 	end            func()
@@ -129,6 +131,10 @@ func (u *upgraded) Read(p []byte) (int, error) {
 }
 
 func (u *upgraded) Write(p []byte) (int, error) {
+	if err := u.take(len(p)); err != nil {
+		u.refuse(err)
+		return 0, err
+	}
 	n, err := u.ReadWriteCloser.Write(p)
 	u.sent.Add(int64(n))
 	return n, err
@@ -148,7 +154,7 @@ func (b *box) upgrade(o *openFlow, c *conn, resp *http.Response) error {
 		b.end(o, err)
 		return err
 	}
-	u := &upgraded{ReadWriteCloser: rw}
+	u := &upgraded{ReadWriteCloser: rw, take: o.use.take, refuse: func(why error) { o.cancel(why) }}
 	stop := context.AfterFunc(o.ctx, func() {
 		reset(c.Conn)
 		_ = rw.Close()

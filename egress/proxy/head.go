@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"errors"
 	"io"
+	"net"
 	"net/textproto"
 	"strings"
 	"time"
@@ -102,10 +103,10 @@ func hostPort(s string, port uint16) (target, error) {
 	return target{h, p}, err
 }
 
-// drain is what a refusal does before it closes, so that the guest reads it although it still sends.
-func drain(c *conn) {
-	_ = closeWrite(c.Conn)
-	_ = c.SetReadDeadline(time.Now().Add(time.Second))
-	_, _ = io.CopyN(io.Discard, c.Conn, 1<<20)
+// drain is what comes before an end that the guest is to hear of although it still sends, or does not read.
+func drain(c net.Conn) {
+	_ = c.SetDeadline(time.Now().Add(time.Second))
+	_ = closeWrite(c)
+	_, _ = io.CopyN(io.Discard, c, 1<<20)
 	_ = c.Close()
 }

@@ -135,7 +135,9 @@ func (s *Server) serveBased(w http.ResponseWriter, r *http.Request) {
 func (s *Server) serveProxied(w http.ResponseWriter, r *http.Request) {
 	var broken atomic.Bool
 	ctx := context.WithValue(r.Context(), brokenKey{}, &broken)
-	s.handler.ServeHTTP(prompt{w, http.NewResponseController(w)}, r.WithContext(ctx))
+	out := prompt{w, http.NewResponseController(w), new(net.Conn)}
+	defer out.leave()
+	s.handler.ServeHTTP(out, r.WithContext(ctx))
 	if broken.Load() {
 		panic(http.ErrAbortHandler) // the guest must not take a part for the whole
 	}
@@ -147,7 +149,8 @@ type brokenKey struct{}
 // prompt sends what is written at once: a guest may wait for each part of an answer.
 type prompt struct {
 	http.ResponseWriter
-	ctl *http.ResponseController
+	ctl   *http.ResponseController
+	taken *net.Conn // by an upgrade; nil: it is the server's
 }
 
 func (p prompt) WriteHeader(status int) {
@@ -174,8 +177,22 @@ const copySize = 32 << 10
 
 var copyBuffers = sync.Pool{New: func() any { return new([copySize]byte) }}
 
-func (p prompt) Flush()                                       { _ = p.ctl.Flush() }
-func (p prompt) Hijack() (net.Conn, *bufio.ReadWriter, error) { return p.ctl.Hijack() }
+func (p prompt) Flush() { _ = p.ctl.Flush() }
+
+func (p prompt) Hijack() (net.Conn, *bufio.ReadWriter, error) {
+	c, rw, err := p.ctl.Hijack()
+	if err == nil {
+		*p.taken = c
+	}
+	return c, rw, err
+}
+
+// leave ends a connection that was taken: goproxy returns when either side has ended, and closes only the other one.
+func (p prompt) leave() {
+	if *p.taken != nil {
+		drain(*p.taken)
+	}
+}
 
 func (s *Server) newHandler() *goproxy.ProxyHttpServer {
 	p := goproxy.NewProxyHttpServer()

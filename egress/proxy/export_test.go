@@ -1,0 +1,11 @@
+package proxy
+
+import "github.com/coppice-dev/coppice/core"
+
+// Held is how many connections and flows a sandbox has.
+func (s *Server) Held(id core.SandboxID) (conns, flows int) {
+	b := s.box(id)
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return len(b.conns), len(b.open)
+}
