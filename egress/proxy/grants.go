@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"net/http"
 	"net/url"
+	"slices"
 	"strings"
 	"sync/atomic"
 	"time"
@@ -115,7 +116,11 @@ var (
 	errPlaceholder = deny("there is a placeholder in what the request sends, where no grant puts it")
 	errEcho        = deny("the host's answer has the secret in it")
 	errEncoding    = deny("the host's answer is encoded in a way that cannot be looked at")
+	errPart        = deny("the host's answer is a part of something, which was not asked for")
 )
+
+// ranges are the headers that ask for a part of an answer. With a secret the whole is asked for.
+var ranges = []string{"Range", "If-Range", "Request-Range"}
 
 // budget is what is left of a grant for one sandbox.
 type budget struct {
@@ -184,9 +189,13 @@ func (b *box) broker(c *conn, r *http.Request, to target) (*use, error) {
 	if err != nil {
 		return nil, deny(err.Error())
 	}
-	r.Header.Del("Accept-Encoding") // what the transport asks for it decodes
+	r.Header.Del("Accept-Encoding")          // what the transport asks for it decodes
+	r.Header.Del("Sec-WebSocket-Extensions") // compression is the only one
 	if used == nil {
 		return nil, nil
+	}
+	for _, h := range ranges { // in slices a secret is not found
+		r.Header.Del(h)
 	}
 	u := &use{used, b.budget(used)}
 	if !u.budget.rate.Allow() {
@@ -237,8 +246,12 @@ func (b *box) inspect(o *openFlow, resp *http.Response) error {
 	if scan == nil { // the grants have ended meanwhile
 		return errEnded
 	}
-	if e := resp.Header.Get("Content-Encoding"); e != "" && !strings.EqualFold(e, "identity") {
+	encoded := slices.ContainsFunc(resp.Header.Values("Content-Encoding"), func(e string) bool { return e != "" && !strings.EqualFold(e, "identity") })
+	if encoded || resp.Header.Get("Sec-WebSocket-Extensions") != "" {
 		return errEncoding
+	}
+	if resp.StatusCode == http.StatusPartialContent && resp.Request.Header.Get("Range") == "" {
+		return errPart
 	}
 	if scan.InHeader(resp.Header) || scan.In(resp.Status) {
 		return errEcho

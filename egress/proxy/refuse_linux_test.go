@@ -248,6 +248,8 @@ func TestRequestsThatAreRefused(t *testing.T) {
 	for name, text := range map[string]string{
 		"two hosts":              "GET http://allowed.example/ HTTP/1.1\r\nHost: allowed.example\r\nHost: allowed.example\r\n\r\n",
 		"other host":             "GET http://allowed.example/ HTTP/1.1\r\nHost: evil.example\r\n\r\n",
+		"other host, HTTP":       "GET HTTP://allowed.example/ HTTP/1.1\r\nHost: evil.example\r\n\r\n",
+		"other host, evil HTTP":  "GET HtTp://evil.example/ HTTP/1.1\r\nHost: allowed.example\r\n\r\n",
 		"no host":                "GET http://allowed.example/ HTTP/1.1\r\n\r\n",
 		"other port":             "GET http://allowed.example/ HTTP/1.1\r\nHost: allowed.example:8080\r\n\r\n",
 		"user":                   "GET http://allowed.example@evil.example/ HTTP/1.1\r\nHost: allowed.example\r\n\r\n",

@@ -57,11 +57,11 @@ func sameTarget(h head) error {
 	if h.method == http.MethodConnect {
 		port = 443 // what CONNECT asks for has a port; its Host header need not
 	} else {
-		rest, ok := strings.CutPrefix(text, "http://")
-		if !ok {
+		const scheme = "http://"
+		if len(text) < len(scheme) || !strings.EqualFold(text[:len(scheme)], scheme) {
 			return nil // the handler refuses it
 		}
-		text, _, _ = strings.Cut(rest, "/")
+		text, _, _ = strings.Cut(text[len(scheme):], "/")
 		text, _, _ = strings.Cut(text, "?")
 	}
 	want, err := hostPort(text, port)
