@@ -85,7 +85,7 @@ func plain(u *url.URL) bool {
 // Set is what a sandbox has been granted. The zero Set is nothing. It is immutable.
 type Set struct {
 	grants  []Grant
-	needles [][][]byte // the forms of each one's secret
+	needles [][]needle // the forms of each one's secret
 }
 
 // NewSet makes a set.

@@ -1,7 +1,6 @@
 package grant
 
 import (
-	"bytes"
 	"encoding/base64"
 	"encoding/hex"
 	"net/http"
@@ -10,18 +9,23 @@ import (
 	"strings"
 )
 
-// forms are the ways in which a value is written: as it is, escaped, in hexadecimal, and in base64 wherever it begins in what is encoded.
-func forms(value string) [][]byte {
-	out := [][]byte{[]byte(value)}
+// forms are the ways in which a value is written: as it is, in hexadecimal, and in base64 wherever it begins in what is encoded. Each is found
+// with any of its characters escaped ([view]).
+func forms(value string) []needle {
+	var out []needle
 	add := func(s string) {
-		if s != "" && !slices.ContainsFunc(out, func(b []byte) bool { return string(b) == s }) {
-			out = append(out, []byte(s))
+		if s != "" && !slices.ContainsFunc(out, func(n needle) bool { return string(n.text) == s }) {
+			out = append(out, newNeedle([]byte(s)))
 		}
 	}
-	add(url.QueryEscape(value))
-	add(url.PathEscape(value))
-	add(strings.ToLower(url.QueryEscape(value)))
-	add(strings.ReplaceAll(value, "/", `\/`)) // JSON
+	add(value)
+	add(strings.ReplaceAll(value, " ", "+")) // as in a query
+	add(strings.Map(func(c rune) rune {
+		if 'A' <= c && c <= 'Z' {
+			c += 'a' - 'A'
+		}
+		return c
+	}, value))
 	h := hex.EncodeToString([]byte(value))
 	add(h)
 	add(strings.ToUpper(h))
@@ -35,11 +39,13 @@ func forms(value string) [][]byte {
 	return out
 }
 
-// Scanner looks for values in a stream, however it comes in pieces, and lets nothing pass that may be the beginning of one.
+// Scanner looks for values in a stream, however it comes in pieces, and lets nothing pass that may be the beginning of one. What it does grows
+// with the length of the stream, whatever is in it.
 type Scanner struct {
-	needles [][]byte
-	longest int
-	kept    []byte
+	needles  []needle
+	shortest int
+	views    []looking
+	kept     []byte
 }
 
 var placeholders = forms(Prefix)
@@ -49,7 +55,7 @@ func NewPlaceholderScanner() *Scanner { return newScanner(placeholders) }
 
 // Scanner looks for the secrets that may be used towards a host; nil when there are none.
 func (s Set) Scanner(t Target) *Scanner {
-	var needles [][]byte
+	var needles []needle
 	for i := range s.grants {
 		if s.grants[i].is(t) {
 			needles = append(needles, s.needles[i]...)
@@ -61,39 +67,42 @@ func (s Set) Scanner(t Target) *Scanner {
 	return newScanner(needles)
 }
 
-func newScanner(needles [][]byte) *Scanner {
-	s := &Scanner{needles: needles}
+func newScanner(needles []needle) *Scanner {
+	s := &Scanner{needles: needles, shortest: len(needles[0].text)}
 	for _, n := range needles {
-		s.longest = max(s.longest, len(n))
+		s.shortest = min(s.shortest, len(n.text))
+	}
+	for _, v := range views {
+		s.views = append(s.views, looking{view: v, begun: make([]int, len(needles))})
 	}
 	return s
 }
 
-// Feed takes the next bytes. It returns those that may pass, good until the next call, and whether a value was found: then nothing passes.
+// Feed takes the next bytes. It returns those that may pass, good until the next call and as long as p is, and whether a value was found: then
+// nothing passes.
 func (s *Scanner) Feed(p []byte) (pass []byte, found bool) {
-	b := append(s.kept, p...)
-	for _, n := range s.needles {
-		if bytes.Contains(b, n) {
+	keep := 0
+	for i := range s.views {
+		v := &s.views[i]
+		if i > 0 && v.idle(p) && s.views[0].ends(len(p)) {
+			v.begin(&s.views[0])
+			continue // it reads what the first one has read
+		}
+		k, found := v.feed(s.needles, p)
+		if found {
 			s.kept = nil
 			return nil, true
 		}
+		keep = max(keep, k)
 	}
-	keep := s.begun(b)
-	s.kept = slices.Clone(b[len(b)-keep:])
-	return b[:len(b)-keep], false
-}
-
-// begun is how many of the last bytes may be the beginning of a value.
-func (s *Scanner) begun(b []byte) int {
-	for k := min(len(b), s.longest-1); k > 0; k-- {
-		end := b[len(b)-k:]
-		for _, n := range s.needles {
-			if len(n) > k && bytes.Equal(n[:k], end) {
-				return k
-			}
-		}
+	if len(s.kept) == 0 {
+		s.kept = slices.Clone(p[len(p)-keep:])
+		return p[: len(p)-keep : len(p)-keep], false
 	}
-	return 0
+	b := append(s.kept, p...) // behind what passes now, which nobody writes to any more
+	n := len(b) - keep
+	s.kept = b[n:]
+	return b[:n:n], false
 }
 
 // Rest are the bytes that were kept, when there are no more.
@@ -105,13 +114,17 @@ func (s *Scanner) Rest() []byte {
 
 // In reports whether a value is in a text.
 func (s *Scanner) In(text string) bool {
-	return slices.ContainsFunc(s.needles, func(n []byte) bool { return strings.Contains(text, string(n)) })
+	if len(text) < s.shortest { // escapes are longer than what they stand for
+		return false
+	}
+	_, found := newScanner(s.needles).Feed([]byte(text))
+	return found
 }
 
 // inName is In for the name of a header, which has lost its case.
 func (s *Scanner) inName(name string) bool {
 	name = strings.ToLower(name)
-	return slices.ContainsFunc(s.needles, func(n []byte) bool { return strings.Contains(name, strings.ToLower(string(n))) })
+	return slices.ContainsFunc(s.needles, func(n needle) bool { return strings.Contains(name, strings.ToLower(string(n.text))) })
 }
 
 // InHeader reports whether a value is in a header's names or values.

@@ -23,7 +23,7 @@ func TestNoSlices(t *testing.T) {
 		}
 		http.ServeContent(w, r, "x", time.Time{}, strings.NewReader("you said "+r.Header.Get("Authorization")))
 	})
-	part := []string{"Range", "bytes=16-22", "If-Range", `"x"`, "Request-Range", "bytes=16-22"}
+	part := []string{"Range", "bytes=16-22", "Request-Range", "bytes=16-22"}
 	for _, two := range []bool{false, true} {
 		c := b.guest(true, two)
 		always.Store(false)
