@@ -42,7 +42,7 @@ func (c *Controller) equip(ctx context.Context, list []Workspace, lenient bool) 
 	var granted []core.WorkspaceID
 	for i, w := range list {
 		out[i] = equipment{w.Rules.wire(), Given{Version: w.Rules.Version}}
-		if w.Rules.Granted && len(w.Sandbox.EgressKey) > 0 {
+		if w.Rules.Granted {
 			granted = append(granted, w.ID)
 		}
 	}
@@ -53,17 +53,22 @@ func (c *Controller) equip(ctx context.Context, list []Workspace, lenient bool) 
 	if err != nil {
 		return nil, err
 	}
-	limit := secretsTime
-	if !lenient {
-		limit = 0
-	}
-	chest, err := c.unlock(ctx, held, limit)
-	if err != nil {
-		return nil, err
-	}
 	byID := map[core.WorkspaceID][]HeldGrant{}
 	for _, g := range held {
 		byID[g.Workspace] = append(byID[g.Workspace], g)
+	}
+	keyless := map[core.WorkspaceID]bool{}
+	for i, w := range list {
+		out[i].rules.Held = heldHosts(byID[w.ID])
+		keyless[w.ID] = len(w.Sandbox.EgressKey) == 0
+	}
+	var limit time.Duration
+	if lenient {
+		limit = secretsTime
+	}
+	chest, err := c.unlock(ctx, slices.DeleteFunc(held, func(g HeldGrant) bool { return keyless[g.Workspace] }), limit)
+	if err != nil {
+		return nil, err
 	}
 	for i, w := range list {
 		if !w.Rules.Granted || len(w.Sandbox.EgressKey) == 0 {
@@ -87,6 +92,19 @@ func (c *Controller) equip(ctx context.Context, list []Workspace, lenient bool) 
 		out[i].given.Key, out[i].given.Until = w.Sandbox.EgressKey, until
 	}
 	return out, nil
+}
+
+// heldHosts are the hosts that are spoken to through grants only, sorted: also of those whose secret cannot be had or whose time is over, so that
+// what is missing opens nothing.
+func heldHosts(grants []HeldGrant) []string {
+	var out []string
+	for _, g := range grants {
+		if g.Mode == grant.ModeHeader {
+			out = append(out, g.Hosts...)
+		}
+	}
+	slices.Sort(out)
+	return slices.Compact(out)
 }
 
 // chest has the secrets of some grants, in memory, for one call.

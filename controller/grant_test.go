@@ -332,6 +332,9 @@ func TestSecretsElsewhere(t *testing.T) {
 	w.mustAllow(ws.ID, "a.example")
 	w.wantRules(ws.ID, "a.example")
 	w.wantGrants(ws.ID)
+	if held := w.runner.Rules(ws.Sandbox.ID).Held; !slices.Equal(held, []string{"a.example:443"}) { // the host is not one like any other meanwhile
+		t.Errorf("held: %q", held)
+	}
 	outside.set(ref, "the third one", false)
 	w.sql(`UPDATE workspaces SET grants_until = now() WHERE id = $1`, ws.ID)
 	w.wantGrants(ws.ID, "a=the third one")

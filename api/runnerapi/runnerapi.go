@@ -202,6 +202,9 @@ type EgressRules struct {
 	// Grants are sealed (egress/grant) for the egress process that has this key, for the sandbox and Version. Another process serves none of them.
 	Grants []byte `json:"grants,omitempty"`
 	Key    []byte `json:"key,omitempty"`
+	// Held are the hosts, with ports, of the workspace's grants in the mode header, whether they are among Grants or not: what is said to them over
+	// TLS is read, or refused.
+	Held []string `json:"held,omitempty"`
 }
 
 // Flows are what sandboxes of a runner have sent out. Each comes when it has begun, and again when it has ended; either may come more than once,

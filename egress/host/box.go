@@ -80,7 +80,7 @@ func (s *Server) put(sb egressapi.Sandbox, files []*os.File) error {
 	b.resolver = resolver.Serve(resolver.Config{
 		Policy: func() policy.Policy { return *b.policy.Load() }, Log: s.cfg.Log.With("sandbox_id", sb.ID), Count: s.stats.answered,
 	}, on.udp, on.tcp)
-	if err := s.proxy.Add(proxy.Sandbox{ID: sb.ID, Epoch: sb.Epoch, Policy: r.policy, Grants: r.bundle, Alias: resolver.Host}, on.explicit, on.transparent); err != nil {
+	if err := s.proxy.Add(proxy.Sandbox{ID: sb.ID, Epoch: sb.Epoch, Policy: r.policy, Grants: r.bundle, Held: r.held, Alias: resolver.Host}, on.explicit, on.transparent); err != nil {
 		return errors.Join(err, b.resolver.Close())
 	}
 	s.boxes[sb.ID] = b
@@ -111,7 +111,7 @@ func (s *Server) setRules(id core.SandboxID, rules runnerapi.EgressRules) error 
 	b.version, b.lacks = rules.Version, r.lacks
 	b.policy.Store(&r.policy)
 	s.proxy.SetPolicy(id, r.policy)
-	_, err = s.proxy.SetGrants(id, r.bundle)
+	_, err = s.proxy.SetGrants(id, r.bundle, r.held...)
 	return err
 }
 

@@ -81,7 +81,7 @@ func (x *granting) rules(version int64, key []byte, id core.SandboxID) runnerapi
 	if err != nil {
 		x.t.Fatal(err)
 	}
-	return runnerapi.EgressRules{Version: version, Allow: []string{"api.example"}, Grants: sealed, Key: key}
+	return runnerapi.EgressRules{Version: version, Allow: []string{"api.example"}, Grants: sealed, Key: key, Held: []string{"api.example:443"}}
 }
 
 func (x *granting) serve(id core.SandboxID, r runnerapi.EgressRules) error {
@@ -143,6 +143,11 @@ func TestGrants(t *testing.T) {
 		t.Fatal(err)
 	}
 	mine := x.keys.Public()
+	for _, key := range [][]byte{mine, other.Public()} {
+		if r, err := x.parse("sbx_1", x.rules(3, key, "sbx_1")); err != nil || len(r.held) != 1 || r.held[0].Port != 443 {
+			t.Errorf("%+v, %v", r.held, err)
+		}
+	}
 	state := func(what string, version int64, reads, lacks bool) {
 		t.Helper()
 		got := x.list()

@@ -242,12 +242,20 @@ func (s *Server) answer(ctx context.Context, r request) (out egressapi.Response,
 type rules struct {
 	policy policy.Policy
 	bundle grant.Bundle
-	lacks  bool // there are grants for another process
+	held   []grant.Target // read, or refused
+	lacks  bool           // there are grants for another process
 }
 
 func (s *Server) parse(id core.SandboxID, r runnerapi.EgressRules) (out rules, err error) {
 	if out.policy, err = policy.Parse("allow", r.Allow); err != nil {
 		return out, fmt.Errorf("rules of version %d: %w", r.Version, err)
+	}
+	for _, text := range r.Held {
+		h, port, err := policy.ParseHostPort(text)
+		if err != nil {
+			return out, fmt.Errorf("rules of version %d: a host of their grants: %w", r.Version, err)
+		}
+		out.held = append(out.held, grant.Target{Host: h, Port: port})
 	}
 	if len(r.Grants) == 0 {
 		return out, nil

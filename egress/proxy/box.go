@@ -7,6 +7,7 @@ import (
 	"net"
 	"net/http"
 	"net/netip"
+	"strconv"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -46,9 +47,19 @@ func newBox(s *Server, sb Sandbox, listeners ...net.Listener) *box {
 	}
 	b.secure = b.transport.Clone()
 	b.secure.DisableCompression, b.secure.ForceAttemptHTTP2 = false, true // it is decompressed here, to be looked at
+	b.secure.HTTP2 = &http.HTTP2Config{MaxReceiveBufferPerStream: hostWindow, MaxReceiveBufferPerConnection: hostWindows}
 	b.secure.TLSClientConfig = &tls.Config{RootCAs: s.cfg.Roots, MinVersion: tls.VersionTLS12}
 	return b
 }
+
+// What is kept over HTTP/2 for those who do not take it yet, in bytes; net/http would keep 4 MiB of each stream from a host.
+const (
+	hostWindow   = 512 << 10 // of what a host sends, in a stream
+	hostWindows  = 16 << 20  // and in a connection
+	guestWindow  = 128 << 10 // of what a guest sends
+	guestWindows = 256 << 10
+	guestStreams = 128 // at once in a connection
+)
 
 // dialText dials what a transport wants to, which a flow has named before.
 func (b *box) dialText(ctx context.Context, _, address string) (net.Conn, error) {
@@ -194,18 +205,18 @@ func (b *box) decide(ctx context.Context, f core.Flow, h policy.Host, u *use, wh
 			why = deny("the workspace's policy does not allow " + describe(h, f.Port, f.Spoken))
 		}
 	}
-	if why != nil {
-		f.Outcome, f.Reason = core.FlowDenied, why.Error()
-	}
 	if u != nil {
 		f.Grant = u.grant.ID
 	}
 	o := &openFlow{Flow: f, host: h, use: u}
 	o.ctx, o.cancel = context.WithCancelCause(ctx)
 	if why == nil { // before the journal, so that a policy that changes meanwhile finds it
-		b.mu.Lock()
-		b.open[o] = struct{}{}
-		b.mu.Unlock()
+		why = b.admit(o)
+	}
+	if why != nil {
+		f.Outcome, f.Reason = core.FlowDenied, why.Error()
+		o.Flow = f
+	} else {
 		if _, ok := b.policy.Load().Allows(h, f.Port, f.Spoken); !ok {
 			o.cancel(errRevoked)
 		}
@@ -225,6 +236,17 @@ func (b *box) decide(ctx context.Context, f core.Flow, h policy.Host, u *use, wh
 		return nil, why
 	}
 	return o, nil
+}
+
+// admit makes a flow one of those that are under way, unless there are too many: over HTTP/2 a connection carries many.
+func (b *box) admit(o *openFlow) error {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if most := b.s.cfg.MaxFlows; len(b.open) >= most {
+		return &denial{"the sandbox has " + strconv.Itoa(most) + " flows under way, and may have no more", http.StatusTooManyRequests}
+	}
+	b.open[o] = struct{}{}
+	return nil
 }
 
 var errJournal = errors.New("the host cannot record what leaves the sandbox, so nothing leaves it")

@@ -24,10 +24,11 @@ import (
 type granted struct {
 	set    grant.Set
 	leaves *ca.Leaves // nil when nothing is read on its way
+	held   []grant.Target
 }
 
-func newGranted(b grant.Bundle) (*granted, error) {
-	g := &granted{set: grant.NewSet(b.Grants...)}
+func newGranted(b grant.Bundle, held []grant.Target) (*granted, error) {
+	g := &granted{set: grant.NewSet(b.Grants...), held: held}
 	if len(g.set.Hosts()) == 0 {
 		return g, nil
 	}
@@ -40,6 +41,11 @@ func newGranted(b grant.Bundle) (*granted, error) {
 }
 
 func (t target) granted() grant.Target { return grant.Target{Host: t.host, Port: t.port} }
+
+// holds reports whether what is said to a host over TLS is read, or refused.
+func (g *granted) holds(t target) bool {
+	return g.set.Granted(t.granted(), grant.ModeHeader) || slices.Contains(g.held, t.granted())
+}
 
 // reads reports whether the proxy reads what is said over TLS to a host.
 func (b *box) reads(t target) bool {
@@ -81,10 +87,13 @@ func (b *box) intercept(c *conn, t target) {
 func (b *box) setGrants(g *granted) {
 	b.grants.Store(g)
 	b.mu.Lock()
-	var flows []*openFlow
+	var flows, tunnels []*openFlow
 	for f := range b.open {
-		if f.use != nil && !g.set.Keeps(f.use.grant) {
+		switch {
+		case f.use != nil && !g.set.Keeps(f.use.grant):
 			flows = append(flows, f)
+		case f.Spoken != core.SpokenHTTP && g.holds(target{f.host, f.Port}):
+			tunnels = append(tunnels, f)
 		}
 	}
 	var conns []*conn
@@ -102,6 +111,9 @@ func (b *box) setGrants(g *granted) {
 	for _, f := range flows {
 		f.cancel(errEnded)
 	}
+	for _, f := range tunnels {
+		f.cancel(errHeld)
+	}
 	for _, c := range conns {
 		reset(c.Conn)
 	}
@@ -112,6 +124,7 @@ func (b *box) setGrants(g *granted) {
 var (
 	errEnded       = deny("the grant has ended")
 	errExpired     = deny("the grant has expired")
+	errHeld        = deny("there are grants for this host, so it is spoken to over TLS that the proxy reads, and only while they are here")
 	errBudget      = deny("the grant's bytes are used up")
 	errPlaceholder = deny("there is a placeholder in what the request sends, where no grant puts it")
 	errEcho        = deny("the host's answer has the secret in it")
@@ -176,6 +189,9 @@ func (b *box) broker(c *conn, r *http.Request, to target) (*use, error) {
 	case named:
 		mode = grant.ModeBaseURL
 	case !c.read:
+		if b.grants.Load().holds(to) {
+			return nil, errHeld
+		}
 		if bad := grant.Find(r); bad != "" {
 			return nil, deny(bad)
 		}

@@ -42,7 +42,13 @@ const bankHost = "api.example"
 
 func newBank(t *testing.T, change ...func(*grant.Grant)) *bank {
 	t.Helper()
-	b := &bank{world: newWorld(t, bankHost, "other.example"), trust: x509.NewCertPool()}
+	return newBankIn(newWorld(t, bankHost, "other.example"), change...)
+}
+
+func newBankIn(w *world, change ...func(*grant.Grant)) *bank {
+	w.t.Helper()
+	t := w.t
+	b := &bank{world: w, trust: x509.NewCertPool()}
 	var err error
 	if b.root, err = ca.NewRoot("prj_1", time.Now()); err != nil {
 		t.Fatal(err)

@@ -32,7 +32,7 @@ type Config struct {
 	Journal  Journal             // required
 	Roots    *x509.CertPool      // of hosts that sandboxes have grants for; nil: the host's own
 	Log      *slog.Logger
-	// MaxFlows bounds the connections of one sandbox, default 1024. What is beyond is reset.
+	// MaxFlows bounds the connections of one sandbox, and its flows that are under way, default 1024. A connection beyond is reset, a flow refused.
 	MaxFlows int
 	// FirstTime bounds how long it may take until it is known what a connection is for, and the head of a request; default 15 s.
 	FirstTime time.Duration
@@ -46,6 +46,8 @@ type Sandbox struct {
 	Epoch  int64
 	Policy policy.Policy
 	Grants grant.Bundle
+	// Held are hosts that are not reached but through a grant. Those of grants in [grant.ModeHeader] are held anyway.
+	Held []grant.Target
 	// Alias names the host that the sandbox's resolver gave an address for; nil: no such addresses.
 	Alias func(p policy.Policy, a netip.AddrPort) (policy.Host, bool)
 }
@@ -106,6 +108,7 @@ func New(cfg Config) *Server {
 func (s *Server) newServer(h http.HandlerFunc) server {
 	out := server{queue: newQueue(), Server: &http.Server{
 		Handler: h, ReadHeaderTimeout: s.cfg.FirstTime, IdleTimeout: idleTime, MaxHeaderBytes: maxHead,
+		HTTP2:    &http.HTTP2Config{MaxConcurrentStreams: guestStreams, MaxReceiveBufferPerStream: guestWindow, MaxReceiveBufferPerConnection: guestWindows},
 		ErrorLog: slog.NewLogLogger(s.cfg.Log.Handler(), slog.LevelDebug),
 		ConnContext: func(ctx context.Context, c net.Conn) context.Context {
 			if t, ok := c.(*tls.Conn); ok {
@@ -127,7 +130,7 @@ type connKey struct{}
 // Add begins to serve a sandbox at its listeners, which are the server's from now on; it closes them when it has ended with the sandbox.
 // A sandbox that is there already is replaced.
 func (s *Server) Add(sb Sandbox, explicit, transparent net.Listener) error {
-	g, err := newGranted(sb.Grants)
+	g, err := newGranted(sb.Grants, sb.Held)
 	if err != nil {
 		return errors.Join(err, explicit.Close(), transparent.Close())
 	}
@@ -156,10 +159,10 @@ func (s *Server) SetPolicy(id core.SandboxID, p policy.Policy) bool {
 	return true
 }
 
-// SetGrants gives a sandbox other grants. What was begun with one that is not among them, as it was, is ended before it returns. It reports
-// whether the sandbox is there.
-func (s *Server) SetGrants(id core.SandboxID, b grant.Bundle) (bool, error) {
-	g, err := newGranted(b)
+// SetGrants gives a sandbox other grants. What was begun with one that is not among them, as it was, is ended before it returns, and so are
+// tunnels to hosts that are held now. It reports whether the sandbox is there.
+func (s *Server) SetGrants(id core.SandboxID, b grant.Bundle, held ...grant.Target) (bool, error) {
+	g, err := newGranted(b, held)
 	if err != nil {
 		return false, err
 	}

@@ -119,10 +119,16 @@ func (b *box) serveRaw(c *conn, asked *target, to netip.AddrPort, port uint16) {
 // tunnel carries a connection to a host, both ways, until both have ended.
 func (b *box) tunnel(c *conn, f core.Flow, h policy.Host, why error) {
 	defer c.Close()
+	if why == nil && b.grants.Load().holds(target{h, f.Port}) {
+		why = errHeld
+	}
 	o, err := b.decide(b.ctx, f, h, nil, why)
 	if err != nil {
 		refuseTLS(c, f.Spoken)
 		return
+	}
+	if b.grants.Load().holds(target{h, f.Port}) { // grants that came meanwhile have not seen it
+		o.cancel(errHeld)
 	}
 	up, err := b.s.dial(o.ctx, h, o.Port)
 	if err != nil {

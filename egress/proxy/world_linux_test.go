@@ -108,15 +108,22 @@ var sandboxes atomic.Int64
 
 func newWorld(t *testing.T, allow ...string) *world {
 	t.Helper()
+	return newWorldWith(t, func(*proxy.Config) {}, allow...)
+}
+
+func newWorldWith(t *testing.T, change func(*proxy.Config), allow ...string) *world {
+	t.Helper()
 	require.Root(t)
 	if err := network(); err != nil {
 		t.Fatal(err)
 	}
 	w := &world{t: t, journal: &journal{begun: map[string]core.Flow{}}, names: &names{addrs: map[string][]string{}}, ca: newAuthority(t)}
-	w.server = proxy.New(proxy.Config{
+	cfg := proxy.Config{
 		Reach: func() policy.Reach { return policy.Reach{Private: []netip.Prefix{netip.MustParsePrefix(publicNet)}} }, Resolver: w.names, Journal: w.journal,
 		Log: slog.New(slog.NewTextHandler(t.Output(), nil)), FirstTime: time.Second, Roots: w.ca.pool,
-	})
+	}
+	change(&cfg)
+	w.server = proxy.New(cfg)
 	t.Cleanup(func() {
 		if err := w.server.Close(); err != nil {
 			t.Error(err)

@@ -239,4 +239,5 @@ func (noNamespace) EgressSockets(context.Context) (netns.EgressSockets, error) {
 	return netns.EgressSockets{}, net.ErrClosed
 }
 func (noNamespace) Release(context.Context) error                          { return nil }
+func (noNamespace) Check(context.Context) error                            { return nil }
 func (noNamespace) Dial(context.Context, string, string) (net.Conn, error) { return nil, net.ErrClosed }
