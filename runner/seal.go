@@ -74,6 +74,7 @@ type sealQueue struct {
 	retries    map[core.CheckpointID]sealRetry
 	recent     []*snapshotstore.Snapshot // the last ones that were written or read: the next one's reference is likely among them
 	rehearsing bool                      // one at a time
+	runCtx     context.Context           // of Seal: a rehearsal outlives the attempt that has begun it
 }
 
 type sealRetry struct {
@@ -206,6 +207,9 @@ func (r *Runner) Seal(ctx context.Context, c Sealing, epoch func() (int64, bool)
 		<-ctx.Done()
 		return nil
 	}
+	r.seals.mu.Lock()
+	r.seals.runCtx = ctx
+	r.seals.mu.Unlock()
 	defer r.seals.beside.Wait()
 	timer := time.NewTimer(0)
 	defer timer.Stop()
@@ -284,7 +288,7 @@ func (r *Runner) sealAttempt(ctx context.Context, c Sealing, epoch int64, rec *c
 	if some, problem := r.lacks(rec); problem != nil {
 		attempt, err := r.reportProblem(ctx, c, epoch, rec, problem)
 		return attempt, nil, err
-	} else if some || r.lateRehearsal(ctx, rec) {
+	} else if some || r.lateRehearsal(rec) {
 		return 0, nil, errIncomplete
 	}
 	ckpt, err := r.checkpoints.open(rec.ID)

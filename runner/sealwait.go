@@ -52,7 +52,7 @@ func (r *Runner) lacks(rec *checkpointRecord) (some bool, problem error) {
 
 // lateRehearsal reports whether a checkpoint is to be rehearsed before it is uploaded, and sees to it that it will be. The one that uploads goes
 // on meanwhile.
-func (r *Runner) lateRehearsal(ctx context.Context, rec *checkpointRecord) bool {
+func (r *Runner) lateRehearsal(rec *checkpointRecord) bool {
 	if !r.wantsRehearsal(rec) {
 		return false
 	}
@@ -63,6 +63,7 @@ func (r *Runner) lateRehearsal(ctx context.Context, rec *checkpointRecord) bool 
 		return true
 	}
 	q.rehearsing = true
+	ctx := q.runCtx
 	q.beside.Go(func() {
 		defer func() {
 			if !r.working.of(rec.Base).rehearsed { // once is enough, whatever came of it
