@@ -475,7 +475,7 @@ func TestImagesAgainstModel(t *testing.T) {
 			t.Fatal(err)
 		}
 		t.Cleanup(func() { _ = blobs.Close() })
-		run(t, 40, blobs)
+		run(t, 30, blobs)
 	})
 	t.Run("s3", func(t *testing.T) {
 		t.Parallel()
