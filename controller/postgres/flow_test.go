@@ -218,7 +218,7 @@ func growEffects(t *testing.T, r *rand.Rand) {
 			ended := f
 			ended.Ended = at.Add(time.Second) // after the instants that follow: when it began counts
 			// What the model knows: whether anything was sent that may have changed something.
-			sent := f.Method == "" || f.Method == "POST" || f.Method == "DELETE"
+			sent := slices.Contains([]string{"", "POST", "DELETE"}, f.Method)
 			switch r.IntN(6) {
 			case 0: // refused at once
 				begun.Outcome, ended.ID, sent = core.FlowDenied, "", false
