@@ -109,6 +109,7 @@ type Controller struct {
 	wake   chan struct{} // size 1: look for operations to claim
 	// rulesChanged has size 1: look for rules that runners do not have.
 	rulesChanged chan struct{}
+	rulesUnder   underWay
 	ended        chan core.OperationID
 
 	// mu guards the fields below.

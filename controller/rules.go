@@ -190,7 +190,7 @@ func changeRules(ctx context.Context, tx Tx, w Workspace, allow []string) error 
 
 const (
 	rulesBatch    = 1024
-	rulesAtOnce   = 32
+	rulesAtOnce   = 8               // to one runner
 	rulesCallTime = 5 * time.Second // for one runner to take rules
 	rulesWaitTime = time.Second     // of which a request that changes them waits for
 )
@@ -198,8 +198,10 @@ const (
 // rulesLoop runs on every controller. It gives runners the rules that they are not known to have: that were changed while they could not be
 // reached or a sandbox was being made, and those of forks of what was changed.
 func (c *Controller) rulesLoop(ctx context.Context) {
+	var group sync.WaitGroup
+	defer group.Wait()
 	every(ctx, c.cfg.LoopInterval, c.rulesChanged, func() {
-		if err := c.giveRules(ctx); err != nil && ctx.Err() == nil {
+		if err := c.giveRules(ctx, &group); err != nil && ctx.Err() == nil {
 			c.log.WarnContext(ctx, "egress rules were not given to runners", "err", err)
 		}
 	})
@@ -213,34 +215,59 @@ func (c *Controller) wakeRules() {
 	}
 }
 
-func (c *Controller) giveRules(ctx context.Context) error {
+// giveRules begins with every runner that something is pending for, and waits for none: one that hangs holds up nobody but itself.
+func (c *Controller) giveRules(ctx context.Context, group *sync.WaitGroup) error {
 	list, err := read(ctx, c, System(), func(tx Tx) ([]Workspace, error) { return tx.PendingRules(ctx, rulesBatch) })
 	if err != nil || len(list) == 0 {
 		return err
 	}
+	byRunner := map[core.RunnerID][]Workspace{}
+	for _, w := range list {
+		byRunner[w.Sandbox.RunnerID] = append(byRunner[w.Sandbox.RunnerID], w)
+	}
+	for runner, list := range byRunner {
+		if !c.rulesUnder.begin(runner) {
+			continue
+		}
+		group.Go(func() {
+			defer func() {
+				if c.rulesUnder.end(runner) {
+					c.wakeRules()
+				}
+			}()
+			if err := c.giveRulesTo(ctx, list); err != nil && ctx.Err() == nil {
+				c.log.WarnContext(ctx, "egress rules that runners have were not recorded", "runner_id", runner, "err", err)
+			}
+		})
+	}
+	return nil
+}
+
+// giveRulesTo gives rules to one runner, which is not asked for each of its sandboxes when it cannot be reached.
+func (c *Controller) giveRulesTo(ctx context.Context, list []Workspace) error {
 	// mu guards applied and away.
 	var mu sync.Mutex
 	var applied []AppliedRules
-	away := map[core.RunnerID]bool{} // it is not asked for each of its sandboxes
+	away := false
 	slots := make(chan struct{}, rulesAtOnce)
 	var group sync.WaitGroup
 	for _, w := range list {
 		slots <- struct{}{}
+		mu.Lock()
+		skip := away
+		mu.Unlock()
+		if skip {
+			break
+		}
 		group.Go(func() {
 			defer func() { <-slots }()
-			mu.Lock()
-			skip := away[w.Sandbox.RunnerID]
-			mu.Unlock()
-			if skip {
-				return
-			}
 			given, err := c.giveRulesOf(ctx, w, rulesCallTime)
 			mu.Lock()
 			defer mu.Unlock()
 			if err == nil {
 				applied = append(applied, AppliedRules{w.ID, w.Sandbox.ID, given})
 			} else if core.CodeOf(err) == core.CodeRunnerUnreachable {
-				away[w.Sandbox.RunnerID] = true
+				away = true
 			}
 		})
 	}
@@ -250,6 +277,34 @@ func (c *Controller) giveRules(ctx context.Context) error {
 	}
 	slices.SortFunc(applied, func(a, b AppliedRules) int { return strings.Compare(string(a.Workspace), string(b.Workspace)) }) // rows are locked in one order
 	return c.store.InTx(ctx, System(), func(tx Tx) error { return tx.ApplyRules(ctx, applied) })
+}
+
+// underWay are runners that are being given rules.
+type underWay struct {
+	// mu guards again.
+	mu    sync.Mutex
+	again map[core.RunnerID]bool // whether there was something for it meanwhile
+}
+
+// begin reports whether a runner is given nothing at this moment; from then on it is.
+func (u *underWay) begin(id core.RunnerID) bool {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	if u.again == nil {
+		u.again = map[core.RunnerID]bool{}
+	}
+	_, busy := u.again[id]
+	u.again[id] = busy
+	return !busy
+}
+
+// end reports whether there was something meanwhile.
+func (u *underWay) end(id core.RunnerID) (again bool) {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	again = u.again[id]
+	delete(u.again, id)
+	return again
 }
 
 func (c *Controller) giveRulesOf(ctx context.Context, w Workspace, limit time.Duration) (Given, error) {

@@ -6,6 +6,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -431,4 +432,59 @@ func (w *world) locksWanted() (n int) {
 		w.t.Fatal(err)
 	}
 	return n
+}
+
+// TestHungRunnerHoldsUpNobody: rules of other runners are given while one does not answer.
+func TestHungRunnerHoldsUpNobody(t *testing.T) {
+	t.Parallel()
+	p := newPool(t)
+	p.drain(p.second, true)
+	root := p.createAllowing("root", "a.example", "b.example")
+	cp := p.checkpoint(root.ID)
+	for _, id := range []core.CheckpointID{root.Parent, cp.ID} {
+		if p.get(id).State != core.CheckpointSealed {
+			p.seal(p.files, id)
+		}
+	}
+	p.drain(p.second, false)
+	p.drain(p.runner, true)
+	child, err := p.forkAllowing(cp.ID, controller.ForkRequest{})
+	if err != nil || child.Sandbox.RunnerID != p.second.ID() {
+		t.Fatal(child.Sandbox.RunnerID, err)
+	}
+	goOn := make(chan struct{})
+	p.runner.Hook(func(ctx context.Context, point, _ string) error {
+		if point == runnertest.PointRules {
+			select {
+			case <-goOn:
+			case <-ctx.Done():
+			}
+		}
+		return nil
+	})
+	p.mustAllow(root.ID, "a.example", "b.example", "c.example")
+	eventually(t, "the loop waits for the runner", func() bool { return p.runner.Calls(runnertest.PointRules) > 1 })
+	var missed atomic.Bool
+	p.second.Hook(func(_ context.Context, point, _ string) error {
+		if point == runnertest.PointRules && missed.CompareAndSwap(true, false) { // so that the loop has to do it
+			return runnertest.ErrVanish
+		}
+		return nil
+	})
+	meanwhile := false
+	for i := 0; i < 5 && !meanwhile; i++ { // the loop may ask the one that hangs again in between
+		missed.Store(true)
+		calls := p.runner.Calls(runnertest.PointRules)
+		p.mustAllow(child.ID, []string{"a.example", "b.example"}[i%2])
+		eventually(t, "the other has its rules", func() bool {
+			now, err := p.Workspace(t.Context(), p.project, child.ID)
+			return err == nil && !now.RulesPending()
+		})
+		meanwhile = p.runner.Calls(runnertest.PointRules) == calls
+	}
+	if !meanwhile {
+		t.Error("rules of a runner waited for another that hangs")
+	}
+	close(goOn)
+	p.wantRules(root.ID, "a.example", "b.example", "c.example")
 }
