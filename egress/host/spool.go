@@ -23,6 +23,7 @@ import (
 
 // The sizes of a spool, in bytes.
 const (
+	shares      = 8        // of which a sandbox has one at most
 	segmentSize = 4 << 20  // from here on another file is begun
 	batchSize   = 96 << 10 // of records that are given at once: a message takes them
 	endReserve  = 1 << 10  // that the record of a flow's end may be longer than that of its beginning
@@ -44,8 +45,10 @@ type spool struct {
 	last     int64      // number of the last record
 	bytes    int64      // of all segments
 	open     map[string]core.Flow
-	reserved int64 // for the ends of open flows
-	unsaid   int64 // flows that were refused, or ends that were lost
+	reserved int64                    // for the ends of open flows
+	room     map[string]int64         // of that, by their ids
+	of       map[core.SandboxID]int64 // bytes of each one's records, with what is reserved for them
+	unsaid   int64                    // flows that were refused, or ends that were lost
 
 	at    position // of the first record that was not acknowledged
 	given int64    // the last record of the batch that was given last; 0: none
@@ -58,7 +61,24 @@ type segment struct {
 	first int64 // number of its first record, if it has one
 	head  int64 // bytes of its first line
 	size  int64
+	of    map[core.SandboxID]int64 // bytes of each one's records
 }
+
+// add counts a record.
+func (s *spool) add(seg *segment, id core.SandboxID, n int64) {
+	seg.size, s.bytes = seg.size+n, s.bytes+n
+	seg.of[id] += n
+	s.charge(id, n)
+}
+
+func (s *spool) charge(id core.SandboxID, n int64) {
+	if s.of[id] += n; s.of[id] <= 0 {
+		delete(s.of, id)
+	}
+}
+
+// share is what one sandbox's flows may take, in bytes. Records go by whole segments, so it is no less than some of those.
+func (s *spool) share() int64 { return max(s.max/shares, min(s.max, 2*segmentSize)) }
 
 // position is a place in the spool.
 type position struct {
@@ -82,7 +102,7 @@ func (s *segment) name() string { return fmt.Sprintf(nameForm, s.first) }
 
 // openSpool goes on with what is in a directory. There is one spool of it at a time.
 func openSpool(dir *os.Root, limit int64, log *slog.Logger) (_ *spool, err error) {
-	s := &spool{dir: dir, max: limit, log: log, open: map[string]core.Flow{}, news: make(chan struct{})}
+	s := &spool{dir: dir, max: limit, log: log, open: map[string]core.Flow{}, room: map[string]int64{}, of: map[core.SandboxID]int64{}, news: make(chan struct{})}
 	if s.lock, err = dir.OpenFile(lockName, os.O_RDWR|os.O_CREATE, 0o600); err != nil {
 		return nil, err
 	}
@@ -99,7 +119,7 @@ func openSpool(dir *os.Root, limit int64, log *slog.Logger) (_ *spool, err error
 		return nil, err
 	}
 	for _, e := range list {
-		seg := &segment{}
+		seg := &segment{of: map[core.SandboxID]int64{}}
 		if n, err := fmt.Sscanf(e.Name(), nameForm, &seg.first); n != 1 || err != nil || seg.name() != e.Name() {
 			continue
 		}
@@ -156,11 +176,12 @@ func (s *spool) scan(seg *segment) error {
 		case l.Flow != nil:
 			s.last = max(s.last, l.N)
 			s.note(*l.Flow)
+			s.add(seg, l.Flow.SandboxID, int64(len(b)))
+			continue
 		}
-		seg.size += int64(len(b))
+		seg.size, s.bytes = seg.size+int64(len(b)), s.bytes+int64(len(b))
 	}
 	s.last = max(s.last, seg.first-1)
-	s.bytes += seg.size
 	if damaged > 0 {
 		s.log.Error("records of flows cannot be read", "segment", seg.name(), "count", damaged)
 	}
@@ -179,7 +200,7 @@ func (s *spool) note(f core.Flow) {
 
 // begin begins another segment. mu is held, or nobody else knows the spool.
 func (s *spool) begin() error {
-	seg := &segment{first: s.last + 1}
+	seg := &segment{first: s.last + 1, of: map[core.SandboxID]int64{}}
 	l := line{}
 	for _, f := range s.open {
 		l.Open = append(l.Open, f)
@@ -226,11 +247,18 @@ func (s *spool) Begin(f core.Flow) error {
 		s.unsaid++
 		return core.Errorf(core.Exhausted, core.CodeDiskFull, "the spool of flows is full (%d bytes): its runner has not been able to tell the controller of them", s.max)
 	}
-	if err := s.append(b); err != nil {
+	if s.of[f.SandboxID]+need+reserve > s.share() {
+		s.unsaid++
+		return core.Errorf(core.Exhausted, core.CodeDiskFull, "the flows of %s take its whole share of the spool (%d bytes): its runner has not been able to tell the controller of them", f.SandboxID, s.share())
+	}
+	if err := s.append(f.SandboxID, b); err != nil {
 		s.unsaid++
 		return err
 	}
-	s.reserved += reserve
+	if reserve > 0 {
+		s.reserved, s.room[f.ID] = s.reserved+reserve, reserve
+		s.charge(f.SandboxID, reserve)
+	}
 	s.note(f)
 	return nil
 }
@@ -239,25 +267,19 @@ func (s *spool) Begin(f core.Flow) error {
 func (s *spool) End(f core.Flow) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	was, there := s.open[f.ID]
 	b, err := s.encode(f)
 	if err == nil {
-		err = s.append(b)
+		err = s.append(f.SandboxID, b)
 	}
 	if err != nil { // the next process ends it
 		s.unsaid++
 		s.log.Error("the end of a flow was not recorded", "sandbox_id", f.SandboxID, "flow", f.ID, "err", err)
 		return
 	}
-	if there {
-		if b, err := s.encode(was); err == nil {
-			s.reserved = max(0, s.reserved-int64(len(b))-endReserve)
-		}
-	}
+	s.reserved -= s.room[f.ID]
+	s.charge(f.SandboxID, -s.room[f.ID])
+	delete(s.room, f.ID)
 	s.note(f)
-	if len(s.open) == 0 {
-		s.reserved = 0
-	}
 }
 
 func (s *spool) encode(f core.Flow) ([]byte, error) {
@@ -266,7 +288,7 @@ func (s *spool) encode(f core.Flow) ([]byte, error) {
 }
 
 // append writes a record, whole or not at all.
-func (s *spool) append(b []byte) error {
+func (s *spool) append(id core.SandboxID, b []byte) error {
 	seg := s.segments[len(s.segments)-1]
 	if seg.size-seg.head >= segmentSize {
 		if err := s.begin(); err != nil {
@@ -277,8 +299,7 @@ func (s *spool) append(b []byte) error {
 	if _, err := s.out.WriteAt(b, seg.size); err != nil {
 		return errors.Join(err, s.out.Truncate(seg.size))
 	}
-	seg.size += int64(len(b))
-	s.bytes += int64(len(b))
+	s.add(seg, id, int64(len(b)))
 	s.last++
 	close(s.news)
 	s.news = make(chan struct{})
@@ -316,6 +337,9 @@ func (s *spool) forget() {
 			return
 		}
 		s.bytes -= seg.size
+		for id, n := range seg.of {
+			s.charge(id, -n)
+		}
 		s.segments = s.segments[1:]
 	}
 }
