@@ -61,8 +61,8 @@ func (g *granted) sweep(children []coppice.ForkChild) {
 	for what, said := range g.said(m) {
 		look(what, []byte(said))
 	}
-	g.t.Logf("9 machines were captured and stored in %s; searched %d MB in %d pieces, for %d forms, in %s; load %s",
-		captured.Round(time.Millisecond), secrets.bytes>>20, secrets.pieces, len(secrets.forms), time.Since(began).Round(time.Millisecond), load())
+	g.t.Logf("%d machines were captured and stored in %s; searched %d MB in %d pieces, for %d forms, in %s; load %s",
+		len(machines), captured.Round(time.Millisecond), secrets.bytes>>20, secrets.pieces, len(secrets.forms), time.Since(began).Round(time.Millisecond), load())
 }
 
 // checkSearch has a search find each form of the secrets, written by others and in the middle of something.
