@@ -50,7 +50,7 @@ func digits(b []byte, first, n int) (v rune, size int) {
 func undoPercent(text, b []byte) ([]byte, int) {
 	v, n := digits(b, 1, 2)
 	if n > 0 {
-		text = append(text, byte(v))
+		text = append(text, byte(v)) //nolint:gosec // two digits
 	}
 	return text, n
 }
@@ -67,7 +67,7 @@ func undoBackslash(text, b []byte) ([]byte, int) {
 		return append(text, b[1]), 2
 	case 'x':
 		if v, n = digits(b, 2, 2); n > 0 {
-			text = append(text, byte(v))
+			text = append(text, byte(v)) //nolint:gosec // two digits
 		}
 		return text, n
 	case 'u':
@@ -244,7 +244,8 @@ func (l *looking) read(p []byte) (text, widths []byte) {
 		}
 		plain(rest[:at])
 		rest = rest[at:]
-		before, n := len(text), 0
+		before := len(text)
+		var n int
 		if text, n = l.undo(text, rest); n < 0 {
 			l.cut = slices.Clone(rest)
 			break
@@ -254,7 +255,7 @@ func (l *looking) read(p []byte) (text, widths []byte) {
 			rest = rest[1:]
 			continue
 		}
-		widths = append(widths, byte(n))
+		widths = append(widths, byte(n)) //nolint:gosec // an escape has less than 40 bytes
 		for range len(text) - before - 1 {
 			widths = append(widths, 0)
 		}

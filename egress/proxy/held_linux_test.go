@@ -54,7 +54,7 @@ func TestTunnelsEndWithGrants(t *testing.T) {
 			_ = stays.Close()
 			flows := b.flows()
 			slices.Sort(flows)
-			if want := []string{"allowed tls other.example:443", "denied tls api.example:443"}; !slices.Equal(flows, want) {
+			if want := []string{"allowed tls other.example:443", "cut tls api.example:443"}; !slices.Equal(flows, want) {
 				t.Errorf("%q, want %q", flows, want)
 			}
 		})

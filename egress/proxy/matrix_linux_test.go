@@ -20,6 +20,7 @@ func TestFiveNames(t *testing.T) {
 }
 
 func fiveNamesWith(t *testing.T, certificate string, names []string) {
+	t.Helper()
 	b := newBank(t)
 	secrets := 0
 	seen := func(w http.ResponseWriter, r *http.Request) {
@@ -74,9 +75,11 @@ func fiveNames(t *testing.T, b *bank, cfg *tls.Config, connect, host string, two
 		t.Fatal(err)
 	}
 	fmt.Fprintf(c, "CONNECT %s:443 HTTP/1.1\r\nHost: %s:443\r\n\r\n", connect, connect)
-	if resp, err := http.ReadResponse(bufio.NewReaderSize(c, 16), nil); err != nil || resp.StatusCode != http.StatusOK {
+	resp, err := http.ReadResponse(bufio.NewReaderSize(c, 16), nil)
+	if err != nil || resp.StatusCode != http.StatusOK {
 		t.Fatal(resp, err)
 	}
+	_ = resp.Body.Close() // it has none
 	cfg.NextProtos = []string{map[bool]string{false: "http/1.1", true: "h2"}[two]}
 	over := tls.Client(c, cfg)
 	defer over.Close()
@@ -93,7 +96,7 @@ func fiveNames(t *testing.T, b *bank, cfg *tls.Config, connect, host string, two
 		ForceAttemptHTTP2: two, DisableKeepAlives: true,
 	}
 	defer transport.CloseIdleConnections()
-	resp, err := transport.RoundTrip(r)
+	resp, err = transport.RoundTrip(r)
 	if err != nil {
 		return 0, err
 	}
