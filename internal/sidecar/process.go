@@ -84,12 +84,27 @@ func (p Process) Start(ctx context.Context, hello func(context.Context) error) e
 		case end := <-ended:
 			err = fmt.Errorf("it has ended: %w; it said: %s", errors.Join(end, err), tail(log.Name()))
 		case <-deadline.C:
-			err = errors.Join(err, cmd.Process.Signal(unix.SIGKILL))
+			err = errors.Join(err, killed(cmd, ended))
 		case <-ctx.Done():
-			err = errors.Join(context.Cause(ctx), cmd.Process.Signal(unix.SIGKILL))
+			err = errors.Join(context.Cause(ctx), killed(cmd, ended))
 		}
 		again.Stop()
 		return fmt.Errorf("start the %s: %w", p.Name, err)
+	}
+}
+
+// killed kills a process that was not to be, and waits until it is gone: what it was in, a control group, can be removed then.
+func killed(cmd *exec.Cmd, ended <-chan error) error {
+	if err := cmd.Process.Signal(unix.SIGKILL); err != nil && !errors.Is(err, os.ErrProcessDone) {
+		return err
+	}
+	late := time.NewTimer(stopTime)
+	defer late.Stop()
+	select {
+	case <-ended:
+		return nil
+	case <-late.C:
+		return fmt.Errorf("process %d was killed and has not ended within %s", cmd.Process.Pid, stopTime)
 	}
 }
 

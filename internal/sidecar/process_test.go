@@ -9,6 +9,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/coppice-dev/coppice/internal/eventually"
 	"github.com/coppice-dev/coppice/internal/require"
 	"github.com/coppice-dev/coppice/internal/sidecar"
 	"github.com/coppice-dev/coppice/runner/cgroup"
@@ -33,13 +34,14 @@ func TestCgroup(t *testing.T) {
 	})
 	for _, confine := range []bool{false, true} {
 		dir := t.TempDir()
-		p := sidecar.Process{
-			Name: "helper", Dir: dir, Command: []string{"/bin/cp", "/proc/self/cgroup", filepath.Join(dir, "group")}, Confine: confine,
-			Cgroup: func() (*os.File, error) { return tree.Beside("helper") },
+		group := filepath.Join(dir, "group")
+		p := sidecar.Process{ // it lives for as long as the file is there
+			Name: "helper", Dir: dir, Command: []string{"/bin/sh", "-c", `cat /proc/self/cgroup >"$0"; while test -e "$0"; do sleep 0.05; done`, group},
+			Confine: confine, Cgroup: func() (*os.File, error) { return tree.Beside("helper") },
 		}
 		var said string
 		if err := p.Start(t.Context(), func(context.Context) error {
-			b, err := os.ReadFile(filepath.Join(dir, "group"))
+			b, err := os.ReadFile(group)
 			if said = string(b); err == nil && !strings.HasSuffix(said, "\n") {
 				err = errors.New("it has not written all yet")
 			}
@@ -47,12 +49,38 @@ func TestCgroup(t *testing.T) {
 		}); err != nil {
 			t.Fatal(err)
 		}
+		ends(t, dirOf(mount), group)
 		if want := fmt.Sprintf("0::/coppice-sidecar-%d.helper\n", os.Getpid()); !strings.Contains(said, want) {
 			t.Errorf("it is in %q, want %q", said, want)
 		}
 	}
-	p := sidecar.Process{Name: "helper", Dir: t.TempDir(), Command: []string{"/bin/true"}, Cgroup: func() (*os.File, error) { return nil, os.ErrPermission }}
+	ctx, cancel := context.WithCancel(t.Context())
+	p := sidecar.Process{Name: "helper", Dir: t.TempDir(), Command: []string{"/bin/sleep", "60"}, Cgroup: func() (*os.File, error) { return tree.Beside("helper") }}
+	if err := p.Start(ctx, func(context.Context) error { cancel(); return errors.New("it does not answer") }); !errors.Is(err, context.Canceled) {
+		t.Errorf("it is no longer wanted: %v", err)
+	}
+	if b, err := os.ReadFile(filepath.Join(dirOf(mount), "cgroup.procs")); err != nil || len(b) > 0 {
+		t.Errorf("what was started in vain lives on: %q, %v", b, err)
+	}
+	p = sidecar.Process{Name: "helper", Dir: t.TempDir(), Command: []string{"/bin/true"}, Cgroup: func() (*os.File, error) { return nil, os.ErrPermission }}
 	if err := p.Start(t.Context(), func(context.Context) error { return nil }); !errors.Is(err, os.ErrPermission) {
 		t.Errorf("a group that cannot be made: %v", err)
 	}
+}
+
+// dirOf is the directory of the helpers' group.
+func dirOf(mount string) string {
+	return filepath.Join(mount, fmt.Sprintf("coppice-sidecar-%d.helper", os.Getpid()))
+}
+
+// ends tells a helper to end and waits until nothing is left in its group.
+func ends(t *testing.T, group, file string) {
+	t.Helper()
+	if err := os.Remove(file); err != nil {
+		t.Fatal(err)
+	}
+	eventually.True(t, "the helper ends", func() bool {
+		b, err := os.ReadFile(filepath.Join(group, "cgroup.procs"))
+		return err == nil && len(b) == 0
+	})
 }
