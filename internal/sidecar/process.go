@@ -101,7 +101,7 @@ func killed(cmd *exec.Cmd, ended <-chan error) error {
 	late := time.NewTimer(stopTime)
 	defer late.Stop()
 	select {
-	case <-ended:
+	case <-ended: //nolint:errcheck // it was killed
 		return nil
 	case <-late.C:
 		return fmt.Errorf("process %d was killed and has not ended within %s", cmd.Process.Pid, stopTime)
