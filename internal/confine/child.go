@@ -1,0 +1,206 @@
+package confine
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"math"
+	"os"
+	"path/filepath"
+	"runtime"
+	"runtime/debug"
+	"slices"
+	"strconv"
+	"strings"
+	"syscall"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/coppice-dev/coppice/core"
+)
+
+// Task is something that helpers do.
+type Task struct {
+	Name string
+	Run  func(*Child) error
+	// Files lets the task make, change and remove files, below Spec.Dir.
+	Files bool
+}
+
+// Child is a helper, as its task sees it.
+type Child struct {
+	Files   []*os.File // as the caller gave them
+	request []byte
+}
+
+// Request decodes the request.
+func (c *Child) Request(v any) error { return json.Unmarshal(c.request, v) }
+
+// Answer sends one answer.
+func (*Child) Answer(v any) error {
+	b, err := json.Marshal(v)
+	if err != nil {
+		return err
+	}
+	return writeFrame(os.Stdout, frameAnswer, b)
+}
+
+// Enter makes this process a helper if it was started as one, and then does not return. Otherwise it notes that this program can
+// start helpers, for these tasks. It is called before anything else.
+func Enter(tasks ...Task) {
+	if len(os.Args) == 0 || os.Args[0] != program {
+		entered.Store(true)
+		return
+	}
+	if err := serve(tasks); err != nil {
+		fmt.Fprintln(os.Stderr, "a confined helper:", err)
+		os.Exit(1)
+	}
+	os.Exit(0)
+}
+
+func serve(tasks []Task) error {
+	// The caller takes this process's root directory away when it is ready.
+	open, err := openDescriptors()
+	if err != nil {
+		return err
+	}
+	if err := writeFrame(os.Stdout, frameReady, nil); err != nil {
+		return err
+	}
+	var h header
+	if err := readJSON(frameHeader, &h); err != nil {
+		return fmt.Errorf("it is started by a program that needs it, which tells it what to do: %w", err)
+	}
+	kind, request, err := readFrame(os.Stdin, maxRequest)
+	if err != nil || kind != frameRequest {
+		return errors.Join(errors.New("read the request"), err)
+	}
+	i := slices.IndexFunc(tasks, func(t Task) bool { return t.Name == h.Task })
+	if i < 0 {
+		return fmt.Errorf("this program has no task %q", h.Task)
+	}
+	c := &Child{request: request}
+	for n := range h.Files {
+		c.Files = append(c.Files, os.NewFile(uintptr(3+n), "given "+strconv.Itoa(n)))
+	}
+	closeOthers(open, 3+h.Files)
+	runtime.GOMAXPROCS(min(2, runtime.NumCPU()))
+	// The collector works harder before the kernel refuses.
+	debug.SetMemoryLimit(h.Limits.Memory / 4 * 3)
+	if err := limit(h.Limits, h.Confined); err != nil {
+		return err
+	}
+	if err := verify(h); err != nil {
+		return err
+	}
+	if err := unix.Prctl(unix.PR_SET_DUMPABLE, 0, 0, 0, 0); err != nil {
+		return err
+	}
+	if err := filter(tasks[i].Files); err != nil {
+		return err
+	}
+	return report(tasks[i].Run(c))
+}
+
+func readJSON(want byte, v any) error {
+	kind, b, err := readFrame(os.Stdin, maxRequest)
+	if err != nil {
+		return err
+	}
+	if kind != want {
+		return kindError(kind)
+	}
+	return json.Unmarshal(b, v)
+}
+
+// openDescriptors lists what this process has open and is not one of the Go runtime's.
+func openDescriptors() ([]int, error) {
+	const dir = "/proc/self/fd"
+	entries, err := os.ReadDir(dir)
+	if err != nil {
+		return nil, err
+	}
+	var out []int
+	for _, e := range entries {
+		to, err := os.Readlink(filepath.Join(dir, e.Name()))
+		n, numErr := strconv.Atoi(e.Name())
+		if err == nil && numErr == nil && !strings.HasPrefix(to, "anon_inode:") {
+			out = append(out, n)
+		}
+	}
+	return out, nil
+}
+
+// closeOthers closes what was not meant for this process: its caller may have had descriptors that programs inherit.
+func closeOthers(open []int, from int) {
+	for _, fd := range open {
+		if fd >= from {
+			_ = unix.Close(fd) // it may be the directory that was listed
+		}
+	}
+}
+
+// addressSlack is how much more address space than memory a helper may have: a Go program reserves some that it never writes.
+const addressSlack = 8 << 30
+
+// limit sets the limits of this process. Its caller cannot: that takes a capability (CAP_SYS_RESOURCE) that runners in containers
+// often lack. Nothing of a tenant was read yet, and no limit can be raised afterwards.
+func limit(l Limits, confined bool) error {
+	cpu, file := uint64(math.Ceil(l.CPU.Seconds())), uint64(l.FileBytes) //nolint:gosec // G115: bounded by the caller
+	limits := map[int]uint64{
+		unix.RLIMIT_CPU: cpu, unix.RLIMIT_FSIZE: file, unix.RLIMIT_NOFILE: maxOpen, unix.RLIMIT_CORE: 0, unix.RLIMIT_MEMLOCK: 0,
+		unix.RLIMIT_MSGQUEUE: 0, unix.RLIMIT_SIGPENDING: 128,
+	}
+	if confined { // threads are counted by user
+		limits[unix.RLIMIT_NPROC] = maxThreads
+	}
+	if !raceDetector {
+		memory := uint64(l.Memory) //nolint:gosec // G115: positive
+		limits[unix.RLIMIT_DATA], limits[unix.RLIMIT_AS] = memory, memory+addressSlack
+	}
+	for which, n := range limits {
+		if err := syscall.Setrlimit(which, &syscall.Rlimit{Cur: n, Max: n}); err != nil {
+			return fmt.Errorf("set resource limit %d to %d: %w", which, n, err)
+		}
+	}
+	return nil
+}
+
+// verify refuses to work where this process is not confined as it should be.
+func verify(h header) error {
+	if !h.Confined {
+		return nil
+	}
+	entries, err := os.ReadDir("/")
+	if err != nil {
+		return err
+	}
+	want := 0
+	if h.Dir {
+		want = 1
+	}
+	if len(entries) != want || want == 1 && "/"+entries[0].Name() != TreeDir {
+		return fmt.Errorf("its root directory has %d files, want %d", len(entries), want)
+	}
+	if uid := uint32(os.Getuid()); uid != h.UID || uid == 0 { //nolint:gosec // G115: a user id
+		return fmt.Errorf("it runs as user %d, want %d", uid, h.UID)
+	}
+	n, err := unix.PrctlRetInt(unix.PR_GET_NO_NEW_PRIVS, 0, 0, 0, 0)
+	if err != nil || n != 1 {
+		return errors.Join(errors.New("no_new_privs is not set"), err)
+	}
+	return nil
+}
+
+// report sends how the task ended.
+func report(failed error) error {
+	if failed == nil {
+		return writeFrame(os.Stdout, frameDone, nil)
+	}
+	b, err := json.Marshal(failure{core.CodeOf(failed), core.Clip(failed.Error())})
+	if err != nil {
+		return err
+	}
+	return writeFrame(os.Stdout, frameFailed, b)
+}

@@ -1,0 +1,344 @@
+package confine
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"strings"
+	"sync/atomic"
+	"syscall"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/confine/internal/mode"
+)
+
+// Limits bound a helper. All but FileBytes must be positive.
+type Limits struct {
+	Memory    int64         // bytes of memory that it may write
+	CPU       time.Duration // of all its threads; whole seconds
+	Time      time.Duration // from its start to its end
+	FileBytes int64         // of a file that it writes; 0: it writes none
+	Frame     int           // bytes of one answer
+	Answers   int           // answers
+	Bytes     int64         // bytes of all answers
+}
+
+// Spec says what a helper does and what it gets.
+type Spec struct {
+	Task    string // the name of a task that Enter was given
+	Limits  Limits
+	Request any        // becomes JSON
+	Files   []*os.File // stay the caller's; they must be open for reading only
+	// Dir is a directory that the helper sees as TreeDir, mounted without devices, set-user-id bits and programs, and that it
+	// may change with Caps. Empty: it sees no file at all.
+	Dir  string
+	Caps []uint8 // capabilities that it keeps, unix.CAP_…; nil: none
+}
+
+// TreeDir is where a helper sees Spec.Dir.
+const TreeDir = "/tree"
+
+// The bounds of every helper.
+const (
+	maxRequest = 1 << 20  // bytes
+	maxFiles   = 16       // descriptors that it gets
+	maxHelpers = 16       // of one process at the same time; others wait
+	maxSaid    = 16 << 10 // bytes of its standard error that are kept
+	maxStderr  = 1 << 20  // bytes of its standard error that it may write
+	maxThreads = 64
+	maxOpen    = 64 // descriptors
+)
+
+// Limit names a limit of a helper.
+type Limit string
+
+// The limits.
+const (
+	LimitMemory  Limit = "memory"
+	LimitCPU     Limit = "CPU time"
+	LimitTime    Limit = "time"
+	LimitFile    Limit = "file size"
+	LimitAnswer  Limit = "answer"
+	LimitOutput  Limit = "diagnostic output"
+	LimitThreads Limit = "threads"
+	LimitSyscall Limit = "system calls"
+)
+
+// LimitError says that a helper hit a limit and was ended.
+type LimitError struct {
+	Task  string
+	Limit Limit
+	Bound string // such as "512 MiB"
+}
+
+func (e *LimitError) Error() string {
+	return fmt.Sprintf("the confined helper for %s hit its limit of %s (%s) and was ended", e.Task, e.Limit, e.Bound)
+}
+
+// CrashError says that a helper ended in a way that no helper should: by a panic, by a signal, or with an answer that is none.
+type CrashError struct {
+	Task string
+	How  string
+	Said string // the end of what it wrote; for the log, not for a tenant
+}
+
+func (e *CrashError) Error() string {
+	if e.Said == "" {
+		return fmt.Sprintf("the confined helper for %s ended early: %s", e.Task, e.How)
+	}
+	return fmt.Sprintf("the confined helper for %s ended early: %s; it said: %q", e.Task, e.How, e.Said)
+}
+
+// TaskError is the error that a task returned. Code and Message come from the helper, so the caller must not trust them: it
+// compares the code with those it knows.
+type TaskError struct {
+	Code    core.Code
+	Message string // clipped
+}
+
+func (e *TaskError) Error() string { return e.Message }
+
+// IsLimit reports whether err says that a helper hit this limit.
+func IsLimit(err error, limit Limit) bool {
+	e, ok := errors.AsType[*LimitError](err)
+	return ok && e.Limit == limit
+}
+
+// entered says that Enter was called: this program can be its own helper.
+var entered atomic.Bool
+
+// slots are the user ids of helpers that run.
+var slots = func() chan uint32 {
+	c := make(chan uint32, maxHelpers)
+	for i := range uint32(maxHelpers) {
+		c <- i
+	}
+	return c
+}()
+
+// Helpers run as users above those of VMs (see daemon.firstUID). Each process of this host that starts helpers has ids of its own,
+// and so has each helper at one time: the kernel counts threads by user id.
+const firstUID = 768_000_000
+
+func uidOf(slot uint32) uint32 { return firstUID + uint32(os.Getpid())&0x3fffff*maxHelpers + slot } //nolint:gosec // G115: masked
+
+// Run starts a helper, gives it the request and calls each with every answer, in order. It returns when the helper has ended and
+// nothing of it is left. An error of each ends the helper and is returned. When ctx ends, the helper is killed and the context's
+// cause is returned.
+func Run(ctx context.Context, spec Spec, each func(answer json.RawMessage) error) error {
+	request, err := check(spec)
+	if err != nil {
+		return err
+	}
+	select {
+	case slot := <-slots:
+		defer func() { slots <- slot }()
+		return run(ctx, spec, request, uidOf(slot), each)
+	case <-ctx.Done():
+		return context.Cause(ctx)
+	}
+}
+
+// check refuses what cannot be confined, and returns the request as JSON.
+func check(s Spec) ([]byte, error) {
+	if !entered.Load() {
+		return nil, core.Errorf(core.Internal, core.CodeInternal, "this program starts a confined helper for %s but did not call confine.Enter first", s.Task)
+	}
+	if os.Geteuid() != 0 && !mode.WithoutRoot.Load() {
+		return nil, core.Errorf(core.PermissionDenied, core.CodePermissionDenied, "a confined helper for %s needs root, for its namespaces; run this program as root", s.Task)
+	}
+	l := s.Limits
+	if l.Memory <= 0 || l.CPU < time.Second || l.Time <= 0 || l.FileBytes < 0 || l.Frame <= 0 || l.Answers <= 0 || l.Bytes <= 0 {
+		return nil, core.Errorf(core.Internal, core.CodeInternal, "the confined helper for %s has no bound: %+v", s.Task, l)
+	}
+	if len(s.Files) > maxFiles {
+		return nil, core.Errorf(core.Internal, core.CodeInternal, "the confined helper for %s was given %d files, the bound is %d", s.Task, len(s.Files), maxFiles)
+	}
+	for _, f := range s.Files {
+		flags, err := unix.FcntlInt(f.Fd(), unix.F_GETFL, 0)
+		if err != nil {
+			return nil, fmt.Errorf("give a file to a confined helper: %w", err)
+		}
+		if flags&unix.O_ACCMODE != unix.O_RDONLY {
+			return nil, core.Errorf(core.Internal, core.CodeInternal, "the confined helper for %s was given a file that is open for writing", s.Task)
+		}
+	}
+	request, err := json.Marshal(s.Request)
+	if err != nil {
+		return nil, err
+	}
+	if len(request) > maxRequest {
+		return nil, core.Errorf(core.Internal, core.CodeInternal, "the request to the confined helper for %s has %d bytes, the bound is %d", s.Task, len(request), maxRequest)
+	}
+	return request, nil
+}
+
+// reply is what a helper sent in all.
+type reply struct {
+	done   bool       // it ended well
+	failed *TaskError // or its task failed
+}
+
+func run(ctx context.Context, spec Spec, request []byte, uid uint32, each func(json.RawMessage) error) error {
+	ctx, cancel := context.WithTimeoutCause(ctx, spec.Limits.Time, &LimitError{spec.Task, LimitTime, spec.Limits.Time.String()})
+	defer cancel()
+	p, err := start(spec, uid)
+	if err != nil {
+		return fmt.Errorf("start a confined helper for %s: %w", spec.Task, err)
+	}
+	defer p.close()
+	stop := context.AfterFunc(ctx, func() { p.kill(context.Cause(ctx)) })
+	defer stop()
+	said := make(chan string, 1)
+	go func() { said <- p.listen() }()
+	got, err := p.converse(spec, request, each)
+	if err != nil {
+		p.kill(err)
+	}
+	<-p.ended
+	text := <-said
+	switch why := p.killed(); {
+	case err == nil && got.done && p.state.Success():
+		return nil
+	case err == nil && got.failed != nil:
+		return got.failed
+	case why != nil && !isEnded(why):
+		return why
+	case why != nil:
+		err = why
+	default:
+		err = errors.New(p.state.String())
+	}
+	if verdict := p.verdict(spec, text); verdict != nil {
+		return verdict
+	}
+	return &CrashError{spec.Task, err.Error() + ", " + p.state.String(), text}
+}
+
+func isEnded(err error) bool {
+	_, ok := errors.AsType[*endedError](err)
+	return ok
+}
+
+// endedError says that a helper closed its output before its last word. How it ended says why.
+type endedError struct{ cause error }
+
+func (e *endedError) Error() string { return "its answer ended early: " + e.cause.Error() }
+
+// converse waits until the helper is ready, locks it in, sends the request and reads the answers.
+func (p *process) converse(spec Spec, request []byte, each func(json.RawMessage) error) (reply, error) {
+	kind, _, err := readFrame(p.stdout, 0)
+	if err != nil || kind != frameReady {
+		return reply{}, &endedError{fmt.Errorf("it is not ready: %w", errors.Join(err, kindError(kind)))}
+	}
+	if err := p.confine(); err != nil {
+		return reply{}, fmt.Errorf("confine the helper for %s: %w", spec.Task, err)
+	}
+	head, err := json.Marshal(header{Task: spec.Task, Limits: spec.Limits, UID: p.uid, Files: len(spec.Files), Dir: spec.Dir != "", Confined: p.confined})
+	if err != nil {
+		return reply{}, err
+	}
+	if err := errors.Join(writeFrame(p.stdin, frameHeader, head), writeFrame(p.stdin, frameRequest, request)); err != nil {
+		return reply{}, &endedError{err}
+	}
+	tooMuch := func(what string, bound any) error {
+		return &LimitError{spec.Task, LimitAnswer, fmt.Sprintf("%v %s", bound, what)}
+	}
+	var total int64
+	for n := 0; ; n++ {
+		kind, b, err := readFrame(p.stdout, spec.Limits.Frame)
+		total += int64(len(b))
+		switch {
+		case errors.Is(err, errFrameLength):
+			return reply{}, tooMuch("bytes of one answer", spec.Limits.Frame)
+		case err != nil:
+			return reply{}, &endedError{err}
+		case kind == frameDone:
+			return reply{done: true}, nil
+		case kind == frameFailed:
+			return reply{failed: taskError(b)}, nil
+		case kind != frameAnswer:
+			return reply{}, &CrashError{Task: spec.Task, How: kindError(kind).Error()}
+		case n >= spec.Limits.Answers:
+			return reply{}, tooMuch("answers", spec.Limits.Answers)
+		case total > spec.Limits.Bytes:
+			return reply{}, tooMuch("bytes of answers", spec.Limits.Bytes)
+		}
+		if err := each(b); err != nil {
+			return reply{}, err
+		}
+	}
+}
+
+// taskError reads what a helper says of its failure.
+func taskError(b []byte) *TaskError {
+	var f failure
+	if err := json.Unmarshal(b, &f); err != nil {
+		return &TaskError{core.CodeInternal, "it failed and did not say why"}
+	}
+	plain := func(r rune) bool { return r >= 'A' && r <= 'Z' || r == '_' }
+	if len(f.Code) > 64 || strings.TrimFunc(string(f.Code), plain) != "" {
+		f.Code = core.CodeInternal
+	}
+	return &TaskError{f.Code, core.Clip(f.Message)}
+}
+
+// verdict says which limit ended the helper; nil for none that is known.
+func (p *process) verdict(spec Spec, said string) error {
+	hit := func(l Limit, bound any) error { return &LimitError{spec.Task, l, fmt.Sprint(bound)} }
+	memory := fmt.Sprintf("%d MiB", spec.Limits.Memory>>20)
+	if p.state == nil {
+		return nil
+	}
+	if sig := signalOf(p.state); sig >= 0 {
+		switch {
+		case sig == unix.SIGKILL && p.state.UserTime()+p.state.SystemTime() > spec.Limits.CPU-200*time.Millisecond, sig == unix.SIGXCPU:
+			return hit(LimitCPU, spec.Limits.CPU)
+		case sig == unix.SIGSYS:
+			return hit(LimitSyscall, "those of its filter")
+		case sig == unix.SIGXFSZ:
+			return hit(LimitFile, fmt.Sprintf("%d bytes", spec.Limits.FileBytes))
+		}
+		return nil
+	}
+	has := func(s string) bool { return strings.Contains(said, s) }
+	switch {
+	case p.state.ExitCode() != exitGoFatal: // the Go runtime's
+		return nil
+	case has("failed to create new OS thread") && has("errno=11"), has("pthread_create failed: Resource temporarily unavailable"):
+		return hit(LimitThreads, maxThreads)
+	case has("out of memory"), has("annot allocate memory"), has("errno=12"), p.usedMuch(spec.Limits.Memory):
+		return hit(LimitMemory, memory)
+	}
+	return nil
+}
+
+// usedMuch reports whether the helper had half of the memory that it may have, or more. The Go runtime may fail in many ways when
+// the kernel refuses it memory, with a segmentation violation in the collector, for example.
+func (p *process) usedMuch(limit int64) bool {
+	usage, ok := p.state.SysUsage().(*syscall.Rusage)
+	return ok && usage.Maxrss<<10 >= limit/2
+}
+
+// exitGoFatal is the exit status of a Go program after a panic or a fatal error.
+const exitGoFatal = 2
+
+// listen keeps the beginning of what the helper writes to its standard error. Too much of it ends the helper.
+func (p *process) listen() string {
+	kept := make([]byte, maxSaid)
+	n, err := io.ReadFull(p.stderr, kept)
+	if err == nil {
+		more, _ := io.CopyN(io.Discard, p.stderr, maxStderr) // the pipe ends with the helper
+		if more == maxStderr {
+			p.kill(&LimitError{p.task, LimitOutput, fmt.Sprintf("%d KiB", maxStderr>>10)})
+			_, _ = io.Copy(io.Discard, p.stderr) // until it is gone
+		}
+	}
+	return strings.ToValidUTF8(strings.TrimSpace(string(kept[:n])), "\uFFFD")
+}

@@ -1,0 +1,4 @@
+package confine
+
+// RaceDetector is raceDetector.
+const RaceDetector = raceDetector

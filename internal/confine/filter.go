@@ -1,0 +1,76 @@
+package confine
+
+import (
+	"fmt"
+	"os"
+	"slices"
+
+	seccomp "github.com/elastic/go-seccomp-bpf"
+	"github.com/elastic/go-seccomp-bpf/arch"
+	"golang.org/x/sys/unix"
+)
+
+// computing is what a Go program calls to compute, to read what is open, and to write to its pipes.
+var computing = []string{
+	"read", "pread64", "readv", "write", "writev", "close", "lseek", "fstat", "fcntl",
+	"munmap", "madvise", "mincore", "brk", "mremap",
+	"futex", "sched_yield", "sched_getaffinity", "nanosleep", "clock_nanosleep", "clock_gettime", "clock_getres", "gettimeofday", "restart_syscall",
+	"rt_sigaction", "rt_sigprocmask", "rt_sigreturn", "sigaltstack", "getpid", "gettid", "getuid", "geteuid", "getgid", "getegid",
+	"getrandom", "getrusage", "epoll_create1", "epoll_ctl", "epoll_pwait", "epoll_wait", "eventfd2", "pipe2", "exit", "exit_group",
+	"set_robust_list", "rseq", "set_tid_address", "uname",
+}
+
+// changing is what a task calls besides that makes files.
+var changing = []string{
+	"openat", "newfstatat", "fstatat64", "statx", "readlinkat", "getdents64", "mkdirat", "symlinkat", "linkat", "mknodat", "unlinkat", "renameat2",
+	"fchown", "fchownat", "fchmod", "fchmodat", "fchmodat2", "utimensat", "fsetxattr", "ftruncate", "fallocate", "copy_file_range", "pwrite64", "umask",
+}
+
+const fiemap = 0xC020660B // FS_IOC_FIEMAP: where a file's blocks are
+
+// filter allows nothing from now on but the calls above, on all threads. What is not allowed fails with EPERM, so that the Go
+// runtime goes on where it only tries.
+func filter(files bool) error {
+	info, err := arch.GetInfo("")
+	if err != nil {
+		return fmt.Errorf("filter system calls: %w", err)
+	}
+	names := computing
+	if files {
+		names = append(slices.Clip(names), changing...)
+	}
+	var known []string
+	for _, name := range names {
+		if _, ok := info.SyscallNames[name]; ok { // not every architecture has each
+			known = append(known, name)
+		}
+	}
+	must := func(c ...seccomp.Condition) seccomp.ArgumentConditions { return c }
+	allow := []seccomp.NameWithConditions{
+		// Threads, not processes.
+		{Name: "clone", Conditions: must(seccomp.Condition{Argument: 0, Operation: seccomp.BitsSet, Value: unix.CLONE_THREAD})},
+		// Memory of its own that is no program, which the limit of memory counts.
+		{Name: "mmap", Conditions: must(
+			seccomp.Condition{Argument: 2, Operation: seccomp.BitsNotSet, Value: unix.PROT_EXEC},
+			seccomp.Condition{Argument: 3, Operation: seccomp.BitsNotSet, Value: unix.MAP_SHARED})},
+		{Name: "mprotect", Conditions: must(seccomp.Condition{Argument: 2, Operation: seccomp.BitsNotSet, Value: unix.PROT_EXEC})},
+		// Signals to its own threads: the Go runtime preempts goroutines by them.
+		{Name: "tgkill", Conditions: must(seccomp.Condition{Argument: 0, Operation: seccomp.Equal, Value: uint64(os.Getpid())})}, //nolint:gosec // G115: a process id
+		{Name: "ioctl", Conditions: must(seccomp.Condition{Argument: 1, Operation: seccomp.Equal, Value: fiemap})},
+		{Name: "prctl", Conditions: must(seccomp.Condition{Argument: 0, Operation: seccomp.Equal, Value: unix.PR_SET_VMA})},
+		{Name: "prctl", Conditions: must(seccomp.Condition{Argument: 0, Operation: seccomp.Equal, Value: unix.PR_GET_NO_NEW_PRIVS})},
+		{Name: "prctl", Conditions: must(seccomp.Condition{Argument: 0, Operation: seccomp.Equal, Value: unix.PR_CAPBSET_READ})},
+	}
+	policy := seccomp.Policy{
+		DefaultAction: seccomp.ActionErrno, // EPERM
+		Syscalls: []seccomp.SyscallGroup{
+			{Action: seccomp.ActionAllow, Names: known, NamesWithCondtions: allow},
+			// The C library of test programs then calls clone, whose flags a filter can see.
+			{Action: seccomp.ActionErrno | seccomp.Action(unix.ENOSYS), Names: []string{"clone3"}},
+		},
+	}
+	if err := seccomp.LoadFilter(seccomp.Filter{NoNewPrivs: true, Flag: seccomp.FilterFlagTSync, Policy: policy}); err != nil {
+		return fmt.Errorf("filter system calls: %w", err)
+	}
+	return nil
+}

@@ -1,0 +1,258 @@
+package confine
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strconv"
+	"sync"
+	"syscall"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/coppice-dev/coppice/internal/osthread"
+)
+
+// program names the helper in lists of processes, and is how Enter knows that it is one.
+const program = "coppice-confined"
+
+// process is a helper that runs.
+type process struct {
+	task                  string
+	uid                   uint32
+	confined              bool // in namespaces and as a user of its own
+	proc                  *os.Process
+	stdin, stdout, stderr *os.File
+	ended                 chan struct{}
+	state                 *os.ProcessState // after ended
+
+	onThread chan func() // done on the thread that has the helper's mount namespace
+
+	mu  sync.Mutex
+	why error // that it was killed for
+	dir string
+}
+
+// start starts the helper's process on a thread of its own, which is changed for good: it enters the helper's mount namespace and
+// loses what helpers must not inherit. The helper waits until it is confined.
+func start(spec Spec, uid uint32) (*process, error) {
+	p := &process{
+		task: spec.Task, uid: uid, confined: os.Geteuid() == 0, dir: spec.Dir,
+		ended: make(chan struct{}), onThread: make(chan func()),
+	}
+	if spec.Dir != "" && !p.confined {
+		return nil, errors.New("only root can give it a directory")
+	}
+	stdin, stdout, stderr, err := p.pipes()
+	if err != nil {
+		return nil, err
+	}
+	attr := &os.ProcAttr{Dir: "/", Env: []string{}, Files: append([]*os.File{stdin, stdout, stderr}, spec.Files...), Sys: p.attributes(spec.Caps)}
+	started := make(chan error, 1)
+	osthread.Go(func() {
+		var err error
+		if p.confined {
+			err = p.prepareThread(spec.Caps)
+		}
+		if err == nil {
+			p.proc, err = os.StartProcess("/proc/self/exe", []string{program, spec.Task}, attr)
+		}
+		started <- err
+		if err != nil {
+			return
+		}
+		// The helper dies with this thread (Pdeathsig), so the thread stays until the helper has ended.
+		go func() {
+			p.state, _ = p.proc.Wait() // it fails for a process that is not a child, and this is one
+			close(p.ended)
+		}()
+		for {
+			select {
+			case fn := <-p.onThread:
+				fn()
+			case <-p.ended:
+				return
+			}
+		}
+	})
+	err = errors.Join(<-started, stdin.Close(), stdout.Close(), stderr.Close())
+	if err != nil {
+		if p.proc != nil {
+			p.kill(err)
+			<-p.ended
+		}
+		p.close()
+		return nil, err
+	}
+	return p, nil
+}
+
+// pipes makes the helper's standard streams and returns its ends.
+func (p *process) pipes() (stdin, stdout, stderr *os.File, err error) {
+	var inErr, outErr, errErr error
+	stdin, p.stdin, inErr = os.Pipe()
+	p.stdout, stdout, outErr = os.Pipe()
+	p.stderr, stderr, errErr = os.Pipe()
+	if err = errors.Join(inErr, outErr, errErr); err != nil {
+		for _, f := range []*os.File{stdin, stdout, stderr} {
+			_ = f.Close() // nothing was written to it; closing nil is an error, too
+		}
+		p.close()
+	}
+	return stdin, stdout, stderr, err
+}
+
+func (p *process) attributes(caps []uint8) *syscall.SysProcAttr {
+	a := &syscall.SysProcAttr{Setsid: true, Pdeathsig: syscall.SIGKILL}
+	if !p.confined {
+		return a
+	}
+	a.Cloneflags = unix.CLONE_NEWPID | unix.CLONE_NEWNET | unix.CLONE_NEWIPC | unix.CLONE_NEWUTS | unix.CLONE_NEWCGROUP
+	a.Credential = &syscall.Credential{Uid: p.uid, Gid: p.uid}
+	for _, c := range caps {
+		a.AmbientCaps = append(a.AmbientCaps, uintptr(c))
+	}
+	return a
+}
+
+// prepareThread gives this thread a mount namespace of its own, from which nothing reaches the host's, and takes away what the
+// helper must not inherit: the bounding set but for caps, and the way to new privileges.
+func (p *process) prepareThread(caps []uint8) error {
+	if err := unix.Unshare(unix.CLONE_NEWNS); err != nil {
+		return fmt.Errorf("make a mount namespace: %w", err)
+	}
+	if err := unix.Mount("", "/", "", unix.MS_REC|unix.MS_PRIVATE, ""); err != nil {
+		return fmt.Errorf("make mounts private: %w", err)
+	}
+	keep := make(map[uintptr]bool, len(caps))
+	for _, c := range caps {
+		keep[uintptr(c)] = true
+	}
+	for c := range uintptr(64) {
+		if keep[c] {
+			continue
+		}
+		if err := unix.Prctl(unix.PR_CAPBSET_DROP, c, 0, 0, 0); errors.Is(err, unix.EINVAL) {
+			break // the kernel has no more
+		} else if err != nil {
+			return fmt.Errorf("drop capability %d of the bounding set: %w", c, err)
+		}
+	}
+	if err := unix.Prctl(unix.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0); err != nil {
+		return fmt.Errorf("set no_new_privs: %w", err)
+	}
+	return nil
+}
+
+// confine takes everything from the helper that it does not need. It runs nothing of a tenant yet: it waits for its request.
+func (p *process) confine() error {
+	if !p.confined {
+		return nil
+	}
+	// What runs short of memory on the host is not the runner.
+	if err := os.WriteFile(filepath.Join("/proc", strconv.Itoa(p.proc.Pid), "oom_score_adj"), []byte("1000"), 0); err != nil {
+		return fmt.Errorf("make it the first to go: %w", err)
+	}
+	result := make(chan error, 1)
+	select {
+	case p.onThread <- func() { result <- emptyRoot(p.dir) }:
+		return <-result
+	case <-p.ended:
+		return &endedError{errors.New("it ended before it was confined")}
+	}
+}
+
+// emptyRoot makes an empty file system the root of this mount namespace, and with it of the helper, whose root was the same as
+// this thread's. Where dir is not empty, it is at TreeDir. Every other mount of the host is gone from the namespace.
+func emptyRoot(dir string) error {
+	const at = "/proc" // a directory that every host has; what is mounted over it is not needed any more
+	if dir != "" {
+		// The source is opened first, as the mount point may hide it.
+		fd, err := unix.Open(dir, unix.O_PATH|unix.O_DIRECTORY|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0)
+		if err != nil {
+			return fmt.Errorf("open the directory: %w", err)
+		}
+		defer func() { _ = unix.Close(fd) }()
+		tree, err := unix.OpenTree(fd, "", unix.OPEN_TREE_CLONE|unix.OPEN_TREE_CLOEXEC|unix.AT_EMPTY_PATH)
+		if err != nil {
+			return fmt.Errorf("bind the directory: %w", err)
+		}
+		defer func() { _ = unix.Close(tree) }()
+		attr := unix.MountAttr{Attr_set: unix.MOUNT_ATTR_NODEV | unix.MOUNT_ATTR_NOSUID | unix.MOUNT_ATTR_NOEXEC}
+		if err := unix.MountSetattr(tree, "", unix.AT_EMPTY_PATH, &attr); err != nil {
+			return fmt.Errorf("bind the directory without devices: %w", err)
+		}
+		return pivot(at, tree)
+	}
+	return pivot(at, -1)
+}
+
+// pivot makes a new file system the root, with the detached mount tree at TreeDir unless it is -1.
+func pivot(at string, tree int) error {
+	const flags = unix.MS_NOSUID | unix.MS_NODEV | unix.MS_NOEXEC
+	if err := unix.Mount("none", at, "tmpfs", flags, "mode=0555,size=64k,nr_inodes=4"); err != nil {
+		return fmt.Errorf("mount an empty root: %w", err)
+	}
+	if tree >= 0 {
+		if err := unix.Mkdir(at+TreeDir, 0o555); err != nil {
+			return err
+		}
+		if err := unix.MoveMount(tree, "", unix.AT_FDCWD, at+TreeDir, unix.MOVE_MOUNT_F_EMPTY_PATH); err != nil {
+			return fmt.Errorf("mount the directory: %w", err)
+		}
+	}
+	if err := unix.Mount("", at, "", unix.MS_REMOUNT|unix.MS_BIND|unix.MS_RDONLY|flags, ""); err != nil {
+		return fmt.Errorf("make the empty root read-only: %w", err)
+	}
+	old, err := unix.Open("/", unix.O_PATH|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return err
+	}
+	defer func() { _ = unix.Close(old) }()
+	if err := unix.Chdir(at); err != nil {
+		return err
+	}
+	if err := unix.PivotRoot(".", "."); err != nil { // the old root is now mounted over the new one
+		return fmt.Errorf("change the root: %w", err)
+	}
+	if err := unix.Fchdir(old); err != nil {
+		return err
+	}
+	if err := unix.Unmount(".", unix.MNT_DETACH); err != nil {
+		return fmt.Errorf("leave the old root: %w", err)
+	}
+	return unix.Chdir("/")
+}
+
+// kill ends the helper and everything in its process namespace. The first reason counts.
+func (p *process) kill(why error) {
+	p.mu.Lock()
+	if p.why == nil {
+		p.why = why
+	}
+	p.mu.Unlock()
+	_ = p.proc.Kill() // it may have ended; Wait says how
+}
+
+// killed is why kill was called, nil if it was not.
+func (p *process) killed() error {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.why
+}
+
+func (p *process) close() {
+	for _, f := range []*os.File{p.stdin, p.stdout, p.stderr} {
+		if f != nil {
+			_ = f.Close() // nobody is at the other end any more
+		}
+	}
+}
+
+func signalOf(s *os.ProcessState) syscall.Signal {
+	if status, ok := s.Sys().(syscall.WaitStatus); ok && status.Signaled() {
+		return status.Signal()
+	}
+	return -1
+}
