@@ -2,21 +2,19 @@ package runner
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"os"
 	"time"
 
-	"github.com/erofs/go-erofs"
-
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
-	"github.com/coppice-dev/coppice/runner/diskdiff"
-	"github.com/coppice-dev/coppice/runner/ext4"
+	"github.com/coppice-dev/coppice/internal/confine"
+	"github.com/coppice-dev/coppice/runner/diffhelper"
 	"github.com/coppice-dev/coppice/runner/memory"
 )
 
-// The bounds of comparisons. They read what guests wrote, as much of it as a disk holds, so they are few, and each ends.
+// The bounds of comparisons. They read what guests wrote, as much of it as a disk holds, so they are few, each ends, and the disks
+// are read by a confined helper.
 const (
 	maxDiffs    = 2                // at the same time; others wait
 	diffBudget  = 5 * time.Second  // of a page: after it, it ends where it is
@@ -150,19 +148,11 @@ func (r *Runner) diffDisks(ctx context.Context, a, b *diffSide, req runnerapi.Di
 		return runnerapi.DiffPage{}, err
 	}
 	defer root.Close()
-	image, err := erofs.Open(root)
-	if err != nil {
-		return runnerapi.DiffPage{}, core.Wrapf(err, core.FailedPrecondition, core.CodeDiskUnreadable, "the root file system of image %s is not an erofs that can be read", a.Image.Short())
-	}
-	lower, ok := image.(diskdiff.Lower)
-	if !ok {
-		return runnerapi.DiffPage{}, core.Errorf(core.Internal, core.CodeInternal, "package erofs gave no file system with links")
-	}
-	got, err := diskdiff.Compare(ctx, diskdiff.Request{
-		A: a.overlay, B: b.overlay, Lower: lower, After: req.After, Limit: req.Limit, Until: time.Now().Add(diffBudget),
+	got, err := diffhelper.Compare(ctx, diffhelper.Request{
+		A: a.overlay, B: b.overlay, Root: root, After: req.After, Limit: req.Limit, Budget: diffBudget, Wait: diffTimeout,
 	})
 	if err != nil {
-		return runnerapi.DiffPage{}, diskError(err, a, b)
+		return runnerapi.DiffPage{}, r.diskError(ctx, err, a, b)
 	}
 	page := runnerapi.DiffPage{
 		Files: make([]runnerapi.FileChange, 0, len(got.Changes)), Next: got.Next, Unreadable: got.Unreadable,
@@ -176,12 +166,15 @@ func (r *Runner) diffDisks(ctx context.Context, a, b *diffSide, req runnerapi.Di
 	return page, nil
 }
 
-// diskError says that a guest has made its disk unreadable as a whole; other errors are the host's.
-func diskError(err error, a, b *diffSide) error {
-	_, isDamaged := errors.AsType[*ext4.DamagedError](err)
-	_, isForeign := errors.AsType[*ext4.UnsupportedError](err)
-	if isDamaged || isForeign {
-		return core.Wrapf(err, core.FailedPrecondition, core.CodeDiskUnreadable, "the disk of checkpoint %s or %s cannot be read: %s", a.ID, b.ID, core.Clip(err.Error()))
+// diskError says which checkpoints cannot be compared. The log has the whole cause, of which the answer has the first line.
+func (r *Runner) diskError(ctx context.Context, err error, a, b *diffSide) error {
+	switch {
+	case confine.IsLimit(err, confine.LimitTime):
+		return errDiffTimeout
+	case core.CodeOf(err) == core.CodeDiskUnreadable:
+		r.cfg.Log.WarnContext(ctx, "disks not compared", "checkpoint_id", a.ID, "other_checkpoint_id", b.ID, "err", err)
+		return core.Wrapf(err, core.FailedPrecondition, core.CodeDiskUnreadable,
+			"the disks of checkpoints %s and %s, or the root file system of their image, cannot be read: %s", a.ID, b.ID, core.Clip(core.MessageOf(err)))
 	}
 	return fmt.Errorf("compare the disks of checkpoints %s and %s: %w", a.ID, b.ID, err)
 }

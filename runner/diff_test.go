@@ -5,6 +5,7 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"log/slog"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -35,7 +36,7 @@ func newShelf(t *testing.T) *shelf {
 	t.Helper()
 	mkfs := require.Program(t, "mkfs.erofs", "erofs-utils")
 	dir := t.TempDir()
-	s := &shelf{Runner: &Runner{cfg: Config{DataDir: dir}.withDefaults(), diffs: make(chan struct{}, maxDiffs)}, t: t, image: core.Digest("sha256:" + strings.Repeat("a", 64))}
+	s := &shelf{Runner: &Runner{cfg: Config{DataDir: dir, Log: slog.New(slog.DiscardHandler)}.withDefaults(), diffs: make(chan struct{}, maxDiffs)}, t: t, image: core.Digest("sha256:" + strings.Repeat("a", 64))}
 	s.runCtx, s.stop = context.WithCancel(t.Context())
 	t.Cleanup(s.stop)
 	from := filepath.Join(dir, "from")

@@ -22,8 +22,11 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/confine"
+	"github.com/coppice-dev/coppice/internal/confine/confinetest"
 	"github.com/coppice-dev/coppice/internal/eventually"
 	"github.com/coppice-dev/coppice/internal/require"
+	"github.com/coppice-dev/coppice/runner/diffhelper"
 	"github.com/coppice-dev/coppice/runner/memory"
 	"github.com/coppice-dev/coppice/runner/pager"
 	"github.com/coppice-dev/coppice/snapshotstore"
@@ -37,6 +40,8 @@ const beAPager = "be-a-pager"
 
 // TestMain runs the tests, or, started anew with an argument, is a pager.
 func TestMain(m *testing.M) {
+	confine.Enter(diffhelper.Task())
+	confinetest.AllowWithoutRoot(m)
 	if len(os.Args) > 1 && os.Args[1] == beAPager {
 		if err := servePages(os.Stdin); err != nil {
 			fmt.Fprintln(os.Stderr, err)

@@ -19,6 +19,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/daemon"
 	"github.com/coppice-dev/coppice/internal/failpoint"
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
@@ -49,6 +50,7 @@ var commands = []func(*app) *cobra.Command{
 }
 
 func main() {
+	daemon.EnterConfined()
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
 	a := &app{stdin: os.Stdin, stdout: os.Stdout, stderr: os.Stderr, getenv: os.Getenv}

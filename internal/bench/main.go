@@ -51,6 +51,7 @@ type config struct {
 }
 
 func main() {
+	daemon.EnterConfined()
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	err := command(ctx, os.Args[1:])
 	stop()

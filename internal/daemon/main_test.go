@@ -20,6 +20,7 @@ import (
 	"github.com/coppice-dev/coppice/api/apitest"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/images"
+	"github.com/coppice-dev/coppice/internal/confine/confinetest"
 	"github.com/coppice-dev/coppice/internal/daemon"
 	"github.com/coppice-dev/coppice/internal/testaddr"
 	"github.com/coppice-dev/coppice/internal/testleak"
@@ -43,6 +44,8 @@ const (
 const watchdog = 3 * time.Minute
 
 func TestMain(m *testing.M) {
+	daemon.EnterConfined()
+	confinetest.AllowWithoutRoot(m)
 	if role := os.Getenv(roleVariable); role != "" {
 		if err := serve(role); err != nil {
 			fmt.Fprintf(os.Stderr, "%s: %v\n", core.CodeOf(err), err)

@@ -5,6 +5,8 @@ import (
 	"fmt"
 	"os"
 	"testing"
+
+	"github.com/coppice-dev/coppice/internal/daemon"
 )
 
 var long = flag.Bool("long", false, "run the long sweeps: the 64-generation tree, every runtime, every fault at every place")
@@ -16,6 +18,7 @@ var (
 )
 
 func TestMain(m *testing.M) {
+	daemon.EnterConfined()
 	flag.Parse()
 	status := m.Run()
 	for _, fault := range closeShared() {

@@ -13,6 +13,7 @@ import (
 
 	"github.com/coppice-dev/coppice/internal/sparse"
 	"github.com/coppice-dev/coppice/runner/ext4"
+	"github.com/coppice-dev/coppice/runner/rootimage"
 )
 
 // Kind is what became of a file.
@@ -83,7 +84,7 @@ func Compare(ctx context.Context, r Request) (Page, error) {
 		if err != nil {
 			return Page{}, err
 		}
-		*side.v = &view{disk: disk, lower: r.Lower, seen: make(map[uint32]bool)}
+		*side.v = &view{disk: disk, lower: r.Lower, seen: make(map[uint32]bool), seenLower: make(map[uint64]bool)}
 	}
 	a, errA := c.a.root()
 	b, errB := c.b.root()
@@ -115,9 +116,16 @@ type comparison struct {
 	unshared sparse.Ranges
 	after    []string // where the page before ended
 	page     Page
+	bytes    int // of the paths of the page
 	bufA     []byte
 	bufB     []byte
 }
+
+// maxPageBytes bounds the paths of a page, which ends early with them.
+const maxPageBytes = 4 << 20
+
+// MaxPath is the longest path that a page has, in bytes.
+const MaxPath = maxPath + 256
 
 // maxPath bounds how deep a guest's directories are followed, in bytes, as the kernel bounds a path.
 const maxPath = 4096
@@ -218,7 +226,7 @@ func (c *comparison) visited(path []string) error {
 	if c.runCtx.Err() != nil {
 		return context.Cause(c.runCtx)
 	}
-	if len(c.page.Changes) < c.Limit && (c.Until.IsZero() || time.Now().Before(c.Until)) {
+	if len(c.page.Changes) < c.Limit && c.bytes < maxPageBytes && (c.Until.IsZero() || time.Now().Before(c.Until)) {
 		return nil
 	}
 	c.page.Next = []byte("/" + strings.Join(path, "/"))
@@ -243,6 +251,7 @@ func (c *comparison) judge(path []string, a, b *node) error {
 		change.Kind, change.Type, change.What, change.Size, change.SizeBefore = Changed, typeName(y.kind), what, y.size, x.size
 	}
 	c.page.Changes = append(c.page.Changes, change)
+	c.bytes += len(change.Path)
 	return nil
 }
 
@@ -342,6 +351,10 @@ func (v *view) layout(n *node) (layout, error) {
 
 const chunk = 256 << 10
 
+// maxContent bounds the comparison of one file. After it the file counts as different and as unreadable, so that a huge file
+// does not keep a page from getting further.
+const maxContent = 10 * time.Second
+
 // bytesDiffer compares two files of the same size.
 func (c *comparison) bytesDiffer(a, b layout, size int64) (bool, error) {
 	if a.lower != "" && a.lower == b.lower {
@@ -354,12 +367,17 @@ func (c *comparison) bytesDiffer(a, b layout, size int64) (bool, error) {
 	readB, errB := b.reader()
 	defer readA.close()
 	defer readB.close()
-	if err := errors.Join(errA, errB); err != nil {
+	if err := errors.Join(c.a.tolerate(errA), c.b.tolerate(errB)); err != nil || errA != nil || errB != nil {
 		return true, err
 	}
+	began := time.Now()
 	for at := int64(0); at < size; {
 		if c.runCtx.Err() != nil {
 			return true, context.Cause(c.runCtx)
+		}
+		if time.Since(began) > maxContent {
+			c.b.unreadable++
+			return true, nil
 		}
 		n := min(chunk, size-at)
 		if a.lower == "" && b.lower == "" {
@@ -371,7 +389,7 @@ func (c *comparison) bytesDiffer(a, b layout, size int64) (bool, error) {
 			n = min(n, end-at)
 		}
 		errA, errB := readA.read(c.bufA[:n], at), readB.read(c.bufB[:n], at)
-		if err := errors.Join(errA, errB); err != nil {
+		if err := errors.Join(c.a.tolerate(errA), c.b.tolerate(errB)); err != nil || errA != nil || errB != nil {
 			return true, err
 		}
 		if !bytes.Equal(c.bufA[:n], c.bufB[:n]) {
@@ -433,6 +451,9 @@ func (r *reader) read(b []byte, at int64) error {
 		return r.v.disk.ReadExtents(r.extents, b, at)
 	}
 	_, err := io.ReadFull(r.file, b)
+	if errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) {
+		return rootimage.Short()
+	}
 	return err
 }
 

@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/coppice-dev/coppice/runner/ext4"
+	"github.com/coppice-dev/coppice/runner/rootimage"
 )
 
 // upperDir is where an overlay disk has what lies over the image.
@@ -23,7 +24,8 @@ const (
 )
 
 // Lower is the image's root file system. Names are as io/fs has them. Of files it tells the owner by UID() and GID() uint32, of
-// devices the number by Rdev() uint64.
+// devices the number by Rdev() uint64, and which file it is by Ino() uint64. A rootimage.DamagedError says that a file of it
+// cannot be read.
 type Lower interface {
 	fs.ReadDirFS
 	fs.ReadLinkFS
@@ -34,12 +36,20 @@ type view struct {
 	disk       *ext4.FS
 	lower      Lower
 	seen       map[uint32]bool // directories of the overlay that were listed: each has one name
+	seenLower  map[uint64]bool // and of the image
 	held       int             // entries of the directories that are open
+	heldBytes  int             // and the bytes of their names
 	unreadable int
 }
 
-// maxHeld bounds the entries of one path's directories, and with them memory: with the longest names some 140 MiB.
-const maxHeld = 1 << 19
+// The bounds of what one path's directories hold in memory, on each side.
+const (
+	maxHeld      = 1 << 18
+	maxHeldBytes = 32 << 20
+)
+
+// full reports whether no more directories may be opened. What is below them is unreadable then.
+func (v *view) full() bool { return v.held > maxHeld || v.heldBytes > maxHeldBytes }
 
 // node is a file of a view. What the overlay has of it hides what the image has; a directory may be both.
 type node struct {
@@ -159,6 +169,7 @@ type listing struct {
 	dir    *node
 	upper  []ext4.Entry
 	lower  []string // sorted
+	bytes  int      // of the names in lower
 	opaque bool
 }
 
@@ -187,13 +198,27 @@ func (l *listing) readLower() error {
 	if l.dir == nil || l.dir.lower == "" || l.opaque {
 		return nil
 	}
+	// A directory that is its own parent, or has two, would be listed without end.
+	if of, ok := l.dir.info.(interface{ Ino() uint64 }); ok {
+		if l.v.seenLower[of.Ino()] {
+			l.v.unreadable++
+			return nil
+		}
+		l.v.seenLower[of.Ino()] = true
+	}
+	if l.v.full() {
+		l.v.unreadable++
+		return nil
+	}
 	entries, err := l.v.lower.ReadDir(l.dir.lower)
 	if err != nil {
-		return err
+		return l.v.tolerate(err)
 	}
 	for _, e := range entries {
 		l.lower = append(l.lower, e.Name())
+		l.bytes += len(e.Name())
 	}
+	l.v.held, l.v.heldBytes = l.v.held+len(entries), l.v.heldBytes+l.bytes
 	slices.Sort(l.lower)
 	return nil
 }
@@ -203,7 +228,7 @@ func (v *view) upperList(in *ext4.Inode) ([]ext4.Entry, map[string]string, error
 		v.unreadable++
 		return nil, nil, nil
 	}
-	if v.held > maxHeld {
+	if v.full() {
 		v.unreadable++
 		return nil, nil, nil
 	}
@@ -213,16 +238,28 @@ func (v *view) upperList(in *ext4.Inode) ([]ext4.Entry, map[string]string, error
 		return nil, nil, err
 	}
 	entries, err := v.disk.ReadDir(in)
-	v.held += len(entries)
+	v.held, v.heldBytes = v.held+len(entries), v.heldBytes+nameBytes(entries)
 	return entries, xattrs, err
 }
 
-// close gives back what the listing held.
-func (l *listing) close() { l.v.held -= len(l.upper) }
+func nameBytes(list []ext4.Entry) (n int) {
+	for _, e := range list {
+		n += len(e.Name)
+	}
+	return n
+}
 
-// tolerate counts what a guest has damaged. Any other error is the host's.
+// close gives back what the listing held.
+func (l *listing) close() {
+	l.v.held -= len(l.upper) + len(l.lower)
+	l.v.heldBytes -= nameBytes(l.upper) + l.bytes
+}
+
+// tolerate counts what a guest, or whoever brought the image, has damaged. Any other error is the host's.
 func (v *view) tolerate(err error) error {
-	if _, ok := errors.AsType[*ext4.DamagedError](err); ok {
+	_, upper := errors.AsType[*ext4.DamagedError](err)
+	_, lower := errors.AsType[*rootimage.DamagedError](err)
+	if upper || lower {
 		v.unreadable++
 		return nil
 	}
@@ -254,7 +291,7 @@ func (l *listing) lowerChild(name string) (*node, error) {
 	p := l.within(name)
 	info, err := l.v.lstat(p)
 	if info == nil || err != nil {
-		return nil, err
+		return nil, l.v.tolerate(err)
 	}
 	return &node{lower: p, info: info}, nil
 }

@@ -18,6 +18,7 @@ type Entry struct {
 const (
 	maxDirectory = 32 << 20
 	maxEntries   = 1 << 18
+	maxNames     = 16 << 20 // bytes of all names
 )
 
 // ReadDir lists a directory by name, without "." and "..". Names are bytes of the guest's choice but for "/" and NUL.
@@ -30,14 +31,22 @@ func (fs *FS) ReadDir(in *Inode) ([]Entry, error) {
 		return nil, err
 	}
 	var out []Entry
+	names := 0
 	for _, x := range extents {
 		for n := range x.Length {
 			b, err := fs.block(x.Physical + n)
 			if err != nil {
 				return nil, err
 			}
+			had := len(out)
 			if out, err = appendEntries(out, b, in.Number); err != nil {
 				return nil, err
+			}
+			for _, e := range out[had:] {
+				names += len(e.Name)
+			}
+			if names > maxNames {
+				return nil, damaged("directory %d has names of more than %d bytes", in.Number, maxNames)
 			}
 		}
 	}
