@@ -1,14 +1,19 @@
 package testvm
 
 import (
-	"errors"
 	"os"
 	"os/exec"
 	"path/filepath"
 	"runtime/debug"
+	"slices"
 	"strings"
 	"testing"
+
+	"github.com/coppice-dev/coppice/internal/testprog"
 )
+
+// faultsMark stands before the faults at the end of a program of With, where the fake looks for it.
+const faultsMark = "\x00fakech faults:\n"
 
 // FakeCloudHypervisor is a program that stands for cloud-hypervisor: package runner/vmm/cloudhypervisor/fakech.
 type FakeCloudHypervisor struct {
@@ -54,8 +59,11 @@ func (f FakeCloudHypervisor) With(t testing.TB, faults ...string) string {
 		t.Fatal(err)
 	}
 	path := filepath.Join(dir, "cloud-hypervisor")
-	if err := errors.Join(os.Link(f.Path, path), os.WriteFile(path+".faults", []byte(strings.Join(faults, "\n")), 0o644)); err != nil { //nolint:gosec // G306: see above
+	program, err := os.ReadFile(f.Path)
+	if err != nil {
 		t.Fatal(err)
 	}
+	// In the program itself: a VMM sees no other file of the host.
+	testprog.Write(t, path, slices.Concat(program, []byte(faultsMark+strings.Join(faults, "\n"))))
 	return path
 }

@@ -116,6 +116,9 @@ const (
 	tapFD   // or the base once more, for a machine without a network
 )
 
+// randomDevice is where the VMM takes the guest's random numbers from.
+const randomDevice = "/dev/urandom"
+
 // fdPath is the path by which the VMM opens again what it has inherited.
 func fdPath(fd int) string { return fmt.Sprintf("/proc/self/fd/%d", fd) }
 
@@ -126,7 +129,7 @@ func config(s vmm.Spec, fd descriptors, landlock bool) vmConfig {
 		CPUs:    cpuConfig{Boot: s.VCPUs, Max: s.VCPUs},
 		Memory:  memoryConfig{Zones: []zoneConf{{ID: zoneID, Size: size, File: fdPath(baseFD)}}},
 		Payload: payloadConfig{Kernel: os.DevNull},
-		RNG:     rngConfig{Source: "/dev/urandom"},
+		RNG:     rngConfig{Source: randomDevice},
 		Vsock:   vsockConfig{ID: vsockID, CID: guestCID, Socket: fdPath(ownFD) + "/" + vsockSocket},
 		Serial:  consoleConfig{Mode: "Socket", Socket: fdPath(ownFD) + "/" + serialSocket},
 		Console: consoleConfig{Mode: "Off"},

@@ -26,6 +26,7 @@ import (
 
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/runner/vmm"
+	"github.com/coppice-dev/coppice/runner/vmm/jail"
 	"github.com/coppice-dev/coppice/runner/vmm/kvm"
 	"github.com/coppice-dev/coppice/runner/vmm/vmmproc"
 )
@@ -67,6 +68,8 @@ type installation struct {
 	path     string
 	version  string // "53.0"
 	landlock bool   // whether the kernel has what it asks of Landlock
+
+	walls *jail.Jail // guarded by Driver.mu; nil until a machine is started
 }
 
 // New makes a driver. It does not look at the host yet: Fingerprint does.

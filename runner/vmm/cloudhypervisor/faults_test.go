@@ -390,7 +390,7 @@ func died(t *testing.T, what string, m vmm.Machine) {
 	case <-time.After(bounded):
 		t.Fatalf("%s: the end is not known", what)
 	}
-	if exit := m.Exit(); exit.Killed || exit.Status != "signal: killed" {
+	if exit := m.Exit(); exit.Killed || exit.Status != "exit status 137" {
 		t.Errorf("%s: the exit is %+v", what, exit)
 	}
 	if err := m.Pause(t.Context()); !errors.Is(err, vmm.ErrGone) {

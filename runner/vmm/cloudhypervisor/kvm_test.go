@@ -27,6 +27,7 @@ import (
 	"github.com/coppice-dev/coppice/runner/memory"
 	"github.com/coppice-dev/coppice/runner/vmm"
 	"github.com/coppice-dev/coppice/runner/vmm/vmmproc"
+	"github.com/coppice-dev/coppice/runner/vmm/vmmtest"
 )
 
 // TestRealPlaceholder: a snapshot into a directory that has a memory-ranges fails with one chain of errors, after both JSON files are whole,
@@ -126,6 +127,21 @@ func TestRealConfinement(t *testing.T) { //nolint:paralleltest // as above
 			t.Errorf("the thread %s runs without a filter", name)
 		}
 	}
+	vmmtest.CheckJail(t, vmmtest.Jailed{
+		PID: v.Proc.PID, UID: rigUID,
+		Visible: []string{"/lib", "/usr/lib", "/etc/ld.so.cache", "/dev/null", "/dev/urandom", "/dev/kvm", v.program(t)},
+		Hidden:  []string{v.Handle().Dir},
+	})
+}
+
+// program is the file that the VMM runs.
+func (v *vm) program(t *testing.T) string {
+	t.Helper()
+	path, err := os.Readlink(fmt.Sprintf("/proc/%d/exe", v.Proc.PID))
+	if err != nil {
+		t.Fatal(err)
+	}
+	return path
 }
 
 // TestRealOracle: a restore through the seam gives the memory that cloud-hypervisor's own restore of the same snapshot gives, and is as

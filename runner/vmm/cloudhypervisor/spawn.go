@@ -13,6 +13,7 @@ import (
 
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/runner/vmm"
+	"github.com/coppice-dev/coppice/runner/vmm/jail"
 	"github.com/coppice-dev/coppice/runner/vmm/kvm"
 	"github.com/coppice-dev/coppice/runner/vmm/vmmproc"
 )
@@ -71,9 +72,13 @@ func (d *Driver) spawn(ctx context.Context, in *installation, spec vmm.Spec) (_ 
 			return nil, err
 		}
 	}
+	walls, err := d.jail(ctx, in)
+	if err != nil {
+		return nil, err
+	}
 	// Landlock is asked for in the configuration: its flag is refused without a kernel on the command line.
 	args := []string{"--api-socket", fmt.Sprintf("fd=%d", apiFD), "--event-monitor", fmt.Sprintf("fd=%d", eventsFD), "--seccomp", "true"}
-	return vmmproc.Spawn(ctx, DriverName, spec, vmmproc.Command{Path: in.path, Name: nameOf(spec.Cluster, spec.ID), Args: args, Files: files.Files, Groups: groups},
+	return vmmproc.Spawn(ctx, DriverName, spec, vmmproc.Command{Path: in.path, Name: nameOf(spec.Cluster, spec.ID), Args: args, Files: files.Files, Groups: groups, Jail: walls},
 		func(proc *vmmproc.Process, log *vmmproc.Log, h vmm.Handle) (*machine, error) {
 			m, err := attach(ctx, proc, log, h)
 			if err != nil || spec.Restore {
@@ -85,6 +90,31 @@ func (d *Driver) spawn(ctx context.Context, in *installation, spec vmm.Spec) (_ 
 			}
 			return m, nil
 		})
+}
+
+// jail returns the file system of this installation's machines, which is built once. It is nil for a runner that is not root, which can
+// neither build one nor give a machine a user of its own.
+func (d *Driver) jail(ctx context.Context, in *installation) (*jail.Jail, error) {
+	if os.Geteuid() != 0 {
+		return nil, nil //nolint:nilnil // see above
+	}
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if in.walls != nil {
+		return in.walls, nil
+	}
+	program, err := filepath.Abs(in.path)
+	if err != nil {
+		return nil, err
+	}
+	devices := []string{os.DevNull, randomDevice} // a restore has the first in the place of a kernel
+	if _, err := os.Stat(kvm.Device); err == nil {
+		devices = append(devices, kvm.Device)
+	}
+	if in.walls, err = jail.New(ctx, jail.Config{Program: program, Devices: devices}); err != nil {
+		return nil, core.Wrapf(err, core.FailedPrecondition, core.CodeVMMFailed, "cloud-hypervisor's machines cannot be confined: %v", err)
+	}
+	return in.walls, nil
 }
 
 // create tells the VMM what to boot.
@@ -203,7 +233,10 @@ func makeDir(path string, mode os.FileMode, uid, gid uint32) (*os.File, error) {
 			return nil, err
 		}
 	}
-	return os.Open(path)
+	if os.Geteuid() != 0 {
+		return os.Open(path)
+	}
+	return jail.Detached(path) // a plain descriptor would lead out of the jail
 }
 
 // writeConfig writes what a restore reads beside the state.

@@ -17,6 +17,7 @@ import (
 
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/runner/vmm"
+	"github.com/coppice-dev/coppice/runner/vmm/jail"
 	"github.com/coppice-dev/coppice/runner/vmm/kvm"
 )
 
@@ -51,6 +52,8 @@ type installation struct {
 	path         string
 	major, minor int
 	version      string
+
+	walls *jail.Jail // guarded by Driver.mu; nil until a machine is started
 }
 
 // New makes a driver. It does not look at the host yet: Fingerprint does.

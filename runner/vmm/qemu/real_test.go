@@ -25,7 +25,9 @@ import (
 	"github.com/coppice-dev/coppice/internal/testvm"
 	"github.com/coppice-dev/coppice/runner/memory"
 	"github.com/coppice-dev/coppice/runner/vmm"
+	"github.com/coppice-dev/coppice/runner/vmm/kvm"
 	"github.com/coppice-dev/coppice/runner/vmm/vmmproc"
+	"github.com/coppice-dev/coppice/runner/vmm/vmmtest"
 )
 
 const (
@@ -202,7 +204,7 @@ func TestConfined(t *testing.T) {
 			t.Errorf("%s is %q, want %q", name, field[name], want)
 		}
 	}
-	for ns, file := range map[string]string{"net": fmt.Sprintf("/proc/self/fd/%d", netns.Fd()), "mnt": "/proc/self/ns/mnt"} {
+	for ns, file := range map[string]string{"net": fmt.Sprintf("/proc/self/fd/%d", netns.Fd())} {
 		want, err := os.Readlink(file)
 		if err != nil {
 			t.Fatal(err)
@@ -221,6 +223,11 @@ func TestConfined(t *testing.T) {
 	}
 	checkDescriptors(t, pid)
 	checkAdvice(t, pid, base.File())
+	vmmtest.CheckJail(t, vmmtest.Jailed{
+		PID: pid, UID: testUID,
+		Visible: []string{d.found.path, "/lib", "/usr/lib", "/etc/ld.so.cache", "/usr/share/qemu/", "/usr/share/seabios/", kvm.Device},
+		Hidden:  []string{spec.Dir, other.Dir, filepath.Join(spec.Dir, monitorSocket), filepath.Join(other.Dir, agentSocket), os.TempDir()},
+	})
 }
 
 // checkAdvice: a VMM's mapping of its base is not of huge pages, for which the kernel would read megabytes around each page.

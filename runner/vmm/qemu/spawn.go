@@ -60,7 +60,11 @@ func (d *Driver) spawn(ctx context.Context, in *installation, spec vmm.Spec) (_ 
 			return nil, err
 		}
 	}
-	return vmmproc.Spawn(ctx, DriverName, spec, vmmproc.Command{Path: in.path, Args: arguments(p, spec, fds), Files: files.Files, Groups: groups},
+	walls, err := d.jail(ctx, in)
+	if err != nil {
+		return nil, err
+	}
+	return vmmproc.Spawn(ctx, DriverName, spec, vmmproc.Command{Path: in.path, Args: arguments(p, spec, fds), Files: files.Files, Groups: groups, Jail: walls},
 		func(proc *vmmproc.Process, log *vmmproc.Log, h vmm.Handle) (*machine, error) {
 			return attach(ctx, proc, log, h)
 		})

@@ -17,6 +17,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/coppice-dev/coppice/internal/osthread"
+	"github.com/coppice-dev/coppice/runner/vmm/jail"
 )
 
 // Command is what to start. The process gets nothing of the runner's environment.
@@ -32,7 +33,14 @@ type Command struct {
 	UID, GID uint32   // 0 keeps the runner's
 	Groups   []uint32 // supplementary, for a device node such as /dev/kvm
 	CgroupFD *os.File // a cgroup v2 directory; nil for none
+
+	// Jail is the file system that the process gets, with namespaces of its own of every kind but user. nil leaves it in this
+	// process's: only a probe of our own kernel may run so.
+	Jail *jail.Jail
 }
+
+// maxThreads bounds the processes and threads of a VMM's user, which has no other. It holds where there is no pids controller, too.
+const maxThreads = 256
 
 // Process is a running VMM. Its methods are safe for concurrent use.
 type Process struct {
@@ -66,11 +74,26 @@ func Start(c Command) (*Process, error) {
 	if err := errors.Join(keepDescriptors(), noCore()); err != nil {
 		return nil, err
 	}
+	null, err := os.Open(os.DevNull) // here: a jail has none
+	if err != nil {
+		return nil, err
+	}
+	defer null.Close()
+	cmd.Stdin = null
+	if c.Jail != nil {
+		cmd.SysProcAttr.Cloneflags, cmd.SysProcAttr.Ptrace = jail.Own, true
+	}
 	if err := osthread.Do(func() error { // the thread is changed for good
-		if err := confineThread(c.NetNS, c.UID != 0); err != nil {
+		if err := confineThread(c); err != nil {
 			return err
 		}
-		return cmd.Start()
+		if err := cmd.Start(); err != nil || c.Jail == nil {
+			return err
+		}
+		if err := jail.Complete(cmd.Process.Pid, func() error { return limit(cmd.Process.Pid, c) }); err != nil {
+			return errors.Join(err, cmd.Process.Kill(), reap(cmd))
+		}
+		return nil
 	}); err != nil {
 		return nil, fmt.Errorf("start %s: %w", c.Path, err)
 	}
@@ -104,10 +127,26 @@ var noCore = sync.OnceValue(func() error {
 	return nil
 })
 
-func confineThread(netns *os.File, dropCapabilities bool) error {
-	if netns != nil {
-		if err := unix.Setns(int(netns.Fd()), unix.CLONE_NEWNET); err != nil {
+// reap waits for a process that was killed before it began.
+func reap(cmd *exec.Cmd) error {
+	err := cmd.Wait()
+	var exit *exec.ExitError
+	if errors.As(err, &exit) {
+		return nil
+	}
+	return err
+}
+
+// confineThread confines the calling thread, and with it what the thread starts.
+func confineThread(c Command) error {
+	if c.NetNS != nil {
+		if err := unix.Setns(int(c.NetNS.Fd()), unix.CLONE_NEWNET); err != nil {
 			return fmt.Errorf("enter the network namespace: %w", err)
+		}
+	}
+	if c.Jail != nil {
+		if err := c.Jail.Enter(); err != nil {
+			return err
 		}
 	}
 	if err := unix.Prctl(unix.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0); err != nil {
@@ -116,7 +155,7 @@ func confineThread(netns *os.File, dropCapabilities bool) error {
 	if err := ignoreHugePages(); err != nil {
 		return err
 	}
-	if !dropCapabilities {
+	if c.UID == 0 {
 		return nil
 	}
 	for capability := uintptr(0); ; capability++ {

@@ -1,0 +1,173 @@
+package vmmproc_test
+
+import (
+	"context"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"testing"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/coppice-dev/coppice/internal/require"
+	"github.com/coppice-dev/coppice/internal/testprog"
+	"github.com/coppice-dev/coppice/runner/vmm/jail"
+	"github.com/coppice-dev/coppice/runner/vmm/vmmproc"
+)
+
+func jailOf(tb testing.TB, program string, files ...string) *jail.Jail {
+	tb.Helper()
+	j, err := jail.New(tb.Context(), jail.Config{Program: program, Files: files, Devices: []string{os.DevNull}})
+	if err != nil {
+		tb.Fatal(err)
+	}
+	return j
+}
+
+// TestJailedShell runs a shell in a jail: it finds its own process, and is held, let go and killed from outside.
+func TestJailedShell(t *testing.T) {
+	t.Parallel()
+	require.Root(t)
+	c, log := shell(t, "echo pid=$$; echo /* /proc/* /dev/*; while read -r line; do echo \"$line\"; done < /proc/self/fd/3; read -r name rest < /proc/self/status; echo $rest")
+	c.Jail, c.UID, c.GID = jailOf(t, c.Path), uid, gid
+	passed, err := os.CreateTemp(t.TempDir(), "passed")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer passed.Close()
+	if _, err := passed.WriteString("passed by descriptor\n"); err != nil {
+		t.Fatal(err)
+	}
+	if err := passed.Chmod(0o644); err != nil {
+		t.Fatal(err)
+	}
+	c.Files = []*os.File{passed}
+	out, status := run(t, c, log)
+	if status != "exit status 0" {
+		t.Fatalf("it ended with %s: %s", status, out)
+	}
+	for _, want := range []string{"pid=1\n", "/bin /dev /etc /lib /lib64 /proc /proc/self /dev/null\n", "passed by descriptor\n", "\nsh\n"} {
+		if !strings.Contains(out, want) {
+			t.Errorf("it does not print %q, but\n%s", want, out)
+		}
+	}
+}
+
+// TestJailHeld: a process in a jail is the first of its namespace, which the kernel protects from signals of its own: those of the
+// runner reach it all the same.
+func TestJailHeld(t *testing.T) {
+	t.Parallel()
+	require.Root(t)
+	c, _ := shell(t, "while :; do :; done")
+	c.Jail, c.UID, c.GID = jailOf(t, c.Path), uid, gid
+	p := start(t, c)
+	state := func() string {
+		b, err := os.ReadFile("/proc/" + strconv.Itoa(p.PID) + "/status")
+		if err != nil {
+			t.Fatal(err)
+		}
+		return field(string(b), "State")
+	}
+	if err := p.Signal(unix.SIGSTOP); err != nil {
+		t.Fatal(err)
+	}
+	for !strings.HasPrefix(state(), "T (stopped)") {
+		if t.Context().Err() != nil {
+			t.Fatal("it was not stopped")
+		}
+	}
+	if err := p.Signal(unix.SIGCONT); err != nil {
+		t.Fatal(err)
+	}
+	again, err := vmmproc.Attach(p.PID, p.StartTime)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := again.Kill(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	ended(t, p)
+}
+
+// TestJailRefuses: what cannot be confined is not started.
+func TestJailRefuses(t *testing.T) {
+	t.Parallel()
+	require.Root(t)
+	dir := t.TempDir()
+	testprog.Write(t, filepath.Join(dir, "script"), []byte("#!/bin/sh\n"))
+	for name, cfg := range map[string]jail.Config{
+		"no program":       {Program: filepath.Join(dir, "none")},
+		"a script":         {Program: filepath.Join(dir, "script")},
+		"a relative path":  {Program: "sh"},
+		"no file":          {Program: "/bin/sh", Files: []string{filepath.Join(dir, "none")}},
+		"a directory":      {Program: "/bin/sh", Files: []string{dir}},
+		"a file of /proc":  {Program: "/bin/sh", Files: []string{"/proc/version"}},
+		"no device":        {Program: "/bin/sh", Devices: []string{"/etc/passwd"}},
+		"a device as file": {Program: "/bin/sh", Files: []string{os.DevNull}},
+	} {
+		if _, err := jail.New(t.Context(), cfg); err == nil {
+			t.Errorf("%s: a jail was made", name)
+		}
+	}
+	c, _ := shell(t, "exit 0")
+	c.Jail = jailOf(t, "/bin/cat")
+	if p, err := vmmproc.Start(c); err == nil {
+		t.Errorf("process %d was started from a program that its jail does not have", p.PID)
+		_ = p.Kill(t.Context())
+	}
+}
+
+// TestJailLeavesTheHost: neither the making of a jail nor a start in it changes the mounts that this process sees.
+func TestJailLeavesTheHost(t *testing.T) { //nolint:paralleltest // it compares the mounts of this process
+	require.Root(t)
+	mounts := func() string {
+		b, err := os.ReadFile("/proc/self/mountinfo")
+		if err != nil {
+			t.Fatal(err)
+		}
+		return string(b)
+	}
+	before := mounts()
+	c, _ := shell(t, "while :; do :; done")
+	c.Jail = jailOf(t, c.Path)
+	p := start(t, c)
+	if after := mounts(); after != before {
+		t.Errorf("the mounts were\n%s, and are\n%s", before, after)
+	}
+	// A file system that is mounted later does not get into it, and one that is unmounted is gone.
+	dir := t.TempDir()
+	if err := unix.Mount("later", dir, "tmpfs", 0, ""); err != nil {
+		t.Fatal(err)
+	}
+	inside, err := os.ReadFile("/proc/" + strconv.Itoa(p.PID) + "/mountinfo")
+	if err := unix.Unmount(dir, 0); err != nil {
+		t.Error(err)
+	}
+	if err != nil || strings.Contains(string(inside), "later") || strings.Contains(string(inside), dir) {
+		t.Errorf("it has the mounts %s (%v)", inside, err)
+	}
+}
+
+// BenchmarkStart compares a start in a jail with one without: go test -run '^$' -bench Start.
+func BenchmarkStart(b *testing.B) {
+	walls := jailOf(b, "/bin/sleep")
+	for _, v := range []struct {
+		name string
+		jail *jail.Jail
+	}{{"plain", nil}, {"jail", walls}} {
+		b.Run(v.name, func(b *testing.B) {
+			for b.Loop() {
+				p, err := vmmproc.Start(vmmproc.Command{Path: "/bin/sleep", Args: []string{"600"}, Log: os.Stderr, Dir: "/", UID: uid, GID: gid, Jail: v.jail})
+				if err != nil {
+					b.Fatal(err)
+				}
+				b.StopTimer()
+				if err := p.Kill(context.WithoutCancel(b.Context())); err != nil {
+					b.Fatal(err)
+				}
+				b.StartTimer()
+			}
+		})
+	}
+}
