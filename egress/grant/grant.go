@@ -8,6 +8,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/egress/policy"
 )
 
@@ -153,7 +154,7 @@ func (s Set) Use(r *http.Request, t Target, mode Mode, id string, now time.Time)
 		covering = append(covering, g)
 	}
 	if covering == nil {
-		return nil, DeniedError("no grant is for " + r.Method + " of this path at " + t.Host.String())
+		return nil, DeniedError("no grant is for " + core.Clip(r.Method) + " of this path at " + t.Host.String())
 	}
 	for _, g := range covering {
 		for _, v := range r.Header.Values(g.Header) {

@@ -7,6 +7,8 @@ import (
 	"net/url"
 	"slices"
 	"strings"
+
+	"github.com/coppice-dev/coppice/core"
 )
 
 // forms are the ways in which a value is written: as it is, in hexadecimal, and in base64 wherever it begins in what is encoded. Each is found
@@ -152,7 +154,7 @@ func Find(r *http.Request) string {
 	}
 	for name, values := range r.Header {
 		if s.inName(name) || slices.ContainsFunc(values, s.In) {
-			return "there is a placeholder in the header " + name + ", where no grant of this sandbox puts it"
+			return "there is a placeholder in the header " + core.Clip(name) + ", where no grant of this sandbox puts it"
 		}
 	}
 	return ""

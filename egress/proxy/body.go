@@ -2,7 +2,6 @@ package proxy
 
 import (
 	"context"
-	"fmt"
 	"io"
 	"net/http"
 	"sync"
@@ -150,9 +149,8 @@ func (u *upgraded) Close() error {
 func (b *box) upgrade(o *openFlow, c *conn, resp *http.Response) error {
 	rw, ok := resp.Body.(io.ReadWriteCloser)
 	if !ok {
-		err := fmt.Errorf("the upgraded response has a %T", resp.Body)
-		b.end(o, err)
-		return err
+		b.end(o, errUpgrade)
+		return errUpgrade
 	}
 	u := &upgraded{ReadWriteCloser: rw, take: o.use.take, refuse: func(why error) { o.cancel(why) }}
 	stop := context.AfterFunc(o.ctx, func() {

@@ -35,7 +35,7 @@ type box struct {
 	budgets map[string]*budget // by the ids of grants
 }
 
-var errRemoved = errors.New("the sandbox has ended")
+var errRemoved = newFault("sandbox_ended", "the sandbox has ended")
 
 func newBox(s *Server, sb Sandbox, listeners ...net.Listener) *box {
 	b := &box{s: s, sb: sb, listeners: listeners, conns: map[*conn]struct{}{}, open: map[*openFlow]struct{}{}, budgets: map[string]*budget{}}
@@ -195,6 +195,9 @@ func (d *denial) Error() string { return d.reason }
 
 func deny(reason string) error { return &denial{reason, http.StatusForbidden} }
 
+// record is the flow as the journal gets it, which is the only place that bounds what a guest or a host has made of it.
+func record(f core.Flow) core.Flow { return f.Clipped() }
+
 // decide asks the policy for a flow and tells the journal. The error is a *denial, or one of the journal. What was begun must be ended.
 func (b *box) decide(ctx context.Context, f core.Flow, h policy.Host, u *use, why error) (*openFlow, error) {
 	f.ID, f.SandboxID, f.Epoch, f.At, f.Host = b.s.nextID(), b.sb.ID, b.sb.Epoch, time.Now(), h.String()
@@ -208,6 +211,7 @@ func (b *box) decide(ctx context.Context, f core.Flow, h policy.Host, u *use, wh
 	if u != nil {
 		f.Grant = u.grant.ID
 	}
+	f = record(f)
 	o := &openFlow{Flow: f, host: h, use: u}
 	o.ctx, o.cancel = context.WithCancelCause(ctx)
 	if why == nil { // before the journal, so that a policy that changes meanwhile finds it
@@ -215,6 +219,7 @@ func (b *box) decide(ctx context.Context, f core.Flow, h policy.Host, u *use, wh
 	}
 	if why != nil {
 		f.Outcome, f.Reason = core.FlowDenied, why.Error()
+		f = record(f)
 		o.Flow = f
 	} else {
 		if _, ok := b.policy.Load().Allows(h, f.Port, f.Spoken); !ok {
@@ -283,17 +288,7 @@ func (b *box) end(o *openFlow, err error) {
 	}
 	b.forget(o)
 	o.Ended = time.Now()
-	b.s.cfg.Journal.End(o.Flow)
-}
-
-func outcomeOf(err error) (core.Outcome, string) {
-	if d, ok := isDenial(err); ok {
-		return core.FlowDenied, d.Error()
-	}
-	if d, ok := errors.AsType[*dialError](err); ok && d.denied {
-		return core.FlowDenied, core.Clip(d.Error())
-	}
-	return core.FlowFailed, core.Clip(err.Error())
+	b.s.cfg.Journal.End(record(o.Flow))
 }
 
 func describe(h policy.Host, port uint16, spoken core.Spoken) string {

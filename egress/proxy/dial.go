@@ -59,7 +59,7 @@ func (s *Server) resolve(ctx context.Context, h policy.Host) ([]netip.Addr, erro
 	}
 	addrs, err := s.cfg.Resolver.LookupNetIP(ctx, "ip", h.Name()+".")
 	if err != nil {
-		return nil, &dialError{err: fmt.Errorf("%s was not found: %w", h, err)}
+		return nil, &dialError{err: err}
 	}
 	const most = 16
 	addrs = addrs[:min(len(addrs), most)]
@@ -70,7 +70,7 @@ func (s *Server) resolve(ctx context.Context, h policy.Host) ([]netip.Addr, erro
 		}
 	}
 	if len(addrs) == 0 {
-		return nil, &dialError{err: fmt.Errorf("%s has no address", h)}
+		return nil, &dialError{err: errNoAddress}
 	}
 	return addrs, nil
 }

@@ -72,7 +72,7 @@ func (b *box) intercept(c *conn, t target) {
 	defer cancel()
 	if err := server.HandshakeContext(ctx); err != nil {
 		if o, refused := b.decide(b.ctx, core.Flow{Spoken: core.SpokenTLS, Port: t.port}, t.host, nil, nil); refused == nil {
-			b.end(o, fmt.Errorf("the guest's program did not take the certificate of the project's authority: %w", err))
+			b.end(o, errNotTrusted)
 		}
 		reset(c.Conn)
 		_ = c.Close()
@@ -242,7 +242,7 @@ func (s *Server) serveBase(w http.ResponseWriter, r *http.Request) bool {
 	}
 	t, ok := c.box.grants.Load().set.Base(id)
 	if !ok {
-		refuseRequest(w, r, http.StatusForbidden, "there is no grant "+core.Clip(id)+" with a base URL")
+		refuseRequest(w, r, http.StatusForbidden, "there is no grant "+id+" with a base URL")
 		return true
 	}
 	const https = 443

@@ -54,7 +54,7 @@ func readHead(c *peeked, within time.Duration) (head, error) {
 		seen = append(seen, more[:n]...)
 		if err != nil && n == 0 {
 			c.ahead = seen
-			return head{}, errors.Join(errHead, err)
+			return head{}, errHead
 		}
 	}
 }

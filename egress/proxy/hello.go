@@ -46,7 +46,7 @@ func readHello(ctx context.Context, conn *peeked) (name policy.Host, err error) 
 	case hello == nil && ctx.Err() != nil:
 		return policy.Host{}, context.Cause(ctx)
 	case hello == nil:
-		return policy.Host{}, errors.Join(errBadHello, err)
+		return policy.Host{}, errBadHello
 	case slices.Contains(hello.Extensions, extensionECH):
 		return policy.Host{}, errECH
 	case hello.ServerName == "":
@@ -54,7 +54,7 @@ func readHello(ctx context.Context, conn *peeked) (name policy.Host, err error) 
 	}
 	h, err := policy.ParseHost(hello.ServerName)
 	if _, isAddr := h.Addr(); err != nil || isAddr {
-		return policy.Host{}, errors.Join(errBadHello, err)
+		return policy.Host{}, errBadHello
 	}
 	return h, nil
 }

@@ -35,7 +35,7 @@ func (b *box) serveExplicit(c *conn) {
 		err = sameTarget(h)
 	}
 	if err != nil {
-		b.refuse(c, core.Flow{Spoken: core.SpokenHTTP, Method: core.Clip(h.method)}, err)
+		b.refuse(c, core.Flow{Spoken: core.SpokenHTTP, Method: h.method}, err)
 		return
 	}
 	if h.method == http.MethodConnect {
@@ -100,7 +100,7 @@ func (b *box) refuse(c *conn, f core.Flow, why error) {
 func (b *box) serveRequests(c *conn, asked *target, port uint16) {
 	h, err := readHead(&c.peeked, b.s.cfg.FirstTime)
 	if err != nil {
-		b.refuse(c, core.Flow{Spoken: core.SpokenHTTP, Port: port, Method: core.Clip(h.method)}, err)
+		b.refuse(c, core.Flow{Spoken: core.SpokenHTTP, Port: port, Method: h.method}, err)
 		return
 	}
 	c.target = asked
@@ -243,7 +243,7 @@ func (s *Server) onRequest(r *http.Request, ctx *goproxy.ProxyCtx) (*http.Reques
 	if c == nil {
 		return r, problem(r, http.StatusForbidden, "the request comes from no sandbox")
 	}
-	f := core.Flow{Spoken: core.SpokenHTTP, Method: core.Clip(r.Method), Path: core.Clip(r.URL.EscapedPath())}
+	f := core.Flow{Spoken: core.SpokenHTTP, Method: r.Method, Path: r.URL.EscapedPath()}
 	to, why := c.whereto(r)
 	var u *use
 	if why == nil {
@@ -338,17 +338,18 @@ func (s *Server) onResponse(resp *http.Response, ctx *goproxy.ProxyCtx) *http.Re
 	if resp != nil {
 		return resp
 	}
-	status, reason := http.StatusBadGateway, "the host did not answer"
+	status, why := http.StatusBadGateway, error(errSilent)
 	if ctx.Error != nil {
-		var outcome core.Outcome
-		if outcome, reason = outcomeOf(ctx.Error); outcome == core.FlowDenied {
-			status = http.StatusForbidden
-		}
+		why = ctx.Error
+	}
+	outcome, reason := outcomeOf(why)
+	if outcome == core.FlowDenied {
+		status = http.StatusForbidden
 	}
 	return problem(ctx.Req, status, reason)
 }
 
-// problemBody is what a guest is told of its own requests.
+// problemBody is what a guest is told of its own requests. Detail is bounded as in the journal.
 type problemBody struct {
 	Title  string `json:"title"`
 	Status int    `json:"status"`
@@ -356,7 +357,7 @@ type problemBody struct {
 }
 
 func problem(r *http.Request, status int, detail string) *http.Response {
-	b, err := json.Marshal(problemBody{"coppice egress: " + http.StatusText(status), status, detail})
+	b, err := json.Marshal(problemBody{"coppice egress: " + http.StatusText(status), status, core.ClipText(detail, core.MaxFlowReason)})
 	if err != nil {
 		b = []byte("{}")
 	}
@@ -370,7 +371,7 @@ func problem(r *http.Request, status int, detail string) *http.Response {
 // refuseRequest answers a request that names no host to decide on, and tells the journal.
 func refuseRequest(w http.ResponseWriter, r *http.Request, status int, reason string) {
 	if c, _ := r.Context().Value(connKey{}).(*conn); c != nil {
-		f := core.Flow{Spoken: core.SpokenHTTP, Method: core.Clip(r.Method), Path: core.Clip(r.URL.EscapedPath())}
+		f := core.Flow{Spoken: core.SpokenHTTP, Method: r.Method, Path: r.URL.EscapedPath()}
 		if _, err := c.box.decide(r.Context(), f, policy.Host{}, nil, &denial{reason, status}); errors.Is(err, errJournal) {
 			status, reason = http.StatusServiceUnavailable, err.Error()
 		}

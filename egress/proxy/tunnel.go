@@ -183,4 +183,4 @@ func (b *box) pipe(o *openFlow, c *conn, up net.Conn) {
 	_ = up.Close()
 }
 
-var errTunnel = errors.New("one side of the tunnel broke off")
+var errTunnel = newFault("closed", "one side of the tunnel broke off")

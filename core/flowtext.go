@@ -1,0 +1,79 @@
+package core
+
+import (
+	"strings"
+	"unicode"
+	"unicode/utf8"
+)
+
+// What the record of a flow may take, in bytes of its JSON encoding, whatever a guest or a host has sent. Each text is clipped by what its
+// encoding takes, so that the sum is a bound of the whole.
+const (
+	MaxFlowEncoded = 2 << 10
+	MaxFlowID      = 64
+	maxFlowHost    = 255
+	maxFlowMethod  = 40
+	maxFlowPath    = 160
+	maxFlowRule    = 300
+	maxFlowGrant   = 64
+	MaxFlowReason  = 400
+)
+
+// Clipped returns the flow as it is recorded: its texts are valid UTF-8 without control characters, and MaxFlowEncoded bounds its encoding.
+// Every record is made by it, so that nothing else has to look at what a text holds.
+func (f Flow) Clipped() Flow {
+	f.ID, f.SandboxID = ClipText(f.ID, MaxFlowID), SandboxID(ClipText(string(f.SandboxID), MaxFlowID))
+	f.Spoken, f.Outcome = Spoken(ClipText(string(f.Spoken), maxFlowMethod)), Outcome(ClipText(string(f.Outcome), maxFlowMethod))
+	f.Host, f.Method, f.Path = ClipText(f.Host, maxFlowHost), ClipText(f.Method, maxFlowMethod), ClipText(f.Path, maxFlowPath)
+	f.Rule, f.Grant, f.Reason = ClipText(f.Rule, maxFlowRule), ClipText(f.Grant, maxFlowGrant), ClipText(f.Reason, MaxFlowReason)
+	return f
+}
+
+// clippedEnd follows what was cut off.
+const clippedEnd = "..."
+
+// ClipText makes text of what somebody else has sent: valid UTF-8, without control characters, of which a JSON encoding takes at most limit
+// bytes, with an ellipsis where something was cut off.
+func ClipText(s string, limit int) string {
+	if len(s) <= limit && plain(s) {
+		return s
+	}
+	var b strings.Builder
+	room, fits := limit, 0 // fits is how much of b an ellipsis has room behind
+	for i := 0; i < len(s); {
+		r, n := utf8.DecodeRuneInString(s[i:])
+		i += n
+		if r == utf8.RuneError && n <= 1 || unicode.IsControl(r) || unicode.In(r, unicode.Cf, unicode.Zl, unicode.Zp) {
+			r = '?'
+		}
+		if room -= encodedSize(r); room < 0 {
+			return b.String()[:fits] + clippedEnd[:min(limit, len(clippedEnd))]
+		}
+		b.WriteRune(r)
+		if room >= len(clippedEnd) {
+			fits = b.Len()
+		}
+	}
+	return b.String()
+}
+
+// plain reports whether a text is of characters that an encoding leaves as they are.
+func plain(s string) bool {
+	for i := range len(s) {
+		if c := s[i]; c < ' ' || c >= 0x7f || encodedSize(rune(c)) != 1 {
+			return false
+		}
+	}
+	return true
+}
+
+// encodedSize is what encoding/json takes for a character that is no control character.
+func encodedSize(r rune) int {
+	switch r {
+	case '"', '\\':
+		return len(`\"`)
+	case '<', '>', '&': // for those who put it into HTML
+		return len(`\u0026`)
+	}
+	return utf8.RuneLen(r)
+}

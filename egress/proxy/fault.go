@@ -1,0 +1,110 @@
+package proxy
+
+import (
+	"context"
+	"crypto/tls"
+	"crypto/x509"
+	"errors"
+	"io"
+	"io/fs"
+	"net"
+	"syscall"
+
+	"github.com/coppice-dev/coppice/core"
+)
+
+// fault is why a flow failed, in words of our own. What a library says of a failure may quote what the host has answered, a secret that it
+// echoes included, so none of it reaches the guest or the journal.
+type fault struct{ class, sentence string }
+
+func (f *fault) Error() string { return f.class + ": " + f.sentence }
+
+func newFault(class, sentence string) *fault { return &fault{class, sentence} }
+
+// What can go wrong between the proxy and a host.
+var (
+	errNoName      = newFault("no_such_name", "the host's name was not found")
+	errNoAddress   = newFault("no_such_name", "the host's name has no address")
+	errNameServer  = newFault("name_server", "the name server of this runner did not give the host's address")
+	errTimeout     = newFault("timeout", "the host did not answer in time")
+	errRefused     = newFault("refused", "the host refused the connection")
+	errUnreachable = newFault("unreachable", "the host's network could not be reached")
+	errReset       = newFault("closed", "the connection was closed before the exchange was over")
+	errTLS         = newFault("tls", "no TLS connection to the host was made")
+	errCertificate = newFault("tls", "the host's certificate is not valid for its name")
+	errMalformed   = newFault("malformed_answer", "what the host answered could not be read")
+	errSilent    = newFault("no_answer", "the host did not answer")
+	errUpgrade     = newFault("malformed_answer", "the host switched to another protocol on a connection that cannot be handed over")
+	errNotTrusted  = newFault("tls", "the guest's program did not take the certificate of the project's authority")
+	errGivenUp     = newFault("cancelled", "the guest gave up")
+	errForbidden   = newFault("forbidden", "the host's address is never reached from a sandbox")
+	errLocal       = newFault("local", "this runner's host has no sockets, ports or memory left for it")
+)
+
+// outcomeOf is what became of a flow that failed, and why.
+func outcomeOf(err error) (core.Outcome, string) {
+	if d, ok := isDenial(err); ok {
+		return core.FlowDenied, d.Error()
+	}
+	if d, ok := errors.AsType[*dialError](err); ok && d.denied {
+		return core.FlowDenied, d.Error() // the words of egress/policy, about an address
+	}
+	return core.FlowFailed, faultOf(err).Error()
+}
+
+// faultOf is the class of an error, which is never quoted. What is not known is an answer that could not be read: everything else that a
+// transport meets has a type.
+func faultOf(err error) *fault {
+	if f, ok := errors.AsType[*fault](err); ok {
+		return f
+	}
+	if dns, ok := errors.AsType[*net.DNSError](err); ok {
+		if dns.IsNotFound {
+			return errNoName
+		}
+		return errNameServer
+	}
+	if core.CategoryOf(err) == core.PermissionDenied { // the address was looked at again, and is another
+		return errForbidden
+	}
+	if f := tlsFaultOf(err); f != nil {
+		return f
+	}
+	for _, c := range []struct {
+		is error
+		f  *fault
+	}{
+		{context.Canceled, errGivenUp}, {context.DeadlineExceeded, errTimeout},
+		{syscall.ECONNREFUSED, errRefused},
+		{syscall.EHOSTUNREACH, errUnreachable}, {syscall.ENETUNREACH, errUnreachable}, {syscall.EADDRNOTAVAIL, errUnreachable},
+		{syscall.ECONNRESET, errReset}, {syscall.EPIPE, errReset}, {io.EOF, errReset}, {io.ErrUnexpectedEOF, errReset}, {net.ErrClosed, errReset}, {fs.ErrClosed, errReset},
+		{syscall.EMFILE, errLocal}, {syscall.ENFILE, errLocal}, {syscall.ENOBUFS, errLocal}, {syscall.ENOMEM, errLocal},
+	} {
+		if errors.Is(err, c.is) {
+			return c.f
+		}
+	}
+	if timeout, ok := errors.AsType[net.Error](err); ok && timeout.Timeout() {
+		return errTimeout
+	}
+	return errMalformed
+}
+
+// tlsFaultOf is the fault of a handshake; nil: it was none.
+func tlsFaultOf(err error) *fault {
+	if _, ok := errors.AsType[*tls.CertificateVerificationError](err); ok {
+		return errCertificate
+	}
+	_, hostname := errors.AsType[x509.HostnameError](err)
+	_, invalid := errors.AsType[x509.CertificateInvalidError](err)
+	_, unknown := errors.AsType[x509.UnknownAuthorityError](err)
+	if hostname || invalid || unknown {
+		return errCertificate
+	}
+	_, alert := errors.AsType[tls.AlertError](err)
+	_, record := errors.AsType[tls.RecordHeaderError](err)
+	if op, ok := errors.AsType[*net.OpError](err); alert || record || ok && (op.Op == "remote error" || op.Op == "local error") {
+		return errTLS
+	}
+	return nil
+}
