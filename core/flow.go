@@ -43,12 +43,20 @@ type Flow struct {
 	Grant     string    `json:"grant,omitempty"`  // whose secret was put into it
 	Reason    string    `json:"reason,omitempty"` // why it was denied, cut or failed
 
+	// A record may stand for many flows of one sandbox that were denied: to one host and port, for one reason, within a short time. What else it
+	// says is of the first one.
+	Count int64     `json:"count,omitempty"` // how many; 0: one
+	Last  time.Time `json:"last,omitzero"`   // when the last of them was; At is when the first was
+
 	// What is known when it has ended.
 	Ended    time.Time `json:"ended,omitzero"`
 	Status   int       `json:"status,omitempty"` // of the response
 	Sent     int64     `json:"sent"`             // bytes from the guest: of bodies, or of the tunnel
 	Received int64     `json:"received"`         // bytes to the guest
 }
+
+// Flows returns how many flows the record stands for.
+func (f Flow) Flows() int64 { return max(f.Count, 1) }
 
 // Changes reports whether a flow may have changed something outside: any request but those that only read, and any tunnel of which the proxy
 // sees nothing. What was cut may have: its answer was taken from the guest, not what it did.

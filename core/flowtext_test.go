@@ -22,7 +22,7 @@ func FuzzClipped(f *testing.F) {
 		late := time.Date(9999, 12, 31, 23, 59, 59, 999999999, time.UTC)
 		flow := Flow{
 			ID: s, SandboxID: SandboxID(s), Epoch: math.MinInt64, At: late, Spoken: Spoken(s), Host: s, Port: math.MaxUint16, Method: s, Path: s, Outcome: Outcome(s), Rule: s, Grant: s,
-			Reason: s, Ended: late, Status: math.MinInt64, Sent: math.MinInt64, Received: math.MinInt64,
+			Reason: s, Ended: late, Status: math.MinInt64, Sent: math.MinInt64, Count: math.MinInt64, Last: late, Received: math.MinInt64,
 		}
 		clipped := flow.Clipped()
 		encoded, err := json.Marshal(clipped)

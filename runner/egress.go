@@ -386,7 +386,7 @@ func (e *egressLink) enforce(ctx context.Context, s *sandbox) error {
 // Flows acknowledges what sandboxes have sent out, by the last number that was given, and waits for more. What was not acknowledged is given
 // again.
 func (r *Runner) Flows(ctx context.Context, after int64) (flows []core.Flow, last int64, err error) {
-	for ctx.Err() == nil {
+	for wait := firstEgressPause; ctx.Err() == nil; wait = min(2*wait, lastEgressPause) {
 		c, err := r.egress.await(ctx)
 		if err != nil {
 			break
@@ -398,7 +398,7 @@ func (r *Runner) Flows(ctx context.Context, after int64) (flows []core.Flow, las
 		if !errors.Is(err, egress.ErrGone) {
 			return nil, 0, err
 		}
-		pause(ctx, firstEgressPause) // run finds it out, too
+		pause(ctx, wait) // run finds it out, too
 	}
 	return nil, 0, context.Cause(ctx)
 }

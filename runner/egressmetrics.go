@@ -13,7 +13,7 @@ import (
 type egressState struct {
 	e *egressLink
 
-	up, sandboxes, open, flows, answers, unrecorded, spool, spoolMax, restarts *prometheus.Desc
+	up, sandboxes, open, flows, answers, unrecorded, spool, spoolMax, restarts, aside, tooLong *prometheus.Desc
 }
 
 // egressScrape is how long the process may take to answer a scrape.
@@ -34,12 +34,15 @@ func newEgressState(e *egressLink) *egressState {
 		spool:      desc("spool_bytes", "What the spool of flows takes that the controller does not have yet."),
 		spoolMax:   desc("spool_max_bytes", "What it may take; beyond, flows are refused."),
 		restarts:   desc("restarts_total", "Egress processes that have ended under this runner (ended), or were killed because they did not answer (hung); another follows.", "why"),
+		aside: desc("records_set_aside_total", "Records of earlier egress processes that were not taken as they are: too long or unreadable, so that they were set aside, or "+
+			"clipped and told; since the start of the egress process.", "why"),
+		tooLong: desc("answers_too_long_total", "Answers of the egress process to this runner that no message takes; an error was sent in their place."),
 	}
 }
 
 // Describe sends what Collect may send.
 func (s *egressState) Describe(out chan<- *prometheus.Desc) {
-	for _, d := range []*prometheus.Desc{s.up, s.sandboxes, s.open, s.flows, s.answers, s.unrecorded, s.spool, s.spoolMax, s.restarts} {
+	for _, d := range []*prometheus.Desc{s.up, s.sandboxes, s.open, s.flows, s.answers, s.unrecorded, s.spool, s.spoolMax, s.restarts, s.aside, s.tooLong} {
 		out <- d
 	}
 }
@@ -73,6 +76,10 @@ func (s *egressState) Collect(out chan<- prometheus.Metric) {
 	for a, n := range st.Answers {
 		count(s.answers, n, a)
 	}
+	for _, why := range []string{"too_long", "unreadable", "clipped"} {
+		count(s.aside, st.SetAside[why], why)
+	}
+	count(s.tooLong, st.TooLong)
 	count(s.unrecorded, st.Unrecorded)
 	gauge(s.spool, float64(st.SpoolBytes))
 	gauge(s.spoolMax, float64(st.SpoolMax))

@@ -7,8 +7,8 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// Version is that of this protocol.
-const Version = 1
+// Version is that of this protocol. A process of version 1 hands over records of any length, which no message takes: a runner replaces it.
+const Version = 2
 
 // Hello says who the process is.
 type Hello struct {
@@ -52,6 +52,8 @@ type Stats struct {
 	Unrecorded int64                  `json:"unrecorded"`
 	SpoolBytes int64                  `json:"spool_bytes"`
 	SpoolMax   int64                  `json:"spool_max"`
+	SetAside   map[string]int64       `json:"set_aside,omitempty"` // records of earlier processes that were not taken as they are, by why
+	TooLong    int64                  `json:"too_long"`            // answers that no message takes
 }
 
 // Op is what is asked.
@@ -75,6 +77,8 @@ type Request struct {
 	Op      Op       `json:"op"`
 	Sandbox *Sandbox `json:"sandbox,omitempty"` // of OpPut, OpRules and OpRemove
 	After   int64    `json:"after,omitempty"`
+
+	From core.SandboxID `json:"from,omitempty"` // of OpList: those that follow this one
 }
 
 // Response answers one.
@@ -82,6 +86,7 @@ type Response struct {
 	Problem *runnerapi.Problem `json:"problem,omitempty"`
 	Hello   *Hello             `json:"hello,omitempty"`
 	Served  []Served           `json:"served,omitempty"`
+	More    bool               `json:"more,omitempty"` // sandboxes follow the last one of Served: ask again from it
 	Batch   *Batch             `json:"batch,omitempty"`
 	Stats   *Stats             `json:"stats,omitempty"`
 }

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"net"
 	"os"
+	"slices"
 	"sync"
 	"sync/atomic"
 
@@ -64,8 +65,8 @@ func (s *Server) put(sb egressapi.Sandbox, files []*os.File) error {
 		return err
 	}
 	r, err := s.parse(sb.ID, sb.Rules)
-	if err == nil && sb.ID == "" {
-		err = core.Errorf(core.Invalid, core.CodeInvalidField, "a sandbox without an id cannot be served")
+	if err == nil && (sb.ID == "" || len(sb.ID) > core.MaxFlowID) {
+		err = core.Errorf(core.Invalid, core.CodeInvalidField, "a sandbox is served by an id of 1 to %d bytes, and this one has %d", core.MaxFlowID, len(sb.ID))
 	}
 	if err != nil {
 		return errors.Join(err, on.explicit.Close(), on.transparent.Close(), on.tcp.Close(), on.udp.Close())
@@ -125,17 +126,29 @@ func (s *Server) remove(id core.SandboxID) error {
 		return nil
 	}
 	s.proxy.Remove(id)
+	s.denied.end(id)
 	return b.resolver.Close()
 }
 
-func (s *Server) list() []egressapi.Served {
+// maxListed is how many sandboxes are listed at once: a message takes them, whatever their ids are.
+const maxListed = 256
+
+// list returns sandboxes whose ids follow one, in order, and whether there are more.
+func (s *Server) list(after core.SandboxID) (out []egressapi.Served, more bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	out := make([]egressapi.Served, 0, len(s.boxes))
-	for id, b := range s.boxes {
+	ids := make([]core.SandboxID, 0, len(s.boxes))
+	for id := range s.boxes {
+		if id > after {
+			ids = append(ids, id)
+		}
+	}
+	slices.Sort(ids)
+	for _, id := range ids[:min(len(ids), maxListed)] {
+		b := s.boxes[id]
 		b.mu.Lock()
 		out = append(out, egressapi.Served{ID: id, Epoch: b.epoch, Version: b.version, Lacks: b.lacks})
 		b.mu.Unlock()
 	}
-	return out
+	return out, len(ids) > maxListed
 }

@@ -150,7 +150,7 @@ func TestGrants(t *testing.T) {
 	}
 	state := func(what string, version int64, reads, lacks bool) {
 		t.Helper()
-		got := x.list()
+		got, _ := x.list("")
 		if len(got) != 1 || got[0].Version != version || got[0].Lacks != lacks || x.reads() != reads {
 			t.Errorf("%s: %+v, reads %v", what, got, !reads)
 		}

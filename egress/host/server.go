@@ -38,6 +38,7 @@ type Config struct {
 	Resolver proxy.Resolver // default: the host's
 	Alone    time.Duration  // without a runner after which it ends; default 15 min
 	Roots    *x509.CertPool // of hosts that sandboxes have grants for; default: the host's
+	Denied   time.Duration  // how long denied flows of one kind are counted together; default 1 min
 }
 
 // DefaultSpool is how many bytes of flows wait for the controller: at 3000 requests a second, two minutes of them.
@@ -48,16 +49,17 @@ const DefaultAlone = 15 * time.Minute
 
 // Server is an egress process.
 type Server struct {
-	cfg   Config
-	id    string
-	keys  *grant.Keys
-	reach *reach
-	spool *spool
-	proxy *proxy.Server
-	stats counters
-	alone *alone
-	stop  context.CancelFunc
-	done  context.Context //nolint:containedctx // it ends with the server
+	cfg    Config
+	id     string
+	keys   *grant.Keys
+	reach  *reach
+	spool  *spool
+	denied *denials
+	proxy  *proxy.Server
+	stats  counters
+	alone  *alone
+	stop   context.CancelFunc
+	done   context.Context //nolint:containedctx // it ends with the server
 
 	mu    sync.Mutex // guards boxes; held while one is put
 	boxes map[core.SandboxID]*box
@@ -70,6 +72,9 @@ func New(ctx context.Context, cfg Config) (*Server, error) {
 	}
 	if cfg.Alone == 0 {
 		cfg.Alone = DefaultAlone
+	}
+	if cfg.Denied == 0 {
+		cfg.Denied = deniedEvery
 	}
 	if cfg.Resolver == nil {
 		cfg.Resolver = net.DefaultResolver
@@ -85,12 +90,13 @@ func New(ctx context.Context, cfg Config) (*Server, error) {
 	if s.reach, err = newReach(ctx, cfg); err != nil {
 		return nil, errors.Join(err, s.spool.close())
 	}
+	s.denied = newDenials(s.spool, cfg.Denied)
 	s.done, s.stop = context.WithCancel(context.WithoutCancel(ctx))
 	s.alone = newAlone(cfg.Alone, func() {
 		s.cfg.Log.ErrorContext(s.done, "no runner has been here for long enough for its leases to be lost; nothing is carried any more", "alone_ms", core.Milliseconds(cfg.Alone))
 		s.stop()
 	})
-	s.proxy = proxy.New(proxy.Config{Reach: s.reach.current, Resolver: cfg.Resolver, Journal: counted{s.spool, &s.stats}, Log: cfg.Log, Roots: cfg.Roots})
+	s.proxy = proxy.New(proxy.Config{Reach: s.reach.current, Resolver: cfg.Resolver, Journal: counted{s.denied, &s.stats}, Log: cfg.Log, Roots: cfg.Roots})
 	return s, nil
 }
 
@@ -99,6 +105,7 @@ func (s *Server) Run(ctx context.Context) error {
 	defer context.AfterFunc(ctx, s.stop)()
 	var wg sync.WaitGroup
 	wg.Go(func() { s.reach.run(s.done) })
+	wg.Go(func() { s.denied.run(s.done) })
 	stopped := context.AfterFunc(s.done, func() { _ = s.cfg.Listen.Close() })
 	defer stopped()
 	var failed error
@@ -123,6 +130,7 @@ func (s *Server) Run(ctx context.Context) error {
 		errs = append(errs, b.resolver.Close())
 	}
 	wg.Wait()
+	s.denied.end("")
 	return errors.Join(append(errs, s.spool.close())...)
 }
 
@@ -154,9 +162,11 @@ func (s *Server) converse(c *net.UnixConn) {
 		for {
 			var r request
 			var err error
-			if r.files, err = sidecar.Receive(c, &r.Request); err != nil {
+			if r.files, err = sidecar.Receive(c, &r.Request); sidecar.IsFault(err) {
+				r.fault = err // it is answered, and the connection goes on
+			} else if err != nil {
 				if !errors.Is(err, io.EOF) && ctx.Err() == nil {
-					s.cfg.Log.Warn("a client said what is not understood", "err", err)
+					s.cfg.Log.Warn("a client's message was not received", "err", err)
 				}
 				return
 			}
@@ -183,6 +193,11 @@ func (s *Server) converse(c *net.UnixConn) {
 			out = egressapi.Response{Problem: problemOf(err)}
 		}
 		err = sidecar.Send(c, out)
+		if sidecar.IsFault(err) {
+			s.stats.tooLong.Add(1)
+			s.cfg.Log.Error("an answer was not sent", "op", core.Clip(string(r.Op)), "err", err)
+			err = sidecar.Send(c, egressapi.Response{Problem: problemOf(sidecar.Fault(err))})
+		}
 		if r.Op == egressapi.OpStop {
 			s.stop()
 		}
@@ -195,17 +210,21 @@ func (s *Server) converse(c *net.UnixConn) {
 type request struct {
 	egressapi.Request
 	files []*os.File
+	fault error // why there is no request
 }
 
 func problemOf(err error) *runnerapi.Problem {
 	p := runnerapi.ProblemOf(err)
 	const most = 16 << 10 // a policy may have many faults
-	p.Message = p.Message[:min(len(p.Message), most)]
+	p.Message = core.ClipText(p.Message, most)
 	return p
 }
 
 // answer does what is asked. The descriptors are its own.
 func (s *Server) answer(ctx context.Context, r request) (out egressapi.Response, err error) {
+	if r.fault != nil {
+		return out, sidecar.Fault(r.fault)
+	}
 	if r.Op == egressapi.OpPut && r.Sandbox != nil && len(r.files) == egressapi.Sockets {
 		return out, s.put(*r.Sandbox, r.files)
 	}
@@ -222,7 +241,8 @@ func (s *Server) answer(ctx context.Context, r request) (out egressapi.Response,
 		}
 		return out, s.setRules(r.Sandbox.ID, r.Sandbox.Rules)
 	case egressapi.OpList:
-		return egressapi.Response{Served: s.list()}, nil
+		list, more := s.list(r.From)
+		return egressapi.Response{Served: list, More: more}, nil
 	case egressapi.OpFlows:
 		batch, err := s.spool.after(ctx, r.After)
 		return egressapi.Response{Batch: &batch}, err

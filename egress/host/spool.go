@@ -1,13 +1,12 @@
 package host
 
 import (
-	"bufio"
 	"bytes"
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
-	"io"
 	"io/fs"
 	"log/slog"
 	"os"
@@ -23,9 +22,10 @@ import (
 
 // The sizes of a spool, in bytes.
 const (
-	shares      = 8        // of which a sandbox has one at most
+	shares      = 8        // a sandbox has one of them at most; the last one is for those that have little in the spool
+	little      = 1024     // what little is, as a part of the whole
 	segmentSize = 4 << 20  // from here on another file is begun
-	batchSize   = 96 << 10 // of records that are given at once: a message takes them
+	batchSize   = 96 << 10 // of encoded records that are given at once: a message takes them
 	endReserve  = 1 << 10  // that the record of a flow's end may be longer than that of its beginning
 )
 
@@ -49,6 +49,9 @@ type spool struct {
 	room     map[string]int64         // of that, by their ids
 	of       map[core.SandboxID]int64 // bytes of each one's records, with what is reserved for them
 	unsaid   int64                    // flows that were refused, or ends that were lost
+	tallies  map[string]tally         // that have not ended, by the ids of their first flows
+	slots    slots
+	aside    aside
 
 	at    position // of the first record that was not acknowledged
 	given int64    // the last record of the batch that was given last; 0: none
@@ -59,14 +62,17 @@ type spool struct {
 // segment is a file of records.
 type segment struct {
 	first int64 // number of its first record, if it has one
-	head  int64 // bytes of its first line
+	head  int64 // bytes of the lines before its records
 	size  int64
+	full  int64                    // the size from which on another is begun
 	of    map[core.SandboxID]int64 // bytes of each one's records
 }
 
 // add counts a record.
 func (s *spool) add(seg *segment, id core.SandboxID, n int64) {
-	seg.size, s.bytes = seg.size+n, s.bytes+n
+	if seg.size, s.bytes = seg.size+n, s.bytes+n; id == "" { // nobody's
+		return
+	}
 	seg.of[id] += n
 	s.charge(id, n)
 }
@@ -86,11 +92,15 @@ type position struct {
 	off   int64
 }
 
-// line is one of a segment. The first has Open, every other a record.
+// line is one of a segment. The first says what was under way when the segment was begun, as Open and in Parts further lines, each with one flow
+// in Open or in Tally. Every other has a record, or a tally that was begun. One of an older version has all in the first.
 type line struct {
-	N    int64       `json:"n,omitempty"`
-	Flow *core.Flow  `json:"flow,omitempty"`
-	Open []core.Flow `json:"open,omitempty"` // what was under way when the segment was begun
+	N     int64       `json:"n,omitempty"`
+	Flow  *core.Flow  `json:"flow,omitempty"`
+	Open  []core.Flow `json:"open,omitempty"`
+	Parts int         `json:"parts,omitempty"`
+	Tally *core.Flow  `json:"tally,omitempty"` // not told to anybody
+	Slot  int         `json:"slot,omitempty"`  // where it is counted
 }
 
 const (
@@ -102,7 +112,10 @@ func (s *segment) name() string { return fmt.Sprintf(nameForm, s.first) }
 
 // openSpool goes on with what is in a directory. There is one spool of it at a time.
 func openSpool(dir *os.Root, limit int64, log *slog.Logger) (_ *spool, err error) {
-	s := &spool{dir: dir, max: limit, log: log, open: map[string]core.Flow{}, room: map[string]int64{}, of: map[core.SandboxID]int64{}, news: make(chan struct{})}
+	s := &spool{
+		dir: dir, max: limit, log: log, open: map[string]core.Flow{}, room: map[string]int64{}, of: map[core.SandboxID]int64{}, tallies: map[string]tally{}, news: make(chan struct{}),
+		aside: aside{dir: dir, log: log, found: map[string]int64{}},
+	}
 	if s.lock, err = dir.OpenFile(lockName, os.O_RDWR|os.O_CREATE, 0o600); err != nil {
 		return nil, err
 	}
@@ -118,74 +131,67 @@ func openSpool(dir *os.Root, limit int64, log *slog.Logger) (_ *spool, err error
 	if err != nil {
 		return nil, err
 	}
+	var found []*segment
 	for _, e := range list {
 		seg := &segment{of: map[core.SandboxID]int64{}}
 		if n, err := fmt.Sscanf(e.Name(), nameForm, &seg.first); n != 1 || err != nil || seg.name() != e.Name() {
 			continue
 		}
+		found = append(found, seg)
+	}
+	slices.SortFunc(found, func(a, b *segment) int { return cmp.Compare(a.first, b.first) })
+	for _, seg := range found {
+		if err := s.scan(seg); err != nil { // the others are as good as ever
+			if err := s.aside.segment(seg.name(), err); err != nil {
+				return nil, err
+			}
+			continue
+		}
 		s.segments = append(s.segments, seg)
 	}
-	slices.SortFunc(s.segments, func(a, b *segment) int { return int(a.first - b.first) })
-	for _, seg := range s.segments {
-		if err := s.scan(seg); err != nil {
-			return nil, err
-		}
+	s.aside.tell()
+	if s.slots, err = openSlots(dir); err != nil {
+		return nil, err
 	}
-	left := s.open
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, s.slots.close())
+		}
+	}()
+	open, tallies := s.open, s.tallies
 	if err := s.begin(); err != nil {
 		return nil, err
 	}
 	s.at = position{first: s.segments[0].first}
-	for _, f := range left { // what carried them is gone
+	for _, f := range open { // what carried them is gone
 		f.Outcome, f.Reason, f.Ended = core.FlowFailed, "the egress proxy of its host ended", time.Now()
 		s.End(f)
+	}
+	for _, t := range tallies {
+		s.slots.used[t.slot] = true
+	}
+	for _, t := range tallies {
+		t.flow.Count, t.flow.Last = s.slots.read(t.slot)
+		s.endTally(t)
 	}
 	return s, nil
 }
 
-// scan reads a segment that an earlier process has left, and cuts off a record that it did not finish.
-func (s *spool) scan(seg *segment) error {
-	f, err := s.dir.OpenFile(seg.name(), os.O_RDWR, 0)
-	if err != nil {
-		return err
-	}
-	defer f.Close()
-	damaged := 0
-	r := bufio.NewReader(f)
-	for {
-		b, err := r.ReadBytes('\n')
-		if errors.Is(err, io.EOF) {
-			if len(b) > 0 {
-				s.log.Warn("a record that was not finished is dropped", "segment", seg.name())
-			}
-			break
+// maxLine bounds a line that has a flow, in bytes.
+const maxLine = core.MaxFlowEncoded + 128
+
+func (s *spool) encode(l line) ([]byte, error) {
+	for _, f := range []**core.Flow{&l.Flow, &l.Tally} {
+		if *f != nil {
+			clipped := (*f).Clipped()
+			*f = &clipped
 		}
-		if err != nil {
-			return err
-		}
-		var l line
-		switch {
-		case json.Unmarshal(b, &l) != nil:
-			damaged++
-		case seg.size == 0:
-			seg.head = int64(len(b))
-			s.open = map[string]core.Flow{}
-			for _, f := range l.Open {
-				s.open[f.ID] = f
-			}
-		case l.Flow != nil:
-			s.last = max(s.last, l.N)
-			s.note(*l.Flow)
-			s.add(seg, l.Flow.SandboxID, int64(len(b)))
-			continue
-		}
-		seg.size, s.bytes = seg.size+int64(len(b)), s.bytes+int64(len(b))
 	}
-	s.last = max(s.last, seg.first-1)
-	if damaged > 0 {
-		s.log.Error("records of flows cannot be read", "segment", seg.name(), "count", damaged)
+	b, err := json.Marshal(l)
+	if err == nil && len(b) >= maxLine {
+		err = core.Errorf(core.Internal, core.CodeInternal, "the record of a flow has %d bytes, and none may have more than %d", len(b), maxLine)
 	}
-	return f.Truncate(seg.size)
+	return append(b, '\n'), err
 }
 
 // note keeps count of what is under way.
@@ -195,20 +201,45 @@ func (s *spool) note(f core.Flow) {
 		s.open[f.ID] = f
 	case !f.Ended.IsZero():
 		delete(s.open, f.ID)
+		delete(s.tallies, f.ID)
 	}
+}
+
+// heading is what a segment begins with.
+func (s *spool) heading() ([]byte, error) {
+	var out bytes.Buffer
+	put := func(l line) error {
+		b, err := s.encode(l)
+		out.Write(b)
+		return err
+	}
+	if err := put(line{Parts: len(s.open) + len(s.tallies)}); err != nil {
+		return nil, err
+	}
+	for _, f := range s.open {
+		if err := put(line{Open: []core.Flow{f.Clipped()}}); err != nil {
+			return nil, err
+		}
+	}
+	for _, t := range s.tallies {
+		if err := put(line{Tally: &t.flow, Slot: t.slot}); err != nil {
+			return nil, err
+		}
+	}
+	return out.Bytes(), nil
 }
 
 // begin begins another segment. mu is held, or nobody else knows the spool.
 func (s *spool) begin() error {
-	seg := &segment{first: s.last + 1, of: map[core.SandboxID]int64{}}
-	l := line{}
-	for _, f := range s.open {
-		l.Open = append(l.Open, f)
-	}
-	b, err := json.Marshal(l)
+	head, err := s.heading()
 	if err != nil {
 		return err
 	}
+	return s.beginWith(head)
+}
+
+func (s *spool) beginWith(head []byte) error {
+	seg := &segment{first: s.last + 1, of: map[core.SandboxID]int64{}}
 	if n := len(s.segments); n > 0 && s.segments[n-1].first == seg.first { // it has no record
 		s.bytes -= s.segments[n-1].size
 		s.segments = s.segments[:n-1]
@@ -217,8 +248,7 @@ func (s *spool) begin() error {
 	if err != nil {
 		return err
 	}
-	b = append(b, '\n')
-	if _, err := out.Write(b); err != nil {
+	if _, err := out.Write(head); err != nil {
 		return errors.Join(err, out.Close(), s.dir.Remove(seg.name()))
 	}
 	if s.out != nil {
@@ -226,7 +256,8 @@ func (s *spool) begin() error {
 			s.log.Warn("a segment of the spool was not closed", "err", err)
 		}
 	}
-	seg.head, seg.size = int64(len(b)), int64(len(b))
+	seg.head, seg.size = int64(len(head)), int64(len(head))
+	seg.full = seg.size + max(segmentSize, seg.head) // what is repeated is no more than half of all
 	s.out, s.segments, s.bytes = out, append(s.segments, seg), s.bytes+seg.size
 	return nil
 }
@@ -235,31 +266,44 @@ func (s *spool) begin() error {
 func (s *spool) Begin(f core.Flow) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	b, err := s.encode(f)
+	err := s.take(f.ID, f.SandboxID, line{N: s.last + 1, Flow: &f}, f.Outcome == core.FlowAllowed)
+	if err == nil {
+		s.note(f)
+	}
+	return err
+}
+
+// take appends the first line of a flow if there is room for it and, where it has an end, for that.
+func (s *spool) take(flow string, id core.SandboxID, l line, ends bool) error {
+	b, err := s.encode(l)
 	if err != nil {
+		s.unsaid++
 		return err
 	}
 	need, reserve := int64(len(b)), int64(0)
-	if f.Outcome == core.FlowAllowed {
+	if ends {
 		reserve = need + endReserve
 	}
-	if s.bytes+s.reserved+need+reserve > s.max {
-		s.unsaid++
-		return core.Errorf(core.Exhausted, core.CodeDiskFull, "the spool of flows is full (%d bytes): its runner has not been able to tell the controller of them", s.max)
+	limit := s.max
+	if s.of[id]+need+reserve > s.max/little {
+		limit -= s.max / shares
 	}
-	if s.of[f.SandboxID]+need+reserve > s.share() {
+	if s.bytes+s.reserved+need+reserve > limit {
 		s.unsaid++
-		return core.Errorf(core.Exhausted, core.CodeDiskFull, "the flows of %s take its whole share of the spool (%d bytes): its runner has not been able to tell the controller of them", f.SandboxID, s.share())
+		return core.Errorf(core.Exhausted, core.CodeDiskFull, "the spool of flows is full (%d bytes): its runner has not been able to tell the controller of them", limit)
 	}
-	if err := s.append(f.SandboxID, b); err != nil {
+	if s.of[id]+need+reserve > s.share() {
+		s.unsaid++
+		return core.Errorf(core.Exhausted, core.CodeDiskFull, "the flows of %s take its whole share of the spool (%d bytes): its runner has not been able to tell the controller of them", id, s.share())
+	}
+	if err := s.append(id, b); err != nil {
 		s.unsaid++
 		return err
 	}
 	if reserve > 0 {
-		s.reserved, s.room[f.ID] = s.reserved+reserve, reserve
-		s.charge(f.SandboxID, reserve)
+		s.reserved, s.room[flow] = s.reserved+reserve, reserve
+		s.charge(id, reserve)
 	}
-	s.note(f)
 	return nil
 }
 
@@ -267,34 +311,43 @@ func (s *spool) Begin(f core.Flow) error {
 func (s *spool) End(f core.Flow) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	b, err := s.encode(f)
+	s.finish(f)
+}
+
+// finish appends the record of a flow's end. It reports whether it did. mu is held, or nobody else knows the spool.
+func (s *spool) finish(f core.Flow) bool {
+	b, err := s.encode(line{N: s.last + 1, Flow: &f})
 	if err == nil {
 		err = s.append(f.SandboxID, b)
 	}
 	if err != nil { // the next process ends it
 		s.unsaid++
 		s.log.Error("the end of a flow was not recorded", "sandbox_id", f.SandboxID, "flow", f.ID, "err", err)
-		return
+		return false
 	}
 	s.reserved -= s.room[f.ID]
 	s.charge(f.SandboxID, -s.room[f.ID])
 	delete(s.room, f.ID)
 	s.note(f)
+	return true
 }
 
-func (s *spool) encode(f core.Flow) ([]byte, error) {
-	b, err := json.Marshal(line{N: s.last + 1, Flow: &f})
-	return append(b, '\n'), err
-}
-
-// append writes a record, whole or not at all.
+// append writes a line, whole or not at all. Whoever calls it has made sure that there is room.
 func (s *spool) append(id core.SandboxID, b []byte) error {
 	seg := s.segments[len(s.segments)-1]
-	if seg.size-seg.head >= segmentSize {
-		if err := s.begin(); err != nil {
+	if seg.size >= seg.full {
+		head, err := s.heading()
+		if err != nil {
 			return err
 		}
-		seg = s.segments[len(s.segments)-1]
+		if s.bytes+s.reserved+int64(len(head)+len(b)) <= s.max {
+			if err := s.beginWith(head); err != nil {
+				return err
+			}
+			seg = s.segments[len(s.segments)-1]
+		} else { // this one goes on: what is under way would have no room in another
+			seg.full = seg.size + segmentSize/4
+		}
 	}
 	if _, err := s.out.WriteAt(b, seg.size); err != nil {
 		return errors.Join(err, s.out.Truncate(seg.size))
@@ -344,59 +397,8 @@ func (s *spool) forget() {
 	}
 }
 
-// read gives the records from at on, as many as a message takes.
-func (s *spool) read() (out egressapi.Batch, err error) {
-	i := slices.IndexFunc(s.segments, func(seg *segment) bool { return seg.first == s.at.first })
-	pos, size := s.at, 0
-	for ; i < len(s.segments); i++ {
-		seg := s.segments[i]
-		if seg.first != pos.first {
-			pos = position{first: seg.first}
-		}
-		if size, err = s.readSegment(seg, &pos, &out, size); err != nil || size >= batchSize {
-			break
-		}
-	}
-	if len(out.Flows) > 0 {
-		s.given, s.next = out.Last, pos
-	} else if err == nil {
-		s.at = pos // damaged records, or none
-		s.forget()
-	}
-	return out, err
-}
-
-func (s *spool) readSegment(seg *segment, pos *position, out *egressapi.Batch, size int) (int, error) {
-	if pos.off >= seg.size {
-		return size, nil
-	}
-	f, err := s.dir.Open(seg.name())
-	if err != nil {
-		return size, err
-	}
-	defer f.Close()
-	r := bufio.NewReader(io.NewSectionReader(f, pos.off, seg.size-pos.off))
-	for size < batchSize {
-		b, err := r.ReadBytes('\n')
-		if errors.Is(err, io.EOF) {
-			break
-		}
-		if err != nil {
-			return size, err
-		}
-		pos.off += int64(len(b))
-		var l line
-		if json.Unmarshal(b, &l) != nil || l.Flow == nil {
-			continue // the head of a segment, or what scan has told of
-		}
-		size += len(bytes.TrimSpace(b))
-		out.Last, out.Flows = l.N, append(out.Flows, *l.Flow)
-	}
-	return size, nil
-}
-
 func (s *spool) close() error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	return errors.Join(s.out.Close(), s.lock.Close())
+	return errors.Join(s.out.Close(), s.slots.close(), s.lock.Close())
 }

@@ -3,6 +3,7 @@ package host
 import (
 	"maps"
 	"sync"
+	"sync/atomic"
 
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/egress/egressapi"
@@ -12,6 +13,8 @@ import (
 
 // counters count what became of flows and questions.
 type counters struct {
+	tooLong atomic.Int64 // answers that no message takes
+
 	mu      sync.Mutex // guards what follows
 	flows   map[core.Outcome]int64
 	answers map[string]int64
@@ -66,6 +69,7 @@ func (s *Server) measure() *egressapi.Stats {
 	s.stats.mu.Unlock()
 	s.spool.mu.Lock()
 	out.Open, out.SpoolBytes, out.Unrecorded = len(s.spool.open), s.spool.bytes, s.spool.unsaid
+	out.SetAside, out.TooLong = maps.Clone(s.spool.aside.found), s.stats.tooLong.Load()
 	s.spool.mu.Unlock()
 	return out
 }

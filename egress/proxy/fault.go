@@ -33,7 +33,7 @@ var (
 	errTLS         = newFault("tls", "no TLS connection to the host was made")
 	errCertificate = newFault("tls", "the host's certificate is not valid for its name")
 	errMalformed   = newFault("malformed_answer", "what the host answered could not be read")
-	errSilent    = newFault("no_answer", "the host did not answer")
+	errSilent      = newFault("no_answer", "the host did not answer")
 	errUpgrade     = newFault("malformed_answer", "the host switched to another protocol on a connection that cannot be handed over")
 	errNotTrusted  = newFault("tls", "the guest's program did not take the certificate of the project's authority")
 	errGivenUp     = newFault("cancelled", "the guest gave up")

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	stdlog "log"
 	"log/slog"
 	"net"
 	"net/netip"
@@ -109,7 +110,8 @@ func RunEgress(ctx context.Context, config io.Reader, log *slog.Logger) (err err
 	if err := json.NewDecoder(config).Decode(&cfg); err != nil {
 		return core.Wrapf(err, core.Invalid, core.CodeInvalidField, "the egress process is started by a runner, which tells it on its standard input what to do")
 	}
-	RelaxGC() // little lives in it, and every request makes some garbage
+	stdlog.SetOutput(io.Discard) // net/http's alone, which quotes there what hosts say that nobody has asked for
+	RelaxGC()                    // little lives in it, and every request makes some garbage
 	if err := os.MkdirAll(cfg.Spool, 0o700); err != nil {
 		return err
 	}

@@ -17,17 +17,36 @@ import (
 // MaxMessage bounds a message, in bytes. It is less than what a socket takes by default.
 const MaxMessage = 160 << 10
 
+// Faults of one message. The connection is as good as before, and the other process is not gone: it may be asked for something else.
+var (
+	// ErrTooLong is returned, wrapped, by Send when it refuses to send a message, and by Receive when a message was cut off.
+	ErrTooLong = errors.New("the message is too long for the socket")
+	// ErrMalformed is returned, wrapped, by Receive when a message is not what was expected.
+	ErrMalformed = errors.New("the message cannot be read")
+)
+
+// IsFault reports whether an error is about one message, and not about the connection or the process at its other end.
+func IsFault(err error) bool { return errors.Is(err, ErrTooLong) || errors.Is(err, ErrMalformed) }
+
+// Fault returns the error to answer with when a message could not be sent or read.
+func Fault(err error) error {
+	if errors.Is(err, ErrTooLong) {
+		return core.Wrapf(err, core.Internal, core.CodeInternal, "%v; at most %d bytes are taken", err, MaxMessage)
+	}
+	return core.Wrapf(err, core.Invalid, core.CodeInvalidField, "%v", err)
+}
+
 // maxFiles bounds the descriptors of a message.
 const maxFiles = 4
 
-// Send writes one message with some descriptors, which stay the caller's.
+// Send writes one message with some descriptors, which stay the caller's. Nothing was sent when the error is ErrTooLong.
 func Send(c *net.UnixConn, m any, files ...*os.File) error {
 	b, err := json.Marshal(m)
 	if err != nil {
 		return err
 	}
 	if len(b) > MaxMessage || len(files) > maxFiles {
-		return core.Errorf(core.Internal, core.CodeInternal, "a message of %d bytes and %d descriptors is too long for a socket", len(b), len(files))
+		return fmt.Errorf("%w: it has %d bytes and %d descriptors", ErrTooLong, len(b), len(files))
 	}
 	var rights []byte
 	if len(files) > 0 {
@@ -38,13 +57,17 @@ func Send(c *net.UnixConn, m any, files ...*os.File) error {
 		rights = unix.UnixRights(fds...)
 	}
 	_, _, err = c.WriteMsgUnix(b, rights, nil)
+	if errors.Is(err, unix.EMSGSIZE) { // the host allows sockets less than usual
+		return fmt.Errorf("%w: it has %d bytes: %w", ErrTooLong, len(b), err)
+	}
 	return err
 }
 
 // buffers are for messages that are being read: what is in them has been copied when they come back.
 var buffers = sync.Pool{New: func() any { return new([MaxMessage]byte) }}
 
-// Receive reads one message. The files are the caller's.
+// Receive reads one message. The files are the caller's. When the error is a fault (IsFault), the message was taken off the connection, and the
+// next one can be read.
 func Receive(c *net.UnixConn, m any) (_ []*os.File, err error) {
 	buffer, _ := buffers.Get().(*[MaxMessage]byte)
 	defer buffers.Put(buffer)
@@ -60,9 +83,11 @@ func Receive(c *net.UnixConn, m any) (_ []*os.File, err error) {
 	case n == 0 && rn == 0:
 		err = io.EOF
 	case flags&(unix.MSG_TRUNC|unix.MSG_CTRUNC) != 0:
-		err = errors.New("a message of a socket was cut off")
+		err = fmt.Errorf("%w: it was cut off after %d bytes", ErrTooLong, n)
 	default:
-		err = json.Unmarshal(b[:n], m)
+		if failed := json.Unmarshal(b[:n], m); failed != nil {
+			err = fmt.Errorf("%w: %w", ErrMalformed, failed)
+		}
 	}
 	if err != nil {
 		CloseAll(files)

@@ -3,6 +3,7 @@ package egress
 import (
 	"context"
 	"errors"
+	"fmt"
 	"net"
 	"os"
 	"time"
@@ -100,6 +101,8 @@ func (c *Client) wait(ctx context.Context, r egressapi.Request, files ...*os.Fil
 	switch {
 	case err != nil && ctx.Err() != nil:
 		return out, context.Cause(ctx)
+	case sidecar.IsFault(err): // of one message: the process is there
+		return out, fmt.Errorf("ask the %s for %s: %w", name, r.Op, sidecar.Fault(err))
 	case err != nil:
 		return out, errors.Join(ErrGone, err)
 	case out.Problem != nil:
@@ -135,10 +138,19 @@ func (c *Client) Remove(ctx context.Context, id core.SandboxID) error {
 	return err
 }
 
-// List says which sandboxes are served.
-func (c *Client) List(ctx context.Context) ([]egressapi.Served, error) {
-	out, err := c.call(ctx, egressapi.Request{Op: egressapi.OpList})
-	return out.Served, err
+// List says which sandboxes are served. It asks as often as the list has more.
+func (c *Client) List(ctx context.Context) (all []egressapi.Served, err error) {
+	for from := core.SandboxID(""); ; {
+		out, err := c.call(ctx, egressapi.Request{Op: egressapi.OpList, From: from})
+		if err != nil {
+			return nil, err
+		}
+		all = append(all, out.Served...)
+		if n := len(out.Served); !out.More || n == 0 || out.Served[n-1].ID <= from {
+			return all, nil
+		}
+		from = out.Served[len(out.Served)-1].ID
+	}
 }
 
 // Flows acknowledges a batch by its last record, and waits for the next. What was not acknowledged comes again.

@@ -1,0 +1,73 @@
+package sidecar_test
+
+import (
+	"errors"
+	"net"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/coppice-dev/coppice/internal/sidecar"
+)
+
+// pair is both ends of a connection.
+func pair(t *testing.T) (a, b *net.UnixConn) {
+	t.Helper()
+	l, err := sidecar.Listen(filepath.Join(t.TempDir(), "s"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	if a, err = net.DialUnix("unixpacket", nil, l.Addr().(*net.UnixAddr)); err != nil {
+		t.Fatal(err)
+	}
+	if b, err = l.AcceptUnix(); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		_ = a.Close()
+		_ = b.Close()
+	})
+	return a, b
+}
+
+// TestFaults: a message that is too long, or none, is a fault of its own; the next one goes over the same connection.
+func TestFaults(t *testing.T) {
+	t.Parallel()
+	a, b := pair(t)
+	next := func(after string) {
+		t.Helper()
+		var got string
+		if err := sidecar.Send(a, "hello"); err != nil {
+			t.Fatalf("after %s: %v", after, err)
+		}
+		if _, err := sidecar.Receive(b, &got); err != nil || got != "hello" {
+			t.Errorf("after %s: %q, %v", after, got, err)
+		}
+	}
+	if err := sidecar.Send(a, strings.Repeat("x", sidecar.MaxMessage)); !errors.Is(err, sidecar.ErrTooLong) || !sidecar.IsFault(err) {
+		t.Errorf("a message that is too long was sent: %v", err)
+	}
+	next("one that was not sent")
+	for raw, want := range map[string]error{strings.Repeat("x", sidecar.MaxMessage+1): sidecar.ErrTooLong, "{": sidecar.ErrMalformed, `"\u00`: sidecar.ErrMalformed} {
+		if _, err := a.Write([]byte(raw)); err != nil {
+			t.Fatal(err)
+		}
+		var got string
+		if _, err := sidecar.Receive(b, &got); !errors.Is(err, want) || !sidecar.IsFault(err) {
+			t.Errorf("%.5q: %v, want %v", raw, err, want)
+		}
+		next("one that was sent")
+	}
+	if err := sidecar.Send(a, strings.Repeat("x", sidecar.MaxMessage-2)); err != nil {
+		t.Errorf("the longest message: %v", err)
+	}
+	_ = a.Close()
+	var got string
+	if _, err := sidecar.Receive(b, &got); err != nil {
+		t.Errorf("the longest message: %v", err)
+	}
+	if _, err := sidecar.Receive(b, &got); err == nil || sidecar.IsFault(err) {
+		t.Errorf("the end of a connection: %v", err)
+	}
+}

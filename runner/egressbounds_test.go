@@ -1,0 +1,77 @@
+package runner
+
+import (
+	"context"
+	"io"
+	"net"
+	"net/http"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/coppice-dev/coppice/core"
+)
+
+// TestLongHeaderName: a guest whose request would make a record that no message takes is in nobody's way: the flows of the host go on, its
+// egress process is the same one, and all machines run, also under the next runner.
+func TestLongHeaderName(t *testing.T) {
+	t.Parallel()
+	r := newEgressRig(t, func(*Config) {})
+	base := r.boot()
+	id, other := r.forkWith(base, rulesOf(1)), r.forkWith(base, rulesOf(1, "a.test"))
+	c, err := net.Dial("tcp", r.gateway(id))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	if _, err := io.WriteString(c, "GET http://x.example/ HTTP/1.1\r\nHost: x.example\r\ncoppice-brokered-"+strings.Repeat("&", 60_000)+": 1\r\n\r\n"); err != nil {
+		t.Fatal(err)
+	}
+	if b, err := io.ReadAll(c); err != nil || !strings.Contains(string(b), http.StatusText(http.StatusForbidden)) {
+		t.Errorf("the guest was told %.200q, %v", b, err)
+	}
+	want(t, r.gateway(other), "a.test", allowed)
+	was, err := r.egress.instance(t)
+	if err != nil {
+		t.Fatal(err)
+	}
+	seen := func() {
+		t.Helper()
+		ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
+		defer cancel()
+		all := map[core.SandboxID]bool{}
+		for after := int64(0); !all[id] || !all[other]; {
+			list, last, err := r.Flows(ctx, after)
+			if err != nil {
+				t.Fatal(err)
+			}
+			for _, f := range list {
+				all[f.SandboxID] = true
+			}
+			after = last
+		}
+	}
+	seen()
+	if n := r.egress.ended.Load() + r.egress.hung.Load(); n != 0 {
+		t.Errorf("%d egress processes have ended", n)
+	}
+	bury := r.crash()
+	defer bury()
+	r.start()
+	if is, err := r.egress.instance(t); err != nil || is != was {
+		t.Errorf("the egress process is %s and was %s, %v", is, was, err)
+	}
+	want(t, r.gateway(other), "a.test", allowed)
+	r.wantOnly(id, other)
+}
+
+// instance is the instance of the process.
+func (e *egressLink) instance(t *testing.T) (string, error) {
+	t.Helper()
+	c, err := e.await(t.Context())
+	if err != nil {
+		return "", err
+	}
+	h, err := c.Hello(t.Context())
+	return h.Instance, err
+}
