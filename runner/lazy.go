@@ -11,6 +11,7 @@ import (
 	"path/filepath"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/coppice-dev/coppice/core"
@@ -22,7 +23,8 @@ import (
 type lazyImages struct {
 	r       *Runner
 	dir     string
-	arrived func() // an image is whole, or was given up; nil: nobody wants to know
+	unheard atomic.Int64 // times that a pager which runs was not heard
+	arrived func()       // an image is whole, or was given up; nil: nobody wants to know
 
 	mu       sync.Mutex // guards what follows
 	client   *pager.Client

@@ -485,7 +485,7 @@ func (x *lazyRig) metrics() map[string]float64 {
 // TestPagerMetrics: they tell a store that is silent from one that gives, and keep the sums when an image is whole and gone.
 func TestPagerMetrics(t *testing.T) {
 	x := newLazyRig(t)
-	if got := x.metrics(); got["up"] != 0 || len(got) != 1 {
+	if got := x.metrics(); got["up"] != 0 || len(got) != 2 {
 		t.Errorf("without a pager: %v", got)
 	}
 	x.say(x.settings.Silence, true)

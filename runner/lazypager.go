@@ -66,7 +66,7 @@ func (l *lazyImages) start(ctx context.Context) error {
 // whole.
 func (l *lazyImages) run(ctx context.Context) {
 	const firstWait, lastWait = time.Second, time.Minute
-	wait := firstWait
+	wait, deaf := firstWait, firstWait
 	for ctx.Err() == nil {
 		l.mu.Lock()
 		client, instance, news, images := l.client, l.instance, l.news, slices.Collect(maps.Values(l.images))
@@ -74,13 +74,23 @@ func (l *lazyImages) run(ctx context.Context) {
 		switch {
 		case client != nil:
 			wait = firstWait
+			began := time.Now()
 			switch err := l.attend(ctx, client, instance, images); {
 			case ctx.Err() != nil:
 			case errors.Is(err, errIdle):
 				l.retire(ctx, client)
+			case client.Alive(ctx, instance): // its machines go on, whatever was wrong with a message or a connection
+				if l.unheard.Add(1); time.Since(began) > lastWait {
+					deaf = firstWait
+				}
+				l.r.cfg.Log.ErrorContext(ctx, "the pager runs, and what it says of its images was not heard; it is asked again", "again_ms", core.Milliseconds(deaf), "err", err)
+				pause(ctx, deaf)
+				deaf = min(2*deaf, lastWait)
+				continue
 			default:
 				l.died(ctx, err)
 			}
+			deaf = firstWait
 			continue
 		case len(images) > 0:
 			err := l.start(ctx)

@@ -13,7 +13,7 @@ import (
 type pagerState struct {
 	lazy *lazyImages
 
-	up, images, pages, here, waiters, demanded, bytes, requests *prometheus.Desc
+	up, images, pages, here, waiters, demanded, bytes, requests, unheard *prometheus.Desc
 }
 
 func newPagerState(l *lazyImages) *pagerState {
@@ -30,12 +30,13 @@ func newPagerState(l *lazyImages) *pagerState {
 		demanded: desc("demanded_pages_total", "Pages that were touched before they were here."),
 		bytes:    desc("read_bytes_total", "Bytes that were read for images: from the host's cache, other runners or the store."),
 		requests: desc("requests_total", "Requests for them."),
+		unheard:  desc("unheard_total", "Times that the pager runs and what it says was not heard, since the start of the runner: its machines go on, and images that are whole are not taken meanwhile."),
 	}
 }
 
 // Describe sends what Collect may send.
 func (p *pagerState) Describe(out chan<- *prometheus.Desc) {
-	for _, d := range []*prometheus.Desc{p.up, p.images, p.pages, p.here, p.waiters, p.demanded, p.bytes, p.requests} {
+	for _, d := range []*prometheus.Desc{p.up, p.images, p.pages, p.here, p.waiters, p.demanded, p.bytes, p.requests, p.unheard} {
 		out <- d
 	}
 }
@@ -59,6 +60,7 @@ func (p *pagerState) Collect(out chan<- prometheus.Metric) {
 		defer cancel()
 		list, totals, err = client.List(ctx)
 	}
+	send(p.unheard, prometheus.CounterValue, float64(p.lazy.unheard.Load()))
 	if err != nil {
 		send(p.up, prometheus.GaugeValue, 0)
 		return
@@ -82,7 +84,7 @@ func (p *pagerState) Collect(out chan<- prometheus.Metric) {
 		default:
 			states["arriving"]++
 		}
-		pages, here, waiters = pages+st.Pages, here+st.Here, waiters+len(st.Waiters)
+		pages, here, waiters = pages+st.Pages, here+st.Here, waiters+max(st.Waiting, len(st.Waiters))
 	}
 	for state, n := range states {
 		send(p.images, prometheus.GaugeValue, float64(n), state)

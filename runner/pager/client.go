@@ -3,6 +3,7 @@ package pager
 import (
 	"context"
 	"errors"
+	"fmt"
 	"maps"
 	"net"
 	"os"
@@ -60,6 +61,8 @@ func exchange(ctx context.Context, conn *net.UnixConn, r request, f *os.File) (r
 	switch {
 	case err != nil && ctx.Err() != nil:
 		return out, nil, context.Cause(ctx)
+	case sidecar.IsFault(err): // of one message: the pager is there
+		return out, nil, fmt.Errorf("ask the pager for %s: %w", r.Op, sidecar.Fault(err))
 	case err != nil:
 		return out, nil, errors.Join(ErrGone, err)
 	case out.Problem != nil:
@@ -118,13 +121,21 @@ func (c *Client) Keys(ctx context.Context, keys runnerapi.Keys) error {
 // Put has an image served whose bytes are written to part, which has the image's size and, where there is a seed, its bytes. The pager
 // keeps part open for itself. An image that is there already is left as it is.
 func (c *Client) Put(ctx context.Context, im Image, part *os.File) (Status, error) {
-	const most = 4096 // ranges: what a message takes
+	const most = 4096 // ranges
 	im.Want = im.Want[:min(len(im.Want), most)]
-	out, _, err := c.call(ctx, request{Op: opPut, Image: &im}, part)
-	if err != nil {
-		return Status{}, err
+	for {
+		out, _, err := c.call(ctx, request{Op: opPut, Image: &im}, part)
+		switch {
+		case err == nil:
+			return *out.Status, nil
+		case !errors.Is(err, sidecar.ErrTooLong) || len(im.Want)+len(im.Peers) == 0:
+			return Status{}, err
+		case len(im.Want) > 0: // hints, both
+			im.Want = im.Want[:len(im.Want)/2]
+		default:
+			im.Peers = im.Peers[:len(im.Peers)/2]
+		}
 	}
-	return *out.Status, nil
 }
 
 // Open opens an image's file, for reading; writing fails. NOT_FOUND when it is not served. It is this process that opens it: a pager that did
@@ -209,17 +220,61 @@ func (c *Client) Stop(ctx context.Context) error {
 	})
 }
 
+// Alive reports whether the pager of an instance still runs, when a call to it has failed with ErrGone: a connection that broke says nothing of the
+// process. It waits until that is known, or ctx ends.
+func (c *Client) Alive(ctx context.Context, instance string) bool {
+	const first, last = 10 * time.Millisecond, time.Second
+	for wait := first; ; wait = min(2*wait, last) {
+		h, err := c.Hello(ctx)
+		if err == nil {
+			return h.Instance == instance
+		}
+		// As a process ends its connections may be closed before its socket is.
+		if errors.Is(err, unix.ECONNREFUSED) || errors.Is(err, unix.ENOENT) {
+			return false
+		}
+		again := time.NewTimer(wait)
+		select {
+		case <-again.C:
+		case <-ctx.Done():
+			again.Stop()
+			return true // nobody knows better
+		}
+	}
+}
+
 // List returns all images as they are now, and the sums.
 func (c *Client) List(ctx context.Context) ([]Status, Totals, error) {
-	out, _, err := c.call(ctx, request{Op: opWatch}, nil) // of no version yet: it is answered at once
+	ctx, cancel := context.WithTimeout(ctx, callTime)
+	defer cancel()
+	conn, err := c.dial(ctx)
+	if err != nil {
+		return nil, Totals{}, err
+	}
+	defer conn.Close()
+	defer context.AfterFunc(ctx, func() { _ = conn.SetDeadline(time.Unix(1, 0)) })()
+	out, err := list(ctx, conn, 0) // of no version yet: it is answered at once
 	if err != nil || out.Totals == nil {
 		return out.Images, Totals{}, err
 	}
 	return out.Images, *out.Totals, nil
 }
 
-// Watch calls each with all images at once and whenever something about one has changed, until ctx ends or the pager does, which is
-// ErrGone.
+// list waits for another version and asks for the images until all have come.
+func list(ctx context.Context, conn *net.UnixConn, version int64) (all response, err error) {
+	all, _, err = exchange(ctx, conn, request{Op: opWatch, Version: version}, nil)
+	for more := all.More; err == nil && more; {
+		after := all.Images[len(all.Images)-1].ID // a part with more has one
+		var part response
+		part, _, err = exchange(ctx, conn, request{Op: opWatch, Version: version, After: after}, nil)
+		all.Images = append(all.Images, part.Images...)
+		more = part.More && len(part.Images) > 0
+	}
+	return all, err
+}
+
+// Watch calls each with all images at once and whenever something about one has changed, until ctx ends or the connection to the pager does, which
+// is ErrGone: see Alive. A change while the images are told is told the next time.
 func (c *Client) Watch(ctx context.Context, each func([]Status)) error {
 	conn, err := c.dial(ctx)
 	if err != nil {
@@ -229,7 +284,7 @@ func (c *Client) Watch(ctx context.Context, each func([]Status)) error {
 	defer context.AfterFunc(ctx, func() { _ = conn.SetDeadline(time.Unix(1, 0)) })()
 	var version int64
 	for {
-		out, _, err := exchange(ctx, conn, request{Op: opWatch, Version: version}, nil)
+		out, err := list(ctx, conn, version)
 		if err != nil {
 			return err
 		}

@@ -162,7 +162,7 @@ func (im *image) wait(first, last int64, thread int) (end func()) {
 	w := &Waiter{Thread: thread, Since: time.Now()}
 	for p := first; p <= last; p++ {
 		if frame := im.tree.At(p).Frame; frame != nil && !im.has(p) {
-			w.Object = frame.Object
+			w.Object = core.ClipText(frame.Object, maxObject)
 			break
 		}
 	}
@@ -180,8 +180,8 @@ func (im *image) wait(first, last int64, thread int) (end func()) {
 	}
 }
 
-// waiters are the threads that have waited for a while, each once, the oldest first. The caller holds mu.
-func (im *image) waiters() []Waiter {
+// waiters are the threads that have waited for a while, each once, the oldest first, and how many there are. The caller holds mu.
+func (im *image) waiters() (list []Waiter, all int) {
 	var out []Waiter
 	for w := range im.waits {
 		if time.Since(w.Since) >= waitNotice {
@@ -195,7 +195,7 @@ func (im *image) waiters() []Waiter {
 		seen[w.Thread] = true
 		return again
 	})
-	return out[:min(len(out), maxWaiters)]
+	return out[:min(len(out), maxWaiters)], len(out)
 }
 
 // maxTouched bounds the record of touched pages: 256 MiB of memory.
@@ -447,8 +447,10 @@ func (im *image) run() {
 func (im *image) wantedRuns() []manifest.Run {
 	var out []manifest.Run
 	seen := make(map[place]bool)
+	left := im.tree.Pages() // ranges that overlap are looked at no more often than the image has pages
 	for _, r := range im.want {
-		for p := max(r.First, 0); p < r.First+r.Count && p < im.tree.Pages(); p++ {
+		for p := max(r.First, 0); p < r.First+r.Count && p < im.tree.Pages() && left > 0; p++ {
+			left--
 			if at := im.place(p); !im.has(p) && !seen[at] {
 				seen[at] = true
 				out = append(out, im.frameRuns(p)...)
@@ -518,14 +520,15 @@ func (im *image) status() Status {
 	s := Status{
 		ID: im.id, Pages: im.tree.Pages(), Here: im.here.Load(), Whole: im.whole.Load(), Opened: im.opened.Load(), Demanded: im.demanded.Load(),
 		Bytes: im.fetched.Load(), Requests: im.requests.Load(), Inode: im.ino, Part: im.inode, Taken: im.taken.Load(), Record: im.record,
-		Waiters: im.waiters(),
 	}
+	s.Waiters, s.Waiting = im.waiters()
 	err := im.broken
 	if err == nil && im.stalled != nil {
 		err, s.Stalled = im.stalled, im.since
 	}
 	if err != nil {
 		s.Problem = problemOf(err)
+		s.Problem.Message = core.ClipText(s.Problem.Message, maxProblem)
 	}
 	return s
 }

@@ -63,7 +63,8 @@ type Status struct {
 	Requests int64              `json:"requests"` // to the store
 	Problem  *runnerapi.Problem `json:"problem,omitempty"`
 	Stalled  time.Time          `json:"stalled,omitzero"`  // since when it waits for the store or the disk; zero with a problem: the image is damaged
-	Waiters  []Waiter           `json:"waiters,omitempty"` // the oldest first; only those that have waited for a while
+	Waiters  []Waiter           `json:"waiters,omitempty"` // the oldest first; only those that have waited for a while, and of them maxWaiters
+	Waiting  int                `json:"waiting,omitempty"` // how many have waited for a while, with those that Waiters leaves out
 }
 
 // Totals are sums over all images of a pager, those that have ended too.
@@ -91,6 +92,14 @@ type Waiter struct {
 const (
 	waitNotice = time.Second
 	maxWaiters = 32
+)
+
+// What a status takes, so that a message takes some, whatever a manifest or a store says; and how many bytes of them are sent at once.
+const (
+	maxID          = 255      // bytes of an image's id, which is the name of a file
+	maxObject      = 256      // of the encoding of an object's key
+	maxProblem     = 1 << 10  // of that of a problem's message in a status
+	maxStatusBytes = 96 << 10 // of encoded statuses in an answer
 )
 
 // Damaged reports whether what was asked for will never come.
@@ -125,6 +134,7 @@ type request struct {
 	ID      string `json:"id,omitempty"`
 	Image   *Image `json:"image,omitempty"`
 	Version int64  `json:"version,omitempty"`
+	After   string `json:"after,omitempty"` // of opWatch: the images whose ids follow this one, at once; a pager that does not know it has said all
 
 	Keys runnerapi.Keys `json:"keys,omitempty"`
 }
@@ -133,7 +143,8 @@ type response struct {
 	Problem *runnerapi.Problem `json:"problem,omitempty"`
 	Hello   *Hello             `json:"hello,omitempty"`
 	Status  *Status            `json:"status,omitempty"`
-	Images  []Status           `json:"images,omitempty"`
+	Images  []Status           `json:"images,omitempty"` // in the order of their ids
+	More    bool               `json:"more,omitempty"`   // images follow the last one
 	Touched []Range            `json:"touched,omitempty"`
 	Version int64              `json:"version,omitempty"`
 	Totals  *Totals            `json:"totals,omitempty"`
@@ -141,8 +152,8 @@ type response struct {
 
 func problemOf(err error) *runnerapi.Problem {
 	p := runnerapi.ProblemOf(err)
-	if p != nil && len(p.Message) > 4096 {
-		p.Message = p.Message[:4096]
+	if p != nil {
+		p.Message = core.ClipText(p.Message, 4096)
 	}
 	return p
 }

@@ -4,10 +4,12 @@ import (
 	"cmp"
 	"context"
 	"crypto/rand"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
 	"log/slog"
+	"maps"
 	"net"
 	"os"
 	"path/filepath"
@@ -133,18 +135,28 @@ func (s *Server) converse(c *net.UnixConn) {
 	defer context.AfterFunc(s.done, func() { _ = c.CloseRead() })()
 	for {
 		var r request
+		var out response
+		var back *os.File
 		f, err := receive(c, &r)
-		if err != nil {
+		switch {
+		case sidecar.IsFault(err): // it is answered, and the connection goes on
+			err = sidecar.Fault(err)
+		case err != nil:
 			if !errors.Is(err, io.EOF) && s.done.Err() == nil {
-				s.cfg.Log.Warn("a client said what is not understood", "err", err)
+				s.cfg.Log.Warn("a client's message was not received", "err", err)
 			}
 			return
+		default:
+			out, back, err = s.answer(r, f)
 		}
-		out, back, err := s.answer(r, f)
 		if err != nil {
 			out = response{Problem: problemOf(err)}
 		}
 		err = sidecar.Send(c, out, listOf(back)...)
+		if sidecar.IsFault(err) {
+			s.cfg.Log.Error("an answer was not sent", "op", core.Clip(string(r.Op)), "err", err)
+			err = sidecar.Send(c, response{Problem: problemOf(sidecar.Fault(err))})
+		}
 		if back != nil {
 			err = errors.Join(err, back.Close())
 		}
@@ -196,7 +208,7 @@ func (s *Server) answer(r request, f *os.File) (response, *os.File, error) {
 		touched := im.touchedRanges()
 		return response{Touched: touched[:min(len(touched), most)]}, nil, nil
 	case opWatch:
-		return s.watch(r.Version), nil, nil
+		return s.watch(r.Version, r.After), nil, nil
 	case opStop:
 		return response{}, nil, nil
 	case opPut:
@@ -227,7 +239,7 @@ func (s *Server) put(spec Image, part *os.File) (_ Status, err error) {
 			err = errors.Join(err, part.Close())
 		}
 	}()
-	if spec.ID == "" || strings.ContainsRune(spec.ID, '/') {
+	if spec.ID == "" || len(spec.ID) > maxID || strings.ContainsRune(spec.ID, '/') {
 		return Status{}, core.Errorf(core.Invalid, core.CodeInvalidField, "%q cannot be the name of an image", core.Clip(spec.ID))
 	}
 	if im := s.image(spec.ID); im != nil {
@@ -383,10 +395,11 @@ func (s *Server) changed() {
 	s.news = make(chan struct{})
 }
 
-// watch waits for another version.
-func (s *Server) watch(version int64) response {
+// watch waits for another version, unless the images that follow one are asked for, and gives as many as a message takes. The sums are in the
+// first part.
+func (s *Server) watch(version int64, after string) response {
 	s.mu.Lock()
-	for s.version == version && s.done.Err() == nil {
+	for after == "" && s.version == version && s.done.Err() == nil {
 		news := s.news
 		s.mu.Unlock()
 		select {
@@ -396,15 +409,29 @@ func (s *Server) watch(version int64) response {
 		s.mu.Lock()
 	}
 	totals := s.gone
-	out := response{Version: s.version, Totals: &totals}
-	images := make([]*image, 0, len(s.images))
-	for _, im := range s.images {
-		images = append(images, im)
-	}
+	out := response{Version: s.version}
+	images := slices.SortedFunc(maps.Values(s.images), func(a, b *image) int { return cmp.Compare(a.id, b.id) })
 	s.mu.Unlock()
+	first, size := after == "", 0
+	if first {
+		out.Totals = &totals
+	}
 	for _, im := range images {
+		if im.id <= after {
+			continue
+		}
+		if out.More && !first {
+			break
+		}
 		st := im.status()
-		totals.add(st)
+		if totals.add(st); out.More {
+			continue
+		}
+		encoded, err := json.Marshal(st)
+		if size += len(encoded) + 1; err != nil || size > maxStatusBytes && len(out.Images) > 0 {
+			out.More = true
+			continue
+		}
 		out.Images = append(out.Images, st)
 	}
 	return out

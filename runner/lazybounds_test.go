@@ -1,0 +1,127 @@
+package runner
+
+import (
+	"fmt"
+	"net"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/sidecar"
+	"github.com/coppice-dev/coppice/runner/pager"
+)
+
+func (x *lazyRig) pagerNow() string {
+	x.lazy.mu.Lock()
+	defer x.lazy.mu.Unlock()
+	return x.lazy.instance
+}
+
+// TestLazyManyStalled: a store that is out of order for more images than a message takes ends no machine: the pager is the same one before, meanwhile
+// and afterwards, and the runner hears of every image.
+func TestLazyManyStalled(t *testing.T) {
+	const many = 500
+	x := newLazyRig(t)
+	x.say(x.settings.Silence, true)
+	ids := []core.BaseID{x.fetch()}
+	was := x.pagerNow()
+	for i := range many { // as those of another runner's records: they are open, so they stay
+		part, err := os.Create(filepath.Join(t.TempDir(), "part"))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := part.Truncate(int64(len(x.memory))); err != nil {
+			t.Fatal(err)
+		}
+		id := fmt.Sprintf("zz-%s-%d", strings.Repeat("x", 150), i)
+		x.lazy.mu.Lock()
+		x.lazy.rehearsed[id] = true
+		x.lazy.mu.Unlock()
+		if _, err := x.lazy.client.Put(t.Context(), pager.Image{ID: id, Source: x.from}, part); err != nil {
+			t.Fatal(err)
+		}
+		_ = part.Close()
+	}
+	x.say(x.settings.Refusal, true)
+	x.say(x.settings.Silence, false)
+	x.await("all have stalled", func() bool {
+		got := x.metrics()
+		return got["images stalled"] == many+1
+	})
+	x.await("the runner has heard of its own", func() bool {
+		x.lazy.mu.Lock()
+		defer x.lazy.mu.Unlock()
+		return x.lazy.images[string(ids[0])].status.Problem != nil
+	})
+	x.say(x.settings.Refusal, false)
+	x.taken(ids[0])
+	if is := x.pagerNow(); is != was || is == "" {
+		t.Errorf("the pager was %s and is %q: machines that had memory from it were ended", was, is)
+	}
+	if got := x.metrics(); got["unheard_total"] != 0 {
+		t.Errorf("metrics: %v", got)
+	}
+}
+
+// TestLazyPagerOfOldVersion: a pager of before this version closes the connection on which its answer would be too long. It is asked again, and what
+// it serves goes on until it has really ended.
+func TestLazyPagerOfOldVersion(t *testing.T) {
+	x := newLazyRig(t)
+	x.end()
+	dir, err := os.MkdirTemp("", "old") //nolint:usetesting // the path of a socket must be short
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = os.RemoveAll(dir) })
+	l, err := sidecar.Listen(filepath.Join(dir, "sock"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	var asked atomic.Int64
+	var wg sync.WaitGroup
+	wg.Go(func() {
+		for {
+			c, err := l.AcceptUnix()
+			if err != nil {
+				return
+			}
+			wg.Go(func() { converseOld(c, &asked) })
+		}
+	})
+	x.cfg.Store.Pager.Dir = dir
+	x.settings.Dir = dir
+	x.begin()
+	x.await("it is asked again", func() bool { return asked.Load() >= 3 })
+	if is := x.pagerNow(); is != "old" || x.metrics()["unheard_total"] < 2 {
+		t.Errorf("the pager is %q; %v", is, x.metrics())
+	}
+	if err := l.Close(); err != nil {
+		t.Error(err)
+	}
+	wg.Wait()
+	x.await("it has ended", func() bool { return x.pagerNow() == "" })
+}
+
+// converseOld answers who it is, and to nothing else.
+func converseOld(c *net.UnixConn, asked *atomic.Int64) {
+	defer c.Close()
+	for {
+		var r struct {
+			Op string `json:"op"`
+		}
+		if _, err := sidecar.Receive(c, &r); err != nil {
+			return
+		}
+		if r.Op != "hello" {
+			asked.Add(1)
+			return
+		}
+		if err := sidecar.Send(c, map[string]any{"hello": map[string]any{"pid": os.Getpid(), "instance": "old", "version": 4}}); err != nil {
+			return
+		}
+	}
+}

@@ -1,0 +1,147 @@
+package pager_test
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"net"
+	"os"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/coppice-dev/coppice/internal/sidecar"
+	"github.com/coppice-dev/coppice/internal/tests3"
+	"github.com/coppice-dev/coppice/runner/pager"
+)
+
+// TestManyStalled: while the store is away, the pager tells of as many images that wait for it as there are, and of who waits. No message takes
+// that at once.
+func TestManyStalled(t *testing.T) {
+	const many, readers = 500, 40
+	server := tests3.Start(t)
+	proxy, bucket := server.Proxy(t), server.Bucket(t)
+	x := newRig(t, settings{Store: proxy.URL(bucket), AccessKey: server.AccessKey, SecretKey: server.SecretKey})
+	b := memory(rand.New(rand.NewPCG(15, 1)), 256)
+	for p := range 256 {
+		b[p*page] = 1 // no page is of zeros alone
+	}
+	src := sourceOf(x.seal(b, nil, nil))
+	x.put(pager.Image{ID: "first", Source: src}, x.part(len(b))) // the manifest is read
+	x.await("first", func(s *pager.Status) bool { return s != nil && s.Whole })
+	proxy.Down(t)
+	name := func(i int) string { return fmt.Sprintf("image-%s-%04d", strings.Repeat("x", 100), i) }
+	for i := range many {
+		x.put(pager.Image{ID: name(i), Source: src}, x.part(len(b)))
+	}
+	var files []*os.File
+	for i := range readers {
+		f, err := x.client.Open(t.Context(), name(0))
+		if err != nil {
+			t.Fatal(err)
+		}
+		files = append(files, f)
+		go func() { _, _ = f.ReadAt(make([]byte, page), int64(i*5*page)) }() // until the pager ends
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	defer cancel()
+	heard := errors.New("heard")
+	watching, stop := context.WithCancelCause(ctx)
+	var size int
+	err := x.client.Watch(watching, func(list []pager.Status) {
+		stalled := 0
+		for _, st := range list {
+			if st.Problem != nil {
+				stalled++
+			}
+		}
+		ids := make([]string, len(list))
+		for i, st := range list {
+			ids[i] = st.ID
+		}
+		if !slices.IsSorted(ids) || len(slices.Compact(ids)) != len(list) {
+			t.Errorf("images are told of twice, or in no order: %d", len(list))
+		}
+		i := slices.IndexFunc(list, func(s pager.Status) bool { return s.ID == name(0) })
+		if stalled == many && len(list) == many+1 && i >= 0 && list[i].Waiting > 1 {
+			if len(list[i].Waiters) > 32 || list[i].Waiting < len(list[i].Waiters) {
+				t.Errorf("%d wait, and %d are named", list[i].Waiting, len(list[i].Waiters))
+			}
+			encoded, _ := json.Marshal(list)
+			size = len(encoded)
+			stop(heard)
+		}
+	})
+	if !errors.Is(err, heard) || size < sidecar.MaxMessage {
+		t.Errorf("watching ended with %v; the images take %d bytes", err, size)
+	}
+	if list, _, err := x.client.List(ctx); err != nil || len(list) != many+1 {
+		t.Errorf("%d images, %v", len(list), err)
+	}
+	if h, err := x.client.Hello(ctx); err != nil || h.PID != x.pid {
+		t.Errorf("the pager is %+v, %v", h, err)
+	}
+	proxy.Up(t)
+	for _, f := range files {
+		_ = f.Close()
+	}
+}
+
+// TestLongMessages: a message that is too long, or none, is answered with an error, and the pager is there as before.
+func TestLongMessages(t *testing.T) {
+	x := newDirRig(t)
+	conn, err := net.DialUnix("unixpacket", nil, &net.UnixAddr{Name: pager.SocketPath(x.cfg.Dir), Net: "unixpacket"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer conn.Close()
+	var out struct {
+		Problem, Hello map[string]any
+	}
+	for _, message := range []string{strings.Repeat("x", sidecar.MaxMessage+1), "no JSON"} {
+		if _, err := conn.Write([]byte(message)); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := sidecar.Receive(conn, &out); err != nil || out.Problem == nil {
+			t.Fatalf("%.10q: %+v, %v", message, out, err)
+		}
+	}
+	if err := sidecar.Send(conn, map[string]string{"op": "hello"}); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := sidecar.Receive(conn, &out); err != nil || out.Hello == nil {
+		t.Errorf("afterwards: %+v, %v", out, err)
+	}
+	long := pager.Image{ID: strings.Repeat("x", sidecar.MaxMessage)}
+	if _, err := x.client.Put(t.Context(), long, x.part(page)); err == nil || errors.Is(err, pager.ErrGone) || !errors.Is(err, sidecar.ErrTooLong) {
+		t.Errorf("an image that no message takes: %v", err)
+	}
+	b := memory(rand.New(rand.NewPCG(15, 2)), 64)
+	im := pager.Image{ID: "hints", Source: sourceOf(x.seal(b, nil, nil))}
+	for range 10_000 { // hints are left out where there are too many
+		im.Want = append(im.Want, pager.Range{First: 1 << 60, Count: 1 << 60})
+	}
+	x.put(im, x.part(len(b)))
+	x.await("hints", func(s *pager.Status) bool { return s != nil && s.Whole })
+}
+
+// TestAlive tells the end of a pager from that of a connection.
+func TestAlive(t *testing.T) {
+	x := newDirRig(t)
+	h, err := x.client.Hello(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	if !x.client.Alive(t.Context(), h.Instance) || x.client.Alive(t.Context(), "another") {
+		t.Error("a pager that runs")
+	}
+	if err := x.client.Stop(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if x.client.Alive(t.Context(), h.Instance) {
+		t.Error("a pager that has ended")
+	}
+}
