@@ -82,6 +82,8 @@ const (
 	CodeNotQuiesced          Code = "NOT_QUIESCED"
 	CodeResealFailed         Code = "RESEAL_FAILED"
 	CodeForkFailed           Code = "FORK_FAILED"
+	CodeAttestationRefused   Code = "ATTESTATION_REFUSED"
+	CodeAttestationNotFound  Code = "ATTESTATION_NOT_FOUND"
 	CodeCheckpointCorrupt    Code = "CHECKPOINT_CORRUPT"
 	CodeCheckpointIncomplete Code = "CHECKPOINT_INCOMPLETE"
 	CodeManifestInvalid      Code = "MANIFEST_INVALID"

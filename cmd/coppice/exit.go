@@ -93,6 +93,8 @@ var exitOfCode = map[string]int{
 	string(core.CodeGuestProtocol):          exitFailure,
 	string(core.CodeNotQuiesced):            exitFailure,
 	string(core.CodeResealFailed):           exitFailure,
+	string(core.CodeAttestationRefused):     exitFailure,
+	string(core.CodeAttestationNotFound):    exitNotFound,
 	string(core.CodeForkFailed):             exitFailure,
 	string(core.CodeCheckpointCorrupt):      exitFailure,
 	string(core.CodeCheckpointIncomplete):   exitFailure,

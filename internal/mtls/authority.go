@@ -3,6 +3,7 @@ package mtls
 import (
 	"crypto"
 	"crypto/ecdsa"
+	"crypto/ed25519"
 	"crypto/elliptic"
 	"crypto/rand"
 	"crypto/sha256"
@@ -117,6 +118,22 @@ func (a *Authority) Issue(public crypto.PublicKey, name string, life time.Durati
 	return der, nil
 }
 
+// IssueAttestation signs the certificate of a key that signs attestations, and does nothing else. It is good at once and since a time ago.
+func (a *Authority) IssueAttestation(public ed25519.PublicKey, name string, since, life time.Duration) ([]byte, error) {
+	now := time.Now()
+	template := &x509.Certificate{
+		SerialNumber: serial(), Subject: pkix.Name{CommonName: name}, DNSNames: []string{name},
+		NotBefore: now.Add(-max(since, clockSkew)), NotAfter: now.Add(life),
+		KeyUsage: x509.KeyUsageDigitalSignature, ExtKeyUsage: []x509.ExtKeyUsage{x509.ExtKeyUsageCodeSigning},
+		BasicConstraintsValid: true,
+	}
+	der, err := x509.CreateCertificate(rand.Reader, template, a.cert, public, a.key)
+	if err != nil {
+		return nil, fmt.Errorf("issue a certificate for the attestations of %s: %w", name, err)
+	}
+	return der, nil
+}
+
 // IssueNew makes a key and a certificate of it.
 func (a *Authority) IssueNew(name string, life time.Duration) (Certificate, error) {
 	key, err := NewKey()
@@ -134,13 +151,9 @@ func Request(key crypto.Signer) ([]byte, error) {
 
 // Requested returns the key of a request whose sender has proven to hold it. All else in it is ignored.
 func Requested(der []byte) (crypto.PublicKey, error) {
-	const largest = 16 << 10
-	if len(der) > largest {
-		return nil, core.Errorf(core.Invalid, core.CodeInvalidField, "certificate_request: it is too large")
-	}
-	req, err := x509.ParseCertificateRequest(der)
-	if err != nil || req.CheckSignature() != nil {
-		return nil, core.Wrapf(err, core.Invalid, core.CodeInvalidField, "certificate_request: it is not a signed PKCS#10 request")
+	req, err := parseRequest("certificate_request", der)
+	if err != nil {
+		return nil, err
 	}
 	key, ok := req.PublicKey.(*ecdsa.PublicKey)
 	if !ok || key.Curve != elliptic.P256() {
@@ -154,4 +167,29 @@ func serial() *big.Int {
 	_, _ = rand.Read(b) // never fails: crypto/rand ends the program instead
 	b[0] &= 0x7f
 	return new(big.Int).SetBytes(b)
+}
+
+// RequestedAttestation is Requested for a key that is to sign attestations.
+func RequestedAttestation(der []byte) (ed25519.PublicKey, error) {
+	req, err := parseRequest("attestation_request", der)
+	if err != nil {
+		return nil, err
+	}
+	key, ok := req.PublicKey.(ed25519.PublicKey)
+	if !ok {
+		return nil, core.Errorf(core.Invalid, core.CodeInvalidField, "attestation_request: the key must be one of Ed25519")
+	}
+	return key, nil
+}
+
+func parseRequest(field string, der []byte) (*x509.CertificateRequest, error) {
+	const largest = 16 << 10
+	if len(der) > largest {
+		return nil, core.Errorf(core.Invalid, core.CodeInvalidField, "%s: it is too large", field)
+	}
+	req, err := x509.ParseCertificateRequest(der)
+	if err != nil || req.CheckSignature() != nil {
+		return nil, core.Wrapf(err, core.Invalid, core.CodeInvalidField, "%s: it is not a signed PKCS#10 request", field)
+	}
+	return req, nil
 }

@@ -17,6 +17,8 @@ func (c Code) Error() string { return string(c) }
 // The codes that programs usually branch on; docs/ERRORS.md has them all.
 const (
 	CodeBodyTooLarge           Code = "BODY_TOO_LARGE"
+	CodeAttestationNotFound    Code = "ATTESTATION_NOT_FOUND"
+	CodeAttestationRefused     Code = "ATTESTATION_REFUSED"
 	CodeCapacity               Code = "CAPACITY"
 	CodeCheckpointInUse        Code = "CHECKPOINT_IN_USE"
 	CodeCheckpointNotFound     Code = "CHECKPOINT_NOT_FOUND"
