@@ -274,6 +274,7 @@ func (c *Controller) workForkWorkspace(ctx context.Context, t *Task) error {
 	if err != nil {
 		return c.captureFailed(ctx, t, plan, err)
 	}
+	plan.fork.source.Class = &got.Class // as its row will have it
 	recorded := make(chan error, 1)
 	go func() { recorded <- c.recordCapture(ctx, t, plan, got) }()
 	grown, err := c.callFork(ctx, plan.fork)

@@ -28,6 +28,7 @@ func (c *Controller) chores() []Chore {
 		{Name: "abandon_imports", Every: abandonEvery, Do: c.abandonImports},
 		{Name: "events", Every: sweepInterval, Do: c.tidyEvents},
 		{Name: "flows", Every: sweepInterval, Do: c.tidyFlows},
+		{Name: "attestations", Every: sweepInterval, Do: c.tidyAttestations},
 	}
 	if c.cfg.Store != nil {
 		list = append(list, Chore{Name: "collect", Every: collectEvery, Do: c.collect}, Chore{Name: "sweep_uploads", Every: uploadsEvery, Do: c.sweepUploads})

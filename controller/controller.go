@@ -14,6 +14,7 @@ import (
 	"go.opentelemetry.io/otel/trace"
 	"golang.org/x/sync/errgroup"
 
+	"github.com/coppice-dev/coppice/controller/countersign"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/mtls"
 	"github.com/coppice-dev/coppice/snapshotstore/blob"
@@ -50,6 +51,9 @@ type Config struct {
 
 	Trust           *Trust        // nil where controller and runner share a secret, as in coppice dev; then no runner can join
 	CertificateLife time.Duration // of runners' certificates; default 24 h
+	// Authority certifies the keys that sign attestations; Trust's, where that is set. Without one no fork is taken.
+	Authority        *mtls.Authority
+	AttestationsKept time.Duration // how long attestations are kept; by whole months, so up to one longer; default 400 days
 }
 
 // FlowsKept is how long what sandboxes sent is kept where nobody says otherwise.
@@ -83,6 +87,10 @@ func (c Config) withDefaults() Config {
 	set(&c.StoreGrace, time.Hour)
 	set(&c.EventsKept, 7*24*time.Hour)
 	set(&c.FlowsKept, FlowsKept)
+	set(&c.AttestationsKept, AttestationsKept)
+	if c.Authority == nil && c.Trust != nil {
+		c.Authority = c.Trust.Authority
+	}
 	set(&c.KeyCache, 3*time.Second)
 	set(&c.CertificateLife, mtls.Lifetime)
 	c.KeyCache = min(c.KeyCache, 5*time.Second)
@@ -130,6 +138,8 @@ type Controller struct {
 	data        dataCheck
 	authorities authorities
 
+	countersigner *countersign.Countersigner // nil without an authority
+
 	imports, exports chan struct{} // one in it for each that is under way
 }
 
@@ -152,6 +162,11 @@ func New(cfg Config, store Store, runners Runners, log *slog.Logger) *Controller
 		cfg.Metrics = prometheus.NewRegistry()
 	}
 	c.metrics = newMetrics(c, cfg.Metrics)
+	if c.cfg.Authority != nil {
+		if c.countersigner, err = countersign.New(c.cfg.Authority, c.cfg.CertificateLife); err != nil {
+			log.Error("attestations cannot be verified: no fork will be taken", "err", err)
+		}
+	}
 	return c
 }
 

@@ -4,7 +4,6 @@ import (
 	"context"
 	"testing"
 
-	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/controller"
 	"github.com/coppice-dev/coppice/controller/runnertest"
 	"github.com/coppice-dev/coppice/core"
@@ -33,7 +32,7 @@ func TestDiffNeedsOneRunner(t *testing.T) {
 	wantCode(t, diff(), core.CodeRunnerUnreachable)
 	w.runner.Hook(nil)
 	other := runnertest.Start(t, runnertest.Config{ID: core.NewID[core.RunnerID]()})
-	if _, err := w.RegisterRunner(t.Context(), runnerapi.Register{Info: other.Info(), Endpoint: other.Endpoint()}); err != nil {
+	if _, err := other.Announce(t.Context(), w); err != nil {
 		t.Fatal(err)
 	}
 	w.sql(`UPDATE checkpoints SET runner_id = $1 WHERE id = $2`, other.ID(), b.ID)

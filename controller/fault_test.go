@@ -56,6 +56,10 @@ func (w *world) consistent() {
 		"ready workspaces without a living sandbox": `SELECT count(*) FROM workspaces w WHERE w.state = 'ready' AND NOT EXISTS (SELECT 1 FROM sandboxes s WHERE s.id = w.sandbox_id AND s.ended_at IS NULL)`,
 		"ready workspaces without a complete reseal": `SELECT count(*) FROM workspaces w JOIN sandboxes s ON s.id = w.sandbox_id WHERE w.state = 'ready'
 			AND NOT EXISTS (SELECT 1 FROM reseal_reports r WHERE r.sandbox_id = s.id AND r.complete AND r.generation = s.generation)`,
+		"ready workspaces without an attestation of their epoch": `SELECT count(*) FROM workspaces w WHERE w.state = 'ready'
+			AND NOT EXISTS (SELECT 1 FROM attestations a WHERE a.workspace_id = w.id AND a.epoch = w.epoch AND a.sandbox_id = w.sandbox_id)`,
+		"attestations that the audit log does not name": `SELECT count(*) FROM attestations a
+			WHERE NOT EXISTS (SELECT 1 FROM audit_records r WHERE r.object_id = a.workspace_id AND r.detail ->> 'attestation' = a.digest)`,
 	} {
 		if n := w.number(query); n != 0 {
 			w.t.Errorf("%d %s", n, what)

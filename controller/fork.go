@@ -393,7 +393,7 @@ func (c *Controller) callFork(ctx context.Context, plan *forkPlan) ([]runnerapi.
 }
 
 // callShare asks one runner for some of the children, again when it could not be reached, and checks every answer: a child counts as
-// grown only with a complete reseal of the generation that it was given.
+// grown only with a complete reseal of the generation that it was given, and with an attestation of it by the runner that was asked.
 func (c *Controller) callShare(ctx context.Context, plan *forkPlan, endpoint string, share []int, out []runnerapi.ChildResult) error {
 	req := runnerapi.Fork{CheckpointID: plan.source.ID, Children: make([]runnerapi.Child, len(share)), Sources: plan.source.Sources, Peers: plan.source.Peers}
 	if err := c.tell(ctx, plan, share, req.Children); err != nil {
@@ -428,8 +428,12 @@ func (c *Controller) callShare(ctx context.Context, plan *forkPlan, endpoint str
 	}
 	for n, i := range share {
 		out[i] = res.Children[n]
-		if problem := refused(req.Children[n], out[i]); problem != nil {
-			out[i].Problem = runnerapi.ProblemOf(problem)
+		problem := refused(req.Children[n], out[i])
+		if problem == nil {
+			out[i].Attestation, problem = c.accept(plan, plan.children[i], req.Children[n], out[i])
+		}
+		if problem != nil {
+			out[i].Problem, out[i].Attestation = runnerapi.ProblemOf(problem), nil
 		}
 	}
 	return nil
@@ -535,7 +539,7 @@ func (c *Controller) finishGrown(ctx context.Context, t *Task, plan *forkPlan, g
 		if child.Workspace != nil && child.Workspace.RulesPending() {
 			c.wakeRules()
 		}
-		if p := got[i].Problem; child.Problem != nil && (p == nil || p.Code == core.CodeRunnerUnreachable) {
+		if p := got[i].Problem; child.Problem != nil && (p == nil || p.Code == core.CodeRunnerUnreachable || got[i].Sandbox != nil) {
 			lost = append(lost, plan.children[i].Sandbox)
 		}
 	}
@@ -582,6 +586,7 @@ func reseals(t *Task, plan *forkPlan, got []runnerapi.ChildResult) []ResealRecor
 		}
 		list = append(list, ResealRecord{
 			ProjectID: w.ProjectID, WorkspaceID: w.ID, SandboxID: w.Sandbox.ID, OperationID: t.op.ID, CheckpointID: plan.source.ID, Report: *got[i].Reseal,
+			Epoch: w.Sandbox.Epoch, RunnerID: w.Sandbox.RunnerID, Attestation: got[i].Attestation,
 		})
 	}
 	return list

@@ -228,7 +228,7 @@ func (m *images) count(what string) {
 // join registers a host: as a process that has started, or one that is back.
 func (m *images) join(h *host) {
 	m.t.Helper()
-	got, err := m.RegisterRunner(m.t.Context(), runnerapi.Register{Info: h.Info(), Endpoint: h.Endpoint()})
+	got, err := h.Announce(m.t.Context(), m)
 	if err != nil {
 		m.t.Fatal(err)
 	}

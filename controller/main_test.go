@@ -5,6 +5,7 @@ import (
 	"errors"
 	"log/slog"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -14,6 +15,7 @@ import (
 	"github.com/coppice-dev/coppice/controller/runnerclient"
 	"github.com/coppice-dev/coppice/controller/runnertest"
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/mtls"
 	"github.com/coppice-dev/coppice/internal/testleak"
 	"github.com/coppice-dev/coppice/internal/testpg"
 	"github.com/coppice-dev/coppice/migrations"
@@ -80,6 +82,19 @@ func newWorld(t testing.TB, options ...option) *world {
 	return w
 }
 
+// authority is that of the cluster of all these tests.
+var authority = sync.OnceValues(func() (*mtls.Authority, error) { return mtls.NewAuthority("test") })
+
+// inCluster makes a controller one of the cluster.
+func inCluster(cfg controller.Config) controller.Config {
+	ca, err := authority()
+	if err != nil {
+		panic(err)
+	}
+	cfg.ClusterID, cfg.Authority = "test", ca
+	return cfg
+}
+
 func openStore(t testing.TB, dsn string) *postgres.Store {
 	t.Helper()
 	store, err := postgres.Open(t.Context(), postgres.Config{DSN: dsn})
@@ -101,6 +116,7 @@ func (w *world) startOn(store controller.Store, cfg controller.Config) (*control
 	if cfg.RunnerLease == 0 {
 		cfg.RunnerLease = time.Hour // nobody beats for the fake runner, however long a test takes
 	}
+	cfg = inCluster(cfg)
 	c := controller.New(cfg, store, w.client, logger(w.t))
 	ctx, cancel := context.WithCancel(context.WithoutCancel(w.t.Context()))
 	done := make(chan error, 1)
@@ -122,7 +138,7 @@ func (w *world) startOn(store controller.Store, cfg controller.Config) (*control
 
 func (w *world) register() {
 	w.t.Helper()
-	got, err := w.RegisterRunner(w.t.Context(), runnerapi.Register{Info: w.runner.Info(), Endpoint: w.runner.Endpoint()})
+	got, err := w.runner.Announce(w.t.Context(), w)
 	if err != nil {
 		w.t.Fatal(err)
 	}

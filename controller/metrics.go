@@ -30,6 +30,8 @@ type metrics struct {
 	collected *prometheus.CounterVec // unit
 	flows     *prometheus.CounterVec // outcome, spoken
 
+	attestations *prometheus.CounterVec // outcome
+
 	// mu guards phases.
 	mu     sync.Mutex
 	phases map[string]bool
@@ -61,6 +63,7 @@ func newMetrics(c *Controller, reg prometheus.Registerer) *metrics {
 	reg.MustRegister(m.stored)
 	m.collected = counter("collected_total", "Objects that were deleted from the store because nothing needs them, and their bytes.", "unit")
 	m.flows = counter("flows_total", "What sandboxes sent out or tried to, when it has ended.", "outcome", "spoken")
+	m.attestations = counter("attestations_total", "Attestations that runners sent with children of forks.", "outcome")
 	gauge("operations_running", "Operations that this controller works on.", func() int {
 		c.mu.Lock()
 		defer c.mu.Unlock()

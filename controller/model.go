@@ -282,6 +282,10 @@ type ResealRecord struct {
 	OperationID  core.OperationID
 	Report       core.ResealReport
 	CreatedAt    time.Time
+
+	// Attestation is what the runner signed of it and the cluster countersigned; set for its insertion only.
+	Attestation []byte
+	RunnerID    core.RunnerID // that signed it; likewise
 }
 
 // Runner is a host's agent as the controller knows it.

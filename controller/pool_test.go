@@ -32,7 +32,7 @@ func newPool(t testing.TB, options ...option) *pool {
 
 func (p *pool) join() {
 	p.t.Helper()
-	if _, err := p.RegisterRunner(p.t.Context(), runnerapi.Register{Info: p.second.Info(), Endpoint: p.second.Endpoint()}); err != nil {
+	if _, err := p.second.Announce(p.t.Context(), p); err != nil {
 		p.t.Fatal(err)
 	}
 }

@@ -174,7 +174,12 @@ type SandboxTx interface {
 	// WorkspaceSandboxes returns the living sandboxes of a workspace.
 	WorkspaceSandboxes(ctx context.Context, id core.WorkspaceID) ([]Sandbox, error)
 	EndSandboxes(ctx context.Context, ids []core.SandboxID) error
+	// InsertReseals appends reports, with their attestations. Those of a runner that was removed are left out.
 	InsertReseals(list []ResealRecord)
+	// Attestation returns that of an epoch; ATTESTATION_NOT_FOUND.
+	Attestation(ctx context.Context, id core.WorkspaceID, epoch int64) (Attestation, error)
+	// TidyAttestations makes partitions ahead and removes what is older than keep, by whole months.
+	TidyAttestations(ctx context.Context, keep time.Duration) error
 	// Reseals returns the newest reports of a workspace first; ResealsByOperation those of an operation.
 	Reseals(ctx context.Context, id core.WorkspaceID, p Page) ([]ResealRecord, error)
 	ResealsByOperation(ctx context.Context, op core.OperationID, workspaces []core.WorkspaceID) ([]ResealRecord, error)

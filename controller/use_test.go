@@ -429,7 +429,7 @@ func TestForkTakesTwoTransactions(t *testing.T) {
 	cp := w.checkpoint(ws.ID)
 	store := &countingStore{Store: w.store, count: map[controller.Scope]int{}}
 	// It has no loops, which have transactions of their own and would renew the leases.
-	c := controller.New(controller.Config{OperationLease: time.Hour}, store, w.client, logger(t))
+	c := controller.New(inCluster(controller.Config{OperationLease: time.Hour}), store, w.client, logger(t))
 	scope := controller.InProject(w.project)
 	for _, n := range []int{1, 100} {
 		store.count[scope] = 0
@@ -493,7 +493,7 @@ func TestPanicEndsTheOperationOnly(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
 	cp := w.checkpoint(w.create("main").ID)
-	c := controller.New(controller.Config{OperationLease: time.Hour}, w.store, panicking{w.client}, logger(t))
+	c := controller.New(inCluster(controller.Config{OperationLease: time.Hour}), w.store, panicking{w.client}, logger(t))
 	_, err := c.ForkCheckpoint(t.Context(), w.project, cp.ID, controller.ForkRequest{Count: 2}, wait)
 	wantCode(t, err, core.CodeInternal)
 	if strings.Contains(core.MessageOf(err), "mistake") {

@@ -251,6 +251,8 @@ type opened struct {
 	state   []byte
 	overlay *os.File
 	store   *checkpointStore
+	// manifest is the digest that its bytes were verified against; empty for one that was captured here.
+	manifest core.Digest
 }
 
 func (s *checkpointStore) open(id core.CheckpointID) (_ *opened, err error) {

@@ -44,6 +44,7 @@ func (r *Runner) Fork(ctx context.Context, req runnerapi.Fork) (runnerapi.ForkRe
 	if err := r.compatible(ckpt.Checkpoint); err != nil {
 		return runnerapi.ForkResult{}, err
 	}
+	ckpt.manifest = verifiedAs(ckpt, req.Sources)
 	ctx = context.WithoutCancel(ctx)
 	out := runnerapi.ForkResult{Children: make([]runnerapi.ChildResult, len(req.Children))}
 	var wg sync.WaitGroup
@@ -87,7 +88,7 @@ func (r *Runner) forkOne(ctx context.Context, ckpt *opened, child runnerapi.Chil
 		return out
 	}
 	info := s.snapshot()
-	out.Sandbox = &info
+	out.Sandbox, out.Attestation = &info, s.attestation
 	return out
 }
 
@@ -184,6 +185,7 @@ func (r *Runner) register(s *sandbox) error {
 
 // animate gives a shell the state of a checkpoint and an identity of its own: restore, quarantine, reseal, verify, release.
 func (r *Runner) animate(ctx context.Context, s *sandbox, ckpt *opened, child runnerapi.Child, watch *core.Stopwatch) (*core.ResealReport, error) {
+	began := time.Now()
 	child.Egress = r.openedWith(child.Egress)
 	if err := s.record(func(j *sandboxJournal) { j.Info, j.Egress, j.Rules = s.snapshot(), child.Egress, child.Rules }); err != nil {
 		return nil, err
@@ -234,6 +236,12 @@ func (r *Runner) animate(ctx context.Context, s *sandbox, ckpt *opened, child ru
 		return report, err
 	}
 	watch.Lap("open")
+	// What cannot be signed is not released.
+	attestation, err := r.attest(began, ckpt, child, report)
+	if err != nil {
+		return report, err
+	}
+	watch.Lap("attest")
 	if _, err := agent.Release(ctx, guestapi.ReleaseRequest{Generation: child.Identity.Generation}); err != nil {
 		return report, err
 	}
@@ -245,10 +253,10 @@ func (r *Runner) animate(ctx context.Context, s *sandbox, ckpt *opened, child ru
 	report.Complete = true
 	info := s.snapshot()
 	info.State = runnerapi.SandboxReady
-	if err := s.record(func(j *sandboxJournal) { j.Info, j.Reseal = info, report }); err != nil {
+	if err := s.record(func(j *sandboxJournal) { j.Info, j.Reseal, j.Attestation = info, report, attestation }); err != nil {
 		return report, err
 	}
-	s.reseal = report
+	s.reseal, s.attestation = report, attestation
 	s.setState(info.State)
 	watch.Lap("journal")
 	return report, nil

@@ -48,7 +48,9 @@ type sandboxJournal struct {
 	Egress core.EgressPolicy     `json:"egress"` // what its namespace is opened with
 	Rules  runnerapi.EgressRules `json:"rules,omitzero"`
 	Reseal *core.ResealReport    `json:"reseal,omitempty"`
-	Ports  []runnerapi.Port      `json:"ports,omitempty"`
+	// Attestation is what this runner signed of it.
+	Attestation []byte           `json:"attestation,omitempty"`
+	Ports       []runnerapi.Port `json:"ports,omitempty"`
 
 	Capture  core.CheckpointID   `json:"capture,omitempty"`   // under way
 	Stop     bool                `json:"stop,omitempty"`      // with its end the sandbox ends

@@ -17,6 +17,7 @@ import (
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/runner/attestor"
 	"github.com/coppice-dev/coppice/runner/memory"
 	"github.com/coppice-dev/coppice/snapshotstore/blob"
 	"github.com/coppice-dev/coppice/snapshotstore/envelope"
@@ -40,6 +41,7 @@ type Runner struct {
 	metrics     *metrics
 	starting    chan struct{} // a place per child that is being started
 	draws       draws
+	attestor    *attestor.Attestor
 	diffs       chan struct{} // a place per comparison
 	objects     chan struct{} // likewise, reads of other runners
 	started     time.Time
@@ -105,6 +107,9 @@ func New(ctx context.Context, cfg Config) (_ *Runner, err error) {
 			err = errors.Join(err, r.lock.Close())
 		}
 	}()
+	if r.attestor, err = attestor.Open(filepath.Join(cfg.DataDir, attestationFile), cfg.ID); err != nil {
+		return nil, fmt.Errorf("open the runner's attestation key: %w", err)
+	}
 	left, err := r.survey()
 	if err != nil {
 		return nil, fmt.Errorf("look for what an earlier runner left: %w", err)

@@ -31,6 +31,8 @@ type sandbox struct {
 	left chan struct{} // closed when it was left to the runner's successor
 
 	reseal *core.ResealReport // of its making; guarded by work
+	// attestation is what this runner signed of that; nil if no controller had certified it. It is set once, before the sandbox is ready.
+	attestation []byte
 
 	journalMu sync.Mutex // guards journal.Sandbox, and is held while it is written: writes take turns
 

@@ -226,6 +226,8 @@ type ChildResult struct {
 	Reseal    *core.ResealReport `json:"reseal,omitempty"` // also there when a reseal step failed
 	Timings   []core.Timing      `json:"timings,omitempty"`
 	Problem   *Problem           `json:"problem,omitempty"`
+	// Attestation is what the runner signed of the reseal (internal/attest). A controller takes no child without it.
+	Attestation []byte `json:"attestation,omitempty"`
 }
 
 // SandboxState is what a runner knows of a sandbox.
@@ -302,6 +304,8 @@ type Register struct {
 	DataURL  string `json:"data_url,omitempty"` // https://host:port of the data plane, if users can reach one
 	// OwnDataCert says that the data plane shows the runner's own certificate, so that users need the cluster's authority.
 	OwnDataCert bool `json:"own_data_cert,omitempty"`
+	// AttestationRequest is a PKCS#10 request of the key that signs what the runner did; only its key counts.
+	AttestationRequest []byte `json:"attestation_request,omitempty"`
 }
 
 // Registered tells a runner its lease.
@@ -313,6 +317,8 @@ type Registered struct {
 	FenceSeconds float64 `json:"fence_seconds"`
 	// PassKeys are the Ed25519 keys whose passes the data plane takes.
 	PassKeys [][]byte `json:"pass_keys,omitempty"`
+	// AttestationCertificate answers an AttestationRequest.
+	AttestationCertificate []byte `json:"attestation_certificate,omitempty"`
 }
 
 // Join asks for a runner's first certificate.
@@ -349,6 +355,8 @@ type Heartbeat struct {
 	DataKeys    []core.KeyID        `json:"data_keys,omitempty"` // API keys with whose passes the data plane was used lately
 	DataUsed    []core.WorkspaceID  `json:"data_used,omitempty"` // workspaces that it has served since the last heartbeat, or serves
 	Usage       []Usage             `json:"usage,omitempty"`
+	// AttestationRequest asks for the next certificate, as in Register.
+	AttestationRequest []byte `json:"attestation_request,omitempty"`
 }
 
 // Usage is what a sandbox has used since its start. One that ended is reported until a heartbeat with it was answered.
@@ -369,4 +377,6 @@ type Heartbeated struct {
 	DropSandboxes   []core.SandboxID    `json:"drop_sandboxes,omitempty"`
 	DropCheckpoints []core.CheckpointID `json:"drop_checkpoints,omitempty"`
 	EndedKeys       []core.KeyID        `json:"ended_keys,omitempty"` // of DataKeys: what was begun with them must end
+	// AttestationCertificate answers an AttestationRequest.
+	AttestationCertificate []byte `json:"attestation_certificate,omitempty"`
 }

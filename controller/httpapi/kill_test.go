@@ -21,6 +21,7 @@ import (
 	"github.com/coppice-dev/coppice/controller/runnerclient"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/failpoint"
+	"github.com/coppice-dev/coppice/internal/masterkey"
 	"github.com/coppice-dev/coppice/snapshotstore/blob/dir"
 )
 
@@ -45,7 +46,15 @@ func serveUntilKilled(dsn string) {
 	if err != nil {
 		fail(err)
 	}
-	control := controller.New(controller.Config{Store: blobs, ClusterID: "test", OperationLease: time.Hour, LoopInterval: time.Hour}, store, runnerclient.New(runnerSecret), slog.New(slog.DiscardHandler))
+	key, err := masterkey.New(make([]byte, 32)) // as newWorld has it
+	if err != nil {
+		fail(err)
+	}
+	trust, err := controller.OpenTrust(ctx, store, key, nil)
+	if err != nil {
+		fail(err)
+	}
+	control := controller.New(controller.Config{Trust: &trust, Store: blobs, ClusterID: "test", OperationLease: time.Hour, LoopInterval: time.Hour}, store, runnerclient.New(runnerSecret), slog.New(slog.DiscardHandler))
 	listener, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
 		fail(err)

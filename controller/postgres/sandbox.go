@@ -139,6 +139,7 @@ func (t *tx) InsertReseals(list []controller.ResealRecord) {
 		INSERT INTO reseal_reports (project_id, workspace_id, sandbox_id, operation_id, checkpoint_id, generation, complete, steps, stale_processes, duration_ms)
 		SELECT * FROM jsonb_to_recordset(@rows::jsonb) AS v (project_id text, workspace_id text, sandbox_id text, operation_id text,
 			checkpoint_id text, generation text, complete boolean, steps jsonb, stale_processes jsonb, duration_ms float8)`, args{"rows": rows})
+	t.insertAttestations(list)
 }
 
 const resealColumns = `

@@ -61,6 +61,8 @@ func (d *db) populate(project core.ProjectID, from controller.Checkpoint) (contr
 	})
 	d.exec(`INSERT INTO flows (project_id, workspace_id, sandbox_id, epoch, id, at, final, changes, spoken, host, port, method, path, outcome, rule, grant_id, reason, status, sent_bytes, received_bytes)
 		VALUES ($1, $2, $3, 1, 'f', now(), true, true, 'http', 'h', 80, 'POST', '/', 'allowed', 'h', '', '', 200, 1, 1)`, project, w.ID, w.Sandbox.ID)
+	d.exec(`INSERT INTO attestations (project_id, workspace_id, epoch, sandbox_id, runner_id, digest, envelope)
+		VALUES ($1, $2, 1, $3, $4, 'sha256:' || encode(sha256('x'), 'hex'), 'x')`, project, w.ID, w.Sandbox.ID, d.runner)
 	d.exec(`INSERT INTO imports (checkpoint_id, project_id, lease_expires_at) VALUES ($1, $2, now())`, core.NewID[core.CheckpointID](), project)
 	d.exec(`INSERT INTO seals (checkpoint_id, project_id, runner_id, lease_epoch, attempt, state) VALUES ($1, $2, $3, 1, 1, 'uploading')`, cp.ID, project, d.runner)
 	d.exec(`INSERT INTO store_objects (key, project_id, checkpoint_id, attempt, bytes) VALUES ($1, $2, $3, 1, 1)`, "v1/"+string(cp.ID), project, cp.ID)
@@ -163,6 +165,8 @@ func TestMissingWhereCannotLeak(t *testing.T) {
 		{`DELETE FROM workspaces`, "permission denied"},
 		{`DELETE FROM reseal_reports`, "permission denied"},
 		{`UPDATE reseal_reports SET complete = false`, "permission denied"},
+		{`DELETE FROM attestations`, "permission denied"},
+		{`UPDATE attestations SET epoch = 2`, "permission denied"},
 		{`ALTER TABLE workspaces DISABLE ROW LEVEL SECURITY`, "must be owner"},
 	} {
 		tx, err := conn.Begin(t.Context())

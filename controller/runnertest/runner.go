@@ -20,6 +20,7 @@ import (
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/egress/grant"
+	"github.com/coppice-dev/coppice/internal/attest"
 	"github.com/coppice-dev/coppice/internal/testaddr"
 	"github.com/coppice-dev/coppice/snapshotstore/blob"
 )
@@ -64,6 +65,8 @@ var ErrVanish = errors.New("the runner vanishes")
 type Runner struct {
 	cfg     Config
 	started time.Time
+
+	attestation attestation
 
 	// mu guards the fields below.
 	mu          sync.Mutex
@@ -113,8 +116,12 @@ func New(cfg Config) *Runner {
 	if cfg.Secret == "" {
 		cfg.Secret = "runner-secret"
 	}
+	key, err := attest.NewKey()
+	if err != nil {
+		panic(err) // there is no randomness
+	}
 	r := &Runner{
-		cfg: cfg, started: time.Now().UTC(), sandboxes: map[core.SandboxID]*sandbox{}, checkpoints: map[core.CheckpointID]*checkpoint{}, calls: map[string]int{},
+		cfg: cfg, attestation: attestation{key: key}, started: time.Now().UTC(), sandboxes: map[core.SandboxID]*sandbox{}, checkpoints: map[core.CheckpointID]*checkpoint{}, calls: map[string]int{},
 	}
 	r.RestartEgress()
 	return r
@@ -425,6 +432,9 @@ func (r *Runner) grow(ctx context.Context, from core.CheckpointID, child runnera
 	}
 	held := s.Sandbox
 	out.Sandbox, out.Reseal = &held, reseal(child.Identity)
+	if out.Attestation, err = r.attest(cp.Checkpoint, child, out.Reseal); err != nil {
+		out.Problem = runnerapi.ProblemOf(err)
+	}
 	out.Timings = []core.Timing{{Stage: "net", DurationMS: 0.4}, {Stage: "vmm", DurationMS: 30}, {Stage: "reseal", DurationMS: 5}}
 	if r.tamper != nil {
 		r.tamper(&out)
@@ -498,8 +508,15 @@ func (r *Runner) Register(ctx context.Context, base, secret string) error {
 	r.mu.Lock()
 	reg := runnerapi.Register{Info: r.info(), Endpoint: "http://" + r.address}
 	r.mu.Unlock()
+	var err error
+	if reg.AttestationRequest, err = r.AttestationRequest(); err != nil {
+		return err
+	}
 	var out runnerapi.Registered
 	if err := Post(ctx, base+runnerapi.PathRegister, secret, reg, &out); err != nil {
+		return err
+	}
+	if err := r.Certify(out.ClusterID, out.AttestationCertificate); err != nil {
 		return err
 	}
 	r.mu.Lock()

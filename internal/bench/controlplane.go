@@ -24,6 +24,7 @@ import (
 	"github.com/coppice-dev/coppice/controller/runnerclient"
 	"github.com/coppice-dev/coppice/controller/runnertest"
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/mtls"
 	"github.com/coppice-dev/coppice/internal/pgcluster"
 	"github.com/coppice-dev/coppice/internal/testvm"
 	"github.com/coppice-dev/coppice/internal/undo"
@@ -141,7 +142,11 @@ func (p *plane) open(ctx context.Context, steps *undo.Stack) (*world, string, er
 	runners := runnerclient.New(benchSecret)
 	steps.Push("runner client", func(context.Context) error { runners.Close(); return nil })
 	log := slog.New(slog.DiscardHandler)
-	w.control = controller.New(controller.Config{ClusterID: "bench", Bootstrap: controller.Bootstrap{Key: "coppice_" + benchSecret}}, store, runners, log)
+	authority, err := mtls.NewAuthority("bench")
+	if err != nil {
+		return nil, "", err
+	}
+	w.control = controller.New(controller.Config{ClusterID: "bench", Authority: authority, Bootstrap: controller.Bootstrap{Key: "coppice_" + benchSecret}}, store, runners, log)
 	project, err := w.control.Bootstrap(ctx)
 	if err != nil {
 		return nil, "", err

@@ -6,6 +6,7 @@
 //	lock          held while a stack runs on it
 //	cluster-id    names everything that this installation makes on the host
 //	api-key       the bootstrap key, readable by root only
+//	cluster.key   seals the key of the authority that certifies attestation keys, which is in the database
 //	postgres/     see pgcluster
 //	images/       guest images, unless another store is named
 //	volume.xfs    the runner's volume where the file system has no reflink, mounted on volume/
@@ -192,10 +193,28 @@ func (s *stack) openController(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	s.control = controller.New(controller.Config{ClusterID: s.clusterID, Store: blobs, Wrapper: wrapper, Secrets: source, Metrics: s.metrics, Traces: s.cfg.Traces, Bootstrap: controller.Bootstrap{Key: s.key}},
+	trust, err := s.trust(ctx)
+	if err != nil {
+		return err
+	}
+	// Its Trust stays unset: runners of elsewhere cannot join, for nothing here listens to them.
+	s.control = controller.New(controller.Config{ClusterID: s.clusterID, Authority: trust.Authority, Store: blobs, Wrapper: wrapper, Secrets: source, Metrics: s.metrics, Traces: s.cfg.Traces, Bootstrap: controller.Bootstrap{Key: s.key}},
 		store, runnerclient.New(s.secret), s.log.With("component", "controller"))
 	_, err = s.control.Bootstrap(ctx)
 	return err
+}
+
+// trust is what certifies the runner's attestation key. It is in the database, sealed with a key in the data directory.
+func (s *stack) trust(ctx context.Context) (controller.Trust, error) {
+	path := filepath.Join(s.cfg.DataDir, "cluster.key")
+	key, found, err := masterkey.Open(path)
+	if err != nil {
+		return controller.Trust{}, err
+	}
+	if !found {
+		key = nil
+	}
+	return controller.OpenTrust(ctx, s.store, key, func() (*masterkey.Key, error) { return masterkey.Create(path) })
 }
 
 // The sockets between controller and runner.

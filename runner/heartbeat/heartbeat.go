@@ -127,8 +127,15 @@ func (l *Link) beat(ctx context.Context, lease **runnerapi.Registered) (time.Dur
 	}
 	if *lease == nil {
 		var out runnerapi.Registered
+		in := runnerapi.Register{Info: info, Endpoint: l.cfg.Endpoint, DataURL: l.cfg.DataURL, OwnDataCert: l.cfg.OwnDataCert}
+		if in.AttestationRequest, err = l.runner.Attestor().Request(); err != nil {
+			return 0, err
+		}
 		answered := l.runner.Attempt()
-		if err := l.post(ctx, runnerapi.PathRegister, runnerapi.Register{Info: info, Endpoint: l.cfg.Endpoint, DataURL: l.cfg.DataURL, OwnDataCert: l.cfg.OwnDataCert}, &out); err != nil {
+		if err := l.post(ctx, runnerapi.PathRegister, in, &out); err != nil {
+			return 0, err
+		}
+		if err := l.certify(out.ClusterID, out.AttestationCertificate); err != nil {
 			return 0, err
 		}
 		if err := answered(seconds(out.FenceSeconds)); err != nil {
@@ -150,6 +157,9 @@ func (l *Link) beat(ctx context.Context, lease **runnerapi.Registered) (time.Dur
 	if l.cfg.Plane != nil {
 		beat.DataKeys, beat.DataUsed = l.cfg.Plane.Keys(), l.cfg.Plane.Used()
 	}
+	if beat.AttestationRequest, err = l.runner.Attestor().Renewal(time.Now()); err != nil {
+		return 0, err
+	}
 	var out runnerapi.Heartbeated
 	answered := l.runner.Attempt()
 	err = l.post(ctx, strings.Replace(runnerapi.PathHeartbeat, "{id}", string(info.RunnerID), 1), beat, &out)
@@ -170,7 +180,15 @@ func (l *Link) beat(ctx context.Context, lease **runnerapi.Registered) (time.Dur
 		return 0, err
 	}
 	l.obey(ctx, beat, out)
-	return seconds(out.TTLSeconds / 3), nil
+	return seconds(out.TTLSeconds / 3), l.certify((*lease).ClusterID, out.AttestationCertificate)
+}
+
+// certify has the runner sign with a certificate from now on. A controller without an authority sends none.
+func (l *Link) certify(cluster string, der []byte) error {
+	if len(der) == 0 {
+		return nil
+	}
+	return l.runner.Attestor().Certify(cluster, der)
 }
 
 func seconds(s float64) time.Duration { return time.Duration(s * float64(time.Second)) }

@@ -1,0 +1,103 @@
+package controller
+
+import (
+	"context"
+	"time"
+
+	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/attest"
+)
+
+// AttestationsKept is how long attestations are kept where nobody says otherwise.
+const AttestationsKept = 400 * 24 * time.Hour
+
+// Attestation is what a runner signed of a reseal, with the cluster's signature.
+type Attestation struct {
+	Digest   core.Digest // of Envelope; the audit log has it
+	Envelope []byte      // as internal/attest writes it
+	Epoch    int64
+}
+
+var errNoAuthority = core.Errorf(core.FailedPrecondition, core.CodeUnsupported, "this controller has no authority that certifies attestation keys")
+
+// certify issues the certificate of a runner's attestation key, where it asks for one.
+func (c *Controller) certify(id core.RunnerID, request []byte) ([]byte, error) {
+	if len(request) == 0 || c.countersigner == nil {
+		return nil, nil
+	}
+	return c.countersigner.Certify(id, request)
+}
+
+// accept compares what a runner signed of a child with what the child was to be, and countersigns it. A child without it is not taken.
+func (c *Controller) accept(plan *forkPlan, child Workspace, asked runnerapi.Child, got runnerapi.ChildResult) ([]byte, error) {
+	signed, err := c.countersigned(plan.source, child, asked, got)
+	outcome := "accepted"
+	if err != nil {
+		outcome = "refused"
+		err = core.Wrapf(err, core.Unavailable, core.CodeAttestationRefused, "sandbox %s is not taken and will be destroyed, for the attestation of its reseal is refused: %s",
+			asked.SandboxID, core.MessageOf(err))
+		c.log.Warn("an attestation was refused", "runner_id", child.Sandbox.RunnerID, "sandbox_id", asked.SandboxID, "err", err)
+	}
+	c.metrics.attestations.WithLabelValues(outcome).Inc()
+	return signed, err
+}
+
+func (c *Controller) countersigned(source Checkpoint, child Workspace, asked runnerapi.Child, got runnerapi.ChildResult) ([]byte, error) {
+	if c.countersigner == nil {
+		return nil, errNoAuthority
+	}
+	want, err := wanted(c.cfg.ClusterID, source, child, asked, got.Reseal)
+	if err != nil {
+		return nil, err
+	}
+	return c.countersigner.Accept(got.Attestation, want)
+}
+
+// wanted is what the attestation of a child must say, by the rows and the request, and by the report that came with it.
+func wanted(cluster string, source Checkpoint, child Workspace, asked runnerapi.Child, report *core.ResealReport) (attest.Predicate, error) {
+	steps, err := attest.StepsOf(report.Steps)
+	if err != nil {
+		return attest.Predicate{}, err
+	}
+	p := attest.Predicate{
+		ClusterID: cluster, WorkspaceID: asked.WorkspaceID, Epoch: asked.Epoch, SandboxID: asked.SandboxID, Generation: asked.Identity.Generation,
+		Checkpoint: attest.Checkpoint{ID: source.ID}, Image: source.Image.Digest,
+		Hostname: asked.Identity.Hostname, MachineID: asked.Identity.MachineID, MAC: asked.Identity.MAC, IP: asked.Identity.IP, Egress: string(asked.Egress), Steps: steps,
+		Runner: attest.Runner{ID: child.Sandbox.RunnerID},
+	}
+	if class := source.Class; class != nil { // a fork runs only where the class is equal
+		p.VMM = attest.VMM{Name: class.VMM, Version: class.VMMVersion, MachineType: class.MachineType, Accelerator: class.Accelerator, Arch: class.Arch}
+	}
+	if len(source.Sources) > 0 && source.Sources[0].CheckpointID == source.ID {
+		p.Checkpoint.Manifest = source.Sources[0].Digest
+	}
+	return p, nil
+}
+
+// Attestation returns that of a workspace's epoch; 0: of the present one.
+func (c *Controller) Attestation(ctx context.Context, project core.ProjectID, id core.WorkspaceID, epoch int64) (Attestation, error) {
+	return read(ctx, c, InProject(project), func(tx Tx) (Attestation, error) {
+		w, err := tx.Workspace(ctx, id)
+		if err != nil {
+			return Attestation{}, err
+		}
+		if epoch == 0 {
+			epoch = w.Epoch
+		}
+		return tx.Attestation(ctx, id, epoch)
+	})
+}
+
+// AuthorityCertificate is that of the cluster's authority, in DER. It is public.
+func (c *Controller) AuthorityCertificate() ([]byte, error) {
+	if c.countersigner == nil {
+		return nil, errNoAuthority
+	}
+	return c.countersigner.Authority(), nil
+}
+
+// tidyAttestations is the chore that keeps the table's partitions.
+func (c *Controller) tidyAttestations(ctx context.Context) error {
+	return c.store.InTx(ctx, System(), func(tx Tx) error { return tx.TidyAttestations(ctx, c.cfg.AttestationsKept) })
+}

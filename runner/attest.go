@@ -1,0 +1,55 @@
+package runner
+
+import (
+	"runtime/debug"
+	"sync"
+	"time"
+
+	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/attest"
+	"github.com/coppice-dev/coppice/runner/attestor"
+)
+
+// attestationFile keeps the key that signs what this runner did, in its data directory.
+const attestationFile = "attestation.json"
+
+// Attestor is what signs for this runner.
+func (r *Runner) Attestor() *attestor.Attestor { return r.attestor }
+
+// attest signs what a reseal proved, before the workload is released. It returns nil while no controller has certified this runner.
+func (r *Runner) attest(began time.Time, ckpt *opened, child runnerapi.Child, report *core.ResealReport) ([]byte, error) {
+	steps, err := attest.StepsOf(report.Steps)
+	if err != nil {
+		return nil, err
+	}
+	policy := child.Egress
+	if policy == core.EgressProxied { // what a runner makes of deny-all
+		policy = core.EgressDenyAll
+	}
+	return r.attestor.Sign(attest.Predicate{
+		WorkspaceID: child.WorkspaceID, Epoch: child.Epoch, SandboxID: child.SandboxID, Generation: report.Generation,
+		Checkpoint: attest.Checkpoint{ID: ckpt.ID, Manifest: ckpt.manifest}, Image: ckpt.Image,
+		Hostname: child.Identity.Hostname, MachineID: child.Identity.MachineID, MAC: child.Identity.MAC, IP: child.Identity.IP, Egress: string(policy), Steps: steps,
+		Runner:    attest.Runner{Version: programVersion()},
+		VMM:       attest.VMM{Name: r.class.VMM, Version: r.class.VMMVersion, MachineType: r.class.MachineType, Accelerator: r.class.Accelerator, Arch: r.class.Arch},
+		StartedAt: began, FinishedAt: time.Now(),
+	})
+}
+
+// verifiedAs is the digest of the manifest that a checkpoint was fetched by: every byte was verified against it. What was captured here
+// has none.
+func verifiedAs(ckpt *opened, sources []runnerapi.Stored) core.Digest {
+	if !ckpt.Fetched || len(sources) == 0 || sources[0].CheckpointID != ckpt.ID {
+		return ""
+	}
+	return sources[0].Digest
+}
+
+// programVersion is what the build recorded.
+var programVersion = sync.OnceValue(func() string {
+	if info, ok := debug.ReadBuildInfo(); ok && info.Main.Version != "" {
+		return core.Clip(info.Main.Version)
+	}
+	return "(devel)"
+})

@@ -1,0 +1,119 @@
+// Package attestor keeps the key with which a runner signs what it did, and the certificate that the cluster's authority gives it for that.
+package attestor
+
+import (
+	"crypto/ed25519"
+	"crypto/x509"
+	"errors"
+	"os"
+	"sync"
+	"time"
+
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/atomicfile"
+	"github.com/coppice-dev/coppice/internal/attest"
+	"github.com/coppice-dev/coppice/internal/mtls"
+)
+
+// Attestor signs for a runner. It is safe for concurrent use.
+type Attestor struct {
+	path   string
+	runner core.RunnerID
+	key    ed25519.PrivateKey
+
+	mu      sync.Mutex // guards what follows
+	cluster string
+	signer  *attest.Signer // nil while there is no certificate
+}
+
+// file is what is kept, readable by the runner's user only.
+type file struct {
+	Key         []byte `json:"key"` // PKCS#8
+	Certificate []byte `json:"certificate,omitempty"`
+	ClusterID   string `json:"cluster_id,omitempty"` // whose authority issued it
+}
+
+// Open reads the key from a file, or makes it. A certificate of another runner is not used: its host has joined anew.
+func Open(path string, runner core.RunnerID) (*Attestor, error) {
+	var f file
+	err := atomicfile.ReadJSON(path, &f)
+	if errors.Is(err, os.ErrNotExist) {
+		a := &Attestor{path: path, runner: runner}
+		if a.key, err = attest.NewKey(); err != nil {
+			return nil, err
+		}
+		return a, a.keep("", nil)
+	}
+	if err != nil {
+		return nil, err
+	}
+	parsed, err := x509.ParsePKCS8PrivateKey(f.Key)
+	key, ok := parsed.(ed25519.PrivateKey)
+	if err != nil || !ok {
+		return nil, core.Wrapf(err, core.DataLoss, core.CodeInternal, "%s holds no attestation key; remove it, and the runner makes another", path)
+	}
+	a := &Attestor{path: path, runner: runner, key: key}
+	if signer, err := a.signerOf(f.Certificate); err == nil {
+		a.cluster, a.signer = f.ClusterID, signer
+	}
+	return a, nil
+}
+
+func (a *Attestor) keep(cluster string, certificate []byte) error {
+	secret, err := x509.MarshalPKCS8PrivateKey(a.key)
+	if err != nil {
+		return err
+	}
+	return atomicfile.WriteJSON(a.path, file{Key: secret, Certificate: certificate, ClusterID: cluster}, 0o600)
+}
+
+func (a *Attestor) signerOf(der []byte) (*attest.Signer, error) {
+	signer, err := attest.NewSigner(a.key, der)
+	if err != nil {
+		return nil, err
+	}
+	return signer, signer.Certificate().VerifyHostname(attest.RunnerName(a.runner))
+}
+
+// Renewal asks for the next certificate. It is nil while the present one is in the first half of its life.
+func (a *Attestor) Renewal(now time.Time) ([]byte, error) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if a.signer != nil {
+		cert := a.signer.Certificate()
+		if now.Before(cert.NotBefore.Add(cert.NotAfter.Sub(cert.NotBefore) / 2)) {
+			return nil, nil
+		}
+	}
+	return a.Request()
+}
+
+// Request asks for a certificate, whatever there is: the one that is there may be of another authority.
+func (a *Attestor) Request() ([]byte, error) { return mtls.Request(a.key) }
+
+// Certify keeps a certificate of a cluster's authority and uses it from now on.
+func (a *Attestor) Certify(cluster string, der []byte) error {
+	signer, err := a.signerOf(der)
+	if err != nil {
+		return core.Wrapf(err, core.Unavailable, core.CodeAttestationRefused, "the controller sent a certificate that is not of this runner's attestation key")
+	}
+	if err := a.keep(cluster, der); err != nil {
+		return err
+	}
+	a.mu.Lock()
+	a.cluster, a.signer = cluster, signer
+	a.mu.Unlock()
+	return nil
+}
+
+// Sign signs what the runner did. It returns nil without a certificate: no controller has given one yet, and none takes what is not signed.
+func (a *Attestor) Sign(p attest.Predicate) ([]byte, error) {
+	a.mu.Lock()
+	signer := a.signer
+	p.ClusterID, p.Runner.ID = a.cluster, a.runner
+	a.mu.Unlock()
+	if signer == nil {
+		return nil, nil
+	}
+	return signer.Sign(attest.New(p))
+}
