@@ -851,6 +851,23 @@ type Attachment struct {
 // AttachmentTransport defines model for Attachment.Transport.
 type AttachmentTransport string
 
+// Attestation A DSSE envelope of an in-toto statement, version 1, with the predicate `https://coppice.dev/attestations/reseal/v1`. The first signature is the runner's, the second the cluster's.
+type Attestation struct {
+	Payload     []byte                 `json:"payload"`
+	PayloadType string                 `json:"payloadType"`
+	Signatures  []AttestationSignature `json:"signatures"`
+}
+
+// AttestationSignature defines model for AttestationSignature.
+type AttestationSignature struct {
+	// Certificate X.509 in DER.
+	Certificate []byte `json:"certificate"`
+
+	// Keyid SHA-256 of the certificate, in hex.
+	Keyid string `json:"keyid"`
+	Sig   []byte `json:"sig"`
+}
+
 // AuditCheck defines model for AuditCheck.
 type AuditCheck struct {
 	// BrokenSeal The first seal that does not fit.
@@ -910,6 +927,15 @@ type AuditRecord struct {
 type AuditRecordList struct {
 	Items      []AuditRecord `json:"items"`
 	NextCursor string        `json:"next_cursor,omitempty,omitzero"`
+}
+
+// Authority defines model for Authority.
+type Authority struct {
+	// Certificate PEM.
+	Certificate string `json:"certificate"`
+
+	// SHA256 Of the certificate in DER, in hex, as in join tokens.
+	SHA256 string `json:"sha256"`
 }
 
 // AutoResume Resume the workspace, when it is suspended, as soon as somebody uses it.
@@ -2974,6 +3000,12 @@ type DeleteWorkspaceParams struct {
 	Wait *Wait `form:"wait,omitempty" json:"wait,omitempty"`
 }
 
+// GetAttestationParams defines parameters for GetAttestation.
+type GetAttestationParams struct {
+	// Epoch This epoch, instead of the present one.
+	Epoch int64 `form:"epoch,omitempty" json:"epoch,omitempty,omitzero"`
+}
+
 // ListWorkspaceCheckpointsParams defines parameters for ListWorkspaceCheckpoints.
 type ListWorkspaceCheckpointsParams struct {
 	// Limit Items on a page; 100 when absent.
@@ -3147,6 +3179,9 @@ type ServerInterface interface {
 	// CheckAudit Compare the records with their seals
 	// (GET /v1/audit/check)
 	CheckAudit(ctx echo.Context, params CheckAuditParams) error
+	// GetAuthority Get the certificate of the cluster's authority
+	// (GET /v1/authority)
+	GetAuthority(ctx echo.Context) error
 	// ListCheckpoints List checkpoints, newest first
 	// (GET /v1/checkpoints)
 	ListCheckpoints(ctx echo.Context, params ListCheckpointsParams) error
@@ -3282,6 +3317,9 @@ type ServerInterface interface {
 	// PatchWorkspace Change labels or time to live
 	// (PATCH /v1/workspaces/{workspace_id})
 	PatchWorkspace(ctx echo.Context, workspaceID WorkspaceID) error
+	// GetAttestation Get the signed report of a reseal
+	// (GET /v1/workspaces/{workspace_id}/attestation)
+	GetAttestation(ctx echo.Context, workspaceID WorkspaceID, params GetAttestationParams) error
 	// ListWorkspaceCheckpoints List the checkpoints that were taken of a workspace, newest first
 	// (GET /v1/workspaces/{workspace_id}/checkpoints)
 	ListWorkspaceCheckpoints(ctx echo.Context, workspaceID WorkspaceID, params ListWorkspaceCheckpointsParams) error
@@ -3473,6 +3511,15 @@ func (w *ServerInterfaceWrapper) CheckAudit(ctx echo.Context) error {
 
 	// Invoke the callback with all the unmarshaled arguments
 	err = w.Handler.CheckAudit(ctx, params)
+	return err
+}
+
+// GetAuthority converts echo context to params.
+func (w *ServerInterfaceWrapper) GetAuthority(ctx echo.Context) error {
+	var err error
+
+	// Invoke the callback with all the unmarshaled arguments
+	err = w.Handler.GetAuthority(ctx)
 	return err
 }
 
@@ -4629,6 +4676,31 @@ func (w *ServerInterfaceWrapper) PatchWorkspace(ctx echo.Context) error {
 	return err
 }
 
+// GetAttestation converts echo context to params.
+func (w *ServerInterfaceWrapper) GetAttestation(ctx echo.Context) error {
+	var err error
+	// ------------- Path parameter "workspace_id" -------------
+	var workspaceID WorkspaceID
+
+	err = runtime.BindStyledParameterWithOptions("simple", "workspace_id", ctx.Param("workspace_id"), &workspaceID, runtime.BindStyledParameterOptions{ParamLocation: runtime.ParamLocationPath, Explode: false, Required: true, Type: "string", Format: "", ValueIsUnescaped: ctx.Request().URL.RawPath == ""})
+	if err != nil {
+		return echo.NewHTTPError(http.StatusBadRequest, fmt.Sprintf("Invalid format for parameter workspace_id: %s", err))
+	}
+
+	// Parameter object where we will unmarshal all parameters from the context
+	var params GetAttestationParams
+	// ------------- Optional query parameter "epoch" -------------
+
+	err = runtime.BindQueryParameterWithOptions("form", true, false, "epoch", ctx.QueryParams(), &params.Epoch, runtime.BindQueryParameterOptions{Type: "integer", Format: "int64"})
+	if err != nil {
+		return echo.NewHTTPError(http.StatusBadRequest, fmt.Sprintf("Invalid format for parameter epoch: %s", err))
+	}
+
+	// Invoke the callback with all the unmarshaled arguments
+	err = w.Handler.GetAttestation(ctx, workspaceID, params)
+	return err
+}
+
 // ListWorkspaceCheckpoints converts echo context to params.
 func (w *ServerInterfaceWrapper) ListWorkspaceCheckpoints(ctx echo.Context) error {
 	var err error
@@ -5279,6 +5351,7 @@ func RegisterHandlersWithOptions(router EchoRouter, si ServerInterface, options 
 	router.POST(options.BaseURL+"/v1/workspaces/:workspace_id/resume", wrapper.ResumeWorkspace, options.OperationMiddlewares["resumeWorkspace"]...)
 	router.GET(options.BaseURL+"/v1/workspaces/:workspace_id/usage", wrapper.GetWorkspaceUsage, options.OperationMiddlewares["getWorkspaceUsage"]...)
 	router.GET(options.BaseURL+"/v1/workspaces/:workspace_id/reseal-reports", wrapper.ListResealReports, options.OperationMiddlewares["listResealReports"]...)
+	router.GET(options.BaseURL+"/v1/workspaces/:workspace_id/attestation", wrapper.GetAttestation, options.OperationMiddlewares["getAttestation"]...)
 	router.GET(options.BaseURL+"/v1/workspaces/:workspace_id/egress", wrapper.ListEgress, options.OperationMiddlewares["listEgress"]...)
 	router.GET(options.BaseURL+"/v1/workspaces/:workspace_id/secrets/grants", wrapper.ListGrants, options.OperationMiddlewares["listGrants"]...)
 	router.DELETE(options.BaseURL+"/v1/workspaces/:workspace_id/secrets/grants/:grant_id", wrapper.DeleteGrant, options.OperationMiddlewares["deleteGrant"]...)
@@ -5328,6 +5401,7 @@ func RegisterHandlersWithOptions(router EchoRouter, si ServerInterface, options 
 	router.GET(options.BaseURL+"/v1/audit", wrapper.ListAudit, options.OperationMiddlewares["listAudit"]...)
 	router.GET(options.BaseURL+"/v1/audit/check", wrapper.CheckAudit, options.OperationMiddlewares["checkAudit"]...)
 	router.GET(options.BaseURL+"/v1/images", wrapper.ListImages, options.OperationMiddlewares["listImages"]...)
+	router.GET(options.BaseURL+"/v1/authority", wrapper.GetAuthority, options.OperationMiddlewares["getAuthority"]...)
 	router.GET(options.BaseURL+"/v1/runners", wrapper.ListRunners, options.OperationMiddlewares["listRunners"]...)
 	router.DELETE(options.BaseURL+"/v1/runners/:runner_id", wrapper.DeleteRunner, options.OperationMiddlewares["deleteRunner"]...)
 	router.PATCH(options.BaseURL+"/v1/runners/:runner_id", wrapper.PatchRunner, options.OperationMiddlewares["patchRunner"]...)
@@ -5487,6 +5561,44 @@ type CheckAuditdefaultApplicationProblemPlusJSONResponse struct {
 }
 
 func (response CheckAuditdefaultApplicationProblemPlusJSONResponse) VisitCheckAuditResponse(w http.ResponseWriter) error {
+
+	var buf bytes.Buffer
+	if err := json.NewEncoder(&buf).Encode(response.Body); err != nil {
+		return err
+	}
+	w.Header().Set("Content-Type", "application/problem+json")
+	w.WriteHeader(response.StatusCode)
+	_, err := buf.WriteTo(w)
+	return err
+}
+
+type GetAuthorityRequestObject struct {
+}
+
+type GetAuthorityResponseObject interface {
+	VisitGetAuthorityResponse(w http.ResponseWriter) error
+}
+
+type GetAuthority200JSONResponse Authority
+
+func (response GetAuthority200JSONResponse) VisitGetAuthorityResponse(w http.ResponseWriter) error {
+
+	var buf bytes.Buffer
+	if err := json.NewEncoder(&buf).Encode(response); err != nil {
+		return err
+	}
+	w.Header().Set("Content-Type", "application/json")
+	w.WriteHeader(200)
+	_, err := buf.WriteTo(w)
+	return err
+}
+
+type GetAuthoritydefaultApplicationProblemPlusJSONResponse struct {
+	Body       Problem
+	StatusCode int
+}
+
+func (response GetAuthoritydefaultApplicationProblemPlusJSONResponse) VisitGetAuthorityResponse(w http.ResponseWriter) error {
 
 	var buf bytes.Buffer
 	if err := json.NewEncoder(&buf).Encode(response.Body); err != nil {
@@ -7331,6 +7443,46 @@ func (response PatchWorkspacedefaultApplicationProblemPlusJSONResponse) VisitPat
 	return err
 }
 
+type GetAttestationRequestObject struct {
+	WorkspaceID WorkspaceID `json:"workspace_id"`
+	Params      GetAttestationParams
+}
+
+type GetAttestationResponseObject interface {
+	VisitGetAttestationResponse(w http.ResponseWriter) error
+}
+
+type GetAttestation200JSONResponse Attestation
+
+func (response GetAttestation200JSONResponse) VisitGetAttestationResponse(w http.ResponseWriter) error {
+
+	var buf bytes.Buffer
+	if err := json.NewEncoder(&buf).Encode(response); err != nil {
+		return err
+	}
+	w.Header().Set("Content-Type", "application/json")
+	w.WriteHeader(200)
+	_, err := buf.WriteTo(w)
+	return err
+}
+
+type GetAttestationdefaultApplicationProblemPlusJSONResponse struct {
+	Body       Problem
+	StatusCode int
+}
+
+func (response GetAttestationdefaultApplicationProblemPlusJSONResponse) VisitGetAttestationResponse(w http.ResponseWriter) error {
+
+	var buf bytes.Buffer
+	if err := json.NewEncoder(&buf).Encode(response.Body); err != nil {
+		return err
+	}
+	w.Header().Set("Content-Type", "application/problem+json")
+	w.WriteHeader(response.StatusCode)
+	_, err := buf.WriteTo(w)
+	return err
+}
+
 type ListWorkspaceCheckpointsRequestObject struct {
 	WorkspaceID WorkspaceID `json:"workspace_id"`
 	Params      ListWorkspaceCheckpointsParams
@@ -8272,6 +8424,9 @@ type StrictServerInterface interface {
 	// CheckAudit Compare the records with their seals
 	// (GET /v1/audit/check)
 	CheckAudit(ctx context.Context, request CheckAuditRequestObject) (CheckAuditResponseObject, error)
+	// GetAuthority Get the certificate of the cluster's authority
+	// (GET /v1/authority)
+	GetAuthority(ctx context.Context, request GetAuthorityRequestObject) (GetAuthorityResponseObject, error)
 	// ListCheckpoints List checkpoints, newest first
 	// (GET /v1/checkpoints)
 	ListCheckpoints(ctx context.Context, request ListCheckpointsRequestObject) (ListCheckpointsResponseObject, error)
@@ -8407,6 +8562,9 @@ type StrictServerInterface interface {
 	// PatchWorkspace Change labels or time to live
 	// (PATCH /v1/workspaces/{workspace_id})
 	PatchWorkspace(ctx context.Context, request PatchWorkspaceRequestObject) (PatchWorkspaceResponseObject, error)
+	// GetAttestation Get the signed report of a reseal
+	// (GET /v1/workspaces/{workspace_id}/attestation)
+	GetAttestation(ctx context.Context, request GetAttestationRequestObject) (GetAttestationResponseObject, error)
 	// ListWorkspaceCheckpoints List the checkpoints that were taken of a workspace, newest first
 	// (GET /v1/workspaces/{workspace_id}/checkpoints)
 	ListWorkspaceCheckpoints(ctx context.Context, request ListWorkspaceCheckpointsRequestObject) (ListWorkspaceCheckpointsResponseObject, error)
@@ -8574,6 +8732,29 @@ func (sh *strictHandler) CheckAudit(ctx echo.Context, params CheckAuditParams) e
 		return err
 	} else if validResponse, ok := response.(CheckAuditResponseObject); ok {
 		return validResponse.VisitCheckAuditResponse(ctx.Response())
+	} else if response != nil {
+		return fmt.Errorf("unexpected response type: %T", response)
+	}
+	return nil
+}
+
+// GetAuthority operation middleware
+func (sh *strictHandler) GetAuthority(ctx echo.Context) error {
+	var request GetAuthorityRequestObject
+
+	handler := func(ctx echo.Context, request interface{}) (interface{}, error) {
+		return sh.ssi.GetAuthority(ctx.Request().Context(), request.(GetAuthorityRequestObject))
+	}
+	for _, middleware := range sh.middlewares {
+		handler = middleware(handler, "GetAuthority")
+	}
+
+	response, err := handler(ctx, request)
+
+	if err != nil {
+		return err
+	} else if validResponse, ok := response.(GetAuthorityResponseObject); ok {
+		return validResponse.VisitGetAuthorityResponse(ctx.Response())
 	} else if response != nil {
 		return fmt.Errorf("unexpected response type: %T", response)
 	}
@@ -10032,6 +10213,32 @@ func (sh *strictHandler) PatchWorkspace(ctx echo.Context, workspaceID WorkspaceI
 		return err
 	} else if validResponse, ok := response.(PatchWorkspaceResponseObject); ok {
 		return validResponse.VisitPatchWorkspaceResponse(ctx.Response())
+	} else if response != nil {
+		return fmt.Errorf("unexpected response type: %T", response)
+	}
+	return nil
+}
+
+// GetAttestation operation middleware
+func (sh *strictHandler) GetAttestation(ctx echo.Context, workspaceID WorkspaceID, params GetAttestationParams) error {
+	var request GetAttestationRequestObject
+
+	request.WorkspaceID = workspaceID
+	request.Params = params
+
+	handler := func(ctx echo.Context, request interface{}) (interface{}, error) {
+		return sh.ssi.GetAttestation(ctx.Request().Context(), request.(GetAttestationRequestObject))
+	}
+	for _, middleware := range sh.middlewares {
+		handler = middleware(handler, "GetAttestation")
+	}
+
+	response, err := handler(ctx, request)
+
+	if err != nil {
+		return err
+	} else if validResponse, ok := response.(GetAttestationResponseObject); ok {
+		return validResponse.VisitGetAttestationResponse(ctx.Response())
 	} else if response != nil {
 		return fmt.Errorf("unexpected response type: %T", response)
 	}

@@ -36,6 +36,8 @@ var commands = []func(*app) *cobra.Command{
 	newProjectCommand,
 	newKeyCommand,
 	newAuditCommand,
+	newAttestCommand,
+	newAuthorityCommand,
 	newImageCommand,
 	newDoctorCommand,
 	newDevCommand,

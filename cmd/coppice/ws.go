@@ -24,7 +24,7 @@ WORKSPACE is a name, an id, or the end of an id.`,
 	c.AddCommand(
 		newWSCreateCommand(a), newWSListCommand(a), newWSShowCommand(a), newWSRemoveCommand(a),
 		newWSExecCommand(a), newWSShellCommand(a), newWSCopyCommand(a), newWSForwardCommand(a), newWSLogsCommand(a),
-		newWSSuspendCommand(a), newWSResumeCommand(a), newWSUsageCommand(a), newWSNetworkCommand(a), newWSEgressCommand(a),
+		newWSSuspendCommand(a), newWSResumeCommand(a), newWSUsageCommand(a), newWSNetworkCommand(a), newWSAttestCommand(a), newWSEgressCommand(a),
 	)
 	return c
 }

@@ -44,6 +44,7 @@ var routes = map[string]access{
 	"deleteGrant":        needs(controller.RateWrite, core.ScopeGrantWrite),
 	"listEffects":        needs(controller.RateRead, core.ScopeCheckpointRead),
 	"listResealReports":  needs(controller.RateRead, core.ScopeWorkspaceRead),
+	"getAttestation":     needs(controller.RateRead, core.ScopeWorkspaceRead),
 	"listPorts":          needs(controller.RateRead, core.ScopeWorkspaceRead),
 	"createPort":         needs(controller.RateWrite, core.ScopeWorkspaceCreate),
 	"deletePort":         needs(controller.RateWrite, core.ScopeWorkspaceCreate),
@@ -112,6 +113,7 @@ var routes = map[string]access{
 	// These need no key (security: [] in the contract). What says how the service is does not count.
 	"attach":           needs(controller.RateOpen),
 	"getSpecification": needs(controller.RateOpen),
+	"getAuthority":     needs(controller.RateOpen),
 	"getHealth":        needs(""),
 	"getReadiness":     needs(""),
 }

@@ -60,6 +60,9 @@ func (c ControllerConfig) validate() error {
 	if c.Tune.FlowsKept != 0 && c.Tune.FlowsKept < 24*time.Hour {
 		bad("--flow-retention must be a day at least, 24h")
 	}
+	if c.Tune.AttestationsKept != 0 && c.Tune.AttestationsKept < 24*time.Hour {
+		bad("--attestation-retention must be a day at least, 24h")
+	}
 	if c.Database == "" {
 		bad("--database: the address of a PostgreSQL database is needed, such as postgres://user@host/coppice")
 	}

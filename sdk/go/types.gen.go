@@ -793,6 +793,23 @@ type Attachment struct {
 // AttachmentTransport defines model for Attachment.Transport.
 type AttachmentTransport string
 
+// Attestation A DSSE envelope of an in-toto statement, version 1, with the predicate `https://coppice.dev/attestations/reseal/v1`. The first signature is the runner's, the second the cluster's.
+type Attestation struct {
+	Payload     []byte                 `json:"payload"`
+	PayloadType string                 `json:"payloadType"`
+	Signatures  []AttestationSignature `json:"signatures"`
+}
+
+// AttestationSignature defines model for AttestationSignature.
+type AttestationSignature struct {
+	// Certificate X.509 in DER.
+	Certificate []byte `json:"certificate"`
+
+	// Keyid SHA-256 of the certificate, in hex.
+	Keyid string `json:"keyid"`
+	Sig   []byte `json:"sig"`
+}
+
 // AuditCheck defines model for AuditCheck.
 type AuditCheck struct {
 	// BrokenSeal The first seal that does not fit.
@@ -852,6 +869,15 @@ type AuditRecord struct {
 type AuditRecordList struct {
 	Items      []AuditRecord `json:"items"`
 	NextCursor string        `json:"next_cursor,omitempty,omitzero"`
+}
+
+// Authority defines model for Authority.
+type Authority struct {
+	// Certificate PEM.
+	Certificate string `json:"certificate"`
+
+	// SHA256 Of the certificate in DER, in hex, as in join tokens.
+	SHA256 string `json:"sha256"`
 }
 
 // AutoResume Resume the workspace, when it is suspended, as soon as somebody uses it.
