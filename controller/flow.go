@@ -2,6 +2,7 @@ package controller
 
 import (
 	"context"
+	"net/http"
 	"strings"
 	"time"
 	"unicode/utf8"
@@ -45,15 +46,54 @@ type EffectMark struct {
 
 // FlowTx keeps the journal of what left. There is no way to change or remove a flow.
 type FlowTx interface {
-	// InsertFlows keeps those of sandboxes that the runner has or had, and returns the ones that it did not have yet.
-	InsertFlows(ctx context.Context, runner core.RunnerID, list []core.Flow) ([]core.Flow, error)
+	// InsertFlows keeps those of sandboxes that the runner has or had, as far as the quota goes.
+	InsertFlows(ctx context.Context, runner core.RunnerID, list []core.Flow, q FlowQuota) (KeptFlows, error)
 	// OwnSandboxes returns those that the runner has or had.
 	OwnSandboxes(ctx context.Context, runner core.RunnerID, ids []core.SandboxID) ([]core.SandboxID, error)
 	WorkspaceFlows(ctx context.Context, id core.WorkspaceID, f FlowFilter) ([]Flow, error)
+	// OmittedFlows counts those of a workspace that were left out.
+	OmittedFlows(ctx context.Context, id core.WorkspaceID) (OmittedFlows, error)
 	// Effects lists what was changed outside on the way from the root to a checkpoint, in the order in which it happened.
 	Effects(ctx context.Context, id core.CheckpointID, after EffectMark, limit int) ([]Effect, error)
 	// TidyFlows makes partitions ahead and removes what is older than keep, by whole months.
 	TidyFlows(ctx context.Context, keep time.Duration) error
+}
+
+// FlowQuota bounds the rows of flows that are kept. Beyond it those are left out that changed nothing: what was denied, and what only reads. They
+// are counted. An effect is always kept, as is the end of what may have been one.
+type FlowQuota struct {
+	Workspace, Project int64
+}
+
+// The quota where nobody says otherwise: at some 500 bytes a row, 0.5 GB of a workspace and 2.5 GB of a project.
+const (
+	FlowsOfWorkspace = 1_000_000
+	FlowsOfProject   = 5_000_000
+)
+
+// OmittedFlows are flows that were left out because of the quota. A batch that a runner tells twice, because the answer to the first time was lost,
+// counts twice.
+type OmittedFlows struct {
+	Count       int64
+	First, Last time.Time
+}
+
+// KeptFlows is what became of flows.
+type KeptFlows struct {
+	Fresh   []core.Flow // that were not there yet
+	Omitted int64       // that have ended and were left out because of the quota
+}
+
+// MayOmit reports whether a flow may be left out when a quota is used up.
+func MayOmit(f core.Flow) bool {
+	if f.Outcome == core.FlowDenied && (f.Ended.IsZero() || f.Count > 0) {
+		return true // it never began
+	}
+	switch f.Method {
+	case http.MethodGet, http.MethodHead, http.MethodOptions:
+		return true
+	}
+	return false
 }
 
 // maxFlows is how many are written with one statement.
@@ -66,7 +106,7 @@ func (c *Controller) RecordFlows(ctx context.Context, runner core.RunnerID, in r
 		n := min(len(list), maxFlows)
 		part, odd := plainFlows(list[:n])
 		list = list[n:]
-		var fresh []core.Flow
+		var kept KeptFlows
 		var foreign int
 		err := c.store.InTx(ctx, System(), func(tx Tx) error {
 			ids := map[core.SandboxID]bool{}
@@ -82,7 +122,7 @@ func (c *Controller) RecordFlows(ctx context.Context, runner core.RunnerID, in r
 				return err
 			}
 			foreign = len(asked) - len(own)
-			fresh, err = tx.InsertFlows(ctx, runner, part)
+			kept, err = tx.InsertFlows(ctx, runner, part, c.cfg.FlowQuota)
 			return err
 		})
 		if err != nil {
@@ -91,9 +131,13 @@ func (c *Controller) RecordFlows(ctx context.Context, runner core.RunnerID, in r
 		if foreign > 0 || odd > 0 {
 			c.log.WarnContext(ctx, "a runner told of flows that are not its own, or are none", "runner_id", runner, "sandboxes", foreign, "flows", odd)
 		}
-		for _, f := range fresh {
+		if kept.Omitted > 0 {
+			c.metrics.omitted.Add(float64(kept.Omitted))
+			c.log.WarnContext(ctx, "flows that changed nothing were left out: their workspace or project has as many as it may", "runner_id", runner, "flows", kept.Omitted)
+		}
+		for _, f := range kept.Fresh {
 			if finished(f) {
-				c.metrics.flows.WithLabelValues(string(f.Outcome), string(f.Spoken)).Inc()
+				c.metrics.flows.WithLabelValues(string(f.Outcome), string(f.Spoken)).Add(float64(f.Flows()))
 			}
 		}
 	}
@@ -113,10 +157,25 @@ func plainFlows(list []core.Flow) (plain []core.Flow, odd int) {
 		f.At, f.Ended = f.At.UTC().Truncate(time.Microsecond), f.Ended.UTC().Truncate(time.Microsecond) // as the database has them
 		f.Host, f.Method, f.Path = plainText(f.Host, 255), plainText(f.Method, 40), plainText(f.Path, 2048)
 		f.Rule, f.Grant, f.Reason = plainText(f.Rule, 300), plainText(f.Grant, 64), plainText(f.Reason, 500)
+		f = plainCount(f)
 		f.Sent, f.Received, f.Status = max(f.Sent, 0), max(f.Received, 0), min(max(f.Status, 0), 999)
 		plain = append(plain, f)
 	}
 	return plain, odd
+}
+
+// plainCount leaves a count only to what was denied, and an end to its time.
+func plainCount(f core.Flow) core.Flow {
+	const most = 1 << 50
+	if f.Outcome != core.FlowDenied || f.Count <= 0 {
+		f.Count, f.Last = 0, time.Time{}
+		return f
+	}
+	f.Count = min(f.Count, most)
+	if f.Last = f.Last.UTC().Truncate(time.Microsecond); f.Last.Before(f.At) || !f.Last.Before(lastAt) {
+		f.Last = f.At
+	}
+	return f
 }
 
 // ends of what a clock may say.
@@ -154,6 +213,11 @@ func plainText(s string, limit int) string {
 		limit--
 	}
 	return s[:limit]
+}
+
+// OmittedFlows counts what is not among a workspace's flows because of the quota.
+func (c *Controller) OmittedFlows(ctx context.Context, project core.ProjectID, id core.WorkspaceID) (OmittedFlows, error) {
+	return read(ctx, c, InProject(project), func(tx Tx) (OmittedFlows, error) { return tx.OmittedFlows(ctx, id) })
 }
 
 // Flows lists what a workspace sent out, newest first.

@@ -29,6 +29,7 @@ type metrics struct {
 	stored    prometheus.Counter
 	collected *prometheus.CounterVec // unit
 	flows     *prometheus.CounterVec // outcome, spoken
+	omitted   prometheus.Counter
 
 	attestations *prometheus.CounterVec // outcome
 
@@ -64,6 +65,8 @@ func newMetrics(c *Controller, reg prometheus.Registerer) *metrics {
 	m.collected = counter("collected_total", "Objects that were deleted from the store because nothing needs them, and their bytes.", "unit")
 	m.flows = counter("flows_total", "What sandboxes sent out or tried to, when it has ended.", "outcome", "spoken")
 	m.attestations = counter("attestations_total", "Attestations that runners sent with children of forks.", "outcome")
+	m.omitted = prometheus.NewCounter(prometheus.CounterOpts{Name: "coppice_controller_flows_omitted_total", Help: "Of what sandboxes sent out or tried to, what changed nothing and was left out of the journal: its workspace or project has as many rows as it may."})
+	reg.MustRegister(m.omitted)
 	gauge("operations_running", "Operations that this controller works on.", func() int {
 		c.mu.Lock()
 		defer c.mu.Unlock()

@@ -133,8 +133,9 @@ func TestTables(t *testing.T) {
 	}
 	flow := coppice.Flow{At: dawn, Outcome: coppice.FlowAllowed, Protocol: coppice.FlowHTTP, Host: "api.example.com", Port: 443, Method: "POST", Path: "/v1/\x1b[2J", Status: 201, SentBytes: 2048, ReceivedBytes: 10, Rule: "*.example.com"}
 	tunnel := coppice.Flow{At: dawn, Outcome: coppice.FlowDenied, Protocol: coppice.FlowTLS, Host: "evil.example", Port: 443, Opaque: true, Reason: "no rule allows it"}
+	several := coppice.Flow{At: dawn, LastAt: dawn.Add(time.Minute), Count: 240_000, Outcome: coppice.FlowDenied, Protocol: coppice.FlowTCP, Opaque: true, Reason: "denied, to more hosts"}
 	b.WriteString("-- egress\n")
-	if err := errors.Join(printFlows(&b, nil), printFlows(&b, []coppice.Flow{flow, tunnel})); err != nil {
+	if err := errors.Join(printFlows(&b, nil), printFlows(&b, []coppice.Flow{flow, tunnel, several})); err != nil {
 		t.Error(err)
 	}
 	b.WriteString("-- effects\n")

@@ -20,6 +20,7 @@ func newWSEgressCommand(a *app) *cobra.Command {
 		Short: "Show what a workspace sent out, or tried to",
 		Long: `Show what a workspace sent out through the egress proxy, or tried to, newest first. Of TLS and of other protocols no more is seen than whereto.
 Of what was denied nothing was sent. What was cut had begun and was ended by the proxy: what had been sent until then was sent.
+Where many were denied within a minute, most are in rows of their kind: TIMES says how many, TIME when the first one was.
 
 What it may reach is shown by: coppice ws network WORKSPACE`,
 		Example: "  coppice ws egress demo\n  coppice ws egress demo --denied --limit 0 --json",
@@ -44,6 +45,14 @@ What it may reach is shown by: coppice ws network WORKSPACE`,
 				if list = append(list, flow); len(list) == limit {
 					break
 				}
+			}
+			omitted, err := client.EgressOmitted(c.Context(), ws.ID)
+			if err != nil {
+				return err
+			}
+			if omitted != nil {
+				fmt.Fprintf(c.ErrOrStderr(), "%d more were denied or only read, between %s and %s, and are not listed: the workspace or its project has as many rows as it may.\n",
+					omitted.Count, moment(omitted.FirstAt), moment(omitted.LastAt))
 			}
 			return a.print(list, func(w io.Writer) error { return printFlows(w, list) })
 		},
@@ -87,9 +96,9 @@ func printFlows(w io.Writer, list []coppice.Flow) error {
 	}
 	rows := make([][]string, len(list))
 	for i, f := range list {
-		rows[i] = append([]string{moment(f.At), string(f.Outcome)}, append(flowWords(f), dash(cmp.Or(f.Reason, f.Rule)))...)
+		rows[i] = append([]string{moment(f.At), string(f.Outcome), strconv.FormatInt(max(f.Count, 1), 10)}, append(flowWords(f), visible(dash(cmp.Or(f.Reason, f.Rule))))...)
 	}
-	return table(w, "TIME OUTCOME WHERETO REQUEST STATUS SENT RECEIVED WHY", rows)
+	return table(w, "TIME OUTCOME TIMES WHERETO REQUEST STATUS SENT RECEIVED WHY", rows)
 }
 
 func printEffects(w io.Writer, list []coppice.Effect) error {
@@ -113,5 +122,9 @@ func flowWords(f coppice.Flow) []string {
 	if f.Status != 0 {
 		status = strconv.Itoa(f.Status)
 	}
-	return []string{visible(f.Host) + ":" + strconv.Itoa(f.Port), visible(request), dash(status), size(f.SentBytes), size(f.ReceivedBytes)}
+	whereto := "-" // none, or several
+	if f.Host != "" {
+		whereto = visible(f.Host) + ":" + strconv.Itoa(f.Port)
+	}
+	return []string{whereto, visible(request), dash(status), size(f.SentBytes), size(f.ReceivedBytes)}
 }

@@ -52,6 +52,8 @@ no more requests, then the operations end or are left to the next controller.`,
 	f.StringVar(&cfg.APIKeyFile, "api-key-file", "", "`file` of the first administrator's API key; made if it is not there")
 	f.DurationVar(&cfg.Tune.AttestationsKept, "attestation-retention", controller.AttestationsKept, "how long attestations of reseals are kept, by whole months; the same on all controllers")
 	f.DurationVar(&cfg.Tune.FlowsKept, "flow-retention", controller.FlowsKept, "how long what sandboxes sent out is kept, by whole months; the same on all controllers")
+	f.Int64Var(&cfg.Tune.FlowQuota.Workspace, "flow-rows", controller.FlowsOfWorkspace, "`rows` of what a workspace sent out that are kept; beyond, what changed nothing is only counted")
+	f.Int64Var(&cfg.Tune.FlowQuota.Project, "flow-rows-project", controller.FlowsOfProject, "the same for all workspaces of a project, in `rows`")
 	f.DurationVar(&cfg.Tune.RunnerLease, "runner-lease", 15*time.Second, "how long a silent runner still gets work; the same on all controllers")
 	f.DurationVar(&cfg.Tune.RunnerFence, "runner-fence", 10*time.Minute, "how long after that its workspaces are lost: it has ended their VMs by then")
 	f.StringVar(&cfg.Metrics, "metrics-listen", "", "loopback `address` of Prometheus metrics, under /metrics; empty for none")
@@ -212,7 +214,7 @@ var serverFlags = []string{
 	"vault-addr", "vault-ca-file", "vault-namespace", "vault-prefix", "vault-token-file", "vault-role-id-file", "vault-secret-id-file", "vault-kubernetes-role", "vault-kubernetes-token-file",
 	"vault-auth-mount", "secret-env",
 	"controller", "join-token-file", "endpoint", "data-listen", "data-url", "data-cert", "data-key", "disk-budget", "max-sandboxes", "warm",
-	"store-bandwidth", "cache-size", "copies-size", "fetch", "store-grace", "flow-retention", "attestation-retention", "egress", "egress-allow-private", "egress-resolver", "egress-ca-file", "no-rebase", "stop-vms", "metrics-listen", "log-level",
+	"store-bandwidth", "cache-size", "copies-size", "fetch", "store-grace", "flow-retention", "attestation-retention", "flow-rows", "flow-rows-project", "egress", "egress-allow-private", "egress-resolver", "egress-ca-file", "no-rebase", "stop-vms", "metrics-listen", "log-level",
 }
 
 func readSecret(path string) (string, error) {

@@ -26,8 +26,16 @@ func (s *server) ListEgress(ctx context.Context, r api.ListEgressRequestObject) 
 	if err != nil {
 		return nil, err
 	}
+	omitted, err := s.control.OmittedFlows(ctx, projectOf(ctx), core.WorkspaceID(r.WorkspaceID))
+	if err != nil {
+		return nil, err
+	}
 	list, next := cut(list, p, func(f controller.Flow) string { return flowKey(f.At, f.ID) })
-	return api.ListEgress200JSONResponse{Items: convert(list, flowOf), NextCursor: next}, nil
+	out := api.ListEgress200JSONResponse{Items: convert(list, flowOf), NextCursor: next}
+	if omitted.Count > 0 {
+		out.Omitted = &api.OmittedFlows{Count: omitted.Count, FirstAt: omitted.First, LastAt: omitted.Last}
+	}
+	return out, nil
 }
 
 // ListEffects serves GET /v1/checkpoints/{id}/effects.

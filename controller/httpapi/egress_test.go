@@ -140,3 +140,29 @@ func TestEgressJournal(t *testing.T) {
 		t.Errorf("without the secret: %v", err)
 	}
 }
+
+// TestEgressCounts: what was denied in great number is listed with its count, and its first and last time.
+func TestEgressCounts(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	ws := w.create("main")
+	at := time.Now().UTC().Truncate(time.Microsecond)
+	f := core.Flow{
+		ID: "f1", SandboxID: w.sandboxOf(ws.ID), At: at, Count: 240_000, Last: at.Add(time.Minute), Ended: at.Add(time.Minute), Spoken: core.SpokenHTTP, Host: "evil.example", Port: 80, Method: "GET",
+		Path: "/", Outcome: core.FlowDenied, Reason: "no rule",
+	}
+	one := f
+	one.ID, one.Count, one.Last, one.Ended = "f2", 0, time.Time{}, time.Time{}
+	w.tell(f, one)
+	w.tell(f)
+	var list api.FlowList
+	w.want(200, "GET", "/v1/workspaces/"+ws.ID+"/egress?outcome=denied", nil, &list)
+	if len(list.Items) != 2 || list.Omitted != nil || list.Items[0].Count != 1 || !list.Items[0].LastAt.IsZero() || list.Items[1].Count != 240_000 || !list.Items[1].At.Equal(at) || !list.Items[1].LastAt.Equal(f.Last) {
+		t.Errorf("listed: %+v, %+v", list.Items, list.Omitted)
+	}
+	w.sql(`UPDATE flow_rows SET omitted = 7, omitted_first_at = $1, omitted_last_at = $1`, at)
+	w.want(200, "GET", "/v1/workspaces/"+ws.ID+"/egress", nil, &list)
+	if o := list.Omitted; o == nil || o.Count != 7 || !o.FirstAt.Equal(at) || !o.LastAt.Equal(at) {
+		t.Errorf("left out: %+v", o)
+	}
+}

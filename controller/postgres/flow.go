@@ -27,43 +27,68 @@ type newFlow struct {
 	Sent      int64          `json:"sent_bytes"`
 	Received  int64          `json:"received_bytes"`
 	Ended     *time.Time     `json:"ended_at"`
+	Count     int64          `json:"count"`
+	Last      *time.Time     `json:"last_at"`
+}
+
+type keptRow struct {
+	ID        string           `db:"id"`
+	Final     bool             `db:"final"`
+	ProjectID core.ProjectID   `db:"project_id"`
+	Workspace core.WorkspaceID `db:"workspace_id"`
 }
 
 type flowKey struct {
-	ID    string `db:"id"`
-	Final bool   `db:"final"`
+	ID    string
+	Final bool
 }
 
-// InsertFlows is one statement for all.
-func (t *tx) InsertFlows(ctx context.Context, runner core.RunnerID, list []core.Flow) ([]core.Flow, error) {
+// InsertFlows is one statement for all that are kept, between two that look at the quota and count.
+func (t *tx) InsertFlows(ctx context.Context, runner core.RunnerID, list []core.Flow, q controller.FlowQuota) (controller.KeptFlows, error) {
 	if len(list) == 0 {
-		return nil, nil
+		return controller.KeptFlows{}, nil
 	}
-	rows, of := make([]newFlow, len(list)), make(map[flowKey]core.Flow, len(list))
-	for i, f := range list {
-		rows[i] = newFlow{
+	rooms, err := t.flowRooms(ctx, runner, list, q)
+	if err != nil {
+		return controller.KeptFlows{}, err
+	}
+	rows, of := make([]newFlow, 0, len(list)), make(map[flowKey]core.Flow, len(list))
+	for _, f := range list {
+		row := newFlow{
 			SandboxID: f.SandboxID, ID: f.ID, At: f.At, Final: !f.Ended.IsZero() || f.Outcome == core.FlowDenied, Changes: f.Changes(), Spoken: f.Spoken, Host: f.Host, Port: f.Port,
-			Method: f.Method, Path: f.Path, Outcome: f.Outcome, Rule: f.Rule, Grant: f.Grant, Reason: f.Reason, Status: f.Status, Sent: f.Sent, Received: f.Received,
+			Method: f.Method, Path: f.Path, Outcome: f.Outcome, Rule: f.Rule, Grant: f.Grant, Reason: f.Reason, Status: f.Status, Sent: f.Sent, Received: f.Received, Count: f.Flows(),
+		}
+		if !rooms.takes(f, row.Final) {
+			continue
 		}
 		if !f.Ended.IsZero() {
-			rows[i].Ended = &f.Ended
+			row.Ended = &f.Ended
 		}
-		of[flowKey{f.ID, rows[i].Final}] = f
+		if !f.Last.IsZero() {
+			row.Last = &f.Last
+		}
+		rows, of[flowKey{f.ID, row.Final}] = append(rows, row), f
 	}
-	keys, err := many[flowKey](ctx, t, `
+	kept, err := many[keptRow](ctx, t, `
 		INSERT INTO flows (project_id, workspace_id, sandbox_id, epoch, id, at, final, changes, spoken, host, port, method, path, outcome, rule, grant_id, reason,
-			status, sent_bytes, received_bytes, ended_at)
+			status, sent_bytes, received_bytes, ended_at, count, last_at)
 		SELECT s.project_id, s.workspace_id, s.id, s.epoch, v.id, v.at, v.final, v.changes, v.spoken, v.host, v.port, v.method, v.path, v.outcome, v.rule, v.grant_id, v.reason,
-			v.status, v.sent_bytes, v.received_bytes, v.ended_at
+			v.status, v.sent_bytes, v.received_bytes, v.ended_at, v.count, v.last_at
 		FROM jsonb_to_recordset(@rows::jsonb) AS v (sandbox_id text, id text, at timestamptz, final boolean, changes boolean, spoken text, host text, port int,
-			method text, path text, outcome text, rule text, grant_id text, reason text, status int, sent_bytes bigint, received_bytes bigint, ended_at timestamptz)
+			method text, path text, outcome text, rule text, grant_id text, reason text, status int, sent_bytes bigint, received_bytes bigint, ended_at timestamptz,
+			count bigint, last_at timestamptz)
 		JOIN LATERAL (SELECT * FROM sandboxes x WHERE x.id = v.sandbox_id LIMIT 1) s ON s.runner_id = @runner
-		ON CONFLICT DO NOTHING RETURNING id, final`, args{"rows": rows, "runner": runner})
-	fresh := make([]core.Flow, len(keys))
-	for i, k := range keys {
-		fresh[i] = of[k]
+		ON CONFLICT DO NOTHING RETURNING id, final, project_id, workspace_id`, args{"rows": rows, "runner": runner})
+	if err != nil {
+		return controller.KeptFlows{}, err
 	}
-	return fresh, err
+	out := controller.KeptFlows{Fresh: make([]core.Flow, len(kept))}
+	for i, k := range kept {
+		out.Fresh[i] = of[flowKey{k.ID, k.Final}]
+		rooms.kept(k)
+	}
+	out.Omitted, err = t.countFlows(ctx, rooms)
+	return out, err
 }
 
 type sandboxIDRow struct {
@@ -82,7 +107,8 @@ func (t *tx) OwnSandboxes(ctx context.Context, runner core.RunnerID, ids []core.
 
 // flowColumns are those of the relation f.
 const flowColumns = `
-	f.workspace_id, f.sandbox_id, f.epoch, f.id, f.at, f.spoken, f.host, f.port, f.method, f.path, f.outcome, f.rule, f.grant_id, f.reason, f.status, f.sent_bytes, f.received_bytes, f.ended_at`
+	f.workspace_id, f.sandbox_id, f.epoch, f.id, f.at, f.spoken, f.host, f.port, f.method, f.path, f.outcome, f.rule, f.grant_id, f.reason, f.status, f.sent_bytes, f.received_bytes, f.ended_at, f.count,
+	f.last_at`
 
 // lastOfFlow leaves of each flow the row that says most.
 const lastOfFlow = ` (f.final OR NOT EXISTS (SELECT 1 FROM flows e WHERE e.sandbox_id = f.sandbox_id AND e.at = f.at AND e.id = f.id AND e.final))`
@@ -106,12 +132,18 @@ type flowRow struct {
 	Sent        int64            `db:"sent_bytes"`
 	Received    int64            `db:"received_bytes"`
 	Ended       *time.Time       `db:"ended_at"`
+	Count       int64            `db:"count"`
+	Last        *time.Time       `db:"last_at"`
 }
 
 func (r flowRow) flow() controller.Flow {
+	if r.Last == nil {
+		r.Count = 0 // it is one flow
+	}
 	return controller.Flow{WorkspaceID: r.WorkspaceID, Flow: core.Flow{
 		ID: r.ID, SandboxID: r.SandboxID, Epoch: r.Epoch, At: r.At.UTC(), Spoken: r.Spoken, Host: r.Host, Port: r.Port, Method: r.Method, Path: r.Path,
 		Outcome: r.Outcome, Rule: r.Rule, Grant: r.Grant, Reason: r.Reason, Status: r.Status, Sent: r.Sent, Received: r.Received, Ended: timeOf(r.Ended).UTC(),
+		Count: r.Count, Last: timeOf(r.Last).UTC(),
 	}}
 }
 
@@ -183,6 +215,9 @@ func (t *tx) effects(ctx context.Context, ids []core.CheckpointID) (map[core.Che
 
 // TidyFlows has the owner do it: nobody else may.
 func (t *tx) TidyFlows(ctx context.Context, keep time.Duration) error {
-	_, err := t.exec(ctx, `SELECT coppice_tidy_flows(make_interval(secs => @keep))`, args{"keep": keep.Seconds()})
+	if _, err := t.exec(ctx, `SELECT coppice_tidy_flows(make_interval(secs => @keep))`, args{"keep": keep.Seconds()}); err != nil {
+		return err
+	}
+	_, err := t.exec(ctx, `DELETE FROM flow_rows WHERE month + interval '1 month' <= (now() - make_interval(secs => @keep)) AT TIME ZONE 'UTC'`, args{"keep": keep.Seconds()})
 	return err
 }

@@ -40,13 +40,20 @@ func (d *db) captureAt(w controller.Workspace, parent core.CheckpointID, instant
 
 func (d *db) flows(list ...core.Flow) []core.Flow {
 	d.t.Helper()
-	var fresh []core.Flow
+	return d.within(noQuota, list...).Fresh
+}
+
+// noQuota is one that is never used up.
+var noQuota = controller.FlowQuota{Workspace: 1 << 40, Project: 1 << 40}
+
+func (d *db) within(q controller.FlowQuota, list ...core.Flow) (kept controller.KeptFlows) {
+	d.t.Helper()
 	d.system(func(ctx context.Context, tx controller.Tx) error {
 		var err error
-		fresh, err = tx.InsertFlows(ctx, d.runner, list)
+		kept, err = tx.InsertFlows(ctx, d.runner, list, q)
 		return err
 	})
-	return fresh
+	return kept
 }
 
 func post(id string, of core.SandboxID, at time.Time) core.Flow {
@@ -136,9 +143,9 @@ func TestFlowsOfOthersAreNotHeard(t *testing.T) {
 		if _, err := tx.RegisterRunner(ctx, runnerapi.Register{Info: info, Endpoint: "http://127.0.0.1:2"}, time.Minute); err != nil {
 			return err
 		}
-		fresh, err := tx.InsertFlows(ctx, other, []core.Flow{post("f1", w.Sandbox.ID, noon), post("f2", core.NewID[core.SandboxID](), noon)})
-		if len(fresh) != 0 {
-			t.Errorf("kept: %+v", fresh)
+		kept, err := tx.InsertFlows(ctx, other, []core.Flow{post("f1", w.Sandbox.ID, noon), post("f2", core.NewID[core.SandboxID](), noon)}, noQuota)
+		if len(kept.Fresh) != 0 {
+			t.Errorf("kept: %+v", kept.Fresh)
 		}
 		return err
 	})

@@ -1356,8 +1356,11 @@ type FileList struct {
 
 // Flow defines model for Flow.
 type Flow struct {
-	// At When it began, by the clock of the host.
+	// At When it began, by the clock of the host; of many, when the first one did.
 	At time.Time `json:"at"`
+
+	// Count How many flows this is. A workspace that is denied many flows in a minute has those beyond the first few counted: by host, port and reason, and where there are too many of these together, without a host. The rest of what is said is of the first one.
+	Count int64 `json:"count"`
 
 	// EndedAt Absent while it lasts, of what was denied, and where its end is not known.
 	EndedAt time.Time `json:"ended_at,omitempty,omitzero"`
@@ -1368,9 +1371,12 @@ type Flow struct {
 	// GrantID The grant whose secret it was given.
 	GrantID string `json:"grant_id,omitempty,omitzero"`
 
-	// Host The name, or the address where there is no name.
+	// Host The name, or the address where there is no name. Empty where a request named none, and for several hosts.
 	Host string `json:"host"`
 	ID   string `json:"id"`
+
+	// LastAt Where they were counted: when the last one was.
+	LastAt time.Time `json:"last_at,omitempty,omitzero"`
 
 	// Method Of a request.
 	Method string `json:"method,omitempty,omitzero"`
@@ -1407,8 +1413,9 @@ type Flow struct {
 
 // FlowList defines model for FlowList.
 type FlowList struct {
-	Items      []Flow `json:"items"`
-	NextCursor string `json:"next_cursor,omitempty,omitzero"`
+	Items      []Flow        `json:"items"`
+	NextCursor string        `json:"next_cursor,omitempty,omitzero"`
+	Omitted    *OmittedFlows `json:"omitted,omitempty"`
 }
 
 // FlowOutcome `denied`: nothing of it was sent. `cut`: it was allowed and begun, and ended by the proxy: what was sent until then was sent, and may have had its effect. `failed`: it was allowed and could not be carried.
@@ -1693,6 +1700,18 @@ type NetworkRequest struct {
 	// EgressPolicy `deny-all` (the default): nothing leaves the sandbox. `allow-all` routes everything out; it is for development
 	// and exempt from the promise that nothing leaves unseen.
 	EgressPolicy EgressPolicy `json:"egress_policy,omitempty,omitzero"`
+}
+
+// OmittedFlows Flows of the workspace that are not in the list, because it or its project has as many rows of flows as it may. Only what was denied, and requests that only read, are left out.
+type OmittedFlows struct {
+	// Count How many have ended. Those of a batch that a runner had to tell twice count twice.
+	Count int64 `json:"count"`
+
+	// FirstAt When the first one began.
+	FirstAt time.Time `json:"first_at"`
+
+	// LastAt When the last one began.
+	LastAt time.Time `json:"last_at"`
 }
 
 // OnIdle `suspend` when absent. It needs `idle_seconds`.
