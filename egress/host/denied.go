@@ -41,7 +41,7 @@ func kindOf(f core.Flow) kind { return kind{f.Spoken, f.Host, f.Port, f.Reason} 
 
 // denials is a journal that bounds what denied flows take: a sandbox makes as many as it likes, for nothing.
 type denials struct {
-	*spool
+	to    *spool
 	every time.Duration
 
 	mu sync.Mutex // guards of; held while flows are counted
@@ -58,13 +58,13 @@ type denied struct {
 }
 
 func newDenials(s *spool, every time.Duration) *denials {
-	return &denials{spool: s, every: every, of: map[core.SandboxID]*denied{}}
+	return &denials{to: s, every: every, of: map[core.SandboxID]*denied{}}
 }
 
 // Begin implements proxy.Journal.
 func (d *denials) Begin(f core.Flow) error {
 	if f.Outcome != core.FlowDenied {
-		return d.spool.Begin(f)
+		return d.to.Begin(f)
 	}
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -82,7 +82,7 @@ func (d *denials) Begin(f core.Flow) error {
 	}
 	k := kindOf(f)
 	if x.kinds[k] == nil && x.singly.Allow() {
-		return d.spool.Begin(f)
+		return d.to.Begin(f)
 	}
 	if x.kinds[k] == nil && len(x.kinds) >= deniedKinds {
 		f.Host, f.Port, f.Method, f.Path, f.Reason = "", 0, "", "", severalKinds
@@ -92,7 +92,7 @@ func (d *denials) Begin(f core.Flow) error {
 	t := x.kinds[k]
 	if t == nil {
 		var err error
-		if t, err = d.spool.beginTally(f); err != nil {
+		if t, err = d.to.beginTally(f); err != nil {
 			return err
 		}
 		x.kinds[k] = t
@@ -100,17 +100,20 @@ func (d *denials) Begin(f core.Flow) error {
 	}
 	next := *t
 	next.flow.Count, next.flow.Last = t.flow.Count+1, f.At
-	if err := d.spool.slots.write(t.slot, next.flow.Count, f.At); err != nil {
+	if err := d.to.slots.write(t.slot, next.flow.Count, f.At); err != nil {
 		return err
 	}
 	*t = next
 	return nil
 }
 
+// End implements proxy.Journal.
+func (d *denials) End(f core.Flow) { d.to.End(f) }
+
 // finish ends a sandbox's tallies. One whose record cannot be written is ended by the next process.
 func (d *denials) finish(x *denied) {
 	for _, t := range x.kinds {
-		d.spool.endTally(*t)
+		d.to.endTally(*t)
 	}
 	clear(x.kinds)
 }

@@ -44,8 +44,8 @@ func (s *slots) give(slot int) { delete(s.used, slot) }
 
 func (s *slots) write(slot int, count int64, last time.Time) error {
 	var b [slotSize]byte
-	binary.LittleEndian.PutUint64(b[:8], uint64(count))           //nolint:gosec // G115: read back as it is
-	binary.LittleEndian.PutUint64(b[8:], uint64(last.UnixNano())) //nolint:gosec // G115: read back as it is
+	binary.LittleEndian.PutUint64(b[:8], uint64(count)) //nolint:gosec // G115: read back as it is
+	binary.LittleEndian.PutUint64(b[8:], uint64(last.UnixNano()))
 	_, err := s.file.WriteAt(b[:], int64(slot)*slotSize)
 	return err
 }

@@ -51,6 +51,7 @@ type spool struct {
 	unsaid   int64                    // flows that were refused, or ends that were lost
 	tallies  map[string]tally         // that have not ended, by the ids of their first flows
 	slots    slots
+	said     int64 // the second in which it was logged last that an end was not recorded
 	aside    aside
 
 	at    position // of the first record that was not acknowledged
@@ -322,7 +323,10 @@ func (s *spool) finish(f core.Flow) bool {
 	}
 	if err != nil { // the next process ends it
 		s.unsaid++
-		s.log.Error("the end of a flow was not recorded", "sandbox_id", f.SandboxID, "flow", f.ID, "err", err)
+		if now := time.Now().Unix(); now != s.said { // as often as flows end, where a disk fails
+			s.said = now
+			s.log.Error("the end of a flow was not recorded", "sandbox_id", f.SandboxID, "flow", f.ID, "err", err)
+		}
 		return false
 	}
 	s.reserved -= s.room[f.ID]

@@ -231,7 +231,7 @@ func (b *box) decide(ctx context.Context, f core.Flow, h policy.Host, u *use, wh
 	}
 	if err := b.s.cfg.Journal.Begin(f); err != nil {
 		b.forget(o)
-		if now := time.Now().Unix(); b.s.said.Swap(now) != now { // a guest must not fill the host's log
+		if b.s.maySay() {
 			b.s.cfg.Log.ErrorContext(ctx, "a flow was refused because it could not be recorded", "sandbox_id", b.sb.ID, "err", err)
 		}
 		return nil, errJournal

@@ -74,11 +74,22 @@ func faultOf(err error) *fault {
 		is error
 		f  *fault
 	}{
-		{context.Canceled, errGivenUp}, {context.DeadlineExceeded, errTimeout},
+		{context.Canceled, errGivenUp},
+		{context.DeadlineExceeded, errTimeout},
 		{syscall.ECONNREFUSED, errRefused},
-		{syscall.EHOSTUNREACH, errUnreachable}, {syscall.ENETUNREACH, errUnreachable}, {syscall.EADDRNOTAVAIL, errUnreachable},
-		{syscall.ECONNRESET, errReset}, {syscall.EPIPE, errReset}, {io.EOF, errReset}, {io.ErrUnexpectedEOF, errReset}, {net.ErrClosed, errReset}, {fs.ErrClosed, errReset},
-		{syscall.EMFILE, errLocal}, {syscall.ENFILE, errLocal}, {syscall.ENOBUFS, errLocal}, {syscall.ENOMEM, errLocal},
+		{syscall.EHOSTUNREACH, errUnreachable},
+		{syscall.ENETUNREACH, errUnreachable},
+		{syscall.EADDRNOTAVAIL, errUnreachable},
+		{syscall.ECONNRESET, errReset},
+		{syscall.EPIPE, errReset},
+		{io.EOF, errReset},
+		{io.ErrUnexpectedEOF, errReset},
+		{net.ErrClosed, errReset},
+		{fs.ErrClosed, errReset},
+		{syscall.EMFILE, errLocal},
+		{syscall.ENFILE, errLocal},
+		{syscall.ENOBUFS, errLocal},
+		{syscall.ENOMEM, errLocal},
 	} {
 		if errors.Is(err, c.is) {
 			return c.f

@@ -57,7 +57,7 @@ type Server struct {
 	cfg      Config
 	instance string // begins the ids of flows
 	flows    atomic.Int64
-	said     atomic.Int64 // the second in which it was said last that flows are not recorded
+	said     atomic.Int64 // the second in which something was logged last that a guest can bring about
 
 	handler *goproxy.ProxyHttpServer
 	proxied server // requests to a proxy
@@ -201,6 +201,12 @@ func (s *Server) Close() error {
 		s.Remove(id)
 	}
 	return errors.Join(s.proxied.Close(), s.based.Close(), s.origin.Close(), s.read.Close())
+}
+
+// maySay reports whether what a guest can bring about as often as it likes is logged now: once a second, so that the host's disk is not filled.
+func (s *Server) maySay() bool {
+	now := time.Now().Unix()
+	return s.said.Swap(now) != now
 }
 
 func (s *Server) nextID() string {

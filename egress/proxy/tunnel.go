@@ -17,7 +17,9 @@ import (
 func (b *box) serveTransparent(c *conn) {
 	to, err := b.s.cfg.Original(c.Conn)
 	if err != nil {
-		b.s.cfg.Log.Warn("a connection was refused: the kernel does not tell where it was going", "sandbox_id", b.sb.ID, "err", err)
+		if b.s.maySay() {
+			b.s.cfg.Log.Warn("a connection was refused: the kernel does not tell where it was going", "sandbox_id", b.sb.ID, "err", err)
+		}
 		reset(c)
 		return
 	}

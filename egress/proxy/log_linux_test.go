@@ -1,0 +1,41 @@
+package proxy_test
+
+import (
+	"context"
+	"log/slog"
+	"net"
+	"sync/atomic"
+	"testing"
+
+	"github.com/coppice-dev/coppice/egress/proxy"
+)
+
+// countingLog counts what is logged.
+type countingLog struct {
+	slog.Handler
+	n *atomic.Int64
+}
+
+func (c countingLog) Handle(ctx context.Context, r slog.Record) error {
+	if r.Level >= slog.LevelInfo {
+		c.n.Add(1)
+	}
+	return c.Handler.Handle(ctx, r)
+}
+
+// TestQuietLog: what a guest can do as often as it likes does not fill the host's log.
+func TestQuietLog(t *testing.T) {
+	var n atomic.Int64
+	w := newWorldWith(t, func(c *proxy.Config) { c.Log = slog.New(countingLog{slog.NewTextHandler(t.Output(), nil), &n}) })
+	for range 300 { // straight to where only redirected connections come
+		c, err := net.Dial("tcp", w.transparent.String())
+		if err != nil {
+			t.Fatal(err)
+		}
+		_, _ = c.Read(make([]byte, 1)) // until it is reset
+		_ = c.Close()
+	}
+	if n := n.Load(); n == 0 || n > 30 {
+		t.Errorf("300 connections made %d lines", n)
+	}
+}
