@@ -26,5 +26,6 @@
 // # What is kept
 //
 // Each flow (a tunnel, or a request) is told to the [Journal] before anything is sent for it, and again when it has
-// ended. When the journal cannot take it the flow is refused.
+// ended. When the journal cannot take it the flow is refused. Every record is clipped in one place. Neither it nor what
+// a guest is told quotes a host: a fault is a sentence of our own, with its class.
 package proxy
