@@ -153,6 +153,7 @@ func TestRevoked(t *testing.T) {
 	r := c.join(nil)
 	ws := create(t, c.client)
 	id := string(r.ready.RunnerID)
+	trust, before := attested(t, c.client, ws.ID)
 	wantCode(t, c.client.DeleteRunner(t.Context(), id, false), core.CodeRunnerInUse)
 	echo(t, c.client, ws.ID) // nothing has changed
 	if err := c.client.DeleteRunner(t.Context(), id, true); err != nil {
@@ -173,6 +174,14 @@ func TestRevoked(t *testing.T) {
 			t.Errorf("%s of a removed runner: %s", path, code)
 		}
 	}
+	signed := signAs(t, r, before.Statement.Predicate)
+	if _, err := trust.VerifyRunner(signed); err != nil {
+		t.Errorf("its attestation key is not vouched for, so the test shows nothing: %v", err)
+	}
+	if _, err := trust.Verify(signed); core.CodeOf(err) != core.CodeAttestationRefused {
+		t.Errorf("what a removed runner signs verifies: %v", err)
+	}
+	attested(t, c.client, ws.ID) // what it made before stays good
 	_, err := c.client.CreateRunnerToken(t.Context(), coppice.CreateRunnerTokenRequest{RunnerID: id})
 	wantCode(t, err, core.CodeRunnerRevoked)
 	_, err = c.client.CreateRunnerToken(t.Context(), coppice.CreateRunnerTokenRequest{RunnerID: string(core.NewID[core.RunnerID]())})
@@ -199,6 +208,8 @@ func TestRenewal(t *testing.T) {
 	})
 	until(t, "the first certificate has expired", func() (bool, error) { return time.Now().After(first.NotAfter), nil })
 	echo(t, c.client, ws.ID)
+	attested(t, c.client, create(t, c.client).ID) // that of the attestation key is renewed, too
+	attested(t, c.client, ws.ID)                  // and what the first one signed is good
 	r.kill()
 	path := filepath.Join(r.cfg.Runner.DataDir, "member.json")
 	until(t, "the certificate has expired", func() (bool, error) {

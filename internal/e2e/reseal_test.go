@@ -6,6 +6,7 @@ import (
 	"crypto/rand"
 	"encoding/binary"
 	"encoding/hex"
+	"encoding/pem"
 	"errors"
 	"fmt"
 	"net/netip"
@@ -18,6 +19,8 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/attest"
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
 
@@ -336,6 +339,42 @@ func TestResealReportsAreKept(t *testing.T) {
 		}
 		if diff := cmp.Diff(want.report, &list[i].Report); diff != "" {
 			t.Errorf("report %d (-answered +kept):\n%s", i, diff)
+		}
+		attested(t, s, ws, want.epoch, want.report)
+	}
+}
+
+// attested verifies the attestation of an epoch with the authority's certificate, and that it is of that report.
+func attested(t *testing.T, s *stack, ws coppice.WorkspaceID, epoch int64, report *coppice.ResealReport) {
+	t.Helper()
+	authority, err := s.client.Authority(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	block, _ := pem.Decode([]byte(authority.Certificate))
+	if block == nil {
+		t.Fatal("the authority is not PEM")
+	}
+	trust, err := attest.NewAuthority(block.Bytes)
+	if err != nil {
+		t.Fatal(err)
+	}
+	b, err := s.client.Attestation(t.Context(), ws, epoch)
+	if err != nil {
+		t.Fatal(err)
+	}
+	v, err := trust.Verify(b)
+	if err != nil {
+		t.Fatal(err)
+	}
+	p := v.Statement.Predicate
+	if string(p.WorkspaceID) != ws || p.Epoch != epoch || p.Generation != report.Generation || len(p.Steps) != len(report.Steps) || p.VMM.Version == "" {
+		t.Errorf("the attestation of epoch %d says %+v", epoch, p)
+	}
+	for i, step := range report.Steps {
+		evidence, err := attest.StepsOf([]core.ResealStep{{Evidence: step.Evidence}})
+		if err != nil || p.Steps[i].Name != step.Name || p.Steps[i].Evidence != evidence[0].Evidence {
+			t.Errorf("step %d of epoch %d: %+v is not of %+v, %v", i, epoch, p.Steps[i], step, err)
 		}
 	}
 }

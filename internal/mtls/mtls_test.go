@@ -1,6 +1,8 @@
 package mtls_test
 
 import (
+	"crypto/ed25519"
+	"crypto/rand"
 	"crypto/tls"
 	"errors"
 	"io"
@@ -277,4 +279,49 @@ func FuzzRequested(f *testing.F) {
 			t.Error("no key and no error")
 		}
 	})
+}
+
+// TestAttestationKeys: a certificate of an attestation key opens no connection, and is given for keys of Ed25519 only.
+func TestAttestationKeys(t *testing.T) {
+	t.Parallel()
+	a := authority(t)
+	public, key, err := ed25519.GenerateKey(rand.Reader)
+	if err != nil {
+		t.Fatal(err)
+	}
+	request, err := mtls.Request(key)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if got, err := mtls.RequestedAttestation(request); err != nil || !got.Equal(public) {
+		t.Errorf("%v, %v", got, err)
+	}
+	if _, err := mtls.Requested(request); core.CodeOf(err) != core.CodeInvalidField {
+		t.Errorf("a certificate for TLS of an attestation key: %v", err)
+	}
+	tlsKey, err := mtls.NewKey()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if request, err = mtls.Request(tlsKey); err != nil {
+		t.Fatal(err)
+	}
+	for name, b := range map[string][]byte{"of TLS": request, "empty": nil, "large": make([]byte, 20<<10)} {
+		if _, err := mtls.RequestedAttestation(b); core.CodeOf(err) != core.CodeInvalidField {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+	id := core.NewID[core.RunnerID]()
+	der, err := a.IssueAttestation(public, mtls.RunnerName(id), 0, time.Hour) // even if it had the name of one that may
+	if err != nil {
+		t.Fatal(err)
+	}
+	i, err := mtls.NewIdentity(a.Certificate(), mtls.Certificate{DER: der, Key: key})
+	if err != nil {
+		t.Fatal(err)
+	}
+	url := server(t, identity(t, a, mtls.ControllerName, time.Hour).Server())
+	if got := ask(t, url, i.Client(mtls.ControllerName)); got != "CERTIFICATE_REFUSED" {
+		t.Errorf("with an attestation key one gets in as %s", got)
+	}
 }
