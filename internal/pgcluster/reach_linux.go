@@ -38,10 +38,11 @@ func makeReachable(u serverUser, program string, paths []string) error {
 		return core.Wrapf(err, core.FailedPrecondition, core.CodeIncompatibleHost,
 			"user %s, who runs PostgreSQL, cannot enter %s, and this machine allows no mount namespace to help it: use a directory that it can reach, such as one under /var/lib", u.name, binds[0].below)
 	}
-	if err := unix.Mount("", "/", "", unix.MS_REC|unix.MS_PRIVATE, ""); err != nil {
-		return fmt.Errorf("make mounts private: %w", err)
+	// Slave: nothing that is mounted here reaches the host, and what is unmounted there is unmounted here.
+	if err := unix.Mount("", "/", "", unix.MS_REC|unix.MS_SLAVE, ""); err != nil {
+		return fmt.Errorf("cut off the host's mounts: %w", err)
 	}
-	if err := dropLoops(append(slices.Clone(paths), program)); err != nil {
+	if err := dropForeign(append(slices.Clone(paths), program)); err != nil {
 		return fmt.Errorf("leave other people's mounts: %w", err)
 	}
 	sources := make([]*os.File, len(binds)) // opened before anything is covered
@@ -71,23 +72,26 @@ func makeReachable(u serverUser, program string, paths []string) error {
 	return nil
 }
 
-// dropLoops detaches, from the namespace of the calling thread, the file systems on loop devices that hold neither a needed
-// path nor the system itself. A copy of a mount keeps the device and the file system alive after their owner has unmounted them:
-// the volume of another coppice dev, say, which could then not be mounted anew.
-func dropLoops(needed []string) error {
-	const loopMajor = "7:"
+// system are the directories whose mounts PostgreSQL needs besides those of its own paths.
+var system = []string{"/usr", "/lib", "/lib64", "/bin", "/etc", "/proc", "/dev", "/sys"}
+
+// dropForeign detaches, from the namespace of the calling thread, every mount that holds neither a needed path nor a part of the system. A
+// copy of a mount keeps the device and the file system alive after their owner has unmounted them: the volume of another
+// coppice dev, say, which could then not be mounted anew.
+func dropForeign(needed []string) error {
 	b, err := os.ReadFile("/proc/thread-self/mountinfo")
 	if err != nil {
 		return err
 	}
-	needed = append(needed, "/usr", "/lib", "/etc", "/proc", "/dev")
 	for line := range strings.Lines(string(b)) {
 		f := strings.Fields(line) // id, parent, major:minor, root, mount point
-		if len(f) < 5 || !strings.HasPrefix(f[2], loopMajor) {
+		if len(f) < 5 {
 			continue
 		}
 		point := strings.NewReplacer(`\040`, " ", `\011`, "\t", `\012`, "\n", `\134`, `\`).Replace(f[4])
-		if slices.ContainsFunc(needed, func(path string) bool { return within(path, point) || within(point, path) }) {
+		holds := func(path string) bool { return within(path, point) }
+		belongs := func(path string) bool { return within(point, path) || within(path, point) }
+		if slices.ContainsFunc(needed, holds) || slices.ContainsFunc(system, belongs) {
 			continue
 		}
 		if err := unix.Unmount(point, unix.MNT_DETACH|unix.UMOUNT_NOFOLLOW); err != nil && !errors.Is(err, unix.EINVAL) && !errors.Is(err, unix.ENOENT) {

@@ -1,14 +1,14 @@
 package cloudhypervisor_test
 
 import (
-	"os"
-	"path/filepath"
-	"testing"
 	"github.com/coppice-dev/coppice/internal/require"
 	"github.com/coppice-dev/coppice/internal/testvm"
 	"github.com/coppice-dev/coppice/runner/vmm/cloudhypervisor"
 	"github.com/coppice-dev/coppice/runner/vmm/kvm"
 	"github.com/coppice-dev/coppice/runner/vmm/vmmtest"
+	"os"
+	"path/filepath"
+	"testing"
 )
 
 // TestJail looks at a machine's process from inside. The directories that it has inherited lead to nothing above them. It runs as root
@@ -27,7 +27,7 @@ func TestJail(t *testing.T) {
 	spec := w.spec(t, false)
 	m := w.spawn(t, cloudhypervisor.New(cloudhypervisor.Config{Binary: fake.Path}), spec)
 	vmmtest.CheckJail(t, vmmtest.Jailed{
-		PID: m.Handle().PID,
+		PID:     m.Handle().PID,
 		Visible: []string{fake.Path, "/lib", "/usr/lib", "/etc/ld.so.cache", os.DevNull, "/dev/urandom", kvm.Device},
 		Hidden:  []string{spec.Dir, filepath.Join(spec.Dir, "api.sock"), filepath.Join(w.dir, "base"), "/dev/net/tun"},
 	})
