@@ -22,6 +22,8 @@ import (
 	"github.com/google/go-cmp/cmp"
 
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/confine"
+	"github.com/coppice-dev/coppice/internal/confine/confinetest"
 	"github.com/coppice-dev/coppice/internal/require"
 )
 
@@ -43,6 +45,8 @@ type built struct {
 
 // TestMain makes nothing by itself: some tests kill processes that run it.
 func TestMain(m *testing.M) {
+	confine.Enter(ConfinedTask())
+	confinetest.AllowWithoutRoot(m)
 	status := m.Run()
 	if shared.dir != "" {
 		if err := os.RemoveAll(shared.dir); err != nil {

@@ -56,7 +56,7 @@ func Lint(dir string) ([]Finding, error) {
 			fatal(name, "is not empty: it would be the same in every sandbox")
 		}
 	}
-	if raw, err := root.ReadFile("etc/fstab"); err == nil {
+	if raw, err := readPlain(root, "etc/fstab"); err == nil {
 		for line := range strings.Lines(string(raw)) {
 			if isSwapLine(line) {
 				fatal("etc/fstab", "has a swap area")

@@ -2,12 +2,9 @@ package images
 
 import (
 	"context"
-	"crypto/sha256"
-	"encoding/hex"
 	"encoding/json"
 	"errors"
 	"fmt"
-	"io"
 	"os"
 	"path/filepath"
 	"slices"
@@ -48,18 +45,11 @@ func (b *builder) rootInput(ctx context.Context, r resolution) (rootInput, error
 	if b.o.FromTar == "-" {
 		return in, nil
 	}
-	f, err := os.Open(b.o.FromTar)
+	f, err := openArchive(b.o.FromTar)
 	if err != nil {
-		return in, core.Wrapf(err, core.Invalid, CodeInvalidTar, "the archive %s cannot be opened", b.o.FromTar)
+		return in, err
 	}
 	defer f.Close()
-	info, err := f.Stat()
-	if err == nil && info.IsDir() {
-		err = core.Errorf(core.Invalid, CodeInvalidTar, "%s is a directory; name an archive, as `docker export` writes it", b.o.FromTar)
-	}
-	if err != nil || !info.Mode().IsRegular() {
-		return in, err // not regular: a pipe, which can be read only once
-	}
 	in.TarDigest, _, err = core.DigestReader(contextReader{ctx, f})
 	if err != nil {
 		return in, fmt.Errorf("read the archive: %w", err)
@@ -225,20 +215,16 @@ func (b *builder) tarTree(ctx context.Context, tree string) (core.Digest, error)
 	}
 	in := b.o.Stdin
 	if b.o.FromTar != "-" {
-		f, err := os.Open(b.o.FromTar)
+		f, err := openArchive(b.o.FromTar)
 		if err != nil {
-			return "", core.Wrapf(err, core.Invalid, CodeInvalidTar, "the archive %s cannot be opened", b.o.FromTar)
+			return "", err
 		}
 		defer f.Close()
 		in = f
 	}
-	h := sha256.New()
-	err := untar(ctx, io.TeeReader(in, h), tree, defaultUntarLimits)
-	if err == nil {
-		_, err = io.Copy(h, in) // what the decompressor did not need
-	}
+	digest, err := untar(ctx, in, tree, defaultUntarLimits)
 	if err != nil {
 		return "", errors.Join(err, os.RemoveAll(tree))
 	}
-	return core.ParseDigest("sha256:" + hex.EncodeToString(h.Sum(nil)))
+	return digest, nil
 }

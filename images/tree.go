@@ -4,12 +4,15 @@ import (
 	"bytes"
 	"errors"
 	"fmt"
+	"io"
 	"io/fs"
 	"net/url"
 	"os"
 	"path"
 	"slices"
 	"strings"
+
+	"golang.org/x/sys/unix"
 
 	"github.com/coppice-dev/coppice/core"
 )
@@ -128,7 +131,7 @@ func removeMatching(root *os.Root, pattern string) error {
 
 func matching(root *os.Root, pattern string) ([]string, error) {
 	dir := path.Dir(pattern)
-	f, err := root.Open(dir)
+	f, err := openDir(root, dir)
 	if err != nil {
 		return nil, nil // no such directory, or a link that leads nowhere inside: nothing of ours there
 	}
@@ -149,9 +152,30 @@ func matching(root *os.Root, pattern string) ([]string, error) {
 	return out, nil
 }
 
+// maxPlain bounds a file of a root file system that is read as a whole, in bytes.
+const maxPlain = 4 << 20
+
+// readPlain reads a regular file of a root file system that may have anything at that place, as an archive has made it. Nobody
+// writes there any more, so what is looked at is what is opened.
+func readPlain(root *os.Root, name string) ([]byte, error) {
+	info, err := root.Stat(name)
+	if err != nil {
+		return nil, err
+	}
+	if !info.Mode().IsRegular() || info.Size() > maxPlain {
+		return nil, core.Errorf(core.Invalid, CodeInvalidTar, "/%s of the root file system is no regular file, or has more than %d MiB", name, maxPlain>>20)
+	}
+	f, err := root.OpenFile(name, os.O_RDONLY|unix.O_NONBLOCK, 0)
+	if err != nil {
+		return nil, err
+	}
+	defer f.Close()
+	return io.ReadAll(io.LimitReader(f, maxPlain))
+}
+
 // dropSwap comments out swap areas: swapped pages would keep old secrets on the overlay disk.
 func dropSwap(root *os.Root) error {
-	raw, err := root.ReadFile("etc/fstab")
+	raw, err := readPlain(root, "etc/fstab")
 	if err != nil {
 		return nil //nolint:nilerr // there is none
 	}
@@ -257,7 +281,7 @@ func removeFilesBelow(root *os.Root, dir string) error {
 
 // plainShadow drops the day of each password's last change: it is the day of the build.
 func plainShadow(root *os.Root) error {
-	raw, err := root.ReadFile("etc/shadow")
+	raw, err := readPlain(root, "etc/shadow")
 	if err != nil {
 		return fmt.Errorf("read /etc/shadow: %w", err)
 	}
@@ -287,7 +311,7 @@ func guestSources(root *os.Root) error {
 	}
 	var out strings.Builder
 	for _, name := range names {
-		raw, err := root.ReadFile(name)
+		raw, err := readPlain(root, name)
 		if err != nil {
 			return err
 		}

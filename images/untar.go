@@ -21,20 +21,32 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// untarLimits bound what an archive may make of itself on the host's disk.
+// untarLimits bound what an archive may make of itself on the host's disk, and in the memory of who unpacks it.
 type untarLimits struct {
-	bytes   int64 // of all regular files
-	entries int
+	Bytes   int64 // of all regular files
+	Entries int
+	Stream  int64 // bytes of the archive when it is not compressed any more, whether they are kept or dropped
+	Names   int   // bytes of the paths of all directories
 }
 
-var defaultUntarLimits = untarLimits{bytes: 64 << 30, entries: 4 << 20}
+var defaultUntarLimits = untarLimits{Bytes: 64 << 30, Entries: 4 << 20, Stream: 80 << 30, Names: 64 << 20}
 
-// untar unpacks the root file system of a container into dir, which must be empty and closed to other users, with
+// The bounds of one entry.
+const (
+	maxDepth = 256 // directories
+	maxAttrs = 64
+	maxRest  = 64 << 20 // bytes of the archive behind its end mark
+)
+
+// unpack unpacks the root file system of a container into dir, which must be empty and closed to other users, with
 // owners, modes, times, hard links, device nodes and extended attributes. The archive is hostile until proven
 // otherwise: every path is resolved below dir by the kernel (os.Root), symbolic links that an earlier entry made are
-// followed only inside dir, nothing is written through an existing last component, and sizes are bounded.
+// followed only inside dir, nothing is written through an existing last component, nothing is opened but directories
+// and the files that it has just made, and sizes are bounded.
 // Entries below dev, proc, sys and run are dropped: a guest mounts its own there.
-func untar(ctx context.Context, r io.Reader, dir string, limits untarLimits) error {
+//
+// It runs in a confined helper: see untar.
+func unpack(ctx context.Context, r io.Reader, dir string, limits untarLimits) error {
 	root, err := os.OpenRoot(dir)
 	if err != nil {
 		return err
@@ -44,6 +56,7 @@ func untar(ctx context.Context, r io.Reader, dir string, limits untarLimits) err
 	if err != nil {
 		return err
 	}
+	plain = &boundedReader{plain, limits.Stream, limits.Stream}
 	u := &untarrer{root: root, limits: limits}
 	archive := tar.NewReader(contextReader{ctx, plain})
 	for {
@@ -53,6 +66,9 @@ func untar(ctx context.Context, r io.Reader, dir string, limits untarLimits) err
 		}
 		if ctx.Err() != nil {
 			return context.Cause(ctx)
+		}
+		if refused, ok := errors.AsType[refusedError](err); ok {
+			return core.Wrapf(err, core.Invalid, CodeInvalidTar, "the archive is refused after %d entries: %s", u.seen, refused)
 		}
 		if err != nil {
 			return core.Wrapf(err, core.Invalid, CodeInvalidTar, "the archive cannot be read after %d entries (%v); it must be an uncompressed or gzipped tar, as `docker export` writes it", u.seen, err)
@@ -65,7 +81,7 @@ func untar(ctx context.Context, r io.Reader, dir string, limits untarLimits) err
 		return err
 	}
 	// What follows the end mark (padding) belongs to the archive too, but not without bound.
-	if _, err := io.Copy(io.Discard, io.LimitReader(plain, 64<<20)); err != nil {
+	if _, err := io.Copy(io.Discard, io.LimitReader(plain, maxRest)); err != nil {
 		return core.Wrapf(err, core.Invalid, CodeInvalidTar, "the archive's end cannot be read (%v)", err)
 	}
 	return looksLikeRoot(root)
@@ -105,6 +121,21 @@ func (c contextReader) Read(p []byte) (int, error) {
 	return c.r.Read(p)
 }
 
+// boundedReader fails when more is read than an archive may have.
+type boundedReader struct {
+	r           io.Reader
+	left, bound int64
+}
+
+func (b *boundedReader) Read(p []byte) (int, error) {
+	if b.left <= 0 {
+		return 0, refusedError(fmt.Sprintf("it has more than %d MiB without its compression", b.bound>>20))
+	}
+	n, err := b.r.Read(p[:min(int64(len(p)), b.left)])
+	b.left -= int64(n)
+	return n, err
+}
+
 type untarrer struct {
 	root   *os.Root
 	limits untarLimits
@@ -112,11 +143,12 @@ type untarrer struct {
 	bytes  int64
 	// dirTimes are applied at the end: making an entry changes its directory's time.
 	dirTimes []dirTime
+	names    int // bytes of the names in dirTimes
 }
 
 type dirTime struct {
 	name string
-	hdr  *tar.Header
+	at   time.Time
 }
 
 // errRefused is the cause of an entry that is refused for what it is, not because a system call failed.
@@ -152,8 +184,8 @@ func lastCause(err error) string {
 
 func (u *untarrer) entry(hdr *tar.Header, content io.Reader) error {
 	u.seen++
-	if u.seen > u.limits.entries {
-		return refusedError(fmt.Sprintf("there are more than %d entries", u.limits.entries))
+	if u.seen > u.limits.Entries {
+		return refusedError(fmt.Sprintf("there are more than %d entries", u.limits.Entries))
 	}
 	if hdr.Typeflag == tar.TypeXGlobalHeader {
 		return nil
@@ -219,6 +251,9 @@ func archivePath(name string) (string, error) {
 	if strings.ContainsRune(name, 0) {
 		return "", refusedError("its path contains a NUL byte")
 	}
+	if strings.Count(name, "/") > maxDepth {
+		return "", refusedError(fmt.Sprintf("its path is more than %d directories deep", maxDepth))
+	}
 	return path.Clean(strings.TrimPrefix(path.Clean("/"+name), "/")), nil
 }
 
@@ -231,27 +266,45 @@ func dropped(name string) bool {
 	return dir == "dev" || dir == "proc" || dir == "sys" || dir == "run"
 }
 
+// openDir opens a directory and nothing else: no device node, no FIFO, which would wait for a writer.
+func openDir(root *os.Root, name string) (*os.File, error) {
+	return root.OpenFile(name, os.O_RDONLY|unix.O_DIRECTORY|unix.O_NONBLOCK, 0)
+}
+
 // openParent opens the directory that holds name, making the ones that the archive left out.
 func (u *untarrer) openParent(name string) (*os.File, error) {
 	dir := path.Dir(name)
-	f, err := u.root.Open(dir)
+	f, err := openDir(u.root, dir)
 	if errors.Is(err, fs.ErrNotExist) {
-		if err := u.root.MkdirAll(dir, 0o755); err != nil {
+		if err := u.makeMissing(dir); err != nil {
 			return nil, fmt.Errorf("make parent: %w", err)
 		}
-		f, err = u.root.Open(dir)
+		f, err = openDir(u.root, dir)
+	}
+	if errors.Is(err, unix.ENOTDIR) {
+		return nil, refusedError("its parent is not a directory")
 	}
 	if err != nil {
 		return nil, fmt.Errorf("open parent: %w", err)
 	}
-	info, err := f.Stat()
-	if err == nil && !info.IsDir() {
-		err = refusedError("its parent is not a directory")
-	}
-	if err != nil {
-		return nil, errors.Join(err, f.Close())
-	}
 	return f, nil
+}
+
+// makeMissing makes the directories of a path that are not there. They are root's.
+func (u *untarrer) makeMissing(dir string) error {
+	for i := range len(dir) + 1 {
+		if i < len(dir) && dir[i] != '/' {
+			continue
+		}
+		err := u.root.Mkdir(dir[:i], 0o755)
+		if err == nil {
+			err = u.root.Lchown(dir[:i], 0, 0)
+		}
+		if err != nil && !errors.Is(err, fs.ErrExist) {
+			return err
+		}
+	}
+	return nil
 }
 
 func (u *untarrer) makeDirectory(at int, base, name string, hdr *tar.Header) error {
@@ -274,8 +327,11 @@ func (u *untarrer) makeDirectory(at int, base, name string, hdr *tar.Header) err
 }
 
 func (u *untarrer) directory(name string, hdr *tar.Header) error {
-	u.dirTimes = append(u.dirTimes, dirTime{name, hdr})
-	f, err := u.root.Open(name)
+	if u.names += len(name); u.names > u.limits.Names {
+		return refusedError(fmt.Sprintf("the paths of directories have more than %d bytes", u.limits.Names))
+	}
+	u.dirTimes = append(u.dirTimes, dirTime{strings.Clone(name), clampTime(hdr.ModTime)})
+	f, err := openDir(u.root, name)
 	if err != nil {
 		return fmt.Errorf("open: %w", err)
 	}
@@ -284,8 +340,8 @@ func (u *untarrer) directory(name string, hdr *tar.Header) error {
 }
 
 func (u *untarrer) file(at int, base string, hdr *tar.Header, content io.Reader) error {
-	if hdr.Size < 0 || hdr.Size > u.limits.bytes-u.bytes {
-		return refusedError(fmt.Sprintf("the files would take more than %d MiB", u.limits.bytes>>20))
+	if hdr.Size < 0 || hdr.Size > u.limits.Bytes-u.bytes {
+		return refusedError(fmt.Sprintf("the files would take more than %d MiB", u.limits.Bytes>>20))
 	}
 	u.bytes += hdr.Size
 	fd, err := unix.Openat(at, base, unix.O_CREAT|unix.O_EXCL|unix.O_WRONLY|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0o600)
@@ -311,7 +367,7 @@ func (u *untarrer) hardLink(at int, base string, hdr *tar.Header) error {
 	if dropped(target) {
 		return refusedError("it links to a file that a guest never sees")
 	}
-	dir, err := u.root.Open(path.Dir(target))
+	dir, err := openDir(u.root, path.Dir(target))
 	if err != nil {
 		return fmt.Errorf("link target: %w", err)
 	}
@@ -356,10 +412,14 @@ func setOpenMetadata(fd int, hdr *tar.Header) error {
 	if err := unix.Fchmod(fd, uint32(hdr.Mode)&0o7777); err != nil { //nolint:gosec // G115: masked
 		return fmt.Errorf("chmod: %w", err)
 	}
+	kept := 0
 	for key, value := range hdr.PAXRecords {
 		attr, ok := strings.CutPrefix(key, "SCHILY.xattr.")
 		if !ok || !keptAttribute(attr) {
 			continue
+		}
+		if kept++; kept > maxAttrs {
+			return refusedError(fmt.Sprintf("it has more than %d extended attributes", maxAttrs))
 		}
 		if err := unix.Fsetxattr(fd, attr, []byte(value), 0); err != nil {
 			return fmt.Errorf("set attribute %s: %w", core.Clip(attr), err)
@@ -393,8 +453,7 @@ func clampTime(t time.Time) time.Time {
 
 func (u *untarrer) finish() error {
 	for _, d := range slices.Backward(u.dirTimes) {
-		t := clampTime(d.hdr.ModTime)
-		if err := u.root.Chtimes(d.name, t, t); err != nil {
+		if err := u.root.Chtimes(d.name, d.at, d.at); err != nil {
 			return fmt.Errorf("set directory times: %w", err)
 		}
 	}

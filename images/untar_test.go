@@ -121,8 +121,9 @@ func TestUntarKeepsEverything(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			dir, untouched := staging(t)
-			if err := untar(t.Context(), bytes.NewReader(archive), dir, defaultUntarLimits); err != nil {
-				t.Fatal(err)
+			digest, err := untar(t.Context(), bytes.NewReader(archive), dir, defaultUntarLimits)
+			if err != nil || digest != core.DigestOf(archive) {
+				t.Fatal(digest, err)
 			}
 			untouched()
 			checkUnpacked(t, dir)
@@ -158,6 +159,9 @@ func checkUnpacked(t *testing.T, dir string) {
 		if st.Mtim.Sec != tarTime.Unix() {
 			t.Errorf("%s: time %d, want %d", name, st.Mtim.Sec, tarTime.Unix())
 		}
+	}
+	if st := stat("home"); st.Mode != unix.S_IFDIR|0o755 || st.Uid != 0 || st.Gid != 0 {
+		t.Errorf("a directory that the archive left out has mode %o and owner %d:%d", st.Mode, st.Uid, st.Gid)
 	}
 	if a, b := stat("usr/bin/su"), stat("usr/bin/su-link"); a.Ino != b.Ino || a.Nlink != 2 {
 		t.Errorf("hard link: inodes %d and %d, %d links", a.Ino, b.Ino, a.Nlink)
@@ -222,7 +226,7 @@ func TestUntarRefusesHostileArchives(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			tree, untouched := staging(t)
-			err := untar(t.Context(), bytes.NewReader(makeTar(t, c.entries, nil)), tree, defaultUntarLimits)
+			_, err := untar(t.Context(), bytes.NewReader(makeTar(t, c.entries, nil)), tree, defaultUntarLimits)
 			untouched()
 			if core.CodeOf(err) != CodeInvalidTar || !strings.Contains(core.MessageOf(err), c.want) {
 				t.Errorf("err = %v, want %s with %q", err, CodeInvalidTar, c.want)
@@ -234,7 +238,7 @@ func TestUntarRefusesHostileArchives(t *testing.T) {
 func TestUntarBoundsSizes(t *testing.T) {
 	t.Parallel()
 	require.Root(t)
-	small := untarLimits{bytes: 1 << 20, entries: 5}
+	small := untarLimits{Bytes: 1 << 20, Entries: 5, Stream: 4 << 20, Names: 1 << 10}
 	// A header that promises an exabyte, with nothing behind it.
 	var huge bytes.Buffer
 	w := tar.NewWriter(&huge)
@@ -273,7 +277,7 @@ func TestUntarBoundsSizes(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			tree, untouched := staging(t)
-			err := untar(t.Context(), bytes.NewReader(c.raw), tree, small)
+			_, err := untar(t.Context(), bytes.NewReader(c.raw), tree, small)
 			untouched()
 			if core.CodeOf(err) != CodeInvalidTar || !strings.Contains(core.MessageOf(err), c.want) {
 				t.Errorf("err = %v, want %s with %q", err, CodeInvalidTar, c.want)
@@ -293,7 +297,7 @@ func TestUntarStopsWhenCancelled(t *testing.T) {
 	raw := makeTar(t, []tar.Header{{Name: "usr/", Typeflag: tar.TypeDir}, {Name: "usr/a", Typeflag: tar.TypeReg, Size: 1}}, map[string]string{"usr/a": "x"})
 	r := io.MultiReader(bytes.NewReader(raw[:512]), cancelReader{cancel}, bytes.NewReader(raw[512:]))
 	dir, untouched := staging(t)
-	err := untar(ctx, r, dir, defaultUntarLimits)
+	_, err := untar(ctx, r, dir, defaultUntarLimits)
 	untouched()
 	if !errors.Is(err, context.Canceled) {
 		t.Errorf("err = %v, want %v", err, context.Canceled)

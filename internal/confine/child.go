@@ -198,7 +198,11 @@ func report(failed error) error {
 	if failed == nil {
 		return writeFrame(os.Stdout, frameDone, nil)
 	}
-	b, err := json.Marshal(failure{core.CodeOf(failed), core.Clip(failed.Error())})
+	code, message := core.CodeOf(failed), core.MessageOf(failed)
+	if code == core.CodeInternal {
+		message = failed.Error() // it is for a log
+	}
+	b, err := json.Marshal(failure{code, printable(message)})
 	if err != nil {
 		return err
 	}

@@ -11,6 +11,7 @@ import (
 	"sync/atomic"
 	"syscall"
 	"time"
+	"unicode"
 
 	"golang.org/x/sys/unix"
 
@@ -99,7 +100,7 @@ func (e *CrashError) Error() string {
 // compares the code with those it knows.
 type TaskError struct {
 	Code    core.Code
-	Message string // clipped
+	Message string // printable, clipped
 }
 
 func (e *TaskError) Error() string { return e.Message }
@@ -286,7 +287,21 @@ func taskError(b []byte) *TaskError {
 	if len(f.Code) > 64 || strings.TrimFunc(string(f.Code), plain) != "" {
 		f.Code = core.CodeInternal
 	}
-	return &TaskError{f.Code, core.Clip(f.Message)}
+	return &TaskError{f.Code, printable(f.Message)}
+}
+
+// maxMessage bounds the message of a TaskError, in bytes.
+const maxMessage = 1000
+
+// printable keeps the beginning of a text that a helper sent, without what a terminal would act on.
+func printable(s string) string {
+	s = strings.ToValidUTF8(s[:min(len(s), maxMessage)], "?")
+	return strings.Map(func(r rune) rune {
+		if !unicode.IsPrint(r) {
+			return '?'
+		}
+		return r
+	}, s)
 }
 
 // verdict says which limit ended the helper; nil for none that is known.

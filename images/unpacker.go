@@ -1,0 +1,153 @@
+package images
+
+import (
+	"context"
+	"crypto/sha256"
+	"encoding/hex"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/confine"
+)
+
+const untarTask = "untar"
+
+// unpackerLimits bound the helper that unpacks an archive. Its output on the disk has bounds of its own: see untarLimits.
+func unpackerLimits(limits untarLimits) confine.Limits {
+	return confine.Limits{
+		Memory: 512 << 20, CPU: 2 * time.Hour, Time: 6 * time.Hour, FileBytes: limits.Bytes,
+		Frame: 1 << 10, Answers: 1, Bytes: 1 << 10,
+	}
+}
+
+// unpackerCaps are what it takes to make files of other owners, with every mode, device nodes and capabilities of programs. The
+// helper sees the tree and nothing else, and devices cannot be opened there.
+var unpackerCaps = []uint8{unix.CAP_CHOWN, unix.CAP_DAC_OVERRIDE, unix.CAP_FOWNER, unix.CAP_FSETID, unix.CAP_MKNOD, unix.CAP_SETFCAP}
+
+// ConfinedTask is what a program that builds images gives to confine.Enter.
+func ConfinedTask() confine.Task {
+	return confine.Task{Name: untarTask, Files: true, Run: func(c *confine.Child) error {
+		var limits untarLimits
+		if err := c.Request(&limits); err != nil {
+			return err
+		}
+		if len(c.Files) != 1 {
+			return fmt.Errorf("it was given %d files, want 1", len(c.Files))
+		}
+		return unpack(context.Background(), c.Files[0], confine.TreeDir, limits)
+	}}
+}
+
+// untar unpacks an archive into dir, in a confined helper, and returns the digest of the whole archive. See unpack.
+func untar(ctx context.Context, r io.Reader, dir string, limits untarLimits) (core.Digest, error) {
+	from, to, err := os.Pipe()
+	if err != nil {
+		return "", err
+	}
+	feeding, sum := make(chan error, 1), sha256.New()
+	go func() {
+		_, err := io.Copy(to, io.TeeReader(contextReader{ctx, r}, sum))
+		_ = to.Close() // the helper reads to here
+		if errors.Is(err, unix.EPIPE) {
+			err = drain(io.TeeReader(contextReader{ctx, r}, sum)) // what the helper did not need
+		}
+		feeding <- err
+	}()
+	failed := confine.Run(ctx, confine.Spec{
+		Task: untarTask, Limits: unpackerLimits(limits), Request: limits, Files: []*os.File{from}, Dir: dir, Caps: unpackerCaps,
+	}, func(json.RawMessage) error {
+		return errors.New("the confined helper gave an answer, and has none to give")
+	})
+	_ = from.Close() // whoever feeds the helper ends
+	if failed != nil {
+		select {
+		case err := <-feeding: // why the archive ended early
+			if err != nil && ctx.Err() == nil && !errors.Is(err, errTooLong) {
+				return "", core.Wrapf(err, core.Invalid, CodeInvalidTar, "the archive cannot be read to its end (%v)", err)
+			}
+		default: // it may wait for an input that never comes
+		}
+		return "", unpackError(failed)
+	}
+	select {
+	case err = <-feeding:
+	case <-ctx.Done():
+		err = context.Cause(ctx)
+	}
+	switch {
+	case ctx.Err() != nil:
+		return "", context.Cause(ctx)
+	case err != nil:
+		return "", core.Wrapf(err, core.Invalid, CodeInvalidTar, "the archive cannot be read to its end (%v)", err)
+	}
+	return core.ParseDigest("sha256:" + hex.EncodeToString(sum.Sum(nil)))
+}
+
+var errTooLong = fmt.Errorf("it goes on for more than %d MiB behind its end", maxRest>>20)
+
+// drain reads the rest of an archive, which is not endless.
+func drain(r io.Reader) error {
+	n, err := io.CopyN(io.Discard, r, maxRest+1)
+	if errors.Is(err, io.EOF) {
+		return nil
+	}
+	if err == nil && n > maxRest {
+		return errTooLong
+	}
+	return err
+}
+
+// unpackError makes what happened to the helper an error of the build.
+func unpackError(err error) error {
+	if failed, ok := errors.AsType[*confine.TaskError](err); ok {
+		switch failed.Code {
+		case CodeInvalidTar:
+			return core.Wrapf(err, core.Invalid, CodeInvalidTar, "%s", failed.Message)
+		case core.CodeDiskFull:
+			return core.Wrapf(err, core.Exhausted, core.CodeDiskFull, "%s", failed.Message)
+		default: // of a fault of ours, or a made-up one
+		}
+		return fmt.Errorf("unpack the archive: %w", err)
+	}
+	if hit, ok := errors.AsType[*confine.LimitError](err); ok {
+		return core.Wrapf(err, core.Invalid, CodeInvalidTar, "unpacking the archive hit its limit of %s (%s), which no ordinary archive reaches", hit.Limit, hit.Bound)
+	}
+	if _, ok := errors.AsType[*confine.CrashError](err); ok {
+		return core.Wrapf(err, core.Invalid, CodeInvalidTar, "what is in the archive ended its unpacking")
+	}
+	return err
+}
+
+// openArchive opens a regular file, and nothing else: a FIFO would wait for a writer, and opening a device node may do anything. It
+// follows a link that the user names.
+func openArchive(name string) (*os.File, error) {
+	fd, err := unix.Open(name, unix.O_PATH|unix.O_CLOEXEC, 0) // this opens no device and waits for nobody
+	if err != nil {
+		return nil, core.Wrapf(err, core.Invalid, CodeInvalidTar, "the archive %s cannot be opened", name)
+	}
+	path := os.NewFile(uintptr(fd), name)
+	defer path.Close()
+	info, err := path.Stat()
+	if err != nil {
+		return nil, err
+	}
+	switch mode := info.Mode(); {
+	case mode.IsRegular():
+	case mode.IsDir():
+		return nil, core.Errorf(core.Invalid, CodeInvalidTar, "%s is a directory; name an archive, as `docker export` writes it", name)
+	default:
+		return nil, core.Errorf(core.Invalid, CodeInvalidTar, "%s is no regular file; for a pipe, give the archive on standard input: --from-tar -", name)
+	}
+	f, err := os.OpenFile(fmt.Sprintf("/proc/self/fd/%d", fd), os.O_RDONLY|unix.O_NONBLOCK, 0)
+	if err != nil {
+		return nil, core.Wrapf(err, core.Invalid, CodeInvalidTar, "the archive %s cannot be opened", name)
+	}
+	return f, nil
+}
