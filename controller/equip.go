@@ -23,7 +23,7 @@ type Given struct {
 const (
 	issuerTime  = 8 * time.Hour    // that an authority for the hosts of a sandbox's grants is good for
 	renewTime   = 4 * time.Hour    // after which there is another
-	refreshTime = 5 * time.Minute  // after which a secret is read again that may be changed elsewhere
+	refreshTime = 2 * time.Minute  // after which a secret is read again that may be changed elsewhere
 	retryTime   = 15 * time.Second // after which one is asked for again that could not be had
 	secretsTime = 3 * time.Second  // for secrets, where rules wait for them
 )

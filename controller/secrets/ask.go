@@ -19,6 +19,7 @@ var errNothing = errors.New("there is no such secret")
 type answerError struct {
 	status int
 	login  bool // it did not let the controller in
+	raw    bool // the answer is not in Vault's form: something else may have sent it
 }
 
 func (e *answerError) Error() string {
@@ -43,6 +44,28 @@ type faultError string
 
 func (e faultError) Error() string { return string(e) }
 
+// denies reports whether Vault itself has said that the controller may not have a secret, or that there is none. An answer that
+// only shows that nobody can say at this moment (too much, sealed, broken, not from Vault) is no denial.
+func denies(err error) bool {
+	if errors.Is(err, errNothing) || errors.Is(err, errEngine) {
+		return true
+	}
+	a, ok := errors.AsType[*answerError](err)
+	if !ok || a.raw {
+		return false
+	}
+	switch a.status {
+	case http.StatusUnauthorized, http.StatusForbidden, http.StatusNotFound:
+		return true
+	case http.StatusBadRequest: // AppRole says so of a role or a secret id that it does not know any more
+		return a.login
+	}
+	return false
+}
+
+// errEngine is that something is mounted there which keeps no secrets of this kind.
+var errEngine = errors.New("another kind of engine is mounted there")
+
 // placeError is what is wrong with the answer about one place.
 type placeError string
 
@@ -58,7 +81,7 @@ func clean(ctx context.Context, err error) error {
 	case err == nil:
 		return nil
 	case errors.As(err, &a):
-		return &answerError{status: a.StatusCode}
+		return &answerError{status: a.StatusCode, raw: a.RawError}
 	case errors.Is(err, errTooLong):
 		return placeError("its answer is too long")
 	case ctx.Err() != nil: // whatever the library makes of it
@@ -165,11 +188,14 @@ func (v *Vault) findMount(ctx context.Context, client *api.Client, r reference) 
 		return mount{}, errNoVault
 	}
 	if kind != "kv" && kind != "generic" {
-		return mount{}, placeError(fmt.Sprintf("what is mounted at %s keeps no secrets of this kind: a key-value engine does", path))
+		return mount{}, errors.Join(errEngine, placeError(fmt.Sprintf("what is mounted at %s keeps no secrets of this kind: a key-value engine does", path)))
 	}
 	m := mount{path: path, v2: options["version"] == "2", at: v.now()}
 	v.mu.Lock()
 	defer v.mu.Unlock()
+	if len(v.mounts) >= maxMounts {
+		clear(v.mounts) // they are asked for again
+	}
 	v.mounts[path] = m
 	return m, nil
 }

@@ -11,4 +11,12 @@ const (
 	StaleTime = staleTime
 	RestTime  = restTime
 	AskTime   = askTime
+	MaxKeptOf = maxKeptOf
 )
+
+// Kept counts the secrets that a Vault remembers.
+func (v *Vault) Kept() int {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	return len(v.kept)
+}

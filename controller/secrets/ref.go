@@ -23,6 +23,8 @@ var (
 
 // reference is a parsed vault://mount/path#field.
 type reference struct {
+	project core.ProjectID
+
 	text  string
 	path  string // with the mount, as people write it: without the data/ of version 2
 	field string

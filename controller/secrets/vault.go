@@ -7,6 +7,7 @@ import (
 	"errors"
 	"io"
 	"log/slog"
+	"maps"
 	"net"
 	"net/http"
 	"net/url"
@@ -24,13 +25,15 @@ import (
 
 const (
 	askTime   = 5 * time.Second  // for all that one read asks of Vault
-	freshTime = 5 * time.Minute  // a secret that was read is believed
-	staleTime = time.Hour        // it is used while Vault cannot be asked
+	freshTime = time.Minute      // a secret that was read is believed
+	staleTime = 15 * time.Minute // it is used while Vault cannot be asked; a denial of Vault ends that at once
 	mountTime = 10 * time.Minute // what is mounted is believed
 	restTime  = 2 * time.Second  // Vault is not asked again after it was away
 	loginTime = 10 * time.Second // a token that is younger is not replaced when Vault refuses something
 	maxAnswer = 1 << 20
-	maxKept   = 4096
+	maxKept   = 4096 // secrets of all projects, of at most 16 KiB each
+	maxKeptOf = 512  // secrets of one project
+	maxMounts = 1024
 )
 
 // VaultConfig says where Vault is and who the controller is there: exactly one of TokenFile, RoleIDFile and KubernetesRole is given.
@@ -73,8 +76,9 @@ type Vault struct {
 var _ Source = (*Vault)(nil)
 
 type keptSecret struct {
-	value grant.Secret
-	at    time.Time
+	value   grant.Secret
+	at      time.Time
+	project core.ProjectID
 }
 
 // OpenVault makes a source. It asks nobody yet.
@@ -184,6 +188,7 @@ func (v *Vault) reference(project core.ProjectID, ref string) (reference, error)
 	if rest, ok := strings.CutPrefix(r.path, own); !ok || rest == "" {
 		return r, badRef("this project reads secrets below %s%s only", vaultScheme, own)
 	}
+	r.project = project
 	return r, nil
 }
 
@@ -233,9 +238,11 @@ func (v *Vault) readNow(ctx context.Context, r reference) (grant.Secret, error) 
 	return s, nil
 }
 
-// orStale is a secret that was read before, where Vault gives none now.
+// orStale returns a secret that was read before, while nobody can say whether it still may be used. A denial ends its use.
 func (v *Vault) orStale(ctx context.Context, r reference, err error) (grant.Secret, error) {
-	if k, ok := v.recall(r, staleTime); ok {
+	if denies(err) {
+		v.forget(r)
+	} else if k, ok := v.recall(r, staleTime); ok {
 		v.log.WarnContext(ctx, "vault gave no secret; what was read before is used", "err", err)
 		return k, nil
 	}
@@ -249,25 +256,38 @@ func (v *Vault) recall(r reference, within time.Duration) (grant.Secret, bool) {
 	return k.value, ok && v.now().Sub(k.at) < within
 }
 
-// keep remembers a secret. When there are too many, those go that are of no use any more, else any.
+// keep remembers a secret. At the bound of a project its oldest secret makes room, at the bound of all the oldest of any: one
+// project that names many secrets takes nothing from the others until it has its whole share.
 func (v *Vault) keep(r reference, s grant.Secret) {
 	v.mu.Lock()
 	defer v.mu.Unlock()
 	v.rest, v.away = time.Time{}, nil
-	if len(v.kept) >= maxKept {
-		for text, k := range v.kept {
-			if v.now().Sub(k.at) >= staleTime {
-				delete(v.kept, text)
+	if _, there := v.kept[r.text]; !there {
+		own := 0
+		maps.DeleteFunc(v.kept, func(_ string, k keptSecret) bool { return v.now().Sub(k.at) >= staleTime })
+		for _, k := range v.kept {
+			if k.project == r.project {
+				own++
 			}
 		}
-		for text := range v.kept {
-			if len(v.kept) < maxKept {
-				break
-			}
-			delete(v.kept, text)
+		if own >= maxKeptOf {
+			v.dropOldest(func(k keptSecret) bool { return k.project == r.project })
+		} else if len(v.kept) >= maxKept {
+			v.dropOldest(func(keptSecret) bool { return true })
 		}
 	}
-	v.kept[r.text] = keptSecret{s, v.now()}
+	v.kept[r.text] = keptSecret{s, v.now(), r.project}
+}
+
+// dropOldest forgets the secret that was read the longest time ago, of those that match. The caller holds mu.
+func (v *Vault) dropOldest(match func(keptSecret) bool) {
+	var oldest string
+	for text, k := range v.kept {
+		if match(k) && (oldest == "" || k.at.Before(v.kept[oldest].at)) {
+			oldest = text
+		}
+	}
+	delete(v.kept, oldest)
 }
 
 func (v *Vault) forget(r reference) {

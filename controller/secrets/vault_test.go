@@ -2,6 +2,7 @@ package secrets_test
 
 import (
 	"errors"
+	"fmt"
 	"log/slog"
 	"net/http"
 	"strings"
@@ -207,15 +208,20 @@ func TestConfig(t *testing.T) {
 	}
 }
 
-// TestAway: a secret that was read is used for an hour while Vault cannot be asked, and not after; what it says is shown to nobody.
+// TestAway: a secret that was read is used for a while when nobody can say whether it still may be, and not after; what Vault says is shown
+// to nobody.
 func TestAway(t *testing.T) {
 	t.Parallel()
 	status := func(s int) http.HandlerFunc {
 		return func(w http.ResponseWriter, _ *http.Request) { refuse(w, s, fakeBody) }
 	}
 	for name, fault := range map[string]http.HandlerFunc{
-		"refused": status(http.StatusForbidden), "too much": status(http.StatusTooManyRequests), "broken": status(http.StatusInternalServerError),
-		"sealed": status(http.StatusServiceUnavailable), "a bad gateway": status(http.StatusBadGateway), "no route": status(http.StatusNotFound), "a bad request": status(http.StatusBadRequest),
+		"too much": status(http.StatusTooManyRequests), "broken": status(http.StatusInternalServerError),
+		"sealed": status(http.StatusServiceUnavailable), "a bad gateway": status(http.StatusBadGateway), "a bad request": status(http.StatusBadRequest),
+		"another program's 403": func(w http.ResponseWriter, _ *http.Request) {
+			w.WriteHeader(http.StatusForbidden)
+			_, _ = w.Write([]byte(fakeBody))
+		},
 		"another program's 404": func(w http.ResponseWriter, _ *http.Request) {
 			w.WriteHeader(http.StatusNotFound)
 			_, _ = w.Write([]byte(fakeBody))
@@ -252,15 +258,83 @@ func TestAway(t *testing.T) {
 			wantSecret(t, "while it is away", v, own("a", "key"), value)
 			got, err := v.Read(t.Context(), project, own("b", "key"))
 			wantCode(t, "one that was not read before", got, err, core.CodeSecretUnavailable)
-			c.forward(secrets.StaleTime - secrets.FreshTime - time.Minute)
-			wantSecret(t, "nearly an hour later", v, own("a", "key"), value)
-			c.forward(time.Minute)
+			c.forward(secrets.StaleTime - secrets.FreshTime - time.Second)
+			wantSecret(t, "shortly before the end", v, own("a", "key"), value)
+			c.forward(time.Second)
 			got, err = v.Read(t.Context(), project, own("a", "key"))
-			wantCode(t, "an hour later", got, err, core.CodeSecretUnavailable)
+			wantCode(t, "after it", got, err, core.CodeSecretUnavailable)
 			f.fail(nil)
 			c.forward(secrets.RestTime)
 			wantSecret(t, "when it is back", v, own("a", "key"), value)
 		})
+	}
+}
+
+// TestDenied: a denial of Vault ends the use of a secret at the next read, and a fault of Vault after it does not bring the secret back.
+func TestDenied(t *testing.T) {
+	t.Parallel()
+	path := "secret/coppice/" + string(project) + "/a"
+	for name, deny := range map[string]func(f *fakeVault){
+		"the policy withdrawn": func(f *fakeVault) {
+			f.fail(func(w http.ResponseWriter, _ *http.Request) { refuse(w, http.StatusForbidden, "permission denied") })
+		},
+		"the token revoked": func(f *fakeVault) { f.do(func() { f.tokens = nil }) },
+		"the engine unmounted": func(f *fakeVault) {
+			f.fail(func(w http.ResponseWriter, _ *http.Request) { refuse(w, http.StatusNotFound, "no handler for route") })
+		},
+		"another engine":             func(f *fakeVault) { f.do(func() { f.mounts["secret/"] = "transit" }) },
+		"the latest version deleted": func(f *fakeVault) { f.drop(path) },
+		"the secret destroyed":       func(f *fakeVault) { f.do(func() { delete(f.data, path) }) },
+		"no login any more": func(f *fakeVault) {
+			f.do(func() { f.tokens = nil })
+			f.file("secret", "another\n")
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			f := newFake(t)
+			f.put(path, map[string]any{"key": value})
+			cfg := f.config()
+			if name == "no login any more" {
+				cfg = f.appRole()
+			}
+			v, c := open(t, cfg)
+			wantSecret(t, "before", v, own("a", "key"), value)
+			deny(f)
+			c.forward(secrets.FreshTime)
+			if got, err := v.Read(t.Context(), project, own("a", "key")); err == nil || got.Reveal() != "" {
+				t.Errorf("a secret that was denied is used: %v", err)
+			}
+			f.fail(func(w http.ResponseWriter, _ *http.Request) { refuse(w, http.StatusServiceUnavailable) })
+			c.forward(secrets.RestTime)
+			got, err := v.Read(t.Context(), project, own("a", "key"))
+			wantCode(t, "sealed after the denial", got, err, core.CodeSecretUnavailable)
+		})
+	}
+}
+
+// TestKeptSecrets: what is remembered has a bound, and a project that names many secrets takes none of what others have.
+func TestKeptSecrets(t *testing.T) {
+	t.Parallel()
+	f := newFake(t)
+	theirs := at("secret/coppice/"+string(other)+"/a", "key")
+	f.put("secret/coppice/"+string(other)+"/a", map[string]any{"key": value})
+	v, c := open(t, f.config())
+	if _, err := v.Read(t.Context(), other, theirs); err != nil {
+		t.Fatal(err)
+	}
+	for i := range secrets.MaxKeptOf + 64 {
+		name := fmt.Sprintf("n%d", i)
+		f.put("secret/coppice/"+string(project)+"/"+name, map[string]any{"key": value})
+		wantSecret(t, name, v, own(name, "key"), value)
+	}
+	if kept := v.Kept(); kept != secrets.MaxKeptOf+1 {
+		t.Errorf("%d secrets are remembered, want %d", kept, secrets.MaxKeptOf+1)
+	}
+	f.fail(func(w http.ResponseWriter, _ *http.Request) { refuse(w, http.StatusServiceUnavailable) })
+	c.forward(secrets.FreshTime)
+	if got, err := v.Read(t.Context(), other, theirs); err != nil || got.Reveal() != value {
+		t.Errorf("another project's secret was forgotten: %v", err)
 	}
 }
 
@@ -406,7 +480,8 @@ func TestLogin(t *testing.T) {
 	if !strings.Contains(core.MessageOf(err), "log in") {
 		t.Errorf("it says %v", err)
 	}
-	wantSecret(t, "what was read a minute ago", v, own("f", "key"), value)
+	got, err = v.Read(t.Context(), project, own("f", "key"))
+	wantCode(t, "what was read before the login was refused", got, err, core.CodeSecretUnavailable)
 }
 
 // TestTogether: a burst of readers of one secret asks once.
