@@ -96,6 +96,7 @@ const (
 	CodeSandboxLost          Code = "SANDBOX_LOST"
 	CodePagerGone            Code = "PAGER_GONE"
 	CodeEgressGone           Code = "EGRESS_GONE"
+	CodeEgressReduced        Code = "EGRESS_REDUCED"
 	CodeRunnerLost           Code = "RUNNER_LOST"
 	CodeControllerStopping   Code = "CONTROLLER_STOPPING"
 	CodeEgressBeyondParent   Code = "EGRESS_BEYOND_PARENT"
@@ -103,6 +104,8 @@ const (
 	CodeSecretNotFound       Code = "SECRET_NOT_FOUND"
 	CodeSecretUnavailable    Code = "SECRET_UNAVAILABLE"
 	CodeGrantHostDenied      Code = "GRANT_HOST_DENIED"
+	CodeSecretRequired       Code = "SECRET_REQUIRED" //nolint:gosec // G101: not a secret
+	CodeGrantsTooLarge       Code = "GRANTS_TOO_LARGE"
 
 	CodeIdempotencyInProgress  Code = "IDEMPOTENCY_IN_PROGRESS"
 	CodeIdempotencyMismatch    Code = "IDEMPOTENCY_MISMATCH"

@@ -16,8 +16,9 @@ const (
 	ScopeCheckpointDelete KeyScope = "checkpoint:delete"
 	ScopeCheckpointImport KeyScope = "checkpoint:import" // from a file, whose device state a VMM reads; only where it is named
 	ScopeGrantRead        KeyScope = "grant:read"
-	ScopeGrantWrite       KeyScope = "grant:write" // give a workspace the use of secrets, and take it
-	ScopeFleetRead        KeyScope = "fleet:read"  // images and runners
+	ScopeGrantWrite       KeyScope = "grant:write"      // give a workspace the use of secrets, and take it
+	ScopeSecretReference  KeyScope = "secret:reference" // name secrets that are kept elsewhere, by vault_ref; only where it is named
+	ScopeFleetRead        KeyScope = "fleet:read"       // images and runners
 	ScopeProjectRead      KeyScope = "project:read"
 	ScopeKeyRead          KeyScope = "key:read"
 	ScopeKeyWrite         KeyScope = "key:write" // make keys that can do no more, and revoke such
@@ -28,8 +29,12 @@ const (
 // ProjectScopes are all that concern one project only.
 var ProjectScopes = []KeyScope{
 	ScopeWorkspaceRead, ScopeWorkspaceCreate, ScopeWorkspaceExec, ScopeWorkspaceDelete, ScopeCheckpointRead, ScopeCheckpointCreate,
-	ScopeCheckpointDelete, ScopeCheckpointImport, ScopeGrantRead, ScopeGrantWrite, ScopeFleetRead, ScopeProjectRead, ScopeKeyRead, ScopeKeyWrite, ScopeAuditRead,
+	ScopeCheckpointDelete, ScopeCheckpointImport, ScopeGrantRead, ScopeGrantWrite, ScopeSecretReference, ScopeFleetRead, ScopeProjectRead, ScopeKeyRead, ScopeKeyWrite,
+	ScopeAuditRead,
 }
+
+// NamedScopes are those that a key has only where they are named: to make a key without a list of scopes does not give them.
+var NamedScopes = []KeyScope{ScopeCheckpointImport, ScopeSecretReference}
 
 // Known reports whether it is one of the scopes.
 func (s KeyScope) Known() bool { return s == ScopeAdmin || slices.Contains(ProjectScopes, s) }

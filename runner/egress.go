@@ -216,16 +216,28 @@ func (e *egressLink) offer(ctx context.Context, c *egress.Client, s *sandbox, wa
 	case !s.served:
 		return nil
 	case s.told.by == c: // it has taken it, maybe since it was asked for its list
-		if s.told.has(c, rules) {
+		switch {
+		case s.told.cut:
+			return e.putOrLess(ctx, c, s)
+		case s.told.has(c, rules) || s.told.less && sameRules(s.told.rules, rules):
 			return nil
 		}
-		return e.tell(ctx, c, s)
+		return e.tellOrLess(ctx, c, s)
 	case !there:
-		return e.put(ctx, c, s)
+		return e.putOrLess(ctx, c, s)
 	case was.Version < rules.Version || was.Lacks:
-		return e.tell(ctx, c, s)
+		return e.tellOrLess(ctx, c, s)
 	}
 	return nil
+}
+
+// tellOrLess is tell, and has the process enforce less where it does not take the rules. The caller holds its egressMu.
+func (e *egressLink) tellOrLess(ctx context.Context, c *egress.Client, s *sandbox) error {
+	err := e.tell(ctx, c, s)
+	if err != nil {
+		err = e.reduce(ctx, c, s, err)
+	}
+	return err
 }
 
 // tell gives a process that serves a sandbox its rules. The caller holds its egressMu.
@@ -233,7 +245,7 @@ func (e *egressLink) tell(ctx context.Context, c *egress.Client, s *sandbox) err
 	rules := s.rules()
 	err := c.SetRules(ctx, s.info.ID, rules)
 	if err == nil {
-		s.told = told{c, rules}
+		s.told = told{by: c, rules: rules}
 	}
 	return err
 }
@@ -242,11 +254,13 @@ func (e *egressLink) tell(ctx context.Context, c *egress.Client, s *sandbox) err
 type told struct {
 	by    *egress.Client // of one process: its successor has another
 	rules runnerapi.EgressRules
+	less  bool // it has not taken these rules, and enforces less
+	cut   bool // it has taken nothing, and serves the sandbox no more
 }
 
 // has reports whether a process is known to have rules.
 func (t told) has(c *egress.Client, rules runnerapi.EgressRules) bool {
-	return t.by == c && sameRules(t.rules, rules)
+	return t.by == c && !t.less && !t.cut && sameRules(t.rules, rules)
 }
 
 // sameRules compares what was given: rules of one version may have been sealed anew, for another process or with what is a secret by now.
@@ -256,15 +270,18 @@ func sameRules(a, b runnerapi.EgressRules) bool {
 
 // put opens the sockets of a sandbox and hands them over. The caller holds its egressMu.
 func (e *egressLink) put(ctx context.Context, c *egress.Client, s *sandbox) error {
+	return e.putWith(ctx, c, s, s.rules())
+}
+
+func (e *egressLink) putWith(ctx context.Context, c *egress.Client, s *sandbox, rules runnerapi.EgressRules) error {
 	sockets, err := s.ns.EgressSockets(ctx)
 	if err != nil {
 		return err
 	}
-	rules := s.rules()
 	s.told = told{}
 	err = c.Put(ctx, egressapi.Sandbox{ID: s.info.ID, Epoch: s.info.Epoch, Rules: rules}, sockets.Files())
 	if err == nil {
-		s.told = told{c, rules}
+		s.told = told{by: c, rules: rules}
 	}
 	return errors.Join(err, sockets.Close())
 }
@@ -335,7 +352,8 @@ func (s *sandbox) rules() runnerapi.EgressRules {
 
 // SetEgressRules replaces what a sandbox may reach, unless its rules are newer. When it returns without an error, they are in the journal, and
 // the process that serves the sandbox has acknowledged them, so that what is not allowed any more has ended; or it has ended itself, and its
-// successor begins with them. After an error the same rules are to be given again, and are not taken for in force.
+// successor begins with them. After an error the same rules are to be given again, and are not taken for in force; those of before are not
+// either: rules that cannot be read, or that the process does not take, leave the sandbox with less (reduce).
 func (r *Runner) SetEgressRules(ctx context.Context, id core.SandboxID, rules runnerapi.EgressRules) error {
 	s, err := r.find(id)
 	if err != nil {
@@ -349,8 +367,9 @@ func (r *Runner) SetEgressRules(ctx context.Context, id core.SandboxID, rules ru
 	if j == nil {
 		return core.Errorf(core.FailedPrecondition, core.CodeWorkspaceNotReady, "sandbox %s is being made; its rules can be changed in a moment", id)
 	}
-	if err := r.checkRules(j.Egress, rules); err != nil {
-		return err
+	unread := r.checkRules(j.Egress, rules)
+	if unread != nil { // those of before are out of force all the same
+		rules = denyRules(rules)
 	}
 	// The journal first: whatever ends from here on, nobody goes back to the rules of before. Where it cannot be written the process is told
 	// all the same: what is taken away must not wait for a disk.
@@ -363,7 +382,7 @@ func (r *Runner) SetEgressRules(ctx context.Context, id core.SandboxID, rules ru
 		})
 		s.unwritten = unwritten != nil
 	}
-	return errors.Join(unwritten, r.egress.enforce(ctx, s))
+	return errors.Join(unread, unwritten, r.egress.enforce(ctx, s))
 }
 
 // enforce returns nil when nothing of a sandbox passes but by its rules: the process has acknowledged them, or gets them with the sandbox. The
@@ -373,14 +392,10 @@ func (e *egressLink) enforce(ctx context.Context, s *sandbox) error {
 	if !s.served || c == nil || s.told.has(c, s.rules()) {
 		return nil
 	}
-	err := e.tell(ctx, c, s)
-	switch {
-	case core.CategoryOf(err) == core.NotFound: // it is about to get the sandbox
-		return nil
-	case errors.Is(err, egress.ErrGone) && c.Ended(ctx): // and not only silent
-		return nil
+	if s.told.by == c && s.told.cut {
+		return e.putOrLess(ctx, c, s)
 	}
-	return err
+	return e.tellOrLess(ctx, c, s)
 }
 
 // Flows acknowledges what sandboxes have sent out, by the last number that was given, and waits for more. What was not acknowledged is given

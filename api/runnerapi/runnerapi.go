@@ -195,6 +195,9 @@ type Child struct {
 	CA          string            `json:"ca,omitempty"`       // PEM, that the guest trusts: the authority of its project
 }
 
+// MaxEgressRules bounds EgressRules in bytes of their JSON: a message to the egress process has room for them.
+const MaxEgressRules = 156 << 10
+
 // EgressRules are what the egress proxy lets a sandbox reach.
 type EgressRules struct {
 	Version int64    `json:"version"` // of the workspace's rules: they are never replaced by older ones
@@ -205,6 +208,16 @@ type EgressRules struct {
 	// Held are the hosts, with ports, of the workspace's grants in the mode header, whether they are among Grants or not: what is said to them over
 	// TLS is read, or refused.
 	Held []string `json:"held,omitempty"`
+}
+
+// Lesser are rules of the same version that allow less, the most first: the same without the grants, whose hosts stay held, and none at all.
+// They are for rules that cannot be delivered: what was taken away must not stay in force because of what is there.
+func (r EgressRules) Lesser() []EgressRules {
+	nothing := EgressRules{Version: r.Version}
+	if len(r.Grants) == 0 {
+		return []EgressRules{nothing}
+	}
+	return []EgressRules{{Version: r.Version, Allow: r.Allow, Held: r.Held}, nothing}
 }
 
 // Flows are what sandboxes of a runner have sent out. Each comes when it has begun, and again when it has ended; either may come more than once,

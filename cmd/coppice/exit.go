@@ -63,6 +63,8 @@ var exitOfCode = map[string]int{
 	string(core.CodeWorkspaceNotReady):      exitConflict,
 	string(core.CodeCheckpointNotReady):     exitConflict,
 	string(core.CodeGrantHostDenied):        exitConflict,
+	string(core.CodeSecretRequired):         exitConflict,
+	string(core.CodeGrantsTooLarge):         exitConflict,
 	string(core.CodeSecretNotFound):         exitConflict,
 	string(core.CodeCheckpointInUse):        exitConflict,
 	string(core.CodeCheckpointPinned):       exitConflict,

@@ -72,21 +72,25 @@ func Seal(public []byte, id core.SandboxID, version int64, b Bundle) ([]byte, er
 	}
 	w := wire{Issuer: b.Issuer}
 	for _, g := range b.Grants {
-		x := wireGrant{
-			ID: g.ID, Mode: g.Mode, Placeholder: g.Placeholder, Secret: g.Secret.Reveal(), Header: g.Header, Methods: g.Methods, Paths: g.Paths,
-			Expires: g.Expires, MaxBytes: g.MaxBytes, PerMinute: g.PerMinute,
-		}
-		for _, t := range g.Targets {
-			x.Targets = append(x.Targets, policy.JoinHostPort(t.Host, t.Port))
-		}
-		w.Grants = append(w.Grants, x)
+		w.Grants = append(w.Grants, wireOf(g))
 	}
-	text, err := json.Marshal(w)
+	text, err := marshal(w)
 	if err != nil {
 		return nil, err
 	}
 	kdf, aead := suite()
 	return hpke.Seal(key, kdf, aead, about(id, version), text)
+}
+
+func wireOf(g Grant) wireGrant {
+	x := wireGrant{
+		ID: g.ID, Mode: g.Mode, Placeholder: g.Placeholder, Secret: g.Secret.Reveal(), Header: g.Header, Methods: g.Methods, Paths: g.Paths,
+		Expires: g.Expires, MaxBytes: g.MaxBytes, PerMinute: g.PerMinute,
+	}
+	for _, t := range g.Targets {
+		x.Targets = append(x.Targets, policy.JoinHostPort(t.Host, t.Port))
+	}
+	return x
 }
 
 // Open reads a bundle that was sealed for these keys, for that version of that sandbox's rules.

@@ -9,8 +9,12 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// MaxRules bounds the entries of a policy.
-const MaxRules = 256
+// MaxRules and MaxBytes bound a policy: its entries, and the bytes that they take as JSON. MaxBytes is for what is new: [Parse] reads what
+// was kept before there was such a bound.
+const (
+	MaxRules = 256
+	MaxBytes = 32 << 10
+)
 
 // Policy is what a sandbox may reach. The zero Policy denies everything. It is immutable.
 type Policy struct {
@@ -51,6 +55,23 @@ func Parse(field string, allow []string) (Policy, error) {
 	}
 	slices.Sort(p.entries)
 	return p, nil
+}
+
+// CheckSize refuses a policy that is too large to be sent together with grants.
+func (p Policy) CheckSize(field string) error {
+	if n := SizeOf(p.entries); n > MaxBytes {
+		return core.Errorf(core.Invalid, core.CodeInvalidField, "%s takes %d bytes as JSON; at most %d are taken: leave out entries, or allow *.example.com for names below it", field, n, MaxBytes)
+	}
+	return nil
+}
+
+// SizeOf is how many bytes entries take as JSON.
+func SizeOf(entries []string) int {
+	n := 2
+	for _, e := range entries {
+		n += len(e) + 3
+	}
+	return n
 }
 
 func message(err error) string {

@@ -1,0 +1,84 @@
+package runner
+
+import (
+	"context"
+	"errors"
+	"time"
+
+	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/runner/egress"
+)
+
+// lessPatience is how long each of two attempts may take when the process does not take rules: to give it less, and to take the sandbox from it.
+const lessPatience = 2 * time.Second
+
+// reduce has a process that did not take the rules of a sandbox enforce less: the rules without grants, or none; and where it takes neither, it
+// serves the sandbox no more. So what was taken away is out of force, whatever is wrong with what is left: within callTime of the egress client
+// and twice lessPatience, or, where the process does not answer at all, by its end (egress.Pulse). It returns nil when the process has ended or does
+// not serve the sandbox, and otherwise an error. The caller holds egressMu.
+func (e *egressLink) reduce(ctx context.Context, c *egress.Client, s *sandbox, why error) error {
+	if e.passesNothing(ctx, c, why) {
+		return nil
+	}
+	rules := s.rules()
+	s.told = told{}
+	ctx = context.WithoutCancel(ctx) // who asked may have given up waiting
+	giving, cancel := context.WithTimeout(ctx, lessPatience)
+	defer cancel()
+	for _, less := range rules.Lesser() {
+		err := c.SetRules(giving, s.info.ID, less)
+		if err == nil {
+			s.told = told{by: c, rules: rules, less: true}
+			e.r.cfg.Log.ErrorContext(ctx, "the egress process does not take the rules of a sandbox and was given less", "sandbox_id", s.info.ID, "rules_version", rules.Version,
+				"entries", len(less.Allow), "err", why)
+			return reduced(s.info.ID, rules, why)
+		}
+		if e.passesNothing(ctx, c, err) {
+			return nil
+		}
+	}
+	cutting, stop := context.WithTimeout(ctx, lessPatience)
+	defer stop()
+	err := c.Remove(cutting, s.info.ID)
+	s.told = told{by: c, cut: true} // after an error, too: it is handed over anew, which replaces what is there
+	e.r.cfg.Log.ErrorContext(ctx, "the egress process does not take the rules of a sandbox, nor less, and the sandbox was cut off", "sandbox_id", s.info.ID,
+		"rules_version", rules.Version, "err", errors.Join(why, err))
+	return reduced(s.info.ID, rules, errors.Join(why, err))
+}
+
+// putOrLess is put, and hands the sandbox over with less where the process does not take it with its rules. After an error it may be served with
+// less, or not at all. The caller holds egressMu.
+func (e *egressLink) putOrLess(ctx context.Context, c *egress.Client, s *sandbox) error {
+	why := e.put(ctx, c, s)
+	if why == nil || e.passesNothing(ctx, c, why) {
+		return why
+	}
+	rules := s.rules()
+	for _, less := range rules.Lesser() {
+		if e.putWith(ctx, c, s, less) != nil {
+			continue
+		}
+		s.told = told{by: c, rules: rules, less: true}
+		e.r.cfg.Log.ErrorContext(ctx, "the egress process does not take a sandbox with its rules and serves it with less", "sandbox_id", s.info.ID, "rules_version", rules.Version,
+			"entries", len(less.Allow), "err", why)
+		return reduced(s.info.ID, rules, why)
+	}
+	s.told = told{by: c, cut: true}
+	return why
+}
+
+// passesNothing reports whether an error of a process means that nothing of a sandbox passes: it is about to get the sandbox, or has ended.
+func (e *egressLink) passesNothing(ctx context.Context, c *egress.Client, err error) bool {
+	return core.CategoryOf(err) == core.NotFound || errors.Is(err, egress.ErrGone) && c.Ended(context.WithoutCancel(ctx))
+}
+
+func reduced(id core.SandboxID, rules runnerapi.EgressRules, why error) error {
+	return core.Wrapf(why, core.Unavailable, core.CodeEgressReduced,
+		"the egress process does not take the rules of sandbox %s at version %d; until it does the sandbox may reach less, or nothing", id, rules.Version)
+}
+
+// denyRules are in the place of rules that cannot be read: nothing may be reached.
+func denyRules(rules runnerapi.EgressRules) runnerapi.EgressRules {
+	return runnerapi.EgressRules{Version: rules.Version}
+}
