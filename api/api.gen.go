@@ -361,18 +361,19 @@ func (e HealthStatus) Valid() bool {
 
 // Defines values for KeyScope.
 const (
-	ScopeAdmin            KeyScope = "admin"
-	ScopeAuditRead        KeyScope = "audit:read"
+	Admin                 KeyScope = "admin"
+	ScopeAdmin            KeyScope = "audit:read"
+	ScopeAuditRead        KeyScope = "key:write"
 	ScopeCheckpointCreate KeyScope = "checkpoint:create"
 	ScopeCheckpointDelete KeyScope = "checkpoint:delete"
 	ScopeCheckpointImport KeyScope = "checkpoint:import"
 	ScopeCheckpointRead   KeyScope = "checkpoint:read"
-	ScopeFleetRead        KeyScope = "fleet:read"
+	ScopeFleetRead        KeyScope = "secret:reference"
 	ScopeGrantRead        KeyScope = "grant:read"
 	ScopeGrantWrite       KeyScope = "grant:write"
-	ScopeKeyRead          KeyScope = "key:read"
-	ScopeKeyWrite         KeyScope = "key:write"
-	ScopeProjectRead      KeyScope = "project:read"
+	ScopeKeyRead          KeyScope = "project:read"
+	ScopeKeyWrite         KeyScope = "key:read"
+	ScopeProjectRead      KeyScope = "fleet:read"
 	ScopeWorkspaceCreate  KeyScope = "workspace:create"
 	ScopeWorkspaceDelete  KeyScope = "workspace:delete"
 	ScopeWorkspaceExec    KeyScope = "workspace:exec"
@@ -382,6 +383,8 @@ const (
 // Valid indicates whether the value is a known member of the KeyScope enum.
 func (e KeyScope) Valid() bool {
 	switch e {
+	case Admin:
+		return true
 	case ScopeAdmin:
 		return true
 	case ScopeAuditRead:
@@ -2087,7 +2090,7 @@ type PutGrantRequest struct {
 	// TTLSeconds From now; when it is absent it does not expire.
 	TTLSeconds int64 `json:"ttl_seconds,omitempty,omitzero"`
 
-	// VaultRef Where it is instead: vault://mount/path#field, or env://NAME for development.
+	// VaultRef Where it is instead: vault://mount/path#field, or env://NAME for development. It takes the scope secret:reference.
 	VaultRef string `json:"vault_ref,omitempty,omitzero"`
 }
 

@@ -230,12 +230,11 @@ const (
 )
 
 // CreateKey makes a key and returns its secret, which is kept nowhere. The key can do no more than the one that asks, and
-// lives no longer. No scopes are all those of the asking key that concern one project, but for
-// checkpoint:import.
+// lives no longer. No scopes are all those of the asking key that concern one project, but for core.NamedScopes.
 func (c *Controller) CreateKey(ctx context.Context, actor Key, project core.ProjectID, name string, scopes []core.KeyScope, ttl time.Duration) (Key, string, error) {
 	if len(scopes) == 0 {
 		scopes = slices.DeleteFunc(slices.Clone(core.ProjectScopes), func(s core.KeyScope) bool {
-			return s == core.ScopeCheckpointImport || core.MissingScope(actor.Scopes, s) != ""
+			return slices.Contains(core.NamedScopes, s) || core.MissingScope(actor.Scopes, s) != ""
 		})
 	}
 	if missing := core.MissingScope(actor.Scopes, scopes...); missing != "" {

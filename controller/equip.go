@@ -10,7 +10,6 @@ import (
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/egress/ca"
 	"github.com/coppice-dev/coppice/egress/grant"
-	"github.com/coppice-dev/coppice/egress/policy"
 )
 
 // Given is what the runner of a sandbox is known to have been told of what it may reach.
@@ -32,6 +31,7 @@ const (
 type equipment struct {
 	rules runnerapi.EgressRules
 	given Given
+	less  error // why rules allow less than they should
 }
 
 // equip puts together what runners are told of what workspaces may reach, with their grants of this moment, sealed for the egress process of
@@ -41,13 +41,13 @@ func (c *Controller) equip(ctx context.Context, list []Workspace, lenient bool) 
 	out := make([]equipment, len(list))
 	var granted []core.WorkspaceID
 	for i, w := range list {
-		out[i] = equipment{w.Rules.wire(), Given{Version: w.Rules.Version}}
+		out[i] = equipment{rules: w.Rules.wire(), given: Given{Version: w.Rules.Version}}
 		if w.Rules.Granted {
 			granted = append(granted, w.ID)
 		}
 	}
 	if len(granted) == 0 {
-		return out, nil
+		return out, c.shrink(ctx, list, out, lenient)
 	}
 	held, err := read(ctx, c, System(), func(tx Tx) ([]HeldGrant, error) { return tx.HeldGrants(ctx, granted) })
 	if err != nil {
@@ -74,24 +74,28 @@ func (c *Controller) equip(ctx context.Context, list []Workspace, lenient bool) 
 		if !w.Rules.Granted || len(w.Sandbox.EgressKey) == 0 {
 			continue
 		}
-		bundle, until, err := chest.bundle(w, byID[w.ID])
+		bundle, until, err := c.bundle(ctx, chest, w, byID[w.ID], lenient)
 		for _, mode := range []grant.Mode{grant.ModeHeader, grant.ModeBaseURL} { // what needs an issuer goes first
 			if err != nil && lenient {
 				c.log.WarnContext(ctx, "grants cannot be given", "workspace_id", w.ID, "mode", mode, "err", err)
 				chest.leaveOut(byID[w.ID], mode)
-				bundle, until, err = chest.bundle(w, byID[w.ID])
+				bundle, until, err = c.bundle(ctx, chest, w, byID[w.ID], lenient)
 			}
 		}
-		if err != nil {
+		if err == nil {
+			out[i].rules.Grants, err = grant.Seal(w.Sandbox.EgressKey, w.Sandbox.ID, w.Rules.Version, bundle)
+		}
+		if err != nil && !lenient {
 			return nil, err
 		}
-		if out[i].rules.Grants, err = grant.Seal(w.Sandbox.EgressKey, w.Sandbox.ID, w.Rules.Version, bundle); err != nil {
-			return nil, err
+		if err != nil { // the hosts of its grants are held: nothing is said to them without the proxy
+			c.log.ErrorContext(ctx, "rules are given without any grants", "workspace_id", w.ID, "err", err)
+			until = chest.now.Add(retryTime)
 		}
 		out[i].rules.Key = w.Sandbox.EgressKey
 		out[i].given.Key, out[i].given.Until = w.Sandbox.EgressKey, until
 	}
-	return out, nil
+	return out, c.shrink(ctx, list, out, lenient)
 }
 
 // heldHosts are the hosts that are spoken to through grants only, sorted: also of those whose secret cannot be had or whose time is over, so that
@@ -197,8 +201,8 @@ func (c *Controller) valueOf(ctx context.Context, g HeldGrant, opened map[string
 	return grant.NewSecret(string(value)), nil
 }
 
-// bundle is what a proxy needs for the grants of a workspace, and when it needs another.
-func (k *chest) bundle(w Workspace, held []HeldGrant) (grant.Bundle, time.Time, error) {
+// bundle is what a proxy needs for the grants of a workspace, and when it needs another. With lenient set it lacks what does not fit.
+func (c *Controller) bundle(ctx context.Context, k *chest, w Workspace, held []HeldGrant, lenient bool) (grant.Bundle, time.Time, error) {
 	until := k.now.Add(renewTime)
 	soon := func(d time.Duration) {
 		if at := k.now.Add(d); at.Before(until) {
@@ -206,6 +210,7 @@ func (k *chest) bundle(w Workspace, held []HeldGrant) (grant.Bundle, time.Time, 
 		}
 	}
 	var b grant.Bundle
+	var reserved []int
 	for _, g := range held {
 		if k.lacking[g.ID] {
 			soon(retryTime)
@@ -217,18 +222,22 @@ func (k *chest) bundle(w Workspace, held []HeldGrant) (grant.Bundle, time.Time, 
 		if g.VaultRef != "" {
 			soon(refreshTime)
 		}
-		one := grant.Grant{
-			ID: g.Name, Mode: g.Mode, Placeholder: g.Placeholder, Secret: value, Header: g.Header, Methods: g.Methods, Paths: g.Paths,
-			Expires: g.ExpiresAt, MaxBytes: g.MaxBytes, PerMinute: g.PerMinute,
+		one, err := g.proxied(g.Placeholder, value)
+		if err != nil {
+			return b, until, err
 		}
-		for _, text := range g.Hosts {
-			h, port, err := policy.ParseHostPort(text)
-			if err != nil {
-				return b, until, err
-			}
-			one.Targets = append(one.Targets, grant.Target{Host: h, Port: port})
+		b.Grants, reserved = append(b.Grants, one), append(reserved, g.Reserved)
+	}
+	fit := grant.Fit(b.Grants, reserved)
+	if i := slices.Index(fit, false); i >= 0 && !lenient {
+		return b, until, core.Errorf(core.FailedPrecondition, core.CodeGrantsTooLarge,
+			"grant %s of workspace %s: with its secret of now the grants take more than the %d bytes that can be sent to a host; revoke a grant, or put a shorter secret there", b.Grants[i].ID, w.ID, grant.MaxBundle)
+	}
+	for i := len(fit) - 1; i >= 0; i-- {
+		if !fit[i] {
+			c.log.WarnContext(ctx, "a grant does not fit with the others of its workspace and is left out", "workspace_id", w.ID, "grant_id", b.Grants[i].ID)
+			b.Grants = slices.Delete(b.Grants, i, i+1)
 		}
-		b.Grants = append(b.Grants, one)
 	}
 	hosts := grant.NewSet(b.Grants...).Hosts()
 	if len(hosts) == 0 {

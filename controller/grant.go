@@ -35,6 +35,8 @@ type Grant struct {
 	BasePath  string   // what the base URL has after its host
 	MaxBytes  int64    // of bodies, for each sandbox; 0: no bound
 	PerMinute int      // requests, likewise
+	Reserved  int      // bytes of its secret, as grant.Secret.Size counts them, that it was admitted with
+	Size      int      // bytes of all of it, as grant.Size counts them
 	Version   int64    // one more with each change
 	ExpiresAt time.Time
 	CreatedAt time.Time
@@ -87,6 +89,9 @@ const (
 	MaxGrants     = 32 // of a workspace
 	maxGrantHosts = 16
 	maxGrantPaths = 32
+
+	// MaxProjectGrants bounds the grants that workspaces of a project own, living or not. Forks have those of their parents.
+	MaxProjectGrants = 4096
 )
 
 // GrantTx keeps grants. Who changes any has locked the project's rules, see RulesTx.
@@ -99,6 +104,10 @@ type GrantTx interface {
 	DropGrant(ctx context.Context, id core.GrantID) error
 	// DropHolders takes a grant from workspaces.
 	DropHolders(ctx context.Context, id core.GrantID, from []core.WorkspaceID) error
+	// CountGrants counts those that the workspaces of a project own.
+	CountGrants(ctx context.Context, project core.ProjectID) (int, error)
+	// LargestHolder returns the workspace, of those that have a grant, whose grants are the largest, with their size in bytes.
+	LargestHolder(ctx context.Context, id core.GrantID) (core.WorkspaceID, int, error)
 	// GrantHolders returns who has a grant.
 	GrantHolders(ctx context.Context, id core.GrantID) ([]core.WorkspaceID, error)
 	// InsertHolders gives grants to workspaces that were just inserted.
@@ -302,11 +311,13 @@ func (c *Controller) PutGrant(ctx context.Context, project core.ProjectID, id co
 			return HeldGrant{}, Workspace{}, err
 		}
 	}
+	value := r.Secret
 	if g.VaultRef != "" { // outside of transactions: one that cannot be had is not granted
-		if _, err := c.readSource(ctx, project, g.VaultRef); err != nil {
+		if value, err = c.readSource(ctx, project, g.VaultRef); err != nil {
 			return HeldGrant{}, Workspace{}, err
 		}
 	}
+	g.reserve(value)
 	var held HeldGrant
 	w, err := read(ctx, c, InProject(project), func(tx Tx) (Workspace, error) {
 		if err := tx.LockRules(ctx, project); err != nil {
@@ -333,40 +344,6 @@ func (c *Controller) PutGrant(ctx context.Context, project core.ProjectID, id co
 	}
 	c.log.InfoContext(ctx, "grant given", "workspace_id", id, "grant_id", name, "provider", held.Provider, "mode", held.Mode, "hosts", held.Hosts)
 	return held, c.applyRules(ctx, w), nil
-}
-
-func putGrant(ctx context.Context, tx Tx, g Grant, ttl time.Duration, sealed *SealedSecret) (HeldGrant, error) {
-	was, list, err := heldGrant(ctx, tx, g.Owner, g.Name)
-	own := err == nil && was.Owner == g.Owner
-	switch {
-	case err != nil && core.CategoryOf(err) != core.NotFound:
-		return was, err
-	case err != nil && len(list) >= MaxGrants:
-		return was, core.Errorf(core.Exhausted, core.CodeQuotaExceeded, "workspace %s has %d grants, which is the most; revoke one", g.Owner, len(list))
-	case sealed == nil && g.VaultRef == "" && own:
-		g.VaultRef, g.SecretID = was.VaultRef, was.SecretID
-	case sealed == nil && g.VaultRef == "":
-		return was, badGrant("secret", "a grant needs its secret: give secret, or vault_ref")
-	case sealed != nil:
-		g.SecretID = sealed.ID
-		if err := tx.InsertSecret(ctx, *sealed); err != nil {
-			return was, err
-		}
-	}
-	held, err := tx.PutGrant(ctx, g, ttl, grant.NewPlaceholder())
-	if err != nil {
-		return held, err
-	}
-	if own && was.SecretID != "" && was.SecretID != g.SecretID {
-		if err := tx.DeleteSecret(ctx, was.SecretID); err != nil {
-			return held, err
-		}
-	}
-	holders, err := tx.GrantHolders(ctx, held.ID)
-	if err != nil {
-		return held, err
-	}
-	return held, tx.ChangedGrants(ctx, holders)
 }
 
 // Grants lists those of a workspace.

@@ -91,19 +91,23 @@ func (r reach) beyond(limit reach) []string {
 }
 
 // within are the entries of what both have: those of r that are in limit, and those of limit that are in r. Where two overlap otherwise,
-// as *.example.com:443 and a.example.com do, neither is kept.
+// as *.example.com:443 and a.example.com do, neither is kept. Both lists are within the bounds of rules, and together they may not be: then
+// entries of r come first, and what is too much is not kept either.
 func (r reach) within(limit reach) []string {
 	if limit.all {
 		return r.policy.Entries()
 	}
-	out := limit.policy.Entries()
-	more := limit.policy.Beyond(r.policy)
+	out := r.policy.Entries()
+	more := r.policy.Beyond(limit.policy)
 	out = slices.DeleteFunc(out, func(e string) bool { return slices.Contains(more, e) })
-	more = r.policy.Beyond(limit.policy)
-	for _, e := range r.policy.Entries() {
+	more = limit.policy.Beyond(r.policy)
+	for _, e := range limit.policy.Entries() {
 		if !slices.Contains(more, e) && !slices.Contains(out, e) {
 			out = append(out, e)
 		}
+	}
+	for len(out) > 0 && (len(out) > policy.MaxRules || policy.SizeOf(out) > policy.MaxBytes) {
+		out = out[:len(out)-1]
 	}
 	slices.Sort(out)
 	return out
@@ -305,20 +309,6 @@ func (u *underWay) end(id core.RunnerID) (again bool) {
 	again = u.again[id]
 	delete(u.again, id)
 	return again
-}
-
-func (c *Controller) giveRulesOf(ctx context.Context, w Workspace, limit time.Duration) (Given, error) {
-	ctx, cancel := context.WithTimeout(ctx, limit)
-	defer cancel()
-	equipped, err := c.equip(ctx, []Workspace{w}, true)
-	if err == nil {
-		err = c.runners.SetEgress(ctx, w.Sandbox.Endpoint, w.Sandbox.ID, equipped[0].rules)
-	}
-	if err != nil {
-		c.log.InfoContext(ctx, "egress rules not in force yet", "workspace_id", w.ID, "runner_id", w.Sandbox.RunnerID, "rules_version", w.Rules.Version, "err", err)
-		return Given{}, err
-	}
-	return equipped[0].given, nil
 }
 
 // applyRules gives the rules of a workspace that were just changed to its runner, and returns the workspace as it is then. What does not

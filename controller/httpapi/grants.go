@@ -31,6 +31,11 @@ func (s *server) GetGrant(ctx context.Context, r api.GetGrantRequestObject) (api
 // PutGrant serves PUT /v1/workspaces/{id}/secrets/grants/{grant_id}.
 func (s *server) PutGrant(ctx context.Context, r api.PutGrantRequestObject) (api.PutGrantResponseObject, error) {
 	b := r.Body
+	if b.VaultRef != "" && core.MissingScope(controller.KeyOf(ctx).Scopes, core.ScopeSecretReference) != "" {
+		return nil, core.Errorf(core.PermissionDenied, core.CodePermissionDenied,
+			"vault_ref: this key (%s) lacks the scope %s, with which it could use every secret that the project may read there; give secret instead, or use a key that was made with it",
+			controller.KeyOf(ctx).Name, core.ScopeSecretReference)
+	}
 	req := controller.GrantRequest{
 		Provider: b.Provider, Mode: grant.Mode(b.Mode), VaultRef: b.VaultRef, Secret: grant.NewSecret(b.Secret), Hosts: b.AllowedHosts, Header: b.Header,
 		Methods: b.Methods, Paths: b.Paths, Env: b.Env, BaseEnv: b.BaseURLEnv, BasePath: b.BaseURLPath, TTL: seconds(b.TTLSeconds),

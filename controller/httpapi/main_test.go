@@ -25,6 +25,7 @@ import (
 	"github.com/coppice-dev/coppice/controller/postgres"
 	"github.com/coppice-dev/coppice/controller/runnerclient"
 	"github.com/coppice-dev/coppice/controller/runnertest"
+	"github.com/coppice-dev/coppice/controller/secrets"
 	"github.com/coppice-dev/coppice/internal/masterkey"
 	"github.com/coppice-dev/coppice/internal/testleak"
 	"github.com/coppice-dev/coppice/internal/testpg"
@@ -61,6 +62,12 @@ type world struct {
 
 	control *controller.Controller
 }
+
+// outside is where secrets are that are not kept in the database.
+var outside = secrets.Mux{"env": secrets.Env{Lookup: func(name string) (string, bool) {
+	value, there := map[string]string{"COPPICE_SECRET_A": "a secret from outside", "COPPICE_SECRET_B": "another secret from outside"}[name]
+	return value, there
+}}}
 
 // lots is a rate that no test reaches.
 var (
@@ -104,7 +111,7 @@ func newWorld(t *testing.T) *world {
 		t.Fatal(err)
 	}
 	control := controller.New(controller.Config{
-		Wrapper: wrapper, Store: w.blobs, ClusterID: "test", Trust: &trust, RunnerLease: runnerLease, LoopInterval: 50 * time.Millisecond, RunnerRetry: time.Second, AdmissionWait: 50 * time.Millisecond, ShutdownGrace: time.Second, Bootstrap: controller.Bootstrap{Key: apiKey},
+		Wrapper: wrapper, Secrets: outside, Store: w.blobs, ClusterID: "test", Trust: &trust, RunnerLease: runnerLease, LoopInterval: 50 * time.Millisecond, RunnerRetry: time.Second, AdmissionWait: 50 * time.Millisecond, ShutdownGrace: time.Second, Bootstrap: controller.Bootstrap{Key: apiKey},
 		// Of one address with hundreds of wrong keys, and of keys that try every route in every way.
 		Limits: controller.Limits{Open: lots, FailureDelay: 1, Key: noRates, Project: noRates},
 	}, store, client, log)

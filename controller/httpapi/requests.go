@@ -110,6 +110,9 @@ func allowIn(list *api.Allow) (*[]string, error) {
 		return nil, nil
 	}
 	p, err := policy.Parse(fieldAllow, *list)
+	if err == nil {
+		err = p.CheckSize(fieldAllow)
+	}
 	if e, ok := errors.AsType[*core.Error](err); ok {
 		return nil, &fieldsError{e, []api.FieldProblem{{Field: fieldAllow, Detail: e.Msg}}}
 	}

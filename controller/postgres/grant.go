@@ -27,6 +27,8 @@ type grantRow struct {
 	BasePath    string           `db:"base_path"`
 	MaxBytes    int64            `db:"max_bytes"`
 	PerMinute   int              `db:"per_minute"`
+	Reserved    int              `db:"secret_bytes"`
+	Size        int              `db:"bundle_bytes"`
 	Version     int64            `db:"version"`
 	ExpiresAt   *time.Time       `db:"expires_at"`
 	CreatedAt   time.Time        `db:"created_at"`
@@ -40,7 +42,7 @@ func (r grantRow) held() controller.HeldGrant {
 		Grant: controller.Grant{
 			ID: r.ID, ProjectID: r.ProjectID, Owner: r.Owner, Name: r.Name, Provider: r.Provider, Mode: r.Mode, VaultRef: r.VaultRef, SecretID: r.SecretID,
 			Hosts: r.Hosts, Header: r.Header, Methods: r.Methods, Paths: r.Paths, Env: r.Env, BaseEnv: r.BaseEnv, BasePath: r.BasePath,
-			MaxBytes: r.MaxBytes, PerMinute: r.PerMinute, Version: r.Version, ExpiresAt: timeOf(r.ExpiresAt), CreatedAt: r.CreatedAt, UpdatedAt: r.UpdatedAt,
+			MaxBytes: r.MaxBytes, PerMinute: r.PerMinute, Reserved: r.Reserved, Size: r.Size, Version: r.Version, ExpiresAt: timeOf(r.ExpiresAt), CreatedAt: r.CreatedAt, UpdatedAt: r.UpdatedAt,
 		},
 		Workspace: r.Workspace, Placeholder: r.Placeholder,
 	}
@@ -48,7 +50,7 @@ func (r grantRow) held() controller.HeldGrant {
 
 // grantColumns need the relations g (a grant) and h (its holder).
 const grantColumns = ` g.id, g.project_id, g.workspace_id AS owner, g.name, g.provider, g.mode, g.vault_ref, coalesce(g.secret_id, '') AS secret_id, g.hosts, g.header,
-	g.methods, g.paths, g.env, g.base_env, g.base_path, g.max_bytes, g.per_minute, g.version, g.expires_at, g.created_at, g.updated_at, h.workspace_id, h.placeholder`
+	g.methods, g.paths, g.env, g.base_env, g.base_path, g.max_bytes, g.per_minute, g.secret_bytes, g.bundle_bytes, g.version, g.expires_at, g.created_at, g.updated_at, h.workspace_id, h.placeholder`
 
 // HeldGrants lists by workspace and name.
 func (t *tx) HeldGrants(ctx context.Context, of []core.WorkspaceID) ([]controller.HeldGrant, error) {
@@ -66,13 +68,14 @@ func (t *tx) HeldGrants(ctx context.Context, of []core.WorkspaceID) ([]controlle
 func (t *tx) PutGrant(ctx context.Context, g controller.Grant, ttl time.Duration, placeholder string) (controller.HeldGrant, error) {
 	row, err := one[grantRow](ctx, t, nil, `
 		WITH g AS (
-			INSERT INTO grants (id, project_id, workspace_id, name, provider, mode, vault_ref, secret_id, hosts, header, methods, paths, env, base_env, base_path, max_bytes, per_minute, expires_at)
-			VALUES (@id, @project, @owner, @name, @provider, @mode, @ref, @secret, @hosts, @header, @methods, @paths, @env, @base_env, @base_path, @max_bytes, @per_minute,
+			INSERT INTO grants (id, project_id, workspace_id, name, provider, mode, vault_ref, secret_id, hosts, header, methods, paths, env, base_env, base_path, max_bytes, per_minute,
+				secret_bytes, bundle_bytes, expires_at)
+			VALUES (@id, @project, @owner, @name, @provider, @mode, @ref, @secret, @hosts, @header, @methods, @paths, @env, @base_env, @base_path, @max_bytes, @per_minute, @secret_bytes, @bundle_bytes,
 				CASE WHEN @ttl::float8 > 0 THEN now() + make_interval(secs => @ttl) END)
 			ON CONFLICT ON CONSTRAINT grants_name_key DO UPDATE SET provider = excluded.provider, mode = excluded.mode, vault_ref = excluded.vault_ref,
 				secret_id = excluded.secret_id, hosts = excluded.hosts, header = excluded.header, methods = excluded.methods, paths = excluded.paths,
 				env = excluded.env, base_env = excluded.base_env, base_path = excluded.base_path, max_bytes = excluded.max_bytes,
-				per_minute = excluded.per_minute, expires_at = excluded.expires_at, version = grants.version + 1, updated_at = now()
+				per_minute = excluded.per_minute, secret_bytes = excluded.secret_bytes, bundle_bytes = excluded.bundle_bytes, expires_at = excluded.expires_at, version = grants.version + 1, updated_at = now()
 			RETURNING *
 		), h AS (
 			INSERT INTO grant_holders (workspace_id, name, project_id, grant_id, placeholder) SELECT g.workspace_id, g.name, g.project_id, g.id, @placeholder FROM g
@@ -84,9 +87,29 @@ func (t *tx) PutGrant(ctx context.Context, g controller.Grant, ttl time.Duration
 		args{
 			"id": g.ID, "project": g.ProjectID, "owner": g.Owner, "name": g.Name, "provider": g.Provider, "mode": g.Mode, "ref": g.VaultRef, "secret": orNull(g.SecretID),
 			"hosts": orNone(g.Hosts), "header": g.Header, "methods": orNone(g.Methods), "paths": orNone(g.Paths), "env": g.Env, "base_env": g.BaseEnv, "base_path": g.BasePath,
-			"max_bytes": g.MaxBytes, "per_minute": g.PerMinute, "ttl": ttl.Seconds(), "placeholder": placeholder,
+			"max_bytes": g.MaxBytes, "per_minute": g.PerMinute, "secret_bytes": g.Reserved, "bundle_bytes": g.Size, "ttl": ttl.Seconds(), "placeholder": placeholder,
 		})
 	return row.held(), err
+}
+
+// CountGrants counts those of a project.
+func (t *tx) CountGrants(ctx context.Context, project core.ProjectID) (int, error) {
+	row, err := one[numberRow](ctx, t, nil, `SELECT count(*) AS n FROM grants WHERE project_id = @project`, args{"project": project})
+	return row.N, err
+}
+
+type holderRow struct {
+	ID   core.WorkspaceID `db:"workspace_id"`
+	Size int              `db:"size"`
+}
+
+// LargestHolder adds up what each of those has that have the grant.
+func (t *tx) LargestHolder(ctx context.Context, id core.GrantID) (core.WorkspaceID, int, error) {
+	row, err := one[holderRow](ctx, t, core.Errorf(core.NotFound, core.CodeGrantNotFound, "nobody has grant %s", id), `
+		SELECT x.workspace_id, sum(g.bundle_bytes)::bigint AS size
+		FROM grant_holders x JOIN grant_holders h ON h.workspace_id = x.workspace_id JOIN grants g ON g.id = h.grant_id
+		WHERE x.grant_id = @id GROUP BY x.workspace_id ORDER BY size DESC, x.workspace_id LIMIT 1`, args{"id": id})
+	return row.ID, row.Size, err
 }
 
 // DropGrant takes its holders with it.

@@ -87,7 +87,8 @@ func (g given) set(i int, v controller.Given) {
 	}
 }
 
-// PendingRules lists what waits for a runner.
+// PendingRules lists what waits for a runner, of each project as much as of the others, and by chance: what no runner takes is tried again and
+// again, and must not keep the rest waiting.
 func (t *tx) PendingRules(ctx context.Context, limit int) ([]controller.Workspace, error) {
 	return t.workspaces(ctx, `
 		SELECT`+workspaceColumns+` FROM (
@@ -96,7 +97,7 @@ func (t *tx) PendingRules(ctx context.Context, limit int) ([]controller.Workspac
 			SELECT id FROM workspaces WHERE grants_until IS NOT NULL AND state IN ('ready', 'checkpointing')
 		) p JOIN workspaces w ON w.id = p.id`+workspaceJoins+`
 		WHERE r.lease_expires_at > now() AND (w.egress_applied < w.egress_version OR r.egress_key <> '' AND (w.grants_until < now() OR w.grants_key <> r.egress_key))
-		ORDER BY w.id LIMIT @limit`,
+		ORDER BY row_number() OVER (PARTITION BY w.project_id ORDER BY random()) LIMIT @limit`,
 		args{"limit": limit})
 }
 

@@ -1,0 +1,84 @@
+package controller
+
+import (
+	"context"
+	"encoding/json"
+	"time"
+
+	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/core"
+)
+
+// lessTime is how long the attempt to give a runner less than it has refused may take.
+const lessTime = 5 * time.Second
+
+// shrink holds what is told of each workspace to what can be sent to a host. What is admitted is within that (grant.MaxBundle, policy.MaxBytes);
+// rows that are older than these bounds may not be. With lenient set less is sent then, down to nothing that may be reached: what was taken
+// away must not stay in force because of what is left.
+func (c *Controller) shrink(ctx context.Context, list []Workspace, out []equipment, lenient bool) error {
+	for i, w := range list {
+		for _, less := range append([]runnerapi.EgressRules{out[i].rules}, out[i].rules.Lesser()...) {
+			text, err := json.Marshal(less)
+			if err != nil {
+				return err
+			}
+			if len(text) <= runnerapi.MaxEgressRules {
+				out[i].rules = less
+				break
+			}
+			err = core.Errorf(core.FailedPrecondition, core.CodeGrantsTooLarge,
+				"what workspace %s may reach takes %d bytes with its grants, and at most %d can be sent to its host; revoke a grant, or allow less", w.ID, len(text), runnerapi.MaxEgressRules)
+			if !lenient {
+				return err
+			}
+			out[i].less = err
+		}
+	}
+	return nil
+}
+
+// giveRulesOf gives a workspace's rules, with its grants, to the runner of its sandbox. After an error they are not in force as they are;
+// the runner may have less then: rules without grants, or none.
+func (c *Controller) giveRulesOf(ctx context.Context, w Workspace, limit time.Duration) (Given, error) {
+	within, cancel := context.WithTimeout(ctx, limit)
+	defer cancel()
+	equipped, err := c.equip(within, []Workspace{w}, true)
+	if err == nil {
+		err = c.runners.SetEgress(within, w.Sandbox.Endpoint, w.Sandbox.ID, equipped[0].rules)
+		if refuses(err) {
+			c.giveLess(ctx, w, equipped[0].rules)
+		}
+	}
+	if err == nil {
+		err = equipped[0].less
+	}
+	if err != nil {
+		c.log.InfoContext(ctx, "egress rules not in force yet", "workspace_id", w.ID, "runner_id", w.Sandbox.RunnerID, "rules_version", w.Rules.Version, "err", err)
+		return Given{}, err
+	}
+	return equipped[0].given, nil
+}
+
+// refuses reports whether a runner has answered that it does not take rules. It is no answer that it was not reached, or not in time, and there
+// is nothing to do where it has no such sandbox, or says that it has what is less in force itself.
+func refuses(err error) bool {
+	switch core.CategoryOf(err) {
+	case core.Invalid, core.Internal, core.FailedPrecondition, core.PermissionDenied, core.Exhausted:
+		return err != nil && core.CodeOf(err) != core.CodeWorkspaceNotReady
+	}
+	return false
+}
+
+// giveLess gives a runner rules that allow less than those that it has refused: whatever it does not take, what was taken away is not kept.
+func (c *Controller) giveLess(ctx context.Context, w Workspace, rules runnerapi.EgressRules) {
+	ctx, cancel := context.WithTimeout(ctx, lessTime)
+	defer cancel()
+	for _, less := range rules.Lesser() {
+		err := c.runners.SetEgress(ctx, w.Sandbox.Endpoint, w.Sandbox.ID, less)
+		c.log.ErrorContext(ctx, "a runner does not take the rules of a workspace and was given less", "workspace_id", w.ID, "runner_id", w.Sandbox.RunnerID,
+			"rules_version", w.Rules.Version, "entries", len(less.Allow), "err", err)
+		if !refuses(err) {
+			return
+		}
+	}
+}

@@ -1,0 +1,150 @@
+package controller
+
+import (
+	"context"
+	"strings"
+	"time"
+
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/egress/grant"
+	"github.com/coppice-dev/coppice/egress/policy"
+)
+
+// reserve says how many bytes a grant's secret is admitted with; a value that is not given is the one that the grant keeps.
+func (g *Grant) reserve(value grant.Secret) {
+	g.Reserved = value.Size()
+	if g.VaultRef != "" { // it may be changed there
+		g.Reserved = max(g.Reserved, grant.ReservedSecret)
+	}
+}
+
+// measure says how many bytes a grant takes of what is sent for its workspace.
+func (g *Grant) measure() error {
+	one, err := g.proxied("", grant.Secret{})
+	g.Size = grant.Size(one, g.Reserved)
+	return err
+}
+
+// proxied is a grant as the egress proxy has it.
+func (g Grant) proxied(placeholder string, value grant.Secret) (grant.Grant, error) {
+	out := grant.Grant{
+		ID: g.Name, Mode: g.Mode, Placeholder: placeholder, Secret: value, Header: g.Header, Methods: g.Methods, Paths: g.Paths,
+		Expires: g.ExpiresAt, MaxBytes: g.MaxBytes, PerMinute: g.PerMinute,
+	}
+	for _, text := range g.Hosts {
+		h, port, err := policy.ParseHostPort(text)
+		if err != nil {
+			return out, err
+		}
+		out.Targets = append(out.Targets, grant.Target{Host: h, Port: port})
+	}
+	return out, nil
+}
+
+// scope is where, how and until when a grant's secret may be used.
+func (g Grant) scope() grant.Scope {
+	return grant.Scope{Mode: g.Mode, Hosts: g.Hosts, Header: g.Header, Methods: g.Methods, Paths: g.Paths, Expires: g.ExpiresAt}
+}
+
+// keepSecret gives a grant the secret of the one that it replaces, unless the secret could go further then: whoever gave it agreed to the
+// scope that it had. Otherwise a key that may write grants, and none that knows the secret, could have it sent to a host of its own.
+func keepSecret(was Grant, g *Grant, ttl time.Duration) error {
+	now := g.scope()
+	if ttl > 0 {
+		now.Expires = time.Now().Add(ttl)
+	}
+	if beyond := now.Beyond(was.scope()); beyond != nil {
+		return core.Errorf(core.FailedPrecondition, core.CodeSecretRequired,
+			"%s: the grant %s would let the secret that it keeps go further than it was given for; give secret, or vault_ref, again, or leave these fields as they are or narrower",
+			strings.Join(beyond, ", "), g.Name)
+	}
+	g.VaultRef, g.SecretID, g.Reserved = was.VaultRef, was.SecretID, was.Reserved
+	return nil
+}
+
+// roomFor refuses one more grant of a workspace.
+func roomFor(g Grant, held []HeldGrant) error {
+	if len(held) >= MaxGrants {
+		return core.Errorf(core.Exhausted, core.CodeQuotaExceeded, "workspace %s has %d grants, which is the most; revoke one", g.Owner, len(held))
+	}
+	return nil
+}
+
+// roomForOwn refuses one more grant that a workspace of a project owns.
+func roomForOwn(ctx context.Context, tx Tx, project core.ProjectID) error {
+	n, err := tx.CountGrants(ctx, project)
+	if err == nil && n >= MaxProjectGrants {
+		err = core.Errorf(core.Exhausted, core.CodeQuotaExceeded, "the workspaces of the project own %d grants, which is the most; revoke some, also those of workspaces that have ended", n)
+	}
+	return err
+}
+
+// deliverable refuses a grant with which the grants of a workspace that has it cannot be sent to its host. A grant that became no larger is
+// never refused.
+func deliverable(ctx context.Context, tx Tx, g Grant, was int) error {
+	if g.Size <= was {
+		return nil
+	}
+	id, size, err := tx.LargestHolder(ctx, g.ID)
+	if err == nil && size > grant.MaxBundle {
+		err = core.Errorf(core.FailedPrecondition, core.CodeGrantsTooLarge,
+			"the grants of workspace %s would take %d bytes with their secrets (this one %d), and at most %d can be sent to its host; revoke one there, or name fewer hosts and paths",
+			id, size, g.Size, grant.MaxBundle)
+	}
+	return err
+}
+
+func putGrant(ctx context.Context, tx Tx, g Grant, ttl time.Duration, sealed *SealedSecret) (HeldGrant, error) {
+	was, list, err := heldGrant(ctx, tx, g.Owner, g.Name)
+	if err != nil && core.CategoryOf(err) != core.NotFound {
+		return was, err
+	}
+	own := err == nil && was.Owner == g.Owner
+	if err != nil {
+		if err := roomFor(g, list); err != nil {
+			return was, err
+		}
+	}
+	if !own {
+		if err := roomForOwn(ctx, tx, g.ProjectID); err != nil {
+			return was, err
+		}
+	}
+	switch {
+	case sealed == nil && g.VaultRef == "" && own:
+		if err := keepSecret(was.Grant, &g, ttl); err != nil {
+			return was, err
+		}
+	case sealed == nil && g.VaultRef == "":
+		return was, badGrant("secret", "a grant needs its secret: give secret, or vault_ref")
+	case sealed != nil:
+		g.SecretID = sealed.ID
+		if err := tx.InsertSecret(ctx, *sealed); err != nil {
+			return was, err
+		}
+	}
+	if err := g.measure(); err != nil {
+		return was, err
+	}
+	held, err := tx.PutGrant(ctx, g, ttl, grant.NewPlaceholder())
+	if err != nil {
+		return held, err
+	}
+	before := 0
+	if own {
+		before = was.Size
+	}
+	if err := deliverable(ctx, tx, held.Grant, before); err != nil {
+		return held, err
+	}
+	if own && was.SecretID != "" && was.SecretID != g.SecretID {
+		if err := tx.DeleteSecret(ctx, was.SecretID); err != nil {
+			return held, err
+		}
+	}
+	holders, err := tx.GrantHolders(ctx, held.ID)
+	if err != nil {
+		return held, err
+	}
+	return held, tx.ChangedGrants(ctx, holders)
+}
