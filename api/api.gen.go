@@ -361,19 +361,19 @@ func (e HealthStatus) Valid() bool {
 
 // Defines values for KeyScope.
 const (
-	Admin                 KeyScope = "admin"
-	ScopeAdmin            KeyScope = "audit:read"
-	ScopeAuditRead        KeyScope = "key:write"
+	ScopeAdmin            KeyScope = "admin"
+	ScopeAuditRead        KeyScope = "audit:read"
 	ScopeCheckpointCreate KeyScope = "checkpoint:create"
 	ScopeCheckpointDelete KeyScope = "checkpoint:delete"
 	ScopeCheckpointImport KeyScope = "checkpoint:import"
 	ScopeCheckpointRead   KeyScope = "checkpoint:read"
-	ScopeFleetRead        KeyScope = "secret:reference"
+	ScopeFleetRead        KeyScope = "fleet:read"
 	ScopeGrantRead        KeyScope = "grant:read"
 	ScopeGrantWrite       KeyScope = "grant:write"
-	ScopeKeyRead          KeyScope = "project:read"
-	ScopeKeyWrite         KeyScope = "key:read"
-	ScopeProjectRead      KeyScope = "fleet:read"
+	ScopeKeyRead          KeyScope = "key:read"
+	ScopeKeyWrite         KeyScope = "key:write"
+	ScopeProjectRead      KeyScope = "project:read"
+	ScopeSecretReference  KeyScope = "secret:reference"
 	ScopeWorkspaceCreate  KeyScope = "workspace:create"
 	ScopeWorkspaceDelete  KeyScope = "workspace:delete"
 	ScopeWorkspaceExec    KeyScope = "workspace:exec"
@@ -383,8 +383,6 @@ const (
 // Valid indicates whether the value is a known member of the KeyScope enum.
 func (e KeyScope) Valid() bool {
 	switch e {
-	case Admin:
-		return true
 	case ScopeAdmin:
 		return true
 	case ScopeAuditRead:
@@ -408,6 +406,8 @@ func (e KeyScope) Valid() bool {
 	case ScopeKeyWrite:
 		return true
 	case ScopeProjectRead:
+		return true
+	case ScopeSecretReference:
 		return true
 	case ScopeWorkspaceCreate:
 		return true

@@ -104,7 +104,7 @@ const (
 	CodeSecretNotFound       Code = "SECRET_NOT_FOUND"
 	CodeSecretUnavailable    Code = "SECRET_UNAVAILABLE"
 	CodeGrantHostDenied      Code = "GRANT_HOST_DENIED"
-	CodeSecretRequired       Code = "SECRET_REQUIRED" //nolint:gosec // G101: not a secret
+	CodeSecretRequired       Code = "SECRET_REQUIRED"
 	CodeGrantsTooLarge       Code = "GRANTS_TOO_LARGE"
 
 	CodeIdempotencyInProgress  Code = "IDEMPOTENCY_IN_PROGRESS"

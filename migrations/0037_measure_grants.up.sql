@@ -4,7 +4,7 @@ SELECT set_config('coppice.project_id', 'system', true);
 
 ALTER TABLE grants
     ADD COLUMN secret_bytes integer NOT NULL DEFAULT 2048, -- that the secret was admitted with; one that is kept elsewhere may grow
-    ADD COLUMN bundle_bytes integer NOT NULL DEFAULT 0;
+    ADD COLUMN bundle_bytes integer NOT NULL DEFAULT 4096; -- the defaults are for controllers of before, which go on while others are upgraded
 
 -- What is there is estimated. Where it is too large to be sent, the proxy is told of as many grants as fit.
 UPDATE grants g SET secret_bytes = length(s.sealed) FROM secrets s WHERE s.id = g.secret_id;
@@ -13,6 +13,4 @@ UPDATE grants SET bundle_bytes = secret_bytes + 384 + length(name) + length(head
     + (SELECT coalesce(sum(length(t) + 3), 0) FROM unnest(methods || paths) AS t);
 
 ALTER TABLE grants
-    ALTER COLUMN secret_bytes DROP DEFAULT,
-    ALTER COLUMN bundle_bytes DROP DEFAULT,
     ADD CONSTRAINT grants_bytes_check CHECK (secret_bytes >= 0 AND bundle_bytes >= secret_bytes);

@@ -107,6 +107,7 @@ var exitOfCode = map[string]int{
 	string(core.CodeStoreAuth):              exitUnavailable,
 	string(core.CodePagerGone):              exitUnavailable,
 	string(core.CodeEgressGone):             exitUnavailable,
+	string(core.CodeEgressReduced):          exitUnavailable,
 
 	string(core.CodeCertificateRefused):    exitPermission,
 	string(core.CodeJoinTokenRefused):      exitPermission,

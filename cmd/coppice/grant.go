@@ -71,8 +71,9 @@ func newGrantPutCommand(a *app) *cobra.Command {
 		Short: "Grant a workspace the use of a secret, or change how it may be used",
 		Long: `Grant a workspace the use of a secret towards hosts, which its rules must allow. For a provider that is known by name nothing else needs to be
 said: openai, anthropic, mistral, gemini, github, gitlab, huggingface. The secret is read from a file or standard input, never from the
-command line. Without --secret-file and --vault-ref a grant keeps the secret that it has. Forks that have the grant from this workspace have
-it as it is then.`,
+command line. Without --secret-file and --vault-ref a grant keeps the secret that it has, if no host, method or path comes to what it had, its
+header and mode are the same, and it ends no later; otherwise the secret has to be given again. --vault-ref takes a key with the scope
+secret:reference. Forks that have the grant from this workspace have it as it is then.`,
 		Example: `  coppice grant put demo openai --secret-file - < key
   coppice grant put demo openai --vault-ref vault://secret/agents/openai#key --rpm 60
   coppice grant put demo tickets --host tickets.example.com --header X-Api-Key --method GET --path /api/v1 --env TICKETS_KEY --secret-file key`,

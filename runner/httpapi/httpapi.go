@@ -22,8 +22,10 @@ import (
 	"github.com/coppice-dev/coppice/runner"
 )
 
-// maxBody bounds a request: a fork of 256 children with a large environment each fits.
-const maxBody = 16 << 20
+// maxBody bounds a request: a fork of 256 children with the largest rules and a large environment each fits.
+const maxBody = 64 << 20
+
+const _ uint = maxBody - 256*(runnerapi.MaxEgressRules+64<<10) // it does not compile where they do not fit
 
 type server struct {
 	runner *runner.Runner
