@@ -47,7 +47,7 @@ func (c *Controller) equip(ctx context.Context, list []Workspace, lenient bool) 
 		}
 	}
 	if len(granted) == 0 {
-		return out, c.shrink(ctx, list, out, lenient)
+		return out, shrink(list, out, lenient)
 	}
 	held, err := read(ctx, c, System(), func(tx Tx) ([]HeldGrant, error) { return tx.HeldGrants(ctx, granted) })
 	if err != nil {
@@ -70,6 +70,7 @@ func (c *Controller) equip(ctx context.Context, list []Workspace, lenient bool) 
 	if err != nil {
 		return nil, err
 	}
+	var given unsealed
 	for i, w := range list {
 		if !w.Rules.Granted || len(w.Sandbox.EgressKey) == 0 {
 			continue
@@ -94,8 +95,18 @@ func (c *Controller) equip(ctx context.Context, list []Workspace, lenient bool) 
 		}
 		out[i].rules.Key = w.Sandbox.EgressKey
 		out[i].given.Key, out[i].given.Until = w.Sandbox.EgressKey, until
+		given.add(i, w, byID[w.ID], chest)
 	}
-	return out, c.shrink(ctx, list, out, lenient)
+	if err := given.record(ctx, c, list); err != nil {
+		if !lenient {
+			return nil, err
+		}
+		c.log.ErrorContext(ctx, "secrets are not given, since it cannot be recorded", "err", err)
+		for _, i := range given.places {
+			out[i].rules.Grants, out[i].given.Until = nil, chest.now.Add(retryTime)
+		}
+	}
+	return out, shrink(list, out, lenient)
 }
 
 // heldHosts are the hosts that are spoken to through grants only, sorted: also of those whose secret cannot be had or whose time is over, so that
@@ -233,8 +244,8 @@ func (c *Controller) bundle(ctx context.Context, k *chest, w Workspace, held []H
 		return b, until, core.Errorf(core.FailedPrecondition, core.CodeGrantsTooLarge,
 			"grant %s of workspace %s: with its secret of now the grants take more than the %d bytes that can be sent to a host; revoke a grant, or put a shorter secret there", b.Grants[i].ID, w.ID, grant.MaxBundle)
 	}
-	for i := len(fit) - 1; i >= 0; i-- {
-		if !fit[i] {
+	for i, fits := range slices.Backward(fit) {
+		if !fits {
 			c.log.WarnContext(ctx, "a grant does not fit with the others of its workspace and is left out", "workspace_id", w.ID, "grant_id", b.Grants[i].ID)
 			b.Grants = slices.Delete(b.Grants, i, i+1)
 		}

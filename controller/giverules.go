@@ -3,6 +3,7 @@ package controller
 import (
 	"context"
 	"encoding/json"
+	"slices"
 	"time"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
@@ -15,7 +16,7 @@ const lessTime = 5 * time.Second
 // shrink holds what is told of each workspace to what can be sent to a host. What is admitted is within that (grant.MaxBundle, policy.MaxBytes);
 // rows that are older than these bounds may not be. With lenient set less is sent then, down to nothing that may be reached: what was taken
 // away must not stay in force because of what is left.
-func (c *Controller) shrink(ctx context.Context, list []Workspace, out []equipment, lenient bool) error {
+func shrink(list []Workspace, out []equipment, lenient bool) error {
 	for i, w := range list {
 		for _, less := range append([]runnerapi.EgressRules{out[i].rules}, out[i].rules.Lesser()...) {
 			text, err := json.Marshal(less)
@@ -62,11 +63,8 @@ func (c *Controller) giveRulesOf(ctx context.Context, w Workspace, limit time.Du
 // refuses reports whether a runner has answered that it does not take rules. It is no answer that it was not reached, or not in time, and there
 // is nothing to do where it has no such sandbox, or says that it has what is less in force itself.
 func refuses(err error) bool {
-	switch core.CategoryOf(err) {
-	case core.Invalid, core.Internal, core.FailedPrecondition, core.PermissionDenied, core.Exhausted:
-		return err != nil && core.CodeOf(err) != core.CodeWorkspaceNotReady
-	}
-	return false
+	answers := []core.Category{core.Invalid, core.Internal, core.FailedPrecondition, core.PermissionDenied, core.Exhausted}
+	return err != nil && slices.Contains(answers, core.CategoryOf(err)) && core.CodeOf(err) != core.CodeWorkspaceNotReady
 }
 
 // giveLess gives a runner rules that allow less than those that it has refused: whatever it does not take, what was taken away is not kept.

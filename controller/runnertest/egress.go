@@ -22,6 +22,16 @@ func (r *Runner) RestartEgress() {
 	r.keys = keys
 }
 
+// RefuseRules has the runner take no rules of a sandbox for which refuse reports true; nil: it takes all.
+func (r *Runner) RefuseRules(id core.SandboxID, refuse func(runnerapi.EgressRules) bool) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.refuse == nil {
+		r.refuse = map[core.SandboxID]func(runnerapi.EgressRules) bool{}
+	}
+	r.refuse[id] = refuse
+}
+
 // setRules replaces the rules of a sandbox, unless they are newer. Those of the same version may be sealed anew.
 func (r *Runner) setRules(ctx context.Context, id core.SandboxID, rules runnerapi.EgressRules) error {
 	if err := r.pass(ctx, PointRules, string(id)); err != nil {
@@ -32,6 +42,9 @@ func (r *Runner) setRules(ctx context.Context, id core.SandboxID, rules runnerap
 	s, ok := r.sandboxes[id]
 	if !ok {
 		return core.Errorf(core.NotFound, core.CodeSandboxNotFound, "this runner has no sandbox %s", id)
+	}
+	if refuse := r.refuse[id]; refuse != nil && refuse(rules) {
+		return core.Errorf(core.Invalid, core.CodeInvalidField, "this runner does not take these rules")
 	}
 	if rules.Version >= s.rules.Version {
 		s.rules = rules

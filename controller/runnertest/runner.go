@@ -79,6 +79,7 @@ type Runner struct {
 	calls       map[string]int
 	lease       *runnerapi.Registered
 	keys        *grant.Keys // of the egress process
+	refuse      map[core.SandboxID]func(runnerapi.EgressRules) bool
 }
 
 type sandbox struct {
