@@ -22,6 +22,7 @@ func (c *Controller) chores() []Chore {
 		{Name: "idle", Every: idleEvery, Do: c.expireIdle},
 		{Name: "retention", Every: retentionEvery, Do: c.retain},
 		{Name: "sweep", Every: sweepInterval, Do: c.sweep},
+		{Name: "sessions", Every: sessionsEvery, Do: c.tidySessions},
 		{Name: "seal_audit", Every: sealInterval, Do: c.sealAudit},
 		{Name: "sweep_keys", Every: sweepInterval, Do: c.sweepKeys},
 		{Name: "abandon_seals", Every: abandonEvery, Do: c.abandonSeals},

@@ -17,6 +17,7 @@ import (
 
 	"github.com/coppice-dev/coppice/controller/countersign"
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/boundjson"
 	"github.com/coppice-dev/coppice/internal/mtls"
 	"github.com/coppice-dev/coppice/snapshotstore/blob"
 )
@@ -43,6 +44,10 @@ type Config struct {
 	AdmissionQueue int                   // how many requests may wait for that; default 256
 	UsageInterval  time.Duration         // how often what a sandbox uses is written down; default 1 min
 	Bootstrap      Bootstrap
+
+	GuestCall    time.Duration // how long one call of a guest's agent may take; default 60 s
+	SessionQuota SessionQuota  // how many rows of sessions are kept
+	SessionsKept time.Duration // how long the rows of an ended machine's sessions are kept; default 1 h
 
 	// Store is where runners keep checkpoints for all; nil: nowhere. Here it is only tidied up.
 	Store      blob.Blobs
@@ -96,6 +101,9 @@ func (c Config) withDefaults() Config {
 	c.FlowQuota.Workspace, c.FlowQuota.Project = cmp.Or(c.FlowQuota.Workspace, FlowsOfWorkspace), cmp.Or(c.FlowQuota.Project, FlowsOfProject)
 	set(&c.KeyCache, 3*time.Second)
 	set(&c.CertificateLife, mtls.Lifetime)
+	set(&c.GuestCall, 60*time.Second)
+	set(&c.SessionsKept, time.Hour)
+	c.SessionQuota = c.SessionQuota.withDefaults()
 	c.KeyCache = min(c.KeyCache, 5*time.Second)
 	if c.Bootstrap.Project == "" {
 		c.Bootstrap.Project = "default"
@@ -140,6 +148,7 @@ type Controller struct {
 	samples     samples
 	data        dataCheck
 	authorities authorities
+	guestBytes  boundjson.Budget
 
 	countersigner *countersign.Countersigner // nil without an authority
 
@@ -159,7 +168,8 @@ func New(cfg Config, store Store, runners Runners, log *slog.Logger) *Controller
 		runCtx: ctx, stop: stop, wake: make(chan struct{}, 1), rulesChanged: make(chan struct{}, 1), ended: make(chan core.OperationID, 1024),
 		limits:  newLimiter(cfg.Limits),
 		running: map[core.OperationID]*Task{}, waiters: map[core.OperationID][]chan struct{}{}, released: map[core.WorkspaceID]chan struct{}{}, feed: newFeed(),
-		imports: make(chan struct{}, maxImports), exports: make(chan struct{}, maxExports),
+		guestBytes: boundjson.Budget{Total: guestBytesTotal, Share: guestBytesShare, Free: guestBytesFree},
+		imports:    make(chan struct{}, maxImports), exports: make(chan struct{}, maxExports),
 	}
 	if cfg.Metrics == nil {
 		cfg.Metrics = prometheus.NewRegistry()

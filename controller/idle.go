@@ -131,7 +131,7 @@ func (c *Controller) rest(ctx context.Context, w Workspace) error {
 	ask, cancel := context.WithTimeout(ctx, idleAsk)
 	defer cancel()
 	var there guestSessions
-	if err := c.callGuest(ask, w.Sandbox, http.MethodGet, pathSessions, nil, nil, &there); err != nil {
+	if err := c.callGuest(ask, w.Sandbox, http.MethodGet, pathSessions, nil, nil, answer{boundSessions, &there}); err != nil {
 		return err
 	}
 	if slices.ContainsFunc(there.Sessions, func(g GuestSession) bool { return g.State != GuestExited }) {

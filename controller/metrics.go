@@ -33,6 +33,8 @@ type metrics struct {
 
 	attestations *prometheus.CounterVec // outcome
 
+	inventedSessions prometheus.Counter
+
 	// mu guards phases.
 	mu     sync.Mutex
 	phases map[string]bool
@@ -67,6 +69,17 @@ func newMetrics(c *Controller, reg prometheus.Registerer) *metrics {
 	m.attestations = counter("attestations_total", "Attestations that runners sent with children of forks.", "outcome")
 	m.omitted = prometheus.NewCounter(prometheus.CounterOpts{Name: "coppice_controller_flows_omitted_total", Help: "Of what sandboxes sent out or tried to, what changed nothing and was left out of the journal: its workspace or project has as many rows as it may."})
 	reg.MustRegister(m.omitted)
+	m.inventedSessions = prometheus.NewCounter(prometheus.CounterOpts{
+		Name: "coppice_controller_sessions_not_shown_total", Help: "Sessions in lists of guests that have no row and get none: the guest invented them or has too many.",
+	})
+	reg.MustRegister(m.inventedSessions)
+	gauge("guest_answer_bytes", "Bytes of guests' answers that are being read.", c.GuestBytes)
+	reg.MustRegister(prometheus.NewCounterFunc(prometheus.CounterOpts{
+		Name: "coppice_controller_guest_answers_refused_total", Help: "Answers of guests that found no room beside those that are being read.",
+	}, func() float64 {
+		_, full := c.guestBytes.Used()
+		return float64(full)
+	}))
 	gauge("operations_running", "Operations that this controller works on.", func() int {
 		c.mu.Lock()
 		defer c.mu.Unlock()

@@ -18,6 +18,7 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/boundjson"
 	"github.com/coppice-dev/coppice/internal/failpoint"
 )
 
@@ -70,7 +71,7 @@ func (c *Controller) startSession(ctx context.Context, project core.ProjectID, i
 			return w, err
 		}
 		row.SandboxID = w.Sandbox.ID
-		return w, tx.InsertSession(ctx, row)
+		return w, tx.InsertSession(ctx, row, c.cfg.SessionQuota)
 	}
 	w, err := read(ctx, c, InProject(project), insert)
 	if err == nil && resting {
@@ -78,6 +79,12 @@ func (c *Controller) startSession(ctx context.Context, project core.ProjectID, i
 			woken = true
 			w, err = read(ctx, c, InProject(project), insert)
 		}
+	}
+	if core.CodeOf(err) == core.CodeQuotaExceeded && w.Sandbox.ID != "" {
+		if forgot := c.forgetSessions(ctx, w); forgot != nil {
+			return SessionView{}, w, errors.Join(err, forgot)
+		}
+		w, err = read(ctx, c, InProject(project), insert)
 	}
 	if again, ok := errors.AsType[*repeatError](err); ok {
 		return c.repeatSession(ctx, project, again.use, req)
@@ -106,14 +113,14 @@ func (c *Controller) launch(ctx context.Context, row Session, w Workspace, req E
 	if err != nil {
 		return view, err
 	}
-	err = c.callGuest(ctx, w.Sandbox, http.MethodPost, pathSessions, nil, guestExec{ID: row.GuestID, ExecRequest: req}, &view.Guest)
+	err = c.callGuest(ctx, w.Sandbox, http.MethodPost, pathSessions, nil, guestExec{ID: row.GuestID, ExecRequest: req}, answer{boundSession, &view.Guest})
 	if err := afterLaunch.Hit(ctx); err != nil {
 		return view, err
 	}
 	switch {
 	case err == nil:
 	case core.CodeOf(err) == codeSessionExists: // a repeat of the request was faster
-		err = c.callGuest(ctx, w.Sandbox, http.MethodGet, guestSessionPath(row.GuestID, ""), nil, nil, &view.Guest)
+		err = c.callGuest(ctx, w.Sandbox, http.MethodGet, guestSessionPath(row.GuestID, ""), nil, nil, answer{boundSession, &view.Guest})
 	case claim != nil && core.CategoryOf(err) != core.Unavailable && core.CategoryOf(err) != core.Canceled && core.CategoryOf(err) != core.TimedOut:
 		// The agent refused it: nothing runs, and a repeat may do better.
 		freed := context.WithoutCancel(ctx)
@@ -154,7 +161,7 @@ func (c *Controller) repeatSession(ctx context.Context, project core.ProjectID, 
 		return SessionView{}, w, err
 	}
 	view := SessionView{Session: row, Epoch: w.Epoch}
-	err = c.callGuest(ctx, w.Sandbox, http.MethodGet, guestSessionPath(row.GuestID, ""), nil, nil, &view.Guest)
+	err = c.callGuest(ctx, w.Sandbox, http.MethodGet, guestSessionPath(row.GuestID, ""), nil, nil, answer{boundSession, &view.Guest})
 	if core.CodeOf(err) == core.CodeSessionNotFound && use.Answer == nil {
 		view, err = c.launch(ctx, row, w, req)
 		return view, w, err
@@ -177,10 +184,8 @@ func (c *Controller) Exec(ctx context.Context, project core.ProjectID, id core.W
 		claim.replayed.Store(false)
 		return ExecResult{}, inProgress("the first request with this idempotency key has started session %s, which has not ended; wait for that", view.ID)
 	}
-	for view.Guest.State != GuestExited {
-		if view.Guest, err = c.waitGuest(ctx, w.Sandbox, view.GuestID, guestWaitSlice); err != nil {
-			return ExecResult{}, err
-		}
+	if view.Guest, err = c.execEnd(ctx, w.Sandbox, view, req); err != nil {
+		return ExecResult{}, err
 	}
 	watch.Lap("run")
 	out := ExecResult{View: view}
@@ -202,6 +207,29 @@ func (c *Controller) Exec(ctx context.Context, project core.ProjectID, id core.W
 	return out, err
 }
 
+// execEnd waits for the end of a program. The agent ends one whose time is up; one that does not say so in good time is not
+// waited for any longer.
+func (c *Controller) execEnd(ctx context.Context, s Sandbox, view SessionView, req ExecRequest) (GuestSession, error) {
+	if view.Guest.State == GuestExited {
+		return view.Guest, nil
+	}
+	limit := maxExecWait
+	if req.TimeoutMS > 0 && req.TimeoutMS < maxExecWait.Milliseconds() {
+		limit = time.Duration(req.TimeoutMS)*time.Millisecond + execGrace
+	}
+	g, err := c.awaitExit(ctx, s, view.GuestID, time.Now().Add(limit))
+	if err == nil && g.State != GuestExited {
+		err = core.Errorf(core.Unavailable, core.CodeGuestProtocol, "session %s did not end within %s; the guest's agent says that it still runs", view.ID, limit)
+	}
+	return g, err
+}
+
+// How long an exec is waited for: this much longer than its timeout, and never longer than a day.
+const (
+	execGrace   = 15 * time.Second
+	maxExecWait = 24 * time.Hour
+)
+
 func guestSessionPath(id core.SessionID, verb string) string {
 	if verb == "" {
 		return pathSessions + "/" + string(id)
@@ -212,7 +240,7 @@ func guestSessionPath(id core.SessionID, verb string) string {
 func (c *Controller) waitGuest(ctx context.Context, s Sandbox, id core.SessionID, wait time.Duration) (GuestSession, error) {
 	var g GuestSession
 	q := url.Values{"timeout_ms": {strconv.FormatInt(wait.Milliseconds(), 10)}}
-	err := c.callGuest(ctx, s, http.MethodGet, guestSessionPath(id, "wait"), q, nil, &g)
+	err := c.callGuest(ctx, s, http.MethodGet, guestSessionPath(id, "wait"), q, nil, answer{boundSession, &g})
 	return g, err
 }
 
@@ -221,19 +249,24 @@ func (c *Controller) tail(ctx context.Context, s Sandbox, id core.SessionID, str
 	if end <= 0 {
 		return nil, false, nil
 	}
+	if first > end {
+		return nil, false, core.Errorf(core.Unavailable, core.CodeGuestProtocol, "the guest's agent says that the output of session %s begins after its end", id)
+	}
 	offset := max(first, end-MaxOutput, 0)
 	q := url.Values{"stream": {stream}, "offset": {strconv.FormatInt(offset, 10)}}
-	ctx, cancel := context.WithTimeout(ctx, guestCallTime)
+	ctx, cancel := context.WithTimeout(ctx, c.cfg.GuestCall)
 	defer cancel()
 	res, err := c.askGuest(ctx, s, http.MethodGet, guestSessionPath(id, "output"), q, "", nil)
 	if err != nil {
 		return nil, false, err
 	}
 	defer res.Body.Close()
-	b, err := io.ReadAll(io.LimitReader(res.Body, MaxOutput))
+	account := c.guestBytes.Open(string(s.ProjectID))
+	defer account.Close()
+	b, err := io.ReadAll(boundjson.Charged(io.LimitReader(res.Body, MaxOutput), account))
 	if err != nil {
-		if ctx.Err() != nil {
-			return nil, false, context.Cause(ctx)
+		if ctx.Err() != nil || errors.Is(err, boundjson.ErrFull) {
+			return nil, false, guestFault(ctx, err)
 		}
 		return nil, false, core.Wrapf(err, core.Unavailable, core.CodeGuestUnreachable, "the output of session %s could not be read to its end", id)
 	}
@@ -298,19 +331,12 @@ func (c *Controller) Session(ctx context.Context, project core.ProjectID, id cor
 		return SessionView{}, err
 	}
 	view := SessionView{Session: row, Epoch: w.Epoch}
-	until := time.Now().Add(wait)
-	for {
-		left := min(time.Until(until), guestWaitSlice)
-		if left <= 0 {
-			if view.Guest.ID == "" {
-				err = c.callGuest(ctx, w.Sandbox, http.MethodGet, guestSessionPath(row.GuestID, ""), nil, nil, &view.Guest)
-			}
-			return view, err
-		}
-		if view.Guest, err = c.waitGuest(ctx, w.Sandbox, row.GuestID, left); err != nil || view.Guest.State == GuestExited {
-			return view, err
-		}
+	if wait > 0 {
+		view.Guest, err = c.awaitExit(ctx, w.Sandbox, row.GuestID, time.Now().Add(wait))
+	} else {
+		err = c.callGuest(ctx, w.Sandbox, http.MethodGet, guestSessionPath(row.GuestID, ""), nil, nil, answer{boundSession, &view.Guest})
 	}
+	return view, err
 }
 
 // Sessions lists the sessions of a workspace's present epoch, newest first. Those that a fork inherited get ids of their own.
@@ -320,18 +346,18 @@ func (c *Controller) Sessions(ctx context.Context, project core.ProjectID, id co
 		return nil, err
 	}
 	var there guestSessions
-	if err := c.callGuest(ctx, w.Sandbox, http.MethodGet, pathSessions, nil, nil, &there); err != nil {
+	if err := c.callGuest(ctx, w.Sandbox, http.MethodGet, pathSessions, nil, nil, answer{boundSessions, &there}); err != nil {
 		return nil, err
 	}
-	ids := make([]core.SessionID, 0, len(there.Sessions))
-	for _, g := range there.Sessions {
-		if _, err := core.ParseID[core.SessionID](string(g.ID)); err == nil {
-			ids = append(ids, g.ID)
-		}
-	}
-	rows, err := read(ctx, c, InProject(project), func(tx Tx) ([]Session, error) { return tx.MapSessions(ctx, w.Sandbox, ids) })
+	rows, err := read(ctx, c, InProject(project), func(tx Tx) ([]Session, error) {
+		return tx.MapSessions(ctx, w.Sandbox, there.ids(), MaxInherited, c.cfg.SessionQuota)
+	})
 	if err != nil {
 		return nil, err
+	}
+	if lost := len(there.Sessions) - len(rows); lost > 0 {
+		c.metrics.inventedSessions.Add(float64(lost))
+		c.log.DebugContext(ctx, "sessions of a guest are not shown: they have no row, and the guest has too many", "workspace_id", w.ID, "sessions", lost)
 	}
 	byGuest := make(map[core.SessionID]Session, len(rows))
 	for _, r := range rows {
@@ -339,7 +365,8 @@ func (c *Controller) Sessions(ctx context.Context, project core.ProjectID, id co
 	}
 	var list []SessionView
 	for _, g := range there.Sessions {
-		if r, ok := byGuest[g.ID]; ok && (p.After == "" || string(r.ID) < p.After) {
+		r, ok := byGuest[g.ID]
+		if delete(byGuest, g.ID); ok && (p.After == "" || string(r.ID) < p.After) {
 			list = append(list, SessionView{Session: r, Epoch: w.Epoch, Guest: g})
 		}
 	}
@@ -367,7 +394,7 @@ func (c *Controller) sessionCall(ctx context.Context, project core.ProjectID, id
 	if err != nil {
 		return err
 	}
-	return c.callGuest(ctx, w.Sandbox, method, guestSessionPath(row.GuestID, verb), nil, in, nil)
+	return c.callGuest(ctx, w.Sandbox, method, guestSessionPath(row.GuestID, verb), nil, in, answer{})
 }
 
 // Attach gives a token that lets its bearer attach to a session once, soon.

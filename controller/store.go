@@ -313,9 +313,17 @@ type IdempotencyTx interface {
 // SessionTx keeps sessions, attach tokens and ports.
 type SessionTx interface {
 	Session(ctx context.Context, id core.SessionID) (Session, error)
-	// MapSessions returns the rows for these ids of a guest, making the missing ones.
-	MapSessions(ctx context.Context, sandbox Sandbox, guestIDs []core.SessionID) ([]Session, error)
-	InsertSession(ctx context.Context, s Session) error
+	// MapSessions returns the rows for these ids of a guest. It makes the missing ones as long as there are fewer than most in
+	// the sandbox, and fewer than the quota in the workspace.
+	MapSessions(ctx context.Context, sandbox Sandbox, guestIDs []core.SessionID, most int, quota SessionQuota) ([]Session, error)
+	// InsertSession inserts a row, or fails with QUOTA_EXCEEDED.
+	InsertSession(ctx context.Context, s Session, quota SessionQuota) error
+	// ForgetSessions removes the settled rows of a workspace whose sessions are not in its sandbox any more.
+	ForgetSessions(ctx context.Context, sandbox Sandbox, there []core.SessionID, settled time.Duration) (int, error)
+	// SweepSessions removes at most limit rows of machines that ended so long ago.
+	SweepSessions(ctx context.Context, kept time.Duration, limit int) (int, error)
+	// CountSessions counts the rows of each project for its quota.
+	CountSessions(ctx context.Context) error
 	// MoveSessions gives the sessions of a suspended epoch of a workspace to the sandbox that it was resumed in.
 	MoveSessions(ctx context.Context, id core.WorkspaceID, epoch int64, to core.SandboxID) error
 	InsertAttachToken(ctx context.Context, t AttachToken, ttl time.Duration) (AttachToken, error)

@@ -79,6 +79,7 @@ const (
 	CodeVMMFailed            Code = "VMM_FAILED"
 	CodeGuestUnreachable     Code = "GUEST_UNREACHABLE"
 	CodeGuestProtocol        Code = "GUEST_PROTOCOL"
+	CodeGuestBusy            Code = "GUEST_BUSY"
 	CodeNotQuiesced          Code = "NOT_QUIESCED"
 	CodeResealFailed         Code = "RESEAL_FAILED"
 	CodeForkFailed           Code = "FORK_FAILED"

@@ -2,7 +2,6 @@ package runner
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -176,17 +175,17 @@ func askGuest(ctx context.Context, agent *guest.Client, method, path, body strin
 		return err
 	}
 	defer res.Body.Close()
-	b, err := io.ReadAll(io.LimitReader(res.Body, 64<<10))
-	if err != nil {
-		return err
-	}
 	if res.StatusCode >= http.StatusBadRequest {
-		return core.Errorf(core.Unavailable, core.CodeGuestProtocol, "the guest agent answered %s to %s %s: %s", res.Status, method, path, core.Clip(string(b)))
+		b, err := io.ReadAll(io.LimitReader(res.Body, 4<<10))
+		if err != nil {
+			return err
+		}
+		return core.Errorf(core.Unavailable, core.CodeGuestProtocol, "the guest agent answered %d to %s %s: %s", res.StatusCode, method, path, core.Clip(string(b)))
 	}
 	if into == nil {
 		return nil
 	}
-	return json.Unmarshal(b, into)
+	return guest.Decode(res.Body, into)
 }
 
 // openBoot opens what a cold boot reads.

@@ -84,6 +84,7 @@ var exitOfCode = map[string]int{
 	string(core.CodeRunnerUnreachable):      exitUnavailable,
 	string(core.CodeDatabaseUnavailable):    exitUnavailable,
 	string(core.CodeGuestUnreachable):       exitUnavailable,
+	string(core.CodeGuestBusy):              exitUnavailable,
 	string(core.CodeControllerStopping):     exitUnavailable,
 	string(core.CodeIncompatibleHost):       exitHost,
 	string(core.CodeUnsupported):            exitHost,

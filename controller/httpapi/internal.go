@@ -4,7 +4,6 @@ import (
 	"context"
 	"crypto/sha256"
 	"crypto/subtle"
-	"encoding/json"
 	"errors"
 	"log/slog"
 	"net/http"
@@ -15,11 +14,9 @@ import (
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/controller"
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/boundjson"
 	"github.com/coppice-dev/coppice/internal/mtls"
 )
-
-// maxReport bounds a heartbeat: thousands of sandboxes with their consoles' tails.
-const maxReport = 32 << 20
 
 // NewInternal returns the handler for runners of the same machine: registration and heartbeats. Every request carries the
 // secret that controller and runners share, which must not be empty.
@@ -195,7 +192,7 @@ func internalRoutes(control *controller.Controller, log *slog.Logger) *http.Serv
 
 // answer decodes, calls and encodes; nil is 204. Fields that this version does not know are ignored: a newer runner may send them.
 func answer(w http.ResponseWriter, r *http.Request, log *slog.Logger, in any, call func() (any, error)) {
-	if err := json.NewDecoder(http.MaxBytesReader(w, r.Body, maxReport)).Decode(in); err != nil {
+	if err := boundjson.Decode(http.MaxBytesReader(w, r.Body, maxReport+1), reportBound(in), nil, in); err != nil {
 		refuse(w, r, log, core.Wrapf(err, core.Invalid, core.CodeMalformedBody, "the controller cannot read the request"))
 		return
 	}

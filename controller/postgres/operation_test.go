@@ -4,6 +4,7 @@ import (
 	"context"
 	"crypto/sha256"
 	"errors"
+	"slices"
 	"sync"
 	"testing"
 	"time"
@@ -172,6 +173,8 @@ func TestNotify(t *testing.T) {
 	}
 }
 
+var manySessions = controller.SessionQuota{Workspace: 1000, Project: 1000}
+
 func TestSessions(t *testing.T) {
 	t.Parallel()
 	d := newDB(t)
@@ -181,11 +184,11 @@ func TestSessions(t *testing.T) {
 	own.GuestID = own.ID
 	var first []controller.Session
 	d.mine(func(ctx context.Context, tx controller.Tx) error {
-		if err := tx.InsertSession(ctx, own); err != nil {
+		if err := tx.InsertSession(ctx, own, manySessions); err != nil {
 			return err
 		}
 		var err error
-		first, err = tx.MapSessions(ctx, w.Sandbox, append(inherited, own.GuestID))
+		first, err = tx.MapSessions(ctx, w.Sandbox, append(inherited, own.GuestID), 10, manySessions)
 		return err
 	})
 	public := map[core.SessionID]core.SessionID{}
@@ -200,7 +203,7 @@ func TestSessions(t *testing.T) {
 	for range 4 {
 		group.Go(func() {
 			d.mine(func(ctx context.Context, tx controller.Tx) error {
-				again, err := tx.MapSessions(ctx, w.Sandbox, inherited)
+				again, err := tx.MapSessions(ctx, w.Sandbox, inherited, 10, manySessions)
 				for _, s := range again {
 					if public[s.GuestID] != s.ID {
 						t.Errorf("%s has another id now", s.GuestID)
@@ -226,7 +229,7 @@ func TestAttachTokens(t *testing.T) {
 	w := d.ready(d.project, d.template())
 	s := controller.Session{ID: core.NewID[core.SessionID](), ProjectID: d.project, WorkspaceID: w.ID, SandboxID: w.Sandbox.ID}
 	s.GuestID = s.ID
-	d.mine(func(ctx context.Context, tx controller.Tx) error { return tx.InsertSession(ctx, s) })
+	d.mine(func(ctx context.Context, tx controller.Tx) error { return tx.InsertSession(ctx, s, manySessions) })
 	issue := func(secret string, ttl time.Duration) [32]byte {
 		hash := sha256.Sum256([]byte(secret))
 		d.mine(func(ctx context.Context, tx controller.Tx) error {
@@ -302,4 +305,59 @@ func TestPorts(t *testing.T) {
 		_, err := tx.UpdatePort(ctx, p.ID, "x")
 		return err
 	}), core.CodePortNotFound)
+}
+
+// TestSessionQuotas fills a workspace and a project. Rows of a machine that has been replaced go, those of the present one stay.
+func TestSessionQuotas(t *testing.T) {
+	t.Parallel()
+	d := newDB(t)
+	w := d.ready(d.project, d.template())
+	insert := func(quota controller.SessionQuota) (err error) {
+		s := controller.Session{ID: core.NewID[core.SessionID](), ProjectID: d.project, WorkspaceID: w.ID, SandboxID: w.Sandbox.ID}
+		s.GuestID = s.ID
+		d.mine(func(ctx context.Context, tx controller.Tx) error {
+			err = tx.InsertSession(ctx, s, quota)
+			return nil
+		})
+		return err
+	}
+	small := controller.SessionQuota{Workspace: 3, Project: 5}
+	for i := range 4 {
+		if err := insert(small); (core.CodeOf(err) == core.CodeQuotaExceeded) != (i == 3) {
+			t.Errorf("row %d: %v", i, err)
+		}
+	}
+	d.system(func(ctx context.Context, tx controller.Tx) error { return tx.CountSessions(ctx) })
+	if err := insert(controller.SessionQuota{Workspace: 100, Project: 3}); core.CodeOf(err) != core.CodeQuotaExceeded {
+		t.Errorf("a row beyond the project's: %v", err)
+	}
+	invented := make([]core.SessionID, 50)
+	for i := range invented {
+		invented[i] = core.NewID[core.SessionID]()
+	}
+	slices.Sort(invented)
+	d.mine(func(ctx context.Context, tx controller.Tx) error {
+		got, err := tx.MapSessions(ctx, w.Sandbox, invented, 10, manySessions)
+		if len(got) != 10 {
+			t.Errorf("%d of 50 were mapped", len(got))
+		}
+		if again, err := tx.MapSessions(ctx, w.Sandbox, invented, 100, controller.SessionQuota{Workspace: 20, Project: 100}); err != nil || len(again) != 17 {
+			t.Errorf("%d are mapped in a workspace of 20, %v", len(again), err)
+		}
+		return err
+	})
+	d.mine(func(ctx context.Context, tx controller.Tx) error {
+		n, err := tx.ForgetSessions(ctx, w.Sandbox, invented[:40], 0)
+		if want := 3 + len(invented[40:]); n != want {
+			t.Errorf("%d were forgotten, want %d: the newest were mapped first", n, want)
+		}
+		return err
+	})
+	d.system(func(ctx context.Context, tx controller.Tx) error {
+		n, err := tx.SweepSessions(ctx, 0, 100)
+		if n != 0 {
+			t.Errorf("%d rows of a machine that runs were removed", n)
+		}
+		return err
+	})
 }

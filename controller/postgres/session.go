@@ -28,15 +28,36 @@ func (t *tx) Session(ctx context.Context, id core.SessionID) (controller.Session
 }
 
 // InsertSession inserts the row of a session that is about to start.
-func (t *tx) InsertSession(ctx context.Context, s controller.Session) error {
-	_, err := t.exec(ctx, `INSERT INTO sessions (id, project_id, workspace_id, sandbox_id, guest_id) VALUES (@id, @project, @workspace, @sandbox, @guest)`,
-		args{"id": s.ID, "project": s.ProjectID, "workspace": s.WorkspaceID, "sandbox": s.SandboxID, "guest": s.GuestID})
+func (t *tx) InsertSession(ctx context.Context, s controller.Session, quota controller.SessionQuota) error {
+	n, err := t.exec(ctx, `
+		INSERT INTO sessions (id, project_id, workspace_id, sandbox_id, guest_id)
+		SELECT @id, @project, @workspace, @sandbox, @guest
+		WHERE (SELECT count(*) FROM (SELECT FROM sessions o WHERE o.workspace_id = @workspace LIMIT @most) AS few) < @most
+			AND coalesce((SELECT c.rows FROM session_counts c WHERE c.project_id = @project), 0) < @most_in_project`,
+		args{
+			"id": s.ID, "project": s.ProjectID, "workspace": s.WorkspaceID, "sandbox": s.SandboxID, "guest": s.GuestID,
+			"most": quota.Workspace, "most_in_project": quota.Project,
+		})
+	if err == nil && n == 0 {
+		err = core.Errorf(core.Exhausted, core.CodeQuotaExceeded,
+			"workspace %s has %d sessions or its project has %d, which is the most; delete sessions that have ended, or wait a minute", s.WorkspaceID, quota.Workspace, quota.Project)
+	}
 	return err
 }
 
 // MapSessions gives sessions that a guest inherited public ids of their own. Each is as old as the one it has in the guest, so that
 // lists, which go by ids, have them in the order in which they were started, before what was started since.
-func (t *tx) MapSessions(ctx context.Context, sandbox controller.Sandbox, guestIDs []core.SessionID) ([]controller.Session, error) {
+func (t *tx) MapSessions(
+	ctx context.Context, sandbox controller.Sandbox, guestIDs []core.SessionID, most int, quota controller.SessionQuota,
+) ([]controller.Session, error) {
+	list, err := t.guestSessions(ctx, sandbox, guestIDs)
+	if err != nil || len(list) == len(guestIDs) {
+		return list, err
+	}
+	// Several requests may map the sessions of one guest at once. One at a time counts and inserts, or the bound would not hold.
+	if _, err := t.exec(ctx, `SELECT pg_advisory_xact_lock(hashtextextended('sessions of ' || @sandbox, 0))`, args{"sandbox": sandbox.ID}); err != nil {
+		return nil, err
+	}
 	guestIDs = slices.Sorted(slices.Values(guestIDs))
 	fresh := make([]string, len(guestIDs))
 	for i, old := range guestIDs {
@@ -47,21 +68,64 @@ func (t *tx) MapSessions(ctx context.Context, sandbox controller.Sandbox, guestI
 		fresh[i] = string(id)
 	}
 	slices.Sort(fresh) // for those of one millisecond
-	a := args{"sandbox": sandbox.ID, "guest": texts(guestIDs)}
 	if _, err := t.exec(ctx, `
 		INSERT INTO sessions (id, project_id, workspace_id, sandbox_id, guest_id)
 		SELECT v.id, @project, @workspace, @sandbox, v.guest_id FROM unnest(@ids::text[], @guest::text[]) AS v (id, guest_id)
 		WHERE NOT EXISTS (SELECT 1 FROM sessions s WHERE s.sandbox_id = @sandbox AND s.guest_id = v.guest_id)
+		ORDER BY v.guest_id DESC
+		LIMIT greatest(0, least(
+			@most - (SELECT count(*) FROM sessions s WHERE s.sandbox_id = @sandbox AND s.id <> s.guest_id),
+			@quota - (SELECT count(*) FROM (SELECT FROM sessions s WHERE s.workspace_id = @workspace LIMIT @quota) AS few)))
 		ON CONFLICT ON CONSTRAINT sessions_guest_key DO NOTHING`,
-		args{"project": sandbox.ProjectID, "workspace": sandbox.WorkspaceID, "sandbox": sandbox.ID, "ids": fresh, "guest": texts(guestIDs)}); err != nil {
+		args{
+			"project": sandbox.ProjectID, "workspace": sandbox.WorkspaceID, "sandbox": sandbox.ID, "ids": fresh, "guest": texts(guestIDs),
+			"most": most, "quota": quota.Workspace,
+		}); err != nil {
 		return nil, err
 	}
-	rows, err := many[sessionRow](ctx, t, `SELECT`+sessionColumns+` FROM sessions WHERE sandbox_id = @sandbox AND guest_id = ANY(@guest::text[])`, a)
+	return t.guestSessions(ctx, sandbox, guestIDs)
+}
+
+func (t *tx) guestSessions(ctx context.Context, sandbox controller.Sandbox, guestIDs []core.SessionID) ([]controller.Session, error) {
+	rows, err := many[sessionRow](ctx, t, `SELECT`+sessionColumns+` FROM sessions WHERE sandbox_id = @sandbox AND guest_id = ANY(@guest::text[])`,
+		args{"sandbox": sandbox.ID, "guest": texts(guestIDs)})
 	list := make([]controller.Session, len(rows))
 	for i, r := range rows {
 		list[i] = controller.Session(r)
 	}
 	return list, err
+}
+
+// ForgetSessions removes the settled rows of a workspace whose sessions are not in its sandbox any more.
+func (t *tx) ForgetSessions(ctx context.Context, sandbox controller.Sandbox, there []core.SessionID, settled time.Duration) (int, error) {
+	n, err := t.exec(ctx, `
+		DELETE FROM sessions s USING sandboxes b
+		WHERE s.workspace_id = @workspace AND b.id = s.sandbox_id AND b.epoch <= @epoch AND s.created_at < now() - make_interval(secs => @settled)
+			AND (b.id <> @sandbox OR NOT s.guest_id = ANY(@there::text[]))`,
+		args{"workspace": sandbox.WorkspaceID, "sandbox": sandbox.ID, "epoch": sandbox.Epoch, "there": texts(there), "settled": settled.Seconds()})
+	return int(n), err
+}
+
+// SweepSessions removes rows of sessions that nobody can reach any more: their workspace has ended, or has had another machine
+// for some time.
+func (t *tx) SweepSessions(ctx context.Context, kept time.Duration, limit int) (int, error) {
+	n, err := t.exec(ctx, `
+		DELETE FROM sessions WHERE id IN (
+			SELECT s.id FROM sessions s JOIN sandboxes b ON b.id = s.sandbox_id JOIN workspaces w ON w.id = s.workspace_id
+			WHERE w.ended_at < now() - make_interval(secs => @kept)
+				OR w.sandbox_id IS DISTINCT FROM b.id AND b.epoch < w.epoch AND b.ended_at < now() - make_interval(secs => @kept)
+			LIMIT @limit FOR UPDATE OF s SKIP LOCKED)`, args{"kept": kept.Seconds(), "limit": limit})
+	return int(n), err
+}
+
+// CountSessions counts the rows of each project.
+func (t *tx) CountSessions(ctx context.Context) error {
+	_, err := t.exec(ctx, `
+		WITH now_there AS (SELECT project_id, count(*) AS rows FROM sessions GROUP BY project_id),
+			gone AS (DELETE FROM session_counts c WHERE NOT EXISTS (SELECT 1 FROM now_there n WHERE n.project_id = c.project_id))
+		INSERT INTO session_counts (project_id, rows) SELECT project_id, rows FROM now_there
+		ON CONFLICT (project_id) DO UPDATE SET rows = excluded.rows, counted_at = now()`, args{})
+	return err
 }
 
 // MoveSessions lets the sessions of a suspended machine be found in the one that it was resumed as: the programs go on, under

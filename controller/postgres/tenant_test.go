@@ -34,7 +34,7 @@ func (d *db) populate(project core.ProjectID, from controller.Checkpoint) (contr
 		if op, err = tx.InsertOperation(ctx, op, time.Minute); err != nil {
 			return err
 		}
-		if err := tx.InsertSession(ctx, session); err != nil {
+		if err := tx.InsertSession(ctx, session, manySessions); err != nil {
 			return err
 		}
 		hash := sha256.Sum256([]byte(project))

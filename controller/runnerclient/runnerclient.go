@@ -24,6 +24,7 @@ import (
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/controller"
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/boundjson"
 	"github.com/coppice-dev/coppice/internal/mtls"
 	"github.com/coppice-dev/coppice/internal/tracing"
 )
@@ -43,6 +44,7 @@ var DefaultTimeouts = Timeouts{Call: 15 * time.Second, Fork: 3 * time.Minute, Ca
 const (
 	dialTimeout   = 3 * time.Second
 	maxAnswer     = 64 << 20
+	maxHeader     = 64 << 10 // a guest's answer has at most 32 KiB, and the runner adds little
 	idlePerRunner = 64
 	idleTimeout   = 90 * time.Second
 )
@@ -115,7 +117,7 @@ func (c *Client) route(endpoint string) (*http.Transport, *url.URL, error) {
 	dialer := net.Dialer{Timeout: dialTimeout}
 	t := &http.Transport{
 		TLSClientConfig: secure, TLSHandshakeTimeout: dialTimeout,
-		MaxIdleConnsPerHost: idlePerRunner, IdleConnTimeout: idleTimeout, DisableCompression: true,
+		MaxIdleConnsPerHost: idlePerRunner, IdleConnTimeout: idleTimeout, DisableCompression: true, MaxResponseHeaderBytes: maxHeader,
 		DialContext: func(ctx context.Context, network, address string) (net.Conn, error) {
 			if unix {
 				network, address = "unix", path
@@ -180,7 +182,7 @@ func (c *Client) authorize(req *http.Request) {
 // problem reads what a runner refused.
 func problem(res *http.Response) error {
 	var p runnerapi.Problem
-	if err := json.NewDecoder(io.LimitReader(res.Body, 1<<20)).Decode(&p); err != nil || p.Code == "" {
+	if err := boundjson.Decode(res.Body, boundSmall, nil, &p); err != nil || p.Code == "" {
 		return core.Errorf(core.Unavailable, core.CodeRunnerUnreachable, "the runner answered with status %d and no reason", res.StatusCode)
 	}
 	if p.Category == core.Unauthenticated { // our secret, not the caller's key
@@ -202,8 +204,12 @@ func unreachable(ctx context.Context, err error) error {
 	return core.Wrapf(err, core.Unavailable, core.CodeRunnerUnreachable, "the runner cannot be reached; what it had begun is undone or finished when it is back")
 }
 
-// call sends in and reads the answer into out; either may be nil.
+// call sends in and reads a small answer into out; either may be nil.
 func (c *Client) call(ctx context.Context, timeout time.Duration, endpoint, method, path string, in, out any) (err error) {
+	return c.callBound(ctx, timeout, endpoint, method, path, in, out, boundSmall)
+}
+
+func (c *Client) callBound(ctx context.Context, timeout time.Duration, endpoint, method, path string, in, out any, bound boundjson.Bound) (err error) {
 	ctx, cancel := context.WithTimeoutCause(ctx, timeout, errTimeout)
 	defer cancel()
 	ctx, span := tracing.Start(ctx, "runner call", trace.WithSpanKind(trace.SpanKindClient), trace.WithAttributes(attribute.String("path", method+" "+path)))
@@ -217,9 +223,9 @@ func (c *Client) call(ctx context.Context, timeout time.Duration, endpoint, meth
 	}
 	defer res.Body.Close()
 	if out == nil {
-		_, err = io.Copy(io.Discard, io.LimitReader(res.Body, maxAnswer))
+		_, err = io.Copy(io.Discard, io.LimitReader(res.Body, bound.Bytes))
 	} else {
-		err = json.NewDecoder(io.LimitReader(res.Body, maxAnswer)).Decode(out)
+		err = boundjson.Decode(res.Body, bound, nil, out)
 	}
 	if err != nil {
 		return unreachable(ctx, fmt.Errorf("read answer of %s: %w", path, err))
@@ -235,7 +241,7 @@ func with[A, B ~string](path string, id A, port B) string {
 // Images lists what a runner holds.
 func (c *Client) Images(ctx context.Context, endpoint string) ([]runnerapi.Image, error) {
 	var out runnerapi.Images
-	err := c.call(ctx, c.timeouts.Call, endpoint, http.MethodGet, runnerapi.PathImages, nil, &out)
+	err := c.callBound(ctx, c.timeouts.Call, endpoint, http.MethodGet, runnerapi.PathImages, nil, &out, boundImages)
 	return out.Images, err
 }
 
@@ -249,7 +255,7 @@ func (c *Client) Template(ctx context.Context, endpoint string, t runnerapi.Temp
 // Fork grows sandboxes.
 func (c *Client) Fork(ctx context.Context, endpoint string, f runnerapi.Fork) (runnerapi.ForkResult, error) {
 	var out runnerapi.ForkResult
-	err := c.call(ctx, c.timeouts.Fork, endpoint, http.MethodPost, runnerapi.PathForks, f, &out)
+	err := c.callBound(ctx, c.timeouts.Fork, endpoint, http.MethodPost, runnerapi.PathForks, f, &out, boundFork(len(f.Children)))
 	return out, err
 }
 
@@ -273,7 +279,7 @@ func (c *Client) DeleteCheckpoint(ctx context.Context, endpoint string, id core.
 // Diff says what differs between two checkpoints.
 func (c *Client) Diff(ctx context.Context, endpoint string, from core.CheckpointID, d runnerapi.Diff) (runnerapi.DiffPage, error) {
 	var out runnerapi.DiffPage
-	err := c.call(ctx, c.timeouts.Diff, endpoint, http.MethodPost, with(runnerapi.PathCheckpointDiff, from, ""), d, &out)
+	err := c.callBound(ctx, c.timeouts.Diff, endpoint, http.MethodPost, with(runnerapi.PathCheckpointDiff, from, ""), d, &out, boundDiff)
 	return out, err
 }
 

@@ -82,7 +82,13 @@ func (r *Runner) Handler() http.Handler {
 			return
 		}
 		q.URL.Path = "/" + q.PathValue("rest")
-		s.guest.ServeHTTP(w, q)
+		r.mu.Lock()
+		var agent http.Handler = s.guest
+		if s.evil != nil {
+			agent = s.evil
+		}
+		r.mu.Unlock()
+		agent.ServeHTTP(w, q)
 	})
 	return http.HandlerFunc(func(w http.ResponseWriter, q *http.Request) {
 		if q.Header.Get("Authorization") != "Bearer "+r.cfg.Secret {

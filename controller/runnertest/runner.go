@@ -85,6 +85,7 @@ type Runner struct {
 type sandbox struct {
 	runnerapi.Sandbox
 	guest *guest
+	evil  http.Handler // answers instead of guest, where there is one
 	ports map[core.PortID]runnerapi.Port
 	rules runnerapi.EgressRules
 	ca    string
@@ -608,4 +609,13 @@ func Post(ctx context.Context, url, secret string, in, out any) error {
 		return fmt.Errorf("status %d: %w", res.StatusCode, err)
 	}
 	return p.Err()
+}
+
+// Corrupt lets a hostile agent answer for a sandbox. The agent gets the honest one, which it may call.
+func (r *Runner) Corrupt(id core.SandboxID, evil func(honest http.Handler) http.Handler) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if s, ok := r.sandboxes[id]; ok {
+		s.evil = evil(s.guest)
+	}
 }

@@ -13,14 +13,30 @@ import (
 
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
+	"github.com/coppice-dev/coppice/internal/boundjson"
 )
 
 const (
-	maxControlBody       = 1 << 20           // a report of all steps is a few KiB
 	maxHeaderBytes       = 32 << 10          // of an answer
 	controlHeaderTimeout = 2 * time.Minute   // over it the call's own deadline decides
 	publicHeaderTimeout  = 330 * time.Second // the longest wait of a session is 300 s
 )
+
+// What an answer of the agent may be. A report of all steps is a few KiB; clean.go says what is kept of it.
+var (
+	boundControl = boundjson.Bound{
+		Name: "the agent's answer", Bytes: 1 << 20, Elements: 64 << 10, List: 4 << 10, Depth: 8, String: 1 << 10, Text: 512 << 10, Cut: 2, Keep: maxWorkload,
+	}
+	boundProblem = boundjson.Bound{
+		Name: "the agent's reason", Bytes: 1 << 20, Elements: 256, List: 64, Depth: 6, String: 4 << 10, Text: 16 << 10,
+	}
+	boundPublic = boundjson.Bound{
+		Name: "the agent's answer", Bytes: 64 << 10, Elements: 1 << 10, List: 1 << 10, Depth: 8, String: 4 << 10, Text: 64 << 10,
+	}
+)
+
+// Decode reads an answer of a public route into out. It is for small answers.
+func Decode(r io.Reader, out any) error { return boundjson.Decode(r, boundPublic, nil, out) }
 
 // guestURL is a name for logs and the Host header; nothing resolves it.
 const guestURL = "http://guest"
@@ -73,22 +89,16 @@ func (c *Client) call(ctx context.Context, limit time.Duration, method, path str
 		return callError(ctx, err, path)
 	}
 	defer func() { _ = res.Body.Close() }()
-	b, err := io.ReadAll(io.LimitReader(res.Body, maxControlBody+1))
-	if err == nil {
-		// At the deadline our half of the stream is closed, and the guest may close its own in good order in the middle of an answer.
-		err = ctx.Err()
-	}
-	if err != nil {
-		return callError(ctx, err, path)
-	}
-	if len(b) > maxControlBody {
-		return protocolError(nil, "its answer to %s is longer than %d bytes", path, maxControlBody)
-	}
 	if res.StatusCode != http.StatusOK {
-		return problem(res.StatusCode, b, path)
+		return problem(ctx, res, path)
 	}
-	if err := json.Unmarshal(b, out); err != nil {
-		return protocolError(err, "its answer to %s is not understood", path)
+	from := &watched{Reader: res.Body}
+	if err := boundjson.Decode(from, boundControl, nil, out); err != nil {
+		return answerError(ctx, errors.Join(err, from.err), from.err != nil, path)
+	}
+	if err := ctx.Err(); err != nil {
+		// At the deadline our half of the stream is closed, and the guest may close its own in good order in the middle of an answer.
+		return callError(ctx, err, path)
 	}
 	switch v := out.(type) {
 	case *core.ResealReport:
@@ -112,12 +122,40 @@ func protocolError(err error, format string, a ...any) error {
 	return core.Wrapf(err, core.Internal, core.CodeGuestProtocol, "the sandbox's agent does not keep to the protocol: "+format, a...)
 }
 
+// watched remembers how its reader broke.
+type watched struct {
+	io.Reader
+	err error
+}
+
+func (w *watched) Read(p []byte) (int, error) {
+	n, err := w.Reader.Read(p)
+	if err != nil && !errors.Is(err, io.EOF) {
+		w.err = err
+	}
+	return n, err
+}
+
+// answerError says whether the connection broke off or the answer is not one.
+func answerError(ctx context.Context, err error, broken bool, path string) error {
+	if _, long := errors.AsType[*boundjson.Error](err); long {
+		return protocolError(err, "its answer to %s is too long", path)
+	}
+	if broken || ctx.Err() != nil {
+		return callError(ctx, err, path)
+	}
+	return protocolError(err, "its answer to %s is not understood", path)
+}
+
 // problem turns an error answer into an error whose text is safe to show. Only categories and codes of the known form
 // are believed.
-func problem(status int, body []byte, path string) error {
+func problem(ctx context.Context, res *http.Response, path string) error {
 	var p guestapi.Problem
-	if err := json.Unmarshal(body, &p); err != nil || !validCode(p.Code) || !validCategory(p.Category) {
-		return protocolError(err, "it answered %s with status %d and no reason", path, status)
+	if err := boundjson.Decode(res.Body, boundProblem, nil, &p); err != nil || !validCode(p.Code) || !validCategory(p.Category) {
+		if ctx.Err() != nil {
+			return callError(ctx, err, path)
+		}
+		return protocolError(err, "it answered %s with status %d and no reason", path, res.StatusCode)
 	}
 	return core.Errorf(p.Category, p.Code, "the sandbox's agent: %s", core.Clip(p.Message))
 }

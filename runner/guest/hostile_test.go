@@ -344,3 +344,39 @@ func TestUnreadAnswersAreBounded(t *testing.T) {
 		t.Errorf("%d unread answers hold %d bytes", n, grown)
 	}
 }
+
+// TestAnswersOfManyElements: a small answer never becomes a large heap, whatever it is made of. Each ends in its time.
+func TestAnswersOfManyElements(t *testing.T) { //nolint:paralleltest // it measures the heap of the process
+	const size = 1000 << 10
+	many := func(open, each, end string) string {
+		return open + strings.Repeat(each+",", size/(len(each)+1)) + each + end
+	}
+	for name, body := range map[string]string{
+		"steps":     many(`{"steps":[`, "{}", "]}"),
+		"evidence":  many(`{"steps":[{"evidence":{`, `"a":""`, "}}]}"),
+		"processes": many(`{"stale_processes":[`, "{}", "]}"),
+		"levels":    strings.Repeat(`{"x":[`, size/6),
+		"NULs":      `{"generation":"` + strings.Repeat(`\u0000`, size/6) + `"}`,
+		"raw NULs":  strings.Repeat("\x00", size),
+		"ANSI":      `{"generation":"` + strings.Repeat(`\u001b[2J`, size/10) + `"}`,
+		"a number":  `{"duration_ms":` + strings.Repeat("9", size) + `}`,
+	} {
+		c := serveHTTP(t, func(w http.ResponseWriter, _ *http.Request) { _, _ = io.WriteString(w, body) })
+		if _, err := c.Health(t.Context()); err != nil && core.CodeOf(err) != core.CodeGuestProtocol {
+			t.Errorf("%s: %v", name, err)
+		}
+		var before, after runtime.MemStats
+		runtime.ReadMemStats(&before)
+		report, err := c.Reseal(t.Context(), wantAll())
+		runtime.ReadMemStats(&after)
+		if err != nil && core.CodeOf(err) != core.CodeGuestProtocol {
+			t.Errorf("%s: %v", name, err)
+		}
+		if grown := after.TotalAlloc - before.TotalAlloc; grown > 6<<20 {
+			t.Errorf("%s: %d KiB were allocated for an answer of %d", name, grown>>10, size>>10)
+		}
+		if len(report.Steps) > maxSteps || len(report.Generation) > 130 || strings.ContainsAny(report.Generation, "\x00\x1b") {
+			t.Errorf("%s: %d steps, generation %.40q", name, len(report.Steps), report.Generation)
+		}
+	}
+}

@@ -1,0 +1,189 @@
+package controller
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"net/url"
+	"regexp"
+	"time"
+
+	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/boundjson"
+)
+
+// What each answer of a guest may be. An honest agent stays far below: it keeps 384 sessions and lists 4096 processes with
+// 4 KiB of command line each. Long texts are cut, because honest programs have them. Everything else beyond a bound is refused.
+var (
+	boundSession = boundjson.Bound{
+		Name: "the guest's session", Bytes: 24 << 20, Elements: 8 << 10, List: 8 << 10, Depth: 6, String: 128 << 10, Text: 1 << 20, Cut: 2, Keep: 4096,
+	}
+	boundSessions = boundjson.Bound{
+		Name: "the guest's list of sessions", Bytes: 16 << 20, Elements: 40 << 10, List: 512, Depth: 6, String: 4 << 10, Text: 1 << 20, Cut: 4, Keep: 64,
+	}
+	boundProcesses = boundjson.Bound{
+		Name: "the guest's list of processes", Bytes: 24 << 20, Elements: 40 << 10, List: 4096, Depth: 6, String: 4 << 10, Text: 2 << 20, Cut: 2, Keep: 4096,
+	}
+	boundProblem = boundjson.Bound{
+		Name: "the guest's reason", Bytes: 1 << 20, Elements: 256, List: 64, Depth: 6, String: 4 << 10, Text: 16 << 10,
+	}
+)
+
+// What all answers of guests that are being read may hold together, in one controller. A project has at most an eighth.
+const (
+	guestBytesTotal = 64 << 20
+	guestBytesShare = 8 << 20
+	guestBytesFree  = 16 << 10 // of each answer: as much as its connection buffers
+)
+
+const (
+	maxGuestText  = 500 // of an error's message
+	pathSessions  = "/v1/sessions"
+	pathProcesses = "/v1/processes"
+	headerContent = "Content-Type"
+	contentJSON   = "application/json"
+	contentRaw    = "application/octet-stream"
+)
+
+// answer is where a guest's answer goes, and its bound.
+type answer struct {
+	bound boundjson.Bound
+	out   any
+}
+
+// callGuest sends JSON to the agent and reads its answer. in may be nil; the zero answer reads none.
+func (c *Controller) callGuest(ctx context.Context, s Sandbox, method, path string, query url.Values, in any, to answer) error {
+	ctx, cancel := context.WithTimeout(ctx, c.cfg.GuestCall)
+	defer cancel()
+	var body io.Reader
+	if in != nil {
+		b, err := json.Marshal(in)
+		if err != nil {
+			return fmt.Errorf("encode request to the guest: %w", err)
+		}
+		body = bytes.NewReader(b)
+	}
+	res, err := c.askGuest(ctx, s, method, path, query, contentJSON, body)
+	if err != nil {
+		return err
+	}
+	defer res.Body.Close()
+	if to.out == nil {
+		return nil
+	}
+	account := c.guestBytes.Open(string(s.ProjectID))
+	defer account.Close()
+	if err := boundjson.Decode(res.Body, to.bound, account, to.out); err != nil {
+		return guestFault(ctx, err)
+	}
+	return nil
+}
+
+// guestFault says why an answer of a guest was not read.
+func guestFault(ctx context.Context, err error) error {
+	switch {
+	case errors.Is(err, boundjson.ErrFull):
+		return core.Wrapf(err, core.Unavailable, core.CodeGuestBusy, "the guests of this project send more at once than is read at once; repeat the request")
+	case ctx.Err() != nil:
+		return context.Cause(ctx)
+	}
+	return core.Wrapf(err, core.Unavailable, core.CodeGuestProtocol, "the guest's agent gave an answer that cannot be read")
+}
+
+// GuestBytes is how many bytes of guests' answers are held now.
+func (c *Controller) GuestBytes() int {
+	used, _ := c.guestBytes.Used()
+	return used
+}
+
+// askGuest sends a request and returns an answer with a status below 300, whose body the caller closes.
+func (c *Controller) askGuest(ctx context.Context, s Sandbox, method, path string, query url.Values, content string, body io.Reader) (*http.Response, error) {
+	target := url.URL{Scheme: "http", Host: "guest", Path: path, RawQuery: query.Encode()}
+	req, err := http.NewRequestWithContext(ctx, method, target.String(), body)
+	if err != nil {
+		return nil, fmt.Errorf("make request to the guest: %w", err)
+	}
+	if body != nil {
+		req.Header.Set(headerContent, content)
+	}
+	res, err := c.runners.Guest(s.Endpoint, s.ID).RoundTrip(req)
+	if err != nil {
+		return nil, err
+	}
+	if res.StatusCode < http.StatusMultipleChoices {
+		return res, nil
+	}
+	err = GuestProblem(res)
+	return nil, errors.Join(err, res.Body.Close())
+}
+
+// Pauses between two questions to an agent that answers a wait before its time.
+const (
+	firstWaitPause = 100 * time.Millisecond
+	maxWaitPause   = 5 * time.Second
+)
+
+// awaitExit asks the agent for the end of a session until it has ended or the time is up. The agent should answer when the
+// session ends or the asked time is over. One that answers sooner is asked again after a pause, which doubles each time.
+func (c *Controller) awaitExit(ctx context.Context, s Sandbox, id core.SessionID, until time.Time) (GuestSession, error) {
+	var g GuestSession
+	early := firstWaitPause
+	for {
+		slice := min(time.Until(until), guestWaitSlice)
+		if slice <= 0 {
+			return g, nil
+		}
+		asked := time.Now()
+		var err error
+		if g, err = c.waitGuest(ctx, s, id, slice); err != nil || g.State == GuestExited {
+			return g, err
+		}
+		if time.Since(asked) >= slice-firstWaitPause {
+			early = firstWaitPause
+			continue
+		}
+		if err := pause(ctx, min(early, max(0, time.Until(until)))); err != nil {
+			return g, err
+		}
+		early = min(2*early, maxWaitPause)
+	}
+}
+
+var codeForm = regexp.MustCompile(`^[A-Z][A-Z0-9_]{1,63}$`)
+
+// GuestProblem turns an answer of 300 or more, of a runner or of an agent behind it, into an error. It reads the body and does
+// not close it.
+func GuestProblem(res *http.Response) error {
+	var p runnerapi.Problem
+	if err := boundjson.Decode(res.Body, boundProblem, nil, &p); err != nil || !codeForm.MatchString(string(p.Code)) {
+		return core.Errorf(core.Unavailable, core.CodeGuestProtocol, "the guest's agent answered with status %d and no reason", res.StatusCode)
+	}
+	if p.Code == core.CodeSandboxNotFound {
+		return core.Errorf(core.Unavailable, core.CodeSandboxLost, "the workspace's sandbox is gone from its runner; the workspace will be lost")
+	}
+	text := clipText(p.Message)
+	switch p.Category {
+	case core.NotFound, core.AlreadyExists, core.Invalid, core.Conflict, core.FailedPrecondition, core.Exhausted, core.Unavailable, core.TimedOut:
+		return core.Errorf(p.Category, p.Code, "%s", text)
+	case core.PermissionDenied: // inside the guest; the caller's own rights are not in question
+		return core.Errorf(core.FailedPrecondition, p.Code, "%s", text)
+	case core.Unauthenticated, core.DataLoss, core.Canceled, core.Internal:
+	}
+	return core.Errorf(core.Unavailable, core.CodeGuestProtocol, "the guest's agent failed: %s (%s)", text, p.Code)
+}
+
+// clipText bounds foreign text and makes it printable.
+func clipText(s string) string {
+	b := []byte(s[:min(len(s), maxGuestText)])
+	for i, ch := range b {
+		if ch < 0x20 || ch > 0x7e {
+			b[i] = '?'
+		}
+	}
+	return string(b)
+}

@@ -1,0 +1,78 @@
+package controller
+
+import (
+	"context"
+	"net/http"
+	"time"
+
+	"github.com/coppice-dev/coppice/core"
+)
+
+// SessionQuota bounds the rows of sessions.
+type SessionQuota struct {
+	Workspace int // of one workspace; default 4096
+	Project   int // of one project, as last counted (every minute); default 200,000
+}
+
+func (q SessionQuota) withDefaults() SessionQuota {
+	if q.Workspace == 0 {
+		q.Workspace = 4096
+	}
+	if q.Project == 0 {
+		q.Project = 200_000
+	}
+	return q
+}
+
+// MaxInherited is how many sessions that this controller did not start get a row, in one machine. A fork inherits the sessions
+// of its parent, at most 384 of an honest agent. The agent names them, so a hostile one invents names.
+const MaxInherited = 512
+
+const (
+	sessionsEvery = time.Minute
+	sessionsBatch = 5000        // rows in one transaction
+	settledAfter  = time.Minute // a younger row may be of a session that is about to start
+)
+
+// tidySessions removes the rows of sessions whose machine has ended some time ago, and counts what each project has.
+func (c *Controller) tidySessions(ctx context.Context) error {
+	for {
+		n, err := read(ctx, c, System(), func(tx Tx) (int, error) { return tx.SweepSessions(ctx, c.cfg.SessionsKept, sessionsBatch) })
+		if err != nil {
+			return err
+		}
+		if n < sessionsBatch {
+			break
+		}
+	}
+	return c.store.InTx(ctx, System(), func(tx Tx) error { return tx.CountSessions(ctx) })
+}
+
+// forgetSessions makes room in a workspace that has as many rows as it may have. What the agent has forgotten cannot be
+// reached any more, so its row goes. A hostile agent can make the controller forget sessions of its own workspace only.
+func (c *Controller) forgetSessions(ctx context.Context, w Workspace) error {
+	var there guestSessions
+	if err := c.callGuest(ctx, w.Sandbox, http.MethodGet, pathSessions, nil, nil, answer{boundSessions, &there}); err != nil {
+		return err
+	}
+	n, err := read(ctx, c, InProject(w.ProjectID), func(tx Tx) (int, error) {
+		return tx.ForgetSessions(ctx, w.Sandbox, there.ids(), c.settled())
+	})
+	c.log.DebugContext(ctx, "sessions that the guest does not know any more were forgotten", "workspace_id", w.ID, "rows", n)
+	return err
+}
+
+func (c *Controller) settled() time.Duration { return min(settledAfter, c.cfg.SessionsKept) }
+
+// ids are the well-formed ids of a list of sessions, each once.
+func (g guestSessions) ids() []core.SessionID {
+	seen := make(map[core.SessionID]bool, len(g.Sessions))
+	ids := make([]core.SessionID, 0, len(g.Sessions))
+	for _, s := range g.Sessions {
+		if _, err := core.ParseID[core.SessionID](string(s.ID)); err == nil && !seen[s.ID] {
+			seen[s.ID] = true
+			ids = append(ids, s.ID)
+		}
+	}
+	return ids
+}

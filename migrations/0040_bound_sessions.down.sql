@@ -1,0 +1,3 @@
+DROP TABLE session_counts;
+DROP INDEX sessions_workspace_idx;
+REVOKE DELETE ON sessions FROM coppice_app;
