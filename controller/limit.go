@@ -9,6 +9,7 @@ import (
 
 	"golang.org/x/time/rate"
 
+	"github.com/coppice-dev/coppice/controller/openlimit"
 	"github.com/coppice-dev/coppice/core"
 )
 
@@ -59,7 +60,6 @@ func (l Limits) withDefaults() Limits {
 }
 
 const (
-	freeFailures    = 5
 	maxFailureDelay = time.Second
 	maxDelayed      = 256 // answers that are held back at once
 	bucketIdle      = time.Minute
@@ -73,18 +73,19 @@ type Allowance struct {
 	Reset     time.Duration // until it is full again
 }
 
-// limiter keeps the buckets of this process.
+// limiter keeps the buckets of this process. Those of keys and projects are apart from those of addresses, so that nobody without
+// a valid key has any influence on them.
 type limiter struct {
 	limits Limits
+	open   *openlimit.Tree
 	// mu guards the fields below.
-	mu       sync.Mutex
-	buckets  map[bucketKey]*bucket
-	failures map[string]*failures
-	delayed  int
+	mu      sync.Mutex
+	buckets map[bucketKey]*bucket
+	delayed int
 }
 
 type bucketKey struct {
-	owner string // key, project or address
+	owner string // key or project
 	class RateClass
 }
 
@@ -93,22 +94,22 @@ type bucket struct {
 	used time.Time
 }
 
-type failures struct {
-	count int
-	last  time.Time
-}
-
 func newLimiter(l Limits) *limiter {
-	return &limiter{limits: l.withDefaults(), buckets: map[bucketKey]*bucket{}, failures: map[string]*failures{}}
+	l = l.withDefaults()
+	return &limiter{limits: l, open: openlimit.New(l.Open.PerSecond, l.Open.Burst), buckets: map[bucketKey]*bucket{}}
 }
 
-// bucket needs mu.
+// bucket needs mu. A bucket that limits somebody is never forgotten. When there are as many as there may be, the owners without
+// one share one for each class.
 func (l *limiter) bucket(key bucketKey, r Rate, now time.Time) *bucket {
 	b, ok := l.buckets[key]
-	if !ok {
-		if len(l.buckets) >= maxBuckets { // many addresses at once: forget them all rather than grow
-			clear(l.buckets)
+	if !ok && len(l.buckets) >= maxBuckets {
+		if l.reclaim(now, 0); len(l.buckets) >= maxBuckets {
+			key = bucketKey{class: key.class}
+			b, ok = l.buckets[key]
 		}
+	}
+	if !ok {
 		b = &bucket{Limiter: rate.NewLimiter(rate.Limit(r.PerSecond), r.Burst)}
 		l.buckets[key] = b
 	}
@@ -150,16 +151,17 @@ func seconds(s float64) time.Duration { return time.Duration(s * float64(time.Se
 
 // sweep forgets buckets that nobody has used for so long that they are as good as new.
 func (l *limiter) sweep(now time.Time) {
+	l.open.Sweep(now)
 	l.mu.Lock()
 	defer l.mu.Unlock()
+	l.reclaim(now, bucketIdle)
+}
+
+// reclaim needs mu. It forgets buckets that are full: a new one would be the same.
+func (l *limiter) reclaim(now time.Time, idle time.Duration) {
 	for key, b := range l.buckets {
-		if now.Sub(b.used) > bucketIdle && b.TokensAt(now) >= float64(b.Burst()) {
+		if now.Sub(b.used) >= idle && b.TokensAt(now) >= float64(b.Burst()) {
 			delete(l.buckets, key)
-		}
-	}
-	for address, f := range l.failures {
-		if now.Sub(f.last) > bucketIdle {
-			delete(l.failures, address)
 		}
 	}
 }
@@ -187,48 +189,38 @@ func (c *Controller) Allow(key Key, class RateClass) (Allowance, error) {
 
 // AllowOpen takes a request without a key, or with one that is not known yet, into account.
 func (c *Controller) AllowOpen(address string) (Allowance, error) {
-	return c.limits.take(time.Now(), map[bucketKey]Rate{{origin(address), RateOpen}: c.limits.limits.Open})
+	left, wait := c.limits.open.Take(time.Now(), origin(address))
+	allowed := Allowance{Limit: left.Limit, Remaining: left.Remaining, Reset: left.Reset}
+	if wait > 0 {
+		return allowed, &RateError{After: wait}
+	}
+	return allowed, nil
 }
 
-// origin is whom an address stands for: a whole /64 of IPv6, and everybody who comes by a socket of this host.
-func origin(remote string) string {
+// origin is the address of whoever sent a request; the zero value for everybody who comes by a socket of this host.
+func origin(remote string) netip.Addr {
 	port, err := netip.ParseAddrPort(remote)
 	if err != nil {
-		return "local"
+		return netip.Addr{}
 	}
-	a := port.Addr().Unmap().WithZone("")
-	if a.Is6() {
-		if p, err := a.Prefix(64); err == nil {
-			return p.String()
-		}
-	}
-	return a.String()
+	return port.Addr()
 }
 
 // SlowFailure holds the answer to a wrong key back, the longer the more there were from that address. It refuses with a
 // RateError when too many answers are being held back.
 func (c *Controller) SlowFailure(ctx context.Context, address string) error {
-	l, now := c.limits, time.Now()
-	l.mu.Lock()
-	f, ok := l.failures[origin(address)]
-	if !ok || now.Sub(f.last) > bucketIdle {
-		if len(l.failures) >= maxBuckets {
-			clear(l.failures)
-		}
-		f = &failures{}
-		l.failures[origin(address)] = f
+	l := c.limits
+	n := l.open.Failed(time.Now(), origin(address))
+	if n <= 0 {
+		return nil
 	}
-	f.count, f.last = f.count+1, now
-	n := f.count - freeFailures
-	full := n > 0 && l.delayed >= maxDelayed
-	if n > 0 && !full {
+	l.mu.Lock()
+	full := l.delayed >= maxDelayed
+	if !full {
 		l.delayed++
 	}
 	l.mu.Unlock()
-	switch {
-	case n <= 0:
-		return nil
-	case full:
+	if full {
 		return &RateError{After: maxFailureDelay}
 	}
 	defer func() {

@@ -38,23 +38,46 @@ func TestBuckets(t *testing.T) {
 	if len(l.buckets) != 0 {
 		t.Errorf("%d buckets are kept for ever", len(l.buckets))
 	}
-	for i := range maxBuckets + 10 {
-		_, _ = l.take(now, map[bucketKey]Rate{{fmt.Sprint(i), RateOpen}: {1, 1}})
+	// A key that has used up its bucket keeps it, however many others come.
+	for range 2 {
+		_, _ = l.take(now, map[bucketKey]Rate{key: {10, 2}}) // these are its last
 	}
-	if len(l.buckets) > maxBuckets {
+	for i := range maxBuckets + 10 {
+		_, _ = l.take(now, map[bucketKey]Rate{{fmt.Sprint(i), RateRead}: {1, 1}}) // the last of them share one bucket
+	}
+	if len(l.buckets) > maxBuckets+1 {
 		t.Errorf("%d buckets", len(l.buckets))
+	}
+	if _, err := l.take(now, map[bucketKey]Rate{key: {10, 2}}); err == nil {
+		t.Error("a key has its tokens back because others came")
+	}
+	if _, err := l.take(now.Add(time.Hour), map[bucketKey]Rate{{"new", RateRead}: {1, 1}}); err != nil || len(l.buckets) > 1 {
+		t.Errorf("%v, %d buckets: full ones make room", err, len(l.buckets))
 	}
 }
 
-func TestOrigin(t *testing.T) {
+// TestStrangersAndKeys has strangers ask from everywhere while a key that is refused stays refused.
+func TestStrangersAndKeys(t *testing.T) {
 	t.Parallel()
-	for remote, want := range map[string]string{
-		"10.0.0.1:80": "10.0.0.1", "[::ffff:10.0.0.1]:80": "10.0.0.1", "[2001:db8:1:2:3::4]:1": "2001:db8:1:2::/64", "[2001:db8:1:2:9::9]:2": "2001:db8:1:2::/64",
-		"[fe80::1%eth0]:1": "fe80::/64", "@": "local", "": "local",
-	} {
-		if got := origin(remote); got != want {
-			t.Errorf("origin of %q is %q, want %q", remote, got, want)
+	c := &Controller{limits: newLimiter(Limits{})}
+	key := Key{ID: core.NewID[core.KeyID](), ProjectID: core.NewID[core.ProjectID]()}
+	for range 101 {
+		_, _ = c.Allow(key, RateAdmin) // until it is refused
+	}
+	for i := range maxBuckets + 1000 {
+		_, _ = c.AllowOpen(fmt.Sprintf("[2001:db8:%x:%x::1]:1", 1+i>>16, i&0xffff)) // most are refused
+	}
+	refused := 0
+	for range 50 {
+		if _, err := c.Allow(key, RateAdmin); err != nil {
+			refused++
 		}
+	}
+	if refused < 25 {
+		t.Errorf("the key was refused %d times of 50 after strangers came: its bucket was forgotten", refused)
+	}
+	if left, err := c.AllowOpen("192.0.2.1:5"); err != nil {
+		t.Errorf("a stranger of another prefix: %+v, %v", left, err)
 	}
 }
 

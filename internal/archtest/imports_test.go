@@ -98,6 +98,7 @@ var rules = []rule{
 	{subtree: "guestagent", only: []string{"core"}, why: "what runs in the guest is small and knows no host"},
 	{subtree: "controller", not: []string{"runner", "guestagent", "images", "sdk", "cmd", "egress/proxy", "egress/resolver"}, why: "the controller speaks api/runnerapi and nothing below it; of the egress proxy it knows the policy, which is pure"},
 	{subtree: "controller/placement", only: []string{"core", "api/runnerapi", "controller"}, foreign: none, why: "a pure function"},
+	{subtree: "controller/openlimit", only: none, foreign: []string{"golang.org/x/time"}, why: "a table of addresses, which knows no request"},
 	{subtree: "controller/retention", only: []string{"core", "controller"}, foreign: none, why: "a pure function"},
 	{subtree: "controller/postgres", not: []string{"controller/httpapi", "controller/runnerclient"}, why: "adapters do not import one another"},
 	{subtree: "controller/httpapi", not: []string{"controller/postgres", "controller/runnerclient"}, notForeign: []string{"github.com/jackc/pgx"}, why: "adapters do not import one another"},
