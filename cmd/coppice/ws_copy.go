@@ -16,13 +16,18 @@ import (
 )
 
 func newWSCopyCommand(a *app) *cobra.Command {
-	return &cobra.Command{
+	var options coppice.CopyOptions
+	c := &cobra.Command{
 		Use:   "cp SOURCE DESTINATION",
 		Short: "Copy files and directories into or out of a workspace",
 		Long: `Copy a file or directory into or out of a workspace. One of SOURCE and DESTINATION is WORKSPACE:PATH with an absolute PATH.
 
 It goes into DESTINATION when that is a directory, else to that name. A directory that is named with "/." at its end stands for what it
-holds. Owners become root inside and the caller's outside.`,
+holds. Owners become root inside and the caller's outside.
+
+A workspace is not trusted: nothing that it sends is written outside of DESTINATION. Links in the path that you type are followed.
+Below it, a link that is in the way is replaced, and so is a link with the name of a file that is copied. Symbolic links that
+lead out of the copied tree are left out, unless --outside-links is given; so are devices, sockets and pipes.`,
 		Example: "  coppice ws cp ./src demo:/workspace\n  coppice ws cp demo:/workspace/out.txt .\n  coppice ws cp demo:/etc/. ./etc",
 		Args:    cobra.ExactArgs(2),
 		RunE: func(c *cobra.Command, args []string) error {
@@ -39,21 +44,34 @@ holds. Owners become root inside and the caller's outside.`,
 			began := time.Now()
 			done := a.working(ctx, "copying")
 			var n int64
+			var got coppice.Copied
 			if toRemote {
 				n, err = copyWith(ctx, client, to, func(id string) (int64, error) { return client.CopyTo(ctx, id, args[0], toPath) })
 			} else {
-				n, err = copyWith(ctx, client, from, func(id string) (int64, error) { return client.CopyFrom(ctx, id, fromPath, args[1]) })
+				n, err = copyWith(ctx, client, from, func(id string) (int64, error) {
+					var err error
+					got, err = client.CopyFromWith(ctx, id, fromPath, args[1], options)
+					return got.Bytes, err
+				})
 			}
 			done()
 			if err != nil {
 				return err
 			}
-			return a.print(map[string]any{"bytes": n, "duration_ms": time.Since(began).Milliseconds()}, func(io.Writer) error {
+			if got.LeftOut > 0 {
+				fmt.Fprintf(a.stderr, "%d links and special files were left out: they lead outside or mean nothing here (--outside-links keeps symbolic links)\n", got.LeftOut)
+			}
+			return a.print(map[string]any{"bytes": n, "left_out": got.LeftOut, "duration_ms": time.Since(began).Milliseconds()}, func(io.Writer) error {
 				fmt.Fprintf(a.stderr, "%s in %.1f s\n", size(n), time.Since(began).Seconds())
 				return nil
 			})
 		},
 	}
+	f := c.Flags()
+	f.Int64Var(&options.MaxBytes, "max-bytes", coppice.DefaultCopyBytes, "copy at most this many `bytes` out of a workspace")
+	f.IntVar(&options.MaxEntries, "max-entries", coppice.DefaultCopyEntries, "copy at most this `number` of files, directories and links out of a workspace")
+	f.BoolVar(&options.OutsideLinks, "outside-links", false, "keep symbolic links that lead out of the copied tree")
+	return c
 }
 
 func copyWith(ctx context.Context, client *coppice.Client, ref string, f func(id string) (int64, error)) (int64, error) {

@@ -1,0 +1,346 @@
+package coppice
+
+import (
+	"archive/tar"
+	"context"
+	"crypto/rand"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"path"
+	"path/filepath"
+	"strings"
+)
+
+// What CopyFrom takes where nobody says otherwise.
+const (
+	DefaultCopyBytes   = 10 << 30
+	DefaultCopyEntries = 1_000_000
+)
+
+// CopyOptions bound what a workspace can write to this machine. Zero values take the defaults.
+type CopyOptions struct {
+	MaxBytes     int64 // of file content
+	MaxEntries   int   // files, directories and links
+	OutsideLinks bool  // keep symbolic links that lead out of the copied tree
+}
+
+// Copied says what was copied.
+type Copied struct {
+	Bytes   int64
+	LeftOut int // symbolic links that lead outside, hard links to what is not there, devices, sockets and pipes
+}
+
+// CopyFrom copies a file or tree out of a workspace, by the rules of cp -r and within the default bounds. It returns how many
+// bytes of file content were received. See CopyFromWith.
+func (c *Client) CopyFrom(ctx context.Context, id WorkspaceID, remote, local string) (int64, error) {
+	got, err := c.CopyFromWith(ctx, id, remote, local, CopyOptions{})
+	return got.Bytes, err
+}
+
+// CopyFromWith copies a file or tree out of a workspace. Everything in the archive is the guest's word, so nothing is written
+// outside of local, also when an earlier copy came from the same guest:
+//   - The path local itself is the caller's: links in it are followed. Below it a link that is in the way is replaced, never
+//     followed. So is a file or link named local when a file is copied.
+//   - A symbolic link that leads outside is left out, unless OutsideLinks asks for it.
+//   - Devices, sockets and pipes are left out. Files get the caller's owner and no set-user-id bit.
+//   - The bytes and the number of entries are bounded.
+func (c *Client) CopyFromWith(ctx context.Context, id WorkspaceID, remote, local string, o CopyOptions) (Copied, error) {
+	if o.MaxBytes <= 0 {
+		o.MaxBytes = DefaultCopyBytes
+	}
+	if o.MaxEntries <= 0 {
+		o.MaxEntries = DefaultCopyEntries
+	}
+	contents := strings.HasSuffix(remote, "/.")
+	clean := path.Clean(remote)
+	info, err := c.StatFile(ctx, id, clean)
+	if err != nil {
+		return Copied{}, err
+	}
+	there, err := os.Stat(local)
+	exists := err == nil
+	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return Copied{}, err
+	}
+	isDir := info.Type == FileTypeDir
+	into := exists && there.IsDir()
+	switch {
+	case !isDir && !into && strings.HasSuffix(local, "/"):
+		return Copied{}, fmt.Errorf("copy to %s: there is no such directory", local)
+	case isDir && exists && !into:
+		return Copied{}, fmt.Errorf("copy to %s: it is not a directory, and %s is", local, remote)
+	}
+	if !isDir {
+		dir, name := filepath.Split(local)
+		if into {
+			dir, name = local, path.Base(clean)
+		}
+		return c.copyFileFrom(ctx, id, clean, dir, name, info, o)
+	}
+	if err := os.MkdirAll(local, 0o755); err != nil { //nolint:gosec // G301: like cp -r; the umask applies
+		return Copied{}, err
+	}
+	root, err := os.OpenRoot(local)
+	if err != nil {
+		return Copied{}, err
+	}
+	defer func() { root.Close() }()
+	if into && !contents && clean != "/" {
+		below, err := openBelow(root, path.Base(clean))
+		if err != nil {
+			return Copied{}, err
+		}
+		root.Close()
+		root = below
+	}
+	body, err := c.DownloadTar(ctx, id, clean)
+	if err != nil {
+		return Copied{}, err
+	}
+	defer body.Close()
+	x := extraction{root: root, base: strings.TrimPrefix(path.Base(clean), "/"), options: o}
+	err = x.all(body)
+	return x.got, err
+}
+
+// openBelow makes a directory below a root and opens it. A link or file of that name is replaced.
+func openBelow(root *os.Root, name string) (*os.Root, error) {
+	if err := realDir(root, name, 0o755); err != nil {
+		return nil, err
+	}
+	return root.OpenRoot(name)
+}
+
+// realDir makes sure that a name is a directory and not a link to one.
+func realDir(root *os.Root, name string, mode fs.FileMode) error {
+	info, err := root.Lstat(name)
+	switch {
+	case err == nil && info.IsDir():
+		return nil
+	case err == nil:
+		err = root.Remove(name)
+	case errors.Is(err, fs.ErrNotExist):
+		err = nil
+	}
+	if err != nil {
+		return err
+	}
+	return root.Mkdir(name, mode)
+}
+
+// realDirs does so for every element of a path.
+func realDirs(root *os.Root, name string, mode fs.FileMode) error {
+	if name == "." {
+		return nil
+	}
+	for i := range len(name) {
+		if name[i] != '/' {
+			continue
+		}
+		if err := realDir(root, name[:i], 0o755); err != nil {
+			return err
+		}
+	}
+	return realDir(root, name, mode)
+}
+
+// copyFileFrom writes a file under another name and renames it when it is whole.
+func (c *Client) copyFileFrom(ctx context.Context, id WorkspaceID, remote, dir, name string, info FileInfo, o CopyOptions) (Copied, error) {
+	body, _, err := c.OpenFile(ctx, id, remote)
+	if err != nil {
+		return Copied{}, err
+	}
+	defer body.Close()
+	if whole, err := filepath.Abs(filepath.Join(dir, name)); err == nil && strings.HasPrefix(whole, "/dev/") {
+		f, err := os.OpenFile(whole, os.O_WRONLY, 0) // the caller's terminal or pipe
+		if err != nil {
+			return Copied{}, err
+		}
+		n, err := copyBound(f, body, o.MaxBytes)
+		return Copied{Bytes: n}, errors.Join(err, f.Close())
+	}
+	if dir == "" {
+		dir = "."
+	}
+	root, err := os.OpenRoot(dir)
+	if err != nil {
+		return Copied{}, err
+	}
+	defer root.Close()
+	if was, err := root.Lstat(name); err == nil && was.IsDir() {
+		return Copied{}, fmt.Errorf("copy to %s: it is a directory", filepath.Join(dir, name))
+	}
+	temporary := ".coppice-" + rand.Text()
+	f, err := root.OpenFile(temporary, os.O_WRONLY|os.O_CREATE|os.O_EXCL, parseMode(info.Mode))
+	if err != nil {
+		return Copied{}, err
+	}
+	n, err := copyBound(f, body, o.MaxBytes)
+	if err = errors.Join(err, f.Close()); err == nil {
+		err = root.Rename(temporary, name)
+	}
+	if err != nil {
+		err = errors.Join(err, root.Remove(temporary))
+	}
+	return Copied{Bytes: n}, err
+}
+
+// copyBound copies at most so many bytes and fails when there are more.
+func copyBound(w io.Writer, r io.Reader, most int64) (int64, error) {
+	n, err := io.Copy(w, io.LimitReader(r, most))
+	if err != nil || n < most {
+		return n, err
+	}
+	var more [1]byte
+	if k, _ := io.ReadFull(r, more[:]); k > 0 {
+		return n, errTooMuch
+	}
+	return n, nil
+}
+
+var errTooMuch = errors.New("there is more than may be copied; raise the bound (MaxBytes, --max-bytes) if this is what you want")
+
+func parseMode(octal string) fs.FileMode {
+	var m uint32
+	if _, err := fmt.Sscanf(octal, "%o", &m); err != nil {
+		return 0o644
+	}
+	return fs.FileMode(m) & fs.ModePerm
+}
+
+// extraction unpacks one archive below a directory.
+type extraction struct {
+	root    *os.Root
+	base    string // the first element of the archive's names, which is dropped; empty where the guest's root was asked for
+	options CopyOptions
+	entries int
+	got     Copied
+}
+
+func (x *extraction) all(r io.Reader) error {
+	modes := map[string]fs.FileMode{} // of directories: set last, or a read-only one could not be filled
+	tr := tar.NewReader(r)
+	for {
+		h, err := tr.Next()
+		if errors.Is(err, io.EOF) {
+			break
+		}
+		if err != nil {
+			return err
+		}
+		if x.entries++; x.entries > x.options.MaxEntries {
+			return fmt.Errorf("the archive has more than %d entries; raise the bound (MaxEntries, --max-entries) if this is what you want", x.options.MaxEntries)
+		}
+		name := below(x.base, h.Name)
+		if name == "" {
+			continue
+		}
+		if err := x.entry(tr, h, name); err != nil {
+			return fmt.Errorf("unpack %q: %w", name, err)
+		}
+		if h.Typeflag == tar.TypeDir {
+			modes[name] = h.FileInfo().Mode().Perm()
+		}
+	}
+	if _, err := io.Copy(io.Discard, r); err != nil { // the padding, and the trailer that says whether it is whole
+		return err
+	}
+	for name, mode := range modes {
+		info, err := x.root.Lstat(name)
+		if err != nil || !info.IsDir() {
+			continue // a later entry took its place
+		}
+		if err := x.root.Chmod(name, mode); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// below gives a name of the archive relative to base; empty for base itself.
+func below(base, name string) string {
+	name = strings.TrimPrefix(path.Clean("/"+name), "/")
+	if base == "" || name == base {
+		return strings.TrimPrefix(name, base)
+	}
+	return strings.TrimPrefix(name, base+"/")
+}
+
+func (x *extraction) entry(tr *tar.Reader, h *tar.Header, name string) error {
+	switch h.Typeflag {
+	case tar.TypeDir:
+		return realDirs(x.root, name, 0o700)
+	case tar.TypeReg, tar.TypeLink, tar.TypeSymlink:
+	default: // devices, sockets and pipes mean nothing outside of the guest
+		x.got.LeftOut++
+		return nil
+	}
+	if h.Typeflag == tar.TypeSymlink && !x.options.OutsideLinks && leadsOutside(name, h.Linkname) {
+		x.got.LeftOut++
+		return nil
+	}
+	if err := realDirs(x.root, path.Dir(name), 0o755); err != nil {
+		return err
+	}
+	target := below(x.base, h.Linkname)
+	if h.Typeflag == tar.TypeLink {
+		// Only what this tree holds as a file can have another name: a link there may be a planted one.
+		if info, err := x.root.Lstat(target); err != nil || !info.Mode().IsRegular() || !x.realPath(target) || target == name {
+			x.got.LeftOut++
+			return nil
+		}
+	}
+	if err := x.root.Remove(name); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return err
+	}
+	switch h.Typeflag {
+	case tar.TypeSymlink:
+		return x.root.Symlink(h.Linkname, name)
+	case tar.TypeLink:
+		return x.root.Link(target, name)
+	}
+	f, err := x.root.OpenFile(name, os.O_WRONLY|os.O_CREATE|os.O_EXCL, h.FileInfo().Mode().Perm())
+	if err != nil {
+		return err
+	}
+	n, err := copyBound(f, tr, x.options.MaxBytes-x.got.Bytes)
+	x.got.Bytes += n
+	if err = errors.Join(err, f.Close()); err != nil {
+		return err
+	}
+	return x.root.Chtimes(name, h.ModTime, h.ModTime)
+}
+
+// realPath reports whether no element above a name is a link.
+func (x *extraction) realPath(name string) bool {
+	for dir := path.Dir(name); dir != "."; dir = path.Dir(dir) {
+		if info, err := x.root.Lstat(dir); err != nil || !info.IsDir() {
+			return false
+		}
+	}
+	return true
+}
+
+// leadsOutside reports whether a symbolic link may lead out of the tree that it is in. Its directory is a real one, so its first
+// ".." elements are what they seem. Any later ".." may follow another link and is not believed.
+func leadsOutside(name, target string) bool {
+	if path.IsAbs(target) || filepath.IsAbs(target) || strings.ContainsRune(target, '\\') {
+		return true
+	}
+	up, down := 0, false
+	for _, element := range strings.Split(target, "/") {
+		switch {
+		case element == "" || element == ".":
+		case element != "..":
+			down = true
+		case down:
+			return true
+		default:
+			up++
+		}
+	}
+	return up > strings.Count(name, "/")
+}

@@ -1,0 +1,146 @@
+package coppice_test
+
+import (
+	"archive/tar"
+	"errors"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	coppice "github.com/coppice-dev/coppice/sdk/go"
+)
+
+// TestCopyTwice copies twice from a hostile guest: the first copy plants something, the second is to write through it. OUT stands
+// for a directory that the guest has no business in.
+func TestCopyTwice(t *testing.T) {
+	t.Parallel()
+	link := func(name, target string) tar.Header {
+		return tar.Header{Name: name, Typeflag: tar.TypeSymlink, Linkname: target}
+	}
+	file := func(name string) tar.Header { return tar.Header{Name: name, Typeflag: tar.TypeReg, Mode: 0o6755} }
+	dir := func(name string) tar.Header { return tar.Header{Name: name, Typeflag: tar.TypeDir, Mode: 0o777} }
+	hard := func(name, target string) tar.Header {
+		return tar.Header{Name: name, Typeflag: tar.TypeLink, Linkname: target}
+	}
+	for name, x := range map[string]struct {
+		plant          []tar.Header // by the first copy, of /src/. to .
+		remote, local  string       // of the second
+		then           []tar.Header
+		outsideLinksOK bool // plant them although they lead outside
+	}{
+		"link to a file":                    {plant: []tar.Header{link("src/a", "OUT/rc")}, remote: "/src/a", local: "."},
+		"link to a file, by name":           {plant: []tar.Header{link("src/a", "OUT/rc")}, remote: "/src/a", local: "a"},
+		"the same, links kept":              {plant: []tar.Header{link("src/a", "OUT/rc")}, remote: "/src/a", local: "a", outsideLinksOK: true},
+		"relative link to a file":           {plant: []tar.Header{link("src/a", "../OUTNAME/rc")}, remote: "/src/a", local: "."},
+		"link to a directory":               {plant: []tar.Header{link("src/d", "OUT")}, remote: "/src/d", local: ".", then: []tar.Header{file("d/rc")}},
+		"the same, into it, links kept":     {plant: []tar.Header{link("src/d", "OUT")}, remote: "/src/d", local: ".", then: []tar.Header{file("d/rc")}, outsideLinksOK: true},
+		"link to a directory, by name":      {plant: []tar.Header{link("src/d", "OUT")}, remote: "/src/d/.", local: "d", then: []tar.Header{file("d/rc")}},
+		"link to a directory, slash":        {plant: []tar.Header{link("src/d/", "OUT/")}, remote: "/src/a", local: "d/"},
+		"file below a link":                 {plant: []tar.Header{link("src/d", "OUT")}, remote: "/src/a", local: "d/rc"},
+		"dots":                              {plant: []tar.Header{file("src/../../OUTNAME/rc"), file("../OUTNAME/rc"), file("/../OUTNAME/rc")}, remote: "/src/a", local: "."},
+		"dots behind a link":                {plant: []tar.Header{dir("src/p"), dir("src/p/q"), link("src/p/q/l", "../.."), link("src/p/q/o", "l/../OUTNAME")}, remote: "/src/a", local: "p/q/o/rc"},
+		"hard link to outside":              {plant: []tar.Header{hard("src/h", "OUT/rc"), hard("src/h", "../OUTNAME/rc"), link("src/s", "OUT"), hard("src/h", "src/s/rc")}, remote: "/src/a", local: "h"},
+		"hard link through a link":          {plant: []tar.Header{link("src/s", "OUT")}, remote: "/src/.", local: ".", then: []tar.Header{hard("src/h", "src/s/rc"), file("src/h")}, outsideLinksOK: true},
+		"hard link to a link":               {plant: []tar.Header{link("src/s", "OUT/rc")}, remote: "/src/.", local: ".", then: []tar.Header{hard("src/h", "src/s"), file("src/h")}, outsideLinksOK: true},
+		"directory replaced by a link":      {plant: []tar.Header{dir("src/d"), link("src/d", "OUT"), file("src/d/rc")}, remote: "/src/.", local: ".", then: []tar.Header{file("src/d/rc")}, outsideLinksOK: true},
+		"link replaced by a directory":      {plant: []tar.Header{link("src/d", "OUT")}, remote: "/src/.", local: ".", then: []tar.Header{dir("src/d"), file("src/d/rc")}, outsideLinksOK: true},
+		"mode of a link that was one":       {plant: []tar.Header{dir("src/d")}, remote: "/src/.", local: ".", then: []tar.Header{dir("src/d/e"), link("src/d/e", "OUT")}, outsideLinksOK: true},
+		"another case":                      {plant: []tar.Header{link("src/D", "OUT"), file("src/d/rc")}, remote: "/src/.", local: ".", then: []tar.Header{file("src/D/rc"), file("src/d/rc")}, outsideLinksOK: true},
+		"devices and pipes":                 {plant: []tar.Header{{Name: "src/a2", Typeflag: tar.TypeFifo}, {Name: "src/a3", Typeflag: tar.TypeChar, Devmajor: 1, Devminor: 3}, {Name: "src/a4", Typeflag: tar.TypeBlock}}, remote: "/src/a", local: "."},
+		"link in the middle, kept":          {plant: []tar.Header{dir("src/p"), link("src/p/q", "OUT")}, remote: "/src/.", local: ".", then: []tar.Header{file("src/p/q/rc"), file("src/p/q/deep/rc")}, outsideLinksOK: true},
+		"link to itself and to nothing":     {plant: []tar.Header{link("src/d", "d"), link("src/e", "nothing")}, remote: "/src/.", local: ".", then: []tar.Header{file("src/d/x"), file("src/e/x")}},
+		"names that are only dots or empty": {plant: []tar.Header{file("src/."), file("src/.."), file("/"), file("src//")}, remote: "/src/a", local: "."},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			g, c := newGuest(t)
+			tree(t, g.root.Name(), map[string]string{"src/a": "evil", "src/d/rc": "evil"})
+			top := t.TempDir()
+			outside := tree(t, filepath.Join(top, "outside"), map[string]string{"rc": "mine"})
+			if err := os.Chmod(outside, 0o751); err != nil { //nolint:gosec // G302: to see a change
+				t.Fatal(err)
+			}
+			target := filepath.Join(top, "target")
+			if err := os.Mkdir(target, 0o755); err != nil { //nolint:gosec // G301: as a user has it
+				t.Fatal(err)
+			}
+			fill := func(list []tar.Header) []tar.Header {
+				out := make([]tar.Header, len(list))
+				for i, h := range list {
+					h.Linkname = strings.NewReplacer("OUTNAME", "outside", "OUT", outside).Replace(h.Linkname)
+					h.Name = strings.ReplaceAll(h.Name, "OUTNAME", "outside")
+					out[i] = h
+				}
+				return out
+			}
+			o := coppice.CopyOptions{OutsideLinks: x.outsideLinksOK}
+			g.extra = fill(x.plant)
+			_, first := c.CopyFromWith(t.Context(), "ws_1", "/src/.", target, o)
+			g.extra = fill(x.then)
+			_, second := c.CopyFromWith(t.Context(), "ws_1", x.remote, target+"/"+x.local, o)
+			t.Logf("first: %v, second: %v", first, second)
+			got := list(t, outside)
+			info, err := os.Stat(outside)
+			if len(got) != 1 || got["rc"] != "mine" || err != nil || info.Mode().Perm() != 0o751 {
+				t.Errorf("outside: %v, %v, %v", got, info.Mode(), err)
+			}
+			if err := filepath.WalkDir(target, func(p string, d fs.DirEntry, err error) error {
+				info, infoErr := d.Info()
+				if err == nil && infoErr == nil && info.Mode()&(fs.ModeSetuid|fs.ModeSetgid|fs.ModeDevice|fs.ModeNamedPipe) != 0 {
+					t.Errorf("%s is %s", p, info.Mode())
+				}
+				return errors.Join(err, infoErr)
+			}); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+}
+
+// TestCopyToLinks: links that the user has made and named are followed where a directory is meant.
+func TestCopyToLinks(t *testing.T) {
+	t.Parallel()
+	g, c := newGuest(t)
+	tree(t, g.root.Name(), map[string]string{"src/a": "1", "src/d/b": "22"})
+	dir := tree(t, t.TempDir(), map[string]string{"real/x": "0", "way": "-> real", "f": "mine", "name": "-> f"})
+	for _, x := range []struct{ remote, local string }{{"/src/a", "way"}, {"/src/d", "way/"}, {"/src/a", "way/c"}, {"/src/a", "name"}} {
+		if _, err := c.CopyFrom(t.Context(), "ws_1", x.remote, dir+"/"+x.local); err != nil {
+			t.Errorf("%s to %s: %v", x.remote, x.local, err)
+		}
+	}
+	got := list(t, dir)
+	for name, want := range map[string]string{"real/a": "1", "real/c": "1", "real/d/b": "22", "real/x": "0", "f": "mine", "name": "1", "way": "-> real"} {
+		if got[name] != want {
+			t.Errorf("%s is %q, want %q", name, got[name], want)
+		}
+	}
+}
+
+func TestCopyBounds(t *testing.T) {
+	t.Parallel()
+	g, c := newGuest(t)
+	tree(t, g.root.Name(), map[string]string{"src/a": "12345", "src/b": "12345", "src/c/": ""})
+	for _, x := range []struct {
+		remote string
+		o      coppice.CopyOptions
+		ok     bool
+	}{
+		{"/src", coppice.CopyOptions{MaxBytes: 10}, true},
+		{"/src", coppice.CopyOptions{MaxBytes: 9}, false},
+		{"/src", coppice.CopyOptions{MaxEntries: 4}, true},
+		{"/src", coppice.CopyOptions{MaxEntries: 3}, false},
+		{"/src/a", coppice.CopyOptions{MaxBytes: 5}, true},
+		{"/src/a", coppice.CopyOptions{MaxBytes: 4}, false},
+	} {
+		dir := t.TempDir()
+		got, err := c.CopyFromWith(t.Context(), "ws_1", x.remote, dir, x.o)
+		if (err == nil) != x.ok || err != nil && !strings.Contains(err.Error(), "raise the bound") {
+			t.Errorf("%s with %+v: %+v, %v", x.remote, x.o, got, err)
+		}
+		if left := list(t, dir); !x.ok && x.remote == "/src/a" && len(left) > 0 {
+			t.Errorf("half a file is left: %v", left)
+		}
+	}
+}
