@@ -1,7 +1,6 @@
 package main
 
 import (
-	"encoding/json"
 	"fmt"
 	"strings"
 	"time"
@@ -68,9 +67,7 @@ oldest event that is kept, or with --follow now, and goes on across a restart of
 // event prints one line.
 func (a *app) event(e coppice.Event) error {
 	if a.json {
-		enc := json.NewEncoder(a.stdout)
-		enc.SetEscapeHTML(false)
-		return enc.Encode(e)
+		return encodeJSON(a.stdout, e, "")
 	}
 	var about []string
 	add := func(name, value string) {
@@ -91,6 +88,6 @@ func (a *app) event(e coppice.Event) error {
 	add("kind", e.Data.Kind)
 	add("from", e.Data.From)
 	add("code", e.Data.Code)
-	_, err := fmt.Fprintf(a.stdout, "%s  %s  %-22s %s\n", e.ID, e.CreatedAt.Local().Format(time.TimeOnly), visible(e.Type), strings.Join(about, "  "))
+	_, err := fmt.Fprintf(a.stdout, "%s  %s  %-22s %s\n", visible(e.ID), e.CreatedAt.Local().Format(time.TimeOnly), visible(e.Type), visible(strings.Join(about, "  ")))
 	return err
 }

@@ -42,17 +42,6 @@ func facts(w io.Writer, pairs ...string) error {
 	return t.Flush()
 }
 
-// visible makes text from a guest or another user harmless to a terminal: control characters are shown, not obeyed.
-func visible(s string) string {
-	clean := func(r rune) rune {
-		if r < 0x20 || r >= 0x7f && r < 0xa0 {
-			return '?'
-		}
-		return r
-	}
-	return strings.Map(clean, s)
-}
-
 func dash(s string) string { return cmp.Or(s, "-") }
 
 // short is how people name an id: its random end.
@@ -168,7 +157,7 @@ func (a *app) workingOn(ctx context.Context, what func() string) func() {
 				return
 			case <-tick.C:
 				shown = true
-				fmt.Fprintf(a.stderr, "\r\x1b[K%s … %.0f s", what(), time.Since(began).Seconds())
+				fmt.Fprintf(a.stderr, "\r\x1b[K%s … %.0f s", visible(what()), time.Since(began).Seconds())
 			}
 		}
 	}()

@@ -6,7 +6,6 @@ package main
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -146,12 +145,10 @@ func (a *app) client() (*coppice.Client, error) {
 // print writes a result: as JSON with --json, else by human.
 func (a *app) print(v any, human func(io.Writer) error) error {
 	if !a.json {
-		return human(a.stdout)
+		w := &foreignWriter{w: a.stdout}
+		return errors.Join(human(w), w.Close())
 	}
-	enc := json.NewEncoder(a.stdout)
-	enc.SetIndent("", "  ")
-	enc.SetEscapeHTML(false)
-	return enc.Encode(v)
+	return encodeJSON(a.stdout, v, "  ")
 }
 
 // printNew prints what was made: only its id, if that is all that is wanted.
@@ -173,12 +170,10 @@ func (a *app) report(err error) int {
 	}
 	code, message := describe(err)
 	if a.json {
-		enc := json.NewEncoder(a.stderr)
-		enc.SetEscapeHTML(false)
-		_ = enc.Encode(map[string]any{"error": map[string]any{"code": code, "message": message, "exit_status": status}})
+		_ = encodeJSON(a.stderr, map[string]any{"error": map[string]any{"code": code, "message": message, "exit_status": status}}, "")
 		return status
 	}
-	fmt.Fprintf(a.stderr, "coppice: %s\n", message)
+	fmt.Fprintf(a.stderr, "coppice: %s\n", escape(message, "\n\t"))
 	if errors.As(err, new(usageError)) {
 		fmt.Fprintln(a.stderr, "Try 'coppice --help'.")
 	}

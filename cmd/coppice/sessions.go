@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"io"
 	"slices"
@@ -82,8 +83,18 @@ func commandLine(command []string) string {
 	return string(line)
 }
 
-// logs prints what a session has written, and what it goes on to write if asked.
-func (a *app) logs(ctx context.Context, client *coppice.Client, session coppice.Session, follow bool) error {
+// logs prints what a session has written, and what it goes on to write if asked. On a terminal, control characters are shown, not
+// obeyed, unless raw.
+func (a *app) logs(ctx context.Context, client *coppice.Client, session coppice.Session, follow, raw bool) (err error) {
+	shown := *a
+	var endOut, endErr func() error
+	shown.stdout, endOut = forTerminal(a.stdout, raw)
+	shown.stderr, endErr = forTerminal(a.stderr, raw)
+	defer func() { err = errors.Join(err, endOut(), endErr()) }()
+	return shown.output(ctx, client, session, follow)
+}
+
+func (a *app) output(ctx context.Context, client *coppice.Client, session coppice.Session, follow bool) error {
 	for stream, dropped := range map[string]int64{coppice.Stdout: session.StdoutFirst, coppice.Stderr: session.StderrFirst} {
 		if dropped > 0 {
 			fmt.Fprintf(a.stderr, "coppice: the first %s of %s are not kept any more\n", size(dropped), stream)
@@ -113,21 +124,17 @@ func (a *app) logs(ctx context.Context, client *coppice.Client, session coppice.
 }
 
 // console prints the tail of the machine's console. On a terminal, its control characters are shown, not obeyed.
-func (a *app) console(ctx context.Context, client *coppice.Client, ws coppice.Workspace) error {
+func (a *app) console(ctx context.Context, client *coppice.Client, ws coppice.Workspace, raw bool) error {
 	b, err := client.Console(ctx, ws.ID)
 	if err != nil {
 		return err
 	}
-	text := string(b)
-	if _, ok := terminal(a.stdout); ok {
-		lines := strings.Split(strings.ReplaceAll(text, "\r\n", "\n"), "\n")
-		for i, l := range lines {
-			lines[i] = visible(l)
-		}
-		text = strings.Join(lines, "\n")
+	if !a.json {
+		w, end := forTerminal(a.stdout, raw)
+		_, err := w.Write(b)
+		return errors.Join(err, end())
 	}
-	return a.print(map[string]string{"console": text}, func(w io.Writer) error {
-		_, err := io.WriteString(w, text)
-		return err
+	return a.print(map[string]string{"console": string(b)}, func(io.Writer) error {
+		return nil
 	})
 }

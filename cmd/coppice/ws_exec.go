@@ -207,10 +207,14 @@ func passOn(status int) error {
 }
 
 func newWSLogsCommand(a *app) *cobra.Command {
-	var follow, console, list bool
+	var follow, console, list, raw bool
 	c := &cobra.Command{
 		Use:   "logs WORKSPACE [SESSION]",
 		Short: "Print the output of a session, by default the newest, or the machine's console",
+		Long: `Print the output of a session, by default the newest, or the machine's console.
+
+Into a pipe or a file the bytes go as they are. On a terminal, control characters and escape sequences are shown, such as \x1b, and not
+obeyed: the output is a guest's. --raw obeys them.`,
 		Example: `  coppice ws logs demo --list
   coppice ws logs -f demo
   coppice ws logs --console demo`,
@@ -226,7 +230,7 @@ func newWSLogsCommand(a *app) *cobra.Command {
 				return err
 			}
 			if console {
-				return a.console(ctx, client, ws)
+				return a.console(ctx, client, ws, raw)
 			}
 			sessions, err := sessionsOf(ctx, client, ws)
 			if err != nil {
@@ -239,13 +243,14 @@ func newWSLogsCommand(a *app) *cobra.Command {
 			if err != nil {
 				return err
 			}
-			return a.logs(ctx, client, session, follow)
+			return a.logs(ctx, client, session, follow, raw)
 		},
 	}
 	f := c.Flags()
 	f.BoolVarP(&follow, "follow", "f", false, "go on until the session ends, and pass on its exit status")
 	f.BoolVar(&console, "console", false, "the serial console of the machine instead")
 	f.BoolVar(&list, "list", false, "list the sessions instead")
+	f.BoolVar(&raw, "raw", false, "pass control characters and escape sequences on to a terminal")
 	c.MarkFlagsMutuallyExclusive("console", "list", "follow")
 	return c
 }

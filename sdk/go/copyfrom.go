@@ -87,13 +87,13 @@ func (c *Client) CopyFromWith(ctx context.Context, id WorkspaceID, remote, local
 	if err != nil {
 		return Copied{}, err
 	}
-	defer func() { root.Close() }()
+	defer func() { _ = root.Close() }() // it was only a way to the files
 	if into && !contents && clean != "/" {
 		below, err := openBelow(root, path.Base(clean))
 		if err != nil {
 			return Copied{}, err
 		}
-		root.Close()
+		_ = root.Close() // likewise
 		root = below
 	}
 	body, err := c.DownloadTar(ctx, id, clean)
@@ -288,7 +288,7 @@ func (x *extraction) entry(tr *tar.Reader, h *tar.Header, name string) error {
 	target := below(x.base, h.Linkname)
 	if h.Typeflag == tar.TypeLink {
 		// Only what this tree holds as a file can have another name: a link there may be a planted one.
-		if info, err := x.root.Lstat(target); err != nil || !info.Mode().IsRegular() || !x.realPath(target) || target == name {
+		if target == name || !x.realFile(target) {
 			x.got.LeftOut++
 			return nil
 		}
@@ -314,8 +314,11 @@ func (x *extraction) entry(tr *tar.Reader, h *tar.Header, name string) error {
 	return x.root.Chtimes(name, h.ModTime, h.ModTime)
 }
 
-// realPath reports whether no element above a name is a link.
-func (x *extraction) realPath(name string) bool {
+// realFile reports whether a name is a file and no element above it is a link.
+func (x *extraction) realFile(name string) bool {
+	if info, err := x.root.Lstat(name); err != nil || !info.Mode().IsRegular() {
+		return false
+	}
 	for dir := path.Dir(name); dir != "."; dir = path.Dir(dir) {
 		if info, err := x.root.Lstat(dir); err != nil || !info.IsDir() {
 			return false
@@ -331,7 +334,7 @@ func leadsOutside(name, target string) bool {
 		return true
 	}
 	up, down := 0, false
-	for _, element := range strings.Split(target, "/") {
+	for element := range strings.SplitSeq(target, "/") {
 		switch {
 		case element == "" || element == ".":
 		case element != "..":
