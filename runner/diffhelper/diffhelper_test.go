@@ -136,3 +136,27 @@ func FuzzAnswer(f *testing.F) {
 		}
 	})
 }
+
+// BenchmarkCompare measures the smallest comparison, which is the start of a helper.
+func BenchmarkCompare(b *testing.B) {
+	dir := b.TempDir()
+	root := erofstest.Image(erofstest.File{Mode: erofstest.ModeDir})
+	var files []*os.File
+	for i, content := range [][]byte{ext4test.Tiny(b), ext4test.Tiny(b), root} {
+		path := filepath.Join(dir, string(rune('a'+i)))
+		if err := os.WriteFile(path, content, 0o600); err != nil {
+			b.Fatal(err)
+		}
+		f, err := os.Open(path)
+		if err != nil {
+			b.Fatal(err)
+		}
+		defer f.Close()
+		files = append(files, f)
+	}
+	for b.Loop() {
+		if _, err := Compare(b.Context(), Request{A: files[0], B: files[1], Root: files[2], Limit: 1, Budget: time.Minute, Wait: time.Minute}); err != nil {
+			b.Fatal(err)
+		}
+	}
+}
