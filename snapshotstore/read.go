@@ -54,15 +54,40 @@ func (s *Snapshot) Ref() manifest.Ref { return s.ref }
 // Image is the map of an image; nil when there is none of that name.
 func (s *Snapshot) Image(name string) *manifest.Tree { return s.trees[name] }
 
+// maxNodeBytes bounds the nodes of a manifest and of all those that it shares with, together, and openParallel how many of them are
+// read at once: each takes up to three times manifest.MaxBytes while it is.
+const (
+	maxNodeBytes = 4 * manifest.MaxBytes
+	openParallel = 2
+)
+
 // Open reads the manifest of a checkpoint and those that it shares nodes with. ref.Digest is the only thing that is believed: it comes
 // from the row. CHECKPOINT_CORRUPT names an object that is not what it was, CHECKPOINT_INCOMPLETE one that is not there.
 func Open(ctx context.Context, blobs blob.Blobs, ref manifest.Ref) (*Snapshot, error) {
+	return OpenChecked(ctx, blobs, ref, func(manifest.Header) error { return nil })
+}
+
+// OpenChecked is Open for a reader that knows something of the checkpoint already: check sees the header before any map is made of it.
+func OpenChecked(ctx context.Context, blobs blob.Blobs, ref manifest.Ref, check func(manifest.Header) error) (*Snapshot, error) {
 	h, nodes, err := readManifest(ctx, blobs, ref)
 	if err != nil {
 		return nil, err
 	}
+	if err := check(h); err != nil {
+		return nil, err
+	}
 	s := &Snapshot{ref: ref, header: h, nodes: make(map[manifest.Hash]node)}
 	all := make(manifest.Nodes, len(nodes))
+	var bytes, count atomic.Int64
+	account := func(nodes manifest.Nodes) error {
+		for _, b := range nodes {
+			bytes.Add(int64(len(b)))
+		}
+		if count.Add(int64(len(nodes))) > manifest.MaxNodes || bytes.Load() > maxNodeBytes {
+			return core.Errorf(core.DataLoss, core.CodeManifestInvalid, "the maps of checkpoint %s have more nodes than can be read", h.CheckpointID)
+		}
+		return nil
+	}
 	take := func(ref manifest.Ref, nodes manifest.Nodes) {
 		for hash, b := range nodes {
 			all[hash] = b
@@ -70,14 +95,17 @@ func Open(ctx context.Context, blobs blob.Blobs, ref manifest.Ref) (*Snapshot, e
 		}
 	}
 	group, ctx := errgroup.WithContext(ctx)
+	group.SetLimit(openParallel)
 	shared := make([]manifest.Nodes, len(h.Shared))
 	for i, other := range h.Shared {
 		group.Go(func() (err error) {
-			_, shared[i], err = readManifest(ctx, blobs, other)
-			return err
+			if _, shared[i], err = readManifest(ctx, blobs, other); err != nil {
+				return err
+			}
+			return account(shared[i])
 		})
 	}
-	if err := group.Wait(); err != nil {
+	if err := errors.Join(group.Wait(), account(nodes)); err != nil {
 		return nil, fmt.Errorf("open checkpoint %s: %w", h.CheckpointID, err)
 	}
 	for i, other := range h.Shared {
@@ -90,10 +118,39 @@ func Open(ctx context.Context, blobs blob.Blobs, ref manifest.Ref) (*Snapshot, e
 	return s, nil
 }
 
+// ReadHeader reads the header of a manifest, verified, and makes no map of it.
+func ReadHeader(ctx context.Context, blobs blob.Blobs, ref manifest.Ref) (manifest.Header, error) {
+	b, err := readBody(ctx, blobs, ref)
+	if err != nil {
+		return manifest.Header{}, err
+	}
+	h, err := manifest.DecodeHeader(b)
+	if err != nil {
+		err = &objectError{ref.Key, err}
+	}
+	return h, err
+}
+
 func readManifest(ctx context.Context, blobs blob.Blobs, ref manifest.Ref) (manifest.Header, manifest.Nodes, error) {
-	key, err := envelope.KeyOf(blobs, ref.Key)
+	b, err := readBody(ctx, blobs, ref)
 	if err != nil {
 		return manifest.Header{}, nil, err
+	}
+	h, nodes, err := manifest.Decode(b)
+	if err != nil {
+		err = &objectError{ref.Key, err}
+	}
+	return h, nodes, err
+}
+
+// readBody reads a manifest as it was before it was encrypted, if it was.
+func readBody(ctx context.Context, blobs blob.Blobs, ref manifest.Ref) ([]byte, error) {
+	if ref.Bytes < 1 || ref.Bytes > manifest.MaxBytes+envelope.Overhead {
+		return nil, core.Errorf(core.DataLoss, core.CodeManifestInvalid, "a manifest of %d bytes cannot be", ref.Bytes)
+	}
+	key, err := envelope.KeyOf(blobs, ref.Key)
+	if err != nil {
+		return nil, err
 	}
 	var b []byte
 	err = verified(ctx, blobs, ref.Key, 0, ref.Bytes, func() (err error) {
@@ -106,19 +163,15 @@ func readManifest(ctx context.Context, blobs blob.Blobs, ref manifest.Ref) (mani
 		return nil
 	})
 	if err != nil {
-		return manifest.Header{}, nil, err
+		return nil, err
 	}
 	if key != nil {
 		// The bytes are those that were stored, so it is the key that is another.
 		if b, err = key.Open(nil, b, []byte(ref.Key)); err != nil {
-			return manifest.Header{}, nil, core.Wrapf(err, core.FailedPrecondition, core.CodeKeyUnavailable, "object %s was encrypted with another key than the one that is here", ref.Key)
+			return nil, core.Wrapf(err, core.FailedPrecondition, core.CodeKeyUnavailable, "object %s was encrypted with another key than the one that is here", ref.Key)
 		}
 	}
-	h, nodes, err := manifest.Decode(b)
-	if err != nil {
-		err = &objectError{ref.Key, err}
-	}
-	return h, nodes, err
+	return b, nil
 }
 
 // objectError says of which object an error is.

@@ -18,6 +18,9 @@ const (
 // maxNode bounds the bytes of a node: a leaf with a frame of an object of its own for every page.
 const maxNode = 96 << 10
 
+// minNode is an inner node with one child. The smallest leaf has more.
+const minNode = 1 + 4 + 32
+
 // Nodes are encoded nodes by their hash.
 type Nodes map[Hash][]byte
 
@@ -119,11 +122,11 @@ func (l *leaf) encode() []byte {
 // DecodeTree builds the map of an image of a size from its root. Every node is looked up by its hash, which the caller has verified.
 // An encoding that is not the canonical one is refused.
 func DecodeTree(size int64, root Hash, all Nodes) (*Tree, error) {
-	return decodeTree(size, root, all, math.MaxInt)
+	return decodeTree(size, root, all, math.MaxInt, &frameStock{frames: make(map[Frame]*Frame)})
 }
 
 // decodeTree refuses a map of more than a number of leaves. A few nodes can be those of many leaves, so bytes bound nothing.
-func decodeTree(size int64, root Hash, all Nodes, leaves int) (*Tree, error) {
+func decodeTree(size int64, root Hash, all Nodes, leaves int, stock *frameStock) (*Tree, error) {
 	if err := checkSize(size); err != nil {
 		return nil, err
 	}
@@ -131,16 +134,16 @@ func decodeTree(size int64, root Hash, all Nodes, leaves int) (*Tree, error) {
 	if root == (Hash{}) {
 		return t, nil
 	}
-	d := decoder{tree: t, all: all, frames: make(map[Frame]*Frame), leaves: make(map[Hash]*leaf), most: leaves}
+	d := decoder{tree: t, all: all, stock: stock, leaves: make(map[Hash]*leaf), most: leaves}
 	return t, d.descend(root, height(size), 0)
 }
 
 type decoder struct {
 	tree   *Tree
 	all    Nodes
-	frames map[Frame]*Frame // one of each
-	leaves map[Hash]*leaf   // likewise, but for the last of the image, which may be short
-	most   int              // leaves
+	stock  *frameStock
+	leaves map[Hash]*leaf // one of each, but for the last of the image, which may be short
+	most   int            // leaves
 }
 
 func (d *decoder) descend(h Hash, level int, number int64) error {
@@ -154,14 +157,14 @@ func (d *decoder) descend(h Hash, level int, number int64) error {
 		}
 		if l := d.leaves[h]; l != nil && (number+1)*LeafPages <= d.tree.Pages() {
 			d.tree.leaves[number] = l
-			return nil
+			return d.stock.use(l)
 		}
 		l, err := d.leaf(b, number)
 		if err != nil {
 			return err
 		}
 		d.tree.leaves[number], d.leaves[h] = l, l
-		return nil
+		return d.stock.use(l)
 	}
 	if len(b) < 5 || b[0] != kindInner {
 		return invalid("the node %x is not an inner one", h[:6])
@@ -211,10 +214,10 @@ func (d *decoder) leaf(b []byte, number int64) (*leaf, error) {
 			return nil, invalid("leaf %d has a frame that cannot be", number)
 		}
 		f.Object = objects[o]
-		one := d.frames[f]
+		one := d.stock.frames[f]
 		if one == nil {
 			one = &f
-			d.frames[f] = one
+			d.stock.frames[f] = one
 		}
 		frames[i] = one
 	}
