@@ -968,7 +968,7 @@ type Checkpoint struct {
 	DeltaBytes       int64 `json:"delta_bytes"`
 	DeviceStateBytes int64 `json:"device_state_bytes"`
 
-	// DiskBytes Allocated bytes of the overlay, shared extents counted in full.
+	// DiskBytes Allocated bytes of the overlay, shared extents counted in full; of an import, with its root file system.
 	DiskBytes int64    `json:"disk_bytes"`
 	Failure   *Failure `json:"failure,omitempty"`
 

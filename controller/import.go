@@ -222,11 +222,8 @@ func (c *Controller) abandonImports(ctx context.Context) error {
 	return err
 }
 
-// What of a file is kept in rows, at most.
-const (
-	maxImportList = 4096 // timings, processes
-	maxImportText = 512  // bytes of one text
-)
+// maxImportText is how many bytes of one text of a file are kept in rows.
+const maxImportText = 512
 
 // describe checks what the file says of the checkpoint, and makes its row.
 func (im *importing) describe(name string) error {
@@ -270,7 +267,9 @@ func (im *importing) describe(name string) error {
 		ID: core.NewID[core.CheckpointID](), ProjectID: im.project, Kind: KindUser, Name: name, Resources: h.Resources, Class: &class,
 		Image:      ImageRef{Name: im.file.Export.ImageName, Digest: im.file.Content(runnerapi.ImageRoot)},
 		Imported:   &Imported{CheckpointID: h.CheckpointID, Image: h.GuestImage, CapturedAt: captured},
-		DeltaBytes: im.inUse(runnerapi.ImageMemory), DiskBytes: im.inUse(runnerapi.ImageDisk), DeviceStateBytes: im.file.Image(runnerapi.ImageState).Size(),
+		// No image of this cluster has its root file system: that is charged with the disk.
+		DeltaBytes: im.inUse(runnerapi.ImageMemory), DiskBytes: im.inUse(runnerapi.ImageDisk) + im.inUse(runnerapi.ImageRoot),
+		DeviceStateBytes: im.file.Image(runnerapi.ImageState).Size(),
 		PauseMS: record.PauseMS, Timings: record.Timings, StaleProcesses: record.Processes,
 	}
 	return nil
@@ -293,7 +292,7 @@ func (im *importing) checkImages() error {
 		runnerapi.ImageDisk:   {int64(h.Resources.DiskGiB) << 30, int64(h.Resources.DiskGiB) << 30},
 		runnerapi.ImageState:  {1, runnerapi.MaxDeviceState},
 		runnerapi.ImageSurvey: {0, runnerapi.MaxDeviceState},
-		runnerapi.ImageRoot:   {1, manifest.MaxImageBytes},
+		runnerapi.ImageRoot:   {1, runnerapi.MaxRoot},
 	}
 	for name, size := range sizes {
 		tree := im.file.Image(name)
@@ -314,11 +313,11 @@ func (im *importing) checkImages() error {
 
 // recordIn takes over what is of use here. What the workspace itself got anew is another cluster's.
 func recordIn(b json.RawMessage) (runnerapi.StoredRecord, error) {
-	var r runnerapi.StoredRecord
-	if err := json.Unmarshal(b, &r); err != nil {
+	r, whole, err := runnerapi.DecodeRecord(b)
+	if err != nil {
 		return r, badImport("what it says of its capture cannot be read")
 	}
-	if max(len(r.Timings), len(r.Processes)) > maxImportList || r.PauseMS < 0 {
+	if !whole || r.PauseMS < 0 {
 		return r, badImport("what it says of its capture cannot be")
 	}
 	r.ParentReseal = nil

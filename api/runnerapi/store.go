@@ -1,6 +1,12 @@
 package runnerapi
 
-import "github.com/coppice-dev/coppice/core"
+import (
+	"bytes"
+	"encoding/json"
+	"fmt"
+
+	"github.com/coppice-dev/coppice/core"
+)
 
 // Sealing: a runner uploads the checkpoints that it holds, parents first, one after the other, and tells the controller. It asks for
 // leave before it writes anything to the store (BeginSeal), so that no object is there that the controller does not know of, and
@@ -96,6 +102,59 @@ const (
 
 // MaxDeviceState bounds what is read into memory: many times the largest.
 const MaxDeviceState = 64 << 20
+
+// MaxRoot is the largest root file system that is taken from a store or an imported file, in bytes.
+const MaxRoot = 32 << 30
+
+// MaxRecordList is how many elements of each list of a stored record are read.
+const MaxRecordList = 4096
+
+// DecodeRecord reads the record of a manifest. Of a longer list it takes the first MaxRecordList elements, and whole is false then: what
+// a manifest says in eight megabytes would take a hundred times as much memory.
+func DecodeRecord(b []byte) (r StoredRecord, whole bool, err error) {
+	type plain StoredRecord
+	lists := struct {
+		*plain
+		Timings      json.RawMessage `json:"timings"`
+		ParentReseal json.RawMessage `json:"parent_reseal"`
+		Processes    json.RawMessage `json:"stale_prng_processes"`
+	}{plain: (*plain)(&r)}
+	if err := json.Unmarshal(b, &lists); err != nil {
+		return r, false, err
+	}
+	whole = true
+	for _, err := range []error{
+		firstOf(lists.Timings, &r.Timings, &whole), firstOf(lists.ParentReseal, &r.ParentReseal, &whole), firstOf(lists.Processes, &r.Processes, &whole),
+	} {
+		if err != nil {
+			return r, false, err
+		}
+	}
+	return r, whole, nil
+}
+
+// firstOf decodes the first MaxRecordList elements of a list; whole becomes false when there are more.
+func firstOf[T any](b json.RawMessage, into *[]T, whole *bool) error {
+	if len(b) == 0 || string(b) == "null" {
+		return nil
+	}
+	dec := json.NewDecoder(bytes.NewReader(b))
+	if open, err := dec.Token(); err != nil || open != json.Delim('[') {
+		return fmt.Errorf("a list of the record begins with %v", open)
+	}
+	for dec.More() {
+		if len(*into) == MaxRecordList {
+			*whole = false
+			return nil
+		}
+		var v T
+		if err := dec.Decode(&v); err != nil {
+			return err
+		}
+		*into = append(*into, v)
+	}
+	return nil
+}
 
 // Fields is the class as a manifest has it.
 func (c RunnerClass) Fields() map[string]string {

@@ -155,7 +155,7 @@ func TestExportAndImport(t *testing.T) {
 		t.Errorf("imported: %+v, image %+v", in.Imported, in.Image)
 	case in.Resources != api.Resources{VCPUs: 1, MemoryMiB: 128, DiskGiB: 1} || in.RunnerClass == nil || in.RunnerClass.VMMVersion != "7.2":
 		t.Errorf("resources %+v, class %+v", in.Resources, in.RunnerClass)
-	case in.DeltaBytes != 40*filePage || in.DiskBytes != 40*filePage || in.DeviceStateBytes != 9000 || in.PauseMS != 4.5:
+	case in.DeltaBytes != 40*filePage || in.DiskBytes != 80*filePage || in.DeviceStateBytes != 9000 || in.PauseMS != 4.5:
 		t.Errorf("sizes: %+v", in)
 	case len(in.StalePRNGProcesses) != 1 || in.StalePRNGProcesses[0].Command != "a?b":
 		t.Errorf("processes: %+v", in.StalePRNGProcesses)
