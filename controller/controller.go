@@ -152,7 +152,8 @@ type Controller struct {
 
 	countersigner *countersign.Countersigner // nil without an authority
 
-	imports, exports chan struct{} // one in it for each that is under way
+	// Each has one in it for each that is under way.
+	imports, exports, manifests chan struct{}
 }
 
 // New makes a controller. It starts nothing.
@@ -169,7 +170,7 @@ func New(cfg Config, store Store, runners Runners, log *slog.Logger) *Controller
 		limits:  newLimiter(cfg.Limits),
 		running: map[core.OperationID]*Task{}, waiters: map[core.OperationID][]chan struct{}{}, released: map[core.WorkspaceID]chan struct{}{}, feed: newFeed(),
 		guestBytes: boundjson.Budget{Total: guestBytesTotal, Share: guestBytesShare, Free: guestBytesFree},
-		imports:    make(chan struct{}, maxImports), exports: make(chan struct{}, maxExports),
+		imports:    make(chan struct{}, maxImports), manifests: make(chan struct{}, maxManifests), exports: make(chan struct{}, maxExports),
 	}
 	if cfg.Metrics == nil {
 		cfg.Metrics = prometheus.NewRegistry()

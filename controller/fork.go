@@ -395,7 +395,7 @@ func (c *Controller) callFork(ctx context.Context, plan *forkPlan) ([]runnerapi.
 // callShare asks one runner for some of the children, again when it could not be reached, and checks every answer: a child counts as
 // grown only with a complete reseal of the generation that it was given, and with an attestation of it by the runner that was asked.
 func (c *Controller) callShare(ctx context.Context, plan *forkPlan, endpoint string, share []int, out []runnerapi.ChildResult) error {
-	req := runnerapi.Fork{CheckpointID: plan.source.ID, Children: make([]runnerapi.Child, len(share)), Sources: plan.source.Sources, Peers: plan.source.Peers}
+	req := runnerapi.Fork{CheckpointID: plan.source.ID, Children: make([]runnerapi.Child, len(share)), Sources: plan.source.Sources, Peers: plan.source.Peers, Expected: expected(plan.source)}
 	if err := c.tell(ctx, plan, share, req.Children); err != nil {
 		return err
 	}

@@ -265,12 +265,12 @@ func (im *importing) describe(name string) error {
 	}
 	im.row = Checkpoint{
 		ID: core.NewID[core.CheckpointID](), ProjectID: im.project, Kind: KindUser, Name: name, Resources: h.Resources, Class: &class,
-		Image:      ImageRef{Name: im.file.Export.ImageName, Digest: im.file.Content(runnerapi.ImageRoot)},
-		Imported:   &Imported{CheckpointID: h.CheckpointID, Image: h.GuestImage, CapturedAt: captured},
+		Image:    ImageRef{Name: im.file.Export.ImageName, Digest: im.file.Content(runnerapi.ImageRoot)},
+		Imported: &Imported{CheckpointID: h.CheckpointID, Image: h.GuestImage, CapturedAt: captured},
 		// No image of this cluster has its root file system: that is charged with the disk.
 		DeltaBytes: im.inUse(runnerapi.ImageMemory), DiskBytes: im.inUse(runnerapi.ImageDisk) + im.inUse(runnerapi.ImageRoot),
 		DeviceStateBytes: im.file.Image(runnerapi.ImageState).Size(),
-		PauseMS: record.PauseMS, Timings: record.Timings, StaleProcesses: record.Processes,
+		PauseMS:          record.PauseMS, Timings: record.Timings, StaleProcesses: record.Processes,
 	}
 	return nil
 }

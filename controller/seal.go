@@ -89,7 +89,12 @@ func (c *Controller) CommitSeal(ctx context.Context, runner core.RunnerID, id co
 	}
 	ctx = WithOrigin(ctx, Origin{Actor: string(runner), Action: "commit_seal"})
 	sealed := false
-	err := c.store.InTx(ctx, System(), func(tx Tx) error {
+	err := c.checkManifest(ctx, runner, id, in)
+	if err != nil {
+		c.leftBehind(ctx, runner, id, in.Attempt, err)
+		return err
+	}
+	err = c.store.InTx(ctx, System(), func(tx Tx) error {
 		sealed = false
 		if err := tx.HasLease(ctx, runner, in.LeaseEpoch); err != nil {
 			return err

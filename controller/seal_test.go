@@ -11,6 +11,7 @@ import (
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/snapshotstore/blob"
 	"github.com/coppice-dev/coppice/snapshotstore/blob/dir"
+	"github.com/coppice-dev/coppice/snapshotstore/manifest"
 )
 
 func (w *world) seal(files blob.Blobs, ids ...core.CheckpointID) {
@@ -157,6 +158,88 @@ func TestSealRefused(t *testing.T) {
 	wantCode(t, err, core.CodeRunnerLost)
 	eventually(t, "the attempt of the runner's last life is given up", func() bool { return w.get(a.ID).Seal.State == controller.SealFailed })
 	w.seal(files, a.ID)
+}
+
+// TestSealLies has a runner that was taken over commit manifests that say something else than the rows of their checkpoint: none becomes one that
+// other runners are told of.
+func TestSealLies(t *testing.T) {
+	t.Parallel()
+	files, store := withStore(t)
+	w := newWorld(t, store)
+	ws := w.create("a")
+	w.seal(files, ws.Parent)
+	a := w.checkpoint(ws.ID)
+	other := w.checkpoint(w.create("b").ID)
+	refused := func(name string, u *runnertest.Upload) {
+		t.Helper()
+		if err := u.End(t.Context()); core.CodeOf(err) != core.CodeManifestInvalid {
+			t.Errorf("%s: %v", name, err)
+		}
+		if got := w.get(a.ID); got.State == core.CheckpointSealed {
+			t.Fatalf("%s: it is sealed", name)
+		}
+	}
+	for name, lie := range map[string]func(*manifest.Header){
+		"another image":      func(h *manifest.Header) { h.GuestImage = core.DigestOf([]byte("an image of all projects")) },
+		"another project":    func(h *manifest.Header) { h.ProjectID = core.NewID[core.ProjectID]() },
+		"another checkpoint": func(h *manifest.Header) { h.CheckpointID = other.ID },
+		"another parent":     func(h *manifest.Header) { h.Parent = other.ID },
+		"another class":      func(h *manifest.Header) { h.Class["cpu_model"] = "host" },
+		"more memory":        func(h *manifest.Header) { h.Resources.MemoryMiB *= 2 },
+		"more disk":          func(h *manifest.Header) { h.Resources.DiskGiB = 1024 },
+		"a huge root": func(h *manifest.Header) {
+			h.Images = []manifest.ImageRoot{{Name: runnerapi.ImageRoot, Bytes: 80 << 30}}
+		},
+		"a huge disk": func(h *manifest.Header) {
+			h.Images = []manifest.ImageRoot{{Name: runnerapi.ImageDisk, Bytes: 500 << 30}}
+		},
+		"an image of no kind":  func(h *manifest.Header) { h.Images = []manifest.ImageRoot{{Name: "../x", Bytes: 1}} },
+		"an object of another": func(h *manifest.Header) { h.Objects[0].Key = "v1/of-another/pack-0" },
+		"an object's size":     func(h *manifest.Header) { h.Objects[len(h.Objects)-1].Bytes++ },
+		"nodes of another": func(h *manifest.Header) {
+			h.Shared = []manifest.Ref{{Key: "v1/x", Digest: core.DigestOf(nil), Bytes: 1}}
+		},
+	} {
+		u := w.begin(files, a.ID)
+		u.Change = lie
+		if err := u.Write(t.Context(), nil); err != nil {
+			t.Fatal(err)
+		}
+		refused(name, u)
+	}
+	// The manifest of another checkpoint, that of an earlier attempt, and one that is not there.
+	first := w.begin(files, a.ID)
+	if err := first.Write(t.Context(), nil); err != nil {
+		t.Fatal(err)
+	}
+	swapped := w.begin(files, other.ID)
+	if err := swapped.Write(t.Context(), nil); err != nil {
+		t.Fatal(err)
+	}
+	u := w.begin(files, a.ID)
+	if err := u.Write(t.Context(), nil); err != nil {
+		t.Fatal(err)
+	}
+	good := u.Commit
+	for name, change := range map[string]func(*runnerapi.CommitSeal){
+		"swapped with another's": func(c *runnerapi.CommitSeal) {
+			c.Stored.Manifest, c.Stored.Digest = swapped.Commit.Stored.Manifest, swapped.Commit.Stored.Digest
+		},
+		"that of before": func(c *runnerapi.CommitSeal) {
+			c.Stored.Manifest, c.Stored.Digest = first.Commit.Stored.Manifest, first.Commit.Stored.Digest
+		},
+		"another digest": func(c *runnerapi.CommitSeal) { c.Stored.Digest = swapped.Commit.Stored.Digest },
+	} {
+		u.Commit = good
+		change(&u.Commit)
+		if err := u.End(t.Context()); err == nil || w.get(a.ID).State == core.CheckpointSealed {
+			t.Fatalf("%s: %v", name, err)
+		}
+	}
+	u.Commit = good
+	if err := u.End(t.Context()); err != nil {
+		t.Error(err)
+	}
 }
 
 func TestNoStore(t *testing.T) {

@@ -149,7 +149,7 @@ func (r *Runner) adopt(ctx context.Context, j *journal) (_ *sandbox, err error) 
 	}
 	sh := &shell{
 		journal: *j, dir: filepath.Join(r.shellsDir(), string(j.ID)), runDir: filepath.Join(r.cfg.RunDir, string(j.ID)), made: time.Now(),
-		shape: shape{base: j.Shape.Base, image: j.Shape.Image, resources: j.Shape.Resources, diskBytes: j.Shape.DiskBytes},
+		shape: shape{base: j.Shape.Base, image: j.Shape.Image, root: j.Shape.Root, resources: j.Shape.Resources, diskBytes: j.Shape.DiskBytes},
 	}
 	if sh.Class == (runnerapi.RunnerClass{}) {
 		sh.Class = r.class

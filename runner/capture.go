@@ -141,7 +141,7 @@ func (r *Runner) captureAnnounced(ctx context.Context, s *sandbox, info runnerap
 		return &checkpointRecord{Checkpoint: runnerapi.Checkpoint{
 			ID: id, Parent: info.Checkpoint, Image: s.shape.image, Class: s.Class, Resources: info.Resources,
 			Base: s.base.ID, PauseMS: core.Milliseconds(time.Since(paused)), ParentReseal: steps, Processes: frozen.StaleProcesses, CreatedAt: taken,
-		}, WorkingSet: r.workingSetOn(s.base.ID, info.Checkpoint)}
+		}, Root: s.shape.root, WorkingSet: r.workingSetOn(s.base.ID, info.Checkpoint)}
 	}
 	if err == nil && req.Stop {
 		rec := record(nil)

@@ -49,6 +49,8 @@ type checkpointRecord struct {
 	Rebased bool `json:"rebased,omitempty"`
 	// Fetched is set where it was not captured here, so that it can be fetched again.
 	Fetched bool `json:"fetched,omitempty"`
+	// Root is the root file system of its guest, where that is not the one of an image of this host.
+	Root rootKey `json:"root_file,omitempty"`
 	// WorkingSet is that of runnerapi.StoredRecord.
 	WorkingSet []byte `json:"working_set,omitempty"`
 }

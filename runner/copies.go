@@ -15,11 +15,11 @@ import (
 
 // bring opens a checkpoint, which is fetched before unless it is here. From now on it is not given up; one that is being given up at this
 // moment is fetched again.
-func (r *Runner) bring(ctx context.Context, id core.CheckpointID, sources []runnerapi.Stored) (*opened, error) {
+func (r *Runner) bring(ctx context.Context, id core.CheckpointID, sources []runnerapi.Stored, want *runnerapi.Expected) (*opened, error) {
 	r.checkpoints.hold(id)
 	defer r.checkpoints.release(id)
 	for again := len(sources) > 0; ; again = false {
-		if err := r.fetch(ctx, id, sources); err != nil {
+		if err := r.fetch(ctx, id, sources, want); err != nil {
 			return nil, err
 		}
 		o, err := r.checkpoints.open(id)

@@ -44,7 +44,7 @@ func newShelf(t *testing.T) *shelf {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if out, err := exec.CommandContext(t.Context(), mkfs, "--quiet", s.rootPath(s.image), from).CombinedOutput(); err != nil {
+	if out, err := exec.CommandContext(t.Context(), mkfs, "--quiet", s.rootPath(ownRoot(s.image)), from).CombinedOutput(); err != nil {
 		t.Fatalf("mkfs.erofs: %v: %s", err, out)
 	}
 	return s

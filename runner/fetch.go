@@ -2,7 +2,6 @@ package runner
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"os"
@@ -15,6 +14,7 @@ import (
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/images"
 	"github.com/coppice-dev/coppice/internal/atomicfile"
 	"github.com/coppice-dev/coppice/internal/sparse"
 	"github.com/coppice-dev/coppice/runner/memory"
@@ -26,13 +26,14 @@ import (
 
 // fetch brings a checkpoint from the store to this host, unless it is here: from then on it is one of the host's. Whatever the store
 // gives is verified before it is used. sources say where it is and, behind it, where ancestors of it are, the root of its tree last:
-// that one's memory becomes the base that it shares with everything else of the tree here, and is brought first.
-func (r *Runner) fetch(ctx context.Context, id core.CheckpointID, sources []runnerapi.Stored) error {
+// that one's memory becomes the base that it shares with everything else of the tree here, and is brought first. want is what its manifest must
+// say; nil where that is not known.
+func (r *Runner) fetch(ctx context.Context, id core.CheckpointID, sources []runnerapi.Stored, want *runnerapi.Expected) error {
 	if _, err := r.checkpoints.get(id); err == nil || len(sources) == 0 || sources[0].CheckpointID != id || r.cfg.Store.Blobs == nil {
 		return nil // it is here, or whoever opens it finds that it is not
 	}
 	_, err := r.once(ctx, id, func() (*checkpointRecord, error) {
-		rec, err := r.fetchNow(context.WithoutCancel(ctx), sources)
+		rec, err := r.fetchNow(context.WithoutCancel(ctx), sources, want)
 		if err != nil {
 			return nil, exhausted(fmt.Errorf("fetch checkpoint %s: %w", id, err), fmt.Sprintf("checkpoint %s was not fetched from the store", id))
 		}
@@ -41,12 +42,15 @@ func (r *Runner) fetch(ctx context.Context, id core.CheckpointID, sources []runn
 	return err
 }
 
-func (r *Runner) fetchNow(ctx context.Context, sources []runnerapi.Stored) (_ *checkpointRecord, err error) {
+func (r *Runner) fetchNow(ctx context.Context, sources []runnerapi.Stored, want *runnerapi.Expected) (_ *checkpointRecord, err error) {
 	watch := core.NewStopwatch()
 	at := sources[0]
 	defer r.fetching.begin(sources)()
 	r.wake()
 	snapshot, err := r.snapshot(ctx, at)
+	if err == nil && want != nil {
+		err = snapshot.Header().Check(claimOf(at.CheckpointID, *want))
+	}
 	if err != nil {
 		return nil, err
 	}
@@ -60,6 +64,9 @@ func (r *Runner) fetchNow(ctx context.Context, sources []runnerapi.Stored) (_ *c
 	}
 	watch.Lap("manifest")
 	f := fetching{r: r, at: at, snapshot: snapshot, rec: rec, lazy: r.lazy.ready(ctx), watch: watch}
+	if err := f.chooseRoot(); err != nil {
+		return nil, err
+	}
 	if err := f.findNear(ctx, sources[1:]); err != nil {
 		return nil, err
 	}
@@ -102,8 +109,17 @@ func recordOf(s *snapshotstore.Snapshot) (*checkpointRecord, error) {
 	if s.Image(imageMemory).Size() != int64(h.Resources.MemoryMiB)<<20 {
 		return nil, bad("its memory")
 	}
-	if n := s.Image(imageState).Size(); n < 1 || n > maxDeviceState {
+	if n := s.Image(imageDisk).Size(); n >= int64(h.Resources.DiskGiB+1)<<30 {
+		return nil, bad("its disk")
+	}
+	if n := s.Image(imageRoot).Size(); n < 1 || n > runnerapi.MaxRoot {
+		return nil, bad("its root file system")
+	}
+	if n := s.Image(imageState).Size(); n < 1 || n > runnerapi.MaxDeviceState {
 		return nil, bad("its device state")
+	}
+	if said := s.Image(imageSurvey); said != nil && said.Size() > runnerapi.MaxDeviceState {
+		return nil, bad("what its guest was")
 	}
 	captured, err := time.Parse(time.RFC3339Nano, h.CapturedAt)
 	if err != nil {
@@ -112,8 +128,8 @@ func recordOf(s *snapshotstore.Snapshot) (*checkpointRecord, error) {
 	if _, err := core.ParseDigest(string(h.GuestImage)); err != nil {
 		return nil, bad("its image")
 	}
-	var more storedRecord
-	if err := json.Unmarshal(h.Record, &more); err != nil {
+	more, _, err := runnerapi.DecodeRecord(h.Record)
+	if err != nil {
 		return nil, bad("its capture")
 	}
 	return &checkpointRecord{Checkpoint: runnerapi.Checkpoint{
@@ -122,8 +138,11 @@ func recordOf(s *snapshotstore.Snapshot) (*checkpointRecord, error) {
 	}, WorkingSet: more.WorkingSet}, nil
 }
 
-// maxDeviceState bounds what is read into memory: many times the largest.
-const maxDeviceState = 64 << 20
+func claimOf(id core.CheckpointID, want runnerapi.Expected) manifest.Claim {
+	return manifest.Claim{
+		ProjectID: want.ProjectID, CheckpointID: id, Parent: want.Parent, GuestImage: want.Image, Class: classFields(want.Class), Resources: want.Resources,
+	}
+}
 
 // fetching is one fetch.
 type fetching struct {
@@ -132,6 +151,7 @@ type fetching struct {
 	snapshot     *snapshotstore.Snapshot
 	rec          *checkpointRecord
 	lazy         bool                    // memory may come later
+	own          *images.Image           // of this host, whose root file system the guest has; nil: it is in the store
 	near         *opened                 // an ancestor that is here; nil: there is none
 	nearAt       runnerapi.Stored        // where that is in the store
 	nearSnapshot *snapshotstore.Snapshot // its maps
@@ -151,7 +171,7 @@ func (f *fetching) findNear(ctx context.Context, ancestors []runnerapi.Stored) (
 		f.near, f.nearAt, err = f.findHere(ancestors)
 	} else {
 		f.nearAt = ancestors[len(ancestors)-1]
-		f.near, err = f.r.bring(ctx, f.nearAt.CheckpointID, []runnerapi.Stored{f.nearAt})
+		f.near, err = f.r.bring(ctx, f.nearAt.CheckpointID, []runnerapi.Stored{f.nearAt}, nil)
 	}
 	if err != nil || f.near == nil {
 		return err
@@ -356,15 +376,42 @@ func allZeros(b []byte) bool {
 	return true
 }
 
+// chooseRoot decides which root file system the guest gets: that of an image of this host, or the one in the store.
+func (f *fetching) chooseRoot() error {
+	tree := f.snapshot.Image(imageRoot)
+	img, err := f.r.cfg.Images.Get(string(f.rec.Image))
+	if core.CodeOf(err) == core.CodeImageNotFound {
+		f.rec.Root = storedRoot(f.snapshot.Header().ProjectID, tree)
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	info, err := os.Stat(img.RootFS)
+	if err != nil {
+		return err
+	}
+	if info.Size() != tree.Size() {
+		return core.Errorf(core.DataLoss, core.CodeManifestInvalid, "the manifest of checkpoint %s says that the root file system of image %s has %d bytes, and it has %d",
+			f.rec.ID, f.rec.Image.Short(), tree.Size(), info.Size())
+	}
+	f.own = &img
+	return nil
+}
+
 // rootImage makes sure that the root file system of the guest's image is here, or will be.
 func (f *fetching) rootImage(ctx context.Context) error {
-	path := f.r.rootPath(f.rec.Image)
+	if f.own != nil {
+		return f.r.keepRoot(*f.own)
+	}
+	key := f.rec.rootKey()
+	path := f.r.rootPath(key)
 	if _, err := os.Stat(path); err == nil {
 		return nil
 	}
 	if f.lazy {
 		return f.r.lazy.begin(ctx, &lazyImage{
-			Image: pager.Image{ID: rootImageID(f.rec.Image), Source: sourceOf(f.at, imageRoot), Peers: peers.From(ctx)}, Size: f.snapshot.Image(imageRoot).Size(), To: f.r.rootName(f.rec.Image),
+			Image: pager.Image{ID: rootImageID(key), Source: sourceOf(f.at, imageRoot), Peers: peers.From(ctx)}, Size: f.snapshot.Image(imageRoot).Size(), To: f.r.rootName(key),
 		})
 	}
 	part, err := os.CreateTemp(f.r.rootsDir(), "*.part")

@@ -32,7 +32,7 @@ func (r *Runner) Fork(ctx context.Context, req runnerapi.Fork) (runnerapi.ForkRe
 		r.keys.Add(req.Keys)
 		r.lazy.wake()
 	}
-	ckpt, err := r.bring(r.withPeers(ctx, req.Peers), req.CheckpointID, req.Sources)
+	ckpt, err := r.bring(r.withPeers(ctx, req.Peers), req.CheckpointID, req.Sources, req.Expected)
 	if err != nil {
 		return runnerapi.ForkResult{}, err
 	}

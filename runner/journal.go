@@ -38,6 +38,7 @@ const journalFile = "journal.json"
 type journalShape struct {
 	Base      core.BaseID    `json:"base"`
 	Image     core.Digest    `json:"image"`
+	Root      rootKey        `json:"root,omitempty"`
 	Resources core.Resources `json:"resources"`
 	DiskBytes int64          `json:"disk_bytes"`
 }
@@ -59,7 +60,7 @@ type sandboxJournal struct {
 
 func (s *shell) writeJournal() error {
 	s.Version, s.Boot = journalVersion, bootID()
-	s.Shape = journalShape{Base: s.shape.base, Image: s.shape.image, Resources: s.shape.resources, DiskBytes: s.shape.diskBytes}
+	s.Shape = journalShape{Base: s.shape.base, Image: s.shape.image, Root: s.shape.root, Resources: s.shape.resources, DiskBytes: s.shape.diskBytes}
 	if err := replaceJSON(filepath.Join(s.runDir, journalFile), s.journal); err != nil {
 		return fmt.Errorf("write the journal of shell %s: %w", s.ID, err)
 	}

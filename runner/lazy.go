@@ -239,7 +239,7 @@ func (l *lazyImages) whole(ctx context.Context, ids ...string) error {
 
 // wholeImages waits until what a checkpoint needs is all on this host.
 func (r *Runner) wholeImages(ctx context.Context, rec *checkpointRecord) error {
-	return r.lazy.whole(ctx, string(rec.Base), rootImageID(rec.Image))
+	return r.lazy.whole(ctx, string(rec.Base), rootImageID(rec.rootKey()))
 }
 
 // drop gives an image up that nothing needs.
@@ -285,7 +285,7 @@ func (l *lazyImages) blame(s *shell, err error) error {
 }
 
 // instanceFor names the pager that a machine with a base and a root file system has some of it from; empty: none.
-func (l *lazyImages) instanceFor(fromPager bool, root core.Digest) string {
+func (l *lazyImages) instanceFor(fromPager bool, root rootKey) string {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if fromPager || l.images[rootImageID(root)] != nil {
@@ -294,24 +294,24 @@ func (l *lazyImages) instanceFor(fromPager bool, root core.Digest) string {
 	return ""
 }
 
-// roots are the digests, in hex, of the root file systems that are not whole.
-func (l *lazyImages) roots() []string {
+// roots are the root file systems that are not whole.
+func (l *lazyImages) roots() []rootKey {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	var out []string
+	var out []rootKey
 	for id := range l.images {
-		if hex, ok := strings.CutPrefix(id, "root-"); ok {
-			out = append(out, hex)
+		if key, ok := strings.CutPrefix(id, "root-"); ok {
+			out = append(out, rootKey(key))
 		}
 	}
 	return out
 }
 
-func rootImageID(d core.Digest) string { return "root-" + d.Hex() }
+func rootImageID(k rootKey) string { return "root-" + string(k) }
 
 // uses reports whether a machine may have an image from the pager.
 func (s *shell) uses(id string) bool {
-	return s.Pager != "" && (id == string(s.shape.base) || id == rootImageID(s.shape.image))
+	return s.Pager != "" && (id == string(s.shape.base) || id == rootImageID(s.shape.rootKey()))
 }
 
 // endUsers ends machines, for a reason that is told.

@@ -1,6 +1,7 @@
 package runner
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"os"
@@ -13,25 +14,45 @@ import (
 	"github.com/coppice-dev/coppice/images"
 	"github.com/coppice-dev/coppice/internal/atomicfile"
 	"github.com/coppice-dev/coppice/internal/sparse"
+	"github.com/coppice-dev/coppice/snapshotstore"
+	"github.com/coppice-dev/coppice/snapshotstore/manifest"
 )
 
 // A checkpoint needs the root file system that its guest has mounted for as long as it exists, whatever becomes of the image in
 // the store. So the runner has each under a name of its own: a hard link where it can be one, else a copy.
+//
+// A host shares a root file system with all projects only when it is from an image that the operator put on that host. What comes from
+// the store is what some runner said that it is. It is kept by what is in it, and for one project: a manifest that lies about the root
+// file system of an image harms nothing but the checkpoint that it describes.
 
 const rootSuffix = ".root"
 
+// rootKey names a root file system on this host.
+type rootKey string
+
+// ownRoot is that of an image of this host.
+func ownRoot(d core.Digest) rootKey { return rootKey(d.Hex()) }
+
+// storedRoot is one of a project that came from the store, by what is in it.
+func storedRoot(project core.ProjectID, tree *manifest.Tree) rootKey {
+	return rootKey("stored-" + core.DigestOf([]byte(string(project)+" "+string(snapshotstore.Content(tree)))).Hex())
+}
+
+// rootKey is the root file system of a checkpoint's guest.
+func (r *checkpointRecord) rootKey() rootKey { return cmp.Or(r.Root, ownRoot(r.Image)) }
+
+func (s shape) rootKey() rootKey { return cmp.Or(s.root, ownRoot(s.image)) }
+
 func (r *Runner) rootsDir() string { return filepath.Join(r.cfg.DataDir, "roots") }
 
-// rootName is where the root file system of an image is, below the data directory.
-func (r *Runner) rootName(d core.Digest) string { return filepath.Join("roots", d.Hex()+rootSuffix) }
+// rootName is where a root file system is, below the data directory.
+func (r *Runner) rootName(k rootKey) string { return filepath.Join("roots", string(k)+rootSuffix) }
 
-func (r *Runner) rootPath(d core.Digest) string {
-	return filepath.Join(r.cfg.DataDir, r.rootName(d))
-}
+func (r *Runner) rootPath(k rootKey) string { return filepath.Join(r.cfg.DataDir, r.rootName(k)) }
 
 // keepRoot makes sure that the runner has the root file system of a verified image.
 func (r *Runner) keepRoot(img images.Image) error {
-	path := r.rootPath(img.Digest)
+	path := r.rootPath(ownRoot(img.Digest))
 	if _, err := os.Stat(path); err == nil {
 		return nil
 	}
@@ -66,16 +87,16 @@ func copyRoot(to, from string) error {
 	return errors.Join(err, dst.Sync(), dst.Close())
 }
 
-// openRoot opens the root file system of a checkpoint's image.
-func (r *Runner) openRoot(d core.Digest) (*os.File, error) {
-	f, err := os.Open(r.rootPath(d))
+// openRoot opens the root file system of a checkpoint's guest.
+func (r *Runner) openRoot(k rootKey) (*os.File, error) {
+	f, err := os.Open(r.rootPath(k))
 	for tries := 0; errors.Is(err, os.ErrNotExist) && tries < 2; tries++ { // it may become whole in between
-		if f, err = r.lazy.open(rootImageID(d)); errors.Is(err, os.ErrNotExist) {
-			f, err = os.Open(r.rootPath(d))
+		if f, err = r.lazy.open(rootImageID(k)); errors.Is(err, os.ErrNotExist) {
+			f, err = os.Open(r.rootPath(k))
 		}
 	}
 	if errors.Is(err, os.ErrNotExist) {
-		return nil, core.Errorf(core.DataLoss, core.CodeCheckpointCorrupt, "the root file system of image %s is missing on this runner", d.Short())
+		return nil, core.Errorf(core.DataLoss, core.CodeCheckpointCorrupt, "the root file system %s is missing on this runner", r.rootName(k))
 	}
 	return f, err
 }
@@ -134,13 +155,13 @@ func (r *Runner) collectRoots() error {
 	if err != nil {
 		return err
 	}
-	wanted := make(map[string]bool)
+	wanted := make(map[rootKey]bool)
 	for _, rec := range r.checkpoints.list() {
-		wanted[rec.Image.Hex()] = true
+		wanted[rec.rootKey()] = true
 	}
 	r.mu.Lock()
 	for _, s := range r.sandboxes {
-		wanted[s.shape.image.Hex()] = true
+		wanted[s.shape.rootKey()] = true
 	}
 	r.mu.Unlock()
 	if err := rootsJudged.Hit(r.runCtx); err != nil {
@@ -148,13 +169,13 @@ func (r *Runner) collectRoots() error {
 	}
 	var errs []error
 	for _, e := range entries {
-		if hex, ok := strings.CutSuffix(e.Name(), rootSuffix); !ok || !wanted[hex] {
+		if key, ok := strings.CutSuffix(e.Name(), rootSuffix); !ok || !wanted[rootKey(key)] {
 			errs = append(errs, os.Remove(filepath.Join(r.rootsDir(), e.Name())))
 		}
 	}
-	for _, d := range r.lazy.roots() {
-		if !wanted[d] {
-			errs = append(errs, r.lazy.drop("root-"+d))
+	for _, k := range r.lazy.roots() {
+		if !wanted[k] {
+			errs = append(errs, r.lazy.drop(rootImageID(k)))
 		}
 	}
 	return errors.Join(errs...)

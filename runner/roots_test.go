@@ -37,7 +37,7 @@ func TestRootsHeldWhileCollected(t *testing.T) { //nolint:paralleltest // failpo
 	if err := r.collectRoots(); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := os.Stat(r.rootPath(img.Digest)); err != nil {
+	if _, err := os.Stat(r.rootPath(ownRoot(img.Digest))); err != nil {
 		t.Errorf("what is held was removed: %v", err)
 	}
 }

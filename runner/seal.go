@@ -189,12 +189,14 @@ func (r *Runner) snapshot(ctx context.Context, at runnerapi.Stored) (*snapshotst
 		}
 	}
 	r.seals.mu.Unlock()
-	s, err := snapshotstore.Open(ctx, r.blobs, refOf(at))
+	s, err := snapshotstore.OpenChecked(ctx, r.blobs, refOf(at), func(h manifest.Header) error {
+		if h.CheckpointID != at.CheckpointID {
+			return core.Errorf(core.DataLoss, core.CodeManifestInvalid, "the manifest of checkpoint %s is that of %s", at.CheckpointID, h.CheckpointID)
+		}
+		return nil
+	})
 	if err != nil {
 		return nil, err
-	}
-	if s.Header().CheckpointID != at.CheckpointID {
-		return nil, core.Errorf(core.DataLoss, core.CodeManifestInvalid, "the manifest of checkpoint %s is that of %s", at.CheckpointID, s.Header().CheckpointID)
 	}
 	r.seals.keep(s)
 	return s, nil
@@ -454,7 +456,7 @@ func (r *Runner) sources(s *sealSource, reference *snapshotstore.Snapshot) ([]sn
 	} else if !errors.Is(err, os.ErrNotExist) {
 		return nil, err
 	}
-	root, err := r.openRoot(s.now.Image)
+	root, err := r.openRoot(s.now.rootKey())
 	if err != nil {
 		return nil, err
 	}
@@ -463,12 +465,30 @@ func (r *Runner) sources(s *sealSource, reference *snapshotstore.Snapshot) ([]sn
 	if err != nil {
 		return nil, err
 	}
-	if reference != nil && reference.Header().GuestImage == s.now.Image {
-		rootSource.Changed = nil
-	} else if reference != nil {
+	switch {
+	case reference == nil:
+	case reference.Header().GuestImage != s.now.Image:
 		return nil, core.Errorf(core.Internal, core.CodeInternal, "checkpoint %s and its ancestor %s are of different images", s.now.ID, s.before.ID)
+	case s.now.rootKey() == s.before.rootKey():
+		rootSource.Changed = nil
+	default: // the ancestor was brought here again, and has its root file system from elsewhere since
+		if err := s.compareRoots(r, &rootSource); err != nil {
+			return nil, err
+		}
 	}
 	return append(out, rootSource), nil
+}
+
+// compareRoots has the whole root file system compared with that of the reference.
+func (s *sealSource) compareRoots(r *Runner, root *snapshotstore.Source) error {
+	f, err := r.openRoot(s.before.rootKey())
+	if err != nil {
+		return err
+	}
+	s.files = append(s.files, f)
+	before, err := fileSource("", f)
+	root.Changed, root.Reference = []snapshotstore.Range{{Offset: 0, Length: root.Size}}, before.Read
+	return err
 }
 
 func (r *Runner) memorySource(s *sealSource) (snapshotstore.Source, error) {

@@ -35,7 +35,7 @@ func (l *lazyImages) missing(ids ...string) (some bool, problem error) {
 
 // lacks is missing of what the upload of a checkpoint reads: its own images, and the memory of what it will be compared with.
 func (r *Runner) lacks(rec *checkpointRecord) (some bool, problem error) {
-	ids := []string{string(rec.Base), rootImageID(rec.Image)}
+	ids := []string{string(rec.Base), rootImageID(rec.rootKey())}
 	for id := rec.Parent; id != ""; {
 		parent, err := r.checkpoints.get(id)
 		if err != nil {

@@ -24,6 +24,7 @@ const constantMAC = "02:c0:99:1c:e0:02"
 type shape struct {
 	base      core.BaseID
 	image     core.Digest
+	root      rootKey        // empty: the image's own
 	resources core.Resources // DiskGiB is 0 here: disks are sized by bytes
 	diskBytes int64
 }
@@ -131,7 +132,7 @@ func (s *shell) holdBase(r *Runner, base *memory.Base, steps *undo.Stack) error 
 		return errors.Join(err, r.checkpoints.giveBack(base.ID))
 	}
 	s.base = opened
-	s.Pager = r.lazy.instanceFor(opened.Arriving(), s.shape.image)
+	s.Pager = r.lazy.instanceFor(opened.Arriving(), s.shape.rootKey())
 	steps.Push("base", func(context.Context) error {
 		return errors.Join(opened.Close(), r.checkpoints.giveBack(base.ID))
 	})
@@ -155,7 +156,7 @@ func (s *shell) makeOverlay(b *boot, steps *undo.Stack) error {
 }
 
 func (s *shell) spawn(ctx context.Context, r *Runner, b *boot) error {
-	root, err := r.openRoot(s.shape.image)
+	root, err := r.openRoot(s.shape.rootKey())
 	if err != nil {
 		return err
 	}

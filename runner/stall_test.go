@@ -23,7 +23,7 @@ func newStallRig(t *testing.T) (*fakeRig, core.SandboxID) {
 	template := r.boot()
 	r.lazy.mu.Lock()
 	r.lazy.instance = "one"
-	r.lazy.images[rootImageID(r.image.Digest)] = &lazyImage{Image: pager.Image{ID: rootImageID(r.image.Digest)}}
+	r.lazy.images[rootImageID(ownRoot(r.image.Digest))] = &lazyImage{Image: pager.Image{ID: rootImageID(ownRoot(r.image.Digest))}}
 	r.lazy.mu.Unlock()
 	return r, r.fork(template)
 }
@@ -32,7 +32,7 @@ func newStallRig(t *testing.T) (*fakeRig, core.SandboxID) {
 func (r *fakeRig) says(waiters ...pager.Waiter) {
 	r.lazy.mu.Lock()
 	defer r.lazy.mu.Unlock()
-	r.lazy.images[rootImageID(r.image.Digest)].status.Waiters = waiters
+	r.lazy.images[rootImageID(ownRoot(r.image.Digest))].status.Waiters = waiters
 	r.lazy.changed()
 }
 
@@ -135,9 +135,9 @@ func TestWhoWaits(t *testing.T) {
 		waiters []pager.Waiter
 		want    bool
 	}{
-		{"its own", rootImageID(r.image.Digest), []pager.Waiter{{Thread: other, Since: since}, own(since)}, true},
-		{"the kernel's", rootImageID(r.image.Digest), []pager.Waiter{{Thread: kernel, Since: since}}, true},
-		{"another's", rootImageID(r.image.Digest), []pager.Waiter{{Thread: other, Since: since}}, false},
+		{"its own", rootImageID(ownRoot(r.image.Digest)), []pager.Waiter{{Thread: other, Since: since}, own(since)}, true},
+		{"the kernel's", rootImageID(ownRoot(r.image.Digest)), []pager.Waiter{{Thread: kernel, Since: since}}, true},
+		{"another's", rootImageID(ownRoot(r.image.Digest)), []pager.Waiter{{Thread: other, Since: since}}, false},
 		{"another image", "base_1", []pager.Waiter{own(since)}, false},
 	} {
 		got, why := s.awaits(map[string]pager.Status{c.image: {Waiters: c.waiters}})

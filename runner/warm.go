@@ -242,7 +242,7 @@ func shapeOf(ckpt *opened) (shape, error) {
 	}
 	res := ckpt.Resources
 	res.DiskGiB = 0
-	return shape{base: ckpt.Base, image: ckpt.Image, resources: res, diskBytes: info.Size()}, nil
+	return shape{base: ckpt.Base, image: ckpt.Image, root: ckpt.Root, resources: res, diskBytes: info.Size()}, nil
 }
 
 // takeShell returns a shell for the checkpoint: a warm one, or a new one.

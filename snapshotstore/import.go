@@ -127,10 +127,13 @@ func (im *Import) Image(name string) *manifest.Tree { return im.trees[name] }
 
 // Content names what an image has in it: the same for the same frames in the same places of it, wherever they are stored, and never the
 // same for other bytes.
-func (im *Import) Content(name string) core.Digest {
+func (im *Import) Content(name string) core.Digest { return Content(im.trees[name]) }
+
+// Content is that of Import, of a map.
+func Content(t *manifest.Tree) core.Digest {
 	sum := sha256.New()
-	fmt.Fprintf(sum, "coppice image %d\n", im.trees[name].Size())
-	for r := range im.trees[name].Runs() {
+	fmt.Fprintf(sum, "coppice image %d\n", t.Size())
+	for r := range t.Runs() {
 		fmt.Fprintf(sum, "%d %d %d %x\n", r.Page, r.Count, r.Slot, r.Frame.Hash)
 	}
 	return manifest.Hash(sum.Sum(nil)).Digest()

@@ -166,11 +166,23 @@ type Fork struct {
 	// Sources say where the checkpoint is in the store, and behind it those of its ancestors that are sealed, nearest first and the
 	// root last. A runner that does not hold the checkpoint takes it from there; without sources it is CHECKPOINT_NOT_FOUND.
 	Sources []Stored `json:"sources,omitempty"`
+	// Expected is what the controller's rows say of the checkpoint. A manifest that says anything else is refused: MANIFEST_INVALID. Nil from
+	// a controller of before.
+	Expected *Expected `json:"expected,omitempty"`
 	// Peers are runners that hold the checkpoint, or what is near it, nearest first: they may give objects faster than the store does.
 	Peers []Peer `json:"peers,omitempty"`
 	// Keys are those of the objects that Sources need, as far as they are encrypted. Without them what the runner does not hold cannot be
 	// fetched: KEY_UNAVAILABLE.
 	Keys Keys `json:"keys,omitempty"`
+}
+
+// Expected is what a manifest must say.
+type Expected struct {
+	ProjectID core.ProjectID    `json:"project_id"`
+	Parent    core.CheckpointID `json:"parent,omitempty"`
+	Image     core.Digest       `json:"image"`
+	Class     RunnerClass       `json:"class"`
+	Resources core.Resources    `json:"resources"`
 }
 
 // MaxPeers is how many peers are of use.

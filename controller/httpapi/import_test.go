@@ -24,10 +24,14 @@ import (
 
 const filePage = manifest.PageSize
 
-// machine is a checkpoint as a runner writes it, with little in it.
+// machine is a checkpoint as a runner writes it, with little in it. What h does not say of it is made up.
 func machine(ctx context.Context, blobs blob.Blobs, prefix string, h manifest.Header, seed byte) (*snapshotstore.Written, error) {
+	if h.GuestImage == "" {
+		class := runnerapi.RunnerClass{Arch: "amd64", Accelerator: "tcg", VMM: "qemu", VMMVersion: "7.2", MachineType: "pc-q35-7.2"}
+		h.GuestImage, h.Class, h.Resources = core.DigestOf([]byte{seed}), class.Fields(), core.Resources{VCPUs: 1, MemoryMiB: 128, DiskGiB: 1}
+	}
 	var images []snapshotstore.Source
-	for i, size := range []int64{128 << 20, 1 << 30, 9000, 3 << 20} {
+	for i, size := range []int64{int64(h.Resources.MemoryMiB) << 20, int64(h.Resources.DiskGiB) << 30, 9000, 3 << 20} {
 		name := []string{runnerapi.ImageMemory, runnerapi.ImageDisk, runnerapi.ImageState, runnerapi.ImageRoot}[i]
 		images = append(images, snapshotstore.Source{
 			Name: name, Size: size, Changed: []snapshotstore.Range{{Offset: 0, Length: min(size, 40*filePage)}},
@@ -40,9 +44,7 @@ func machine(ctx context.Context, blobs blob.Blobs, prefix string, h manifest.He
 			},
 		})
 	}
-	class := runnerapi.RunnerClass{Arch: "amd64", Accelerator: "tcg", VMM: "qemu", VMMVersion: "7.2", MachineType: "pc-q35-7.2"}
-	h.CapturedAt, h.GuestImage, h.Class = "2026-11-22T12:00:00Z", core.DigestOf([]byte{seed}), class.Fields()
-	h.Resources = core.Resources{VCPUs: 1, MemoryMiB: 128, DiskGiB: 1}
+	h.CapturedAt = "2026-11-22T12:00:00Z"
 	h.Record = json.RawMessage(`{"delta_bytes":1,"disk_bytes":2,"device_state_bytes":3,"pause_ms":4.5,"stale_prng_processes":[{"pid":7,"command":"a\u0000b","runtime":"go"}]}`)
 	return snapshotstore.Write(ctx, blobs, prefix, h, nil, images, snapshotstore.Options{})
 }
@@ -78,7 +80,10 @@ func (w *world) sealed(seed byte) api.Checkpoint {
 	if err != nil {
 		w.t.Fatal(err)
 	}
-	out, err := machine(w.t.Context(), w.blobs, u.Begun.Prefix, manifest.Header{ProjectID: u.Begun.ProjectID, CheckpointID: core.CheckpointID(cp.ID)}, seed)
+	held, _ := w.runner.Held(core.CheckpointID(cp.ID))
+	out, err := machine(w.t.Context(), w.blobs, u.Begun.Prefix, manifest.Header{
+		ProjectID: u.Begun.ProjectID, CheckpointID: held.ID, Parent: held.Parent, GuestImage: held.Image, Class: held.Class.Fields(), Resources: held.Resources,
+	}, seed)
 	if err != nil {
 		w.t.Fatal(err)
 	}
@@ -151,9 +156,9 @@ func TestExportAndImport(t *testing.T) {
 	switch {
 	case in.State != api.CheckpointSealed, in.Name != "back", in.ParentID != "", in.RunnerID != "", in.WorkspaceID != "", in.ID == cp.ID, in.Kind != api.CheckpointKindUser:
 		t.Errorf("%+v", in)
-	case in.Imported == nil || in.Imported.CheckpointID != cp.ID || in.Imported.ImageDigest != string(core.DigestOf([]byte{1})) || in.Image.Digest == in.Imported.ImageDigest:
+	case in.Imported == nil || in.Imported.CheckpointID != cp.ID || in.Imported.ImageDigest != cp.Image.Digest || in.Image.Digest == in.Imported.ImageDigest:
 		t.Errorf("imported: %+v, image %+v", in.Imported, in.Image)
-	case in.Resources != api.Resources{VCPUs: 1, MemoryMiB: 128, DiskGiB: 1} || in.RunnerClass == nil || in.RunnerClass.VMMVersion != "7.2":
+	case in.Resources != cp.Resources || in.RunnerClass == nil || *in.RunnerClass != *cp.RunnerClass:
 		t.Errorf("resources %+v, class %+v", in.Resources, in.RunnerClass)
 	case in.DeltaBytes != 40*filePage || in.DiskBytes != 80*filePage || in.DeviceStateBytes != 9000 || in.PauseMS != 4.5:
 		t.Errorf("sizes: %+v", in)

@@ -86,6 +86,7 @@ type sandbox struct {
 	runnerapi.Sandbox
 	guest *guest
 	evil  http.Handler // answers instead of guest, where there is one
+	image core.Digest
 	ports map[core.PortID]runnerapi.Port
 	rules runnerapi.EgressRules
 	ca    string
@@ -368,12 +369,7 @@ func (r *Runner) capture(ctx context.Context, id core.SandboxID, in runnerapi.Ca
 	if !ok || s.State == runnerapi.SandboxDead {
 		return runnerapi.Checkpoint{}, core.Errorf(core.NotFound, core.CodeSandboxNotFound, "this runner has no sandbox %s", id)
 	}
-	from := r.checkpoints[s.Checkpoint]
-	image := core.Digest("")
-	if from != nil {
-		image = from.Image
-	}
-	cp := &checkpoint{Checkpoint: r.describe(in.CheckpointID, image, s.Resources), guest: s.guest.clone()}
+	cp := &checkpoint{Checkpoint: r.describe(in.CheckpointID, s.image, s.Resources), guest: s.guest.clone()}
 	cp.Parent, s.Checkpoint = s.Checkpoint, in.CheckpointID
 	r.checkpoints[in.CheckpointID] = cp
 	if in.Stop {
@@ -426,7 +422,7 @@ func (r *Runner) grow(ctx context.Context, from core.CheckpointID, child runnera
 	if !ok {
 		res := cp.Resources
 		res.DiskGiB = max(res.DiskGiB, child.DiskGiB)
-		s = &sandbox{guest: cp.guest.clone(), ports: map[core.PortID]runnerapi.Port{}, rules: child.Rules, ca: child.CA, Sandbox: runnerapi.Sandbox{
+		s = &sandbox{guest: cp.guest.clone(), image: cp.Image, ports: map[core.PortID]runnerapi.Port{}, rules: child.Rules, ca: child.CA, Sandbox: runnerapi.Sandbox{
 			ID: child.SandboxID, WorkspaceID: child.WorkspaceID, Epoch: child.Epoch, State: runnerapi.SandboxReady, Checkpoint: from,
 			Identity: child.Identity, Resources: res, StartedAt: time.Now().UTC(),
 		}}

@@ -8,11 +8,15 @@ import (
 	"fmt"
 	"io"
 	"slices"
+	"strings"
+	"sync"
+	"time"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/snapshotstore/blob"
 	"github.com/coppice-dev/coppice/snapshotstore/envelope"
+	format "github.com/coppice-dev/coppice/snapshotstore/manifest"
 )
 
 // Sealer is the controller, for a runner that seals.
@@ -22,11 +26,16 @@ type Sealer interface {
 	FailSeal(ctx context.Context, runner core.RunnerID, id core.CheckpointID, in runnerapi.FailSeal) error
 }
 
-// manifest is what the fake keeps of a checkpoint in a store: itself, and which objects a restore reads.
+// manifest is what the fake keeps of a checkpoint in a store, as the record of a manifest without maps: itself, and which objects a restore
+// reads.
 type manifest struct {
 	Checkpoint runnerapi.Checkpoint `json:"checkpoint"`
 	Needs      []string             `json:"needs"` // this one is not among them
+	Bytes      []int64              `json:"bytes"` // of each of them
 }
+
+// sealedWith is the key of each manifest that a fake has encrypted.
+var sealedWith sync.Map
 
 // Upload is an attempt to seal a checkpoint, in the steps that a test may stop between.
 type Upload struct {
@@ -36,6 +45,7 @@ type Upload struct {
 	id     core.CheckpointID
 	Commit runnerapi.CommitSeal
 	Begun  runnerapi.SealBegun
+	Change func(*format.Header) // of the manifest before it is written; nil: it says the truth
 }
 
 // BeginSeal asks for leave to upload a checkpoint that the fake holds. It names what it holds of the checkpoint's ancestors.
@@ -81,17 +91,28 @@ func (u *Upload) Write(ctx context.Context, drop func(key string) bool) error {
 		if err != nil {
 			return err
 		}
-		m.Needs = slices.DeleteFunc(before.Needs, func(key string) bool { return drop != nil && drop(key) })
+		for i, key := range before.Needs {
+			if drop == nil || !drop(key) {
+				m.Needs, m.Bytes = append(m.Needs, key), append(m.Bytes, before.Bytes[i])
+			}
+		}
 	}
 	for _, name := range []string{"pack-0", "pack-1"} {
 		if err := u.put(ctx, name, []byte(name+" of "+string(cp.ID))); err != nil {
 			return err
 		}
-		m.Needs = append(m.Needs, u.Commit.Written[len(u.Commit.Written)-1].Key)
+		last := u.Commit.Written[len(u.Commit.Written)-1]
+		m.Needs, m.Bytes = append(m.Needs, last.Key), append(m.Bytes, last.Bytes)
 	}
-	b, err := json.Marshal(m)
+	b, err := u.encode(m)
 	if err != nil {
 		return err
+	}
+	if u.Begun.KeyVersion > 0 {
+		key := envelope.NewKey(*u.Begun.Key, u.Begun.KeyVersion)
+		name := u.Begun.Prefix + key.Name("manifest")
+		sealedWith.Store(name, key)
+		b = key.Seal(nil, b, []byte(name))
 	}
 	if err := u.put(ctx, "manifest", b); err != nil {
 		return err
@@ -99,6 +120,27 @@ func (u *Upload) Write(ctx context.Context, drop func(key string) bool) error {
 	u.Commit.Stored.Manifest, u.Commit.Stored.Digest, u.Commit.Stored.Bytes = u.Commit.Written[len(u.Commit.Written)-1].Key, core.DigestOf(b), int64(len(b))
 	u.Commit.Needs = m.Needs
 	return nil
+}
+
+// encode writes the manifest as a real one, as far as the controller reads it.
+func (u *Upload) encode(m manifest) ([]byte, error) {
+	record, err := json.Marshal(m)
+	if err != nil {
+		return nil, err
+	}
+	cp := m.Checkpoint
+	h := format.Header{
+		ProjectID: u.Begun.ProjectID, CheckpointID: u.id, Parent: cp.Parent, CapturedAt: cp.CreatedAt.UTC().Format(time.RFC3339Nano), GuestImage: cp.Image,
+		Class: cp.Class.Fields(), Resources: cp.Resources, Record: record,
+	}
+	for i, key := range m.Needs {
+		h.Objects = append(h.Objects, format.Object{Key: key, Bytes: m.Bytes[i]})
+	}
+	slices.SortFunc(h.Objects, func(a, b format.Object) int { return strings.Compare(a.Key, b.Key) })
+	if u.Change != nil {
+		u.Change(&h)
+	}
+	return format.Encode(h, nil)
 }
 
 // End commits the attempt, and Fail gives it up.
@@ -162,7 +204,16 @@ func readManifest(ctx context.Context, store blob.Blobs, at runnerapi.Stored) (m
 	if core.DigestOf(b) != at.Digest {
 		return m, core.Errorf(core.DataLoss, core.CodeCheckpointCorrupt, "the manifest of checkpoint %s is another", at.CheckpointID)
 	}
-	return m, json.Unmarshal(b, &m)
+	if key, ok := sealedWith.Load(at.Manifest); ok {
+		if b, err = key.(*envelope.Key).Open(nil, b, []byte(at.Manifest)); err != nil { //nolint:forcetypeassert // it holds nothing else
+			return m, err
+		}
+	}
+	h, err := format.DecodeHeader(b)
+	if err != nil {
+		return m, err
+	}
+	return m, json.Unmarshal(h.Record, &m)
 }
 
 // take makes a checkpoint that is in the store one that the fake holds.

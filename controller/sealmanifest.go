@@ -1,0 +1,112 @@
+package controller
+
+import (
+	"context"
+
+	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/snapshotstore"
+	"github.com/coppice-dev/coppice/snapshotstore/envelope"
+	"github.com/coppice-dev/coppice/snapshotstore/manifest"
+)
+
+// maxManifests is how many manifests are read at once to be compared with rows: each takes up to twice manifest.MaxBytes.
+const maxManifests = 4
+
+// checkManifest reads the manifest that a runner wants to commit and compares it with the checkpoint's row. Other runners are told of
+// this manifest by its digest, so what it says of the project, the image, the class and the sizes must be what the controller knows, and
+// it may name no object that the checkpoint does not need.
+func (c *Controller) checkManifest(ctx context.Context, runner core.RunnerID, id core.CheckpointID, in runnerapi.CommitSeal) error {
+	var at SealAttempt
+	var cp Checkpoint
+	err := c.store.InTx(ctx, System(), func(tx Tx) (err error) {
+		if err := tx.HasLease(ctx, runner, in.LeaseEpoch); err != nil {
+			return err
+		}
+		at, cp, err = tx.LockSeal(ctx, id)
+		return err
+	})
+	if err != nil {
+		return err
+	}
+	if cp.State == core.CheckpointSealed && *cp.Stored == in.Stored || at.RunnerID != runner || at.Attempt != in.Attempt || at.LeaseEpoch != in.LeaseEpoch {
+		return nil // it is committed, or is refused for that
+	}
+	if err := checkCommit(at, in); err != nil {
+		return err
+	}
+	select {
+	case c.manifests <- struct{}{}:
+		defer func() { <-c.manifests }()
+	case <-ctx.Done():
+		return context.Cause(ctx)
+	}
+	store := c.cfg.Store
+	if envelope.Encrypted(in.Stored.Manifest) {
+		keys, err := c.keysOf(ctx, []string{in.Stored.Manifest})
+		if err != nil {
+			return err
+		}
+		store = envelope.With(store, envelope.NewRing(keys))
+	}
+	h, err := snapshotstore.ReadHeader(ctx, store, manifest.Ref{Key: in.Stored.Manifest, Digest: in.Stored.Digest, Bytes: in.Stored.Bytes})
+	if err != nil {
+		return err
+	}
+	if err := h.Check(rowClaim(cp)); err != nil {
+		return err
+	}
+	return checkHeader(cp, h, in)
+}
+
+// rowClaim is what the row of a checkpoint says of its manifest.
+func rowClaim(cp Checkpoint) manifest.Claim {
+	want := expected(cp)
+	return manifest.Claim{
+		ProjectID: want.ProjectID, CheckpointID: cp.ID, Parent: want.Parent, GuestImage: want.Image, Class: want.Class.Fields(), Resources: want.Resources,
+	}
+}
+
+// expected is what a runner is told that the manifest of a checkpoint must say.
+func expected(cp Checkpoint) *runnerapi.Expected {
+	out := &runnerapi.Expected{ProjectID: cp.ProjectID, Parent: cp.Parent, Image: cp.Image.Digest, Resources: cp.Resources}
+	if cp.Class != nil {
+		out.Class = *cp.Class
+	}
+	return out
+}
+
+// checkHeader refuses sizes that the checkpoint cannot have, and objects that are not its own to name.
+func checkHeader(cp Checkpoint, h manifest.Header, in runnerapi.CommitSeal) error {
+	bad := func(format string, a ...any) error {
+		return core.Errorf(core.DataLoss, core.CodeManifestInvalid, "the manifest of checkpoint "+string(cp.ID)+": "+format, a...)
+	}
+	most := map[string]int64{
+		runnerapi.ImageMemory: int64(cp.Resources.MemoryMiB) << 20, runnerapi.ImageDisk: int64(cp.Resources.DiskGiB) << 30,
+		runnerapi.ImageState: runnerapi.MaxDeviceState, runnerapi.ImageSurvey: runnerapi.MaxDeviceState, runnerapi.ImageRoot: runnerapi.MaxRoot,
+	}
+	for _, image := range h.Images {
+		if bytes, known := most[image.Name]; !known || image.Bytes > bytes {
+			return bad("its image %q of %d bytes is larger than it can be, or none that a checkpoint has", core.Clip(image.Name), image.Bytes)
+		}
+	}
+	needed := make(map[string]bool, len(in.Needs)+1)
+	for _, key := range in.Needs {
+		needed[key] = true
+	}
+	written := make(map[string]int64, len(in.Written))
+	for _, o := range in.Written {
+		written[o.Key] = o.Bytes
+	}
+	for _, o := range h.Objects {
+		if bytes, own := written[o.Key]; !needed[o.Key] || own && bytes != o.Bytes {
+			return bad("it names the object %q, which its runner does not say that it needs, or of another size", core.Clip(o.Key))
+		}
+	}
+	for _, s := range h.Shared {
+		if !needed[s.Key] {
+			return bad("it shares nodes with %q, which its runner does not say that it needs", core.Clip(s.Key))
+		}
+	}
+	return nil
+}

@@ -1,0 +1,39 @@
+package manifest
+
+import (
+	"maps"
+
+	"github.com/coppice-dev/coppice/core"
+)
+
+// Claim is what the controller's rows say of a checkpoint. Whoever writes a manifest may lie in it: a reader believes the rows.
+type Claim struct {
+	ProjectID    core.ProjectID
+	CheckpointID core.CheckpointID
+	Parent       core.CheckpointID // empty: a root
+	GuestImage   core.Digest
+	Class        map[string]string
+	Resources    core.Resources
+}
+
+// Check refuses a manifest that says anything else than the rows, and names the field.
+func (h Header) Check(c Claim) error {
+	field := ""
+	switch {
+	case h.ProjectID != c.ProjectID:
+		field = "project_id"
+	case h.CheckpointID != c.CheckpointID:
+		field = "checkpoint_id"
+	case h.Parent != c.Parent:
+		field = "parent"
+	case h.GuestImage != c.GuestImage:
+		field = "guest_image"
+	case !maps.Equal(h.Class, c.Class):
+		field = "class"
+	case h.Resources.VCPUs != c.Resources.VCPUs || h.Resources.MemoryMiB != c.Resources.MemoryMiB || h.Resources.DiskGiB > c.Resources.DiskGiB:
+		field = "resources"
+	default:
+		return nil
+	}
+	return core.Errorf(core.DataLoss, core.CodeManifestInvalid, "the manifest of checkpoint %s says another %s than the controller has of it, so it is not believed", c.CheckpointID, field)
+}
