@@ -63,7 +63,7 @@ func TestDiffOfHostileImages(t *testing.T) {
 			s := newShelf(t)
 			a, b := s.put(1, "one", unchanged, nil), s.put(1, "one", unchanged, nil)
 			s.open()
-			if err := os.WriteFile(s.rootPath(s.image), image, 0o600); err != nil {
+			if err := os.WriteFile(s.rootPath(ownRoot(s.image)), image, 0o600); err != nil {
 				t.Fatal(err)
 			}
 			ext4test.Change(t, s.checkpoints.path(b, overlayFile), "cd upper", "mknod big c 0 0")
