@@ -4,6 +4,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"math"
 	"reflect"
 	"slices"
 	"strconv"
@@ -173,7 +174,41 @@ func planIn(c *nftables.Conn, like plan) (plan, error) {
 	if err != nil {
 		return plan{}, err
 	}
+	if p.rate, err = rateIn(c); err != nil {
+		return plan{}, err
+	}
 	return p, compareAll(c, rulesFor(p))
+}
+
+// rateIn reads the rate that the namespace's rules keep: none where an older runner made them. Whether the rules are those of the rate is
+// not looked at.
+func rateIn(c *nftables.Conn) (Rate, error) {
+	tables, err := c.ListTablesOfFamily(nftables.TableFamilyNetdev)
+	if err != nil {
+		return Rate{}, fmt.Errorf("list tables: %w", err)
+	}
+	at := slices.IndexFunc(tables, func(t *nftables.Table) bool { return t.Name == tableRate })
+	if at < 0 {
+		return Rate{}, nil
+	}
+	rules, err := c.GetRules(tables[at], &nftables.Chain{Name: "ingress", Table: tables[at]})
+	if err != nil {
+		return Rate{}, fmt.Errorf("read the rate: %w", err)
+	}
+	var r Rate
+	for _, rule := range rules {
+		for _, e := range rule.Exprs {
+			limit, ok := e.(*expr.Limit)
+			switch {
+			case !ok:
+			case limit.Type == expr.LimitTypePktBytes:
+				r.Bytes = int64(min(limit.Rate, math.MaxInt64))
+			default:
+				r.Packets = int(min(limit.Rate, math.MaxInt32))
+			}
+		}
+	}
+	return r, nil
 }
 
 // countersIn reads the named counters of the tables, in packets; one name in two tables is added up.
@@ -262,6 +297,12 @@ func compileMatch(f family, m match) []expr.Any {
 		return append(impliesARP(), payload(expr.PayloadBaseNetworkHeader, offARPDstIP, m.ip.AsSlice(), false)...)
 	case arpRequest:
 		return append(impliesARP(), payload(expr.PayloadBaseNetworkHeader, offARPOp, be16(1), false)...)
+	case rateOver:
+		kind := expr.LimitTypePkts
+		if m.bytes {
+			kind = expr.LimitTypePktBytes
+		}
+		return []expr.Any{&expr.Limit{Type: kind, Rate: m.perSecond, Over: true, Unit: expr.LimitTimeSecond, Burst: m.burst}}
 	case inDevice:
 		return meta(expr.MetaKeyIIFNAME, ifname(string(m)), false)
 	case outDevice:

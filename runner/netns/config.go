@@ -27,12 +27,24 @@ const (
 // DefaultMax bounds the namespaces of a pool whose Config does not.
 const DefaultMax = 256
 
+// Rate is how much a guest may send. What comes beyond it is dropped and counted. A frame of the guest's device is a packet, also one
+// of 64 KiB that a real network would see as many.
+type Rate struct {
+	Bytes   int64 // a second
+	Packets int   // a second
+}
+
+// DefaultRate is that of a pool whose Config has none: a gigabit, and more packets than a guest sends that does something useful.
+var DefaultRate = Rate{Bytes: 128 << 20, Packets: 100_000}
+
 // Config describes a pool. The zero value of every field but ClusterID and Log has a default.
 type Config struct {
 	ClusterID string       // whatever is named on the host carries a hash of it; required
 	Warm      int          // namespaces that Run keeps ready; 0 makes each on demand
 	Max       int          // namespaces alive at once, idle ones included (200 KB of kernel memory each); default DefaultMax
 	Log       *slog.Logger // required
+
+	Rate Rate // of what each guest sends; default DefaultRate
 
 	Subnet  netip.Prefix // guests' addresses, IPv4; default DefaultSubnet
 	Gateway netip.Addr   // the tap's address, inside Subnet; default DefaultGateway
@@ -44,6 +56,12 @@ type Config struct {
 func (c Config) withDefaults() Config {
 	if c.Max == 0 {
 		c.Max = DefaultMax
+	}
+	if c.Rate.Bytes == 0 {
+		c.Rate.Bytes = DefaultRate.Bytes
+	}
+	if c.Rate.Packets == 0 {
+		c.Rate.Packets = DefaultRate.Packets
 	}
 	if !c.Subnet.IsValid() {
 		c.Subnet = netip.MustParsePrefix(DefaultSubnet)
@@ -68,6 +86,7 @@ func (c Config) validate() error {
 	check(c.Log != nil, "log is nil")
 	check(c.Warm >= 0 && c.Max > 0 && c.Warm <= c.Max, "warm %d and max %d must satisfy 0 <= warm <= max", c.Warm, c.Max)
 	check(c.Subnet.Addr().Is4() && c.Subnet == c.Subnet.Masked(), "subnet %s is not an IPv4 network", c.Subnet)
+	check(c.Rate.Bytes > 0 && c.Rate.Packets > 0, "the rate of %d bytes and %d packets a second must be positive", c.Rate.Bytes, c.Rate.Packets)
 	check(usable(c.Subnet, c.Gateway), "gateway %s is not a host address of %s", c.Gateway, c.Subnet)
 	check(c.LinkSubnet.Addr().Is4() && c.LinkSubnet.Bits() <= 30 && !c.LinkSubnet.Overlaps(c.Subnet),
 		"link subnet %s must be IPv4, hold a /30 and lie outside %s", c.LinkSubnet, c.Subnet)

@@ -29,6 +29,7 @@ type plan struct {
 	services []uint16          // ascending TCP ports of the gateway that the guest may connect to
 	gateway  netip.Addr
 	own      []netip.Prefix // the cluster's guest and link networks
+	rate     Rate           // of what the guest sends; the comment does not carry it, see rateIn
 }
 
 // maxServices bounds plan.services so that a plan fits the comment it is stored in.
@@ -119,7 +120,8 @@ const (
 	tableMain   = "coppice"
 	tableUplink = "coppice_uplink"
 	tableProxy  = "coppice_proxy"
-	uplinkName  = "up0" // the veth inside the namespace
+	tableRate   = "coppice_rate" // not in a namespace that an older runner made
+	uplinkName  = "up0"          // the veth inside the namespace
 )
 
 // The counters that Namespace.Counters returns, in packets.
@@ -134,6 +136,7 @@ const (
 	counterDropForward   = "drop_forward"    // any other destination that is not the gateway
 	counterDropInput     = "drop_input"      // to the gateway, but no reply and no service
 	counterDropOutput    = "drop_output"     // from the namespace, but not to the guest
+	counterDropRate      = "drop_rate"       // beyond the rate that a guest may send at
 	counterDropQuarant   = "drop_quarantine" // anything at all while quarantined or assigned
 	counterEstablished   = "established"     // replies of the guest to sockets opened by the host
 	counterService       = "service"         // new connections of the guest to services at the gateway
@@ -207,6 +210,11 @@ func rulesFor(p plan) ruleset {
 			{name: "output", kind: "filter", hook: "output", priority: priorityFilter, policy: drop, rules: outputRules(p)},
 		}},
 	}
+	if p.rate != (Rate{}) {
+		rs = append(rs, table{family: familyNetdev, name: tableRate, counters: []string{counterDropRate}, chains: []chain{{
+			name: "ingress", kind: "filter", hook: "ingress", device: TapName, priority: priorityRate, policy: accept, rules: rateRules(p.rate),
+		}}})
+	}
 	if p.forwards() {
 		rs = append(rs, table{family: familyInet, name: tableUplink, chains: []chain{{
 			name: "postrouting", kind: "nat", hook: "postrouting", priority: prioritySourceNAT, policy: accept,
@@ -224,6 +232,25 @@ func rulesFor(p plan) ruleset {
 	}
 	return rs
 }
+
+// rateRules drop what a guest sends beyond its rate, before any other rule looks at it.
+func rateRules(r Rate) []rule {
+	return []rule{
+		{match: []match{rateOver{perSecond: uint64(r.Packets), burst: uint32(max(1, r.Packets/burstPart))}}, counter: counterDropRate, verdict: drop},
+		{
+			match:   []match{rateOver{bytes: true, perSecond: uint64(r.Bytes), burst: uint32(min(max(leastBurst, r.Bytes/burstPart), mostBurst))}},
+			counter: counterDropRate, verdict: drop,
+		},
+	}
+}
+
+// A guest may send an eighth of a second's worth at once, but always a few of the largest frames that its device makes. Of bytes the
+// kernel allows a second's worth more.
+const (
+	burstPart  = 8
+	leastBurst = 256 << 10
+	mostBurst  = 1 << 30
+)
 
 // proxied reports whether what the guest sends over TCP goes to the egress proxy, wherever it was going.
 func (p plan) proxied() bool { return p.state == opened && p.policy == core.EgressProxied }

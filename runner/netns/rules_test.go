@@ -31,12 +31,15 @@ func testPlan(s state, policy core.EgressPolicy, services ...uint16) plan {
 
 // goldenRulesets are the rulesets whose text is kept in testdata and compared with what nft prints.
 func goldenRulesets() map[string]ruleset {
+	limited := testPlan(quarantined, "")
+	limited.rate = Rate{Bytes: 8_000_001, Packets: 8000} // numbers that nft prints without a unit
 	return map[string]ruleset{
 		"quarantined":      rulesFor(testPlan(quarantined, "")),
 		"assigned":         rulesFor(testPlan(assigned, "")),
 		"deny-all":         rulesFor(testPlan(opened, core.EgressDenyAll)),
 		"deny-all-service": rulesFor(testPlan(opened, core.EgressDenyAll, 53, 3128)),
 		"allow-all":        rulesFor(testPlan(opened, core.EgressAllowAll)),
+		"rate":             rulesFor(limited),
 		"proxied":          rulesFor(testPlan(opened, core.EgressProxied)),
 		"host":             hostRules("coppice_0123abcd_xy2z3", "cp0123abcdxy2z3", netip.MustParseAddr("198.18.0.2"), Config{}.withDefaults().own()),
 	}

@@ -103,6 +103,12 @@ type (
 	udpDest uint16
 	// overTCP is any TCP segment.
 	overTCP struct{}
+	// rateOver is what comes beyond a rate, in packets or bytes.
+	rateOver struct {
+		bytes     bool
+		perSecond uint64
+		burst     uint32
+	}
 	// destLocal is any address of this namespace itself.
 	destLocal struct{}
 )
@@ -137,7 +143,14 @@ func (m outDevice) String() string    { return "oifname " + op(m.not) + strconv.
 func (m tcpDest) String() string      { return "tcp dport " + strconv.Itoa(int(m)) }
 func (m udpDest) String() string      { return "udp dport " + strconv.Itoa(int(m)) }
 func (overTCP) String() string        { return "meta l4proto tcp" }
-func (destLocal) String() string      { return "fib daddr type local" }
+func (m rateOver) String() string {
+	if m.bytes {
+		return fmt.Sprintf("limit rate over %d bytes/second burst %d bytes", m.perSecond, m.burst)
+	}
+	return fmt.Sprintf("limit rate over %d/second burst %d packets", m.perSecond, m.burst)
+}
+
+func (destLocal) String() string { return "fib daddr type local" }
 
 func (m ipDest) String() string {
 	if m.net.IsSingleIP() {
@@ -222,6 +235,7 @@ func (c chain) priorityName() string {
 
 // The priorities in use, as linux/netfilter_ipv4.h and nft name them.
 const (
+	priorityRate      = -501 // before the rules themselves
 	priorityIngress   = -500 // before anything else that may hook the tap
 	priorityRaw       = -300
 	priorityDestNAT   = -100

@@ -38,7 +38,7 @@ func (s *space) inside(fn func() error) error { return inside(s.fd, fn) }
 
 // bare is the plan of a space that belongs to nobody.
 func (s *space) bare() plan {
-	return plan{state: quarantined, gateway: s.cfg.Gateway, own: s.cfg.own()}
+	return plan{state: quarantined, gateway: s.cfg.Gateway, own: s.cfg.own(), rate: s.cfg.Rate}
 }
 
 // createSpace makes a namespace, verified and quarantined. On failure nothing is left of it.
