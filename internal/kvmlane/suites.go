@@ -38,7 +38,7 @@ const restsOn = "^(TestRealPlaceholder|TestRealConfinement|TestRealOracle|TestRe
 
 // suites is what the lane runs. Cheap ones first: what they find is not waited for.
 var suites = []suite{
-	{name: "control groups", pkg: "runner/cgroup", run: ".", limit: 3 * time.Minute},
+	{name: "control groups", pkg: "runner/cgroup", run: ".", env: []string{"COPPICE_TEST_CGROUPS=all"}, limit: 3 * time.Minute},
 	{name: "QEMU with KVM: probe", pkg: "runner/vmm/qemu", run: "^TestProbeKVM$", limit: 3 * time.Minute},
 	{name: "QEMU with KVM: conformance", pkg: "runner/vmm/qemu", run: "^TestConformance$", limit: 20 * time.Minute},
 	{name: "QEMU with KVM: end to end", pkg: "internal/e2e", run: endToEnd, args: []string{"-accel", "kvm", "-vmm", "qemu"}, limit: 20 * time.Minute},

@@ -10,23 +10,18 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
-	"strconv"
 	"strings"
 	"time"
 
 	"golang.org/x/sys/unix"
 )
 
-// Tree is a cgroup of the runner's, with one below it per VMM, and some beside it whose names begin with the tree's and a dot. A nil Tree is a host without cgroup v2: it makes nothing.
+// Tree is a cgroup of the runner's, with one below it per VMM, and some beside it whose names begin with the tree's and a dot. A nil Tree
+// is a host without cgroup v2: it makes nothing.
 type Tree struct {
 	dir         string
 	controllers []string // those that can be limited below
-}
-
-// Limits bound one VMM. A zero field bounds nothing.
-type Limits struct {
-	MemoryBytes int64 // of its own; the base's shared pages are charged to whoever touched them first
-	Processes   int   // threads count
+	device      string   // see LimitDevice; empty for none
 }
 
 // Group is the cgroup of one VMM.
@@ -50,7 +45,7 @@ func Find() (string, error) {
 	return "", nil
 }
 
-// Open makes the cgroup name under the mount, with the memory and pids controllers where the host lets them go down. It
+// Open makes the cgroup name under the mount, with the wanted controllers where the host lets them go down. It
 // returns nil where mount is "" or cannot be written.
 func Open(mount, name string) (*Tree, error) {
 	if mount == "" || unix.Access(mount, unix.W_OK) != nil {
@@ -64,7 +59,7 @@ func Open(mount, name string) (*Tree, error) {
 	if err := os.Mkdir(t.dir, 0o755); err != nil && !errors.Is(err, os.ErrExist) { //nolint:gosec // G301: as the kernel makes them
 		return nil, fmt.Errorf("make cgroup %s: %w", t.dir, err)
 	}
-	for _, c := range []string{"memory", "pids"} {
+	for _, c := range wanted {
 		if !slices.Contains(strings.Fields(string(have)), c) {
 			continue
 		}
@@ -75,6 +70,9 @@ func Open(mount, name string) (*Tree, error) {
 	}
 	return t, nil
 }
+
+// wanted are the controllers that bound a VMM.
+var wanted = []string{"cpu", "io", "memory", "pids"}
 
 // Controllers names what can be limited; empty for a nil Tree.
 func (t *Tree) Controllers() []string {
@@ -93,7 +91,7 @@ func (t *Tree) Make(name string, l Limits) (*Group, error) {
 	if err := os.Mkdir(g.dir, 0o755); err != nil && !errors.Is(err, os.ErrExist) { //nolint:gosec // G301: as the kernel makes them
 		return nil, fmt.Errorf("make cgroup %s: %w", g.dir, err)
 	}
-	err := t.limit(g, l)
+	err := t.limit(g.dir, l)
 	if err == nil {
 		g.fd, err = os.Open(g.dir)
 	}
@@ -101,18 +99,6 @@ func (t *Tree) Make(name string, l Limits) (*Group, error) {
 		return nil, errors.Join(err, os.Remove(g.dir))
 	}
 	return g, nil
-}
-
-func (t *Tree) limit(g *Group, l Limits) error {
-	if l.MemoryBytes > 0 && slices.Contains(t.controllers, "memory") {
-		if err := write(g.dir, "memory.max", strconv.FormatInt(l.MemoryBytes, 10)); err != nil {
-			return err
-		}
-	}
-	if l.Processes > 0 && slices.Contains(t.controllers, "pids") {
-		return write(g.dir, "pids.max", strconv.Itoa(l.Processes))
-	}
-	return nil
 }
 
 // Adopt opens a group that an earlier runner made; nil for a nil Tree, and where there is none.
@@ -242,8 +228,14 @@ func awaitRemoved(ctx context.Context, dir string) error {
 	}
 }
 
+// write writes a file of a group, which the kernel has made or nobody has.
 func write(dir, file, value string) error {
-	if err := os.WriteFile(filepath.Join(dir, file), []byte(value), 0); err != nil {
+	f, err := os.OpenFile(filepath.Join(dir, file), os.O_WRONLY, 0)
+	if err != nil {
+		return fmt.Errorf("write %s: %w", file, err)
+	}
+	_, err = f.WriteString(value)
+	if err = errors.Join(err, f.Close()); err != nil {
 		return fmt.Errorf("write %s: %w", file, err)
 	}
 	return nil

@@ -7,6 +7,7 @@ import (
 	"strconv"
 	"strings"
 	"testing"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -88,6 +89,46 @@ func TestJailHeld(t *testing.T) {
 		t.Fatal(err)
 	}
 	ended(t, p)
+}
+
+// TestForkBomb: a VMM that was taken over gets no more processes than the bound, also on a host that has no controller for them.
+func TestForkBomb(t *testing.T) {
+	t.Parallel()
+	require.Root(t)
+	const bombUID = uid + 7 // the bound counts all of a user's
+	c, _ := shell(t, "f() { f & f & while :; do :; done; }; f 2>/dev/null; while :; do :; done")
+	c.Jail, c.UID, c.GID = jailOf(t, c.Path), bombUID, gid
+	p := start(t, c)
+	processes := func() (n int) {
+		entries, err := os.ReadDir("/proc")
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, e := range entries {
+			var st unix.Stat_t
+			if unix.Stat("/proc/"+e.Name(), &st) == nil && st.Uid == bombUID {
+				n++
+			}
+		}
+		return n
+	}
+	const bound = 256
+	most := 0
+	for deadline := time.Now().Add(20 * time.Second); most < bound && time.Now().Before(deadline); {
+		most = max(most, processes())
+	}
+	for range 20 {
+		most = max(most, processes())
+	}
+	if most > bound || most < bound/2 {
+		t.Errorf("it got %d processes, want as many as the bound of %d allows", most, bound)
+	}
+	if err := p.Kill(t.Context()); err != nil { // the first process of the namespace takes all others with it
+		t.Fatal(err)
+	}
+	if left := processes(); left > 0 {
+		t.Errorf("%d processes are left", left)
+	}
 }
 
 // TestJailRefuses: what cannot be confined is not started.
