@@ -75,6 +75,11 @@ type Config struct {
 	WarmFor      time.Duration // how long after the last fork of a base; default one minute
 	Parallel     int           // children that are started at the same time; default twice the CPUs
 
+	// Limits bound what a VM takes of the host, where the host has the controllers.
+	Limits VMLimits
+	// Weak names what keeps guests apart less well on this host than it could; whoever runs it has allowed that.
+	Weak []string
+
 	// Leave keeps the sandboxes when Run ends, for the runner's successor to take over; else Run takes them down.
 	Leave bool
 	// Lease is how long the sandboxes live without a word of the controller, where it has not said so itself; default 10 minutes.
@@ -93,6 +98,13 @@ type Config struct {
 	FreezeTimeout time.Duration // for the workload to freeze; default 5 seconds
 	StallAfter    time.Duration // how long a machine may wait for a page from the store before it is held and reported; default 10 seconds
 	FlushTimeout  time.Duration // for a guest to write out what it holds of its disk before a capture; default 1 second; a quarter of it again in the freeze
+}
+
+// VMLimits bound what a VM takes of the host besides its memory. A zero field bounds nothing. VMs share by weight in any case.
+type VMLimits struct {
+	CPUPercent int   // of a processor, per vCPU
+	IOBytes    int64 // a second, read and written each
+	IOPS       int   // operations a second, likewise
 }
 
 func (c Config) withDefaults() Config {

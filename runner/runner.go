@@ -252,7 +252,7 @@ func (r *Runner) Info() (runnerapi.Info, error) {
 			Sandboxes: r.cfg.MaxSandboxes, VCPUs: r.cfg.MaxSandboxes * vcpuOvercommit,
 			MemoryMiB: int(mem.Totalram*uint64(mem.Unit)>>20) * memoryOvercommit,
 		},
-		DiskFreeMB: int64(fs.Bavail) * fs.Bsize / 1e6,
+		DiskFreeMB: int64(fs.Bavail) * fs.Bsize / 1e6, Weak: r.cfg.Weak,
 	}
 	info.EgressKey, info.EgressURL = r.egress.reach()
 	for _, s := range r.Sandboxes() {

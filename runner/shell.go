@@ -45,10 +45,14 @@ type shell struct {
 	timings []core.Timing
 }
 
-// limitsOf bounds what a VMM may take besides the guest's RAM: QEMU under TCG has a translation cache of its own.
-func limitsOf(res core.Resources) cgroup.Limits {
-	const overheadMiB, threads = 1024, 256
-	return cgroup.Limits{MemoryBytes: int64(res.MemoryMiB+overheadMiB) << 20, Processes: threads}
+// limits bounds what a VMM may take besides the guest's RAM: QEMU under TCG has a translation cache of its own. A VM's weight goes by
+// its vCPUs, so that a big one is not starved by small ones.
+func (c Config) limits(res core.Resources) cgroup.Limits {
+	const overheadMiB, threads, weight = 1024, 256, 100
+	return cgroup.Limits{
+		MemoryBytes: int64(res.MemoryMiB+overheadMiB) << 20, Processes: threads, Weight: weight * res.VCPUs,
+		CPUPercent: c.Limits.CPUPercent * res.VCPUs, IOBytes: c.Limits.IOBytes, IOPS: c.Limits.IOPS,
+	}
 }
 
 // boot is what a cold start needs besides; a shell without it waits for a restore.
@@ -97,7 +101,7 @@ func (r *Runner) newShell(ctx context.Context, sh shape, base *memory.Base, b *b
 		return nil, err
 	}
 	watch.Lap("disk")
-	if s.group, err = r.cfg.Cgroups.Make(string(id), limitsOf(sh.resources)); err != nil {
+	if s.group, err = r.cfg.Cgroups.Make(string(id), r.cfg.limits(sh.resources)); err != nil {
 		return nil, err
 	}
 	steps.Push("cgroup", s.group.Remove)

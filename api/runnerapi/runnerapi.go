@@ -95,6 +95,8 @@ type Info struct {
 	StartedAt  time.Time     `json:"started_at"`
 	KVM        string        `json:"kvm"` // what decided which VMM and accelerator are used, for people
 	DiskFreeMB int64         `json:"disk_free_mb"`
+	// Weak names what keeps guests apart less well on the runner's host than it could, and its operator has allowed.
+	Weak []string `json:"weak,omitempty"`
 
 	EgressKey []byte `json:"egress_key,omitempty"` // that grants are sealed for: of the egress process that runs now; empty for none
 	EgressURL string `json:"egress_url,omitempty"` // of that, as guests reach it: http://address:port

@@ -48,6 +48,8 @@ Ctrl-C stops the VMs. Checkpoints, images and the database stay in the data dire
 	a.secretFlags(f, &cfg.Secrets, true)
 	readStore := hostStoreFlags(f, &cfg.Store)
 	readEgress := egressFlags(f, &cfg.Egress)
+	readLimits := vmLimitFlags(f, &cfg.HostConfig)
+	cfg.WarnWeak = true
 	f.BoolVar(&cfg.NoRebase, "no-rebase", false, "never turn a checkpoint's base and delta into a new base")
 	f.StringVar(&cfg.Metrics, "metrics-listen", "", "loopback `address` of Prometheus metrics, under /metrics; empty for none")
 	f.StringVar(&level, "log-level", "info", "debug, info, warn or error")
@@ -57,7 +59,7 @@ Ctrl-C stops the VMs. Checkpoints, images and the database stay in the data dire
 		if cfg.DiskBudget, err = parseSize(budget); err != nil {
 			return usageError{fmt.Errorf("--disk-budget: %w", err)}
 		}
-		if err := errors.Join(readStore(), readEgress()); err != nil {
+		if err := errors.Join(readStore(), readEgress(), readLimits()); err != nil {
 			return err
 		}
 		if cfg.DataDir, err = filepath.Abs(cfg.DataDir); err != nil {
@@ -90,14 +92,14 @@ func greet(w io.Writer, cfg devstack.Config, r devstack.Ready) error {
   data     %s
   volume   %s
   VMs      %s
-
+%s
 Try, in another terminal as the same user:
   coppice image build              once
   coppice ws create --name demo
   coppice ws exec demo -- uname -a
   coppice fork demo -n 4
 Ctrl-C stops the VMs; checkpoints stay.
-`, r.Server, r.DataDir, r.Volume, cfg.VMMText())
+`, r.Server, r.DataDir, r.Volume, cfg.VMMText(), warnings(r.Weak))
 	return err
 }
 

@@ -14,6 +14,7 @@ import (
 
 	"github.com/coppice-dev/coppice/controller"
 	"github.com/coppice-dev/coppice/internal/daemon"
+	"github.com/coppice-dev/coppice/internal/hostcheck"
 	"github.com/coppice-dev/coppice/internal/tracing"
 )
 
@@ -112,6 +113,9 @@ certificate is good for a day and renewed all the time. A runner that was off fo
 VMs run on cloud-hypervisor where it is installed ('make setup-kvm', or its path in COPPICE_CLOUD_HYPERVISOR) and really boots a guest under KVM,
 else on QEMU (COPPICE_QEMU), with KVM where a guest boots under that. What was chosen, and why, is printed and logged.
 
+It does not start on a host that keeps guests apart less well than it could (swap, merged pages, faults of the processor that are not
+mitigated, no cgroup controllers), unless --allow-weak-host names what was found. 'coppice doctor' shows it, with cures.
+
 The VMs outlive this process, however it ends: the next one on the same data directory takes them over, and with them their sessions. They keep
 the VMM that they were started with, whatever the next one uses. Only when the controllers have been silent for longer than they allow are they
 ended; or with --stop-vms, when the process is told to stop.
@@ -141,6 +145,8 @@ Every flag can come from the environment: --join-token-file from COPPICE_JOIN_TO
 	readStore := hostStoreFlags(f, &cfg.Store)
 	readEgress := egressFlags(f, &cfg.Egress)
 	f.BoolVar(&cfg.NoRebase, "no-rebase", false, "never turn a checkpoint's base and delta into a new base")
+	f.StringSliceVar(&cfg.AllowWeak, "allow-weak-host", nil, "start although these `checks` of coppice doctor found that the host keeps guests apart less well than it could: "+strings.Join(hostcheck.IsolationNames(), ","))
+	readLimits := vmLimitFlags(f, &cfg.HostConfig)
 	f.BoolVar(&stop, "stop-vms", false, "end the VMs with SIGTERM or Ctrl-C")
 	f.StringVar(&cfg.Metrics, "metrics-listen", "", "loopback `address` of Prometheus metrics, under /metrics; empty for none")
 	f.StringVar(&level, "log-level", "info", "debug, info, warn or error")
@@ -153,7 +159,7 @@ Every flag can come from the environment: --join-token-file from COPPICE_JOIN_TO
 		if cfg.DiskBudget, err = parseSize(budget); err != nil {
 			return usageError{fmt.Errorf("--disk-budget: %w", err)}
 		}
-		if err := errors.Join(readStore(), readEgress()); err != nil {
+		if err := errors.Join(readStore(), readEgress(), readLimits()); err != nil {
 			return err
 		}
 		if cfg.DataDir, err = filepath.Abs(cfg.DataDir); err != nil {
@@ -179,7 +185,7 @@ Every flag can come from the environment: --join-token-file from COPPICE_JOIN_TO
 		cfg.Traces = traces
 		return daemon.RunRunner(cmd.Context(), cfg, func(r daemon.RunnerReady) error {
 			return a.print(r, func(w io.Writer) error {
-				_, err := fmt.Fprintf(w, "Coppice's runner %s is ready at %s\n  volume   %s\n  VMs      %s\n", r.RunnerID, r.Endpoint, r.Volume, cfg.VMMText())
+				_, err := fmt.Fprintf(w, "Coppice's runner %s is ready at %s\n  volume   %s\n  VMs      %s\n%s", r.RunnerID, r.Endpoint, r.Volume, cfg.VMMText(), warnings(r.Weak))
 				return err
 			})
 		})
@@ -213,7 +219,7 @@ var serverFlags = []string{
 	"database", "database-file", "database-wait", "listen", "tls-cert", "tls-key", "plain-http", "runner-listen", "key-file", "master-key-file", "api-key-file", "runner-lease", "runner-fence",
 	"vault-addr", "vault-ca-file", "vault-namespace", "vault-prefix", "vault-token-file", "vault-role-id-file", "vault-secret-id-file", "vault-kubernetes-role", "vault-kubernetes-token-file",
 	"vault-auth-mount", "secret-env",
-	"controller", "join-token-file", "endpoint", "data-listen", "data-url", "data-cert", "data-key", "disk-budget", "max-sandboxes", "warm",
+	"controller", "join-token-file", "endpoint", "data-listen", "data-url", "data-cert", "data-key", "disk-budget", "max-sandboxes", "warm", "allow-weak-host", "vm-cpu-max", "vm-io-max", "vm-iops-max", "tap-rate", "tap-packets",
 	"store-bandwidth", "cache-size", "copies-size", "fetch", "store-grace", "flow-retention", "attestation-retention", "flow-rows", "flow-rows-project", "egress", "egress-allow-private", "egress-resolver", "egress-ca-file", "no-rebase", "stop-vms", "metrics-listen", "log-level",
 }
 

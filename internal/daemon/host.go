@@ -41,9 +41,15 @@ type HostConfig struct {
 	Why             string
 	NoRebase        bool
 	Leave           bool // see runner.Config
-	Store           StoreConfig
-	Egress          EgressOptions
-	Log             *slog.Logger
+	// AllowWeak names the checks of package hostcheck that may find less isolation than there could be. WarnWeak only warns of what
+	// is not named: it is for one user's own machine.
+	AllowWeak []string
+	WarnWeak  bool
+	Limits    runner.VMLimits
+	TapRate   netns.Rate // of what a guest sends; the zero value is the default
+	Store     StoreConfig
+	Egress    EgressOptions
+	Log       *slog.Logger
 
 	// Machines replaces the VMM and the host's network, for tests.
 	Machines *Machines
@@ -65,6 +71,7 @@ type Host struct {
 	Volume string      // what the runner's files are on
 	Pool   *netns.Pool // nil when Machines were given
 	RunDir string      // for sockets
+	Weak   []string    // what keeps guests apart less well than it could, for people
 
 	cache *cache.Cache // nil: there is none
 }
@@ -160,7 +167,7 @@ func (h *Host) openMachines(ctx context.Context, cfg HostConfig, mark string, rc
 	if rc.Images, err = images.Open(cfg.imagesDir()); err != nil {
 		return err
 	}
-	h.Pool, err = netns.NewPool(netns.Config{ClusterID: mark, Warm: cfg.Warm + 2, Max: cfg.MaxSandboxes + cfg.Warm + 2, Log: cfg.Log.With("component", "netns")})
+	h.Pool, err = netns.NewPool(netns.Config{ClusterID: mark, Warm: cfg.Warm + 2, Max: cfg.MaxSandboxes + cfg.Warm + 2, Rate: cfg.TapRate, Log: cfg.Log.With("component", "netns")})
 	if err != nil {
 		return err
 	}
@@ -176,6 +183,9 @@ func (h *Host) openMachines(ctx context.Context, cfg HostConfig, mark string, rc
 	}
 	steps.Push("cgroups", func(context.Context) error { return groups.Close() })
 	rc.Cgroups = groups
+	if err := h.judge(ctx, cfg, groups, rc); err != nil {
+		return err
+	}
 	rc.Driver, rc.Others = cfg.Drivers()
 	fp, err := rc.Driver.Fingerprint(ctx)
 	if err != nil {

@@ -39,6 +39,7 @@ type RunnerReady struct {
 	Endpoint string        `json:"endpoint"`
 	DataURL  string        `json:"data_url,omitempty"`
 	Volume   string        `json:"volume"`
+	Weak     []string      `json:"weak,omitempty"`    // what keeps guests apart less well than it could
 	Metrics  string        `json:"metrics,omitempty"` // host:port
 }
 
@@ -137,7 +138,7 @@ func RunRunner(ctx context.Context, cfg RunnerConfig, ready func(RunnerReady) er
 			return nil
 		case <-link.Registered():
 		}
-		if err := ready(RunnerReady{RunnerID: member.RunnerID, Endpoint: cfg.Endpoint, DataURL: cfg.DataURL, Volume: host.Volume, Metrics: metrics.Address()}); err != nil {
+		if err := ready(RunnerReady{RunnerID: member.RunnerID, Endpoint: cfg.Endpoint, DataURL: cfg.DataURL, Volume: host.Volume, Weak: host.Weak, Metrics: metrics.Address()}); err != nil {
 			return err
 		}
 		<-ctx.Done()

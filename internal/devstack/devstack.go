@@ -59,6 +59,8 @@ type Ready struct {
 	Key     string
 	DataDir string
 	Volume  string // what the runner's files are on
+
+	Weak []string `json:",omitempty"` // what keeps guests apart less well than it could
 }
 
 // Run starts everything, calls ready, and runs until ctx ends; then VMs are stopped, and checkpoints, images and the
@@ -330,7 +332,7 @@ func (s *stack) awaitReady(ctx context.Context, ready func(Ready) error) error {
 	defer tick.Stop()
 	for {
 		if err := s.control.Ready(ctx); err == nil {
-			return ready(Ready{Server: s.server, Key: s.key, DataDir: s.cfg.DataDir, Volume: s.host.Volume})
+			return ready(Ready{Server: s.server, Key: s.key, DataDir: s.cfg.DataDir, Volume: s.host.Volume, Weak: s.host.Weak})
 		} else if code := core.CodeOf(err); code != core.CodeNoRunner {
 			return err
 		}

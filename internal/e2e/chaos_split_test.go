@@ -149,7 +149,7 @@ func (d *splitDeployment) join(i int, cluster string, client *coppice.Client, co
 	r.links = append(r.links, in)
 	args := []string{
 		"--json", "runner", "--data-dir", r.host.data, "--images-dir", imageStore(d.t).Dir(), "--join-token-file", token, "--listen", listen, "--endpoint", "https://" + in.address(),
-		"--disk-budget", "4G", "--warm", "1", "--max-sandboxes", "24", "--accel", "tcg", "--stop-vms", "--log-level", "debug",
+		"--disk-budget", "4G", "--warm", "1", "--max-sandboxes", "24", "--accel", "tcg", "--stop-vms", "--log-level", "debug", "--allow-weak-host", weakHost,
 	}
 	for _, c := range controllers {
 		out := newRelay(d.t, c)

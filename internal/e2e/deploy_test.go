@@ -342,7 +342,7 @@ func TestRunnerInAPod(t *testing.T) {
 		cmd := n.command("bash", script, n.dir, n.mount, name, imageStore(t).Dir(), binary, "runner",
 			"--controller", c.ready.Runners, "--join-token-file", token, "--listen", own, "--data-dir", filepath.Join(n.dir, "data"),
 			"--store", store, "--images-dir", imageStore(t).Dir(), "--disk-budget", "2G", "--warm", "0", "--vmm", "qemu", "--accel", "tcg", "--max-sandboxes", "8",
-			"--stop-vms="+strconv.FormatBool(stop))
+			"--stop-vms="+strconv.FormatBool(stop), "--allow-weak-host", weakHost)
 		log, err := os.Create(n.log(name))
 		if err != nil {
 			t.Fatal(err)
@@ -435,7 +435,7 @@ func TestRunnerInAContainer(t *testing.T) {
 			t.Fatal(err)
 		}
 		return []string{
-			imageStore(t).Dir(), capabilities, program, "runner", "--stop-vms",
+			imageStore(t).Dir(), capabilities, program, "runner", "--stop-vms", "--allow-weak-host", weakHost,
 			"--controller", c.ready.Runners, "--join-token-file", token, "--listen", freeAddress(t), "--data-dir", filepath.Join(n.dir, "data"),
 			"--images-dir", imageStore(t).Dir(), "--warm", "1", "--vmm", "qemu", "--accel", "tcg", "--max-sandboxes", "8",
 		}

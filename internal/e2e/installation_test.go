@@ -251,7 +251,7 @@ func newInstallation(t *testing.T) *installation {
 	in.runner = &server{name: "runner", binary: binary, netns: in.far.path, log: filepath.Join(dir, "runner.log"), args: []string{
 		"--json", "runner", "--data-dir", in.host.data, "--images-dir", imageStore(t).Dir(), "--controller", in.controllers[0].ready.Runners,
 		"--controller", in.controllers[1].ready.Runners, "--join-token-file", token, "--listen", in.far.far + ":7072", "--disk-budget", "1G",
-		"--warm", "0", "--accel", "tcg", "--max-sandboxes", strconv.Itoa(places), "--log-level", "debug", "--stop-vms",
+		"--warm", "0", "--accel", "tcg", "--max-sandboxes", strconv.Itoa(places), "--log-level", "debug", "--stop-vms", "--allow-weak-host", weakHost,
 	}}
 	in.startRunner(t, "")
 	mark := in.controllers[0].ready.ClusterID + "/" + in.runner.ready.RunnerID

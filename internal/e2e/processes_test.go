@@ -96,8 +96,12 @@ func TestSeparateProcesses(t *testing.T) {
 	var member struct {
 		RunnerID string `json:"runner_id"`
 	}
-	stopRunner := serverOf(t, &member, binary, "--json", "runner", "--data-dir", host.data, "--images-dir", imageStore(t).Dir(), "--controller", ready.Runners,
-		"--join-token-file", token, "--listen", "127.0.0.1:0", "--data-listen", "127.0.0.1:0", "--disk-budget", "1G", "--warm", "0", "--accel", "tcg")
+	runner := []string{
+		"--json", "runner", "--data-dir", host.data, "--images-dir", imageStore(t).Dir(), "--controller", ready.Runners,
+		"--join-token-file", token, "--listen", "127.0.0.1:0", "--data-listen", "127.0.0.1:0", "--disk-budget", "1G", "--warm", "0", "--accel", "tcg",
+	}
+	refusedOnWeakHost(t, binary, runner)
+	stopRunner := serverOf(t, &member, binary, append(runner, "--allow-weak-host", weakHost)...)
 	if err := os.WriteFile(filepath.Join(host.data, "cluster-id"), []byte(ready.ClusterID+"/"+member.RunnerID), 0o600); err != nil {
 		t.Fatal(err)
 	}

@@ -38,6 +38,7 @@ func Checks(cfg Config) []Check {
 	if cfg.Choice != nil {
 		checks = append(checks, choice(cfg.Choice))
 	}
+	checks = append(checks, f.isolation(f.controllers())...)
 	return append(checks,
 		networkNamespaces,
 		rules,
@@ -46,9 +47,6 @@ func Checks(cfg Config) []Check {
 		pageScan,
 		f.reflink(cfg.DataDir),
 		diskSpace(cfg.DataDir),
-		f.cgroups,
-		f.swap,
-		f.samePageMerging,
 		postgres(cfg.PGBin),
 		imageTools,
 	)
@@ -263,50 +261,6 @@ func judgeDisk(dir string, free uint64) Result {
 		return warn(name, "free some space, or choose another data directory with --data-dir", "%s free in %s; a big tree may need more", gib(free), dir)
 	}
 	return ok(name, "%s free in %s", gib(free), dir)
-}
-
-func (f files) cgroups(context.Context) Result {
-	const name = "cgroup-v2"
-	const cure = "none needed on a trusted host; boot with systemd.unified_cgroup_hierarchy=1"
-	raw, err := os.ReadFile(filepath.Join(f.sys, "fs", "cgroup", "cgroup.controllers"))
-	if err != nil {
-		return warn(name, cure, "no unified hierarchy at /sys/fs/cgroup; a sandbox's processor and memory are bounded by its VM alone")
-	}
-	have := strings.Fields(string(raw))
-	var missing []string
-	for _, c := range []string{"cpu", "memory", "pids"} {
-		if !slices.Contains(have, c) {
-			missing = append(missing, c)
-		}
-	}
-	if len(missing) > 0 {
-		return warn(name, cure, "controllers missing: %s; a sandbox's processor and memory are bounded by its VM alone", strings.Join(missing, " "))
-	}
-	return ok(name, "controllers %s", strings.Join(have, " "))
-}
-
-func (f files) swap(context.Context) Result {
-	const name = "swap"
-	raw, err := os.ReadFile(filepath.Join(f.proc, "swaps"))
-	if err != nil {
-		return warn(name, "none", "cannot tell: %s", cause(err))
-	}
-	if lines := strings.Split(strings.TrimSpace(string(raw)), "\n"); len(lines) > 1 {
-		return warn(name, "swapoff -a, or encrypted swap", "%d swap areas: guests' memory may reach a disk in clear, and a pause waits for what was swapped out", len(lines)-1)
-	}
-	return ok(name, "none")
-}
-
-func (f files) samePageMerging(context.Context) Result {
-	const name = "ksm"
-	raw, err := os.ReadFile(filepath.Join(f.sys, "kernel", "mm", "ksm", "run"))
-	if err != nil {
-		return ok(name, "the kernel has none")
-	}
-	if strings.TrimSpace(string(raw)) == "1" {
-		return warn(name, "echo 2 > /sys/kernel/mm/ksm/run", "the kernel merges equal pages, so that one guest can tell by timing what another has in memory")
-	}
-	return ok(name, "off")
 }
 
 func postgres(hint string) Check {

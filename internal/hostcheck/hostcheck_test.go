@@ -117,6 +117,7 @@ func TestKernelFiles(t *testing.T) {
 	t.Parallel()
 	booted := func(context.Context) (string, error) { return "in 2 s", nil }
 	stuck := func(context.Context) (string, error) { return "", errors.New("no output in 10 s") }
+	const faults = "sys/devices/system/cpu/vulnerabilities/"
 	const header = "Filename Type Size Used Priority\n"
 	for _, c := range []struct {
 		name  string
@@ -129,14 +130,23 @@ func TestKernelFiles(t *testing.T) {
 		{"kvm not tried", map[string]string{"dev/kvm": ""}, func(f files) Check { return f.kvm(nil) }, Warn, "proves nothing"},
 		{"kvm stuck", map[string]string{"dev/kvm": ""}, func(f files) Check { return f.kvm(stuck) }, Warn, "no output in 10 s"},
 		{"kvm works", map[string]string{"dev/kvm": ""}, func(f files) Check { return f.kvm(booted) }, OK, "in 2 s"},
-		{"no cgroup v2", nil, func(f files) Check { return f.cgroups }, Warn, "no unified hierarchy"},
-		{"few controllers", map[string]string{"sys/fs/cgroup/cgroup.controllers": "cpu hugetlb\n"}, func(f files) Check { return f.cgroups }, Warn, "memory pids"},
-		{"cgroup v2", map[string]string{"sys/fs/cgroup/cgroup.controllers": "cpuset cpu io memory pids\n"}, func(f files) Check { return f.cgroups }, OK, "cpuset cpu io memory pids"},
+		{"no cgroup v2", nil, func(f files) Check { return cgroups(f.controllers()) }, Warn, "cpu io memory pids"},
+		{"few controllers", map[string]string{"sys/fs/cgroup/cgroup.controllers": "cpu hugetlb\n"}, func(f files) Check { return cgroups(f.controllers()) }, Warn, "io memory pids"},
+		{"cgroup v2", map[string]string{"sys/fs/cgroup/cgroup.controllers": "cpuset cpu io memory pids\n"}, func(f files) Check { return cgroups(f.controllers()) }, OK, "cpuset cpu io memory pids"},
 		{"swap", map[string]string{"proc/swaps": header + "/dev/sda2 partition 1 0 -2\n"}, func(f files) Check { return f.swap }, Warn, "1 swap area"},
 		{"no swap", map[string]string{"proc/swaps": header}, func(f files) Check { return f.swap }, OK, "none"},
 		{"ksm on", map[string]string{"sys/kernel/mm/ksm/run": "1\n"}, func(f files) Check { return f.samePageMerging }, Warn, "merges"},
 		{"ksm off", map[string]string{"sys/kernel/mm/ksm/run": "0\n"}, func(f files) Check { return f.samePageMerging }, OK, "off"},
 		{"no ksm", nil, func(f files) Check { return f.samePageMerging }, OK, "has none"},
+		{"swap unknown", nil, func(f files) Check { return f.swap }, Warn, "does not say"},
+		{"no fault", map[string]string{faults + "meltdown": "Not affected\n", faults + "mds": "Mitigation: Clear CPU buffers; SMT disabled\n"}, func(f files) Check { return f.cpu }, OK, "every fault"},
+		{"a fault", map[string]string{faults + "mds": "Vulnerable: Clear CPU buffers attempted, no microcode\n", faults + "l1tf": "Mitigation: PTE Inversion\n"}, func(f files) Check { return f.cpu }, Warn, "does not mitigate mds"},
+		{"a fault of KVM", map[string]string{faults + "itlb_multihit": "KVM: Vulnerable\n"}, func(f files) Check { return f.cpu }, Warn, "itlb_multihit"},
+		{"faults unknown", nil, func(f files) Check { return f.cpu }, Warn, "does not say"},
+		{"smt off", map[string]string{"sys/devices/system/cpu/smt/active": "0\n"}, func(f files) Check { return f.smt }, OK, "off"},
+		{"smt safe", map[string]string{"sys/devices/system/cpu/smt/active": "1\n", faults + "mds": "Not affected\n"}, func(f files) Check { return f.smt }, OK, "on;"},
+		{"smt open", map[string]string{"sys/devices/system/cpu/smt/active": "1\n", faults + "mds": "Mitigation: Clear CPU buffers; SMT vulnerable\n"}, func(f files) Check { return f.smt }, Warn, "mds"},
+		{"smt unknown", map[string]string{"sys/devices/system/cpu/smt/active": "1\n"}, func(f files) Check { return f.smt }, Warn, "does not say"},
 		{"no vsock", nil, func(f files) Check { return f.vhostVsock }, Warn, "serial port"},
 		{"vsock", map[string]string{"dev/vhost-vsock": ""}, func(f files) Check { return f.vhostVsock }, OK, "can be opened"},
 	} {
@@ -213,5 +223,31 @@ func TestCureOfPermission(t *testing.T) {
 	}
 	if got := cureOf(unix.EPERM, "other"); got != want {
 		t.Errorf("got %q, want %q", got, want)
+	}
+}
+
+// TestJudge: a runner starts with a weakness only where its operator has named it.
+func TestJudge(t *testing.T) {
+	t.Parallel()
+	found := []Result{ok(checkKSM, "off"), warn(checkSwap, "swapoff -a", "1 swap area"), warn(checkSMT, "nosmt", "on")}
+	for _, c := range []struct {
+		allowed []string
+		weak    int
+		code    core.Code
+		says    string
+	}{
+		{nil, 0, core.CodeIncompatibleHost, "--allow-weak-host=swap,smt"},
+		{[]string{checkSwap}, 1, core.CodeIncompatibleHost, "--allow-weak-host=smt "},
+		{[]string{checkSwap, checkSMT}, 2, "", ""},
+		{IsolationNames(), 2, "", ""},
+		{[]string{"everything"}, 0, core.CodeInvalidField, "cgroup-v2, swap, ksm, cpu, smt"},
+	} {
+		weak, err := Judge(found, c.allowed)
+		if len(weak) != c.weak || (err == nil) != (c.code == "") || err != nil && (core.CodeOf(err) != c.code || !strings.Contains(err.Error(), c.says)) {
+			t.Errorf("%v: got %v, %v; want %d weak, %s with %q", c.allowed, weak, err, c.weak, c.code, c.says)
+		}
+	}
+	if weak, err := Judge(found[:1], nil); err != nil || len(weak) > 0 {
+		t.Errorf("a good host: got %v, %v", weak, err)
 	}
 }

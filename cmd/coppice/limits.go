@@ -1,0 +1,52 @@
+package main
+
+import (
+	"errors"
+	"fmt"
+	"strings"
+
+	"github.com/spf13/pflag"
+
+	"github.com/coppice-dev/coppice/internal/daemon"
+	"github.com/coppice-dev/coppice/runner/netns"
+)
+
+// vmLimitFlags are the bounds of what a VM takes of its host. The function that is returned reads those that are sizes.
+func vmLimitFlags(f *pflag.FlagSet, cfg *daemon.HostConfig) func() error {
+	f.IntVar(&cfg.Limits.CPUPercent, "vm-cpu-max", 0, "most processor time of a VM per vCPU, in `percent` of a processor of this host; 0: no bound, VMs share by weight")
+	f.IntVar(&cfg.Limits.IOPS, "vm-iops-max", 0, "most disk `operations` a second of a VM, read and written each; 0: no bound")
+	f.IntVar(&cfg.TapRate.Packets, "tap-packets", netns.DefaultRate.Packets, "most `packets` a second that a guest may send")
+	io := f.String("vm-io-max", "", "most bytes a second of a VM on the disk, read and written each, as `size` with K, M, G or T; empty: no bound")
+	tap := f.String("tap-rate", "128M", "most bytes a second that a guest may send, as `size` with K, M, G or T")
+	return func() error {
+		var errs []error
+		if *io != "" {
+			n, err := parseSize(*io)
+			cfg.Limits.IOBytes = n
+			errs = append(errs, wrapFlag("--vm-io-max", err))
+		}
+		n, err := parseSize(*tap)
+		cfg.TapRate.Bytes = n
+		errs = append(errs, wrapFlag("--tap-rate", err))
+		if cfg.Limits.CPUPercent < 0 || cfg.Limits.IOPS < 0 || cfg.TapRate.Packets <= 0 {
+			errs = append(errs, usageError{errors.New("--vm-cpu-max and --vm-iops-max must not be negative, and --tap-packets must be positive")})
+		}
+		return errors.Join(errs...)
+	}
+}
+
+func wrapFlag(name string, err error) error {
+	if err == nil {
+		return nil
+	}
+	return usageError{fmt.Errorf("%s: %w", name, err)}
+}
+
+// warnings has a line for each weakness of the host.
+func warnings(weak []string) string {
+	var b strings.Builder
+	for _, w := range weak {
+		b.WriteString("  warning  " + w + "\n")
+	}
+	return b.String()
+}

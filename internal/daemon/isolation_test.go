@@ -1,0 +1,73 @@
+package daemon
+
+import (
+	"bytes"
+	"log/slog"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/prometheus/client_golang/prometheus"
+
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/hostcheck"
+	"github.com/coppice-dev/coppice/runner"
+)
+
+// TestWeakHost opens the machines of a host whose VMs no control group bounds: that is refused, allowed by name, or warned of on a user's own
+// machine. Whatever else this host has is found too.
+func TestWeakHost(t *testing.T) {
+	t.Parallel()
+	const name = "cgroup-v2"
+	for what, c := range map[string]struct {
+		allow  []string
+		warn   bool
+		code   core.Code
+		starts bool
+	}{
+		"nothing is allowed":    {nil, false, core.CodeIncompatibleHost, false},
+		"something else is":     {[]string{"swap", "ksm"}, false, core.CodeIncompatibleHost, false},
+		"something unknown is":  {[]string{"all"}, false, core.CodeInvalidField, false},
+		"all of it is":          {hostcheck.IsolationNames(), false, "", true},
+		"a user's own machine":  {nil, true, "", true},
+		"the same, and a names": {[]string{name}, true, "", true},
+	} {
+		var log bytes.Buffer
+		registry := prometheus.NewRegistry()
+		h, rc := &Host{}, &runner.Config{}
+		cfg := HostConfig{AllowWeak: c.allow, WarnWeak: c.warn, Registry: registry, Log: slog.New(slog.NewTextHandler(&log, nil))}
+		err := h.judge(t.Context(), cfg, nil, rc)
+		if (err == nil) != c.starts || err != nil && core.CodeOf(err) != c.code {
+			t.Errorf("%s: got %v, want %s", what, err, c.code)
+		}
+		if c.code == core.CodeIncompatibleHost && (!strings.Contains(err.Error(), "--allow-weak-host=") || !strings.Contains(err.Error(), name)) {
+			t.Errorf("%s: the refusal does not name the flag and %s: %v", what, name, err)
+		}
+		if c.starts != slices.Contains(rc.Weak, name) || c.starts != strings.Contains(log.String(), "check="+name) || len(h.Weak) != len(rc.Weak) {
+			t.Errorf("%s: the runner says %v, the start says %v, the log says %s", what, rc.Weak, h.Weak, log.String())
+		}
+		if got := gauge(t, registry, "coppice_runner_host_weak", name); got != 1 {
+			t.Errorf("%s: the metric of %s is %v", what, name, got)
+		}
+		if got := gauge(t, registry, "coppice_runner_cgroup_controller", "pids"); got != 0 {
+			t.Errorf("%s: the metric of pids is %v", what, got)
+		}
+	}
+}
+
+// gauge is the value of a metric with a label, -1 if there is none.
+func gauge(t *testing.T, from prometheus.Gatherer, name, label string) float64 {
+	t.Helper()
+	families, err := from.Gather()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, f := range families {
+		for _, m := range f.GetMetric() {
+			if f.GetName() == name && len(m.GetLabel()) == 1 && m.GetLabel()[0].GetValue() == label {
+				return m.GetGauge().GetValue()
+			}
+		}
+	}
+	return -1
+}
