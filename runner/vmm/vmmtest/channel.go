@@ -3,6 +3,8 @@ package vmmtest
 import (
 	"bufio"
 	"fmt"
+	"io/fs"
+	"path/filepath"
 	"testing"
 	"time"
 
@@ -149,6 +151,7 @@ func testConsoleFlood(t *testing.T, w *world) {
 		checkConsole(t, m.Console())
 		pause(t, 10*time.Millisecond)
 	}
+	checkFiles(t, m.Handle().Dir)
 	promptly(t, "the pause of a guest that prints", func() { m.pause(t) })
 	var s *snapshot
 	promptly(t, "the capture of a guest that prints", func() { m.resume(t); s = m.capture(t) })
@@ -157,6 +160,28 @@ func testConsoleFlood(t *testing.T, w *world) {
 	for _, v := range []*machine{m, child} {
 		promptly(t, "the kill of a guest that prints", func() { v.kill(t) })
 		checkConsole(t, v.ended(t).Console)
+	}
+}
+
+// checkFiles wants nothing of what a guest prints to get into files of the host.
+func checkFiles(t *testing.T, dir string) {
+	t.Helper()
+	const most = 64 << 10 // of what a driver keeps there: sockets, and a configuration
+	total := int64(0)
+	if err := filepath.WalkDir(dir, func(_ string, d fs.DirEntry, err error) error {
+		if err != nil || !d.Type().IsRegular() {
+			return err
+		}
+		info, err := d.Info()
+		if err == nil {
+			total += info.Size()
+		}
+		return err
+	}); err != nil {
+		t.Fatal(err)
+	}
+	if total > most {
+		t.Errorf("the machine's files have %d bytes, want at most %d", total, most)
 	}
 }
 
