@@ -180,7 +180,7 @@ func verify(h header) error {
 	if h.Dir {
 		want = 1
 	}
-	if len(entries) != want || want == 1 && "/"+entries[0].Name() != TreeDir {
+	if !h.Bare && (len(entries) != want || want == 1 && "/"+entries[0].Name() != TreeDir) {
 		return fmt.Errorf("its root directory has %d files, want %d", len(entries), want)
 	}
 	if uid := uint32(os.Getuid()); uid != h.UID || uid == 0 { //nolint:gosec // G115: a user id

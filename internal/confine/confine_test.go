@@ -366,6 +366,17 @@ func TestTree(t *testing.T) {
 	}
 }
 
+// TestInAContainer: where pivot_root is forbidden, a helper without a directory can do as little, and one with a directory is refused.
+func TestInAContainer(t *testing.T) {
+	t.Parallel()
+	require.Root(t)
+	cmd := exec.CommandContext(t.Context(), os.Args[0])
+	cmd.Env = append(os.Environ(), beInAContainer+"="+t.TempDir())
+	if out, err := cmd.CombinedOutput(); err != nil {
+		t.Errorf("%v: %s", err, out)
+	}
+}
+
 // TestKilledParent: a helper does not outlive who started it.
 func TestKilledParent(t *testing.T) {
 	t.Parallel()

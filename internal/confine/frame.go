@@ -32,6 +32,7 @@ type header struct {
 	Files    int    `json:"files"`
 	Dir      bool   `json:"dir"`
 	Confined bool   `json:"confined"` // it must find itself in an empty root, as UID
+	Bare     bool   `json:"bare"`     // but the root is not empty; see emptyRoot
 }
 
 // failure is how a helper tells an error.

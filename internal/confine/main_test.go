@@ -15,6 +15,7 @@ import (
 	"time"
 	"unsafe"
 
+	seccomp "github.com/elastic/go-seccomp-bpf"
 	"golang.org/x/sys/unix"
 
 	"github.com/coppice-dev/coppice/core"
@@ -25,13 +26,14 @@ import (
 
 // The tasks of these tests.
 const (
-	taskEcho    = "echo"   // answers with the request
-	taskProbe   = "probe"  // tries what it must not be able to do
-	taskMisuse  = "misuse" // does what the request names
-	taskWait    = "wait"   // answers, then reads its first file to the end
-	taskTree    = "tree"   // works in its directory
-	beAParent   = "COPPICE_TEST_PARENT"
-	taskUnknown = "unknown" // there is no such task
+	taskEcho       = "echo"   // answers with the request
+	taskProbe      = "probe"  // tries what it must not be able to do
+	taskMisuse     = "misuse" // does what the request names
+	taskWait       = "wait"   // answers, then reads its first file to the end
+	taskTree       = "tree"   // works in its directory
+	beAParent      = "COPPICE_TEST_PARENT"
+	beInAContainer = "COPPICE_TEST_CONTAINER"
+	taskUnknown    = "unknown" // there is no such task
 )
 
 func TestMain(m *testing.M) {
@@ -42,6 +44,9 @@ func TestMain(m *testing.M) {
 	confinetest.AllowWithoutRoot(m)
 	if dir := os.Getenv(beAParent); dir != "" {
 		parent(dir)
+	}
+	if dir := os.Getenv(beInAContainer); dir != "" {
+		contained(dir)
 	}
 	testleak.Main(m)
 }
@@ -306,4 +311,33 @@ var limits = confine.Limits{Memory: 256 << 20, CPU: 20 * time.Second, Time: time
 
 func spec(task string, request any, files ...*os.File) confine.Spec {
 	return confine.Spec{Task: task, Limits: limits, Request: request, Files: files}
+}
+
+// contained is a program below the filter of a container engine, which forbids pivot_root. It says what its helpers could.
+func contained(dir string) {
+	err := seccomp.LoadFilter(seccomp.Filter{NoNewPrivs: true, Flag: seccomp.FilterFlagTSync, Policy: seccomp.Policy{
+		DefaultAction: seccomp.ActionAllow, Syscalls: []seccomp.SyscallGroup{{Action: seccomp.ActionErrno, Names: []string{"pivot_root"}}},
+	}})
+	var got []attempt
+	if err == nil {
+		err = confine.Run(context.Background(), spec(taskProbe, map[string]int{"Peer": os.Getpid()}), collect(&got))
+	}
+	for _, a := range got {
+		if a.Err == "" {
+			err = errors.Join(err, fmt.Errorf("a helper can: %s", a.What))
+		}
+	}
+	if len(got) < 40 {
+		err = errors.Join(err, fmt.Errorf("only %d attempts were made", len(got)))
+	}
+	s := spec(taskTree, nil)
+	s.Dir = dir
+	if refused := confine.Run(context.Background(), s, collect(&got)); refused == nil || !strings.Contains(refused.Error(), "forbids pivot_root") {
+		err = errors.Join(err, fmt.Errorf("a helper with a directory: %w", refused))
+	}
+	if err != nil {
+		fmt.Println(err)
+		os.Exit(1)
+	}
+	os.Exit(0)
 }

@@ -5,7 +5,9 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
+	"strings"
 	"sync"
 	"syscall"
 
@@ -22,6 +24,7 @@ type process struct {
 	task                  string
 	uid                   uint32
 	confined              bool // in namespaces and as a user of its own
+	bare                  bool // its root is the container's; see emptyRoot
 	proc                  *os.Process
 	stdin, stdout, stderr *os.File
 	ended                 chan struct{}
@@ -156,42 +159,113 @@ func (p *process) confine() error {
 	}
 	result := make(chan error, 1)
 	select {
-	case p.onThread <- func() { result <- emptyRoot(p.dir) }:
-		return <-result
+	case p.onThread <- func() {
+		var err error
+		p.bare, err = emptyRoot(p.dir)
+		result <- err
+	}:
 	case <-p.ended:
 		return &endedError{errors.New("it ended before it was confined")}
 	}
+	if err := <-result; err != nil {
+		return err
+	}
+	return p.checkMounts()
+}
+
+// checkMounts looks at what the helper has, as the kernel shows it: its root, and its directory if it has one.
+func (p *process) checkMounts() error {
+	b, err := os.ReadFile(filepath.Join("/proc", strconv.Itoa(p.proc.Pid), "mountinfo"))
+	if err != nil {
+		return fmt.Errorf("look at its mounts: %w", err)
+	}
+	want := 1
+	if p.dir != "" {
+		want = 2
+	}
+	if n := strings.Count(string(b), "\n"); n != want {
+		return fmt.Errorf("it has %d mounts, want %d", n, want)
+	}
+	return nil
 }
 
 // emptyRoot makes an empty file system the root of this mount namespace, and with it of the helper, whose root was the same as
 // this thread's. Where dir is not empty, it is at TreeDir. Every other mount of the host is gone from the namespace.
-func emptyRoot(dir string) error {
-	const at = "/proc" // a directory that every host has; what is mounted over it is not needed any more
+//
+// Container engines forbid pivot_root. There the root that the container has stays, read-only, and every other mount goes: bare. A
+// helper without a directory cannot open anything by its path anyway; one with a directory is refused.
+func emptyRoot(dir string) (bare bool, err error) {
+	mounts, err := mountPoints()
+	if err != nil {
+		return false, err
+	}
+	tree := -1
 	if dir != "" {
-		// The source is opened first, as the mount point may hide it.
-		fd, err := unix.Open(dir, unix.O_PATH|unix.O_DIRECTORY|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0)
-		if err != nil {
-			return fmt.Errorf("open the directory: %w", err)
-		}
-		defer func() { _ = unix.Close(fd) }()
-		tree, err := unix.OpenTree(fd, "", unix.OPEN_TREE_CLONE|unix.OPEN_TREE_CLOEXEC|unix.AT_EMPTY_PATH)
-		if err != nil {
-			return fmt.Errorf("bind the directory: %w", err)
+		// The source is taken first, as the mount point may hide it.
+		if tree, err = detached(dir); err != nil {
+			return false, err
 		}
 		defer func() { _ = unix.Close(tree) }()
-		attr := unix.MountAttr{Attr_set: unix.MOUNT_ATTR_NODEV | unix.MOUNT_ATTR_NOSUID | unix.MOUNT_ATTR_NOEXEC}
-		if err := unix.MountSetattr(tree, "", unix.AT_EMPTY_PATH, &attr); err != nil {
-			return fmt.Errorf("bind the directory without devices: %w", err)
-		}
-		return pivot(at, tree)
 	}
-	return pivot(at, -1)
+	err = pivot(tree)
+	if !errors.Is(err, errNoPivot) || tree >= 0 {
+		return false, err
+	}
+	for _, at := range slices.Backward(mounts) {
+		if err := unix.Unmount(at, unix.MNT_DETACH|unix.UMOUNT_NOFOLLOW); err != nil && !errors.Is(err, unix.EINVAL) && !errors.Is(err, unix.ENOENT) {
+			return false, fmt.Errorf("leave the mount at %s: %w", at, err)
+		}
+	}
+	if err := unix.Mount("", "/", "", unix.MS_REMOUNT|unix.MS_BIND|unix.MS_RDONLY|rootFlags, ""); err != nil {
+		return false, fmt.Errorf("make the root read-only: %w", err)
+	}
+	return true, unix.Chdir("/")
 }
 
+// mountPoints lists where this thread's namespace has mounts, without its root.
+func mountPoints() ([]string, error) {
+	b, err := os.ReadFile("/proc/thread-self/mountinfo")
+	if err != nil {
+		return nil, fmt.Errorf("list mounts: %w", err)
+	}
+	// Blanks, tabs, newlines and backslashes are written as octal escapes.
+	plain := strings.NewReplacer(`\040`, " ", `\011`, "\t", `\012`, "\n", `\134`, `\`)
+	var out []string
+	for line := range strings.Lines(string(b)) {
+		if f := strings.Fields(line); len(f) > 4 && f[4] != "/" {
+			out = append(out, plain.Replace(f[4]))
+		}
+	}
+	return out, nil
+}
+
+// detached makes a mount of a directory that is nowhere yet, without devices, set-user-id bits and programs.
+func detached(dir string) (int, error) {
+	fd, err := unix.Open(dir, unix.O_PATH|unix.O_DIRECTORY|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return -1, fmt.Errorf("open the directory: %w", err)
+	}
+	defer func() { _ = unix.Close(fd) }()
+	tree, err := unix.OpenTree(fd, "", unix.OPEN_TREE_CLONE|unix.OPEN_TREE_CLOEXEC|unix.AT_EMPTY_PATH)
+	if err != nil {
+		return -1, fmt.Errorf("bind the directory: %w", err)
+	}
+	attr := unix.MountAttr{Attr_set: unix.MOUNT_ATTR_NODEV | unix.MOUNT_ATTR_NOSUID | unix.MOUNT_ATTR_NOEXEC}
+	if err := unix.MountSetattr(tree, "", unix.AT_EMPTY_PATH, &attr); err != nil {
+		return -1, errors.Join(fmt.Errorf("bind the directory without devices: %w", err), unix.Close(tree))
+	}
+	return tree, nil
+}
+
+const rootFlags = unix.MS_NOSUID | unix.MS_NODEV | unix.MS_NOEXEC
+
+// errNoPivot says that the host forbids pivot_root.
+var errNoPivot = errors.New("this host forbids pivot_root, as the filters of container engines do; run the program outside of the container, or allow pivot_root in its seccomp profile")
+
 // pivot makes a new file system the root, with the detached mount tree at TreeDir unless it is -1.
-func pivot(at string, tree int) error {
-	const flags = unix.MS_NOSUID | unix.MS_NODEV | unix.MS_NOEXEC
-	if err := unix.Mount("none", at, "tmpfs", flags, "mode=0555,size=64k,nr_inodes=4"); err != nil {
+func pivot(tree int) error {
+	const at = "/proc" // a directory that every host has; what is mounted over it is not needed any more
+	if err := unix.Mount("none", at, "tmpfs", rootFlags, "mode=0555,size=64k,nr_inodes=4"); err != nil {
 		return fmt.Errorf("mount an empty root: %w", err)
 	}
 	if tree >= 0 {
@@ -202,7 +276,7 @@ func pivot(at string, tree int) error {
 			return fmt.Errorf("mount the directory: %w", err)
 		}
 	}
-	if err := unix.Mount("", at, "", unix.MS_REMOUNT|unix.MS_BIND|unix.MS_RDONLY|flags, ""); err != nil {
+	if err := unix.Mount("", at, "", unix.MS_REMOUNT|unix.MS_BIND|unix.MS_RDONLY|rootFlags, ""); err != nil {
 		return fmt.Errorf("make the empty root read-only: %w", err)
 	}
 	old, err := unix.Open("/", unix.O_PATH|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
@@ -213,7 +287,11 @@ func pivot(at string, tree int) error {
 	if err := unix.Chdir(at); err != nil {
 		return err
 	}
-	if err := unix.PivotRoot(".", "."); err != nil { // the old root is now mounted over the new one
+	err = unix.PivotRoot(".", ".") // the old root is then mounted over the new one
+	if errors.Is(err, unix.EPERM) || errors.Is(err, unix.ENOSYS) {
+		return errors.Join(errNoPivot, unix.Chdir("/"), unix.Unmount(at, unix.MNT_DETACH))
+	}
+	if err != nil {
 		return fmt.Errorf("change the root: %w", err)
 	}
 	if err := unix.Fchdir(old); err != nil {
