@@ -29,9 +29,16 @@ type guestVector struct {
 	To      string   `json:"to"`
 	Send    [][]byte `json:"send"`
 	Connect bool     `json:"connect"`
+	Parts   []part   `json:"parts,omitempty"`
 	Name    string   `json:"name,omitempty"`
 	Type    uint16   `json:"type,omitempty"`
 	TCP     bool     `json:"tcp,omitempty"`
+}
+
+// part is a text and how many times the guest sends it.
+type part struct {
+	Text  []byte `json:"text"`
+	Times int    `json:"times"`
 }
 
 type guestAnswer struct {

@@ -52,6 +52,7 @@ type Network struct {
 	shown  []string
 	points map[string][]netip.Addr
 	sites  map[string]http.Handler
+	raw    map[string]bool // hosts that speak HTTP/1.1 only
 }
 
 // Prefix is the network that the address of all names is in: one for documentation, which nothing reaches but by leave.
@@ -60,7 +61,7 @@ const Prefix = "203.0.113.0/24"
 // New makes one that ends with the test.
 func New(t *testing.T) *Network {
 	t.Helper()
-	o := &Network{t: t, points: map[string][]netip.Addr{}, sites: map[string]http.Handler{}}
+	o := &Network{t: t, points: map[string][]netip.Addr{}, sites: map[string]http.Handler{}, raw: map[string]bool{}}
 	link, err := testpool.NewLink()
 	if err != nil {
 		t.Fatal(err)
@@ -142,6 +143,16 @@ func (o *Network) serve(web, plain net.Listener, udp net.PacketConn) {
 	}
 	s, bare := server(), server()
 	s.TLSConfig = o.certificate("*.example.com")
+	old := s.TLSConfig.Clone()
+	old.NextProtos = []string{"http/1.1"}
+	s.TLSConfig.GetConfigForClient = func(hello *tls.ClientHelloInfo) (*tls.Config, error) {
+		o.mu.Lock()
+		defer o.mu.Unlock()
+		if o.raw[hello.ServerName] {
+			return old, nil
+		}
+		return nil, nil //nolint:nilnil // no configuration of its own: the server's
+	}
 	var wg sync.WaitGroup
 	wg.Go(func() { _ = s.ServeTLS(web, "", "") })
 	wg.Go(func() { _ = bare.Serve(plain) })
@@ -292,6 +303,22 @@ func (o *Network) Serve(name string, h http.Handler) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	o.sites[name] = h
+}
+
+// Raw has a name below example.com answer with whatever answer writes to the connection, which ends with it.
+func (o *Network) Raw(name string, answer func(c net.Conn, r *http.Request)) {
+	o.mu.Lock()
+	o.raw[name] = true
+	o.mu.Unlock()
+	o.Serve(name, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		c, _, err := http.NewResponseController(w).Hijack()
+		if err != nil {
+			o.t.Errorf("take the connection to %s over: %v", name, err)
+			return
+		}
+		defer func() { _ = c.Close() }()
+		answer(c, r)
+	}))
 }
 
 // Forget forgets what the name server was asked for.

@@ -17,6 +17,7 @@
 //	flood SECONDS              send frames of every kind, with forged and own addresses
 //	say VECTOR...              say what may be no protocol's, to a proxy or a name server; see vector
 //	listen PORT OUT            note everything that arrives
+//	storm HOW COUNT SECONDS ADDR   load a server with connections; see storm
 package main
 
 import (
@@ -51,7 +52,7 @@ func run(args []string, out io.Writer) error {
 		do    func(args []string, out io.Writer) error
 	}{
 		"spin": {4, spin}, "draw": {1, draw}, "witness": {2, witness}, "cling": {2, cling}, "ask": {2, ask},
-		"identity": {0, identity}, "pour": {1, pour}, "generators": {1, generators}, "await": {1, await}, "uptime": {1, uptime}, "reach": {1, reach}, "flood": {1, flood}, "say": {1, say}, "listen": {2, listen},
+		"identity": {0, identity}, "pour": {1, pour}, "generators": {1, generators}, "await": {1, await}, "uptime": {1, uptime}, "reach": {1, reach}, "flood": {1, flood}, "say": {1, say}, "storm": {4, storm}, "listen": {2, listen},
 	}
 	c, ok := commands[args[0]]
 	if args = args[1:]; !ok || len(args) < c.least {

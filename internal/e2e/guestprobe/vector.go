@@ -22,10 +22,18 @@ type vector struct {
 	To      string   `json:"to"`   // host:port
 	Send    [][]byte `json:"send"` // in segments of their own
 	Connect bool     `json:"connect"`
+	// Parts, joined, are one more segment: what is long is made in the guest.
+	Parts []part `json:"parts,omitempty"`
 	// Question is asked there instead, over UDP, as NAME TYPE.
 	Name string `json:"name,omitempty"`
 	Type uint16 `json:"type,omitempty"`
 	TCP  bool   `json:"tcp,omitempty"`
+}
+
+// part is a text and how many times it is sent.
+type part struct {
+	Text  []byte `json:"text"`
+	Times int    `json:"times"`
 }
 
 // answered is what came of it.
@@ -76,7 +84,15 @@ func (v vector) try() (out answered) {
 	}
 	defer func() { _ = c.Close() }()
 	_ = c.SetDeadline(time.Now().Add(vectorPatience))
-	for i, b := range v.Send {
+	send := v.Send
+	if len(v.Parts) > 0 {
+		var b []byte
+		for _, p := range v.Parts {
+			b = append(b, bytes.Repeat(p.Text, p.Times)...)
+		}
+		send = append(send, b)
+	}
+	for i, b := range send {
 		if _, err := c.Write(b); err != nil {
 			break // what came says why
 		}
