@@ -17,6 +17,7 @@ import (
 	"syscall"
 	"time"
 
+	"github.com/coppice-dev/coppice/runner/egress"
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
 
@@ -193,7 +194,7 @@ type lived struct {
 }
 
 // memoryBounds are what the resident memory of each part may come to, in bytes. PostgreSQL is the sum of its processes' own memory.
-var memoryBounds = map[string]int64{"server": 1 << 30, "egress": 384 << 20, "pager": 512 << 20, "postgres": 1 << 30}
+var memoryBounds = map[string]int64{"server": 1 << 30, "egress": 384 << 20, "postgres": 1 << 30}
 
 func newWatch(x *assault) *watch {
 	x.t.Helper()
@@ -217,14 +218,14 @@ func (w *watch) parts() map[string]lived {
 		}
 	}
 	add("server", w.x.s.cmd.Process.Pid)
+	ctx, cancel := context.WithTimeout(w.x.t.Context(), 10*time.Second)
+	defer cancel()
+	if hello, err := egress.NewClient(egress.SocketPath(filepath.Join(w.x.s.runDir(), "egress"))).Hello(ctx); err == nil {
+		add("egress", hello.PID)
+	}
 	for pid, cmdline := range allProcesses() {
 		args := strings.Split(strings.TrimRight(string(cmdline), "\x00"), "\x00")
-		mine := bytes.Contains(cmdline, []byte(w.x.s.data)) || bytes.Contains(cmdline, []byte(w.x.s.cluster))
-		switch {
-		case !mine:
-		case len(args) > 1 && (args[1] == "egress" || args[1] == "pager"):
-			add(args[1], pid)
-		case filepath.Base(args[0]) == "postgres" && slices.Contains(args, "-D"):
+		if bytes.Contains(cmdline, []byte(w.x.s.data)) && filepath.Base(args[0]) == "postgres" && slices.Contains(args, "-D") {
 			add("postgres", pid)
 		}
 	}

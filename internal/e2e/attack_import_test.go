@@ -13,6 +13,8 @@ import (
 	"strings"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/coppice-dev/coppice/core"
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 	"github.com/coppice-dev/coppice/snapshotstore/manifest"
@@ -66,10 +68,7 @@ func (x *assault) imports() {
 		x.t.Fatal("the file is not what the test takes it for")
 	}
 	rng := rand.New(rand.NewPCG(1, 2))
-	flips, cuts := 40, 16
-	if !*long {
-		flips, cuts = 6, 3
-	}
+	const flips, cuts = 40, 16
 	head := len(parts.header) + len(parts.manifest) + 48
 	for i := range flips {
 		at := rng.IntN(len(whole))
@@ -184,6 +183,9 @@ func (x *assault) bring(b []byte) (coppice.Checkpoint, error) {
 	return x.mallory.ImportCheckpoint(ctx, bytes.NewReader(b), coppice.ImportOptions{Size: int64(len(b))})
 }
 
+// hungUp reports whether the server ended the connection: it has refused a file before all of it was sent.
+func hungUp(err error) bool { return errors.Is(err, unix.ECONNRESET) || errors.Is(err, unix.EPIPE) }
+
 // refuseImport wants a file to be refused.
 func (x *assault) refuseImport(name string, b []byte) {
 	cp, err := x.bring(b)
@@ -191,7 +193,7 @@ func (x *assault) refuseImport(name string, b []byte) {
 	switch {
 	case err == nil:
 		err = fmt.Errorf("it was taken as %s", cp.ID)
-	case errors.As(err, &e) && e.Status/100 == 4:
+	case errors.As(err, &e) && e.Status/100 == 4, hungUp(err):
 		err = nil
 	}
 	x.held("import", name, err)
@@ -201,7 +203,7 @@ func (x *assault) refuseImport(name string, b []byte) {
 func (x *assault) tryImport(name string, b []byte) {
 	cp, err := x.bring(b)
 	var e *coppice.Error
-	if errors.As(err, &e) && e.Status/100 == 4 {
+	if errors.As(err, &e) && e.Status/100 == 4 || hungUp(err) {
 		x.held("import", name, nil)
 		return
 	}

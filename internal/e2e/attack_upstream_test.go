@@ -73,11 +73,7 @@ func answers() []answer {
 		})
 	}
 	const whole = "HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\nX-Echo: SECRET\r\nContent-Length: 40\r\n\r\nSECRET"
-	step := 1
-	if !*long {
-		step = 12
-	}
-	for n := 0; n < len(whole)+40; n += step {
+	for n := range len(whole) + 40 {
 		add(fmt.Sprintf("an answer that is cut at byte %d", n), func(c net.Conn, secret string) {
 			b := strings.ReplaceAll(whole, "SECRET", secret)
 			_, _ = io.WriteString(c, b[:min(n, len(b))])
@@ -111,30 +107,28 @@ func answers() []answer {
 	} {
 		text("the secret in "+place.name, place.format)
 	}
-	if *long {
-		add("hints without end", func(c net.Conn, secret string) {
-			for range 100_000 {
-				if _, err := io.WriteString(c, "HTTP/1.1 103 Early Hints\r\nX: "+secret+"\r\n\r\n"); err != nil {
-					return
-				}
+	add("hints without end", func(c net.Conn, secret string) {
+		for range 100_000 {
+			if _, err := io.WriteString(c, "HTTP/1.1 103 Early Hints\r\nX: "+secret+"\r\n\r\n"); err != nil {
+				return
 			}
-		})
-		add("a header without end", func(c net.Conn, _ string) {
-			_, _ = io.WriteString(c, "HTTP/1.1 200 OK\r\nX: ")
-			_, _ = io.Copy(c, io.LimitReader(forever("x"), 64<<20))
-		})
-		add("headers without end", func(c net.Conn, _ string) {
-			_, _ = io.WriteString(c, "HTTP/1.1 200 OK\r\n")
-			_, _ = io.Copy(c, io.LimitReader(forever("X: y\r\n"), 64<<20))
-		})
-		add("a bomb of gzip", func(c net.Conn, _ string) { bombOf(c, 256<<20) })
-		add("an answer that never comes", func(c net.Conn, _ string) { _, _ = io.Copy(io.Discard, c) })
-		add("a head at a byte a second", func(c net.Conn, secret string) { drop(c, "HTTP/1.1 200 OK\r\nX-A: "+secret) })
-		add("a body at a byte a second", func(c net.Conn, secret string) {
-			_, _ = io.WriteString(c, "HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n")
-			drop(c, secret)
-		})
-	}
+		}
+	})
+	add("a header without end", func(c net.Conn, _ string) {
+		_, _ = io.WriteString(c, "HTTP/1.1 200 OK\r\nX: ")
+		_, _ = io.Copy(c, io.LimitReader(forever("x"), 64<<20))
+	})
+	add("headers without end", func(c net.Conn, _ string) {
+		_, _ = io.WriteString(c, "HTTP/1.1 200 OK\r\n")
+		_, _ = io.Copy(c, io.LimitReader(forever("X: y\r\n"), 64<<20))
+	})
+	add("a bomb of gzip", func(c net.Conn, _ string) { bombOf(c, 256<<20) })
+	add("an answer that never comes", func(c net.Conn, _ string) { _, _ = io.Copy(io.Discard, c) })
+	add("a head at a byte a second", func(c net.Conn, secret string) { drop(c, "HTTP/1.1 200 OK\r\nX-A: "+secret) })
+	add("a body at a byte a second", func(c net.Conn, secret string) {
+		_, _ = io.WriteString(c, "HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n")
+		drop(c, secret)
+	})
 	return list
 }
 
