@@ -72,6 +72,23 @@ func TestRefusedRules(t *testing.T) {
 	w.wantGrants(ws.ID, "b=secret of b")
 }
 
+// TestBadKey: where grants cannot be sealed, because a runner says a key that is none, the rules go without them and take away what they should.
+func TestBadKey(t *testing.T) {
+	t.Parallel()
+	w, _ := granting(t)
+	ws := w.createAllowing("a", "a.example", "b.example")
+	w.grant(ws.ID, "a", custom("secret of a", "a.example"))
+	w.wantGrants(ws.ID, "a=secret of a")
+	w.sql(`UPDATE runners SET egress_key = 'no key'`)
+	w.mustAllow(ws.ID, "a.example")
+	got := w.inForce(ws.ID, func(r runnerapi.EgressRules) bool { return slices.Equal(r.Allow, []string{"a.example"}) })
+	if len(got.Grants) > 0 || !slices.Equal(got.Held, []string{"a.example:443"}) {
+		t.Errorf("grants of %d bytes, and %q are held", len(got.Grants), got.Held)
+	}
+	w.beat()
+	w.wantGrants(ws.ID, "a=secret of a")
+}
+
 // TestOldBounds: rows from before there were bounds are delivered as far as they fit, and a host that is taken out of them is out of force.
 func TestOldBounds(t *testing.T) {
 	t.Parallel()

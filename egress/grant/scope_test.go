@@ -12,7 +12,7 @@ import (
 // TestScopeBeyond compares with what requests a scope covers, for scopes made by chance: one that is not beyond another covers no request more.
 func TestScopeBeyond(t *testing.T) {
 	t.Parallel()
-	r := rand.New(rand.NewPCG(1, 2)) //nolint:gosec // G404: a test's
+	r := rand.New(rand.NewPCG(1, 2))
 	some := func(of ...string) (out []string) {
 		for _, s := range of {
 			if r.IntN(3) == 0 {
