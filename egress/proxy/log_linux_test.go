@@ -4,7 +4,9 @@ import (
 	"context"
 	"log/slog"
 	"net"
+	"net/netip"
 	"sync/atomic"
+	"syscall"
 	"testing"
 
 	"github.com/coppice-dev/coppice/egress/proxy"
@@ -26,7 +28,10 @@ func (c countingLog) Handle(ctx context.Context, r slog.Record) error {
 // TestQuietLog: what a guest can do as often as it likes does not fill the host's log.
 func TestQuietLog(t *testing.T) {
 	var n atomic.Int64
-	w := newWorldWith(t, func(c *proxy.Config) { c.Log = slog.New(countingLog{slog.NewTextHandler(t.Output(), nil), &n}) })
+	w := newWorldWith(t, func(c *proxy.Config) {
+		c.Log = slog.New(countingLog{slog.NewTextHandler(t.Output(), nil), &n})
+		c.Original = func(net.Conn) (netip.AddrPort, error) { return netip.AddrPort{}, syscall.ENOENT } // as where the kernel follows no connections
+	})
 	for range 300 { // straight to where only redirected connections come
 		c, err := net.Dial("tcp", w.transparent.String())
 		if err != nil {
