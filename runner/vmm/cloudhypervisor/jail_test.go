@@ -1,14 +1,15 @@
 package cloudhypervisor_test
 
 import (
+	"os"
+	"path/filepath"
+	"testing"
+
 	"github.com/coppice-dev/coppice/internal/require"
 	"github.com/coppice-dev/coppice/internal/testvm"
 	"github.com/coppice-dev/coppice/runner/vmm/cloudhypervisor"
 	"github.com/coppice-dev/coppice/runner/vmm/kvm"
 	"github.com/coppice-dev/coppice/runner/vmm/vmmtest"
-	"os"
-	"path/filepath"
-	"testing"
 )
 
 // TestJail looks at a machine's process from inside. The directories that it has inherited lead to nothing above them. It runs as root

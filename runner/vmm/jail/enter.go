@@ -58,7 +58,7 @@ func Complete(pid int, prepare func() error) error {
 func wait(pid int, status *unix.WaitStatus) (int, error) {
 	for {
 		n, err := unix.Wait4(pid, status, unix.WALL, nil)
-		if err != unix.EINTR { //nolint:errorlint // a bare errno
+		if err != unix.EINTR {
 			return n, err
 		}
 	}

@@ -61,7 +61,7 @@ func modules(program, accelerator string) []string {
 
 // firmwareOf finds the firmware in the directories that QEMU says it looks into, in their order.
 func firmwareOf(ctx context.Context, program string) ([]string, error) {
-	out, err := exec.CommandContext(ctx, program, "-L", "help").Output() //nolint:gosec // G204: the path comes from our configuration
+	out, err := exec.CommandContext(ctx, program, "-L", "help").Output()
 	if err != nil {
 		return nil, fmt.Errorf("ask %s where its firmware is: %w", program, err)
 	}

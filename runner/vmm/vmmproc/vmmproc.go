@@ -130,8 +130,7 @@ var noCore = sync.OnceValue(func() error {
 // reap waits for a process that was killed before it began.
 func reap(cmd *exec.Cmd) error {
 	err := cmd.Wait()
-	var exit *exec.ExitError
-	if errors.As(err, &exit) {
+	if _, ended := errors.AsType[*exec.ExitError](err); ended {
 		return nil
 	}
 	return err
