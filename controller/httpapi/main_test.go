@@ -17,6 +17,7 @@ import (
 
 	"github.com/getkin/kin-openapi/openapi3filter"
 	"github.com/getkin/kin-openapi/routers"
+	"github.com/prometheus/client_golang/prometheus"
 
 	"github.com/coppice-dev/coppice/api"
 	"github.com/coppice-dev/coppice/api/apitest"
@@ -77,6 +78,12 @@ var (
 
 func newWorld(t *testing.T) *world {
 	t.Helper()
+	return newWorldWith(t, testLog{t}, nil)
+}
+
+// newWorldWith makes a world whose log goes to a writer, at every level, and whose metrics go to a registry.
+func newWorldWith(t *testing.T, logs io.Writer, metrics prometheus.Registerer) *world {
+	t.Helper()
 	w := &world{t: t, dsn: testpg.New(t, migrations.Up), storeDir: t.TempDir(), runner: runnertest.Start(t, runnertest.Config{Secret: runnerSecret})}
 	store, err := postgres.Open(t.Context(), postgres.Config{DSN: w.dsn})
 	if err != nil {
@@ -85,7 +92,7 @@ func newWorld(t *testing.T) *world {
 	t.Cleanup(store.Close)
 	client := runnerclient.New(runnerSecret)
 	t.Cleanup(client.Close)
-	log := slog.New(slog.NewTextHandler(testLog{t}, nil))
+	log := slog.New(slog.NewTextHandler(logs, &slog.HandlerOptions{Level: slog.LevelDebug}))
 	key, err := masterkey.New(make([]byte, 32))
 	if err != nil {
 		t.Fatal(err)
@@ -111,7 +118,7 @@ func newWorld(t *testing.T) *world {
 		t.Fatal(err)
 	}
 	control := controller.New(controller.Config{
-		Wrapper: wrapper, Secrets: outside, Store: w.blobs, ClusterID: "test", Trust: &trust, RunnerLease: runnerLease, LoopInterval: 50 * time.Millisecond, RunnerRetry: time.Second, AdmissionWait: 50 * time.Millisecond, ShutdownGrace: time.Second, Bootstrap: controller.Bootstrap{Key: apiKey},
+		Metrics: metrics, Wrapper: wrapper, Secrets: outside, Store: w.blobs, ClusterID: "test", Trust: &trust, RunnerLease: runnerLease, LoopInterval: 50 * time.Millisecond, RunnerRetry: time.Second, AdmissionWait: 50 * time.Millisecond, ShutdownGrace: time.Second, Bootstrap: controller.Bootstrap{Key: apiKey},
 		// Of one address with hundreds of wrong keys, and of keys that try every route in every way.
 		Limits: controller.Limits{Open: lots, FailureDelay: 1, Key: noRates, Project: noRates},
 	}, store, client, log)

@@ -74,7 +74,7 @@ func (c *Client) attach(ctx context.Context, id SessionID, opts AttachOptions, v
 	}
 	target, err := url.Parse(grant.URL)
 	if err != nil {
-		return nil, fmt.Errorf("attach to session %s: %w", id, err)
+		return nil, fmt.Errorf("attach to session %s: %w", id, withoutAddress(err))
 	}
 	dial, header, straight := c.http, http.Header{"User-Agent": {c.agent}}, target.IsAbs()
 	q := target.Query()
@@ -97,7 +97,7 @@ func (c *Client) attach(ctx context.Context, id SessionID, opts AttachOptions, v
 		if resp != nil && resp.StatusCode >= http.StatusBadRequest {
 			return nil, problem(resp)
 		}
-		err = fmt.Errorf("attach to session %s: %w", id, err)
+		err = fmt.Errorf("attach to session %s: %w", id, withoutAddress(err)) // the address has the token in it
 		if straight && resp == nil {
 			err = &unsentError{err}
 		}

@@ -53,7 +53,7 @@ func New(cfg Config) (*Client, error) {
 	transport := &http.Transport{DialContext: dialer.DialContext, MaxIdleConnsPerHost: 64, IdleConnTimeout: 90 * time.Second, ExpectContinueTimeout: 5 * time.Second}
 	switch u, err := url.Parse(cfg.Server); {
 	case err != nil:
-		return nil, fmt.Errorf("server address: %w", err)
+		return nil, fmt.Errorf("server address: %w", withoutAddress(err)) // it may have a password in it
 	case u.Scheme == "unix" && u.Host == "" && u.Path != "":
 		transport.DialContext = func(ctx context.Context, _, _ string) (net.Conn, error) {
 			return dialer.DialContext(ctx, "unix", u.Path)
@@ -63,7 +63,7 @@ func New(cfg Config) (*Client, error) {
 		transport.Proxy = http.ProxyFromEnvironment
 		c.base = &url.URL{Scheme: u.Scheme, Host: u.Host, Path: strings.TrimSuffix(u.Path, "/")}
 	default:
-		return nil, fmt.Errorf("server address %q is neither unix:///path nor http(s)://host:port", cfg.Server)
+		return nil, fmt.Errorf("server address %q is neither unix:///path nor http(s)://host:port", u.Redacted())
 	}
 	c.http = &http.Client{Transport: transport, CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse }}
 	if cfg.Transport != nil {
@@ -249,4 +249,12 @@ func (r request) with(query url.Values) request {
 func (r request) json(body any) request {
 	r.body = body
 	return r
+}
+
+// withoutAddress takes the address out of an error of net/url or net/http. An address may have a token or a password in it.
+func withoutAddress(err error) error {
+	if e, ok := errors.AsType[*url.Error](err); ok {
+		return e.Err
+	}
+	return err
 }
