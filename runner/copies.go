@@ -66,7 +66,7 @@ func (r *Runner) leastUsed(budget int64) (_ core.CheckpointID, over bool) {
 		captured[rec.Base] = captured[rec.Base] || !rec.Fetched
 	}
 	needed := r.neededCopies(list)
-	var total int64
+	total := r.storedRoots()
 	var free []*checkpointRecord
 	for _, rec := range list {
 		if !rec.Fetched {

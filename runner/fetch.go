@@ -19,6 +19,7 @@ import (
 	"github.com/coppice-dev/coppice/internal/sparse"
 	"github.com/coppice-dev/coppice/runner/memory"
 	"github.com/coppice-dev/coppice/runner/pager"
+	"github.com/coppice-dev/coppice/runner/room"
 	"github.com/coppice-dev/coppice/snapshotstore"
 	"github.com/coppice-dev/coppice/snapshotstore/blob/peers"
 	"github.com/coppice-dev/coppice/snapshotstore/manifest"
@@ -74,6 +75,13 @@ func (r *Runner) fetchNow(ctx context.Context, sources []runnerapi.Stored, want 
 		defer func() { err = errors.Join(err, f.near.close()) }()
 		watch.Lap("near")
 	}
+	if err := f.plan(); err != nil {
+		return nil, err
+	}
+	if f.room, err = r.makeRoom(ctx, rec.ID, f.will.bytes()); err != nil {
+		return nil, err
+	}
+	defer f.room.Release()
 	if f.dir, err = r.checkpoints.begin(rec.ID); err != nil {
 		return nil, err
 	}
@@ -155,6 +163,8 @@ type fetching struct {
 	near         *opened                 // an ancestor that is here; nil: there is none
 	nearAt       runnerapi.Stored        // where that is in the store
 	nearSnapshot *snapshotstore.Snapshot // its maps
+	will         fetchPlan
+	room         *room.Reservation // of the disk for all of it
 	dir          string
 	watch        *core.Stopwatch
 	mu           sync.Mutex // guards got
@@ -223,7 +233,11 @@ func (f *fetching) run(ctx context.Context) error {
 // pages fetches runs of an image into emit.
 func (f *fetching) pages(ctx context.Context, runs func(func(manifest.Run) bool), emit func(off int64, b []byte) error) error {
 	got, err := snapshotstore.Fetch(ctx, f.r.blobs, runs, snapshotstore.FetchOptions{}, func(page int64, b []byte) error {
-		return emit(page*manifest.PageSize, b)
+		if err := emit(page*manifest.PageSize, b); err != nil {
+			return err
+		}
+		f.room.Wrote(int64(len(b)))
+		return nil
 	})
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -273,20 +287,11 @@ const eagerDelta = 16 << 20
 
 // writeMemory makes the delta to the base of an ancestor that is here, or a base: now, or later.
 func (f *fetching) writeMemory(ctx context.Context) error {
-	tree := f.snapshot.Image(imageMemory)
-	var changed []manifest.Run
-	var bytes int64
-	near := f.near != nil && f.near.delta == nil && f.near.base.Size == tree.Size()
-	if near {
-		changed = slices.Collect(tree.Changed(f.nearSnapshot.Image(imageMemory)))
-		for _, run := range changed {
-			bytes += int64(run.Count) * manifest.PageSize
-		}
-	}
+	tree, changed := f.snapshot.Image(imageMemory), f.will.changed
 	switch {
-	case f.lazy && (!near || bytes > eagerDelta):
-		return f.memoryLater(ctx, tree, near)
-	case !near:
+	case f.will.later:
+		return f.memoryLater(ctx, tree, f.will.near)
+	case !f.will.near:
 		base, err := f.r.bases.Import(tree.Size(), func(to *os.File) error { return f.fill(ctx, to, tree) })
 		f.rec.Base = base
 		return err
@@ -313,6 +318,7 @@ func (f *fetching) memoryLater(ctx context.Context, tree *manifest.Tree, near bo
 	f.rec.Base = core.NewID[core.BaseID]()
 	im := &lazyImage{Image: pager.Image{ID: string(f.rec.Base), Source: sourceOf(f.at, imageMemory)}, Size: tree.Size(), To: f.r.bases.Name(f.rec.Base)}
 	im.Memory = true
+	im.reserve(f.room, f.will.memory)
 	im.Peers = peers.From(ctx)
 	im.Want = decodeWorkingSet(f.rec.WorkingSet, tree.Pages())
 	if near {
@@ -410,9 +416,11 @@ func (f *fetching) rootImage(ctx context.Context) error {
 		return nil
 	}
 	if f.lazy {
-		return f.r.lazy.begin(ctx, &lazyImage{
+		im := &lazyImage{
 			Image: pager.Image{ID: rootImageID(key), Source: sourceOf(f.at, imageRoot), Peers: peers.From(ctx)}, Size: f.snapshot.Image(imageRoot).Size(), To: f.r.rootName(key),
-		})
+		}
+		im.reserve(f.room, f.will.root)
+		return f.r.lazy.begin(ctx, im)
 	}
 	part, err := os.CreateTemp(f.r.rootsDir(), "*.part")
 	if err != nil {

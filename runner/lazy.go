@@ -16,6 +16,7 @@ import (
 
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/runner/pager"
+	"github.com/coppice-dev/coppice/runner/room"
 )
 
 // lazyImages are the memory bases and root file systems of this host that machines use while they are being fetched. A pager serves them; each
@@ -48,10 +49,18 @@ type lazyImage struct {
 	// image: a part is made anew for another only.
 	Made string `json:"made,omitempty"`
 
+	Reserved int64 `json:"reserved,omitempty"` // bytes of disk that were reserved for its part when it was begun
+
+	room    *room.Reservation
 	serving sync.Mutex // held while it is offered; guards Made, Seed, SeedBase and the part
 	// What follows is guarded by the mu of lazyImages.
 	status  pager.Status
 	refused error // why no pager has taken it
+}
+
+// reserve takes its share of what was reserved for a fetch.
+func (im *lazyImage) reserve(from *room.Reservation, n int64) {
+	im.Reserved, im.room = n, from.Split(n)
 }
 
 const (
@@ -88,6 +97,7 @@ func openLazyImages(r *Runner) (*lazyImages, error) {
 			}
 			continue
 		}
+		im.room = r.room.Hold(im.Reserved)
 		l.images[id] = im
 	}
 	for _, e := range entries { // parts of which nothing is known
@@ -118,6 +128,7 @@ func (l *lazyImages) begin(ctx context.Context, im *lazyImage) (err error) {
 	l.mu.Lock()
 	if l.images[im.ID] != nil {
 		l.mu.Unlock()
+		im.room.Release() // the one that is served has its own
 		return nil
 	}
 	client, instance := l.client, l.instance
@@ -137,6 +148,7 @@ func (l *lazyImages) begin(ctx context.Context, im *lazyImage) (err error) {
 
 // forget has an image no longer known.
 func (l *lazyImages) forget(im *lazyImage) {
+	im.room.Release()
 	l.mu.Lock()
 	if l.images[im.ID] == im {
 		delete(l.images, im.ID)
@@ -245,13 +257,14 @@ func (r *Runner) wholeImages(ctx context.Context, rec *checkpointRecord) error {
 // drop gives an image up that nothing needs.
 func (l *lazyImages) drop(id string) error {
 	l.mu.Lock()
-	there, client := l.images[id] != nil, l.client
+	im, client := l.images[id], l.client
 	delete(l.images, id)
 	l.changed()
 	l.mu.Unlock()
-	if !there {
+	if im == nil {
 		return nil
 	}
+	defer im.room.Release()
 	var err error
 	if client != nil {
 		ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)

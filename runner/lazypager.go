@@ -17,6 +17,7 @@ import (
 	"github.com/coppice-dev/coppice/internal/atomicfile"
 	"github.com/coppice-dev/coppice/internal/sparse"
 	"github.com/coppice-dev/coppice/runner/pager"
+	"github.com/coppice-dev/coppice/snapshotstore/manifest"
 )
 
 // findPager looks for the pager of an earlier process, and starts one if anything needs it: machines that were left, or images that are not
@@ -304,6 +305,7 @@ func (l *lazyImages) heard(ctx context.Context, client *pager.Client, list []pag
 			l.r.cfg.Log.WarnContext(ctx, "machines wait where they touch memory that is not here yet", "image", st.ID, "problem", st.Problem.Message)
 		}
 		im.status = st
+		im.room.Left(min((st.Pages-st.Here)*manifest.PageSize, im.Reserved))
 		if st.Whole {
 			done = append(done, im)
 		}

@@ -66,7 +66,7 @@ func (r *Runner) considerRebase(ckpt *opened, children int) {
 	if err != nil {
 		return // it was rebased or removed meanwhile
 	}
-	room, err := r.room()
+	room, err := r.baseRoom()
 	if err != nil {
 		r.cfg.Log.Warn("no checkpoint is rebased", "err", err)
 		return
@@ -101,8 +101,8 @@ func (r *Runner) considerRebase(ckpt *opened, children int) {
 	})
 }
 
-// room is how many bytes bases may take: of the disk, and of memory where each is a memfd.
-func (r *Runner) room() (int64, error) {
+// baseRoom is how many bytes bases may take: of the disk, and of memory where each is a memfd.
+func (r *Runner) baseRoom() (int64, error) {
 	var fs unix.Statfs_t
 	if err := unix.Statfs(r.cfg.DataDir, &fs); err != nil {
 		return 0, fmt.Errorf("examine the data directory: %w", err)

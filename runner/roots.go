@@ -35,8 +35,12 @@ func ownRoot(d core.Digest) rootKey { return rootKey(d.Hex()) }
 
 // storedRoot is one of a project that came from the store, by what is in it.
 func storedRoot(project core.ProjectID, tree *manifest.Tree) rootKey {
-	return rootKey("stored-" + core.DigestOf([]byte(string(project)+" "+string(snapshotstore.Content(tree)))).Hex())
+	return rootKey(storedPrefix + core.DigestOf([]byte(string(project)+" "+string(snapshotstore.Content(tree)))).Hex())
 }
+
+const storedPrefix = "stored-"
+
+func (k rootKey) stored() bool { return strings.HasPrefix(string(k), storedPrefix) }
 
 // rootKey is the root file system of a checkpoint's guest.
 func (r *checkpointRecord) rootKey() rootKey { return cmp.Or(r.Root, ownRoot(r.Image)) }

@@ -19,6 +19,7 @@ import (
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/runner/attestor"
 	"github.com/coppice-dev/coppice/runner/memory"
+	"github.com/coppice-dev/coppice/runner/room"
 	"github.com/coppice-dev/coppice/snapshotstore/blob"
 	"github.com/coppice-dev/coppice/snapshotstore/envelope"
 )
@@ -30,6 +31,7 @@ type Runner struct {
 	kvm         string
 	clusterHash string
 	bases       *memory.BaseStore
+	room        *room.Room // what fetches may take of the disk
 	lazy        *lazyImages
 	egress      *egressLink
 	keys        envelope.Ring // of objects in the store, as the controller gives them
@@ -92,6 +94,7 @@ func New(ctx context.Context, cfg Config) (_ *Runner, err error) {
 		dead: make(map[core.SandboxID]runnerapi.Sandbox), captures: make(map[core.CheckpointID]*flight),
 		forks: make(map[core.CheckpointID]int),
 	}
+	r.room = room.New(cfg.DataDir, cfg.Store.Floor)
 	r.egress = newEgressLink(r)
 	r.blobs = envelope.With(cfg.Store.Blobs, &r.keys)
 	for _, dir := range []string{cfg.DataDir, r.shellsDir(), r.rootsDir(), cfg.RunDir} {
@@ -238,9 +241,9 @@ func (r *Runner) Info() (runnerapi.Info, error) {
 	if err != nil {
 		return runnerapi.Info{}, err
 	}
-	var fs unix.Statfs_t
-	if err := unix.Statfs(r.cfg.DataDir, &fs); err != nil {
-		return runnerapi.Info{}, fmt.Errorf("examine the data directory: %w", err)
+	free, err := r.room.Free()
+	if err != nil {
+		return runnerapi.Info{}, err
 	}
 	var mem unix.Sysinfo_t
 	if err := unix.Sysinfo(&mem); err != nil {
@@ -252,7 +255,7 @@ func (r *Runner) Info() (runnerapi.Info, error) {
 			Sandboxes: r.cfg.MaxSandboxes, VCPUs: r.cfg.MaxSandboxes * vcpuOvercommit,
 			MemoryMiB: int(mem.Totalram*uint64(mem.Unit)>>20) * memoryOvercommit,
 		},
-		DiskFreeMB: int64(fs.Bavail) * fs.Bsize / 1e6, Weak: r.cfg.Weak,
+		DiskFreeMB: free / 1e6, Weak: r.cfg.Weak,
 	}
 	info.EgressKey, info.EgressURL = r.egress.reach()
 	for _, s := range r.Sandboxes() {

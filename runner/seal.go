@@ -35,6 +35,8 @@ type StoreConfig struct {
 	Blobs blob.Blobs // nil: nowhere
 	// Copies is how many bytes checkpoints may take that were fetched and not captured here; 0: no bound.
 	Copies int64
+	// Floor is how many bytes of the disk no fetch may take; 0: a sixteenth of it, at most 4 GiB.
+	Floor int64
 	// Cached is what the host keeps of the store's objects, for other runners; nil: nothing.
 	Cached func(key string, off, n int64) ([]byte, bool)
 	// Throttle is asked before n bytes are sent; nil: never.

@@ -1,0 +1,128 @@
+package runner
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"iter"
+	"os"
+	"path/filepath"
+	"slices"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/sparse"
+	"github.com/coppice-dev/coppice/runner/room"
+	"github.com/coppice-dev/coppice/snapshotstore/manifest"
+)
+
+// fetchPlan is what a fetch will do and how many bytes each part of it will write. It is made before anything is written.
+type fetchPlan struct {
+	near    bool           // memory is compared with that of an ancestor that is here
+	changed []manifest.Run // by that comparison
+	differ  int64          // bytes of changed
+	later   bool           // memory comes later
+
+	small, memory, disk, root int64
+}
+
+func (p fetchPlan) bytes() int64 { return p.small + p.memory + p.disk + p.root }
+
+// plan decides how a checkpoint is brought here, by its maps alone.
+func (f *fetching) plan() error {
+	for _, name := range []string{imageState, imageSurvey} {
+		if tree := f.snapshot.Image(name); tree != nil {
+			f.will.small += tree.Size()
+		}
+	}
+	shares, err := sparse.CanReflink(f.r.cfg.DataDir)
+	if err != nil {
+		return err
+	}
+	tree := f.snapshot.Image(imageMemory)
+	whole := dataBytes(tree.Runs())
+	f.will.memory = whole
+	if f.will.near = f.near != nil && f.near.delta == nil && f.near.base.Size == tree.Size(); f.will.near {
+		f.will.changed = slices.Collect(tree.Changed(f.nearSnapshot.Image(imageMemory)))
+		for _, run := range f.will.changed {
+			f.will.differ += int64(run.Count) * manifest.PageSize
+		}
+	}
+	f.will.later = f.lazy && (!f.will.near || f.will.differ > eagerDelta)
+	if f.will.near && (shares || !f.will.later) { // a delta, or a part that shares extents with the base
+		f.will.memory = f.will.differ
+	}
+	disk := f.snapshot.Image(imageDisk)
+	f.will.disk = dataBytes(disk.Runs())
+	if f.near != nil {
+		f.will.disk = dataBytes(disk.Changed(f.nearSnapshot.Image(imageDisk)))
+		if !shares { // the ancestor's is copied first
+			n, err := sparse.Allocated(f.near.overlay)
+			if err != nil {
+				return err
+			}
+			f.will.disk += n
+		}
+	}
+	if _, err := os.Stat(f.r.rootPath(f.rec.rootKey())); f.own == nil && errors.Is(err, os.ErrNotExist) {
+		f.will.root = dataBytes(f.snapshot.Image(imageRoot).Runs())
+	}
+	return nil
+}
+
+// dataBytes is how many bytes runs have that are not zeros.
+func dataBytes(runs iter.Seq[manifest.Run]) (n int64) {
+	for run := range runs {
+		if run.Frame != nil {
+			n += int64(run.Count) * manifest.PageSize
+		}
+	}
+	return n
+}
+
+// makeRoom reserves disk for a fetch. Where there is too little, copies that nothing uses are given up, those first that were used longest ago.
+// What running machines need is never taken: the floor stays free.
+func (r *Runner) makeRoom(ctx context.Context, id core.CheckpointID, bytes int64) (*room.Reservation, error) {
+	for {
+		v, err := r.room.Reserve(bytes)
+		short, full := errors.AsType[*room.ShortError](err)
+		if !full {
+			return v, err
+		}
+		copied, _ := r.leastUsed(0)
+		if copied == "" {
+			r.metrics.refused.Inc()
+			return nil, core.Errorf(core.Exhausted, core.CodeDiskFull,
+				"checkpoint %s was not fetched: %v; delete checkpoints, lower --copies-size, give the runner's data directory more room, or fork on another runner", id, short)
+		}
+		gone, err := r.giveUp(copied)
+		if err != nil {
+			return nil, err
+		}
+		if !gone { // it is used again
+			return nil, fmt.Errorf("make room for checkpoint %s: %w", id, short)
+		}
+		r.metrics.evicted.Inc()
+		r.cfg.Log.InfoContext(ctx, "copy of a checkpoint given up, for a fetch that needs the room", "checkpoint_id", copied, "for", id)
+		r.wake()
+	}
+}
+
+// storedRoots is how many bytes the root file systems take that came from the store.
+func (r *Runner) storedRoots() (n int64) {
+	entries, err := os.ReadDir(r.rootsDir())
+	if err != nil {
+		return 0
+	}
+	for _, e := range entries {
+		if key := rootKey(e.Name()); !key.stored() {
+			continue
+		}
+		var st unix.Stat_t
+		if unix.Stat(filepath.Join(r.rootsDir(), e.Name()), &st) == nil { // else it was removed meanwhile
+			n += st.Blocks * 512
+		}
+	}
+	return n
+}

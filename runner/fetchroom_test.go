@@ -1,0 +1,143 @@
+package runner
+
+import (
+	"math/rand/v2"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+	"testing"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/images"
+	"github.com/coppice-dev/coppice/internal/require"
+)
+
+// smallDisk mounts a file system of a size.
+func smallDisk(t *testing.T, size string) string {
+	t.Helper()
+	require.Root(t)
+	dir := t.TempDir()
+	if err := unix.Mount("tmpfs", dir, "tmpfs", 0, "size="+size); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := unix.Unmount(dir, unix.MNT_DETACH); err != nil {
+			t.Error(err)
+		}
+	})
+	return dir
+}
+
+// TestFetchesOnASmallDisk has many forks at once bring checkpoints that do not all fit. Those that do not are told so and leave nothing, and
+// the floor of free space is never touched.
+func TestFetchesOnASmallDisk(t *testing.T) {
+	t.Parallel()
+	const floor, root, many = 24 << 20, 12 << 20, 10
+	p := newSealPool(t)
+	a := p.runner(nil)
+	template := a.boot()
+	c := a.capture(a.fork(template))
+	p.sealed(t, template, c)
+	random := rand.NewChaCha8([32]byte{7})
+	var stored []runnerapi.Stored
+	for range many { // each brings a root file system of its own
+		b := make([]byte, root)
+		if _, err := random.Read(b); err != nil {
+			t.Fatal(err)
+		}
+		stored = append(stored, p.forge(a, c, b))
+	}
+	disk := smallDisk(t, "96m")
+	b := newFakeRig(t, func(cfg *Config) {
+		empty, err := images.Open(t.TempDir())
+		if err != nil {
+			t.Fatal(err)
+		}
+		cfg.Store.Blobs, cfg.Images, cfg.DataDir, cfg.Store.Floor = p.blobs, empty, filepath.Join(disk, "data"), floor
+	})
+	free := func() int64 {
+		var fs unix.Statfs_t
+		if err := unix.Statfs(disk, &fs); err != nil {
+			t.Error(err)
+		}
+		return int64(fs.Bavail) * fs.Bsize
+	}
+	done, watched := make(chan struct{}), make(chan int64)
+	go func() {
+		least := free()
+		for {
+			select {
+			case <-done:
+				watched <- least
+				return
+			default:
+				least = min(least, free())
+			}
+		}
+	}()
+	var wg sync.WaitGroup
+	var mu sync.Mutex
+	grown, refused := map[core.CheckpointID]bool{}, 0
+	for _, at := range stored {
+		child := b.child()
+		wg.Go(func() {
+			out, err := b.Fork(t.Context(), runnerapi.Fork{CheckpointID: at.CheckpointID, Children: []runnerapi.Child{child}, Sources: []runnerapi.Stored{at}})
+			mu.Lock()
+			defer mu.Unlock()
+			switch {
+			case err == nil && out.Children[0].Problem == nil:
+				grown[at.CheckpointID] = true
+			case core.CodeOf(err) == core.CodeDiskFull && strings.Contains(err.Error(), "--copies-size"):
+				refused++
+			default:
+				t.Errorf("%+v, %v", out, err)
+			}
+		})
+	}
+	wg.Wait()
+	close(done)
+	if least := <-watched; least < floor {
+		t.Errorf("%d MiB were free at one moment, and %d must be", least>>20, int64(floor)>>20)
+	}
+	if len(grown) == 0 || refused == 0 {
+		t.Errorf("%d forks succeeded and %d were refused: both should have happened", len(grown), refused)
+	}
+	entries, err := os.ReadDir(filepath.Join(b.cfg.DataDir, "checkpoints"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, e := range entries {
+		if !grown[core.CheckpointID(e.Name())] {
+			t.Errorf("%s is left of a fetch that was refused", e.Name())
+		}
+	}
+	roots, err := os.ReadDir(b.rootsDir())
+	if err != nil || len(roots) != len(grown) {
+		t.Errorf("%d root file systems of %d checkpoints, %v", len(roots), len(grown), err)
+	}
+	if before, err := b.room.Free(); err != nil || before != max(free()-floor, 0) {
+		t.Errorf("%d bytes are still reserved: %v", free()-floor-before, err)
+	}
+	// What nothing uses makes room for the next one.
+	for _, s := range b.Sandboxes() {
+		if err := b.Destroy(t.Context(), s.ID); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for _, at := range stored {
+		out, err := b.Fork(t.Context(), runnerapi.Fork{CheckpointID: at.CheckpointID, Children: []runnerapi.Child{b.child()}, Sources: []runnerapi.Stored{at}})
+		if err != nil || out.Children[0].Problem != nil {
+			t.Fatalf("after the others have ended: %+v, %v", out, err)
+		}
+		if err := b.Destroy(t.Context(), out.Children[0].SandboxID); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if n := b.storedRoots(); n == 0 || n > 72<<20 {
+		t.Errorf("root file systems take %d bytes", n)
+	}
+}
