@@ -94,6 +94,7 @@ func copyRoot(to, from string) error {
 // openRoot opens the root file system of a checkpoint's guest.
 func (r *Runner) openRoot(k rootKey) (*os.File, error) {
 	f, err := os.Open(r.rootPath(k))
+	whole := err == nil
 	for tries := 0; errors.Is(err, os.ErrNotExist) && tries < 2; tries++ { // it may become whole in between
 		if f, err = r.lazy.open(rootImageID(k)); errors.Is(err, os.ErrNotExist) {
 			f, err = os.Open(r.rootPath(k))
@@ -102,7 +103,13 @@ func (r *Runner) openRoot(k rootKey) (*os.File, error) {
 	if errors.Is(err, os.ErrNotExist) {
 		return nil, core.Errorf(core.DataLoss, core.CodeCheckpointCorrupt, "the root file system %s is missing on this runner", r.rootName(k))
 	}
-	return f, err
+	if err != nil || !whole {
+		return f, err
+	}
+	if err := r.checkRoot(k, f); err != nil {
+		return nil, errors.Join(err, f.Close())
+	}
+	return f, nil
 }
 
 // holdRoots keeps every root file system until release is called: one is there before the checkpoint that needs it. It waits until what is

@@ -70,9 +70,10 @@ type Runner struct {
 	rootsHeld  int           // of who makes what has no record yet
 	collecting chan struct{} // closed when root file systems have been collected; nil: they are not being
 
-	usages   usages
-	fetching readings
-	working  workingSets
+	usages     usages
+	rootChecks rootChecks
+	fetching   readings
+	working    workingSets
 }
 
 // New opens the runner's data and takes over what an earlier process left running: sandboxes go on, everything else of it is taken
