@@ -51,7 +51,7 @@ func (c *Controller) countersigned(source Checkpoint, child Workspace, asked run
 	if err != nil {
 		return nil, err
 	}
-	return c.countersigner.Accept(got.Attestation, want)
+	return c.countersigner.Accept(got.Attestation, want, child.Sandbox.RunnerID == source.RunnerID)
 }
 
 // wanted is what the attestation of a child must say, by the rows and the request, and by the report that came with it.

@@ -11,6 +11,7 @@ import (
 	"github.com/coppice-dev/coppice/controller"
 	"github.com/coppice-dev/coppice/controller/runnertest"
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/attest"
 	"github.com/coppice-dev/coppice/snapshotstore/blob/dir"
 )
 
@@ -85,6 +86,17 @@ func TestForkElsewhere(t *testing.T) {
 	if got := p.fork(cp.ID, 3); got[0].Sandbox.RunnerID != p.second.ID() || len(p.second.Sandboxes()) != 3 {
 		t.Errorf("%+v", got)
 	}
+	// It names the manifest that it verified the bytes against; without that it is not believed.
+	sealed := p.get(cp.ID)
+	there := p.fork(cp.ID, 1)[0].ID
+	if got := p.attested(there, 0).Statement.Predicate.Checkpoint; got.Manifest != sealed.Stored.Digest {
+		t.Errorf("%+v, want the manifest %s", got, sealed.Stored.Digest)
+	}
+	p.second.Lie(func(a *attest.Predicate) { a.Checkpoint.Manifest = "" })
+	_, err = p.ForkCheckpoint(t.Context(), p.project, cp.ID, controller.ForkRequest{Count: 1}, wait)
+	wantCode(t, err, core.CodeForkFailed)
+	p.second.Lie(nil)
+	p.end(there)
 	// It is not told to drop what it has fetched, and is known to have it.
 	if out := p.beatSecond(); len(out.DropCheckpoints) != 0 || p.number(`SELECT count(*) FROM checkpoint_copies WHERE checkpoint_id = $1`, cp.ID) != 2 {
 		t.Errorf("%+v", out)

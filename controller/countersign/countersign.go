@@ -47,9 +47,9 @@ func (c *Countersigner) Certify(id core.RunnerID, request []byte) ([]byte, error
 	return c.ca.IssueAttestation(public, attest.RunnerName(id), 0, c.life)
 }
 
-// Accept returns the envelope with the cluster's signature, and its digest. It refuses what the runner of want has not signed, or what says
-// anything else than want. The time and the version of its program only the runner knows.
-func (c *Countersigner) Accept(envelope []byte, want attest.Predicate) ([]byte, error) {
+// Accept returns the envelope with the cluster's signature. It refuses what the runner of want has not signed, or what says anything else
+// than want. Only the runner knows the time and the version of its program. A runner that captured the checkpoint itself need not name its manifest.
+func (c *Countersigner) Accept(envelope []byte, want attest.Predicate, captured bool) ([]byte, error) {
 	if len(envelope) == 0 {
 		return nil, refused("runner %s sent no attestation; it must register with this cluster first, and both must be of one version", want.Runner.ID)
 	}
@@ -58,14 +58,15 @@ func (c *Countersigner) Accept(envelope []byte, want attest.Predicate) ([]byte, 
 		return nil, err
 	}
 	p := got.Statement.Predicate
-	if p.Checkpoint.Manifest == "" { // the runner captured the checkpoint itself
+	if captured && p.Checkpoint.Manifest == "" {
 		want.Checkpoint.Manifest = ""
 	}
 	if diff := attest.Difference(want, p); diff != "" {
 		return nil, refused("what runner %s signed is not what it was asked for: %s", want.Runner.ID, diff)
 	}
-	if now := time.Now(); p.FinishedAt.After(now.Add(maxAhead)) || p.FinishedAt.Before(now.Add(-maxAge)) {
-		return nil, refused("runner %s says that it was done at %s, and it is %s; compare the clocks", want.Runner.ID, p.FinishedAt.Format(time.RFC3339), now.UTC().Format(time.RFC3339))
+	if now := time.Now(); p.FinishedAt.After(now.Add(maxAhead)) || p.StartedAt.Before(now.Add(-maxAge)) {
+		return nil, refused("runner %s says that it was done from %s to %s, and it is %s; compare the clocks",
+			want.Runner.ID, p.StartedAt.Format(time.RFC3339), p.FinishedAt.Format(time.RFC3339), now.UTC().Format(time.RFC3339))
 	}
 	signer, err := c.current()
 	if err != nil {

@@ -73,7 +73,7 @@ func (r *Runner) Announce(ctx context.Context, c Registrar) (runnerapi.Registere
 }
 
 // attest signs what was done for a child. r.mu is held.
-func (r *Runner) attest(from runnerapi.Checkpoint, child runnerapi.Child, report *core.ResealReport) ([]byte, error) {
+func (r *Runner) attest(from *checkpoint, child runnerapi.Child, report *core.ResealReport) ([]byte, error) {
 	a := &r.attestation
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -88,7 +88,7 @@ func (r *Runner) attest(from runnerapi.Checkpoint, child runnerapi.Child, report
 	class := r.cfg.Class
 	p := attest.Predicate{
 		ClusterID: a.cluster, WorkspaceID: child.WorkspaceID, Epoch: child.Epoch, SandboxID: child.SandboxID, Generation: child.Identity.Generation,
-		Checkpoint: attest.Checkpoint{ID: from.ID}, Image: from.Image, Hostname: child.Identity.Hostname, MachineID: child.Identity.MachineID,
+		Checkpoint: attest.Checkpoint{ID: from.ID, Manifest: from.manifest}, Image: from.Image, Hostname: child.Identity.Hostname, MachineID: child.Identity.MachineID,
 		MAC: child.Identity.MAC, IP: child.Identity.IP, Egress: string(child.Egress), Steps: steps, Runner: attest.Runner{ID: r.cfg.ID, Version: "fake"},
 		VMM:       attest.VMM{Name: class.VMM, Version: class.VMMVersion, MachineType: class.MachineType, Accelerator: class.Accelerator, Arch: class.Arch},
 		StartedAt: now, FinishedAt: now,

@@ -94,7 +94,8 @@ type sandbox struct {
 
 type checkpoint struct {
 	runnerapi.Checkpoint
-	guest *guest
+	guest    *guest
+	manifest core.Digest // that it was fetched by
 }
 
 // DefaultImage is what New offers when the configuration has no images.
@@ -430,7 +431,7 @@ func (r *Runner) grow(ctx context.Context, from core.CheckpointID, child runnera
 	}
 	held := s.Sandbox
 	out.Sandbox, out.Reseal = &held, reseal(child.Identity)
-	if out.Attestation, err = r.attest(cp.Checkpoint, child, out.Reseal); err != nil {
+	if out.Attestation, err = r.attest(cp, child, out.Reseal); err != nil {
 		out.Problem = runnerapi.ProblemOf(err)
 	}
 	out.Timings = []core.Timing{{Stage: "net", DurationMS: 0.4}, {Stage: "vmm", DurationMS: 30}, {Stage: "reseal", DurationMS: 5}}

@@ -237,6 +237,6 @@ func (r *Runner) take(ctx context.Context, in runnerapi.Fork) error {
 	}
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	r.checkpoints[cp.ID] = &checkpoint{Checkpoint: cp, guest: newGuest()}
+	r.checkpoints[cp.ID] = &checkpoint{Checkpoint: cp, guest: newGuest(), manifest: in.Sources[0].Digest}
 	return nil
 }

@@ -174,6 +174,9 @@ func (s Statement) check() error {
 		if len(text) > maxText {
 			return bad("a field has %d bytes; it may have %d", len(text), maxText)
 		}
+		if strings.ContainsFunc(text, func(r rune) bool { return r < ' ' || r > '~' }) {
+			return bad("a field has characters other than those of printed ASCII: %q", core.Clip(text))
+		}
 	}
 	for _, st := range p.Steps {
 		if st.Status != core.ResealOK && st.Status != core.ResealSkipped {
