@@ -35,7 +35,7 @@ func TestForeignMountsStayOut(t *testing.T) {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = unix.Unmount(foreign, unix.MNT_DETACH) })
-	mine := filepath.Join(foreign, "mine")        // of a path that is needed
+	mine := filepath.Join(foreign, "mine") // of a path that is needed
 	if err := os.Mkdir(mine, 0o755); err != nil {
 		t.Fatal(err)
 	}
