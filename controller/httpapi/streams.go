@@ -4,7 +4,6 @@ import (
 	"errors"
 	"io"
 	"log"
-	"maps"
 	"mime"
 	"net/http"
 	"net/http/httputil"
@@ -17,6 +16,7 @@ import (
 	"github.com/coppice-dev/coppice/api"
 	"github.com/coppice-dev/coppice/controller"
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/relay"
 )
 
 // maxFile bounds an upload.
@@ -155,17 +155,21 @@ func guestQuery(c echo.Context, names ...string) url.Values {
 	return q
 }
 
-// answerHeaders are what a guest may say about its bytes. Its content type is one of three: nothing of a guest is a page.
-var answerHeaders = []string{
-	"Content-Length", "Trailer", "Connection", "Upgrade", "Sec-Websocket-Accept", "Sec-Websocket-Protocol",
-	"Coppice-Offset", "Coppice-End-Offset", "Coppice-Truncated", "Coppice-Eof", "Coppice-File", "Coppice-Status",
+// answers are what a guest may say about its bytes. Its content type is one of three: nothing of a guest is a page.
+var answers = relay.Allowed{
+	Headers: map[string]bool{
+		"Content-Length": true, "Trailer": true, "Connection": true, "Upgrade": true, "Sec-Websocket-Accept": true, "Sec-Websocket-Protocol": true,
+		"Coppice-Offset": true, "Coppice-End-Offset": true, "Coppice-Truncated": true, "Coppice-Eof": true, "Coppice-File": true, "Coppice-Status": true,
+	},
+	Types: map[string]bool{contentJSON: true, contentRaw: true, contentTar: true},
+	Type:  contentRaw,
 }
 
 // forward passes a request on to a guest's agent and its answer back, as they come.
 func (s *server) forward(c echo.Context, guest http.RoundTripper, path string, query url.Values) error {
 	var failed error
 	proxy := &httputil.ReverseProxy{
-		Transport:     guest,
+		Transport:     relay.Final(guest),
 		FlushInterval: -1, // a follower sees output when it is written
 		ErrorLog:      log.New(io.Discard, "", 0),
 		Rewrite: func(r *httputil.ProxyRequest) {
@@ -176,8 +180,7 @@ func (s *server) forward(c echo.Context, guest http.RoundTripper, path string, q
 			if res.StatusCode >= http.StatusMultipleChoices {
 				return headProblem(res)
 			}
-			reduce(res.Header)
-			return nil
+			return answers.Reduce(res)
 		},
 		ErrorHandler: func(_ http.ResponseWriter, _ *http.Request, err error) { failed = err },
 	}
@@ -201,20 +204,4 @@ func headProblem(res *http.Response) error {
 		return core.Errorf(category, code, "the guest's agent answered with status %s", strconv.Itoa(res.StatusCode))
 	}
 	return controller.GuestProblem(res)
-}
-
-func reduce(h http.Header) {
-	kept := http.Header{}
-	for _, name := range answerHeaders {
-		if v := h.Get(name); v != "" {
-			kept.Set(name, v)
-		}
-	}
-	content := h.Get(headerContent)
-	if content != contentJSON && content != contentTar {
-		content = contentRaw
-	}
-	kept.Set(headerContent, content)
-	clear(h)
-	maps.Copy(h, kept)
 }

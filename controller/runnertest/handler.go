@@ -88,6 +88,7 @@ func (r *Runner) Handler() http.Handler {
 			agent = s.evil
 		}
 		r.mu.Unlock()
+		r.hint(w)
 		agent.ServeHTTP(w, q)
 	})
 	return http.HandlerFunc(func(w http.ResponseWriter, q *http.Request) {

@@ -80,6 +80,8 @@ type Runner struct {
 	lease       *runnerapi.Registered
 	keys        *grant.Keys // of the egress process
 	refuse      map[core.SandboxID]func(runnerapi.EgressRules) bool
+	interim     http.Header // see Interim
+	interims    int
 }
 
 type sandbox struct {

@@ -12,23 +12,27 @@ import (
 
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
+	"github.com/coppice-dev/coppice/internal/relay"
 )
 
 // errNotPublic refuses a route that is not for users.
 var errNotPublic = core.Errorf(core.NotFound, core.CodeRouteNotFound, "there is no such route to the sandbox's agent")
 
-// requestHeaders and responseHeaders are what passes between a user and the guest. Credentials of the host's API never do.
+// requestHeaders and allowed are what passes between a user and the guest. Credentials of the host's API never do.
 var (
 	requestHeaders = []string{
 		"Content-Type", "Content-Length", "Connection", "Upgrade",
 		"Sec-Websocket-Key", "Sec-Websocket-Version", "Sec-Websocket-Protocol",
 	}
-	responseHeaders = map[string]bool{
-		"Content-Length": true, "Trailer": true, "Connection": true, "Upgrade": true, "Sec-Websocket-Accept": true,
-		"Sec-Websocket-Protocol": true, guestapi.HeaderOffset: true, guestapi.HeaderEndOffset: true, guestapi.HeaderTruncated: true,
-		guestapi.HeaderEOF: true, guestapi.HeaderFileInfo: true, guestapi.HeaderStatus: true,
+	allowed = relay.Allowed{
+		Headers: map[string]bool{
+			"Content-Length": true, "Trailer": true, "Connection": true, "Upgrade": true, "Sec-Websocket-Accept": true,
+			"Sec-Websocket-Protocol": true, guestapi.HeaderOffset: true, guestapi.HeaderEndOffset: true, guestapi.HeaderTruncated: true,
+			guestapi.HeaderEOF: true, guestapi.HeaderFileInfo: true, guestapi.HeaderStatus: true,
+		},
+		Types: map[string]bool{"application/json": true, "application/octet-stream": true, "application/x-tar": true},
+		Type:  "application/octet-stream",
 	}
-	contentTypes = map[string]bool{"application/json": true, "application/octet-stream": true, "application/x-tar": true}
 )
 
 // Public reports whether a user may send a request of this method and path, as guestapi names them, to a guest. Paths with
@@ -93,12 +97,12 @@ func (t publicTransport) RoundTrip(req *http.Request) (*http.Response, error) {
 
 // Proxy passes requests for the public routes on to the guest; the request's path is the guest's (strip what stands before
 // "/v1"). WebSockets, streams and trailers pass. What the guest answers is reduced to the known headers and content types,
-// so that nothing of it is ever taken for a page. fail answers the request when the guest could not (GUEST_UNREACHABLE,
+// so that nothing of it is ever taken for a page, and interim answers (1xx) do not pass. fail answers the request when the guest could not (GUEST_UNREACHABLE,
 // ROUTE_NOT_FOUND, GUEST_PROTOCOL).
 func (c *Client) Proxy(fail func(w http.ResponseWriter, r *http.Request, err error)) http.Handler {
 	return &httputil.ReverseProxy{
 		Rewrite:        func(*httputil.ProxyRequest) {}, // Transport rebuilds the request
-		Transport:      c.Transport(),
+		Transport:      relay.Final(c.Transport()),
 		FlushInterval:  -1,
 		ErrorLog:       log.New(io.Discard, "", 0), // what ends a stream midway is the client's or the guest's doing; callers see it
 		ModifyResponse: reduce,
@@ -117,55 +121,9 @@ func reduce(res *http.Response) error {
 	if code != http.StatusSwitchingProtocols && (code < 200 || code >= 300) && (code < 400 || code > 599) {
 		return protocolError(nil, "it answered with status %d", code)
 	}
-	for name, values := range res.Header {
-		if !responseHeaders[name] && name != "Content-Type" || len(values) != 1 || !printable(values[0]) {
-			delete(res.Header, name)
-		}
-	}
-	if !contentTypes[res.Header.Get("Content-Type")] {
-		res.Header.Set("Content-Type", "application/octet-stream")
+	if err := allowed.Reduce(res); err != nil {
+		return err
 	}
 	res.Header.Set("X-Content-Type-Options", "nosniff")
-	for name := range res.Trailer { // announced; the values come with the end of the body
-		if !responseHeaders[name] {
-			delete(res.Trailer, name)
-		}
-	}
-	res.Body = &trailerCheck{ReadCloser: res.Body, res: res}
 	return nil
-}
-
-// trailerCheck reduces the trailers, which are known only at the end of the body.
-type trailerCheck struct {
-	io.ReadCloser
-	res *http.Response
-}
-
-func (t *trailerCheck) Read(p []byte) (int, error) {
-	n, err := t.ReadCloser.Read(p)
-	if err != nil {
-		for name, values := range t.res.Trailer {
-			if !responseHeaders[name] || len(values) != 1 || !printable(values[0]) {
-				delete(t.res.Trailer, name)
-			}
-		}
-	}
-	return n, err
-}
-
-// Write passes what a user sends on an upgraded connection.
-func (t *trailerCheck) Write(p []byte) (int, error) {
-	if w, ok := t.ReadCloser.(io.Writer); ok {
-		return w.Write(p)
-	}
-	return 0, http.ErrNotSupported
-}
-
-func printable(s string) bool {
-	for i := range len(s) {
-		if s[i] < 0x20 || s[i] > 0x7e {
-			return false
-		}
-	}
-	return true
 }

@@ -4,6 +4,8 @@ import (
 	"io"
 	"net/http"
 	"net/http/httptest"
+	"net/http/httptrace"
+	"net/textproto"
 	"strings"
 	"testing"
 
@@ -126,6 +128,73 @@ func TestProxyReducesBothWays(t *testing.T) {
 	}
 	if res.Trailer.Get(guestapi.HeaderEOF) != "true" {
 		t.Errorf("trailer %v", res.Trailer)
+	}
+}
+
+// TestProxyForwardsNoInterimAnswer has a guest send interim answers with headers of its own. The user sees none of them, and the headers
+// that the server set before are still there.
+func TestProxyForwardsNoInterimAnswer(t *testing.T) {
+	t.Parallel()
+	c := serveHTTP(t, func(w http.ResponseWriter, _ *http.Request) {
+		for _, code := range []int{http.StatusEarlyHints, http.StatusProcessing, 199} {
+			w.Header().Set("Set-Cookie", "a=b")
+			w.Header().Set("Link", "</evil>; rel=preload")
+			w.WriteHeader(code)
+		}
+		w.Header().Del("Set-Cookie")
+		_, _ = io.WriteString(w, "done")
+	})
+	proxy := c.Proxy(func(w http.ResponseWriter, _ *http.Request, err error) { http.Error(w, err.Error(), http.StatusBadGateway) })
+	srv := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		w.Header().Set("X-Ours", "kept")
+		proxy.ServeHTTP(w, r)
+	}))
+	t.Cleanup(srv.Close)
+	ctx := httptrace.WithClientTrace(t.Context(), &httptrace.ClientTrace{Got1xxResponse: func(code int, h textproto.MIMEHeader) error {
+		t.Errorf("the user got %d with %v", code, h)
+		return nil
+	}})
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, srv.URL+guestapi.PathPorts, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	res, err := http.DefaultTransport.RoundTrip(req)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = res.Body.Close() }()
+	if b, err := io.ReadAll(res.Body); err != nil || string(b) != "done" {
+		t.Errorf("body %q, %v", b, err)
+	}
+	if res.Header.Get("X-Ours") != "kept" || res.Header.Get("Link") != "" {
+		t.Errorf("header %v", res.Header)
+	}
+}
+
+// TestProxyBoundsHeaders: too many interim answers, and headers that are too long, are a fault of the guest.
+func TestProxyBoundsHeaders(t *testing.T) {
+	t.Parallel()
+	c := serveHTTP(t, func(w http.ResponseWriter, r *http.Request) {
+		switch r.URL.Path {
+		case guestapi.PathPorts:
+			for range 10_000 {
+				w.Header().Set("Link", strings.Repeat("x", 1000))
+				w.WriteHeader(http.StatusEarlyHints)
+			}
+		case guestapi.PathProcesses:
+			w.Header().Set(guestapi.HeaderFileInfo, strings.Repeat("x", 1<<20))
+		}
+		_, _ = io.WriteString(w, "done")
+	})
+	for _, path := range []string{guestapi.PathPorts, guestapi.PathProcesses} {
+		res, err := http.Get(startProxy(t, c) + path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		_ = res.Body.Close()
+		if res.StatusCode != http.StatusBadGateway {
+			t.Errorf("%s: %s", path, res.Status)
+		}
 	}
 }
 
