@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"net/netip"
+	"strconv"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
@@ -16,10 +17,14 @@ var (
 	afterPort  = failpoint.New("controller.after_port")  // it listens, the row does not say where
 )
 
-// OpenPort forwards an address of the runner's host to a port of the guest.
+// MaxWorkspacePorts bounds the forwarded ports of one workspace. Its runner has the same bound for a sandbox.
+const MaxWorkspacePorts = 64
+
+// OpenPort forwards an address of the runner's host to a port of the guest. The runner chooses the address where listen has none, and decides
+// whether it may be had.
 func (c *Controller) OpenPort(ctx context.Context, project core.ProjectID, id core.WorkspaceID, guestPort int, listen netip.AddrPort) (Port, error) {
 	w, err := c.reach(ctx, project, id)
-	p := Port{ID: core.NewID[core.PortID](), ProjectID: project, WorkspaceID: id, GuestPort: guestPort, Listen: listen.String()}
+	p := Port{ID: core.NewID[core.PortID](), ProjectID: project, WorkspaceID: id, GuestPort: guestPort, Listen: listenText(listen)}
 	if err == nil {
 		err = c.store.InTx(ctx, InProject(project), func(tx Tx) error {
 			if err := bind(ctx, tx, project, string(p.ID)); err != nil {
@@ -46,7 +51,7 @@ func (c *Controller) OpenPort(ctx context.Context, project core.ProjectID, id co
 	if err := beforePort.Hit(ctx); err != nil {
 		return Port{}, err
 	}
-	got, err := c.runners.OpenPort(ctx, w.Sandbox.Endpoint, w.Sandbox.ID, runnerapi.Port{ID: p.ID, GuestPort: guestPort, Listen: listen})
+	got, err := c.runners.OpenPort(ctx, w.Sandbox.Endpoint, w.Sandbox.ID, askedFor(p, listen))
 	if err == nil {
 		if err := afterPort.Hit(ctx); err != nil {
 			return Port{}, err
@@ -63,6 +68,22 @@ func (c *Controller) OpenPort(ctx context.Context, project core.ProjectID, id co
 		c.log.WarnContext(ctx, "port was neither opened nor closed", "port_id", p.ID, "err", closeErr)
 	}
 	return Port{}, err
+}
+
+// listenText is how an address is written that may be left to the runner: it is then only a port.
+func listenText(listen netip.AddrPort) string {
+	if !listen.Addr().IsValid() {
+		return ":" + strconv.Itoa(int(listen.Port()))
+	}
+	return listen.String()
+}
+
+func askedFor(p Port, listen netip.AddrPort) runnerapi.Port {
+	out := runnerapi.Port{ID: p.ID, GuestPort: p.GuestPort, Listen: listen}
+	if !listen.Addr().IsValid() {
+		out.Listen, out.HostPort = netip.AddrPort{}, listen.Port()
+	}
+	return out
 }
 
 // Ports lists.
@@ -126,7 +147,7 @@ func (c *Controller) reopenPorts(ctx context.Context, project core.ProjectID, id
 	for _, p := range list {
 		listen, err := netip.ParseAddrPort(p.Listen)
 		if err == nil {
-			_, err = c.runners.OpenPort(ctx, s.Endpoint, s.ID, runnerapi.Port{ID: p.ID, GuestPort: p.GuestPort, Listen: listen})
+			_, err = c.runners.OpenPort(ctx, s.Endpoint, s.ID, askedFor(p, listen))
 		}
 		if err == nil {
 			continue

@@ -18,18 +18,19 @@ type Quotas struct {
 	Depth           int64 // generations below a root
 	Children        int64 // checkpoints directly below one
 	Keys            int64 // that are valid
+	Ports           int64 // that are forwarded
 }
 
 // QuotasPatch changes limits; nil leaves one as it is. Version 0 does not compare.
 type QuotasPatch struct {
 	Version int64
 
-	Workspaces, ForksInFlight, Checkpoints, CheckpointBytes, Depth, Children, Keys *int64
+	Workspaces, ForksInFlight, Checkpoints, CheckpointBytes, Depth, Children, Keys, Ports *int64
 }
 
 // QuotaUsage is what a project has of what its quotas limit.
 type QuotaUsage struct {
-	Workspaces, ForksInFlight, Checkpoints, CheckpointBytes, Keys int64
+	Workspaces, ForksInFlight, Checkpoints, CheckpointBytes, Keys, Ports int64
 }
 
 // Demand is what an admission adds to a project.

@@ -54,6 +54,8 @@ const (
 	CodeImageNotFound        Code = "IMAGE_NOT_FOUND"
 	CodeRunnerNotFound       Code = "RUNNER_NOT_FOUND"
 	CodePortNotFound         Code = "PORT_NOT_FOUND"
+	CodePortNotAllowed       Code = "PORT_NOT_ALLOWED"
+	CodePortTaken            Code = "PORT_TAKEN"
 	CodeProjectNotFound      Code = "PROJECT_NOT_FOUND"
 	CodeKeyNotFound          Code = "KEY_NOT_FOUND"
 	CodeFileNotFound         Code = "FILE_NOT_FOUND"

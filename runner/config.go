@@ -19,6 +19,7 @@ import (
 	"github.com/coppice-dev/coppice/images"
 	"github.com/coppice-dev/coppice/runner/cgroup"
 	"github.com/coppice-dev/coppice/runner/egress"
+	"github.com/coppice-dev/coppice/runner/hostport"
 	"github.com/coppice-dev/coppice/runner/netns"
 	"github.com/coppice-dev/coppice/runner/vmm"
 )
@@ -86,6 +87,8 @@ type Config struct {
 	Lease time.Duration
 
 	Egress *egress.Process // carries what sandboxes under deny-all send out, as far as their rules go; nil: nothing leaves them
+
+	Forward hostport.Allowed // addresses and ports that tenants may have forwarded; the zero value is hostport.Default
 
 	// Recheck is how often the network rules of each sandbox are compared with what they should be; default 30 seconds.
 	Recheck time.Duration

@@ -105,7 +105,7 @@ func (m *metrics) bounded(name string) string {
 type state struct {
 	r *Runner
 
-	sandboxes, stalled, sandboxesMax, starting, warm, checkpoints, checkpointBytes, allocated, diskFree, diskSize, memory, memoryFree *prometheus.Desc
+	sandboxes, stalled, ports, sandboxesMax, starting, warm, checkpoints, checkpointBytes, allocated, diskFree, diskSize, memory, memoryFree *prometheus.Desc
 }
 
 func newState(r *Runner) *state {
@@ -116,6 +116,7 @@ func newState(r *Runner) *state {
 		r:               r,
 		sandboxes:       desc("sandboxes", "Sandboxes.", "state"),
 		stalled:         desc("sandboxes_stalled", "Sandboxes that are held because they wait for the store."),
+		ports:           desc("ports", "Forwarded ports: listening; waiting for an address that somebody else has taken; or refused, because the operator allows the address no longer.", "state"),
 		sandboxesMax:    desc("sandboxes_max", "The most virtual machines at a time, warm ones included."),
 		starting:        desc("children_starting", "Children that are being started at this moment."),
 		warm:            desc("shells_warm", "Virtual machine monitors that wait on a base."),
@@ -132,7 +133,7 @@ func newState(r *Runner) *state {
 // Describe sends what Collect may send.
 func (s *state) Describe(out chan<- *prometheus.Desc) {
 	for _, d := range []*prometheus.Desc{
-		s.sandboxes, s.stalled, s.sandboxesMax, s.starting, s.warm, s.checkpoints, s.checkpointBytes, s.allocated, s.diskFree, s.diskSize, s.memory, s.memoryFree,
+		s.sandboxes, s.stalled, s.ports, s.sandboxesMax, s.starting, s.warm, s.checkpoints, s.checkpointBytes, s.allocated, s.diskFree, s.diskSize, s.memory, s.memoryFree,
 	} {
 		out <- d
 	}
@@ -157,6 +158,9 @@ func (s *state) Collect(out chan<- prometheus.Metric) {
 		send(s.sandboxes, float64(n), string(name))
 	}
 	send(s.stalled, float64(stalled))
+	for name, n := range s.r.portStates() {
+		send(s.ports, float64(n), name)
+	}
 	send(s.allocated, float64(allocated)*(1<<20))
 	send(s.sandboxesMax, float64(s.r.cfg.MaxSandboxes))
 	send(s.starting, float64(len(s.r.starting)))

@@ -5,21 +5,39 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"net"
 	"net/netip"
+	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/runner/hostport"
 )
 
 // port forwards connections from an address of the host to a port of one guest. The socket to the guest is made inside the
 // sandbox's namespace and used from outside, so that no route leads in or out.
 type port struct {
 	runnerapi.Port
-	stop context.CancelFunc
-	wg   sync.WaitGroup
+	stop  context.CancelFunc
+	wg    sync.WaitGroup
+	state atomic.Value // of string: one of the states below
+}
+
+// The states of a forwarded port.
+const (
+	portListening = "listening"
+	portWaiting   = "waiting" // somebody else has the address; it is tried again
+	portRefused   = "refused" // the operator allows its address no longer
+)
+
+func newPort(p runnerapi.Port, stop context.CancelFunc, state string) *port {
+	out := &port{Port: p, stop: stop}
+	out.state.Store(state)
+	return out
 }
 
 // dialTime bounds how long a guest may take to accept a connection. One that has no such address any more never does.
@@ -27,6 +45,9 @@ const dialTime = 10 * time.Second
 
 // maxConnections bounds the connections of one forwarded port; further ones wait in the kernel's queue.
 const maxConnections = 256
+
+// maxPorts bounds the forwarded ports of one sandbox.
+const maxPorts = 64
 
 // OpenPort starts forwarding. Repeating it with the same id returns what is there.
 func (r *Runner) OpenPort(ctx context.Context, id core.SandboxID, want runnerapi.Port) (runnerapi.Port, error) {
@@ -61,44 +82,53 @@ func (r *Runner) listen(ctx context.Context, s *sandbox, want runnerapi.Port) (r
 	if p, ok := s.ports[want.ID]; ok {
 		return p.Port, nil
 	}
-	l, err := listenOn(ctx, want)
+	if len(s.ports) >= maxPorts {
+		return runnerapi.Port{}, core.Errorf(core.Exhausted, core.CodeQuotaExceeded, "the workspace has %d forwarded ports, which is the most; close one first", len(s.ports))
+	}
+	l, err := r.listenOn(ctx, want)
 	if err != nil {
 		return runnerapi.Port{}, err
 	}
 	run, stop := context.WithCancel(r.runCtx)
-	p := &port{Port: want, stop: stop}
-	p.Listen = l.Addr().(*net.TCPAddr).AddrPort()
+	want.Listen, want.HostPort = l.Address(), 0
+	p := newPort(want, stop, portListening)
 	p.wg.Go(func() { p.serve(run, l, s.ns, s.target(want)) })
 	s.ports[want.ID] = p
 	return p.Port, nil
 }
 
-func listenOn(ctx context.Context, want runnerapi.Port) (net.Listener, error) {
-	var lc net.ListenConfig
-	l, err := lc.Listen(ctx, "tcp", want.Listen.String())
-	if err != nil {
-		return nil, core.Wrapf(err, core.Unavailable, core.CodeInvalidField, "the host cannot listen on %s: is the port taken?", want.Listen)
+func (r *Runner) listenOn(ctx context.Context, p runnerapi.Port) (*hostport.Listener, error) {
+	want := hostport.Want{Address: p.Listen.Addr(), Port: p.Listen.Port()}
+	if !want.Address.IsValid() {
+		want.Port = p.HostPort
 	}
-	return l, nil
+	return r.hostPorts.Listen(ctx, want)
 }
 
 func (s *sandbox) target(p runnerapi.Port) netip.AddrPort {
 	return netip.AddrPortFrom(s.info.Identity.IP, uint16(p.GuestPort))
 }
 
-// reopenPorts forwards the ports of an adopted sandbox again, at the addresses that they had. Where somebody else has taken one
-// meanwhile, it is tried for until it is free or the port is closed.
+// reopenPorts forwards the ports of an adopted sandbox again, at the addresses that they had. If somebody else has taken one
+// meanwhile, the runner tries again until it is free or the port is closed. If the operator allows an address no longer, its port is
+// refused for good. The metric coppice_runner_ports shows both.
 func (r *Runner) reopenPorts(s *sandbox) {
 	const again = 2 * time.Second
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	for _, want := range s.Sandbox.Ports {
 		run, stop := context.WithCancel(r.runCtx)
-		p := &port{Port: want, stop: stop}
+		p := newPort(want, stop, portListening)
 		s.ports[want.ID] = p
-		l, err := listenOn(run, want)
+		l, err := r.listenOn(run, want)
+		if core.CodeOf(err) == core.CodePortNotAllowed {
+			p.state.Store(portRefused)
+			r.cfg.Log.Warn("port is not forwarded: its address is not allowed any more", "sandbox_id", s.info.ID, "port_id", want.ID, "listen", want.Listen, "err", err)
+			continue
+		}
 		if err != nil {
-			r.cfg.Log.Warn("port is not forwarded for now", "sandbox_id", s.info.ID, "port_id", want.ID, "err", err)
+			p.state.Store(portWaiting)
+			r.cfg.Log.Warn("port is not forwarded for now", "sandbox_id", s.info.ID, "port_id", want.ID, "listen", want.Listen, "err", err)
 		}
 		p.wg.Go(func() {
 			tick := time.NewTicker(again)
@@ -109,8 +139,9 @@ func (r *Runner) reopenPorts(s *sandbox) {
 					return
 				case <-tick.C:
 				}
-				l, _ = listenOn(run, want) // it was said already
+				l, _ = r.listenOn(run, want) // the log has said so already
 			}
+			p.state.Store(portListening)
 			p.serve(run, l, s.ns, s.target(want))
 		})
 	}
@@ -207,4 +238,20 @@ func forward(ctx context.Context, outside net.Conn, ns Namespace, target netip.A
 	}
 	wg.Wait()
 	return nil
+}
+
+// portStates counts the forwarded ports of all sandboxes by their state.
+func (r *Runner) portStates() map[string]int {
+	r.mu.Lock()
+	list := slices.Collect(maps.Values(r.sandboxes))
+	r.mu.Unlock()
+	n := map[string]int{portListening: 0, portWaiting: 0, portRefused: 0}
+	for _, s := range list {
+		s.mu.Lock()
+		for _, p := range s.ports {
+			n[p.state.Load().(string)]++
+		}
+		s.mu.Unlock()
+	}
+	return n
 }

@@ -18,6 +18,7 @@ import (
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/runner/attestor"
+	"github.com/coppice-dev/coppice/runner/hostport"
 	"github.com/coppice-dev/coppice/runner/memory"
 	"github.com/coppice-dev/coppice/runner/room"
 	"github.com/coppice-dev/coppice/snapshotstore/blob"
@@ -47,6 +48,8 @@ type Runner struct {
 	diffs       chan struct{} // a place per comparison
 	objects     chan struct{} // likewise, reads of other runners
 	started     time.Time
+
+	hostPorts *hostport.Host
 
 	runCtx context.Context // the runner's life: cancelled when Run ends
 	stop   context.CancelFunc
@@ -119,6 +122,7 @@ func New(ctx context.Context, cfg Config) (_ *Runner, err error) {
 		return nil, fmt.Errorf("look for what an earlier runner left: %w", err)
 	}
 	r.loadLease()
+	r.hostPorts = hostport.New(cfg.Forward)
 	r.runCtx, r.stop = context.WithCancel(context.Background())
 	if r.lazy, err = openLazyImages(r); err != nil {
 		return nil, err

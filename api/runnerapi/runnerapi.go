@@ -298,7 +298,8 @@ type Sandboxes struct {
 type Port struct {
 	ID        core.PortID    `json:"id"`
 	GuestPort int            `json:"guest_port"`
-	Listen    netip.AddrPort `json:"listen"` // port 0 picks a free one; the answer has the real one
+	Listen    netip.AddrPort `json:"listen"`              // port 0 picks a free one; the answer has the real one
+	HostPort  uint16         `json:"host_port,omitempty"` // where Listen is empty: a port, or 0, of an address that the runner chooses
 }
 
 // Problem is an error on the wire.

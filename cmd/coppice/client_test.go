@@ -208,7 +208,7 @@ func TestClientCommands(t *testing.T) {
 		{"ws create --env A", exitUsage, "", `--env "A" is not of the form KEY=VALUE`},
 		{"ws create --ttl 1ms", exitUsage, "", "whole number of seconds"},
 		{"ws forward demo", 0, "No ports are forwarded.", ""},
-		{"ws forward demo 8080:80 443 --detach", 0, "127.0.0.1:8080 -> demo:80\n127.0.0.1:443 -> demo:443\n", ""},
+		{"ws forward demo 8080:80 443 8443 --detach", 0, "127.0.0.1:8080 -> demo:80\n127.0.0.1:0 -> demo:443\n127.0.0.1:8443 -> demo:8443\n", ""},
 		{"ws forward demo", 0, "127.0.0.1:8080  80", ""},
 		{"ws forward demo --stop 127.0.0.1:8080", 0, "", ""},
 		{"ws forward demo --stop 127.0.0.1:8080", exitFailure, "", "forwards no port"},

@@ -19,6 +19,7 @@ import (
 	"github.com/coppice-dev/coppice/internal/daemon"
 	"github.com/coppice-dev/coppice/internal/devstack"
 	"github.com/coppice-dev/coppice/internal/tracing"
+	"github.com/coppice-dev/coppice/runner/hostport"
 )
 
 func newDevCommand(a *app) *cobra.Command {
@@ -47,7 +48,7 @@ Ctrl-C stops the VMs. Checkpoints, images and the database stay in the data dire
 	a.storeFlags(f, &cfg.Store)
 	a.secretFlags(f, &cfg.Secrets, true)
 	readStore := hostStoreFlags(f, &cfg.Store)
-	readEgress := egressFlags(f, &cfg.Egress)
+	readEgress, readForward := egressFlags(f, &cfg.Egress), forwardFlags(f, &cfg.Forward)
 	readLimits := vmLimitFlags(f, &cfg.HostConfig)
 	cfg.WarnWeak = true
 	f.BoolVar(&cfg.NoRebase, "no-rebase", false, "never turn a checkpoint's base and delta into a new base")
@@ -59,7 +60,7 @@ Ctrl-C stops the VMs. Checkpoints, images and the database stay in the data dire
 		if cfg.DiskBudget, err = parseSize(budget); err != nil {
 			return usageError{fmt.Errorf("--disk-budget: %w", err)}
 		}
-		if err := errors.Join(readStore(), readEgress(), readLimits()); err != nil {
+		if err := errors.Join(readStore(), readEgress(), readForward(), readLimits()); err != nil {
 			return err
 		}
 		if cfg.DataDir, err = filepath.Abs(cfg.DataDir); err != nil {
@@ -214,6 +215,20 @@ func egressFlags(f *pflag.FlagSet, cfg *daemon.EgressOptions) func() error {
 				return usageError{fmt.Errorf("--egress-allow-private: %w", err)}
 			}
 			cfg.Private = append(cfg.Private, p.Masked())
+		}
+		return nil
+	}
+}
+
+// forwardFlags are those of servers that have a runner. What it returns reads them.
+func forwardFlags(f *pflag.FlagSet, cfg *hostport.Allowed) func() error {
+	var addresses []string
+	var ports string
+	f.StringArrayVar(&addresses, "forward-address", nil, "`IP` address of this host that ports may be forwarded from, for tenants to ask for; may be repeated, and the first one is for who names none (default: 127.0.0.1 and ::1)")
+	f.StringVar(&ports, "forward-ports", "", "range of `ports` that may be forwarded, FIRST-LAST from 1024 up, as on a host with services of its own (default: 1024-65535)")
+	return func() (err error) {
+		if *cfg, err = hostport.Parse(addresses, ports); err != nil {
+			return usageError{fmt.Errorf("--forward-address, --forward-ports: %w", err)}
 		}
 		return nil
 	}

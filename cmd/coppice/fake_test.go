@@ -279,6 +279,9 @@ func (f *fake) CreatePort(_ context.Context, r api.CreatePortRequestObject) (api
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	p := api.Port{ID: fakeID("port", len(f.ports)+1), WorkspaceID: r.WorkspaceID, GuestPort: r.Body.GuestPort, Listen: r.Body.Listen, CreatedAt: dawn}
+	if strings.HasPrefix(p.Listen, ":") {
+		p.Listen = "127.0.0.1" + p.Listen
+	}
 	f.ports = append(f.ports, p)
 	return api.CreatePort201JSONResponse(p), nil
 }

@@ -55,7 +55,7 @@ func project(ctx context.Context, c *coppice.Client, ref string) (coppice.Projec
 func quotaFields(q *coppice.QuotasPatch) map[string]**int64 {
 	return map[string]**int64{
 		"workspaces": &q.Workspaces, "forks_in_flight": &q.ForksInFlight, "checkpoints": &q.Checkpoints, "checkpoint_bytes": &q.CheckpointBytes,
-		"depth": &q.Depth, "children": &q.Children, "keys": &q.Keys,
+		"depth": &q.Depth, "children": &q.Children, "keys": &q.Keys, "ports": &q.Ports,
 	}
 }
 
@@ -178,7 +178,7 @@ func printProject(w io.Writer, p coppice.Project) error {
 		"id", p.ID, "name", p.Name, "version", fmt.Sprint(p.Version), "created", moment(p.CreatedAt),
 		"workspaces", used(u.Workspaces, q.Workspaces), "forks in flight", used(u.ForksInFlight, q.ForksInFlight),
 		"checkpoints", used(u.Checkpoints, q.Checkpoints), "checkpoint bytes", size(u.CheckpointBytes)+" of "+size(q.CheckpointBytes),
-		"depth", fmt.Sprintf("at most %d", q.Depth), "children", fmt.Sprintf("at most %d", q.Children), "keys", used(u.Keys, q.Keys),
+		"depth", fmt.Sprintf("at most %d", q.Depth), "children", fmt.Sprintf("at most %d", q.Children), "keys", used(u.Keys, q.Keys), "ports", used(u.Ports, q.Ports),
 		"encryption", encryption,
 	)
 }

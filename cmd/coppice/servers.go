@@ -143,7 +143,7 @@ Every flag can come from the environment: --join-token-file from COPPICE_JOIN_TO
 	vmmFlags(f, &cfg.HostConfig)
 	a.storeFlags(f, &cfg.Store)
 	readStore := hostStoreFlags(f, &cfg.Store)
-	readEgress := egressFlags(f, &cfg.Egress)
+	readEgress, readForward := egressFlags(f, &cfg.Egress), forwardFlags(f, &cfg.Forward)
 	f.BoolVar(&cfg.NoRebase, "no-rebase", false, "never turn a checkpoint's base and delta into a new base")
 	f.StringSliceVar(&cfg.AllowWeak, "allow-weak-host", nil, "start although these `checks` of coppice doctor found that the host keeps guests apart less well than it could: "+strings.Join(hostcheck.IsolationNames(), ","))
 	readLimits := vmLimitFlags(f, &cfg.HostConfig)
@@ -159,7 +159,7 @@ Every flag can come from the environment: --join-token-file from COPPICE_JOIN_TO
 		if cfg.DiskBudget, err = parseSize(budget); err != nil {
 			return usageError{fmt.Errorf("--disk-budget: %w", err)}
 		}
-		if err := errors.Join(readStore(), readEgress(), readLimits()); err != nil {
+		if err := errors.Join(readStore(), readEgress(), readForward(), readLimits()); err != nil {
 			return err
 		}
 		if cfg.DataDir, err = filepath.Abs(cfg.DataDir); err != nil {
@@ -220,7 +220,7 @@ var serverFlags = []string{
 	"vault-addr", "vault-ca-file", "vault-namespace", "vault-prefix", "vault-token-file", "vault-role-id-file", "vault-secret-id-file", "vault-kubernetes-role", "vault-kubernetes-token-file",
 	"vault-auth-mount", "secret-env",
 	"controller", "join-token-file", "endpoint", "data-listen", "data-url", "data-cert", "data-key", "disk-budget", "max-sandboxes", "warm", "allow-weak-host", "vm-cpu-max", "vm-io-max", "vm-iops-max", "tap-rate", "tap-packets",
-	"store-bandwidth", "cache-size", "copies-size", "fetch", "store-grace", "flow-retention", "attestation-retention", "flow-rows", "flow-rows-project", "egress", "egress-allow-private", "egress-resolver", "egress-ca-file", "no-rebase", "stop-vms", "metrics-listen", "log-level",
+	"store-bandwidth", "cache-size", "copies-size", "fetch", "store-grace", "flow-retention", "attestation-retention", "flow-rows", "flow-rows-project", "egress", "egress-allow-private", "egress-resolver", "egress-ca-file", "forward-address", "forward-ports", "no-rebase", "stop-vms", "metrics-listen", "log-level",
 }
 
 func readSecret(path string) (string, error) {

@@ -100,7 +100,8 @@ func newWSForwardCommand(a *app) *cobra.Command {
 		Short: "Forward local TCP ports to ports of a workspace",
 		Long: `Forward TCP ports of the runner's host, which with coppice dev is this one, to ports of a workspace, until Ctrl-C.
 
-Without LOCAL the same number is used; LOCAL 0 picks a free port. Without a PORT, the forwarded ports are listed.`,
+Without LOCAL the same number is used, or a free port for a number below 1024; LOCAL 0 picks a free port. LOCAL is 1024 or above, or in the
+range that the operator of the host allows ('coppice runner --forward-ports'). Without a PORT, the forwarded ports are listed.`,
 		Example: "  coppice ws forward demo 8080:80\n  coppice ws forward demo 0:5432 --detach\n  coppice ws forward demo --stop 127.0.0.1:8080",
 		Args:    cobra.MinimumNArgs(1),
 		RunE: func(c *cobra.Command, args []string) error {
@@ -132,7 +133,7 @@ Without LOCAL the same number is used; LOCAL 0 picks a free port. Without a PORT
 	f := c.Flags()
 	f.BoolVarP(&detach, "detach", "d", false, "return at once; the ports stay until they are stopped or the workspace ends")
 	f.StringSliceVar(&stop, "stop", nil, "stop the forwarded port with this `address` or id")
-	f.StringVar(&address, "address", "127.0.0.1", "`IP` address to listen on")
+	f.StringVar(&address, "address", "", "`IP` address to listen on, one that the operator of the runner's host allows (default: the first of these, which is 127.0.0.1 unless they say otherwise)")
 	return c
 }
 
@@ -149,9 +150,20 @@ func forwards(address string, words []string) ([]coppice.CreatePortRequest, erro
 		if err1 != nil || err2 != nil || g == 0 {
 			return nil, usageError{fmt.Errorf("%q is not of the form [LOCAL:]PORT with port numbers", w)}
 		}
-		out = append(out, coppice.CreatePortRequest{GuestPort: int(g), Listen: net.JoinHostPort(address, strconv.FormatUint(l, 10))})
+		if !two && g < 1024 { // a host forwards none of these
+			l = 0
+		}
+		out = append(out, coppice.CreatePortRequest{GuestPort: int(g), Listen: joinHost(address, l)})
 	}
 	return out, nil
+}
+
+// joinHost leaves the address to the runner where there is none.
+func joinHost(address string, port uint64) string {
+	if address == "" {
+		return ":" + strconv.FormatUint(port, 10)
+	}
+	return net.JoinHostPort(address, strconv.FormatUint(port, 10))
 }
 
 func printPorts(w io.Writer, ports []coppice.Port) error {

@@ -263,11 +263,18 @@ func execIn(b api.ExecRequest) (req controller.ExecRequest, wait bool, err error
 
 func listenIn(s string) (netip.AddrPort, error) {
 	if s == "" {
-		s = "127.0.0.1:0"
+		return netip.AddrPort{}, nil
+	}
+	if text, ok := strings.CutPrefix(s, ":"); ok {
+		port, err := strconv.ParseUint(text, 10, 16)
+		if err != nil {
+			return netip.AddrPort{}, invalid("listen", "it must be ip:port or :port, such as 127.0.0.1:8080 or :8080")
+		}
+		return netip.AddrPortFrom(netip.Addr{}, uint16(port)), nil
 	}
 	addr, err := netip.ParseAddrPort(s)
 	if err != nil {
-		return addr, invalid("listen", "it must be ip:port, such as 127.0.0.1:8080")
+		return addr, invalid("listen", "it must be ip:port or :port, such as 127.0.0.1:8080 or :8080")
 	}
 	return addr, nil
 }

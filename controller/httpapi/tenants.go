@@ -11,14 +11,14 @@ import (
 func quotasOf(q controller.Quotas) api.Quotas {
 	return api.Quotas{
 		Workspaces: q.Workspaces, ForksInFlight: q.ForksInFlight, Checkpoints: q.Checkpoints, CheckpointBytes: q.CheckpointBytes, Depth: q.Depth,
-		Children: q.Children, Keys: q.Keys,
+		Children: q.Children, Keys: q.Keys, Ports: q.Ports,
 	}
 }
 
 func quotasIn(version int64, q api.QuotasPatch) controller.QuotasPatch {
 	return controller.QuotasPatch{
 		Version: version, Workspaces: q.Workspaces, ForksInFlight: q.ForksInFlight, Checkpoints: q.Checkpoints, CheckpointBytes: q.CheckpointBytes,
-		Depth: q.Depth, Children: q.Children, Keys: q.Keys,
+		Depth: q.Depth, Children: q.Children, Keys: q.Keys, Ports: q.Ports,
 	}
 }
 

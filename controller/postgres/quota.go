@@ -20,11 +20,12 @@ func (t *tx) PatchQuotas(ctx context.Context, id core.ProjectID, p controller.Qu
 	n, err := t.exec(ctx, `
 		UPDATE quotas SET version = version + 1, max_workspaces = coalesce(@workspaces, max_workspaces), max_forks_in_flight = coalesce(@forks, max_forks_in_flight),
 			max_checkpoints = coalesce(@checkpoints, max_checkpoints), max_checkpoint_bytes = coalesce(@bytes, max_checkpoint_bytes),
-			max_depth = coalesce(@depth, max_depth), max_children = coalesce(@children, max_children), max_keys = coalesce(@keys, max_keys)
+			max_depth = coalesce(@depth, max_depth), max_children = coalesce(@children, max_children), max_keys = coalesce(@keys, max_keys),
+			max_ports = coalesce(@ports, max_ports)
 		WHERE project_id = @id AND (@version::bigint = 0 OR version = @version)`,
 		args{
 			"id": id, "version": p.Version, "workspaces": p.Workspaces, "forks": p.ForksInFlight, "checkpoints": p.Checkpoints, "bytes": p.CheckpointBytes,
-			"depth": p.Depth, "children": p.Children, "keys": p.Keys,
+			"depth": p.Depth, "children": p.Children, "keys": p.Keys, "ports": p.Ports,
 		})
 	if err != nil {
 		return controller.Project{}, err
@@ -53,10 +54,12 @@ const counted = `
 func (t *tx) QuotaUsage(ctx context.Context, id core.ProjectID) (controller.QuotaUsage, error) {
 	row, err := one[struct {
 		usageRow
-		Keys int64 `db:"keys"`
-	}](ctx, t, noProject(id), `SELECT`+counted+`, checkpoints, checkpoint_bytes, (`+validKeys+`) AS keys FROM quotas WHERE project_id = @project`, args{"project": id})
+		Keys  int64 `db:"keys"`
+		Ports int64 `db:"ports"`
+	}](ctx, t, noProject(id), `SELECT`+counted+`, checkpoints, checkpoint_bytes, (`+validKeys+`) AS keys,
+		(SELECT count(*) FROM ports WHERE project_id = @project) AS ports FROM quotas WHERE project_id = @project`, args{"project": id})
 	return controller.QuotaUsage{
-		Workspaces: row.Workspaces, ForksInFlight: row.ForksInFlight, Checkpoints: row.Checkpoints, CheckpointBytes: row.CheckpointBytes, Keys: row.Keys,
+		Workspaces: row.Workspaces, ForksInFlight: row.ForksInFlight, Checkpoints: row.Checkpoints, CheckpointBytes: row.CheckpointBytes, Keys: row.Keys, Ports: row.Ports,
 	}, err
 }
 

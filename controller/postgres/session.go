@@ -202,8 +202,37 @@ type portRow struct {
 	CreatedAt   time.Time        `db:"created_at"`
 }
 
-// InsertPort inserts the row of a port that is about to be forwarded.
+type portsRow struct {
+	Max  int64 `db:"max_ports"`
+	Used int64 `db:"used"`
+	Own  int64 `db:"own"`
+}
+
+// InsertPort inserts the row of a port that is about to be forwarded. It locks the workspace, which must not end meanwhile, and then the
+// quotas, so that no two ports take the last place.
 func (t *tx) InsertPort(ctx context.Context, p controller.Port) (controller.Port, error) {
+	n, err := t.exec(ctx, `SELECT FROM workspaces WHERE id = @id AND ended_at IS NULL FOR SHARE`, args{"id": p.WorkspaceID})
+	if err == nil && n == 0 {
+		err = core.Errorf(core.FailedPrecondition, core.CodeWorkspaceNotReady, "workspace %s has ended", p.WorkspaceID)
+	}
+	if err != nil {
+		return p, err
+	}
+	if _, err := t.exec(ctx, `SELECT FROM quotas WHERE project_id = @project FOR UPDATE`, args{"project": p.ProjectID}); err != nil {
+		return p, err
+	}
+	have, err := one[portsRow](ctx, t, noProject(p.ProjectID), `
+		SELECT q.max_ports, (SELECT count(*) FROM ports WHERE project_id = @project) AS used, (SELECT count(*) FROM ports WHERE workspace_id = @workspace) AS own
+		FROM quotas q WHERE q.project_id = @project`, args{"project": p.ProjectID, "workspace": p.WorkspaceID})
+	if err != nil {
+		return p, err
+	}
+	if have.Own >= controller.MaxWorkspacePorts {
+		return p, core.Errorf(core.Exhausted, core.CodeQuotaExceeded, "workspace %s has %d forwarded ports, which is the most; close one first", p.WorkspaceID, have.Own)
+	}
+	if err := exceeded("ports", have.Used, 1, have.Max); err != nil {
+		return p, err
+	}
 	row, err := one[portRow](ctx, t, nil, `
 		INSERT INTO ports (id, project_id, workspace_id, guest_port, listen) VALUES (@id, @project, @workspace, @guest, @listen) RETURNING`+portColumns,
 		args{"id": p.ID, "project": p.ProjectID, "workspace": p.WorkspaceID, "guest": p.GuestPort, "listen": p.Listen})

@@ -129,6 +129,9 @@ func (r *Runner) openPort(ctx context.Context, id core.SandboxID, in runnerapi.P
 	if !ok {
 		return in, core.Errorf(core.NotFound, core.CodeSandboxNotFound, "this runner has no sandbox %s", id)
 	}
+	if !in.Listen.Addr().IsValid() {
+		in.Listen, in.HostPort = netip.AddrPortFrom(netip.AddrFrom4([4]byte{127, 0, 0, 1}), in.HostPort), 0
+	}
 	if in.Listen.Port() == 0 {
 		in.Listen = netip.AddrPortFrom(in.Listen.Addr(), uint16(40_000+len(s.ports))) //nolint:gosec // G115: a handful of ports
 	}

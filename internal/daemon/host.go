@@ -20,6 +20,7 @@ import (
 	"github.com/coppice-dev/coppice/internal/undo"
 	"github.com/coppice-dev/coppice/runner"
 	"github.com/coppice-dev/coppice/runner/cgroup"
+	"github.com/coppice-dev/coppice/runner/hostport"
 	"github.com/coppice-dev/coppice/runner/netns"
 	"github.com/coppice-dev/coppice/runner/vmm"
 	"github.com/coppice-dev/coppice/runner/volume"
@@ -49,6 +50,7 @@ type HostConfig struct {
 	TapRate   netns.Rate // of what a guest sends; the zero value is the default
 	Store     StoreConfig
 	Egress    EgressOptions
+	Forward   hostport.Allowed // see runner.Config
 	Log       *slog.Logger
 
 	// Machines replaces the VMM and the host's network, for tests.
@@ -102,7 +104,7 @@ func OpenHost(ctx context.Context, cfg HostConfig, id core.RunnerID, mark string
 	}
 	rc := runner.Config{
 		ID: id, ClusterID: mark, RunDir: filepath.Join(h.RunDir, vmDir), Log: cfg.Log.With("component", "runner"), Metrics: cfg.Registry, Traces: cfg.Traces,
-		MaxSandboxes: cfg.MaxSandboxes, Warm: cfg.Warm, Rebase: runner.RebasePolicy{Off: cfg.NoRebase}, Leave: cfg.Leave,
+		MaxSandboxes: cfg.MaxSandboxes, Warm: cfg.Warm, Rebase: runner.RebasePolicy{Off: cfg.NoRebase}, Leave: cfg.Leave, Forward: cfg.Forward,
 	}
 	if err := os.MkdirAll(h.RunDir, 0o700); err != nil {
 		return nil, err

@@ -144,7 +144,9 @@ func TestProxyForwardsNoInterimAnswer(t *testing.T) {
 		w.Header().Del("Set-Cookie")
 		_, _ = io.WriteString(w, "done")
 	})
-	proxy := c.Proxy(func(w http.ResponseWriter, _ *http.Request, err error) { http.Error(w, err.Error(), http.StatusBadGateway) })
+	proxy := c.Proxy(func(w http.ResponseWriter, _ *http.Request, err error) {
+		http.Error(w, err.Error(), http.StatusBadGateway)
+	})
 	srv := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		w.Header().Set("X-Ours", "kept")
 		proxy.ServeHTTP(w, r)

@@ -1039,7 +1039,10 @@ type CreateKeyRequest struct {
 type CreatePortRequest struct {
 	GuestPort int `json:"guest_port"`
 
-	// Listen `ip:port` of the runner's host; port 0 picks a free one; `127.0.0.1:0` when absent.
+	// Listen `ip:port` or `:port` of the runner's host, among the addresses and ports that its operator allows: by default the loopback
+	// addresses, and ports from 1024 up. Without an address the runner chooses one; port 0, or no `listen` at all, picks a free port. A
+	// port that anything on the host uses, on whatever address, is refused with `PORT_TAKEN`, and what is not allowed with
+	// `PORT_NOT_ALLOWED`.
 	Listen string `json:"listen,omitempty,omitzero"`
 }
 
@@ -2042,6 +2045,7 @@ type QuotaUsage struct {
 	Checkpoints     int64 `json:"checkpoints"`
 	ForksInFlight   int64 `json:"forks_in_flight"`
 	Keys            int64 `json:"keys"`
+	Ports           int64 `json:"ports"`
 	Workspaces      int64 `json:"workspaces"`
 }
 
@@ -2063,6 +2067,9 @@ type Quotas struct {
 	// Keys Valid keys.
 	Keys int64 `json:"keys"`
 
+	// Ports Forwarded ports.
+	Ports int64 `json:"ports"`
+
 	// Workspaces Workspaces that have not ended.
 	Workspaces int64 `json:"workspaces"`
 }
@@ -2075,6 +2082,7 @@ type QuotasPatch struct {
 	Depth           *int64 `json:"depth,omitempty"`
 	ForksInFlight   *int64 `json:"forks_in_flight,omitempty"`
 	Keys            *int64 `json:"keys,omitempty"`
+	Ports           *int64 `json:"ports,omitempty"`
 	Workspaces      *int64 `json:"workspaces,omitempty"`
 }
 

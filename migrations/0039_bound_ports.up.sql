@@ -1,0 +1,19 @@
+-- Forwarded ports have a quota. A workspace that has ended forwards nothing, so its rows go with it.
+ALTER TABLE quotas
+    ADD COLUMN max_ports bigint NOT NULL DEFAULT 256,
+    ADD CONSTRAINT quotas_ports_check CHECK (max_ports >= 0);
+
+CREATE INDEX ports_project_idx ON ports (project_id);
+
+-- The table forces row security on its owner. This runs for every project.
+SELECT set_config('coppice.project_id', 'system', true);
+DELETE FROM ports p USING workspaces w WHERE w.id = p.workspace_id AND w.state IN ('terminated', 'failed', 'lost');
+
+CREATE FUNCTION coppice_end_ports() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN
+    DELETE FROM ports WHERE workspace_id = NEW.id;
+    RETURN NULL;
+END
+$$;
+CREATE TRIGGER workspaces_end_ports AFTER UPDATE OF state ON workspaces FOR EACH ROW
+    WHEN (NEW.state IN ('terminated', 'failed', 'lost') AND OLD.state NOT IN ('terminated', 'failed', 'lost')) EXECUTE FUNCTION coppice_end_ports();
