@@ -373,6 +373,7 @@ const (
 	ScopeKeyRead          KeyScope = "key:read"
 	ScopeKeyWrite         KeyScope = "key:write"
 	ScopeProjectRead      KeyScope = "project:read"
+	ScopeRunnerJoin       KeyScope = "runner:join"
 	ScopeSecretReference  KeyScope = "secret:reference"
 	ScopeWorkspaceCreate  KeyScope = "workspace:create"
 	ScopeWorkspaceDelete  KeyScope = "workspace:delete"
@@ -406,6 +407,8 @@ func (e KeyScope) Valid() bool {
 	case ScopeKeyWrite:
 		return true
 	case ScopeProjectRead:
+		return true
+	case ScopeRunnerJoin:
 		return true
 	case ScopeSecretReference:
 		return true
@@ -1119,7 +1122,8 @@ type CreateProjectRequest struct {
 
 // CreateRunnerTokenRequest defines model for CreateRunnerTokenRequest.
 type CreateRunnerTokenRequest struct {
-	// RunnerID A runner that joined before and has lost its certificate. Without it the token is for a new one.
+	// RunnerID A runner that joined before and has lost its certificate. Without it the token is for a new one. A key without `admin` may name only a
+	// runner that has been silent for as long as a certificate lasts.
 	RunnerID   RunnerID `json:"runner_id,omitempty,omitzero"`
 	TTLSeconds int64    `json:"ttl_seconds,omitempty,omitzero"`
 }
@@ -1709,7 +1713,7 @@ type KeepBest struct {
 // KeyID defines model for KeyID.
 type KeyID = string
 
-// KeyScope One right of a key. To create is also to change. `admin` is everything, in all projects as far as projects and keys go.
+// KeyScope One right of a key. To create is also to change. `admin` is everything, in all projects as far as projects and keys go. `runner:join` makes tokens with which runners join; it and `secret:reference` are given only where they are named.
 type KeyScope string
 
 // Labels Keys match `^[A-Za-z0-9]([A-Za-z0-9._/-]{0,61}[A-Za-z0-9])?$`.

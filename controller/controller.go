@@ -70,6 +70,7 @@ const FlowsKept = 90 * 24 * time.Hour
 type Bootstrap struct {
 	Project string // name; default "default"
 	Key     string // the secret of an API key for it; empty makes none
+	JoinKey string // likewise, of a key that makes join tokens and nothing else
 }
 
 func (c Config) withDefaults() Config {
@@ -234,14 +235,24 @@ func (c *Controller) Bootstrap(ctx context.Context) (Project, error) {
 	}
 	err := c.store.InTx(ctx, System(), func(tx Tx) error {
 		var err error
-		if project, err = tx.EnsureProject(ctx, core.NewID[core.ProjectID](), c.cfg.Bootstrap.Project); err != nil || c.cfg.Bootstrap.Key == "" {
+		if project, err = tx.EnsureProject(ctx, core.NewID[core.ProjectID](), c.cfg.Bootstrap.Project); err != nil {
 			return err
 		}
-		secret := c.cfg.Bootstrap.Key
-		return tx.EnsureKey(ctx, Key{
-			ID: core.NewID[core.KeyID](), ProjectID: project.ID, Name: "bootstrap", Prefix: secret[:min(8, len(secret)/4)],
-			Hash: sha256.Sum256([]byte(secret)), Scopes: []core.KeyScope{core.ScopeAdmin},
-		})
+		for _, k := range []struct {
+			name, secret string
+			scope        core.KeyScope
+		}{{"bootstrap", c.cfg.Bootstrap.Key, core.ScopeAdmin}, {"join", c.cfg.Bootstrap.JoinKey, core.ScopeRunnerJoin}} {
+			if k.secret == "" {
+				continue
+			}
+			if err := tx.EnsureKey(ctx, Key{
+				ID: core.NewID[core.KeyID](), ProjectID: project.ID, Name: k.name, Prefix: k.secret[:min(8, len(k.secret)/4)],
+				Hash: sha256.Sum256([]byte(k.secret)), Scopes: []core.KeyScope{k.scope},
+			}); err != nil {
+				return err
+			}
+		}
+		return nil
 	})
 	return project, err
 }

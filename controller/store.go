@@ -384,9 +384,12 @@ type TrustTx interface {
 	Cluster(ctx context.Context) (Cluster, error)
 	// EnsureCluster inserts the cluster unless there is one, and returns the one that is there.
 	EnsureCluster(ctx context.Context, c Cluster) (Cluster, error)
+	// InsertRunnerToken stores a token; QUOTA_EXCEEDED when there are MaxRunnerTokens.
 	InsertRunnerToken(ctx context.Context, t RunnerToken, ttl time.Duration) (RunnerToken, error)
 	// UseRunnerToken spends a token; JOIN_TOKEN_REFUSED when it is unknown, spent or too old.
 	UseRunnerToken(ctx context.Context, hash [32]byte) (RunnerToken, error)
+	// RunnerHeard says how long ago a runner was last heard, or joined.
+	RunnerHeard(ctx context.Context, id core.RunnerID) (time.Duration, error)
 	// InsertRunnerIdentity lets a runner in. One that is in already stays; RUNNER_REVOKED when it was revoked.
 	InsertRunnerIdentity(ctx context.Context, id core.RunnerID) error
 	// RunnerIdentity returns nil for a runner that is in; RUNNER_REVOKED when it was revoked, RUNNER_NOT_FOUND when it never was.

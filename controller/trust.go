@@ -124,9 +124,15 @@ const joinPrefix = "cpj_"
 var errNoTrust = core.Errorf(core.FailedPrecondition, core.CodeUnsupported,
 	"this controller takes no runners from elsewhere, as coppice dev does not; run coppice controller and coppice runner")
 
+// MaxRunnerTokens bounds the join tokens of a cluster: those that are open, and those that were spent in the last 30 days.
+const MaxRunnerTokens = 10_000
+
 // CreateRunnerToken makes a token for a runner to join with: a new one, or, named, one that has lost its certificate. The
 // token holds the pin of the authority, so that the runner knows the controller, too.
-func (c *Controller) CreateRunnerToken(ctx context.Context, id core.RunnerID, ttl time.Duration) (string, RunnerToken, error) {
+//
+// A key with runner:join is on every host that joins unattended. It cannot make a token for a runner whose certificate may still be valid:
+// else whoever has the key could become any runner. That is for an administrator.
+func (c *Controller) CreateRunnerToken(ctx context.Context, actor Key, id core.RunnerID, ttl time.Duration) (string, RunnerToken, error) {
 	if c.cfg.Trust == nil {
 		return "", RunnerToken{}, errNoTrust
 	}
@@ -145,10 +151,26 @@ func (c *Controller) CreateRunnerToken(ctx context.Context, id core.RunnerID, tt
 			if err := tx.RunnerIdentity(ctx, id); err != nil {
 				return RunnerToken{}, err
 			}
+			if err := c.mayRejoin(ctx, tx, actor, id); err != nil {
+				return RunnerToken{}, err
+			}
 		}
 		return tx.InsertRunnerToken(ctx, RunnerToken{Hash: sha256.Sum256([]byte(token)), RunnerID: id}, min(ttl, MaxJoinTTL))
 	})
 	return token + "." + c.cfg.Trust.Authority.Pin(), row, err
+}
+
+func (c *Controller) mayRejoin(ctx context.Context, tx Tx, actor Key, id core.RunnerID) error {
+	if core.MissingScope(actor.Scopes, core.ScopeAdmin) == "" {
+		return nil
+	}
+	heard, err := tx.RunnerHeard(ctx, id)
+	if err == nil && heard < c.cfg.CertificateLife {
+		err = core.Errorf(core.PermissionDenied, core.CodePermissionDenied,
+			"runner %s was heard %s ago and may still have its certificate; only an administrator's key makes a token for it before %s have passed",
+			id, heard.Round(time.Second), c.cfg.CertificateLife)
+	}
+	return err
 }
 
 // JoinRunner spends a token and gives the runner that it names its first certificate.

@@ -23,7 +23,8 @@ const (
 	ScopeKeyRead          KeyScope = "key:read"
 	ScopeKeyWrite         KeyScope = "key:write" // make keys that can do no more, and revoke such
 	ScopeAuditRead        KeyScope = "audit:read"
-	ScopeAdmin            KeyScope = "admin" // everything, and all projects with their keys and quotas
+	ScopeRunnerJoin       KeyScope = "runner:join" // make tokens with which runners join, for what starts runners unattended; only where it is named
+	ScopeAdmin            KeyScope = "admin"       // everything, and all projects with their keys and quotas
 )
 
 // ProjectScopes are all that concern one project only.
@@ -37,7 +38,9 @@ var ProjectScopes = []KeyScope{
 var NamedScopes = []KeyScope{ScopeCheckpointImport, ScopeSecretReference}
 
 // Known reports whether it is one of the scopes.
-func (s KeyScope) Known() bool { return s == ScopeAdmin || slices.Contains(ProjectScopes, s) }
+func (s KeyScope) Known() bool {
+	return s == ScopeAdmin || s == ScopeRunnerJoin || slices.Contains(ProjectScopes, s)
+}
 
 // MissingScope returns the first of the wanted scopes that those held do not give; "" when they give all.
 func MissingScope(held []KeyScope, wanted ...KeyScope) KeyScope {

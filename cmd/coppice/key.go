@@ -77,9 +77,9 @@ func newKeyCreateCommand(a *app) *cobra.Command {
 it is revoked with it.
 
 Scopes: workspace:read workspace:create workspace:exec workspace:delete checkpoint:read checkpoint:create checkpoint:delete checkpoint:import
-grant:read grant:write secret:reference fleet:read project:read key:read key:write audit:read, and admin for everything and all projects.
-Without --scope, all of them but admin, checkpoint:import, by which a file is loaded into a VMM, and secret:reference, by which grants
-name any secret that the project may read in Vault.`,
+grant:read grant:write secret:reference fleet:read project:read key:read key:write audit:read runner:join, and admin for everything and
+all projects. Without --scope a key gets all of them but four: admin; checkpoint:import, which loads a file into a VMM; secret:reference,
+which lets grants name any secret that the project may read in Vault; and runner:join, which makes tokens for new runners.`,
 		Example: "  coppice key create ci --scope workspace:read --scope workspace:create --ttl 24h\n  COPPICE_TOKEN=$(coppice key create agent --project blue -q) coppice ws ls",
 		Args:    cobra.ExactArgs(1),
 		RunE: func(c *cobra.Command, args []string) error {

@@ -97,7 +97,7 @@ var routes = map[string]access{
 	"collectStore":      needs(controller.RateAdmin, core.ScopeAdmin),
 	"checkStore":        needs(controller.RateAdmin, core.ScopeAdmin),
 	"checkStoreData":    needs(controller.RateAdmin, core.ScopeAdmin),
-	"createRunnerToken": needs(controller.RateAdmin, core.ScopeAdmin),
+	"createRunnerToken": needs(controller.RateAdmin, core.ScopeRunnerJoin),
 
 	"getSelf":       needs(controller.RateRead),
 	"createProject": needs(controller.RateAdmin, core.ScopeAdmin),

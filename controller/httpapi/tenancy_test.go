@@ -2,6 +2,7 @@ package httpapi_test
 
 import (
 	"cmp"
+	"encoding/base64"
 	"encoding/json"
 	"fmt"
 	"net/http"
@@ -9,12 +10,18 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/getkin/kin-openapi/openapi3"
 
 	"github.com/coppice-dev/coppice/api"
 	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/controller/postgres"
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/masterkey"
+	"github.com/coppice-dev/coppice/internal/mtls"
+	"github.com/coppice-dev/coppice/internal/pass"
 )
 
 // grown is a project with one object of each kind that has an id. as is its key.
@@ -271,6 +278,7 @@ func TestEveryTokenKind(t *testing.T) {
 		"runner's secret": runnerSecret, "attach token": a.Token, "what a guest knows of itself": ws.Network.Generation + ws.Network.MachineID,
 		"key's id": ids["key"], "a quote": `' OR '1'='1`, "very long": strings.Repeat("k", 4096), "nothing": " ",
 	}
+	w.moreKinds(ids, ws, kinds)
 	answer := ""
 	for _, r := range routes(t) {
 		for kind, secret := range kinds {
@@ -294,7 +302,7 @@ func TestEveryTokenKind(t *testing.T) {
 	}
 	upgrade := map[string]string{"Connection": "Upgrade", "Upgrade": "websocket", "Sec-WebSocket-Version": "13", "Sec-WebSocket-Key": "x3JJHMbDL1EzLkh9GBhXDw=="}
 	for kind, secret := range kinds {
-		if kind == "attach token" || kind == "very long" {
+		if kind == "attach token" || len(secret) > 256 { // a longer one is refused by its length
 			continue
 		}
 		if got := w.do(call{method: "GET", path: "/v1/attach/" + ids["sess"] + "?token=" + url.QueryEscape(secret), key: good, header: upgrade}); got.status != http.StatusUnauthorized {
@@ -303,6 +311,22 @@ func TestEveryTokenKind(t *testing.T) {
 	}
 	if got := w.do(call{method: "GET", path: "/v1/attach/" + ids["sess"] + "?token=" + url.QueryEscape(good), key: good, header: upgrade}); got.status != http.StatusUnauthorized {
 		t.Errorf("attach with a key as its token: %d %s", got.status, got.body)
+	}
+	pair, err := mtls.NewKey()
+	if err != nil {
+		t.Fatal(err)
+	}
+	request, err := mtls.Request(pair)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for kind, secret := range kinds { // the key for joining is no token for joining
+		if strings.HasPrefix(kind, "join token") { // the pin is for the runner: the controller does not look at it
+			continue
+		}
+		if _, err := w.control.JoinRunner(t.Context(), runnerapi.Join{Token: secret, CertificateRequest: request}); core.CodeOf(err) != core.CodeJoinTokenRefused {
+			t.Errorf("join with %s as its token: %v", kind, err)
+		}
 	}
 	inner := &world{t: t, url: w.inner, router: w.router}
 	for _, path := range []string{runnerapi.PathRegister, strings.Replace(runnerapi.PathHeartbeat, "{id}", string(w.runner.ID()), 1)} {
@@ -320,12 +344,43 @@ func TestEveryTokenKind(t *testing.T) {
 	}
 }
 
+// moreKinds adds what is signed by the cluster, or made for runners and egress processes.
+func (w *world) moreKinds(ids map[string]string, ws api.Workspace, kinds map[string]string) {
+	w.t.Helper()
+	var token api.RunnerToken
+	w.want(201, "POST", "/v1/runner-tokens", map[string]any{}, &token)
+	kinds["join token"] = token.Token
+	kinds["join token without the pin"], _, _ = strings.Cut(token.Token, ".")
+	master, err := masterkey.New(make([]byte, 32))
+	if err != nil {
+		w.t.Fatal(err)
+	}
+	store, err := postgres.Open(w.t.Context(), postgres.Config{DSN: w.dsn})
+	if err != nil {
+		w.t.Fatal(err)
+	}
+	defer store.Close()
+	trust, err := controller.OpenTrust(w.t.Context(), store, master, nil)
+	if err != nil {
+		w.t.Fatal(err)
+	}
+	for _, scope := range []pass.Scope{pass.Attach, pass.Files} {
+		if kinds["pass "+string(scope)], _, err = trust.Passes.Sign(pass.Claims{
+			Runner: w.runner.ID(), Workspace: core.WorkspaceID(ws.ID), Sandbox: w.sandboxOf(ws.ID), Epoch: ws.Epoch, Scope: scope, Session: core.SessionID(ids["sess"]),
+		}, time.Minute); err != nil {
+			w.t.Fatal(err)
+		}
+	}
+	kinds["the authority's certificate"] = base64.StdEncoding.EncodeToString(trust.Authority.Certificate())
+	kinds["placeholder of a grant"] = "coppice-brokered-" + strings.Repeat("0", 32)
+}
+
 // TestEveryScope tries a key of each single scope on every route, and one of all but one: nothing works but what the table
 // says. A parameter that no route knows shows how far a request came.
 func TestEveryScope(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
-	all := append(slices.Clone(core.ProjectScopes), core.ScopeAdmin)
+	all := append(slices.Clone(core.ProjectScopes), core.ScopeRunnerJoin, core.ScopeAdmin)
 	keys := map[core.KeyScope]string{}
 	for _, s := range all {
 		keys[s] = w.newKey(strings.ReplaceAll(string(s), ":", "-"), s).Secret

@@ -11,7 +11,7 @@ import (
 
 // CreateRunnerToken serves POST /v1/runner-tokens.
 func (s *server) CreateRunnerToken(ctx context.Context, r api.CreateRunnerTokenRequestObject) (api.CreateRunnerTokenResponseObject, error) {
-	token, row, err := s.control.CreateRunnerToken(ctx, core.RunnerID(r.Body.RunnerID), time.Duration(r.Body.TTLSeconds)*time.Second)
+	token, row, err := s.control.CreateRunnerToken(ctx, controller.KeyOf(ctx), core.RunnerID(r.Body.RunnerID), time.Duration(r.Body.TTLSeconds)*time.Second)
 	if err != nil {
 		return nil, err
 	}

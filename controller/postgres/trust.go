@@ -47,10 +47,25 @@ func (r runnerTokenRow) token() controller.RunnerToken {
 	return out
 }
 
-// InsertRunnerToken stores the hash of a token and forgets those that ended long ago.
+type tokensRow struct {
+	Tokens int64 `db:"tokens"`
+}
+
+// InsertRunnerToken stores the hash of a token. It forgets tokens that have expired, and those that were spent long ago.
 func (t *tx) InsertRunnerToken(ctx context.Context, token controller.RunnerToken, ttl time.Duration) (controller.RunnerToken, error) {
-	if _, err := t.exec(ctx, `DELETE FROM runner_tokens WHERE expires_at < now() - interval '30 days'`, args{}); err != nil {
+	if _, err := t.exec(ctx, `
+		DELETE FROM runner_tokens WHERE expires_at < now() - CASE WHEN used_at IS NULL THEN interval '0' ELSE interval '30 days' END`, args{}); err != nil {
 		return token, err
+	}
+	if _, err := t.exec(ctx, `SELECT pg_advisory_xact_lock(hashtext('coppice_runner_tokens'))`, args{}); err != nil { // so that no two take the last place
+		return token, err
+	}
+	there, err := one[tokensRow](ctx, t, nil, `SELECT count(*) AS tokens FROM runner_tokens`, args{})
+	if err != nil {
+		return token, err
+	}
+	if there.Tokens >= controller.MaxRunnerTokens {
+		return token, core.Errorf(core.Exhausted, core.CodeQuotaExceeded, "the cluster has %d join tokens, open ones and those that were spent in the last 30 days; wait until some have expired", there.Tokens)
 	}
 	row, err := one[runnerTokenRow](ctx, t, nil, `
 		INSERT INTO runner_tokens (hash, runner_id, expires_at) VALUES (@hash, @runner, now() + make_interval(secs => @ttl))
@@ -75,6 +90,18 @@ func (t *tx) InsertRunnerIdentity(ctx context.Context, id core.RunnerID) error {
 		return err
 	}
 	return t.RunnerIdentity(ctx, id)
+}
+
+type heardRow struct {
+	Seconds float64 `db:"seconds"`
+}
+
+// RunnerHeard says how long ago a runner was last heard, or joined.
+func (t *tx) RunnerHeard(ctx context.Context, id core.RunnerID) (time.Duration, error) {
+	row, err := one[heardRow](ctx, t, noRunner(id), `
+		SELECT extract(epoch FROM now() - greatest(i.joined_at, r.heartbeat_at))::float8 AS seconds
+		FROM runner_identities i LEFT JOIN runners r ON r.id = i.runner_id WHERE i.runner_id = @id`, args{"id": id})
+	return time.Duration(row.Seconds * float64(time.Second)), err
 }
 
 type identityRow struct {

@@ -31,6 +31,7 @@ type ControllerConfig struct {
 	KeyFile      string // of the key that seals the cluster's keys; made by the first controller
 	MasterKeys   string // file of the keys that wrap those of projects; empty: none
 	APIKeyFile   string // holds, or gets, the first API key; empty: none is made
+	JoinKeyFile  string // likewise, a key that makes join tokens and nothing else
 	Metrics      string // host:port of the metrics, on loopback; empty: nowhere
 	Store        StoreConfig
 	Secrets      SecretsConfig
@@ -138,6 +139,14 @@ func RunController(ctx context.Context, cfg ControllerConfig, ready func(Control
 	if cfg.APIKeyFile != "" {
 		if tune.Bootstrap.Key, err = Keep(cfg.APIKeyFile, func() string { return "coppice_" + NewSecret() }); err != nil {
 			return err
+		}
+	}
+	if cfg.JoinKeyFile != "" {
+		if tune.Bootstrap.JoinKey, err = Keep(cfg.JoinKeyFile, func() string { return "coppice_" + NewSecret() }); err != nil {
+			return err
+		}
+		if tune.Bootstrap.JoinKey == tune.Bootstrap.Key {
+			return core.Errorf(core.Invalid, core.CodeInvalidField, "--join-key-file and --api-key-file hold the same key; the one for joining must be another")
 		}
 	}
 	control := controller.New(tune, store, runners, cfg.Log.With("component", "controller"))

@@ -114,6 +114,33 @@ func TestComposeRunner(t *testing.T) {
 	}
 }
 
+// TestComposeJoins: what makes join tokens has a key for that alone, from the controller, and no volume with the administrator's.
+func TestComposeJoins(t *testing.T) {
+	t.Parallel()
+	p := project(t)
+	mounted := func(service, target string) string {
+		for _, v := range p.Services[service].Volumes {
+			if v.Target == target {
+				return v.Source
+			}
+		}
+		return ""
+	}
+	if source := mounted("join", "/join-key"); source == "" || source != mounted("controller", "/var/lib/coppice-join") {
+		t.Errorf("the key for joining is in %q", source)
+	}
+	for _, service := range []string{"join", "runner", "image"} {
+		for _, v := range p.Services[service].Volumes {
+			if v.Source == mounted("controller", "/var/lib/coppice-controller") {
+				t.Errorf("%s has the administrator's key at %s", service, v.Target)
+			}
+		}
+	}
+	if file := p.Services["controller"].Environment["COPPICE_JOIN_KEY_FILE"]; file == nil || *file != "/var/lib/coppice-join/join.key" {
+		t.Error("the controller makes no key for joining")
+	}
+}
+
 func TestComposeStartsCoppice(t *testing.T) {
 	t.Parallel()
 	p := project(t)

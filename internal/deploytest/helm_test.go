@@ -228,6 +228,7 @@ func TestSchemaRefuses(t *testing.T) {
 		"no database":                 {`database: {existingSecret: ""}`, "database"},
 		"no cluster key":              {`clusterKey: {existingSecret: ""}`, "clusterKey"},
 		"no administrator's key":      {`adminKey: {existingSecret: ""}`, "adminKey"},
+		"no key for joining":          {`joinKey: {existingSecret: ""}`, "joinKey"},
 		"neither TLS nor clear":       {`controller: {plainHTTP: false}`, "controller"},
 		"an image of no version":      {`image: {runner: {tag: "", digest: ""}}`, "runner"},
 		"the latest image":            {`image: {controller: {tag: latest}}`, "tag"},
@@ -366,7 +367,8 @@ func TestControllerPods(t *testing.T) {
 	})
 }
 
-// TestRunnerPods checks what lets VMs outlive the pod, and who has the administrator's key.
+// TestRunnerPods checks what lets VMs outlive the pod, and that no container of a node has the administrator's key: the one that makes join
+// tokens has a key for that alone.
 func TestRunnerPods(t *testing.T) {
 	t.Parallel()
 	each(t, func(t *testing.T, m manifests) {
@@ -393,9 +395,14 @@ func TestRunnerPods(t *testing.T) {
 			}
 		}
 		for _, c := range containers(pod) {
-			has := slices.ContainsFunc(c.VolumeMounts, func(v corev1.VolumeMount) bool { return v.Name == "admin" })
+			has := slices.ContainsFunc(c.VolumeMounts, func(v corev1.VolumeMount) bool { return v.Name == "join-key" })
 			if has != (c.Name == "join") {
-				t.Errorf("%s has the administrator's key: %v", c.Name, has)
+				t.Errorf("%s has the key for joining: %v", c.Name, has)
+			}
+		}
+		for _, v := range pod.Volumes {
+			if v.Secret != nil && v.Secret.SecretName == "coppice-admin-key" {
+				t.Errorf("the node has the administrator's key, as the volume %s", v.Name)
 			}
 		}
 	})

@@ -47,28 +47,28 @@ seccompProfile: {type: RuntimeDefault}
 {{- if .Values.controller.tls.existingSecret -}}https{{- else -}}http{{- end -}}://{{ include "coppice.fullname" . }}-controller.{{ .Release.Namespace }}.svc:{{ .Values.controller.service.port }}
 {{- end -}}
 
-{{/* A client of the API: who it is, and whom it believes. */}}
+{{/* What makes join tokens, as a client of the API: who it is, and whom it believes. */}}
 {{- define "coppice.clientEnv" -}}
 - {name: COPPICE_SERVER, value: {{ include "coppice.server" . | quote }}}
-- {name: COPPICE_TOKEN_FILE, value: /secrets/admin/api.key}
+- {name: COPPICE_TOKEN_FILE, value: /secrets/join/join.key}
 {{- if .Values.controller.tls.existingSecret }}
 - {name: SSL_CERT_FILE, value: /secrets/api-tls/ca.crt}
 {{- end }}
 {{- end -}}
 
 {{- define "coppice.clientMounts" -}}
-- {name: admin, mountPath: /secrets/admin, readOnly: true}
+- {name: join-key, mountPath: /secrets/join, readOnly: true}
 {{- if .Values.controller.tls.existingSecret }}
 - {name: api-ca, mountPath: /secrets/api-tls, readOnly: true}
 {{- end }}
 {{- end -}}
 
 {{- define "coppice.clientVolumes" -}}
-- name: admin
+- name: join-key
   secret:
-    secretName: {{ .Values.adminKey.existingSecret }}
+    secretName: {{ .Values.joinKey.existingSecret }}
     defaultMode: 0440
-    items: [{key: {{ .Values.adminKey.key | quote }}, path: api.key}]
+    items: [{key: {{ .Values.joinKey.key | quote }}, path: join.key}]
 {{- if .Values.controller.tls.existingSecret }}
 - name: api-ca
   secret:
