@@ -99,6 +99,9 @@ func (c *Controller) Heartbeat(ctx context.Context, id core.RunnerID, h runnerap
 		if out.EndedKeys, err = endedKeys(ctx, tx, h.DataKeys); err != nil {
 			return err
 		}
+		if out.RemovedRunners, err = tx.RemovedRunners(ctx, c.cfg.CertificateLife+time.Hour, maxRemoved); err != nil {
+			return err
+		}
 		known, err := tx.HeldCheckpoints(ctx, id, h.Checkpoints)
 		if err != nil {
 			return err
@@ -138,6 +141,9 @@ func (c *Controller) Heartbeat(ctx context.Context, id core.RunnerID, h runnerap
 	out.AttestationCertificate, err = c.certify(id, h.AttestationRequest) // the transaction has found its lease
 	return out, err
 }
+
+// maxRemoved bounds the runners that others are told of. No more can have joined while their certificates are good: see MaxRunnerTokens.
+const maxRemoved = MaxRunnerTokens
 
 // maxHolds bounds what a runner says that it fetches.
 const maxHolds = 10000

@@ -390,6 +390,8 @@ type TrustTx interface {
 	UseRunnerToken(ctx context.Context, hash [32]byte) (RunnerToken, error)
 	// RunnerHeard says how long ago a runner was last heard, or joined.
 	RunnerHeard(ctx context.Context, id core.RunnerID) (time.Duration, error)
+	// RemovedRunners lists those that were removed within that time, the latest first.
+	RemovedRunners(ctx context.Context, within time.Duration, most int) ([]core.RunnerID, error)
 	// InsertRunnerIdentity lets a runner in. One that is in already stays; RUNNER_REVOKED when it was revoked.
 	InsertRunnerIdentity(ctx context.Context, id core.RunnerID) error
 	// RunnerIdentity returns nil for a runner that is in; RUNNER_REVOKED when it was revoked, RUNNER_NOT_FOUND when it never was.

@@ -407,4 +407,7 @@ type Heartbeated struct {
 	EndedKeys       []core.KeyID        `json:"ended_keys,omitempty"` // of DataKeys: what was begun with them must end
 	// AttestationCertificate answers an AttestationRequest.
 	AttestationCertificate []byte `json:"attestation_certificate,omitempty"`
+	// RemovedRunners are all whose certificates may not have expired yet. Another runner gives them nothing; without an answer for TTLSeconds,
+	// it gives nothing to any runner.
+	RemovedRunners []core.RunnerID `json:"removed_runners,omitempty"`
 }

@@ -92,6 +92,22 @@ func (t *tx) InsertRunnerIdentity(ctx context.Context, id core.RunnerID) error {
 	return t.RunnerIdentity(ctx, id)
 }
 
+type removedRow struct {
+	ID core.RunnerID `db:"runner_id"`
+}
+
+// RemovedRunners lists those that were removed within that time, the latest first.
+func (t *tx) RemovedRunners(ctx context.Context, within time.Duration, most int) ([]core.RunnerID, error) {
+	rows, err := many[removedRow](ctx, t, `
+		SELECT runner_id FROM runner_identities WHERE revoked_at > now() - make_interval(secs => @within) ORDER BY revoked_at DESC LIMIT @most`,
+		args{"within": within.Seconds(), "most": most})
+	var list []core.RunnerID
+	for _, r := range rows {
+		list = append(list, r.ID)
+	}
+	return list, err
+}
+
 type heardRow struct {
 	Seconds float64 `db:"seconds"`
 }

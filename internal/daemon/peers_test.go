@@ -1,6 +1,7 @@
 package daemon_test
 
 import (
+	"crypto/tls"
 	"io"
 	"net/http"
 	"os"
@@ -10,6 +11,7 @@ import (
 	"strings"
 	"syscall"
 	"testing"
+	"time"
 
 	"github.com/coppice-dev/coppice/internal/daemon"
 	"github.com/coppice-dev/coppice/internal/mtls"
@@ -118,6 +120,70 @@ func spoil(t *testing.T, m *member) {
 			t.Fatal(err)
 		}
 	}
+}
+
+// TestRemovedRunnerIsRefused removes a runner and keeps its certificate, which is good for a day: other runners give it nothing any more as
+// soon as they have heard a controller. Those who show no certificate of the cluster that is good now get no byte at all.
+func TestRemovedRunnerIsRefused(t *testing.T) {
+	t.Parallel()
+	const lease = 6 * time.Second
+	files := t.TempDir()
+	store := daemon.StoreConfig{URL: "dir:" + files, CacheSize: 1 << 30}
+	c := newClusterOf(t, func(cfg *daemon.ControllerConfig) { cfg.Store, cfg.Tune.RunnerLease = store, lease })
+	one, two := c.join(func(rc *daemon.RunnerConfig) { rc.Store = store }), c.join(nil)
+	thief := load(t, two).Identity
+	name := mtls.RunnerName(one.ready.RunnerID)
+	url := one.ready.Endpoint + "/v1/objects/v1/none/manifest?offset=0&bytes=10"
+	ask := func(config *tls.Config) (int, error) {
+		transport := &http.Transport{TLSClientConfig: config, DisableKeepAlives: true}
+		res, err := (&http.Client{Transport: transport}).Get(url)
+		if err != nil {
+			return 0, err
+		}
+		return res.StatusCode, res.Body.Close()
+	}
+	until(t, "a member is admitted", func() (bool, error) {
+		status, err := ask(thief.Client(name))
+		return status == http.StatusNotFound, err
+	})
+	foreign, err := mtls.NewAuthority("another")
+	if err != nil {
+		t.Fatal(err)
+	}
+	cert, err := foreign.IssueNew(mtls.RunnerName(two.ready.RunnerID), time.Hour)
+	if err != nil {
+		t.Fatal(err)
+	}
+	stranger := thief.Client(name)
+	stranger.GetClientCertificate = func(*tls.CertificateRequestInfo) (*tls.Certificate, error) {
+		return &tls.Certificate{Certificate: [][]byte{cert.DER}, PrivateKey: cert.Key}, nil
+	}
+	if status, err := ask(stranger); err == nil {
+		t.Errorf("a certificate of another authority: %d", status)
+	}
+	if status, err := ask(thief.Client(mtls.RunnerName(two.ready.RunnerID))); err == nil {
+		t.Errorf("a runner of another name was believed: %d", status)
+	}
+	began := time.Now()
+	if err := c.client.DeleteRunner(t.Context(), string(two.ready.RunnerID), true); err != nil {
+		t.Fatal(err)
+	}
+	until(t, "the removed runner is refused", func() (bool, error) {
+		status, err := ask(thief.Client(name))
+		return status == http.StatusForbidden, err
+	})
+	if took := time.Since(began); took > lease {
+		t.Errorf("it was refused after %s, the lease is %s", took, lease)
+	}
+	third := load(t, c.join(nil)).Identity
+	if status, err := ask(third.Client(name)); err != nil || status != http.StatusNotFound {
+		t.Errorf("another runner: %d, %v", status, err)
+	}
+	c.kill() // without a controller, nobody is told of removals
+	until(t, "no runner is admitted", func() (bool, error) {
+		status, err := ask(third.Client(name))
+		return status == http.StatusServiceUnavailable, err
+	})
 }
 
 // TestObjectsAreForRunners asks a runner for what it keeps of the store, as a runner of the cluster and as nobody.

@@ -97,8 +97,8 @@ func RunRunner(ctx context.Context, cfg RunnerConfig, ready func(RunnerReady) er
 	if err != nil {
 		return fmt.Errorf("open the runner: %w", err)
 	}
-	passes := pass.NewVerifier(member.RunnerID)
-	inner, err := listenTLS(ctx, cfg.Listen, "listen", member.Identity.Server(), runnerhttp.NewTLS(host.Runner, cfg.Log.With("component", "runner")), cfg.Log)
+	passes, admitted := pass.NewVerifier(member.RunnerID), runnerhttp.NewPeers()
+	inner, err := listenTLS(ctx, cfg.Listen, "listen", member.Identity.Server(), runnerhttp.NewTLS(host.Runner, admitted, cfg.Log.With("component", "runner")), cfg.Log)
 	if err != nil {
 		return err
 	}
@@ -122,7 +122,7 @@ func RunRunner(ctx context.Context, cfg RunnerConfig, ready func(RunnerReady) er
 		parts = append(parts, part{"data plane", served(data)})
 	}
 	link, err := heartbeat.New(host.Runner, heartbeat.Config{
-		Controllers: cfg.Controllers, Member: member, Endpoint: cfg.Endpoint, DataURL: cfg.DataURL, OwnDataCert: cfg.DataCert == "", Plane: plane, Passes: passes, Log: cfg.Log.With("component", "heartbeat"),
+		Controllers: cfg.Controllers, Member: member, Endpoint: cfg.Endpoint, DataURL: cfg.DataURL, OwnDataCert: cfg.DataCert == "", Plane: plane, Passes: passes, Peers: admitted, Log: cfg.Log.With("component", "heartbeat"),
 	})
 	if err != nil {
 		return err

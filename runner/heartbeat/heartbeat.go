@@ -22,6 +22,11 @@ import (
 	"github.com/coppice-dev/coppice/runner"
 )
 
+// Peers learns which runners were removed, as runner/httpapi.Peers does.
+type Peers interface {
+	Learn(removed []core.RunnerID, at time.Time, good time.Duration)
+}
+
 // Config says whom to tell. Either Member is set, and every controller is https://host:port, or Secret is.
 type Config struct {
 	Controllers []string       // the listeners for runners: https://host:port, or http://host:port or unix:/path; the next is tried when one is away
@@ -32,6 +37,7 @@ type Config struct {
 	OwnDataCert bool           // the data plane shows this runner's own certificate, which users' systems do not know
 	Plane       Plane          // the data plane; nil where there is none
 	Passes      *pass.Verifier // learns the keys at registration; may be nil
+	Peers       Peers // of a runner that gives objects to others; may be nil
 	Log         *slog.Logger
 }
 
@@ -161,7 +167,7 @@ func (l *Link) beat(ctx context.Context, lease **runnerapi.Registered) (time.Dur
 		return 0, err
 	}
 	var out runnerapi.Heartbeated
-	answered := l.runner.Attempt()
+	answered, began := l.runner.Attempt(), time.Now()
 	err = l.post(ctx, strings.Replace(runnerapi.PathHeartbeat, "{id}", string(info.RunnerID), 1), beat, &out)
 	if core.CodeOf(err) == core.CodeRunnerLost { // given up: whatever runs here may have been replaced
 		*lease = nil
@@ -178,6 +184,9 @@ func (l *Link) beat(ctx context.Context, lease **runnerapi.Registered) (time.Dur
 	}
 	if err := answered(seconds(out.FenceSeconds)); err != nil {
 		return 0, err
+	}
+	if l.cfg.Peers != nil {
+		l.cfg.Peers.Learn(out.RemovedRunners, began, seconds(out.TTLSeconds))
 	}
 	l.obey(ctx, beat, out)
 	return seconds(out.TTLSeconds / 3), l.certify((*lease).ClusterID, out.AttestationCertificate)

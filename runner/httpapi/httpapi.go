@@ -49,12 +49,15 @@ func New(r *runner.Runner, secret string, log *slog.Logger) (http.Handler, error
 }
 
 // NewTLS returns the handler for controllers of other machines, to be served with mtls.Identity.Server: whoever shows another
-// certificate than a controller's, such as another runner's, is refused; but runners may ask for objects of the store.
-func NewTLS(r *runner.Runner, log *slog.Logger) http.Handler {
+// certificate than a controller's, such as another runner's, is refused; but runners that peers admits may ask for objects of the store.
+func NewTLS(r *runner.Runner, peers *Peers, log *slog.Logger) http.Handler {
 	return newHandler(r, log, func(q *http.Request, route string) error {
 		peer, err := mtls.PeerOf(q)
 		if err == nil && !peer.Controller && route != routeObject {
 			err = core.Errorf(core.PermissionDenied, core.CodePermissionDenied, "the runner's API takes requests from controllers only, not from runner %s", peer.Runner)
+		}
+		if err == nil && !peer.Controller {
+			err = peers.admit(peer.Runner)
 		}
 		return err
 	})

@@ -1,0 +1,44 @@
+package httpapi
+
+import (
+	"sync"
+	"time"
+
+	"github.com/coppice-dev/coppice/core"
+)
+
+// Peers says which other runners may read objects here. A certificate is good for a day, so it does not say whether its runner was removed
+// from the cluster meanwhile; the controllers do, with each answer to a heartbeat. While they are silent for longer than they said, no
+// runner is admitted.
+type Peers struct {
+	mu      sync.Mutex // guards what follows
+	removed map[core.RunnerID]bool
+	until   time.Time
+}
+
+// NewPeers admits nobody until it has learned something.
+func NewPeers() *Peers { return &Peers{} }
+
+// Learn replaces the list of runners that were removed. It holds until good has passed since the time at.
+func (p *Peers) Learn(removed []core.RunnerID, at time.Time, good time.Duration) {
+	list := make(map[core.RunnerID]bool, len(removed))
+	for _, id := range removed {
+		list[id] = true
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.removed, p.until = list, at.Add(good)
+}
+
+// admit refuses a runner whose certificate is genuine.
+func (p *Peers) admit(id core.RunnerID) error {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	switch {
+	case p.removed[id]:
+		return core.Errorf(core.PermissionDenied, core.CodeRunnerRevoked, "runner %s was removed from this cluster", id)
+	case time.Now().After(p.until):
+		return core.Errorf(core.Unavailable, core.CodeRunnerUnreachable, "this runner has not heard lately from a controller which runners were removed; read from the store instead")
+	}
+	return nil
+}
