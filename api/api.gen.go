@@ -14,6 +14,27 @@ import (
 	"github.com/oapi-codegen/runtime"
 )
 
+// Defines values for AllowAllEgress.
+const (
+	AllowAllAllowed AllowAllEgress = "allowed"
+	AllowAllDefault AllowAllEgress = "default"
+	AllowAllDenied  AllowAllEgress = "denied"
+)
+
+// Valid indicates whether the value is a known member of the AllowAllEgress enum.
+func (e AllowAllEgress) Valid() bool {
+	switch e {
+	case AllowAllAllowed:
+		return true
+	case AllowAllDefault:
+		return true
+	case AllowAllDenied:
+		return true
+	default:
+		return false
+	}
+}
+
 // Defines values for AttachMessageType.
 const (
 	AttachCloseStdin AttachMessageType = "close_stdin"
@@ -758,6 +779,10 @@ type APIKeyList struct {
 // an address, `tcp://host:port` for protocols other than HTTP and TLS, or the hosts that a tool needs (`bundle:python`).
 // Answers have them sorted and in one form.
 type Allow = []string
+
+// AllowAllEgress Whether sandboxes of the project may have the egress policy `allow-all`: `default` as the controllers' operator says, `allowed`, or `denied`. What runs goes
+// on when it is denied; a create, fork, restore or resume that would make a sandbox under it is refused with `EGRESS_FORBIDDEN`.
+type AllowAllEgress string
 
 // Ancestor defines model for Ancestor.
 type Ancestor struct {
@@ -1844,6 +1869,10 @@ type PatchCheckpointRequest struct {
 
 // PatchProjectRequest defines model for PatchProjectRequest.
 type PatchProjectRequest struct {
+	// AllowAllEgress Whether sandboxes of the project may have the egress policy `allow-all`: `default` as the controllers' operator says, `allowed`, or `denied`. What runs goes
+	// on when it is denied; a create, fork, restore or resume that would make a sandbox under it is refused with `EGRESS_FORBIDDEN`.
+	AllowAllEgress AllowAllEgress `json:"allow_all_egress,omitempty,omitzero"`
+
 	// Encryption How checkpoints are kept in the store from now on: `none`, in clear, or `envelope`, encrypted with keys of the project, which a master key outside
 	// of the database wraps. What is stored already stays as it is and can be read as before.
 	Encryption Encryption `json:"encryption,omitempty,omitzero"`
@@ -1969,7 +1998,10 @@ type ProcessList struct {
 
 // Project defines model for Project.
 type Project struct {
-	CreatedAt time.Time `json:"created_at"`
+	// AllowAllEgress Whether sandboxes of the project may have the egress policy `allow-all`: `default` as the controllers' operator says, `allowed`, or `denied`. What runs goes
+	// on when it is denied; a create, fork, restore or resume that would make a sandbox under it is refused with `EGRESS_FORBIDDEN`.
+	AllowAllEgress AllowAllEgress `json:"allow_all_egress"`
+	CreatedAt      time.Time      `json:"created_at"`
 
 	// Encryption How checkpoints are kept in the store from now on: `none`, in clear, or `envelope`, encrypted with keys of the project, which a master key outside
 	// of the database wraps. What is stored already stays as it is and can be read as before.

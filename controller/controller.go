@@ -48,6 +48,8 @@ type Config struct {
 	GuestCall    time.Duration // how long one call of a guest's agent may take; default 60 s
 	SessionQuota SessionQuota  // how many rows of sessions are kept
 	SessionsKept time.Duration // how long the rows of an ended machine's sessions are kept; default 1 h
+	// AllowAllEgress lets projects have the egress policy allow-all where nothing was said for the project itself.
+	AllowAllEgress bool
 
 	// Store is where runners keep checkpoints for all; nil: nowhere. Here it is only tidied up.
 	Store      blob.Blobs

@@ -245,6 +245,9 @@ type planting struct {
 
 // plant inserts workspaces with their sandboxes, in the order of the names.
 func (c *Controller) plant(ctx context.Context, tx Tx, p planting) ([]Workspace, error) {
+	if err := c.mayReachAll(ctx, tx, p.project, p.like.Egress); err != nil {
+		return nil, err
+	}
 	addresses, err := tx.FreeAddresses(ctx, len(p.names))
 	if err != nil {
 		return nil, err

@@ -63,7 +63,8 @@ func newWorld(t testing.TB, options ...option) *world {
 	t.Helper()
 	rc := runnertest.Config{}
 	cfg := controller.Config{
-		ClusterID: "test", LoopInterval: 50 * time.Millisecond, RunnerRetry: 2 * time.Second, ShutdownGrace: 2 * time.Second, AdmissionWait: 50 * time.Millisecond,
+		AllowAllEgress: true,
+		ClusterID:      "test", LoopInterval: 50 * time.Millisecond, RunnerRetry: 2 * time.Second, ShutdownGrace: 2 * time.Second, AdmissionWait: 50 * time.Millisecond,
 		Bootstrap: controller.Bootstrap{Key: "coppice-test-key"},
 	}
 	for _, o := range options {

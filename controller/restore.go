@@ -83,6 +83,9 @@ func (c *Controller) admitRestore(ctx context.Context, tx Tx, project core.Proje
 // nextSandbox inserts the sandbox of a workspace's next epoch. plain says that its host may be called like the workspace: no
 // other of its sandboxes lives.
 func (c *Controller) nextSandbox(ctx context.Context, tx Tx, w Workspace, source Checkpoint, runner Runner, plain bool) (Sandbox, error) {
+	if err := c.mayReachAll(ctx, tx, w.ProjectID, w.Egress); err != nil {
+		return Sandbox{}, err
+	}
 	addresses, err := tx.FreeAddresses(ctx, 1)
 	if err != nil {
 		return Sandbox{}, err

@@ -19,6 +19,7 @@ type Quotas struct {
 	Children        int64 // checkpoints directly below one
 	Keys            int64 // that are valid
 	Ports           int64 // that are forwarded
+	AllowAll        AllowAll
 }
 
 // QuotasPatch changes limits; nil leaves one as it is. Version 0 does not compare.
@@ -26,6 +27,8 @@ type QuotasPatch struct {
 	Version int64
 
 	Workspaces, ForksInFlight, Checkpoints, CheckpointBytes, Depth, Children, Keys, Ports *int64
+
+	AllowAll *AllowAll
 }
 
 // QuotaUsage is what a project has of what its quotas limit.

@@ -102,6 +102,7 @@ const (
 	CodeEgressReduced        Code = "EGRESS_REDUCED"
 	CodeRunnerLost           Code = "RUNNER_LOST"
 	CodeControllerStopping   Code = "CONTROLLER_STOPPING"
+	CodeEgressForbidden      Code = "EGRESS_FORBIDDEN"
 	CodeEgressBeyondParent   Code = "EGRESS_BEYOND_PARENT"
 	CodeGrantNotFound        Code = "GRANT_NOT_FOUND"
 	CodeSecretNotFound       Code = "SECRET_NOT_FOUND"

@@ -1,7 +1,9 @@
--- Forwarded ports have a quota. A workspace that has ended forwards nothing, so its rows go with it.
+-- What the operator decides for a project, besides the other quotas. Forwarded ports have a quota. A workspace that has ended forwards nothing, so its rows go with it.
 ALTER TABLE quotas
     ADD COLUMN max_ports bigint NOT NULL DEFAULT 256,
-    ADD CONSTRAINT quotas_ports_check CHECK (max_ports >= 0);
+    ADD CONSTRAINT quotas_ports_check CHECK (max_ports >= 0),
+    -- whether sandboxes may have the egress policy allow-all
+    ADD COLUMN allow_all_egress text NOT NULL DEFAULT 'default' CONSTRAINT quotas_allow_all_check CHECK (allow_all_egress IN ('default', 'allowed', 'denied'));
 
 CREATE INDEX ports_project_idx ON ports (project_id);
 

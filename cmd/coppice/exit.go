@@ -46,6 +46,7 @@ var exitOfCode = map[string]int{
 	string(core.CodeUnauthenticated):        exitPermission,
 	string(core.CodePermissionDenied):       exitPermission,
 	string(core.CodePortNotAllowed):         exitPermission,
+	string(core.CodeEgressForbidden):        exitPermission,
 	string(core.CodeEgressBeyondParent):     exitPermission,
 	string(core.CodeRouteNotFound):          exitNotFound,
 	string(core.CodeWorkspaceNotFound):      exitNotFound,

@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"io"
 	"maps"
@@ -179,21 +180,29 @@ func printProject(w io.Writer, p coppice.Project) error {
 		"workspaces", used(u.Workspaces, q.Workspaces), "forks in flight", used(u.ForksInFlight, q.ForksInFlight),
 		"checkpoints", used(u.Checkpoints, q.Checkpoints), "checkpoint bytes", size(u.CheckpointBytes)+" of "+size(q.CheckpointBytes),
 		"depth", fmt.Sprintf("at most %d", q.Depth), "children", fmt.Sprintf("at most %d", q.Children), "keys", used(u.Keys, q.Keys), "ports", used(u.Ports, q.Ports),
+		"allow-all", string(p.AllowAllEgress),
 		"encryption", encryption,
 	)
 }
 
 func newProjectQuotaCommand(a *app) *cobra.Command {
 	var version int64
+	var allowAll string
 	c := &cobra.Command{
-		Use:   "quota PROJECT NAME=NUMBER...",
+		Use:   "quota PROJECT [NAME=NUMBER...]",
 		Short: "Change quotas of a project",
 		Long: `Change quotas of a project. What is there already stays when a quota is lowered; nothing more is admitted until it is below.
 
+With --allow-all-egress, also whether its sandboxes may have the egress policy allow-all. What runs under it goes on when it is denied; no new sandbox
+is made, and none is restored or resumed.
+
 With --version, only if that is still the project's version.`,
 		Example: "  coppice project quota blue workspaces=200 forks_in_flight=64",
-		Args:    cobra.MinimumNArgs(2),
+		Args:    cobra.MinimumNArgs(1),
 		RunE: func(c *cobra.Command, args []string) error {
+			if len(args) < 2 && allowAll == "" {
+				return usageError{errors.New("give a NAME=NUMBER or --allow-all-egress")}
+			}
 			q, err := quotaValues("quota", args[1:])
 			if err != nil {
 				return err
@@ -207,7 +216,7 @@ With --version, only if that is still the project's version.`,
 				return err
 			}
 			usage := p.Usage
-			if p, err = client.PatchProject(c.Context(), p.ID, coppice.PatchProjectRequest{Version: version, Quotas: q}); err != nil {
+			if p, err = client.PatchProject(c.Context(), p.ID, coppice.PatchProjectRequest{Version: version, Quotas: q, AllowAllEgress: coppice.AllowAllEgress(allowAll)}); err != nil {
 				return err
 			}
 			p.Usage = usage
@@ -215,6 +224,7 @@ With --version, only if that is still the project's version.`,
 		},
 	}
 	c.Flags().Int64Var(&version, "version", 0, "compare-and-set against this `version`")
+	c.Flags().StringVar(&allowAll, "allow-all-egress", "", "`word`: allowed, denied, or default for what the controllers' operator says")
 	return c
 }
 

@@ -53,6 +53,7 @@ no more requests, then the operations end or are left to the next controller.`,
 	f.StringVar(&cfg.APIKeyFile, "api-key-file", "", "`file` of the first administrator's API key; made if it is not there")
 	f.DurationVar(&cfg.Tune.AttestationsKept, "attestation-retention", controller.AttestationsKept, "how long attestations of reseals are kept, by whole months; the same on all controllers")
 	f.StringVar(&cfg.JoinKeyFile, "join-key-file", "", "`file` of an API key that makes join tokens and nothing else (scope runner:join), for what starts runners unattended; made if it is not there")
+	f.BoolVar(&cfg.Tune.AllowAllEgress, "allow-all-egress", false, "let sandboxes have the egress policy allow-all, under which they reach everything that this network does; a project may have its own word ('coppice project quota --allow-all-egress')")
 	f.DurationVar(&cfg.Tune.FlowsKept, "flow-retention", controller.FlowsKept, "how long what sandboxes sent out is kept, by whole months; the same on all controllers")
 	f.Int64Var(&cfg.Tune.FlowQuota.Workspace, "flow-rows", controller.FlowsOfWorkspace, "`rows` of what a workspace sent out that are kept; beyond, what changed nothing is only counted")
 	f.Int64Var(&cfg.Tune.FlowQuota.Project, "flow-rows-project", controller.FlowsOfProject, "the same for all workspaces of a project, in `rows`")
@@ -217,7 +218,7 @@ func (a *app) fromEnvironment(c *cobra.Command) error {
 
 // serverFlags are those of the servers that have no variable of their own.
 var serverFlags = []string{
-	"database", "database-file", "database-wait", "listen", "tls-cert", "tls-key", "plain-http", "runner-listen", "key-file", "master-key-file", "api-key-file", "join-key-file", "runner-lease", "runner-fence",
+	"database", "database-file", "database-wait", "listen", "tls-cert", "tls-key", "plain-http", "runner-listen", "key-file", "master-key-file", "api-key-file", "join-key-file", "allow-all-egress", "runner-lease", "runner-fence",
 	"vault-addr", "vault-ca-file", "vault-namespace", "vault-prefix", "vault-token-file", "vault-role-id-file", "vault-secret-id-file", "vault-kubernetes-role", "vault-kubernetes-token-file",
 	"vault-auth-mount", "secret-env",
 	"controller", "join-token-file", "endpoint", "data-listen", "data-url", "data-cert", "data-key", "disk-budget", "max-sandboxes", "warm", "allow-weak-host", "vm-cpu-max", "vm-io-max", "vm-iops-max", "tap-rate", "tap-packets",

@@ -25,7 +25,8 @@ func quotasIn(version int64, q api.QuotasPatch) controller.QuotasPatch {
 func tenantOf(p controller.Project) api.Project {
 	return api.Project{
 		ID: string(p.ID), Name: p.Name, Version: p.Quotas.Version, Quotas: quotasOf(p.Quotas), CreatedAt: p.CreatedAt,
-		Encryption: api.Encryption(p.Encryption), KeyVersion: p.KeyVersion,
+		AllowAllEgress: api.AllowAllEgress(p.Quotas.AllowAll),
+		Encryption:     api.Encryption(p.Encryption), KeyVersion: p.KeyVersion,
 	}
 }
 
@@ -81,7 +82,11 @@ func (s *server) GetProject(ctx context.Context, r api.GetProjectRequestObject) 
 
 // PatchProject serves PATCH /v1/projects/{id}.
 func (s *server) PatchProject(ctx context.Context, r api.PatchProjectRequestObject) (api.PatchProjectResponseObject, error) {
-	p, err := s.control.PatchProject(ctx, controller.KeyOf(ctx), core.ProjectID(r.ProjectID), quotasIn(r.Body.Version, r.Body.Quotas),
+	q := quotasIn(r.Body.Version, r.Body.Quotas)
+	if to := controller.AllowAll(r.Body.AllowAllEgress); to != "" {
+		q.AllowAll = &to
+	}
+	p, err := s.control.PatchProject(ctx, controller.KeyOf(ctx), core.ProjectID(r.ProjectID), q,
 		controller.EncryptionPatch{Mode: controller.Encryption(r.Body.Encryption), KeyVersion: r.Body.KeyVersion})
 	if err != nil {
 		return nil, err

@@ -21,11 +21,11 @@ func (t *tx) PatchQuotas(ctx context.Context, id core.ProjectID, p controller.Qu
 		UPDATE quotas SET version = version + 1, max_workspaces = coalesce(@workspaces, max_workspaces), max_forks_in_flight = coalesce(@forks, max_forks_in_flight),
 			max_checkpoints = coalesce(@checkpoints, max_checkpoints), max_checkpoint_bytes = coalesce(@bytes, max_checkpoint_bytes),
 			max_depth = coalesce(@depth, max_depth), max_children = coalesce(@children, max_children), max_keys = coalesce(@keys, max_keys),
-			max_ports = coalesce(@ports, max_ports)
+			max_ports = coalesce(@ports, max_ports), allow_all_egress = coalesce(@allow_all, allow_all_egress)
 		WHERE project_id = @id AND (@version::bigint = 0 OR version = @version)`,
 		args{
 			"id": id, "version": p.Version, "workspaces": p.Workspaces, "forks": p.ForksInFlight, "checkpoints": p.Checkpoints, "bytes": p.CheckpointBytes,
-			"depth": p.Depth, "children": p.Children, "keys": p.Keys, "ports": p.Ports,
+			"depth": p.Depth, "children": p.Children, "keys": p.Keys, "ports": p.Ports, "allow_all": p.AllowAll,
 		})
 	if err != nil {
 		return controller.Project{}, err

@@ -11,7 +11,7 @@ import (
 
 // projectColumns need the relations p (a project) and q (its quotas).
 const projectColumns = ` p.id, p.name, p.created_at, q.version, q.max_workspaces, q.max_forks_in_flight, q.max_checkpoints, q.max_checkpoint_bytes,
-	q.max_depth, q.max_children, q.max_keys, q.max_ports, p.encryption, coalesce((SELECT max(k.version) FROM project_keys k WHERE k.project_id = p.id), 0) AS key_version`
+	q.max_depth, q.max_children, q.max_keys, q.max_ports, q.allow_all_egress, p.encryption, coalesce((SELECT max(k.version) FROM project_keys k WHERE k.project_id = p.id), 0) AS key_version`
 
 // A project that its users and operators see. Deleted ones have no quotas.
 const projectFrom = ` FROM projects p JOIN quotas q ON q.project_id = p.id WHERE p.id <> '` + string(controller.SystemProject) + `'`
@@ -29,6 +29,7 @@ type projectRow struct {
 	Children        int64          `db:"max_children"`
 	Keys            int64          `db:"max_keys"`
 	Ports           int64          `db:"max_ports"`
+	AllowAll        string         `db:"allow_all_egress"`
 	KeyVersion      int64          `db:"key_version"`
 
 	Encryption controller.Encryption `db:"encryption"`
@@ -37,7 +38,7 @@ type projectRow struct {
 func (r projectRow) project() controller.Project {
 	return controller.Project{ID: r.ID, Name: r.Name, CreatedAt: r.CreatedAt, Encryption: r.Encryption, KeyVersion: r.KeyVersion, Quotas: controller.Quotas{
 		Version: r.Version, Workspaces: r.Workspaces, ForksInFlight: r.ForksInFlight, Checkpoints: r.Checkpoints, CheckpointBytes: r.CheckpointBytes,
-		Depth: r.Depth, Children: r.Children, Keys: r.Keys, Ports: r.Ports,
+		Depth: r.Depth, Children: r.Children, Keys: r.Keys, Ports: r.Ports, AllowAll: controller.AllowAll(r.AllowAll),
 	}}
 }
 

@@ -1,0 +1,35 @@
+package controller
+
+import (
+	"context"
+
+	"github.com/coppice-dev/coppice/core"
+)
+
+// AllowAll says whether sandboxes of a project may have the egress policy allow-all, under which nothing stands between them and the
+// network.
+type AllowAll string
+
+// The values.
+const (
+	AllowAllDefault AllowAll = "default" // as the controllers' operator says: Config.AllowAllEgress
+	AllowAllAllowed AllowAll = "allowed"
+	AllowAllDenied  AllowAll = "denied"
+)
+
+// mayReachAll refuses a new sandbox under allow-all where the operator has not allowed it. It is asked for every sandbox that is about to be
+// made, wherever its policy comes from: a request, a checkpoint that was made when it was allowed, or the workspace itself.
+func (c *Controller) mayReachAll(ctx context.Context, tx Tx, project core.ProjectID, mode core.EgressPolicy) error {
+	if mode != core.EgressAllowAll {
+		return nil
+	}
+	p, err := tx.Project(ctx, project)
+	if err != nil {
+		return err
+	}
+	if p.Quotas.AllowAll == AllowAllAllowed || p.Quotas.AllowAll != AllowAllDenied && c.cfg.AllowAllEgress {
+		return nil
+	}
+	return core.Errorf(core.PermissionDenied, core.CodeEgressForbidden,
+		"network: the egress policy allow-all is not allowed for project %s; use deny-all with entries in allow, or ask an administrator", p.Name)
+}
