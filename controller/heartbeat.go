@@ -60,6 +60,7 @@ func (c *Controller) fenceTime() time.Duration {
 func (c *Controller) Heartbeat(ctx context.Context, id core.RunnerID, h runnerapi.Heartbeat) (runnerapi.Heartbeated, error) {
 	ctx = WithOrigin(ctx, Origin{Actor: string(id), Action: "heartbeat"})
 	out := runnerapi.Heartbeated{TTLSeconds: c.cfg.RunnerLease.Seconds(), FenceSeconds: c.fenceTime().Seconds()}
+	writes := cleanWrites(h.DataWrites)
 	reported := make(map[core.SandboxID]runnerapi.Sandbox, len(h.Sandboxes))
 	for _, s := range h.Sandboxes {
 		reported[s.ID] = s
@@ -100,6 +101,9 @@ func (c *Controller) Heartbeat(ctx context.Context, id core.RunnerID, h runnerap
 			return err
 		}
 		if out.RemovedRunners, err = tx.RemovedRunners(ctx, c.cfg.CertificateLife+time.Hour, maxRemoved); err != nil {
+			return err
+		}
+		if err := tx.InsertDataWrites(ctx, id, writes); err != nil {
 			return err
 		}
 		known, err := tx.HeldCheckpoints(ctx, id, h.Checkpoints)

@@ -379,9 +379,10 @@ type Heartbeat struct {
 	Info        Info                `json:"info"`
 	Sandboxes   []Sandbox           `json:"sandboxes"`
 	Checkpoints []core.CheckpointID `json:"checkpoints"`
-	Fetching    []core.CheckpointID `json:"fetching,omitempty"`  // whose objects in the store it reads, or may yet read
-	DataKeys    []core.KeyID        `json:"data_keys,omitempty"` // API keys with whose passes the data plane was used lately
-	DataUsed    []core.WorkspaceID  `json:"data_used,omitempty"` // workspaces that it has served since the last heartbeat, or serves
+	Fetching    []core.CheckpointID `json:"fetching,omitempty"`    // whose objects in the store it reads, or may yet read
+	DataKeys    []core.KeyID        `json:"data_keys,omitempty"`   // API keys with whose passes the data plane was used lately
+	DataUsed    []core.WorkspaceID  `json:"data_used,omitempty"`   // workspaces that it has served since the last heartbeat, or serves
+	DataWrites  []DataWrite         `json:"data_writes,omitempty"` // at most MaxDataWrites
 	Usage       []Usage             `json:"usage,omitempty"`
 	// AttestationRequest asks for the next certificate, as in Register.
 	AttestationRequest []byte `json:"attestation_request,omitempty"`

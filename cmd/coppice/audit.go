@@ -3,8 +3,10 @@ package main
 import (
 	"cmp"
 	"context"
+	"encoding/json"
 	"fmt"
 	"io"
+	"strconv"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -122,6 +124,10 @@ func printAudit(w io.Writer, list []coppice.AuditRecord) error {
 		change := ""
 		if r.Before != "" || r.After != "" {
 			change = cmp.Or(r.Before, "-") + " > " + cmp.Or(r.After, "-")
+		}
+		var detail struct{ Path string }
+		if change == "" && json.Unmarshal(r.Detail, &detail) == nil && detail.Path != "" {
+			change = strconv.QuoteToASCII(detail.Path) // of a file in a guest
 		}
 		rows[i] = []string{moment(r.CreatedAt), r.Actor, dash(r.Source), r.Action, r.ObjectID, dash(change), string(r.Outcome)}
 	}

@@ -37,7 +37,7 @@ type Config struct {
 	OwnDataCert bool           // the data plane shows this runner's own certificate, which users' systems do not know
 	Plane       Plane          // the data plane; nil where there is none
 	Passes      *pass.Verifier // learns the keys at registration; may be nil
-	Peers       Peers // of a runner that gives objects to others; may be nil
+	Peers       Peers          // of a runner that gives objects to others; may be nil
 	Log         *slog.Logger
 }
 
@@ -46,6 +46,9 @@ type Plane interface {
 	Keys() []core.KeyID       // with whose passes it was used lately
 	Used() []core.WorkspaceID // that were reached since the last call, or are
 	End(keys []core.KeyID)
+	// Writes are those that have not been recorded; Recorded forgets the first n of them.
+	Writes() []runnerapi.DataWrite
+	Recorded(n int)
 }
 
 // Link is a runner's connection to its controllers.
@@ -161,7 +164,7 @@ func (l *Link) beat(ctx context.Context, lease **runnerapi.Registered) (time.Dur
 	}
 	beat.Fetching = l.runner.Fetching()
 	if l.cfg.Plane != nil {
-		beat.DataKeys, beat.DataUsed = l.cfg.Plane.Keys(), l.cfg.Plane.Used()
+		beat.DataKeys, beat.DataUsed, beat.DataWrites = l.cfg.Plane.Keys(), l.cfg.Plane.Used(), l.cfg.Plane.Writes()
 	}
 	if beat.AttestationRequest, err = l.runner.Attestor().Renewal(time.Now()); err != nil {
 		return 0, err
@@ -206,6 +209,7 @@ func seconds(s float64) time.Duration { return time.Duration(s * float64(time.Se
 func (l *Link) obey(ctx context.Context, sent runnerapi.Heartbeat, out runnerapi.Heartbeated) {
 	if l.cfg.Plane != nil {
 		l.cfg.Plane.End(out.EndedKeys)
+		l.cfg.Plane.Recorded(len(sent.DataWrites))
 	}
 	l.runner.ForgetUsages(sent.Usage)
 	for _, s := range sent.Sandboxes {

@@ -32,9 +32,10 @@ type Data struct {
 	log    *slog.Logger
 	mux    *http.ServeMux
 
-	mu   sync.Mutex // guards what follows
-	keys map[core.KeyID]*keyUse
-	used map[core.WorkspaceID]int // how often they are reached now; 0 for those that were, lately
+	mu     sync.Mutex // guards what follows
+	keys   map[core.KeyID]*keyUse
+	writes []runnerapi.DataWrite    // see note
+	used   map[core.WorkspaceID]int // how often they are reached now; 0 for those that were, lately
 }
 
 // Used returns the workspaces that were reached since the last call, or are.
@@ -161,6 +162,10 @@ func (d *Data) files(w http.ResponseWriter, q *http.Request) {
 	if q.Method == http.MethodPut {
 		names = []string{"path", "mode", "uid", "gid", "mkdirs", "untar"}
 		q.Body = http.MaxBytesReader(w, q.Body, maxFile)
+	}
+	if err := d.note(w, q, c); err != nil {
+		d.fail(w, q, err)
+		return
 	}
 	d.pass(w, q, c, "/v1/files", names...)
 }

@@ -1,0 +1,29 @@
+package controller
+
+import (
+	"strings"
+
+	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/core"
+)
+
+// cleanWrites takes what a runner reports of its data plane: not more than is agreed, and no text that the database would refuse.
+func cleanWrites(list []runnerapi.DataWrite) []runnerapi.DataWrite {
+	out := make([]runnerapi.DataWrite, 0, min(len(list), runnerapi.MaxDataWrites))
+	for _, w := range list[:min(len(list), runnerapi.MaxDataWrites)] {
+		w.RequestID, w.Source, w.Path = cleanText(w.RequestID, 64), cleanText(w.Source, 64), cleanText(w.Path, runnerapi.MaxDataPath)
+		w.SandboxID, w.KeyID = core.SandboxID(cleanText(string(w.SandboxID), 64)), core.KeyID(cleanText(string(w.KeyID), 64))
+		out = append(out, w)
+	}
+	return out
+}
+
+func cleanText(s string, most int) string {
+	s = strings.ToValidUTF8(s[:min(len(s), most)], "?")
+	return strings.Map(func(r rune) rune {
+		if r < ' ' || r == 0x7f {
+			return '?'
+		}
+		return r
+	}, s)
+}
