@@ -132,7 +132,7 @@ func (h *Host) Listen(ctx context.Context, want Want) (*Listener, error) {
 	size := int(h.allowed.Last-h.allowed.First) + 1
 	start := rand.IntN(size) //nolint:gosec // G404: it is no secret
 	for i := range size {
-		port := h.allowed.First + uint16((start+i)%size) //nolint:gosec // G115: below 65536
+		port := h.allowed.First + uint16((start+i)%size)
 		l, err := listen(ctx, address, port)
 		if core.CodeOf(err) != core.CodePortTaken {
 			return l, err
@@ -193,9 +193,9 @@ func claim(port uint16) (fd int, got uint16, err error) {
 	}
 	switch a := name.(type) {
 	case *unix.SockaddrInet6:
-		return fd, uint16(a.Port), nil //nolint:gosec // G115: a port
+		return fd, uint16(a.Port), nil
 	case *unix.SockaddrInet4:
-		return fd, uint16(a.Port), nil //nolint:gosec // G115: a port
+		return fd, uint16(a.Port), nil
 	}
 	return -1, port, errors.Join(fmt.Errorf("a socket is bound to %T", name), unix.Close(fd))
 }
