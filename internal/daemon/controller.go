@@ -82,6 +82,23 @@ func (c ControllerConfig) validate() error {
 	return errors.Join(append(errs, c.Secrets.validate())...)
 }
 
+// keepKeys reads the API keys that must exist before the first request, or makes them.
+func (c ControllerConfig) keepKeys(b *controller.Bootstrap) (err error) {
+	fresh := func() string { return "coppice_" + NewSecret() }
+	if c.APIKeyFile != "" {
+		if b.Key, err = Keep(c.APIKeyFile, fresh); err != nil {
+			return err
+		}
+	}
+	if c.JoinKeyFile == "" {
+		return nil
+	}
+	if b.JoinKey, err = Keep(c.JoinKeyFile, fresh); err == nil && b.JoinKey == b.Key {
+		err = core.Errorf(core.Invalid, core.CodeInvalidField, "--join-key-file and --api-key-file hold the same key; the one for joining must be another")
+	}
+	return err
+}
+
 // RunController runs a controller until ctx ends. Several may run over one database.
 func RunController(ctx context.Context, cfg ControllerConfig, ready func(ControllerReady) error) (err error) {
 	if err := cfg.validate(); err != nil {
@@ -136,18 +153,8 @@ func RunController(ctx context.Context, cfg ControllerConfig, ready func(Control
 	if tune.Secrets, err = cfg.Secrets.Open(ctx, cfg.Log); err != nil {
 		return err
 	}
-	if cfg.APIKeyFile != "" {
-		if tune.Bootstrap.Key, err = Keep(cfg.APIKeyFile, func() string { return "coppice_" + NewSecret() }); err != nil {
-			return err
-		}
-	}
-	if cfg.JoinKeyFile != "" {
-		if tune.Bootstrap.JoinKey, err = Keep(cfg.JoinKeyFile, func() string { return "coppice_" + NewSecret() }); err != nil {
-			return err
-		}
-		if tune.Bootstrap.JoinKey == tune.Bootstrap.Key {
-			return core.Errorf(core.Invalid, core.CodeInvalidField, "--join-key-file and --api-key-file hold the same key; the one for joining must be another")
-		}
+	if err := cfg.keepKeys(&tune.Bootstrap); err != nil {
+		return err
 	}
 	control := controller.New(tune, store, runners, cfg.Log.With("component", "controller"))
 	if _, err := control.Bootstrap(ctx); err != nil {
