@@ -29,6 +29,7 @@ import (
 	"github.com/coppice-dev/coppice/runner/diffhelper"
 	"github.com/coppice-dev/coppice/runner/memory"
 	"github.com/coppice-dev/coppice/runner/pager"
+	"github.com/coppice-dev/coppice/runner/room"
 	"github.com/coppice-dev/coppice/snapshotstore"
 	"github.com/coppice-dev/coppice/snapshotstore/blob"
 	"github.com/coppice-dev/coppice/snapshotstore/blob/bloburl"
@@ -128,7 +129,7 @@ func newLazyRig(t *testing.T) *lazyRig {
 		t.Fatal(err)
 	}
 	x := &lazyRig{t: t, settings: pagerSettings{Dir: filepath.Join(dir, "p"), Store: "dir:" + t.TempDir(), Silence: filepath.Join(dir, "silence"), Refusal: filepath.Join(dir, "refusal")}}
-	x.Runner = &Runner{cfg: Config{DataDir: t.TempDir(), Log: slog.New(slog.NewTextHandler(t.Output(), nil))}.withDefaults()}
+	x.Runner = &Runner{room: room.New(t.TempDir(), 0), cfg: Config{DataDir: t.TempDir(), Log: slog.New(slog.NewTextHandler(t.Output(), nil))}.withDefaults()}
 	t.Cleanup(func() {
 		x.say(x.settings.Refusal, false)
 		x.say(x.settings.Silence, false)
