@@ -109,7 +109,7 @@ func rows(t *testing.T, doc string) [][]string {
 			continue
 		}
 		var cells []string
-		for _, c := range strings.Split(strings.Trim(line, "|"), "|") {
+		for c := range strings.SplitSeq(strings.Trim(line, "|"), "|") {
 			cells = append(cells, strings.TrimSpace(c))
 		}
 		out = append(out, cells)

@@ -298,7 +298,7 @@ func memoryOf(pid int) int64 {
 func childrenOf(pid int) []int {
 	b, _ := os.ReadFile(fmt.Sprintf("/proc/%d/task/%[1]d/children", pid))
 	var out []int
-	for _, f := range strings.Fields(string(b)) {
+	for f := range strings.FieldsSeq(string(b)) {
 		if n, err := strconv.Atoi(f); err == nil {
 			out = append(out, n)
 		}
@@ -335,12 +335,9 @@ func (w *watch) disk() error {
 func (w *watch) size() (n int64) {
 	for _, dir := range []string{w.x.s.data, w.x.store} {
 		_ = filepath.WalkDir(dir, func(_ string, d fs.DirEntry, err error) error {
-			if err != nil {
-				return nil // files come and go
-			}
-			if info, err := d.Info(); err == nil {
-				if st, ok := info.Sys().(*syscall.Stat_t); ok && d.Type().IsRegular() && d.Name() != "volume.xfs" {
-					n += st.Blocks * 512
+			if err == nil && d.Type().IsRegular() && d.Name() != "volume.xfs" {
+				if info, err := d.Info(); err == nil { // files come and go
+					n += info.Sys().(*syscall.Stat_t).Blocks * 512
 				}
 			}
 			return nil

@@ -151,8 +151,13 @@ func (x *assault) storms() {
 	const seconds, count = "15", "3000"
 	dns := net.JoinHostPort(strings.Split(x.proxy, ":")[0], "53")
 	for _, s := range [][]string{
-		{"silent", count, seconds, x.proxy}, {"drip", count, seconds, x.proxy}, {"burst", "30", seconds, x.proxy},
-		{"silent", count, seconds, somewhere + ":443"}, {"drip", count, seconds, somewhere + ":80"}, {"silent", count, seconds, dns}, {"dns", "8", seconds, dns},
+		{"silent", count, seconds, x.proxy},
+		{"drip", count, seconds, x.proxy},
+		{"burst", "30", seconds, x.proxy},
+		{"silent", count, seconds, somewhere + ":443"},
+		{"drip", count, seconds, somewhere + ":80"},
+		{"silent", count, seconds, dns},
+		{"dns", "8", seconds, dns},
 	} {
 		got := x.sh(probePath + " storm " + strings.Join(s, " ") + " 2>&1")
 		var err error

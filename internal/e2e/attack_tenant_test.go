@@ -166,12 +166,12 @@ func (x *assault) badKeys() {
 
 // ports asks for addresses of the host that are no tenant's.
 func (x *assault) ports() {
-	_, api, err := net.SplitHostPort(strings.TrimPrefix(x.s.server, "http://"))
+	_, apiPort, err := net.SplitHostPort(strings.TrimPrefix(x.s.server, "http://"))
 	if err != nil {
 		x.t.Fatal(err)
 	}
 	for _, listen := range []string{
-		"0.0.0.0:25", "[::]:22", "127.0.0.1:1", "127.0.0.1:80", "127.0.0.1:443", "127.0.0.1:1023", "[::1]:" + api, "0.0.0.0:" + api, "127.0.0.1:" + api, "0.0.0.0:0", "[::]:0",
+		"0.0.0.0:25", "[::]:22", "127.0.0.1:1", "127.0.0.1:80", "127.0.0.1:443", "127.0.0.1:1023", "[::1]:" + apiPort, "0.0.0.0:" + apiPort, "127.0.0.1:" + apiPort, "0.0.0.0:0", "[::]:0",
 		"169.254.169.254:8080", "localhost:8080", "127.0.0.1:70000", "unix:/tmp/x", "[::ffff:127.0.0.1]:80", "0:8080",
 	} {
 		x.refused("a port at "+listen, x.token, "POST", "/v1/workspaces/"+x.ws+"/ports", fmt.Sprintf(`{"guest_port":80,"listen":%q}`, listen))

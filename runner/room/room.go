@@ -69,8 +69,8 @@ func (r *Room) free() (int64, error) {
 	if err := unix.Statfs(r.dir, &fs); err != nil {
 		return 0, fmt.Errorf("ask for the free space of %s: %w", r.dir, err)
 	}
-	size := int64(fs.Blocks) * fs.Bsize  //nolint:gosec // G115: sizes of disks are below 2^63
-	avail := int64(fs.Bavail) * fs.Bsize //nolint:gosec // G115: likewise
+	size := int64(fs.Blocks) * fs.Bsize
+	avail := int64(fs.Bavail) * fs.Bsize
 	floor := r.floor
 	if floor == 0 {
 		floor = min(size/floorShare, mostFloor)

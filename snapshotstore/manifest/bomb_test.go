@@ -47,6 +47,7 @@ func raw(head string, nodesLen uint32, packed []byte) []byte {
 
 // repeated is a manifest of few bytes whose map has one leaf again and again: an image of 80 GiB of one page of a frame.
 func repeated(t testing.TB) []byte {
+	t.Helper()
 	const size = 80 << 30
 	h, _ := sample()
 	nodes := make(Nodes)
@@ -73,6 +74,7 @@ func repeated(t testing.TB) []byte {
 
 // overlapping has two frames that share bytes of an object.
 func overlapping(t testing.TB) []byte {
+	t.Helper()
 	h, _ := sample()
 	e := NewTree(1 << 20).Edit(1 << 20)
 	e.Set(0, Slot{&Frame{Object: "v1/a/pack-0", Offset: 0, Length: 100, Pages: 1}, 0})

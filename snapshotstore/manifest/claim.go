@@ -18,7 +18,7 @@ type Claim struct {
 
 // Check refuses a manifest that says anything else than the rows, and names the field.
 func (h Header) Check(c Claim) error {
-	field := ""
+	var field string
 	switch {
 	case h.ProjectID != c.ProjectID:
 		field = "project_id"
