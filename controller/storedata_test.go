@@ -1,7 +1,9 @@
 package controller_test
 
 import (
+	"bytes"
 	"slices"
+	"strings"
 	"testing"
 
 	"github.com/coppice-dev/coppice/controller"
@@ -26,13 +28,24 @@ func TestCheckStoreProblems(t *testing.T) {
 		t.Fatal(err)
 	}
 	want = slices.Delete(want, 7, 8)
+	for _, key := range keys(t, files) {
+		if strings.HasSuffix(key, "/manifest") {
+			other := []byte("another manifest")
+			if err := files.Delete(t.Context(), key); err != nil {
+				t.Fatal(err)
+			}
+			if err := files.Put(t.Context(), key, bytes.NewReader(other), int64(len(other)), core.DigestOf(other)); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
 	got, err := w.CheckStoreData(t.Context(), snapshotstore.Whole, "")
 	if err != nil || got.Checkpoints != len(want) || got.Remaining != 0 || got.Next != "" || len(got.Problems) != len(want) {
 		t.Fatalf("%+v, %v", got, err)
 	}
 	var needers []core.CheckpointID
 	for _, p := range got.Problems {
-		if p.Code != core.CodeManifestInvalid || p.Needed != len(p.Checkpoints) || p.Needed == 0 {
+		if p.Code != core.CodeCheckpointCorrupt || p.Needed != len(p.Checkpoints) || p.Needed == 0 {
 			t.Errorf("%+v", p)
 		}
 		needers = append(needers, p.Checkpoints[0])
