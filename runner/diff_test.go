@@ -17,6 +17,7 @@ import (
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/images"
 	"github.com/coppice-dev/coppice/internal/require"
 	"github.com/coppice-dev/coppice/runner/ext4/ext4test"
 	"github.com/coppice-dev/coppice/runner/memory"
@@ -36,11 +37,15 @@ func newShelf(t *testing.T) *shelf {
 	t.Helper()
 	mkfs := require.Program(t, "mkfs.erofs", "erofs-utils")
 	dir := t.TempDir()
-	s := &shelf{Runner: &Runner{cfg: Config{DataDir: dir, Log: slog.New(slog.DiscardHandler)}.withDefaults(), diffs: make(chan struct{}, maxDiffs)}, t: t, image: core.Digest("sha256:" + strings.Repeat("a", 64))}
+	none, err := images.Open(t.TempDir())
+	if err != nil {
+		t.Fatal(err)
+	}
+	s := &shelf{Runner: &Runner{cfg: Config{DataDir: dir, Images: none, Log: slog.New(slog.DiscardHandler)}.withDefaults(), diffs: make(chan struct{}, maxDiffs)}, t: t, image: core.Digest("sha256:" + strings.Repeat("a", 64))}
 	s.runCtx, s.stop = context.WithCancel(t.Context())
 	t.Cleanup(s.stop)
 	from := filepath.Join(dir, "from")
-	err := errors.Join(os.MkdirAll(filepath.Join(from, "etc"), 0o755), os.WriteFile(filepath.Join(from, "etc", "passwd"), []byte("root"), 0o644), os.MkdirAll(s.rootsDir(), 0o755))
+	err = errors.Join(os.MkdirAll(filepath.Join(from, "etc"), 0o755), os.WriteFile(filepath.Join(from, "etc", "passwd"), []byte("root"), 0o644), os.MkdirAll(s.rootsDir(), 0o755))
 	if err != nil {
 		t.Fatal(err)
 	}

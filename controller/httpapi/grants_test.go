@@ -13,6 +13,7 @@ import (
 	"github.com/coppice-dev/coppice/api"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/egress/grant"
+	"github.com/coppice-dev/coppice/internal/eventually"
 )
 
 type fields map[string]any
@@ -159,6 +160,11 @@ func TestGrantBounds(t *testing.T) {
 	}
 	state := func() string {
 		t.Helper()
+		eventually.True(t, "no workspace waits for its rules", func() bool {
+			var list api.WorkspaceList
+			w.want(200, "GET", "/v1/workspaces", nil, &list)
+			return !slices.ContainsFunc(list.Items, func(ws api.Workspace) bool { return ws.Network.RulesPending })
+		})
 		return w.dump()
 	}
 	at := func(id, name string) string { return "/v1/workspaces/" + id + "/secrets/grants/" + name }

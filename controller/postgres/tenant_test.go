@@ -61,6 +61,8 @@ func (d *db) populate(project core.ProjectID, from controller.Checkpoint) (contr
 	})
 	d.exec(`INSERT INTO flows (project_id, workspace_id, sandbox_id, epoch, id, at, final, changes, spoken, host, port, method, path, outcome, rule, grant_id, reason, status, sent_bytes, received_bytes)
 		VALUES ($1, $2, $3, 1, 'f', now(), true, true, 'http', 'h', 80, 'POST', '/', 'allowed', 'h', '', '', 200, 1, 1)`, project, w.ID, w.Sandbox.ID)
+	d.exec(`INSERT INTO flow_rows (project_id, workspace_id, month, rows) VALUES ($1, $2, '2026-11-01', 1)`, project, w.ID)
+	d.exec(`INSERT INTO session_counts (project_id, rows) VALUES ($1, 1)`, project)
 	d.exec(`INSERT INTO attestations (project_id, workspace_id, epoch, sandbox_id, runner_id, digest, envelope)
 		VALUES ($1, $2, 1, $3, $4, 'sha256:' || encode(sha256('x'), 'hex'), 'x')`, project, w.ID, w.Sandbox.ID, d.runner)
 	d.exec(`INSERT INTO imports (checkpoint_id, project_id, lease_expires_at) VALUES ($1, $2, now())`, core.NewID[core.CheckpointID](), project)

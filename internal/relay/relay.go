@@ -7,6 +7,9 @@ import (
 	"io"
 	"net/http"
 	"net/http/httptrace"
+	"strings"
+	"unicode"
+	"unicode/utf8"
 
 	"github.com/coppice-dev/coppice/core"
 )
@@ -45,8 +48,8 @@ type Allowed struct {
 	Type    string // instead of a content type that is not allowed
 }
 
-// Reduce removes from an answer all headers and trailers that are not allowed, that are repeated, or that hold more than printable
-// ASCII. Trailers are removed when the body ends. An answer whose headers are too long is an error.
+// Reduce removes from an answer all headers and trailers that are not allowed, that are repeated, or that hold
+// control characters or no UTF-8: the name of a file may have any letters. Trailers are removed when the body ends. An answer whose headers are too long is an error.
 func (a Allowed) Reduce(res *http.Response) error {
 	if err := a.reduce(res.Header); err != nil {
 		return err
@@ -105,10 +108,5 @@ func (t *trailers) Write(p []byte) (int, error) {
 }
 
 func printable(s string) bool {
-	for i := range len(s) {
-		if s[i] < 0x20 || s[i] > 0x7e {
-			return false
-		}
-	}
-	return true
+	return utf8.ValidString(s) && strings.IndexFunc(s, unicode.IsControl) < 0
 }
