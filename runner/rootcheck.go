@@ -2,6 +2,7 @@ package runner
 
 import (
 	"fmt"
+	"io"
 	"os"
 	"path/filepath"
 	"sync"
@@ -13,16 +14,30 @@ import (
 // rootChecks remembers which root file systems of images were compared with the digest in image.json. Each is read once per start of the runner,
 // and again when its file is another or was written. The zero value is ready for use.
 type rootChecks struct {
-	mu   sync.Mutex // guards seen, and is held while a file is read: forks of one image wait for one reader
-	seen map[rootKey]checkedFile
+	mu   sync.Mutex // guards seen
+	seen map[rootKey]*checkedFile
 }
 
+// checkedFile is the file that was found good.
 type checkedFile struct {
+	mu   sync.Mutex // held while the file is read: forks of one image wait for one reader, and those of others do not
 	info os.FileInfo
 	mod  time.Time
 }
 
-func (c checkedFile) same(info os.FileInfo) bool {
+func (c *rootChecks) of(k rootKey) *checkedFile {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.seen == nil {
+		c.seen = make(map[rootKey]*checkedFile)
+	}
+	if c.seen[k] == nil {
+		c.seen[k] = new(checkedFile)
+	}
+	return c.seen[k]
+}
+
+func (c *checkedFile) same(info os.FileInfo) bool {
 	return c.info != nil && os.SameFile(c.info, info) && c.info.Size() == info.Size() && c.mod.Equal(info.ModTime())
 }
 
@@ -36,10 +51,10 @@ func (r *Runner) checkRoot(k rootKey, f *os.File) error {
 	if err != nil {
 		return err
 	}
-	c := &r.rootChecks
+	c := r.rootChecks.of(k)
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if c.seen[k].same(info) {
+	if c.same(info) {
 		return nil
 	}
 	img, err := r.cfg.Images.Get("sha256:" + string(k))
@@ -50,12 +65,7 @@ func (r *Runner) checkRoot(k rootKey, f *os.File) error {
 		return err
 	}
 	want := img.Files[filepath.Base(img.RootFS)]
-	read, err := os.Open(f.Name())
-	if err != nil {
-		return err
-	}
-	defer read.Close()
-	got, n, err := core.DigestReader(read)
+	got, n, err := core.DigestReader(io.NewSectionReader(f, 0, info.Size()))
 	if err != nil {
 		return fmt.Errorf("verify %s: %w", f.Name(), err)
 	}
@@ -64,9 +74,6 @@ func (r *Runner) checkRoot(k rootKey, f *os.File) error {
 			"%s is not the root file system of image %s any more: it has the digest %s instead of %s; build the image again and restart the runner",
 			f.Name(), img.Digest.Short(), got.Short(), want.Digest.Short())
 	}
-	if c.seen == nil {
-		c.seen = make(map[rootKey]checkedFile)
-	}
-	c.seen[k] = checkedFile{info, info.ModTime()}
+	c.info, c.mod = info, info.ModTime()
 	return nil
 }

@@ -173,7 +173,7 @@ func readFile(t *testing.T, path string) string {
 }
 
 // capabilities are what a runner needs of root, wherever it is confined.
-var capabilities = []string{"CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "NET_ADMIN", "NET_BIND_SERVICE", "SETGID", "SETPCAP", "SETUID", "SYS_ADMIN", "SYS_PTRACE"}
+var capabilities = []string{"CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "NET_ADMIN", "NET_BIND_SERVICE", "SETGID", "SETPCAP", "SETUID", "SYS_ADMIN", "SYS_CHROOT", "SYS_PTRACE"}
 
 // unreachable is a database that nobody listens for.
 const unreachable = "postgres://coppice@127.0.0.1:1/coppice?sslmode=disable"

@@ -184,16 +184,30 @@ func place(source *os.File, b bind) error {
 	return unix.Mount("", target, "", unix.MS_REMOUNT|unix.MS_BIND|b.flags, "")
 }
 
-// pivot makes the stage the root, read-only, and forgets everything else.
+// pivotRoot is unix.PivotRoot but in a test.
+var pivotRoot = unix.PivotRoot
+
+// pivot makes the stage the root, read-only, and forgets everything else. The seccomp filters of container engines forbid
+// pivot_root; there the stage is moved over the root. What is below it then stays mounted, and nothing in the jail reaches it: that
+// takes CAP_SYS_CHROOT or CAP_SYS_ADMIN, which no VMM has.
 func pivot() error {
 	if err := unix.Chdir(stage); err != nil {
 		return err
 	}
-	if err := unix.PivotRoot(".", "."); err != nil { // the old root is on top of the new one now
+	switch err := pivotRoot(".", "."); { // the old root is on top of the new one then
+	case err == nil:
+		if err := unix.Unmount(".", unix.MNT_DETACH); err != nil {
+			return fmt.Errorf("forget the host's mounts: %w", err)
+		}
+	case errors.Is(err, unix.EPERM) || errors.Is(err, unix.ENOSYS):
+		if err := unix.Mount(".", "/", "", unix.MS_MOVE, ""); err != nil {
+			return fmt.Errorf("move it over the root, as pivot_root is forbidden here: %w", err)
+		}
+		if err := unix.Chroot("."); err != nil {
+			return fmt.Errorf("make it the root, as pivot_root is forbidden here: %w", err)
+		}
+	default:
 		return fmt.Errorf("make it the root: %w", err)
-	}
-	if err := unix.Unmount(".", unix.MNT_DETACH); err != nil {
-		return fmt.Errorf("forget the host's mounts: %w", err)
 	}
 	if err := unix.Chdir("/"); err != nil {
 		return err
