@@ -2,9 +2,13 @@ package runner
 
 import (
 	"context"
+	"fmt"
+	"io/fs"
+	"path/filepath"
 	"testing"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/internal/eventually"
 )
 
 // TestCrashInSeal ends a runner at every step of a seal: its successor seals the checkpoint, once, and what it was can be grown elsewhere.
@@ -47,6 +51,29 @@ func TestCrashInSeal(t *testing.T) { //nolint:paralleltest // failpoints are the
 	}
 }
 
+// awaitWrites waits until the steps beside the one that hangs have stopped writing: those of a process that was killed do not go on.
+func (r *fakeRig) awaitWrites() {
+	r.t.Helper()
+	const looks = 50
+	last, same := "", 0
+	eventually.True(r.t, "nothing is written any more", func() bool {
+		now := ""
+		_ = filepath.WalkDir(filepath.Join(r.cfg.DataDir, "checkpoints"), func(path string, d fs.DirEntry, _ error) error {
+			if d != nil {
+				if info, err := d.Info(); err == nil {
+					now += fmt.Sprintln(path, info.Size(), info.ModTime())
+				}
+			}
+			return nil
+		})
+		if now != last {
+			last, same = now, 0
+		}
+		same++
+		return same >= looks
+	})
+}
+
 // TestCrashInFetch ends a runner at every step in which it brings a checkpoint from the store: nothing of it is left, and the same fork
 // can be asked for again.
 func TestCrashInFetch(t *testing.T) { //nolint:paralleltest // failpoints are the process's
@@ -62,6 +89,7 @@ func TestCrashInFetch(t *testing.T) { //nolint:paralleltest // failpoints are th
 			before := b.Runner
 			armed := hang(t, point, func() { _, _ = before.Fork(context.WithoutCancel(t.Context()), req) })
 			bury := b.crash(armed)
+			b.awaitWrites()
 			b.start()
 			bury()
 			b.wantOnly()
