@@ -141,11 +141,85 @@ func checkTests(all map[string]names, cell string) error {
 	return nil
 }
 
-// unlisted are constants with the name of a bound that docs/LIMITS.md need not have, with the reason.
-var unlisted = map[string]string{}
+// untested is why a bound has no row: a row names a test.
+const untested = "no test shows it yet; the last section of docs/LIMITS.md names it"
+
+// unlisted are constants that are named like bounds and have no row in docs/LIMITS.md, with the reason.
+var unlisted = map[string]string{
+	"controller.maxBefore":                untested,
+	"controller.maxCachedKeys":            untested,
+	"controller.maxDelayed":               untested,
+	"controller.maxExports":               untested,
+	"controller.maxFailureDelay":          "a time: the longest delay of an answer to a wrong key",
+	"controller.maxFlows":                 "an algorithm: rows of one statement",
+	"controller.maxHolds":                 untested,
+	"controller.maxImportText":            untested,
+	"controller.maxImports":               untested,
+	"controller.maxLabel":                 "a format: the length of a DNS label",
+	"controller.maxManifests":             untested,
+	"controller.maxNeeders":               "a format: how many checkpoints a message names",
+	"controller.maxPhases":                untested,
+	"controller.maxProjectStreams":        untested,
+	"controller.maxSealKeys":              untested,
+	"controller.maxStoreDetails":          untested,
+	"controller.maxStreams":               untested,
+	"controller/countersign.maxAge":       "a time",
+	"controller/countersign.maxAhead":     "a time",
+	"controller/httpapi.maxFile":          untested,
+	"controller/httpapi.maxJoin":          untested,
+	"controller/postgres.maxClasses":      untested,
+	"controller/postgres.maxKeysRow":      "a type: the row of a quota",
+	"controller/secrets.maxCredential":    untested,
+	"egress/host.maxSlots":                untested,
+	"guestagent.maxArgs":                  untested,
+	"guestagent.maxCmdline":               untested,
+	"guestagent.maxFlush":                 "a time",
+	"guestagent.maxFrame":                 untested,
+	"guestagent.maxHosts":                 untested,
+	"guestagent.maxIdleThreads":           "an algorithm: threads that the agent keeps",
+	"guestagent.maxProcesses":             untested,
+	"guestagent.maxQuiesce":               "a time",
+	"guestagent.maxRunning":               untested,
+	"guestagent.maxSpecBody":              untested,
+	"guestagent.maxStale":                 untested,
+	"guestagent.maxWait":                  "a time",
+	"internal/sidecar.maxFiles":           untested,
+	"runner.maxConnections":               untested,
+	"runner.maxEnded":                     untested,
+	"runner.maxObjects":                   untested,
+	"runner.maxPhases":                    untested,
+	"runner.maxSurvey":                    untested,
+	"runner/cgroup.maxWeight":             "a format: the largest weight that the kernel takes",
+	"runner/guest.maxOpening":             untested,
+	"runner/diffhelper.maxSize":           "a format: the largest file that an answer may name",
+	"runner/ext4.maxTarget":               "a format: the kernel's bound of a symlink",
+	"runner/httpapi.maxBody":              untested,
+	"runner/httpapi.maxFile":              untested,
+	"runner/memory.maxIOV":                "an algorithm: the kernel's bound of one call",
+	"runner/netns.mostBurst":              "a format: the largest burst that the kernel takes",
+	"runner/pager.maxID":                  untested,
+	"runner/pager.maxTouched":             untested,
+	"runner/room.mostFloor":               untested,
+	"runner/rootimage.maxName":            "a format: the longest name in a file system",
+	"runner/vmm/cloudhypervisor.maxState": untested,
+	"snapshotstore.maxAlone":              "an algorithm: as maxScatter",
+	"snapshotstore.maxExportHeader":       untested,
+	"snapshotstore.maxGap":                "an algorithm: as maxRequest",
+	"snapshotstore.maxNodeBytes":          untested,
+	"snapshotstore.maxPack":               "an algorithm: when a writer begins the next pack",
+	"snapshotstore.maxRequest":            "an algorithm: how reads are joined",
+	"snapshotstore.maxScatter":            "an algorithm: when a compaction is worth its cost",
+	"snapshotstore.maxSeen":               untested,
+	"snapshotstore.maxSmall":              "an algorithm: as maxScatter",
+	"snapshotstore/blob/cache.maxObject":  "an algorithm: it stands for an unknown size",
+	"snapshotstore/blob/s3.maxBackoff":    "a time",
+	"snapshotstore/blob/s3.maxParts":      "a format: S3's bound of an upload",
+	"snapshotstore/manifest.maxKey":       untested,
+	"snapshotstore/manifest.maxNode":      untested,
+}
 
 // boundName is how constants are called that bound something.
-var boundName = regexp.MustCompile(`^(max|most)[A-Z]`)
+var boundName = regexp.MustCompile(`^(max|most)[A-Z][A-Za-z0-9]*$`)
 
 // limited are the subtrees whose code handles what others send.
 var limited = []string{"controller", "runner", "egress", "snapshotstore", "images", "guestagent", "internal/daemon", "internal/sidecar", "internal/confine", "internal/pass", "internal/mtls"}
