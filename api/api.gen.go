@@ -780,8 +780,8 @@ type APIKeyList struct {
 // Answers have them sorted and in one form.
 type Allow = []string
 
-// AllowAllEgress Whether sandboxes of the project may have the egress policy `allow-all`: `default` as the controllers' operator says, `allowed`, or `denied`. What runs goes
-// on when it is denied; a create, fork, restore or resume that would make a sandbox under it is refused with `EGRESS_FORBIDDEN`.
+// AllowAllEgress Whether sandboxes of the project may have the egress policy `allow-all`: `default` (the setting of the controllers), `allowed`, or `denied`. After a denial,
+// running sandboxes continue, and a create, fork, restore or resume under this policy is refused with `EGRESS_FORBIDDEN`.
 type AllowAllEgress string
 
 // Ancestor defines model for Ancestor.
@@ -965,7 +965,7 @@ type Authority struct {
 	// Certificate PEM.
 	Certificate string `json:"certificate"`
 
-	// SHA256 Of the certificate in DER, in hex, as in join tokens.
+	// SHA256 SHA-256 of the certificate in DER, in hex, as in join tokens.
 	SHA256 string `json:"sha256"`
 }
 
@@ -996,7 +996,7 @@ type Checkpoint struct {
 	DeltaBytes       int64 `json:"delta_bytes"`
 	DeviceStateBytes int64 `json:"device_state_bytes"`
 
-	// DiskBytes Allocated bytes of the overlay, shared extents counted in full; of an import, with its root file system.
+	// DiskBytes Allocated bytes of the overlay, shared extents counted in full; for an import, with its root file system.
 	DiskBytes int64    `json:"disk_bytes"`
 	Failure   *Failure `json:"failure,omitempty"`
 
@@ -1126,9 +1126,9 @@ type CreatePortRequest struct {
 	GuestPort int `json:"guest_port"`
 
 	// Listen `ip:port` or `:port` of the runner's host, among the addresses and ports that its operator allows: by default the loopback
-	// addresses, and ports from 1024 up. Without an address the runner chooses one; port 0, or no `listen` at all, picks a free port. A
-	// port that anything on the host uses, on whatever address, is refused with `PORT_TAKEN`, and what is not allowed with
-	// `PORT_NOT_ALLOWED`.
+	// addresses, and ports from 1024 up. Without an address the runner chooses one. Port 0, or no `listen` at all, picks a free port.
+	// A port that anything on the host uses, on any address, is refused with `PORT_TAKEN`, and an address or port that is not allowed
+	// with `PORT_NOT_ALLOWED`.
 	Listen string `json:"listen,omitempty,omitzero"`
 }
 
@@ -1147,8 +1147,8 @@ type CreateProjectRequest struct {
 
 // CreateRunnerTokenRequest defines model for CreateRunnerTokenRequest.
 type CreateRunnerTokenRequest struct {
-	// RunnerID A runner that joined before and has lost its certificate. Without it the token is for a new one. A key without `admin` may name only a
-	// runner that has been silent for as long as a certificate lasts.
+	// RunnerID A runner that joined before and has lost its certificate. Without this field the token is for a new runner. A key without `admin` may
+	// name only a runner that has been silent for the lifetime of a certificate.
 	RunnerID   RunnerID `json:"runner_id,omitempty,omitzero"`
 	TTLSeconds int64    `json:"ttl_seconds,omitempty,omitzero"`
 }
@@ -1449,10 +1449,10 @@ type FileList struct {
 
 // Flow defines model for Flow.
 type Flow struct {
-	// At When it began, by the clock of the host; of many, when the first one did.
+	// At When the flow began, by the clock of the host; for several flows, when the first one began.
 	At time.Time `json:"at"`
 
-	// Count How many flows this is. A workspace that is denied many flows in a minute has those beyond the first few counted: by host, port and reason, and where there are too many of these together, without a host. The rest of what is said is of the first one.
+	// Count The number of flows in this row. Beyond the first few denied flows of a minute, further ones share rows by host, port and reason. When there are too many such rows, they share one without a host. The other fields are those of the first flow.
 	Count int64 `json:"count"`
 
 	// EndedAt Absent while it lasts, of what was denied, and where its end is not known.
@@ -1464,11 +1464,11 @@ type Flow struct {
 	// GrantID The grant whose secret it was given.
 	GrantID string `json:"grant_id,omitempty,omitzero"`
 
-	// Host The name, or the address where there is no name. Empty where a request named none, and for several hosts.
+	// Host The name, or the address if there is no name. Empty if a request named none, and for several hosts.
 	Host string `json:"host"`
 	ID   string `json:"id"`
 
-	// LastAt Where they were counted: when the last one was.
+	// LastAt When the last flow of the row was denied, if it counts several.
 	LastAt time.Time `json:"last_at,omitempty,omitzero"`
 
 	// Method Of a request.
@@ -1738,7 +1738,7 @@ type KeepBest struct {
 // KeyID defines model for KeyID.
 type KeyID = string
 
-// KeyScope One right of a key. To create is also to change. `admin` is everything, in all projects as far as projects and keys go. `runner:join` makes tokens with which runners join; it and `secret:reference` are given only where they are named.
+// KeyScope One right of a key. To create is also to change. `admin` is everything, in all projects as far as projects and keys go. `runner:join` makes join tokens for runners. A key has `runner:join` or `secret:reference` only if the request names it.
 type KeyScope string
 
 // Labels Keys match `^[A-Za-z0-9]([A-Za-z0-9._/-]{0,61}[A-Za-z0-9])?$`.
@@ -1795,9 +1795,9 @@ type NetworkRequest struct {
 	EgressPolicy EgressPolicy `json:"egress_policy,omitempty,omitzero"`
 }
 
-// OmittedFlows Flows of the workspace that are not in the list, because it or its project has as many rows of flows as it may. Only what was denied, and requests that only read, are left out.
+// OmittedFlows Flows of the workspace that are not in the list, because the workspace or its project has reached its bound of rows. Only denied flows and read-only requests are left out.
 type OmittedFlows struct {
-	// Count How many have ended. Those of a batch that a runner had to tell twice count twice.
+	// Count How many have ended. Flows of a batch that a runner reported twice count twice.
 	Count int64 `json:"count"`
 
 	// FirstAt When the first one began.
@@ -1869,8 +1869,8 @@ type PatchCheckpointRequest struct {
 
 // PatchProjectRequest defines model for PatchProjectRequest.
 type PatchProjectRequest struct {
-	// AllowAllEgress Whether sandboxes of the project may have the egress policy `allow-all`: `default` as the controllers' operator says, `allowed`, or `denied`. What runs goes
-	// on when it is denied; a create, fork, restore or resume that would make a sandbox under it is refused with `EGRESS_FORBIDDEN`.
+	// AllowAllEgress Whether sandboxes of the project may have the egress policy `allow-all`: `default` (the setting of the controllers), `allowed`, or `denied`. After a denial,
+	// running sandboxes continue, and a create, fork, restore or resume under this policy is refused with `EGRESS_FORBIDDEN`.
 	AllowAllEgress AllowAllEgress `json:"allow_all_egress,omitempty,omitzero"`
 
 	// Encryption How checkpoints are kept in the store from now on: `none`, in clear, or `envelope`, encrypted with keys of the project, which a master key outside
@@ -1998,8 +1998,8 @@ type ProcessList struct {
 
 // Project defines model for Project.
 type Project struct {
-	// AllowAllEgress Whether sandboxes of the project may have the egress policy `allow-all`: `default` as the controllers' operator says, `allowed`, or `denied`. What runs goes
-	// on when it is denied; a create, fork, restore or resume that would make a sandbox under it is refused with `EGRESS_FORBIDDEN`.
+	// AllowAllEgress Whether sandboxes of the project may have the egress policy `allow-all`: `default` (the setting of the controllers), `allowed`, or `denied`. After a denial,
+	// running sandboxes continue, and a create, fork, restore or resume under this policy is refused with `EGRESS_FORBIDDEN`.
 	AllowAllEgress AllowAllEgress `json:"allow_all_egress"`
 	CreatedAt      time.Time      `json:"created_at"`
 
@@ -2129,7 +2129,7 @@ type PutGrantRequest struct {
 	// TTLSeconds From now; when it is absent it does not expire.
 	TTLSeconds int64 `json:"ttl_seconds,omitempty,omitzero"`
 
-	// VaultRef Where it is instead: vault://mount/path#field, or env://NAME for development. It takes the scope secret:reference.
+	// VaultRef The place of the secret: vault://mount/path#field, or env://NAME for development. It needs the scope secret:reference.
 	VaultRef string `json:"vault_ref,omitempty,omitzero"`
 }
 
@@ -3068,7 +3068,7 @@ type DeleteWorkspaceParams struct {
 
 // GetAttestationParams defines parameters for GetAttestation.
 type GetAttestationParams struct {
-	// Epoch This epoch, instead of the present one.
+	// Epoch The epoch; by default the present one.
 	Epoch int64 `form:"epoch,omitempty" json:"epoch,omitempty,omitzero"`
 }
 

@@ -35,9 +35,9 @@ func (c *Controller) accept(plan *forkPlan, child Workspace, asked runnerapi.Chi
 	outcome := "accepted"
 	if err != nil {
 		outcome = "refused"
-		err = core.Wrapf(err, core.Unavailable, core.CodeAttestationRefused, "sandbox %s is not taken and will be destroyed, for the attestation of its reseal is refused: %s",
+		err = core.Wrapf(err, core.Unavailable, core.CodeAttestationRefused, "sandbox %s is refused and will be destroyed, because the attestation of its reseal was refused: %s",
 			asked.SandboxID, core.MessageOf(err))
-		c.log.Warn("an attestation was refused", "runner_id", child.Sandbox.RunnerID, "sandbox_id", asked.SandboxID, "err", err)
+		c.log.Warn("attestation refused", "runner_id", child.Sandbox.RunnerID, "sandbox_id", asked.SandboxID, "err", err)
 	}
 	c.metrics.attestations.WithLabelValues(outcome).Inc()
 	return signed, err

@@ -90,7 +90,7 @@ func (c *Controller) equip(ctx context.Context, list []Workspace, lenient bool) 
 			return nil, err
 		}
 		if err != nil { // the hosts of its grants are held: nothing is said to them without the proxy
-			c.log.ErrorContext(ctx, "rules are given without any grants", "workspace_id", w.ID, "err", err)
+			c.log.ErrorContext(ctx, "rules sent without grants", "workspace_id", w.ID, "err", err)
 			until = chest.now.Add(retryTime)
 		}
 		out[i].rules.Key = w.Sandbox.EgressKey
@@ -101,7 +101,7 @@ func (c *Controller) equip(ctx context.Context, list []Workspace, lenient bool) 
 		if !lenient {
 			return nil, err
 		}
-		c.log.ErrorContext(ctx, "secrets are not given, since it cannot be recorded", "err", err)
+		c.log.ErrorContext(ctx, "secrets withheld: the audit record cannot be written", "err", err)
 		for _, i := range given.places {
 			out[i].rules.Grants, out[i].given.Until = nil, chest.now.Add(retryTime)
 		}
@@ -242,11 +242,11 @@ func (c *Controller) bundle(ctx context.Context, k *chest, w Workspace, held []H
 	fit := grant.Fit(b.Grants, reserved)
 	if i := slices.Index(fit, false); i >= 0 && !lenient {
 		return b, until, core.Errorf(core.FailedPrecondition, core.CodeGrantsTooLarge,
-			"grant %s of workspace %s: with its secret of now the grants take more than the %d bytes that can be sent to a host; revoke a grant, or put a shorter secret there", b.Grants[i].ID, w.ID, grant.MaxBundle)
+			"grant %s of workspace %s: with its present secret the grants exceed the %d bytes that can be sent to a host; revoke a grant, or store a shorter secret", b.Grants[i].ID, w.ID, grant.MaxBundle)
 	}
 	for i, fits := range slices.Backward(fit) {
 		if !fits {
-			c.log.WarnContext(ctx, "a grant does not fit with the others of its workspace and is left out", "workspace_id", w.ID, "grant_id", b.Grants[i].ID)
+			c.log.WarnContext(ctx, "grant left out: the grants of the workspace exceed their bound", "workspace_id", w.ID, "grant_id", b.Grants[i].ID)
 			b.Grants = slices.Delete(b.Grants, i, i+1)
 		}
 	}

@@ -133,7 +133,7 @@ func (c *Controller) RecordFlows(ctx context.Context, runner core.RunnerID, in r
 		}
 		if kept.Omitted > 0 {
 			c.metrics.omitted.Add(float64(kept.Omitted))
-			c.log.WarnContext(ctx, "flows that changed nothing were left out: their workspace or project has as many as it may", "runner_id", runner, "flows", kept.Omitted)
+			c.log.WarnContext(ctx, "flows without effect left out: their workspace or project has reached its bound of rows", "runner_id", runner, "flows", kept.Omitted)
 		}
 		for _, f := range kept.Fresh {
 			if finished(f) {

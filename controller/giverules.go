@@ -28,7 +28,7 @@ func shrink(list []Workspace, out []equipment, lenient bool) error {
 				break
 			}
 			err = core.Errorf(core.FailedPrecondition, core.CodeGrantsTooLarge,
-				"what workspace %s may reach takes %d bytes with its grants, and at most %d can be sent to its host; revoke a grant, or allow less", w.ID, len(text), runnerapi.MaxEgressRules)
+				"the rules of workspace %s take %d bytes with its grants, and at most %d can be sent to its host; revoke a grant, or allow less", w.ID, len(text), runnerapi.MaxEgressRules)
 			if !lenient {
 				return err
 			}
@@ -73,7 +73,7 @@ func (c *Controller) giveLess(ctx context.Context, w Workspace, rules runnerapi.
 	defer cancel()
 	for _, less := range rules.Lesser() {
 		err := c.runners.SetEgress(ctx, w.Sandbox.Endpoint, w.Sandbox.ID, less)
-		c.log.ErrorContext(ctx, "a runner does not take the rules of a workspace and was given less", "workspace_id", w.ID, "runner_id", w.Sandbox.RunnerID,
+		c.log.ErrorContext(ctx, "runner refused the rules of a workspace and got less", "workspace_id", w.ID, "runner_id", w.Sandbox.RunnerID,
 			"rules_version", w.Rules.Version, "entries", len(less.Allow), "err", err)
 		if !refuses(err) {
 			return

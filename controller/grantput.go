@@ -55,7 +55,7 @@ func keepSecret(was Grant, g *Grant, ttl time.Duration) error {
 	}
 	if beyond := now.Beyond(was.scope()); beyond != nil {
 		return core.Errorf(core.FailedPrecondition, core.CodeSecretRequired,
-			"%s: the grant %s would let the secret that it keeps go further than it was given for; give secret, or vault_ref, again, or leave these fields as they are or narrower",
+			"%s: the change would widen the use of the secret that grant %s keeps; give secret or vault_ref again, or do not widen these fields",
 			strings.Join(beyond, ", "), g.Name)
 	}
 	g.VaultRef, g.SecretID, g.Reserved = was.VaultRef, was.SecretID, was.Reserved
@@ -65,7 +65,7 @@ func keepSecret(was Grant, g *Grant, ttl time.Duration) error {
 // roomFor refuses one more grant of a workspace.
 func roomFor(g Grant, held []HeldGrant) error {
 	if len(held) >= MaxGrants {
-		return core.Errorf(core.Exhausted, core.CodeQuotaExceeded, "workspace %s has %d grants, which is the most; revoke one", g.Owner, len(held))
+		return core.Errorf(core.Exhausted, core.CodeQuotaExceeded, "workspace %s has %d grants, the maximum; revoke one", g.Owner, len(held))
 	}
 	return nil
 }
@@ -74,7 +74,7 @@ func roomFor(g Grant, held []HeldGrant) error {
 func roomForOwn(ctx context.Context, tx Tx, project core.ProjectID) error {
 	n, err := tx.CountGrants(ctx, project)
 	if err == nil && n >= MaxProjectGrants {
-		err = core.Errorf(core.Exhausted, core.CodeQuotaExceeded, "the workspaces of the project own %d grants, which is the most; revoke some, also those of workspaces that have ended", n)
+		err = core.Errorf(core.Exhausted, core.CodeQuotaExceeded, "the workspaces of the project own %d grants, the maximum; revoke some, also those of ended workspaces", n)
 	}
 	return err
 }

@@ -88,11 +88,11 @@ func (c *Controller) callGuest(ctx context.Context, s Sandbox, method, path stri
 func guestFault(ctx context.Context, err error) error {
 	switch {
 	case errors.Is(err, boundjson.ErrFull):
-		return core.Wrapf(err, core.Unavailable, core.CodeGuestBusy, "the guests of this project send more at once than is read at once; repeat the request")
+		return core.Wrapf(err, core.Unavailable, core.CodeGuestBusy, "the guests of this project send more at once than a controller holds for one project; repeat the request")
 	case ctx.Err() != nil:
 		return context.Cause(ctx)
 	}
-	return core.Wrapf(err, core.Unavailable, core.CodeGuestProtocol, "the guest's agent gave an answer that cannot be read")
+	return core.Wrapf(err, core.Unavailable, core.CodeGuestProtocol, "the answer of the guest's agent cannot be read")
 }
 
 // GuestBytes is how many bytes of guests' answers are held now.

@@ -219,7 +219,7 @@ func (c *Controller) execEnd(ctx context.Context, s Sandbox, view SessionView, r
 	}
 	g, err := c.awaitExit(ctx, s, view.GuestID, time.Now().Add(limit))
 	if err == nil && g.State != GuestExited {
-		err = core.Errorf(core.Unavailable, core.CodeGuestProtocol, "session %s did not end within %s; the guest's agent says that it still runs", view.ID, limit)
+		err = core.Errorf(core.Unavailable, core.CodeGuestProtocol, "session %s did not end within %s; the guest's agent reports that it still runs", view.ID, limit)
 	}
 	return g, err
 }
@@ -250,7 +250,7 @@ func (c *Controller) tail(ctx context.Context, s Sandbox, id core.SessionID, str
 		return nil, false, nil
 	}
 	if first > end {
-		return nil, false, core.Errorf(core.Unavailable, core.CodeGuestProtocol, "the guest's agent says that the output of session %s begins after its end", id)
+		return nil, false, core.Errorf(core.Unavailable, core.CodeGuestProtocol, "the guest's agent reports output of session %s that begins after its end", id)
 	}
 	offset := max(first, end-MaxOutput, 0)
 	q := url.Values{"stream": {stream}, "offset": {strconv.FormatInt(offset, 10)}}

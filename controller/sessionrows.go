@@ -58,7 +58,7 @@ func (c *Controller) forgetSessions(ctx context.Context, w Workspace) error {
 	n, err := read(ctx, c, InProject(w.ProjectID), func(tx Tx) (int, error) {
 		return tx.ForgetSessions(ctx, w.Sandbox, there.ids(), c.settled())
 	})
-	c.log.DebugContext(ctx, "sessions that the guest does not know any more were forgotten", "workspace_id", w.ID, "rows", n)
+	c.log.DebugContext(ctx, "sessions forgotten that the guest no longer knows", "workspace_id", w.ID, "rows", n)
 	return err
 }
 

@@ -167,7 +167,7 @@ func (c *Controller) mayRejoin(ctx context.Context, tx Tx, actor Key, id core.Ru
 	heard, err := tx.RunnerHeard(ctx, id)
 	if err == nil && heard < c.cfg.CertificateLife {
 		err = core.Errorf(core.PermissionDenied, core.CodePermissionDenied,
-			"runner %s was heard %s ago and may still have its certificate; only an administrator's key makes a token for it before %s have passed",
+			"runner %s was heard %s ago and may still have its certificate; until %s have passed, only an administrator's key can make a token for it",
 			id, heard.Round(time.Second), c.cfg.CertificateLife)
 	}
 	return err

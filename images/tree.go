@@ -163,7 +163,7 @@ func readPlain(root *os.Root, name string) ([]byte, error) {
 		return nil, err
 	}
 	if !info.Mode().IsRegular() || info.Size() > maxPlain {
-		return nil, core.Errorf(core.Invalid, CodeInvalidTar, "/%s of the root file system is no regular file, or has more than %d MiB", name, maxPlain>>20)
+		return nil, core.Errorf(core.Invalid, CodeInvalidTar, "/%s of the root file system is not a regular file, or has more than %d MiB", name, maxPlain>>20)
 	}
 	f, err := root.OpenFile(name, os.O_RDONLY|unix.O_NONBLOCK, 0)
 	if err != nil {

@@ -90,7 +90,7 @@ func untar(ctx context.Context, r io.Reader, dir string, limits untarLimits) (co
 	return core.ParseDigest("sha256:" + hex.EncodeToString(sum.Sum(nil)))
 }
 
-var errTooLong = fmt.Errorf("it goes on for more than %d MiB behind its end", maxRest>>20)
+var errTooLong = fmt.Errorf("it has more than %d MiB of data behind its end", maxRest>>20)
 
 // drain reads the rest of an archive, which is not endless.
 func drain(r io.Reader) error {
@@ -120,7 +120,7 @@ func unpackError(err error) error {
 		return core.Wrapf(err, core.Invalid, CodeInvalidTar, "unpacking the archive hit its limit of %s (%s), which no ordinary archive reaches", hit.Limit, hit.Bound)
 	}
 	if _, ok := errors.AsType[*confine.CrashError](err); ok {
-		return core.Wrapf(err, core.Invalid, CodeInvalidTar, "what is in the archive ended its unpacking")
+		return core.Wrapf(err, core.Invalid, CodeInvalidTar, "the contents of the archive made the helper fail")
 	}
 	return err
 }
@@ -141,9 +141,9 @@ func openArchive(name string) (*os.File, error) {
 	switch mode := info.Mode(); {
 	case mode.IsRegular():
 	case mode.IsDir():
-		return nil, core.Errorf(core.Invalid, CodeInvalidTar, "%s is a directory; name an archive, as `docker export` writes it", name)
+		return nil, core.Errorf(core.Invalid, CodeInvalidTar, "%s is a directory; name an archive in the format of `docker export`", name)
 	default:
-		return nil, core.Errorf(core.Invalid, CodeInvalidTar, "%s is no regular file; for a pipe, give the archive on standard input: --from-tar -", name)
+		return nil, core.Errorf(core.Invalid, CodeInvalidTar, "%s is not a regular file; for a pipe, give the archive on standard input: --from-tar -", name)
 	}
 	f, err := os.OpenFile(fmt.Sprintf("/proc/self/fd/%d", fd), os.O_RDONLY|unix.O_NONBLOCK, 0)
 	if err != nil {

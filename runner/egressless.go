@@ -30,7 +30,7 @@ func (e *egressLink) reduce(ctx context.Context, c *egress.Client, s *sandbox, w
 		err := c.SetRules(giving, s.info.ID, less)
 		if err == nil {
 			s.told = told{by: c, rules: rules, less: true}
-			e.r.cfg.Log.ErrorContext(ctx, "the egress process does not take the rules of a sandbox and was given less", "sandbox_id", s.info.ID, "rules_version", rules.Version,
+			e.r.cfg.Log.ErrorContext(ctx, "the egress process refused the rules of a sandbox and got less", "sandbox_id", s.info.ID, "rules_version", rules.Version,
 				"entries", len(less.Allow), "err", why)
 			return reduced(s.info.ID, rules, why)
 		}
@@ -42,7 +42,7 @@ func (e *egressLink) reduce(ctx context.Context, c *egress.Client, s *sandbox, w
 	defer stop()
 	err := c.Remove(cutting, s.info.ID)
 	s.told = told{by: c, cut: true} // after an error, too: it is handed over anew, which replaces what is there
-	e.r.cfg.Log.ErrorContext(ctx, "the egress process does not take the rules of a sandbox, nor less, and the sandbox was cut off", "sandbox_id", s.info.ID,
+	e.r.cfg.Log.ErrorContext(ctx, "the egress process refused the rules of a sandbox, and less; the sandbox was cut off", "sandbox_id", s.info.ID,
 		"rules_version", rules.Version, "err", errors.Join(why, err))
 	return reduced(s.info.ID, rules, errors.Join(why, err))
 }
@@ -60,7 +60,7 @@ func (e *egressLink) putOrLess(ctx context.Context, c *egress.Client, s *sandbox
 			continue
 		}
 		s.told = told{by: c, rules: rules, less: true}
-		e.r.cfg.Log.ErrorContext(ctx, "the egress process does not take a sandbox with its rules and serves it with less", "sandbox_id", s.info.ID, "rules_version", rules.Version,
+		e.r.cfg.Log.ErrorContext(ctx, "the egress process refused a sandbox with its rules and serves it with less", "sandbox_id", s.info.ID, "rules_version", rules.Version,
 			"entries", len(less.Allow), "err", why)
 		return reduced(s.info.ID, rules, why)
 	}
@@ -75,7 +75,7 @@ func (e *egressLink) passesNothing(ctx context.Context, c *egress.Client, err er
 
 func reduced(id core.SandboxID, rules runnerapi.EgressRules, why error) error {
 	return core.Wrapf(why, core.Unavailable, core.CodeEgressReduced,
-		"the egress process does not take the rules of sandbox %s at version %d; until it does the sandbox may reach less, or nothing", id, rules.Version)
+		"the egress process refuses the rules of sandbox %s at version %d; until it accepts them, the sandbox may reach less, or nothing", id, rules.Version)
 }
 
 // denyRules are in the place of rules that cannot be read: nothing may be reached.

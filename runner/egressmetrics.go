@@ -36,7 +36,7 @@ func newEgressState(e *egressLink) *egressState {
 		restarts:   desc("restarts_total", "Egress processes that have ended under this runner (ended), or were killed because they did not answer (hung); another follows.", "why"),
 		aside: desc("records_set_aside_total", "Records of earlier egress processes that were not taken as they are: too long or unreadable, so that they were set aside, or "+
 			"clipped and told; since the start of the egress process.", "why"),
-		tooLong: desc("answers_too_long_total", "Answers of the egress process to this runner that no message takes; an error was sent in their place."),
+		tooLong: desc("answers_too_long_total", "Answers of the egress process to this runner that were too long for a message; it sent an error instead."),
 	}
 }
 

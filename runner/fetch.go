@@ -398,7 +398,7 @@ func (f *fetching) chooseRoot() error {
 		return err
 	}
 	if info.Size() != tree.Size() {
-		return core.Errorf(core.DataLoss, core.CodeManifestInvalid, "the manifest of checkpoint %s says that the root file system of image %s has %d bytes, and it has %d",
+		return core.Errorf(core.DataLoss, core.CodeManifestInvalid, "by the manifest of checkpoint %s the root file system of image %s has %d bytes, but it has %d",
 			f.rec.ID, f.rec.Image.Short(), tree.Size(), info.Size())
 	}
 	f.own = &img

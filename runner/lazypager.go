@@ -84,7 +84,7 @@ func (l *lazyImages) run(ctx context.Context) {
 				if l.unheard.Add(1); time.Since(began) > lastWait {
 					deaf = firstWait
 				}
-				l.r.cfg.Log.ErrorContext(ctx, "the pager runs, and what it says of its images was not heard; it is asked again", "again_ms", core.Milliseconds(deaf), "err", err)
+				l.r.cfg.Log.ErrorContext(ctx, "the pager runs, but its report on images was not received; it is asked again", "again_ms", core.Milliseconds(deaf), "err", err)
 				pause(ctx, deaf)
 				deaf = min(2*deaf, lastWait)
 				continue

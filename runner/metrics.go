@@ -48,7 +48,7 @@ func newMetrics(r *Runner, reg prometheus.Registerer) *metrics {
 	m.evicted = prometheus.NewCounter(prometheus.CounterOpts{Name: "coppice_runner_copies_evicted_total", Help: "Fetched checkpoints that were given up for want of room."})
 	m.stalls = prometheus.NewCounter(prometheus.CounterOpts{Name: "coppice_runner_stalls_total", Help: "Times that a virtual machine was held because it waited for the store."})
 	m.cuts = prometheus.NewCounter(prometheus.CounterOpts{Name: "coppice_runner_network_cuts_total", Help: "Times that a sandbox was cut off because its network rules in the kernel were not those that were applied."})
-	m.refused = prometheus.NewCounter(prometheus.CounterOpts{Name: "coppice_runner_fetches_refused_total", Help: "Fetches of checkpoints that were refused, because the disk has no room for them above its floor."})
+	m.refused = prometheus.NewCounter(prometheus.CounterOpts{Name: "coppice_runner_fetches_refused_total", Help: "Fetches of checkpoints that were refused, because they would use the floor of free disk space."})
 	reg.MustRegister(m.children, m.captures, m.evicted, m.refused, m.stalls, m.cuts, m.phase, m.reseal, m.pause, newState(r), newPagerState(r.lazy))
 	if r.cfg.Egress != nil {
 		reg.MustRegister(newEgressState(r.egress))

@@ -83,7 +83,7 @@ func (r *Runner) listen(ctx context.Context, s *sandbox, want runnerapi.Port) (r
 		return p.Port, nil
 	}
 	if len(s.ports) >= maxPorts {
-		return runnerapi.Port{}, core.Errorf(core.Exhausted, core.CodeQuotaExceeded, "the workspace has %d forwarded ports, which is the most; close one first", len(s.ports))
+		return runnerapi.Port{}, core.Errorf(core.Exhausted, core.CodeQuotaExceeded, "the workspace has %d forwarded ports, the maximum; close one first", len(s.ports))
 	}
 	l, err := r.listenOn(ctx, want)
 	if err != nil {

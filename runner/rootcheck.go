@@ -71,7 +71,7 @@ func (r *Runner) checkRoot(k rootKey, f *os.File) error {
 	}
 	if got != want.Digest || n != want.SizeBytes {
 		return core.Errorf(core.DataLoss, core.CodeCheckpointCorrupt,
-			"%s is not the root file system of image %s any more: it has the digest %s instead of %s; build the image again and restart the runner",
+			"%s is no longer the root file system of image %s: it has the digest %s instead of %s; build the image again and restart the runner",
 			f.Name(), img.Digest.Short(), got.Short(), want.Digest.Short())
 	}
 	c.info, c.mod = info, info.ModTime()

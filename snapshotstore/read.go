@@ -146,7 +146,7 @@ func readManifest(ctx context.Context, blobs blob.Blobs, ref manifest.Ref) (mani
 // readBody reads a manifest as it was before it was encrypted, if it was.
 func readBody(ctx context.Context, blobs blob.Blobs, ref manifest.Ref) ([]byte, error) {
 	if ref.Bytes < 1 || ref.Bytes > manifest.MaxBytes+envelope.Overhead {
-		return nil, core.Errorf(core.DataLoss, core.CodeManifestInvalid, "a manifest of %d bytes cannot be", ref.Bytes)
+		return nil, core.Errorf(core.DataLoss, core.CodeManifestInvalid, "no manifest has %d bytes", ref.Bytes)
 	}
 	key, err := envelope.KeyOf(blobs, ref.Key)
 	if err != nil {
@@ -168,7 +168,7 @@ func readBody(ctx context.Context, blobs blob.Blobs, ref manifest.Ref) ([]byte, 
 	if key != nil {
 		// The bytes are those that were stored, so it is the key that is another.
 		if b, err = key.Open(nil, b, []byte(ref.Key)); err != nil {
-			return nil, core.Wrapf(err, core.FailedPrecondition, core.CodeKeyUnavailable, "object %s was encrypted with another key than the one that is here", ref.Key)
+			return nil, core.Wrapf(err, core.FailedPrecondition, core.CodeKeyUnavailable, "object %s was encrypted with another key than the one that this process has", ref.Key)
 		}
 	}
 	return b, nil

@@ -23,8 +23,9 @@ func newWSAttestCommand(a *app) *cobra.Command {
 	c := &cobra.Command{
 		Use:   "attest WORKSPACE",
 		Short: "Print the signed report of a workspace's reseal",
-		Long: `Print what the runner signed of the workspace's fork, restore or resume, with the cluster's signature: one line of JSON. Keep it as it is: every
-byte counts. "coppice attest verify" checks it without a server. docs/ATTESTATION.md says what it proves.`,
+		Long: `Print the signed report of the workspace's latest create, fork, restore or resume, as one line of JSON. The runner and the cluster have
+signed it. Do not change it: every byte counts. "coppice attest verify" checks it without a server. docs/ATTESTATION.md says what it
+proves.`,
 		Example: "  coppice ws attest demo > demo.attestation\n  coppice ws attest demo --all",
 		Args:    cobra.ExactArgs(1),
 		RunE: func(c *cobra.Command, args []string) error {
@@ -56,8 +57,8 @@ byte counts. "coppice attest verify" checks it without a server. docs/ATTESTATIO
 			return nil
 		},
 	}
-	c.Flags().Int64Var(&epoch, "epoch", 0, "of this `epoch` instead of the present one")
-	c.Flags().BoolVar(&all, "all", false, "of every epoch, one a line")
+	c.Flags().Int64Var(&epoch, "epoch", 0, "print the attestation of this `epoch` instead of the present one")
+	c.Flags().BoolVar(&all, "all", false, "print the attestations of all epochs, one a line")
 	c.MarkFlagsMutuallyExclusive("epoch", "all")
 	return c
 }
@@ -75,8 +76,8 @@ func newAuthorityCommand(a *app) *cobra.Command {
 	return &cobra.Command{
 		Use:   "authority",
 		Short: "Print the certificate of the cluster's authority",
-		Long: `Print the certificate of the cluster's authority, in PEM. It is public. "coppice attest verify" needs it: get it once, in a way that you trust, and
-keep it.`,
+		Long: `Print the certificate of the cluster's authority, in PEM. It is public. "coppice attest verify" needs it. Get it once, in a way that you
+trust, and keep it.`,
 		Example: "  coppice authority > authority.pem",
 		Args:    cobra.NoArgs,
 		RunE: func(c *cobra.Command, _ []string) error {
@@ -116,11 +117,10 @@ func newAttestVerifyCommand(a *app) *cobra.Command {
 	c := &cobra.Command{
 		Use:   "verify FILE...",
 		Short: "Check attestations without a server",
-		Long: `Check attestations, one a line in each file, with the certificate of the cluster's authority and nothing else: no server is asked, and the clock
-of this machine does not matter unless --max-age is given. Each that is not good is named with the reason, and the exit status is 1.
+		Long: `Check attestations, one a line in each file, with the certificate of the cluster's authority only. No server is needed, and the clock of
+this machine matters only with --max-age. The output names each bad attestation with the reason, and the exit status is 1 if any is bad.
 
-That an attestation is genuine says what one runner did for one epoch of one workspace. Say with --workspace and --epoch which one you
-mean: one of another workspace is genuine, too.`,
+A genuine attestation can be about another workspace or epoch. Name yours with --workspace and --epoch.`,
 		Example: "  coppice attest verify demo.attestation --authority authority.pem --workspace ws_06e5bqv7z0f3m8k2h1t9r4w6xc",
 		Args:    cobra.MinimumNArgs(1),
 		RunE: func(_ *cobra.Command, args []string) error {
@@ -129,10 +129,10 @@ mean: one of another workspace is genuine, too.`,
 	}
 	f := c.Flags()
 	f.StringVar(&check.authority, "authority", "", "`file` with the certificate of the cluster's authority in PEM, as \"coppice authority\" prints it")
-	f.StringVar(&check.workspace, "workspace", "", "it must be of the workspace with this `id`")
-	f.Int64Var(&check.epoch, "epoch", 0, "it must be of this `epoch`")
-	f.StringVar(&check.at, "at", "", "it must not be younger than this `time`, such as 2026-11-24T12:00:00Z; --max-age counts from there")
-	f.DurationVar(&check.maxAge, "max-age", 0, "it must not be older than this `duration`, by this machine's clock or --at")
+	f.StringVar(&check.workspace, "workspace", "", "require the workspace with this `id`")
+	f.Int64Var(&check.epoch, "epoch", 0, "require this `epoch`")
+	f.StringVar(&check.at, "at", "", "refuse attestations that are newer than this `time`, such as 2026-11-24T12:00:00Z; --max-age counts back from it")
+	f.DurationVar(&check.maxAge, "max-age", 0, "refuse attestations that are older than this `duration`, by this machine's clock or --at")
 	cobra.CheckErr(c.MarkFlagRequired("authority"))
 	return c
 }

@@ -224,8 +224,8 @@ func egressFlags(f *pflag.FlagSet, cfg *daemon.EgressOptions) func() error {
 func forwardFlags(f *pflag.FlagSet, cfg *hostport.Allowed) func() error {
 	var addresses []string
 	var ports string
-	f.StringArrayVar(&addresses, "forward-address", nil, "`IP` address of this host that ports may be forwarded from, for tenants to ask for; may be repeated, and the first one is for who names none (default: 127.0.0.1 and ::1)")
-	f.StringVar(&ports, "forward-ports", "", "range of `ports` that may be forwarded, FIRST-LAST from 1024 up, as on a host with services of its own (default: 1024-65535)")
+	f.StringArrayVar(&addresses, "forward-address", nil, "`IP` address of this host that tenants may forward ports from; may be repeated, and requests without an address get the first one (default: 127.0.0.1 and ::1)")
+	f.StringVar(&ports, "forward-ports", "", "range of `ports` that tenants may forward, FIRST-LAST from 1024 up; narrow it on a host that has other services (default: 1024-65535)")
 	return func() (err error) {
 		if *cfg, err = hostport.Parse(addresses, ports); err != nil {
 			return usageError{fmt.Errorf("--forward-address, --forward-ports: %w", err)}

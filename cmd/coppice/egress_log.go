@@ -20,7 +20,7 @@ func newWSEgressCommand(a *app) *cobra.Command {
 		Short: "Show what a workspace sent out, or tried to",
 		Long: `Show what a workspace sent out through the egress proxy, or tried to, newest first. Of TLS and of other protocols no more is seen than whereto.
 Of what was denied nothing was sent. What was cut had begun and was ended by the proxy: what had been sent until then was sent.
-Where many were denied within a minute, most are in rows of their kind: TIMES says how many, TIME when the first one was.
+When many flows are denied within a minute, most share a row: TIMES is their number, TIME that of the first one.
 
 What it may reach is shown by: coppice ws network WORKSPACE`,
 		Example: "  coppice ws egress demo\n  coppice ws egress demo --denied --limit 0 --json",
@@ -51,7 +51,7 @@ What it may reach is shown by: coppice ws network WORKSPACE`,
 				return err
 			}
 			if omitted != nil {
-				fmt.Fprintf(c.ErrOrStderr(), "%d more were denied or only read, between %s and %s, and are not listed: the workspace or its project has as many rows as it may.\n",
+				fmt.Fprintf(c.ErrOrStderr(), "%d more flows between %s and %s are not listed, because the workspace or its project has reached its bound of rows. All were denied or only read.\n",
 					omitted.Count, moment(omitted.FirstAt), moment(omitted.LastAt))
 			}
 			return a.print(list, func(w io.Writer) error { return printFlows(w, list) })

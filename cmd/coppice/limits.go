@@ -13,8 +13,8 @@ import (
 
 // vmLimitFlags are the bounds of what a VM takes of its host. The function that is returned reads those that are sizes.
 func vmLimitFlags(f *pflag.FlagSet, cfg *daemon.HostConfig) func() error {
-	f.IntVar(&cfg.Limits.CPUPercent, "vm-cpu-max", 0, "most processor time of a VM per vCPU, in `percent` of a processor of this host; 0: no bound, VMs share by weight")
-	f.IntVar(&cfg.Limits.IOPS, "vm-iops-max", 0, "most disk `operations` a second of a VM, read and written each; 0: no bound")
+	f.IntVar(&cfg.Limits.CPUPercent, "vm-cpu-max", 0, "most processor time for each vCPU of a VM, in `percent` of a processor of this host; 0: no limit, VMs share by weight")
+	f.IntVar(&cfg.Limits.IOPS, "vm-iops-max", 0, "most disk `operations` a second of a VM, for reads and for writes; 0: no limit")
 	f.IntVar(&cfg.TapRate.Packets, "tap-packets", netns.DefaultRate.Packets, "most `packets` a second that a guest may send")
 	io := f.String("vm-io-max", "", "most bytes a second of a VM on the disk, read and written each, as `size` with K, M, G or T; empty: no bound")
 	tap := f.String("tap-rate", "128M", "most bytes a second that a guest may send, as `size` with K, M, G or T")

@@ -193,8 +193,8 @@ func newProjectQuotaCommand(a *app) *cobra.Command {
 		Short: "Change quotas of a project",
 		Long: `Change quotas of a project. What is there already stays when a quota is lowered; nothing more is admitted until it is below.
 
-With --allow-all-egress, also whether its sandboxes may have the egress policy allow-all. What runs under it goes on when it is denied; no new sandbox
-is made, and none is restored or resumed.
+--allow-all-egress decides whether its sandboxes may have the egress policy allow-all. After a denial, running sandboxes continue, but no
+sandbox is created, forked, restored or resumed under it.
 
 With --version, only if that is still the project's version.`,
 		Example: "  coppice project quota blue workspaces=200 forks_in_flight=64",
@@ -224,7 +224,7 @@ With --version, only if that is still the project's version.`,
 		},
 	}
 	c.Flags().Int64Var(&version, "version", 0, "compare-and-set against this `version`")
-	c.Flags().StringVar(&allowAll, "allow-all-egress", "", "`word`: allowed, denied, or default for what the controllers' operator says")
+	c.Flags().StringVar(&allowAll, "allow-all-egress", "", "`word`: allowed, denied, or default for the setting of the controllers")
 	return c
 }
 

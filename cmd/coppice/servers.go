@@ -51,12 +51,12 @@ no more requests, then the operations end or are left to the next controller.`,
 	a.secretFlags(f, &cfg.Secrets, false)
 	f.DurationVar(&cfg.Tune.StoreGrace, "store-grace", time.Hour, "how long what nothing needs any more stays in the store: longer than a runner may work without hearing of it")
 	f.StringVar(&cfg.APIKeyFile, "api-key-file", "", "`file` of the first administrator's API key; made if it is not there")
-	f.DurationVar(&cfg.Tune.AttestationsKept, "attestation-retention", controller.AttestationsKept, "how long attestations of reseals are kept, by whole months; the same on all controllers")
-	f.StringVar(&cfg.JoinKeyFile, "join-key-file", "", "`file` of an API key that makes join tokens and nothing else (scope runner:join), for what starts runners unattended; made if it is not there")
-	f.BoolVar(&cfg.Tune.AllowAllEgress, "allow-all-egress", false, "let sandboxes have the egress policy allow-all, under which they reach everything that this network does; a project may have its own word ('coppice project quota --allow-all-egress')")
+	f.DurationVar(&cfg.Tune.AttestationsKept, "attestation-retention", controller.AttestationsKept, "how long to keep attestations of reseals, by whole months; the same on all controllers")
+	f.StringVar(&cfg.JoinKeyFile, "join-key-file", "", "`file` with an API key that only makes join tokens (scope runner:join), for scripts that start runners; created if it does not exist")
+	f.BoolVar(&cfg.Tune.AllowAllEgress, "allow-all-egress", false, "allow the egress policy allow-all, under which sandboxes reach everything that this network reaches; 'coppice project quota --allow-all-egress' overrides it for a project")
 	f.DurationVar(&cfg.Tune.FlowsKept, "flow-retention", controller.FlowsKept, "how long what sandboxes sent out is kept, by whole months; the same on all controllers")
-	f.Int64Var(&cfg.Tune.FlowQuota.Workspace, "flow-rows", controller.FlowsOfWorkspace, "`rows` of what a workspace sent out that are kept; beyond, what changed nothing is only counted")
-	f.Int64Var(&cfg.Tune.FlowQuota.Project, "flow-rows-project", controller.FlowsOfProject, "the same for all workspaces of a project, in `rows`")
+	f.Int64Var(&cfg.Tune.FlowQuota.Workspace, "flow-rows", controller.FlowsOfWorkspace, "most `rows` of flows of a workspace; beyond, flows that changed nothing are only counted")
+	f.Int64Var(&cfg.Tune.FlowQuota.Project, "flow-rows-project", controller.FlowsOfProject, "most `rows` of flows of all workspaces of a project")
 	f.DurationVar(&cfg.Tune.RunnerLease, "runner-lease", 15*time.Second, "how long a silent runner still gets work; the same on all controllers")
 	f.DurationVar(&cfg.Tune.RunnerFence, "runner-fence", 10*time.Minute, "how long after that its workspaces are lost: it has ended their VMs by then")
 	f.StringVar(&cfg.Metrics, "metrics-listen", "", "loopback `address` of Prometheus metrics, under /metrics; empty for none")
@@ -115,8 +115,8 @@ certificate is good for a day and renewed all the time. A runner that was off fo
 VMs run on cloud-hypervisor where it is installed ('make setup-kvm', or its path in COPPICE_CLOUD_HYPERVISOR) and really boots a guest under KVM,
 else on QEMU (COPPICE_QEMU), with KVM where a guest boots under that. What was chosen, and why, is printed and logged.
 
-It does not start on a host that keeps guests apart less well than it could (swap, merged pages, faults of the processor that are not
-mitigated, no cgroup controllers), unless --allow-weak-host names what was found. 'coppice doctor' shows it, with cures.
+It does not start on a host with weak isolation between guests (swap, merged pages, unmitigated faults of the processor, missing cgroup
+controllers), unless --allow-weak-host names each weakness. 'coppice doctor' lists them with their cures.
 
 The VMs outlive this process, however it ends: the next one on the same data directory takes them over, and with them their sessions. They keep
 the VMM that they were started with, whatever the next one uses. Only when the controllers have been silent for longer than they allow are they
@@ -147,7 +147,7 @@ Every flag can come from the environment: --join-token-file from COPPICE_JOIN_TO
 	readStore := hostStoreFlags(f, &cfg.Store)
 	readEgress, readForward := egressFlags(f, &cfg.Egress), forwardFlags(f, &cfg.Forward)
 	f.BoolVar(&cfg.NoRebase, "no-rebase", false, "never turn a checkpoint's base and delta into a new base")
-	f.StringSliceVar(&cfg.AllowWeak, "allow-weak-host", nil, "start although these `checks` of coppice doctor found that the host keeps guests apart less well than it could: "+strings.Join(hostcheck.IsolationNames(), ","))
+	f.StringSliceVar(&cfg.AllowWeak, "allow-weak-host", nil, "start although these `checks` of coppice doctor found weak isolation between guests: "+strings.Join(hostcheck.IsolationNames(), ","))
 	readLimits := vmLimitFlags(f, &cfg.HostConfig)
 	f.BoolVar(&stop, "stop-vms", false, "end the VMs with SIGTERM or Ctrl-C")
 	f.StringVar(&cfg.Metrics, "metrics-listen", "", "loopback `address` of Prometheus metrics, under /metrics; empty for none")

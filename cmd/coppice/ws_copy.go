@@ -25,9 +25,9 @@ func newWSCopyCommand(a *app) *cobra.Command {
 It goes into DESTINATION when that is a directory, else to that name. A directory that is named with "/." at its end stands for what it
 holds. Owners become root inside and the caller's outside.
 
-A workspace is not trusted: nothing that it sends is written outside of DESTINATION. Links in the path that you type are followed.
-Below it, a link that is in the way is replaced, and so is a link with the name of a file that is copied. Symbolic links that
-lead out of the copied tree are left out, unless --outside-links is given; so are devices, sockets and pipes.`,
+The command does not trust the workspace and writes nothing outside of DESTINATION. It follows links in the path that you type. Below
+that path it replaces a link that is in the way or has the name of a copied file. It leaves out devices, sockets and pipes, and also
+symbolic links that lead out of the copied tree unless --outside-links is given.`,
 		Example: "  coppice ws cp ./src demo:/workspace\n  coppice ws cp demo:/workspace/out.txt .\n  coppice ws cp demo:/etc/. ./etc",
 		Args:    cobra.ExactArgs(2),
 		RunE: func(c *cobra.Command, args []string) error {
@@ -100,8 +100,9 @@ func newWSForwardCommand(a *app) *cobra.Command {
 		Short: "Forward local TCP ports to ports of a workspace",
 		Long: `Forward TCP ports of the runner's host, which with coppice dev is this one, to ports of a workspace, until Ctrl-C.
 
-Without LOCAL the same number is used, or a free port for a number below 1024; LOCAL 0 picks a free port. LOCAL is 1024 or above, or in the
-range that the operator of the host allows ('coppice runner --forward-ports'). Without a PORT, the forwarded ports are listed.`,
+Without LOCAL the command uses the same number, or a free port for a number below 1024. LOCAL 0 picks a free port. LOCAL must be in the
+range that the operator of the host allows ('coppice runner --forward-ports'), by default from 1024 up. Without a PORT, the command lists
+the forwarded ports.`,
 		Example: "  coppice ws forward demo 8080:80\n  coppice ws forward demo 0:5432 --detach\n  coppice ws forward demo --stop 127.0.0.1:8080",
 		Args:    cobra.MinimumNArgs(1),
 		RunE: func(c *cobra.Command, args []string) error {
@@ -133,7 +134,7 @@ range that the operator of the host allows ('coppice runner --forward-ports'). W
 	f := c.Flags()
 	f.BoolVarP(&detach, "detach", "d", false, "return at once; the ports stay until they are stopped or the workspace ends")
 	f.StringSliceVar(&stop, "stop", nil, "stop the forwarded port with this `address` or id")
-	f.StringVar(&address, "address", "", "`IP` address to listen on, one that the operator of the runner's host allows (default: the first of these, which is 127.0.0.1 unless they say otherwise)")
+	f.StringVar(&address, "address", "", "`IP` address to listen on, among those that the operator of the runner's host allows (default: the first of them, usually 127.0.0.1)")
 	return c
 }
 

@@ -213,8 +213,8 @@ func newWSLogsCommand(a *app) *cobra.Command {
 		Short: "Print the output of a session, by default the newest, or the machine's console",
 		Long: `Print the output of a session, by default the newest, or the machine's console.
 
-Into a pipe or a file the bytes go as they are. On a terminal, control characters and escape sequences are shown, such as \x1b, and not
-obeyed: the output is a guest's. --raw obeys them.`,
+A pipe or a file gets the bytes unchanged. The output comes from a guest, so a terminal shows control characters and escape sequences as
+text, such as \x1b. --raw passes them on.`,
 		Example: `  coppice ws logs demo --list
   coppice ws logs -f demo
   coppice ws logs --console demo`,

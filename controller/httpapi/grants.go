@@ -33,7 +33,7 @@ func (s *server) PutGrant(ctx context.Context, r api.PutGrantRequestObject) (api
 	b := r.Body
 	if b.VaultRef != "" && core.MissingScope(controller.KeyOf(ctx).Scopes, core.ScopeSecretReference) != "" {
 		return nil, core.Errorf(core.PermissionDenied, core.CodePermissionDenied,
-			"vault_ref: this key (%s) lacks the scope %s, with which it could use every secret that the project may read there; give secret instead, or use a key that was made with it",
+			"vault_ref: this key (%s) lacks the scope %s; give secret instead, or use a key that was made with this scope",
 			controller.KeyOf(ctx).Name, core.ScopeSecretReference)
 	}
 	req := controller.GrantRequest{

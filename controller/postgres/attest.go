@@ -49,7 +49,7 @@ type attestationRow struct {
 // Attestation returns that of an epoch. A request that was repeated may have left two: either is good.
 func (t *tx) Attestation(ctx context.Context, id core.WorkspaceID, epoch int64) (controller.Attestation, error) {
 	absent := core.Errorf(core.NotFound, core.CodeAttestationNotFound,
-		"workspace %s has no attestation of epoch %d: there is no such epoch, it was not reached, or its attestation is older than they are kept", id, epoch)
+		"workspace %s has no attestation of epoch %d: the epoch does not exist, its sandbox never became ready, or its attestation has expired", id, epoch)
 	row, err := one[attestationRow](ctx, t, absent, `
 		SELECT epoch, digest, envelope FROM attestations WHERE workspace_id = @id AND epoch = @epoch ORDER BY created_at DESC LIMIT 1`, args{"id": id, "epoch": epoch})
 	return controller.Attestation{Epoch: row.Epoch, Digest: row.Digest, Envelope: row.Envelope}, err

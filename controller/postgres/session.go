@@ -40,7 +40,7 @@ func (t *tx) InsertSession(ctx context.Context, s controller.Session, quota cont
 		})
 	if err == nil && n == 0 {
 		err = core.Errorf(core.Exhausted, core.CodeQuotaExceeded,
-			"workspace %s has %d sessions or its project has %d, which is the most; delete sessions that have ended, or wait a minute", s.WorkspaceID, quota.Workspace, quota.Project)
+			"workspace %s has %d sessions or its project has %d, the maximum; delete ended sessions, or wait a minute", s.WorkspaceID, quota.Workspace, quota.Project)
 	}
 	return err
 }
@@ -228,7 +228,7 @@ func (t *tx) InsertPort(ctx context.Context, p controller.Port) (controller.Port
 		return p, err
 	}
 	if have.Own >= controller.MaxWorkspacePorts {
-		return p, core.Errorf(core.Exhausted, core.CodeQuotaExceeded, "workspace %s has %d forwarded ports, which is the most; close one first", p.WorkspaceID, have.Own)
+		return p, core.Errorf(core.Exhausted, core.CodeQuotaExceeded, "workspace %s has %d forwarded ports, the maximum; close one first", p.WorkspaceID, have.Own)
 	}
 	if err := exceeded("ports", have.Used, 1, have.Max); err != nil {
 		return p, err

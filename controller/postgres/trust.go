@@ -65,7 +65,7 @@ func (t *tx) InsertRunnerToken(ctx context.Context, token controller.RunnerToken
 		return token, err
 	}
 	if there.Tokens >= controller.MaxRunnerTokens {
-		return token, core.Errorf(core.Exhausted, core.CodeQuotaExceeded, "the cluster has %d join tokens, open ones and those that were spent in the last 30 days; wait until some have expired", there.Tokens)
+		return token, core.Errorf(core.Exhausted, core.CodeQuotaExceeded, "the cluster has %d join tokens, the maximum; it counts open ones and those spent in the last 30 days; wait until some have expired", there.Tokens)
 	}
 	row, err := one[runnerTokenRow](ctx, t, nil, `
 		INSERT INTO runner_tokens (hash, runner_id, expires_at) VALUES (@hash, @runner, now() + make_interval(secs => @ttl))

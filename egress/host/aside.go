@@ -78,6 +78,6 @@ func (a *aside) segment(name string, cause error) error {
 // tell logs what was found.
 func (a *aside) tell() {
 	for why, n := range a.found {
-		a.log.Error("records in the spool of flows were not taken as they are", "why", why, "count", n, "kept_as", asideName+"*")
+		a.log.Error("damaged records in the spool of flows", "why", why, "count", n, "kept_as", asideName+"*")
 	}
 }

@@ -163,7 +163,7 @@ func (s *spool) read() (out egressapi.Batch, err error) {
 		size, err = s.readSegment(seg, &pos, &out, size)
 		if errors.Is(err, unix.EIO) || errors.Is(err, fs.ErrNotExist) { // it will not come back; what follows it is as good as ever
 			s.aside.found[unreadable]++
-			s.log.Error("a segment of the spool cannot be read; what follows in it is not told", "segment", seg.name(), "offset", pos.off, "err", err)
+			s.log.Error("a segment of the spool cannot be read; its remaining records are lost", "segment", seg.name(), "offset", pos.off, "err", err)
 			pos.off, err = seg.size, nil
 		}
 		if err != nil {

@@ -30,7 +30,7 @@ func openSlots(dir *os.Root) (slots, error) {
 // take gives a slot that nobody uses. They begin with 1.
 func (s *slots) take() (int, error) {
 	if len(s.used) >= maxSlots {
-		return 0, core.Errorf(core.Exhausted, core.CodeDiskFull, "denied flows of this host's sandboxes are counted in %d places, which is all", maxSlots)
+		return 0, core.Errorf(core.Exhausted, core.CodeDiskFull, "all %d counters for denied flows of this host's sandboxes are in use", maxSlots)
 	}
 	for {
 		if s.next = s.next%maxSlots + 1; !s.used[s.next] {

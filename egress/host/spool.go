@@ -291,11 +291,11 @@ func (s *spool) take(flow string, id core.SandboxID, l line, ends bool) error {
 	}
 	if s.bytes+s.reserved+need+reserve > limit {
 		s.unsaid++
-		return core.Errorf(core.Exhausted, core.CodeDiskFull, "the spool of flows is full (%d bytes): its runner has not been able to tell the controller of them", limit)
+		return core.Errorf(core.Exhausted, core.CodeDiskFull, "the spool of flows is full (%d bytes): the runner could not report its flows to a controller", limit)
 	}
 	if s.of[id]+need+reserve > s.share() {
 		s.unsaid++
-		return core.Errorf(core.Exhausted, core.CodeDiskFull, "the flows of %s take its whole share of the spool (%d bytes): its runner has not been able to tell the controller of them", id, s.share())
+		return core.Errorf(core.Exhausted, core.CodeDiskFull, "the flows of %s fill its share of the spool (%d bytes): the runner could not report them to a controller", id, s.share())
 	}
 	if err := s.append(id, b); err != nil {
 		s.unsaid++

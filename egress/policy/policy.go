@@ -60,7 +60,7 @@ func Parse(field string, allow []string) (Policy, error) {
 // CheckSize refuses a policy that is too large to be sent together with grants.
 func (p Policy) CheckSize(field string) error {
 	if n := SizeOf(p.entries); n > MaxBytes {
-		return core.Errorf(core.Invalid, core.CodeInvalidField, "%s takes %d bytes as JSON; at most %d are taken: leave out entries, or allow *.example.com for names below it", field, n, MaxBytes)
+		return core.Errorf(core.Invalid, core.CodeInvalidField, "%s takes %d bytes as JSON, and the maximum is %d; leave out entries, or allow *.example.com for names below it", field, n, MaxBytes)
 	}
 	return nil
 }

@@ -231,7 +231,7 @@ func (a *Authority) verify(b []byte, signatures int) (Verified, error) {
 	}
 	_, signed, err := verifier.VerifyAndDecode(context.Background(), &plain) // it does no I/O
 	if err != nil || !bytes.Equal(signed, payload) {
-		return Verified{}, core.Wrapf(err, core.Unavailable, core.CodeAttestationRefused, "a signature does not fit: what was signed was changed")
+		return Verified{}, core.Wrapf(err, core.Unavailable, core.CodeAttestationRefused, "a signature does not match: the signed content was changed")
 	}
 	if err := st.check(); err != nil {
 		return Verified{}, err

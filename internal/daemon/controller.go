@@ -94,7 +94,7 @@ func (c ControllerConfig) keepKeys(b *controller.Bootstrap) (err error) {
 		return nil
 	}
 	if b.JoinKey, err = Keep(c.JoinKeyFile, fresh); err == nil && b.JoinKey == b.Key {
-		err = core.Errorf(core.Invalid, core.CodeInvalidField, "--join-key-file and --api-key-file hold the same key; the one for joining must be another")
+		err = core.Errorf(core.Invalid, core.CodeInvalidField, "--join-key-file and --api-key-file hold the same key; use different keys")
 	}
 	return err
 }

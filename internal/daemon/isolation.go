@@ -30,7 +30,7 @@ func (h *Host) judge(ctx context.Context, cfg HostConfig, groups *cgroup.Tree, r
 	for _, w := range weak {
 		rc.Weak = append(rc.Weak, w.Name)
 		h.Weak = append(h.Weak, w.Name+": "+w.Detail)
-		cfg.Log.WarnContext(ctx, "this host keeps guests apart less well than it could", "check", w.Name, "found", w.Detail, "cure", w.Cure)
+		cfg.Log.WarnContext(ctx, "this host isolates guests weakly", "check", w.Name, "found", w.Detail, "cure", w.Cure)
 	}
 	rc.Limits = cfg.Limits
 	if (cfg.Limits.IOBytes > 0 || cfg.Limits.IOPS > 0) && slices.Contains(groups.Controllers(), "io") {
@@ -45,7 +45,7 @@ func showIsolation(to prometheus.Registerer, found []hostcheck.Result, groups *c
 		return
 	}
 	weak := prometheus.NewGaugeVec(prometheus.GaugeOpts{
-		Name: "coppice_runner_host_weak", Help: "Whether a check found that this host keeps guests apart less well than it could.",
+		Name: "coppice_runner_host_weak", Help: "Whether a check found that this host isolates guests weakly.",
 	}, []string{"check"})
 	for _, r := range found {
 		value := 0.0
@@ -55,7 +55,7 @@ func showIsolation(to prometheus.Registerer, found []hostcheck.Result, groups *c
 		weak.WithLabelValues(r.Name).Set(value)
 	}
 	controllers := prometheus.NewGaugeVec(prometheus.GaugeOpts{
-		Name: "coppice_runner_cgroup_controller", Help: "Whether the host bounds what a virtual machine takes by this cgroup controller.",
+		Name: "coppice_runner_cgroup_controller", Help: "Whether the host limits virtual machines with this cgroup controller.",
 	}, []string{"controller"})
 	for _, c := range groups.Controllers() {
 		controllers.WithLabelValues(c).Set(1)

@@ -43,7 +43,7 @@ func Judge(results []Result, allowed []string) (weak []Result, err error) {
 	}
 	if len(refused) > 0 {
 		return weak, core.Errorf(core.FailedPrecondition, core.CodeIncompatibleHost,
-			"this host keeps guests apart less well than it could: %s; apply the cures, or start with --allow-weak-host=%s if all guests trust each other",
+			"this host isolates guests weakly: %s; apply the cures, or start with --allow-weak-host=%s if all guests trust each other",
 			strings.Join(refused, "; "), strings.Join(names, ","))
 	}
 	return weak, nil

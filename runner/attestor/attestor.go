@@ -50,7 +50,7 @@ func Open(path string, runner core.RunnerID) (*Attestor, error) {
 	parsed, err := x509.ParsePKCS8PrivateKey(f.Key)
 	key, ok := parsed.(ed25519.PrivateKey)
 	if err != nil || !ok {
-		return nil, core.Wrapf(err, core.DataLoss, core.CodeInternal, "%s holds no attestation key; remove it, and the runner makes another", path)
+		return nil, core.Wrapf(err, core.DataLoss, core.CodeInternal, "%s does not hold an attestation key; remove it, and the runner makes a new one", path)
 	}
 	a := &Attestor{path: path, runner: runner, key: key}
 	if signer, err := a.signerOf(f.Certificate); err == nil {

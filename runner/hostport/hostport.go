@@ -81,11 +81,11 @@ func (a Allowed) check(want Want) (netip.Addr, error) {
 	}
 	if !slices.Contains(a.Addresses, address) {
 		return address, core.Errorf(core.PermissionDenied, core.CodePortNotAllowed,
-			"this host forwards no port of %s; leave the address out or use one of %s, which its operator allows (--forward-address)", address, a.addresses())
+			"this host forwards no port of %s; leave the address out, or use one that its operator allows (--forward-address): %s", address, a.addresses())
 	}
 	if want.Port != 0 && (want.Port < a.First || want.Port > a.Last) {
 		return address, core.Errorf(core.PermissionDenied, core.CodePortNotAllowed,
-			"this host does not forward port %d; use one from %d to %d, or 0 for a free one (its operator's --forward-ports)", want.Port, a.First, a.Last)
+			"this host does not forward port %d; use one from %d to %d, or 0 for a free one (the operator sets the range with --forward-ports)", want.Port, a.First, a.Last)
 	}
 	return address, nil
 }

@@ -38,7 +38,7 @@ func (p *Peers) admit(id core.RunnerID) error {
 	case p.removed[id]:
 		return core.Errorf(core.PermissionDenied, core.CodeRunnerRevoked, "runner %s was removed from this cluster", id)
 	case time.Now().After(p.until):
-		return core.Errorf(core.Unavailable, core.CodeRunnerUnreachable, "this runner has not heard lately from a controller which runners were removed; read from the store instead")
+		return core.Errorf(core.Unavailable, core.CodeRunnerUnreachable, "this runner has no recent list of removed runners from a controller; read from the store instead")
 	}
 	return nil
 }

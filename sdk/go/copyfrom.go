@@ -201,7 +201,7 @@ func copyBound(w io.Writer, r io.Reader, most int64) (int64, error) {
 	return n, nil
 }
 
-var errTooMuch = errors.New("there is more than may be copied; raise the bound (MaxBytes, --max-bytes) if this is what you want")
+var errTooMuch = errors.New("the data exceeds the bound on copied bytes; to copy it all, raise the bound (MaxBytes, --max-bytes)")
 
 func parseMode(octal string) fs.FileMode {
 	var m uint32
@@ -232,7 +232,7 @@ func (x *extraction) all(r io.Reader) error {
 			return err
 		}
 		if x.entries++; x.entries > x.options.MaxEntries {
-			return fmt.Errorf("the archive has more than %d entries; raise the bound (MaxEntries, --max-entries) if this is what you want", x.options.MaxEntries)
+			return fmt.Errorf("the archive has more than %d entries; to copy them all, raise the bound (MaxEntries, --max-entries)", x.options.MaxEntries)
 		}
 		name := below(x.base, h.Name)
 		if name == "" {

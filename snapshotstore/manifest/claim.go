@@ -35,5 +35,5 @@ func (h Header) Check(c Claim) error {
 	default:
 		return nil
 	}
-	return core.Errorf(core.DataLoss, core.CodeManifestInvalid, "the manifest of checkpoint %s says another %s than the controller has of it, so it is not believed", c.CheckpointID, field)
+	return core.Errorf(core.DataLoss, core.CodeManifestInvalid, "the manifest of checkpoint %s has another %s than the controller's row, so it is refused", c.CheckpointID, field)
 }
