@@ -9,10 +9,10 @@ import (
 	"github.com/coppice-dev/coppice/internal/attest"
 )
 
-// AttestationsKept is how long attestations are kept where nobody says otherwise.
+// AttestationsKept is how long attestations are kept by default.
 const AttestationsKept = 400 * 24 * time.Hour
 
-// Attestation is what a runner signed of a reseal, with the cluster's signature.
+// Attestation is a runner's signed report of a reseal, with the cluster's signature.
 type Attestation struct {
 	Digest   core.Digest // of Envelope; the audit log has it
 	Envelope []byte      // as internal/attest writes it
@@ -29,7 +29,7 @@ func (c *Controller) certify(id core.RunnerID, request []byte) ([]byte, error) {
 	return c.countersigner.Certify(id, request)
 }
 
-// accept compares what a runner signed of a child with what the child was to be, and countersigns it. A child without it is not taken.
+// accept compares a runner's signed report of a child with the request for it, and countersigns it. A child without one is refused.
 func (c *Controller) accept(plan *forkPlan, child Workspace, asked runnerapi.Child, got runnerapi.ChildResult) ([]byte, error) {
 	signed, err := c.countersigned(plan.source, child, asked, got)
 	outcome := "accepted"
@@ -54,7 +54,7 @@ func (c *Controller) countersigned(source Checkpoint, child Workspace, asked run
 	return c.countersigner.Accept(got.Attestation, want, child.Sandbox.RunnerID == source.RunnerID)
 }
 
-// wanted is what the attestation of a child must say, by the rows and the request, and by the report that came with it.
+// wanted is the statement that the attestation of a child must have, by the rows, the request, and the report that came with it.
 func wanted(cluster string, source Checkpoint, child Workspace, asked runnerapi.Child, report *core.ResealReport) (attest.Predicate, error) {
 	steps, err := attest.StepsOf(report.Steps)
 	if err != nil {

@@ -7,7 +7,7 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// cleanWrites takes what a runner reports of its data plane: not more than is agreed, and no text that the database would refuse.
+// cleanWrites bounds the writes that a runner reports of its data plane, and removes text that the database would refuse.
 func cleanWrites(list []runnerapi.DataWrite) []runnerapi.DataWrite {
 	out := make([]runnerapi.DataWrite, 0, min(len(list), runnerapi.MaxDataWrites))
 	for _, w := range list[:min(len(list), runnerapi.MaxDataWrites)] {

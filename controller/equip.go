@@ -212,7 +212,7 @@ func (c *Controller) valueOf(ctx context.Context, g HeldGrant, opened map[string
 	return grant.NewSecret(string(value)), nil
 }
 
-// bundle is what a proxy needs for the grants of a workspace, and when it needs another. With lenient set it lacks what does not fit.
+// bundle returns the grants of a workspace for a proxy, and when they change. With lenient set it leaves out grants that do not fit.
 func (c *Controller) bundle(ctx context.Context, k *chest, w Workspace, held []HeldGrant, lenient bool) (grant.Bundle, time.Time, error) {
 	until := k.now.Add(renewTime)
 	soon := func(d time.Duration) {

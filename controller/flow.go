@@ -59,13 +59,13 @@ type FlowTx interface {
 	TidyFlows(ctx context.Context, keep time.Duration) error
 }
 
-// FlowQuota bounds the rows of flows that are kept. Beyond it those are left out that changed nothing: what was denied, and what only reads. They
+// FlowQuota bounds the rows of flows. Beyond it, flows that changed nothing are left out: denied ones and read-only requests. They
 // are counted. An effect is always kept, as is the end of what may have been one.
 type FlowQuota struct {
 	Workspace, Project int64
 }
 
-// The quota where nobody says otherwise: at some 500 bytes a row, 0.5 GB of a workspace and 2.5 GB of a project.
+// The default quota: at some 500 bytes a row, 0.5 GB of a workspace and 2.5 GB of a project.
 const (
 	FlowsOfWorkspace = 1_000_000
 	FlowsOfProject   = 5_000_000
@@ -164,7 +164,7 @@ func plainFlows(list []core.Flow) (plain []core.Flow, odd int) {
 	return plain, odd
 }
 
-// plainCount leaves a count only to what was denied, and an end to its time.
+// plainCount keeps a count only for denied flows, and bounds it and its time.
 func plainCount(f core.Flow) core.Flow {
 	const most = 1 << 50
 	if f.Outcome != core.FlowDenied || f.Count <= 0 {
@@ -215,7 +215,7 @@ func plainText(s string, limit int) string {
 	return s[:limit]
 }
 
-// OmittedFlows counts what is not among a workspace's flows because of the quota.
+// OmittedFlows counts flows of a workspace that the quota left out.
 func (c *Controller) OmittedFlows(ctx context.Context, project core.ProjectID, id core.WorkspaceID) (OmittedFlows, error) {
 	return read(ctx, c, InProject(project), func(tx Tx) (OmittedFlows, error) { return tx.OmittedFlows(ctx, id) })
 }

@@ -18,7 +18,7 @@ func (g *Grant) reserve(value grant.Secret) {
 	}
 }
 
-// measure says how many bytes a grant takes of what is sent for its workspace.
+// measure returns the bytes of a grant in the message for its workspace.
 func (g *Grant) measure() error {
 	one, err := g.proxied("", grant.Secret{})
 	g.Size = grant.Size(one, g.Reserved)

@@ -17,7 +17,7 @@ import (
 	"github.com/coppice-dev/coppice/internal/boundjson"
 )
 
-// What each answer of a guest may be. An honest agent stays far below: it keeps 384 sessions and lists 4096 processes with
+// The bounds of each answer of a guest. An honest agent stays far below: it keeps 384 sessions and lists 4096 processes with
 // 4 KiB of command line each. Long texts are cut, because honest programs have them. Everything else beyond a bound is refused.
 var (
 	boundSession = boundjson.Bound{
@@ -34,7 +34,7 @@ var (
 	}
 )
 
-// What all answers of guests that are being read may hold together, in one controller. A project has at most an eighth.
+// The bounds of all guests' answers that a controller reads at one time. A project has at most an eighth.
 const (
 	guestBytesTotal = 64 << 20
 	guestBytesShare = 8 << 20

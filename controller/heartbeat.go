@@ -146,7 +146,7 @@ func (c *Controller) Heartbeat(ctx context.Context, id core.RunnerID, h runnerap
 	return out, err
 }
 
-// maxRemoved bounds the runners that others are told of. No more can have joined while their certificates are good: see MaxRunnerTokens.
+// maxRemoved bounds the removed runners in an answer to a heartbeat. No more can have joined while their certificates are good: see MaxRunnerTokens.
 const maxRemoved = MaxRunnerTokens
 
 // maxHolds bounds what a runner says that it fetches.

@@ -197,7 +197,7 @@ func (c *Controller) AllowOpen(address string) (Allowance, error) {
 	return allowed, nil
 }
 
-// origin is the address of whoever sent a request; the zero value for everybody who comes by a socket of this host.
+// origin is the address of the sender of a request; the zero value for requests by a socket of this host.
 func origin(remote string) netip.Addr {
 	port, err := netip.ParseAddrPort(remote)
 	if err != nil {

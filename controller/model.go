@@ -283,7 +283,7 @@ type ResealRecord struct {
 	Report       core.ResealReport
 	CreatedAt    time.Time
 
-	// Attestation is what the runner signed of it and the cluster countersigned; set for its insertion only.
+	// Attestation is the signed and countersigned report of its reseal; set for its insertion only.
 	Attestation []byte
 	RunnerID    core.RunnerID // that signed it; likewise
 }

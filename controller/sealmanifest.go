@@ -59,7 +59,7 @@ func (c *Controller) checkManifest(ctx context.Context, runner core.RunnerID, id
 	return checkHeader(cp, h, in)
 }
 
-// rowClaim is what the row of a checkpoint says of its manifest.
+// rowClaim returns the fields that a checkpoint's row requires of its manifest.
 func rowClaim(cp Checkpoint) manifest.Claim {
 	want := expected(cp)
 	return manifest.Claim{
@@ -67,7 +67,7 @@ func rowClaim(cp Checkpoint) manifest.Claim {
 	}
 }
 
-// expected is what a runner is told that the manifest of a checkpoint must say.
+// expected returns the fields that a runner requires of the manifest of a checkpoint.
 func expected(cp Checkpoint) *runnerapi.Expected {
 	out := &runnerapi.Expected{ProjectID: cp.ProjectID, Parent: cp.Parent, Image: cp.Image.Digest, Resources: cp.Resources}
 	if cp.Class != nil {

@@ -178,7 +178,7 @@ type SandboxTx interface {
 	InsertReseals(list []ResealRecord)
 	// Attestation returns that of an epoch; ATTESTATION_NOT_FOUND.
 	Attestation(ctx context.Context, id core.WorkspaceID, epoch int64) (Attestation, error)
-	// TidyAttestations makes partitions ahead and removes what is older than keep, by whole months.
+	// TidyAttestations makes partitions ahead and removes attestations that are older than keep, by whole months.
 	TidyAttestations(ctx context.Context, keep time.Duration) error
 	// Reseals returns the newest reports of a workspace first; ResealsByOperation those of an operation.
 	Reseals(ctx context.Context, id core.WorkspaceID, p Page) ([]ResealRecord, error)

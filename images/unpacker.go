@@ -31,7 +31,7 @@ func unpackerLimits(limits untarLimits) confine.Limits {
 // helper sees the tree and nothing else, and devices cannot be opened there.
 var unpackerCaps = []uint8{unix.CAP_CHOWN, unix.CAP_DAC_OVERRIDE, unix.CAP_FOWNER, unix.CAP_FSETID, unix.CAP_MKNOD, unix.CAP_SETFCAP}
 
-// ConfinedTask is what a program that builds images gives to confine.Enter.
+// ConfinedTask is the task for confine.Enter of a program that builds images.
 func ConfinedTask() confine.Task {
 	return confine.Task{Name: untarTask, Files: true, Run: func(c *confine.Child) error {
 		var limits untarLimits

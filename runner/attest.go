@@ -17,7 +17,7 @@ const attestationFile = "attestation.json"
 // Attestor is what signs for this runner.
 func (r *Runner) Attestor() *attestor.Attestor { return r.attestor }
 
-// attest signs what a reseal proved, before the workload is released. It returns nil while no controller has certified this runner.
+// attest signs the report of a reseal before the workload is released. It returns nil while no controller has certified this runner.
 func (r *Runner) attest(began time.Time, ckpt *opened, child runnerapi.Child, report *core.ResealReport) ([]byte, error) {
 	steps, err := attest.StepsOf(report.Steps)
 	if err != nil {

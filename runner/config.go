@@ -76,9 +76,9 @@ type Config struct {
 	WarmFor      time.Duration // how long after the last fork of a base; default one minute
 	Parallel     int           // children that are started at the same time; default twice the CPUs
 
-	// Limits bound what a VM takes of the host, where the host has the controllers.
+	// Limits bound a VM's use of the host, if the host has the controllers.
 	Limits VMLimits
-	// Weak names what keeps guests apart less well on this host than it could; whoever runs it has allowed that.
+	// Weak names the weaknesses in the isolation of guests on this host that the operator has accepted.
 	Weak []string
 
 	// Leave keeps the sandboxes when Run ends, for the runner's successor to take over; else Run takes them down.
@@ -103,7 +103,7 @@ type Config struct {
 	FlushTimeout  time.Duration // for a guest to write out what it holds of its disk before a capture; default 1 second; a quarter of it again in the freeze
 }
 
-// VMLimits bound what a VM takes of the host besides its memory. A zero field bounds nothing. VMs share by weight in any case.
+// VMLimits bound a VM's use of the host besides its memory. A zero field bounds nothing. VMs share by weight in any case.
 type VMLimits struct {
 	CPUPercent int   // of a processor, per vCPU
 	IOBytes    int64 // a second, read and written each

@@ -17,7 +17,7 @@ import (
 	"github.com/coppice-dev/coppice/snapshotstore/manifest"
 )
 
-// fetchPlan is what a fetch will do and how many bytes each part of it will write. It is made before anything is written.
+// fetchPlan lists the parts of a fetch with the bytes that each will write. It is made before anything is written.
 type fetchPlan struct {
 	near    bool           // memory is compared with that of an ancestor that is here
 	changed []manifest.Run // by that comparison
@@ -82,7 +82,7 @@ func dataBytes(runs iter.Seq[manifest.Run]) (n int64) {
 }
 
 // makeRoom reserves disk for a fetch. Where there is too little, copies that nothing uses are given up, those first that were used longest ago.
-// What running machines need is never taken: the floor stays free.
+// The floor stays free for running machines.
 func (r *Runner) makeRoom(ctx context.Context, id core.CheckpointID, bytes int64) (*room.Reservation, error) {
 	for {
 		v, err := r.room.Reserve(bytes)

@@ -236,7 +236,7 @@ func (r *Runner) animate(ctx context.Context, s *sandbox, ckpt *opened, child ru
 		return report, err
 	}
 	watch.Lap("open")
-	// What cannot be signed is not released.
+	// A fork without a signature is not released.
 	attestation, err := r.attest(began, ckpt, child, report)
 	if err != nil {
 		return report, err

@@ -49,7 +49,7 @@ type sandboxJournal struct {
 	Egress core.EgressPolicy     `json:"egress"` // what its namespace is opened with
 	Rules  runnerapi.EgressRules `json:"rules,omitzero"`
 	Reseal *core.ResealReport    `json:"reseal,omitempty"`
-	// Attestation is what this runner signed of it.
+	// Attestation is this runner's signed report of its reseal.
 	Attestation []byte           `json:"attestation,omitempty"`
 	Ports       []runnerapi.Port `json:"ports,omitempty"`
 

@@ -45,7 +45,7 @@ type shell struct {
 	timings []core.Timing
 }
 
-// limits bounds what a VMM may take besides the guest's RAM: QEMU under TCG has a translation cache of its own. A VM's weight goes by
+// limits bounds a VMM's memory besides the guest's RAM: QEMU under TCG has a translation cache of its own. A VM's weight goes by
 // its vCPUs, so that a big one is not starved by small ones.
 func (c Config) limits(res core.Resources) cgroup.Limits {
 	const overheadMiB, threads, weight = 1024, 256, 100

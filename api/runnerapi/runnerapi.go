@@ -168,7 +168,7 @@ type Fork struct {
 	// Sources say where the checkpoint is in the store, and behind it those of its ancestors that are sealed, nearest first and the
 	// root last. A runner that does not hold the checkpoint takes it from there; without sources it is CHECKPOINT_NOT_FOUND.
 	Sources []Stored `json:"sources,omitempty"`
-	// Expected is what the controller's rows say of the checkpoint. A manifest that says anything else is refused: MANIFEST_INVALID. Nil from
+	// Expected has the checkpoint's fields from the controller's rows. A manifest with other fields is refused: MANIFEST_INVALID. Nil from
 	// a controller of before.
 	Expected *Expected `json:"expected,omitempty"`
 	// Peers are runners that hold the checkpoint, or what is near it, nearest first: they may give objects faster than the store does.
@@ -225,7 +225,7 @@ type EgressRules struct {
 }
 
 // Lesser are rules of the same version that allow less, the most first: the same without the grants, whose hosts stay held, and none at all.
-// They are for rules that cannot be delivered: what was taken away must not stay in force because of what is there.
+// They are for rules that cannot be delivered: removed entries must not stay in force because of others.
 func (r EgressRules) Lesser() []EgressRules {
 	nothing := EgressRules{Version: r.Version}
 	if len(r.Grants) == 0 {
@@ -253,7 +253,7 @@ type ChildResult struct {
 	Reseal    *core.ResealReport `json:"reseal,omitempty"` // also there when a reseal step failed
 	Timings   []core.Timing      `json:"timings,omitempty"`
 	Problem   *Problem           `json:"problem,omitempty"`
-	// Attestation is what the runner signed of the reseal (internal/attest). A controller takes no child without it.
+	// Attestation is the runner's signed report of the reseal (internal/attest). A controller refuses a child without it.
 	Attestation []byte `json:"attestation,omitempty"`
 }
 
@@ -332,7 +332,7 @@ type Register struct {
 	DataURL  string `json:"data_url,omitempty"` // https://host:port of the data plane, if users can reach one
 	// OwnDataCert says that the data plane shows the runner's own certificate, so that users need the cluster's authority.
 	OwnDataCert bool `json:"own_data_cert,omitempty"`
-	// AttestationRequest is a PKCS#10 request of the key that signs what the runner did; only its key counts.
+	// AttestationRequest is a PKCS#10 request for the key that signs the runner's reports; only its key counts.
 	AttestationRequest []byte `json:"attestation_request,omitempty"`
 }
 

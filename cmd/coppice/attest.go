@@ -137,7 +137,7 @@ A genuine attestation can be about another workspace or epoch. Name yours with -
 	return c
 }
 
-// attested is what was found of one attestation.
+// attested is the result for one attestation.
 type attested struct {
 	File      string            `json:"file"`
 	Line      int               `json:"line"`
@@ -174,7 +174,7 @@ func (c attestCheck) run(a *app, files []string) error {
 	return core.Errorf(core.Unavailable, core.CodeAttestationRefused, "%d of %d attestations are not good", bad, len(list))
 }
 
-// maxAttestations bounds what is read of one file.
+// maxAttestations bounds the lines read of one file.
 const maxAttestations = 100_000
 
 // file checks the lines of a file. A file that cannot be read, or has none, is one bad attestation.

@@ -76,7 +76,7 @@ func (f *foreignWriter) Write(p []byte) (int, error) {
 	return len(p), nil
 }
 
-// Close shows what was held back. It does not close the writer below.
+// Close writes the buffered rest. It does not close the writer below.
 func (f *foreignWriter) Close() error {
 	text := escape(string(f.rest), "\n\t")
 	f.rest = nil
@@ -94,7 +94,7 @@ func forTerminal(w io.Writer, raw bool) (io.Writer, func() error) {
 	return f, f.Close
 }
 
-// encodeJSON writes a value as JSON. What does not print is escaped, which means the same to whoever reads JSON.
+// encodeJSON writes a value as JSON. Unprintable characters are escaped, which does not change the value.
 func encodeJSON(w io.Writer, v any, indent string) error {
 	var b bytes.Buffer
 	enc := json.NewEncoder(&b)

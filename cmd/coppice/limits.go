@@ -11,7 +11,7 @@ import (
 	"github.com/coppice-dev/coppice/runner/netns"
 )
 
-// vmLimitFlags are the bounds of what a VM takes of its host. The function that is returned reads those that are sizes.
+// vmLimitFlags bound a VM's use of its host. The returned function parses the flags that are sizes.
 func vmLimitFlags(f *pflag.FlagSet, cfg *daemon.HostConfig) func() error {
 	f.IntVar(&cfg.Limits.CPUPercent, "vm-cpu-max", 0, "most processor time for each vCPU of a VM, in `percent` of a processor of this host; 0: no limit, VMs share by weight")
 	f.IntVar(&cfg.Limits.IOPS, "vm-iops-max", 0, "most disk `operations` a second of a VM, for reads and for writes; 0: no limit")

@@ -1,4 +1,4 @@
-// Package countersign accepts what runners sign: it compares each statement with what the controller knows and adds the signature of the
+// Package countersign accepts statements of runners: it compares each one with the controller's rows and adds the signature of the
 // cluster. Nothing that a runner signed verifies without that signature, so a runner that was removed can make nothing new.
 package countersign
 
@@ -47,7 +47,7 @@ func (c *Countersigner) Certify(id core.RunnerID, request []byte) ([]byte, error
 	return c.ca.IssueAttestation(public, attest.RunnerName(id), 0, c.life)
 }
 
-// Accept returns the envelope with the cluster's signature. It refuses what the runner of want has not signed, or what says anything else
+// Accept returns the envelope with the cluster's signature. It refuses a statement that the runner of want has not signed, or that says anything else
 // than want. Only the runner knows the time and the version of its program. A runner that captured the checkpoint itself need not name its manifest.
 func (c *Countersigner) Accept(envelope []byte, want attest.Predicate, captured bool) ([]byte, error) {
 	if len(envelope) == 0 {

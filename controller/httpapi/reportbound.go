@@ -8,7 +8,7 @@ import (
 // maxReport bounds a heartbeat: thousands of sandboxes with their consoles' tails.
 const maxReport = 32 << 20
 
-// reportBound says what a message of a runner may be. A runner may have been taken over, and is trusted for its own sandboxes
+// reportBound returns the bound of a runner's message. A runner may have been taken over, and is trusted for its own sandboxes
 // only. No text is cut: a message is taken whole or refused.
 func reportBound(in any) boundjson.Bound {
 	b := boundjson.Bound{Name: "the runner's message", Bytes: 1 << 20, Elements: 16 << 10, List: 4 << 10, Depth: 16}

@@ -155,7 +155,7 @@ func guestQuery(c echo.Context, names ...string) url.Values {
 	return q
 }
 
-// answers are what a guest may say about its bytes. Its content type is one of three: nothing of a guest is a page.
+// answers are the headers that a guest may set. Its content type is one of three: no answer of a guest is a page.
 var answers = relay.Allowed{
 	Headers: map[string]bool{
 		"Content-Length": true, "Trailer": true, "Connection": true, "Upgrade": true, "Sec-Websocket-Accept": true, "Sec-Websocket-Protocol": true,

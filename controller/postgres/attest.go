@@ -55,7 +55,7 @@ func (t *tx) Attestation(ctx context.Context, id core.WorkspaceID, epoch int64) 
 	return controller.Attestation{Epoch: row.Epoch, Digest: row.Digest, Envelope: row.Envelope}, err
 }
 
-// TidyAttestations has the owner do it: nobody else may.
+// TidyAttestations runs as the owner, who alone may do it.
 func (t *tx) TidyAttestations(ctx context.Context, keep time.Duration) error {
 	_, err := t.exec(ctx, `SELECT coppice_tidy_attestations(make_interval(secs => @keep))`, args{"keep": keep.Seconds()})
 	return err

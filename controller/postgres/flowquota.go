@@ -37,7 +37,7 @@ type roomRow struct {
 	ProjectRows   int64            `db:"project_rows"`
 }
 
-// flowRooms looks at what is kept of the workspaces and projects of a runner's sandboxes.
+// flowRooms reads the numbers of rows of the workspaces and projects of a runner's sandboxes.
 func (t *tx) flowRooms(ctx context.Context, runner core.RunnerID, list []core.Flow, q controller.FlowQuota) (flowRooms, error) {
 	out := flowRooms{of: map[core.SandboxID]core.WorkspaceID{}, workspaces: map[core.WorkspaceID]*flowRoom{}, projects: map[core.ProjectID]*flowRoom{}}
 	var ids []core.SandboxID
@@ -102,7 +102,7 @@ func (r flowRooms) kept(row keptRow) {
 	}
 }
 
-// countFlows writes down what was kept and what was not, in one order everywhere, so that two batches never wait for each other.
+// countFlows updates the counts of kept and omitted flows, always in one order, so that two batches never deadlock.
 func (t *tx) countFlows(ctx context.Context, rooms flowRooms) (omitted int64, err error) {
 	var rows []*flowRoom
 	for _, room := range rooms.projects {

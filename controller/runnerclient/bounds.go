@@ -5,7 +5,7 @@ import (
 	"github.com/coppice-dev/coppice/internal/boundjson"
 )
 
-// What each answer of a runner may be. A runner may have been taken over, and is trusted for its own sandboxes only. No text is
+// The bounds of each answer of a runner. A runner may have been taken over, and is trusted for its own sandboxes only. No text is
 // cut: an answer is taken whole or refused.
 var (
 	boundSmall  = whole("a runner's answer", 1<<20, 16<<10, 1<<10)

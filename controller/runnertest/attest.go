@@ -12,7 +12,7 @@ import (
 	"github.com/coppice-dev/coppice/internal/mtls"
 )
 
-// attestation is how the fake signs what it did, as a runner does.
+// attestation is the state with which the fake signs reports, as a runner does.
 type attestation struct {
 	key ed25519.PrivateKey
 
@@ -22,7 +22,7 @@ type attestation struct {
 	lie     func(*attest.Predicate)
 }
 
-// Lie changes what the fake signs of each child; nil: it signs what it was asked for.
+// Lie changes the statement that the fake signs for each child; nil: it signs the requested one.
 func (r *Runner) Lie(lie func(*attest.Predicate)) {
 	r.attestation.mu.Lock()
 	defer r.attestation.mu.Unlock()
@@ -47,7 +47,7 @@ func (r *Runner) Certify(cluster string, der []byte) error {
 	return nil
 }
 
-// Signer is what the fake signs with; nil before it was certified.
+// Signer is the fake's key; nil before it was certified.
 func (r *Runner) Signer() *attest.Signer {
 	r.attestation.mu.Lock()
 	defer r.attestation.mu.Unlock()
@@ -72,7 +72,7 @@ func (r *Runner) Announce(ctx context.Context, c Registrar) (runnerapi.Registere
 	return out, r.Certify(out.ClusterID, out.AttestationCertificate)
 }
 
-// attest signs what was done for a child. r.mu is held.
+// attest signs the report of a child. r.mu is held.
 func (r *Runner) attest(from *checkpoint, child runnerapi.Child, report *core.ResealReport) ([]byte, error) {
 	a := &r.attestation
 	a.mu.Lock()

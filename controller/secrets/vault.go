@@ -238,7 +238,7 @@ func (v *Vault) readNow(ctx context.Context, r reference) (grant.Secret, error) 
 	return s, nil
 }
 
-// orStale returns a secret that was read before, while nobody can say whether it still may be used. A denial ends its use.
+// orStale returns a secret that was read before, while Vault gives no answer. A denial ends its use.
 func (v *Vault) orStale(ctx context.Context, r reference, err error) (grant.Secret, error) {
 	if denies(err) {
 		v.forget(r)

@@ -12,7 +12,7 @@ import (
 // fit into runnerapi.MaxEgressRules, whatever is in them.
 const MaxBundle = 88 << 10
 
-// ReservedSecret is what a secret that is kept elsewhere counts for at least, in bytes of [Secret.Size]: it may be changed there.
+// ReservedSecret is the least size of a secret that is kept elsewhere, in bytes of [Secret.Size], because it may change there.
 const ReservedSecret = 2 << 10
 
 // marshal encodes without the escapes that JSON in a web page needs: they make six bytes of one.
@@ -35,7 +35,7 @@ func (s Secret) Size() int {
 	return len(b) - 2 // quotes
 }
 
-// What a grant takes besides its own text, in bytes.
+// The overhead of a grant besides its own text, in bytes.
 const (
 	otherSize = 128 // its time, its budgets and what stands between two
 	hostSize  = 24  // of a name among those that an issuer may speak for, and of the host among those that are held

@@ -18,14 +18,14 @@ const (
 	wasClipped = "clipped"    // it is longer than any of this version, and was told with its texts clipped
 )
 
-// How much is kept of what was set aside: files, and bytes of each.
+// The bounds of records that were set aside: files, and bytes of each.
 const (
 	asideFiles = 64
 	asideSize  = 64 << 10
 	asideName  = "aside-"
 )
 
-// aside keeps what could not be taken from the spool, for whoever looks after the host, so that it stops nothing else.
+// aside keeps damaged records of the spool for the operator of the host, so that they do not block others.
 type aside struct {
 	dir   *os.Root
 	log   *slog.Logger
@@ -75,7 +75,7 @@ func (a *aside) segment(name string, cause error) error {
 	return nil
 }
 
-// tell logs what was found.
+// tell logs the findings.
 func (a *aside) tell() {
 	for why, n := range a.found {
 		a.log.Error("damaged records in the spool of flows", "why", why, "count", n, "kept_as", asideName+"*")

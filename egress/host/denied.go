@@ -29,7 +29,7 @@ type tally struct {
 	slot int
 }
 
-// kind is what the flows of a tally have in common.
+// kind has the common fields of the flows of a tally.
 type kind struct {
 	spoken core.Spoken
 	host   string
@@ -50,7 +50,7 @@ type denials struct {
 
 var _ proxy.Journal = (*denials)(nil)
 
-// denied is what is known of one sandbox.
+// denied is the state of one sandbox.
 type denied struct {
 	singly *rate.Limiter
 	until  time.Time // the end of its tallies, or of what is known of it

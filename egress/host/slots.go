@@ -50,7 +50,7 @@ func (s *slots) write(slot int, count int64, last time.Time) error {
 	return err
 }
 
-// read gives what was written. What cannot be read is one, of no known time.
+// read returns the count and its time. An unreadable slot counts as one, without a time.
 func (s *slots) read(slot int) (count int64, last time.Time) {
 	var b [slotSize]byte
 	if _, err := s.file.ReadAt(b[:], int64(slot)*slotSize); err != nil || slot <= 0 || slot > maxSlots {

@@ -206,7 +206,7 @@ func (s *spool) note(f core.Flow) {
 	}
 }
 
-// heading is what a segment begins with.
+// heading is the beginning of a segment.
 func (s *spool) heading() ([]byte, error) {
 	var out bytes.Buffer
 	put := func(l line) error {
@@ -336,7 +336,7 @@ func (s *spool) finish(f core.Flow) bool {
 	return true
 }
 
-// append writes a line, whole or not at all. Whoever calls it has made sure that there is room.
+// append writes a line, whole or not at all. The caller has made sure that there is room.
 func (s *spool) append(id core.SandboxID, b []byte) error {
 	seg := s.segments[len(s.segments)-1]
 	if seg.size >= seg.full {

@@ -21,7 +21,7 @@ func (f *fault) Error() string { return f.class + ": " + f.sentence }
 
 func newFault(class, sentence string) *fault { return &fault{class, sentence} }
 
-// What can go wrong between the proxy and a host.
+// The faults between the proxy and a host.
 var (
 	errNoName      = newFault("no_such_name", "the host's name was not found")
 	errNoAddress   = newFault("no_such_name", "the host's name has no address")

@@ -349,7 +349,7 @@ func (s *Server) onResponse(resp *http.Response, ctx *goproxy.ProxyCtx) *http.Re
 	return problem(ctx.Req, status, reason)
 }
 
-// problemBody is what a guest is told of its own requests. Detail is bounded as in the journal.
+// problemBody is the error body for a guest's own request. Detail is bounded as in the journal.
 type problemBody struct {
 	Title  string `json:"title"`
 	Status int    `json:"status"`

@@ -203,7 +203,7 @@ func (s *Server) Close() error {
 	return errors.Join(s.proxied.Close(), s.based.Close(), s.origin.Close(), s.read.Close())
 }
 
-// maySay reports whether what a guest can bring about as often as it likes is logged now: once a second, so that the host's disk is not filled.
+// maySay reports whether to log an event that a guest can cause at will: once a second, so that the log does not fill the host's disk.
 func (s *Server) maySay() bool {
 	now := time.Now().Unix()
 	return s.said.Swap(now) != now

@@ -202,7 +202,7 @@ type Verified struct {
 // statement has: the clock of this machine does not matter.
 func (a *Authority) Verify(b []byte) (Verified, error) { return a.verify(b, 2) }
 
-// VerifyRunner takes what a runner signed, before the cluster countersigns it.
+// VerifyRunner verifies an envelope that only a runner has signed, before the cluster countersigns it.
 func (a *Authority) VerifyRunner(b []byte) (Verified, error) { return a.verify(b, 1) }
 
 func (a *Authority) verify(b []byte, signatures int) (Verified, error) {

@@ -1,4 +1,4 @@
-// Package attest makes and verifies signed reseal reports: what a runner did to give a fork a new identity, as an in-toto
+// Package attest makes and verifies signed reseal reports: how a runner gave a fork a new identity, as an in-toto
 // statement in a DSSE envelope. The runner signs it, and the cluster signs it again after it has compared it with its own rows.
 // Both signatures bring their certificate, so a verifier needs the certificate of the cluster's authority and nothing else.
 package attest
@@ -37,13 +37,13 @@ type Statement struct {
 	Predicate     Predicate `json:"predicate"`
 }
 
-// Subject names what the statement is about.
+// Subject names the subject of the statement.
 type Subject struct {
 	Name   string            `json:"name"`
 	Digest map[string]string `json:"digest"`
 }
 
-// Predicate says what was done.
+// Predicate is the report of the reseal.
 type Predicate struct {
 	ClusterID   string           `json:"cluster_id"`
 	WorkspaceID core.WorkspaceID `json:"workspace_id"`
@@ -64,7 +64,7 @@ type Predicate struct {
 	FinishedAt  time.Time        `json:"finished_at"` // every step was proven; the workload is released after that
 }
 
-// Checkpoint is what the sandbox was grown from.
+// Checkpoint is the origin of the sandbox.
 type Checkpoint struct {
 	ID core.CheckpointID `json:"id"`
 	// Manifest is the digest that the runner verified the bytes against. It is empty where the runner captured the checkpoint itself.
@@ -84,7 +84,7 @@ type Runner struct {
 	Version string        `json:"version"` // of its program
 }
 
-// VMM is what the sandbox runs on.
+// VMM names the sandbox's VMM.
 type VMM struct {
 	Name        string `json:"name"`
 	Version     string `json:"version"`
@@ -209,7 +209,7 @@ func stepTexts(steps []Step) []string {
 	return list
 }
 
-// Difference names the first field in which got is not what was wanted, with both values; "" if there is none. The runner alone knows the
+// Difference names the first field that differs between got and want, with both values; "" if there is none. The runner alone knows the
 // times and the version of its program: they are not compared.
 func Difference(want, got Predicate) string {
 	for _, f := range []struct {

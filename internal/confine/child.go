@@ -132,7 +132,7 @@ func openDescriptors() ([]int, error) {
 	return out, nil
 }
 
-// closeOthers closes what was not meant for this process: its caller may have had descriptors that programs inherit.
+// closeOthers closes descriptors that this process inherited by accident.
 func closeOthers(open []int, from int) {
 	for _, fd := range open {
 		if fd >= from {

@@ -30,7 +30,7 @@ type Limits struct {
 	Bytes     int64         // bytes of all answers
 }
 
-// Spec says what a helper does and what it gets.
+// Spec describes a helper: its task, request, files and limits.
 type Spec struct {
 	Task    string // the name of a task that Enter was given
 	Limits  Limits
@@ -180,7 +180,7 @@ func check(s Spec) ([]byte, error) {
 	return request, nil
 }
 
-// reply is what a helper sent in all.
+// reply has all that a helper sent.
 type reply struct {
 	done   bool       // it ended well
 	failed *TaskError // or its task failed
@@ -277,7 +277,7 @@ func (p *process) converse(spec Spec, request []byte, each func(json.RawMessage)
 	}
 }
 
-// taskError reads what a helper says of its failure.
+// taskError decodes a helper's failure.
 func taskError(b []byte) *TaskError {
 	var f failure
 	if err := json.Unmarshal(b, &f); err != nil {

@@ -21,10 +21,10 @@ const (
 
 const frameHead = 5
 
-// maxFailure bounds what a helper says of a failure, in bytes.
+// maxFailure bounds the encoding of a helper's failure, in bytes.
 const maxFailure = 8 << 10
 
-// header tells a helper what it is. It comes before the request.
+// header describes the helper to itself. It comes before the request.
 type header struct {
 	Task     string `json:"task"`
 	Limits   Limits `json:"limits"`

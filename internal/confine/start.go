@@ -153,7 +153,7 @@ func (p *process) confine() error {
 	if !p.confined {
 		return nil
 	}
-	// What runs short of memory on the host is not the runner.
+	// When the host runs short of memory, the kernel ends the helper first.
 	if err := os.WriteFile(filepath.Join("/proc", strconv.Itoa(p.proc.Pid), "oom_score_adj"), []byte("1000"), 0); err != nil {
 		return fmt.Errorf("make it the first to go: %w", err)
 	}
@@ -173,7 +173,7 @@ func (p *process) confine() error {
 	return p.checkMounts()
 }
 
-// checkMounts looks at what the helper has, as the kernel shows it: its root, and its directory if it has one.
+// checkMounts reads the helper's mounts from the kernel: its root, and its directory if it has one.
 func (p *process) checkMounts() error {
 	b, err := os.ReadFile(filepath.Join("/proc", strconv.Itoa(p.proc.Pid), "mountinfo"))
 	if err != nil {

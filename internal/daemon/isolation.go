@@ -39,7 +39,7 @@ func (h *Host) judge(ctx context.Context, cfg HostConfig, groups *cgroup.Tree, r
 	return nil
 }
 
-// showIsolation registers what was found. A nil registerer shows it to nobody.
+// showIsolation registers the findings as metrics. A nil registerer gets none.
 func showIsolation(to prometheus.Registerer, found []hostcheck.Result, groups *cgroup.Tree) {
 	if to == nil {
 		return

@@ -74,7 +74,7 @@ func (f files) samePageMerging(context.Context) Result {
 	return ok(checkKSM, "off")
 }
 
-// vulnerabilities returns what the kernel says about each known fault of the processor, by name.
+// vulnerabilities returns the kernel's text on each known fault of the processor, by name.
 func (f files) vulnerabilities() (map[string]string, error) {
 	dir := filepath.Join(f.sys, "devices", "system", "cpu", "vulnerabilities")
 	entries, err := os.ReadDir(dir)

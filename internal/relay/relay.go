@@ -99,7 +99,7 @@ func (t *trailers) Read(p []byte) (int, error) {
 	return n, err
 }
 
-// Write passes on what a user sends on an upgraded connection.
+// Write forwards the user's bytes on an upgraded connection.
 func (t *trailers) Write(p []byte) (int, error) {
 	if w, ok := t.ReadCloser.(io.Writer); ok {
 		return w.Write(p)

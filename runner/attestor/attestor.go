@@ -1,4 +1,4 @@
-// Package attestor keeps the key with which a runner signs what it did, and the certificate that the cluster's authority gives it for that.
+// Package attestor keeps the key that signs a runner's reports of reseals, and its certificate from the cluster's authority.
 package attestor
 
 import (
@@ -26,7 +26,7 @@ type Attestor struct {
 	signer  *attest.Signer // nil while there is no certificate
 }
 
-// file is what is kept, readable by the runner's user only.
+// file is the stored form, readable by the runner's user only.
 type file struct {
 	Key         []byte `json:"key"` // PKCS#8
 	Certificate []byte `json:"certificate,omitempty"`

@@ -64,7 +64,7 @@ type end struct {
 	Unreadable int
 }
 
-// Task is what the program of a runner gives to confine.Enter.
+// Task is the runner's task for confine.Enter.
 func Task() confine.Task { return confine.Task{Name: taskName, Run: serve} }
 
 // serve compares, in the helper.
@@ -145,7 +145,7 @@ var errAnswer = errors.New("the confined helper answered what no comparison give
 // maxSize is the largest file that either reader knows.
 const maxSize = rootimage.MaxFile
 
-// check holds an answer against what a comparison can give. The helper may have been taken over.
+// check refuses an answer that no comparison can give. A guest may have taken over the helper.
 func (a answer) check(r Request, page *diskdiff.Page) error {
 	if len(page.Changes)+len(a.Changes) > r.Limit || len(a.Changes) > batch {
 		return errAnswer

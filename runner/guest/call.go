@@ -22,7 +22,7 @@ const (
 	publicHeaderTimeout  = 330 * time.Second // the longest wait of a session is 300 s
 )
 
-// What an answer of the agent may be. A report of all steps is a few KiB; clean.go says what is kept of it.
+// The bound of an agent's answer. A report of all steps is a few KiB; clean.go says what is kept of it.
 var (
 	boundControl = boundjson.Bound{
 		Name: "the agent's answer", Bytes: 1 << 20, Elements: 64 << 10, List: 4 << 10, Depth: 8, String: 1 << 10, Text: 512 << 10, Cut: 2, Keep: maxWorkload,

@@ -22,7 +22,7 @@ import (
 // Lowest is the first port that may be forwarded: those below belong to services of the host.
 const Lowest = 1024
 
-// Allowed is what the operator lets tenants use. The zero value is that of Default.
+// Allowed are the addresses and ports that the operator allows tenants. The zero value is that of Default.
 type Allowed struct {
 	Addresses   []netip.Addr // the first one is for requests that name none
 	First, Last uint16
@@ -98,7 +98,7 @@ func (a Allowed) addresses() string {
 	return strings.Join(list, ", ")
 }
 
-// Want is what a tenant asks for: an address, or none; a port, or 0 for a free one.
+// Want is a tenant's request: an address, or none; a port, or 0 for a free one.
 type Want struct {
 	Address netip.Addr
 	Port    uint16

@@ -16,7 +16,7 @@ type Peers struct {
 	until   time.Time
 }
 
-// NewPeers admits nobody until it has learned something.
+// NewPeers returns peers that admit nobody before the first call of Learn.
 func NewPeers() *Peers { return &Peers{} }
 
 // Learn replaces the list of runners that were removed. It holds until good has passed since the time at.

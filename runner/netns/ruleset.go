@@ -103,7 +103,7 @@ type (
 	udpDest uint16
 	// overTCP is any TCP segment.
 	overTCP struct{}
-	// rateOver is what comes beyond a rate, in packets or bytes.
+	// rateOver matches packets beyond a rate, in packets or bytes.
 	rateOver struct {
 		bytes     bool
 		perSecond uint64

@@ -18,7 +18,7 @@ const (
 	mostFloor  = 4 << 30
 )
 
-// overhead is what a file system needs for its own records of n bytes.
+// overhead is the space that a file system needs for its own records of n bytes.
 func overhead(n int64) int64 { return n / 128 }
 
 // Room is the space of one file system that may be taken. It is safe for concurrent use.
@@ -144,5 +144,5 @@ func (v *Reservation) Split(n int64) *Reservation {
 	return &Reservation{room: v.room, left: n}
 }
 
-// Release gives back what was not written.
+// Release gives back the bytes that were not written.
 func (v *Reservation) Release() { v.Left(0) }

@@ -14,7 +14,7 @@ import (
 	"strings"
 )
 
-// What CopyFrom takes where nobody says otherwise.
+// The default bounds of CopyFrom.
 const (
 	DefaultCopyBytes   = 10 << 30
 	DefaultCopyEntries = 1_000_000

@@ -1,4 +1,4 @@
-// Package jail gives a process a file system with nothing in it but what the process needs, and namespaces of its own.
+// Package jail gives a process a file system with only the files that it needs, and namespaces of its own.
 //
 // New builds a mount namespace once: an empty tmpfs, read-only, with a read-only bind of each file that the program needs: the
 // program, its loader, its shared libraries, its firmware, its device nodes. Each process gets a copy of that namespace. A
@@ -19,7 +19,7 @@ import (
 	"github.com/coppice-dev/coppice/internal/osthread"
 )
 
-// Config lists what the process finds. Each path is the same inside as outside. A path that is a symbolic link becomes the file
+// Config lists the files of the process. Each path is the same inside as outside. A path that is a symbolic link becomes the file
 // that the link leads to.
 type Config struct {
 	Program string   // absolute path; its loader and shared libraries come with it
@@ -33,7 +33,7 @@ type Jail struct {
 	mounts *os.File // the mount namespace that each process gets a copy of
 }
 
-// hostname is what the process sees as the name of its host.
+// hostname is the name of the host inside the jail.
 const hostname = "vmm"
 
 // ownProc is where the process finds its own directory of /proc, and nothing else of /proc.

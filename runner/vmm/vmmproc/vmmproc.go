@@ -136,7 +136,7 @@ func reap(cmd *exec.Cmd) error {
 	return err
 }
 
-// confineThread confines the calling thread, and with it what the thread starts.
+// confineThread confines the calling thread and every process that it starts.
 func confineThread(c Command) error {
 	if c.NetNS != nil {
 		if err := unix.Setns(int(c.NetNS.Fd()), unix.CLONE_NEWNET); err != nil {

@@ -163,7 +163,7 @@ func testConsoleFlood(t *testing.T, w *world) {
 	}
 }
 
-// checkFiles wants nothing of what a guest prints to get into files of the host.
+// checkFiles fails when a guest's output gets into files of the host.
 func checkFiles(t *testing.T, dir string) {
 	t.Helper()
 	const most = 64 << 10 // of what a driver keeps there: sockets, and a configuration
