@@ -71,14 +71,14 @@ const (
 	FlowsOfProject   = 5_000_000
 )
 
-// OmittedFlows are flows that were left out because of the quota. A batch that a runner tells twice, because the answer to the first time was lost,
+// OmittedFlows are flows that were left out because of the quota. A batch that a runner sends twice, because the first answer was lost,
 // counts twice.
 type OmittedFlows struct {
 	Count       int64
 	First, Last time.Time
 }
 
-// KeptFlows is what became of flows.
+// KeptFlows is the outcome of an insertion of flows.
 type KeptFlows struct {
 	Fresh   []core.Flow // that were not there yet
 	Omitted int64       // that have ended and were left out because of the quota

@@ -13,9 +13,9 @@ import (
 // lessTime is how long the attempt to give a runner less than it has refused may take.
 const lessTime = 5 * time.Second
 
-// shrink holds what is told of each workspace to what can be sent to a host. What is admitted is within that (grant.MaxBundle, policy.MaxBytes);
-// rows that are older than these bounds may not be. With lenient set less is sent then, down to nothing that may be reached: what was taken
-// away must not stay in force because of what is left.
+// shrink bounds the rules of each workspace by the bytes that can be sent to a host. Admitted rules are within the bound (grant.MaxBundle,
+// policy.MaxBytes); older rows may exceed it. With lenient set they are reduced, down to no rules at all: removed entries must not stay in
+// force because of others.
 func shrink(list []Workspace, out []equipment, lenient bool) error {
 	for i, w := range list {
 		for _, less := range append([]runnerapi.EgressRules{out[i].rules}, out[i].rules.Lesser()...) {
@@ -67,7 +67,7 @@ func refuses(err error) bool {
 	return err != nil && slices.Contains(answers, core.CategoryOf(err)) && core.CodeOf(err) != core.CodeWorkspaceNotReady
 }
 
-// giveLess gives a runner rules that allow less than those that it has refused: whatever it does not take, what was taken away is not kept.
+// giveLess gives a runner lesser rules than those that it refused, so that removed entries are out of force.
 func (c *Controller) giveLess(ctx context.Context, w Workspace, rules runnerapi.EgressRules) {
 	ctx, cancel := context.WithTimeout(ctx, lessTime)
 	defer cancel()

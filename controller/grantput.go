@@ -46,8 +46,8 @@ func (g Grant) scope() grant.Scope {
 	return grant.Scope{Mode: g.Mode, Hosts: g.Hosts, Header: g.Header, Methods: g.Methods, Paths: g.Paths, Expires: g.ExpiresAt}
 }
 
-// keepSecret gives a grant the secret of the one that it replaces, unless the secret could go further then: whoever gave it agreed to the
-// scope that it had. Otherwise a key that may write grants, and none that knows the secret, could have it sent to a host of its own.
+// keepSecret gives a grant the secret of the grant that it replaces, unless the new scope is wider: the client that gave the secret agreed to
+// the old scope. Otherwise a key that may write grants could have an unknown secret sent to a host of its own.
 func keepSecret(was Grant, g *Grant, ttl time.Duration) error {
 	now := g.scope()
 	if ttl > 0 {

@@ -10,8 +10,8 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// ActionUnseal is what the audit log calls it when the secrets of grants are decrypted, or read where they are kept, for an egress process that
-// did not have them.
+// ActionUnseal is the action in the audit log when secrets of grants are decrypted, or read from Vault, for an egress process that did not have
+// them.
 const ActionUnseal = "unsealGrants"
 
 // unsealed collects whose secrets are given to egress processes.

@@ -6,8 +6,8 @@ import (
 	"unicode/utf8"
 )
 
-// What the record of a flow may take, in bytes of its JSON encoding, whatever a guest or a host has sent. Each text is clipped by what its
-// encoding takes, so that the sum is a bound of the whole.
+// The bounds of the record of a flow, in bytes of its JSON encoding, whatever a guest or a host has sent. Each text is clipped by the length of
+// its encoding, so that the sum bounds the whole.
 const (
 	MaxFlowEncoded = 2 << 10
 	MaxFlowID      = 64
@@ -32,8 +32,8 @@ func (f Flow) Clipped() Flow {
 // clippedEnd follows what was cut off.
 const clippedEnd = "..."
 
-// ClipText makes text of what somebody else has sent: valid UTF-8, without control characters, of which a JSON encoding takes at most limit
-// bytes, with an ellipsis where something was cut off.
+// ClipText cleans foreign text: the result is valid UTF-8 without control characters, takes at most limit bytes in JSON, and ends with an
+// ellipsis if it was cut.
 func ClipText(s string, limit int) string {
 	if len(s) <= limit && plain(s) {
 		return s

@@ -83,8 +83,8 @@ func commandLine(command []string) string {
 	return string(line)
 }
 
-// logs prints what a session has written, and what it goes on to write if asked. On a terminal, control characters are shown, not
-// obeyed, unless raw.
+// logs prints the output of a session, and follows it if asked. On a terminal, control characters are shown as text and have no effect,
+// unless raw.
 func (a *app) logs(ctx context.Context, client *coppice.Client, session coppice.Session, follow, raw bool) (err error) {
 	shown := *a
 	var endOut, endErr func() error

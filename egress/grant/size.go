@@ -63,8 +63,8 @@ func Size(g Grant, secret int) int {
 	return n
 }
 
-// Fit says which grants are sent when all together are too large. Those go first whose secret has grown beyond what was reserved for it, then
-// the last ones: what was admitted within the bound is always sent.
+// Fit chooses the grants to send when all together are too large. It leaves out grants whose secret has grown beyond its reserved size first,
+// then the last ones. Grants that were admitted within the bound are always sent.
 func Fit(grants []Grant, reserved []int) []bool {
 	fit, sum := make([]bool, len(grants)), 0
 	for _, grown := range []bool{false, true} {

@@ -11,12 +11,12 @@ import (
 	"github.com/coppice-dev/coppice/egress/proxy"
 )
 
-// How denied flows are recorded: a few each by itself, and what is beyond in tallies, which count flows to one host for one reason until they
+// The bounds of records of denied flows: a few have records of their own. Tallies count the others, each for one host and reason, until they
 // end.
 const (
 	deniedSingly = 16          // of each sandbox within deniedEvery
 	deniedEvery  = time.Minute // after which a tally ends
-	deniedKinds  = 16          // tallies that a sandbox has at once; a last one has whatever does not belong to them
+	deniedKinds  = 16          // tallies that a sandbox has at once; a last one counts all others
 )
 
 // severalKinds is the reason of that last one.

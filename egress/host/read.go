@@ -16,8 +16,8 @@ import (
 	"github.com/coppice-dev/coppice/egress/egressapi"
 )
 
-// What is read of a line of a segment that another process has written, in bytes. An older version bounded none: what is within is clipped
-// and told, what is beyond is set aside.
+// The longest lines that are read from a segment of another process, in bytes. An older version had no bound: lines within this one are
+// clipped and reported, longer ones are set aside.
 const (
 	maxOldLine = 1 << 20
 	maxOldHead = 8 << 20

@@ -195,7 +195,7 @@ func (d *denial) Error() string { return d.reason }
 
 func deny(reason string) error { return &denial{reason, http.StatusForbidden} }
 
-// record is the flow as the journal gets it, which is the only place that bounds what a guest or a host has made of it.
+// record returns the flow for the journal. It is the only place that bounds its foreign texts.
 func record(f core.Flow) core.Flow { return f.Clipped() }
 
 // decide asks the policy for a flow and tells the journal. The error is a *denial, or one of the journal. What was begun must be ended.

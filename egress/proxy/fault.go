@@ -13,8 +13,8 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// fault is why a flow failed, in words of our own. What a library says of a failure may quote what the host has answered, a secret that it
-// echoes included, so none of it reaches the guest or the journal.
+// fault is the reason of a failed flow, in words of our own. The error of a library may quote the host's answer, with a secret that the host
+// echoes, so none of it reaches the guest or the journal.
 type fault struct{ class, sentence string }
 
 func (f *fault) Error() string { return f.class + ": " + f.sentence }

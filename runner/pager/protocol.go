@@ -94,7 +94,7 @@ const (
 	maxWaiters = 32
 )
 
-// What a status takes, so that a message takes some, whatever a manifest or a store says; and how many bytes of them are sent at once.
+// The bounds of a status, so that a message has room for some whatever a manifest or a store says, and of the statuses in an answer.
 const (
 	maxID          = 255      // bytes of an image's id, which is the name of a file
 	maxObject      = 256      // of the encoding of an object's key
