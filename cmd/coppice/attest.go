@@ -68,6 +68,10 @@ func printAttestation(c *cobra.Command, a *app, client *coppice.Client, id coppi
 	if err != nil {
 		return err
 	}
+	// An attestation is verified byte by byte, so it is printed as it comes or not at all.
+	if escape(string(b), "") != string(b) {
+		return fmt.Errorf("the server's answer about workspace %s is no attestation: it has unprintable characters", id)
+	}
 	_, err = fmt.Fprintf(a.stdout, "%s\n", b)
 	return err
 }

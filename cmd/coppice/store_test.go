@@ -54,12 +54,12 @@ func TestStoreCommands(t *testing.T) {
 			"12 objects (14.0 MiB) of uploads that were given up removed, 5 more uploads wait\n", 2}, // the first request did not get done
 		{"store check", false, 0, "5 objects (6.0 MiB) are there; 7 of uploads under way, 8 to be removed\n", 0},
 		{"store check", true, 1, "5 objects (6.0 MiB) are there; 7 of uploads under way, 8 to be removed\n" +
-			"missing     v1/a (1.0 KiB)\nforeign     v1/b? (2.0 KiB)\nand more\n", 0},
+			"missing     v1/a (1.0 KiB)\nforeign     v1/b\\x1b (2.0 KiB)\nand more\n", 0},
 		{"store check --read-data-subset=3/10", false, 0, "5 objects (6.0 MiB) are there; 7 of uploads under way, 8 to be removed\n" +
 			"20 frames (2.0 MiB) of 4 checkpoints, part 3/10, were read and are what was stored\n", 2},
 		{"store check --read-data-subset=100%", true, 1, "5 objects (6.0 MiB) are there; 7 of uploads under way, 8 to be removed\n" +
-			"missing     v1/a (1.0 KiB)\nforeign     v1/b? (2.0 KiB)\nand more\n20 frames (2.0 MiB) of 4 checkpoints, part 1/1, were read and are what was stored\n" +
-			"CHECKPOINT_CORRUPT  v1/p/c/1/pack-0: not what was stored?\n  needed by ckpt_a, ckpt_b and 3 more\n", 2},
+			"missing     v1/a (1.0 KiB)\nforeign     v1/b\\x1b (2.0 KiB)\nand more\n20 frames (2.0 MiB) of 4 checkpoints, part 1/1, were read and are what was stored\n" +
+			"CHECKPOINT_CORRUPT  v1/p/c/1/pack-0: not what was stored\\x1b\n  needed by ckpt_a, ckpt_b and 3 more\n", 2},
 		{"store check --read-data-subset=11/10", false, 2, "", 0},
 	} {
 		f.requests, f.failChild = nil, c.unwell
