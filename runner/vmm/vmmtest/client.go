@@ -239,6 +239,21 @@ func (p *probe) standsStill(t *testing.T) {
 	}
 }
 
+// stops waits until the clock stands still: a signal is sent at once and takes effect a moment later.
+func (p *probe) stops(t *testing.T) {
+	t.Helper()
+	const looks = 20
+	last, same := p.ticks(t), 0
+	eventually(t, "the guest's clock stops", func() bool {
+		if now := p.ticks(t); now != last {
+			last, same = now, 0
+		}
+		same++
+		return same > looks
+	})
+	p.standsStill(t)
+}
+
 // eventually waits until ok says so: for states that nothing announces.
 func eventually(t *testing.T, what string, ok func() bool) {
 	t.Helper()

@@ -49,7 +49,7 @@ func testHold(t *testing.T, w *world) {
 	for range 2 {
 		must(t, m.Hold())
 		must(t, m.Hold())
-		p.standsStill(t)
+		p.stops(t)
 		must(t, m.LetGo())
 		must(t, m.LetGo())
 		p.moves(t)
