@@ -31,9 +31,16 @@ type egressLink struct {
 	news   chan struct{}  // closed when it is another
 
 	ended, hung atomic.Int64 // processes that ended by themselves, or were killed because they hung
+
+	patience time.Duration // for rules to be taken, however long who gives them waits
 }
 
-func newEgressLink(r *Runner) *egressLink { return &egressLink{r: r, news: make(chan struct{})} }
+func newEgressLink(r *Runner) *egressLink {
+	return &egressLink{r: r, news: make(chan struct{}), patience: egressCallTime}
+}
+
+// egressCallTime is longer than the bound of the egress client for a call, whose error says more.
+const egressCallTime = 20 * time.Second
 
 // How often what did not work is tried again.
 const (
@@ -231,10 +238,11 @@ func (e *egressLink) offer(ctx context.Context, c *egress.Client, s *sandbox, wa
 	return nil
 }
 
-// tellOrLess is tell, and has the process enforce less where it does not take the rules. The caller holds its egressMu.
+// tellOrLess is tell, and has the process enforce less where it does not take the rules, which the end of ctx by who gave it does not say. The caller
+// holds its egressMu.
 func (e *egressLink) tellOrLess(ctx context.Context, c *egress.Client, s *sandbox) error {
 	err := e.tell(ctx, c, s)
-	if err != nil {
+	if err != nil && !errors.Is(ctx.Err(), context.Canceled) {
 		err = e.reduce(ctx, c, s, err)
 	}
 	return err
@@ -385,13 +393,15 @@ func (r *Runner) SetEgressRules(ctx context.Context, id core.SandboxID, rules ru
 	return errors.Join(unread, unwritten, r.egress.enforce(ctx, s))
 }
 
-// enforce returns nil when nothing of a sandbox passes but by its rules: the process has acknowledged them, or gets them with the sandbox. The
-// caller holds its egressMu.
+// enforce returns nil when nothing of a sandbox passes but by its rules: the process has acknowledged them, or gets them with the sandbox. That
+// who asked gives up waiting says nothing of the process, and changes nothing. The caller holds its egressMu.
 func (e *egressLink) enforce(ctx context.Context, s *sandbox) error {
 	c, _ := e.current()
 	if !s.served || c == nil || s.told.has(c, s.rules()) {
 		return nil
 	}
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), e.patience)
+	defer cancel()
 	if s.told.by == c && s.told.cut {
 		return e.putOrLess(ctx, c, s)
 	}

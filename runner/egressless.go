@@ -51,7 +51,7 @@ func (e *egressLink) reduce(ctx context.Context, c *egress.Client, s *sandbox, w
 // less, or not at all. The caller holds egressMu.
 func (e *egressLink) putOrLess(ctx context.Context, c *egress.Client, s *sandbox) error {
 	why := e.put(ctx, c, s)
-	if why == nil || e.passesNothing(ctx, c, why) {
+	if why == nil || errors.Is(ctx.Err(), context.Canceled) || e.passesNothing(ctx, c, why) {
 		return why
 	}
 	rules := s.rules()

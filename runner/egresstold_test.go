@@ -80,16 +80,16 @@ func TestRulesNotTaken(t *testing.T) {
 		version++
 		rules := rulesOf(version, "b.test")
 		r.egress.set(inTheWay(t, way.answer, way.hang), nil)
+		r.egress.patience = 300 * time.Millisecond
 		for range 2 {
-			ctx, cancel := context.WithTimeout(t.Context(), 300*time.Millisecond)
-			if err := r.SetEgressRules(ctx, id, rules); err == nil {
+			if err := r.SetEgressRules(t.Context(), id, rules); err == nil {
 				t.Errorf("a process that %s has taken rules", what)
 			}
-			if err := r.SetEgressRules(ctx, id, rulesOf(1, "a.test")); err == nil {
+			if err := r.SetEgressRules(t.Context(), id, rulesOf(1, "a.test")); err == nil {
 				t.Errorf("a process that %s: older rules that are newer where nobody has them", what)
 			}
-			cancel()
 		}
+		r.egress.patience = egressCallTime
 		r.egress.set(c, nil)
 		if err := r.SetEgressRules(t.Context(), id, rules); err != nil {
 			t.Fatal(err)
@@ -108,6 +108,21 @@ func TestRulesNotTaken(t *testing.T) {
 	if err := r.SetEgressRules(t.Context(), id, rulesOf(version, "b.test")); err != nil {
 		t.Error(err)
 	}
+}
+
+// TestHangUp: rules come into force although who gives them does not wait for that.
+func TestHangUp(t *testing.T) {
+	t.Parallel()
+	r := newEgressRig(t, func(*Config) {})
+	id := r.forkWith(r.boot(), rulesOf(1, "a.test", "b.test"))
+	at := r.gateway(id)
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	if err := r.SetEgressRules(ctx, id, rulesOf(2, "b.test")); err != nil {
+		t.Error(err)
+	}
+	want(t, at, "a.test", denied)
+	want(t, at, "b.test", allowed)
 }
 
 // TestRulesNotWritten: rules that the journal does not have are in force as far as they can be, and are written when they are said again.
