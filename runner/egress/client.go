@@ -138,6 +138,9 @@ func (c *Client) Remove(ctx context.Context, id core.SandboxID) error {
 	return err
 }
 
+// maxListed bounds the sandboxes that a process is heard of: a host has far fewer.
+const maxListed = 1 << 17
+
 // List says which sandboxes are served. It asks as often as the list has more.
 func (c *Client) List(ctx context.Context) (all []egressapi.Served, err error) {
 	for from := core.SandboxID(""); ; {
@@ -146,10 +149,14 @@ func (c *Client) List(ctx context.Context) (all []egressapi.Served, err error) {
 			return nil, err
 		}
 		all = append(all, out.Served...)
-		if n := len(out.Served); !out.More || n == 0 || out.Served[n-1].ID <= from {
+		if !out.More {
 			return all, nil
 		}
-		from = out.Served[len(out.Served)-1].ID
+		n := len(out.Served)
+		if n == 0 || out.Served[n-1].ID <= from || len(all) > maxListed {
+			return nil, core.Errorf(core.Internal, core.CodeInternal, "the %s does not come to the end of its sandboxes: %d are listed, and more follow", name, len(all))
+		}
+		from = out.Served[n-1].ID
 	}
 }
 

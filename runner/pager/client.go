@@ -260,17 +260,27 @@ func (c *Client) List(ctx context.Context) ([]Status, Totals, error) {
 	return out.Images, *out.Totals, nil
 }
 
+// maxListed bounds the images that a pager is heard of: a host has far fewer.
+const maxListed = 1 << 17
+
 // list waits for another version and asks for the images until all have come.
 func list(ctx context.Context, conn *net.UnixConn, version int64) (all response, err error) {
 	all, _, err = exchange(ctx, conn, request{Op: opWatch, Version: version}, nil)
-	for more := all.More; err == nil && more; {
-		after := all.Images[len(all.Images)-1].ID // a part with more has one
-		var part response
-		part, _, err = exchange(ctx, conn, request{Op: opWatch, Version: version, After: after}, nil)
-		all.Images = append(all.Images, part.Images...)
-		more = part.More && len(part.Images) > 0
+	if err != nil {
+		return all, err
 	}
-	return all, err
+	for part, after := all, ""; part.More; {
+		n := len(part.Images)
+		if n == 0 || part.Images[n-1].ID <= after || len(all.Images) > maxListed {
+			return all, core.Errorf(core.Internal, core.CodeInternal, "the pager does not come to the end of its images: %d are listed, and more follow", len(all.Images))
+		}
+		after = part.Images[n-1].ID
+		if part, _, err = exchange(ctx, conn, request{Op: opWatch, Version: version, After: after}, nil); err != nil {
+			return all, err
+		}
+		all.Images = append(all.Images, part.Images...)
+	}
+	return all, nil
 }
 
 // Watch calls each with all images at once and whenever something about one has changed, until ctx ends or the connection to the pager does, which
