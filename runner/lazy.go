@@ -148,13 +148,13 @@ func (l *lazyImages) begin(ctx context.Context, im *lazyImage) (err error) {
 
 // forget has an image no longer known.
 func (l *lazyImages) forget(im *lazyImage) {
-	im.room.Release()
 	l.mu.Lock()
 	if l.images[im.ID] == im {
 		delete(l.images, im.ID)
 	}
 	l.changed()
 	l.mu.Unlock()
+	im.room.Release() // by now nobody counts it any more
 	if l.arrived != nil {
 		l.arrived()
 	}
