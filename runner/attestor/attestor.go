@@ -5,6 +5,7 @@ import (
 	"crypto/ed25519"
 	"crypto/x509"
 	"errors"
+	"fmt"
 	"os"
 	"sync"
 	"time"
@@ -24,6 +25,7 @@ type Attestor struct {
 	mu      sync.Mutex // guards what follows
 	cluster string
 	signer  *attest.Signer // nil while there is no certificate
+	unkept  bool           // the certificate is used and not in the file
 }
 
 // file is the stored form, readable by the runner's user only.
@@ -91,18 +93,32 @@ func (a *Attestor) Renewal(now time.Time) ([]byte, error) {
 // Request asks for a certificate, whatever there is: the one that is there may be of another authority.
 func (a *Attestor) Request() ([]byte, error) { return mtls.Request(a.key) }
 
-// Certify keeps a certificate of a cluster's authority and uses it from now on.
+// Certify uses a certificate of a cluster's authority from now on, and keeps it. One that cannot be kept is used all the same: see Keep.
 func (a *Attestor) Certify(cluster string, der []byte) error {
 	signer, err := a.signerOf(der)
 	if err != nil {
 		return core.Wrapf(err, core.Unavailable, core.CodeAttestationRefused, "the controller sent a certificate that is not of this runner's attestation key")
 	}
-	if err := a.keep(cluster, der); err != nil {
-		return err
+	a.mu.Lock()
+	a.cluster, a.signer, a.unkept = cluster, signer, true
+	a.mu.Unlock()
+	return a.Keep()
+}
+
+// Keep keeps the certificate that is used, if that has not been done.
+func (a *Attestor) Keep() error {
+	a.mu.Lock()
+	cluster, signer, unkept := a.cluster, a.signer, a.unkept
+	a.mu.Unlock()
+	if !unkept {
+		return nil
+	}
+	if err := a.keep(cluster, signer.Certificate().Raw); err != nil { // signing does not wait for the disk
+		return fmt.Errorf("keep the attestation certificate: %w", err)
 	}
 	a.mu.Lock()
-	a.cluster, a.signer = cluster, signer
-	a.mu.Unlock()
+	defer a.mu.Unlock()
+	a.unkept = a.signer != signer
 	return nil
 }
 

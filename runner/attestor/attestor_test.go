@@ -1,6 +1,7 @@
 package attestor_test
 
 import (
+	"errors"
 	"os"
 	"path/filepath"
 	"testing"
@@ -82,6 +83,28 @@ func TestAttestor(t *testing.T) {
 	}
 	if r, err := again.Renewal(time.Now().Add(40 * time.Minute)); r == nil || err != nil {
 		t.Errorf("it asks for none in the second half: %v", err)
+	}
+	// A disk that does not take the next one is no reason not to use it.
+	if err := errors.Join(os.Remove(path), os.Mkdir(path, 0o700)); err != nil {
+		t.Fatal(err)
+	}
+	if err := again.Certify("d", issue(again, attest.RunnerName(id), time.Hour)); err == nil {
+		t.Error("a certificate is kept where that is not possible")
+	}
+	if v, err := trust.VerifyRunner(sign(again)); err != nil || v.Statement.Predicate.ClusterID != "d" {
+		t.Errorf("the certificate that was not kept is not used: %+v, %v", v, err)
+	}
+	if err := again.Keep(); err == nil {
+		t.Error("it is kept now")
+	}
+	if err := os.Remove(path); err != nil {
+		t.Fatal(err)
+	}
+	if err := again.Keep(); err != nil {
+		t.Error(err)
+	}
+	if v, err := trust.VerifyRunner(sign(open(id))); err != nil || v.Statement.Predicate.ClusterID != "d" {
+		t.Errorf("the certificate was not kept later: %+v, %v", v, err)
 	}
 	if b := sign(open(core.NewID[core.RunnerID]())); b != nil {
 		t.Error("another runner on the same host uses the certificate")

@@ -61,6 +61,7 @@ type Link struct {
 	epoch  atomic.Int64 // of the lease; 0: there is none
 
 	renewTried time.Time
+	keepTried  time.Time     // the attestation certificate
 	registered chan struct{} // closed after the first registration
 	once       sync.Once
 }
@@ -144,9 +145,7 @@ func (l *Link) beat(ctx context.Context, lease **runnerapi.Registered) (time.Dur
 		if err := l.post(ctx, runnerapi.PathRegister, in, &out); err != nil {
 			return 0, err
 		}
-		if err := l.certify(out.ClusterID, out.AttestationCertificate); err != nil {
-			return 0, err
-		}
+		l.certify(ctx, out.ClusterID, out.AttestationCertificate)
 		if err := answered(seconds(out.FenceSeconds)); err != nil {
 			return 0, err
 		}
@@ -192,15 +191,28 @@ func (l *Link) beat(ctx context.Context, lease **runnerapi.Registered) (time.Dur
 		l.cfg.Peers.Learn(out.RemovedRunners, began, seconds(out.TTLSeconds))
 	}
 	l.obey(ctx, beat, out)
-	return seconds(out.TTLSeconds / 3), l.certify((*lease).ClusterID, out.AttestationCertificate)
+	l.certify(ctx, (*lease).ClusterID, out.AttestationCertificate)
+	return seconds(out.TTLSeconds / 3), nil
 }
 
-// certify has the runner sign with a certificate from now on. A controller without an authority sends none.
-func (l *Link) certify(cluster string, der []byte) error {
-	if len(der) == 0 {
-		return nil
+// keepPause is how long a certificate that could not be kept is not tried again.
+const keepPause = 10 * time.Second
+
+// certify has the runner sign with a certificate from now on. A controller without an authority sends none. What is wrong with it, or with the disk
+// that is to keep it, is tried again later and has nothing to do with the lease.
+func (l *Link) certify(ctx context.Context, cluster string, der []byte) {
+	var err error
+	switch {
+	case len(der) > 0:
+		l.keepTried = time.Now()
+		err = l.runner.Attestor().Certify(cluster, der)
+	case time.Since(l.keepTried) >= keepPause:
+		l.keepTried = time.Now()
+		err = l.runner.Attestor().Keep()
 	}
-	return l.runner.Attestor().Certify(cluster, der)
+	if err != nil {
+		l.cfg.Log.ErrorContext(ctx, "the attestation certificate is not in use, or not kept", "err", err)
+	}
 }
 
 func seconds(s float64) time.Duration { return time.Duration(s * float64(time.Second)) }
