@@ -38,10 +38,7 @@ func (c *Controller) RegisterRunner(ctx context.Context, reg runnerapi.Register)
 	} else if err := c.recordImages(ctx, r.Info.RunnerID, list); err != nil {
 		return runnerapi.Registered{}, err
 	}
-	certificate, err := c.certify(r.Info.RunnerID, reg.AttestationRequest)
-	if err != nil {
-		return runnerapi.Registered{}, err
-	}
+	certificate := c.certified(ctx, r.Info.RunnerID, reg.AttestationRequest)
 	out := runnerapi.Registered{AttestationCertificate: certificate, ClusterID: c.cfg.ClusterID, LeaseEpoch: r.LeaseEpoch, TTLSeconds: c.cfg.RunnerLease.Seconds(), FenceSeconds: c.fenceTime().Seconds()}
 	if c.cfg.Trust != nil {
 		out.PassKeys = [][]byte{c.cfg.Trust.Passes.Public()}
@@ -142,8 +139,8 @@ func (c *Controller) Heartbeat(ctx context.Context, id core.RunnerID, h runnerap
 	if len(out.DropSandboxes)+len(out.DropCheckpoints) > 0 {
 		c.log.InfoContext(ctx, "runner told to drop what has no row", "runner_id", id, "sandboxes", out.DropSandboxes, "checkpoints", out.DropCheckpoints)
 	}
-	out.AttestationCertificate, err = c.certify(id, h.AttestationRequest) // the transaction has found its lease
-	return out, err
+	out.AttestationCertificate = c.certified(ctx, id, h.AttestationRequest) // the transaction has found its lease
+	return out, nil
 }
 
 // maxRemoved bounds the removed runners in an answer to a heartbeat. No more can have joined while their certificates are good: see MaxRunnerTokens.
