@@ -46,6 +46,9 @@ const dialTime = 10 * time.Second
 // maxConnections bounds the connections of one forwarded port; further ones wait in the kernel's queue.
 const maxConnections = 256
 
+// acceptPause is how long a port rests that could not accept a connection.
+const acceptPause = 50 * time.Millisecond
+
 // maxPorts bounds the forwarded ports of one sandbox.
 const maxPorts = 64
 
@@ -206,7 +209,12 @@ func (p *port) serve(ctx context.Context, listener net.Listener, ns Namespace, t
 		}
 		c, err := listener.Accept()
 		if err != nil {
-			return // closed
+			<-places
+			if errors.Is(err, net.ErrClosed) || ctx.Err() != nil {
+				return
+			}
+			pause(ctx, acceptPause) // for one, the process has no file descriptor left
+			continue
 		}
 		p.wg.Go(func() {
 			defer func() { <-places }()

@@ -1,10 +1,16 @@
 package runner
 
 import (
+	"context"
+	"errors"
 	"maps"
 	"net"
 	"net/netip"
+	"os"
+	"sync/atomic"
+	"syscall"
 	"testing"
+	"time"
 
 	"github.com/google/go-cmp/cmp"
 
@@ -51,6 +57,53 @@ func TestPortsAreTheOperators(t *testing.T) {
 	}
 	if err := r.Destroy(t.Context(), s); err != nil {
 		t.Fatal(err)
+	}
+}
+
+// failing accepts nothing at first.
+type failing struct {
+	net.Listener
+	left atomic.Int64
+}
+
+func (l *failing) Accept() (net.Conn, error) {
+	if l.left.Add(-1) >= 0 {
+		return nil, syscall.EMFILE
+	}
+	return l.Listener.Accept()
+}
+
+// unreachable is the namespace of a guest that accepts nothing.
+type unreachable struct{ Namespace }
+
+func (unreachable) Dial(context.Context, string, string) (net.Conn, error) {
+	return nil, syscall.ECONNREFUSED
+}
+
+// TestPortOutlivesErrors: a port that cannot accept for a while goes on afterwards, and ends when it is closed.
+func TestPortOutlivesErrors(t *testing.T) {
+	t.Parallel()
+	inner, err := net.Listen("tcp4", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	l := &failing{Listener: inner}
+	l.left.Store(3)
+	run, stop := context.WithCancel(t.Context())
+	p := newPort(runnerapi.Port{}, stop, portListening)
+	p.wg.Go(func() { p.serve(run, l, unreachable{}, netip.AddrPort{}) })
+	c, err := net.Dial("tcp4", inner.Addr().String())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	_ = c.SetReadDeadline(time.Now().Add(time.Minute))
+	if _, err := c.Read(make([]byte, 1)); errors.Is(err, os.ErrDeadlineExceeded) {
+		t.Error("nobody has accepted the connection")
+	}
+	p.close()
+	if left := l.left.Load(); left >= 0 {
+		t.Errorf("%d errors are left", left)
 	}
 }
 
