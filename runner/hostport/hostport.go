@@ -132,6 +132,9 @@ func (h *Host) Listen(ctx context.Context, want Want) (*Listener, error) {
 	size := int(h.allowed.Last-h.allowed.First) + 1
 	start := rand.IntN(size) //nolint:gosec // G404: it is no secret
 	for i := range size {
+		if ctx.Err() != nil {
+			return nil, context.Cause(ctx)
+		}
 		port := h.allowed.First + uint16((start+i)%size)
 		l, err := listen(ctx, address, port)
 		if core.CodeOf(err) != core.CodePortTaken {
@@ -217,9 +220,10 @@ func bound(family int, at unix.Sockaddr) (int, error) {
 	return fd, nil
 }
 
+// taken says that somebody has a port, if that is what an error means.
 func taken(err error, port uint16) error {
 	if errors.Is(err, unix.EADDRINUSE) {
 		return core.Wrapf(err, core.Conflict, core.CodePortTaken, "port %d is used on an address of the host; use another one, or 0 for a free one", port)
 	}
-	return core.Wrapf(err, core.Conflict, core.CodePortTaken, "the host cannot listen on port %d", port)
+	return fmt.Errorf("listen on port %d of the host: %w", port, err)
 }

@@ -1,6 +1,8 @@
 package hostport_test
 
 import (
+	"context"
+	"errors"
 	"net"
 	"net/netip"
 	"strconv"
@@ -8,6 +10,8 @@ import (
 	"sync"
 	"sync/atomic"
 	"testing"
+
+	"golang.org/x/sys/unix"
 
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/testleak"
@@ -80,6 +84,27 @@ func TestParse(t *testing.T) {
 		if _, err := hostport.Parse([]string{address}, ""); core.CodeOf(err) != core.CodeInvalidField {
 			t.Errorf("%s: %v", address, err)
 		}
+	}
+}
+
+// TestNotTaken: what fails for another reason is not said to be taken, and a range is not tried on for nobody.
+func TestNotTaken(t *testing.T) {
+	t.Parallel()
+	l, err := allow(t, "", "192.0.2.1").Listen(t.Context(), at("192.0.2.1:0")) // no host has it
+	if err == nil {
+		_ = l.Close()
+	}
+	if !errors.Is(err, unix.EADDRNOTAVAIL) || core.CodeOf(err) == core.CodePortTaken {
+		t.Errorf("an address of another host: %v", err)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	l, err = allow(t, "29120-29129").Listen(ctx, at(":0"))
+	if err == nil {
+		_ = l.Close()
+	}
+	if !errors.Is(err, context.Canceled) {
+		t.Errorf("nobody waits for a port: %v", err)
 	}
 }
 
