@@ -168,12 +168,15 @@ func (e *egressLink) attend(ctx context.Context, c *egress.Client) error {
 		for wait := firstEgressPause; offering.Err() == nil; wait = min(2*wait, lastEgressPause) {
 			err := e.reconcile(offering, c)
 			if err == nil {
-				return
+				break
 			}
 			if offering.Err() == nil {
 				e.r.cfg.Log.WarnContext(ctx, "the egress process has not taken every sandbox; they are offered again", "again_ms", core.Milliseconds(wait), "err", err)
 			}
 			pause(offering, wait)
+		}
+		for pause(offering, lessPause); offering.Err() == nil; pause(offering, lessPause) {
+			e.restore(offering, c)
 		}
 	})
 	return c.Attend(ctx)
@@ -226,7 +229,10 @@ func (e *egressLink) offer(ctx context.Context, c *egress.Client, s *sandbox, wa
 		switch {
 		case s.told.cut:
 			return e.putOrLess(ctx, c, s)
-		case s.told.has(c, rules) || s.told.less && sameRules(s.told.rules, rules):
+		case s.told.has(c, rules):
+			return nil
+		case s.told.less && sameRules(s.told.rules, rules):
+			e.again(ctx, c, s)
 			return nil
 		}
 		return e.tellOrLess(ctx, c, s)
@@ -262,8 +268,9 @@ func (e *egressLink) tell(ctx context.Context, c *egress.Client, s *sandbox) err
 type told struct {
 	by    *egress.Client // of one process: its successor has another
 	rules runnerapi.EgressRules
-	less  bool // it has not taken these rules, and enforces less
-	cut   bool // it has taken nothing, and serves the sandbox no more
+	less  bool      // it has not taken these rules, and enforces less
+	tried time.Time // of less: when they were given last
+	cut   bool      // it has taken nothing, and serves the sandbox no more
 }
 
 // has reports whether a process is known to have rules.

@@ -29,7 +29,7 @@ func (e *egressLink) reduce(ctx context.Context, c *egress.Client, s *sandbox, w
 	for _, less := range rules.Lesser() {
 		err := c.SetRules(giving, s.info.ID, less)
 		if err == nil {
-			s.told = told{by: c, rules: rules, less: true}
+			s.told = told{by: c, rules: rules, less: true, tried: time.Now()}
 			e.r.cfg.Log.ErrorContext(ctx, "the egress process refused the rules of a sandbox and got less", "sandbox_id", s.info.ID, "rules_version", rules.Version,
 				"entries", len(less.Allow), "err", why)
 			return reduced(s.info.ID, rules, why)
@@ -47,6 +47,36 @@ func (e *egressLink) reduce(ctx context.Context, c *egress.Client, s *sandbox, w
 	return reduced(s.info.ID, rules, errors.Join(why, err))
 }
 
+// lessPause is how long a process that has not taken the rules of a sandbox is not given them again, unless a controller does.
+const lessPause = time.Minute
+
+// restore gives a process again the rules that it has not taken, where it is time for that.
+func (e *egressLink) restore(ctx context.Context, c *egress.Client) {
+	for _, s := range e.r.all() {
+		if ctx.Err() != nil {
+			return
+		}
+		s.egressMu.Lock()
+		e.again(ctx, c, s)
+		s.egressMu.Unlock()
+	}
+}
+
+// again gives a process the rules of a sandbox again for which it enforces less, if it is time for that. Until it takes them it has what it has:
+// less, or, when only its answer was lost, the rules. The caller holds egressMu.
+func (e *egressLink) again(ctx context.Context, c *egress.Client, s *sandbox) {
+	if !s.served || s.told.by != c || !s.told.less || time.Since(s.told.tried) < lessPause || !sameRules(s.told.rules, s.rules()) {
+		return
+	}
+	s.told.tried = time.Now()
+	if err := e.tell(ctx, c, s); err != nil {
+		e.r.cfg.Log.WarnContext(ctx, "the egress process still does not take the rules of a sandbox, and enforces less", "sandbox_id", s.info.ID,
+			"rules_version", s.told.rules.Version, "again_ms", core.Milliseconds(lessPause), "err", err)
+		return
+	}
+	e.r.cfg.Log.InfoContext(ctx, "the egress process has taken the rules of a sandbox that it enforced less for", "sandbox_id", s.info.ID, "rules_version", s.told.rules.Version)
+}
+
 // putOrLess is put, and hands the sandbox over with less where the process does not take it with its rules. After an error it may be served with
 // less, or not at all. The caller holds egressMu.
 func (e *egressLink) putOrLess(ctx context.Context, c *egress.Client, s *sandbox) error {
@@ -59,7 +89,7 @@ func (e *egressLink) putOrLess(ctx context.Context, c *egress.Client, s *sandbox
 		if e.putWith(ctx, c, s, less) != nil {
 			continue
 		}
-		s.told = told{by: c, rules: rules, less: true}
+		s.told = told{by: c, rules: rules, less: true, tried: time.Now()}
 		e.r.cfg.Log.ErrorContext(ctx, "the egress process refused a sandbox with its rules and serves it with less", "sandbox_id", s.info.ID, "rules_version", rules.Version,
 			"entries", len(less.Allow), "err", why)
 		return reduced(s.info.ID, rules, why)

@@ -109,6 +109,40 @@ func TestCutOff(t *testing.T) {
 	want(t, at, "a.test", denied)
 }
 
+// TestRestored: rules that a process has not taken are given to it again after a while, and not before.
+func TestRestored(t *testing.T) {
+	t.Parallel()
+	r := newEgressRig(t, func(*Config) {})
+	id := r.forkWith(r.boot(), rulesOf(1, "a.test"))
+	at := r.gateway(id)
+	c, err := r.egress.await(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	s, err := r.find(id)
+	if err != nil {
+		t.Fatal(err)
+	}
+	s.egressMu.Lock()
+	err = r.egress.reduce(t.Context(), c, s, errors.New("it has failed"))
+	s.egressMu.Unlock()
+	if core.CodeOf(err) != core.CodeEgressReduced {
+		t.Errorf("a sandbox is reduced with %v", err)
+	}
+	r.egress.restore(t.Context(), c)
+	want(t, at, "a.test", denied)
+	s.egressMu.Lock()
+	s.told.tried = s.told.tried.Add(-lessPause)
+	s.egressMu.Unlock()
+	r.egress.restore(t.Context(), c)
+	want(t, at, "a.test", allowed)
+	s.egressMu.Lock()
+	defer s.egressMu.Unlock()
+	if !s.told.has(c, s.rules()) {
+		t.Errorf("it is told %+v", s.told)
+	}
+}
+
 // refusing is a client of what passes on to an egress process what concerns its sandboxes, and may refuse all rules.
 func refusing(t *testing.T, process *egress.Client, refuse *atomic.Bool) *egress.Client {
 	t.Helper()
