@@ -3,12 +3,6 @@
 -- The owner is under row-level security too, unless it is a superuser; this lasts until the migration ends.
 SELECT set_config('coppice.project_id', 'system', true);
 
--- A row may stand for many flows that were denied: at is when the first one was, last_at when the last one was.
-ALTER TABLE flows
-    ADD COLUMN count   bigint NOT NULL DEFAULT 1,
-    ADD COLUMN last_at timestamptz;
-ALTER TABLE flows ADD CONSTRAINT flows_count_check CHECK (count >= 1 AND (count = 1 OR outcome = 'denied')) NOT VALID;
-
 -- How many rows of flows came in a month, for each workspace and, without one, for the whole project; and how many flows were left out because
 -- that was as many as they may be.
 CREATE TABLE flow_rows (
@@ -22,10 +16,11 @@ CREATE TABLE flow_rows (
     CONSTRAINT flow_rows_pkey PRIMARY KEY (project_id, workspace_id, month),
     CONSTRAINT flow_rows_check CHECK (rows >= 0 AND omitted >= 0)
 );
--- What is there counts as of this month.
+-- What is there counts as of its own month. A row of the future counts as of this one.
 INSERT INTO flow_rows (project_id, workspace_id, month, rows)
-SELECT project_id, coalesce(workspace_id, ''), date_trunc('month', now() AT TIME ZONE 'UTC')::date, count(*)
-FROM flows GROUP BY GROUPING SETS ((project_id, workspace_id), (project_id));
+SELECT f.project_id, coalesce(f.workspace_id, ''), f.month, count(*)
+FROM (SELECT project_id, workspace_id, least(date_trunc('month', at AT TIME ZONE 'UTC'), date_trunc('month', now() AT TIME ZONE 'UTC'))::date AS month FROM flows) AS f
+GROUP BY GROUPING SETS ((f.project_id, f.workspace_id, f.month), (f.project_id, f.month));
 
 GRANT SELECT, INSERT, UPDATE, DELETE ON flow_rows TO coppice_app;
 ALTER TABLE flow_rows ENABLE ROW LEVEL SECURITY;
@@ -33,3 +28,10 @@ ALTER TABLE flow_rows FORCE ROW LEVEL SECURITY;
 CREATE POLICY flow_rows_tenant ON flow_rows
     USING (project_id = (SELECT current_setting('coppice.project_id', true)) OR (SELECT current_setting('coppice.project_id', true)) = 'system')
     WITH CHECK (project_id = (SELECT current_setting('coppice.project_id', true)) OR (SELECT current_setting('coppice.project_id', true)) = 'system');
+
+-- This comes last: until the migration ends nobody else can read or write the table.
+-- A row may stand for many flows that were denied: at is when the first one was, last_at when the last one was.
+ALTER TABLE flows
+    ADD COLUMN count   bigint NOT NULL DEFAULT 1,
+    ADD COLUMN last_at timestamptz;
+ALTER TABLE flows ADD CONSTRAINT flows_count_check CHECK (count >= 1 AND (count = 1 OR outcome = 'denied')) NOT VALID;
