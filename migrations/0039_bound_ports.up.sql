@@ -8,7 +8,7 @@ ALTER TABLE quotas
 CREATE INDEX ports_project_idx ON ports (project_id);
 
 -- The table forces row security on its owner. This runs for every project.
-SELECT set_config('coppice.project_id', 'system', true);
+SELECT set_config('coppice.project_id', 'system', true), set_config('coppice.origin', 'migration  0039_bound_ports', true); -- who the audit log says it was
 DELETE FROM ports p USING workspaces w WHERE w.id = p.workspace_id AND w.state IN ('terminated', 'failed', 'lost');
 
 CREATE FUNCTION coppice_end_ports() RETURNS trigger LANGUAGE plpgsql AS $$
