@@ -90,7 +90,7 @@ const (
 	maxGrantHosts = 16
 	maxGrantPaths = 32
 
-	// MaxProjectGrants bounds the grants that workspaces of a project own, living or not. Forks have those of their parents.
+	// MaxProjectGrants bounds the grants that living workspaces of a project have. One that forks have from their parent counts once.
 	MaxProjectGrants = 4096
 )
 
@@ -104,7 +104,7 @@ type GrantTx interface {
 	DropGrant(ctx context.Context, id core.GrantID) error
 	// DropHolders takes a grant from workspaces.
 	DropHolders(ctx context.Context, id core.GrantID, from []core.WorkspaceID) error
-	// CountGrants counts those that the workspaces of a project own.
+	// CountGrants counts those that living workspaces of a project have.
 	CountGrants(ctx context.Context, project core.ProjectID) (int, error)
 	// LargestHolder returns the workspace, of those that have a grant, whose grants are the largest, with their size in bytes.
 	LargestHolder(ctx context.Context, id core.GrantID) (core.WorkspaceID, int, error)

@@ -241,15 +241,17 @@ func TestDeniedOutside(t *testing.T) {
 	w.wantGrants(ws.ID, "kept=a secret inside")
 }
 
-// TestProjectGrants: the grants of a project have a bound in count, over all its workspaces, and forks that have them count for none.
+// TestProjectGrants: the grants of a project have a bound in count, over all its living workspaces.
 func TestProjectGrants(t *testing.T) {
 	t.Parallel()
 	w, _ := granting(t)
 	ws := w.createAllowing("a", "a.example")
+	other := w.createAllowing("other", "a.example")
 	w.grant(ws.ID, "first", custom("a good secret", "a.example"))
 	w.sql(`INSERT INTO grants (id, project_id, workspace_id, name, provider, mode, vault_ref, secret_id, hosts, header, methods, paths, env, base_env, base_path, max_bytes, per_minute)
-		SELECT 'grant_' || n, g.project_id, g.workspace_id, 'old' || n, g.provider, g.mode, 'safe://a', NULL, g.hosts, g.header, g.methods, g.paths, g.env, '', '', 0, 0
-		FROM grants g, generate_series(2, $1::int) AS n`, controller.MaxProjectGrants)
+		SELECT 'grant_' || n, g.project_id, $2, 'old' || n, g.provider, g.mode, 'safe://a', NULL, g.hosts, g.header, g.methods, g.paths, g.env, '', '', 0, 0
+		FROM grants g, generate_series(2, $1::int) AS n`, controller.MaxProjectGrants, other.ID)
+	w.sql(`INSERT INTO grant_holders (workspace_id, name, project_id, grant_id, placeholder) SELECT workspace_id, name, project_id, id, 'placeholder of ' || id FROM grants WHERE workspace_id = $1`, other.ID)
 	_, _, err := w.PutGrant(t.Context(), w.project, ws.ID, "more", custom("a good secret", "a.example"))
 	wantCode(t, err, core.CodeQuotaExceeded)
 	if n := w.number(`SELECT count(*) FROM secrets WHERE id NOT IN (SELECT secret_id FROM project_authorities)`); n != 1 {
@@ -258,4 +260,10 @@ func TestProjectGrants(t *testing.T) {
 	w.grant(ws.ID, "first", custom("another good secret", "a.example"))
 	w.sql(`DELETE FROM grants WHERE name = 'old2'`)
 	w.grant(ws.ID, "more", custom("a good secret", "a.example"))
+	_, _, err = w.PutGrant(t.Context(), w.project, ws.ID, "most", custom("a good secret", "a.example"))
+	wantCode(t, err, core.CodeQuotaExceeded)
+	if _, err := w.Terminate(t.Context(), w.project, other.ID, wait); err != nil {
+		t.Fatal(err)
+	}
+	w.grant(ws.ID, "most", custom("a good secret", "a.example"))
 }

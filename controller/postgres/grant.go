@@ -92,9 +92,12 @@ func (t *tx) PutGrant(ctx context.Context, g controller.Grant, ttl time.Duration
 	return row.held(), err
 }
 
-// CountGrants counts those of a project.
+// CountGrants counts those of a project that a workspace has which has not ended.
 func (t *tx) CountGrants(ctx context.Context, project core.ProjectID) (int, error) {
-	row, err := one[numberRow](ctx, t, nil, `SELECT count(*) AS n FROM grants WHERE project_id = @project`, args{"project": project})
+	row, err := one[numberRow](ctx, t, nil, `
+		SELECT count(*) AS n FROM grants g
+		WHERE g.project_id = @project AND EXISTS (
+			SELECT 1 FROM grant_holders h JOIN workspaces w ON w.id = h.workspace_id WHERE h.grant_id = g.id AND w.ended_at IS NULL)`, args{"project": project})
 	return row.N, err
 }
 
