@@ -124,7 +124,7 @@ const joinPrefix = "cpj_"
 var errNoTrust = core.Errorf(core.FailedPrecondition, core.CodeUnsupported,
 	"this controller takes no runners from elsewhere, as coppice dev does not; run coppice controller and coppice runner")
 
-// MaxRunnerTokens bounds the join tokens of a cluster: those that are open, and those that were spent in the last 30 days.
+// MaxRunnerTokens bounds the join tokens of a cluster that are open: neither spent nor expired.
 const MaxRunnerTokens = 10_000
 
 // CreateRunnerToken makes a token for a runner to join with: a new one, or, named, one that has lost its certificate. The

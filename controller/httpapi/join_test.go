@@ -43,7 +43,7 @@ func TestJoinKey(t *testing.T) {
 	}
 }
 
-// TestJoinTokensAreBounded fills the table: another one is refused until some have expired.
+// TestJoinTokensAreBounded fills the table: another one is refused until some are spent or have expired.
 func TestJoinTokensAreBounded(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
@@ -51,6 +51,10 @@ func TestJoinTokensAreBounded(t *testing.T) {
 	c := call{method: "POST", path: "/v1/runner-tokens", body: `{}`, key: apiKey}
 	if got := w.do(c); got.status != http.StatusTooManyRequests {
 		t.Errorf("%d %s", got.status, got.body)
+	}
+	w.sql(`UPDATE runner_tokens SET used_at = now() WHERE hash = sha256('1'::bytea)`)
+	if got := w.do(c); got.status != http.StatusCreated {
+		t.Errorf("when one is spent: %d %s", got.status, got.body)
 	}
 	w.sql(`UPDATE runner_tokens SET expires_at = now() - interval '1 second'`)
 	if got := w.do(c); got.status != http.StatusCreated {

@@ -60,12 +60,12 @@ func (t *tx) InsertRunnerToken(ctx context.Context, token controller.RunnerToken
 	if _, err := t.exec(ctx, `SELECT pg_advisory_xact_lock(hashtext('coppice_runner_tokens'))`, args{}); err != nil { // so that no two take the last place
 		return token, err
 	}
-	there, err := one[tokensRow](ctx, t, nil, `SELECT count(*) AS tokens FROM runner_tokens`, args{})
+	there, err := one[tokensRow](ctx, t, nil, `SELECT count(*) AS tokens FROM runner_tokens WHERE used_at IS NULL AND expires_at > now()`, args{})
 	if err != nil {
 		return token, err
 	}
 	if there.Tokens >= controller.MaxRunnerTokens {
-		return token, core.Errorf(core.Exhausted, core.CodeQuotaExceeded, "the cluster has %d join tokens, the maximum; it counts open ones and those spent in the last 30 days; wait until some have expired", there.Tokens)
+		return token, core.Errorf(core.Exhausted, core.CodeQuotaExceeded, "the cluster has %d open join tokens, which is the most; wait until some are spent or have expired", there.Tokens)
 	}
 	row, err := one[runnerTokenRow](ctx, t, nil, `
 		INSERT INTO runner_tokens (hash, runner_id, expires_at) VALUES (@hash, @runner, now() + make_interval(secs => @ttl))
