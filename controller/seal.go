@@ -84,6 +84,9 @@ func (c *Controller) BeginSeal(ctx context.Context, runner core.RunnerID, in run
 
 // CommitSeal makes a checkpoint sealed. To commit what is committed is no error.
 func (c *Controller) CommitSeal(ctx context.Context, runner core.RunnerID, id core.CheckpointID, in runnerapi.CommitSeal) error {
+	if err := c.StoreConfigured(); err != nil {
+		return err
+	}
 	if len(in.Written) > maxSealKeys || len(in.Needs) > maxSealKeys {
 		return core.Errorf(core.Invalid, core.CodeInvalidField, "checkpoint %s has %d objects and needs %d; at most %d can be taken", id, len(in.Written), len(in.Needs), maxSealKeys)
 	}
