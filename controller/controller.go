@@ -151,6 +151,7 @@ type Controller struct {
 	samples     samples
 	data        dataCheck
 	authorities authorities
+	unsealings  unsealings
 	guestBytes  boundjson.Budget
 
 	countersigner *countersign.Countersigner // nil without an authority

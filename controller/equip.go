@@ -95,7 +95,7 @@ func (c *Controller) equip(ctx context.Context, list []Workspace, lenient bool) 
 		}
 		out[i].rules.Key = w.Sandbox.EgressKey
 		out[i].given.Key, out[i].given.Until = w.Sandbox.EgressKey, until
-		given.add(i, w, byID[w.ID], chest)
+		given.add(i, w, byID[w.ID], chest, &c.unsealings)
 	}
 	if err := given.record(ctx, c, list); err != nil {
 		if !lenient {

@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"slices"
 	"strings"
+	"sync/atomic"
 	"testing"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
@@ -70,6 +71,33 @@ func TestRefusedRules(t *testing.T) {
 	w.inForce(ws.ID, func(r runnerapi.EgressRules) bool { return len(r.Grants) == 0 })
 	w.runner.RefuseRules(ws.Sandbox.ID, nil)
 	w.wantGrants(ws.ID, "b=secret of b")
+}
+
+// TestRefusedAgain: a runner that refuses rules is offered them again and again, and the audit log is told of that once.
+func TestRefusedAgain(t *testing.T) {
+	t.Parallel()
+	w, _ := granting(t)
+	ws := w.createAllowing("a", "a.example", "b.example")
+	w.grant(ws.ID, "a", custom("secret of a", "a.example"))
+	w.wantGrants(ws.ID, "a=secret of a")
+	records := func() int {
+		return w.number(`SELECT count(*) FROM audit_records WHERE action = 'unsealGrants' AND detail -> 'sandboxes' ? $1`, string(ws.Sandbox.ID))
+	}
+	before := records()
+	var offered atomic.Int64
+	w.runner.RefuseRules(ws.Sandbox.ID, func(r runnerapi.EgressRules) bool {
+		if len(r.Grants) > 0 {
+			offered.Add(1)
+		}
+		return true
+	})
+	w.mustAllow(ws.ID, "a.example")
+	eventually(t, "the rules are offered again", func() bool { return offered.Load() >= 5 })
+	if n := records() - before; n < 1 || n > 2 { // it may be given twice at once
+		t.Errorf("%d records of %d offers", n, offered.Load())
+	}
+	w.runner.RefuseRules(ws.Sandbox.ID, nil)
+	w.wantGrants(ws.ID, "a=secret of a")
 }
 
 // TestBadKey: where grants cannot be sealed, because a runner says a key that is none, the rules go without them and take away what they should.
