@@ -10,13 +10,13 @@ import (
 
 // SessionQuota bounds the rows of sessions.
 type SessionQuota struct {
-	Workspace int // of one workspace; default 4096
-	Project   int // of one project, as last counted (every minute); default 200,000
+	Workspace int // of one workspace; default 1024
+	Project   int // of one project, as last counted (every minute), or as many as all the workspaces that it may have, if that is more; default 200,000
 }
 
 func (q SessionQuota) withDefaults() SessionQuota {
 	if q.Workspace == 0 {
-		q.Workspace = 4096
+		q.Workspace = 1024
 	}
 	if q.Project == 0 {
 		q.Project = 200_000

@@ -328,6 +328,10 @@ func TestSessionQuotas(t *testing.T) {
 		}
 	}
 	d.system(func(ctx context.Context, tx controller.Tx) error { return tx.CountSessions(ctx) })
+	if err := insert(controller.SessionQuota{Workspace: 4, Project: 3}); err != nil {
+		t.Errorf("a row of a project with room for all its workspaces: %v", err)
+	}
+	d.exec(`UPDATE quotas SET max_workspaces = 0 WHERE project_id = $1`, d.project)
 	if err := insert(controller.SessionQuota{Workspace: 100, Project: 3}); core.CodeOf(err) != core.CodeQuotaExceeded {
 		t.Errorf("a row beyond the project's: %v", err)
 	}
@@ -341,14 +345,14 @@ func TestSessionQuotas(t *testing.T) {
 		if len(got) != 10 {
 			t.Errorf("%d of 50 were mapped", len(got))
 		}
-		if again, err := tx.MapSessions(ctx, w.Sandbox, invented, 100, controller.SessionQuota{Workspace: 20, Project: 100}); err != nil || len(again) != 17 {
+		if again, err := tx.MapSessions(ctx, w.Sandbox, invented, 100, controller.SessionQuota{Workspace: 20, Project: 100}); err != nil || len(again) != 16 {
 			t.Errorf("%d are mapped in a workspace of 20, %v", len(again), err)
 		}
 		return err
 	})
 	d.mine(func(ctx context.Context, tx controller.Tx) error {
 		n, err := tx.ForgetSessions(ctx, w.Sandbox, invented[:40], 0)
-		if want := 3 + len(invented[40:]); n != want {
+		if want := 4 + len(invented[40:]); n != want {
 			t.Errorf("%d were forgotten, want %d: the newest were mapped first", n, want)
 		}
 		return err

@@ -27,20 +27,22 @@ func (t *tx) Session(ctx context.Context, id core.SessionID) (controller.Session
 	return controller.Session(row), err
 }
 
-// InsertSession inserts the row of a session that is about to start.
+// InsertSession inserts the row of a session that is about to start. The bound of a project leaves room for all the workspaces that it may have:
+// what living ones keep does not stop the others.
 func (t *tx) InsertSession(ctx context.Context, s controller.Session, quota controller.SessionQuota) error {
 	n, err := t.exec(ctx, `
 		INSERT INTO sessions (id, project_id, workspace_id, sandbox_id, guest_id)
 		SELECT @id, @project, @workspace, @sandbox, @guest
-		WHERE (SELECT count(*) FROM (SELECT FROM sessions o WHERE o.workspace_id = @workspace LIMIT @most) AS few) < @most
-			AND coalesce((SELECT c.rows FROM session_counts c WHERE c.project_id = @project), 0) < @most_in_project`,
+		WHERE (SELECT count(*) FROM (SELECT FROM sessions o WHERE o.workspace_id = @workspace LIMIT @most::bigint) AS few) < @most::bigint
+			AND coalesce((SELECT c.rows FROM session_counts c WHERE c.project_id = @project), 0)
+				< greatest(@most_in_project::bigint, @most::bigint * coalesce((SELECT q.max_workspaces FROM quotas q WHERE q.project_id = @project), 0))`,
 		args{
 			"id": s.ID, "project": s.ProjectID, "workspace": s.WorkspaceID, "sandbox": s.SandboxID, "guest": s.GuestID,
 			"most": quota.Workspace, "most_in_project": quota.Project,
 		})
 	if err == nil && n == 0 {
 		err = core.Errorf(core.Exhausted, core.CodeQuotaExceeded,
-			"workspace %s has %d sessions or its project has %d, the maximum; delete ended sessions, or wait a minute", s.WorkspaceID, quota.Workspace, quota.Project)
+			"workspace %s has %d sessions, or its project has its maximum of at least %d; delete ended sessions, or wait a minute", s.WorkspaceID, quota.Workspace, quota.Project)
 	}
 	return err
 }
