@@ -290,6 +290,26 @@ func TestSlowGuests(t *testing.T) {
 	}
 }
 
+// TestManyOutputs ends more programs at once than there is room for their outputs: each waits for it.
+func TestManyOutputs(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	ws := w.create("main")
+	var group sync.WaitGroup
+	for range 24 {
+		group.Go(func() {
+			out, err := w.Exec(t.Context(), w.project, ws.ID, controller.ExecRequest{Command: []string{"fill", "1048576"}})
+			if err != nil || len(out.Stdout) != controller.MaxOutput {
+				t.Errorf("%d bytes, %v", len(out.Stdout), err)
+			}
+		})
+	}
+	group.Wait()
+	if used := w.GuestBytes(); used != 0 {
+		t.Errorf("%d bytes are held afterwards", used)
+	}
+}
+
 // TestSessionRowsEnd gives a workspace more sessions than it may have rows, and then ends it.
 func TestSessionRowsEnd(t *testing.T) {
 	t.Parallel()

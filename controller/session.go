@@ -244,6 +244,25 @@ func (c *Controller) waitGuest(ctx context.Context, s Sandbox, id core.SessionID
 	return g, err
 }
 
+// roomPause is between two looks for room.
+const roomPause = 20 * time.Millisecond
+
+// roomFor waits until there is room for an answer of n bytes: the program has run, so its output is not given up as soon as the guests of the
+// project send too much. Each stream waits for its own and holds nothing meanwhile.
+func (c *Controller) roomFor(ctx context.Context, account *boundjson.Account, n int) error {
+	limit, cancel := context.WithTimeout(ctx, c.cfg.GuestCall)
+	defer cancel()
+	for !account.Reserve(n) {
+		if err := pause(limit, roomPause); err != nil {
+			if ctx.Err() != nil {
+				return context.Cause(ctx)
+			}
+			return nil // it is read as far as there is room, as other answers are
+		}
+	}
+	return nil
+}
+
 // tail reads the end of what a stream keeps.
 func (c *Controller) tail(ctx context.Context, s Sandbox, id core.SessionID, stream string, first, end int64) ([]byte, bool, error) {
 	if end <= 0 {
@@ -254,6 +273,11 @@ func (c *Controller) tail(ctx context.Context, s Sandbox, id core.SessionID, str
 	}
 	offset := max(first, end-MaxOutput, 0)
 	q := url.Values{"stream": {stream}, "offset": {strconv.FormatInt(offset, 10)}}
+	account := c.guestBytes.Open(string(s.ProjectID))
+	defer account.Close()
+	if err := c.roomFor(ctx, account, int(min(end-offset, MaxOutput))); err != nil {
+		return nil, false, err
+	}
 	ctx, cancel := context.WithTimeout(ctx, c.cfg.GuestCall)
 	defer cancel()
 	res, err := c.askGuest(ctx, s, http.MethodGet, guestSessionPath(id, "output"), q, "", nil)
@@ -261,8 +285,6 @@ func (c *Controller) tail(ctx context.Context, s Sandbox, id core.SessionID, str
 		return nil, false, err
 	}
 	defer res.Body.Close()
-	account := c.guestBytes.Open(string(s.ProjectID))
-	defer account.Close()
 	b, err := io.ReadAll(boundjson.Charged(io.LimitReader(res.Body, MaxOutput), account))
 	if err != nil {
 		if ctx.Err() != nil || errors.Is(err, boundjson.ErrFull) {

@@ -148,6 +148,32 @@ func TestBudget(t *testing.T) {
 	}
 }
 
+func TestReserve(t *testing.T) {
+	t.Parallel()
+	b := &boundjson.Budget{Total: 1000, Share: 400, Free: 10}
+	first, second := b.Open("a"), b.Open("a")
+	if !first.Reserve(300) || second.Reserve(300) {
+		t.Error("the share of an owner is reserved twice, or not at all")
+	}
+	if err := first.Grow(300); err != nil {
+		t.Errorf("what was reserved: %v", err)
+	}
+	if used, full := b.Used(); used != 290 || full != 0 {
+		t.Errorf("%d bytes are held, %d found no room", used, full)
+	}
+	first.Close()
+	if !second.Reserve(300) {
+		t.Error("there is room, and it is not reserved")
+	}
+	if err := second.Grow(411); !errors.Is(err, boundjson.ErrFull) {
+		t.Errorf("more than was reserved and than there is: %v", err)
+	}
+	second.Close()
+	if used, _ := b.Used(); used != 0 {
+		t.Errorf("%d bytes are held", used)
+	}
+}
+
 // FuzzDecode compares with encoding/json: what passes within the bounds is the same value.
 func FuzzDecode(f *testing.F) {
 	f.Add([]byte(`{"a":[1,2,{"b":"c\u0041\"d"}],"e":null}`))

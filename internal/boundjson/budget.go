@@ -39,6 +39,21 @@ type Account struct {
 	free, held int
 }
 
+// Reserve takes room for a message of n bytes, of which none was read yet, and reports whether there is that much. Grow then finds it.
+func (a *Account) Reserve(n int) bool {
+	more := n - a.free
+	if more <= 0 {
+		return true
+	}
+	a.budget.mu.Lock()
+	defer a.budget.mu.Unlock()
+	if !a.take(more) {
+		return false
+	}
+	a.free = n
+	return true
+}
+
 // Grow takes room for n more bytes, or fails with ErrFull.
 func (a *Account) Grow(n int) error {
 	gift := min(a.free, n)
@@ -49,16 +64,25 @@ func (a *Account) Grow(n int) error {
 	b := a.budget
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	if b.used+n > b.Total || b.owners[a.owner]+n > b.Share {
+	if !a.take(n) {
 		b.full++
 		return ErrFull
+	}
+	return nil
+}
+
+// take is called with the budget's mutex held.
+func (a *Account) take(n int) bool {
+	b := a.budget
+	if b.used+n > b.Total || b.owners[a.owner]+n > b.Share {
+		return false
 	}
 	if b.owners == nil {
 		b.owners = map[string]int{}
 	}
 	b.used, a.held = b.used+n, a.held+n
 	b.owners[a.owner] += n
-	return nil
+	return true
 }
 
 // Close gives the room back.
