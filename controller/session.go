@@ -253,11 +253,8 @@ func (c *Controller) roomFor(ctx context.Context, account *boundjson.Account, n 
 	limit, cancel := context.WithTimeout(ctx, c.cfg.GuestCall)
 	defer cancel()
 	for !account.Reserve(n) {
-		if err := pause(limit, roomPause); err != nil {
-			if ctx.Err() != nil {
-				return context.Cause(ctx)
-			}
-			return nil // it is read as far as there is room, as other answers are
+		if pause(limit, roomPause) != nil {
+			return context.Cause(ctx) // nil when the caller still waits: then it is read as far as there is room, as other answers are
 		}
 	}
 	return nil
