@@ -223,6 +223,9 @@ var errStopping = core.Errorf(core.Unavailable, core.CodeRunnerUnreachable, "thi
 // Wake is readable when something happened that the controller should hear at once.
 func (r *Runner) Wake() <-chan struct{} { return r.wakeup }
 
+// Hurry makes Wake readable.
+func (r *Runner) Hurry() { r.wake() }
+
 func (r *Runner) wake() {
 	select {
 	case r.wakeup <- struct{}{}:

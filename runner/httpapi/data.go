@@ -31,10 +31,12 @@ type Data struct {
 	passes *pass.Verifier
 	log    *slog.Logger
 	mux    *http.ServeMux
+	wake   func() // has the controller told soon
 
 	mu     sync.Mutex // guards what follows
 	keys   map[core.KeyID]*keyUse
 	writes []runnerapi.DataWrite    // see note
+	woke   time.Time                // when they asked for a report last
 	used   map[core.WorkspaceID]int // how often they are reached now; 0 for those that were, lately
 }
 
@@ -118,7 +120,7 @@ func (d *Data) begin(ctx context.Context, c pass.Claims) (context.Context, func(
 
 // NewData returns the handler.
 func NewData(r *runner.Runner, passes *pass.Verifier, log *slog.Logger) *Data {
-	d := &Data{runner: r, passes: passes, log: log, mux: http.NewServeMux(), keys: map[core.KeyID]*keyUse{}, used: map[core.WorkspaceID]int{}}
+	d := &Data{runner: r, passes: passes, log: log, mux: http.NewServeMux(), wake: r.Hurry, keys: map[core.KeyID]*keyUse{}, used: map[core.WorkspaceID]int{}}
 	d.mux.HandleFunc("GET "+runnerapi.PathDataHealth, func(w http.ResponseWriter, _ *http.Request) {
 		w.Header().Set("Content-Type", "application/json")
 		_, _ = w.Write([]byte(`{"status":"ok"}` + "\n")) // the reader may have gone
@@ -162,10 +164,6 @@ func (d *Data) files(w http.ResponseWriter, q *http.Request) {
 	if q.Method == http.MethodPut {
 		names = []string{"path", "mode", "uid", "gid", "mkdirs", "untar"}
 		q.Body = http.MaxBytesReader(w, q.Body, maxFile)
-	}
-	if err := d.note(w, q, c); err != nil {
-		d.fail(w, q, err)
-		return
 	}
 	d.pass(w, q, c, "/v1/files", names...)
 }
@@ -216,8 +214,16 @@ func (d *Data) pass(w http.ResponseWriter, q *http.Request, c pass.Claims, path 
 		return
 	}
 	defer end()
+	if isWrite(q) && given.Get("path") == "" { // the agent would refuse it, after it was noted
+		d.fail(w, q, core.Errorf(core.Invalid, core.CodeInvalidField, "path must name a file in the sandbox"))
+		return
+	}
 	h, err := d.runner.Guest(ctx, c.Sandbox, func(w http.ResponseWriter, q *http.Request, err error) { d.fail(w, q, err) })
 	if err != nil {
+		d.fail(w, q, err)
+		return
+	}
+	if err := d.note(w, q, c); err != nil {
 		d.fail(w, q, err)
 		return
 	}
@@ -231,6 +237,10 @@ func (d *Data) pass(w http.ResponseWriter, q *http.Request, c pass.Claims, path 
 // fail answers as the public API does. A query string may hold a pass, so it is not logged.
 func (d *Data) fail(w http.ResponseWriter, q *http.Request, err error) {
 	code := status(core.CategoryOf(err))
+	if core.CodeOf(err) == core.CodeRateLimited {
+		code = http.StatusTooManyRequests
+		w.Header().Set("Retry-After", "1")
+	}
 	level := slog.LevelInfo
 	if core.CategoryOf(err) == core.Internal {
 		level = slog.LevelError
