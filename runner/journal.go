@@ -153,3 +153,19 @@ func (r *Runner) readJournal(name string) (*journal, error) {
 	}
 	return j, nil
 }
+
+// Inhabited reports whether an earlier runner has left machines of sandboxes in a run directory. A journal that cannot be read may be of one.
+func Inhabited(runDir string) bool {
+	paths, _ := filepath.Glob(filepath.Join(runDir, "*", journalFile)) // the pattern is good
+	for _, path := range paths {
+		b, err := os.ReadFile(path)
+		if errors.Is(err, os.ErrNotExist) {
+			continue
+		}
+		var j journal
+		if err != nil || json.Unmarshal(b, &j) != nil || j.Boot == bootID() && j.Handle != nil && j.Sandbox != nil {
+			return true
+		}
+	}
+	return false
+}

@@ -2,17 +2,19 @@ package daemon
 
 import (
 	"context"
+	"path/filepath"
 	"slices"
 
 	"github.com/prometheus/client_golang/prometheus"
 
+	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/hostcheck"
 	"github.com/coppice-dev/coppice/runner"
 	"github.com/coppice-dev/coppice/runner/cgroup"
 )
 
-// judge decides whether VMs may run on this host: what weakens their isolation is refused, unless it is allowed by name. It is said in the
-// log, in the metrics and by the runner.
+// judge decides whether VMs may run on this host: what weakens their isolation is refused, unless it is allowed by name or VMs run here
+// already, which somebody must watch over. It is said in the log, in the metrics and by the runner.
 func (h *Host) judge(ctx context.Context, cfg HostConfig, groups *cgroup.Tree, rc *runner.Config) error {
 	found, err := hostcheck.Isolation(ctx, groups.Controllers())
 	if err != nil {
@@ -24,6 +26,10 @@ func (h *Host) judge(ctx context.Context, cfg HostConfig, groups *cgroup.Tree, r
 	}
 	weak, err := hostcheck.Judge(found, allowed)
 	showIsolation(cfg.Registry, found, groups)
+	if core.CodeOf(err) == core.CodeIncompatibleHost && runner.Inhabited(filepath.Join(h.RunDir, vmDir)) {
+		cfg.Log.WarnContext(ctx, "the runner starts on a host that it would refuse, for sandboxes run here already: without them it does not start again", "err", err)
+		weak, err = hostcheck.Judge(found, hostcheck.IsolationNames())
+	}
 	if err != nil {
 		return err
 	}

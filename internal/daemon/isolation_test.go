@@ -2,7 +2,10 @@ package daemon
 
 import (
 	"bytes"
+	"errors"
 	"log/slog"
+	"os"
+	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
@@ -51,6 +54,39 @@ func TestWeakHost(t *testing.T) {
 		}
 		if got := gauge(t, registry, "coppice_runner_cgroup_controller", "pids"); got != 0 {
 			t.Errorf("%s: the metric of pids is %v", what, got)
+		}
+	}
+}
+
+// TestWeakHostWithSandboxes: a runner that finds its sandboxes running starts on a host that it would refuse, and warns. What is left of an
+// earlier boot, or of a machine that nobody uses, is no reason.
+func TestWeakHostWithSandboxes(t *testing.T) {
+	t.Parallel()
+	boot, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
+	if err != nil {
+		t.Fatal(err)
+	}
+	this := strings.TrimSpace(string(boot))
+	for what, c := range map[string]struct {
+		journal string
+		allow   []string
+		starts  bool
+	}{
+		"a sandbox":                      {`{"version":1,"boot":"` + this + `","handle":{},"sandbox":{}}`, nil, true},
+		"one of an earlier boot":         {`{"version":1,"boot":"earlier","handle":{},"sandbox":{}}`, nil, false},
+		"a machine that nobody uses":     {`{"version":1,"boot":"` + this + `","handle":{}}`, nil, false},
+		"a journal that is not readable": {`{"ver`, nil, true},
+		"a flag that is wrong":           {`{"version":1,"boot":"` + this + `","handle":{},"sandbox":{}}`, []string{"all"}, false},
+	} {
+		var log bytes.Buffer
+		h, rc := &Host{RunDir: t.TempDir()}, &runner.Config{}
+		dir := filepath.Join(h.RunDir, vmDir, "sbx_x")
+		if err := errors.Join(os.MkdirAll(dir, 0o700), os.WriteFile(filepath.Join(dir, "journal.json"), []byte(c.journal), 0o600)); err != nil {
+			t.Fatal(err)
+		}
+		err := h.judge(t.Context(), HostConfig{AllowWeak: c.allow, Log: slog.New(slog.NewTextHandler(&log, nil))}, nil, rc)
+		if (err == nil) != c.starts || c.starts != strings.Contains(log.String(), "sandboxes run here already") || c.starts != slices.Contains(rc.Weak, "cgroup-v2") {
+			t.Errorf("%s: %v, and the log says %s", what, err, log.String())
 		}
 	}
 }

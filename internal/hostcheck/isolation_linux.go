@@ -49,7 +49,7 @@ func cgroups(have []string) Check {
 }
 
 func (f files) swap(context.Context) Result {
-	const cure = "swapoff -a, or encrypted swap"
+	const cure = "swapoff -a, and no swap in /etc/fstab; whether swap is encrypted is not looked at"
 	raw, err := os.ReadFile(filepath.Join(f.proc, "swaps"))
 	if err != nil {
 		return warn(checkSwap, cure, "the kernel does not say whether there is swap: %s", cause(err))
