@@ -64,6 +64,8 @@ const (
 	firstSealRetry = time.Second
 	lastSealRetry  = 2 * time.Minute
 	givenUpSeal    = 30 * time.Second // what waits this long is not waited for by what grew from it
+
+	lastCommitRetry = 4 * time.Second // the longest wait before a commit is repeated
 )
 
 // sealQueue is the checkpoints of this host that are not in the store yet. They are uploaded one after the other, ancestors first.
@@ -330,11 +332,29 @@ func (r *Runner) sealAttempt(ctx context.Context, c Sealing, epoch int64, rec *c
 	for _, o := range out.Objects {
 		commit.Written = append(commit.Written, runnerapi.StoredObject{Key: o.Key, Bytes: o.Bytes})
 	}
-	if err := c.CommitSeal(ctx, rec.ID, commit); err != nil {
+	if err := r.commitSeal(ctx, c, rec.ID, commit); err != nil {
 		return begun.Attempt, nil, err
 	}
 	r.seals.keep(out.Snapshot)
 	return begun.Attempt, out, errors.Join(sealCommitted.Hit(ctx), r.markSealed(rec.ID, stored))
+}
+
+// commitSeal asks a few times while no controller answers: with the attempt everything that was uploaded would be lost. To commit what is
+// committed is no error.
+func (r *Runner) commitSeal(ctx context.Context, c Sealing, id core.CheckpointID, commit runnerapi.CommitSeal) error {
+	for wait := firstSealRetry; ; wait *= 2 {
+		err := c.CommitSeal(ctx, id, commit)
+		category := core.CategoryOf(err)
+		if category != core.Unavailable && category != core.TimedOut || core.CodeOf(err) == core.CodeRunnerLost || wait > lastCommitRetry {
+			return err
+		}
+		r.cfg.Log.InfoContext(ctx, "a checkpoint that is stored was not committed and is committed again", "checkpoint_id", id, "err", err)
+		select {
+		case <-ctx.Done():
+			return err
+		case <-time.After(wait):
+		}
+	}
 }
 
 func (r *Runner) beginSeal(ctx context.Context, c Sealing, epoch int64, rec *checkpointRecord) (runnerapi.SealBegun, error) {

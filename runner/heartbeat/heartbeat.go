@@ -245,10 +245,14 @@ func (l *Link) obey(ctx context.Context, sent runnerapi.Heartbeat, out runnerapi
 
 // post asks the controller that answered last, and the others when that one is away.
 func (l *Link) post(ctx context.Context, path string, in, out any) error {
+	return l.postBy(ctx, l.client, path, in, out)
+}
+
+func (l *Link) postBy(ctx context.Context, client *http.Client, path string, in, out any) error {
 	var errs []error
 	for range l.bases {
 		at := l.at.Load()
-		err := post(ctx, l.client, l.bases[at]+path, l.cfg.Secret, in, out)
+		err := post(ctx, client, l.bases[at]+path, l.cfg.Secret, in, out)
 		if core.CategoryOf(err) != core.Unavailable && core.CodeOf(err) != core.CodeCertificateRefused {
 			return err
 		}

@@ -3,6 +3,7 @@ package heartbeat
 import (
 	"context"
 	"strings"
+	"time"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
@@ -27,9 +28,14 @@ func (l *Link) BeginSeal(ctx context.Context, m runnerapi.BeginSeal) (out runner
 	return out, err
 }
 
+// commitTime bounds a commit: the controller reads the manifest from the store first, and few at once.
+const commitTime = 2 * time.Minute
+
 // CommitSeal says that a checkpoint is in the store.
 func (l *Link) CommitSeal(ctx context.Context, id core.CheckpointID, m runnerapi.CommitSeal) error {
-	return l.post(ctx, l.sealPath(runnerapi.PathSealCommit, id), m, &struct{}{})
+	patient := *l.client // the same connections
+	patient.Timeout = commitTime
+	return l.postBy(ctx, &patient, l.sealPath(runnerapi.PathSealCommit, id), m, &struct{}{})
 }
 
 // FailSeal gives an attempt up.
