@@ -54,8 +54,9 @@ func (r *Runner) trimCopies(ctx context.Context) error {
 	}
 }
 
-// leastUsed says whether the fetched checkpoints take more than the budget, and which of those that can go was used longest ago; none may.
-func (r *Runner) leastUsed(budget int64) (_ core.CheckpointID, over bool) {
+// leastUsed says whether the fetched checkpoints take more than the budget, and which of those that can go, but for some, was used longest ago;
+// none may.
+func (r *Runner) leastUsed(budget int64, but ...core.CheckpointID) (_ core.CheckpointID, over bool) {
 	list := r.checkpoints.list()
 	if !slices.ContainsFunc(list, func(rec *checkpointRecord) bool { return rec.Fetched }) {
 		return "", false
@@ -73,7 +74,7 @@ func (r *Runner) leastUsed(budget int64) (_ core.CheckpointID, over bool) {
 			continue
 		}
 		total += rec.DeviceStateBytes + rec.DeltaBytes + rec.DiskBytes
-		if !needed[rec.ID] && (rec.hasDelta() || users[rec.Base] == 1) {
+		if !needed[rec.ID] && !slices.Contains(but, rec.ID) && (rec.hasDelta() || users[rec.Base] == 1) {
 			free = append(free, rec)
 		}
 	}

@@ -3,8 +3,8 @@ package runner
 import (
 	"context"
 	"errors"
-	"fmt"
 	"iter"
+	"math"
 	"os"
 	"path/filepath"
 	"slices"
@@ -81,16 +81,20 @@ func dataBytes(runs iter.Seq[manifest.Run]) (n int64) {
 	return n
 }
 
-// makeRoom reserves disk for a fetch. Where there is too little, copies that nothing uses are given up, those first that were used longest ago.
-// The floor stays free for running machines.
+// makeRoom reserves disk for a fetch. Where there is too little, it removes unused copies, the least recently used first. It removes none
+// where all of them would not be enough. The floor stays free for running machines.
 func (r *Runner) makeRoom(ctx context.Context, id core.CheckpointID, bytes int64) (*room.Reservation, error) {
+	var used []core.CheckpointID // since they were chosen
 	for {
 		v, err := r.room.Reserve(bytes)
 		short, full := errors.AsType[*room.ShortError](err)
 		if !full {
 			return v, err
 		}
-		copied, _ := r.leastUsed(0)
+		var copied core.CheckpointID
+		if short.Need-short.Free <= r.mostFreed() {
+			copied, _ = r.leastUsed(0, used...)
+		}
 		if copied == "" {
 			r.metrics.refused.Inc()
 			return nil, core.Errorf(core.Exhausted, core.CodeDiskFull,
@@ -100,13 +104,66 @@ func (r *Runner) makeRoom(ctx context.Context, id core.CheckpointID, bytes int64
 		if err != nil {
 			return nil, err
 		}
-		if !gone { // it is used again
-			return nil, fmt.Errorf("make room for checkpoint %s: %w", id, short)
+		if !gone {
+			used = append(used, copied)
+			continue
 		}
 		r.metrics.evicted.Inc()
 		r.cfg.Log.InfoContext(ctx, "copy of a checkpoint given up, for a fetch that needs the room", "checkpoint_id", copied, "for", id)
 		r.wake()
 	}
+}
+
+// mostFreed is a bound of how many bytes are freed when every copy goes that nothing uses. It may be too high: files share extents, a base
+// has several users, and what arrives has reserved what it has not written.
+func (r *Runner) mostFreed() (n int64) {
+	list := r.checkpoints.list()
+	needed := r.neededCopies(list)
+	bases, roots := make(map[core.BaseID]bool), make(map[string]bool) // that stay
+	for _, rec := range list {
+		if !rec.Fetched || needed[rec.ID] {
+			bases[rec.Base], roots[string(rec.rootKey())+rootSuffix] = true, true
+			continue
+		}
+		entries, _ := os.ReadDir(r.checkpoints.path(rec.ID, "")) // else it was removed meanwhile
+		for _, e := range entries {
+			n += allocated(r.checkpoints.path(rec.ID, e.Name()))
+		}
+	}
+	all, err := r.bases.List()
+	if err != nil {
+		return math.MaxInt64
+	}
+	for _, id := range all {
+		if !bases[id] {
+			bytes, _ := r.bases.AllocatedBytes(id) // else it was removed meanwhile
+			n += bytes
+		}
+	}
+	entries, err := os.ReadDir(r.rootsDir())
+	if err != nil {
+		return math.MaxInt64
+	}
+	for _, e := range entries { // also those that are still to be collected
+		if !roots[e.Name()] {
+			n += allocated(filepath.Join(r.rootsDir(), e.Name()))
+		}
+	}
+	r.lazy.mu.Lock()
+	defer r.lazy.mu.Unlock()
+	for id, im := range r.lazy.images {
+		n += im.Reserved + allocated(filepath.Join(r.lazy.dir, id+lazyPart))
+	}
+	return n
+}
+
+// allocated is what a file takes on disk; 0 if there is none.
+func allocated(path string) int64 {
+	var st unix.Stat_t
+	if unix.Lstat(path, &st) != nil {
+		return 0
+	}
+	return st.Blocks * 512
 }
 
 // storedRoots is how many bytes the root file systems take that came from the store.

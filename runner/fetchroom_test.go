@@ -137,6 +137,14 @@ func TestFetchesOnASmallDisk(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
+	// For what can never fit, none of it goes.
+	before := len(b.Checkpoints())
+	if _, err := b.makeRoom(t.Context(), "ckpt_huge", 1<<30); core.CodeOf(err) != core.CodeDiskFull {
+		t.Errorf("room for a GiB: %v", err)
+	}
+	if n := len(b.Checkpoints()); n != before || n == 0 {
+		t.Errorf("%d checkpoints, and then %d", before, n)
+	}
 	if n := b.storedRoots(); n == 0 || n > 72<<20 {
 		t.Errorf("root file systems take %d bytes", n)
 	}
