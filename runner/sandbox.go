@@ -12,6 +12,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"syscall"
 	"time"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
@@ -269,8 +270,11 @@ func (r *Runner) watch(s *sandbox) {
 	info.State = runnerapi.SandboxDead
 	info.Exit = describeExit(exit.Status, exit.Log, exit.Console)
 	s.mu.Lock()
-	if s.why != "" {
+	switch {
+	case s.why != "":
 		info.Exit = s.why
+	case s.Pager != "" && strings.Contains(exit.Status, syscall.SIGBUS.String()): // it died before the runner knew that the pager had
+		info.Exit += "\nmemory that the pager serves could not be read"
 	}
 	s.mu.Unlock()
 	r.mu.Lock()

@@ -342,7 +342,7 @@ func (v *vectors) counted(before, refused int) bool {
 				v.t.Fatal(err)
 			}
 			if f.Outcome == coppice.FlowDenied {
-				n++
+				n += int(f.Count)
 			}
 		}
 		return n >= before+refused

@@ -236,31 +236,17 @@ func TestQuarantineIsSilent(t *testing.T) {
 	t.Logf("%d frames sent in quarantine, %d seen; %d seen after the release", sent, quarantined, framesFrom(t, m))
 }
 
-// droppedInQuarantine is what the rules of a closed namespace have dropped: frames with another MAC than the guest's, and all others.
+// droppedInQuarantine is what the rules of a closed namespace have dropped: frames with another MAC than the guest's, those beyond its rate,
+// and all others.
 func droppedInQuarantine(t *testing.T, m machine) uint64 {
 	t.Helper()
-	ns, err := netns.GetFromPath(m.namespace)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer func() { _ = ns.Close() }()
-	conn, err := nftables.New(nftables.WithNetNSFd(int(ns)))
-	if err != nil {
-		t.Fatal(err)
-	}
-	tables, err := conn.ListTablesOfFamily(nftables.TableFamilyNetdev)
-	if err != nil || len(tables) != 1 {
-		t.Fatalf("%d tables of the tap, %v", len(tables), err)
-	}
-	var dropped uint64
-	for _, name := range []string{"drop_quarantine", "drop_spoof"} {
-		counter, err := conn.GetObject(&nftables.CounterObj{Table: tables[0], Name: name})
-		if err != nil {
-			t.Fatal(err)
+	all := allDropped(t, m)
+	for _, name := range []string{"drop_quarantine", "drop_spoof", "drop_rate"} {
+		if _, there := all[name]; !there {
+			t.Fatalf("the rules of the tap do not count %s: %v", name, all)
 		}
-		dropped += counter.(*nftables.CounterObj).Packets //nolint:forcetypeassert // asked for as such
 	}
-	return dropped
+	return all["drop_quarantine"] + all["drop_spoof"] + all["drop_rate"]
 }
 
 // allDropped are the counters of the rules of a namespace, by name.
