@@ -511,7 +511,7 @@ func TestSystemdUnits(t *testing.T) {
 		layer("srv/logs/README", "", "logs\n")
 		layer("etc/coppice/controller.env", "", "COPPICE_DATABASE="+dsn+"\nCOPPICE_LISTEN="+api+"\nCOPPICE_RUNNER_LISTEN="+runners+"\n")
 		layer("etc/coppice/runner.env", "", "COPPICE_CONTROLLER=https://"+runners+"\nCOPPICE_LISTEN="+own+"\nCOPPICE_IMAGES_DIR=/srv/images\n"+
-			"COPPICE_DISK_BUDGET=2G\nCOPPICE_MAX_SANDBOXES=8\nCOPPICE_WARM=0\nCOPPICE_VMM=qemu\nCOPPICE_ACCEL=tcg\n")
+			"COPPICE_DISK_BUDGET=2G\nCOPPICE_MAX_SANDBOXES=8\nCOPPICE_WARM=0\nCOPPICE_VMM=qemu\nCOPPICE_ACCEL=tcg\nCOPPICE_ALLOW_WEAK_HOST="+weakHost+"\n")
 		return []string{imageStore(t).Dir(), socket}
 	})
 	until(t, "systemd runs", func() (bool, error) {
