@@ -193,14 +193,22 @@ func (x *assault) console() {
 func (x *assault) hoard() {
 	const n = 600
 	refused := 0
+	var ids []coppice.SessionID
 	for range n {
-		if _, err := x.mallory.StartSession(x.t.Context(), x.ws, coppice.ExecRequest{Command: []string{"sleep", "300"}}); err != nil {
+		s, err := x.mallory.StartSession(x.t.Context(), x.ws, coppice.ExecRequest{Command: []string{"sleep", "300"}})
+		if err != nil {
 			refused++
+			continue
 		}
+		ids = append(ids, s.ID)
 	}
 	x.t.Logf("%d of %d sessions were refused", refused, n)
 	x.held("guest", "sessions by the hundred", nil)
-	x.sh("for p in /proc/[0-9]*; do [ \"$(cat $p/comm)\" = sleep ] && kill ${p#/proc/}; done; true")
+	for _, id := range ids { // the agent runs no more programs until they have ended
+		if err := x.mallory.DeleteSession(x.t.Context(), id); err != nil {
+			x.t.Error(err)
+		}
+	}
 	x.sh("yes x | head -c 8000000; true")
 	x.held("guest", "8 MB of output", nil)
 }
