@@ -6,8 +6,11 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"runtime/debug"
+	"strings"
 	"sync"
 	"testing"
+	"time"
 
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/images"
@@ -145,9 +148,41 @@ const (
 // needVM skips, or fails, where no VM can be run.
 func needVM(t *testing.T) {
 	t.Helper()
+	boundTime(t)
 	require.Root(t)
 	_, err := exec.LookPath("qemu-system-x86_64")
 	require.That(t, "vm", err == nil && (testvm.Prepared() != "" || len(images.MissingPrograms()) == 0), "make setup")
+}
+
+// patienceOfATest is how long a test may take before the run ends with its name. The slowest takes two minutes on two cores.
+const patienceOfATest = 15 * time.Minute
+
+// watched are the tests that have a watchdog.
+var watched sync.Map
+
+// boundTime ends the run, with the stacks of all goroutines and the end of the shared server's log, when the test does not end.
+// A test that hangs would else be known only when the time of the whole package is over.
+func boundTime(t *testing.T) {
+	t.Helper()
+	if *long {
+		return
+	}
+	name := strings.SplitN(t.Name(), "/", 2)[0]
+	if _, has := watched.LoadOrStore(name, true); has {
+		return
+	}
+	timer := time.AfterFunc(patienceOfATest, func() {
+		if shared.mu.TryLock() && shared.stack != nil {
+			b, _ := os.ReadFile(shared.stack.logFile()) // it is shown if there is one
+			fmt.Fprintf(os.Stderr, "the shared server's log ends with:\n%s\n", b[max(0, len(b)-64<<10):])
+		}
+		debug.SetTraceback("all")
+		panic(fmt.Sprintf("%s did not end within %s", name, patienceOfATest))
+	})
+	t.Cleanup(func() {
+		timer.Stop()
+		watched.Delete(name)
+	})
 }
 
 // tail gives the output of a program to the log of the test that started it.
