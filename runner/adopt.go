@@ -82,14 +82,22 @@ func (r *Runner) bury(info runnerapi.Sandbox, cause error) {
 	r.cfg.Log.Warn("sandbox was not taken over", "sandbox_id", info.ID, "workspace_id", info.WorkspaceID, "err", cause)
 }
 
+// endTime is how long the machines that an earlier runner left may take to end. A process ends within milliseconds of SIGKILL, unless the
+// kernel waits for something on its behalf.
+const endTime = time.Minute
+
+var errUnending = fmt.Errorf("it has not ended %s after SIGKILL: the kernel waits for its disk or for its memory; start the runner again when that is back", endTime)
+
 // clear takes down what an earlier runner left and nobody goes on with: what the journals name, and whatever on this host carries
 // the cluster's mark. Nothing is taken from under a living VMM: VMMs first.
 func (r *Runner) clear(ctx context.Context, doomed []leftover, kept []*sandbox) error {
 	var errs []error
+	end, cancel := context.WithTimeoutCause(ctx, endTime, errUnending)
+	defer cancel()
 	for _, l := range doomed {
 		if l.journal != nil && l.journal.Handle != nil {
 			driver, _ := r.driverOf(*l.journal.Handle) // one that is not known is ended as a process, like any
-			errs = append(errs, driver.End(ctx, *l.journal.Handle))
+			errs = append(errs, driver.End(end, *l.journal.Handle))
 		}
 	}
 	handles := make([]vmm.Handle, 0, len(kept))
@@ -100,7 +108,7 @@ func (r *Runner) clear(ctx context.Context, doomed []leftover, kept []*sandbox) 
 	}
 	stray := 0
 	for _, driver := range r.drivers() {
-		n, err := driver.Reap(ctx, r.clusterHash, handles)
+		n, err := driver.Reap(end, r.clusterHash, handles)
 		stray, errs = stray+n, append(errs, err)
 	}
 	if err := errors.Join(errs...); err != nil {
@@ -204,6 +212,13 @@ func (r *Runner) adopt(ctx context.Context, j *journal) (_ *sandbox, err error) 
 func (r *Runner) goOn(ctx context.Context, s *sandbox) error {
 	capture := s.Sandbox.Capture
 	running, err := s.machine.Running(ctx)
+	for begun := time.Now(); errors.Is(err, vmm.ErrWaits) && s.Pager == "" && time.Since(begun) < r.cfg.GuestTimeout; { // its disk is slow
+		running, err = s.machine.Running(ctx)
+	}
+	if errors.Is(err, vmm.ErrWaits) && s.Pager != "" {
+		// It waits for memory from the store and is held like any that does; see mind. Only a capture would have paused it.
+		running, err = capture == "", nil
+	}
 	if err != nil {
 		return err
 	}

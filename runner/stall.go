@@ -3,16 +3,12 @@ package runner
 import (
 	"context"
 	"errors"
-	"fmt"
-	"os"
-	"path/filepath"
-	"strconv"
-	"strings"
 	"time"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/runner/pager"
+	"github.com/coppice-dev/coppice/runner/threads"
 	"github.com/coppice-dev/coppice/runner/vmm"
 )
 
@@ -99,7 +95,7 @@ func (s *sandbox) awaits(images map[string]pager.Status) (since time.Time, why *
 		from, object := time.Time{}, st.Waiters[0].Object
 		for _, w := range st.Waiters { // the oldest first
 			// Under KVM a thread of the kernel may ask on behalf of a vCPU, of whichever machine.
-			if isThread(pid, w.Thread) || ofKernel(w.Thread) {
+			if threads.Of(pid, w.Thread) || threads.Kernel(w.Thread) {
 				from, object = w.Since, w.Object
 				break
 			}
@@ -129,7 +125,7 @@ func stallProblem(id core.SandboxID, since time.Time, object string, cause *runn
 
 // blockedSince is since when a thread of the VMM was seen to wait in the kernel without a break.
 func (s *sandbox) blockedSince(pid int) time.Time {
-	thread := blockedThread(pid)
+	thread := threads.Blocked(pid)
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if thread == 0 || thread != s.blocked {
@@ -139,40 +135,6 @@ func (s *sandbox) blockedSince(pid int) time.Time {
 		return time.Time{}
 	}
 	return s.blockedFrom
-}
-
-func isThread(pid, thread int) bool {
-	_, err := os.Stat(fmt.Sprintf("/proc/%d/task/%d", pid, thread))
-	return err == nil
-}
-
-// statOf reads what follows the name in a stat file of proc: the state and further fields.
-func statOf(path string) []string {
-	b, _ := os.ReadFile(path) // of a thread that has ended there is none
-	return strings.Fields(string(b[strings.LastIndexByte(string(b), ')')+1:]))
-}
-
-// ofKernel reports whether a thread is one of the kernel's own.
-func ofKernel(thread int) bool {
-	const flags, kthread = 6, 0x00200000 // PF_KTHREAD
-	fields := statOf(fmt.Sprintf("/proc/%d/stat", thread))
-	if len(fields) <= flags {
-		return false
-	}
-	f, err := strconv.ParseUint(fields[flags], 10, 64)
-	return err == nil && f&kthread != 0
-}
-
-// blockedThread is a thread of a process that waits for something that no signal ends; 0: there is none.
-func blockedThread(pid int) int {
-	paths, _ := filepath.Glob(fmt.Sprintf("/proc/%d/task/*/stat", pid)) // the pattern is good
-	for _, path := range paths {
-		if fields := statOf(path); len(fields) > 0 && fields[0] == "D" {
-			thread, _ := strconv.Atoi(filepath.Base(filepath.Dir(path)))
-			return thread
-		}
-	}
-	return 0
 }
 
 // stall holds a machine and says so. Whoever waits for its guest is answered.

@@ -15,6 +15,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/runner/threads"
 	"github.com/coppice-dev/coppice/snapshotstore"
 	"github.com/coppice-dev/coppice/snapshotstore/blob"
 	"github.com/coppice-dev/coppice/snapshotstore/manifest"
@@ -121,8 +122,8 @@ func (im *image) mark(first int64, n int) {
 }
 
 // read fills dest with the image's bytes from off on, for a thread. It returns when they are here, however long that takes; an error is of an
-// image that is damaged or was dropped.
-func (im *image) read(dest []byte, off int64, thread int) error {
+// image that is damaged or was dropped, or of a thread that was killed. signaled is closed when the thread gets a first signal.
+func (im *image) read(signaled <-chan struct{}, dest []byte, off int64, thread int) error {
 	if end := im.tree.Size(); off >= end {
 		return nil
 	} else if off+int64(len(dest)) > end {
@@ -136,7 +137,7 @@ func (im *image) read(dest []byte, off int64, thread int) error {
 		im.lastMiss.Store(time.Now().UnixNano())
 		defer im.wait(first, last, thread)()
 		im.note(first, last)
-		if err := im.bring(im.runsOf(first, last), demandParallel); err != nil {
+		if err := im.bringFor(signaled, thread, im.runsOf(first, last)); err != nil {
 			return err
 		}
 		im.lastMiss.Store(time.Now().UnixNano())
@@ -257,15 +258,49 @@ func (im *image) frameRuns(page int64) []manifest.Run {
 	return out
 }
 
+// errReaderKilled is the answer to a thread that has been killed: the kernel lets it end only when its read is answered.
+var errReaderKilled = errors.New("the thread that reads has been killed")
+
+// killedTick is how often a thread that got a signal and still waits is looked at. The kernel tells of the first signal only, and that
+// may have been SIGSTOP.
+const killedTick = 200 * time.Millisecond
+
+// bringFor is bring for a thread. It gives up when the thread has been killed.
+func (im *image) bringFor(signaled <-chan struct{}, thread int, runs []manifest.Run) error {
+	come, giveUp := make(chan error, 1), make(chan struct{})
+	go func() { come <- im.bring(giveUp, runs, demandParallel) }()
+	var look <-chan time.Time
+	for {
+		select {
+		case err := <-come:
+			return err
+		case <-signaled:
+			signaled = nil
+			tick := time.NewTicker(killedTick)
+			defer tick.Stop()
+			look = tick.C
+		case <-look:
+		}
+		if threads.Killed(thread) {
+			close(giveUp)
+			return errReaderKilled
+		}
+	}
+}
+
 // bring fetches runs, whole frames of them, unless somebody does already, and returns when all are here. It tries until the store gives
-// them; an error is for good.
-func (im *image) bring(runs []manifest.Run, parallel int) error {
+// them; an error is for good. When giveUp is closed it ends with what is under way.
+func (im *image) bring(giveUp <-chan struct{}, runs []manifest.Run, parallel int) error {
 	wait := firstRetry
 	for {
 		mine, others := im.claim(runs)
 		err := im.fetch(mine, parallel)
 		for _, f := range others {
-			<-f.done
+			select {
+			case <-f.done:
+			case <-giveUp:
+				return errReaderKilled
+			}
 		}
 		if err == nil && !slices.ContainsFunc(runs, func(r manifest.Run) bool { return im.lacks(r.Page, r.Page+int64(r.Count)-1) }) {
 			return nil
@@ -279,6 +314,9 @@ func (im *image) bring(runs []manifest.Run, parallel int) error {
 		t := time.NewTimer(wait)
 		select {
 		case <-t.C:
+		case <-giveUp:
+			t.Stop()
+			return errReaderKilled
 		case <-im.ctx.Done():
 			t.Stop()
 			return im.gone()
@@ -414,7 +452,7 @@ func (im *image) judge(err error) {
 // run brings first the pages of want, and then everything, and makes it durable. It ends when the image is whole, damaged or dropped.
 func (im *image) run() {
 	begun := time.Now()
-	if err := im.bring(im.wantedRuns(), demandParallel); err != nil {
+	if err := im.bring(nil, im.wantedRuns(), demandParallel); err != nil {
 		return
 	}
 	if len(im.want) > 0 {
@@ -426,7 +464,7 @@ func (im *image) run() {
 		im.giveWay(begun)
 		var portion []manifest.Run
 		portion, page = im.portion(page)
-		if im.bring(portion, restParallel) != nil {
+		if im.bring(nil, portion, restParallel) != nil {
 			return
 		}
 	}

@@ -157,6 +157,7 @@ func (n *fileNode) Write(context.Context, fs.FileHandle, []byte, int64) (uint32,
 }
 
 // Read waits until the bytes are here, whatever signals the reader gets meanwhile: a page fault that ends with an error ends the machine.
+// Only SIGKILL ends the wait: the machine is ended anyway, and a process cannot end while a thread of it waits here.
 func (n *fileNode) Read(ctx context.Context, _ fs.FileHandle, dest []byte, off int64) (fuse.ReadResult, syscall.Errno) {
 	size := n.image.tree.Size()
 	if off >= size {
@@ -170,7 +171,9 @@ func (n *fileNode) Read(ctx context.Context, _ fs.FileHandle, dest []byte, off i
 	if caller, ok := fuse.FromContext(ctx); ok {
 		thread = int(caller.Pid)
 	}
-	if err := n.image.read(dest, off, thread); err != nil {
+	if err := n.image.read(ctx.Done(), dest, off, thread); errors.Is(err, errReaderKilled) {
+		return nil, syscall.EINTR
+	} else if err != nil {
 		return nil, syscall.EIO
 	}
 	return fuse.ReadResultData(dest), 0

@@ -31,6 +31,10 @@ import (
 // ErrState is returned, wrapped, by a Machine method that is not legal in the machine's state. Nothing has happened.
 var ErrState = core.Errorf(core.FailedPrecondition, core.CodeStateConflict, "the virtual machine is not in a state that allows this")
 
+// ErrWaits is returned, wrapped, by Running when a thread of the VMM waits in the kernel, as for a page of memory that is not on the host
+// yet, and the VMM answers nothing meanwhile. It lives.
+var ErrWaits = core.Errorf(core.Unavailable, core.CodeVMMFailed, "the virtual machine waits in the kernel, and answers when it has what it waits for")
+
 // ErrGone is returned, wrapped, by every Machine method once the VMM has ended.
 var ErrGone = core.Errorf(core.Unavailable, core.CodeVMMFailed, "the virtual machine is gone")
 

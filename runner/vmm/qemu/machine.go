@@ -9,6 +9,7 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"sync"
 	"time"
 
 	"github.com/coppice-dev/coppice/core"
@@ -18,7 +19,12 @@ import (
 
 type machine struct {
 	*vmmproc.Machine
-	qmp *qmp
+
+	dialing chan struct{} // of one: held by whoever connects to the monitor
+
+	mu     sync.Mutex // guards what follows
+	qmp    *qmp       // nil until the monitor has answered; see monitor
+	closed bool       // nobody connects any more
 }
 
 var _ vmm.Machine = (*machine)(nil)
@@ -28,41 +34,113 @@ func attach(ctx context.Context, proc *vmmproc.Process, log *vmmproc.Log, h vmm.
 	ctx, explain, stop := vmmproc.Attaching(ctx, proc)
 	defer stop()
 	defer func() { err = explain(err) }()
-	q, err := dialQMP(ctx, filepath.Join(h.Dir, monitorSocket))
-	if err != nil {
+	m := newMachine(proc, log, h)
+	if _, err := m.monitor(ctx); err != nil {
 		return nil, err
 	}
-	console := vmmproc.NewConsole()
-	m := &machine{qmp: q}
-	m.Machine = vmmproc.NewMachine(proc, log, console, h, vmmproc.Hooks{Ask: m.ask, Detach: q.close})
-	if err = m.greet(ctx); err != nil {
-		q.close()
+	return m, m.follow(ctx)
+}
+
+// reattach is attach to a QEMU that an earlier runner started. One that waits for a page answers nothing until the page comes, if it is its
+// main thread that waits. Its machine is given back all the same: each command connects first.
+func reattach(ctx context.Context, proc *vmmproc.Process, h vmm.Handle) (_ *machine, err error) {
+	ctx, explain, stop := vmmproc.Attaching(ctx, proc)
+	defer stop()
+	defer func() { err = explain(err) }()
+	m := newMachine(proc, vmmproc.NoLog(), h)
+	if err := proc.Answers(ctx, func(ctx context.Context) error { _, err := m.monitor(ctx); return err }); err != nil && !errors.Is(err, vmm.ErrWaits) {
+		m.disconnect()
 		return nil, err
 	}
+	return m, m.follow(ctx)
+}
+
+func newMachine(proc *vmmproc.Process, log *vmmproc.Log, h vmm.Handle) *machine {
+	m := &machine{dialing: make(chan struct{}, 1)}
+	m.Machine = vmmproc.NewMachine(proc, log, vmmproc.NewConsole(), h, vmmproc.Hooks{Ask: m.ask, Detach: m.disconnect})
+	return m
+}
+
+// follow reads the guest's console and watches the process.
+func (m *machine) follow(ctx context.Context) error {
 	var d net.Dialer
-	printed, err := d.DialContext(ctx, "unix", filepath.Join(h.Dir, consoleSocket))
+	printed, err := d.DialContext(ctx, "unix", filepath.Join(m.Handle().Dir, consoleSocket))
 	if err != nil {
+		m.disconnect()
+		return err
+	}
+	m.Follow(printed)
+	go m.Watch()
+	return nil
+}
+
+// monitor returns the connection to the monitor, and makes it first where there is none.
+func (m *machine) monitor(ctx context.Context) (*qmp, error) {
+	select {
+	case m.dialing <- struct{}{}:
+		defer func() { <-m.dialing }()
+	case <-ctx.Done():
+		return nil, fmt.Errorf("wait for the monitor: %w", context.Cause(ctx))
+	}
+	m.mu.Lock()
+	q, closed := m.qmp, m.closed
+	m.mu.Unlock()
+	if closed {
+		return nil, vmm.ErrGone
+	}
+	if q != nil {
+		return q, nil
+	}
+	q, err := dialQMP(ctx, filepath.Join(m.Handle().Dir, monitorSocket))
+	if err != nil {
+		return nil, err
+	}
+	if err := m.greet(ctx, q); err != nil {
 		q.close()
 		return nil, err
 	}
-	console.Follow(printed)
-	go m.Watch()
-	return m, nil
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.closed {
+		q.close()
+		return nil, vmm.ErrGone
+	}
+	m.qmp = q
+	return q, nil
+}
+
+// disconnect closes the connection for good.
+func (m *machine) disconnect() {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.closed = true
+	if m.qmp != nil {
+		m.qmp.close()
+	}
+}
+
+// execute runs a command of the monitor.
+func (m *machine) execute(ctx context.Context, command string, arguments any, files ...*os.File) (json.RawMessage, error) {
+	q, err := m.monitor(ctx)
+	if err != nil {
+		return nil, fmt.Errorf("%s: %w", command, err)
+	}
+	return q.execute(ctx, command, arguments, files...)
 }
 
 // greet asks for the events that Restore waits for, for no announcements of the captured MAC after it, and for the state.
-func (m *machine) greet(ctx context.Context) (err error) {
-	if _, err := m.qmp.execute(ctx, "migrate-set-capabilities", map[string]any{
+func (m *machine) greet(ctx context.Context, q *qmp) error {
+	if _, err := q.execute(ctx, "migrate-set-capabilities", map[string]any{
 		"capabilities": []any{map[string]any{"capability": "events", "state": true}},
 	}); err != nil {
 		return err
 	}
 	// They come for half a second after the resume, from QEMU as RARP and from the guest, which is told to make ARP of its own:
 	// past the release of a fork that was resealed in less.
-	if _, err := m.qmp.execute(ctx, "migrate-set-parameters", map[string]any{"announce-rounds": 0}); err != nil {
+	if _, err := q.execute(ctx, "migrate-set-parameters", map[string]any{"announce-rounds": 0}); err != nil {
 		return err
 	}
-	now, err := m.ask(ctx)
+	now, err := status(ctx, q)
 	m.SetState(now)
 	return err
 }
@@ -70,7 +148,15 @@ func (m *machine) greet(ctx context.Context) (err error) {
 // ask asks QEMU for the state. Whatever stops the vCPUs (a full disk, an internal error) counts as a pause: only Resume tells
 // whether they can go on.
 func (m *machine) ask(ctx context.Context) (vmmproc.State, error) {
-	v, err := m.qmp.execute(ctx, "query-status", nil)
+	q, err := m.monitor(ctx)
+	if err != nil {
+		return "", err
+	}
+	return status(ctx, q)
+}
+
+func status(ctx context.Context, q *qmp) (vmmproc.State, error) {
+	v, err := q.execute(ctx, "query-status", nil)
 	if err != nil {
 		return "", err
 	}
@@ -107,7 +193,7 @@ func (m *machine) Pause(ctx context.Context) error {
 
 func (m *machine) command(name string) func(context.Context) error {
 	return func(ctx context.Context) error {
-		_, err := m.qmp.execute(ctx, name, nil)
+		_, err := m.execute(ctx, name, nil)
 		return err
 	}
 }
@@ -132,19 +218,23 @@ func (m *machine) restore(ctx context.Context, spec vmm.RestoreSpec) error {
 		return fmt.Errorf("open the device state: %w", err)
 	}
 	defer own.Close()
-	if _, err := m.qmp.execute(ctx, "getfd", map[string]any{"fdname": "state"}, own); err != nil {
+	if _, err := m.execute(ctx, "getfd", map[string]any{"fdname": "state"}, own); err != nil {
 		return err
 	}
-	if _, err := m.qmp.execute(ctx, "migrate-incoming", map[string]any{"uri": "fd:state"}); err != nil {
+	if _, err := m.execute(ctx, "migrate-incoming", map[string]any{"uri": "fd:state"}); err != nil {
 		return err
 	}
-	return m.qmp.awaitMigration(ctx)
+	q, err := m.monitor(ctx)
+	if err != nil {
+		return err
+	}
+	return q.awaitMigration(ctx)
 }
 
 func (m *machine) SaveState(ctx context.Context, to *os.File) error {
 	return m.Step(ctx, "save device state of", []vmmproc.State{vmmproc.Paused}, vmmproc.Paused, func(ctx context.Context) error {
 		// QEMU matches the access mode of the descriptor, so it must be write-only.
-		v, err := m.qmp.execute(ctx, "add-fd", nil, to)
+		v, err := m.execute(ctx, "add-fd", nil, to)
 		if err != nil {
 			return err
 		}
@@ -154,19 +244,19 @@ func (m *machine) SaveState(ctx context.Context, to *os.File) error {
 		if err := json.Unmarshal(v, &set); err != nil {
 			return err
 		}
-		_, err = m.qmp.execute(ctx, "xen-save-devices-state", map[string]any{
+		_, err = m.execute(ctx, "xen-save-devices-state", map[string]any{
 			"filename": fmt.Sprintf("/dev/fdset/%d", set.ID), "live": false,
 		})
 		clean, cancel := context.WithTimeout(context.WithoutCancel(ctx), vmmproc.CommandTime)
 		defer cancel()
-		_, removeErr := m.qmp.execute(clean, "remove-fd", map[string]any{"fdset-id": set.ID})
+		_, removeErr := m.execute(clean, "remove-fd", map[string]any{"fdset-id": set.ID})
 		return errors.Join(err, removeErr)
 	})
 }
 
 func (m *machine) ResizeDisk(ctx context.Context, i int, size int64) error {
 	return m.Step(ctx, "resize a disk of", []vmmproc.State{vmmproc.Running, vmmproc.Paused}, "", func(ctx context.Context) error {
-		_, err := m.qmp.execute(ctx, "block_resize", map[string]any{"node-name": fmt.Sprintf("disk%d", i), "size": size})
+		_, err := m.execute(ctx, "block_resize", map[string]any{"node-name": fmt.Sprintf("disk%d", i), "size": size})
 		return err
 	})
 }
@@ -199,7 +289,7 @@ func (m *machine) accepted(ctx context.Context) error {
 	again := time.NewTicker(5 * time.Millisecond)
 	defer again.Stop()
 	for {
-		v, err := m.qmp.execute(ctx, "query-chardev", nil)
+		v, err := m.execute(ctx, "query-chardev", nil)
 		if err != nil {
 			return err
 		}

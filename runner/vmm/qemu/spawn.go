@@ -73,7 +73,7 @@ func (d *Driver) spawn(ctx context.Context, in *installation, spec vmm.Spec) (_ 
 // Recover implements vmm.Driver.
 func (d *Driver) Recover(ctx context.Context, h vmm.Handle) (vmm.Machine, error) {
 	m, err := vmmproc.Recover(ctx, DriverName, h, func(proc *vmmproc.Process) (*machine, error) {
-		return attach(ctx, proc, vmmproc.NoLog(), h)
+		return reattach(ctx, proc, h)
 	})
 	if err != nil {
 		return nil, fmt.Errorf("recover process %d: %w", h.PID, err)

@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"net"
 	"os"
 	"slices"
 	"strconv"
@@ -16,6 +17,7 @@ import (
 
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/runner/memory"
+	"github.com/coppice-dev/coppice/runner/threads"
 	"github.com/coppice-dev/coppice/runner/vmm"
 )
 
@@ -99,6 +101,9 @@ func (m *Machine) Watch() {
 // Handle implements vmm.Machine.
 func (m *Machine) Handle() vmm.Handle { return m.handle }
 
+// Follow reads what the guest prints from a connection.
+func (m *Machine) Follow(c net.Conn) { m.console.Follow(c) }
+
 // Console implements vmm.Machine.
 func (m *Machine) Console() string { return m.console.String() }
 
@@ -126,7 +131,12 @@ func (m *Machine) detach() {
 }
 
 // Hold implements vmm.Machine.
-func (m *Machine) Hold() error { return m.signal("hold", unix.SIGSTOP) }
+func (m *Machine) Hold() error {
+	if err := m.signal("hold", unix.SIGSTOP); err != nil {
+		return err
+	}
+	return threads.Stop(m.Proc.PID) // the pid is still the process's: a stopped one does not end
+}
 
 // LetGo implements vmm.Machine.
 func (m *Machine) LetGo() error { return m.signal("let go", unix.SIGCONT) }
@@ -258,8 +268,11 @@ func (m *Machine) Running(ctx context.Context) (bool, error) {
 	}
 	ctx, cancel := context.WithTimeoutCause(ctx, CommandTime, ErrSilent)
 	defer cancel()
-	now, err := m.hooks.Ask(ctx)
-	if err != nil {
+	var now State
+	if err := m.Proc.Answers(ctx, func(ctx context.Context) (err error) {
+		now, err = m.hooks.Ask(ctx)
+		return err
+	}); err != nil {
 		return false, m.stepError(verb, err)
 	}
 	return now == Running, nil

@@ -13,10 +13,13 @@ import (
 	"strings"
 	"sync"
 	"syscall"
+	"time"
 
 	"golang.org/x/sys/unix"
 
 	"github.com/coppice-dev/coppice/internal/osthread"
+	"github.com/coppice-dev/coppice/runner/threads"
+	"github.com/coppice-dev/coppice/runner/vmm"
 	"github.com/coppice-dev/coppice/runner/vmm/jail"
 )
 
@@ -325,6 +328,28 @@ func (p *Process) Signal(s unix.Signal) error {
 	}
 	return sendErr
 }
+
+// probeTime is how long a VMM may take to answer before its threads are looked at.
+const probeTime = 2 * time.Second
+
+// Answers asks a VMM something until it has answered. It gives up with vmm.ErrWaits when there was no answer for a while and a thread of the
+// VMM waits in the kernel, as one does that touched a page which is not on the host yet.
+func (p *Process) Answers(ctx context.Context, ask func(context.Context) error) error {
+	for {
+		try, cancel := context.WithTimeoutCause(ctx, probeTime, errNoAnswer)
+		err := ask(try)
+		late := errors.Is(context.Cause(try), errNoAnswer)
+		cancel()
+		if err == nil || !late || ctx.Err() != nil {
+			return err
+		}
+		if threads.Blocked(p.PID) != 0 {
+			return errors.Join(vmm.ErrWaits, err)
+		}
+	}
+}
+
+var errNoAnswer = fmt.Errorf("there was no answer within %s", probeTime)
 
 // startTime reads field 22 of /proc/PID/stat. The command name, field 2, may hold spaces and parentheses.
 func startTime(pid int) (uint64, error) {

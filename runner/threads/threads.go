@@ -1,0 +1,100 @@
+// Package threads reads what the kernel says of threads of other processes, from /proc. It owns the questions that the runner,
+// the pager and the drivers of VMMs ask about a machine that waits for a page.
+package threads
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+
+	"golang.org/x/sys/unix"
+)
+
+// Of reports whether a process has a thread.
+func Of(pid, thread int) bool {
+	_, err := os.Stat(fmt.Sprintf("/proc/%d/task/%d", pid, thread))
+	return err == nil
+}
+
+// Kernel reports whether a thread is one of the kernel's own.
+func Kernel(thread int) bool {
+	const flags, kthread = 6, 0x00200000 // PF_KTHREAD
+	fields := stat(fmt.Sprintf("/proc/%d/stat", thread))
+	if len(fields) <= flags {
+		return false
+	}
+	f, err := strconv.ParseUint(fields[flags], 10, 64)
+	return err == nil && f&kthread != 0
+}
+
+// Blocked returns a thread of a process that waits in the kernel for something that no signal ends (state D), or 0.
+func Blocked(pid int) int {
+	for _, thread := range list(pid) {
+		if fields := stat(fmt.Sprintf("/proc/%d/task/%d/stat", pid, thread)); len(fields) > 0 && fields[0] == "D" {
+			return thread
+		}
+	}
+	return 0
+}
+
+// Killed reports whether a thread has been sent SIGKILL, or has ended. A thread that waits for a page ends only when its wait does.
+func Killed(thread int) bool {
+	b, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", thread))
+	if err != nil {
+		return errors.Is(err, os.ErrNotExist)
+	}
+	for line := range bytes.Lines(b) {
+		name, value, _ := strings.Cut(string(line), ":")
+		if name != "SigPnd" && name != "ShdPnd" {
+			continue
+		}
+		pending, err := strconv.ParseUint(strings.TrimSpace(value), 16, 64)
+		if err == nil && pending&(1<<(unix.SIGKILL-1)) != 0 {
+			return true
+		}
+	}
+	return false
+}
+
+// Stop sends SIGSTOP to each thread of a process. A signal to the process as a whole is given to one thread, often the first: while
+// that one waits in state D, nobody stops. SIGCONT to the process ends all of it.
+func Stop(pid int) error {
+	var errs []error
+	for _, thread := range list(pid) {
+		if err := unix.Tgkill(pid, thread, unix.SIGSTOP); err != nil && !errors.Is(err, unix.ESRCH) {
+			errs = append(errs, fmt.Errorf("stop thread %d of process %d: %w", thread, pid, err))
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// Standing reports whether no thread of a process runs: each is stopped, or waits in the kernel for something that no signal ends.
+func Standing(pid int) bool {
+	for _, thread := range list(pid) {
+		if fields := stat(fmt.Sprintf("/proc/%d/task/%d/stat", pid, thread)); len(fields) > 0 && fields[0] != "T" && fields[0] != "D" {
+			return false
+		}
+	}
+	return true
+}
+
+func list(pid int) []int {
+	paths, _ := filepath.Glob(fmt.Sprintf("/proc/%d/task/*", pid)) // the pattern is good
+	out := make([]int, 0, len(paths))
+	for _, path := range paths {
+		if thread, err := strconv.Atoi(filepath.Base(path)); err == nil {
+			out = append(out, thread)
+		}
+	}
+	return out
+}
+
+// stat returns what follows the name in a stat file: the state and further fields. Of a thread that has ended there is none.
+func stat(path string) []string {
+	b, _ := os.ReadFile(path)
+	return strings.Fields(string(b[bytes.LastIndexByte(b, ')')+1:]))
+}
