@@ -13,6 +13,8 @@ import (
 	"sync"
 	"testing"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
@@ -86,11 +88,9 @@ func (r *fakeRig) stop() {
 func (r *fakeRig) crash(held ...*failpoint.Armed) (bury func()) {
 	r.t.Helper()
 	dead, cancel, ended := r.Runner, r.cancel, r.ended
-	dead.mu.Lock()
-	dead.cfg.Leave = true
-	dead.mu.Unlock()
+	dead.leave.Store(true) // not dead.cfg, which its goroutines read
 	dead.stop()
-	if err := dead.lock.Close(); err != nil {
+	if err := unix.Flock(int(dead.lock.Fd()), unix.LOCK_UN); err != nil { // Run closes the file
 		r.t.Fatal(err)
 	}
 	for _, s := range dead.all() {
@@ -217,6 +217,8 @@ func (r *fakeRig) wantOnly(ids ...core.SandboxID) {
 		r.t.Errorf("left behind: %q, %v", parts, err)
 	}
 	used := 0
+	r.slots.mu.Lock()
+	defer r.slots.mu.Unlock()
 	for _, u := range r.slots.used {
 		if u {
 			used++

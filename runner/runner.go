@@ -11,6 +11,7 @@ import (
 	"path/filepath"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -56,6 +57,7 @@ type Runner struct {
 	wg     sync.WaitGroup // goroutines of sandboxes and background work
 	wakeup chan struct{}  // of size 1: something changed that a heartbeat should report at once
 	lock   *os.File       // held while this runner has its data: there is no second one
+	leave  atomic.Bool    // Config.Leave; cfg itself never changes after New
 
 	mu        sync.Mutex // guards what follows
 	sandboxes map[core.SandboxID]*sandbox
@@ -98,6 +100,7 @@ func New(ctx context.Context, cfg Config) (_ *Runner, err error) {
 		dead: make(map[core.SandboxID]runnerapi.Sandbox), captures: make(map[core.CheckpointID]*flight),
 		forks: make(map[core.CheckpointID]int),
 	}
+	r.leave.Store(cfg.Leave)
 	r.room = room.New(cfg.DataDir, cfg.Store.Floor)
 	r.egress = newEgressLink(r)
 	r.blobs = envelope.With(cfg.Store.Blobs, &r.keys)
@@ -111,7 +114,7 @@ func New(ctx context.Context, cfg Config) (_ *Runner, err error) {
 	}
 	defer func() {
 		if err != nil {
-			err = errors.Join(err, r.lock.Close())
+			err = errors.Join(err, unlockDir(r.lock))
 		}
 	}()
 	if r.attestor, err = attestor.Open(filepath.Join(cfg.DataDir, attestationFile), cfg.ID); err != nil {
@@ -177,6 +180,12 @@ func lockDir(dir string) (*os.File, error) {
 	return f, nil
 }
 
+// unlockDir gives the lock back. It unlocks before it closes: a child process that is between fork and exec has a copy of the file, which
+// would keep the lock for that long.
+func unlockDir(lock *os.File) error {
+	return errors.Join(unix.Flock(int(lock.Fd()), unix.LOCK_UN), lock.Close())
+}
+
 func (r *Runner) shellsDir() string { return filepath.Join(r.cfg.DataDir, "shells") }
 
 // Run does the background work until ctx ends, and then takes every sandbox down, or leaves them (Config.Leave). Checkpoints stay.
@@ -201,7 +210,7 @@ func (r *Runner) Run(ctx context.Context) error {
 	defer cancel()
 	err := r.close(clean)
 	r.wg.Wait()
-	return errors.Join(err, r.lock.Close())
+	return errors.Join(err, unlockDir(r.lock))
 }
 
 // enter counts an operation in: Run does not end before leave is called, so that nothing of it is left behind.

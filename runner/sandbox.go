@@ -335,7 +335,7 @@ func (r *Runner) close(ctx context.Context) error {
 				return
 			}
 			defer s.unlock()
-			if r.cfg.Leave {
+			if r.leave.Load() {
 				s.leave()
 				return
 			}
@@ -344,10 +344,10 @@ func (r *Runner) close(ctx context.Context) error {
 	}
 	wg.Go(func() { errs[len(all)] = r.warm.close(ctx) })
 	wg.Wait()
-	if !r.cfg.Leave {
+	if !r.leave.Load() {
 		errs = append(errs, r.lazy.stop(ctx))
 	}
-	if !r.cfg.Leave || len(r.all()) == 0 { // nobody is left to serve
+	if !r.leave.Load() || len(r.all()) == 0 { // nobody is left to serve
 		errs = append(errs, r.egress.stop(ctx))
 	}
 	return errors.Join(errs...)

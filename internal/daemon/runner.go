@@ -225,6 +225,9 @@ func lockData(dir, who string, steps *undo.Stack) error {
 		return errors.Join(core.Wrapf(err, core.Conflict, core.CodeStateConflict,
 			"another %s runs on %s; stop it, or give this one another --data-dir", who, dir), lock.Close())
 	}
-	steps.Push("lock", func(context.Context) error { return lock.Close() })
+	steps.Push("lock", func(context.Context) error {
+		// A child process that is between fork and exec has a copy of the file: closing alone would leave it the lock.
+		return errors.Join(unix.Flock(int(lock.Fd()), unix.LOCK_UN), lock.Close())
+	})
 	return nil
 }
