@@ -413,6 +413,31 @@ func TestEgressIsLeft(t *testing.T) {
 	}
 }
 
+// TestEgressIsLeftUnseen: a runner that stops before it has got to the process of an earlier runner ends that process too.
+func TestEgressIsLeftUnseen(t *testing.T) {
+	t.Parallel()
+	r := newEgressRig(t, func(c *Config) { c.Leave = true })
+	id := r.forkWith(r.boot(), rulesOf(1, "a.test"))
+	client, err := r.egress.await(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	r.stop()
+	next, err := New(t.Context(), r.cfg)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := next.Destroy(t.Context(), id); err != nil {
+		t.Fatal(err)
+	}
+	if err := errors.Join(next.egress.stop(t.Context()), unlockDir(next.lock)); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := client.Hello(t.Context()); !errors.Is(err, egress.ErrGone) {
+		t.Errorf("the process of a runner that has left nothing: %v", err)
+	}
+}
+
 // TestEgressFailsClosed: a sandbox that the process does not have is not made.
 func TestEgressFailsClosed(t *testing.T) {
 	r := newEgressRig(t, func(*Config) {}) // not parallel: others would come by the failpoint

@@ -25,6 +25,7 @@ type lazyImages struct {
 	r       *Runner
 	dir     string
 	unheard atomic.Int64 // times that a pager which runs was not heard
+	hung    atomic.Int64 // pagers that were killed because they did not answer
 	arrived func()       // an image is whole, or was given up; nil: nobody wants to know
 
 	mu       sync.Mutex // guards what follows

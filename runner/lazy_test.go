@@ -26,6 +26,8 @@ import (
 	"github.com/coppice-dev/coppice/internal/confine/confinetest"
 	"github.com/coppice-dev/coppice/internal/eventually"
 	"github.com/coppice-dev/coppice/internal/require"
+	"github.com/coppice-dev/coppice/internal/sidecar"
+	"github.com/coppice-dev/coppice/internal/testhalt"
 	"github.com/coppice-dev/coppice/runner/diffhelper"
 	"github.com/coppice-dev/coppice/runner/memory"
 	"github.com/coppice-dev/coppice/runner/pager"
@@ -66,6 +68,8 @@ type pagerSettings struct {
 	Silence    string // a file: while it is there, the store gives no pages, only what is said of them
 	Refusal    string // while that is there, it fails
 	Version    int    // see pager.Config
+
+	Pulse sidecar.Pulse `json:"-"` // of the runner
 }
 
 func servePages(config io.Reader) (err error) {
@@ -178,7 +182,7 @@ func (x *lazyRig) begin() {
 	if err != nil {
 		x.t.Fatal(err)
 	}
-	x.cfg.Store.Pager = &pager.Process{Dir: x.settings.Dir, Command: []string{os.Args[0], beAPager}, Config: config}
+	x.cfg.Store.Pager = &pager.Process{Dir: x.settings.Dir, Command: []string{os.Args[0], beAPager}, Config: config, Pulse: x.settings.Pulse}
 	x.runCtx, x.stop = context.WithCancel(context.Background())
 	if x.lazy, err = openLazyImages(x.Runner); err != nil {
 		x.t.Fatal(err)
@@ -377,6 +381,29 @@ func TestLazyPagerKilled(t *testing.T) {
 	x.taken(id)
 }
 
+// TestLazyPagerHung: a pager that stands still is killed, and what follows is what follows a pager's death.
+func TestLazyPagerHung(t *testing.T) {
+	x := newLazyRig(t)
+	x.end()
+	x.settings.Pulse = sidecar.Pulse{Every: 20 * time.Millisecond, Limit: 300 * time.Millisecond}
+	x.begin()
+	x.say(x.settings.Silence, true)
+	id := x.fetch()
+	hello, err := x.lazy.client.Hello(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	testhalt.Halt(t, hello.PID)
+	x.say(x.settings.Silence, false)
+	x.await("it was killed", func() bool { s := testhalt.State(t, hello.PID); return s == "" || s == "Z" })
+	x.await("there is another pager", func() bool { is := x.pagerNow(); return is != "" && is != hello.Instance })
+	x.look(id, x.lazy.has(string(id)))
+	x.taken(id)
+	if got := x.metrics(); got["hung_total"] != 1 || got["unheard_total"] != 0 {
+		t.Errorf("metrics: %v", got)
+	}
+}
+
 // TestLazyForeign: a runner goes on with a pager of another version for what that serves, until nobody has anything of it open, and has one of
 // its own then.
 func TestLazyForeign(t *testing.T) {
@@ -486,7 +513,7 @@ func (x *lazyRig) metrics() map[string]float64 {
 // TestPagerMetrics: they tell a store that is silent from one that gives, and keep the sums when an image is whole and gone.
 func TestPagerMetrics(t *testing.T) {
 	x := newLazyRig(t)
-	if got := x.metrics(); got["up"] != 0 || len(got) != 2 {
+	if got := x.metrics(); got["up"] != 0 || len(got) != 3 {
 		t.Errorf("without a pager: %v", got)
 	}
 	x.say(x.settings.Silence, true)

@@ -89,6 +89,9 @@ func (l *lazyImages) run(ctx context.Context) {
 				deaf = min(2*deaf, lastWait)
 				continue
 			default:
+				if errors.Is(err, pager.ErrHung) {
+					l.hung.Add(1)
+				}
 				l.died(ctx, err)
 			}
 			deaf = firstWait
@@ -125,7 +128,7 @@ func (l *lazyImages) attend(ctx context.Context, client *pager.Client, instance 
 	l.mu.Unlock()
 	watching, idle := context.WithCancelCause(ctx)
 	defer idle(nil)
-	return client.Watch(watching, func(list []pager.Status) {
+	return client.Attend(watching, func(list []pager.Status) {
 		l.heard(ctx, client, list)
 		if foreign && len(list) == 0 {
 			idle(errIdle)

@@ -13,7 +13,7 @@ import (
 type pagerState struct {
 	lazy *lazyImages
 
-	up, images, pages, here, waiters, demanded, bytes, requests, unheard *prometheus.Desc
+	up, images, pages, here, waiters, demanded, bytes, requests, unheard, hung *prometheus.Desc
 }
 
 func newPagerState(l *lazyImages) *pagerState {
@@ -31,12 +31,13 @@ func newPagerState(l *lazyImages) *pagerState {
 		bytes:    desc("read_bytes_total", "Bytes that were read for images: from the host's cache, other runners or the store."),
 		requests: desc("requests_total", "Requests for them."),
 		unheard:  desc("unheard_total", "Times that the pager runs and what it says was not heard, since the start of the runner: its machines go on, and images that are whole are not taken meanwhile."),
+		hung:     desc("hung_total", "Pagers that were killed because they did not answer, since the start of the runner: the machines that had memory from them ended."),
 	}
 }
 
 // Describe sends what Collect may send.
 func (p *pagerState) Describe(out chan<- *prometheus.Desc) {
-	for _, d := range []*prometheus.Desc{p.up, p.images, p.pages, p.here, p.waiters, p.demanded, p.bytes, p.requests, p.unheard} {
+	for _, d := range []*prometheus.Desc{p.up, p.images, p.pages, p.here, p.waiters, p.demanded, p.bytes, p.requests, p.unheard, p.hung} {
 		out <- d
 	}
 }
@@ -60,6 +61,7 @@ func (p *pagerState) Collect(out chan<- prometheus.Metric) {
 		defer cancel()
 		list, totals, err = client.List(ctx)
 	}
+	send(p.hung, prometheus.CounterValue, float64(p.lazy.hung.Load()))
 	send(p.unheard, prometheus.CounterValue, float64(p.lazy.unheard.Load()))
 	if err != nil {
 		send(p.up, prometheus.GaugeValue, 0)

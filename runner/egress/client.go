@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"net"
 	"os"
 	"time"
 
@@ -35,7 +34,7 @@ func SocketPath(dir string) string { return sidecar.Process{Dir: dir}.SocketPath
 // Ensure makes sure that a process runs: the one that does already, whoever has started it, or a new one. It goes on when this process ends.
 func Ensure(ctx context.Context, p Process) (*Client, egressapi.Hello, error) {
 	c := NewClient(SocketPath(p.Dir))
-	c.pulse = p.Pulse.withDefaults()
+	c.pulse = p.Pulse.WithDefaults()
 	h, err := c.greet(ctx)
 	switch {
 	case errors.Is(err, errSilent) && ctx.Err() == nil: // whoever has started it
@@ -65,7 +64,7 @@ type Client struct {
 }
 
 // NewClient returns a client of the process that listens at a path. Nothing is dialled yet.
-func NewClient(socket string) *Client { return &Client{socket, Pulse{}.withDefaults()} }
+func NewClient(socket string) *Client { return &Client{socket, Pulse{}.WithDefaults()} }
 
 // ErrGone is returned, wrapped, when no process answers.
 var ErrGone = core.Errorf(core.Unavailable, core.CodeEgressGone, "the egress process of this runner does not answer")
@@ -85,12 +84,10 @@ func (c *Client) within(ctx context.Context, limit time.Duration, r egressapi.Re
 
 // wait is a call that may take as long as ctx.
 func (c *Client) wait(ctx context.Context, r egressapi.Request, files ...*os.File) (out egressapi.Response, err error) {
-	var d net.Dialer
-	dialled, err := d.DialContext(ctx, "unixpacket", c.socket)
+	conn, err := sidecar.Dial(ctx, c.socket)
 	if err != nil {
 		return out, errors.Join(ErrGone, err)
 	}
-	conn := dialled.(*net.UnixConn)
 	defer conn.Close()
 	defer context.AfterFunc(ctx, func() { _ = conn.SetDeadline(time.Unix(1, 0)) })()
 	if err = sidecar.Send(conn, r, files...); err == nil {

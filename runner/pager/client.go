@@ -19,10 +19,13 @@ import (
 )
 
 // Client is a way to a pager. It is safe for concurrent use.
-type Client struct{ socket string }
+type Client struct {
+	socket string
+	pulse  sidecar.Pulse
+}
 
 // NewClient returns a client of the pager that listens at a path. Nothing is dialled yet.
-func NewClient(socket string) *Client { return &Client{socket} }
+func NewClient(socket string) *Client { return &Client{socket, sidecar.Pulse{}.WithDefaults()} }
 
 // ErrGone is returned, wrapped, when no pager answers.
 var ErrGone = core.Errorf(core.Unavailable, core.CodePagerGone, "the pager of this runner does not answer")
@@ -43,12 +46,11 @@ func (c *Client) call(ctx context.Context, r request, f *os.File) (_ response, _
 }
 
 func (c *Client) dial(ctx context.Context) (*net.UnixConn, error) {
-	var d net.Dialer
-	conn, err := d.DialContext(ctx, "unixpacket", c.socket)
+	conn, err := sidecar.Dial(ctx, c.socket)
 	if err != nil {
 		return nil, errors.Join(ErrGone, err)
 	}
-	return conn.(*net.UnixConn), nil
+	return conn, nil
 }
 
 func exchange(ctx context.Context, conn *net.UnixConn, r request, f *os.File) (response, *os.File, error) {
@@ -92,6 +94,20 @@ func listOf(f *os.File) []*os.File {
 		return nil
 	}
 	return []*os.File{f}
+}
+
+// within is a call that has a limit of its own, and ErrSilent as its error when that has passed.
+func (c *Client) within(ctx context.Context, limit time.Duration, r request) error {
+	_, err := c.ask(ctx, limit, r)
+	return err
+}
+
+func (c *Client) ask(ctx context.Context, limit time.Duration, r request) (response, error) {
+	ctx, cancel := context.WithTimeoutCause(ctx, limit, errors.Join(ErrGone, sidecar.ErrSilent))
+	defer cancel()
+	out, f, err := c.call(ctx, r, nil)
+	sidecar.CloseAll(listOf(f))
+	return out, err
 }
 
 // Hello asks who the pager is.
@@ -208,30 +224,36 @@ func (c *Client) Touched(ctx context.Context, id string) ([]Range, error) {
 	return out.Touched, err
 }
 
-// Stop ends the pager and waits until its process is gone, and with it everything that it has open. No machine may have its files open.
+// Stop ends the pager, which is killed if it does not answer, and waits until its process is gone, and with it everything that it has open.
+// No machine may have its files open.
 func (c *Client) Stop(ctx context.Context) error {
-	h, err := c.Hello(ctx)
-	if err != nil {
-		return err
+	h, err := c.greet(ctx)
+	if err == nil {
+		err = sidecar.End(name, h.PID, func() error {
+			return c.within(ctx, callTime, request{Op: opStop})
+		})
 	}
-	return sidecar.End("pager", h.PID, func() error {
-		_, _, err := c.call(ctx, request{Op: opStop}, nil)
-		return err
-	})
+	if errors.Is(err, sidecar.ErrSilent) && ctx.Err() == nil {
+		return c.kill(ctx)
+	}
+	return err
 }
 
 // Alive reports whether the pager of an instance still runs, when a call to it has failed with ErrGone: a connection that broke says nothing of the
-// process. It waits until that is known, or ctx ends.
+// process. It waits until that is known, or ctx ends. A pager that listens and does not answer (see sidecar.Pulse) is killed.
 func (c *Client) Alive(ctx context.Context, instance string) bool {
 	const first, last = 10 * time.Millisecond, time.Second
 	for wait := first; ; wait = min(2*wait, last) {
-		h, err := c.Hello(ctx)
+		h, err := c.greet(ctx)
 		if err == nil {
 			return h.Instance == instance
 		}
 		// As a process ends its connections may be closed before its socket is.
-		if errors.Is(err, unix.ECONNREFUSED) || errors.Is(err, unix.ENOENT) {
+		if sidecar.IsNobody(err) {
 			return false
+		}
+		if errors.Is(err, sidecar.ErrSilent) && ctx.Err() == nil {
+			return c.kill(ctx) != nil // it is asked again when it could not be killed
 		}
 		again := time.NewTimer(wait)
 		select {

@@ -16,26 +16,36 @@ type Process struct {
 	Command []string // runs a Server, with what Config says on its standard input
 	Config  []byte
 	Cgroup  func() (*os.File, error) // see sidecar.Process; machines live by the pager, so that it must outlive whatever they do
+	Pulse   sidecar.Pulse            // when a pager counts as hung
 }
+
+const name = "pager"
 
 func (p Process) sidecar() sidecar.Process {
-	return sidecar.Process{Name: "pager", Dir: p.Dir, Command: p.Command, Config: p.Config, Cgroup: p.Cgroup}
+	return sidecar.Process{Name: name, Dir: p.Dir, Command: p.Command, Config: p.Config, Cgroup: p.Cgroup}
 }
 
-// Runs reports whether a pager answers.
+// Runs reports whether a pager listens, or may: Ensure finds out whether it answers.
 func Runs(ctx context.Context, p Process) bool {
-	_, err := NewClient(SocketPath(p.Dir)).Hello(ctx)
-	return err == nil
+	_, err := sidecar.Listener(ctx, SocketPath(p.Dir))
+	return !sidecar.IsNobody(err)
 }
 
 // Ensure makes sure that a pager runs: the one that does already, whoever has started it and of whichever version (Hello.Foreign), or a new
-// one. It goes on when this process ends. fresh says that it is new.
+// one, also in the place of one that hangs, which is killed. It goes on when this process ends. fresh says that it is new.
 func Ensure(ctx context.Context, p Process) (_ *Client, fresh bool, err error) {
 	c := NewClient(SocketPath(p.Dir))
-	if _, err := c.Hello(ctx); err == nil {
+	c.pulse = p.Pulse.WithDefaults()
+	_, err = c.greet(ctx)
+	switch {
+	case err == nil:
 		return c, false, nil
-	} else if ctx.Err() != nil {
+	case ctx.Err() != nil:
 		return nil, false, err
+	case errors.Is(err, sidecar.ErrSilent):
+		if err := c.kill(ctx); err != nil {
+			return nil, false, err
+		}
 	}
 	err = p.sidecar().Start(ctx, func(ctx context.Context) error {
 		_, err := c.Hello(ctx)

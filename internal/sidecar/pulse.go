@@ -1,0 +1,121 @@
+package sidecar
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// Pulse says when a process that listens counts as hung. Zero values take the defaults, which suit a host that was asleep or is far too busy:
+// killing a process wrongly costs everything that it carries.
+type Pulse struct {
+	Every  time.Duration // between questions; default 1 s
+	Limit  time.Duration // for an answer; default 5 s
+	Misses int           // answers in a row that did not come; default 4
+}
+
+// WithDefaults replaces zero values.
+func (p Pulse) WithDefaults() Pulse {
+	return Pulse{cmp.Or(p.Every, time.Second), cmp.Or(p.Limit, 5*time.Second), cmp.Or(p.Misses, 4)}
+}
+
+// ErrSilent is the cause of a context that ended because an answer did not come in time.
+var ErrSilent = errors.New("it listens, and does not answer")
+
+// Feel asks until too many answers in a row did not come, which it returns as an error, or until ctx ends, which is nil. ask returns an error
+// with ErrSilent when its answer did not come within the limit.
+func (p Pulse) Feel(ctx context.Context, ask func(ctx context.Context, limit time.Duration) error) error {
+	tick := time.NewTicker(p.Every)
+	defer tick.Stop()
+	for misses := 0; ; {
+		select {
+		case <-tick.C:
+		case <-ctx.Done():
+			return nil
+		}
+		began := time.Now()
+		err := ask(ctx, p.Limit)
+		switch late := time.Since(began) - p.Limit; {
+		case ctx.Err() != nil:
+			return nil
+		case !errors.Is(err, ErrSilent): // it answers, or it has ended, which others notice
+			misses = 0
+		case late > p.Limit/2: // this process did not run either, and cannot tell
+		default:
+			misses++
+		}
+		if misses >= p.Misses {
+			return fmt.Errorf("%d questions in a row had no answer within %s", misses, p.Limit)
+		}
+	}
+}
+
+// Dial connects to the process that listens at a socket. The error has ErrSilent if more connections wait for it than the kernel keeps.
+func Dial(ctx context.Context, socket string) (*net.UnixConn, error) {
+	var d net.Dialer
+	conn, err := d.DialContext(ctx, "unixpacket", socket)
+	switch {
+	case errors.Is(err, unix.EAGAIN):
+		return nil, errors.Join(ErrSilent, err)
+	case err != nil:
+		return nil, err
+	}
+	return conn.(*net.UnixConn), nil
+}
+
+// Greet asks until there is an answer, at most as often as a process that hangs is asked. The error has ErrSilent if none came.
+func (p Pulse) Greet(ctx context.Context, ask func(ctx context.Context, limit time.Duration) error) (err error) {
+	for range p.Misses {
+		if err = ask(ctx, p.Limit); !errors.Is(err, ErrSilent) || ctx.Err() != nil {
+			return err
+		}
+	}
+	return err
+}
+
+// KillListener kills the process that listens at a socket, and waits until it is gone. It is no error if nobody listens any more. The kernel
+// says which process that is: while the socket can be dialled, the process that listens there lives.
+func KillListener(ctx context.Context, name, socket string) error {
+	pid, err := Listener(ctx, socket)
+	if err != nil {
+		return ignoreNobody(err)
+	}
+	return ignoreNobody(Kill(name, pid, func() error {
+		again, err := Listener(ctx, socket)
+		if err == nil && again != pid {
+			err = fmt.Errorf("the %s is process %d now, and was process %d", name, again, pid)
+		}
+		return err
+	}))
+}
+
+// IsNobody reports whether a call to dial failed because no process listens there.
+func IsNobody(err error) bool {
+	return errors.Is(err, unix.ECONNREFUSED) || errors.Is(err, unix.ENOENT)
+}
+
+func ignoreNobody(err error) error {
+	if IsNobody(err) {
+		return nil
+	}
+	return err
+}
+
+// Listener returns the id of the process that listens at a socket, as the kernel knows it. IsNobody tells an error that means that no process does.
+func Listener(ctx context.Context, socket string) (pid int, err error) {
+	conn, err := Dial(ctx, socket)
+	if err != nil {
+		return 0, err
+	}
+	defer conn.Close()
+	peer, err := Peer(conn)
+	if err != nil {
+		return 0, err
+	}
+	return int(peer.Pid), nil
+}
