@@ -18,10 +18,11 @@ const (
 	wasClipped = "clipped"    // it is longer than any of this version, and was told with its texts clipped
 )
 
-// The bounds of records that were set aside: files, and bytes of each.
+// The bounds of what was set aside: files, bytes of each record, and bytes of all.
 const (
 	asideFiles = 64
 	asideSize  = 64 << 10
+	asideBytes = 8 * segmentSize
 	asideName  = "aside-"
 )
 
@@ -40,36 +41,62 @@ func (a *aside) line(seg *segment, off int64, text []byte, why string) {
 	}
 }
 
-func (a *aside) keep(name string, text []byte) error {
+// takes reports whether there is room for another file of a size.
+func (a *aside) takes(size int64) (bool, error) {
 	list, err := fs.ReadDir(a.dir.FS(), ".")
 	if err != nil {
-		return err
+		return false, err
 	}
 	n := 0
 	for _, e := range list {
-		if strings.HasPrefix(e.Name(), asideName) {
-			n++
+		if !strings.HasPrefix(e.Name(), asideName) {
+			continue
+		}
+		info, err := e.Info()
+		if err != nil && !errors.Is(err, fs.ErrNotExist) {
+			return false, err
+		}
+		if err == nil {
+			n, size = n+1, size+info.Size()
 		}
 	}
-	if n >= asideFiles {
-		return nil // it is counted
+	return n < asideFiles && size <= asideBytes, nil
+}
+
+func (a *aside) keep(name string, text []byte) error {
+	text = text[:min(len(text), asideSize)]
+	if takes, err := a.takes(int64(len(text))); err != nil || !takes {
+		return err // it is counted
 	}
 	f, err := a.dir.OpenFile(name, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
 	if err != nil {
 		return err
 	}
-	_, err = f.Write(text[:min(len(text), asideSize)])
+	_, err = f.Write(text)
 	return errors.Join(err, f.Close())
 }
 
-// segment sets a whole file aside. The error is one that is not of the file, such as that this process has too many open.
+// segment sets a whole file aside, or removes it where there is no room for it. The error is one that is not of the file, such as that this process has too many open.
 func (a *aside) segment(name string, cause error) error {
 	if errors.Is(cause, unix.EMFILE) || errors.Is(cause, unix.ENFILE) || errors.Is(cause, unix.ENOMEM) {
 		return cause
 	}
 	a.found[unreadable]++
-	a.log.Error("a segment of the spool cannot be read and is set aside", "segment", name, "err", cause)
-	if err := a.dir.Rename(name, asideName+name); err != nil {
+	info, err := a.dir.Lstat(name)
+	if err != nil {
+		return errors.Join(cause, err)
+	}
+	takes, err := a.takes(info.Size())
+	if err != nil {
+		return errors.Join(cause, err)
+	}
+	a.log.Error("a segment of the spool cannot be read and is set aside", "segment", name, "bytes", info.Size(), "kept", takes, "err", cause)
+	if takes {
+		err = a.dir.Rename(name, asideName+name)
+	} else {
+		err = a.dir.RemoveAll(name)
+	}
+	if err != nil {
 		return errors.Join(cause, fmt.Errorf("set %s aside: %w", name, err))
 	}
 	return nil

@@ -100,7 +100,7 @@ func (d *denials) Begin(f core.Flow) error {
 	}
 	next := *t
 	next.flow.Count, next.flow.Last = t.flow.Count+1, f.At
-	if err := d.to.slots.write(t.slot, next.flow.Count, f.At); err != nil {
+	if err := d.to.count(next); err != nil {
 		return err
 	}
 	*t = next
@@ -110,7 +110,7 @@ func (d *denials) Begin(f core.Flow) error {
 // End implements proxy.Journal.
 func (d *denials) End(f core.Flow) { d.to.End(f) }
 
-// finish ends a sandbox's tallies. One whose record cannot be written is ended by the next process.
+// finish ends a sandbox's tallies.
 func (d *denials) finish(x *denied) {
 	for _, t := range x.kinds {
 		d.to.endTally(*t)
@@ -120,6 +120,7 @@ func (d *denials) finish(x *denied) {
 
 // tidy ends the tallies that are due, and forgets sandboxes that had nothing denied since.
 func (d *denials) tidy(now time.Time) {
+	d.to.tidy()
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	for id, x := range d.of {
@@ -167,7 +168,9 @@ func (s *spool) beginTally(f core.Flow) (*tally, error) {
 	}
 	f.Count, f.Last = 1, f.At
 	if err = s.slots.write(slot, f.Count, f.Last); err == nil { // before it is in the spool: what was counted there before is another's
-		err = s.take(f.ID, f.SandboxID, line{N: s.last + 1, Tally: &f, Slot: slot}, true)
+		err = s.take(f.ID, f.SandboxID, line{Tally: &f, Slot: slot}, true)
+	} else {
+		s.unsaid++
 	}
 	if err != nil {
 		s.slots.give(slot)
@@ -178,6 +181,17 @@ func (s *spool) beginTally(f core.Flow) (*tally, error) {
 	return &t, nil
 }
 
+// count keeps a tally's count.
+func (s *spool) count(t tally) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	err := s.slots.write(t.slot, t.flow.Count, t.flow.Last)
+	if err != nil {
+		s.unsaid++
+	}
+	return err
+}
+
 // endTally records a tally with its count.
 func (s *spool) endTally(t tally) {
 	s.mu.Lock()
@@ -185,7 +199,5 @@ func (s *spool) endTally(t tally) {
 	if t.flow.Ended = t.flow.Last; t.flow.Ended.IsZero() {
 		t.flow.Ended = t.flow.At
 	}
-	if s.finish(t.flow) {
-		s.slots.give(t.slot)
-	}
+	s.finish(late(t))
 }

@@ -50,6 +50,7 @@ type spool struct {
 	of       map[core.SandboxID]int64 // bytes of each one's records, with what is reserved for them
 	unsaid   int64                    // flows that were refused, or ends that were lost
 	tallies  map[string]tally         // that have not ended, by the ids of their first flows
+	late     map[string]late          // ends that could not be written yet, by the ids of their flows
 	slots    slots
 	said     int64 // the second in which it was logged last that an end was not recorded
 	aside    aside
@@ -114,7 +115,7 @@ func (s *segment) name() string { return fmt.Sprintf(nameForm, s.first) }
 // openSpool goes on with what is in a directory. There is one spool of it at a time.
 func openSpool(dir *os.Root, limit int64, log *slog.Logger) (_ *spool, err error) {
 	s := &spool{
-		dir: dir, max: limit, log: log, open: map[string]core.Flow{}, room: map[string]int64{}, of: map[core.SandboxID]int64{}, tallies: map[string]tally{}, news: make(chan struct{}),
+		dir: dir, max: limit, log: log, open: map[string]core.Flow{}, room: map[string]int64{}, of: map[core.SandboxID]int64{}, tallies: map[string]tally{}, late: map[string]late{}, news: make(chan struct{}),
 		aside: aside{dir: dir, log: log, found: map[string]int64{}},
 	}
 	if s.lock, err = dir.OpenFile(lockName, os.O_RDWR|os.O_CREATE, 0o600); err != nil {
@@ -267,7 +268,7 @@ func (s *spool) beginWith(head []byte) error {
 func (s *spool) Begin(f core.Flow) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	err := s.take(f.ID, f.SandboxID, line{N: s.last + 1, Flow: &f}, f.Outcome == core.FlowAllowed)
+	err := s.take(f.ID, f.SandboxID, line{Flow: &f}, f.Outcome == core.FlowAllowed)
 	if err == nil {
 		s.note(f)
 	}
@@ -276,6 +277,11 @@ func (s *spool) Begin(f core.Flow) error {
 
 // take appends the first line of a flow if there is room for it and, where it has an end, for that.
 func (s *spool) take(flow string, id core.SandboxID, l line, ends bool) error {
+	s.retry()
+	if l.N = s.last + 1; len(s.late) > 0 {
+		s.unsaid++
+		return core.Errorf(core.Exhausted, core.CodeDiskFull, "the ends of %d flows could not be written to the spool of flows; the disk of this host is full or fails", len(s.late))
+	}
 	b, err := s.encode(l)
 	if err != nil {
 		s.unsaid++
@@ -312,28 +318,7 @@ func (s *spool) take(flow string, id core.SandboxID, l line, ends bool) error {
 func (s *spool) End(f core.Flow) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.finish(f)
-}
-
-// finish appends the record of a flow's end. It reports whether it did. mu is held, or nobody else knows the spool.
-func (s *spool) finish(f core.Flow) bool {
-	b, err := s.encode(line{N: s.last + 1, Flow: &f})
-	if err == nil {
-		err = s.append(f.SandboxID, b)
-	}
-	if err != nil { // the next process ends it
-		s.unsaid++
-		if now := time.Now().Unix(); now != s.said { // as often as flows end, where a disk fails
-			s.said = now
-			s.log.Error("the end of a flow was not recorded", "sandbox_id", f.SandboxID, "flow", f.ID, "err", err)
-		}
-		return false
-	}
-	s.reserved -= s.room[f.ID]
-	s.charge(f.SandboxID, -s.room[f.ID])
-	delete(s.room, f.ID)
-	s.note(f)
-	return true
+	s.finish(late{flow: f})
 }
 
 // append writes a line, whole or not at all. The caller has made sure that there is room.
@@ -405,5 +390,6 @@ func (s *spool) close() error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	// A child process that is between fork and exec has a copy of the lock's file: closing alone would leave it the lock.
+	s.retry()
 	return errors.Join(s.out.Close(), s.slots.close(), unix.Flock(int(s.lock.Fd()), unix.LOCK_UN), s.lock.Close())
 }
