@@ -87,6 +87,9 @@ func TestPoolLazy(t *testing.T) {
 	}
 
 	younger := f.forkSilenced(t, two)
+	if f.second.whole(t, two.id) {
+		t.Fatal("all of the younger's memory was here before the store fell silent: nothing was tested")
+	}
 	was := f.second.pager(t)
 	if was.PID != pagers[0] {
 		t.Errorf("the pager was process %d and is %d", pagers[0], was.PID)
@@ -188,10 +191,16 @@ func (f *faultyPool) grow(t *testing.T, parent coppice.WorkspaceID, path ...stri
 	return f.capture(t, parent, path)
 }
 
+// storePace is how fast a host fetches before the store is silenced: on a busy machine a fork takes seconds, in which all of its memory
+// would come.
+const storePace = 2 << 20
+
 // forkSilenced grows a child on the second host and silences the store at once.
 func (f *faultyPool) forkSilenced(t *testing.T, g grown) coppice.WorkspaceID {
 	t.Helper()
 	f.only(t, f.second)
+	f.second.Relay.Pace(storePace)
+	defer f.second.Relay.Pace(0)
 	res, err := f.Client.ForkCheckpoint(t.Context(), g.id, coppice.ForkCheckpointRequest{})
 	f.second.Relay.Hold()
 	if err != nil || len(ids(res)) != 1 {

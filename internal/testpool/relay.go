@@ -6,6 +6,7 @@ import (
 	"net"
 	"sync"
 	"sync/atomic"
+	"time"
 )
 
 // Relay carries TCP connections to an address and counts what they carry.
@@ -20,6 +21,8 @@ type Relay struct {
 	closed bool
 	conns  map[net.Conn]bool
 	held   chan struct{} // closed by Resume; nil while everything passes
+	pace   int64         // bytes a second, of all connections and both ways; 0: as fast as it goes
+	next   time.Time     // when the next bytes may pass at that pace
 }
 
 // NewRelay listens at an address, whose port may be 0, for connections to another. Close ends it.
@@ -58,6 +61,13 @@ func (r *Relay) Resume() {
 	r.release()
 }
 
+// Pace has so many bytes pass in a second at most, all connections and both ways taken together; 0: as many as come.
+func (r *Relay) Pace(bytesPerSecond int64) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.pace = bytesPerSecond
+}
+
 // release lets everything pass. The caller holds mu.
 func (r *Relay) release() {
 	if r.held != nil {
@@ -66,8 +76,21 @@ func (r *Relay) release() {
 	}
 }
 
-// pass waits while nothing may pass.
-func (r *Relay) pass() {
+// pass waits until n bytes may pass.
+func (r *Relay) pass(n int) {
+	r.mu.Lock()
+	var wait time.Duration
+	if r.pace > 0 && !r.closed {
+		if now := time.Now(); r.next.Before(now) {
+			r.next = now
+		}
+		wait = time.Until(r.next)
+		r.next = r.next.Add(time.Duration(n) * time.Second / time.Duration(r.pace))
+	}
+	r.mu.Unlock()
+	if wait > 0 {
+		<-time.After(wait)
+	}
 	r.mu.Lock()
 	held := r.held
 	r.mu.Unlock()
@@ -151,7 +174,7 @@ type counted struct {
 
 // Write implements io.Writer.
 func (c *counted) Write(p []byte) (int, error) {
-	c.relay.pass()
+	c.relay.pass(len(p))
 	n, err := c.w.Write(p)
 	c.count.Add(int64(n))
 	return n, err
