@@ -56,7 +56,7 @@ func TestJailedShell(t *testing.T) {
 }
 
 // TestJailHeld: a process in a jail is the first of its namespace, which the kernel protects from signals of its own: those of the
-// runner reach it all the same.
+// runner (STOP, CONT and KILL) reach it all the same. Those that ask a process to end do not, so nothing may rely on them.
 func TestJailHeld(t *testing.T) {
 	t.Parallel()
 	require.Root(t)
@@ -69,6 +69,11 @@ func TestJailHeld(t *testing.T) {
 			t.Fatal(err)
 		}
 		return field(string(b), "State")
+	}
+	for _, s := range []unix.Signal{unix.SIGTERM, unix.SIGINT, unix.SIGHUP, unix.SIGQUIT} {
+		if err := p.Signal(s); err != nil {
+			t.Fatal(err)
+		}
 	}
 	if err := p.Signal(unix.SIGSTOP); err != nil {
 		t.Fatal(err)
