@@ -32,7 +32,7 @@ func (r *fakeRig) forward(s core.SandboxID, listen string) (runnerapi.Port, erro
 // would.
 func TestPortsAreTheOperators(t *testing.T) {
 	t.Parallel()
-	r := newFakeRig(t, func(*Config) {})
+	r := newFakeRig(t, func(c *Config) { c.Forward.First, c.Forward.Last = hostport.Lowest, 65535 })
 	s := r.fork(r.boot())
 	service, err := net.Listen("tcp4", "127.0.0.1:0")
 	if err != nil {

@@ -126,6 +126,9 @@ func New(ctx context.Context, cfg Config) (_ *Runner, err error) {
 	}
 	r.loadLease()
 	r.hostPorts = hostport.New(cfg.Forward)
+	if warning := cfg.Forward.Warning(); warning != "" {
+		cfg.Log.WarnContext(ctx, "forwarded ports and outgoing connections share ports", "problem", warning)
+	}
 	r.runCtx, r.stop = context.WithCancel(context.Background())
 	if r.lazy, err = openLazyImages(r); err != nil {
 		return nil, err

@@ -225,7 +225,7 @@ func forwardFlags(f *pflag.FlagSet, cfg *hostport.Allowed) func() error {
 	var addresses []string
 	var ports string
 	f.StringArrayVar(&addresses, "forward-address", nil, "`IP` address of this host that tenants may forward ports from; may be repeated, and requests without an address get the first one (default: 127.0.0.1 and ::1)")
-	f.StringVar(&ports, "forward-ports", "", "range of `ports` that tenants may forward, FIRST-LAST from 1024 up; narrow it on a host that has other services (default: 1024-65535)")
+	f.StringVar(&ports, "forward-ports", "", "range of `ports` that tenants may forward, FIRST-LAST from 1024 up; narrow it on a host that has other services (default: from 1024 up to the ports of outgoing connections, usually 1024-32767)")
 	return func() (err error) {
 		if *cfg, err = hostport.Parse(addresses, ports); err != nil {
 			return usageError{fmt.Errorf("--forward-address, --forward-ports: %w", err)}

@@ -101,8 +101,8 @@ func newWSForwardCommand(a *app) *cobra.Command {
 		Long: `Forward TCP ports of the runner's host, which with coppice dev is this one, to ports of a workspace, until Ctrl-C.
 
 Without LOCAL the command uses the same number, or a free port for a number below 1024. LOCAL 0 picks a free port. LOCAL must be in the
-range that the operator of the host allows ('coppice runner --forward-ports'), by default from 1024 up. Without a PORT, the command lists
-the forwarded ports.`,
+range that the operator of the host allows ('coppice runner --forward-ports'), by default from 1024 up to the ports of outgoing
+connections (usually 32767). Without a PORT, the command lists the forwarded ports.`,
 		Example: "  coppice ws forward demo 8080:80\n  coppice ws forward demo 0:5432 --detach\n  coppice ws forward demo --stop 127.0.0.1:8080",
 		Args:    cobra.MinimumNArgs(1),
 		RunE: func(c *cobra.Command, args []string) error {

@@ -28,9 +28,14 @@ type Allowed struct {
 	First, Last uint16
 }
 
-// Default allows the loopback addresses and every port from Lowest up.
+// Default allows the loopback addresses, and the ports from Lowest up that the kernel does not give to outgoing connections: usually those up to
+// 32767.
 func Default() Allowed {
-	return Allowed{Addresses: []netip.Addr{netip.AddrFrom4([4]byte{127, 0, 0, 1}), netip.IPv6Loopback()}, First: Lowest, Last: 65535}
+	ports := outside(outgoing())
+	return Allowed{
+		Addresses: []netip.Addr{netip.AddrFrom4([4]byte{127, 0, 0, 1}), netip.IPv6Loopback()},
+		First:     uint16(ports.first), Last: uint16(ports.last),
+	}
 }
 
 // Parse reads what the operator wrote: addresses, and a range of ports as FIRST-LAST. What is empty is as in Default.

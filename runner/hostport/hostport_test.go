@@ -111,7 +111,7 @@ func TestNotTaken(t *testing.T) {
 // TestNeverBesideAService has a service of the host listen on one address, and a tenant ask for the same port on all others.
 func TestNeverBesideAService(t *testing.T) {
 	t.Parallel()
-	h := allow(t, "", "127.0.0.1", "::1", "127.0.0.3", "0.0.0.0", "::")
+	h := allow(t, "1024-65535", "127.0.0.1", "::1", "127.0.0.3", "0.0.0.0", "::")
 	for _, service := range []struct{ network, address string }{
 		{"tcp4", "127.0.0.1:0"}, {"tcp6", "[::1]:0"}, {"tcp4", "127.0.0.2:0"}, {"tcp4", "0.0.0.0:0"}, {"tcp6", "[::]:0"}, {"tcp", ":0"},
 	} {
