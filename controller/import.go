@@ -110,21 +110,42 @@ func (c *Controller) repeatImport(ctx context.Context, project core.ProjectID, u
 	return cp, err
 }
 
-// giveUp ends an import that failed, and lets a repeat of its request be the first.
+// giveUp ends an import that failed, and lets a repeat of its request be the first. It removes at once what the import has stored. Nothing
+// reads that, and no quota counts it, so a tenant must not be able to pile it up by files that fail at their last byte.
 func (im *importing) giveUp(ctx context.Context, failure error) error {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), 5*time.Second)
 	defer cancel()
-	err := im.c.store.InTx(ctx, InProject(im.project), func(tx Tx) error {
-		committed, err := tx.EndImport(ctx, im.project, im.row.ID)
+	committed := false
+	err := im.c.store.InTx(ctx, InProject(im.project), func(tx Tx) (err error) {
+		committed, err = tx.EndImport(ctx, im.project, im.row.ID)
 		if err != nil || committed {
 			return err
 		}
 		return claimOf(ctx).release(ctx, tx, im.project, string(im.row.ID))
 	})
-	if err != nil { // its lease ends
+	switch {
+	case err != nil: // its lease ends
 		im.c.log.WarnContext(ctx, "an import that failed was not ended", "checkpoint_id", im.row.ID, "err", err)
+	case !committed:
+		im.removeStored(ctx)
 	}
 	return failure
+}
+
+// removeTime is how long a failed import tries to remove what it has stored, while it keeps its place among the imports under way.
+const removeTime = 30 * time.Second
+
+// removeStored removes the objects of an import that can no longer be committed. Its prefix stays listed as debris, so a later collection
+// removes what this one could not.
+func (im *importing) removeStored(ctx context.Context) {
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), removeTime)
+	defer cancel()
+	var gone Garbage
+	if err := im.c.deleteBelow(ctx, im.prefix, &gone); err != nil {
+		im.c.log.WarnContext(ctx, "the objects of a failed import were not removed; the collection of garbage removes them later", "checkpoint_id", im.row.ID, "err", err)
+	}
+	im.c.metrics.collected.WithLabelValues("objects").Add(float64(gone.DebrisObjects))
+	im.c.metrics.collected.WithLabelValues("bytes").Add(float64(gone.DebrisBytes))
 }
 
 // errRehearsed ends a transaction that was only to be tried.

@@ -251,6 +251,79 @@ func TestImportRefused(t *testing.T) {
 	}
 }
 
+// storedBytes is what is in the bucket, whatever the rows say.
+func (w *world) storedBytes() (n int64) {
+	w.t.Helper()
+	for info, err := range w.blobs.List(w.t.Context(), "v1/") {
+		if err != nil {
+			w.t.Fatal(err)
+		}
+		n += info.Size
+	}
+	return n
+}
+
+// TestFailedImportsKeepNoBytes: no quota counts what an import has stored that fails at its last byte, so it is removed at once, not after
+// the store's grace.
+func TestFailedImportsKeepNoBytes(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	file := exportedFile('a')
+	before := w.storedBytes()
+	bad := bytes.Clone(file)
+	bad[len(bad)-1] ^= 1
+	for range 5 {
+		if got := w.importFile("", bad); got.status != 400 {
+			t.Fatalf("%d %s", got.status, got.body)
+		}
+	}
+	if n := w.storedBytes() - before; n != 0 {
+		t.Errorf("five files of %d bytes that were refused left %d bytes in the store", len(bad), n)
+	}
+	w.nothingLeft(0)
+}
+
+// TestDeletedImportsAreBounded: what a project imports and deletes stays in the store for the grace, and the quota of live checkpoints does
+// not count it. A loop of imports and deletions ends at a bound of its own, and goes on when the store has removed what was deleted.
+func TestDeletedImportsAreBounded(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	file := exportedFile('a')
+	const quota = 700_000 // one import is charged 500 KB
+	w.sql(fmt.Sprintf(`UPDATE quotas SET max_checkpoint_bytes = %d`, quota))
+	before, most := w.storedBytes(), 0
+	for ; most < 20; most++ {
+		got := w.importFile("", file)
+		if got.status == 429 {
+			if p := got.problem(t); p.Code != string(core.CodeQuotaExceeded) || !strings.Contains(p.Detail, "deleted") {
+				t.Errorf("%+v", p)
+			}
+			break
+		}
+		var cp api.Checkpoint
+		if err := json.Unmarshal(got.body, &cp); got.status != 201 || err != nil {
+			t.Fatalf("import %d: %d %s", most, got.status, got.body)
+		}
+		w.want(204, "DELETE", "/v1/checkpoints/"+cp.ID, nil, nil)
+	}
+	if n := w.storedBytes() - before; most < 1 || most == 20 || n > 3*quota {
+		t.Errorf("%d imports and deletions were taken, and %d bytes are stored, with a quota of %d", most, n, quota)
+	}
+	if _, err := w.control.CollectGarbage(t.Context(), false); err != nil { // condemns them
+		t.Fatal(err)
+	}
+	if got := w.importFile("", file); got.status != 429 {
+		t.Errorf("what is condemned still takes room: %d %s", got.status, got.body)
+	}
+	w.sql(`UPDATE store_objects SET condemned_at = now() - interval '1 day' WHERE condemned_at IS NOT NULL`)
+	if _, err := w.control.CollectGarbage(t.Context(), false); err != nil {
+		t.Fatal(err)
+	}
+	if got := w.importFile("", file); got.status != 201 {
+		t.Errorf("after the store has removed them: %d %s", got.status, got.body)
+	}
+}
+
 // TestImportsTakeTurns: as many as there may be, and one that was cut off has left nothing.
 func TestImportsTakeTurns(t *testing.T) {
 	t.Parallel()

@@ -41,6 +41,9 @@ func (t *tx) CommitImport(ctx context.Context, cp controller.Checkpoint, in runn
 	if err := t.Admit(ctx, cp.ProjectID, controller.Demand{Checkpoint: cp.ID, CheckpointBytes: bytes}); err != nil {
 		return cp, err
 	}
+	if err := t.admitDeleted(ctx, cp.ProjectID); err != nil {
+		return cp, err
+	}
 	if _, err := t.exec(ctx, `
 		UPDATE checkpoints SET state = @to, captured_at = now(), delta_bytes = @delta, device_state_bytes = @device, disk_bytes = @disk, pause_ms = @pause,
 			timings = @timings, parent_reseal = @reseal, stale_processes = @stale
@@ -58,6 +61,30 @@ func (t *tx) CommitImport(ctx context.Context, cp controller.Checkpoint, in runn
 		return cp, err
 	}
 	return t.Checkpoint(ctx, cp.ID)
+}
+
+type deletedRow struct {
+	Bytes int64 `db:"bytes"`
+	Limit int64 `db:"most"`
+}
+
+// admitDeleted refuses an import while the store still keeps as many bytes of deleted checkpoints of the project as its quota allows live
+// ones. It follows Admit, which holds the row of the quotas, so that imports at the same time are counted one after the other.
+func (t *tx) admitDeleted(ctx context.Context, project core.ProjectID) error {
+	row, err := one[deletedRow](ctx, t, noProject(project), `
+		SELECT q.max_checkpoint_bytes AS most, coalesce((
+			SELECT sum(bytes) FROM (
+				SELECT key, bytes FROM store_objects WHERE condemned_at IS NOT NULL AND project_id = @project
+				UNION
+				SELECT o.key, o.bytes FROM store_released r JOIN store_objects o ON o.key = r.key WHERE r.project_id = @project AND `+needless+`
+			) kept), 0)::bigint AS bytes
+		FROM quotas q WHERE q.project_id = @project`, args{"project": project})
+	if err != nil || row.Bytes < row.Limit {
+		return err
+	}
+	return core.Errorf(core.Exhausted, core.CodeQuotaExceeded,
+		"the store still keeps %d bytes of checkpoints that the project has deleted, and no more than its quota checkpoint_bytes, %d, may wait there; "+
+			"repeat the import when the store has removed them", row.Bytes, row.Limit)
 }
 
 type endedRow struct {
