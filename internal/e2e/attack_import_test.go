@@ -52,14 +52,7 @@ func (p exportParts) join() []byte {
 // imports brings files that were changed: at single bytes, cut, and in their manifest with every sum made right again. A file that is
 // taken all the same is forked, which must do no harm.
 func (x *assault) imports() {
-	cp, err := x.mallory.CreateCheckpoint(x.t.Context(), x.ws, coppice.CreateCheckpointRequest{Name: "export"})
-	if err != nil {
-		x.t.Fatal(err)
-	}
-	if _, err := x.mallory.WaitSealed(x.t.Context(), cp.ID); err != nil {
-		x.t.Fatal(err)
-	}
-	whole := x.export(cp.ID)
+	whole := x.export(x.capture("export").ID)
 	parts, err := splitExport(whole)
 	if err != nil {
 		x.t.Fatal(err)
@@ -98,6 +91,38 @@ func (x *assault) imports() {
 		x.tryImport("a file whose manifest has "+name, p.join())
 	}
 	x.tryImport("a map that repeats one page", x.repeating(parts))
+	x.importLoop(whole, whole[:head+4096])
+}
+
+// importLoop imports a good file and deletes the checkpoint, again and again. What was deleted waits in the store until the grace is over, so
+// that must have a bound. begin is enough of the file for the server to decide; a whole one may be answered when the client still sends.
+func (x *assault) importLoop(whole, begin []byte) {
+	const most = 10
+	ctx := x.t.Context()
+	token, project := x.tenantKey("looper")
+	quota := int64(len(whole)) * 3 / 2 // for one, and not for two
+	if _, err := x.s.client.PatchProject(ctx, project, coppice.PatchProjectRequest{Quotas: coppice.QuotasPatch{CheckpointBytes: &quota}}); err != nil {
+		x.t.Fatal(err)
+	}
+	looper := x.clientOf(token)
+	for n := range most {
+		_, err := looper.ImportCheckpoint(ctx, bytes.NewReader(begin), coppice.ImportOptions{Size: int64(len(begin))})
+		if e := (*coppice.Error)(nil); errors.As(err, &e) && e.Code == coppice.CodeQuotaExceeded && n > 0 {
+			x.t.Logf("import and deletion number %d was refused: %v", n+1, err)
+			x.held("import", "imports and deletions in a loop", nil)
+			return
+		}
+		cp, err := looper.ImportCheckpoint(ctx, bytes.NewReader(whole), coppice.ImportOptions{Size: int64(len(whole))})
+		if err == nil {
+			x.give(cp)
+			err = looper.DeleteCheckpoint(ctx, cp.ID)
+		}
+		if err != nil {
+			x.held("import", "imports and deletions in a loop", err)
+			return
+		}
+	}
+	x.held("import", "imports and deletions in a loop", fmt.Errorf("%d were taken, with a quota of %d MiB", most, quota>>20))
 }
 
 func (x *assault) manifestChanges() map[string]func(h *manifest.Header) {
@@ -180,7 +205,11 @@ func (x *assault) export(id coppice.CheckpointID) []byte {
 func (x *assault) bring(b []byte) (coppice.Checkpoint, error) {
 	ctx, cancel := context.WithTimeout(x.t.Context(), 2*time.Minute)
 	defer cancel()
-	return x.mallory.ImportCheckpoint(ctx, bytes.NewReader(b), coppice.ImportOptions{Size: int64(len(b))})
+	cp, err := x.mallory.ImportCheckpoint(ctx, bytes.NewReader(b), coppice.ImportOptions{Size: int64(len(b))})
+	if err == nil {
+		x.give(cp)
+	}
+	return cp, err
 }
 
 // hungUp reports whether the server ended the connection: it has refused a file before all of it was sent.
@@ -213,19 +242,12 @@ func (x *assault) tryImport(name string, b []byte) {
 	}
 	ctx, cancel := context.WithTimeout(x.t.Context(), 2*time.Minute)
 	defer cancel()
-	res, err := x.mallory.ForkCheckpoint(ctx, cp.ID, coppice.ForkCheckpointRequest{})
-	for _, c := range res.Children {
-		if c.Workspace != nil {
-			if _, err := x.mallory.TerminateWorkspace(ctx, c.Workspace.ID); err != nil {
-				x.t.Error(err)
-			}
-		}
-	}
+	_, _, err = x.tryFork(ctx, cp.ID) // it may fail
 	if ctx.Err() == nil {
 		err = x.alice.watch.disk()
 	}
 	x.held("import", name+", forked", err)
 	if err := x.mallory.DeleteCheckpoint(x.t.Context(), cp.ID); err != nil {
-		x.t.Logf("%s: %v", name, err)
+		x.t.Errorf("%s: %v", name, err)
 	}
 }
