@@ -1,7 +1,6 @@
 package controller
 
 import (
-	"cmp"
 	"context"
 	"crypto/sha256"
 	"errors"
@@ -35,7 +34,7 @@ type Config struct {
 	ShutdownGrace  time.Duration         // how long operations may go on after Run was told to end; default 10 s
 	EventsKept     time.Duration         // how long events can be asked for; by whole days; default 7 days
 	FlowsKept      time.Duration         // how long what sandboxes sent is kept; by whole months, so up to one longer; default 90 days, at least one
-	FlowQuota      FlowQuota             // of rows of flows; default FlowsOfWorkspace and FlowsOfProject
+	FlowQuota      FlowQuota             // of rows of flows; default FlowsOfWorkspace and the constants beside it
 	KeyCache       time.Duration         // how long a valid key is believed; default 3 s, at most 5 s (revocation)
 	Limits         Limits                // of requests
 	Traces         trace.TracerProvider  // of requests; nil: none
@@ -101,7 +100,7 @@ func (c Config) withDefaults() Config {
 	if c.Authority == nil && c.Trust != nil {
 		c.Authority = c.Trust.Authority
 	}
-	c.FlowQuota.Workspace, c.FlowQuota.Project = cmp.Or(c.FlowQuota.Workspace, FlowsOfWorkspace), cmp.Or(c.FlowQuota.Project, FlowsOfProject)
+	c.FlowQuota = c.FlowQuota.withDefaults()
 	set(&c.KeyCache, 3*time.Second)
 	set(&c.CertificateLife, mtls.Lifetime)
 	set(&c.GuestCall, 60*time.Second)

@@ -1,7 +1,9 @@
 package controller
 
 import (
+	"cmp"
 	"context"
+	"errors"
 	"net/http"
 	"strings"
 	"time"
@@ -15,6 +17,8 @@ import (
 type Flow struct {
 	core.Flow
 	WorkspaceID core.WorkspaceID
+	Counted     bool // it is a count of flows of one minute or day, without what single ones asked for
+	Opaque      bool // of a count: no request was seen in its flows
 }
 
 // FlowMark is a place in a list of flows.
@@ -46,33 +50,99 @@ type EffectMark struct {
 
 // FlowTx keeps the journal of what left. There is no way to change or remove a flow.
 type FlowTx interface {
-	// InsertFlows keeps those of sandboxes that the runner has or had, as far as the quota goes.
+	// InsertFlows keeps those of sandboxes that the runner has or had: as rows as far as the quota goes, and then as counts.
 	InsertFlows(ctx context.Context, runner core.RunnerID, list []core.Flow, q FlowQuota) (KeptFlows, error)
 	// OwnSandboxes returns those that the runner has or had.
 	OwnSandboxes(ctx context.Context, runner core.RunnerID, ids []core.SandboxID) ([]core.SandboxID, error)
 	WorkspaceFlows(ctx context.Context, id core.WorkspaceID, f FlowFilter) ([]Flow, error)
-	// OmittedFlows counts those of a workspace that were left out.
+	// OmittedFlows counts those of a workspace that have no rows.
 	OmittedFlows(ctx context.Context, id core.WorkspaceID) (OmittedFlows, error)
 	// Effects lists what was changed outside on the way from the root to a checkpoint, in the order in which it happened.
 	Effects(ctx context.Context, id core.CheckpointID, after EffectMark, limit int) ([]Effect, error)
 	// TidyFlows makes partitions ahead and removes what is older than keep, by whole months.
 	TidyFlows(ctx context.Context, keep time.Duration) error
+	// FoldFlowCounts adds at most limit counts of old minutes to those of their days and returns how many it has found.
+	FoldFlowCounts(ctx context.Context, limit int) (int, error)
+	// TidyFlowCounts removes at most limit counts that are older than keep and returns how many it has removed.
+	TidyFlowCounts(ctx context.Context, keep time.Duration, limit int) (int, error)
 }
 
-// FlowQuota bounds the rows of flows. Beyond it, flows that changed nothing are left out: denied ones and read-only requests. They
-// are counted. An effect is always kept, as is the end of what may have been one.
-type FlowQuota struct {
+// FlowKind says which quota the rows of a flow belong to. The beginning and the end of a flow have one kind.
+type FlowKind string
+
+// The kinds of flows.
+const (
+	FlowEffect  FlowKind = "effect" // it may have changed something outside, unless its end says that nothing was sent
+	FlowRead    FlowKind = "read"   // a request that only reads
+	FlowRefused FlowKind = "denied" // it was denied before it began
+)
+
+// KindOf returns the kind of a flow.
+func KindOf(f core.Flow) FlowKind {
+	if f.Outcome == core.FlowDenied && (f.Ended.IsZero() || f.Count > 0) {
+		return FlowRefused
+	}
+	switch f.Method {
+	case http.MethodGet, http.MethodHead, http.MethodOptions:
+		return FlowRead
+	}
+	return FlowEffect
+}
+
+// RowQuota is how many rows a workspace may have, and how many all workspaces of a project may have.
+type RowQuota struct {
 	Workspace, Project int64
 }
 
-// The default quota: at some 500 bytes a row, 0.5 GB of a workspace and 2.5 GB of a project.
+// FlowQuota bounds the rows of flows, for each kind by itself: denied flows take no place of allowed ones. Beyond it, flows are
+// counted by minute and host. The end of a flow has a row if its beginning has one, so there may be up to twice as many rows.
+type FlowQuota struct {
+	Reads, Denied, Effects RowQuota
+}
+
+// Of returns the quota of a kind.
+func (q FlowQuota) Of(kind FlowKind) RowQuota {
+	switch kind {
+	case FlowRefused:
+		return q.Denied
+	case FlowEffect:
+		return q.Effects
+	case FlowRead:
+	}
+	return q.Reads
+}
+
+// The default quotas. A row takes some 500 bytes.
 const (
-	FlowsOfWorkspace = 1_000_000
-	FlowsOfProject   = 5_000_000
+	FlowsOfWorkspace   = 1_000_000
+	FlowsOfProject     = 5_000_000
+	DeniedOfWorkspace  = 250_000
+	DeniedOfProject    = 1_250_000
+	EffectsOfWorkspace = 100_000
+	EffectsOfProject   = 1_000_000
 )
 
-// OmittedFlows are flows that were left out because of the quota. A batch that a runner sends twice, because the first answer was lost,
-// counts twice.
+func (q FlowQuota) withDefaults() FlowQuota {
+	set := func(r *RowQuota, workspace, project int64) {
+		r.Workspace, r.Project = cmp.Or(r.Workspace, workspace), cmp.Or(r.Project, project)
+	}
+	set(&q.Reads, FlowsOfWorkspace, FlowsOfProject)
+	set(&q.Denied, DeniedOfWorkspace, cmp.Or(5*q.Denied.Workspace, DeniedOfProject))
+	set(&q.Effects, EffectsOfWorkspace, cmp.Or(10*q.Effects.Workspace, EffectsOfProject))
+	return q
+}
+
+// The bounds of counts of flows.
+const (
+	CountsOfMinute = 16            // rows by host and port, for one sandbox, minute and kind; as many more for flows with grants
+	CountsOfDay    = 64            // the same for a day
+	CountsOfRules  = 256           // further rows by rule, for flows with grants to more hosts than that
+	MinutesKept    = 2 * time.Hour // until minutes become days
+	CountedBatches = 64            // of each runner, in which a flow that comes again is found and not counted again
+	MaxEffectRows  = 10_000        // rows that are counted for a node of a tree
+)
+
+// OmittedFlows are flows that have no rows of their own because of the quota: they are counted by host.
 type OmittedFlows struct {
 	Count       int64
 	First, Last time.Time
@@ -81,19 +151,7 @@ type OmittedFlows struct {
 // KeptFlows is the outcome of an insertion of flows.
 type KeptFlows struct {
 	Fresh   []core.Flow // that were not there yet
-	Omitted int64       // that have ended and were left out because of the quota
-}
-
-// MayOmit reports whether a flow may be left out when a quota is used up.
-func MayOmit(f core.Flow) bool {
-	if f.Outcome == core.FlowDenied && (f.Ended.IsZero() || f.Count > 0) {
-		return true // it never began
-	}
-	switch f.Method {
-	case http.MethodGet, http.MethodHead, http.MethodOptions:
-		return true
-	}
-	return false
+	Omitted int64       // that are counted and have no rows because of the quota
 }
 
 // maxFlows is how many are written with one statement.
@@ -133,7 +191,7 @@ func (c *Controller) RecordFlows(ctx context.Context, runner core.RunnerID, in r
 		}
 		if kept.Omitted > 0 {
 			c.metrics.omitted.Add(float64(kept.Omitted))
-			c.log.WarnContext(ctx, "flows without effect left out: their workspace or project has reached its bound of rows", "runner_id", runner, "flows", kept.Omitted)
+			c.log.WarnContext(ctx, "flows are counted by host and have no rows: their workspace or project has reached its bound of rows", "runner_id", runner, "flows", kept.Omitted)
 		}
 		for _, f := range kept.Fresh {
 			if finished(f) {
@@ -158,20 +216,22 @@ func plainFlows(list []core.Flow) (plain []core.Flow, odd int) {
 		f.Host, f.Method, f.Path = plainText(f.Host, 255), plainText(f.Method, 40), plainText(f.Path, 2048)
 		f.Rule, f.Grant, f.Reason = plainText(f.Rule, 300), plainText(f.Grant, 64), plainText(f.Reason, 500)
 		f = plainCount(f)
-		f.Sent, f.Received, f.Status = max(f.Sent, 0), max(f.Received, 0), min(max(f.Status, 0), 999)
+		f.Sent, f.Received, f.Status = min(max(f.Sent, 0), maxCount), min(max(f.Received, 0), maxCount), min(max(f.Status, 0), 999)
 		plain = append(plain, f)
 	}
 	return plain, odd
 }
 
+// maxCount is the largest number that one record may say: sums of many records do not overflow.
+const maxCount = 1 << 50
+
 // plainCount keeps a count only for denied flows, and bounds it and its time.
 func plainCount(f core.Flow) core.Flow {
-	const most = 1 << 50
 	if f.Outcome != core.FlowDenied || f.Count <= 0 {
 		f.Count, f.Last = 0, time.Time{}
 		return f
 	}
-	f.Count = min(f.Count, most)
+	f.Count = min(f.Count, maxCount)
 	if f.Last = f.Last.UTC().Truncate(time.Microsecond); f.Last.Before(f.At) || !f.Last.Before(lastAt) {
 		f.Last = f.At
 	}
@@ -215,7 +275,7 @@ func plainText(s string, limit int) string {
 	return s[:limit]
 }
 
-// OmittedFlows counts flows of a workspace that the quota left out.
+// OmittedFlows counts flows of a workspace that have no rows.
 func (c *Controller) OmittedFlows(ctx context.Context, project core.ProjectID, id core.WorkspaceID) (OmittedFlows, error) {
 	return read(ctx, c, InProject(project), func(tx Tx) (OmittedFlows, error) { return tx.OmittedFlows(ctx, id) })
 }
@@ -241,7 +301,21 @@ func (c *Controller) Effects(ctx context.Context, project core.ProjectID, id cor
 	})
 }
 
-// tidyFlows is the chore that keeps the journal's partitions.
+// countsBatch is how many counts one transaction folds or removes.
+const countsBatch = 5000
+
+// tidyFlows is the chore that keeps the journal's partitions and its counts. Each part runs in transactions of its own, and one that fails does
+// not stop the others.
 func (c *Controller) tidyFlows(ctx context.Context) error {
-	return c.store.InTx(ctx, System(), func(tx Tx) error { return tx.TidyFlows(ctx, c.cfg.FlowsKept) })
+	tidy := c.store.InTx(ctx, System(), func(tx Tx) error { return tx.TidyFlows(ctx, c.cfg.FlowsKept) })
+	batches := func(do func(Tx) (int, error)) error {
+		for {
+			if n, err := read(ctx, c, System(), do); err != nil || n < countsBatch {
+				return err
+			}
+		}
+	}
+	fold := batches(func(tx Tx) (int, error) { return tx.FoldFlowCounts(ctx, countsBatch) })
+	old := batches(func(tx Tx) (int, error) { return tx.TidyFlowCounts(ctx, c.cfg.FlowsKept, countsBatch) })
+	return errors.Join(tidy, fold, old)
 }

@@ -62,7 +62,7 @@ func TestManyFlowsInOne(t *testing.T) {
 	t.Parallel()
 	reg := prometheus.NewRegistry()
 	w := newWorld(t, func(c *controller.Config, _ *runnertest.Config) {
-		c.Metrics, c.FlowQuota = reg, controller.FlowQuota{Workspace: 3, Project: 100}
+		c.Metrics, c.FlowQuota = reg, controller.FlowQuota{Denied: controller.RowQuota{Workspace: 1, Project: 100}}
 	})
 	ws := w.create("ws")
 	flow := func(id string, o core.Outcome, count int64) core.Flow {
@@ -70,7 +70,7 @@ func TestManyFlowsInOne(t *testing.T) {
 		return core.Flow{ID: id, SandboxID: ws.Sandbox.ID, At: at, Ended: at, Last: at, Count: count, Spoken: core.SpokenHTTP, Method: "POST", Host: "a.example", Port: 80, Outcome: o}
 	}
 	in := runnerapi.Flows{Flows: []core.Flow{
-		flow("a", core.FlowDenied, 4000), flow("b", core.FlowAllowed, 1<<62), flow("c", core.FlowDenied, -5), flow("d", core.FlowDenied, 10), flow("e", core.FlowAllowed, 0),
+		flow("a", core.FlowDenied, 4000), flow("b", core.FlowAllowed, 1<<62), flow("c", core.FlowDenied, -5), flow("d", core.FlowDenied, 10), flow("e", core.FlowAllowed, 0), flow("f", core.FlowDenied, 1<<62),
 	}}
 	if err := w.RecordFlows(t.Context(), w.runner.ID(), in); err != nil {
 		t.Fatal(err)
@@ -85,11 +85,11 @@ func TestManyFlowsInOne(t *testing.T) {
 			counts[family.GetName()] += m.GetCounter().GetValue()
 		}
 	}
-	if counts["coppice_controller_flows_total"] != 4000+1+1+1 || counts["coppice_controller_flows_omitted_total"] != 10 {
+	if counts["coppice_controller_flows_total"] != 4000+1+1+1 || counts["coppice_controller_flows_omitted_total"] != 10+(1<<50) {
 		t.Errorf("counted: %v and %v left out", counts["coppice_controller_flows_total"], counts["coppice_controller_flows_omitted_total"])
 	}
 	omitted, err := w.OmittedFlows(t.Context(), w.project, ws.ID)
-	if err != nil || omitted.Count != 10 {
+	if err != nil || omitted.Count != 10+(1<<50) {
 		t.Errorf("left out: %+v, %v", omitted, err)
 	}
 }

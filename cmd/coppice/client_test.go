@@ -134,12 +134,15 @@ func TestTables(t *testing.T) {
 	flow := coppice.Flow{At: dawn, Outcome: coppice.FlowAllowed, Protocol: coppice.FlowHTTP, Host: "api.example.com", Port: 443, Method: "POST", Path: "/v1/\x1b[2J", Status: 201, SentBytes: 2048, ReceivedBytes: 10, Rule: "*.example.com"}
 	tunnel := coppice.Flow{At: dawn, Outcome: coppice.FlowDenied, Protocol: coppice.FlowTLS, Host: "evil.example", Port: 443, Opaque: true, Reason: "no rule allows it"}
 	several := coppice.Flow{At: dawn, LastAt: dawn.Add(time.Minute), Count: 240_000, Outcome: coppice.FlowDenied, Protocol: coppice.FlowTCP, Opaque: true, Reason: "denied, to more hosts"}
+	count := coppice.Flow{At: dawn, LastAt: dawn.Add(time.Minute), Count: 7000, Counted: true, Outcome: coppice.FlowAllowed, Protocol: coppice.FlowTLS, Host: "a.example", Port: 443, Rule: "*.example"}
+	ofRule := count
+	ofRule.Host, ofRule.Port, ofRule.Opaque = "*.example", 0, true
 	b.WriteString("-- egress\n")
-	if err := errors.Join(printFlows(&b, nil), printFlows(&b, []coppice.Flow{flow, tunnel, several})); err != nil {
+	if err := errors.Join(printFlows(&b, nil), printFlows(&b, []coppice.Flow{flow, tunnel, several, count, ofRule})); err != nil {
 		t.Error(err)
 	}
 	b.WriteString("-- effects\n")
-	if err := errors.Join(printEffects(&b, nil), printEffects(&b, []coppice.Effect{{CheckpointID: fakeID("ckpt", 2), Depth: 1, Flow: flow}})); err != nil {
+	if err := errors.Join(printEffects(&b, nil), printEffects(&b, []coppice.Effect{{CheckpointID: fakeID("ckpt", 2), Depth: 1, Flow: flow}, {CheckpointID: fakeID("ckpt", 2), Depth: 1, Flow: count}})); err != nil {
 		t.Error(err)
 	}
 	b.WriteString("-- what may be reached\n")

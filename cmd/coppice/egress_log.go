@@ -21,6 +21,7 @@ func newWSEgressCommand(a *app) *cobra.Command {
 		Long: `Show what a workspace sent out through the egress proxy, or tried to, newest first. Of TLS and of other protocols no more is seen than whereto.
 Of what was denied nothing was sent. What was cut had begun and was ended by the proxy: what had been sent until then was sent.
 When many flows are denied within a minute, most share a row: TIMES is their number, TIME that of the first one.
+A workspace that has sent so much that it has reached its bound of rows has further flows in counts by minute or day and host, shown as (counted).
 
 What it may reach is shown by: coppice ws network WORKSPACE`,
 		Example: "  coppice ws egress demo\n  coppice ws egress demo --denied --limit 0 --json",
@@ -51,7 +52,7 @@ What it may reach is shown by: coppice ws network WORKSPACE`,
 				return err
 			}
 			if omitted != nil {
-				fmt.Fprintf(c.ErrOrStderr(), "%d more flows between %s and %s are not listed, because the workspace or its project has reached its bound of rows. All were denied or only read.\n",
+				fmt.Fprintf(c.ErrOrStderr(), "%d flows between %s and %s are counted by host and not listed one by one, because the workspace or its project has reached its bound of rows.\n",
 					omitted.Count, moment(omitted.FirstAt), moment(omitted.LastAt))
 			}
 			return a.print(list, func(w io.Writer) error { return printFlows(w, list) })
@@ -69,7 +70,9 @@ func newCkptEffectsCommand(a *app) *cobra.Command {
 		Use:   "effects CHECKPOINT",
 		Short: "Show what may have been changed outside on the way to a checkpoint",
 		Long: `Show what may have been changed outside on the way from the root to a checkpoint, in the order in which it happened: requests other than
-GET, HEAD and OPTIONS, and connections of which no request is seen. To grow from the parent of the node that is shown again does it again.`,
+GET, HEAD and OPTIONS, and connections of which no request is seen. To grow from the parent of the node that is shown again does it again.
+Beyond a bound of rows, flows are counted by minute or day and host, shown as (counted): TIMES is their number, TIME that of the first one. A count
+whose flows began on both sides of a node's instant is shown for both sides.`,
 		Args: cobra.ExactArgs(1),
 		RunE: func(c *cobra.Command, args []string) error {
 			client, err := a.client()
@@ -108,22 +111,30 @@ func printEffects(w io.Writer, list []coppice.Effect) error {
 	}
 	rows := make([][]string, len(list))
 	for i, e := range list {
-		rows[i] = append([]string{short(e.CheckpointID), moment(e.Flow.At), string(e.Flow.Outcome)}, flowWords(e.Flow)...)
+		rows[i] = append([]string{short(e.CheckpointID), moment(e.Flow.At), string(e.Flow.Outcome), strconv.FormatInt(max(e.Flow.Count, 1), 10)}, flowWords(e.Flow)...)
 	}
-	return table(w, "NODE TIME OUTCOME WHERETO REQUEST STATUS SENT RECEIVED", rows)
+	return table(w, "NODE TIME OUTCOME TIMES WHERETO REQUEST STATUS SENT RECEIVED", rows)
 }
 
 // flowWords are whereto, what was asked for, the status and the bytes.
 func flowWords(f coppice.Flow) []string {
 	request, status := f.Method+" "+f.Path, ""
-	if f.Opaque {
+	switch {
+	case f.Opaque && f.Counted:
+		request = "(" + string(f.Protocol) + ", not seen, counted)"
+	case f.Opaque:
 		request = "(" + string(f.Protocol) + ", not seen)"
+	case f.Counted:
+		request = "(counted)"
 	}
 	if f.Status != 0 {
 		status = strconv.Itoa(f.Status)
 	}
 	whereto := "-" // none, or several
-	if f.Host != "" {
+	switch {
+	case f.Host != "" && f.Counted && f.Port == 0: // a rule
+		whereto = visible(f.Host)
+	case f.Host != "":
 		whereto = visible(f.Host) + ":" + strconv.Itoa(f.Port)
 	}
 	return []string{whereto, visible(request), dash(status), size(f.SentBytes), size(f.ReceivedBytes)}

@@ -55,8 +55,11 @@ no more requests, then the operations end or are left to the next controller.`,
 	f.StringVar(&cfg.JoinKeyFile, "join-key-file", "", "`file` with an API key that only makes join tokens (scope runner:join), for scripts that start runners; created if it does not exist")
 	f.BoolVar(&cfg.Tune.AllowAllEgress, "allow-all-egress", false, "allow the egress policy allow-all, under which sandboxes reach everything that this network reaches; 'coppice project quota --allow-all-egress' overrides it for a project")
 	f.DurationVar(&cfg.Tune.FlowsKept, "flow-retention", controller.FlowsKept, "how long what sandboxes sent out is kept, by whole months; the same on all controllers")
-	f.Int64Var(&cfg.Tune.FlowQuota.Workspace, "flow-rows", controller.FlowsOfWorkspace, "most `rows` of flows of a workspace; beyond, flows that changed nothing are only counted")
-	f.Int64Var(&cfg.Tune.FlowQuota.Project, "flow-rows-project", controller.FlowsOfProject, "most `rows` of flows of all workspaces of a project")
+	q := &cfg.Tune.FlowQuota
+	f.Int64Var(&q.Reads.Workspace, "flow-rows", controller.FlowsOfWorkspace, "most `rows` of read-only requests of a workspace; further ones are counted by minute and host")
+	f.Int64Var(&q.Reads.Project, "flow-rows-project", controller.FlowsOfProject, "most `rows` of read-only requests of all workspaces of a project")
+	f.Int64Var(&q.Denied.Workspace, "flow-rows-denied", controller.DeniedOfWorkspace, "most `rows` of denied flows of a workspace; a project has five times as many")
+	f.Int64Var(&q.Effects.Workspace, "flow-rows-effects", controller.EffectsOfWorkspace, "most `rows` of flows of a workspace that may have changed something; a project has ten times as many")
 	f.DurationVar(&cfg.Tune.RunnerLease, "runner-lease", 15*time.Second, "how long a silent runner still gets work; the same on all controllers")
 	f.DurationVar(&cfg.Tune.RunnerFence, "runner-fence", 10*time.Minute, "how long after that its workspaces are lost: it has ended their VMs by then")
 	f.StringVar(&cfg.Metrics, "metrics-listen", "", "loopback `address` of Prometheus metrics, under /metrics; empty for none")

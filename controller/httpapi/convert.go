@@ -297,7 +297,7 @@ func processOf(p controller.Process) api.Process {
 func flowOf(f controller.Flow) api.Flow {
 	return api.Flow{
 		ID: f.ID, WorkspaceID: string(f.WorkspaceID), Epoch: f.Epoch, At: f.At, Protocol: api.FlowProtocol(f.Spoken), Host: f.Host, Port: int(f.Port),
-		Method: f.Method, Path: f.Path, Outcome: api.FlowOutcome(f.Outcome), Opaque: f.Method == "", Rule: f.Rule, GrantID: f.Grant, Reason: f.Reason, EndedAt: f.Ended,
+		Method: f.Method, Path: f.Path, Outcome: api.FlowOutcome(f.Outcome), Opaque: f.Opaque || f.Method == "" && !f.Counted, Counted: f.Counted, Rule: f.Rule, GrantID: f.Grant, Reason: f.Reason, EndedAt: f.Ended,
 		Status: f.Status, SentBytes: f.Sent, ReceivedBytes: f.Received, Count: f.Flows(), LastAt: f.Last,
 	}
 }

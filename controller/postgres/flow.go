@@ -32,10 +32,8 @@ type newFlow struct {
 }
 
 type keptRow struct {
-	ID        string           `db:"id"`
-	Final     bool             `db:"final"`
-	ProjectID core.ProjectID   `db:"project_id"`
-	Workspace core.WorkspaceID `db:"workspace_id"`
+	ID    string `db:"id"`
+	Final bool   `db:"final"`
 }
 
 type flowKey struct {
@@ -43,23 +41,108 @@ type flowKey struct {
 	Final bool
 }
 
-// InsertFlows is one statement for all that are kept, between two that look at the quota and count.
+// isFinal reports whether nothing follows a record of a flow.
+func isFinal(f core.Flow) bool { return !f.Ended.IsZero() || f.Outcome == core.FlowDenied }
+
+// InsertFlows gives flows rows as far as the quota goes, and counts the others.
 func (t *tx) InsertFlows(ctx context.Context, runner core.RunnerID, list []core.Flow, q controller.FlowQuota) (controller.KeptFlows, error) {
 	if len(list) == 0 {
 		return controller.KeptFlows{}, nil
+	}
+	list, err := t.uncounted(ctx, runner, list)
+	if err != nil || len(list) == 0 {
+		return controller.KeptFlows{}, err
 	}
 	rooms, err := t.flowRooms(ctx, runner, list, q)
 	if err != nil {
 		return controller.KeptFlows{}, err
 	}
+	rowed, counts, err := t.place(ctx, list, rooms)
+	if err != nil {
+		return controller.KeptFlows{}, err
+	}
+	fresh, err := t.insertFlowRows(ctx, runner, rowed)
+	if err != nil {
+		return controller.KeptFlows{}, err
+	}
+	for _, f := range fresh {
+		rooms.kept(f)
+	}
+	if err := t.saveCounts(ctx, runner, counts); err != nil {
+		return controller.KeptFlows{}, err
+	}
+	out := controller.KeptFlows{Fresh: fresh}
+	out.Omitted, err = t.countFlows(ctx, rooms)
+	return out, err
+}
+
+// place decides which flows of a batch get rows and which are counted. Both records of a flow go the same way: one that has a row
+// gets its other one, too, or it would look open for ever; and the end of one that was counted is not a second flow.
+func (t *tx) place(ctx context.Context, list []core.Flow, rooms flowRooms) (rows []core.Flow, counts *flowCounts, err error) {
+	counts = newFlowCounts(rooms.now)
+	has := map[string]bool{}
+	if !rooms.enough(len(list)) || rooms.counted {
+		if has, err = t.haveRows(ctx, list); err != nil {
+			return nil, nil, err
+		}
+		if err := t.loadCounts(ctx, list, counts); err != nil {
+			return nil, nil, err
+		}
+	}
+	for _, f := range list {
+		keep := has[f.ID] || rooms.both(f.SandboxID) == nil // the insertion leaves out what is of no sandbox of this runner
+		if !keep && isEnd(f) {
+			_, counted := counts.found(f, controller.KindOf(f))
+			keep = !counted && rooms.take(f)
+		} else if !keep {
+			keep = rooms.take(f)
+		}
+		if keep {
+			rows, has[f.ID] = append(rows, f), true
+			continue
+		}
+		counts.add(f)
+		rooms.omit(f)
+	}
+	return rows, counts, nil
+}
+
+type flowIDRow struct {
+	ID string `db:"id"`
+}
+
+type flowAt struct {
+	SandboxID core.SandboxID `json:"sandbox_id"`
+	At        time.Time      `json:"at"`
+	ID        string         `json:"id"`
+}
+
+// haveRows finds the flows of a batch that have a row.
+func (t *tx) haveRows(ctx context.Context, list []core.Flow) (map[string]bool, error) {
+	asked := make([]flowAt, len(list))
+	for i, f := range list {
+		asked[i] = flowAt{SandboxID: f.SandboxID, At: f.At, ID: f.ID}
+	}
+	rows, err := many[flowIDRow](ctx, t, `
+		SELECT v.id FROM jsonb_to_recordset(@asked::jsonb) AS v (sandbox_id text, at timestamptz, id text)
+		CROSS JOIN LATERAL (SELECT FROM flows f WHERE f.sandbox_id = v.sandbox_id AND f.at = v.at AND f.id = v.id LIMIT 1) f`, args{"asked": asked})
+	has := make(map[string]bool, len(rows))
+	for _, r := range rows {
+		has[r.ID] = true
+	}
+	return has, err
+}
+
+// insertFlowRows is one statement. It returns those that were not there yet.
+func (t *tx) insertFlowRows(ctx context.Context, runner core.RunnerID, list []core.Flow) ([]core.Flow, error) {
+	if len(list) == 0 {
+		return nil, nil
+	}
 	rows, of := make([]newFlow, 0, len(list)), make(map[flowKey]core.Flow, len(list))
 	for _, f := range list {
 		row := newFlow{
-			SandboxID: f.SandboxID, ID: f.ID, At: f.At, Final: !f.Ended.IsZero() || f.Outcome == core.FlowDenied, Changes: f.Changes(), Spoken: f.Spoken, Host: f.Host, Port: f.Port,
-			Method: f.Method, Path: f.Path, Outcome: f.Outcome, Rule: f.Rule, Grant: f.Grant, Reason: f.Reason, Status: f.Status, Sent: f.Sent, Received: f.Received, Count: f.Flows(),
-		}
-		if !rooms.takes(f, row.Final) {
-			continue
+			SandboxID: f.SandboxID, ID: f.ID, At: f.At, Final: isFinal(f), Changes: f.Changes(), Spoken: f.Spoken, Host: f.Host, Port: f.Port, Method: f.Method, Path: f.Path,
+			Outcome: f.Outcome, Rule: f.Rule, Grant: f.Grant, Reason: f.Reason, Status: f.Status, Sent: f.Sent, Received: f.Received, Count: f.Flows(),
 		}
 		if !f.Ended.IsZero() {
 			row.Ended = &f.Ended
@@ -78,17 +161,12 @@ func (t *tx) InsertFlows(ctx context.Context, runner core.RunnerID, list []core.
 			method text, path text, outcome text, rule text, grant_id text, reason text, status int, sent_bytes bigint, received_bytes bigint, ended_at timestamptz,
 			count bigint, last_at timestamptz)
 		JOIN LATERAL (SELECT * FROM sandboxes x WHERE x.id = v.sandbox_id LIMIT 1) s ON s.runner_id = @runner
-		ON CONFLICT DO NOTHING RETURNING id, final, project_id, workspace_id`, args{"rows": rows, "runner": runner})
-	if err != nil {
-		return controller.KeptFlows{}, err
-	}
-	out := controller.KeptFlows{Fresh: make([]core.Flow, len(kept))}
+		ON CONFLICT DO NOTHING RETURNING id, final`, args{"rows": rows, "runner": runner})
+	fresh := make([]core.Flow, len(kept))
 	for i, k := range kept {
-		out.Fresh[i] = of[flowKey{k.ID, k.Final}]
-		rooms.kept(k)
+		fresh[i] = of[flowKey(k)]
 	}
-	out.Omitted, err = t.countFlows(ctx, rooms)
-	return out, err
+	return fresh, err
 }
 
 type sandboxIDRow struct {
@@ -108,7 +186,15 @@ func (t *tx) OwnSandboxes(ctx context.Context, runner core.RunnerID, ids []core.
 // flowColumns are those of the relation f.
 const flowColumns = `
 	f.workspace_id, f.sandbox_id, f.epoch, f.id, f.at, f.spoken, f.host, f.port, f.method, f.path, f.outcome, f.rule, f.grant_id, f.reason, f.status, f.sent_bytes, f.received_bytes, f.ended_at, f.count,
-	f.last_at`
+	f.last_at, false AS counted, false AS opaque`
+
+// countColumns are those of flowColumns, for the relation n of counts. Their ids are made up, so that lists can be read page by page.
+const countColumns = `
+	n.workspace_id, n.sandbox_id, n.epoch, ` + countID + ` AS id, n.first_at AS at, n.spoken, n.host, n.port, '' AS method, '' AS path,
+	CASE n.kind WHEN 'denied' THEN 'denied' ELSE 'allowed' END AS outcome, n.rule, n.grant_id, '' AS reason, 0 AS status, n.sent_bytes, n.received_bytes,
+	NULL::timestamptz AS ended_at, n.count, n.last_at, true AS counted, n.opaque`
+
+const countID = `'counted-' || md5(jsonb_build_array(n.sandbox_id, n.kind, n.daily, n.from_at, n.spoken, n.opaque, n.host, n.port, n.grant_id)::text)`
 
 // lastOfFlow leaves of each flow the row that says most.
 const lastOfFlow = ` (f.final OR NOT EXISTS (SELECT 1 FROM flows e WHERE e.sandbox_id = f.sandbox_id AND e.at = f.at AND e.id = f.id AND e.final))`
@@ -134,31 +220,38 @@ type flowRow struct {
 	Ended       *time.Time       `db:"ended_at"`
 	Count       int64            `db:"count"`
 	Last        *time.Time       `db:"last_at"`
+	Counted     bool             `db:"counted"`
+	Opaque      bool             `db:"opaque"`
 }
 
 func (r flowRow) flow() controller.Flow {
 	if r.Last == nil {
 		r.Count = 0 // it is one flow
 	}
-	return controller.Flow{WorkspaceID: r.WorkspaceID, Flow: core.Flow{
+	return controller.Flow{WorkspaceID: r.WorkspaceID, Counted: r.Counted, Opaque: r.Opaque, Flow: core.Flow{
 		ID: r.ID, SandboxID: r.SandboxID, Epoch: r.Epoch, At: r.At.UTC(), Spoken: r.Spoken, Host: r.Host, Port: r.Port, Method: r.Method, Path: r.Path,
 		Outcome: r.Outcome, Rule: r.Rule, Grant: r.Grant, Reason: r.Reason, Status: r.Status, Sent: r.Sent, Received: r.Received, Ended: timeOf(r.Ended).UTC(),
 		Count: r.Count, Last: timeOf(r.Last).UTC(),
 	}}
 }
 
-// WorkspaceFlows lists, newest first.
+// WorkspaceFlows lists, newest first. A count has the place of its first flow.
 func (t *tx) WorkspaceFlows(ctx context.Context, id core.WorkspaceID, f controller.FlowFilter) ([]controller.Flow, error) {
 	q := &filter{relation: "f", args: args{"limit": f.Limit}}
 	q.equal("workspace_id", string(id))
 	q.equal("outcome", string(f.Outcome))
 	q.equal("host", f.Host)
-	q.add(lastOfFlow, "", nil)
 	if f.After.ID != "" {
 		q.add("(f.at, f.id) < (@after_at::timestamptz, @after_id::text)", "after_at", f.After.At)
 		q.args["after_id"] = f.After.ID
 	}
-	rows, err := many[flowRow](ctx, t, `SELECT`+flowColumns+` FROM flows f`+q.where()+` ORDER BY f.at DESC, f.id DESC LIMIT @limit`, q.args)
+	counts := q.where()
+	q.add(lastOfFlow, "", nil)
+	rows, err := many[flowRow](ctx, t, `
+		(SELECT`+flowColumns+` FROM flows f`+q.where()+` ORDER BY f.at DESC, f.id DESC LIMIT @limit)
+		UNION ALL
+		(SELECT f.* FROM (SELECT`+countColumns+` FROM flow_counts n WHERE n.count > 0) f`+counts+` ORDER BY f.at DESC, f.id DESC LIMIT @limit)
+		ORDER BY at DESC, id DESC LIMIT @limit`, q.args)
 	list := make([]controller.Flow, len(rows))
 	for i, r := range rows {
 		list[i] = r.flow()
@@ -168,7 +261,12 @@ func (t *tx) WorkspaceFlows(ctx context.Context, id core.WorkspaceID, f controll
 
 // segment is what a checkpoint c has behind it that its parent p has not: flows of the sandbox that it was captured from, since the parent was
 // captured from it, too, or since it began; of each the row that says most. What lists effects and what counts them both take it.
-const segment = ` f.sandbox_id = c.sandbox_id AND f.at > CASE WHEN p.sandbox_id = c.sandbox_id THEN p.instant_at ELSE '-infinity' END AND f.at <= c.instant_at AND f.changes AND` + lastOfFlow
+const segment = ` f.sandbox_id = c.sandbox_id AND f.at > ` + segmentStart + ` AND f.at <= c.instant_at AND f.changes AND` + lastOfFlow
+
+// countSegment is the same for counts. A count whose flows began on both sides of an instant belongs to both.
+const countSegment = ` n.sandbox_id = c.sandbox_id AND n.kind = 'effect' AND n.count > 0 AND n.last_at > ` + segmentStart + ` AND n.first_at <= c.instant_at`
+
+const segmentStart = `CASE WHEN p.sandbox_id = c.sandbox_id THEN p.instant_at ELSE '-infinity' END`
 
 type effectRow struct {
 	flowRow
@@ -176,8 +274,9 @@ type effectRow struct {
 	Depth        int               `db:"depth"`
 }
 
-// Effects walks the path and looks at each segment along an index.
+// Effects walks the path and looks at each segment along an index. It reads the segments from the root down and stops at the limit.
 func (t *tx) Effects(ctx context.Context, id core.CheckpointID, after controller.EffectMark, limit int) ([]controller.Effect, error) {
+	const later = ` AND (c.depth > @depth OR (f.at, f.id) > (@after_at::timestamptz, @after_id::text))`
 	rows, err := many[effectRow](ctx, t, `
 		WITH RECURSIVE up AS (
 			SELECT c.id, c.parent_id, c.depth, c.sandbox_id, c.instant_at FROM checkpoints c WHERE c.id = @id
@@ -186,12 +285,15 @@ func (t *tx) Effects(ctx context.Context, id core.CheckpointID, after controller
 				SELECT x.id, x.parent_id, x.depth, x.sandbox_id, x.instant_at FROM checkpoints x WHERE x.id = up.parent_id LIMIT 1
 			) p
 		)
-		SELECT c.id AS checkpoint_id, c.depth,`+flowColumns+`
-		FROM up c LEFT JOIN up p ON p.id = c.parent_id CROSS JOIN LATERAL (
-			SELECT * FROM flows f WHERE`+segment+` AND (c.depth > @depth OR (f.at, f.id) > (@after_at::timestamptz, @after_id::text))
-			ORDER BY f.at, f.id LIMIT @limit
+		SELECT c.id AS checkpoint_id, c.depth, f.*
+		FROM (SELECT * FROM up WHERE depth >= @depth ORDER BY depth) c
+		LEFT JOIN LATERAL (SELECT x.sandbox_id, x.instant_at FROM checkpoints x WHERE x.id = c.parent_id LIMIT 1) p ON true
+		CROSS JOIN LATERAL (
+			(SELECT`+flowColumns+` FROM flows f WHERE`+segment+later+` ORDER BY f.at, f.id LIMIT @limit)
+			UNION ALL
+			(SELECT f.* FROM (SELECT`+countColumns+` FROM flow_counts n WHERE`+countSegment+`) f WHERE true`+later+` ORDER BY f.at, f.id LIMIT @limit)
 		) f
-		WHERE c.depth >= @depth ORDER BY c.depth, f.at, f.id LIMIT @limit`,
+		ORDER BY c.depth, f.at, f.id LIMIT @limit`,
 		args{"id": id, "depth": after.Depth, "after_at": after.At, "after_id": after.ID, "limit": limit})
 	list := make([]controller.Effect, len(rows))
 	for i, r := range rows {
@@ -200,12 +302,14 @@ func (t *tx) Effects(ctx context.Context, id core.CheckpointID, after controller
 	return list, err
 }
 
-// effects counts those of each of the nodes that its parent has not.
+// effects counts those of each of the nodes that its parent has not. It looks at a bounded number of rows of each node.
 func (t *tx) effects(ctx context.Context, ids []core.CheckpointID) (map[core.CheckpointID]int, error) {
 	rows, err := many[countRow](ctx, t, `
-		SELECT c.id AS parent_id, f.count FROM checkpoints c LEFT JOIN LATERAL (SELECT * FROM checkpoints x WHERE x.id = c.parent_id LIMIT 1) p ON true
-		CROSS JOIN LATERAL (SELECT count(*) FROM flows f WHERE`+segment+`) f
-		WHERE c.id = ANY(@ids::text[]) AND c.sandbox_id IS NOT NULL AND f.count > 0`, args{"ids": texts(ids)})
+		SELECT c.id AS parent_id, f.count + n.count AS count
+		FROM checkpoints c LEFT JOIN LATERAL (SELECT * FROM checkpoints x WHERE x.id = c.parent_id LIMIT 1) p ON true
+		CROSS JOIN LATERAL (SELECT count(*) FROM (SELECT FROM flows f WHERE`+segment+` LIMIT @most) few) f
+		CROSS JOIN LATERAL (SELECT least(coalesce(sum(n.count), 0), 1::bigint << 61)::bigint AS count FROM flow_counts n WHERE`+countSegment+`) n
+		WHERE c.id = ANY(@ids::text[]) AND c.sandbox_id IS NOT NULL AND f.count + n.count > 0`, args{"ids": texts(ids), "most": controller.MaxEffectRows})
 	counts := make(map[core.CheckpointID]int, len(rows))
 	for _, r := range rows {
 		counts[r.ID] = r.Count

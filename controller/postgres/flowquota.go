@@ -3,6 +3,7 @@ package postgres
 import (
 	"cmp"
 	"context"
+	"maps"
 	"slices"
 	"time"
 
@@ -15,26 +16,36 @@ type flowRoom struct {
 	ProjectID core.ProjectID   `json:"project_id"`
 	Workspace core.WorkspaceID `json:"workspace_id"` // empty: the project's
 	Rows      int64            `json:"rows"`         // that were kept
+	Effects   int64            `json:"effects"`      // of those
+	Denied    int64            `json:"denied"`       // of those
 	Omitted   int64            `json:"omitted"`
 	First     *time.Time       `json:"omitted_first_at"`
 	Last      *time.Time       `json:"omitted_last_at"`
 
-	left int64
+	left map[controller.FlowKind]int64
 }
 
 // flowRooms are those that a batch is about.
 type flowRooms struct {
+	now        time.Time
 	of         map[core.SandboxID]core.WorkspaceID
+	counted    bool // something of these sandboxes is counted already
 	workspaces map[core.WorkspaceID]*flowRoom
 	projects   map[core.ProjectID]*flowRoom
 }
 
 type roomRow struct {
-	ID            core.SandboxID   `db:"id"`
-	ProjectID     core.ProjectID   `db:"project_id"`
-	Workspace     core.WorkspaceID `db:"workspace_id"`
-	WorkspaceRows int64            `db:"workspace_rows"`
-	ProjectRows   int64            `db:"project_rows"`
+	ID               core.SandboxID   `db:"id"`
+	ProjectID        core.ProjectID   `db:"project_id"`
+	Workspace        core.WorkspaceID `db:"workspace_id"`
+	Now              time.Time        `db:"now"`
+	Counted          bool             `db:"counted"`
+	WorkspaceRows    int64            `db:"workspace_rows"`
+	WorkspaceEffects int64            `db:"workspace_effects"`
+	WorkspaceDenied  int64            `db:"workspace_denied"`
+	ProjectRows      int64            `db:"project_rows"`
+	ProjectEffects   int64            `db:"project_effects"`
+	ProjectDenied    int64            `db:"project_denied"`
 }
 
 // flowRooms reads the numbers of rows of the workspaces and projects of a runner's sandboxes.
@@ -47,42 +58,84 @@ func (t *tx) flowRooms(ctx context.Context, runner core.RunnerID, list []core.Fl
 			ids = append(ids, f.SandboxID)
 		}
 	}
+	const sums = `SELECT coalesce(sum(r.rows), 0)::bigint AS rows, coalesce(sum(r.effects), 0)::bigint AS effects, coalesce(sum(r.denied), 0)::bigint AS denied FROM flow_rows r`
 	rows, err := many[roomRow](ctx, t, `
-		SELECT s.id, s.project_id, s.workspace_id,
-			coalesce((SELECT sum(r.rows) FROM flow_rows r WHERE r.project_id = s.project_id AND r.workspace_id = s.workspace_id), 0)::bigint AS workspace_rows,
-			coalesce((SELECT sum(r.rows) FROM flow_rows r WHERE r.project_id = s.project_id AND r.workspace_id = ''), 0)::bigint AS project_rows
-		FROM sandboxes s WHERE s.id = ANY(@ids::text[]) AND s.runner_id = @runner`, args{"ids": texts(ids), "runner": runner})
+		SELECT s.id, s.project_id, s.workspace_id, now() AS now, EXISTS (SELECT FROM flow_counts c WHERE c.sandbox_id = s.id) AS counted,
+			w.rows AS workspace_rows, w.effects AS workspace_effects, w.denied AS workspace_denied,
+			p.rows AS project_rows, p.effects AS project_effects, p.denied AS project_denied
+		FROM sandboxes s
+		CROSS JOIN LATERAL (`+sums+` WHERE r.project_id = s.project_id AND r.workspace_id = s.workspace_id) w
+		CROSS JOIN LATERAL (`+sums+` WHERE r.project_id = s.project_id AND r.workspace_id = '') p
+		WHERE s.id = ANY(@ids::text[]) AND s.runner_id = @runner`, args{"ids": texts(ids), "runner": runner})
+	left := func(rows, effects, denied int64, of func(controller.RowQuota) int64) map[controller.FlowKind]int64 {
+		return map[controller.FlowKind]int64{
+			controller.FlowRead: of(q.Reads) - (rows - effects - denied), controller.FlowEffect: of(q.Effects) - effects, controller.FlowRefused: of(q.Denied) - denied,
+		}
+	}
 	for _, r := range rows {
-		out.of[r.ID] = r.Workspace
+		out.of[r.ID], out.now, out.counted = r.Workspace, r.Now, out.counted || r.Counted
 		if out.workspaces[r.Workspace] == nil {
-			out.workspaces[r.Workspace] = &flowRoom{ProjectID: r.ProjectID, Workspace: r.Workspace, left: q.Workspace - r.WorkspaceRows}
+			out.workspaces[r.Workspace] = &flowRoom{
+				ProjectID: r.ProjectID, Workspace: r.Workspace,
+				left: left(r.WorkspaceRows, r.WorkspaceEffects, r.WorkspaceDenied, func(q controller.RowQuota) int64 { return q.Workspace }),
+			}
 		}
 		if out.projects[r.ProjectID] == nil {
-			out.projects[r.ProjectID] = &flowRoom{ProjectID: r.ProjectID, left: q.Project - r.ProjectRows}
+			out.projects[r.ProjectID] = &flowRoom{
+				ProjectID: r.ProjectID, left: left(r.ProjectRows, r.ProjectEffects, r.ProjectDenied, func(q controller.RowQuota) int64 { return q.Project }),
+			}
 		}
 	}
 	return out, err
 }
 
-// takes reports whether a flow is kept. One that is not is counted when it has ended.
-func (r flowRooms) takes(f core.Flow, final bool) bool {
-	ws := r.workspaces[r.of[f.SandboxID]]
+// both returns the rooms of a sandbox. There are none of a sandbox that is not the runner's.
+func (r flowRooms) both(id core.SandboxID) []*flowRoom {
+	ws := r.workspaces[r.of[id]]
 	if ws == nil {
-		return true // the insertion leaves it out: it is no sandbox of this runner
+		return nil
 	}
-	project := r.projects[ws.ProjectID]
-	if ws.left > 0 && project.left > 0 || !controller.MayOmit(f) {
-		ws.left, project.left = ws.left-1, project.left-1
-		return true
+	return []*flowRoom{ws, r.projects[ws.ProjectID]}
+}
+
+// enough reports whether there is room for all of a batch, whatever it is.
+func (r flowRooms) enough(n int) bool {
+	for _, list := range [][]*flowRoom{slices.Collect(maps.Values(r.workspaces)), slices.Collect(maps.Values(r.projects))} {
+		for _, room := range list {
+			for _, left := range room.left {
+				if left < int64(n) {
+					return false
+				}
+			}
+		}
 	}
-	if !final {
-		return false
+	return true
+}
+
+// take reports whether there is room for a flow, and takes it.
+func (r flowRooms) take(f core.Flow) bool {
+	rooms, kind := r.both(f.SandboxID), controller.KindOf(f)
+	for _, room := range rooms {
+		if room.left[kind] <= 0 {
+			return false
+		}
+	}
+	for _, room := range rooms {
+		room.left[kind]--
+	}
+	return true
+}
+
+// omit counts a flow that has no row. The end of one says nothing new.
+func (r flowRooms) omit(f core.Flow) {
+	if isEnd(f) {
+		return
 	}
 	at, last := f.At, f.At
 	if !f.Last.IsZero() {
 		last = f.Last
 	}
-	for _, room := range []*flowRoom{ws, project} {
+	for _, room := range r.both(f.SandboxID) {
 		if room.Omitted += f.Flows(); room.First == nil || at.Before(*room.First) {
 			room.First = &at
 		}
@@ -90,14 +143,18 @@ func (r flowRooms) takes(f core.Flow, final bool) bool {
 			room.Last = &last
 		}
 	}
-	return false
 }
 
 // kept counts a row that was not there before.
-func (r flowRooms) kept(row keptRow) {
-	for _, room := range []*flowRoom{r.workspaces[row.Workspace], r.projects[row.ProjectID]} {
-		if room != nil {
-			room.Rows++
+func (r flowRooms) kept(f core.Flow) {
+	for _, room := range r.both(f.SandboxID) {
+		room.Rows++
+		switch controller.KindOf(f) {
+		case controller.FlowEffect:
+			room.Effects++
+		case controller.FlowRefused:
+			room.Denied++
+		case controller.FlowRead:
 		}
 	}
 }
@@ -120,10 +177,12 @@ func (t *tx) countFlows(ctx context.Context, rooms flowRooms) (omitted int64, er
 		return cmp.Or(cmp.Compare(a.ProjectID, b.ProjectID), cmp.Compare(a.Workspace, b.Workspace))
 	})
 	_, err = t.exec(ctx, `
-		INSERT INTO flow_rows AS r (project_id, workspace_id, month, rows, omitted, omitted_first_at, omitted_last_at)
-		SELECT v.project_id, v.workspace_id, date_trunc('month', now() AT TIME ZONE 'UTC')::date, v.rows, v.omitted, v.omitted_first_at, v.omitted_last_at
-		FROM jsonb_to_recordset(@rows::jsonb) AS v (project_id text, workspace_id text, rows bigint, omitted bigint, omitted_first_at timestamptz, omitted_last_at timestamptz)
-		ON CONFLICT ON CONSTRAINT flow_rows_pkey DO UPDATE SET rows = r.rows + excluded.rows, omitted = r.omitted + excluded.omitted,
+		INSERT INTO flow_rows AS r (project_id, workspace_id, month, rows, effects, denied, omitted, omitted_first_at, omitted_last_at)
+		SELECT v.project_id, v.workspace_id, date_trunc('month', now() AT TIME ZONE 'UTC')::date, v.rows, v.effects, v.denied, v.omitted, v.omitted_first_at, v.omitted_last_at
+		FROM jsonb_to_recordset(@rows::jsonb) AS v (project_id text, workspace_id text, rows bigint, effects bigint, denied bigint, omitted bigint,
+			omitted_first_at timestamptz, omitted_last_at timestamptz)
+		ON CONFLICT ON CONSTRAINT flow_rows_pkey DO UPDATE SET rows = r.rows + excluded.rows, effects = r.effects + excluded.effects, denied = r.denied + excluded.denied,
+			omitted = least(r.omitted + excluded.omitted, 1::bigint << 61),
 			omitted_first_at = least(r.omitted_first_at, excluded.omitted_first_at), omitted_last_at = greatest(r.omitted_last_at, excluded.omitted_last_at)`, args{"rows": rows})
 	return omitted, err
 }

@@ -40,15 +40,15 @@ func TestCountedFlows(t *testing.T) {
 	})
 }
 
-// TestFlowQuota: beyond its quota, a workspace's flows that changed nothing are counted and not kept; what changed something is kept, and so is the
-// end of what may have. Another workspace has a quota of its own, and all of a project have one together.
+// TestFlowQuota: beyond its quota, a workspace's denied flows are counted by host and have no rows. They take no place of other flows. Another
+// workspace has a quota of its own, and all of a project have one together.
 func TestFlowQuota(t *testing.T) {
 	t.Parallel()
 	const most = 50
 	d := newDB(t)
 	template := d.template()
 	w, other := d.ready(d.project, template), d.ready(d.project, template)
-	q := controller.FlowQuota{Workspace: most, Project: 2*most + 10}
+	q := controller.FlowQuota{Reads: plenty, Denied: controller.RowQuota{Workspace: most, Project: 2*most + 10}, Effects: plenty}
 	deny := func(id string, of controller.Workspace, at time.Time) core.Flow {
 		f := post(id, of.Sandbox.ID, at)
 		f.Outcome, f.Rule, f.Grant, f.Reason = core.FlowDenied, "", "", "no rule"
@@ -89,20 +89,20 @@ func TestFlowQuota(t *testing.T) {
 	unsent := wrote // it was about to be sent, and was not: without its end it would be an effect
 	unsent.Outcome, unsent.Ended = core.FlowDenied, noon
 	kept := d.within(q, read, readEnd, wrote, unsent, counted("many", w.Sandbox.ID, noon, 1000))
-	if len(kept.Fresh) != 2 || kept.Fresh[0].ID != "wrote" || kept.Omitted != 1001 || omitted(w).Count != 1031 {
+	if len(kept.Fresh) != 4 || kept.Omitted != 1000 || omitted(w).Count != 1030 {
 		t.Errorf("beyond the quota: %+v, %+v", kept, omitted(w))
 	}
 	for i := range 2 * most {
 		d.within(q, deny(fmt.Sprintf("o%d", i), other, noon))
 	}
-	if got := omitted(other); got.Count != most || rows() != 2*most+2 {
+	if got := omitted(other); got.Count != most || rows() != 2*most+4 {
 		t.Errorf("another workspace: %+v; %d rows", got, rows())
 	}
 	third := d.ready(d.project, template)
 	for i := range most {
 		d.within(q, deny(fmt.Sprintf("t%d", i), third, noon))
 	}
-	if got := omitted(third); got.Count != most-8 || rows() != 2*most+10 {
+	if got := omitted(third); got.Count != most-10 || rows() != 2*most+14 {
 		t.Errorf("beyond the project's: %+v; %d rows", got, rows())
 	}
 	// What was dropped with its month makes room.

@@ -58,8 +58,8 @@ func (c ControllerConfig) validate() error {
 	if c.Tune.StoreGrace < 0 || c.Tune.StoreGrace != 0 && c.Tune.StoreGrace < c.Tune.RunnerLease+c.Tune.RunnerFence {
 		bad("--store-grace must be at least as long as --runner-lease and --runner-fence together: until then a runner may not know that an upload was given up")
 	}
-	if c.Tune.FlowQuota.Workspace < 0 || c.Tune.FlowQuota.Project < 0 {
-		bad("--flow-rows and --flow-rows-project must be 1 at least")
+	if q := c.Tune.FlowQuota; min(q.Reads.Workspace, q.Reads.Project, q.Denied.Workspace, q.Effects.Workspace) < 0 {
+		bad("--flow-rows, --flow-rows-project, --flow-rows-denied and --flow-rows-effects must be 1 at least")
 	}
 	if c.Tune.FlowsKept != 0 && c.Tune.FlowsKept < 24*time.Hour {
 		bad("--flow-retention must be a day at least, 24h")

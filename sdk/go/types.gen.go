@@ -1394,8 +1394,11 @@ type Flow struct {
 	// At When the flow began, by the clock of the host; for several flows, when the first one began.
 	At time.Time `json:"at"`
 
-	// Count The number of flows in this row. Beyond the first few denied flows of a minute, further ones share rows by host, port and reason. When there are too many such rows, they share one without a host. The other fields are those of the first flow.
+	// Count The number of flows in this row. Beyond the first few denied flows of a minute, further ones share rows by host, port and reason. When there are too many such rows, they share one without a host. The other fields are those of the first flow. If `counted` is true, see there.
 	Count int64 `json:"count"`
+
+	// Counted The row is a count. A workspace has a bound of rows for each kind of flow: denied flows, requests that only read, and flows that may have changed something. Flows beyond that bound have no rows of their own. They are counted by the minute in which they began, host, port and grant; minutes that are two hours old become days (UTC). Beyond 16 hosts and ports of a minute, and 64 of a day, further flows share a row without a host. Flows that were given a secret share a row whose host is the rule that allowed them, with port 0. `method`, `path`, `status` and `ended_at` are absent, `outcome` is `denied` for denied flows and `allowed` for all others, and the bytes are sums.
+	Counted bool `json:"counted,omitempty,omitzero"`
 
 	// EndedAt Absent while it lasts, of what was denied, and where its end is not known.
 	EndedAt time.Time `json:"ended_at,omitempty,omitzero"`
@@ -1406,11 +1409,11 @@ type Flow struct {
 	// GrantID The grant whose secret it was given.
 	GrantID string `json:"grant_id,omitempty,omitzero"`
 
-	// Host The name, or the address if there is no name. Empty if a request named none, and for several hosts.
+	// Host The name, or the address if there is no name. Empty if a request named none, and for several hosts. A rule, in some rows of counts.
 	Host string `json:"host"`
 	ID   string `json:"id"`
 
-	// LastAt When the last flow of the row was denied, if it counts several.
+	// LastAt When the last flow of the row was denied or, in a count, began, if the row counts several.
 	LastAt time.Time `json:"last_at,omitempty,omitzero"`
 
 	// Method Of a request.
@@ -1737,9 +1740,9 @@ type NetworkRequest struct {
 	EgressPolicy EgressPolicy `json:"egress_policy,omitempty,omitzero"`
 }
 
-// OmittedFlows Flows of the workspace that are not in the list, because the workspace or its project has reached its bound of rows. Only denied flows and read-only requests are left out.
+// OmittedFlows Flows of the workspace that have no rows of their own, because the workspace or its project has reached its bound of rows. The list has them in counts (`counted`).
 type OmittedFlows struct {
-	// Count How many have ended. Flows of a batch that a runner reported twice count twice.
+	// Count How many have begun.
 	Count int64 `json:"count"`
 
 	// FirstAt When the first one began.
@@ -2529,7 +2532,7 @@ type TreeNode struct {
 	// Depth Generations below the asked checkpoint.
 	Depth int `json:"depth"`
 
-	// EffectsCount How much may have been changed outside between its parent and it; see `listEffects`.
+	// EffectsCount How much may have been changed outside between its parent and it; see `listEffects`. At most 10,000 single flows are counted; counts that belong to both sides of its instant are in it, whole.
 	EffectsCount int `json:"effects_count"`
 
 	// Workspaces Live workspaces whose head this is.
