@@ -21,8 +21,11 @@ func (c *Controller) chores() []Chore {
 		{Name: "expire", Every: expiryEvery, Do: c.expire},
 		{Name: "idle", Every: idleEvery, Do: c.expireIdle},
 		{Name: "retention", Every: retentionEvery, Do: c.retain},
-		{Name: "sweep", Every: sweepInterval, Do: c.sweep},
-		{Name: "sessions", Every: sessionsEvery, Do: c.tidySessions},
+		{Name: "partitions", Every: sweepInterval, Do: c.makePartitions},
+		{Name: "sweep_tokens", Every: sweepInterval, Do: c.sweepTokens},
+		{Name: "prune", Every: sweepInterval, Do: c.pruneDeleted},
+		{Name: "sessions", Every: sessionsEvery, Do: c.sweepSessions},
+		{Name: "count_sessions", Every: sessionsEvery, Do: c.countSessions},
 		{Name: "seal_audit", Every: sealInterval, Do: c.sealAudit},
 		{Name: "sweep_keys", Every: sweepInterval, Do: c.sweepKeys},
 		{Name: "abandon_seals", Every: abandonEvery, Do: c.abandonSeals},
@@ -33,6 +36,15 @@ func (c *Controller) chores() []Chore {
 	}
 	if c.cfg.Store != nil {
 		list = append(list, Chore{Name: "collect", Every: collectEvery, Do: c.collect}, Chore{Name: "sweep_uploads", Every: uploadsEvery, Do: c.sweepUploads})
+	}
+	for i, chore := range list {
+		list[i].Do = func(ctx context.Context) error {
+			err := chore.Do(ctx)
+			if err != nil {
+				c.metrics.choresFailed.WithLabelValues(chore.Name).Inc()
+			}
+			return err
+		}
 	}
 	return list
 }
@@ -57,11 +69,6 @@ func (c *Controller) reconcileLoop(ctx context.Context) {
 			c.log.WarnContext(ctx, "silent runners were not given up", "err", err)
 		}
 	})
-}
-
-// sweep removes rows that are too old to be of use.
-func (c *Controller) sweep(ctx context.Context) error {
-	return c.store.InTx(ctx, System(), func(tx Tx) error { return tx.Sweep(ctx) })
 }
 
 // expire starts the termination of what is due.

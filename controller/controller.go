@@ -148,6 +148,7 @@ type Controller struct {
 	uses        uses
 	admission   admission
 	samples     samples
+	marks       marks
 	data        dataCheck
 	authorities authorities
 	unsealings  unsealings

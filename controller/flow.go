@@ -3,7 +3,6 @@ package controller
 import (
 	"cmp"
 	"context"
-	"errors"
 	"net/http"
 	"strings"
 	"time"
@@ -304,18 +303,16 @@ func (c *Controller) Effects(ctx context.Context, project core.ProjectID, id cor
 // countsBatch is how many counts one transaction folds or removes.
 const countsBatch = 5000
 
-// tidyFlows is the chore that keeps the journal's partitions and its counts. Each part runs in transactions of its own, and one that fails does
-// not stop the others.
+// tidyFlows is the chore that keeps the journal's partitions and its counts.
 func (c *Controller) tidyFlows(ctx context.Context) error {
-	tidy := c.store.InTx(ctx, System(), func(tx Tx) error { return tx.TidyFlows(ctx, c.cfg.FlowsKept) })
-	batches := func(do func(Tx) (int, error)) error {
-		for {
-			if n, err := read(ctx, c, System(), do); err != nil || n < countsBatch {
-				return err
-			}
-		}
-	}
-	fold := batches(func(tx Tx) (int, error) { return tx.FoldFlowCounts(ctx, countsBatch) })
-	old := batches(func(tx Tx) (int, error) { return tx.TidyFlowCounts(ctx, c.cfg.FlowsKept, countsBatch) })
-	return errors.Join(tidy, fold, old)
+	return c.parts(ctx,
+		part{"flow_partitions", func(ctx context.Context) error {
+			return c.store.InTx(ctx, System(), func(tx Tx) error { return tx.TidyFlows(ctx, c.cfg.FlowsKept) })
+		}},
+		part{"fold_flow_counts", func(ctx context.Context) error {
+			return c.batches(ctx, countsBatch, func(tx Tx) (int, error) { return tx.FoldFlowCounts(ctx, countsBatch) })
+		}},
+		part{"flow_counts", func(ctx context.Context) error {
+			return c.batches(ctx, countsBatch, func(tx Tx) (int, error) { return tx.TidyFlowCounts(ctx, c.cfg.FlowsKept, countsBatch) })
+		}})
 }

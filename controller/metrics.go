@@ -31,6 +31,8 @@ type metrics struct {
 	flows     *prometheus.CounterVec // outcome, spoken
 	omitted   prometheus.Counter
 
+	choresFailed *prometheus.CounterVec // chore
+
 	attestations *prometheus.CounterVec // outcome
 
 	inventedSessions prometheus.Counter
@@ -66,6 +68,7 @@ func newMetrics(c *Controller, reg prometheus.Registerer) *metrics {
 	reg.MustRegister(m.stored)
 	m.collected = counter("collected_total", "Objects that were deleted from the store because nothing needs them, and their bytes.", "unit")
 	m.flows = counter("flows_total", "What sandboxes sent out or tried to, when it has ended.", "outcome", "spoken")
+	m.choresFailed = counter("chores_failed_total", "Chores, and parts of chores, that failed here. They are due again after their interval.", "chore")
 	m.attestations = counter("attestations_total", "Attestations that runners sent with children of forks.", "outcome")
 	m.omitted = prometheus.NewCounter(prometheus.CounterOpts{Name: "coppice_controller_flows_omitted_total", Help: "Flows that are counted by host and have no rows of their own in the journal, because their workspace or project has reached its bound of rows."})
 	reg.MustRegister(m.omitted)

@@ -31,21 +31,27 @@ const MaxInherited = 512
 const (
 	sessionsEvery = time.Minute
 	sessionsBatch = 5000        // rows in one transaction
+	projectsBatch = 50          // projects in one transaction
 	settledAfter  = time.Minute // a younger row may be of a session that is about to start
 )
 
-// tidySessions removes the rows of sessions whose machine has ended some time ago, and counts what each project has.
-func (c *Controller) tidySessions(ctx context.Context) error {
-	for {
-		n, err := read(ctx, c, System(), func(tx Tx) (int, error) { return tx.SweepSessions(ctx, c.cfg.SessionsKept, sessionsBatch) })
-		if err != nil {
-			return err
-		}
-		if n < sessionsBatch {
-			break
-		}
-	}
-	return c.store.InTx(ctx, System(), func(tx Tx) error { return tx.CountSessions(ctx) })
+// MaxSessionsCounted is how many rows of a project are counted: one project with more than that must not take all the time.
+const MaxSessionsCounted = 10_000_000
+
+// sweepSessions removes the rows of sessions whose machine has ended some time ago.
+func (c *Controller) sweepSessions(ctx context.Context) error {
+	return c.walk(ctx, "sessions", func(tx Tx, after string) (string, error) {
+		last, _, err := tx.SweepSessions(ctx, core.SessionID(after), c.cfg.SessionsKept, sessionsBatch)
+		return string(last), err
+	})
+}
+
+// countSessions counts the rows of sessions that each project has.
+func (c *Controller) countSessions(ctx context.Context) error {
+	return c.walk(ctx, "count_sessions", func(tx Tx, after string) (string, error) {
+		last, err := tx.CountSessions(ctx, core.ProjectID(after), projectsBatch)
+		return string(last), err
+	})
 }
 
 // forgetSessions makes room in a workspace that has as many rows as it may have. What the agent has forgotten cannot be

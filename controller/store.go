@@ -71,6 +71,7 @@ type Tx interface {
 	IdempotencyTx
 	AuditTx
 	SessionTx
+	SweepTx
 	SealTx
 	ImportTx
 	ProjectKeyTx
@@ -320,23 +321,47 @@ type SessionTx interface {
 	InsertSession(ctx context.Context, s Session, quota SessionQuota) error
 	// ForgetSessions removes the settled rows of a workspace whose sessions are not in its sandbox any more.
 	ForgetSessions(ctx context.Context, sandbox Sandbox, there []core.SessionID, settled time.Duration) (int, error)
-	// SweepSessions removes at most limit rows of machines that ended so long ago.
-	SweepSessions(ctx context.Context, kept time.Duration, limit int) (int, error)
-	// CountSessions counts the rows of each project for its quota.
-	CountSessions(ctx context.Context) error
+	// SweepSessions looks at the next rows after one, at most limit, and removes those of machines that ended so long ago. It returns
+	// the last row that it has looked at; none: it has come to the end.
+	SweepSessions(ctx context.Context, after core.SessionID, kept time.Duration, limit int) (last core.SessionID, removed int, err error)
+	// CountSessions counts the rows of the next projects after one, at most limit, for their quotas. It returns the last of them.
+	CountSessions(ctx context.Context, after core.ProjectID, limit int) (last core.ProjectID, err error)
 	// MoveSessions gives the sessions of a suspended epoch of a workspace to the sandbox that it was resumed in.
 	MoveSessions(ctx context.Context, id core.WorkspaceID, epoch int64, to core.SandboxID) error
 	InsertAttachToken(ctx context.Context, t AttachToken, ttl time.Duration) (AttachToken, error)
 	// UseAttachToken spends a token; UNAUTHENTICATED when it is unknown, spent, too old or of another session.
 	UseAttachToken(ctx context.Context, hash [32]byte, session core.SessionID) (AttachToken, error)
-	// Sweep removes what is too old to be of use.
-	Sweep(ctx context.Context) error
+	// SweepTokens removes at most limit attach tokens that have expired some time ago.
+	SweepTokens(ctx context.Context, limit int) (int, error)
 
 	InsertPort(ctx context.Context, p Port) (Port, error)
 	UpdatePort(ctx context.Context, id core.PortID, listen string) (Port, error)
 	Ports(ctx context.Context, id core.WorkspaceID) ([]Port, error)
 	DeletePort(ctx context.Context, workspace core.WorkspaceID, id core.PortID) error
 }
+
+// SweepTx makes room.
+type SweepTx interface {
+	// MakePartitions makes the next partitions of a table. Rows in the default partition that are in the way, and not older than
+	// keep, are moved first, about batch of them. It returns how many were; call it until there are none.
+	MakePartitions(ctx context.Context, table PartitionedTable, keep time.Duration, batch int) (moved int, err error)
+	// PruneDeleted looks at the next deleted checkpoints after one, at most limit, and stops showing those that are nobody's
+	// ancestors. It returns the last one that it has looked at; none: it has come to the end.
+	PruneDeleted(ctx context.Context, after core.CheckpointID, limit int) (last core.CheckpointID, err error)
+}
+
+// PartitionedTable is a table whose partitions are made ahead.
+type PartitionedTable string
+
+// The tables with partitions.
+const (
+	TableReseals      PartitionedTable = "reseal_reports"
+	TableUsage        PartitionedTable = "usage_samples"
+	TableAudit        PartitionedTable = "audit_records"
+	TableAttestations PartitionedTable = "attestations"
+	TableFlows        PartitionedTable = "flows"
+	TableEvents       PartitionedTable = "events"
+)
 
 // HeldSandbox is a living sandbox of a runner with what a heartbeat needs to know of it.
 type HeldSandbox struct {

@@ -268,7 +268,10 @@ func TestAttachTokens(t *testing.T) {
 	wantCode(t, use(issue("old", -time.Second), s.ID), core.CodeUnauthenticated)
 	wantCode(t, use(sha256.Sum256([]byte("unknown")), s.ID), core.CodeUnauthenticated)
 	d.exec(`UPDATE attach_tokens SET expires_at = now() - interval '2 h'`)
-	d.system(func(ctx context.Context, tx controller.Tx) error { return tx.Sweep(ctx) })
+	d.system(func(ctx context.Context, tx controller.Tx) error {
+		_, err := tx.SweepTokens(ctx, 10)
+		return err
+	})
 	var left int
 	if err := d.conn().QueryRow(t.Context(), `SELECT count(*) FROM attach_tokens`).Scan(&left); err != nil || left != 0 {
 		t.Errorf("%d tokens left, %v", left, err)
@@ -327,7 +330,10 @@ func TestSessionQuotas(t *testing.T) {
 			t.Errorf("row %d: %v", i, err)
 		}
 	}
-	d.system(func(ctx context.Context, tx controller.Tx) error { return tx.CountSessions(ctx) })
+	d.system(func(ctx context.Context, tx controller.Tx) error {
+		_, err := tx.CountSessions(ctx, "", 10)
+		return err
+	})
 	if err := insert(controller.SessionQuota{Workspace: 4, Project: 3}); err != nil {
 		t.Errorf("a row of a project with room for all its workspaces: %v", err)
 	}
@@ -358,7 +364,7 @@ func TestSessionQuotas(t *testing.T) {
 		return err
 	})
 	d.system(func(ctx context.Context, tx controller.Tx) error {
-		n, err := tx.SweepSessions(ctx, 0, 100)
+		_, n, err := tx.SweepSessions(ctx, "", 0, 100)
 		if n != 0 {
 			t.Errorf("%d rows of a machine that runs were removed", n)
 		}

@@ -108,28 +108,6 @@ func (t *tx) ForgetSessions(ctx context.Context, sandbox controller.Sandbox, the
 	return int(n), err
 }
 
-// SweepSessions removes rows of sessions that nobody can reach any more: their workspace has ended, or has had another machine
-// for some time.
-func (t *tx) SweepSessions(ctx context.Context, kept time.Duration, limit int) (int, error) {
-	n, err := t.exec(ctx, `
-		DELETE FROM sessions WHERE id IN (
-			SELECT s.id FROM sessions s JOIN sandboxes b ON b.id = s.sandbox_id JOIN workspaces w ON w.id = s.workspace_id
-			WHERE w.ended_at < now() - make_interval(secs => @kept)
-				OR w.sandbox_id IS DISTINCT FROM b.id AND b.epoch < w.epoch AND b.ended_at < now() - make_interval(secs => @kept)
-			LIMIT @limit FOR UPDATE OF s SKIP LOCKED)`, args{"kept": kept.Seconds(), "limit": limit})
-	return int(n), err
-}
-
-// CountSessions counts the rows of each project.
-func (t *tx) CountSessions(ctx context.Context) error {
-	_, err := t.exec(ctx, `
-		WITH now_there AS (SELECT project_id, count(*) AS rows FROM sessions GROUP BY project_id),
-			gone AS (DELETE FROM session_counts c WHERE NOT EXISTS (SELECT 1 FROM now_there n WHERE n.project_id = c.project_id))
-		INSERT INTO session_counts (project_id, rows) SELECT project_id, rows FROM now_there
-		ON CONFLICT (project_id) DO UPDATE SET rows = excluded.rows, counted_at = now()`, args{})
-	return err
-}
-
 // MoveSessions lets the sessions of a suspended machine be found in the one that it was resumed as: the programs go on, under
 // their names. Attach tokens do not move.
 func (t *tx) MoveSessions(ctx context.Context, id core.WorkspaceID, epoch int64, to core.SandboxID) error {
@@ -176,21 +154,6 @@ func (t *tx) UseAttachToken(ctx context.Context, hash [32]byte, session core.Ses
 			AND NOT EXISTS (SELECT 1 FROM api_keys k WHERE k.id = key_id AND (k.revoked_at IS NOT NULL OR k.expires_at <= now()))
 		RETURNING`+tokenColumns, args{"hash": hash[:], "session": session})
 	return row.token(), err
-}
-
-// Sweep removes spent tokens, stops showing deleted leaves and makes the partitions of the next months.
-func (t *tx) Sweep(ctx context.Context) error {
-	if _, err := t.exec(ctx, `DELETE FROM attach_tokens WHERE expires_at < now() - interval '1 hour'`, args{}); err != nil {
-		return err
-	}
-	if _, err := t.exec(ctx, `
-		UPDATE checkpoints c SET pruned = true WHERE c.state = 'deleted' AND NOT c.pruned
-			AND NOT EXISTS (SELECT 1 FROM checkpoints k WHERE k.parent_id = c.id AND NOT k.pruned AND k.state <> 'failed')
-			AND NOT EXISTS (SELECT 1 FROM workspaces w WHERE w.checkpoint_id = c.id AND w.ended_at IS NULL)`, args{}); err != nil {
-		return err
-	}
-	_, err := t.exec(ctx, `SELECT coppice_make_partitions(), coppice_make_usage_partitions(), coppice_make_audit_partitions()`, args{})
-	return err
 }
 
 const portColumns = ` id, project_id, workspace_id, guest_port, listen, created_at`
