@@ -45,6 +45,7 @@ type Config struct {
 	Bootstrap      Bootstrap
 
 	GuestCall    time.Duration // how long one call of a guest's agent may take; default 60 s
+	ExecGrace    time.Duration // how long after its timeout a program is waited for; default 15 s
 	SessionQuota SessionQuota  // how many rows of sessions are kept
 	SessionsKept time.Duration // how long the rows of an ended machine's sessions are kept; default 1 h
 	// AllowAllEgress lets projects have the egress policy allow-all where nothing was said for the project itself.
@@ -104,6 +105,7 @@ func (c Config) withDefaults() Config {
 	set(&c.KeyCache, 3*time.Second)
 	set(&c.CertificateLife, mtls.Lifetime)
 	set(&c.GuestCall, 60*time.Second)
+	set(&c.ExecGrace, 15*time.Second)
 	set(&c.SessionsKept, time.Hour)
 	c.SessionQuota = c.SessionQuota.withDefaults()
 	c.KeyCache = min(c.KeyCache, 5*time.Second)

@@ -10,7 +10,6 @@ import (
 	"net/http"
 	"net/url"
 	"regexp"
-	"time"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
@@ -120,38 +119,6 @@ func (c *Controller) askGuest(ctx context.Context, s Sandbox, method, path strin
 	}
 	err = GuestProblem(res)
 	return nil, errors.Join(err, res.Body.Close())
-}
-
-// Pauses between two questions to an agent that answers a wait before its time.
-const (
-	firstWaitPause = 100 * time.Millisecond
-	maxWaitPause   = 5 * time.Second
-)
-
-// awaitExit asks the agent for the end of a session until it has ended or the time is up. The agent should answer when the
-// session ends or the asked time is over. One that answers sooner is asked again after a pause, which doubles each time.
-func (c *Controller) awaitExit(ctx context.Context, s Sandbox, id core.SessionID, until time.Time) (GuestSession, error) {
-	var g GuestSession
-	early := firstWaitPause
-	for {
-		slice := min(time.Until(until), guestWaitSlice)
-		if slice <= 0 {
-			return g, nil
-		}
-		asked := time.Now()
-		var err error
-		if g, err = c.waitGuest(ctx, s, id, slice); err != nil || g.State == GuestExited {
-			return g, err
-		}
-		if time.Since(asked) >= slice-firstWaitPause {
-			early = firstWaitPause
-			continue
-		}
-		if err := pause(ctx, min(early, max(0, time.Until(until)))); err != nil {
-			return g, err
-		}
-		early = min(2*early, maxWaitPause)
-	}
 }
 
 var codeForm = regexp.MustCompile(`^[A-Z][A-Z0-9_]{1,63}$`)

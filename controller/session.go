@@ -184,7 +184,7 @@ func (c *Controller) Exec(ctx context.Context, project core.ProjectID, id core.W
 		claim.replayed.Store(false)
 		return ExecResult{}, inProgress("the first request with this idempotency key has started session %s, which has not ended; wait for that", view.ID)
 	}
-	if view.Guest, err = c.execEnd(ctx, w.Sandbox, view, req); err != nil {
+	if view.Guest, err = c.execEnd(ctx, &w.Sandbox, view, req); err != nil {
 		return ExecResult{}, err
 	}
 	watch.Lap("run")
@@ -192,43 +192,24 @@ func (c *Controller) Exec(ctx context.Context, project core.ProjectID, id core.W
 	g := view.Guest
 	var group errgroup.Group
 	group.Go(func() error {
-		var err error
-		out.Stdout, out.StdoutTruncated, err = c.tail(ctx, w.Sandbox, view.GuestID, "stdout", g.StdoutFirst, g.StdoutBytes)
-		return err
+		at := w.Sandbox
+		return c.throughStalls(ctx, view.Session, &at, func(s Sandbox) (err error) {
+			out.Stdout, out.StdoutTruncated, err = c.tail(ctx, s, view.GuestID, "stdout", g.StdoutFirst, g.StdoutBytes)
+			return err
+		})
 	})
 	group.Go(func() error {
-		var err error
-		out.Stderr, out.StderrTruncated, err = c.tail(ctx, w.Sandbox, view.GuestID, "stderr", g.StderrFirst, g.StderrBytes)
-		return err
+		at := w.Sandbox
+		return c.throughStalls(ctx, view.Session, &at, func(s Sandbox) (err error) {
+			out.Stderr, out.StderrTruncated, err = c.tail(ctx, s, view.GuestID, "stderr", g.StderrFirst, g.StderrBytes)
+			return err
+		})
 	})
 	err = group.Wait()
 	watch.Lap("output")
 	out.Timings = watch.Timings()
 	return out, err
 }
-
-// execEnd waits for the end of a program. The agent ends one whose time is up; one that does not say so in good time is not
-// waited for any longer.
-func (c *Controller) execEnd(ctx context.Context, s Sandbox, view SessionView, req ExecRequest) (GuestSession, error) {
-	if view.Guest.State == GuestExited {
-		return view.Guest, nil
-	}
-	limit := maxExecWait
-	if req.TimeoutMS > 0 && req.TimeoutMS < maxExecWait.Milliseconds() {
-		limit = time.Duration(req.TimeoutMS)*time.Millisecond + execGrace
-	}
-	g, err := c.awaitExit(ctx, s, view.GuestID, time.Now().Add(limit))
-	if err == nil && g.State != GuestExited {
-		err = core.Errorf(core.Unavailable, core.CodeGuestProtocol, "session %s did not end within %s; the guest's agent reports that it still runs", view.ID, limit)
-	}
-	return g, err
-}
-
-// How long an exec is waited for: this much longer than its timeout, and never longer than a day.
-const (
-	execGrace   = 15 * time.Second
-	maxExecWait = 24 * time.Hour
-)
 
 func guestSessionPath(id core.SessionID, verb string) string {
 	if verb == "" {
@@ -351,7 +332,10 @@ func (c *Controller) Session(ctx context.Context, project core.ProjectID, id cor
 	}
 	view := SessionView{Session: row, Epoch: w.Epoch}
 	if wait > 0 {
-		view.Guest, err = c.awaitExit(ctx, w.Sandbox, row.GuestID, time.Now().Add(wait))
+		until := time.Now().Add(wait)
+		view.Guest, err = c.awaitExit(ctx, func() time.Duration { return time.Until(until) }, func(slice time.Duration) (GuestSession, error) {
+			return c.waitGuest(ctx, w.Sandbox, row.GuestID, slice)
+		})
 	} else {
 		err = c.callGuest(ctx, w.Sandbox, http.MethodGet, guestSessionPath(row.GuestID, ""), nil, nil, answer{boundSession, &view.Guest})
 	}

@@ -1,0 +1,139 @@
+package controller
+
+import (
+	"context"
+	"time"
+
+	"github.com/coppice-dev/coppice/core"
+)
+
+// Pauses between two questions to an agent that answers a wait before its time.
+const (
+	firstWaitPause = 100 * time.Millisecond
+	maxWaitPause   = 5 * time.Second
+)
+
+// awaitExit asks the agent for the end of a session until it has ended or no time is left. It asks at least once. The agent
+// should answer when the session ends or the asked time is over. One that answers sooner is asked again after a pause, which
+// doubles each time.
+func (c *Controller) awaitExit(ctx context.Context, left func() time.Duration, ask func(slice time.Duration) (GuestSession, error)) (GuestSession, error) {
+	early := firstWaitPause
+	for {
+		slice := min(max(0, left()), guestWaitSlice)
+		asked := time.Now()
+		g, err := ask(slice)
+		if err != nil || g.State == GuestExited || left() <= 0 {
+			return g, err
+		}
+		if time.Since(asked) >= slice-firstWaitPause {
+			early = firstWaitPause
+			continue
+		}
+		if err := pause(ctx, min(early, left())); err != nil {
+			return g, err
+		}
+		early = min(2*early, maxWaitPause)
+	}
+}
+
+// execEnd waits for the end of a program. The agent ends a program when its timeout is over. An agent that reports a running
+// program long after that is not believed. A program without a timeout is waited for until the caller gives up.
+//
+// The agent measures the timeout by the clock of its machine, which stops while the machine stands still. So only the time
+// that the agent was asked to wait counts here: a machine that stood still meanwhile answers that much later.
+func (c *Controller) execEnd(ctx context.Context, s *Sandbox, view SessionView, req ExecRequest) (GuestSession, error) {
+	if view.Guest.State == GuestExited {
+		return view.Guest, nil
+	}
+	limit, ran := time.Duration(req.TimeoutMS)*time.Millisecond+c.cfg.ExecGrace, time.Duration(0)
+	paused := time.Now() // since the last answer
+	left := func() time.Duration {
+		if req.TimeoutMS <= 0 {
+			return guestWaitSlice
+		}
+		return limit - ran - time.Since(paused)
+	}
+	g, err := c.awaitExit(ctx, left, func(slice time.Duration) (g GuestSession, err error) {
+		ran += time.Since(paused)
+		err = c.throughStalls(ctx, view.Session, s, func(at Sandbox) (err error) {
+			asked := time.Now()
+			g, err = c.waitGuest(ctx, at, view.GuestID, slice)
+			if err == nil {
+				ran += min(time.Since(asked), slice)
+			}
+			return err
+		})
+		paused = time.Now()
+		return g, err
+	})
+	if err == nil && g.State != GuestExited {
+		err = core.Errorf(core.Unavailable, core.CodeGuestProtocol, "session %s did not end within %s; the guest's agent reports that it still runs", view.ID, limit)
+	}
+	return g, err
+}
+
+// stallNotice is how long the rows may lag behind a runner that holds a machine, or lets it go.
+const stallNotice = 5 * time.Second
+
+// throughStalls asks the guest of a session, again when the machine stood still. A machine stands still while it waits for
+// the store, while it is captured, and while its workspace is suspended. After a resume s is the session's new sandbox. The
+// rows decide whether a machine stands still: the guest's own word keeps nobody waiting for longer than stallNotice.
+func (c *Controller) throughStalls(ctx context.Context, row Session, s *Sandbox, ask func(Sandbox) error) error {
+	var doubtful time.Time // when the first error came that the rows do not explain
+	for wait := firstWaitPause; ; wait = min(2*wait, maxWaitPause) {
+		err := ask(*s)
+		if err == nil || ctx.Err() != nil {
+			return err
+		}
+		now, still, lookErr := c.standing(ctx, row, *s)
+		switch code := core.CodeOf(err); {
+		case lookErr != nil:
+			return lookErr
+		case still:
+			doubtful = time.Time{}
+		case now.ID != s.ID:
+			*s, wait, doubtful = now, firstWaitPause, time.Time{}
+			continue
+		case code != core.CodeStoreUnavailable && code != core.CodeDiskFull:
+			return err
+		case doubtful.IsZero():
+			doubtful = time.Now()
+		case time.Since(doubtful) > stallNotice:
+			return err
+		}
+		if err := pause(ctx, wait); err != nil {
+			return err
+		}
+	}
+}
+
+// standing reports whether the machine of a session stands still and will go on. It returns the sandbox that the session has
+// now: another one after a resume.
+func (c *Controller) standing(ctx context.Context, row Session, s Sandbox) (now Sandbox, still bool, err error) {
+	w, err := read(ctx, c, InProject(row.ProjectID), func(tx Tx) (Workspace, error) {
+		w, err := tx.Workspace(ctx, row.WorkspaceID)
+		if err != nil || w.Sandbox.ID == "" || w.Sandbox.ID == s.ID {
+			return w, err
+		}
+		// The transaction sees what was committed before each statement: the session's row moves with the workspace.
+		row, err = tx.Session(ctx, row.ID)
+		return w, err
+	})
+	if err != nil {
+		return s, false, err
+	}
+	switch w.State {
+	case core.WorkspaceSuspended, core.WorkspaceCheckpointing, core.WorkspaceRestoring:
+		return s, true, nil
+	case core.WorkspaceReady:
+		if w.Sandbox.ID == s.ID {
+			return s, !w.Stall.Since.IsZero(), nil
+		}
+		if w.Sandbox.ID == row.SandboxID {
+			return w.Sandbox, false, nil
+		}
+		return s, false, core.Errorf(core.NotFound, core.CodeSessionNotFound, "session %s ended with its epoch of workspace %s", row.ID, w.ID)
+	case core.WorkspaceCreating, core.WorkspaceQuarantined, core.WorkspaceTerminating, core.WorkspaceTerminated, core.WorkspaceFailed, core.WorkspaceLost:
+	}
+	return s, false, nil
+}
