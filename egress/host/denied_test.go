@@ -135,3 +135,48 @@ func TestTalliesOverSegments(t *testing.T) {
 		t.Errorf("%d flows are told, want %d", by["a.example"], 150-deniedSingly)
 	}
 }
+
+// TestManyTallies: when every counter of the host is in use, further kinds of denied flows are refused and counted as such, those that are counted
+// go on, and a counter is there again when a tally has ended.
+func TestManyTallies(t *testing.T) {
+	t.Parallel()
+	s := spoolIn(t, t.TempDir(), 1<<30)
+	d := newDenials(s, time.Hour)
+	of := func(sandbox, host int) core.Flow {
+		f := denial(sandbox<<8+host, fmt.Sprintf("h%d.example", host), "no")
+		f.SandboxID = core.SandboxID(fmt.Sprint("sbx_", sandbox))
+		return f
+	}
+	for range maxSlots - 40 { // as other sandboxes have them
+		if _, err := s.slots.take(); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for sandbox := range 3 {
+		for host := range deniedSingly + deniedKinds {
+			_ = d.Begin(of(sandbox, host)) // the last ones find no counter
+		}
+	}
+	if n := len(s.slots.used); n != maxSlots || s.unsaid != 3*deniedKinds-40 {
+		t.Fatalf("%d counters are in use, want all %d; %d flows were refused", n, maxSlots, s.unsaid)
+	}
+	refused := s.unsaid
+	for host := range deniedSingly {
+		if err := d.Begin(of(3, host)); err != nil {
+			t.Errorf("a flow with a record of its own: %v", err)
+		}
+	}
+	if err := d.Begin(of(3, 99)); core.CodeOf(err) != core.CodeDiskFull || s.unsaid != refused+1 {
+		t.Errorf("one more: %v, %d flows are refused, were %d", err, s.unsaid, refused)
+	}
+	if err := d.Begin(of(0, deniedSingly)); err != nil {
+		t.Errorf("a kind that is counted: %v", err)
+	}
+	if info, err := s.slots.file.Stat(); err != nil || info.Size() > (maxSlots+1)*slotSize {
+		t.Errorf("the counters take %d bytes, %v", info.Size(), err)
+	}
+	d.end("sbx_0")
+	if err := d.Begin(of(3, 99)); err != nil {
+		t.Errorf("after a tally has ended: %v", err)
+	}
+}

@@ -3,9 +3,13 @@ package sidecar_test
 import (
 	"errors"
 	"net"
+	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
+
+	"golang.org/x/sys/unix"
 
 	"github.com/coppice-dev/coppice/internal/sidecar"
 )
@@ -70,4 +74,49 @@ func TestFaults(t *testing.T) {
 	if _, err := sidecar.Receive(b, &got); err == nil || sidecar.IsFault(err) {
 		t.Errorf("the end of a connection: %v", err)
 	}
+}
+
+// TestManyFiles: a message has a few descriptors at most, whoever sends it; none of those that came with another stays open, and the next message
+// goes over the same connection.
+func TestManyFiles(t *testing.T) {
+	a, b := pair(t)
+	null, err := os.Open(os.DevNull)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer null.Close()
+	const most = 4
+	open := func() int {
+		list, err := os.ReadDir("/proc/self/fd")
+		if err != nil {
+			t.Fatal(err)
+		}
+		return len(list)
+	}
+	many := slices.Repeat([]*os.File{null}, most+1)
+	if err := sidecar.Send(a, "hello", many...); !errors.Is(err, sidecar.ErrTooLong) {
+		t.Errorf("%d descriptors were sent: %v", len(many), err)
+	}
+	before := open()
+	for range 50 { // as a process that keeps no rule sends it
+		if _, _, err := a.WriteMsgUnix([]byte(`"hello"`), unix.UnixRights(slices.Repeat([]int{int(null.Fd())}, 100)...), nil); err != nil {
+			t.Fatal(err)
+		}
+		var got string
+		if files, err := sidecar.Receive(b, &got); !errors.Is(err, sidecar.ErrTooLong) || !sidecar.IsFault(err) || len(files) > 0 {
+			t.Errorf("100 descriptors: %d files, %v", len(files), err)
+		}
+	}
+	if after := open(); after > before {
+		t.Errorf("%d descriptors are open, and %d were before", after, before)
+	}
+	var got string
+	if err := sidecar.Send(a, "hello", many[:most]...); err != nil {
+		t.Fatal(err)
+	}
+	files, err := sidecar.Receive(b, &got)
+	if err != nil || len(files) != most || got != "hello" {
+		t.Errorf("%d descriptors: %q, %d files, %v", most, got, len(files), err)
+	}
+	sidecar.CloseAll(files)
 }

@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io"
 	"math/rand/v2"
 	"net"
 	"os"
@@ -13,6 +14,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/sidecar"
 	"github.com/coppice-dev/coppice/internal/tests3"
 	"github.com/coppice-dev/coppice/runner/pager"
@@ -143,5 +145,51 @@ func TestAlive(t *testing.T) {
 	}
 	if x.client.Alive(t.Context(), h.Instance) {
 		t.Error("a pager that has ended")
+	}
+}
+
+// TestManyTouched: a machine that touches all of its memory has no more pages noted than the bound, and reads the others all the same.
+func TestManyTouched(t *testing.T) {
+	x := newDirRig(t)
+	const most, pages = 64 << 10, 64<<10 + 512
+	part := x.part(pages * page)
+	if _, err := x.client.Put(t.Context(), pager.Image{ID: "a", Record: true, Memory: true}, part); err != nil {
+		t.Fatal(err)
+	}
+	f, err := x.client.Open(t.Context(), "a")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if n, err := io.Copy(io.Discard, f); err != nil || n != pages*page {
+		t.Errorf("%d bytes were read: %v", n, err)
+	}
+	touched, err := x.client.Touched(t.Context(), "a")
+	var n int64
+	for _, r := range touched {
+		n += r.Count
+	}
+	if err != nil || n != most {
+		t.Errorf("%d pages are noted, want %d: %v", n, most, err)
+	}
+	if err := errors.Join(f.Close(), x.client.Drop(t.Context(), "a")); err != nil {
+		t.Error(err)
+	}
+}
+
+// TestLongID: the id of an image is the name of a file, and no longer.
+func TestLongID(t *testing.T) {
+	x := newDirRig(t)
+	for n, want := range map[int]core.Code{255: "", 256: core.CodeInvalidField, 100_000: core.CodeInvalidField} {
+		_, err := x.client.Put(t.Context(), pager.Image{ID: strings.Repeat("a", n), Record: true}, x.part(page))
+		if core.CodeOf(err) != want {
+			t.Errorf("an id of %d bytes: %v", n, err)
+		}
+	}
+	list, _, err := x.client.List(t.Context())
+	if err != nil || len(list) != 1 {
+		t.Errorf("%d images are served: %v", len(list), err)
+	}
+	if err := x.client.Drop(t.Context(), strings.Repeat("a", 255)); err != nil {
+		t.Error(err)
 	}
 }
