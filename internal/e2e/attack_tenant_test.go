@@ -333,6 +333,7 @@ func (x *assault) halfOpen() {
 			_, _ = io.WriteString(c, "POST /v1/workspaces HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n")
 		}
 	}
+	x.alice.await(3) // beside them
 	began := time.Now()
 	status, b, err := x.send(x.token, "GET", "/v1/workspaces", "")
 	switch took := time.Since(began); {
