@@ -3,7 +3,6 @@ package controller
 import (
 	"context"
 	"encoding/json"
-	"slices"
 	"time"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
@@ -60,12 +59,10 @@ func (c *Controller) giveRulesOf(ctx context.Context, w Workspace, limit time.Du
 	return equipped[0].given, nil
 }
 
-// refuses reports whether a runner has answered that it does not take rules. It is no answer that it was not reached, or not in time, and there
-// is nothing to do where it has no such sandbox, or says that it has what is less in force itself.
-func refuses(err error) bool {
-	answers := []core.Category{core.Invalid, core.Internal, core.FailedPrecondition, core.PermissionDenied, core.Exhausted}
-	return err != nil && slices.Contains(answers, core.CategoryOf(err)) && core.CodeOf(err) != core.CodeWorkspaceNotReady
-}
+// refuses reports whether a runner has answered that it does not take rules as they are. Any other error says nothing about
+// the rules: the runner was not reached, has a fault of its own such as a full disk, or has no such sandbox. They are given
+// again then.
+func refuses(err error) bool { return core.CategoryOf(err) == core.Invalid }
 
 // giveLess gives a runner lesser rules than those that it refused, so that removed entries are out of force.
 func (c *Controller) giveLess(ctx context.Context, w Workspace, rules runnerapi.EgressRules) {

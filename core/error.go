@@ -100,6 +100,7 @@ const (
 	CodePagerGone            Code = "PAGER_GONE"
 	CodeEgressGone           Code = "EGRESS_GONE"
 	CodeEgressReduced        Code = "EGRESS_REDUCED"
+	CodeRulesNotWritten      Code = "RULES_NOT_WRITTEN"
 	CodeRunnerLost           Code = "RUNNER_LOST"
 	CodeControllerStopping   Code = "CONTROLLER_STOPPING"
 	CodeEgressForbidden      Code = "EGRESS_FORBIDDEN"

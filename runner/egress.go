@@ -398,9 +398,21 @@ func (r *Runner) SetEgressRules(ctx context.Context, id core.SandboxID, rules ru
 				j.Rules = rules
 			}
 		})
-		s.unwritten = unwritten != nil
+		if s.unwritten = unwritten != nil; s.unwritten {
+			unwritten = notWritten(id, rules, unwritten)
+		}
 	}
 	return errors.Join(unread, unwritten, r.egress.enforce(ctx, s))
+}
+
+// notWritten is a fault of the host. It says nothing against the rules, which the controller gives again.
+func notWritten(id core.SandboxID, rules runnerapi.EgressRules, err error) error {
+	do := "read the log of the runner"
+	if code, limit := limitMet(err); code != "" {
+		do = limit
+	}
+	return core.Wrapf(err, core.Unavailable, core.CodeRulesNotWritten,
+		"the rules of sandbox %s at version %d are in force, but could not be written to the runner's disk; they are given again: %s", id, rules.Version, do)
 }
 
 // enforce returns nil when nothing of a sandbox passes but by its rules: the process has acknowledged them, or gets them with the sandbox. That

@@ -140,8 +140,8 @@ func TestRulesNotWritten(t *testing.T) {
 		t.Fatal(err)
 	}
 	for range 2 {
-		if err := r.SetEgressRules(t.Context(), id, rulesOf(2, "b.test")); !errors.Is(err, syscall.EISDIR) {
-			t.Errorf("rules that were not written: %v", err)
+		if err := r.SetEgressRules(t.Context(), id, rulesOf(2, "b.test")); !errors.Is(err, syscall.EISDIR) || core.CodeOf(err) != core.CodeRulesNotWritten || core.CategoryOf(err) != core.Unavailable {
+			t.Errorf("rules that were not written: %v (%s, %s)", err, core.CodeOf(err), core.CategoryOf(err))
 		}
 	}
 	want(t, at, "a.test", denied)

@@ -112,6 +112,7 @@ var exitOfCode = map[string]int{
 	string(core.CodePagerGone):              exitUnavailable,
 	string(core.CodeEgressGone):             exitUnavailable,
 	string(core.CodeEgressReduced):          exitUnavailable,
+	string(core.CodeRulesNotWritten):        exitUnavailable,
 
 	string(core.CodeCertificateRefused):    exitPermission,
 	string(core.CodeJoinTokenRefused):      exitPermission,
