@@ -157,12 +157,13 @@ type Controller struct {
 	guestBytes  boundjson.Budget
 
 	countersigner *countersign.Countersigner // nil without an authority
+	unusable      error                      // why the authority that was given cannot be used; nothing starts then
 
 	// Each has one in it for each that is under way.
 	imports, exports, manifests chan struct{}
 }
 
-// New makes a controller. It starts nothing.
+// New makes a controller. It starts nothing. With an authority that cannot be used Bootstrap, Run and Ready fail.
 func New(cfg Config, store Store, runners Runners, log *slog.Logger) *Controller {
 	ctx, stop := context.WithCancelCause(context.Background())
 	host, err := os.Hostname()
@@ -184,7 +185,10 @@ func New(cfg Config, store Store, runners Runners, log *slog.Logger) *Controller
 	c.metrics = newMetrics(c, cfg.Metrics)
 	if c.cfg.Authority != nil {
 		if c.countersigner, err = countersign.New(c.cfg.Authority, c.cfg.CertificateLife); err != nil {
-			log.Error("attestations cannot be verified: no fork will be taken", "err", err)
+			c.countersigner = nil
+			c.unusable = core.Wrapf(err, core.Unavailable, core.CodeAuthorityUnusable,
+				"the authority of cluster %s cannot vouch for attestations, so every fork would be refused: %v; compare the clock of this host, or restore the authority's certificate and key from a backup of the database",
+				c.cfg.ClusterID, err)
 		}
 	}
 	return c
@@ -193,6 +197,9 @@ func New(cfg Config, store Store, runners Runners, log *slog.Logger) *Controller
 // Run renews leases, resumes what crashed controllers left, expires workspaces and gives up silent runners, until ctx ends.
 // Then it lets running operations end for the grace time, gives up the leases of the rest and returns nil.
 func (c *Controller) Run(ctx context.Context) error {
+	if c.unusable != nil {
+		return c.unusable
+	}
 	var loops errgroup.Group
 	loopCtx, endLoops := context.WithCancel(context.WithoutCancel(ctx))
 	defer endLoops()
@@ -235,6 +242,9 @@ func (c *Controller) Traces() trace.TracerProvider { return c.cfg.Traces }
 // Bootstrap makes the first project and its key, as the configuration says. It is idempotent.
 func (c *Controller) Bootstrap(ctx context.Context) (Project, error) {
 	var project Project
+	if c.unusable != nil {
+		return project, c.unusable
+	}
 	if err := errors.Join(c.rewrap(ctx), c.rewrapSecrets(ctx)); err != nil {
 		return project, err
 	}
@@ -262,8 +272,11 @@ func (c *Controller) Bootstrap(ctx context.Context) (Project, error) {
 	return project, err
 }
 
-// Ready reports whether work can be accepted: DATABASE_UNAVAILABLE or NO_RUNNER otherwise.
+// Ready reports whether work can be accepted: DATABASE_UNAVAILABLE, NO_RUNNER or AUTHORITY_UNUSABLE otherwise.
 func (c *Controller) Ready(ctx context.Context) error {
+	if c.unusable != nil {
+		return c.unusable
+	}
 	return c.store.InTx(ctx, System(), func(tx Tx) error {
 		fleet, err := tx.Fleet(ctx)
 		if err != nil {

@@ -101,6 +101,7 @@ const (
 	CodeEgressGone           Code = "EGRESS_GONE"
 	CodeEgressReduced        Code = "EGRESS_REDUCED"
 	CodeRulesNotWritten      Code = "RULES_NOT_WRITTEN"
+	CodeAuthorityUnusable    Code = "AUTHORITY_UNUSABLE"
 	CodeRunnerLost           Code = "RUNNER_LOST"
 	CodeControllerStopping   Code = "CONTROLLER_STOPPING"
 	CodeEgressForbidden      Code = "EGRESS_FORBIDDEN"

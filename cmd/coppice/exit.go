@@ -113,6 +113,7 @@ var exitOfCode = map[string]int{
 	string(core.CodeEgressGone):             exitUnavailable,
 	string(core.CodeEgressReduced):          exitUnavailable,
 	string(core.CodeRulesNotWritten):        exitUnavailable,
+	string(core.CodeAuthorityUnusable):      exitUnavailable,
 
 	string(core.CodeCertificateRefused):    exitPermission,
 	string(core.CodeJoinTokenRefused):      exitPermission,

@@ -3,6 +3,7 @@
 package countersign
 
 import (
+	"crypto/x509"
 	"sync"
 	"time"
 
@@ -32,7 +33,24 @@ func New(ca *mtls.Authority, life time.Duration) (*Countersigner, error) {
 	if err != nil {
 		return nil, err
 	}
-	return &Countersigner{ca: ca, trust: trust, life: life}, nil
+	c := &Countersigner{ca: ca, trust: trust, life: life}
+	return c, c.try()
+}
+
+// try makes a certificate and verifies it as a verifier of attestations does.
+func (c *Countersigner) try() error {
+	signer, err := c.current()
+	if err != nil {
+		return err
+	}
+	root, err := x509.ParseCertificate(c.ca.Certificate())
+	if err != nil {
+		return err
+	}
+	roots := x509.NewCertPool()
+	roots.AddCert(root)
+	_, err = signer.Certificate().Verify(x509.VerifyOptions{Roots: roots, KeyUsages: []x509.ExtKeyUsage{x509.ExtKeyUsageCodeSigning}})
+	return err
 }
 
 // Authority is the certificate that verifiers need, in DER.
