@@ -8,9 +8,11 @@ import (
 	"fmt"
 	"io"
 	"io/fs"
+	"maps"
 	"os"
 	"path"
 	"path/filepath"
+	"slices"
 	"strings"
 )
 
@@ -43,7 +45,9 @@ func (c *Client) CopyFrom(ctx context.Context, id WorkspaceID, remote, local str
 // CopyFromWith copies a file or tree out of a workspace. Everything in the archive is the guest's word, so nothing is written
 // outside of local, also when an earlier copy came from the same guest:
 //   - The path local itself is the caller's: links in it are followed. Below it a link that is in the way is replaced, never
-//     followed. So is a file or link named local when a file is copied.
+//     followed. So is a link named local when a file is copied.
+//   - A regular file that is there keeps its inode, its owner and its mode, and gets the new content. It is replaced where it
+//     cannot be written, or has another name (a hard link), which an earlier copy may have planted.
 //   - A symbolic link that leads outside is left out, unless OutsideLinks asks for it.
 //   - Devices, sockets and pipes are left out. Files get the caller's owner and no set-user-id bit.
 //   - The bytes and the number of entries are bounded.
@@ -147,7 +151,7 @@ func realDirs(root *os.Root, name string, mode fs.FileMode) error {
 	return realDir(root, name, mode)
 }
 
-// copyFileFrom writes a file under another name and renames it when it is whole.
+// copyFileFrom writes a file under another name and moves it to its place when it is whole.
 func (c *Client) copyFileFrom(ctx context.Context, id WorkspaceID, remote, dir, name string, info FileInfo, o CopyOptions) (Copied, error) {
 	body, _, err := c.OpenFile(ctx, id, remote)
 	if err != nil {
@@ -180,7 +184,7 @@ func (c *Client) copyFileFrom(ctx context.Context, id WorkspaceID, remote, dir, 
 	}
 	n, err := copyBound(f, body, o.MaxBytes)
 	if err = errors.Join(err, f.Close()); err == nil {
-		err = root.Rename(temporary, name)
+		err = moveInto(root, temporary, name)
 	}
 	if err != nil {
 		err = errors.Join(err, root.Remove(temporary))
@@ -221,7 +225,7 @@ type extraction struct {
 }
 
 func (x *extraction) all(r io.Reader) error {
-	modes := map[string]fs.FileMode{} // of directories: set last, or a read-only one could not be filled
+	modes := map[string]fs.FileMode{} // of directories: set last, or one that is read-only could not be filled
 	tr := tar.NewReader(r)
 	for {
 		h, err := tr.Next()
@@ -248,13 +252,23 @@ func (x *extraction) all(r io.Reader) error {
 	if _, err := io.Copy(io.Discard, r); err != nil { // the padding, and the trailer that says whether it is whole
 		return err
 	}
-	for name, mode := range modes {
+	return x.setModes(modes)
+}
+
+// setModes gives directories their modes, what is in a directory before the directory itself: it may be closed afterwards.
+func (x *extraction) setModes(modes map[string]fs.FileMode) error {
+	deepest := slices.Sorted(maps.Keys(modes))
+	slices.Reverse(deepest) // a path sorts behind the paths that it begins with
+	for _, name := range deepest {
 		info, err := x.root.Lstat(name)
-		if err != nil || !info.IsDir() {
+		if errors.Is(err, fs.ErrNotExist) || err == nil && !info.IsDir() {
 			continue // a later entry took its place
 		}
-		if err := x.root.Chmod(name, mode); err != nil {
-			return err
+		if err == nil {
+			err = x.root.Chmod(name, modes[name])
+		}
+		if err != nil {
+			return fmt.Errorf("set the mode of %q: %w", name, err)
 		}
 	}
 	return nil
@@ -293,18 +307,29 @@ func (x *extraction) entry(tr *tar.Reader, h *tar.Header, name string) error {
 			return nil
 		}
 	}
+	if h.Typeflag == tar.TypeReg {
+		return x.file(tr, h, name)
+	}
 	if err := x.root.Remove(name); err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return err
 	}
-	switch h.Typeflag {
-	case tar.TypeSymlink:
+	if h.Typeflag == tar.TypeSymlink {
 		return x.root.Symlink(h.Linkname, name)
-	case tar.TypeLink:
-		return x.root.Link(target, name)
 	}
-	f, err := x.root.OpenFile(name, os.O_WRONLY|os.O_CREATE|os.O_EXCL, h.FileInfo().Mode().Perm())
-	if err != nil {
-		return err
+	return x.root.Link(target, name)
+}
+
+// file writes a regular file, in place where there is one.
+func (x *extraction) file(tr *tar.Reader, h *tar.Header, name string) error {
+	f := openInPlace(x.root, name)
+	if f == nil {
+		if err := x.root.Remove(name); err != nil && !errors.Is(err, fs.ErrNotExist) {
+			return err
+		}
+		var err error
+		if f, err = x.root.OpenFile(name, os.O_WRONLY|os.O_CREATE|os.O_EXCL, h.FileInfo().Mode().Perm()); err != nil {
+			return err
+		}
 	}
 	n, err := copyBound(f, tr, x.options.MaxBytes-x.got.Bytes)
 	x.got.Bytes += n

@@ -6,8 +6,11 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"runtime"
 	"strings"
 	"testing"
+
+	"golang.org/x/sys/unix"
 
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
@@ -142,5 +145,123 @@ func TestCopyBounds(t *testing.T) {
 		if left := list(t, dir); !x.ok && x.remote == "/src/a" && len(left) > 0 {
 			t.Errorf("half a file is left: %v", left)
 		}
+	}
+}
+
+// asUser does something as a user who is bound by the modes of files: this thread's, which ends with it.
+func asUser(t *testing.T, dir string, do func() error) error {
+	t.Helper()
+	const nobody = 65534
+	if os.Geteuid() == 0 {
+		for _, err := range []error{os.Chmod(filepath.Dir(dir), 0o755), os.Chown(dir, nobody, nobody)} { //nolint:gosec // G302: it must be passed through
+			if err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	done := make(chan error, 1)
+	go func() {
+		runtime.LockOSThread() // and never unlocked
+		if os.Geteuid() == 0 {
+			if _, err := unix.SetfsuidRetUid(nobody); err != nil {
+				done <- err
+				return
+			}
+		}
+		done <- do()
+	}()
+	return <-done
+}
+
+// TestCopyModes copies directories that their owner may not enter, or not write. Every one gets its mode, and all is there.
+func TestCopyModes(t *testing.T) {
+	t.Parallel()
+	for range 20 { // the order was random
+		g, c := newGuest(t)
+		modes := map[string]fs.FileMode{"src/a/b/c/d": 0o500, "src/a/b/c": 0o750, "src/a/b": 0o600, "src/a": 0o400, "src/e": 0o600, "src/e/f": 0o000}
+		for name := range modes {
+			tree(t, g.root.Name(), map[string]string{name + "/file": "x"})
+		}
+		for name, mode := range modes {
+			if err := os.Chmod(filepath.Join(g.root.Name(), name), mode); err != nil {
+				t.Fatal(err)
+			}
+		}
+		dir := t.TempDir()
+		if err := asUser(t, dir, func() error {
+			_, err := c.CopyFrom(t.Context(), "ws_1", "/src", dir)
+			return err
+		}); err != nil {
+			t.Fatal(err)
+		}
+		for name, mode := range modes {
+			if info, err := os.Stat(filepath.Join(dir, name)); err != nil || info.Mode().Perm() != mode {
+				t.Errorf("%s: %v, %v, want %v", name, info.Mode(), err, mode)
+			}
+			if b, err := os.ReadFile(filepath.Join(dir, name, "file")); err != nil || string(b) != "x" {
+				t.Errorf("%s/file: %q, %v", name, b, err)
+			}
+		}
+	}
+}
+
+// TestCopyInPlace copies onto files that are there. They stay the same files, with their modes, as after cp. A link, and a file
+// that has another name, are replaced: what is behind them keeps its content.
+func TestCopyInPlace(t *testing.T) {
+	t.Parallel()
+	for _, remote := range []string{"/src/a", "/src/."} {
+		g, c := newGuest(t)
+		tree(t, g.root.Name(), map[string]string{"src/a": "new"})
+		dir := tree(t, t.TempDir(), map[string]string{"plain/a": "older and longer", "linked/a": "-> ../mine", "named/a": "mine", "closed/a": "older", "mine": "mine"})
+		for _, err := range []error{
+			os.Link(filepath.Join(dir, "named/a"), filepath.Join(dir, "other name")), os.Chmod(filepath.Join(dir, "plain/a"), 0o604),
+		} {
+			if err != nil {
+				t.Fatal(err)
+			}
+		}
+		before, err := os.Stat(filepath.Join(dir, "plain/a"))
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, name := range []string{"plain", "linked", "named", "closed", "empty"} {
+			if err := os.MkdirAll(filepath.Join(dir, name), 0o755); err != nil {
+				t.Fatal(err)
+			}
+			if _, err := c.CopyFrom(t.Context(), "ws_1", remote, filepath.Join(dir, name)); err != nil {
+				t.Errorf("%s to %s: %v", remote, name, err)
+			}
+		}
+		after, err := os.Stat(filepath.Join(dir, "plain/a"))
+		if err != nil || !os.SameFile(before, after) || after.Mode() != before.Mode() {
+			t.Errorf("%s: the file that was there is another now: %v, %v", remote, after, err)
+		}
+		got := list(t, dir)
+		for name, want := range map[string]string{
+			"plain/a": "new", "linked/a": "new", "named/a": "new", "closed/a": "new", "empty/a": "new", "mine": "mine", "other name": "mine",
+		} {
+			if got[name] != want {
+				t.Errorf("%s: %s is %q, want %q", remote, name, got[name], want)
+			}
+		}
+		for name := range got {
+			if strings.Contains(name, ".coppice-") {
+				t.Errorf("%s is left", name)
+			}
+		}
+	}
+}
+
+// TestCopyFailsInPlace: a copy that fails leaves a file that is there as it is.
+func TestCopyFailsInPlace(t *testing.T) {
+	t.Parallel()
+	g, c := newGuest(t)
+	tree(t, g.root.Name(), map[string]string{"src/a": "far too long"})
+	dir := tree(t, t.TempDir(), map[string]string{"a": "mine"})
+	if _, err := c.CopyFromWith(t.Context(), "ws_1", "/src/a", dir, coppice.CopyOptions{MaxBytes: 4}); err == nil {
+		t.Error("a bound was not kept")
+	}
+	if got := list(t, dir); len(got) != 1 || got["a"] != "mine" {
+		t.Errorf("%v is left", got)
 	}
 }

@@ -1,0 +1,48 @@
+package coppice
+
+import (
+	"io"
+	"os"
+)
+
+// openInPlace opens a regular file to be written in place, as cp does: it keeps its inode, its owner and its mode. It returns
+// nil where the name must be replaced instead: there is no such file, or it is a link, or it cannot be written. A file that has
+// another name is replaced, too: an earlier copy from the same guest may have planted that name, and what the other name
+// stands for is not to be overwritten.
+func openInPlace(root *os.Root, name string) *os.File {
+	was, err := root.Lstat(name)
+	if err != nil || !was.Mode().IsRegular() || names(was) != 1 {
+		return nil
+	}
+	f, err := root.OpenFile(name, os.O_WRONLY, 0)
+	if err != nil {
+		return nil
+	}
+	if is, err := f.Stat(); err != nil || !os.SameFile(was, is) || f.Truncate(0) != nil {
+		_ = f.Close() // nothing was written
+		return nil
+	}
+	return f
+}
+
+// moveInto gives a file the content of a temporary one, which goes.
+func moveInto(root *os.Root, temporary, name string) (err error) {
+	to := openInPlace(root, name)
+	if to == nil {
+		return root.Rename(temporary, name)
+	}
+	defer func() {
+		if closed := to.Close(); err == nil {
+			err = closed
+		}
+	}()
+	from, err := root.Open(temporary)
+	if err != nil {
+		return err
+	}
+	defer from.Close()
+	if _, err := io.Copy(to, from); err != nil {
+		return err
+	}
+	return root.Remove(temporary)
+}
