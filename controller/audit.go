@@ -90,8 +90,9 @@ type AuditCheck struct {
 type AuditTx interface {
 	// InsertAudit records what leaves no row of its own; the transaction's origin is added.
 	InsertAudit(ctx context.Context, r AuditRecord) error
-	// InsertDataWrites records writes to files by a runner's data plane; writes to sandboxes of other runners are left out.
-	InsertDataWrites(ctx context.Context, runner core.RunnerID, list []runnerapi.DataWrite) error
+	// InsertDataWrites records writes to files by a runner's data plane; writes to sandboxes of other runners are left out, and
+	// those whose numbers in the runner's log were recorded before.
+	InsertDataWrites(ctx context.Context, runner core.RunnerID, log string, list []runnerapi.DataWrite) error
 	AuditRecords(ctx context.Context, f AuditFilter) ([]AuditRecord, error)
 	// SealAudit seals the records of transactions that have ended and returns how many.
 	SealAudit(ctx context.Context) (int64, error)

@@ -100,7 +100,7 @@ func (c *Controller) Heartbeat(ctx context.Context, id core.RunnerID, h runnerap
 		if out.RemovedRunners, err = tx.RemovedRunners(ctx, c.cfg.CertificateLife+time.Hour, maxRemoved); err != nil {
 			return err
 		}
-		if err := tx.InsertDataWrites(ctx, id, writes); err != nil {
+		if err := tx.InsertDataWrites(ctx, id, cleanText(h.DataLog, 64), writes); err != nil {
 			return err
 		}
 		known, err := tx.HeldCheckpoints(ctx, id, h.Checkpoints)

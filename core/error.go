@@ -102,6 +102,7 @@ const (
 	CodeEgressReduced        Code = "EGRESS_REDUCED"
 	CodeRulesNotWritten      Code = "RULES_NOT_WRITTEN"
 	CodeAuthorityUnusable    Code = "AUTHORITY_UNUSABLE"
+	CodeWriteNotLogged       Code = "WRITE_NOT_LOGGED"
 	CodeRunnerLost           Code = "RUNNER_LOST"
 	CodeControllerStopping   Code = "CONTROLLER_STOPPING"
 	CodeEgressForbidden      Code = "EGRESS_FORBIDDEN"

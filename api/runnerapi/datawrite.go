@@ -15,6 +15,8 @@ const (
 // DataWrite is a write to a guest's files that a data plane has passed on: it did not come through a controller, so a heartbeat reports it for
 // the audit log.
 type DataWrite struct {
+	// Number is 1 and up within Heartbeat.DataLog. A controller records each once. It is 0 from a runner of before.
+	Number    int64          `json:"number,omitempty"`
 	RequestID string         `json:"request_id"`
 	SandboxID core.SandboxID `json:"sandbox_id"`
 	KeyID     core.KeyID     `json:"key_id"` // that asked for the pass

@@ -383,6 +383,7 @@ type Heartbeat struct {
 	DataKeys    []core.KeyID        `json:"data_keys,omitempty"`   // API keys with whose passes the data plane was used lately
 	DataUsed    []core.WorkspaceID  `json:"data_used,omitempty"`   // workspaces that it has served since the last heartbeat, or serves
 	DataWrites  []DataWrite         `json:"data_writes,omitempty"` // at most MaxDataWrites
+	DataLog     string              `json:"data_log,omitempty"`    // in which the writes are numbered
 	Usage       []Usage             `json:"usage,omitempty"`
 	// AttestationRequest asks for the next certificate, as in Register.
 	AttestationRequest []byte `json:"attestation_request,omitempty"`

@@ -114,6 +114,7 @@ var exitOfCode = map[string]int{
 	string(core.CodeEgressReduced):          exitUnavailable,
 	string(core.CodeRulesNotWritten):        exitUnavailable,
 	string(core.CodeAuthorityUnusable):      exitUnavailable,
+	string(core.CodeWriteNotLogged):         exitUnavailable,
 
 	string(core.CodeCertificateRefused):    exitPermission,
 	string(core.CodeJoinTokenRefused):      exitPermission,

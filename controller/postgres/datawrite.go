@@ -9,10 +9,17 @@ import (
 )
 
 // InsertDataWrites records writes that a runner's data plane has passed on. Those of sandboxes that are not the runner's, or by keys that are not of
-// the sandbox's project, are left out: no runner writes into the log of others.
-func (t *tx) InsertDataWrites(ctx context.Context, runner core.RunnerID, list []runnerapi.DataWrite) error {
+// the sandbox's project, are left out: no runner writes into the log of others. Writes with a number are recorded once: the runner tells them again
+// when it has missed an answer.
+func (t *tx) InsertDataWrites(ctx context.Context, runner core.RunnerID, log string, list []runnerapi.DataWrite) error {
 	if len(list) == 0 {
 		return nil
+	}
+	if log != "" {
+		var err error
+		if list, err = t.newWrites(ctx, runner, log, list); err != nil || len(list) == 0 {
+			return err
+		}
 	}
 	n := len(list)
 	requests, sandboxes, keys, sources, actions, paths, times := make([]string, n), make([]string, n), make([]string, n), make([]string, n), make([]string, n), make([]string, n), make([]time.Time, n)
@@ -34,4 +41,33 @@ func (t *tx) InsertDataWrites(ctx context.Context, runner core.RunnerID, list []
 		ORDER BY u.n`,
 		args{"requests": requests, "sandboxes": sandboxes, "keys": keys, "sources": sources, "actions": actions, "paths": paths, "times": times, "runner": runner})
 	return err
+}
+
+type dataLogRow struct {
+	Log      string `db:"data_log"`
+	Recorded int64  `db:"data_recorded"`
+}
+
+// newWrites leaves out the writes that were recorded before, and notes that the others are recorded now.
+func (t *tx) newWrites(ctx context.Context, runner core.RunnerID, log string, list []runnerapi.DataWrite) ([]runnerapi.DataWrite, error) {
+	row, err := one[dataLogRow](ctx, t, noRunner(runner), `SELECT data_log, data_recorded FROM runners WHERE id = @id FOR UPDATE`, args{"id": runner})
+	if err != nil {
+		return nil, err
+	}
+	last := row.Recorded
+	if row.Log != log {
+		last = 0
+	}
+	var fresh []runnerapi.DataWrite
+	for _, w := range list {
+		if w.Number > last {
+			last = w.Number
+			fresh = append(fresh, w)
+		}
+	}
+	if len(fresh) == 0 {
+		return nil, nil
+	}
+	_, err = t.exec(ctx, `UPDATE runners SET data_log = @log, data_recorded = @last WHERE id = @id`, args{"id": runner, "log": log, "last": last})
+	return fresh, err
 }

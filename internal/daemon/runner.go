@@ -16,6 +16,7 @@ import (
 	"github.com/coppice-dev/coppice/internal/undo"
 	"github.com/coppice-dev/coppice/runner/heartbeat"
 	runnerhttp "github.com/coppice-dev/coppice/runner/httpapi"
+	"github.com/coppice-dev/coppice/runner/writelog"
 )
 
 // RunnerConfig says how a runner runs.
@@ -109,7 +110,12 @@ func RunRunner(ctx context.Context, cfg RunnerConfig, ready func(RunnerReady) er
 	parts := []part{}
 	var plane heartbeat.Plane
 	if cfg.DataListen != "" {
-		h := runnerhttp.NewData(host.Runner, passes, cfg.Log.With("component", "data"))
+		writes, err := writelog.Open(filepath.Join(cfg.DataDir, writesFile), member.RunnerID, cfg.Log.With("component", "data"))
+		if err != nil {
+			return fmt.Errorf("open the log of writes by pass: %w", err)
+		}
+		steps.Push("log of writes by pass", func(context.Context) error { return writes.Close() })
+		h := runnerhttp.NewData(host.Runner, passes, writes, cfg.Log.With("component", "data"))
 		plane = h
 		data, err := listenData(ctx, cfg, member, h)
 		if err != nil {
@@ -157,6 +163,9 @@ func orReachable(given string, l *listener) (string, error) {
 
 // memberFile keeps the membership, in the data directory.
 const memberFile = "member.json"
+
+// writesFile keeps the writes by pass that no controller has recorded, in the data directory.
+const writesFile = "writes.log"
 
 // NeedsToken says whether a runner on this data directory can start only with a join token, and which runner it is already: none
 // where it has not joined yet.

@@ -46,9 +46,9 @@ type Plane interface {
 	Keys() []core.KeyID       // with whose passes it was used lately
 	Used() []core.WorkspaceID // that were reached since the last call, or are
 	End(keys []core.KeyID)
-	// Writes are those that have not been recorded; Recorded forgets the first n of them.
-	Writes() []runnerapi.DataWrite
-	Recorded(n int)
+	// Writes are those that have not been recorded, and the log that they are numbered in. Recorded forgets them up to a number.
+	Writes() (log string, list []runnerapi.DataWrite)
+	Recorded(number int64) error
 }
 
 // Link is a runner's connection to its controllers.
@@ -163,7 +163,8 @@ func (l *Link) beat(ctx context.Context, lease **runnerapi.Registered) (time.Dur
 	}
 	beat.Fetching = l.runner.Fetching()
 	if l.cfg.Plane != nil {
-		beat.DataKeys, beat.DataUsed, beat.DataWrites = l.cfg.Plane.Keys(), l.cfg.Plane.Used(), l.cfg.Plane.Writes()
+		beat.DataKeys, beat.DataUsed = l.cfg.Plane.Keys(), l.cfg.Plane.Used()
+		beat.DataLog, beat.DataWrites = l.cfg.Plane.Writes()
 	}
 	if beat.AttestationRequest, err = l.runner.Attestor().Renewal(time.Now()); err != nil {
 		return 0, err
@@ -221,7 +222,11 @@ func seconds(s float64) time.Duration { return time.Duration(s * float64(time.Se
 func (l *Link) obey(ctx context.Context, sent runnerapi.Heartbeat, out runnerapi.Heartbeated) {
 	if l.cfg.Plane != nil {
 		l.cfg.Plane.End(out.EndedKeys)
-		l.cfg.Plane.Recorded(len(sent.DataWrites))
+		if n := len(sent.DataWrites); n > 0 {
+			if err := l.cfg.Plane.Recorded(sent.DataWrites[n-1].Number); err != nil {
+				l.cfg.Log.WarnContext(ctx, "the log of writes by pass was not made shorter; it is tried again with the next of them", "err", err)
+			}
+		}
 	}
 	l.runner.ForgetUsages(sent.Usage)
 	for _, s := range sent.Sandboxes {

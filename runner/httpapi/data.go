@@ -18,6 +18,7 @@ import (
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/pass"
 	"github.com/coppice-dev/coppice/runner"
+	"github.com/coppice-dev/coppice/runner/writelog"
 )
 
 const headerRequest = "X-Request-Id"
@@ -32,12 +33,12 @@ type Data struct {
 	log    *slog.Logger
 	mux    *http.ServeMux
 	wake   func() // has the controller told soon
+	writes *writelog.Log
 
-	mu     sync.Mutex // guards what follows
-	keys   map[core.KeyID]*keyUse
-	writes []runnerapi.DataWrite    // see note
-	woke   time.Time                // when they asked for a report last
-	used   map[core.WorkspaceID]int // how often they are reached now; 0 for those that were, lately
+	mu   sync.Mutex // guards what follows
+	keys map[core.KeyID]*keyUse
+	woke time.Time                // when writes asked for a report last
+	used map[core.WorkspaceID]int // how often they are reached now; 0 for those that were, lately
 }
 
 // Used returns the workspaces that were reached since the last call, or are.
@@ -118,9 +119,9 @@ func (d *Data) begin(ctx context.Context, c pass.Claims) (context.Context, func(
 	}, nil
 }
 
-// NewData returns the handler.
-func NewData(r *runner.Runner, passes *pass.Verifier, log *slog.Logger) *Data {
-	d := &Data{runner: r, passes: passes, log: log, mux: http.NewServeMux(), wake: r.Hurry, keys: map[core.KeyID]*keyUse{}, used: map[core.WorkspaceID]int{}}
+// NewData returns the handler. It keeps writes in a log, which the caller closes after it.
+func NewData(r *runner.Runner, passes *pass.Verifier, writes *writelog.Log, log *slog.Logger) *Data {
+	d := &Data{runner: r, passes: passes, writes: writes, log: log, mux: http.NewServeMux(), wake: r.Hurry, keys: map[core.KeyID]*keyUse{}, used: map[core.WorkspaceID]int{}}
 	d.mux.HandleFunc("GET "+runnerapi.PathDataHealth, func(w http.ResponseWriter, _ *http.Request) {
 		w.Header().Set("Content-Type", "application/json")
 		_, _ = w.Write([]byte(`{"status":"ok"}` + "\n")) // the reader may have gone

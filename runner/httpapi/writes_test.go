@@ -5,19 +5,35 @@ import (
 	"log/slog"
 	"net/http"
 	"net/http/httptest"
+	"path/filepath"
 	"strings"
 	"testing"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/pass"
+	"github.com/coppice-dev/coppice/runner/writelog"
 )
+
+func openLog(t *testing.T) *writelog.Log {
+	t.Helper()
+	l, err := writelog.Open(filepath.Join(t.TempDir(), "writes.log"), core.NewID[core.RunnerID](), slog.New(slog.DiscardHandler))
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := l.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	return l
+}
 
 // TestWritesAreBounded: what no controller has recorded yet is bounded in count and bytes, for each key and for all. Beyond that a write is
 // refused, a read is not. What fills up is reported soon.
 func TestWritesAreBounded(t *testing.T) {
 	t.Parallel()
-	d := NewData(nil, nil, nil)
+	d := NewData(nil, nil, openLog(t), nil)
 	woken := 0
 	d.wake = func() { woken++ }
 	key := func(i int) core.KeyID { return core.KeyID(fmt.Sprint("key_", i)) }
@@ -26,15 +42,15 @@ func TestWritesAreBounded(t *testing.T) {
 		return d.note(httptest.NewRecorder(), q, pass.Claims{Key: by})
 	}
 	for i := range runnerapi.MaxDataWrites {
-		if err := note(http.MethodPut, key(i/keyWrites)); err != nil {
+		if err := note(http.MethodPut, key(i/writelog.KeyWrites)); err != nil {
 			t.Fatal(err)
 		}
-		if i%keyWrites == keyWrites-1 && i+1 < runnerapi.MaxDataWrites {
-			if err := note(http.MethodPut, key(i/keyWrites)); core.CodeOf(err) != core.CodeRateLimited {
+		if i%writelog.KeyWrites == writelog.KeyWrites-1 && i+1 < runnerapi.MaxDataWrites {
+			if err := note(http.MethodPut, key(i/writelog.KeyWrites)); core.CodeOf(err) != core.CodeRateLimited {
 				t.Errorf("a write beyond the share of a key: %v", err)
 			}
 		}
-		if i == keyWrites/4-1 && woken != 0 || i == keyWrites/4 && woken != 1 {
+		if i == writelog.KeyWrites/4-1 && woken != 0 || i == writelog.KeyWrites/4 && woken != 1 {
 			t.Errorf("after %d writes a report was asked for %d times", i+1, woken)
 		}
 	}
@@ -46,29 +62,36 @@ func TestWritesAreBounded(t *testing.T) {
 	if err := note(http.MethodGet, key(0)); err != nil {
 		t.Error(err)
 	}
-	list := d.Writes()
+	_, list := d.Writes()
 	if len(list) != runnerapi.MaxDataWrites || len(list[0].Path) != runnerapi.MaxDataPath {
 		t.Errorf("%d writes, a path of %d bytes", len(list), len(list[0].Path))
 	}
-	d.Recorded(len(list) - 1)
-	if err := note(http.MethodPut, key(0)); err != nil || len(d.Writes()) != 2 {
-		t.Errorf("%d writes, %v", len(d.Writes()), err)
+	recorded := func(number int64, left int) {
+		t.Helper()
+		if err := d.Recorded(number); err != nil {
+			t.Error(err)
+		}
+		if _, list := d.Writes(); len(list) != left {
+			t.Errorf("%d writes wait, not %d", len(list), left)
+		}
 	}
-	d.Recorded(3)
-	if n := len(d.Writes()); n != 0 {
-		t.Errorf("%d writes", n)
+	recorded(list[len(list)-2].Number, 1)
+	if err := note(http.MethodPut, key(0)); err != nil {
+		t.Error(err)
 	}
+	recorded(0, 2)
+	recorded(list[len(list)-1].Number+1, 0)
 }
 
 // TestRefusedWritesAreNotNoted: a request that does not get as far as the guest leaves no record, and one beyond its share is told when to come back.
 func TestRefusedWritesAreNotNoted(t *testing.T) {
 	t.Parallel()
-	d := NewData(nil, nil, slog.New(slog.DiscardHandler))
+	d := NewData(nil, nil, openLog(t), slog.New(slog.DiscardHandler))
 	for _, query := range []string{"?path=/x&never=1", "", "?path="} {
 		w := httptest.NewRecorder()
 		d.pass(w, httptest.NewRequestWithContext(t.Context(), http.MethodPut, "/files"+query, nil), pass.Claims{}, "/v1/files", "path")
-		if w.Code != http.StatusBadRequest || len(d.Writes()) != 0 {
-			t.Errorf("%q: %d, and %d writes are noted", query, w.Code, len(d.Writes()))
+		if _, list := d.Writes(); w.Code != http.StatusBadRequest || len(list) != 0 {
+			t.Errorf("%q: %d, and %d writes are noted", query, w.Code, len(list))
 		}
 	}
 	w := httptest.NewRecorder()

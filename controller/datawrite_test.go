@@ -1,0 +1,56 @@
+package controller_test
+
+import (
+	"fmt"
+	"testing"
+	"time"
+
+	"github.com/coppice-dev/coppice/api/runnerapi"
+)
+
+// TestWritesByPassAreRecordedOnce: a runner that has missed the answer to a heartbeat tells the same writes again. Each is in
+// the audit log once, whatever heartbeat it came with.
+func TestWritesByPassAreRecordedOnce(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	ws := w.create("main")
+	key := w.admin().ID
+	write := func(n int64) runnerapi.DataWrite {
+		return runnerapi.DataWrite{
+			Number: n, RequestID: fmt.Sprint("req_", n), SandboxID: ws.Sandbox.ID, KeyID: key, Source: "192.0.2.1", Path: fmt.Sprint("/", n), At: time.Now().UTC(),
+		}
+	}
+	writes := func(numbers ...int64) (list []runnerapi.DataWrite) {
+		for _, n := range numbers {
+			list = append(list, write(n))
+		}
+		return list
+	}
+	total := 0
+	for i, c := range []struct {
+		log   string
+		told  []runnerapi.DataWrite
+		fresh int
+	}{
+		{"one", writes(1, 2, 3), 3},
+		{"one", writes(1, 2, 3), 0}, // the answer was lost
+		{"one", writes(2, 3, 4, 5), 2},
+		{"one", writes(5, 5, 4, 6, 6, -1, 0), 1},
+		{"two", writes(1, 2), 2}, // the file was lost
+		{"two", nil, 0},
+		{"two", writes(2), 0},
+		{"", writes(0, 0), 2}, // by a runner of before
+		{"", writes(0), 1},
+	} {
+		beat := runnerapi.Heartbeat{
+			LeaseEpoch: w.epoch, Info: w.runner.Info(), Sandboxes: w.runner.Sandboxes(), Checkpoints: w.runner.Checkpoints(), DataLog: c.log, DataWrites: c.told,
+		}
+		if _, err := w.Heartbeat(t.Context(), w.runner.ID(), beat); err != nil {
+			t.Fatal(err)
+		}
+		total += c.fresh
+		if n := w.number(`SELECT count(*) FROM audit_records WHERE object_id = $1 AND detail ->> 'by' = 'pass'`, ws.ID); n != total {
+			t.Errorf("after heartbeat %d: %d records, want %d", i, n, total)
+		}
+	}
+}

@@ -1,0 +1,3 @@
+ALTER TABLE runners
+    DROP COLUMN data_log,
+    DROP COLUMN data_recorded;

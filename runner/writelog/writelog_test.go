@@ -1,0 +1,340 @@
+package writelog_test
+
+import (
+	"bufio"
+	"bytes"
+	"fmt"
+	"log/slog"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"sync"
+	"testing"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/require"
+	"github.com/coppice-dev/coppice/internal/testleak"
+	"github.com/coppice-dev/coppice/runner/writelog"
+)
+
+const owner core.RunnerID = "rn_owner"
+
+// TestMain is also the process that TestKill kills.
+func TestMain(m *testing.M) {
+	if path := os.Getenv("WRITELOG_TEST_FILE"); path != "" {
+		if err := appendForEver(path); err != nil {
+			fmt.Fprintln(os.Stderr, err)
+			os.Exit(1)
+		}
+	}
+	testleak.Main(m)
+}
+
+// appendForEver says each path once its write is kept.
+func appendForEver(path string) error {
+	l, err := writelog.Open(path, owner, slog.Default())
+	if err != nil {
+		return err
+	}
+	for i := 0; ; i++ {
+		w := runnerapi.DataWrite{KeyID: core.KeyID(fmt.Sprint("key_", i/writelog.KeyWrites)), Path: fmt.Sprintf("/%d-%d", os.Getpid(), i)}
+		if _, _, err := l.Append(w); core.CodeOf(err) == core.CodeRunnerUnreachable { // it is full
+			_, list := l.Pending()
+			if err := l.Recorded(list[0].Number); err != nil {
+				return err
+			}
+			continue
+		} else if core.CodeOf(err) == core.CodeRateLimited {
+			continue
+		} else if err != nil {
+			return err
+		}
+		fmt.Println(w.Path)
+	}
+}
+
+func open(t *testing.T, path string) *writelog.Log {
+	t.Helper()
+	l, err := writelog.Open(path, owner, slog.New(slog.DiscardHandler))
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = l.Close() }) // it may be closed already
+	return l
+}
+
+func add(t *testing.T, l *writelog.Log, paths ...string) {
+	t.Helper()
+	for _, p := range paths {
+		if _, _, err := l.Append(runnerapi.DataWrite{KeyID: "key_1", SandboxID: "sb_1", Path: p}); err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
+// told are the paths that would be told, with their numbers.
+func told(l *writelog.Log) string {
+	_, list := l.Pending()
+	var out []string
+	for _, w := range list {
+		out = append(out, fmt.Sprintf("%d:%s", w.Number, w.Path))
+	}
+	return strings.Join(out, " ")
+}
+
+func logOf(l *writelog.Log) string {
+	log, _ := l.Pending()
+	return log
+}
+
+// TestKill kills a process that appends, again and again. Every write that was acknowledged is told afterwards.
+func TestKill(t *testing.T) {
+	t.Parallel()
+	path := filepath.Join(t.TempDir(), "writes.log")
+	acknowledged := map[string]bool{}
+	for round := range 8 {
+		cmd := exec.CommandContext(t.Context(), os.Args[0])
+		cmd.Env = append(os.Environ(), "WRITELOG_TEST_FILE="+path)
+		var stderr bytes.Buffer
+		cmd.Stderr = &stderr
+		out, err := cmd.StdoutPipe()
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := cmd.Start(); err != nil {
+			t.Fatal(err)
+		}
+		lines := bufio.NewScanner(out)
+		for n := 0; lines.Scan(); n++ {
+			acknowledged[lines.Text()] = true
+			if n == 20+13*round {
+				if err := cmd.Process.Kill(); err != nil {
+					t.Fatal(err)
+				}
+			}
+		}
+		if err := cmd.Wait(); err == nil || stderr.Len() > 0 {
+			t.Fatalf("round %d: %v, %s", round, err, stderr.String())
+		}
+	}
+	there := map[string]bool{}
+	_, list := open(t, path).Pending()
+	for i, w := range list {
+		there[w.Path] = true
+		if i > 0 && w.Number != list[i-1].Number+1 {
+			t.Errorf("number %d follows %d", w.Number, list[i-1].Number)
+		}
+	}
+	for p := range acknowledged {
+		if !there[p] {
+			t.Errorf("%s was acknowledged and is lost", p)
+		}
+	}
+	t.Logf("%d writes acknowledged, %d kept", len(acknowledged), len(list))
+}
+
+// TestNumbers: numbers go on after a restart, and after everything was recorded. What was forgotten is never another write's.
+func TestNumbers(t *testing.T) {
+	t.Parallel()
+	path := filepath.Join(t.TempDir(), "writes.log")
+	again := func(l *writelog.Log) *writelog.Log {
+		t.Helper()
+		log := logOf(l)
+		if err := l.Close(); err != nil {
+			t.Fatal(err)
+		}
+		l = open(t, path)
+		if logOf(l) != log {
+			t.Errorf("after a restart it is log %s, not %s", logOf(l), log)
+		}
+		return l
+	}
+	l := open(t, path)
+	add(t, l, "a", "b", "c")
+	if err := l.Recorded(2); err != nil {
+		t.Fatal(err)
+	}
+	add(t, l, "d")
+	if got := told(l); got != "3:c 4:d" {
+		t.Errorf("told: %s", got)
+	}
+	l = again(l)
+	if got := told(l); !strings.HasSuffix(got, "3:c 4:d") {
+		t.Errorf("told after a restart: %s", got)
+	}
+	if err := l.Recorded(4); err != nil {
+		t.Fatal(err)
+	}
+	l = again(l)
+	add(t, l, "e")
+	if got := told(l); got != "5:e" {
+		t.Errorf("told: %s", got)
+	}
+}
+
+// TestDamage: a last line that is cut was not acknowledged, and goes. What else cannot be read, or is another runner's, is set
+// aside, and the numbers begin in another log.
+func TestDamage(t *testing.T) {
+	t.Parallel()
+	for name, c := range map[string]struct {
+		damage func(b []byte) []byte
+		left   string
+		aside  string
+	}{
+		"cut in the last line":  {func(b []byte) []byte { return b[:len(b)-5] }, "1:a 2:b", ""},
+		"half a line more":      {func(b []byte) []byte { return append(b, `{"number":4,"pa`...) }, "1:a 2:b 3:c", ""},
+		"an odd line":           {func(b []byte) []byte { return bytes.Replace(b, []byte(`"number":2`), []byte(`"number":x`), 1) }, "", ".unreadable"},
+		"a number twice":        {func(b []byte) []byte { return bytes.Replace(b, []byte(`"number":2`), []byte(`"number":1`), 1) }, "", ".unreadable"},
+		"a long line":           {func(b []byte) []byte { return append(b, bytes.Repeat([]byte("x"), 1<<20)...) }, "", ".unreadable"},
+		"empty":                 {func([]byte) []byte { return nil }, "", ".unreadable"},
+		"of a runner of before": {func(b []byte) []byte { return bytes.Replace(b, []byte(owner), []byte("rn_other"), 1) }, "", ".rn_other"},
+	} {
+		path := filepath.Join(t.TempDir(), "writes.log")
+		l := open(t, path)
+		log := logOf(l)
+		add(t, l, "a", "b", "c")
+		if err := l.Close(); err != nil {
+			t.Fatal(err)
+		}
+		b, err := os.ReadFile(path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		damaged := c.damage(b)
+		if err := os.WriteFile(path, damaged, 0o600); err != nil {
+			t.Fatal(err)
+		}
+		l = open(t, path)
+		if got := told(l); got != c.left {
+			t.Errorf("%s: told: %q, want %q", name, got, c.left)
+		}
+		if (logOf(l) == log) != (c.aside == "") {
+			t.Errorf("%s: the log was %s and is %s", name, log, logOf(l))
+		}
+		if kept, err := os.ReadFile(path + c.aside); c.aside != "" && (err != nil || !bytes.Equal(kept, damaged)) {
+			t.Errorf("%s: the file is not set aside: %v", name, err)
+		}
+		add(t, l, "next")
+	}
+}
+
+// TestFileIsBounded appends and records for long, with one write that always waits. The file stays within its bound.
+func TestFileIsBounded(t *testing.T) {
+	t.Parallel()
+	path := filepath.Join(t.TempDir(), "writes.log")
+	l := open(t, path)
+	long := strings.Repeat("p", runnerapi.MaxDataPath)
+	most := int64(0)
+	for range 3 * runnerapi.MaxDataWrites {
+		add(t, l, long)
+		_, list := l.Pending()
+		if err := l.Recorded(list[len(list)-1].Number - 1); err != nil {
+			t.Fatal(err)
+		}
+		info, err := os.Stat(path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		most = max(most, info.Size())
+	}
+	t.Logf("the file had at most %d KiB", most>>10)
+	if most > 2*runnerapi.MaxDataWrites*2*runnerapi.MaxDataPath {
+		t.Errorf("the file grew to %d bytes", most)
+	}
+}
+
+// TestAtOnce appends from many goroutines while others record.
+func TestAtOnce(t *testing.T) {
+	t.Parallel()
+	l := open(t, filepath.Join(t.TempDir(), "writes.log"))
+	var wg sync.WaitGroup
+	const each, many = 100, 8
+	var mu sync.Mutex
+	seen := map[string]int{}
+	for g := range many {
+		wg.Go(func() {
+			for i := range each {
+				if _, _, err := l.Append(runnerapi.DataWrite{KeyID: core.KeyID(strconv.Itoa(g)), Path: fmt.Sprint(g, "/", i)}); err != nil {
+					t.Error(err)
+				}
+				if i%10 == 9 {
+					mu.Lock()
+					_, list := l.Pending()
+					for _, w := range list {
+						seen[w.Path]++
+					}
+					if len(list) > 0 { // else another has taken them
+						if err := l.Recorded(list[len(list)-1].Number); err != nil {
+							t.Error(err)
+						}
+					}
+					mu.Unlock()
+				}
+			}
+		})
+	}
+	wg.Wait()
+	_, list := l.Pending()
+	for _, w := range list {
+		seen[w.Path]++
+	}
+	for p, n := range seen {
+		if n != 1 {
+			t.Errorf("%s was told %d times", p, n)
+		}
+	}
+	if len(seen) != each*many {
+		t.Errorf("%d of %d writes were told", len(seen), each*many)
+	}
+}
+
+// TestFullDisk: where a record cannot be kept the write is refused. What was kept stays, and with room it goes on.
+func TestFullDisk(t *testing.T) {
+	t.Parallel()
+	require.Root(t)
+	dir := t.TempDir()
+	if err := unix.Mount("tmpfs", dir, "tmpfs", 0, "size=256k"); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := unix.Unmount(dir, unix.MNT_DETACH); err != nil {
+			t.Error(err)
+		}
+	})
+	path := filepath.Join(dir, "writes.log")
+	l := open(t, path)
+	add(t, l, "a")
+	if err := os.WriteFile(filepath.Join(dir, "filler"), make([]byte, 180<<10), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	var refused error
+	kept := 1
+	for i := range runnerapi.MaxDataWrites {
+		if _, _, refused = l.Append(runnerapi.DataWrite{KeyID: core.KeyID(strconv.Itoa(i)), Path: strings.Repeat("p", 1000)}); refused != nil {
+			break
+		}
+		kept++
+	}
+	if core.CodeOf(refused) != core.CodeWriteNotLogged || core.CategoryOf(refused) != core.Unavailable {
+		t.Fatalf("on a full disk: %v", refused)
+	}
+	if _, list := l.Pending(); len(list) != kept {
+		t.Errorf("%d writes are told, and %d were acknowledged", len(list), kept)
+	}
+	if err := os.Remove(filepath.Join(dir, "filler")); err != nil {
+		t.Fatal(err)
+	}
+	add(t, l, "b")
+	before := told(l)
+	if err := l.Close(); err != nil {
+		t.Fatal(err)
+	}
+	if again := open(t, path); told(again) != before {
+		t.Error("after a restart other writes are told")
+	}
+}
