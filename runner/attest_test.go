@@ -121,3 +121,70 @@ func TestUnsignedIsNotReleased(t *testing.T) {
 	r.certify(ca, time.Hour)
 	r.wantOnly(r.fork(template))
 }
+
+// TestRejoinedHost: a host that joined again is another runner, and holds what it captured before. Where it is to verify it, what
+// it grows is of bytes that it fetched and verified, and says so. What it does not have to verify stays as it is.
+func TestRejoinedHost(t *testing.T) {
+	t.Parallel()
+	p := newSealPool(t)
+	r := p.runner(nil)
+	ids, root := p.forest(r, 2)
+	s := r.fork(ids[1]) // it keeps running
+	ca, err := mtls.NewAuthority("test")
+	if err != nil {
+		t.Fatal(err)
+	}
+	trust, err := attest.NewAuthority(ca.Certificate())
+	if err != nil {
+		t.Fatal(err)
+	}
+	r.certify(ca, time.Hour)
+	grow := func(id core.CheckpointID, verify bool) attest.Checkpoint {
+		t.Helper()
+		out, err := r.Fork(t.Context(), runnerapi.Fork{CheckpointID: id, Children: []runnerapi.Child{r.child(), r.child()}, Sources: p.sources(id, root), Verify: verify})
+		if err != nil {
+			t.Fatal(err)
+		}
+		var last attest.Checkpoint
+		for _, c := range out.Children {
+			if c.Problem != nil {
+				t.Fatal(c.Problem.Message)
+			}
+			v, err := trust.VerifyRunner(c.Attestation)
+			if err != nil {
+				t.Fatal(err)
+			}
+			last = v.Statement.Predicate.Checkpoint
+		}
+		return last
+	}
+	if got := grow(ids[0], false); got.Manifest != "" {
+		t.Errorf("what was captured here was verified against %s", got.Manifest)
+	}
+	for range 2 {
+		if got, want := grow(ids[0], true), p.sources(ids[0])[0].Digest; got.Manifest != want {
+			t.Errorf("the manifest is %q, not %s", got.Manifest, want)
+		}
+	}
+	if rec := r.recordOf(t, ids[0]); !rec.Fetched {
+		t.Error("the copy is still the one that was captured")
+	}
+	if rec := r.recordOf(t, ids[1]); rec.Fetched {
+		t.Error("another checkpoint was replaced")
+	}
+	if got := grow(ids[0], false); got.Manifest == "" {
+		t.Error("the copy that was verified does not count as verified")
+	}
+	// A store that does not answer takes nothing away.
+	sources := p.sources(ids[1], root)
+	sources[0].Manifest += "-gone"
+	if _, err := r.Fork(t.Context(), runnerapi.Fork{CheckpointID: ids[1], Children: []runnerapi.Child{r.child()}, Sources: sources, Verify: true}); err == nil {
+		t.Error("a fork whose manifest is not in the store succeeded")
+	}
+	if !r.has(ids[1]) {
+		t.Error("the copy is lost")
+	}
+	if got, err := r.Sandbox(s); err != nil || got.State != runnerapi.SandboxReady {
+		t.Errorf("the sandbox that ran: %+v, %v", got, err)
+	}
+}

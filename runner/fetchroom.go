@@ -114,6 +114,19 @@ func (r *Runner) makeRoom(ctx context.Context, id core.CheckpointID, bytes int64
 	}
 }
 
+// plenty is so much free disk that nobody asks what could be freed besides.
+const plenty = 32 << 30
+
+// freeable is how many bytes of disk may be written, counting the copies that would make room. A runner whose disk is full of
+// them has room for forks.
+func (r *Runner) freeable() (int64, error) {
+	free, err := r.room.Free()
+	if err != nil || free >= plenty {
+		return free, err
+	}
+	return min(free+min(r.mostFreed(), plenty), plenty), nil
+}
+
 // mostFreed is a bound of how many bytes are freed when every copy goes that nothing uses. It may be too high: files share extents, a base
 // has several users, and what arrives has reserved what it has not written.
 func (r *Runner) mostFreed() (n int64) {

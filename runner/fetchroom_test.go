@@ -149,3 +149,49 @@ func TestFetchesOnASmallDisk(t *testing.T) {
 		t.Errorf("root file systems take %d bytes", n)
 	}
 }
+
+// TestUnusedCopiesAreRoom: what a runner says of its free disk counts the copies that it would give up for a fork. A disk that is
+// full of them does not keep forks away.
+func TestUnusedCopiesAreRoom(t *testing.T) {
+	t.Parallel()
+	const root = 24 << 20
+	p := newSealPool(t)
+	a := p.runner(nil)
+	template := a.boot()
+	c := a.capture(a.fork(template))
+	p.sealed(t, template, c)
+	random := rand.NewChaCha8([32]byte{8})
+	b := make([]byte, root)
+	if _, err := random.Read(b); err != nil {
+		t.Fatal(err)
+	}
+	at := p.forge(a, c, b)
+	disk := smallDisk(t, "96m")
+	other := newFakeRig(t, func(cfg *Config) {
+		empty, err := images.Open(t.TempDir())
+		if err != nil {
+			t.Fatal(err)
+		}
+		cfg.Store.Blobs, cfg.Images, cfg.DataDir, cfg.Store.Floor = p.blobs, empty, filepath.Join(disk, "data"), 8<<20
+	})
+	said := func() int64 {
+		t.Helper()
+		info, err := other.Info()
+		if err != nil {
+			t.Fatal(err)
+		}
+		return info.DiskFreeMB
+	}
+	child := other.child()
+	out, err := other.Fork(t.Context(), runnerapi.Fork{CheckpointID: at.CheckpointID, Children: []runnerapi.Child{child}, Sources: []runnerapi.Stored{at}})
+	if err != nil || out.Children[0].Problem != nil {
+		t.Fatalf("%+v, %v", out, err)
+	}
+	used := said()
+	if err := other.Destroy(t.Context(), child.SandboxID); err != nil {
+		t.Fatal(err)
+	}
+	if unused := said(); unused-used < 25 {
+		t.Errorf("%d MB may be written while a sandbox uses the copy, and %d MB when none does", used, unused)
+	}
+}

@@ -32,6 +32,11 @@ func (r *Runner) Fork(ctx context.Context, req runnerapi.Fork) (runnerapi.ForkRe
 		r.keys.Add(req.Keys)
 		r.lazy.wake()
 	}
+	if req.Verify {
+		if err := r.replaceCaptured(ctx, req.CheckpointID, req.Sources, req.Expected); err != nil {
+			return runnerapi.ForkResult{}, err
+		}
+	}
 	ckpt, err := r.bring(r.withPeers(ctx, req.Peers), req.CheckpointID, req.Sources, req.Expected)
 	if err != nil {
 		return runnerapi.ForkResult{}, err

@@ -261,7 +261,7 @@ func (r *Runner) Info() (runnerapi.Info, error) {
 	if err != nil {
 		return runnerapi.Info{}, err
 	}
-	free, err := r.room.Free()
+	free, err := r.freeable()
 	if err != nil {
 		return runnerapi.Info{}, err
 	}

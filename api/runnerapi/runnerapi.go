@@ -93,8 +93,8 @@ type Info struct {
 	Capacity   Capacity      `json:"capacity"`
 	Allocated  Capacity      `json:"allocated"`
 	StartedAt  time.Time     `json:"started_at"`
-	KVM        string        `json:"kvm"` // what decided which VMM and accelerator are used, for people
-	DiskFreeMB int64         `json:"disk_free_mb"`
+	KVM        string        `json:"kvm"`          // what decided which VMM and accelerator are used, for people
+	DiskFreeMB int64         `json:"disk_free_mb"` // that may be written, with what unused copies of checkpoints take
 	// Weak names what keeps guests apart less well on the runner's host than it could, and its operator has allowed.
 	Weak []string `json:"weak,omitempty"`
 
@@ -173,6 +173,9 @@ type Fork struct {
 	Expected *Expected `json:"expected,omitempty"`
 	// Peers are runners that hold the checkpoint, or what is near it, nearest first: they may give objects faster than the store does.
 	Peers []Peer `json:"peers,omitempty"`
+	// Verify says that the runner has not captured the checkpoint, as the controller knows it. A copy that it captured under
+	// another id is replaced by one that is verified against Sources, so that the attestation can name the manifest.
+	Verify bool `json:"verify,omitempty"`
 	// Keys are those of the objects that Sources need, as far as they are encrypted. Without them what the runner does not hold cannot be
 	// fetched: KEY_UNAVAILABLE.
 	Keys Keys `json:"keys,omitempty"`

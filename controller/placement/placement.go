@@ -21,7 +21,15 @@ type Runner struct {
 	Capacity runnerapi.Capacity // a dimension of 0 is not limited
 	Used     runnerapi.Capacity
 	Images   []core.Digest
+	// DiskFreeMB is what may be written on its disk, as its last heartbeat said: 0 when only the floor for running machines is left.
+	DiskFreeMB int64
 }
+
+// ForkDiskMB is the free disk that a runner must have for each new sandbox. The runner itself reserves what a fetch takes.
+const ForkDiskMB = 32
+
+// disk is the name of that dimension.
+const disk = "disk"
 
 // Request says what is to be placed.
 type Request struct {
@@ -34,8 +42,8 @@ type Request struct {
 }
 
 // Choose returns, of the runners with room, one where the least has to be fetched, and of these the one with the most room. Its errors say what to do: NO_RUNNER when none can be reached,
-// RUNNER_UNREACHABLE when the one with the bytes cannot, INCOMPATIBLE_HOST naming the field, IMAGE_NOT_FOUND, and CAPACITY
-// naming the dimension.
+// RUNNER_UNREACHABLE when the one with the bytes cannot, INCOMPATIBLE_HOST naming the field, IMAGE_NOT_FOUND, CAPACITY
+// naming the dimension, and DISK_FULL.
 func Choose(fleet []Runner, req Request) (core.RunnerID, error) {
 	candidates, err := eligible(fleet, req)
 	if err != nil {
@@ -47,7 +55,7 @@ func Choose(fleet []Runner, req Request) (core.RunnerID, error) {
 		empty := r
 		empty.Used = runnerapi.Capacity{}
 		never = never && lacks(empty, req) != ""
-		if what != "" {
+		if what != "" && (what != disk || full == "") { // room on a disk is not made by waiting for others
 			full = what
 		}
 		return what != ""
@@ -107,10 +115,12 @@ func spread(fleet []Runner, req Request, even bool) ([]core.RunnerID, error) {
 			return nil, err
 		}
 		list[i] = id
-		used := &fleet[slices.IndexFunc(fleet, func(r Runner) bool { return r.ID == id })].Used
+		at := slices.IndexFunc(fleet, func(r Runner) bool { return r.ID == id })
+		used := &fleet[at].Used
 		used.Sandboxes++
 		used.VCPUs += req.Resources.VCPUs
 		used.MemoryMiB += req.Resources.MemoryMiB
+		fleet[at].DiskFreeMB -= ForkDiskMB
 	}
 	return list, nil
 }
@@ -133,6 +143,15 @@ type FullError struct {
 
 // Full makes a FullError that names what there is not enough of.
 func Full(req Request, what string) *FullError {
+	if what == disk {
+		where := "no runner has"
+		if req.Holder != "" {
+			where = "runner " + string(req.Holder) + ", which holds the checkpoint, does not have"
+		}
+		return &FullError{Holder: req.Holder, what: what, err: core.Errorf(core.Exhausted, core.CodeDiskFull,
+			"%s room on its disk for %d sandboxes: each needs %d MB that may be written; delete checkpoints, give the data directories of runners more room, or add a runner",
+			where, req.Count, ForkDiskMB)}
+	}
 	return &FullError{Holder: req.Holder, what: what, err: core.Errorf(core.Exhausted, core.CodeCapacity,
 		"no runner has room for %d sandboxes of %d vCPU and %d MiB: not enough %s; terminate workspaces or add a runner",
 		req.Count, req.Resources.VCPUs, req.Resources.MemoryMiB, what)}
@@ -188,6 +207,9 @@ func lacks(r Runner, req Request) string {
 		if d.capacity > 0 && d.used+d.asked > d.capacity {
 			return d.name
 		}
+	}
+	if int64(req.Count)*ForkDiskMB > r.DiskFreeMB {
+		return disk
 	}
 	return ""
 }

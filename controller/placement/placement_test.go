@@ -16,7 +16,7 @@ var class = runnerapi.RunnerClass{Arch: "amd64", Accelerator: "tcg", CPUModel: "
 func runner(id string, change func(*placement.Runner)) placement.Runner {
 	r := placement.Runner{
 		ID: core.RunnerID(id), Class: class, Fresh: true, Capacity: runnerapi.Capacity{Sandboxes: 10, VCPUs: 20, MemoryMiB: 10_000},
-		Images: []core.Digest{"sha256:base"},
+		Images: []core.Digest{"sha256:base"}, DiskFreeMB: 100_000,
 	}
 	if change != nil {
 		change(&r)
@@ -92,6 +92,29 @@ func TestChoose(t *testing.T) {
 		},
 		"memory": {
 			fleet: []placement.Runner{runner("a", nil)}, req: placement.Request{Count: 6, Resources: core.Resources{VCPUs: 1, MemoryMiB: 2000}}, code: core.CodeCapacity, detail: "memory_mib",
+		},
+		"the fuller when the other's disk is full": {
+			fleet: []placement.Runner{runner("a", func(r *placement.Runner) { r.DiskFreeMB = 0 }), runner("b", full)}, req: placement.Request{Count: 1, Resources: shape}, want: "b",
+		},
+		"far away when the disk of one near is full": {
+			fleet: []placement.Runner{runner("a", nil), runner("b", func(r *placement.Runner) { r.DiskFreeMB = 3*placement.ForkDiskMB - 1 })},
+			req:   placement.Request{Count: 3, Near: map[core.RunnerID]int{"b": 0}}, want: "a",
+		},
+		"a disk with just enough": {
+			fleet: []placement.Runner{runner("a", nil), runner("b", func(r *placement.Runner) { r.DiskFreeMB = 3 * placement.ForkDiskMB })},
+			req:   placement.Request{Count: 3, Near: map[core.RunnerID]int{"b": 0}}, want: "b",
+		},
+		"every disk full": {
+			fleet: []placement.Runner{runner("a", func(r *placement.Runner) { r.DiskFreeMB = 0 }), runner("b", func(r *placement.Runner) { r.DiskFreeMB = -5 })},
+			req:   placement.Request{Count: 1}, code: core.CodeDiskFull, detail: "delete checkpoints",
+		},
+		"holder's disk full": {
+			fleet: []placement.Runner{runner("a", func(r *placement.Runner) { r.DiskFreeMB = 0 }), runner("b", nil)}, req: placement.Request{Count: 1, Holder: "a"},
+			code: core.CodeDiskFull, detail: "runner a, which holds the checkpoint",
+		},
+		"one disk full and the other runner busy": {
+			fleet: []placement.Runner{runner("b", func(r *placement.Runner) { r.Used.Sandboxes = 10 }), runner("a", func(r *placement.Runner) { r.DiskFreeMB = 0 })},
+			req:   placement.Request{Count: 1}, code: core.CodeCapacity, detail: "sandboxes",
 		},
 		"just enough": {fleet: []placement.Runner{runner("a", nil)}, req: placement.Request{Count: 10, Resources: core.Resources{VCPUs: 2, MemoryMiB: 1000}}, want: "a"},
 		"unlimited": {

@@ -82,6 +82,7 @@ type Runner struct {
 	refuse      map[core.SandboxID]func(runnerapi.EgressRules) bool
 	interim     http.Header // see Interim
 	interims    int
+	diskFreeMB  int64
 }
 
 type sandbox struct {
@@ -126,9 +127,7 @@ func New(cfg Config) *Runner {
 	if err != nil {
 		panic(err) // there is no randomness
 	}
-	r := &Runner{
-		cfg: cfg, attestation: attestation{key: key}, started: time.Now().UTC(), sandboxes: map[core.SandboxID]*sandbox{}, checkpoints: map[core.CheckpointID]*checkpoint{}, calls: map[string]int{},
-	}
+	r := &Runner{diskFreeMB: 100_000, cfg: cfg, attestation: attestation{key: key}, started: time.Now().UTC(), sandboxes: map[core.SandboxID]*sandbox{}, checkpoints: map[core.CheckpointID]*checkpoint{}, calls: map[string]int{}}
 	r.RestartEgress()
 	return r
 }
@@ -300,7 +299,7 @@ func (r *Runner) Info() runnerapi.Info {
 func (r *Runner) info() runnerapi.Info {
 	info := runnerapi.Info{
 		RunnerID: r.cfg.ID, Version: runnerapi.Version, Hostname: "fake", Class: r.cfg.Class, Capacity: r.cfg.Capacity,
-		StartedAt: r.started, KVM: "not used: this runner is a fake", DiskFreeMB: 100_000,
+		StartedAt: r.started, KVM: "not used: this runner is a fake", DiskFreeMB: r.diskFreeMB,
 		EgressKey: r.keys.Public(), EgressURL: EgressURL,
 	}
 	for _, s := range r.sandboxes {
@@ -617,4 +616,23 @@ func (r *Runner) Corrupt(id core.SandboxID, evil func(honest http.Handler) http.
 	if s, ok := r.sandboxes[id]; ok {
 		s.evil = evil(s.guest)
 	}
+}
+
+// SetDiskFree says how much may be written on the fake's disk, as its next heartbeat says.
+func (r *Runner) SetDiskFree(mb int64) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.diskFreeMB = mb
+}
+
+// Rejoin makes the host of the fake another runner, which still holds what the one of before captured. Nothing else may use the
+// fake meanwhile.
+func (r *Runner) Rejoin() core.RunnerID {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.cfg.ID, r.started = core.NewID[core.RunnerID](), time.Now().UTC()
+	for id := range r.sandboxes {
+		r.remove(id)
+	}
+	return r.cfg.ID
 }

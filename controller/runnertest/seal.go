@@ -218,7 +218,11 @@ func readManifest(ctx context.Context, store blob.Blobs, at runnerapi.Stored) (m
 
 // take makes a checkpoint that is in the store one that the fake holds.
 func (r *Runner) take(ctx context.Context, in runnerapi.Fork) error {
-	if _, ok := r.held(in.CheckpointID); ok {
+	r.mu.Lock()
+	cp, held := r.checkpoints[in.CheckpointID]
+	mine := held && (!in.Verify || cp.manifest != "")
+	r.mu.Unlock()
+	if mine {
 		return nil
 	}
 	if r.cfg.Store == nil && r.cfg.Fetch == nil || len(in.Sources) == 0 || in.Sources[0].CheckpointID != in.CheckpointID {
@@ -231,12 +235,12 @@ func (r *Runner) take(ctx context.Context, in runnerapi.Fork) error {
 	if r.cfg.Fetch != nil {
 		read = func() (runnerapi.Checkpoint, error) { return r.cfg.Fetch(ctx, r.cfg.ID, in.Sources[0]) }
 	}
-	cp, err := read()
+	got, err := read()
 	if err != nil {
 		return err
 	}
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	r.checkpoints[cp.ID] = &checkpoint{Checkpoint: cp, guest: newGuest(), manifest: in.Sources[0].Digest}
+	r.checkpoints[got.ID] = &checkpoint{Checkpoint: got, guest: newGuest(), manifest: in.Sources[0].Digest}
 	return nil
 }

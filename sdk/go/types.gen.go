@@ -2277,11 +2277,13 @@ type Runner struct {
 	Capacity  Capacity `json:"capacity"`
 
 	// Class What a checkpoint needs of a host; it can be forked only where the class is equal.
-	Class       RunnerClass `json:"class"`
-	DiskFreeMB  int64       `json:"disk_free_mb"`
-	HeartbeatAt time.Time   `json:"heartbeat_at"`
-	Hostname    string      `json:"hostname"`
-	ID          RunnerID    `json:"id"`
+	Class RunnerClass `json:"class"`
+
+	// DiskFreeMB Of disk that may be written, counting copies of checkpoints that nothing uses. A runner with less than 32 for each sandbox gets none.
+	DiskFreeMB  int64     `json:"disk_free_mb"`
+	HeartbeatAt time.Time `json:"heartbeat_at"`
+	Hostname    string    `json:"hostname"`
+	ID          RunnerID  `json:"id"`
 
 	// KVM What decided which VMM and accelerator are used.
 	KVM       string    `json:"kvm"`

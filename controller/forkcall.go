@@ -1,0 +1,156 @@
+package controller
+
+import (
+	"context"
+	"sync"
+	"time"
+
+	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/core"
+)
+
+// callFork asks the runners for the children, each for its own. That one of several did not do its part is a problem of its children.
+func (c *Controller) callFork(ctx context.Context, plan *forkPlan) ([]runnerapi.ChildResult, error) {
+	shares := map[string][]int{} // by endpoint: places in the order asked
+	for i, w := range plan.children {
+		shares[w.Sandbox.Endpoint] = append(shares[w.Sandbox.Endpoint], i)
+	}
+	out := make([]runnerapi.ChildResult, len(plan.children))
+	if len(shares) == 1 {
+		for endpoint, share := range shares {
+			if err := c.callShare(ctx, plan, endpoint, share, out); err != nil {
+				return nil, err
+			}
+		}
+		return out, nil
+	}
+	var group sync.WaitGroup
+	for endpoint, share := range shares {
+		group.Go(func() {
+			err := c.callShare(ctx, plan, endpoint, share, out)
+			if err == nil {
+				return
+			}
+			c.log.WarnContext(ctx, "a runner did not grow its share of a fork", "checkpoint_id", plan.source.ID, "runner_id", plan.children[share[0]].Sandbox.RunnerID, "err", err)
+			for _, i := range share {
+				out[i] = runnerapi.ChildResult{SandboxID: plan.children[i].Sandbox.ID, Problem: runnerapi.ProblemOf(err)}
+			}
+		})
+	}
+	group.Wait()
+	if err := context.Cause(ctx); err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+// callShare asks one runner for some of the children, again when it could not be reached, and checks every answer: a child counts as
+// grown only with a complete reseal of the generation that it was given, and with an attestation of it by the runner that was asked.
+func (c *Controller) callShare(ctx context.Context, plan *forkPlan, endpoint string, share []int, out []runnerapi.ChildResult) error {
+	req := runnerapi.Fork{CheckpointID: plan.source.ID, Children: make([]runnerapi.Child, len(share)), Sources: plan.source.Sources, Peers: plan.source.Peers, Expected: expected(plan.source)}
+	// A host that joined again is another runner, and may still hold what it captured as the runner of before. That it cannot
+	// attest, so it is to verify the bytes against the manifest, as every runner does that has not captured them.
+	req.Verify = len(req.Sources) > 0 && plan.children[share[0]].Sandbox.RunnerID != plan.source.RunnerID
+	if err := c.tell(ctx, plan, share, req.Children); err != nil {
+		return err
+	}
+	for n, i := range share {
+		w := plan.children[i]
+		if w.Resources.DiskGiB > plan.source.Resources.DiskGiB {
+			req.Children[n].DiskGiB = w.Resources.DiskGiB
+		}
+	}
+	// Without the keys a runner can still grow what it holds; another says that it lacks them, and here is why.
+	keys, unavailable := c.keysFor(ctx, plan.source.Sources...)
+	if unavailable != nil && core.CodeOf(unavailable) != core.CodeKeyUnavailable {
+		return unavailable
+	}
+	req.Keys = keys
+	var res runnerapi.ForkResult
+	err := c.insist(ctx, func() error {
+		var err error
+		res, err = c.runners.Fork(ctx, endpoint, req)
+		return err
+	})
+	if core.CodeOf(err) == core.CodeKeyUnavailable && unavailable != nil {
+		return unavailable
+	}
+	if err != nil {
+		return err
+	}
+	if len(res.Children) != len(req.Children) {
+		return core.Errorf(core.Internal, core.CodeInternal, "the runner answered a fork of %d with %d children", len(req.Children), len(res.Children))
+	}
+	for n, i := range share {
+		out[i] = res.Children[n]
+		problem := refused(req.Children[n], out[i])
+		if problem == nil {
+			out[i].Attestation, problem = c.accept(plan, plan.children[i], req.Children[n], out[i])
+		}
+		if problem != nil {
+			out[i].Problem, out[i].Attestation = runnerapi.ProblemOf(problem), nil
+		}
+	}
+	return nil
+}
+
+// tell says what each of some children is to be: the grants that it has are re-issued here, by the secrets and the rules of this moment.
+func (c *Controller) tell(ctx context.Context, plan *forkPlan, share []int, children []runnerapi.Child) error {
+	list := make([]Workspace, len(share))
+	for n, i := range share {
+		list[n] = plan.children[i]
+	}
+	equipped, err := c.equip(ctx, list, false)
+	if err != nil {
+		return err
+	}
+	for n, w := range list {
+		children[n] = runnerapi.Child{
+			SandboxID: w.Sandbox.ID, WorkspaceID: w.ID, Epoch: w.Sandbox.Epoch, Identity: w.Sandbox.Identity, Egress: w.Egress, Rules: equipped[n].rules, Env: w.Env,
+		}
+		plan.tell(w, equipped[n].given)
+		if w.Egress != core.EgressDenyAll {
+			continue
+		}
+		if children[n].CA, err = c.trusted(ctx, w.ProjectID); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// refused says why an answer about a child does not make it ready.
+func refused(asked runnerapi.Child, got runnerapi.ChildResult) error {
+	switch {
+	case got.Problem != nil:
+		return got.Problem.Err()
+	case got.SandboxID != asked.SandboxID || got.Sandbox == nil:
+		return core.Errorf(core.Internal, core.CodeInternal, "the runner did not answer for sandbox %s", asked.SandboxID)
+	case got.Sandbox.State != runnerapi.SandboxReady:
+		return core.Errorf(core.Unavailable, core.CodeForkFailed, "sandbox %s is %s, not ready", asked.SandboxID, got.Sandbox.State)
+	case got.Reseal == nil || !got.Reseal.Complete || got.Reseal.Generation != asked.Identity.Generation:
+		return core.Errorf(core.Unavailable, core.CodeResealFailed, "sandbox %s has no complete reseal of its generation; it is not released", asked.SandboxID)
+	}
+	return nil
+}
+
+// insist repeats a call while the runner cannot be reached, for a bounded time from when it first could not: a connection that
+// breaks late in a long call is no reason to give up at once.
+func (c *Controller) insist(ctx context.Context, call func() error) error {
+	var until time.Time
+	for wait := 50 * time.Millisecond; ; wait = min(2*wait, time.Second) {
+		err := call()
+		if err == nil || core.CodeOf(err) != core.CodeRunnerUnreachable {
+			return err
+		}
+		if until.IsZero() {
+			until = time.Now().Add(c.cfg.RunnerRetry)
+		}
+		if time.Now().Add(wait).After(until) {
+			return err
+		}
+		if stopped := pause(ctx, wait); stopped != nil {
+			return stopped
+		}
+	}
+}
