@@ -96,7 +96,9 @@ func (r *Runner) Handler() http.Handler {
 			reply(w, nil, core.Errorf(core.Unauthenticated, core.CodeUnauthenticated, "wrong secret"))
 			return
 		}
-		mux.ServeHTTP(w, q)
+		if !r.outdated(w, q) {
+			mux.ServeHTTP(w, q)
+		}
 	})
 }
 

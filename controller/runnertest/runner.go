@@ -83,6 +83,7 @@ type Runner struct {
 	interim     http.Header // see Interim
 	interims    int
 	diskFreeMB  int64
+	old         bool // see SetOld
 }
 
 type sandbox struct {
