@@ -10,7 +10,7 @@ import (
 )
 
 // SystemProject owns what the operator publishes to all projects: templates, images, runners.
-const SystemProject core.ProjectID = "prj_00000000000000000000000000"
+const SystemProject = core.SystemProject
 
 // Scope says on whose behalf a transaction works. The database enforces it: rows of other projects do not exist.
 type Scope struct{ name string }

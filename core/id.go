@@ -40,6 +40,9 @@ type (
 	SecretID string
 )
 
+// SystemProject owns what the operator publishes to all projects: templates, images, runners.
+const SystemProject ProjectID = "prj_00000000000000000000000000"
+
 // ID is any of the typed ids.
 type ID interface {
 	~string

@@ -49,6 +49,8 @@ type checkpointRecord struct {
 	Rebased bool `json:"rebased,omitempty"`
 	// Fetched is set where it was not captured here, so that it can be fetched again.
 	Fetched bool `json:"fetched,omitempty"`
+	// Project is that of a checkpoint that was fetched.
+	Project core.ProjectID `json:"project_id,omitempty"`
 	// Root is the root file system of its guest, where that is not the one of an image of this host.
 	Root rootKey `json:"root_file,omitempty"`
 	// WorkingSet is that of runnerapi.StoredRecord.

@@ -13,8 +13,8 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// bring opens a checkpoint, which is fetched before unless it is here. From now on it is not given up; one that is being given up at this
-// moment is fetched again.
+// bring opens a checkpoint. It fetches the checkpoint first unless it is on this host. From then on the checkpoint is not given up; one
+// that is being given up at this moment is fetched again. Every caller gets the checkpoint only if it is what that caller expects.
 func (r *Runner) bring(ctx context.Context, id core.CheckpointID, sources []runnerapi.Stored, want *runnerapi.Expected) (*opened, error) {
 	r.checkpoints.hold(id)
 	defer r.checkpoints.release(id)
@@ -23,10 +23,41 @@ func (r *Runner) bring(ctx context.Context, id core.CheckpointID, sources []runn
 			return nil, err
 		}
 		o, err := r.checkpoints.open(id)
-		if core.CodeOf(err) != core.CodeCheckpointNotFound || !again {
-			return o, err
+		if core.CodeOf(err) == core.CodeCheckpointNotFound && again {
+			continue
+		}
+		if err != nil {
+			return nil, err
+		}
+		bad := r.expect(ctx, o.checkpointRecord, sources, want)
+		if bad == nil {
+			return o, nil
+		}
+		if err := o.close(); err != nil {
+			return nil, errors.Join(bad, err)
+		}
+		if !again || !errors.Is(bad, errAnotherManifest) {
+			return nil, bad
+		}
+		// Nobody can use the copy any more. It goes, unless something that grew from it still runs.
+		if gone, err := r.replaceCopy(ctx, id); !gone || err != nil {
+			return nil, errors.Join(bad, err)
 		}
 	}
+}
+
+// replaceCopy gives up a copy that the caller holds, unless anything else uses it.
+func (r *Runner) replaceCopy(ctx context.Context, id core.CheckpointID) (gone bool, err error) {
+	r.checkpoints.release(id)
+	defer r.checkpoints.hold(id)
+	if r.neededCopies(r.checkpoints.list())[id] {
+		return false, nil
+	}
+	if gone, err = r.giveUp(id); gone {
+		r.cfg.Log.WarnContext(ctx, "copy of a checkpoint given up, because the controller names another manifest", "checkpoint_id", id)
+		r.wake()
+	}
+	return gone, err
 }
 
 // trimCopies gives up checkpoints that were fetched, those first that were used longest ago, until what is left of them takes no more than

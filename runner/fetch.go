@@ -143,13 +143,7 @@ func recordOf(s *snapshotstore.Snapshot) (*checkpointRecord, error) {
 	return &checkpointRecord{Checkpoint: runnerapi.Checkpoint{
 		ID: h.CheckpointID, Parent: h.Parent, Image: h.GuestImage, Class: classOfFields(h.Class), Resources: h.Resources, CreatedAt: captured,
 		DeviceStateBytes: s.Image(imageState).Size(), PauseMS: more.PauseMS, Timings: more.Timings, ParentReseal: more.ParentReseal, Processes: more.Processes,
-	}, WorkingSet: more.WorkingSet}, nil
-}
-
-func claimOf(id core.CheckpointID, want runnerapi.Expected) manifest.Claim {
-	return manifest.Claim{
-		ProjectID: want.ProjectID, CheckpointID: id, Parent: want.Parent, GuestImage: want.Image, Class: classFields(want.Class), Resources: want.Resources,
-	}
+	}, Project: h.ProjectID, WorkingSet: more.WorkingSet}, nil
 }
 
 // fetching is one fetch.
@@ -171,41 +165,63 @@ type fetching struct {
 	got          snapshotstore.Fetched
 }
 
-// findNear finds an ancestor that is here and shares most bytes. Where memory cannot come later the root is brought, if it is not here: what
-// grows from it shares its memory.
-func (f *fetching) findNear(ctx context.Context, ancestors []runnerapi.Stored) (err error) {
+// findNear finds an ancestor that is on this host and shares most bytes. Where memory cannot come later, it first brings the root of the
+// tree: what grows from the root shares its memory. An ancestor that is not what it should be is not used; the fetch then reads the
+// whole checkpoint.
+func (f *fetching) findNear(ctx context.Context, ancestors []runnerapi.Stored) error {
+	if f.lazy {
+		for _, at := range ancestors {
+			if rec, err := f.r.checkpoints.get(at.CheckpointID); err != nil || rec.hasDelta() || f.r.lazy.has(string(rec.Base)) {
+				continue
+			}
+			if done, err := f.useNear(ctx, at); done || err != nil {
+				return err
+			}
+		}
+		return nil
+	}
 	if len(ancestors) == 0 {
 		return nil
 	}
-	if f.lazy {
-		f.near, f.nearAt, err = f.findHere(ancestors)
-	} else {
-		f.nearAt = ancestors[len(ancestors)-1]
-		f.near, err = f.r.bring(ctx, f.nearAt.CheckpointID, []runnerapi.Stored{f.nearAt}, nil)
-	}
-	if err != nil || f.near == nil {
-		return err
-	}
-	if f.nearSnapshot, err = f.r.snapshot(ctx, f.nearAt); err != nil {
-		return errors.Join(err, f.near.close())
-	}
-	return nil
+	_, err := f.useNear(ctx, ancestors[len(ancestors)-1])
+	return err
 }
 
-// findHere opens the nearest ancestor that is here whole and without a delta; nil for none.
-func (f *fetching) findHere(ancestors []runnerapi.Stored) (*opened, runnerapi.Stored, error) {
-	for _, at := range ancestors {
-		rec, err := f.r.checkpoints.get(at.CheckpointID)
-		if err != nil || rec.hasDelta() || f.r.lazy.has(string(rec.Base)) {
-			continue
+// useNear opens an ancestor and its maps, and reports whether it can be used.
+func (f *fetching) useNear(ctx context.Context, at runnerapi.Stored) (ok bool, err error) {
+	unusable := func(err error) (bool, error) {
+		switch {
+		case core.CodeOf(err) == core.CodeManifestInvalid:
+			f.r.metrics.ancestors.Inc()
+			f.r.cfg.Log.WarnContext(ctx, "an ancestor is not used for a fetch", "checkpoint_id", f.rec.ID, "ancestor", at.CheckpointID, "err", err)
+			return false, nil
+		case f.lazy && core.CodeOf(err) == core.CodeCheckpointNotFound:
+			return false, nil // it was removed meanwhile
 		}
-		o, err := f.r.checkpoints.open(at.CheckpointID)
-		if core.CategoryOf(err) == core.NotFound {
-			continue // it was removed meanwhile
-		}
-		return o, at, err
+		return false, err
 	}
-	return nil, runnerapi.Stored{}, nil
+	snapshot, err := f.r.snapshot(ctx, at)
+	if err == nil {
+		err = checkAncestor(snapshot.Header(), f.rec.Project, f.rec.Image)
+	}
+	if err != nil {
+		return unusable(err)
+	}
+	var near *opened
+	if f.lazy {
+		if near, err = f.r.checkpoints.open(at.CheckpointID); err == nil {
+			if err = f.r.expect(ctx, near.checkpointRecord, []runnerapi.Stored{at}, nil); err != nil {
+				err = errors.Join(err, near.close())
+			}
+		}
+	} else {
+		near, err = f.r.bring(ctx, at.CheckpointID, []runnerapi.Stored{at}, nil)
+	}
+	if err != nil {
+		return unusable(err)
+	}
+	f.near, f.nearAt, f.nearSnapshot = near, at, snapshot
+	return true, nil
 }
 
 func (f *fetching) run(ctx context.Context) error {

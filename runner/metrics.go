@@ -26,12 +26,14 @@ type metrics struct {
 	children *prometheus.CounterVec // outcome
 	captures *prometheus.CounterVec // outcome
 	evicted  prometheus.Counter
-	refused  prometheus.Counter
-	stalls   prometheus.Counter
-	cuts     prometheus.Counter
-	phase    *prometheus.HistogramVec // kind, phase
-	reseal   *prometheus.HistogramVec // step
-	pause    prometheus.Histogram
+	// ancestors counts those that a fetch did not use.
+	ancestors prometheus.Counter
+	refused   prometheus.Counter
+	stalls    prometheus.Counter
+	cuts      prometheus.Counter
+	phase     *prometheus.HistogramVec // kind, phase
+	reseal    *prometheus.HistogramVec // step
+	pause     prometheus.Histogram
 
 	// mu guards phases.
 	mu     sync.Mutex
@@ -46,10 +48,11 @@ func newMetrics(r *Runner, reg prometheus.Registerer) *metrics {
 	m.reseal = prometheus.NewHistogramVec(prometheus.HistogramOpts{Name: "coppice_runner_reseal_step_seconds", Help: "Time of a step of a complete reseal, as the guest says.", Buckets: durations}, []string{"step"})
 	m.pause = prometheus.NewHistogram(prometheus.HistogramOpts{Name: "coppice_runner_capture_pause_seconds", Help: "How long the workload stood still for a capture.", Buckets: durations})
 	m.evicted = prometheus.NewCounter(prometheus.CounterOpts{Name: "coppice_runner_copies_evicted_total", Help: "Fetched checkpoints that were given up for want of room."})
+	m.ancestors = prometheus.NewCounter(prometheus.CounterOpts{Name: "coppice_runner_ancestors_refused_total", Help: "Ancestors of a checkpoint that a fetch did not use, because they are not what the controller's rows say."})
 	m.stalls = prometheus.NewCounter(prometheus.CounterOpts{Name: "coppice_runner_stalls_total", Help: "Times that a virtual machine was held because it waited for the store."})
 	m.cuts = prometheus.NewCounter(prometheus.CounterOpts{Name: "coppice_runner_network_cuts_total", Help: "Times that a sandbox was cut off because its network rules in the kernel were not those that were applied."})
 	m.refused = prometheus.NewCounter(prometheus.CounterOpts{Name: "coppice_runner_fetches_refused_total", Help: "Fetches of checkpoints that were refused, because they would use the floor of free disk space."})
-	reg.MustRegister(m.children, m.captures, m.evicted, m.refused, m.stalls, m.cuts, m.phase, m.reseal, m.pause, newState(r), newPagerState(r.lazy))
+	reg.MustRegister(m.children, m.captures, m.evicted, m.ancestors, m.refused, m.stalls, m.cuts, m.phase, m.reseal, m.pause, newState(r), newPagerState(r.lazy))
 	if r.cfg.Egress != nil {
 		reg.MustRegister(newEgressState(r.egress))
 	}

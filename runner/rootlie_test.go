@@ -3,6 +3,7 @@ package runner
 import (
 	"bytes"
 	"fmt"
+	"math/rand/v2"
 	"os"
 	"testing"
 
@@ -10,11 +11,20 @@ import (
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/images"
 	"github.com/coppice-dev/coppice/snapshotstore"
+	"github.com/coppice-dev/coppice/snapshotstore/manifest"
 )
 
 // forge stores what a runner that was taken over would: a checkpoint of another project that says it is of the same image as one that is
 // stored, with a root file system of its own.
 func (p *pool) forge(from *fakeRig, id core.CheckpointID, root []byte) runnerapi.Stored {
+	p.t.Helper()
+	return p.forgeAs(from, id, root, func(h *manifest.Header) {
+		h.ProjectID, h.CheckpointID, h.Parent = core.NewID[core.ProjectID](), core.NewID[core.CheckpointID](), ""
+	})
+}
+
+// forgeAs stores a manifest with the content of a checkpoint, another root file system and a changed header.
+func (p *pool) forgeAs(from *fakeRig, id core.CheckpointID, root []byte, change func(*manifest.Header)) runnerapi.Stored {
 	p.t.Helper()
 	honest, err := snapshotstore.Open(p.t.Context(), p.blobs, refOf(p.sources(id)[0]))
 	if err != nil {
@@ -22,8 +32,10 @@ func (p *pool) forge(from *fakeRig, id core.CheckpointID, root []byte) runnerapi
 	}
 	mem, disk, state := content(p.t, from, id)
 	h := honest.Header()
-	h.ProjectID, h.CheckpointID, h.Parent, h.Before = core.NewID[core.ProjectID](), core.NewID[core.CheckpointID](), "", nil
-	out, err := snapshotstore.Write(p.t.Context(), p.blobs, fmt.Sprintf("v1/%s/%s/1/", h.ProjectID, h.CheckpointID), h, nil, []snapshotstore.Source{
+	h.Before = nil
+	change(&h)
+	prefix := fmt.Sprintf("v1/%s/%s/%d/", h.ProjectID, h.CheckpointID, 1000+rand.IntN(1_000_000))
+	out, err := snapshotstore.Write(p.t.Context(), p.blobs, prefix, h, nil, []snapshotstore.Source{
 		bytesSource(imageMemory, mem), bytesSource(imageDisk, disk), bytesSource(imageState, state), bytesSource(imageRoot, root),
 	}, snapshotstore.Options{Dir: p.t.TempDir()})
 	if err != nil {

@@ -1,0 +1,103 @@
+package runner
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+
+	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/snapshotstore/manifest"
+)
+
+// The controller's rows decide what a checkpoint is. A manifest, an ancestor and a copy that is on this host already must all agree
+// with them, whoever brought the copy and whatever that caller expected.
+
+// errAnotherManifest says that the copy on this host was fetched by another manifest than the one that the caller named.
+var errAnotherManifest = errors.New("it was fetched by another manifest")
+
+func claimOf(id core.CheckpointID, want runnerapi.Expected) manifest.Claim {
+	return manifest.Claim{
+		ProjectID: want.ProjectID, CheckpointID: id, Parent: want.Parent, GuestImage: want.Image, Class: classFields(want.Class), Resources: want.Resources,
+	}
+}
+
+// expect compares a checkpoint that is on this host with what a caller knows of it: where it is in the store, and the fields of its row.
+// The host does not know the project of what it captured itself, so it does not compare that.
+func (r *Runner) expect(ctx context.Context, rec *checkpointRecord, sources []runnerapi.Stored, want *runnerapi.Expected) error {
+	if rec.Fetched && len(sources) > 0 && sources[0].CheckpointID == rec.ID {
+		if err := r.fetchedAs(rec.ID, sources[0]); err != nil {
+			return err
+		}
+	}
+	if want == nil {
+		return nil
+	}
+	h := manifest.Header{
+		ProjectID: want.ProjectID, CheckpointID: rec.ID, Parent: rec.Parent, GuestImage: rec.Image, Class: classFields(rec.Class), Resources: rec.Resources,
+	}
+	if rec.Fetched {
+		var err error
+		if h.ProjectID, err = r.projectOf(ctx, rec); err != nil {
+			return fmt.Errorf("find the project of the copy of checkpoint %s on this runner: %w", rec.ID, err)
+		}
+	}
+	return h.Check(claimOf(rec.ID, *want))
+}
+
+// projectOf returns the project of a copy. Records of older runners do not have it; their manifest does.
+func (r *Runner) projectOf(ctx context.Context, rec *checkpointRecord) (core.ProjectID, error) {
+	if rec.Project != "" {
+		return rec.Project, nil
+	}
+	at, err := r.storedAt(rec.ID)
+	if err != nil {
+		return "", err
+	}
+	snapshot, err := r.snapshot(ctx, at)
+	if err != nil {
+		return "", err
+	}
+	return snapshot.Header().ProjectID, nil
+}
+
+// storedAt returns where a checkpoint of this host is in the store, as the host noted it.
+func (r *Runner) storedAt(id core.CheckpointID) (at runnerapi.Stored, err error) {
+	b, err := os.ReadFile(r.checkpoints.path(id, sealedFile))
+	if err == nil {
+		err = json.Unmarshal(b, &at)
+	}
+	return at, err
+}
+
+// fetchedAs refuses a copy that was fetched by another manifest than at.
+func (r *Runner) fetchedAs(id core.CheckpointID, at runnerapi.Stored) error {
+	was, err := r.storedAt(id)
+	if err != nil {
+		return fmt.Errorf("find the manifest of the copy of checkpoint %s on this runner: %w", id, err)
+	}
+	if was.Digest != at.Digest {
+		return core.Wrapf(errAnotherManifest, core.DataLoss, core.CodeManifestInvalid,
+			"the copy of checkpoint %s on this runner was fetched by the manifest %s, but the controller's row names %s; end what uses the copy, or fork on another runner",
+			id, was.Digest.Short(), at.Digest.Short())
+	}
+	return nil
+}
+
+// checkAncestor refuses an ancestor that a checkpoint cannot have grown from. An ancestor has the same image, and it is of the same
+// project or of the system's, which has the templates.
+func checkAncestor(h manifest.Header, project core.ProjectID, image core.Digest) error {
+	var field string
+	switch {
+	case h.GuestImage != image:
+		field = "guest_image"
+	case h.ProjectID != project && h.ProjectID != core.SystemProject:
+		field = "project_id"
+	default:
+		return nil
+	}
+	return core.Errorf(core.DataLoss, core.CodeManifestInvalid,
+		"the manifest of checkpoint %s has another %s than the checkpoint that is said to have grown from it, so its bytes are not used", h.CheckpointID, field)
+}
