@@ -36,25 +36,25 @@ func (r *Runner) bring(ctx context.Context, id core.CheckpointID, sources []runn
 		if err := o.close(); err != nil {
 			return nil, errors.Join(bad, err)
 		}
-		if !again || !errors.Is(bad, errAnotherManifest) {
+		if !again || !errors.Is(bad, errUnfit) {
 			return nil, bad
 		}
 		// Nobody can use the copy any more. It goes, unless something that grew from it still runs.
-		if gone, err := r.replaceCopy(ctx, id); !gone || err != nil {
+		if gone, err := r.replaceCopy(ctx, id, bad); !gone || err != nil {
 			return nil, errors.Join(bad, err)
 		}
 	}
 }
 
 // replaceCopy gives up a copy that the caller holds, unless anything else uses it.
-func (r *Runner) replaceCopy(ctx context.Context, id core.CheckpointID) (gone bool, err error) {
+func (r *Runner) replaceCopy(ctx context.Context, id core.CheckpointID, bad error) (gone bool, err error) {
 	r.checkpoints.release(id)
 	defer r.checkpoints.hold(id)
 	if r.neededCopies(r.checkpoints.list())[id] {
 		return false, nil
 	}
 	if gone, err = r.giveUp(id); gone {
-		r.cfg.Log.WarnContext(ctx, "copy of a checkpoint given up, because the controller names another manifest", "checkpoint_id", id)
+		r.cfg.Log.WarnContext(ctx, "copy of a checkpoint given up, because it is not what the controller names", "checkpoint_id", id, "err", bad)
 		r.wake()
 	}
 	return gone, err

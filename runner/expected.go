@@ -15,8 +15,8 @@ import (
 // The controller's rows decide what a checkpoint is. A manifest, an ancestor and a copy that is on this host already must all agree
 // with them, whoever brought the copy and whatever that caller expected.
 
-// errAnotherManifest says that the copy on this host was fetched by another manifest than the one that the caller named.
-var errAnotherManifest = errors.New("it was fetched by another manifest")
+// errUnfit says that nobody may use the copy on this host.
+var errUnfit = errors.New("the copy is not to be used")
 
 func claimOf(id core.CheckpointID, want runnerapi.Expected) manifest.Claim {
 	return manifest.Claim{
@@ -27,6 +27,9 @@ func claimOf(id core.CheckpointID, want runnerapi.Expected) manifest.Claim {
 // expect compares a checkpoint that is on this host with what a caller knows of it: where it is in the store, and the fields of its row.
 // The host does not know the project of what it captured itself, so it does not compare that.
 func (r *Runner) expect(ctx context.Context, rec *checkpointRecord, sources []runnerapi.Stored, want *runnerapi.Expected) error {
+	if err := r.checkOldRoot(rec); err != nil {
+		return err
+	}
 	if rec.Fetched && len(sources) > 0 && sources[0].CheckpointID == rec.ID {
 		if err := r.fetchedAs(rec.ID, sources[0]); err != nil {
 			return err
@@ -79,11 +82,24 @@ func (r *Runner) fetchedAs(id core.CheckpointID, at runnerapi.Stored) error {
 		return fmt.Errorf("find the manifest of the copy of checkpoint %s on this runner: %w", id, err)
 	}
 	if was.Digest != at.Digest {
-		return core.Wrapf(errAnotherManifest, core.DataLoss, core.CodeManifestInvalid,
+		return core.Wrapf(errUnfit, core.DataLoss, core.CodeManifestInvalid,
 			"the copy of checkpoint %s on this runner was fetched by the manifest %s, but the controller's row names %s; end what uses the copy, or fork on another runner",
 			id, was.Digest.Short(), at.Digest.Short())
 	}
 	return nil
+}
+
+// checkOldRoot refuses a copy of an older runner whose root file system nobody verified. Older runners kept what came from the store under
+// the name of its image, shared by all projects. The copy is fetched again; it then has a root file system of its own project.
+func (r *Runner) checkOldRoot(rec *checkpointRecord) error {
+	if !rec.Fetched || rec.Root != "" || rec.Project != "" {
+		return nil
+	}
+	if _, err := r.cfg.Images.Get(string(rec.Image)); core.CategoryOf(err) != core.NotFound {
+		return err // checkRoot compares it with the image
+	}
+	return core.Wrapf(errUnfit, core.DataLoss, core.CodeCheckpointCorrupt,
+		"the copy of checkpoint %s on this runner has a root file system that an older runner kept without verifying it; end what uses the copy, or fork on another runner", rec.ID)
 }
 
 // checkAncestor refuses an ancestor that a checkpoint cannot have grown from. An ancestor has the same image, and it is of the same

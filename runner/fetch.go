@@ -93,12 +93,15 @@ func (r *Runner) fetchNow(ctx context.Context, sources []runnerapi.Stored, want 
 	}
 	if err == nil {
 		rec.Timings = append(rec.Timings, watch.Timings()...)
+		r.seals.done(rec.ID) // before others see it, or it would be sealed again and its note overwritten
 		err = errors.Join(atomicfile.WriteJSON(filepath.Join(f.dir, sealedFile), at, 0o600), r.checkpoints.publish(f.dir, rec))
 	}
 	if err = errors.Join(err, release()); err != nil {
+		if _, there := r.checkpoints.get(rec.ID); there != nil {
+			r.seals.forget(rec.ID)
+		}
 		return nil, errors.Join(err, os.RemoveAll(f.dir))
 	}
-	r.seals.done(rec.ID)
 	r.cfg.Log.InfoContext(ctx, "checkpoint fetched from the store", "checkpoint_id", rec.ID, "bytes", f.got.Bytes, "requests", f.got.Requests)
 	return rec, nil
 }

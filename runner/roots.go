@@ -2,6 +2,7 @@ package runner
 
 import (
 	"cmp"
+	"crypto/rand"
 	"errors"
 	"fmt"
 	"os"
@@ -54,16 +55,38 @@ func (r *Runner) rootName(k rootKey) string { return filepath.Join("roots", stri
 
 func (r *Runner) rootPath(k rootKey) string { return filepath.Join(r.cfg.DataDir, r.rootName(k)) }
 
-// keepRoot makes sure that the runner has the root file system of a verified image.
+// keepRoot makes sure that the runner has the root file system of an image of this host. It replaces a file that is not what the image
+// says. Machines that have the old file open keep it.
 func (r *Runner) keepRoot(img images.Image) error {
-	path := r.rootPath(ownRoot(img.Digest))
-	if _, err := os.Stat(path); err == nil {
+	k := ownRoot(img.Digest)
+	err := r.checkKept(k)
+	switch {
+	case err == nil:
 		return nil
-	}
-	part := path + ".part"
-	if err := ignoreAbsent(os.Remove(part)); err != nil {
+	case core.CodeOf(err) == core.CodeCheckpointCorrupt:
+		r.cfg.Log.Warn("a root file system on this runner is not that of its image and is replaced", "image", img.Digest.Short(), "err", err)
+	case !errors.Is(err, os.ErrNotExist):
 		return err
 	}
+	if err := r.placeRoot(img); err != nil {
+		return fmt.Errorf("keep the root file system of image %s: %w", img.Digest.Short(), err)
+	}
+	return r.checkKept(k)
+}
+
+// checkKept verifies the file of a root file system.
+func (r *Runner) checkKept(k rootKey) error {
+	f, err := os.Open(r.rootPath(k))
+	if err != nil {
+		return err
+	}
+	return errors.Join(r.checkRoot(k, f), f.Close())
+}
+
+// placeRoot puts an image's root file system where the runner keeps it, in the place of a file that is there.
+func (r *Runner) placeRoot(img images.Image) error {
+	path := r.rootPath(ownRoot(img.Digest))
+	part := path + "." + rand.Text() + ".part" // several may do so at once
 	err := os.Link(img.RootFS, part)
 	if errors.Is(err, unix.EXDEV) || errors.Is(err, unix.EPERM) || errors.Is(err, unix.EMLINK) {
 		err = copyRoot(part, img.RootFS)
@@ -71,10 +94,7 @@ func (r *Runner) keepRoot(img images.Image) error {
 	if err == nil {
 		err = atomicfile.Rename(part, path)
 	}
-	if err != nil {
-		return errors.Join(fmt.Errorf("keep the root file system of image %s: %w", img.Digest.Short(), err), os.RemoveAll(part))
-	}
-	return nil
+	return errors.Join(err, ignoreAbsent(os.Remove(part))) // rename leaves it where both names are one file
 }
 
 func copyRoot(to, from string) error {
@@ -107,9 +127,24 @@ func (r *Runner) openRoot(k rootKey) (*os.File, error) {
 		return f, err
 	}
 	if err := r.checkRoot(k, f); err != nil {
-		return nil, errors.Join(err, f.Close())
+		return r.reopenRoot(k, errors.Join(err, f.Close()))
 	}
 	return f, nil
+}
+
+// reopenRoot opens a root file system that was found bad once more, if the image that it is of is on this host and replaces it.
+func (r *Runner) reopenRoot(k rootKey, bad error) (*os.File, error) {
+	if core.CodeOf(bad) != core.CodeCheckpointCorrupt {
+		return nil, bad
+	}
+	img, err := r.cfg.Images.Get("sha256:" + string(k))
+	if err != nil {
+		return nil, bad
+	}
+	if err := r.keepRoot(img); err != nil {
+		return nil, err
+	}
+	return os.Open(r.rootPath(k))
 }
 
 // holdRoots keeps every root file system until release is called: one is there before the checkpoint that needs it. It waits until what is

@@ -1,10 +1,103 @@
 package runner
 
 import (
+	"bytes"
+	"io"
 	"os"
 	"testing"
 	"time"
+
+	"github.com/coppice-dev/coppice/images"
 )
+
+// plant puts another root file system in the place of a shared one, and returns it open, as a machine has it.
+func plant(t *testing.T, r *fakeRig, k rootKey, b []byte) *os.File {
+	t.Helper()
+	path := r.rootPath(k)
+	if err := os.WriteFile(path+".new", b, 0o444); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Rename(path+".new", path); err != nil {
+		t.Fatal(err)
+	}
+	f, err := os.Open(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = f.Close() })
+	return f
+}
+
+func wantRoot(t *testing.T, r *fakeRig, k rootKey, want []byte) {
+	t.Helper()
+	if got, err := os.ReadFile(r.rootPath(k)); err != nil || !bytes.Equal(got, want) {
+		t.Errorf("the root file system is of %d bytes, not those of the image: %v", len(got), err)
+	}
+}
+
+// TestBadRootIsReplaced: a shared root file system that is not its image's is replaced, by a fork and by a fetch. A machine that has the bad
+// one keeps what it has.
+func TestBadRootIsReplaced(t *testing.T) {
+	t.Parallel()
+	x := newExpectation(t)
+	want, err := os.ReadFile(x.a.image.RootFS)
+	if err != nil {
+		t.Fatal(err)
+	}
+	evil := bytes.Repeat([]byte("evil"), len(want)/4)
+	b := x.runner(nil)
+	for name, r := range map[string]*fakeRig{"a fork": x.a, "a fetch": b} {
+		k := ownRoot(r.image.Digest)
+		used := plant(t, r, k, evil)
+		if err := x.grow(r, x.sources(x.c), x.truth); err != nil {
+			t.Errorf("%s: %v", name, err)
+		}
+		wantRoot(t, r, k, want)
+		if got, err := io.ReadAll(used); err != nil || !bytes.Equal(got, evil) {
+			t.Errorf("%s: a machine that had the file finds %d other bytes, %v", name, len(got), err)
+		}
+	}
+	if left, err := os.ReadDir(b.rootsDir()); err != nil || len(left) != 1 {
+		t.Errorf("there are %v, %v", left, err)
+	}
+}
+
+// TestOldStoreRoot: what an older runner kept from the store under the name of an image that is not here is not believed.
+func TestOldStoreRoot(t *testing.T) {
+	t.Parallel()
+	x := newExpectation(t)
+	b := x.runner(func(c *Config) {
+		empty, err := images.Open(t.TempDir())
+		if err != nil {
+			t.Fatal(err)
+		}
+		c.Images = empty
+	})
+	if err := x.grow(b, x.sources(x.c), x.truth); err != nil {
+		t.Fatal(err)
+	}
+	for _, s := range b.Sandboxes() {
+		if err := b.Destroy(t.Context(), s.ID); err != nil {
+			t.Fatal(err)
+		}
+	}
+	b.checkpoints.mu.Lock()
+	old := *b.checkpoints.records[x.c]
+	old.Project, old.Root = "", ""
+	b.checkpoints.records[x.c] = &old
+	b.checkpoints.mu.Unlock()
+	plant(t, b, old.rootKey(), []byte("evil"))
+	if err := x.grow(b, x.sources(x.c), x.truth); err != nil {
+		t.Error(err)
+	}
+	rec, err := b.checkpoints.get(x.c)
+	if err != nil || !rec.rootKey().stored() {
+		t.Errorf("a machine has the root file system %s, %v", rec.rootKey(), err)
+	}
+	if _, err := os.Stat(b.rootPath(ownRoot(rec.Image))); !os.IsNotExist(err) {
+		t.Errorf("the old root file system is still there: %v", err)
+	}
+}
 
 // TestRootsHeldWhileCollected: who needs a root file system while those that nothing needs are being removed has it until he lets go.
 func TestRootsHeldWhileCollected(t *testing.T) { //nolint:paralleltest // failpoints are the process's
