@@ -96,6 +96,19 @@ func (e *CrashError) Error() string {
 	return fmt.Sprintf("the confined helper for %s ended early: %s; it said: %q", e.Task, e.How, e.Said)
 }
 
+// KilledError says that something outside killed a helper, and not for what the helper did. It is retryable: helpers are the first that
+// the kernel kills when the host or the control group runs short of memory.
+type KilledError struct{ Task string }
+
+func (e *KilledError) Error() string {
+	return fmt.Sprintf("the confined helper for %s was killed from outside, as the kernel does when the host is short of memory; try again, and give the host more memory if this repeats", e.Task)
+}
+
+// Unwrap gives the error a code.
+func (e *KilledError) Unwrap() error {
+	return core.Errorf(core.Exhausted, core.CodeCapacity, "%s", e.Error())
+}
+
 // TaskError is the error that a task returned. Code and Message come from the helper, so the caller must not trust them: it
 // compares the code with those it knows.
 type TaskError struct {
@@ -315,6 +328,8 @@ func (p *process) verdict(spec Spec, said string) error {
 		switch {
 		case sig == unix.SIGKILL && p.state.UserTime()+p.state.SystemTime() > spec.Limits.CPU-200*time.Millisecond, sig == unix.SIGXCPU:
 			return hit(LimitCPU, spec.Limits.CPU)
+		case sig == unix.SIGKILL && p.confined: // the first process of a process namespace cannot kill itself
+			return &KilledError{spec.Task}
 		case sig == unix.SIGSYS:
 			return hit(LimitSyscall, "those of its filter")
 		case sig == unix.SIGXFSZ:

@@ -377,6 +377,26 @@ func TestInAContainer(t *testing.T) {
 	}
 }
 
+// TestKilledFromOutside: a helper that the kernel kills for want of memory is no crash of its task, and the caller may try again.
+func TestKilledFromOutside(t *testing.T) { //nolint:paralleltest // it looks for its helper among all of this process
+	require.Root(t)
+	r, w, err := os.Pipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer r.Close()
+	defer w.Close()
+	err = confine.Run(t.Context(), spec(taskWait, nil, r), func(json.RawMessage) error {
+		return unix.Kill(helperOf(t, os.Getpid(), taskWait), unix.SIGKILL) // as the kernel does
+	})
+	if _, killed := errors.AsType[*confine.KilledError](err); !killed || core.CategoryOf(err) != core.Exhausted || core.CodeOf(err) != core.CodeCapacity {
+		t.Errorf("it was killed: %v", err)
+	}
+	if err := confine.Run(t.Context(), spec(taskMisuse, "signal"), func(json.RawMessage) error { return nil }); errors.As(err, new(*confine.KilledError)) {
+		t.Errorf("a helper that tries to kill itself: %v", err)
+	}
+}
+
 // TestKilledParent: a helper does not outlive who started it.
 func TestKilledParent(t *testing.T) {
 	t.Parallel()

@@ -4,15 +4,22 @@ import (
 	"bytes"
 	"encoding/json"
 	"errors"
+	"io"
 	"os"
 	"path/filepath"
+	"strconv"
+	"strings"
 	"testing"
 	"testing/fstest"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/confine"
 	"github.com/coppice-dev/coppice/internal/confine/confinetest"
+	"github.com/coppice-dev/coppice/internal/eventually"
+	"github.com/coppice-dev/coppice/internal/require"
 	"github.com/coppice-dev/coppice/runner/diskdiff"
 	"github.com/coppice-dev/coppice/runner/ext4/ext4test"
 	"github.com/coppice-dev/coppice/runner/rootimage/erofstest"
@@ -27,6 +34,10 @@ func TestMain(m *testing.M) {
 		}
 		if text, ok := bytes.CutPrefix(in.After, []byte("answer:")); ok {
 			return c.Answer(json.RawMessage(text))
+		}
+		if bytes.Equal(in.After, []byte("hang")) {
+			_, err := io.ReadAll(os.Stdin) // the caller keeps it open
+			return err
 		}
 		if bytes.Equal(in.After, []byte("panic")) {
 			panic("on purpose")
@@ -111,6 +122,35 @@ func TestErrors(t *testing.T) {
 	_, err := Compare(t.Context(), Request{A: stored(t, nil), B: stored(t, nil), Root: stored(t, nil), Limit: 1, Wait: time.Minute})
 	if core.CodeOf(err) != core.CodeDiskUnreadable {
 		t.Errorf("no disks: %v", err)
+	}
+}
+
+// TestKilledForWantOfMemory: a comparison whose helper the kernel killed says nothing of the disks, and may be tried again.
+func TestKilledForWantOfMemory(t *testing.T) { //nolint:paralleltest // it looks for the only helper of this process
+	require.Root(t)
+	done := make(chan error, 1)
+	go func() {
+		_, err := ask(t, "hang")
+		done <- err
+	}()
+	eventually.True(t, "the helper is killed", func() bool {
+		list, err := filepath.Glob("/proc/self/task/*/children")
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, path := range list {
+			b, _ := os.ReadFile(path) // a thread may have ended
+			for _, f := range strings.Fields(string(b)) {
+				pid, err := strconv.Atoi(f)
+				if err == nil && unix.Kill(pid, unix.SIGKILL) == nil {
+					return true
+				}
+			}
+		}
+		return false
+	})
+	if err := <-done; core.CategoryOf(err) != core.Exhausted || core.CodeOf(err) != core.CodeCapacity {
+		t.Errorf("the kernel killed the helper: %v", err)
 	}
 }
 
