@@ -72,6 +72,11 @@ func serve(tasks []Task) error {
 	if err := readJSON(frameHeader, &h); err != nil {
 		return fmt.Errorf("it is started by a program that needs it, which tells it what to do: %w", err)
 	}
+	if h.Chroot { // before anything of a tenant is read
+		if err := errors.Join(unix.Chroot(stageDir), unix.Chdir("/")); err != nil {
+			return fmt.Errorf("enter the empty root: %w", err)
+		}
+	}
 	kind, request, err := readFrame(os.Stdin, maxRequest)
 	if err != nil || kind != frameRequest {
 		return errors.Join(errors.New("read the request"), err)

@@ -254,7 +254,7 @@ func (p *process) converse(spec Spec, request []byte, each func(json.RawMessage)
 	if err := p.confine(); err != nil {
 		return reply{}, fmt.Errorf("confine the helper for %s: %w", spec.Task, err)
 	}
-	head, err := json.Marshal(header{Task: spec.Task, Limits: spec.Limits, UID: p.uid, Files: len(spec.Files), Dir: spec.Dir != "", Confined: p.confined, Bare: p.bare})
+	head, err := json.Marshal(header{Task: spec.Task, Limits: spec.Limits, UID: p.uid, Files: len(spec.Files), Dir: spec.Dir != "", Confined: p.confined, Bare: p.bare, Chroot: p.chroot})
 	if err != nil {
 		return reply{}, err
 	}

@@ -33,6 +33,7 @@ type header struct {
 	Dir      bool   `json:"dir"`
 	Confined bool   `json:"confined"` // it must find itself in an empty root, as UID
 	Bare     bool   `json:"bare"`     // but the root is not empty; see emptyRoot
+	Chroot   bool   `json:"chroot"`   // it enters its root itself; see stageRoot
 }
 
 // failure is how a helper tells an error.

@@ -285,7 +285,8 @@ func tree(c *confine.Child) error {
 		}
 		return err
 	}
-	out := errors.Join(try("open a device node", open(confine.TreeDir+"/zero")), try("leave the tree", open(confine.TreeDir+"/../etc/passwd")), try("a file beside the tree", os.WriteFile("/beside", nil, 0o600)))
+	out := errors.Join(try("open a file of the host", open("/etc/passwd")), try("open a file above its root", open("../../../../etc/passwd")),
+		try("open a device node", open(confine.TreeDir+"/zero")), try("leave the tree", open(confine.TreeDir+"/../etc/passwd")), try("a file beside the tree", os.WriteFile("/beside", nil, 0o600)))
 	big, err := root.Create("big")
 	if err != nil {
 		return err
@@ -331,9 +332,16 @@ func contained(dir string) {
 		err = errors.Join(err, fmt.Errorf("only %d attempts were made", len(got)))
 	}
 	s := spec(taskTree, nil)
-	s.Dir = dir
-	if refused := confine.Run(context.Background(), s, collect(&got)); refused == nil || !strings.Contains(refused.Error(), "forbids pivot_root") {
-		err = errors.Join(err, fmt.Errorf("a helper with a directory: %w", refused))
+	s.Dir, s.Caps, s.Limits.FileBytes = dir, []uint8{unix.CAP_CHOWN, unix.CAP_DAC_OVERRIDE, unix.CAP_MKNOD}, 1<<20
+	got = nil
+	err = errors.Join(err, confine.Run(context.Background(), s, collect(&got)))
+	for _, a := range got {
+		if a.Err == "" {
+			err = errors.Join(err, fmt.Errorf("a helper with a directory can: %s", a.What))
+		}
+	}
+	if b, readErr := os.ReadFile(dir + "/made"); len(got) < 6 || string(b) != "made" {
+		err = errors.Join(err, readErr, fmt.Errorf("a helper with a directory made %q and %d attempts", b, len(got)))
 	}
 	if err != nil {
 		fmt.Println(err)

@@ -25,6 +25,7 @@ type process struct {
 	uid                   uint32
 	confined              bool // in namespaces and as a user of its own
 	bare                  bool // its root is the container's; see emptyRoot
+	chroot                bool // it enters its root itself; see stageRoot
 	proc                  *os.Process
 	stdin, stdout, stderr *os.File
 	ended                 chan struct{}
@@ -46,6 +47,15 @@ func start(spec Spec, uid uint32) (*process, error) {
 	}
 	if spec.Dir != "" && !p.confined {
 		return nil, errors.New("only root can give it a directory")
+	}
+	if spec.Dir != "" {
+		can, err := canPivot()
+		if err != nil {
+			return nil, err
+		}
+		if p.chroot = !can; p.chroot {
+			spec.Caps = append(slices.Clip(spec.Caps), unix.CAP_SYS_CHROOT)
+		}
 	}
 	stdin, stdout, stderr, err := p.pipes()
 	if err != nil {
@@ -119,14 +129,22 @@ func (p *process) attributes(caps []uint8) *syscall.SysProcAttr {
 	return a
 }
 
-// prepareThread gives this thread a mount namespace of its own, from which nothing reaches the host's, and takes away what the
-// helper must not inherit: the bounding set but for caps, and the way to new privileges.
-func (p *process) prepareThread(caps []uint8) error {
+// unshareMounts gives this thread a mount namespace of its own, from which nothing reaches the host's.
+func unshareMounts() error {
 	if err := unix.Unshare(unix.CLONE_NEWNS); err != nil {
 		return fmt.Errorf("make a mount namespace: %w", err)
 	}
 	if err := unix.Mount("", "/", "", unix.MS_REC|unix.MS_PRIVATE, ""); err != nil {
 		return fmt.Errorf("make mounts private: %w", err)
+	}
+	return nil
+}
+
+// prepareThread gives this thread a mount namespace of its own, from which nothing reaches the host's, and takes away what the
+// helper must not inherit: the bounding set but for caps, and the way to new privileges.
+func (p *process) prepareThread(caps []uint8) error {
+	if err := unshareMounts(); err != nil {
+		return err
 	}
 	keep := make(map[uintptr]bool, len(caps))
 	for _, c := range caps {
@@ -161,7 +179,11 @@ func (p *process) confine() error {
 	select {
 	case p.onThread <- func() {
 		var err error
-		p.bare, err = emptyRoot(p.dir)
+		if p.chroot {
+			err = stageRoot(p.dir)
+		} else {
+			p.bare, err = emptyRoot(p.dir)
+		}
 		result <- err
 	}:
 	case <-p.ended:
@@ -181,7 +203,10 @@ func (p *process) checkMounts() error {
 	}
 	want := 1
 	if p.dir != "" {
-		want = 2
+		want++
+	}
+	if p.chroot { // it has not entered its root yet
+		want++
 	}
 	if n := strings.Count(string(b), "\n"); n != want {
 		return fmt.Errorf("it has %d mounts, want %d", n, want)
@@ -193,7 +218,7 @@ func (p *process) checkMounts() error {
 // this thread's. Where dir is not empty, it is at TreeDir. Every other mount of the host is gone from the namespace.
 //
 // Container engines forbid pivot_root. There the root that the container has stays, read-only, and every other mount goes: bare. A
-// helper without a directory cannot open anything by its path anyway; one with a directory is refused.
+// helper without a directory cannot open anything by its path anyway; one with a directory has stageRoot.
 func emptyRoot(dir string) (bare bool, err error) {
 	mounts, err := mountPoints()
 	if err != nil {
@@ -211,16 +236,54 @@ func emptyRoot(dir string) (bare bool, err error) {
 	if !errors.Is(err, errNoPivot) || tree >= 0 {
 		return false, err
 	}
+	return true, leaveMounts(mounts)
+}
+
+// leaveMounts takes every mount but the root out of this thread's mount namespace, and makes the root read-only.
+func leaveMounts(mounts []string) error {
 	for _, at := range slices.Backward(mounts) {
 		if err := unix.Unmount(at, unix.MNT_DETACH|unix.UMOUNT_NOFOLLOW); err != nil && !errors.Is(err, unix.EINVAL) && !errors.Is(err, unix.ENOENT) {
-			return false, fmt.Errorf("leave the mount at %s: %w", at, err)
+			return fmt.Errorf("leave the mount at %s: %w", at, err)
 		}
 	}
 	if err := unix.Mount("", "/", "", unix.MS_REMOUNT|unix.MS_BIND|unix.MS_RDONLY|rootFlags, ""); err != nil {
-		return false, fmt.Errorf("make the root read-only: %w", err)
+		return fmt.Errorf("make the root read-only: %w", err)
 	}
-	return true, unix.Chdir("/")
+	return unix.Chdir("/")
 }
+
+// stageRoot makes an empty file system with dir at TreeDir where pivot_root is forbidden. The helper makes it its root by chroot, before
+// it reads its request. It keeps CAP_SYS_CHROOT, which the filter makes useless: it allows neither chroot nor setns. No descriptor of
+// the helper is of a directory outside, so nothing leads back to the container's root.
+func stageRoot(dir string) error {
+	mounts, err := mountPoints()
+	if err != nil {
+		return err
+	}
+	tree, err := detached(dir)
+	if err != nil {
+		return err
+	}
+	defer func() { _ = unix.Close(tree) }()
+	if err := leaveMounts(mounts); err != nil {
+		return err
+	}
+	return mountStage(tree)
+}
+
+// canPivot reports whether this host allows pivot_root. It tries once.
+var canPivot = sync.OnceValues(func() (bool, error) {
+	err := osthread.Do(func() error { // the thread's namespace is changed for good
+		if err := unshareMounts(); err != nil {
+			return err
+		}
+		return pivot(-1)
+	})
+	if errors.Is(err, errNoPivot) {
+		return false, nil
+	}
+	return err == nil, err
+})
 
 // mountPoints lists where this thread's namespace has mounts, without its root.
 func mountPoints() ([]string, error) {
@@ -262,34 +325,44 @@ const rootFlags = unix.MS_NOSUID | unix.MS_NODEV | unix.MS_NOEXEC
 // errNoPivot says that the host forbids pivot_root.
 var errNoPivot = errors.New("this host forbids pivot_root, as the filters of container engines do; run the program outside of the container, or allow pivot_root in its seccomp profile")
 
-// pivot makes a new file system the root, with the detached mount tree at TreeDir unless it is -1.
-func pivot(tree int) error {
-	const at = "/proc" // a directory that every host has; what is mounted over it is not needed any more
-	if err := unix.Mount("none", at, "tmpfs", rootFlags, "mode=0555,size=64k,nr_inodes=4"); err != nil {
+// stageDir is a directory that every host has. What is mounted over it is not needed any more.
+const stageDir = "/proc"
+
+// mountStage mounts an empty file system at stageDir, with the detached mount tree at TreeDir unless it is -1.
+func mountStage(tree int) error {
+	if err := unix.Mount("none", stageDir, "tmpfs", rootFlags, "mode=0555,size=64k,nr_inodes=4"); err != nil {
 		return fmt.Errorf("mount an empty root: %w", err)
 	}
 	if tree >= 0 {
-		if err := unix.Mkdir(at+TreeDir, 0o555); err != nil {
+		if err := unix.Mkdir(stageDir+TreeDir, 0o555); err != nil {
 			return err
 		}
-		if err := unix.MoveMount(tree, "", unix.AT_FDCWD, at+TreeDir, unix.MOVE_MOUNT_F_EMPTY_PATH); err != nil {
+		if err := unix.MoveMount(tree, "", unix.AT_FDCWD, stageDir+TreeDir, unix.MOVE_MOUNT_F_EMPTY_PATH); err != nil {
 			return fmt.Errorf("mount the directory: %w", err)
 		}
 	}
-	if err := unix.Mount("", at, "", unix.MS_REMOUNT|unix.MS_BIND|unix.MS_RDONLY|rootFlags, ""); err != nil {
+	if err := unix.Mount("", stageDir, "", unix.MS_REMOUNT|unix.MS_BIND|unix.MS_RDONLY|rootFlags, ""); err != nil {
 		return fmt.Errorf("make the empty root read-only: %w", err)
+	}
+	return nil
+}
+
+// pivot makes a new file system the root, with the detached mount tree at TreeDir unless it is -1.
+func pivot(tree int) error {
+	if err := mountStage(tree); err != nil {
+		return err
 	}
 	old, err := unix.Open("/", unix.O_PATH|unix.O_DIRECTORY|unix.O_CLOEXEC, 0)
 	if err != nil {
 		return err
 	}
 	defer func() { _ = unix.Close(old) }()
-	if err := unix.Chdir(at); err != nil {
+	if err := unix.Chdir(stageDir); err != nil {
 		return err
 	}
 	err = unix.PivotRoot(".", ".") // the old root is then mounted over the new one
 	if errors.Is(err, unix.EPERM) || errors.Is(err, unix.ENOSYS) {
-		return errors.Join(errNoPivot, unix.Chdir("/"), unix.Unmount(at, unix.MNT_DETACH))
+		return errors.Join(errNoPivot, unix.Chdir("/"), unix.Unmount(stageDir, unix.MNT_DETACH))
 	}
 	if err != nil {
 		return fmt.Errorf("change the root: %w", err)
