@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -52,6 +53,22 @@ func TestRun(t *testing.T) {
 	}
 	if len(got) != 1 || got[0] != "hello file again" {
 		t.Errorf("got %q", got)
+	}
+}
+
+// TestOffsetsAreTheCallers: a helper reads a file from where the caller is in it, and the caller stays there.
+func TestOffsetsAreTheCallers(t *testing.T) {
+	t.Parallel()
+	file := given(t, "head and tail")
+	if _, err := file.Seek(9, io.SeekStart); err != nil {
+		t.Fatal(err)
+	}
+	var got []string
+	if err := confine.Run(t.Context(), spec(taskEcho, "", file), collect(&got)); err != nil || len(got) != 1 || got[0] != "tail" {
+		t.Errorf("got %q, %v", got, err)
+	}
+	if at, err := file.Seek(0, io.SeekCurrent); err != nil || at != 9 {
+		t.Errorf("the helper moved the caller's offset to %d, %v", at, err)
 	}
 }
 

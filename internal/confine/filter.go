@@ -12,7 +12,7 @@ import (
 
 // computing is what a Go program calls to compute, to read what is open, and to write to its pipes.
 var computing = []string{
-	"read", "pread64", "readv", "write", "writev", "close", "lseek", "fstat", "fcntl",
+	"read", "pread64", "readv", "write", "writev", "close", "lseek", "fstat",
 	"munmap", "madvise", "mincore", "brk", "mremap",
 	"futex", "sched_yield", "sched_getaffinity", "nanosleep", "clock_nanosleep", "clock_gettime", "clock_getres", "gettimeofday", "restart_syscall",
 	"rt_sigaction", "rt_sigprocmask", "rt_sigreturn", "sigaltstack", "getpid", "gettid", "getuid", "geteuid", "getgid", "getegid",
@@ -60,6 +60,10 @@ func filter(files bool) error {
 		{Name: "prctl", Conditions: must(seccomp.Condition{Argument: 0, Operation: seccomp.Equal, Value: unix.PR_SET_VMA})},
 		{Name: "prctl", Conditions: must(seccomp.Condition{Argument: 0, Operation: seccomp.Equal, Value: unix.PR_GET_NO_NEW_PRIVS})},
 		{Name: "prctl", Conditions: must(seccomp.Condition{Argument: 0, Operation: seccomp.Equal, Value: unix.PR_CAPBSET_READ})},
+	}
+	// It shares the description of a pipe with the caller, so it must not change flags, and it has no use for locks, leases and seals.
+	for _, command := range []uint64{unix.F_GETFL, unix.F_GETFD, unix.F_SETFD, unix.F_DUPFD_CLOEXEC} {
+		allow = append(allow, seccomp.NameWithConditions{Name: "fcntl", Conditions: must(seccomp.Condition{Argument: 1, Operation: seccomp.Equal, Value: command})})
 	}
 	policy := seccomp.Policy{
 		DefaultAction: seccomp.ActionErrno, // EPERM

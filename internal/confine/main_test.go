@@ -140,7 +140,11 @@ func probe(c *confine.Child) error {
 	raw("a signal to another process", unix.SYS_TGKILL, uintptr(in.Peer), uintptr(in.Peer), 0)
 	var size [4]uint16
 	raw("ioctl of a terminal", unix.SYS_IOCTL, 0, unix.TIOCGWINSZ, uintptr(unsafe.Pointer(&size)))
+	raw("flags of a pipe", unix.SYS_FCNTL, 1, unix.F_SETFL, unix.O_NONBLOCK)
+	raw("the size of a pipe", unix.SYS_FCNTL, 1, unix.F_SETPIPE_SZ, 1<<20)
 	for _, f := range c.Files {
+		raw("flags of a given file", unix.SYS_FCNTL, f.Fd(), unix.F_SETFL, unix.O_NONBLOCK|unix.O_NOATIME)
+		raw("a lock of a given file", unix.SYS_FCNTL, f.Fd(), unix.F_SETLEASE, unix.F_RDLCK)
 		_, err := f.Write([]byte("x"))
 		try("write to a given file", err)
 		try("change the mode of a given file", f.Chmod(0o777))

@@ -3,6 +3,7 @@ package confine
 import (
 	"errors"
 	"fmt"
+	"io"
 	"os"
 	"path/filepath"
 	"slices"
@@ -61,7 +62,17 @@ func start(spec Spec, uid uint32) (*process, error) {
 	if err != nil {
 		return nil, err
 	}
-	attr := &os.ProcAttr{Dir: "/", Env: []string{}, Files: append([]*os.File{stdin, stdout, stderr}, spec.Files...), Sys: p.attributes(spec.Caps)}
+	given, err := reopened(spec.Files)
+	defer func() {
+		for _, f := range given {
+			_ = f.Close() // it is open for reading only
+		}
+	}()
+	if err != nil {
+		p.close()
+		return nil, errors.Join(err, stdin.Close(), stdout.Close(), stderr.Close())
+	}
+	attr := &os.ProcAttr{Dir: "/", Env: []string{}, Files: append([]*os.File{stdin, stdout, stderr}, given...), Sys: p.attributes(spec.Caps)}
 	started := make(chan error, 1)
 	osthread.Go(func() {
 		var err error
@@ -99,6 +110,39 @@ func start(spec Spec, uid uint32) (*process, error) {
 		return nil, err
 	}
 	return p, nil
+}
+
+// reopened opens the files that a helper gets once more, at the same offset. The helper then shares no file description with the caller,
+// whose offset and flags it could change. What is no regular file is duplicated: a pipe has no offset, and the filter forbids to change
+// flags.
+func reopened(files []*os.File) (out []*os.File, err error) {
+	for _, f := range files {
+		info, err := f.Stat()
+		if err != nil {
+			return out, fmt.Errorf("give a file to a confined helper: %w", err)
+		}
+		if !info.Mode().IsRegular() {
+			fd, err := unix.FcntlInt(f.Fd(), unix.F_DUPFD_CLOEXEC, 0)
+			if err != nil {
+				return out, fmt.Errorf("give a file to a confined helper: %w", err)
+			}
+			out = append(out, os.NewFile(uintptr(fd), f.Name()))
+			continue
+		}
+		again, err := os.Open("/proc/self/fd/" + strconv.Itoa(int(f.Fd())))
+		if err != nil {
+			return out, fmt.Errorf("open a file again for a confined helper: %w", err)
+		}
+		out = append(out, again)
+		at, err := f.Seek(0, io.SeekCurrent)
+		if err == nil {
+			_, err = again.Seek(at, io.SeekStart)
+		}
+		if err != nil {
+			return out, fmt.Errorf("give a file to a confined helper: %w", err)
+		}
+	}
+	return out, nil
 }
 
 // pipes makes the helper's standard streams and returns its ends.

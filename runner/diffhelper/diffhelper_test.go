@@ -141,13 +141,13 @@ func TestKilledForWantOfMemory(t *testing.T) { //nolint:paralleltest // it looks
 		for _, path := range list {
 			b, _ := os.ReadFile(path) // a thread may have ended
 			for _, f := range strings.Fields(string(b)) {
-				pid, err := strconv.Atoi(f)
-				if err == nil && unix.Kill(pid, unix.SIGKILL) == nil {
-					return true
+				cmdline, _ := os.ReadFile("/proc/" + f + "/cmdline")
+				if pid, err := strconv.Atoi(f); err == nil && string(cmdline) == "coppice-confined\x00"+taskName+"\x00" {
+					_ = unix.Kill(pid, unix.SIGKILL) // it may have ended
 				}
 			}
 		}
-		return false
+		return len(done) > 0
 	})
 	if err := <-done; core.CategoryOf(err) != core.Exhausted || core.CodeOf(err) != core.CodeCapacity {
 		t.Errorf("the kernel killed the helper: %v", err)
