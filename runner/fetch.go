@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"iter"
 	"os"
 	"path/filepath"
 	"slices"
@@ -249,13 +250,14 @@ func (f *fetching) run(ctx context.Context) error {
 	return group.Wait()
 }
 
-// pages fetches runs of an image into emit.
-func (f *fetching) pages(ctx context.Context, runs func(func(manifest.Run) bool), emit func(off int64, b []byte) error) error {
-	got, err := snapshotstore.Fetch(ctx, f.r.blobs, runs, snapshotstore.FetchOptions{}, func(page int64, b []byte) error {
+// pages fetches runs of an image into emit. It counts as written what was planned, once: no zeros, and no page again that was read again.
+func (f *fetching) pages(ctx context.Context, runs iter.Seq[manifest.Run], emit func(off int64, b []byte) error) error {
+	written := newPageCount()
+	got, err := snapshotstore.Fetch(ctx, f.r.blobs, written.data(runs), snapshotstore.FetchOptions{}, func(page int64, b []byte) error {
 		if err := emit(page*manifest.PageSize, b); err != nil {
 			return err
 		}
-		f.room.Wrote(int64(len(b)))
+		f.room.Wrote(written.count(page, len(b)))
 		return nil
 	})
 	f.mu.Lock()

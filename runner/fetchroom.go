@@ -8,6 +8,7 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"sync"
 
 	"golang.org/x/sys/unix"
 
@@ -79,6 +80,45 @@ func dataBytes(runs iter.Seq[manifest.Run]) (n int64) {
 		}
 	}
 	return n
+}
+
+// pageCount counts each page of data that one step of a fetch writes, once. It is safe for concurrent use.
+type pageCount struct {
+	mu   sync.Mutex // guards left
+	left map[int64]bool
+}
+
+func newPageCount() *pageCount { return &pageCount{left: make(map[int64]bool)} }
+
+// data yields runs, and notes the pages of those that are not zeros.
+func (c *pageCount) data(runs iter.Seq[manifest.Run]) iter.Seq[manifest.Run] {
+	return func(yield func(manifest.Run) bool) {
+		for run := range runs {
+			if run.Frame != nil {
+				c.mu.Lock()
+				for i := range run.Count {
+					c.left[run.Page+int64(i)] = true
+				}
+				c.mu.Unlock()
+			}
+			if !yield(run) {
+				return
+			}
+		}
+	}
+}
+
+// count returns how many of n bytes from a page are data that was not counted before.
+func (c *pageCount) count(page int64, n int) (bytes int64) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	for i := range int64((n + manifest.PageSize - 1) / manifest.PageSize) {
+		if c.left[page+i] {
+			delete(c.left, page+i)
+			bytes += manifest.PageSize
+		}
+	}
+	return bytes
 }
 
 // makeRoom reserves disk for a fetch. Where there is too little, it removes unused copies, the least recently used first. It removes none

@@ -125,6 +125,16 @@ func (v *Reservation) Left(n int64) {
 	v.set(n)
 }
 
+// Bytes is how many bytes are reserved and not written.
+func (v *Reservation) Bytes() int64 {
+	if v == nil {
+		return 0
+	}
+	v.room.mu.Lock()
+	defer v.room.mu.Unlock()
+	return v.left
+}
+
 // set changes what is left. The caller holds the room's mu.
 func (v *Reservation) set(n int64) {
 	n = max(n, 0)
