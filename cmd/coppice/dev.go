@@ -173,10 +173,11 @@ func (a *app) secretFlags(f *pflag.FlagSet, cfg *daemon.SecretsConfig, env bool)
 
 // hostStoreFlags are those of servers that have a runner. What it returns reads them.
 func hostStoreFlags(f *pflag.FlagSet, cfg *daemon.StoreConfig) func() error {
-	var bandwidth, cache, copies, fetch string
+	var bandwidth, cache, copies, floor, fetch string
 	f.StringVar(&bandwidth, "store-bandwidth", "", "most that is sent to the store a second, as `size` with K, M, G or T (default: no bound)")
 	f.StringVar(&cache, "cache-size", "10G", "most that is kept on this host of what was read from the store or sent to it, as `size` with K, M, G or T; 0 for nothing")
 	f.StringVar(&copies, "copies-size", "", "most that checkpoints may take that were fetched from the store and can be fetched again, as `size` with K, M, G or T (default: half of the disk)")
+	f.StringVar(&floor, "disk-floor", "", "free space of the runner's disk that no fetch of a checkpoint takes, as `size` with K, M, G or T (default: a sixteenth of the disk, at most 4G)")
 	f.StringVar(&fetch, "fetch", "lazy", "how a checkpoint comes from the store: lazy, so that its VMs run before all of their memory is here, or whole")
 	return func() (err error) {
 		if fetch != "lazy" && fetch != "whole" {
@@ -191,6 +192,9 @@ func hostStoreFlags(f *pflag.FlagSet, cfg *daemon.StoreConfig) func() error {
 		}
 		if cfg.CopiesSize, err = parseSizeOr(copies, ""); err != nil {
 			return usageError{fmt.Errorf("--copies-size: %w", err)}
+		}
+		if cfg.Floor, err = parseSizeOr(floor, ""); err != nil {
+			return usageError{fmt.Errorf("--disk-floor: %w", err)}
 		}
 		return nil
 	}

@@ -32,6 +32,7 @@ func TestServerFlags(t *testing.T) {
 		"flows that are not kept":        {[]string{"controller", "--database", "postgres://127.0.0.1:1/x", "--key-file", "k", "--flow-retention", "1h"}, nil, exitBadInput, "--flow-retention"},
 		"a bad level":                    {[]string{"runner", "--log-level", "loud", "--accel", "tcg"}, nil, exitUsage, "--log-level"},
 		"a bad way to fetch":             {[]string{"runner", "--accel", "tcg"}, map[string]string{"COPPICE_FETCH": "slowly"}, exitUsage, "--fetch"},
+		"a bad floor":                    {[]string{"runner", "--accel", "tcg"}, map[string]string{"COPPICE_DISK_FLOOR": "high"}, exitUsage, "--disk-floor"},
 		"no controller":                  {[]string{"runner", "--data-dir", dir, "--accel", "tcg"}, nil, exitBadInput, "--controller"},
 		"two controllers, no data":       {[]string{"runner", "--data-dir", dir, "--accel", "tcg"}, map[string]string{"COPPICE_CONTROLLER": "https://a:1,https://b:1", "COPPICE_DATA_URL": "https://c:1"}, exitBadInput, "--data-listen"},
 	} {

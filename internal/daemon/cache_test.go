@@ -116,3 +116,37 @@ func TestCopiesAreGivenUp(t *testing.T) {
 		until(t, "the copy is gone", func() (bool, error) { n, err := copies(); return n == 0, err })
 	}
 }
+
+// TestDiskFloor: a runner whose disk must keep more free space than it has fetches nothing and says so. One with the usual floor fetches.
+func TestDiskFloor(t *testing.T) {
+	t.Parallel()
+	store := daemon.StoreConfig{URL: "dir:" + t.TempDir()}
+	c := newClusterOf(t, func(cfg *daemon.ControllerConfig) { cfg.Store = store })
+	ctx := t.Context()
+	first := c.join(func(rc *daemon.RunnerConfig) { rc.Store = store })
+	ws := create(t, c.client)
+	cp, err := c.client.CreateCheckpoint(ctx, ws.ID, coppice.CreateCheckpointRequest{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if sealed, err := c.client.WaitSealed(ctx, cp.ID); err != nil || sealed.State != coppice.CheckpointSealed {
+		t.Fatalf("%+v, %v", sealed, err)
+	}
+	full := store
+	full.Floor = 1 << 60
+	second := c.join(func(rc *daemon.RunnerConfig) { rc.Store = full })
+	first.kill()
+	until(t, "the fork is refused", func() (bool, error) {
+		_, err := c.client.ForkCheckpoint(ctx, cp.ID, coppice.ForkCheckpointRequest{})
+		if err == nil {
+			t.Fatal("a fork succeeded on a disk below its floor")
+		}
+		return strings.Contains(err.Error(), "DISK_FULL"), nil
+	})
+	second.kill()
+	c.join(func(rc *daemon.RunnerConfig) { rc.Store = store })
+	until(t, "the fork succeeds on a runner with room", func() (bool, error) {
+		_, err := c.client.ForkCheckpoint(ctx, cp.ID, coppice.ForkCheckpointRequest{})
+		return err == nil, nil
+	})
+}

@@ -125,7 +125,7 @@ func OpenHost(ctx context.Context, cfg HostConfig, id core.RunnerID, mark string
 		rc.Store.Cached, h.cache = kept.Cached, kept
 	}
 	rc.Store.Throttle, rc.Store.Copies = cfg.Store.throttle(), cfg.Store.copies(filepath.Dir(rc.DataDir))
-	rc.Store.Whole = cfg.Store.Whole
+	rc.Store.Whole, rc.Store.Floor = cfg.Store.Whole, cfg.Store.Floor
 	if rc.Store.Blobs != nil && cfg.Machines == nil {
 		if rc.Store.Pager, err = pagerOf(h.RunDir, cfg.Store); err != nil {
 			return nil, err

@@ -39,6 +39,8 @@ type StoreConfig struct {
 	Whole bool
 	// CopiesSize is how many bytes of a runner's disk checkpoints may take that were fetched and not captured there; 0: half of it.
 	CopiesSize int64
+	// Floor is how many bytes of a runner's disk stay free of what it fetches; 0: a sixteenth of the disk, at most 4 GiB.
+	Floor int64
 	// Peers asks other runners for objects before the store is asked; nil: nobody is.
 	Peers peers.Asker `json:"-"`
 	// Member is the file of the runner's membership, by which its pager asks them; empty: it does not.
