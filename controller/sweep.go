@@ -13,7 +13,7 @@ import (
 // The budgets of what one controller sweeps for all. The queue library cancels a chore after 30 seconds.
 const (
 	walkTime       = 15 * time.Second         // a walk stops after that, and goes on from there the next time
-	partTime       = 4 * time.Second          // of one part of a chore
+	partsTime      = 24 * time.Second         // of all parts of a chore; each has its share
 	tokensBatch    = 10_000                   // rows in one transaction
 	prunedBatch    = 2_000                    // rows in one transaction
 	movedBatch     = 20_000                   // rows that leave a default partition in one transaction
@@ -66,7 +66,7 @@ type part struct {
 func (c *Controller) parts(ctx context.Context, list ...part) error {
 	var errs []error
 	for _, p := range list {
-		limited, cancel := context.WithTimeout(ctx, partTime)
+		limited, cancel := context.WithTimeout(ctx, partsTime/time.Duration(len(list)))
 		err := p.do(limited)
 		cancel()
 		if err != nil {
@@ -77,10 +77,16 @@ func (c *Controller) parts(ctx context.Context, list ...part) error {
 	return errors.Join(errs...)
 }
 
-// batches repeats a transaction that does at most limit things until it does fewer.
+// batches repeats a transaction that does at most limit things until it does fewer, or until half of its time is over: the rest is left to the
+// next time, and a batch has the other half.
 func (c *Controller) batches(ctx context.Context, limit int, do func(Tx) (int, error)) error {
+	until := time.Now().Add(walkTime)
+	if deadline, ok := ctx.Deadline(); ok {
+		until = time.Now().Add(time.Until(deadline) / 2)
+	}
 	for {
-		if n, err := read(ctx, c, System(), do); err != nil || n < limit {
+		n, err := read(ctx, c, System(), do)
+		if err != nil || n < limit || !time.Now().Before(until) {
 			return err
 		}
 	}

@@ -274,7 +274,7 @@ type effectRow struct {
 	Depth        int               `db:"depth"`
 }
 
-// Effects walks the path and looks at each segment along an index. It reads the segments from the root down and stops at the limit.
+// Effects walks the path and looks at each segment along an index: at most limit rows and limit counts of each.
 func (t *tx) Effects(ctx context.Context, id core.CheckpointID, after controller.EffectMark, limit int) ([]controller.Effect, error) {
 	const later = ` AND (c.depth > @depth OR (f.at, f.id) > (@after_at::timestamptz, @after_id::text))`
 	rows, err := many[effectRow](ctx, t, `
