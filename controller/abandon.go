@@ -9,25 +9,21 @@ import (
 // abandon ends an operation as failed and takes back what its admission began: workspaces that it was to make are failed,
 // a capture is failed, and the workspace that it acted on is what it was. What a runner may hold of it is dropped.
 func (c *Controller) abandon(ctx context.Context, t *Task, problem error) error {
-	dropped := map[string][]core.SandboxID{}
+	return c.abandonWith(ctx, t, problem, func(ctx context.Context, tx Tx) error { return c.takeBack(ctx, tx, t) })
+}
+
+// abandonWith is abandon. What becomes of the workspace that the operation acted on is written by settle.
+func (c *Controller) abandonWith(ctx context.Context, t *Task, problem error, settle func(ctx context.Context, tx Tx) error) error {
+	ids := make([]core.SandboxID, 0, len(t.in.Children)+1)
+	ended := make([]EndedWorkspace, len(t.in.Children))
+	for i, child := range t.in.Children {
+		ended[i] = EndedWorkspace{ID: child.Workspace, To: core.WorkspaceFailed, Failure: failureOf(problem)}
+		ids = append(ids, child.Sandbox)
+	}
+	if t.in.Next != "" {
+		ids = append(ids, t.in.Next)
+	}
 	err := t.fail(ctx, problem, func(ctx context.Context, tx Tx) (Outcome, Result, error) {
-		clear(dropped)
-		ids := make([]core.SandboxID, 0, len(t.in.Children)+1)
-		ended := make([]EndedWorkspace, len(t.in.Children))
-		for i, child := range t.in.Children {
-			ended[i] = EndedWorkspace{ID: child.Workspace, To: core.WorkspaceFailed, Failure: failureOf(problem)}
-			ids = append(ids, child.Sandbox)
-		}
-		if t.in.Next != "" {
-			ids = append(ids, t.in.Next)
-		}
-		sandboxes, err := tx.Sandboxes(ctx, ids)
-		if err != nil {
-			return Outcome{}, Result{}, err
-		}
-		for _, s := range sandboxes {
-			dropped[s.Endpoint] = append(dropped[s.Endpoint], s.ID)
-		}
 		if len(ended) > 0 {
 			if _, err := tx.EndWorkspaces(ctx, ended); err != nil {
 				return Outcome{}, Result{}, err
@@ -38,15 +34,12 @@ func (c *Controller) abandon(ctx context.Context, t *Task, problem error) error 
 				return Outcome{}, Result{}, err
 			}
 		}
-		return Outcome{}, Result{}, c.takeBack(ctx, tx, t)
+		return Outcome{}, Result{}, settle(ctx, tx)
 	})
-	if err != nil {
-		return err
+	if err == nil {
+		c.drop(ctx, ids...)
 	}
-	for endpoint, ids := range dropped {
-		c.drop(ctx, endpoint, ids...)
-	}
-	return nil
+	return err
 }
 
 // takeBack gives the workspace that an operation acted on its state back, unless it has gone another way meanwhile.

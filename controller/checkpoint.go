@@ -239,7 +239,7 @@ func (c *Controller) workCapture(ctx context.Context, t *Task) error {
 	}
 	got, err := c.callCapture(ctx, t, plan)
 	if err != nil {
-		return c.captureFailed(ctx, t, plan, err)
+		return c.captureFailed(ctx, t, err)
 	}
 	return t.finish(ctx, func(ctx context.Context, tx Tx) (Outcome, Result, error) {
 		if err := plan.record(ctx, tx, t, got); err != nil {
@@ -250,12 +250,23 @@ func (c *Controller) workCapture(ctx context.Context, t *Task) error {
 	})
 }
 
-// captureFailed abandons a capture. A runner that has no such sandbox any more says that the workspace is lost.
-func (c *Controller) captureFailed(ctx context.Context, t *Task, plan *capturePlan, problem error) error {
-	if err := c.abandon(ctx, t, problem); err != nil || core.CodeOf(problem) != core.CodeSandboxNotFound {
-		return err
+// captureFailed abandons a capture. A runner that has no such sandbox any more says that the workspace is lost, unless the
+// workspace has another sandbox by now.
+func (c *Controller) captureFailed(ctx context.Context, t *Task, problem error) error {
+	if core.CodeOf(problem) != core.CodeSandboxNotFound {
+		return c.abandon(ctx, t, problem)
 	}
-	return c.lose(ctx, plan.workspace.ID, core.CodeSandboxLost, "its runner has no sandbox "+string(t.in.Sandbox)+" any more")
+	why := "its runner has no sandbox " + string(t.in.Sandbox) + " any more"
+	err := c.abandonWith(ctx, t, problem, func(ctx context.Context, tx Tx) error {
+		_, err := tx.EndWorkspaces(ctx, []EndedWorkspace{{
+			ID: t.op.WorkspaceID, To: core.WorkspaceLost, Sandbox: t.in.Sandbox, Failure: &Failure{Code: core.CodeSandboxLost, Message: why},
+		}})
+		return err
+	})
+	if err == nil {
+		c.log.WarnContext(ctx, "workspace lost", "workspace_id", t.op.WorkspaceID, "cause", why)
+	}
+	return err
 }
 
 // workForkWorkspace is the work of fork_workspace. The capture is written while the children are already being grown, so
@@ -272,7 +283,7 @@ func (c *Controller) workForkWorkspace(ctx context.Context, t *Task) error {
 	}
 	got, err := c.callCapture(ctx, t, plan)
 	if err != nil {
-		return c.captureFailed(ctx, t, plan, err)
+		return c.captureFailed(ctx, t, err)
 	}
 	plan.fork.source.Class = &got.Class // as its row will have it
 	recorded := make(chan error, 1)

@@ -2,6 +2,7 @@ package controller
 
 import (
 	"context"
+	"slices"
 	"time"
 
 	"golang.org/x/sync/errgroup"
@@ -9,25 +10,37 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
+// The functions in this file are the only ones that destroy something on a runner. Each one needs a row that says so, and that
+// was committed before: a controller that stood still may have lost its lease, and another one may have made ready what the
+// first one believes to have failed.
+
 const (
 	dropTimeout     = 10 * time.Second
 	dropConcurrency = 8
 )
 
-// drop tells a runner at once to take sandboxes down whose rows have ended. It is a courtesy: should the runner not hear it,
-// its next heartbeat is told.
-func (c *Controller) drop(ctx context.Context, endpoint string, ids ...core.SandboxID) {
-	if len(ids) == 0 || endpoint == "" {
+// drop tells runners to take down those of the sandboxes whose rows have ended. An ended row never lives again. All others stay
+// as they are, whatever the caller believes. A runner that does not hear it is told at its next heartbeat.
+func (c *Controller) drop(ctx context.Context, ids ...core.SandboxID) {
+	if len(ids) == 0 {
 		return
 	}
 	ctx, cancel := context.WithTimeout(ctx, dropTimeout) // a controller that stops does not wait for it
 	defer cancel()
+	ended, err := read(ctx, c, System(), func(tx Tx) ([]Sandbox, error) { return tx.EndedSandboxes(ctx, ids) })
+	if err != nil {
+		c.log.InfoContext(ctx, "sandboxes left to the next heartbeat", "sandboxes", len(ids), "err", err)
+		return
+	}
 	var group errgroup.Group
 	group.SetLimit(dropConcurrency)
-	for _, id := range ids {
+	for _, s := range ended {
+		if s.Endpoint == "" {
+			continue
+		}
 		group.Go(func() error {
-			if err := c.runners.DeleteSandbox(ctx, endpoint, id); err != nil && core.CategoryOf(err) != core.NotFound {
-				c.log.InfoContext(ctx, "sandbox left to the next heartbeat", "sandbox_id", id, "err", err)
+			if err := c.runners.DeleteSandbox(ctx, s.Endpoint, s.ID); err != nil && core.CategoryOf(err) != core.NotFound {
+				c.log.InfoContext(ctx, "sandbox left to the next heartbeat", "sandbox_id", s.ID, "err", err)
 			}
 			return nil
 		})
@@ -35,13 +48,57 @@ func (c *Controller) drop(ctx context.Context, endpoint string, ids ...core.Sand
 	_ = group.Wait() // none of them fails
 }
 
-// dropAll is drop, of several runners.
-func (c *Controller) dropAll(ctx context.Context, list []Sandbox) {
-	byEndpoint := map[string][]core.SandboxID{}
-	for _, s := range list {
-		byEndpoint[s.Endpoint] = append(byEndpoint[s.Endpoint], s.ID)
+// dropCheckpoints tells runners to delete those of the checkpoints whose committed rows are deleted or failed. A runner that
+// does not hear it is told at its next heartbeat.
+func (c *Controller) dropCheckpoints(ctx context.Context, list []Checkpoint) {
+	var group errgroup.Group
+	group.SetLimit(dropConcurrency)
+	for _, cp := range list {
+		if cp.Endpoint == "" || !slices.Contains([]core.CheckpointState{core.CheckpointDeleted, core.CheckpointFailed}, cp.State) {
+			continue
+		}
+		group.Go(func() error {
+			if err := c.runners.DeleteCheckpoint(ctx, cp.Endpoint, cp.ID); err != nil && core.CategoryOf(err) != core.NotFound {
+				c.log.InfoContext(ctx, "checkpoint left to the next heartbeat", "checkpoint_id", cp.ID, "err", err)
+			}
+			return nil
+		})
 	}
-	for endpoint, ids := range byEndpoint {
-		c.drop(ctx, endpoint, ids...)
+	_ = group.Wait() // none of them fails
+}
+
+// takeDown insists until a sandbox of a terminating workspace is gone: a terminated workspace must not run. No workspace comes
+// back from terminating, so a controller that has lost its lease does no harm here.
+func (c *Controller) takeDown(ctx context.Context, s Sandbox) error {
+	for wait := 100 * time.Millisecond; ; wait = min(2*wait, c.cfg.LoopInterval) {
+		err := c.runners.DeleteSandbox(ctx, s.Endpoint, s.ID)
+		if err == nil || core.CategoryOf(err) == core.NotFound {
+			return nil
+		}
+		if ctx.Err() != nil {
+			return context.Cause(ctx)
+		}
+		c.log.WarnContext(ctx, "sandbox not taken down yet", "sandbox_id", s.ID, "runner_id", s.RunnerID, "err", err)
+		fenced, err := c.fenced(ctx, s.RunnerID)
+		if err == nil && fenced {
+			return nil
+		}
+		if err := pause(ctx, wait); err != nil {
+			return err
+		}
+		// It may have moved to another address; its row knows.
+		_ = c.store.InTx(ctx, System(), func(tx Tx) error {
+			list, err := tx.Sandboxes(ctx, []core.SandboxID{s.ID})
+			if err == nil && len(list) == 1 {
+				s.Endpoint = list[0].Endpoint
+			}
+			return err
+		})
 	}
+}
+
+// fenced reports whether a runner has been silent for so long that it has killed its sandboxes itself.
+func (c *Controller) fenced(ctx context.Context, id core.RunnerID) (bool, error) {
+	r, err := read(ctx, c, System(), func(tx Tx) (Runner, error) { return tx.Runner(ctx, id) })
+	return err == nil && !r.Fresh && r.Fenced, err
 }

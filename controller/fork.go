@@ -334,16 +334,16 @@ func (c *Controller) finishGrown(ctx context.Context, t *Task, plan *forkPlan, g
 	if err != nil {
 		return err
 	}
-	var lost []Sandbox // of workspaces that were terminated while they were grown, and what a runner may have grown that could not say so
+	var gone []core.SandboxID // of workspaces that were terminated while they were grown, and what a runner may have grown that could not say so
 	for i, child := range t.result.Children {
 		if child.Workspace != nil && child.Workspace.RulesPending() {
 			c.wakeRules()
 		}
 		if p := got[i].Problem; child.Problem != nil && (p == nil || p.Code == core.CodeRunnerUnreachable || got[i].Sandbox != nil) {
-			lost = append(lost, plan.children[i].Sandbox)
+			gone = append(gone, plan.children[i].Sandbox.ID)
 		}
 	}
-	c.dropAll(ctx, lost)
+	c.drop(ctx, gone...)
 	return nil
 }
 
@@ -395,7 +395,7 @@ func reseals(t *Task, plan *forkPlan, got []runnerapi.ChildResult) []ResealRecor
 // failGrown ends a fork of which no child, or under all_or_nothing not every child, became ready.
 func (c *Controller) failGrown(ctx context.Context, t *Task, plan *forkPlan, got []runnerapi.ChildResult) error {
 	var first *runnerapi.Problem
-	var grown []Sandbox
+	var grown []core.SandboxID
 	failed := 0
 	for i := range got {
 		if p := got[i].Problem; p != nil {
@@ -405,7 +405,7 @@ func (c *Controller) failGrown(ctx context.Context, t *Task, plan *forkPlan, got
 			}
 		}
 		if got[i].Sandbox != nil {
-			grown = append(grown, plan.children[i].Sandbox)
+			grown = append(grown, plan.children[i].Sandbox.ID)
 		}
 	}
 	problem := first.Err()
@@ -427,6 +427,8 @@ func (c *Controller) failGrown(ctx context.Context, t *Task, plan *forkPlan, got
 		tx.InsertReseals(reseals(t, plan, got))
 		return Outcome{}, Result{}, nil
 	})
-	c.dropAll(ctx, grown)
+	if err == nil {
+		c.drop(ctx, grown...)
+	}
 	return err
 }

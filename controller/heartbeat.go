@@ -83,7 +83,7 @@ func (c *Controller) Heartbeat(ctx context.Context, id core.RunnerID, h runnerap
 				stalls[row.ID] = stall
 			}
 			if why := lostBecause(row, s, there); why != "" {
-				lost = append(lost, EndedWorkspace{ID: row.WorkspaceID, To: core.WorkspaceLost, Failure: &Failure{Code: core.CodeSandboxLost, Message: why}})
+				lost = append(lost, EndedWorkspace{ID: row.WorkspaceID, To: core.WorkspaceLost, Sandbox: row.ID, Failure: &Failure{Code: core.CodeSandboxLost, Message: why}})
 			}
 		}
 		for _, s := range h.Sandboxes {
@@ -195,18 +195,6 @@ func clipTail(s string) string {
 		}
 	}
 	return string(b)
-}
-
-// lose ends one workspace as LOST, whatever it was at.
-func (c *Controller) lose(ctx context.Context, id core.WorkspaceID, code core.Code, why string) error {
-	err := c.store.InTx(ctx, System(), func(tx Tx) error {
-		_, err := tx.EndWorkspaces(ctx, []EndedWorkspace{{ID: id, To: core.WorkspaceLost, Failure: &Failure{Code: code, Message: why}}})
-		return err
-	})
-	if err == nil {
-		c.log.WarnContext(ctx, "workspace lost", "workspace_id", id, "cause", why)
-	}
-	return err
 }
 
 // fence gives up runners that were silent beyond the hard lease (DECISIONS 14): by then they have killed their sandboxes.

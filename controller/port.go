@@ -137,7 +137,7 @@ func (c *Controller) closePort(ctx context.Context, s Sandbox, p Port) error {
 }
 
 // reopenPorts forwards a restored workspace's ports to its new sandbox, at the addresses that they had. One that cannot be
-// had any more is closed for good, and the log says so.
+// had any more is closed for good, and the log says so. A workspace that is in yet another sandbox by now keeps its ports.
 func (c *Controller) reopenPorts(ctx context.Context, project core.ProjectID, id core.WorkspaceID, s Sandbox) {
 	list, err := c.Ports(ctx, project, id)
 	if err != nil {
@@ -153,7 +153,14 @@ func (c *Controller) reopenPorts(ctx context.Context, project core.ProjectID, id
 			continue
 		}
 		c.log.WarnContext(ctx, "port was not forwarded again", "workspace_id", id, "port_id", p.ID, "listen", p.Listen, "err", err)
-		if err := c.closePort(ctx, Sandbox{}, p); err != nil {
+		err = c.store.InTx(ctx, InProject(project), func(tx Tx) error {
+			w, err := tx.Workspace(ctx, id)
+			if err != nil || w.Sandbox.ID != s.ID {
+				return err
+			}
+			return tx.DeletePort(ctx, id, p.ID)
+		})
+		if err != nil {
 			c.log.WarnContext(ctx, "port was not closed", "port_id", p.ID, "err", err)
 		}
 	}

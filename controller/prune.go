@@ -7,8 +7,6 @@ import (
 	"strings"
 	"time"
 
-	"golang.org/x/sync/errgroup"
-
 	"github.com/coppice-dev/coppice/controller/retention"
 	"github.com/coppice-dev/coppice/core"
 )
@@ -206,24 +204,6 @@ func (c *Controller) workPrune(ctx context.Context, t *Task) error {
 	return t.finish(ctx, func(context.Context, Tx) (Outcome, Result, error) {
 		return Outcome{Prune: &out}, Result{Prune: &out}, nil
 	})
-}
-
-// dropCheckpoints tells runners at once to delete what has no living row. Should they not hear it, their next heartbeats do.
-func (c *Controller) dropCheckpoints(ctx context.Context, list []Checkpoint) {
-	var group errgroup.Group
-	group.SetLimit(dropConcurrency)
-	for _, cp := range list {
-		if cp.Endpoint == "" {
-			continue
-		}
-		group.Go(func() error {
-			if err := c.runners.DeleteCheckpoint(ctx, cp.Endpoint, cp.ID); err != nil && core.CategoryOf(err) != core.NotFound {
-				c.log.InfoContext(ctx, "checkpoint left to the next heartbeat", "checkpoint_id", cp.ID, "err", err)
-			}
-			return nil
-		})
-	}
-	_ = group.Wait() // none of them fails
 }
 
 // DeleteCheckpoint removes a checkpoint and its bytes. What grew from it lives on. Deleting one that is gone is no error.

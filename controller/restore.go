@@ -140,7 +140,7 @@ func (c *Controller) workRestore(ctx context.Context, t *Task) error {
 		}
 	}
 	// From here on the workspace is in its new epoch. The old sandbox has no living row: it goes now, or at a heartbeat.
-	c.drop(ctx, plan.workspace.Sandbox.Endpoint, t.in.Sandbox)
+	c.drop(ctx, t.in.Sandbox)
 	c.reopenPorts(ctx, t.op.ProjectID, t.op.WorkspaceID, plan.next)
 	t.watch.Lap("drop")
 	return t.finish(ctx, func(ctx context.Context, tx Tx) (Outcome, Result, error) {

@@ -124,6 +124,8 @@ type EndedWorkspace struct {
 	ID      core.WorkspaceID
 	To      core.WorkspaceState
 	Failure *Failure
+	// Sandbox is the one that the end was decided on. A workspace that is in another one by now goes on. Empty: in whichever.
+	Sandbox core.SandboxID
 }
 
 // WorkspaceTx keeps workspaces. A write that finds the workspace in a state that does not lead to the wanted one, or in
@@ -172,6 +174,8 @@ type SandboxTx interface {
 	Occupied(ctx context.Context, runner core.RunnerID) (runnerapi.Capacity, error)
 	// Sandboxes returns sandboxes by id, living or not.
 	Sandboxes(ctx context.Context, ids []core.SandboxID) ([]Sandbox, error)
+	// EndedSandboxes returns those whose rows have ended. They never live again.
+	EndedSandboxes(ctx context.Context, ids []core.SandboxID) ([]Sandbox, error)
 	// WorkspaceSandboxes returns the living sandboxes of a workspace.
 	WorkspaceSandboxes(ctx context.Context, id core.WorkspaceID) ([]Sandbox, error)
 	EndSandboxes(ctx context.Context, ids []core.SandboxID) error

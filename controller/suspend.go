@@ -35,7 +35,7 @@ func (c *Controller) workSuspend(ctx context.Context, t *Task) error {
 	}
 	got, err := c.stopCaptured(ctx, t, plan)
 	if err != nil {
-		return c.captureFailed(ctx, t, plan, err)
+		return c.captureFailed(ctx, t, err)
 	}
 	return t.finish(ctx, func(ctx context.Context, tx Tx) (Outcome, Result, error) {
 		cp, err := tx.CaptureCheckpoint(ctx, plan.checkpoint.ID, plan.checkpoint.RunnerID, got)

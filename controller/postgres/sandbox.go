@@ -98,6 +98,11 @@ func (t *tx) Sandboxes(ctx context.Context, ids []core.SandboxID) ([]controller.
 	return t.sandboxes(ctx, `s.id = ANY(@ids::text[])`, args{"ids": texts(ids)})
 }
 
+// EndedSandboxes returns those that have ended.
+func (t *tx) EndedSandboxes(ctx context.Context, ids []core.SandboxID) ([]controller.Sandbox, error) {
+	return t.sandboxes(ctx, `s.id = ANY(@ids::text[]) AND s.ended_at IS NOT NULL`, args{"ids": texts(ids)})
+}
+
 // WorkspaceSandboxes returns what may run for a workspace.
 func (t *tx) WorkspaceSandboxes(ctx context.Context, id core.WorkspaceID) ([]controller.Sandbox, error) {
 	return t.sandboxes(ctx, `s.workspace_id = @id AND s.ended_at IS NULL`, args{"id": id})

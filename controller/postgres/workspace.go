@@ -424,13 +424,14 @@ type endedWorkspace struct {
 	From    []string            `json:"from_states"`
 	Code    *string             `json:"code"`
 	Message *string             `json:"message"`
+	Sandbox *string             `json:"sandbox_id"`
 }
 
 // EndWorkspaces ends what may end, with all its sandboxes.
 func (t *tx) EndWorkspaces(ctx context.Context, ended []controller.EndedWorkspace) ([]controller.Workspace, error) {
 	rows := make([]endedWorkspace, len(ended))
 	for i, e := range ended {
-		rows[i] = endedWorkspace{ID: e.ID, To: e.To, From: texts(e.To.Sources())}
+		rows[i] = endedWorkspace{ID: e.ID, To: e.To, From: texts(e.To.Sources()), Sandbox: orNull(e.Sandbox)}
 		if e.Failure != nil {
 			rows[i].Code, rows[i].Message = orNull(e.Failure.Code), orNull(e.Failure.Message)
 		}
@@ -439,8 +440,9 @@ func (t *tx) EndWorkspaces(ctx context.Context, ended []controller.EndedWorkspac
 		WITH w AS (
 			UPDATE workspaces SET state = v.to_state, ended_at = coalesce(ended_at, now()),
 				failure_code = coalesce(v.code, failure_code), failure_message = coalesce(v.message, failure_message)
-			FROM jsonb_to_recordset(@rows::jsonb) AS v (id text, to_state text, from_states text[], code text, message text)
-			WHERE workspaces.id = v.id AND workspaces.state = ANY(v.from_states) RETURNING workspaces.*
+			FROM jsonb_to_recordset(@rows::jsonb) AS v (id text, to_state text, from_states text[], code text, message text, sandbox_id text)
+			WHERE workspaces.id = v.id AND workspaces.state = ANY(v.from_states) AND (v.sandbox_id IS NULL OR workspaces.sandbox_id = v.sandbox_id)
+			RETURNING workspaces.*
 		), gone AS (
 			UPDATE sandboxes SET ended_at = now() WHERE workspace_id IN (SELECT id FROM w) AND ended_at IS NULL
 		), closed AS (

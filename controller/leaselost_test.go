@@ -1,0 +1,175 @@
+package controller_test
+
+import (
+	"context"
+	"go/ast"
+	"go/parser"
+	"go/token"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/controller/runnertest"
+	"github.com/coppice-dev/coppice/core"
+)
+
+// stalled is a world whose controller renews and claims nothing: its leases run out while it works.
+func stalled(t *testing.T) *world {
+	return newWorld(t, func(c *controller.Config, _ *runnertest.Config) {
+		c.LoopInterval, c.OperationLease, c.RunnerRetry = time.Hour, 300*time.Millisecond, time.Second
+	})
+}
+
+// hold blocks the first passage of a point until the gate opens. That passage then fails with the problem; nil lets it pass.
+func (w *world) hold(point string, problem error) *gate {
+	g := &gate{reached: make(chan struct{}), open: make(chan struct{})}
+	w.runner.Hook(func(ctx context.Context, at, _ string) error {
+		if at != point {
+			return nil
+		}
+		first := false
+		g.once.Do(func() { first = true })
+		if !first {
+			return nil
+		}
+		close(g.reached)
+		select {
+		case <-g.open:
+		case <-ctx.Done():
+		}
+		return problem
+	})
+	return g
+}
+
+// TestStaleControllerUndoesNothing stops a controller in the middle of each kind of operation. Another controller takes the
+// operation over and ends it. Then the first one goes on and its work fails: nothing on the runner may change.
+func TestStaleControllerUndoesNothing(t *testing.T) {
+	t.Parallel()
+	ways := map[string]error{
+		"the call fails":         core.Errorf(core.Unavailable, core.CodeVMMFailed, "qemu ended with status 1"),
+		"the answer is refused":  nil,
+		"the runner is away":     runnertest.ErrVanish,
+		"the sandbox is unknown": core.Errorf(core.NotFound, core.CodeSandboxNotFound, "this runner has no such sandbox"),
+	}
+	list := kinds()
+	list["fork, all or nothing"] = kinds()["fork"]
+	all := list["fork, all or nothing"]
+	all.start = func(w *world, _ controller.Workspace, cp controller.Checkpoint) (controller.Answer, error) {
+		return w.ForkCheckpoint(w.t.Context(), w.project, cp.ID, controller.ForkRequest{Count: 3, AllOrNothing: true}, 0)
+	}
+	list["fork, all or nothing"] = all
+	for name, kind := range list {
+		for way, problem := range ways {
+			t.Run(name+", "+way, func(t *testing.T) {
+				t.Parallel()
+				w := stalled(t)
+				ws := w.create("main")
+				cp := w.checkpoint(ws.ID)
+				g := w.hold(kind.point, problem)
+				a, err := kind.start(w, ws, cp)
+				if err != nil || a.Done {
+					t.Fatalf("%+v, %v", a, err)
+				}
+				<-g.reached
+				second, _ := w.start(controller.Config{LoopInterval: 20 * time.Millisecond})
+				end, err := second.Operation(t.Context(), w.project, a.Operation.ID, wait)
+				if err != nil || end.Operation.State != core.OperationSucceeded || end.Operation.LeaseEpoch < 2 {
+					t.Fatalf("taken over: %+v, %v", end.Operation, err)
+				}
+				before := sandboxIDs(w.runner)
+				if problem == nil {
+					w.runner.Tamper(func(out *runnerapi.ChildResult) {
+						if out.Reseal != nil {
+							out.Reseal.Complete = false
+						}
+					})
+				}
+				close(g.open)
+				w.stop() // it returns when the first controller has ended its work
+				w.Controller = second
+				if after := sandboxIDs(w.runner); !slices.Equal(before, after) {
+					t.Errorf("the runner had %v, and has %v", before, after)
+				}
+				w.runner.Tamper(nil)
+				w.consistent()
+			})
+		}
+	}
+}
+
+func sandboxIDs(r *runnertest.Runner) []core.SandboxID {
+	var ids []core.SandboxID
+	for _, s := range r.Sandboxes() {
+		ids = append(ids, s.ID)
+	}
+	return ids
+}
+
+// TestLateLoss lets a capture learn that its runner has no such sandbox while the workspace goes on in another one. What the
+// capture knows is about the old sandbox: the workspace must not be lost.
+func TestLateLoss(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	ws := w.create("main")
+	cp := w.checkpoint(ws.ID)
+	var once sync.Once
+	w.runner.Hook(func(_ context.Context, at, _ string) error {
+		err := error(nil)
+		if at == runnertest.PointCapture {
+			once.Do(func() {
+				// As a second client does that restores the moment the capture has been taken back.
+				w.sql(`UPDATE workspaces SET state = 'ready' WHERE id = $1`, ws.ID)
+				if a, restoreErr := w.RestoreWorkspace(t.Context(), w.project, ws.ID, cp.ID, wait); restoreErr != nil || !a.Done {
+					t.Errorf("restore: %+v, %v", a, restoreErr)
+				}
+				err = core.Errorf(core.NotFound, core.CodeSandboxNotFound, "this runner has no such sandbox")
+			})
+		}
+		return err
+	})
+	if _, err := w.CreateCheckpoint(t.Context(), w.project, ws.ID, controller.CheckpointRequest{}, wait); err == nil {
+		t.Error("the capture succeeded")
+	}
+	if got := w.state(ws.ID); got != core.WorkspaceReady {
+		t.Errorf("the workspace is %s", got)
+	}
+	w.consistent()
+}
+
+// TestOnlyDropDeletes keeps calls that destroy something on a runner in drop.go, which looks at the rows first.
+func TestOnlyDropDeletes(t *testing.T) {
+	t.Parallel()
+	files, err := filepath.Glob("*.go")
+	if err != nil || len(files) == 0 {
+		t.Fatal(files, err)
+	}
+	for _, file := range files {
+		if strings.HasSuffix(file, "_test.go") || file == "drop.go" {
+			continue
+		}
+		parsed, err := parser.ParseFile(token.NewFileSet(), file, nil, 0)
+		if err != nil {
+			t.Fatal(err)
+		}
+		ast.Inspect(parsed, func(n ast.Node) bool {
+			call, ok := n.(*ast.CallExpr)
+			if !ok {
+				return true
+			}
+			method, ok := call.Fun.(*ast.SelectorExpr)
+			if !ok || method.Sel.Name != "DeleteSandbox" && method.Sel.Name != "DeleteCheckpoint" {
+				return true
+			}
+			if on, ok := method.X.(*ast.SelectorExpr); ok && on.Sel.Name == "runners" {
+				t.Errorf("%s calls %s of a runner: call drop, dropCheckpoints or takeDown", file, method.Sel.Name)
+			}
+			return true
+		})
+	}
+}
