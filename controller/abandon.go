@@ -52,7 +52,7 @@ func (c *Controller) takeBack(ctx context.Context, tx Tx, t *Task) error {
 		if err = tx.EndSandboxes(ctx, []core.SandboxID{t.in.Next}); err != nil {
 			return err
 		}
-		_, err = tx.MoveWorkspace(ctx, t.op.WorkspaceID, t.in.Epoch, core.WorkspaceReady)
+		_, err = tx.ReturnWorkspace(ctx, t.op.WorkspaceID, t.in.Epoch)
 	case OpResumeWorkspace:
 		if err = tx.EndSandboxes(ctx, []core.SandboxID{t.in.Next}); err != nil {
 			return err

@@ -316,6 +316,7 @@ func (c *Controller) finishGrown(ctx context.Context, t *Task, plan *forkPlan, g
 		if err != nil {
 			return Outcome{}, Result{}, err
 		}
+		failed = append(failed, unready(ready, moved)...)
 		if len(failed) > 0 {
 			if _, err := tx.EndWorkspaces(ctx, failed); err != nil {
 				return Outcome{}, Result{}, err
@@ -347,7 +348,24 @@ func (c *Controller) finishGrown(ctx context.Context, t *Task, plan *forkPlan, g
 	return nil
 }
 
-// gather puts the outcome together, in the order asked. A child that was not moved was terminated meanwhile.
+// unready fails what did not become ready. Of these only what still waits for its sandbox can fail: its runner was given up. The
+// others were terminated meanwhile.
+func unready(ready []ReadyWorkspace, moved []Workspace) []EndedWorkspace {
+	done := make(map[core.WorkspaceID]bool, len(moved))
+	for _, w := range moved {
+		done[w.ID] = true
+	}
+	var list []EndedWorkspace
+	for _, r := range ready {
+		if !done[r.ID] {
+			list = append(list, EndedWorkspace{ID: r.ID, To: core.WorkspaceFailed, Failure: &Failure{Code: core.CodeRunnerLost, Message: SilentRunner}})
+		}
+	}
+	return list
+}
+
+// gather puts the outcome together, in the order asked. A child that was not moved was terminated meanwhile, or its runner was
+// given up.
 func gather(plan *forkPlan, got []runnerapi.ChildResult, moved []Workspace) (Outcome, Result) {
 	byID := make(map[core.WorkspaceID]*Workspace, len(moved))
 	for i := range moved {
@@ -361,7 +379,7 @@ func gather(plan *forkPlan, got []runnerapi.ChildResult, moved []Workspace) (Out
 		case got[i].Problem != nil:
 			child.Problem = core.Errorf(got[i].Problem.Category, got[i].Problem.Code, "%s", got[i].Problem.Message)
 		case child.Workspace == nil:
-			child.Problem = core.Errorf(core.Conflict, core.CodeStateConflict, "workspace %s was terminated while it was being made", w.ID)
+			child.Problem = core.Errorf(core.Conflict, core.CodeStateConflict, "workspace %s was terminated, or its runner was given up, while it was being made", w.ID)
 		}
 		o := ChildOutcome{Workspace: w.ID, Timings: got[i].Timings}
 		if child.Problem != nil {

@@ -196,29 +196,3 @@ func clipTail(s string) string {
 	}
 	return string(b)
 }
-
-// fence gives up runners that were silent beyond the hard lease (DECISIONS 14): by then they have killed their sandboxes.
-func (c *Controller) fence(ctx context.Context) error {
-	var lost []core.WorkspaceID
-	err := c.store.InTx(ctx, System(), func(tx Tx) error {
-		var err error
-		if lost, err = tx.FenceRunners(ctx, c.cfg.RunnerFence); err != nil || len(lost) == 0 {
-			return err
-		}
-		ended := make([]EndedWorkspace, len(lost))
-		for i, id := range lost {
-			ended[i] = EndedWorkspace{ID: id, To: core.WorkspaceLost, Failure: &Failure{
-				Code: core.CodeRunnerLost, Message: "its runner has not been heard of for longer than its lease allows",
-			}}
-		}
-		_, err = tx.EndWorkspaces(ctx, ended)
-		return err
-	})
-	if err != nil {
-		return err
-	}
-	for _, id := range lost {
-		c.log.WarnContext(ctx, "workspace lost with its runner", "workspace_id", id)
-	}
-	return nil
-}

@@ -146,18 +146,22 @@ type WorkspaceTx interface {
 	// UseWorkspaces records that workspaces are in use now.
 	UseWorkspaces(ctx context.Context, ids []core.WorkspaceID) error
 	InsertWorkspaces(ctx context.Context, list []Workspace, ttl time.Duration) ([]Workspace, error)
-	// MoveWorkspace changes the state of one workspace, keeping the rest.
+	// MoveWorkspace changes the state of one workspace, keeping the rest. It makes none ready: whatever does so looks at the runner.
 	MoveWorkspace(ctx context.Context, id core.WorkspaceID, epoch int64, to core.WorkspaceState) (Workspace, error)
+	// ReturnWorkspace makes a restoring workspace ready again in the sandbox that it has; lost, when that one's runner was given up.
+	ReturnWorkspace(ctx context.Context, id core.WorkspaceID, epoch int64) (Workspace, error)
 	// ForkWorkspaceFrom moves a creating workspace on to restoring, now that its template is known. It may give it another.
 	ForkWorkspaceFrom(ctx context.Context, id core.WorkspaceID, from Checkpoint) (Workspace, error)
+	// ReadyWorkspaces leaves out, too, what is on a runner that was given up.
 	ReadyWorkspaces(ctx context.Context, list []ReadyWorkspace) ([]Workspace, error)
 	// SwitchWorkspace makes a restored workspace ready in its next epoch and sandbox, whose runner was told this, and ends the old sandbox.
+	// RUNNER_LOST when that runner was given up.
 	SwitchWorkspace(ctx context.Context, id core.WorkspaceID, epoch int64, sandbox core.SandboxID, head Checkpoint, given Given) (Workspace, error)
-	// CapturedWorkspace makes a workspace ready after a capture. head is nil when the capture failed.
+	// CapturedWorkspace makes a workspace ready after a capture; lost, when its runner was given up. head is nil when the capture failed.
 	CapturedWorkspace(ctx context.Context, id core.WorkspaceID, epoch int64, head *Checkpoint) (Workspace, error)
 	// SuspendWorkspace makes a workspace that was captured and stopped suspended, and ends its sandbox.
 	SuspendWorkspace(ctx context.Context, id core.WorkspaceID, epoch int64, head Checkpoint) (Workspace, error)
-	// EndWorkspaces ends workspaces and all their sandboxes.
+	// EndWorkspaces ends workspaces and all their sandboxes. Its answer does not say what lost ones can be recovered from.
 	EndWorkspaces(ctx context.Context, list []EndedWorkspace) ([]Workspace, error)
 	PatchWorkspace(ctx context.Context, id core.WorkspaceID, p WorkspacePatch) (Workspace, error)
 }
@@ -396,9 +400,13 @@ type FleetTx interface {
 	Runners(ctx context.Context, p Page) ([]Runner, error)
 	// Fleet returns every runner with what is placed on it.
 	Fleet(ctx context.Context) ([]Runner, error)
-	// FenceRunners marks runners whose lease ran out longer than hard ago and returns the workspaces to give up. It ends what they hold in the
+	// FenceRunners marks at most limit runners whose lease ran out longer than hard ago. It ends what they hold in the
 	// store, unless they have captured what is not sealed: that may need what they were fetching.
-	FenceRunners(ctx context.Context, hard time.Duration) ([]core.WorkspaceID, error)
+	FenceRunners(ctx context.Context, hard time.Duration, limit int) ([]core.RunnerID, error)
+	// FencedRunners returns at most limit marked runners on which workspaces still run by their rows, and LoseWorkspaces ends
+	// at most limit workspaces of one of them. Both leave out what another transaction works on.
+	FencedRunners(ctx context.Context, limit int) ([]core.RunnerID, error)
+	LoseWorkspaces(ctx context.Context, runner core.RunnerID, why Failure, limit int) ([]core.WorkspaceID, error)
 	// InsertUsage appends what sandboxes of the runner have used; WorkspaceUsage and CheckpointUsage sum it.
 	InsertUsage(ctx context.Context, runner core.RunnerID, list []runnerapi.Usage) error
 	WorkspaceUsage(ctx context.Context, id core.WorkspaceID) (Usage, error)

@@ -231,28 +231,76 @@ type workspaceIDRow struct {
 	ID core.WorkspaceID `db:"id"`
 }
 
-// FenceRunners gives up on runners that have been silent for so long that they have killed their sandboxes themselves.
-func (t *tx) FenceRunners(ctx context.Context, hard time.Duration) ([]core.WorkspaceID, error) {
-	rows, err := many[workspaceIDRow](ctx, t, `
-		WITH dead AS (
-			UPDATE runners SET fenced_at = now(), lease_epoch = lease_epoch + 1
-			WHERE lease_expires_at < now() - make_interval(secs => @hard) AND fenced_at IS NULL RETURNING id
-		)
-		SELECT DISTINCT w.id FROM dead d JOIN sandboxes s ON s.runner_id = d.id AND s.ended_at IS NULL
-		JOIN workspaces w ON w.id = s.workspace_id AND w.sandbox_id = s.id WHERE w.state IN ('ready', 'checkpointing')`, args{"hard": hard.Seconds()})
-	if err != nil {
-		return nil, err
-	}
-	list := make([]core.WorkspaceID, len(rows))
+type runnerIDRow struct {
+	ID core.RunnerID `db:"id"`
+}
+
+func runnerIDs(rows []runnerIDRow) []core.RunnerID {
+	list := make([]core.RunnerID, len(rows))
 	for i, r := range rows {
 		list[i] = r.ID
+	}
+	return list
+}
+
+// FenceRunners gives up on runners that have been silent for so long that they have killed their sandboxes themselves. It leaves
+// those out that somebody else has locked.
+func (t *tx) FenceRunners(ctx context.Context, hard time.Duration, limit int) ([]core.RunnerID, error) {
+	rows, err := many[runnerIDRow](ctx, t, `
+		WITH due AS (
+			SELECT id FROM runners WHERE lease_expires_at < now() - make_interval(secs => @hard) AND fenced_at IS NULL
+			ORDER BY id LIMIT @limit FOR NO KEY UPDATE SKIP LOCKED
+		)
+		UPDATE runners r SET fenced_at = now(), lease_epoch = r.lease_epoch + 1 FROM due WHERE r.id = due.id RETURNING r.id`,
+		args{"hard": hard.Seconds(), "limit": limit})
+	if err != nil {
+		return nil, err
 	}
 	// What they were fetching nobody fetches any more, but for what they have captured on it: it is on their hosts, and they end the fetch when they
 	// are back. The rows are those of all that have been given up: one may have been at a heartbeat then.
 	_, err = t.exec(ctx, `
 		DELETE FROM store_holds h USING runners r WHERE r.id = h.runner_id AND r.fenced_at IS NOT NULL AND (r.removed_at IS NOT NULL
 			OR NOT EXISTS (SELECT 1 FROM checkpoints c WHERE c.runner_id = r.id AND c.state IN ('capturing', 'captured')))`, args{})
-	return list, err
+	return runnerIDs(rows), err
+}
+
+// running selects from the sandboxes s of a runner those that are the present ones of workspaces w that run.
+const running = ` s.ended_at IS NULL AND w.sandbox_id = s.id AND w.state IN ('ready', 'checkpointing')`
+
+// FencedRunners lists runners that were given up although the rows say that workspaces run there. One that holds no sandbox
+// costs one probe.
+func (t *tx) FencedRunners(ctx context.Context, limit int) ([]core.RunnerID, error) {
+	rows, err := many[runnerIDRow](ctx, t, `
+		SELECT r.id FROM runners r JOIN runner_loads l ON l.runner_id = r.id AND l.sandboxes > 0 WHERE r.fenced_at IS NOT NULL
+			AND EXISTS (SELECT 1 FROM sandboxes s JOIN workspaces w ON w.id = s.workspace_id WHERE s.runner_id = r.id AND`+running+` OFFSET 0)
+		ORDER BY r.id LIMIT @limit`, args{"limit": limit})
+	return runnerIDs(rows), err
+}
+
+// LoseWorkspaces ends workspaces that run on a runner that was given up. The runner's row is locked, so that it does not register
+// meanwhile. Rows that somebody else has locked are left out.
+func (t *tx) LoseWorkspaces(ctx context.Context, runner core.RunnerID, why controller.Failure, limit int) ([]core.WorkspaceID, error) {
+	n, err := t.exec(ctx, `SELECT FROM runners WHERE id = @runner AND fenced_at IS NOT NULL FOR NO KEY UPDATE SKIP LOCKED`, args{"runner": runner})
+	if err != nil || n == 0 {
+		return nil, err
+	}
+	rows, err := many[heldRow](ctx, t, `
+		SELECT s.id, w.id AS workspace_id, w.state, true AS current, true AS settled, s.stalled_at AS stalled
+		FROM sandboxes s JOIN workspaces w ON w.id = s.workspace_id WHERE s.runner_id = @runner AND`+running+`
+		ORDER BY w.id LIMIT @limit FOR NO KEY UPDATE OF w SKIP LOCKED`, args{"runner": runner, "limit": limit})
+	if err != nil || len(rows) == 0 {
+		return nil, err
+	}
+	ended := make([]controller.EndedWorkspace, len(rows))
+	for i, r := range rows {
+		ended[i] = controller.EndedWorkspace{ID: r.WorkspaceID, To: core.WorkspaceLost, Sandbox: r.ID, Failure: &why}
+	}
+	list, err := t.EndWorkspaces(ctx, ended)
+	ids := make([]core.WorkspaceID, len(list))
+	for i, w := range list {
+		ids[i] = w.ID
+	}
+	return ids, err
 }
 
 type newImage struct {

@@ -75,7 +75,14 @@ func TestRunnerLease(t *testing.T) {
 		var lost []core.WorkspaceID
 		d.system(func(ctx context.Context, tx controller.Tx) error {
 			var err error
-			lost, err = tx.FenceRunners(ctx, hard)
+			if _, err = tx.FenceRunners(ctx, hard, 10); err != nil {
+				return err
+			}
+			list, err := tx.FencedRunners(ctx, 10)
+			if err != nil || len(list) == 0 {
+				return err
+			}
+			lost, err = tx.LoseWorkspaces(ctx, list[0], controller.Failure{Code: core.CodeRunnerLost, Message: "silent"}, 10)
 			return err
 		})
 		return lost

@@ -87,7 +87,7 @@ func TestHoldsOfTheLost(t *testing.T) {
 	fence := func() {
 		t.Helper()
 		d.system(func(ctx context.Context, tx controller.Tx) error {
-			_, err := tx.FenceRunners(ctx, time.Hour)
+			_, err := tx.FenceRunners(ctx, time.Hour, 10)
 			return err
 		})
 	}
@@ -123,7 +123,7 @@ func TestHoldsOfWhatWasCaptured(t *testing.T) {
 		t.Helper()
 		d.exec(`UPDATE runners SET lease_expires_at = now() - interval '61 minutes' WHERE id = $1`, runner)
 		d.system(func(ctx context.Context, tx controller.Tx) error {
-			_, err := tx.FenceRunners(ctx, time.Hour)
+			_, err := tx.FenceRunners(ctx, time.Hour, 10)
 			return err
 		})
 	}

@@ -3,7 +3,9 @@ package postgres
 import (
 	"context"
 	"fmt"
+	"maps"
 	"net/netip"
+	"slices"
 	"time"
 
 	"github.com/coppice-dev/coppice/controller"
@@ -20,19 +22,7 @@ const workspaceColumns = `
 	coalesce(s.mac, '') AS mac, coalesce(s.ip, '') AS ip, coalesce(r.endpoint, '') AS endpoint, r.egress_key, coalesce(r.egress_url, '') AS egress_url, coalesce(r.lease_expires_at < now(), false) AS unknown,
 	s.stalled_at, coalesce(s.stalled_code, '') AS stalled_code, coalesce(s.stalled_message, '') AS stalled_message,
 	coalesce(w.failure_code, '') AS failure_code, coalesce(w.failure_message, '') AS failure_message,
-	w.created_at, w.ready_at, w.expires_at, w.ended_at, CASE WHEN w.state = 'lost' THEN coalesce((` + recoverFrom + `), '') ELSE '' END AS recover_from`
-
-// recoverFrom is the newest checkpoint of the lineage of w that can be grown: in the store, or on a runner that was not given up. A
-// template has nothing of the workspace.
-const recoverFrom = `
-	WITH RECURSIVE up AS (
-		SELECT c.id, c.parent_id, c.kind, 0 AS n, ` + growable + ` AS growable FROM checkpoints c WHERE c.id = w.checkpoint_id
-		UNION ALL
-		SELECT p.id, p.parent_id, p.kind, up.n + 1, p.growable FROM up CROSS JOIN LATERAL (
-			SELECT c.id, c.parent_id, c.kind, ` + growable + ` AS growable FROM checkpoints c WHERE c.id = up.parent_id LIMIT 1
-		) p WHERE NOT up.growable AND up.n < 1000
-	)
-	SELECT up.id FROM up WHERE up.growable AND up.kind = 'user' LIMIT 1`
+	w.created_at, w.ready_at, w.expires_at, w.ended_at`
 
 const growable = `(c.state = 'sealed' OR c.state = 'captured' AND EXISTS (SELECT 1 FROM runners x WHERE x.id = c.runner_id AND x.fenced_at IS NULL AND x.removed_at IS NULL))`
 
@@ -88,7 +78,6 @@ type workspaceRow struct {
 	ReadyAt        *time.Time            `db:"ready_at"`
 	ExpiresAt      *time.Time            `db:"expires_at"`
 	EndedAt        *time.Time            `db:"ended_at"`
-	RecoverFrom    core.CheckpointID     `db:"recover_from"`
 }
 
 func (r workspaceRow) workspace() (controller.Workspace, error) {
@@ -101,7 +90,7 @@ func (r workspaceRow) workspace() (controller.Workspace, error) {
 		CreatedAt: r.CreatedAt, ReadyAt: timeOf(r.ReadyAt), ExpiresAt: timeOf(r.ExpiresAt), EndedAt: timeOf(r.EndedAt),
 	}
 	if r.FailureCode != "" {
-		w.Failure = &controller.Failure{Code: r.FailureCode, Message: r.FailureMessage, RecoverFrom: r.RecoverFrom}
+		w.Failure = &controller.Failure{Code: r.FailureCode, Message: r.FailureMessage}
 	}
 	if r.SandboxID == "" || !r.State.Live() {
 		return w, nil
@@ -147,7 +136,59 @@ func (r sandboxRow) sandbox() (controller.Sandbox, error) {
 	}, nil
 }
 
+// workspaces reads rows. For those that are lost it says from which checkpoints they can be grown again.
 func (t *tx) workspaces(ctx context.Context, sql string, a args) ([]controller.Workspace, error) {
+	list, err := t.plainWorkspaces(ctx, sql, a)
+	if err != nil {
+		return nil, err
+	}
+	return list, t.setRecoverFrom(ctx, list)
+}
+
+type recoverRow struct {
+	Head core.CheckpointID `db:"head"`
+	ID   core.CheckpointID `db:"id"`
+}
+
+// setRecoverFrom finds, for all lost workspaces of a list with one statement, the newest checkpoint of each lineage that can be
+// grown: in the store, or on a runner that was not given up. A template has nothing of the workspace.
+func (t *tx) setRecoverFrom(ctx context.Context, list []controller.Workspace) error {
+	heads := map[core.CheckpointID]core.CheckpointID{}
+	for _, w := range list {
+		if w.State == core.WorkspaceLost && w.Failure != nil && w.Head != "" {
+			heads[w.Head] = ""
+		}
+	}
+	if len(heads) == 0 {
+		return nil
+	}
+	rows, err := many[recoverRow](ctx, t, `
+		WITH RECURSIVE up AS (
+			SELECT h.id AS head, p.id, p.parent_id, p.kind, 0 AS n, p.growable FROM unnest(@heads::text[]) AS h (id) CROSS JOIN LATERAL (
+				SELECT c.id, c.parent_id, c.kind, `+growable+` AS growable FROM checkpoints c WHERE c.id = h.id LIMIT 1
+			) p
+			UNION ALL
+			SELECT up.head, p.id, p.parent_id, p.kind, up.n + 1, p.growable FROM up CROSS JOIN LATERAL (
+				SELECT c.id, c.parent_id, c.kind, `+growable+` AS growable FROM checkpoints c WHERE c.id = up.parent_id LIMIT 1
+			) p WHERE NOT up.growable AND up.n < 1000
+		)
+		SELECT up.head, up.id FROM up WHERE up.growable AND up.kind = 'user'`, args{"heads": texts(slices.Collect(maps.Keys(heads)))})
+	if err != nil {
+		return err
+	}
+	for _, r := range rows {
+		heads[r.Head] = r.ID
+	}
+	for i, w := range list {
+		if w.State == core.WorkspaceLost && w.Failure != nil {
+			list[i].Failure.RecoverFrom = heads[w.Head]
+		}
+	}
+	return nil
+}
+
+// plainWorkspaces is workspaces without a word about recovery.
+func (t *tx) plainWorkspaces(ctx context.Context, sql string, a args) ([]controller.Workspace, error) {
 	rows, err := many[workspaceRow](ctx, t, sql, a)
 	if err != nil {
 		return nil, err
@@ -286,6 +327,9 @@ func (t *tx) staleWorkspace(ctx context.Context, id core.WorkspaceID, to core.Wo
 
 // MoveWorkspace is a compare-and-set of the state.
 func (t *tx) MoveWorkspace(ctx context.Context, id core.WorkspaceID, epoch int64, to core.WorkspaceState) (controller.Workspace, error) {
+	if to == core.WorkspaceReady {
+		return controller.Workspace{}, core.Errorf(core.Internal, core.CodeInternal, "workspace %s: what becomes ready must look at its runner; use another method", id)
+	}
 	list, err := t.workspaces(ctx, `
 		WITH w AS (
 			UPDATE workspaces SET state = @to WHERE id = @id AND epoch = @epoch AND state = ANY(@from::text[]) RETURNING *
@@ -305,6 +349,41 @@ func (t *tx) changed(ctx context.Context, id core.WorkspaceID, to core.Workspace
 	return list[0], nil
 }
 
+// givenUp says whether the runner of a sandbox was given up. No workspace may become ready there.
+func givenUp(sandbox string) string {
+	return `EXISTS (SELECT 1 FROM sandboxes its JOIN runners host ON host.id = its.runner_id WHERE its.id = ` + sandbox + ` AND host.fenced_at IS NOT NULL)`
+}
+
+// ReturnWorkspace gives a workspace back to the sandbox that it has.
+func (t *tx) ReturnWorkspace(ctx context.Context, id core.WorkspaceID, epoch int64) (controller.Workspace, error) {
+	return t.returned(ctx, id, epoch, core.WorkspaceRestoring, nil)
+}
+
+// returned makes a workspace ready in the sandbox that it had all the time, or lost when the runner of that one was given up
+// meanwhile.
+func (t *tx) returned(ctx context.Context, id core.WorkspaceID, epoch int64, from core.WorkspaceState, head *controller.Checkpoint) (controller.Workspace, error) {
+	a := args{
+		"id": id, "epoch": epoch, "ready": core.WorkspaceReady, "lost": core.WorkspaceLost, "from": from, "head": nil, "project": nil,
+		"code": core.CodeRunnerLost, "message": controller.SilentRunner,
+	}
+	if head != nil {
+		a["head"], a["project"] = head.ID, head.ProjectID
+	}
+	list, err := t.workspaces(ctx, `
+		WITH at AS (
+			SELECT was.id, `+givenUp("was.sandbox_id")+` AS gone FROM workspaces was WHERE was.id = @id
+		), w AS (
+			UPDATE workspaces SET state = CASE WHEN at.gone THEN @lost ELSE @ready END, ended_at = CASE WHEN at.gone THEN now() END,
+				failure_code = CASE WHEN at.gone THEN @code END, failure_message = CASE WHEN at.gone THEN @message END,
+				checkpoint_project_id = coalesce(@project, workspaces.checkpoint_project_id), checkpoint_id = coalesce(@head, workspaces.checkpoint_id)
+			FROM at WHERE workspaces.id = at.id AND workspaces.id = @id AND workspaces.epoch = @epoch AND workspaces.state = @from RETURNING workspaces.*
+		), gone AS (
+			UPDATE sandboxes SET ended_at = now() WHERE workspace_id IN (SELECT id FROM w WHERE w.state = @lost) AND ended_at IS NULL
+		)
+		SELECT`+workspaceColumns+` FROM w`+workspaceJoins, a)
+	return t.changed(ctx, id, core.WorkspaceReady, list, err)
+}
+
 // ForkWorkspaceFrom gives a workspace that is being created its template.
 func (t *tx) ForkWorkspaceFrom(ctx context.Context, id core.WorkspaceID, from controller.Checkpoint) (controller.Workspace, error) {
 	list, err := t.workspaces(ctx, `
@@ -317,7 +396,8 @@ func (t *tx) ForkWorkspaceFrom(ctx context.Context, id core.WorkspaceID, from co
 	return t.changed(ctx, id, core.WorkspaceRestoring, list, err)
 }
 
-// ReadyWorkspaces moves what still waits for its sandbox to ready and returns it in the order of the list.
+// ReadyWorkspaces moves what still waits for its sandbox to ready and returns it in the order of the list. What is on a runner
+// that was given up meanwhile does not become ready.
 func (t *tx) ReadyWorkspaces(ctx context.Context, ready []controller.ReadyWorkspace) ([]controller.Workspace, error) {
 	ids, sandboxes, epochs := make([]string, len(ready)), make([]string, len(ready)), make([]int64, len(ready))
 	given := newGiven(len(ready))
@@ -340,7 +420,7 @@ func (t *tx) ReadyWorkspaces(ctx context.Context, ready []controller.ReadyWorksp
 			UPDATE workspaces SET state = @to, ready_at = now(), egress_applied = asked.rules,
 				grants_key = CASE WHEN grants_key IS NOT NULL THEN asked.sealed END, grants_until = CASE WHEN grants_until IS NOT NULL THEN asked.until END FROM asked
 			WHERE workspaces.id = asked.id AND workspaces.epoch = asked.epoch AND workspaces.sandbox_id = asked.sandbox_id
-				AND workspaces.state = ANY(@from::text[])`+single+`
+				AND workspaces.state = ANY(@from::text[]) AND NOT `+givenUp("workspaces.sandbox_id")+single+`
 			RETURNING workspaces.*, asked.n
 		)
 		SELECT`+workspaceColumns+` FROM w`+workspaceJoins+` ORDER BY w.n`, a)
@@ -355,13 +435,22 @@ func (t *tx) SwitchWorkspace(ctx context.Context, id core.WorkspaceID, epoch int
 			UPDATE workspaces SET state = @to, epoch = epoch + 1, sandbox_id = @sandbox, ready_at = now(), disk_gib = @disk, egress_applied = @rules,
 				grants_key = CASE WHEN grants_key IS NOT NULL THEN @key::bytea END, grants_until = CASE WHEN grants_until IS NOT NULL THEN @until::timestamptz END,
 				checkpoint_project_id = @head_project, checkpoint_id = @head
-			WHERE id = @id AND epoch = @epoch AND state = ANY(@from::text[]) RETURNING *
+			WHERE id = @id AND epoch = @epoch AND state = ANY(@from::text[]) AND NOT `+givenUp("@sandbox")+` RETURNING *
 		)
 		SELECT`+workspaceColumns+` FROM w`+workspaceJoins,
 		args{
 			"id": id, "epoch": epoch, "sandbox": sandbox, "disk": head.Resources.DiskGiB, "rules": given.Version, "key": one.keys[0], "until": one.untils[0], "head_project": head.ProjectID, "head": head.ID,
 			"to": core.WorkspaceReady, "from": []string{string(core.WorkspaceRestoring), string(core.WorkspaceQuarantined)},
 		})
+	if err == nil && len(list) == 0 {
+		n, err := t.exec(ctx, `SELECT WHERE `+givenUp("@sandbox"), args{"sandbox": sandbox})
+		if err == nil && n > 0 {
+			err = core.Errorf(core.Unavailable, core.CodeRunnerLost, "the runner of sandbox %s was given up while the sandbox was being made", sandbox)
+		}
+		if err != nil {
+			return controller.Workspace{}, err
+		}
+	}
 	// After the workspace, as whoever ends one has it: both locks in one order.
 	t.soon(`UPDATE sandboxes SET ended_at = now() WHERE workspace_id = @id AND id <> @sandbox AND ended_at IS NULL`, args{"id": id, "sandbox": sandbox})
 	return t.changed(ctx, id, core.WorkspaceReady, list, err)
@@ -369,17 +458,7 @@ func (t *tx) SwitchWorkspace(ctx context.Context, id core.WorkspaceID, epoch int
 
 // CapturedWorkspace ends a capture of a workspace that still is in it.
 func (t *tx) CapturedWorkspace(ctx context.Context, id core.WorkspaceID, epoch int64, head *controller.Checkpoint) (controller.Workspace, error) {
-	a := args{"id": id, "epoch": epoch, "to": core.WorkspaceReady, "from": string(core.WorkspaceCheckpointing), "head": nil, "project": nil}
-	if head != nil {
-		a["head"], a["project"] = head.ID, head.ProjectID
-	}
-	list, err := t.workspaces(ctx, `
-		WITH w AS (
-			UPDATE workspaces SET state = @to, checkpoint_project_id = coalesce(@project, checkpoint_project_id), checkpoint_id = coalesce(@head, checkpoint_id)
-			WHERE id = @id AND epoch = @epoch AND state = @from RETURNING *
-		)
-		SELECT`+workspaceColumns+` FROM w`+workspaceJoins, a)
-	return t.changed(ctx, id, core.WorkspaceReady, list, err)
+	return t.returned(ctx, id, epoch, core.WorkspaceCheckpointing, head)
 }
 
 // SuspendWorkspace stops a workspace that still is in its capture.
@@ -427,7 +506,7 @@ type endedWorkspace struct {
 	Sandbox *string             `json:"sandbox_id"`
 }
 
-// EndWorkspaces ends what may end, with all its sandboxes.
+// EndWorkspaces ends what may end, with all its sandboxes. It says nothing of recovery, which would read the lineage of each.
 func (t *tx) EndWorkspaces(ctx context.Context, ended []controller.EndedWorkspace) ([]controller.Workspace, error) {
 	rows := make([]endedWorkspace, len(ended))
 	for i, e := range ended {
@@ -436,7 +515,7 @@ func (t *tx) EndWorkspaces(ctx context.Context, ended []controller.EndedWorkspac
 			rows[i].Code, rows[i].Message = orNull(e.Failure.Code), orNull(e.Failure.Message)
 		}
 	}
-	return t.workspaces(ctx, `
+	return t.plainWorkspaces(ctx, `
 		WITH w AS (
 			UPDATE workspaces SET state = v.to_state, ended_at = coalesce(ended_at, now()),
 				failure_code = coalesce(v.code, failure_code), failure_message = coalesce(v.message, failure_message)
