@@ -30,7 +30,7 @@ type keyring struct {
 
 type cachedKey struct {
 	key    Key
-	before time.Time // monotonic
+	before time.Duration // by the clock of leases
 }
 
 // hold is something under way for a key.
@@ -38,26 +38,26 @@ type hold struct{ cancel context.CancelCauseFunc }
 
 const maxCachedKeys = 4096
 
-func (k *keyring) get(hash [32]byte) (Key, bool) {
+func (k *keyring) get(hash [32]byte, clock time.Duration) (Key, bool) {
 	now := time.Now()
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	c, ok := k.byHash[hash]
-	if !ok || !now.Before(c.before) || !c.key.ExpiresAt.IsZero() && !now.Before(c.key.ExpiresAt) {
+	if !ok || clock >= c.before || !c.key.ExpiresAt.IsZero() && !now.Before(c.key.ExpiresAt) {
 		return Key{}, false
 	}
 	k.use(c.key.ID, now)
 	return c.key, true
 }
 
-func (k *keyring) put(hash [32]byte, key Key, ttl time.Duration) {
+func (k *keyring) put(hash [32]byte, key Key, before time.Duration) {
 	now := time.Now()
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	if k.byHash == nil || len(k.byHash) >= maxCachedKeys {
 		k.byHash = map[[32]byte]cachedKey{}
 	}
-	k.byHash[hash] = cachedKey{key, now.Add(ttl)}
+	k.byHash[hash] = cachedKey{key, before}
 	k.use(key.ID, now)
 }
 
@@ -203,15 +203,15 @@ func (c *Controller) Authenticate(ctx context.Context, secret string) (Key, erro
 		return Key{}, ErrKeyEnded
 	}
 	hash := sha256.Sum256([]byte(secret))
-	if key, ok := c.keys.get(hash); ok {
+	if key, ok := c.keys.get(hash, c.cfg.Clock()); ok {
 		return key, nil
 	}
-	began := time.Now()
+	began := c.cfg.Clock()
 	key, err := read(ctx, c, System(), func(tx Tx) (Key, error) { return tx.KeyByHash(ctx, hash) })
 	if err != nil {
 		return Key{}, err
 	}
-	c.keys.put(hash, key, c.cfg.KeyCache-time.Since(began))
+	c.keys.put(hash, key, began+c.cfg.KeyCache)
 	return key, nil
 }
 

@@ -204,6 +204,11 @@ func (c *Controller) loadCapture(ctx context.Context, t *Task) (*capturePlan, er
 func (c *Controller) callCapture(ctx context.Context, t *Task, plan *capturePlan) (runnerapi.Checkpoint, error) {
 	var got runnerapi.Checkpoint
 	err := c.insist(ctx, func() error {
+		if t.op.Kind == OpSuspendWorkspace { // the machine is gone then
+			if err := t.hold(ctx); err != nil {
+				return err
+			}
+		}
 		var err error
 		got, err = c.runners.Capture(ctx, plan.checkpoint.Endpoint, t.in.Sandbox, runnerapi.Capture{
 			CheckpointID: plan.checkpoint.ID, Stop: t.op.Kind == OpSuspendWorkspace, Fork: t.op.Kind == OpForkWorkspace,

@@ -16,6 +16,7 @@ import (
 
 	"github.com/coppice-dev/coppice/controller/countersign"
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/bootclock"
 	"github.com/coppice-dev/coppice/internal/boundjson"
 	"github.com/coppice-dev/coppice/internal/mtls"
 	"github.com/coppice-dev/coppice/snapshotstore/blob"
@@ -43,6 +44,9 @@ type Config struct {
 	AdmissionQueue int                   // how many requests may wait for that; default 256
 	UsageInterval  time.Duration         // how often what a sandbox uses is written down; default 1 min
 	Bootstrap      Bootstrap
+
+	// Clock is that of leases; nil: bootclock.Now. Tests put a host to sleep with it.
+	Clock bootclock.Clock
 
 	GuestCall    time.Duration // how long one call of a guest's agent may take; default 60 s
 	ExecGrace    time.Duration // how long after its timeout a program is waited for; default 15 s
@@ -80,6 +84,9 @@ func (c Config) withDefaults() Config {
 		if *d == 0 {
 			*d = v
 		}
+	}
+	if c.Clock == nil {
+		c.Clock = bootclock.Now
 	}
 	set(&c.OperationLease, 8*time.Second)
 	set(&c.RunnerLease, 15*time.Second)
@@ -139,6 +146,7 @@ type Controller struct {
 	mu       sync.Mutex
 	closing  bool
 	running  map[core.OperationID]*Task
+	starting map[core.OperationID]bool            // being inserted here
 	waiters  map[core.OperationID][]chan struct{} // for operations that others run
 	released map[core.WorkspaceID]chan struct{}   // closed when a capture of ours ends
 
@@ -175,7 +183,7 @@ func New(cfg Config, store Store, runners Runners, log *slog.Logger) *Controller
 		owner:  fmt.Sprintf("%s/%s", host, core.NewID[core.OperationID]()),
 		runCtx: ctx, stop: stop, wake: make(chan struct{}, 1), rulesChanged: make(chan struct{}, 1), ended: make(chan core.OperationID, 1024),
 		limits:  newLimiter(cfg.Limits),
-		running: map[core.OperationID]*Task{}, waiters: map[core.OperationID][]chan struct{}{}, released: map[core.WorkspaceID]chan struct{}{}, feed: newFeed(),
+		running: map[core.OperationID]*Task{}, starting: map[core.OperationID]bool{}, waiters: map[core.OperationID][]chan struct{}{}, released: map[core.WorkspaceID]chan struct{}{}, feed: newFeed(),
 		guestBytes: boundjson.Budget{Total: guestBytesTotal, Share: guestBytesShare, Free: guestBytesFree},
 		imports:    make(chan struct{}, maxImports), manifests: make(chan struct{}, maxManifests), exports: make(chan struct{}, maxExports),
 	}

@@ -218,16 +218,16 @@ func (im *importing) store(ctx context.Context) (*snapshotstore.Written, error) 
 
 // renew keeps the lease until ctx ends, or ends it when the lease is over by this process's clock.
 func (im *importing) renew(ctx context.Context, lost context.CancelCauseFunc) {
-	last := time.Now()
+	last := im.c.cfg.Clock()
 	for pause(ctx, importLease/6) == nil {
-		began := time.Now()
+		began := im.c.cfg.Clock()
 		attempt, cancel := context.WithTimeout(ctx, importLease/6)
 		err := im.c.store.InTx(attempt, InProject(im.project), func(tx Tx) error { return tx.RenewImport(attempt, im.row.ID, importLease) })
 		cancel()
 		switch {
 		case err == nil:
 			last = began
-		case errors.Is(err, ErrImportLost) || time.Since(last) > importLease/2:
+		case errors.Is(err, ErrImportLost) || im.c.cfg.Clock()-last > importLease/2:
 			lost(ErrImportLost)
 			return
 		}

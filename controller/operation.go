@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"runtime/debug"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"go.opentelemetry.io/otel/attribute"
@@ -113,6 +114,7 @@ type Task struct {
 	watch    *core.Stopwatch
 	cancel   context.CancelCauseFunc
 	began    time.Time     // here
+	until    atomic.Int64  // by the clock of leases: before that nobody else can have claimed it
 	request  trace.Span    // under which it was admitted; nil when it is resumed
 	done     chan struct{} // closed at the end; the fields below are valid then
 	result   Result
@@ -179,6 +181,7 @@ func (c *Controller) begin(ctx context.Context, scope Scope, op Operation, admit
 	op.LeaseOwner, op.RequestID = c.owner, requestID(ctx)
 	t := &Task{c: c, began: time.Now(), request: trace.SpanFromContext(ctx), watch: watch, done: make(chan struct{}), stalled: make(chan struct{})}
 	ctx = context.WithoutCancel(ctx)
+	defer c.started(t)
 	if err := beforeAdmission.Hit(ctx); err != nil {
 		return nil, err
 	}
@@ -198,6 +201,7 @@ func (c *Controller) begin(ctx context.Context, scope Scope, op Operation, admit
 				return fmt.Errorf("encode operation input: %w", err)
 			}
 			t.in, t.plan = in, plan
+			c.starts(t, next.ID)
 			if t.op, err = tx.InsertOperation(ctx, next, c.cfg.OperationLease); err != nil {
 				return err
 			}
@@ -223,6 +227,26 @@ func (c *Controller) begin(ctx context.Context, scope Scope, op Operation, admit
 	started = true
 	c.start(t)
 	return t, nil
+}
+
+// starts and started say that an operation is being inserted, and that it runs or was not inserted.
+func (c *Controller) starts(t *Task, id core.OperationID) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	delete(c.starting, t.op.ID) // of the try before
+	t.op.ID = id
+	c.starting[id] = true
+	t.until.Store(int64(c.cfg.Clock() + c.cfg.OperationLease))
+}
+
+func (c *Controller) started(t *Task) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	id := t.accepted.ID
+	if id == "" { // it does not run: nobody else writes t.op
+		id = t.op.ID
+	}
+	delete(c.starting, id)
 }
 
 // repeatTask stands for the operation of an earlier, equal request.

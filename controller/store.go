@@ -299,8 +299,8 @@ type OperationTx interface {
 	FinishOperation(ctx context.Context, op Operation) (Operation, error)
 	// RenewOperations extends the leases of an owner on these operations and returns those that it still has, with their epochs.
 	RenewOperations(ctx context.Context, owner string, ids []core.OperationID, lease time.Duration) (map[core.OperationID]int64, error)
-	// ClaimOperations takes over operations that nobody works on.
-	ClaimOperations(ctx context.Context, owner string, lease time.Duration, limit int) ([]Operation, error)
+	// ClaimOperations takes over operations that nobody works on, but for those that the claimant works on itself.
+	ClaimOperations(ctx context.Context, owner string, except []core.OperationID, lease time.Duration, limit int) ([]Operation, error)
 	// ReleaseOperations gives the leases of an owner up at once, so that others need not wait for them to run out.
 	ReleaseOperations(ctx context.Context, owner string) error
 }

@@ -135,15 +135,14 @@ func (c *Controller) listenLoop(ctx context.Context) {
 
 // leaseLoop keeps what this controller runs and takes what nobody does.
 func (c *Controller) leaseLoop(ctx context.Context) {
-	var renewed time.Time
+	var due time.Duration // by the clock of leases
 	every(ctx, c.cfg.LoopInterval, c.wake, func() {
-		if time.Since(renewed) >= c.cfg.OperationLease/3 {
-			start := time.Now()
+		if start := c.cfg.Clock(); start >= due {
 			if err := c.renew(ctx); err != nil {
 				c.log.WarnContext(ctx, "operation leases were not renewed", "err", err)
 				return // do not claim what may be ours
 			}
-			renewed = start
+			due = start + c.cfg.OperationLease/3
 		}
 		if err := c.claim(ctx); err != nil && ctx.Err() == nil {
 			c.log.WarnContext(ctx, "operations were not claimed", "err", err)
@@ -163,6 +162,7 @@ func (c *Controller) renew(ctx context.Context) error {
 		return nil
 	}
 	slices.Sort(ids)
+	began := c.cfg.Clock()
 	var held map[core.OperationID]int64
 	err := c.store.InTx(ctx, System(), func(tx Tx) error {
 		var err error
@@ -173,7 +173,8 @@ func (c *Controller) renew(ctx context.Context) error {
 		return err
 	}
 	for id, t := range tasks {
-		if _, ok := held[id]; ok {
+		if epoch, ok := held[id]; ok && epoch == t.accepted.LeaseEpoch {
+			t.until.Store(int64(began + c.cfg.OperationLease))
 			continue
 		}
 		// Ended meanwhile, or another controller's now: the first needs no cancelling, the second does.
@@ -184,6 +185,46 @@ func (c *Controller) renew(ctx context.Context) error {
 	return nil
 }
 
+// hold returns nil while no other controller can have claimed the operation: by the clock of leases, and by the row when that has
+// run out. A controller that stood still asks before it has a runner do what cannot be undone.
+func (t *Task) hold(ctx context.Context) error {
+	for wait := 50 * time.Millisecond; ; wait = min(2*wait, 2*time.Second) {
+		began := t.c.cfg.Clock()
+		if began < time.Duration(t.until.Load()) {
+			return nil
+		}
+		held, err := read(ctx, t.c, System(), func(tx Tx) (map[core.OperationID]int64, error) {
+			return tx.RenewOperations(ctx, t.c.owner, []core.OperationID{t.op.ID}, t.c.cfg.OperationLease)
+		})
+		switch {
+		case err == nil && held[t.op.ID] == t.op.LeaseEpoch:
+			t.until.Store(int64(began + t.c.cfg.OperationLease))
+			return nil
+		case err == nil:
+			return ErrLeaseLost
+		case core.CodeOf(err) != core.CodeDatabaseUnavailable:
+			return err
+		}
+		if err := pause(ctx, wait); err != nil {
+			return err
+		}
+	}
+}
+
+// atWork lists what this process works on. It never claims any of it, however late it is with renewing.
+func (c *Controller) atWork() []core.OperationID {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	ids := make([]core.OperationID, 0, len(c.running)+len(c.starting))
+	for id := range c.running {
+		ids = append(ids, id)
+	}
+	for id := range c.starting {
+		ids = append(ids, id)
+	}
+	return ids
+}
+
 // claim resumes operations whose controller is gone.
 func (c *Controller) claim(ctx context.Context) error {
 	c.mu.Lock()
@@ -192,26 +233,25 @@ func (c *Controller) claim(ctx context.Context) error {
 	if closing {
 		return nil
 	}
-	var list []Operation
-	err := c.store.InTx(ctx, System(), func(tx Tx) error {
-		var err error
-		list, err = tx.ClaimOperations(ctx, c.owner, c.cfg.OperationLease, claimBatch)
-		return err
+	began, except := c.cfg.Clock(), c.atWork()
+	list, err := read(ctx, c, System(), func(tx Tx) ([]Operation, error) {
+		return tx.ClaimOperations(ctx, c.owner, except, c.cfg.OperationLease, claimBatch)
 	})
 	if err != nil {
 		return err
 	}
 	for _, op := range list {
-		err = errors.Join(err, c.resume(ctx, op))
+		err = errors.Join(err, c.resume(ctx, op, began+c.cfg.OperationLease))
 	}
 	return err
 }
 
-func (c *Controller) resume(ctx context.Context, op Operation) error {
+func (c *Controller) resume(ctx context.Context, op Operation, until time.Duration) error {
 	if c.work(op.Kind) == nil {
 		return fmt.Errorf("operation %s is of kind %q, which this program does not know", op.ID, op.Kind)
 	}
 	t := &Task{c: c, op: op, watch: core.NewStopwatch(), done: make(chan struct{}), stalled: make(chan struct{})}
+	t.until.Store(int64(until))
 	for _, timing := range op.Timings {
 		t.watch.Add(timing.Stage, time.Duration(timing.DurationMS*float64(time.Millisecond)))
 	}

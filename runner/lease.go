@@ -10,10 +10,9 @@ import (
 	"sync"
 	"time"
 
-	"golang.org/x/sys/unix"
-
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/atomicfile"
+	"github.com/coppice-dev/coppice/internal/bootclock"
 )
 
 // A runner's sandboxes live on a lease. After a time without a word of the controller they are ended, before the controller gives
@@ -37,13 +36,6 @@ var (
 	errFenced       = core.Errorf(core.Unavailable, core.CodeRunnerUnreachable, "this runner has been out of touch with its controller for too long and takes no work until it is heard again")
 )
 
-// sinceBoot is the host's clock for leases.
-func sinceBoot() time.Duration {
-	var ts unix.Timespec
-	_ = unix.ClockGettime(unix.CLOCK_BOOTTIME, &ts) // cannot fail
-	return time.Duration(ts.Nano())
-}
-
 var bootID = sync.OnceValue(func() string {
 	b, _ := os.ReadFile("/proc/sys/kernel/random/boot_id") // absent: the same for ever
 	return strings.TrimSpace(string(b))
@@ -52,7 +44,7 @@ var bootID = sync.OnceValue(func() string {
 // loadLease finds out until when the sandboxes of an earlier runner may live.
 func (r *Runner) loadLease() {
 	r.leased, r.endLease = context.WithCancelCause(context.Background())
-	r.leaseUntil = sinceBoot() + r.cfg.Lease
+	r.leaseUntil = bootclock.Now() + r.cfg.Lease
 	var rec leaseRecord
 	if atomicfile.ReadJSON(filepath.Join(r.cfg.RunDir, leaseFile), &rec) == nil && rec.Boot == bootID() {
 		r.leaseUntil = rec.Until
@@ -62,13 +54,13 @@ func (r *Runner) loadLease() {
 func (r *Runner) leaseExpired() bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	return sinceBoot() > r.leaseUntil
+	return bootclock.Now() > r.leaseUntil
 }
 
 // Attempt begins a message to the controller. When it was answered, and only then, answered says for how long from the beginning
 // of the attempt the sandboxes may live; 0 stands for the runner's own time.
 func (r *Runner) Attempt() (answered func(lease time.Duration) error) {
-	began := sinceBoot()
+	began := bootclock.Now()
 	return func(lease time.Duration) error {
 		if lease <= 0 {
 			lease = r.cfg.Lease
@@ -113,7 +105,7 @@ func (r *Runner) guard(ctx context.Context) {
 		case <-tick.C:
 		}
 		r.mu.Lock()
-		due := sinceBoot() > r.leaseUntil && !r.fenced
+		due := bootclock.Now() > r.leaseUntil && !r.fenced
 		r.mu.Unlock()
 		if !due {
 			continue

@@ -67,7 +67,7 @@ type Runner struct {
 	adopted   []*sandbox                // of an earlier runner; Run begins to watch them
 	debris    []string                  // directories that could not be removed
 
-	leaseUntil time.Duration   // by sinceBoot
+	leaseUntil time.Duration   // by bootclock
 	fenced     bool            // the lease is over: no work is taken
 	leased     context.Context // ends with the lease
 	endLease   context.CancelCauseFunc

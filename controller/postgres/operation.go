@@ -134,17 +134,17 @@ func (t *tx) RenewOperations(ctx context.Context, owner string, ids []core.Opera
 }
 
 // ClaimOperations takes what nobody works on. Claimants skip each other's rows.
-func (t *tx) ClaimOperations(ctx context.Context, owner string, lease time.Duration, limit int) ([]controller.Operation, error) {
+func (t *tx) ClaimOperations(ctx context.Context, owner string, except []core.OperationID, lease time.Duration, limit int) ([]controller.Operation, error) {
 	rows, err := many[operationRow](ctx, t, `
 		WITH free AS (
-			SELECT id FROM operations WHERE state = 'pending' OR (state = 'running' AND lease_expires_at < now())
+			SELECT id FROM operations WHERE (state = 'pending' OR (state = 'running' AND lease_expires_at < now())) AND id <> ALL(@except::text[])
 			ORDER BY lease_expires_at NULLS FIRST LIMIT @limit FOR UPDATE SKIP LOCKED
 		), o AS (
 			UPDATE operations SET state = 'running', lease_owner = @owner, lease_epoch = lease_epoch + 1,
 				lease_expires_at = now() + make_interval(secs => @lease), started_at = coalesce(started_at, now())
 			WHERE id IN (SELECT id FROM free) RETURNING *
 		)
-		SELECT`+operationColumns+` FROM o ORDER BY o.id`, args{"owner": owner, "lease": lease.Seconds(), "limit": limit})
+		SELECT`+operationColumns+` FROM o ORDER BY o.id`, args{"owner": owner, "except": texts(except), "lease": lease.Seconds(), "limit": limit})
 	list := make([]controller.Operation, len(rows))
 	for i, r := range rows {
 		list[i] = r.operation()

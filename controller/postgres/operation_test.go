@@ -24,7 +24,7 @@ func TestOperationIsFenced(t *testing.T) {
 		var list []controller.Operation
 		d.system(func(ctx context.Context, tx controller.Tx) error {
 			var err error
-			list, err = tx.ClaimOperations(ctx, owner, time.Hour, 10)
+			list, err = tx.ClaimOperations(ctx, owner, nil, time.Hour, 10)
 			return err
 		})
 		return list
@@ -104,7 +104,7 @@ func TestClaimsSkipEachOther(t *testing.T) {
 				var list []controller.Operation
 				if err := d.try(controller.System(), func(ctx context.Context, tx controller.Tx) error {
 					var err error
-					list, err = tx.ClaimOperations(ctx, owner, time.Hour, 3)
+					list, err = tx.ClaimOperations(ctx, owner, nil, time.Hour, 3)
 					return err
 				}); err != nil {
 					t.Error(err)
@@ -129,7 +129,7 @@ func TestClaimsSkipEachOther(t *testing.T) {
 	}
 	d.system(func(ctx context.Context, tx controller.Tx) error { return tx.ReleaseOperations(ctx, "a") })
 	d.system(func(ctx context.Context, tx controller.Tx) error {
-		list, err := tx.ClaimOperations(ctx, "e", time.Hour, 100)
+		list, err := tx.ClaimOperations(ctx, "e", nil, time.Hour, 100)
 		for _, op := range list {
 			if op.LeaseEpoch != 3 {
 				t.Errorf("%+v", op)
