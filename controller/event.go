@@ -49,13 +49,22 @@ type EventMarks struct {
 	Newest int64 // the highest id that was handed out
 }
 
+// EventTail is what is visible at the end of the table, and by which server.
+type EventTail struct {
+	Events  []Event // of all projects, by id
+	Settled uint64  // the lowest id of a transaction that had not ended: what all earlier ones wrote is visible in Events
+	Newest  int64   // the highest id that was handed out
+	// History changes when another server takes over, which may lack the last transactions of the one before. Ids of a later
+	// history are above all ids of the earlier ones.
+	History int64
+}
+
 // EventTx reads events. Triggers write them.
 type EventTx interface {
 	// Events returns at most limit events with ids above after and up to until, by id.
 	Events(ctx context.Context, f EventFilter, after, until int64, limit int) ([]Event, error)
-	// TailEvents returns the visible events of all projects above after, by id, and the lowest id of a transaction that had not
-	// ended when it looked: what all earlier ones wrote is visible in its answer.
-	TailEvents(ctx context.Context, after int64, limit int) ([]Event, uint64, error)
+	// TailEvents returns the visible events of all projects above after.
+	TailEvents(ctx context.Context, after int64, limit int) (EventTail, error)
 	EventMarks(ctx context.Context) (EventMarks, error)
 	// Transaction gives this transaction an id and returns it: every id handed out before is lower.
 	Transaction(ctx context.Context) (uint64, error)
@@ -81,6 +90,7 @@ type EventStream struct {
 	c      *Controller
 	filter EventFilter
 	cursor int64
+	resets int // of the feed, when the stream began
 }
 
 // StreamEvents begins after the event with the given id; 0 is before the oldest one that is kept, and a negative one means now.
@@ -115,10 +125,11 @@ func (c *Controller) StreamEvents(ctx context.Context, project core.ProjectID, t
 	case after > 0 && after < marks.Floor:
 		return nil, eventsExpired(after, marks.Floor)
 	}
-	if err := c.feed.enter(project); err != nil {
+	resets, err := c.feed.enter(project)
+	if err != nil {
 		return nil, err
 	}
-	s := &EventStream{c: c, filter: f, cursor: after}
+	s := &EventStream{c: c, filter: f, cursor: after, resets: resets}
 	horizon, err := c.feed.known(ctx)
 	if err != nil {
 		s.Close()
@@ -149,6 +160,8 @@ func (s *EventStream) Next(ctx context.Context, follow bool) ([]Event, error) {
 		switch {
 		case changed == nil:
 			return nil, core.Wrapf(errShutdown, core.Unavailable, core.CodeControllerStopping, "the controller is stopping; go on at another")
+		case s.c.feed.wasReset(s.resets):
+			return nil, core.Errorf(core.FailedPrecondition, core.CodeEventsExpired, "the database was set back to an earlier state, and ids of events may be used again. Read the present state and begin without an id")
 		case ok:
 			list = slices.DeleteFunc(list, func(e Event) bool { return !s.filter.Match(e) })
 			s.cursor = max(s.cursor, horizon)

@@ -2,6 +2,7 @@ package controller
 
 import (
 	"context"
+	"errors"
 	"slices"
 	"sort"
 	"sync"
@@ -26,6 +27,7 @@ type feed struct {
 	first   int64         // ring has every event above it, up to horizon
 	ring    []Event       // by id
 	changed chan struct{} // closed and replaced whenever something above changes
+	resets  int           // how often the database was set back; streams of before end
 }
 
 func newFeed() *feed {
@@ -40,16 +42,32 @@ func (f *feed) hint() {
 	}
 }
 
-func (f *feed) enter(project core.ProjectID) error {
+// enter takes a place for a stream. It returns how often the feed was reset before.
+func (f *feed) enter(project core.ProjectID) (int, error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	if f.total >= maxStreams || f.streams[project] >= maxProjectStreams {
-		return core.Errorf(core.Exhausted, core.CodeCapacity, "too many event streams are open; one can carry the events of a whole project")
+		return 0, core.Errorf(core.Exhausted, core.CodeCapacity, "too many event streams are open; one can carry the events of a whole project")
 	}
 	f.streams[project]++
 	f.total++
 	f.hint()
-	return nil
+	return f.resets, nil
+}
+
+// reset ends all streams of before: what they have passed on may be untrue, and its ids may be handed out again.
+func (f *feed) reset() {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.resets++
+	f.ready, f.ring = false, nil
+	f.publish()
+}
+
+func (f *feed) wasReset(since int) bool {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return f.resets != since
 }
 
 func (f *feed) leave(project core.ProjectID) {
@@ -145,6 +163,7 @@ func (f *feed) close() {
 // those have ended, what is not visible up to limit never will be. bound is 0 when no such question is open.
 type tail struct {
 	begun   bool
+	history int64 // of the server that answered last
 	horizon int64
 	limit   int64
 	bound   uint64
@@ -192,8 +211,19 @@ func (c *Controller) look(ctx context.Context, t **tail) (time.Duration, error) 
 		}
 		*t = begin
 	}
-	return c.advance(ctx, *t)
+	wait, err := c.advance(ctx, *t)
+	if errors.Is(err, errSetBack) {
+		c.log.ErrorContext(ctx, "the database was set back: open event streams end, and their clients read the present state", "horizon", (*t).horizon)
+		c.feed.reset()
+		*t = nil
+		return 0, nil
+	}
+	return wait, err
 }
+
+// errSetBack says that the database has not handed out yet what was passed on, and is of the same history: it was replaced by
+// an older copy of itself.
+var errSetBack = errors.New("the database was set back")
 
 // beginTail asks from which id on everything is to be passed on: the newest one, once all that was handed out is settled.
 func (c *Controller) beginTail(ctx context.Context) (*tail, error) {
@@ -212,22 +242,32 @@ func (c *Controller) bound(ctx context.Context) (uint64, error) {
 
 // advance passes on what is settled above the horizon.
 func (c *Controller) advance(ctx context.Context, t *tail) (time.Duration, error) {
-	var list []Event
-	var settled uint64
-	err := c.store.InTx(ctx, System(), func(tx Tx) error {
-		var err error
-		list, settled, err = tx.TailEvents(ctx, t.horizon, eventBatch)
-		return err
-	})
-	if err != nil {
+	got, err := read(ctx, c, System(), func(tx Tx) (EventTail, error) { return tx.TailEvents(ctx, t.horizon, eventBatch) })
+	switch {
+	case err != nil:
 		return 0, err
+	case got.Newest < t.horizon:
+		return 0, errSetBack
+	case t.history != 0 && got.History != t.history:
+		// Another server: ids of its transactions have nothing to do with the question that is open. What it hands out is above
+		// the horizon, whatever it lacks, so the streams go on.
+		c.log.WarnContext(ctx, "another database server answers: events go on in its history", "history", got.History, "horizon", t.horizon)
+		t.limit, t.bound, t.unclear = 0, 0, 0
 	}
-	answered := t.bound != 0 && settled > t.bound
+	t.history = got.History
+	list := got.Events
+	answered := t.bound != 0 && got.Settled > t.bound
 	if answered {
 		t.bound, t.unclear = 0, 0
 	}
 	if !t.begun {
-		if !answered {
+		switch {
+		case answered:
+		case t.bound == 0: // the server that was asked is gone
+			t.limit = max(t.limit, got.Newest)
+			t.bound, err = c.bound(ctx)
+			return t.later(), err
+		default:
 			return t.later(), nil
 		}
 		t.begun = true

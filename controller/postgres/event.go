@@ -55,31 +55,37 @@ func (t *tx) Events(ctx context.Context, f controller.EventFilter, after, until 
 type tailRow struct {
 	eventRow
 	Settled string `db:"settled"`
+	Newest  int64  `db:"newest"`
+	History int64  `db:"history"`
 }
 
-// TailEvents reads the newest events of all projects and, by the same snapshot, below which transaction everything has ended.
-func (t *tx) TailEvents(ctx context.Context, after int64, limit int) ([]controller.Event, uint64, error) {
+// newestEvent is the highest id that was handed out, or could have been by the server of the last history.
+const newestEvent = ` CASE WHEN i.is_called THEN i.last_value ELSE 0 END + coppice_event_history()`
+
+// TailEvents reads the newest events of all projects and, by the same snapshot, below which transaction everything has ended. The
+// sequence is read with it: it is never behind a visible event.
+func (t *tx) TailEvents(ctx context.Context, after int64, limit int) (controller.EventTail, error) {
 	rows, err := many[tailRow](ctx, t, `
 		WITH tail AS (SELECT * FROM events WHERE id > @after ORDER BY id LIMIT @limit)
 		SELECT coalesce(e.id, 0) AS id, coalesce(e.project_id, '') AS project_id, coalesce(e.type, '') AS type, coalesce(e.workspace_id, '') AS workspace_id,
 			coalesce(e.checkpoint_id, '') AS checkpoint_id, coalesce(e.root_id, '') AS root_id, coalesce(e.operation_id, '') AS operation_id,
-			coalesce(e.data, '{}') AS data, coalesce(e.created_at, now()) AS created_at, s.settled
-		FROM (SELECT pg_snapshot_xmin(pg_current_snapshot())::text AS settled) AS s LEFT JOIN tail e ON true ORDER BY e.id`,
+			coalesce(e.data, '{}') AS data, coalesce(e.created_at, now()) AS created_at, s.settled, s.newest, s.history
+		FROM (SELECT pg_snapshot_xmin(pg_current_snapshot())::text AS settled,`+newestEvent+` AS newest, (coppice_event_history() >> 40) + 1 AS history
+			FROM events_id_seq i) AS s LEFT JOIN tail e ON true ORDER BY e.id`,
 		args{"after": after, "limit": limit})
 	if err != nil {
-		return nil, 0, err
+		return controller.EventTail{}, err
 	}
-	settled, err := strconv.ParseUint(rows[0].Settled, 10, 64)
-	if err != nil {
-		return nil, 0, fmt.Errorf("read a snapshot: %w", err)
+	out := controller.EventTail{Newest: rows[0].Newest, History: rows[0].History}
+	if out.Settled, err = strconv.ParseUint(rows[0].Settled, 10, 64); err != nil {
+		return controller.EventTail{}, fmt.Errorf("read a snapshot: %w", err)
 	}
-	var list []controller.Event
 	for _, r := range rows {
 		if r.ID != 0 { // the row that says that there is none
-			list = append(list, r.event())
+			out.Events = append(out.Events, r.event())
 		}
 	}
-	return list, settled, nil
+	return out, nil
 }
 
 type marksRow struct {
@@ -90,7 +96,7 @@ type marksRow struct {
 // EventMarks reads the sequences, which no snapshot holds back.
 func (t *tx) EventMarks(ctx context.Context) (controller.EventMarks, error) {
 	row, err := one[marksRow](ctx, t, nil, `
-		SELECT f.last_value AS floor, CASE WHEN i.is_called THEN i.last_value ELSE 0 END AS newest FROM events_floor f, events_id_seq i`, args{})
+		SELECT f.last_value AS floor,`+newestEvent+` AS newest FROM events_floor f, events_id_seq i`, args{})
 	return controller.EventMarks(row), err
 }
 
