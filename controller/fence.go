@@ -42,7 +42,7 @@ func (c *Controller) fence(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	rand.Shuffle(len(list), func(i, j int) { list[i], list[j] = list[j], list[i] }) // controllers share the work
+	rand.Shuffle(len(list), func(i, j int) { list[i], list[j] = list[j], list[i] }) //nolint:gosec // G404: the order is no secret; controllers share the work
 	// mu guards errs.
 	var mu sync.Mutex
 	var errs []error

@@ -20,6 +20,7 @@ import (
 
 // stalled is a world whose controller renews and claims nothing: its leases run out while it works.
 func stalled(t *testing.T) *world {
+	t.Helper()
 	return newWorld(t, func(c *controller.Config, _ *runnertest.Config) {
 		c.LoopInterval, c.OperationLease, c.RunnerRetry = time.Hour, 300*time.Millisecond, time.Second
 	})
