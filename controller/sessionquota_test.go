@@ -22,7 +22,10 @@ func TestProjectFullOfSessions(t *testing.T) {
 	w.quota(func(p *controller.QuotasPatch) { p.Workspaces = &most })
 	count := func() {
 		t.Helper()
-		if err := w.store.InTx(t.Context(), controller.System(), func(tx controller.Tx) error { return tx.CountSessions(t.Context()) }); err != nil {
+		if err := w.store.InTx(t.Context(), controller.System(), func(tx controller.Tx) error {
+			_, err := tx.CountSessions(t.Context(), "", 1000)
+			return err
+		}); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -73,7 +76,7 @@ func TestProjectFullOfSessions(t *testing.T) {
 		t.Errorf("in another project: %v", err)
 	}
 	sweep := func(ctx context.Context, tx controller.Tx) error {
-		n, err := tx.SweepSessions(ctx, 0, 100)
+		_, n, err := tx.SweepSessions(ctx, "", 0, 100)
 		if n != 9 {
 			t.Errorf("%d rows were swept", n)
 		}
