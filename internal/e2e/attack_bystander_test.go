@@ -39,16 +39,16 @@ type waits struct{ calm, median, worst time.Duration }
 // An absolute bound would say more about the machine than about the attack: whatever else runs on the machine slows every round. So a phase
 // is compared with Alice's rounds right before it, without an attack, on the same machine beside the same other work. Her machine and the
 // attacker's are emulated and share the cores with the attacker's programs outside, so an equal share of two busy cores already costs a
-// factor of two to three. No bound is above a maximum, however busy the machine is: who waits longer is not served.
-const (
-	calmRounds = 5
-	maxMedian  = 12 * time.Second
-	maxWorst   = 30 * time.Second
-)
+// factor of two to three. Beside much other work the attacker's share is smaller, and so is what it may cost.
+const calmRounds = 5
 
 func waitsAfter(calm []time.Duration) waits {
 	m := median(calm)
-	return waits{m, min(5*m+time.Second, maxMedian), min(12*m+5*time.Second, maxWorst)}
+	return waits{
+		calm:   m,
+		median: min(5*m+time.Second, max(5*m/2, 12*time.Second)),
+		worst:  min(12*m+5*time.Second, max(5*m, 30*time.Second)),
+	}
 }
 
 func median(list []time.Duration) time.Duration {
