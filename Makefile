@@ -88,7 +88,10 @@ faults: build $(VERSITYGW) ## every row of the fault matrix that is run, docs/FA
 	COPPICE_TEST_REQUIRE=all $(GO) test -v -count=1 -timeout 90m ./internal/e2e -run '^Test(Fault(Matrix|MatrixIsWhole|sDocument)|PoolFaults)$$' -long
 
 attack: build ## attack a stack as a malicious guest, tenant, upstream and bucket, while another tenant works (root; 15 minutes)
-	COPPICE_TEST_REQUIRE=all $(GO) test -v -count=1 -timeout 60m ./internal/e2e -run '^TestAttack$$' -long
+	@mkdir -p $(VAR)
+	@set -o pipefail; status=0; \
+	COPPICE_TEST_REQUIRE=all $(GO) test -v -count=1 -timeout 60m ./internal/e2e -run '^TestAttack$$' -long | tee $(VAR)/attack.log || status=$$?; \
+	grep '^attacks ' $(VAR)/attack.log; exit $$status
 
 lint: $(LINT) ## run the pinned linters, which are built on first use (minutes)
 	$(LINT) run ./...
