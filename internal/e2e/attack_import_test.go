@@ -91,7 +91,7 @@ func (x *assault) imports() {
 		x.tryImport("a file whose manifest has "+name, p.join())
 	}
 	x.tryImport("a map that repeats one page", x.repeating(parts))
-	x.importLoop(whole, whole[:head+4096])
+	x.importLoop(whole, whole[:head])
 }
 
 // importLoop imports a good file and deletes the checkpoint, again and again. What was deleted waits in the store until the grace is over, so
@@ -112,13 +112,13 @@ func (x *assault) importLoop(whole, begin []byte) {
 			x.held("import", "imports and deletions in a loop", nil)
 			return
 		}
-		cp, err := looper.ImportCheckpoint(ctx, bytes.NewReader(whole), coppice.ImportOptions{Size: int64(len(whole))})
-		if err == nil {
+		cp, err2 := looper.ImportCheckpoint(ctx, bytes.NewReader(whole), coppice.ImportOptions{Size: int64(len(whole))})
+		if err2 == nil {
 			x.give(cp)
-			err = looper.DeleteCheckpoint(ctx, cp.ID)
+			err2 = looper.DeleteCheckpoint(ctx, cp.ID)
 		}
-		if err != nil {
-			x.held("import", "imports and deletions in a loop", err)
+		if err2 != nil {
+			x.held("import", "imports and deletions in a loop", fmt.Errorf("number %d: %w; its beginning: %w", n+1, err2, err))
 			return
 		}
 	}
