@@ -100,11 +100,19 @@ func (x *assault) importLoop(whole, begin []byte) {
 	const most = 10
 	ctx := x.t.Context()
 	token, project := x.tenantKey("looper")
-	quota := int64(len(whole)) * 3 / 2 // for one, and not for two
+	looper := x.clientOf(token)
+	cp, err := looper.ImportCheckpoint(ctx, bytes.NewReader(whole), coppice.ImportOptions{Size: int64(len(whole))})
+	if err != nil {
+		x.t.Fatal(err)
+	}
+	x.give(cp)
+	if err := looper.DeleteCheckpoint(ctx, cp.ID); err != nil {
+		x.t.Fatal(err)
+	}
+	quota := (cp.DeltaBytes + cp.DeviceStateBytes + cp.DiskBytes) * 3 / 2 // for one, and not for two
 	if _, err := x.s.client.PatchProject(ctx, project, coppice.PatchProjectRequest{Quotas: coppice.QuotasPatch{CheckpointBytes: &quota}}); err != nil {
 		x.t.Fatal(err)
 	}
-	looper := x.clientOf(token)
 	for n := range most {
 		_, err := looper.ImportCheckpoint(ctx, bytes.NewReader(begin), coppice.ImportOptions{Size: int64(len(begin))})
 		if e := (*coppice.Error)(nil); errors.As(err, &e) && e.Code == coppice.CodeQuotaExceeded && n > 0 {
