@@ -12,6 +12,8 @@ import (
 	"sync"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/runner/vmm"
 	"github.com/coppice-dev/coppice/runner/vmm/vmmproc"
@@ -38,7 +40,12 @@ func attach(ctx context.Context, proc *vmmproc.Process, log *vmmproc.Log, h vmm.
 	if _, err := m.monitor(ctx); err != nil {
 		return nil, err
 	}
-	return m, m.follow(ctx)
+	if err := m.follow(ctx); err != nil {
+		m.disconnect()
+		return nil, err
+	}
+	go m.Watch()
+	return m, nil
 }
 
 // reattach is attach to a QEMU that an earlier runner started. One that waits for a page answers nothing until the page comes, if it is its
@@ -52,7 +59,9 @@ func reattach(ctx context.Context, proc *vmmproc.Process, h vmm.Handle) (_ *mach
 		m.disconnect()
 		return nil, err
 	}
-	return m, m.follow(ctx)
+	go m.Watch()
+	go m.followLate()
+	return m, nil
 }
 
 func newMachine(proc *vmmproc.Process, log *vmmproc.Log, h vmm.Handle) *machine {
@@ -61,17 +70,49 @@ func newMachine(proc *vmmproc.Process, log *vmmproc.Log, h vmm.Handle) *machine 
 	return m
 }
 
-// follow reads the guest's console and watches the process.
+// follow reads the guest's console.
 func (m *machine) follow(ctx context.Context) error {
-	var d net.Dialer
-	printed, err := d.DialContext(ctx, "unix", filepath.Join(m.Handle().Dir, consoleSocket))
+	printed, err := dial(ctx, filepath.Join(m.Handle().Dir, consoleSocket))
 	if err != nil {
-		m.disconnect()
 		return err
 	}
 	m.Follow(printed)
-	go m.Watch()
 	return nil
+}
+
+// followLate follows the console of a QEMU that was taken over, as soon as it has room for a connection. The end of a console is shown to
+// people; whether a machine is taken over does not depend on it.
+func (m *machine) followLate() {
+	ctx, cancel := context.WithCancel(context.Background())
+	defer cancel()
+	go func() {
+		select {
+		case <-m.Done():
+		case <-m.Released():
+		case <-ctx.Done():
+		}
+		cancel()
+	}()
+	_ = m.follow(ctx) // without it the console stays empty
+}
+
+// dial connects to a socket of QEMU. Its queue has room for two connections that QEMU has not taken yet, as one that waits for a page does
+// not: those of runners that have ended stay in it until then.
+func dial(ctx context.Context, path string) (net.Conn, error) {
+	again := time.NewTicker(20 * time.Millisecond)
+	defer again.Stop()
+	for {
+		var d net.Dialer
+		c, err := d.DialContext(ctx, "unix", path)
+		if !errors.Is(err, unix.EAGAIN) {
+			return c, err
+		}
+		select {
+		case <-again.C:
+		case <-ctx.Done():
+			return nil, fmt.Errorf("it takes no further connection: %w", context.Cause(ctx))
+		}
+	}
 }
 
 // monitor returns the connection to the monitor, and makes it first where there is none.
@@ -88,10 +129,14 @@ func (m *machine) monitor(ctx context.Context) (*qmp, error) {
 	if closed {
 		return nil, vmm.ErrGone
 	}
-	if q != nil {
+	if q != nil && !q.over() {
 		return q, nil
 	}
+	last := q
 	q, err := dialQMP(ctx, filepath.Join(m.Handle().Dir, monitorSocket))
+	if err != nil && last != nil {
+		return nil, errors.Join(last.cause(), err)
+	}
 	if err != nil {
 		return nil, err
 	}
@@ -265,8 +310,7 @@ func (m *machine) DialAgent(ctx context.Context) (net.Conn, error) {
 	if err := m.Gone("connect to the guest"); err != nil {
 		return nil, err
 	}
-	var d net.Dialer
-	c, err := d.DialContext(ctx, "unix", filepath.Join(m.Handle().Dir, agentSocket))
+	c, err := dial(ctx, filepath.Join(m.Handle().Dir, agentSocket))
 	if err != nil {
 		return nil, core.Wrapf(errors.Join(err, m.Gone("connect to the guest")), core.Unavailable, core.CodeGuestUnreachable, "the guest's channel does not accept a connection")
 	}

@@ -69,8 +69,7 @@ const (
 
 // dialQMP connects, reads the greeting and leaves the negotiation mode.
 func dialQMP(ctx context.Context, path string) (*qmp, error) {
-	var d net.Dialer
-	c, err := d.DialContext(ctx, "unix", path)
+	c, err := dial(ctx, path)
 	if err != nil {
 		return nil, fmt.Errorf("connect to the monitor: %w", err)
 	}
@@ -166,6 +165,16 @@ func (q *qmp) wait(ctx context.Context, w *waiter) (json.RawMessage, error) {
 		return r.value, r.err
 	default:
 		return nil, q.cause()
+	}
+}
+
+// over reports whether the connection has ended.
+func (q *qmp) over() bool {
+	select {
+	case <-q.ended:
+		return true
+	default:
+		return false
 	}
 }
 

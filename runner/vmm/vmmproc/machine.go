@@ -123,6 +123,9 @@ func (m *Machine) Release() {
 	m.detach()
 }
 
+// Released is closed by Release.
+func (m *Machine) Released() <-chan struct{} { return m.released }
+
 func (m *Machine) detach() {
 	m.hooks.Detach()
 	m.console.Close()
