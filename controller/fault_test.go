@@ -397,14 +397,17 @@ func TestLeaseIsLost(t *testing.T) {
 		t.Fatal(err)
 	}
 	<-g.reached
+	_, stop := w.start(controller.Config{OperationLease: time.Hour})
+	defer stop()
 	w.sql(`UPDATE operations SET lease_owner = 'gone', lease_expires_at = now() - interval '1 s' WHERE state = 'running'`)
-	end, err := w.Operation(t.Context(), w.project, a.Operation.ID, wait) // claimed by the loop, under another epoch
+	end, err := w.Operation(t.Context(), w.project, a.Operation.ID, wait) // claimed by the loop of the other one, under another epoch
 	if err != nil || end.Operation.State != core.OperationSucceeded || end.Operation.LeaseEpoch != 2 {
 		t.Fatalf("%+v, %v", end.Operation, err)
 	}
 	before := w.number(`SELECT count(*) FROM reseal_reports`)
 	close(g.open)
 	w.stop() // the first task has ended too
+	stop()
 	if after := w.number(`SELECT count(*) FROM reseal_reports`); after != before || before != 3 {
 		t.Errorf("reports: %d, then %d", before, after)
 	}

@@ -62,6 +62,8 @@ func (d *db) populate(project core.ProjectID, from controller.Checkpoint) (contr
 	d.exec(`INSERT INTO flows (project_id, workspace_id, sandbox_id, epoch, id, at, final, changes, spoken, host, port, method, path, outcome, rule, grant_id, reason, status, sent_bytes, received_bytes)
 		VALUES ($1, $2, $3, 1, 'f', now(), true, true, 'http', 'h', 80, 'POST', '/', 'allowed', 'h', '', '', 200, 1, 1)`, project, w.ID, w.Sandbox.ID)
 	d.exec(`INSERT INTO flow_rows (project_id, workspace_id, month, rows) VALUES ($1, $2, '2026-11-01', 1)`, project, w.ID)
+	d.exec(`INSERT INTO flow_counts (project_id, workspace_id, sandbox_id, epoch, kind, daily, from_at, spoken, opaque, host, port, grant_id, rule, count, sent_bytes, received_bytes, first_at, last_at)
+		VALUES ($1, $2, $3, 1, 'effect', false, now(), 'http', false, 'h', 80, '', 'h', 1, 1, 1, now(), now())`, project, w.ID, w.Sandbox.ID)
 	d.exec(`INSERT INTO session_counts (project_id, rows) VALUES ($1, 1)`, project)
 	d.exec(`INSERT INTO attestations (project_id, workspace_id, epoch, sandbox_id, runner_id, digest, envelope)
 		VALUES ($1, $2, 1, $3, $4, 'sha256:' || encode(sha256('x'), 'hex'), 'x')`, project, w.ID, w.Sandbox.ID, d.runner)
@@ -132,7 +134,7 @@ func TestMissingWhereCannotLeak(t *testing.T) {
 	d.populate(d.project, template)
 	d.populate(other, template)
 	conn := d.conn()
-	systems := []string{"clusters", "runner_tokens", "runner_identities", "runner_loads"} // no project ever sees a row of these
+	systems := []string{"clusters", "runner_tokens", "runner_identities", "runner_loads", "flow_batches"} // no project ever sees a row of these
 	shared := map[string]string{"checkpoints": " AND NOT shared", "images": " AND NOT shared", "image_locations": " AND NOT shared", "checkpoint_copies": " AND NOT shared", "runners": " AND false"}
 	for _, table := range tables(t, conn) {
 		// A scope that is not set sees nothing at all.
