@@ -60,7 +60,7 @@ func reattach(ctx context.Context, proc *vmmproc.Process, h vmm.Handle) (_ *mach
 		return nil, err
 	}
 	go m.Watch()
-	go m.followLate()
+	go m.followLate() //nolint:gosec // it outlives the takeover, and ends with the machine
 	return m, nil
 }
 
