@@ -7,7 +7,8 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// cleanWrites bounds the writes that a runner reports of its data plane, and removes text that the database would refuse.
+// cleanWrites takes the first writes that a runner reports of its data plane, up to the bound, and removes text that the database
+// would refuse. The answer to the heartbeat says how many were taken.
 func cleanWrites(list []runnerapi.DataWrite) []runnerapi.DataWrite {
 	out := make([]runnerapi.DataWrite, 0, min(len(list), runnerapi.MaxDataWrites))
 	for _, w := range list[:min(len(list), runnerapi.MaxDataWrites)] {

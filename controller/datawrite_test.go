@@ -54,3 +54,33 @@ func TestWritesByPassAreRecordedOnce(t *testing.T) {
 		}
 	}
 }
+
+// TestTooManyWritesAreNotLost: a heartbeat with more writes than a controller takes is answered with how many it took.
+func TestTooManyWritesAreNotLost(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	ws := w.create("main")
+	key := w.admin().ID
+	var list []runnerapi.DataWrite
+	const all = runnerapi.MaxDataWrites + 3
+	for n := range int64(all) {
+		list = append(list, runnerapi.DataWrite{Number: n + 1, SandboxID: ws.Sandbox.ID, KeyID: key, Path: "/p", At: time.Now().UTC()})
+	}
+	total := 0
+	for len(list) > 0 {
+		out, err := w.Heartbeat(t.Context(), w.runner.ID(), runnerapi.Heartbeat{
+			LeaseEpoch: w.epoch, Info: w.runner.Info(), Sandboxes: w.runner.Sandboxes(), Checkpoints: w.runner.Checkpoints(), DataLog: "one", DataWrites: list,
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if want := min(len(list), runnerapi.MaxDataWrites); out.DataTaken != want {
+			t.Fatalf("of %d writes the controller says that it took %d, want %d", len(list), out.DataTaken, want)
+		}
+		total += out.DataTaken
+		list = list[out.DataTaken:]
+		if n := w.number(`SELECT count(*) FROM audit_records WHERE object_id = $1 AND detail ->> 'by' = 'pass'`, ws.ID); n != total {
+			t.Errorf("%d records, want %d", n, total)
+		}
+	}
+}

@@ -58,6 +58,7 @@ func (c *Controller) Heartbeat(ctx context.Context, id core.RunnerID, h runnerap
 	ctx = WithOrigin(ctx, Origin{Actor: string(id), Action: "heartbeat"})
 	out := runnerapi.Heartbeated{TTLSeconds: c.cfg.RunnerLease.Seconds(), FenceSeconds: c.fenceTime().Seconds()}
 	writes := cleanWrites(h.DataWrites)
+	out.DataTaken = len(writes)
 	reported := make(map[core.SandboxID]runnerapi.Sandbox, len(h.Sandboxes))
 	for _, s := range h.Sandboxes {
 		reported[s.ID] = s

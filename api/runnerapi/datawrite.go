@@ -12,6 +12,15 @@ const (
 	MaxDataPath   = 1024
 )
 
+// TakenWrites returns the part of the writes in a heartbeat that its answer acknowledges.
+func TakenWrites(sent []DataWrite, out Heartbeated) []DataWrite {
+	taken := out.DataTaken
+	if taken <= 0 { // by a controller of before
+		taken = MaxDataWrites
+	}
+	return sent[:min(len(sent), taken)]
+}
+
 // DataWrite is a write to a guest's files that a data plane has passed on: it did not come through a controller, so a heartbeat reports it for
 // the audit log.
 type DataWrite struct {

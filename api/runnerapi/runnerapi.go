@@ -410,6 +410,9 @@ type Heartbeated struct {
 	DropSandboxes   []core.SandboxID    `json:"drop_sandboxes,omitempty"`
 	DropCheckpoints []core.CheckpointID `json:"drop_checkpoints,omitempty"`
 	EndedKeys       []core.KeyID        `json:"ended_keys,omitempty"` // of DataKeys: what was begun with them must end
+	// DataTaken is how many of DataWrites were taken, from the first on. The runner tells the others again. It is 0 from a controller of before,
+	// which takes MaxDataWrites.
+	DataTaken int `json:"data_taken,omitempty"`
 	// AttestationCertificate answers an AttestationRequest.
 	AttestationCertificate []byte `json:"attestation_certificate,omitempty"`
 	// RemovedRunners are all whose certificates may not have expired yet. Another runner gives them nothing; without an answer for TTLSeconds,

@@ -222,8 +222,8 @@ func seconds(s float64) time.Duration { return time.Duration(s * float64(time.Se
 func (l *Link) obey(ctx context.Context, sent runnerapi.Heartbeat, out runnerapi.Heartbeated) {
 	if l.cfg.Plane != nil {
 		l.cfg.Plane.End(out.EndedKeys)
-		if n := len(sent.DataWrites); n > 0 {
-			if err := l.cfg.Plane.Recorded(sent.DataWrites[n-1].Number); err != nil {
+		if taken := runnerapi.TakenWrites(sent.DataWrites, out); len(taken) > 0 {
+			if err := l.cfg.Plane.Recorded(taken[len(taken)-1].Number); err != nil {
 				l.cfg.Log.WarnContext(ctx, "the log of writes by pass was not made shorter; it is tried again with the next of them", "err", err)
 			}
 		}

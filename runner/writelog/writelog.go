@@ -39,6 +39,17 @@ type header struct {
 	Next   int64         `json:"next"`   // the number of the first write in the file, or behind it
 }
 
+// mark is a line of the file that is not a write: a controller has recorded all writes up to this number.
+type mark struct {
+	Recorded int64 `json:"recorded"`
+}
+
+// line is a line of the file behind the first: a mark or a write.
+type line struct {
+	mark
+	runnerapi.DataWrite
+}
+
 // Log is the file. It is safe for concurrent use.
 type Log struct {
 	path string
@@ -53,7 +64,7 @@ type Log struct {
 	file    *os.File
 	broken  bool  // nothing may be appended to the file
 	size    int64 // of the good part of the file
-	lines   int   // of writes
+	lines   int   // behind the first
 	next    int64
 	pending []runnerapi.DataWrite
 	keys    map[core.KeyID]int // how many of pending each key has
@@ -105,16 +116,20 @@ func (l *Log) load() error {
 	}
 	l.next = l.head.Next
 	for lines.Scan() {
-		var w runnerapi.DataWrite
+		var w line
 		if err := json.Unmarshal(lines.Bytes(), &w); err != nil {
 			return fmt.Errorf("the line of write %d: %w", l.next, err)
 		}
-		if w.Number != l.next {
-			return fmt.Errorf("write %d stands in the place of %d", w.Number, l.next)
+		switch {
+		case w.Number == l.next:
+			l.next++
+			l.pending = append(l.pending, w.DataWrite)
+			l.keys[w.KeyID]++
+		case w.Number == 0 && w.Recorded > 0 && w.Recorded < l.next:
+			l.forget(w.Recorded)
+		default:
+			return fmt.Errorf("write %d or mark %d stands in the place of write %d", w.Number, w.Recorded, l.next)
 		}
-		l.next++
-		l.pending = append(l.pending, w)
-		l.keys[w.KeyID]++
 	}
 	return lines.Err()
 }
@@ -208,25 +223,33 @@ func (l *Log) add(w runnerapi.DataWrite) (number int64, own, all int, err error)
 		return 0, own, all, errRewrite
 	}
 	w.Number = l.next
-	line, err := json.Marshal(w)
+	text, err := json.Marshal(w)
 	if err != nil {
 		return 0, own, all, err
 	}
-	if len(line) >= maxLine {
-		return 0, own, all, core.Errorf(core.Invalid, core.CodeInvalidField, "path: the record of this write takes %d bytes, and may take %d", len(line), maxLine)
+	if len(text) >= maxLine {
+		return 0, own, all, core.Errorf(core.Invalid, core.CodeInvalidField, "path: the record of this write takes %d bytes, and may take %d", len(text), maxLine)
 	}
-	line = append(line, '\n')
-	if _, err := l.file.WriteAt(line, l.size); err != nil {
-		cut := l.file.Truncate(l.size)
-		l.broken = cut != nil
-		return 0, own, all, errFile(errors.Join(err, cut))
+	if err := l.write(text); err != nil {
+		return 0, own, all, errFile(err)
 	}
-	l.size += int64(len(line))
-	l.lines++
 	l.next++
 	l.pending = append(l.pending, w)
 	l.keys[w.KeyID]++
 	return w.Number, own + 1, all + 1, nil
+}
+
+// write appends a line to the file. After an error the file is as it was, or broken. The caller holds mu.
+func (l *Log) write(text []byte) error {
+	text = append(text, '\n')
+	if _, err := l.file.WriteAt(text, l.size); err != nil {
+		cut := l.file.Truncate(l.size)
+		l.broken = cut != nil
+		return errors.Join(err, cut)
+	}
+	l.size += int64(len(text))
+	l.lines++
+	return nil
 }
 
 // sync makes a write durable, with all that were added before it.
@@ -249,19 +272,36 @@ func (l *Log) sync(number int64) error {
 	return nil
 }
 
-// Pending are the writes that no controller is known to have recorded, in their order, and the log that their numbers count in.
+// Pending returns the writes that no controller is known to have recorded, oldest first, and the log that their numbers count in.
+// It returns no more than one heartbeat may carry.
 func (l *Log) Pending() (log string, list []runnerapi.DataWrite) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	return l.head.Log, append([]runnerapi.DataWrite(nil), l.pending...)
+	return l.head.Log, append([]runnerapi.DataWrite(nil), l.pending[:min(len(l.pending), runnerapi.MaxDataWrites)]...)
 }
 
-// Recorded forgets the writes up to a number. What is forgotten may stay in the file and be told again after a restart.
+// Recorded forgets the writes up to a number. The file keeps the number. After a power cut, writes that were recorded may be told
+// again.
 func (l *Log) Recorded(number int64) error {
 	l.syncMu.Lock()
 	defer l.syncMu.Unlock()
 	l.mu.Lock()
 	defer l.mu.Unlock()
+	if !l.forget(number) {
+		return nil
+	}
+	if len(l.pending) == 0 || l.lines >= maxLines/2 || l.broken || l.file == nil {
+		return l.rewrite()
+	}
+	text, err := json.Marshal(mark{l.pending[0].Number - 1})
+	if err != nil {
+		return err
+	}
+	return l.write(text)
+}
+
+// forget drops the writes up to a number from those that wait. It reports whether there were any.
+func (l *Log) forget(number int64) bool {
 	n := 0
 	for n < len(l.pending) && l.pending[n].Number <= number {
 		key := l.pending[n].KeyID
@@ -270,14 +310,9 @@ func (l *Log) Recorded(number int64) error {
 		}
 		n++
 	}
-	if n == 0 {
-		return nil
-	}
-	l.pending = append([]runnerapi.DataWrite(nil), l.pending[n:]...)
-	if len(l.pending) > 0 && l.lines < maxLines/2 {
-		return nil
-	}
-	return l.rewrite()
+	clear(l.pending[:n])
+	l.pending = l.pending[n:]
+	return n > 0
 }
 
 // Close closes the file. What waits stays in it.

@@ -338,3 +338,66 @@ func TestFullDisk(t *testing.T) {
 		t.Error("after a restart other writes are told")
 	}
 }
+
+// TestRestartForgetsNothing: a restart tells what waits and not what was recorded. A file without the mark of what was recorded
+// holds more than one heartbeat may carry: it is told in parts, and each write is told.
+func TestRestartForgetsNothing(t *testing.T) {
+	t.Parallel()
+	const recorded, last = 1999, 3910
+	path := filepath.Join(t.TempDir(), "writes.log")
+	l := open(t, path)
+	for i := 1; i <= last; i++ {
+		if _, _, err := l.Append(runnerapi.DataWrite{KeyID: core.KeyID(strconv.Itoa(i)), Path: "p"}); err != nil {
+			t.Fatal(err)
+		}
+		if i == recorded+1 {
+			if err := l.Recorded(recorded); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	if err := l.Close(); err != nil {
+		t.Fatal(err)
+	}
+	whole, err := os.ReadFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var unmarked []byte
+	for line := range bytes.Lines(whole) {
+		if !bytes.HasPrefix(line, []byte(`{"recorded":`)) {
+			unmarked = append(unmarked, line...)
+		}
+	}
+	for name, c := range map[string]struct {
+		file  []byte
+		first int64
+	}{
+		"marked":   {whole, recorded + 1},
+		"unmarked": {unmarked, 1},
+	} {
+		path := filepath.Join(t.TempDir(), "writes.log")
+		if err := os.WriteFile(path, c.file, 0o600); err != nil {
+			t.Fatal(err)
+		}
+		l := open(t, path)
+		want := c.first
+		for _, list := l.Pending(); len(list) > 0; _, list = l.Pending() {
+			if len(list) > runnerapi.MaxDataWrites {
+				t.Fatalf("%s: %d writes are told at once", name, len(list))
+			}
+			for _, w := range list {
+				if w.Number != want {
+					t.Fatalf("%s: write %d is told in the place of %d", name, w.Number, want)
+				}
+				want++
+			}
+			if err := l.Recorded(list[len(list)-1].Number); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if want != last+1 {
+			t.Errorf("%s: the writes up to %d were told, and not up to %d", name, want-1, last)
+		}
+	}
+}
