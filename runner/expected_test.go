@@ -8,6 +8,7 @@ import (
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/images"
 	"github.com/coppice-dev/coppice/internal/eventually"
 	"github.com/coppice-dev/coppice/snapshotstore/manifest"
 )
@@ -199,5 +200,53 @@ func TestForeignAncestor(t *testing.T) {
 		if !bytes.Equal(mem, wantMem) || !bytes.Equal(disk, wantDisk) || !bytes.Equal(state, wantState) {
 			t.Errorf("another %s: the checkpoint is not what it was", name)
 		}
+	}
+}
+
+// TestOldAncestor: a copy of an older runner that nobody may use does not fail the fetch of what grew from it. The fetch goes on without
+// it, whether the copy is in use or not.
+func TestOldAncestor(t *testing.T) {
+	t.Parallel()
+	x := newExpectation(t)
+	reg := prometheus.NewRegistry()
+	b := x.runner(func(c *Config) {
+		empty, err := images.Open(t.TempDir())
+		if err != nil {
+			t.Fatal(err)
+		}
+		c.Images, c.Metrics = empty, reg
+	})
+	child := b.child()
+	out, err := b.Fork(t.Context(), runnerapi.Fork{CheckpointID: x.template, Children: []runnerapi.Child{child}, Sources: x.sources(x.template)})
+	if err != nil || out.Children[0].Problem != nil {
+		t.Fatalf("%+v, %v", out, err)
+	}
+	b.checkpoints.mu.Lock()
+	old := *b.checkpoints.records[x.template]
+	old.Project, old.Root = "", ""
+	b.checkpoints.records[x.template] = &old
+	b.checkpoints.mu.Unlock()
+
+	at := x.sources(x.c)[0]
+	snapshot, err := b.snapshot(t.Context(), at)
+	if err != nil {
+		t.Fatal(err)
+	}
+	rec, err := recordOf(snapshot)
+	if err != nil {
+		t.Fatal(err)
+	}
+	f := fetching{r: b.Runner, at: at, snapshot: snapshot, rec: rec, lazy: true}
+	if err := f.findNear(t.Context(), x.sources(x.template)); err != nil || f.near != nil {
+		t.Errorf("a fetch whose memory comes later: the ancestor is used: %v, %v", f.near != nil, err)
+	}
+	if err := x.grow(b, x.sources(x.c, x.template), x.truth); err != nil {
+		t.Errorf("the ancestor is in use: %v", err)
+	}
+	if n := counted(t, reg, "coppice_runner_ancestors_refused_total"); n != 2 {
+		t.Errorf("%v ancestors were counted", n)
+	}
+	if s, err := b.Sandbox(child.SandboxID); err != nil || s.State != runnerapi.SandboxReady {
+		t.Errorf("the machine that uses the ancestor is %+v, %v", s, err)
 	}
 }

@@ -170,8 +170,8 @@ type fetching struct {
 }
 
 // findNear finds an ancestor that is on this host and shares most bytes. Where memory cannot come later, it first brings the root of the
-// tree: what grows from the root shares its memory. An ancestor that is not what it should be is not used; the fetch then reads the
-// whole checkpoint.
+// tree: what grows from the root shares its memory. An ancestor that is not what it should be is not used, and neither is a copy that
+// nobody may use. The fetch then reads the whole checkpoint.
 func (f *fetching) findNear(ctx context.Context, ancestors []runnerapi.Stored) error {
 	if f.lazy {
 		for _, at := range ancestors {
@@ -195,7 +195,7 @@ func (f *fetching) findNear(ctx context.Context, ancestors []runnerapi.Stored) e
 func (f *fetching) useNear(ctx context.Context, at runnerapi.Stored) (ok bool, err error) {
 	unusable := func(err error) (bool, error) {
 		switch {
-		case core.CodeOf(err) == core.CodeManifestInvalid:
+		case core.CodeOf(err) == core.CodeManifestInvalid, errors.Is(err, errUnfit):
 			f.r.metrics.ancestors.Inc()
 			f.r.cfg.Log.WarnContext(ctx, "an ancestor is not used for a fetch", "checkpoint_id", f.rec.ID, "ancestor", at.CheckpointID, "err", err)
 			return false, nil
