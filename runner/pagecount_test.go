@@ -5,6 +5,7 @@ import (
 	"context"
 	"io"
 	"math/rand/v2"
+	"runtime"
 	"sync"
 	"testing"
 
@@ -85,5 +86,42 @@ func TestReservationLasts(t *testing.T) {
 	}
 	if left := v.Bytes(); left < rest {
 		t.Errorf("%d bytes are left of the reservation, and %d are still to be written", left, int64(rest))
+	}
+}
+
+// TestPageCountOfMuchMemory: what a fetch remembers of the pages that it writes is a small part of them, and each counts once.
+func TestPageCountOfMuchMemory(t *testing.T) { //nolint:paralleltest // it measures what this process allocates
+	const pages, zeros, each = 32 << 30 / manifest.PageSize, 1000, 3001
+	runs := func(yield func(manifest.Run) bool) {
+		if !yield(manifest.Run{Page: 0, Count: zeros}) {
+			return
+		}
+		frame := new(manifest.Frame)
+		for page := int64(zeros); page < pages; page += each {
+			if !yield(manifest.Run{Page: page, Count: int(min(each, pages-page)), Frame: frame}) {
+				return
+			}
+		}
+	}
+	var before, after runtime.MemStats
+	runtime.ReadMemStats(&before)
+	c := newPageCount()
+	for range c.data(runs) {
+	}
+	runtime.ReadMemStats(&after)
+	if n := after.TotalAlloc - before.TotalAlloc; n > 4<<20 {
+		t.Errorf("a fetch of 32 GiB allocates %d KiB to count its pages", n>>10)
+	}
+	var counted int64
+	for range 2 {
+		for page := int64(0); page < pages; page += 1024 {
+			counted += c.count(page, 1024*manifest.PageSize)
+		}
+	}
+	if want := int64(pages-zeros) * manifest.PageSize; counted != want {
+		t.Errorf("%d bytes were counted, of %d", counted, want)
+	}
+	if n := c.count(pages+5, 1); n != 0 {
+		t.Errorf("%d bytes of a page that no run has were counted", n)
 	}
 }
