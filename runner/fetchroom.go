@@ -8,6 +8,7 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"strings"
 	"sync"
 
 	"golang.org/x/sys/unix"
@@ -187,7 +188,8 @@ func (r *Runner) freeable() (int64, error) {
 }
 
 // mostFreed is a bound of how many bytes are freed when every copy goes that nothing uses. It may be too high: files share extents, a base
-// has several users, and what arrives has reserved what it has not written.
+// has several users, and what arrives has reserved what it has not written. It does not count what machines use, nor what a fetch under way
+// has begun.
 func (r *Runner) mostFreed() (n int64) {
 	list := r.checkpoints.list()
 	needed := r.neededCopies(list)
@@ -202,6 +204,11 @@ func (r *Runner) mostFreed() (n int64) {
 			n += allocated(r.checkpoints.path(rec.ID, e.Name()))
 		}
 	}
+	r.mu.Lock()
+	for _, s := range r.sandboxes { // also those whose checkpoint is gone
+		bases[s.shape.base], roots[string(s.shape.rootKey())+rootSuffix] = true, true
+	}
+	r.mu.Unlock()
 	all, err := r.bases.List()
 	if err != nil {
 		return math.MaxInt64
@@ -221,10 +228,20 @@ func (r *Runner) mostFreed() (n int64) {
 			n += allocated(filepath.Join(r.rootsDir(), e.Name()))
 		}
 	}
-	r.lazy.mu.Lock()
-	defer r.lazy.mu.Unlock()
-	for id, im := range r.lazy.images {
-		n += im.Reserved + allocated(filepath.Join(r.lazy.dir, id+lazyPart))
+	return n + r.lazy.freeable(func(id string) bool {
+		key, isRoot := strings.CutPrefix(id, rootImageID(""))
+		return isRoot && roots[key+rootSuffix] || !isRoot && bases[core.BaseID(id)]
+	})
+}
+
+// freeable is how many bytes the images take that nothing needs: no fetch under way, and nothing that needed knows of.
+func (l *lazyImages) freeable(needed func(id string) bool) (n int64) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	for id, im := range l.images {
+		if !needed(id) && !l.r.fetching.reads(im.Source.CheckpointID) {
+			n += im.Reserved + allocated(filepath.Join(l.dir, id+lazyPart))
+		}
 	}
 	return n
 }

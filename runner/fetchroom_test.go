@@ -14,6 +14,7 @@ import (
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/images"
 	"github.com/coppice-dev/coppice/internal/require"
+	"github.com/coppice-dev/coppice/runner/pager"
 )
 
 // smallDisk mounts a file system of a size.
@@ -193,5 +194,98 @@ func TestUnusedCopiesAreRoom(t *testing.T) {
 	}
 	if unused := said(); unused-used < 25 {
 		t.Errorf("%d MB may be written while a sandbox uses the copy, and %d MB when none does", used, unused)
+	}
+}
+
+// TestLazyPartsInUseAreNoRoom: images that come later and that machines use are no room for forks: not in what a runner says of its free
+// disk, and not when a fetch looks for room. A fetch that can never fit takes no unused copy away.
+func TestLazyPartsInUseAreNoRoom(t *testing.T) {
+	t.Parallel()
+	const part, slack = 30 << 20, 2 << 20
+	p := newSealPool(t)
+	a := p.runner(nil)
+	template := a.boot()
+	c := a.capture(a.fork(template))
+	p.sealed(t, template, c)
+	disk := smallDisk(t, "112m")
+	b := newFakeRig(t, func(cfg *Config) {
+		empty, err := images.Open(t.TempDir())
+		if err != nil {
+			t.Fatal(err)
+		}
+		cfg.Store.Blobs, cfg.Images, cfg.DataDir, cfg.Store.Floor = p.blobs, empty, filepath.Join(disk, "data"), 8<<20
+	})
+	random := rand.NewChaCha8([32]byte{10})
+	grow := func() (*checkpointRecord, core.SandboxID) {
+		t.Helper()
+		root := make([]byte, 12<<20)
+		if _, err := random.Read(root); err != nil {
+			t.Fatal(err)
+		}
+		at := p.forge(a, c, root)
+		child := b.child()
+		out, err := b.Fork(t.Context(), runnerapi.Fork{CheckpointID: at.CheckpointID, Children: []runnerapi.Child{child}, Sources: []runnerapi.Stored{at}})
+		if err != nil || out.Children[0].Problem != nil {
+			t.Fatalf("%+v, %v", out, err)
+		}
+		return b.recordOf(t, at.CheckpointID), child.SandboxID
+	}
+	used, _ := grow()
+	deleted, _ := grow() // its machine goes on
+	if err := b.DeleteCheckpoint(deleted.ID); err != nil {
+		t.Fatal(err)
+	}
+	unused, s := grow()
+	if err := b.Destroy(t.Context(), s); err != nil {
+		t.Fatal(err)
+	}
+	room := b.mostFreed()
+	if room < 12<<20 {
+		t.Fatalf("the unused copy is %d bytes of room", room)
+	}
+	// arrives has an image come later, and returns by how much what can be freed grows.
+	arrives := func(id string, from core.CheckpointID, used bool) (more int64) {
+		t.Helper()
+		before := b.mostFreed()
+		im := &lazyImage{Image: pager.Image{ID: id, Source: pager.Source{CheckpointID: from}}, Reserved: part, room: b.room.Hold(part)}
+		b.lazy.mu.Lock()
+		b.lazy.images[id] = im
+		b.lazy.mu.Unlock()
+		t.Cleanup(func() { b.lazy.forget(im) })
+		more = b.mostFreed() - before
+		if used {
+			info, err := b.Info()
+			if err != nil {
+				t.Fatal(err)
+			}
+			free, err := b.room.Free()
+			if err != nil || info.DiskFreeMB > (free+room+slack)/1_000_000 {
+				t.Errorf("%d MB may be written, it says; %d are free, and %d can be freed: %v", info.DiskFreeMB, free/1_000_000, room/1_000_000, err)
+			}
+			if _, err := b.makeRoom(t.Context(), "ckpt_huge", free+room+2*slack); core.CodeOf(err) != core.CodeDiskFull {
+				t.Errorf("room for what can never fit: %v", err)
+			}
+			if !b.has(unused.ID) {
+				t.Fatal("the unused copy went for what can never fit")
+			}
+		}
+		b.lazy.forget(im)
+		return more
+	}
+	for what, id := range map[string]string{
+		"the memory of a checkpoint": string(used.Base), "its root file system": rootImageID(used.rootKey()),
+		"the memory of a machine whose checkpoint is gone": string(deleted.Base), "the root file system of that": rootImageID(deleted.rootKey()),
+	} {
+		if more := arrives(id, used.ID, true); more >= slack {
+			t.Errorf("%s is used and counts as %d bytes that can be freed", what, more)
+		}
+	}
+	end := b.fetching.begin([]runnerapi.Stored{{CheckpointID: "ckpt_fetched"}})
+	if more := arrives("base_fetched", "ckpt_fetched", true); more >= slack {
+		t.Errorf("what a fetch has begun counts as %d bytes that can be freed", more)
+	}
+	end()
+	if more := arrives(string(unused.Base), unused.ID, false); more < part {
+		t.Errorf("an image that nothing uses counts as %d bytes that can be freed, not %d", more, part)
 	}
 }

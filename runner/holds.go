@@ -36,6 +36,13 @@ func (f *readings) add(ids []core.CheckpointID, n int) {
 	}
 }
 
+// reads reports whether a fetch under way reads a checkpoint.
+func (f *readings) reads(id core.CheckpointID) bool {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return f.count[id] > 0
+}
+
 // Fetching are the checkpoints whose objects in the store this host reads, or may yet read: heartbeats say so, and until they do not any more
 // the objects stay, whatever becomes of the checkpoints. They are those of fetches under way and of images that are not whole.
 func (r *Runner) Fetching() []core.CheckpointID {
