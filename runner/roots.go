@@ -92,6 +92,9 @@ func (r *Runner) placeRoot(img images.Image) error {
 		err = copyRoot(part, img.RootFS)
 	}
 	if err == nil {
+		err = rootsPlaced.Hit(r.runCtx)
+	}
+	if err == nil {
 		err = atomicfile.Rename(part, path)
 	}
 	return errors.Join(err, ignoreAbsent(os.Remove(part))) // rename leaves it where both names are one file
@@ -141,6 +144,7 @@ func (r *Runner) reopenRoot(k rootKey, bad error) (*os.File, error) {
 	if err != nil {
 		return nil, bad
 	}
+	defer r.holdRoots()() // whoever collects them would remove the part of the new one
 	if err := r.keepRoot(img); err != nil {
 		return nil, err
 	}

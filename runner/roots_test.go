@@ -134,3 +134,24 @@ func TestRootsHeldWhileCollected(t *testing.T) { //nolint:paralleltest // failpo
 		t.Errorf("what is held was removed: %v", err)
 	}
 }
+
+// TestRootReplacedWhileCollected: a fork replaces a bad root file system while those that nothing needs are removed.
+func TestRootReplacedWhileCollected(t *testing.T) { //nolint:paralleltest // failpoints are the process's
+	x := newExpectation(t)
+	k := ownRoot(x.a.image.Digest)
+	want, err := os.ReadFile(x.a.image.RootFS)
+	if err != nil {
+		t.Fatal(err)
+	}
+	plant(t, x.a, k, bytes.Repeat([]byte("evil"), len(want)/4))
+	forked := make(chan error, 1)
+	armed := hang(t, "roots.placed", func() { forked <- x.grow(x.a, x.sources(x.c), x.truth) })
+	if err := x.a.collectRoots(); err != nil {
+		t.Error(err)
+	}
+	armed.Release()
+	if err := <-forked; err != nil {
+		t.Errorf("the fork: %v", err)
+	}
+	wantRoot(t, x.a, k, want)
+}
