@@ -39,6 +39,7 @@ type checkpointStore struct {
 	lent    map[core.BaseID]int // users of a base besides checkpoints: sandboxes and shells
 	held    map[core.CheckpointID]int
 	used    map[core.CheckpointID]time.Time // when it was opened last
+	freed   chan struct{}                   // closed when one of held is gone; nil: nobody waits
 }
 
 // checkpointRecord is immutable once it is published; a rebase publishes another one.

@@ -183,6 +183,10 @@ func (s *checkpointStore) release(id core.CheckpointID) {
 	defer s.mu.Unlock()
 	if s.held[id]--; s.held[id] == 0 {
 		delete(s.held, id)
+		if s.freed != nil {
+			close(s.freed)
+			s.freed = nil
+		}
 	}
 	if _, there := s.records[id]; !there {
 		delete(s.used, id)
@@ -193,6 +197,19 @@ func (s *checkpointStore) isHeld(id core.CheckpointID) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.held[id] > 0
+}
+
+// unheld returns a channel that is closed when a checkpoint may be in use no more.
+func (s *checkpointStore) unheld(id core.CheckpointID) <-chan struct{} {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.held[id] == 0 {
+		return alreadyClosed
+	}
+	if s.freed == nil {
+		s.freed = make(chan struct{})
+	}
+	return s.freed
 }
 
 // lastUse is when a checkpoint was opened last; when it came here, if that was before this process.

@@ -9,25 +9,39 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// replacePause is between two looks whether a checkpoint is still in use.
-const replacePause = 50 * time.Millisecond
+// replaceTime is how long a fork waits until nothing uses a copy that it must replace.
+const replaceTime = time.Minute
 
 // replaceCaptured gives up a checkpoint that this host captured while it was another runner, so that it is fetched from the store
-// and verified. The store must have its manifest: the bytes are nowhere else otherwise. It waits while the copy is in use.
-// Sandboxes and checkpoints that share memory with the copy keep it.
+// and verified. The store must have its manifest: the bytes are nowhere else otherwise. It waits while the copy is in use, but not
+// for long. Sandboxes and checkpoints that share memory with the copy keep it.
 func (r *Runner) replaceCaptured(ctx context.Context, id core.CheckpointID, sources []runnerapi.Stored, want *runnerapi.Expected) error {
-	for {
+	captured := func() bool {
 		rec, err := r.checkpoints.get(id)
-		if err != nil || rec.Fetched || len(sources) == 0 || sources[0].CheckpointID != id || r.cfg.Store.Blobs == nil {
-			return nil // there is nothing to replace, or nothing to replace it with
-		}
-		snapshot, err := r.snapshot(ctx, sources[0])
-		if err == nil && want != nil {
-			err = snapshot.Header().Check(claimOf(id, *want))
-		}
-		if err != nil {
-			return fmt.Errorf("replace the copy of checkpoint %s that this host captured as another runner: %w", id, err)
-		}
+		return err == nil && !rec.Fetched
+	}
+	if !captured() || len(sources) == 0 || sources[0].CheckpointID != id || r.cfg.Store.Blobs == nil {
+		return nil // there is nothing to replace, or nothing to replace it with
+	}
+	snapshot, err := r.snapshot(ctx, sources[0])
+	if err == nil && want != nil {
+		err = snapshot.Header().Check(claimOf(id, *want))
+	}
+	if err != nil {
+		return fmt.Errorf("replace the copy of checkpoint %s that this host captured as another runner: %w", id, err)
+	}
+	return r.giveUpUnused(ctx, id, replaceTime, captured)
+}
+
+// giveUpUnused gives up a copy while it is there, as soon as nothing uses it. It waits until then, at most for a time.
+func (r *Runner) giveUpUnused(ctx context.Context, id core.CheckpointID, limit time.Duration, there func() bool) error {
+	ctx, cancel := context.WithTimeoutCause(ctx, limit, core.Errorf(core.Unavailable, core.CodeCheckpointInUse,
+		"this host captured checkpoint %s as another runner and must fetch it again, but the copy was in use for %s; try again later, or fork on another runner", id, limit))
+	defer cancel()
+	ctx, end := context.WithCancelCause(ctx)
+	defer end(nil)
+	defer context.AfterFunc(r.runCtx, func() { end(errStopping) })()
+	for there() {
 		gone, err := r.giveUp(id)
 		if err != nil {
 			return err
@@ -36,9 +50,29 @@ func (r *Runner) replaceCaptured(ctx context.Context, id core.CheckpointID, sour
 			r.cfg.Log.InfoContext(ctx, "a checkpoint that this host captured as another runner was given up, and will be fetched and verified", "checkpoint_id", id)
 			return nil
 		}
-		pause(ctx, replacePause)
-		if err := context.Cause(ctx); err != nil {
-			return err
+		select {
+		case <-r.unused(id):
+		case <-ctx.Done():
+			return context.Cause(ctx)
 		}
 	}
+	return nil
+}
+
+// alreadyClosed is a channel that is readable.
+var alreadyClosed = func() <-chan struct{} {
+	c := make(chan struct{})
+	close(c)
+	return c
+}()
+
+// unused returns a channel that is closed when what uses a checkpoint now may have ended.
+func (r *Runner) unused(id core.CheckpointID) <-chan struct{} {
+	r.mu.Lock()
+	f := r.captures[id]
+	r.mu.Unlock()
+	if f != nil {
+		return f.done
+	}
+	return r.checkpoints.unheld(id)
 }

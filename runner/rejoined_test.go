@@ -1,0 +1,67 @@
+package runner
+
+import (
+	"context"
+	"errors"
+	"testing"
+	"time"
+
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/eventually"
+)
+
+// TestReplaceEndsWithTheRunner: a fork that waits until nothing uses a copy does not keep a runner from ending.
+func TestReplaceEndsWithTheRunner(t *testing.T) {
+	t.Parallel()
+	x := newExpectation(t)
+	x.a.checkpoints.hold(x.c)
+	ctx, cancel := context.WithCancel(t.Context())
+	defer cancel()
+	leave, err := x.a.enter()
+	if err != nil {
+		t.Fatal(err)
+	}
+	replaced := make(chan error, 1)
+	go func() {
+		defer leave()
+		replaced <- x.a.replaceCaptured(ctx, x.c, x.sources(x.c), &x.truth)
+	}()
+	x.a.cancel()
+	select {
+	case err := <-replaced:
+		if !errors.Is(err, errStopping) {
+			t.Errorf("it ended with %v", err)
+		}
+	case <-time.After(10 * time.Second):
+		t.Error("it waits although the runner is ending")
+	}
+	if !x.a.has(x.c) {
+		t.Error("the copy is gone although it is in use")
+	}
+}
+
+// TestReplaceWaits: a copy that must be replaced goes as soon as nothing uses it. One that stays in use is an error that says so.
+func TestReplaceWaits(t *testing.T) {
+	t.Parallel()
+	x := newExpectation(t)
+	x.a.checkpoints.hold(x.c)
+	there := func() bool { return x.a.has(x.c) }
+	err := x.a.giveUpUnused(t.Context(), x.c, 10*time.Millisecond, there)
+	if core.CodeOf(err) != core.CodeCheckpointInUse || core.CategoryOf(err) != core.Unavailable || !there() {
+		t.Errorf("in use for longer than the limit: %v", err)
+	}
+	x.a.checkpoints.mu.Lock()
+	x.a.checkpoints.freed = nil // nobody waits any more
+	x.a.checkpoints.mu.Unlock()
+	replaced := make(chan error, 1)
+	go func() { replaced <- x.a.replaceCaptured(t.Context(), x.c, x.sources(x.c), &x.truth) }()
+	eventually.True(t, "it waits", func() bool {
+		x.a.checkpoints.mu.Lock()
+		defer x.a.checkpoints.mu.Unlock()
+		return x.a.checkpoints.freed != nil
+	})
+	x.a.checkpoints.release(x.c)
+	if err := <-replaced; err != nil || there() {
+		t.Errorf("not in use any more: %v; it is there: %v", err, there())
+	}
+}
