@@ -46,7 +46,7 @@ type Config struct {
 	Bootstrap      Bootstrap
 
 	// Clock is that of leases; nil: bootclock.Now. Tests put a host to sleep with it.
-	Clock bootclock.Clock
+	Clock bootclock.Clock `json:"-"`
 
 	GuestCall    time.Duration // how long one call of a guest's agent may take; default 60 s
 	ExecGrace    time.Duration // how long after its timeout a program is waited for; default 15 s
