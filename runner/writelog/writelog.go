@@ -4,15 +4,13 @@
 package writelog
 
 import (
-	"bufio"
-	"bytes"
 	"crypto/rand"
 	"encoding/json"
 	"errors"
 	"fmt"
-	"io"
 	"io/fs"
 	"log/slog"
+	"math"
 	"os"
 	"sync"
 
@@ -20,7 +18,6 @@ import (
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
-	"github.com/coppice-dev/coppice/internal/atomicfile"
 )
 
 // KeyWrites bounds the writes of one API key's passes that wait, so that no tenant takes the places of the others.
@@ -37,6 +34,7 @@ type header struct {
 	Log    string        `json:"log"`    // of this file, never used again: numbers count within it
 	Runner core.RunnerID `json:"runner"` // whose sandboxes were written to
 	Next   int64         `json:"next"`   // the number of the first write in the file, or behind it
+	Free   int64         `json:"free"`   // no write had this number, or a higher one, when the file was begun
 }
 
 // mark is a line of the file that is not a write: a controller has recorded all writes up to this number.
@@ -54,23 +52,38 @@ type line struct {
 type Log struct {
 	path string
 
-	// syncMu is held while the file is made durable or replaced. It is taken before mu.
-	syncMu sync.Mutex
-	synced int64 // the last number that is durable
+	// fileMu guards the file. It is held while the disk works, and taken before mu.
+	fileMu sync.Mutex
+	file   *os.File
+	broken bool  // the file must be replaced before a write in it may be acknowledged
+	size   int64 // of the good part of the file
+	lines  int   // behind the first
+	marked int64 // the last mark in the file
 
-	// mu guards what follows.
-	mu      sync.Mutex
-	head    header
-	file    *os.File
-	broken  bool  // nothing may be appended to the file
-	size    int64 // of the good part of the file
-	lines   int   // behind the first
-	next    int64
-	pending []runnerapi.DataWrite
-	keys    map[core.KeyID]int // how many of pending each key has
+	// mu guards what follows. Nobody waits for the disk while holding it.
+	mu       sync.Mutex
+	head     header
+	next     int64
+	recorded int64                 // by a controller, up to this number
+	pending  []runnerapi.DataWrite // all are durable
+	queue    []*entry              // to be appended
+	coming   int                   // how many are in queue, or are being appended
+	keys     map[core.KeyID]int    // how many of those that wait or come each key has
+	tidying  bool                  // a goroutine tidies the file
+	failed   error                 // of the last tidying
+	closed   bool
+	tidiers  sync.WaitGroup
 }
 
-// Open opens the log, or makes it. What it cannot read it sets aside: the log begins anew, and the file stays for people.
+// entry is a write on its way to the file. fileMu guards done and err.
+type entry struct {
+	write runnerapi.DataWrite
+	done  bool
+	err   error
+}
+
+// Open opens the log, or makes it. A copy of a file with a damaged line is set aside for people. The log goes on with the lines
+// before the damage.
 func Open(path string, runner core.RunnerID, log *slog.Logger) (*Log, error) {
 	l := &Log{path: path, keys: map[core.KeyID]int{}}
 	err := l.load()
@@ -78,103 +91,29 @@ func Open(path string, runner core.RunnerID, log *slog.Logger) (*Log, error) {
 	case err == nil && l.head.Runner == runner:
 	case errors.Is(err, fs.ErrNotExist):
 		l.begin(runner)
-	default:
-		// Another runner's: the controllers would not take its writes from this one.
-		aside := path + ".unreadable"
-		if err == nil {
-			aside = path + "." + string(l.head.Runner)
+	case errors.Is(err, errDamaged) || err == nil:
+		other, kept := l.head.Runner != runner, len(l.pending)
+		if other { // the controllers would not take its writes from this runner
+			l.begin(runner)
+			kept = 0
 		}
-		if moved := os.Rename(path, aside); moved != nil {
+		aside, moved := setAside(path)
+		if moved != nil {
 			return nil, fmt.Errorf("set the log of writes aside: %w", errors.Join(moved, err))
 		}
-		log.Error("the log of writes by pass was set aside: its writes do not reach the audit log; read the file", "file", aside, "writes", len(l.pending), "err", err)
-		l.begin(runner)
+		log.Error("the log of writes by pass was damaged, or of another runner, and was set aside: some writes may not reach the audit log; read the file",
+			"file", aside, "kept", kept, "err", err)
+	default:
+		return nil, fmt.Errorf("read the log of writes: %w", err)
 	}
-	return l, l.compact()
+	l.fileMu.Lock()
+	defer l.fileMu.Unlock()
+	return l, l.rewrite()
 }
 
 func (l *Log) begin(runner core.RunnerID) {
 	l.head = header{Log: rand.Text(), Runner: runner}
-	l.next, l.pending, l.keys = 1, nil, map[core.KeyID]int{}
-}
-
-// load reads the file. A last line that is cut was never acknowledged.
-func (l *Log) load() error {
-	f, err := os.Open(l.path)
-	if err != nil {
-		return err
-	}
-	defer f.Close()
-	lines := bufio.NewScanner(io.LimitReader(f, (maxLines+2)*maxLine))
-	lines.Buffer(nil, maxLine)
-	lines.Split(wholeLines)
-	if !lines.Scan() {
-		return errors.Join(errors.New("it has no first line"), lines.Err())
-	}
-	if err := json.Unmarshal(lines.Bytes(), &l.head); err != nil {
-		return fmt.Errorf("its first line: %w", err)
-	}
-	l.next = l.head.Next
-	for lines.Scan() {
-		var w line
-		if err := json.Unmarshal(lines.Bytes(), &w); err != nil {
-			return fmt.Errorf("the line of write %d: %w", l.next, err)
-		}
-		switch {
-		case w.Number == l.next:
-			l.next++
-			l.pending = append(l.pending, w.DataWrite)
-			l.keys[w.KeyID]++
-		case w.Number == 0 && w.Recorded > 0 && w.Recorded < l.next:
-			l.forget(w.Recorded)
-		default:
-			return fmt.Errorf("write %d or mark %d stands in the place of write %d", w.Number, w.Recorded, l.next)
-		}
-	}
-	return lines.Err()
-}
-
-// wholeLines splits at the ends of lines, and leaves out what has none.
-func wholeLines(data []byte, _ bool) (advance int, token []byte, err error) {
-	if i := bytes.IndexByte(data, '\n'); i >= 0 {
-		return i + 1, data[:i], nil
-	}
-	return 0, nil, nil
-}
-
-func (l *Log) compact() error {
-	l.syncMu.Lock()
-	defer l.syncMu.Unlock()
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.rewrite()
-}
-
-// rewrite replaces the file by one with what waits. The caller holds both locks.
-func (l *Log) rewrite() error {
-	l.head.Next = l.next - int64(len(l.pending))
-	var b bytes.Buffer
-	e := json.NewEncoder(&b)
-	if err := e.Encode(l.head); err != nil {
-		return err
-	}
-	for _, w := range l.pending {
-		if err := e.Encode(w); err != nil {
-			return err
-		}
-	}
-	if err := atomicfile.Write(l.path, b.Bytes(), 0o600); err != nil {
-		return err
-	}
-	f, err := os.OpenFile(l.path, os.O_WRONLY, 0)
-	if err != nil {
-		return err
-	}
-	if l.file != nil {
-		_ = l.file.Close() // it is not the log any more
-	}
-	l.file, l.broken, l.size, l.lines, l.synced = f, false, int64(b.Len()), len(l.pending), l.next-1
-	return nil
+	l.next, l.recorded, l.pending, l.keys = 1, 0, nil, map[core.KeyID]int{}
 }
 
 // errFile has what to do when the file cannot be written.
@@ -189,87 +128,73 @@ func errFile(err error) error {
 // Append keeps a write. After an error the write must not happen; after nil it is told to a controller, also when this process
 // is killed. It returns how many writes wait, of the same key and of all.
 func (l *Log) Append(w runnerapi.DataWrite) (own, all int, err error) {
-	number, own, all, err := l.add(w)
-	if errors.Is(err, errRewrite) {
-		if err := l.compact(); err != nil {
-			return own, all, errFile(err)
-		}
-		number, own, all, err = l.add(w)
-	}
-	if err != nil {
+	e := &entry{write: w}
+	if own, all, err = l.enqueue(e); err != nil {
 		return own, all, err
 	}
-	if err := l.sync(number); err != nil {
-		return own, all, errFile(err)
+	l.fileMu.Lock()
+	defer l.fileMu.Unlock()
+	if !e.done { // else another has appended it with its own
+		l.flush()
 	}
-	return own, all, nil
+	return own, all, e.err
 }
 
-// errRewrite says that the file must be rewritten before anything can be appended.
-var errRewrite = core.Errorf(core.Unavailable, core.CodeWriteNotLogged, "the log of writes by pass is being rewritten; try again")
-
-func (l *Log) add(w runnerapi.DataWrite) (number int64, own, all int, err error) {
+func (l *Log) enqueue(e *entry) (own, all int, err error) {
+	e.write.Number = math.MaxInt64 // the longest
+	text, err := json.Marshal(e.write)
+	if err != nil {
+		return 0, 0, err
+	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	own, all = l.keys[w.KeyID], len(l.pending)
+	own, all = l.keys[e.write.KeyID], len(l.pending)+l.coming
 	switch {
 	case all >= runnerapi.MaxDataWrites:
-		return 0, own, all, core.Errorf(core.Unavailable, core.CodeRunnerUnreachable, "%d writes wait for a controller to record them; try again, or write through the API", all)
+		return own, all, core.Errorf(core.Unavailable, core.CodeRunnerUnreachable, "%d writes wait for a controller to record them; try again, or write through the API", all)
 	case own >= KeyWrites:
-		return 0, own, all, core.Errorf(core.Exhausted, core.CodeRateLimited,
+		return own, all, core.Errorf(core.Exhausted, core.CodeRateLimited,
 			"%d writes with passes of this API key wait for a controller to record them, and no more may; try again in a second, write many files as one archive (untar), or write through the API", own)
+	case len(text) >= maxLine:
+		return own, all, core.Errorf(core.Invalid, core.CodeInvalidField, "path: the record of this write takes %d bytes, and may take %d", len(text), maxLine)
 	}
-	if l.lines >= maxLines || l.broken || l.file == nil {
-		return 0, own, all, errRewrite
+	l.queue = append(l.queue, e)
+	l.coming++
+	l.keys[e.write.KeyID]++
+	return own + 1, all + 1, nil
+}
+
+// flush appends the queue and makes it durable. Only then do its writes wait for a controller. The caller holds fileMu.
+func (l *Log) flush() {
+	l.mu.Lock()
+	batch, next, recorded := l.queue, l.next, l.recorded
+	l.queue = nil
+	l.mu.Unlock()
+	for i, e := range batch {
+		e.write.Number = next + int64(i)
 	}
-	w.Number = l.next
-	text, err := json.Marshal(w)
+	err := l.put(batch, recorded)
 	if err != nil {
-		return 0, own, all, err
-	}
-	if len(text) >= maxLine {
-		return 0, own, all, core.Errorf(core.Invalid, core.CodeInvalidField, "path: the record of this write takes %d bytes, and may take %d", len(text), maxLine)
-	}
-	if err := l.write(text); err != nil {
-		return 0, own, all, errFile(err)
-	}
-	l.next++
-	l.pending = append(l.pending, w)
-	l.keys[w.KeyID]++
-	return w.Number, own + 1, all + 1, nil
-}
-
-// write appends a line to the file. After an error the file is as it was, or broken. The caller holds mu.
-func (l *Log) write(text []byte) error {
-	text = append(text, '\n')
-	if _, err := l.file.WriteAt(text, l.size); err != nil {
-		cut := l.file.Truncate(l.size)
-		l.broken = cut != nil
-		return errors.Join(err, cut)
-	}
-	l.size += int64(len(text))
-	l.lines++
-	return nil
-}
-
-// sync makes a write durable, with all that were added before it.
-func (l *Log) sync(number int64) error {
-	l.syncMu.Lock()
-	defer l.syncMu.Unlock()
-	if l.synced >= number {
-		return nil
+		err = errFile(err)
 	}
 	l.mu.Lock()
-	f, last := l.file, l.next-1
-	l.mu.Unlock()
-	if f == nil {
-		return errors.New("the log of writes is not open")
+	defer l.mu.Unlock()
+	l.coming -= len(batch)
+	for _, e := range batch {
+		e.done, e.err = true, err
+		if err != nil {
+			l.release(e.write.KeyID)
+			continue
+		}
+		l.pending = append(l.pending, e.write)
+		l.next++
 	}
-	if err := unix.Fdatasync(int(f.Fd())); err != nil {
-		return err
+}
+
+func (l *Log) release(key core.KeyID) {
+	if l.keys[key]--; l.keys[key] <= 0 {
+		delete(l.keys, key)
 	}
-	l.synced = last
-	return nil
 }
 
 // Pending returns the writes that no controller is known to have recorded, oldest first, and the log that their numbers count in.
@@ -280,34 +205,26 @@ func (l *Log) Pending() (log string, list []runnerapi.DataWrite) {
 	return l.head.Log, append([]runnerapi.DataWrite(nil), l.pending[:min(len(l.pending), runnerapi.MaxDataWrites)]...)
 }
 
-// Recorded forgets the writes up to a number. The file keeps the number. After a power cut, writes that were recorded may be told
-// again.
+// Recorded forgets the writes up to a number. It does not wait for the disk: the file learns the number later, and after a crash
+// some of these writes may be told again. It returns the error of the last attempt to tidy the file.
 func (l *Log) Recorded(number int64) error {
-	l.syncMu.Lock()
-	defer l.syncMu.Unlock()
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	if !l.forget(number) {
-		return nil
+	err := l.failed
+	l.failed = nil
+	if l.forget(number) && !l.tidying && !l.closed {
+		l.tidying = true
+		l.tidiers.Go(l.tidy)
 	}
-	if len(l.pending) == 0 || l.lines >= maxLines/2 || l.broken || l.file == nil {
-		return l.rewrite()
-	}
-	text, err := json.Marshal(mark{l.pending[0].Number - 1})
-	if err != nil {
-		return err
-	}
-	return l.write(text)
+	return err
 }
 
 // forget drops the writes up to a number from those that wait. It reports whether there were any.
 func (l *Log) forget(number int64) bool {
 	n := 0
 	for n < len(l.pending) && l.pending[n].Number <= number {
-		key := l.pending[n].KeyID
-		if l.keys[key]--; l.keys[key] <= 0 {
-			delete(l.keys, key)
-		}
+		l.release(l.pending[n].KeyID)
+		l.recorded = l.pending[n].Number
 		n++
 	}
 	clear(l.pending[:n])
@@ -315,16 +232,35 @@ func (l *Log) forget(number int64) bool {
 	return n > 0
 }
 
+// tidy brings the file up to date with what was recorded, until nothing more was.
+func (l *Log) tidy() {
+	for {
+		l.mu.Lock()
+		seen := l.recorded
+		l.mu.Unlock()
+		err := l.tidyFile()
+		l.mu.Lock()
+		if err != nil || l.recorded == seen || l.closed {
+			l.tidying, l.failed = false, err
+			l.mu.Unlock()
+			return
+		}
+		l.mu.Unlock()
+	}
+}
+
 // Close closes the file. What waits stays in it.
 func (l *Log) Close() error {
-	l.syncMu.Lock()
-	defer l.syncMu.Unlock()
 	l.mu.Lock()
-	defer l.mu.Unlock()
+	l.closed = true
+	l.mu.Unlock()
+	l.tidiers.Wait()
+	l.fileMu.Lock()
+	defer l.fileMu.Unlock()
 	if l.file == nil {
 		return nil
 	}
-	err := l.file.Close()
+	err := errors.Join(l.mark(), l.file.Close())
 	l.file = nil
 	return err
 }

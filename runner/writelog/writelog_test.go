@@ -3,6 +3,7 @@ package writelog_test
 import (
 	"bufio"
 	"bytes"
+	"errors"
 	"fmt"
 	"log/slog"
 	"os"
@@ -12,6 +13,7 @@ import (
 	"strings"
 	"sync"
 	"testing"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -177,22 +179,24 @@ func TestNumbers(t *testing.T) {
 	}
 }
 
-// TestDamage: a last line that is cut was not acknowledged, and goes. What else cannot be read, or is another runner's, is set
-// aside, and the numbers begin in another log.
+// TestDamage: a last line that is cut was not acknowledged, and goes. Where another line is damaged, the writes before it are told,
+// no number is given twice, and the file is set aside. The file of another runner is set aside, and another log begins.
 func TestDamage(t *testing.T) {
 	t.Parallel()
 	for name, c := range map[string]struct {
 		damage func(b []byte) []byte
 		left   string
-		aside  string
+		aside  bool
+		anew   bool
 	}{
-		"cut in the last line":  {func(b []byte) []byte { return b[:len(b)-5] }, "1:a 2:b", ""},
-		"half a line more":      {func(b []byte) []byte { return append(b, `{"number":4,"pa`...) }, "1:a 2:b 3:c", ""},
-		"an odd line":           {func(b []byte) []byte { return bytes.Replace(b, []byte(`"number":2`), []byte(`"number":x`), 1) }, "", ".unreadable"},
-		"a number twice":        {func(b []byte) []byte { return bytes.Replace(b, []byte(`"number":2`), []byte(`"number":1`), 1) }, "", ".unreadable"},
-		"a long line":           {func(b []byte) []byte { return append(b, bytes.Repeat([]byte("x"), 1<<20)...) }, "", ".unreadable"},
-		"empty":                 {func([]byte) []byte { return nil }, "", ".unreadable"},
-		"of a runner of before": {func(b []byte) []byte { return bytes.Replace(b, []byte(owner), []byte("rn_other"), 1) }, "", ".rn_other"},
+		"cut in the last line":  {func(b []byte) []byte { return b[:len(b)-5] }, "1:a 2:b", false, false},
+		"half a line more":      {func(b []byte) []byte { return append(b, `{"number":4,"pa`...) }, "1:a 2:b 3:c", false, false},
+		"an odd line":           {func(b []byte) []byte { return bytes.Replace(b, []byte(`"number":2`), []byte(`"number":x`), 1) }, "1:a", true, false},
+		"a number twice":        {func(b []byte) []byte { return bytes.Replace(b, []byte(`"number":2`), []byte(`"number":1`), 1) }, "1:a", true, false},
+		"a long line":           {func(b []byte) []byte { return append(b, bytes.Repeat([]byte("x"), 1<<20)...) }, "1:a 2:b 3:c", true, false},
+		"empty":                 {func([]byte) []byte { return nil }, "", true, true},
+		"an odd first line":     {func(b []byte) []byte { return append([]byte("{}"), b[bytes.IndexByte(b, '\n'):]...) }, "", true, true},
+		"of a runner of before": {func(b []byte) []byte { return bytes.Replace(b, []byte(owner), []byte("rn_other"), 1) }, "", true, true},
 	} {
 		path := filepath.Join(t.TempDir(), "writes.log")
 		l := open(t, path)
@@ -201,25 +205,212 @@ func TestDamage(t *testing.T) {
 		if err := l.Close(); err != nil {
 			t.Fatal(err)
 		}
-		b, err := os.ReadFile(path)
-		if err != nil {
-			t.Fatal(err)
-		}
-		damaged := c.damage(b)
-		if err := os.WriteFile(path, damaged, 0o600); err != nil {
-			t.Fatal(err)
-		}
+		damaged := damageFile(t, path, c.damage)
 		l = open(t, path)
 		if got := told(l); got != c.left {
 			t.Errorf("%s: told: %q, want %q", name, got, c.left)
 		}
-		if (logOf(l) == log) != (c.aside == "") {
+		if (logOf(l) != log) != c.anew {
 			t.Errorf("%s: the log was %s and is %s", name, log, logOf(l))
 		}
-		if kept, err := os.ReadFile(path + c.aside); c.aside != "" && (err != nil || !bytes.Equal(kept, damaged)) {
-			t.Errorf("%s: the file is not set aside: %v", name, err)
+		files := asideOf(t, path)
+		if (len(files) == 1) != c.aside {
+			t.Fatalf("%s: set aside: %v", name, files)
 		}
-		add(t, l, "next")
+		if c.aside {
+			if kept, err := os.ReadFile(files[0]); err != nil || !bytes.Equal(kept, damaged) {
+				t.Errorf("%s: the file is not set aside: %v", name, err)
+			}
+		}
+		for range 2 { // the gap in the numbers must not be damage
+			add(t, l, "next")
+			_, list := l.Pending()
+			if n := list[len(list)-1].Number; c.aside && !c.anew && n <= 3 {
+				t.Errorf("%s: number %d is given again", name, n)
+			}
+			before := told(l)
+			if err := l.Close(); err != nil {
+				t.Fatal(err)
+			}
+			if l = open(t, path); told(l) != before || len(asideOf(t, path)) != len(files) {
+				t.Errorf("%s: told %q before a restart, and %q after it", name, before, told(l))
+			}
+		}
+	}
+}
+
+func damageFile(t *testing.T, path string, damage func(b []byte) []byte) []byte {
+	t.Helper()
+	b, err := os.ReadFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	b = damage(b)
+	if err := os.WriteFile(path, b, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	return b
+}
+
+func asideOf(t *testing.T, path string) []string {
+	t.Helper()
+	files, err := filepath.Glob(path + ".aside-*")
+	if err != nil {
+		t.Fatal(err)
+	}
+	return files
+}
+
+// TestAsideIsBounded damages the file again and again. The newest four files stay.
+func TestAsideIsBounded(t *testing.T) {
+	t.Parallel()
+	path := filepath.Join(t.TempDir(), "writes.log")
+	var last []byte
+	for i := range 7 {
+		l := open(t, path)
+		add(t, l, "a")
+		if err := l.Close(); err != nil {
+			t.Fatal(err)
+		}
+		last = damageFile(t, path, func(b []byte) []byte { return append(b, fmt.Sprintln("odd", i)...) })
+	}
+	if got := told(open(t, path)); strings.Count(got, ":a") != 7 {
+		t.Errorf("told: %s", got)
+	}
+	files := asideOf(t, path)
+	if len(files) != 4 {
+		t.Fatalf("set aside: %v", files)
+	}
+	if b, err := os.ReadFile(files[3]); err != nil || !bytes.Equal(b, last) {
+		t.Errorf("the newest file is not set aside: %v", err)
+	}
+}
+
+// TestFailedSync: the kernel reports a failed sync once, and drops the data. No write is acknowledged in that file any more.
+func TestFailedSync(t *testing.T) {
+	t.Parallel()
+	path := filepath.Join(t.TempDir(), "writes.log")
+	l := open(t, path)
+	add(t, l, "a")
+	null, err := os.OpenFile(os.DevNull, os.O_WRONLY, 0) // it takes writes, keeps nothing and cannot be synced
+	if err != nil {
+		t.Fatal(err)
+	}
+	file := l.SwapFile(null)
+	if _, _, err := l.Append(runnerapi.DataWrite{KeyID: "key_1", Path: "b"}); core.CodeOf(err) != core.CodeWriteNotLogged {
+		t.Fatalf("with a failed sync: %v", err)
+	}
+	if err := l.SwapFile(file).Close(); err != nil {
+		t.Fatal(err)
+	}
+	add(t, l, "c")
+	if got := told(l); got != "1:a 2:c" {
+		t.Errorf("told: %s", got)
+	}
+	if err := l.Close(); err != nil {
+		t.Fatal(err)
+	}
+	if got := told(open(t, path)); got != "1:a 2:c" {
+		t.Errorf("told after a restart: %s", got)
+	}
+}
+
+// TestHeartbeatWaitsForNoDisk: what a heartbeat calls returns while the disk does not answer.
+func TestHeartbeatWaitsForNoDisk(t *testing.T) {
+	t.Parallel()
+	path := filepath.Join(t.TempDir(), "writes.log")
+	l := open(t, path)
+	add(t, l, "a", "b")
+	release := l.HoldDisk()
+	appended := make(chan error, 1)
+	go func() {
+		_, _, err := l.Append(runnerapi.DataWrite{KeyID: "key_1", Path: "c"})
+		appended <- err
+	}()
+	beaten := make(chan error, 1)
+	go func() { beaten <- errors.Join(l.Recorded(1), l.Recorded(2)) }()
+	select {
+	case err := <-beaten:
+		if err != nil {
+			t.Error(err)
+		}
+		if got := told(l); got != "" { // what is not durable is not told
+			t.Errorf("told: %s", got)
+		}
+	case <-time.After(5 * time.Second):
+		t.Error("a heartbeat waits for the disk")
+	}
+	release()
+	if err := <-appended; err != nil {
+		t.Fatal(err)
+	}
+	if err := l.Close(); err != nil {
+		t.Fatal(err)
+	}
+	if got := told(open(t, path)); got != "3:c" {
+		t.Errorf("told after a restart: %s", got)
+	}
+}
+
+// TestCompactionLosesNothing appends from many goroutines while the file is compacted again and again, and reads it afterwards.
+func TestCompactionLosesNothing(t *testing.T) {
+	t.Parallel()
+	path := filepath.Join(t.TempDir(), "writes.log")
+	l := open(t, path)
+	var appending sync.WaitGroup
+	const each, many = 500, 8
+	for g := range many {
+		appending.Go(func() {
+			for i := 0; i < each; {
+				_, _, err := l.Append(runnerapi.DataWrite{KeyID: core.KeyID(fmt.Sprint(g, i%50)), Path: "p"})
+				switch core.CodeOf(err) {
+				case core.CodeRunnerUnreachable, core.CodeRateLimited: // it is full
+				default:
+					if err != nil {
+						t.Error(err)
+					}
+					i++
+				}
+			}
+		})
+	}
+	done := make(chan struct{})
+	go func() {
+		appending.Wait()
+		close(done)
+	}()
+	check := func(list []runnerapi.DataWrite, first int64) {
+		for i, w := range list {
+			if w.Number != first+int64(i) {
+				t.Errorf("write %d is told in the place of %d", w.Number, first+int64(i))
+				return
+			}
+		}
+	}
+	first := int64(1)
+	for more := true; more; {
+		select {
+		case <-done:
+			more = false
+		default:
+		}
+		_, list := l.Pending()
+		check(list, first)
+		if n := len(list) - 3; n > 0 && more {
+			if err := l.Recorded(list[n].Number); err != nil {
+				t.Error(err)
+			}
+			first = list[n].Number + 1
+		}
+	}
+	_, before := l.Pending()
+	if err := l.Close(); err != nil {
+		t.Fatal(err)
+	}
+	_, list := open(t, path).Pending()
+	check(list, first)
+	if len(list) != len(before) || first+int64(len(list)) != many*each+1 || len(asideOf(t, path)) > 0 {
+		t.Errorf("%d writes from %d on are told after a restart, %d before it; set aside: %v", len(list), first, len(before), asideOf(t, path))
 	}
 }
 
@@ -363,11 +554,9 @@ func TestRestartForgetsNothing(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	var unmarked []byte
-	for line := range bytes.Lines(whole) {
-		if !bytes.HasPrefix(line, []byte(`{"recorded":`)) {
-			unmarked = append(unmarked, line...)
-		}
+	unmarked := fmt.Appendf(nil, "{\"log\":\"old\",\"runner\":\"%s\",\"next\":1}\n", owner)
+	for i := 1; i <= last; i++ {
+		unmarked = fmt.Appendf(unmarked, "{\"number\":%d,\"path\":\"p\"}\n", i)
 	}
 	for name, c := range map[string]struct {
 		file  []byte
