@@ -73,7 +73,7 @@ func (c *controller) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	c.beats = append(c.beats, h)
-	answer(http.StatusOK, runnerapi.Heartbeated{TTLSeconds: 0.03, FenceSeconds: c.fenceFor.Seconds()})
+	answer(http.StatusOK, runnerapi.Heartbeated{TTLSeconds: 0.03, FenceSeconds: c.fenceFor.Seconds(), DataTaken: min(writesTaken, len(h.DataWrites))})
 }
 
 // dead returns the sandboxes that were reported dead with an exit that has the text.
@@ -103,6 +103,11 @@ type rig struct {
 
 func newRig(t *testing.T) *rig {
 	t.Helper()
+	return newRigWith(t, nil)
+}
+
+func newRigWith(t *testing.T, plane heartbeat.Plane) *rig {
+	t.Helper()
 	store, image := testvm.FakeImage(t)
 	x := &rig{t: t, controller: &controller{fenceFor: time.Minute}, driver: fakevmm.New(fakevmm.Config{}), ended: make(chan error, 1)}
 	runDir, err := os.MkdirTemp("", "run") //nolint:usetesting // t.TempDir is too long for the path of a unix socket
@@ -120,7 +125,7 @@ func newRig(t *testing.T) *rig {
 	}
 	server := httptest.NewServer(x.controller)
 	t.Cleanup(server.Close)
-	link, err := heartbeat.New(x.runner, heartbeat.Config{Controllers: []string{server.URL}, Secret: "secret", Endpoint: "unix:/nowhere", Log: log})
+	link, err := heartbeat.New(x.runner, heartbeat.Config{Controllers: []string{server.URL}, Secret: "secret", Endpoint: "unix:/nowhere", Plane: plane, Log: log})
 	if err != nil {
 		t.Fatal(err)
 	}
