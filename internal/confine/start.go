@@ -315,8 +315,8 @@ func stageRoot(dir string) error {
 	return mountStage(tree)
 }
 
-// canPivot reports whether this host allows pivot_root. It tries once.
-var canPivot = sync.OnceValues(func() (bool, error) {
+// canPivot reports whether this host allows pivot_root. It tries until it has an answer.
+var canPivot = remember(func() (bool, error) {
 	err := osthread.Do(func() error { // the thread's namespace is changed for good
 		if err := unshareMounts(); err != nil {
 			return err
@@ -328,6 +328,24 @@ var canPivot = sync.OnceValues(func() (bool, error) {
 	}
 	return err == nil, err
 })
+
+// remember returns try, which is not called again after it has succeeded. An error may pass: of a host that is out of memory, for one.
+func remember(try func() (bool, error)) func() (bool, error) {
+	var mu sync.Mutex // guards what follows
+	var known, answer bool
+	return func() (bool, error) {
+		mu.Lock()
+		defer mu.Unlock()
+		if known {
+			return answer, nil
+		}
+		got, err := try()
+		if err == nil {
+			known, answer = true, got
+		}
+		return got, err
+	}
+}
 
 // mountPoints lists where this thread's namespace has mounts, without its root.
 func mountPoints() ([]string, error) {
