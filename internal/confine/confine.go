@@ -212,6 +212,10 @@ func run(ctx context.Context, spec Spec, request []byte, uid uint32, each func(j
 	said := make(chan string, 1)
 	go func() { said <- p.listen() }()
 	got, err := p.converse(spec, request, each)
+	stayed := false // it closed its output and did not end
+	if isEnded(err) {
+		stayed = !p.endsWithin(endTime)
+	}
 	if err != nil {
 		p.kill(err)
 	}
@@ -229,10 +233,26 @@ func run(ctx context.Context, spec Spec, request []byte, uid uint32, each func(j
 	default:
 		err = errors.New(p.state.String())
 	}
-	if verdict := p.verdict(spec, text); verdict != nil {
+	if verdict := p.verdict(spec, text, stayed); verdict != nil {
 		return verdict
 	}
 	return &CrashError{spec.Task, err.Error() + ", " + p.state.String(), text}
+}
+
+// endTime is how long a helper that has closed its output may take to end. The kernel closes the output of one that it kills before it
+// says how the helper ended.
+const endTime = 2 * time.Second
+
+// endsWithin waits until the helper ends by itself, at most for a time, and reports whether it does.
+func (p *process) endsWithin(limit time.Duration) bool {
+	timer := time.NewTimer(limit)
+	defer timer.Stop()
+	select {
+	case <-p.ended:
+		return true
+	case <-timer.C:
+		return false
+	}
 }
 
 func isEnded(err error) bool {
@@ -317,8 +337,8 @@ func printable(s string) string {
 	}, s)
 }
 
-// verdict says which limit ended the helper; nil for none that is known.
-func (p *process) verdict(spec Spec, said string) error {
+// verdict says which limit ended the helper; nil for none that is known. A helper that stayed was killed by Run.
+func (p *process) verdict(spec Spec, said string, stayed bool) error {
 	hit := func(l Limit, bound any) error { return &LimitError{spec.Task, l, fmt.Sprint(bound)} }
 	memory := fmt.Sprintf("%d MiB", spec.Limits.Memory>>20)
 	if p.state == nil {
@@ -328,7 +348,7 @@ func (p *process) verdict(spec Spec, said string) error {
 		switch {
 		case sig == unix.SIGKILL && p.state.UserTime()+p.state.SystemTime() > spec.Limits.CPU-200*time.Millisecond, sig == unix.SIGXCPU:
 			return hit(LimitCPU, spec.Limits.CPU)
-		case sig == unix.SIGKILL && p.confined: // the first process of a process namespace cannot kill itself
+		case sig == unix.SIGKILL && p.confined && !stayed: // the first process of a process namespace cannot kill itself
 			return &KilledError{spec.Task}
 		case sig == unix.SIGSYS:
 			return hit(LimitSyscall, "those of its filter")

@@ -394,7 +394,8 @@ func TestInAContainer(t *testing.T) {
 	}
 }
 
-// TestKilledFromOutside: a helper that the kernel kills for want of memory is no crash of its task, and the caller may try again.
+// TestKilledFromOutside: a helper that the kernel kills for want of memory is no crash of its task, and the caller may try again. One that
+// Run itself must kill is one.
 func TestKilledFromOutside(t *testing.T) { //nolint:paralleltest // it looks for its helper among all of this process
 	require.Root(t)
 	r, w, err := os.Pipe()
@@ -411,6 +412,10 @@ func TestKilledFromOutside(t *testing.T) { //nolint:paralleltest // it looks for
 	}
 	if err := confine.Run(t.Context(), spec(taskMisuse, "signal"), func(json.RawMessage) error { return nil }); errors.As(err, new(*confine.KilledError)) {
 		t.Errorf("a helper that tries to kill itself: %v", err)
+	}
+	err = confine.Run(t.Context(), spec(taskMisuse, "close and hang"), func(json.RawMessage) error { return nil })
+	if _, crash := errors.AsType[*confine.CrashError](err); !crash || errors.As(err, new(*confine.KilledError)) {
+		t.Errorf("a helper that closes its output and stays, so that Run must kill it: %v", err)
 	}
 }
 

@@ -191,6 +191,12 @@ func misuse(c *confine.Child) error {
 	case "hang":
 		_, err := io.ReadAll(os.Stdin) // the caller keeps it open
 		return err
+	case "close and hang":
+		if err := os.Stdout.Close(); err != nil {
+			return err
+		}
+		_, err := io.ReadAll(os.Stdin) // the caller keeps it open
+		return err
 	case "panic":
 		panic("on purpose")
 	case "nil":
