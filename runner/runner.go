@@ -321,8 +321,11 @@ func (r *Runner) Checkpoints() []runnerapi.Checkpoint {
 }
 
 // DeleteCheckpoint removes a checkpoint's bytes from this host. Sandboxes that grew from it go on. Deleting an absent one
-// is no error.
+// is no error. The controller hears at once how much of the disk is free.
 func (r *Runner) DeleteCheckpoint(id core.CheckpointID) error {
+	if _, err := r.checkpoints.get(id); err == nil { // a wake for an absent one could go on for ever
+		defer r.wake()
+	}
 	r.forgetForks(id)
 	r.seals.forget(id)
 	if err := errors.Join(r.checkpoints.remove(id), r.collectRoots()); err != nil {

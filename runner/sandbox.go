@@ -239,6 +239,7 @@ func (r *Runner) destroyLocked(ctx context.Context, s *sandbox) error {
 	delete(r.sandboxes, s.info.ID)
 	r.mu.Unlock()
 	close(s.gone)
+	r.wake() // for the controller to hear how much is free
 	return nil
 }
 

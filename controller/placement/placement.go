@@ -25,8 +25,20 @@ type Runner struct {
 	DiskFreeMB int64
 }
 
-// ForkDiskMB is the free disk that a runner must have for each new sandbox. The runner itself reserves what a fetch takes.
-const ForkDiskMB = 32
+// RequestDiskMB is the free disk that a runner must have to get a request, and ForkDiskMB what it must have besides for each new
+// sandbox. Sandboxes share the files that they grow from, so a new one takes little. The runner reserves the room for a fetch.
+const (
+	RequestDiskMB = 32
+	ForkDiskMB    = 1
+)
+
+// diskMB is the free disk that so many new sandboxes need.
+func diskMB(count int) int64 {
+	if count == 0 {
+		return 0
+	}
+	return RequestDiskMB + int64(count)*ForkDiskMB
+}
 
 // disk is the name of that dimension.
 const disk = "disk"
@@ -52,10 +64,8 @@ func Choose(fleet []Runner, req Request) (core.RunnerID, error) {
 	full, never := "", true
 	candidates = slices.DeleteFunc(candidates, func(r Runner) bool {
 		what := lacks(r, req)
-		empty := r
-		empty.Used = runnerapi.Capacity{}
-		never = never && lacks(empty, req) != ""
-		if what != "" && (what != disk || full == "") { // room on a disk is not made by waiting for others
+		never = never && lacks(emptied(r), req) != ""
+		if what != "" && (what != disk || full == "") { // a lack that ends when others end is the better advice
 			full = what
 		}
 		return what != ""
@@ -68,6 +78,12 @@ func Choose(fleet []Runner, req Request) (core.RunnerID, error) {
 	return slices.MinFunc(candidates, func(a, b Runner) int {
 		return cmp.Or(distance(req, a)-distance(req, b), cmp.Compare(load(a), load(b)), cmp.Compare(a.ID, b.ID))
 	}).ID, nil
+}
+
+// emptied is the runner as it would be when nothing ran on it and its disk had room.
+func emptied(r Runner) Runner {
+	r.Used, r.DiskFreeMB = runnerapi.Capacity{}, math.MaxInt64
+	return r
 }
 
 func distance(req Request, r Runner) int {
@@ -94,7 +110,7 @@ func Spread(fleet []Runner, req Request, even bool) ([]core.RunnerID, error) {
 	}
 	empty := slices.Clone(fleet)
 	for i := range empty {
-		empty[i].Used = runnerapi.Capacity{}
+		empty[i] = emptied(empty[i])
 	}
 	_, err = spread(empty, req, even)
 	never := Full(req, full.what)
@@ -136,7 +152,7 @@ func Fits(r Runner, req Request) error {
 // FullError is CAPACITY: there is no room now.
 type FullError struct {
 	Holder core.RunnerID // the runner that it would have to be; empty: any
-	Never  bool          // there would be none if all that runs were gone
+	Never  bool          // there would be none if all that runs were gone and every disk had room
 	what   string
 	err    *core.Error
 }
@@ -149,8 +165,8 @@ func Full(req Request, what string) *FullError {
 			where = "runner " + string(req.Holder) + ", which holds the checkpoint, does not have"
 		}
 		return &FullError{Holder: req.Holder, what: what, err: core.Errorf(core.Exhausted, core.CodeDiskFull,
-			"%s room on its disk for %d sandboxes: each needs %d MB that may be written; delete checkpoints, give the data directories of runners more room, or add a runner",
-			where, req.Count, ForkDiskMB)}
+			"%s room on its disk for %d sandboxes: they need %d MB that may be written; delete checkpoints, give the data directories of runners more room, or add a runner",
+			where, req.Count, diskMB(req.Count))}
 	}
 	return &FullError{Holder: req.Holder, what: what, err: core.Errorf(core.Exhausted, core.CodeCapacity,
 		"no runner has room for %d sandboxes of %d vCPU and %d MiB: not enough %s; terminate workspaces or add a runner",
@@ -208,7 +224,7 @@ func lacks(r Runner, req Request) string {
 			return d.name
 		}
 	}
-	if int64(req.Count)*ForkDiskMB > r.DiskFreeMB {
+	if diskMB(req.Count) > r.DiskFreeMB {
 		return disk
 	}
 	return ""

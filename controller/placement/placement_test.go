@@ -97,12 +97,15 @@ func TestChoose(t *testing.T) {
 			fleet: []placement.Runner{runner("a", func(r *placement.Runner) { r.DiskFreeMB = 0 }), runner("b", full)}, req: placement.Request{Count: 1, Resources: shape}, want: "b",
 		},
 		"far away when the disk of one near is full": {
-			fleet: []placement.Runner{runner("a", nil), runner("b", func(r *placement.Runner) { r.DiskFreeMB = 3*placement.ForkDiskMB - 1 })},
+			fleet: []placement.Runner{runner("a", nil), runner("b", func(r *placement.Runner) { r.DiskFreeMB = placement.RequestDiskMB + 3*placement.ForkDiskMB - 1 })},
 			req:   placement.Request{Count: 3, Near: map[core.RunnerID]int{"b": 0}}, want: "a",
 		},
 		"a disk with just enough": {
-			fleet: []placement.Runner{runner("a", nil), runner("b", func(r *placement.Runner) { r.DiskFreeMB = 3 * placement.ForkDiskMB })},
+			fleet: []placement.Runner{runner("a", nil), runner("b", func(r *placement.Runner) { r.DiskFreeMB = placement.RequestDiskMB + 3*placement.ForkDiskMB })},
 			req:   placement.Request{Count: 3, Near: map[core.RunnerID]int{"b": 0}}, want: "b",
+		},
+		"24 children on a small disk": {
+			fleet: []placement.Runner{runner("a", func(r *placement.Runner) { r.Capacity, r.DiskFreeMB = runnerapi.Capacity{}, 64 })}, req: placement.Request{Count: 24}, want: "a",
 		},
 		"every disk full": {
 			fleet: []placement.Runner{runner("a", func(r *placement.Runner) { r.DiskFreeMB = 0 }), runner("b", func(r *placement.Runner) { r.DiskFreeMB = -5 })},
@@ -128,6 +131,21 @@ func TestChoose(t *testing.T) {
 				t.Errorf("got %q, %v", got, err)
 			}
 		})
+	}
+}
+
+// TestFullDiskIsNotForever: room on a disk comes back when a checkpoint is deleted, so the request may wait for it. A request that
+// is too big for every empty runner does not wait, whatever the disks hold.
+func TestFullDiskIsNotForever(t *testing.T) {
+	t.Parallel()
+	fleet := []placement.Runner{runner("a", func(r *placement.Runner) { r.DiskFreeMB = 0 })}
+	for count, never := range map[int]bool{1: false, 2: false, 11: true} {
+		for _, even := range []bool{false, true} {
+			_, err := placement.Spread(fleet, placement.Request{Count: count, Resources: core.Resources{VCPUs: 1, MemoryMiB: 1}}, even)
+			if full, ok := errors.AsType[*placement.FullError](err); !ok || full.Never != never {
+				t.Errorf("%d, even: %t: got %+v, %v; want never: %t", count, even, full, err, never)
+			}
+		}
 	}
 }
 

@@ -2279,7 +2279,7 @@ type Runner struct {
 	// Class What a checkpoint needs of a host; it can be forked only where the class is equal.
 	Class RunnerClass `json:"class"`
 
-	// DiskFreeMB Of disk that may be written, counting copies of checkpoints that nothing uses. A runner with less than 32 for each sandbox gets none.
+	// DiskFreeMB Of disk that may be written, counting copies of checkpoints that nothing uses. A runner gets a request only with 32 and 1 for each sandbox.
 	DiskFreeMB  int64     `json:"disk_free_mb"`
 	HeartbeatAt time.Time `json:"heartbeat_at"`
 	Hostname    string    `json:"hostname"`
