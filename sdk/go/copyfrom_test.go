@@ -252,6 +252,41 @@ func TestCopyInPlace(t *testing.T) {
 	}
 }
 
+// TestCopyOntoPrivileged: bytes from a guest get neither the set-user-ID and set-group-ID bits nor the owner of a file that is there.
+func TestCopyOntoPrivileged(t *testing.T) {
+	t.Parallel()
+	for _, remote := range []string{"/src/a", "/src/."} {
+		g, c := newGuest(t)
+		tree(t, g.root.Name(), map[string]string{"src/a": "new"})
+		dir := tree(t, t.TempDir(), map[string]string{"user/a": "old", "group/a": "old", "other/a": "old"})
+		for name, mode := range map[string]os.FileMode{"user": 0o755 | os.ModeSetuid, "group": 0o755 | os.ModeSetgid} {
+			if err := os.Chmod(filepath.Join(dir, name, "a"), mode); err != nil {
+				t.Fatal(err)
+			}
+		}
+		names := []string{"user", "group"}
+		if os.Geteuid() == 0 {
+			names = append(names, "other")
+			if err := os.Chown(filepath.Join(dir, "other/a"), 1, 1); err != nil {
+				t.Fatal(err)
+			}
+		}
+		for _, name := range names {
+			before, err := os.Stat(filepath.Join(dir, name, "a"))
+			if err != nil {
+				t.Fatal(err)
+			}
+			if _, err := c.CopyFrom(t.Context(), "ws_1", remote, filepath.Join(dir, name)); err != nil {
+				t.Errorf("%s to %s: %v", remote, name, err)
+			}
+			after, err := os.Stat(filepath.Join(dir, name, "a"))
+			if err != nil || os.SameFile(before, after) || after.Mode()&(os.ModeSetuid|os.ModeSetgid) != 0 {
+				t.Errorf("%s to %s: the bytes of a guest are in a file with the rights of others: %v, %v", remote, name, after, err)
+			}
+		}
+	}
+}
+
 // TestCopyFailsInPlace: a copy that fails leaves a file that is there as it is.
 func TestCopyFailsInPlace(t *testing.T) {
 	t.Parallel()

@@ -8,21 +8,27 @@ import (
 // openInPlace opens a regular file to be written in place, as cp does: it keeps its inode, its owner and its mode. It returns
 // nil where the name must be replaced instead: there is no such file, or it is a link, or it cannot be written. A file that has
 // another name is replaced, too: an earlier copy from the same guest may have planted that name, and what the other name
-// stands for is not to be overwritten.
+// stands for is not to be overwritten. A file with the set-user-ID or set-group-ID bit, or of another owner than this process, is
+// replaced: bytes from a guest must not run with the rights of others.
 func openInPlace(root *os.Root, name string) *os.File {
 	was, err := root.Lstat(name)
-	if err != nil || !was.Mode().IsRegular() || names(was) != 1 {
+	if err != nil || !was.Mode().IsRegular() || names(was) != 1 || privileged(was) {
 		return nil
 	}
 	f, err := root.OpenFile(name, os.O_WRONLY, 0)
 	if err != nil {
 		return nil
 	}
-	if is, err := f.Stat(); err != nil || !os.SameFile(was, is) || f.Truncate(0) != nil {
+	if is, err := f.Stat(); err != nil || !os.SameFile(was, is) || privileged(is) || f.Truncate(0) != nil {
 		_ = f.Close() // nothing was written
 		return nil
 	}
 	return f
+}
+
+// privileged says whether a file would give its content the rights of others.
+func privileged(info os.FileInfo) bool {
+	return info.Mode()&(os.ModeSetuid|os.ModeSetgid) != 0 || !owned(info)
 }
 
 // moveInto gives a file the content of a temporary one, which goes.

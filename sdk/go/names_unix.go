@@ -4,6 +4,7 @@ package coppice
 
 import (
 	"io/fs"
+	"os"
 	"syscall"
 )
 
@@ -13,4 +14,10 @@ func names(info fs.FileInfo) uint64 {
 		return uint64(st.Nlink) //nolint:unconvert // its type differs between systems
 	}
 	return 0
+}
+
+// owned says whether a file belongs to the user of this process.
+func owned(info fs.FileInfo) bool {
+	st, ok := info.Sys().(*syscall.Stat_t)
+	return ok && int(st.Uid) == os.Geteuid()
 }
