@@ -50,7 +50,7 @@ type dataLogRow struct {
 
 // newWrites leaves out the writes that were recorded before, and notes that the others are recorded now.
 func (t *tx) newWrites(ctx context.Context, runner core.RunnerID, log string, list []runnerapi.DataWrite) ([]runnerapi.DataWrite, error) {
-	row, err := one[dataLogRow](ctx, t, noRunner(runner), `SELECT data_log, data_recorded FROM runners WHERE id = @id FOR UPDATE`, args{"id": runner})
+	row, err := one[dataLogRow](ctx, t, noRunner(runner), `SELECT data_log, data_recorded FROM runners WHERE id = @id FOR NO KEY UPDATE`, args{"id": runner})
 	if err != nil {
 		return nil, err
 	}
