@@ -106,8 +106,9 @@ func (o Operation) Workspaces() []core.WorkspaceID {
 // Task is an operation that this process works on.
 type Task struct {
 	c        *Controller
-	accepted Operation // as it was when the task began; never written again
-	op       Operation // the task's own goroutine works on it
+	starting core.OperationID // under which it is in the controller's starting; only begin uses it
+	accepted Operation        // as it was when the task began; never written again
+	op       Operation        // the task's own goroutine works on it
 	in       opInput
 	plan     any              // what the admission knows already; nil when the operation is resumed
 	repeat   core.OperationID // set when there is nothing to do but to answer as this operation, of an equal request, did
@@ -233,8 +234,8 @@ func (c *Controller) begin(ctx context.Context, scope Scope, op Operation, admit
 func (c *Controller) starts(t *Task, id core.OperationID) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	delete(c.starting, t.op.ID) // of the try before
-	t.op.ID = id
+	delete(c.starting, t.starting) // of the try before
+	t.starting = id
 	c.starting[id] = true
 	t.until.Store(int64(c.cfg.Clock() + c.cfg.OperationLease))
 }
@@ -242,11 +243,7 @@ func (c *Controller) starts(t *Task, id core.OperationID) {
 func (c *Controller) started(t *Task) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	id := t.accepted.ID
-	if id == "" { // it does not run: nobody else writes t.op
-		id = t.op.ID
-	}
-	delete(c.starting, id)
+	delete(c.starting, t.starting)
 }
 
 // repeatTask stands for the operation of an earlier, equal request.
