@@ -272,7 +272,12 @@ func TestCopyOntoPrivileged(t *testing.T) {
 			}
 		}
 		for _, name := range names {
-			before, err := os.Stat(filepath.Join(dir, name, "a"))
+			was, err := os.Open(filepath.Join(dir, name, "a")) // while it is open its inode is not used again
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer was.Close()
+			before, err := was.Stat()
 			if err != nil {
 				t.Fatal(err)
 			}
