@@ -19,6 +19,7 @@
 //	error               it answers with a problem
 //	flood               it answers without end
 //	no-release          the reseal is fine and the release is refused
+//	answers:KIND:STAGE  from then on the answers of a stage are bad: see badAnswers
 //
 // Faults of the kernel are seccomp filters, so the agent's own code runs as it is.
 package main
