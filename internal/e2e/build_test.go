@@ -167,7 +167,7 @@ func boundTime(t *testing.T) {
 	if *long {
 		return
 	}
-	name := strings.SplitN(t.Name(), "/", 2)[0]
+	name, _, _ := strings.Cut(t.Name(), "/")
 	if _, has := watched.LoadOrStore(name, true); has {
 		return
 	}
