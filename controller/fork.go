@@ -323,7 +323,11 @@ func (c *Controller) finishGrown(ctx context.Context, t *Task, plan *forkPlan, g
 			}
 		}
 		tx.InsertReseals(reseals(t, plan, got))
-		out, result := gather(plan, got, moved)
+		now, err := unmoved(ctx, tx, plan, moved)
+		if err != nil {
+			return Outcome{}, Result{}, err
+		}
+		out, result := gather(plan, got, moved, now)
 		if t.op.Kind == OpCreateWorkspace || t.op.Kind == OpRestoreCheckpoint {
 			if p := result.Children[0].Problem; p != nil {
 				return Outcome{}, Result{}, p
@@ -364,9 +368,34 @@ func unready(ready []ReadyWorkspace, moved []Workspace) []EndedWorkspace {
 	return list
 }
 
+// unmoved reads the rows of the children that did not become ready.
+func unmoved(ctx context.Context, tx Tx, plan *forkPlan, moved []Workspace) (map[core.WorkspaceID]Workspace, error) {
+	if len(moved) == len(plan.children) {
+		return nil, nil
+	}
+	ids := make([]core.WorkspaceID, len(plan.children))
+	for i, w := range plan.children {
+		ids[i] = w.ID
+	}
+	list, err := tx.WorkspacesByID(ctx, ids)
+	now := make(map[core.WorkspaceID]Workspace, len(list))
+	for _, w := range list {
+		now[w.ID] = w
+	}
+	return now, err
+}
+
+// whyUnready says by its row why a workspace that was made did not become ready. A client may repeat what was lost with a runner.
+func whyUnready(id core.WorkspaceID, now Workspace) *core.Error {
+	if now.Failure != nil && now.Failure.Code == core.CodeRunnerLost {
+		return core.Errorf(core.Unavailable, core.CodeRunnerLost, "the runner of workspace %s was given up while the workspace was being made; repeat the request", id)
+	}
+	return core.Errorf(core.Conflict, core.CodeStateConflict, "workspace %s was terminated while it was being made", id)
+}
+
 // gather puts the outcome together, in the order asked. A child that was not moved was terminated meanwhile, or its runner was
 // given up.
-func gather(plan *forkPlan, got []runnerapi.ChildResult, moved []Workspace) (Outcome, Result) {
+func gather(plan *forkPlan, got []runnerapi.ChildResult, moved []Workspace, now map[core.WorkspaceID]Workspace) (Outcome, Result) {
 	byID := make(map[core.WorkspaceID]*Workspace, len(moved))
 	for i := range moved {
 		byID[moved[i].ID] = &moved[i]
@@ -379,7 +408,7 @@ func gather(plan *forkPlan, got []runnerapi.ChildResult, moved []Workspace) (Out
 		case got[i].Problem != nil:
 			child.Problem = core.Errorf(got[i].Problem.Category, got[i].Problem.Code, "%s", got[i].Problem.Message)
 		case child.Workspace == nil:
-			child.Problem = core.Errorf(core.Conflict, core.CodeStateConflict, "workspace %s was terminated, or its runner was given up, while it was being made", w.ID)
+			child.Problem = whyUnready(w.ID, now[w.ID])
 		}
 		o := ChildOutcome{Workspace: w.ID, Timings: got[i].Timings}
 		if child.Problem != nil {
