@@ -140,7 +140,7 @@ func TestKilledForWantOfMemory(t *testing.T) { //nolint:paralleltest // it looks
 		}
 		for _, path := range list {
 			b, _ := os.ReadFile(path) // a thread may have ended
-			for _, f := range strings.Fields(string(b)) {
+			for f := range strings.FieldsSeq(string(b)) {
 				cmdline, _ := os.ReadFile("/proc/" + f + "/cmdline")
 				if pid, err := strconv.Atoi(f); err == nil && string(cmdline) == "coppice-confined\x00"+taskName+"\x00" {
 					_ = unix.Kill(pid, unix.SIGKILL) // it may have ended

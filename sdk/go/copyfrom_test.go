@@ -153,7 +153,7 @@ func asUser(t *testing.T, dir string, do func() error) error {
 	t.Helper()
 	const nobody = 65534
 	if os.Geteuid() == 0 {
-		for _, err := range []error{os.Chmod(filepath.Dir(dir), 0o755), os.Chown(dir, nobody, nobody)} { //nolint:gosec // G302: it must be passed through
+		for _, err := range []error{os.Chmod(filepath.Dir(dir), 0o755), os.Chown(dir, nobody, nobody)} {
 			if err != nil {
 				t.Fatal(err)
 			}
