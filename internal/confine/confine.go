@@ -272,7 +272,11 @@ func (p *process) converse(spec Spec, request []byte, each func(json.RawMessage)
 		return reply{}, &endedError{fmt.Errorf("it is not ready: %w", errors.Join(err, kindError(kind)))}
 	}
 	if err := p.confine(); err != nil {
-		return reply{}, fmt.Errorf("confine the helper for %s: %w", spec.Task, err)
+		err = fmt.Errorf("confine the helper for %s: %w", spec.Task, err)
+		if errors.Is(err, unix.ENOENT) || errors.Is(err, unix.ESRCH) || errors.Is(err, unix.EINVAL) { // as /proc says of a process that has ended
+			return reply{}, &endedError{err}
+		}
+		return reply{}, err
 	}
 	head, err := json.Marshal(header{Task: spec.Task, Limits: spec.Limits, UID: p.uid, Files: len(spec.Files), Dir: spec.Dir != "", Confined: p.confined, Bare: p.bare, Chroot: p.chroot})
 	if err != nil {
