@@ -12,7 +12,8 @@ func (c *Controller) abandon(ctx context.Context, t *Task, problem error) error 
 	return c.abandonWith(ctx, t, problem, func(ctx context.Context, tx Tx) error { return c.takeBack(ctx, tx, t) })
 }
 
-// abandonWith is abandon. What becomes of the workspace that the operation acted on is written by settle.
+// abandonWith is abandon, except that settle writes what becomes of the workspace that the
+// operation acted on.
 func (c *Controller) abandonWith(ctx context.Context, t *Task, problem error, settle func(ctx context.Context, tx Tx) error) error {
 	ids := make([]core.SandboxID, 0, len(t.in.Children)+1)
 	ended := make([]EndedWorkspace, len(t.in.Children))

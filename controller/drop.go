@@ -10,17 +10,18 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// The functions in this file are the only ones that destroy something on a runner. Each one needs a row that says so, and that
-// was committed before: a controller that stood still may have lost its lease, and another one may have made ready what the
-// first one believes to have failed.
+// Only the functions in this file destroy something on a runner. Each one needs a committed row
+// that says so. A controller that stood still may have lost its lease. Another controller may then
+// have made ready what the first one believes to have failed.
 
 const (
 	dropTimeout     = 10 * time.Second
 	dropConcurrency = 8
 )
 
-// drop tells runners to take down those of the sandboxes whose rows have ended. An ended row never lives again. All others stay
-// as they are, whatever the caller believes. A runner that does not hear it is told at its next heartbeat.
+// drop tells runners to take down the given sandboxes whose rows have ended. An ended row never
+// lives again. All other sandboxes stay as they are, whatever the caller believes. A runner that is
+// not reached is told at its next heartbeat.
 func (c *Controller) drop(ctx context.Context, ids ...core.SandboxID) {
 	if len(ids) == 0 {
 		return

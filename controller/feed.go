@@ -55,7 +55,8 @@ func (f *feed) enter(project core.ProjectID) (int, error) {
 	return f.resets, nil
 }
 
-// reset ends all streams of before: what they have passed on may be untrue, and its ids may be handed out again.
+// reset ends all open streams. The events that they have passed on may be untrue, and the database
+// may give the ids of these events to other events.
 func (f *feed) reset() {
 	f.mu.Lock()
 	defer f.mu.Unlock()

@@ -21,10 +21,12 @@ const (
 	fenceConcurrency = 4
 )
 
-// fence gives up runners that were silent beyond the hard lease (DECISIONS 14): by then they have killed their sandboxes. Each
-// transaction is bounded and its progress stays, whatever becomes of the next. First the runners are marked, so that whatever
-// waits for their end goes on. Then the workspaces on them are lost, runner by runner. That step looks at what the rows say now
-// and not at what was just marked: a workspace that became ready on such a runner in between is lost in the next round.
+// fence gives up runners that were silent beyond the hard lease (DECISIONS 14): by then they have
+// killed their sandboxes. Each transaction is bounded, and its work stays if a later one fails.
+// First fence marks the runners, so that operations that wait for the end of a runner go on. Then
+// it ends the workspaces on these runners as lost, runner by runner. This second step reads the
+// current rows, not the list of runners that were just marked. A workspace that becomes ready on
+// such a runner in between is lost in the next round.
 func (c *Controller) fence(ctx context.Context) error {
 	for {
 		marked, err := read(ctx, c, System(), func(tx Tx) ([]core.RunnerID, error) { return tx.FenceRunners(ctx, c.cfg.RunnerFence, fenceRunners) })

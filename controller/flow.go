@@ -93,8 +93,9 @@ type RowQuota struct {
 	Workspace, Project int64
 }
 
-// FlowQuota bounds the rows of flows, for each kind by itself: denied flows take no place of allowed ones. Beyond it, flows are
-// counted by minute and host. The end of a flow has a row if its beginning has one, so there may be up to twice as many rows.
+// FlowQuota bounds the rows of flows. Each kind of flow has its own bound, so denied flows do not
+// take the place of allowed ones. Flows beyond the bound are counted by minute and host. The end of
+// a flow has a row if its beginning has one, so there may be up to twice as many rows.
 type FlowQuota struct {
 	Reads, Denied, Effects RowQuota
 }

@@ -352,8 +352,9 @@ func (c *Controller) finishGrown(ctx context.Context, t *Task, plan *forkPlan, g
 	return nil
 }
 
-// unready fails what did not become ready. Of these only what still waits for its sandbox can fail: its runner was given up. The
-// others were terminated meanwhile.
+// unready lists the workspaces that did not become ready, so that they fail. Only a workspace that
+// still waits for its sandbox can fail: its runner was given up. The others were terminated
+// meanwhile.
 func unready(ready []ReadyWorkspace, moved []Workspace) []EndedWorkspace {
 	done := make(map[core.WorkspaceID]bool, len(moved))
 	for _, w := range moved {

@@ -9,7 +9,8 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// callFork asks the runners for the children, each for its own. That one of several did not do its part is a problem of its children.
+// callFork asks each runner for its own share of the children. If one of several runners fails,
+// only the children of that runner get its problem.
 func (c *Controller) callFork(ctx context.Context, plan *forkPlan) ([]runnerapi.ChildResult, error) {
 	shares := map[string][]int{} // by endpoint: places in the order asked
 	for i, w := range plan.children {
@@ -48,8 +49,9 @@ func (c *Controller) callFork(ctx context.Context, plan *forkPlan) ([]runnerapi.
 // grown only with a complete reseal of the generation that it was given, and with an attestation of it by the runner that was asked.
 func (c *Controller) callShare(ctx context.Context, plan *forkPlan, endpoint string, share []int, out []runnerapi.ChildResult) error {
 	req := runnerapi.Fork{CheckpointID: plan.source.ID, Children: make([]runnerapi.Child, len(share)), Sources: plan.source.Sources, Peers: plan.source.Peers, Expected: expected(plan.source)}
-	// A host that joined again is another runner, and may still hold what it captured as the runner of before. That it cannot
-	// attest, so it is to verify the bytes against the manifest, as every runner does that has not captured them.
+	// A host that joined again is another runner. It may still hold the checkpoint that it captured
+	// as the earlier runner, but it cannot attest these bytes. So it must verify them against the
+	// manifest, like every runner that has not captured the checkpoint.
 	req.Verify = len(req.Sources) > 0 && plan.children[share[0]].Sandbox.RunnerID != plan.source.RunnerID
 	if err := c.tell(ctx, plan, share, req.Children); err != nil {
 		return err

@@ -110,8 +110,9 @@ func (c *Controller) repeatImport(ctx context.Context, project core.ProjectID, u
 	return cp, err
 }
 
-// giveUp ends an import that failed, and lets a repeat of its request be the first. It removes at once what the import has stored. Nothing
-// reads that, and no quota counts it, so a tenant must not be able to pile it up by files that fail at their last byte.
+// giveUp ends an import that failed, and frees the key of its request, so that a repeat of the
+// request begins anew. It removes at once what the import has stored: nothing reads these objects,
+// and no quota counts them, so a tenant could pile them up with files that fail at their last byte.
 func (im *importing) giveUp(ctx context.Context, failure error) error {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), 5*time.Second)
 	defer cancel()

@@ -48,8 +48,8 @@ func (c *Controller) placeEach(ctx context.Context, tx Tx, req placement.Request
 	return chosen, nil
 }
 
-// occupy makes sure, after the rows are inserted, that there is room on the runners that were chosen for them: others may have chosen
-// them at the same time, here or on another controller.
+// occupy checks, after the rows are inserted, that the chosen runners have room for them. Another
+// request, here or on another controller, may have chosen the same runners at the same time.
 func (c *Controller) occupy(ctx context.Context, tx Tx, runners ...Runner) error {
 	seen := map[core.RunnerID]bool{}
 	for _, r := range runners {

@@ -124,7 +124,8 @@ type EndedWorkspace struct {
 	ID      core.WorkspaceID
 	To      core.WorkspaceState
 	Failure *Failure
-	// Sandbox is the one that the end was decided on. A workspace that is in another one by now goes on. Empty: in whichever.
+	// Sandbox is the sandbox for which the end was decided. A workspace that has another sandbox by
+	// now goes on. If Sandbox is empty, the workspace ends in any sandbox.
 	Sandbox core.SandboxID
 }
 
@@ -329,8 +330,9 @@ type SessionTx interface {
 	InsertSession(ctx context.Context, s Session, quota SessionQuota) error
 	// ForgetSessions removes the settled rows of a workspace whose sessions are not in its sandbox any more.
 	ForgetSessions(ctx context.Context, sandbox Sandbox, there []core.SessionID, settled time.Duration) (int, error)
-	// SweepSessions looks at the next rows after one, at most limit, and removes those of machines that ended so long ago. It returns
-	// the last row that it has looked at; none: it has come to the end.
+	// SweepSessions looks at the next rows with ids above after, at most limit rows. It removes the
+	// rows of machines that ended more than kept ago. It returns the last row that it has looked
+	// at, or an empty id if there are no more rows.
 	SweepSessions(ctx context.Context, after core.SessionID, kept time.Duration, limit int) (last core.SessionID, removed int, err error)
 	// CountSessions counts the rows of the next projects after one, at most limit, for their quotas. It returns the last of them.
 	CountSessions(ctx context.Context, after core.ProjectID, limit int) (last core.ProjectID, err error)
@@ -350,11 +352,13 @@ type SessionTx interface {
 
 // SweepTx makes room.
 type SweepTx interface {
-	// MakePartitions makes the next partitions of a table. Rows in the default partition that are in the way, and not older than
-	// keep, are moved first, about batch of them. It returns how many were; call it until there are none.
+	// MakePartitions makes the next partitions of a table. It moves the rows of the default
+	// partition that are in the way and not older than keep, about batch rows in one call. It
+	// returns how many rows it has moved. Call it again until it returns 0.
 	MakePartitions(ctx context.Context, table PartitionedTable, keep time.Duration, batch int) (moved int, err error)
-	// PruneDeleted looks at the next deleted checkpoints after one, at most limit, and stops showing those that are nobody's
-	// ancestors. It returns the last one that it has looked at; none: it has come to the end.
+	// PruneDeleted looks at the next deleted checkpoints with ids above after, at most limit of
+	// them. It stops showing those that are nobody's ancestors. It returns the last one that it has
+	// looked at, or an empty id if there are no more.
 	PruneDeleted(ctx context.Context, after core.CheckpointID, limit int) (last core.CheckpointID, err error)
 }
 

@@ -77,8 +77,9 @@ func (c *Controller) parts(ctx context.Context, list ...part) error {
 	return errors.Join(errs...)
 }
 
-// batches repeats a transaction that does at most limit things until it does fewer, or until half of its time is over: the rest is left to the
-// next time, and a batch has the other half.
+// batches repeats a transaction that does at most limit things. It stops when a transaction does
+// fewer, or when half of the time is over. The other half is left for the last transaction. The
+// next run does the rest.
 func (c *Controller) batches(ctx context.Context, limit int, do func(Tx) (int, error)) error {
 	until := time.Now().Add(walkTime)
 	if deadline, ok := ctx.Deadline(); ok {

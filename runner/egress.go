@@ -346,7 +346,8 @@ func ignoreGone(err error) error {
 	return err
 }
 
-// stop ends the process, which serves nobody any more, also one of an earlier runner to which this one has not got yet.
+// stop ends the egress process, which serves nobody any more. It also ends the process of an
+// earlier runner, if this runner has not connected to it yet.
 func (e *egressLink) stop(ctx context.Context) error {
 	if e.r.cfg.Egress == nil {
 		return nil

@@ -187,9 +187,10 @@ func (r *Runner) freeable() (int64, error) {
 	return min(free+min(r.mostFreed(), plenty), plenty), nil
 }
 
-// mostFreed is a bound of how many bytes are freed when every copy goes that nothing uses. It may be too high: files share extents, a base
-// has several users, and what arrives has reserved what it has not written. It does not count what machines use, nor what a fetch under way
-// has begun.
+// mostFreed is an upper bound of how many bytes are freed when every unused copy is removed. It may
+// be too high: files share extents, a base has several users, and images that still arrive have
+// reserved bytes that they have not written. It does not count what machines use, or what a fetch
+// under way has begun.
 func (r *Runner) mostFreed() (n int64) {
 	list := r.checkpoints.list()
 	needed := r.neededCopies(list)
@@ -234,7 +235,8 @@ func (r *Runner) mostFreed() (n int64) {
 	})
 }
 
-// freeable is how many bytes the images take that nothing needs: no fetch under way, and nothing that needed knows of.
+// freeable is how many bytes are taken by images that nothing needs. A fetch under way needs the
+// image that it reads. needed tells what else is needed.
 func (l *lazyImages) freeable(needed func(id string) bool) (n int64) {
 	l.mu.Lock()
 	defer l.mu.Unlock()

@@ -173,8 +173,9 @@ type Fork struct {
 	Expected *Expected `json:"expected,omitempty"`
 	// Peers are runners that hold the checkpoint, or what is near it, nearest first: they may give objects faster than the store does.
 	Peers []Peer `json:"peers,omitempty"`
-	// Verify says that the runner has not captured the checkpoint, as the controller knows it. A copy that it captured under
-	// another id is replaced by one that is verified against Sources, so that the attestation can name the manifest.
+	// Verify says that the runner has not captured the checkpoint, by the controller's rows. If the
+	// host captured its copy under another runner id, the runner replaces the copy by one that is
+	// verified against Sources. The attestation can then name the manifest.
 	Verify bool `json:"verify,omitempty"`
 	// Keys are those of the objects that Sources need, as far as they are encrypted. Without them what the runner does not hold cannot be
 	// fetched: KEY_UNAVAILABLE.

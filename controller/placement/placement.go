@@ -25,8 +25,9 @@ type Runner struct {
 	DiskFreeMB int64
 }
 
-// RequestDiskMB is the free disk that a runner must have to get a request, and ForkDiskMB what it must have besides for each new
-// sandbox. Sandboxes share the files that they grow from, so a new one takes little. The runner reserves the room for a fetch.
+// RequestDiskMB is the free disk that a runner needs to get a request. ForkDiskMB is the free disk
+// that it needs in addition for each new sandbox. A sandbox shares the files that it grows from, so
+// a new one takes little. The runner itself reserves the room for a fetch.
 const (
 	RequestDiskMB = 32
 	ForkDiskMB    = 1

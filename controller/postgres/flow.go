@@ -76,8 +76,9 @@ func (t *tx) InsertFlows(ctx context.Context, runner core.RunnerID, list []core.
 	return out, err
 }
 
-// place decides which flows of a batch get rows and which are counted. Both records of a flow go the same way: one that has a row
-// gets its other one, too, or it would look open for ever; and the end of one that was counted is not a second flow.
+// place decides which flows of a batch get rows and which are counted. Both records of a flow are
+// kept in the same way. If one record has a row, the other one gets a row too: otherwise the flow
+// would look open for ever. If the beginning was counted, the end does not count as a second flow.
 func (t *tx) place(ctx context.Context, list []core.Flow, rooms flowRooms) (rows []core.Flow, counts *flowCounts, err error) {
 	counts = newFlowCounts(rooms.now)
 	has := map[string]bool{}

@@ -12,8 +12,9 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// The edges of what a host's clock may say for counts. What lies beyond is counted in the day at the edge, so that a host cannot
-// make a row for each minute of a thousand years.
+// These bound the times that the clock of a host may give for counts. A flow beyond a bound is
+// counted in the day at that bound. So a host cannot make a row for each minute of a thousand
+// years.
 const (
 	countsBack  = 100 * 24 * time.Hour
 	countsAhead = 10 * time.Minute // by minutes; later flows are counted by days, up to one day ahead
@@ -379,7 +380,7 @@ func (t *tx) FoldFlowCounts(ctx context.Context, limit int) (int, error) {
 	return row.Count, err
 }
 
-// TidyFlowCounts removes days that are too old, and the notes of batches of runners that are gone.
+// TidyFlowCounts removes days that are too old, and the notes of batches that are older than a day.
 func (t *tx) TidyFlowCounts(ctx context.Context, keep time.Duration, limit int) (int, error) {
 	days, err := t.exec(ctx, `
 		DELETE FROM flow_counts WHERE ctid = ANY(ARRAY(

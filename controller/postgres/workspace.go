@@ -506,7 +506,8 @@ type endedWorkspace struct {
 	Sandbox *string             `json:"sandbox_id"`
 }
 
-// EndWorkspaces ends what may end, with all its sandboxes. It says nothing of recovery, which would read the lineage of each.
+// EndWorkspaces ends the workspaces that may end, and all their sandboxes. It does not look for
+// checkpoints to recover from, because that would read the lineage of each workspace.
 func (t *tx) EndWorkspaces(ctx context.Context, ended []controller.EndedWorkspace) ([]controller.Workspace, error) {
 	rows := make([]endedWorkspace, len(ended))
 	for i, e := range ended {

@@ -76,7 +76,8 @@ func (a *aside) keep(name string, text []byte) error {
 	return errors.Join(err, f.Close())
 }
 
-// segment sets a whole file aside, or removes it where there is no room for it. The error is one that is not of the file, such as that this process has too many open.
+// segment sets a whole file aside, or removes the file if there is no room for it. It returns an
+// error that does not come from the file, for example that this process has too many open files.
 func (a *aside) segment(name string, cause error) error {
 	if errors.Is(cause, unix.EMFILE) || errors.Is(cause, unix.ENFILE) || errors.Is(cause, unix.ENOMEM) {
 		return cause

@@ -6,15 +6,16 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// late is the end of a flow that could not be written, as on a disk that is full. The flow is still open, or a tally: what is reserved for its
-// end stays reserved, and that bounds how many of these there are. See spool.retry.
+// late is the end of a flow that could not be written, for example because the disk is full. The
+// flow still counts as open, or as a tally, and the room for its end stays reserved. This bounds
+// how many late ends there are. See spool.retry.
 type late struct {
 	flow core.Flow
 	slot int // of a tally; 0: the flow is none
 }
 
-// finish appends the record of a flow's end, and gives back what was reserved for it. What cannot be written is kept, and written later. mu is
-// held, or nobody else knows the spool.
+// finish appends the record of a flow's end, and gives back what was reserved for it. What the disk refuses is kept, and written
+// later; a record that cannot be encoded is only counted. mu is held, or nobody else knows the spool.
 func (s *spool) finish(l late) {
 	b, err := s.encode(line{N: s.last + 1, Flow: &l.flow})
 	if err != nil { // no process can ever write it

@@ -389,7 +389,7 @@ func (s *spool) forget() {
 func (s *spool) close() error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	// A child process that is between fork and exec has a copy of the lock's file: closing alone would leave it the lock.
 	s.retry()
+	// A child process that is between fork and exec has a copy of the lock's file: closing alone would leave it the lock.
 	return errors.Join(s.out.Close(), s.slots.close(), unix.Flock(int(s.lock.Fd()), unix.LOCK_UN), s.lock.Close())
 }

@@ -112,9 +112,9 @@ func start(spec Spec, uid uint32) (*process, error) {
 	return p, nil
 }
 
-// reopened opens the files that a helper gets once more, at the same offset. The helper then shares no file description with the caller,
-// whose offset and flags it could change. What is no regular file is duplicated: a pipe has no offset, and the filter forbids to change
-// flags.
+// reopened opens the files for a helper once more, at the same offset. The helper then shares no
+// file description with the caller, so it cannot change the caller's offset and flags. A file that
+// is not regular is duplicated: a pipe has no offset, and the filter forbids changes of flags.
 func reopened(files []*os.File) (out []*os.File, err error) {
 	for _, f := range files {
 		info, err := f.Stat()
@@ -329,7 +329,8 @@ var canPivot = remember(func() (bool, error) {
 	return err == nil, err
 })
 
-// remember returns try, which is not called again after it has succeeded. An error may pass: of a host that is out of memory, for one.
+// remember returns a function that calls try until try succeeds, and returns that answer from then
+// on. An error is not remembered, because it may pass, as when the host is out of memory.
 func remember(try func() (bool, error)) func() (bool, error) {
 	var mu sync.Mutex // guards what follows
 	var known, answer bool

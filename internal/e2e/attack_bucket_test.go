@@ -412,7 +412,8 @@ func (x *assault) objectsOf(id coppice.CheckpointID) (list []string) {
 
 var errForked = errors.New("it was forked")
 
-// storeCodes are how a fork is refused whose checkpoint is not whole in the store. With any other the attack may not have been what it failed by.
+// storeCodes are the codes of a refused fork whose checkpoint is not whole in the store. A fork
+// with another code may have failed for another reason than the attack.
 var storeCodes = []coppice.Code{"CHECKPOINT_CORRUPT", "CHECKPOINT_INCOMPLETE", "MANIFEST_INVALID", "STORE_UNAVAILABLE"}
 
 // cannotFork wants a fork to fail in time, because of what is in the store.

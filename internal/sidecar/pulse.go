@@ -27,8 +27,9 @@ func (p Pulse) WithDefaults() Pulse {
 // ErrSilent is the cause of a context that ended because an answer did not come in time.
 var ErrSilent = errors.New("it listens, and does not answer")
 
-// Feel asks until too many answers in a row did not come, which it returns as an error, or until ctx ends, which is nil. ask returns an error
-// with ErrSilent when its answer did not come within the limit.
+// Feel asks again and again. It returns an error when too many answers in a row did not come, and
+// nil when ctx ends. ask must return an error with ErrSilent if its answer did not come within the
+// limit.
 func (p Pulse) Feel(ctx context.Context, ask func(ctx context.Context, limit time.Duration) error) error {
 	tick := time.NewTicker(p.Every)
 	defer tick.Stop()

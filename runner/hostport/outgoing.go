@@ -43,8 +43,9 @@ func parseOutgoing(text string) (span, bool) {
 	return span{int(first), int(last)}, err1 == nil && err2 == nil && first <= last
 }
 
-// outside is the larger of the two ranges from Lowest up that have none of the ports of outgoing connections. Where there is none, it is
-// every port from Lowest up.
+// outside returns the larger one of two ranges: the ports from Lowest up that are below those of
+// outgoing connections, and the ports above them. If both ranges are empty, it returns all ports
+// from Lowest up.
 func outside(taken span) span {
 	below, above := span{Lowest, min(taken.first-1, 65535)}, span{max(taken.last+1, Lowest), 65535}
 	switch {

@@ -12,8 +12,10 @@ import (
 // ErrHung is returned, wrapped, when a pager was killed because it did not answer.
 var ErrHung = errors.New("the pager hung")
 
-// Attend is Watch that also asks all the time whether the pager still works. A pager that does not (see sidecar.Pulse) is killed: that is ErrHung,
-// and Alive then tells whether it has ended. The machines of a pager that hangs wait for it in the kernel, where only its end lets them go.
+// Attend does what Watch does, and also asks all the time whether the pager still works. If the
+// pager does not answer (see sidecar.Pulse), Attend kills it and returns ErrHung. Alive then tells
+// whether the pager has ended. The machines of a pager that hangs wait for it in the kernel, and
+// only its end frees them.
 func (c *Client) Attend(ctx context.Context, each func([]Status)) error {
 	watching, end := context.WithCancelCause(ctx)
 	defer end(nil)

@@ -31,8 +31,9 @@ func Runs(ctx context.Context, p Process) bool {
 	return !sidecar.IsNobody(err)
 }
 
-// Ensure makes sure that a pager runs: the one that does already, whoever has started it and of whichever version (Hello.Foreign), or a new
-// one, also in the place of one that hangs, which is killed. It goes on when this process ends. fresh says that it is new.
+// Ensure makes sure that a pager runs. It keeps the pager that runs already, whoever started it and
+// whatever version it has (Hello.Foreign). It kills a pager that hangs. If no pager runs, it starts
+// a new one. The pager goes on when this process ends. fresh says that the pager is new.
 func Ensure(ctx context.Context, p Process) (_ *Client, fresh bool, err error) {
 	c := NewClient(SocketPath(p.Dir))
 	c.pulse = p.Pulse.WithDefaults()

@@ -1,6 +1,6 @@
 // Package writelog keeps the writes to guests' files that a data plane has passed on, until a controller has recorded them in
-// the audit log. They are in a file that is only appended to, so the end of the process, however sudden, loses none. Each write
-// has a number, by which the controller records it once, however often it is told.
+// the audit log. A write is appended to a file and synced before it is acknowledged, so a killed process loses none. A file that has
+// grown long, or whose sync failed, is replaced by a new one. Each write has a number, so that the controller records it once.
 package writelog
 
 import (

@@ -47,7 +47,8 @@ func (c *Client) CopyFrom(ctx context.Context, id WorkspaceID, remote, local str
 //   - The path local itself is the caller's: links in it are followed. Below it a link that is in the way is replaced, never
 //     followed. So is a link named local when a file is copied.
 //   - A regular file that is there keeps its inode, its owner and its mode, and gets the new content. It is replaced where it
-//     cannot be written, or has another name (a hard link), which an earlier copy may have planted.
+//     cannot be written, belongs to another user, has a set-user-id or set-group-id bit, or has another name (a hard
+//     link), which an earlier copy may have planted.
 //   - A symbolic link that leads outside is left out, unless OutsideLinks asks for it.
 //   - Devices, sockets and pipes are left out. Files get the caller's owner and no set-user-id bit.
 //   - The bytes and the number of entries are bounded.
@@ -151,7 +152,8 @@ func realDirs(root *os.Root, name string, mode fs.FileMode) error {
 	return realDir(root, name, mode)
 }
 
-// copyFileFrom writes a file under another name and moves it to its place when it is whole.
+// copyFileFrom writes a file under another name first. When it is whole, it moves it to its place, or copies it into the file that is
+// there: if the disk is full then, that file is cut short.
 func (c *Client) copyFileFrom(ctx context.Context, id WorkspaceID, remote, dir, name string, info FileInfo, o CopyOptions) (Copied, error) {
 	body, _, err := c.OpenFile(ctx, id, remote)
 	if err != nil {

@@ -5,11 +5,13 @@ import (
 	"os"
 )
 
-// openInPlace opens a regular file to be written in place, as cp does: it keeps its inode, its owner and its mode. It returns
-// nil where the name must be replaced instead: there is no such file, or it is a link, or it cannot be written. A file that has
-// another name is replaced, too: an earlier copy from the same guest may have planted that name, and what the other name
-// stands for is not to be overwritten. A file with the set-user-ID or set-group-ID bit, or of another owner than this process, is
-// replaced: bytes from a guest must not run with the rights of others.
+// openInPlace opens a regular file to be written in place, as cp does: the file keeps its inode,
+// its owner and its mode. It returns nil if the name must be replaced instead: if there is no such
+// file, if it is a link, or if it cannot be written. It also returns nil if the file has another
+// name: an earlier copy from the same guest may have planted the name, and what the other name
+// stands for must not be overwritten. It also returns nil if the file has the set-user-ID or
+// set-group-ID bit, or another owner than the user of this process: bytes from a guest must not run
+// with the rights of others.
 func openInPlace(root *os.Root, name string) *os.File {
 	was, err := root.Lstat(name)
 	if err != nil || !was.Mode().IsRegular() || names(was) != 1 || privileged(was) {

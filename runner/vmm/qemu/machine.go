@@ -48,8 +48,9 @@ func attach(ctx context.Context, proc *vmmproc.Process, log *vmmproc.Log, h vmm.
 	return m, nil
 }
 
-// reattach is attach to a QEMU that an earlier runner started. One that waits for a page answers nothing until the page comes, if it is its
-// main thread that waits. Its machine is given back all the same: each command connects first.
+// reattach is attach to a QEMU that an earlier runner started. If the main thread of that QEMU
+// waits for a page, QEMU answers nothing until the page comes. reattach returns the machine all the
+// same, because each command connects first.
 func reattach(ctx context.Context, proc *vmmproc.Process, h vmm.Handle) (_ *machine, err error) {
 	ctx, explain, stop := vmmproc.Attaching(ctx, proc)
 	defer stop()
@@ -96,8 +97,9 @@ func (m *machine) followLate() {
 	_ = m.follow(ctx) // without it the console stays empty
 }
 
-// dial connects to a socket of QEMU. Its queue has room for two connections that QEMU has not taken yet, as one that waits for a page does
-// not: those of runners that have ended stay in it until then.
+// dial connects to a socket of QEMU. The queue of the socket has room for two connections that QEMU
+// has not taken yet. A QEMU that waits for a page takes none, so the connections of runners that
+// have ended stay in the queue until the page comes.
 func dial(ctx context.Context, path string) (net.Conn, error) {
 	again := time.NewTicker(20 * time.Millisecond)
 	defer again.Stop()
