@@ -35,7 +35,7 @@ func (r *Runner) replaceCaptured(ctx context.Context, id core.CheckpointID, sour
 
 // giveUpUnused gives up a copy while it is there, as soon as nothing uses it. It waits until then, at most for a time.
 func (r *Runner) giveUpUnused(ctx context.Context, id core.CheckpointID, limit time.Duration, there func() bool) error {
-	ctx, cancel := context.WithTimeoutCause(ctx, limit, core.Errorf(core.Unavailable, core.CodeCheckpointInUse,
+	ctx, cancel := context.WithTimeoutCause(ctx, limit, core.Errorf(core.FailedPrecondition, core.CodeCheckpointInUse,
 		"this host captured checkpoint %s as another runner and must fetch it again, but the copy was in use for %s; try again later, or fork on another runner", id, limit))
 	defer cancel()
 	ctx, end := context.WithCancelCause(ctx)

@@ -47,7 +47,7 @@ func TestReplaceWaits(t *testing.T) {
 	x.a.checkpoints.hold(x.c)
 	there := func() bool { return x.a.has(x.c) }
 	err := x.a.giveUpUnused(t.Context(), x.c, 10*time.Millisecond, there)
-	if core.CodeOf(err) != core.CodeCheckpointInUse || core.CategoryOf(err) != core.Unavailable || !there() {
+	if core.CodeOf(err) != core.CodeCheckpointInUse || core.CategoryOf(err) != core.FailedPrecondition || !there() {
 		t.Errorf("in use for longer than the limit: %v", err)
 	}
 	x.a.checkpoints.mu.Lock()
