@@ -20,7 +20,7 @@ var errUnfit = errors.New("the copy is not to be used")
 
 func claimOf(id core.CheckpointID, want runnerapi.Expected) manifest.Claim {
 	return manifest.Claim{
-		ProjectID: want.ProjectID, CheckpointID: id, Parent: want.Parent, GuestImage: want.Image, Class: classFields(want.Class), Resources: want.Resources,
+		ProjectID: want.ProjectID, CheckpointID: id, Parent: want.Parent, GuestImage: want.Image, Class: want.Class.Fields(), Resources: want.Resources,
 	}
 }
 
@@ -39,7 +39,7 @@ func (r *Runner) expect(ctx context.Context, rec *checkpointRecord, sources []ru
 		return nil
 	}
 	h := manifest.Header{
-		ProjectID: want.ProjectID, CheckpointID: rec.ID, Parent: rec.Parent, GuestImage: rec.Image, Class: classFields(rec.Class), Resources: rec.Resources,
+		ProjectID: want.ProjectID, CheckpointID: rec.ID, Parent: rec.Parent, GuestImage: rec.Image, Class: rec.Class.Fields(), Resources: rec.Resources,
 	}
 	if rec.Fetched {
 		var err error

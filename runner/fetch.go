@@ -145,7 +145,7 @@ func recordOf(s *snapshotstore.Snapshot) (*checkpointRecord, error) {
 		return nil, bad("its capture")
 	}
 	return &checkpointRecord{Checkpoint: runnerapi.Checkpoint{
-		ID: h.CheckpointID, Parent: h.Parent, Image: h.GuestImage, Class: classOfFields(h.Class), Resources: h.Resources, CreatedAt: captured,
+		ID: h.CheckpointID, Parent: h.Parent, Image: h.GuestImage, Class: runnerapi.ClassOf(h.Class), Resources: h.Resources, CreatedAt: captured,
 		DeviceStateBytes: s.Image(imageState).Size(), PauseMS: more.PauseMS, Timings: more.Timings, ParentReseal: more.ParentReseal, Processes: more.Processes,
 	}, Project: h.ProjectID, WorkingSet: more.WorkingSet}, nil
 }

@@ -4,15 +4,12 @@ import (
 	"context"
 	"crypto/sha256"
 	"encoding/hex"
-	"encoding/json"
 	"errors"
-	"fmt"
 	"maps"
 	"net"
 	"net/http"
 	"net/http/httptest"
 	"slices"
-	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -502,112 +499,6 @@ func (r *Runner) Stall(id core.SandboxID, why *runnerapi.Stall) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.sandboxes[id].Stalled = why
-}
-
-// Register announces the fake to a controller whose listener for runners is at base.
-func (r *Runner) Register(ctx context.Context, base, secret string) error {
-	r.mu.Lock()
-	reg := runnerapi.Register{Info: r.info(), Endpoint: "http://" + r.address}
-	r.mu.Unlock()
-	var err error
-	if reg.AttestationRequest, err = r.AttestationRequest(); err != nil {
-		return err
-	}
-	var out runnerapi.Registered
-	if err := Post(ctx, base+runnerapi.PathRegister, secret, reg, &out); err != nil {
-		return err
-	}
-	if err := r.Certify(out.ClusterID, out.AttestationCertificate); err != nil {
-		return err
-	}
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	r.lease = &out
-	return nil
-}
-
-// Beat sends one heartbeat and does what it is told.
-func (r *Runner) Beat(ctx context.Context, base, secret string) (runnerapi.Heartbeated, error) {
-	r.mu.Lock()
-	if r.lease == nil {
-		r.mu.Unlock()
-		return runnerapi.Heartbeated{}, errors.New("a heartbeat before the registration")
-	}
-	beat := runnerapi.Heartbeat{LeaseEpoch: r.lease.LeaseEpoch, Info: r.info(), Checkpoints: slices.Sorted(maps.Keys(r.checkpoints))}
-	for _, id := range slices.Sorted(maps.Keys(r.sandboxes)) {
-		beat.Sandboxes = append(beat.Sandboxes, r.sandboxes[id].Sandbox)
-	}
-	r.mu.Unlock()
-	var out runnerapi.Heartbeated
-	path := strings.Replace(runnerapi.PathHeartbeat, "{id}", string(r.cfg.ID), 1)
-	if err := Post(ctx, base+path, secret, beat, &out); err != nil {
-		return out, err
-	}
-	r.Obey(beat, out)
-	return out, nil
-}
-
-// Obey forgets the dead that a heartbeat has reported and drops what its answer says.
-func (r *Runner) Obey(beat runnerapi.Heartbeat, out runnerapi.Heartbeated) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	for _, s := range beat.Sandboxes {
-		if s.State == runnerapi.SandboxDead {
-			r.remove(s.ID)
-		}
-	}
-	for _, id := range out.DropSandboxes {
-		r.remove(id)
-	}
-	for _, id := range out.DropCheckpoints {
-		delete(r.checkpoints, id)
-	}
-}
-
-// Run registers and heartbeats until the context ends.
-func (r *Runner) Run(ctx context.Context, base, secret string) {
-	registered := false
-	for ctx.Err() == nil {
-		wait := 200 * time.Millisecond
-		if !registered {
-			registered = r.Register(ctx, base, secret) == nil
-		} else if out, err := r.Beat(ctx, base, secret); err == nil {
-			wait = time.Duration(out.TTLSeconds / 3 * float64(time.Second))
-		} else if c := core.CategoryOf(err); c == core.Conflict || c == core.NotFound {
-			registered = false
-		}
-		_ = sleep(ctx, wait) // the loop ends by its condition
-	}
-}
-
-// Post sends a message as a runner does.
-func Post(ctx context.Context, url, secret string, in, out any) error {
-	b, err := json.Marshal(in)
-	if err != nil {
-		return err
-	}
-	req, err := http.NewRequestWithContext(ctx, http.MethodPost, url, strings.NewReader(string(b)))
-	if err != nil {
-		return err
-	}
-	req.Header.Set("Content-Type", "application/json")
-	req.Header.Set("Authorization", "Bearer "+secret)
-	res, err := http.DefaultClient.Do(req)
-	if err != nil {
-		return err
-	}
-	defer res.Body.Close()
-	if res.StatusCode == http.StatusNoContent {
-		return nil
-	}
-	if res.StatusCode < 300 {
-		return json.NewDecoder(res.Body).Decode(out)
-	}
-	var p runnerapi.Problem
-	if err := json.NewDecoder(res.Body).Decode(&p); err != nil {
-		return fmt.Errorf("status %d: %w", res.StatusCode, err)
-	}
-	return p.Err()
 }
 
 // Corrupt lets a hostile agent answer for a sandbox. The agent gets the honest one, which it may call.

@@ -1,3 +1,5 @@
+//go:build vault
+
 package secrets_test
 
 import (
@@ -33,7 +35,7 @@ func newReal(t *testing.T) *realVault {
 	t.Helper()
 	binary := os.Getenv("COPPICE_TEST_VAULT")
 	if binary == "" {
-		t.Skip("COPPICE_TEST_VAULT names no binary of Vault")
+		t.Fatal("set COPPICE_TEST_VAULT to the path of a Vault or OpenBao binary")
 	}
 	v := &realVault{t: t, dir: t.TempDir()}
 	addr := strings.TrimSuffix(testaddr.New(), "0") + "8200"
