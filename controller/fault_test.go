@@ -81,7 +81,10 @@ type gate struct {
 	once          sync.Once
 }
 
-func (w *world) gate(point string) *gate {
+func (w *world) gate(point string) *gate { return w.hold(point, nil) }
+
+// hold blocks the first passage of a point until the gate opens. That passage then fails with the problem; nil lets it pass.
+func (w *world) hold(point string, problem error) *gate {
 	g := &gate{reached: make(chan struct{}), open: make(chan struct{})}
 	w.runner.Hook(func(ctx context.Context, at, _ string) error {
 		if at != point {
@@ -97,7 +100,7 @@ func (w *world) gate(point string) *gate {
 		case <-g.open:
 		case <-ctx.Done():
 		}
-		return nil
+		return problem
 	})
 	return g
 }

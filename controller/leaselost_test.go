@@ -26,28 +26,6 @@ func stalled(t *testing.T) *world {
 	})
 }
 
-// hold blocks the first passage of a point until the gate opens. That passage then fails with the problem; nil lets it pass.
-func (w *world) hold(point string, problem error) *gate {
-	g := &gate{reached: make(chan struct{}), open: make(chan struct{})}
-	w.runner.Hook(func(ctx context.Context, at, _ string) error {
-		if at != point {
-			return nil
-		}
-		first := false
-		g.once.Do(func() { first = true })
-		if !first {
-			return nil
-		}
-		close(g.reached)
-		select {
-		case <-g.open:
-		case <-ctx.Done():
-		}
-		return problem
-	})
-	return g
-}
-
 // TestStaleControllerUndoesNothing stops a controller in the middle of each kind of operation. Another controller takes the
 // operation over and ends it. Then the first one goes on and its work fails: nothing on the runner may change.
 func TestStaleControllerUndoesNothing(t *testing.T) {

@@ -25,20 +25,14 @@ func TestRotInTheCache(t *testing.T) {
 	if _, err := c.client.WriteFile(ctx, ws.ID, "/note", strings.NewReader("kept"), coppice.WriteOptions{}); err != nil {
 		t.Fatal(err)
 	}
-	cp, err := c.client.CreateCheckpoint(ctx, ws.ID, coppice.CreateCheckpointRequest{})
-	if err != nil {
-		t.Fatal(err)
-	}
-	if sealed, err := c.client.WaitSealed(ctx, cp.ID); err != nil || sealed.State != coppice.CheckpointSealed {
-		t.Fatalf("%+v, %v", sealed, err)
-	}
+	cp := sealedCheckpoint(t, c.client, ws.ID)
 	first.kill()
 	second := c.join(func(rc *daemon.RunnerConfig) {
 		rc.Store, rc.Metrics = store, "127.0.0.1:0"
 		rot(t, filepath.Join(first.cfg.Runner.DataDir, "cache"), filepath.Join(rc.DataDir, "cache"))
 	})
 	var forked coppice.ForkResult
-	until(t, "it is grown on the runner that lives", func() (bool, error) {
+	until(t, "it is grown on the runner that lives", func() (_ bool, err error) {
 		forked, err = c.client.ForkCheckpoint(ctx, cp.ID, coppice.ForkCheckpointRequest{})
 		return err == nil, err
 	})
@@ -85,13 +79,7 @@ func TestCopiesAreGivenUp(t *testing.T) {
 	ctx := t.Context()
 	first := c.join(func(rc *daemon.RunnerConfig) { rc.Store = store })
 	ws := create(t, c.client)
-	cp, err := c.client.CreateCheckpoint(ctx, ws.ID, coppice.CreateCheckpointRequest{})
-	if err != nil {
-		t.Fatal(err)
-	}
-	if sealed, err := c.client.WaitSealed(ctx, cp.ID); err != nil || sealed.State != coppice.CheckpointSealed {
-		t.Fatalf("%+v, %v", sealed, err)
-	}
+	cp := sealedCheckpoint(t, c.client, ws.ID)
 	second := c.join(func(rc *daemon.RunnerConfig) { rc.Store = store })
 	first.kill()
 	db, err := pgx.Connect(ctx, c.cfg.Database)
@@ -105,7 +93,7 @@ func TestCopiesAreGivenUp(t *testing.T) {
 	}
 	for range 2 {
 		var forked coppice.ForkResult
-		until(t, "it is grown on the runner that lives", func() (bool, error) {
+		until(t, "it is grown on the runner that lives", func() (_ bool, err error) {
 			forked, err = c.client.ForkCheckpoint(ctx, cp.ID, coppice.ForkCheckpointRequest{})
 			return err == nil, err
 		})
@@ -125,13 +113,7 @@ func TestDiskFloor(t *testing.T) {
 	ctx := t.Context()
 	first := c.join(func(rc *daemon.RunnerConfig) { rc.Store = store })
 	ws := create(t, c.client)
-	cp, err := c.client.CreateCheckpoint(ctx, ws.ID, coppice.CreateCheckpointRequest{})
-	if err != nil {
-		t.Fatal(err)
-	}
-	if sealed, err := c.client.WaitSealed(ctx, cp.ID); err != nil || sealed.State != coppice.CheckpointSealed {
-		t.Fatalf("%+v, %v", sealed, err)
-	}
+	cp := sealedCheckpoint(t, c.client, ws.ID)
 	full := store
 	full.Floor = 1 << 60
 	second := c.join(func(rc *daemon.RunnerConfig) { rc.Store = full })

@@ -55,13 +55,7 @@ func TestPeers(t *testing.T) {
 			if _, err := c1.client.WriteFile(ctx, ws.ID, "/note", strings.NewReader("kept"), coppice.WriteOptions{}); err != nil {
 				t.Fatal(err)
 			}
-			cp, err := c1.client.CreateCheckpoint(ctx, ws.ID, coppice.CreateCheckpointRequest{})
-			if err != nil {
-				t.Fatal(err)
-			}
-			if sealed, err := c1.client.WaitSealed(ctx, cp.ID); err != nil || sealed.State != coppice.CheckpointSealed {
-				t.Fatalf("%+v, %v", sealed, err)
-			}
+			cp := sealedCheckpoint(t, c1.client, ws.ID)
 			second := c1.join(func(rc *daemon.RunnerConfig) { rc.Store, rc.Metrics = store, "127.0.0.1:0" })
 			if _, err := c1.client.DrainRunner(ctx, coppice.RunnerID(first.ready.RunnerID), true); err != nil {
 				t.Fatal(err)
@@ -196,13 +190,7 @@ func TestObjectsAreForRunners(t *testing.T) {
 	if _, err := c.client.DrainRunner(t.Context(), coppice.RunnerID(two.ready.RunnerID), true); err != nil {
 		t.Fatal(err)
 	}
-	cp, err := c.client.CreateCheckpoint(t.Context(), create(t, c.client).ID, coppice.CreateCheckpointRequest{})
-	if err != nil {
-		t.Fatal(err)
-	}
-	if _, err := c.client.WaitSealed(t.Context(), cp.ID); err != nil {
-		t.Fatal(err)
-	}
+	cp := sealedCheckpoint(t, c.client, create(t, c.client).ID)
 	manifests, err := filepath.Glob(filepath.Join(files, "v1", "*", cp.ID, "*", "manifest"))
 	if err != nil || len(manifests) != 1 {
 		t.Fatalf("%q, %v", manifests, err)

@@ -32,6 +32,19 @@ func create(t *testing.T, client *coppice.Client) coppice.Workspace {
 	return ws
 }
 
+// sealedCheckpoint takes a checkpoint of a workspace and waits until it is in the store.
+func sealedCheckpoint(t *testing.T, client *coppice.Client, id coppice.WorkspaceID) coppice.Checkpoint {
+	t.Helper()
+	cp, err := client.CreateCheckpoint(t.Context(), id, coppice.CreateCheckpointRequest{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if cp, err = client.WaitSealed(t.Context(), cp.ID); err != nil || cp.State != coppice.CheckpointSealed {
+		t.Fatalf("%+v, %v", cp, err)
+	}
+	return cp
+}
+
 func echo(t *testing.T, client *coppice.Client, ws coppice.WorkspaceID) {
 	t.Helper()
 	out, err := client.Exec(t.Context(), ws, coppice.ExecRequest{Command: []string{"echo", "hello"}})

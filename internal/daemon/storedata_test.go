@@ -23,13 +23,7 @@ func TestCheckStoreData(t *testing.T) {
 		if _, err := c.client.WriteFile(t.Context(), ws.ID, "/note", strings.NewReader(text), coppice.WriteOptions{}); err != nil {
 			t.Fatal(err)
 		}
-		cp, err := c.client.CreateCheckpoint(t.Context(), ws.ID, coppice.CreateCheckpointRequest{})
-		if err != nil {
-			t.Fatal(err)
-		}
-		if _, err := c.client.WaitSealed(t.Context(), cp.ID); err != nil {
-			t.Fatal(err)
-		}
+		cp := sealedCheckpoint(t, c.client, ws.ID)
 		last = cp.ID
 	}
 	read := func(which, of int) (sum coppice.StoreData) {
