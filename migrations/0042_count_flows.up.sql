@@ -3,6 +3,16 @@
 -- The owner is under row-level security too, unless it is a superuser; this lasts until the migration ends.
 SELECT set_config('coppice.project_id', 'system', true);
 
+-- This reads all flows, so it comes before anything is locked: controllers go on meanwhile.
+CREATE TEMPORARY TABLE counted_flows AS
+SELECT f.project_id, coalesce(f.workspace_id, '') AS workspace_id, f.month,
+    count(*) FILTER (WHERE NOT f.never_began AND f.method NOT IN ('GET', 'HEAD', 'OPTIONS')) AS effects, count(*) FILTER (WHERE f.never_began) AS denied
+FROM (
+    SELECT project_id, workspace_id, method, outcome = 'denied' AND (ended_at IS NULL OR last_at IS NOT NULL) AS never_began,
+        least(date_trunc('month', at AT TIME ZONE 'UTC'), date_trunc('month', now() AT TIME ZONE 'UTC'))::date AS month FROM flows
+) AS f
+GROUP BY GROUPING SETS ((f.project_id, f.workspace_id, f.month), (f.project_id, f.month));
+
 -- A row counts the flows of one sandbox to one host and port that began within a minute, or within a day (UTC) once the minute
 -- is two hours old. Flows of one kind and minute share at most a few rows by host; further flows share a row without a host.
 CREATE TABLE flow_counts (
@@ -45,17 +55,9 @@ CREATE INDEX flow_batches_age_idx ON flow_batches (created_at);
 ALTER TABLE flow_rows
     ADD COLUMN effects bigint NOT NULL DEFAULT 0,
     ADD COLUMN denied  bigint NOT NULL DEFAULT 0;
-UPDATE flow_rows r SET effects = x.effects, denied = x.denied
-FROM (
-    SELECT f.project_id, coalesce(f.workspace_id, '') AS workspace_id, f.month,
-        count(*) FILTER (WHERE NOT f.never_began AND f.method NOT IN ('GET', 'HEAD', 'OPTIONS')) AS effects, count(*) FILTER (WHERE f.never_began) AS denied
-    FROM (
-        SELECT project_id, workspace_id, method, outcome = 'denied' AND (ended_at IS NULL OR last_at IS NOT NULL) AS never_began,
-            least(date_trunc('month', at AT TIME ZONE 'UTC'), date_trunc('month', now() AT TIME ZONE 'UTC'))::date AS month FROM flows
-    ) AS f
-    GROUP BY GROUPING SETS ((f.project_id, f.workspace_id, f.month), (f.project_id, f.month))
-) AS x
+UPDATE flow_rows r SET effects = x.effects, denied = x.denied FROM counted_flows x
 WHERE x.project_id = r.project_id AND x.workspace_id = r.workspace_id AND x.month = r.month;
+DROP TABLE counted_flows;
 
 GRANT SELECT, INSERT, UPDATE, DELETE ON flow_counts, flow_batches TO coppice_app;
 DO $$
