@@ -262,13 +262,14 @@ func (c *Controller) captureFailed(ctx context.Context, t *Task, problem error) 
 		return c.abandon(ctx, t, problem)
 	}
 	why := "its runner has no sandbox " + string(t.in.Sandbox) + " any more"
-	err := c.abandonWith(ctx, t, problem, func(ctx context.Context, tx Tx) error {
-		_, err := tx.EndWorkspaces(ctx, []EndedWorkspace{{
+	var lost []Workspace
+	err := c.abandonWith(ctx, t, problem, func(ctx context.Context, tx Tx) (err error) {
+		lost, err = tx.EndWorkspaces(ctx, []EndedWorkspace{{
 			ID: t.op.WorkspaceID, To: core.WorkspaceLost, Sandbox: t.in.Sandbox, Failure: &Failure{Code: core.CodeSandboxLost, Message: why},
 		}})
 		return err
 	})
-	if err == nil {
+	if err == nil && len(lost) > 0 {
 		c.log.WarnContext(ctx, "workspace lost", "workspace_id", t.op.WorkspaceID, "cause", why)
 	}
 	return err

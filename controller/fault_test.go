@@ -58,6 +58,7 @@ func (w *world) consistent() {
 			AND NOT EXISTS (SELECT 1 FROM reseal_reports r WHERE r.sandbox_id = s.id AND r.complete AND r.generation = s.generation)`,
 		"ready workspaces without an attestation of their epoch": `SELECT count(*) FROM workspaces w WHERE w.state = 'ready'
 			AND NOT EXISTS (SELECT 1 FROM attestations a WHERE a.workspace_id = w.id AND a.epoch = w.epoch AND a.sandbox_id = w.sandbox_id)`,
+		"ports of ended workspaces": portsOfEnded,
 		"attestations that the audit log does not name": `SELECT count(*) FROM attestations a
 			WHERE NOT EXISTS (SELECT 1 FROM audit_records r WHERE r.object_id = a.workspace_id AND r.detail ->> 'attestation' = a.digest)`,
 	} {

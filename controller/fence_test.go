@@ -46,6 +46,7 @@ func TestNothingIsReadyOnGivenUpRunner(t *testing.T) {
 					t.Fatalf("%+v, %v", a, err)
 				}
 				<-g.reached
+				w.sql(`INSERT INTO ports (id, project_id, workspace_id, guest_port, listen) VALUES ('port_' || $2, $1, $2, 80, '127.0.0.1:1')`, w.project, ws.ID)
 				w.sql(`UPDATE checkpoints SET state = 'sealed', sealed_at = now(), manifest_key = 'k', manifest_digest = $2, manifest_bytes = 1, stored_bytes = 1 WHERE id = $1`,
 					cp.ID, core.DigestOf([]byte("manifest")))
 				w.silence(w.runner.ID())
@@ -70,6 +71,9 @@ func TestNothingIsReadyOnGivenUpRunner(t *testing.T) {
 				}
 				if n := w.number(`SELECT count(*) FROM sandboxes s JOIN workspaces w ON w.id = s.workspace_id WHERE s.ended_at IS NULL AND w.ended_at IS NOT NULL`); n != 0 {
 					t.Errorf("%d sandboxes of ended workspaces live", n)
+				}
+				if n := w.number(portsOfEnded); n != 0 {
+					t.Errorf("%d ports of ended workspaces are left", n)
 				}
 			})
 		}
@@ -179,3 +183,5 @@ func TestMassFence(t *testing.T) {
 		t.Errorf("the workspace on the runner that is heard is %s", got)
 	}
 }
+
+const portsOfEnded = `SELECT count(*) FROM ports p JOIN workspaces w ON w.id = p.workspace_id WHERE w.ended_at IS NOT NULL`

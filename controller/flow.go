@@ -100,18 +100,6 @@ type FlowQuota struct {
 	Reads, Denied, Effects RowQuota
 }
 
-// Of returns the quota of a kind.
-func (q FlowQuota) Of(kind FlowKind) RowQuota {
-	switch kind {
-	case FlowRefused:
-		return q.Denied
-	case FlowEffect:
-		return q.Effects
-	case FlowRead:
-	}
-	return q.Reads
-}
-
 // The default quotas. A row takes some 500 bytes.
 const (
 	FlowsOfWorkspace   = 1_000_000

@@ -37,8 +37,7 @@ func TestStaleControllerUndoesNothing(t *testing.T) {
 		"the sandbox is unknown": core.Errorf(core.NotFound, core.CodeSandboxNotFound, "this runner has no such sandbox"),
 	}
 	list := kinds()
-	list["fork, all or nothing"] = kinds()["fork"]
-	all := list["fork, all or nothing"]
+	all := list["fork"]
 	all.start = func(w *world, _ controller.Workspace, cp controller.Checkpoint) (controller.Answer, error) {
 		return w.ForkCheckpoint(w.t.Context(), w.project, cp.ID, controller.ForkRequest{Count: 3, AllOrNothing: true}, 0)
 	}

@@ -38,7 +38,7 @@ func (h *hangingGets) Get(ctx context.Context, key string, off, n int64) (io.Rea
 }
 
 // TestSlowStoreAtCommit: runners commit manifests while the store gives the controller nothing. The commits wait, hold no
-// connection of the database and no more than the bound of memory, and end with their requests. Everything else goes on. When
+// connection of the database, read at most four manifests at once, and end with their requests. Everything else goes on. When
 // the store is back the same commits succeed, and each checkpoint is sealed once.
 func TestSlowStoreAtCommit(t *testing.T) {
 	t.Parallel()

@@ -35,7 +35,7 @@ BEGIN
     IF keep IS NULL OR batch IS NULL OR batch < 1 THEN
         RAISE EXCEPTION 'at least one row is moved at a time';
     END IF;
-    PERFORM pg_advisory_xact_lock(hashtext('coppice_make_partitions_of ' || parent));
+    PERFORM pg_advisory_xact_lock(hashtext('coppice_tidy_' || parent)); -- the functions of that name make partitions, too
     FOR i IN 0..2 LOOP
         lower_at := date_trunc(unit, now()) + i * step;
         part := parent || '_' || to_char(lower_at, form);

@@ -219,7 +219,21 @@ func TestSweepOfManyRows(t *testing.T) {
 			t.Errorf("%s reads a whole table: %v\n%s", name, rows.Err(), strings.Join(plan, "\n"))
 		}
 	}
+	d.countFew()
 	d.sweepAll()
+}
+
+// countFew counts the sessions of a project up to a bound.
+func (d *db) countFew() {
+	sql := postgres.SweepStatements()["CountSessions"]
+	for arg, value := range map[string]string{"@after": "''", "@limit": "1000", "@most": "7"} {
+		sql = strings.ReplaceAll(sql, arg, value)
+	}
+	d.exec(sql)
+	var most int
+	if err := d.conn().QueryRow(d.t.Context(), `SELECT max(rows) FROM session_counts`).Scan(&most); err != nil || most != 7 {
+		d.t.Errorf("%d sessions are counted, %v; want no more than 7", most, err)
+	}
 }
 
 // sweepAll sweeps all rows and compares what is left.

@@ -35,6 +35,11 @@ func privileged(info os.FileInfo) bool {
 
 // moveInto gives a file the content of a temporary one, which goes.
 func moveInto(root *os.Root, temporary, name string) (err error) {
+	from, err := root.Open(temporary)
+	if err != nil {
+		return err
+	}
+	defer from.Close()
 	to := openInPlace(root, name)
 	if to == nil {
 		return root.Rename(temporary, name)
@@ -44,11 +49,6 @@ func moveInto(root *os.Root, temporary, name string) (err error) {
 			err = closed
 		}
 	}()
-	from, err := root.Open(temporary)
-	if err != nil {
-		return err
-	}
-	defer from.Close()
 	if _, err := io.Copy(to, from); err != nil {
 		return err
 	}
