@@ -182,16 +182,13 @@ func (c *Controller) RecordFlows(ctx context.Context, runner core.RunnerID, in r
 			c.log.WarnContext(ctx, "flows are counted by host and have no rows: their workspace or project has reached its bound of rows", "runner_id", runner, "flows", kept.Omitted)
 		}
 		for _, f := range kept.Fresh {
-			if finished(f) {
+			if f.Final() {
 				c.metrics.flows.WithLabelValues(string(f.Outcome), string(f.Spoken)).Add(float64(f.Flows()))
 			}
 		}
 	}
 	return nil
 }
-
-// finished reports whether all is known of a flow: nothing follows a denial.
-func finished(f core.Flow) bool { return !f.Ended.IsZero() || f.Outcome == core.FlowDenied }
 
 // plainFlows leaves out what is no flow and makes text of the rest that can be kept: it comes from guests.
 func plainFlows(list []core.Flow) (plain []core.Flow, odd int) {

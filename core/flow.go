@@ -58,6 +58,9 @@ type Flow struct {
 // Flows returns how many flows the record stands for.
 func (f Flow) Flows() int64 { return max(f.Count, 1) }
 
+// Final reports whether all is known of a flow: nothing follows a denial.
+func (f Flow) Final() bool { return !f.Ended.IsZero() || f.Outcome == FlowDenied }
+
 // Changes reports whether a flow may have changed something outside: any request but those that only read, and any tunnel of which the proxy
 // sees nothing. What was cut may have: its answer was taken from the guest, not what it did.
 func (f Flow) Changes() bool {

@@ -2,13 +2,12 @@ package runner
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
-	"os"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/atomicfile"
 	"github.com/coppice-dev/coppice/snapshotstore/manifest"
 )
 
@@ -68,10 +67,7 @@ func (r *Runner) projectOf(ctx context.Context, rec *checkpointRecord) (core.Pro
 
 // storedAt returns where a checkpoint of this host is in the store, as the host noted it.
 func (r *Runner) storedAt(id core.CheckpointID) (at runnerapi.Stored, err error) {
-	b, err := os.ReadFile(r.checkpoints.path(id, sealedFile))
-	if err == nil {
-		err = json.Unmarshal(b, &at)
-	}
+	err = atomicfile.ReadJSON(r.checkpoints.path(id, sealedFile), &at)
 	return at, err
 }
 

@@ -3,8 +3,8 @@ package runner
 import (
 	"context"
 	"errors"
+	"fmt"
 	"iter"
-	"math"
 	"os"
 	"path/filepath"
 	"slices"
@@ -152,7 +152,7 @@ func (r *Runner) makeRoom(ctx context.Context, id core.CheckpointID, bytes int64
 			return v, err
 		}
 		var copied core.CheckpointID
-		if short.Need-short.Free <= r.mostFreed() {
+		if most, err := r.mostFreed(); err != nil || short.Need-short.Free <= most { // what is not known is tried
 			copied, _ = r.leastUsed(0, used...)
 		}
 		if copied == "" {
@@ -184,14 +184,18 @@ func (r *Runner) freeable() (int64, error) {
 	if err != nil || free >= plenty {
 		return free, err
 	}
-	return min(free+min(r.mostFreed(), plenty), plenty), nil
+	most, err := r.mostFreed()
+	if err != nil {
+		return 0, fmt.Errorf("find out what unused copies take of the disk: %w", err)
+	}
+	return min(free+min(most, plenty), plenty), nil
 }
 
 // mostFreed is an upper bound of how many bytes are freed when every unused copy is removed. It may
 // be too high: files share extents, a base has several users, and images that still arrive have
-// reserved bytes that they have not written. It does not count what machines use, or what a fetch
-// under way has begun.
-func (r *Runner) mostFreed() (n int64) {
+// reserved bytes that they have not written. It does not count what machines use, or images that a
+// fetch under way brings later; what that fetch has written already is counted.
+func (r *Runner) mostFreed() (n int64, err error) {
 	list := r.checkpoints.list()
 	needed := r.neededCopies(list)
 	bases, roots := make(map[core.BaseID]bool), make(map[string]bool) // that stay
@@ -212,7 +216,7 @@ func (r *Runner) mostFreed() (n int64) {
 	r.mu.Unlock()
 	all, err := r.bases.List()
 	if err != nil {
-		return math.MaxInt64
+		return 0, err
 	}
 	for _, id := range all {
 		if !bases[id] {
@@ -222,7 +226,7 @@ func (r *Runner) mostFreed() (n int64) {
 	}
 	entries, err := os.ReadDir(r.rootsDir())
 	if err != nil {
-		return math.MaxInt64
+		return 0, err
 	}
 	for _, e := range entries { // also those that are still to be collected
 		if !roots[e.Name()] {
@@ -232,7 +236,7 @@ func (r *Runner) mostFreed() (n int64) {
 	return n + r.lazy.freeable(func(id string) bool {
 		key, isRoot := strings.CutPrefix(id, rootImageID(""))
 		return isRoot && roots[key+rootSuffix] || !isRoot && bases[core.BaseID(id)]
-	})
+	}), nil
 }
 
 // freeable is how many bytes are taken by images that nothing needs. A fetch under way needs the

@@ -41,9 +41,6 @@ type flowKey struct {
 	Final bool
 }
 
-// isFinal reports whether nothing follows a record of a flow.
-func isFinal(f core.Flow) bool { return !f.Ended.IsZero() || f.Outcome == core.FlowDenied }
-
 // InsertFlows gives flows rows as far as the quota goes, and counts the others.
 func (t *tx) InsertFlows(ctx context.Context, runner core.RunnerID, list []core.Flow, q controller.FlowQuota) (controller.KeptFlows, error) {
 	if len(list) == 0 {
@@ -142,7 +139,7 @@ func (t *tx) insertFlowRows(ctx context.Context, runner core.RunnerID, list []co
 	rows, of := make([]newFlow, 0, len(list)), make(map[flowKey]core.Flow, len(list))
 	for _, f := range list {
 		row := newFlow{
-			SandboxID: f.SandboxID, ID: f.ID, At: f.At, Final: isFinal(f), Changes: f.Changes(), Spoken: f.Spoken, Host: f.Host, Port: f.Port, Method: f.Method, Path: f.Path,
+			SandboxID: f.SandboxID, ID: f.ID, At: f.At, Final: f.Final(), Changes: f.Changes(), Spoken: f.Spoken, Host: f.Host, Port: f.Port, Method: f.Method, Path: f.Path,
 			Outcome: f.Outcome, Rule: f.Rule, Grant: f.Grant, Reason: f.Reason, Status: f.Status, Sent: f.Sent, Received: f.Received, Count: f.Flows(),
 		}
 		if !f.Ended.IsZero() {

@@ -235,7 +235,7 @@ func flowHash(f core.Flow) int64 {
 		h.Write([]byte(s))
 		h.Write([]byte{0})
 	}
-	if isFinal(f) {
+	if f.Final() {
 		h.Write([]byte{1})
 	}
 	return int64(binary.BigEndian.Uint64(h.Sum(nil))) //nolint:gosec // any 64 bits do

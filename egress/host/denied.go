@@ -183,11 +183,11 @@ func (s *spool) beginTally(f core.Flow) (*tally, error) {
 
 // count keeps a tally's count.
 func (s *spool) count(t tally) error {
-	s.mu.Lock()
-	defer s.mu.Unlock()
 	err := s.slots.write(t.slot, t.flow.Count, t.flow.Last)
 	if err != nil {
+		s.mu.Lock()
 		s.unsaid++
+		s.mu.Unlock()
 	}
 	return err
 }

@@ -9,8 +9,8 @@ import (
 	"time"
 )
 
-// proveChecks breaks on purpose what the attacks must not break, and wants each check to see it: a check that sees nothing would call every
-// attack held. It comes last, for it leaves a stack that is no longer the one that was attacked.
+// proveChecks breaks on purpose what the attacks must not break, and wants the checks to see it: a check that sees nothing would call every
+// attack held. Of the disk it breaks the bound of the store, of leaks that of open files. It comes last, for it leaves a stack that is no longer the one that was attacked.
 func (x *assault) proveChecks() {
 	a, w := x.alice, x.alice.watch
 	sees := func(what string, err error) {

@@ -249,18 +249,22 @@ func (l *Log) tidy() {
 	}
 }
 
-// Close closes the file. What waits stays in it.
+// Close closes the file. What waits stays in it. It returns what the last tidying failed with, too.
 func (l *Log) Close() error {
 	l.mu.Lock()
 	l.closed = true
 	l.mu.Unlock()
 	l.tidiers.Wait()
+	l.mu.Lock()
+	failed := l.failed
+	l.failed = nil
+	l.mu.Unlock()
 	l.fileMu.Lock()
 	defer l.fileMu.Unlock()
 	if l.file == nil {
-		return nil
+		return failed
 	}
-	err := errors.Join(l.mark(), l.file.Close())
+	err := errors.Join(failed, l.mark(), l.file.Close())
 	l.file = nil
 	return err
 }

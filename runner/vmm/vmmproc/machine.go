@@ -138,7 +138,11 @@ func (m *Machine) Hold() error {
 	if err := m.signal("hold", unix.SIGSTOP); err != nil {
 		return err
 	}
-	return threads.Stop(m.Proc.PID) // the pid is still the process's: a stopped one does not end
+	// Its threads are named by numbers. One that was killed meanwhile, and was reaped, has given them away.
+	if start, err := startTime(m.Proc.PID); err != nil || start != m.Proc.StartTime {
+		return fmt.Errorf("hold: %w", vmm.ErrGone)
+	}
+	return threads.Stop(m.Proc.PID)
 }
 
 // LetGo implements vmm.Machine.
