@@ -249,7 +249,7 @@ func TestOutputOffsets(t *testing.T) {
 // TestSlowGuests holds many answers open at once, half sent. They have a deadline and, together, a bound in bytes.
 func TestSlowGuests(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t, func(c *controller.Config, _ *runnertest.Config) { c.GuestCall = 3 * time.Second })
+	w := newWorld(t, func(c *controller.Config, _ *runnertest.Config) { c.GuestCall = 10 * time.Second }) // the other project answers within it on a busy machine, too
 	ws := w.create("hostile")
 	project, theirs := w.other()
 	half := `{"sessions":[` + strings.TrimSuffix(strings.Repeat(`{"cwd":"`+strings.Repeat("c", 3000)+`"},`, 300), ",")
