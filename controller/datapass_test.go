@@ -6,7 +6,6 @@ import (
 
 	"github.com/jackc/pgx/v5"
 
-	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
 )
 
@@ -27,10 +26,8 @@ func TestDataPlaneUse(t *testing.T) {
 		t.Fatal(err)
 	}
 	foreign := core.NewID[core.WorkspaceID]()
-	beat := runnerapi.Heartbeat{
-		LeaseEpoch: w.epoch, Info: w.runner.Info(), Sandboxes: w.runner.Sandboxes(), Checkpoints: w.runner.Checkpoints(), DataUsed: []core.WorkspaceID{mine.ID, foreign},
-		DataKeys: []core.KeyID{core.NewID[core.KeyID]()},
-	}
+	beat := w.runner.NextBeat(w.epoch)
+	beat.DataUsed, beat.DataKeys = []core.WorkspaceID{mine.ID, foreign}, []core.KeyID{core.NewID[core.KeyID]()}
 	out, err := w.Heartbeat(t.Context(), w.runner.ID(), beat)
 	if err != nil || len(out.EndedKeys) != 0 {
 		t.Fatalf("%+v, %v", out, err)

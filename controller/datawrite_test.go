@@ -42,9 +42,8 @@ func TestWritesByPassAreRecordedOnce(t *testing.T) {
 		{"", writes(0, 0), 2}, // by a runner of before
 		{"", writes(0), 1},
 	} {
-		beat := runnerapi.Heartbeat{
-			LeaseEpoch: w.epoch, Info: w.runner.Info(), Sandboxes: w.runner.Sandboxes(), Checkpoints: w.runner.Checkpoints(), DataLog: c.log, DataWrites: c.told,
-		}
+		beat := w.runner.NextBeat(w.epoch)
+		beat.DataLog, beat.DataWrites = c.log, c.told
 		if _, err := w.Heartbeat(t.Context(), w.runner.ID(), beat); err != nil {
 			t.Fatal(err)
 		}

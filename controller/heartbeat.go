@@ -56,7 +56,10 @@ func (c *Controller) fenceTime() time.Duration {
 // none is garbage; a settled workspace whose sandbox is dead or missing is LOST.
 func (c *Controller) Heartbeat(ctx context.Context, id core.RunnerID, h runnerapi.Heartbeat) (runnerapi.Heartbeated, error) {
 	ctx = WithOrigin(ctx, Origin{Actor: string(id), Action: "heartbeat"})
-	out := runnerapi.Heartbeated{TTLSeconds: c.cfg.RunnerLease.Seconds(), FenceSeconds: c.fenceTime().Seconds()}
+	if err := checkBeat(h); err != nil {
+		return runnerapi.Heartbeated{}, err
+	}
+	out := runnerapi.Heartbeated{Number: h.Number, TTLSeconds: c.cfg.RunnerLease.Seconds(), FenceSeconds: c.fenceTime().Seconds()}
 	writes := cleanWrites(h.DataWrites)
 	out.DataTaken = len(writes)
 	reported := make(map[core.SandboxID]runnerapi.Sandbox, len(h.Sandboxes))
@@ -68,11 +71,12 @@ func (c *Controller) Heartbeat(ctx context.Context, id core.RunnerID, h runnerap
 	usage := c.samples.due(h.Usage, c.cfg.UsageInterval)
 	err := c.store.InTx(ctx, System(), func(tx Tx) error {
 		out.DropSandboxes, out.DropCheckpoints, lost, here = nil, nil, nil, nil
-		rows, err := tx.HeldSandboxes(ctx, id)
+		beaten, err := tx.HeartbeatRunner(ctx, id, h, c.cfg.RunnerLease)
 		if err != nil {
 			return err
 		}
-		if err := tx.HeartbeatRunner(ctx, id, h, c.cfg.RunnerLease); err != nil {
+		rows, err := tx.HeldSandboxes(ctx, id, beaten.Settled)
+		if err != nil {
 			return err
 		}
 		held, stalls := make(map[core.SandboxID]bool, len(rows)), make(map[core.SandboxID]Stall)
@@ -142,6 +146,15 @@ func (c *Controller) Heartbeat(ctx context.Context, id core.RunnerID, h runnerap
 	}
 	out.AttestationCertificate = c.certified(ctx, id, h.AttestationRequest) // the transaction has found its lease
 	return out, nil
+}
+
+// checkBeat refuses numbers that no runner counts up to.
+func checkBeat(h runnerapi.Heartbeat) error {
+	const most = 1 << 53
+	if h.Number < 0 || h.Number > most || h.Answered < 0 || h.Answered > 0 && h.Answered >= h.Number {
+		return core.Errorf(core.Invalid, core.CodeInvalidField, "number, answered: a heartbeat's numbers are positive, and it was collected after the one that was answered")
+	}
+	return nil
 }
 
 // maxRemoved bounds the removed runners in an answer to a heartbeat. No more can have joined while their certificates are good: see MaxRunnerTokens.

@@ -19,10 +19,10 @@ func TestHeartbeatDropsGarbage(t *testing.T) {
 	ws := w.create("main")
 	cp := w.checkpoint(ws.ID)
 	stray, strayCP := core.NewID[core.SandboxID](), core.NewID[core.CheckpointID]()
-	out, err := w.Heartbeat(t.Context(), w.runner.ID(), runnerapi.Heartbeat{
-		LeaseEpoch: w.epoch, Info: w.runner.Info(), Sandboxes: append(w.runner.Sandboxes(), runnerapi.Sandbox{ID: stray, State: runnerapi.SandboxReady},
-			runnerapi.Sandbox{ID: core.NewID[core.SandboxID](), State: runnerapi.SandboxDead}), Checkpoints: append(w.runner.Checkpoints(), strayCP),
-	})
+	beat := w.runner.NextBeat(w.epoch)
+	beat.Sandboxes = append(beat.Sandboxes, runnerapi.Sandbox{ID: stray, State: runnerapi.SandboxReady}, runnerapi.Sandbox{ID: core.NewID[core.SandboxID](), State: runnerapi.SandboxDead})
+	beat.Checkpoints = append(beat.Checkpoints, strayCP)
+	out, err := w.Heartbeat(t.Context(), w.runner.ID(), beat)
 	if err != nil || len(out.DropSandboxes) != 1 || out.DropSandboxes[0] != stray || len(out.DropCheckpoints) != 1 || out.DropCheckpoints[0] != strayCP || out.TTLSeconds <= 0 {
 		t.Errorf("%+v, %v", out, err)
 	}
@@ -148,19 +148,29 @@ func TestStalled(t *testing.T) {
 func TestNotSettledIsNotLost(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
-	old := w.runner.Sandboxes()
+	old := w.runner.NextBeat(w.epoch)
 	ws := w.create("main")
-	if _, err := w.Heartbeat(t.Context(), w.runner.ID(), runnerapi.Heartbeat{LeaseEpoch: w.epoch, Info: w.runner.Info(), Sandboxes: old}); err != nil {
+	if _, err := w.Heartbeat(t.Context(), w.runner.ID(), old); err != nil {
 		t.Fatal(err)
 	}
 	if got := w.state(ws.ID); got != core.WorkspaceReady {
 		t.Errorf("it is %s", got)
 	}
-	if _, err := w.Heartbeat(t.Context(), w.runner.ID(), runnerapi.Heartbeat{LeaseEpoch: w.epoch, Info: w.runner.Info(), Sandboxes: old}); err != nil {
+	missing := w.runner.NextBeat(w.epoch) // the answer was lost
+	missing.Sandboxes = nil
+	if _, err := w.Heartbeat(t.Context(), w.runner.ID(), missing); err != nil {
+		t.Fatal(err)
+	}
+	if got := w.state(ws.ID); got != core.WorkspaceReady {
+		t.Errorf("after a lost answer it is %s", got)
+	}
+	next := w.runner.NextBeat(w.epoch)
+	next.Sandboxes, next.Answered = nil, missing.Number
+	if _, err := w.Heartbeat(t.Context(), w.runner.ID(), next); err != nil {
 		t.Fatal(err)
 	}
 	if got := w.state(ws.ID); got != core.WorkspaceLost {
-		t.Errorf("missing twice, it is %s", got)
+		t.Errorf("missing after an answer, it is %s", got)
 	}
 }
 

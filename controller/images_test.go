@@ -259,7 +259,8 @@ func (m *images) heartbeat(ctx context.Context, h *host) error {
 	if lost {
 		return nil
 	}
-	beat := runnerapi.Heartbeat{LeaseEpoch: epoch, Info: h.Info(), Sandboxes: h.Sandboxes(), Checkpoints: h.Checkpoints(), Fetching: fetching}
+	beat := h.NextBeat(epoch)
+	beat.Fetching = fetching
 	out, err := m.Heartbeat(ctx, h.ID(), beat)
 	if err == nil {
 		h.Obey(beat, out)

@@ -149,7 +149,8 @@ func (w *world) register() {
 // beat sends a heartbeat with what the runner holds.
 func (w *world) beat() runnerapi.Heartbeated {
 	w.t.Helper()
-	beat := runnerapi.Heartbeat{LeaseEpoch: w.epoch, Info: w.runner.Info(), Sandboxes: w.runner.Sandboxes(), Checkpoints: w.runner.Checkpoints(), Fetching: w.fetching}
+	beat := w.runner.NextBeat(w.epoch)
+	beat.Fetching = w.fetching
 	out, err := w.Heartbeat(w.t.Context(), w.runner.ID(), beat)
 	if err != nil {
 		w.t.Fatal(err)

@@ -48,7 +48,7 @@ func (p *pool) drain(r *runnertest.Runner, on bool) {
 
 func (p *pool) beatSecond() runnerapi.Heartbeated {
 	p.t.Helper()
-	beat := runnerapi.Heartbeat{LeaseEpoch: 1, Info: p.second.Info(), Sandboxes: p.second.Sandboxes(), Checkpoints: p.second.Checkpoints()}
+	beat := p.second.NextBeat(1)
 	out, err := p.Heartbeat(p.t.Context(), p.second.ID(), beat)
 	if err != nil {
 		p.t.Fatal(err)

@@ -381,18 +381,27 @@ type HeldSandbox struct {
 	WorkspaceID core.WorkspaceID
 	State       core.WorkspaceState
 	Current     bool      // the workspace's present one, neither one that a restore prepares nor one that is being suspended
-	Settled     bool      // ready since before the previous heartbeat
+	Settled     bool      // ready since before the moment that HeldSandboxes was called with
 	Stalled     time.Time // since when it waits for the store; zero: it does not
+}
+
+// Beaten says how a heartbeat follows those that were applied before.
+type Beaten struct {
+	// Next says that the last one that was applied is the last one whose answer the runner had, so nothing was lost in between.
+	Next bool
+	// Settled is a moment before the runner collected the heartbeat, by the database's clock: what was ready then is in it. It is
+	// zero when no such moment is known.
+	Settled time.Time
 }
 
 // FleetTx keeps runners and images. All of it is the system's.
 type FleetTx interface {
 	RegisterRunner(ctx context.Context, r runnerapi.Register, ttl time.Duration) (Runner, error)
-	// HeartbeatRunner extends the lease; STATE_CONFLICT when the epoch is not the present one, RUNNER_NOT_FOUND when
-	// nobody registered.
-	HeartbeatRunner(ctx context.Context, id core.RunnerID, h runnerapi.Heartbeat, ttl time.Duration) error
-	// HeldSandboxes must be called before HeartbeatRunner of the same transaction.
-	HeldSandboxes(ctx context.Context, id core.RunnerID) ([]HeldSandbox, error)
+	// HeartbeatRunner extends the lease. RUNNER_LOST when it was given up; STATE_CONFLICT and RUNNER_NOT_FOUND when the runner
+	// must register again; HEARTBEAT_STALE when a later heartbeat was applied before.
+	HeartbeatRunner(ctx context.Context, id core.RunnerID, h runnerapi.Heartbeat, ttl time.Duration) (Beaten, error)
+	// HeldSandboxes lists the sandboxes that should be on the runner.
+	HeldSandboxes(ctx context.Context, id core.RunnerID, settled time.Time) ([]HeldSandbox, error)
 	// SetStalls records of sandboxes of the runner that they stand still, or, with a zero stall, that they do not any more.
 	SetStalls(ctx context.Context, id core.RunnerID, list map[core.SandboxID]Stall) error
 	// HeldCheckpoints returns those of the given ids that live and may be on the runner: what it has captured and what is sealed.

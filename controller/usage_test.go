@@ -10,10 +10,13 @@ import (
 // report sends a heartbeat with what sandboxes have used.
 func (w *world) report(list ...runnerapi.Usage) {
 	w.t.Helper()
-	h := runnerapi.Heartbeat{LeaseEpoch: w.epoch, Info: w.runner.Info(), Sandboxes: w.runner.Sandboxes(), Checkpoints: w.runner.Checkpoints(), Usage: list}
-	if _, err := w.Heartbeat(w.t.Context(), w.runner.ID(), h); err != nil {
+	h := w.runner.NextBeat(w.epoch)
+	h.Usage = list
+	out, err := w.Heartbeat(w.t.Context(), w.runner.ID(), h)
+	if err != nil {
 		w.t.Fatal(err)
 	}
+	w.runner.Obey(h, out)
 }
 
 // TestUsage sums cumulative samples over epochs and branches. A heartbeat writes a sandbox's sample once in a while and its

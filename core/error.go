@@ -104,6 +104,7 @@ const (
 	CodeAuthorityUnusable    Code = "AUTHORITY_UNUSABLE"
 	CodeWriteNotLogged       Code = "WRITE_NOT_LOGGED"
 	CodeRunnerLost           Code = "RUNNER_LOST"
+	CodeHeartbeatStale       Code = "HEARTBEAT_STALE"
 	CodeControllerStopping   Code = "CONTROLLER_STOPPING"
 	CodeEgressForbidden      Code = "EGRESS_FORBIDDEN"
 	CodeEgressBeyondParent   Code = "EGRESS_BEYOND_PARENT"

@@ -338,6 +338,8 @@ type Register struct {
 	OwnDataCert bool `json:"own_data_cert,omitempty"`
 	// AttestationRequest is a PKCS#10 request for the key that signs the runner's reports; only its key counts.
 	AttestationRequest []byte `json:"attestation_request,omitempty"`
+	// LeaseEpoch is the last epoch that the runner was given. The next one is greater, whatever the database has lost.
+	LeaseEpoch int64 `json:"lease_epoch,omitempty"`
 }
 
 // Registered tells a runner its lease.
@@ -378,8 +380,17 @@ type Renewed struct {
 }
 
 // Heartbeat reports what runs. A sandbox in state dead is reported until a heartbeat with it was answered.
+//
+// A runner numbers its heartbeats, from 1 in each lease epoch, and no two attempts have the same number. A controller applies a
+// heartbeat only if its number is greater than that of every applied one: a repeated or late heartbeat is HEARTBEAT_STALE and
+// changes nothing. docs/adr/0044-heartbeats.md
 type Heartbeat struct {
-	LeaseEpoch  int64               `json:"lease_epoch"`
+	LeaseEpoch int64 `json:"lease_epoch"`
+	// Number is 0 in the heartbeats of a runner of an older version.
+	Number int64 `json:"number,omitempty"`
+	// Answered is the number of the last heartbeat whose answer the runner had when it collected this one; 0 stands for the
+	// registration.
+	Answered    int64               `json:"answered,omitempty"`
 	Info        Info                `json:"info"`
 	Sandboxes   []Sandbox           `json:"sandboxes"`
 	Checkpoints []core.CheckpointID `json:"checkpoints"`
@@ -405,7 +416,10 @@ type Usage struct {
 // Heartbeated extends the lease and names what the runner holds although the controller has no live row for it.
 //
 // A heartbeat of a lease that was given up is answered with RUNNER_LOST: the runner ends all its sandboxes before it registers again.
+// STATE_CONFLICT and RUNNER_NOT_FOUND say that the database does not have this lease: the runner registers again and its sandboxes go on.
 type Heartbeated struct {
+	// Number is that of the heartbeat; 0 in the answer of a controller of an older version.
+	Number          int64               `json:"number,omitempty"`
 	TTLSeconds      float64             `json:"ttl_seconds"`
 	FenceSeconds    float64             `json:"fence_seconds"` // from the beginning of the last answered message on; the controller waits longer
 	DropSandboxes   []core.SandboxID    `json:"drop_sandboxes,omitempty"`

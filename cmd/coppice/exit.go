@@ -96,6 +96,7 @@ var exitOfCode = map[string]int{
 	string(core.CodeVMMFailed):              exitFailure,
 	string(core.CodeSandboxLost):            exitFailure,
 	string(core.CodeRunnerLost):             exitFailure,
+	string(core.CodeHeartbeatStale):         exitUnavailable,
 	string(core.CodeGuestProtocol):          exitFailure,
 	string(core.CodeNotQuiesced):            exitFailure,
 	string(core.CodeResealFailed):           exitFailure,

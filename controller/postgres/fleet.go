@@ -2,8 +2,6 @@ package postgres
 
 import (
 	"context"
-	"maps"
-	"slices"
 	"time"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
@@ -52,124 +50,29 @@ func noRunner(id core.RunnerID) error {
 	return core.Errorf(core.NotFound, core.CodeRunnerNotFound, "there is no runner %s; it must register first", id)
 }
 
-// RegisterRunner begins a new lease epoch.
+// maxEpoch bounds the epoch that a runner says it had: what follows never overflows the column.
+const maxEpoch = 1 << 53
+
+// RegisterRunner begins a new lease epoch, which is greater than every earlier one, those that the database has lost included.
 func (t *tx) RegisterRunner(ctx context.Context, reg runnerapi.Register, ttl time.Duration) (controller.Runner, error) {
 	i := reg.Info
 	row, err := one[runnerRow](ctx, t, nil, `
 		WITH r AS (
-			INSERT INTO runners (id, hostname, endpoint, data_url, data_own_cert, version, class, class_key, capacity, allocated, kvm, disk_free_mb, started_at, egress_key, egress_url, lease_epoch, lease_expires_at)
-			VALUES (@id, @hostname, @endpoint, @data_url, @data_own_cert, @version, @class, @class_key, @capacity, @allocated, @kvm, @disk, @started, @egress_key, @egress_url, 1, now() + make_interval(secs => @ttl))
+			INSERT INTO runners (id, hostname, endpoint, data_url, data_own_cert, version, class, class_key, capacity, allocated, kvm, disk_free_mb, started_at, egress_key, egress_url, lease_epoch, lease_expires_at, beat_epoch, beat_at)
+			VALUES (@id, @hostname, @endpoint, @data_url, @data_own_cert, @version, @class, @class_key, @capacity, @allocated, @kvm, @disk, @started, @egress_key, @egress_url, @epoch + 1, now() + make_interval(secs => @ttl), @epoch + 1, now())
 			ON CONFLICT (id) DO UPDATE SET hostname = excluded.hostname, endpoint = excluded.endpoint, data_url = excluded.data_url, data_own_cert = excluded.data_own_cert, version = excluded.version, class = excluded.class,
 				class_key = excluded.class_key, capacity = excluded.capacity, allocated = excluded.allocated, kvm = excluded.kvm,
-				disk_free_mb = excluded.disk_free_mb, started_at = excluded.started_at, egress_key = excluded.egress_key, egress_url = excluded.egress_url, lease_epoch = runners.lease_epoch + 1,
-				lease_expires_at = excluded.lease_expires_at, registered_at = now(), heartbeat_at = now(), fenced_at = NULL, removed_at = NULL
+				disk_free_mb = excluded.disk_free_mb, started_at = excluded.started_at, egress_key = excluded.egress_key, egress_url = excluded.egress_url, lease_epoch = greatest(runners.lease_epoch, @epoch) + 1,
+				beat = 0, beat_epoch = greatest(runners.lease_epoch, @epoch) + 1, beat_at = now(), lease_expires_at = excluded.lease_expires_at, registered_at = now(), heartbeat_at = now(), fenced_at = NULL, removed_at = NULL
 			RETURNING *
 		)
 		SELECT`+runnerColumns+` FROM r`,
 		args{
 			"id": i.RunnerID, "hostname": i.Hostname, "endpoint": reg.Endpoint, "data_url": reg.DataURL, "data_own_cert": reg.OwnDataCert, "version": i.Version, "class": i.Class, "class_key": classKey(i.Class),
 			"capacity": i.Capacity, "allocated": i.Allocated, "kvm": i.KVM, "disk": i.DiskFreeMB, "started": i.StartedAt, "egress_key": orNone(i.EgressKey), "egress_url": i.EgressURL, "ttl": ttl.Seconds(),
+			"epoch": min(max(reg.LeaseEpoch, 0), maxEpoch),
 		})
 	return row.runner(), err
-}
-
-// HeartbeatRunner extends a lease.
-func (t *tx) HeartbeatRunner(ctx context.Context, id core.RunnerID, h runnerapi.Heartbeat, ttl time.Duration) error {
-	n, err := t.exec(ctx, `
-		UPDATE runners SET heartbeat_at = now(), lease_expires_at = now() + make_interval(secs => @ttl), capacity = @capacity, allocated = @allocated,
-			disk_free_mb = @disk, kvm = @kvm, egress_key = @egress_key, egress_url = @egress_url
-		WHERE id = @id AND lease_epoch = @epoch`,
-		args{
-			"id": id, "epoch": h.LeaseEpoch, "ttl": ttl.Seconds(), "capacity": h.Info.Capacity, "allocated": h.Info.Allocated,
-			"disk": h.Info.DiskFreeMB, "kvm": h.Info.KVM, "egress_key": orNone(h.Info.EgressKey), "egress_url": h.Info.EgressURL,
-		})
-	if err != nil || n > 0 {
-		return err
-	}
-	now, err := t.Runner(ctx, id)
-	if err != nil {
-		return err
-	}
-	// A newer lease of the same process is one that it asked for and whose answer it missed. Any other took its place.
-	if sameProcess := now.Info.StartedAt.Equal(h.Info.StartedAt.Truncate(time.Microsecond)); now.Fenced || !sameProcess {
-		return core.Errorf(core.Unavailable, core.CodeRunnerLost, "the lease of runner %s with epoch %d was given up", id, h.LeaseEpoch)
-	}
-	return core.Errorf(core.Conflict, core.CodeStateConflict, "runner %s has a newer lease than epoch %d; it must register again", id, h.LeaseEpoch)
-}
-
-type heldRow struct {
-	ID          core.SandboxID      `db:"id"`
-	WorkspaceID core.WorkspaceID    `db:"workspace_id"`
-	State       core.WorkspaceState `db:"state"`
-	Current     bool                `db:"current"`
-	Settled     bool                `db:"settled"`
-	Stalled     *time.Time          `db:"stalled"`
-}
-
-// HeldSandboxes lists what should be on a runner. Settled compares two moments of the database's clock: what a runner says
-// in a heartbeat it saw after the answer to the heartbeat before, so a sandbox that was ready then must be in it. One that is being
-// suspended is its operation's business: its runner stops it before that is written.
-func (t *tx) HeldSandboxes(ctx context.Context, id core.RunnerID) ([]controller.HeldSandbox, error) {
-	rows, err := many[heldRow](ctx, t, `
-		SELECT s.id, s.workspace_id, w.state, coalesce(w.sandbox_id = s.id, false) AND NOT (w.state = 'checkpointing' AND EXISTS (
-			SELECT 1 FROM operations o WHERE o.workspace_id = w.id AND o.kind = @suspend AND o.state IN ('pending', 'running'))) AS current, coalesce(w.ready_at < r.heartbeat_at, false) AS settled,
-			s.stalled_at AS stalled
-		FROM runners r JOIN sandboxes s ON s.runner_id = r.id AND s.ended_at IS NULL JOIN workspaces w ON w.id = s.workspace_id
-		WHERE r.id = @id`, args{"id": id, "suspend": controller.OpSuspendWorkspace})
-	list := make([]controller.HeldSandbox, len(rows))
-	for i, r := range rows {
-		list[i] = controller.HeldSandbox{ID: r.ID, WorkspaceID: r.WorkspaceID, State: r.State, Current: r.Current, Settled: r.Settled, Stalled: timeOf(r.Stalled)}
-	}
-	return list, err
-}
-
-type stallRow struct {
-	ID      core.SandboxID `json:"id"`
-	At      *time.Time     `json:"at"`
-	Code    *core.Code     `json:"code"`
-	Message *string        `json:"message"`
-}
-
-// SetStalls locks the workspaces first, as everybody does: their events follow the order of their changes.
-func (t *tx) SetStalls(ctx context.Context, id core.RunnerID, list map[core.SandboxID]controller.Stall) error {
-	if len(list) == 0 {
-		return nil
-	}
-	rows := make([]stallRow, 0, len(list))
-	for sandbox, s := range list {
-		row := stallRow{ID: sandbox}
-		if !s.Since.IsZero() {
-			row.At, row.Code, row.Message = &s.Since, &s.Code, &s.Message
-		}
-		rows = append(rows, row)
-	}
-	if _, err := t.exec(ctx, `
-		SELECT FROM workspaces w WHERE w.id IN (SELECT s.workspace_id FROM sandboxes s WHERE s.id = ANY(@ids::text[]))
-		ORDER BY w.id FOR NO KEY UPDATE`, args{"ids": texts(slices.Collect(maps.Keys(list)))}); err != nil {
-		return err
-	}
-	_, err := t.exec(ctx, `
-		UPDATE sandboxes s SET stalled_at = x.at, stalled_code = x.code, stalled_message = x.message
-		FROM jsonb_to_recordset(@rows::jsonb) AS x (id text, at timestamptz, code text, message text)
-		WHERE s.id = x.id AND s.runner_id = @runner AND s.ended_at IS NULL`, args{"runner": id, "rows": rows})
-	return err
-}
-
-type checkpointIDRow struct {
-	ID core.CheckpointID `db:"id"`
-}
-
-// HeldCheckpoints says which of the runner's checkpoints are ours. One that is being captured has no runner yet; one that is sealed
-// may have been fetched.
-func (t *tx) HeldCheckpoints(ctx context.Context, id core.RunnerID, ids []core.CheckpointID) ([]core.CheckpointID, error) {
-	rows, err := many[checkpointIDRow](ctx, t, `
-		SELECT id FROM checkpoints WHERE id = ANY(@ids::text[]) AND state IN ('capturing', 'captured', 'sealed') AND (runner_id IS NULL OR runner_id = @runner OR state = 'sealed')`,
-		args{"ids": texts(ids), "runner": id})
-	list := make([]core.CheckpointID, len(rows))
-	for i, r := range rows {
-		list[i] = r.ID
-	}
-	return list, err
 }
 
 // Runner returns one.

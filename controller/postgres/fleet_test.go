@@ -30,11 +30,16 @@ func TestRunnerLease(t *testing.T) {
 	if !r.Fresh || r.LeaseEpoch != 1 || r.Info.Class != d.class || r.Info.Capacity.Sandboxes != 100 {
 		t.Errorf("%+v", r)
 	}
+	var number int64
+	var beaten controller.Beaten
 	beat := func(epoch int64) error {
 		return d.try(controller.System(), func(ctx context.Context, tx controller.Tx) error {
 			info := d.info()
 			info.Allocated.Sandboxes = 7
-			return tx.HeartbeatRunner(ctx, d.runner, runnerapi.Heartbeat{LeaseEpoch: epoch, Info: info}, time.Minute)
+			number++
+			var err error
+			beaten, err = tx.HeartbeatRunner(ctx, d.runner, runnerapi.Heartbeat{LeaseEpoch: epoch, Number: number, Answered: number - 1, Info: info}, time.Minute)
+			return err
 		})
 	}
 	if err := beat(1); err != nil {
@@ -48,7 +53,7 @@ func TestRunnerLease(t *testing.T) {
 		var held []controller.HeldSandbox
 		d.system(func(ctx context.Context, tx controller.Tx) error {
 			var err error
-			held, err = tx.HeldSandboxes(ctx, d.runner)
+			held, err = tx.HeldSandboxes(ctx, d.runner, beaten.Settled)
 			return err
 		})
 		if len(held) != 1 || held[0].ID != w.Sandbox.ID || !held[0].Current || held[0].State != core.WorkspaceReady {
@@ -56,11 +61,11 @@ func TestRunnerLease(t *testing.T) {
 		}
 		return held[0].Settled
 	}
-	if !settled() {
+	if !beaten.Next || beat(1) != nil || !settled() {
 		t.Error("not settled although a heartbeat came after it was ready")
 	}
 	d.exec(`UPDATE workspaces SET ready_at = now()`)
-	if settled() {
+	if beat(1) != nil || settled() {
 		t.Error("settled although no heartbeat came since it was ready")
 	}
 	d.exec(`UPDATE runners SET lease_expires_at = now() - interval '30 s'`)
@@ -115,7 +120,8 @@ func TestRunnerLease(t *testing.T) {
 		return err
 	})
 	wantCode(t, d.try(controller.System(), func(ctx context.Context, tx controller.Tx) error {
-		return tx.HeartbeatRunner(ctx, core.NewID[core.RunnerID](), runnerapi.Heartbeat{LeaseEpoch: 1}, time.Minute)
+		_, err := tx.HeartbeatRunner(ctx, core.NewID[core.RunnerID](), runnerapi.Heartbeat{LeaseEpoch: 1}, time.Minute)
+		return err
 	}), core.CodeRunnerNotFound)
 }
 

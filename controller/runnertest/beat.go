@@ -15,6 +15,30 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
+// beats numbers the heartbeats of the fake.
+type beats struct {
+	epoch    int64
+	number   int64
+	answered int64
+}
+
+// NextBeat collects a heartbeat with all that the fake holds, and gives it the next number of the lease.
+func (r *Runner) NextBeat(epoch int64) runnerapi.Heartbeat {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.beats.epoch != epoch {
+		r.beats = beats{epoch: epoch}
+	}
+	r.beats.number++
+	beat := runnerapi.Heartbeat{
+		LeaseEpoch: epoch, Number: r.beats.number, Answered: r.beats.answered, Info: r.info(), Checkpoints: slices.Sorted(maps.Keys(r.checkpoints)),
+	}
+	for _, id := range slices.Sorted(maps.Keys(r.sandboxes)) {
+		beat.Sandboxes = append(beat.Sandboxes, r.sandboxes[id].Sandbox)
+	}
+	return beat
+}
+
 // Register announces the fake to a controller whose listener for runners is at base.
 func (r *Runner) Register(ctx context.Context, base, secret string) error {
 	r.mu.Lock()
@@ -44,11 +68,9 @@ func (r *Runner) Beat(ctx context.Context, base, secret string) (runnerapi.Heart
 		r.mu.Unlock()
 		return runnerapi.Heartbeated{}, errors.New("a heartbeat before the registration")
 	}
-	beat := runnerapi.Heartbeat{LeaseEpoch: r.lease.LeaseEpoch, Info: r.info(), Checkpoints: slices.Sorted(maps.Keys(r.checkpoints))}
-	for _, id := range slices.Sorted(maps.Keys(r.sandboxes)) {
-		beat.Sandboxes = append(beat.Sandboxes, r.sandboxes[id].Sandbox)
-	}
+	epoch := r.lease.LeaseEpoch
 	r.mu.Unlock()
+	beat := r.NextBeat(epoch)
 	var out runnerapi.Heartbeated
 	path := strings.Replace(runnerapi.PathHeartbeat, "{id}", string(r.cfg.ID), 1)
 	if err := Post(ctx, base+path, secret, beat, &out); err != nil {
@@ -62,6 +84,9 @@ func (r *Runner) Beat(ctx context.Context, base, secret string) (runnerapi.Heart
 func (r *Runner) Obey(beat runnerapi.Heartbeat, out runnerapi.Heartbeated) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
+	if beat.LeaseEpoch == r.beats.epoch {
+		r.beats.answered = max(r.beats.answered, out.Number)
+	}
 	for _, s := range beat.Sandboxes {
 		if s.State == runnerapi.SandboxDead {
 			r.remove(s.ID)

@@ -75,6 +75,7 @@ type Runner struct {
 	checkpoints map[core.CheckpointID]*checkpoint
 	calls       map[string]int
 	lease       *runnerapi.Registered
+	beats       beats
 	keys        *grant.Keys // of the egress process
 	refuse      map[core.SandboxID]func(runnerapi.EgressRules) bool
 	interim     http.Header // see Interim
@@ -522,7 +523,7 @@ func (r *Runner) SetDiskFree(mb int64) {
 func (r *Runner) Rejoin() core.RunnerID {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	r.cfg.ID, r.started = core.NewID[core.RunnerID](), time.Now().UTC()
+	r.cfg.ID, r.started, r.beats = core.NewID[core.RunnerID](), time.Now().UTC(), beats{}
 	for id := range r.sandboxes {
 		r.remove(id)
 	}

@@ -34,6 +34,7 @@ type controller struct {
 	epoch    int64
 	beats    []runnerapi.Heartbeat
 	fenceFor time.Duration
+	slow     func() // runs at the next heartbeat, which is then not answered
 }
 
 func (c *controller) set(change func(*controller)) {
@@ -63,6 +64,15 @@ func (c *controller) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		answer(http.StatusBadRequest, err.Error())
 		return
 	}
+	c.beats = append(c.beats, h)
+	if slow := c.slow; slow != nil {
+		c.slow = nil
+		c.mu.Unlock()
+		slow()
+		c.mu.Lock()
+		answer(http.StatusServiceUnavailable, runnerapi.ProblemOf(core.Errorf(core.Unavailable, core.CodeControllerStopping, "slow")))
+		return
+	}
 	if c.revoked {
 		answer(http.StatusForbidden, runnerapi.ProblemOf(core.Errorf(core.PermissionDenied, core.CodeRunnerRevoked, "the runner was removed")))
 		return
@@ -72,7 +82,6 @@ func (c *controller) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		answer(http.StatusServiceUnavailable, runnerapi.ProblemOf(core.Errorf(core.Unavailable, core.CodeRunnerLost, "the lease was given up")))
 		return
 	}
-	c.beats = append(c.beats, h)
 	answer(http.StatusOK, runnerapi.Heartbeated{TTLSeconds: 0.03, FenceSeconds: c.fenceFor.Seconds(), DataTaken: min(writesTaken, len(h.DataWrites))})
 }
 
@@ -125,7 +134,7 @@ func newRigWith(t *testing.T, plane heartbeat.Plane) *rig {
 	}
 	server := httptest.NewServer(x.controller)
 	t.Cleanup(server.Close)
-	link, err := heartbeat.New(x.runner, heartbeat.Config{Controllers: []string{server.URL}, Secret: "secret", Endpoint: "unix:/nowhere", Plane: plane, Log: log})
+	link, err := heartbeat.New(x.runner, heartbeat.Config{Controllers: []string{server.URL, server.URL}, Secret: "secret", Endpoint: "unix:/nowhere", Plane: plane, Log: log})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -186,6 +195,33 @@ func TestFence(t *testing.T) {
 	x.set(func(c *controller) { c.fenceFor, c.beats = time.Minute, nil })
 	eventually.True(t, "the new lease is known", more)
 	x.fork()
+}
+
+// TestAttemptsAreCollectedAnew: what the next controller is told after the first was slow has what began meanwhile.
+func TestAttemptsAreCollectedAnew(t *testing.T) {
+	t.Parallel()
+	x := newRig(t)
+	slow := make(chan int, 1)
+	x.set(func(c *controller) {
+		c.slow = func() {
+			x.mu.Lock()
+			n := len(x.beats)
+			x.mu.Unlock()
+			x.fork()
+			slow <- n
+		}
+	})
+	n := <-slow
+	eventually.True(t, "the next attempt has come", func() bool {
+		x.mu.Lock()
+		defer x.mu.Unlock()
+		return len(x.beats) > n
+	})
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	if first, next := x.beats[n-1], x.beats[n]; len(first.Sandboxes) != 0 || len(next.Sandboxes) != 2 {
+		t.Errorf("the slow controller was told of %d sandboxes, the next of %d; 2 have begun in between", len(first.Sandboxes), len(next.Sandboxes))
+	}
 }
 
 // TestRevoked: a runner that was removed from its cluster kills its sandboxes at once, stops speaking to the cluster, and takes no work

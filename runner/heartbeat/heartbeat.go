@@ -60,6 +60,13 @@ type Link struct {
 	at     atomic.Int64 // of the one in bases that answered last
 	epoch  atomic.Int64 // of the lease; 0: there is none
 
+	// What follows is for Run alone.
+	lease     *runnerapi.Registered     // nil: there is none
+	lastEpoch int64                     // of the last lease that there was
+	number    int64                     // of the last heartbeat that was sent in this lease
+	answered  int64                     // and of the last that was answered
+	used      map[core.WorkspaceID]bool // workspaces that the data plane has served since the last answered heartbeat
+
 	renewTried time.Time
 	keepTried  time.Time     // the attestation certificate
 	registered chan struct{} // closed after the first registration
@@ -77,7 +84,7 @@ func New(r *runner.Runner, cfg Config) (*Link, error) {
 	if len(cfg.Controllers) == 0 || (cfg.Member == nil) == (cfg.Secret == "") {
 		return nil, errors.New("the way to the controllers needs their addresses and either a certificate or a secret")
 	}
-	l := &Link{cfg: cfg, runner: r, client: &http.Client{Timeout: requestTime}, registered: make(chan struct{})}
+	l := &Link{cfg: cfg, runner: r, client: &http.Client{Timeout: requestTime}, registered: make(chan struct{}), used: make(map[core.WorkspaceID]bool)}
 	if cfg.Member != nil {
 		l.client = newClient(cfg.Member.Identity.Client(mtls.ControllerName))
 	}
@@ -102,7 +109,6 @@ func New(r *runner.Runner, cfg Config) (*Link, error) {
 // away is retried; one that does not know the lease any more is registered with again.
 func (l *Link) Run(ctx context.Context) error {
 	const retry = time.Second
-	var lease *runnerapi.Registered
 	timer := time.NewTimer(0)
 	defer timer.Stop()
 	for {
@@ -115,7 +121,7 @@ func (l *Link) Run(ctx context.Context) error {
 		if err := l.renew(ctx); err != nil && ctx.Err() == nil {
 			l.cfg.Log.WarnContext(ctx, "certificate was not renewed", "err", err)
 		}
-		next, err := l.beat(ctx, &lease)
+		next, err := l.beat(ctx)
 		if core.CodeOf(err) == core.CodeRunnerRevoked {
 			// The cluster has given this runner up, and has told its users so: nothing goes on here, and nothing new begins while the
 			// process ends.
@@ -127,73 +133,6 @@ func (l *Link) Run(ctx context.Context) error {
 		}
 		timer.Reset(next)
 	}
-}
-
-// beat sends one message and says when the next is due.
-func (l *Link) beat(ctx context.Context, lease **runnerapi.Registered) (time.Duration, error) {
-	info, err := l.runner.Info()
-	if err != nil {
-		return 0, err
-	}
-	if *lease == nil {
-		var out runnerapi.Registered
-		in := runnerapi.Register{Info: info, Endpoint: l.cfg.Endpoint, DataURL: l.cfg.DataURL, OwnDataCert: l.cfg.OwnDataCert}
-		if in.AttestationRequest, err = l.runner.Attestor().Request(); err != nil {
-			return 0, err
-		}
-		answered := l.runner.Attempt()
-		if err := l.post(ctx, runnerapi.PathRegister, in, &out); err != nil {
-			return 0, err
-		}
-		l.certify(ctx, out.ClusterID, out.AttestationCertificate)
-		if err := answered(seconds(out.FenceSeconds)); err != nil {
-			return 0, err
-		}
-		*lease = &out
-		l.epoch.Store(out.LeaseEpoch)
-		l.once.Do(func() { close(l.registered) })
-		if l.cfg.Passes != nil {
-			l.cfg.Passes.Learn(out.PassKeys)
-		}
-		l.cfg.Log.InfoContext(ctx, "runner registered", "runner_id", info.RunnerID, "lease_epoch", out.LeaseEpoch)
-	}
-	beat := runnerapi.Heartbeat{LeaseEpoch: (*lease).LeaseEpoch, Info: info, Sandboxes: l.runner.Sandboxes(), Usage: l.runner.Usages()}
-	for _, c := range l.runner.Checkpoints() {
-		beat.Checkpoints = append(beat.Checkpoints, c.ID)
-	}
-	beat.Fetching = l.runner.Fetching()
-	if l.cfg.Plane != nil {
-		beat.DataKeys, beat.DataUsed = l.cfg.Plane.Keys(), l.cfg.Plane.Used()
-		beat.DataLog, beat.DataWrites = l.cfg.Plane.Writes()
-	}
-	if beat.AttestationRequest, err = l.runner.Attestor().Renewal(time.Now()); err != nil {
-		return 0, err
-	}
-	var out runnerapi.Heartbeated
-	answered, began := l.runner.Attempt(), time.Now()
-	err = l.post(ctx, strings.Replace(runnerapi.PathHeartbeat, "{id}", string(info.RunnerID), 1), beat, &out)
-	if core.CodeOf(err) == core.CodeRunnerLost { // given up: whatever runs here may have been replaced
-		*lease = nil
-		l.epoch.Store(0)
-		return 0, errors.Join(err, l.runner.Fence(ctx, core.MessageOf(err)))
-	}
-	if c := core.CategoryOf(err); c == core.Conflict || c == core.NotFound {
-		*lease = nil // another epoch holds: register anew
-		l.epoch.Store(0)
-		return 0, err
-	}
-	if err != nil {
-		return 0, err
-	}
-	if err := answered(seconds(out.FenceSeconds)); err != nil {
-		return 0, err
-	}
-	if l.cfg.Peers != nil {
-		l.cfg.Peers.Learn(out.RemovedRunners, began, seconds(out.TTLSeconds))
-	}
-	l.obey(ctx, beat, out)
-	l.certify(ctx, (*lease).ClusterID, out.AttestationCertificate)
-	return seconds(out.TTLSeconds / 3), nil
 }
 
 // keepPause is how long a certificate that could not be kept is not tried again.
@@ -216,49 +155,23 @@ func (l *Link) certify(ctx context.Context, cluster string, der []byte) {
 	}
 }
 
-func seconds(s float64) time.Duration { return time.Duration(s * float64(time.Second)) }
-
-// obey forgets what was reported and drops what the controller has no row for.
-func (l *Link) obey(ctx context.Context, sent runnerapi.Heartbeat, out runnerapi.Heartbeated) {
-	if l.cfg.Plane != nil {
-		l.cfg.Plane.End(out.EndedKeys)
-		if taken := runnerapi.TakenWrites(sent.DataWrites, out); len(taken) > 0 {
-			if err := l.cfg.Plane.Recorded(taken[len(taken)-1].Number); err != nil {
-				l.cfg.Log.WarnContext(ctx, "the log of writes by pass was not made shorter; it is tried again with the next of them", "err", err)
-			}
-		}
-	}
-	l.runner.ForgetUsages(sent.Usage)
-	for _, s := range sent.Sandboxes {
-		if s.State == runnerapi.SandboxDead {
-			l.runner.Forget(s.ID)
-		}
-	}
-	for _, id := range out.DropSandboxes {
-		l.cfg.Log.WarnContext(ctx, "sandbox without a row is destroyed", "sandbox_id", id)
-		if err := l.runner.Destroy(ctx, id); err != nil {
-			l.cfg.Log.ErrorContext(ctx, "sandbox was not destroyed", "sandbox_id", id, "err", err)
-		}
-	}
-	for _, id := range out.DropCheckpoints {
-		l.cfg.Log.WarnContext(ctx, "checkpoint without a row is deleted", "checkpoint_id", id)
-		if err := l.runner.DeleteCheckpoint(id); err != nil {
-			l.cfg.Log.ErrorContext(ctx, "checkpoint was not deleted", "checkpoint_id", id, "err", err)
-		}
-	}
-}
-
 // post asks the controller that answered last, and the others when that one is away.
 func (l *Link) post(ctx context.Context, path string, in, out any) error {
 	return l.postBy(ctx, l.client, path, in, out)
 }
 
 func (l *Link) postBy(ctx context.Context, client *http.Client, path string, in, out any) error {
+	return l.attempt(ctx, func(base string) error { return post(ctx, client, base+path, l.cfg.Secret, in, out) })
+}
+
+// attempt calls send with the address of the controller that answered last, then with the others, until one has answered.
+func (l *Link) attempt(ctx context.Context, send func(base string) error) error {
 	var errs []error
 	for range l.bases {
 		at := l.at.Load()
-		err := post(ctx, client, l.bases[at]+path, l.cfg.Secret, in, out)
-		if core.CategoryOf(err) != core.Unavailable && core.CodeOf(err) != core.CodeCertificateRefused {
+		err := send(l.bases[at])
+		code := core.CodeOf(err)
+		if core.CategoryOf(err) != core.Unavailable && code != core.CodeCertificateRefused || code == core.CodeRunnerLost {
 			return err
 		}
 		errs = append(errs, err)

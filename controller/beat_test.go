@@ -1,0 +1,66 @@
+package controller_test
+
+import (
+	"testing"
+	"time"
+
+	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/core"
+)
+
+// TestBeatSentTwice: a heartbeat that arrives again, after a workspace has become ready, settles nothing.
+func TestBeatSentTwice(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	w.beat()
+	old := w.runner.NextBeat(w.epoch)
+	ws := w.create("main")
+	if _, err := w.Heartbeat(t.Context(), w.runner.ID(), old); err != nil {
+		t.Fatal(err)
+	}
+	_, err := w.Heartbeat(t.Context(), w.runner.ID(), old)
+	wantCode(t, err, core.CodeHeartbeatStale)
+	if got := w.state(ws.ID); got != core.WorkspaceReady {
+		t.Errorf("after a repeated heartbeat the workspace is %s", got)
+	}
+}
+
+// TestBeatsAreNotAudited: heartbeats write no records of their runner, and one for each write by pass.
+func TestBeatsAreNotAudited(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	ws, key := w.create("main"), w.admin().ID
+	w.beat()
+	before := w.number(`SELECT count(*) FROM audit_records WHERE object_id = $1`, w.runner.ID())
+	for n := range int64(3) {
+		beat := w.runner.NextBeat(w.epoch)
+		beat.DataLog = "log"
+		beat.DataWrites = []runnerapi.DataWrite{{Number: n + 1, RequestID: "a", SandboxID: ws.Sandbox.ID, KeyID: key, Path: "/a", At: time.Now()}}
+		out, err := w.Heartbeat(t.Context(), w.runner.ID(), beat)
+		if err != nil {
+			t.Fatal(err)
+		}
+		w.runner.Obey(beat, out)
+	}
+	if after := w.number(`SELECT count(*) FROM audit_records WHERE object_id = $1`, w.runner.ID()); after != before {
+		t.Errorf("3 heartbeats have written %d audit records of the runner", after-before)
+	}
+	if n := w.number(`SELECT count(*) FROM audit_records WHERE action = 'putFile'`); n != 3 {
+		t.Errorf("3 writes are %d records", n)
+	}
+}
+
+// TestEpochAhead: the database has lost a registration. The runner registers again, and nothing is given up.
+func TestEpochAhead(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	ws := w.create("main")
+	w.sql(`UPDATE runners SET lease_epoch = 1, started_at = started_at - interval '1 hour'`)
+	_, err := w.Heartbeat(t.Context(), w.runner.ID(), runnerapi.Heartbeat{LeaseEpoch: w.epoch + 1, Info: w.runner.Info(), Sandboxes: w.runner.Sandboxes()})
+	wantCode(t, err, core.CodeStateConflict)
+	w.register()
+	w.beat()
+	if got := w.state(ws.ID); got != core.WorkspaceReady {
+		t.Errorf("the workspace is %s", got)
+	}
+}

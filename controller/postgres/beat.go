@@ -1,0 +1,153 @@
+package postgres
+
+import (
+	"context"
+	"maps"
+	"slices"
+	"time"
+
+	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/core"
+)
+
+type beatRow struct {
+	Epoch       int64     `db:"lease_epoch"`
+	StartedAt   time.Time `db:"started_at"`
+	Fenced      bool      `db:"fenced"`
+	Number      int64     `db:"number"`
+	Known       bool      `db:"known"`
+	HeartbeatAt time.Time `db:"heartbeat_at"`
+}
+
+// oldBeatAge is how old a heartbeat without a number can be when it arrives: its runner sends one list to one controller after the
+// other, and gives each ten seconds.
+const oldBeatAge = time.Minute
+
+// HeartbeatRunner locks the runner's row first: heartbeats of one runner take turns.
+func (t *tx) HeartbeatRunner(ctx context.Context, id core.RunnerID, h runnerapi.Heartbeat, ttl time.Duration) (controller.Beaten, error) {
+	row, err := one[beatRow](ctx, t, noRunner(id), `
+		SELECT lease_epoch, started_at, fenced_at IS NOT NULL AS fenced, heartbeat_at,
+			CASE WHEN beat_epoch = lease_epoch THEN beat ELSE 0 END AS number,
+			coalesce(beat_epoch = lease_epoch AND beat_at = heartbeat_at, false) AS known
+		FROM runners WHERE id = @id FOR NO KEY UPDATE`, args{"id": id})
+	if err == nil {
+		err = refused(id, row, h)
+	}
+	if err != nil {
+		return controller.Beaten{}, err
+	}
+	_, err = t.exec(ctx, `
+		UPDATE runners SET heartbeat_at = now(), lease_expires_at = now() + make_interval(secs => @ttl), capacity = @capacity, allocated = @allocated,
+			disk_free_mb = @disk, kvm = @kvm, egress_key = @egress_key, egress_url = @egress_url,
+			beat = @number::bigint, beat_epoch = lease_epoch, beat_at = CASE WHEN @number::bigint > 0 THEN now() END
+		WHERE id = @id`,
+		args{
+			"id": id, "ttl": ttl.Seconds(), "capacity": h.Info.Capacity, "allocated": h.Info.Allocated,
+			"disk": h.Info.DiskFreeMB, "kvm": h.Info.KVM, "egress_key": orNone(h.Info.EgressKey), "egress_url": h.Info.EgressURL,
+			"number": h.Number,
+		})
+	out := controller.Beaten{Next: row.Known && row.Number == h.Answered && h.Number > 0}
+	switch {
+	case out.Next:
+		out.Settled = row.HeartbeatAt
+	case h.Number == 0:
+		out.Settled = row.HeartbeatAt.Add(-oldBeatAge)
+	}
+	return out, err
+}
+
+// refused says why a heartbeat is not applied. A runner must end its sandboxes only if its lease was given up, or if another
+// process has registered since. It never must when the database knows less than the runner: then a failover has lost something.
+func refused(id core.RunnerID, row beatRow, h runnerapi.Heartbeat) error {
+	sameProcess := row.StartedAt.Equal(h.Info.StartedAt.Truncate(time.Microsecond))
+	switch {
+	case h.LeaseEpoch > row.Epoch:
+		return core.Errorf(core.Conflict, core.CodeStateConflict,
+			"runner %s has a lease with epoch %d, but the database knows epochs up to %d only; it must register again", id, h.LeaseEpoch, row.Epoch)
+	case row.Fenced, h.LeaseEpoch < row.Epoch && !sameProcess:
+		return core.Errorf(core.Unavailable, core.CodeRunnerLost, "the lease of runner %s with epoch %d was given up", id, h.LeaseEpoch)
+	case h.LeaseEpoch < row.Epoch: // it asked for the newer lease and has missed the answer
+		return core.Errorf(core.Conflict, core.CodeStateConflict, "runner %s has a newer lease than epoch %d; it must register again", id, h.LeaseEpoch)
+	case h.Answered > row.Number:
+		return core.Errorf(core.Conflict, core.CodeStateConflict,
+			"heartbeat %d of runner %s was answered, but the database knows heartbeats up to %d only; the runner must register again", h.Answered, id, row.Number)
+	case row.Number > 0 && h.Number <= row.Number:
+		return core.Errorf(core.Unavailable, core.CodeHeartbeatStale, "heartbeat %d of runner %s came after heartbeat %d and was not applied", h.Number, id, row.Number)
+	}
+	return nil
+}
+
+type heldRow struct {
+	ID          core.SandboxID      `db:"id"`
+	WorkspaceID core.WorkspaceID    `db:"workspace_id"`
+	State       core.WorkspaceState `db:"state"`
+	Current     bool                `db:"current"`
+	Settled     bool                `db:"settled"`
+	Stalled     *time.Time          `db:"stalled"`
+}
+
+// HeldSandboxes lists what should be on a runner. Settled compares two moments of the database's clock. A sandbox that is being
+// suspended is never current: its runner stops it before its operation writes that.
+func (t *tx) HeldSandboxes(ctx context.Context, id core.RunnerID, settled time.Time) ([]controller.HeldSandbox, error) {
+	rows, err := many[heldRow](ctx, t, `
+		SELECT s.id, s.workspace_id, w.state, coalesce(w.sandbox_id = s.id, false) AND NOT (w.state = 'checkpointing' AND EXISTS (
+			SELECT 1 FROM operations o WHERE o.workspace_id = w.id AND o.kind = @suspend AND o.state IN ('pending', 'running'))) AS current, coalesce(w.ready_at < @settled, false) AS settled,
+			s.stalled_at AS stalled
+		FROM sandboxes s JOIN workspaces w ON w.id = s.workspace_id
+		WHERE s.runner_id = @id AND s.ended_at IS NULL`, args{"id": id, "settled": settled, "suspend": controller.OpSuspendWorkspace})
+	list := make([]controller.HeldSandbox, len(rows))
+	for i, r := range rows {
+		list[i] = controller.HeldSandbox{ID: r.ID, WorkspaceID: r.WorkspaceID, State: r.State, Current: r.Current, Settled: r.Settled, Stalled: timeOf(r.Stalled)}
+	}
+	return list, err
+}
+
+type stallRow struct {
+	ID      core.SandboxID `json:"id"`
+	At      *time.Time     `json:"at"`
+	Code    *core.Code     `json:"code"`
+	Message *string        `json:"message"`
+}
+
+// SetStalls locks the workspaces first, as everybody does: their events follow the order of their changes.
+func (t *tx) SetStalls(ctx context.Context, id core.RunnerID, list map[core.SandboxID]controller.Stall) error {
+	if len(list) == 0 {
+		return nil
+	}
+	rows := make([]stallRow, 0, len(list))
+	for sandbox, s := range list {
+		row := stallRow{ID: sandbox}
+		if !s.Since.IsZero() {
+			row.At, row.Code, row.Message = &s.Since, &s.Code, &s.Message
+		}
+		rows = append(rows, row)
+	}
+	if _, err := t.exec(ctx, `
+		SELECT FROM workspaces w WHERE w.id IN (SELECT s.workspace_id FROM sandboxes s WHERE s.id = ANY(@ids::text[]))
+		ORDER BY w.id FOR NO KEY UPDATE`, args{"ids": texts(slices.Collect(maps.Keys(list)))}); err != nil {
+		return err
+	}
+	_, err := t.exec(ctx, `
+		UPDATE sandboxes s SET stalled_at = x.at, stalled_code = x.code, stalled_message = x.message
+		FROM jsonb_to_recordset(@rows::jsonb) AS x (id text, at timestamptz, code text, message text)
+		WHERE s.id = x.id AND s.runner_id = @runner AND s.ended_at IS NULL`, args{"runner": id, "rows": rows})
+	return err
+}
+
+type checkpointIDRow struct {
+	ID core.CheckpointID `db:"id"`
+}
+
+// HeldCheckpoints says which of the runner's checkpoints are ours. One that is being captured has no runner yet; one that is sealed
+// may have been fetched.
+func (t *tx) HeldCheckpoints(ctx context.Context, id core.RunnerID, ids []core.CheckpointID) ([]core.CheckpointID, error) {
+	rows, err := many[checkpointIDRow](ctx, t, `
+		SELECT id FROM checkpoints WHERE id = ANY(@ids::text[]) AND state IN ('capturing', 'captured', 'sealed') AND (runner_id IS NULL OR runner_id = @runner OR state = 'sealed')`,
+		args{"ids": texts(ids), "runner": id})
+	list := make([]core.CheckpointID, len(rows))
+	for i, r := range rows {
+		list[i] = r.ID
+	}
+	return list, err
+}
