@@ -2,7 +2,6 @@ package controller
 
 import (
 	"context"
-	"slices"
 	"time"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
@@ -52,104 +51,11 @@ func (c *Controller) fenceTime() time.Duration {
 	return c.cfg.RunnerLease + c.cfg.RunnerFence - c.cfg.RunnerLease/3
 }
 
-// Heartbeat extends a lease and compares what runs with the rows. Living rows exist before a runner is called, so what has
-// none is garbage; a settled workspace whose sandbox is dead or missing is LOST.
-func (c *Controller) Heartbeat(ctx context.Context, id core.RunnerID, h runnerapi.Heartbeat) (runnerapi.Heartbeated, error) {
-	ctx = WithOrigin(ctx, Origin{Actor: string(id), Action: "heartbeat"})
-	if err := checkBeat(h); err != nil {
-		return runnerapi.Heartbeated{}, err
-	}
-	out := runnerapi.Heartbeated{Number: h.Number, TTLSeconds: c.cfg.RunnerLease.Seconds(), FenceSeconds: c.fenceTime().Seconds()}
-	writes := cleanWrites(h.DataWrites)
-	out.DataTaken = len(writes)
-	reported := make(map[core.SandboxID]runnerapi.Sandbox, len(h.Sandboxes))
-	for _, s := range h.Sandboxes {
-		reported[s.ID] = s
-	}
-	var lost []EndedWorkspace
-	var here []core.WorkspaceID
-	usage := c.samples.due(h.Usage, c.cfg.UsageInterval)
-	err := c.store.InTx(ctx, System(), func(tx Tx) error {
-		out.DropSandboxes, out.DropCheckpoints, lost, here = nil, nil, nil, nil
-		beaten, err := tx.HeartbeatRunner(ctx, id, h, c.cfg.RunnerLease)
-		if err != nil {
-			return err
-		}
-		rows, err := tx.HeldSandboxes(ctx, id, beaten.Settled)
-		if err != nil {
-			return err
-		}
-		held, stalls := make(map[core.SandboxID]bool, len(rows)), make(map[core.SandboxID]Stall)
-		for _, row := range rows {
-			held[row.ID] = true
-			here = append(here, row.WorkspaceID)
-			s, there := reported[row.ID]
-			if stall := stallOf(s); !stall.Since.Equal(row.Stalled) {
-				stalls[row.ID] = stall
-			}
-			if why := lostBecause(row, s, there); why != "" {
-				lost = append(lost, EndedWorkspace{ID: row.WorkspaceID, To: core.WorkspaceLost, Sandbox: row.ID, Failure: &Failure{Code: core.CodeSandboxLost, Message: why}})
-			}
-		}
-		for _, s := range h.Sandboxes {
-			if !held[s.ID] && s.State != runnerapi.SandboxDead {
-				out.DropSandboxes = append(out.DropSandboxes, s.ID)
-			}
-		}
-		if err := tx.SetStalls(ctx, id, stalls); err != nil {
-			return err
-		}
-		if out.EndedKeys, err = endedKeys(ctx, tx, h.DataKeys); err != nil {
-			return err
-		}
-		if out.RemovedRunners, err = tx.RemovedRunners(ctx, c.cfg.CertificateLife+time.Hour, maxRemoved); err != nil {
-			return err
-		}
-		if err := tx.InsertDataWrites(ctx, id, cleanText(h.DataLog, 64), writes); err != nil {
-			return err
-		}
-		known, err := tx.HeldCheckpoints(ctx, id, h.Checkpoints)
-		if err != nil {
-			return err
-		}
-		if err := tx.SetCopies(ctx, id, known); err != nil {
-			return err
-		}
-		if err := tx.SetHolds(ctx, id, h.Fetching[:min(len(h.Fetching), maxHolds)]); err != nil {
-			return err
-		}
-		for _, cp := range h.Checkpoints {
-			if !slices.Contains(known, cp) {
-				out.DropCheckpoints = append(out.DropCheckpoints, cp)
-			}
-		}
-		if err := tx.InsertUsage(ctx, id, usage); err != nil || len(lost) == 0 {
-			return err
-		}
-		_, err = tx.EndWorkspaces(ctx, lost)
-		return err
-	})
-	if err != nil {
-		return runnerapi.Heartbeated{}, err
-	}
-	for _, w := range here { // what a runner says of others is not heard
-		if slices.Contains(h.DataUsed, w) {
-			c.uses.add(w)
-		}
-	}
-	c.samples.written(usage, c.cfg.UsageInterval)
-	for _, l := range lost {
-		c.log.WarnContext(ctx, "workspace lost", "workspace_id", l.ID, "runner_id", id, "cause", l.Failure.Message)
-	}
-	if len(out.DropSandboxes)+len(out.DropCheckpoints) > 0 {
-		c.log.InfoContext(ctx, "runner told to drop what has no row", "runner_id", id, "sandboxes", out.DropSandboxes, "checkpoints", out.DropCheckpoints)
-	}
-	out.AttestationCertificate = c.certified(ctx, id, h.AttestationRequest) // the transaction has found its lease
-	return out, nil
-}
-
 // checkBeat refuses numbers that no runner counts up to.
-func checkBeat(h runnerapi.Heartbeat) error {
+func checkBeat(h runnerapi.Heartbeat, differences *runnerapi.Beat) error {
+	if differences != nil && h.Number == 0 {
+		return core.Errorf(core.Invalid, core.CodeInvalidField, "number: a heartbeat with differences has a number")
+	}
 	const most = 1 << 53
 	if h.Number < 0 || h.Number > most || h.Answered < 0 || h.Answered > 0 && h.Answered >= h.Number {
 		return core.Errorf(core.Invalid, core.CodeInvalidField, "number, answered: a heartbeat's numbers are positive, and it was collected after the one that was answered")

@@ -23,7 +23,7 @@ func TestHeartbeatDropsGarbage(t *testing.T) {
 	beat.Sandboxes = append(beat.Sandboxes, runnerapi.Sandbox{ID: stray, State: runnerapi.SandboxReady}, runnerapi.Sandbox{ID: core.NewID[core.SandboxID](), State: runnerapi.SandboxDead})
 	beat.Checkpoints = append(beat.Checkpoints, strayCP)
 	out, err := w.Heartbeat(t.Context(), w.runner.ID(), beat)
-	if err != nil || len(out.DropSandboxes) != 1 || out.DropSandboxes[0] != stray || len(out.DropCheckpoints) != 1 || out.DropCheckpoints[0] != strayCP || out.TTLSeconds <= 0 {
+	if err != nil || len(out.DropSandboxes) != 1 || out.DropSandboxes[0] != stray || len(out.DropCheckpoints) != 0 || len(out.StrayCheckpoints) != 1 || out.StrayCheckpoints[0] != strayCP || out.TTLSeconds <= 0 {
 		t.Errorf("%+v, %v", out, err)
 	}
 	if w.state(ws.ID) != core.WorkspaceReady {
@@ -52,7 +52,7 @@ func TestHeartbeatSparesWhatIsUnderWay(t *testing.T) {
 			}
 			<-g.reached
 			for range 3 {
-				if out := w.beat(); len(out.DropSandboxes)+len(out.DropCheckpoints) != 0 && !strings.Contains(name, "dropping") {
+				if out := w.beat(); len(out.DropSandboxes)+len(out.DropCheckpoints)+len(out.StrayCheckpoints) != 0 && !strings.Contains(name, "dropping") {
 					t.Errorf("told to drop what is under way: %+v", out)
 				}
 			}

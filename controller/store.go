@@ -381,7 +381,7 @@ type HeldSandbox struct {
 	WorkspaceID core.WorkspaceID
 	State       core.WorkspaceState
 	Current     bool      // the workspace's present one, neither one that a restore prepares nor one that is being suspended
-	Settled     bool      // ready since before the moment that HeldSandboxes was called with
+	Settled     bool      // ready since before the moment that HeldFilter has
 	Stalled     time.Time // since when it waits for the store; zero: it does not
 }
 
@@ -394,20 +394,41 @@ type Beaten struct {
 	Settled time.Time
 }
 
+// HeldFilter says which sandboxes of a runner are of interest.
+type HeldFilter struct {
+	Settled time.Time // see HeldSandbox
+	All     bool
+	// Without All: these sandboxes, and those of these workspaces.
+	Sandboxes  []core.SandboxID
+	Workspaces []core.WorkspaceID
+}
+
+// HeldCheckpoints are checkpoints that a runner holds. One that is in no list has no row, or a row of which the runner should have no
+// bytes: its capture failed, or it was captured elsewhere and is not in the store.
+type HeldCheckpoints struct {
+	Copies    []core.CheckpointID // captured there, or sealed
+	Capturing []core.CheckpointID
+	Deleted   []core.CheckpointID
+}
+
 // FleetTx keeps runners and images. All of it is the system's.
 type FleetTx interface {
 	RegisterRunner(ctx context.Context, r runnerapi.Register, ttl time.Duration) (Runner, error)
 	// HeartbeatRunner extends the lease. RUNNER_LOST when it was given up; STATE_CONFLICT and RUNNER_NOT_FOUND when the runner
 	// must register again; HEARTBEAT_STALE when a later heartbeat was applied before.
 	HeartbeatRunner(ctx context.Context, id core.RunnerID, h runnerapi.Heartbeat, ttl time.Duration) (Beaten, error)
-	// HeldSandboxes lists the sandboxes that should be on the runner.
-	HeldSandboxes(ctx context.Context, id core.RunnerID, settled time.Time) ([]HeldSandbox, error)
+	// HeldSandboxes lists the sandboxes that should be on the runner, or some of them.
+	HeldSandboxes(ctx context.Context, id core.RunnerID, which HeldFilter) ([]HeldSandbox, error)
 	// SetStalls records of sandboxes of the runner that they stand still, or, with a zero stall, that they do not any more.
 	SetStalls(ctx context.Context, id core.RunnerID, list map[core.SandboxID]Stall) error
-	// HeldCheckpoints returns those of the given ids that live and may be on the runner: what it has captured and what is sealed.
-	HeldCheckpoints(ctx context.Context, id core.RunnerID, ids []core.CheckpointID) ([]core.CheckpointID, error)
-	// SetCopies records that the runner holds these checkpoints and no others.
+	// HeldCheckpoints sorts checkpoints that the runner says it holds.
+	HeldCheckpoints(ctx context.Context, id core.RunnerID, ids []core.CheckpointID) (HeldCheckpoints, error)
+	// SetCopies records that the runner holds these checkpoints and no others, ChangeCopies that some have come and some are gone. Only
+	// captured and sealed ones are recorded.
 	SetCopies(ctx context.Context, id core.RunnerID, ids []core.CheckpointID) error
+	ChangeCopies(ctx context.Context, id core.RunnerID, come, gone []core.CheckpointID) error
+	// HeldSums returns the checksums of the runner's living sandboxes and of its copies of checkpoints but for some.
+	HeldSums(ctx context.Context, id core.RunnerID, but []core.CheckpointID) (sandboxes, checkpoints int64, err error)
 	Runner(ctx context.Context, id core.RunnerID) (Runner, error)
 	DrainRunner(ctx context.Context, id core.RunnerID, on bool) (Runner, error)
 	Runners(ctx context.Context, p Page) ([]Runner, error)

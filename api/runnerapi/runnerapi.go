@@ -39,6 +39,7 @@ const (
 const (
 	PathRegister  = "/internal/v1/runners/register"       // POST Register -> Registered
 	PathHeartbeat = "/internal/v1/runners/{id}/heartbeat" // POST Heartbeat -> Heartbeated
+	PathBeats     = "/internal/v1/runners/{id}/beats"     // POST Beat -> Heartbeated
 	PathFlows     = "/internal/v1/runners/{id}/flows"     // POST Flows: what sandboxes sent out
 	PathRenew     = "/internal/v1/runners/{id}/renew"     // POST Renew -> Renewed: the next certificate
 	PathJoin      = "/internal/v1/join"                   // POST Join -> Joined: the only one that takes no certificate
@@ -404,6 +405,16 @@ type Heartbeat struct {
 	AttestationRequest []byte `json:"attestation_request,omitempty"`
 }
 
+// Beat is a heartbeat with differences to the last one that was answered: Sandboxes are those that differ from what was sent then,
+// and all dead ones; Checkpoints are those that have come since, and those that were unsettled.
+type Beat struct {
+	Heartbeat
+	GoneCheckpoints []core.CheckpointID `json:"gone_checkpoints,omitempty"`
+	// SandboxSum is the checksum (package beats) of all living sandboxes, CheckpointSum that of the checkpoints that are not in Checkpoints.
+	SandboxSum    int64 `json:"sandbox_sum"`
+	CheckpointSum int64 `json:"checkpoint_sum"`
+}
+
 // Usage is what a sandbox has used since its start. One that ended is reported until a heartbeat with it was answered.
 type Usage struct {
 	SandboxID     core.SandboxID `json:"sandbox_id"`
@@ -423,8 +434,14 @@ type Heartbeated struct {
 	TTLSeconds      float64             `json:"ttl_seconds"`
 	FenceSeconds    float64             `json:"fence_seconds"` // from the beginning of the last answered message on; the controller waits longer
 	DropSandboxes   []core.SandboxID    `json:"drop_sandboxes,omitempty"`
-	DropCheckpoints []core.CheckpointID `json:"drop_checkpoints,omitempty"`
-	EndedKeys       []core.KeyID        `json:"ended_keys,omitempty"` // of DataKeys: what was begun with them must end
+	DropCheckpoints []core.CheckpointID `json:"drop_checkpoints,omitempty"` // they were deleted
+	// StrayCheckpoints are those that the database does not have. They go to the runner's trash, for a time.
+	StrayCheckpoints []core.CheckpointID `json:"stray_checkpoints,omitempty"`
+	// Unsettled are checkpoints that are still being captured: the next heartbeat names them again.
+	Unsettled []core.CheckpointID `json:"unsettled,omitempty"`
+	// Full asks for the whole list at once, since the differences could not be applied or a checksum differs.
+	Full      bool         `json:"full,omitempty"`
+	EndedKeys []core.KeyID `json:"ended_keys,omitempty"` // of DataKeys: what was begun with them must end
 	// DataTaken is how many of DataWrites were taken, from the first on. The runner tells the others again. It is 0 from a controller of before,
 	// which takes MaxDataWrites.
 	DataTaken int `json:"data_taken,omitempty"`

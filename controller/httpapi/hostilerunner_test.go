@@ -20,6 +20,7 @@ func TestReportsOfManyElements(t *testing.T) { //nolint:paralleltest // it measu
 	id := func(path string) string { return strings.Replace(path, "{id}", string(w.runner.ID()), 1) }
 	for name, c := range map[string]struct{ path, body string }{
 		"sandboxes":    {id(runnerapi.PathHeartbeat), many(`{"lease_epoch":1,"sandboxes":[`, "{}", "]}")},
+		"gone":         {id(runnerapi.PathBeats), many(`{"lease_epoch":1,"gone_checkpoints":[`, `"x"`, "]}")},
 		"usage":        {id(runnerapi.PathHeartbeat), many(`{"lease_epoch":1,"usage":[`, "{}", "]}")},
 		"again":        {id(runnerapi.PathHeartbeat), many(`{`, `"sandboxes":[{}]`, "}")},
 		"levels":       {id(runnerapi.PathHeartbeat), strings.Repeat(`{"a":[`, size/6)},

@@ -144,6 +144,19 @@ func internalRoutes(control *controller.Controller, log *slog.Logger) *http.Serv
 			return control.Heartbeat(r.Context(), id, in)
 		})
 	})
+	mux.HandleFunc("POST "+runnerapi.PathBeats, func(w http.ResponseWriter, r *http.Request) {
+		var in runnerapi.Beat
+		answer(w, r, log, &in, func() (any, error) {
+			id, err := core.ParseID[core.RunnerID](r.PathValue("id"))
+			if err == nil {
+				err = same(r, id)
+			}
+			if err != nil {
+				return nil, err
+			}
+			return control.Beat(r.Context(), id, in)
+		})
+	})
 	mux.HandleFunc("POST "+runnerapi.PathFlows, func(w http.ResponseWriter, r *http.Request) {
 		var in runnerapi.Flows
 		answer(w, r, log, &in, func() (any, error) {

@@ -13,7 +13,7 @@ const maxReport = 32 << 20
 func reportBound(in any) boundjson.Bound {
 	b := boundjson.Bound{Name: "the runner's message", Bytes: 1 << 20, Elements: 16 << 10, List: 4 << 10, Depth: 16}
 	switch in.(type) {
-	case *runnerapi.Heartbeat: // a runner has some thousands of sandboxes and checkpoints
+	case *runnerapi.Heartbeat, *runnerapi.Beat: // a runner has some thousands of sandboxes and checkpoints
 		b.Bytes, b.Elements, b.List = maxReport, 512<<10, 64<<10
 	case *runnerapi.Flows:
 		b.Bytes, b.Elements, b.List = maxReport, 512<<10, 32<<10

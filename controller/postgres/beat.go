@@ -87,15 +87,22 @@ type heldRow struct {
 	Stalled     *time.Time          `db:"stalled"`
 }
 
-// HeldSandboxes lists what should be on a runner. Settled compares two moments of the database's clock. A sandbox that is being
-// suspended is never current: its runner stops it before its operation writes that.
-func (t *tx) HeldSandboxes(ctx context.Context, id core.RunnerID, settled time.Time) ([]controller.HeldSandbox, error) {
+// HeldSandboxes compares two moments of the database's clock for Settled. A sandbox that is being suspended is never current: its
+// runner stops it before its operation writes that.
+func (t *tx) HeldSandboxes(ctx context.Context, id core.RunnerID, which controller.HeldFilter) ([]controller.HeldSandbox, error) {
+	if !which.All && len(which.Sandboxes)+len(which.Workspaces) == 0 {
+		return nil, nil
+	}
 	rows, err := many[heldRow](ctx, t, `
 		SELECT s.id, s.workspace_id, w.state, coalesce(w.sandbox_id = s.id, false) AND NOT (w.state = 'checkpointing' AND EXISTS (
 			SELECT 1 FROM operations o WHERE o.workspace_id = w.id AND o.kind = @suspend AND o.state IN ('pending', 'running'))) AS current, coalesce(w.ready_at < @settled, false) AS settled,
 			s.stalled_at AS stalled
 		FROM sandboxes s JOIN workspaces w ON w.id = s.workspace_id
-		WHERE s.runner_id = @id AND s.ended_at IS NULL`, args{"id": id, "settled": settled, "suspend": controller.OpSuspendWorkspace})
+		WHERE s.runner_id = @id AND s.ended_at IS NULL AND (@all OR s.id = ANY(@ids::text[]) OR s.workspace_id = ANY(@workspaces::text[]))`,
+		args{
+			"id": id, "settled": which.Settled, "suspend": controller.OpSuspendWorkspace, "all": which.All,
+			"ids": texts(which.Sandboxes), "workspaces": texts(which.Workspaces),
+		})
 	list := make([]controller.HeldSandbox, len(rows))
 	for i, r := range rows {
 		list[i] = controller.HeldSandbox{ID: r.ID, WorkspaceID: r.WorkspaceID, State: r.State, Current: r.Current, Settled: r.Settled, Stalled: timeOf(r.Stalled)}
@@ -135,19 +142,45 @@ func (t *tx) SetStalls(ctx context.Context, id core.RunnerID, list map[core.Sand
 	return err
 }
 
-type checkpointIDRow struct {
-	ID core.CheckpointID `db:"id"`
+type heldCheckpointRow struct {
+	ID    core.CheckpointID    `db:"id"`
+	State core.CheckpointState `db:"state"`
 }
 
-// HeldCheckpoints says which of the runner's checkpoints are ours. One that is being captured has no runner yet; one that is sealed
-// may have been fetched.
-func (t *tx) HeldCheckpoints(ctx context.Context, id core.RunnerID, ids []core.CheckpointID) ([]core.CheckpointID, error) {
-	rows, err := many[checkpointIDRow](ctx, t, `
-		SELECT id FROM checkpoints WHERE id = ANY(@ids::text[]) AND state IN ('capturing', 'captured', 'sealed') AND (runner_id IS NULL OR runner_id = @runner OR state = 'sealed')`,
-		args{"ids": texts(ids), "runner": id})
-	list := make([]core.CheckpointID, len(rows))
-	for i, r := range rows {
-		list[i] = r.ID
+// HeldCheckpoints looks up each id. A checkpoint that is being captured has no runner yet; one that is sealed may have been fetched.
+func (t *tx) HeldCheckpoints(ctx context.Context, id core.RunnerID, ids []core.CheckpointID) (out controller.HeldCheckpoints, err error) {
+	if len(ids) == 0 {
+		return out, nil
 	}
-	return list, err
+	rows, err := many[heldCheckpointRow](ctx, t, `
+		SELECT id, state FROM checkpoints WHERE id = ANY(@ids::text[])
+			AND (state IN ('sealed', 'deleted') OR state IN ('capturing', 'captured') AND (runner_id IS NULL OR runner_id = @runner))`,
+		args{"ids": texts(ids), "runner": id})
+	for _, r := range rows {
+		switch r.State {
+		case core.CheckpointCapturing:
+			out.Capturing = append(out.Capturing, r.ID)
+		case core.CheckpointDeleted:
+			out.Deleted = append(out.Deleted, r.ID)
+		case core.CheckpointCaptured, core.CheckpointSealed:
+			out.Copies = append(out.Copies, r.ID)
+		case core.CheckpointFailed: // the query leaves them out
+		}
+	}
+	return out, err
+}
+
+type heldSumRow struct {
+	Sandboxes   int64 `db:"sandboxes"`
+	Checkpoints int64 `db:"checkpoints"`
+}
+
+// HeldSums reads the copies' sum from an index alone, and takes out of it, one by one, those that do not count.
+func (t *tx) HeldSums(ctx context.Context, id core.RunnerID, but []core.CheckpointID) (sandboxes, checkpoints int64, err error) {
+	row, err := one[heldSumRow](ctx, t, nil, `
+		SELECT coalesce((SELECT bit_xor(id_sum) FROM sandboxes WHERE runner_id = @runner AND ended_at IS NULL), 0) AS sandboxes,
+			coalesce((SELECT bit_xor(id_sum) FROM checkpoint_copies WHERE runner_id = @runner), 0)
+				# coalesce((SELECT bit_xor(id_sum) FROM checkpoint_copies WHERE runner_id = @runner AND checkpoint_id = ANY(@but::text[])), 0) AS checkpoints`,
+		args{"runner": id, "but": texts(but)})
+	return row.Sandboxes, row.Checkpoints, err
 }

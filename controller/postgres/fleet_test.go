@@ -53,7 +53,7 @@ func TestRunnerLease(t *testing.T) {
 		var held []controller.HeldSandbox
 		d.system(func(ctx context.Context, tx controller.Tx) error {
 			var err error
-			held, err = tx.HeldSandboxes(ctx, d.runner, beaten.Settled)
+			held, err = tx.HeldSandboxes(ctx, d.runner, controller.HeldFilter{All: true, Settled: beaten.Settled})
 			return err
 		})
 		if len(held) != 1 || held[0].ID != w.Sandbox.ID || !held[0].Current || held[0].State != core.WorkspaceReady {
@@ -174,12 +174,12 @@ func TestHeldCheckpoints(t *testing.T) {
 	})
 	d.system(func(ctx context.Context, tx controller.Tx) error {
 		held, err := tx.HeldCheckpoints(ctx, d.runner, []core.CheckpointID{from.ID, kept.ID, gone.ID, core.NewID[core.CheckpointID]()})
-		if len(held) != 2 {
-			t.Errorf("held: %v", held)
+		if len(held.Copies) != 2 || len(held.Deleted) != 1 || held.Deleted[0] != gone.ID {
+			t.Errorf("held: %+v", held)
 		}
 		foreign, err2 := tx.HeldCheckpoints(ctx, core.NewID[core.RunnerID](), []core.CheckpointID{kept.ID})
-		if len(foreign) != 0 || err2 != nil {
-			t.Errorf("of another runner: %v, %v", foreign, err2)
+		if len(foreign.Copies) != 0 || err2 != nil {
+			t.Errorf("of another runner: %+v, %v", foreign, err2)
 		}
 		return err
 	})

@@ -212,16 +212,16 @@ func TestCopies(t *testing.T) {
 	// A runner may hold what is sealed, whoever captured it.
 	d.system(func(ctx context.Context, tx controller.Tx) error {
 		list, err := tx.HeldCheckpoints(ctx, other, []core.CheckpointID{a.ID, b.ID})
-		if len(list) != 0 {
-			t.Errorf("captured elsewhere: %v", list)
+		if len(list.Copies) != 0 {
+			t.Errorf("captured elsewhere: %+v", list)
 		}
 		return err
 	})
 	d.sealed(a.ID)
 	d.system(func(ctx context.Context, tx controller.Tx) error {
 		list, err := tx.HeldCheckpoints(ctx, other, []core.CheckpointID{a.ID, b.ID})
-		if !slices.Equal(list, []core.CheckpointID{a.ID}) {
-			t.Errorf("sealed elsewhere: %v", list)
+		if !slices.Equal(list.Copies, []core.CheckpointID{a.ID}) {
+			t.Errorf("sealed elsewhere: %+v", list)
 		}
 		return err
 	})

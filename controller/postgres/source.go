@@ -10,6 +10,10 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
+type checkpointIDRow struct {
+	ID core.CheckpointID `db:"id"`
+}
+
 // maxSources bounds the ancestors that a runner is told of: what it has of one that is further away than this is of little use.
 const maxSources = 64
 
@@ -116,18 +120,24 @@ func (t *tx) SetCopies(ctx context.Context, id core.RunnerID, ids []core.Checkpo
 			gone = append(gone, r.ID)
 		}
 	}
-	if len(gone) > 0 {
-		if _, err := t.exec(ctx, `DELETE FROM checkpoint_copies WHERE runner_id = @runner AND checkpoint_id = ANY(@ids::text[])`,
-			args{"ids": texts(gone), "runner": id}); err != nil {
+	return t.ChangeCopies(ctx, id, slices.Sorted(maps.Keys(fresh)), gone)
+}
+
+// ChangeCopies locks the rows of checkpoints first, in order, as their deletion does: that comes before, and there is no copy, or it
+// removes the copy.
+func (t *tx) ChangeCopies(ctx context.Context, id core.RunnerID, come, gone []core.CheckpointID) error {
+	if len(come) > 0 {
+		if _, err := t.exec(ctx, `
+			INSERT INTO checkpoint_copies (checkpoint_id, runner_id, project_id, shared)
+			SELECT c.id, @runner, c.project_id, c.shared FROM checkpoints c
+			WHERE c.id = ANY(@ids::text[]) AND c.state IN ('captured', 'sealed') ORDER BY c.id FOR SHARE
+			ON CONFLICT DO NOTHING`, args{"ids": texts(come), "runner": id}); err != nil {
 			return err
 		}
 	}
-	if len(fresh) == 0 {
+	if len(gone) == 0 {
 		return nil
 	}
-	_, err = t.exec(ctx, `
-		INSERT INTO checkpoint_copies (checkpoint_id, runner_id, project_id, shared)
-		SELECT c.id, @runner, c.project_id, c.shared FROM checkpoints c WHERE c.id = ANY(@ids::text[]) AND c.state IN ('captured', 'sealed')
-		ON CONFLICT DO NOTHING`, args{"ids": texts(slices.Sorted(maps.Keys(fresh))), "runner": id})
+	_, err := t.exec(ctx, `DELETE FROM checkpoint_copies WHERE runner_id = @runner AND checkpoint_id = ANY(@ids::text[])`, args{"ids": texts(gone), "runner": id})
 	return err
 }

@@ -12,27 +12,20 @@ import (
 	"time"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/api/runnerapi/beats"
 	"github.com/coppice-dev/coppice/core"
 )
-
-// beats numbers the heartbeats of the fake.
-type beats struct {
-	epoch    int64
-	number   int64
-	answered int64
-}
 
 // NextBeat collects a heartbeat with all that the fake holds, and gives it the next number of the lease.
 func (r *Runner) NextBeat(epoch int64) runnerapi.Heartbeat {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if r.beats.epoch != epoch {
-		r.beats = beats{epoch: epoch}
+	if r.epoch != epoch {
+		r.epoch = epoch
+		r.sender.Registered(epoch)
 	}
-	r.beats.number++
-	beat := runnerapi.Heartbeat{
-		LeaseEpoch: epoch, Number: r.beats.number, Answered: r.beats.answered, Info: r.info(), Checkpoints: slices.Sorted(maps.Keys(r.checkpoints)),
-	}
+	beat := r.sender.Begin()
+	beat.Info, beat.Checkpoints = r.info(), slices.Sorted(maps.Keys(r.checkpoints))
 	for _, id := range slices.Sorted(maps.Keys(r.sandboxes)) {
 		beat.Sandboxes = append(beat.Sandboxes, r.sandboxes[id].Sandbox)
 	}
@@ -84,8 +77,8 @@ func (r *Runner) Beat(ctx context.Context, base, secret string) (runnerapi.Heart
 func (r *Runner) Obey(beat runnerapi.Heartbeat, out runnerapi.Heartbeated) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if beat.LeaseEpoch == r.beats.epoch {
-		r.beats.answered = max(r.beats.answered, out.Number)
+	if beat.LeaseEpoch == r.epoch {
+		r.sender.Answered(beats.Message{Whole: beat}, out)
 	}
 	for _, s := range beat.Sandboxes {
 		if s.State == runnerapi.SandboxDead {
@@ -95,7 +88,7 @@ func (r *Runner) Obey(beat runnerapi.Heartbeat, out runnerapi.Heartbeated) {
 	for _, id := range out.DropSandboxes {
 		r.remove(id)
 	}
-	for _, id := range out.DropCheckpoints {
+	for _, id := range append(out.DropCheckpoints, out.StrayCheckpoints...) {
 		delete(r.checkpoints, id)
 	}
 }

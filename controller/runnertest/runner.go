@@ -15,6 +15,7 @@ import (
 	"time"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/api/runnerapi/beats"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/egress/grant"
 	"github.com/coppice-dev/coppice/internal/attest"
@@ -75,7 +76,8 @@ type Runner struct {
 	checkpoints map[core.CheckpointID]*checkpoint
 	calls       map[string]int
 	lease       *runnerapi.Registered
-	beats       beats
+	sender      beats.Sender
+	epoch       int64       // of its heartbeats
 	keys        *grant.Keys // of the egress process
 	refuse      map[core.SandboxID]func(runnerapi.EgressRules) bool
 	interim     http.Header // see Interim
@@ -523,7 +525,7 @@ func (r *Runner) SetDiskFree(mb int64) {
 func (r *Runner) Rejoin() core.RunnerID {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	r.cfg.ID, r.started, r.beats = core.NewID[core.RunnerID](), time.Now().UTC(), beats{}
+	r.cfg.ID, r.started, r.epoch = core.NewID[core.RunnerID](), time.Now().UTC(), 0
 	for id := range r.sandboxes {
 		r.remove(id)
 	}

@@ -3,12 +3,11 @@ package heartbeat
 import (
 	"context"
 	"errors"
-	"maps"
-	"slices"
 	"strings"
 	"time"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/api/runnerapi/beats"
 	"github.com/coppice-dev/coppice/core"
 )
 
@@ -19,7 +18,7 @@ func (l *Link) beat(ctx context.Context) (time.Duration, error) {
 			return 0, err
 		}
 	}
-	var sent runnerapi.Heartbeat
+	var sent beats.Message
 	var out runnerapi.Heartbeated
 	var began time.Time
 	var answered func(time.Duration) error
@@ -29,7 +28,14 @@ func (l *Link) beat(ctx context.Context) (time.Duration, error) {
 			return err
 		}
 		answered, began, out = l.runner.Attempt(), time.Now(), runnerapi.Heartbeated{}
-		return post(ctx, l.client, base+strings.Replace(runnerapi.PathHeartbeat, "{id}", string(l.runner.ID()), 1), l.cfg.Secret, sent, &out)
+		path, body := runnerapi.PathHeartbeat, any(sent.Whole)
+		if sent.Differences != nil {
+			path, body = runnerapi.PathBeats, sent.Differences
+		}
+		if err = post(ctx, l.client, base+strings.Replace(path, "{id}", string(l.runner.ID()), 1), l.cfg.Secret, body, &out); err != nil {
+			l.sender.Unanswered()
+		}
+		return err
 	})
 	if core.CodeOf(err) == core.CodeRunnerLost { // given up: whatever runs here may have been replaced
 		l.endLease()
@@ -42,17 +48,18 @@ func (l *Link) beat(ctx context.Context) (time.Duration, error) {
 	if err != nil {
 		return 0, err
 	}
+	again := l.sender.Answered(sent, out)
 	if err := answered(seconds(out.FenceSeconds)); err != nil {
 		return 0, err
-	}
-	if out.Number == sent.Number { // a controller of an older version does not say it, and does not know that there are numbers
-		l.answered = sent.Number
 	}
 	if l.cfg.Peers != nil {
 		l.cfg.Peers.Learn(out.RemovedRunners, began, seconds(out.TTLSeconds))
 	}
-	l.obey(ctx, sent, out)
+	l.obey(ctx, sent.Whole, out)
 	l.certify(ctx, l.lease.ClusterID, out.AttestationCertificate)
+	if again {
+		return 0, nil
+	}
 	return seconds(out.TTLSeconds / 3), nil
 }
 
@@ -75,7 +82,8 @@ func (l *Link) register(ctx context.Context) error {
 	if err := answered(seconds(out.FenceSeconds)); err != nil {
 		return err
 	}
-	l.lease, l.lastEpoch, l.number, l.answered = &out, out.LeaseEpoch, 0, 0
+	l.lease, l.lastEpoch = &out, out.LeaseEpoch
+	l.sender.Registered(out.LeaseEpoch)
 	l.epoch.Store(out.LeaseEpoch)
 	l.once.Do(func() { close(l.registered) })
 	if l.cfg.Passes != nil {
@@ -91,11 +99,11 @@ func (l *Link) endLease() {
 }
 
 // collect makes the next heartbeat.
-func (l *Link) collect() (beat runnerapi.Heartbeat, err error) {
-	l.number++
-	beat = runnerapi.Heartbeat{LeaseEpoch: l.lease.LeaseEpoch, Number: l.number, Answered: l.answered}
+func (l *Link) collect() (beats.Message, error) {
+	beat := l.sender.Begin()
+	var err error
 	if beat.Info, err = l.runner.Info(); err != nil {
-		return beat, err
+		return beats.Message{}, err
 	}
 	beat.Sandboxes, beat.Usage, beat.Fetching = l.runner.Sandboxes(), l.runner.Usages(), l.runner.Fetching()
 	for _, c := range l.runner.Checkpoints() {
@@ -105,12 +113,16 @@ func (l *Link) collect() (beat runnerapi.Heartbeat, err error) {
 		for _, id := range l.cfg.Plane.Used() {
 			l.used[id] = true
 		}
-		beat.DataUsed = slices.Collect(maps.Keys(l.used))
+		for _, s := range beat.Sandboxes {
+			if l.used[s.WorkspaceID] {
+				beat.DataUsed = append(beat.DataUsed, s.WorkspaceID)
+			}
+		}
 		beat.DataKeys = l.cfg.Plane.Keys()
 		beat.DataLog, beat.DataWrites = l.cfg.Plane.Writes()
 	}
 	beat.AttestationRequest, err = l.runner.Attestor().Renewal(time.Now())
-	return beat, err
+	return l.sender.Make(beat), err
 }
 
 func seconds(s float64) time.Duration { return time.Duration(s * float64(time.Second)) }
@@ -139,7 +151,7 @@ func (l *Link) obey(ctx context.Context, sent runnerapi.Heartbeat, out runnerapi
 		}
 	}
 	for _, id := range out.DropCheckpoints {
-		l.cfg.Log.WarnContext(ctx, "checkpoint without a row is deleted", "checkpoint_id", id)
+		l.cfg.Log.InfoContext(ctx, "deleted checkpoint is removed", "checkpoint_id", id)
 		if err := l.runner.DeleteCheckpoint(id); err != nil {
 			l.cfg.Log.ErrorContext(ctx, "checkpoint was not deleted", "checkpoint_id", id, "err", err)
 		}

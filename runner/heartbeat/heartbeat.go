@@ -16,6 +16,7 @@ import (
 	"time"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/api/runnerapi/beats"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/mtls"
 	"github.com/coppice-dev/coppice/internal/pass"
@@ -61,10 +62,9 @@ type Link struct {
 	epoch  atomic.Int64 // of the lease; 0: there is none
 
 	// What follows is for Run alone.
-	lease     *runnerapi.Registered     // nil: there is none
-	lastEpoch int64                     // of the last lease that there was
-	number    int64                     // of the last heartbeat that was sent in this lease
-	answered  int64                     // and of the last that was answered
+	lease     *runnerapi.Registered // nil: there is none
+	lastEpoch int64                 // of the last lease that there was
+	sender    beats.Sender
 	used      map[core.WorkspaceID]bool // workspaces that the data plane has served since the last answered heartbeat
 
 	renewTried time.Time

@@ -1,0 +1,103 @@
+// Package beats makes the heartbeats of a runner: it numbers them, and leaves out what a controller knows already.
+// docs/adr/0044-heartbeats.md
+package beats
+
+import (
+	"reflect"
+
+	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/core"
+)
+
+// Sender makes the heartbeats of one runner. Its zero value has no lease. It is not safe for concurrent use.
+type Sender struct {
+	epoch    int64
+	number   int64 // of the last heartbeat that was begun in this epoch
+	answered int64 // of the last one that was answered
+	known    *known
+}
+
+// known is what the controllers have recorded of the last answered heartbeat.
+type known struct {
+	sandboxes   map[core.SandboxID]runnerapi.Sandbox // living ones
+	checkpoints map[core.CheckpointID]bool
+}
+
+// Message is one heartbeat.
+type Message struct {
+	Whole runnerapi.Heartbeat // with everything that the runner holds
+	// Differences is what to send instead, by PathBeats; nil: send Whole, by PathHeartbeat.
+	Differences *runnerapi.Beat
+}
+
+// Registered begins a lease epoch.
+func (s *Sender) Registered(epoch int64) { *s = Sender{epoch: epoch} }
+
+// Begin returns a heartbeat without contents. The caller collects these afterwards, so that they are newer than the last answer.
+func (s *Sender) Begin() runnerapi.Heartbeat {
+	s.number++
+	return runnerapi.Heartbeat{LeaseEpoch: s.epoch, Number: s.number, Answered: s.answered}
+}
+
+// Make makes the message of a heartbeat that Begin has returned.
+func (s *Sender) Make(whole runnerapi.Heartbeat) Message {
+	m := Message{Whole: whole}
+	if s.known == nil {
+		return m
+	}
+	d := runnerapi.Beat{Heartbeat: whole}
+	d.Sandboxes, d.Checkpoints = nil, nil
+	for _, sb := range whole.Sandboxes {
+		if sb.State != runnerapi.SandboxDead {
+			d.SandboxSum ^= Sum(sb.ID)
+		}
+		if was, there := s.known.sandboxes[sb.ID]; !there || !reflect.DeepEqual(was, sb) {
+			d.Sandboxes = append(d.Sandboxes, sb)
+		}
+	}
+	held := make(map[core.CheckpointID]bool, len(whole.Checkpoints))
+	for _, id := range whole.Checkpoints {
+		held[id] = true
+		if s.known.checkpoints[id] {
+			d.CheckpointSum ^= Sum(id)
+		} else {
+			d.Checkpoints = append(d.Checkpoints, id)
+		}
+	}
+	for id := range s.known.checkpoints {
+		if !held[id] {
+			d.GoneCheckpoints = append(d.GoneCheckpoints, id)
+		}
+	}
+	m.Differences = &d
+	return m
+}
+
+// Unanswered says that the last message has no answer, or one without effect: the next is whole.
+func (s *Sender) Unanswered() { s.known = nil }
+
+// Answered takes the answer to the last message. Again says that the controller wants the whole list at once.
+func (s *Sender) Answered(m Message, out runnerapi.Heartbeated) (again bool) {
+	s.known = nil
+	if out.Number != m.Whole.Number { // a controller of an older version does not say it
+		return false
+	}
+	if s.answered = out.Number; out.Full {
+		return m.Differences != nil
+	}
+	s.known = &known{sandboxes: make(map[core.SandboxID]runnerapi.Sandbox), checkpoints: make(map[core.CheckpointID]bool)}
+	for _, sb := range m.Whole.Sandboxes {
+		if sb.State != runnerapi.SandboxDead {
+			s.known.sandboxes[sb.ID] = sb
+		}
+	}
+	for _, id := range m.Whole.Checkpoints {
+		s.known.checkpoints[id] = true
+	}
+	for _, list := range [][]core.CheckpointID{out.Unsettled, out.DropCheckpoints, out.StrayCheckpoints} {
+		for _, id := range list {
+			delete(s.known.checkpoints, id)
+		}
+	}
+	return false
+}
