@@ -50,6 +50,29 @@ func TestBeatsAreNotAudited(t *testing.T) {
 	}
 }
 
+// TestBeatNumbers: numbers that no runner counts up to are refused, and an epoch near the end of the column does not become one.
+func TestBeatNumbers(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	for _, h := range []runnerapi.Heartbeat{
+		{Number: -1}, {Number: 1 << 54}, {Number: 1, Answered: -1}, {Number: 2, Answered: 2},
+	} {
+		h.LeaseEpoch, h.Info = w.epoch, w.runner.Info()
+		_, err := w.Heartbeat(t.Context(), w.runner.ID(), h)
+		wantCode(t, err, core.CodeInvalidField)
+	}
+	_, err := w.Beat(t.Context(), w.runner.ID(), runnerapi.Beat{Heartbeat: runnerapi.Heartbeat{LeaseEpoch: w.epoch, Info: w.runner.Info()}})
+	wantCode(t, err, core.CodeInvalidField)
+	reg := runnerapi.Register{Info: w.runner.Info(), Endpoint: w.runner.Endpoint(), LeaseEpoch: 1<<63 - 1}
+	if out, err := w.RegisterRunner(t.Context(), reg); err != nil || out.LeaseEpoch != 1<<53+1 {
+		t.Errorf("%+v, %v", out, err)
+	}
+	reg.LeaseEpoch = 0
+	if out, err := w.RegisterRunner(t.Context(), reg); err != nil || out.LeaseEpoch != 1<<53+2 {
+		t.Errorf("%+v, %v", out, err)
+	}
+}
+
 // TestEpochAhead: the database has lost a registration. The runner registers again, and nothing is given up.
 func TestEpochAhead(t *testing.T) {
 	t.Parallel()

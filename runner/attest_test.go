@@ -161,6 +161,9 @@ func TestRejoinedHost(t *testing.T) {
 	if got := grow(ids[0], false); got.Manifest != "" {
 		t.Errorf("what was captured here was verified against %s", got.Manifest)
 	}
+	if err := r.Discard(ids[0]); err != nil { // one in the trash is replaced too
+		t.Fatal(err)
+	}
 	for range 2 {
 		if got, want := grow(ids[0], true), p.sources(ids[0])[0].Digest; got.Manifest != want {
 			t.Errorf("the manifest is %q, not %s", got.Manifest, want)

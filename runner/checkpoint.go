@@ -15,6 +15,7 @@ import (
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/atomicfile"
 	"github.com/coppice-dev/coppice/runner/memory"
+	"github.com/coppice-dev/coppice/runner/trash"
 )
 
 // The files of a checkpoint.
@@ -40,6 +41,7 @@ type checkpointStore struct {
 	held    map[core.CheckpointID]int
 	used    map[core.CheckpointID]time.Time // when it was opened last
 	freed   chan struct{}                   // closed when one of held is gone; nil: nobody waits
+	trash   map[core.CheckpointID]trashed
 }
 
 // checkpointRecord is immutable once it is published; a rebase publishes another one.
@@ -68,7 +70,7 @@ func openCheckpointStore(dir string, bases *memory.BaseStore, lent []core.BaseID
 	if err := os.MkdirAll(dir, 0o700); err != nil {
 		return nil, err
 	}
-	s := &checkpointStore{dir: dir, bases: bases, records: make(map[core.CheckpointID]*checkpointRecord), lent: make(map[core.BaseID]int), held: make(map[core.CheckpointID]int), used: make(map[core.CheckpointID]time.Time)}
+	s := &checkpointStore{dir: dir, bases: bases, records: make(map[core.CheckpointID]*checkpointRecord), lent: make(map[core.BaseID]int), held: make(map[core.CheckpointID]int), used: make(map[core.CheckpointID]time.Time), trash: make(map[core.CheckpointID]trashed)}
 	for _, id := range lent {
 		s.lent[id]++
 	}
@@ -79,6 +81,12 @@ func openCheckpointStore(dir string, bases *memory.BaseStore, lent []core.BaseID
 	for _, e := range entries {
 		if strings.HasPrefix(e.Name(), partPrefix) { // an unfinished capture or removal of an earlier process
 			if err := os.RemoveAll(filepath.Join(dir, e.Name())); err != nil {
+				return nil, err
+			}
+			continue
+		}
+		if strings.HasPrefix(e.Name(), trash.Prefix) {
+			if err := s.readTrash(e.Name()); err != nil {
 				return nil, err
 			}
 			continue
@@ -115,6 +123,9 @@ func (s *checkpointStore) collect() error {
 	wanted := make(map[core.BaseID]bool)
 	for _, r := range s.records {
 		wanted[r.Base] = true
+	}
+	for _, t := range s.trash {
+		wanted[t.rec.Base] = true
 	}
 	var errs []error
 	for _, id := range ids {
@@ -234,7 +245,8 @@ func (s *checkpointStore) remove(id core.CheckpointID) error {
 	delete(s.used, id)
 	s.mu.Unlock()
 	if !there {
-		return nil
+		_, err := s.removeTrash(id)
+		return err
 	}
 	return s.removeFiles(id)
 }
@@ -268,7 +280,7 @@ func (s *checkpointStore) open(id core.CheckpointID) (_ *opened, err error) {
 		}
 	}()
 	for {
-		rec, err := s.get(id)
+		rec, err := s.find(id)
 		if err != nil {
 			return nil, err
 		}
@@ -277,7 +289,7 @@ func (s *checkpointStore) open(id core.CheckpointID) (_ *opened, err error) {
 			return o, nil
 		}
 		// A rebase or a removal in between changes the record: look again.
-		if now, lookErr := s.get(id); lookErr != nil {
+		if now, lookErr := s.find(id); lookErr != nil {
 			return nil, lookErr
 		} else if now == rec {
 			return nil, fmt.Errorf("open checkpoint %s: %w", id, err)

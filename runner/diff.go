@@ -111,7 +111,7 @@ func (r *Runner) Diff(ctx context.Context, from core.CheckpointID, req runnerapi
 		return runnerapi.DiffPage{}, context.Cause(ctx)
 	}
 	for _, id := range []core.CheckpointID{from, req.To} {
-		rec, err := r.checkpoints.get(id)
+		rec, err := r.checkpoints.find(id)
 		if err == nil {
 			err = r.wholeImages(ctx, rec)
 		}

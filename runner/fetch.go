@@ -31,7 +31,7 @@ import (
 // that one's memory becomes the base that it shares with everything else of the tree here, and is brought first. want is what its manifest must
 // say; nil where that is not known.
 func (r *Runner) fetch(ctx context.Context, id core.CheckpointID, sources []runnerapi.Stored, want *runnerapi.Expected) error {
-	if _, err := r.checkpoints.get(id); err == nil || len(sources) == 0 || sources[0].CheckpointID != id || r.cfg.Store.Blobs == nil {
+	if _, err := r.checkpoints.find(id); err == nil || len(sources) == 0 || sources[0].CheckpointID != id || r.cfg.Store.Blobs == nil {
 		return nil // it is here, or whoever opens it finds that it is not
 	}
 	_, err := r.once(ctx, id, func() (*checkpointRecord, error) {

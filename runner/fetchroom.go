@@ -16,6 +16,7 @@ import (
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/sparse"
 	"github.com/coppice-dev/coppice/runner/room"
+	"github.com/coppice-dev/coppice/runner/trash"
 	"github.com/coppice-dev/coppice/snapshotstore/manifest"
 )
 
@@ -153,6 +154,12 @@ func (r *Runner) makeRoom(ctx context.Context, id core.CheckpointID, bytes int64
 		}
 		var copied core.CheckpointID
 		if most, err := r.mostFreed(); err != nil || short.Need-short.Free <= most { // what is not known is tried
+			if gone, err := r.dropOldestTrash(ctx); gone || err != nil { // the trash goes first
+				if err != nil {
+					return nil, err
+				}
+				continue
+			}
 			copied, _ = r.leastUsed(0, used...)
 		}
 		if copied == "" {
@@ -214,6 +221,16 @@ func (r *Runner) mostFreed() (n int64, err error) {
 		bases[s.shape.base], roots[string(s.shape.rootKey())+rootSuffix] = true, true
 	}
 	r.mu.Unlock()
+	for _, t := range r.checkpoints.listTrash() {
+		if trash.Kept(r.checkpoints.dir, t.rec.ID) {
+			bases[t.rec.Base], roots[string(t.rec.rootKey())+rootSuffix] = true, true
+			continue
+		}
+		entries, _ := os.ReadDir(trash.Path(r.checkpoints.dir, t.rec.ID)) // else it was taken back meanwhile
+		for _, e := range entries {
+			n += allocated(filepath.Join(trash.Path(r.checkpoints.dir, t.rec.ID), e.Name()))
+		}
+	}
 	all, err := r.bases.List()
 	if err != nil {
 		return 0, err

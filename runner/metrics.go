@@ -108,7 +108,7 @@ func (m *metrics) bounded(name string) string {
 type state struct {
 	r *Runner
 
-	sandboxes, stalled, ports, sandboxesMax, starting, warm, checkpoints, checkpointBytes, allocated, diskFree, diskSize, memory, memoryFree *prometheus.Desc
+	sandboxes, stalled, ports, sandboxesMax, starting, warm, checkpoints, checkpointBytes, allocated, diskFree, diskSize, memory, memoryFree, trash, trashBytes *prometheus.Desc
 }
 
 func newState(r *Runner) *state {
@@ -125,6 +125,8 @@ func newState(r *Runner) *state {
 		warm:            desc("shells_warm", "Virtual machine monitors that wait on a base."),
 		checkpoints:     desc("checkpoints", "Checkpoints on this host."),
 		checkpointBytes: desc("checkpoint_bytes", "What the checkpoints have of their own: delta, device state and disk, shared extents counted in full."),
+		trash:           desc("trash_checkpoints", "Checkpoints in the trash, which the database does not know."),
+		trashBytes:      desc("trash_bytes", "What the checkpoints in the trash have of their own, shared extents counted in full."),
 		allocated:       desc("memory_allocated_bytes", "RAM that the guests see, in sum."),
 		diskFree:        desc("disk_free_bytes", "What is left of the file system of the data directory."),
 		diskSize:        desc("disk_size_bytes", "Size of the file system of the data directory, which is the budget where it is a volume of its own."),
@@ -136,7 +138,7 @@ func newState(r *Runner) *state {
 // Describe sends what Collect may send.
 func (s *state) Describe(out chan<- *prometheus.Desc) {
 	for _, d := range []*prometheus.Desc{
-		s.sandboxes, s.stalled, s.ports, s.sandboxesMax, s.starting, s.warm, s.checkpoints, s.checkpointBytes, s.allocated, s.diskFree, s.diskSize, s.memory, s.memoryFree,
+		s.sandboxes, s.stalled, s.ports, s.sandboxesMax, s.starting, s.warm, s.checkpoints, s.checkpointBytes, s.allocated, s.diskFree, s.diskSize, s.memory, s.memoryFree, s.trash, s.trashBytes,
 	} {
 		out <- d
 	}
@@ -175,6 +177,13 @@ func (s *state) Collect(out chan<- prometheus.Metric) {
 		bytes += c.DeltaBytes + c.DeviceStateBytes + c.DiskBytes
 	}
 	send(s.checkpointBytes, float64(bytes))
+	rest := s.r.checkpoints.listTrash()
+	send(s.trash, float64(len(rest)))
+	bytes = 0
+	for _, t := range rest {
+		bytes += t.rec.DeltaBytes + t.rec.DeviceStateBytes + t.rec.DiskBytes
+	}
+	send(s.trashBytes, float64(bytes))
 	var fs unix.Statfs_t
 	if unix.Statfs(s.r.cfg.DataDir, &fs) == nil {
 		send(s.diskFree, float64(fs.Bavail)*float64(fs.Bsize))

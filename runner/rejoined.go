@@ -17,7 +17,7 @@ const replaceTime = time.Minute
 // for long. Sandboxes and checkpoints that share memory with the copy keep it.
 func (r *Runner) replaceCaptured(ctx context.Context, id core.CheckpointID, sources []runnerapi.Stored, want *runnerapi.Expected) error {
 	captured := func() bool {
-		rec, err := r.checkpoints.get(id)
+		rec, err := r.checkpoints.find(id)
 		return err == nil && !rec.Fetched
 	}
 	if !captured() || len(sources) == 0 || sources[0].CheckpointID != id || r.cfg.Store.Blobs == nil {

@@ -209,6 +209,9 @@ func (r *Runner) collectRoots() error {
 	for _, rec := range r.checkpoints.list() {
 		wanted[rec.rootKey()] = true
 	}
+	for _, t := range r.checkpoints.listTrash() {
+		wanted[t.rec.rootKey()] = true
+	}
 	r.mu.Lock()
 	for _, s := range r.sandboxes {
 		wanted[s.shape.rootKey()] = true

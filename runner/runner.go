@@ -303,7 +303,7 @@ func (r *Runner) Images() ([]runnerapi.Image, error) {
 
 // Checkpoint describes a checkpoint of this host.
 func (r *Runner) Checkpoint(id core.CheckpointID) (runnerapi.Checkpoint, error) {
-	rec, err := r.checkpoints.get(id)
+	rec, err := r.checkpoints.find(id)
 	if err != nil {
 		return runnerapi.Checkpoint{}, err
 	}
@@ -353,7 +353,7 @@ func (r *Runner) once(ctx context.Context, id core.CheckpointID, produce func() 
 			return runnerapi.Checkpoint{}, context.Cause(ctx)
 		}
 	}
-	if rec, err := r.checkpoints.get(id); err == nil {
+	if rec, err := r.checkpoints.find(id); err == nil {
 		r.mu.Unlock()
 		return rec.Checkpoint, nil
 	}

@@ -46,7 +46,7 @@ func TestHelp(t *testing.T) {
 	t.Parallel()
 	var all strings.Builder
 	for _, line := range []string{
-		"controller", "migrate", "runner", "runner-token", "runner-token create", "runner-token ensure", "runner-token revoke",
+		"controller", "migrate", "runner", "runner-token", "runner-token create", "runner-token ensure", "runner-token revoke", "runner-trash", "runner-trash keep", "runner-trash release",
 		"ws", "ws create", "ws ls", "ws show", "ws rm", "ws exec", "ws shell", "ws cp", "ws forward", "ws logs", "ws suspend", "ws resume", "ws usage",
 		"ckpt", "ckpt create", "ckpt ls", "ckpt show", "ckpt tree", "ckpt diff", "ckpt annotate", "ckpt rm", "ckpt pin", "ckpt unpin", "ckpt prune", "ckpt retain", "ckpt usage", "ckpt export", "ckpt import",
 		"fork", "restore", "op", "op show", "events",

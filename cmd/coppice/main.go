@@ -46,6 +46,7 @@ var commands = []func(*app) *cobra.Command{
 	newPagerCommand,
 	newEgressCommand,
 	newRunnerTokenCommand,
+	newRunnerTrashCommand,
 	newStoreCommand,
 	newFleetCommand,
 }

@@ -59,11 +59,11 @@ func (t *tx) RegisterRunner(ctx context.Context, reg runnerapi.Register, ttl tim
 	row, err := one[runnerRow](ctx, t, nil, `
 		WITH r AS (
 			INSERT INTO runners (id, hostname, endpoint, data_url, data_own_cert, version, class, class_key, capacity, allocated, kvm, disk_free_mb, started_at, egress_key, egress_url, lease_epoch, lease_expires_at, beat_epoch, beat_at)
-			VALUES (@id, @hostname, @endpoint, @data_url, @data_own_cert, @version, @class, @class_key, @capacity, @allocated, @kvm, @disk, @started, @egress_key, @egress_url, @epoch + 1, now() + make_interval(secs => @ttl), @epoch + 1, now())
+			VALUES (@id, @hostname, @endpoint, @data_url, @data_own_cert, @version, @class, @class_key, @capacity, @allocated, @kvm, @disk, @started, @egress_key, @egress_url, @epoch::bigint + 1, now() + make_interval(secs => @ttl), @epoch::bigint + 1, now())
 			ON CONFLICT (id) DO UPDATE SET hostname = excluded.hostname, endpoint = excluded.endpoint, data_url = excluded.data_url, data_own_cert = excluded.data_own_cert, version = excluded.version, class = excluded.class,
 				class_key = excluded.class_key, capacity = excluded.capacity, allocated = excluded.allocated, kvm = excluded.kvm,
-				disk_free_mb = excluded.disk_free_mb, started_at = excluded.started_at, egress_key = excluded.egress_key, egress_url = excluded.egress_url, lease_epoch = greatest(runners.lease_epoch, @epoch) + 1,
-				beat = 0, beat_epoch = greatest(runners.lease_epoch, @epoch) + 1, beat_at = now(), lease_expires_at = excluded.lease_expires_at, registered_at = now(), heartbeat_at = now(), fenced_at = NULL, removed_at = NULL
+				disk_free_mb = excluded.disk_free_mb, started_at = excluded.started_at, egress_key = excluded.egress_key, egress_url = excluded.egress_url, lease_epoch = greatest(runners.lease_epoch, @epoch::bigint) + 1,
+				beat = 0, beat_epoch = greatest(runners.lease_epoch, @epoch::bigint) + 1, beat_at = now(), lease_expires_at = excluded.lease_expires_at, registered_at = now(), heartbeat_at = now(), fenced_at = NULL, removed_at = NULL
 			RETURNING *
 		)
 		SELECT`+runnerColumns+` FROM r`,

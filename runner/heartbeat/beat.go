@@ -150,7 +150,17 @@ func (l *Link) obey(ctx context.Context, sent runnerapi.Heartbeat, out runnerapi
 			l.cfg.Log.ErrorContext(ctx, "sandbox was not destroyed", "sandbox_id", id, "err", err)
 		}
 	}
-	for _, id := range out.DropCheckpoints {
+	strays, deleted := out.StrayCheckpoints, out.DropCheckpoints
+	if out.Number == 0 { // a controller of an older version does not tell one from the other
+		strays, deleted = deleted, nil
+	}
+	for _, id := range strays {
+		l.cfg.Log.WarnContext(ctx, "checkpoint without a row goes to the trash", "checkpoint_id", id)
+		if err := l.runner.Discard(id); err != nil {
+			l.cfg.Log.ErrorContext(ctx, "checkpoint without a row is not in the trash", "checkpoint_id", id, "err", err)
+		}
+	}
+	for _, id := range deleted {
 		l.cfg.Log.InfoContext(ctx, "deleted checkpoint is removed", "checkpoint_id", id)
 		if err := l.runner.DeleteCheckpoint(id); err != nil {
 			l.cfg.Log.ErrorContext(ctx, "checkpoint was not deleted", "checkpoint_id", id, "err", err)

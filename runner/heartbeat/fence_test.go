@@ -34,7 +34,8 @@ type controller struct {
 	epoch    int64
 	beats    []runnerapi.Heartbeat
 	fenceFor time.Duration
-	slow     func() // runs at the next heartbeat, which is then not answered
+	stray    []core.CheckpointID // that heartbeats are answered to drop, by a controller that knows no numbers
+	slow     func()              // runs at the next heartbeat, which is then not answered
 }
 
 func (c *controller) set(change func(*controller)) {
@@ -82,7 +83,9 @@ func (c *controller) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		answer(http.StatusServiceUnavailable, runnerapi.ProblemOf(core.Errorf(core.Unavailable, core.CodeRunnerLost, "the lease was given up")))
 		return
 	}
-	answer(http.StatusOK, runnerapi.Heartbeated{TTLSeconds: 0.03, FenceSeconds: c.fenceFor.Seconds(), DataTaken: min(writesTaken, len(h.DataWrites))})
+	answer(http.StatusOK, runnerapi.Heartbeated{
+		DropCheckpoints: c.stray, TTLSeconds: 0.03, FenceSeconds: c.fenceFor.Seconds(), DataTaken: min(writesTaken, len(h.DataWrites)),
+	})
 }
 
 // dead returns the sandboxes that were reported dead with an exit that has the text.
@@ -222,6 +225,20 @@ func TestAttemptsAreCollectedAnew(t *testing.T) {
 	if first, next := x.beats[n-1], x.beats[n]; len(first.Sandboxes) != 0 || len(next.Sandboxes) != 2 {
 		t.Errorf("the slow controller was told of %d sandboxes, the next of %d; 2 have begun in between", len(first.Sandboxes), len(next.Sandboxes))
 	}
+}
+
+// TestUnknownCheckpoint: what the database does not know any more is not reported, and can be forked once it is known again.
+func TestUnknownCheckpoint(t *testing.T) {
+	t.Parallel()
+	x := newRig(t)
+	x.set(func(c *controller) { c.stray = []core.CheckpointID{x.template.ID} })
+	eventually.True(t, "it is not reported any more", func() bool {
+		x.mu.Lock()
+		defer x.mu.Unlock()
+		return len(x.beats) > 0 && len(x.beats[len(x.beats)-1].Checkpoints) == 0
+	})
+	x.set(func(c *controller) { c.stray = nil })
+	x.fork()
 }
 
 // TestRevoked: a runner that was removed from its cluster kills its sandboxes at once, stops speaking to the cluster, and takes no work

@@ -1,0 +1,61 @@
+package main
+
+import (
+	"fmt"
+	"io"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/runner/trash"
+)
+
+func newRunnerTrashCommand(a *app) *cobra.Command {
+	var dataDir string
+	c := &cobra.Command{
+		Use:   "runner-trash",
+		Short: "List the checkpoints that a runner of this host keeps although the database does not know them",
+		Long: `List the checkpoints that a runner of this host keeps although the database does not know them. A failover of the database can lose
+their rows. The runner removes them after an hour, and earlier when its disk is short. A request that names one takes it back.`,
+		Example: "  coppice runner-trash --data-dir /var/lib/coppice",
+		Args:    cobra.NoArgs,
+		RunE: func(*cobra.Command, []string) error {
+			list, err := trash.List(trash.Dir(dataDir))
+			if err != nil {
+				return err
+			}
+			return a.print(list, func(w io.Writer) error { return printTrash(w, time.Now(), list) })
+		},
+	}
+	c.PersistentFlags().StringVar(&dataDir, "data-dir", firstOf(a.getenv("COPPICE_DATA_DIR"), defaultDataDir), "the runner's data `directory`")
+	change := func(use, short string, do func(dir string, id core.CheckpointID) error) *cobra.Command {
+		return &cobra.Command{
+			Use: use + " CHECKPOINT", Short: short, Args: cobra.ExactArgs(1),
+			RunE: func(_ *cobra.Command, args []string) error {
+				id, err := core.ParseID[core.CheckpointID](args[0])
+				if err != nil {
+					return err
+				}
+				return do(trash.Dir(dataDir), id)
+			},
+		}
+	}
+	c.AddCommand(
+		change("keep", "Have the runner keep a checkpoint in its trash, until it is taken back or released", trash.Keep),
+		change("release", "Let the runner remove a checkpoint that was kept", trash.Unkeep),
+	)
+	return c
+}
+
+func printTrash(w io.Writer, now time.Time, list []trash.Entry) error {
+	rows := make([][]string, len(list))
+	for i, e := range list {
+		kept := ""
+		if e.Kept {
+			kept = "yes"
+		}
+		rows[i] = []string{string(e.ID), now.Sub(e.Since).Round(time.Second).String(), fmt.Sprintf("%d MiB", e.Bytes>>20), kept}
+	}
+	return table(w, "ID SINCE DISK KEPT", rows)
+}

@@ -1,0 +1,172 @@
+package runner
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/atomicfile"
+	"github.com/coppice-dev/coppice/internal/bootclock"
+	"github.com/coppice-dev/coppice/runner/trash"
+)
+
+// The trash has checkpoints that the database does not know. A failover may have lost their rows, so their bytes stay for a time.
+// docs/adr/0044-heartbeats.md
+
+// The bounds of the trash. The time counts anew when a runner starts.
+const (
+	trashGrace = time.Hour
+	maxTrash   = 4096
+)
+
+// trashed is a checkpoint in the trash.
+type trashed struct {
+	rec   *checkpointRecord
+	until time.Duration // by bootclock
+}
+
+// discard moves a checkpoint to the trash. Forks that have it open are not disturbed. Discarding an absent one is no error.
+func (s *checkpointStore) discard(id core.CheckpointID, grace time.Duration) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	rec, there := s.records[id]
+	if !there {
+		return nil
+	}
+	to := trash.Path(s.dir, id)
+	if err := errors.Join(os.RemoveAll(to), atomicfile.Rename(filepath.Join(s.dir, string(id)), to)); err != nil {
+		return err
+	}
+	delete(s.records, id)
+	delete(s.used, id)
+	s.trash[id] = trashed{rec, bootclock.Now() + grace}
+	return nil
+}
+
+// find is get for somebody who names a checkpoint: it is taken back if it is in the trash.
+func (s *checkpointStore) find(id core.CheckpointID) (*checkpointRecord, error) {
+	rec, err := s.takeBack(id)
+	if rec != nil || err != nil {
+		return rec, err
+	}
+	return s.get(id)
+}
+
+// takeBack returns nil if the checkpoint is not in the trash.
+func (s *checkpointStore) takeBack(id core.CheckpointID) (*checkpointRecord, error) {
+	s.mu.Lock()
+	t, there := s.trash[id]
+	if !there {
+		s.mu.Unlock()
+		return nil, nil //nolint:nilnil // see above
+	}
+	err := errors.Join(trash.Unkeep(s.dir, id), atomicfile.Rename(trash.Path(s.dir, id), filepath.Join(s.dir, string(id))))
+	if err == nil {
+		delete(s.trash, id)
+		s.records[id], s.used[id] = t.rec, time.Now()
+	}
+	s.mu.Unlock()
+	if err != nil {
+		return nil, fmt.Errorf("take checkpoint %s back from the trash: %w", id, err)
+	}
+	if s.published != nil {
+		s.published()
+	}
+	return t.rec, nil
+}
+
+// readTrash notes what an earlier process has left in the trash. What has no readable record is of no use and is removed.
+func (s *checkpointStore) readTrash(name string) error {
+	id := core.CheckpointID(strings.TrimPrefix(name, trash.Prefix))
+	rec := new(checkpointRecord)
+	if err := atomicfile.ReadJSON(filepath.Join(s.dir, name, recordFile), rec); err != nil || rec.ID != id {
+		return os.RemoveAll(filepath.Join(s.dir, name))
+	}
+	s.trash[id] = trashed{rec, bootclock.Now() + trashGrace}
+	return nil
+}
+
+func (s *checkpointStore) listTrash() []trashed {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	out := make([]trashed, 0, len(s.trash))
+	for _, t := range s.trash {
+		out = append(out, t)
+	}
+	slices.SortFunc(out, func(a, b trashed) int { return cmp.Or(cmp.Compare(a.until, b.until), cmp.Compare(a.rec.ID, b.rec.ID)) })
+	return out
+}
+
+// removeTrash removes one from the trash, but not if it was taken back meanwhile.
+func (s *checkpointStore) removeTrash(id core.CheckpointID) (gone bool, err error) {
+	part := filepath.Join(s.dir, partPrefix+string(id))
+	s.mu.Lock()
+	if _, gone = s.trash[id]; gone {
+		err = errors.Join(os.RemoveAll(part), atomicfile.Rename(trash.Path(s.dir, id), part))
+		if err == nil {
+			delete(s.trash, id)
+		}
+	}
+	s.mu.Unlock()
+	if !gone || err != nil {
+		return false, err
+	}
+	return true, errors.Join(os.RemoveAll(part), s.collect())
+}
+
+// Discard moves a checkpoint that the database does not know to the trash. A request that names it takes it back.
+func (r *Runner) Discard(id core.CheckpointID) error {
+	r.forgetForks(id)
+	r.seals.forget(id)
+	if err := r.checkpoints.discard(id, trashGrace); err != nil {
+		return fmt.Errorf("move checkpoint %s to the trash: %w", id, err)
+	}
+	return nil
+}
+
+// emptyTrash removes what is in the trash for too long, what is too much, and, while the disk is short, the oldest.
+func (r *Runner) emptyTrash(ctx context.Context) error {
+	list := r.checkpoints.listTrash()
+	for i, t := range list {
+		free, err := r.room.Free()
+		if err != nil {
+			return err
+		}
+		if t.until > bootclock.Now() && free > 0 && len(list)-i <= maxTrash {
+			return nil // the others are younger
+		}
+		if _, err := r.dropTrash(ctx, t.rec.ID); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// dropOldestTrash makes room. It returns false if the trash has nothing that may go.
+func (r *Runner) dropOldestTrash(ctx context.Context) (bool, error) {
+	for _, t := range r.checkpoints.listTrash() {
+		if gone, err := r.dropTrash(ctx, t.rec.ID); gone || err != nil {
+			return gone, err
+		}
+	}
+	return false, nil
+}
+
+// dropTrash removes a checkpoint from the trash, unless an operator wants it kept.
+func (r *Runner) dropTrash(ctx context.Context, id core.CheckpointID) (gone bool, err error) {
+	if trash.Kept(r.checkpoints.dir, id) {
+		return false, nil
+	}
+	if gone, err = r.checkpoints.removeTrash(id); !gone {
+		return false, err
+	}
+	r.cfg.Log.WarnContext(ctx, "checkpoint without a row was removed from the trash", "checkpoint_id", id)
+	return true, errors.Join(err, r.collectRoots())
+}

@@ -1,0 +1,104 @@
+// Package trash is the trash of a runner's data directory, as it lies on disk: a runner and the operator's command share it.
+package trash
+
+import (
+	"errors"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strings"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/coppice-dev/coppice/core"
+)
+
+// Prefix is that of the directories in the trash. The checkpoint's id follows.
+const Prefix = ".trash-"
+
+// keepFile in a directory says that an operator wants it kept.
+const keepFile = "keep"
+
+// Dir is where a runner with this data directory has its checkpoints and their trash.
+func Dir(dataDir string) string { return filepath.Join(dataDir, "checkpoints") }
+
+// Path is the directory of a checkpoint in the trash.
+func Path(dir string, id core.CheckpointID) string { return filepath.Join(dir, Prefix+string(id)) }
+
+// Entry is a checkpoint in the trash.
+type Entry struct {
+	ID    core.CheckpointID `json:"id"`
+	Since time.Time         `json:"since"`
+	Bytes int64             `json:"bytes"` // on disk, of its own files
+	Kept  bool              `json:"kept"`
+}
+
+// List reads the trash.
+func List(dir string) ([]Entry, error) {
+	dirs, err := os.ReadDir(dir)
+	if err != nil {
+		return nil, err
+	}
+	var list []Entry
+	for _, d := range dirs {
+		name, ok := strings.CutPrefix(d.Name(), Prefix)
+		if !ok {
+			continue
+		}
+		e := Entry{ID: core.CheckpointID(name)}
+		e.Kept, e.Bytes = Kept(dir, e.ID), size(Path(dir, e.ID))
+		var st unix.Stat_t
+		if err := unix.Stat(Path(dir, e.ID), &st); errors.Is(err, fs.ErrNotExist) {
+			continue // it was taken back or removed meanwhile, by a rename: what was read before is whole if it is still there
+		} else if err != nil {
+			return nil, err
+		}
+		e.Since = time.Unix(st.Ctim.Unix())
+		list = append(list, e)
+	}
+	return list, nil
+}
+
+// size is what the files of a directory take on disk; those that are gone meanwhile do not count.
+func size(dir string) (n int64) {
+	files, _ := os.ReadDir(dir)
+	for _, f := range files {
+		var st unix.Stat_t
+		if unix.Lstat(filepath.Join(dir, f.Name()), &st) == nil {
+			n += st.Blocks * 512
+		}
+	}
+	return n
+}
+
+// Keep has a runner keep a checkpoint in its trash until it is taken back, or until Unkeep.
+func Keep(dir string, id core.CheckpointID) error {
+	f, err := os.OpenFile(filepath.Join(Path(dir, id), keepFile), os.O_CREATE|os.O_WRONLY, 0o600)
+	if errors.Is(err, fs.ErrNotExist) {
+		return absent(id)
+	}
+	if err != nil {
+		return err
+	}
+	return errors.Join(f.Sync(), f.Close())
+}
+
+// Unkeep takes Keep back.
+func Unkeep(dir string, id core.CheckpointID) error {
+	err := os.Remove(filepath.Join(Path(dir, id), keepFile))
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	return err
+}
+
+// Kept reports whether a checkpoint in the trash is to be kept.
+func Kept(dir string, id core.CheckpointID) bool {
+	_, err := os.Lstat(filepath.Join(Path(dir, id), keepFile))
+	return err == nil
+}
+
+func absent(id core.CheckpointID) error {
+	return core.Errorf(core.NotFound, core.CodeCheckpointNotFound, "checkpoint %s is not in the trash of this runner; list the trash to see what is", core.Clip(string(id)))
+}

@@ -1,0 +1,128 @@
+package runner
+
+import (
+	"testing"
+
+	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/eventually"
+	"github.com/coppice-dev/coppice/runner/trash"
+)
+
+// trashRig is a runner with a checkpoint on a base that nothing else needs.
+func trashRig(t *testing.T) (*fakeRig, core.CheckpointID) {
+	t.Helper()
+	r := newFakeRig(t, func(c *Config) { c.Store.Floor, c.Rebase.Off = 1, true })
+	template := r.boot()
+	s := r.fork(template)
+	c, err := r.Capture(t.Context(), s, runnerapi.Capture{CheckpointID: core.NewID[core.CheckpointID]()})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := r.Destroy(t.Context(), s); err != nil {
+		t.Fatal(err)
+	}
+	for _, id := range []core.CheckpointID{c.ID, template} { // the base too has nobody but the trash
+		if err := r.Discard(id); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if n := len(r.Checkpoints()); n != 0 {
+		t.Fatalf("%d checkpoints are still listed", n)
+	}
+	return r, c.ID
+}
+
+func (r *fakeRig) inTrash() map[core.CheckpointID]bool {
+	r.t.Helper()
+	list, err := trash.List(r.checkpoints.dir)
+	if err != nil {
+		r.t.Fatal(err)
+	}
+	out := map[core.CheckpointID]bool{}
+	for _, e := range list {
+		if e.Bytes == 0 || e.Since.IsZero() {
+			r.t.Errorf("%+v", e)
+		}
+		out[e.ID] = e.Kept
+	}
+	return out
+}
+
+// TestTrash: what the database does not know can be used again, also by the next runner of the host.
+func TestTrash(t *testing.T) {
+	t.Parallel()
+	r, id := trashRig(t)
+	if err := r.collectRoots(); err != nil {
+		t.Fatal(err)
+	}
+	r.stop()
+	r.start()
+	if n := len(r.inTrash()); n != 2 || len(r.Checkpoints()) != 0 {
+		t.Errorf("after a restart %d are in the trash, and %d are listed", n, len(r.Checkpoints()))
+	}
+	s := r.fork(id)
+	if list := r.Checkpoints(); len(list) != 1 || list[0].ID != id || len(r.inTrash()) != 1 {
+		t.Errorf("taken back: %v, in the trash: %v", list, r.inTrash())
+	}
+	if _, err := r.Capture(t.Context(), s, runnerapi.Capture{CheckpointID: core.NewID[core.CheckpointID]()}); err != nil {
+		t.Error(err)
+	}
+	// One that was deleted is gone, from the trash too.
+	if err := r.Discard(id); err != nil {
+		t.Fatal(err)
+	}
+	if err := r.DeleteCheckpoint(id); err != nil {
+		t.Fatal(err)
+	}
+	if r.inTrash()[id] || len(r.inTrash()) != 1 {
+		t.Errorf("deleted, the trash has %v", r.inTrash())
+	}
+	if _, err := r.Checkpoint(id); core.CategoryOf(err) != core.NotFound {
+		t.Errorf("deleted: %v", err)
+	}
+}
+
+// TestTrashIsEmptied: after the grace a checkpoint goes, unless an operator wants it kept, and then it can still be taken back.
+func TestTrashIsEmptied(t *testing.T) {
+	t.Parallel()
+	r, id := trashRig(t)
+	if err := trash.Keep(r.checkpoints.dir, id); err != nil {
+		t.Fatal(err)
+	}
+	if err := trash.Keep(r.checkpoints.dir, core.NewID[core.CheckpointID]()); core.CodeOf(err) != core.CodeCheckpointNotFound {
+		t.Errorf("an absent one is kept: %v", err)
+	}
+	r.checkpoints.mu.Lock()
+	for id, c := range r.checkpoints.trash {
+		c.until = 0
+		r.checkpoints.trash[id] = c
+	}
+	r.checkpoints.mu.Unlock()
+	eventually.True(t, "what is not kept goes", func() bool { return len(r.inTrash()) == 1 })
+	if err := r.emptyTrash(t.Context()); err != nil || !r.inTrash()[id] {
+		t.Errorf("the trash has %v, %v", r.inTrash(), err)
+	}
+	r.fork(id)
+}
+
+// TestTrashOnAFullDisk: the trash goes when the disk is short.
+func TestTrashOnAFullDisk(t *testing.T) {
+	t.Parallel()
+	r, id := trashRig(t)
+	if err := trash.Keep(r.checkpoints.dir, id); err != nil {
+		t.Fatal(err)
+	}
+	r.stop()
+	r.cfg.Store.Floor = 1 << 60
+	r.start()
+	eventually.True(t, "the trash is emptied", func() bool { return len(r.inTrash()) == 1 && r.inTrash()[id] })
+	if err := trash.Unkeep(r.checkpoints.dir, id); err != nil {
+		t.Fatal(err)
+	}
+	eventually.True(t, "nothing is left", func() bool { return len(r.inTrash()) == 0 })
+	eventually.True(t, "no base is left", func() bool {
+		left, err := r.bases.List()
+		return err == nil && len(left) == 0
+	})
+}
