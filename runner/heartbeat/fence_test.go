@@ -35,6 +35,8 @@ type controller struct {
 	beats    []runnerapi.Heartbeat
 	fenceFor time.Duration
 	stray    []core.CheckpointID // that heartbeats are answered to drop, by a controller that knows no numbers
+	numbers  bool                // heartbeats are answered with their numbers, and differences are taken; else it is of an older version
+	beaten   int                 // heartbeats with differences that were taken
 	slow     func()              // runs at the next heartbeat, which is then not answered
 }
 
@@ -60,6 +62,16 @@ func (c *controller) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		answer(http.StatusOK, runnerapi.Registered{ClusterID: "test", LeaseEpoch: c.epoch, TTLSeconds: 0.03, FenceSeconds: c.fenceFor.Seconds()})
 		return
 	}
+	if strings.HasSuffix(r.URL.Path, "/beats") {
+		var b runnerapi.Beat
+		if err := json.NewDecoder(r.Body).Decode(&b); err != nil || !c.numbers {
+			http.NotFound(w, r)
+			return
+		}
+		c.beaten++
+		answer(http.StatusOK, runnerapi.Heartbeated{Number: b.Number, TTLSeconds: 0.03, FenceSeconds: c.fenceFor.Seconds()})
+		return
+	}
 	var h runnerapi.Heartbeat
 	if err := json.NewDecoder(r.Body).Decode(&h); err != nil {
 		answer(http.StatusBadRequest, err.Error())
@@ -83,8 +95,12 @@ func (c *controller) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		answer(http.StatusServiceUnavailable, runnerapi.ProblemOf(core.Errorf(core.Unavailable, core.CodeRunnerLost, "the lease was given up")))
 		return
 	}
+	var number int64
+	if c.numbers {
+		number = h.Number
+	}
 	answer(http.StatusOK, runnerapi.Heartbeated{
-		DropCheckpoints: c.stray, TTLSeconds: 0.03, FenceSeconds: c.fenceFor.Seconds(), DataTaken: min(writesTaken, len(h.DataWrites)),
+		Number: number, DropCheckpoints: c.stray, TTLSeconds: 0.03, FenceSeconds: c.fenceFor.Seconds(), DataTaken: min(writesTaken, len(h.DataWrites)),
 	})
 }
 
@@ -224,6 +240,35 @@ func TestAttemptsAreCollectedAnew(t *testing.T) {
 	defer x.mu.Unlock()
 	if first, next := x.beats[n-1], x.beats[n]; len(first.Sandboxes) != 0 || len(next.Sandboxes) != 2 {
 		t.Errorf("the slow controller was told of %d sandboxes, the next of %d; 2 have begun in between", len(first.Sandboxes), len(next.Sandboxes))
+	}
+}
+
+// TestOlderController: a runner sends differences to a controller that answers with numbers, and everything to one of an older version.
+func TestOlderController(t *testing.T) {
+	t.Parallel()
+	x := newRig(t)
+	x.fork()
+	x.set(func(c *controller) { c.numbers = true })
+	eventually.True(t, "differences are sent", func() bool {
+		x.mu.Lock()
+		defer x.mu.Unlock()
+		return x.beaten > 3
+	})
+	x.set(func(c *controller) { c.numbers, c.beats = false, nil })
+	eventually.True(t, "an older controller is told of everything", func() bool {
+		x.mu.Lock()
+		defer x.mu.Unlock()
+		return len(x.beats) > 3
+	})
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	for _, b := range x.beats {
+		if len(b.Sandboxes) != 2 || len(b.Checkpoints) != 1 {
+			t.Errorf("it was told of %d sandboxes and %d checkpoints", len(b.Sandboxes), len(b.Checkpoints))
+		}
+	}
+	if x.epoch != 1 {
+		t.Errorf("the runner has registered %d times", x.epoch)
 	}
 }
 
