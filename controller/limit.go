@@ -78,6 +78,7 @@ type Allowance struct {
 type limiter struct {
 	limits Limits
 	open   *openlimit.Tree
+	now    func() time.Time
 	// mu guards the fields below.
 	mu      sync.Mutex
 	buckets map[bucketKey]*bucket
@@ -96,7 +97,7 @@ type bucket struct {
 
 func newLimiter(l Limits) *limiter {
 	l = l.withDefaults()
-	return &limiter{limits: l, open: openlimit.New(l.Open.PerSecond, l.Open.Burst), buckets: map[bucketKey]*bucket{}}
+	return &limiter{limits: l, open: openlimit.New(l.Open.PerSecond, l.Open.Burst), now: time.Now, buckets: map[bucketKey]*bucket{}}
 }
 
 // bucket needs mu. A bucket that limits somebody is never forgotten. When there are as many as there may be, the owners without
@@ -182,14 +183,14 @@ func (e *RateError) core() *core.Error {
 // Allow takes a request of a key into account; a RateError when the key or its project makes too many of its class.
 func (c *Controller) Allow(key Key, class RateClass) (Allowance, error) {
 	l := c.limits
-	return l.take(time.Now(), map[bucketKey]Rate{
+	return l.take(l.now(), map[bucketKey]Rate{
 		{string(key.ID), class}: l.limits.Key[class], {string(key.ProjectID), class}: l.limits.Project[class],
 	})
 }
 
 // AllowOpen takes a request without a key, or with one that is not known yet, into account.
 func (c *Controller) AllowOpen(address string) (Allowance, error) {
-	left, wait := c.limits.open.Take(time.Now(), origin(address))
+	left, wait := c.limits.open.Take(c.limits.now(), origin(address))
 	allowed := Allowance{Limit: left.Limit, Remaining: left.Remaining, Reset: left.Reset}
 	if wait > 0 {
 		return allowed, &RateError{After: wait}
@@ -210,7 +211,7 @@ func origin(remote string) netip.Addr {
 // RateError when too many answers are being held back.
 func (c *Controller) SlowFailure(ctx context.Context, address string) error {
 	l := c.limits
-	n := l.open.Failed(time.Now(), origin(address))
+	n := l.open.Failed(l.now(), origin(address))
 	if n <= 0 {
 		return nil
 	}
