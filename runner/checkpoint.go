@@ -29,8 +29,9 @@ const (
 
 // checkpointStore keeps the checkpoints of this host. It decides which bases are still wanted.
 type checkpointStore struct {
-	dir   string
-	bases *memory.BaseStore
+	dir      string
+	trashDir string // on the same file system
+	bases    *memory.BaseStore
 	// published is called when there is a new checkpoint.
 	published func()
 
@@ -66,13 +67,22 @@ func (r *checkpointRecord) hasDelta() bool { return r.DeltaBytes > 0 && !r.Rebas
 const partPrefix = ".part-"
 
 // openCheckpointStore opens the store and removes what nothing needs. Each of lent has a sandbox on it, which gives it back.
-func openCheckpointStore(dir string, bases *memory.BaseStore, lent []core.BaseID) (*checkpointStore, error) {
-	if err := os.MkdirAll(dir, 0o700); err != nil {
+func openCheckpointStore(dataDir string, bases *memory.BaseStore, lent []core.BaseID) (*checkpointStore, error) {
+	dir, trashDir := filepath.Join(dataDir, "checkpoints"), trash.Dir(dataDir)
+	for _, d := range []string{dir, trashDir} {
+		if err := os.MkdirAll(d, 0o700); err != nil {
+			return nil, err
+		}
+	}
+	if err := atomicfile.SyncDir(dataDir); err != nil {
 		return nil, err
 	}
-	s := &checkpointStore{dir: dir, bases: bases, records: make(map[core.CheckpointID]*checkpointRecord), lent: make(map[core.BaseID]int), held: make(map[core.CheckpointID]int), used: make(map[core.CheckpointID]time.Time), trash: make(map[core.CheckpointID]trashed)}
+	s := &checkpointStore{dir: dir, trashDir: trashDir, bases: bases, records: make(map[core.CheckpointID]*checkpointRecord), lent: make(map[core.BaseID]int), held: make(map[core.CheckpointID]int), used: make(map[core.CheckpointID]time.Time), trash: make(map[core.CheckpointID]trashed)}
 	for _, id := range lent {
 		s.lent[id]++
+	}
+	if err := s.readTrash(); err != nil {
+		return nil, err
 	}
 	entries, err := os.ReadDir(dir)
 	if err != nil {
@@ -81,12 +91,6 @@ func openCheckpointStore(dir string, bases *memory.BaseStore, lent []core.BaseID
 	for _, e := range entries {
 		if strings.HasPrefix(e.Name(), partPrefix) { // an unfinished capture or removal of an earlier process
 			if err := os.RemoveAll(filepath.Join(dir, e.Name())); err != nil {
-				return nil, err
-			}
-			continue
-		}
-		if strings.HasPrefix(e.Name(), trash.Prefix) {
-			if err := s.readTrash(e.Name()); err != nil {
 				return nil, err
 			}
 			continue

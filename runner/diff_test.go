@@ -90,7 +90,7 @@ func (s *shelf) open() {
 		s.t.Fatal(err)
 	}
 	if s.bases, err = memory.NewBaseStore(filepath.Join(s.cfg.DataDir, "bases"), true); err == nil {
-		s.checkpoints, err = openCheckpointStore(filepath.Join(s.cfg.DataDir, "checkpoints"), s.bases, nil)
+		s.checkpoints, err = openCheckpointStore(s.cfg.DataDir, s.bases, nil)
 	}
 	if err != nil {
 		s.t.Fatal(err)

@@ -222,13 +222,13 @@ func (r *Runner) mostFreed() (n int64, err error) {
 	}
 	r.mu.Unlock()
 	for _, t := range r.checkpoints.listTrash() {
-		if trash.Kept(r.checkpoints.dir, t.rec.ID) {
+		if trash.Kept(r.checkpoints.trashDir, t.rec.ID) {
 			bases[t.rec.Base], roots[string(t.rec.rootKey())+rootSuffix] = true, true
 			continue
 		}
-		entries, _ := os.ReadDir(trash.Path(r.checkpoints.dir, t.rec.ID)) // else it was taken back meanwhile
+		entries, _ := os.ReadDir(trash.Path(r.checkpoints.trashDir, t.rec.ID)) // else it was taken back meanwhile
 		for _, e := range entries {
-			n += allocated(filepath.Join(trash.Path(r.checkpoints.dir, t.rec.ID), e.Name()))
+			n += allocated(filepath.Join(trash.Path(r.checkpoints.trashDir, t.rec.ID), e.Name()))
 		}
 	}
 	all, err := r.bases.List()

@@ -144,7 +144,7 @@ func New(ctx context.Context, cfg Config) (_ *Runner, err error) {
 			lent = append(lent, l.journal.Shape.Base)
 		}
 	}
-	if r.checkpoints, err = openCheckpointStore(filepath.Join(cfg.DataDir, "checkpoints"), r.bases, lent); err != nil {
+	if r.checkpoints, err = openCheckpointStore(cfg.DataDir, r.bases, lent); err != nil {
 		return nil, err
 	}
 	strange := map[string]int{} // checkpoints of another class, by the difference

@@ -8,7 +8,6 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
-	"strings"
 	"time"
 
 	"github.com/coppice-dev/coppice/core"
@@ -40,7 +39,7 @@ func (s *checkpointStore) discard(id core.CheckpointID, grace time.Duration) err
 	if !there {
 		return nil
 	}
-	to := trash.Path(s.dir, id)
+	to := trash.Path(s.trashDir, id)
 	if err := errors.Join(os.RemoveAll(to), atomicfile.Rename(filepath.Join(s.dir, string(id)), to)); err != nil {
 		return err
 	}
@@ -67,7 +66,7 @@ func (s *checkpointStore) takeBack(id core.CheckpointID) (*checkpointRecord, err
 		s.mu.Unlock()
 		return nil, nil //nolint:nilnil // see above
 	}
-	err := errors.Join(trash.Unkeep(s.dir, id), atomicfile.Rename(trash.Path(s.dir, id), filepath.Join(s.dir, string(id))))
+	err := errors.Join(trash.Unkeep(s.trashDir, id), atomicfile.Rename(trash.Path(s.trashDir, id), filepath.Join(s.dir, string(id))))
 	if err == nil {
 		delete(s.trash, id)
 		s.records[id], s.used[id] = t.rec, time.Now()
@@ -83,13 +82,21 @@ func (s *checkpointStore) takeBack(id core.CheckpointID) (*checkpointRecord, err
 }
 
 // readTrash notes what an earlier process has left in the trash. What has no readable record is of no use and is removed.
-func (s *checkpointStore) readTrash(name string) error {
-	id := core.CheckpointID(strings.TrimPrefix(name, trash.Prefix))
-	rec := new(checkpointRecord)
-	if err := atomicfile.ReadJSON(filepath.Join(s.dir, name, recordFile), rec); err != nil || rec.ID != id {
-		return os.RemoveAll(filepath.Join(s.dir, name))
+func (s *checkpointStore) readTrash() error {
+	entries, err := os.ReadDir(s.trashDir)
+	if err != nil {
+		return err
 	}
-	s.trash[id] = trashed{rec, bootclock.Now() + trashGrace}
+	for _, e := range entries {
+		rec := new(checkpointRecord)
+		if err := atomicfile.ReadJSON(filepath.Join(s.trashDir, e.Name(), recordFile), rec); err != nil || string(rec.ID) != e.Name() {
+			if err := os.RemoveAll(filepath.Join(s.trashDir, e.Name())); err != nil { // also an unfinished removal
+				return err
+			}
+			continue
+		}
+		s.trash[rec.ID] = trashed{rec, bootclock.Now() + trashGrace}
+	}
 	return nil
 }
 
@@ -106,10 +113,10 @@ func (s *checkpointStore) listTrash() []trashed {
 
 // removeTrash removes one from the trash, but not if it was taken back meanwhile.
 func (s *checkpointStore) removeTrash(id core.CheckpointID) (gone bool, err error) {
-	part := filepath.Join(s.dir, partPrefix+string(id))
+	part := filepath.Join(s.trashDir, partPrefix+string(id))
 	s.mu.Lock()
 	if _, gone = s.trash[id]; gone {
-		err = errors.Join(os.RemoveAll(part), atomicfile.Rename(trash.Path(s.dir, id), part))
+		err = errors.Join(os.RemoveAll(part), atomicfile.Rename(trash.Path(s.trashDir, id), part))
 		if err == nil {
 			delete(s.trash, id)
 		}
@@ -161,7 +168,7 @@ func (r *Runner) dropOldestTrash(ctx context.Context) (bool, error) {
 
 // dropTrash removes a checkpoint from the trash, unless an operator wants it kept.
 func (r *Runner) dropTrash(ctx context.Context, id core.CheckpointID) (gone bool, err error) {
-	if trash.Kept(r.checkpoints.dir, id) {
+	if trash.Kept(r.checkpoints.trashDir, id) {
 		return false, nil
 	}
 	if gone, err = r.checkpoints.removeTrash(id); !gone {

@@ -1,10 +1,12 @@
 package runner
 
 import (
+	"os"
 	"testing"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/atomicfile"
 	"github.com/coppice-dev/coppice/internal/eventually"
 	"github.com/coppice-dev/coppice/runner/trash"
 )
@@ -35,7 +37,7 @@ func trashRig(t *testing.T) (*fakeRig, core.CheckpointID) {
 
 func (r *fakeRig) inTrash() map[core.CheckpointID]bool {
 	r.t.Helper()
-	list, err := trash.List(r.checkpoints.dir)
+	list, err := trash.List(r.checkpoints.trashDir)
 	if err != nil {
 		r.t.Fatal(err)
 	}
@@ -47,6 +49,25 @@ func (r *fakeRig) inTrash() map[core.CheckpointID]bool {
 		out[e.ID] = e.Kept
 	}
 	return out
+}
+
+// TestTrashIsNoCheckpoint: a runner of an older version takes all that is in the directory of the checkpoints for one, and does not start
+// when it has no record.
+func TestTrashIsNoCheckpoint(t *testing.T) {
+	t.Parallel()
+	r, id := trashRig(t)
+	s := r.fork(id)
+	r.capture(s)
+	entries, err := os.ReadDir(r.checkpoints.dir)
+	if err != nil || len(entries) != 2 {
+		t.Fatalf("%v, %v", entries, err)
+	}
+	for _, e := range entries {
+		rec := new(checkpointRecord)
+		if err := atomicfile.ReadJSON(r.checkpoints.path(core.CheckpointID(e.Name()), recordFile), rec); err != nil || string(rec.ID) != e.Name() {
+			t.Errorf("%s among the checkpoints is none: %v", e.Name(), err)
+		}
+	}
 }
 
 // TestTrash: what the database does not know can be used again, also by the next runner of the host.
@@ -87,10 +108,10 @@ func TestTrash(t *testing.T) {
 func TestTrashIsEmptied(t *testing.T) {
 	t.Parallel()
 	r, id := trashRig(t)
-	if err := trash.Keep(r.checkpoints.dir, id); err != nil {
+	if err := trash.Keep(r.checkpoints.trashDir, id); err != nil {
 		t.Fatal(err)
 	}
-	if err := trash.Keep(r.checkpoints.dir, core.NewID[core.CheckpointID]()); core.CodeOf(err) != core.CodeCheckpointNotFound {
+	if err := trash.Keep(r.checkpoints.trashDir, core.NewID[core.CheckpointID]()); core.CodeOf(err) != core.CodeCheckpointNotFound {
 		t.Errorf("an absent one is kept: %v", err)
 	}
 	r.checkpoints.mu.Lock()
@@ -110,14 +131,14 @@ func TestTrashIsEmptied(t *testing.T) {
 func TestTrashOnAFullDisk(t *testing.T) {
 	t.Parallel()
 	r, id := trashRig(t)
-	if err := trash.Keep(r.checkpoints.dir, id); err != nil {
+	if err := trash.Keep(r.checkpoints.trashDir, id); err != nil {
 		t.Fatal(err)
 	}
 	r.stop()
 	r.cfg.Store.Floor = 1 << 60
 	r.start()
 	eventually.True(t, "the trash is emptied", func() bool { return len(r.inTrash()) == 1 && r.inTrash()[id] })
-	if err := trash.Unkeep(r.checkpoints.dir, id); err != nil {
+	if err := trash.Unkeep(r.checkpoints.trashDir, id); err != nil {
 		t.Fatal(err)
 	}
 	eventually.True(t, "nothing is left", func() bool { return len(r.inTrash()) == 0 })

@@ -15,7 +15,7 @@ func TestRunnerTrash(t *testing.T) {
 	t.Parallel()
 	data := t.TempDir()
 	id, other := core.NewID[core.CheckpointID](), core.NewID[core.CheckpointID]()
-	for _, dir := range []string{trash.Path(trash.Dir(data), id), filepath.Join(trash.Dir(data), string(other))} {
+	for _, dir := range []string{trash.Path(trash.Dir(data), id), filepath.Join(data, "checkpoints", string(other))} {
 		if err := os.MkdirAll(dir, 0o700); err != nil {
 			t.Fatal(err)
 		}

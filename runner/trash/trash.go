@@ -6,7 +6,6 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
-	"strings"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -14,17 +13,15 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// Prefix is that of the directories in the trash. The checkpoint's id follows.
-const Prefix = ".trash-"
-
 // keepFile in a directory says that an operator wants it kept.
 const keepFile = "keep"
 
-// Dir is where a runner with this data directory has its checkpoints and their trash.
-func Dir(dataDir string) string { return filepath.Join(dataDir, "checkpoints") }
+// Dir is the trash of a data directory. It is not within the directory of the checkpoints: a runner of an older version takes
+// whatever is in there for a checkpoint.
+func Dir(dataDir string) string { return filepath.Join(dataDir, "trash") }
 
 // Path is the directory of a checkpoint in the trash.
-func Path(dir string, id core.CheckpointID) string { return filepath.Join(dir, Prefix+string(id)) }
+func Path(dir string, id core.CheckpointID) string { return filepath.Join(dir, string(id)) }
 
 // Entry is a checkpoint in the trash.
 type Entry struct {
@@ -34,19 +31,22 @@ type Entry struct {
 	Kept  bool              `json:"kept"`
 }
 
-// List reads the trash.
+// List reads the trash. A data directory of an older version has none, which is as good as empty.
 func List(dir string) ([]Entry, error) {
 	dirs, err := os.ReadDir(dir)
+	if errors.Is(err, fs.ErrNotExist) {
+		_, err = os.Stat(filepath.Dir(dir))
+	}
 	if err != nil {
 		return nil, err
 	}
 	var list []Entry
 	for _, d := range dirs {
-		name, ok := strings.CutPrefix(d.Name(), Prefix)
-		if !ok {
-			continue
+		id, err := core.ParseID[core.CheckpointID](d.Name())
+		if err != nil {
+			continue // it is being removed
 		}
-		e := Entry{ID: core.CheckpointID(name)}
+		e := Entry{ID: id}
 		e.Kept, e.Bytes = Kept(dir, e.ID), size(Path(dir, e.ID))
 		var st unix.Stat_t
 		if err := unix.Stat(Path(dir, e.ID), &st); errors.Is(err, fs.ErrNotExist) {
