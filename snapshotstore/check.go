@@ -23,6 +23,7 @@ type Checker struct {
 	blobs blob.Blobs
 	part  Part
 	seen  map[manifest.Frame]bool
+	most  int // of seen
 
 	Manifests int64
 	Frames    int64 // that were read
@@ -41,7 +42,7 @@ func (p Part) has(h manifest.Hash) bool {
 
 // NewChecker begins with nothing seen.
 func NewChecker(blobs blob.Blobs, part Part) *Checker {
-	return &Checker{blobs: blobs, part: part, seen: make(map[manifest.Frame]bool)}
+	return &Checker{blobs: blobs, part: part, seen: make(map[manifest.Frame]bool), most: maxSeen}
 }
 
 // Fault is what is wrong with an object: CHECKPOINT_CORRUPT, CHECKPOINT_INCOMPLETE, MANIFEST_INVALID.
@@ -82,9 +83,6 @@ func (c *Checker) CheckFrom(ctx context.Context, ref manifest.Ref, from Position
 	if from == (Position{}) {
 		c.Manifests++
 	}
-	if len(c.seen) > maxSeen {
-		clear(c.seen)
-	}
 	wanted := make(map[*manifest.Frame][]manifest.Run)
 	once := make(map[manifest.Frame]bool)
 	for _, image := range s.header.Images {
@@ -107,6 +105,9 @@ func (c *Checker) CheckFrom(ctx context.Context, ref manifest.Ref, from Position
 			break
 		}
 		for _, f := range req.frames {
+			if len(c.seen) >= c.most {
+				clear(c.seen)
+			}
 			c.seen[*f] = true
 		}
 		group.Go(func() error {

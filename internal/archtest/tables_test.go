@@ -199,19 +199,14 @@ var unlisted = map[string]string{
 	"runner/rootimage.maxName":            "a format: the longest name in a file system",
 	"runner/vmm/cloudhypervisor.maxState": untested,
 	"snapshotstore.maxAlone":              "an algorithm: as maxScatter",
-	"snapshotstore.maxExportHeader":       untested,
 	"snapshotstore.maxGap":                "an algorithm: as maxRequest",
-	"snapshotstore.maxNodeBytes":          untested,
 	"snapshotstore.maxPack":               "an algorithm: when a writer begins the next pack",
 	"snapshotstore.maxRequest":            "an algorithm: how reads are joined",
 	"snapshotstore.maxScatter":            "an algorithm: when a compaction is worth its cost",
-	"snapshotstore.maxSeen":               untested,
 	"snapshotstore.maxSmall":              "an algorithm: as maxScatter",
 	"snapshotstore/blob/cache.maxObject":  "an algorithm: it stands for an unknown size",
 	"snapshotstore/blob/s3.maxBackoff":    "a time",
 	"snapshotstore/blob/s3.maxParts":      "a format: S3's bound of an upload",
-	"snapshotstore/manifest.maxKey":       untested,
-	"snapshotstore/manifest.maxNode":      untested,
 }
 
 // boundName is how constants are called that bound something.
