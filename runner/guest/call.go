@@ -11,6 +11,8 @@ import (
 	"net/http"
 	"time"
 
+	"github.com/hashicorp/yamux"
+
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
 	"github.com/coppice-dev/coppice/internal/boundjson"
@@ -43,7 +45,7 @@ const guestURL = "http://guest"
 
 func (c *Client) transport(headerTimeout time.Duration) *http.Transport {
 	return &http.Transport{
-		DialContext:            func(context.Context, string, string) (net.Conn, error) { return c.open() },
+		DialContext:            func(ctx context.Context, _, _ string) (net.Conn, error) { return c.open(ctx) },
 		DisableKeepAlives:      true, // a stream costs nothing, and one that was half used before a capture must never be used again
 		DisableCompression:     true,
 		MaxResponseHeaderBytes: maxHeaderBytes,
@@ -54,7 +56,28 @@ func (c *Client) transport(headerTimeout time.Duration) *http.Transport {
 	}
 }
 
-func (c *Client) open() (net.Conn, error) {
+type callKey struct{}
+
+// send does a request. The dial finds the request's context as a value: the one that a transport gives it does not end with the request.
+func send(t *http.Transport, req *http.Request) (*http.Response, error) {
+	ctx := req.Context()
+	return t.RoundTrip(req.WithContext(context.WithValue(ctx, callKey{}, ctx)))
+}
+
+// open opens a stream. The multiplexer waits until the agent has accepted earlier ones, and hears of no context: at most maxOpening
+// requests are there at once, and the others end with their callers.
+func (c *Client) open(ctx context.Context) (net.Conn, error) {
+	if call, ok := ctx.Value(callKey{}).(context.Context); ok {
+		ctx = call
+	}
+	select {
+	case c.opening <- struct{}{}:
+		defer func() { <-c.opening }()
+	case <-ctx.Done():
+		return nil, context.Cause(ctx)
+	case <-c.mux.CloseChan():
+		return nil, yamux.ErrSessionShutdown
+	}
 	s, err := c.mux.OpenStream()
 	if err != nil {
 		return nil, err
@@ -84,7 +107,7 @@ func (c *Client) call(ctx context.Context, limit time.Duration, method, path str
 	if in != nil {
 		req.Header.Set("Content-Type", "application/json")
 	}
-	res, err := c.control.RoundTrip(req)
+	res, err := send(c.control, req)
 	if err != nil {
 		return callError(ctx, err, path)
 	}

@@ -36,6 +36,7 @@ type Client struct {
 	version int
 	control *http.Transport
 	public  *http.Transport
+	opening chan struct{} // requests that the multiplexer may keep waiting for a stream
 }
 
 // Dial connects and greets until an agent answers or ctx ends. connect makes one connection to the sandbox's channel; it
@@ -74,7 +75,7 @@ func unreachable(err error, what string) error {
 }
 
 func newClient(link *guestapi.Link) (*Client, error) {
-	c := &Client{guard: newGuard(link), version: link.PeerVersion()}
+	c := &Client{guard: newGuard(link), version: link.PeerVersion(), opening: make(chan struct{}, maxOpening)}
 	mux, err := yamux.Client(c.guard, muxConfig())
 	if err != nil {
 		return nil, errors.Join(unreachable(err, "the multiplexer was not set up"), link.Close())

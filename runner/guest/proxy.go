@@ -88,7 +88,7 @@ func (t publicTransport) RoundTrip(req *http.Request) (*http.Response, error) {
 			out.Header[name] = v[:1]
 		}
 	}
-	res, err := t.c.public.RoundTrip(out)
+	res, err := send(t.c.public, out)
 	if err != nil {
 		return nil, callError(req.Context(), err, req.URL.Path)
 	}

@@ -214,6 +214,9 @@ func TestCapture(t *testing.T) {
 		"a link within":      {map[string]string{configFile: "{}", stateFile: "-> config.json"}, met, "is no file"},
 		"a snapshot":         {map[string]string{configFile: "{}", stateFile: good}, "HTTP/1.1 204 \r\n\r\n", "has written a snapshot of its own"},
 		"a full disk":        {nil, refusing(500, chain("No space left on device (os error 28)", memoryFile)), "No space left"},
+		"a long state":       {map[string]string{configFile: "{}", stateFile: good + strings.Repeat(" ", maxState+1-len(good))}, met, "is no file of at most"},
+		"a long config":      {map[string]string{configFile: "{}" + strings.Repeat(" ", maxState-1), stateFile: good}, met, "is no file of at most"},
+		"the longest config": {map[string]string{configFile: "{}" + strings.Repeat(" ", maxState-2), stateFile: good}, met, ""},
 		"the state is there": {map[string]string{configFile: "{}"}, refusing(500, chain(placeholderMet, stateFile)), "refused vm.snapshot"},
 	} {
 		dir := t.TempDir()
@@ -245,6 +248,27 @@ func TestCapture(t *testing.T) {
 			t.Errorf("%s: %v are left (%v)", name, left, err)
 		}
 		if err := own.Close(); err != nil {
+			t.Error(err)
+		}
+	}
+}
+
+// TestStateIsBounded: the device state of a checkpoint, which may come from another host, is not read where it is longer than any.
+func TestStateIsBounded(t *testing.T) {
+	t.Parallel()
+	for size, want := range map[int64]core.Code{maxState: "", maxState + 1: core.CodeCheckpointCorrupt} {
+		f, err := os.Create(filepath.Join(t.TempDir(), stateFile))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := f.Truncate(size); err != nil {
+			t.Fatal(err)
+		}
+		b, err := readAll(f)
+		if want == "" && (err != nil || int64(len(b)) != size) || want != "" && (core.CodeOf(err) != want || len(b) > 0) {
+			t.Errorf("%d bytes: %d were read, %v", size, len(b), err)
+		}
+		if err := f.Close(); err != nil {
 			t.Error(err)
 		}
 	}
