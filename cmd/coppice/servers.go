@@ -13,6 +13,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/controller/postgres"
 	"github.com/coppice-dev/coppice/internal/daemon"
 	"github.com/coppice-dev/coppice/internal/hostcheck"
 	"github.com/coppice-dev/coppice/internal/tracing"
@@ -29,6 +30,9 @@ func newControllerCommand(a *app) *cobra.Command {
 The first controller of a database makes the key file, which seals the cluster's keys there; the others need a copy of it. Whoever
 has both the file and the database can make himself a runner: keep them apart, and back both up.
 
+It does not start on a database server that can lose acknowledged work when it or its host crashes (fsync, full_page_writes or synchronous_commit
+is off), unless --allow-weak-database names each setting. It starts on a server without a synchronous standby, and says what a failover can lose.
+
 Runners connect to --runner-listen with a certificate of the cluster, which they get for a token of 'coppice runner-token create'.
 Every flag can come from the environment: --runner-listen from COPPICE_RUNNER_LISTEN, and so on. SIGTERM ends it in order:
 no more requests, then the operations end or are left to the next controller.`,
@@ -40,6 +44,7 @@ no more requests, then the operations end or are left to the next controller.`,
 	f.StringVar(&cfg.Database, "database", "", "PostgreSQL `address`, as a URL or key=value pairs; a password is better in --database-file or PGPASSFILE")
 	f.StringVar(&databaseFile, "database-file", "", "`file` that holds the address, instead of --database")
 	f.DurationVar(&cfg.DatabaseWait, "database-wait", time.Minute, "how long to wait for the database at the start")
+	f.StringSliceVar(&cfg.AllowWeak, "allow-weak-database", nil, "start although these `settings` of the database server are off, so that its crash can lose acknowledged work: "+strings.Join(postgres.DurabilitySettings(), ","))
 	f.StringVar(&cfg.Listen, "listen", "127.0.0.1:7070", "`address` of the API; port 0 picks a free one")
 	f.StringVar(&cfg.TLSCert, "tls-cert", "", "certificate `file` of the API, in PEM; read again when it changes")
 	f.StringVar(&cfg.TLSKey, "tls-key", "", "its key `file`")
@@ -84,7 +89,7 @@ no more requests, then the operations end or are left to the next controller.`,
 		daemon.RelaxGC()
 		return daemon.RunController(cmd.Context(), cfg, func(r daemon.ControllerReady) error {
 			return a.print(r, func(w io.Writer) error {
-				_, err := fmt.Fprintf(w, "Coppice's controller is ready at %s\n  for runners   %s\n  cluster       %s\n", r.Server, r.Runners, r.ClusterID)
+				_, err := fmt.Fprintf(w, "Coppice's controller is ready at %s\n  for runners   %s\n  cluster       %s\n  database      %s\n", r.Server, r.Runners, r.ClusterID, r.Database.Promise)
 				return err
 			})
 		})
@@ -221,7 +226,7 @@ func (a *app) fromEnvironment(c *cobra.Command) error {
 
 // serverFlags are those of the servers that have no variable of their own.
 var serverFlags = []string{
-	"database", "database-file", "database-wait", "listen", "tls-cert", "tls-key", "plain-http", "runner-listen", "key-file", "master-key-file", "api-key-file", "join-key-file", "allow-all-egress", "runner-lease", "runner-fence",
+	"database", "database-file", "database-wait", "allow-weak-database", "listen", "tls-cert", "tls-key", "plain-http", "runner-listen", "key-file", "master-key-file", "api-key-file", "join-key-file", "allow-all-egress", "runner-lease", "runner-fence",
 	"vault-addr", "vault-ca-file", "vault-namespace", "vault-prefix", "vault-token-file", "vault-role-id-file", "vault-secret-id-file", "vault-kubernetes-role", "vault-kubernetes-token-file",
 	"vault-auth-mount", "secret-env",
 	"controller", "join-token-file", "endpoint", "data-listen", "data-url", "data-cert", "data-key", "disk-budget", "max-sandboxes", "warm", "allow-weak-host", "vm-cpu-max", "vm-io-max", "vm-iops-max", "tap-rate", "tap-packets",

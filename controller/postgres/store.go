@@ -26,6 +26,10 @@ import (
 type Config struct {
 	DSN      string // a URL or key=value pairs, as libpq takes them
 	MaxConns int32  // 0: 16
+
+	// Check judges the server of each new connection; one that it refuses is not used, and calls fail with its error. It must be
+	// safe for concurrent use. Nil: every server will do.
+	Check func(Durability) error
 }
 
 const (
@@ -42,7 +46,8 @@ const (
 
 // Store is the controller's database. Close it when everything that uses it has ended.
 type Store struct {
-	pool *pgxpool.Pool
+	pool  *pgxpool.Pool
+	check func(Durability) error // nil: none
 }
 
 var _ controller.Store = (*Store)(nil)
@@ -65,11 +70,14 @@ func Open(ctx context.Context, cfg Config) (*Store, error) {
 	params["idle_in_transaction_session_timeout"] = idleTimeout
 	params["timezone"] = "UTC"
 	params["jit"] = "off" // no query is long enough to earn a compilation
-	pool, err := pgxpool.NewWithConfig(ctx, pc)
-	if err != nil {
+	s := &Store{check: cfg.Check}
+	if s.check != nil {
+		pc.AfterConnect = s.checkNew
+	}
+	if s.pool, err = pgxpool.NewWithConfig(ctx, pc); err != nil {
 		return nil, fmt.Errorf("open database: %w", err)
 	}
-	return &Store{pool: pool}, nil
+	return s, nil
 }
 
 // Close waits for running transactions and closes all connections.
@@ -157,6 +165,11 @@ func (s *Store) Listen(ctx context.Context, ended func(core.OperationID), revoke
 		return mapError(ctx, err)
 	}
 	defer func() { _ = conn.Close(context.WithoutCancel(ctx)) }()
+	if s.check != nil {
+		if err := s.checkNew(ctx, conn); err != nil {
+			return mapError(ctx, err)
+		}
+	}
 	if _, err := conn.Exec(ctx, "LISTEN "+channel+"; LISTEN "+keyChannel); err != nil {
 		return mapError(ctx, err)
 	}

@@ -6,6 +6,8 @@ import (
 	"fmt"
 	"log/slog"
 	"net/http"
+	"slices"
+	"strings"
 	"time"
 
 	"github.com/coppice-dev/coppice/controller"
@@ -23,6 +25,7 @@ import (
 type ControllerConfig struct {
 	Database     string        // DSN
 	DatabaseWait time.Duration // how long to wait for it at start
+	AllowWeak    []string      // settings of the database server that may let it lose acknowledged commits; see postgres.Durability
 	Listen       string        // host:port of the public API
 	TLSCert      string        // PEM files of the public API; both or none
 	TLSKey       string
@@ -45,6 +48,8 @@ type ControllerReady struct {
 	Runners   string `json:"runners"` // for --controller of runners
 	ClusterID string `json:"cluster_id"`
 	Metrics   string `json:"metrics,omitempty"` // host:port
+
+	Database DatabaseFacts `json:"database"`
 }
 
 func (c ControllerConfig) validate() error {
@@ -69,6 +74,11 @@ func (c ControllerConfig) validate() error {
 	}
 	if c.Database == "" {
 		bad("--database: the address of a PostgreSQL database is needed, such as postgres://user@host/coppice")
+	}
+	for _, name := range c.AllowWeak {
+		if !slices.Contains(postgres.DurabilitySettings(), name) {
+			bad("--allow-weak-database: there is no setting %q to allow; the settings are %s", core.Clip(name), strings.Join(postgres.DurabilitySettings(), ", "))
+		}
 	}
 	if c.KeyFile == "" {
 		bad("--key-file: a file for the key that seals the cluster's secrets is needed; the first controller makes it")
@@ -106,10 +116,12 @@ func RunController(ctx context.Context, cfg ControllerConfig, ready func(Control
 	}
 	var steps undo.Stack
 	defer func() { err = errors.Join(err, steps.Undo(ctx)) }()
-	if err := Migrate(ctx, cfg.Database, cfg.DatabaseWait, cfg.Log); err != nil {
+	metrics, err := OpenMetrics(ctx, cfg.Metrics, cfg.Log)
+	if err != nil {
 		return err
 	}
-	store, err := postgres.Open(ctx, postgres.Config{DSN: cfg.Database})
+	steps.Push("metrics", func(context.Context) error { return metrics.Close() })
+	store, watch, err := openDatabase(ctx, cfg, metrics)
 	if err != nil {
 		return err
 	}
@@ -117,14 +129,6 @@ func RunController(ctx context.Context, cfg ControllerConfig, ready func(Control
 		store.Close()
 		return nil
 	})
-	metrics, err := OpenMetrics(ctx, cfg.Metrics, cfg.Log)
-	if err != nil {
-		return err
-	}
-	steps.Push("metrics", func(context.Context) error { return metrics.Close() })
-	if err := store.Register(metrics); err != nil {
-		return err
-	}
 	trust, err := openTrust(ctx, cfg, store)
 	if err != nil {
 		return err
@@ -174,7 +178,7 @@ func RunController(ctx context.Context, cfg ControllerConfig, ready func(Control
 	if err != nil {
 		return err
 	}
-	if err := ready(ControllerReady{Server: cfg.scheme() + "://" + public.Addr().String(), Runners: "https://" + address, ClusterID: trust.ClusterID, Metrics: metrics.Address()}); err != nil {
+	if err := ready(ControllerReady{Server: cfg.scheme() + "://" + public.Addr().String(), Runners: "https://" + address, ClusterID: trust.ClusterID, Metrics: metrics.Address(), Database: watch.facts()}); err != nil {
 		return err
 	}
 	// No more requests first, then the operations end, and last nobody listens to runners any more.
@@ -183,8 +187,30 @@ func RunController(ctx context.Context, cfg ControllerConfig, ready func(Control
 		part{"controller", control.Run},
 		part{"runners' listener", served(inner)},
 		part{"metrics", metrics.Run},
+		part{"database watch", func(ctx context.Context) error { return watch.run(ctx, store) }},
 		part{"certificate", func(ctx context.Context) error { return renewIdentity(ctx, identity, trust.Authority, cfg.Log) }},
 	)
+}
+
+// openDatabase opens the store over a server that keeps what it acknowledges, and brings the schema forward.
+func openDatabase(ctx context.Context, cfg ControllerConfig, metrics *Metrics) (_ *postgres.Store, _ *databaseWatch, err error) {
+	watch := newDatabaseWatch(cfg.AllowWeak, cfg.Log.With("component", "database"), metrics)
+	store, err := postgres.Open(ctx, postgres.Config{DSN: cfg.Database, Check: watch.check})
+	if err != nil {
+		return nil, nil, err
+	}
+	defer func() {
+		if err != nil {
+			store.Close()
+		}
+	}()
+	if err := watch.start(ctx, store, cfg.DatabaseWait); err != nil {
+		return nil, nil, fmt.Errorf("look at the database: %w", err)
+	}
+	if err := Migrate(ctx, cfg.Database, cfg.DatabaseWait, cfg.Log); err != nil {
+		return nil, nil, err
+	}
+	return store, watch, store.Register(metrics)
 }
 
 // Migrate brings a database to the schema that this program knows, waiting for the database where it is not up yet.

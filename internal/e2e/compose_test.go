@@ -47,7 +47,7 @@ func TestComposeStore(t *testing.T) {
 	}
 	c := &server{name: "controller", binary: "env", log: filepath.Join(dir, "log"), args: []string{
 		"COPPICE_STORE=" + here.Replace(store[1]), "COPPICE_STORE_ACCESS_KEY=" + s3.AccessKey, "COPPICE_STORE_SECRET_KEY=" + s3.SecretKey,
-		program(t, "cmd/coppice"), "--json", "controller", "--database", testpg.New(t, migrations.Up), "--key-file", key, "--api-key-file", api,
+		program(t, "cmd/coppice"), "--json", "controller", "--allow-weak-database=fsync,full_page_writes,synchronous_commit", "--database", testpg.New(t, migrations.Up), "--key-file", key, "--api-key-file", api,
 		"--listen", freeAddress(t), "--runner-listen", freeAddress(t),
 	}}
 	if err := c.start(""); err != nil {

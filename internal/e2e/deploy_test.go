@@ -299,7 +299,7 @@ func sameVMMs(t *testing.T, what string, got, want []int) {
 func (n *deployNode) controller(binary string, args ...string) (*server, *coppice.Client) {
 	n.t.Helper()
 	c := &server{name: "controller", binary: binary, log: n.log("controller"), args: append([]string{
-		"--json", "controller", "--database", testpg.New(n.t, migrations.Up), "--key-file", filepath.Join(n.dir, "cluster.key"),
+		"--json", "controller", "--allow-weak-database=fsync,full_page_writes,synchronous_commit", "--database", testpg.New(n.t, migrations.Up), "--key-file", filepath.Join(n.dir, "cluster.key"),
 		"--api-key-file", filepath.Join(n.dir, "api.key"), "--listen", freeAddress(n.t), "--runner-listen", freeAddress(n.t),
 	}, args...)}
 	if err := c.start(""); err != nil {
@@ -509,7 +509,7 @@ func TestSystemdUnits(t *testing.T) {
 			layer("etc/systemd/system/coppice-"+name+".service.d/log.conf", "", "[Service]\nStandardOutput=append:/srv/logs/"+name+".log\nStandardError=append:/srv/logs/"+name+".log\n")
 		}
 		layer("srv/logs/README", "", "logs\n")
-		layer("etc/coppice/controller.env", "", "COPPICE_DATABASE="+dsn+"\nCOPPICE_LISTEN="+api+"\nCOPPICE_RUNNER_LISTEN="+runners+"\n")
+		layer("etc/coppice/controller.env", "", "COPPICE_DATABASE="+dsn+"\nCOPPICE_ALLOW_WEAK_DATABASE=fsync,full_page_writes,synchronous_commit\nCOPPICE_LISTEN="+api+"\nCOPPICE_RUNNER_LISTEN="+runners+"\n")
 		layer("etc/coppice/runner.env", "", "COPPICE_CONTROLLER=https://"+runners+"\nCOPPICE_LISTEN="+own+"\nCOPPICE_IMAGES_DIR=/srv/images\n"+
 			"COPPICE_DISK_BUDGET=2G\nCOPPICE_MAX_SANDBOXES=8\nCOPPICE_WARM=0\nCOPPICE_VMM=qemu\nCOPPICE_ACCEL=tcg\nCOPPICE_ALLOW_WEAK_HOST="+weakHost+"\n")
 		return []string{imageStore(t).Dir(), socket}

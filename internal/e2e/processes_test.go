@@ -74,7 +74,7 @@ func TestSeparateProcesses(t *testing.T) {
 		Server, Runners string
 		ClusterID       string `json:"cluster_id"`
 	}
-	controller := []string{"--json", "controller", "--database", testpg.New(t, migrations.Up), "--key-file", filepath.Join(dir, "cluster.key"), "--api-key-file", key}
+	controller := []string{"--json", "controller", "--allow-weak-database=fsync,full_page_writes,synchronous_commit", "--database", testpg.New(t, migrations.Up), "--key-file", filepath.Join(dir, "cluster.key"), "--api-key-file", key}
 	kill := serverOf(t, &ready, binary, append(controller, "--listen", testaddr.New(), "--runner-listen", testaddr.New())...)
 	secret, err := os.ReadFile(key)
 	if err != nil {

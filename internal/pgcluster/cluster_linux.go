@@ -4,9 +4,11 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"syscall"
@@ -218,13 +220,17 @@ func (c *Cluster) command(log *os.File) *exec.Cmd {
 // settings are given on the command line: the files in the data directory stay as initdb wrote them.
 func (c *Cluster) settings() []string {
 	onOff := map[bool]string{true: "on", false: "off"}[c.cfg.Durable]
-	var args []string
-	for _, kv := range []string{
-		"listen_addresses=", "unix_socket_directories=" + c.lay.run, "unix_socket_permissions=0700", "port=" + port,
-		"max_connections=" + strconv.Itoa(c.cfg.MaxConnections), "logging_collector=off", "log_checkpoints=off",
-		"fsync=" + onOff, "synchronous_commit=" + onOff, "full_page_writes=" + onOff,
-	} {
-		args = append(args, "-c", kv)
+	all := map[string]string{
+		"unix_socket_directories": c.lay.run, "unix_socket_permissions": "0700", "port": port,
+		"max_connections": strconv.Itoa(c.cfg.MaxConnections), "logging_collector": "off", "log_checkpoints": "off",
+		"fsync": onOff, "synchronous_commit": onOff, "full_page_writes": onOff,
+	}
+	maps.Copy(all, c.cfg.Settings)
+	args := []string{"-c", "listen_addresses="}
+	for _, name := range slices.Sorted(maps.Keys(all)) {
+		if all[name] != "" {
+			args = append(args, "-c", name+"="+all[name])
+		}
 	}
 	return args
 }

@@ -32,6 +32,9 @@ type Config struct {
 	Durable bool
 	// MaxConnections bounds the sessions; 0 means 100.
 	MaxConnections int
+	// Settings are given to the server besides, or instead of, those of this package. One with an empty value is left to the files in the
+	// data directory, so that ALTER SYSTEM can change it.
+	Settings map[string]string
 	// Log gets one line per start, stop and repair.
 	Log *slog.Logger
 }

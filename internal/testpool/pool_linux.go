@@ -81,7 +81,7 @@ func Open(ctx context.Context, cfg Config) (_ *Pool, err error) {
 	}
 	key := filepath.Join(cfg.Dir, "api.key")
 	p.Controller = p.process("controller", "", slices.Concat([]string{
-		"--json", "controller", "--database", p.database.DSN("postgres"), "--key-file", filepath.Join(cfg.Dir, "cluster.key"), "--api-key-file", key,
+		"--json", "controller", "--allow-weak-database=fsync,full_page_writes,synchronous_commit", "--database", p.database.DSN("postgres"), "--key-file", filepath.Join(cfg.Dir, "cluster.key"), "--api-key-file", key,
 		"--listen", "127.0.0.1:" + listen, "--runner-listen", "0.0.0.0:" + p.port, "--store", cfg.Store.URL(p.Bucket),
 	}, cfg.Controller))
 	if err := p.Controller.Start(ctx); err != nil {

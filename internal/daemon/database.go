@@ -1,0 +1,177 @@
+package daemon
+
+import (
+	"context"
+	"log/slog"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+
+	"github.com/coppice-dev/coppice/controller/postgres"
+	"github.com/coppice-dev/coppice/core"
+)
+
+// DatabaseFacts is what the database server keeps of a commit, for people.
+type DatabaseFacts struct {
+	Commits  string   `json:"commits"` // where a commit is when it is acknowledged: memory, server, received or standby
+	Weak     []string `json:"weak,omitempty"`
+	Timeline int64    `json:"timeline"`
+	Promise  string   `json:"promise"`
+}
+
+// databaseWatch judges the server of every new connection, says in the log when it is another one than before or has other settings,
+// and shows both as metrics.
+type databaseWatch struct {
+	allowed []string
+	log     *slog.Logger
+
+	weak                       *prometheus.GaugeVec // setting
+	commits                    *prometheus.GaugeVec // where
+	timeline, refused, changes prometheus.Gauge
+
+	// mu guards the fields below.
+	mu      sync.Mutex
+	store   *postgres.Store
+	known   bool
+	last    postgres.Durability
+	reached int64 // the highest timeline that a server had
+	serving bool  // the start is over: a refusal is an outage now
+}
+
+// databaseInterval is how often the settings are read where no new connection reads them.
+const databaseInterval = 10 * time.Second
+
+func newDatabaseWatch(allowed []string, log *slog.Logger, to prometheus.Registerer) *databaseWatch {
+	gauge := func(name, help string) prometheus.Gauge {
+		g := prometheus.NewGauge(prometheus.GaugeOpts{Name: "coppice_database_" + name, Help: help})
+		to.MustRegister(g)
+		return g
+	}
+	w := &databaseWatch{allowed: allowed, log: log}
+	w.weak = prometheus.NewGaugeVec(prometheus.GaugeOpts{Name: "coppice_database_weak", Help: "Whether a setting of the database server lets it lose acknowledged commits."}, []string{"setting"})
+	w.commits = prometheus.NewGaugeVec(prometheus.GaugeOpts{
+		Name: "coppice_database_commits", Help: "1 for the place where a commit is when it is acknowledged: memory, server, received (by a standby) or standby.",
+	}, []string{"where"})
+	to.MustRegister(w.weak, w.commits)
+	w.timeline = gauge("timeline", "Timeline of the database server. A promotion raises it.")
+	w.refused = gauge("refused", "Whether the last database server that was asked is refused.")
+	w.changes = gauge("server_changes", "Times that another database server or timeline answered.")
+	return w
+}
+
+// check is postgres.Config.Check.
+func (w *databaseWatch) check(d postgres.Durability) error {
+	err := d.Judge(w.allowed)
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if err == nil && d.Timeline < w.reached {
+		err = core.Errorf(core.Unavailable, core.CodeDatabaseUnavailable,
+			"the database server at %s is on timeline %d, and this controller has used timeline %d: it is a primary of before a failover; stop it, or restart the controllers if the database was restored from a dump",
+			d.Server, d.Timeline, w.reached)
+	}
+	w.show(d, err)
+	if err == nil {
+		if w.store != nil && w.reached != 0 && d.Timeline > w.reached {
+			w.store.Recheck() // connections to the server of before may be open
+		}
+		w.reached = max(w.reached, d.Timeline)
+	}
+	if err != nil && w.serving {
+		// Users are not told about the server.
+		err = core.Wrapf(err, core.Unavailable, core.CodeDatabaseUnavailable, "the database server that answers is refused; the controller's log says why")
+	}
+	return err
+}
+
+// show logs what has changed, and sets the metrics. mu is held.
+func (w *databaseWatch) show(d postgres.Durability, refusal error) {
+	if w.known && d == w.last {
+		return
+	}
+	what := "database server found"
+	switch {
+	case !w.known:
+	case d.Server != w.last.Server || !d.Started.Equal(w.last.Started) || d.Timeline != w.last.Timeline:
+		what = "another database server answered"
+		w.changes.Inc()
+	default:
+		what = "settings of the database server changed"
+	}
+	w.known, w.last = true, d
+	for _, name := range postgres.DurabilitySettings() {
+		w.weak.WithLabelValues(name).Set(boolGauge(slices.Contains(d.Weak(), name)))
+	}
+	for _, where := range []string{postgres.CommitsInMemory, postgres.CommitsOnServer, postgres.CommitsReceived, postgres.CommitsOnStandby} {
+		w.commits.WithLabelValues(where).Set(boolGauge(d.Commits() == where))
+	}
+	w.timeline.Set(float64(d.Timeline))
+	w.refused.Set(boolGauge(refusal != nil))
+	level, attrs := slog.LevelInfo, []slog.Attr{
+		slog.String("server", d.Server), slog.Int64("timeline", d.Timeline), slog.Bool("standby", d.Recovers), slog.Bool("fsync", d.Fsync),
+		slog.Bool("full_page_writes", d.FullPageWrites), slog.String("synchronous_commit", d.SynchronousCommit),
+		slog.String("synchronous_standby_names", core.Clip(d.Standbys)), slog.String("promise", d.Promise()),
+	}
+	if weak := d.Weak(); len(weak) > 0 {
+		level, attrs = slog.LevelWarn, append(attrs, slog.String("weak", strings.Join(weak, ",")))
+	}
+	if refusal != nil {
+		level, attrs = slog.LevelError, append(attrs, slog.Any("err", refusal))
+	}
+	w.log.LogAttrs(context.Background(), level, what, attrs...) //nolint:sloglint // one of three constants
+}
+
+func boolGauge(on bool) float64 {
+	if on {
+		return 1
+	}
+	return 0
+}
+
+// facts are those of the server that answered last.
+func (w *databaseWatch) facts() DatabaseFacts {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return DatabaseFacts{Commits: w.last.Commits(), Weak: w.last.Weak(), Timeline: w.last.Timeline, Promise: w.last.Promise()}
+}
+
+// start waits for a server that may be used. From then on a refused one is an outage, which requests are told of.
+func (w *databaseWatch) start(ctx context.Context, store *postgres.Store, wait time.Duration) error {
+	w.mu.Lock()
+	w.store = store
+	w.mu.Unlock()
+	err := retryUnavailable(ctx, wait, w.log, func(ctx context.Context) error {
+		_, err := store.Inspect(ctx)
+		return err
+	})
+	if err != nil {
+		return err
+	}
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.serving = true
+	return nil
+}
+
+// run reads the settings now and then: a reload changes them under open connections.
+func (w *databaseWatch) run(ctx context.Context, store *postgres.Store) error {
+	tick := time.NewTicker(databaseInterval)
+	defer tick.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-tick.C:
+			w.look(ctx, store)
+		}
+	}
+}
+
+// look has the open connections checked anew when the server of one is refused. An absent database is seen by whoever works.
+func (w *databaseWatch) look(ctx context.Context, store *postgres.Store) {
+	if _, err := store.Inspect(ctx); err != nil && ctx.Err() == nil {
+		store.Recheck()
+	}
+}
