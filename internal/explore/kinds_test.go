@@ -1,0 +1,127 @@
+package explore
+
+import (
+	"context"
+	"errors"
+
+	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/controller/retention"
+	"github.com/coppice-dev/coppice/core"
+)
+
+// scene is what operations act on: a workspace with two checkpoints, of which the second grew from the first.
+type scene struct {
+	workspace  core.WorkspaceID
+	older      core.CheckpointID
+	checkpoint core.CheckpointID
+	image      core.CheckpointID // the template that all grew from
+}
+
+// reply is what a controller told whoever asked it for something.
+type reply struct {
+	kind      string
+	operation core.OperationID // empty: it was none
+	done      bool             // the reply says how the operation has ended; else it was accepted
+	err       error
+	result    controller.Result
+}
+
+// kind is something that a controller can be asked for.
+type kind struct {
+	name string
+	// asleep has the workspace suspended before.
+	asleep bool
+	do     func(ctx context.Context, w *world, c *controller.Controller, s scene) (controller.Answer, error)
+}
+
+var small = core.Resources{VCPUs: 1, MemoryMiB: core.MinMemoryMiB, DiskGiB: 1}
+
+var kinds = []kind{
+	{name: "create", do: func(ctx context.Context, w *world, c *controller.Controller, _ scene) (controller.Answer, error) {
+		return c.CreateWorkspace(ctx, w.project, controller.CreateRequest{Resources: small}, patience)
+	}},
+	{name: "fork", do: func(ctx context.Context, w *world, c *controller.Controller, s scene) (controller.Answer, error) {
+		return c.ForkCheckpoint(ctx, w.project, s.checkpoint, controller.ForkRequest{Count: 2}, patience)
+	}},
+	{name: "fork-all-or-nothing", do: func(ctx context.Context, w *world, c *controller.Controller, s scene) (controller.Answer, error) {
+		return c.ForkCheckpoint(ctx, w.project, s.checkpoint, controller.ForkRequest{Count: 2, AllOrNothing: true}, patience)
+	}},
+	{name: "fork-workspace", do: func(ctx context.Context, w *world, c *controller.Controller, s scene) (controller.Answer, error) {
+		return c.ForkWorkspace(ctx, w.project, s.workspace, controller.CheckpointRequest{}, controller.ForkRequest{Count: 2}, patience)
+	}},
+	{name: "restore", do: func(ctx context.Context, w *world, c *controller.Controller, s scene) (controller.Answer, error) {
+		return c.RestoreWorkspace(ctx, w.project, s.workspace, s.older, patience)
+	}},
+	{name: "suspend", do: func(ctx context.Context, w *world, c *controller.Controller, s scene) (controller.Answer, error) {
+		return c.Suspend(ctx, w.project, s.workspace, patience)
+	}},
+	{name: "resume", asleep: true, do: func(ctx context.Context, w *world, c *controller.Controller, s scene) (controller.Answer, error) {
+		return c.Resume(ctx, w.project, s.workspace, patience)
+	}},
+	{name: "checkpoint", do: func(ctx context.Context, w *world, c *controller.Controller, s scene) (controller.Answer, error) {
+		return c.CreateCheckpoint(ctx, w.project, s.workspace, controller.CheckpointRequest{}, patience)
+	}},
+	{name: "terminate", do: func(ctx context.Context, w *world, c *controller.Controller, s scene) (controller.Answer, error) {
+		return c.Terminate(ctx, w.project, s.workspace, patience)
+	}},
+	{name: "delete", do: func(ctx context.Context, w *world, c *controller.Controller, s scene) (controller.Answer, error) {
+		return controller.Answer{Done: true}, c.DeleteCheckpoint(ctx, w.project, s.older)
+	}},
+	{name: "prune", do: func(ctx context.Context, w *world, c *controller.Controller, s scene) (controller.Answer, error) {
+		return c.PruneCheckpoints(ctx, w.project, s.image, controller.RetentionPolicy{Policy: retention.Policy{MaxBytes: 1}}, false, patience)
+	}},
+	{name: "drain", do: func(ctx context.Context, w *world, c *controller.Controller, _ scene) (controller.Answer, error) {
+		_, err := c.DrainRunner(ctx, w.runner.ID(), true)
+		return controller.Answer{Done: true}, err
+	}},
+}
+
+func kindOf(name string) (kind, bool) {
+	for _, k := range kinds {
+		if k.name == name {
+			return k, true
+		}
+	}
+	return kind{}, false
+}
+
+// ask has a controller do something. The reply comes when it has ended, or when it cannot say so itself.
+func (w *world) ask(c *controller.Controller, k kind, s scene) <-chan reply {
+	out := make(chan reply, 1)
+	go func() {
+		a, err := k.do(context.WithValue(w.t.Context(), asked{}, true), w, c, s)
+		r := reply{kind: k.name, operation: a.Operation.ID, done: a.Done, err: err, result: a.Result}
+		if failed, ok := errors.AsType[*controller.OperationError](err); ok {
+			r.operation, r.done = failed.Operation, true
+		}
+		w.log.note("%s was answered: operation %q, done %v, error %v", k.name, r.operation, r.done, err)
+		out <- r
+	}()
+	return out
+}
+
+// set builds the scene, through the first controller.
+func (w *world) set(asleep bool) (scene, error) {
+	var s scene
+	ctx := w.t.Context()
+	a, err := w.first.CreateWorkspace(ctx, w.project, controller.CreateRequest{Name: "main", Resources: small}, patience)
+	if err != nil {
+		return s, err
+	}
+	w.owner = w.strings(`SELECT DISTINCT lease_owner FROM operations WHERE lease_owner IS NOT NULL`)[0]
+	s.workspace, s.image = a.Result.Workspace.ID, a.Result.Workspace.Parent
+	for _, id := range []*core.CheckpointID{&s.older, &s.checkpoint} {
+		a, err := w.first.CreateCheckpoint(ctx, w.project, s.workspace, controller.CheckpointRequest{}, patience)
+		if err != nil {
+			return s, err
+		}
+		*id = a.Result.Checkpoint.ID
+	}
+	if asleep {
+		if _, err := w.first.Suspend(ctx, w.project, s.workspace, patience); err != nil {
+			return s, err
+		}
+	}
+	w.seal() // not before: a checkpoint that no row says is captured waits for a second
+	return s, nil
+}

@@ -1,0 +1,195 @@
+package explore
+
+import (
+	"fmt"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/coppice-dev/coppice/internal/failpoint"
+)
+
+// schedule is one run: the first controller is asked for an operation, somebody stops at a place of it, another thing happens, and
+// whoever stopped goes on.
+type schedule struct {
+	kind  string
+	place string // "step N": the first controller, before its N-th transaction or call; otherwise a failpoint, of it or of the runner
+	other string // what happens meanwhile
+}
+
+func (s schedule) String() string {
+	return fmt.Sprintf("%s; stopped at %s; meanwhile %s", s.kind, s.place, s.other)
+}
+
+// What may happen while somebody is stopped, besides an operation by the second controller.
+const (
+	takeover = "takeover" // the lease of the first controller ends, and the second one carries on what it did
+	beats    = "heartbeat"
+	fencing  = "fence" // the runner is not heard beyond its lease, and is given up
+)
+
+// grace is how long the explorer waits for what happens meanwhile, which may have to wait itself for whoever is stopped. It chooses among
+// interleavings; nothing is asserted of it.
+const grace = 300 * time.Millisecond
+
+// holder is who stopped, and how it goes on.
+type holder struct {
+	reached <-chan struct{}
+	goOn    func()
+}
+
+// hold arms a place.
+func (w *world) hold(place string) (holder, error) {
+	first := w.sides[0]
+	if n, ok := strings.CutPrefix(place, "step "); ok {
+		i, err := strconv.Atoi(n)
+		return holder{first.arm(i), first.goOn}, err
+	}
+	armed, err := failpoint.Arm(place, failpoint.Action{Kind: failpoint.Hang, Times: 1})
+	if err != nil {
+		return holder{}, err
+	}
+	return holder{armed.Reached(), func() {
+		armed.Disarm()
+		first.goOn()
+	}}, nil
+}
+
+// run runs a schedule and returns what was broken.
+func run(t *testing.T, s schedule) (*transcript, bool) {
+	t.Helper()
+	w, err := newWorld(t)
+	defer w.end()
+	if err != nil {
+		w.log.fail("the world was not made: %v", err)
+		return w.log, false
+	}
+	reached := w.play(s)
+	w.end()
+	return w.log, reached
+}
+
+// play runs a schedule in a new world. It reports whether the place was reached.
+func (w *world) play(s schedule) bool {
+	k, ok := kindOf(s.kind)
+	if !ok {
+		w.log.fail("there is no kind %s", s.kind)
+		return false
+	}
+	set, err := w.set(k.asleep)
+	if err != nil {
+		w.log.fail("the scene was not set: %v", err)
+		return false
+	}
+	w.settle()
+	if len(w.log.faults) > 0 {
+		return false
+	}
+	w.sides[0].arm(0)
+	h, err := w.hold(s.place)
+	if err != nil {
+		w.log.fail("%v", err)
+		return false
+	}
+	defer h.goOn()
+	w.log.note("begins: %s", s)
+	asked := w.ask(w.first, k, set)
+	var replies []reply
+	reached := false
+	select {
+	case <-h.reached:
+		reached = true
+	case r := <-asked:
+		replies, asked = append(replies, r), nil
+		select {
+		case <-h.reached: // by what goes on after the answer
+			reached = true
+		default:
+		}
+	case <-time.After(patience):
+		w.log.fail("neither was %s reached nor %s answered", s.place, s.kind)
+	}
+	var others <-chan reply
+	if reached {
+		if !strings.HasPrefix(s.place, "step ") && strings.HasPrefix(s.place, "controller.") {
+			w.sides[0].stop()
+		}
+		w.log.note("stopped at %s", s.place)
+		others = w.meanwhile(s.other, set)
+	}
+	w.log.note("goes on")
+	h.goOn()
+	for _, c := range []<-chan reply{asked, others} {
+		if c == nil {
+			continue
+		}
+		select {
+		case r := <-c:
+			replies = append(replies, r)
+		case <-time.After(patience):
+			w.log.fail("a request was not answered")
+		}
+	}
+	w.settle()
+	w.check(s, set, replies)
+	return reached
+}
+
+// meanwhile does what happens while somebody is stopped. A reply that comes later is to be waited for.
+func (w *world) meanwhile(what string, set scene) <-chan reply {
+	switch what {
+	case takeover:
+		w.expire()
+		w.within(grace, func() bool {
+			return w.number(`SELECT count(*) FROM operations WHERE state IN ('pending', 'running')`) == 0
+		})
+		return nil
+	case beats:
+		w.beat()
+		return nil
+	case fencing:
+		w.fence()
+		return nil
+	}
+	k, ok := kindOf(what)
+	if !ok {
+		w.log.fail("there is no kind %s", what)
+		return nil
+	}
+	answer := w.ask(w.second, k, set)
+	out := make(chan reply, 1)
+	select {
+	case r := <-answer:
+		out <- r
+		return out
+	case <-time.After(grace):
+		w.log.note("%s is not answered yet", what)
+		return answer
+	}
+}
+
+// expire ends the leases of the first controller, on both sides: its clock has gone on.
+func (w *world) expire() {
+	w.sides[0].slept.Add(int64(leaseTime + time.Second))
+	w.sql(`UPDATE operations SET lease_expires_at = now() - interval '1 s' WHERE state IN ('pending', 'running') AND lease_owner = $1`, w.owner)
+}
+
+// beat has the runner heard. It returns when a heartbeat was answered that began after the call.
+func (w *world) beat() {
+	const last = `SELECT lease_epoch * 1000000000 + CASE WHEN beat_epoch = lease_epoch THEN beat ELSE 0 END FROM runners`
+	before := w.number(last)
+	w.eventually("a heartbeat is recorded", func() bool {
+		w.runner.Hurry()
+		return w.number(last) > before+1
+	})
+}
+
+// fence has the runner given up although its machines run: nobody hears it any more.
+func (w *world) fence() {
+	w.silent.Store(true)
+	defer w.silent.Store(false)
+	w.sql(`UPDATE runners SET lease_expires_at = now() - interval '1 day'`)
+	w.eventually("the runner is given up", func() bool { return w.number(`SELECT count(*) FROM runners WHERE fenced_at IS NULL`) == 0 })
+	w.fenced = true
+}
