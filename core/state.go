@@ -2,21 +2,21 @@ package core
 
 import "slices"
 
-// WorkspaceState is where a workspace is in its life. The zero value is not a state.
+// WorkspaceState is the state of a workspace. The zero value is not a state.
 type WorkspaceState string
 
 // The workspace states (DECISIONS 21).
 const (
-	WorkspaceCreating      WorkspaceState = "creating"      // being made from an image: its template is prepared or forked
-	WorkspaceRestoring     WorkspaceState = "restoring"     // a sandbox is being started from a checkpoint
-	WorkspaceQuarantined   WorkspaceState = "quarantined"   // the sandbox runs, cut off and frozen, until it is resealed
-	WorkspaceReady         WorkspaceState = "ready"         // resealed and released
-	WorkspaceCheckpointing WorkspaceState = "checkpointing" // paused for a capture; it becomes ready again
-	WorkspaceSuspended     WorkspaceState = "suspended"     // checkpointed and stopped
-	WorkspaceTerminating   WorkspaceState = "terminating"   // its sandbox is being taken down
-	WorkspaceTerminated    WorkspaceState = "terminated"    // gone, by request
-	WorkspaceFailed        WorkspaceState = "failed"        // never became ready; nothing of it runs
-	WorkspaceLost          WorkspaceState = "lost"          // its VM died or its runner vanished; never silently replaced
+	WorkspaceCreating      WorkspaceState = "creating"      // it is made from an image: the template is prepared or forked
+	WorkspaceRestoring     WorkspaceState = "restoring"     // a sandbox starts from a checkpoint
+	WorkspaceQuarantined   WorkspaceState = "quarantined"   // the sandbox runs without network and with a frozen workload until it is resealed
+	WorkspaceReady         WorkspaceState = "ready"         // the sandbox is resealed and released
+	WorkspaceCheckpointing WorkspaceState = "checkpointing" // the sandbox is paused for a capture; it becomes ready again
+	WorkspaceSuspended     WorkspaceState = "suspended"     // the sandbox was checkpointed and stopped
+	WorkspaceTerminating   WorkspaceState = "terminating"   // the sandbox is taken down
+	WorkspaceTerminated    WorkspaceState = "terminated"    // removed by request
+	WorkspaceFailed        WorkspaceState = "failed"        // it never became ready; nothing of it runs
+	WorkspaceLost          WorkspaceState = "lost"          // its VM died or its runner vanished; it is never silently replaced
 )
 
 var workspaceTransitions = map[WorkspaceState][]WorkspaceState{
@@ -58,21 +58,21 @@ func (s WorkspaceState) Live() bool {
 	return false
 }
 
-// Final reports whether nothing but removal follows.
+// Final reports whether only removal can follow.
 func (s WorkspaceState) Final() bool {
 	return s == WorkspaceTerminated || s == WorkspaceFailed || s == WorkspaceLost
 }
 
-// CheckpointState is how far a checkpoint has come. The zero value is not a state.
+// CheckpointState is the state of a checkpoint. The zero value is not a state.
 type CheckpointState string
 
 // The checkpoint states (DECISIONS 21).
 const (
-	CheckpointCapturing CheckpointState = "capturing" // the capture runs; not visible as a node yet
-	CheckpointCaptured  CheckpointState = "captured"  // durable on its host, can be forked there
-	CheckpointSealed    CheckpointState = "sealed"    // durable in the store, can be forked anywhere
-	CheckpointFailed    CheckpointState = "failed"    // the capture did not succeed; nothing of it is kept
-	CheckpointDeleted   CheckpointState = "deleted"   // removed by request; the row stays while children name it
+	CheckpointCapturing CheckpointState = "capturing" // the capture runs; the node is not visible yet
+	CheckpointCaptured  CheckpointState = "captured"  // it is durable on its host and can be forked there
+	CheckpointSealed    CheckpointState = "sealed"    // it is durable in the store and can be forked on any runner of its class
+	CheckpointFailed    CheckpointState = "failed"    // the capture failed; nothing of it is kept
+	CheckpointDeleted   CheckpointState = "deleted"   // it was removed by request; the row stays while children name it
 )
 
 var checkpointTransitions = map[CheckpointState][]CheckpointState{
@@ -96,18 +96,18 @@ func (s CheckpointState) CanBecome(t CheckpointState) bool {
 // Sources returns the states that may become s in one step.
 func (s CheckpointState) Sources() []CheckpointState { return sources(s, CheckpointStates()) }
 
-// Forkable reports whether sandboxes may be grown from a checkpoint in this state.
+// Forkable reports whether a checkpoint in this state can be forked.
 func (s CheckpointState) Forkable() bool { return s == CheckpointCaptured || s == CheckpointSealed }
 
-// OperationState is how far an operation has come. The zero value is not a state.
+// OperationState is the state of an operation. The zero value is not a state.
 type OperationState string
 
 // The operation states.
 const (
-	OperationPending   OperationState = "pending"   // accepted, nobody works on it
-	OperationRunning   OperationState = "running"   // claimed by a controller under a lease
-	OperationSucceeded OperationState = "succeeded" // done; for a fork, at least one child is ready
-	OperationFailed    OperationState = "failed"    // ended without its effect; what it had begun was undone
+	OperationPending   OperationState = "pending"   // it is accepted; no controller works on it
+	OperationRunning   OperationState = "running"   // a controller has claimed it under a lease
+	OperationSucceeded OperationState = "succeeded" // it is done; for a fork, at least one child is ready
+	OperationFailed    OperationState = "failed"    // it ended without effect; what it had begun was undone
 )
 
 var operationTransitions = map[OperationState][]OperationState{

@@ -21,8 +21,9 @@ type state[S any] interface {
 
 const statesIntro = `# State machines
 
-Generated from the transition tables in ` + "`core/state.go`" + ` by ` + "`make generate`" + `; a test fails when the two differ. Every change of
-state is a compare-and-set in the database, from a state that may become the new one.
+` + "`make generate`" + ` writes this page from the transition tables in ` + "`core/state.go`" + `. A test fails when the
+two differ. Every change of state is a compare-and-set in the database. It succeeds only from a state
+that may become the new one.
 `
 
 func TestStateMachinesDocument(t *testing.T) {
