@@ -692,18 +692,18 @@ func (e WorkspaceState) Valid() bool {
 type APIKey struct {
 	CreatedAt time.Time `json:"created_at"`
 
-	// ExpiresAt Absent, never: only the key that the server itself was started with.
+	// ExpiresAt Absent: never. Only the key that the server was started with never expires.
 	ExpiresAt time.Time `json:"expires_at,omitempty,omitzero"`
 	ID        KeyID     `json:"id"`
 
-	// LastUsedAt To within ten seconds.
+	// LastUsedAt Accurate to ten seconds.
 	LastUsedAt time.Time `json:"last_used_at,omitempty,omitzero"`
 	Name       string    `json:"name"`
 
 	// ParentID The key that it was made with.
 	ParentID KeyID `json:"parent_id,omitempty,omitzero"`
 
-	// Prefix How its secret begins.
+	// Prefix The beginning of its secret.
 	Prefix    string     `json:"prefix"`
 	ProjectID ProjectID  `json:"project_id"`
 	RevokedAt time.Time  `json:"revoked_at,omitempty,omitzero"`
@@ -716,14 +716,17 @@ type APIKeyList struct {
 	NextCursor string   `json:"next_cursor,omitempty,omitzero"`
 }
 
-// Allow What may be reached through the egress proxy under `deny-all`; everything else may not. An entry is a name
-// (`api.example.com`, at ports 80 and 443), the names below one (`*.example.com`), either with a port (`example.com:8443`),
-// an address, `tcp://host:port` for protocols other than HTTP and TLS, or the hosts that a tool needs (`bundle:python`).
+// Allow What the workspace may reach through the egress proxy under `deny-all`; nothing else is
+// reachable. An entry is a name (`api.example.com`, at ports 80 and 443), the names below one
+// (`*.example.com`), either with a port (`example.com:8443`), an address, `tcp://host:port`
+// for protocols other than HTTP and TLS, or the hosts that a tool needs (`bundle:python`).
 // Answers have them sorted and in one form.
 type Allow = []string
 
-// AllowAllEgress Whether sandboxes of the project may have the egress policy `allow-all`: `default` (the setting of the controllers), `allowed`, or `denied`. After a denial,
-// running sandboxes continue, and a create, fork, restore or resume under this policy is refused with `EGRESS_FORBIDDEN`.
+// AllowAllEgress Whether sandboxes of the project may have the egress policy `allow-all`: `default` (the
+// setting of the controllers), `allowed`, or `denied`. After a denial, running sandboxes
+// continue, and a create, fork, restore or resume under this policy is refused with
+// `EGRESS_FORBIDDEN`.
 type AllowAllEgress string
 
 // Ancestor defines model for Ancestor.
@@ -738,10 +741,10 @@ type Ancestor struct {
 	// ID Example: ckpt_06e5bqv7z0f3m8k2h1t9r4w6xc
 	ID CheckpointID `json:"id"`
 
-	// Kind `template`: made by booting an image once, the root of every tree grown from it.
+	// Kind `template`: made by booting an image once; the root of every tree of that image.
 	Kind CheckpointKind `json:"kind"`
 
-	// Name 1 to 63 lower-case letters, digits or hyphens; begins and ends with a letter or digit.
+	// Name 1 to 63 lower-case letters, digits or hyphens, beginning and ending with a letter or digit.
 	Name Name `json:"name,omitempty,omitzero"`
 
 	// ParentID Example: ckpt_06e5bqv7z0f3m8k2h1t9r4w6xc
@@ -750,11 +753,11 @@ type Ancestor struct {
 	// Pinned See `Checkpoint`.
 	Pinned bool `json:"pinned"`
 
-	// State `captured` is durable on its host and can be forked there; `sealed` is durable in the store. `deleted` nodes
-	// appear only as somebody's ancestors.
+	// State `captured` is durable on its host and can be forked there; `sealed` is durable in the store.
+	// `deleted` nodes appear only as ancestors.
 	State CheckpointState `json:"state"`
 
-	// WorkspaceID The workspace that it was taken of.
+	// WorkspaceID The workspace that was captured.
 	WorkspaceID WorkspaceID `json:"workspace_id,omitempty,omitzero"`
 }
 
@@ -764,12 +767,12 @@ type AncestorList struct {
 	NextCursor string     `json:"next_cursor,omitempty,omitzero"`
 }
 
-// Annotations Any JSON values, at most 16 KiB in all. For what a program says about a node, such as scores.
+// Annotations Any JSON values, at most 16 KiB in all. A program can store facts about a node here, such as scores.
 type Annotations map[string]interface{}
 
-// AttachEnd Of exit: how the session ended. Other fields may be there.
+// AttachEnd For exit: how the session ended. Other fields may be present.
 type AttachEnd struct {
-	// ExitCode 128 + signal when a signal ended it.
+	// ExitCode 128 + signal if a signal ended it.
 	ExitCode int    `json:"exit_code"`
 	Signal   string `json:"signal,omitempty,omitzero"`
 	TimedOut bool   `json:"timed_out"`
@@ -777,47 +780,47 @@ type AttachEnd struct {
 
 // AttachMessage A text message of an attached WebSocket. Its fields depend on `type`.
 type AttachMessage struct {
-	// Cols Of resize.
+	// Cols For resize.
 	Cols int `json:"cols,omitempty,omitzero"`
 
-	// From Of truncated: offset of the first dropped byte.
+	// From For truncated: offset of the first dropped byte.
 	From int64 `json:"from,omitempty,omitzero"`
 
-	// Problem Of error, which answers a message that could not be done.
+	// Problem For error, which answers a message that could not be carried out.
 	Problem *Failure `json:"problem,omitempty"`
 
-	// Rows Of resize.
+	// Rows For resize.
 	Rows    int        `json:"rows,omitempty,omitzero"`
 	Session *AttachEnd `json:"session,omitempty"`
 
-	// Signal Of signal.
+	// Signal For signal.
 	Signal string `json:"signal,omitempty,omitzero"`
 
-	// Stream Of truncated: stdout or stderr.
+	// Stream For truncated: stdout or stderr.
 	Stream string `json:"stream,omitempty,omitzero"`
 
-	// To Of truncated: offset after the last dropped byte.
+	// To For truncated: offset after the last dropped byte.
 	To int64 `json:"to,omitempty,omitzero"`
 
-	// Type `resize`, `signal` and `close_stdin` go to the server, the others come from it. `exit` is the last.
+	// Type The client sends `resize`, `signal` and `close_stdin`; the server sends the others. `exit` is the last.
 	Type AttachMessageType `json:"type"`
 }
 
-// AttachMessageType `resize`, `signal` and `close_stdin` go to the server, the others come from it. `exit` is the last.
+// AttachMessageType The client sends `resize`, `signal` and `close_stdin`; the server sends the others. `exit` is the last.
 type AttachMessageType string
 
 // Attachment defines model for Attachment.
 type Attachment struct {
 	ExpiresAt time.Time `json:"expires_at"`
 
-	// TLS How to know the data plane, when its certificate is not one that systems know. Absent otherwise.
+	// TLS How to identify the data plane, if systems do not know its certificate. Absent otherwise.
 	TLS DataTLS `json:"tls,omitempty,omitzero"`
 
-	// Token To be given as `?token=`, when `url` does not hold it.
+	// Token The value for `?token=`, if `url` does not have it.
 	Token     string              `json:"token,omitempty,omitzero"`
 	Transport AttachmentTransport `json:"transport"`
 
-	// URL Where to connect; relative to the server's address unless absolute.
+	// URL The address to connect to; relative to the server's address unless absolute.
 	URL string `json:"url"`
 }
 
@@ -843,20 +846,20 @@ type AttestationSignature struct {
 
 // AuditCheck defines model for AuditCheck.
 type AuditCheck struct {
-	// BrokenSeal The first seal that does not fit.
+	// BrokenSeal The first seal that does not match.
 	BrokenSeal int64 `json:"broken_seal,omitempty,omitzero"`
 
 	// Head Hash of the last seal, in hex.
 	Head string `json:"head"`
 
-	// Intact Every seal fits its records and the seal before it.
+	// Intact Every seal matches its records and the seal before it.
 	Intact bool `json:"intact"`
 
-	// Records That are sealed.
+	// Records Sealed records.
 	Records int64 `json:"records"`
 	Seals   int64 `json:"seals"`
 
-	// Unsealed Younger than the last seal.
+	// Unsealed Records that are younger than the last seal.
 	Unsealed int64 `json:"unsealed"`
 }
 
@@ -871,28 +874,28 @@ type AuditRecord struct {
 	// Actor Id of the API key or runner; `controller` for its own work.
 	Actor string `json:"actor"`
 
-	// After Its state afterwards; absent when it is gone.
+	// After Its state afterwards; absent if it is gone.
 	After string `json:"after,omitempty,omitzero"`
 
-	// Before Its state before; absent when it is new.
+	// Before Its state before; absent if it is new.
 	Before    string    `json:"before,omitempty,omitzero"`
 	CreatedAt time.Time `json:"created_at"`
 
-	// Detail What else changed. Never a secret.
+	// Detail Other changes. Never a secret.
 	Detail json.RawMessage `json:"detail,omitempty,omitzero"`
 
 	// ID Grows with time.
 	ID string `json:"id"`
 
-	// ObjectID What was changed.
+	// ObjectID The object that was changed.
 	ObjectID    string       `json:"object_id"`
 	OperationID OperationID  `json:"operation_id,omitempty,omitzero"`
 	Outcome     AuditOutcome `json:"outcome"`
 
-	// RequestID The log has more under it.
+	// RequestID The log has more under this id.
 	RequestID string `json:"request_id,omitempty,omitzero"`
 
-	// Source Address that the request came from.
+	// Source Address from which the request came.
 	Source string `json:"source,omitempty,omitzero"`
 }
 
@@ -911,7 +914,7 @@ type Authority struct {
 	SHA256 string `json:"sha256"`
 }
 
-// AutoResume Resume the workspace, when it is suspended, as soon as somebody uses it.
+// AutoResume Resume a suspended workspace as soon as somebody uses it.
 type AutoResume = bool
 
 // Capacity defines model for Capacity.
@@ -923,10 +926,10 @@ type Capacity struct {
 
 // Checkpoint defines model for Checkpoint.
 type Checkpoint struct {
-	// Annotations Any JSON values, at most 16 KiB in all. For what a program says about a node, such as scores.
+	// Annotations Any JSON values, at most 16 KiB in all. A program can store facts about a node here, such as scores.
 	Annotations Annotations `json:"annotations"`
 
-	// BaseID The immutable memory image that it is a delta to.
+	// BaseID The immutable memory image that the delta refers to.
 	BaseID     string    `json:"base_id,omitempty,omitzero"`
 	CapturedAt time.Time `json:"captured_at,omitempty,omitzero"`
 
@@ -938,7 +941,7 @@ type Checkpoint struct {
 	DeltaBytes       int64 `json:"delta_bytes"`
 	DeviceStateBytes int64 `json:"device_state_bytes"`
 
-	// DiskBytes Allocated bytes of the overlay, shared extents counted in full; for an import, with its root file system.
+	// DiskBytes Allocated bytes of the overlay, with shared extents counted in full; for an import, with its root file system.
 	DiskBytes int64    `json:"disk_bytes"`
 	Failure   *Failure `json:"failure,omitempty"`
 
@@ -947,83 +950,84 @@ type Checkpoint struct {
 	Image    ImageRef     `json:"image"`
 	Imported *Imported    `json:"imported,omitempty"`
 
-	// Kind `template`: made by booting an image once, the root of every tree grown from it.
+	// Kind `template`: made by booting an image once; the root of every tree of that image.
 	Kind CheckpointKind `json:"kind"`
 
 	// Labels Keys match `^[A-Za-z0-9]([A-Za-z0-9._/-]{0,61}[A-Za-z0-9])?$`.
 	Labels Labels `json:"labels"`
 
-	// Name 1 to 63 lower-case letters, digits or hyphens; begins and ends with a letter or digit.
+	// Name 1 to 63 lower-case letters, digits or hyphens, beginning and ending with a letter or digit.
 	Name        Name        `json:"name,omitempty,omitzero"`
 	OperationID OperationID `json:"operation_id,omitempty,omitzero"`
 
 	// ParentID Example: ckpt_06e5bqv7z0f3m8k2h1t9r4w6xc
 	ParentID CheckpointID `json:"parent_id,omitempty,omitzero"`
 
-	// ParentReseal What the captured workspace itself got anew before it went on.
+	// ParentReseal What the captured workspace itself got new before it went on.
 	ParentReseal []ResealStep `json:"parent_reseal,omitempty,omitzero"`
 
 	// PauseMS How long the workspace did not run; 0 for a template.
 	PauseMS float64 `json:"pause_ms"`
 
-	// Pinned It cannot be deleted and no policy chooses it.
+	// Pinned It cannot be deleted, and no policy chooses it.
 	Pinned      bool         `json:"pinned,omitempty,omitzero"`
 	Resources   Resources    `json:"resources"`
 	RunnerClass *RunnerClass `json:"runner_class,omitempty"`
 
-	// RunnerID The runner that holds its bytes.
+	// RunnerID The runner that has its bytes.
 	RunnerID RunnerID `json:"runner_id,omitempty,omitzero"`
 	Seal     *Seal    `json:"seal,omitempty"`
 
-	// SealedAt Since when it is in the store.
+	// SealedAt When it arrived in the store.
 	SealedAt           time.Time      `json:"sealed_at,omitempty,omitzero"`
 	StalePRNGProcesses []StaleProcess `json:"stale_prng_processes,omitempty,omitzero"`
 
-	// State `captured` is durable on its host and can be forked there; `sealed` is durable in the store. `deleted` nodes
-	// appear only as somebody's ancestors.
+	// State `captured` is durable on its host and can be forked there; `sealed` is durable in the store.
+	// `deleted` nodes appear only as ancestors.
 	State CheckpointState `json:"state"`
 
-	// StoredBytes Bytes in the store that were written for it: what its ancestors had stored is not stored again.
+	// StoredBytes Bytes in the store that were written for it. What its ancestors had stored is not stored again.
 	StoredBytes int64 `json:"stored_bytes,omitempty,omitzero"`
 
 	// Timings Stages in the order in which they ended.
 	Timings Timings `json:"timings"`
 
-	// Version One more after each change of name, labels, annotations or pin.
+	// Version Grows by one with each change of name, labels, annotations or pin.
 	Version int64 `json:"version"`
 
-	// WorkspaceID The workspace that it was taken of.
+	// WorkspaceID The workspace that was captured.
 	WorkspaceID WorkspaceID `json:"workspace_id,omitempty,omitzero"`
 }
 
 // CheckpointDiff defines model for CheckpointDiff.
 type CheckpointDiff struct {
-	// FilesComplete Both guests had written everything to their disks when they were captured. If not, what they wrote in the last half
-	// minute before may be missing here. It is in the checkpoint in any case.
+	// FilesComplete Both guests had written everything to their disks when they were captured. If not, the
+	// files may lack what they wrote in the half minute before. The checkpoint has it in any
+	// case.
 	FilesComplete bool `json:"files_complete"`
 
 	// FromID Example: ckpt_06e5bqv7z0f3m8k2h1t9r4w6xc
 	FromID CheckpointID `json:"from_id"`
 	Items  []FileChange `json:"items"`
 
-	// MemoryChangedBytes On the first page: bytes in pages of memory that differ.
+	// MemoryChangedBytes Only on the first page: bytes in memory pages that differ.
 	MemoryChangedBytes *int64 `json:"memory_changed_bytes,omitempty"`
 	NextCursor         string `json:"next_cursor,omitempty,omitzero"`
 
-	// Processes On the first page.
+	// Processes Only on the first page.
 	Processes *ProcessChanges `json:"processes,omitempty"`
 
 	// ToID Example: ckpt_06e5bqv7z0f3m8k2h1t9r4w6xc
 	ToID CheckpointID `json:"to_id"`
 
-	// Unreadable Files of this page that a guest has damaged on its disk: left out, or counted as changed.
+	// Unreadable Files of this page that a guest has damaged on its disk. They are left out, or counted as changed.
 	Unreadable int `json:"unreadable"`
 }
 
 // CheckpointID Example: ckpt_06e5bqv7z0f3m8k2h1t9r4w6xc
 type CheckpointID = string
 
-// CheckpointKind `template`: made by booting an image once, the root of every tree grown from it.
+// CheckpointKind `template`: made by booting an image once; the root of every tree of that image.
 type CheckpointKind string
 
 // CheckpointList defines model for CheckpointList.
@@ -1032,13 +1036,13 @@ type CheckpointList struct {
 	NextCursor string       `json:"next_cursor,omitempty,omitzero"`
 }
 
-// CheckpointState `captured` is durable on its host and can be forked there; `sealed` is durable in the store. `deleted` nodes
-// appear only as somebody's ancestors.
+// CheckpointState `captured` is durable on its host and can be forked there; `sealed` is durable in the store.
+// `deleted` nodes appear only as ancestors.
 type CheckpointState string
 
 // CreateCheckpointRequest defines model for CreateCheckpointRequest.
 type CreateCheckpointRequest struct {
-	// Annotations Any JSON values, at most 16 KiB in all. For what a program says about a node, such as scores.
+	// Annotations Any JSON values, at most 16 KiB in all. A program can store facts about a node here, such as scores.
 	Annotations Annotations `json:"annotations,omitempty,omitzero"`
 
 	// Labels Keys match `^[A-Za-z0-9]([A-Za-z0-9._/-]{0,61}[A-Za-z0-9])?$`.
@@ -1053,13 +1057,13 @@ type CreateCheckpointRequest struct {
 
 // CreateKeyRequest defines model for CreateKeyRequest.
 type CreateKeyRequest struct {
-	// Name 1 to 63 lower-case letters, digits or hyphens; begins and ends with a letter or digit.
+	// Name 1 to 63 lower-case letters, digits or hyphens, beginning and ending with a letter or digit.
 	Name Name `json:"name"`
 
-	// Scopes When empty, all scopes of the asking key but `admin`.
+	// Scopes Empty: all scopes of the key that makes the request, except `admin`.
 	Scopes []KeyScope `json:"scopes,omitempty,omitzero"`
 
-	// TTLSeconds It expires this many seconds from now; after 90 days when 0 or absent.
+	// TTLSeconds It expires this many seconds from now. 0 or absent: after 90 days.
 	TTLSeconds int64 `json:"ttl_seconds,omitempty,omitzero"`
 }
 
@@ -1067,65 +1071,69 @@ type CreateKeyRequest struct {
 type CreatePortRequest struct {
 	GuestPort int `json:"guest_port"`
 
-	// Listen `ip:port` or `:port` of the runner's host, among the addresses and ports that its operator allows: by default the loopback
-	// addresses, and ports from 1024 up. Without an address the runner chooses one. Port 0, or no `listen` at all, picks a free port.
-	// A port that anything on the host uses, on any address, is refused with `PORT_TAKEN`, and an address or port that is not allowed
-	// with `PORT_NOT_ALLOWED`.
+	// Listen `ip:port` or `:port` of the runner's host, among the addresses and ports that its
+	// operator allows: by default the loopback addresses, and ports from 1024 up. Without an
+	// address the runner chooses one. Port 0, or no `listen` at all, picks a free port. A port
+	// that anything on the host uses, on any address, is refused with `PORT_TAKEN`, and an
+	// address or port that is not allowed with `PORT_NOT_ALLOWED`.
 	Listen string `json:"listen,omitempty,omitzero"`
 }
 
 // CreateProjectRequest defines model for CreateProjectRequest.
 type CreateProjectRequest struct {
-	// Encryption How checkpoints are kept in the store from now on: `none`, in clear, or `envelope`, encrypted with keys of the project, which a master key outside
-	// of the database wraps. What is stored already stays as it is and can be read as before.
+	// Encryption How the store keeps checkpoints from now on: `none`, in clear, or `envelope`, encrypted with
+	// keys of the project, which a master key outside the database wraps. Stored checkpoints stay
+	// as they are and can still be read.
 	Encryption Encryption `json:"encryption,omitempty,omitzero"`
 
 	// Name Unique among projects.
 	Name Name `json:"name"`
 
-	// Quotas Quotas to set. Others stay, or are the usual ones.
+	// Quotas Quotas to set. Other quotas stay, or have the usual values.
 	Quotas QuotasPatch `json:"quotas,omitempty,omitzero"`
 }
 
 // CreateRunnerTokenRequest defines model for CreateRunnerTokenRequest.
 type CreateRunnerTokenRequest struct {
-	// RunnerID A runner that joined before and has lost its certificate. Without this field the token is for a new runner. A key without `admin` may
-	// name only a runner that has been silent for the lifetime of a certificate.
+	// RunnerID A runner that joined before and has lost its certificate. Without this field the token
+	// is for a new runner. A key without `admin` may name only a runner that has been silent
+	// for the lifetime of a certificate.
 	RunnerID   RunnerID `json:"runner_id,omitempty,omitzero"`
 	TTLSeconds int64    `json:"ttl_seconds,omitempty,omitzero"`
 }
 
 // CreateWorkspaceRequest defines model for CreateWorkspaceRequest.
 type CreateWorkspaceRequest struct {
-	// AutoResume Resume the workspace, when it is suspended, as soon as somebody uses it.
+	// AutoResume Resume a suspended workspace as soon as somebody uses it.
 	AutoResume AutoResume `json:"auto_resume,omitempty,omitzero"`
 
-	// Env Environment variables, names matching `^[A-Za-z_][A-Za-z0-9_]*$`, values without NUL. They replace what the
-	// image sets.
+	// Env Environment variables. Names match `^[A-Za-z_][A-Za-z0-9_]*$`, values have no NUL. They
+	// replace the image's variables of the same name.
 	Env Env `json:"env,omitempty,omitzero"`
 
-	// IdleSeconds Do what `on_idle` says when nobody used the workspace for this many seconds (and a few more, for use is recorded in
-	// batches): no session runs in it, and no call reached its guest, captured, restored or resumed it. Reading
-	// about it is no use. 0 or absent, never.
+	// IdleSeconds Do what `on_idle` says when nobody has used the workspace for this many seconds, and a few
+	// more, because use is recorded in batches. A workspace is in use while a session runs in it,
+	// and when a call reaches its guest, captures, restores or resumes it. Reading about it is not
+	// use. 0 or absent: never.
 	IdleSeconds Idle `json:"idle_seconds,omitempty,omitzero"`
 
-	// Image Name or digest of an image; `base` when absent.
+	// Image Name or digest of an image. Default: `base`.
 	Image string `json:"image,omitempty,omitzero"`
 
 	// Labels Keys match `^[A-Za-z0-9]([A-Za-z0-9._/-]{0,61}[A-Za-z0-9])?$`.
 	Labels Labels `json:"labels,omitempty,omitzero"`
 
-	// Name Unique among live workspaces; one is made up when absent.
+	// Name Unique among live workspaces. Default: a generated name.
 	Name    Name           `json:"name,omitempty,omitzero"`
 	Network NetworkRequest `json:"network,omitempty,omitzero"`
 
-	// OnIdle `suspend` when absent. It needs `idle_seconds`.
+	// OnIdle Default: `suspend`. It needs `idle_seconds`.
 	OnIdle OnIdle `json:"on_idle,omitempty,omitzero"`
 
-	// Resources What is absent is taken from the server's defaults (1 vCPU, 512 MiB, 1 GiB).
+	// Resources Absent fields get the server's defaults (1 vCPU, 512 MiB, 1 GiB).
 	Resources ResourcesRequest `json:"resources,omitempty,omitzero"`
 
-	// TTLSeconds Terminate the workspace this many seconds from now. 0 or absent, never.
+	// TTLSeconds Terminate the workspace this many seconds from now. 0 or absent: never.
 	TTLSeconds TTL `json:"ttl_seconds,omitempty,omitzero"`
 }
 
@@ -1133,7 +1141,7 @@ type CreateWorkspaceRequest struct {
 type CreatedKey struct {
 	Key APIKey `json:"key"`
 
-	// Secret What `Authorization: Bearer` carries. It is shown once and kept nowhere.
+	// Secret The value for `Authorization: Bearer`. It is shown once and stored nowhere.
 	Secret string `json:"secret"`
 }
 
@@ -1141,21 +1149,22 @@ type CreatedKey struct {
 type DataPass struct {
 	ExpiresAt time.Time `json:"expires_at,omitempty,omitzero"`
 
-	// TLS How to know the data plane, when its certificate is not one that systems know. Absent otherwise.
+	// TLS How to identify the data plane, if systems do not know its certificate. Absent otherwise.
 	TLS   DataTLS `json:"tls,omitempty,omitzero"`
 	Token string  `json:"token,omitempty,omitzero"`
 
-	// URL Where the methods of `/v1/workspaces/{id}/files` are served with the same parameters and answers. Absolute for a data plane,
-	// which takes `token` as bearer; else relative to the server, which takes the API key.
+	// URL The URL that serves the methods of `/v1/workspaces/{id}/files` with the same parameters
+	// and answers. Absolute for a data plane, which takes `token` as bearer; otherwise
+	// relative to the server, which takes the API key.
 	URL string `json:"url"`
 }
 
-// DataTLS How to know the data plane, when its certificate is not one that systems know. Absent otherwise.
+// DataTLS How to identify the data plane, if systems do not know its certificate. Absent otherwise.
 type DataTLS struct {
-	// Authority The only certificate authority to believe, in PEM.
+	// Authority The only certificate authority to trust, in PEM.
 	Authority string `json:"authority"`
 
-	// ServerName The name that its certificate must have, instead of the one in the address.
+	// ServerName The name that the certificate must have, instead of the one in the address.
 	ServerName string `json:"server_name"`
 }
 
@@ -1164,10 +1173,10 @@ type Digest = string
 
 // Effect defines model for Effect.
 type Effect struct {
-	// CheckpointID The first checkpoint on the path that has it behind it.
+	// CheckpointID The first checkpoint on the path that was taken after the flow began.
 	CheckpointID CheckpointID `json:"checkpoint_id"`
 
-	// Depth Of that checkpoint, generations below the root.
+	// Depth Generations of that checkpoint below the root.
 	Depth int  `json:"depth"`
 	Flow  Flow `json:"flow"`
 }
@@ -1178,16 +1187,18 @@ type EffectList struct {
 	NextCursor string   `json:"next_cursor,omitempty,omitzero"`
 }
 
-// EgressPolicy `deny-all` (the default): nothing leaves the sandbox. `allow-all` routes everything out; it is for development
-// and exempt from the promise that nothing leaves unseen.
+// EgressPolicy `deny-all` (the default): nothing leaves the sandbox except what `allow` permits.
+// `allow-all` routes everything out; it is for development, and the promise that every flow is
+// recorded does not apply to it.
 type EgressPolicy string
 
-// Encryption How checkpoints are kept in the store from now on: `none`, in clear, or `envelope`, encrypted with keys of the project, which a master key outside
-// of the database wraps. What is stored already stays as it is and can be read as before.
+// Encryption How the store keeps checkpoints from now on: `none`, in clear, or `envelope`, encrypted with
+// keys of the project, which a master key outside the database wraps. Stored checkpoints stay
+// as they are and can still be read.
 type Encryption string
 
-// Env Environment variables, names matching `^[A-Za-z_][A-Za-z0-9_]*$`, values without NUL. They replace what the
-// image sets.
+// Env Environment variables. Names match `^[A-Za-z_][A-Za-z0-9_]*$`, values have no NUL. They
+// replace the image's variables of the same name.
 type Env map[string]string
 
 // Event defines model for Event.
@@ -1203,7 +1214,7 @@ type Event struct {
 	ID          string      `json:"id"`
 	OperationID OperationID `json:"operation_id,omitempty,omitzero"`
 
-	// RootID The root of the tree that it happened in.
+	// RootID The root of the tree of the event.
 	RootID CheckpointID `json:"root_id,omitempty,omitzero"`
 
 	// Type Object and state: `workspace.ready`, `checkpoint.captured`, `operation.failed`; of a workspace also `workspace.stalled` and `workspace.unstalled`.
@@ -1218,59 +1229,59 @@ type EventData struct {
 	// Code Why it failed, was lost or stands still.
 	Code string `json:"code,omitempty,omitzero"`
 
-	// Epoch Of the workspace.
+	// Epoch Epoch of the workspace.
 	Epoch int64 `json:"epoch,omitempty,omitzero"`
 
-	// From The state before; absent when the object is new.
+	// From The state before; absent if the object is new.
 	From string `json:"from,omitempty,omitzero"`
 
-	// Kind Of the operation.
+	// Kind Kind of the operation.
 	Kind string `json:"kind,omitempty,omitzero"`
 
-	// Message The same in words.
+	// Message The same as text.
 	Message string `json:"message,omitempty,omitzero"`
 
-	// Name Of the workspace or checkpoint.
+	// Name Name of the workspace or checkpoint.
 	Name string `json:"name,omitempty,omitzero"`
 
-	// ParentID Of the checkpoint.
+	// ParentID Kind of the checkpoint.
 	ParentID CheckpointID `json:"parent_id,omitempty,omitzero"`
 }
 
 // ExecRequest defines model for ExecRequest.
 type ExecRequest struct {
-	// Cols Only with `pty`; 80 when absent.
+	// Cols Only with `pty`. Default: 80.
 	Cols int `json:"cols,omitempty,omitzero"`
 
-	// Command Program and arguments. No shell; a program without a slash is looked up in PATH.
+	// Command Program and arguments. No shell is involved; a program without a slash is looked up in PATH.
 	Command []string `json:"command"`
 
-	// Cwd Absolute. `/workspace` if that is there, else the user's home, when absent.
+	// Cwd Absolute path. Default: `/workspace` if it exists, else the user's home.
 	Cwd string `json:"cwd,omitempty,omitzero"`
 
-	// Env Environment variables, names matching `^[A-Za-z_][A-Za-z0-9_]*$`, values without NUL. They replace what the
-	// image sets.
+	// Env Environment variables. Names match `^[A-Za-z_][A-Za-z0-9_]*$`, values have no NUL. They
+	// replace the image's variables of the same name.
 	Env Env `json:"env,omitempty,omitzero"`
 
-	// PTY Give it a terminal; its output is all in stdout.
+	// PTY Give the program a terminal; all its output is in stdout.
 	PTY bool `json:"pty,omitempty,omitzero"`
 
-	// Rows Only with `pty`; 24 when absent.
+	// Rows Only with `pty`. Default: 24.
 	Rows int `json:"rows,omitempty,omitzero"`
 
-	// Stdin Given to the program at its start. Not together with `stdin_base64`.
+	// Stdin Text that the program gets as input at its start. Not together with `stdin_base64`.
 	Stdin string `json:"stdin,omitempty,omitzero"`
 
 	// StdinBase64 The same for bytes that are not UTF-8.
 	StdinBase64 []byte `json:"stdin_base64,omitempty,omitzero"`
 
-	// StdinOpen Keep standard input open for `/stdin` and `/attach`. Only with `wait` false.
+	// StdinOpen Keep standard input open for `/stdin` and `/attach`. Only if `wait` is false.
 	StdinOpen bool `json:"stdin_open,omitempty,omitzero"`
 
-	// TimeoutMS Kill the session's processes after this long. 0 or absent never.
+	// TimeoutMS Kill the session's processes after this time. 0 or absent: never.
 	TimeoutMS int64 `json:"timeout_ms,omitempty,omitzero"`
 
-	// User Name or uid, optionally `:group`; root when absent.
+	// User Name or uid, optionally with `:group`. Default: root.
 	User string `json:"user,omitempty,omitzero"`
 
 	// Wait Answer when the program has ended.
@@ -1279,10 +1290,10 @@ type ExecRequest struct {
 
 // ExecResult defines model for ExecResult.
 type ExecResult struct {
-	// Encoding Of `stdout` and `stderr`. `base64` for both when either is not valid UTF-8.
+	// Encoding Encoding of `stdout` and `stderr`. `base64` for both if either is not valid UTF-8.
 	Encoding ExecResultEncoding `json:"encoding"`
 
-	// ExitCode 128 + signal when a signal ended it.
+	// ExitCode 128 + signal if a signal ended it.
 	ExitCode int     `json:"exit_code"`
 	Session  Session `json:"session"`
 
@@ -1297,7 +1308,7 @@ type ExecResult struct {
 	// StderrTruncated The beginning is missing.
 	StderrTruncated bool `json:"stderr_truncated"`
 
-	// Stdout At most the last 1 MiB; the session's output has what is kept.
+	// Stdout At most the last 1 MiB. The session's output has everything that is kept.
 	Stdout string `json:"stdout"`
 
 	// StdoutTruncated The beginning is missing.
@@ -1308,7 +1319,7 @@ type ExecResult struct {
 	Timings Timings `json:"timings"`
 }
 
-// ExecResultEncoding Of `stdout` and `stderr`. `base64` for both when either is not valid UTF-8.
+// ExecResultEncoding Encoding of `stdout` and `stderr`. `base64` for both if either is not valid UTF-8.
 type ExecResultEncoding string
 
 // Failure Why something failed or was lost.
@@ -1316,7 +1327,7 @@ type Failure struct {
 	Code    string `json:"code"`
 	Message string `json:"message"`
 
-	// RecoverFrom Of a lost workspace, the newest of its checkpoints that can still be restored.
+	// RecoverFrom For a lost workspace: the newest of its checkpoints that can still be restored.
 	RecoverFrom CheckpointID `json:"recover_from,omitempty,omitzero"`
 }
 
@@ -1332,7 +1343,7 @@ type FieldProblem struct {
 type FileChange struct {
 	Change FileChangeChange `json:"change"`
 
-	// Path Absolute, as the guest named it. Bytes that are no UTF-8 are replaced; `path_base64` has them then.
+	// Path Absolute, as the guest named it. Bytes that are not UTF-8 are replaced; then `path_base64` has them.
 	Path string `json:"path"`
 
 	// PathBase64 The path's bytes if they are not UTF-8.
@@ -1344,17 +1355,17 @@ type FileChange struct {
 	// SizeBytes 0 for a removed file.
 	SizeBytes int64 `json:"size_bytes"`
 
-	// Type Of a removed file what it was.
+	// Type For a removed file, what it was.
 	Type FileChangeType `json:"type"`
 
-	// What What of a changed file differs. Times of directories are not compared; they follow from what is in them.
+	// What The fields that differ in a changed file. Times of directories are not compared, because they follow from the entries.
 	What []FileChangeWhat `json:"what,omitempty,omitzero"`
 }
 
 // FileChangeChange defines model for FileChange.Change.
 type FileChangeChange string
 
-// FileChangeType Of a removed file what it was.
+// FileChangeType For a removed file, what it was.
 type FileChangeType string
 
 // FileChangeWhat defines model for FileChange.What.
@@ -1371,7 +1382,7 @@ type FileInfo struct {
 	Path  string    `json:"path"`
 	Size  int64     `json:"size"`
 
-	// Target Of a symbolic link.
+	// Target Target of a symbolic link.
 	Target string       `json:"target,omitempty,omitzero"`
 	Type   FileInfoType `json:"type"`
 	UID    int          `json:"uid"`
@@ -1385,7 +1396,7 @@ type FileList struct {
 	Entries []FileInfo `json:"entries"`
 	Path    string     `json:"path"`
 
-	// Truncated The directory has more than the 10,000 that are listed.
+	// Truncated The directory has more than the 10,000 listed entries.
 	Truncated bool `json:"truncated"`
 }
 
@@ -1400,13 +1411,13 @@ type Flow struct {
 	// Counted The row is a count. A workspace has a bound of rows for each kind of flow: denied flows, requests that only read, and flows that may have changed something. Flows beyond that bound have no rows of their own. They are counted by the minute in which they began, host, port and grant; minutes that are two hours old become days (UTC). Beyond 16 hosts and ports of a minute, and 64 of a day, further flows share a row without a host. Flows that were given a secret share a row whose host is the rule that allowed them, with port 0. `method`, `path`, `status` and `ended_at` are absent, `outcome` is `denied` for denied flows and `allowed` for all others, and the bytes are sums.
 	Counted bool `json:"counted,omitempty,omitzero"`
 
-	// EndedAt Absent while it lasts, of what was denied, and where its end is not known.
+	// EndedAt Absent while the flow lasts, for a denied flow, and if its end is not known.
 	EndedAt time.Time `json:"ended_at,omitempty,omitzero"`
 
-	// Epoch Of the workspace.
+	// Epoch Epoch of the workspace.
 	Epoch int64 `json:"epoch"`
 
-	// GrantID The grant whose secret it was given.
+	// GrantID The grant whose secret it received.
 	GrantID string `json:"grant_id,omitempty,omitzero"`
 
 	// Host The name, or the address if there is no name. Empty if a request named none, and for several hosts. A rule, in some rows of counts.
@@ -1416,16 +1427,16 @@ type Flow struct {
 	// LastAt When the last flow of the row was denied or, in a count, began, if the row counts several.
 	LastAt time.Time `json:"last_at,omitempty,omitzero"`
 
-	// Method Of a request.
+	// Method Method of a request.
 	Method string `json:"method,omitempty,omitzero"`
 
-	// Opaque No request is seen in it, so it may have changed anything there.
+	// Opaque Its requests are not visible, so it may have changed anything there.
 	Opaque bool `json:"opaque"`
 
-	// Outcome `denied`: nothing of it was sent. `cut`: it was allowed and begun, and ended by the proxy: what was sent until then was sent, and may have had its effect. `failed`: it was allowed and could not be carried.
+	// Outcome `denied`: nothing of the flow was sent. `cut`: the flow was allowed and began, and the proxy ended it; what was sent until then was sent, and may have had its effect. `failed`: the flow was allowed and could not be carried.
 	Outcome FlowOutcome `json:"outcome"`
 
-	// Path Of a request, without the query.
+	// Path Path of a request, without the query.
 	Path     string       `json:"path,omitempty,omitzero"`
 	Port     int          `json:"port"`
 	Protocol FlowProtocol `json:"protocol"`
@@ -1433,16 +1444,16 @@ type Flow struct {
 	// Reason Why it was denied, cut or failed.
 	Reason string `json:"reason,omitempty,omitzero"`
 
-	// ReceivedBytes To the guest, when it has ended.
+	// ReceivedBytes Bytes to the guest, once it has ended.
 	ReceivedBytes int64 `json:"received_bytes"`
 
 	// Rule The entry of `allow` that allowed it.
 	Rule string `json:"rule,omitempty,omitzero"`
 
-	// SentBytes From the guest, when it has ended.
+	// SentBytes Bytes from the guest, once it has ended.
 	SentBytes int64 `json:"sent_bytes"`
 
-	// Status Of the response.
+	// Status Status of the response.
 	Status int `json:"status,omitempty,omitzero"`
 
 	// WorkspaceID Example: ws_06e5bqv7z0f3m8k2h1t9r4w6xc
@@ -1456,7 +1467,7 @@ type FlowList struct {
 	Omitted    *OmittedFlows `json:"omitted,omitempty"`
 }
 
-// FlowOutcome `denied`: nothing of it was sent. `cut`: it was allowed and begun, and ended by the proxy: what was sent until then was sent, and may have had its effect. `failed`: it was allowed and could not be carried.
+// FlowOutcome `denied`: nothing of the flow was sent. `cut`: the flow was allowed and began, and the proxy ended it; what was sent until then was sent, and may have had its effect. `failed`: the flow was allowed and could not be carried.
 type FlowOutcome string
 
 // FlowProtocol defines model for FlowProtocol.
@@ -1464,40 +1475,41 @@ type FlowProtocol string
 
 // ForkCheckpointRequest defines model for ForkCheckpointRequest.
 type ForkCheckpointRequest struct {
-	// AllOrNothing When one child fails, take all down and fail.
+	// AllOrNothing If one child fails, destroy all of them and fail.
 	AllOrNothing bool `json:"all_or_nothing,omitempty,omitzero"`
 
-	// AutoResume Resume the workspace, when it is suspended, as soon as somebody uses it.
+	// AutoResume Resume a suspended workspace as soon as somebody uses it.
 	AutoResume AutoResume `json:"auto_resume,omitempty,omitzero"`
 
-	// BranchName Children are named `<branch_name>-1` and up, or just `<branch_name>` when count is 1 and absent.
+	// BranchName Children are named `<branch_name>-1` and up, or just `<branch_name>` if count is 1 and absent.
 	BranchName Name `json:"branch_name,omitempty,omitzero"`
 	Count      *int `json:"count,omitempty"`
 
-	// Env Environment variables, names matching `^[A-Za-z_][A-Za-z0-9_]*$`, values without NUL. They replace what the
-	// image sets.
+	// Env Environment variables. Names match `^[A-Za-z_][A-Za-z0-9_]*$`, values have no NUL. They
+	// replace the image's variables of the same name.
 	Env Env `json:"env,omitempty,omitzero"`
 
-	// Grants Which grants of the workspace that they come from the children have, as it has them now, each by a placeholder of its own: `inherit`
-	// (as when it is absent), `none`, or a list of their ids.
+	// Grants Which present grants of the parent workspace the children have, each with its own
+	// placeholder: `inherit` (the default), `none`, or a list of their ids.
 	Grants Grants `json:"grants,omitempty,omitzero"`
 
-	// IdleSeconds Do what `on_idle` says when nobody used the workspace for this many seconds (and a few more, for use is recorded in
-	// batches): no session runs in it, and no call reached its guest, captured, restored or resumed it. Reading
-	// about it is no use. 0 or absent, never.
+	// IdleSeconds Do what `on_idle` says when nobody has used the workspace for this many seconds, and a few
+	// more, because use is recorded in batches. A workspace is in use while a session runs in it,
+	// and when a call reaches its guest, captures, restores or resumes it. Reading about it is not
+	// use. 0 or absent: never.
 	IdleSeconds Idle `json:"idle_seconds,omitempty,omitzero"`
 
 	// Labels Keys match `^[A-Za-z0-9]([A-Za-z0-9._/-]{0,61}[A-Za-z0-9])?$`.
 	Labels  Labels         `json:"labels,omitempty,omitzero"`
 	Network NetworkRequest `json:"network,omitempty,omitzero"`
 
-	// OnIdle `suspend` when absent. It needs `idle_seconds`.
+	// OnIdle Default: `suspend`. It needs `idle_seconds`.
 	OnIdle OnIdle `json:"on_idle,omitempty,omitzero"`
 
-	// Spread Grow the children evenly on all runners that can, instead of where the checkpoint is. It must be sealed.
+	// Spread Distribute the children evenly over all runners that can take them, instead of placing them where the checkpoint is. It must be sealed.
 	Spread bool `json:"spread,omitempty,omitzero"`
 
-	// TTLSeconds Terminate the workspace this many seconds from now. 0 or absent, never.
+	// TTLSeconds Terminate the workspace this many seconds from now. 0 or absent: never.
 	TTLSeconds TTL `json:"ttl_seconds,omitempty,omitzero"`
 }
 
@@ -1513,13 +1525,13 @@ type ForkChild struct {
 
 // ForkResult defines model for ForkResult.
 type ForkResult struct {
-	// Checkpoint The checkpoint that a fork of a workspace made.
+	// Checkpoint The checkpoint that the fork of a workspace made.
 	Checkpoint *Checkpoint `json:"checkpoint,omitempty"`
 
 	// CheckpointID Example: ckpt_06e5bqv7z0f3m8k2h1t9r4w6xc
 	CheckpointID CheckpointID `json:"checkpoint_id"`
 
-	// Children One for each asked, in order.
+	// Children One for each requested child, in order.
 	Children    []ForkChild `json:"children"`
 	OperationID OperationID `json:"operation_id"`
 
@@ -1529,38 +1541,39 @@ type ForkResult struct {
 
 // ForkWorkspaceRequest defines model for ForkWorkspaceRequest.
 type ForkWorkspaceRequest struct {
-	// AllOrNothing When one child fails, take all down and fail. The checkpoint stays.
+	// AllOrNothing If one child fails, destroy all of them and fail. The checkpoint stays.
 	AllOrNothing bool `json:"all_or_nothing,omitempty,omitzero"`
 
-	// AutoResume Resume the workspace, when it is suspended, as soon as somebody uses it.
+	// AutoResume Resume a suspended workspace as soon as somebody uses it.
 	AutoResume AutoResume `json:"auto_resume,omitempty,omitzero"`
 
-	// BranchName Children are named `<branch_name>-1` and up, or just `<branch_name>` when count is 1 and absent.
+	// BranchName Children are named `<branch_name>-1` and up, or just `<branch_name>` if count is 1 and absent.
 	BranchName Name                    `json:"branch_name,omitempty,omitzero"`
 	Checkpoint CreateCheckpointRequest `json:"checkpoint,omitempty,omitzero"`
 	Count      *int                    `json:"count,omitempty"`
 
-	// Env Environment variables, names matching `^[A-Za-z_][A-Za-z0-9_]*$`, values without NUL. They replace what the
-	// image sets.
+	// Env Environment variables. Names match `^[A-Za-z_][A-Za-z0-9_]*$`, values have no NUL. They
+	// replace the image's variables of the same name.
 	Env Env `json:"env,omitempty,omitzero"`
 
-	// Grants Which grants of the workspace that they come from the children have, as it has them now, each by a placeholder of its own: `inherit`
-	// (as when it is absent), `none`, or a list of their ids.
+	// Grants Which present grants of the parent workspace the children have, each with its own
+	// placeholder: `inherit` (the default), `none`, or a list of their ids.
 	Grants Grants `json:"grants,omitempty,omitzero"`
 
-	// IdleSeconds Do what `on_idle` says when nobody used the workspace for this many seconds (and a few more, for use is recorded in
-	// batches): no session runs in it, and no call reached its guest, captured, restored or resumed it. Reading
-	// about it is no use. 0 or absent, never.
+	// IdleSeconds Do what `on_idle` says when nobody has used the workspace for this many seconds, and a few
+	// more, because use is recorded in batches. A workspace is in use while a session runs in it,
+	// and when a call reaches its guest, captures, restores or resumes it. Reading about it is not
+	// use. 0 or absent: never.
 	IdleSeconds Idle `json:"idle_seconds,omitempty,omitzero"`
 
 	// Labels Keys match `^[A-Za-z0-9]([A-Za-z0-9._/-]{0,61}[A-Za-z0-9])?$`.
 	Labels  Labels         `json:"labels,omitempty,omitzero"`
 	Network NetworkRequest `json:"network,omitempty,omitzero"`
 
-	// OnIdle `suspend` when absent. It needs `idle_seconds`.
+	// OnIdle Default: `suspend`. It needs `idle_seconds`.
 	OnIdle OnIdle `json:"on_idle,omitempty,omitzero"`
 
-	// TTLSeconds Terminate the workspace this many seconds from now. 0 or absent, never.
+	// TTLSeconds Terminate the workspace this many seconds from now. 0 or absent: never.
 	TTLSeconds TTL `json:"ttl_seconds,omitempty,omitzero"`
 }
 
@@ -1569,44 +1582,45 @@ type Grant struct {
 	AllowedHosts []string  `json:"allowed_hosts"`
 	CreatedAt    time.Time `json:"created_at"`
 
-	// Env What programs that are started now find in their environment.
+	// Env The variables that newly started programs find in their environment.
 	Env       map[string]string `json:"env"`
 	Expired   bool              `json:"expired"`
 	ExpiresAt time.Time         `json:"expires_at,omitempty,omitzero"`
 	Header    string            `json:"header"`
 
-	// ID The name that its user gives it.
+	// ID The name that its user gave it.
 	ID       GrantID  `json:"id"`
 	MaxBytes int64    `json:"max_bytes,omitempty,omitzero"`
 	Methods  []string `json:"methods,omitempty,omitzero"`
 
-	// Mode How the secret gets into requests. `header`: the proxy reads what the workspace sends to the hosts over TLS, with a certificate of the
-	// project's authority, which the guest trusts. `base_url`: programs ask the proxy in the clear at a URL that is in their environment,
-	// which works whatever they trust.
+	// Mode How the secret gets into requests. `header`: the proxy decrypts the TLS connections to the
+	// hosts, with a certificate of the project's authority, which the guest trusts. `base_url`:
+	// programs call the proxy in the clear at a URL in their environment, which works whatever
+	// they trust.
 	Mode GrantMode `json:"mode"`
 
-	// OwnerID The workspace that it was given to; another when this one has it by a fork.
+	// OwnerID The workspace that the grant was given to. It differs from this one if this workspace inherited it by a fork.
 	OwnerID WorkspaceID `json:"owner_id"`
 	Paths   []string    `json:"paths,omitempty,omitzero"`
 
-	// Pending The host that the workspace runs on is not known to have its present grants and rules yet.
+	// Pending The workspace's host is not known to have its present grants and rules yet.
 	Pending bool `json:"pending"`
 
-	// Placeholder What the workspace's programs use in place of the secret. It is worth nothing anywhere else.
+	// Placeholder The text that programs use in place of the secret. It is worth nothing anywhere else.
 	Placeholder       string    `json:"placeholder"`
 	Provider          string    `json:"provider"`
 	RequestsPerMinute int       `json:"requests_per_minute,omitempty,omitzero"`
 	UpdatedAt         time.Time `json:"updated_at"`
 	VaultRef          string    `json:"vault_ref,omitempty,omitzero"`
 
-	// Version One more after each change.
+	// Version Grows by one with each change.
 	Version int64 `json:"version"`
 
 	// WorkspaceID Example: ws_06e5bqv7z0f3m8k2h1t9r4w6xc
 	WorkspaceID WorkspaceID `json:"workspace_id"`
 }
 
-// GrantID The name that its user gives it.
+// GrantID The name that its user gave it.
 type GrantID = string
 
 // GrantList defines model for GrantList.
@@ -1614,13 +1628,14 @@ type GrantList struct {
 	Items []Grant `json:"items"`
 }
 
-// GrantMode How the secret gets into requests. `header`: the proxy reads what the workspace sends to the hosts over TLS, with a certificate of the
-// project's authority, which the guest trusts. `base_url`: programs ask the proxy in the clear at a URL that is in their environment,
-// which works whatever they trust.
+// GrantMode How the secret gets into requests. `header`: the proxy decrypts the TLS connections to the
+// hosts, with a certificate of the project's authority, which the guest trusts. `base_url`:
+// programs call the proxy in the clear at a URL in their environment, which works whatever
+// they trust.
 type GrantMode string
 
-// Grants Which grants of the workspace that they come from the children have, as it has them now, each by a placeholder of its own: `inherit`
-// (as when it is absent), `none`, or a list of their ids.
+// Grants Which present grants of the parent workspace the children have, each with its own
+// placeholder: `inherit` (the default), `none`, or a list of their ids.
 type Grants = interface{}
 
 // Health defines model for Health.
@@ -1632,9 +1647,10 @@ type Health struct {
 // HealthStatus defines model for Health.Status.
 type HealthStatus string
 
-// Idle Do what `on_idle` says when nobody used the workspace for this many seconds (and a few more, for use is recorded in
-// batches): no session runs in it, and no call reached its guest, captured, restored or resumed it. Reading
-// about it is no use. 0 or absent, never.
+// Idle Do what `on_idle` says when nobody has used the workspace for this many seconds, and a few
+// more, because use is recorded in batches. A workspace is in use while a session runs in it,
+// and when a call reaches its guest, captures, restores or resumes it. Reading about it is not
+// use. 0 or absent: never.
 type Idle = int64
 
 // Image defines model for Image.
@@ -1643,7 +1659,7 @@ type Image struct {
 	Digest    Digest    `json:"digest"`
 	Name      string    `json:"name"`
 
-	// RunnerIDs Runners that hold it.
+	// RunnerIDs Runners that have it.
 	RunnerIDs []RunnerID `json:"runner_ids"`
 	SizeBytes int64      `json:"size_bytes"`
 }
@@ -1658,11 +1674,11 @@ type ImageList struct {
 type ImageRef struct {
 	Digest Digest `json:"digest"`
 
-	// Name The name it was created by
+	// Name The name with which it was created
 	Name string `json:"name,omitempty,omitzero"`
 }
 
-// Imported What the file of an imported checkpoint said of where it is from. None of it was checked.
+// Imported What the file of an imported checkpoint said about its origin. None of it was checked.
 type Imported struct {
 	CapturedAt time.Time `json:"captured_at"`
 
@@ -1673,41 +1689,43 @@ type Imported struct {
 
 // KeepBest Keep the checkpoints with the highest scores.
 type KeepBest struct {
-	// Annotation The annotation that holds the score; one whose value is no number has none.
+	// Annotation The annotation that holds the score. A checkpoint whose value is not a number has no score.
 	Annotation string `json:"annotation"`
 
-	// K How many.
+	// K The number of checkpoints.
 	K int `json:"k"`
 }
 
 // KeyID defines model for KeyID.
 type KeyID = string
 
-// KeyScope One right of a key. To create is also to change. `admin` is everything, in all projects as far as projects and keys go. `runner:join` makes join tokens for runners. A key has `runner:join` or `secret:reference` only if the request names it.
+// KeyScope One right of a key. Whoever may create may also change. `admin` is everything; in other projects it covers only projects and keys. `runner:join` makes join tokens for runners. A key has `runner:join` or `secret:reference` only if the request names it.
 type KeyScope string
 
 // Labels Keys match `^[A-Za-z0-9]([A-Za-z0-9._/-]{0,61}[A-Za-z0-9])?$`.
 type Labels map[string]string
 
-// LabelsPatch Labels to set; a null value removes one. Others stay.
+// LabelsPatch Labels to set; a null value removes one. Other labels stay.
 type LabelsPatch map[string]*string
 
-// Name 1 to 63 lower-case letters, digits or hyphens; begins and ends with a letter or digit.
+// Name 1 to 63 lower-case letters, digits or hyphens, beginning and ending with a letter or digit.
 type Name = string
 
-// Network The network and machine identity; each fork and restore gets a fresh one. Empty before it is given.
+// Network The network and machine identity. Each fork and restore gets a new one. Empty until it is assigned.
 type Network struct {
-	// Allow What may be reached through the egress proxy under `deny-all`; everything else may not. An entry is a name
-	// (`api.example.com`, at ports 80 and 443), the names below one (`*.example.com`), either with a port (`example.com:8443`),
-	// an address, `tcp://host:port` for protocols other than HTTP and TLS, or the hosts that a tool needs (`bundle:python`).
+	// Allow What the workspace may reach through the egress proxy under `deny-all`; nothing else is
+	// reachable. An entry is a name (`api.example.com`, at ports 80 and 443), the names below one
+	// (`*.example.com`), either with a port (`example.com:8443`), an address, `tcp://host:port`
+	// for protocols other than HTTP and TLS, or the hosts that a tool needs (`bundle:python`).
 	// Answers have them sorted and in one form.
 	Allow Allow `json:"allow,omitempty,omitzero"`
 
-	// EgressPolicy `deny-all` (the default): nothing leaves the sandbox. `allow-all` routes everything out; it is for development
-	// and exempt from the promise that nothing leaves unseen.
+	// EgressPolicy `deny-all` (the default): nothing leaves the sandbox except what `allow` permits.
+	// `allow-all` routes everything out; it is for development, and the promise that every flow is
+	// recorded does not apply to it.
 	EgressPolicy EgressPolicy `json:"egress_policy"`
 
-	// Generation Random; names this start of the machine for ever.
+	// Generation Random; identifies this start of the machine for ever.
 	Generation string `json:"generation,omitempty,omitzero"`
 	Hostname   string `json:"hostname,omitempty,omitzero"`
 	IP         string `json:"ip,omitempty,omitzero"`
@@ -1716,27 +1734,30 @@ type Network struct {
 	// MachineID 32 hex digits.
 	MachineID string `json:"machine_id,omitempty,omitzero"`
 
-	// RulesPending The host that it runs on is not known to have `allow` yet; it is given to it until it has.
+	// RulesPending The workspace's host is not known to have `allow` yet; the controller sends it until the host has it.
 	RulesPending bool `json:"rules_pending,omitempty,omitzero"`
 }
 
 // NetworkPatch defines model for NetworkPatch.
 type NetworkPatch struct {
-	// Allow What may be reached through the egress proxy under `deny-all`; everything else may not. An entry is a name
-	// (`api.example.com`, at ports 80 and 443), the names below one (`*.example.com`), either with a port (`example.com:8443`),
-	// an address, `tcp://host:port` for protocols other than HTTP and TLS, or the hosts that a tool needs (`bundle:python`).
+	// Allow What the workspace may reach through the egress proxy under `deny-all`; nothing else is
+	// reachable. An entry is a name (`api.example.com`, at ports 80 and 443), the names below one
+	// (`*.example.com`), either with a port (`example.com:8443`), an address, `tcp://host:port`
+	// for protocols other than HTTP and TLS, or the hosts that a tool needs (`bundle:python`).
 	// Answers have them sorted and in one form.
 	Allow Allow `json:"allow"`
 }
 
 // NetworkRequest defines model for NetworkRequest.
 type NetworkRequest struct {
-	// Allow See `Allow`. When it is absent a fork has what the workspace has that it comes from, as it is now; an empty list is
-	// nothing. What that one may not reach is refused with 403 `EGRESS_BEYOND_PARENT`.
+	// Allow See `Allow`. If absent, a fork has the present entries of its parent workspace; an empty
+	// list allows nothing. An entry that the parent may not reach is refused with 403
+	// `EGRESS_BEYOND_PARENT`.
 	Allow *Allow `json:"allow,omitempty"`
 
-	// EgressPolicy `deny-all` (the default): nothing leaves the sandbox. `allow-all` routes everything out; it is for development
-	// and exempt from the promise that nothing leaves unseen.
+	// EgressPolicy `deny-all` (the default): nothing leaves the sandbox except what `allow` permits.
+	// `allow-all` routes everything out; it is for development, and the promise that every flow is
+	// recorded does not apply to it.
 	EgressPolicy EgressPolicy `json:"egress_policy,omitempty,omitzero"`
 }
 
@@ -1752,12 +1773,12 @@ type OmittedFlows struct {
 	LastAt time.Time `json:"last_at"`
 }
 
-// OnIdle `suspend` when absent. It needs `idle_seconds`.
+// OnIdle Default: `suspend`. It needs `idle_seconds`.
 type OnIdle string
 
 // Operation defines model for Operation.
 type Operation struct {
-	// CheckpointID The checkpoint that it makes or starts from.
+	// CheckpointID The checkpoint that it creates or starts from.
 	CheckpointID CheckpointID  `json:"checkpoint_id,omitempty,omitzero"`
 	CreatedAt    time.Time     `json:"created_at"`
 	EndedAt      time.Time     `json:"ended_at,omitempty,omitzero"`
@@ -1765,14 +1786,15 @@ type Operation struct {
 	Kind         OperationKind `json:"kind"`
 	Problem      *Failure      `json:"problem,omitempty"`
 
-	// Result When succeeded: the body that the starting request answers with, by `kind`: Workspace (create_workspace,
-	// terminate_workspace, suspend_workspace, resume_workspace), Checkpoint (create_checkpoint), ForkResult (fork_*), RestoreResult (restore_*), PruneResult
-	// (prune_checkpoints).
+	// Result Present if it succeeded: the body that the starting request answers with, by `kind`:
+	// Workspace (create_workspace, terminate_workspace, suspend_workspace, resume_workspace),
+	// Checkpoint (create_checkpoint), ForkResult (fork_*), RestoreResult (restore_*),
+	// PruneResult (prune_checkpoints).
 	Result    json.RawMessage `json:"result,omitempty,omitzero"`
 	StartedAt time.Time       `json:"started_at,omitempty,omitzero"`
 	State     OperationState  `json:"state"`
 
-	// Step The named step that it is at.
+	// Step The present named step.
 	Step string `json:"step,omitempty,omitzero"`
 
 	// Timings Stages in the order in which they ended.
@@ -1781,7 +1803,7 @@ type Operation struct {
 	// WorkspaceID The workspace that it acts on.
 	WorkspaceID WorkspaceID `json:"workspace_id,omitempty,omitzero"`
 
-	// WorkspaceIDs The workspaces that it makes.
+	// WorkspaceIDs The workspaces that it creates.
 	WorkspaceIDs []WorkspaceID `json:"workspace_ids"`
 }
 
@@ -1799,7 +1821,7 @@ type PatchCheckpointRequest struct {
 	// Annotations Top-level keys to set; a null value removes one. Others stay. At most 16 KiB in all afterwards.
 	Annotations map[string]interface{} `json:"annotations,omitempty,omitzero"`
 
-	// Labels Labels to set; a null value removes one. Others stay.
+	// Labels Labels to set; a null value removes one. Other labels stay.
 	Labels LabelsPatch `json:"labels,omitempty,omitzero"`
 
 	// Name A name; the empty string removes it.
@@ -1808,28 +1830,32 @@ type PatchCheckpointRequest struct {
 	// Pinned See `Checkpoint`.
 	Pinned *bool `json:"pinned,omitempty"`
 
-	// Version Change it only if this is still its version.
+	// Version Change the workspace only if this is still its version.
 	Version int64 `json:"version,omitempty,omitzero"`
 }
 
 // PatchProjectRequest defines model for PatchProjectRequest.
 type PatchProjectRequest struct {
-	// AllowAllEgress Whether sandboxes of the project may have the egress policy `allow-all`: `default` (the setting of the controllers), `allowed`, or `denied`. After a denial,
-	// running sandboxes continue, and a create, fork, restore or resume under this policy is refused with `EGRESS_FORBIDDEN`.
+	// AllowAllEgress Whether sandboxes of the project may have the egress policy `allow-all`: `default` (the
+	// setting of the controllers), `allowed`, or `denied`. After a denial, running sandboxes
+	// continue, and a create, fork, restore or resume under this policy is refused with
+	// `EGRESS_FORBIDDEN`.
 	AllowAllEgress AllowAllEgress `json:"allow_all_egress,omitempty,omitzero"`
 
-	// Encryption How checkpoints are kept in the store from now on: `none`, in clear, or `envelope`, encrypted with keys of the project, which a master key outside
-	// of the database wraps. What is stored already stays as it is and can be read as before.
+	// Encryption How the store keeps checkpoints from now on: `none`, in clear, or `envelope`, encrypted with
+	// keys of the project, which a master key outside the database wraps. Stored checkpoints stay
+	// as they are and can still be read.
 	Encryption Encryption `json:"encryption,omitempty,omitzero"`
 
-	// KeyVersion The newest key that the project has then. One more than it has now has another made, with which new checkpoints are encrypted; the
-	// earlier ones stay for what they have encrypted.
+	// KeyVersion The version of the newest key that the project shall have. One more than the present
+	// version makes another key, which encrypts new checkpoints. Earlier keys stay for what
+	// they encrypted.
 	KeyVersion int64 `json:"key_version,omitempty,omitzero"`
 
-	// Quotas Quotas to set. Others stay, or are the usual ones.
+	// Quotas Quotas to set. Other quotas stay, or have the usual values.
 	Quotas QuotasPatch `json:"quotas,omitempty,omitzero"`
 
-	// Version Change it only if this is still its version.
+	// Version Change the workspace only if this is still its version.
 	Version int64 `json:"version,omitempty,omitzero"`
 }
 
@@ -1843,23 +1869,24 @@ type PatchWorkspaceRequest struct {
 	// AutoResume See `AutoResume`.
 	AutoResume *bool `json:"auto_resume,omitempty"`
 
-	// IdleSeconds See `Idle`; 0 removes it.
+	// IdleSeconds See `Idle`. 0 removes it.
 	IdleSeconds *int64 `json:"idle_seconds,omitempty"`
 
-	// Labels Labels to set; a null value removes one. Others stay.
+	// Labels Labels to set; a null value removes one. Other labels stay.
 	Labels LabelsPatch `json:"labels,omitempty,omitzero"`
 
-	// Network What it may reach from now on. A fork may reach what the workspace may that it comes from, never more (403
-	// `EGRESS_BEYOND_PARENT`). What is taken out is taken from all that was forked from it, too.
+	// Network What the workspace may reach from now on. A fork may reach what its parent workspace may
+	// reach, never more (403 `EGRESS_BEYOND_PARENT`). An entry that is removed is removed from
+	// all its forks, too.
 	Network *NetworkPatch `json:"network,omitempty"`
 
-	// OnIdle `suspend` when absent. It needs `idle_seconds`.
+	// OnIdle Default: `suspend`. It needs `idle_seconds`.
 	OnIdle OnIdle `json:"on_idle,omitempty,omitzero"`
 
-	// TTLSeconds Terminate it this many seconds from now; 0 removes the expiry.
+	// TTLSeconds Terminate the workspace this many seconds from now. 0 removes the expiry.
 	TTLSeconds *int64 `json:"ttl_seconds,omitempty"`
 
-	// Version Change it only if this is still its version.
+	// Version Change the workspace only if this is still its version.
 	Version int64 `json:"version,omitempty,omitzero"`
 }
 
@@ -1869,7 +1896,7 @@ type Port struct {
 	GuestPort int       `json:"guest_port"`
 	ID        PortID    `json:"id"`
 
-	// Listen `ip:port` that really listens.
+	// Listen `ip:port` on which the forwarder listens.
 	Listen string `json:"listen"`
 
 	// WorkspaceID Example: ws_06e5bqv7z0f3m8k2h1t9r4w6xc
@@ -1891,17 +1918,17 @@ type Problem struct {
 	// Example: CHECKPOINT_NOT_FOUND
 	Code string `json:"code"`
 
-	// CurrentVersion With `VERSION_CONFLICT`.
+	// CurrentVersion Present with `VERSION_CONFLICT`.
 	CurrentVersion int64 `json:"current_version,omitempty,omitzero"`
 
 	// Detail What happened, to which object, and what to do next.
 	Detail string `json:"detail"`
 
-	// Fields Which inputs are wrong.
+	// Fields The wrong inputs.
 	Fields      []FieldProblem `json:"fields,omitempty,omitzero"`
 	OperationID OperationID    `json:"operation_id,omitempty,omitzero"`
 
-	// RequestID The log has the cause under it.
+	// RequestID The log has the cause under this id.
 	RequestID string `json:"request_id"`
 	Status    int    `json:"status"`
 
@@ -1919,7 +1946,7 @@ type Process struct {
 	Cmdline string `json:"cmdline"`
 	Comm    string `json:"comm"`
 
-	// PID As it is seen inside the workload.
+	// PID Pid as the workload sees it.
 	PID      int   `json:"pid"`
 	PPID     int   `json:"ppid"`
 	RSSBytes int64 `json:"rss_bytes"`
@@ -1943,27 +1970,30 @@ type ProcessList struct {
 
 // Project defines model for Project.
 type Project struct {
-	// AllowAllEgress Whether sandboxes of the project may have the egress policy `allow-all`: `default` (the setting of the controllers), `allowed`, or `denied`. After a denial,
-	// running sandboxes continue, and a create, fork, restore or resume under this policy is refused with `EGRESS_FORBIDDEN`.
+	// AllowAllEgress Whether sandboxes of the project may have the egress policy `allow-all`: `default` (the
+	// setting of the controllers), `allowed`, or `denied`. After a denial, running sandboxes
+	// continue, and a create, fork, restore or resume under this policy is refused with
+	// `EGRESS_FORBIDDEN`.
 	AllowAllEgress AllowAllEgress `json:"allow_all_egress"`
 	CreatedAt      time.Time      `json:"created_at"`
 
-	// Encryption How checkpoints are kept in the store from now on: `none`, in clear, or `envelope`, encrypted with keys of the project, which a master key outside
-	// of the database wraps. What is stored already stays as it is and can be read as before.
+	// Encryption How the store keeps checkpoints from now on: `none`, in clear, or `envelope`, encrypted with
+	// keys of the project, which a master key outside the database wraps. Stored checkpoints stay
+	// as they are and can still be read.
 	Encryption Encryption `json:"encryption"`
 	ID         ProjectID  `json:"id"`
 
-	// KeyVersion Of the newest key by which checkpoints are encrypted; absent: there is none.
+	// KeyVersion Version of the newest key that encrypts checkpoints; absent if there is none.
 	KeyVersion int64 `json:"key_version,omitempty,omitzero"`
 
-	// Name 1 to 63 lower-case letters, digits or hyphens; begins and ends with a letter or digit.
+	// Name 1 to 63 lower-case letters, digits or hyphens, beginning and ending with a letter or digit.
 	Name   Name   `json:"name"`
 	Quotas Quotas `json:"quotas"`
 
-	// Usage Only where one project is asked for.
+	// Usage Only in the answer about one project.
 	Usage *QuotaUsage `json:"usage,omitempty"`
 
-	// Version Of its quotas.
+	// Version Version of its quotas.
 	Version int64 `json:"version"`
 }
 
@@ -1984,50 +2014,51 @@ type PruneItem struct {
 	CheckpointID CheckpointID    `json:"checkpoint_id"`
 	Reason       PruneItemReason `json:"reason"`
 
-	// Skipped Why it was left after all.
+	// Skipped Why it was left.
 	Skipped string `json:"skipped,omitempty,omitzero"`
 }
 
 // PruneItemReason defines model for PruneItem.Reason.
 type PruneItemReason string
 
-// PruneRequest A `RetentionPolicy`, once.
+// PruneRequest A `RetentionPolicy` to apply once.
 type PruneRequest struct {
-	// DryRun Only plan.
+	// DryRun Only make the plan.
 	DryRun bool `json:"dry_run,omitempty,omitzero"`
 
 	// KeepBest Keep the checkpoints with the highest scores.
 	KeepBest KeepBest `json:"keep_best,omitempty,omitzero"`
 
-	// KeepPathToRoot Keep the ancestors of whatever is kept for a reason of its own.
+	// KeepPathToRoot Keep the ancestors of everything that is kept for another reason.
 	KeepPathToRoot bool `json:"keep_path_to_root,omitempty,omitzero"`
 
-	// MaxAgeSeconds Delete what is older.
+	// MaxAgeSeconds Delete checkpoints that are older.
 	MaxAgeSeconds int64 `json:"max_age_seconds,omitempty,omitzero"`
 
-	// MaxBytes Delete the lowest scores first, then the oldest, until the sum of what is left, each checkpoint counted in full, is at most this.
+	// MaxBytes Delete the lowest scores first, then the oldest, until the sum of the rest, with each
+	// checkpoint counted in full, is at most this.
 	MaxBytes int64 `json:"max_bytes,omitempty,omitzero"`
 }
 
 // PruneResult defines model for PruneResult.
 type PruneResult struct {
-	// Bytes The sum of the items. The disk gains less where extents are shared.
+	// Bytes The sum of the items. The disk gains less if extents are shared.
 	Bytes int64 `json:"bytes"`
 
 	// DryRun Nothing was deleted.
 	DryRun bool `json:"dry_run"`
 
-	// Items What goes, or went, oldest first.
+	// Items What is deleted, or was deleted, oldest first.
 	Items []PruneItem `json:"items"`
 
 	// Kept Checkpoints that stay.
 	Kept      int   `json:"kept"`
 	KeptBytes int64 `json:"kept_bytes"`
 
-	// OverBudget What had to be kept is more than `max_bytes`.
+	// OverBudget The checkpoints that must be kept exceed `max_bytes`.
 	OverBudget bool `json:"over_budget,omitempty,omitzero"`
 
-	// Truncated There is more to delete than one operation takes; repeat the request.
+	// Truncated There is more to delete than one operation can; repeat the request.
 	Truncated bool `json:"truncated,omitempty,omitzero"`
 }
 
@@ -2036,10 +2067,10 @@ type PutGrantRequest struct {
 	// AllowedHosts Exact names, each with a port unless it is 443.
 	AllowedHosts []string `json:"allowed_hosts,omitempty,omitzero"`
 
-	// BaseURLEnv The environment variable that has the base URL, in that mode.
+	// BaseURLEnv The environment variable that has the base URL, in mode `base_url`.
 	BaseURLEnv string `json:"base_url_env,omitempty,omitzero"`
 
-	// BaseURLPath What the base URL has after its host, such as /v1.
+	// BaseURLPath The part of the base URL after its host, such as /v1.
 	BaseURLPath string `json:"base_url_path,omitempty,omitzero"`
 
 	// Env The environment variable that has the placeholder.
@@ -2048,33 +2079,34 @@ type PutGrantRequest struct {
 	// Header The header that has the placeholder.
 	Header string `json:"header,omitempty,omitzero"`
 
-	// MaxBytes Of bodies, both ways, for each machine; 0: no bound.
+	// MaxBytes Bytes of bodies, in both directions, for each machine. 0: no bound.
 	MaxBytes int64 `json:"max_bytes,omitempty,omitzero"`
 
-	// Methods Empty: any.
+	// Methods Allowed methods. Empty: any.
 	Methods []string `json:"methods,omitempty,omitzero"`
 
-	// Mode How the secret gets into requests. `header`: the proxy reads what the workspace sends to the hosts over TLS, with a certificate of the
-	// project's authority, which the guest trusts. `base_url`: programs ask the proxy in the clear at a URL that is in their environment,
-	// which works whatever they trust.
+	// Mode How the secret gets into requests. `header`: the proxy decrypts the TLS connections to the
+	// hosts, with a certificate of the project's authority, which the guest trusts. `base_url`:
+	// programs call the proxy in the clear at a URL in their environment, which works whatever
+	// they trust.
 	Mode GrantMode `json:"mode,omitempty,omitzero"`
 
-	// Paths Prefixes of whole segments; empty: any.
+	// Paths Allowed path prefixes of whole segments. Empty: any.
 	Paths []string `json:"paths,omitempty,omitzero"`
 
-	// Provider openai, anthropic, mistral, gemini, github, gitlab, huggingface or custom; the grant's own name when that is one of them.
+	// Provider openai, anthropic, mistral, gemini, github, gitlab, huggingface or custom. Default: the grant's own name if it is one of them.
 	Provider string `json:"provider,omitempty,omitzero"`
 
-	// RequestsPerMinute For each machine; 0: no bound.
+	// RequestsPerMinute Requests for each machine. 0: no bound.
 	RequestsPerMinute int `json:"requests_per_minute,omitempty,omitzero"`
 
-	// Secret Its value: 8 bytes to 16 KiB of text as it stands in a header. It is kept encrypted and never shown.
+	// Secret The secret's value: 8 bytes to 16 KiB of text as it stands in a header. It is kept encrypted and never shown.
 	Secret string `json:"secret,omitempty,omitzero"`
 
-	// TTLSeconds From now; when it is absent it does not expire.
+	// TTLSeconds Seconds from now. Absent: it does not expire.
 	TTLSeconds int64 `json:"ttl_seconds,omitempty,omitzero"`
 
-	// VaultRef The place of the secret: vault://mount/path#field, or env://NAME for development. It needs the scope secret:reference.
+	// VaultRef Where the secret is: vault://mount/path#field, or env://NAME for development. It needs the scope secret:reference.
 	VaultRef string `json:"vault_ref,omitempty,omitzero"`
 }
 
@@ -2090,17 +2122,17 @@ type QuotaUsage struct {
 
 // Quotas defines model for Quotas.
 type Quotas struct {
-	// CheckpointBytes A capture begins while the checkpoints hold less than this.
+	// CheckpointBytes A capture may begin while the checkpoints hold less than this.
 	CheckpointBytes int64 `json:"checkpoint_bytes"`
 	Checkpoints     int64 `json:"checkpoints"`
 
-	// Children Checkpoints directly below one.
+	// Children Direct children of one checkpoint.
 	Children int64 `json:"children"`
 
 	// Depth Generations of checkpoints below an image's template.
 	Depth int64 `json:"depth"`
 
-	// ForksInFlight Workspaces that are being made or restored.
+	// ForksInFlight Workspaces that are being created or restored.
 	ForksInFlight int64 `json:"forks_in_flight"`
 
 	// Keys Valid keys.
@@ -2113,7 +2145,7 @@ type Quotas struct {
 	Workspaces int64 `json:"workspaces"`
 }
 
-// QuotasPatch Quotas to set. Others stay, or are the usual ones.
+// QuotasPatch Quotas to set. Other quotas stay, or have the usual values.
 type QuotasPatch struct {
 	CheckpointBytes *int64 `json:"checkpoint_bytes,omitempty"`
 	Checkpoints     *int64 `json:"checkpoints,omitempty"`
@@ -2133,14 +2165,14 @@ type ResealRecord struct {
 	Epoch        int64        `json:"epoch"`
 	OperationID  OperationID  `json:"operation_id,omitempty,omitzero"`
 
-	// Report What a fork got anew. A sandbox is released only if complete.
+	// Report What a fork got new. A sandbox is released only if the report is complete.
 	Report ResealReport `json:"report"`
 
 	// WorkspaceID Example: ws_06e5bqv7z0f3m8k2h1t9r4w6xc
 	WorkspaceID WorkspaceID `json:"workspace_id"`
 }
 
-// ResealReport What a fork got anew. A sandbox is released only if complete.
+// ResealReport What a fork got new. A sandbox is released only if the report is complete.
 type ResealReport struct {
 	Complete           bool           `json:"complete"`
 	DurationMS         float64        `json:"duration_ms"`
@@ -2160,7 +2192,7 @@ type ResealStep struct {
 	DurationMS float64 `json:"duration_ms"`
 	Error      string  `json:"error,omitempty,omitzero"`
 
-	// Evidence What proves it. For a skipped step, why.
+	// Evidence The evidence. For a skipped step, the reason.
 	Evidence map[string]string `json:"evidence,omitempty,omitzero"`
 	Name     string            `json:"name"`
 	Status   ResealStepStatus  `json:"status"`
@@ -2183,7 +2215,7 @@ type Resources struct {
 	VCPUs     int `json:"vcpus"`
 }
 
-// ResourcesRequest What is absent is taken from the server's defaults (1 vCPU, 512 MiB, 1 GiB).
+// ResourcesRequest Absent fields get the server's defaults (1 vCPU, 512 MiB, 1 GiB).
 type ResourcesRequest struct {
 	// DiskGiB Size of the writable overlay.
 	DiskGiB   *int `json:"disk_gib,omitempty"`
@@ -2193,33 +2225,34 @@ type ResourcesRequest struct {
 
 // RestoreCheckpointRequest defines model for RestoreCheckpointRequest.
 type RestoreCheckpointRequest struct {
-	// AutoResume Resume the workspace, when it is suspended, as soon as somebody uses it.
+	// AutoResume Resume a suspended workspace as soon as somebody uses it.
 	AutoResume AutoResume `json:"auto_resume,omitempty,omitzero"`
 
-	// Env Environment variables, names matching `^[A-Za-z_][A-Za-z0-9_]*$`, values without NUL. They replace what the
-	// image sets.
+	// Env Environment variables. Names match `^[A-Za-z_][A-Za-z0-9_]*$`, values have no NUL. They
+	// replace the image's variables of the same name.
 	Env Env `json:"env,omitempty,omitzero"`
 
-	// Grants Which grants of the workspace that they come from the children have, as it has them now, each by a placeholder of its own: `inherit`
-	// (as when it is absent), `none`, or a list of their ids.
+	// Grants Which present grants of the parent workspace the children have, each with its own
+	// placeholder: `inherit` (the default), `none`, or a list of their ids.
 	Grants Grants `json:"grants,omitempty,omitzero"`
 
-	// IdleSeconds Do what `on_idle` says when nobody used the workspace for this many seconds (and a few more, for use is recorded in
-	// batches): no session runs in it, and no call reached its guest, captured, restored or resumed it. Reading
-	// about it is no use. 0 or absent, never.
+	// IdleSeconds Do what `on_idle` says when nobody has used the workspace for this many seconds, and a few
+	// more, because use is recorded in batches. A workspace is in use while a session runs in it,
+	// and when a call reaches its guest, captures, restores or resumes it. Reading about it is not
+	// use. 0 or absent: never.
 	IdleSeconds Idle `json:"idle_seconds,omitempty,omitzero"`
 
 	// Labels Keys match `^[A-Za-z0-9]([A-Za-z0-9._/-]{0,61}[A-Za-z0-9])?$`.
 	Labels  Labels         `json:"labels,omitempty,omitzero"`
 	Network NetworkRequest `json:"network,omitempty,omitzero"`
 
-	// OnIdle `suspend` when absent. It needs `idle_seconds`.
+	// OnIdle Default: `suspend`. It needs `idle_seconds`.
 	OnIdle OnIdle `json:"on_idle,omitempty,omitzero"`
 
-	// TTLSeconds Terminate the workspace this many seconds from now. 0 or absent, never.
+	// TTLSeconds Terminate the workspace this many seconds from now. 0 or absent: never.
 	TTLSeconds TTL `json:"ttl_seconds,omitempty,omitzero"`
 
-	// WorkspaceName Unique among live workspaces; one is made up when absent.
+	// WorkspaceName Unique among live workspaces. Default: a generated name.
 	WorkspaceName Name `json:"workspace_name,omitempty,omitzero"`
 }
 
@@ -2244,30 +2277,35 @@ type Retention struct {
 	// CheckpointID Example: ckpt_06e5bqv7z0f3m8k2h1t9r4w6xc
 	CheckpointID CheckpointID `json:"checkpoint_id"`
 
-	// Policy Of a checkpoint and what grew from it. Always kept: templates, what is pinned, the sources and heads of living
-	// workspaces, what is being forked. `keep_best` and `keep_path_to_root` keep more. `max_age_seconds` and `max_bytes` choose among the
-	// rest; without both of them, all of the rest goes. At least one of `keep_best`, `max_age_seconds` and `max_bytes` is needed.
+	// Policy The policy covers a checkpoint and its descendants. These are always kept: templates, pinned
+	// checkpoints, the sources and heads of living workspaces, and checkpoints that are being
+	// forked. `keep_best` and `keep_path_to_root` keep more. `max_age_seconds` and `max_bytes`
+	// choose among the rest; without both of them, all of the rest is deleted. At least one of
+	// `keep_best`, `max_age_seconds` and `max_bytes` is needed.
 	Policy    RetentionPolicy `json:"policy"`
 	UpdatedAt time.Time       `json:"updated_at"`
 
-	// Version One more after each change.
+	// Version Grows by one with each change.
 	Version int64 `json:"version"`
 }
 
-// RetentionPolicy Of a checkpoint and what grew from it. Always kept: templates, what is pinned, the sources and heads of living
-// workspaces, what is being forked. `keep_best` and `keep_path_to_root` keep more. `max_age_seconds` and `max_bytes` choose among the
-// rest; without both of them, all of the rest goes. At least one of `keep_best`, `max_age_seconds` and `max_bytes` is needed.
+// RetentionPolicy The policy covers a checkpoint and its descendants. These are always kept: templates, pinned
+// checkpoints, the sources and heads of living workspaces, and checkpoints that are being
+// forked. `keep_best` and `keep_path_to_root` keep more. `max_age_seconds` and `max_bytes`
+// choose among the rest; without both of them, all of the rest is deleted. At least one of
+// `keep_best`, `max_age_seconds` and `max_bytes` is needed.
 type RetentionPolicy struct {
 	// KeepBest Keep the checkpoints with the highest scores.
 	KeepBest KeepBest `json:"keep_best,omitempty,omitzero"`
 
-	// KeepPathToRoot Keep the ancestors of whatever is kept for a reason of its own.
+	// KeepPathToRoot Keep the ancestors of everything that is kept for another reason.
 	KeepPathToRoot bool `json:"keep_path_to_root,omitempty,omitzero"`
 
-	// MaxAgeSeconds Delete what is older.
+	// MaxAgeSeconds Delete checkpoints that are older.
 	MaxAgeSeconds int64 `json:"max_age_seconds,omitempty,omitzero"`
 
-	// MaxBytes Delete the lowest scores first, then the oldest, until the sum of what is left, each checkpoint counted in full, is at most this.
+	// MaxBytes Delete the lowest scores first, then the oldest, until the sum of the rest, with each
+	// checkpoint counted in full, is at most this.
 	MaxBytes int64 `json:"max_bytes,omitempty,omitzero"`
 }
 
@@ -2276,24 +2314,24 @@ type Runner struct {
 	Allocated Capacity `json:"allocated"`
 	Capacity  Capacity `json:"capacity"`
 
-	// Class What a checkpoint needs of a host; it can be forked only where the class is equal.
+	// Class What a checkpoint needs of a host. It can be forked only where the class is equal.
 	Class RunnerClass `json:"class"`
 
-	// DiskFreeMB Of disk that may be written, counting copies of checkpoints that nothing uses. A runner gets a request only with 32 and 1 for each sandbox.
+	// DiskFreeMB Disk space that may still be written, including copies of checkpoints that nothing uses. A runner gets a request only with 32 MB, and 1 MB for each sandbox.
 	DiskFreeMB  int64     `json:"disk_free_mb"`
 	HeartbeatAt time.Time `json:"heartbeat_at"`
 	Hostname    string    `json:"hostname"`
 	ID          RunnerID  `json:"id"`
 
-	// KVM What decided which VMM and accelerator are used.
+	// KVM Why this VMM and accelerator were chosen.
 	KVM       string    `json:"kvm"`
 	StartedAt time.Time `json:"started_at"`
 
-	// State `draining`: nothing new is placed there. `unreachable`: its lease ran out without a heartbeat.
+	// State `draining`: nothing new is placed there. `unreachable`: its lease ended without a heartbeat.
 	State RunnerState `json:"state"`
 }
 
-// RunnerClass What a checkpoint needs of a host; it can be forked only where the class is equal.
+// RunnerClass What a checkpoint needs of a host. It can be forked only where the class is equal.
 type RunnerClass struct {
 	// Accelerator tcg or kvm.
 	Accelerator string `json:"accelerator"`
@@ -2313,7 +2351,7 @@ type RunnerList struct {
 	NextCursor string   `json:"next_cursor,omitempty,omitzero"`
 }
 
-// RunnerState `draining`: nothing new is placed there. `unreachable`: its lease ran out without a heartbeat.
+// RunnerState `draining`: nothing new is placed there. `unreachable`: its lease ended without a heartbeat.
 type RunnerState string
 
 // RunnerToken defines model for RunnerToken.
@@ -2323,18 +2361,18 @@ type RunnerToken struct {
 	Token     string    `json:"token"`
 }
 
-// Seal How far a captured checkpoint is on its way into the store. It is absent where there is none.
+// Seal The progress of a captured checkpoint into the store. Absent if there is no store.
 type Seal struct {
 	Attempt int64 `json:"attempt,omitempty,omitzero"`
 
-	// Problem Of the last attempt that failed, until one succeeds.
+	// Problem The problem of the last failed attempt, until one succeeds.
 	Problem *Failure `json:"problem,omitempty"`
 
-	// State A failed attempt is followed by another.
+	// State The server repeats a failed attempt.
 	State SealState `json:"state"`
 }
 
-// SealState A failed attempt is followed by another.
+// SealState The server repeats a failed attempt.
 type SealState string
 
 // Session defines model for Session.
@@ -2343,14 +2381,14 @@ type Session struct {
 	Cwd     string    `json:"cwd"`
 	EndedAt time.Time `json:"ended_at,omitempty,omitzero"`
 
-	// Epoch The workspace's epoch; the session ends with it.
+	// Epoch The workspace's epoch. The session ends with it.
 	Epoch int64 `json:"epoch"`
 
-	// ExitCode Null while it runs; 128 + signal when a signal ended it.
+	// ExitCode Null while it runs; 128 + signal if a signal ended it.
 	ExitCode *int      `json:"exit_code"`
 	ID       SessionID `json:"id"`
 
-	// PID As it is seen inside the workload.
+	// PID Pid as the workload sees it.
 	PID int  `json:"pid"`
 	PTY bool `json:"pty"`
 
@@ -2361,14 +2399,14 @@ type Session struct {
 	StartedAt time.Time    `json:"started_at"`
 	State     SessionState `json:"state"`
 
-	// StderrBytes Written so far.
+	// StderrBytes Bytes written so far.
 	StderrBytes int64 `json:"stderr_bytes"`
 
 	// StderrFirst Offset of the oldest byte that is kept.
 	StderrFirst int64 `json:"stderr_first"`
 	StdinOpen   bool  `json:"stdin_open"`
 
-	// StdoutBytes Written so far.
+	// StdoutBytes Bytes written so far.
 	StdoutBytes int64 `json:"stdout_bytes"`
 
 	// StdoutFirst Offset of the oldest byte that is kept.
@@ -2394,11 +2432,11 @@ type SessionState string
 
 // SignalRequest defines model for SignalRequest.
 type SignalRequest struct {
-	// Signal Such as `SIGTERM`, `TERM` or `15`.
+	// Signal A signal such as `SIGTERM`, `TERM` or `15`.
 	Signal string `json:"signal"`
 }
 
-// StaleProcess A process that was running at the capture and whose own random generator the platform cannot reseed.
+// StaleProcess A process that ran at the capture and whose random generator the platform cannot reseed.
 type StaleProcess struct {
 	Command string `json:"command"`
 	PID     int    `json:"pid"`
@@ -2409,22 +2447,22 @@ type StaleProcess struct {
 
 // StoreData defines model for StoreData.
 type StoreData struct {
-	// Bytes Of these.
+	// Bytes Bytes of these frames.
 	Bytes int64 `json:"bytes"`
 
-	// Checkpoints Sealed checkpoints that were looked at to their end.
+	// Checkpoints Sealed checkpoints that were read completely.
 	Checkpoints int `json:"checkpoints"`
 
-	// Frames Frames that were read and are what was stored.
+	// Frames Frames that were read and are correct.
 	Frames int64 `json:"frames"`
 
-	// Next With what to go on; absent when that was all.
+	// Next Where to continue; absent when everything was read.
 	Next string `json:"next,omitempty,omitzero"`
 
-	// Problems Objects that are not what was stored. One may be in several answers.
+	// Problems Objects that differ from what was stored. One may be in several answers.
 	Problems []StoreProblem `json:"problems"`
 
-	// Remaining Those that were not looked at yet.
+	// Remaining Sealed checkpoints that are still to be read.
 	Remaining int `json:"remaining"`
 }
 
@@ -2436,22 +2474,22 @@ type StoreGarbage struct {
 	Condemned   int   `json:"condemned"`
 	DebrisBytes int64 `json:"debris_bytes"`
 
-	// DebrisObjects Objects of uploads that were given up; deleted.
+	// DebrisObjects Deleted objects of uploads that were given up.
 	DebrisObjects int `json:"debris_objects"`
 
-	// DebrisWaiting Uploads that were given up and whose grace is not over.
+	// DebrisWaiting Uploads that were given up and whose grace period has not ended.
 	DebrisWaiting int `json:"debris_waiting"`
 
-	// DryRun Nothing was done; the rest is what would be.
+	// DryRun Nothing was done; the other fields say what would be.
 	DryRun bool `json:"dry_run"`
 
-	// More The time was over before the work was.
+	// More The time ended before the work.
 	More bool `json:"more"`
 
 	// Objects Such objects that were deleted.
 	Objects int `json:"objects"`
 
-	// Waiting Such objects whose grace is not over.
+	// Waiting Such objects whose grace period has not ended.
 	Waiting int `json:"waiting"`
 }
 
@@ -2463,17 +2501,17 @@ type StoreObject struct {
 
 // StoreProblem defines model for StoreProblem.
 type StoreProblem struct {
-	// Checkpoints The first of the checkpoints that need it, and cannot be restored without.
+	// Checkpoints The first of the checkpoints that need it and cannot be restored without it.
 	Checkpoints []string `json:"checkpoints"`
 
 	// Code `CHECKPOINT_CORRUPT`, `CHECKPOINT_INCOMPLETE` or `MANIFEST_INVALID`.
 	Code    string `json:"code"`
 	Message string `json:"message"`
 
-	// NeededBy How many those are.
+	// NeededBy The number of these checkpoints.
 	NeededBy int `json:"needed_by"`
 
-	// Object Its key.
+	// Object The object's key.
 	Object string `json:"object"`
 }
 
@@ -2481,22 +2519,22 @@ type StoreProblem struct {
 type StoreReport struct {
 	Bytes int64 `json:"bytes"`
 
-	// Debris Objects that are going to be removed.
+	// Debris Objects that will be removed.
 	Debris int `json:"debris"`
 
 	// Foreign Objects that the database does not know. Nothing removes them.
 	Foreign []StoreObject `json:"foreign"`
 
-	// Missing Objects that are needed and not there.
+	// Missing Objects that are needed and missing.
 	Missing []StoreObject `json:"missing"`
 
-	// Objects Objects that are needed and there.
+	// Objects Objects that are needed and present.
 	Objects int `json:"objects"`
 
-	// Resized Objects of another size than the one that was written, which is given.
+	// Resized Objects with another size than the written one, which is given.
 	Resized []StoreObject `json:"resized"`
 
-	// Sound Nothing is missing, of another size or foreign.
+	// Sound No object is missing, of another size or unknown.
 	Sound bool `json:"sound"`
 
 	// Truncated There is more than was listed.
@@ -2506,7 +2544,7 @@ type StoreReport struct {
 	Uploading int `json:"uploading"`
 }
 
-// TTL Terminate the workspace this many seconds from now. 0 or absent, never.
+// TTL Terminate the workspace this many seconds from now. 0 or absent: never.
 type TTL = int64
 
 // Timing defines model for Timing.
@@ -2531,10 +2569,10 @@ type Tree struct {
 type TreeNode struct {
 	Checkpoint Checkpoint `json:"checkpoint"`
 
-	// Depth Generations below the asked checkpoint.
+	// Depth Generations below the checkpoint of the request.
 	Depth int `json:"depth"`
 
-	// EffectsCount How much may have been changed outside between its parent and it; see `listEffects`. At most 10,000 single flows are counted; counts that belong to both sides of its instant are in it, whole.
+	// EffectsCount How much may have changed outside between its parent and it; see `listEffects`. At most 10,000 single flows are counted. A count that belongs to both sides of its instant is included completely.
 	EffectsCount int `json:"effects_count"`
 
 	// Workspaces Live workspaces whose head this is.
@@ -2548,34 +2586,34 @@ type TreeWorkspace struct {
 	// ID Example: ws_06e5bqv7z0f3m8k2h1t9r4w6xc
 	ID WorkspaceID `json:"id"`
 
-	// Name 1 to 63 lower-case letters, digits or hyphens; begins and ends with a letter or digit.
+	// Name 1 to 63 lower-case letters, digits or hyphens, beginning and ending with a letter or digit.
 	Name Name `json:"name"`
 
-	// State docs/STATE_MACHINES.md has the transitions.
+	// State docs/STATE_MACHINES.md lists the transitions.
 	State WorkspaceState `json:"state"`
 }
 
 // Usage defines model for Usage.
 type Usage struct {
-	// Checkpoints Those that are not deleted.
+	// Checkpoints Checkpoints that are not deleted.
 	Checkpoints int `json:"checkpoints"`
 
-	// CPUSeconds Of the virtual machine monitors, as of `sampled_at`.
+	// CPUSeconds CPU time of the virtual machine monitors, as of `sampled_at`.
 	CPUSeconds float64 `json:"cpu_seconds"`
 
-	// GibSeconds Memory, for as long as it was allocated.
+	// GibSeconds Memory times the time for which it was allocated.
 	GibSeconds float64 `json:"gib_seconds"`
 
-	// ReceivedBytes By the guests, as of `sampled_at`.
+	// ReceivedBytes Bytes of the guests, as of `sampled_at`.
 	ReceivedBytes int64 `json:"received_bytes"`
 
-	// SampledAt When CPU and network were last heard of; absent if never.
+	// SampledAt Time of the last CPU and network sample; absent if there was none.
 	SampledAt time.Time `json:"sampled_at,omitempty,omitzero"`
 
-	// SentBytes By the guests, as of `sampled_at`.
+	// SentBytes Bytes of the guests, as of `sampled_at`.
 	SentBytes int64 `json:"sent_bytes"`
 
-	// StoredBytes Of the checkpoints, each counted in full.
+	// StoredBytes Bytes of the checkpoints, each counted in full.
 	StoredBytes int64 `json:"stored_bytes"`
 	Workspaces  int   `json:"workspaces"`
 }
@@ -2586,28 +2624,28 @@ type WorkloadProcess struct {
 	Args    string `json:"args,omitempty,omitzero"`
 	Command string `json:"command"`
 
-	// PID As the workload sees it.
+	// PID Pid as the workload sees it.
 	PID int `json:"pid"`
 }
 
 // Workspace defines model for Workspace.
 type Workspace struct {
-	// AutoResume Resume the workspace, when it is suspended, as soon as somebody uses it.
+	// AutoResume Resume a suspended workspace as soon as somebody uses it.
 	AutoResume AutoResume `json:"auto_resume,omitempty,omitzero"`
 
-	// CheckpointID Its head: what its sandbox was last forked from, restored to or captured as.
+	// CheckpointID Its head: the checkpoint that its sandbox was last forked from, restored to or captured as.
 	CheckpointID CheckpointID `json:"checkpoint_id,omitempty,omitzero"`
 
-	// Condition `unknown`: its runner has not been heard of for a while; the state is the last one known. `stalled`: its machine has touched memory that the store does not give, and stands still; it goes on by itself, and `stall` says more. Exec, sessions and checkpoints are refused meanwhile with 503 `STORE_UNAVAILABLE`.
+	// Condition `unknown`: the workspace's runner has been silent for a while; the state is the last known one. `stalled`: the machine has touched memory that the store does not deliver, and stands still. It goes on by itself, and `stall` says more. Exec, sessions and checkpoints are refused meanwhile with 503 `STORE_UNAVAILABLE`.
 	Condition WorkspaceCondition `json:"condition,omitempty,omitzero"`
 	CreatedAt time.Time          `json:"created_at"`
 	EndedAt   time.Time          `json:"ended_at,omitempty,omitzero"`
 
-	// Env Environment variables, names matching `^[A-Za-z_][A-Za-z0-9_]*$`, values without NUL. They replace what the
-	// image sets.
+	// Env Environment variables. Names match `^[A-Za-z_][A-Za-z0-9_]*$`, values have no NUL. They
+	// replace the image's variables of the same name.
 	Env Env `json:"env,omitempty,omitzero"`
 
-	// Epoch 1 at first, one more after each restore in place.
+	// Epoch 1 at first; grows by one with each restore in place.
 	Epoch     int64     `json:"epoch"`
 	ExpiresAt time.Time `json:"expires_at,omitempty,omitzero"`
 	Failure   *Failure  `json:"failure,omitempty"`
@@ -2615,42 +2653,43 @@ type Workspace struct {
 	// ID Example: ws_06e5bqv7z0f3m8k2h1t9r4w6xc
 	ID WorkspaceID `json:"id"`
 
-	// IdleSeconds Do what `on_idle` says when nobody used the workspace for this many seconds (and a few more, for use is recorded in
-	// batches): no session runs in it, and no call reached its guest, captured, restored or resumed it. Reading
-	// about it is no use. 0 or absent, never.
+	// IdleSeconds Do what `on_idle` says when nobody has used the workspace for this many seconds, and a few
+	// more, because use is recorded in batches. A workspace is in use while a session runs in it,
+	// and when a call reaches its guest, captures, restores or resumes it. Reading about it is not
+	// use. 0 or absent: never.
 	IdleSeconds Idle     `json:"idle_seconds,omitempty,omitzero"`
 	Image       ImageRef `json:"image"`
 
 	// Labels Keys match `^[A-Za-z0-9]([A-Za-z0-9._/-]{0,61}[A-Za-z0-9])?$`.
 	Labels Labels `json:"labels"`
 
-	// Name 1 to 63 lower-case letters, digits or hyphens; begins and ends with a letter or digit.
+	// Name 1 to 63 lower-case letters, digits or hyphens, beginning and ending with a letter or digit.
 	Name Name `json:"name"`
 
-	// Network The network and machine identity; each fork and restore gets a fresh one. Empty before it is given.
+	// Network The network and machine identity. Each fork and restore gets a new one. Empty until it is assigned.
 	Network Network `json:"network"`
 
-	// OnIdle `suspend` when absent. It needs `idle_seconds`.
+	// OnIdle Default: `suspend`. It needs `idle_seconds`.
 	OnIdle OnIdle `json:"on_idle,omitempty,omitzero"`
 
-	// ParentCheckpointID What it was forked from; the image's template when it was created.
+	// ParentCheckpointID The checkpoint that it was forked from; for a created workspace, the image's template.
 	ParentCheckpointID CheckpointID    `json:"parent_checkpoint_id,omitempty,omitzero"`
 	ReadyAt            time.Time       `json:"ready_at,omitempty,omitzero"`
 	Resources          Resources       `json:"resources"`
 	RunnerID           RunnerID        `json:"runner_id,omitempty,omitzero"`
 	Stall              *WorkspaceStall `json:"stall,omitempty"`
 
-	// State docs/STATE_MACHINES.md has the transitions.
+	// State docs/STATE_MACHINES.md lists the transitions.
 	State WorkspaceState `json:"state"`
 
 	// Timings Stages in the order in which they ended.
 	Timings Timings `json:"timings,omitempty,omitzero"`
 
-	// Version One more after each change; for compare-and-set.
+	// Version Grows by one with each change; for compare-and-set.
 	Version int64 `json:"version"`
 }
 
-// WorkspaceCondition `unknown`: its runner has not been heard of for a while; the state is the last one known. `stalled`: its machine has touched memory that the store does not give, and stands still; it goes on by itself, and `stall` says more. Exec, sessions and checkpoints are refused meanwhile with 503 `STORE_UNAVAILABLE`.
+// WorkspaceCondition `unknown`: the workspace's runner has been silent for a while; the state is the last known one. `stalled`: the machine has touched memory that the store does not deliver, and stands still. It goes on by itself, and `stall` says more. Exec, sessions and checkpoints are refused meanwhile with 503 `STORE_UNAVAILABLE`.
 type WorkspaceCondition string
 
 // WorkspaceID Example: ws_06e5bqv7z0f3m8k2h1t9r4w6xc
@@ -2667,12 +2706,12 @@ type WorkspaceStall struct {
 	// Code Example: STORE_UNAVAILABLE
 	Code string `json:"code"`
 
-	// Message What it waits for, and what the store says.
+	// Message What it waits for, and the store's error.
 	Message string `json:"message"`
 
-	// Since When it began to wait.
+	// Since When the wait began.
 	Since time.Time `json:"since"`
 }
 
-// WorkspaceState docs/STATE_MACHINES.md has the transitions.
+// WorkspaceState docs/STATE_MACHINES.md lists the transitions.
 type WorkspaceState string
