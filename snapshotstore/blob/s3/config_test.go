@@ -112,6 +112,7 @@ func TestMapResponse(t *testing.T) {
 	}{
 		{http.StatusForbidden, "RequestTimeTooSkewed", core.CodeStoreUnavailable, final},
 		{http.StatusForbidden, "InvalidAccessKeyId", core.CodeStoreAuth, renew},
+		{http.StatusForbidden, "AccessDenied", core.CodeStoreAuth, denied},
 		{http.StatusForbidden, "WhoeverYouAre", core.CodeStoreAuth, renew},
 		{http.StatusBadRequest, "ExpiredToken", core.CodeStoreAuth, renew},
 		{http.StatusBadRequest, "400 Bad Request", core.CodeStoreAuth, renew},

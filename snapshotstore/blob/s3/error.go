@@ -39,10 +39,15 @@ func (e *answerError) Error() string { return e.text }
 type remedy int
 
 const (
-	final remedy = iota
-	again        // the same request may succeed
-	renew        // other credentials may
+	final  remedy = iota
+	again         // the same request may succeed
+	renew         // other credentials may
+	denied        // other credentials may, or the same ones after a moment
 )
+
+// deniedAttempts bounds the attempts of a request that is denied. MinIO denies a write into a directory that a delete removes at the
+// same moment, and a new permission takes a moment until it holds everywhere.
+const deniedAttempts = 3
 
 // mapError is the only place where what the library and the network say becomes ours. Without a key no object can be missing.
 func (s *Store) mapError(doing, key string, err error) (remedy, error) {
@@ -111,8 +116,10 @@ func (s *Store) mapResponse(doing, key string, e minio.ErrorResponse) (remedy, e
 		return final, errConflict
 	case "InvalidRange":
 		return final, errRange
+	case "AccessDenied":
+		return denied, core.Wrapf(e, core.Unavailable, core.CodeStoreAuth, "%s: the store, %s, refuses the credentials: %s; correct them", doing, s.cfg, said)
 	case "ExpiredToken", "ExpiredTokenException", "InvalidToken", "TokenRefreshRequired", "InvalidAccessKeyId", "SignatureDoesNotMatch",
-		"AccessDenied", "AuthorizationHeaderMalformed", "XAdminUserNotFound": // versitygw's unknown key, a 404
+		"AuthorizationHeaderMalformed", "XAdminUserNotFound": // versitygw's unknown key, a 404
 		return renew, core.Wrapf(e, core.Unavailable, core.CodeStoreAuth, "%s: the store, %s, refuses the credentials: %s; correct them", doing, s.cfg, said)
 	case "RequestTimeTooSkewed":
 		return unavailable(final, "its clock and this host's differ too much; set them")
@@ -162,11 +169,12 @@ func (s *Store) retry(ctx context.Context, t task) error {
 		switch {
 		case mapped == nil:
 			return nil
-		case r == renew && !renewed:
+		case (r == renew || r == denied) && !renewed:
 			renewed = true
 			s.creds.Expire()
 			n--
 			continue
+		case r == denied && n < min(deniedAttempts, s.cfg.Attempts):
 		case r != again || n >= s.cfg.Attempts:
 			return mapped
 		}

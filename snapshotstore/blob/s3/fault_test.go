@@ -273,7 +273,7 @@ func TestEveryCallFails(t *testing.T) {
 		"503":              {fault: tests3.Fault{Kind: tests3.Answer, Status: http.StatusServiceUnavailable, Code: "SlowDown"}, want: core.CodeStoreUnavailable, most: attempts},
 		"500":              {fault: tests3.Fault{Kind: tests3.Answer, Status: http.StatusInternalServerError, Code: "InternalError"}, want: core.CodeStoreUnavailable, most: attempts},
 		"501":              {fault: tests3.Fault{Kind: tests3.Answer, Status: http.StatusNotImplemented, Code: "NotImplemented"}, want: core.CodeStoreUnavailable, most: 1},
-		"403":              {fault: tests3.Fault{Kind: tests3.Answer, Status: http.StatusForbidden, Code: "AccessDenied"}, want: core.CodeStoreAuth, most: 1},
+		"403":              {fault: tests3.Fault{Kind: tests3.Answer, Status: http.StatusForbidden, Code: "AccessDenied"}, want: core.CodeStoreAuth, most: deniedAttempts},
 		"401":              {fault: tests3.Fault{Kind: tests3.Answer, Status: http.StatusUnauthorized, Code: "Unauthorized"}, want: core.CodeStoreAuth, most: 1},
 		"an expired token": {fault: tests3.Fault{Kind: tests3.Answer, Status: http.StatusBadRequest, Code: "ExpiredToken"}, want: core.CodeStoreAuth, most: 1},
 		"no bucket":        {fault: tests3.Fault{Kind: tests3.Answer, Status: http.StatusNotFound, Code: "NoSuchBucket"}, want: core.CodeStoreUnavailable, most: 1},
@@ -315,6 +315,20 @@ func TestEveryCallFails(t *testing.T) {
 			}
 			all.Wait()
 		})
+	}
+}
+
+// TestDeniedForAMoment: MinIO denies a write whose directory a delete removes at the same moment. The write is tried again.
+func TestDeniedForAMoment(t *testing.T) {
+	t.Parallel()
+	server := tests3.Start(t)
+	s := openFaulty(t, server)
+	s.proxy.Add(tests3.Fault{Kind: tests3.Answer, Times: deniedAttempts - 1, Status: http.StatusForbidden, Code: "AccessDenied"})
+	if err := blobtest.Put(t.Context(), s, object, []byte("x")); err != nil {
+		t.Error(err)
+	}
+	if n := len(s.proxy.Seen(nil)); n != deniedAttempts {
+		t.Errorf("%d requests", n)
 	}
 }
 

@@ -161,7 +161,7 @@ func (r *reader) failed(err error) error {
 		return fmt.Errorf("%s: %w", doing, context.Cause(r.ctx))
 	}
 	what, err := r.store.mapError(doing, r.key, err)
-	if what == renew && !r.renewed {
+	if (what == renew || what == denied) && !r.renewed {
 		r.renewed = true
 		r.store.creds.Expire()
 		return nil
