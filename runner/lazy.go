@@ -298,6 +298,32 @@ func (l *lazyImages) blame(s *shell, err error) error {
 	return err
 }
 
+// damageTime bounds the question which image is damaged.
+const damageTime = 5 * time.Second
+
+// damage asks the pager which image of a machine is damaged, and returns the reason. A machine that touches such memory may end
+// before the pager's next status arrives. Empty: no image is damaged, or the pager does not say.
+func (l *lazyImages) damage(ctx context.Context, s *shell) string {
+	l.mu.Lock()
+	client, same := l.client, l.instance == s.Pager
+	l.mu.Unlock()
+	if client == nil || !same {
+		return ""
+	}
+	ctx, cancel := context.WithTimeout(ctx, damageTime)
+	defer cancel()
+	images, _, err := client.List(ctx)
+	if err != nil {
+		return ""
+	}
+	for _, st := range images {
+		if s.uses(st.ID) && st.Damaged() {
+			return st.Problem.Message
+		}
+	}
+	return ""
+}
+
 // instanceFor names the pager that a machine with a base and a root file system has some of it from; empty: none.
 func (l *lazyImages) instanceFor(fromPager bool, root rootKey) string {
 	l.mu.Lock()

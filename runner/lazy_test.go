@@ -104,7 +104,7 @@ func (m moody) Get(ctx context.Context, key string, off, n int64) (io.ReadCloser
 		if _, err := os.Stat(m.cfg.Silence); err != nil || path.Base(key) == "manifest" {
 			return m.Blobs.Get(ctx, key, off, n)
 		}
-		again := time.NewTimer(5 * time.Millisecond)
+		again := time.NewTimer(250 * time.Millisecond) // hundreds of images may wait here: the machine must not be busy with that
 		select {
 		case <-again.C:
 		case <-ctx.Done():

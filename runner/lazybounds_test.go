@@ -67,6 +67,54 @@ func TestLazyManyStalled(t *testing.T) {
 	}
 }
 
+// TestLazyDamage: a machine that ended because it touched damaged memory ended before the runner heard of the damage. The pager is asked.
+func TestLazyDamage(t *testing.T) {
+	x := newLazyRig(t)
+	x.say(x.settings.Silence, true)
+	id := x.fetch()
+	machine := &shell{}
+	machine.Pager, machine.shape.base = x.pagerNow(), id
+	x.end() // the runner hears nothing from now on
+	if said := x.lazy.damage(t.Context(), machine); said != "" {
+		t.Errorf("nothing is damaged yet: %s", said)
+	}
+	packs, err := filepath.Glob(filepath.Join(strings.TrimPrefix(x.settings.Store, "dir:"), "v1/*/*/1/pack-*"))
+	if err != nil || len(packs) == 0 {
+		t.Fatalf("%q, %v", packs, err)
+	}
+	for _, name := range packs {
+		pack, err := os.ReadFile(name)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for i := range pack {
+			pack[i] ^= 0x10
+		}
+		if err := os.Chmod(name, 0o600); err != nil {
+			t.Fatal(err)
+		}
+		if err := os.WriteFile(name, pack, 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	f, err := x.lazy.client.Open(t.Context(), string(id))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	x.say(x.settings.Silence, false)
+	if _, err := f.ReadAt(make([]byte, 1), 1<<20); err == nil {
+		t.Fatal("damaged memory was read")
+	}
+	if said := x.lazy.damage(t.Context(), machine); !strings.Contains(said, "/1/pack-0") {
+		t.Errorf("the pager says %q, which does not name the object", said)
+	}
+	machine.Pager = "of before"
+	if said := x.lazy.damage(t.Context(), machine); said != "" {
+		t.Errorf("another pager's machine: %s", said)
+	}
+}
+
 // TestLazyPagerOfOldVersion: a pager of before this version closes the connection on which its answer would be too long. It is asked again, and what
 // it serves goes on until it has really ended.
 func TestLazyPagerOfOldVersion(t *testing.T) {

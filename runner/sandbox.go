@@ -271,13 +271,16 @@ func (r *Runner) watch(s *sandbox) {
 	info.State = runnerapi.SandboxDead
 	info.Exit = describeExit(exit.Status, exit.Log, exit.Console)
 	s.mu.Lock()
-	switch {
-	case s.why != "":
-		info.Exit = s.why
-	case s.Pager != "" && strings.Contains(exit.Status, syscall.SIGBUS.String()): // it died before the runner knew that the pager had
-		info.Exit += "\nmemory that the pager serves could not be read"
-	}
+	why := s.why
 	s.mu.Unlock()
+	if noMemory := s.Pager != "" && strings.Contains(exit.Status, syscall.SIGBUS.String()); noMemory && why == "" {
+		// It died before the runner knew that the pager had, or that its memory was damaged.
+		info.Exit += "\nmemory that the pager serves could not be read"
+		why = r.lazy.damage(r.runCtx, s.shell)
+	}
+	if why != "" {
+		info.Exit = why
+	}
 	r.mu.Lock()
 	r.dead[info.ID] = info
 	r.mu.Unlock()
