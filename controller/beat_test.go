@@ -73,6 +73,31 @@ func TestBeatNumbers(t *testing.T) {
 	}
 }
 
+// TestEpochGivenTwice: the database has lost a registration, and the next process of the runner, which has lost its disk, is given the same
+// epoch. A late heartbeat of the process before changes nothing.
+func TestEpochGivenTwice(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	w.register()
+	ws := w.create("main")
+	late := runnerapi.Heartbeat{LeaseEpoch: w.epoch, Number: 1, Info: w.runner.Info()} // from before there was the workspace
+	w.sql(`UPDATE runners SET lease_epoch = lease_epoch - 1 WHERE lease_epoch = $1`, w.epoch)
+	info := w.runner.Info()
+	info.StartedAt = info.StartedAt.Add(time.Microsecond)
+	out, err := w.RegisterRunner(t.Context(), runnerapi.Register{Info: info, Endpoint: w.runner.Endpoint()})
+	if err != nil || out.LeaseEpoch != w.epoch {
+		t.Fatalf("%+v, %v", out, err)
+	}
+	_, err = w.Heartbeat(t.Context(), w.runner.ID(), late)
+	wantCode(t, err, core.CodeRunnerLost)
+	if got := w.state(ws.ID); got != core.WorkspaceReady {
+		t.Errorf("the workspace is %s", got)
+	}
+	w.sql(`UPDATE runners SET lease_epoch = lease_epoch + 1`) // the same with an epoch that is known to be over
+	_, err = w.Heartbeat(t.Context(), w.runner.ID(), late)
+	wantCode(t, err, core.CodeRunnerLost)
+}
+
 // TestEpochAhead: the database has lost a registration. The runner registers again, and nothing is given up.
 func TestEpochAhead(t *testing.T) {
 	t.Parallel()

@@ -28,6 +28,13 @@ type leaseRecord struct {
 	Until time.Duration `json:"until_ns"` // since then
 }
 
+// epochFile keeps the last lease epoch, in the data directory: a database that has failed over may not know it.
+const epochFile = "epoch.json"
+
+type epochRecord struct {
+	Epoch int64 `json:"lease_epoch"`
+}
+
 // leaseTick is how often the lease is looked at.
 const leaseTick = 200 * time.Millisecond
 
@@ -49,6 +56,43 @@ func (r *Runner) loadLease() {
 	if atomicfile.ReadJSON(filepath.Join(r.cfg.RunDir, leaseFile), &rec) == nil && rec.Boot == bootID() {
 		r.leaseUntil = rec.Until
 	}
+}
+
+// loadEpoch reads what an earlier runner has kept.
+func (r *Runner) loadEpoch() error {
+	var rec epochRecord
+	path := filepath.Join(r.cfg.DataDir, epochFile)
+	if err := atomicfile.ReadJSON(path, &rec); ignoreAbsent(err) != nil {
+		return core.Wrapf(err, core.DataLoss, core.CodeInternal, "the last lease epoch of this runner cannot be read; remove %s if no earlier process of the runner lives, and start it again", path)
+	}
+	r.lastEpoch, r.keptEpoch = rec.Epoch, rec.Epoch
+	return nil
+}
+
+// LastEpoch is the last lease epoch that a process of this runner was given; 0: none.
+func (r *Runner) LastEpoch() int64 {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.lastEpoch
+}
+
+// KeepEpoch writes a lease epoch down. One that is not written down must not be used: the next process of the runner could be
+// given the same.
+func (r *Runner) KeepEpoch(epoch int64) error {
+	r.mu.Lock()
+	kept := epoch <= r.keptEpoch // a controller of an older version is deaf to what the runner names
+	r.lastEpoch = max(r.lastEpoch, epoch)
+	r.mu.Unlock()
+	if kept {
+		return nil
+	}
+	if err := atomicfile.WriteJSON(filepath.Join(r.cfg.DataDir, epochFile), epochRecord{epoch}, 0o600); err != nil {
+		return fmt.Errorf("keep lease epoch %d: %w", epoch, err)
+	}
+	r.mu.Lock()
+	r.keptEpoch = epoch
+	r.mu.Unlock()
+	return nil
 }
 
 func (r *Runner) leaseExpired() bool {

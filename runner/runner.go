@@ -68,6 +68,8 @@ type Runner struct {
 	debris    []string                  // directories that could not be removed
 
 	leaseUntil time.Duration   // by bootclock
+	lastEpoch  int64           // of the lease
+	keptEpoch  int64           // that the disk has
 	fenced     bool            // the lease is over: no work is taken
 	leased     context.Context // ends with the lease
 	endLease   context.CancelCauseFunc
@@ -125,6 +127,9 @@ func New(ctx context.Context, cfg Config) (_ *Runner, err error) {
 		return nil, fmt.Errorf("look for what an earlier runner left: %w", err)
 	}
 	r.loadLease()
+	if err := r.loadEpoch(); err != nil {
+		return nil, err
+	}
 	r.hostPorts = hostport.New(cfg.Forward)
 	if warning := cfg.Forward.Warning(); warning != "" {
 		cfg.Log.WarnContext(ctx, "forwarded ports and outgoing connections share ports", "problem", warning)

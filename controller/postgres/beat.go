@@ -65,8 +65,11 @@ func refused(id core.RunnerID, row beatRow, h runnerapi.Heartbeat) error {
 	case h.LeaseEpoch > row.Epoch:
 		return core.Errorf(core.Conflict, core.CodeStateConflict,
 			"runner %s has a lease with epoch %d, but the database knows epochs up to %d only; it must register again", id, h.LeaseEpoch, row.Epoch)
-	case row.Fenced, h.LeaseEpoch < row.Epoch && !sameProcess:
+	case row.Fenced:
 		return core.Errorf(core.Unavailable, core.CodeRunnerLost, "the lease of runner %s with epoch %d was given up", id, h.LeaseEpoch)
+	case !sameProcess: // also with the epoch of the row, which was given out twice if the database has lost the first time
+		return core.Errorf(core.Unavailable, core.CodeRunnerLost,
+			"the lease of runner %s with epoch %d was given up: another process of the runner has registered since", id, h.LeaseEpoch)
 	case h.LeaseEpoch < row.Epoch: // it asked for the newer lease and has missed the answer
 		return core.Errorf(core.Conflict, core.CodeStateConflict, "runner %s has a newer lease than epoch %d; it must register again", id, h.LeaseEpoch)
 	case h.Answered > row.Number:

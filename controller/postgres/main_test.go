@@ -54,9 +54,11 @@ func newDB(t testing.TB) *db {
 	return d
 }
 
+var started = time.Now() // of the runner's process
+
 func (d *db) info() runnerapi.Info {
 	return runnerapi.Info{
-		RunnerID: d.runner, Version: runnerapi.Version, Hostname: "host", Class: d.class, Capacity: runnerapi.Capacity{Sandboxes: 100, VCPUs: 200, MemoryMiB: 1 << 20}, StartedAt: time.Now(),
+		RunnerID: d.runner, Version: runnerapi.Version, Hostname: "host", Class: d.class, Capacity: runnerapi.Capacity{Sandboxes: 100, VCPUs: 200, MemoryMiB: 1 << 20}, StartedAt: started,
 	}
 }
 

@@ -70,7 +70,7 @@ func (l *Link) register(ctx context.Context) error {
 		return err
 	}
 	var out runnerapi.Registered
-	in := runnerapi.Register{Info: info, Endpoint: l.cfg.Endpoint, DataURL: l.cfg.DataURL, OwnDataCert: l.cfg.OwnDataCert, LeaseEpoch: l.lastEpoch}
+	in := runnerapi.Register{Info: info, Endpoint: l.cfg.Endpoint, DataURL: l.cfg.DataURL, OwnDataCert: l.cfg.OwnDataCert, LeaseEpoch: l.runner.LastEpoch()}
 	if in.AttestationRequest, err = l.runner.Attestor().Request(); err != nil {
 		return err
 	}
@@ -79,10 +79,10 @@ func (l *Link) register(ctx context.Context) error {
 		return err
 	}
 	l.certify(ctx, out.ClusterID, out.AttestationCertificate)
-	if err := answered(seconds(out.FenceSeconds)); err != nil {
+	if err := errors.Join(l.runner.KeepEpoch(out.LeaseEpoch), answered(seconds(out.FenceSeconds))); err != nil {
 		return err
 	}
-	l.lease, l.lastEpoch = &out, out.LeaseEpoch
+	l.lease = &out
 	l.sender.Registered(out.LeaseEpoch)
 	l.epoch.Store(out.LeaseEpoch)
 	l.once.Do(func() { close(l.registered) })

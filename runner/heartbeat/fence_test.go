@@ -3,6 +3,7 @@ package heartbeat_test
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"log/slog"
 	"net"
 	"net/http"
@@ -10,6 +11,7 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -32,6 +34,7 @@ type controller struct {
 	silent   bool       // nothing is answered
 	revoked  bool       // heartbeats are answered with RUNNER_REVOKED
 	epoch    int64
+	named    []int64 // last epochs that registrations have named
 	beats    []runnerapi.Heartbeat
 	fenceFor time.Duration
 	stray    []core.CheckpointID // that heartbeats are answered to drop, by a controller that knows no numbers
@@ -58,7 +61,13 @@ func (c *controller) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		_ = json.NewEncoder(w).Encode(v)
 	}
 	if strings.HasSuffix(r.URL.Path, "/register") {
+		var reg runnerapi.Register
+		if err := json.NewDecoder(r.Body).Decode(&reg); err != nil {
+			answer(http.StatusBadRequest, err.Error())
+			return
+		}
 		c.epoch++
+		c.named = append(c.named, reg.LeaseEpoch)
 		answer(http.StatusOK, runnerapi.Registered{ClusterID: "test", LeaseEpoch: c.epoch, TTLSeconds: 0.03, FenceSeconds: c.fenceFor.Seconds()})
 		return
 	}
@@ -127,6 +136,9 @@ type rig struct {
 	driver   *fakevmm.Driver
 	template runnerapi.Checkpoint
 	ended    chan error // what the link ended with
+	cfg      runner.Config
+	link     heartbeat.Config
+	stop     func() // ends runner and link
 }
 
 func newRig(t *testing.T) *rig {
@@ -137,38 +149,21 @@ func newRig(t *testing.T) *rig {
 func newRigWith(t *testing.T, plane heartbeat.Plane) *rig {
 	t.Helper()
 	store, image := testvm.FakeImage(t)
-	x := &rig{t: t, controller: &controller{fenceFor: time.Minute}, driver: fakevmm.New(fakevmm.Config{}), ended: make(chan error, 1)}
+	x := &rig{t: t, controller: &controller{fenceFor: time.Minute}, driver: fakevmm.New(fakevmm.Config{})}
 	runDir, err := os.MkdirTemp("", "run") //nolint:usetesting // t.TempDir is too long for the path of a unix socket
 	if err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = os.RemoveAll(runDir) })
 	log := slog.New(slog.NewTextHandler(t.Output(), nil))
-	x.runner, err = runner.New(t.Context(), runner.Config{
+	x.cfg = runner.Config{
 		ID: core.NewID[core.RunnerID](), ClusterID: "test", DataDir: filepath.Join(t.TempDir(), "data"), RunDir: runDir, Driver: x.driver,
 		Images: store, Network: noNetwork{}, Log: log,
-	})
-	if err != nil {
-		t.Fatal(err)
 	}
 	server := httptest.NewServer(x.controller)
 	t.Cleanup(server.Close)
-	link, err := heartbeat.New(x.runner, heartbeat.Config{Controllers: []string{server.URL, server.URL}, Secret: "secret", Endpoint: "unix:/nowhere", Plane: plane, Log: log})
-	if err != nil {
-		t.Fatal(err)
-	}
-	ctx, cancel := context.WithCancel(t.Context())
-	var wg sync.WaitGroup
-	t.Cleanup(func() {
-		cancel()
-		wg.Wait()
-	})
-	wg.Go(func() {
-		if err := x.runner.Run(ctx); err != nil {
-			t.Error(err)
-		}
-	})
-	wg.Go(func() { x.ended <- link.Run(ctx) })
+	x.link = heartbeat.Config{Controllers: []string{server.URL, server.URL}, Secret: "secret", Endpoint: "unix:/nowhere", Plane: plane, Log: log}
+	x.start()
 	x.template, err = x.runner.Template(t.Context(), runnerapi.Template{
 		CheckpointID: core.NewID[core.CheckpointID](), Image: image.Digest, Resources: core.Resources{VCPUs: 1, MemoryMiB: 8},
 	})
@@ -176,6 +171,34 @@ func newRigWith(t *testing.T, plane heartbeat.Plane) *rig {
 		t.Fatal(err)
 	}
 	return x
+}
+
+// start begins a process of the runner, which ends with the test or by stop.
+func (x *rig) start() {
+	x.t.Helper()
+	var err error
+	if x.runner, err = runner.New(x.t.Context(), x.cfg); err != nil {
+		x.t.Fatal(err)
+	}
+	link, err := heartbeat.New(x.runner, x.link)
+	if err != nil {
+		x.t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(x.t.Context())
+	var wg sync.WaitGroup
+	x.stop = func() {
+		cancel()
+		wg.Wait()
+	}
+	x.t.Cleanup(x.stop)
+	r, ended := x.runner, make(chan error, 1)
+	x.ended = ended
+	wg.Go(func() {
+		if err := r.Run(ctx); err != nil {
+			x.t.Error(err)
+		}
+	})
+	wg.Go(func() { ended <- link.Run(ctx) })
 }
 
 // fork makes two sandboxes.
@@ -214,6 +237,51 @@ func TestFence(t *testing.T) {
 	x.set(func(c *controller) { c.fenceFor, c.beats = time.Minute, nil })
 	eventually.True(t, "the new lease is known", more)
 	x.fork()
+}
+
+// TestRegistrationsNameTheLastEpoch: also that of an earlier process. An epoch that cannot be written down is not used.
+func TestRegistrationsNameTheLastEpoch(t *testing.T) {
+	t.Parallel()
+	x := newRig(t)
+	registered := func(n int) func() bool {
+		return func() bool {
+			x.mu.Lock()
+			defer x.mu.Unlock()
+			return len(x.named) >= n
+		}
+	}
+	x.set(func(c *controller) { c.epoch, c.fenced = 7, true })
+	eventually.True(t, "the runner registers again", registered(2))
+	eventually.True(t, "the epoch is kept", func() bool { return x.runner.LastEpoch() == 8 })
+	x.stop()
+	x.start()
+	eventually.True(t, "the next process registers", registered(3))
+	x.set(func(c *controller) {
+		if want := []int64{0, 1, 8}; !slices.Equal(c.named, want) {
+			t.Errorf("registrations have named the epochs %d, want %d", c.named, want)
+		}
+	})
+	beaten := func() bool {
+		x.mu.Lock()
+		defer x.mu.Unlock()
+		return len(x.beats) > 0 && x.beats[len(x.beats)-1].LeaseEpoch > 8
+	}
+	eventually.True(t, "its epoch is in use", beaten)
+	path := filepath.Join(x.cfg.DataDir, "epoch.json")
+	if err := errors.Join(os.Remove(path), os.MkdirAll(filepath.Join(path, "x"), 0o700)); err != nil {
+		t.Fatal(err)
+	}
+	x.set(func(c *controller) { c.fenced = true })
+	eventually.True(t, "it registers again and again", registered(5))
+	x.set(func(c *controller) {
+		if last := c.beats[len(c.beats)-1].LeaseEpoch; last != 9 {
+			t.Errorf("epoch %d is in use, and the disk does not have it", last)
+		}
+	})
+	x.stop()
+	if _, err := runner.New(t.Context(), x.cfg); core.CategoryOf(err) != core.DataLoss {
+		t.Errorf("a runner that cannot read its last epoch starts: %v", err)
+	}
 }
 
 // TestAttemptsAreCollectedAnew: what the next controller is told after the first was slow has what began meanwhile.

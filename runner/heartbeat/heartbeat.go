@@ -62,10 +62,9 @@ type Link struct {
 	epoch  atomic.Int64 // of the lease; 0: there is none
 
 	// What follows is for Run alone.
-	lease     *runnerapi.Registered // nil: there is none
-	lastEpoch int64                 // of the last lease that there was
-	sender    beats.Sender
-	used      map[core.WorkspaceID]bool // workspaces that the data plane has served since the last answered heartbeat
+	lease  *runnerapi.Registered // nil: there is none
+	sender beats.Sender
+	used   map[core.WorkspaceID]bool // workspaces that the data plane has served since the last answered heartbeat
 
 	renewTried time.Time
 	keepTried  time.Time     // the attestation certificate
