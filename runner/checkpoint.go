@@ -1,6 +1,7 @@
 package runner
 
 import (
+	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -225,20 +226,28 @@ func (s *checkpointStore) publish(dir string, rec *checkpointRecord) error {
 
 // replace publishes a record that names another base with the same bytes, and drops the delta. Whoever has the old delta
 // open keeps it.
-func (s *checkpointStore) replace(rec *checkpointRecord) error {
+func (s *checkpointStore) replace(ctx context.Context, rec *checkpointRecord) error {
+	if err := s.replaceRecord(ctx, rec); err != nil {
+		return err
+	}
+	return s.collect()
+}
+
+// replaceRecord holds the lock throughout: the checkpoint may be discarded, and taken back, at any time.
+func (s *checkpointStore) replaceRecord(ctx context.Context, rec *checkpointRecord) error {
 	s.mu.Lock()
-	_, there := s.records[rec.ID]
-	s.mu.Unlock()
-	if !there {
+	defer s.mu.Unlock()
+	if _, there := s.records[rec.ID]; !there {
 		return core.Errorf(core.NotFound, core.CodeCheckpointNotFound, "checkpoint %s was removed", rec.ID)
 	}
 	if err := atomicfile.WriteJSON(s.path(rec.ID, recordFile), rec, 0o600); err != nil {
 		return err
 	}
-	s.mu.Lock()
+	if err := rebaseWritten.Hit(ctx); err != nil {
+		return err
+	}
 	s.records[rec.ID] = rec
-	s.mu.Unlock()
-	return errors.Join(os.Remove(s.path(rec.ID, deltaFile)), s.collect())
+	return os.Remove(s.path(rec.ID, deltaFile))
 }
 
 // remove deletes a checkpoint. Forks that have it open are not disturbed. Removing an absent one is no error.

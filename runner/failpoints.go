@@ -6,6 +6,7 @@ import "github.com/coppice-dev/coppice/internal/failpoint"
 var (
 	templateAfterBase = failpoint.New("template.after_base") // the base is on disk, no record names it
 	rebaseAfterBase   = failpoint.New("rebase.after_base")   // likewise
+	rebaseWritten     = failpoint.New("rebase.written")      // the disk has the record, and nobody knows
 
 	shellJournaled = failpoint.New("shell.journaled") // there are directories and a journal that names nothing
 	shellNamespace = failpoint.New("shell.namespace") // there is a namespace that the journal does not name

@@ -162,7 +162,7 @@ func (r *Runner) rebase(id core.CheckpointID) (_ *memory.Base, err error) {
 	r.checkpoints.lend(base.ID)
 	rec := *ckpt.checkpointRecord
 	rec.Base, rec.Rebased, rec.DeltaBytes = base.ID, true, 0
-	err = r.checkpoints.replace(&rec)
+	err = r.checkpoints.replace(r.runCtx, &rec)
 	if err = errors.Join(err, r.checkpoints.giveBack(base.ID)); err != nil {
 		return nil, errors.Join(err, base.Close())
 	}

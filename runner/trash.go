@@ -31,7 +31,8 @@ type trashed struct {
 	until time.Duration // by bootclock
 }
 
-// discard moves a checkpoint to the trash. Forks that have it open are not disturbed. Discarding an absent one is no error.
+// discard moves a checkpoint to the trash. Forks that have it open are not disturbed. Discarding an absent one is no error. One of the
+// same id that is in the trash gives way, but only to one that is there.
 func (s *checkpointStore) discard(id core.CheckpointID, grace time.Duration) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -39,13 +40,20 @@ func (s *checkpointStore) discard(id core.CheckpointID, grace time.Duration) err
 	if !there {
 		return nil
 	}
-	to := trash.Path(s.trashDir, id)
-	if err := errors.Join(os.RemoveAll(to), atomicfile.Rename(filepath.Join(s.dir, string(id)), to)); err != nil {
+	from, to := filepath.Join(s.dir, string(id)), trash.Path(s.trashDir, id)
+	if _, err := os.Lstat(filepath.Join(from, recordFile)); err != nil {
+		return err
+	}
+	kept := trash.Kept(s.trashDir, id)
+	if err := errors.Join(os.RemoveAll(to), atomicfile.Rename(from, to)); err != nil {
 		return err
 	}
 	delete(s.records, id)
 	delete(s.used, id)
 	s.trash[id] = trashed{rec, bootclock.Now() + grace}
+	if kept {
+		return trash.Keep(s.trashDir, id)
+	}
 	return nil
 }
 

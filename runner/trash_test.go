@@ -1,6 +1,8 @@
 package runner
 
 import (
+	"errors"
+	"io/fs"
 	"os"
 	"testing"
 
@@ -67,6 +69,58 @@ func TestTrashIsNoCheckpoint(t *testing.T) {
 		if err := atomicfile.ReadJSON(r.checkpoints.path(core.CheckpointID(e.Name()), recordFile), rec); err != nil || string(rec.ID) != e.Name() {
 			t.Errorf("%s among the checkpoints is none: %v", e.Name(), err)
 		}
+	}
+}
+
+// TestDiscardDuringRebase: a checkpoint that is discarded while its rebase is written is in the trash whole, or not at all.
+func TestDiscardDuringRebase(t *testing.T) { //nolint:paralleltest // the failpoint is one of all runners
+	r := newFakeRig(t, func(c *Config) { c.Store.Floor, c.Rebase.Off = 1, true })
+	id := r.capture(r.fork(r.boot()))
+	rebased, discarded := make(chan error, 1), make(chan error, 1)
+	armed := hang(t, "rebase.written", func() { rebased <- r.Rebase(id) })
+	go func() { discarded <- r.Discard(id) }()
+	if r.checkpoints.mu.TryLock() {
+		r.checkpoints.mu.Unlock()
+		t.Error("nothing keeps the discarding from going on before the rebase")
+		if err := <-discarded; err != nil {
+			t.Error(err)
+		}
+		discarded <- nil
+	}
+	armed.Release()
+	if err := errors.Join(<-rebased, <-discarded); err != nil {
+		t.Error(err)
+	}
+	if n := len(r.inTrash()); n != 1 {
+		t.Errorf("%d checkpoints are in the trash", n)
+	}
+	if err := r.Discard(id); err != nil { // again, by another answer
+		t.Error(err)
+	}
+	r.fork(id)
+}
+
+// TestDiscardNothing: what is in the trash stays there when nothing comes in its place, and it stays kept when something does.
+func TestDiscardNothing(t *testing.T) {
+	t.Parallel()
+	r, id := trashRig(t)
+	if err := trash.Keep(r.checkpoints.trashDir, id); err != nil {
+		t.Fatal(err)
+	}
+	r.checkpoints.mu.Lock()
+	r.checkpoints.records[id] = r.checkpoints.trash[id].rec
+	r.checkpoints.mu.Unlock()
+	if err := r.Discard(id); !errors.Is(err, fs.ErrNotExist) {
+		t.Errorf("a checkpoint without files was discarded: %v", err)
+	}
+	if !r.inTrash()[id] {
+		t.Fatal("the trash has lost it")
+	}
+	if err := os.CopyFS(r.checkpoints.path(id, ""), os.DirFS(trash.Path(r.checkpoints.trashDir, id))); err != nil {
+		t.Fatal(err)
+	}
+	if err := r.Discard(id); err != nil || !r.inTrash()[id] {
+		t.Errorf("in the trash: %v, %v", r.inTrash(), err)
 	}
 }
 

@@ -93,10 +93,10 @@ func Unkeep(dir string, id core.CheckpointID) error {
 	return err
 }
 
-// Kept reports whether a checkpoint in the trash is to be kept.
+// Kept reports whether a checkpoint in the trash is to be kept. What cannot be read is.
 func Kept(dir string, id core.CheckpointID) bool {
 	_, err := os.Lstat(filepath.Join(Path(dir, id), keepFile))
-	return err == nil
+	return !errors.Is(err, fs.ErrNotExist)
 }
 
 func absent(id core.CheckpointID) error {
