@@ -3,8 +3,10 @@ package runner
 import (
 	"cmp"
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
+	"io/fs"
 	"os"
 	"path/filepath"
 	"slices"
@@ -89,23 +91,42 @@ func (s *checkpointStore) takeBack(id core.CheckpointID) (*checkpointRecord, err
 	return t.rec, nil
 }
 
-// readTrash notes what an earlier process has left in the trash. What has no readable record is of no use and is removed.
+// readTrash notes what an earlier process has left in the trash. What has no record, or one that says nothing, is of no use and is
+// removed, but not if an operator keeps it. A record that cannot be read now may be good: the runner does not start then, since it
+// does not know which memory the checkpoint needs.
 func (s *checkpointStore) readTrash() error {
 	entries, err := os.ReadDir(s.trashDir)
 	if err != nil {
 		return err
 	}
 	for _, e := range entries {
-		rec := new(checkpointRecord)
-		if err := atomicfile.ReadJSON(filepath.Join(s.trashDir, e.Name(), recordFile), rec); err != nil || string(rec.ID) != e.Name() {
+		rec, err := readTrashed(filepath.Join(s.trashDir, e.Name()))
+		switch {
+		case err != nil:
+			return fmt.Errorf("read the record of checkpoint %s in the trash: %w; see to the disk, or remove %s if the checkpoint is not needed",
+				core.Clip(e.Name()), err, filepath.Join(s.trashDir, e.Name()))
+		case rec != nil && string(rec.ID) == e.Name():
+			s.trash[rec.ID] = trashed{rec, bootclock.Now() + trashGrace}
+		case !trash.Kept(s.trashDir, core.CheckpointID(e.Name())):
 			if err := os.RemoveAll(filepath.Join(s.trashDir, e.Name())); err != nil { // also an unfinished removal
 				return err
 			}
-			continue
 		}
-		s.trash[rec.ID] = trashed{rec, bootclock.Now() + trashGrace}
 	}
 	return nil
+}
+
+// readTrashed returns nil if there is no record, or one that is none.
+func readTrashed(dir string) (*checkpointRecord, error) {
+	b, err := os.ReadFile(filepath.Join(dir, recordFile))
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil, nil //nolint:nilnil // see above
+	}
+	rec := new(checkpointRecord)
+	if err == nil && json.Unmarshal(b, rec) != nil {
+		return nil, nil //nolint:nilnil // see above
+	}
+	return rec, err
 }
 
 func (s *checkpointStore) listTrash() []trashed {

@@ -4,6 +4,8 @@ import (
 	"errors"
 	"io/fs"
 	"os"
+	"path/filepath"
+	"strings"
 	"testing"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
@@ -122,6 +124,46 @@ func TestDiscardNothing(t *testing.T) {
 	if err := r.Discard(id); err != nil || !r.inTrash()[id] {
 		t.Errorf("in the trash: %v, %v", r.inTrash(), err)
 	}
+}
+
+// TestTrashThatCannotBeRead: a runner that starts removes from the trash what has no record, but neither what is kept nor what it cannot
+// read now.
+func TestTrashThatCannotBeRead(t *testing.T) {
+	t.Parallel()
+	r, id := trashRig(t)
+	r.stop()
+	record := filepath.Join(trash.Path(r.checkpoints.trashDir, id), recordFile)
+	good, err := os.ReadFile(record)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := errors.Join(os.Remove(record), os.Mkdir(record, 0o700)); err != nil { // so that root cannot read it either
+		t.Fatal(err)
+	}
+	if _, err := New(t.Context(), r.cfg); err == nil || !strings.Contains(err.Error(), "see to the disk") {
+		t.Errorf("a runner that cannot read its trash starts: %v", err)
+	}
+	if _, there := r.inTrash()[id]; !there {
+		t.Fatal("what could not be read was removed")
+	}
+	if err := errors.Join(os.Remove(record), os.WriteFile(record, good, 0o600)); err != nil {
+		t.Fatal(err)
+	}
+	for bad, content := range map[string]string{"no JSON": "{", "another one": string(good), "kept": "{"} {
+		dir := trash.Path(r.checkpoints.trashDir, core.NewID[core.CheckpointID]())
+		err := errors.Join(os.Mkdir(dir, 0o700), os.WriteFile(filepath.Join(dir, recordFile), []byte(content), 0o600))
+		if bad == "kept" {
+			err = errors.Join(err, trash.Keep(r.checkpoints.trashDir, core.CheckpointID(filepath.Base(dir))))
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	r.start()
+	if list := r.inTrash(); len(list) != 3 { // the two of before, and what is kept
+		t.Errorf("in the trash: %v", list)
+	}
+	r.fork(id)
 }
 
 // TestTrash: what the database does not know can be used again, also by the next runner of the host.
