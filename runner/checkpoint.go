@@ -258,7 +258,7 @@ func (s *checkpointStore) remove(id core.CheckpointID) error {
 	delete(s.used, id)
 	s.mu.Unlock()
 	if !there {
-		_, err := s.removeTrash(id)
+		_, err := s.removeTrash(id, true)
 		return err
 	}
 	return s.removeFiles(id)

@@ -8,6 +8,8 @@ var (
 	rebaseAfterBase   = failpoint.New("rebase.after_base")   // likewise
 	rebaseWritten     = failpoint.New("rebase.written")      // the disk has the record, and nobody knows
 
+	trashJudged = failpoint.New("trash.judged") // a checkpoint is not kept, and will go
+
 	shellJournaled = failpoint.New("shell.journaled") // there are directories and a journal that names nothing
 	shellNamespace = failpoint.New("shell.namespace") // there is a namespace that the journal does not name
 	shellCgroup    = failpoint.New("shell.cgroup")    // there are a disk and a cgroup

@@ -10,6 +10,7 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"strings"
 	"time"
 
 	"github.com/coppice-dev/coppice/core"
@@ -100,6 +101,18 @@ func (s *checkpointStore) readTrash() error {
 		return err
 	}
 	for _, e := range entries {
+		if id, part := strings.CutPrefix(e.Name(), partPrefix); part { // an unfinished removal
+			path := filepath.Join(s.trashDir, e.Name())
+			if !trash.Marked(path) {
+				err = os.RemoveAll(path)
+			} else if err = atomicfile.Rename(path, trash.Path(s.trashDir, core.CheckpointID(id))); err == nil {
+				return s.readTrash() // with it
+			}
+			if err != nil {
+				return err
+			}
+			continue
+		}
 		rec, err := readTrashed(filepath.Join(s.trashDir, e.Name()))
 		switch {
 		case err != nil:
@@ -108,7 +121,7 @@ func (s *checkpointStore) readTrash() error {
 		case rec != nil && string(rec.ID) == e.Name():
 			s.trash[rec.ID] = trashed{rec, bootclock.Now() + trashGrace}
 		case !trash.Kept(s.trashDir, core.CheckpointID(e.Name())):
-			if err := os.RemoveAll(filepath.Join(s.trashDir, e.Name())); err != nil { // also an unfinished removal
+			if err := os.RemoveAll(filepath.Join(s.trashDir, e.Name())); err != nil {
 				return err
 			}
 		}
@@ -140,21 +153,31 @@ func (s *checkpointStore) listTrash() []trashed {
 	return out
 }
 
-// removeTrash removes one from the trash, but not if it was taken back meanwhile.
-func (s *checkpointStore) removeTrash(id core.CheckpointID) (gone bool, err error) {
+// removeTrash removes one from the trash, but not if it was taken back meanwhile, and, unless kept ones may go, not if it is kept.
+func (s *checkpointStore) removeTrash(id core.CheckpointID, kept bool) (gone bool, err error) {
 	part := filepath.Join(s.trashDir, partPrefix+string(id))
-	s.mu.Lock()
-	if _, gone = s.trash[id]; gone {
-		err = errors.Join(os.RemoveAll(part), atomicfile.Rename(trash.Path(s.trashDir, id), part))
-		if err == nil {
-			delete(s.trash, id)
-		}
-	}
-	s.mu.Unlock()
-	if !gone || err != nil {
+	if gone, err = s.takeOut(id, part, kept); !gone || err != nil {
 		return false, err
 	}
 	return true, errors.Join(os.RemoveAll(part), s.collect())
+}
+
+// takeOut moves one out of the trash. It looks at the mark of an operator when nobody can set it any more.
+func (s *checkpointStore) takeOut(id core.CheckpointID, part string, kept bool) (gone bool, err error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if _, there := s.trash[id]; !there {
+		return false, nil
+	}
+	path := trash.Path(s.trashDir, id)
+	if err := errors.Join(os.RemoveAll(part), atomicfile.Rename(path, part)); err != nil {
+		return false, err
+	}
+	if !kept && trash.Marked(part) {
+		return false, atomicfile.Rename(part, path)
+	}
+	delete(s.trash, id)
+	return true, nil
 }
 
 // Discard moves a checkpoint that the database does not know to the trash. A request that names it takes it back.
@@ -200,7 +223,10 @@ func (r *Runner) dropTrash(ctx context.Context, id core.CheckpointID) (gone bool
 	if trash.Kept(r.checkpoints.trashDir, id) {
 		return false, nil
 	}
-	if gone, err = r.checkpoints.removeTrash(id); !gone {
+	if err := trashJudged.Hit(ctx); err != nil {
+		return false, err
+	}
+	if gone, err = r.checkpoints.removeTrash(id, false); !gone {
 		return false, err
 	}
 	r.cfg.Log.WarnContext(ctx, "checkpoint without a row was removed from the trash", "checkpoint_id", id)

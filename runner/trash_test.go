@@ -166,6 +166,36 @@ func TestTrashThatCannotBeRead(t *testing.T) {
 	r.fork(id)
 }
 
+// TestKeepDuringRemoval: what an operator keeps while it is being removed stays, also when the runner dies before it has looked.
+func TestKeepDuringRemoval(t *testing.T) { //nolint:paralleltest // the failpoint is one of all runners
+	r, id := trashRig(t)
+	r.checkpoints.mu.Lock()
+	r.checkpoints.trash[id] = trashed{r.checkpoints.trash[id].rec, 0}
+	r.checkpoints.mu.Unlock()
+	emptied := make(chan error, 1)
+	armed := hang(t, "trash.judged", func() { emptied <- r.emptyTrash(t.Context()) }) // or the runner does it itself
+	if err := trash.Keep(r.checkpoints.trashDir, id); err != nil {
+		t.Fatal(err)
+	}
+	armed.Release()
+	if err := <-emptied; err != nil {
+		t.Error(err)
+	}
+	r.stop() // so that nothing is under way
+	if !r.inTrash()[id] {
+		t.Fatalf("it was kept, and is gone: %v", r.inTrash())
+	}
+	path := trash.Path(r.checkpoints.trashDir, id)
+	if err := os.Rename(path, filepath.Join(filepath.Dir(path), partPrefix+string(id))); err != nil {
+		t.Fatal(err)
+	}
+	r.start()
+	if !r.inTrash()[id] {
+		t.Fatalf("it was kept, and is gone after a restart: %v", r.inTrash())
+	}
+	r.fork(id)
+}
+
 // TestTrash: what the database does not know can be used again, also by the next runner of the host.
 func TestTrash(t *testing.T) {
 	t.Parallel()

@@ -11,6 +11,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/atomicfile"
 )
 
 // keepFile in a directory says that an operator wants it kept.
@@ -72,16 +73,23 @@ func size(dir string) (n int64) {
 	return n
 }
 
-// Keep has a runner keep a checkpoint in its trash until it is taken back, or until Unkeep.
+// Keep has a runner keep a checkpoint in its trash until it is taken back, or until Unkeep. A runner that removes it moves it out of
+// the way first and looks for the mark then: if the mark is still here afterwards, it was seen.
 func Keep(dir string, id core.CheckpointID) error {
-	f, err := os.OpenFile(filepath.Join(Path(dir, id), keepFile), os.O_CREATE|os.O_WRONLY, 0o600)
+	path := filepath.Join(Path(dir, id), keepFile)
+	f, err := os.OpenFile(path, os.O_CREATE|os.O_WRONLY, 0o600)
+	if err == nil {
+		if err = errors.Join(f.Sync(), f.Close()); err == nil {
+			err = atomicfile.SyncDir(Path(dir, id))
+		}
+	}
+	if err == nil {
+		_, err = os.Lstat(path)
+	}
 	if errors.Is(err, fs.ErrNotExist) {
 		return absent(id)
 	}
-	if err != nil {
-		return err
-	}
-	return errors.Join(f.Sync(), f.Close())
+	return err
 }
 
 // Unkeep takes Keep back.
@@ -94,8 +102,11 @@ func Unkeep(dir string, id core.CheckpointID) error {
 }
 
 // Kept reports whether a checkpoint in the trash is to be kept. What cannot be read is.
-func Kept(dir string, id core.CheckpointID) bool {
-	_, err := os.Lstat(filepath.Join(Path(dir, id), keepFile))
+func Kept(dir string, id core.CheckpointID) bool { return Marked(Path(dir, id)) }
+
+// Marked reports whether the directory of a checkpoint says that it is to be kept.
+func Marked(dir string) bool {
+	_, err := os.Lstat(filepath.Join(dir, keepFile))
 	return !errors.Is(err, fs.ErrNotExist)
 }
 
