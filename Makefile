@@ -59,9 +59,10 @@ compose-up: ## run everything in containers: needs a docker engine with Compose 
 compose-down: ## stop that; the volumes stay
 	docker compose -f deploy/docker-compose.yml down
 
-test-long: build $(VERSITYGW) ## the long sweeps: 64 generations, every runtime, every fault, random sequences against the store (root; half an hour)
+test-long: build $(VERSITYGW) ## the long sweeps: 64 generations, every runtime, every fault, random sequences against the store, a mass fence (root; half an hour)
 	COPPICE_TEST_REQUIRE=all $(GO) test -count=1 -timeout 60m ./internal/e2e -long
 	COPPICE_TEST_REQUIRE=all $(GO) test -race -count=1 -timeout 30m ./controller -run '^TestImagesAgainstModel$$' -long
+	COPPICE_TEST_REQUIRE=all $(GO) test -count=1 -timeout 30m ./controller -run '^TestMassFence$$' -long -v
 
 test-kvm: ## run the drivers and the system under a KVM that works, in an emulated machine; COPPICE_CLOUD_HYPERVISOR=/path tests that too (root; up to 45 minutes)
 	CGO_ENABLED=0 $(GO) build $(GOFLAGS_BUILD) -o bin/ ./internal/kvmlane

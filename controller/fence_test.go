@@ -135,8 +135,8 @@ func (w *world) crowd(like controller.Workspace, cp core.CheckpointID, runners, 
 	w.sql(`ANALYZE`)
 }
 
-// TestMassFence gives up many runners at once, with many workspaces deep in their trees, while somebody holds one of them locked.
-func TestMassFence(t *testing.T) {
+// TestFenceAmongControllers gives up many runners at once, with many workspaces deep in their trees, while somebody holds one of them locked.
+func TestFenceAmongControllers(t *testing.T) {
 	t.Parallel()
 	const runners, each, deep = 200, 50, 30
 	w := newWorld(t)

@@ -30,7 +30,7 @@ const growable = `(c.state = 'sealed' OR c.state = 'captured' AND EXISTS (SELECT
 // database it would read all sandboxes for the one that is meant. LIMIT 1 leaves it only the index.
 const workspaceJoins = `
 	LEFT JOIN LATERAL (SELECT * FROM sandboxes x WHERE x.id = w.sandbox_id LIMIT 1) s ON s.ended_at IS NULL
-	LEFT JOIN runners r ON r.id = s.runner_id`
+	LEFT JOIN LATERAL (SELECT * FROM runners y WHERE y.id = s.runner_id LIMIT 1) r ON true`
 
 type workspaceRow struct {
 	ID             core.WorkspaceID      `db:"id"`
@@ -509,8 +509,9 @@ type endedWorkspace struct {
 // EndWorkspaces ends the workspaces that may end, and all their sandboxes. It does not look for
 // checkpoints to recover from, because that would read the lineage of each workspace.
 func (t *tx) EndWorkspaces(ctx context.Context, ended []controller.EndedWorkspace) ([]controller.Workspace, error) {
-	rows := make([]endedWorkspace, len(ended))
+	rows, ids := make([]endedWorkspace, len(ended)), make([]string, len(ended)) // the ids say no more than the rows do, but to the planner: see workspaceJoins
 	for i, e := range ended {
+		ids[i] = string(e.ID)
 		rows[i] = endedWorkspace{ID: e.ID, To: e.To, From: texts(e.To.Sources()), Sandbox: orNull(e.Sandbox)}
 		if e.Failure != nil {
 			rows[i].Code, rows[i].Message = orNull(e.Failure.Code), orNull(e.Failure.Message)
@@ -521,14 +522,14 @@ func (t *tx) EndWorkspaces(ctx context.Context, ended []controller.EndedWorkspac
 			UPDATE workspaces SET state = v.to_state, ended_at = coalesce(ended_at, now()),
 				failure_code = coalesce(v.code, failure_code), failure_message = coalesce(v.message, failure_message)
 			FROM jsonb_to_recordset(@rows::jsonb) AS v (id text, to_state text, from_states text[], code text, message text, sandbox_id text)
-			WHERE workspaces.id = v.id AND workspaces.state = ANY(v.from_states) AND (v.sandbox_id IS NULL OR workspaces.sandbox_id = v.sandbox_id)
+			WHERE workspaces.id = ANY(@ids::text[]) AND workspaces.id = v.id AND workspaces.state = ANY(v.from_states) AND (v.sandbox_id IS NULL OR workspaces.sandbox_id = v.sandbox_id)
 			RETURNING workspaces.*
 		), gone AS (
 			UPDATE sandboxes SET ended_at = now() WHERE workspace_id IN (SELECT id FROM w) AND ended_at IS NULL
 		), closed AS (
 			DELETE FROM ports WHERE workspace_id IN (SELECT id FROM w)
 		)
-		SELECT`+workspaceColumns+` FROM w`+workspaceJoins+` ORDER BY w.id`, args{"rows": rows})
+		SELECT`+workspaceColumns+` FROM w`+workspaceJoins+` ORDER BY w.id`, args{"rows": rows, "ids": ids})
 }
 
 // PatchWorkspace changes labels and expiry.

@@ -1,0 +1,6 @@
+package controller
+
+import "context"
+
+// Fence is a round of the loop that gives up silent runners.
+func (c *Controller) Fence(ctx context.Context) error { return c.fence(ctx) }
