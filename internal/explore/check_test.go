@@ -2,33 +2,48 @@ package explore
 
 import (
 	"slices"
+	"strings"
+	"time"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
 )
 
+// underWay are counts of what is not at rest.
+var underWay = []string{
+	`SELECT count(*) FROM operations WHERE state IN ('pending', 'running')`,
+	`SELECT count(*) FROM workspaces WHERE state IN ('creating', 'restoring', 'quarantined', 'checkpointing', 'terminating')`,
+	`SELECT count(*) FROM checkpoints WHERE state IN ('capturing', 'captured')`,
+	`SELECT count(*) FROM store_holds`,
+	`SELECT count(*) FROM runners WHERE fenced_at IS NOT NULL`,
+}
+
+// atRest reports whether nothing is under way.
+func (w *world) atRest() bool {
+	for _, query := range underWay {
+		if w.number(query) != 0 {
+			return false
+		}
+	}
+	return true
+}
+
 // settle waits until nothing is under way, and the runner has said what it holds.
 func (w *world) settle() {
-	w.eventually("everything comes to rest", func() bool {
+	if !w.eventually("everything comes to rest", func() bool {
 		w.runner.Hurry()
-		for _, query := range []string{
-			`SELECT count(*) FROM operations WHERE state IN ('pending', 'running')`,
-			`SELECT count(*) FROM workspaces WHERE state IN ('creating', 'restoring', 'quarantined', 'checkpointing', 'terminating')`,
-			`SELECT count(*) FROM checkpoints WHERE state IN ('capturing', 'captured')`,
-			`SELECT count(*) FROM store_holds`,
-			`SELECT count(*) FROM runners WHERE fenced_at IS NOT NULL`,
-		} {
-			if w.number(query) != 0 {
-				return false
-			}
+		return w.atRest()
+	}) {
+		for _, query := range underWay {
+			w.log.note("%d: %s", w.number(query), query)
 		}
-		return true
-	})
+		return
+	}
 	w.beat()
 	w.beat()
-	w.within(grace*10, func() bool { // what was told to drop something does so; check says what was not done
+	w.within(10*time.Second, func() bool { // what was told to drop something does so; check says what was not done
 		w.runner.Hurry()
-		return slices.Equal(w.living(), w.held()) && slices.Equal(w.kept(), w.copies())
+		return slices.Equal(w.living(), w.held()) && slices.Equal(w.kept(), w.copies()) && w.driver.Machines() == len(w.living())
 	})
 }
 
@@ -132,7 +147,7 @@ func (w *world) check(s schedule, set scene, replies []reply) {
 	}
 	w.identities()
 	for _, r := range replies {
-		w.kept1(s, r)
+		w.answered(s, r)
 	}
 	w.bystanders(s, set)
 }
@@ -150,8 +165,8 @@ func (w *world) identities() {
 	}
 }
 
-// kept1 says whether what was told to somebody is so.
-func (w *world) kept1(s schedule, r reply) {
+// answered says whether what was told to somebody is so.
+func (w *world) answered(s schedule, r reply) {
 	if r.operation != "" {
 		want := map[bool]string{true: "succeeded", false: "failed"}[r.err == nil]
 		if n := w.number(`SELECT count(*) FROM operations WHERE id = $1`, r.operation); n != 1 {
@@ -177,7 +192,8 @@ func (w *world) kept1(s schedule, r reply) {
 }
 
 func (s schedule) has(kinds ...string) bool {
-	return slices.Contains(kinds, s.kind) || slices.Contains(kinds, s.other)
+	other, then, _ := strings.Cut(s.other, ", then ")
+	return slices.ContainsFunc(kinds, func(k string) bool { return k == s.kind || k == other || k == then })
 }
 
 // lasts says whether a checkpoint is as it was acknowledged.

@@ -29,9 +29,9 @@ type reply struct {
 // kind is something that a controller can be asked for.
 type kind struct {
 	name string
-	// asleep has the workspace suspended before.
-	asleep bool
-	do     func(ctx context.Context, w *world, c *controller.Controller, s scene) (controller.Answer, error)
+	// asleep has the workspace suspended before, and unsealed has nothing sealed.
+	asleep, unsealed bool
+	do               func(ctx context.Context, w *world, c *controller.Controller, s scene) (controller.Answer, error)
 }
 
 var small = core.Resources{VCPUs: 1, MemoryMiB: core.MinMemoryMiB, DiskGiB: 1}
@@ -70,6 +70,20 @@ var kinds = []kind{
 	{name: "prune", do: func(ctx context.Context, w *world, c *controller.Controller, s scene) (controller.Answer, error) {
 		return c.PruneCheckpoints(ctx, w.project, s.image, controller.RetentionPolicy{Policy: retention.Policy{MaxBytes: 1}}, false, patience)
 	}},
+	{name: "seal", unsealed: true, do: func(ctx context.Context, w *world, c *controller.Controller, s scene) (controller.Answer, error) {
+		if !w.sealing.Swap(true) { // what there is
+			w.asksSeals.Store(true)
+			w.seal()
+			w.within(patience, func() bool { return w.number(`SELECT count(*) FROM checkpoints WHERE state = 'captured'`) == 0 })
+			return controller.Answer{Done: true}, nil
+		}
+		a, err := c.CreateCheckpoint(ctx, w.project, s.workspace, controller.CheckpointRequest{}, patience)
+		if err != nil || !a.Done {
+			return a, err
+		}
+		_, err = c.SealedCheckpoint(ctx, w.project, a.Result.Checkpoint.ID, patience)
+		return controller.Answer{Done: true}, err
+	}},
 	{name: "drain", do: func(ctx context.Context, w *world, c *controller.Controller, _ scene) (controller.Answer, error) {
 		_, err := c.DrainRunner(ctx, w.runner.ID(), true)
 		return controller.Answer{Done: true}, err
@@ -101,7 +115,7 @@ func (w *world) ask(c *controller.Controller, k kind, s scene) <-chan reply {
 }
 
 // set builds the scene, through the first controller.
-func (w *world) set(asleep bool) (scene, error) {
+func (w *world) set(k kind) (scene, error) {
 	var s scene
 	ctx := w.t.Context()
 	a, err := w.first.CreateWorkspace(ctx, w.project, controller.CreateRequest{Name: "main", Resources: small}, patience)
@@ -117,11 +131,17 @@ func (w *world) set(asleep bool) (scene, error) {
 		}
 		*id = a.Result.Checkpoint.ID
 	}
-	if asleep {
+	if k.asleep {
 		if _, err := w.first.Suspend(ctx, w.project, s.workspace, patience); err != nil {
 			return s, err
 		}
 	}
-	w.seal() // not before: a checkpoint that no row says is captured waits for a second
+	if !k.unsealed { // not before: a checkpoint that no row says is captured waits for a second
+		w.sealing.Store(true)
+		w.seal()
+		w.settle()
+	}
+	w.beat()
+	w.log.note("the scene is set")
 	return s, nil
 }

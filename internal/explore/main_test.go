@@ -8,6 +8,10 @@ import (
 	"github.com/coppice-dev/coppice/internal/testpg"
 )
 
-var only = flag.Int("explore.schedule", 0, "the number of the only schedule that TestExplore runs")
+var (
+	only   = flag.Int("explore.schedule", 0, "the number of the only schedule that TestExplore runs")
+	shards = flag.Int("explore.shards", 0, "how many processes share all schedules; 0: TestExplore runs a sample of them")
+	shard  = flag.Int("explore.shard", 0, "which of them this is, from 0")
+)
 
 func TestMain(m *testing.M) { testleak.Main(m, testpg.Leak()) }

@@ -13,8 +13,10 @@ import (
 // schedule is one run: the first controller is asked for an operation, somebody stops at a place of it, another thing happens, and
 // whoever stopped goes on.
 type schedule struct {
-	kind  string
-	place string // "step N": the first controller, before its N-th transaction or call; otherwise a failpoint, of it or of the runner
+	kind string
+	// place is "step N": the first controller stops before its N-th transaction or call; or a failpoint, of it or of the runner; or
+	// "call N FAULT" or "report N FAULT": something goes wrong with the N-th message to or from the runner.
+	place string
 	other string // what happens meanwhile
 }
 
@@ -24,6 +26,7 @@ func (s schedule) String() string {
 
 // What may happen while somebody is stopped, besides an operation by the second controller.
 const (
+	nothing  = "nothing"
 	takeover = "takeover" // the lease of the first controller ends, and the second one carries on what it did
 	beats    = "heartbeat"
 	fencing  = "fence" // the runner is not heard beyond its lease, and is given up
@@ -45,6 +48,12 @@ func (w *world) hold(place string) (holder, error) {
 	if n, ok := strings.CutPrefix(place, "step "); ok {
 		i, err := strconv.Atoi(n)
 		return holder{first.arm(i), first.goOn}, err
+	}
+	for prefix, m := range map[string]*mail{"call ": &w.calls, "report ": &w.reports} {
+		if text, ok := strings.CutPrefix(place, prefix); ok {
+			reached, err := m.armText(text)
+			return holder{reached, m.release}, err
+		}
 	}
 	armed, err := failpoint.Arm(place, failpoint.Action{Kind: failpoint.Hang, Times: 1})
 	if err != nil {
@@ -77,24 +86,26 @@ func (w *world) play(s schedule) bool {
 		w.log.fail("there is no kind %s", s.kind)
 		return false
 	}
-	set, err := w.set(k.asleep)
+	set, err := w.set(k)
 	if err != nil {
 		w.log.fail("the scene was not set: %v", err)
 		return false
 	}
-	w.settle()
 	if len(w.log.faults) > 0 {
 		return false
 	}
-	w.sides[0].arm(0)
 	h, err := w.hold(s.place)
 	if err != nil {
 		w.log.fail("%v", err)
 		return false
 	}
+	defer w.ended.Store(true)
 	defer h.goOn()
 	w.log.note("begins: %s", s)
 	asked := w.ask(w.first, k, set)
+	if strings.HasPrefix(s.place, "report ") {
+		go w.talk(h.reached)
+	}
 	var replies []reply
 	reached := false
 	select {
@@ -102,11 +113,7 @@ func (w *world) play(s schedule) bool {
 		reached = true
 	case r := <-asked:
 		replies, asked = append(replies, r), nil
-		select {
-		case <-h.reached: // by what goes on after the answer
-			reached = true
-		default:
-		}
+		reached = w.within(patience, func() bool { return isClosed(h.reached) || w.atRest() }) && w.within(grace, func() bool { return isClosed(h.reached) })
 	case <-time.After(patience):
 		w.log.fail("neither was %s reached nor %s answered", s.place, s.kind)
 	}
@@ -133,12 +140,38 @@ func (w *world) play(s schedule) bool {
 	}
 	w.settle()
 	w.check(s, set, replies)
+	w.log.note("is checked")
 	return reached
+}
+
+func isClosed(c <-chan struct{}) bool {
+	select {
+	case <-c:
+		return true
+	default:
+		return false
+	}
+}
+
+// talk has the runner report again and again until a report goes wrong.
+func (w *world) talk(reached <-chan struct{}) {
+	w.within(patience, func() bool {
+		w.runner.Hurry()
+		return isClosed(reached) || w.ended.Load()
+	})
 }
 
 // meanwhile does what happens while somebody is stopped. A reply that comes later is to be waited for.
 func (w *world) meanwhile(what string, set scene) <-chan reply {
+	what, then, _ := strings.Cut(what, ", then ")
+	if then != "" {
+		later := w.meanwhile(what, set)
+		w.meanwhile(then, set)
+		return later
+	}
 	switch what {
+	case nothing:
+		return nil
 	case takeover:
 		w.expire()
 		w.within(grace, func() bool {
@@ -157,16 +190,20 @@ func (w *world) meanwhile(what string, set scene) <-chan reply {
 		w.log.fail("there is no kind %s", what)
 		return nil
 	}
-	answer := w.ask(w.second, k, set)
 	out := make(chan reply, 1)
-	select {
-	case r := <-answer:
-		out <- r
-		return out
-	case <-time.After(grace):
-		w.log.note("%s is not answered yet", what)
-		return answer
+	w.sides[1].arm(0)
+	answer := w.ask(w.second, k, set)
+	for steps := -1; steps != w.sides[1].steps(); { // while it gets on
+		steps = w.sides[1].steps()
+		select {
+		case r := <-answer:
+			out <- r
+			return out
+		case <-time.After(grace):
+		}
 	}
+	w.log.note("%s is not answered yet", what)
+	return answer
 }
 
 // expire ends the leases of the first controller, on both sides: its clock has gone on.

@@ -3,6 +3,7 @@ package explore
 import (
 	"context"
 	"net/http"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -34,6 +35,13 @@ func (s *side) arm(n int) <-chan struct{} {
 	defer s.mu.Unlock()
 	s.at, s.seen, s.reached = n, 0, make(chan struct{})
 	return s.reached
+}
+
+// steps returns how many steps there were since arm.
+func (s *side) steps() int {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.seen
 }
 
 func (s *side) stop() {
@@ -151,10 +159,13 @@ func (r runners) SetEgress(ctx context.Context, endpoint string, sandbox core.Sa
 
 // listener is what runners reach of a side. A side that is stopped answers nobody: who waits for it gives up at once, so that no schedule
 // lasts as long as a timeout does.
-func (s *side) listener(h http.Handler, silent *atomic.Bool) http.Handler {
+func (s *side) listener(h http.Handler, silent, seals *atomic.Bool) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if s.isStopped() || silent.Load() {
 			panic(http.ErrAbortHandler)
+		}
+		if seals.Load() && strings.Contains(r.URL.Path, "/seals") {
+			r = r.WithContext(context.WithValue(r.Context(), asked{}, true))
 		}
 		h.ServeHTTP(w, r)
 	})

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"log/slog"
 	"net"
+	"net/http"
 	"net/http/httptest"
 	"net/netip"
 	"os"
@@ -51,6 +52,8 @@ type world struct {
 	first   *controller.Controller
 	second  *controller.Controller
 	sides   [2]*side
+	calls   mail // of the controllers to the runner
+	reports mail // of the runner to the controllers
 	runner  *runner.Runner
 	driver  *fakevmm.Driver
 	project core.ProjectID
@@ -58,10 +61,14 @@ type world struct {
 	files   *dir.Store
 	ends    []func() // in reverse order
 
-	seal   func()      // has the runner begin to seal
-	owner  string      // of the leases of the first controller
-	silent atomic.Bool // nobody hears the runner
-	fenced bool        // it was given up once
+	seal    func()      // has the runner begin to seal
+	sealing atomic.Bool // it has
+	// asksSeals says that seals are what the explorer asks for.
+	asksSeals atomic.Bool
+	owner     string      // of the leases of the first controller
+	ended     atomic.Bool // the schedule was played
+	silent    atomic.Bool // nobody hears the runner
+	fenced    bool        // it was given up once
 }
 
 var authority = sync.OnceValues(func() (*mtls.Authority, error) { return mtls.NewAuthority("test") })
@@ -69,8 +76,9 @@ var authority = sync.OnceValues(func() (*mtls.Authority, error) { return mtls.Ne
 // newWorld starts everything and waits until the runner is registered. end ends it.
 func newWorld(t testing.TB) (*world, error) {
 	t.Helper()
-	w := &world{t: t, log: &transcript{}, sides: [2]*side{{}, {}}}
+	w := &world{t: t, log: &transcript{began: time.Now()}, sides: [2]*side{{}, {}}}
 	dsn := testpg.New(t, migrations.Up)
+	w.log.note("there is a database")
 	var err error
 	if w.db, err = pgxpool.New(t.Context(), dsn); err != nil {
 		return w, err
@@ -92,6 +100,7 @@ func newWorld(t testing.TB) (*world, error) {
 			w.second = c
 		}
 	}
+	w.log.note("controllers run")
 	project, err := w.first.Bootstrap(t.Context())
 	if err != nil {
 		return w, err
@@ -107,6 +116,8 @@ func (w *world) end() {
 	for _, s := range w.sides {
 		s.goOn()
 	}
+	w.calls.release()
+	w.reports.release()
 	for _, end := range slices.Backward(w.ends) {
 		end()
 	}
@@ -149,7 +160,7 @@ func (w *world) control(dsn string, s *side, loop time.Duration) (*controller.Co
 	if err != nil {
 		return nil, "", err
 	}
-	server := httptest.NewServer(s.listener(inner, &w.silent))
+	server := httptest.NewServer(w.reports.carrier(s.listener(inner, &w.silent, &w.asksSeals), func(*http.Request) bool { return true }))
 	w.after(func() {
 		server.CloseClientConnections()
 		server.Close()
@@ -178,7 +189,7 @@ func (w *world) host(controllers []string) error {
 	if err != nil {
 		return err
 	}
-	server := httptest.NewServer(handler)
+	server := httptest.NewServer(w.calls.carrier(handler, func(r *http.Request) bool { return r.Method != http.MethodGet }))
 	w.after(func() {
 		server.CloseClientConnections()
 		server.Close()
@@ -241,6 +252,7 @@ func (w *world) within(limit time.Duration, ok func() bool) bool {
 
 // transcript is what happened in a world, to be shown when a schedule fails.
 type transcript struct {
+	began  time.Time
 	mu     sync.Mutex // guards what follows
 	lines  []string
 	faults []string
@@ -263,7 +275,7 @@ func (l *transcript) logger() *slog.Logger {
 }
 
 func (l *transcript) note(format string, args ...any) {
-	_, _ = fmt.Fprintf(l, "EXPLORER "+format+"\n", args...)
+	_, _ = fmt.Fprintf(l, "EXPLORER %s "+format+"\n", append([]any{time.Since(l.began).Round(time.Millisecond)}, args...)...)
 }
 
 func (l *transcript) fail(format string, args ...any) {

@@ -169,6 +169,9 @@ func armItem(item string) (*Armed, error) {
 	return Arm(name, a)
 }
 
+// Hits returns how often the program was at the point since it was armed, whether it fired or not.
+func (a *Armed) Hits() int64 { return a.hits.Load() }
+
 // Reached is closed when the point fires for the first time.
 func (a *Armed) Reached() <-chan struct{} { return a.reached }
 

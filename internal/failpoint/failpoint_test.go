@@ -63,13 +63,16 @@ func TestFail(t *testing.T) {
 		t.Errorf("disarmed, and yet %v", err)
 	}
 	cause := errors.New("cause")
-	arm(t, "test.step_one", Action{Kind: Fail, Err: cause, From: 3})
+	armed = arm(t, "test.step_one", Action{Kind: Fail, Err: cause, From: 3})
 	var got []bool
 	for range 4 {
 		got = append(got, errors.Is(stepOne.Hit(t.Context()), cause))
 	}
 	if diff := cmp.Diff([]bool{false, false, true, true}, got); diff != "" {
 		t.Error(diff)
+	}
+	if n := armed.Hits(); n != 4 {
+		t.Errorf("%d hits, want all 4", n)
 	}
 }
 
