@@ -1,7 +1,7 @@
 # `make help` lists the targets. Those marked (root) need it: sudo -E make …
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup s3-server minio test-minio test-kvm setup-kvm build generate test test-long lint image demo demo-pool dev bench bench-control bench-store bench-egress clean fuzz chaos faults attack deploy-check compose-up compose-down
+.PHONY: help setup s3-server minio test-minio test-kvm setup-kvm build generate test test-long lint image demo demo-pool dev bench bench-control bench-scale bench-store bench-egress clean fuzz chaos faults attack deploy-check compose-up compose-down
 
 GO      ?= go
 ROOT    := $(filter 0,$(shell id -u))
@@ -133,6 +133,10 @@ bench: build image ## measure boots, forks, checkpoints and memory in one run of
 bench-control: ## measure the control plane: fork operations, 1,000 parallel forks, a tree of 100,000; var/bench/control.json
 	CGO_ENABLED=0 $(GO) build $(GOFLAGS_BUILD) -o bin/ ./internal/bench
 	bin/bench control -out $(VAR)/bench $(BENCH)
+
+bench-scale: ## measure a cell: 3 controllers, 1,000 simulated runners, 1,000,000 checkpoints; 25 minutes, var/bench/scale.json: BENCH="-scale 0.01"
+	CGO_ENABLED=0 $(GO) build $(GOFLAGS_BUILD) -o bin/ ./internal/bench
+	bin/bench scale -out $(VAR)/bench $(BENCH)
 
 bench-store: build image $(VERSITYGW) ## measure the store of checkpoints: a chain of 64, and forks on other hosts, lazy and whole; var/bench/store.json (root)
 	CGO_ENABLED=0 $(GO) build $(GOFLAGS_BUILD) -o bin/ ./internal/bench

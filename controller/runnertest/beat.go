@@ -1,6 +1,7 @@
 package runnertest
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -42,7 +43,7 @@ func (r *Runner) Register(ctx context.Context, base, secret string) error {
 		return err
 	}
 	var out runnerapi.Registered
-	if err := Post(ctx, base+runnerapi.PathRegister, secret, reg, &out); err != nil {
+	if err := r.post(ctx, base+runnerapi.PathRegister, secret, reg, &out); err != nil {
 		return err
 	}
 	if err := r.Certify(out.ClusterID, out.AttestationCertificate); err != nil {
@@ -66,7 +67,7 @@ func (r *Runner) Beat(ctx context.Context, base, secret string) (runnerapi.Heart
 	beat := r.NextBeat(epoch)
 	var out runnerapi.Heartbeated
 	path := strings.Replace(runnerapi.PathHeartbeat, "{id}", string(r.cfg.ID), 1)
-	if err := Post(ctx, base+path, secret, beat, &out); err != nil {
+	if err := r.post(ctx, base+path, secret, beat, &out); err != nil {
 		return out, err
 	}
 	r.Obey(beat, out)
@@ -75,10 +76,16 @@ func (r *Runner) Beat(ctx context.Context, base, secret string) (runnerapi.Heart
 
 // Obey forgets the dead that a heartbeat has reported and drops what its answer says.
 func (r *Runner) Obey(beat runnerapi.Heartbeat, out runnerapi.Heartbeated) {
+	r.obey(beats.Message{Whole: beat}, out)
+}
+
+// obey does it, and says whether the controller wants the whole list at once.
+func (r *Runner) obey(sent beats.Message, out runnerapi.Heartbeated) (again bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
+	beat := sent.Whole
 	if beat.LeaseEpoch == r.epoch {
-		r.sender.Answered(beats.Message{Whole: beat}, out)
+		again = r.sender.Answered(sent, out)
 	}
 	for _, s := range beat.Sandboxes {
 		if s.State == runnerapi.SandboxDead {
@@ -91,6 +98,7 @@ func (r *Runner) Obey(beat runnerapi.Heartbeat, out runnerapi.Heartbeated) {
 	for _, id := range append(out.DropCheckpoints, out.StrayCheckpoints...) {
 		delete(r.checkpoints, id)
 	}
+	return again
 }
 
 // Run registers and heartbeats until the context ends.
@@ -111,6 +119,15 @@ func (r *Runner) Run(ctx context.Context, base, secret string) {
 
 // Post sends a message as a runner does.
 func Post(ctx context.Context, url, secret string, in, out any) error {
+	return post(ctx, http.DefaultClient, url, secret, in, out)
+}
+
+// post is Post by the fake's own client.
+func (r *Runner) post(ctx context.Context, url, secret string, in, out any) error {
+	return post(ctx, cmp.Or(r.cfg.Client, http.DefaultClient), url, secret, in, out)
+}
+
+func post(ctx context.Context, client *http.Client, url, secret string, in, out any) error {
 	b, err := json.Marshal(in)
 	if err != nil {
 		return err
@@ -121,7 +138,7 @@ func Post(ctx context.Context, url, secret string, in, out any) error {
 	}
 	req.Header.Set("Content-Type", "application/json")
 	req.Header.Set("Authorization", "Bearer "+secret)
-	res, err := http.DefaultClient.Do(req)
+	res, err := client.Do(req)
 	if err != nil {
 		return err
 	}

@@ -30,6 +30,7 @@ type Config struct {
 	Capacity runnerapi.Capacity
 	Images   []runnerapi.Image
 	Secret   string
+	Client   *http.Client  // to its controllers; nil: http.DefaultClient
 	Fork     time.Duration // latency of each child; children of a fork start together
 	Capture  time.Duration
 	Template time.Duration
@@ -83,7 +84,8 @@ type Runner struct {
 	interim     http.Header // see Interim
 	interims    int
 	diskFreeMB  int64
-	old         bool // see SetOld
+	old         bool              // see SetOld
+	ended       []runnerapi.Usage // of sandboxes that were removed, until a heartbeat by differences has told it
 }
 
 type sandbox struct {
@@ -154,11 +156,17 @@ func (r *Runner) Close() {
 	}
 }
 
+// endedKept bounds what is remembered of sandboxes that have ended.
+const endedKept = 4096
+
 // remove takes a sandbox down with its programs. r.mu is held.
 func (r *Runner) remove(id core.SandboxID) {
 	if s, ok := r.sandboxes[id]; ok {
 		s.guest.end()
 		delete(r.sandboxes, id)
+		if len(r.ended) < endedKept {
+			r.ended = append(r.ended, r.usage(s, true))
+		}
 	}
 }
 

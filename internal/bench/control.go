@@ -31,15 +31,6 @@ func (s samples) quantiles() quantiles {
 	return quantiles{P50: s.median(), P99: s.quantile(0.99), N: len(s)}
 }
 
-// controlAim is a figure of control.json with what it should be.
-type controlAim struct {
-	Figure  string  `json:"figure"`
-	Value   float64 `json:"value"`
-	Aim     float64 `json:"aim"`
-	AtLeast bool    `json:"at_least"` // else at most
-	Met     bool    `json:"met"`
-}
-
 // controlReport is control.json.
 type controlReport struct {
 	StartedAt time.Time `json:"started_at"`
@@ -61,54 +52,34 @@ type controlReport struct {
 	TreeDepth      int       `json:"tree_depth"`
 	SustainClients int       `json:"sustain_clients"`
 
-	Aims []controlAim `json:"aims"`
+	Aims []target `json:"aims"`
 }
 
 func (r *controlReport) judge() {
-	aim := func(figure string, value, limit float64, atLeast bool) {
-		met := value > 0 && (atLeast && value >= limit || !atLeast && value <= limit)
-		r.Aims = append(r.Aims, controlAim{Figure: figure, Value: value, Aim: limit, AtLeast: atLeast, Met: met})
+	r.Aims = []target{
+		atMost("fork_op_ms.p50", r.ForkOpMS.P50, 5),
+		atLeast("fork_ops_per_s", r.ForkOpsPerS, 300),
+		atMost("parallel_1000_s", r.Parallel1000S, 60),
+		atMost("lineage_ms.p99", r.LineageMS.P99, 20),
 	}
-	aim("fork_op_ms.p50", r.ForkOpMS.P50, 5, false)
-	aim("fork_ops_per_s", r.ForkOpsPerS, 300, true)
-	aim("parallel_1000_s", r.Parallel1000S, 60, false)
-	aim("lineage_ms.p99", r.LineageMS.P99, 20, false)
 }
 
 func (r *controlReport) show(w io.Writer) error {
 	p := &printer{w: w}
-	p.line("Coppice: make bench-control, %s, %.0f s", r.StartedAt.Format("2006-01-02 15:04 UTC"), r.WallS)
-	p.line("host     %d x %s, %.0f GiB, Linux %s", r.Host.CPUs, r.Host.CPU, r.Host.MemoryGiB, r.Host.Kernel)
-	p.line("database PostgreSQL %s, durable, on a unix socket", r.Postgres)
-	p.line("load     %.2f before, %.2f after: %s\n", r.Load.Before, r.Load.After, r.Load.Note)
-	row := func(name string, q quantiles) []string {
-		return []string{name, fmt.Sprint(q.N), number(q.P50), number(q.P99)}
-	}
+	p.heading("make bench-control", r.Postgres, r.StartedAt, r.WallS, r.Host, r.Load)
 	p.columns([][]string{
 		{"milliseconds", "n", "p50", "p99"},
-		row("fork of 1, one client: POST to answer", r.ForkOpMS),
-		row(fmt.Sprintf("the same, %d clients", r.SustainClients), r.ForkOpBusyMS),
-		row("lineage, page of 1,000", r.LineageMS),
-		row("lineage, page of 100", r.LineagePageMS),
-		row("tree, first page of 100", r.TreePageMS),
+		r.ForkOpMS.row("fork of 1, one client: POST to answer"),
+		r.ForkOpBusyMS.row(fmt.Sprintf("the same, %d clients", r.SustainClients)),
+		r.LineageMS.row("lineage, page of 1,000"),
+		r.LineagePageMS.row("lineage, page of 100"),
+		r.TreePageMS.row("tree, first page of 100"),
 	})
 	p.line("\nfork operations, %d clients: %s a second; CPU time of each %s ms (one client: %s)",
 		r.SustainClients, number(r.ForkOpsPerS), number(r.ForkOpBusyCPU), number(r.ForkOpCPUMS))
 	p.line("1,000 parallel forks of one checkpoint, real runner, fake machines: all READY in %s s", number(r.Parallel1000S))
 	p.line("tree: %d checkpoints, %d deep", r.TreeNodes, r.TreeDepth)
-	p.line("\nAims")
-	rows := [][]string{{"", "value", "aim", ""}}
-	for _, a := range r.Aims {
-		sign, met := "<=", "met"
-		if a.AtLeast {
-			sign = ">="
-		}
-		if !a.Met {
-			met = "MISSED"
-		}
-		rows = append(rows, []string{a.Figure, number(a.Value), sign + " " + number(a.Aim), met})
-	}
-	p.columns(rows)
+	p.targets("Aims", r.Aims)
 	return p.err
 }
 
@@ -176,7 +147,7 @@ func measureControl(ctx context.Context, cfg controlConfig, progress io.Writer) 
 	base.begin(began)
 	r := &controlReport{StartedAt: base.StartedAt, Host: base.Host, SustainClients: cfg.clients, TreeNodes: cfg.wide * cfg.deep, TreeDepth: cfg.deep}
 	say("start PostgreSQL")
-	plane, err := openPlane(ctx, cfg)
+	plane, err := openPlane(ctx, cfg.out, cfg.pgBin)
 	if err != nil {
 		return nil, err
 	}
@@ -236,10 +207,13 @@ func (w *world) measureForks(ctx context.Context, cfg controlConfig, r *controlR
 		return err
 	}
 	var times samples
-	var began float64
+	var meter *cpuMeter
 	for i := range cfg.warmups + cfg.singles {
 		if i == cfg.warmups {
-			times, began = nil, w.plane.cpu()
+			times = nil
+			if meter, err = w.plane.meter(); err != nil {
+				return err
+			}
 		}
 		took, err := w.fork(ctx, id)
 		if err != nil {
@@ -247,9 +221,15 @@ func (w *world) measureForks(ctx context.Context, cfg controlConfig, r *controlR
 		}
 		times.add(took)
 	}
-	r.ForkOpMS, r.ForkOpCPUMS = times.quantiles(), (w.plane.cpu()-began)/float64(len(times))
+	used, err := meter.used()
+	if err != nil {
+		return err
+	}
+	r.ForkOpMS, r.ForkOpCPUMS = times.quantiles(), used.all()/float64(len(times))
 
-	began = w.plane.cpu()
+	if meter, err = w.plane.meter(); err != nil {
+		return err
+	}
 	start := time.Now()
 	busy, err := together(cfg.clients, func(n int) (samples, error) {
 		var mine samples
@@ -265,8 +245,11 @@ func (w *world) measureForks(ctx context.Context, cfg controlConfig, r *controlR
 	if err != nil {
 		return err
 	}
-	r.ForkOpsPerS = float64(len(busy)) / time.Since(start).Seconds()
-	r.ForkOpBusyMS, r.ForkOpBusyCPU = busy.quantiles(), (w.plane.cpu()-began)/float64(len(busy))
+	if used, err = meter.used(); err != nil {
+		return err
+	}
+	r.ForkOpsPerS = float64(len(busy)) / used.wall.Seconds()
+	r.ForkOpBusyMS, r.ForkOpBusyCPU = busy.quantiles(), used.all()/float64(len(busy))
 	return nil
 }
 

@@ -25,11 +25,9 @@ func TestMain(m *testing.M) {
 	testleak.Main(m, testpg.Leak())
 }
 
-// TestControl measures a little of everything that `bench control` measures.
-func TestControl(t *testing.T) {
-	t.Parallel()
-	_, err := pgcluster.Find(t.Context(), "")
-	require.That(t, "postgres", err == nil, "apt-get install --no-install-recommends postgresql")
+// publicDir is a directory that the database's user can reach.
+func publicDir(t *testing.T) string {
+	t.Helper()
 	dir, err := os.MkdirTemp("", "coppice-bench") //nolint:usetesting // the server's user must reach it, and t.TempDir is private
 	if err != nil {
 		t.Fatal(err)
@@ -42,6 +40,15 @@ func TestControl(t *testing.T) {
 	if err := os.Chmod(dir, 0o755); err != nil {
 		t.Fatal(err)
 	}
+	return dir
+}
+
+// TestControl measures a little of everything that `bench control` measures.
+func TestControl(t *testing.T) {
+	t.Parallel()
+	_, err := pgcluster.Find(t.Context(), "")
+	require.That(t, "postgres", err == nil, "apt-get install --no-install-recommends postgresql")
+	dir := publicDir(t)
 	r, err := measureControl(t.Context(), controlConfig{
 		out: dir, warmups: 2, singles: 5, sustain: 100 * time.Millisecond, clients: 2, parallel: 5, wide: 2, deep: 20, reads: 3,
 	}, io.Discard)

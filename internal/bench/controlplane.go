@@ -15,7 +15,6 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5"
-	"golang.org/x/sys/unix"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/controller"
@@ -45,8 +44,9 @@ type plane struct {
 	count   int
 }
 
-func openPlane(ctx context.Context, cfg controlConfig) (*plane, error) {
-	out, err := filepath.Abs(cfg.out)
+// openPlane starts the server in a directory of its own below out.
+func openPlane(ctx context.Context, out, pgBin string, libraries ...string) (*plane, error) {
+	out, err := filepath.Abs(out)
 	if err != nil {
 		return nil, err
 	}
@@ -61,13 +61,14 @@ func openPlane(ctx context.Context, cfg controlConfig) (*plane, error) {
 	if err := os.Chmod(dir, 0o711); err != nil { //nolint:gosec // G302: likewise
 		return nil, errors.Join(err, os.RemoveAll(dir))
 	}
-	bin, err := pgcluster.Find(ctx, cfg.pgBin)
+	bin, err := pgcluster.Find(ctx, pgBin)
 	if err != nil {
 		return nil, errors.Join(err, os.RemoveAll(dir))
 	}
 	p.version = bin.Version
 	p.cluster, err = pgcluster.Start(ctx, pgcluster.Config{
-		Dir: filepath.Join(dir, "pg"), Binaries: bin, Durable: true, Log: slog.New(slog.DiscardHandler),
+		Dir: filepath.Join(dir, "pg"), Binaries: bin, Durable: true, MaxConnections: 200,
+		Settings: map[string]string{"shared_preload_libraries": strings.Join(libraries, ",")}, Log: slog.New(slog.DiscardHandler),
 	})
 	if err != nil {
 		return nil, errors.Join(err, os.RemoveAll(dir))
@@ -79,36 +80,6 @@ func (p *plane) close(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), stopTime)
 	defer cancel()
 	return errors.Join(p.cluster.Remove(ctx), os.RemoveAll(p.dir))
-}
-
-// cpu is the CPU time in milliseconds of this process and of the server's. Sessions that ended are not counted any more; those
-// of a pool last.
-func (p *plane) cpu() float64 {
-	var self unix.Rusage
-	if unix.Getrusage(unix.RUSAGE_SELF, &self) != nil {
-		return 0
-	}
-	sum := float64(self.Utime.Nano()+self.Stime.Nano()) / 1e6
-	stats, err := filepath.Glob("/proc/[0-9]*/stat")
-	if err != nil {
-		return sum
-	}
-	const tick = 10 // milliseconds: USER_HZ is 100 on every Linux
-	for _, path := range stats {
-		b, err := os.ReadFile(path)
-		if err != nil {
-			continue // it has ended
-		}
-		_, rest, _ := strings.Cut(string(b), ") ")
-		field := strings.Fields(rest)
-		if len(field) < 13 || field[1] != strconv.Itoa(p.cluster.PID()) {
-			continue
-		}
-		user, _ := strconv.ParseFloat(field[11], 64)
-		system, _ := strconv.ParseFloat(field[12], 64)
-		sum += tick * (user + system)
-	}
-	return sum
 }
 
 // world is a controller over a database of its own, with one runner, as a client sees it.
@@ -123,54 +94,75 @@ type world struct {
 
 const benchSecret = "bench-secret"
 
-// open starts the controller, without a runner.
-func (p *plane) open(ctx context.Context, steps *undo.Stack) (*world, string, error) {
+// database makes an empty, migrated database and returns where it is.
+func (p *plane) database(ctx context.Context) (string, error) {
 	p.count++
 	name := "bench" + strconv.Itoa(p.count)
 	if err := execSQL(ctx, p.cluster.DSN(pgcluster.Superuser), "CREATE DATABASE "+name); err != nil {
-		return nil, "", err
+		return "", err
 	}
-	w := &world{plane: p, dsn: p.cluster.DSN(name)}
-	if err := migrations.Up(ctx, w.dsn); err != nil {
-		return nil, "", err
-	}
-	store, err := postgres.Open(ctx, postgres.Config{DSN: w.dsn})
+	dsn := p.cluster.DSN(name)
+	return dsn, migrations.Up(ctx, dsn)
+}
+
+// station is a controller with its two listeners.
+type station struct {
+	control *controller.Controller
+	server  string // of the REST API
+	inner   string // where runners report
+	project core.ProjectID
+}
+
+// startController starts one over a database. It is in the cluster of all that have the same authority.
+func startController(ctx context.Context, steps *undo.Stack, dsn string, cfg controller.Config) (station, error) {
+	var s station
+	store, err := postgres.Open(ctx, postgres.Config{DSN: dsn})
 	if err != nil {
-		return nil, "", err
+		return s, err
 	}
 	steps.Push("store", func(context.Context) error { store.Close(); return nil })
 	runners := runnerclient.New(benchSecret)
 	steps.Push("runner client", func(context.Context) error { runners.Close(); return nil })
 	log := slog.New(slog.DiscardHandler)
+	cfg.ClusterID, cfg.Bootstrap = "bench", controller.Bootstrap{Key: "coppice_" + benchSecret}
+	s.control = controller.New(cfg, store, runners, log)
+	project, err := s.control.Bootstrap(ctx)
+	if err != nil {
+		return s, err
+	}
+	s.project = project.ID
+	background(ctx, steps, "controller", s.control.Run)
+	if s.server, err = serveHTTP(ctx, steps, httpapi.New(s.control, log)); err != nil {
+		return s, err
+	}
+	internal, err := httpapi.NewInternal(s.control, benchSecret, log)
+	if err != nil {
+		return s, err
+	}
+	s.inner, err = serveHTTP(ctx, steps, internal)
+	return s, err
+}
+
+// open starts the controller, without a runner.
+func (p *plane) open(ctx context.Context, steps *undo.Stack) (*world, string, error) {
+	dsn, err := p.database(ctx)
+	if err != nil {
+		return nil, "", err
+	}
 	authority, err := mtls.NewAuthority("bench")
 	if err != nil {
 		return nil, "", err
 	}
-	w.control = controller.New(controller.Config{ClusterID: "bench", Authority: authority, Bootstrap: controller.Bootstrap{Key: "coppice_" + benchSecret}}, store, runners, log)
-	project, err := w.control.Bootstrap(ctx)
+	s, err := startController(ctx, steps, dsn, controller.Config{Authority: authority})
 	if err != nil {
 		return nil, "", err
 	}
-	w.project = project.ID
-	background(ctx, steps, "controller", w.control.Run)
-	w.server, err = serveHTTP(ctx, steps, httpapi.New(w.control, log))
-	if err != nil {
-		return nil, "", err
-	}
-	internal, err := httpapi.NewInternal(w.control, benchSecret, log)
-	if err != nil {
-		return nil, "", err
-	}
-	inner, err := serveHTTP(ctx, steps, internal)
-	if err != nil {
-		return nil, "", err
-	}
-	w.client, err = coppice.New(coppice.Config{Server: w.server, Token: "coppice_" + benchSecret})
-	if err != nil {
+	w := &world{plane: p, dsn: dsn, server: s.server, project: s.project, control: s.control}
+	if w.client, err = coppice.New(coppice.Config{Server: w.server, Token: "coppice_" + benchSecret}); err != nil {
 		return nil, "", err
 	}
 	steps.Push("client", func(context.Context) error { w.client.Close(); return nil })
-	return w, inner, nil
+	return w, s.inner, nil
 }
 
 // background runs a part until the steps are undone.

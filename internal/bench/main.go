@@ -10,7 +10,8 @@
 // directory a report that is named after the VMM and the accelerator.
 //
 // `bench control` measures the control plane alone, without a virtual machine and without root: `make bench-control`. `bench store`
-// measures the store of checkpoints, alone and between hosts: `make bench-store`. `bench egress` measures what the egress process costs:
+// measures the store of checkpoints, alone and between hosts: `make bench-store`. `bench scale` measures a database with a thousand
+// simulated runners and a million checkpoints: `make bench-scale`. `bench egress` measures what the egress process costs:
 // `make bench-egress`.
 package main
 
@@ -68,6 +69,8 @@ func command(ctx context.Context, arguments []string) error {
 			return controlMain(ctx, arguments[1:], os.Stdout, os.Stderr)
 		case "store":
 			return storeMain(ctx, arguments[1:], os.Stdout, os.Stderr)
+		case "scale":
+			return scaleMain(ctx, arguments[1:], os.Stdout, os.Stderr)
 		case "egress":
 			return egressMain(ctx, arguments[1:], os.Stdout, os.Stderr)
 		case childCommand:

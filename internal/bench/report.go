@@ -109,6 +109,24 @@ func (r *report) show(w io.Writer) error {
 	return p.err
 }
 
+// target is a figure of a report with what it should be.
+type target struct {
+	Figure  string  `json:"figure"`
+	Value   float64 `json:"value"`
+	Aim     float64 `json:"aim"`
+	AtLeast bool    `json:"at_least"` // else at most
+	Met     bool    `json:"met"`
+}
+
+// atMost and atLeast judge a figure. One that is 0 was not measured, and is not met.
+func atMost(figure string, value, aim float64) target {
+	return target{Figure: figure, Value: value, Aim: aim, Met: value > 0 && value <= aim}
+}
+
+func atLeast(figure string, value, aim float64) target {
+	return target{Figure: figure, Value: value, Aim: aim, AtLeast: true, Met: value > 0 && value >= aim}
+}
+
 // printer keeps the first error of writing.
 type printer struct {
 	w   io.Writer
@@ -170,6 +188,36 @@ func (p *printer) aims(list []aim) {
 		rows = append(rows, []string{a.Ratio, fmt.Sprintf("%.4g", a.Value), fmt.Sprintf("%s %.3g", sign, a.Aim), met, a.Of})
 	}
 	p.columns(rows)
+}
+
+// targets is the table of what figures should be.
+func (p *printer) targets(title string, list []target) {
+	p.line("\n%s", title)
+	rows := [][]string{{"", "value", "aim", ""}}
+	for _, t := range list {
+		sign, met := "<=", "met"
+		if t.AtLeast {
+			sign = ">="
+		}
+		if !t.Met {
+			met = "MISSED"
+		}
+		rows = append(rows, []string{t.Figure, number(t.Value), sign + " " + number(t.Aim), met})
+	}
+	p.columns(rows)
+}
+
+// quantiles is a row of a table of times.
+func (q quantiles) row(name string) []string {
+	return []string{name, fmt.Sprint(q.N), number(q.P50), number(q.P99)}
+}
+
+// heading is the start of a report on the control plane.
+func (p *printer) heading(command, postgres string, startedAt time.Time, wallS float64, h host, l load) {
+	p.line("Coppice: %s, %s, %.0f s", command, startedAt.Format("2006-01-02 15:04 UTC"), wallS)
+	p.line("host     %d x %s, %.0f GiB, Linux %s", h.CPUs, h.CPU, h.MemoryGiB, h.Kernel)
+	p.line("database PostgreSQL %s, durable, on a unix socket", postgres)
+	p.line("load     %.2f before, %.2f after: %s\n", l.Before, l.After, l.Note)
 }
 
 func (p *printer) ratios(list []quotient, h host) {

@@ -1,0 +1,365 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+	"sync/atomic"
+	"time"
+
+	"github.com/coppice-dev/coppice/core"
+	coppice "github.com/coppice-dev/coppice/sdk/go"
+)
+
+// singlesTime bounds the forks by one client with one number of runners; the first hundred are made in any case.
+const singlesTime = 90 * time.Second
+
+// measureForks measures fork operations with the runners that there are: by one client, each fork's time, then by several, how many a
+// second. What was grown is terminated, outside of the times.
+func (c *cell) measureForks(ctx context.Context, r *scaleReport) ([]statement, error) {
+	var times samples
+	began := time.Now()
+	for i := range c.cfg.warmups + c.cfg.singles {
+		if len(times) >= min(100, c.cfg.singles) && i > c.cfg.warmups && time.Since(began) > singlesTime {
+			break // the machine is slow or busy; the report has the number
+		}
+		if i == c.cfg.warmups {
+			times = nil
+			if err := c.countStatements(ctx); err != nil {
+				return nil, err
+			}
+		}
+		g, err := c.fork(ctx)
+		if err != nil {
+			return nil, err
+		}
+		times.add(g.took)
+		if err := g.end(ctx); err != nil {
+			return nil, err
+		}
+	}
+	list, err := c.statements(ctx)
+	if err != nil {
+		return nil, err
+	}
+	runners := fmt.Sprint(len(c.runners))
+	r.ForkOpMS[runners] = times.quantiles()
+	if len(c.runners) < c.cfg.clients {
+		return list, nil // the slots of few runners do not last
+	}
+	// Half of the free slots, so that none of the runners is full by chance.
+	most := int64(len(c.runners)*(scaleSlots-workspaceEach)/2 - 1)
+	var begun atomic.Int64
+	made := make([][]grown, c.cfg.clients)
+	meter, err := c.plane.meter()
+	if err != nil {
+		return nil, err
+	}
+	start := time.Now()
+	busy, err := together(c.cfg.clients, func(n int) (samples, error) {
+		var mine samples
+		for time.Since(start) < c.cfg.sustain && begun.Add(1) <= most {
+			g, err := c.fork(ctx)
+			if err != nil {
+				return nil, err
+			}
+			mine.add(g.took)
+			made[n] = append(made[n], g)
+		}
+		return mine, nil
+	})
+	if err != nil {
+		return nil, err
+	}
+	used, err := meter.used()
+	if err != nil {
+		return nil, err
+	}
+	r.ForkOpsPerS = float64(len(busy)) / used.wall.Seconds()
+	r.ForkOpsPerSBy[runners] = r.ForkOpsPerS
+	r.ForkOpBusyMS, r.ForkOpBusyCPU, r.ForkOpBusyDBCPU = busy.quantiles(), used.all()/float64(len(busy)), used.server/float64(len(busy))
+	_, err = together(c.cfg.clients, func(n int) (samples, error) {
+		for _, g := range made[n] {
+			if err := g.end(ctx); err != nil {
+				return nil, err
+			}
+		}
+		return nil, nil
+	})
+	return list, errors.Join(err, c.beats.problem())
+}
+
+// heartbeatLoad is what heartbeats of all runners cost.
+type heartbeatLoad struct {
+	Seconds      float64     `json:"seconds"`
+	Beats        int64       `json:"beats"`
+	Whole        int64       `json:"whole"`             // of which named everything
+	Refused      int64       `json:"not_answered"`      // their runners sent others
+	Problem      string      `json:"problem,omitempty"` // of the first heartbeat of the run that was not answered
+	JoinS        float64     `json:"join_s"`            // until all runners of the last step had named everything, who began at once
+	JoinRefused  int64       `json:"join_not_answered"`
+	IdleDBShare  float64     `json:"idle_db_cpu_share"`     // of one core, while no runner beats
+	ProcessShare float64     `json:"process_cpu_share"`     // of one core: the controllers and the simulated runners
+	BytesPerHour int64       `json:"history_bytes_an_hour"` // of samples of what sandboxes use
+	SampleRows   int64       `json:"sample_rows"`
+	Statements   []statement `json:"statements"` // the most expensive ones
+}
+
+// measureHeartbeats measures what the database does for the heartbeats of all runners, while nothing else is asked of it. What it does
+// for itself and for the controllers' loops is in the figure.
+func (c *cell) measureHeartbeats(ctx context.Context, r *scaleReport) error {
+	if _, err := c.settle(ctx); err != nil {
+		return err
+	}
+	h := &r.Heartbeats
+	if err := c.silent(ctx, func() error {
+		meter, err := c.plane.meter()
+		if err != nil {
+			return err
+		}
+		if err := pass(ctx, c.cfg.beats/6); err != nil {
+			return err
+		}
+		used, err := meter.used()
+		h.IdleDBShare = used.serverShare()
+		return err
+	}); err != nil {
+		return err
+	}
+	if err := pass(ctx, c.cfg.beatEvery*6/5); err != nil { // until they are spread evenly again
+		return err
+	}
+	if err := c.countStatements(ctx); err != nil {
+		return err
+	}
+	samplesBefore, bytesBefore, err := c.usageSamples(ctx)
+	if err != nil {
+		return err
+	}
+	sent, whole, refused := c.beats.sent.Load(), c.beats.whole.Load(), c.beats.refused.Load()
+	meter, err := c.plane.meter()
+	if err != nil {
+		return err
+	}
+	if err := pass(ctx, c.cfg.beats); err != nil {
+		return err
+	}
+	used, err := meter.used()
+	if err != nil {
+		return err
+	}
+	h.Seconds, h.Beats, h.Whole, h.Refused = used.wall.Seconds(), c.beats.sent.Load()-sent, c.beats.whole.Load()-whole, c.beats.refused.Load()-refused
+	h.ProcessShare, r.HeartbeatDBCPUShare = used.selfShare(), used.serverShare()
+	list, err := c.statements(ctx)
+	if err != nil {
+		return err
+	}
+	h.Statements = list[:min(len(list), 10)]
+	samplesAfter, bytesAfter, err := c.usageSamples(ctx)
+	h.SampleRows, h.BytesPerHour = samplesAfter-samplesBefore, int64(float64(bytesAfter-bytesBefore)*3600/h.Seconds)
+	if h.Beats == 0 {
+		err = errors.Join(err, errors.New("no runner beat"))
+	}
+	return errors.Join(err, c.beats.problem())
+}
+
+// usageSamples counts the rows of samples and their bytes.
+func (c *cell) usageSamples(ctx context.Context) (rows, bytes int64, err error) {
+	err = c.db.QueryRow(ctx, `SELECT (SELECT count(*) FROM usage_samples), (SELECT coalesce(sum(pg_total_relation_size(inhrelid)), 0)::bigint FROM pg_inherits WHERE inhparent = 'usage_samples'::regclass)`).Scan(&rows, &bytes)
+	return rows, bytes, err
+}
+
+// churn is what an hour of forks leaves.
+type churn struct {
+	PerSecond     float64     `json:"forks_per_s"` // that the hour stands for
+	Asked         int         `json:"cycles_asked"`
+	Cycles        int         `json:"cycles"`      // a fork, of each fourth a checkpoint, and its end
+	Checkpoints   int         `json:"checkpoints"` // made, and a half of them deleted
+	Seconds       float64     `json:"seconds"`
+	BytesPerCycle float64     `json:"bytes_per_cycle"`
+	Before        []tableSize `json:"before"`
+	After         []tableSize `json:"after"`
+}
+
+// measureChurn makes the rows of an hour of forks as fast as the machine allows. Autovacuum is as shipped, and so comes less often than
+// in an hour: what it leaves is more than it would be.
+func (c *cell) measureChurn(ctx context.Context, r *scaleReport) error {
+	h := &r.Churn
+	h.PerSecond, h.Asked = c.cfg.churnRate, int(c.cfg.churnRate*3600*c.cfg.churnPart)
+	var err error
+	if h.Before, err = c.tableSizes(ctx); err != nil {
+		return err
+	}
+	var begun, cycles, checkpoints atomic.Int64
+	start := time.Now()
+	if _, err := together(c.cfg.clients, func(int) (samples, error) {
+		for time.Since(start) < c.cfg.churnTime {
+			n := begun.Add(1)
+			if n > int64(h.Asked) {
+				return nil, nil
+			}
+			made, err := c.cycle(ctx, n)
+			if err != nil {
+				return nil, err
+			}
+			checkpoints.Add(made)
+			cycles.Add(1)
+		}
+		return nil, nil
+	}); err != nil {
+		return err
+	}
+	h.Seconds, h.Cycles, h.Checkpoints = time.Since(start).Seconds(), int(cycles.Load()), int(checkpoints.Load())
+	if err := c.exec(ctx, "ANALYZE"); err != nil { // what ended a moment ago is counted too
+		return err
+	}
+	if h.After, err = c.tableSizes(ctx); err != nil {
+		return err
+	}
+	var grown int64
+	for _, t := range h.After {
+		grown += t.bytes()
+	}
+	for _, t := range h.Before {
+		grown -= t.bytes()
+	}
+	h.BytesPerCycle = float64(grown) / float64(max(1, h.Cycles))
+	return errors.Join(c.beats.problem(), verify(ctx, c.db, false))
+}
+
+// cycle is the life of one fork.
+func (c *cell) cycle(ctx context.Context, n int64) (checkpoints int64, err error) {
+	g, err := c.fork(ctx)
+	if err != nil {
+		return 0, err
+	}
+	var made coppice.CheckpointID
+	if n%4 == 0 {
+		cp, err := g.client.CreateCheckpoint(ctx, g.workspace, coppice.CreateCheckpointRequest{})
+		if err != nil {
+			return 0, err
+		}
+		made, checkpoints = cp.ID, 1
+	}
+	if err := g.end(ctx); err != nil {
+		return checkpoints, err
+	}
+	if n%8 == 0 {
+		return checkpoints, g.client.DeleteCheckpoint(ctx, made)
+	}
+	return checkpoints, nil
+}
+
+// retentionRound is one round of a policy over a large tree.
+type retentionRound struct {
+	Nodes     int     `json:"nodes"`
+	PlanS     float64 `json:"plan_s"`  // to find out what goes
+	PruneS    float64 `json:"prune_s"` // to find it out again and delete it
+	Deleted   int     `json:"deleted"`
+	Truncated bool    `json:"truncated"` // there is more
+	Problem   string  `json:"problem,omitempty"`
+}
+
+// measureRetention plants a tree and measures a round of a policy over it: the plan, as the policies are looked at every minute, then
+// what it deletes at once.
+func (c *cell) measureRetention(ctx context.Context, r *scaleReport) error {
+	project := len(c.runners) * projectsEach
+	values := c.source.arguments()
+	values["project"], values["token"], values["nodes"] = string(projectID(project)), projectToken(project), c.cfg.searchNodes
+	values["searcher"] = string(numbered[core.WorkspaceID]("ws", int64(project)*livesEach+1))
+	if err := runAll(ctx, c.db, searchSQL, values); err != nil {
+		return err
+	}
+	if err := errors.Join(c.exec(ctx, "VACUUM ANALYZE checkpoints", "CHECKPOINT"), verify(ctx, c.db, false)); err != nil {
+		return err
+	}
+	client, err := c.client(0, projectToken(project))
+	if err != nil {
+		return err
+	}
+	h := &r.Retention
+	h.Nodes = c.cfg.searchNodes
+	policy := coppice.PruneRequest{KeepBest: coppice.KeepBest{Annotation: "score", K: c.cfg.searchNodes / 1000}, KeepPathToRoot: true, DryRun: true}
+	start := time.Now()
+	if _, err = client.PruneCheckpoints(ctx, string(searchRoot), policy); err == nil {
+		h.PlanS = time.Since(start).Seconds()
+		policy.DryRun = false
+		start = time.Now()
+		var done coppice.PruneResult
+		if done, err = client.PruneCheckpoints(ctx, string(searchRoot), policy); err == nil {
+			h.PruneS, h.Deleted, h.Truncated = time.Since(start).Seconds(), len(done.Items), done.Truncated
+			r.Retention1M = h.PlanS + h.PruneS
+		}
+	}
+	if err != nil { // it is the figure
+		h.Problem = fmt.Sprintf("after %.1f s: %v", time.Since(start).Seconds(), err)
+	}
+	return ctx.Err()
+}
+
+// massFence is the loss of all runners at once.
+type massFence struct {
+	Runners    int     `json:"runners"`
+	Workspaces int     `json:"workspaces"`
+	Left       int     `json:"left"` // that live when the time was over
+	MarkedS    float64 `json:"runners_marked_s"`
+}
+
+// measureFence silences all runners for longer than the cluster waits, and measures until no workspace lives. The last stage: nothing
+// lives after it.
+func (c *cell) measureFence(ctx context.Context, r *scaleReport) error {
+	h := &r.Fence
+	h.Runners = len(c.runners)
+	const live = `SELECT count(*) FROM workspaces WHERE ended_at IS NULL`
+	if err := c.db.QueryRow(ctx, live).Scan(&h.Workspaces); err != nil {
+		return err
+	}
+	c.beats.gate.Lock()
+	defer c.beats.gate.Unlock()
+	start := time.Now()
+	if err := c.exec(ctx, `UPDATE runners SET lease_expires_at = now() - interval '1 day'`); err != nil {
+		return err
+	}
+	for {
+		var marked int
+		if err := c.db.QueryRow(ctx, `SELECT count(*), (`+live+`) FROM runners WHERE fenced_at IS NOT NULL`).Scan(&marked, &h.Left); err != nil {
+			return err
+		}
+		took := time.Since(start).Seconds()
+		if marked == h.Runners && h.MarkedS == 0 {
+			h.MarkedS = took
+		}
+		if marked == h.Runners && h.Left == 0 {
+			r.FenceAllS = took
+			return verify(ctx, c.db, false)
+		}
+		if took > c.cfg.fenceTime.Seconds() {
+			return nil // it is the figure
+		}
+		if err := pass(ctx, 250*time.Millisecond); err != nil {
+			return err
+		}
+	}
+}
+
+// measureSizes says how many bytes a checkpoint takes for as long as it is there.
+func (c *cell) measureSizes(ctx context.Context, r *scaleReport) error {
+	list, err := c.tableSizes(ctx)
+	if err != nil {
+		return err
+	}
+	r.Tables = list[:min(len(list), 15)]
+	var nodes int64
+	if err := c.db.QueryRow(ctx, "SELECT count(*) FROM checkpoints").Scan(&nodes); err != nil {
+		return err
+	}
+	var bytes int64
+	for _, t := range list {
+		if slices.Contains([]string{"checkpoints", "checkpoint_copies"}, t.Table) {
+			bytes += t.bytes()
+		}
+	}
+	r.Checkpoints, r.BytesPerCheckpoint = nodes, float64(bytes)/float64(nodes)
+	return c.db.QueryRow(ctx, `SELECT (SELECT count(*) FROM projects), (SELECT count(*) FROM workspaces WHERE ended_at IS NULL)`).Scan(&r.Projects, &r.Workspaces)
+}
