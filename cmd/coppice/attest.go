@@ -58,7 +58,7 @@ proves.`,
 		},
 	}
 	c.Flags().Int64Var(&epoch, "epoch", 0, "print the attestation of this `epoch` instead of the present one")
-	c.Flags().BoolVar(&all, "all", false, "print the attestations of all epochs, one a line")
+	c.Flags().BoolVar(&all, "all", false, "print the attestations of all epochs, one per line")
 	c.MarkFlagsMutuallyExclusive("epoch", "all")
 	return c
 }
@@ -70,7 +70,7 @@ func printAttestation(c *cobra.Command, a *app, client *coppice.Client, id coppi
 	}
 	// An attestation is verified byte by byte, so it is printed as it comes or not at all.
 	if escape(string(b), "") != string(b) {
-		return fmt.Errorf("the server's answer about workspace %s is no attestation: it has unprintable characters", id)
+		return fmt.Errorf("the server's answer about workspace %s is not an attestation: it has unprintable characters", id)
 	}
 	_, err = fmt.Fprintf(a.stdout, "%s\n", b)
 	return err
@@ -80,8 +80,8 @@ func newAuthorityCommand(a *app) *cobra.Command {
 	return &cobra.Command{
 		Use:   "authority",
 		Short: "Print the certificate of the cluster's authority",
-		Long: `Print the certificate of the cluster's authority, in PEM. It is public. "coppice attest verify" needs it. Get it once, in a way that you
-trust, and keep it.`,
+		Long: `Print the certificate of the cluster's authority, in PEM. It is public. "coppice attest verify" needs it. Get it once, over a channel that
+you trust, and keep it.`,
 		Example: "  coppice authority > authority.pem",
 		Args:    cobra.NoArgs,
 		RunE: func(c *cobra.Command, _ []string) error {
@@ -121,8 +121,8 @@ func newAttestVerifyCommand(a *app) *cobra.Command {
 	c := &cobra.Command{
 		Use:   "verify FILE...",
 		Short: "Check attestations without a server",
-		Long: `Check attestations, one a line in each file, with the certificate of the cluster's authority only. No server is needed, and the clock of
-this machine matters only with --max-age. The output names each bad attestation with the reason, and the exit status is 1 if any is bad.
+		Long: `Check attestations, one per line in each file, with only the certificate of the cluster's authority. The check needs no server, and uses the
+clock of this machine only with --max-age. The output names each bad attestation with the reason. The exit status is 1 if any is bad.
 
 A genuine attestation can be about another workspace or epoch. Name yours with --workspace and --epoch.`,
 		Example: "  coppice attest verify demo.attestation --authority authority.pem --workspace ws_06e5bqv7z0f3m8k2h1t9r4w6xc",
@@ -159,7 +159,7 @@ func (c attestCheck) run(a *app, files []string) error {
 	now := time.Now()
 	if c.at != "" {
 		if now, err = time.Parse(time.RFC3339, c.at); err != nil {
-			return usageError{fmt.Errorf("--at: %q is no time such as 2026-11-24T12:00:00Z", core.Clip(c.at))}
+			return usageError{fmt.Errorf("--at: %q is not a time such as 2026-11-24T12:00:00Z", core.Clip(c.at))}
 		}
 	}
 	list := []attested{}
@@ -175,7 +175,7 @@ func (c attestCheck) run(a *app, files []string) error {
 	if err := a.print(list, func(w io.Writer) error { return printAttested(w, list, bad) }); err != nil || bad == 0 {
 		return err
 	}
-	return core.Errorf(core.Unavailable, core.CodeAttestationRefused, "%d of %d attestations are not good", bad, len(list))
+	return core.Errorf(core.Unavailable, core.CodeAttestationRefused, "%d of %d attestations are bad", bad, len(list))
 }
 
 // maxAttestations bounds the lines read of one file.
@@ -207,7 +207,7 @@ func (c attestCheck) file(trust *attest.Authority, now time.Time, name string) [
 	var reason string
 	switch err := lines.Err(); {
 	case errors.Is(err, bufio.ErrTooLong):
-		reason = fmt.Sprintf("it has more than %d bytes; what follows in the file was not read", attest.MaxEnvelope)
+		reason = fmt.Sprintf("it has more than %d bytes; the rest of the file was not read", attest.MaxEnvelope)
 	case err != nil:
 		reason = err.Error()
 	case len(list) == 0:
@@ -241,7 +241,7 @@ func (c attestCheck) judge(p attest.Predicate, now time.Time) error {
 	case c.epoch != 0 && p.Epoch != c.epoch:
 		return bad("it is of epoch %d", p.Epoch)
 	case c.at != "" && p.FinishedAt.After(now):
-		return bad("it was made at %s, after the time that is asked for", p.FinishedAt.Format(time.RFC3339))
+		return bad("it was made at %s, after the requested time", p.FinishedAt.Format(time.RFC3339))
 	case c.maxAge > 0 && now.Sub(p.FinishedAt) > c.maxAge:
 		return bad("it was made at %s, and is older than %s", p.FinishedAt.Format(time.RFC3339), c.maxAge)
 	}

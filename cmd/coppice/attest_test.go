@@ -174,7 +174,7 @@ func TestVerify(t *testing.T) {
 	status(exitFailure, "both:1: BAD: it is of epoch 1", both, "--epoch", "2")
 	status(exitFailure, "both:2: BAD: it was made at", both, "--max-age", "1m")
 	status(exitOK, "2 good", both, "--at", time.Now().Add(time.Minute).UTC().Format(time.RFC3339), "--max-age", "6m")
-	status(exitFailure, "after the time that is asked for", good, "--at", "2020-01-01T00:00:00Z")
+	status(exitFailure, "after the requested time", good, "--at", "2020-01-01T00:00:00Z")
 	status(exitUsage, "--at", good, "--at", "yesterday")
 	status(exitFailure, "has not issued the certificate", other.write("theirs", other.attestation(ws, 1, 0)))
 	status(exitFailure, "the cluster has not countersigned it", n.write("removed", removed))

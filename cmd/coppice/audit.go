@@ -23,9 +23,9 @@ func newAuditCommand(a *app) *cobra.Command {
 	c := &cobra.Command{
 		Use:   "audit",
 		Short: "Show who changed what",
-		Long: `Show who changed what in the key's project, newest first. A key with the scope admin may ask for another project; what operators do to
-runners and projects is in "--project system". There is one record per change of a state; what was accepted has another
-record of the same operation when it has ended.`,
+		Long: `Show who changed what in the key's project, newest first. A key with the scope admin may ask for another project. "--project system" shows
+what operators do to runners and projects. There is one record per change of a state. An accepted request has another record, of the same
+operation, when it has ended.`,
 		Example: "  coppice audit --last 1h --outcome failed\n  coppice audit --object ws_06e5bqv7z0f3m8k2h1t9r4w6xc --json\n  coppice audit check",
 		Args:    cobra.NoArgs,
 		RunE: func(c *cobra.Command, _ []string) error {
@@ -56,8 +56,8 @@ record of the same operation when it has ended.`,
 	fl.StringVar(&f.ObjectID, "object", "", "only changes of the object with this `id`")
 	fl.StringVar(&f.Actor, "actor", "", "only changes by the key or runner with this `id`")
 	fl.StringVar(&f.Action, "action", "", "only this `action`, such as forkCheckpoint")
-	fl.StringVar(&f.RequestID, "request", "", "only what the request with this `id` changed")
-	fl.StringVar(&f.OperationID, "operation", "", "only what the operation with this `id` changed")
+	fl.StringVar(&f.RequestID, "request", "", "only changes by the request with this `id`")
+	fl.StringVar(&f.OperationID, "operation", "", "only changes by the operation with this `id`")
 	fl.StringVar(&outcome, "outcome", "", "only this `outcome`: accepted, succeeded or failed")
 	fl.DurationVar(&last, "last", 0, "only the last `duration`, such as 1h")
 	fl.IntVar(&limit, "limit", 100, "show at most this `number`; 0 shows all")
@@ -71,8 +71,8 @@ func newAuditCheckCommand(a *app) *cobra.Command {
 	c := &cobra.Command{
 		Use:   "check",
 		Short: "Compare the records with their seals",
-		Long: `Compare the records with their seals. Keep the head that it prints elsewhere: as long as a later check finds the chain whole, and that
-head in it, nothing before it was changed. The command fails when the chain is broken.`,
+		Long: `Compare the records with their seals. The command prints the head of the chain: keep it elsewhere. As long as a later check finds the chain
+unbroken and this head in it, nothing before it was changed. The command fails if the chain is broken.`,
 		Args: cobra.NoArgs,
 		RunE: func(c *cobra.Command, _ []string) error {
 			client, err := a.client()
@@ -91,7 +91,7 @@ head in it, nothing before it was changed. The command fails when the chain is b
 				return facts(w, "Intact", fmt.Sprint(got.Intact), "Records", fmt.Sprint(got.Records), "Seals", fmt.Sprint(got.Seals), "Unsealed", fmt.Sprint(got.Unsealed), "Head", got.Head)
 			})
 			if err == nil && !got.Intact {
-				err = core.Errorf(core.DataLoss, core.CodeInternal, "the audit log was tampered with: seal %d does not fit its records", got.BrokenSeal)
+				err = core.Errorf(core.DataLoss, core.CodeInternal, "the audit log was tampered with: seal %d does not match its records", got.BrokenSeal)
 			}
 			return err
 		},
@@ -112,7 +112,7 @@ func auditedProject(ctx context.Context, client *coppice.Client, ref string) (co
 	return p.ID, err
 }
 
-const auditedProjectHelp = `the records of this ` + "`PROJECT`" + `, or "system"; the key's own if not given`
+const auditedProjectHelp = `the records of this ` + "`PROJECT`" + `, or "system" (default: the key's own)`
 
 func printAudit(w io.Writer, list []coppice.AuditRecord) error {
 	if len(list) == 0 {

@@ -17,7 +17,7 @@ func newCkptCommand(a *app) *cobra.Command {
 		Use:     "ckpt",
 		Aliases: []string{"checkpoint"},
 		Short:   "Work with checkpoints: immutable nodes of a tree",
-		Long: `Work with checkpoints: immutable nodes of a tree, each a whole machine with its memory, devices and disk.
+		Long: `Work with checkpoints. A checkpoint is an immutable node of a tree and holds a whole machine: its memory, devices and disk.
 
 CHECKPOINT is a name, an id, or the end of an id.`,
 	}
@@ -36,7 +36,7 @@ func newCkptCreateCommand(a *app) *cobra.Command {
 	var quiet, pinned, sealed bool
 	c := &cobra.Command{
 		Use:     "create WORKSPACE",
-		Short:   "Capture a running workspace, which goes on",
+		Short:   "Capture a running workspace; the workspace goes on",
 		Example: "  coppice ckpt create demo --name before-upgrade",
 		Args:    cobra.ExactArgs(1),
 		RunE: func(c *cobra.Command, args []string) error {
@@ -76,9 +76,9 @@ func newCkptCreateCommand(a *app) *cobra.Command {
 	f := c.Flags()
 	f.StringVar(&name, "name", "", "`name`, unique among checkpoints")
 	f.StringArrayVarP(&labels, "label", "l", nil, "label, `KEY=VALUE`; may be repeated")
-	f.StringArrayVar(&annotations, "annotation", nil, "annotation, `KEY=VALUE` with a JSON value or else a string; may be repeated")
-	f.BoolVar(&pinned, "pin", false, "keep it from being deleted")
-	f.BoolVar(&sealed, "sealed", false, "wait until it is in the store, too")
+	f.StringArrayVar(&annotations, "annotation", nil, "annotation, `KEY=VALUE`; a VALUE that is not JSON is a string; may be repeated")
+	f.BoolVar(&pinned, "pin", false, "protect it from deletion")
+	f.BoolVar(&sealed, "sealed", false, "also wait until it is in the store")
 	f.BoolVarP(&quiet, "quiet", "q", false, "print the id only")
 	return c
 }
@@ -143,9 +143,9 @@ func newCkptListCommand(a *app) *cobra.Command {
 		},
 	}
 	f := c.Flags()
-	f.StringVarP(&of, "workspace", "w", "", "only those taken of this `workspace`")
+	f.StringVarP(&of, "workspace", "w", "", "only checkpoints of this `workspace`")
 	f.StringArrayVarP(&labels, "label", "l", nil, "only with this label, `KEY[=VALUE]`; may be repeated")
-	f.BoolVarP(&everything, "all", "a", false, "also those that failed, were deleted or are being captured")
+	f.BoolVarP(&everything, "all", "a", false, "also failed and deleted checkpoints, and those being captured")
 	f.BoolVarP(&quiet, "quiet", "q", false, "print ids only")
 	return c
 }
@@ -183,7 +183,7 @@ func sealing(cp coppice.Checkpoint) string {
 		return text + ", " + moment(cp.SealedAt)
 	}
 	if cp.Seal != nil && cp.Seal.Problem != nil {
-		text += fmt.Sprintf("; attempt %d; the last that failed: %s (%s)", cp.Seal.Attempt, cp.Seal.Problem.Message, cp.Seal.Problem.Code)
+		text += fmt.Sprintf("; attempt %d; the last failed attempt: %s (%s)", cp.Seal.Attempt, cp.Seal.Problem.Message, cp.Seal.Problem.Code)
 	}
 	return text
 }
@@ -211,7 +211,7 @@ func newCkptShowCommand(a *app) *cobra.Command {
 func printCheckpoint(w io.Writer, cp coppice.Checkpoint) error {
 	failure, class, was := "", "", ""
 	if im := cp.Imported; im != nil {
-		was = fmt.Sprintf("as %s of image %s, by its file, of %s", im.CheckpointID, im.ImageDigest, moment(im.CapturedAt))
+		was = fmt.Sprintf("as %s of image %s, captured %s (according to its file)", im.CheckpointID, im.ImageDigest, moment(im.CapturedAt))
 	}
 	if cp.Failure != nil {
 		failure = cp.Failure.Message + " (" + cp.Failure.Code + ")"
@@ -244,9 +244,9 @@ func newCkptAnnotateCommand(a *app) *cobra.Command {
 	c := &cobra.Command{
 		Use:   "annotate CHECKPOINT KEY=VALUE... [KEY-...]",
 		Short: "Set annotations, or remove them with KEY-",
-		Long: `Set annotations of a checkpoint, or remove them with KEY-. A VALUE that is JSON is taken as such, anything else as a string.
+		Long: `Set annotations of a checkpoint, or remove them with KEY-. A VALUE that is not JSON is a string.
 
-With --version, only if that is still the checkpoint's version.`,
+With --version, the change is made only if that is still the checkpoint's version.`,
 		Example: "  coppice ckpt annotate 9r4w6xcv score=0.75 visits=12",
 		Args:    cobra.MinimumNArgs(2),
 		RunE: func(c *cobra.Command, args []string) error {

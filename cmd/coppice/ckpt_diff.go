@@ -15,9 +15,9 @@ import (
 func newCkptDiffCommand(a *app) *cobra.Command {
 	return &cobra.Command{
 		Use:   "diff FROM TO",
-		Short: "Show what differs between two checkpoints of one tree",
-		Long: `Show what differs between two checkpoints of one tree: files added (A), changed (M) and removed (D), processes started (+) and gone (-),
-and how much memory differs. No machine is started for it. A renamed file is one that went and one that came.`,
+		Short: "Show the differences between two checkpoints of one tree",
+		Long: `Show the differences between two checkpoints of one tree: files added (A), changed (M) and removed (D), processes started (+) and ended (-),
+and how much memory differs. No machine is started for it. A renamed file appears as one removed and one added file.`,
 		Example: "  coppice ckpt diff before-upgrade 9r4w6xcv",
 		Args:    cobra.ExactArgs(2),
 		RunE: func(c *cobra.Command, args []string) error {
@@ -95,10 +95,10 @@ func printDiff(w io.Writer, d coppice.CheckpointDiff) error {
 	}
 	fmt.Fprintln(w, summary)
 	if !d.FilesComplete {
-		fmt.Fprintln(w, "Files may be missing: a guest could not write all to its disk before it was captured.")
+		fmt.Fprintln(w, "Files may be missing: a guest could not write everything to its disk before its capture.")
 	}
 	if d.Unreadable > 0 {
-		fmt.Fprintf(w, "%d files are damaged on a guest's disk: left out, or counted as changed.\n", d.Unreadable)
+		fmt.Fprintf(w, "%d files are damaged on a guest's disk. They are left out, or counted as changed.\n", d.Unreadable)
 	}
 	if d.Processes != nil && !d.Processes.Complete {
 		fmt.Fprintln(w, "Processes may be missing: a guest named only some of them, or none.")

@@ -21,14 +21,15 @@ func newCkptExportCommand(a *app) *cobra.Command {
 	c := &cobra.Command{
 		Use:   "export CHECKPOINT",
 		Short: "Write a sealed checkpoint to one file",
-		Long: `Write a sealed checkpoint to one file, which another cluster can import: with its memory, its disk and its image, and whatever secrets they hold.
+		Long: `Write a sealed checkpoint to one file, which another cluster can import. The file has its memory, its disk and its image, with any secrets
+in them.
 
-The file is there when it is whole. With "-o -" it goes to standard output.`,
+The file appears only when it is complete. With "-o -" it goes to standard output.`,
 		Example: "  coppice ckpt export before-upgrade -o before.ckpt\n  coppice ckpt export before-upgrade -o - | ssh other coppice ckpt import -",
 		Args:    cobra.ExactArgs(1),
 		RunE: func(c *cobra.Command, args []string) error {
 			if _, ok := terminal(a.stdout); ok && to == "-" {
-				return usageError{errors.New("a checkpoint is not for a terminal: send standard output elsewhere")}
+				return usageError{errors.New("a checkpoint cannot be written to a terminal: redirect standard output")}
 			}
 			client, err := a.client()
 			if err != nil {
@@ -112,11 +113,13 @@ func newCkptImportCommand(a *app) *cobra.Command {
 	var quiet bool
 	c := &cobra.Command{
 		Use:   "import FILE",
-		Short: "Make a checkpoint of a file that was exported",
-		Long: `Make a checkpoint of a file that was exported, here or elsewhere; - is standard input. The file is verified as it is sent, and nothing is imported that
-is not whole. The checkpoint can be forked on hosts like the one that it was taken on; network mode and environment are not in the file.
+		Short: "Make a checkpoint from an exported file",
+		Long: `Make a checkpoint from a file that was exported, here or elsewhere; - is standard input. The server verifies the file while it is sent, and
+imports only complete files. The checkpoint can be forked on hosts of the class of its original host. The file does not have the network mode
+and the environment.
 
-It takes the scope checkpoint:import, which a key has only when it is named: what is in the file is loaded into a VMM. Import what you trust.`,
+The command needs the scope checkpoint:import, which a key has only if it was named, because a VMM loads the content of the file. Import only
+files that you trust.`,
 		Example: "  coppice ckpt import before.ckpt --name before-upgrade",
 		Args:    cobra.ExactArgs(1),
 		RunE: func(c *cobra.Command, args []string) error {
@@ -161,7 +164,7 @@ func printImported(w io.Writer, cp coppice.Checkpoint) error {
 	if r := cp.RunnerClass; r != nil {
 		class = strings.Join([]string{r.Arch, r.Accelerator, r.CPUModel, r.VMM + " " + r.VMMVersion, r.MachineType}, ", ")
 	}
-	return facts(w, "id", cp.ID, "name", cp.Name, "was, by its file", was, "image", cp.Image.Digest,
+	return facts(w, "id", cp.ID, "name", cp.Name, "original id (according to its file)", was, "image", cp.Image.Digest,
 		"resources", fmt.Sprintf("%d vCPU, %d MiB memory, %d GiB disk", cp.Resources.VCPUs, cp.Resources.MemoryMiB, cp.Resources.DiskGiB),
 		"needs", class, "stored", size(cp.StoredBytes))
 }

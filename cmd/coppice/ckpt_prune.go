@@ -12,9 +12,9 @@ import (
 )
 
 func newCkptPinCommand(a *app, pinned bool) *cobra.Command {
-	use, short, done := "pin CHECKPOINT...", "Keep checkpoints from being deleted", "pinned"
+	use, short, done := "pin CHECKPOINT...", "Protect checkpoints from deletion", "pinned"
 	if !pinned {
-		use, short, done = "unpin CHECKPOINT...", "Let checkpoints be deleted again", "not pinned"
+		use, short, done = "unpin CHECKPOINT...", "End the protection of checkpoints from deletion", "not pinned"
 	}
 	return &cobra.Command{
 		Use:   use,
@@ -52,10 +52,9 @@ func newCkptRemoveCommand(a *app) *cobra.Command {
 	var cascade, dryRun bool
 	c := &cobra.Command{
 		Use:   "rm CHECKPOINT...",
-		Short: "Delete checkpoints; what grew from them lives on",
-		Long: `Delete checkpoints; what grew from them lives on. With --cascade, all that grew from them goes too: together, or nothing of it when one
-is pinned or in use.`,
-		Args: cobra.MinimumNArgs(1),
+		Short: "Delete checkpoints; their descendants stay",
+		Long:  `Delete checkpoints; their descendants stay. With --cascade, delete their descendants too: all together, or none if one is pinned or in use.`,
+		Args:  cobra.MinimumNArgs(1),
 		RunE: func(c *cobra.Command, args []string) error {
 			client, err := a.client()
 			if err != nil {
@@ -107,8 +106,8 @@ is pinned or in use.`,
 			return failed
 		},
 	}
-	c.Flags().BoolVar(&cascade, "cascade", false, "also what grew from them")
-	c.Flags().BoolVar(&dryRun, "dry-run", false, "only say what would go")
+	c.Flags().BoolVar(&cascade, "cascade", false, "also delete their descendants")
+	c.Flags().BoolVar(&dryRun, "dry-run", false, "only print what would be deleted")
 	return c
 }
 
@@ -123,10 +122,10 @@ type policyFlags struct {
 
 func (p *policyFlags) add(c *cobra.Command) {
 	f := c.Flags()
-	f.IntVar(&p.best, "keep-best", 0, "keep `how-many` with the highest scores")
+	f.IntVar(&p.best, "keep-best", 0, "keep this many (`how-many`) with the highest scores")
 	f.StringVar(&p.score, "score", "score", "the `annotation` that holds the score")
-	f.BoolVar(&p.path, "keep-path", false, "keep the ancestors of what is kept")
-	f.DurationVar(&p.age, "max-age", 0, "delete what is older than this `duration`")
+	f.BoolVar(&p.path, "keep-path", false, "also keep the ancestors of every kept checkpoint")
+	f.DurationVar(&p.age, "max-age", 0, "delete checkpoints older than this `duration`")
 	f.StringVar(&p.maxBytes, "max-bytes", "", "delete the worst until the rest fits into this `size`, such as 500M or 20G")
 }
 
@@ -152,11 +151,11 @@ func newCkptPruneCommand(a *app) *cobra.Command {
 	var dryRun bool
 	c := &cobra.Command{
 		Use:   "prune CHECKPOINT",
-		Short: "Delete what a policy does not keep of a checkpoint and what grew from it",
-		Long: `Delete what a policy does not keep of a checkpoint and what grew from it.
+		Short: "Delete what a policy does not keep of a checkpoint and its descendants",
+		Long: `Delete what a policy does not keep of a checkpoint and its descendants.
 
-What is pinned, in use, or the source of a living workspace is always kept. --keep-best and --keep-path keep more; --max-age and
---max-bytes choose among the rest. Without these two, all of the rest goes.`,
+Pinned checkpoints, checkpoints in use and the sources of living workspaces are always kept. --keep-best and --keep-path keep more; --max-age
+and --max-bytes choose among the rest. Without these two, all of the rest is deleted.`,
 		Example: "  coppice ckpt prune 9r4w6xcv --keep-best 10 --keep-path --dry-run\n  coppice ckpt prune 9r4w6xcv --max-age 24h --max-bytes 20G",
 		Args:    cobra.ExactArgs(1),
 		RunE: func(c *cobra.Command, args []string) error {
@@ -184,7 +183,7 @@ What is pinned, in use, or the source of a living workspace is always kept. --ke
 		},
 	}
 	flags.add(c)
-	c.Flags().BoolVar(&dryRun, "dry-run", false, "only say what would go")
+	c.Flags().BoolVar(&dryRun, "dry-run", false, "only print what would be deleted")
 	return c
 }
 
@@ -208,7 +207,7 @@ func printPrune(w io.Writer, res coppice.PruneResult) error {
 	}
 	_, err := fmt.Fprintf(w, "%d %s, %s; %d stay, %s\n", len(rows)-left, would, size(res.Bytes), res.Kept+left, size(res.KeptBytes))
 	if err == nil && res.OverBudget {
-		_, err = fmt.Fprintln(w, "What has to stay is more than --max-bytes.")
+		_, err = fmt.Fprintln(w, "The checkpoints that must stay exceed --max-bytes.")
 	}
 	if err == nil && res.Truncated {
 		_, err = fmt.Fprintln(w, "There is more to delete: repeat the command.")
@@ -221,9 +220,9 @@ func newCkptRetainCommand(a *app) *cobra.Command {
 	var remove, show bool
 	c := &cobra.Command{
 		Use:   "retain CHECKPOINT",
-		Short: "Store a policy for a checkpoint and what grew from it, which is carried out every minute",
-		Long: `Store a policy for a checkpoint and what grew from it, which is carried out every minute or so, as coppice ckpt prune does it once. With
---show, show the stored one; with --remove, remove it.`,
+		Short: "Store a policy for a checkpoint and its descendants; the server applies it every minute",
+		Long: `Store a policy for a checkpoint and its descendants. The server applies it about every minute; "coppice ckpt prune" applies a policy once.
+With --show, show the stored policy; with --remove, remove it.`,
 		Example: "  coppice ckpt retain 9r4w6xcv --keep-best 50 --keep-path --max-age 24h",
 		Args:    cobra.ExactArgs(1),
 		RunE: func(c *cobra.Command, args []string) error {

@@ -18,11 +18,11 @@ func newCkptTreeCommand(a *app) *cobra.Command {
 	var depth int
 	c := &cobra.Command{
 		Use:   "tree [CHECKPOINT|WORKSPACE]",
-		Short: "Draw the tree of checkpoints and the live workspaces that hang off it",
+		Short: "Draw the tree of checkpoints and their live workspaces",
 		Long: `Draw the tree below a checkpoint; for a workspace, the whole tree that it belongs to; without an argument, every tree.
 
-Numbers among the annotations (score, visits, ...) are shown with their node, and with !N outside how much it may have changed
-outside since its parent: see coppice ckpt effects.`,
+Each node shows the numbers among its annotations (score, visits, ...). "!N outside" is the number of requests since its parent that may have
+changed something outside: see coppice ckpt effects.`,
 		Args: cobra.MaximumNArgs(1),
 		RunE: func(c *cobra.Command, args []string) error {
 			client, err := a.client()

@@ -17,7 +17,7 @@ type connection struct {
 }
 
 // errNoServer says how to get one.
-var errNoServer = errors.New("no server is named: start one with `coppice dev`, or set --server and --token (COPPICE_SERVER, and COPPICE_TOKEN or COPPICE_TOKEN_FILE)")
+var errNoServer = errors.New("no server is configured: start one with `coppice dev`, or set --server and --token (COPPICE_SERVER, and COPPICE_TOKEN or COPPICE_TOKEN_FILE)")
 
 // connection joins the flags, the environment and the connection file, the first that speaks winning. A key from the
 // file goes only to the server of the file.

@@ -31,19 +31,19 @@ func newDevCommand(a *app) *cobra.Command {
 		Long: `Run everything on this machine, in one command: a private PostgreSQL, the controller with its REST API on a loopback address, and
 a runner. It needs root, for network namespaces and for a user id per VM, but no KVM.
 
-VMs run on cloud-hypervisor where it is installed ('make setup-kvm', or its path in COPPICE_CLOUD_HYPERVISOR) and really boots a guest under KVM,
-else on QEMU (COPPICE_QEMU), with KVM where a guest boots under that. What was chosen, and why, is printed.
+VMs run on cloud-hypervisor if it is installed ('make setup-kvm', or its path in COPPICE_CLOUD_HYPERVISOR) and really boots a guest under KVM.
+Otherwise they run on QEMU (COPPICE_QEMU), with KVM if a guest boots under it. The command prints its choice and the reason.
 
-Ctrl-C stops the VMs. Checkpoints, images and the database stay in the data directory, and the next start shows them.`,
+Ctrl-C stops the VMs. Checkpoints, images and the database stay in the data directory for the next start.`,
 		Args: cobra.NoArgs,
 	}
 	f := c.Flags()
-	f.StringVar(&cfg.DataDir, "data-dir", firstOf(a.getenv("COPPICE_DATA_DIR"), defaultDataDir), "`directory` for everything that is kept")
+	f.StringVar(&cfg.DataDir, "data-dir", firstOf(a.getenv("COPPICE_DATA_DIR"), defaultDataDir), "`directory` for all data")
 	f.StringVar(&cfg.ImagesDir, "images-dir", a.getenv("COPPICE_IMAGES_DIR"), "image store `directory` (default: images in the data directory)")
 	f.StringVar(&cfg.Listen, "listen", "127.0.0.1:7070", "`address` of the API; port 0 picks a free one")
-	f.StringVar(&budget, "disk-budget", "32G", "most that checkpoints may take where a volume of their own is made, as `size` with K, M, G or T")
-	f.IntVar(&cfg.MaxSandboxes, "max-sandboxes", 64, "most VMs at a time, warm ones included")
-	f.IntVar(&cfg.Warm, "warm", 4, "VMMs kept ready per base that was forked lately; 0 for none")
+	f.StringVar(&budget, "disk-budget", "32G", "size of the volume for checkpoints, if the program makes one, as `size` with K, M, G or T")
+	f.IntVar(&cfg.MaxSandboxes, "max-sandboxes", 64, "maximum number of VMs, including warm ones")
+	f.IntVar(&cfg.Warm, "warm", 4, "number of VMMs kept ready per recently forked base; 0 for none")
 	vmmFlags(f, &cfg.HostConfig)
 	a.storeFlags(f, &cfg.Store)
 	a.secretFlags(f, &cfg.Secrets, true)
@@ -94,7 +94,7 @@ func greet(w io.Writer, cfg devstack.Config, r devstack.Ready) error {
   volume   %s
   VMs      %s
 %s
-Try, in another terminal as the same user:
+Try this in another terminal, as the same user:
   coppice image build              once
   coppice ws create --name demo
   coppice ws exec demo -- uname -a
@@ -113,8 +113,8 @@ func (a *app) hostConfig() daemon.HostConfig {
 }
 
 func vmmFlags(f *pflag.FlagSet, cfg *daemon.HostConfig) {
-	f.StringVar(&cfg.VMM, "vmm", cfg.VMM, "qemu, cloud-hypervisor, or auto: cloud-hypervisor where a guest really boots under it (COPPICE_VMM)")
-	f.StringVar(&cfg.Accelerator, "accel", cfg.Accelerator, "tcg, kvm, or auto: kvm where a guest really boots under it (COPPICE_ACCEL)")
+	f.StringVar(&cfg.VMM, "vmm", cfg.VMM, "qemu, cloud-hypervisor, or auto: cloud-hypervisor if a guest really boots under it (COPPICE_VMM)")
+	f.StringVar(&cfg.Accelerator, "accel", cfg.Accelerator, "tcg, kvm, or auto: kvm if a guest really boots under it (COPPICE_ACCEL)")
 }
 
 // parseSize reads a number of bytes with an optional binary unit.
@@ -146,9 +146,9 @@ func newLogger(w io.Writer, level string) (*slog.Logger, error) {
 // storeFlags are those of every server. The credentials come from files or the environment, never from the command line.
 func (a *app) storeFlags(f *pflag.FlagSet, cfg *daemon.StoreConfig) {
 	cfg.AccessKey, cfg.SecretKey = a.getenv("COPPICE_STORE_ACCESS_KEY"), a.getenv("COPPICE_STORE_SECRET_KEY")
-	f.StringVar(&cfg.URL, "store", a.getenv("COPPICE_STORE"), "where checkpoints are made durable, the same for all servers of a cluster: dir:/path or s3://bucket/prefix?endpoint=https://host&region=name, as a `URL` (default: nowhere but on their host)")
+	f.StringVar(&cfg.URL, "store", a.getenv("COPPICE_STORE"), "`URL` of the store that makes checkpoints durable, the same for all servers of a cluster: dir:/path or s3://bucket/prefix?endpoint=https://host&region=name (default: none; checkpoints stay on their host)")
 	f.StringVar(&cfg.AccessKeyFile, "store-access-key-file", a.getenv("COPPICE_STORE_ACCESS_KEY_FILE"), "`file` with the store's access key, instead of COPPICE_STORE_ACCESS_KEY")
-	f.StringVar(&cfg.SecretKeyFile, "store-secret-key-file", a.getenv("COPPICE_STORE_SECRET_KEY_FILE"), "`file` with its secret key, instead of COPPICE_STORE_SECRET_KEY; both are read again when the store refuses them")
+	f.StringVar(&cfg.SecretKeyFile, "store-secret-key-file", a.getenv("COPPICE_STORE_SECRET_KEY_FILE"), "`file` with the store's secret key, instead of COPPICE_STORE_SECRET_KEY; both files are read again when the store refuses the keys")
 }
 
 // secretFlags are those of servers that have a controller.
@@ -158,27 +158,27 @@ func (a *app) secretFlags(f *pflag.FlagSet, cfg *daemon.SecretsConfig, env bool)
 		return value, value != ""
 	}
 	v := &cfg.Vault
-	f.StringVar(&v.Address, "vault-addr", "", "`URL` of a HashiCorp Vault, https://host:port, that grants may name secrets in (vault://mount/path#field)")
-	f.StringVar(&v.CAFile, "vault-ca-file", "", "`file` with its authorities, in PEM (default: the system's)")
-	f.StringVar(&v.Namespace, "vault-namespace", "", "`namespace` in it")
-	f.StringVar(&v.Prefix, "vault-prefix", "secret/coppice/{project}/", "what the secrets of a project are below, as a `path` with {project} for the project's id; it reads no others")
-	f.StringVar(&v.TokenFile, "vault-token-file", "", "`file` with the controller's token there, read again each time; or")
-	f.StringVar(&v.RoleIDFile, "vault-role-id-file", "", "`file` with its AppRole's role id, with")
-	f.StringVar(&v.SecretIDFile, "vault-secret-id-file", "", "`file` with the secret id; or")
-	f.StringVar(&v.KubernetesRole, "vault-kubernetes-role", "", "`role` of its Kubernetes login, with")
-	f.StringVar(&v.KubernetesTokenFile, "vault-kubernetes-token-file", "", "`file` with the service account's token (default: where Kubernetes puts it)")
-	f.StringVar(&v.AuthMount, "vault-auth-mount", "", "`path` where the login is mounted (default: approle or kubernetes)")
-	f.BoolVar(&cfg.Env, "secret-env", env, "let grants of every project name variables of this process that begin with COPPICE_SECRET_ (env://COPPICE_SECRET_NAME): for development")
+	f.StringVar(&v.Address, "vault-addr", "", "`URL` of a HashiCorp Vault, https://host:port; grants may name secrets in it (vault://mount/path#field)")
+	f.StringVar(&v.CAFile, "vault-ca-file", "", "`file` with the certificate authorities of the Vault, in PEM (default: the system's)")
+	f.StringVar(&v.Namespace, "vault-namespace", "", "`namespace` in the Vault")
+	f.StringVar(&v.Prefix, "vault-prefix", "secret/coppice/{project}/", "`path` above the secrets of a project, with {project} for the project's id; the controller reads no others")
+	f.StringVar(&v.TokenFile, "vault-token-file", "", "log in to the Vault with the token in this `file`, which is read again each time")
+	f.StringVar(&v.RoleIDFile, "vault-role-id-file", "", "log in to the Vault by AppRole with the role id in this `file`; needs --vault-secret-id-file")
+	f.StringVar(&v.SecretIDFile, "vault-secret-id-file", "", "`file` with the secret id for --vault-role-id-file")
+	f.StringVar(&v.KubernetesRole, "vault-kubernetes-role", "", "log in to the Vault by Kubernetes with this `role`")
+	f.StringVar(&v.KubernetesTokenFile, "vault-kubernetes-token-file", "", "`file` with the service account's token for --vault-kubernetes-role (default: where Kubernetes puts it)")
+	f.StringVar(&v.AuthMount, "vault-auth-mount", "", "`path` at which the Vault has the login mounted (default: approle or kubernetes)")
+	f.BoolVar(&cfg.Env, "secret-env", env, "for development: let grants of every project use variables of this process that begin with COPPICE_SECRET_ (env://COPPICE_SECRET_NAME)")
 }
 
 // hostStoreFlags are those of servers that have a runner. What it returns reads them.
 func hostStoreFlags(f *pflag.FlagSet, cfg *daemon.StoreConfig) func() error {
 	var bandwidth, cache, copies, floor, fetch string
-	f.StringVar(&bandwidth, "store-bandwidth", "", "most that is sent to the store a second, as `size` with K, M, G or T (default: no bound)")
-	f.StringVar(&cache, "cache-size", "10G", "most that is kept on this host of what was read from the store or sent to it, as `size` with K, M, G or T; 0 for nothing")
-	f.StringVar(&copies, "copies-size", "", "most that checkpoints may take that were fetched from the store and can be fetched again, as `size` with K, M, G or T (default: half of the disk)")
-	f.StringVar(&floor, "disk-floor", "", "free space of the runner's disk that no fetch of a checkpoint takes, as `size` with K, M, G or T (default: a sixteenth of the disk, at most 4G)")
-	f.StringVar(&fetch, "fetch", "lazy", "how a checkpoint comes from the store: lazy, so that its VMs run before all of their memory is here, or whole")
+	f.StringVar(&bandwidth, "store-bandwidth", "", "maximum upload to the store per second, as `size` with K, M, G or T (default: no limit)")
+	f.StringVar(&cache, "cache-size", "10G", "maximum size of this host's cache of the store, as `size` with K, M, G or T; 0 for no cache")
+	f.StringVar(&copies, "copies-size", "", "maximum disk space for checkpoints that were fetched from the store, as `size` with K, M, G or T (default: half of the disk)")
+	f.StringVar(&floor, "disk-floor", "", "free disk space that fetches of checkpoints never use, as `size` with K, M, G or T (default: a sixteenth of the disk, at most 4G)")
+	f.StringVar(&fetch, "fetch", "lazy", "how to fetch a checkpoint from the store: lazy (its VMs run before all of their memory has arrived) or whole")
 	return func() (err error) {
 		if fetch != "lazy" && fetch != "whole" {
 			return usageError{fmt.Errorf("--fetch: %q is neither lazy nor whole", fetch)}
@@ -204,10 +204,10 @@ func hostStoreFlags(f *pflag.FlagSet, cfg *daemon.StoreConfig) func() error {
 func egressFlags(f *pflag.FlagSet, cfg *daemon.EgressOptions) func() error {
 	var mode string
 	var private []string
-	f.StringVar(&mode, "egress", "on", "on: what the rules of a workspace allow leaves its sandboxes, through an egress process of this host; or off: nothing does")
-	f.StringArrayVar(&private, "egress-allow-private", nil, "`network` in CIDR form that sandboxes may reach although it is not public, where their rules name what is there; may be repeated")
-	f.StringVar(&cfg.CAFile, "egress-ca-file", "", "PEM `file` with authorities of hosts that secrets are granted for, besides those that this host trusts")
-	f.StringVar(&cfg.Resolver, "egress-resolver", "", "`address` of the name server that is asked for names outside, host:port (default: as this host does)")
+	f.StringVar(&mode, "egress", "on", "on: sandboxes may send what the rules of their workspace allow, through an egress process of this host; off: they may send nothing")
+	f.StringArrayVar(&private, "egress-allow-private", nil, "`network` in CIDR form that is not public; sandboxes may reach its hosts if their rules name them; may be repeated")
+	f.StringVar(&cfg.CAFile, "egress-ca-file", "", "PEM `file` with further certificate authorities to trust for the hosts of grants")
+	f.StringVar(&cfg.Resolver, "egress-resolver", "", "`address` of the name server for names outside, host:port (default: that of this host)")
 	return func() error {
 		if mode != "on" && mode != "off" {
 			return usageError{fmt.Errorf("--egress: %q is neither on nor off", mode)}
@@ -228,8 +228,8 @@ func egressFlags(f *pflag.FlagSet, cfg *daemon.EgressOptions) func() error {
 func forwardFlags(f *pflag.FlagSet, cfg *hostport.Allowed) func() error {
 	var addresses []string
 	var ports string
-	f.StringArrayVar(&addresses, "forward-address", nil, "`IP` address of this host that tenants may forward ports from; may be repeated, and requests without an address get the first one (default: 127.0.0.1 and ::1)")
-	f.StringVar(&ports, "forward-ports", "", "range of `ports` that tenants may forward, FIRST-LAST from 1024 up; narrow it on a host that has other services (default: from 1024 up to the ports of outgoing connections, usually 1024-32767)")
+	f.StringArrayVar(&addresses, "forward-address", nil, "`IP` address of this host on which tenants may forward ports; may be repeated; a request without an address gets the first one (default: 127.0.0.1 and ::1)")
+	f.StringVar(&ports, "forward-ports", "", "range of `ports` that tenants may use for forwarding, FIRST-LAST from 1024 up; narrow it on a host with other services (default: from 1024 up to the ports of outgoing connections, usually 1024-32767)")
 	return func() (err error) {
 		if *cfg, err = hostport.Parse(addresses, ports); err != nil {
 			return usageError{fmt.Errorf("--forward-address, --forward-ports: %w", err)}

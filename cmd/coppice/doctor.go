@@ -19,12 +19,12 @@ func newDoctorCommand(a *app) *cobra.Command {
 	var dataDir string
 	c := &cobra.Command{
 		Use:   "doctor",
-		Short: "Find out what this host can do, by trying it",
-		Long: `Find out what this host can do, by trying it, with a cure for what it cannot.
+		Short: "Check what this host can do, by trying it",
+		Long: `Check what this host can do, by trying it. Each failed check says how to fix the host.
 
-The exit status is 0 if coppice dev can run here, if need be without KVM, and 1 if not.
-It looks at the programs that COPPICE_QEMU and COPPICE_CLOUD_HYPERVISOR name, and says which VMM would be chosen, and why.
-Everything that a check makes is gone when it ends. Most checks need root.`,
+The exit status is 0 if coppice dev can run here, with or without KVM, and 1 if not.
+The command looks at the programs that COPPICE_QEMU and COPPICE_CLOUD_HYPERVISOR name. It says which VMM a runner would choose, and why.
+A check leaves nothing behind. Most checks need root.`,
 		Args: cobra.NoArgs,
 		RunE: func(c *cobra.Command, _ []string) error {
 			cfg := a.vmmChecks()
@@ -79,7 +79,7 @@ func printReport(w io.Writer, report hostcheck.Report) error {
 	}
 	verdict := "coppice dev can run on this host."
 	if !report.OK {
-		verdict = "coppice dev cannot run on this host yet: see the lines that begin with fail."
+		verdict = "coppice dev cannot run on this host yet: see the lines that begin with \"fail\"."
 	}
 	_, err := fmt.Fprintf(w, "\n%s\n", verdict)
 	return err

@@ -10,11 +10,12 @@ import (
 func newEgressCommand(a *app) *cobra.Command {
 	return &cobra.Command{
 		Use:   "egress",
-		Short: "Carry what a host's sandboxes send out, as far as they may; a runner starts it",
-		Long: `Carry what a host's sandboxes send out, as far as they may. A runner starts this process and tells it on its standard input what to do; it goes on
-when the runner ends. It has no port: its runner reaches it by a socket file, and sandboxes by sockets in their own networks.
+		Short: "Proxy the outgoing traffic of a host's sandboxes; a runner starts this command",
+		Long: `Proxy the outgoing traffic of a host's sandboxes, as far as their rules allow it. A runner starts this process and configures it over its
+standard input. The process goes on when the runner ends. It has no port: its runner reaches it by a socket file, and sandboxes reach it by
+sockets in their own networks.
 
-It gives up root before it serves, and keeps what sandboxes sent in the runner's data directory until the controller has it.`,
+The process gives up root before it serves. It keeps the records of flows in the runner's data directory until the controller has them.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			log, err := newLogger(a.stderr, "info")

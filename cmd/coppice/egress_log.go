@@ -17,13 +17,13 @@ func newWSEgressCommand(a *app) *cobra.Command {
 	var limit int
 	c := &cobra.Command{
 		Use:   "egress WORKSPACE",
-		Short: "Show what a workspace sent out, or tried to",
-		Long: `Show what a workspace sent out through the egress proxy, or tried to, newest first. Of TLS and of other protocols no more is seen than whereto.
-Of what was denied nothing was sent. What was cut had begun and was ended by the proxy: what had been sent until then was sent.
-When many flows are denied within a minute, most share a row: TIMES is their number, TIME that of the first one.
-A workspace that has sent so much that it has reached its bound of rows has further flows in counts by minute or day and host, shown as (counted).
+		Short: "Show what a workspace sent or tried to send",
+		Long: `Show what a workspace sent or tried to send through the egress proxy, newest first. For TLS and other protocols only the destination is
+recorded. Nothing was sent of a denied flow. A cut flow had begun, and the proxy ended it: what was sent until then was sent. When many flows
+are denied within a minute, most share a row: TIMES is their number, TIME is the time of the first one. When a workspace has reached its bound
+of rows, its further flows are counted by minute or day and host, shown as (counted).
 
-What it may reach is shown by: coppice ws network WORKSPACE`,
+To show what the workspace may reach, use: coppice ws network WORKSPACE`,
 		Example: "  coppice ws egress demo\n  coppice ws egress demo --denied --limit 0 --json",
 		Args:    cobra.ExactArgs(1),
 		RunE: func(c *cobra.Command, args []string) error {
@@ -59,8 +59,8 @@ What it may reach is shown by: coppice ws network WORKSPACE`,
 		},
 	}
 	fl := c.Flags()
-	fl.BoolVar(&denied, "denied", false, "only what was denied")
-	fl.StringVar(&f.Host, "host", "", "only this `host`")
+	fl.BoolVar(&denied, "denied", false, "only denied flows")
+	fl.StringVar(&f.Host, "host", "", "only flows to this `host`")
 	fl.IntVar(&limit, "limit", 100, "show at most this `number`; 0 shows all")
 	return c
 }
@@ -68,11 +68,11 @@ What it may reach is shown by: coppice ws network WORKSPACE`,
 func newCkptEffectsCommand(a *app) *cobra.Command {
 	return &cobra.Command{
 		Use:   "effects CHECKPOINT",
-		Short: "Show what may have been changed outside on the way to a checkpoint",
-		Long: `Show what may have been changed outside on the way from the root to a checkpoint, in the order in which it happened: requests other than
-GET, HEAD and OPTIONS, and connections of which no request is seen. To grow from the parent of the node that is shown again does it again.
-Beyond a bound of rows, flows are counted by minute or day and host, shown as (counted): TIMES is their number, TIME that of the first one. A count
-whose flows began on both sides of a node's instant is shown for both sides.`,
+		Short: "Show what may have changed outside on the path to a checkpoint",
+		Long: `Show what may have changed outside on the path from the root to a checkpoint, in the order of events: requests other than GET, HEAD and
+OPTIONS, and connections whose requests are not visible. Each row has a node; a new fork of that node's parent does the same again. Beyond a
+bound of rows, flows are counted by minute or day and host, shown as (counted): TIMES is their number, TIME is the time of the first one. If
+the flows of a count began on both sides of a node's instant, both sides show it.`,
 		Args: cobra.ExactArgs(1),
 		RunE: func(c *cobra.Command, args []string) error {
 			client, err := a.client()
@@ -101,19 +101,19 @@ func printFlows(w io.Writer, list []coppice.Flow) error {
 	for i, f := range list {
 		rows[i] = append([]string{moment(f.At), string(f.Outcome), strconv.FormatInt(max(f.Count, 1), 10)}, append(flowWords(f), visible(dash(cmp.Or(f.Reason, f.Rule))))...)
 	}
-	return table(w, "TIME OUTCOME TIMES WHERETO REQUEST STATUS SENT RECEIVED WHY", rows)
+	return table(w, "TIME OUTCOME TIMES DESTINATION REQUEST STATUS SENT RECEIVED REASON", rows)
 }
 
 func printEffects(w io.Writer, list []coppice.Effect) error {
 	if len(list) == 0 {
-		_, err := fmt.Fprintln(w, "None: what leads to this checkpoint only read, or sent nothing out.")
+		_, err := fmt.Fprintln(w, "None: on the path to this checkpoint, workspaces only read, or sent nothing.")
 		return err
 	}
 	rows := make([][]string, len(list))
 	for i, e := range list {
 		rows[i] = append([]string{short(e.CheckpointID), moment(e.Flow.At), string(e.Flow.Outcome), strconv.FormatInt(max(e.Flow.Count, 1), 10)}, flowWords(e.Flow)...)
 	}
-	return table(w, "NODE TIME OUTCOME TIMES WHERETO REQUEST STATUS SENT RECEIVED", rows)
+	return table(w, "NODE TIME OUTCOME TIMES DESTINATION REQUEST STATUS SENT RECEIVED", rows)
 }
 
 // flowWords are whereto, what was asked for, the status and the bytes.

@@ -16,9 +16,9 @@ func newEventsCommand(a *app) *cobra.Command {
 	var in string
 	c := &cobra.Command{
 		Use:   "events",
-		Short: "Show what happens: changes of state and ends of operations",
-		Long: `Show what happened in the project: every change of state of a workspace or a checkpoint and every end of an operation. It begins with the
-oldest event that is kept, or with --follow now, and goes on across a restart of the server. With --json, one object per line.`,
+		Short: "Show events: changes of state and ends of operations",
+		Long: `Show the events of the project: every change of state of a workspace or a checkpoint and every end of an operation. The list begins with the
+oldest event that is kept, or with --follow now, and continues across a restart of the server. With --json, it has one object per line.`,
 		Example: "  coppice events\n  coppice events --follow --type workspace.ready --type operation\n  coppice events --follow --after 4711 --json",
 		Args:    cobra.NoArgs,
 		RunE: func(c *cobra.Command, _ []string) error {
@@ -56,11 +56,11 @@ oldest event that is kept, or with --follow now, and goes on across a restart of
 		},
 	}
 	flags := c.Flags()
-	flags.BoolVarP(&follow, "follow", "f", false, "go on until Ctrl-C")
-	flags.StringVar(&f.After, "after", "", "begin after the event with this `id`; 0 is before the oldest that is kept")
-	flags.StringVar(&f.Tree, "tree", "", "only of the tree that this `checkpoint` is in")
-	flags.StringVar(&in, "workspace", "", "only of this `workspace`")
-	flags.StringArrayVar(&f.Types, "type", nil, "only of this `type`, such as workspace.ready or checkpoint; may be repeated")
+	flags.BoolVarP(&follow, "follow", "f", false, "continue until Ctrl-C")
+	flags.StringVar(&f.After, "after", "", "begin after the event with this `id`; 0 begins with the oldest one that is kept")
+	flags.StringVar(&f.Tree, "tree", "", "only events of the tree of this `checkpoint`")
+	flags.StringVar(&in, "workspace", "", "only events of this `workspace`")
+	flags.StringArrayVar(&f.Types, "type", nil, "only events of this `type`, such as workspace.ready or checkpoint; may be repeated")
 	return c
 }
 

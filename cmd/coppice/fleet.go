@@ -13,7 +13,7 @@ import (
 func newFleetCommand(a *app) *cobra.Command {
 	c := &cobra.Command{
 		Use:   "fleet",
-		Short: "Look at the runners, and drain them",
+		Short: "List runners, and drain them",
 	}
 	c.AddCommand(newFleetListCommand(a), newFleetDrainCommand(a, true), newFleetDrainCommand(a, false))
 	return c
@@ -58,8 +58,9 @@ func newFleetDrainCommand(a *app, on bool) *cobra.Command {
 	c := &cobra.Command{
 		Use:   "drain RUNNER",
 		Short: "Place nothing new on a runner",
-		Long: `Place nothing new on a runner. What runs there goes on, and nothing moves by itself: 'coppice ws suspend' and 'coppice ws resume' bring a
-workspace back elsewhere, if the checkpoint that it is suspended as is sealed. It drains until 'coppice fleet undrain', started anew or not.`,
+		Long: `Place nothing new on a runner. Its workspaces go on, and none moves automatically. To move a workspace to another runner, use 'coppice ws
+suspend' and 'coppice ws resume'; the checkpoint of its suspension must be sealed. The runner drains until 'coppice fleet undrain', also
+after a restart.`,
 		Args: cobra.ExactArgs(1),
 	}
 	if !on {

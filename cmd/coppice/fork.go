@@ -19,9 +19,9 @@ func newForkCommand(a *app) *cobra.Command {
 	var grants string
 	c := &cobra.Command{
 		Use:   "fork CHECKPOINT|WORKSPACE",
-		Short: "Grow running workspaces from a checkpoint, or from a running workspace",
-		Long: `Grow running workspaces from a checkpoint, all at once, each with an identity of its own. From a running workspace, which goes on, a
-checkpoint is taken first, in the same operation.`,
+		Short: "Fork running workspaces from a checkpoint, or from a running workspace",
+		Long: `Fork running workspaces from a checkpoint, all at once, each with its own identity. For a running workspace, the same operation first takes a
+checkpoint; the workspace goes on.`,
 		Example: "  coppice fork demo -n 4\n  coppice fork 9r4w6xcv --name attempt -n 8 --ttl 10m",
 		Args:    cobra.ExactArgs(1),
 		RunE: func(c *cobra.Command, args []string) error {
@@ -39,7 +39,7 @@ checkpoint is taken first, in the same operation.`,
 				return err
 			}
 			if spread && cp == nil {
-				return usageError{errors.New("--spread needs a checkpoint that is sealed: one of a running workspace is on its runner only")}
+				return usageError{errors.New("--spread needs a sealed checkpoint; the new checkpoint of a running workspace is only on its runner")}
 			}
 			began := time.Now()
 			done := a.working(ctx, fmt.Sprintf("growing %d", count))
@@ -75,9 +75,9 @@ checkpoint is taken first, in the same operation.`,
 	}
 	f := c.Flags()
 	f.IntVarP(&count, "count", "n", 1, "how `many`")
-	f.StringVar(&name, "name", "", "`name` of the child; with more than one, -1, -2, ... are appended")
-	f.BoolVar(&together, "all-or-nothing", false, "when one fails, take all down")
-	f.BoolVar(&spread, "spread", false, "evenly on all runners, instead of where the checkpoint is; it must be sealed")
+	f.StringVar(&name, "name", "", "`name` of the child; for several children, -1, -2, ... are appended")
+	f.BoolVar(&together, "all-or-nothing", false, "if one fails, destroy all")
+	f.BoolVar(&spread, "spread", false, "distribute the children evenly over all runners; the checkpoint must be sealed")
 	grantsFlag(c, &grants)
 	flags.add(c)
 	return c
@@ -85,7 +85,7 @@ checkpoint is taken first, in the same operation.`,
 
 // grantsFlag says which grants forks have.
 func grantsFlag(c *cobra.Command, grants *string) {
-	c.Flags().StringVar(grants, "grants", "", "which `grants` they have of those of the workspace that they come from: inherit (default), none, or some, by name, with commas")
+	c.Flags().StringVar(grants, "grants", "", "which `grants` of the parent workspace the children have: inherit (default), none, or names separated by commas")
 }
 
 func printFork(w io.Writer, res coppice.ForkResult, wall time.Duration) error {
@@ -124,11 +124,11 @@ func newRestoreCommand(a *app) *cobra.Command {
 	var name, in, grants string
 	c := &cobra.Command{
 		Use:   "restore CHECKPOINT",
-		Short: "Bring a checkpoint back: as a new workspace, or in place with --in",
-		Long: `Bring a checkpoint back as a new workspace.
+		Short: "Restore a checkpoint: as a new workspace, or in place with --in",
+		Long: `Restore a checkpoint as a new workspace.
 
 With --in, the named workspace is rolled back to the checkpoint, in place: its machine is replaced when the new one is ready, and its
-sessions end. Nothing in the tree is overwritten; it grows on from the checkpoint.`,
+sessions end. Nothing in the tree is overwritten; later checkpoints have this one as parent.`,
 		Example: "  coppice restore before-upgrade --name second-try\n  coppice restore before-upgrade --in demo",
 		Args:    cobra.ExactArgs(1),
 		RunE: func(c *cobra.Command, args []string) error {
@@ -137,7 +137,7 @@ sessions end. Nothing in the tree is overwritten; it grows on from the checkpoin
 				return err
 			}
 			if in != "" && (name != "" || s.env != nil || s.labels != nil || s.network.EgressPolicy != "" || s.ttl != 0 || s.idle != 0 || s.onIdle != "" || s.autoResume || grants != "") {
-				return usageError{errors.New("--in keeps the workspace's name, environment, labels, network, grants and times to live; give none of them")}
+				return usageError{errors.New("--in keeps the workspace's name, environment, labels, network, grants and times to live; do not set any of them")}
 			}
 			client, err := a.client()
 			if err != nil {
@@ -183,7 +183,7 @@ sessions end. Nothing in the tree is overwritten; it grows on from the checkpoin
 			})
 		},
 	}
-	c.Flags().StringVar(&name, "name", "", "`name` of the new workspace (default: one is made up)")
+	c.Flags().StringVar(&name, "name", "", "`name` of the new workspace (default: a generated one)")
 	c.Flags().StringVar(&in, "in", "", "roll this `workspace` back instead")
 	grantsFlag(c, &grants)
 	flags.add(c)
@@ -191,7 +191,7 @@ sessions end. Nothing in the tree is overwritten; it grows on from the checkpoin
 }
 
 func newOpCommand(a *app) *cobra.Command {
-	c := &cobra.Command{Use: "op", Aliases: []string{"operation"}, Short: "Look at operations"}
+	c := &cobra.Command{Use: "op", Aliases: []string{"operation"}, Short: "Show operations"}
 	var wait bool
 	show := &cobra.Command{
 		Use:     "show OPERATION",

@@ -20,9 +20,9 @@ func newGrantCommand(a *app) *cobra.Command {
 	c := &cobra.Command{
 		Use:   "grant",
 		Short: "Let workspaces use secrets that never enter them",
-		Long: `Let workspaces use secrets that never enter them. Programs in a workspace find a placeholder in an environment variable; the egress proxy of
-the host puts the secret in its place, in one header of requests to the hosts that it is for. Forks have what their parent has, each by a
-placeholder of its own.`,
+		Long: `Let workspaces use secrets that never enter them. Programs in a workspace find a placeholder in an environment variable. The egress proxy of
+the host replaces it with the secret, in one header of requests to the hosts of the grant. Forks have the grants of their parent, each with
+its own placeholder.`,
 	}
 	c.AddCommand(newGrantPutCommand(a), newGrantListCommand(a), newGrantShowCommand(a), newGrantRevokeCommand(a))
 	return c
@@ -68,12 +68,14 @@ func newGrantPutCommand(a *app) *cobra.Command {
 	var ttl time.Duration
 	c := &cobra.Command{
 		Use:   "put WORKSPACE GRANT",
-		Short: "Grant a workspace the use of a secret, or change how it may be used",
-		Long: `Grant a workspace the use of a secret towards hosts, which its rules must allow. For a provider that is known by name nothing else needs to be
-said: openai, anthropic, mistral, gemini, github, gitlab, huggingface. The secret is read from a file or standard input, never from the
-command line. Without --secret-file and --vault-ref a grant keeps the secret that it has, if no host, method or path comes to what it had, its
-header and mode are the same, and it ends no later; otherwise the secret has to be given again. --vault-ref takes a key with the scope
-secret:reference. Forks that have the grant from this workspace have it as it is then.`,
+		Short: "Let a workspace use a secret, or change how it may use it",
+		Long: `Let a workspace use a secret for certain hosts. The workspace's rules must allow these hosts. For a known provider, its name is enough:
+openai, anthropic, mistral, gemini, github, gitlab, huggingface. The command reads the secret from a file or standard input, never from the
+command line.
+
+Without --secret-file and --vault-ref, an existing grant keeps its secret. This needs the same or a smaller scope: no further host, method or
+path, the same header and mode, and no later end. Otherwise give the secret again. --vault-ref needs a key with the scope secret:reference.
+The change also applies to forks that have the grant from this workspace.`,
 		Example: `  coppice grant put demo openai --secret-file - < key
   coppice grant put demo openai --vault-ref vault://secret/agents/openai#key --rpm 60
   coppice grant put demo tickets --host tickets.example.com --header X-Api-Key --method GET --path /api/v1 --env TICKETS_KEY --secret-file key`,
@@ -102,19 +104,19 @@ secret:reference. Forks that have the grant from this workspace have it as it is
 	}
 	f := c.Flags()
 	f.StringVar(&file, "secret-file", "", "`file` with the secret; - for standard input")
-	f.StringVar(&req.VaultRef, "vault-ref", "", "where the secret is instead, as a `URL`: vault://mount/path#field")
-	f.StringVar(&req.Provider, "provider", "", "whose `secret` it is (default: the grant's name, if that is a provider's)")
-	f.StringVar(&mode, "mode", "", "header or base_url: how the secret gets into requests (default: as is usual for the provider)")
-	f.StringArrayVar(&req.AllowedHosts, "host", nil, "a `HOST[:PORT]` that it is for; may be repeated")
-	f.StringVar(&req.Header, "header", "", "the `header` that has it (default: as is usual, or Authorization)")
-	f.StringArrayVar(&req.Methods, "method", nil, "a `method` that it may be used with (default: any); may be repeated")
-	f.StringArrayVar(&req.Paths, "path", nil, "a `prefix` of paths that it may be used at (default: any); may be repeated")
+	f.StringVar(&req.VaultRef, "vault-ref", "", "`URL` of a secret in the Vault, instead of --secret-file: vault://mount/path#field")
+	f.StringVar(&req.Provider, "provider", "", "`provider` of the secret (default: the grant's name, if that is a provider)")
+	f.StringVar(&mode, "mode", "", "how the secret gets into requests: header or base_url (default: as usual for the provider)")
+	f.StringArrayVar(&req.AllowedHosts, "host", nil, "host that may get the secret, as `HOST[:PORT]`; may be repeated")
+	f.StringVar(&req.Header, "header", "", "the `header` that carries the secret (default: the provider's usual one, or Authorization)")
+	f.StringArrayVar(&req.Methods, "method", nil, "allowed `method` (default: any); may be repeated")
+	f.StringArrayVar(&req.Paths, "path", nil, "allowed `prefix` of paths (default: any); may be repeated")
 	f.StringVar(&req.Env, "env", "", "the environment `variable` that has the placeholder")
-	f.StringVar(&req.BaseURLEnv, "base-url-env", "", "the environment `variable` that has the base URL, in that mode")
-	f.StringVar(&req.BaseURLPath, "base-url-path", "", "what the base URL has after its host, as a `path`")
-	f.DurationVar(&ttl, "ttl", 0, "how long it is good for, from now, as a `duration` (default: until it is revoked)")
-	f.Int64Var(&req.MaxBytes, "max-bytes", 0, "most `bytes` of bodies, both ways, for each machine (default: no bound)")
-	f.IntVar(&req.RequestsPerMinute, "rpm", 0, "most `requests` a minute, for each machine (default: no bound)")
+	f.StringVar(&req.BaseURLEnv, "base-url-env", "", "the environment `variable` that has the base URL, in mode base_url")
+	f.StringVar(&req.BaseURLPath, "base-url-path", "", "`path` of the base URL after its host")
+	f.DurationVar(&ttl, "ttl", 0, "end the grant after this `duration` from now (default: until it is revoked)")
+	f.Int64Var(&req.MaxBytes, "max-bytes", 0, "maximum `bytes` of bodies, in both directions, for each machine (default: no limit)")
+	f.IntVar(&req.RequestsPerMinute, "rpm", 0, "maximum `requests` per minute for each machine (default: no limit)")
 	return c
 }
 
@@ -122,7 +124,7 @@ func newGrantListCommand(a *app) *cobra.Command {
 	return &cobra.Command{
 		Use:     "ls WORKSPACE",
 		Aliases: []string{"list"},
-		Short:   "List the grants that a workspace has",
+		Short:   "List the grants of a workspace",
 		Args:    cobra.ExactArgs(1),
 		RunE: func(c *cobra.Command, args []string) error {
 			client, ws, err := a.workspace(c.Context(), args[0])
@@ -161,7 +163,7 @@ func grantState(g coppice.Grant) string {
 func newGrantShowCommand(a *app) *cobra.Command {
 	return &cobra.Command{
 		Use:   "show WORKSPACE GRANT",
-		Short: "Show a grant, and what programs find of it",
+		Short: "Show a grant, and the variables that programs find",
 		Args:  cobra.ExactArgs(2),
 		RunE: func(c *cobra.Command, args []string) error {
 			client, ws, err := a.workspace(c.Context(), args[0])
@@ -207,7 +209,7 @@ func newGrantRevokeCommand(a *app) *cobra.Command {
 	return &cobra.Command{
 		Use:     "revoke WORKSPACE GRANT",
 		Aliases: []string{"rm"},
-		Short:   "Take a grant from a workspace, and from what has it by a fork of that",
+		Short:   "Revoke a grant from a workspace and its forks",
 		Args:    cobra.ExactArgs(2),
 		RunE: func(c *cobra.Command, args []string) error {
 			client, ws, err := a.workspace(c.Context(), args[0])

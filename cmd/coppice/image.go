@@ -18,8 +18,8 @@ func newImageCommand(a *app) *cobra.Command {
 	var dir string
 	c := &cobra.Command{
 		Use:   "image",
-		Short: "Build and keep guest images on this host",
-		Long:  `Build and keep guest images on this host: kernel, initrd with the guest agent, and root file system. Building needs root.`,
+		Short: "Build and manage guest images on this host",
+		Long:  `Build and manage guest images on this host. An image has a kernel, an initrd with the guest agent, and a root file system. Building needs root.`,
 	}
 	c.PersistentFlags().StringVar(&dir, "images-dir", a.imagesDir(), "image store `directory` (COPPICE_IMAGES_DIR, else images in COPPICE_DATA_DIR)")
 	c.AddCommand(newImageBuildCommand(a, &dir), newImageListCommand(a, &dir), newImageRemoveCommand(a, &dir))
@@ -37,9 +37,9 @@ func newImageBuildCommand(a *app, dir *string) *cobra.Command {
 	var verbose bool
 	c := &cobra.Command{
 		Use:   "build",
-		Short: "Build an image from Debian packages, or from what docker export wrote",
-		Long: `Build an image from Debian packages, or from the root file system that docker export wrote. What is cached is not built again; when
-nothing changed, that is the whole image.`,
+		Short: "Build an image from Debian packages, or from the output of docker export",
+		Long: `Build an image from Debian packages, or from the root file system that docker export wrote. Cached parts are not built again. If nothing
+changed, the command returns the existing image.`,
 		Example: "  coppice image build\n  coppice image build --name demo --package python3-toolz\n  docker export $(docker create alpine) | coppice image build --name alpine --from-tar -",
 		Args:    cobra.NoArgs,
 		RunE: func(c *cobra.Command, _ []string) error {
@@ -78,8 +78,8 @@ nothing changed, that is the whole image.`,
 	f.StringArrayVarP(&env, "env", "e", nil, "default environment of sessions, `KEY=VALUE`; may be repeated")
 	f.StringVar(&o.Suite, "suite", "", "Debian `release` (default: the host's)")
 	f.StringVar(&o.AgentBinary, "agent", "", "guest agent `file` (default: coppice-guest beside this program)")
-	f.BoolVar(&o.Rebuild, "rebuild", false, "build every part anew")
-	f.BoolVarP(&verbose, "verbose", "v", false, "show the output of the programs that it runs")
+	f.BoolVar(&o.Rebuild, "rebuild", false, "build every part again")
+	f.BoolVarP(&verbose, "verbose", "v", false, "show the output of the programs that the build runs")
 	c.MarkFlagsMutuallyExclusive("from-tar", "package")
 	return c
 }
@@ -94,7 +94,7 @@ func agentBinary(path string) (string, error) {
 		path = filepath.Join(filepath.Dir(self), "coppice-guest")
 	}
 	if _, err := os.Stat(path); err != nil {
-		return "", core.Wrapf(err, core.Invalid, core.CodeInvalidField, "there is no guest agent at %s; make build makes it, --agent names another", path)
+		return "", core.Wrapf(err, core.Invalid, core.CodeInvalidField, "there is no guest agent at %s; build it with \"make build\", or name another with --agent", path)
 	}
 	return filepath.Abs(path)
 }
@@ -161,7 +161,7 @@ func newImageRemoveCommand(a *app, dir *string) *cobra.Command {
 		Short: "Remove a name, and the image with its last name; or an image by digest",
 		Long: `Remove a name, and the image with its last name; or an image with all its names, by digest.
 
-Checkpoints that grew from an image need it: remove it only when none is left.`,
+Checkpoints of an image need it: remove it only when none is left.`,
 		Args: cobra.MinimumNArgs(1),
 		RunE: func(c *cobra.Command, args []string) error {
 			store, err := images.Open(*dir)

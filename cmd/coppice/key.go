@@ -17,9 +17,9 @@ func newKeyCommand(a *app) *cobra.Command {
 	c := &cobra.Command{
 		Use:   "key",
 		Short: "Work with API keys",
-		Long: `Work with API keys. A key belongs to one project, can do what its scopes say, and expires.
+		Long: `Work with API keys. A key belongs to one project, may do what its scopes allow, and expires.
 
-KEY is an id, or the name of a key of the project that is valid.`,
+KEY is an id, or the name of a valid key of the project.`,
 	}
 	c.AddCommand(newKeyCreateCommand(a), newKeyListCommand(a), newKeyShowCommand(a), newKeyRevokeCommand(a))
 	return c
@@ -48,7 +48,7 @@ func key(ctx context.Context, c *coppice.Client, projectRef, ref string) (coppic
 	}
 	switch len(found) {
 	case 0:
-		return coppice.APIKey{}, core.Errorf(core.NotFound, core.CodeKeyNotFound, "there is no valid key %q; coppice key ls shows those there are", core.Clip(ref))
+		return coppice.APIKey{}, core.Errorf(core.NotFound, core.CodeKeyNotFound, "there is no valid key %q; list the keys with coppice key ls", core.Clip(ref))
 	case 1:
 		return found[0], nil
 	}
@@ -73,12 +73,12 @@ func newKeyCreateCommand(a *app) *cobra.Command {
 	c := &cobra.Command{
 		Use:   "create NAME",
 		Short: "Create an API key and print its secret, once",
-		Long: `Create an API key and print its secret, once: it is kept nowhere. The new key can do no more than the one in use and lives no longer;
-it is revoked with it.
+		Long: `Create an API key and print its secret once; the secret is stored nowhere. The new key has at most the scopes of the key in use and ends no
+later. It is revoked together with that key.
 
 Scopes: workspace:read workspace:create workspace:exec workspace:delete checkpoint:read checkpoint:create checkpoint:delete checkpoint:import
 grant:read grant:write secret:reference fleet:read project:read key:read key:write audit:read runner:join, and admin for everything and
-all projects. Without --scope a key gets all of them but four: admin; checkpoint:import, which loads a file into a VMM; secret:reference,
+all projects. Without --scope a key gets all of them except four: admin; checkpoint:import, which loads a file into a VMM; secret:reference,
 which lets grants name any secret that the project may read in Vault; and runner:join, which makes tokens for new runners.`,
 		Example: "  coppice key create ci --scope workspace:read --scope workspace:create --ttl 24h\n  COPPICE_TOKEN=$(coppice key create agent --project blue -q) coppice ws ls",
 		Args:    cobra.ExactArgs(1),
@@ -107,15 +107,15 @@ which lets grants name any secret that the project may read in Vault; and runner
 					_, err := fmt.Fprintln(w, made.Secret)
 					return err
 				}
-				_, err := fmt.Fprintf(w, "%s\n%s (%s) is valid until %s. The line above is its secret, which is not shown again.\n",
+				_, err := fmt.Fprintf(w, "%s\n%s (%s) is valid until %s. The line above is its secret. It is not shown again.\n",
 					made.Secret, made.Key.Name, made.Key.ID, moment(made.Key.ExpiresAt))
 				return err
 			})
 		},
 	}
 	f := c.Flags()
-	f.StringVarP(&of, "project", "p", "", "`project` that the key is for (default: that of the key in use)")
-	f.StringSliceVar(&scopes, "scope", nil, "what it may do; may be repeated (`scope`)")
+	f.StringVarP(&of, "project", "p", "", "`project` of the new key (default: that of the key in use)")
+	f.StringSliceVar(&scopes, "scope", nil, "`scope` of the new key; may be repeated")
 	f.DurationVar(&ttl, "ttl", 0, "how long it is valid (default 2160h: 90 days)")
 	f.BoolVarP(&quiet, "quiet", "q", false, "print the secret only")
 	return c
@@ -164,7 +164,7 @@ func newKeyListCommand(a *app) *cobra.Command {
 		},
 	}
 	c.Flags().StringVarP(&of, "project", "p", "", "`project` whose keys to list (default: that of the key in use)")
-	c.Flags().BoolVarP(&everything, "all", "a", false, "also those that were revoked or have expired")
+	c.Flags().BoolVarP(&everything, "all", "a", false, "also revoked and expired keys")
 	return c
 }
 
@@ -189,7 +189,7 @@ func newKeyShowCommand(a *app) *cobra.Command {
 	c := &cobra.Command{
 		Use:     "show [KEY]",
 		Aliases: []string{"get"},
-		Short:   "Show an API key, without its secret; without KEY the one in use",
+		Short:   "Show an API key without its secret (default: the key in use)",
 		Args:    cobra.MaximumNArgs(1),
 		RunE: func(c *cobra.Command, args []string) error {
 			client, err := a.client()
@@ -216,8 +216,8 @@ func newKeyRevokeCommand(a *app) *cobra.Command {
 	c := &cobra.Command{
 		Use:     "revoke KEY...",
 		Aliases: []string{"rm"},
-		Short:   "Revoke API keys and those that were made with them",
-		Long:    `Revoke API keys and those that were made with them. Within five seconds they are refused and what they had opened has ended.`,
+		Short:   "Revoke API keys and the keys that were made with them",
+		Long:    `Revoke API keys and the keys that were made with them. Within five seconds the server refuses them, and their open streams have ended.`,
 		Args:    cobra.MinimumNArgs(1),
 		RunE: func(c *cobra.Command, args []string) error {
 			client, err := a.client()

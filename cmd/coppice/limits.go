@@ -13,11 +13,11 @@ import (
 
 // vmLimitFlags bound a VM's use of its host. The returned function parses the flags that are sizes.
 func vmLimitFlags(f *pflag.FlagSet, cfg *daemon.HostConfig) func() error {
-	f.IntVar(&cfg.Limits.CPUPercent, "vm-cpu-max", 0, "most processor time for each vCPU of a VM, in `percent` of a processor of this host; 0: no limit, VMs share by weight")
-	f.IntVar(&cfg.Limits.IOPS, "vm-iops-max", 0, "most disk `operations` a second of a VM, for reads and for writes; 0: no limit")
-	f.IntVar(&cfg.TapRate.Packets, "tap-packets", netns.DefaultRate.Packets, "most `packets` a second that a guest may send")
-	io := f.String("vm-io-max", "", "most bytes a second of a VM on the disk, read and written each, as `size` with K, M, G or T; empty: no bound")
-	tap := f.String("tap-rate", "128M", "most bytes a second that a guest may send, as `size` with K, M, G or T")
+	f.IntVar(&cfg.Limits.CPUPercent, "vm-cpu-max", 0, "maximum processor time for each vCPU of a VM, in `percent` of a processor of this host; 0: no limit, VMs share by weight")
+	f.IntVar(&cfg.Limits.IOPS, "vm-iops-max", 0, "maximum disk `operations` per second of a VM, for reads and for writes; 0: no limit")
+	f.IntVar(&cfg.TapRate.Packets, "tap-packets", netns.DefaultRate.Packets, "maximum `packets` per second that a guest may send")
+	io := f.String("vm-io-max", "", "maximum disk bytes per second of a VM, for reads and for writes, as `size` with K, M, G or T; empty: no limit")
+	tap := f.String("tap-rate", "128M", "maximum bytes per second that a guest may send, as `size` with K, M, G or T")
 	return func() error {
 		var errs []error
 		if *io != "" {

@@ -93,7 +93,7 @@ func (a *app) run(ctx context.Context, args []string) int {
 func (a *app) newRootCommand() *cobra.Command {
 	root := &cobra.Command{
 		Use:           "coppice",
-		Short:         "Checkpoint running microVMs and grow forks from any checkpoint",
+		Short:         "Checkpoint running microVMs and fork them from any checkpoint",
 		Version:       version(),
 		SilenceUsage:  true,
 		SilenceErrors: true,
@@ -103,8 +103,8 @@ func (a *app) newRootCommand() *cobra.Command {
 	root.SetErr(a.stderr)
 	flags := root.PersistentFlags()
 	flags.BoolVar(&a.json, "json", false, "print JSON instead of text")
-	flags.StringVar(&a.server, "server", "", "server `address`: unix:///path or http(s)://host:port (default $COPPICE_SERVER, else what coppice dev left)")
-	flags.StringVar(&a.token, "token", "", "API `key` (default $COPPICE_TOKEN or the file $COPPICE_TOKEN_FILE, else what coppice dev left)")
+	flags.StringVar(&a.server, "server", "", "server `address`: unix:///path or http(s)://host:port (default: $COPPICE_SERVER, else that of coppice dev)")
+	flags.StringVar(&a.token, "token", "", "API `key` (default: $COPPICE_TOKEN or the file $COPPICE_TOKEN_FILE, else that of coppice dev)")
 	for _, c := range commands {
 		root.AddCommand(c(a))
 	}

@@ -236,7 +236,7 @@ fail  second  long words long words long words long words long words long words 
               long words long words long words long words
               cure: do this
 
-coppice dev cannot run on this host yet: see the lines that begin with fail.
+coppice dev cannot run on this host yet: see the lines that begin with "fail".
 `
 	if diff := cmp.Diff(want, b.String()); diff != "" {
 		t.Error(diff)

@@ -18,18 +18,19 @@ func newMigrateCommand(a *app) *cobra.Command {
 	var check bool
 	c := &cobra.Command{
 		Use:   "migrate",
-		Short: "Bring the controllers' database to the schema of this program",
-		Long: `Bring the controllers' database to the schema of this program, and end. A controller does the same when it starts, so this is for who wants it
-done, or refused, before the new controllers are rolled out. Schemas only go forward. Several at once wait for one another.
+		Short: "Migrate the controllers' database to the schema of this program",
+		Long: `Migrate the controllers' database to the schema of this program, and end. A controller does the same when it starts. Use this command to
+migrate, or to learn that it is not possible, before you roll out new controllers. Schemas only go forward. Concurrent migrations wait for
+each other.
 Every flag can come from the environment: --database from COPPICE_DATABASE, and so on.`,
 		Example: "  coppice migrate --database-file /etc/coppice/database\n  coppice migrate --check --database postgres://coppice@db/coppice",
 		Args:    cobra.NoArgs,
 	}
 	f := c.Flags()
 	f.StringVar(&database, "database", "", "PostgreSQL `address`, as a URL or key=value pairs")
-	f.StringVar(&databaseFile, "database-file", "", "`file` that holds the address, instead of --database")
+	f.StringVar(&databaseFile, "database-file", "", "`file` with the address, instead of --database")
 	f.DurationVar(&wait, "database-wait", time.Minute, "how long to wait for the database")
-	f.BoolVar(&check, "check", false, "change nothing: fail unless the schema is that of this program")
+	f.BoolVar(&check, "check", false, "change nothing, and fail unless the schema is that of this program")
 	f.StringVar(&level, "log-level", "info", "debug, info, warn or error")
 	c.RunE = func(cmd *cobra.Command, _ []string) error {
 		if err := a.fromEnvironment(cmd); err != nil {
@@ -40,7 +41,7 @@ Every flag can come from the environment: --database from COPPICE_DATABASE, and 
 			return err
 		}
 		if dsn == "" {
-			return core.Errorf(core.Invalid, core.CodeInvalidField, "--database: the address of a PostgreSQL database is needed, such as postgres://user@host/coppice")
+			return core.Errorf(core.Invalid, core.CodeInvalidField, "--database needs the address of a PostgreSQL database, such as postgres://user@host/coppice")
 		}
 		log, err := newLogger(a.stderr, level)
 		if err != nil {

@@ -10,7 +10,7 @@ import (
 func newPagerCommand(a *app) *cobra.Command {
 	return &cobra.Command{
 		Use:    "pager",
-		Short:  "Serve memory that is still being fetched to this host's VMs; a runner starts it",
+		Short:  "Serve memory that is still being fetched to this host's VMs; a runner starts this command",
 		Hidden: true,
 		Args:   cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {

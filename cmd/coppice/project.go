@@ -20,10 +20,10 @@ import (
 func newProjectCommand(a *app) *cobra.Command {
 	c := &cobra.Command{
 		Use:   "project",
-		Short: "Work with projects: tenants with quotas and keys of their own",
-		Long: `Work with projects: tenants with quotas and keys of their own. What belongs to one project does not exist for another.
+		Short: "Work with projects: tenants with their own quotas and keys",
+		Long: `Work with projects. A project is a tenant with its own quotas and keys. It does not see the objects of other projects.
 
-PROJECT is a name or an id. An admin's key sees all projects, any other its own.`,
+PROJECT is a name or an id. A key with the scope admin sees all projects, any other key only its own.`,
 	}
 	c.AddCommand(newProjectCreateCommand(a), newProjectListCommand(a), newProjectShowCommand(a), newProjectQuotaCommand(a), newProjectEncryptCommand(a), newProjectRemoveCommand(a))
 	return c
@@ -49,7 +49,7 @@ func project(ctx context.Context, c *coppice.Client, ref string) (coppice.Projec
 			return c.Project(ctx, p.ID)
 		}
 	}
-	return coppice.Project{}, core.Errorf(core.NotFound, core.CodeProjectNotFound, "there is no project %q; coppice project ls shows those there are", core.Clip(ref))
+	return coppice.Project{}, core.Errorf(core.NotFound, core.CodeProjectNotFound, "there is no project %q; list the projects with coppice project ls", core.Clip(ref))
 }
 
 // quotaFields are the quotas by the names that the API has for them.
@@ -70,7 +70,7 @@ func quotaValues(flag string, words []string) (coppice.QuotasPatch, error) {
 	for name, text := range texts {
 		field, ok := fields[name]
 		if !ok {
-			return out, usageError{fmt.Errorf("there is no quota %q; there are %s", name, strings.Join(slices.Sorted(maps.Keys(fields)), ", "))}
+			return out, usageError{fmt.Errorf("there is no quota %q; the quotas are %s", name, strings.Join(slices.Sorted(maps.Keys(fields)), ", "))}
 		}
 		n, err := strconv.ParseInt(text, 10, 64)
 		if err != nil || n < 0 {
@@ -107,12 +107,12 @@ func newProjectCreateCommand(a *app) *cobra.Command {
 				return err
 			}
 			return printNew(a, p, p.ID, quiet, func(w io.Writer) error {
-				_, err := fmt.Fprintf(w, "%s is created: %s\nMake a key for it: coppice key create NAME --project %s\n", p.Name, p.ID, p.Name)
+				_, err := fmt.Fprintf(w, "%s is created: %s\nCreate a key for it: coppice key create NAME --project %s\n", p.Name, p.ID, p.Name)
 				return err
 			})
 		},
 	}
-	c.Flags().StringArrayVar(&quotas, "quota", nil, "quota other than the usual one, `NAME=NUMBER`; may be repeated")
+	c.Flags().StringArrayVar(&quotas, "quota", nil, "quota that differs from the default, `NAME=NUMBER`; may be repeated")
 	c.Flags().BoolVar(&encrypt, "encrypt", false, "encrypt its checkpoints in the store")
 	c.Flags().BoolVarP(&quiet, "quiet", "q", false, "print the id only")
 	return c
@@ -148,7 +148,7 @@ func newProjectShowCommand(a *app) *cobra.Command {
 	return &cobra.Command{
 		Use:     "show [PROJECT]",
 		Aliases: []string{"get"},
-		Short:   "Show a project, its quotas and what it uses of them; without PROJECT the key's own",
+		Short:   "Show a project, its quotas and their use (default: the key's own project)",
 		Args:    cobra.MaximumNArgs(1),
 		RunE: func(c *cobra.Command, args []string) error {
 			client, err := a.client()
@@ -173,7 +173,7 @@ func printProject(w io.Writer, p coppice.Project) error {
 	q := p.Quotas
 	encryption := string(p.Encryption)
 	if p.KeyVersion > 0 {
-		encryption += fmt.Sprintf(", its newest key is %d", p.KeyVersion)
+		encryption += fmt.Sprintf(", the newest key is %d", p.KeyVersion)
 	}
 	return facts(w,
 		"id", p.ID, "name", p.Name, "version", fmt.Sprint(p.Version), "created", moment(p.CreatedAt),
@@ -191,17 +191,17 @@ func newProjectQuotaCommand(a *app) *cobra.Command {
 	c := &cobra.Command{
 		Use:   "quota PROJECT [NAME=NUMBER...]",
 		Short: "Change quotas of a project",
-		Long: `Change quotas of a project. What is there already stays when a quota is lowered; nothing more is admitted until it is below.
+		Long: `Change quotas of a project. A lower quota removes nothing; nothing more is admitted until the use is below it.
 
 --allow-all-egress decides whether its sandboxes may have the egress policy allow-all. After a denial, running sandboxes continue, but no
 sandbox is created, forked, restored or resumed under it.
 
-With --version, only if that is still the project's version.`,
+With --version, the change is made only if that is still the project's version.`,
 		Example: "  coppice project quota blue workspaces=200 forks_in_flight=64",
 		Args:    cobra.MinimumNArgs(1),
 		RunE: func(c *cobra.Command, args []string) error {
 			if len(args) < 2 && allowAll == "" {
-				return usageError{errors.New("give a NAME=NUMBER or --allow-all-egress")}
+				return usageError{errors.New("nothing to change: give a NAME=NUMBER or --allow-all-egress")}
 			}
 			q, err := quotaValues("quota", args[1:])
 			if err != nil {
@@ -232,10 +232,10 @@ func newProjectEncryptCommand(a *app) *cobra.Command {
 	var off, another bool
 	c := &cobra.Command{
 		Use:   "encrypt PROJECT",
-		Short: "Have the checkpoints of a project encrypted in the store from now on",
-		Long: `Have the checkpoints of a project encrypted in the store from now on, with keys of the project, which the controllers' master key wraps.
+		Short: "Encrypt the checkpoints of a project in the store from now on",
+		Long: `Encrypt the checkpoints of a project in the store from now on, with keys of the project, which the controllers' master key wraps.
 
-What is in the store already stays as it is, and can be read as before. To delete a project destroys its keys.`,
+Checkpoints that are already in the store stay as they are and can still be read. To delete a project destroys its keys.`,
 		Example: "  coppice project encrypt blue\n  coppice project encrypt blue --new-key",
 		Args:    cobra.ExactArgs(1),
 		RunE: func(c *cobra.Command, args []string) error {
@@ -263,7 +263,7 @@ What is in the store already stays as it is, and can be read as before. To delet
 		},
 	}
 	c.Flags().BoolVar(&off, "off", false, "store in clear from now on")
-	c.Flags().BoolVar(&another, "new-key", false, "make another key for what is stored from now on")
+	c.Flags().BoolVar(&another, "new-key", false, "use another key for what is stored from now on")
 	c.MarkFlagsMutuallyExclusive("off", "new-key")
 	return c
 }

@@ -39,7 +39,7 @@ func workspace(ctx context.Context, c *coppice.Client, ref string) (coppice.Work
 			return coppice.Workspace{}, core.Errorf(core.Invalid, core.CodeInvalidID, "%q names %d workspaces; give more of the id: coppice ws ls", core.Clip(ref), len(found))
 		}
 	}
-	return coppice.Workspace{}, core.Errorf(core.NotFound, core.CodeWorkspaceNotFound, "there is no workspace %q; coppice ws ls shows those there are", core.Clip(ref))
+	return coppice.Workspace{}, core.Errorf(core.NotFound, core.CodeWorkspaceNotFound, "there is no workspace %q; list the workspaces with coppice ws ls", core.Clip(ref))
 }
 
 func alive(list []coppice.Workspace) []coppice.Workspace {
@@ -76,7 +76,7 @@ func checkpoint(ctx context.Context, c *coppice.Client, ref string) (coppice.Che
 			return coppice.Checkpoint{}, core.Errorf(core.Invalid, core.CodeInvalidID, "%q names %d checkpoints; give more of the id: coppice ckpt ls", core.Clip(ref), len(found))
 		}
 	}
-	return coppice.Checkpoint{}, core.Errorf(core.NotFound, core.CodeCheckpointNotFound, "there is no checkpoint %q; coppice ckpt ls and coppice ckpt tree show those there are", core.Clip(ref))
+	return coppice.Checkpoint{}, core.Errorf(core.NotFound, core.CodeCheckpointNotFound, "there is no checkpoint %q; list the checkpoints with coppice ckpt ls or coppice ckpt tree", core.Clip(ref))
 }
 
 // idSuffix says whether ref may be the end of an id, with or without the prefix and dots that tables show.
@@ -108,13 +108,13 @@ func node(ctx context.Context, c *coppice.Client, ref string) (*coppice.Workspac
 	}
 	switch {
 	case errWS == nil && errCP == nil:
-		return nil, nil, core.Errorf(core.Invalid, core.CodeInvalidID, "%q names a workspace (%s) and a checkpoint (%s); give the id of the one you mean", core.Clip(ref), ws.ID, cp.ID)
+		return nil, nil, core.Errorf(core.Invalid, core.CodeInvalidID, "%q is the name of a workspace (%s) and of a checkpoint (%s); give the id of the one you mean", core.Clip(ref), ws.ID, cp.ID)
 	case errWS == nil:
 		return &ws, nil, nil
 	case errCP == nil:
 		return nil, &cp, nil
 	}
-	return nil, nil, core.Errorf(core.NotFound, core.CodeWorkspaceNotFound, "there is no workspace and no checkpoint %q; coppice ws ls and coppice ckpt ls show those there are", core.Clip(ref))
+	return nil, nil, core.Errorf(core.NotFound, core.CodeWorkspaceNotFound, "there is no workspace and no checkpoint %q; list them with coppice ws ls and coppice ckpt ls", core.Clip(ref))
 }
 
 // keyValues reads words of the form KEY=VALUE.

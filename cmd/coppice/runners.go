@@ -17,7 +17,7 @@ import (
 func newRunnerTokenCommand(a *app) *cobra.Command {
 	c := &cobra.Command{
 		Use:   "runner-token",
-		Short: "Let runners into the cluster, and remove them",
+		Short: "Create tokens for runners to join the cluster, and remove runners",
 	}
 	c.AddCommand(newRunnerTokenCreateCommand(a), newRunnerTokenEnsureCommand(a), newRunnerTokenRevokeCommand(a))
 	return c
@@ -28,9 +28,9 @@ func newRunnerTokenCreateCommand(a *app) *cobra.Command {
 	var ttl time.Duration
 	c := &cobra.Command{
 		Use:   "create",
-		Short: "Print a token with which one runner joins, once and soon",
-		Long: `Print a token with which one runner joins, once and soon: 'coppice runner --join-token-file'. It names the cluster, too, so that the runner
-knows the controller. Without --runner it is for a new runner.`,
+		Short: "Print a short-lived token for one runner to join",
+		Long: `Print a token for one runner to join: 'coppice runner --join-token-file'. The token works once and expires soon. It also identifies the
+cluster, so that the runner recognizes the controller. Without --runner the token is for a new runner.`,
 		Example: "  coppice runner-token create > join-token",
 		Args:    cobra.NoArgs,
 		RunE: func(c *cobra.Command, _ []string) error {
@@ -50,7 +50,7 @@ knows the controller. Without --runner it is for a new runner.`,
 		},
 	}
 	c.Flags().StringVar(&runner, "runner", "", "`id` of a runner that joined before and has lost its certificate")
-	c.Flags().DurationVar(&ttl, "ttl", 15*time.Minute, "how long it may be used, at most 24h")
+	c.Flags().DurationVar(&ttl, "ttl", 15*time.Minute, "lifetime of the token, at most 24h")
 	return c
 }
 
@@ -58,9 +58,10 @@ func newRunnerTokenEnsureCommand(a *app) *cobra.Command {
 	var dataDir, out string
 	c := &cobra.Command{
 		Use:   "ensure",
-		Short: "Make a token for the runner of a data directory, if it needs one to start",
-		Long: `Make a token for the runner of a data directory, if it needs one to start: it has not joined yet, or its certificate has expired while it was off
-and it is to be the same runner again. Else nothing is asked of the server and nothing written. It is for what starts runners unattended, before the runner.`,
+		Short: "Create a token for the runner of a data directory, if it needs one to start",
+		Long: `Create a token for the runner of a data directory, if it needs one to start. It needs one if it has not joined yet, or if its certificate
+expired while it was off and it shall be the same runner again. Otherwise the command asks the server nothing and writes nothing. Scripts that
+start runners unattended call it before the runner.`,
 		Example: "  coppice runner-token ensure --data-dir /var/lib/coppice --out /run/coppice-join/token",
 		Args:    cobra.NoArgs,
 		RunE: func(c *cobra.Command, _ []string) error {
@@ -96,7 +97,7 @@ and it is to be the same runner again. Else nothing is asked of the server and n
 		},
 	}
 	c.Flags().StringVar(&dataDir, "data-dir", firstOf(a.getenv("COPPICE_DATA_DIR"), defaultDataDir), "the runner's data `directory`")
-	c.Flags().StringVar(&out, "out", "", "`file` for the token, which only its owner may read")
+	c.Flags().StringVar(&out, "out", "", "`file` for the token; only its owner may read it")
 	return c
 }
 
@@ -105,8 +106,8 @@ func newRunnerTokenRevokeCommand(a *app) *cobra.Command {
 	c := &cobra.Command{
 		Use:   "revoke RUNNER",
 		Short: "Remove a runner for good: its certificate is refused from now on",
-		Long: `Remove a runner for good: its certificate is refused from now on, and it kills what it runs as soon as it hears so. What is only
-captured on it cannot be forked any more; what is sealed can.`,
+		Long: `Remove a runner for good. Its certificate is refused from now on, and it kills its VMs as soon as it learns this. A checkpoint that is only
+captured there can no longer be forked; a sealed one can.`,
 		Args: cobra.ExactArgs(1),
 		RunE: func(c *cobra.Command, args []string) error {
 			client, err := a.client()
@@ -119,6 +120,6 @@ captured on it cannot be forked any more; what is sealed can.`,
 			return a.print(map[string]string{"id": args[0]}, func(io.Writer) error { return nil })
 		},
 	}
-	c.Flags().BoolVar(&force, "force", false, "although workspaces live on it: they are lost")
+	c.Flags().BoolVar(&force, "force", false, "remove it although workspaces live on it; they are lost")
 	return c
 }

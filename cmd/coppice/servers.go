@@ -24,49 +24,49 @@ func newControllerCommand(a *app) *cobra.Command {
 	var databaseFile, level string
 	c := &cobra.Command{
 		Use:   "controller",
-		Short: "Run a controller: the REST API, over a PostgreSQL database, for runners on other hosts",
-		Long: `Run a controller: the REST API, over a PostgreSQL database, for runners on other hosts. Several may run over one database.
+		Short: "Run a controller: the REST API over a PostgreSQL database, for runners on other hosts",
+		Long: `Run a controller: the REST API over a PostgreSQL database, for runners on other hosts. Several controllers may run over one database.
 
-The first controller of a database makes the key file, which seals the cluster's keys there; the others need a copy of it. Whoever
-has both the file and the database can make himself a runner: keep them apart, and back both up.
+The first controller of a database creates the key file, which encrypts the cluster's keys in the database. The other controllers need a copy
+of it. An attacker with both the file and the database can act as a runner: keep them apart, and back both up.
 
 It does not start on a database server that can lose acknowledged work when it or its host crashes (fsync, full_page_writes or synchronous_commit
 is off), unless --allow-weak-database names each setting. It starts on a server without a synchronous standby, and says what a failover can lose.
 
-Runners connect to --runner-listen with a certificate of the cluster, which they get for a token of 'coppice runner-token create'.
-Every flag can come from the environment: --runner-listen from COPPICE_RUNNER_LISTEN, and so on. SIGTERM ends it in order:
-no more requests, then the operations end or are left to the next controller.`,
+Runners connect to --runner-listen with a certificate of the cluster. They get it for a token of 'coppice runner-token create'.
+Every flag can come from the environment: --runner-listen from COPPICE_RUNNER_LISTEN, and so on. SIGTERM ends the controller in order:
+it takes no more requests, then ends its operations or leaves them to the next controller.`,
 		Example: `  coppice controller --database postgres://coppice@db/coppice --key-file /etc/coppice/cluster.key --api-key-file /etc/coppice/api.key \
     --listen 0.0.0.0:7070 --tls-cert api.pem --tls-key api.key --runner-listen 0.0.0.0:7071`,
 		Args: cobra.NoArgs,
 	}
 	f := c.Flags()
 	f.StringVar(&cfg.Database, "database", "", "PostgreSQL `address`, as a URL or key=value pairs; a password is better in --database-file or PGPASSFILE")
-	f.StringVar(&databaseFile, "database-file", "", "`file` that holds the address, instead of --database")
+	f.StringVar(&databaseFile, "database-file", "", "`file` with the address, instead of --database")
 	f.DurationVar(&cfg.DatabaseWait, "database-wait", time.Minute, "how long to wait for the database at the start")
 	f.StringSliceVar(&cfg.AllowWeak, "allow-weak-database", nil, "start although these `settings` of the database server are off, so that its crash can lose acknowledged work: "+strings.Join(postgres.DurabilitySettings(), ","))
 	f.StringVar(&cfg.Listen, "listen", "127.0.0.1:7070", "`address` of the API; port 0 picks a free one")
 	f.StringVar(&cfg.TLSCert, "tls-cert", "", "certificate `file` of the API, in PEM; read again when it changes")
-	f.StringVar(&cfg.TLSKey, "tls-key", "", "its key `file`")
-	f.BoolVar(&cfg.PlainHTTP, "plain-http", false, "serve the API in clear beyond loopback: only behind a proxy that speaks TLS")
+	f.StringVar(&cfg.TLSKey, "tls-key", "", "`file` with the key of that certificate, in PEM")
+	f.BoolVar(&cfg.PlainHTTP, "plain-http", false, "serve the API without TLS on other addresses than loopback: only behind a proxy that speaks TLS")
 	f.StringVar(&cfg.RunnerListen, "runner-listen", "127.0.0.1:7071", "`address` for runners, always with mutual TLS")
-	f.StringVar(&cfg.KeyFile, "key-file", "", "`file` of the key that seals the cluster's keys in the database; made by the first controller")
-	f.StringVar(&cfg.MasterKeys, "master-key-file", "", "`file` of the master keys that wrap the keys of projects that encrypt their checkpoints, one a line in hex, the present one first")
+	f.StringVar(&cfg.KeyFile, "key-file", "", "`file` with the key that encrypts the cluster's keys in the database; the first controller creates it")
+	f.StringVar(&cfg.MasterKeys, "master-key-file", "", "`file` with the master keys that wrap the keys of projects with encryption, one per line in hex, the present one first")
 	a.storeFlags(f, &cfg.Store)
 	a.secretFlags(f, &cfg.Secrets, false)
-	f.DurationVar(&cfg.Tune.StoreGrace, "store-grace", time.Hour, "how long what nothing needs any more stays in the store: longer than a runner may work without hearing of it")
-	f.StringVar(&cfg.APIKeyFile, "api-key-file", "", "`file` of the first administrator's API key; made if it is not there")
+	f.DurationVar(&cfg.Tune.StoreGrace, "store-grace", time.Hour, "grace period before unreferenced objects in the store are deleted; must exceed runner lease plus fence")
+	f.StringVar(&cfg.APIKeyFile, "api-key-file", "", "`file` with the first administrator's API key; created if it does not exist")
 	f.DurationVar(&cfg.Tune.AttestationsKept, "attestation-retention", controller.AttestationsKept, "how long to keep attestations of reseals, by whole months; the same on all controllers")
 	f.StringVar(&cfg.JoinKeyFile, "join-key-file", "", "`file` with an API key that only makes join tokens (scope runner:join), for scripts that start runners; created if it does not exist")
-	f.BoolVar(&cfg.Tune.AllowAllEgress, "allow-all-egress", false, "allow the egress policy allow-all, under which sandboxes reach everything that this network reaches; 'coppice project quota --allow-all-egress' overrides it for a project")
-	f.DurationVar(&cfg.Tune.FlowsKept, "flow-retention", controller.FlowsKept, "how long what sandboxes sent out is kept, by whole months; the same on all controllers")
+	f.BoolVar(&cfg.Tune.AllowAllEgress, "allow-all-egress", false, "allow the egress policy allow-all: sandboxes then reach everything that this network reaches; 'coppice project quota --allow-all-egress' overrides it for a project")
+	f.DurationVar(&cfg.Tune.FlowsKept, "flow-retention", controller.FlowsKept, "how long to keep the records of egress flows, by whole months; the same on all controllers")
 	q := &cfg.Tune.FlowQuota
-	f.Int64Var(&q.Reads.Workspace, "flow-rows", controller.FlowsOfWorkspace, "most `rows` of read-only requests of a workspace; further ones are counted by minute and host")
-	f.Int64Var(&q.Reads.Project, "flow-rows-project", controller.FlowsOfProject, "most `rows` of read-only requests of all workspaces of a project")
-	f.Int64Var(&q.Denied.Workspace, "flow-rows-denied", controller.DeniedOfWorkspace, "most `rows` of denied flows of a workspace; a project has five times as many")
-	f.Int64Var(&q.Effects.Workspace, "flow-rows-effects", controller.EffectsOfWorkspace, "most `rows` of flows of a workspace that may have changed something; a project has ten times as many")
-	f.DurationVar(&cfg.Tune.RunnerLease, "runner-lease", 15*time.Second, "how long a silent runner still gets work; the same on all controllers")
-	f.DurationVar(&cfg.Tune.RunnerFence, "runner-fence", 10*time.Minute, "how long after that its workspaces are lost: it has ended their VMs by then")
+	f.Int64Var(&q.Reads.Workspace, "flow-rows", controller.FlowsOfWorkspace, "maximum `rows` of read-only requests per workspace; further ones are counted by minute and host")
+	f.Int64Var(&q.Reads.Project, "flow-rows-project", controller.FlowsOfProject, "maximum `rows` of read-only requests of all workspaces of a project")
+	f.Int64Var(&q.Denied.Workspace, "flow-rows-denied", controller.DeniedOfWorkspace, "maximum `rows` of denied flows per workspace; a project has five times as many")
+	f.Int64Var(&q.Effects.Workspace, "flow-rows-effects", controller.EffectsOfWorkspace, "maximum `rows` per workspace of flows that may have changed something; a project has ten times as many")
+	f.DurationVar(&cfg.Tune.RunnerLease, "runner-lease", 15*time.Second, "how long a silent runner still gets work (soft lease); the same on all controllers")
+	f.DurationVar(&cfg.Tune.RunnerFence, "runner-fence", 10*time.Minute, "how long after the soft lease a silent runner's workspaces are lost; by then the runner has ended their VMs")
 	f.StringVar(&cfg.Metrics, "metrics-listen", "", "loopback `address` of Prometheus metrics, under /metrics; empty for none")
 	f.StringVar(&level, "log-level", "info", "debug, info, warn or error")
 	c.RunE = func(cmd *cobra.Command, _ []string) error {
@@ -103,7 +103,7 @@ func databaseAddress(address, file string) (string, error) {
 		return address, nil
 	}
 	if address != "" {
-		return "", usageError{errors.New("--database and --database-file exclude one another")}
+		return "", usageError{errors.New("--database and --database-file exclude each other")}
 	}
 	return readSecret(file)
 }
@@ -117,39 +117,39 @@ func newRunnerCommand(a *app) *cobra.Command {
 		Short: "Run a runner: the virtual machines of this host, for a controller",
 		Long: `Run a runner: the virtual machines of this host, for a controller. It needs root, for network namespaces and for a user id per VM, but no KVM.
 
-The first start spends a token of 'coppice runner-token create' and keeps a certificate in the data directory; later starts need none. The
-certificate is good for a day and renewed all the time. A runner that was off for longer needs another token, made with --runner.
+The first start uses up a token of 'coppice runner-token create' and keeps a certificate in the data directory. Later starts need no token. The
+certificate is valid for a day, and the runner renews it in time. A runner that was off for longer needs another token, created with --runner.
 
-VMs run on cloud-hypervisor where it is installed ('make setup-kvm', or its path in COPPICE_CLOUD_HYPERVISOR) and really boots a guest under KVM,
-else on QEMU (COPPICE_QEMU), with KVM where a guest boots under that. What was chosen, and why, is printed and logged.
+VMs run on cloud-hypervisor if it is installed ('make setup-kvm', or its path in COPPICE_CLOUD_HYPERVISOR) and really boots a guest under KVM.
+Otherwise they run on QEMU (COPPICE_QEMU), with KVM if a guest boots under it. The runner prints and logs its choice and the reason.
 
-It does not start on a host with weak isolation between guests (swap, merged pages, unmitigated faults of the processor, missing cgroup
-controllers), unless --allow-weak-host names each weakness. 'coppice doctor' lists them with their cures.
+The runner does not start on a host with weak isolation between guests (swap, merged pages, unmitigated CPU vulnerabilities, missing cgroup
+controllers), unless --allow-weak-host names each weakness. 'coppice doctor' lists them and says how to fix them.
 
-The VMs outlive this process, however it ends: the next one on the same data directory takes them over, and with them their sessions. They keep
-the VMM that they were started with, whatever the next one uses. Only when the controllers have been silent for longer than they allow are they
-ended; or with --stop-vms, when the process is told to stop.
+The VMs outlive this process, however it ends. The next runner on the same data directory takes them over, with their sessions. A VM keeps the
+VMM that it was started with, whatever the next runner uses. The runner ends the VMs in two cases: the controllers were silent for longer than
+the lease allows, or the process is told to stop and has --stop-vms.
 
-With --data-listen, users' terminals and files come straight to this runner, with a pass of the API, and load no controller.
+With --data-listen, users' terminals and files go straight to this runner, with a pass of the API, and do not load the controllers.
 Every flag can come from the environment: --join-token-file from COPPICE_JOIN_TOKEN_FILE, and so on.`,
 		Example: `  coppice runner-token create > /etc/coppice/join-token
   coppice runner --controller https://ctl-1:7071 --controller https://ctl-2:7071 --join-token-file /etc/coppice/join-token --listen 0.0.0.0:7072`,
 		Args: cobra.NoArgs,
 	}
 	f := c.Flags()
-	f.StringArrayVar(&cfg.Controllers, "controller", nil, "`URL` of a controller's listener for runners, https://host:port; may be repeated, the next is tried when one is away")
+	f.StringArrayVar(&cfg.Controllers, "controller", nil, "`URL` of a controller's listener for runners, https://host:port; may be repeated; the runner tries the next one if one is unreachable")
 	f.StringVar(&tokenFile, "join-token-file", "", "`file` with a join token; not read again once the runner has joined")
 	f.StringVar(&cfg.Listen, "listen", "127.0.0.1:7072", "`address` for controllers, always with mutual TLS")
-	f.StringVar(&cfg.Endpoint, "endpoint", "", "`URL` under which controllers reach that, https://host:port (default: the address, or this host's name where it is 0.0.0.0)")
-	f.StringVar(&cfg.DataListen, "data-listen", "", "`address` for users' streams and files (default: they go through the controllers)")
-	f.StringVar(&cfg.DataURL, "data-url", "", "`URL` under which users reach that, https://host:port (default as for --endpoint)")
-	f.StringVar(&cfg.DataCert, "data-cert", "", "certificate `file` for that, in PEM (default: the runner's own; the API tells users its authority)")
-	f.StringVar(&cfg.DataKey, "data-key", "", "its key `file`")
-	f.StringVar(&cfg.DataDir, "data-dir", firstOf(a.getenv("COPPICE_DATA_DIR"), defaultDataDir), "`directory` for everything that is kept")
+	f.StringVar(&cfg.Endpoint, "endpoint", "", "`URL` under which controllers reach --listen, https://host:port (default: its address, or this host's name if that is 0.0.0.0)")
+	f.StringVar(&cfg.DataListen, "data-listen", "", "`address` of the data plane for users' streams and files (default: none; they go through the controllers)")
+	f.StringVar(&cfg.DataURL, "data-url", "", "`URL` under which users reach --data-listen, https://host:port (default: as for --endpoint)")
+	f.StringVar(&cfg.DataCert, "data-cert", "", "certificate `file` for --data-listen, in PEM (default: the runner's own; the API tells users its authority)")
+	f.StringVar(&cfg.DataKey, "data-key", "", "`file` with the key of that certificate, in PEM")
+	f.StringVar(&cfg.DataDir, "data-dir", firstOf(a.getenv("COPPICE_DATA_DIR"), defaultDataDir), "`directory` for all data")
 	f.StringVar(&cfg.ImagesDir, "images-dir", a.getenv("COPPICE_IMAGES_DIR"), "image store `directory` (default: images in the data directory)")
-	f.StringVar(&budget, "disk-budget", "32G", "most that checkpoints may take where a volume of their own is made, as `size` with K, M, G or T")
-	f.IntVar(&cfg.MaxSandboxes, "max-sandboxes", 64, "most VMs at a time, warm ones included")
-	f.IntVar(&cfg.Warm, "warm", 4, "VMMs kept ready per base that was forked lately; 0 for none")
+	f.StringVar(&budget, "disk-budget", "32G", "size of the volume for checkpoints, if the program makes one, as `size` with K, M, G or T")
+	f.IntVar(&cfg.MaxSandboxes, "max-sandboxes", 64, "maximum number of VMs, including warm ones")
+	f.IntVar(&cfg.Warm, "warm", 4, "number of VMMs kept ready per recently forked base; 0 for none")
 	vmmFlags(f, &cfg.HostConfig)
 	a.storeFlags(f, &cfg.Store)
 	readStore := hostStoreFlags(f, &cfg.Store)
@@ -157,7 +157,7 @@ Every flag can come from the environment: --join-token-file from COPPICE_JOIN_TO
 	f.BoolVar(&cfg.NoRebase, "no-rebase", false, "never turn a checkpoint's base and delta into a new base")
 	f.StringSliceVar(&cfg.AllowWeak, "allow-weak-host", nil, "start although these `checks` of coppice doctor found weak isolation between guests: "+strings.Join(hostcheck.IsolationNames(), ","))
 	readLimits := vmLimitFlags(f, &cfg.HostConfig)
-	f.BoolVar(&stop, "stop-vms", false, "end the VMs with SIGTERM or Ctrl-C")
+	f.BoolVar(&stop, "stop-vms", false, "end the VMs at SIGTERM or Ctrl-C")
 	f.StringVar(&cfg.Metrics, "metrics-listen", "", "loopback `address` of Prometheus metrics, under /metrics; empty for none")
 	f.StringVar(&level, "log-level", "info", "debug, info, warn or error")
 	c.RunE = func(cmd *cobra.Command, _ []string) error {

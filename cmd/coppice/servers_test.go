@@ -24,7 +24,7 @@ func TestServerFlags(t *testing.T) {
 		"nothing":                        {[]string{"controller"}, nil, exitBadInput, "--database"},
 		"in clear, by the environment":   {[]string{"controller"}, map[string]string{"COPPICE_LISTEN": "0.0.0.0:7070", "COPPICE_DATABASE": "x", "COPPICE_KEY_FILE": "k"}, exitBadInput, "--plain-http"},
 		"a flag wins":                    {[]string{"controller", "--listen", "127.0.0.1:0", "--database-wait", "1ms", "--key-file", "k", "--database-file", dsn}, map[string]string{"COPPICE_LISTEN": "0.0.0.0:7070"}, exitUnavailable, "database"},
-		"two databases":                  {[]string{"controller", "--database", "x", "--database-file", dsn}, nil, exitUsage, "exclude one another"},
+		"two databases":                  {[]string{"controller", "--database", "x", "--database-file", dsn}, nil, exitUsage, "exclude each other"},
 		"a bad variable":                 {[]string{"controller"}, map[string]string{"COPPICE_DATABASE_WAIT": "soon"}, exitUsage, "COPPICE_DATABASE_WAIT"},
 		"a Vault in clear":               {[]string{"controller", "--database", "postgres://127.0.0.1:1/x", "--key-file", "k"}, map[string]string{"COPPICE_VAULT_ADDR": "http://vault.example:8200", "COPPICE_VAULT_TOKEN_FILE": "t"}, exitBadInput, "--vault-addr"},
 		"no Vault":                       {[]string{"controller", "--database", "postgres://127.0.0.1:1/x", "--key-file", "k", "--vault-token-file", "t"}, nil, exitBadInput, "--vault-addr"},

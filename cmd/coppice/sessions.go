@@ -25,7 +25,7 @@ func sessionsOf(ctx context.Context, client *coppice.Client, ws coppice.Workspac
 func chooseSession(ws coppice.Workspace, sessions []coppice.Session, ref []string) (coppice.Session, error) {
 	if len(ref) == 0 {
 		if len(sessions) == 0 {
-			return coppice.Session{}, core.Errorf(core.NotFound, core.CodeSessionNotFound, "workspace %s has no sessions; coppice ws logs --console shows its console", ws.Name)
+			return coppice.Session{}, core.Errorf(core.NotFound, core.CodeSessionNotFound, "workspace %s has no sessions; show its console with coppice ws logs --console", ws.Name)
 		}
 		return sessions[0], nil
 	}
@@ -42,7 +42,7 @@ func chooseSession(ws coppice.Workspace, sessions []coppice.Session, ref []strin
 	case 1:
 		return found[0], nil
 	case 0:
-		return coppice.Session{}, core.Errorf(core.NotFound, core.CodeSessionNotFound, "workspace %s has no session %q; coppice ws logs --list shows those there are", ws.Name, core.Clip(ref[0]))
+		return coppice.Session{}, core.Errorf(core.NotFound, core.CodeSessionNotFound, "workspace %s has no session %q; list the sessions with coppice ws logs --list", ws.Name, core.Clip(ref[0]))
 	}
 	return coppice.Session{}, core.Errorf(core.Invalid, core.CodeInvalidID, "%q names %d sessions; give more of the id", core.Clip(ref[0]), len(found))
 }
@@ -97,7 +97,7 @@ func (a *app) logs(ctx context.Context, client *coppice.Client, session coppice.
 func (a *app) output(ctx context.Context, client *coppice.Client, session coppice.Session, follow bool) error {
 	for stream, dropped := range map[string]int64{coppice.Stdout: session.StdoutFirst, coppice.Stderr: session.StderrFirst} {
 		if dropped > 0 {
-			fmt.Fprintf(a.stderr, "coppice: the first %s of %s are not kept any more\n", size(dropped), stream)
+			fmt.Fprintf(a.stderr, "coppice: the first %s of %s are no longer kept\n", size(dropped), stream)
 		}
 	}
 	if follow {

@@ -12,7 +12,7 @@ import (
 func newStoreCommand(a *app) *cobra.Command {
 	c := &cobra.Command{
 		Use:   "store",
-		Short: "Look after the store of sealed checkpoints",
+		Short: "Maintain the store of sealed checkpoints",
 	}
 	c.AddCommand(newStoreCheckCommand(a), newStoreGCCommand(a))
 	return c
@@ -22,9 +22,9 @@ func newStoreGCCommand(a *app) *cobra.Command {
 	var dryRun bool
 	c := &cobra.Command{
 		Use:   "gc",
-		Short: "Remove from the store what nothing needs any more",
-		Long: `Remove from the store what nothing needs any more: of checkpoints that were deleted, and of uploads that were given up. The controllers do so
-every minute; what has been of no use for less than an hour (--store-grace of 'coppice controller') stays.`,
+		Short: "Remove unreferenced objects from the store",
+		Long: `Remove objects from the store that nothing references: those of deleted checkpoints and of abandoned uploads. The controllers do this every
+minute. Objects stay for a grace period of an hour (--store-grace of 'coppice controller').`,
 		Args: cobra.NoArgs,
 		RunE: func(c *cobra.Command, _ []string) error {
 			client, err := a.client()
@@ -49,7 +49,7 @@ every minute; what has been of no use for less than an hour (--store-grace of 'c
 			return a.print(sum, func(w io.Writer) error { return printGarbage(w, sum) })
 		},
 	}
-	c.Flags().BoolVar(&dryRun, "dry-run", false, "only say what would be removed")
+	c.Flags().BoolVar(&dryRun, "dry-run", false, "only print what would be removed")
 	return c
 }
 
@@ -58,7 +58,7 @@ func printGarbage(w io.Writer, g coppice.StoreGarbage) error {
 	if g.DryRun {
 		removed = "to remove"
 	}
-	_, err := fmt.Fprintf(w, "%d objects (%s) of deleted checkpoints %s, %d more wait for the end of their grace, %d newly\n%d objects (%s) of uploads that were given up %s, %d more uploads wait\n",
+	_, err := fmt.Fprintf(w, "%d objects (%s) of deleted checkpoints %s, %d more wait for the end of their grace period, %d are newly unreferenced\n%d objects (%s) of abandoned uploads %s, %d more uploads wait\n",
 		g.Objects, size(g.Bytes), removed, g.Waiting, g.Condemned, g.DebrisObjects, size(g.DebrisBytes), removed, g.DebrisWaiting)
 	return err
 }
@@ -67,14 +67,15 @@ func newStoreCheckCommand(a *app) *cobra.Command {
 	var subset string
 	c := &cobra.Command{
 		Use:   "check",
-		Short: "Compare the store with what the database knows of it, and read some of it",
-		Long: `Compare the store with what the database knows of it: objects that are missing, have another size than was written, or belong to nothing. It
-lists the whole store, and reads no object.
+		Short: "Compare the store with the database, and verify some of its data",
+		Long: `Compare the store with the database, and show objects that are missing, have another size than was written, or are unknown. The command lists
+the whole store, and reads no object.
 
-With --read-data-subset the controller also reads all manifests and a part of what sealed checkpoints are made of, and verifies them: 3/10 is the third of ten
-parts, which together are everything; 10% is one of ten, by chance; 100% is everything. What is wrong is shown with the checkpoints that need it.
+With --read-data-subset the controller also reads all manifests and a part of the data of sealed checkpoints, and verifies them: 3/10 is the
+third of ten parts, which together are everything; 10% is a random one of ten; 100% is everything. A damaged object is shown with the
+checkpoints that need it.
 
-The exit status is 1 if something is not as it should be.`,
+The exit status is 1 if there is a problem.`,
 		Example: `  coppice store check --read-data-subset=10%
   coppice store check --read-data-subset=$(( $(date +%j) % 30 + 1 ))/30     # everything in thirty days`,
 		Args: cobra.NoArgs,
@@ -108,12 +109,12 @@ The exit status is 1 if something is not as it should be.`,
 			return nil
 		},
 	}
-	c.Flags().StringVar(&subset, "read-data-subset", "", "read and verify a `part`, as n/t or p%, too")
+	c.Flags().StringVar(&subset, "read-data-subset", "", "also read and verify a `part`, as n/t or p%")
 	return c
 }
 
 func printStoreReport(w io.Writer, r coppice.StoreReport) error {
-	fmt.Fprintf(w, "%d objects (%s) are there; %d of uploads under way, %d to be removed\n", r.Objects, size(r.Bytes), r.Uploading, r.Debris)
+	fmt.Fprintf(w, "%d objects (%s) are present; %d of uploads under way, %d to be removed\n", r.Objects, size(r.Bytes), r.Uploading, r.Debris)
 	for _, group := range []struct {
 		what string
 		list []coppice.StoreObject

@@ -86,7 +86,7 @@ func printStoreCheck(w io.Writer, c storeCheck) error {
 	if err := printStoreReport(w, c.StoreReport); err != nil || c.Data == nil {
 		return err
 	}
-	fmt.Fprintf(w, "%d frames (%s) of %d checkpoints, part %d/%d, were read and are what was stored\n", c.Data.Frames, size(c.Data.Bytes), c.Data.Checkpoints, c.Data.Part, c.Data.Of)
+	fmt.Fprintf(w, "%d frames (%s) of %d checkpoints, part %d/%d, were read and are correct\n", c.Data.Frames, size(c.Data.Bytes), c.Data.Checkpoints, c.Data.Part, c.Data.Of)
 	for _, p := range c.Data.Problems {
 		more := ""
 		if n := p.NeededBy - len(p.Checkpoints); n > 0 {

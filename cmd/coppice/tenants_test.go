@@ -108,7 +108,7 @@ func TestTenantCommands(t *testing.T) {
 	}{
 		{"project create blue --quota workspaces=7 --quota depth=0", 0, []string{"blue is created: " + fakeID("prj", 3), "coppice key create"}, `[{"name":"blue","quotas":{"depth":0,"workspaces":7}}]`},
 		{"project create blue -q", 0, []string{fakeID("prj", 3)}, `[{"name":"blue"}]`},
-		{"project create blue --quota nosuch=1", 2, []string{`there is no quota "nosuch"; there are checkpoint_bytes, checkpoints, children, depth, forks_in_flight, keys, ports, workspaces`}, ""},
+		{"project create blue --quota nosuch=1", 2, []string{`there is no quota "nosuch"; the quotas are checkpoint_bytes, checkpoints, children, depth, forks_in_flight, keys, ports, workspaces`}, ""},
 		{"project create blue --quota depth=many", 2, []string{"not a number"}, ""},
 		{"project ls", 0, []string{"NAME", "blue     " + fakeID("prj", 2), "default"}, ""},
 		{"project show", 0, []string{"default", "workspaces        1 of 10", "checkpoint bytes  4.0 GiB of 40.0 GiB", "keys              5 of 70"}, ""},

@@ -38,7 +38,7 @@ func (a *app) attach(ctx context.Context, client *coppice.Client, session coppic
 	defer func() {
 		_ = term.Restore(in, old)
 		if end == nil {
-			fmt.Fprintf(a.stderr, "\ncoppice: session %s goes on; coppice ws shell --session %s attaches to it again\n", session.ID, short(session.ID))
+			fmt.Fprintf(a.stderr, "\ncoppice: session %s goes on; attach to it again with coppice ws shell --session %s\n", session.ID, short(session.ID))
 		}
 	}()
 	resized := make(chan os.Signal, 1)
@@ -73,7 +73,7 @@ func (a *app) attach(ctx context.Context, client *coppice.Client, session coppic
 		}
 		if !told {
 			told = true
-			_, _ = io.WriteString(a.stdout, "\r\n[coppice: the connection is lost and made again; Ctrl-C gives up]\r\n")
+			_, _ = io.WriteString(a.stdout, "\r\n[coppice: the connection is lost; connecting again; Ctrl-C gives up]\r\n")
 		}
 		if err := keys.pause(ctx, reconnectPause); errors.Is(err, errLeft) {
 			return nil

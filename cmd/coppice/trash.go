@@ -17,7 +17,7 @@ func newRunnerTrashCommand(a *app) *cobra.Command {
 		Use:   "runner-trash",
 		Short: "List the checkpoints that a runner of this host keeps although the database does not know them",
 		Long: `List the checkpoints that a runner of this host keeps although the database does not know them. A failover of the database can lose
-their rows. The runner removes them after an hour, and earlier when its disk is short. A request that names one takes it back.`,
+their rows. The runner removes them after an hour, or earlier if it needs the disk space. A request that names one takes it back.`,
 		Example: "  coppice runner-trash --data-dir /var/lib/coppice",
 		Args:    cobra.NoArgs,
 		RunE: func(*cobra.Command, []string) error {
@@ -42,8 +42,8 @@ their rows. The runner removes them after an hour, and earlier when its disk is 
 		}
 	}
 	c.AddCommand(
-		change("keep", "Have the runner keep a checkpoint in its trash, until it is taken back or released", trash.Keep),
-		change("release", "Let the runner remove a checkpoint that was kept", trash.Unkeep),
+		change("keep", "Keep a checkpoint in the runner's trash until it is taken back or released", trash.Keep),
+		change("release", "Release a kept checkpoint, so that the runner may remove it", trash.Unkeep),
 	)
 	return c
 }

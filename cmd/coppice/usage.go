@@ -12,7 +12,7 @@ import (
 func newWSUsageCommand(a *app) *cobra.Command {
 	return &cobra.Command{
 		Use:   "usage WORKSPACE",
-		Short: "Show what a workspace has used",
+		Short: "Show the usage of a workspace",
 		Args:  cobra.ExactArgs(1),
 		RunE: func(c *cobra.Command, args []string) error {
 			client, err := a.client()
@@ -35,7 +35,7 @@ func newWSUsageCommand(a *app) *cobra.Command {
 func newCkptUsageCommand(a *app) *cobra.Command {
 	return &cobra.Command{
 		Use:   "usage CHECKPOINT",
-		Short: "Show what was used by all that grew from a checkpoint",
+		Short: "Show the usage of all descendants of a checkpoint",
 		Args:  cobra.ExactArgs(1),
 		RunE: func(c *cobra.Command, args []string) error {
 			client, err := a.client()

@@ -17,7 +17,7 @@ func newWSCommand(a *app) *cobra.Command {
 		Use:     "ws",
 		Aliases: []string{"workspace"},
 		Short:   "Work with workspaces: running machines",
-		Long: `Work with workspaces: running machines.
+		Long: `Work with workspaces. A workspace is a running machine.
 
 WORKSPACE is a name, an id, or the end of an id.`,
 	}
@@ -46,10 +46,10 @@ func (s *startFlags) add(c *cobra.Command) {
 	f.StringArrayVarP(&s.labels, "label", "l", nil, "label, `KEY=VALUE`; may be repeated")
 	f.StringVar(&s.egress, "egress", "", "egress `policy`: deny-all (default) or allow-all, which is for development only")
 	s.rules.add(c)
-	f.DurationVar(&s.ttl, "ttl", 0, "terminate after this `duration`, such as 30m; 0 is never")
-	f.DurationVar(&s.idle, "idle", 0, "suspend after nobody used it for this `duration`; 0 is never")
-	f.StringVar(&s.onIdle, "on-idle", "", "what to `do` with --idle: suspend (default) or terminate")
-	f.BoolVar(&s.autoResume, "auto-resume", false, "when it is suspended, resume it as soon as it is used")
+	f.DurationVar(&s.ttl, "ttl", 0, "terminate after this `duration`, such as 30m; 0: never")
+	f.DurationVar(&s.idle, "idle", 0, "suspend after nobody has used it for this `duration`; 0: never")
+	f.StringVar(&s.onIdle, "on-idle", "", "what to `do` after --idle: suspend (default) or terminate")
+	f.BoolVar(&s.autoResume, "auto-resume", false, "resume it as soon as it is used while suspended")
 	f.BoolVarP(&s.quiet, "quiet", "q", false, "print ids only")
 }
 
@@ -98,7 +98,7 @@ func newWSCreateCommand(a *app) *cobra.Command {
 		Short: "Create a workspace from an image",
 		Long: `Create a workspace from an image.
 
-The first workspace of an image and shape boots the image once, which takes a while; later ones are forks of that.`,
+The first workspace of an image and shape boots the image once, which takes a while. Later ones are forks of that template.`,
 		Example: "  coppice ws create --name demo\n  coppice ws create --image demo --vcpus 2 --memory 1024 --env DEBUG=1\n  coppice ws create --allow bundle:python --allow api.example.com",
 		Args:    cobra.NoArgs,
 		RunE: func(c *cobra.Command, _ []string) error {
@@ -133,8 +133,8 @@ The first workspace of an image and shape boots the image once, which takes a wh
 		},
 	}
 	f := c.Flags()
-	f.StringVar(&name, "name", "", "`name`, unique among live workspaces (default: one is made up)")
-	f.StringVar(&image, "image", "", "`image` by name or digest (default base)")
+	f.StringVar(&name, "name", "", "`name`, unique among live workspaces (default: a generated one)")
+	f.StringVar(&image, "image", "", "`image` by name or digest (default: base)")
 	f.IntVar(&vcpus, "vcpus", 0, "virtual CPUs (default: the server's)")
 	f.IntVar(&memory, "memory", 0, "memory in `MiB` (default: the server's)")
 	f.IntVar(&disk, "disk", 0, "writable disk in `GiB` (default: the server's)")
@@ -179,7 +179,7 @@ func newWSListCommand(a *app) *cobra.Command {
 		},
 	}
 	f := c.Flags()
-	f.BoolVarP(&everything, "all", "a", false, "also those that were terminated")
+	f.BoolVarP(&everything, "all", "a", false, "also terminated workspaces")
 	f.StringArrayVarP(&labels, "label", "l", nil, "only with this label, `KEY[=VALUE]`; may be repeated")
 	f.BoolVarP(&quiet, "quiet", "q", false, "print ids only")
 	return c
@@ -187,7 +187,7 @@ func newWSListCommand(a *app) *cobra.Command {
 
 func printWorkspaces(w io.Writer, now time.Time, list []coppice.Workspace) error {
 	if len(list) == 0 {
-		_, err := fmt.Fprintln(w, "No workspaces. Make one: coppice ws create")
+		_, err := fmt.Fprintln(w, "No workspaces. Create one: coppice ws create")
 		return err
 	}
 	rows := make([][]string, 0, len(list))
@@ -237,7 +237,7 @@ func printWorkspace(w io.Writer, ws coppice.Workspace, ports []coppice.Port) err
 	if ws.Failure != nil {
 		failure = ws.Failure.Message + " (" + ws.Failure.Code + ")"
 		if from := ws.Failure.RecoverFrom; from != "" {
-			failure += "; what it was at its last checkpoint that is left: coppice restore " + from
+			failure += "; restore its newest remaining checkpoint: coppice restore " + from
 		}
 	}
 	stall := ""
@@ -311,7 +311,7 @@ func newWSRemoveCommand(a *app) *cobra.Command {
 			return errors.Join(failed, err)
 		},
 	}
-	c.Flags().BoolVar(&all, "all", false, "every workspace")
-	c.Flags().StringArrayVarP(&labels, "label", "l", nil, "every workspace with this label, `KEY[=VALUE]`")
+	c.Flags().BoolVar(&all, "all", false, "all workspaces")
+	c.Flags().StringArrayVarP(&labels, "label", "l", nil, "all workspaces with this label, `KEY[=VALUE]`")
 	return c
 }

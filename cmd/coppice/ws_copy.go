@@ -22,12 +22,12 @@ func newWSCopyCommand(a *app) *cobra.Command {
 		Short: "Copy files and directories into or out of a workspace",
 		Long: `Copy a file or directory into or out of a workspace. One of SOURCE and DESTINATION is WORKSPACE:PATH with an absolute PATH.
 
-It goes into DESTINATION when that is a directory, else to that name. A directory that is named with "/." at its end stands for what it
-holds. Owners become root inside and the caller's outside.
+If DESTINATION is a directory, the copy goes into it; otherwise the copy gets that name. "DIRECTORY/." means the content of the directory.
+Inside a workspace, root owns the copies; outside, the caller owns them.
 
 The command does not trust the workspace and writes nothing outside of DESTINATION. It follows links in the path that you type. Below
-that path it replaces a link that is in the way or has the name of a copied file. It leaves out devices, sockets and pipes, and also
-symbolic links that lead out of the copied tree unless --outside-links is given.`,
+that path it replaces a link that is in the way or has the name of a copied file. It leaves out devices, sockets and pipes. It also leaves out
+symbolic links that lead out of the copied tree, unless --outside-links is given.`,
 		Example: "  coppice ws cp ./src demo:/workspace\n  coppice ws cp demo:/workspace/out.txt .\n  coppice ws cp demo:/etc/. ./etc",
 		Args:    cobra.ExactArgs(2),
 		RunE: func(c *cobra.Command, args []string) error {
@@ -98,7 +98,7 @@ func newWSForwardCommand(a *app) *cobra.Command {
 	c := &cobra.Command{
 		Use:   "forward WORKSPACE [[LOCAL:]PORT...]",
 		Short: "Forward local TCP ports to ports of a workspace",
-		Long: `Forward TCP ports of the runner's host, which with coppice dev is this one, to ports of a workspace, until Ctrl-C.
+		Long: `Forward TCP ports of the runner's host to ports of a workspace, until Ctrl-C. With coppice dev, the runner's host is this machine.
 
 Without LOCAL the command uses the same number, or a free port for a number below 1024. LOCAL 0 picks a free port. LOCAL must be in the
 range that the operator of the host allows ('coppice runner --forward-ports'), by default from 1024 up to the ports of outgoing

@@ -24,10 +24,10 @@ type execFlags struct {
 
 func (e *execFlags) add(c *cobra.Command) {
 	f := c.Flags()
-	f.StringVarP(&e.cwd, "cwd", "C", "", "working `directory` (default /workspace if that is there, else the home)")
+	f.StringVarP(&e.cwd, "cwd", "C", "", "working `directory` (default: /workspace if it exists, else the home directory)")
 	f.StringArrayVarP(&e.env, "env", "e", nil, "environment, `KEY=VALUE`; may be repeated")
-	f.StringVarP(&e.user, "user", "u", "", "`user` name or id, optionally :group (default root)")
-	f.DurationVar(&e.timeout, "timeout", 0, "kill the program after this `duration`; 0 is never")
+	f.StringVarP(&e.user, "user", "u", "", "`user` name or id, optionally with :group (default: root)")
+	f.DurationVar(&e.timeout, "timeout", 0, "kill the program after this `duration`; 0: never")
 }
 
 func (e *execFlags) request(command []string) (coppice.ExecRequest, error) {
@@ -54,9 +54,9 @@ func newWSExecCommand(a *app) *cobra.Command {
 		Short: "Run a program in a workspace",
 		Long: `Run a program in a workspace. There is no shell in between; use sh -c for one.
 
-Its output is passed on as it comes and its exit status is this command's: 127 when there is no such program, 126 when it cannot be
-run, 124 when it was killed at its timeout. Ctrl-C sends it SIGINT; a second one leaves it running.
-With --json, the output and the exit status are printed as one object when it has ended.`,
+The command passes the program's output on as it arrives. The program's exit status becomes that of this command: 127 if there is no such
+program, 126 if it cannot be run, 124 if it was killed at its timeout. Ctrl-C sends the program SIGINT; a second Ctrl-C leaves it running.
+With --json, the command prints the output and the exit status as one object when the program has ended.`,
 		Example: "  coppice ws exec demo -- uname -a\n  coppice ws exec demo -- sh -c 'make test 2>&1 | tail'\n  tar c . | coppice ws exec -i demo -- tar x -C /workspace",
 		Args:    cobra.MinimumNArgs(2),
 		RunE: func(c *cobra.Command, args []string) error {
@@ -91,8 +91,8 @@ With --json, the output and the exit status are printed as one object when it ha
 	}
 	c.Flags().SetInterspersed(false)
 	f := c.Flags()
-	f.BoolVarP(&interactive, "interactive", "i", false, "pass standard input on")
-	f.BoolVarP(&tty, "tty", "t", false, "give it a terminal, as ws shell does")
+	f.BoolVarP(&interactive, "interactive", "i", false, "pass standard input on to the program")
+	f.BoolVarP(&tty, "tty", "t", false, "give the program a terminal, as ws shell does")
 	f.BoolVarP(&detach, "detach", "d", false, "return at once and print the session's id; coppice ws logs has its output")
 	flags.add(c)
 	return c
@@ -143,7 +143,7 @@ func (a *app) exec(ctx context.Context, client *coppice.Client, ws coppice.Works
 		again := make(chan os.Signal, 1)
 		signal.Notify(again, os.Interrupt, syscall.SIGTERM)
 		defer signal.Stop(again)
-		fmt.Fprintf(a.stderr, "coppice: interrupting; once more leaves session %s running\n", session.ID)
+		fmt.Fprintf(a.stderr, "coppice: interrupting; press Ctrl-C again to leave session %s running\n", session.ID)
 		if err := client.SignalSession(remote, session.ID, "SIGINT"); err != nil {
 			cancel(err)
 		}
@@ -247,8 +247,8 @@ text, such as \x1b. --raw passes them on.`,
 		},
 	}
 	f := c.Flags()
-	f.BoolVarP(&follow, "follow", "f", false, "go on until the session ends, and pass on its exit status")
-	f.BoolVar(&console, "console", false, "the serial console of the machine instead")
+	f.BoolVarP(&follow, "follow", "f", false, "follow the output until the session ends, and pass on its exit status")
+	f.BoolVar(&console, "console", false, "print the serial console of the machine instead")
 	f.BoolVar(&list, "list", false, "list the sessions instead")
 	f.BoolVar(&raw, "raw", false, "pass control characters and escape sequences on to a terminal")
 	c.MarkFlagsMutuallyExclusive("console", "list", "follow")

@@ -19,8 +19,8 @@ type allowFlags struct {
 
 func (a *allowFlags) add(c *cobra.Command) {
 	f := c.Flags()
-	f.StringArrayVar(&a.allow, "allow", nil, "what may be reached, and nothing else: `HOST[:PORT]`, *.DOMAIN, tcp://HOST:PORT or bundle:NAME; may be repeated")
-	f.BoolVar(&a.none, "allow-none", false, "nothing may be reached, whatever the workspace may that it is forked from")
+	f.StringArrayVar(&a.allow, "allow", nil, "allow only this destination: `HOST[:PORT]`, *.DOMAIN, tcp://HOST:PORT or bundle:NAME; may be repeated")
+	f.BoolVar(&a.none, "allow-none", false, "allow no destination, not even those of the parent workspace")
 }
 
 // read returns nil when nothing was said.
@@ -42,10 +42,10 @@ func newWSNetworkCommand(a *app) *cobra.Command {
 	c := &cobra.Command{
 		Use:   "network WORKSPACE",
 		Short: "Show or change what a workspace may reach",
-		Long: `Show what a workspace may reach, or change it with --allow or --allow-none: from then on it is that and nothing else, for connections that are
-open, too. A fork never reaches more than the workspace that it was forked from: what is taken out is taken from its forks as well.
+		Long: `Show what a workspace may reach, or replace it with --allow or --allow-none. The change also ends open connections that are no longer allowed.
+A fork never reaches more than its parent workspace: a removed destination is removed from all forks as well.
 
-With --version, only if that is still the workspace's version.`,
+With --version, the change is made only if that is still the workspace's version.`,
 		Example: "  coppice ws network demo\n  coppice ws network demo --allow bundle:python --allow '*.example.com'\n  coppice ws network demo --allow-none",
 		Args:    cobra.ExactArgs(1),
 		RunE: func(c *cobra.Command, args []string) error {

@@ -21,10 +21,10 @@ func newWSShellCommand(a *app) *cobra.Command {
 		Short: "Open a terminal in a workspace",
 		Long: `Open a terminal in a workspace: a login shell, or the given program.
 
-Keys, Ctrl-C among them, go to the program; the window's size follows; its exit status is this command's. When the connection is
-lost, as when the controller restarts, it is made again where it broke off; Ctrl-C gives that up. "~." at the beginning of a line
-leaves, "~~" types a tilde there; --no-escape passes both on. When this terminal goes away the session lives on: --session attaches to
-it again.`,
+All keys go to the program, including Ctrl-C, and so do changes of the window's size. The program's exit status becomes that of this command.
+If the connection is lost, for example at a restart of the controller, the command connects again and continues where it broke off; Ctrl-C
+gives up. At the beginning of a line, "~." leaves the session and "~~" types a tilde; --no-escape passes both on. If this terminal closes,
+the session goes on: attach to it again with --session.`,
 		Args: cobra.MinimumNArgs(1),
 		RunE: func(c *cobra.Command, args []string) error {
 			client, err := a.client()
@@ -53,7 +53,7 @@ it again.`,
 		},
 	}
 	c.Flags().SetInterspersed(false)
-	c.Flags().BoolVar(&a.noEscape, "no-escape", false, "pass tildes on as any other key")
+	c.Flags().BoolVar(&a.noEscape, "no-escape", false, "pass tildes on like any other key")
 	c.Flags().StringVar(&session, "session", "", "attach to this `session` instead of starting one")
 	flags.add(c)
 	return c
@@ -102,7 +102,7 @@ func (a *app) terminals() (in, out int, err error) {
 	in, okIn := terminal(a.stdin)
 	out, okOut := terminal(a.stdout)
 	if !okIn || !okOut {
-		return 0, 0, usageError{errors.New("standard input and output are not both a terminal; coppice ws exec runs a program without one")}
+		return 0, 0, usageError{errors.New("standard input and output must both be a terminal; to run a program without one, use coppice ws exec")}
 	}
 	return in, out, nil
 }

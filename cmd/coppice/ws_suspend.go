@@ -14,9 +14,9 @@ import (
 func newWSSuspendCommand(a *app) *cobra.Command {
 	return &cobra.Command{
 		Use:   "suspend WORKSPACE...",
-		Short: "Checkpoint workspaces and stop them, until they are resumed",
-		Long: `Checkpoint workspaces and stop them, until they are resumed. A suspended workspace takes disk space only. Its programs go on when it is
-resumed, from the instant at which it was suspended.`,
+		Short: "Checkpoint workspaces and stop them until they are resumed",
+		Long: `Checkpoint workspaces and stop them until they are resumed. A suspended workspace takes only disk space. After a resume its programs continue
+from the instant of the suspension.`,
 		Args: cobra.MinimumNArgs(1),
 		RunE: func(c *cobra.Command, args []string) error {
 			client, err := a.client()
@@ -33,7 +33,7 @@ resumed, from the instant at which it was suspended.`,
 func newWSResumeCommand(a *app) *cobra.Command {
 	return &cobra.Command{
 		Use:   "resume WORKSPACE...",
-		Short: "Bring suspended workspaces back",
+		Short: "Resume suspended workspaces",
 		Args:  cobra.MinimumNArgs(1),
 		RunE: func(c *cobra.Command, args []string) error {
 			client, err := a.client()
