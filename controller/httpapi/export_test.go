@@ -14,3 +14,11 @@ func NewWithPace(control *controller.Controller, log *slog.Logger, heartbeat, wr
 	s.pace = pace{heartbeat: heartbeat, write: write}
 	return s.handler(bodyTime)
 }
+
+// NewWithUploads is New with another bound of uploads than the usual one, which is returned.
+func NewWithUploads(control *controller.Controller, log *slog.Logger, most int64) (http.Handler, int64) {
+	s := newServer(control, log)
+	usual := s.upload
+	s.upload = most
+	return s.handler(bodyTime), usual
+}

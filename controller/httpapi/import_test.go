@@ -45,7 +45,9 @@ func machine(ctx context.Context, blobs blob.Blobs, prefix string, h manifest.He
 		})
 	}
 	h.CapturedAt = "2026-11-22T12:00:00Z"
-	h.Record = json.RawMessage(`{"delta_bytes":1,"disk_bytes":2,"device_state_bytes":3,"pause_ms":4.5,"stale_prng_processes":[{"pid":7,"command":"a\u0000b","runtime":"go"}]}`)
+	if h.Record == nil {
+		h.Record = json.RawMessage(`{"delta_bytes":1,"disk_bytes":2,"device_state_bytes":3,"pause_ms":4.5,"stale_prng_processes":[{"pid":7,"command":"a\u0000b","runtime":"go"}]}`)
+	}
 	return snapshotstore.Write(ctx, blobs, prefix, h, nil, images, snapshotstore.Options{})
 }
 

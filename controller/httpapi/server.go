@@ -27,6 +27,7 @@ type server struct {
 	version string
 	pace    pace
 	rules   contract
+	upload  int64 // bytes of one, at most
 }
 
 var _ api.StrictServerInterface = (*server)(nil)
@@ -44,7 +45,7 @@ func newHandler(control *controller.Controller, log *slog.Logger, bodyTime time.
 }
 
 func newServer(control *controller.Controller, log *slog.Logger) *server {
-	return &server{control: control, log: log, version: buildVersion(), pace: defaultPace}
+	return &server{control: control, log: log, version: buildVersion(), pace: defaultPace, upload: maxFile}
 }
 
 func (s *server) handler(bodyTime time.Duration) http.Handler {

@@ -111,14 +111,14 @@ func (s *server) putFile(c echo.Context) error {
 	if err := contentIs(c, contentRaw, contentTar); err != nil {
 		return err
 	}
-	if req.ContentLength > maxFile {
-		return tooLarge(maxFile)
+	if req.ContentLength > s.upload {
+		return tooLarge(s.upload)
 	}
 	guest, err := s.control.Guest(req.Context(), projectOf(req.Context()), core.WorkspaceID(c.Param("workspace_id")))
 	if err != nil {
 		return err
 	}
-	req.Body = http.MaxBytesReader(c.Response(), req.Body, maxFile)
+	req.Body = http.MaxBytesReader(c.Response(), req.Body, s.upload)
 	return s.forward(c, guest, "/v1/files", guestQuery(c, "path", "mode", "uid", "gid", "mkdirs", "untar"))
 }
 

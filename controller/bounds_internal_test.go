@@ -1,0 +1,135 @@
+package controller
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"log/slog"
+	"strings"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+
+	"github.com/coppice-dev/coppice/core"
+)
+
+// TestDelayedAnswersAreBounded: 256 answers to wrong keys are held back for a second at most, and the next one is refused at once.
+func TestDelayedAnswersAreBounded(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		c := &Controller{limits: newLimiter(Limits{FailureDelay: time.Second})}
+		const from = "192.0.2.1:1000"
+		for range 100 { // beyond those that are answered at once
+			c.limits.open.Failed(time.Now(), origin(from))
+		}
+		began := time.Now()
+		var wg sync.WaitGroup
+		for range maxDelayed {
+			wg.Go(func() {
+				if err := c.SlowFailure(t.Context(), from); err != nil {
+					t.Error(err)
+				}
+			})
+		}
+		synctest.Wait()
+		for range 10 {
+			if err := c.SlowFailure(t.Context(), from); core.CodeOf(err) != core.CodeRateLimited {
+				t.Errorf("beyond %d: %v", maxDelayed, err)
+			}
+		}
+		if now := time.Now(); now != began {
+			t.Errorf("a refusal took %s", now.Sub(began))
+		}
+		wg.Wait()
+		if took := time.Since(began); took != maxFailureDelay {
+			t.Errorf("the answers were held back for %s", took)
+		}
+		ctx, cancel := context.WithCancel(t.Context())
+		cancel()
+		if err := c.SlowFailure(ctx, from); !errors.Is(err, context.Canceled) || c.limits.delayed != 0 {
+			t.Errorf("afterwards: %v, and %d are held back", err, c.limits.delayed)
+		}
+	})
+}
+
+// TestPhasesAreBounded: runners and guests name the phases of operations, and metrics have 128 of these names. The others are "other".
+func TestPhasesAreBounded(t *testing.T) {
+	t.Parallel()
+	registry := prometheus.NewRegistry()
+	m := New(Config{ClusterID: "test", Metrics: registry}, nil, nil, slog.New(slog.DiscardHandler)).metrics
+	long := strings.Repeat("x", 41)
+	var list []core.Timing
+	r := &core.ResealReport{Complete: true}
+	for i := range 3 * maxPhases {
+		list = append(list, core.Timing{Stage: fmt.Sprint("stage ", i)}, core.Timing{Stage: long})
+		r.Steps = append(r.Steps, core.ResealStep{Name: fmt.Sprint("step ", i)})
+	}
+	m.timings("capture", list)
+	m.resealed(r)
+	families, err := registry.Gather()
+	if err != nil {
+		t.Fatal(err)
+	}
+	names := map[string]uint64{}
+	for _, f := range families {
+		for _, metric := range f.GetMetric() {
+			for _, l := range metric.GetLabel() {
+				if (l.GetName() == "phase" || l.GetName() == "step") && metric.GetHistogram() != nil {
+					names[l.GetValue()] += metric.GetHistogram().GetSampleCount()
+				}
+			}
+		}
+	}
+	if want := uint64(len(list) + len(r.Steps) - maxPhases); len(names) != maxPhases+1 || names["other"] != want || names[long] != 0 {
+		t.Errorf("%d names, %d samples of other phases; want %d and %d", len(names), names["other"], maxPhases+1, want)
+	}
+}
+
+// TestStreamsAreBounded: a controller has 1,024 event streams open, and a project 128 of them.
+func TestStreamsAreBounded(t *testing.T) {
+	t.Parallel()
+	f := newFeed()
+	project := func(i int) core.ProjectID { return core.ProjectID(fmt.Sprint("prj_", i)) }
+	for i := range maxStreams {
+		if _, err := f.enter(project(i / maxProjectStreams)); err != nil {
+			t.Fatalf("stream %d: %v", i, err)
+		}
+	}
+	if _, err := f.enter(project(maxStreams)); core.CodeOf(err) != core.CodeCapacity {
+		t.Errorf("of another project, beyond those of a controller: %v", err)
+	}
+	f.leave(project(1))
+	if _, err := f.enter(project(0)); core.CodeOf(err) != core.CodeCapacity {
+		t.Errorf("beyond those of a project: %v", err)
+	}
+	if _, err := f.enter(project(maxStreams)); err != nil {
+		t.Errorf("after another has ended: %v", err)
+	}
+	for i := range maxStreams {
+		if i != maxProjectStreams {
+			f.leave(project(i / maxProjectStreams))
+		}
+	}
+	if f.leave(project(maxStreams)); f.total != 0 || len(f.streams) != 0 {
+		t.Errorf("%d streams, %d projects are left", f.total, len(f.streams))
+	}
+}
+
+// TestCachedKeysAreBounded: of however many keys are used, 4,096 are in the cache, the last of them among them.
+func TestCachedKeysAreBounded(t *testing.T) {
+	t.Parallel()
+	k := new(keyring)
+	for i := range uint64(3 * maxCachedKeys) {
+		var hash [32]byte
+		binary.BigEndian.PutUint64(hash[:], i)
+		id := core.KeyID(fmt.Sprint("key_", i))
+		k.put(hash, Key{ID: id}, time.Hour)
+		if got, ok := k.get(hash, 0); !ok || got.ID != id || len(k.byHash) > maxCachedKeys {
+			t.Fatalf("key %d: %+v, %v; %d are in the cache", i, got, ok, len(k.byHash))
+		}
+	}
+}
