@@ -139,6 +139,7 @@ type Controller struct {
 	wake   chan struct{} // size 1: look for operations to claim
 	// rulesChanged has size 1: look for rules that runners do not have.
 	rulesChanged chan struct{}
+	rulesFloor   int64 // of rulesLoop: the history in which all rules are known to be given
 	rulesUnder   underWay
 	ended        chan core.OperationID
 

@@ -19,6 +19,7 @@ import (
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/pgcluster"
 	"github.com/coppice-dev/coppice/internal/require"
+	"github.com/coppice-dev/coppice/internal/testpg"
 	"github.com/coppice-dev/coppice/migrations"
 )
 
@@ -100,18 +101,18 @@ func (s *server) goBack(promoted bool) {
 	})
 }
 
-// newWorldOn is newWorld on a server of the test's own.
-func newWorldOn(t *testing.T, s *server) *world {
+// newWorldOn is newWorld on a server of the test's own. dsn is the address of a database there.
+func newWorldOn(t *testing.T, dsn func(database string) string) *world {
 	t.Helper()
-	conn, err := pgx.Connect(t.Context(), s.cluster.DSN("postgres"))
+	conn, err := pgx.Connect(t.Context(), dsn("postgres"))
 	if err != nil {
 		t.Fatal(err)
 	}
 	_, err = conn.Exec(t.Context(), `CREATE DATABASE coppice`)
-	if err := errors.Join(err, conn.Close(t.Context()), migrations.Up(t.Context(), s.cluster.DSN("coppice"))); err != nil {
+	if err := errors.Join(err, conn.Close(t.Context()), migrations.Up(t.Context(), dsn("coppice"))); err != nil {
 		t.Fatal(err)
 	}
-	w := &world{t: t, dsn: s.cluster.DSN("coppice"), runner: runnertest.Start(t, runnertest.Config{}), client: runnerclient.New("runner-secret")}
+	w := &world{t: t, dsn: dsn("coppice"), runner: runnertest.Start(t, runnertest.Config{}), client: runnerclient.New("runner-secret")}
 	w.store = openStore(t, w.dsn)
 	t.Cleanup(w.client.Close)
 	w.Controller, w.stop = w.start(controller.Config{LoopInterval: 50 * time.Millisecond, RunnerRetry: 2 * time.Second, Bootstrap: controller.Bootstrap{Key: "coppice-test-key"}})
@@ -145,12 +146,42 @@ func collectOf(t *testing.T, s *controller.EventStream, ids ...core.WorkspaceID)
 	return all
 }
 
+// TestRulesOverFailover loses changes of egress rules, which the runner has, with the primary. The runner goes back to the rules that the new
+// server has, and takes what is changed after that, although it has newer versions of both.
+func TestRulesOverFailover(t *testing.T) {
+	t.Parallel()
+	p := testpg.NewPair(t, false)
+	w := newWorldOn(t, p.DSN)
+	lost, later := w.createAllowing("lost", "a.example", "b.example"), w.createAllowing("later", "a.example", "b.example")
+	p.Cut()
+	w.mustAllow(lost.ID, "a.example", "b.example", "lost.example")
+	for range 3 {
+		w.mustAllow(later.ID, "a.example", "b.example", "lost.example")
+		w.mustAllow(later.ID, "a.example", "b.example")
+	}
+	if got := w.runner.Rules(lost.Sandbox.ID).Allow; !slices.Contains(got, "lost.example") {
+		t.Fatalf("the runner has %q: this test shows nothing", got)
+	}
+	p.Failover()
+	eventually(t, "the database answers", func() bool { return w.Ready(t.Context()) == nil })
+	w.mustAllow(later.ID, "a.example")
+	eventually(t, "the runner has the rules of the new server", func() bool {
+		return slices.Equal(w.runner.Rules(lost.Sandbox.ID).Allow, []string{"a.example", "b.example"}) && slices.Equal(w.runner.Rules(later.Sandbox.ID).Allow, []string{"a.example"})
+	})
+	for _, ws := range []core.WorkspaceID{lost.ID, later.ID} {
+		eventually(t, "the controller knows", func() bool {
+			now, err := w.Workspace(t.Context(), w.project, ws)
+			return err == nil && !now.RulesPending()
+		})
+	}
+}
+
 // TestEventsOverFailover replaces the database server by a promoted one that lacks the last events, which streams have passed on.
 // Streams that are open, and those that begin behind the last id of the lost events, get every event of the new server.
 func TestEventsOverFailover(t *testing.T) {
 	t.Parallel()
 	s := startServer(t)
-	w := newWorldOn(t, s)
+	w := newWorldOn(t, s.cluster.DSN)
 	w.create("first")
 	s.keep()
 	eventually(t, "the database answers", func() bool { return w.Ready(t.Context()) == nil })
@@ -184,7 +215,7 @@ func TestEventsOverFailover(t *testing.T) {
 func TestEventsOfDatabaseSetBack(t *testing.T) {
 	t.Parallel()
 	s := startServer(t)
-	w := newWorldOn(t, s)
+	w := newWorldOn(t, s.cluster.DSN)
 	w.create("first")
 	s.keep()
 	eventually(t, "the database answers", func() bool { return w.Ready(t.Context()) == nil })

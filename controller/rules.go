@@ -64,6 +64,12 @@ type RulesTx interface {
 	// PendingRules returns workspaces that run on a runner with a lease that is not known to have their present rules, or whose grants have to
 	// be sealed anew.
 	PendingRules(ctx context.Context, limit int) ([]Workspace, error)
+	// RulesFloor is below every version that rules get in the present history of the database, and above those of the histories before it: a
+	// promoted standby may lack changes that runners have, and would give their versions to others. 0 in the first history.
+	RulesFloor(ctx context.Context) (int64, error)
+	// RaiseRules lifts versions of living workspaces above a floor, so that runners are given their rules again, and returns how many: less
+	// than limit when all are above it.
+	RaiseRules(ctx context.Context, floor int64, limit int) (int, error)
 	// ApplyRules records what runners have; of sandboxes that are not the present ones it records nothing.
 	ApplyRules(ctx context.Context, list []AppliedRules) error
 }
@@ -219,8 +225,31 @@ func (c *Controller) wakeRules() {
 	}
 }
 
+// raiseRules has all rules given to runners again when the database has begun another history: what runners have is maybe newer than what it
+// knows, and they would take nothing older. Every controller does it, and only the first finds something to do.
+func (c *Controller) raiseRules(ctx context.Context) error {
+	floor, err := read(ctx, c, System(), func(tx Tx) (int64, error) { return tx.RulesFloor(ctx) })
+	if err != nil || floor == c.rulesFloor {
+		return err
+	}
+	total := 0
+	for n := rulesBatch; n == rulesBatch; total += n {
+		if n, err = read(ctx, c, System(), func(tx Tx) (int, error) { return tx.RaiseRules(ctx, floor, rulesBatch) }); err != nil {
+			return err
+		}
+	}
+	c.rulesFloor = floor
+	if total > 0 {
+		c.log.WarnContext(ctx, "the database has begun another history: egress rules are given to runners again", "count", total)
+	}
+	return nil
+}
+
 // giveRules begins with every runner that something is pending for, and waits for none: one that hangs holds up nobody but itself.
 func (c *Controller) giveRules(ctx context.Context, group *sync.WaitGroup) error {
+	if err := c.raiseRules(ctx); err != nil {
+		return err
+	}
 	list, err := read(ctx, c, System(), func(tx Tx) ([]Workspace, error) { return tx.PendingRules(ctx, rulesBatch) })
 	if err != nil || len(list) == 0 {
 		return err

@@ -4,25 +4,25 @@ import (
 	"context"
 	"fmt"
 	"slices"
+	"strconv"
 	"strings"
-	"time"
 
-	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
 
 	"github.com/coppice-dev/coppice/core"
 )
 
 // Durability is what a server keeps of a commit that it has acknowledged to us, and which server it is.
 type Durability struct {
-	Server   string    `db:"server"`   // address and port, or "socket"
-	Started  time.Time `db:"started"`  // when the server process began
-	Timeline int64     `db:"timeline"` // raised by each promotion; 0 while it recovers
-	Recovers bool      `db:"recovers"` // a standby: it takes no writes
+	Server   string // address and port, or "socket"
+	Started  string // when the server process began
+	Timeline int64  // raised by each promotion; 0 while it recovers
+	Recovers bool   // a standby: it takes no writes
 
-	Fsync             bool   `db:"fsync"`
-	FullPageWrites    bool   `db:"full_page_writes"`
-	SynchronousCommit string `db:"synchronous_commit"` // of our sessions: the role or the database may have one of its own
-	Standbys          string `db:"standbys"`           // synchronous_standby_names
+	Fsync             bool
+	FullPageWrites    bool
+	SynchronousCommit string // of our sessions: the role or the database may have one of its own
+	Standbys          string // synchronous_standby_names
 }
 
 // The settings without which a server loses what it has acknowledged. They are the values of --allow-weak-database.
@@ -99,19 +99,26 @@ func (d Durability) Judge(allowed []string) error {
 
 // inspectQuery asks only what every role may know.
 const inspectQuery = `
-	SELECT coalesce(host(inet_server_addr()) || ':' || inet_server_port(), 'socket') AS server,
-		pg_postmaster_start_time() AS started, pg_is_in_recovery() AS recovers,
-		CASE WHEN pg_is_in_recovery() THEN 0 ELSE ('x' || left(pg_walfile_name(pg_current_wal_insert_lsn()), 8))::bit(32)::bigint END AS timeline,
-		current_setting('fsync')::bool AS fsync, current_setting('full_page_writes')::bool AS full_page_writes,
-		current_setting('synchronous_commit') AS synchronous_commit, current_setting('synchronous_standby_names') AS standbys`
+	SELECT coalesce(host(inet_server_addr()) || ':' || inet_server_port(), 'socket'), pg_postmaster_start_time(), pg_is_in_recovery(),
+		CASE WHEN pg_is_in_recovery() THEN 0 ELSE ('x' || left(pg_walfile_name(pg_current_wal_insert_lsn()), 8))::bit(32)::bigint END,
+		current_setting('fsync'), current_setting('full_page_writes'), current_setting('synchronous_commit'), current_setting('synchronous_standby_names')`
 
-func inspect(ctx context.Context, conn *pgx.Conn) (Durability, error) {
-	rows, err := conn.Query(ctx, inspectQuery)
+// inspect works on a connection that is not complete yet, too.
+func inspect(ctx context.Context, conn *pgconn.PgConn) (d Durability, err error) {
+	results, err := conn.Exec(ctx, inspectQuery).ReadAll()
 	if err != nil {
-		return Durability{}, mapError(ctx, err)
+		return d, mapError(ctx, err)
 	}
-	d, err := pgx.CollectExactlyOneRow(rows, pgx.RowToStructByName[Durability])
-	return d, mapError(ctx, err)
+	if len(results) != 1 || len(results[0].Rows) != 1 || len(results[0].Rows[0]) != 8 {
+		return d, core.Errorf(core.Internal, core.CodeInternal, "the database did not answer the question for its settings with one row")
+	}
+	row := results[0].Rows[0]
+	d = Durability{
+		Server: string(row[0]), Started: string(row[1]), Recovers: string(row[2]) == "t", Fsync: string(row[4]) == "on",
+		FullPageWrites: string(row[5]) == "on", SynchronousCommit: string(row[6]), Standbys: string(row[7]),
+	}
+	d.Timeline, err = strconv.ParseInt(string(row[3]), 10, 64)
+	return d, err
 }
 
 // Inspect asks the server of one of the pool's connections. An answer that Config.Check refuses is an error.
@@ -123,7 +130,7 @@ func (s *Store) Inspect(ctx context.Context) (Durability, error) {
 		return Durability{}, mapError(ctx, err)
 	}
 	defer conn.Release()
-	d, err := inspect(ctx, conn.Conn())
+	d, err := inspect(ctx, conn.Conn().PgConn())
 	if err == nil && s.check != nil {
 		err = s.check(d)
 	}
@@ -133,11 +140,18 @@ func (s *Store) Inspect(ctx context.Context) (Durability, error) {
 // Recheck has every connection checked again before it is used: settings may have changed under those that are open.
 func (s *Store) Recheck() { s.pool.Reset() }
 
-// checkNew is what every new connection must pass.
-func (s *Store) checkNew(ctx context.Context, conn *pgx.Conn) error {
-	d, err := inspect(ctx, conn)
-	if err != nil {
-		return fmt.Errorf("ask a database server for its settings: %w", err)
+// checkNew returns what every new connection must pass besides next. Of several servers in the address, the first that passes is taken.
+func (s *Store) checkNew(next pgconn.ValidateConnectFunc) pgconn.ValidateConnectFunc {
+	return func(ctx context.Context, conn *pgconn.PgConn) error {
+		if next != nil {
+			if err := next(ctx, conn); err != nil {
+				return err
+			}
+		}
+		d, err := inspect(ctx, conn)
+		if err != nil {
+			return fmt.Errorf("ask a database server for its settings: %w", err)
+		}
+		return s.check(d)
 	}
-	return s.check(d)
 }

@@ -101,6 +101,26 @@ func (t *tx) PendingRules(ctx context.Context, limit int) ([]controller.Workspac
 		args{"limit": limit})
 }
 
+type floorRow struct {
+	Floor int64 `db:"floor"`
+}
+
+// RulesFloor is that of the ids of events.
+func (t *tx) RulesFloor(ctx context.Context) (int64, error) {
+	row, err := one[floorRow](ctx, t, nil, `SELECT coppice_event_history() AS floor`, args{})
+	return row.Floor, err
+}
+
+// RaiseRules locks rows in the order of their ids.
+func (t *tx) RaiseRules(ctx context.Context, floor int64, limit int) (int, error) {
+	n, err := t.exec(ctx, `
+		WITH behind AS (
+			SELECT id FROM workspaces WHERE ended_at IS NULL AND egress_version < @floor ORDER BY id LIMIT @limit FOR NO KEY UPDATE
+		)
+		UPDATE workspaces w SET egress_version = @floor::bigint + 1 FROM behind WHERE w.id = behind.id`, args{"floor": floor, "limit": limit})
+	return int(n), err
+}
+
 // ApplyRules is one statement for all.
 func (t *tx) ApplyRules(ctx context.Context, list []controller.AppliedRules) error {
 	ids, sandboxes, given := make([]string, len(list)), make([]string, len(list)), newGiven(len(list))

@@ -72,7 +72,7 @@ func Open(ctx context.Context, cfg Config) (*Store, error) {
 	params["jit"] = "off" // no query is long enough to earn a compilation
 	s := &Store{check: cfg.Check}
 	if s.check != nil {
-		pc.AfterConnect = s.checkNew
+		pc.ConnConfig.ValidateConnect = s.checkNew(pc.ConnConfig.ValidateConnect)
 	}
 	if s.pool, err = pgxpool.NewWithConfig(ctx, pc); err != nil {
 		return nil, fmt.Errorf("open database: %w", err)
@@ -165,11 +165,6 @@ func (s *Store) Listen(ctx context.Context, ended func(core.OperationID), revoke
 		return mapError(ctx, err)
 	}
 	defer func() { _ = conn.Close(context.WithoutCancel(ctx)) }()
-	if s.check != nil {
-		if err := s.checkNew(ctx, conn); err != nil {
-			return mapError(ctx, err)
-		}
-	}
 	if _, err := conn.Exec(ctx, "LISTEN "+channel+"; LISTEN "+keyChannel); err != nil {
 		return mapError(ctx, err)
 	}

@@ -37,6 +37,7 @@ type databaseWatch struct {
 	store   *postgres.Store
 	known   bool
 	last    postgres.Durability
+	passed  postgres.Durability // the last one that was passed over
 	reached int64 // the highest timeline that a server had
 	serving bool  // the start is over: a refusal is an outage now
 }
@@ -72,7 +73,11 @@ func (w *databaseWatch) check(d postgres.Durability) error {
 			"the database server at %s is on timeline %d, and this controller has used timeline %d: it is a primary of before a failover; stop it, or restart the controllers if the database was restored from a dump",
 			d.Server, d.Timeline, w.reached)
 	}
-	w.show(d, err)
+	if d.Recovers || d.Timeline < w.reached { // another in the address may do
+		w.pass(d, err)
+	} else {
+		w.show(d, err)
+	}
 	if err == nil {
 		if w.store != nil && w.reached != 0 && d.Timeline > w.reached {
 			w.store.Recheck() // connections to the server of before may be open
@@ -86,6 +91,14 @@ func (w *databaseWatch) check(d postgres.Durability) error {
 	return err
 }
 
+// pass logs, once, that a server is passed over. mu is held.
+func (w *databaseWatch) pass(d postgres.Durability, why error) {
+	if d != w.passed {
+		w.passed = d
+		w.log.WarnContext(context.Background(), "database server passed over", "server", d.Server, "timeline", d.Timeline, "standby", d.Recovers, "err", why)
+	}
+}
+
 // show logs what has changed, and sets the metrics. mu is held.
 func (w *databaseWatch) show(d postgres.Durability, refusal error) {
 	if w.known && d == w.last {
@@ -94,7 +107,7 @@ func (w *databaseWatch) show(d postgres.Durability, refusal error) {
 	what := "database server found"
 	switch {
 	case !w.known:
-	case d.Server != w.last.Server || !d.Started.Equal(w.last.Started) || d.Timeline != w.last.Timeline:
+	case d.Server != w.last.Server || d.Started != w.last.Started || d.Timeline != w.last.Timeline:
 		what = "another database server answered"
 		w.changes.Inc()
 	default:
