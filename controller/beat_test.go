@@ -5,6 +5,7 @@ import (
 	"time"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/api/runnerapi/beats"
 	"github.com/coppice-dev/coppice/core"
 )
 
@@ -71,6 +72,93 @@ func TestBeatNumbers(t *testing.T) {
 	if out, err := w.RegisterRunner(t.Context(), reg); err != nil || out.LeaseEpoch != 1<<53+2 {
 		t.Errorf("%+v, %v", out, err)
 	}
+}
+
+// differences makes a heartbeat one with differences in which nothing is different.
+func differences(h runnerapi.Heartbeat) runnerapi.Beat {
+	b := runnerapi.Beat{Heartbeat: h, CheckpointSum: beats.Sum(h.Checkpoints...)}
+	for _, s := range h.Sandboxes {
+		b.SandboxSum ^= beats.Sum(s.ID)
+	}
+	b.Sandboxes, b.Checkpoints = nil, nil
+	return b
+}
+
+// TestOldControllerBetween: a controller of an older version has applied a heartbeat that has no number. What comes next settles nothing, and
+// its differences are to something else.
+func TestOldControllerBetween(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	ws := w.create("main")
+	for range 2 {
+		w.beat()
+	}
+	const byOld = `UPDATE runners SET heartbeat_at = now(), lease_expires_at = now() + interval '1 hour'`
+	w.sql(byOld)
+	if out, err := w.Beat(t.Context(), w.runner.ID(), differences(w.runner.NextBeat(w.epoch))); err != nil || !out.Full {
+		t.Errorf("differences to what an older controller has not seen: %+v, %v", out, err)
+	}
+	w.beat()
+	w.sql(byOld)
+	missing := w.runner.NextBeat(w.epoch)
+	missing.Sandboxes = nil
+	if _, err := w.Heartbeat(t.Context(), w.runner.ID(), missing); err != nil {
+		t.Fatal(err)
+	}
+	if got := w.state(ws.ID); got != core.WorkspaceReady {
+		t.Errorf("after a heartbeat that settles nothing the workspace is %s", got)
+	}
+}
+
+// TestOldRunner: the heartbeats of a runner of an older version have no number. One may be a minute old when it arrives, so that it settles
+// what was ready a minute before the previous one.
+func TestOldRunner(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	ws := w.create("main")
+	for _, c := range []struct {
+		ready string
+		want  core.WorkspaceState
+	}{{"59 s", core.WorkspaceReady}, {"61 s", core.WorkspaceLost}} {
+		w.sql(`UPDATE workspaces SET ready_at = (SELECT heartbeat_at FROM runners) - $1::interval`, c.ready)
+		if _, err := w.Heartbeat(t.Context(), w.runner.ID(), runnerapi.Heartbeat{LeaseEpoch: w.epoch, Info: w.runner.Info()}); err != nil {
+			t.Fatal(err)
+		}
+		if got := w.state(ws.ID); got != c.want {
+			t.Errorf("ready %s before the previous heartbeat, and missing, the workspace is %s, want %s", c.ready, got, c.want)
+		}
+	}
+}
+
+// TestAnsweredAhead: the database has lost heartbeats whose answers the runner had. The runner registers again.
+func TestAnsweredAhead(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	for range 3 {
+		w.beat()
+	}
+	w.sql(`UPDATE runners SET beat = 2`)
+	_, err := w.Heartbeat(t.Context(), w.runner.ID(), w.runner.NextBeat(w.epoch))
+	wantCode(t, err, core.CodeStateConflict)
+	w.register()
+	w.beat()
+}
+
+// TestUseInDifferences: a workspace was used through the data plane, and nothing else of it has changed.
+func TestUseInDifferences(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	ws := w.create("main")
+	w.beat()
+	w.sql(`DELETE FROM workspace_uses`)
+	b := differences(w.runner.NextBeat(w.epoch))
+	b.DataUsed = []core.WorkspaceID{ws.ID}
+	if out, err := w.Beat(t.Context(), w.runner.ID(), b); err != nil || out.Full {
+		t.Fatalf("%+v, %v", out, err)
+	}
+	eventually(t, "the use is recorded", func() bool {
+		return w.number(`SELECT count(*) FROM workspace_uses WHERE workspace_id = $1`, ws.ID) == 1
+	})
 }
 
 // TestEpochGivenTwice: the database has lost a registration, and the next process of the runner, which has lost its disk, is given the same

@@ -1,19 +1,23 @@
 package controller_test
 
 import (
+	"encoding/json"
 	"fmt"
-	"os"
-	"slices"
-	"strconv"
-	"strings"
+	"io"
+	"net"
+	"net/url"
+	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/api/runnerapi/beats"
 	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/controller/postgres"
 	"github.com/coppice-dev/coppice/controller/runnertest"
 	"github.com/coppice-dev/coppice/core"
 )
@@ -44,42 +48,74 @@ func populate(t *testing.T, w *world, sandboxes, checkpoints int) (held []runner
 	return held, ids
 }
 
-// cpuOf is the processor time of the database's processes that serve this database.
-func cpuOf(t *testing.T, conn *pgx.Conn) (sum time.Duration) {
+// countedStore is a store of the world's database that counts the bytes between the two.
+func countedStore(t *testing.T, w *world) (store *postgres.Store, bytes *atomic.Int64) {
 	t.Helper()
-	rows, err := conn.Query(t.Context(), `SELECT pid FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()`)
+	cfg, err := pgx.ParseConfig(w.dsn)
 	if err != nil {
 		t.Fatal(err)
 	}
-	pids, err := pgx.CollectRows(rows, pgx.RowTo[int])
+	network, database := pgconn.NetworkAddress(cfg.Host, cfg.Port)
+	address, err := url.Parse(w.dsn)
 	if err != nil {
 		t.Fatal(err)
 	}
-	for _, pid := range pids {
-		b, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
-		if err != nil {
-			continue // it has ended
-		}
-		f := strings.Fields(string(b[strings.LastIndexByte(string(b), ')')+1:]))
-		for _, ticks := range f[11:13] {
-			n, err := strconv.ParseInt(ticks, 10, 64)
+	listener, err := (&net.ListenConfig{}).Listen(t.Context(), "tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	bytes = new(atomic.Int64)
+	var group sync.WaitGroup
+	pass := func(to, from net.Conn) {
+		_, _ = io.Copy(to, io.TeeReader(from, counter{bytes})) // until one of them ends
+		_, _ = to.Close(), from.Close()
+	}
+	group.Go(func() {
+		for {
+			client, err := listener.Accept()
 			if err != nil {
-				t.Fatal(err)
+				return
 			}
-			sum += time.Duration(n) * 10 * time.Millisecond
+			server, err := net.Dial(network, database) //nolint:noctx // it ends with the client
+			if err != nil {
+				_ = client.Close()
+				continue
+			}
+			group.Go(func() { pass(client, server) })
+			group.Go(func() { pass(server, client) })
 		}
+	})
+	t.Cleanup(group.Wait) // the store is closed before
+	t.Cleanup(func() { _ = listener.Close() })
+	host, port, err := net.SplitHostPort(listener.Addr().String())
+	if err != nil {
+		t.Fatal(err)
 	}
-	return sum
+	q := address.Query()
+	q.Set("host", host)
+	q.Set("port", port)
+	address.RawQuery = q.Encode()
+	return openStore(t, address.String()), bytes
 }
 
-// TestBeatCost compares what the database does for a heartbeat that names everything with what it does for one without a difference.
+type counter struct{ n *atomic.Int64 }
+
+func (c counter) Write(b []byte) (int, error) {
+	c.n.Add(int64(len(b)))
+	return len(b), nil
+}
+
+// TestBeatCost compares a heartbeat that names everything with one without a difference: what the runner sends, and what the controller
+// and the database say to each other.
 func TestBeatCost(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t, func(c *controller.Config, _ *runnertest.Config) { c.LoopInterval = time.Hour })
 	held, ids := populate(t, w, 200, 2000)
+	store, bytes := countedStore(t, w)
+	c, _ := w.startOn(store, controller.Config{AllowAllEgress: true, LoopInterval: time.Hour})
 	var sender beats.Sender
 	sender.Registered(w.epoch)
-	send := func(whole bool) time.Duration {
+	send := func(whole bool) (sent, asked int64) {
 		t.Helper()
 		if whole {
 			sender.Unanswered()
@@ -90,47 +126,39 @@ func TestBeatCost(t *testing.T) {
 		if whole == (m.Differences != nil) {
 			t.Fatalf("heartbeat %d is of the other kind", b.Number)
 		}
-		began := time.Now()
+		before, body := bytes.Load(), any(b)
 		var out runnerapi.Heartbeated
 		var err error
 		if whole {
-			out, err = w.Heartbeat(t.Context(), w.runner.ID(), b)
+			out, err = c.Heartbeat(t.Context(), w.runner.ID(), b)
 		} else {
-			out, err = w.Beat(t.Context(), w.runner.ID(), *m.Differences)
+			body = m.Differences
+			out, err = c.Beat(t.Context(), w.runner.ID(), *m.Differences)
 		}
-		took := time.Since(began)
 		if err != nil || out.Full || len(out.DropSandboxes)+len(out.DropCheckpoints)+len(out.StrayCheckpoints)+len(out.Unsettled) > 0 {
 			t.Fatalf("%+v, %v", out, err)
 		}
+		asked = bytes.Load() - before
 		sender.Answered(m, out)
-		return took
+		text, err := json.Marshal(body)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return int64(len(text)), asked
 	}
-	send(true)
-	w.sql(`VACUUM ANALYZE`)
-	conn, err := pgx.Connect(t.Context(), w.dsn)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer conn.Close(t.Context())
-	const rounds, each = 5, 40
-	took, cpu := map[bool][]time.Duration{}, map[bool]time.Duration{}
-	for range rounds {
+	sent, asked := map[bool]int64{}, map[bool]int64{}
+	for range 5 { // the first ones also prepare statements
 		for _, whole := range []bool{true, false} {
-			before := cpuOf(t, conn)
-			for range each {
-				took[whole] = append(took[whole], send(whole))
-			}
-			cpu[whole] += cpuOf(t, conn) - before
+			sent[whole], asked[whole] = send(whole)
 		}
 	}
-	median := func(whole bool) time.Duration {
-		slices.Sort(took[whole])
-		return took[whole][len(took[whole])/2]
+	t.Logf("200 sandboxes, 2000 checkpoints: whole %d bytes, and %d between controller and database; differences %d and %d",
+		sent[true], asked[true], sent[false], asked[false])
+	if most := int64(16 << 10); sent[false] > most || asked[false] > most {
+		t.Errorf("a heartbeat without a difference has %d bytes, and controller and database say %d to each other; at most %d are expected", sent[false], asked[false], most)
 	}
-	load, _ := os.ReadFile("/proc/loadavg")
-	t.Logf("200 sandboxes, 2000 checkpoints: whole %s and %s of the database's processor, differences %s and %s; load %s",
-		median(true), cpu[true]/(rounds*each), median(false), cpu[false]/(rounds*each), strings.TrimSpace(string(load)))
-	if cpu[false]*2 > cpu[true] {
-		t.Errorf("a heartbeat without a difference costs the database %s, one that names everything %s", cpu[false]/(rounds*each), cpu[true]/(rounds*each))
+	if sent[false]*20 > sent[true] || asked[false]*20 > asked[true] {
+		t.Errorf("a heartbeat without a difference has %d bytes, and controller and database say %d to each other; for one that names everything these are %d and %d",
+			sent[false], asked[false], sent[true], asked[true])
 	}
 }

@@ -24,6 +24,7 @@ import (
 	"github.com/coppice-dev/coppice/runner"
 	"github.com/coppice-dev/coppice/runner/heartbeat"
 	"github.com/coppice-dev/coppice/runner/netns"
+	"github.com/coppice-dev/coppice/runner/trash"
 	"github.com/coppice-dev/coppice/runner/vmm/fakevmm"
 )
 
@@ -38,6 +39,8 @@ type controller struct {
 	beats    []runnerapi.Heartbeat
 	fenceFor time.Duration
 	stray    []core.CheckpointID // that heartbeats are answered to drop, by a controller that knows no numbers
+	strays   []core.CheckpointID // that heartbeats are answered to drop, by a controller that knows numbers
+	drops    []core.CheckpointID // that were deleted, likewise
 	numbers  bool                // heartbeats are answered with their numbers, and differences are taken; else it is of an older version
 	beaten   int                 // heartbeats with differences that were taken
 	slow     func()              // runs at the next heartbeat, which is then not answered
@@ -78,7 +81,9 @@ func (c *controller) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 			return
 		}
 		c.beaten++
-		answer(http.StatusOK, runnerapi.Heartbeated{Number: b.Number, TTLSeconds: 0.03, FenceSeconds: c.fenceFor.Seconds()})
+		answer(http.StatusOK, runnerapi.Heartbeated{
+			Number: b.Number, StrayCheckpoints: c.strays, DropCheckpoints: c.drops, TTLSeconds: 0.03, FenceSeconds: c.fenceFor.Seconds(),
+		})
 		return
 	}
 	var h runnerapi.Heartbeat
@@ -352,6 +357,28 @@ func TestUnknownCheckpoint(t *testing.T) {
 	})
 	x.set(func(c *controller) { c.stray = nil })
 	x.fork()
+}
+
+// TestToldCheckpoints: a controller that knows numbers tells a checkpoint without a row from one that was deleted.
+func TestToldCheckpoints(t *testing.T) {
+	t.Parallel()
+	x := newRig(t)
+	x.set(func(c *controller) { c.numbers, c.strays = true, []core.CheckpointID{x.template.ID} })
+	eventually.True(t, "one without a row is not listed any more", func() bool { return len(x.runner.Checkpoints()) == 0 })
+	if _, err := x.runner.Checkpoint(x.template.ID); err != nil {
+		t.Errorf("one without a row cannot be taken back: %v", err)
+	}
+	x.set(func(c *controller) { c.strays, c.drops = nil, []core.CheckpointID{x.template.ID} })
+	eventually.True(t, "one that was deleted is gone", func() bool {
+		list, err := trash.List(trash.Dir(x.cfg.DataDir))
+		if err != nil {
+			t.Error(err)
+		}
+		return len(list)+len(x.runner.Checkpoints()) == 0
+	})
+	if _, err := x.runner.Checkpoint(x.template.ID); core.CategoryOf(err) != core.NotFound {
+		t.Errorf("one that was deleted: %v", err)
+	}
 }
 
 // TestRevoked: a runner that was removed from its cluster kills its sandboxes at once, stops speaking to the cluster, and takes no work
