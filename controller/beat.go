@@ -89,7 +89,7 @@ func (b *beating) apply(ctx context.Context, tx Tx) error {
 		return err
 	}
 	if b.differences != nil && !beaten.Next { // they are differences to something else than the rows
-		b.out.Full = true
+		b.out.AllSandboxes, b.out.AllCheckpoints = true, true
 		return nil
 	}
 	if err := b.sandboxes(ctx, tx, beaten.Settled); err != nil {
@@ -108,7 +108,7 @@ func (b *beating) apply(ctx context.Context, tx Tx) error {
 
 // sandboxes compares those that are reported with the rows.
 func (b *beating) sandboxes(ctx context.Context, tx Tx, settled time.Time) error {
-	which := HeldFilter{Settled: settled, All: b.differences == nil}
+	which := HeldFilter{Settled: settled, All: b.differences == nil || b.differences.AllSandboxes}
 	if !which.All {
 		for id := range b.reported {
 			which.Sandboxes = append(which.Sandboxes, id)
@@ -149,7 +149,7 @@ func (b *beating) checkpoints(ctx context.Context, tx Tx) error {
 		return err
 	}
 	known := append(held.Copies, held.Capturing...) // one that is captured by now is recorded by now
-	if b.differences == nil {
+	if b.differences == nil || b.differences.AllCheckpoints {
 		err = tx.SetCopies(ctx, b.id, known)
 	} else if len(known)+len(b.differences.GoneCheckpoints) > 0 {
 		err = tx.ChangeCopies(ctx, b.id, known, b.differences.GoneCheckpoints)
@@ -167,12 +167,13 @@ func (b *beating) checkpoints(ctx context.Context, tx Tx) error {
 	return err
 }
 
-// compareSums has the runner send everything when it does not hold what the rows say.
+// compareSums has the runner send all of what it does not hold as the rows say. A list that it has sent whole was compared already.
 func (b *beating) compareSums(ctx context.Context, tx Tx) error {
 	if b.differences == nil {
 		return nil
 	}
 	sandboxes, checkpoints, err := tx.HeldSums(ctx, b.id, b.h.Checkpoints)
-	b.out.Full = sandboxes != b.differences.SandboxSum || checkpoints != b.differences.CheckpointSum
+	b.out.AllSandboxes = !b.differences.AllSandboxes && sandboxes != b.differences.SandboxSum
+	b.out.AllCheckpoints = !b.differences.AllCheckpoints && checkpoints != b.differences.CheckpointSum
 	return err
 }

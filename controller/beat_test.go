@@ -95,7 +95,7 @@ func TestOldControllerBetween(t *testing.T) {
 	}
 	const byOld = `UPDATE runners SET heartbeat_at = now(), lease_expires_at = now() + interval '1 hour'`
 	w.sql(byOld)
-	if out, err := w.Beat(t.Context(), w.runner.ID(), differences(w.runner.NextBeat(w.epoch))); err != nil || !out.Full {
+	if out, err := w.Beat(t.Context(), w.runner.ID(), differences(w.runner.NextBeat(w.epoch))); err != nil || !out.AllSandboxes || !out.AllCheckpoints {
 		t.Errorf("differences to what an older controller has not seen: %+v, %v", out, err)
 	}
 	w.beat()
@@ -153,12 +153,58 @@ func TestUseInDifferences(t *testing.T) {
 	w.sql(`DELETE FROM workspace_uses`)
 	b := differences(w.runner.NextBeat(w.epoch))
 	b.DataUsed = []core.WorkspaceID{ws.ID}
-	if out, err := w.Beat(t.Context(), w.runner.ID(), b); err != nil || out.Full {
+	if out, err := w.Beat(t.Context(), w.runner.ID(), b); err != nil || out.AllSandboxes {
 		t.Fatalf("%+v, %v", out, err)
 	}
 	eventually(t, "the use is recorded", func() bool {
 		return w.number(`SELECT count(*) FROM workspace_uses WHERE workspace_id = $1`, ws.ID) == 1
 	})
+}
+
+// TestOneListAgain: only the list whose checksum differs is asked for, and it is taken beside differences of the other.
+func TestOneListAgain(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	lost, stays := w.create("lost"), w.create("stays")
+	w.checkpoint(stays.ID)
+	w.beat()
+	copies := func() int { return w.number(`SELECT count(*) FROM checkpoint_copies`) }
+	held := copies()
+	send := func(sandboxes, checkpoints bool, change func(*runnerapi.Beat)) {
+		t.Helper()
+		h := w.runner.NextBeat(w.epoch)
+		b := differences(h)
+		change(&b)
+		out, err := w.Beat(t.Context(), w.runner.ID(), b)
+		if err != nil || out.AllSandboxes != sandboxes || out.AllCheckpoints != checkpoints {
+			t.Errorf("asked for all sandboxes: %v, want %v; for all checkpoints: %v, want %v (%v)", out.AllSandboxes, sandboxes, out.AllCheckpoints, checkpoints, err)
+		}
+		out.AllSandboxes, out.AllCheckpoints = false, false
+		w.runner.Obey(h, out)
+	}
+	same := func(*runnerapi.Beat) {}
+	send(false, false, same)
+	w.sql(`DELETE FROM checkpoint_copies`)
+	send(false, true, same)
+	send(false, false, func(b *runnerapi.Beat) {
+		b.AllCheckpoints, b.Checkpoints, b.CheckpointSum = true, w.runner.Checkpoints(), 0
+	})
+	if n := copies(); n != held {
+		t.Errorf("%d copies are recorded, want %d", n, held)
+	}
+	w.runner.Vanish(lost.Sandbox.ID)
+	send(true, false, same)
+	if got := w.state(lost.ID); got != core.WorkspaceReady {
+		t.Errorf("by a checksum alone the workspace is %s", got)
+	}
+	send(false, false, func(b *runnerapi.Beat) { b.AllSandboxes, b.Sandboxes = true, w.runner.Sandboxes() })
+	if got := w.state(lost.ID); got != core.WorkspaceLost {
+		t.Errorf("missing in the whole list, the workspace is %s", got)
+	}
+	if got := w.state(stays.ID); got != core.WorkspaceReady {
+		t.Errorf("the other workspace is %s", got)
+	}
+	send(false, false, same)
 }
 
 // TestEpochGivenTwice: the database has lost a registration, and the next process of the runner, which has lost its disk, is given the same

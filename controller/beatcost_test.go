@@ -135,7 +135,7 @@ func TestBeatCost(t *testing.T) {
 			body = m.Differences
 			out, err = c.Beat(t.Context(), w.runner.ID(), *m.Differences)
 		}
-		if err != nil || out.Full || len(out.DropSandboxes)+len(out.DropCheckpoints)+len(out.StrayCheckpoints)+len(out.Unsettled) > 0 {
+		if err != nil || out.AllSandboxes || out.AllCheckpoints || len(out.DropSandboxes)+len(out.DropCheckpoints)+len(out.StrayCheckpoints)+len(out.Unsettled) > 0 {
 			t.Fatalf("%+v, %v", out, err)
 		}
 		asked = bytes.Load() - before

@@ -172,7 +172,7 @@ func (s *beatStorm) settle() {
 	}
 	m := s.collect()
 	out, _ := s.arrive(m)
-	if m.Differences == nil || out.Full || len(m.Differences.Sandboxes)+len(m.Differences.Checkpoints)+len(m.Differences.GoneCheckpoints) > 0 {
+	if m.Differences == nil || out.AllSandboxes || out.AllCheckpoints || len(m.Differences.Sandboxes)+len(m.Differences.Checkpoints)+len(m.Differences.GoneCheckpoints) > 0 {
 		s.t.Errorf("no rest: %+v, %+v", m.Differences, out)
 	}
 	s.answer(m, out)

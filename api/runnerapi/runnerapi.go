@@ -409,6 +409,9 @@ type Heartbeat struct {
 // and all dead ones; Checkpoints are those that have come since, and those that were unsettled.
 type Beat struct {
 	Heartbeat
+	// AllSandboxes says that Sandboxes are all, AllCheckpoints that Checkpoints are: a controller has asked for that list.
+	AllSandboxes    bool                `json:"all_sandboxes,omitempty"`
+	AllCheckpoints  bool                `json:"all_checkpoints,omitempty"`
 	GoneCheckpoints []core.CheckpointID `json:"gone_checkpoints,omitempty"`
 	// SandboxSum is the checksum (package beats) of all living sandboxes, CheckpointSum that of the checkpoints that are not in Checkpoints.
 	SandboxSum    int64 `json:"sandbox_sum"`
@@ -439,9 +442,11 @@ type Heartbeated struct {
 	StrayCheckpoints []core.CheckpointID `json:"stray_checkpoints,omitempty"`
 	// Unsettled are checkpoints that are still being captured: the next heartbeat names them again.
 	Unsettled []core.CheckpointID `json:"unsettled,omitempty"`
-	// Full asks for the whole list at once, since the differences could not be applied or a checksum differs.
-	Full      bool         `json:"full,omitempty"`
-	EndedKeys []core.KeyID `json:"ended_keys,omitempty"` // of DataKeys: what was begun with them must end
+	// AllSandboxes and AllCheckpoints ask for that whole list at once, since its checksum differs; both, since the differences could not
+	// be applied.
+	AllSandboxes   bool         `json:"all_sandboxes,omitempty"`
+	AllCheckpoints bool         `json:"all_checkpoints,omitempty"`
+	EndedKeys      []core.KeyID `json:"ended_keys,omitempty"` // of DataKeys: what was begun with them must end
 	// DataTaken is how many of DataWrites were taken, from the first on. The runner tells the others again. It is 0 from a controller of before,
 	// which takes MaxDataWrites.
 	DataTaken int `json:"data_taken,omitempty"`

@@ -14,11 +14,7 @@ type Sender struct {
 	epoch    int64
 	number   int64 // of the last heartbeat that was begun in this epoch
 	answered int64 // of the last one that was answered
-	known    *known
-}
-
-// known is what the controllers have recorded of the last answered heartbeat.
-type known struct {
+	// What the controllers have recorded of the last answered heartbeat; nil: that is not known, and the next heartbeat has all of it.
 	sandboxes   map[core.SandboxID]runnerapi.Sandbox // living ones
 	checkpoints map[core.CheckpointID]bool
 }
@@ -42,29 +38,29 @@ func (s *Sender) Begin() runnerapi.Heartbeat {
 // Make makes the message of a heartbeat that Begin has returned.
 func (s *Sender) Make(whole runnerapi.Heartbeat) Message {
 	m := Message{Whole: whole}
-	if s.known == nil {
+	if s.sandboxes == nil && s.checkpoints == nil {
 		return m
 	}
-	d := runnerapi.Beat{Heartbeat: whole}
+	d := runnerapi.Beat{Heartbeat: whole, AllSandboxes: s.sandboxes == nil, AllCheckpoints: s.checkpoints == nil}
 	d.Sandboxes, d.Checkpoints = nil, nil
 	for _, sb := range whole.Sandboxes {
 		if sb.State != runnerapi.SandboxDead {
 			d.SandboxSum ^= Sum(sb.ID)
 		}
-		if was, there := s.known.sandboxes[sb.ID]; !there || !reflect.DeepEqual(was, sb) {
+		if was, there := s.sandboxes[sb.ID]; !there || !reflect.DeepEqual(was, sb) {
 			d.Sandboxes = append(d.Sandboxes, sb)
 		}
 	}
 	held := make(map[core.CheckpointID]bool, len(whole.Checkpoints))
 	for _, id := range whole.Checkpoints {
 		held[id] = true
-		if s.known.checkpoints[id] {
+		if s.checkpoints[id] {
 			d.CheckpointSum ^= Sum(id)
 		} else {
 			d.Checkpoints = append(d.Checkpoints, id)
 		}
 	}
-	for id := range s.known.checkpoints {
+	for id := range s.checkpoints {
 		if !held[id] {
 			d.GoneCheckpoints = append(d.GoneCheckpoints, id)
 		}
@@ -74,30 +70,34 @@ func (s *Sender) Make(whole runnerapi.Heartbeat) Message {
 }
 
 // Unanswered says that the last message has no answer, or one without effect: the next is whole.
-func (s *Sender) Unanswered() { s.known = nil }
+func (s *Sender) Unanswered() { s.sandboxes, s.checkpoints = nil, nil }
 
-// Answered takes the answer to the last message. Again says that the controller wants the whole list at once.
+// Answered takes the answer to the last message. Again says that the controller wants a list at once that the message did not have.
 func (s *Sender) Answered(m Message, out runnerapi.Heartbeated) (again bool) {
-	s.known = nil
+	s.Unanswered()
 	if out.Number != m.Whole.Number { // a controller of an older version does not say it
 		return false
 	}
-	if s.answered = out.Number; out.Full {
-		return m.Differences != nil
-	}
-	s.known = &known{sandboxes: make(map[core.SandboxID]runnerapi.Sandbox), checkpoints: make(map[core.CheckpointID]bool)}
-	for _, sb := range m.Whole.Sandboxes {
-		if sb.State != runnerapi.SandboxDead {
-			s.known.sandboxes[sb.ID] = sb
+	s.answered = out.Number
+	if !out.AllSandboxes {
+		s.sandboxes = make(map[core.SandboxID]runnerapi.Sandbox)
+		for _, sb := range m.Whole.Sandboxes {
+			if sb.State != runnerapi.SandboxDead {
+				s.sandboxes[sb.ID] = sb
+			}
 		}
 	}
-	for _, id := range m.Whole.Checkpoints {
-		s.known.checkpoints[id] = true
+	if !out.AllCheckpoints {
+		s.checkpoints = make(map[core.CheckpointID]bool)
+		for _, id := range m.Whole.Checkpoints {
+			s.checkpoints[id] = true
+		}
 	}
 	for _, list := range [][]core.CheckpointID{out.Unsettled, out.DropCheckpoints, out.StrayCheckpoints} {
 		for _, id := range list {
-			delete(s.known.checkpoints, id)
+			delete(s.checkpoints, id)
 		}
 	}
-	return false
+	d := m.Differences
+	return d != nil && (out.AllSandboxes && !d.AllSandboxes || out.AllCheckpoints && !d.AllCheckpoints)
 }
