@@ -1,7 +1,7 @@
 # `make help` lists the targets. Those marked (root) need it: sudo -E make …
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup s3-server minio test-minio test-kvm setup-kvm build generate test test-long lint image demo demo-pool dev bench bench-control bench-scale bench-store bench-egress clean fuzz chaos faults attack deploy-check compose-up compose-down
+.PHONY: help setup s3-server minio test-minio test-kvm setup-kvm build generate test test-long lint image demo demo-pool dev bench bench-control bench-scale bench-store bench-egress clean fuzz chaos faults attack explore deploy-check compose-up compose-down
 
 GO      ?= go
 ROOT    := $(filter 0,$(shell id -u))
@@ -87,6 +87,10 @@ chaos: build $(VERSITYGW) ## grow trees while servers, databases and VMs are kil
 
 faults: build $(VERSITYGW) ## every row of the fault matrix that is run, docs/FAULTS.md, to real processes and machines (root)
 	COPPICE_TEST_REQUIRE=all $(GO) test -v -count=1 -timeout 90m ./internal/e2e -run '^Test(Fault(Matrix|MatrixIsWhole|sDocument)|PoolFaults)$$' -long
+
+EXPLORERS ?= $(shell nproc)
+explore: ## every schedule of the explorer of interleavings, EXPLORERS (a processor each) at once; SCHEDULE=N runs one again
+	@EXPLORERS=$(EXPLORERS) SCHEDULE=$(SCHEDULE) GO=$(GO) scripts/explore $(VAR)/explore
 
 attack: build ## attack a stack as a malicious guest, tenant, upstream and bucket, while another tenant works (root; 15 minutes)
 	@mkdir -p $(VAR)

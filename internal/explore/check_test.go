@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/controller"
 	"github.com/coppice-dev/coppice/core"
 )
 
@@ -15,6 +16,7 @@ var underWay = []string{
 	`SELECT count(*) FROM workspaces WHERE state IN ('creating', 'restoring', 'quarantined', 'checkpointing', 'terminating')`,
 	`SELECT count(*) FROM checkpoints WHERE state IN ('capturing', 'captured')`,
 	`SELECT count(*) FROM store_holds`,
+	`SELECT count(*) FROM workspaces WHERE state = 'ready' AND egress_applied < egress_version`,
 	`SELECT count(*) FROM runners WHERE fenced_at IS NOT NULL`,
 }
 
@@ -145,7 +147,11 @@ func (w *world) check(s schedule, set scene, replies []reply) {
 	if kept, copies := w.kept(), w.copies(); !slices.Equal(kept, copies) {
 		w.log.fail("the rows say that the runner has %v, and it has %v", kept, copies)
 	}
+	if n := len(w.living()); int(w.spaces.Load()) != n {
+		w.log.fail("there are %d namespaces for %d sandboxes", w.spaces.Load(), n)
+	}
 	w.identities()
+	w.rules(set, replies)
 	for _, r := range replies {
 		w.answered(s, r)
 	}
@@ -161,6 +167,40 @@ func (w *world) identities() {
 		if n := w.number(`SELECT count(*) FROM sandboxes WHERE id = $1 AND workspace_id = $2 AND epoch = $3 AND generation = $4 AND machine_id = $5 AND ip = $6 AND mac = $7`,
 			s.ID, s.WorkspaceID, s.Epoch, s.Identity.Generation, s.Identity.MachineID, s.Identity.IP, s.Identity.MAC); n != 1 {
 			w.log.fail("sandbox %s runs as %+v, which is not what its row says", s.ID, s.Identity)
+		}
+	}
+}
+
+// rules compares what the egress process serves with the rows.
+func (w *world) rules(set scene, replies []reply) {
+	if w.egress == nil {
+		return
+	}
+	list, err := w.egress.List(w.t.Context())
+	if err != nil {
+		w.log.fail("the egress process: %v", err)
+		return
+	}
+	var served []string
+	for _, s := range list {
+		served = append(served, string(s.ID))
+		if n := w.number(`SELECT egress_version FROM workspaces WHERE sandbox_id = $1`, s.ID); int64(n) != s.Version || s.Lacks {
+			w.log.fail("the egress process has version %d of the rules of sandbox %s (it lacks grants: %v), and the row has %d", s.Version, s.ID, s.Lacks, n)
+		}
+	}
+	slices.Sort(served)
+	if living := w.living(); !slices.Equal(served, living) {
+		w.log.fail("the egress process serves %v, and the rows say that %v run", served, living)
+	}
+	held, _, err := w.second.Grants(w.t.Context(), w.project, set.workspace)
+	if err != nil {
+		w.log.fail("grants: %v", err)
+		return
+	}
+	for _, r := range replies {
+		want, name := map[string]bool{"grant": true}[r.kind], map[string]string{"grant": "new", "revoke": "old"}[r.kind]
+		if is := slices.ContainsFunc(held, func(g controller.HeldGrant) bool { return g.Name == name }); name != "" && r.err == nil && is != want {
+			w.log.fail("%s was acknowledged, and the workspace has %d grants without saying so", r.kind, len(held))
 		}
 	}
 }

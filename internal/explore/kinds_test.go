@@ -7,6 +7,7 @@ import (
 	"github.com/coppice-dev/coppice/controller"
 	"github.com/coppice-dev/coppice/controller/retention"
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/egress/grant"
 )
 
 // scene is what operations act on: a workspace with two checkpoints, of which the second grew from the first.
@@ -35,6 +36,9 @@ type kind struct {
 }
 
 var small = core.Resources{VCPUs: 1, MemoryMiB: core.MinMemoryMiB, DiskGiB: 1}
+
+// allowed is what workspaces with grants may reach.
+const allowed = "api.example.com"
 
 var kinds = []kind{
 	{name: "create", do: func(ctx context.Context, w *world, c *controller.Controller, _ scene) (controller.Answer, error) {
@@ -69,6 +73,13 @@ var kinds = []kind{
 	}},
 	{name: "prune", do: func(ctx context.Context, w *world, c *controller.Controller, s scene) (controller.Answer, error) {
 		return c.PruneCheckpoints(ctx, w.project, s.image, controller.RetentionPolicy{Policy: retention.Policy{MaxBytes: 1}}, false, patience)
+	}},
+	{name: "grant", do: func(ctx context.Context, w *world, c *controller.Controller, s scene) (controller.Answer, error) {
+		_, _, err := c.PutGrant(ctx, w.project, s.workspace, "new", controller.GrantRequest{Secret: grant.NewSecret("new secret"), Hosts: []string{allowed}})
+		return controller.Answer{Done: true}, err
+	}},
+	{name: "revoke", do: func(ctx context.Context, w *world, c *controller.Controller, s scene) (controller.Answer, error) {
+		return controller.Answer{Done: true}, c.RevokeGrant(ctx, w.project, s.workspace, "old")
 	}},
 	{name: "seal", unsealed: true, do: func(ctx context.Context, w *world, c *controller.Controller, s scene) (controller.Answer, error) {
 		if !w.sealing.Swap(true) { // what there is
@@ -118,12 +129,21 @@ func (w *world) ask(c *controller.Controller, k kind, s scene) <-chan reply {
 func (w *world) set(k kind) (scene, error) {
 	var s scene
 	ctx := w.t.Context()
-	a, err := w.first.CreateWorkspace(ctx, w.project, controller.CreateRequest{Name: "main", Resources: small}, patience)
+	main := controller.CreateRequest{Name: "main", Resources: small}
+	if w.granting {
+		main.Allow = []string{allowed}
+	}
+	a, err := w.first.CreateWorkspace(ctx, w.project, main, patience)
 	if err != nil {
 		return s, err
 	}
 	w.owner = w.strings(`SELECT DISTINCT lease_owner FROM operations WHERE lease_owner IS NOT NULL`)[0]
 	s.workspace, s.image = a.Result.Workspace.ID, a.Result.Workspace.Parent
+	if w.granting {
+		if _, _, err := w.first.PutGrant(ctx, w.project, s.workspace, "old", controller.GrantRequest{Secret: grant.NewSecret("old secret"), Hosts: []string{allowed}}); err != nil {
+			return s, err
+		}
+	}
 	for _, id := range []*core.CheckpointID{&s.older, &s.checkpoint} {
 		a, err := w.first.CreateCheckpoint(ctx, w.project, s.workspace, controller.CheckpointRequest{}, patience)
 		if err != nil {

@@ -2,6 +2,8 @@ package explore
 
 import (
 	"flag"
+	"fmt"
+	"os"
 	"testing"
 
 	"github.com/coppice-dev/coppice/internal/testleak"
@@ -14,4 +16,13 @@ var (
 	shard  = flag.Int("explore.shard", 0, "which of them this is, from 0")
 )
 
-func TestMain(m *testing.M) { testleak.Main(m, testpg.Leak()) }
+func TestMain(m *testing.M) {
+	if len(os.Args) == 2 && os.Args[1] == beAnEgressProcess {
+		if err := carry(); err != nil {
+			fmt.Fprintln(os.Stderr, err)
+			os.Exit(1)
+		}
+		return
+	}
+	testleak.Main(m, testpg.Leak())
+}

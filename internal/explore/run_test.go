@@ -68,7 +68,7 @@ func (w *world) hold(place string) (holder, error) {
 // run runs a schedule and returns what was broken.
 func run(t *testing.T, s schedule) (*transcript, bool) {
 	t.Helper()
-	w, err := newWorld(t)
+	w, err := newWorld(t, s.has("grant", "revoke"))
 	defer w.end()
 	if err != nil {
 		w.log.fail("the world was not made: %v", err)
@@ -226,7 +226,9 @@ func (w *world) beat() {
 func (w *world) fence() {
 	w.silent.Store(true)
 	defer w.silent.Store(false)
-	w.sql(`UPDATE runners SET lease_expires_at = now() - interval '1 day'`)
-	w.eventually("the runner is given up", func() bool { return w.number(`SELECT count(*) FROM runners WHERE fenced_at IS NULL`) == 0 })
+	w.eventually("the runner is given up", func() bool {
+		w.sql(`UPDATE runners SET lease_expires_at = now() - interval '1 day' WHERE fenced_at IS NULL`) // again, after a heartbeat that was under way
+		return w.number(`SELECT count(*) FROM runners WHERE fenced_at IS NULL`) == 0
+	})
 	w.fenced = true
 }

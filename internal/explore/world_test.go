@@ -5,10 +5,8 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"net"
 	"net/http"
 	"net/http/httptest"
-	"net/netip"
 	"os"
 	"path/filepath"
 	"slices"
@@ -29,9 +27,9 @@ import (
 	"github.com/coppice-dev/coppice/internal/testvm"
 	"github.com/coppice-dev/coppice/migrations"
 	"github.com/coppice-dev/coppice/runner"
+	"github.com/coppice-dev/coppice/runner/egress"
 	"github.com/coppice-dev/coppice/runner/heartbeat"
 	runnerhttp "github.com/coppice-dev/coppice/runner/httpapi"
-	"github.com/coppice-dev/coppice/runner/netns"
 	"github.com/coppice-dev/coppice/runner/vmm/fakevmm"
 	"github.com/coppice-dev/coppice/snapshotstore/blob/dir"
 )
@@ -61,6 +59,10 @@ type world struct {
 	files   *dir.Store
 	ends    []func() // in reverse order
 
+	granting bool
+	egress   *egress.Client // of the egress process; nil: there is none
+	spaces   atomic.Int64   // namespaces that there are
+
 	seal    func()      // has the runner begin to seal
 	sealing atomic.Bool // it has
 	// asksSeals says that seals are what the explorer asks for.
@@ -73,10 +75,10 @@ type world struct {
 
 var authority = sync.OnceValues(func() (*mtls.Authority, error) { return mtls.NewAuthority("test") })
 
-// newWorld starts everything and waits until the runner is registered. end ends it.
-func newWorld(t testing.TB) (*world, error) {
+// newWorld starts everything and waits until the runner is registered. end ends it. granting has an egress process, which takes grants.
+func newWorld(t testing.TB, granting bool) (*world, error) {
 	t.Helper()
-	w := &world{t: t, log: &transcript{began: time.Now()}, sides: [2]*side{{}, {}}}
+	w := &world{t: t, granting: granting, log: &transcript{began: time.Now()}, sides: [2]*side{{}, {}}}
 	dsn := testpg.New(t, migrations.Up)
 	w.log.note("there is a database")
 	var err error
@@ -152,7 +154,7 @@ func (w *world) control(dsn string, s *side, loop time.Duration) (*controller.Co
 	w.after(client.Close)
 	cfg := controller.Config{
 		ClusterID: "test", Authority: ca, Clock: s.clock, LoopInterval: loop, OperationLease: leaseTime, RunnerLease: leaseTime, RunnerFence: time.Minute,
-		RunnerRetry: 2 * time.Second, ShutdownGrace: 10 * time.Second, AdmissionWait: -1, CaptureWait: 20 * time.Millisecond, Store: w.files, StoreGrace: leaseTime,
+		RunnerRetry: 2 * time.Second, ShutdownGrace: 10 * time.Second, AdmissionWait: -1, CaptureWait: 20 * time.Millisecond, Store: w.files, StoreGrace: leaseTime, Wrapper: vault{},
 	}
 	c := controller.New(cfg, store{rows, s}, runners{client, s}, w.log.logger())
 	w.goRun("a controller", c.Run)
@@ -177,9 +179,15 @@ func (w *world) host(controllers []string) error {
 	}
 	w.after(func() { _ = os.RemoveAll(runDir) })
 	w.driver = fakevmm.New(fakevmm.Config{})
+	var process *egress.Process
+	if w.granting {
+		if process, err = w.carrier(); err != nil {
+			return err
+		}
+	}
 	w.runner, err = runner.New(w.t.Context(), runner.Config{
 		ID: core.NewID[core.RunnerID](), ClusterID: "test", DataDir: filepath.Join(w.t.TempDir(), "data"), RunDir: runDir, Driver: w.driver, Images: images,
-		Network: noNetwork{}, Log: w.log.logger(), Parallel: 4, Store: runner.StoreConfig{Blobs: w.files},
+		Network: network{&w.spaces}, Egress: process, Log: w.log.logger(), Parallel: 4, Store: runner.StoreConfig{Blobs: w.files},
 	})
 	if err != nil {
 		return err
@@ -283,31 +291,4 @@ func (l *transcript) fail(format string, args ...any) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.faults = append(l.faults, fmt.Sprintf(format, args...))
-}
-
-// noNetwork is that of a runner whose machines have none.
-type noNetwork struct{}
-
-func (noNetwork) Acquire(context.Context) (runner.Namespace, error) { return noNamespace{}, nil }
-func (noNetwork) Adopt(context.Context, string, core.Identity, core.EgressPolicy) (runner.Namespace, error) {
-	return noNamespace{}, nil
-}
-func (noNetwork) Reconcile(context.Context, map[string]bool) error { return nil }
-func (noNetwork) Gateway() (netip.Addr, string)                    { return netip.Addr{}, "" }
-func (noNetwork) Resolvers(core.EgressPolicy) []netip.Addr         { return nil }
-
-type noNamespace struct{}
-
-func (noNamespace) Name() string                                  { return "none" }
-func (noNamespace) NetNS() (*os.File, error)                      { return nil, nil } //nolint:nilnil // that of the process
-func (noNamespace) TapFile(bool) (*os.File, error)                { return nil, nil } //nolint:nilnil // there is no tap
-func (noNamespace) Assign(context.Context, core.Identity) error   { return nil }
-func (noNamespace) Open(context.Context, core.EgressPolicy) error { return nil }
-func (noNamespace) EgressSockets(context.Context) (netns.EgressSockets, error) {
-	return netns.EgressSockets{}, net.ErrClosed
-}
-func (noNamespace) Check(context.Context) error   { return nil }
-func (noNamespace) Release(context.Context) error { return nil }
-func (noNamespace) Dial(context.Context, string, string) (net.Conn, error) {
-	return nil, errors.New("there is no network")
 }
