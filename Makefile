@@ -89,8 +89,8 @@ faults: build $(VERSITYGW) ## every row of the fault matrix that is run, docs/FA
 	COPPICE_TEST_REQUIRE=all $(GO) test -v -count=1 -timeout 90m ./internal/e2e -run '^Test(Fault(Matrix|MatrixIsWhole|sDocument)|PoolFaults)$$' -long
 
 EXPLORERS ?= $(shell nproc)
-explore: ## every schedule of the explorer of interleavings, EXPLORERS (a processor each) at once; SCHEDULE=N runs one again
-	@EXPLORERS=$(EXPLORERS) SCHEDULE=$(SCHEDULE) GO=$(GO) scripts/explore $(VAR)/explore
+explore: ## every schedule of the explorer of interleavings, EXPLORERS (one a processor) at once; EVERY=50 runs one in 50, SCHEDULE=N one again
+	@EXPLORERS=$(EXPLORERS) EVERY=$(EVERY) SCHEDULE=$(SCHEDULE) GO=$(GO) scripts/explore $(VAR)/explore
 
 attack: build ## attack a stack as a malicious guest, tenant, upstream and bucket, while another tenant works (root; 15 minutes)
 	@mkdir -p $(VAR)

@@ -8,6 +8,8 @@ import (
 	"github.com/coppice-dev/coppice/controller/retention"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/egress/grant"
+	"github.com/coppice-dev/coppice/guestagent/guestapi"
+	"github.com/coppice-dev/coppice/runner/vmm/fakevmm"
 )
 
 // scene is what operations act on: a workspace with two checkpoints, of which the second grew from the first.
@@ -32,10 +34,18 @@ type kind struct {
 	name string
 	// asleep has the workspace suspended before, and unsealed has nothing sealed.
 	asleep, unsealed bool
-	do               func(ctx context.Context, w *world, c *controller.Controller, s scene) (controller.Answer, error)
+	// fault goes wrong with a machine, once. Such a kind does not happen meanwhile.
+	fault *fakevmm.Fault
+	do    func(ctx context.Context, w *world, c *controller.Controller, s scene) (controller.Answer, error)
 }
 
 var small = core.Resources{VCPUs: 1, MemoryMiB: core.MinMemoryMiB, DiskGiB: 1}
+
+// What goes wrong with machines.
+var (
+	unproven = &fakevmm.Fault{Step: fakevmm.ResealStep(guestapi.StepMachineID), Kind: fakevmm.Lie, Times: 1}
+	unsaved  = &fakevmm.Fault{Step: fakevmm.StepSave, Kind: fakevmm.Fail, Times: 1}
+)
 
 // allowed is what workspaces with grants may reach.
 const allowed = "api.example.com"
@@ -95,6 +105,21 @@ var kinds = []kind{
 		_, err = c.SealedCheckpoint(ctx, w.project, a.Result.Checkpoint.ID, patience)
 		return controller.Answer{Done: true}, err
 	}},
+	{name: "fork-all-or-nothing-failing", fault: unproven, do: func(ctx context.Context, w *world, c *controller.Controller, s scene) (controller.Answer, error) {
+		return c.ForkCheckpoint(ctx, w.project, s.checkpoint, controller.ForkRequest{Count: 2, AllOrNothing: true}, patience)
+	}},
+	{name: "restore-failing", fault: unproven, do: func(ctx context.Context, w *world, c *controller.Controller, s scene) (controller.Answer, error) {
+		return c.RestoreWorkspace(ctx, w.project, s.workspace, s.older, patience)
+	}},
+	{name: "resume-failing", asleep: true, fault: unproven, do: func(ctx context.Context, w *world, c *controller.Controller, s scene) (controller.Answer, error) {
+		return c.Resume(ctx, w.project, s.workspace, patience)
+	}},
+	{name: "checkpoint-failing", fault: unsaved, do: func(ctx context.Context, w *world, c *controller.Controller, s scene) (controller.Answer, error) {
+		return c.CreateCheckpoint(ctx, w.project, s.workspace, controller.CheckpointRequest{}, patience)
+	}},
+	{name: "suspend-failing", fault: unsaved, do: func(ctx context.Context, w *world, c *controller.Controller, s scene) (controller.Answer, error) {
+		return c.Suspend(ctx, w.project, s.workspace, patience)
+	}},
 	{name: "drain", do: func(ctx context.Context, w *world, c *controller.Controller, _ scene) (controller.Answer, error) {
 		_, err := c.DrainRunner(ctx, w.runner.ID(), true)
 		return controller.Answer{Done: true}, err
@@ -113,6 +138,9 @@ func kindOf(name string) (kind, bool) {
 // ask has a controller do something. The reply comes when it has ended, or when it cannot say so itself.
 func (w *world) ask(c *controller.Controller, k kind, s scene) <-chan reply {
 	out := make(chan reply, 1)
+	if k.fault != nil {
+		w.driver.Arm(*k.fault)
+	}
 	go func() {
 		a, err := k.do(context.WithValue(w.t.Context(), asked{}, true), w, c, s)
 		r := reply{kind: k.name, operation: a.Operation.ID, done: a.Done, err: err, result: a.Result}

@@ -3,6 +3,7 @@ package explore
 import (
 	"bytes"
 	"context"
+	"encoding/json"
 	"fmt"
 	"io"
 	"net/http"
@@ -11,6 +12,9 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+
+	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/core"
 )
 
 // mail carries the messages of one direction: the calls of controllers to the runner, or what the runner says to the controllers. It does one
@@ -35,9 +39,10 @@ const (
 	copied     = "copied"     // it is carried well, and its copy arrives when everything else has happened
 	delayed    = "delayed"    // it arrives when everything else has happened
 	overtaken  = "overtaken"  // it arrives after the next one
+	failed     = "failed"     // it does not arrive, and is answered with a failure when everything else has happened
 )
 
-var mailFaults = []string{lost, unanswered, repeated, copied, delayed, overtaken}
+var mailFaults = []string{lost, unanswered, repeated, copied, delayed, overtaken, failed}
 
 // arm has the n-th message from now on go wrong.
 func (m *mail) arm(n int, fault string) <-chan struct{} {
@@ -135,16 +140,22 @@ func (m *mail) carrier(next http.Handler, which func(*http.Request) bool) http.H
 			m.mu.Lock()
 			m.late = func() { next.ServeHTTP(httptest.NewRecorder(), again()) }
 			m.mu.Unlock()
-		case delayed, overtaken:
-			close(reached)
-			if fault == delayed {
-				carried = nil
-			}
+		case delayed, overtaken, failed:
 			m.work.Add(1)
 			defer m.work.Done()
+			close(reached)
+			if fault != overtaken {
+				carried = nil
+			}
 			select {
 			case <-released:
 			case <-carried:
+			}
+			if fault == failed {
+				w.Header().Set("Content-Type", "application/json")
+				w.WriteHeader(http.StatusServiceUnavailable)
+				_ = json.NewEncoder(w).Encode(runnerapi.ProblemOf(core.Errorf(core.Unavailable, core.CodeVMMFailed, "the explorer has it fail"))) // who asked may be gone
+				return
 			}
 			next.ServeHTTP(w, again())
 			return

@@ -83,7 +83,7 @@ func passed(t *testing.T, k kind) []string {
 	}
 	w.sides[0].arm(0)
 	w.calls.arm(0, "")
-	if r := <-w.ask(w.first, k, set); r.err != nil || !r.done {
+	if r := <-w.ask(w.first, k, set); (r.err != nil) != (k.fault != nil) || !r.done {
 		t.Errorf("%s: %+v", k.name, r)
 	}
 	calls := w.calls.messages()
