@@ -1,9 +1,11 @@
-// Package api is the public contract: openapi.yaml, and the models and the strict echo server that are generated from
-// it (`make generate`; never edited). Operations tagged `stream` carry raw bytes or a WebSocket; they are not part of
-// the generated server and are written by hand in controller/httpapi.
+// Package api is the public contract: openapi.yaml, and the models and the strict echo server that
+// `make generate` makes from it. The generated files are never edited. Operations tagged `stream`
+// carry raw bytes or a WebSocket; the generated server does not have them, and controller/httpapi
+// implements them by hand.
 //
-// The types here are the wire's. controller/httpapi converts them to and from core's at its edge; sdk/go has the same
-// types, generated from the same file, so that its users do not import a server.
+// The types here are those of the wire. controller/httpapi converts them to and from core's types
+// at its edge. sdk/go has the same types, generated from the same file, so its users do not import
+// a server.
 package api
 
 import _ "embed"

@@ -1,4 +1,4 @@
-// Package core is the vocabulary of Coppice: ids, digests, states and their legal transitions, errors,
-// resources, network identity and the reseal report. It does no I/O and imports nothing of this module but
-// the standard library, so that every other package can speak it.
+// Package core is the vocabulary of Coppice: ids, digests, states and their legal transitions,
+// errors, resources, network identity and the reseal report. It does no I/O and imports only the
+// standard library, so every other package can use it.
 package core

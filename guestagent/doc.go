@@ -1,21 +1,23 @@
-// Package guestagent is the program inside a sandbox's VM: it runs the user's processes and keeps their output, moves files,
-// freezes the workload for a capture, and makes a clone another machine (the reseal). It speaks guestapi over the channel
-// that the VMM provides, and owns nothing else in the guest.
+// Package guestagent is the program inside a sandbox's VM. It runs the user's processes and keeps
+// their output, moves files, freezes the workload for a capture, and gives a clone its own identity
+// (the reseal). It speaks guestapi over the channel that the VMM provides, and owns nothing else in
+// the guest.
 //
 // # Where things run
 //
-// The agent is a child of the guest's PID 1 (package boot), outside the workload. The workload lives in the cgroup
-// /sys/fs/cgroup/workload and in pid, mount and cgroup namespaces of its own, whose PID 1 is a mode of the same binary that
-// only reaps. A session's process is started by a thread of the agent that has joined these namespaces, and is born in
-// the cgroup (CLONE_INTO_CGROUP), so that no step of it ever runs outside.
+// The agent is a child of the guest's PID 1 (package boot), outside the workload. The workload
+// lives in the cgroup /sys/fs/cgroup/workload and in its own pid, mount and cgroup namespaces.
+// Their PID 1 is a mode of the same binary that only reaps. A thread of the agent that has joined
+// these namespaces starts a session's process, and the process is born in the cgroup
+// (CLONE_INTO_CGROUP). So no step of it ever runs outside.
 //
 // # What happens while the VM is cloned
 //
-// The agent itself is not frozen by the cgroup freezer: it is stopped with the VM and goes on in every clone, with the
-// memory it had. So it holds nothing that must differ between clones (no keys, no random state of its own), and each
-// connection has a context that ends before the next connection is answered: what the parent's host had asked for is
-// given up in the clone.
+// The cgroup freezer does not freeze the agent itself: it stops with the VM and goes on in every
+// clone, with the memory that it had. So it holds nothing that must differ between clones (no keys,
+// no random state of its own). Each connection has a context that ends before the next connection
+// is answered: a clone gives up the requests of the parent's host.
 //
-// An idle agent does nothing: no timers, no garbage collection (see idle.go). Pages that it does not touch stay shared with
-// the base.
+// An idle agent does nothing: no timers, no garbage collection (see idle.go). Pages that it does
+// not touch stay shared with the base.
 package guestagent

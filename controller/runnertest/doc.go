@@ -1,6 +1,7 @@
-// Package runnertest is a runner without virtual machines: it serves api/runnerapi with the behaviour of the real one
-// (states, idempotence by id, capacity, refusals, latency, heartbeats) and a small guest in memory, so that the controller
-// can be tested and loaded without a VMM. Sandboxes cost a few hundred bytes; a thousand parallel forks are nothing to it.
+// Package runnertest is a runner without virtual machines. It serves api/runnerapi with the
+// behaviour of the real runner (states, idempotence by id, capacity, refusals, latency, heartbeats)
+// and has a small guest in memory. So tests can check and load the controller without a VMM. A
+// sandbox costs a few hundred bytes, and a thousand parallel forks are easy.
 //
-// What it cannot show is anything about machines. Tests of those run the real runner.
+// It cannot show anything about machines. Tests of machines run the real runner.
 package runnertest

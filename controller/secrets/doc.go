@@ -1,8 +1,9 @@
-// Package secrets reads the secrets of grants that are not kept in the database: from HashiCorp Vault, and in development from the
-// controller's own environment. A Mux chooses by the scheme of a reference:
+// Package secrets reads the secrets of grants that are not in the database: from HashiCorp Vault
+// and, in development, from the controller's own environment. A Mux chooses by the scheme of a
+// reference:
 //
 //	vault://<mount>/<path>#<field>
 //	env://COPPICE_SECRET_<NAME>
 //
-// No error has a value, a token or what Vault wrote in it. Everything is safe for concurrent use.
+// No error contains a value, a token or text from Vault. Everything is safe for concurrent use.
 package secrets

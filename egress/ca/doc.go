@@ -1,6 +1,7 @@
-// Package ca makes the certificates that let the proxy read what a guest sends to hosts that it has grants for.
+// Package ca makes the certificates with which the proxy reads a guest's traffic to hosts for which
+// it has grants.
 //
-//	root     of a project, for years. Its key stays with the controller; guests of the project trust it, nobody else does
-//	issuer   of a sandbox, for hours. Signs for the hosts of its grants only (critical name constraints, no addresses)
+//	root     of a project, for years. The controller keeps its key; only guests of the project trust it
+//	issuer   of a sandbox, for hours. It signs only for the hosts of its grants (critical name constraints, no addresses)
 //	leaf     of a host, for two hours at most, in the memory of the proxy
 package ca

@@ -1,24 +1,30 @@
-// Package host is the egress process of a host: it serves the sandboxes that the host's runner hands to it, each by the sockets that the
-// runner has opened in the sandbox's namespace, and keeps what they sent until the runner has told it to the controller.
+// Package host is the egress process of a host. It serves the sandboxes that the host's runner
+// hands to it, each by the sockets that the runner has opened in the sandbox's namespace. It keeps
+// the records of their flows until the runner has reported them to the controller.
 //
-// It is a process of its own, under a user of its own without privileges, because it parses what guests send. It goes on when its runner
-// ends, and tunnels through it with it. When it ends itself its sockets are closed, and nothing leaves a sandbox until the runner has opened
-// others and handed them to its successor.
+// The process runs as its own user without privileges, because it parses what guests send. It and
+// its tunnels go on when its runner ends. When the process itself ends, its sockets close, and
+// nothing leaves a sandbox until the runner has opened new sockets and handed them to the next
+// process.
 //
 // # What is kept
 //
-// Each flow is a record in the spool, appended before anything of it is sent and again when it has ended. Records have numbers that never
-// go back. What a runner has acknowledged is removed; when there is too much that nobody fetches, flows are refused: first those of a sandbox
-// that has its share, then those of all but the sandboxes that have little in the spool. The spool outlives the process: its successor gives what
-// was not acknowledged, and ends flows that were under way.
+// Each flow is a record in the spool. The process appends it before any of the flow is sent, and
+// again when the flow has ended. Record numbers never go back. A record that a runner has
+// acknowledged is removed. When the spool is too full, the process refuses flows: first those of a
+// sandbox that has used its share, then those of all sandboxes except the ones with little in the
+// spool. The spool outlives the process: the next process delivers what was not acknowledged, and
+// ends flows that were under way.
 //
-// Flows that were denied cost a guest nothing. A sandbox gets a record for each of a few in a minute; the others are counted in tallies, one for
-// each host, port and reason, and one for whatever is beyond their number. A tally has a place in a file for its count, so that none is lost
-// when the process is killed, and becomes a record when its minute is over.
+// Denied flows cost a guest nothing. So a sandbox gets a record for each of a few in a minute.
+// Tallies count the others, one for each host, port and reason, and one for everything beyond their
+// number. A tally keeps its count in a file, so no flow is missing when the process is killed. It
+// becomes a record when its minute is over.
 //
 // # What stops nothing
 //
-// A record has a bound (core.Flow.Clipped), and a batch is cut by what it takes when it is encoded. What an older version has left that is longer
-// is told with its texts clipped, or, as what cannot be read, set aside in a file beside the spool; both are counted in Stats. A message that is too
-// long is answered with an error, on the same connection.
+// A record has a bound (core.Flow.Clipped), and a batch is limited by its encoded size. Records of
+// an older version may be longer: they are reported with clipped texts. Records that cannot be read
+// are moved to a file beside the spool. Stats counts both. A message that is too long gets an
+// error, on the same connection.
 package host

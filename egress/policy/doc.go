@@ -1,6 +1,8 @@
-// Package policy decides what a sandbox may reach. It is pure: it knows no clock, no network and no sandbox.
+// Package policy decides what a sandbox may reach. It is pure: it knows no clock, no network and no
+// sandbox.
 //
-// A policy is a list of rules; what no rule names is denied. A rule is text, in an API request as in the database:
+// A policy is a list of rules; what no rule names is denied. A rule is text, in an API request as
+// in the database:
 //
 //	api.example.com          that name, at ports 80 and 443
 //	*.example.com            every name below it, not example.com itself
@@ -11,13 +13,13 @@
 //
 // # Names
 //
-// A host is looked at once, by [ParseHost], which gives it in one form: lower case, without the final dot, in the
-// ASCII form of IDNA. What can be read in two ways (127.1, 0x7f000001, a name that ends in a number, anything with
-// a percent sign, an at sign or a control character) is no host at all. Everything after that compares these
-// forms, byte by byte; a suffix rule compares whole labels.
+// [ParseHost] examines a host once and gives it in one form: lower case, without the final dot, in
+// the ASCII form of IDNA. A text that can be read in two ways (127.1, 0x7f000001, a name that ends
+// in a number, anything with a percent sign, an at sign or a control character) is not a host. All
+// later code compares these forms, byte by byte; a suffix rule compares whole labels.
 //
 // # Addresses
 //
-// A name that is allowed may still resolve to anything. [Reach] says which addresses may be dialled, and is asked
-// for the very address that is being dialled, never for a name.
+// An allowed name may still resolve to any address. [Reach] says which addresses may be dialled. It
+// is asked for the exact address that is about to be dialled, never for a name.
 package policy

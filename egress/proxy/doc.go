@@ -1,13 +1,16 @@
-// Package proxy carries what sandboxes send out, as far as their policies go. It is the only way out of a sandbox.
+// Package proxy carries the outgoing traffic of sandboxes, as far as their policies allow it. It is
+// the only way out of a sandbox.
 //
 // # Who is there
 //
-// A sandbox is known by the listener that a connection arrived on: the runner opened it inside the sandbox's network
-// namespace and handed it over. Nothing that is sent over a connection says who sends it.
+// The proxy identifies a sandbox by the listener on which a connection arrived: the runner opened
+// it inside the sandbox's network namespace and handed it over. Nothing that is sent over a
+// connection identifies the sender.
 //
-// There are two listeners. At the explicit one the guest's programs speak HTTP to a proxy (HTTPS_PROXY): CONNECT and
-// requests with absolute targets. At the transparent one everything arrives that a guest sends to any other address
-// over TCP; the kernel has redirected it. Programs that know of no proxy are governed all the same.
+// There are two listeners. At the explicit one, the guest's programs speak HTTP to a proxy
+// (HTTPS_PROXY): CONNECT and requests with absolute targets. At the transparent one, all TCP
+// connections of the guest to any other address arrive, because the kernel redirects them. So the
+// same rules hold for programs that know of no proxy.
 //
 // # What is decided
 //
@@ -16,16 +19,18 @@
 //	HTTP      Host header                                           the absolute target, the target of CONNECT
 //	other     the target of CONNECT, or the address that the resolver gave for a name
 //
-// The port is the one that was connected to. A ClientHello without SNI, or with an encrypted one (ECH), is refused.
-// Addresses that a guest connects to mean nothing where there is a name: the proxy resolves it, checks what it will
-// dial against [policy.Reach], address by address, and dials exactly that.
+// The port is that of the connection. A ClientHello without SNI, or with an encrypted one (ECH), is
+// refused. If there is a name, the address that a guest connects to means nothing: the proxy
+// resolves the name, checks each address that it will dial against [policy.Reach], and dials
+// exactly that.
 //
-// Requests are parsed and written again by net/http, so two parsers never see two requests in the same bytes. TLS is
-// passed on as it is.
+// net/http parses requests and writes them again, so two parsers never see two requests in the same
+// bytes. TLS is passed on unchanged.
 //
 // # What is kept
 //
-// Each flow (a tunnel, or a request) is told to the [Journal] before anything is sent for it, and again when it has
-// ended. When the journal cannot take it the flow is refused. Every record is clipped in one place. Neither it nor what
-// a guest is told quotes a host: a fault is a sentence of our own, with its class.
+// The proxy reports each flow (a tunnel, or a request) to the [Journal] before it sends anything
+// for it, and again when it has ended. If the journal cannot take it, the flow is refused. Every
+// record is clipped in one place. Neither the journal nor an answer to a guest quotes a host: a
+// fault is a sentence of our own, with its class.
 package proxy

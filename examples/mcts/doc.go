@@ -1,11 +1,12 @@
-// Command mcts repairs a library by searching over running machines: a UCT tree search whose nodes are checkpoints and whose
-// rollouts are forks, through Coppice's public REST API only.
+// Command mcts repairs a library by a search over running machines. It is a UCT tree search: its
+// nodes are checkpoints and its rollouts are forks. It uses only Coppice's public REST API.
 //
-// The workspace holds toolz, a Python library that ships its tests, with a regression planted in it that takes several
-// edits to undo, and a test bench (puzzle/bench.py): a process that was started once and keeps in memory which modules
-// are loaded, what they bound, the journal of what was done and how many loads are left. An edit on disk means nothing
-// until the bench loads it; a restarted bench would know nothing. So the state of the game is the state of the machine,
-// and only a fork of the machine can branch it.
+// The workspace holds toolz, a Python library that ships its tests, with an inserted regression
+// that takes several edits to undo, and a test bench (puzzle/bench.py). The bench is a process that
+// was started once. It keeps in memory which modules are loaded, what they bound, the journal of
+// what was done and how many loads are left. An edit on disk has no effect until the bench loads
+// it, and a restarted bench would know nothing. So the state of the game is the state of the
+// machine, and only a fork of the machine can branch it.
 //
 //	policy.go    what may be tried: Policy, and a default one that reads the names of failing tests
 //	search.go    UCT: select, expand, back up. It knows no machines, only a World

@@ -1,7 +1,8 @@
-// Package archtest holds the tests of the tree's shape: who may import whom, that every package says what it is, that
-// generated files and documents are current, and how big the guest's program may get. It has no code but tests.
+// Package archtest tests the shape of the tree: who may import whom, that every package says what
+// it is, that generated files and documents are current, and how big the guest's program may
+// become. It contains only tests.
 //
-// What is generated here is written anew by
+// This command writes the generated files again:
 //
 //	go test ./internal/archtest -update
 package archtest

@@ -1,2 +1,3 @@
-// Package testoutside makes a network beyond this host for tests of what leaves sandboxes: a name server and a web server.
+// Package testoutside makes a network beyond this host, with a name server and a web server, for
+// tests of egress traffic.
 package testoutside

@@ -1,5 +1,7 @@
-// Package testpool runs a whole installation on this machine for tests, benchmarks and the demo: PostgreSQL, a server that speaks S3, a controller,
-// and runners that are processes of their own, each in a network namespace of its own as on another host.
+// Package testpool runs a whole installation on this machine for tests, benchmarks and the demo:
+// PostgreSQL, a server that speaks S3, a controller, and runners. Each runner is a separate process
+// in its own network namespace, as on another host.
 //
-// What a runner and the store say to one another passes a relay that counts bytes. It needs root.
+// The traffic between a runner and the store passes a relay that counts bytes. The package needs
+// root.
 package testpool

@@ -1,3 +1,3 @@
-// Package egress is the runner's side of the egress process of its host: it starts the process, which outlives the runner, and speaks to it
-// (egress/egressapi).
+// Package egress is the runner's side of the egress process of its host. It starts the process,
+// which outlives the runner, and speaks to it (egress/egressapi).
 package egress

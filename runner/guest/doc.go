@@ -1,6 +1,8 @@
-// Package guest is the host's side of the guest protocol: it dials the agent of a sandbox, speaks guestapi with it, checks
-// the evidence of a reseal, and lets public requests through to the guest and nothing else.
+// Package guest is the host's side of the guest protocol. It dials the agent of a sandbox, speaks
+// guestapi with it, and checks the evidence of a reseal. It lets public requests through to the
+// guest and nothing else.
 //
-// The agent lives in the attacker's machine. Whatever it says is bounded in size and time, its texts are clipped to
-// printable ASCII before anyone sees them, and nothing but "this sandbox is not ready" is ever concluded from it.
+// The agent lives in the attacker's machine. Everything that it says is bounded in size and time,
+// and its texts are clipped to printable ASCII before anyone sees them. The only conclusion that
+// the package ever draws from them is "this sandbox is not ready".
 package guest

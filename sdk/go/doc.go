@@ -1,5 +1,5 @@
-// Package coppice is the Go client of Coppice: running machines (workspaces), immutable checkpoints of them in a tree,
-// and forks.
+// Package coppice is the Go client of Coppice: running machines (workspaces), immutable checkpoints
+// of them in a tree, and forks.
 //
 //	c, err := coppice.New(coppice.Config{Server: "unix:///run/coppice/api.sock", Token: token})
 //	ws, err := c.CreateWorkspace(ctx, coppice.CreateWorkspaceRequest{Name: "root"})
@@ -9,19 +9,22 @@
 //
 // # Waiting
 //
-// A call that starts an operation returns when the operation has ended, however long that takes; the context bounds it.
-// A context that ends does not end the operation, which belongs to the server.
+// A call that starts an operation returns when the operation has ended, however long that takes;
+// the context bounds it. If the context ends, the operation goes on, because it belongs to the
+// server.
 //
 // # Errors
 //
-// What the server refuses is an *Error with a stable code:
+// A refusal of the server is an *Error with a stable code:
 //
 //	if errors.Is(err, coppice.CodeVersionConflict) { … }
 //
 // # Retries
 //
-// A call is repeated, a few times and with growing pauses, only when that cannot do anything twice: reads and deletions
-// after a lost connection or a 502, 503 or 504, other calls only when no connection could be made at all.
+// The client repeats a call a few times, with growing pauses, but only if that cannot do anything
+// twice. It repeats reads and deletions after a lost connection or a 502, 503 or 504. It repeats
+// other calls only if no connection could be made at all.
 //
-// The types in types.gen.go are generated from api/openapi.yaml. A Client is safe for concurrent use.
+// The types in types.gen.go are generated from api/openapi.yaml. A Client is safe for concurrent
+// use.
 package coppice
