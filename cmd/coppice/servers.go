@@ -54,7 +54,7 @@ it takes no more requests, then ends its operations or leaves them to the next c
 	f.StringVar(&cfg.MasterKeys, "master-key-file", "", "`file` with the master keys that wrap the keys of projects with encryption, one per line in hex, the present one first")
 	a.storeFlags(f, &cfg.Store)
 	a.secretFlags(f, &cfg.Secrets, false)
-	f.DurationVar(&cfg.Tune.StoreGrace, "store-grace", time.Hour, "grace period before unreferenced objects in the store are deleted; must exceed runner lease plus fence")
+	f.DurationVar(&cfg.Tune.StoreGrace, "store-grace", time.Hour, "grace period before unreferenced objects in the store are deleted; must be at least runner lease plus fence")
 	f.StringVar(&cfg.APIKeyFile, "api-key-file", "", "`file` with the first administrator's API key; created if it does not exist")
 	f.DurationVar(&cfg.Tune.AttestationsKept, "attestation-retention", controller.AttestationsKept, "how long to keep attestations of reseals, by whole months; the same on all controllers")
 	f.StringVar(&cfg.JoinKeyFile, "join-key-file", "", "`file` with an API key that only makes join tokens (scope runner:join), for scripts that start runners; created if it does not exist")
