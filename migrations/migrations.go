@@ -1,6 +1,6 @@
-// Package migrations holds the controller's database schema as numbered golang-migrate files and applies them. It
-// owns the schema and nothing that reads or writes rows. A merged migration is never edited; production goes forward
-// only, the down files serve tests.
+// Package migrations has the controller's database schema as numbered golang-migrate files and
+// applies them. It owns the schema, and no code that reads or writes rows. A merged migration is
+// never edited. Production only goes forward; the down files serve tests.
 package migrations
 
 import (

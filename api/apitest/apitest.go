@@ -1,4 +1,4 @@
-// Package apitest holds answers of a running server against api/openapi.yaml. It is for tests.
+// Package apitest compares the answers of a running server with api/openapi.yaml. It is for tests.
 package apitest
 
 import (

@@ -1,6 +1,7 @@
-// Package runnerapi is the wire between controller and runner: JSON over HTTP. It holds the request and response
-// types and the paths, for both directions, and how classes compare. Runners register and heartbeat to the controller;
-// the controller dials runners for work. Both ends are built from one commit; fields are added, never renamed.
+// Package runnerapi is the wire between controller and runner: JSON over HTTP. It has the request
+// and response types and the paths, for both directions, and the comparison of runner classes.
+// Runners register with the controller and send heartbeats to it; the controller dials runners for
+// work. Both ends are built from one commit. Fields are added, never renamed.
 package runnerapi
 
 import (

@@ -1,7 +1,8 @@
 //go:build linux
 
-// Command coppice-guest is the one program of ours inside a guest. As PID 1 it is the /init of the initrd (package boot); it
-// starts itself again as the agent (package guestagent) and, for the workload, as a small init in namespaces of its own.
+// Command coppice-guest is our only program inside a guest. As PID 1 it is the /init of the initrd
+// (package boot). It starts itself again as the agent (package guestagent) and, for the workload,
+// as a small init in its own namespaces.
 package main
 
 import (

@@ -1,7 +1,8 @@
-// Command coppice is the whole of Coppice in one binary: the servers (dev, …), the commands that look after a host
-// (doctor, image) and the client of the public API.
+// Command coppice is all of Coppice in one binary: the servers (dev, …), the commands for the
+// operator of a host (doctor, image) and the client of the public API.
 //
-// To add a command, write newXCommand(a *app) *cobra.Command in a file of its own and put it into commands.
+// To add a command, write newXCommand(a *app) *cobra.Command in its own file and add it to
+// commands.
 package main
 
 import (

@@ -1,5 +1,6 @@
-// Package countersign accepts statements of runners: it compares each one with the controller's rows and adds the signature of the
-// cluster. Nothing that a runner signed verifies without that signature, so a runner that was removed can make nothing new.
+// Package countersign accepts statements of runners: it compares each one with the controller's
+// rows and adds the signature of the cluster. Without that signature, nothing that a runner signed
+// verifies. So a removed runner cannot make anything new.
 package countersign
 
 import (

@@ -1,7 +1,9 @@
-// Package openlimit limits requests by the address that they come from, where no key says whose they are. Addresses form a tree
-// of prefixes. Nothing that limits somebody is ever forgotten: an entry goes only when its bucket is full and its failures are
-// old, so that a new one would be the same. A prefix that has as many entries as it may have shares one bucket among all of its
-// further addresses. So whoever owns a prefix can use up the entries and the rate of that prefix, and of no other.
+// Package openlimit limits requests by their source address, if no key says whose they are.
+// Addresses form a tree of prefixes. The package never forgets anything that limits somebody: it
+// removes an entry only when its bucket is full and its failures are old, so that a new entry would
+// be the same. A prefix with the maximum number of entries has one shared bucket for all of its
+// further addresses. So the owner of a prefix can use up the entries and the rate of that prefix,
+// and of no other.
 package openlimit
 
 import (

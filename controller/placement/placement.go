@@ -1,5 +1,6 @@
-// Package placement picks a runner for new sandboxes. It is a pure function of a snapshot of the fleet, so that every
-// rule can be tested as a table. It knows nothing of rows or calls; a runner that is chosen may still refuse.
+// Package placement picks a runner for new sandboxes. It is a pure function of a snapshot of the
+// fleet, so every rule can be tested as a table. It knows nothing of rows or calls. The chosen
+// runner may still refuse.
 package placement
 
 import (

@@ -1,10 +1,11 @@
-// Package postgres keeps the controller's state in PostgreSQL. It is the only package with SQL, and mapError is the only
-// function that knows the server's error codes and the schema's constraint names. It owns no rules: which change is
-// legal is said by core's transition tables, which the schema repeats.
+// Package postgres keeps the controller's state in PostgreSQL. It is the only package with SQL, and
+// mapError is the only function that knows the server's error codes and the schema's constraint
+// names. It owns no rules: core's transition tables say which change is legal, and the schema
+// repeats them.
 //
-// Every transaction works as the role coppice_app, which is neither owner nor superuser, in the scope of one project or
-// of the system (controller.Scope). Row-level security makes rows of other projects invisible, so that a forgotten
-// WHERE cannot leak; a test proves it with none at all.
+// Every transaction works as the role coppice_app, which is neither owner nor superuser, in the
+// scope of one project or of the system (controller.Scope). Row-level security hides rows of other
+// projects, so a forgotten WHERE cannot leak. A test proves this with no WHERE at all.
 package postgres
 
 import (

@@ -1,5 +1,6 @@
-// Package retention decides which nodes of a tree are removed. It is a pure function of the tree, a policy and a moment, so
-// that what it promises can be tested on any tree. It knows nothing of rows or calls; what it planned may still be refused.
+// Package retention decides which nodes of a tree are removed. It is a pure function of the tree, a
+// policy and a time, so its promises can be tested on any tree. It knows nothing of rows or calls.
+// A planned removal may still be refused.
 package retention
 
 import (

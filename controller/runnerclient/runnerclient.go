@@ -1,6 +1,7 @@
-// Package runnerclient is the controller's way to its runners: api/runnerapi over TLS to https://runner-id@host:port, or, with a
-// secret that both share, over plain HTTP to http://host:port or unix:/path. It owns deadlines, who is believed to be at the
-// other end, and the mapping of answers to core errors; it repeats nothing by itself.
+// Package runnerclient is the controller's client of its runners: api/runnerapi over TLS to
+// https://runner-id@host:port, or, with a shared secret, over plain HTTP to http://host:port or
+// unix:/path. It owns deadlines, the identification of the other end, and the mapping of answers to
+// core errors. It repeats nothing by itself.
 package runnerclient
 
 import (

@@ -1,5 +1,6 @@
-// Package egressapi is the wire between a runner and the egress process of its host: requests and answers over a unix socket of whole
-// messages (internal/sidecar). It holds types only. A process may be older than its runner: Version says so.
+// Package egressapi is the wire between a runner and the egress process of its host: requests and
+// answers over a unix socket of whole messages (internal/sidecar). It has only types. A process may
+// be older than its runner; Version tells.
 package egressapi
 
 import (

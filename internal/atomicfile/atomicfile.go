@@ -1,8 +1,9 @@
-// Package atomicfile writes files that are either wholly there or not at all, whatever dies in the middle, and that
-// are on the disk once the call has returned.
+// Package atomicfile writes files that are either complete or absent, whatever dies in the middle,
+// and that are on the disk once the call has returned.
 //
-// A file is written beside its final place, synced, renamed, and the directory synced: without the last step a power
-// cut may bring back the old name. A crash in between leaves a temporary file, which RemoveTemporary clears.
+// A file is written beside its final place, synced and renamed, and then the directory is synced:
+// without the last step, a power cut may bring back the old name. A crash in between leaves a
+// temporary file, which RemoveTemporary removes.
 package atomicfile
 
 import (

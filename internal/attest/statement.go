@@ -1,6 +1,7 @@
-// Package attest makes and verifies signed reseal reports: how a runner gave a fork a new identity, as an in-toto
-// statement in a DSSE envelope. The runner signs it, and the cluster signs it again after it has compared it with its own rows.
-// Both signatures bring their certificate, so a verifier needs the certificate of the cluster's authority and nothing else.
+// Package attest makes and verifies signed reseal reports. A report says how a runner gave a fork a
+// new identity, as an in-toto statement in a DSSE envelope. The runner signs it. The cluster
+// compares it with its own rows and signs it again. Both signatures carry their certificate, so a
+// verifier needs only the certificate of the cluster's authority.
 package attest
 
 import (

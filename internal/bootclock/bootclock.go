@@ -1,6 +1,6 @@
-// Package bootclock is the clock of leases. No step of the host's time changes it, and it goes on while the host sleeps. The
-// monotonic clock of the package time stops then: after a sleep it says that a lease of this host is still good, although
-// the others have seen it run out.
+// Package bootclock is the clock of leases. It does not jump when the host's time is set, and it
+// goes on while the host sleeps. The monotonic clock of package time stops during sleep: afterwards
+// it says that a lease of this host is still valid, although the others have seen it expire.
 package bootclock
 
 import "time"

@@ -1,6 +1,7 @@
-// Package boundjson decodes JSON that somebody hostile wrote. Every answer of a guest's agent and every message of a runner
-// goes through it. A bound covers the bytes that are read, the elements, the nesting and the text that is kept. The bound
-// holds before encoding/json sees a value, so a small message cannot become a large heap.
+// Package boundjson decodes JSON from hostile senders. Every answer of a guest's agent and every
+// message of a runner goes through it. It bounds the bytes that are read, the elements, the nesting
+// and the text that is kept. The bounds hold before encoding/json sees a value, so a small message
+// cannot become a large heap.
 package boundjson
 
 import (

@@ -1,5 +1,6 @@
-// Package daemon runs the servers as processes: the controller, the runner, and what `coppice dev` shares with them. It wires
-// parts that know nothing of one another, and adds listeners, certificates and the order in which things end.
+// Package daemon runs the servers as processes: the controller, the runner, and the parts that
+// `coppice dev` shares with them. It wires parts that know nothing of each other, and adds
+// listeners, certificates and the order of the shutdown.
 package daemon
 
 import (

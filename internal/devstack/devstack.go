@@ -1,5 +1,6 @@
-// Package devstack is `coppice dev`: a private PostgreSQL, a controller and a runner in one process group, out of one data
-// directory. It wires the parts that a real installation runs apart, over the same sockets, and adds nothing of its own.
+// Package devstack is `coppice dev`: a private PostgreSQL, a controller and a runner in one process
+// group, out of one data directory. It wires the parts that a real installation runs separately,
+// over the same sockets, and adds nothing.
 //
 // # The data directory
 //

@@ -1,4 +1,5 @@
-// Package eventually has tests wait for what no event tells them: a state of another process, of the kernel or of a server.
+// Package eventually lets tests wait for a state that no event announces: a state of another
+// process, of the kernel or of a server.
 package eventually
 
 import (

@@ -1,6 +1,6 @@
-// Package hostcheck finds out what a host can do for Coppice by trying it: rules are loaded, a tap is made, extents
-// are shared. A device node or a version string that only promises something is not taken for the thing. Each finding
-// comes with a cure. Nothing that a check makes outlives it.
+// Package hostcheck finds out what a host can do for Coppice by trying it: it loads rules, makes a
+// tap, shares extents. A device node or a version string is only a promise and does not count. Each
+// finding comes with a way to fix the host. A check leaves nothing behind.
 package hostcheck
 
 import (

@@ -1,5 +1,5 @@
-// Package masterkey seals what a cluster keeps secret in its database, with a key that is in a file outside of it: a copy of
-// the database alone opens nothing.
+// Package masterkey encrypts the secrets of a cluster in its database, with a key in a file outside
+// the database. A copy of the database alone opens nothing.
 package masterkey
 
 import (

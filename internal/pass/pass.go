@@ -1,5 +1,6 @@
-// Package pass makes and verifies passes: short-lived tokens, signed by a controller, with which a user reaches the streams or
-// files of one sandbox straight at its runner. The runner verifies them by itself; no database is asked.
+// Package pass makes and verifies passes: short-lived tokens, signed by a controller. With a pass,
+// a user reaches the streams or files of one sandbox directly at its runner. The runner verifies
+// passes by itself and asks no database.
 package pass
 
 import (

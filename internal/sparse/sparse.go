@@ -1,5 +1,5 @@
-// Package sparse copies files that are mostly holes: by sharing their extents where the file system can, else by
-// copying their data and leaving their holes holes.
+// Package sparse copies files that are mostly holes. It shares their extents if the file system
+// can. Otherwise it copies their data and keeps their holes.
 package sparse
 
 import (

@@ -1,4 +1,4 @@
-// Package testhalt has tests stop a process without ending it, as a debugger or a deadlock does.
+// Package testhalt lets tests stop a process without ending it, as a debugger or a deadlock does.
 package testhalt
 
 import (

@@ -1,4 +1,4 @@
-// Package undo takes back what a function with several steps had done before one of them failed.
+// Package undo takes back the completed steps of a function when a later step failed.
 package undo
 
 import (

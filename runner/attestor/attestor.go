@@ -1,4 +1,5 @@
-// Package attestor keeps the key that signs a runner's reports of reseals, and its certificate from the cluster's authority.
+// Package attestor keeps the key with which a runner signs its reseal reports, and the key's
+// certificate from the cluster's authority.
 package attestor
 
 import (

@@ -1,5 +1,5 @@
-// Package cgroup gives every VMM a cgroup v2 of its own, where the host has one to give: it bounds what a VMM may take, and ends
-// whatever is in it at once.
+// Package cgroup gives every VMM its own cgroup v2, if the host has the controllers. The cgroup
+// bounds the resources of a VMM, and ends all of its processes at once.
 package cgroup
 
 import (

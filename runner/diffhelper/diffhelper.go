@@ -1,5 +1,6 @@
-// Package diffhelper compares the disks of two checkpoints in a confined helper: package diskdiff reads what guests and tenants
-// wrote, and the runner that asks for it has root and everybody's machines.
+// Package diffhelper compares the disks of two checkpoints in a confined helper. Package diskdiff
+// reads data that guests and tenants wrote, and the runner that needs the result has root and
+// everybody's machines.
 package diffhelper
 
 import (

@@ -1,4 +1,4 @@
-// Package heartbeat announces a runner to its controller and keeps telling it what runs.
+// Package heartbeat registers a runner with its controller and regularly reports what runs.
 package heartbeat
 
 import (

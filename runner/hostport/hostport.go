@@ -1,5 +1,5 @@
-// Package hostport decides which addresses of the host forward to guests, and listens on them. A tenant asks for an address; the
-// operator has said which ones there are.
+// Package hostport decides which addresses of the host forward to guests, and listens on them. A
+// tenant asks for an address among those that the operator has allowed.
 package hostport
 
 import (

@@ -1,5 +1,6 @@
-// Package httpapi serves api/runnerapi: it decodes requests, calls the runner and encodes answers and problems. Nothing but
-// controllers may reach it: over TLS by their certificate, or, on one machine, by a secret that both share.
+// Package httpapi serves api/runnerapi: it decodes requests, calls the runner and encodes answers
+// and problems. Only controllers may reach it: over TLS by their certificate, or, on one machine,
+// by a shared secret.
 package httpapi
 
 import (

@@ -1,6 +1,6 @@
-// Package room keeps account of the free space of a disk. Whoever is about to fetch something reserves the bytes that it will take
-// before the first one is written, so that fetches at the same time cannot promise themselves the same space, and a floor of free
-// space stays for the machines that run.
+// Package room accounts for the free space of a disk. A fetch reserves the bytes that it will take
+// before it writes the first one. So concurrent fetches cannot count on the same space, and a floor
+// of free space stays for the machines that run.
 package room
 
 import (

@@ -1,9 +1,10 @@
-// Package rootimage reads the root file system of an image from outside, within bounds. A tenant may have brought that file
-// system: with an imported checkpoint, or as a tar that became an image.
+// Package rootimage reads the root file system of an image from outside, within bounds. The file
+// system may come from a tenant: with an imported checkpoint, or as a tar that became an image.
 //
-// The library that reads it (go-erofs) checks what it reads and has few bounds of its own: a directory of 64 MiB becomes half a
-// gigabyte of entries. This package reads directories in parts and ends where one has more than a root file system has. Whatever
-// breaks a rule is a DamagedError, and whoever reads on skips that object and says so. Its users run in a confined helper.
+// The library that reads it (go-erofs) checks its input and has few bounds: a directory of 64 MiB
+// becomes half a gigabyte of entries. This package reads directories in parts and stops when one
+// has more than a root file system has. Anything that breaks a rule is a DamagedError; a caller
+// that reads on skips that object and says so. The users of this package run in a confined helper.
 package rootimage
 
 import (

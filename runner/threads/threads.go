@@ -1,5 +1,6 @@
-// Package threads reads what the kernel says of threads of other processes, from /proc. It owns the questions that the runner,
-// the pager and the drivers of VMMs ask about a machine that waits for a page.
+// Package threads reads the kernel's information about threads of other processes from /proc. It
+// has the queries of the runner, the pager and the drivers of VMMs about a machine that waits for a
+// page.
 package threads
 
 import (

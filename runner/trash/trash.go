@@ -1,4 +1,5 @@
-// Package trash is the trash of a runner's data directory, as it lies on disk: a runner and the operator's command share it.
+// Package trash reads and changes the trash of a runner's data directory on disk. The runner and
+// the operator's command share it.
 package trash
 
 import (

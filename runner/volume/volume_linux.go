@@ -1,6 +1,7 @@
-// Package volume gives a runner a directory on a file system that can share extents between files. Where the data directory's
-// own cannot (ext4), it keeps an XFS in one sparse file and mounts that: checkpoints then cost what changed instead of a copy,
-// and the file's size is the budget that all of them together have.
+// Package volume gives a runner a directory on a file system that can share extents between files.
+// If the data directory's own file system cannot (ext4), the package keeps an XFS in one sparse
+// file and mounts that. Then checkpoints cost only what changed instead of a copy, and the file's
+// size is the budget of all of them together.
 package volume
 
 import (

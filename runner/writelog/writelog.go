@@ -1,6 +1,7 @@
-// Package writelog keeps the writes to guests' files that a data plane has passed on, until a controller has recorded them in
-// the audit log. A write is appended to a file and synced before it is acknowledged, so a killed process loses none. A file that has
-// grown long, or whose sync failed, is replaced by a new one. Each write has a number, so that the controller records it once.
+// Package writelog keeps the writes to guests' files that a data plane has passed on, until a
+// controller has recorded them in the audit log. A write is appended to a file and synced before it
+// is acknowledged, so a killed process loses none. A file that has become long, or whose sync
+// failed, is replaced by a new one. Each write has a number, so the controller records it once.
 package writelog
 
 import (

@@ -1,5 +1,5 @@
-// Package blob is the contract of what keeps the objects of the snapshot store, with a suite that every backend passes
-// (blobtest): a directory (dir) and anything that speaks S3 (s3).
+// Package blob is the contract of the backends that keep the objects of the snapshot store: a
+// directory (dir) and any server that speaks S3 (s3). Every backend passes the suite in blobtest.
 package blob
 
 import (

@@ -1,5 +1,6 @@
-// Package envelope encrypts what the snapshot store keeps of projects that want it: frames of packs, and manifests. Every attempt to
-// store a checkpoint has a key of its own, derived from a key of its project, so whoever may read one checkpoint has no key to the others.
+// Package envelope encrypts the objects of projects that want it in the snapshot store: frames of
+// packs, and manifests. Every attempt to store a checkpoint has its own key, derived from a key of
+// its project. So the key of one checkpoint does not open the others.
 package envelope
 
 import (

@@ -1,5 +1,5 @@
-// Package confinetest lets tests that do not run as root use confined helpers. No program that is shipped can link it, for it
-// links package testing.
+// Package confinetest lets tests that do not run as root use confined helpers. It links package
+// testing, so no shipped program can link it.
 package confinetest
 
 import (

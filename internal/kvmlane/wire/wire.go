@@ -1,5 +1,6 @@
-// Package wire is what the lane's host and its first-level machine say to each other over a virtio-serial port: one JSON value
-// a line. Either side may be cut off in the middle of a line and come back, so a line that is none is passed over.
+// Package wire is the protocol between the lane's host and its first-level machine over a
+// virtio-serial port: one JSON value per line. Either side may be cut off in the middle of a line
+// and come back, so a line that is not JSON is skipped.
 package wire
 
 import (

@@ -1,8 +1,10 @@
-// Package jail gives a process a file system with only the files that it needs, and namespaces of its own.
+// Package jail gives a process a file system with only the files that it needs, and its own
+// namespaces.
 //
-// New builds a mount namespace once: an empty tmpfs, read-only, with a read-only bind of each file that the program needs: the
-// program, its loader, its shared libraries, its firmware, its device nodes. Each process gets a copy of that namespace. A
-// copy costs one system call, whatever the host has mounted, and holds no mount of the host or of anybody else.
+// New builds a mount namespace once: an empty tmpfs, read-only, with a read-only bind of each file
+// that the program needs: the program, its loader, its shared libraries, its firmware, its device
+// nodes. Each process gets a copy of that namespace. A copy costs one system call, however many
+// mounts the host has, and has no mount of the host or of anybody else.
 package jail
 
 import (

@@ -1,5 +1,6 @@
-// Package kvm is what the drivers of VMMs share about Linux' KVM: its device, who may open it, and the CPU that its guests see.
-// That KVM works it cannot tell: only a guest that has booted under it does.
+// Package kvm has what the drivers of VMMs share about Linux' KVM: its device, who may open it, and
+// the CPU that its guests see. It cannot tell whether KVM works: only a guest that has booted under
+// it can.
 package kvm
 
 import (

@@ -1,5 +1,6 @@
-// Package vmmproc starts a VMM as a confined process that outlives the runner, and finds it again: in a network namespace,
-// under a user of its own, with no capability and no way to gain one, in a session of its own.
+// Package vmmproc starts a VMM as a confined process that outlives the runner, and finds it again.
+// The process is in a network namespace and in its own session, under its own user, with no
+// capability and no way to gain one.
 package vmmproc
 
 import (

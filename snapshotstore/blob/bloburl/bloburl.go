@@ -3,9 +3,10 @@
 //	dir:/absolute/path
 //	s3://bucket/prefix?endpoint=https://host:port&region=name
 //
-// Without an endpoint the bucket is one of AWS's, in the region. path_style=0 puts the bucket into the host's name, path_style=1 into
-// the path, which is what is done where an endpoint is named; ca=/file holds further roots for its certificate; insecure=1 allows
-// http to other hosts than this one. Credentials are never in the URL.
+// Without an endpoint, the bucket is one of AWS's, in the region. path_style=0 puts the bucket into
+// the host's name, path_style=1 puts it into the path, which is the default with an endpoint.
+// ca=/file has further roots for the server's certificate. insecure=1 allows http to other hosts
+// than this one. Credentials are never in the URL.
 package bloburl
 
 import (

@@ -1,13 +1,14 @@
-// Package cache keeps bytes of a store's objects on this host: a blob.Blobs in front of another one, for all checkpoints of the host
-// and for several processes at once.
+// Package cache keeps bytes of a store's objects on this host. It is a blob.Blobs in front of
+// another one, for all checkpoints of the host and for several processes at once.
 //
-// An object has one sparse file, named by the hash of its key, with the bytes that are here at their own offsets. Whether a range is
-// here is asked of the file itself (SEEK_HOLE), in whole blocks, so there is no index that could disagree with it after a kill. What is
-// not here is read from behind and written into its place. A file's mtime is its last use; whole files are evicted, oldest first, by
-// whoever is about to write more than the budget has room for.
+// An object has one sparse file, named by the hash of its key, with the present bytes at their own
+// offsets. The file itself says which ranges are present (SEEK_HOLE), in whole blocks, so there is
+// no index that could disagree with it after a kill. Missing bytes are read from the store behind
+// and written into their place. A file's mtime is its last use. Whole files are evicted, oldest
+// first, by the process that is about to exceed the budget.
 //
-// The cache verifies nothing and nothing depends on it: whoever reads compares digests, and says with Forget what was not what it should
-// be. A full disk or a broken one costs no more than reads of the store.
+// The cache verifies nothing and nothing depends on it: a reader compares digests, and reports
+// wrong bytes with Forget. A full or broken disk costs only reads of the store.
 package cache
 
 import (

@@ -1,9 +1,10 @@
-// Package dir keeps the objects of a store as files below a directory: for one host, for what hosts share by a network file system
-// that has hard links, and for tests.
+// Package dir keeps the objects of a store as files below a directory: for one host, for hosts that
+// share a network file system with hard links, and for tests.
 //
-// An object is written beside the others, synced, and linked to its place, which fails where there is one already; then the directories
-// above it are synced. So whatever dies in the middle, it is there whole or not at all, and none is ever overwritten. What a death leaves
-// is in .tmp, where Sweep finds it.
+// An object is written beside the others, synced, and linked to its place. The link fails if there
+// is an object already. Then the directories above it are synced. So whatever dies in the middle,
+// the object is complete or absent, and no object is ever overwritten. A death may leave files in
+// .tmp, where Sweep finds them.
 package dir
 
 import (

@@ -1,8 +1,10 @@
-// Package peers asks other hosts for what they keep of a store's objects before it asks the store: a blob.Blobs in front of another one.
+// Package peers asks other hosts for their cached bytes of a store's objects before it asks the
+// store. It is a blob.Blobs in front of another one.
 //
-// Whom to ask comes with the context of a read. A peer has a short time, and one that was too slow or could not be reached is not asked
-// for a while. Nothing that a peer says is believed: whoever reads compares digests, and says with Forget what was wrong; then that object is
-// read from the store, and whoever gave it is not asked any more.
+// The context of a read names the peers. A peer has a short time to answer. A peer that was too
+// slow or unreachable is not asked for a while. No peer is trusted: a reader compares digests, and
+// reports wrong bytes with Forget. Then that object is read from the store, and the peer that sent
+// it is no longer asked.
 package peers
 
 import (

@@ -1,8 +1,9 @@
-// Package s3 keeps the objects of a store in a bucket of anything that speaks S3.
+// Package s3 keeps the objects of a store in a bucket of any server that speaks S3.
 //
-// What is stored carries its SHA-256, which the server compares, and the condition that there is nothing under its key yet. A request
-// that fails for a reason that may pass is made again, a few times; so is one that makes no progress, and a body that stops in the middle
-// is asked for again from there on. An upload whose answer was lost finds its own object and succeeds.
+// An upload carries its SHA-256, which the server compares, and the condition that nothing is under
+// its key yet. A request that fails for a temporary reason is repeated a few times, and so is a
+// request that makes no progress. If a body stops in the middle, the rest is requested from there.
+// An upload whose answer was lost finds its own object and succeeds.
 package s3
 
 import (
