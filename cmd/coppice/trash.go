@@ -8,6 +8,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/daemon"
 	"github.com/coppice-dev/coppice/runner/trash"
 )
 
@@ -21,7 +22,11 @@ their rows. The runner removes them after an hour, or earlier if it needs the di
 		Example: "  coppice runner-trash --data-dir /var/lib/coppice",
 		Args:    cobra.NoArgs,
 		RunE: func(*cobra.Command, []string) error {
-			list, err := trash.List(trash.Dir(dataDir))
+			dir, err := daemon.TrashDir(dataDir)
+			if err != nil {
+				return err
+			}
+			list, err := trash.List(dir)
 			if err != nil {
 				return err
 			}
@@ -37,7 +42,11 @@ their rows. The runner removes them after an hour, or earlier if it needs the di
 				if err != nil {
 					return err
 				}
-				return do(trash.Dir(dataDir), id)
+				dir, err := daemon.TrashDir(dataDir)
+				if err != nil {
+					return err
+				}
+				return do(dir, id)
 			},
 		}
 	}

@@ -14,8 +14,9 @@ import (
 func TestRunnerTrash(t *testing.T) {
 	t.Parallel()
 	data := t.TempDir()
+	in := trash.Dir(filepath.Join(data, "runner")) // as internal/daemon.TestFailover finds it, too
 	id, other := core.NewID[core.CheckpointID](), core.NewID[core.CheckpointID]()
-	for _, dir := range []string{trash.Path(trash.Dir(data), id), filepath.Join(data, "checkpoints", string(other))} {
+	for _, dir := range []string{trash.Path(in, id), filepath.Join(data, "runner", "checkpoints", string(other))} {
 		if err := os.MkdirAll(dir, 0o700); err != nil {
 			t.Fatal(err)
 		}
@@ -28,13 +29,13 @@ func TestRunnerTrash(t *testing.T) {
 	if status, out := run(); status != 0 || !strings.Contains(out, string(id)) || strings.Contains(out, string(other)) || strings.Contains(out, "yes") {
 		t.Errorf("status %d: %s", status, out)
 	}
-	if status, _ := run("keep", string(id)); status != 0 || !trash.Kept(trash.Dir(data), id) {
+	if status, _ := run("keep", string(id)); status != 0 || !trash.Kept(in, id) {
 		t.Errorf("keep: status %d", status)
 	}
 	if status, out := run(); status != 0 || !strings.Contains(out, "yes") {
 		t.Errorf("status %d: %s", status, out)
 	}
-	if status, _ := run("release", string(id)); status != 0 || trash.Kept(trash.Dir(data), id) {
+	if status, _ := run("release", string(id)); status != 0 || trash.Kept(in, id) {
 		t.Errorf("release: status %d", status)
 	}
 	if status, _ := run("keep", string(other)); status == 0 {

@@ -23,6 +23,7 @@ import (
 	"github.com/coppice-dev/coppice/runner/cgroup"
 	"github.com/coppice-dev/coppice/runner/hostport"
 	"github.com/coppice-dev/coppice/runner/netns"
+	"github.com/coppice-dev/coppice/runner/trash"
 	"github.com/coppice-dev/coppice/runner/vmm"
 	"github.com/coppice-dev/coppice/runner/volume"
 	"github.com/coppice-dev/coppice/snapshotstore/blob/cache"
@@ -112,7 +113,7 @@ func OpenHost(ctx context.Context, cfg HostConfig, id core.RunnerID, mark string
 	}
 	steps.Push("run directory", h.unlessInhabited(func() error { return os.RemoveAll(h.RunDir) }))
 	if m := cfg.Machines; m != nil {
-		rc.DataDir, rc.Driver, rc.Network, rc.Images = filepath.Join(cfg.DataDir, "runner"), m.Driver, m.Network, m.Images
+		rc.DataDir, rc.Driver, rc.Network, rc.Images = runnerDir(cfg.DataDir), m.Driver, m.Network, m.Images
 		h.Volume = cfg.DataDir
 	} else if err := h.openMachines(ctx, cfg, mark, &rc, steps); err != nil {
 		return nil, err
@@ -160,13 +161,22 @@ func (h *Host) unlessInhabited(do func() error) func(context.Context) error {
 // vmDir is where the runner has its sockets and journals, in the run directory.
 const vmDir = "vm"
 
+// TrashDir is the directory that has the trash of the runner with a data directory, for package trash.
+func TrashDir(dataDir string) (string, error) {
+	path, err := volume.Locate(dataDir)
+	return trash.Dir(runnerDir(path)), err
+}
+
+// runnerDir is where the runner keeps its files on a volume.
+func runnerDir(path string) string { return filepath.Join(path, "runner") }
+
 func (h *Host) openMachines(ctx context.Context, cfg HostConfig, mark string, rc *runner.Config, steps *undo.Stack) error {
 	files, err := volume.Open(ctx, cfg.DataDir, cfg.DiskBudget, cfg.Log)
 	if err != nil {
 		return err
 	}
 	steps.Push("volume", h.unlessInhabited(files.Close))
-	h.Volume, rc.DataDir, rc.FirstUID = files.Detail, filepath.Join(files.Path, "runner"), firstUID(mark)
+	h.Volume, rc.DataDir, rc.FirstUID = files.Detail, runnerDir(files.Path), firstUID(mark)
 	if rc.Images, err = images.Open(cfg.imagesDir()); err != nil {
 		return err
 	}

@@ -72,6 +72,21 @@ func Open(ctx context.Context, dir string, budget int64, log *slog.Logger) (*Vol
 	return v, nil
 }
 
+// Locate returns the path of the volume that a runner has opened in dir, without opening one.
+func Locate(dir string) (string, error) {
+	target := filepath.Join(dir, mountName)
+	if mounted, err := isMount(target); err == nil && mounted {
+		return target, nil
+	} else if err != nil && !errors.Is(err, os.ErrNotExist) {
+		return "", err
+	}
+	if _, err := os.Stat(filepath.Join(dir, imageName)); err == nil {
+		return "", core.Errorf(core.FailedPrecondition, core.CodeStateConflict,
+			"the volume of %s is not mounted here; run this where its runner is visible, or start the runner", dir)
+	}
+	return dir, nil
+}
+
 // program returns the path of a program, or "".
 func program(name string) string {
 	path, err := exec.LookPath(name)
