@@ -46,7 +46,7 @@ func TestDataPlaneUse(t *testing.T) {
 		if len(used) == 1 && used[0] == string(mine.ID) {
 			return
 		}
-		if len(used) > 0 || time.Since(began) > 30*time.Second {
+		if len(used) > 0 || time.Since(began) > wait {
 			t.Fatalf("in use are %q, want %s only", used, mine.ID)
 		}
 	}

@@ -97,12 +97,10 @@ func TestForgedStall(t *testing.T) {
 		rw.WriteHeader(http.StatusServiceUnavailable)
 		text(`{"category":"unavailable","code":"STORE_UNAVAILABLE","message":"it waits"}`)(rw, q)
 	}))
-	began := time.Now()
-	_, err := w.Exec(t.Context(), w.project, ws.ID, controller.ExecRequest{Command: []string{"sleep", "1000"}})
+	ctx, cancel := context.WithTimeout(t.Context(), wait) // a stall that is believed is waited for without end
+	defer cancel()
+	_, err := w.Exec(ctx, w.project, ws.ID, controller.ExecRequest{Command: []string{"sleep", "1000"}})
 	wantCode(t, err, core.CodeStoreUnavailable)
-	if took := time.Since(began); took > 30*time.Second {
-		t.Errorf("the exec waited %s for a forged stall", took)
-	}
 }
 
 // TestExecTimeoutAndStalls: the agent measures a timeout by the clock of its machine. A machine that stood still answers

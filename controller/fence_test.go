@@ -165,11 +165,8 @@ func TestFenceAmongControllers(t *testing.T) {
 		return w.number(`SELECT count(*) FROM workspaces WHERE state = 'lost' AND failure_code = 'RUNNER_LOST' AND id LIKE 'bulk%'`)
 	}
 	eventually(t, "all workspaces but the locked one are lost", func() bool { return lost() == runners*each-1 })
-	took := time.Since(began)
-	t.Logf("%d runners with %d workspaces, %d deep: %.1f s", runners, runners*each, deep, took.Seconds())
-	if took > 60*time.Second {
-		t.Errorf("it took %s", took)
-	}
+	// How much is read for it, whatever the machine: TestFenceReadsInProportion. Here nobody may wait for the locked row.
+	t.Logf("%d runners with %d workspaces, %d deep: %.1f s", runners, runners*each, deep, time.Since(began).Seconds())
 	if err := tx.Rollback(t.Context()); err != nil {
 		t.Fatal(err)
 	}

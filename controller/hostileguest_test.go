@@ -181,7 +181,7 @@ func TestWaitsArePaced(t *testing.T) {
 	if _, err := w.Session(t.Context(), w.project, view.ID, 2*time.Second); err != nil {
 		t.Fatal(err)
 	}
-	if took := time.Since(began); took < 1900*time.Millisecond || took > 20*time.Second {
+	if took := time.Since(began); took < 1900*time.Millisecond || took > wait {
 		t.Errorf("a wait of 2 s took %s", took)
 	}
 	if n := asked.Load(); n > 12 {
@@ -199,7 +199,7 @@ func TestWaitsArePaced(t *testing.T) {
 	// A program that should have ended long ago is not waited for, whatever the agent says.
 	began = time.Now()
 	_, err = w.Exec(t.Context(), w.project, ws.ID, controller.ExecRequest{Command: []string{"sleep", "1000"}, TimeoutMS: 100})
-	if took := time.Since(began); core.CodeOf(err) != core.CodeGuestProtocol || took > 30*time.Second {
+	if took := time.Since(began); core.CodeOf(err) != core.CodeGuestProtocol || took > wait {
 		t.Errorf("an exec of 100 ms ended after %s: %v", took, err)
 	}
 }
@@ -279,7 +279,7 @@ func TestSlowGuests(t *testing.T) {
 		}
 	}
 	group.Wait()
-	if took := time.Since(began); took > 30*time.Second {
+	if took := time.Since(began); took > wait { // a call that has no deadline never ends
 		t.Errorf("it took %s", took)
 	}
 	if full.Load() == 0 || late.Load() == 0 {

@@ -25,7 +25,7 @@ import (
 func TestMain(m *testing.M) { testleak.Main(m, testpg.Leak()) }
 
 // wait is the patience of tests: nothing that they assert depends on it.
-const wait = 2 * time.Minute
+const wait = 5 * time.Minute
 
 // world is a controller with a real database and a fake runner.
 type world struct {

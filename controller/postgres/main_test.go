@@ -15,6 +15,7 @@ import (
 	"github.com/coppice-dev/coppice/controller"
 	"github.com/coppice-dev/coppice/controller/postgres"
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/eventually"
 	"github.com/coppice-dev/coppice/internal/testleak"
 	"github.com/coppice-dev/coppice/internal/testpg"
 	"github.com/coppice-dev/coppice/migrations"
@@ -121,6 +122,35 @@ func (d *db) exec(sql string, args ...any) {
 	if err := errors.Join(err, conn.Close(d.t.Context())); err != nil {
 		d.t.Fatalf("%s: %v", sql, err)
 	}
+}
+
+// counted says how many rows the database reads for what is done. A server process adds what it has counted at its end, so the store
+// is opened anew before and after.
+func (d *db) counted(do func()) int64 {
+	d.t.Helper()
+	conn := d.conn()
+	number := func(sql string) (n int64) {
+		if err := conn.QueryRow(d.t.Context(), sql).Scan(&n); err != nil {
+			d.t.Fatal(err)
+		}
+		return n
+	}
+	reopened := func() int64 {
+		d.store.Close()
+		eventually.True(d.t, "the store's connections have ended", func() bool {
+			return number(`SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND application_name = 'coppice-controller'`) == 0
+		})
+		store, err := postgres.Open(d.t.Context(), postgres.Config{DSN: d.dsn})
+		if err != nil {
+			d.t.Fatal(err)
+		}
+		d.t.Cleanup(store.Close)
+		d.store = store
+		return number(`SELECT coalesce(sum(seq_tup_read + coalesce(idx_tup_fetch, 0)), 0)::bigint FROM pg_stat_user_tables`)
+	}
+	before := reopened()
+	do()
+	return reopened() - before
 }
 
 var shape = core.Resources{VCPUs: 1, MemoryMiB: 512, DiskGiB: 1}

@@ -24,7 +24,14 @@ func TestMain(m *testing.M) { testleak.Main(m) }
 
 func newClient(t *testing.T, secret string) *runnerclient.Client {
 	t.Helper()
-	c := runnerclient.NewWithTimeouts(secret, runnerclient.Timeouts{Call: 2 * time.Second, Fork: 300 * time.Millisecond, Capture: time.Second, Template: time.Second, Diff: time.Second})
+	return newClientWith(t, secret, 5*time.Minute) // nobody waits that long
+}
+
+// newClientWith gives up forks after a time.
+func newClientWith(t *testing.T, secret string, fork time.Duration) *runnerclient.Client {
+	t.Helper()
+	const patience = 5 * time.Minute
+	c := runnerclient.NewWithTimeouts(secret, runnerclient.Timeouts{Call: patience, Fork: fork, Capture: patience, Template: patience, Diff: patience})
 	t.Cleanup(c.Close)
 	return c
 }
@@ -102,7 +109,7 @@ func TestCalls(t *testing.T) {
 func TestFaults(t *testing.T) {
 	t.Parallel()
 	c := newClient(t, "runner-secret")
-	fork := func(endpoint string) error {
+	fork := func(c *runnerclient.Client, endpoint string) error {
 		_, err := c.Fork(t.Context(), endpoint, runnerapi.Fork{})
 		return err
 	}
@@ -128,16 +135,18 @@ func TestFaults(t *testing.T) {
 			}
 		}),
 	} {
+		c := c
 		if name == "silence" {
 			t.Cleanup(func() { close(hang) }) // before its server closes: clean-ups run backwards
+			c = newClientWith(t, "runner-secret", 300*time.Millisecond)
 		}
-		err := fork(endpoint)
+		err := fork(c, endpoint)
 		if core.CodeOf(err) != core.CodeRunnerUnreachable || core.CategoryOf(err) != core.Unavailable {
 			t.Errorf("%s: %v", name, err)
 		}
 	}
 	r := runnertest.Start(t, runnertest.Config{})
-	wantCode(t, fork(r.Endpoint()), core.CodeCheckpointNotFound) // what a runner refuses comes back as it was
+	wantCode(t, fork(c, r.Endpoint()), core.CodeCheckpointNotFound) // what a runner refuses comes back as it was
 	_, err := newClient(t, "wrong").Images(t.Context(), r.Endpoint())
 	wantCode(t, err, core.CodeInternal) // our secret is not the caller's key
 	ctx, cancel := context.WithCancel(t.Context())

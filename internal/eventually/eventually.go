@@ -10,12 +10,12 @@ import (
 )
 
 // patience is longer than anything takes on a machine that is not broken.
-const patience = time.Minute
+const patience = 5 * time.Minute
 
-// True asks again and again until ok says so, and fails the test after a minute. Cleanups may use it.
+// True asks again and again until ok says so, and fails the test after five minutes. Cleanups may use it.
 func True(tb testing.TB, what string, ok func() bool) {
 	tb.Helper()
-	ctx, cancel := context.WithTimeoutCause(context.WithoutCancel(tb.Context()), patience, errors.New("a minute passed"))
+	ctx, cancel := context.WithTimeoutCause(context.WithoutCancel(tb.Context()), patience, errors.New("five minutes passed"))
 	defer cancel()
 	tick := time.NewTicker(5 * time.Millisecond)
 	defer tick.Stop()
