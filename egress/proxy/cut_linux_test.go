@@ -71,7 +71,7 @@ func TestWhatWasCutIsAnEffect(t *testing.T) {
 		},
 		"revoked while it answers":     {answer: never, end: func(b *bank) { b.give() }, sent: true},
 		"revoked before it answers":    {answer: silent, end: func(b *bank) { b.give() }, sent: true},
-		"expired":                      {grant: func(g *grant.Grant) { g.Expires = time.Now().Add(2 * time.Second) }, answer: silent, end: func(*bank) {}, sent: true},
+		"expired":                      {grant: func(g *grant.Grant) { g.Expires = time.Now().Add(6 * time.Second) }, answer: silent, end: func(*bank) {}, sent: true},
 		"policy while it answers":      {answer: never, end: func(b *bank) { b.server.SetPolicy(b.id, b.policy("other.example")) }, sent: true},
 		"policy before it answers":     {answer: silent, end: func(b *bank) { b.server.SetPolicy(b.id, b.policy("other.example")) }, sent: true},
 		"a placeholder after a part":   {body: strings.Repeat("x", 100<<10) + grant.NewPlaceholder(), answer: silent, sent: true},

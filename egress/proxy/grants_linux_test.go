@@ -13,6 +13,7 @@ import (
 	"net"
 	"net/http"
 	"net/url"
+	"os"
 	"slices"
 	"strings"
 	"sync"
@@ -412,7 +413,7 @@ func TestGrantsEnd(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			b := newBank(t, func(g *grant.Grant) {
 				if name == "expired" {
-					g.Expires = time.Now().Add(2 * time.Second)
+					g.Expires = time.Now().Add(6 * time.Second) // until then the request is under way
 				}
 			})
 			gone := make(chan struct{})
@@ -442,15 +443,11 @@ func TestGrantsEnd(t *testing.T) {
 			if _, err := io.ReadFull(resp.Body, make([]byte, 5)); err != nil {
 				t.Fatal(err)
 			}
-			began := time.Now()
 			end(b)
-			if _, err := io.ReadAll(resp.Body); err == nil {
-				t.Error("the answer ended as if it were whole")
+			if _, err := io.ReadAll(resp.Body); err == nil || os.IsTimeout(err) {
+				t.Errorf("the answer ended as if it were whole, or not at all: %v", err)
 			}
 			<-gone
-			if took := time.Since(began); took > 4*time.Second {
-				t.Errorf("it took %s", took)
-			}
 			if name == "removed" {
 				return
 			}

@@ -51,7 +51,7 @@ func tell(t *testing.T, addr, head string) string {
 		t.Fatal(err)
 	}
 	defer c.Close()
-	_ = c.SetDeadline(time.Now().Add(10 * time.Second))
+	_ = c.SetDeadline(time.Now().Add(90 * time.Second))
 	if _, err := io.WriteString(c, head); err == nil { // it may be refused before it was read
 		_ = c.(*net.TCPConn).CloseWrite()
 	}

@@ -10,23 +10,25 @@ import (
 	"math/rand/v2"
 	"net"
 	"net/http"
+	"os"
 	"slices"
 	"strings"
 	"testing"
 	"time"
 
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/egress/proxy"
 )
 
 // say sends bytes to an address, and returns what came back until the other side closed.
 func say(t *testing.T, addr string, parts ...string) string {
 	t.Helper()
-	c, err := net.DialTimeout("tcp", addr, 5*time.Second)
+	c, err := net.DialTimeout("tcp", addr, time.Minute)
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer c.Close()
-	_ = c.SetDeadline(time.Now().Add(10 * time.Second))
+	_ = c.SetDeadline(time.Now().Add(90 * time.Second)) // less than a connection may idle
 	for _, p := range parts {
 		if _, err := io.WriteString(c, p); err != nil {
 			break
@@ -47,7 +49,7 @@ func hello(t *testing.T, name string, protos ...string) []byte {
 		_ = tls.Client(near, &tls.Config{ServerName: name, InsecureSkipVerify: true, NextProtos: protos}).HandshakeContext(t.Context())
 	}()
 	var all []byte
-	_ = far.SetReadDeadline(time.Now().Add(5 * time.Second))
+	_ = far.SetReadDeadline(time.Now().Add(time.Minute))
 	for len(all) < 5 || len(all) < 5+int(binary.BigEndian.Uint16(all[3:])) {
 		b := make([]byte, 32<<10)
 		n, err := far.Read(b)
@@ -150,7 +152,7 @@ func tunnelled(t *testing.T, w *world, target string, do func(net.Conn) error) e
 		t.Fatal(err)
 	}
 	defer c.Close()
-	_ = c.SetDeadline(time.Now().Add(10 * time.Second))
+	_ = c.SetDeadline(time.Now().Add(90 * time.Second))
 	fmt.Fprintf(c, "CONNECT %s HTTP/1.1\r\nHost: %s\r\n\r\n", target, target)
 	b := make([]byte, 512)
 	n, err := c.Read(b)
@@ -164,7 +166,7 @@ func tunnelled(t *testing.T, w *world, target string, do func(net.Conn) error) e
 }
 
 func request(c net.Conn, text string) error {
-	_ = c.SetDeadline(time.Now().Add(10 * time.Second))
+	_ = c.SetDeadline(time.Now().Add(90 * time.Second))
 	if _, err := io.WriteString(c, text); err != nil {
 		return err
 	}
@@ -178,7 +180,7 @@ func request(c net.Conn, text string) error {
 
 // TestHellos: which ClientHellos are understood, at the transparent listener.
 func TestHellos(t *testing.T) {
-	w := newWorld(t, "allowed.example")
+	w := newWorldWith(t, impatient, "allowed.example")
 	w.names.set("allowed.example", allowedAddr)
 	site := w.serve(allowedAddr+":443", nil, "allowed.example")
 	plain := hello(t, "allowed.example")
@@ -221,7 +223,7 @@ func TestHellos(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		_ = conn.SetDeadline(time.Now().Add(10 * time.Second))
+		_ = conn.SetDeadline(time.Now().Add(90 * time.Second))
 		for _, p := range c.parts {
 			if _, err := io.WriteString(conn, p); err != nil {
 				break
@@ -388,16 +390,12 @@ func TestRebinding(t *testing.T) {
 
 // TestSlowGuests: one that never says what it wants is let go, and the others do not wait for it.
 func TestSlowGuests(t *testing.T) {
-	w := newWorld(t, "allowed.example")
+	w := newWorldWith(t, func(c *proxy.Config) { c.FirstTime = time.Second }, "allowed.example")
 	w.names.set("allowed.example", allowedAddr)
 	w.serve(allowedAddr+":80", nil)
 	for _, addr := range []string{w.explicit.String(), w.redirected("443")} {
 		for _, first := range []string{"", "GET http://allow", "\x16\x03\x01", "CONNECT allowed.example:443 HTTP/1.1\r\n"} {
-			began := time.Now()
-			say(t, addr, first)
-			if took := time.Since(began); took > 5*time.Second {
-				t.Errorf("%q was waited for for %s", first, took)
-			}
+			say(t, addr, first) // which fails when the connection is left open
 		}
 	}
 }
@@ -496,17 +494,13 @@ func TestRevocation(t *testing.T) {
 		defer resp.Body.Close()
 		bodies[u] = resp.Body
 	}
-	began := time.Now()
 	if !w.server.SetPolicy(w.id, w.policy("other.example")) {
 		t.Fatal("the sandbox is not there")
 	}
 	for _, u := range urls[:2] {
-		if b, err := io.ReadAll(bodies[u]); err == nil {
-			t.Errorf("%s ended with %q as if nothing had happened", u, b)
+		if b, err := io.ReadAll(bodies[u]); err == nil || os.IsTimeout(err) {
+			t.Errorf("%s ended with %q, %v, as if nothing had happened", u, b, err)
 		}
-	}
-	if took := time.Since(began); took > time.Second {
-		t.Errorf("it took %s", took)
 	}
 	if status, body := get(t, w.client(), "http://allowed.example/"); status != http.StatusForbidden {
 		t.Errorf("%d %s", status, body)
@@ -524,7 +518,7 @@ func TestRevocation(t *testing.T) {
 		}
 	}
 	w.server.Remove(w.id)
-	if c, err := net.DialTimeout("tcp", w.explicit.String(), time.Second); err == nil {
+	if c, err := net.DialTimeout("tcp", w.explicit.String(), time.Minute); err == nil {
 		_ = c.Close()
 		t.Error("the listener of a sandbox that was removed is open")
 	}
@@ -563,7 +557,7 @@ func TestUpgrade(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		_ = c.SetDeadline(time.Now().Add(10 * time.Second))
+		_ = c.SetDeadline(time.Now().Add(90 * time.Second))
 		fmt.Fprintf(c, "GET %s HTTP/1.1\r\nHost: allowed.example\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n", target)
 		b := make([]byte, 1024)
 		n, err := c.Read(b)

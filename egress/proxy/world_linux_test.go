@@ -106,6 +106,12 @@ type world struct {
 
 var sandboxes atomic.Int64
 
+// firstTime is how long a guest of most tests has to say what it wants. Tests that wait for its end have less; see impatient.
+const firstTime = time.Minute
+
+// impatient has a proxy wait for a guest's first words for a short time, in which a test on a busy machine still says them.
+func impatient(c *proxy.Config) { c.FirstTime = 3 * time.Second }
+
 func newWorld(t *testing.T, allow ...string) *world {
 	t.Helper()
 	return newWorldWith(t, func(*proxy.Config) {}, allow...)
@@ -120,7 +126,7 @@ func newWorldWith(t *testing.T, change func(*proxy.Config), allow ...string) *wo
 	w := &world{t: t, journal: &journal{begun: map[string]core.Flow{}}, names: &names{addrs: map[string][]string{}}, ca: newAuthority(t)}
 	cfg := proxy.Config{
 		Reach: func() policy.Reach { return policy.Reach{Private: []netip.Prefix{netip.MustParsePrefix(publicNet)}} }, Resolver: w.names, Journal: w.journal,
-		Log: slog.New(slog.NewTextHandler(t.Output(), nil)), FirstTime: time.Second, Roots: w.ca.pool,
+		Log: slog.New(slog.NewTextHandler(t.Output(), nil)), FirstTime: firstTime, Roots: w.ca.pool,
 	}
 	change(&cfg)
 	w.server = proxy.New(cfg)
@@ -376,7 +382,7 @@ func (w *world) client() *http.Client {
 		TLSClientConfig: &tls.Config{RootCAs: w.ca.pool},
 	}
 	w.t.Cleanup(t.CloseIdleConnections)
-	return &http.Client{Transport: t, Timeout: 20 * time.Second}
+	return &http.Client{Transport: t, Timeout: 2 * time.Minute}
 }
 
 // unaware is a program in the sandbox that knows of no proxy: whatever it dials arrives at the transparent listener.
@@ -390,7 +396,7 @@ func (w *world) unaware() *http.Client {
 		TLSClientConfig: &tls.Config{RootCAs: w.ca.pool}, ForceAttemptHTTP2: true,
 	}
 	w.t.Cleanup(t.CloseIdleConnections)
-	return &http.Client{Transport: t, Timeout: 20 * time.Second}
+	return &http.Client{Transport: t, Timeout: 2 * time.Minute}
 }
 
 var redirects atomic.Int64
