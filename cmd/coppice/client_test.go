@@ -427,7 +427,7 @@ func watch(t *testing.T, from *os.File) *screen {
 // wait waits until the text is there, and forgets what came up to it.
 func (s *screen) wait(text string) {
 	s.t.Helper()
-	late := time.NewTimer(20 * time.Second)
+	late := time.NewTimer(5 * time.Minute)
 	defer late.Stop()
 	for !strings.Contains(s.text, text) {
 		select {

@@ -71,7 +71,7 @@ func ask(t *testing.T, url string, config *tls.Config) string {
 	t.Helper()
 	transport := &http.Transport{TLSClientConfig: config}
 	defer transport.CloseIdleConnections()
-	res, err := (&http.Client{Transport: transport, Timeout: 10 * time.Second}).Get(url)
+	res, err := (&http.Client{Transport: transport, Timeout: time.Minute}).Get(url)
 	// The end of the connection may overtake the reason.
 	if errors.Is(err, syscall.ECONNRESET) || errors.Is(err, syscall.EPIPE) || errors.Is(err, io.EOF) {
 		return "CERTIFICATE_REFUSED"

@@ -33,7 +33,7 @@ func TestProxy(t *testing.T) {
 	}))
 	defer origin.Close()
 	p := (&Server{Address: strings.TrimPrefix(origin.URL, "http://")}).Proxy(t)
-	client := &http.Client{Timeout: time.Second, Transport: &http.Transport{DisableKeepAlives: true}}
+	client := &http.Client{Timeout: time.Minute, Transport: &http.Transport{DisableKeepAlives: true}}
 	ask := func(method, sent string) (string, int, error) {
 		req, err := http.NewRequestWithContext(t.Context(), method, "http://"+p.Address+"/b/k", strings.NewReader(sent))
 		if err != nil {
@@ -81,6 +81,10 @@ func TestProxy(t *testing.T) {
 		p.Clear()
 		done.Store(0)
 		p.Add(c.fault)
+		client.Timeout = time.Minute
+		if c.err == broken { //nolint:errorlint // the very one
+			client.Timeout = time.Second // the fault lasts for ever
+		}
 		body, status, err := ask(method, c.sent)
 		if body != c.body || status != c.status || (err == nil) != (c.err == nil) || c.err != broken && !errors.Is(err, c.err) { //nolint:errorlint // the very one
 			t.Errorf("%s: %q, %d, %v; want %q, %d, %v", name, body, status, err, c.body, c.status, c.err)
@@ -89,6 +93,7 @@ func TestProxy(t *testing.T) {
 			t.Errorf("%s: the server has done %d requests, want %d", name, n, c.done)
 		}
 	}
+	client.Timeout = time.Minute
 	p.Clear()
 	p.Add(Fault{Kind: Reset, Times: 2})
 	for i, want := range []bool{true, true, false} {
