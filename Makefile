@@ -39,6 +39,10 @@ generate: ## write generated code and documents anew: API models and servers, st
 	$(GO) tool -modfile=internal/tools/go.mod oapi-codegen -config sdk/go/codegen.yaml api/openapi.yaml
 	$(GO) test ./internal/archtest -run 'TestGeneratedFilesAreCurrent|TestStateMachinesDocument' -update
 
+# Packages are tested in this order, as many at once as there are processors. What takes longest begins first: behind all others it
+# would go on alone. (Results are printed in this order, too.)
+LONGEST := ./internal/e2e ./controller ./runner
+
 # As root everything is required and what is missing fails. As anyone else, what needs root skips and says so.
 ifdef ROOT
 test: export COPPICE_TEST_REQUIRE ?= all
@@ -47,7 +51,7 @@ else
 test: build
 	@echo "Not root: tests that need namespaces or VMs skip. All of them: sudo -E make test"
 endif
-	@GO=$(GO) scripts/test -race -count=1 -timeout 45m ./...
+	@GO=$(GO) scripts/test -race -count=1 -timeout 45m $(LONGEST) ./...
 	@GO=$(GO) scripts/test -C internal/deploytest -count=1 -timeout 10m ./...
 
 deploy-check: ## the checks of deploy/ alone: compose file, images, Helm chart, systemd units
@@ -61,7 +65,7 @@ compose-down: ## stop that; the volumes stay
 
 test-long: build $(VERSITYGW) ## the long sweeps: 64 generations, every runtime, every fault, random sequences against the store, a mass fence (root; half an hour)
 	COPPICE_TEST_REQUIRE=all $(GO) test -count=1 -timeout 60m ./internal/e2e -long
-	COPPICE_TEST_REQUIRE=all $(GO) test -race -count=1 -timeout 30m ./controller -run '^TestImagesAgainstModel$$' -long
+	COPPICE_TEST_REQUIRE=all $(GO) test -race -count=1 -timeout 30m ./controller -run '^Test(Images|Garbage)AgainstModel$$' -long
 	COPPICE_TEST_REQUIRE=all $(GO) test -count=1 -timeout 30m ./controller -run '^TestMassFence$$' -long -v
 
 test-kvm: ## run the drivers and the system under a KVM that works, in an emulated machine; COPPICE_CLOUD_HYPERVISOR=/path tests that too (root; up to 45 minutes)

@@ -402,7 +402,11 @@ func TestGarbageAgainstModel(t *testing.T) {
 			t.Logf("seed %d:\n%s", seed, strings.Join(steps, "\n"))
 		}
 	})
-	for range 250 {
+	rounds := 100
+	if *long {
+		rounds = 400
+	}
+	for range rounds {
 		steps = append(steps, m.step())
 		m.check(steps[len(steps)-1])
 	}

@@ -24,7 +24,7 @@ import (
 	"github.com/coppice-dev/coppice/snapshotstore/manifest"
 )
 
-var long = flag.Bool("long", false, "run ten times as many rounds of TestImagesAgainstModel, and TestMassFence")
+var long = flag.Bool("long", false, "run ten times as many rounds of TestImagesAgainstModel, four times as many of TestGarbageAgainstModel, and TestMassFence")
 
 // pages is an image; a page that is nil is zeros. Pages are never changed, but replaced.
 type pages [][]byte

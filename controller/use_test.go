@@ -461,7 +461,9 @@ func TestShutdownRefuses(t *testing.T) {
 
 func TestManyParallelForks(t *testing.T) {
 	t.Parallel()
-	w := newWorld(t, func(_ *controller.Config, rc *runnertest.Config) { rc.Fork = 20 * time.Millisecond })
+	w := newWorld(t, func(c *controller.Config, rc *runnertest.Config) {
+		rc.Fork, c.OperationLease = 20*time.Millisecond, time.Hour // a lease that ends on a busy machine is an answer "not done yet"
+	})
 	cp := w.checkpoint(w.create("main").ID)
 	const requests = 100
 	var group sync.WaitGroup
