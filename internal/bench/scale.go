@@ -58,15 +58,22 @@ type scaleReport struct {
 	Limits []target `json:"limits"`
 }
 
-func (r *scaleReport) judge() {
+func (r *scaleReport) judge(wants func(stage string) bool) {
 	one, all := r.ForkOpMS["1"], r.ForkOpMS[fmt.Sprint(r.Runners)]
 	if one.P99 > 0 {
 		r.ForkP99Ratio = all.P99 / one.P99
 	}
-	r.Limits = []target{
-		atMost("fork_op_p99_ratio", r.ForkP99Ratio, 1.5),
-		atMost("heartbeat_db_cpu_share", r.HeartbeatDBCPUShare, 0.2),
-		atMost("fence_all_s", r.FenceAllS, 30),
+	for _, l := range []struct {
+		stage string
+		target
+	}{
+		{"forks", atMost("fork_op_p99_ratio", r.ForkP99Ratio, 1.5)},
+		{"heartbeats", atMost("heartbeat_db_cpu_share", r.HeartbeatDBCPUShare, 0.2)},
+		{"fence", atMost("fence_all_s", r.FenceAllS, 30)},
+	} {
+		if wants(l.stage) {
+			r.Limits = append(r.Limits, l.target)
+		}
 	}
 }
 
@@ -79,20 +86,31 @@ func (r *scaleReport) show(w io.Writer) error {
 	for _, n := range r.steps() {
 		rows = append(rows, r.ForkOpMS[n].row("fork of 1, one client, runners: "+n))
 	}
-	p.columns(append(rows, r.ForkOpBusyMS.row("the same, several clients")))
-	p.line("\nfork operations: %s a second; CPU time of each %s ms, of which PostgreSQL %s", number(r.ForkOpsPerS), number(r.ForkOpBusyCPU), number(r.ForkOpBusyDBCPU))
+	if r.ForkOpsPerS > 0 {
+		p.columns(append(rows, r.ForkOpBusyMS.row("the same, several clients")))
+		p.line("\nfork operations: %s a second; CPU time of each %s ms, of which PostgreSQL %s", number(r.ForkOpsPerS), number(r.ForkOpBusyCPU), number(r.ForkOpBusyDBCPU))
+	}
 	h := r.Heartbeats
 	p.line("runners: %d joined at once, all had told everything after %s s; %d heartbeats were not answered%s", r.Runners-r.Runners/10, number(h.JoinS), h.JoinRefused, orWhy(h.Problem))
-	p.line("heartbeats: %d in %s s (%d of them whole): PostgreSQL %.3f of a core, %.3f without them; controllers and simulated runners %.2f; samples grow by %s MiB an hour",
-		h.Beats, number(h.Seconds), h.Whole, r.HeartbeatDBCPUShare, h.IdleDBShare, h.ProcessShare, number(float64(h.BytesPerHour)/mib))
+	if h.Beats > 0 {
+		p.line("heartbeats: %d in %s s (%d of them whole): PostgreSQL %.3f of a core, %.3f without them; controllers and simulated runners %.2f; samples grow by %s MiB an hour",
+			h.Beats, number(h.Seconds), h.Whole, r.HeartbeatDBCPUShare, h.IdleDBShare, h.ProcessShare, number(float64(h.BytesPerHour)/mib))
+	}
 	ch := r.Churn
-	p.line("churn: an hour at %g forks a second, %d of its %d cycles in %s s: %s bytes a cycle", ch.PerSecond, ch.Cycles, ch.Asked, number(ch.Seconds), number(ch.BytesPerCycle))
-	t := r.Retention
-	p.line("retention of a tree of %d: plan %s s, plan and delete %d %s s%s", t.Nodes, number(t.PlanS), t.Deleted, number(t.PruneS), orWhy(t.Problem))
-	f := r.Fence
-	p.line("mass fence: %d runners marked after %s s, %d workspaces lost after %s s, %d left", f.Runners, number(f.MarkedS), f.Workspaces-f.Left, number(r.FenceAllS), f.Left)
-	p.line("a checkpoint: %s bytes\n", number(r.BytesPerCheckpoint))
-	p.sizes(ch.Before, ch.After)
+	if ch.Cycles > 0 {
+		p.line("churn: an hour at %g forks a second, %d of its %d cycles in %s s: %s bytes a cycle", ch.PerSecond, ch.Cycles, ch.Asked, number(ch.Seconds), number(ch.BytesPerCycle))
+	}
+	if t := r.Retention; t.Nodes > 0 {
+		p.line("retention of a tree of %d: plan %s s, plan and delete %d %s s%s", t.Nodes, number(t.PlanS), t.Deleted, number(t.PruneS), orWhy(t.Problem))
+	}
+	if f := r.Fence; f.Runners > 0 {
+		p.line("mass fence: %d runners marked after %s s, %d workspaces lost after %s s, %d left", f.Runners, number(f.MarkedS), f.Workspaces-f.Left, number(r.FenceAllS), f.Left)
+	}
+	p.line("a checkpoint: %s bytes", number(r.BytesPerCheckpoint))
+	if ch.Cycles > 0 {
+		p.line("")
+		p.sizes(ch.Before, ch.After)
+	}
 	if len(r.Grew) > 0 {
 		p.line("\nA fork's statements that cost more with all runners than with one")
 		rows = [][]string{{"calls", "pages", "rows", "ms", "statement"}}
@@ -156,7 +174,7 @@ type scaleConfig struct {
 	singles     int
 	clients     int
 	sustain     time.Duration
-	beats       time.Duration // of measured heartbeats: longer than a minute, in which a sample of each sandbox is due
+	beats       time.Duration // of measured heartbeats: whole minutes, in each of which a sample of each sandbox is due
 	beatEvery   time.Duration // of a runner, unless the controllers want it sooner
 	churnRate   float64       // forks a second of the hour that is replayed
 	churnPart   float64       // of the hour
@@ -193,7 +211,7 @@ func scaleMain(ctx context.Context, arguments []string, out, progress io.Writer)
 	f.StringVar(&cfg.pgBin, "pg-bin", "", "`directory` of PostgreSQL's programs; empty finds them")
 	f.IntVar(&cfg.singles, "forks", 1000, "`number` of forks by one client, with each number of runners")
 	f.DurationVar(&cfg.sustain, "sustain", 15*time.Second, "how long the sustained rate is measured")
-	f.DurationVar(&cfg.beats, "beats", 90*time.Second, "how long heartbeats are measured")
+	f.DurationVar(&cfg.beats, "beats", 2*time.Minute, "how long heartbeats are measured: whole minutes, because each sandbox is sampled once in one")
 	f.Float64Var(&cfg.churnRate, "churn", cfg.churnRate, "forks a second of the hour that is replayed")
 	scale := f.Float64("scale", 1, "`factor` on runners, projects, workspaces, checkpoints and the hour")
 	only := f.String("only", "", "the `stages` to measure, separated by commas: "+strings.Join(scaleStages, ", ")+"; scale.json is not written then")
@@ -213,6 +231,10 @@ func scaleMain(ctx context.Context, arguments []string, out, progress io.Writer)
 	}
 	r, err := measureScale(ctx, cfg.withScale(*scale), progress)
 	if err != nil {
+		if r != nil {
+			fmt.Fprintln(progress, "what was measured until it failed:")
+			err = errors.Join(err, r.show(progress))
+		}
 		return err
 	}
 	if len(cfg.only) == 0 {
@@ -223,7 +245,7 @@ func scaleMain(ctx context.Context, arguments []string, out, progress io.Writer)
 	return r.show(out)
 }
 
-// measureScale runs the stages. Controllers, simulated runners and clients share this process, as the CPUs do anyway.
+// measureScale runs the stages. When one fails, the report has what was measured before. Controllers, simulated runners and clients share this process, as the CPUs do anyway.
 func measureScale(ctx context.Context, cfg scaleConfig, progress io.Writer) (_ *scaleReport, err error) {
 	began := time.Now()
 	say := func(format string, a ...any) {
@@ -248,8 +270,14 @@ func measureScale(ctx context.Context, cfg scaleConfig, progress io.Writer) (_ *
 	if err != nil {
 		return nil, err
 	}
+	defer func() {
+		base.finish(began)
+		r.WallS, r.Load = base.WallS, base.Load
+		r.Heartbeats.Problem = c.beats.firstProblem()
+		r.judge(cfg.wants)
+	}()
 	if err := c.growAll(ctx, r, say); err != nil {
-		return nil, err
+		return r, err
 	}
 	for _, stage := range []struct {
 		name, says string
@@ -265,13 +293,9 @@ func measureScale(ctx context.Context, cfg scaleConfig, progress io.Writer) (_ *
 		}
 		say("%s", stage.says)
 		if err := stage.run(ctx, r); err != nil {
-			return nil, fmt.Errorf("%s: %w", stage.name, err)
+			return r, fmt.Errorf("%s: %w", stage.name, err)
 		}
 	}
-	base.finish(began)
-	r.WallS, r.Load = base.WallS, base.Load
-	r.Heartbeats.Problem = c.beats.firstProblem()
-	r.judge()
 	return r, nil
 }
 

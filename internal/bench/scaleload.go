@@ -133,7 +133,7 @@ func (c *cell) measureHeartbeats(ctx context.Context, r *scaleReport) error {
 	if err := c.countStatements(ctx); err != nil {
 		return err
 	}
-	samplesBefore, bytesBefore, err := c.usageSamples(ctx)
+	samples, _, err := c.usageSamples(ctx)
 	if err != nil {
 		return err
 	}
@@ -156,8 +156,9 @@ func (c *cell) measureHeartbeats(ctx context.Context, r *scaleReport) error {
 		return err
 	}
 	h.Statements = list[:min(len(list), 10)]
-	samplesAfter, bytesAfter, err := c.usageSamples(ctx)
-	h.SampleRows, h.BytesPerHour = samplesAfter-samplesBefore, int64(float64(bytesAfter-bytesBefore)*3600/h.Seconds)
+	all, bytes, err := c.usageSamples(ctx)
+	h.SampleRows = all - samples
+	h.BytesPerHour = bytes / max(1, all) * 60 * r.Workspaces // one a minute of each
 	if h.Beats == 0 {
 		err = errors.Join(err, errors.New("no runner beat"))
 	}
