@@ -192,6 +192,17 @@ func TestOneListAgain(t *testing.T) {
 	if n := copies(); n != held {
 		t.Errorf("%d copies are recorded, want %d", n, held)
 	}
+	// Copies that a controller of before has recorded have no sums.
+	unsummed := func() int { return w.number(`SELECT count(*) FROM checkpoint_copies WHERE id_sum IS NULL`) }
+	if n := unsummed(); n != 0 {
+		t.Errorf("%d copies have no sum", n)
+	}
+	w.sql(`UPDATE checkpoint_copies SET id_sum = NULL`)
+	send(false, false, same)
+	w.beat()
+	if n := unsummed(); n != 0 {
+		t.Errorf("after a whole list %d copies have no sum", n)
+	}
 	w.runner.Vanish(lost.Sandbox.ID)
 	send(true, false, same)
 	if got := w.state(lost.ID); got != core.WorkspaceReady {

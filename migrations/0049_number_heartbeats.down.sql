@@ -19,4 +19,5 @@ BEGIN
     RETURN NULL;
 END
 $$;
+ALTER TABLE checkpoint_copies DROP COLUMN id_sum;
 ALTER TABLE runners DROP COLUMN beat_at, DROP COLUMN beat_epoch, DROP COLUMN beat;

@@ -5,8 +5,6 @@ BEGIN
     RETURN NULL;
 END
 $$;
-DROP INDEX checkpoint_copies_runner_idx;
 CREATE INDEX checkpoint_copies_runner_idx ON checkpoint_copies (runner_id);
-ALTER TABLE sandboxes DROP COLUMN id_sum;
-ALTER TABLE checkpoint_copies DROP COLUMN id_sum;
+DROP INDEX checkpoint_copies_sums_idx;
 DROP FUNCTION coppice_id_sum(text);

@@ -10,8 +10,6 @@ $$;
 
 -- A copy ends in the transaction that deletes its checkpoint.
 DELETE FROM checkpoint_copies k USING checkpoints c WHERE c.id = k.checkpoint_id AND c.state NOT IN ('captured', 'sealed');
-ALTER TABLE checkpoint_copies ADD COLUMN id_sum bigint GENERATED ALWAYS AS (coppice_id_sum(checkpoint_id)) STORED;
-ALTER TABLE sandboxes ADD COLUMN id_sum bigint GENERATED ALWAYS AS (coppice_id_sum(id)) STORED;
 
 CREATE OR REPLACE FUNCTION coppice_forget_stored() RETURNS trigger LANGUAGE plpgsql AS $$
 BEGIN
@@ -22,6 +20,8 @@ BEGIN
 END
 $$;
 
--- The policies of the table need the projects, so the index has them: a sum is read from the index alone.
+-- The policies of the table need the projects, so the index has them: a sum is read from the index alone. A copy that was recorded
+-- before, or by a controller of an older version, has no sum until its runner sends its whole list; it is computed each time then.
+-- Copies are read while the index is made, and not written.
+CREATE INDEX checkpoint_copies_sums_idx ON checkpoint_copies (runner_id) INCLUDE (id_sum, checkpoint_id, project_id, shared);
 DROP INDEX checkpoint_copies_runner_idx;
-CREATE INDEX checkpoint_copies_runner_idx ON checkpoint_copies (runner_id) INCLUDE (id_sum, project_id, shared);

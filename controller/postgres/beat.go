@@ -181,9 +181,9 @@ type heldSumRow struct {
 // HeldSums reads the copies' sum from an index alone, and takes out of it, one by one, those that do not count.
 func (t *tx) HeldSums(ctx context.Context, id core.RunnerID, but []core.CheckpointID) (sandboxes, checkpoints int64, err error) {
 	row, err := one[heldSumRow](ctx, t, nil, `
-		SELECT coalesce((SELECT bit_xor(id_sum) FROM sandboxes WHERE runner_id = @runner AND ended_at IS NULL), 0) AS sandboxes,
-			coalesce((SELECT bit_xor(id_sum) FROM checkpoint_copies WHERE runner_id = @runner), 0)
-				# coalesce((SELECT bit_xor(id_sum) FROM checkpoint_copies WHERE runner_id = @runner AND checkpoint_id = ANY(@but::text[])), 0) AS checkpoints`,
+		SELECT coalesce((SELECT bit_xor(coppice_id_sum(id)) FROM sandboxes WHERE runner_id = @runner AND ended_at IS NULL), 0) AS sandboxes,
+			coalesce((SELECT bit_xor(coalesce(id_sum, coppice_id_sum(checkpoint_id))) FROM checkpoint_copies WHERE runner_id = @runner), 0)
+				# coalesce((SELECT bit_xor(coalesce(id_sum, coppice_id_sum(checkpoint_id))) FROM checkpoint_copies WHERE runner_id = @runner AND checkpoint_id = ANY(@but::text[])), 0) AS checkpoints`,
 		args{"runner": id, "but": texts(but)})
 	return row.Sandboxes, row.Checkpoints, err
 }

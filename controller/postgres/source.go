@@ -102,11 +102,21 @@ func (t *tx) Peers(ctx context.Context, cp controller.Checkpoint) ([]runnerapi.P
 		args{"id": cp.ID, "parent": cp.Parent, "root": cp.Root, "most": runnerapi.MaxPeers})
 }
 
+type copyRow struct {
+	ID     core.CheckpointID `db:"id"`
+	Summed bool              `db:"summed"`
+}
+
 // SetCopies compares what a runner has said before with what it says now. It does so here: the planner cannot know how long the lists are.
 func (t *tx) SetCopies(ctx context.Context, id core.RunnerID, ids []core.CheckpointID) error {
-	rows, err := many[checkpointIDRow](ctx, t, `SELECT checkpoint_id AS id FROM checkpoint_copies WHERE runner_id = @runner`, args{"runner": id})
+	rows, err := many[copyRow](ctx, t, `SELECT checkpoint_id AS id, id_sum IS NOT NULL AS summed FROM checkpoint_copies WHERE runner_id = @runner`, args{"runner": id})
 	if err != nil {
 		return err
+	}
+	if slices.ContainsFunc(rows, func(r copyRow) bool { return !r.Summed }) { // of a controller of before
+		if _, err := t.exec(ctx, `UPDATE checkpoint_copies SET id_sum = coppice_id_sum(checkpoint_id) WHERE runner_id = @runner AND id_sum IS NULL`, args{"runner": id}); err != nil {
+			return err
+		}
 	}
 	fresh := make(map[core.CheckpointID]bool, len(ids))
 	for _, cp := range ids {
@@ -128,8 +138,8 @@ func (t *tx) SetCopies(ctx context.Context, id core.RunnerID, ids []core.Checkpo
 func (t *tx) ChangeCopies(ctx context.Context, id core.RunnerID, come, gone []core.CheckpointID) error {
 	if len(come) > 0 {
 		if _, err := t.exec(ctx, `
-			INSERT INTO checkpoint_copies (checkpoint_id, runner_id, project_id, shared)
-			SELECT c.id, @runner, c.project_id, c.shared FROM checkpoints c
+			INSERT INTO checkpoint_copies (checkpoint_id, runner_id, project_id, shared, id_sum)
+			SELECT c.id, @runner, c.project_id, c.shared, coppice_id_sum(c.id) FROM checkpoints c
 			WHERE c.id = ANY(@ids::text[]) AND c.state IN ('captured', 'sealed') ORDER BY c.id FOR SHARE
 			ON CONFLICT DO NOTHING`, args{"ids": texts(come), "runner": id}); err != nil {
 			return err
