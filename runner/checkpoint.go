@@ -285,6 +285,7 @@ type opened struct {
 	manifest core.Digest
 }
 
+// open does not look into the trash: what the runner does by itself with a checkpoint is not a request that names it.
 func (s *checkpointStore) open(id core.CheckpointID) (_ *opened, err error) {
 	s.hold(id)
 	defer func() {
@@ -293,7 +294,7 @@ func (s *checkpointStore) open(id core.CheckpointID) (_ *opened, err error) {
 		}
 	}()
 	for {
-		rec, err := s.find(id)
+		rec, err := s.get(id)
 		if err != nil {
 			return nil, err
 		}
@@ -302,7 +303,7 @@ func (s *checkpointStore) open(id core.CheckpointID) (_ *opened, err error) {
 			return o, nil
 		}
 		// A rebase or a removal in between changes the record: look again.
-		if now, lookErr := s.find(id); lookErr != nil {
+		if now, lookErr := s.get(id); lookErr != nil {
 			return nil, lookErr
 		} else if now == rec {
 			return nil, fmt.Errorf("open checkpoint %s: %w", id, err)

@@ -48,7 +48,7 @@ func (s *checkpointStore) discard(id core.CheckpointID, grace time.Duration) err
 		return err
 	}
 	kept := trash.Kept(s.trashDir, id)
-	if err := errors.Join(os.RemoveAll(to), atomicfile.Rename(from, to)); err != nil {
+	if err := errors.Join(trash.Unmark(from), os.RemoveAll(to), atomicfile.Rename(from, to)); err != nil {
 		return err
 	}
 	delete(s.records, id)
@@ -62,6 +62,9 @@ func (s *checkpointStore) discard(id core.CheckpointID, grace time.Duration) err
 
 // find is get for somebody who names a checkpoint: it is taken back if it is in the trash.
 func (s *checkpointStore) find(id core.CheckpointID) (*checkpointRecord, error) {
+	if rec, err := s.get(id); err == nil {
+		return rec, nil
+	}
 	rec, err := s.takeBack(id)
 	if rec != nil || err != nil {
 		return rec, err
@@ -77,8 +80,10 @@ func (s *checkpointStore) takeBack(id core.CheckpointID) (*checkpointRecord, err
 		s.mu.Unlock()
 		return nil, nil //nolint:nilnil // see above
 	}
-	err := errors.Join(trash.Unkeep(s.trashDir, id), atomicfile.Rename(trash.Path(s.trashDir, id), filepath.Join(s.dir, string(id))))
+	to := filepath.Join(s.dir, string(id))
+	err := atomicfile.Rename(trash.Path(s.trashDir, id), to)
 	if err == nil {
+		_ = trash.Unmark(to) // else discard does it
 		delete(s.trash, id)
 		s.records[id], s.used[id] = t.rec, time.Now()
 	}
@@ -193,29 +198,36 @@ func (r *Runner) Discard(id core.CheckpointID) error {
 // emptyTrash removes what is in the trash for too long, what is too much, and, while the disk is short, the oldest.
 func (r *Runner) emptyTrash(ctx context.Context) error {
 	list := r.checkpoints.listTrash()
+	var errs []error
 	for i, t := range list {
 		free, err := r.room.Free()
 		if err != nil {
-			return err
+			errs = append(errs, err)
+			break
 		}
 		if t.until > bootclock.Now() && free > 0 && len(list)-i <= maxTrash {
-			return nil // the others are younger
+			break // the others are younger
 		}
-		if _, err := r.dropTrash(ctx, t.rec.ID); err != nil {
-			return err
+		if _, err := r.dropTrash(ctx, t.rec.ID); err != nil { // it may be the only one that cannot be removed
+			errs = append(errs, fmt.Errorf("checkpoint %s: %w", t.rec.ID, err))
 		}
 	}
-	return nil
+	return errors.Join(errs...)
 }
 
 // dropOldestTrash makes room. It returns false if the trash has nothing that may go.
 func (r *Runner) dropOldestTrash(ctx context.Context) (bool, error) {
+	var errs []error
 	for _, t := range r.checkpoints.listTrash() {
-		if gone, err := r.dropTrash(ctx, t.rec.ID); gone || err != nil {
-			return gone, err
+		gone, err := r.dropTrash(ctx, t.rec.ID)
+		if gone {
+			return true, err
+		}
+		if err != nil {
+			errs = append(errs, fmt.Errorf("checkpoint %s: %w", t.rec.ID, err))
 		}
 	}
-	return false, nil
+	return false, errors.Join(errs...)
 }
 
 // dropTrash removes a checkpoint from the trash, unless an operator wants it kept.

@@ -196,6 +196,49 @@ func TestKeepDuringRemoval(t *testing.T) { //nolint:paralleltest // the failpoin
 	r.fork(id)
 }
 
+// TestTrashIsLeftAlone: what the runner does by itself takes nothing back, and a failed taking back loses no mark.
+func TestTrashIsLeftAlone(t *testing.T) {
+	t.Parallel()
+	r, id := trashRig(t)
+	if err := trash.Keep(r.checkpoints.trashDir, id); err != nil {
+		t.Fatal(err)
+	}
+	if err := r.Rebase(id); core.CategoryOf(err) != core.NotFound {
+		t.Errorf("a rebase of what is in the trash: %v", err)
+	}
+	if err := os.MkdirAll(r.checkpoints.path(id, "x"), 0o700); err != nil { // in the way
+		t.Fatal(err)
+	}
+	if _, err := r.Checkpoint(id); err == nil || !r.inTrash()[id] {
+		t.Errorf("it was not taken back (%v), and is not kept any more: %v", err, r.inTrash())
+	}
+	if err := os.RemoveAll(r.checkpoints.path(id, "")); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := r.Checkpoint(id); err != nil || trash.Marked(r.checkpoints.path(id, "")) {
+		t.Errorf("taken back: %v, and still marked: %v", err, trash.Marked(r.checkpoints.path(id, "")))
+	}
+}
+
+// TestTrashGoesOn: one that cannot be removed does not keep the others.
+func TestTrashGoesOn(t *testing.T) {
+	t.Parallel()
+	r, _ := trashRig(t)
+	first := r.checkpoints.listTrash()[0].rec.ID
+	if err := os.RemoveAll(trash.Path(r.checkpoints.trashDir, first)); err != nil { // it cannot be moved
+		t.Fatal(err)
+	}
+	r.checkpoints.mu.Lock()
+	for id, c := range r.checkpoints.trash {
+		r.checkpoints.trash[id] = trashed{c.rec, 0}
+	}
+	r.checkpoints.mu.Unlock()
+	if err := r.emptyTrash(t.Context()); err == nil {
+		t.Error("nothing is wrong")
+	}
+	eventually.True(t, "the other is gone", func() bool { return len(r.checkpoints.listTrash()) == 1 && len(r.inTrash()) == 0 })
+}
+
 // TestTrash: what the database does not know can be used again, also by the next runner of the host.
 func TestTrash(t *testing.T) {
 	t.Parallel()

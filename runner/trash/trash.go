@@ -93,9 +93,21 @@ func Keep(dir string, id core.CheckpointID) error {
 	return err
 }
 
-// Unkeep takes Keep back.
+// Unkeep takes Keep back. One that is not kept is no error, one that is not there is.
 func Unkeep(dir string, id core.CheckpointID) error {
-	err := os.Remove(filepath.Join(Path(dir, id), keepFile))
+	_, err := os.Stat(Path(dir, id))
+	if errors.Is(err, fs.ErrNotExist) {
+		return absent(id)
+	}
+	if err != nil {
+		return err
+	}
+	return Unmark(Path(dir, id))
+}
+
+// Unmark removes the mark from the directory of a checkpoint.
+func Unmark(dir string) error {
+	err := os.Remove(filepath.Join(dir, keepFile))
 	if errors.Is(err, fs.ErrNotExist) {
 		return nil
 	}
