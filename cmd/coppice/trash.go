@@ -33,9 +33,12 @@ their rows. The runner removes them after an hour, or earlier if it needs the di
 			return a.print(list, func(w io.Writer) error { return printTrash(w, time.Now(), list) })
 		},
 	}
-	c.PersistentFlags().StringVar(&dataDir, "data-dir", firstOf(a.getenv("COPPICE_DATA_DIR"), defaultDataDir), "the runner's data `directory`")
+	flag := func(c *cobra.Command) *cobra.Command {
+		c.Flags().StringVar(&dataDir, "data-dir", firstOf(a.getenv("COPPICE_DATA_DIR"), defaultDataDir), "the runner's data `directory`")
+		return c
+	}
 	change := func(use, short string, do func(dir string, id core.CheckpointID) error) *cobra.Command {
-		return &cobra.Command{
+		return flag(&cobra.Command{
 			Use: use + " CHECKPOINT", Short: short, Args: cobra.ExactArgs(1),
 			RunE: func(_ *cobra.Command, args []string) error {
 				id, err := core.ParseID[core.CheckpointID](args[0])
@@ -48,13 +51,13 @@ their rows. The runner removes them after an hour, or earlier if it needs the di
 				}
 				return do(dir, id)
 			},
-		}
+		})
 	}
 	c.AddCommand(
 		change("keep", "Keep a checkpoint in the runner's trash until it is taken back or released", trash.Keep),
 		change("release", "Release a kept checkpoint, so that the runner may remove it", trash.Unkeep),
 	)
-	return c
+	return flag(c)
 }
 
 func printTrash(w io.Writer, now time.Time, list []trash.Entry) error {

@@ -23,7 +23,7 @@ func TestRunnerTrash(t *testing.T) {
 	}
 	run := func(args ...string) (int, string) {
 		a, stdout, _ := testApp(nil)
-		status := a.run(t.Context(), append([]string{"runner-trash", "--data-dir", data}, args...))
+		status := a.run(t.Context(), append(append([]string{"runner-trash"}, args...), "--data-dir", data))
 		return status, stdout.String()
 	}
 	if status, out := run(); status != 0 || !strings.Contains(out, string(id)) || strings.Contains(out, string(other)) || strings.Contains(out, "yes") {
@@ -40,6 +40,9 @@ func TestRunnerTrash(t *testing.T) {
 	}
 	if status, _ := run("keep", string(other)); status == 0 {
 		t.Error("what is not in the trash is kept")
+	}
+	if status, _ := run("release", string(other)); status == 0 {
+		t.Error("what is not in the trash is released")
 	}
 	if status, _ := run("keep", "../x"); status == 0 {
 		t.Error("another path is an id")
