@@ -88,7 +88,7 @@ func (r *Runner) obey(sent beats.Message, out runnerapi.Heartbeated) (again bool
 		again = r.sender.Answered(sent, out)
 	}
 	for _, s := range beat.Sandboxes {
-		if s.State == runnerapi.SandboxDead {
+		if s.State == runnerapi.SandboxDead && !out.AllSandboxes {
 			r.remove(s.ID)
 		}
 	}

@@ -140,7 +140,7 @@ func (l *Link) obey(ctx context.Context, sent runnerapi.Heartbeat, out runnerapi
 	}
 	l.runner.ForgetUsages(sent.Usage)
 	for _, s := range sent.Sandboxes {
-		if s.State == runnerapi.SandboxDead {
+		if s.State == runnerapi.SandboxDead && !out.AllSandboxes { // else it may be that the differences were not applied
 			l.runner.Forget(s.ID)
 		}
 	}

@@ -42,6 +42,7 @@ type controller struct {
 	strays   []core.CheckpointID // that heartbeats are answered to drop, by a controller that knows numbers
 	drops    []core.CheckpointID // that were deleted, likewise
 	numbers  bool                // heartbeats are answered with their numbers, and differences are taken; else it is of an older version
+	unfit    bool                // the next heartbeat with differences that has a sandbox is answered as not applied
 	beaten   int                 // heartbeats with differences that were taken
 	slow     func()              // runs at the next heartbeat, which is then not answered
 }
@@ -81,6 +82,11 @@ func (c *controller) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 			return
 		}
 		c.beaten++
+		if c.unfit && len(b.Sandboxes) > 0 {
+			c.unfit = false
+			answer(http.StatusOK, runnerapi.Heartbeated{Number: b.Number, AllSandboxes: true, AllCheckpoints: true, TTLSeconds: 0.03, FenceSeconds: c.fenceFor.Seconds()})
+			return
+		}
 		answer(http.StatusOK, runnerapi.Heartbeated{
 			Number: b.Number, StrayCheckpoints: c.strays, DropCheckpoints: c.drops, TTLSeconds: 0.03, FenceSeconds: c.fenceFor.Seconds(),
 		})
@@ -342,6 +348,29 @@ func TestOlderController(t *testing.T) {
 	}
 	if x.epoch != 1 {
 		t.Errorf("the runner has registered %d times", x.epoch)
+	}
+}
+
+// TestDeadAreToldAgain: what ended is told again when the differences that had it were not applied.
+func TestDeadAreToldAgain(t *testing.T) {
+	t.Parallel()
+	x := newRig(t)
+	x.fork()
+	x.set(func(c *controller) { c.numbers = true })
+	eventually.True(t, "differences are sent", func() bool {
+		x.mu.Lock()
+		defer x.mu.Unlock()
+		return x.beaten > 3
+	})
+	x.set(func(c *controller) { c.beats, c.unfit = nil, true })
+	if err := x.runner.Fence(t.Context(), "by the test"); err != nil {
+		t.Fatal(err)
+	}
+	eventually.True(t, "a whole heartbeat has them", func() bool { return x.dead("by the test") > 0 })
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	if x.unfit {
+		t.Error("no differences had them")
 	}
 }
 
