@@ -3,12 +3,12 @@ package runner
 import (
 	"encoding/json"
 	"errors"
-	"io"
 	"os"
 	"path/filepath"
 
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
+	"github.com/coppice-dev/coppice/internal/boundjson"
 )
 
 // survey is what a guest said of itself at its capture. It is kept beside the checkpoint's bytes and believed by nobody: it says
@@ -38,8 +38,12 @@ func (s survey) write(dir string) error {
 	return errors.Join(err, f.Sync(), f.Close())
 }
 
-// maxSurvey bounds what is read back: the longest list, with room.
+// maxSurvey bounds what is read back: the longest list, with room. With an imported checkpoint it is whatever somebody wrote.
 const maxSurvey = 2 << 20
+
+var boundSurvey = boundjson.Bound{
+	Name: "the survey", Bytes: maxSurvey, Elements: 16 << 10, List: 2 << 10, Depth: 4, String: maxSurvey, Text: maxSurvey,
+}
 
 // survey reads what a checkpoint's guest said. known is false for a checkpoint of an earlier version, which kept nothing.
 func (s *checkpointStore) survey(id core.CheckpointID) (out survey, known bool, err error) {
@@ -51,11 +55,7 @@ func (s *checkpointStore) survey(id core.CheckpointID) (out survey, known bool, 
 		return survey{}, false, err
 	}
 	defer f.Close()
-	b, err := io.ReadAll(io.LimitReader(f, maxSurvey))
-	if err == nil {
-		err = json.Unmarshal(b, &out)
-	}
-	if err != nil {
+	if err := boundjson.Decode(f, boundSurvey, nil, &out); err != nil {
 		return survey{}, false, core.Wrapf(err, core.DataLoss, core.CodeCheckpointCorrupt, "what the guest of checkpoint %s said of itself cannot be read", id)
 	}
 	return out, true, nil

@@ -1,0 +1,225 @@
+package runner
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/netip"
+	"os"
+	"runtime"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+
+	"github.com/prometheus/client_golang/prometheus"
+
+	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/eventually"
+	"github.com/coppice-dev/coppice/runner/vmm"
+	"github.com/coppice-dev/coppice/snapshotstore/blob/peers"
+)
+
+// TestPhasesAreBounded: guests name the steps of a reseal, and metrics have 128 of these names. The others are "other".
+func TestPhasesAreBounded(t *testing.T) {
+	t.Parallel()
+	registry := prometheus.NewRegistry()
+	r := newFakeRig(t, func(c *Config) { c.Metrics = registry })
+	long := strings.Repeat("x", 41)
+	var list []core.Timing
+	for i := range 3 * maxPhases {
+		list = append(list, core.Timing{Stage: fmt.Sprint("stage ", i)}, core.Timing{Stage: long})
+	}
+	r.metrics.timings("test", list)
+	families, err := registry.Gather()
+	if err != nil {
+		t.Fatal(err)
+	}
+	names := map[string]uint64{}
+	for _, f := range families {
+		for _, metric := range f.GetMetric() {
+			for _, l := range metric.GetLabel() {
+				if (l.GetName() == "phase" || l.GetName() == "step") && metric.GetHistogram() != nil {
+					names[l.GetValue()] += metric.GetHistogram().GetSampleCount()
+				}
+			}
+		}
+	}
+	if want := uint64(len(list) - maxPhases); len(names) > maxPhases+1 || names["other"] < want || names[long] != 0 {
+		t.Errorf("%d names, %d samples of other phases; want %d and %d", len(names), names["other"], maxPhases+1, want)
+	}
+}
+
+// TestEndedSandboxesAreBounded: what 8,192 ended sandboxes have used is remembered until a controller hears of it, and not what more have.
+func TestEndedSandboxesAreBounded(t *testing.T) {
+	t.Parallel()
+	r := &Runner{sandboxes: map[core.SandboxID]*sandbox{}}
+	end := func() {
+		id := core.NewID[core.SandboxID]()
+		r.usages.last = map[core.SandboxID]runnerapi.Usage{id: {SandboxID: id, CPUSeconds: 1}}
+		r.usages.end(id, vmm.Handle{})
+		if len(r.usages.last) != 0 {
+			t.Fatal("a sandbox that has ended is kept among those that live")
+		}
+	}
+	for range maxEnded + 100 {
+		end()
+	}
+	list := r.Usages()
+	if len(list) != maxEnded {
+		t.Errorf("%d are remembered, want %d", len(list), maxEnded)
+	}
+	r.ForgetUsages(list[:10])
+	for range 100 {
+		end()
+	}
+	if n := len(r.Usages()); n != maxEnded {
+		t.Errorf("after 10 were acknowledged: %d are remembered, want %d", n, maxEnded)
+	}
+}
+
+// TestSurveyIsBounded reads back what a guest is said to have said of itself. With an imported checkpoint it may be anything.
+func TestSurveyIsBounded(t *testing.T) { //nolint:paralleltest // it measures the heap of the process
+	s := &checkpointStore{dir: t.TempDir()}
+	read := func(text string) (survey, uint64, error) {
+		id := core.NewID[core.CheckpointID]()
+		if err := errors.Join(os.Mkdir(s.path(id, ""), 0o700), os.WriteFile(s.path(id, surveyFile), []byte(text), 0o600)); err != nil {
+			t.Fatal(err)
+		}
+		var before, after runtime.MemStats
+		runtime.ReadMemStats(&before)
+		out, _, err := s.survey(id)
+		runtime.ReadMemStats(&after)
+		return out, after.TotalAlloc - before.TotalAlloc, err
+	}
+	one := `{"pid":1,"start_ticks":2,"command":"` + strings.Repeat("c", 120) + `","args":"` + strings.Repeat("a", 120) + `"}`
+	if out, _, err := read(`{"processes":[` + strings.Repeat(one+",", 1023) + one + `],"truncated":true}`); err != nil || len(out.Processes) != 1024 || !out.Truncated {
+		t.Errorf("the longest list: %d processes, %v", len(out.Processes), err)
+	}
+	for name, text := range map[string]string{
+		"many bytes":     `{"processes":[{"command":"` + strings.Repeat("c", maxSurvey) + `"}]}`,
+		"bytes behind":   `{"processes":[]` + strings.Repeat(" ", maxSurvey) + `}`,
+		"many processes": `{"processes":[` + strings.Repeat("{},", maxSurvey/3-100) + `{}]}`,
+	} {
+		out, took, err := read(text)
+		if core.CodeOf(err) != core.CodeCheckpointCorrupt || len(out.Processes) > 0 {
+			t.Errorf("%s: %d processes, %v", name, len(out.Processes), err)
+		}
+		if took > 16<<20 {
+			t.Errorf("%s: %d bytes were allocated", name, took)
+		}
+	}
+}
+
+// listening is the namespace of a guest that reads what it is sent.
+type listening struct {
+	Namespace
+	at    string
+	dials atomic.Int64
+}
+
+func (l *listening) Dial(ctx context.Context, network, _ string) (net.Conn, error) {
+	var d net.Dialer
+	c, err := d.DialContext(ctx, network, l.at)
+	l.dials.Add(1)
+	return c, err
+}
+
+// TestConnectionsOfAPortAreBounded: a forwarded port has 256 connections. Others wait in the kernel, and come in when some have ended.
+func TestConnectionsOfAPortAreBounded(t *testing.T) {
+	t.Parallel()
+	const more = 20
+	listen := func() net.Listener {
+		l, err := net.Listen("tcp4", "127.0.0.1:0")
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { _ = l.Close() })
+		return l
+	}
+	inside, outside := listen(), listen()
+	var wg sync.WaitGroup
+	wg.Go(func() {
+		for {
+			c, err := inside.Accept()
+			if err != nil {
+				return
+			}
+			wg.Go(func() {
+				_, _ = io.Copy(io.Discard, c)
+				_ = c.Close()
+			})
+		}
+	})
+	run, stop := context.WithCancel(t.Context())
+	p, guest := &port{stop: stop}, &listening{at: inside.Addr().String()}
+	p.wg.Go(func() { p.serve(run, outside, guest, netip.AddrPort{}) })
+	var clients []net.Conn
+	for range maxConnections + more {
+		c, err := net.Dial("tcp4", outside.Addr().String())
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { _ = c.Close() })
+		clients = append(clients, c)
+	}
+	eventually.True(t, "connections come in", func() bool { return guest.dials.Load() >= maxConnections })
+	for end := range more { // the kernel has the connections in their order
+		for range 100 { // one that comes in too early does so now
+			runtime.Gosched()
+		}
+		if n := guest.dials.Load(); n != int64(maxConnections+end) {
+			t.Fatalf("%d connections came in, and %d have ended", n, end)
+		}
+		_ = clients[end].Close()
+		eventually.True(t, "the next one comes in", func() bool { return guest.dials.Load() == int64(maxConnections+end+1) })
+	}
+	p.close()
+	_ = inside.Close()
+	wg.Wait()
+}
+
+// TestReadsOfPeersAreBounded: 16 reads of other runners are answered at once, and more find that nothing is here.
+func TestReadsOfPeersAreBounded(t *testing.T) {
+	t.Parallel()
+	reading, goOn := make(chan struct{}), make(chan struct{})
+	var now atomic.Int64
+	r := newFakeRig(t, func(c *Config) {
+		c.Store.Cached = func(_ string, _, n int64) ([]byte, bool) {
+			if now.Add(1) <= maxObjects { // others end at once, and the test says that they were there
+				reading <- struct{}{}
+				<-goOn
+			}
+			now.Add(-1)
+			return make([]byte, n), true
+		}
+	})
+	var wg sync.WaitGroup
+	ask := func() {
+		wg.Go(func() {
+			if b, ok := r.Object("k", 0, 10); !ok || len(b) != 10 {
+				t.Errorf("a read within the bound: %d bytes, %v", len(b), ok)
+			}
+		})
+		<-reading
+	}
+	for range maxObjects {
+		ask()
+	}
+	for range 10 {
+		if _, ok := r.Object("k", 0, 10); ok {
+			t.Error("a read beyond the bound was answered")
+		}
+	}
+	goOn <- struct{}{}
+	eventually.True(t, "a place is free", func() bool { return len(r.objects) < maxObjects })
+	ask()
+	close(goOn)
+	wg.Wait()
+	if _, ok := r.Object("k", 0, peers.MaxRange+1); ok {
+		t.Error("a read of more than there may be in one was answered")
+	}
+}
