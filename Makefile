@@ -91,6 +91,7 @@ chaos: build $(VERSITYGW) ## grow trees while servers, databases and VMs are kil
 
 faults: build $(VERSITYGW) ## every row of the fault matrix that is run, docs/FAULTS.md, to real processes and machines (root)
 	COPPICE_TEST_REQUIRE=all $(GO) test -v -count=1 -timeout 90m ./internal/e2e -run '^Test(Fault(Matrix|MatrixIsWhole|sDocument)|PoolFaults)$$' -long
+	COPPICE_TEST_REQUIRE=all $(GO) test -v -count=1 -timeout 30m ./internal/daemon -run '^TestFailover$$' -long
 
 EXPLORERS ?= $(shell nproc)
 explore: ## every schedule of the explorer of interleavings, EXPLORERS (one a processor) at once; EVERY=50 runs one in 50, SCHEDULE=N one again

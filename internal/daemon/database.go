@@ -38,8 +38,8 @@ type databaseWatch struct {
 	known   bool
 	last    postgres.Durability
 	passed  postgres.Durability // the last one that was passed over
-	reached int64 // the highest timeline that a server had
-	serving bool  // the start is over: a refusal is an outage now
+	reached int64               // the highest timeline that a server had
+	serving bool                // the start is over: a refusal is an outage now
 }
 
 // databaseInterval is how often the settings are read where no new connection reads them.

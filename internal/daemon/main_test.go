@@ -23,6 +23,7 @@ import (
 	"github.com/coppice-dev/coppice/images"
 	"github.com/coppice-dev/coppice/internal/confine/confinetest"
 	"github.com/coppice-dev/coppice/internal/daemon"
+	"github.com/coppice-dev/coppice/internal/failpoint"
 	"github.com/coppice-dev/coppice/internal/testaddr"
 	"github.com/coppice-dev/coppice/internal/testleak"
 	"github.com/coppice-dev/coppice/internal/testpg"
@@ -77,6 +78,7 @@ type serverConfig struct {
 	Controller daemon.ControllerConfig
 	Runner     daemon.RunnerConfig
 	RunDir     string
+	Failpoints string          // armed in the server's process
 	VMM        vmm.Fingerprint // what the runner's fake machines run on
 }
 
@@ -85,6 +87,9 @@ func serve(role string) error {
 	defer stop()
 	var cfg serverConfig
 	if err := json.Unmarshal([]byte(os.Getenv(configVariable)), &cfg); err != nil {
+		return err
+	}
+	if err := failpoint.ArmList(cfg.Failpoints); err != nil {
 		return err
 	}
 	log := slog.New(core.LogHandler(slog.NewTextHandler(os.Stderr, nil)))
@@ -209,6 +214,7 @@ type cluster struct {
 	cfg    daemon.ControllerConfig
 	ready  daemon.ControllerReady
 	client *coppice.Client
+	points string // failpoints of the next start
 	*process
 }
 
@@ -232,7 +238,7 @@ func newClusterOf(t *testing.T, change func(*daemon.ControllerConfig)) *cluster 
 // start runs the controller, at the addresses that it had before.
 func (c *cluster) start() {
 	c.t.Helper()
-	c.process = begin(c.t, "controller", serverConfig{Controller: c.cfg}, &c.ready)
+	c.process = begin(c.t, "controller", serverConfig{Controller: c.cfg, Failpoints: c.points}, &c.ready)
 	c.cfg.Listen, c.cfg.RunnerListen = c.ready.Server[len("http://"):], c.ready.Runners[len("https://"):]
 	c.client = c.connect(c.ready.Server)
 }

@@ -107,6 +107,24 @@ var faults = []fault{
 		shown: []string{"controller.TestRegisterRefusals/version", "internal/daemon.TestRefusals/a registration in another version", "guestagent/guestapi.TestRecordedExchange", "guestagent.TestRecordedRequests", "runner.TestNotTakenOver/journal is of a later"},
 	},
 	{number: 58, what: "forks of one checkpoint in the same second", expected: "each has a generation of its own", run: sameSecond},
+	{
+		number: 59, what: "PostgreSQL fails over to an asynchronous standby that lacks the last commits: a checkpoint, a registration, a workspace that became ready, a completion, a release, a restore, a deletion, a change of egress rules",
+		expected: "what runs is what the new primary knows; bytes that it does not know are in the trash; no identity is given twice; runners get its egress rules; event streams go on",
+		shown: []string{
+			"internal/daemon.TestFailover/a checkpoint", "internal/daemon.TestFailover/a registration", "internal/daemon.TestFailover/a workspace that became ready",
+			"internal/daemon.TestFailover/the completion of a creation", "internal/daemon.TestFailover/the completion of a capture", "internal/daemon.TestFailover/a release",
+			"internal/daemon.TestFailover/a restore in place", "internal/daemon.TestFailover/a deletion",
+			"controller.TestRulesOverFailover", "controller.TestEventsOverFailover",
+		},
+	},
+	{
+		number: 60, what: "PostgreSQL fails over to a synchronous standby during commits; then the old primary comes back", expected: "everything acknowledged is there; controllers that run pass the old primary over",
+		shown: []string{"internal/daemon.TestSynchronousFailover", "internal/testpg.TestSynchronousPair"},
+	},
+	{
+		number: 61, what: "PostgreSQL without fsync, with asynchronous commits, or read-only as a standby", expected: "refused at the start; 503 when it becomes so later; recovers by itself",
+		shown: []string{"internal/daemon.TestWeakDatabase", "internal/daemon.TestDatabaseWeakens", "controller/postgres.TestDurability", "controller/postgres.TestCheckIsAsked"},
+	},
 }
 
 // TestFaultMatrix does what the rows with a function say, one after the other on one installation. After each all is healed and
@@ -142,7 +160,7 @@ func TestFaultMatrix(t *testing.T) {
 // TestFaultMatrixIsWhole wants every row once, with one way in which it is shown, and every test that a row names to exist.
 func TestFaultMatrixIsWhole(t *testing.T) {
 	t.Parallel()
-	const rows = 58
+	const rows = 61
 	if len(faults) != rows {
 		t.Errorf("%d rows, want %d", len(faults), rows)
 	}

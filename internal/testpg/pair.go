@@ -28,6 +28,7 @@ type Pair struct {
 	dirs    [2]string
 	servers [2]*pgcluster.Cluster // nil: it is not there
 	primary int
+	dead    *pgcluster.Cluster // the primary of before; nil: there was none, or it is used again
 }
 
 // standbyName is how standbys call themselves in synchronous_standby_names.
@@ -53,6 +54,7 @@ func NewPair(tb testing.TB, synchronous bool) *Pair {
 		for i := range p.servers {
 			p.remove(i)
 		}
+		p.removeDead()
 		if err := os.RemoveAll(dir); err != nil {
 			tb.Error(err)
 		}
@@ -86,6 +88,17 @@ func (p *Pair) remove(i int) {
 	p.servers[i] = nil
 }
 
+// removeDead deletes what the primary of before has left.
+func (p *Pair) removeDead() {
+	p.tb.Helper()
+	if p.dead != nil {
+		if err := p.dead.Remove(context.WithoutCancel(p.tb.Context())); err != nil {
+			p.tb.Error(err)
+		}
+	}
+	p.dead = nil
+}
+
 // DSN is the address of a database of whichever server takes writes.
 func (p *Pair) DSN(database string) string {
 	u, err := url.Parse(p.Primary().DSN(database))
@@ -105,7 +118,7 @@ func (p *Pair) DSN(database string) string {
 // Primary is the server that takes writes.
 func (p *Pair) Primary() *pgcluster.Cluster { return p.servers[p.primary] }
 
-// Standby is the other one.
+// Standby is the other one; nil when there is none.
 func (p *Pair) Standby() *pgcluster.Cluster { return p.servers[1-p.primary] }
 
 // AddStandby copies the running primary and has the copy stream from it. Whatever was there before is deleted.
@@ -113,6 +126,7 @@ func (p *Pair) AddStandby() {
 	p.tb.Helper()
 	i := 1 - p.primary
 	p.remove(i)
+	p.removeDead()
 	u, err := url.Parse(p.Primary().DSN("postgres"))
 	if err != nil {
 		p.tb.Fatal(err)
@@ -123,7 +137,7 @@ func (p *Pair) AddStandby() {
 		err = os.RemoveAll(p.dirs[i])
 	}
 	if err == nil {
-		err = os.Mkdir(p.dirs[i], 0o711)
+		err = os.Mkdir(p.dirs[i], 0o711) //nolint:gosec // G301: likewise
 	}
 	if err != nil {
 		p.tb.Fatal(err)
@@ -208,6 +222,7 @@ func (p *Pair) Failover() {
 	}
 	<-old.Done()
 	p.primary = 1 - p.primary
+	p.dead, p.servers[1-p.primary] = old, nil
 	if p.sync { // nobody is there to wait for
 		p.SQL(p.Primary(), "ALTER SYSTEM RESET synchronous_standby_names", "SELECT pg_reload_conf()")
 	}
@@ -218,4 +233,8 @@ func (p *Pair) Failover() {
 }
 
 // Return starts the old primary again, as somebody does who does not know that there is another.
-func (p *Pair) Return() { p.start(1 - p.primary) }
+func (p *Pair) Return() {
+	p.tb.Helper()
+	p.dead = nil
+	p.start(1 - p.primary)
+}
