@@ -120,6 +120,20 @@ var kinds = []kind{
 	{name: "suspend-failing", fault: unsaved, do: func(ctx context.Context, w *world, c *controller.Controller, s scene) (controller.Answer, error) {
 		return c.Suspend(ctx, w.project, s.workspace, patience)
 	}},
+	{name: fencing, do: func(_ context.Context, w *world, c *controller.Controller, _ scene) (controller.Answer, error) {
+		w.silent.Store(true)
+		w.hearing.Lock()  // when no report is under way
+		w.sides[1].stop() // it would give the runner up, too
+		w.hearing.Unlock()
+		w.sql(`UPDATE runners SET lease_expires_at = now() - interval '1 day'`)
+		w.goRun("the controller that gives up", c.Run)
+		w.within(patience, func() bool {
+			return !w.silent.Load() || w.number(`SELECT count(*) FROM runners WHERE fenced_at IS NULL`) == 0 &&
+				w.number(`SELECT count(*) FROM workspaces w JOIN sandboxes s ON s.id = w.sandbox_id WHERE w.ended_at IS NULL AND s.ended_at IS NULL`) == 0
+		})
+		w.heard()
+		return controller.Answer{Done: true}, nil
+	}},
 	{name: "drain", do: func(ctx context.Context, w *world, c *controller.Controller, _ scene) (controller.Answer, error) {
 		_, err := c.DrainRunner(ctx, w.runner.ID(), true)
 		return controller.Answer{Done: true}, err
@@ -133,6 +147,12 @@ func kindOf(name string) (kind, bool) {
 		}
 	}
 	return kind{}, false
+}
+
+// heard ends the silence of a runner that is to be given up, and the stop of whoever would have done it instead.
+func (w *world) heard() {
+	w.silent.Store(false)
+	w.sides[1].goOn()
 }
 
 // ask has a controller do something. The reply comes when it has ended, or when it cannot say so itself.
@@ -191,5 +211,11 @@ func (w *world) set(k kind) (scene, error) {
 	}
 	w.beat()
 	w.log.note("the scene is set")
+	if k.name == fencing {
+		w.sides[0] = &side{fences: true}
+		var err error
+		w.first, _, err = w.control(w.sides[0], leaseTime)
+		return s, err
+	}
 	return s, nil
 }

@@ -14,6 +14,7 @@ var (
 	only   = flag.Int("explore.schedule", 0, "the number of the only schedule that TestExplore runs")
 	shards = flag.Int("explore.shards", 0, "how many processes share all schedules; 0: TestExplore runs a sample of them")
 	shard  = flag.Int("explore.shard", 0, "which of them this is, from 0")
+	match  = flag.String("explore.match", "", "with shards: only schedules that this regular expression matches")
 	list   = flag.Bool("explore.list", false, "only list the schedules")
 )
 

@@ -123,6 +123,9 @@ func (w *world) play(s schedule) bool {
 			w.sides[0].stop()
 		}
 		w.log.note("stopped at %s", s.place)
+		if k.name == fencing {
+			w.heard()
+		}
 		others = w.meanwhile(s.other, set)
 	}
 	w.log.note("goes on")

@@ -3,6 +3,7 @@ package explore
 import (
 	"context"
 	"net/http"
+	"runtime/debug"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -24,6 +25,9 @@ type side struct {
 	reached chan struct{} // closed when it stops there
 
 	slept atomic.Int64 // how much further its clock is
+
+	// fences says that its steps are the transactions by which it gives up runners, instead.
+	fences bool
 }
 
 // asked marks the context of what the explorer asks a controller for.
@@ -78,9 +82,18 @@ func (s *side) pass() {
 	}
 }
 
+// counts reports whether something is a step.
+func (s *side) counts(ctx context.Context) bool {
+	if !s.fences {
+		return core.OperationIDOf(ctx) != "" || ctx.Value(asked{}) != nil
+	}
+	stack := string(debug.Stack()) // of a loop that nobody asks for anything, and that marks no context
+	return strings.Contains(stack, "(*Controller).fence(") || strings.Contains(stack, "(*Controller).loseAll(")
+}
+
 // step counts what is part of an operation, or of a request of the explorer, and passes.
 func (s *side) step(ctx context.Context) {
-	if core.OperationIDOf(ctx) != "" || ctx.Value(asked{}) != nil {
+	if s.counts(ctx) {
 		s.mu.Lock()
 		s.seen++
 		if s.at != 0 && s.seen == s.at {
@@ -159,9 +172,14 @@ func (r runners) SetEgress(ctx context.Context, endpoint string, sandbox core.Sa
 
 // listener is what runners reach of a side. A side that is stopped answers nobody: who waits for it gives up at once, so that no schedule
 // lasts as long as a timeout does.
-func (s *side) listener(h http.Handler, silent, seals *atomic.Bool) http.Handler {
+func (s *side) listener(h http.Handler, silent, seals *atomic.Bool, hearing *sync.RWMutex) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if s.isStopped() || silent.Load() {
+			panic(http.ErrAbortHandler)
+		}
+		hearing.RLock()
+		defer hearing.RUnlock()
+		if silent.Load() { // since then
 			panic(http.ErrAbortHandler)
 		}
 		if seals.Load() && strings.Contains(r.URL.Path, "/seals") {

@@ -46,6 +46,7 @@ const secret = "explorer-secret"
 // it was asked for. Those of the second one do.
 type world struct {
 	t       testing.TB
+	dsn     string
 	db      *pgxpool.Pool // the explorer's own way to the rows, past all policies
 	first   *controller.Controller
 	second  *controller.Controller
@@ -67,10 +68,11 @@ type world struct {
 	sealing atomic.Bool // it has
 	// asksSeals says that seals are what the explorer asks for.
 	asksSeals atomic.Bool
-	owner     string      // of the leases of the first controller
-	ended     atomic.Bool // the schedule was played
-	silent    atomic.Bool // nobody hears the runner
-	fenced    bool        // it was given up once
+	hearing   sync.RWMutex // held for reading while a report of the runner is answered
+	owner     string       // of the leases of the first controller
+	ended     atomic.Bool  // the schedule was played
+	silent    atomic.Bool  // nobody hears the runner
+	fenced    bool         // it was given up once
 }
 
 var authority = sync.OnceValues(func() (*mtls.Authority, error) { return mtls.NewAuthority("test") })
@@ -79,10 +81,10 @@ var authority = sync.OnceValues(func() (*mtls.Authority, error) { return mtls.Ne
 func newWorld(t testing.TB, granting bool) (*world, error) {
 	t.Helper()
 	w := &world{t: t, granting: granting, log: &transcript{began: time.Now()}, sides: [2]*side{{}, {}}}
-	dsn := testpg.New(t, migrations.Up)
+	w.dsn = testpg.New(t, migrations.Up)
 	w.log.note("there is a database")
 	var err error
-	if w.db, err = pgxpool.New(t.Context(), dsn); err != nil {
+	if w.db, err = pgxpool.New(t.Context(), w.dsn); err != nil {
 		return w, err
 	}
 	w.after(w.db.Close)
@@ -92,10 +94,11 @@ func newWorld(t testing.TB, granting bool) (*world, error) {
 	w.after(func() { _ = w.files.Close() })
 	var listeners []string
 	for i, loop := range []time.Duration{leaseTime, 20 * time.Millisecond} {
-		c, url, err := w.control(dsn, w.sides[i], loop)
+		c, url, err := w.control(w.sides[i], loop)
 		if err != nil {
 			return w, err
 		}
+		w.goRun("a controller", c.Run)
 		if listeners = append(listeners, url); i == 0 {
 			w.first = c
 		} else {
@@ -139,13 +142,13 @@ func (w *world) goRun(name string, run func(context.Context) error) {
 	})
 }
 
-// control starts a controller with a database connection, a way to the runner and a listener of its own.
-func (w *world) control(dsn string, s *side, loop time.Duration) (*controller.Controller, string, error) {
+// control makes a controller with a database connection, a way to the runner and a listener of its own.
+func (w *world) control(s *side, loop time.Duration) (*controller.Controller, string, error) {
 	ca, err := authority()
 	if err != nil {
 		return nil, "", err
 	}
-	rows, err := postgres.Open(w.t.Context(), postgres.Config{DSN: dsn})
+	rows, err := postgres.Open(w.t.Context(), postgres.Config{DSN: w.dsn})
 	if err != nil {
 		return nil, "", err
 	}
@@ -157,12 +160,11 @@ func (w *world) control(dsn string, s *side, loop time.Duration) (*controller.Co
 		RunnerRetry: 2 * time.Second, ShutdownGrace: 10 * time.Second, AdmissionWait: -1, CaptureWait: 20 * time.Millisecond, Store: w.files, StoreGrace: leaseTime, Wrapper: vault{},
 	}
 	c := controller.New(cfg, store{rows, s}, runners{client, s}, w.log.logger())
-	w.goRun("a controller", c.Run)
 	inner, err := httpapi.NewInternal(c, secret, w.log.logger())
 	if err != nil {
 		return nil, "", err
 	}
-	server := httptest.NewServer(w.reports.carrier(s.listener(inner, &w.silent, &w.asksSeals), func(*http.Request) bool { return true }))
+	server := httptest.NewServer(w.reports.carrier(s.listener(inner, &w.silent, &w.asksSeals, &w.hearing), func(*http.Request) bool { return true }))
 	w.after(func() {
 		server.CloseClientConnections()
 		server.Close()
