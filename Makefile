@@ -93,9 +93,9 @@ faults: build $(VERSITYGW) ## every row of the fault matrix that is run, docs/FA
 	COPPICE_TEST_REQUIRE=all $(GO) test -v -count=1 -timeout 90m ./internal/e2e -run '^Test(Fault(Matrix|MatrixIsWhole|sDocument)|PoolFaults)$$' -long
 	COPPICE_TEST_REQUIRE=all $(GO) test -v -count=1 -timeout 30m ./internal/daemon -run '^TestFailover$$' -long
 
-EXPLORERS ?= $(shell nproc)
-explore: ## every schedule of the explorer of interleavings, EXPLORERS (one a processor) at once; EVERY=50 runs one in 50, SCHEDULE=N one again
-	@EXPLORERS=$(EXPLORERS) EVERY=$(EVERY) SCHEDULE=$(SCHEDULE) GO=$(GO) scripts/explore $(VAR)/explore
+EXPLORERS ?= $(shell expr 2 \* $$(nproc))
+explore: ## every schedule of the explorer of interleavings, EXPLORERS at once, for FOR=6h at most; EVERY=50 runs one in 50, SCHEDULE=N one again
+	@EXPLORERS=$(EXPLORERS) EVERY=$(EVERY) FOR=$(FOR) SCHEDULE=$(SCHEDULE) GO=$(GO) scripts/explore $(VAR)/explore
 
 attack: build ## attack a stack as a malicious guest, tenant, upstream and bucket, while another tenant works (root; 15 minutes)
 	@mkdir -p $(VAR)

@@ -77,10 +77,14 @@ func TestExplore(t *testing.T) { //nolint:paralleltest // failpoints are the pro
 		}
 		return
 	}
-	ran, missed, began := 0, 0, time.Now()
+	ran, missed, left, began := 0, 0, 0, time.Now()
 	for i := first; i < len(all); i += stride {
 		s, number := all[i], i+1
 		if !wanted.MatchString(s.String()) {
+			continue
+		}
+		if *bound > 0 && time.Since(began) > *bound {
+			left++
 			continue
 		}
 		t.Run(fmt.Sprint(number), func(t *testing.T) {
@@ -100,6 +104,9 @@ func TestExplore(t *testing.T) { //nolint:paralleltest // failpoints are the pro
 			}
 			t.Logf("schedule %d (%s): reached %v, %s", number, s, reached, time.Since(began).Round(time.Millisecond))
 		})
+	}
+	if left > 0 {
+		t.Errorf("%d schedules were not begun within %s", left, *bound)
 	}
 	t.Logf("%d of %d schedules in %s; %d did not come to their place", ran, len(all), time.Since(began).Round(time.Second), missed)
 }

@@ -15,6 +15,7 @@ var (
 	shards = flag.Int("explore.shards", 0, "how many processes share all schedules; 0: TestExplore runs a sample of them")
 	shard  = flag.Int("explore.shard", 0, "which of them this is, from 0")
 	match  = flag.String("explore.match", "", "with shards: only schedules that this regular expression matches")
+	bound  = flag.Duration("explore.for", 0, "after how long TestExplore begins no more schedules, and fails for those that are left; 0: never")
 	list   = flag.Bool("explore.list", false, "only list the schedules")
 )
 
