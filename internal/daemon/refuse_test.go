@@ -31,7 +31,7 @@ func say(t *testing.T, config *tls.Config, url string, in any) core.Code {
 	}
 	transport := &http.Transport{TLSClientConfig: config}
 	defer transport.CloseIdleConnections()
-	res, err := (&http.Client{Transport: transport, Timeout: 20 * time.Second}).Post(url, "application/json", bytes.NewReader(b))
+	res, err := (&http.Client{Transport: transport, Timeout: watchdog}).Post(url, "application/json", bytes.NewReader(b))
 	if err != nil {
 		return core.CodeOf(mtls.Refused(err))
 	}
@@ -193,12 +193,12 @@ func TestRevoked(t *testing.T) {
 	}
 }
 
-// TestRenewal has certificates that live for seconds: the runner renews its own, and one that was off for too long says what
+// TestRenewal has certificates that live for half a minute: the runner renews its own, and one that was off for too long says what
 // to do and joins again as itself.
 func TestRenewal(t *testing.T) {
 	t.Parallel()
 	c := newCluster(t)
-	c.cfg.Tune.RunnerLease, c.cfg.Tune.CertificateLife = 3*time.Second, 8*time.Second // looked at with each heartbeat
+	c.cfg.Tune.RunnerLease, c.cfg.Tune.CertificateLife = 3*time.Second, 24*time.Second // looked at with each heartbeat
 	c.kill()
 	c.start()
 	r := c.join(nil)

@@ -20,11 +20,24 @@ func TestSlowClients(t *testing.T) {
 	t.Parallel()
 	c := newCluster(t)
 	const slow, asked = 3000, 200
-	bound := 2 * time.Second // on a machine that other tests load, too; one request takes some milliseconds
 	parts := []string{
 		"", "GET /v1/work", "GET /v1/workspaces HTTP/1.1\r\nHost: x\r\nX-A: ", "GET /v1/self HTTP/1.1\r\nHost: x\r\n",
 		"POST /v1/workspaces HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 1000\r\n\r\n{",
 	}
+	p99 := func() time.Duration {
+		took := make([]time.Duration, 0, asked)
+		for range asked {
+			began := time.Now()
+			if _, err := c.client.Self(t.Context()); err != nil {
+				t.Fatal(err)
+			}
+			took = append(took, time.Since(began))
+		}
+		slices.Sort(took)
+		t.Logf("p50 %s, p99 %s", took[asked/2], took[asked*99/100])
+		return took[asked*99/100]
+	}
+	bound := 2*time.Second + 20*p99() // one request takes some milliseconds, and on a machine that is busy with others a second
 	for i := range slow {
 		conn, err := net.Dial("tcp", c.cfg.Listen)
 		if err != nil {
@@ -35,18 +48,8 @@ func TestSlowClients(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	took := make([]time.Duration, 0, asked)
-	for range asked {
-		began := time.Now()
-		if _, err := c.client.Self(t.Context()); err != nil {
-			t.Fatal(err)
-		}
-		took = append(took, time.Since(began))
-	}
-	slices.Sort(took)
-	t.Logf("p50 %s, p99 %s", took[asked/2], took[asked*99/100])
-	if p99 := took[asked*99/100]; p99 > bound {
-		t.Errorf("with %d half-open connections, one in a hundred requests takes %s", slow, p99)
+	if got := p99(); got > bound {
+		t.Errorf("with %d half-open connections, one in a hundred requests takes %s, more than %s", slow, got, bound)
 	}
 }
 
