@@ -89,7 +89,7 @@ func TestDiffOfHostileImages(t *testing.T) {
 			if grown := (after.TotalAlloc - before.TotalAlloc) >> 20; grown > 64 {
 				t.Errorf("the runner allocated %d MiB", grown)
 			}
-			if took := time.Since(start); took > 20*time.Second {
+			if took := time.Since(start); took > 2*time.Minute {
 				t.Errorf("it took %v", took)
 			}
 		})

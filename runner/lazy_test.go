@@ -385,7 +385,7 @@ func TestLazyPagerKilled(t *testing.T) {
 func TestLazyPagerHung(t *testing.T) {
 	x := newLazyRig(t)
 	x.end()
-	x.settings.Pulse = sidecar.Pulse{Every: 20 * time.Millisecond, Limit: 300 * time.Millisecond}
+	x.settings.Pulse = sidecar.Pulse{Every: 20 * time.Millisecond, Limit: time.Second}
 	x.begin()
 	x.say(x.settings.Silence, true)
 	id := x.fetch()

@@ -32,7 +32,7 @@ func TestReplaceEndsWithTheRunner(t *testing.T) {
 		if !errors.Is(err, errStopping) {
 			t.Errorf("it ended with %v", err)
 		}
-	case <-time.After(10 * time.Second):
+	case <-time.After(5 * time.Minute):
 		t.Error("it waits although the runner is ending")
 	}
 	if !x.a.has(x.c) {

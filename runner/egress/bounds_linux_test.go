@@ -29,7 +29,7 @@ func (g *guest) sends(t *testing.T, request string) {
 		t.Fatal(err)
 	}
 	defer c.Close()
-	_ = c.SetDeadline(time.Now().Add(10 * time.Second))
+	_ = c.SetDeadline(time.Now().Add(5 * time.Minute))
 	if _, err := io.WriteString(c, request); err != nil {
 		t.Fatal(err)
 	}
@@ -41,7 +41,7 @@ func (g *guest) sends(t *testing.T, request string) {
 // next is the next batch that is not empty, within a time.
 func (x *rig) next(after int64) ([]core.Flow, int64) {
 	x.t.Helper()
-	ctx, cancel := context.WithTimeout(x.t.Context(), 10*time.Second)
+	ctx, cancel := context.WithTimeout(x.t.Context(), 5*time.Minute)
 	defer cancel()
 	batch, err := x.client.Flows(ctx, after)
 	if err != nil {

@@ -18,8 +18,8 @@ import (
 	"github.com/coppice-dev/coppice/runner/egress"
 )
 
-// quick finds one out that hangs in a second or so.
-var quick = egress.Pulse{Every: 20 * time.Millisecond, Limit: 300 * time.Millisecond, Misses: 4}
+// quick finds one out that hangs in seconds. One that works, on a machine that is busy, must not be taken for one that hangs.
+var quick = egress.Pulse{Every: 20 * time.Millisecond, Limit: time.Second, Misses: 3}
 
 // process says how the rig's process is started.
 func (x *rig) process(p egress.Pulse) egress.Process {
@@ -69,11 +69,11 @@ func TestHung(t *testing.T) {
 	if !errors.Is(err, egress.ErrHung) || errors.Is(err, egress.ErrGone) {
 		t.Errorf("it is attended: %v", err)
 	}
-	if took := time.Since(began); took < time.Duration(quick.Misses-1)*quick.Limit || took > 20*time.Second {
+	if took := time.Since(began); took < time.Duration(quick.Misses-1)*quick.Limit {
 		t.Errorf("it took %s", took)
 	}
 	eventually.True(t, "it was killed", func() bool { s := testhalt.State(t, pid); return s == "" || s == "Z" })
-	if c, err := net.DialTimeout("tcp4", g.proxy, time.Second); !errors.Is(err, unix.ECONNREFUSED) {
+	if c, err := net.DialTimeout("tcp4", g.proxy, time.Minute); !errors.Is(err, unix.ECONNREFUSED) {
 		t.Errorf("who serves the sandbox: %v, %v", c, err)
 	}
 
@@ -160,7 +160,7 @@ func TestHungOther(t *testing.T) {
 
 // TestAlone: without a runner a process ends by itself, with everything that it carries; with one, or one that comes in time, it stays.
 func TestAlone(t *testing.T) {
-	const alone = time.Second
+	const alone = 3 * time.Second
 	x := newRig(t, func(c *settings) { c.Alone = alone })
 	port := site(t)
 	watching, leave := context.WithCancel(t.Context())
@@ -169,8 +169,8 @@ func TestAlone(t *testing.T) {
 	g := x.guest()
 	x.put(g, 1, "tcp://a.example.com:"+port)
 	c, _ := connect(t, g, "a.example.com:"+port)
-	for range 3 {
-		wait := time.NewTimer(alone)
+	for range 3 { // longer than it stays without one
+		wait := time.NewTimer(alone / 2)
 		<-wait.C
 		c.want(t, "a runner is here")
 	}
@@ -178,8 +178,8 @@ func TestAlone(t *testing.T) {
 	if err := <-watched; !errors.Is(err, context.Canceled) {
 		t.Errorf("it was watched: %v", err)
 	}
-	for range 5 {
-		wait := time.NewTimer(alone / 4)
+	for range 10 { // longer, too; and each is early enough by far
+		wait := time.NewTimer(alone / 8)
 		<-wait.C
 		if _, err := x.client.Hello(t.Context()); err != nil { // a runner that comes and goes
 			t.Fatal(err)
@@ -190,11 +190,11 @@ func TestAlone(t *testing.T) {
 	if _, err := c.r.ReadByte(); err == nil {
 		t.Error("the tunnel has more to say")
 	}
-	if stayed := time.Since(left); stayed < alone/2 || stayed > 20*time.Second {
+	if stayed := time.Since(left); stayed < alone/2 || stayed > 5*time.Minute {
 		t.Errorf("it stayed for %s", stayed)
 	}
 	eventually.True(t, "it is gone", func() bool { s := testhalt.State(t, x.pid); return s == "" || s == "Z" })
-	if c, err := net.DialTimeout("tcp4", g.proxy, time.Second); !errors.Is(err, unix.ECONNREFUSED) {
+	if c, err := net.DialTimeout("tcp4", g.proxy, time.Minute); !errors.Is(err, unix.ECONNREFUSED) {
 		t.Errorf("who serves the sandbox: %v, %v", c, err)
 	}
 	x.cfg.Alone = 0

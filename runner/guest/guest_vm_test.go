@@ -418,7 +418,7 @@ func (m *terminal) until(text string) {
 // more reads one frame.
 func (m *terminal) more() {
 	m.t.Helper()
-	ctx, cancel := context.WithTimeout(m.t.Context(), 30*time.Second)
+	ctx, cancel := context.WithTimeout(m.t.Context(), 5*time.Minute)
 	defer cancel()
 	kind, b, err := m.conn.Read(ctx)
 	if err != nil {
@@ -462,7 +462,7 @@ func testTerminal(t *testing.T, c *guest.Client) {
 		t.Helper()
 		tick := time.NewTicker(20 * time.Millisecond)
 		defer tick.Stop()
-		for range 500 {
+		for range 15_000 {
 			list := ask[guestapi.Processes](t, c, http.MethodGet, guestapi.PathProcesses, nil)
 			if slices.ContainsFunc(list.Processes, func(p guestapi.Process) bool { return p.Cmdline == command }) {
 				return

@@ -161,7 +161,7 @@ func (v *vm) connect(name string) net.Conn {
 	v.t.Helper()
 	tick := time.NewTicker(10 * time.Millisecond)
 	defer tick.Stop()
-	limit := time.After(20 * time.Second)
+	limit := time.After(5 * time.Minute)
 	for {
 		c, err := net.Dial("unix", v.file(name))
 		if err == nil {

@@ -148,7 +148,7 @@ func TestStop(t *testing.T) {
 		its, linkErr := os.Readlink(fmt.Sprintf("/proc/%d/ns/mnt", other.Process.Pid))
 		return err == nil && linkErr == nil && its != mine && strings.Contains(string(b), x.cfg.Dir)
 	})
-	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
+	ctx, cancel := context.WithTimeout(t.Context(), 5*time.Minute)
 	defer cancel()
 	if err := x.client.Stop(ctx); err != nil {
 		t.Fatal(err)

@@ -56,7 +56,7 @@ func TestKilledReader(t *testing.T) {
 		}
 		select {
 		case <-ended:
-		case <-time.After(10 * time.Second):
+		case <-time.After(5 * time.Minute):
 			t.Fatalf("a process that was killed after %s waits for the store", first)
 		}
 		if err := in.Close(); err != nil {

@@ -159,7 +159,7 @@ func FuzzRead(f *testing.F) {
 		}
 		visits := 0
 		walk(fsys, ".", &visits)
-		if took := time.Since(start); took > 20*time.Second {
+		if took := time.Since(start); took > 2*time.Minute {
 			t.Errorf("it took %v", took)
 		}
 	})

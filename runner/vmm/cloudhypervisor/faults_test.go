@@ -25,7 +25,7 @@ import (
 
 const (
 	faultyMiB = 4
-	bounded   = 15 * time.Second // for what is not to wait for anything; most of it is a process that starts
+	bounded   = 2 * time.Minute // for what is not to wait for anything; most of it is a process that starts
 )
 
 // faulty makes machines whose VMM does what it should not.

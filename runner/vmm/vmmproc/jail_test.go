@@ -119,7 +119,7 @@ func TestForkBomb(t *testing.T) {
 	}
 	const bound = 256
 	most := 0
-	for deadline := time.Now().Add(20 * time.Second); most < bound && time.Now().Before(deadline); {
+	for deadline := time.Now().Add(5 * time.Minute); most < bound && time.Now().Before(deadline); {
 		most = max(most, processes())
 	}
 	for range 20 {
