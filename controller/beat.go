@@ -29,9 +29,10 @@ type beating struct {
 	usage       []runnerapi.Usage // that is due to be written
 
 	// The results of a transaction.
-	out  runnerapi.Heartbeated
-	lost []EndedWorkspace
-	here map[core.WorkspaceID]bool // that are on the runner, of those that were looked up
+	out    runnerapi.Heartbeated
+	beaten Beaten
+	lost   []EndedWorkspace
+	here   map[core.WorkspaceID]bool // that are on the runner, of those that were looked up
 }
 
 func (c *Controller) beat(ctx context.Context, b *beating) (runnerapi.Heartbeated, error) {
@@ -61,6 +62,9 @@ func (c *Controller) beat(ctx context.Context, b *beating) (runnerapi.Heartbeate
 		c.log.InfoContext(ctx, "runner told to drop what has no row", "runner_id", b.id,
 			"sandboxes", out.DropSandboxes, "checkpoints", out.DropCheckpoints, "strays", out.StrayCheckpoints)
 	}
+	if sum := b.h.Info.Images; sum != "" && sum != b.beaten.ImagesSum {
+		c.refreshImages(b.id, b.beaten.Endpoint)
+	}
 	b.out.AttestationCertificate = c.certified(ctx, b.id, b.h.AttestationRequest) // the transaction has found its lease
 	return b.out, nil
 }
@@ -73,6 +77,7 @@ func (b *beating) apply(ctx context.Context, tx Tx) error {
 	if err != nil {
 		return err
 	}
+	b.beaten = beaten
 	if b.out.EndedKeys, err = endedKeys(ctx, tx, b.h.DataKeys); err != nil {
 		return err
 	}

@@ -155,7 +155,7 @@ type Controller struct {
 	metrics     *metrics
 	keys        keyring
 	limits      *limiter
-	images      imageCache
+	images      imageAsks
 	uses        uses
 	admission   admission
 	samples     samples
@@ -287,14 +287,8 @@ func (c *Controller) Ready(ctx context.Context) error {
 		return c.unusable
 	}
 	return c.store.InTx(ctx, System(), func(tx Tx) error {
-		fleet, err := tx.Fleet(ctx)
-		if err != nil {
+		if there, err := tx.Reachable(ctx); err != nil || there {
 			return err
-		}
-		for _, r := range fleet {
-			if r.Fresh {
-				return nil
-			}
 		}
 		return core.Errorf(core.Unavailable, core.CodeNoRunner, "no runner is registered and reachable")
 	})

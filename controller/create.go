@@ -3,14 +3,8 @@ package controller
 import (
 	"context"
 	"errors"
-	"maps"
-	"slices"
-	"sync"
 	"time"
 
-	"golang.org/x/sync/errgroup"
-
-	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/controller/placement"
 	"github.com/coppice-dev/coppice/core"
 )
@@ -55,7 +49,7 @@ func (c *Controller) CreateWorkspace(ctx context.Context, project core.ProjectID
 	}
 	op := Operation{ProjectID: project, Kind: OpCreateWorkspace, Step: "template"}
 	admit := func(ctx context.Context, tx Tx, op *Operation, in *opInput, attempt int) (any, error) {
-		runner, err := c.place(ctx, tx, placement.Request{Count: 1, Resources: req.Resources, Image: image.Digest}, image.Runners...)
+		runner, err := c.place(ctx, tx, placement.Request{Count: 1, Resources: req.Resources, Image: image.Digest})
 		if err != nil {
 			return nil, err
 		}
@@ -181,109 +175,4 @@ func (c *Controller) fromTemplate(ctx context.Context, t *Task, plan *forkPlan, 
 		plan.children[0], plan.source = moved, template
 		return t.step(ctx, tx, "fork")
 	})
-}
-
-// imageCache remembers what each runner last said that it holds, so that rows are written only when that changes.
-type imageCache struct {
-	// mu guards byRunner.
-	mu       sync.Mutex
-	byRunner map[core.RunnerID][]runnerapi.Image
-}
-
-func (i *imageCache) swap(id core.RunnerID, list []runnerapi.Image) (changed bool) {
-	i.mu.Lock()
-	defer i.mu.Unlock()
-	if i.byRunner == nil {
-		i.byRunner = map[core.RunnerID][]runnerapi.Image{}
-	}
-	changed = !slices.Equal(i.byRunner[id], list) || i.byRunner[id] == nil
-	i.byRunner[id] = list
-	return changed
-}
-
-func (i *imageCache) forget(id core.RunnerID) {
-	i.mu.Lock()
-	defer i.mu.Unlock()
-	delete(i.byRunner, id)
-}
-
-// askImages asks every runner that can be reached what it holds: an image may have been built a moment ago. The rows, which
-// serve lists, follow. It returns an error only when runners are there and none of them answers.
-func (c *Controller) askImages(ctx context.Context) (map[core.RunnerID][]runnerapi.Image, error) {
-	var fleet []Runner
-	if err := c.store.InTx(ctx, System(), func(tx Tx) error {
-		var err error
-		fleet, err = tx.Fleet(ctx)
-		return err
-	}); err != nil {
-		return nil, err
-	}
-	// mu guards held and failed.
-	var mu sync.Mutex
-	held, failed := map[core.RunnerID][]runnerapi.Image{}, error(nil)
-	var group errgroup.Group
-	for _, r := range fleet {
-		if !r.Fresh {
-			continue
-		}
-		group.Go(func() error {
-			list, err := c.runners.Images(ctx, r.Endpoint)
-			if err == nil {
-				err = c.recordImages(ctx, r.Info.RunnerID, list)
-			}
-			mu.Lock()
-			defer mu.Unlock()
-			if err != nil {
-				failed = err
-				return nil
-			}
-			held[r.Info.RunnerID] = list
-			return nil
-		})
-	}
-	_ = group.Wait() // none of them fails
-	if len(held) == 0 && failed != nil {
-		return nil, failed
-	}
-	return held, nil
-}
-
-func (c *Controller) recordImages(ctx context.Context, id core.RunnerID, list []runnerapi.Image) error {
-	if !c.images.swap(id, list) {
-		return nil
-	}
-	err := c.store.InTx(ctx, System(), func(tx Tx) error { return tx.SetImages(ctx, id, list) })
-	if err != nil {
-		c.images.forget(id)
-	}
-	return err
-}
-
-// findImage resolves a name or digest among what reachable runners hold. When they disagree about a name, the newest image
-// has it.
-func (c *Controller) findImage(ctx context.Context, ref string) (Image, error) {
-	held, err := c.askImages(ctx)
-	if err != nil {
-		return Image{}, err
-	}
-	if len(held) == 0 {
-		return Image{}, core.Errorf(core.Unavailable, core.CodeNoRunner, "no runner is registered and reachable; start one with `coppice dev` or `coppice runner`")
-	}
-	var found Image
-	for _, list := range held {
-		for _, img := range list {
-			if (img.Name == ref || string(img.Digest) == ref) && (found.Digest == "" || img.CreatedAt.After(found.BuiltAt)) {
-				found = Image{Name: img.Name, Digest: img.Digest, SizeBytes: img.SizeBytes, BuiltAt: img.CreatedAt}
-			}
-		}
-	}
-	if found.Digest == "" {
-		return Image{}, core.Errorf(core.NotFound, core.CodeImageNotFound, "no reachable runner has an image %q; build it with `coppice image build`", core.Clip(ref))
-	}
-	for _, id := range slices.Sorted(maps.Keys(held)) {
-		if slices.ContainsFunc(held[id], func(img runnerapi.Image) bool { return img.Digest == found.Digest }) {
-			found.Runners = append(found.Runners, id)
-		}
-	}
-	return found, nil
 }

@@ -28,7 +28,7 @@ func (c *Controller) DiffCheckpoints(ctx context.Context, project core.ProjectID
 		if err != nil || a.RunnerID == b.RunnerID {
 			return pair{a, b, a.Endpoint}, err
 		}
-		endpoint, err := holderOf(ctx, tx, a, b)
+		endpoint, err := tx.BothHolder(ctx, a.ID, b.ID)
 		return pair{a, b, endpoint}, err
 	})
 	if err != nil {
@@ -47,25 +47,4 @@ func (c *Controller) DiffCheckpoints(ctx context.Context, project core.ProjectID
 		return runnerapi.DiffPage{}, core.Errorf(core.Invalid, core.CodeUnsupported, "checkpoints %s and %s are not both on one runner; seal one and grow it where the other is, then compare them", from, to)
 	}
 	return c.runners.Diff(ctx, both.endpoint, from, runnerapi.Diff{To: to, After: p.After, Limit: p.Limit})
-}
-
-// holderOf returns the endpoint of a runner that can be reached and has both checkpoints; empty when there is none.
-func holderOf(ctx context.Context, tx Tx, a, b Checkpoint) (string, error) {
-	nearA, err := tx.Near(ctx, a)
-	if err != nil {
-		return "", err
-	}
-	nearB, err := tx.Near(ctx, b)
-	if err != nil {
-		return "", err
-	}
-	fleet, err := tx.Fleet(ctx)
-	for _, r := range fleet {
-		distanceA, hasA := nearA[r.Info.RunnerID]
-		distanceB, hasB := nearB[r.Info.RunnerID]
-		if r.Fresh && hasA && hasB && distanceA == 0 && distanceB == 0 {
-			return r.Endpoint, err
-		}
-	}
-	return "", err
 }

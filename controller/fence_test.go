@@ -115,8 +115,13 @@ func (w *world) crowd(like controller.Workspace, cp core.CheckpointID, runners, 
 	for _, statement := range []string{
 		`INSERT INTO runners SELECT (jsonb_populate_record(x, jsonb_build_object('id', 'bulk_' || n, 'lease_expires_at', now() + interval '1 day'))).*
 			FROM runners x, generate_series(1, %[1]d) n WHERE x.id = '%[4]s'`,
-		`INSERT INTO runner_loads SELECT (jsonb_populate_record(x, jsonb_build_object('runner_id', 'bulk_' || n, 'sandboxes', %[2]d, 'vcpus', %[2]d, 'memory_mib', 512 * %[2]d))).*
+		`INSERT INTO runner_loads (runner_id, sandboxes, vcpus, memory_mib, class_key, open, cap_sandboxes, cap_vcpus, cap_memory_mib, images_sum)
+			SELECT 'bulk_' || n, %[2]d, %[2]d, 512 * %[2]d, class_key, open, cap_sandboxes, cap_vcpus, cap_memory_mib, images_sum
 			FROM runner_loads x, generate_series(1, %[1]d) n WHERE x.runner_id = '%[4]s'`,
+		`INSERT INTO image_locations SELECT (jsonb_populate_record(x, jsonb_build_object('runner_id', 'bulk_' || n))).*
+			FROM image_locations x, generate_series(1, %[1]d) n WHERE x.runner_id = '%[4]s'`,
+		`INSERT INTO checkpoint_copies (checkpoint_id, runner_id, project_id, shared) SELECT x.id, 'bulk_' || n, x.project_id, x.shared
+			FROM checkpoints x, generate_series(1, %[1]d) n WHERE x.id IN (SELECT root_id FROM checkpoints WHERE id = '%[5]s')`,
 		`INSERT INTO checkpoints SELECT (jsonb_populate_record(x, jsonb_build_object('id', 'bulk_' || n || '_' || d, 'depth', d, 'runner_id', 'bulk_' || n,
 				'parent_id', CASE WHEN d > 1 THEN 'bulk_' || n || '_' || d - 1 ELSE x.parent_id END,
 				'parent_project_id', CASE WHEN d > 1 THEN x.project_id ELSE x.parent_project_id END))).*

@@ -31,7 +31,6 @@ func (c *Controller) RegisterRunner(ctx context.Context, reg runnerapi.Register)
 		return runnerapi.Registered{}, err
 	}
 	c.log.InfoContext(ctx, "runner registered", "runner_id", r.Info.RunnerID, "lease_epoch", r.LeaseEpoch, "endpoint", r.Endpoint, "vmm", r.Info.Class.VMM)
-	c.images.forget(r.Info.RunnerID)
 	if list, err := c.runners.Images(ctx, r.Endpoint); err != nil {
 		c.log.InfoContext(ctx, "images of a runner not known yet", "runner_id", r.Info.RunnerID, "err", err)
 	} else if err := c.recordImages(ctx, r.Info.RunnerID, list); err != nil {

@@ -301,6 +301,7 @@ type Runner struct {
 	LeaseExpiresAt time.Time
 	HeartbeatAt    time.Time
 	Used           runnerapi.Capacity // by rows, not by what it says
+	ImagesSum      string             // of the list of images that was recorded last
 
 	ask placement.Request // for which it was chosen
 }

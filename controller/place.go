@@ -2,15 +2,22 @@ package controller
 
 import (
 	"context"
+	"maps"
 	"slices"
 
 	"github.com/coppice-dev/coppice/controller/placement"
 	"github.com/coppice-dev/coppice/core"
 )
 
+const (
+	placeLooks   = 32 // how many of the emptiest runners a request is offered at first
+	placeFactor  = 64 // how many times as many it is offered next, while those before have no room
+	placeHolders = 64 // an image that fewer runners hold is looked for on these only
+)
+
 // place chooses a runner by the fleet as the transaction sees it.
-func (c *Controller) place(ctx context.Context, tx Tx, req placement.Request, holders ...core.RunnerID) (Runner, error) {
-	list, err := c.placeEach(ctx, tx, req, false, holders...)
+func (c *Controller) place(ctx context.Context, tx Tx, req placement.Request) (Runner, error) {
+	list, err := c.placeEach(ctx, tx, req, false)
 	if err != nil {
 		return Runner{}, err
 	}
@@ -18,32 +25,152 @@ func (c *Controller) place(ctx context.Context, tx Tx, req placement.Request, ho
 }
 
 // placeEach chooses a runner for each of those that are asked for; see placement.Spread.
-func (c *Controller) placeEach(ctx context.Context, tx Tx, req placement.Request, even bool, holders ...core.RunnerID) ([]Runner, error) {
+func (c *Controller) placeEach(ctx context.Context, tx Tx, req placement.Request, even bool) ([]Runner, error) {
 	if err := c.inLine(ctx, req); err != nil {
 		return nil, err
 	}
-	fleet, err := tx.Fleet(ctx)
+	o := &offer{tx: tx, req: req, even: even}
+	return o.choose(ctx)
+}
+
+// offer is a part of the fleet in which placement chooses: never more than it needs, however many runners there are.
+type offer struct {
+	tx     Tx
+	req    placement.Request
+	even   bool
+	images []core.ImageID // the rows of the image that runners must hold
+
+	fleet []Runner
+	known map[core.RunnerID]bool // that are in the fleet
+	holds map[core.RunnerID]bool // the image
+}
+
+func (o *offer) add(list []Runner, hold bool) {
+	if o.known == nil {
+		o.known, o.holds = map[core.RunnerID]bool{}, map[core.RunnerID]bool{}
+	}
+	for _, r := range list {
+		id := r.Info.RunnerID
+		if !o.known[id] {
+			o.known[id] = true
+			o.fleet = append(o.fleet, r)
+		}
+		o.holds[id] = o.holds[id] || hold
+	}
+}
+
+// choose offers more and more of the fleet until there is room. First come those that must be offered, or are near. Then
+// come the emptiest ones, which have room unless hardly any has.
+func (o *offer) choose(ctx context.Context) ([]Runner, error) {
+	only, err := o.begin(ctx)
 	if err != nil {
 		return nil, err
 	}
-	candidates := make([]placement.Runner, len(fleet))
-	for i, r := range fleet {
+	if only {
+		return o.chooseHolder(ctx)
+	}
+	for limit := max(placeLooks, o.req.Count); ; limit *= placeFactor {
+		more, err := o.tx.EmptiestRunners(ctx, EmptiestFilter{Limit: limit, Class: o.req.Class, Images: o.images, NotFull: true, Fresh: o.even})
+		if err != nil {
+			return nil, err
+		}
+		o.add(more, true)
+		if list, err := o.spread(); err == nil {
+			return list, nil
+		}
+		if len(more) < limit {
+			return o.refuse(ctx)
+		}
+	}
+}
+
+// begin offers the runners that must or should be offered, and says whether no others may be.
+func (o *offer) begin(ctx context.Context) (only bool, err error) {
+	var ids []core.RunnerID
+	hold := false
+	switch {
+	case o.req.Holder != "":
+		ids, only = []core.RunnerID{o.req.Holder}, true
+	case o.req.Image != "":
+		images, holders, err := o.tx.ImageHolders(ctx, o.req.Image, placeHolders+1)
+		if err != nil {
+			return false, err
+		}
+		if len(holders) > placeHolders {
+			o.images = images
+			return false, nil
+		}
+		ids, only, hold = holders, true, true
+	default:
+		ids = slices.Sorted(maps.Keys(o.req.Near))
+	}
+	if len(ids) == 0 {
+		return only, nil
+	}
+	list, err := o.tx.LoadedRunners(ctx, ids)
+	o.add(list, hold)
+	return only, err
+}
+
+// chooseHolder chooses among those that hold what is asked for, which have been offered. If none of them takes sandboxes, the error says
+// whether others do.
+func (o *offer) chooseHolder(ctx context.Context) ([]Runner, error) {
+	list, err := o.spread()
+	if core.CodeOf(err) != core.CodeNoRunner || o.req.Image == "" {
+		return list, err
+	}
+	more, err := o.tx.EmptiestRunners(ctx, EmptiestFilter{Limit: 1, Fresh: true})
+	if err != nil {
+		return nil, err
+	}
+	o.add(more, false)
+	return o.spread()
+}
+
+// refuse finds why there is no room. It needs a few runners to say so: those that would have room if they were empty, of which as many
+// as there are to be sandboxes are enough to tell a cluster that is full from one that is too small; else those of the class; else any.
+func (o *offer) refuse(ctx context.Context) ([]Runner, error) {
+	limit := max(placeLooks, o.req.Count)
+	for _, f := range []EmptiestFilter{
+		{Limit: limit, Class: o.req.Class, Images: o.images, Fresh: true, Fits: &o.req.Resources},
+		{Limit: limit, Class: o.req.Class, Images: o.images, Fresh: true},
+		{Limit: limit, Fresh: true},
+	} {
+		more, err := o.tx.EmptiestRunners(ctx, f)
+		if err != nil {
+			return nil, err
+		}
+		if len(more) > 0 {
+			o.fleet, o.known = nil, nil // the reason is one of these alone: others were looked at without room
+			o.add(more, len(f.Images) > 0)
+			break
+		}
+	}
+	return o.spread()
+}
+
+// spread chooses in what is offered.
+func (o *offer) spread() ([]Runner, error) {
+	candidates := make([]placement.Runner, len(o.fleet))
+	at := make(map[core.RunnerID]int, len(o.fleet))
+	for i, r := range o.fleet {
+		at[r.Info.RunnerID] = i
 		candidates[i] = placement.Runner{
 			ID: r.Info.RunnerID, Class: r.Info.Class, Fresh: r.Fresh, Draining: r.Draining, Capacity: r.Info.Capacity, Used: r.Used,
 			DiskFreeMB: r.Info.DiskFreeMB,
 		}
-		if slices.Contains(holders, r.Info.RunnerID) {
-			candidates[i].Images = []core.Digest{req.Image}
+		if o.holds[r.Info.RunnerID] {
+			candidates[i].Images = []core.Digest{o.req.Image}
 		}
 	}
-	ids, err := placement.Spread(candidates, req, even)
+	ids, err := placement.Spread(candidates, o.req, o.even)
 	if err != nil {
 		return nil, err
 	}
 	chosen := make([]Runner, len(ids))
 	for i, id := range ids {
-		chosen[i] = fleet[slices.IndexFunc(fleet, func(r Runner) bool { return r.Info.RunnerID == id })]
-		chosen[i].ask = req
+		chosen[i] = o.fleet[at[id]]
+		chosen[i].ask = o.req
 	}
 	return chosen, nil
 }

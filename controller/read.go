@@ -150,7 +150,7 @@ func (c *Controller) PatchCheckpoint(ctx context.Context, project core.ProjectID
 // Images lists what runners hold.
 func (c *Controller) Images(ctx context.Context, project core.ProjectID, p Page) ([]Image, error) {
 	if p.After == "" {
-		if _, err := c.askImages(ctx); err != nil {
+		if err := c.askImages(ctx, false); err != nil {
 			c.log.InfoContext(ctx, "images as they were last known", "err", err)
 		}
 	}

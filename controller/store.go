@@ -169,7 +169,7 @@ type WorkspaceTx interface {
 
 // SandboxTx keeps the VM instances and what was made new in them.
 type SandboxTx interface {
-	// FreeAddresses returns n addresses out of the pool that no living sandbox has, at random; CAPACITY when there are none.
+	// FreeAddresses returns n addresses out of the pool that no living sandbox has, at random; CAPACITY when hardly any is left.
 	FreeAddresses(ctx context.Context, n int) ([]string, error)
 	// InsertSandboxes may make the transaction fail with ErrIdentityTaken. Like everything here that returns no error it goes to the
 	// database with what follows, or before the commit.
@@ -242,7 +242,7 @@ type CheckpointTx interface {
 	Peers(ctx context.Context, cp Checkpoint) ([]runnerapi.Peer, error)
 	// SetHolds replaces what a runner holds in the store: checkpoints that it fetches. What was deleted before it was held is not.
 	SetHolds(ctx context.Context, runner core.RunnerID, fetching []core.CheckpointID) error
-	// Near ranks the runners on which less of a checkpoint has to be fetched than elsewhere: 0 for those that hold it.
+	// Near ranks runners on which less of a checkpoint has to be fetched than elsewhere, a few for each distance: 0 for those that hold it.
 	Near(ctx context.Context, cp Checkpoint) (map[core.RunnerID]int, error)
 	// InsertCheckpoint may fail with ErrTemplateExists or NAME_TAKEN.
 	InsertCheckpoint(ctx context.Context, cp Checkpoint) error
@@ -392,6 +392,9 @@ type Beaten struct {
 	// Settled is a moment before the runner collected the heartbeat, by the database's clock: what was ready then is in it. It is
 	// zero when no such moment is known.
 	Settled time.Time
+	// ImagesSum is that of the list of images that was recorded last.
+	ImagesSum string
+	Endpoint  string
 }
 
 // HeldFilter says which sandboxes of a runner are of interest.
@@ -409,6 +412,16 @@ type HeldCheckpoints struct {
 	Copies    []core.CheckpointID // captured there, or sealed
 	Capturing []core.CheckpointID
 	Deleted   []core.CheckpointID
+}
+
+// EmptiestFilter says which runners are of interest.
+type EmptiestFilter struct {
+	Limit   int
+	Class   *runnerapi.RunnerClass // nil: any
+	Images  []core.ImageID         // those that hold one of these; empty: any
+	NotFull bool                   // with something free in every dimension
+	Fits    *core.Resources        // those that, empty, have room for one of these; nil: any
+	Fresh   bool                   // with a lease
 }
 
 // FleetTx keeps runners and images. All of it is the system's.
@@ -432,8 +445,19 @@ type FleetTx interface {
 	Runner(ctx context.Context, id core.RunnerID) (Runner, error)
 	DrainRunner(ctx context.Context, id core.RunnerID, on bool) (Runner, error)
 	Runners(ctx context.Context, p Page) ([]Runner, error)
-	// Fleet returns every runner with what is placed on it.
-	Fleet(ctx context.Context) ([]Runner, error)
+	// LoadedRunners returns those of these runners that were not given up, each with what is placed on it.
+	LoadedRunners(ctx context.Context, ids []core.RunnerID) ([]Runner, error)
+	// EmptiestRunners returns runners that take new sandboxes, the emptiest first, each with what is placed on it. How full they are counts
+	// in sixteenths.
+	EmptiestRunners(ctx context.Context, f EmptiestFilter) ([]Runner, error)
+	// ImageHolders returns the rows of an image and at most limit runners that hold it.
+	ImageHolders(ctx context.Context, image core.Digest, limit int) ([]core.ImageID, []core.RunnerID, error)
+	// FindImage returns the newest image of a name, or the one with a digest, that a runner with a lease holds; IMAGE_NOT_FOUND.
+	FindImage(ctx context.Context, ref string) (Image, error)
+	// Reachable reports whether there is a runner with a lease.
+	Reachable(ctx context.Context) (bool, error)
+	// BothHolder returns the endpoint of a runner with a lease that holds both checkpoints; empty when there is none.
+	BothHolder(ctx context.Context, a, b core.CheckpointID) (string, error)
 	// FenceRunners marks at most limit runners whose lease ran out longer than hard ago. It ends what they hold in the
 	// store, unless they have captured what is not sealed: that may need what they were fetching.
 	FenceRunners(ctx context.Context, hard time.Duration, limit int) ([]core.RunnerID, error)

@@ -207,6 +207,33 @@ func TestImageIsRebuilt(t *testing.T) {
 	}
 }
 
+// TestImageIsRebuiltInLargeCluster builds an image on one of many runners. Nobody is asked when a workspace is created: the heartbeat of
+// the runner says that its images have changed.
+func TestImageIsRebuiltInLargeCluster(t *testing.T) {
+	t.Parallel()
+	w := quiet(t)
+	ws := w.create("one")
+	w.crowd(ws, w.checkpoint(ws.ID).ID, 20, 10, 1) // all fuller than the one that can make workspaces
+	rebuilt := runnertest.DefaultImage
+	rebuilt.Digest, rebuilt.CreatedAt = core.DigestOf([]byte("rebuilt")), rebuilt.CreatedAt.Add(time.Hour)
+	old := runnertest.DefaultImage
+	old.Name = "" // it has moved on
+	w.runner.SetImages(rebuilt, old)
+	if got := w.create("two"); got.Image.Digest != ws.Image.Digest {
+		t.Errorf("somebody was asked: %+v", got.Image)
+	}
+	w.beat()
+	eventually(t, "the image is known", func() bool {
+		return w.number(`SELECT count(*) FROM image_locations l JOIN images i ON i.id = l.image_id WHERE i.digest = $1 AND l.runner_id = $2`, rebuilt.Digest, w.runner.ID()) == 1
+	})
+	got := w.create("three")
+	if got.Image.Digest != rebuilt.Digest || got.Sandbox.RunnerID != w.runner.ID() {
+		t.Errorf("the new image is not used where it is: %+v on %s", got.Image, got.Sandbox.RunnerID)
+	}
+	_, err := w.CreateWorkspace(t.Context(), w.project, controller.CreateRequest{Image: string(core.DigestOf([]byte("nothing"))), Resources: ws.Resources}, wait)
+	wantCode(t, err, core.CodeImageNotFound)
+}
+
 // TestForkTakesOver gives children what their parent had unless the request says otherwise.
 func TestForkTakesOver(t *testing.T) {
 	t.Parallel()

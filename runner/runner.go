@@ -283,6 +283,9 @@ func (r *Runner) Info() (runnerapi.Info, error) {
 		DiskFreeMB: free / 1e6, Weak: r.cfg.Weak,
 	}
 	info.EgressKey, info.EgressURL = r.egress.reach()
+	if list, err := r.Images(); err == nil { // else the controller keeps what it knows
+		info.Images = runnerapi.SumImages(list)
+	}
 	for _, s := range r.Sandboxes() {
 		if s.State != runnerapi.SandboxDead {
 			info.Allocated.Sandboxes++

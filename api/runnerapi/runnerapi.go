@@ -100,6 +100,9 @@ type Info struct {
 	// Weak names what keeps guests apart less well on the runner's host than it could, and its operator has allowed.
 	Weak []string `json:"weak,omitempty"`
 
+	// Images is the checksum (SumImages) of the list of images; empty for an older runner, or when the list could not be read.
+	Images string `json:"images,omitempty"`
+
 	EgressKey []byte `json:"egress_key,omitempty"` // that grants are sealed for: of the egress process that runs now; empty for none
 	EgressURL string `json:"egress_url,omitempty"` // of that, as guests reach it: http://address:port
 }

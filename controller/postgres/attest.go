@@ -37,7 +37,7 @@ func (t *tx) insertAttestations(list []controller.ResealRecord) {
 		INSERT INTO attestations (project_id, workspace_id, epoch, sandbox_id, runner_id, digest, envelope)
 		SELECT v.project_id, v.workspace_id, v.epoch, v.sandbox_id, v.runner_id, v.digest, decode(v.envelope, 'base64')
 		FROM jsonb_to_recordset(@rows::jsonb) AS v (project_id text, workspace_id text, epoch bigint, sandbox_id text, runner_id text, digest text, envelope text)
-		WHERE EXISTS (SELECT 1 FROM runners r WHERE r.id = v.runner_id AND r.removed_at IS NULL)`, args{"rows": rows})
+		WHERE EXISTS (SELECT 1 FROM runners r WHERE r.id = v.runner_id AND r.removed_at IS NULL OFFSET 0)`, args{"rows": rows})
 }
 
 type attestationRow struct {

@@ -18,6 +18,8 @@ type beatRow struct {
 	Number      int64     `db:"number"`
 	Known       bool      `db:"known"`
 	HeartbeatAt time.Time `db:"heartbeat_at"`
+	Endpoint    string    `db:"endpoint"`
+	ImagesSum   string    `db:"images_sum"`
 }
 
 // oldBeatAge is how old a heartbeat without a number can be when it arrives: its runner sends one list to one controller after the
@@ -27,7 +29,8 @@ const oldBeatAge = time.Minute
 // HeartbeatRunner locks the runner's row first: heartbeats of one runner take turns.
 func (t *tx) HeartbeatRunner(ctx context.Context, id core.RunnerID, h runnerapi.Heartbeat, ttl time.Duration) (controller.Beaten, error) {
 	row, err := one[beatRow](ctx, t, noRunner(id), `
-		SELECT lease_epoch, started_at, fenced_at IS NOT NULL AS fenced, heartbeat_at,
+		SELECT lease_epoch, started_at, fenced_at IS NOT NULL AS fenced, heartbeat_at, endpoint,
+			coalesce((SELECT l.images_sum FROM runner_loads l WHERE l.runner_id = runners.id), '') AS images_sum,
 			CASE WHEN beat_epoch = lease_epoch THEN beat ELSE 0 END AS number,
 			coalesce(beat_epoch = lease_epoch AND beat_at = heartbeat_at, false) AS known
 		FROM runners WHERE id = @id FOR NO KEY UPDATE`, args{"id": id})
@@ -47,7 +50,7 @@ func (t *tx) HeartbeatRunner(ctx context.Context, id core.RunnerID, h runnerapi.
 			"disk": h.Info.DiskFreeMB, "kvm": h.Info.KVM, "egress_key": orNone(h.Info.EgressKey), "egress_url": h.Info.EgressURL,
 			"number": h.Number,
 		})
-	out := controller.Beaten{Next: row.Known && row.Number == h.Answered && h.Number > 0}
+	out := controller.Beaten{ImagesSum: row.ImagesSum, Endpoint: row.Endpoint, Next: row.Known && row.Number == h.Answered && h.Number > 0}
 	switch {
 	case out.Next:
 		out.Settled = row.HeartbeatAt

@@ -29,7 +29,8 @@ const pageColumns = `
 	coalesce(c.manifest_bytes, 0) AS manifest_bytes, coalesce(c.stored_bytes, 0) AS stored_bytes,
 	c.imported, coalesce(s.state, '') AS seal_state, coalesce(s.attempt, 0) AS seal_attempt, coalesce(s.problem_code, '') AS seal_code, coalesce(s.problem_message, '') AS seal_message`
 
-const checkpointJoins = ` LEFT JOIN runners r ON r.id = c.runner_id
+// A runner is looked up by its key: see workspaceJoins.
+const checkpointJoins = ` LEFT JOIN LATERAL (SELECT * FROM runners x WHERE x.id = c.runner_id LIMIT 1) r ON true
 	LEFT JOIN LATERAL (SELECT * FROM seals x WHERE x.checkpoint_id = c.id AND c.state = 'captured' LIMIT 1) s ON true`
 
 type checkpointRow struct {
@@ -206,7 +207,7 @@ func classKey(c runnerapi.RunnerClass) string {
 	return c.Arch + "/" + c.Accelerator + "/" + c.VMM + "/" + c.VMMVersion + "/" + c.MachineType + "/" + string(core.DigestOf([]byte(c.CPUModel)))
 }
 
-// LiveTemplate finds a template.
+// LiveTemplate finds a template. It does not count the children: every workspace of the image has its first checkpoint there.
 func (t *tx) LiveTemplate(ctx context.Context, runner controller.Runner, image core.Digest, res core.Resources, local bool) (controller.Checkpoint, error) {
 	absent := core.Errorf(core.NotFound, core.CodeCheckpointNotFound, "there is no template of image %s for this shape yet", image.Short())
 	row, err := one[checkpointRow](ctx, t, absent, `
@@ -218,7 +219,7 @@ func (t *tx) LiveTemplate(ctx context.Context, runner controller.Runner, image c
 			(SELECT id, 1 FROM checkpoints WHERE NOT @local AND kind = 'template' AND state = 'sealed'
 				AND image_digest = @image AND class_key = @class AND vcpus = @vcpus AND memory_mib = @memory LIMIT 1)
 		)
-		SELECT`+checkpointColumns+` FROM (SELECT id FROM found ORDER BY rank LIMIT 1) f JOIN checkpoints c ON c.id = f.id`+checkpointJoins,
+		SELECT`+pageColumns+`, 0 AS children_count FROM (SELECT id FROM found ORDER BY rank LIMIT 1) f JOIN checkpoints c ON c.id = f.id`+checkpointJoins,
 		args{
 			"runner": runner.Info.RunnerID, "image": image, "class": classKey(runner.Info.Class), "vcpus": res.VCPUs, "memory": res.MemoryMiB, "local": local,
 		})

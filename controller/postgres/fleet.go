@@ -100,36 +100,6 @@ func (t *tx) Runners(ctx context.Context, p controller.Page) ([]controller.Runne
 	return list, err
 }
 
-// usedColumns need the relation l (a runner's load).
-const usedColumns = ` l.sandboxes AS used_sandboxes, l.vcpus AS used_vcpus, l.memory_mib AS used_memory_mib`
-
-type usedRow struct {
-	Sandboxes int `db:"used_sandboxes"`
-	VCPUs     int `db:"used_vcpus"`
-	MemoryMiB int `db:"used_memory_mib"`
-}
-
-func (r usedRow) capacity() runnerapi.Capacity {
-	return runnerapi.Capacity{Sandboxes: r.Sandboxes, VCPUs: r.VCPUs, MemoryMiB: r.MemoryMiB}
-}
-
-type fleetRow struct {
-	runnerRow
-	usedRow
-}
-
-// Fleet returns all runners with what every project has placed on them, whatever the transaction's scope.
-func (t *tx) Fleet(ctx context.Context) ([]controller.Runner, error) {
-	rows, err := asSystem[fleetRow](ctx, t, `
-		SELECT`+runnerColumns+`,`+usedColumns+` FROM runners r JOIN runner_loads l ON l.runner_id = r.id WHERE r.fenced_at IS NULL ORDER BY r.id`, args{})
-	list := make([]controller.Runner, len(rows))
-	for i, r := range rows {
-		list[i] = r.runner()
-		list[i].Used = r.capacity()
-	}
-	return list, err
-}
-
 type workspaceIDRow struct {
 	ID core.WorkspaceID `db:"id"`
 }
@@ -204,71 +174,4 @@ func (t *tx) LoseWorkspaces(ctx context.Context, runner core.RunnerID, why contr
 		ids[i] = w.ID
 	}
 	return ids, err
-}
-
-type newImage struct {
-	ID        core.ImageID `json:"id"`
-	Digest    core.Digest  `json:"digest"`
-	Name      string       `json:"name"`
-	SizeBytes int64        `json:"size_bytes"`
-	BuiltAt   time.Time    `json:"built_at"`
-}
-
-// SetImages replaces what a runner is known to hold. What is in a runner's own store was put there by the operator: it
-// is published to all projects.
-func (t *tx) SetImages(ctx context.Context, runner core.RunnerID, images []runnerapi.Image) error {
-	rows := make([]newImage, len(images))
-	for i, img := range images {
-		rows[i] = newImage{ID: core.NewID[core.ImageID](), Digest: img.Digest, Name: img.Name, SizeBytes: img.SizeBytes, BuiltAt: img.CreatedAt}
-	}
-	const recordset = ` FROM jsonb_to_recordset(@rows::jsonb) AS v (id text, digest text, name text, size_bytes bigint, built_at timestamptz)`
-	if _, err := t.exec(ctx, `
-		INSERT INTO images (id, project_id, digest, shared, size_bytes, built_at)
-		SELECT DISTINCT ON (v.digest) v.id, @project, v.digest, true, v.size_bytes, v.built_at`+recordset+` ORDER BY v.digest
-		ON CONFLICT ON CONSTRAINT images_project_digest_key DO NOTHING`, args{"rows": rows, "project": controller.SystemProject}); err != nil {
-		return err
-	}
-	if _, err := t.exec(ctx, `
-		DELETE FROM image_locations l USING images i WHERE i.id = l.image_id AND l.runner_id = @runner
-			AND NOT EXISTS (SELECT 1`+recordset+` WHERE v.digest = i.digest AND coalesce(v.name, '') = l.name)`,
-		args{"rows": rows, "runner": runner}); err != nil {
-		return err
-	}
-	_, err := t.exec(ctx, `
-		INSERT INTO image_locations (project_id, image_id, runner_id, name, shared)
-		SELECT DISTINCT i.project_id, i.id, @runner, coalesce(v.name, ''), true`+recordset+` JOIN images i ON i.digest = v.digest AND i.project_id = @project
-		ON CONFLICT ON CONSTRAINT image_locations_pkey DO NOTHING`, args{"rows": rows, "runner": runner, "project": controller.SystemProject})
-	return err
-}
-
-type imageRow struct {
-	ID        core.ImageID `db:"id"`
-	Name      string       `db:"name"`
-	Digest    core.Digest  `db:"digest"`
-	SizeBytes int64        `db:"size_bytes"`
-	BuiltAt   time.Time    `db:"built_at"`
-	Runners   []string     `db:"runners"`
-}
-
-func (r imageRow) image() controller.Image {
-	img := controller.Image{ID: r.ID, Name: r.Name, Digest: r.Digest, SizeBytes: r.SizeBytes, BuiltAt: r.BuiltAt}
-	for _, id := range r.Runners {
-		img.Runners = append(img.Runners, core.RunnerID(id))
-	}
-	return img
-}
-
-const imageColumns = ` i.id, i.digest, i.size_bytes, i.built_at, array_agg(DISTINCT l.runner_id::text) AS runners`
-
-// Images lists what runners hold, one entry for each name of an image, newest first.
-func (t *tx) Images(ctx context.Context, p controller.Page) ([]controller.Image, error) {
-	rows, err := many[imageRow](ctx, t, `
-		SELECT`+imageColumns+`, l.name FROM image_locations l JOIN images i ON i.id = l.image_id
-		GROUP BY i.id, l.name HAVING (@after::text = '' OR (i.id || '/' || l.name) COLLATE "C" < @after COLLATE "C")
-		ORDER BY (i.id || '/' || l.name) COLLATE "C" DESC LIMIT @limit`, args{"after": p.After, "limit": p.Limit})
-	list := make([]controller.Image, len(rows))
-	for i, r := range rows {
-		list[i] = r.image()
-	}
-	return list, err
 }

@@ -2,6 +2,7 @@ package postgres_test
 
 import (
 	"context"
+	"slices"
 	"testing"
 	"time"
 
@@ -106,7 +107,7 @@ func TestRunnerLease(t *testing.T) {
 		t.Errorf("%+v", r)
 	}
 	d.mine(func(ctx context.Context, tx controller.Tx) error {
-		fleet, err := tx.Fleet(ctx)
+		fleet, err := tx.LoadedRunners(ctx, []core.RunnerID{d.runner})
 		if len(fleet) != 0 {
 			t.Errorf("a fenced runner is in the fleet: %+v", fleet)
 		}
@@ -134,7 +135,7 @@ func TestFleetCountsAllProjects(t *testing.T) {
 	used := func(want runnerapi.Capacity) {
 		t.Helper()
 		d.mine(func(ctx context.Context, tx controller.Tx) error {
-			fleet, err := tx.Fleet(ctx)
+			fleet, err := tx.LoadedRunners(ctx, []core.RunnerID{d.runner})
 			if len(fleet) != 1 || fleet[0].Used != want {
 				t.Errorf("%+v, want %+v", fleet, want)
 			}
@@ -153,7 +154,7 @@ func TestFleetCountsAllProjects(t *testing.T) {
 		used(runnerapi.Capacity{Sandboxes: 1, VCPUs: 1, MemoryMiB: 512})
 	}
 	d.mine(func(ctx context.Context, tx controller.Tx) error {
-		_, err := tx.Fleet(ctx)
+		_, err := tx.LoadedRunners(ctx, []core.RunnerID{d.runner})
 		list, err2 := tx.Workspaces(ctx, controller.WorkspaceFilter{Page: page(10)})
 		if len(list) != 1 || err2 != nil {
 			t.Errorf("afterwards the scope is the project's again: %d, %v", len(list), err2)
@@ -223,4 +224,80 @@ func TestImages(t *testing.T) {
 	if got := list(); len(got) != 0 {
 		t.Errorf("%v", got)
 	}
+}
+
+// TestLoadsFollowRunners changes a runner in every way that decides whether it is offered, and how early.
+func TestLoadsFollowRunners(t *testing.T) {
+	t.Parallel()
+	d := newDB(t)
+	second := d.info()
+	second.RunnerID = core.NewID[core.RunnerID]()
+	d.system(func(ctx context.Context, tx controller.Tx) error {
+		_, err := tx.RegisterRunner(ctx, runnerapi.Register{Info: second, Endpoint: "http://127.0.0.1:2"}, time.Minute)
+		return err
+	})
+	from := d.template()
+	offered := func(f controller.EmptiestFilter, want ...core.RunnerID) {
+		t.Helper()
+		f.Limit = 10
+		d.mine(func(ctx context.Context, tx controller.Tx) error {
+			list, err := tx.EmptiestRunners(ctx, f)
+			got := make([]core.RunnerID, len(list))
+			for i, r := range list {
+				got[i] = r.Info.RunnerID
+			}
+			if !slices.Equal(got, want) {
+				t.Errorf("%+v: %v, want %v", f, got, want)
+			}
+			return err
+		})
+	}
+	all := controller.EmptiestFilter{}
+	offered(all, slices.Sorted(slices.Values([]core.RunnerID{d.runner, second.RunnerID}))...)
+	for range 7 { // more than a sixteenth of its 100
+		d.ready(d.project, from)
+	}
+	offered(all, second.RunnerID, d.runner)
+	other := d.class
+	other.VMMVersion = "2"
+	offered(controller.EmptiestFilter{Class: &d.class}, second.RunnerID, d.runner)
+	offered(controller.EmptiestFilter{Class: &other})
+	beat := func(capacity runnerapi.Capacity) {
+		t.Helper()
+		d.system(func(ctx context.Context, tx controller.Tx) error {
+			r, err := tx.Runner(ctx, d.runner)
+			if err != nil {
+				return err
+			}
+			info := d.info()
+			info.StartedAt, info.Capacity = r.Info.StartedAt, capacity
+			_, err = tx.HeartbeatRunner(ctx, d.runner, runnerapi.Heartbeat{LeaseEpoch: r.LeaseEpoch, Info: info}, time.Minute)
+			return err
+		})
+	}
+	beat(runnerapi.Capacity{Sandboxes: 7})
+	offered(controller.EmptiestFilter{NotFull: true}, second.RunnerID)
+	offered(controller.EmptiestFilter{Fits: &core.Resources{VCPUs: 1000, MemoryMiB: 1}}, d.runner) // its processors are not limited
+	beat(runnerapi.Capacity{})
+	offered(controller.EmptiestFilter{NotFull: true}, slices.Sorted(slices.Values([]core.RunnerID{d.runner, second.RunnerID}))...)
+	for _, on := range []bool{true, false} {
+		d.system(func(ctx context.Context, tx controller.Tx) error {
+			_, err := tx.DrainRunner(ctx, second.RunnerID, on)
+			return err
+		})
+		offered(controller.EmptiestFilter{Fresh: true}, map[bool][]core.RunnerID{true: {d.runner}, false: slices.Sorted(slices.Values([]core.RunnerID{d.runner, second.RunnerID}))}[on]...)
+	}
+	d.exec(`UPDATE runners SET lease_expires_at = now() - interval '1 hour' WHERE id = $1`, second.RunnerID)
+	offered(controller.EmptiestFilter{Fresh: true}, d.runner)
+	d.system(func(ctx context.Context, tx controller.Tx) error {
+		_, err := tx.FenceRunners(ctx, time.Minute, 10)
+		return err
+	})
+	offered(all, d.runner)
+	second.Class = other
+	d.system(func(ctx context.Context, tx controller.Tx) error {
+		_, err := tx.RegisterRunner(ctx, runnerapi.Register{Info: second, Endpoint: "http://127.0.0.1:2"}, time.Minute)
+		return err
+	})
+	offered(controller.EmptiestFilter{Class: &other}, second.RunnerID)
 }

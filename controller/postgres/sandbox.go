@@ -20,39 +20,40 @@ type addressRow struct {
 }
 
 // FreeAddresses draws from 10.83.0.0/16 without its first 256 addresses and the broadcast address. It looks at random
-// candidates first, which costs a few index probes, and sweeps the pool only when it is nearly used up. Two transactions
-// may draw the same address; the unique index decides.
+// candidates, which costs a few index probes, and at more of them when the pool is nearly used up. It never looks at the whole pool: a
+// pool of which less than one address in a hundred is free counts as used up. Two transactions may draw the same address; the unique
+// index decides.
 func (t *tx) FreeAddresses(ctx context.Context, n int) ([]string, error) {
-	seen := map[string]bool{}
-	candidates := make([]string, 0, 2*n+2)
-	for len(candidates) < cap(candidates) {
-		ip := fmt.Sprintf("10.83.%d.%d", 1+rand.IntN(255), rand.IntN(256)) //nolint:gosec // G404: an address is not a secret
-		if !seen[ip] && ip != "10.83.255.255" {
-			seen[ip] = true
-			candidates = append(candidates, ip)
+	seen := make(map[string]bool, 2*n+2)
+	out := make([]string, 0, n)
+	for _, more := range []int{2*n + 2, 16*n + 64, 128*n + 1024} {
+		candidates := make([]string, 0, min(more, drawnAddresses))
+		for tries := 0; len(candidates) < cap(candidates) && tries < 2*drawnAddresses; tries++ {
+			ip := fmt.Sprintf("10.83.%d.%d", 1+rand.IntN(255), rand.IntN(256)) //nolint:gosec // G404: an address is not a secret
+			if !seen[ip] && ip != "10.83.255.255" {
+				seen[ip] = true
+				candidates = append(candidates, ip)
+			}
+		}
+		// OFFSET 0 keeps it a probe of the index for each: see workspaceJoins.
+		rows, err := asSystem[addressRow](ctx, t, `
+			SELECT c.ip FROM unnest(@candidates::text[]) AS c (ip) WHERE NOT EXISTS (SELECT 1 FROM sandboxes s WHERE s.ip = c.ip AND s.ended_at IS NULL OFFSET 0) LIMIT @n`,
+			args{"candidates": candidates, "n": n - len(out)})
+		if err != nil {
+			return nil, err
+		}
+		for _, r := range rows {
+			out = append(out, r.IP)
+		}
+		if len(out) == n {
+			return out, nil
 		}
 	}
-	// OFFSET 0 keeps it a probe of the index for each: see workspaceJoins.
-	const free = ` WHERE NOT EXISTS (SELECT 1 FROM sandboxes s WHERE s.ip = c.ip AND s.ended_at IS NULL OFFSET 0)`
-	rows, err := asSystem[addressRow](ctx, t, `SELECT c.ip FROM unnest(@candidates::text[]) AS c (ip)`+free+` LIMIT @n`,
-		args{"candidates": candidates, "n": n})
-	if err == nil && len(rows) < n {
-		rows, err = asSystem[addressRow](ctx, t, `
-			SELECT c.ip FROM (SELECT '10.83.' || a || '.' || b AS ip FROM generate_series(1, 255) AS a, generate_series(0, 255) AS b
-				WHERE (a, b) <> (255, 255)) AS c`+free+` ORDER BY random() LIMIT @n`, args{"n": n})
-	}
-	if err != nil {
-		return nil, err
-	}
-	if len(rows) < n {
-		return nil, core.Errorf(core.Exhausted, core.CodeCapacity, "all addresses of 10.83.0.0/16 are in use; terminate workspaces first")
-	}
-	out := make([]string, n)
-	for i := range out {
-		out[i] = rows[i].IP
-	}
-	return out, nil
+	return nil, core.Errorf(core.Exhausted, core.CodeCapacity, "the addresses of 10.83.0.0/16 are used up: %d free ones were not found; terminate workspaces first", n)
 }
+
+// drawnAddresses bounds the addresses that one look at the pool draws.
+const drawnAddresses = 16384
 
 // InsertSandboxes inserts planned sandboxes.
 func (t *tx) InsertSandboxes(list []controller.Sandbox) {
@@ -80,7 +81,7 @@ func (t *tx) Occupied(ctx context.Context, runner core.RunnerID) (runnerapi.Capa
 }
 
 func (t *tx) sandboxes(ctx context.Context, where string, a args) ([]controller.Sandbox, error) {
-	rows, err := many[sandboxRow](ctx, t, `SELECT`+sandboxColumns+` FROM sandboxes s JOIN runners r ON r.id = s.runner_id WHERE `+where+` ORDER BY s.id`, a)
+	rows, err := many[sandboxRow](ctx, t, `SELECT`+sandboxColumns+` FROM sandboxes s CROSS JOIN LATERAL (SELECT * FROM runners x WHERE x.id = s.runner_id LIMIT 1) r WHERE `+where+` ORDER BY s.id`, a)
 	if err != nil {
 		return nil, err
 	}

@@ -75,14 +75,22 @@ type nearRow struct {
 	Distance int           `db:"distance"`
 }
 
-// Near ranks runners: those with the checkpoint, with its parent, with its root, with its image.
+// nearest bounds the runners that are looked at for each distance.
+const nearest = 16
+
+// Near ranks runners: those with the checkpoint, with its parent, with its root, with its image; of each a few.
 func (t *tx) Near(ctx context.Context, cp controller.Checkpoint) (map[core.RunnerID]int, error) {
 	rows, err := many[nearRow](ctx, t, `
 		SELECT runner_id, min(distance) AS distance FROM (
-			SELECT k.runner_id, n.distance::int FROM unnest(ARRAY[@id, @parent, @root]::text[]) WITH ORDINALITY AS n (id, distance) JOIN checkpoint_copies k ON k.checkpoint_id = n.id
+			SELECT k.runner_id, n.distance::int FROM unnest(ARRAY[@id, @parent, @root]::text[]) WITH ORDINALITY AS n (id, distance) CROSS JOIN LATERAL (
+				SELECT x.runner_id FROM checkpoint_copies x WHERE x.checkpoint_id = n.id ORDER BY x.runner_id LIMIT @nearest
+			) k
 			UNION ALL
-			SELECT l.runner_id, 4 FROM images i JOIN image_locations l ON l.image_id = i.id WHERE i.digest = @image
-		) AS known GROUP BY runner_id`, args{"id": cp.ID, "parent": cp.Parent, "root": cp.Root, "image": cp.Image.Digest})
+			SELECT l.runner_id, 4 FROM (SELECT id FROM images WHERE project_id = @system AND digest = @image) i CROSS JOIN LATERAL (
+				SELECT x.runner_id FROM image_locations x WHERE x.image_id = i.id LIMIT @nearest
+			) l
+		) AS known GROUP BY runner_id`,
+		args{"id": cp.ID, "parent": cp.Parent, "root": cp.Root, "image": cp.Image.Digest, "system": controller.SystemProject, "nearest": nearest})
 	near := make(map[core.RunnerID]int, len(rows))
 	for _, r := range rows {
 		near[r.RunnerID] = r.Distance - 1
@@ -90,16 +98,18 @@ func (t *tx) Near(ctx context.Context, cp controller.Checkpoint) (map[core.Runne
 	return near, err
 }
 
-// Peers are those of Near that hold a copy and whose lease has not ended.
+// Peers are some of those that hold a copy and whose lease has not ended. Only the first copies of each checkpoint are looked at.
 func (t *tx) Peers(ctx context.Context, cp controller.Checkpoint) ([]runnerapi.Peer, error) {
 	return many[runnerapi.Peer](ctx, t, `
 		SELECT r.id, r.endpoint FROM (
 			SELECT k.runner_id, min(n.distance) AS distance
-			FROM unnest(ARRAY[@id, @parent, @root]::text[]) WITH ORDINALITY AS n (id, distance) JOIN checkpoint_copies k ON k.checkpoint_id = n.id
+			FROM unnest(ARRAY[@id, @parent, @root]::text[]) WITH ORDINALITY AS n (id, distance) CROSS JOIN LATERAL (
+				SELECT x.runner_id FROM checkpoint_copies x WHERE x.checkpoint_id = n.id ORDER BY x.runner_id LIMIT @nearest
+			) k
 			GROUP BY k.runner_id
-		) AS near JOIN runners r ON r.id = near.runner_id
+		) AS near CROSS JOIN LATERAL (SELECT * FROM runners x WHERE x.id = near.runner_id LIMIT 1) r
 		WHERE r.lease_expires_at > now() AND r.fenced_at IS NULL ORDER BY near.distance, r.id LIMIT @most`,
-		args{"id": cp.ID, "parent": cp.Parent, "root": cp.Root, "most": runnerapi.MaxPeers})
+		args{"id": cp.ID, "parent": cp.Parent, "root": cp.Root, "most": runnerapi.MaxPeers, "nearest": nearest})
 }
 
 type copyRow struct {

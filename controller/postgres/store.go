@@ -261,6 +261,17 @@ func asSystem[T any](ctx context.Context, t *tx, sql string, a args) ([]T, error
 	return collect[T](ctx, t, controller.System(), sql, a)
 }
 
+// byIndex runs one query in the system's scope with plans that follow indexes. The planner cannot know that the policies of a table
+// hide nothing from the system. It expects a two-hundredth of the rows, and so finds it cheaper to read a table whole and sort it than to
+// take the first rows in the order of an index. The settings end with the query, and travel with it.
+func byIndex[T any](ctx context.Context, t *tx, sql string, a args) ([]T, error) {
+	const set = "SELECT set_config('enable_seqscan', $1, true), set_config('enable_sort', $1, true)"
+	t.queue(set, "off")
+	list, err := asSystem[T](ctx, t, sql, a)
+	t.queue(set, "on")
+	return list, err
+}
+
 // one runs a query for at most one row; absent is the error when there is none.
 func one[T any](ctx context.Context, t *tx, absent error, sql string, a args) (T, error) {
 	list, err := many[T](ctx, t, sql, a)

@@ -351,7 +351,7 @@ func (t *tx) changed(ctx context.Context, id core.WorkspaceID, to core.Workspace
 
 // givenUp says whether the runner of a sandbox was given up. No workspace may become ready there.
 func givenUp(sandbox string) string {
-	return `EXISTS (SELECT 1 FROM sandboxes its JOIN runners host ON host.id = its.runner_id WHERE its.id = ` + sandbox + ` AND host.fenced_at IS NOT NULL)`
+	return `EXISTS (SELECT 1 FROM sandboxes its CROSS JOIN LATERAL (SELECT x.fenced_at FROM runners x WHERE x.id = its.runner_id LIMIT 1) host WHERE its.id = ` + sandbox + ` AND host.fenced_at IS NOT NULL OFFSET 0)`
 }
 
 // ReturnWorkspace gives a workspace back to the sandbox that it has.

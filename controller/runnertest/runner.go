@@ -309,7 +309,7 @@ func (r *Runner) info() runnerapi.Info {
 	info := runnerapi.Info{
 		RunnerID: r.cfg.ID, Version: runnerapi.Version, Hostname: "fake", Class: r.cfg.Class, Capacity: r.cfg.Capacity,
 		StartedAt: r.started, KVM: "not used: this runner is a fake", DiskFreeMB: r.diskFreeMB,
-		EgressKey: r.keys.Public(), EgressURL: EgressURL,
+		EgressKey: r.keys.Public(), EgressURL: EgressURL, Images: runnerapi.SumImages(r.cfg.Images),
 	}
 	for _, s := range r.sandboxes {
 		info.Allocated.Sandboxes++

@@ -1,0 +1,123 @@
+package postgres
+
+import (
+	"context"
+	"time"
+
+	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/core"
+)
+
+type newImage struct {
+	ID        core.ImageID `json:"id"`
+	Digest    core.Digest  `json:"digest"`
+	Name      string       `json:"name"`
+	SizeBytes int64        `json:"size_bytes"`
+	BuiltAt   time.Time    `json:"built_at"`
+}
+
+// SetImages replaces what a runner is known to hold, and records the checksum of the list. What is in a runner's own store was put there by the operator: it
+// is published to all projects.
+func (t *tx) SetImages(ctx context.Context, runner core.RunnerID, images []runnerapi.Image) error {
+	rows := make([]newImage, len(images))
+	for i, img := range images {
+		rows[i] = newImage{ID: core.NewID[core.ImageID](), Digest: img.Digest, Name: img.Name, SizeBytes: img.SizeBytes, BuiltAt: img.CreatedAt}
+	}
+	if _, err := t.exec(ctx, `UPDATE runner_loads SET images_sum = @sum WHERE runner_id = @runner`, args{"sum": runnerapi.SumImages(images), "runner": runner}); err != nil {
+		return err
+	}
+	const recordset = ` FROM jsonb_to_recordset(@rows::jsonb) AS v (id text, digest text, name text, size_bytes bigint, built_at timestamptz)`
+	if _, err := t.exec(ctx, `
+		INSERT INTO images (id, project_id, digest, shared, size_bytes, built_at)
+		SELECT DISTINCT ON (v.digest) v.id, @project, v.digest, true, v.size_bytes, v.built_at`+recordset+` ORDER BY v.digest
+		ON CONFLICT ON CONSTRAINT images_project_digest_key DO NOTHING`, args{"rows": rows, "project": controller.SystemProject}); err != nil {
+		return err
+	}
+	if _, err := t.exec(ctx, `
+		DELETE FROM image_locations l USING images i WHERE i.id = l.image_id AND l.runner_id = @runner
+			AND NOT EXISTS (SELECT 1`+recordset+` WHERE v.digest = i.digest AND coalesce(v.name, '') = l.name)`,
+		args{"rows": rows, "runner": runner}); err != nil {
+		return err
+	}
+	_, err := t.exec(ctx, `
+		INSERT INTO image_locations (project_id, image_id, runner_id, name, shared)
+		SELECT DISTINCT i.project_id, i.id, @runner, coalesce(v.name, ''), true`+recordset+` JOIN images i ON i.digest = v.digest AND i.project_id = @project
+		ON CONFLICT ON CONSTRAINT image_locations_pkey DO NOTHING`, args{"rows": rows, "runner": runner, "project": controller.SystemProject})
+	return err
+}
+
+type imageRow struct {
+	ID        core.ImageID `db:"id"`
+	Name      string       `db:"name"`
+	Digest    core.Digest  `db:"digest"`
+	SizeBytes int64        `db:"size_bytes"`
+	BuiltAt   time.Time    `db:"built_at"`
+	Runners   []string     `db:"runners"`
+}
+
+func (r imageRow) image() controller.Image {
+	img := controller.Image{ID: r.ID, Name: r.Name, Digest: r.Digest, SizeBytes: r.SizeBytes, BuiltAt: r.BuiltAt}
+	for _, id := range r.Runners {
+		img.Runners = append(img.Runners, core.RunnerID(id))
+	}
+	return img
+}
+
+const imageColumns = ` i.id, i.digest, i.size_bytes, i.built_at, array_agg(DISTINCT l.runner_id::text) AS runners`
+
+// Images lists what runners hold, one entry for each name of an image, newest first.
+func (t *tx) Images(ctx context.Context, p controller.Page) ([]controller.Image, error) {
+	rows, err := many[imageRow](ctx, t, `
+		SELECT`+imageColumns+`, l.name FROM image_locations l JOIN images i ON i.id = l.image_id
+		GROUP BY i.id, l.name HAVING (@after::text = '' OR (i.id || '/' || l.name) COLLATE "C" < @after COLLATE "C")
+		ORDER BY (i.id || '/' || l.name) COLLATE "C" DESC LIMIT @limit`, args{"after": p.After, "limit": p.Limit})
+	list := make([]controller.Image, len(rows))
+	for i, r := range rows {
+		list[i] = r.image()
+	}
+	return list, err
+}
+
+// namedImages bounds the images that one name may stand for at once, on different runners.
+const namedImages = 16
+
+type foundImageRow struct {
+	ID        core.ImageID `db:"id"`
+	Name      string       `db:"name"`
+	Digest    core.Digest  `db:"digest"`
+	SizeBytes int64        `db:"size_bytes"`
+	BuiltAt   time.Time    `db:"built_at"`
+}
+
+// FindImage steps through the images of the name, however many runners hold each, and takes the newest one that a runner with a lease
+// holds.
+func (t *tx) FindImage(ctx context.Context, ref string) (controller.Image, error) {
+	absent := core.Errorf(core.NotFound, core.CodeImageNotFound, "no reachable runner has an image %q; build it with `coppice image build`", core.Clip(ref))
+	rows, err := byIndex[foundImageRow](ctx, t, `
+		WITH RECURSIVE named AS (
+			(SELECT l.image_id, 1 AS n FROM image_locations l WHERE l.name = @ref AND l.name <> '' ORDER BY l.image_id LIMIT 1)
+			UNION ALL
+			SELECT x.image_id, named.n + 1 FROM named CROSS JOIN LATERAL (
+				SELECT l.image_id FROM image_locations l WHERE l.name = @ref AND l.image_id > named.image_id ORDER BY l.image_id LIMIT 1
+			) x WHERE named.n < @most
+		), found AS (
+			SELECT i.id, @ref::text AS name, i.digest, i.size_bytes, i.built_at FROM named CROSS JOIN LATERAL (SELECT * FROM images x WHERE x.id = named.image_id LIMIT 1) i
+			UNION ALL
+			SELECT i.id, coalesce((SELECT l.name FROM image_locations l WHERE l.image_id = i.id ORDER BY l.name DESC LIMIT 1), ''), i.digest, i.size_bytes, i.built_at
+			FROM images i WHERE i.project_id = @system AND i.digest = @ref
+		)
+		SELECT f.id, f.name, f.digest, f.size_bytes, f.built_at FROM found f WHERE EXISTS (
+			SELECT 1 FROM image_locations l CROSS JOIN LATERAL (
+				SELECT 1 FROM runners r WHERE r.id = l.runner_id AND r.lease_expires_at > now() AND r.fenced_at IS NULL LIMIT 1
+			) r WHERE l.image_id = f.id OFFSET 0)
+		ORDER BY f.built_at DESC, f.id LIMIT 1`, args{"ref": ref, "most": namedImages, "system": controller.SystemProject})
+	if err != nil || len(rows) == 0 {
+		if err == nil {
+			err = absent
+		}
+		return controller.Image{}, err
+	}
+	r := rows[0]
+	return controller.Image{ID: r.ID, Name: r.Name, Digest: r.Digest, SizeBytes: r.SizeBytes, BuiltAt: r.BuiltAt}, nil
+}
