@@ -208,7 +208,7 @@ func (x *screenOf) read(from *os.File) {
 // await waits until the text is there, and forgets what came up to it.
 func (x *screenOf) await(text string) {
 	x.t.Helper()
-	late := time.NewTimer(time.Minute)
+	late := time.NewTimer(5 * time.Minute)
 	defer late.Stop()
 	for !strings.Contains(x.text, text) {
 		select {

@@ -346,7 +346,7 @@ func (x *terminal) await(text string) {
 
 func (x *terminal) next() coppice.AttachEvent {
 	x.t.Helper()
-	ctx, cancel := context.WithTimeout(x.t.Context(), time.Minute)
+	ctx, cancel := context.WithTimeout(x.t.Context(), 5*time.Minute)
 	defer cancel()
 	e, err := x.a.Next(ctx)
 	if err != nil {

@@ -13,7 +13,8 @@ import (
 // first: neither database nor store nor authority. It is forked there, on a host that has never seen it: its processes go on, every byte of memory
 // and disk is as it was, and the tree grows on.
 func TestExportToAnotherCluster(t *testing.T) {
-	p := newPool(t)
+	patient := []string{"--runner-lease", "30s", "--runner-fence", "30s"} // no host dies here, and a busy one must not count as dead
+	p := newPool(t, patient...)
 	home := p.join()
 	s := home.stack
 	ws, was := p.parent(s, writeContent)
@@ -25,7 +26,7 @@ func TestExportToAnotherCluster(t *testing.T) {
 	file := exportTo(t, p.Client, cp.ID, path)
 	t.Logf("exported %d bytes in %.1f s; %d were stored for this checkpoint alone", file, time.Since(began).Seconds(), cp.StoredBytes)
 
-	q := newPool(t)
+	q := newPool(t, patient...)
 	host := q.join()
 	in, err := os.Open(path)
 	if err != nil {

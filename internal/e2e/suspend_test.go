@@ -58,7 +58,7 @@ func TestSuspendAndResume(t *testing.T) {
 		t.Error(err)
 	}
 	// What a machine has used is written when it has ended, at its runner's next heartbeat.
-	wait, cancel := context.WithTimeout(ctx, time.Minute)
+	wait, cancel := context.WithTimeout(ctx, 5*time.Minute)
 	defer cancel()
 	tick := time.NewTicker(100 * time.Millisecond)
 	defer tick.Stop()
