@@ -76,7 +76,7 @@ func countedStore(t *testing.T, w *world) (store *postgres.Store, bytes *atomic.
 			if err != nil {
 				return
 			}
-			server, err := net.Dial(network, database) //nolint:noctx // it ends with the client
+			server, err := net.Dial(network, database)
 			if err != nil {
 				_ = client.Close()
 				continue

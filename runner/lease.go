@@ -49,16 +49,17 @@ var bootID = sync.OnceValue(func() string {
 })
 
 // loadLease finds out until when the sandboxes of an earlier runner may live.
-func (r *Runner) loadLease() {
+func (r *Runner) loadLease() error {
 	r.leased, r.endLease = context.WithCancelCause(context.Background())
 	r.leaseUntil = bootclock.Now() + r.cfg.Lease
 	var rec leaseRecord
 	if atomicfile.ReadJSON(filepath.Join(r.cfg.RunDir, leaseFile), &rec) == nil && rec.Boot == bootID() {
 		r.leaseUntil = rec.Until
 	}
+	return r.loadEpoch()
 }
 
-// loadEpoch reads what an earlier runner has kept.
+// loadEpoch reads the last lease epoch that an earlier process kept.
 func (r *Runner) loadEpoch() error {
 	var rec epochRecord
 	path := filepath.Join(r.cfg.DataDir, epochFile)

@@ -126,8 +126,7 @@ func New(ctx context.Context, cfg Config) (_ *Runner, err error) {
 	if err != nil {
 		return nil, fmt.Errorf("look for what an earlier runner left: %w", err)
 	}
-	r.loadLease()
-	if err := r.loadEpoch(); err != nil {
+	if err := r.loadLease(); err != nil {
 		return nil, err
 	}
 	r.hostPorts = hostport.New(cfg.Forward)

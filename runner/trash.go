@@ -137,14 +137,14 @@ func (s *checkpointStore) readTrash() error {
 // readTrashed returns nil if there is no record, or one that is none.
 func readTrashed(dir string) (*checkpointRecord, error) {
 	b, err := os.ReadFile(filepath.Join(dir, recordFile))
-	if errors.Is(err, fs.ErrNotExist) {
-		return nil, nil //nolint:nilnil // see above
+	if err != nil {
+		return nil, ignoreAbsent(err)
 	}
 	rec := new(checkpointRecord)
-	if err == nil && json.Unmarshal(b, rec) != nil {
-		return nil, nil //nolint:nilnil // see above
+	if invalid := json.Unmarshal(b, rec); invalid != nil {
+		rec = nil
 	}
-	return rec, err
+	return rec, nil
 }
 
 func (s *checkpointStore) listTrash() []trashed {
