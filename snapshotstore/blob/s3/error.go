@@ -45,7 +45,7 @@ const (
 	denied        // other credentials may, or the same ones after a moment
 )
 
-// deniedAttempts bounds the attempts of a request that is denied. MinIO denies a write into a directory that a delete removes at the
+// deniedAttempts bounds the attempts of a request that is denied, besides the one with credentials that were renewed. MinIO denies a write into a directory that a delete removes at the
 // same moment, and a new permission takes a moment until it holds everywhere.
 const deniedAttempts = 3
 
