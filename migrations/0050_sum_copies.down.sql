@@ -5,6 +5,5 @@ BEGIN
     RETURN NULL;
 END
 $$;
-CREATE INDEX checkpoint_copies_runner_idx ON checkpoint_copies (runner_id);
 DROP INDEX checkpoint_copies_sums_idx;
 DROP FUNCTION coppice_id_sum(text);

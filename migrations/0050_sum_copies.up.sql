@@ -3,6 +3,9 @@
 -- The owner is under row-level security too, unless it is a superuser; this lasts until the migration ends.
 SELECT set_config('coppice.project_id', 'system', true);
 
+-- No heartbeat writes copies until this ends: one that held a row would wait for this migration, and this migration for it.
+LOCK TABLE checkpoint_copies IN SHARE ROW EXCLUSIVE MODE;
+
 -- What an id adds, by exclusive or, to the checksum of a set of ids.
 CREATE FUNCTION coppice_id_sum(id text) RETURNS bigint LANGUAGE sql IMMUTABLE STRICT PARALLEL SAFE AS $$
     SELECT ('x' || encode(substring(sha256(convert_to(id, 'UTF8')) FROM 1 FOR 8), 'hex'))::bit(64)::bigint
@@ -22,6 +25,5 @@ $$;
 
 -- The policies of the table need the projects, so the index has them: a sum is read from the index alone. A copy that was recorded
 -- before, or by a controller of an older version, has no sum until its runner sends its whole list; it is computed each time then.
--- Copies are read while the index is made, and not written.
+-- Copies are read while the index is made, and not written. 0054 drops the index that it replaces: that needs a stronger lock.
 CREATE INDEX checkpoint_copies_sums_idx ON checkpoint_copies (runner_id) INCLUDE (id_sum, checkpoint_id, project_id, shared);
-DROP INDEX checkpoint_copies_runner_idx;

@@ -5,6 +5,9 @@
 -- The owner is under row-level security too, unless it is a superuser; this lasts until the migration ends.
 SELECT set_config('coppice.project_id', 'system', true);
 
+-- In the order of a heartbeat, which changes a runner before its load.
+LOCK TABLE runners IN SHARE ROW EXCLUSIVE MODE;
+
 ALTER TABLE runner_loads
     ADD COLUMN class_key      text COLLATE "C" NOT NULL DEFAULT '',
     ADD COLUMN open           boolean NOT NULL DEFAULT false, -- neither draining nor given up nor removed

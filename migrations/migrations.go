@@ -125,7 +125,7 @@ func with(ctx context.Context, dsn string, do func(*migrate.Migrate) error) (err
 	if err != nil {
 		return errors.Join(fmt.Errorf("read migrations: %w", err), target.Close())
 	}
-	m, err := migrate.NewWithInstance("files", source, cfg.Database, target)
+	m, err := migrate.NewWithInstance("files", source, cfg.Database, patient{target, ctx})
 	if err != nil {
 		return errors.Join(fmt.Errorf("prepare migrations: %w", err), target.Close())
 	}
