@@ -60,7 +60,7 @@ func TestPlaces(t *testing.T) { //nolint:paralleltest // failpoints are the proc
 var usual = []string{"fork", "terminate"}
 
 // beside are points of what a runner does beside: whether an operation sees them is chance.
-var beside = []string{"rebase.after_base", "roots.judged", "roots.placed", "controller.after_condemn", "controller.after_delete"}
+var beside = []string{"rebase.after_base", "rebase.written", "roots.judged", "roots.placed", "controller.after_condemn", "controller.after_delete"}
 
 // sometimes are further ones, of a kind.
 var sometimes = map[string][]string{"grant": {"call 2"}, "revoke": {"call 2"}}
