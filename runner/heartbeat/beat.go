@@ -79,7 +79,10 @@ func (l *Link) register(ctx context.Context) error {
 		return err
 	}
 	l.certify(ctx, out.ClusterID, out.AttestationCertificate)
-	if err := errors.Join(l.runner.KeepEpoch(out.LeaseEpoch), answered(seconds(out.FenceSeconds))); err != nil {
+	if err := l.runner.KeepEpoch(out.LeaseEpoch); err != nil { // the lease is not used then: nothing would beat for it
+		return err
+	}
+	if err := answered(seconds(out.FenceSeconds)); err != nil {
 		return err
 	}
 	l.lease = &out

@@ -289,6 +289,10 @@ func TestRegistrationsNameTheLastEpoch(t *testing.T) {
 			t.Errorf("epoch %d is in use, and the disk does not have it", last)
 		}
 	})
+	_, err := x.runner.Fork(t.Context(), runnerapi.Fork{CheckpointID: x.template.ID, Children: []runnerapi.Child{child(1)}})
+	if core.CodeOf(err) != core.CodeRunnerUnreachable {
+		t.Errorf("the runner forks, and has no lease: %v", err)
+	}
 	x.stop()
 	if _, err := runner.New(t.Context(), x.cfg); core.CategoryOf(err) != core.DataLoss {
 		t.Errorf("a runner that cannot read its last epoch starts: %v", err)
