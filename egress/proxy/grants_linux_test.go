@@ -443,11 +443,15 @@ func TestGrantsEnd(t *testing.T) {
 			if _, err := io.ReadFull(resp.Body, make([]byte, 5)); err != nil {
 				t.Fatal(err)
 			}
+			began := time.Now()
 			end(b)
 			if _, err := io.ReadAll(resp.Body); err == nil || os.IsTimeout(err) {
 				t.Errorf("the answer ended as if it were whole, or not at all: %v", err)
 			}
 			<-gone
+			if took := time.Since(began); took > promptly {
+				t.Errorf("it took %s", took)
+			}
 			if name == "removed" {
 				return
 			}

@@ -494,6 +494,7 @@ func TestRevocation(t *testing.T) {
 		defer resp.Body.Close()
 		bodies[u] = resp.Body
 	}
+	began := time.Now()
 	if !w.server.SetPolicy(w.id, w.policy("other.example")) {
 		t.Fatal("the sandbox is not there")
 	}
@@ -501,6 +502,9 @@ func TestRevocation(t *testing.T) {
 		if b, err := io.ReadAll(bodies[u]); err == nil || os.IsTimeout(err) {
 			t.Errorf("%s ended with %q, %v, as if nothing had happened", u, b, err)
 		}
+	}
+	if took := time.Since(began); took > promptly {
+		t.Errorf("it took %s", took)
 	}
 	if status, body := get(t, w.client(), "http://allowed.example/"); status != http.StatusForbidden {
 		t.Errorf("%d %s", status, body)

@@ -106,6 +106,10 @@ type world struct {
 
 var sandboxes atomic.Int64
 
+// promptly bounds what takes milliseconds, or six seconds until a grant expires: a busy machine keeps it, and a proxy that only looks now and
+// then does not.
+const promptly = 30 * time.Second
+
 // firstTime is how long a guest of most tests has to say what it wants. Tests that wait for its end have less; see impatient.
 const firstTime = time.Minute
 
