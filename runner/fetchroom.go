@@ -154,10 +154,11 @@ func (r *Runner) makeRoom(ctx context.Context, id core.CheckpointID, bytes int64
 		}
 		var copied core.CheckpointID
 		if most, err := r.mostFreed(); err != nil || short.Need-short.Free <= most { // what is not known is tried
-			if gone, err := r.dropOldestTrash(ctx); gone || err != nil { // the trash goes first
-				if err != nil {
-					return nil, err
-				}
+			gone, err := r.dropOldestTrash(ctx) // the trash goes first
+			if err != nil {
+				r.cfg.Log.WarnContext(ctx, "the trash does not give all its room to a fetch", "checkpoint_id", id, "err", err)
+			}
+			if gone {
 				continue
 			}
 			copied, _ = r.leastUsed(0, used...)

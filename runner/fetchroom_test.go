@@ -13,8 +13,10 @@ import (
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/images"
+	"github.com/coppice-dev/coppice/internal/bootclock"
 	"github.com/coppice-dev/coppice/internal/require"
 	"github.com/coppice-dev/coppice/runner/pager"
+	"github.com/coppice-dev/coppice/runner/trash"
 )
 
 // smallDisk mounts a file system of a size.
@@ -195,6 +197,24 @@ func TestUnusedCopiesAreRoom(t *testing.T) {
 	if unused := said(); unused-used < 25 {
 		t.Errorf("%d MB may be written while a sandbox uses the copy, and %d MB when none does", used, unused)
 	}
+	// The copy gives its room also when the trash cannot.
+	id := core.NewID[core.CheckpointID]()
+	if err := os.Mkdir(trash.Path(other.checkpoints.trashDir, id), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	stuck(t, other.checkpoints.trashPart(id))
+	other.checkpoints.mu.Lock()
+	other.checkpoints.trash[id] = trashed{&checkpointRecord{Checkpoint: runnerapi.Checkpoint{ID: id}}, bootclock.Now() + trashGrace}
+	other.checkpoints.mu.Unlock()
+	free, err := other.room.Free()
+	if err != nil {
+		t.Fatal(err)
+	}
+	v, err := other.makeRoom(t.Context(), "ckpt_next", free+(16<<20))
+	if err != nil {
+		t.Fatal(err)
+	}
+	v.Release()
 }
 
 // TestLazyPartsInUseAreNoRoom: images that come later and that machines use are no room for forks: not in what a runner says of its free

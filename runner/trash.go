@@ -46,17 +46,50 @@ func (s *checkpointStore) discard(id core.CheckpointID, grace time.Duration) err
 	if _, err := os.Lstat(filepath.Join(from, recordFile)); err != nil {
 		return err
 	}
-	kept := trash.Kept(s.trashDir, id)
-	if err := errors.Join(trash.Unmark(from), os.RemoveAll(to), atomicfile.Rename(from, to)); err != nil {
+	kept := trash.Kept(s.trashDir, id) || trash.Marked(s.trashPart(id))
+	if err := trash.Unmark(from); err != nil {
+		return err
+	}
+	if err := os.RemoveAll(to); err != nil {
+		return err
+	}
+	done, err := move(from, to)
+	if !done {
 		return err
 	}
 	delete(s.records, id)
 	delete(s.used, id)
 	s.trash[id] = trashed{rec, bootclock.Now() + grace}
 	if kept {
-		return trash.Keep(s.trashDir, id)
+		err = errors.Join(err, trash.Keep(s.trashDir, id))
 	}
-	return nil
+	return err
+}
+
+// move renames a directory. What is in memory must follow once that is done, even where it could not be made durable: the next one would
+// look for the old name.
+func move(from, to string) (done bool, err error) {
+	if err := os.Rename(from, to); err != nil {
+		return false, err
+	}
+	return true, errors.Join(atomicfile.SyncDir(filepath.Dir(to)), atomicfile.SyncDir(filepath.Dir(from)))
+}
+
+// trashPart is where a checkpoint of the trash is while it is removed.
+func (s *checkpointStore) trashPart(id core.CheckpointID) string {
+	return filepath.Join(s.trashDir, partPrefix+string(id))
+}
+
+// trashPlace is where a checkpoint of the trash is. A removal that failed may have moved it, and is whole then: its bytes go after it has
+// left the list. The error is that of an absent file if it is in neither place.
+func (s *checkpointStore) trashPlace(id core.CheckpointID) (string, error) {
+	path := trash.Path(s.trashDir, id)
+	if _, err := os.Lstat(path); ignoreAbsent(err) != nil || err == nil {
+		return path, err
+	}
+	path = s.trashPart(id)
+	_, err := os.Lstat(path)
+	return path, err
 }
 
 // find is get for somebody who names a checkpoint: it is taken back if it is in the trash.
@@ -79,12 +112,19 @@ func (s *checkpointStore) takeBack(id core.CheckpointID) (*checkpointRecord, err
 		s.mu.Unlock()
 		return nil, nil //nolint:nilnil // see above
 	}
-	to := filepath.Join(s.dir, string(id))
-	err := atomicfile.Rename(trash.Path(s.trashDir, id), to)
-	if err == nil {
-		_ = trash.Unmark(to) // else discard does it
+	from, err := s.trashPlace(id)
+	if errors.Is(err, os.ErrNotExist) { // somebody has removed the files
 		delete(s.trash, id)
-		s.records[id], s.used[id] = t.rec, time.Now()
+		s.mu.Unlock()
+		return nil, nil //nolint:nilnil // likewise
+	}
+	if err == nil {
+		to, done := filepath.Join(s.dir, string(id)), false
+		if done, err = move(from, to); done {
+			_ = trash.Unmark(to) // else discard does it
+			delete(s.trash, id)
+			s.records[id], s.used[id] = t.rec, time.Now()
+		}
 	}
 	s.mu.Unlock()
 	if err != nil {
@@ -159,25 +199,43 @@ func (s *checkpointStore) listTrash() []trashed {
 
 // removeTrash removes one from the trash, but not if it was taken back meanwhile, and, unless kept ones may go, not if it is kept.
 func (s *checkpointStore) removeTrash(id core.CheckpointID, kept bool) (gone bool, err error) {
-	part := filepath.Join(s.trashDir, partPrefix+string(id))
-	if gone, err = s.takeOut(id, part, kept); !gone || err != nil {
+	if gone, err = s.takeOut(id, kept); !gone || err != nil {
 		return false, err
 	}
-	return true, errors.Join(os.RemoveAll(part), s.collect())
+	return true, errors.Join(os.RemoveAll(s.trashPart(id)), s.collect())
 }
 
-// takeOut moves one out of the trash. It looks at the mark of an operator when nobody can set it any more.
-func (s *checkpointStore) takeOut(id core.CheckpointID, part string, kept bool) (gone bool, err error) {
+// takeOut moves one out of the trash. It looks at the mark of an operator when nobody can set it any more. One that goes although it is
+// kept loses the mark: a runner that dies while it removes the files must not bring back what is left of them.
+func (s *checkpointStore) takeOut(id core.CheckpointID, kept bool) (gone bool, err error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if _, there := s.trash[id]; !there {
 		return false, nil
 	}
-	path := trash.Path(s.trashDir, id)
-	if err := errors.Join(os.RemoveAll(part), atomicfile.Rename(path, part)); err != nil {
+	path, part := trash.Path(s.trashDir, id), s.trashPart(id)
+	place, err := s.trashPlace(id)
+	if errors.Is(err, os.ErrNotExist) { // somebody has removed the files
+		delete(s.trash, id)
+		return true, nil
+	}
+	if err != nil {
 		return false, err
 	}
-	if !kept && trash.Marked(part) {
+	if place == path {
+		if err := os.RemoveAll(part); err != nil {
+			return false, err
+		}
+		if err := atomicfile.Rename(path, part); err != nil {
+			return false, err
+		}
+	}
+	switch {
+	case kept:
+		if err := errors.Join(trash.Unmark(part), atomicfile.SyncDir(part)); err != nil {
+			return false, err
+		}
+	case trash.Marked(part):
 		return false, atomicfile.Rename(part, path)
 	}
 	delete(s.trash, id)

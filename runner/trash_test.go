@@ -8,10 +8,14 @@ import (
 	"strings"
 	"testing"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/atomicfile"
+	"github.com/coppice-dev/coppice/internal/bootclock"
 	"github.com/coppice-dev/coppice/internal/eventually"
+	"github.com/coppice-dev/coppice/internal/require"
 	"github.com/coppice-dev/coppice/runner/trash"
 )
 
@@ -225,9 +229,7 @@ func TestTrashGoesOn(t *testing.T) {
 	t.Parallel()
 	r, _ := trashRig(t)
 	first := r.checkpoints.listTrash()[0].rec.ID
-	if err := os.RemoveAll(trash.Path(r.checkpoints.trashDir, first)); err != nil { // it cannot be moved
-		t.Fatal(err)
-	}
+	stuck(t, r.checkpoints.trashPart(first)) // it cannot be moved
 	r.checkpoints.mu.Lock()
 	for id, c := range r.checkpoints.trash {
 		r.checkpoints.trash[id] = trashed{c.rec, 0}
@@ -236,7 +238,97 @@ func TestTrashGoesOn(t *testing.T) {
 	if err := r.emptyTrash(t.Context()); err == nil {
 		t.Error("nothing is wrong")
 	}
-	eventually.True(t, "the other is gone", func() bool { return len(r.checkpoints.listTrash()) == 1 && len(r.inTrash()) == 0 })
+	eventually.True(t, "the other is gone", func() bool { return len(r.checkpoints.listTrash()) == 1 && len(r.inTrash()) == 1 })
+}
+
+// stuck makes a directory that cannot be removed, until the test ends.
+func stuck(t *testing.T, dir string) {
+	t.Helper()
+	require.Root(t)
+	if err := os.Mkdir(dir, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	if err := unix.Mount("tmpfs", dir, "tmpfs", 0, "size=1m"); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := unix.Unmount(dir, unix.MNT_DETACH); err != nil {
+			t.Error(err)
+		}
+	})
+}
+
+// TestTrashThatWasMovedAway: a removal from the trash may fail when it has moved the files. The next one, and a request that names the
+// checkpoint, find them. What is in neither place leaves the list.
+func TestTrashThatWasMovedAway(t *testing.T) {
+	t.Parallel()
+	r, id := trashRig(t)
+	path, part := trash.Path(r.checkpoints.trashDir, id), r.checkpoints.trashPart(id)
+	away := func() {
+		t.Helper()
+		if err := os.Rename(path, part); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := trash.Keep(r.checkpoints.trashDir, id); err != nil {
+		t.Fatal(err)
+	}
+	away()
+	if gone, err := r.dropTrash(t.Context(), id); gone || err != nil || !r.inTrash()[id] {
+		t.Fatalf("it was kept: gone %v, %v; in the trash: %v", gone, err, r.inTrash())
+	}
+	away()
+	r.fork(id)
+	if err := r.Discard(id); err != nil {
+		t.Fatal(err)
+	}
+	away()
+	if gone, err := r.dropTrash(t.Context(), id); !gone || err != nil || len(r.checkpoints.listTrash()) != 1 {
+		t.Errorf("gone %v, %v; in the trash: %v", gone, err, r.checkpoints.listTrash())
+	}
+	if _, err := os.Lstat(part); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("it is still there: %v", err)
+	}
+	for _, ask := range []func(id core.CheckpointID) error{
+		func(id core.CheckpointID) error {
+			gone, err := r.dropTrash(t.Context(), id)
+			if !gone {
+				t.Error("it is not gone")
+			}
+			return err
+		},
+		func(id core.CheckpointID) error {
+			if _, err := r.Checkpoint(id); core.CategoryOf(err) != core.NotFound {
+				return err
+			}
+			return nil
+		},
+	} {
+		absent := core.NewID[core.CheckpointID]()
+		r.checkpoints.mu.Lock()
+		r.checkpoints.trash[absent] = trashed{&checkpointRecord{Checkpoint: runnerapi.Checkpoint{ID: absent}}, bootclock.Now() + trashGrace}
+		r.checkpoints.mu.Unlock()
+		if err := ask(absent); err != nil || len(r.checkpoints.listTrash()) != 1 {
+			t.Errorf("without files: %v; in the trash: %v", err, r.checkpoints.listTrash())
+		}
+	}
+}
+
+// TestDeletedThoughKept: a runner that dies while it removes a kept checkpoint that was deleted does not bring back what is left.
+func TestDeletedThoughKept(t *testing.T) {
+	t.Parallel()
+	r, id := trashRig(t)
+	if err := trash.Keep(r.checkpoints.trashDir, id); err != nil {
+		t.Fatal(err)
+	}
+	if gone, err := r.checkpoints.takeOut(id, true); !gone || err != nil {
+		t.Fatalf("gone %v, %v", gone, err)
+	}
+	r.stop() // before it has removed anything
+	r.start()
+	if list := r.inTrash(); len(list) != 1 {
+		t.Errorf("in the trash: %v", list)
+	}
 }
 
 // TestTrash: what the database does not know can be used again, also by the next runner of the host.
