@@ -174,6 +174,25 @@ func TestRulesOverFailover(t *testing.T) {
 			return err == nil && !now.RulesPending()
 		})
 	}
+	w.raisesNothing(w.createAllowing("after", "a.example").ID)
+}
+
+// raisesNothing starts another controller, after which the rules of a workspace of the present history are what they were.
+func (w *world) raisesNothing(id core.WorkspaceID) {
+	w.t.Helper()
+	w.stop()
+	before := w.number(`SELECT egress_version FROM workspaces WHERE id = $1`, id)
+	w.sql(`UPDATE workspaces SET egress_applied = 0 WHERE id = $1`, id) // the controller raises before it gives
+	w.Controller, w.stop = w.start(controller.Config{LoopInterval: 50 * time.Millisecond, RunnerRetry: 2 * time.Second})
+	eventually(w.t, "the rules are given", func() bool {
+		return w.number(`SELECT count(*) FROM workspaces WHERE id = $1 AND egress_applied = egress_version`, id) == 1
+	})
+	if after := w.number(`SELECT egress_version FROM workspaces WHERE id = $1`, id); after != before {
+		w.t.Errorf("a controller that started raised the rules of a new workspace from version %d to %d", before, after)
+	}
+	if n := w.number(`SELECT count(*) FROM audit_records WHERE object_id = $1 AND detail ? 'egress_version'`, id); n != 0 {
+		w.t.Errorf("%d audit records say that the rules of a new workspace changed", n)
+	}
 }
 
 // TestEventsOverFailover replaces the database server by a promoted one that lacks the last events, which streams have passed on.

@@ -65,7 +65,8 @@ type RulesTx interface {
 	// be sealed anew.
 	PendingRules(ctx context.Context, limit int) ([]Workspace, error)
 	// RulesFloor is below every version that rules get in the present history of the database, and above those of the histories before it: a
-	// promoted standby may lack changes that runners have, and would give their versions to others. 0 in the first history.
+	// promoted standby may lack changes that runners have, and would give their versions to others. 0 in the first history. A workspace begins
+	// one above it.
 	RulesFloor(ctx context.Context) (int64, error)
 	// RaiseRules lifts versions of living workspaces above a floor, so that runners are given their rules again, and returns how many: less
 	// than limit when all are above it.

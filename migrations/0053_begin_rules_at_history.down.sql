@@ -1,0 +1,1 @@
+ALTER TABLE workspaces ALTER COLUMN egress_version SET DEFAULT 1;
