@@ -237,17 +237,32 @@ func (s *checkpointStore) replace(ctx context.Context, rec *checkpointRecord) er
 func (s *checkpointStore) replaceRecord(ctx context.Context, rec *checkpointRecord) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if _, there := s.records[rec.ID]; !there {
+	old, there := s.records[rec.ID]
+	if !there {
 		return core.Errorf(core.NotFound, core.CodeCheckpointNotFound, "checkpoint %s was removed", rec.ID)
 	}
-	if err := atomicfile.WriteJSON(s.path(rec.ID, recordFile), rec, 0o600); err != nil {
-		return err
+	err := atomicfile.WriteJSON(s.path(rec.ID, recordFile), rec, 0o600)
+	if err == nil {
+		err = rebaseWritten.Hit(ctx)
 	}
-	if err := rebaseWritten.Hit(ctx); err != nil {
-		return err
+	if err != nil {
+		return errors.Join(err, s.restoreRecord(old, rec.Base))
 	}
 	s.records[rec.ID] = rec
 	return os.Remove(s.path(rec.ID, deltaFile))
+}
+
+// restoreRecord has the disk name the old base again: a record whose writing failed may be there all the same. Where that fails too, the
+// new base stays until this process ends, for the next one may find either record. It is called with s.mu held.
+func (s *checkpointStore) restoreRecord(old *checkpointRecord, base core.BaseID) error {
+	if now, err := readRecord(s.path(old.ID, "")); err == nil && now != nil && now.Base == old.Base {
+		return nil // nothing was replaced
+	}
+	err := atomicfile.WriteJSON(s.path(old.ID, recordFile), old, 0o600)
+	if err != nil {
+		s.lent[base]++
+	}
+	return err
 }
 
 // remove deletes a checkpoint. Forks that have it open are not disturbed. Removing an absent one is no error.

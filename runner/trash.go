@@ -157,7 +157,7 @@ func (s *checkpointStore) readTrash() error {
 			}
 			continue
 		}
-		rec, err := readTrashed(filepath.Join(s.trashDir, e.Name()))
+		rec, err := readRecord(filepath.Join(s.trashDir, e.Name()))
 		switch {
 		case err != nil:
 			return fmt.Errorf("read the record of checkpoint %s in the trash: %w; see to the disk, or remove %s if the checkpoint is not needed",
@@ -173,8 +173,8 @@ func (s *checkpointStore) readTrash() error {
 	return nil
 }
 
-// readTrashed returns nil if there is no record, or one that is none.
-func readTrashed(dir string) (*checkpointRecord, error) {
+// readRecord returns nil if there is no record, or one that is none.
+func readRecord(dir string) (*checkpointRecord, error) {
 	b, err := os.ReadFile(filepath.Join(dir, recordFile))
 	if err != nil {
 		return nil, ignoreAbsent(err)
