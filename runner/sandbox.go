@@ -277,6 +277,9 @@ func (r *Runner) watch(s *sandbox) {
 		// It died before the runner knew that the pager had, or that its memory was damaged.
 		info.Exit += "\nmemory that the pager serves could not be read"
 		why = r.lazy.damage(r.runCtx, s.shell)
+		s.mu.Lock()
+		why = cmp.Or(s.why, why) // somebody may have known better meanwhile
+		s.mu.Unlock()
 	}
 	if why != "" {
 		info.Exit = why
