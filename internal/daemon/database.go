@@ -93,6 +93,7 @@ func (w *databaseWatch) check(d postgres.Durability) error {
 
 // pass logs, once, that a server is passed over. mu is held.
 func (w *databaseWatch) pass(d postgres.Durability, why error) {
+	w.refused.Set(1) // until another is shown
 	if d != w.passed {
 		w.passed = d
 		w.log.WarnContext(context.Background(), "database server passed over", "server", d.Server, "timeline", d.Timeline, "standby", d.Recovers, "err", why)
@@ -101,6 +102,7 @@ func (w *databaseWatch) pass(d postgres.Durability, why error) {
 
 // show logs what has changed, and sets the metrics. mu is held.
 func (w *databaseWatch) show(d postgres.Durability, refusal error) {
+	w.refused.Set(boolGauge(refusal != nil))
 	if w.known && d == w.last {
 		return
 	}
@@ -121,7 +123,6 @@ func (w *databaseWatch) show(d postgres.Durability, refusal error) {
 		w.commits.WithLabelValues(where).Set(boolGauge(d.Commits() == where))
 	}
 	w.timeline.Set(float64(d.Timeline))
-	w.refused.Set(boolGauge(refusal != nil))
 	level, attrs := slog.LevelInfo, []slog.Attr{
 		slog.String("server", d.Server), slog.Int64("timeline", d.Timeline), slog.Bool("standby", d.Recovers), slog.Bool("fsync", d.Fsync),
 		slog.Bool("full_page_writes", d.FullPageWrites), slog.String("synchronous_commit", d.SynchronousCommit),
