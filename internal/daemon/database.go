@@ -2,6 +2,7 @@ package daemon
 
 import (
 	"context"
+	"errors"
 	"log/slog"
 	"slices"
 	"strings"
@@ -88,8 +89,17 @@ func (w *databaseWatch) check(d postgres.Durability) error {
 		// Users are not told about the server.
 		err = core.Wrapf(err, core.Unavailable, core.CodeDatabaseUnavailable, "the database server that answers is refused; the controller's log says why")
 	}
+	if err != nil {
+		err = &refusedError{err}
+	}
 	return err
 }
+
+// refusedError says that a server has answered and is refused: other errors are of servers that cannot be asked.
+type refusedError struct{ error }
+
+// Unwrap gives the core error that callers see.
+func (e *refusedError) Unwrap() error { return e.error }
 
 // pass logs, once, that a server is passed over. mu is held.
 func (w *databaseWatch) pass(d postgres.Durability, why error) {
@@ -183,9 +193,17 @@ func (w *databaseWatch) run(ctx context.Context, store *postgres.Store) error {
 	}
 }
 
-// look has the open connections checked anew when the server of one is refused. An absent database is seen by whoever works.
-func (w *databaseWatch) look(ctx context.Context, store *postgres.Store) {
-	if _, err := store.Inspect(ctx); err != nil && ctx.Err() == nil {
+// inspector is the part of a postgres.Store that look needs.
+type inspector interface {
+	Inspect(ctx context.Context) (postgres.Durability, error)
+	Recheck()
+}
+
+// look has the open connections checked anew when the server of one is refused. An absent database is seen by whoever works, and one whose
+// connections are all in use keeps them.
+func (w *databaseWatch) look(ctx context.Context, store inspector) {
+	_, err := store.Inspect(ctx)
+	if _, refused := errors.AsType[*refusedError](err); refused {
 		store.Recheck()
 	}
 }

@@ -1,12 +1,15 @@
 package daemon
 
 import (
+	"context"
+	"fmt"
 	"log/slog"
 	"testing"
 
 	"github.com/prometheus/client_golang/prometheus"
 
 	"github.com/coppice-dev/coppice/controller/postgres"
+	"github.com/coppice-dev/coppice/core"
 )
 
 func newTestWatch() (*databaseWatch, *prometheus.Registry) {
@@ -43,6 +46,38 @@ func TestRefusedGauge(t *testing.T) {
 		err := w.check(d)
 		if refused := d != good; (err != nil) != refused || refusedGauge(t, reg) != refused {
 			t.Errorf("answer %d, %+v: the metric says %v, and the error is %v", i, d, refusedGauge(t, reg), err)
+		}
+	}
+}
+
+// answering is a store whose Inspect answers with an error.
+type answering struct {
+	err      error
+	rechecks int
+}
+
+func (a *answering) Inspect(context.Context) (postgres.Durability, error) {
+	return postgres.Durability{}, a.err
+}
+
+func (a *answering) Recheck() { a.rechecks++ }
+
+// TestLook: connections are checked again when their server is refused, and not when none was free in time.
+func TestLook(t *testing.T) {
+	t.Parallel()
+	w, _ := newTestWatch()
+	for name, test := range map[string]struct {
+		err  error
+		want int
+	}{
+		"well":             {nil, 0},
+		"busy":             {core.Errorf(core.Unavailable, core.CodeDatabaseUnavailable, "the database cannot be reached"), 0},
+		"refused":          {w.check(postgres.Durability{Recovers: true}), 1},
+		"refused when new": {fmt.Errorf("connect: %w", w.check(postgres.Durability{Recovers: true})), 1},
+	} {
+		store := &answering{err: test.err}
+		if w.look(t.Context(), store); store.rechecks != test.want {
+			t.Errorf("%s: connections were checked again %d times, want %d", name, store.rechecks, test.want)
 		}
 	}
 }
