@@ -119,7 +119,8 @@ func (s *checkpointStore) takeBack(id core.CheckpointID) (*checkpointRecord, err
 		return nil, nil //nolint:nilnil // likewise
 	}
 	if err == nil {
-		to, done := filepath.Join(s.dir, string(id)), false
+		var done bool
+		to := filepath.Join(s.dir, string(id))
 		if done, err = move(from, to); done {
 			_ = trash.Unmark(to) // else discard does it
 			delete(s.trash, id)
