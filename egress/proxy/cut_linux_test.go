@@ -58,6 +58,7 @@ func TestWhatWasCutIsAnEffect(t *testing.T) {
 		answer http.HandlerFunc
 		end    func(*bank)
 		sent   bool
+		lost   bool // the connection ends at once: its end may overtake at the site what was sent before
 	}{
 		"echo in the head": {answer: func(w http.ResponseWriter, r *http.Request) { w.Header().Set("X-Said", r.Header.Get("Authorization")) }, sent: true},
 		"echo in the body": {answer: func(w http.ResponseWriter, r *http.Request) {
@@ -74,7 +75,7 @@ func TestWhatWasCutIsAnEffect(t *testing.T) {
 		"expired":                      {grant: func(g *grant.Grant) { g.Expires = time.Now().Add(6 * time.Second) }, answer: silent, end: func(*bank) {}, sent: true},
 		"policy while it answers":      {answer: never, end: func(b *bank) { b.server.SetPolicy(b.id, b.policy("other.example")) }, sent: true},
 		"policy before it answers":     {answer: silent, end: func(b *bank) { b.server.SetPolicy(b.id, b.policy("other.example")) }, sent: true},
-		"a placeholder after a part":   {body: strings.Repeat("x", 100<<10) + grant.NewPlaceholder(), answer: silent, sent: true},
+		"a placeholder after a part":   {body: strings.Repeat("x", 100<<10) + grant.NewPlaceholder(), answer: silent, sent: true, lost: true},
 		"a request that is not sent":   {grant: func(g *grant.Grant) { g.Methods = []string{"GET"} }},
 		"an address that is forbidden": {grant: func(*grant.Grant) {}, end: func(b *bank) { b.names.set(bankHost, secretAddr) }},
 	} {
@@ -105,7 +106,7 @@ func TestWhatWasCutIsAnEffect(t *testing.T) {
 			if c.sent {
 				want = core.FlowCut
 			}
-			if f.Outcome != want || f.Changes() != c.sent || f.Reason == "" || (site.requests.Load() == 1) != c.sent {
+			if f.Outcome != want || f.Changes() != c.sent || f.Reason == "" || !c.lost && (site.requests.Load() == 1) != c.sent {
 				t.Errorf("%d requests arrived, and the flow is %+v", site.requests.Load(), f)
 			}
 		})
