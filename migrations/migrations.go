@@ -17,6 +17,7 @@ import (
 	driver "github.com/golang-migrate/migrate/v4/database/pgx/v5"
 	"github.com/golang-migrate/migrate/v4/source/iofs"
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/stdlib"
 
 	"github.com/coppice-dev/coppice/core"
@@ -45,8 +46,12 @@ func Version() uint {
 
 // Up brings the database to Version. It is safe to call from several processes at once: one migrates, the others
 // wait. A database that is newer than this program, or that a killed migration left half way, is an error.
-func Up(ctx context.Context, dsn string) error {
-	return with(ctx, dsn, func(m *migrate.Migrate) error {
+func Up(ctx context.Context, dsn string) error { return UpOn(ctx, dsn, nil) }
+
+// UpOn is Up on a server that passes a check, where several are in the address. check gets what the address itself wants of a server, which may
+// be nil.
+func UpOn(ctx context.Context, dsn string, check func(pgconn.ValidateConnectFunc) pgconn.ValidateConnectFunc) error {
+	return with(ctx, dsn, check, func(m *migrate.Migrate) error {
 		// Under the lock, which another process may hold in the middle of its work: only afterwards is what is seen final.
 		err := m.Up()
 		if err == nil || errors.Is(err, migrate.ErrNoChange) {
@@ -61,7 +66,7 @@ func Up(ctx context.Context, dsn string) error {
 
 // Down removes the whole schema with its data. It is for tests.
 func Down(ctx context.Context, dsn string) error {
-	return with(ctx, dsn, func(m *migrate.Migrate) error {
+	return with(ctx, dsn, nil, func(m *migrate.Migrate) error {
 		if err := m.Down(); !errors.Is(err, migrate.ErrNoChange) {
 			return err
 		}
@@ -71,7 +76,7 @@ func Down(ctx context.Context, dsn string) error {
 
 // Check reports whether the database has exactly the schema that this program knows.
 func Check(ctx context.Context, dsn string) error {
-	return with(ctx, dsn, func(m *migrate.Migrate) error {
+	return with(ctx, dsn, nil, func(m *migrate.Migrate) error {
 		if err := checkKnown(m); err != nil {
 			return err
 		}
@@ -107,10 +112,13 @@ func checkKnown(m *migrate.Migrate) error {
 	return nil
 }
 
-func with(ctx context.Context, dsn string, do func(*migrate.Migrate) error) (err error) {
+func with(ctx context.Context, dsn string, check func(pgconn.ValidateConnectFunc) pgconn.ValidateConnectFunc, do func(*migrate.Migrate) error) (err error) {
 	cfg, err := pgx.ParseConfig(dsn)
 	if err != nil {
 		return fmt.Errorf("parse database address: %w", err)
+	}
+	if check != nil {
+		cfg.ValidateConnect = check(cfg.ValidateConnect)
 	}
 	db := stdlib.OpenDB(*cfg)
 	defer func() { err = errors.Join(err, db.Close()) }()

@@ -9,6 +9,7 @@ import (
 
 	"github.com/google/go-cmp/cmp"
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
 
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/testleak"
@@ -141,5 +142,25 @@ func TestRefusals(t *testing.T) {
 	}
 	if err := migrations.Up(t.Context(), "postgres://%zz"); err == nil {
 		t.Error("a wrong address passes")
+	}
+}
+
+// TestUpOn: a server that the check refuses is not migrated.
+func TestUpOn(t *testing.T) {
+	t.Parallel()
+	dsn := testpg.New(t, nil)
+	refused := core.Errorf(core.Unavailable, core.CodeDatabaseUnavailable, "this server is refused")
+	err := migrations.UpOn(t.Context(), dsn+"&target_session_attrs=read-write", func(next pgconn.ValidateConnectFunc) pgconn.ValidateConnectFunc {
+		if next == nil {
+			t.Error("what the address wants of a server is forgotten")
+		}
+		return func(context.Context, *pgconn.PgConn) error { return refused }
+	})
+	if !errors.Is(err, refused) {
+		t.Errorf("a server that is refused: %v", err)
+	}
+	var n int
+	if err := connect(t, dsn).QueryRow(t.Context(), `SELECT count(*) FROM pg_tables WHERE schemaname = 'public'`).Scan(&n); err != nil || n != 0 {
+		t.Errorf("there are %d tables, %v", n, err)
 	}
 }

@@ -140,8 +140,9 @@ func (s *Store) Inspect(ctx context.Context) (Durability, error) {
 // Recheck has every connection checked again before it is used: settings may have changed under those that are open.
 func (s *Store) Recheck() { s.pool.Reset() }
 
-// checkNew returns what every new connection must pass besides next. Of several servers in the address, the first that passes is taken.
-func (s *Store) checkNew(next pgconn.ValidateConnectFunc) pgconn.ValidateConnectFunc {
+// CheckNew returns what every new connection must pass besides next: Config.Check. Of several servers in the address, the first that passes is
+// taken.
+func (s *Store) CheckNew(next pgconn.ValidateConnectFunc) pgconn.ValidateConnectFunc {
 	return func(ctx context.Context, conn *pgconn.PgConn) error {
 		if next != nil {
 			if err := next(ctx, conn); err != nil {

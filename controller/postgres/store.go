@@ -73,7 +73,7 @@ func Open(ctx context.Context, cfg Config) (*Store, error) {
 	params["jit"] = "off" // no query is long enough to earn a compilation
 	s := &Store{check: cfg.Check}
 	if s.check != nil {
-		pc.ConnConfig.ValidateConnect = s.checkNew(pc.ConnConfig.ValidateConnect)
+		pc.ConnConfig.ValidateConnect = s.CheckNew(pc.ConnConfig.ValidateConnect)
 	}
 	if s.pool, err = pgxpool.NewWithConfig(ctx, pc); err != nil {
 		return nil, fmt.Errorf("open database: %w", err)

@@ -10,6 +10,8 @@ import (
 	"strings"
 	"time"
 
+	"github.com/jackc/pgx/v5/pgconn"
+
 	"github.com/coppice-dev/coppice/controller"
 	"github.com/coppice-dev/coppice/controller/httpapi"
 	"github.com/coppice-dev/coppice/controller/postgres"
@@ -207,7 +209,7 @@ func openDatabase(ctx context.Context, cfg ControllerConfig, metrics *Metrics) (
 	if err := watch.start(ctx, store, cfg.DatabaseWait); err != nil {
 		return nil, nil, fmt.Errorf("look at the database: %w", err)
 	}
-	if err := Migrate(ctx, cfg.Database, cfg.DatabaseWait, cfg.Log); err != nil {
+	if err := migrateOn(ctx, cfg.Database, store.CheckNew, cfg.DatabaseWait, cfg.Log); err != nil {
 		return nil, nil, err
 	}
 	return store, watch, store.Register(metrics)
@@ -215,7 +217,12 @@ func openDatabase(ctx context.Context, cfg ControllerConfig, metrics *Metrics) (
 
 // Migrate brings a database to the schema that this program knows, waiting for the database where it is not up yet.
 func Migrate(ctx context.Context, dsn string, wait time.Duration, log *slog.Logger) error {
-	err := retryUnavailable(ctx, wait, log, func(ctx context.Context) error { return migrations.Up(ctx, dsn) })
+	return migrateOn(ctx, dsn, nil, wait, log)
+}
+
+// migrateOn is Migrate on a server that passes a check, as those of the store do.
+func migrateOn(ctx context.Context, dsn string, check func(pgconn.ValidateConnectFunc) pgconn.ValidateConnectFunc, wait time.Duration, log *slog.Logger) error {
+	err := retryUnavailable(ctx, wait, log, func(ctx context.Context) error { return migrations.UpOn(ctx, dsn, check) })
 	if err != nil {
 		return fmt.Errorf("prepare the database: %w", err)
 	}

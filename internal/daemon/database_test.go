@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"log/slog"
+	"net/url"
 	"os"
 	"path/filepath"
 	"strings"
@@ -171,4 +172,34 @@ func TestDatabaseWeakens(t *testing.T) {
 	}
 	alter(t, server, "ALTER SYSTEM RESET fsync", "SELECT pg_reload_conf()")
 	eventually.True(t, "requests are answered", func() bool { return answer().Code == answered })
+}
+
+// TestMigratesWhereItWorks: of two servers the first is refused, and the schema is made on the one that the controller uses.
+func TestMigratesWhereItWorks(t *testing.T) {
+	t.Parallel()
+	refused, used := startDatabase(t, map[string]string{"fsync": "off"}), startDatabase(t, nil)
+	host := func(c *pgcluster.Cluster) (*url.URL, url.Values) {
+		u, err := url.Parse(c.DSN("postgres"))
+		if err != nil {
+			t.Fatal(err)
+		}
+		return u, u.Query()
+	}
+	u, q := host(refused)
+	_, other := host(used)
+	q.Set("host", q.Get("host")+","+other.Get("host"))
+	q.Set("port", q.Get("port")+","+other.Get("port"))
+	u.RawQuery = q.Encode()
+	newClusterOf(t, func(cfg *daemon.ControllerConfig) { cfg.Database, cfg.AllowWeak = u.String(), nil })
+	for c, want := range map[*pgcluster.Cluster]bool{refused: false, used: true} {
+		conn, err := pgx.Connect(t.Context(), c.DSN("postgres"))
+		if err != nil {
+			t.Fatal(err)
+		}
+		var has bool
+		err = conn.QueryRow(t.Context(), "SELECT to_regclass('schema_migrations') IS NOT NULL").Scan(&has)
+		if err := errors.Join(err, conn.Close(t.Context())); err != nil || has != want {
+			t.Errorf("a server that is used: %v, has a schema: %v, %v", want, has, err)
+		}
+	}
 }
