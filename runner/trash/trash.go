@@ -18,8 +18,9 @@ import (
 // keepFile in a directory says that an operator wants it kept.
 const keepFile = "keep"
 
-// Dir is the trash of a data directory. It is not within the directory of the checkpoints: a runner of an older version takes
-// whatever is in there for a checkpoint.
+// Dir is the trash of a runner's directory. It is not within the directory of the checkpoints: a runner of an older version takes
+// whatever is in there for a checkpoint. Such a runner leaves the trash alone, but it removes every base that no record among the checkpoints
+// names. When a newer runner follows it, checkpoints in the trash can be without their memory.
 func Dir(dataDir string) string { return filepath.Join(dataDir, "trash") }
 
 // Path is the directory of a checkpoint in the trash.
