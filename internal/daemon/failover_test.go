@@ -161,7 +161,7 @@ func (f *overFailover) whole() {
 		return slices.Equal(rows, runs), fmt.Errorf("the database knows %q, and there run %q", rows, runs)
 	})
 	until(t, "bytes are known, or in the trash", func() (bool, error) {
-		dirs, err := os.ReadDir(f.trash())
+		dirs, err := os.ReadDir(f.checkpoints())
 		if err != nil {
 			return false, err
 		}
@@ -280,6 +280,9 @@ func (f *overFailover) state(id coppice.WorkspaceID) (coppice.WorkspaceState, er
 	ws, err := f.other.Workspace(f.t.Context(), id)
 	return ws.State, err
 }
+
+// checkpoints is the directory that has the runner's checkpoints.
+func (f *overFailover) checkpoints() string { return filepath.Join(filepath.Dir(f.trash()), "checkpoints") }
 
 // trash is the directory that has the runner's trash.
 func (f *overFailover) trash() string {
@@ -409,7 +412,7 @@ var failoverPoints = []struct {
 				t.Fatal(err)
 			}
 			until(t, "the bytes are gone", func() (bool, error) {
-				_, err := os.Stat(filepath.Join(f.trash(), cp.ID))
+				_, err := os.Stat(filepath.Join(f.checkpoints(), cp.ID))
 				return errors.Is(err, os.ErrNotExist), err
 			})
 		})

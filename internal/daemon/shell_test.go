@@ -169,7 +169,7 @@ func TestGivingUp(t *testing.T) {
 	c.kill()
 	x.await("Ctrl-C gives up", 1)
 	x.say("\x03")
-	x.await("attaches to it again", 1)
+	x.await("attach to it again", 1)
 	if err := x.cmd.Wait(); err != nil {
 		t.Errorf("after giving up: %v", err)
 	}
