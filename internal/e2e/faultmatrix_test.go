@@ -40,68 +40,68 @@ const (
 
 // faults is the fault matrix. docs/FAULTS.md is made from it.
 var faults = []fault{
-	{number: 1, what: "runner killed before the pause of a capture", expected: "RUNNER_LOST; the machine goes on", run: killRunnerAt("capture.prepared")},
-	{number: 2, what: "runner killed while the machine is paused", expected: "the next runner resumes and thaws it; the capture has failed, nothing of it is left", run: killRunnerAt("capture.paused"), brief: true},
+	{number: 1, what: "runner killed before the pause of a capture", expected: "RUNNER_LOST; the machine continues", run: killRunnerAt("capture.prepared")},
+	{number: 2, what: "runner killed while the machine is paused", expected: "the next runner resumes and thaws it; the capture fails and leaves nothing behind", run: killRunnerAt("capture.paused"), brief: true},
 	{number: 3, what: "runner killed while memory is written", expected: "as 2", run: killRunnerAt("capture.copied")},
-	{number: 4, what: "power cut after the files of a capture are written and before they are durable", expected: "never acknowledged, so no row has it; what was acknowledged is whole", run: powerCut("capture.thawed"), brief: true},
-	{number: 5, what: "VMM crashes in a capture", expected: "typed error; LOST with the cause; all of it reaped", run: crashInCapture, brief: true},
-	{number: 6, what: "VMM hangs in a capture", expected: "an end in time, typed; LOST with the cause", run: stopInCapture},
-	{number: 7, what: "disk full in a capture", expected: "DISK_FULL; the machine goes on", shown: []string{"internal/e2e.TestHardTimes/full disk", "runner/memory.TestWriteFileLeavesNothing"}},
-	{number: 8, what: "disk full in a fork", expected: "DISK_FULL or success; others go on", run: fullDisk},
-	{number: 9, what: "retry where an earlier try left files", expected: "done once, nothing is in the way", shown: []string{"runner.TestCrashInFork", "controller.TestRunnerDies"}},
-	{number: 10, what: "runner killed in an upload", expected: "goes on; no duplicates", shown: []string{"runner.TestCrashInSeal", "snapshotstore/blob/s3.TestKilledInTheMiddle", "runner.TestSealAgain"}},
+	{number: 4, what: "power cut after the files of a capture are written and before they are durable", expected: "never acknowledged, so there is no row; acknowledged checkpoints are whole", run: powerCut("capture.thawed"), brief: true},
+	{number: 5, what: "VMM crashes in a capture", expected: "a typed error; LOST with the cause; the runner reaps everything", run: crashInCapture, brief: true},
+	{number: 6, what: "VMM hangs in a capture", expected: "a typed error in time; LOST with the cause", run: stopInCapture},
+	{number: 7, what: "disk full in a capture", expected: "DISK_FULL; the machine continues", shown: []string{"internal/e2e.TestHardTimes/full disk", "runner/memory.TestWriteFileLeavesNothing"}},
+	{number: 8, what: "disk full in a fork", expected: "DISK_FULL or success; other machines continue", run: fullDisk},
+	{number: 9, what: "retry after an earlier try left files", expected: "done once; the old files do no harm", shown: []string{"runner.TestCrashInFork", "controller.TestRunnerDies"}},
+	{number: 10, what: "runner killed in an upload", expected: "the upload continues; no duplicates", shown: []string{"runner.TestCrashInSeal", "snapshotstore/blob/s3.TestKilledInTheMiddle", "runner.TestSealAgain"}},
 	{number: 11, what: "crash between the manifest and its row", expected: "committed once or collected", shown: []string{"runner.TestCrashInSeal", "controller.TestGarbageAgainstModel", "controller.TestImagesAgainstModel"}},
 	{number: 12, what: "controller killed after the commit, before the answer", expected: "a repeat with the key gets the same checkpoint", run: killControllerAfterCheckpoint, brief: true},
-	{number: 13, what: "object store away", expected: "local checkpoints can be used; uploads drain later; a machine that waits for memory from there is held and reported, and goes on", shown: []string{"runner.TestSealAgain", "internal/e2e.TestPoolFaults/store away", "internal/e2e.TestPoolLazy", "runner.TestStall", "snapshotstore/blob/s3.TestEveryCallFails"}},
+	{number: 13, what: "object store away", expected: "local checkpoints work; uploads drain later; a machine that waits for memory from the store is held and reported, and continues later", shown: []string{"runner.TestSealAgain", "internal/e2e.TestPoolFaults/store away", "internal/e2e.TestPoolLazy", "runner.TestStall", "snapshotstore/blob/s3.TestEveryCallFails"}},
 	{number: 14, what: "object store slow", expected: "deadlines per chunk; bounded work", shown: []string{"snapshotstore/blob/s3.TestSlowPut", "snapshotstore/blob/s3.TestGetFaults"}},
-	{number: 15, what: "object store gives wrong bytes", expected: "CHECKPOINT_CORRUPT after one more read; nothing of it is shown: what is fetched before is never started, a machine whose memory comes later is ended with SANDBOX_LOST, which names the object", shown: []string{"snapshotstore.TestEveryByte", "snapshotstore.TestReadAgain", "runner.TestFetchRefused", "internal/e2e.TestPoolFaults/changed in the store", "runner/pager.TestDamaged", "internal/e2e.TestPoolFaults/changed in the store, with memory that comes later"}},
-	{number: 16, what: "object store gives too few bytes", expected: "as 15", shown: []string{"snapshotstore.TestEveryByte", "snapshotstore/blob/s3.TestGetFaults"}},
-	{number: 17, what: "an object is gone", expected: "a typed error that names it", shown: []string{"runner.TestFetchRefused", "snapshotstore.TestCheck"}},
-	{number: 18, what: "another object under the key", expected: "as 15", shown: []string{"snapshotstore.TestEveryByte", "runner.TestFetchRefused"}},
+	{number: 15, what: "object store returns wrong bytes", expected: "CHECKPOINT_CORRUPT after one more read; no guest sees wrong bytes: a machine that is fetched whole never starts; a machine whose memory comes later ends with SANDBOX_LOST, which names the object", shown: []string{"snapshotstore.TestEveryByte", "snapshotstore.TestReadAgain", "runner.TestFetchRefused", "internal/e2e.TestPoolFaults/changed in the store", "runner/pager.TestDamaged", "internal/e2e.TestPoolFaults/changed in the store, with memory that comes later"}},
+	{number: 16, what: "object store returns too few bytes", expected: "as 15", shown: []string{"snapshotstore.TestEveryByte", "snapshotstore/blob/s3.TestGetFaults"}},
+	{number: 17, what: "object missing", expected: "a typed error that names it", shown: []string{"runner.TestFetchRefused", "snapshotstore.TestCheck"}},
+	{number: 18, what: "another object under the same key", expected: "as 15", shown: []string{"snapshotstore.TestEveryByte", "runner.TestFetchRefused"}},
 	{number: 19, what: "manifest tampered with", expected: "refused before any download", shown: []string{"snapshotstore.TestTampered", "snapshotstore/manifest.TestDecodeRefuses"}},
 	{number: 20, what: "credentials expire in an upload", expected: "renewed, or a typed error", shown: []string{"snapshotstore/blob/s3.TestCredentialsExpire", "snapshotstore/blob/s3.TestCredentialsAreRenewed"}},
-	{number: 21, what: "bit rot in the local cache", expected: "found at use; fetched anew", shown: []string{"internal/daemon.TestRotInTheCache", "snapshotstore.TestRot"}},
-	{number: 22, what: "controller killed in a fork, before it is admitted", expected: "a repeat makes it once", run: killControllerAt("controller.in_admission")},
-	{number: 23, what: "controller killed in a fork, before the runner is called", expected: "another controller makes it, once", run: killControllerAt("controller.after_admission")},
-	{number: 24, what: "controller killed in a fork that the runner has made", expected: "another controller records it; one VMM a child", run: killControllerAt("controller.before_end"), brief: true},
+	{number: 21, what: "bit rot in the local cache", expected: "found at use; fetched again", shown: []string{"internal/daemon.TestRotInTheCache", "snapshotstore.TestRot"}},
+	{number: 22, what: "controller killed in a fork, before it is admitted", expected: "a repeat makes the fork once", run: killControllerAt("controller.in_admission")},
+	{number: 23, what: "controller killed in a fork, before the runner is called", expected: "another controller makes the fork, once", run: killControllerAt("controller.after_admission")},
+	{number: 24, what: "controller killed in a fork that the runner has made", expected: "another controller records the fork; one VMM for each child", run: killControllerAt("controller.before_end"), brief: true},
 	{number: 25, what: "controller killed while a fork is resealed", expected: "READY with a whole reseal, or destroyed", run: killControllerInReseal},
 	{number: 26, what: "two controllers, one stopped in a fork for longer than its lease", expected: "its late writes change nothing; one fork", run: stopLeader},
-	{number: 27, what: "PostgreSQL killed during commits", expected: "acknowledged is there; else 503 and one result per key", run: killDatabaseInCommit},
-	{number: 28, what: "PostgreSQL away for longer than the soft lease", expected: "machines go on; 503; recovers by itself", run: databaseAway},
-	{number: 29, what: "PostgreSQL without room, or read-only", expected: "503; nothing acknowledged that is not there", run: databaseTakesNoWrites},
+	{number: 27, what: "PostgreSQL killed during commits", expected: "acknowledged work is there; otherwise 503 and one result per key", run: killDatabaseInCommit},
+	{number: 28, what: "PostgreSQL away for longer than the soft lease", expected: "machines continue; 503; recovers by itself", run: databaseAway},
+	{number: 29, what: "PostgreSQL on a full disk, or read-only", expected: "503; everything acknowledged is there", run: databaseTakesNoWrites},
 	{
-		number: 30, what: "many conflicting transactions", expected: "all done or refused; counts exact",
+		number: 30, what: "many conflicting transactions", expected: "each is done or refused; counts are exact",
 		shown: []string{"controller.TestManyParallelForks", "controller.TestQuotaUnderRace", "controller/postgres.TestDeadlockIsRepeated", "controller/postgres.TestIdentitiesRace"},
 	},
-	{number: 31, what: "one request many times at once", expected: "done once; all get its result", shown: []string{"controller/httpapi.TestRepeatsAtOnce"}},
-	{number: 32, what: "a key with another body", expected: "422 IDEMPOTENCY_MISMATCH; nothing done", shown: []string{"controller/httpapi.TestKeysAreChecked", "controller/postgres.TestClaimKey"}},
-	{number: 33, what: "a key after its time", expected: "done anew", shown: []string{"controller/postgres.TestSweepKeys"}},
-	{number: 34, what: "client hangs up", expected: "the operation goes on and can be read", shown: []string{"controller.TestClientHangsUp"}},
-	{number: 35, what: "controller and runner cut off from one another", expected: "unknown, then LOST after the hard lease; the runner has ended the machines by then", run: partition(false), pool: "cut off"},
-	{number: 36, what: "runner can send and not receive", expected: "as 35: a heartbeat without its answer extends nothing", run: partition(true), pool: "may send"},
-	{number: 37, what: "runner stopped beyond its hard lease, and continued", expected: "ends its machines at once; no workspace comes back; a capture it still ends is whole or refused", run: zombie, pool: "stopped in a seal"},
-	{number: 38, what: "host reboots", expected: "LOST with the cause; nothing left; room again; checkpoints there", run: powerCut(""), pool: "reboot"},
-	{number: 39, what: "runner restarted under living machines", expected: "they go on; a journal of another version is not misread", run: upgrade},
+	{number: 31, what: "one request many times at once", expected: "done once; all get the same result", shown: []string{"controller/httpapi.TestRepeatsAtOnce"}},
+	{number: 32, what: "an idempotency key with another body", expected: "422 IDEMPOTENCY_MISMATCH; nothing is done", shown: []string{"controller/httpapi.TestKeysAreChecked", "controller/postgres.TestClaimKey"}},
+	{number: 33, what: "an idempotency key after it expired", expected: "done again", shown: []string{"controller/postgres.TestSweepKeys"}},
+	{number: 34, what: "client hangs up", expected: "the operation continues and can be read", shown: []string{"controller.TestClientHangsUp"}},
+	{number: 35, what: "controller and runner cannot reach each other", expected: "unknown, then LOST after the hard lease; the runner has ended the machines by then", run: partition(false), pool: "cut off"},
+	{number: 36, what: "runner can send but not receive", expected: "as 35: a heartbeat without an answer extends no lease", run: partition(true), pool: "may send"},
+	{number: 37, what: "runner stopped beyond its hard lease, and continued", expected: "it ends its machines at once; no workspace comes back; a capture that it still finishes is whole or refused", run: zombie, pool: "stopped in a seal"},
+	{number: 38, what: "host reboots", expected: "LOST with the cause; nothing is left; room is free again; checkpoints are there", run: powerCut(""), pool: "reboot"},
+	{number: 39, what: "runner restarted while machines run", expected: "they continue; the runner does not misread a journal of another version", run: upgrade},
 	{
-		number: 40, what: "clocks step", expected: "leases do not care; certificates say so",
+		number: 40, what: "clocks step", expected: "leases are not affected; certificate errors name the clock",
 		shown: []string{"runner.TestLease", "controller/postgres.TestRunnerLease", "internal/daemon.TestRenewal", "internal/mtls.TestExpiryOnAnOpenConnection"},
 	},
-	{number: 41, what: "agent never connects", expected: "an end in time; destroyed, with the console's tail", shown: []string{"internal/e2e.TestHooksThatFail/panics", "runner/guest.TestDialFails"}},
-	{number: 42, what: "agent dies in the reseal", expected: "destroyed, typed", shown: []string{"internal/e2e.TestFailClosed/killed", "internal/e2e.TestKilledInQuarantine"}},
+	{number: 41, what: "agent never connects", expected: "ends in time; destroyed; the error has the console's tail", shown: []string{"internal/e2e.TestHooksThatFail/panics", "runner/guest.TestDialFails"}},
+	{number: 42, what: "agent dies in the reseal", expected: "destroyed, with a typed error", shown: []string{"internal/e2e.TestFailClosed/killed", "internal/e2e.TestKilledInQuarantine"}},
 	{number: 43, what: "kernel refuses the reseed", expected: "RESEAL_FAILED; destroyed", shown: []string{"internal/e2e.TestFailClosed/no-reseed"}},
-	{number: 44, what: "egress proxy killed, or hangs", expected: "no way out but through it; back within seconds, or half a minute when it hangs; ends by itself without a runner", shown: []string{"runner.TestEgressKilled", "runner.TestEgressHung", "runner.TestEgressVM", "runner/egress.TestKill", "runner/egress.TestHung", "runner/egress.TestAlone"}},
+	{number: 44, what: "egress proxy killed, or hangs", expected: "no traffic bypasses it; back within seconds, or half a minute if it hangs; it ends by itself without a runner", shown: []string{"runner.TestEgressKilled", "runner.TestEgressHung", "runner.TestEgressVM", "runner/egress.TestKill", "runner/egress.TestHung", "runner/egress.TestAlone"}},
 	{number: 45, what: "proxy without its secrets", expected: "502 for those hosts only", waits: waitsForEgress},
-	{number: 46, what: "rules are not applied", expected: "old rules stay; never READY", shown: []string{"runner/netns.TestAllowAllFailure", "runner/netns.TestReadBackFindsTampering"}},
+	{number: 46, what: "rules cannot be applied", expected: "the old rules stay; a new sandbox is never READY", shown: []string{"runner/netns.TestAllowAllFailure", "runner/netns.TestReadBackFindsTampering"}},
 	{number: 47, what: "runner killed at every step of making a sandbox", expected: "nothing is left", shown: []string{"internal/e2e.TestKillSweep", "runner.TestCrashInFork", "runner/netns.TestReconcileAfterKill"}},
-	{number: 48, what: "descriptors, processes or inodes used up", expected: "a typed error that names the limit; others go on", run: noDescriptors},
-	{number: 49, what: "VMM or runner killed for want of memory", expected: "LOST with the cause; a runner's machines go on", run: noMemory},
+	{number: 48, what: "no descriptors, processes or inodes left", expected: "a typed error that names the limit; other machines continue", run: noDescriptors},
+	{number: 49, what: "VMM or runner killed because memory ran out", expected: "LOST with the cause; a runner's machines continue", run: noMemory},
 	{number: 50, what: "host of another class", expected: "INCOMPATIBLE_HOST that names the field, before anything is made", shown: []string{"controller/placement.TestChoose/other cpu", "controller.TestOtherClass", "runner.TestAnotherVMM", "runner.TestUpgrade"}, pool: "another class"},
-	{number: 51, what: "checkpoint deleted while it is forked", expected: "409, or gone after; the fork is right", run: deleteInFork, pool: "deleted while it is fetched"},
+	{number: 51, what: "checkpoint deleted while it is forked", expected: "409, or deleted after the fork; the fork is right", run: deleteInFork, pool: "deleted while it is fetched"},
 	{number: 52, what: "collection races an upload", expected: "the chunk survives", shown: []string{"controller/postgres.TestReferenceIsHeld", "controller.TestGarbageRaces"}},
-	{number: 53, what: "storm of forks on a full runner", expected: "a bounded line, 429 with Retry-After; nothing half made", run: stormOfForks},
-	{number: 54, what: "disk stalls", expected: "an end in time; reads and other work go on; all is well when it goes on", run: diskStalls},
+	{number: 53, what: "storm of forks on a full runner", expected: "a bounded queue, 429 with Retry-After; nothing half made", run: stormOfForks},
+	{number: 54, what: "disk stalls", expected: "ends in time; reads and other work continue; everything works when the disk does", run: diskStalls},
 	{number: 55, what: "parent terminated in a capture", expected: "the checkpoint is whole or there is none", run: terminateInCapture},
-	{number: 56, what: "key service away", expected: "no new checkpoints; machines go on", waits: waitsForEgress},
+	{number: 56, what: "key service away", expected: "no new checkpoints; machines continue", waits: waitsForEgress},
 	{
 		number: 57, what: "controller, runner and agent of different versions", expected: "refused with both versions named, or negotiated",
 		shown: []string{"controller.TestRegisterRefusals/version", "internal/daemon.TestRefusals/a registration in another version", "guestagent/guestapi.TestRecordedExchange", "guestagent.TestRecordedRequests", "runner.TestNotTakenOver/journal is of a later"},
@@ -109,7 +109,7 @@ var faults = []fault{
 	{number: 58, what: "forks of one checkpoint in the same second", expected: "each has a generation of its own", run: sameSecond},
 	{
 		number: 59, what: "PostgreSQL fails over to an asynchronous standby that lacks the last commits: a checkpoint, a registration, a workspace that became ready, a completion, a release, a restore, a deletion, a change of egress rules",
-		expected: "what runs is what the new primary knows; bytes that it does not know are in the trash; no identity is given twice; runners get its egress rules; event streams go on",
+		expected: "only what the new primary knows runs; bytes that it does not know are in the trash; no identity is given twice; runners get its egress rules; event streams continue",
 		shown: []string{
 			"internal/daemon.TestFailover/a checkpoint", "internal/daemon.TestFailover/a registration", "internal/daemon.TestFailover/a workspace that became ready",
 			"internal/daemon.TestFailover/the completion of a creation", "internal/daemon.TestFailover/the completion of a capture", "internal/daemon.TestFailover/a release",
@@ -118,11 +118,11 @@ var faults = []fault{
 		},
 	},
 	{
-		number: 60, what: "PostgreSQL fails over to a synchronous standby during commits; then the old primary comes back", expected: "everything acknowledged is there; controllers that run pass the old primary over",
+		number: 60, what: "PostgreSQL fails over to a synchronous standby during commits; then the old primary comes back", expected: "everything acknowledged is there; running controllers skip the old primary",
 		shown: []string{"internal/daemon.TestSynchronousFailover", "internal/testpg.TestSynchronousPair"},
 	},
 	{
-		number: 61, what: "PostgreSQL without fsync, with asynchronous commits, or read-only as a standby", expected: "refused at the start; 503 when it becomes so later; recovers by itself",
+		number: 61, what: "PostgreSQL without fsync, with asynchronous commits, or read-only as a standby", expected: "refused at the start; 503 if the setting changes later; recovers by itself",
 		shown: []string{"internal/daemon.TestWeakDatabase", "internal/daemon.TestDatabaseWeakens", "controller/postgres.TestDurability", "controller/postgres.TestCheckIsAsked"},
 	},
 }
@@ -268,14 +268,18 @@ func faultsText() string {
 	var b strings.Builder
 	b.WriteString(`# Faults
 
-What must be survived, and how each row is shown. This page is made from the table in ` + "`internal/e2e/faultmatrix_test.go`" + `
+This page lists the faults that Coppice must survive, and how each row is shown. It is generated
+from the table in ` + "`internal/e2e/faultmatrix_test.go`" + `
 (` + "`go test ./internal/e2e -run TestFaultsDocument -update`" + `).
 
-**Run**: ` + "`make faults`" + ` does it to real processes (two controllers, a runner in a network namespace of its own, PostgreSQL, real
-VMs), heals, and then looks at everything: both controllers answer; nothing is on its way any more within 15 s; the machine that ran
-before has gone on; acknowledged checkpoints can be forked and have the right content; the host has the VMMs, namespaces, cgroups, journals,
-disks and checkpoints that rows name and nothing else; audit log and quota counts are exact. Rows in **bold** are part of ` + "`make test`" + ` too.
-` + "`TestPoolFaults`" + ` does a row to two runners on hosts of their own, with a store: what one loses goes on on the other. Any other name is that of a test which shows the row with real parts or with the fake VMM.
+**Run**: ` + "`make faults`" + ` causes the fault in real processes (two controllers, a runner in a network
+namespace of its own, PostgreSQL, real VMs) and ends it. Then it checks everything. Both controllers
+answer. No operation is under way after 15 s. The machine that ran before still runs. Acknowledged
+checkpoints can be forked and have the right content. The host has exactly the VMMs, namespaces,
+cgroups, journals, disks and checkpoints that rows name. Audit log and quota counts are exact.
+` + "`make test`" + ` also runs the rows in **bold**. ` + "`TestPoolFaults`" + ` causes a fault for two runners on
+separate hosts, with a store: work that one loses continues on the other. Every other name is a test
+that shows the row with real parts or with the fake VMM.
 
 | # | fault | expected | shown by |
 |---|---|---|---|
