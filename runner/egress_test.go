@@ -82,7 +82,10 @@ func egressOf(t *testing.T, cfg egressSettings) *egress.Process {
 	if err != nil {
 		t.Fatal(err)
 	}
-	t.Cleanup(func() { _ = os.RemoveAll(dir) })
+	t.Cleanup(func() {
+		_ = egress.NewClient(egress.SocketPath(dir)).Stop(context.WithoutCancel(t.Context())) // one that outlives its runner
+		_ = os.RemoveAll(dir)
+	})
 	cfg.Dir, cfg.Spool = dir, filepath.Join(dir, "spool")
 	config, err := json.Marshal(cfg)
 	if err != nil {
