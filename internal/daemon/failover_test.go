@@ -282,7 +282,9 @@ func (f *overFailover) state(id coppice.WorkspaceID) (coppice.WorkspaceState, er
 }
 
 // checkpoints is the directory that has the runner's checkpoints.
-func (f *overFailover) checkpoints() string { return filepath.Join(filepath.Dir(f.trash()), "checkpoints") }
+func (f *overFailover) checkpoints() string {
+	return filepath.Join(filepath.Dir(f.trash()), "checkpoints")
+}
 
 // trash is the directory that has the runner's trash.
 func (f *overFailover) trash() string {

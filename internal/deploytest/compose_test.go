@@ -155,7 +155,7 @@ func TestComposeStartsCoppice(t *testing.T) {
 		s.known(t)
 		servers[name] = s
 	}
-	servers["controller"].refused(t, map[string]string{"COPPICE_DATABASE": unreachable, "COPPICE_DATABASE_WAIT": "1ms"}, "the database cannot be reached")
+	servers["controller"].refused(t, map[string]string{"COPPICE_DATABASE": unreachable, "COPPICE_DATABASE_WAIT": "1ms"}, "the database (PostgreSQL) cannot be reached")
 	servers["runner"].refused(t, map[string]string{"COPPICE_DATA_DIR": t.TempDir(), "COPPICE_IMAGES_DIR": t.TempDir()}, needsToken())
 }
 

@@ -436,7 +436,7 @@ func TestChartStartsCoppice(t *testing.T) {
 		if err := os.WriteFile(database, []byte(unreachable), 0o600); err != nil {
 			t.Fatal(err)
 		}
-		checked["controller"].refused(t, map[string]string{"COPPICE_DATABASE_FILE": database, "COPPICE_DATABASE_WAIT": "1ms"}, "the database cannot be reached")
+		checked["controller"].refused(t, map[string]string{"COPPICE_DATABASE_FILE": database, "COPPICE_DATABASE_WAIT": "1ms"}, "the database (PostgreSQL) cannot be reached")
 		if migrate, ok := checked["migrate"]; ok {
 			migrate.refused(t, map[string]string{"COPPICE_DATABASE_FILE": database, "COPPICE_DATABASE_WAIT": "1ms"}, "the database cannot be reached")
 		}

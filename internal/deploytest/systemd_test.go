@@ -65,7 +65,7 @@ func TestUnitsStartCoppice(t *testing.T) {
 	t.Parallel()
 	controller := readUnit(t, "coppice-controller.service").starts(t, "coppice-controller.service", "controller.env")
 	controller.known(t)
-	controller.refused(t, map[string]string{"COPPICE_DATABASE": unreachable, "COPPICE_DATABASE_WAIT": "1ms"}, "the database cannot be reached")
+	controller.refused(t, map[string]string{"COPPICE_DATABASE": unreachable, "COPPICE_DATABASE_WAIT": "1ms"}, "the database (PostgreSQL) cannot be reached")
 	runner := readUnit(t, "coppice-runner.service").starts(t, "coppice-runner.service", "runner.env")
 	runner.known(t)
 	runner.refused(t, map[string]string{"COPPICE_DATA_DIR": t.TempDir(), "COPPICE_ACCEL": "tcg"}, needsToken())
