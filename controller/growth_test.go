@@ -241,12 +241,12 @@ func TestPlacementReadsInProportion(t *testing.T) {
 	}
 }
 
-// TestMassFence gives up a whole cluster at once.
+// TestMassFence gives up a whole cluster at once: a small one, or with -long one of 1,001 runners.
 func TestMassFence(t *testing.T) {
-	if !*long {
-		t.Skip("it takes minutes; run it with -long")
+	runners, each, deep := 20, 10, 5
+	if *long {
+		runners, each, deep = 1001, 50, 30
 	}
-	const runners, each, deep = 1001, 50, 30
 	w := quiet(t)
 	ws := w.create("main")
 	w.crowd(ws, w.checkpoint(ws.ID).ID, runners, each, deep)
