@@ -3,6 +3,7 @@ package postgres_test
 import (
 	"context"
 	"slices"
+	"strconv"
 	"testing"
 	"time"
 
@@ -224,6 +225,18 @@ func TestImages(t *testing.T) {
 	if got := list(); len(got) != 0 {
 		t.Errorf("%v", got)
 	}
+	var many []runnerapi.Image
+	for i := range 20 { // more than are looked at: the name is that of the last one
+		many = append(many, image("many", strconv.Itoa(i), i+1))
+		set(many...)
+	}
+	d.system(func(ctx context.Context, tx controller.Tx) error {
+		found, err := tx.FindImage(ctx, "many")
+		if found.Digest != many[19].Digest {
+			t.Errorf("the name is that of %+v", found)
+		}
+		return err
+	})
 }
 
 // TestLoadsFollowRunners changes a runner in every way that decides whether it is offered, and how early.

@@ -79,7 +79,7 @@ func (t *tx) Images(ctx context.Context, p controller.Page) ([]controller.Image,
 	return list, err
 }
 
-// namedImages bounds the images that one name may stand for at once, on different runners.
+// namedImages bounds the images of one name that FindImage looks at.
 const namedImages = 16
 
 type foundImageRow struct {
@@ -90,16 +90,16 @@ type foundImageRow struct {
 	BuiltAt   time.Time    `db:"built_at"`
 }
 
-// FindImage steps through the images of the name, however many runners hold each, and takes the newest one that a runner with a lease
-// holds.
+// FindImage steps through the images that have the name, the last recorded first, however many runners hold each. It takes the newest
+// of them that a runner with a lease holds.
 func (t *tx) FindImage(ctx context.Context, ref string) (controller.Image, error) {
 	absent := core.Errorf(core.NotFound, core.CodeImageNotFound, "no reachable runner has an image %q; build it with `coppice image build`", core.Clip(ref))
 	rows, err := byIndex[foundImageRow](ctx, t, `
 		WITH RECURSIVE named AS (
-			(SELECT l.image_id, 1 AS n FROM image_locations l WHERE l.name = @ref AND l.name <> '' ORDER BY l.image_id LIMIT 1)
+			(SELECT l.image_id, 1 AS n FROM image_locations l WHERE l.name = @ref AND l.name <> '' ORDER BY l.image_id DESC LIMIT 1)
 			UNION ALL
 			SELECT x.image_id, named.n + 1 FROM named CROSS JOIN LATERAL (
-				SELECT l.image_id FROM image_locations l WHERE l.name = @ref AND l.image_id > named.image_id ORDER BY l.image_id LIMIT 1
+				SELECT l.image_id FROM image_locations l WHERE l.name = @ref AND l.image_id < named.image_id ORDER BY l.image_id DESC LIMIT 1
 			) x WHERE named.n < @most
 		), found AS (
 			SELECT i.id, @ref::text AS name, i.digest, i.size_bytes, i.built_at FROM named CROSS JOIN LATERAL (SELECT * FROM images x WHERE x.id = named.image_id LIMIT 1) i
