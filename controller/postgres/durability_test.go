@@ -1,70 +1,24 @@
 package postgres_test
 
 import (
-	"context"
-	"errors"
-	"log/slog"
-	"os"
-	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
-
-	"github.com/jackc/pgx/v5"
 
 	"github.com/coppice-dev/coppice/controller"
 	"github.com/coppice-dev/coppice/controller/postgres"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/eventually"
 	"github.com/coppice-dev/coppice/internal/pgcluster"
-	"github.com/coppice-dev/coppice/internal/require"
+	"github.com/coppice-dev/coppice/internal/testpg"
 )
-
-// startServer starts a server of the test's own whose durability ALTER SYSTEM can change.
-func startServer(t *testing.T) *pgcluster.Cluster {
-	t.Helper()
-	bins, err := pgcluster.Find(t.Context(), os.Getenv("PGBIN"))
-	require.That(t, "postgres", core.CodeOf(err) != core.CodeIncompatibleHost, core.MessageOf(err))
-	if err != nil {
-		t.Fatal(err)
-	}
-	c, err := pgcluster.Start(t.Context(), pgcluster.Config{
-		Dir: filepath.Join(t.TempDir(), "pg"), Binaries: bins, Durable: true, Log: slog.New(slog.DiscardHandler),
-		Settings: map[string]string{"fsync": "", "full_page_writes": "", "synchronous_commit": ""},
-	})
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() {
-		if err := c.Remove(context.WithoutCancel(t.Context())); err != nil {
-			t.Error(err)
-		}
-	})
-	return c
-}
-
-// sql runs statements as the superuser, each in a transaction of its own.
-func sql(t *testing.T, c *pgcluster.Cluster, statements ...string) {
-	t.Helper()
-	conn, err := pgx.Connect(t.Context(), c.DSN("postgres"))
-	if err != nil {
-		t.Fatal(err)
-	}
-	for _, s := range statements {
-		_, execErr := conn.Exec(t.Context(), s)
-		err = errors.Join(err, execErr)
-	}
-	if err := errors.Join(err, conn.Close(t.Context())); err != nil {
-		t.Fatal(err)
-	}
-}
 
 const reload = "SELECT pg_reload_conf()"
 
 // TestDurability reads the settings of a real server: those of the server, of a role and of a database.
 func TestDurability(t *testing.T) {
 	t.Parallel()
-	c := startServer(t)
+	c := testpg.Server(t, testpg.Changeable())
 	for _, test := range []struct {
 		name    string
 		set     []string
@@ -82,7 +36,7 @@ func TestDurability(t *testing.T) {
 		{"one that nobody waits for", []string{"ALTER SYSTEM SET synchronous_standby_names = 'other'", "ALTER SYSTEM SET synchronous_commit = local"}, postgres.CommitsOnServer, nil},
 		{"a standby without fsync", []string{"ALTER SYSTEM SET synchronous_standby_names = 'other'", "ALTER SYSTEM SET fsync = off"}, postgres.CommitsInMemory, []string{"fsync"}},
 	} {
-		sql(t, c, append(test.set, reload)...)
+		testpg.Exec(t, c, append(test.set, reload)...)
 		var got postgres.Durability
 		eventually.True(t, test.name+" is seen", func() bool { // a reload reaches a process when it looks
 			got = inspect(t, c)
@@ -101,7 +55,7 @@ func TestDurability(t *testing.T) {
 				t.Errorf("%s, with %v allowed: %v", test.name, allowed, err)
 			}
 		}
-		sql(t, c, "ALTER SYSTEM RESET ALL", "ALTER ROLE postgres RESET ALL", "ALTER DATABASE postgres RESET ALL", reload)
+		testpg.Exec(t, c, "ALTER SYSTEM RESET ALL", "ALTER ROLE postgres RESET ALL", "ALTER DATABASE postgres RESET ALL", reload)
 	}
 }
 
@@ -127,13 +81,13 @@ func inspect(t *testing.T, c *pgcluster.Cluster) postgres.Durability {
 // TestCheckIsAsked: a server that is refused is used by nobody, on new connections at once and on open ones after Recheck.
 func TestCheckIsAsked(t *testing.T) {
 	t.Parallel()
-	c := startServer(t)
+	c := testpg.Server(t, testpg.Changeable())
 	store, err := postgres.Open(t.Context(), postgres.Config{DSN: c.DSN("postgres"), Check: func(d postgres.Durability) error { return d.Judge(nil) }})
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer store.Close()
-	sql(t, c, "CREATE ROLE coppice_app")
+	testpg.Exec(t, c, "CREATE ROLE coppice_app")
 	work := func() error {
 		return store.InTx(t.Context(), controller.System(), func(tx controller.Tx) error {
 			_, err := tx.Transaction(t.Context())
@@ -143,7 +97,7 @@ func TestCheckIsAsked(t *testing.T) {
 	if err := work(); err != nil {
 		t.Fatal(err)
 	}
-	sql(t, c, "ALTER SYSTEM SET fsync = off", reload)
+	testpg.Exec(t, c, "ALTER SYSTEM SET fsync = off", reload)
 	eventually.True(t, "the open connection is refused", func() bool {
 		_, err := store.Inspect(t.Context())
 		return core.CodeOf(err) == core.CodeDatabaseUnavailable
@@ -155,6 +109,6 @@ func TestCheckIsAsked(t *testing.T) {
 	if err := store.Listen(t.Context(), nil, nil); core.CodeOf(err) != core.CodeDatabaseUnavailable {
 		t.Errorf("listening to a server without fsync: %v", err)
 	}
-	sql(t, c, "ALTER SYSTEM RESET fsync", reload)
+	testpg.Exec(t, c, "ALTER SYSTEM RESET fsync", reload)
 	eventually.True(t, "the server is used again", func() bool { return work() == nil })
 }

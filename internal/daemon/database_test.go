@@ -1,9 +1,7 @@
 package daemon_test
 
 import (
-	"context"
 	"errors"
-	"log/slog"
 	"net/url"
 	"os"
 	"path/filepath"
@@ -14,54 +12,18 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/coppice-dev/coppice/controller/postgres"
-	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/daemon"
 	"github.com/coppice-dev/coppice/internal/eventually"
 	"github.com/coppice-dev/coppice/internal/pgcluster"
-	"github.com/coppice-dev/coppice/internal/require"
 	"github.com/coppice-dev/coppice/internal/testaddr"
+	"github.com/coppice-dev/coppice/internal/testpg"
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
-
-// startDatabase starts a server of the test's own. settings win over those of package pgcluster.
-func startDatabase(t *testing.T, settings map[string]string) *pgcluster.Cluster {
-	t.Helper()
-	bins, err := pgcluster.Find(t.Context(), os.Getenv("PGBIN"))
-	require.That(t, "postgres", core.CodeOf(err) != core.CodeIncompatibleHost, core.MessageOf(err))
-	if err != nil {
-		t.Fatal(err)
-	}
-	c, err := pgcluster.Start(t.Context(), pgcluster.Config{Dir: filepath.Join(t.TempDir(), "pg"), Binaries: bins, Durable: true, Log: slog.New(slog.DiscardHandler), Settings: settings})
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() {
-		if err := c.Remove(context.WithoutCancel(t.Context())); err != nil {
-			t.Error(err)
-		}
-	})
-	return c
-}
-
-func alter(t *testing.T, c *pgcluster.Cluster, statements ...string) {
-	t.Helper()
-	conn, err := pgx.Connect(t.Context(), c.DSN("postgres"))
-	if err != nil {
-		t.Fatal(err)
-	}
-	for _, s := range statements {
-		_, execErr := conn.Exec(t.Context(), s)
-		err = errors.Join(err, execErr)
-	}
-	if err := errors.Join(err, conn.Close(t.Context())); err != nil {
-		t.Fatal(err)
-	}
-}
 
 // TestWeakDatabase starts controllers over servers that can lose acknowledged commits. They say so, and start only where they may.
 func TestWeakDatabase(t *testing.T) {
 	t.Parallel()
-	c := startDatabase(t, map[string]string{"fsync": "", "full_page_writes": "", "synchronous_commit": ""})
+	c := testpg.Server(t, testpg.Changeable())
 	dir := t.TempDir()
 	for _, test := range []struct {
 		name    string
@@ -78,7 +40,7 @@ func TestWeakDatabase(t *testing.T) {
 		{"an asynchronous role, allowed", "ALTER ROLE postgres SET synchronous_commit = off", []string{"synchronous_commit"}, postgres.CommitsInMemory},
 	} {
 		if test.set != "" {
-			alter(t, c, test.set, "SELECT pg_reload_conf()")
+			testpg.Exec(t, c, test.set, "SELECT pg_reload_conf()")
 		}
 		// Backends begin with what the postmaster has read.
 		eventually.True(t, test.name+" is in force", func() bool { return inForce(t, c, test.set) })
@@ -113,7 +75,7 @@ func TestWeakDatabase(t *testing.T) {
 			}
 			p.stop(t)
 		}
-		alter(t, c, "ALTER SYSTEM RESET ALL", "ALTER ROLE postgres RESET ALL", "SELECT pg_reload_conf()")
+		testpg.Exec(t, c, "ALTER SYSTEM RESET ALL", "ALTER ROLE postgres RESET ALL", "SELECT pg_reload_conf()")
 	}
 }
 
@@ -147,7 +109,7 @@ func inForce(t *testing.T, c *pgcluster.Cluster, set string) bool {
 // when fsync is on again.
 func TestDatabaseWeakens(t *testing.T) {
 	t.Parallel()
-	server := startDatabase(t, map[string]string{"fsync": ""})
+	server := testpg.Server(t, map[string]string{"fsync": ""})
 	c := newClusterOf(t, func(cfg *daemon.ControllerConfig) { cfg.Database, cfg.AllowWeak = server.DSN("postgres"), nil })
 	answer := func() *coppice.Error {
 		_, err := c.client.Checkpoint(t.Context(), "cp_00000000000000000000000000")
@@ -158,7 +120,7 @@ func TestDatabaseWeakens(t *testing.T) {
 		return e
 	}
 	answered := answer().Code
-	alter(t, server, "ALTER SYSTEM SET fsync = off", "SELECT pg_reload_conf()")
+	testpg.Exec(t, server, "ALTER SYSTEM SET fsync = off", "SELECT pg_reload_conf()")
 	eventually.True(t, "requests are refused", func() bool {
 		err := answer()
 		return err.Code == coppice.CodeDatabaseUnavailable && strings.Contains(err.Detail, "refused")
@@ -170,14 +132,14 @@ func TestDatabaseWeakens(t *testing.T) {
 	if err != nil || !strings.Contains(string(log), "settings of the database server changed") {
 		t.Errorf("the log does not say it: %v", err)
 	}
-	alter(t, server, "ALTER SYSTEM RESET fsync", "SELECT pg_reload_conf()")
+	testpg.Exec(t, server, "ALTER SYSTEM RESET fsync", "SELECT pg_reload_conf()")
 	eventually.True(t, "requests are answered", func() bool { return answer().Code == answered })
 }
 
 // TestMigratesWhereItWorks: of two servers the first is refused, and the schema is made on the one that the controller uses.
 func TestMigratesWhereItWorks(t *testing.T) {
 	t.Parallel()
-	refused, used := startDatabase(t, map[string]string{"fsync": "off"}), startDatabase(t, nil)
+	refused, used := testpg.Server(t, map[string]string{"fsync": "off"}), testpg.Server(t, nil)
 	host := func(c *pgcluster.Cluster) (*url.URL, url.Values) {
 		u, err := url.Parse(c.DSN("postgres"))
 		if err != nil {
