@@ -26,6 +26,7 @@ import (
 type Config struct {
 	ClusterID      string                // told to runners, which mark everything on their hosts with it
 	OperationLease time.Duration         // how long a crashed controller's operations rest; default 8 s, for all to be at rest again within 15
+	Sole           bool                  // every other controller of the database has ended, as a lock proves: Run resumes their operations at once
 	RunnerLease    time.Duration         // how long a silent runner counts as reachable; default 15 s
 	RunnerFence    time.Duration         // how long after that its workspaces are LOST; default 10 min
 	RunnerRetry    time.Duration         // how long an operation keeps calling a runner that cannot be reached; default 20 s
@@ -208,6 +209,11 @@ func New(cfg Config, store Store, runners Runners, log *slog.Logger) *Controller
 func (c *Controller) Run(ctx context.Context) error {
 	if c.unusable != nil {
 		return c.unusable
+	}
+	if c.cfg.Sole {
+		if err := c.store.InTx(ctx, System(), func(tx Tx) error { return tx.ReleaseOthers(ctx, c.owner) }); err != nil {
+			c.log.WarnContext(ctx, "operations of an earlier process rest until their leases end", "err", err)
+		}
 	}
 	var loops errgroup.Group
 	loopCtx, endLoops := context.WithCancel(context.WithoutCancel(ctx))

@@ -420,6 +420,26 @@ func TestLeaseIsLost(t *testing.T) {
 	}
 }
 
+// TestSoleController resumes what an earlier process left, though the lease of that has an hour to go.
+func TestSoleController(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t, func(c *controller.Config, _ *runnertest.Config) { c.OperationLease = time.Hour })
+	cp := w.checkpoint(w.create("main").ID)
+	g := w.gate(runnertest.PointFork + runnertest.Done)
+	a, err := w.ForkCheckpoint(t.Context(), w.project, cp.ID, controller.ForkRequest{Count: 2}, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	<-g.reached
+	_, stop := w.start(controller.Config{OperationLease: time.Hour, Sole: true})
+	defer stop()
+	end, err := w.Operation(t.Context(), w.project, a.Operation.ID, wait)
+	if err != nil || end.Operation.State != core.OperationSucceeded || end.Operation.LeaseEpoch != 2 {
+		t.Fatalf("%+v, %v", end.Operation, err)
+	}
+	close(g.open)
+}
+
 func TestTerminateWhileItIsMade(t *testing.T) {
 	t.Parallel()
 	for name, point := range map[string]string{

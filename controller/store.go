@@ -304,6 +304,8 @@ type OperationTx interface {
 	ClaimOperations(ctx context.Context, owner string, except []core.OperationID, lease time.Duration, limit int) ([]Operation, error)
 	// ReleaseOperations gives the leases of an owner up at once, so that others need not wait for them to run out.
 	ReleaseOperations(ctx context.Context, owner string) error
+	// ReleaseOthers does so for all leases but the owner's.
+	ReleaseOthers(ctx context.Context, owner string) error
 }
 
 // IdempotencyTx keeps the keys of requests.

@@ -152,6 +152,12 @@ func (t *tx) ClaimOperations(ctx context.Context, owner string, except []core.Op
 	return list, err
 }
 
+// ReleaseOthers lets the leases of everybody but the owner run out now.
+func (t *tx) ReleaseOthers(ctx context.Context, owner string) error {
+	_, err := t.exec(ctx, `UPDATE operations SET lease_expires_at = now() WHERE lease_owner <> @owner AND state = 'running'`, args{"owner": owner})
+	return err
+}
+
 // ReleaseOperations lets the owner's leases run out now.
 func (t *tx) ReleaseOperations(ctx context.Context, owner string) error {
 	_, err := t.exec(ctx, `UPDATE operations SET lease_expires_at = now() WHERE lease_owner = @owner AND state = 'running'`, args{"owner": owner})

@@ -127,13 +127,28 @@ func TestClaimsSkipEachOther(t *testing.T) {
 			t.Errorf("%s was claimed %d times", id, times)
 		}
 	}
+	released := map[core.OperationID]bool{}
 	d.system(func(ctx context.Context, tx controller.Tx) error { return tx.ReleaseOperations(ctx, "a") })
 	d.system(func(ctx context.Context, tx controller.Tx) error {
 		list, err := tx.ClaimOperations(ctx, "e", nil, time.Hour, 100)
 		for _, op := range list {
+			released[op.ID] = true
 			if op.LeaseEpoch != 3 {
 				t.Errorf("%+v", op)
 			}
+		}
+		return err
+	})
+	d.system(func(ctx context.Context, tx controller.Tx) error { return tx.ReleaseOthers(ctx, "e") })
+	d.system(func(ctx context.Context, tx controller.Tx) error {
+		list, err := tx.ClaimOperations(ctx, "f", nil, time.Hour, 100)
+		for _, op := range list {
+			if op.LeaseEpoch != 2 && op.LeaseEpoch != 3 || released[op.ID] {
+				t.Errorf("claimed though its owner had not released it: %+v", op)
+			}
+		}
+		if len(list) != n-len(released) {
+			t.Errorf("%d of %d were claimed", len(list), n-len(released))
 		}
 		return err
 	})

@@ -201,7 +201,7 @@ func (s *stack) openController(ctx context.Context) error {
 		return err
 	}
 	// Its Trust stays unset: runners of elsewhere cannot join, for nothing here listens to them.
-	s.control = controller.New(controller.Config{AllowAllEgress: true, ClusterID: s.clusterID, Authority: trust.Authority, Store: blobs, Wrapper: wrapper, Secrets: source, Metrics: s.metrics, Traces: s.cfg.Traces, Bootstrap: controller.Bootstrap{Key: s.key}},
+	s.control = controller.New(controller.Config{AllowAllEgress: true, Sole: true, ClusterID: s.clusterID, Authority: trust.Authority, Store: blobs, Wrapper: wrapper, Secrets: source, Metrics: s.metrics, Traces: s.cfg.Traces, Bootstrap: controller.Bootstrap{Key: s.key}},
 		store, runnerclient.New(s.secret), s.log.With("component", "controller"))
 	_, err = s.control.Bootstrap(ctx)
 	return err
