@@ -332,7 +332,7 @@ func TestCommandLineTree(t *testing.T) {
 	}
 	grand := strings.TrimSpace(c.ok("fork", "cli-kid-1", "--name", "cli-grandchild", "-q"))
 	endWithTest(t, c.s, grand)
-	ws, err := c.s.client.Workspace(t.Context(), coppice.WorkspaceID(grand))
+	ws, err := c.s.client.Workspace(t.Context(), grand)
 	if err != nil {
 		t.Fatal(err)
 	}
