@@ -27,6 +27,7 @@ type profile struct {
 	machineType  string
 	accelerator  string
 	readOnlyBase bool
+	tscKHz       uint64 // of the host, for kernels that boot under TCG; 0: unknown
 }
 
 // What emulation does badly is left out of it. With the ERMS flag the guest's kernel clears and copies pages by "rep movsb",
@@ -41,7 +42,7 @@ const (
 // arguments is the command line of a machine. It is a pure function, and the same for every machine of one shape, so that
 // the device state of one can be loaded by another: nothing in it names a sandbox but -name.
 func arguments(p profile, s vmm.Spec, fd descriptors) []string {
-	accel, cpu, kernel := acceleratorArguments(p.accelerator)
+	accel, cpu, kernel := acceleratorArguments(p)
 	ram := fmt.Sprintf("memory-backend-file,id=ram,size=%dM,mem-path=/proc/self/fd/%d,share=off", s.MemoryMiB, fd.base)
 	if p.readOnlyBase {
 		ram += ",readonly=on,rom=off"
@@ -90,11 +91,11 @@ func nameOf(cluster string, id core.SandboxID) string {
 const sandbox = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"
 
 // acceleratorArguments are -accel, -cpu and what the kernel is told besides.
-func acceleratorArguments(accelerator string) (accel, cpu, kernel string) {
-	if accelerator == acceleratorKVM {
+func acceleratorArguments(p profile) (accel, cpu, kernel string) {
+	if p.accelerator == acceleratorKVM {
 		return "kvm", "host,migratable=on", ""
 	}
-	return "tcg,thread=multi", tcgCPU, " " + tcgKernel
+	return "tcg,thread=multi", tcgCPU, " " + tcgKernel + tscArgument(p.tscKHz)
 }
 
 func onOff(b bool) string {

@@ -25,6 +25,7 @@ func TestArguments(t *testing.T) {
 	restore := spec
 	restore.Restore = true
 	old := profile{machineType: "pc-i440fx-7.2", accelerator: acceleratorTCG}
+	measured := profile{machineType: "pc-i440fx-7.2", accelerator: acceleratorTCG, tscKHz: 2_596_146}
 	recent := profile{machineType: "pc-i440fx-10.0", accelerator: acceleratorTCG, readOnlyBase: true}
 	kvm := profile{machineType: "pc-i440fx-10.0", accelerator: acceleratorKVM, readOnlyBase: true}
 	boot := descriptors{monitor: 3, agent: 4, console: 5, base: 6, kernel: 7, initrd: 8, disks: []int{9, 10}, tap: 11}
@@ -40,6 +41,7 @@ func TestArguments(t *testing.T) {
 		{"boot-7.2", old, spec, boot},
 		{"restore-7.2", old, restore, load},
 		{"boot-10.0", recent, spec, boot},
+		{"boot-tsc", measured, spec, boot},
 		{"restore-10.0", recent, restore, load},
 		{"boot-kvm", kvm, spec, boot},
 		{"restore-kvm", kvm, restore, load},

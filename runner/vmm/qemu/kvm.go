@@ -44,7 +44,7 @@ func (d *Driver) probe(ctx context.Context, accelerator, kernel, initrd string, 
 }
 
 func probeArguments(in *installation, accelerator, kernel, initrd string) []string {
-	accel, cpu, more := acceleratorArguments(accelerator)
+	accel, cpu, more := acceleratorArguments(profile{accelerator: accelerator})
 	return []string{
 		"-name", "coppice-probe", "-nodefaults", "-no-user-config", "-display", "none", "-no-reboot", "-sandbox", sandbox,
 		"-M", in.machineType() + ",usb=off,vmport=off,smm=off,hpet=off,graphics=off", "-accel", accel, "-cpu", cpu, "-smp", "1",

@@ -54,6 +54,9 @@ func (d *Driver) spawn(ctx context.Context, in *installation, spec vmm.Spec) (_ 
 		return nil, err
 	}
 	p := profile{machineType: in.machineType(), accelerator: d.cfg.Accelerator, readOnlyBase: in.readOnlyBase()}
+	if p.accelerator == acceleratorTCG && !spec.Restore {
+		p.tscKHz = hostTSC()
+	}
 	var groups []uint32
 	if p.accelerator == acceleratorKVM && spec.UID != 0 {
 		if groups, err = kvm.Group(kvm.Device); err != nil {
