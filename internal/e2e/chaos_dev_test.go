@@ -37,6 +37,7 @@ func deployDev(t *testing.T, x *chaos) *deployment {
 			{"kill the server", 3, d.killServer},
 			{"kill the database", 2, d.killDatabase},
 			{"stop the server for a while", 2, d.stopServer},
+			{"stop the server for longer than its leases", 1, d.stopServerLong},
 			{"kill a machine", 2, x.killMachine},
 			{"stop a machine for a while", 2, x.stopMachine},
 		}},
@@ -83,9 +84,18 @@ func postmaster(dir string) (int, error) {
 }
 
 func (d *devDeployment) stopServer(_ context.Context, rng *rand.Rand) string {
+	return d.stopFor(between(rng, time.Second, 4*time.Second))
+}
+
+// stopServerLong lets the leases of operations end, and those of the runner's machines, which only this process can renew.
+func (d *devDeployment) stopServerLong(_ context.Context, rng *rand.Rand) string {
+	return d.stopFor(between(rng, 9*time.Second, 20*time.Second))
+}
+
+func (d *devDeployment) stopFor(t time.Duration) string {
 	pid := d.s.cmd.Process.Pid
 	err := syscall.Kill(pid, syscall.SIGSTOP)
-	hold(between(rng, time.Second, 4*time.Second))
+	hold(t)
 	return said(err, syscall.Kill(pid, syscall.SIGCONT))
 }
 
