@@ -159,7 +159,7 @@ func (c attestCheck) run(a *app, files []string) error {
 	now := time.Now()
 	if c.at != "" {
 		if now, err = time.Parse(time.RFC3339, c.at); err != nil {
-			return usageError{fmt.Errorf("--at: %q is not a time such as 2026-11-24T12:00:00Z", core.Clip(c.at))}
+			return misuse(fmt.Errorf("--at: %q is not a time such as 2026-11-24T12:00:00Z", core.Clip(c.at)))
 		}
 	}
 	list := []attested{}
@@ -252,7 +252,7 @@ func openAuthority(name string) (*attest.Authority, error) {
 	const largest = 64 << 10
 	f, err := os.Open(name)
 	if err != nil {
-		return nil, usageError{err}
+		return nil, misuse(err)
 	}
 	defer f.Close()
 	text, err := io.ReadAll(io.LimitReader(f, largest))

@@ -87,7 +87,7 @@ func (n *notary) attestation(ws core.WorkspaceID, epoch int64, age time.Duration
 func offline(args ...string) (status int, stdout, stderr string) {
 	var out, errs bytes.Buffer
 	a := &app{stdin: strings.NewReader(""), stdout: &out, stderr: &errs, getenv: func(string) string { return "" }}
-	status = a.run(context.Background(), args)
+	status = run(context.Background(), a, args)
 	return status, out.String(), errs.String()
 }
 

@@ -32,7 +32,7 @@ func TestNoCommandTellsItsToken(t *testing.T) {
 			leaves = append(leaves, path)
 		}
 	}
-	walk(a.newRootCommand(), nil)
+	walk(a.root(commands...), nil)
 	broken := httptest.NewServer(http.HandlerFunc(func(http.ResponseWriter, *http.Request) { panic(http.ErrAbortHandler) }))
 	t.Cleanup(broken.Close)
 	gone := httptest.NewServer(nil)
@@ -57,7 +57,7 @@ func TestNoCommandTellsItsToken(t *testing.T) {
 				if leaf[0] == "events" {
 					continue // it goes on until it is ended
 				}
-				a.run(t.Context(), line)
+				run(t.Context(), a, line)
 				for _, secret := range []string{token, password} {
 					if strings.Contains(stdout.String()+stderr.String(), secret) {
 						t.Errorf("%v shows %s when the server %s: %.300s", line, secret, what, stdout.String()+stderr.String())

@@ -22,10 +22,10 @@ func newCkptCommand(a *app) *cobra.Command {
 CHECKPOINT is a name, an id, or the end of an id.`,
 	}
 	c.AddCommand(
-		newCkptCreateCommand(a), newCkptListCommand(a), newCkptShowCommand(a), newCkptTreeCommand(a), newCkptEffectsCommand(a),
+		newCkptCreateCommand(a), newCkptListCommand(a), newCkptShowCommand(a), newCkptTreeCommand(a),
 		newCkptDiffCommand(a), newCkptAnnotateCommand(a), newCkptRemoveCommand(a),
 		newCkptPinCommand(a, true), newCkptPinCommand(a, false), newCkptPruneCommand(a), newCkptRetainCommand(a),
-		newCkptUsageCommand(a), newCkptExportCommand(a), newCkptImportCommand(a),
+		newCkptExportCommand(a), newCkptImportCommand(a),
 	)
 	return c
 }

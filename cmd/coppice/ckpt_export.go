@@ -29,7 +29,7 @@ The file appears only when it is complete. With "-o -" it goes to standard outpu
 		Args:    cobra.ExactArgs(1),
 		RunE: func(c *cobra.Command, args []string) error {
 			if _, ok := terminal(a.stdout); ok && to == "-" {
-				return usageError{errors.New("a checkpoint cannot be written to a terminal: redirect standard output")}
+				return misuse(errors.New("a checkpoint cannot be written to a terminal: redirect standard output"))
 			}
 			client, err := a.client()
 			if err != nil {
@@ -43,7 +43,7 @@ The file appears only when it is complete. With "-o -" it goes to standard outpu
 				to = cp.ID + ".ckpt"
 			}
 			began := time.Now()
-			n, err := a.export(c.Context(), client, cp.ID, to)
+			n, err := exportTo(c.Context(), a, client, cp.ID, to)
 			if err != nil {
 				return err
 			}
@@ -61,8 +61,8 @@ The file appears only when it is complete. With "-o -" it goes to standard outpu
 	return c
 }
 
-// export writes a file beside its place until it is whole.
-func (a *app) export(ctx context.Context, client *coppice.Client, id, to string) (n int64, err error) {
+// exportTo writes a file beside its place until it is whole.
+func exportTo(ctx context.Context, a *app, client *coppice.Client, id, to string) (n int64, err error) {
 	body, whole, err := client.ExportCheckpoint(ctx, id)
 	if err != nil {
 		return 0, err

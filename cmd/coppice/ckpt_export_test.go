@@ -48,7 +48,7 @@ func TestExportAndImportCommands(t *testing.T) {
 	run := func(stdin []byte, args ...string) (int, []byte, string) {
 		var stdout, stderr bytes.Buffer
 		a := &app{stdin: bytes.NewReader(stdin), stdout: &stdout, stderr: &stderr, getenv: func(string) string { return "" }}
-		return a.run(t.Context(), append([]string{"--server", server.URL, "--token", "k"}, args...)), stdout.Bytes(), stderr.String()
+		return run(t.Context(), a, append([]string{"--server", server.URL, "--token", "k"}, args...)), stdout.Bytes(), stderr.String()
 	}
 	if status, out, stderr := run(nil, "ckpt", "export", id, "-o", path); status != 0 || !strings.Contains(string(out), "MiB in") && !strings.Contains(string(out), "KiB in") {
 		t.Errorf("%d %s%s", status, out, stderr)

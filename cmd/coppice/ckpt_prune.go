@@ -137,11 +137,11 @@ func (p *policyFlags) read() (coppice.RetentionPolicy, error) {
 	if p.maxBytes != "" {
 		var err error
 		if out.MaxBytes, err = parseSize(p.maxBytes); err != nil {
-			return out, usageError{fmt.Errorf("--max-bytes: %w", err)}
+			return out, misuse(fmt.Errorf("--max-bytes: %w", err))
 		}
 	}
 	if p.best <= 0 && out.MaxAgeSeconds <= 0 && out.MaxBytes <= 0 {
-		return out, usageError{errors.New("say what to keep: --keep-best, --max-age or --max-bytes")}
+		return out, misuse(errors.New("say what to keep: --keep-best, --max-age or --max-bytes"))
 	}
 	return out, nil
 }

@@ -53,7 +53,7 @@ func TestHelp(t *testing.T) {
 		"project", "project create", "project ls", "project show", "project quota", "project rm", "key", "key create", "key ls", "key show", "key revoke", "image", "image build", "image ls", "image rm",
 	} {
 		a, stdout, _ := testApp(nil)
-		if status := a.run(t.Context(), append(strings.Fields(line), "--help")); status != 0 {
+		if status := run(t.Context(), a, append(strings.Fields(line), "--help")); status != 0 {
 			t.Errorf("%s --help: status %d", line, status)
 		}
 		text, _, _ := strings.Cut(stdout.String(), "\nGlobal Flags:")
@@ -324,7 +324,7 @@ func TestExecPassesInputOn(t *testing.T) {
 	f.workspaces = []api.Workspace{fakeWorkspace(1, "demo", api.WorkspaceReady)}
 	a, stdout, stderr := testApp(map[string]string{"COPPICE_SERVER": f.url(), "COPPICE_TOKEN": "k"})
 	a.stdin = strings.NewReader("one\ntwo\n")
-	if status := a.run(t.Context(), []string{"ws", "exec", "-i", "demo", "--", "sort", "-r"}); status != 0 || stdout.String() != "two\none\n" {
+	if status := run(t.Context(), a, []string{"ws", "exec", "-i", "demo", "--", "sort", "-r"}); status != 0 || stdout.String() != "two\none\n" {
 		t.Errorf("status %d, stdout %q, stderr %q", status, stdout, stderr)
 	}
 }
@@ -353,7 +353,7 @@ func TestShell(t *testing.T) {
 	a.stdin, a.stdout = theirs, theirs
 	status := make(chan int, 1)
 	go func() {
-		status <- a.run(t.Context(), []string{"ws", "shell", "--env", "PS1=ready> ", "demo", "--", "/bin/sh"})
+		status <- run(t.Context(), a, []string{"ws", "shell", "--env", "PS1=ready> ", "demo", "--", "/bin/sh"})
 		_, _ = theirs.WriteString("ended: " + stderr.String())
 	}()
 	screen := watch(t, ours)

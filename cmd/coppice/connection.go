@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"os"
@@ -22,7 +23,7 @@ var errNoServer = errors.New("no server is configured: start one with `coppice d
 // connection joins the flags, the environment and the connection file, the first that speaks winning. A key from the
 // file goes only to the server of the file.
 func (a *app) connection() (connection, error) {
-	c := connection{Server: firstOf(a.server, a.getenv("COPPICE_SERVER")), Token: firstOf(a.token, a.getenv("COPPICE_TOKEN"))}
+	c := connection{Server: cmp.Or(a.server, a.getenv("COPPICE_SERVER")), Token: cmp.Or(a.token, a.getenv("COPPICE_TOKEN"))}
 	if file := a.getenv("COPPICE_TOKEN_FILE"); c.Token == "" && file != "" {
 		var err error
 		if c.Token, err = readSecret(file); err != nil {
@@ -78,13 +79,4 @@ func (a *app) connectionFile() (string, error) {
 		dir = filepath.Join(home, ".config")
 	}
 	return filepath.Join(dir, "coppice", "connection.json"), nil
-}
-
-func firstOf(values ...string) string {
-	for _, v := range values {
-		if v != "" {
-			return v
-		}
-	}
-	return ""
 }

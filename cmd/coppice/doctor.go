@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"fmt"
 	"io"
 	"strings"
@@ -11,9 +12,6 @@ import (
 	"github.com/coppice-dev/coppice/internal/daemon"
 	"github.com/coppice-dev/coppice/internal/hostcheck"
 )
-
-// defaultDataDir is where a host keeps images, sandboxes and checkpoints unless told otherwise.
-const defaultDataDir = "/var/lib/coppice"
 
 func newDoctorCommand(a *app) *cobra.Command {
 	var dataDir string
@@ -27,7 +25,7 @@ The command looks at the programs that COPPICE_QEMU and COPPICE_CLOUD_HYPERVISOR
 A check leaves nothing behind. Most checks need root.`,
 		Args: cobra.NoArgs,
 		RunE: func(c *cobra.Command, _ []string) error {
-			cfg := a.vmmChecks()
+			cfg := vmmChecks(a)
 			cfg.DataDir, cfg.PGBin = dataDir, a.getenv("PGBIN")
 			report, err := hostcheck.Run(c.Context(), hostcheck.Checks(cfg))
 			if err != nil {
@@ -42,15 +40,15 @@ A check leaves nothing behind. Most checks need root.`,
 			return nil
 		},
 	}
-	c.Flags().StringVar(&dataDir, "data-dir", firstOf(a.getenv("COPPICE_DATA_DIR"), defaultDataDir), "`directory` that will hold sandboxes and checkpoints (COPPICE_DATA_DIR)")
+	c.Flags().StringVar(&dataDir, "data-dir", cmp.Or(a.getenv("COPPICE_DATA_DIR"), defaultDataDir), "`directory` that will hold sandboxes and checkpoints (COPPICE_DATA_DIR)")
 	return c
 }
 
 // vmmChecks are what a start with this environment would find out about VMMs. Where there is no image to boot, nobody can tell whether they
 // work: those checks are nil then.
-func (a *app) vmmChecks() hostcheck.Config {
-	host := a.hostConfig()
-	host.ImagesDir = a.imagesDir()
+func vmmChecks(a *app) hostcheck.Config {
+	host := hostConfig(a)
+	host.ImagesDir = imagesDir(a)
 	d := daemon.NewDoctor(host)
 	cfg := hostcheck.Config{QEMU: host.Binary, FindCloudHypervisor: d.FindCloudHypervisor, Choice: d.Choice}
 	if d.HasImage() {

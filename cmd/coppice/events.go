@@ -46,7 +46,7 @@ oldest event that is kept, or with --follow now, and continues across a restart 
 			}
 			for e, err := range client.Events(c.Context(), f) {
 				if err == nil {
-					err = a.event(e)
+					err = printEvent(a, e)
 				}
 				if err != nil {
 					return err
@@ -64,8 +64,8 @@ oldest event that is kept, or with --follow now, and continues across a restart 
 	return c
 }
 
-// event prints one line.
-func (a *app) event(e coppice.Event) error {
+// printEvent prints one line.
+func printEvent(a *app, e coppice.Event) error {
 	if a.json {
 		return encodeJSON(a.stdout, e, "")
 	}

@@ -130,11 +130,25 @@ type statusError int
 
 func (e statusError) Error() string { return fmt.Sprintf("exit status %d", int(e)) }
 
+// passOn ends this program with another one's exit status.
+func passOn(status int) error {
+	if status == 0 {
+		return nil
+	}
+	return statusError(status)
+}
+
 // usageError is a mistake in the command line.
 type usageError struct{ err error }
 
 func (e usageError) Error() string { return e.err.Error() }
 func (e usageError) Unwrap() error { return e.err }
+
+// misuse marks an error as a mistake in the command line.
+func misuse(err error) error { return usageError{err} }
+
+// isMisuse says whether an error is a mistake in the command line.
+func isMisuse(err error) bool { return errors.As(err, new(usageError)) }
 
 // exitStatus decides the exit status for an error.
 func exitStatus(err error) int {
@@ -145,7 +159,7 @@ func exitStatus(err error) int {
 		return exitOK
 	case errors.As(err, &status):
 		return int(status)
-	case errors.As(err, new(usageError)):
+	case isMisuse(err):
 		return exitUsage
 	case errors.As(err, &api):
 		if s, ok := exitOfCode[string(api.Code)]; ok {
@@ -178,4 +192,22 @@ func exitOfHTTP(status int) int {
 		return exitBadInput
 	}
 	return exitFailure
+}
+
+// describe gives an error's code and its text. On a command line even the inner causes are shown: they are the
+// user's own.
+func describe(err error) (code, message string) {
+	var api *coppice.Error
+	switch {
+	case isMisuse(err):
+		return codeUsage, err.Error()
+	case errors.As(err, &api):
+		message = err.Error()
+		if api.RequestID != "" {
+			message += " [request " + api.RequestID + "]"
+		}
+		return string(api.Code), message
+	default:
+		return string(core.CodeOf(err)), err.Error()
+	}
 }

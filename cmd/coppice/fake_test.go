@@ -68,7 +68,7 @@ func newFake(t *testing.T) (*fake, func(args ...string) (status int, stdout, std
 	t.Cleanup(f.server.Close)
 	return f, func(args ...string) (int, string, string) {
 		a, stdout, stderr := testApp(map[string]string{"COPPICE_SERVER": f.url(), "COPPICE_TOKEN": "k"})
-		status := a.run(t.Context(), args)
+		status := run(t.Context(), a, args)
 		return status, stdout.String(), stderr.String()
 	}
 }

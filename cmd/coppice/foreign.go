@@ -84,16 +84,6 @@ func (f *foreignWriter) Close() error {
 	return err
 }
 
-// forTerminal gives a writer for bytes of a guest, and a function that ends it: as they are into a pipe or if raw, shown on a
-// terminal.
-func forTerminal(w io.Writer, raw bool) (io.Writer, func() error) {
-	if _, ok := terminal(w); !ok || raw {
-		return w, func() error { return nil }
-	}
-	f := &foreignWriter{w: w}
-	return f, f.Close
-}
-
 // encodeJSON writes a value as JSON. Unprintable characters are escaped, which does not change the value.
 func encodeJSON(w io.Writer, v any, indent string) error {
 	var b bytes.Buffer

@@ -173,7 +173,7 @@ func TestNoCommandObeysATerminal(t *testing.T) {
 			leaves = append(leaves, path)
 		}
 	}
-	walk(a.newRootCommand(), nil)
+	walk(a.root(commands...), nil)
 	ws, ckpt := fakeID("ws", 1), fakeID("ckpt", 1)
 	shown := 0
 	for _, fail := range []bool{false, true} {
@@ -185,7 +185,7 @@ func TestNoCommandObeysATerminal(t *testing.T) {
 				if leaf[0] == "events" || strings.Join(leaf, " ") == "ws forward" {
 					continue // they go on until they are ended; the test below has events
 				}
-				status := a.run(t.Context(), line)
+				status := run(t.Context(), a, line)
 				for _, out := range []string{stdout.String(), stderr.String()} {
 					if escape(out, "\n\t") != out {
 						t.Errorf("%v (status %d) sends a terminal %q", line, status, out)
@@ -233,7 +233,7 @@ func TestLogsOnATerminal(t *testing.T) {
 				return text
 			}
 		}
-		status := a.run(t.Context(), c.args)
+		status := run(t.Context(), a, c.args)
 		text := got()
 		if status != 0 || strings.Contains(text, "\x1b[2J") != c.raw || !strings.Contains(text, "ready") || !c.raw && !strings.Contains(text, `\x1b[2J`) {
 			t.Errorf("%v: status %d, %q", c.args, status, text)

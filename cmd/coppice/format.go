@@ -2,17 +2,12 @@ package main
 
 import (
 	"cmp"
-	"context"
-	"errors"
 	"fmt"
 	"io"
-	"os"
 	"slices"
 	"strings"
 	"text/tabwriter"
 	"time"
-
-	"golang.org/x/term"
 
 	"github.com/coppice-dev/coppice/core"
 	coppice "github.com/coppice-dev/coppice/sdk/go"
@@ -121,51 +116,3 @@ func moment(t time.Time) string {
 	}
 	return t.Local().Format(time.RFC3339)
 }
-
-// terminal returns the file descriptor of a stream that is a terminal.
-func terminal(stream any) (int, bool) {
-	f, ok := stream.(*os.File)
-	if !ok || !term.IsTerminal(int(f.Fd())) {
-		return 0, false
-	}
-	return int(f.Fd()), true
-}
-
-// working shows on a terminal that something takes its time; the returned function ends that and clears the line.
-func (a *app) working(ctx context.Context, what string) func() {
-	return a.workingOn(ctx, func() string { return what })
-}
-
-// workingOn likewise, with what there is to say at each moment.
-func (a *app) workingOn(ctx context.Context, what func() string) func() {
-	if _, ok := terminal(a.stderr); !ok || a.json {
-		return func() {}
-	}
-	ctx, cancel := context.WithCancel(ctx)
-	done := make(chan struct{})
-	go func() {
-		defer close(done)
-		began, tick := time.Now(), time.NewTicker(200*time.Millisecond)
-		defer tick.Stop()
-		shown := false
-		for {
-			select {
-			case <-ctx.Done():
-				if shown {
-					fmt.Fprint(a.stderr, "\r\x1b[K")
-				}
-				return
-			case <-tick.C:
-				shown = true
-				fmt.Fprintf(a.stderr, "\r\x1b[K%s … %.0f s", visible(what()), time.Since(began).Seconds())
-			}
-		}
-	}()
-	return func() {
-		cancel()
-		<-done
-	}
-}
-
-// joinClose closes c and joins its error.
-func joinClose(err error, c io.Closer) error { return errors.Join(err, c.Close()) }

@@ -28,8 +28,8 @@ its own placeholder.`,
 	return c
 }
 
-// workspace finds a workspace, and returns the client that did.
-func (a *app) workspace(ctx context.Context, ref string) (*coppice.Client, coppice.Workspace, error) {
+// target finds the workspace of a grant, and returns the client that did.
+func target(ctx context.Context, a *app, ref string) (*coppice.Client, coppice.Workspace, error) {
 	client, err := a.client()
 	if err != nil {
 		return nil, coppice.Workspace{}, err
@@ -46,7 +46,7 @@ func readGrantSecret(path string, stdin io.Reader) (string, error) {
 	if path != "-" {
 		f, err := os.Open(path)
 		if err != nil {
-			return "", usageError{fmt.Errorf("--secret-file: %w", err)}
+			return "", misuse(fmt.Errorf("--secret-file: %w", err))
 		}
 		defer f.Close()
 		stdin = f
@@ -57,7 +57,7 @@ func readGrantSecret(path string, stdin io.Reader) (string, error) {
 	}
 	text := strings.TrimSuffix(strings.TrimSuffix(string(b), "\n"), "\r")
 	if text == "" {
-		return "", usageError{errors.New("--secret-file: it is empty")}
+		return "", misuse(errors.New("--secret-file: it is empty"))
 	}
 	return text, nil
 }
@@ -83,7 +83,7 @@ The change also applies to forks that have the grant from this workspace.`,
 		RunE: func(c *cobra.Command, args []string) error {
 			req.Mode, req.TTLSeconds = coppice.GrantMode(mode), int64(ttl/time.Second)
 			if ttl < 0 || ttl%time.Second != 0 {
-				return usageError{fmt.Errorf("--ttl %s is not a whole number of seconds", ttl)}
+				return misuse(fmt.Errorf("--ttl %s is not a whole number of seconds", ttl))
 			}
 			var err error
 			if file != "" {
@@ -91,7 +91,7 @@ The change also applies to forks that have the grant from this workspace.`,
 					return err
 				}
 			}
-			client, ws, err := a.workspace(c.Context(), args[0])
+			client, ws, err := target(c.Context(), a, args[0])
 			if err != nil {
 				return err
 			}
@@ -127,7 +127,7 @@ func newGrantListCommand(a *app) *cobra.Command {
 		Short:   "List the grants of a workspace",
 		Args:    cobra.ExactArgs(1),
 		RunE: func(c *cobra.Command, args []string) error {
-			client, ws, err := a.workspace(c.Context(), args[0])
+			client, ws, err := target(c.Context(), a, args[0])
 			if err != nil {
 				return err
 			}
@@ -166,7 +166,7 @@ func newGrantShowCommand(a *app) *cobra.Command {
 		Short: "Show a grant, and the variables that programs find",
 		Args:  cobra.ExactArgs(2),
 		RunE: func(c *cobra.Command, args []string) error {
-			client, ws, err := a.workspace(c.Context(), args[0])
+			client, ws, err := target(c.Context(), a, args[0])
 			if err != nil {
 				return err
 			}
@@ -212,7 +212,7 @@ func newGrantRevokeCommand(a *app) *cobra.Command {
 		Short:   "Revoke a grant from a workspace and its forks",
 		Args:    cobra.ExactArgs(2),
 		RunE: func(c *cobra.Command, args []string) error {
-			client, ws, err := a.workspace(c.Context(), args[0])
+			client, ws, err := target(c.Context(), a, args[0])
 			if err != nil {
 				return err
 			}

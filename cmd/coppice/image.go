@@ -21,14 +21,9 @@ func newImageCommand(a *app) *cobra.Command {
 		Short: "Build and manage guest images on this host",
 		Long:  `Build and manage guest images on this host. An image has a kernel, an initrd with the guest agent, and a root file system. Building needs root.`,
 	}
-	c.PersistentFlags().StringVar(&dir, "images-dir", a.imagesDir(), "image store `directory` (COPPICE_IMAGES_DIR, else images in COPPICE_DATA_DIR)")
+	c.PersistentFlags().StringVar(&dir, "images-dir", imagesDir(a), "image store `directory` (COPPICE_IMAGES_DIR, else images in COPPICE_DATA_DIR)")
 	c.AddCommand(newImageBuildCommand(a, &dir), newImageListCommand(a, &dir), newImageRemoveCommand(a, &dir))
 	return c
-}
-
-// imagesDir is where `coppice dev` with the same environment looks for images.
-func (a *app) imagesDir() string {
-	return firstOf(a.getenv("COPPICE_IMAGES_DIR"), filepath.Join(firstOf(a.getenv("COPPICE_DATA_DIR"), defaultDataDir), "images"))
 }
 
 func newImageBuildCommand(a *app, dir *string) *cobra.Command {

@@ -84,7 +84,7 @@ which lets grants name any secret that the project may read in Vault; and runner
 		Args:    cobra.ExactArgs(1),
 		RunE: func(c *cobra.Command, args []string) error {
 			if ttl < 0 || ttl%time.Second != 0 {
-				return usageError{fmt.Errorf("--ttl %s is not a whole number of seconds", ttl)}
+				return misuse(fmt.Errorf("--ttl %s is not a whole number of seconds", ttl))
 			}
 			client, err := a.client()
 			if err != nil {

@@ -29,7 +29,7 @@ func vmLimitFlags(f *pflag.FlagSet, cfg *daemon.HostConfig) func() error {
 		cfg.TapRate.Bytes = n
 		errs = append(errs, wrapFlag("--tap-rate", err))
 		if cfg.Limits.CPUPercent < 0 || cfg.Limits.IOPS < 0 || cfg.TapRate.Packets <= 0 {
-			errs = append(errs, usageError{errors.New("--vm-cpu-max and --vm-iops-max must not be negative, and --tap-packets must be positive")})
+			errs = append(errs, misuse(errors.New("--vm-cpu-max and --vm-iops-max must not be negative, and --tap-packets must be positive")))
 		}
 		return errors.Join(errs...)
 	}
@@ -39,7 +39,7 @@ func wrapFlag(name string, err error) error {
 	if err == nil {
 		return nil
 	}
-	return usageError{fmt.Errorf("%s: %w", name, err)}
+	return misuse(fmt.Errorf("%s: %w", name, err))
 }
 
 // warnings has a line for each weakness of the host.

@@ -7,27 +7,20 @@ package main
 
 import (
 	"context"
-	"errors"
-	"fmt"
-	"io"
 	"os"
 	"os/signal"
-	"runtime/debug"
-	"slices"
 	"syscall"
 
 	"github.com/spf13/cobra"
 
-	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/daemon"
 	"github.com/coppice-dev/coppice/internal/failpoint"
-	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
 
 // commands lists the constructors of the subcommands.
 var commands = []func(*app) *cobra.Command{
-	newWSCommand,
-	newCkptCommand,
+	wsCommand,
+	ckptCommand,
 	newForkCommand,
 	newGrantCommand,
 	newRestoreCommand,
@@ -57,153 +50,32 @@ func main() {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
 	a := &app{stdin: os.Stdin, stdout: os.Stdout, stderr: os.Stderr, getenv: os.Getenv}
-	status := a.run(ctx, os.Args[1:])
+	status := run(ctx, a, os.Args[1:])
 	stop()
 	os.Exit(status)
 }
 
-// app is what every command works with: the streams, the environment and the global flags. Tests make their own.
-type app struct {
-	stdin          io.Reader
-	stdout, stderr io.Writer
-	getenv         func(string) string
-
-	json   bool   // --json
-	server string // --server, else COPPICE_SERVER, else the connection file
-	token  string // --token, else COPPICE_TOKEN, else the connection file
-
-	noEscape bool // ws shell --no-escape
-	began    bool // the command line was understood
-}
-
 // run executes a command line and returns the exit status.
-func (a *app) run(ctx context.Context, args []string) int {
+func run(ctx context.Context, a *app, args []string) int {
 	if err := failpoint.ArmList(a.getenv("COPPICE_FAILPOINTS")); err != nil {
-		return a.report(usageError{err})
+		return a.report(misuse(err))
 	}
-	root := a.newRootCommand()
-	root.SetArgs(args)
-	err := root.ExecuteContext(ctx)
-	if err != nil && !a.began {
-		a.json = a.json || slices.Contains(args, "--json") // the error may have come before that flag was reached
-		err = usageError{err}
-	}
-	return a.report(err)
+	return a.run(ctx, args, commands...)
 }
 
-func (a *app) newRootCommand() *cobra.Command {
-	root := &cobra.Command{
-		Use:           "coppice",
-		Short:         "Checkpoint running microVMs and fork them from any checkpoint",
-		Version:       version(),
-		SilenceUsage:  true,
-		SilenceErrors: true,
-	}
-	root.SetIn(a.stdin)
-	root.SetOut(a.stdout)
-	root.SetErr(a.stderr)
-	flags := root.PersistentFlags()
-	flags.BoolVar(&a.json, "json", false, "print JSON instead of text")
-	flags.StringVar(&a.server, "server", "", "server `address`: unix:///path or http(s)://host:port (default: $COPPICE_SERVER, else that of coppice dev)")
-	flags.StringVar(&a.token, "token", "", "API `key` (default: $COPPICE_TOKEN or the file $COPPICE_TOKEN_FILE, else that of coppice dev)")
-	for _, c := range commands {
-		root.AddCommand(c(a))
-	}
-	a.markBegin(root)
-	return root
+// wsCommand joins the commands whose first argument is a workspace.
+func wsCommand(a *app) *cobra.Command {
+	c := newWSCommand(a)
+	c.AddCommand(
+		newWSExecCommand(a), newWSShellCommand(a), newWSLogsCommand(a),
+		newWSUsageCommand(a), newWSNetworkCommand(a), newWSEgressCommand(a), newWSAttestCommand(a),
+	)
+	return c
 }
 
-// markBegin makes every command note that its flags and arguments were accepted, so that whatever fails before is a
-// mistake in the command line.
-func (a *app) markBegin(c *cobra.Command) {
-	switch run := c.RunE; {
-	case run != nil:
-		c.RunE = func(c *cobra.Command, args []string) error {
-			a.began = true
-			return run(c, args)
-		}
-	case c.HasParent(): // a group: cobra itself would answer an unknown word with help and success
-		c.RunE = func(c *cobra.Command, args []string) error {
-			if len(args) > 0 {
-				return usageError{fmt.Errorf("unknown command %q for %q", args[0], c.CommandPath())}
-			}
-			return c.Help()
-		}
-	}
-	for _, sub := range c.Commands() {
-		a.markBegin(sub)
-	}
-}
-
-// client connects to the server that the flags, the environment or the connection file name.
-func (a *app) client() (*coppice.Client, error) {
-	conn, err := a.connection()
-	if err != nil {
-		return nil, err
-	}
-	return coppice.New(coppice.Config{Server: conn.Server, Token: conn.Token, UserAgent: "coppice-cli/" + version()})
-}
-
-// print writes a result: as JSON with --json, else by human.
-func (a *app) print(v any, human func(io.Writer) error) error {
-	if !a.json {
-		w := &foreignWriter{w: a.stdout}
-		return errors.Join(human(w), w.Close())
-	}
-	return encodeJSON(a.stdout, v, "  ")
-}
-
-// printNew prints what was made: only its id, if that is all that is wanted.
-func printNew[ID ~string](a *app, v any, id ID, quiet bool, human func(io.Writer) error) error {
-	return a.print(v, func(w io.Writer) error {
-		if quiet {
-			_, err := fmt.Fprintln(w, id)
-			return err
-		}
-		return human(w)
-	})
-}
-
-// report prints an error, if there is one to print, and returns the exit status.
-func (a *app) report(err error) int {
-	status := exitStatus(err)
-	if err == nil || errors.As(err, new(statusError)) {
-		return status
-	}
-	code, message := describe(err)
-	if a.json {
-		_ = encodeJSON(a.stderr, map[string]any{"error": map[string]any{"code": code, "message": message, "exit_status": status}}, "")
-		return status
-	}
-	fmt.Fprintf(a.stderr, "coppice: %s\n", escape(message, "\n\t"))
-	if errors.As(err, new(usageError)) {
-		fmt.Fprintln(a.stderr, "Try 'coppice --help'.")
-	}
-	return status
-}
-
-// describe gives an error's code and its text. On a command line even the inner causes are shown: they are the
-// user's own.
-func describe(err error) (code, message string) {
-	var api *coppice.Error
-	switch {
-	case errors.As(err, new(usageError)):
-		return codeUsage, err.Error()
-	case errors.As(err, &api):
-		message = err.Error()
-		if api.RequestID != "" {
-			message += " [request " + api.RequestID + "]"
-		}
-		return string(api.Code), message
-	default:
-		return string(core.CodeOf(err)), err.Error()
-	}
-}
-
-// version is what the build recorded: a tag, a pseudo-version of the commit, or (devel).
-func version() string {
-	if info, ok := debug.ReadBuildInfo(); ok && info.Main.Version != "" {
-		return info.Main.Version
-	}
-	return "(unknown)"
+// ckptCommand joins the commands whose first argument is a checkpoint.
+func ckptCommand(a *app) *cobra.Command {
+	c := newCkptCommand(a)
+	c.AddCommand(newCkptEffectsCommand(a), newCkptUsageCommand(a))
+	return c
 }

@@ -46,7 +46,7 @@ func TestCommandLine(t *testing.T) {
 		t.Run(strings.Join(c.args, " "), func(t *testing.T) {
 			t.Parallel()
 			a, stdout, stderr := testApp(nil)
-			if got := a.run(t.Context(), c.args); got != c.status {
+			if got := run(t.Context(), a, c.args); got != c.status {
 				t.Errorf("exit status %d, want %d", got, c.status)
 			}
 			if !strings.Contains(stdout.String(), c.stdout) || c.stdout == "" && stdout.Len() > 0 {
@@ -62,12 +62,11 @@ func TestCommandLine(t *testing.T) {
 // TestGroups runs the parser over a command with commands below it, as `coppice ws` is.
 func TestGroups(t *testing.T) {
 	t.Parallel()
-	group := func(a *app) *cobra.Command {
+	group := func(*app) *cobra.Command {
 		g := &cobra.Command{Use: "things"}
 		g.AddCommand(&cobra.Command{Use: "ls", Args: cobra.NoArgs, RunE: func(*cobra.Command, []string) error {
 			return core.Errorf(core.NotFound, core.CodeWorkspaceNotFound, "no such thing")
 		}})
-		a.markBegin(g)
 		return g
 	}
 	for _, c := range []struct {
@@ -81,15 +80,7 @@ func TestGroups(t *testing.T) {
 		{[]string{"things", "ls"}, exitNotFound, "no such thing"},
 	} {
 		a, _, stderr := testApp(nil)
-		root := a.newRootCommand()
-		root.AddCommand(group(a))
-		a.markBegin(root)
-		root.SetArgs(c.args)
-		err := root.ExecuteContext(t.Context())
-		if err != nil && !a.began {
-			err = usageError{err}
-		}
-		if got := a.report(err); got != c.status || !strings.Contains(stderr.String(), c.says) {
+		if got := a.run(t.Context(), c.args, group); got != c.status || !strings.Contains(stderr.String(), c.says) {
 			t.Errorf("%v: exit status %d, %q; want %d and %q", c.args, got, stderr, c.status, c.says)
 		}
 	}
@@ -98,7 +89,7 @@ func TestGroups(t *testing.T) {
 func TestBadFailpoints(t *testing.T) {
 	t.Parallel()
 	a, _, stderr := testApp(map[string]string{"COPPICE_FAILPOINTS": "absent=kill"})
-	if got := a.run(t.Context(), []string{"--version"}); got != exitUsage || !strings.Contains(stderr.String(), `failpoint "absent"`) {
+	if got := run(t.Context(), a, []string{"--version"}); got != exitUsage || !strings.Contains(stderr.String(), `failpoint "absent"`) {
 		t.Errorf("exit status %d, %q", got, stderr)
 	}
 }
@@ -121,7 +112,7 @@ func TestExitStatus(t *testing.T) {
 		{&coppice.Error{Code: coppice.CodeInternal, Status: 500}, exitInternal},
 		{statusError(37), 37},
 		{fmt.Errorf("remote: %w", statusError(0)), 0},
-		{usageError{errors.New("bad flag")}, exitUsage},
+		{misuse(errors.New("bad flag")), exitUsage},
 	} {
 		if got := exitStatus(c.err); got != c.want {
 			t.Errorf("exitStatus(%v) = %d, want %d", c.err, got, c.want)
@@ -246,7 +237,7 @@ coppice dev cannot run on this host yet: see the lines that begin with "fail".
 func TestDoctor(t *testing.T) {
 	t.Parallel()
 	a, stdout, stderr := testApp(nil)
-	status := a.run(t.Context(), []string{"doctor", "--json", "--data-dir", t.TempDir()})
+	status := run(t.Context(), a, []string{"doctor", "--json", "--data-dir", t.TempDir()})
 	var report hostcheck.Report
 	if err := json.Unmarshal(stdout.Bytes(), &report); err != nil {
 		t.Fatalf("%v: %s%s", err, stdout, stderr)

@@ -33,7 +33,7 @@ Every flag can come from the environment: --database from COPPICE_DATABASE, and 
 	f.BoolVar(&check, "check", false, "change nothing, and fail unless the schema is that of this program")
 	f.StringVar(&level, "log-level", "info", "debug, info, warn or error")
 	c.RunE = func(cmd *cobra.Command, _ []string) error {
-		if err := a.fromEnvironment(cmd); err != nil {
+		if err := fromEnvironment(a, cmd); err != nil {
 			return err
 		}
 		dsn, err := databaseAddress(database, databaseFile)
@@ -45,7 +45,7 @@ Every flag can come from the environment: --database from COPPICE_DATABASE, and 
 		}
 		log, err := newLogger(a.stderr, level)
 		if err != nil {
-			return usageError{fmt.Errorf("--log-level: %w", err)}
+			return misuse(fmt.Errorf("--log-level: %w", err))
 		}
 		if check {
 			err = migrations.Check(cmd.Context(), dsn)

@@ -70,11 +70,11 @@ func quotaValues(flag string, words []string) (coppice.QuotasPatch, error) {
 	for name, text := range texts {
 		field, ok := fields[name]
 		if !ok {
-			return out, usageError{fmt.Errorf("there is no quota %q; the quotas are %s", name, strings.Join(slices.Sorted(maps.Keys(fields)), ", "))}
+			return out, misuse(fmt.Errorf("there is no quota %q; the quotas are %s", name, strings.Join(slices.Sorted(maps.Keys(fields)), ", ")))
 		}
 		n, err := strconv.ParseInt(text, 10, 64)
 		if err != nil || n < 0 {
-			return out, usageError{fmt.Errorf("%s=%s is not a number from 0 up", name, text)}
+			return out, misuse(fmt.Errorf("%s=%s is not a number from 0 up", name, text))
 		}
 		*field = &n
 	}
@@ -201,7 +201,7 @@ With --version, the change is made only if that is still the project's version.`
 		Args:    cobra.MinimumNArgs(1),
 		RunE: func(c *cobra.Command, args []string) error {
 			if len(args) < 2 && allowAll == "" {
-				return usageError{errors.New("nothing to change: give a NAME=NUMBER or --allow-all-egress")}
+				return misuse(errors.New("nothing to change: give a NAME=NUMBER or --allow-all-egress"))
 			}
 			q, err := quotaValues("quota", args[1:])
 			if err != nil {

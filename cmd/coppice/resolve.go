@@ -2,8 +2,6 @@ package main
 
 import (
 	"context"
-	"errors"
-	"fmt"
 	"strings"
 
 	"github.com/coppice-dev/coppice/core"
@@ -115,29 +113,4 @@ func node(ctx context.Context, c *coppice.Client, ref string) (*coppice.Workspac
 		return nil, &cp, nil
 	}
 	return nil, nil, core.Errorf(core.NotFound, core.CodeWorkspaceNotFound, "there is no workspace and no checkpoint %q; list them with coppice ws ls and coppice ckpt ls", core.Clip(ref))
-}
-
-// keyValues reads words of the form KEY=VALUE.
-func keyValues(flag string, words []string) (map[string]string, error) {
-	var out map[string]string
-	for _, w := range words {
-		k, v, ok := strings.Cut(w, "=")
-		if !ok || k == "" {
-			return nil, usageError{fmt.Errorf("%s %q is not of the form KEY=VALUE", flag, w)}
-		}
-		if out == nil {
-			out = map[string]string{}
-		}
-		out[k] = v
-	}
-	return out, nil
-}
-
-// each does f for every reference, all of them even when one fails.
-func each(refs []string, f func(ref string) error) error {
-	var errs []error
-	for _, ref := range refs {
-		errs = append(errs, f(ref))
-	}
-	return errors.Join(errs...)
 }

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"io"
@@ -66,7 +67,7 @@ start runners unattended call it before the runner.`,
 		Args:    cobra.NoArgs,
 		RunE: func(c *cobra.Command, _ []string) error {
 			if out == "" {
-				return usageError{errors.New("--out is needed")}
+				return misuse(errors.New("--out is needed"))
 			}
 			needed, id, err := daemon.NeedsToken(dataDir)
 			if err != nil {
@@ -96,7 +97,7 @@ start runners unattended call it before the runner.`,
 			})
 		},
 	}
-	c.Flags().StringVar(&dataDir, "data-dir", firstOf(a.getenv("COPPICE_DATA_DIR"), defaultDataDir), "the runner's data `directory`")
+	c.Flags().StringVar(&dataDir, "data-dir", cmp.Or(a.getenv("COPPICE_DATA_DIR"), defaultDataDir), "the runner's data `directory`")
 	c.Flags().StringVar(&out, "out", "", "`file` for the token; only its owner may read it")
 	return c
 }

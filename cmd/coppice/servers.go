@@ -5,8 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"os"
-	"path/filepath"
 	"strings"
 	"time"
 
@@ -15,7 +13,6 @@ import (
 	"github.com/coppice-dev/coppice/controller"
 	"github.com/coppice-dev/coppice/controller/postgres"
 	"github.com/coppice-dev/coppice/internal/daemon"
-	"github.com/coppice-dev/coppice/internal/hostcheck"
 	"github.com/coppice-dev/coppice/internal/tracing"
 )
 
@@ -52,8 +49,8 @@ it takes no more requests, then ends its operations or leaves them to the next c
 	f.StringVar(&cfg.RunnerListen, "runner-listen", "127.0.0.1:7071", "`address` for runners, always with mutual TLS")
 	f.StringVar(&cfg.KeyFile, "key-file", "", "`file` with the key that encrypts the cluster's keys in the database; the first controller creates it")
 	f.StringVar(&cfg.MasterKeys, "master-key-file", "", "`file` with the master keys that wrap the keys of projects with encryption, one per line in hex, the present one first")
-	a.storeFlags(f, &cfg.Store)
-	a.secretFlags(f, &cfg.Secrets, false)
+	storeFlags(a, f, &cfg.Store)
+	secretFlags(a, f, &cfg.Secrets, false)
 	f.DurationVar(&cfg.Tune.StoreGrace, "store-grace", time.Hour, "grace period before unreferenced objects in the store are deleted; must be at least runner lease plus fence")
 	f.StringVar(&cfg.APIKeyFile, "api-key-file", "", "`file` with the first administrator's API key; created if it does not exist")
 	f.DurationVar(&cfg.Tune.AttestationsKept, "attestation-retention", controller.AttestationsKept, "how long to keep attestations of reseals, by whole months; the same on all controllers")
@@ -70,7 +67,7 @@ it takes no more requests, then ends its operations or leaves them to the next c
 	f.StringVar(&cfg.Metrics, "metrics-listen", "", "loopback `address` of Prometheus metrics, under /metrics; empty for none")
 	f.StringVar(&level, "log-level", "info", "debug, info, warn or error")
 	c.RunE = func(cmd *cobra.Command, _ []string) error {
-		if err := a.fromEnvironment(cmd); err != nil {
+		if err := fromEnvironment(a, cmd); err != nil {
 			return err
 		}
 		var err error
@@ -78,7 +75,7 @@ it takes no more requests, then ends its operations or leaves them to the next c
 			return err
 		}
 		if cfg.Log, err = newLogger(a.stderr, level); err != nil {
-			return usageError{fmt.Errorf("--log-level: %w", err)}
+			return misuse(fmt.Errorf("--log-level: %w", err))
 		}
 		traces, endTraces, err := tracing.Open(cmd.Context(), a.getenv, "coppice-controller")
 		if err != nil {
@@ -103,108 +100,13 @@ func databaseAddress(address, file string) (string, error) {
 		return address, nil
 	}
 	if address != "" {
-		return "", usageError{errors.New("--database and --database-file exclude each other")}
+		return "", misuse(errors.New("--database and --database-file exclude each other"))
 	}
 	return readSecret(file)
 }
 
-func newRunnerCommand(a *app) *cobra.Command {
-	cfg := daemon.RunnerConfig{HostConfig: a.hostConfig()}
-	var tokenFile, budget, level string
-	var stop bool
-	c := &cobra.Command{
-		Use:   "runner",
-		Short: "Run a runner: the virtual machines of this host, for a controller",
-		Long: `Run a runner: the virtual machines of this host, for a controller. It needs root, for network namespaces and for a user id per VM, but no KVM.
-
-The first start uses up a token of 'coppice runner-token create' and keeps a certificate in the data directory. Later starts need no token. The
-certificate is valid for a day, and the runner renews it in time. A runner that was off for longer needs another token, created with --runner.
-
-VMs run on cloud-hypervisor if it is installed ('make setup-kvm', or its path in COPPICE_CLOUD_HYPERVISOR) and really boots a guest under KVM.
-Otherwise they run on QEMU (COPPICE_QEMU), with KVM if a guest boots under it. The runner prints and logs its choice and the reason.
-
-The runner does not start on a host with weak isolation between guests (swap, merged pages, unmitigated CPU vulnerabilities, missing cgroup
-controllers), unless --allow-weak-host names each weakness. 'coppice doctor' lists them and says how to fix them.
-
-The VMs outlive this process, however it ends. The next runner on the same data directory takes them over, with their sessions. A VM keeps the
-VMM that it was started with, whatever the next runner uses. The runner ends the VMs in two cases: the controllers were silent for longer than
-the lease allows, or the process is told to stop and has --stop-vms.
-
-With --data-listen, users' terminals and files go straight to this runner, with a pass of the API, and do not load the controllers.
-Every flag can come from the environment: --join-token-file from COPPICE_JOIN_TOKEN_FILE, and so on.`,
-		Example: `  coppice runner-token create > /etc/coppice/join-token
-  coppice runner --controller https://ctl-1:7071 --controller https://ctl-2:7071 --join-token-file /etc/coppice/join-token --listen 0.0.0.0:7072`,
-		Args: cobra.NoArgs,
-	}
-	f := c.Flags()
-	f.StringArrayVar(&cfg.Controllers, "controller", nil, "`URL` of a controller's listener for runners, https://host:port; may be repeated; the runner tries the next one if one is unreachable")
-	f.StringVar(&tokenFile, "join-token-file", "", "`file` with a join token; not read again once the runner has joined")
-	f.StringVar(&cfg.Listen, "listen", "127.0.0.1:7072", "`address` for controllers, always with mutual TLS")
-	f.StringVar(&cfg.Endpoint, "endpoint", "", "`URL` under which controllers reach --listen, https://host:port (default: its address, or this host's name if that is 0.0.0.0)")
-	f.StringVar(&cfg.DataListen, "data-listen", "", "`address` of the data plane for users' streams and files (default: none; they go through the controllers)")
-	f.StringVar(&cfg.DataURL, "data-url", "", "`URL` under which users reach --data-listen, https://host:port (default: as for --endpoint)")
-	f.StringVar(&cfg.DataCert, "data-cert", "", "certificate `file` for --data-listen, in PEM (default: the runner's own; the API tells users its authority)")
-	f.StringVar(&cfg.DataKey, "data-key", "", "`file` with the key of that certificate, in PEM")
-	f.StringVar(&cfg.DataDir, "data-dir", firstOf(a.getenv("COPPICE_DATA_DIR"), defaultDataDir), "`directory` for all data")
-	f.StringVar(&cfg.ImagesDir, "images-dir", a.getenv("COPPICE_IMAGES_DIR"), "image store `directory` (default: images in the data directory)")
-	f.StringVar(&budget, "disk-budget", "32G", "size of the volume for checkpoints, if the program makes one, as `size` with K, M, G or T")
-	f.IntVar(&cfg.MaxSandboxes, "max-sandboxes", 64, "maximum number of VMs, including warm ones")
-	f.IntVar(&cfg.Warm, "warm", 4, "number of VMMs kept ready per recently forked base; 0 for none")
-	vmmFlags(f, &cfg.HostConfig)
-	a.storeFlags(f, &cfg.Store)
-	readStore := hostStoreFlags(f, &cfg.Store)
-	readEgress, readForward := egressFlags(f, &cfg.Egress), forwardFlags(f, &cfg.Forward)
-	f.BoolVar(&cfg.NoRebase, "no-rebase", false, "never turn a checkpoint's base and delta into a new base")
-	f.StringSliceVar(&cfg.AllowWeak, "allow-weak-host", nil, "start although these `checks` of coppice doctor found weak isolation between guests: "+strings.Join(hostcheck.IsolationNames(), ","))
-	readLimits := vmLimitFlags(f, &cfg.HostConfig)
-	f.BoolVar(&stop, "stop-vms", false, "end the VMs at SIGTERM or Ctrl-C")
-	f.StringVar(&cfg.Metrics, "metrics-listen", "", "loopback `address` of Prometheus metrics, under /metrics; empty for none")
-	f.StringVar(&level, "log-level", "info", "debug, info, warn or error")
-	c.RunE = func(cmd *cobra.Command, _ []string) error {
-		if err := a.fromEnvironment(cmd); err != nil {
-			return err
-		}
-		cfg.Leave = !stop
-		var err error
-		if cfg.DiskBudget, err = parseSize(budget); err != nil {
-			return usageError{fmt.Errorf("--disk-budget: %w", err)}
-		}
-		if err := errors.Join(readStore(), readEgress(), readForward(), readLimits()); err != nil {
-			return err
-		}
-		if cfg.DataDir, err = filepath.Abs(cfg.DataDir); err != nil {
-			return err
-		}
-		if cfg.Log, err = newLogger(a.stderr, level); err != nil {
-			return usageError{fmt.Errorf("--log-level: %w", err)}
-		}
-		if tokenFile != "" {
-			// It may be gone once it is spent: whether it is needed shows later.
-			if cfg.JoinToken, err = readSecret(tokenFile); err != nil && !errors.Is(err, os.ErrNotExist) {
-				return err
-			}
-		}
-		if err := cfg.ChooseVMM(cmd.Context()); err != nil {
-			return err
-		}
-		traces, endTraces, err := tracing.Open(cmd.Context(), a.getenv, "coppice-runner")
-		if err != nil {
-			return err
-		}
-		defer func() { _ = endTraces(context.WithoutCancel(cmd.Context())) }() // what was not sent by now is lost
-		cfg.Traces = traces
-		return daemon.RunRunner(cmd.Context(), cfg, func(r daemon.RunnerReady) error {
-			return a.print(r, func(w io.Writer) error {
-				_, err := fmt.Fprintf(w, "Coppice's runner %s is ready at %s\n  volume   %s\n  VMs      %s\n%s", r.RunnerID, r.Endpoint, r.Volume, cfg.VMMText(), warnings(r.Weak))
-				return err
-			})
-		})
-	}
-	return c
-}
-
 // fromEnvironment sets the flags that the command line did not, from COPPICE_ and their name.
-func (a *app) fromEnvironment(c *cobra.Command) error {
+func fromEnvironment(a *app, c *cobra.Command) error {
 	for _, name := range serverFlags {
 		flag := c.Flags().Lookup(name)
 		value := a.getenv("COPPICE_" + strings.ToUpper(strings.ReplaceAll(name, "-", "_")))
@@ -217,7 +119,7 @@ func (a *app) fromEnvironment(c *cobra.Command) error {
 		}
 		for _, v := range values {
 			if err := c.Flags().Set(name, v); err != nil {
-				return usageError{fmt.Errorf("COPPICE_%s: %w", strings.ToUpper(strings.ReplaceAll(name, "-", "_")), err)}
+				return misuse(fmt.Errorf("COPPICE_%s: %w", strings.ToUpper(strings.ReplaceAll(name, "-", "_")), err))
 			}
 		}
 	}
@@ -231,9 +133,4 @@ var serverFlags = []string{
 	"vault-auth-mount", "secret-env",
 	"controller", "join-token-file", "endpoint", "data-listen", "data-url", "data-cert", "data-key", "disk-budget", "max-sandboxes", "warm", "allow-weak-host", "vm-cpu-max", "vm-io-max", "vm-iops-max", "tap-rate", "tap-packets",
 	"store-bandwidth", "cache-size", "copies-size", "disk-floor", "fetch", "store-grace", "flow-retention", "attestation-retention", "flow-rows", "flow-rows-project", "flow-rows-denied", "flow-rows-effects", "egress", "egress-allow-private", "egress-resolver", "egress-ca-file", "forward-address", "forward-ports", "no-rebase", "stop-vms", "metrics-listen", "log-level",
-}
-
-func readSecret(path string) (string, error) {
-	b, err := os.ReadFile(path)
-	return strings.TrimSpace(string(b)), err
 }

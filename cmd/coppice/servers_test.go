@@ -37,7 +37,7 @@ func TestServerFlags(t *testing.T) {
 		"two controllers, no data":       {[]string{"runner", "--data-dir", dir, "--accel", "tcg"}, map[string]string{"COPPICE_CONTROLLER": "https://a:1,https://b:1", "COPPICE_DATA_URL": "https://c:1"}, exitBadInput, "--data-listen"},
 	} {
 		a, _, stderr := testApp(c.env)
-		if got := a.run(t.Context(), c.args); got != c.status || !strings.Contains(stderr.String(), c.says) {
+		if got := run(t.Context(), a, c.args); got != c.status || !strings.Contains(stderr.String(), c.says) {
 			t.Errorf("%s: status %d, want %d; %s", name, got, c.status, stderr)
 		}
 	}

@@ -2,7 +2,6 @@ package main
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"io"
 	"slices"
@@ -81,60 +80,4 @@ func commandLine(command []string) string {
 		return string(line[:limit-1]) + "…"
 	}
 	return string(line)
-}
-
-// logs prints the output of a session, and follows it if asked. On a terminal, control characters are shown as text and have no effect,
-// unless raw.
-func (a *app) logs(ctx context.Context, client *coppice.Client, session coppice.Session, follow, raw bool) (err error) {
-	shown := *a
-	var endOut, endErr func() error
-	shown.stdout, endOut = forTerminal(a.stdout, raw)
-	shown.stderr, endErr = forTerminal(a.stderr, raw)
-	defer func() { err = errors.Join(err, endOut(), endErr()) }()
-	return shown.output(ctx, client, session, follow)
-}
-
-func (a *app) output(ctx context.Context, client *coppice.Client, session coppice.Session, follow bool) error {
-	for stream, dropped := range map[string]int64{coppice.Stdout: session.StdoutFirst, coppice.Stderr: session.StderrFirst} {
-		if dropped > 0 {
-			fmt.Fprintf(a.stderr, "coppice: the first %s of %s are no longer kept\n", size(dropped), stream)
-		}
-	}
-	if follow {
-		session, err := a.follow(ctx, client, session)
-		if err != nil {
-			return err
-		}
-		return passOn(*session.ExitCode)
-	}
-	for stream, w := range map[string]io.Writer{coppice.Stdout: a.stdout, coppice.Stderr: a.stderr} {
-		if session.PTY && stream == coppice.Stderr {
-			continue
-		}
-		o, err := client.SessionOutput(ctx, session.ID, stream, 0, false)
-		if err != nil {
-			return err
-		}
-		_, err = io.Copy(w, o)
-		if err := joinClose(err, o); err != nil {
-			return err
-		}
-	}
-	return nil
-}
-
-// console prints the tail of the machine's console. On a terminal, its control characters are shown, not obeyed.
-func (a *app) console(ctx context.Context, client *coppice.Client, ws coppice.Workspace, raw bool) error {
-	b, err := client.Console(ctx, ws.ID)
-	if err != nil {
-		return err
-	}
-	if !a.json {
-		w, end := forTerminal(a.stdout, raw)
-		_, err := w.Write(b)
-		return errors.Join(err, end())
-	}
-	return a.print(map[string]string{"console": string(b)}, func(io.Writer) error {
-		return nil
-	})
 }

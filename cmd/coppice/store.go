@@ -96,7 +96,7 @@ The exit status is 1 if there is a problem.`,
 			}
 			out := storeCheck{StoreReport: report}
 			if subset != "" {
-				if out.Data, err = a.readStore(c.Context(), client, part); err != nil {
+				if out.Data, err = readData(c.Context(), a, client, part); err != nil {
 					return err
 				}
 			}

@@ -32,7 +32,7 @@ type storeData struct {
 
 // parseSubset reads n/t or p%. A share is one of as many parts as come nearest to it, by chance.
 func parseSubset(s string) (coppice.StorePart, error) {
-	bad := usageError{fmt.Errorf("--read-data-subset: %q is neither a part such as 1/10 nor a share such as 10%%", s)}
+	bad := misuse(fmt.Errorf("--read-data-subset: %q is neither a part such as 1/10 nor a share such as 10%%", s))
 	if s == "" {
 		return coppice.StorePart{}, nil
 	}
@@ -54,8 +54,8 @@ func parseSubset(s string) (coppice.StorePart, error) {
 	return coppice.StorePart{Which: n, Of: t}, nil
 }
 
-// readStore has a part of the store read, and shows on a terminal how far it is.
-func (a *app) readStore(ctx context.Context, client *coppice.Client, part coppice.StorePart) (*storeData, error) {
+// readData has a part of the store read, and shows on a terminal how far it is.
+func readData(ctx context.Context, a *app, client *coppice.Client, part coppice.StorePart) (*storeData, error) {
 	out := &storeData{Part: part.Which, Of: part.Of, Problems: []coppice.StoreProblem{}}
 	what := fmt.Sprintf("reading part %d/%d", part.Which, part.Of)
 	for next := ""; ; {

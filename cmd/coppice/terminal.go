@@ -28,24 +28,46 @@ const (
 // errLeft says that the user has left the session, which goes on.
 var errLeft = errors.New("left the session")
 
-// attach connects this terminal to a session until the session ends or the user leaves it.
-func (a *app) attach(ctx context.Context, client *coppice.Client, session coppice.Session, in, out int) error {
-	old, err := term.MakeRaw(in)
+// own is the terminal that this program runs on.
+type own struct {
+	plain bool // no key leaves the session
+
+	stdin          io.Reader
+	stdout, stderr io.Writer
+	in, out        int // file descriptors
+}
+
+// openOwn returns the terminal that standard input and output are.
+func openOwn(stdin io.Reader, stdout, stderr io.Writer) (*own, error) {
+	in, okIn := terminal(stdin)
+	out, okOut := terminal(stdout)
+	if !okIn || !okOut {
+		return nil, misuse(errors.New("standard input and output must both be a terminal; to run a program without one, use coppice ws exec"))
+	}
+	return &own{stdin: stdin, stdout: stdout, stderr: stderr, in: in, out: out}, nil
+}
+
+// size is the size of its window.
+func (o *own) size() (cols, rows int, err error) { return term.GetSize(o.out) }
+
+// attach connects the terminal to a session until the session ends or the user leaves it.
+func (o *own) attach(ctx context.Context, client *coppice.Client, session coppice.Session) error {
+	old, err := term.MakeRaw(o.in)
 	if err != nil {
 		return err
 	}
 	var end *coppice.AttachEnd
 	defer func() {
-		_ = term.Restore(in, old)
+		_ = term.Restore(o.in, old)
 		if end == nil {
-			fmt.Fprintf(a.stderr, "\ncoppice: session %s goes on; attach to it again with coppice ws shell --session %s\n", session.ID, short(session.ID))
+			fmt.Fprintf(o.stderr, "\ncoppice: session %s goes on; attach to it again with coppice ws shell --session %s\n", session.ID, short(session.ID))
 		}
 	}()
 	resized := make(chan os.Signal, 1)
 	signal.Notify(resized, syscall.SIGWINCH)
 	defer signal.Stop(resized)
-	keys := &keyboard{in: a.readKeys(ctx), plain: a.noEscape, lineStart: true}
-	link := &terminalLink{app: a, out: out, keys: keys, resized: resized, offset: session.StdoutFirst}
+	keys := &keyboard{in: o.readKeys(ctx), plain: o.plain, lineStart: true}
+	link := &terminalLink{own: o, keys: keys, resized: resized, offset: session.StdoutFirst}
 	lost, told := time.Now(), false
 	for {
 		link.connected = time.Time{}
@@ -73,7 +95,7 @@ func (a *app) attach(ctx context.Context, client *coppice.Client, session coppic
 		}
 		if !told {
 			told = true
-			_, _ = io.WriteString(a.stdout, "\r\n[coppice: the connection is lost; connecting again; Ctrl-C gives up]\r\n")
+			_, _ = io.WriteString(o.stdout, "\r\n[coppice: the connection is lost; connecting again; Ctrl-C gives up]\r\n")
 		}
 		if err := keys.pause(ctx, reconnectPause); errors.Is(err, errLeft) {
 			return nil
@@ -84,13 +106,13 @@ func (a *app) attach(ctx context.Context, client *coppice.Client, session coppic
 }
 
 // readKeys reads standard input for as long as the process lives: a read of a terminal cannot be taken back.
-func (a *app) readKeys(ctx context.Context) <-chan []byte {
+func (o *own) readKeys(ctx context.Context) <-chan []byte {
 	keys := make(chan []byte)
 	go func() {
 		defer close(keys)
 		for {
 			buf := make([]byte, 4096)
-			n, err := a.stdin.Read(buf)
+			n, err := o.stdin.Read(buf)
 			if n > 0 {
 				select {
 				case keys <- buf[:n]:
@@ -171,8 +193,7 @@ func (k *keyboard) pause(ctx context.Context, d time.Duration) error {
 
 // terminalLink is a terminal's way to a session, over one connection after the other.
 type terminalLink struct {
-	app       *app
-	out       int
+	own       *own
 	keys      *keyboard
 	resized   <-chan os.Signal
 	offset    int64     // of the next byte to be shown
@@ -192,7 +213,7 @@ func (l *terminalLink) run(ctx context.Context, client *coppice.Client, id coppi
 	defer conn.Close()
 	l.connected = time.Now()
 	if l.greet {
-		_, _ = io.WriteString(l.app.stdout, "[coppice: connected again]\r\n")
+		_, _ = io.WriteString(l.own.stdout, "[coppice: connected again]\r\n")
 	}
 	sent, pinged := make(chan struct{}), make(chan struct{})
 	defer func() {
@@ -228,7 +249,7 @@ func (l *terminalLink) run(ctx context.Context, client *coppice.Client, id coppi
 		case m.Type == coppice.AttachExit && m.Session != nil:
 			return m.Session, nil
 		case m.Type == coppice.AttachTruncated:
-			_, _ = io.WriteString(l.app.stdout, "\r\n[coppice: output was lost here]\r\n")
+			_, _ = io.WriteString(l.own.stdout, "\r\n[coppice: output was lost here]\r\n")
 		}
 	}
 }
@@ -240,7 +261,7 @@ func (l *terminalLink) show(event coppice.AttachEvent) error {
 		seen = min(max(l.offset-event.Offset, 0), int64(len(data)))
 		l.offset = max(l.offset, event.Offset+int64(len(data)))
 	}
-	_, err := l.app.stdout.Write(data[seen:])
+	_, err := l.own.stdout.Write(data[seen:])
 	return err
 }
 
@@ -270,7 +291,7 @@ func (l *terminalLink) ping(ctx context.Context, conn *coppice.Attached) error {
 // send passes keys and sizes on until the connection ends. What could not be sent stays with the keyboard.
 func (l *terminalLink) send(ctx context.Context, conn *coppice.Attached) error {
 	resize := func() error {
-		cols, rows, err := term.GetSize(l.out)
+		cols, rows, err := l.own.size()
 		if err != nil {
 			return err
 		}

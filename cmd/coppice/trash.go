@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"fmt"
 	"io"
 	"time"
@@ -34,7 +35,7 @@ their rows. The runner removes them after an hour, or earlier if it needs the di
 		},
 	}
 	flag := func(c *cobra.Command) *cobra.Command {
-		c.Flags().StringVar(&dataDir, "data-dir", firstOf(a.getenv("COPPICE_DATA_DIR"), defaultDataDir), "the runner's data `directory`")
+		c.Flags().StringVar(&dataDir, "data-dir", cmp.Or(a.getenv("COPPICE_DATA_DIR"), defaultDataDir), "the runner's data `directory`")
 		return c
 	}
 	change := func(use, short string, do func(dir string, id core.CheckpointID) error) *cobra.Command {

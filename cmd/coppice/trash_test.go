@@ -23,7 +23,7 @@ func TestRunnerTrash(t *testing.T) {
 	}
 	run := func(args ...string) (int, string) {
 		a, stdout, _ := testApp(nil)
-		status := a.run(t.Context(), append(append([]string{"runner-trash"}, args...), "--data-dir", data))
+		status := run(t.Context(), a, append(append([]string{"runner-trash"}, args...), "--data-dir", data))
 		return status, stdout.String()
 	}
 	if status, out := run(); status != 0 || !strings.Contains(out, string(id)) || strings.Contains(out, string(other)) || strings.Contains(out, "yes") {

@@ -23,8 +23,7 @@ WORKSPACE is a name, an id, or the end of an id.`,
 	}
 	c.AddCommand(
 		newWSCreateCommand(a), newWSListCommand(a), newWSShowCommand(a), newWSRemoveCommand(a),
-		newWSExecCommand(a), newWSShellCommand(a), newWSCopyCommand(a), newWSForwardCommand(a), newWSLogsCommand(a),
-		newWSSuspendCommand(a), newWSResumeCommand(a), newWSUsageCommand(a), newWSNetworkCommand(a), newWSAttestCommand(a), newWSEgressCommand(a),
+		newWSCopyCommand(a), newWSForwardCommand(a), newWSSuspendCommand(a), newWSResumeCommand(a),
 	)
 	return c
 }
@@ -74,11 +73,11 @@ func (s *startFlags) read() (out started, err error) {
 	}
 	for flag, d := range map[string]time.Duration{"--ttl": s.ttl, "--idle": s.idle} {
 		if d < 0 || d%time.Second != 0 {
-			return out, usageError{fmt.Errorf("%s %s is not a whole number of seconds", flag, d)}
+			return out, misuse(fmt.Errorf("%s %s is not a whole number of seconds", flag, d))
 		}
 	}
 	if s.onIdle != "" && s.idle == 0 {
-		return out, usageError{errors.New("--on-idle needs --idle")}
+		return out, misuse(errors.New("--on-idle needs --idle"))
 	}
 	out.idle, out.onIdle, out.autoResume = int64(s.idle/time.Second), coppice.OnIdle(s.onIdle), s.autoResume
 	out.network.EgressPolicy = coppice.EgressPolicy(s.egress)
@@ -270,7 +269,7 @@ func newWSRemoveCommand(a *app) *cobra.Command {
 		Short:   "Terminate workspaces; their checkpoints stay",
 		RunE: func(c *cobra.Command, args []string) error {
 			if len(args) == 0 && !all && len(labels) == 0 {
-				return usageError{fmt.Errorf("name a workspace, or give --label or --all")}
+				return misuse(fmt.Errorf("name a workspace, or give --label or --all"))
 			}
 			client, err := a.client()
 			if err != nil {

@@ -33,7 +33,7 @@ func (e *execFlags) add(c *cobra.Command) {
 func (e *execFlags) request(command []string) (coppice.ExecRequest, error) {
 	env, err := keyValues("--env", e.env)
 	if err == nil && e.timeout < 0 {
-		err = usageError{fmt.Errorf("--timeout %s is negative", e.timeout)}
+		err = misuse(fmt.Errorf("--timeout %s is negative", e.timeout))
 	}
 	return coppice.ExecRequest{Command: command, Cwd: e.cwd, Env: env, User: e.user, TimeoutMS: e.timeout.Milliseconds()}, err
 }
@@ -61,10 +61,10 @@ With --json, the command prints the output and the exit status as one object whe
 		Args:    cobra.MinimumNArgs(2),
 		RunE: func(c *cobra.Command, args []string) error {
 			if len(commandOf(args)) == 0 {
-				return usageError{errors.New("no command is given")}
+				return misuse(errors.New("no command is given"))
 			}
 			if detach && (interactive || tty) {
-				return usageError{errors.New("--detach goes with neither --interactive nor --tty")}
+				return misuse(errors.New("--detach goes with neither --interactive nor --tty"))
 			}
 			req, err := flags.request(commandOf(args))
 			if err != nil {
@@ -80,13 +80,13 @@ With --json, the command prints the output and the exit status as one object whe
 			}
 			switch {
 			case detach:
-				return a.detached(c.Context(), client, ws, req)
+				return startDetached(c.Context(), a, client, ws, req)
 			case tty:
-				return a.shell(c.Context(), client, ws, req)
+				return openShell(c.Context(), a, client, ws, req, false)
 			case a.json && !interactive:
-				return a.execJSON(c.Context(), client, ws, req)
+				return executeJSON(c.Context(), a, client, ws, req)
 			}
-			return a.exec(c.Context(), client, ws, req, interactive)
+			return execute(c.Context(), a, client, ws, req, interactive)
 		},
 	}
 	c.Flags().SetInterspersed(false)
@@ -98,10 +98,10 @@ With --json, the command prints the output and the exit status as one object whe
 	return c
 }
 
-func (a *app) detached(ctx context.Context, client *coppice.Client, ws coppice.Workspace, req coppice.ExecRequest) error {
+func startDetached(ctx context.Context, a *app, client *coppice.Client, ws coppice.Workspace, req coppice.ExecRequest) error {
 	session, err := client.StartSession(ctx, ws.ID, req)
 	if err != nil {
-		return a.notStarted(err)
+		return notStarted(a, err)
 	}
 	return a.print(session, func(w io.Writer) error {
 		_, err := fmt.Fprintln(w, session.ID)
@@ -109,10 +109,10 @@ func (a *app) detached(ctx context.Context, client *coppice.Client, ws coppice.W
 	})
 }
 
-func (a *app) execJSON(ctx context.Context, client *coppice.Client, ws coppice.Workspace, req coppice.ExecRequest) error {
+func executeJSON(ctx context.Context, a *app, client *coppice.Client, ws coppice.Workspace, req coppice.ExecRequest) error {
 	res, err := client.Exec(ctx, ws.ID, req)
 	if err != nil {
-		return a.notStarted(err)
+		return notStarted(a, err)
 	}
 	if err := a.print(res, nil); err != nil {
 		return err
@@ -120,12 +120,12 @@ func (a *app) execJSON(ctx context.Context, client *coppice.Client, ws coppice.W
 	return passOn(res.ExitCode)
 }
 
-// exec runs a program with its output passed on, and its input if asked.
-func (a *app) exec(ctx context.Context, client *coppice.Client, ws coppice.Workspace, req coppice.ExecRequest, interactive bool) error {
+// execute runs a program with its output passed on, and its input if asked.
+func execute(ctx context.Context, a *app, client *coppice.Client, ws coppice.Workspace, req coppice.ExecRequest, interactive bool) error {
 	req.StdinOpen = interactive
 	session, err := client.StartSession(ctx, ws.ID, req)
 	if err != nil {
-		return a.notStarted(err)
+		return notStarted(a, err)
 	}
 	if interactive {
 		// It ends with the process: a read of standard input cannot be taken back.
@@ -153,7 +153,7 @@ func (a *app) exec(ctx context.Context, client *coppice.Client, ws coppice.Works
 		case <-remote.Done():
 		}
 	}()
-	session, err = a.follow(remote, client, session)
+	session, err = followOutput(remote, a, client, session)
 	if err != nil {
 		return err
 	}
@@ -165,7 +165,7 @@ func (a *app) exec(ctx context.Context, client *coppice.Client, ws coppice.Works
 }
 
 // notStarted reports a program that could not be started with the status that a shell gives it.
-func (a *app) notStarted(err error) error {
+func notStarted(a *app, err error) error {
 	for code, status := range map[coppice.Code]int{coppice.CodeCommandNotFound: exitNoCommand, coppice.CodeCommandNotStarted: exitCannotRun} {
 		if errors.Is(err, code) {
 			a.report(err)
@@ -181,8 +181,8 @@ const (
 	exitNoCommand = 127
 )
 
-// follow copies a session's output until it has ended.
-func (a *app) follow(ctx context.Context, client *coppice.Client, session coppice.Session) (coppice.Session, error) {
+// followOutput copies a session's output until it has ended.
+func followOutput(ctx context.Context, a *app, client *coppice.Client, session coppice.Session) (coppice.Session, error) {
 	errs := make(chan error, 1)
 	go func() {
 		if session.PTY {
@@ -196,61 +196,4 @@ func (a *app) follow(ctx context.Context, client *coppice.Client, session coppic
 		return session, err
 	}
 	return client.WaitSession(ctx, session.ID)
-}
-
-// passOn ends this program with another one's exit status.
-func passOn(status int) error {
-	if status == 0 {
-		return nil
-	}
-	return statusError(status)
-}
-
-func newWSLogsCommand(a *app) *cobra.Command {
-	var follow, console, list, raw bool
-	c := &cobra.Command{
-		Use:   "logs WORKSPACE [SESSION]",
-		Short: "Print the output of a session, by default the newest, or the machine's console",
-		Long: `Print the output of a session, by default the newest, or the machine's console.
-
-A pipe or a file gets the bytes unchanged. The output comes from a guest, so a terminal shows control characters and escape sequences as
-text, such as \x1b. --raw passes them on.`,
-		Example: `  coppice ws logs demo --list
-  coppice ws logs -f demo
-  coppice ws logs --console demo`,
-		Args: cobra.RangeArgs(1, 2),
-		RunE: func(c *cobra.Command, args []string) error {
-			client, err := a.client()
-			if err != nil {
-				return err
-			}
-			ctx := c.Context()
-			ws, err := workspace(ctx, client, args[0])
-			if err != nil {
-				return err
-			}
-			if console {
-				return a.console(ctx, client, ws, raw)
-			}
-			sessions, err := sessionsOf(ctx, client, ws)
-			if err != nil {
-				return err
-			}
-			if list {
-				return a.print(sessions, func(w io.Writer) error { return printSessions(w, time.Now(), sessions) })
-			}
-			session, err := chooseSession(ws, sessions, args[1:])
-			if err != nil {
-				return err
-			}
-			return a.logs(ctx, client, session, follow, raw)
-		},
-	}
-	f := c.Flags()
-	f.BoolVarP(&follow, "follow", "f", false, "follow the output until the session ends, and pass on its exit status")
-	f.BoolVar(&console, "console", false, "print the serial console of the machine instead")
-	f.BoolVar(&list, "list", false, "list the sessions instead")
-	f.BoolVar(&raw, "raw", false, "pass control characters and escape sequences on to a terminal")
-	c.MarkFlagsMutuallyExclusive("console", "list", "follow")
-	return c
 }

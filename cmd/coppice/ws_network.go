@@ -27,7 +27,7 @@ func (a *allowFlags) add(c *cobra.Command) {
 func (a *allowFlags) read() (*[]string, error) {
 	switch {
 	case a.none && len(a.allow) > 0:
-		return nil, usageError{errors.New("--allow and --allow-none exclude each other")}
+		return nil, misuse(errors.New("--allow and --allow-none exclude each other"))
 	case a.none:
 		return &[]string{}, nil
 	case len(a.allow) > 0:

@@ -5,7 +5,6 @@ import (
 	"errors"
 
 	"github.com/spf13/cobra"
-	"golang.org/x/term"
 
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
@@ -16,6 +15,7 @@ const loginShell = `for s in "$SHELL" /bin/bash /bin/sh; do if [ -x "$s" ]; then
 func newWSShellCommand(a *app) *cobra.Command {
 	var flags execFlags
 	var session string
+	var plain bool
 	c := &cobra.Command{
 		Use:   "shell WORKSPACE [--] [COMMAND [ARGUMENT...]]",
 		Short: "Open a terminal in a workspace",
@@ -37,9 +37,9 @@ the session goes on: attach to it again with --session.`,
 			}
 			if session != "" {
 				if len(args) > 1 {
-					return usageError{errors.New("--session attaches to a program that runs; it takes no COMMAND")}
+					return misuse(errors.New("--session attaches to a program that runs; it takes no COMMAND"))
 				}
-				return a.reattach(c.Context(), client, ws, session)
+				return reattach(c.Context(), a, client, ws, session, plain)
 			}
 			command := commandOf(args)
 			if len(command) == 0 {
@@ -49,24 +49,25 @@ the session goes on: attach to it again with --session.`,
 			if err != nil {
 				return err
 			}
-			return a.shell(c.Context(), client, ws, req)
+			return openShell(c.Context(), a, client, ws, req, plain)
 		},
 	}
 	c.Flags().SetInterspersed(false)
-	c.Flags().BoolVar(&a.noEscape, "no-escape", false, "pass tildes on like any other key")
+	c.Flags().BoolVar(&plain, "no-escape", false, "pass tildes on like any other key")
 	c.Flags().StringVar(&session, "session", "", "attach to this `session` instead of starting one")
 	flags.add(c)
 	return c
 }
 
-// shell starts a program on a terminal and connects this one to it.
-func (a *app) shell(ctx context.Context, client *coppice.Client, ws coppice.Workspace, req coppice.ExecRequest) error {
-	in, out, err := a.terminals()
+// openShell starts a program on a terminal and connects this one to it. With plain, no key leaves the session.
+func openShell(ctx context.Context, a *app, client *coppice.Client, ws coppice.Workspace, req coppice.ExecRequest, plain bool) error {
+	own, err := openOwn(a.stdin, a.stdout, a.stderr)
 	if err != nil {
 		return err
 	}
+	own.plain = plain
 	req.PTY, req.StdinOpen = true, true
-	if req.Cols, req.Rows, err = term.GetSize(out); err != nil {
+	if req.Cols, req.Rows, err = own.size(); err != nil {
 		return err
 	}
 	if name := a.getenv("TERM"); name != "" && req.Env["TERM"] == "" {
@@ -77,16 +78,17 @@ func (a *app) shell(ctx context.Context, client *coppice.Client, ws coppice.Work
 	}
 	session, err := client.StartSession(ctx, ws.ID, req)
 	if err != nil {
-		return a.notStarted(err)
+		return notStarted(a, err)
 	}
-	return a.attach(ctx, client, session, in, out)
+	return own.attach(ctx, client, session)
 }
 
-func (a *app) reattach(ctx context.Context, client *coppice.Client, ws coppice.Workspace, ref string) error {
-	in, out, err := a.terminals()
+func reattach(ctx context.Context, a *app, client *coppice.Client, ws coppice.Workspace, ref string, plain bool) error {
+	own, err := openOwn(a.stdin, a.stdout, a.stderr)
 	if err != nil {
 		return err
 	}
+	own.plain = plain
 	sessions, err := sessionsOf(ctx, client, ws)
 	if err != nil {
 		return err
@@ -95,14 +97,5 @@ func (a *app) reattach(ctx context.Context, client *coppice.Client, ws coppice.W
 	if err != nil {
 		return err
 	}
-	return a.attach(ctx, client, session, in, out)
-}
-
-func (a *app) terminals() (in, out int, err error) {
-	in, okIn := terminal(a.stdin)
-	out, okOut := terminal(a.stdout)
-	if !okIn || !okOut {
-		return 0, 0, usageError{errors.New("standard input and output must both be a terminal; to run a program without one, use coppice ws exec")}
-	}
-	return in, out, nil
+	return own.attach(ctx, client, session)
 }

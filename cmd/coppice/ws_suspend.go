@@ -23,7 +23,7 @@ from the instant of the suspension.`,
 			if err != nil {
 				return err
 			}
-			return a.eachWorkspace(c, args, "suspending", func(ws coppice.Workspace) (coppice.Workspace, error) {
+			return eachWorkspace(a, c, args, "suspending", func(ws coppice.Workspace) (coppice.Workspace, error) {
 				return client.SuspendWorkspace(c.Context(), ws.ID)
 			})
 		},
@@ -40,7 +40,7 @@ func newWSResumeCommand(a *app) *cobra.Command {
 			if err != nil {
 				return err
 			}
-			return a.eachWorkspace(c, args, "resuming", func(ws coppice.Workspace) (coppice.Workspace, error) {
+			return eachWorkspace(a, c, args, "resuming", func(ws coppice.Workspace) (coppice.Workspace, error) {
 				return client.ResumeWorkspace(c.Context(), ws.ID)
 			})
 		},
@@ -48,7 +48,7 @@ func newWSResumeCommand(a *app) *cobra.Command {
 }
 
 // eachWorkspace does something to each of the named workspaces and prints what became of them.
-func (a *app) eachWorkspace(c *cobra.Command, refs []string, doing string, do func(coppice.Workspace) (coppice.Workspace, error)) error {
+func eachWorkspace(a *app, c *cobra.Command, refs []string, doing string, do func(coppice.Workspace) (coppice.Workspace, error)) error {
 	client, err := a.client()
 	if err != nil {
 		return err
