@@ -17,16 +17,16 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// RootTime and LeafTime are how long certificates are good. An issuer says its own time.
+// RootTime and LeafTime are the lifetimes of certificates. An issuer's lifetime is an argument of [Authority.Issuer].
 const (
 	RootTime = 10 * 365 * 24 * time.Hour
 	LeafTime = 2 * time.Hour
 )
 
-// skew is how far a guest's clock may be behind.
+// skew is the time by which a guest's clock may be behind.
 const skew = 5 * time.Minute
 
-// Authority is a certificate with the key that signs for it: a project's root, or an issuer below it.
+// Authority is a certificate with its private key: the root of a project, or an issuer below it.
 type Authority struct {
 	Certificate []byte `json:"certificate"` // X.509 in DER
 	Key         []byte `json:"key"`         // PKCS#8 in DER
@@ -39,7 +39,7 @@ func NewRoot(project core.ProjectID, now time.Time) (Authority, error) {
 	return sign(t, nil)
 }
 
-// Issuer makes an authority below a root that can speak for these names, and no others, until a moment.
+// Issuer makes an authority below a root. It can sign for these names, and no others, until the given time.
 func (a Authority) Issuer(names []string, now, until time.Time) (Authority, error) {
 	if len(names) == 0 {
 		return Authority{}, core.Errorf(core.Invalid, core.CodeInvalidField, "an issuer without names could speak for every host")
@@ -48,7 +48,7 @@ func (a Authority) Issuer(names []string, now, until time.Time) (Authority, erro
 	t.IsCA, t.BasicConstraintsValid, t.KeyUsage, t.MaxPathLenZero = true, true, x509.KeyUsageCertSign, true
 	t.ExtKeyUsage = []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth}
 	t.PermittedDNSDomainsCritical, t.PermittedDNSDomains = true, slices.Clone(names)
-	_, none4, _ := net.ParseCIDR("0.0.0.0/0") // no address at all
+	_, none4, _ := net.ParseCIDR("0.0.0.0/0") // excludes every address
 	_, none6, _ := net.ParseCIDR("::/0")
 	t.ExcludedIPRanges = []*net.IPNet{none4, none6}
 	return sign(t, &a)
@@ -59,7 +59,7 @@ func template(name string, from, until time.Time) *x509.Certificate {
 	return &x509.Certificate{SerialNumber: serial.Add(serial, big.NewInt(1)), Subject: pkix.Name{CommonName: name}, NotBefore: from.Add(-skew), NotAfter: until}
 }
 
-// sign has the parent, or nobody but itself, sign for a new key.
+// sign makes a new key and a certificate for it, signed by the parent. Without a parent, the certificate signs itself.
 func sign(t *x509.Certificate, parent *Authority) (Authority, error) {
 	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
 	if err != nil {
@@ -90,12 +90,13 @@ func (a Authority) parse() (*x509.Certificate, *ecdsa.PrivateKey, error) {
 	}
 	ec, ok := key.(*ecdsa.PrivateKey)
 	if !ok || !ec.PublicKey.Equal(cert.PublicKey) {
-		return nil, nil, core.Errorf(core.Invalid, core.CodeInvalidField, "an authority's key is not that of its certificate")
+		return nil, nil, core.Errorf(core.Invalid, core.CodeInvalidField, "the authority's key does not match its certificate")
 	}
 	return cert, ec, nil
 }
 
-// Leaves are the certificates that an issuer gives to hosts, made when they are first needed. It is safe for concurrent use.
+// Leaves makes the certificates of hosts, signed by an issuer, when they are first needed. It is safe for concurrent
+// use.
 type Leaves struct {
 	cert *x509.Certificate
 	key  *ecdsa.PrivateKey
@@ -105,7 +106,7 @@ type Leaves struct {
 	leaves map[string]*tls.Certificate
 }
 
-// NewLeaves begins to give certificates.
+// NewLeaves returns the certificates of an issuer, none of them made yet.
 func NewLeaves(issuer Authority) (*Leaves, error) {
 	cert, key, err := issuer.parse()
 	if err != nil {
@@ -114,7 +115,7 @@ func NewLeaves(issuer Authority) (*Leaves, error) {
 	return &Leaves{cert: cert, key: key, now: time.Now, leaves: map[string]*tls.Certificate{}}, nil
 }
 
-// Of gives the certificate of a host, with the issuer's behind it.
+// Of returns the certificate of a host, followed by the issuer's certificate.
 func (l *Leaves) Of(name string) (*tls.Certificate, error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()

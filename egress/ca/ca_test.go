@@ -19,7 +19,7 @@ func must[T any](t *testing.T) func(T, error) T {
 	}
 }
 
-// TestChain: a guest of the project takes the leaf of a host that an issuer may speak for, and nothing else.
+// TestChain: a guest of the project accepts the leaf of a host that the issuer may sign for, and no other certificate.
 func TestChain(t *testing.T) {
 	t.Parallel()
 	now := time.Now()
@@ -61,7 +61,7 @@ func leafOf(l *Leaves, name string) (*x509.Certificate, error) {
 	return c.Leaf, nil
 }
 
-// signedByLeaf has a leaf sign for a host.
+// signedByLeaf makes a leaf sign for a host.
 func signedByLeaf(t *testing.T, l *Leaves, root, issuer Authority) error {
 	t.Helper()
 	leaf := must[*x509.Certificate](t)(leafOf(l, "api.example.com"))
@@ -72,7 +72,7 @@ func signedByLeaf(t *testing.T, l *Leaves, root, issuer Authority) error {
 	return verifyBelow(t, Authority{leaf.Raw, der}, root, issuer)
 }
 
-// belowIssuer has the issuer make an authority.
+// belowIssuer makes the issuer sign another authority.
 func belowIssuer(t *testing.T, issuer, root Authority) error {
 	t.Helper()
 	below, err := issuer.Issuer([]string{"api.example.com"}, time.Now(), time.Now().Add(time.Hour))
@@ -94,7 +94,8 @@ func verifyBelow(t *testing.T, a, root Authority, between ...Authority) error {
 	return err
 }
 
-// TestLeavesAreFew: a host has one certificate until half of its time is over; none outlives its issuer.
+// TestLeavesAreFew: a host keeps one certificate until half of its lifetime is over; no certificate outlives its
+// issuer.
 func TestLeavesAreFew(t *testing.T) {
 	t.Parallel()
 	now := time.Now()

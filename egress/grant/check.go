@@ -6,7 +6,8 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// CheckSecret refuses what cannot stand in a header, or would be found in answers by accident. The error says nothing of the text.
+// CheckSecret refuses a secret that cannot stand in a header, or is so short that answers contain it by accident. The
+// error does not quote it.
 func CheckSecret(text string) error {
 	bad := func(why string) error {
 		return core.Errorf(core.Invalid, core.CodeInvalidField, "secret: %s", why)
@@ -21,7 +22,7 @@ func CheckSecret(text string) error {
 	}
 	for _, c := range text {
 		if c < ' ' || c == 0x7f {
-			return bad("it has a line's end or another control character; give it as it stands in a header")
+			return bad("it contains a line break or another control character; give it exactly as it must stand in a header")
 		}
 	}
 	return nil

@@ -7,16 +7,16 @@ import (
 	"unicode/utf8"
 )
 
-// view is a way in which a text is read: as it stands, or with one kind of escapes undone. In each, values are looked for in all their forms,
-// so it does not matter which of their characters somebody chose to escape.
+// view is one way to read a text: as it is, or with one kind of escape decoded. Every view searches for values in all
+// their forms, so a value is found no matter which of its characters were escaped.
 type view struct {
-	begins byte // of an escape; 0: there are none
-	// undo appends to text what the escape at the beginning of b stands for, and returns the escape's length in bytes: 0 when there is none, and
-	// -1 when it takes more bytes to know.
+	begins byte // first byte of an escape; 0: the view decodes none
+	// undo decodes the escape at the beginning of b, appends the result to text and returns the length of the escape in
+	// bytes. The length is 0 when there is no escape, and -1 when more bytes are needed to decide.
 	undo func(text, b []byte) ([]byte, int)
 }
 
-// views are all; the first is the text as it stands.
+// views are all views. The first reads the text as it is.
 var views = []view{{}, {'%', undoPercent}, {'\\', undoBackslash}, {'&', undoEntity}}
 
 func unhex(b []byte) (v rune, ok bool) {
@@ -34,7 +34,7 @@ func unhex(b []byte) (v rune, ok bool) {
 	return v, true
 }
 
-// digits reads an escape whose first bytes are followed by n hexadecimal digits. size is as undo returns it.
+// digits reads an escape: first is the number of its bytes before n hexadecimal digits. size is as undo returns it.
 func digits(b []byte, first, n int) (v rune, size int) {
 	v, ok := unhex(b[first:min(first+n, len(b))])
 	switch {
@@ -46,7 +46,7 @@ func digits(b []byte, first, n int) (v rune, size int) {
 	return v, first + n
 }
 
-// undoPercent undoes what URLs and forms have.
+// undoPercent decodes the escapes of URLs and forms.
 func undoPercent(text, b []byte) ([]byte, int) {
 	v, n := digits(b, 1, 2)
 	if n > 0 {
@@ -55,7 +55,7 @@ func undoPercent(text, b []byte) ([]byte, int) {
 	return text, n
 }
 
-// undoBackslash undoes what JSON and the sources of programs have.
+// undoBackslash decodes the escapes of JSON and of program sources.
 func undoBackslash(text, b []byte) ([]byte, int) {
 	if len(b) < 2 {
 		return text, -1
@@ -75,7 +75,7 @@ func undoBackslash(text, b []byte) ([]byte, int) {
 	case 'U':
 		v, n = digits(b, 2, 8)
 	}
-	const high, low, end = 0xd800, 0xdc00, 0xe000 // the halves of a character
+	const high, low, end = 0xd800, 0xdc00, 0xe000 // the surrogate halves of a character
 	if n == 6 && v >= high && v < low {
 		rest := b[n:]
 		if !bytes.HasPrefix(rest, []byte(`\u`)[:min(2, len(rest))]) {
@@ -99,9 +99,9 @@ func undoBackslash(text, b []byte) ([]byte, int) {
 	return text, n
 }
 
-// undoEntity undoes what HTML and XML have.
+// undoEntity decodes the entities of HTML and XML.
 func undoEntity(text, b []byte) ([]byte, int) {
-	const longest = 34 // with & and ;
+	const longest = 34 // includes & and ;
 	for i := 1; i < min(len(b), longest); i++ {
 		switch c := b[i]; {
 		case c == ';':
@@ -124,7 +124,7 @@ func undoEntity(text, b []byte) ([]byte, int) {
 // needle is one form of a value.
 type needle struct {
 	text []byte
-	back []int32 // of each beginning: the length of the longest other one that it ends in
+	back []int32 // KMP failure function: for each prefix, the length of its longest proper prefix that is also a suffix
 }
 
 func newNeedle(text []byte) needle {
@@ -142,7 +142,8 @@ func newNeedle(text []byte) needle {
 	return n
 }
 
-// step goes on behind k bytes of the needle. It returns how many of them the text ends in, or that it was there whole.
+// step searches on when the text before ended with the first k bytes of the needle. It returns with how many bytes of
+// the needle the text ends now, or that the whole needle was found.
 func (n *needle) step(k int, text []byte) (int, bool) {
 	for i := 0; i < len(text); i++ {
 		if k == 0 {
@@ -165,7 +166,7 @@ func (n *needle) step(k int, text []byte) (int, bool) {
 	return k, false
 }
 
-// feed is step, faster for what is long: only its ends are looked at byte by byte.
+// feed does the same as step, faster for long texts: it compares only their ends byte by byte.
 func (n *needle) feed(k int, text []byte) (int, bool) {
 	edge := len(n.text) - 1
 	if len(text) <= 2*edge {
@@ -182,16 +183,17 @@ func (n *needle) feed(k int, text []byte) (int, bool) {
 	return n.step(0, text[len(text)-edge:])
 }
 
-// looking is how far a view has come in a stream.
+// looking is the state of a view's search in a stream.
 type looking struct {
 	view
-	begun  []int  // of each needle: how many of its bytes the text ends in
-	cut    []byte // an escape that has not come whole
-	widths []byte // of the text's last bytes, as many as any needle has begun: how many bytes of the stream each stands for
+	begun  []int  // for each needle: with how many of its bytes the text ends
+	cut    []byte // an incomplete escape
+	widths []byte // for each of the text's last bytes that may begin a needle: how many bytes of the stream it stands for
 	width  int    // their sum
 }
 
-// feed takes the next bytes of the stream. It returns how many of its last bytes may be the beginning of a value.
+// feed takes the next bytes of the stream. It returns how many of the last bytes of the stream may be the beginning of
+// a value.
 func (l *looking) feed(needles []needle, p []byte) (keep int, found bool) {
 	if l.begins == 0 {
 		for i := range needles {
@@ -218,11 +220,12 @@ func (l *looking) feed(needles []needle, p []byte) (keep int, found bool) {
 	for _, w := range l.widths[:gone] {
 		l.width -= int(w)
 	}
-	l.widths = l.widths[gone:] // what is appended next moves it now and then
+	l.widths = l.widths[gone:] // later appends reallocate it from time to time, which frees the front
 	return l.width + len(l.cut), false
 }
 
-// read undoes escapes. widths says of each byte of the text how many of the stream it stands for: of several that one escape gives, the first has all.
+// read decodes escapes. widths says how many bytes of the stream each byte of the text stands for. If one escape gives
+// several bytes, the first of them has the whole width.
 func (l *looking) read(p []byte) (text, widths []byte) {
 	rest := p
 	if len(l.cut) > 0 {
@@ -264,15 +267,15 @@ func (l *looking) read(p []byte) (text, widths []byte) {
 	return text, widths
 }
 
-// idle reports whether a view has nothing under way and reads what comes as it stands.
+// idle reports whether a view has nothing under way and p contains no escape of this view.
 func (l *looking) idle(p []byte) bool {
 	return len(l.cut) == 0 && len(l.widths) == 0 && bytes.IndexByte(p, l.begins) < 0
 }
 
-// ends reports whether all that a view has begun is in the last bytes of the stream.
+// ends reports whether everything that a view has begun lies within the last bytes of the stream.
 func (l *looking) ends(within int) bool { return slices.Max(l.begun) <= within }
 
-// begin takes over what another view has begun in bytes that both read as they stand.
+// begin takes over what another view has begun, in bytes that both views read unchanged.
 func (l *looking) begin(o *looking) {
 	copy(l.begun, o.begun)
 	l.width = slices.Max(l.begun)

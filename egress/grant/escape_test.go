@@ -49,7 +49,8 @@ var escapes = map[string]func(r rune) string{
 	"HTML":    func(r rune) string { return fmt.Sprintf("&#X%X;", r) },
 }
 
-// TestEscaped: a secret is found with any of its characters escaped in one way, with base64 and hexadecimal below, in pieces of any size.
+// TestEscaped: a secret is found when any of its characters are escaped in one way, in plain text, base64 or
+// hexadecimal, in pieces of any size.
 func TestEscaped(t *testing.T) {
 	t.Parallel()
 	const secret = `sK/AbC+d=&<x>"y'z%_\9~𝔘-Ω.q!?`
@@ -65,7 +66,7 @@ func TestEscaped(t *testing.T) {
 	}
 	random := rand.New(rand.NewPCG(1, 2))
 	for name, escape := range escapes {
-		for share := range 4 { // of the characters; what begins an escape must be one
+		for share := range 4 { // share of characters to escape; a character that begins an escape is always escaped
 			var b strings.Builder
 			for _, r := range secret {
 				if random.IntN(4) <= share || strings.ContainsRune(`%\&`, r) {
@@ -90,7 +91,7 @@ func TestEscaped(t *testing.T) {
 						break
 					}
 				}
-				if !found || len(passed) > len(before)+4 { // base64 of what is before it
+				if !found || len(passed) > len(before)+4 { // base64 of the text before it
 					t.Errorf("%s behind %q in pieces of %d: found %v, passed %q", name, before, piece, found, passed)
 				}
 			}
@@ -101,7 +102,7 @@ func TestEscaped(t *testing.T) {
 	}
 }
 
-// FuzzScanner: what has no secret passes whole, in whatever pieces, and one that is put into it is found.
+// FuzzScanner: a stream without a secret passes whole, in pieces of any size; a secret that is put into it is found.
 func FuzzScanner(f *testing.F) {
 	for _, s := range []string{"", "plain", `\u00`, `\ud835\u00`, "%2", "%", "&#x2", "&amp", "&" + strings.Repeat("a", 40), "sK/Ab%2", `sK\/AbC+&#`, strings.Repeat("sK/", 9)} {
 		f.Add(s, s, uint8(1))
@@ -132,7 +133,7 @@ func FuzzScanner(f *testing.F) {
 	})
 }
 
-// BenchmarkScanner: the longest secret, in what is like it, in large pieces and in small ones.
+// BenchmarkScanner: the longest secret, in a similar text, in large and in small pieces.
 func BenchmarkScanner(b *testing.B) {
 	for name, secret := range map[string]string{"short": canary, "longest": strings.Repeat("ab", grant.MaxSecret/2-1) + "cd"} {
 		h := grant.NewSet(grant.Grant{Mode: grant.ModeHeader, Secret: grant.NewSecret(secret), Targets: []grant.Target{{Port: 443}}})

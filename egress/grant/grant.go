@@ -12,18 +12,20 @@ import (
 	"github.com/coppice-dev/coppice/egress/policy"
 )
 
-// Mode is how a secret gets into requests.
+// Mode is the way in which a secret gets into requests.
 type Mode string
 
 // The modes.
 const (
-	// ModeHeader has the proxy read what the guest sends to the hosts over TLS, with a certificate of the project's authority.
+	// ModeHeader: the proxy reads what the guest sends to the hosts over TLS, with a certificate of the project's
+	// authority.
 	ModeHeader Mode = "header"
-	// ModeBaseURL has the guest's program ask the proxy instead of the host, in the clear, at a URL of its own.
+	// ModeBaseURL: the guest's program sends its requests to the proxy instead of the host, without TLS, at a URL of
+	// the grant.
 	ModeBaseURL Mode = "base_url"
 )
 
-// BasePath begins the paths of base URLs at a sandbox's proxy: the id of a grant follows, then what is asked of its host.
+// BasePath begins the path of each base URL at a sandbox's proxy. The id of a grant follows, then the path at its host.
 const BasePath = "/grant/"
 
 // Target is a host at a port.
@@ -38,16 +40,16 @@ type Grant struct {
 	Mode        Mode
 	Placeholder string
 	Secret      Secret
-	Targets     []Target  // exact; the first is what the base URL stands for
+	Targets     []Target  // exact; the base URL stands for the first
 	Header      string    // in its canonical form
 	Methods     []string  // empty: any
 	Paths       []string  // prefixes, of whole segments; empty: any
-	Expires     time.Time // zero: not by itself
-	MaxBytes    int64     // of bodies, both ways, 0: no bound
+	Expires     time.Time // zero: it does not expire
+	MaxBytes    int64     // of bodies in both directions; 0: no bound
 	PerMinute   int       // requests, 0: no bound
 }
 
-// same reports whether what was begun with a grant may go on with another in its place.
+// same reports whether a flow that began with a grant may go on when o takes its place.
 func (g *Grant) same(o *Grant) bool {
 	return g.Secret == o.Secret && g.Placeholder == o.Placeholder && g.Mode == o.Mode && g.Header == o.Header && g.Expires.Equal(o.Expires) &&
 		slices.Equal(g.Targets, o.Targets) && slices.Equal(g.Methods, o.Methods) && slices.Equal(g.Paths, o.Paths)
@@ -70,7 +72,7 @@ func under(path, prefix string) bool {
 	return ok && (rest == "" || strings.HasSuffix(prefix, "/") || rest[0] == '/')
 }
 
-// plain reports whether every server reads a path in one way: nothing in it goes up, and nothing that separates is escaped.
+// plain reports whether every server reads a path in the same way: it has no ".." and no escaped separator.
 func plain(u *url.URL) bool {
 	if !strings.HasPrefix(u.Path, "/") || strings.Contains(u.Path, "\\") || strings.Contains(u.Path, "//") || strings.Contains(strings.ToLower(u.EscapedPath()), "%2f") {
 		return false
@@ -83,10 +85,10 @@ func plain(u *url.URL) bool {
 	return true
 }
 
-// Set is what a sandbox has been granted. The zero Set is nothing. It is immutable.
+// Set is the set of a sandbox's grants. The zero Set is empty. It is immutable.
 type Set struct {
 	grants  []Grant
-	needles [][]needle // the forms of each one's secret
+	needles [][]needle // for each grant, the forms of its secret
 }
 
 // NewSet makes a set.
@@ -98,12 +100,12 @@ func NewSet(grants ...Grant) Set {
 	return s
 }
 
-// Granted reports whether there is a grant for a host in a mode: all requests to it are held to the grants then.
+// Granted reports whether there is a grant for a host in a mode. If so, every request to the host must pass [Set.Use].
 func (s Set) Granted(t Target, mode Mode) bool {
 	return slices.ContainsFunc(s.grants, func(g Grant) bool { return g.Mode == mode && g.is(t) })
 }
 
-// Base is the host that a grant's base URL stands for.
+// Base returns the host that a grant's base URL stands for.
 func (s Set) Base(id string) (Target, bool) {
 	for _, g := range s.grants {
 		if g.ID == id && g.Mode == ModeBaseURL && len(g.Targets) > 0 {
@@ -113,12 +115,12 @@ func (s Set) Base(id string) (Target, bool) {
 	return Target{}, false
 }
 
-// Has reports whether there is a grant of that id.
+// Has reports whether there is a grant with that id.
 func (s Set) Has(id string) bool {
 	return slices.ContainsFunc(s.grants, func(g Grant) bool { return g.ID == id })
 }
 
-// Hosts are the names that an authority must be able to speak for, sorted, none twice.
+// Hosts returns the names for which an issuer must be able to sign, sorted and without duplicates.
 func (s Set) Hosts() []string {
 	var out []string
 	for _, g := range s.grants {
@@ -132,18 +134,19 @@ func (s Set) Hosts() []string {
 	return slices.Compact(out)
 }
 
-// Keeps reports whether what was begun with a grant may go on under this set.
+// Keeps reports whether a flow that began with a grant may go on under this set.
 func (s Set) Keeps(g *Grant) bool {
 	return slices.ContainsFunc(s.grants, func(o Grant) bool { return o.ID == g.ID && o.same(g) })
 }
 
-// DeniedError is why a request is refused. It says nothing that the guest may not know.
+// DeniedError is the reason why a request is refused. It says nothing that the guest may not know.
 type DeniedError string
 
 func (d DeniedError) Error() string { return string(d) }
 
-// Use holds a request to a granted host against the grants in a mode, and puts the secret into its header. id is the grant that was named by
-// a base URL; empty: any. used is nil when the request may go as it is, with nothing of the guest's own in the grants' headers.
+// Use checks a request to a granted host against the grants in a mode, and puts the secret into its header. id is the
+// grant that a base URL named; empty means any. used is nil when the request may go without a secret; what the guest
+// itself put into the grants' headers is removed.
 func (s Set) Use(r *http.Request, t Target, mode Mode, id string, now time.Time) (used *Grant, err error) {
 	var covering []*Grant
 	for i := range s.grants {
@@ -154,7 +157,7 @@ func (s Set) Use(r *http.Request, t Target, mode Mode, id string, now time.Time)
 		covering = append(covering, g)
 	}
 	if covering == nil {
-		return nil, DeniedError("no grant is for " + core.Clip(r.Method) + " of this path at " + t.Host.String())
+		return nil, DeniedError("no grant allows " + core.Clip(r.Method) + " of this path at " + t.Host.String())
 	}
 	for _, g := range covering {
 		for _, v := range r.Header.Values(g.Header) {
@@ -183,14 +186,14 @@ func (s Set) Use(r *http.Request, t Target, mode Mode, id string, now time.Time)
 	return nil, nil
 }
 
-// strip takes away what the guest itself says in the headers of grants.
+// strip removes the headers of grants, as the guest sent them.
 func strip(r *http.Request, grants []*Grant) {
 	for _, g := range grants {
 		r.Header.Del(g.Header)
 	}
 }
 
-// replace puts a secret in the place of a placeholder in a header's value, also in one of Basic authentication.
+// replace puts a secret in the place of a placeholder in a header's value, also within Basic authentication.
 func replace(value, placeholder, secret string) (string, bool) {
 	if strings.Contains(value, placeholder) {
 		return strings.ReplaceAll(value, placeholder, secret), true

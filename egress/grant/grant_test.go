@@ -68,7 +68,7 @@ func TestUse(t *testing.T) {
 		name   string
 		r      *http.Request
 		used   string
-		header string // what the grant's has afterwards
+		header string // the value of the grant's header afterwards
 		denied string
 	}{
 		{"bearer", request(t, "GET", "/v1/x", "Authorization", "Bearer "+p), "api", "Bearer " + canary, ""},
@@ -115,7 +115,7 @@ func TestUse(t *testing.T) {
 	}
 }
 
-// TestScope: methods and paths bound a grant, however a path is written.
+// TestScope: methods and paths limit a grant, however a path is written.
 func TestScope(t *testing.T) {
 	t.Parallel()
 	g := one(t, func(g *grant.Grant) { g.Methods, g.Paths = []string{"GET"}, []string{"/v1", "/files/"} })
@@ -144,7 +144,7 @@ func TestScope(t *testing.T) {
 	}
 }
 
-// written are ways in which a server may give a secret back.
+// written returns the ways in which a server may send a secret back.
 func written(s string) map[string]string {
 	j, _ := json.Marshal(s)
 	out := map[string]string{
@@ -159,7 +159,8 @@ func written(s string) map[string]string {
 	return out
 }
 
-// TestScanner: whatever the form and the pieces, a secret is found before a byte of it has passed, and what has none passes whole.
+// TestScanner: a secret in any form and in any pieces is found before a byte of it has passed, and a text without one
+// passes whole.
 func TestScanner(t *testing.T) {
 	t.Parallel()
 	set := grant.NewSet(one(t))
@@ -177,7 +178,7 @@ func TestScanner(t *testing.T) {
 					break
 				}
 			}
-			if !found || len(passed) > len("sk-cana before ")+6 { // base64 of what is before it
+			if !found || len(passed) > len("sk-cana before ")+6 { // base64 of the text before it
 				t.Errorf("%s in pieces of %d: found %v, passed %q", name, piece, found, passed)
 			}
 		}
@@ -203,7 +204,7 @@ func TestScanner(t *testing.T) {
 	}
 }
 
-// TestSealed: a bundle comes whole to those that it is for, and to nobody else.
+// TestSealed: only the process and sandbox for which a bundle is encrypted can open it, and it arrives whole.
 func TestSealed(t *testing.T) {
 	t.Parallel()
 	keys, err := grant.NewKeys()
@@ -248,7 +249,7 @@ func TestSealed(t *testing.T) {
 	}
 }
 
-// TestNeverPrinted: whatever a secret gets into, it does not show.
+// TestNeverPrinted: a secret does not show, whatever value it is part of.
 func TestNeverPrinted(t *testing.T) {
 	t.Parallel()
 	g := one(t)

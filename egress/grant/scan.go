@@ -11,8 +11,8 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// forms are the ways in which a value is written: as it is, in hexadecimal, and in base64 wherever it begins in what is encoded. Each is found
-// with any of its characters escaped ([view]).
+// forms returns the ways in which a value may be written: as it is, in hexadecimal, and in base64 at any offset of the
+// encoded text. Each form is found with any of its characters escaped ([view]).
 func forms(value string) []needle {
 	var out []needle
 	add := func(s string) {
@@ -21,7 +21,7 @@ func forms(value string) []needle {
 		}
 	}
 	add(value)
-	add(strings.ReplaceAll(value, " ", "+")) // as in a query
+	add(strings.ReplaceAll(value, " ", "+")) // as in a query string
 	add(strings.Map(func(c rune) rune {
 		if 'A' <= c && c <= 'Z' {
 			c += 'a' - 'A'
@@ -33,7 +33,7 @@ func forms(value string) []needle {
 	add(strings.ToUpper(h))
 	for before := range 3 {
 		padded := append(make([]byte, before), value...)
-		from, to := (before*8+5)/6, len(padded)*8/6 // the characters that nothing around it has a part in
+		from, to := (before*8+5)/6, len(padded)*8/6 // the characters that depend on the value alone, not on the bytes around it
 		for _, enc := range []*base64.Encoding{base64.RawStdEncoding, base64.RawURLEncoding} {
 			add(enc.EncodeToString(padded)[from:to])
 		}
@@ -41,8 +41,8 @@ func forms(value string) []needle {
 	return out
 }
 
-// Scanner looks for values in a stream, however it comes in pieces, and lets nothing pass that may be the beginning of one. What it does grows
-// with the length of the stream, whatever is in it.
+// Scanner searches a stream for values, in pieces of any size. It lets nothing pass that may be the beginning of a
+// value. Its work grows linearly with the length of the stream, whatever the stream contains.
 type Scanner struct {
 	needles  []needle
 	shortest int
@@ -52,10 +52,10 @@ type Scanner struct {
 
 var placeholders = forms(Prefix)
 
-// NewPlaceholderScanner looks for any placeholder.
+// NewPlaceholderScanner searches for any placeholder.
 func NewPlaceholderScanner() *Scanner { return newScanner(placeholders) }
 
-// Scanner looks for the secrets that may be used towards a host; nil when there are none.
+// Scanner searches for the secrets that may be used for a host; nil when there are none.
 func (s Set) Scanner(t Target) *Scanner {
 	var needles []needle
 	for i := range s.grants {
@@ -80,15 +80,15 @@ func newScanner(needles []needle) *Scanner {
 	return s
 }
 
-// Feed takes the next bytes. It returns those that may pass, good until the next call and as long as p is, and whether a value was found: then
-// nothing passes.
+// Feed takes the next bytes. It returns the bytes that may pass, and whether a value was found: then nothing passes.
+// pass is valid until the next call, and only while p is unchanged.
 func (s *Scanner) Feed(p []byte) (pass []byte, found bool) {
 	keep := 0
 	for i := range s.views {
 		v := &s.views[i]
 		if i > 0 && v.idle(p) && s.views[0].ends(len(p)) {
 			v.begin(&s.views[0])
-			continue // it reads what the first one has read
+			continue // it reads the same as the first view
 		}
 		k, found := v.feed(s.needles, p)
 		if found {
@@ -101,13 +101,13 @@ func (s *Scanner) Feed(p []byte) (pass []byte, found bool) {
 		s.kept = slices.Clone(p[len(p)-keep:])
 		return p[: len(p)-keep : len(p)-keep], false
 	}
-	b := append(s.kept, p...) // behind what passes now, which nobody writes to any more
+	b := append(s.kept, p...) // after the bytes that pass now, which nobody overwrites
 	n := len(b) - keep
 	s.kept = b[n:]
 	return b[:n:n], false
 }
 
-// Rest are the bytes that were kept, when there are no more.
+// Rest returns the bytes that were kept, at the end of the stream.
 func (s *Scanner) Rest() []byte {
 	b := s.kept
 	s.kept = nil
@@ -116,20 +116,20 @@ func (s *Scanner) Rest() []byte {
 
 // In reports whether a value is in a text.
 func (s *Scanner) In(text string) bool {
-	if len(text) < s.shortest { // escapes are longer than what they stand for
+	if len(text) < s.shortest { // an escape is longer than the bytes that it stands for
 		return false
 	}
 	_, found := newScanner(s.needles).Feed([]byte(text))
 	return found
 }
 
-// inName is In for the name of a header, which has lost its case.
+// inName is In for the name of a header, where upper and lower case are lost.
 func (s *Scanner) inName(name string) bool {
 	name = strings.ToLower(name)
 	return slices.ContainsFunc(s.needles, func(n needle) bool { return strings.Contains(name, strings.ToLower(string(n.text))) })
 }
 
-// InHeader reports whether a value is in a header's names or values.
+// InHeader reports whether a header's names or values contain a value.
 func (s *Scanner) InHeader(h http.Header) bool {
 	for name, values := range h {
 		if s.inName(name) || slices.ContainsFunc(values, s.In) {
@@ -139,10 +139,10 @@ func (s *Scanner) InHeader(h http.Header) bool {
 	return false
 }
 
-// Find says where in a request's target and headers a placeholder is; empty: nowhere.
+// Find says where a request's target or headers contain a placeholder; empty: nowhere.
 func Find(r *http.Request) string {
 	s := NewPlaceholderScanner()
-	for text, times := r.URL.RequestURI(), 0; times < 3; times++ { // escaped as often as a server may undo it
+	for text, times := r.URL.RequestURI(), 0; times < 3; times++ { // a server may decode it more than once
 		if s.In(text) {
 			return "there is a placeholder in the request's target"
 		}

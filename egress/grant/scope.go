@@ -5,18 +5,19 @@ import (
 	"time"
 )
 
-// Scope is where, how and until when a secret may be used. It is what somebody who gives a secret agrees to; how much it is used (bytes,
-// requests) is no part of it.
+// Scope says where, how and until when a secret may be used. The owner of the secret agrees to it. The amount of use
+// (bytes, requests) is not part of it.
 type Scope struct {
 	Mode    Mode
-	Hosts   []string // host:port in their only form
-	Header  string   // in its canonical form
+	Hosts   []string // host:port in canonical form
+	Header  string   // in canonical form
 	Methods []string // empty: any
 	Paths   []string // prefixes; empty: any
 	Expires time.Time
 }
 
-// Beyond names what of a scope is not within another: in each of these the secret could go where, or when, it could not before.
+// Beyond names the parts of a scope that another scope does not contain. In each of them the secret could be used
+// where, or when, it could not before.
 func (s Scope) Beyond(limit Scope) []string {
 	var out []string
 	add := func(field string, beyond bool) {
@@ -33,7 +34,7 @@ func (s Scope) Beyond(limit Scope) []string {
 	return out
 }
 
-// wider reports whether something in a list is within nothing of another. An empty list is everything.
+// wider reports whether an element of list is within no element of limit. An empty list means everything.
 func wider(list, limit []string, within func(a, b string) bool) bool {
 	if len(limit) == 0 || len(list) == 0 {
 		return len(limit) > 0

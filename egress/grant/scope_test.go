@@ -9,7 +9,8 @@ import (
 	"github.com/coppice-dev/coppice/egress/grant"
 )
 
-// TestScopeBeyond compares with what requests a scope covers, for scopes made by chance: one that is not beyond another covers no request more.
+// TestScopeBeyond compares random scopes by the requests that they cover: a scope that is not beyond another one covers
+// no additional request.
 func TestScopeBeyond(t *testing.T) {
 	t.Parallel()
 	r := rand.New(rand.NewPCG(1, 2))

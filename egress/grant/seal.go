@@ -15,13 +15,13 @@ import (
 	"github.com/coppice-dev/coppice/egress/policy"
 )
 
-// Bundle is all that a proxy needs to serve the grants of a sandbox.
+// Bundle is everything that a proxy needs to serve the grants of a sandbox.
 type Bundle struct {
 	Grants []Grant
-	Issuer *ca.Authority // for the hosts of grants in [ModeHeader]; nil when there are none
+	Issuer *ca.Authority // signs for the hosts of grants in [ModeHeader]; nil when there are none
 }
 
-// wire is a bundle as it is sealed.
+// wire is a bundle in the form that is encrypted.
 type wire struct {
 	Grants []wireGrant   `json:"grants"`
 	Issuer *ca.Authority `json:"issuer,omitempty"`
@@ -41,15 +41,15 @@ type wireGrant struct {
 	PerMinute   int       `json:"per_minute,omitempty"`
 }
 
-// suite is how bundles are sealed (RFC 9180): X25519, HKDF-SHA256, ChaCha20-Poly1305.
+// suite is the encryption of bundles (RFC 9180): X25519, HKDF-SHA256, ChaCha20-Poly1305.
 func suite() (hpke.KDF, hpke.AEAD) { return hpke.HKDFSHA256(), hpke.ChaCha20Poly1305() }
 
-// about binds a sealed bundle to the sandbox and the rules that it is for.
+// about binds an encrypted bundle to its sandbox and the version of its rules.
 func about(id core.SandboxID, version int64) []byte {
 	return fmt.Appendf(nil, "coppice grants 1\x00%s\x00%d", id, version)
 }
 
-// Keys are what a proxy opens bundles with. They are made anew at each start and are nowhere but in its memory.
+// Keys decrypt the bundles of a proxy. Each start of the proxy makes new ones, and they exist only in its memory.
 type Keys struct{ private hpke.PrivateKey }
 
 // NewKeys makes keys.
@@ -61,10 +61,11 @@ func NewKeys() (*Keys, error) {
 	return &Keys{k}, nil
 }
 
-// Public is what others seal with.
+// Public returns the public key, for which others encrypt bundles.
 func (k *Keys) Public() []byte { return k.private.PublicKey().Bytes() }
 
-// Seal makes a bundle readable for the holder of keys only, for one version of a sandbox's rules.
+// Seal encrypts a bundle, so that only the holder of the keys can read it, and only for one version of one sandbox's
+// rules.
 func Seal(public []byte, id core.SandboxID, version int64, b Bundle) ([]byte, error) {
 	key, err := hpke.DHKEM(ecdh.X25519()).NewPublicKey(public)
 	if err != nil {
@@ -93,7 +94,7 @@ func wireOf(g Grant) wireGrant {
 	return x
 }
 
-// Open reads a bundle that was sealed for these keys, for that version of that sandbox's rules.
+// Open decrypts a bundle that was encrypted for these keys and for that version of that sandbox's rules.
 func (k *Keys) Open(sealed []byte, id core.SandboxID, version int64) (Bundle, error) {
 	kdf, aead := suite()
 	text, err := hpke.Open(k.private, kdf, aead, about(id, version), sealed)

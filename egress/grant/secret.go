@@ -7,29 +7,29 @@ import (
 	"strings"
 )
 
-// Prefix begins every placeholder. It is looked for in all that a guest sends in the clear.
+// Prefix begins every placeholder. The proxy searches for it in everything that a guest sends without TLS.
 const Prefix = "coppice-brokered-"
 
-// NewPlaceholder makes a placeholder that nobody has seen before: 160 random bits.
+// NewPlaceholder makes a unique placeholder: 160 random bits.
 func NewPlaceholder() string {
 	var b [20]byte
 	_, _ = rand.Read(b[:]) // never fails
 	return Prefix + strings.ToLower(base32.StdEncoding.EncodeToString(b[:]))
 }
 
-// MinSecret and MaxSecret bound a secret, in bytes: what is shorter would be found in answers by accident.
+// MinSecret and MaxSecret bound a secret, in bytes. Answers would contain a shorter text by accident.
 const (
 	MinSecret = 8
 	MaxSecret = 16 << 10
 )
 
-// Secret is a value that is neither printed nor logged. The zero Secret is none.
+// Secret is a value that is neither printed nor logged. The zero Secret is empty.
 type Secret struct{ value string }
 
 // NewSecret makes a secret of its value.
 func NewSecret(value string) Secret { return Secret{value} }
 
-// Reveal is the value.
+// Reveal returns the value.
 func (s Secret) Reveal() string { return s.value }
 
 const hidden = "[secret]"

@@ -8,14 +8,15 @@ import (
 	"github.com/coppice-dev/coppice/egress/policy"
 )
 
-// MaxBundle bounds the grants of a sandbox, in bytes of [Size]. With it, and with policy.MaxBytes of rules, the rules of a sandbox
-// fit into runnerapi.MaxEgressRules, whatever is in them.
+// MaxBundle bounds the grants of a sandbox, in bytes of [Size]. With grants within MaxBundle and allowed rules within
+// policy.MaxBytes, the rules of a sandbox always fit into runnerapi.MaxEgressRules.
 const MaxBundle = 88 << 10
 
-// ReservedSecret is the least size of a secret that is kept elsewhere, in bytes of [Secret.Size], because it may change there.
+// ReservedSecret is the least size that is reserved for a secret from an external source, in bytes of [Secret.Size],
+// because it may change there.
 const ReservedSecret = 2 << 10
 
-// marshal encodes without the escapes that JSON in a web page needs: they make six bytes of one.
+// marshal encodes without the escapes that JSON in a web page needs: those turn one byte into six.
 func marshal(v any) ([]byte, error) {
 	var b bytes.Buffer
 	e := json.NewEncoder(&b)
@@ -26,32 +27,32 @@ func marshal(v any) ([]byte, error) {
 	return bytes.TrimSuffix(b.Bytes(), []byte("\n")), nil
 }
 
-// Size is how many bytes a secret takes in a bundle. It is at most twice its length.
+// Size is the number of bytes that a secret takes in a bundle. It is at most twice the secret's length.
 func (s Secret) Size() int {
 	b, err := marshal(s.value)
 	if err != nil {
-		return 2 * len(s.value) // a string can always be encoded
+		return 2 * len(s.value) // does not happen: every string can be encoded
 	}
-	return len(b) - 2 // quotes
+	return len(b) - 2 // without the quotes
 }
 
-// The overhead of a grant besides its own text, in bytes.
+// The overhead of a grant in addition to its own text, in bytes.
 const (
-	otherSize = 128 // its time, its budgets and what stands between two
-	hostSize  = 24  // of a name among those that an issuer may speak for, and of the host among those that are held
+	otherSize = 128 // its expiry, its budgets and the separator between two grants
+	hostSize  = 24  // for each host: its name in the issuer's constraints, and its entry among the held hosts
 )
 
-// anyPlaceholder is as long as every placeholder.
+// anyPlaceholder has the length of every placeholder.
 var anyPlaceholder = NewPlaceholder()
 
-// Size is how many bytes a grant takes, at most, of what is sent for its sandbox, with a secret of a size. It depends on nothing that
-// changes without the grant.
+// Size is the maximum number of bytes that a grant takes in the message for its sandbox, with a secret of a given size.
+// It changes only when the grant changes.
 func Size(g Grant, secret int) int {
 	w := wireOf(g)
 	w.Secret, w.Expires, w.MaxBytes, w.PerMinute, w.Placeholder = "", time.Time{}, 0, 0, anyPlaceholder
 	b, err := marshal(w)
 	if err != nil {
-		return MaxBundle + 1 // what cannot be encoded cannot be sent
+		return MaxBundle + 1 // a grant that cannot be encoded cannot be sent
 	}
 	n := len(b) + secret + otherSize
 	if g.Mode != ModeHeader {

@@ -5,20 +5,20 @@ import (
 	"time"
 )
 
-// alone notices that no runner is connected, and none has been for a time.
+// alone calls a function when no runner has been connected for some time.
 type alone struct {
 	after time.Duration
 	timer *time.Timer
 
 	mu   sync.Mutex // guards here
-	here int        // clients that are connected
+	here int        // connected clients
 }
 
 func newAlone(after time.Duration, do func()) *alone {
 	return &alone{after: after, timer: time.AfterFunc(after, do)}
 }
 
-// come notes that a client is here, until what it returns is called.
+// come notes that a client is connected, until the returned function is called.
 func (a *alone) come() (leave func()) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -33,10 +33,10 @@ func (a *alone) come() (leave func()) {
 	}
 }
 
-// end is that nobody needs to notice any more.
+// end stops the timer for good.
 func (a *alone) end() {
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	a.here++ // for good
+	a.here++ // so that no leaving client starts the timer again
 	a.timer.Stop()
 }

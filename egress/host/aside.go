@@ -11,14 +11,14 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Why a record of the spool was not taken as it is.
+// The reasons why a record of the spool is not taken unchanged.
 const (
-	tooLong    = "too_long"   // it was not read
-	unreadable = "unreadable" // it is no record
-	wasClipped = "clipped"    // it is longer than any of this version, and was told with its texts clipped
+	tooLong    = "too_long"   // too long to be read
+	unreadable = "unreadable" // not a record
+	wasClipped = "clipped"    // longer than the bound of this version; reported with clipped texts
 )
 
-// The bounds of what was set aside: files, bytes of each record, and bytes of all.
+// The bounds of what is set aside: number of files, bytes of one record, and bytes in total.
 const (
 	asideFiles = 64
 	asideSize  = 64 << 10
@@ -30,14 +30,14 @@ const (
 type aside struct {
 	dir   *os.Root
 	log   *slog.Logger
-	found map[string]int64 // by why, since the start of this process
+	found map[string]int64 // count by reason, since the start of this process
 }
 
 // line sets a line aside.
 func (a *aside) line(seg *segment, off int64, text []byte, why string) {
 	a.found[why]++
 	if err := a.keep(fmt.Sprintf("%s%d-%d", asideName, seg.first, off), text); err != nil && !errors.Is(err, fs.ErrExist) {
-		a.log.Warn("a record that was set aside was not kept", "segment", seg.name(), "offset", off, "err", err)
+		a.log.Warn("a damaged record was not kept", "segment", seg.name(), "offset", off, "err", err)
 	}
 }
 
@@ -66,7 +66,7 @@ func (a *aside) takes(size int64) (bool, error) {
 func (a *aside) keep(name string, text []byte) error {
 	text = text[:min(len(text), asideSize)]
 	if takes, err := a.takes(int64(len(text))); err != nil || !takes {
-		return err // it is counted
+		return err // the caller has counted it
 	}
 	f, err := a.dir.OpenFile(name, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
 	if err != nil {
@@ -103,7 +103,7 @@ func (a *aside) segment(name string, cause error) error {
 	return nil
 }
 
-// tell logs the findings.
+// tell logs how many damaged records were found.
 func (a *aside) tell() {
 	for why, n := range a.found {
 		a.log.Error("damaged records in the spool of flows", "why", why, "count", n, "kept_as", asideName+"*")

@@ -16,24 +16,24 @@ import (
 	"github.com/coppice-dev/coppice/egress/resolver"
 )
 
-// box is a sandbox that is served.
+// box is a sandbox that the process serves.
 type box struct {
 	epoch    int64
 	resolver *resolver.Server
 	policy   atomic.Pointer[policy.Policy]
 
-	mu      sync.Mutex // held while rules change: they take turns
+	mu      sync.Mutex // held while rules change, so changes happen one after the other
 	version int64
 	lacks   bool
 }
 
-// sockets are those of a sandbox, as they are used.
+// sockets are the sockets of a sandbox, opened for use.
 type sockets struct {
 	explicit, transparent, tcp net.Listener
 	udp                        net.PacketConn
 }
 
-// open makes sockets of the descriptors, which it closes: what is used are copies.
+// open makes sockets from the descriptors. It closes the descriptors: the sockets use copies.
 func open(files []*os.File) (out sockets, err error) {
 	var opened []func() error
 	listener := func(f *os.File) net.Listener {
@@ -66,13 +66,13 @@ func (s *Server) put(sb egressapi.Sandbox, files []*os.File) error {
 	}
 	r, err := s.parse(sb.ID, sb.Rules)
 	if err == nil && (sb.ID == "" || len(sb.ID) > core.MaxFlowID) {
-		err = core.Errorf(core.Invalid, core.CodeInvalidField, "a sandbox is served by an id of 1 to %d bytes, and this one has %d", core.MaxFlowID, len(sb.ID))
+		err = core.Errorf(core.Invalid, core.CodeInvalidField, "a sandbox id must have 1 to %d bytes, and this one has %d", core.MaxFlowID, len(sb.ID))
 	}
 	if err != nil {
 		return errors.Join(err, on.explicit.Close(), on.transparent.Close(), on.tcp.Close(), on.udp.Close())
 	}
 	if err := s.remove(sb.ID); err != nil {
-		s.cfg.Log.Warn("a sandbox that is replaced was not ended in order", "sandbox_id", sb.ID, "err", err)
+		s.cfg.Log.Warn("the sandbox that was replaced did not end cleanly", "sandbox_id", sb.ID, "err", err)
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -94,7 +94,8 @@ func (s *Server) box(id core.SandboxID) *box {
 	return s.boxes[id]
 }
 
-// setRules replaces a sandbox's rules, unless they are older. Those of the same version may be sealed anew. What they do not allow has ended when it returns.
+// setRules replaces a sandbox's rules, unless the new ones are older. Grants of the same version may come again with a
+// new encryption. When it returns, all traffic that the rules do not allow has ended.
 func (s *Server) setRules(id core.SandboxID, rules runnerapi.EgressRules) error {
 	b := s.box(id)
 	if b == nil {
@@ -116,7 +117,7 @@ func (s *Server) setRules(id core.SandboxID, rules runnerapi.EgressRules) error 
 	return err
 }
 
-// remove ends a sandbox, with all that it has open.
+// remove ends a sandbox and everything that it has open.
 func (s *Server) remove(id core.SandboxID) error {
 	s.mu.Lock()
 	b := s.boxes[id]
@@ -130,10 +131,10 @@ func (s *Server) remove(id core.SandboxID) error {
 	return b.resolver.Close()
 }
 
-// maxListed is how many sandboxes are listed at once: a message takes them, whatever their ids are.
+// maxListed is the number of sandboxes in one list. A message has room for that many, with ids of any length.
 const maxListed = 256
 
-// list returns sandboxes whose ids follow one, in order, and whether there are more.
+// list returns the sandboxes whose ids come after the given one, in order, and reports whether there are more.
 func (s *Server) list(after core.SandboxID) (out []egressapi.Served, more bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()

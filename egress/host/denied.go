@@ -11,25 +11,25 @@ import (
 	"github.com/coppice-dev/coppice/egress/proxy"
 )
 
-// The bounds of records of denied flows: a few have records of their own. Tallies count the others, each for one host and reason, until they
-// end.
+// The bounds of records of denied flows. A few denied flows have a record each. Tallies count the others, one for each
+// host and reason, until the tallies end.
 const (
-	deniedSingly = 16          // of each sandbox within deniedEvery
+	deniedSingly = 16          // records of single flows for each sandbox within deniedEvery
 	deniedEvery  = time.Minute // after which a tally ends
-	deniedKinds  = 16          // tallies that a sandbox has at once; a last one counts all others
+	deniedKinds  = 16          // tallies of a sandbox at once; one more counts everything else
 )
 
-// severalKinds is the reason of that last one.
-const severalKinds = "denied, to more hosts or for more reasons than are told apart within one minute"
+// severalKinds is the reason in the tally that counts everything else.
+const severalKinds = "denied; too many different hosts or reasons to count them separately within one minute"
 
-// tally is a record of denied flows that are being counted. It is in the spool from its first flow on, and its count in a slot, so that both
-// outlive this process.
+// tally is a record of denied flows that are still being counted. It is in the spool from its first flow on, and its
+// count is in a slot, so both outlive this process.
 type tally struct {
 	flow core.Flow
 	slot int
 }
 
-// kind has the common fields of the flows of a tally.
+// kind contains the fields that all flows of a tally have in common.
 type kind struct {
 	spoken core.Spoken
 	host   string
@@ -39,12 +39,13 @@ type kind struct {
 
 func kindOf(f core.Flow) kind { return kind{f.Spoken, f.Host, f.Port, f.Reason} }
 
-// denials is a journal that bounds what denied flows take: a sandbox makes as many as it likes, for nothing.
+// denials is a journal that bounds the records of denied flows: they cost a sandbox nothing, so it can make any number
+// of them.
 type denials struct {
 	to    *spool
 	every time.Duration
 
-	mu sync.Mutex // guards of; held while flows are counted
+	mu sync.Mutex // guards the field of; held while flows are counted
 	of map[core.SandboxID]*denied
 }
 
@@ -53,7 +54,7 @@ var _ proxy.Journal = (*denials)(nil)
 // denied is the state of one sandbox.
 type denied struct {
 	singly *rate.Limiter
-	until  time.Time // the end of its tallies, or of what is known of it
+	until  time.Time // the end of its tallies; then this state is forgotten
 	kinds  map[kind]*tally
 }
 
@@ -110,7 +111,7 @@ func (d *denials) Begin(f core.Flow) error {
 // End implements proxy.Journal.
 func (d *denials) End(f core.Flow) { d.to.End(f) }
 
-// finish ends a sandbox's tallies.
+// finish ends the tallies of a sandbox.
 func (d *denials) finish(x *denied) {
 	for _, t := range x.kinds {
 		d.to.endTally(*t)
@@ -118,7 +119,7 @@ func (d *denials) finish(x *denied) {
 	clear(x.kinds)
 }
 
-// tidy ends the tallies that are due, and forgets sandboxes that had nothing denied since.
+// tidy ends the tallies whose time is over, and forgets their sandboxes.
 func (d *denials) tidy(now time.Time) {
 	d.to.tidy()
 	d.mu.Lock()
@@ -126,12 +127,12 @@ func (d *denials) tidy(now time.Time) {
 	for id, x := range d.of {
 		if now.After(x.until) {
 			d.finish(x)
-			delete(d.of, id) // by now it may have as many singly as at first
+			delete(d.of, id) // its limiter is full again by now, like a new one
 		}
 	}
 }
 
-// run tidies until ctx ends, and then ends all tallies.
+// run calls tidy regularly until ctx ends.
 func (d *denials) run(ctx context.Context) {
 	tick := time.NewTicker(max(d.every/8, time.Millisecond))
 	defer tick.Stop()
@@ -145,7 +146,7 @@ func (d *denials) run(ctx context.Context) {
 	}
 }
 
-// end ends the tallies of a sandbox that is served no more; of all, without an id.
+// end ends the tallies of a sandbox that is no longer served; without an id, the tallies of all sandboxes.
 func (d *denials) end(id core.SandboxID) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -157,7 +158,7 @@ func (d *denials) end(id core.SandboxID) {
 	}
 }
 
-// beginTally takes the first flow of a tally, if there is room for its end.
+// beginTally writes the first flow of a tally to the spool, if there is room for the end of the tally as well.
 func (s *spool) beginTally(f core.Flow) (*tally, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -167,7 +168,7 @@ func (s *spool) beginTally(f core.Flow) (*tally, error) {
 		return nil, err
 	}
 	f.Count, f.Last = 1, f.At
-	if err = s.slots.write(slot, f.Count, f.Last); err == nil { // before it is in the spool: what was counted there before is another's
+	if err = s.slots.write(slot, f.Count, f.Last); err == nil { // before the tally is in the spool: the slot still has the count of an earlier tally
 		err = s.take(f.ID, f.SandboxID, line{Tally: &f, Slot: slot}, true)
 	} else {
 		s.unsaid++
@@ -181,7 +182,7 @@ func (s *spool) beginTally(f core.Flow) (*tally, error) {
 	return &t, nil
 }
 
-// count keeps a tally's count.
+// count writes a tally's count to its slot.
 func (s *spool) count(t tally) error {
 	err := s.slots.write(t.slot, t.flow.Count, t.flow.Last)
 	if err != nil {

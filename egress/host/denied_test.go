@@ -16,7 +16,7 @@ func denial(n int, host, reason string) core.Flow {
 	}
 }
 
-// sum adds up how many flows were told, by host.
+// sum adds up the reported flows, by host.
 func sum(list []core.Flow) (all int64, by map[string]int64) {
 	by = map[string]int64{}
 	for _, f := range list {
@@ -26,8 +26,8 @@ func sum(list []core.Flow) (all int64, by map[string]int64) {
 	return all, by
 }
 
-// TestDeniedFlowsAreCounted: a sandbox that is denied many flows to few hosts and to many gets few records, in which none of them is missing,
-// also when the process ends without a word in the middle of it.
+// TestDeniedFlowsAreCounted: a sandbox with many denied flows, to few hosts and to many, gets few records, and they
+// count every flow. This is also true when the process is killed in the middle of it.
 func TestDeniedFlowsAreCounted(t *testing.T) {
 	t.Parallel()
 	dir := t.TempDir()
@@ -48,7 +48,7 @@ func TestDeniedFlowsAreCounted(t *testing.T) {
 	for i := range 5000 {
 		deny(fmt.Sprintf("h%d.example", i), fmt.Sprint("for reason ", i))
 	}
-	// The process is killed: what is on the disk goes on elsewhere.
+	// The process is killed: a new one continues with a copy of what is on the disk.
 	copied := t.TempDir()
 	if err := os.CopyFS(copied, os.DirFS(dir)); err != nil {
 		t.Fatal(err)
@@ -75,7 +75,8 @@ func TestDeniedFlowsAreCounted(t *testing.T) {
 	}
 }
 
-// TestTalliesEnd: a tally ends with its time, and the next flows begin another. What is told twice has counts of its own.
+// TestTalliesEnd: a tally ends when its time is over, and the next flows begin another one. Two records never count the
+// same flow.
 func TestTalliesEnd(t *testing.T) {
 	t.Parallel()
 	s := spoolIn(t, t.TempDir(), 64<<20)
@@ -100,7 +101,7 @@ func TestTalliesEnd(t *testing.T) {
 	}
 }
 
-// TestTalliesOverSegments: tallies that go on while segments come and go are as exact as any.
+// TestTalliesOverSegments: tallies stay exact while segments are created and removed.
 func TestTalliesOverSegments(t *testing.T) {
 	t.Parallel()
 	dir := t.TempDir()
@@ -136,8 +137,8 @@ func TestTalliesOverSegments(t *testing.T) {
 	}
 }
 
-// TestManyTallies: when every counter of the host is in use, further kinds of denied flows are refused and counted as such, those that are counted
-// go on, and a counter is there again when a tally has ended.
+// TestManyTallies: when every counter of the host is in use, further kinds of denied flows are refused and counted as
+// refused. Existing tallies count on. When a tally has ended, its counter is free again.
 func TestManyTallies(t *testing.T) {
 	t.Parallel()
 	s := spoolIn(t, t.TempDir(), 1<<30)
@@ -147,7 +148,7 @@ func TestManyTallies(t *testing.T) {
 		f.SandboxID = core.SandboxID(fmt.Sprint("sbx_", sandbox))
 		return f
 	}
-	for range maxSlots - 40 { // as other sandboxes have them
+	for range maxSlots - 40 { // in use by other sandboxes
 		if _, err := s.slots.take(); err != nil {
 			t.Fatal(err)
 		}

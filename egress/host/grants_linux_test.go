@@ -21,7 +21,7 @@ import (
 	"github.com/coppice-dev/coppice/egress/policy"
 )
 
-// granting is a process that serves a sandbox, and a project's authority.
+// granting is a process that serves one sandbox, with the authority of a project.
 type granting struct {
 	*Server
 	t        *testing.T
@@ -63,7 +63,7 @@ func newGranting(t *testing.T) *granting {
 	return x
 }
 
-// rules has a grant for a host, sealed with a key.
+// rules returns rules with a grant for one host, encrypted for a key.
 func (x *granting) rules(version int64, key []byte, id core.SandboxID) runnerapi.EgressRules {
 	x.t.Helper()
 	h, err := policy.ParseHost("api.example")
@@ -114,7 +114,7 @@ func (x *granting) serve(id core.SandboxID, r runnerapi.EgressRules) error {
 	return x.put(egressapi.Sandbox{ID: id, Epoch: 1, Rules: r}, append(files, f))
 }
 
-// reads reports whether the process speaks TLS in the host's stead.
+// reads reports whether the process terminates the guest's TLS to the host.
 func (x *granting) reads() bool {
 	x.t.Helper()
 	c, err := net.Dial("tcp4", x.explicit)
@@ -134,7 +134,7 @@ func (x *granting) reads() bool {
 	return tls.Client(c, &tls.Config{ServerName: "api.example", RootCAs: x.trust}).HandshakeContext(x.t.Context()) == nil
 }
 
-// TestGrants: those that are sealed for this process are served, with the rules that they came with, and no others.
+// TestGrants: the process serves only the grants that are encrypted for it, with the rules that they came with.
 func TestGrants(t *testing.T) {
 	t.Parallel()
 	x := newGranting(t)

@@ -11,14 +11,15 @@ import (
 // how many late ends there are. See spool.retry.
 type late struct {
 	flow core.Flow
-	slot int // of a tally; 0: the flow is none
+	slot int // slot of a tally; 0: the flow is not a tally
 }
 
-// finish appends the record of a flow's end, and gives back what was reserved for it. What the disk refuses is kept, and written
-// later; a record that cannot be encoded is only counted. mu is held, or nobody else knows the spool.
+// finish appends the record of a flow's end and releases the room that was reserved for it. If the write fails, the end
+// is kept and written later; a record that cannot be encoded is only counted. The caller holds mu, or nobody else knows
+// the spool.
 func (s *spool) finish(l late) {
 	b, err := s.encode(line{N: s.last + 1, Flow: &l.flow})
-	if err != nil { // no process can ever write it
+	if err != nil { // it cannot be encoded later either
 		s.lose(l, err)
 		s.done(l)
 		return
@@ -27,7 +28,7 @@ func (s *spool) finish(l late) {
 		s.done(l)
 		return
 	}
-	if !s.under(l.flow.ID) { // it was not begun here: nothing is reserved for it
+	if !s.under(l.flow.ID) { // it did not begin in this spool: no room is reserved for it
 		s.lose(l, err)
 		return
 	}
@@ -60,7 +61,7 @@ func (s *spool) lose(l late, err error) {
 	s.complain(l, err)
 }
 
-// complain logs once a second: where a disk fails, flows end as often as they like.
+// complain logs at most once a second: on a failing disk, a guest can end any number of flows.
 func (s *spool) complain(l late, err error) {
 	if now := time.Now().Unix(); now != s.said {
 		s.said = now
@@ -68,7 +69,7 @@ func (s *spool) complain(l late, err error) {
 	}
 }
 
-// retry writes the ends that could not be written, until one cannot again. mu is held.
+// retry writes the ends that could not be written before, and stops at the first that fails again. The caller holds mu.
 func (s *spool) retry() {
 	for id, l := range s.late {
 		if s.finish(l); s.late[id] == l {
@@ -77,7 +78,7 @@ func (s *spool) retry() {
 	}
 }
 
-// tidy is retry.
+// tidy takes mu and calls retry.
 func (s *spool) tidy() {
 	s.mu.Lock()
 	defer s.mu.Unlock()

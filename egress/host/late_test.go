@@ -14,7 +14,7 @@ import (
 	"github.com/coppice-dev/coppice/internal/require"
 )
 
-// fill takes all room of a file system, and gives it back with the function that it returns.
+// fill takes all room of a file system. The returned function gives it back.
 func fill(t *testing.T, dir string) (empty func()) {
 	t.Helper()
 	path := filepath.Join(dir, "filler")
@@ -36,8 +36,8 @@ func fill(t *testing.T, dir string) (empty func()) {
 	}
 }
 
-// TestDiskFull: flows and tallies that end while the disk has no room are recorded when it has some again, with counts that are exact, and nothing
-// that was reserved for them is lost.
+// TestDiskFull: flows and tallies that end while the disk is full are recorded when it has room again, with exact
+// counts, and all reserved room is released.
 func TestDiskFull(t *testing.T) {
 	require.Root(t)
 	dir := t.TempDir()
@@ -101,13 +101,14 @@ func TestDiskFull(t *testing.T) {
 	}
 }
 
-// TestAsideIsBounded: segments that cannot be read are set aside as far as there is room for them, and none stops the others.
+// TestAsideIsBounded: unreadable segments are set aside only within the bound, and none of them blocks the other
+// segments.
 func TestAsideIsBounded(t *testing.T) {
 	t.Parallel()
 	dir := t.TempDir()
-	for round := range 3 { // as many starts of the process
+	for round := range 3 { // three starts of the process
 		for i := range asideFiles {
-			if err := os.Mkdir(filepath.Join(dir, fmt.Sprintf(nameForm, 1000+100*round+i)), 0o700); err != nil { // to be opened by nobody
+			if err := os.Mkdir(filepath.Join(dir, fmt.Sprintf(nameForm, 1000+100*round+i)), 0o700); err != nil { // a directory cannot be read as a segment
 				t.Fatal(err)
 			}
 		}

@@ -13,21 +13,21 @@ import (
 	"github.com/coppice-dev/coppice/egress/proxy"
 )
 
-// reach says what may be dialled, by what this host's addresses are now.
+// reach says which addresses may be dialled, given the current addresses of this host.
 type reach struct {
 	private, own []netip.Prefix
-	names        []string // of the installation's servers
+	names        []string // names of the installation's servers
 	resolver     proxy.Resolver
 	log          *slog.Logger
 
-	mu      sync.Mutex // guards what follows
+	mu      sync.Mutex // guards the fields below
 	servers map[string][]netip.Prefix
-	at      time.Time // when now was made
+	at      time.Time // when the field now was computed
 	now     policy.Reach
 }
 
 const (
-	addressesFresh = time.Second // how long the addresses of this host are taken to be what they were
+	addressesFresh = time.Second // how long the last reading of this host's addresses is used
 	namesFresh     = time.Minute
 	lookupTime     = 5 * time.Second
 )
@@ -43,13 +43,13 @@ func newReach(ctx context.Context, cfg Config) (*reach, error) {
 	return r, nil
 }
 
-// current is what may be dialled at this moment.
+// current returns what may be dialled at this moment.
 func (r *reach) current() policy.Reach {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if time.Since(r.at) > addressesFresh {
 		addrs, err := hostAddresses()
-		if err != nil { // those of before are still denied
+		if err != nil { // the addresses of the last reading are still denied
 			r.log.Error("the addresses of this host were not read", "err", err)
 			addrs = r.now.Own
 		}
@@ -66,7 +66,7 @@ func (r *reach) set(addrs []netip.Prefix) {
 	r.now, r.at = policy.Reach{Private: r.private, Own: own}, time.Now()
 }
 
-// run looks the names of servers up again and again.
+// run resolves the names of the servers regularly.
 func (r *reach) run(ctx context.Context) {
 	tick := time.NewTicker(namesFresh)
 	defer tick.Stop()
@@ -87,7 +87,7 @@ func (r *reach) lookup(ctx context.Context) {
 		addrs, err := r.resolver.LookupNetIP(ctx, "ip", name)
 		if err != nil {
 			if ctx.Err() == nil {
-				r.log.WarnContext(ctx, "the address of a server of this installation is not known, so sandboxes are not kept from it unless it was before", "name", name, "err", err)
+				r.log.WarnContext(ctx, "the name of a server of this installation was not resolved; only its addresses from an earlier look-up, if there are any, are denied to sandboxes", "name", name, "err", err)
 			}
 			continue
 		}

@@ -16,14 +16,15 @@ import (
 	"github.com/coppice-dev/coppice/egress/egressapi"
 )
 
-// The longest lines that are read from a segment of another process, in bytes. An older version had no bound: lines within this one are
-// clipped and reported, longer ones are set aside.
+// The longest lines, in bytes, that are read from a segment of another process. An older version had no bound: lines up
+// to this one are clipped and reported, longer lines are set aside.
 const (
 	maxOldLine = 1 << 20
 	maxOldHead = 8 << 20
 )
 
-// nextLine reads a line, and gives no more than limit bytes of it; n is its whole length. io.EOF is of one that has no end.
+// nextLine reads a line and returns at most limit bytes of it; n is its full length. The error is io.EOF if the line
+// has no end.
 func nextLine(r *bufio.Reader, limit int) (text []byte, n int64, err error) {
 	for {
 		part, err := r.ReadSlice('\n')
@@ -35,7 +36,7 @@ func nextLine(r *bufio.Reader, limit int) (text []byte, n int64, err error) {
 	}
 }
 
-// parse makes a line of text. why says in a word why it is none.
+// parse decodes a line. If it cannot, why gives the reason in one word.
 func parse(text []byte, limit int) (l line, why string) {
 	switch {
 	case len(text) > limit:
@@ -46,8 +47,8 @@ func parse(text []byte, limit int) (l line, why string) {
 	return l, ""
 }
 
-// scan reads a segment that an earlier process has left, and cuts off a record that it did not finish. A line that cannot be taken is set aside.
-// An error is of the whole segment.
+// scan reads a segment that an earlier process left, and cuts off a record that this process did not finish. A line
+// that cannot be used is set aside. An error means that the whole segment cannot be read.
 func (s *spool) scan(seg *segment) error {
 	f, err := s.dir.OpenFile(seg.name(), os.O_RDWR, 0)
 	if err != nil {
@@ -65,7 +66,7 @@ func (s *spool) scan(seg *segment) error {
 		text, n, err := nextLine(r, limit)
 		if errors.Is(err, io.EOF) {
 			if n > 0 {
-				s.log.Warn("a record that was not finished is dropped", "segment", seg.name())
+				s.log.Warn("an unfinished record at the end of a segment was dropped", "segment", seg.name())
 			}
 			break
 		}
@@ -97,12 +98,12 @@ func (s *spool) scan(seg *segment) error {
 		}
 	}
 	if s.last = max(s.last, seg.first-1); seg.size > seg.head {
-		s.last = max(s.last, seg.first) // whatever is in it, no other segment takes its place
+		s.last = max(s.last, seg.first) // the segment keeps its number even if it has no readable record
 	}
 	return f.Truncate(seg.size)
 }
 
-// recall takes a record, or a tally that was begun.
+// recall takes over a record, or a tally that had begun.
 func (s *spool) recall(l line, n int64) core.SandboxID {
 	s.last = max(s.last, l.N)
 	if l.Tally != nil {
@@ -118,9 +119,9 @@ func (s *spool) recall(l line, n int64) core.SandboxID {
 	return f.SandboxID
 }
 
-// heading is what was under way when a segment was begun, as far as it was read. It counts when all of it is there.
+// heading collects the flows that were under way when a segment began. It counts only when all its lines were read.
 type heading struct {
-	parts   int // lines that are still to come
+	parts   int // lines that are still missing
 	open    []core.Flow
 	tallies []tally
 }
@@ -151,7 +152,7 @@ func (h *heading) more(l line, s *spool) {
 	}
 }
 
-// read gives the records from at on, as many as a message takes.
+// read returns the records from position at on, as many as fit into a message.
 func (s *spool) read() (out egressapi.Batch, err error) {
 	i := slices.IndexFunc(s.segments, func(seg *segment) bool { return seg.first == s.at.first })
 	pos, size := s.at, 0
@@ -161,7 +162,7 @@ func (s *spool) read() (out egressapi.Batch, err error) {
 			pos = position{first: seg.first}
 		}
 		size, err = s.readSegment(seg, &pos, &out, size)
-		if errors.Is(err, unix.EIO) || errors.Is(err, fs.ErrNotExist) { // it will not come back; what follows it is as good as ever
+		if errors.Is(err, unix.EIO) || errors.Is(err, fs.ErrNotExist) { // this segment is lost, but the later ones can be read
 			s.aside.found[unreadable]++
 			s.log.Error("a segment of the spool cannot be read; its remaining records are lost", "segment", seg.name(), "offset", pos.off, "err", err)
 			pos.off, err = seg.size, nil
@@ -173,13 +174,14 @@ func (s *spool) read() (out egressapi.Batch, err error) {
 	if len(out.Flows) > 0 {
 		s.given, s.next = out.Last, pos
 	} else if err == nil {
-		s.at = pos // what is not told, or nothing
+		s.at = pos // lines that are not reported, or nothing
 		s.forget()
 	}
 	return out, err
 }
 
-// readSegment adds records to a batch until it is full, in bytes of its encoding. Its size is batchSize then.
+// readSegment adds records to a batch until the batch is full, in bytes of its encoding. Then it returns batchSize as
+// the size.
 func (s *spool) readSegment(seg *segment, pos *position, out *egressapi.Batch, size int) (int, error) {
 	if pos.off >= seg.size {
 		return size, nil
@@ -204,17 +206,17 @@ func (s *spool) readSegment(seg *segment, pos *position, out *egressapi.Batch, s
 		}
 		l, why := parse(bytes.TrimSpace(text), limit)
 		if why != "" || l.Flow == nil {
-			pos.off += n // the head of a segment, a tally, or what scan has set aside
+			pos.off += n // the head of a segment, a tally, or a line that scan has set aside
 			continue
 		}
 		flow := l.Flow.Clipped()
 		encoded, err := json.Marshal(flow)
-		if err != nil { // a time that cannot be written
+		if err != nil { // a time that JSON cannot express
 			pos.off += n
 			s.aside.found[unreadable]++
 			continue
 		}
-		if size += len(encoded) + 1; size > batchSize { // it is the first of the next one
+		if size += len(encoded) + 1; size > batchSize { // it will be the first record of the next batch
 			return batchSize, nil
 		}
 		pos.off += n

@@ -35,7 +35,7 @@ func spoolIn(t *testing.T, dir string, limit int64) *spool {
 	return s
 }
 
-// told gives all that a spool has to tell, and fails if a message does not take a batch.
+// told returns everything that a spool reports, and fails if a batch does not fit into a message.
 func told(t *testing.T, s *spool) (list []core.Flow) {
 	t.Helper()
 	for after := int64(0); after < s.last; {
@@ -61,7 +61,7 @@ func told(t *testing.T, s *spool) (list []core.Flow) {
 	return list
 }
 
-// ofAnother writes a segment as an older version does.
+// ofAnother writes a segment in the form of an older version.
 func ofAnother(t *testing.T, dir string, first int64, lines ...string) {
 	t.Helper()
 	if err := os.WriteFile(filepath.Join(dir, fmt.Sprintf(nameForm, first)), []byte(strings.Join(lines, "\n")+"\n"), 0o600); err != nil {
@@ -78,8 +78,9 @@ func recordOf(t *testing.T, n int64, f core.Flow) string {
 	return string(b)
 }
 
-// TestSpoolOfOldVersion: records of any length that an older version has left, and what is none, stop nothing: what can be read is told, the rest
-// is set aside and counted, also when the process starts again before anything was acknowledged.
+// TestSpoolOfOldVersion: records of any length from an older version, and lines that are not records, block nothing.
+// What can be read is reported; the rest is set aside and counted, also when the process starts again before anything
+// was acknowledged.
 func TestSpoolOfOldVersion(t *testing.T) {
 	t.Parallel()
 	dir := t.TempDir()
@@ -99,7 +100,7 @@ func TestSpoolOfOldVersion(t *testing.T) {
 		recordOf(t, 4, flow("d", strings.Repeat("x", 2<<20))),
 		"\x00\xff\x00",
 		recordOf(t, 5, flow("e", "as usual")))
-	if err := os.Mkdir(filepath.Join(dir, fmt.Sprintf(nameForm, 6)), 0o700); err != nil { // no file at all
+	if err := os.Mkdir(filepath.Join(dir, fmt.Sprintf(nameForm, 6)), 0o700); err != nil { // a directory in place of a file
 		t.Fatal(err)
 	}
 	ofAnother(t, dir, 7, "this is no head", recordOf(t, 7, flow("f", "as usual")))
@@ -120,7 +121,7 @@ func TestSpoolOfOldVersion(t *testing.T) {
 		if f := got["under-way"]; f.Outcome != core.FlowFailed || f.Ended.IsZero() {
 			t.Errorf("time %d: what was under way is %+v", i, f)
 		}
-		// A directory is set aside as a whole, the first time.
+		// The directory is set aside as a whole, at the first start.
 		if found := s.aside.found; found[tooLong] != 1 || found[unreadable] < 3 || found[wasClipped] != 1 {
 			t.Errorf("time %d: set aside: %v", i, found)
 		}
@@ -134,7 +135,7 @@ func TestSpoolOfOldVersion(t *testing.T) {
 	}
 }
 
-// TestBatches: whatever texts flows have, a message takes a batch, and nothing is left out.
+// TestBatches: a batch always fits into a message, whatever texts the flows have, and no flow is left out.
 func TestBatches(t *testing.T) {
 	t.Parallel()
 	s := spoolIn(t, t.TempDir(), 64<<20)
@@ -154,7 +155,8 @@ func TestBatches(t *testing.T) {
 	}
 }
 
-// TestCrowded: sandboxes that fill their shares, as many as there are, leave room for one that has little.
+// TestCrowded: any number of sandboxes that fill their shares still leave room for a sandbox that has little in the
+// spool.
 func TestCrowded(t *testing.T) {
 	t.Parallel()
 	s := spoolIn(t, t.TempDir(), 64<<20)

@@ -26,25 +26,26 @@ import (
 
 // Config describes the egress process of a host. Fields without a note are required.
 type Config struct {
-	Listen *net.UnixListener // for the runner; the server's from now on
-	Spool  *os.Root          // the directory of what is not acknowledged; nobody else's
+	Listen *net.UnixListener // where the runner connects; the server closes it
+	Spool  *os.Root          // directory of the records that are not acknowledged; only this process uses it
 	Log    *slog.Logger
 
-	UID      uint32         // whose processes may connect, besides root's
+	UID      uint32         // the user whose processes may connect, as well as root's
 	MaxSpool int64          // bytes; default 256 MiB
-	Private  []netip.Prefix // networks that may be reached although they are not public
-	Own      []netip.Prefix // networks of this installation, which may not, besides every address of this host
-	Servers  []string       // names of hosts that are this installation's, too
+	Private  []netip.Prefix // networks that are not public and may be reached all the same
+	Own      []netip.Prefix // networks of this installation; they may not be reached, nor may any address of this host
+	Servers  []string       // names of other hosts of this installation; their addresses may not be reached
 	Resolver proxy.Resolver // default: the host's
-	Alone    time.Duration  // without a runner after which it ends; default 15 min
-	Roots    *x509.CertPool // of hosts that sandboxes have grants for; default: the host's
+	Alone    time.Duration  // the process ends after this time without a runner; default 15 min
+	Roots    *x509.CertPool // for the certificates of hosts with grants; default: those of this machine
 	Denied   time.Duration  // how long denied flows of one kind are counted together; default 1 min
 }
 
-// DefaultSpool is how many bytes of flows wait for the controller: at 3000 requests a second, two minutes of them.
+// DefaultSpool is the default bound of waiting flows in bytes: enough for two minutes at 3000 requests a second.
 const DefaultSpool = 256 << 20
 
-// DefaultAlone is longer than a runner that is away has leases, 10 min and 15 s where nobody says otherwise: what it ran was given up by then.
+// DefaultAlone exceeds the time after which an absent runner has lost its leases, 10 min 15 s by default. The runner's
+// sandboxes have been given up by then.
 const DefaultAlone = 15 * time.Minute
 
 // Server is an egress process.
@@ -59,13 +60,13 @@ type Server struct {
 	stats  counters
 	alone  *alone
 	stop   context.CancelFunc
-	done   context.Context //nolint:containedctx // it ends with the server
+	done   context.Context //nolint:containedctx // ends with the server
 
-	mu    sync.Mutex // guards boxes; held while one is put
+	mu    sync.Mutex // guards boxes; held while put adds one
 	boxes map[core.SandboxID]*box
 }
 
-// New returns a process that serves nobody yet.
+// New returns a process that does not serve any sandbox yet.
 func New(ctx context.Context, cfg Config) (*Server, error) {
 	if cfg.MaxSpool == 0 {
 		cfg.MaxSpool = DefaultSpool
@@ -93,7 +94,7 @@ func New(ctx context.Context, cfg Config) (*Server, error) {
 	s.denied = newDenials(s.spool, cfg.Denied)
 	s.done, s.stop = context.WithCancel(context.WithoutCancel(ctx))
 	s.alone = newAlone(cfg.Alone, func() {
-		s.cfg.Log.ErrorContext(s.done, "no runner has been here for long enough for its leases to be lost; nothing is carried any more", "alone_ms", core.Milliseconds(cfg.Alone))
+		s.cfg.Log.ErrorContext(s.done, "no runner was connected for so long that its leases have expired; the process ends and carries no more traffic", "alone_ms", core.Milliseconds(cfg.Alone))
 		s.stop()
 	})
 	s.proxy = proxy.New(proxy.Config{Reach: s.reach.current, Resolver: cfg.Resolver, Journal: counted{s.denied, &s.stats}, Log: cfg.Log, Roots: cfg.Roots})
@@ -134,7 +135,7 @@ func (s *Server) Run(ctx context.Context) error {
 	return errors.Join(append(errs, s.spool.close())...)
 }
 
-// permitted refuses everybody but root and the runner.
+// permitted refuses every peer except root and the runner.
 func (s *Server) permitted(c *net.UnixConn) error {
 	peer, err := sidecar.Peer(c)
 	if err != nil {
@@ -146,7 +147,7 @@ func (s *Server) permitted(c *net.UnixConn) error {
 	return nil
 }
 
-// converse answers one client until it is gone.
+// converse answers one client until the client disconnects.
 func (s *Server) converse(c *net.UnixConn) {
 	ctx, cancel := context.WithCancel(s.done)
 	defer cancel()
@@ -157,13 +158,13 @@ func (s *Server) converse(c *net.UnixConn) {
 	}
 	defer s.alone.come()()
 	requests := make(chan request)
-	go func() { // so that the end of a client ends what it waits for
+	go func() { // when a client disconnects, its waiting requests end
 		defer cancel()
 		for {
 			var r request
 			var err error
 			if r.files, err = sidecar.Receive(c, &r.Request); sidecar.IsFault(err) {
-				r.fault = err // it is answered, and the connection goes on
+				r.fault = err // it gets an error as its answer, and the connection goes on
 			} else if err != nil {
 				if !errors.Is(err, io.EOF) && ctx.Err() == nil {
 					s.cfg.Log.Warn("a client's message was not received", "err", err)
@@ -210,17 +211,17 @@ func (s *Server) converse(c *net.UnixConn) {
 type request struct {
 	egressapi.Request
 	files []*os.File
-	fault error // why there is no request
+	fault error // the reason why no request was read
 }
 
 func problemOf(err error) *runnerapi.Problem {
 	p := runnerapi.ProblemOf(err)
-	const most = 16 << 10 // a policy may have many faults
+	const most = 16 << 10 // a policy can have many errors
 	p.Message = core.ClipText(p.Message, most)
 	return p
 }
 
-// answer does what is asked. The descriptors are its own.
+// answer executes a request. It owns the request's descriptors.
 func (s *Server) answer(ctx context.Context, r request) (out egressapi.Response, err error) {
 	if r.fault != nil {
 		return out, sidecar.Fault(r.fault)
@@ -255,15 +256,15 @@ func (s *Server) answer(ctx context.Context, r request) (out egressapi.Response,
 		return out, nil
 	case egressapi.OpPut:
 	}
-	return out, core.Errorf(core.Invalid, core.CodeInvalidField, "the egress process cannot %q so", core.Clip(string(r.Op)))
+	return out, core.Errorf(core.Invalid, core.CodeInvalidField, "the egress process does not know the request %q, or the request lacks its sandbox or its sockets", core.Clip(string(r.Op)))
 }
 
-// rules are what a sandbox may reach, and with which secrets.
+// rules say what a sandbox may reach, and with which secrets.
 type rules struct {
 	policy policy.Policy
 	bundle grant.Bundle
-	held   []grant.Target // read, or refused
-	lacks  bool           // there are grants for another process
+	held   []grant.Target // the proxy reads their traffic, or refuses it
+	lacks  bool           // it has grants that were encrypted for another process
 }
 
 func (s *Server) parse(id core.SandboxID, r runnerapi.EgressRules) (out rules, err error) {
@@ -273,7 +274,7 @@ func (s *Server) parse(id core.SandboxID, r runnerapi.EgressRules) (out rules, e
 	for _, text := range r.Held {
 		h, port, err := policy.ParseHostPort(text)
 		if err != nil {
-			return out, fmt.Errorf("rules of version %d: a host of their grants: %w", r.Version, err)
+			return out, fmt.Errorf("rules of version %d: a host of the grants: %w", r.Version, err)
 		}
 		out.held = append(out.held, grant.Target{Host: h, Port: port})
 	}
@@ -281,7 +282,7 @@ func (s *Server) parse(id core.SandboxID, r runnerapi.EgressRules) (out rules, e
 		return out, nil
 	}
 	if out.lacks = !bytes.Equal(r.Key, s.keys.Public()); out.lacks {
-		s.cfg.Log.Warn("grants were sealed for another egress process and are not served", "sandbox_id", id, "version", r.Version)
+		s.cfg.Log.Warn("grants were encrypted for another egress process and are not served", "sandbox_id", id, "version", r.Version)
 		return out, nil
 	}
 	out.bundle, err = s.keys.Open(r.Grants, id, r.Version)

@@ -9,11 +9,12 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// slots are counters in a file: what was counted outlives this process, however it ends. Each has a count and when it was changed last.
+// slots are counters in a file, so that counts outlive this process, however it ends. Each slot has a count and the
+// time of its last change.
 type slots struct {
 	file *os.File
 	used map[int]bool
-	next int // where to look for one that is not used
+	next int // where the search for a free slot begins
 }
 
 const (
@@ -27,7 +28,7 @@ func openSlots(dir *os.Root) (slots, error) {
 	return slots{file: f, used: map[int]bool{}}, err
 }
 
-// take gives a slot that nobody uses. They begin with 1.
+// take returns a free slot. Slot numbers begin with 1.
 func (s *slots) take() (int, error) {
 	if len(s.used) >= maxSlots {
 		return 0, core.Errorf(core.Exhausted, core.CodeDiskFull, "all %d counters for denied flows of this host's sandboxes are in use", maxSlots)

@@ -22,42 +22,42 @@ import (
 
 // The sizes of a spool, in bytes.
 const (
-	shares      = 8        // a sandbox has one of them at most; the last one is for those that have little in the spool
-	little      = 1024     // what little is, as a part of the whole
-	segmentSize = 4 << 20  // from here on another file is begun
-	batchSize   = 96 << 10 // of encoded records that are given at once: a message takes them
-	endReserve  = 1 << 10  // that the record of a flow's end may be longer than that of its beginning
+	shares      = 8        // a sandbox may fill one of these parts; the last part is for sandboxes with little in the spool
+	little      = 1024     // a sandbox with at most this fraction of the spool has little
+	segmentSize = 4 << 20  // a segment that reaches this size is followed by another one
+	batchSize   = 96 << 10 // of encoded records in one batch, so that it fits into a message
+	endReserve  = 1 << 10  // how much longer the record of a flow's end may be than that of its beginning
 )
 
 // spool keeps flows in files until they were acknowledged. It implements proxy.Journal.
 //
-// Records are written and not synced: the end of this process takes nothing of them, and what a power cut takes of the last seconds it
-// takes from the sandboxes as well.
+// Records are written and not synced. The end of this process loses none of them. A power cut loses those of the last
+// seconds, together with the sandboxes themselves.
 type spool struct {
 	dir  *os.Root
 	lock *os.File
 	max  int64
 	log  *slog.Logger
 
-	mu       sync.Mutex // guards what follows
+	mu       sync.Mutex // guards the fields below
 	segments []*segment // oldest first; the last one is written
 	out      *os.File   // the last segment
 	last     int64      // number of the last record
-	bytes    int64      // of all segments
+	bytes    int64      // size of all segments
 	open     map[string]core.Flow
-	reserved int64                    // for the ends of open flows
-	room     map[string]int64         // of that, by their ids
-	of       map[core.SandboxID]int64 // bytes of each one's records, with what is reserved for them
-	unsaid   int64                    // flows that were refused, or ends that were lost
-	tallies  map[string]tally         // that have not ended, by the ids of their first flows
-	late     map[string]late          // ends that could not be written yet, by the ids of their flows
+	reserved int64                    // bytes reserved for the ends of open flows
+	room     map[string]int64         // parts of reserved, by flow id
+	of       map[core.SandboxID]int64 // bytes of each sandbox's records, including its reserved bytes
+	unsaid   int64                    // refused flows and lost ends
+	tallies  map[string]tally         // tallies that have not ended, by the id of the first flow
+	late     map[string]late          // ends that could not be written yet, by flow id
 	slots    slots
-	said     int64 // the second in which it was logged last that an end was not recorded
+	said     int64 // the second of the last log line about an end that was not recorded
 	aside    aside
 
-	at    position // of the first record that was not acknowledged
-	given int64    // the last record of the batch that was given last; 0: none
-	next  position // behind it
+	at    position // position of the first record that was not acknowledged
+	given int64    // last record of the last batch; 0: none
+	next  position // position after that record
 	news  chan struct{}
 }
 
@@ -66,13 +66,13 @@ type segment struct {
 	first int64 // number of its first record, if it has one
 	head  int64 // bytes of the lines before its records
 	size  int64
-	full  int64                    // the size from which on another is begun
-	of    map[core.SandboxID]int64 // bytes of each one's records
+	full  int64                    // at this size the next segment begins
+	of    map[core.SandboxID]int64 // bytes of each sandbox's records
 }
 
-// add counts a record.
+// add counts the bytes of a record.
 func (s *spool) add(seg *segment, id core.SandboxID, n int64) {
-	if seg.size, s.bytes = seg.size+n, s.bytes+n; id == "" { // nobody's
+	if seg.size, s.bytes = seg.size+n, s.bytes+n; id == "" { // it belongs to no sandbox
 		return
 	}
 	seg.of[id] += n
@@ -85,24 +85,26 @@ func (s *spool) charge(id core.SandboxID, n int64) {
 	}
 }
 
-// share is what one sandbox's flows may take, in bytes. Records go by whole segments, so it is no less than some of those.
+// share is the number of bytes that one sandbox's flows may take. Records are removed by whole segments, so the share
+// is at least two segments, if the spool is that large.
 func (s *spool) share() int64 { return max(s.max/shares, min(s.max, 2*segmentSize)) }
 
 // position is a place in the spool.
 type position struct {
-	first int64 // of the segment
+	first int64 // number of the segment's first record
 	off   int64
 }
 
-// line is one of a segment. The first says what was under way when the segment was begun, as Open and in Parts further lines, each with one flow
-// in Open or in Tally. Every other has a record, or a tally that was begun. One of an older version has all in the first.
+// line is a line of a segment. The first line, together with the Parts lines after it, says what was under way when the
+// segment began: each has one flow in Open or in Tally. Every other line has a record, or a tally that began. An older
+// version put everything into the first line.
 type line struct {
 	N     int64       `json:"n,omitempty"`
 	Flow  *core.Flow  `json:"flow,omitempty"`
 	Open  []core.Flow `json:"open,omitempty"`
 	Parts int         `json:"parts,omitempty"`
-	Tally *core.Flow  `json:"tally,omitempty"` // not told to anybody
-	Slot  int         `json:"slot,omitempty"`  // where it is counted
+	Tally *core.Flow  `json:"tally,omitempty"` // not reported
+	Slot  int         `json:"slot,omitempty"`  // slot with the count of Tally
 }
 
 const (
@@ -112,7 +114,7 @@ const (
 
 func (s *segment) name() string { return fmt.Sprintf(nameForm, s.first) }
 
-// openSpool goes on with what is in a directory. There is one spool of it at a time.
+// openSpool opens the spool in a directory and continues with its records. Only one process at a time can open it.
 func openSpool(dir *os.Root, limit int64, log *slog.Logger) (_ *spool, err error) {
 	s := &spool{
 		dir: dir, max: limit, log: log, open: map[string]core.Flow{}, room: map[string]int64{}, of: map[core.SandboxID]int64{}, tallies: map[string]tally{}, late: map[string]late{}, news: make(chan struct{}),
@@ -127,7 +129,7 @@ func openSpool(dir *os.Root, limit int64, log *slog.Logger) (_ *spool, err error
 		}
 	}()
 	if err := unix.Flock(int(s.lock.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
-		return nil, core.Wrapf(err, core.Conflict, core.CodeStateConflict, "another egress process keeps its flows in the same directory")
+		return nil, core.Wrapf(err, core.Conflict, core.CodeStateConflict, "another egress process has its spool in the same directory")
 	}
 	list, err := fs.ReadDir(dir.FS(), ".")
 	if err != nil {
@@ -143,7 +145,7 @@ func openSpool(dir *os.Root, limit int64, log *slog.Logger) (_ *spool, err error
 	}
 	slices.SortFunc(found, func(a, b *segment) int { return cmp.Compare(a.first, b.first) })
 	for _, seg := range found {
-		if err := s.scan(seg); err != nil { // the others are as good as ever
+		if err := s.scan(seg); err != nil { // the other segments can still be read
 			if err := s.aside.segment(seg.name(), err); err != nil {
 				return nil, err
 			}
@@ -165,7 +167,7 @@ func openSpool(dir *os.Root, limit int64, log *slog.Logger) (_ *spool, err error
 		return nil, err
 	}
 	s.at = position{first: s.segments[0].first}
-	for _, f := range open { // what carried them is gone
+	for _, f := range open { // the process that carried them has ended
 		f.Outcome, f.Reason, f.Ended = core.FlowFailed, "the egress proxy of its host ended", time.Now()
 		s.End(f)
 	}
@@ -179,7 +181,7 @@ func openSpool(dir *os.Root, limit int64, log *slog.Logger) (_ *spool, err error
 	return s, nil
 }
 
-// maxLine bounds a line that has a flow, in bytes.
+// maxLine bounds a line with a flow, in bytes.
 const maxLine = core.MaxFlowEncoded + 128
 
 func (s *spool) encode(l line) ([]byte, error) {
@@ -196,7 +198,7 @@ func (s *spool) encode(l line) ([]byte, error) {
 	return append(b, '\n'), err
 }
 
-// note keeps count of what is under way.
+// note keeps the list of flows that are under way.
 func (s *spool) note(f core.Flow) {
 	switch {
 	case f.Outcome == core.FlowAllowed && f.Ended.IsZero():
@@ -207,7 +209,7 @@ func (s *spool) note(f core.Flow) {
 	}
 }
 
-// heading is the beginning of a segment.
+// heading returns the first lines of a segment.
 func (s *spool) heading() ([]byte, error) {
 	var out bytes.Buffer
 	put := func(l line) error {
@@ -231,7 +233,7 @@ func (s *spool) heading() ([]byte, error) {
 	return out.Bytes(), nil
 }
 
-// begin begins another segment. mu is held, or nobody else knows the spool.
+// begin begins another segment. The caller holds mu, or nobody else knows the spool.
 func (s *spool) begin() error {
 	head, err := s.heading()
 	if err != nil {
@@ -259,7 +261,7 @@ func (s *spool) beginWith(head []byte) error {
 		}
 	}
 	seg.head, seg.size = int64(len(head)), int64(len(head))
-	seg.full = seg.size + max(segmentSize, seg.head) // what is repeated is no more than half of all
+	seg.full = seg.size + max(segmentSize, seg.head) // repeated heads take at most half of the spool
 	s.out, s.segments, s.bytes = out, append(s.segments, seg), s.bytes+seg.size
 	return nil
 }
@@ -275,7 +277,7 @@ func (s *spool) Begin(f core.Flow) error {
 	return err
 }
 
-// take appends the first line of a flow if there is room for it and, where it has an end, for that.
+// take appends the first line of a flow if there is room for the line and, if the flow will have an end, for the end.
 func (s *spool) take(flow string, id core.SandboxID, l line, ends bool) error {
 	s.retry()
 	if l.N = s.last + 1; len(s.late) > 0 {
@@ -321,7 +323,7 @@ func (s *spool) End(f core.Flow) {
 	s.finish(late{flow: f})
 }
 
-// append writes a line, whole or not at all. The caller has made sure that there is room.
+// append writes a line, completely or not at all. The caller has made sure that there is room.
 func (s *spool) append(id core.SandboxID, b []byte) error {
 	seg := s.segments[len(s.segments)-1]
 	if seg.size >= seg.full {
@@ -334,7 +336,7 @@ func (s *spool) append(id core.SandboxID, b []byte) error {
 				return err
 			}
 			seg = s.segments[len(s.segments)-1]
-		} else { // this one goes on: what is under way would have no room in another
+		} else { // the segment goes on: there is no room for the head of another one
 			seg.full = seg.size + segmentSize/4
 		}
 	}
@@ -348,7 +350,8 @@ func (s *spool) append(id core.SandboxID, b []byte) error {
 	return nil
 }
 
-// after acknowledges the batch that ends with a record, and waits for the next one. What was given and not acknowledged is given again.
+// after acknowledges the batch that ends with a record, and waits for the next batch. A batch that was not acknowledged
+// is returned again.
 func (s *spool) after(ctx context.Context, acknowledged int64) (egressapi.Batch, error) {
 	for {
 		s.mu.Lock()
@@ -370,7 +373,7 @@ func (s *spool) after(ctx context.Context, acknowledged int64) (egressapi.Batch,
 	}
 }
 
-// forget removes the segments of which everything was acknowledged.
+// forget removes the segments whose records were all acknowledged.
 func (s *spool) forget() {
 	for len(s.segments) > 1 && s.segments[0].first < s.at.first {
 		seg := s.segments[0]
@@ -390,6 +393,7 @@ func (s *spool) close() error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.retry()
-	// A child process that is between fork and exec has a copy of the lock's file: closing alone would leave it the lock.
+	// A child process between fork and exec has a copy of the lock file's descriptor. Closing alone would leave the
+	// lock to that child.
 	return errors.Join(s.out.Close(), s.slots.close(), unix.Flock(int(s.lock.Fd()), unix.LOCK_UN), s.lock.Close())
 }

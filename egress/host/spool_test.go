@@ -11,7 +11,8 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// TestShare: a sandbox fills its share of the spool and no more, also over an end of the process, until its flows have been told.
+// TestShare: a sandbox fills its share of the spool and no more, also after a restart of the process, until its flows
+// have been reported.
 func TestShare(t *testing.T) {
 	t.Parallel()
 	const limit = 64 << 20
@@ -63,7 +64,7 @@ func TestShare(t *testing.T) {
 	if _, err := begin("sbx_loud", core.FlowDenied); err == nil {
 		t.Error("a new process has forgotten what waits")
 	}
-	for told := int64(0); told < s.last; { // all is told
+	for told := int64(0); told < s.last; { // until everything is reported
 		batch, err := s.after(t.Context(), told)
 		if err != nil {
 			t.Fatal(err)

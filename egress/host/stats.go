@@ -11,11 +11,11 @@ import (
 	"github.com/coppice-dev/coppice/egress/resolver"
 )
 
-// counters count what became of flows and questions.
+// counters count the outcomes of flows and DNS questions.
 type counters struct {
-	tooLong atomic.Int64 // answers that no message takes
+	tooLong atomic.Int64 // answers too long for a message
 
-	mu      sync.Mutex // guards what follows
+	mu      sync.Mutex // guards the fields below
 	flows   map[core.Outcome]int64
 	answers map[string]int64
 }
@@ -38,7 +38,7 @@ func (c *counters) answered(a resolver.Answer) {
 	c.answers[string(a)]++
 }
 
-// counted is a journal whose flows are counted.
+// counted is a journal that counts the outcomes of its flows.
 type counted struct {
 	proxy.Journal
 	to *counters

@@ -7,21 +7,21 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// Reach says which addresses may be dialled for a sandbox. The zero Reach is all that is public.
+// Reach says which addresses may be dialled for a sandbox. The zero Reach allows all public addresses.
 type Reach struct {
-	Private []netip.Prefix // networks of the operator that may be reached although they are not public
-	Own     []netip.Prefix // addresses of this installation; they may not, whatever else is said
+	Private []netip.Prefix // networks of the operator that are not public and may be reached all the same
+	Own     []netip.Prefix // addresses of this installation; never reachable, whatever Private says
 }
 
-// denial is a network that is denied, and why.
+// denial is a denied network and the reason.
 type denial struct {
 	net  netip.Prefix
 	why  string
 	hard bool // Reach.Private does not open it
 }
 
-// denied are the networks that are not somewhere in the public Internet, from the registries of special-purpose
-// addresses of IANA. The metadata services of clouds are among them.
+// denied are the networks that are not part of the public Internet, from the registries of special-purpose addresses of
+// IANA. They include the metadata services of clouds.
 var denied = []denial{
 	deny("0.0.0.0/8", "this network", true),
 	deny("10.0.0.0/8", "private", false),
@@ -55,17 +55,17 @@ var denied = []denial{
 
 func deny(net, why string, hard bool) denial { return denial{netip.MustParsePrefix(net), why, hard} }
 
-// public6 is all that has been given out of IPv6; what is outside of it and not private is no host's address, or stands for one
-// of IPv4 (::/96, ::ffff:0:0/96, 64:ff9b::/96, 64:ff9b:1::/48).
+// public6 is the part of IPv6 that has been assigned. Any other address that is not private belongs to no host, or
+// stands for an IPv4 address (::/96, ::ffff:0:0/96, 64:ff9b::/96, 64:ff9b:1::/48).
 var (
 	public6  = netip.MustParsePrefix("2000::/3")
 	private6 = netip.MustParsePrefix("fc00::/7")
 )
 
-// Check returns an error that says why an address may not be dialled; nil when it may.
+// Check returns nil if an address may be dialled, and otherwise an error that gives the reason.
 func (r Reach) Check(a netip.Addr) error {
 	if !a.IsValid() || a.Zone() != "" {
-		return refuse(a, "no address of a host")
+		return refuse(a, "not the address of a host")
 	}
 	if a.Is4In6() { // a socket would dial the IPv4 address
 		return refuse(a, "IPv4 written as IPv6")
@@ -88,5 +88,5 @@ func (r Reach) Check(a netip.Addr) error {
 }
 
 func refuse(a netip.Addr, why string) error {
-	return core.Errorf(core.PermissionDenied, core.CodePermissionDenied, "%s is never reached from a sandbox (%s)", a, why)
+	return core.Errorf(core.PermissionDenied, core.CodePermissionDenied, "a sandbox may never reach %s (%s)", a, why)
 }

@@ -10,8 +10,8 @@ import (
 
 const bundlePrefix = "bundle:"
 
-// bundles are the hosts that common tools reach when they install packages or clone. A registry that lets its users
-// put files up is a way out for data, too: each bundle is only as wide as its tool needs.
+// bundles are the hosts that common tools reach when they install packages or clone. Data can also leave through a
+// registry where users upload files, so each bundle is only as wide as its tool needs.
 var bundles = map[string][]string{
 	"debian": {"deb.debian.org", "security.debian.org"},
 	"ubuntu": {"archive.ubuntu.com", "security.ubuntu.com", "ports.ubuntu.com"},
@@ -26,10 +26,10 @@ var bundles = map[string][]string{
 	"gitlab": {"gitlab.com:443"},
 }
 
-// Bundles are the names that "bundle:" takes, sorted.
+// Bundles returns the names that may follow "bundle:", sorted.
 func Bundles() []string { return slices.Sorted(maps.Keys(bundles)) }
 
-// BundleRules are the rules that a bundle stands for; nil for one that does not exist.
+// BundleRules returns the rules that a bundle stands for; nil if it does not exist.
 func BundleRules(name string) []string { return slices.Clone(bundles[name]) }
 
 func parseBundle(name string) ([]Rule, error) {

@@ -1,8 +1,7 @@
-// Package policy decides what a sandbox may reach. It is pure: it knows no clock, no network and no
-// sandbox.
+// Package policy decides what a sandbox may reach. It is pure: it uses no clock, no network and no sandbox.
 //
-// A policy is a list of rules; what no rule names is denied. A rule is text, in an API request as
-// in the database:
+// A policy is a list of rules. Everything that no rule names is denied. A rule is text, in an API request as in the
+// database:
 //
 //	api.example.com          that name, at ports 80 and 443
 //	*.example.com            every name below it, not example.com itself
@@ -13,13 +12,13 @@
 //
 // # Names
 //
-// [ParseHost] examines a host once and gives it in one form: lower case, without the final dot, in
-// the ASCII form of IDNA. A text that can be read in two ways (127.1, 0x7f000001, a name that ends
-// in a number, anything with a percent sign, an at sign or a control character) is not a host. All
-// later code compares these forms, byte by byte; a suffix rule compares whole labels.
+// [ParseHost] examines a host once and gives it in one form: lower case, without the final dot, in the ASCII form of
+// IDNA. A text that can be read in two ways (127.1, 0x7f000001, a name that ends in a number, anything with a percent
+// sign, an at sign or a control character) is not a host. All later code compares these forms, byte by byte; a suffix
+// rule compares whole labels.
 //
 // # Addresses
 //
-// An allowed name may still resolve to any address. [Reach] says which addresses may be dialled. It
-// is asked for the exact address that is about to be dialled, never for a name.
+// An allowed name may still resolve to any address. [Reach] says which addresses may be dialled. It is asked for the
+// exact address that is about to be dialled, never for a name.
 package policy

@@ -10,7 +10,7 @@ import (
 	"github.com/coppice-dev/coppice/egress/policy"
 )
 
-// allowedByLabels is the matcher written another way: label by label, from the right.
+// allowedByLabels is a second implementation of the matcher: it compares label by label, from the right.
 func allowedByLabels(rule, host string) bool {
 	want, got := strings.Split(rule, "."), strings.Split(host, ".")
 	if want[0] != "*" && len(want) != len(got) || len(got) < len(want) {
@@ -25,8 +25,8 @@ func allowedByLabels(rule, host string) bool {
 	return true
 }
 
-// FuzzHost: what is a host has one form, which net/url and netip read as the same host; and rules decide as a matcher that is written in
-// another way.
+// FuzzHost: a host has one form, which net/url and netip read as the same host; and the rules decide in the same way as
+// the second matcher.
 func FuzzHost(f *testing.F) {
 	for _, s := range []string{"allowed.example", "A.Allowed.Example.", "[::1]", "1.2.3.4", "0x7f.1", "bücher.example", "evilallowed.example", "a%2eallowed.example", "allowed.example:443", "ａllowed.example"} {
 		f.Add(s)
@@ -65,7 +65,7 @@ func FuzzHost(f *testing.F) {
 	})
 }
 
-// FuzzPolicy: whatever is taken as an entry has one form, and is within itself.
+// FuzzPolicy: every accepted entry has one form and is within itself.
 func FuzzPolicy(f *testing.F) {
 	for _, s := range []string{"a.example", "*.a.example:1", "tcp://a.example:22", "bundle:go", "[2001:db8::1]:443", "1.2.3.4"} {
 		f.Add(s)

@@ -11,17 +11,17 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// Host is a name or an address, in its only form. The zero Host is none.
+// Host is a name or an address in canonical form. The zero Host is neither.
 type Host struct {
 	name string
 	addr netip.Addr
 }
 
-// maxName bounds a name in bytes, as DNS does.
+// maxName bounds a name in bytes, like DNS.
 const maxName = 253
 
-// ParseHost reads a host as it comes in a CONNECT request, a Host header, an SNI extension, a rule or a question to
-// the resolver: a DNS name, an IPv4 address or an IPv6 address, which may be in brackets. There is no port.
+// ParseHost reads a host from a CONNECT request, a Host header, an SNI extension, a rule or a question to the resolver.
+// It is a DNS name, an IPv4 address or an IPv6 address, which may be in brackets. There is no port.
 func ParseHost(s string) (Host, error) {
 	if inner, ok := strings.CutPrefix(s, "["); ok {
 		inner, ok = strings.CutSuffix(inner, "]")
@@ -33,7 +33,7 @@ func ParseHost(s string) (Host, error) {
 	}
 	if addr, err := netip.ParseAddr(s); err == nil {
 		if addr.Zone() != "" {
-			return Host{}, badHost(s, "an address has no zone here")
+			return Host{}, badHost(s, "an address must not have a zone")
 		}
 		return Host{addr: addr}, nil
 	}
@@ -46,7 +46,7 @@ func parseName(s string) (string, error) {
 		return "", badHost(s, "a name has at most 253 characters")
 	}
 	ascii, err := profile.ToASCII(strings.TrimSuffix(s, "."))
-	if err == nil && ascii != "" { // what it became is what it stays, or two forms would be one host
+	if err == nil && ascii != "" { // the result must not change again, or two forms would mean one host
 		var again string
 		if again, err = profile.ToASCII(ascii); again != ascii {
 			err = errors.Join(err, errTwoForms)
@@ -61,7 +61,7 @@ func parseName(s string) (string, error) {
 	labels := strings.Split(ascii, ".")
 	for _, l := range labels {
 		if !isLabel(l) {
-			return "", badHost(s, "each of its parts has 1 to 63 letters, digits and hyphens, no hyphen first or last")
+			return "", badHost(s, "each label must have 1 to 63 letters, digits and hyphens, and no hyphen at its beginning or end")
 		}
 	}
 	if last := labels[len(labels)-1]; isNumber(last) {
@@ -72,13 +72,13 @@ func parseName(s string) (string, error) {
 
 var errTwoForms = errors.New("the name has two forms")
 
-// profile is what browsers do with a name, and refuses what they refuse.
+// profile converts a name as browsers do, and refuses what they refuse.
 var profile = idna.New(
 	idna.MapForLookup(), idna.Transitional(false), idna.StrictDomainName(true), idna.ValidateLabels(true),
 	idna.CheckHyphens(false), idna.CheckJoiners(true), idna.BidiRule(), idna.VerifyDNSLength(false),
 )
 
-// isLabel holds what IDNA gave against the rules of host names (RFC 1123).
+// isLabel checks a label from IDNA against the rules for host names (RFC 1123).
 func isLabel(l string) bool {
 	if l == "" || len(l) > 63 || l[0] == '-' || l[len(l)-1] == '-' {
 		return false
@@ -92,7 +92,7 @@ func isLabel(l string) bool {
 	return true
 }
 
-// isNumber reports what the C library and browsers take for a part of an address: digits, or hexadecimal.
+// isNumber reports whether the C library and browsers take a label for a part of an address: digits, or hexadecimal.
 func isNumber(l string) bool {
 	digits := "0123456789"
 	if hex, ok := strings.CutPrefix(l, "0x"); ok {
@@ -105,7 +105,7 @@ func badHost(s, why string) error {
 	return core.Errorf(core.Invalid, core.CodeInvalidField, "%q is not a host: %s", core.Clip(s), why)
 }
 
-// String is the host as it is written in URLs, but for the brackets of IPv6; empty for none.
+// String returns the host as it is written in URLs, but IPv6 without brackets; empty for the zero Host.
 func (h Host) String() string {
 	if h.addr.IsValid() {
 		return h.addr.String()
@@ -113,16 +113,16 @@ func (h Host) String() string {
 	return h.name
 }
 
-// Name is the host's name; empty for an address.
+// Name returns the host's name; empty for an address.
 func (h Host) Name() string { return h.name }
 
-// Addr is the host's address; ok is false for a name.
+// Addr returns the host's address; ok is false for a name.
 func (h Host) Addr() (addr netip.Addr, ok bool) { return h.addr, h.addr.IsValid() }
 
-// IsZero reports whether there is no host.
+// IsZero reports whether this is the zero Host.
 func (h Host) IsZero() bool { return h == Host{} }
 
-// below reports whether a name is some labels longer than another.
+// below reports whether a name is a subdomain of another one.
 func below(name, parent string) bool {
 	rest, ok := strings.CutSuffix(name, parent)
 	return ok && len(rest) > 1 && rest[len(rest)-1] == '.'

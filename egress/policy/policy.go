@@ -9,30 +9,30 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// MaxRules and MaxBytes bound a policy: its entries, and the bytes that they take as JSON. MaxBytes is for what is new: [Parse] reads what
-// was kept before there was such a bound.
+// MaxRules and MaxBytes bound a policy: the number of its entries, and their bytes as JSON. MaxBytes holds for new
+// policies only: [Parse] also reads stored policies from the time before this bound.
 const (
 	MaxRules = 256
 	MaxBytes = 32 << 10
 )
 
-// Policy is what a sandbox may reach. The zero Policy denies everything. It is immutable.
+// Policy says what a sandbox may reach. The zero Policy denies everything. It is immutable.
 type Policy struct {
-	entries []string // in their only form, sorted, none twice
+	entries []string // in canonical form, sorted, without duplicates
 	rules   []entry
 }
 
-// entry is a rule with the name under which a user knows it: its own text, or a bundle's.
+// entry is a rule with the text that the user knows: the rule's own text, or the bundle's.
 type entry struct {
 	rule Rule
 	name string
 }
 
-// Parse reads a policy from its entries. The error names every entry that is wrong, with field as the place of the
-// list in the request.
+// Parse reads a policy from its entries. The error names every wrong entry; field is the name of the list in the
+// request.
 func Parse(field string, allow []string) (Policy, error) {
 	if len(allow) > MaxRules {
-		return Policy{}, core.Errorf(core.Invalid, core.CodeInvalidField, "%s has %d entries; at most %d are taken", field, len(allow), MaxRules)
+		return Policy{}, core.Errorf(core.Invalid, core.CodeInvalidField, "%s has %d entries; the maximum is %d", field, len(allow), MaxRules)
 	}
 	var p Policy
 	var errs []string
@@ -65,7 +65,7 @@ func (p Policy) CheckSize(field string) error {
 	return nil
 }
 
-// SizeOf is how many bytes entries take as JSON.
+// SizeOf returns the number of bytes that entries take as JSON.
 func SizeOf(entries []string) int {
 	n := 2
 	for _, e := range entries {
@@ -90,13 +90,13 @@ func parseEntry(text string) (name string, rules []Rule, err error) {
 	return r.String(), []Rule{r}, err
 }
 
-// Entries are the policy's entries in their only form, sorted: what is stored, shown and given to runners.
+// Entries returns the policy's entries in canonical form, sorted. This form is stored, shown and given to runners.
 func (p Policy) Entries() []string { return slices.Clone(p.entries) }
 
 // Empty reports whether nothing is allowed.
 func (p Policy) Empty() bool { return len(p.rules) == 0 }
 
-// Allows reports whether a host may be reached at a port with what is spoken, and by which entry.
+// Allows reports whether a host may be reached at a port with a protocol, and which entry allows it.
 func (p Policy) Allows(h Host, port uint16, spoken core.Spoken) (by string, ok bool) {
 	for _, e := range p.rules {
 		if e.rule.allows(h, port, spoken == core.SpokenTCP) {
@@ -106,12 +106,12 @@ func (p Policy) Allows(h Host, port uint16, spoken core.Spoken) (by string, ok b
 	return "", false
 }
 
-// Resolves reports whether a name is there at all for the sandbox's resolver: some rule allows it at some port.
+// Resolves reports whether the sandbox's resolver answers for a name: some rule must allow the name at some port.
 func (p Policy) Resolves(h Host) bool {
 	return h.name != "" && slices.ContainsFunc(p.rules, func(e entry) bool { return e.rule.covers(h) })
 }
 
-// Names are the exact names that may be spoken to with any protocol at a port.
+// Names returns the exact names that may be reached with any protocol at a port.
 func (p Policy) Names(port uint16) []Host {
 	var out []Host
 	for _, e := range p.rules {
@@ -122,8 +122,8 @@ func (p Policy) Names(port uint16) []Host {
 	return out
 }
 
-// Beyond are the entries that allow something which another policy does not, in order; none when this policy is the
-// same or narrower.
+// Beyond returns the entries that allow something that the other policy does not allow, in order. It returns none when
+// this policy is the same or narrower.
 func (p Policy) Beyond(other Policy) []string {
 	var out []string
 	for _, e := range p.rules {

@@ -13,11 +13,11 @@ import (
 type Rule struct {
 	Host   Host
 	Suffix bool   // every name below Host, and not Host
-	Port   uint16 // 0: those of HTTP and HTTPS
-	TCP    bool   // whatever is spoken; otherwise TLS or HTTP
+	Port   uint16 // 0: the ports of HTTP and HTTPS
+	TCP    bool   // any protocol; otherwise only TLS and HTTP
 }
 
-// The ports of a rule that names none.
+// The ports of a rule that names no port.
 const (
 	portHTTP  = 80
 	portHTTPS = 443
@@ -40,9 +40,9 @@ func parseRule(s string) (Rule, error) {
 	_, isAddr := r.Host.Addr()
 	switch {
 	case strings.Contains(host, "*"):
-		return Rule{}, badRule(s, "a star is only for the first label, as in *.example.com")
+		return Rule{}, badRule(s, "a star may only be the first label, as in *.example.com")
 	case r.Suffix && isAddr:
-		return Rule{}, badRule(s, "there is nothing below an address")
+		return Rule{}, badRule(s, "there are no names below an address")
 	case r.Suffix && !strings.Contains(r.Host.Name(), "."):
 		return Rule{}, badRule(s, "it would allow a whole top-level domain")
 	case r.TCP && (r.Suffix || r.Port == 0):
@@ -51,7 +51,7 @@ func parseRule(s string) (Rule, error) {
 	return r, nil
 }
 
-// splitPort takes the port off a host; 0 when there is none.
+// splitPort separates the port from a host; the port is 0 when there is none.
 func splitPort(s string) (host string, port uint16, err error) {
 	bare := !strings.Contains(s, ":") || strings.HasPrefix(s, "[") && strings.HasSuffix(s, "]") || strings.Count(s, ":") > 1 && !strings.HasPrefix(s, "[")
 	if bare {
@@ -68,7 +68,7 @@ func splitPort(s string) (host string, port uint16, err error) {
 	return host, port, err
 }
 
-// ParsePort reads a port as it is written in URLs and requests: decimal, between 1 and 65535, nothing else.
+// ParsePort reads a port as it is written in URLs and requests: a decimal number between 1 and 65535.
 func ParsePort(s string) (uint16, error) {
 	n, err := strconv.ParseUint(s, 10, 16)
 	if err != nil || n == 0 || s[0] == '0' || s[0] == '+' {
@@ -77,7 +77,7 @@ func ParsePort(s string) (uint16, error) {
 	return uint16(n), nil
 }
 
-// ParseHostPort reads "host:port", where the port must be there.
+// ParseHostPort reads "host:port"; the port is required.
 func ParseHostPort(s string) (Host, uint16, error) {
 	host, port, err := splitPort(s)
 	if err == nil && port == 0 {
@@ -90,7 +90,7 @@ func ParseHostPort(s string) (Host, uint16, error) {
 	return h, port, err
 }
 
-// JoinHostPort is what [ParseHostPort] reads.
+// JoinHostPort returns the form that [ParseHostPort] reads.
 func JoinHostPort(h Host, port uint16) string {
 	return net.JoinHostPort(h.String(), strconv.Itoa(int(port)))
 }
@@ -99,7 +99,7 @@ func badRule(s, why string) error {
 	return core.Errorf(core.Invalid, core.CodeInvalidField, "%q cannot be allowed: %s", core.Clip(s), why)
 }
 
-// String is the rule in its only form.
+// String returns the rule in canonical form.
 func (r Rule) String() string {
 	host := r.Host.String()
 	if addr, ok := r.Host.Addr(); ok && addr.Is6() {
@@ -117,7 +117,7 @@ func (r Rule) String() string {
 	return host
 }
 
-// allows reports whether a rule allows what is spoken to a host at a port.
+// allows reports whether a rule allows a host at a port; raw means any protocol other than TLS and HTTP.
 func (r Rule) allows(h Host, port uint16, raw bool) bool {
 	return r.covers(h) && slices.Contains(r.ports(), port) && (r.TCP || !raw)
 }
@@ -136,7 +136,7 @@ func (r Rule) covers(h Host) bool {
 	return h == r.Host
 }
 
-// withinAt reports whether another rule allows everything that this one does at one of its ports.
+// withinAt reports whether another rule allows everything that this rule allows at one of its ports.
 func (r Rule) withinAt(port uint16, o Rule) bool {
 	switch {
 	case r.TCP && !o.TCP || !slices.Contains(o.ports(), port):

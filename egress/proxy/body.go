@@ -22,7 +22,8 @@ func (c *counted) Read(p []byte) (int, error) {
 	return n, err
 }
 
-// endOfBody tells when a body was closed, how much of it was read, and with which error.
+// endOfBody calls a function when a body is closed, with the number of bytes that were read and the error of the last
+// read.
 type endOfBody struct {
 	io.ReadCloser
 	n    int64
@@ -46,20 +47,21 @@ func (e *endOfBody) Close() error {
 	return err
 }
 
-// inspection is what is done with a body on its way.
+// inspection says how a body is inspected while it is transferred.
 type inspection struct {
-	scan    *grant.Scanner     // nil: nothing is looked for
-	take    func(int) error    // counts
-	trailer func() http.Header // what follows the body; known at its end
-	found   error              // what it is when something was found
-	refuse  func(error)        // is told why no more passes
+	scan    *grant.Scanner     // nil: no search
+	take    func(int) error    // counts bytes
+	trailer func() http.Header // the trailer; known at the end of the body
+	found   error              // the error when scan finds something
+	refuse  func(error)        // called with the reason when nothing more passes
 
 	in   []byte
-	pass []byte // has been looked at
-	err  error  // after pass
+	pass []byte // inspected, not yet read
+	err  error  // the error that follows pass
 }
 
-// inspected reads a body through an inspection. What may be the beginning of something that is looked for waits for what follows it.
+// inspected reads a body through an inspection. Bytes that may begin a searched value are kept back until the next
+// bytes decide.
 func inspected(body io.ReadCloser, i *inspection) io.ReadCloser {
 	r := inspecting{body, i}
 	if w, ok := body.(io.ReadWriteCloser); ok { // an upgraded connection
@@ -88,7 +90,7 @@ func (i inspecting) Read(p []byte) (int, error) {
 	return 0, i.err
 }
 
-// more reads and looks.
+// more reads the next bytes and inspects them.
 func (i inspecting) more() {
 	if i.in == nil {
 		i.in = make([]byte, 32<<10)
@@ -113,11 +115,11 @@ func (i inspecting) more() {
 	}
 }
 
-// upgraded is the connection that a response has become. It is counted both ways.
+// upgraded is the connection that a response has become. Its bytes are counted in both directions.
 type upgraded struct {
 	io.ReadWriteCloser
-	take           func(int) error // counts what is sent; what is received is counted where it is looked at
-	refuse         func(error)     // is told why no more passes
+	take           func(int) error // counts sent bytes against the budget; received bytes are counted where they are inspected
+	refuse         func(error)     // called with the reason when nothing more passes
 	sent, received atomic.Int64
 	once           sync.Once
 	end            func()
@@ -145,7 +147,7 @@ func (u *upgraded) Close() error {
 	return err
 }
 
-// upgrade makes the body of a response the flow's own: when either ends, both do.
+// upgrade ties an upgraded connection to its flow: when either ends, the other ends too.
 func (b *box) upgrade(o *openFlow, c *conn, resp *http.Response) error {
 	rw, ok := resp.Body.(io.ReadWriteCloser)
 	if !ok {

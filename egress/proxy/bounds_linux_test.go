@@ -14,7 +14,8 @@ import (
 	"github.com/coppice-dev/coppice/internal/eventually"
 )
 
-// TestManyStreams: a sandbox has no more flows under way than it may, however few connections they come over, and then the next ones.
+// TestManyStreams: a sandbox has at most its number of flows under way, over any number of connections. When they end,
+// new flows are possible.
 func TestManyStreams(t *testing.T) {
 	const most, conns, each = 48, 4, 40
 	b := newBankIn(newWorldWith(t, func(c *proxy.Config) { c.MaxFlows = most }, bankHost))
@@ -73,9 +74,9 @@ func TestManyStreams(t *testing.T) {
 	}
 }
 
-// TestSlowReaders: what hosts send to guests that do not read waits there, but for a bounded part.
+// TestSlowReaders: data for guests that do not read stays at the hosts, except for a bounded part.
 func TestSlowReaders(t *testing.T) {
-	const streams, offered, perStream = 24, 16 << 20, 1 << 20 // perStream: what windows and the kernel's buffers hold
+	const streams, offered, perStream = 24, 16 << 20, 1 << 20 // perStream: room of the windows and the kernel's buffers
 	b := newBank(t)
 	var sent, stopped atomic.Int64
 	b.open(func(w http.ResponseWriter, r *http.Request) {
@@ -91,7 +92,7 @@ func TestSlowReaders(t *testing.T) {
 	defer cancel()
 	c := b.guest(true, true)
 	c.Timeout = 0
-	c.Transport.(*http.Transport).HTTP2 = &http.HTTP2Config{MaxReceiveBufferPerStream: 64 << 10} // of the guest's own
+	c.Transport.(*http.Transport).HTTP2 = &http.HTTP2Config{MaxReceiveBufferPerStream: 64 << 10} // the guest's own window
 	for range streams {
 		r, err := http.NewRequestWithContext(ctx, http.MethodGet, "https://"+bankHost+"/", nil)
 		if err != nil {
@@ -104,7 +105,7 @@ func TestSlowReaders(t *testing.T) {
 		}
 		defer resp.Body.Close()
 	}
-	// It stands still when nothing was added for a while; what is added later is within the same bound.
+	// The flow of data has stopped when nothing was added for a while. Anything added later is within the same bound.
 	last, same := int64(-1), 0
 	eventually.True(t, "the hosts wait", func() bool {
 		if n := sent.Load(); n != last {
@@ -122,14 +123,15 @@ func TestSlowReaders(t *testing.T) {
 	b.flows()
 }
 
-// TestSlowBodies: a body that comes slowly is sent on as it comes, one without end is not kept, and heads beyond 64 KiB are refused.
+// TestSlowBodies: a slow body is sent on as it arrives, an endless body is not buffered, and a head of more than 64 KiB
+// is refused.
 func TestSlowBodies(t *testing.T) {
 	const much = 64 << 20
 	b := newBank(t)
 	var got atomic.Int64
 	hold := make(chan struct{}, 1)
 	b.open(func(w http.ResponseWriter, r *http.Request) {
-		if r.URL.Path == "/hold" { // it does not read
+		if r.URL.Path == "/hold" { // this handler does not read
 			select {
 			case <-hold:
 			case <-r.Context().Done():

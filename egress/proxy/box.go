@@ -16,23 +16,23 @@ import (
 	"github.com/coppice-dev/coppice/egress/policy"
 )
 
-// box is what the proxy has of one sandbox.
+// box is the proxy's state of one sandbox.
 type box struct {
 	s  *Server
 	sb Sandbox
 
 	policy    atomic.Pointer[policy.Policy]
 	grants    atomic.Pointer[granted]
-	transport *http.Transport // its connections to the outside are used by no other sandbox
-	secure    *http.Transport // the same over TLS, for what is read on its way
+	transport *http.Transport // no other sandbox uses its connections
+	secure    *http.Transport // the same over TLS, for requests that the proxy reads
 	listeners []net.Listener
-	ctx       context.Context //nolint:containedctx // it ends with the sandbox
+	ctx       context.Context //nolint:containedctx // ends with the sandbox
 	cancel    context.CancelCauseFunc
 
-	mu      sync.Mutex // guards what follows
+	mu      sync.Mutex // guards the fields below
 	conns   map[*conn]struct{}
 	open    map[*openFlow]struct{}
-	budgets map[string]*budget // by the ids of grants
+	budgets map[string]*budget // by grant id
 }
 
 var errRemoved = newFault("sandbox_ended", "the sandbox has ended")
@@ -46,22 +46,23 @@ func newBox(s *Server, sb Sandbox, listeners ...net.Listener) *box {
 		TLSHandshakeTimeout: dialTime, MaxResponseHeaderBytes: 1 << 20, ExpectContinueTimeout: time.Second,
 	}
 	b.secure = b.transport.Clone()
-	b.secure.DisableCompression, b.secure.ForceAttemptHTTP2 = false, true // it is decompressed here, to be looked at
+	b.secure.DisableCompression, b.secure.ForceAttemptHTTP2 = false, true // decompressed here, so that it can be inspected
 	b.secure.HTTP2 = &http.HTTP2Config{MaxReceiveBufferPerStream: hostWindow, MaxReceiveBufferPerConnection: hostWindows}
 	b.secure.TLSClientConfig = &tls.Config{RootCAs: s.cfg.Roots, MinVersion: tls.VersionTLS12}
 	return b
 }
 
-// What is kept over HTTP/2 for those who do not take it yet, in bytes; net/http would keep 4 MiB of each stream from a host.
+// Bounds of what is buffered over HTTP/2 for receivers that do not read yet, in bytes. net/http would buffer 4 MiB of
+// each stream from a host.
 const (
-	hostWindow   = 512 << 10 // of what a host sends, in a stream
-	hostWindows  = 16 << 20  // and in a connection
-	guestWindow  = 128 << 10 // of what a guest sends
+	hostWindow   = 512 << 10 // from a host, for each stream
+	hostWindows  = 16 << 20  // from a host, for each connection
+	guestWindow  = 128 << 10 // from a guest
 	guestWindows = 256 << 10
-	guestStreams = 128 // at once in a connection
+	guestStreams = 128 // streams at once in a connection
 )
 
-// dialText dials what a transport wants to, which a flow has named before.
+// dialText dials for a transport. The address is one that a flow has decided on before.
 func (b *box) dialText(ctx context.Context, _, address string) (net.Conn, error) {
 	h, port, err := policy.ParseHostPort(address)
 	if err != nil {
@@ -74,18 +75,18 @@ func (b *box) dialText(ctx context.Context, _, address string) (net.Conn, error)
 type conn struct {
 	peeked
 	box    *box
-	target *target // what was agreed on before the first request; nil: the request says
-	read   bool    // it is TLS that the proxy reads
+	target *target // known before the first request; nil: the request names it
+	read   bool    // the proxy terminates its TLS
 	closed sync.Once
 }
 
-// target is where a connection goes.
+// target is the destination of a connection.
 type target struct {
 	host policy.Host
 	port uint16
 }
 
-// Close ends the connection and forgets it.
+// Close closes the connection and removes it from the box.
 func (c *conn) Close() error {
 	c.closed.Do(func() {
 		c.box.mu.Lock()
@@ -102,7 +103,7 @@ func (b *box) accept(l net.Listener, serve func(*conn)) {
 		if err != nil {
 			if b.ctx.Err() == nil && !errors.Is(err, net.ErrClosed) {
 				b.s.cfg.Log.Warn("no connection was taken from a sandbox", "sandbox_id", b.sb.ID, "err", err)
-				pause := time.NewTimer(100 * time.Millisecond) // out of descriptors, likely
+				pause := time.NewTimer(100 * time.Millisecond) // probably no descriptors are left
 				select {
 				case <-pause.C:
 					continue
@@ -126,10 +127,10 @@ func (b *box) accept(l net.Listener, serve func(*conn)) {
 	}
 }
 
-// reset ends a connection at once; what it still had to say is lost.
+// reset ends a connection at once; data that was not sent yet is lost.
 func reset(c net.Conn) {
 	if tcp, ok := c.(*net.TCPConn); ok {
-		_ = tcp.SetLinger(0) // fails only on a socket that is closed already
+		_ = tcp.SetLinger(0) // fails only on a closed socket
 	}
 	_ = c.Close()
 }
@@ -178,27 +179,28 @@ var errRevoked = deny("the workspace's policy does not allow it any more")
 type openFlow struct {
 	core.Flow
 	host   policy.Host
-	use    *use            // of a grant; nil: none
-	expiry *time.Timer     // of that
-	gone   atomic.Bool     // something of it may have left the host
-	ctx    context.Context //nolint:containedctx // it ends with the flow
+	use    *use            // use of a grant; nil: none
+	expiry *time.Timer     // expiry of that grant
+	gone   atomic.Bool     // some of its data may have left the host
+	ctx    context.Context //nolint:containedctx // ends with the flow
 	cancel context.CancelCauseFunc
 }
 
-// denial is why a flow is refused. It is told to the guest, which knows it all.
+// denial is the reason why a flow is refused. The guest is told, because it knows all of it already.
 type denial struct {
 	reason string
-	status int // of the answer
+	status int // HTTP status of the answer
 }
 
 func (d *denial) Error() string { return d.reason }
 
 func deny(reason string) error { return &denial{reason, http.StatusForbidden} }
 
-// record returns the flow for the journal. It is the only place that bounds its foreign texts.
+// record returns the flow for the journal. This is the only place that bounds texts from outside.
 func record(f core.Flow) core.Flow { return f.Clipped() }
 
-// decide asks the policy for a flow and tells the journal. The error is a *denial, or one of the journal. What was begun must be ended.
+// decide asks the policy about a flow and reports the flow to the journal. The error is a *denial or errJournal. The
+// caller must end a flow that was returned.
 func (b *box) decide(ctx context.Context, f core.Flow, h policy.Host, u *use, why error) (*openFlow, error) {
 	f.ID, f.SandboxID, f.Epoch, f.At, f.Host = b.s.nextID(), b.sb.ID, b.sb.Epoch, time.Now(), h.String()
 	f.Outcome = core.FlowAllowed
@@ -214,7 +216,7 @@ func (b *box) decide(ctx context.Context, f core.Flow, h policy.Host, u *use, wh
 	f = record(f)
 	o := &openFlow{Flow: f, host: h, use: u}
 	o.ctx, o.cancel = context.WithCancelCause(ctx)
-	if why == nil { // before the journal, so that a policy that changes meanwhile finds it
+	if why == nil { // before the journal, so that a policy that changes meanwhile ends this flow too
 		why = b.admit(o)
 	}
 	if why != nil {
@@ -243,12 +245,12 @@ func (b *box) decide(ctx context.Context, f core.Flow, h policy.Host, u *use, wh
 	return o, nil
 }
 
-// admit makes a flow one of those that are under way, unless there are too many: over HTTP/2 a connection carries many.
+// admit adds a flow to those under way, unless there are too many. With HTTP/2, one connection carries many flows.
 func (b *box) admit(o *openFlow) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	if most := b.s.cfg.MaxFlows; len(b.open) >= most {
-		return &denial{"the sandbox has " + strconv.Itoa(most) + " flows under way, and may have no more", http.StatusTooManyRequests}
+		return &denial{"the sandbox has " + strconv.Itoa(most) + " flows under way, which is the maximum", http.StatusTooManyRequests}
 	}
 	b.open[o] = struct{}{}
 	return nil
@@ -256,7 +258,7 @@ func (b *box) admit(o *openFlow) error {
 
 var errJournal = errors.New("the host cannot record what leaves the sandbox, so nothing leaves it")
 
-// watch ends a flow with its grant.
+// watch ends a flow when its grant ends.
 func (b *box) watch(o *openFlow) {
 	if !b.grants.Load().set.Keeps(o.use.grant) {
 		o.cancel(errEnded)
@@ -276,7 +278,7 @@ func (b *box) forget(o *openFlow) {
 	b.mu.Unlock()
 }
 
-// end tells the journal what became of a flow.
+// end reports a flow's end and outcome to the journal.
 func (b *box) end(o *openFlow, err error) {
 	if d, ok := isDenial(context.Cause(o.ctx)); ok {
 		o.Outcome, o.Reason = core.FlowDenied, d.Error()
@@ -295,7 +297,7 @@ func describe(h policy.Host, port uint16, spoken core.Spoken) string {
 	return string(spoken) + " to " + policy.JoinHostPort(h, port)
 }
 
-// aliased is the host that an address stands for.
+// aliased returns the host that an address stands for.
 func (b *box) aliased(a netip.AddrPort) (policy.Host, bool) {
 	if b.sb.Alias == nil {
 		return policy.Host{}, false

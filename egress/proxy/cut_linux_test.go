@@ -14,7 +14,7 @@ import (
 	"github.com/coppice-dev/coppice/internal/eventually"
 )
 
-// last is the one flow that the journal has, as it ended or was denied. It waits until it has, and forgets it.
+// last waits until the only flow of the journal has ended or was denied, returns it and removes it from the journal.
 func (w *world) last() core.Flow {
 	w.t.Helper()
 	var list []core.Flow
@@ -37,11 +37,11 @@ func (w *world) last() core.Flow {
 	return list[0]
 }
 
-// TestWhatWasCutIsAnEffect: a host that has executed a request has done so, although the proxy then takes its answer from the guest; and what
-// never left is none.
+// TestWhatWasCutIsAnEffect: when a host has executed a request, the flow counts as an effect even if the proxy
+// withholds the answer. A request that never left is not an effect.
 func TestWhatWasCutIsAnEffect(t *testing.T) {
 	const path = "https://" + bankHost + "/change"
-	begin := func(w http.ResponseWriter, _ *http.Request) { // an answer that does not end by itself
+	begin := func(w http.ResponseWriter, _ *http.Request) { // an endless answer
 		_ = http.NewResponseController(w).Flush()
 	}
 	never := func(w http.ResponseWriter, r *http.Request) {
@@ -49,7 +49,7 @@ func TestWhatWasCutIsAnEffect(t *testing.T) {
 		<-r.Context().Done()
 	}
 	silent := func(_ http.ResponseWriter, r *http.Request) {
-		_, _ = io.Copy(io.Discard, r.Body) // else the server does not notice that the proxy has gone
+		_, _ = io.Copy(io.Discard, r.Body) // otherwise the server does not notice that the proxy has disconnected
 		<-r.Context().Done()
 	}
 	for name, c := range map[string]struct {
@@ -58,7 +58,7 @@ func TestWhatWasCutIsAnEffect(t *testing.T) {
 		answer http.HandlerFunc
 		end    func(*bank)
 		sent   bool
-		lost   bool // the connection ends at once: its end may overtake at the site what was sent before
+		lost   bool // the connection ends at once: at the site, its end may overtake the data sent before
 	}{
 		"echo in the head": {answer: func(w http.ResponseWriter, r *http.Request) { w.Header().Set("X-Said", r.Header.Get("Authorization")) }, sent: true},
 		"echo in the body": {answer: func(w http.ResponseWriter, r *http.Request) {
@@ -113,7 +113,7 @@ func TestWhatWasCutIsAnEffect(t *testing.T) {
 	}
 }
 
-// TestTunnelsThatAreCut: what went through a tunnel before the policy ended it went out.
+// TestTunnelsThatAreCut: data that went through a tunnel before the policy ended it counts as sent.
 func TestTunnelsThatAreCut(t *testing.T) {
 	w := newWorld(t, "tcp://allowed.example:22")
 	w.names.set("allowed.example", allowedAddr)

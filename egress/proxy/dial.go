@@ -12,15 +12,15 @@ import (
 	"github.com/coppice-dev/coppice/egress/policy"
 )
 
-// Resolver finds the addresses of names: net.Resolver is one.
+// Resolver finds the addresses of names, like net.Resolver.
 type Resolver interface {
 	LookupNetIP(ctx context.Context, network, host string) ([]netip.Addr, error)
 }
 
-// dialTime bounds a dial, names included.
+// dialTime bounds a dial, including name resolution.
 const dialTime = 20 * time.Second
 
-// dialError is why a dial failed, so that a denial can be told from a failure.
+// dialError wraps the reason why a dial failed, to tell it from a denial.
 type dialError struct {
 	denied bool
 	err    error
@@ -29,7 +29,7 @@ type dialError struct {
 func (e *dialError) Error() string { return e.err.Error() }
 func (e *dialError) Unwrap() error { return e.err }
 
-// dial connects to a host. The address that is checked is the address that is dialled.
+// dial connects to a host. It checks the very address that it dials.
 func (s *Server) dial(ctx context.Context, h policy.Host, port uint16) (net.Conn, error) {
 	ctx, cancel := context.WithTimeout(ctx, dialTime)
 	defer cancel()
@@ -49,7 +49,7 @@ func (s *Server) dial(ctx context.Context, h policy.Host, port uint16) (net.Conn
 	return nil, &dialError{err: errors.Join(errs...)}
 }
 
-// resolve gives the addresses of a host, all of which may be dialled: a name that has one which may not is refused, whatever else it has.
+// resolve returns the addresses of a host. If any of them may not be dialled, it refuses the whole name.
 func (s *Server) resolve(ctx context.Context, h policy.Host) ([]netip.Addr, error) {
 	if addr, ok := h.Addr(); ok {
 		if err := s.cfg.Reach().Check(addr); err != nil {
@@ -64,7 +64,7 @@ func (s *Server) resolve(ctx context.Context, h policy.Host) ([]netip.Addr, erro
 	const most = 16
 	addrs = addrs[:min(len(addrs), most)]
 	for i, a := range addrs {
-		addrs[i] = a.Unmap() // what a resolver calls ::ffff:1.2.3.4 is an IPv4 address
+		addrs[i] = a.Unmap() // ::ffff:1.2.3.4 from a resolver is an IPv4 address
 		if err := s.cfg.Reach().Check(addrs[i]); err != nil {
 			return nil, &dialError{true, fmt.Errorf("%s is at %w", h, err)}
 		}
@@ -75,7 +75,7 @@ func (s *Server) resolve(ctx context.Context, h policy.Host) ([]netip.Addr, erro
 	return addrs, nil
 }
 
-// guard looks at the very address that a socket is about to connect to.
+// guard checks the address to which a socket is about to connect.
 func (s *Server) guard(_ context.Context, network, address string, _ syscall.RawConn) error {
 	ap, err := netip.ParseAddrPort(address)
 	if err != nil || network != "tcp4" && network != "tcp6" {

@@ -9,7 +9,8 @@ import (
 	"time"
 )
 
-// TestNoSlices: with a secret in it, a request asks for the whole answer, and no part is taken. Without one, parts are as good as ever.
+// TestNoSlices: a request with a secret asks for the whole answer, and partial answers are refused. A request without a
+// secret may ask for parts.
 func TestNoSlices(t *testing.T) {
 	b := newBank(t)
 	var always atomic.Bool
@@ -41,7 +42,7 @@ func TestNoSlices(t *testing.T) {
 	}
 }
 
-// TestNoExtensions: what follows an upgrade is not compressed.
+// TestNoExtensions: the data after an upgrade is not compressed.
 func TestNoExtensions(t *testing.T) {
 	b := newBank(t)
 	var offered atomic.Value

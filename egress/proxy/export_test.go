@@ -2,7 +2,7 @@ package proxy
 
 import "github.com/coppice-dev/coppice/core"
 
-// Held is how many connections and flows a sandbox has.
+// Held returns the number of connections and flows of a sandbox.
 func (s *Server) Held(id core.SandboxID) (conns, flows int) {
 	b := s.box(id)
 	b.mu.Lock()

@@ -13,8 +13,8 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// fault is the reason of a failed flow, in words of our own. The error of a library may quote the host's answer, with a secret that the host
-// echoes, so none of it reaches the guest or the journal.
+// fault is the reason of a failed flow, in fixed words. The error of a library may quote the host's answer, with a
+// secret in it, so no part of such an error reaches the guest or the journal.
 type fault struct{ class, sentence string }
 
 func (f *fault) Error() string { return f.class + ": " + f.sentence }
@@ -30,30 +30,30 @@ var (
 	errRefused     = newFault("refused", "the host refused the connection")
 	errUnreachable = newFault("unreachable", "the host's network could not be reached")
 	errReset       = newFault("closed", "the connection was closed before the exchange was over")
-	errTLS         = newFault("tls", "no TLS connection to the host was made")
+	errTLS         = newFault("tls", "the TLS connection to the host could not be made")
 	errCertificate = newFault("tls", "the host's certificate is not valid for its name")
-	errMalformed   = newFault("malformed_answer", "what the host answered could not be read")
+	errMalformed   = newFault("malformed_answer", "the host's answer could not be read")
 	errSilent      = newFault("no_answer", "the host did not answer")
 	errUpgrade     = newFault("malformed_answer", "the host switched to another protocol on a connection that cannot be handed over")
-	errNotTrusted  = newFault("tls", "the guest's program did not take the certificate of the project's authority")
-	errGivenUp     = newFault("cancelled", "the guest gave up")
-	errForbidden   = newFault("forbidden", "the host's address is never reached from a sandbox")
+	errNotTrusted  = newFault("tls", "the guest's program did not accept the certificate of the project's authority")
+	errGivenUp     = newFault("cancelled", "the guest cancelled the request")
+	errForbidden   = newFault("forbidden", "a sandbox may never reach the host's address")
 	errLocal       = newFault("local", "this runner's host has no sockets, ports or memory left for it")
 )
 
-// outcomeOf is what became of a flow that failed, and why.
+// outcomeOf returns the outcome of a failed flow and its reason.
 func outcomeOf(err error) (core.Outcome, string) {
 	if d, ok := isDenial(err); ok {
 		return core.FlowDenied, d.Error()
 	}
 	if d, ok := errors.AsType[*dialError](err); ok && d.denied {
-		return core.FlowDenied, d.Error() // the words of egress/policy, about an address
+		return core.FlowDenied, d.Error() // written by egress/policy, about an address
 	}
 	return core.FlowFailed, faultOf(err).Error()
 }
 
-// faultOf is the class of an error, which is never quoted. What is not known is an answer that could not be read: everything else that a
-// transport meets has a type.
+// faultOf returns the fault for an error, and never quotes the error. An unknown error counts as an unreadable answer,
+// because all other errors of a transport have a type.
 func faultOf(err error) *fault {
 	if f, ok := errors.AsType[*fault](err); ok {
 		return f
@@ -64,7 +64,7 @@ func faultOf(err error) *fault {
 		}
 		return errNameServer
 	}
-	if core.CategoryOf(err) == core.PermissionDenied { // the address was looked at again, and is another
+	if core.CategoryOf(err) == core.PermissionDenied { // the address was checked again and is now a denied one
 		return errForbidden
 	}
 	if f := tlsFaultOf(err); f != nil {
@@ -101,7 +101,7 @@ func faultOf(err error) *fault {
 	return errMalformed
 }
 
-// tlsFaultOf is the fault of a handshake; nil: it was none.
+// tlsFaultOf returns the fault of a handshake; nil if the error is not from a handshake.
 func tlsFaultOf(err error) *fault {
 	if _, ok := errors.AsType[*tls.CertificateVerificationError](err); ok {
 		return errCertificate

@@ -14,8 +14,8 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// answers runs a server at an address that reads the head of each request and answers with what is made of it, byte for byte. Over TLS for those
-// names, if there are any.
+// answers runs a server at an address. It reads the head of each request and answers with the bytes that say returns.
+// It speaks TLS for tlsNames, if there are any.
 func (w *world) answers(addr string, say func(head string) string, tlsNames ...string) {
 	w.t.Helper()
 	l, err := net.Listen("tcp", addr)
@@ -52,15 +52,15 @@ func (w *world) answers(addr string, say func(head string) string, tlsNames ...s
 	})
 }
 
-// echoed is the secret that a head has in it.
+// echoed returns the secret that a head contains.
 func echoed(head string) string {
 	_, rest, _ := strings.Cut(head, "Bearer ")
 	secret, _, _ := strings.Cut(rest, "\r\n")
 	return secret
 }
 
-// TestFaultsQuoteNothing: whatever a host answers instead of HTTP, with the secret that it was given, neither the guest nor the journal hears a
-// word of it. They hear the class of the fault.
+// TestFaultsQuoteNothing: whatever a host answers instead of HTTP, including the secret that it received, the guest and
+// the journal get only the class of the fault and no word of the answer.
 func TestFaultsQuoteNothing(t *testing.T) {
 	b := newBank(t)
 	var say func(secret string) string
@@ -104,7 +104,7 @@ func TestFaultsQuoteNothing(t *testing.T) {
 	}
 }
 
-// flowsWithout fails if the guest or the journal was told some words.
+// flowsWithout fails if the guest or the journal got one of the words.
 func (w *world) flowsWithout(t *testing.T, told string, words ...string) {
 	t.Helper()
 	w.journal.mu.Lock()
@@ -127,7 +127,7 @@ func (w *world) flowsWithout(t *testing.T, told string, words ...string) {
 	}
 }
 
-// TestFaultsHaveClasses: what a guest is told, and the journal, tells the faults apart.
+// TestFaultsHaveClasses: the answers to the guest and the journal tell the faults apart.
 func TestFaultsHaveClasses(t *testing.T) {
 	w := newWorld(t, "nobody.example", "garbage.example:81", "closes.example:81", "empty.example", "refused.example")
 	for _, name := range []string{"refused.example", "garbage.example", "closes.example"} {
@@ -159,7 +159,7 @@ func TestFaultsHaveClasses(t *testing.T) {
 	}
 }
 
-// TestLongHeads: whatever a guest sends, in whichever place, its record is within its bound, and so is what it is told.
+// TestLongHeads: whatever a guest sends in any part of a head, its record and its answer are within their bounds.
 func TestLongHeads(t *testing.T) {
 	w := newWorld(t)
 	w.names.set("x.example", allowedAddr)

@@ -12,16 +12,16 @@ import (
 	"time"
 )
 
-// bytesConn is a connection on which some bytes come, and then no more.
+// bytesConn is a connection that delivers some bytes and then ends.
 type bytesConn struct {
-	net.Conn // nil: nothing else is called
+	net.Conn // nil: no other method is called
 	r        *bytes.Reader
 }
 
 func (c bytesConn) Read(p []byte) (int, error)    { return c.r.Read(p) }
 func (bytesConn) SetReadDeadline(time.Time) error { return nil }
 
-// FuzzHead: a head that is taken is one for net/http as well, with the same method, target and host, and of the same length.
+// FuzzHead: net/http also accepts every head that is accepted here, with the same method, target, host and length.
 func FuzzHead(f *testing.F) {
 	for _, s := range []string{
 		"GET http://a.example/ HTTP/1.1\r\nHost: a.example\r\n\r\n", "CONNECT a.example:443 HTTP/1.1\r\nHost: a.example:443\r\n\r\nmore", "GET / HTTP/1.0\r\n\r\n", "GET / HTTP/1.1\r\nHost:\r\n\r\n",
@@ -41,7 +41,7 @@ func FuzzHead(f *testing.F) {
 		r := bufio.NewReaderSize(bytes.NewReader(b), maxHead+4096)
 		req, err := http.ReadRequest(r)
 		if err != nil {
-			return // it is stricter, and refuses what was let through here
+			return // net/http is stricter, and refuses a head that was accepted here
 		}
 		if req.Method != h.method || req.RequestURI != h.target {
 			t.Fatalf("%q: %s %s here and %s %s there", b, h.method, h.target, req.Method, req.RequestURI)
@@ -56,7 +56,8 @@ func FuzzHead(f *testing.F) {
 	})
 }
 
-// helloName is what a ClientHello asks for, read in another way: the only name of the only extension for it, in the first record.
+// helloName is a second parser: it returns the name that a ClientHello asks for, if the first record has exactly one
+// extension with exactly one name.
 func helloName(b []byte) (name string, extensions int, ok bool) {
 	take := func(n int) []byte {
 		if n > len(b) {
@@ -104,7 +105,8 @@ func helloName(b []byte) (name string, extensions int, ok bool) {
 	return name, extensions, ok
 }
 
-// FuzzHello: the name that is decided on is the one that a parser written in another way finds, and what was read is read again.
+// FuzzHello: the proxy decides on the same name that the second parser finds, and the bytes that it read can be read
+// again.
 func FuzzHello(f *testing.F) {
 	f.Add([]byte("\x16\x03\x01\x00\x05hello"))
 	f.Add(helloOf(f, "allowed.example"))

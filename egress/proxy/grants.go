@@ -20,10 +20,10 @@ import (
 	"github.com/coppice-dev/coppice/egress/policy"
 )
 
-// granted is what a sandbox has been granted, with the certificates for it.
+// granted is what a sandbox has been granted, with the certificates that it needs.
 type granted struct {
 	set    grant.Set
-	leaves *ca.Leaves // nil when nothing is read on its way
+	leaves *ca.Leaves // nil when the proxy terminates no TLS
 	held   []grant.Target
 }
 
@@ -42,18 +42,18 @@ func newGranted(b grant.Bundle, held []grant.Target) (*granted, error) {
 
 func (t target) granted() grant.Target { return grant.Target{Host: t.host, Port: t.port} }
 
-// holds reports whether what is said to a host over TLS is read, or refused.
+// holds reports whether TLS to a host is either read by the proxy or refused.
 func (g *granted) holds(t target) bool {
 	return g.set.Granted(t.granted(), grant.ModeHeader) || slices.Contains(g.held, t.granted())
 }
 
-// reads reports whether the proxy reads what is said over TLS to a host.
+// reads reports whether the proxy terminates TLS to a host.
 func (b *box) reads(t target) bool {
 	g := b.grants.Load()
 	return g.leaves != nil && g.set.Granted(t.granted(), grant.ModeHeader)
 }
 
-// intercept speaks TLS with the guest in the host's stead.
+// intercept terminates the guest's TLS, with a certificate for the host.
 func (b *box) intercept(c *conn, t target) {
 	b.mu.Lock()
 	c.target, c.read = &t, true
@@ -83,7 +83,7 @@ func (b *box) intercept(c *conn, t target) {
 	}
 }
 
-// setGrants replaces what is granted, and ends what is not granted any more.
+// setGrants replaces the grants, and ends everything that used a grant which no longer exists.
 func (b *box) setGrants(g *granted) {
 	b.grants.Store(g)
 	b.mu.Lock()
@@ -120,22 +120,22 @@ func (b *box) setGrants(g *granted) {
 	b.closeIdle()
 }
 
-// Why a request with a secret is ended.
+// The reasons why a request with a secret is ended.
 var (
 	errEnded       = deny("the grant has ended")
 	errExpired     = deny("the grant has expired")
-	errHeld        = deny("there are grants for this host, so it is spoken to over TLS that the proxy reads, and only while they are here")
+	errHeld        = deny("this host has grants, so it can be reached only over TLS that the proxy reads, and only while the proxy has the grants")
 	errBudget      = deny("the grant's bytes are used up")
-	errPlaceholder = deny("there is a placeholder in what the request sends, where no grant puts it")
-	errEcho        = deny("the host's answer has the secret in it")
-	errEncoding    = deny("the host's answer is encoded in a way that cannot be looked at")
-	errPart        = deny("the host's answer is a part of something, which was not asked for")
+	errPlaceholder = deny("the request contains a placeholder in a place where no grant puts one")
+	errEcho        = deny("the host's answer contains the secret")
+	errEncoding    = deny("the host's answer has an encoding that the proxy cannot inspect")
+	errPart        = deny("the host answered with a part, and the request did not ask for a part")
 )
 
-// ranges are the headers that ask for a part of an answer. With a secret the whole is asked for.
+// ranges are the headers that ask for a part of an answer. A request with a secret always asks for the whole answer.
 var ranges = []string{"Range", "If-Range", "Request-Range"}
 
-// budget is what is left of a grant for one sandbox.
+// budget counts how much of a grant one sandbox has used.
 type budget struct {
 	bytes     *atomic.Int64 // used
 	perMinute int
@@ -148,7 +148,7 @@ type use struct {
 	budget *budget
 }
 
-// take counts bytes that passed. It fails when there are too many.
+// take counts bytes that passed. It fails when the grant allows no more.
 func (u *use) take(n int) error {
 	if u == nil {
 		return nil
@@ -178,10 +178,11 @@ func (b *box) budget(g *grant.Grant) *budget {
 	return next
 }
 
-// brokered is the grant that a request names by its URL.
+// brokered is the context key of the grant id that a base URL names.
 type brokered struct{}
 
-// broker puts a secret into a request, if one is granted and asked for. A request that the proxy cannot put one into has no placeholder.
+// broker puts a secret into a request, if one is granted and the request has its placeholder. If the proxy cannot put a
+// secret into a request, the request must not contain a placeholder.
 func (b *box) broker(c *conn, r *http.Request, to target) (*use, error) {
 	id, named := r.Context().Value(brokered{}).(string)
 	mode := grant.ModeHeader
@@ -205,12 +206,12 @@ func (b *box) broker(c *conn, r *http.Request, to target) (*use, error) {
 	if err != nil {
 		return nil, deny(err.Error())
 	}
-	r.Header.Del("Accept-Encoding")          // what the transport asks for it decodes
-	r.Header.Del("Sec-WebSocket-Extensions") // compression is the only one
+	r.Header.Del("Accept-Encoding")          // the transport sets its own and decodes the answer
+	r.Header.Del("Sec-WebSocket-Extensions") // compression is the only extension
 	if used == nil {
 		return nil, nil
 	}
-	for _, h := range ranges { // in slices a secret is not found
+	for _, h := range ranges { // a secret that is split over partial answers would not be found
 		r.Header.Del(h)
 	}
 	u := &use{used, b.budget(used)}
@@ -223,7 +224,8 @@ func (b *box) broker(c *conn, r *http.Request, to target) (*use, error) {
 	return u, nil
 }
 
-// serveBase serves a request to a base URL: it becomes one to the grant's host. It reports whether it was one.
+// serveBase serves a request to a base URL: it turns it into a request to the grant's host. It reports whether the
+// request was for a base URL.
 func (s *Server) serveBase(w http.ResponseWriter, r *http.Request) bool {
 	rest, ok := strings.CutPrefix(r.URL.EscapedPath(), grant.BasePath)
 	if !ok || r.URL.IsAbs() {
@@ -256,7 +258,7 @@ func (s *Server) serveBase(w http.ResponseWriter, r *http.Request) bool {
 	return true
 }
 
-// inspect looks at an answer of a host with grants: its head now, its body as it comes.
+// inspect checks the answer of a host with grants: the head now, the body while it arrives.
 func (b *box) inspect(o *openFlow, resp *http.Response) error {
 	scan := b.grants.Load().set.Scanner(target{o.host, o.Port}.granted())
 	if scan == nil { // the grants have ended meanwhile
@@ -279,5 +281,5 @@ func (b *box) inspect(o *openFlow, resp *http.Response) error {
 	return nil
 }
 
-// isDenial reports whether the guest is refused, rather than that something failed.
+// isDenial reports whether an error is a refusal and not a failure.
 func isDenial(err error) (*denial, bool) { return errors.AsType[*denial](err) }

@@ -32,11 +32,11 @@ const canary = "sk-canary/7f3+a9=0123456789abcdef"
 type bank struct {
 	*world
 	root  ca.Authority
-	trust *x509.CertPool // of a guest of the project
+	trust *x509.CertPool // roots that a guest of the project trusts
 	g     grant.Grant
 
 	mu   sync.Mutex
-	seen []string // what the host got as Authorization
+	seen []string // Authorization headers that the host received
 }
 
 const bankHost = "api.example"
@@ -81,7 +81,7 @@ func (b *bank) at(s string) grant.Target {
 	return grant.Target{Host: h, Port: port}
 }
 
-// give grants these, and nothing else.
+// give replaces the grants with these.
 func (b *bank) give(grants ...grant.Grant) {
 	b.t.Helper()
 	bundle := grant.Bundle{Grants: grants}
@@ -116,7 +116,7 @@ func (b *bank) got() []string {
 	return out
 }
 
-// guest is a client in the sandbox that trusts the project's authority, and nothing else. aware: it knows of the proxy.
+// guest is a client in the sandbox that trusts only the project's authority. aware: it uses the explicit proxy.
 func (b *bank) guest(aware, http2 bool) *http.Client {
 	c := b.unaware()
 	if aware {
@@ -130,7 +130,7 @@ func (b *bank) guest(aware, http2 bool) *http.Client {
 	return c
 }
 
-// ask sends a request with the placeholder, and returns all that came back.
+// ask sends a request with the placeholder, and returns the whole answer.
 func (b *bank) ask(c *http.Client, method, target, body string, header ...string) (int, string) {
 	b.t.Helper()
 	r, err := http.NewRequestWithContext(b.t.Context(), method, target, strings.NewReader(body))
@@ -154,7 +154,8 @@ func (b *bank) ask(c *http.Client, method, target, body string, header ...string
 
 func (b *bank) bearer() []string { return []string{"Authorization", "Bearer " + b.g.Placeholder} }
 
-// TestInjection: the host has the secret, whether the guest's program knows of the proxy and whichever HTTP it speaks; the guest never does.
+// TestInjection: the host gets the secret, with programs that know the proxy and programs that do not, in every version
+// of HTTP; the guest never gets it.
 func TestInjection(t *testing.T) {
 	b := newBank(t)
 	b.open(func(w http.ResponseWriter, r *http.Request) {
@@ -177,14 +178,15 @@ func TestInjection(t *testing.T) {
 			wantFlows(t, b.world, flow, flow)
 		}
 	}
-	// Without a placeholder nothing is put in, and the guest's own does not pass either.
+	// Without a placeholder no secret is put in, and the guest's own header is removed.
 	if status, body := b.ask(b.guest(true, false), "GET", "https://"+bankHost+"/", "", "Authorization", "Bearer guests-own"); status != 200 || !slices.Equal(b.got(), []string{""}) {
 		t.Errorf("%d %s", status, body)
 	}
 	wantFlows(t, b.world, "allowed http GET api.example:443/ 200")
 }
 
-// TestEcho: a host that gives back all that it gets, in any form and piece by piece, shows the guest nothing of the secret.
+// TestEcho: a host sends back everything that it received, in any form and in pieces; the guest never sees any part of
+// the secret.
 func TestEcho(t *testing.T) {
 	b := newBank(t)
 	answers := map[string]func(w http.ResponseWriter, r *http.Request, s string){
@@ -278,7 +280,8 @@ func TestEcho(t *testing.T) {
 	}
 }
 
-// TestPlaceholderElsewhere: a placeholder passes nowhere but in its grant's header, not even for a part.
+// TestPlaceholderElsewhere: a placeholder passes only in its grant's header. Anywhere else, not even a part of it
+// passes.
 func TestPlaceholderElsewhere(t *testing.T) {
 	b := newBank(t)
 	var mu sync.Mutex
@@ -337,7 +340,7 @@ func TestPlaceholderElsewhere(t *testing.T) {
 			}
 		}
 	}
-	for _, f := range b.flows() { // of a body, something may have left before it was found
+	for _, f := range b.flows() { // some of a body may have left before the placeholder was found
 		if !strings.HasPrefix(f, "denied") && !strings.HasPrefix(f, "cut http POST") {
 			t.Error(f)
 		}
@@ -345,13 +348,13 @@ func TestPlaceholderElsewhere(t *testing.T) {
 	mu.Lock()
 	defer mu.Unlock()
 	for _, body := range bodies {
-		if len(body) > len("start ")+3 { // what is before it, as base64
+		if len(body) > len("start ")+3 { // base64 of the text before it
 			t.Errorf("a host got %q", body)
 		}
 	}
 }
 
-// TestOnlyTheHost: the secret goes to the granted host only, whoever says to be it.
+// TestOnlyTheHost: the secret goes only to the granted host, whichever other server claims to be it.
 func TestOnlyTheHost(t *testing.T) {
 	b := newBank(t)
 	site := b.open(func(http.ResponseWriter, *http.Request) {})
@@ -376,13 +379,13 @@ func TestOnlyTheHost(t *testing.T) {
 		t.Errorf("%d connections", n)
 	}
 	b.flows()
-	b.names.set(bankHost, evilAddr) // whose certificate is of another name
+	b.names.set(bankHost, evilAddr) // its certificate is for another name
 	evil := b.serve(evilAddr+":443", nil, "other.example")
 	if status, all := b.ask(b.guest(true, false), "GET", "https://"+bankHost+"/", "", b.bearer()...); status != http.StatusBadGateway || evil.requests.Load() != 0 {
 		t.Errorf("%d %s, %d requests", status, all, evil.requests.Load())
 	}
 	wantFlows(t, b.world, "failed http GET api.example:443/ with api")
-	// A guest of another project does not take our certificate; nothing is sent.
+	// A guest of another project does not accept our certificate, so nothing is sent.
 	stranger := b.guest(true, false)
 	stranger.Transport.(*http.Transport).TLSClientConfig.RootCAs = b.ca.pool
 	if status, all := b.ask(stranger, "GET", "https://"+bankHost+"/", "", b.bearer()...); status != 0 || !strings.Contains(all, "unknown authority") {
@@ -394,13 +397,13 @@ func TestOnlyTheHost(t *testing.T) {
 		return len(b.journal.begun) > 0
 	})
 	wantFlows(t, b.world, "failed tls api.example:443")
-	// What is not granted is a tunnel, with the host's own certificate.
+	// A host without a grant is reached through a tunnel, with its own certificate.
 	if status, all := b.ask(stranger, "GET", "https://other.example/", ""); status != 200 {
 		t.Errorf("%d %s", status, all)
 	}
 }
 
-// TestGrantsEnd: with a grant, everything ends that was begun with it, and the host is told nothing more.
+// TestGrantsEnd: when a grant ends, everything that was begun with it ends, and the host receives nothing more.
 func TestGrantsEnd(t *testing.T) {
 	for name, end := range map[string]func(*bank){
 		"revoked":       func(b *bank) { b.give() },
@@ -413,7 +416,7 @@ func TestGrantsEnd(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			b := newBank(t, func(g *grant.Grant) {
 				if name == "expired" {
-					g.Expires = time.Now().Add(6 * time.Second) // until then the request is under way
+					g.Expires = time.Now().Add(6 * time.Second) // the request is still under way at that time
 				}
 			})
 			gone := make(chan struct{})
@@ -469,7 +472,7 @@ func TestGrantsEnd(t *testing.T) {
 	}
 }
 
-// TestBudgets: a grant is good for so many bytes and requests.
+// TestBudgets: a grant has limits on bytes and on requests.
 func TestBudgets(t *testing.T) {
 	b := newBank(t, func(g *grant.Grant) { g.MaxBytes = 1 << 20 })
 	b.open(func(w http.ResponseWriter, r *http.Request) {
@@ -494,7 +497,8 @@ func TestBudgets(t *testing.T) {
 	}
 }
 
-// TestBaseURL: a program that is given the URL of a grant needs no authority; only what follows the URL is its own.
+// TestBaseURL: a program with the URL of a grant needs no authority; only the part after the base URL is under its
+// control.
 func TestBaseURL(t *testing.T) {
 	b := newBank(t, func(g *grant.Grant) { g.Mode, g.Paths = grant.ModeBaseURL, []string{"/v1"} })
 	b.open(func(w http.ResponseWriter, r *http.Request) {
@@ -526,7 +530,7 @@ func TestBaseURL(t *testing.T) {
 			t.Errorf("%s: %d, want %d", path, resp.StatusCode, want)
 		}
 	}
-	// A connection is kept, for base URLs only.
+	// A connection is kept alive, but serves base URLs only.
 	kept, err := net.Dial("tcp", b.explicit.String())
 	if err != nil {
 		t.Fatal(err)
@@ -556,15 +560,16 @@ func TestBaseURL(t *testing.T) {
 			t.Errorf("%s on a kept connection: %d, want %d", next.first, resp.StatusCode, next.want)
 		}
 	}
-	// Directly it is a tunnel like any other: the placeholder is worth nothing there, and the proxy has no certificate for it.
+	// A direct connection to the host is an ordinary tunnel: the placeholder is worthless there, and the proxy has no
+	// certificate for the host.
 	c := b.unaware()
 	if status, all := b.ask(c, "GET", "https://"+bankHost+"/v1", "", b.bearer()...); status != 200 || !slices.Equal(b.got(), []string{"Bearer " + b.g.Placeholder}) {
 		t.Errorf("%d %s", status, all)
 	}
 }
 
-// TestGrantsUnderLoad changes grants while requests are under way: the host never gets the secret of a grant that had ended before the request
-// began, and nothing hangs.
+// TestGrantsUnderLoad changes grants while requests are under way. The host never gets the secret of a grant that had
+// ended before the request began, and nothing hangs.
 func TestGrantsUnderLoad(t *testing.T) {
 	b := newBank(t)
 	b.open(func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, "ok") })

@@ -14,13 +14,13 @@ import (
 	"github.com/coppice-dev/coppice/egress/policy"
 )
 
-// head is the head of a request as it came, before net/http makes sense of it: it keeps no Host header beside an absolute target, and
-// no Content-Length beside chunks.
+// head is the head of a request as it arrived, before net/http interprets it. net/http drops a Host header beside an
+// absolute target, and a Content-Length beside chunked encoding.
 type head struct {
 	method, target string
 	host           string
-	hasHost        bool // HTTP/1.0 knows of none
-	size           int  // bytes, with the empty line
+	hasHost        bool // HTTP/1.0 has none
+	size           int  // bytes, including the empty line
 }
 
 var (
@@ -28,11 +28,12 @@ var (
 	errHeadSize  = errors.New("the request's head is longer than 64 KiB")
 	errHeadHost  = errors.New("the request does not have exactly one Host header")
 	errHost      = errors.New("the request's Host header is not a host")
-	errTwoBodies = errors.New("the request says its length in two ways")
-	errHTTP09    = errors.New("only HTTP/1.0 and HTTP/1.1 are spoken here")
+	errTwoBodies = errors.New("the request gives its length in two ways")
+	errHTTP09    = errors.New("this port takes only HTTP/1.0 and HTTP/1.1")
 )
 
-// readHead reads the head of the first request of a connection, which is in conn again afterwards.
+// readHead reads the head of the first request of a connection. Afterwards the same bytes can be read from the
+// connection again.
 func readHead(c *peeked, within time.Duration) (head, error) {
 	if err := c.SetReadDeadline(time.Now().Add(within)); err != nil {
 		return head{}, err
@@ -59,7 +60,7 @@ func readHead(c *peeked, within time.Duration) (head, error) {
 	}
 }
 
-// parseHead takes less than HTTP allows: lines end in CR LF and are not folded.
+// parseHead accepts less than HTTP allows: lines must end in CR LF and must not be folded.
 func parseHead(b []byte) (head, error) {
 	first, rest, _ := strings.Cut(string(b), "\r\n")
 	words := strings.Split(first, " ")
@@ -85,7 +86,7 @@ func parseHead(b []byte) (head, error) {
 	if n := count["Host"]; n > 1 || n == 0 && words[2] == "HTTP/1.1" {
 		return head{}, errHeadHost
 	}
-	if h.hasHost && !httpguts.ValidHostHeader(h.host) { // net/http refuses it as well, and tells nobody
+	if h.hasHost && !httpguts.ValidHostHeader(h.host) { // net/http refuses it as well, but without a record
 		return head{method: h.method}, errHost
 	}
 	if count["Content-Length"]+count["Transfer-Encoding"] > 1 {
@@ -94,7 +95,7 @@ func parseHead(b []byte) (head, error) {
 	return h, nil
 }
 
-// hostPort reads what may have a port; without one, it is the one given.
+// hostPort parses a host with an optional port; without one, it returns the given port.
 func hostPort(s string, port uint16) (target, error) {
 	if h, err := policy.ParseHost(s); err == nil {
 		return target{h, port}, nil
@@ -103,7 +104,8 @@ func hostPort(s string, port uint16) (target, error) {
 	return target{h, p}, err
 }
 
-// drain is what comes before an end that the guest is to hear of although it still sends, or does not read.
+// drain closes a connection so that the guest still receives what was sent, even if it goes on sending or does not read
+// yet.
 func drain(c net.Conn) {
 	_ = c.SetDeadline(time.Now().Add(time.Second))
 	_ = closeWrite(c)

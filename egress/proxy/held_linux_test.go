@@ -12,7 +12,7 @@ import (
 	"github.com/coppice-dev/coppice/egress/grant"
 )
 
-// TestTunnelsEndWithGrants: a tunnel that was opened while there was no grant for its host ends when there is one.
+// TestTunnelsEndWithGrants: a tunnel that was opened while its host had no grant ends when the host gets one.
 func TestTunnelsEndWithGrants(t *testing.T) {
 	for name, come := range map[string]func(*bank){
 		"granted": func(b *bank) { b.give(b.g) },
@@ -61,7 +61,7 @@ func TestTunnelsEndWithGrants(t *testing.T) {
 	}
 }
 
-// TestHeld: a host whose grants are not here is not reached at all, whatever is spoken. Others are.
+// TestHeld: a host whose grants are missing cannot be reached with any protocol. Other hosts can.
 func TestHeld(t *testing.T) {
 	b := newBank(t)
 	b.server.SetPolicy(b.id, b.policy(bankHost, "tcp://"+bankHost+":443", "other.example"))
@@ -101,7 +101,7 @@ func TestHeld(t *testing.T) {
 			t.Error(f)
 		}
 	}
-	b.give() // they have been taken away: the rules alone count
+	b.give() // the grants have been revoked: now only the rules count
 	if status, all := b.ask(b.client(), "GET", "https://"+bankHost+"/", ""); status != http.StatusOK {
 		t.Errorf("%d %s", status, all)
 	}

@@ -14,13 +14,13 @@ import (
 	"github.com/coppice-dev/coppice/egress/policy"
 )
 
-// maxHello bounds what is read of a connection before it is known where it goes, in bytes.
+// maxHello bounds how many bytes of a connection are read before its destination is known.
 const maxHello = 16 << 10
 
-// extensionECH is the extension of an encrypted ClientHello.
+// extensionECH is the number of the extension for an encrypted ClientHello.
 const extensionECH = 0xfe0d
 
-// Why a ClientHello is refused.
+// The reasons why a ClientHello is refused.
 var (
 	errNoSNI     = errors.New("its ClientHello has no server name")
 	errECH       = errors.New("its ClientHello is encrypted (ECH)")
@@ -28,7 +28,8 @@ var (
 	errHelloSize = errors.New("its ClientHello is longer than 16 KiB")
 )
 
-// readHello reads the ClientHello of a connection. What was read of it is in conn again afterwards. name is zero when the hello has none.
+// readHello reads the ClientHello of a connection. Afterwards the same bytes can be read from conn again. name is zero
+// when the hello has none.
 func readHello(ctx context.Context, conn *peeked) (name policy.Host, err error) {
 	var hello *tls.ClientHelloInfo
 	recorded := &recorder{conn: conn}
@@ -59,9 +60,9 @@ func readHello(ctx context.Context, conn *peeked) (name policy.Host, err error) 
 	return h, nil
 }
 
-var errHeard = errors.New("the ClientHello was heard")
+var errHeard = errors.New("the ClientHello was read")
 
-// recorder keeps what was read and writes nothing.
+// recorder keeps what is read and discards what is written.
 type recorder struct {
 	conn net.Conn
 	seen bytes.Buffer
@@ -84,7 +85,7 @@ func (r *recorder) SetDeadline(t time.Time) error      { return r.conn.SetDeadli
 func (r *recorder) SetReadDeadline(t time.Time) error  { return r.conn.SetReadDeadline(t) }
 func (r *recorder) SetWriteDeadline(t time.Time) error { return r.conn.SetWriteDeadline(t) }
 
-// peeked is a connection of which something was read that will be read again.
+// peeked is a connection with some bytes that were read ahead and will be read again.
 type peeked struct {
 	net.Conn
 	ahead []byte
@@ -101,7 +102,7 @@ func (p *peeked) Read(b []byte) (int, error) {
 
 func (p *peeked) unread(b []byte) { p.ahead = append(slices.Clone(b), p.ahead...) }
 
-// first returns the first bytes of a connection without taking them, at least one and at most n.
+// first returns the first bytes of a connection without consuming them, at least one and at most n.
 func (p *peeked) first(n int) ([]byte, error) {
 	if len(p.ahead) == 0 {
 		b := make([]byte, n)
@@ -127,7 +128,7 @@ func closeWrite(c net.Conn) error {
 	return c.Close()
 }
 
-// sniff tells what is spoken from the first bytes of a connection.
+// sniff detects the protocol of a connection from its first bytes.
 func sniff(first []byte) core.Spoken {
 	const recordHandshake = 0x16
 	switch {
@@ -139,7 +140,8 @@ func sniff(first []byte) core.Spoken {
 	return core.SpokenTCP
 }
 
-// isMethod reports whether what was sent can be the beginning of a request: an upper-case word, then a space if it has come so far.
+// isMethod reports whether the bytes can be the beginning of a request: an upper-case word, then a space if there are
+// more bytes.
 func isMethod(first []byte) bool {
 	for i, c := range first {
 		if c == ' ' {

@@ -10,7 +10,7 @@ import (
 	"time"
 )
 
-// heard keeps the first thing that is written to it, and has no answer.
+// heard keeps the first thing that is written to it, and never answers.
 type heard struct {
 	net.Conn
 	b bytes.Buffer
@@ -24,7 +24,7 @@ func (*heard) Close() error                     { return nil }
 func (*heard) SetDeadline(time.Time) error      { return nil }
 func (*heard) SetWriteDeadline(time.Time) error { return nil }
 
-// clientHello is what a client for a name begins with; any client when the name is empty.
+// clientHello returns the first bytes of a TLS client for a name, or of a client without SNI when the name is empty.
 func clientHello(name string) ([]byte, error) {
 	var h heard
 	err := tls.Client(&h, &tls.Config{ServerName: name, InsecureSkipVerify: name == ""}).HandshakeContext(context.Background())
@@ -50,7 +50,7 @@ func TestReadHello(t *testing.T) {
 	}
 }
 
-// slowConn gives a byte at a time, as if each came in a segment of its own.
+// slowConn delivers one byte at a time, as if each arrived in a segment of its own.
 type slowConn struct{ bytesConn }
 
 func (c slowConn) Read(p []byte) (int, error) { return c.bytesConn.Read(p[:min(len(p), 1)]) }

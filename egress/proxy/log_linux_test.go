@@ -25,14 +25,14 @@ func (c countingLog) Handle(ctx context.Context, r slog.Record) error {
 	return c.Handler.Handle(ctx, r)
 }
 
-// TestQuietLog: what a guest can do as often as it likes does not fill the host's log.
+// TestQuietLog: events that a guest can cause at will do not fill the host's log.
 func TestQuietLog(t *testing.T) {
 	var n atomic.Int64
 	w := newWorldWith(t, func(c *proxy.Config) {
 		c.Log = slog.New(countingLog{slog.NewTextHandler(t.Output(), nil), &n})
-		c.Original = func(net.Conn) (netip.AddrPort, error) { return netip.AddrPort{}, syscall.ENOENT } // as where the kernel follows no connections
+		c.Original = func(net.Conn) (netip.AddrPort, error) { return netip.AddrPort{}, syscall.ENOENT } // as on a host without connection tracking
 	})
-	for range 300 { // straight to where only redirected connections come
+	for range 300 { // directly to the listener for redirected connections
 		c, err := net.Dial("tcp", w.transparent.String())
 		if err != nil {
 			t.Fatal(err)

@@ -10,8 +10,9 @@ import (
 	"testing"
 )
 
-// TestFiveNames: of the target of CONNECT, SNI, Host or :authority, and the host's certificate, each the granted host or another that is allowed, the
-// secret leaves only when all are the granted one. HTTP/1.1 has Host, HTTP/2 has :authority.
+// TestFiveNames: the target of CONNECT, SNI, Host or :authority, and the host's certificate are each the granted host
+// or another allowed one. The secret leaves only when all of them are the granted host. HTTP/1.1 has Host, HTTP/2 has
+// :authority.
 func TestFiveNames(t *testing.T) {
 	names := []string{bankHost, "other.example"}
 	for _, certificate := range names {
@@ -33,7 +34,7 @@ func fiveNamesWith(t *testing.T, certificate string, names []string) {
 	}
 	b.serve(allowedAddr+":443", seen, certificate)
 	b.serve(evilAddr+":443", seen, names[1])
-	pool := b.trust.Clone() // also of what is not read
+	pool := b.trust.Clone() // also trusts hosts whose TLS the proxy does not read
 	pool.AddCert(b.ca.cert)
 	passed, rows := 0, 0
 	for _, connect := range names {
@@ -67,7 +68,7 @@ func fiveNamesWith(t *testing.T, certificate string, names []string) {
 	b.flows()
 }
 
-// fiveNames asks with a placeholder.
+// fiveNames sends a request with a placeholder.
 func fiveNames(t *testing.T, b *bank, cfg *tls.Config, connect, host string, two bool) (int, error) {
 	t.Helper()
 	c, err := net.Dial("tcp", b.explicit.String())
@@ -79,7 +80,7 @@ func fiveNames(t *testing.T, b *bank, cfg *tls.Config, connect, host string, two
 	if err != nil || resp.StatusCode != http.StatusOK {
 		t.Fatal(resp, err)
 	}
-	_ = resp.Body.Close() // it has none
+	_ = resp.Body.Close() // the answer has no body
 	cfg.NextProtos = []string{map[bool]string{false: "http/1.1", true: "h2"}[two]}
 	over := tls.Client(c, cfg)
 	defer over.Close()

@@ -11,7 +11,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// OriginalDestination is where a connection was going before the kernel redirected it.
+// OriginalDestination returns the destination that a connection had before the kernel redirected it.
 func OriginalDestination(c net.Conn) (netip.AddrPort, error) {
 	sc, ok := c.(syscall.Conn)
 	if !ok {
@@ -24,7 +24,8 @@ func OriginalDestination(c net.Conn) (netip.AddrPort, error) {
 	var to netip.AddrPort
 	var failed error
 	err = raw.Control(func(fd uintptr) {
-		// The option's value is a sockaddr_in: family, then port and address in network order. This call is the one of x/sys that takes as much.
+		// The option's value is a sockaddr_in: family, then port and address in network order. Of the calls in x/sys,
+		// only this one has room for it.
 		v, err := unix.GetsockoptIPv6Mreq(int(fd), unix.IPPROTO_IP, unix.SO_ORIGINAL_DST)
 		if err != nil {
 			failed = err

@@ -8,7 +8,7 @@ import (
 	"net/netip"
 )
 
-// OriginalDestination is known on Linux only.
+// OriginalDestination works on Linux only.
 func OriginalDestination(net.Conn) (netip.AddrPort, error) {
 	return netip.AddrPort{}, errors.ErrUnsupported
 }

@@ -14,7 +14,7 @@ func wantFlows(t *testing.T, w *world, want ...string) {
 	}
 }
 
-// TestAllowedAndDenied: programs that know of the proxy and those that do not reach what is allowed, and nothing else.
+// TestAllowedAndDenied: programs that know of the proxy, and programs that do not, reach only allowed hosts.
 func TestAllowedAndDenied(t *testing.T) {
 	for name, client := range map[string]func(*world) *http.Client{"explicit": (*world).client, "transparent": (*world).unaware} {
 		t.Run(name, func(t *testing.T) {

@@ -13,7 +13,7 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// strangeHead is the head of a request that is nearly one, with something of any size and bytes in one or more of its places.
+// strangeHead returns a head that is almost valid, with random bytes of random size in one or more places.
 func strangeHead(r *rand.Rand) string {
 	text := func() string {
 		b := make([]byte, []int{0, 1, 20, 300, 5000, 70_000}[r.IntN(6)])
@@ -43,7 +43,7 @@ func strangeHead(r *rand.Rand) string {
 	return strings.Join(lines, "\r\n") + "\r\n\r\n"
 }
 
-// tell sends bytes to an address, and no more, and returns what came back.
+// tell sends bytes to an address, ends its side, and returns the answer.
 func tell(t *testing.T, addr, head string) string {
 	t.Helper()
 	c, err := net.Dial("tcp", addr)
@@ -52,14 +52,14 @@ func tell(t *testing.T, addr, head string) string {
 	}
 	defer c.Close()
 	_ = c.SetDeadline(time.Now().Add(90 * time.Second))
-	if _, err := io.WriteString(c, head); err == nil { // it may be refused before it was read
+	if _, err := io.WriteString(c, head); err == nil { // it may be refused before it was read completely
 		_ = c.(*net.TCPConn).CloseWrite()
 	}
 	b, _ := io.ReadAll(c)
 	return string(b)
 }
 
-// TestAnyHead: whatever the head of a request is, the record of what became of it is within its bound, and nothing but text.
+// TestAnyHead: for any head of a request, the record of the outcome is within its bound and is valid text.
 func TestAnyHead(t *testing.T) {
 	w := newWorld(t, "x.example")
 	w.names.set("x.example", allowedAddr)

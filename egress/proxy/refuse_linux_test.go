@@ -20,7 +20,7 @@ import (
 	"github.com/coppice-dev/coppice/egress/proxy"
 )
 
-// say sends bytes to an address, and returns what came back until the other side closed.
+// say sends bytes to an address, and returns the answer up to the moment when the other side closed.
 func say(t *testing.T, addr string, parts ...string) string {
 	t.Helper()
 	c, err := net.DialTimeout("tcp", addr, time.Minute)
@@ -28,7 +28,7 @@ func say(t *testing.T, addr string, parts ...string) string {
 		t.Fatal(err)
 	}
 	defer c.Close()
-	_ = c.SetDeadline(time.Now().Add(90 * time.Second)) // less than a connection may idle
+	_ = c.SetDeadline(time.Now().Add(90 * time.Second)) // less than the idle timeout of a connection
 	for _, p := range parts {
 		if _, err := io.WriteString(c, p); err != nil {
 			break
@@ -41,7 +41,7 @@ func say(t *testing.T, addr string, parts ...string) string {
 	return string(b)
 }
 
-// hello is the ClientHello of a client for a name; without one when the name is empty.
+// hello returns the ClientHello of a client for a name; without SNI when the name is empty.
 func hello(t *testing.T, name string, protos ...string) []byte {
 	t.Helper()
 	near, far := net.Pipe()
@@ -88,8 +88,8 @@ func sni(names ...string) []byte {
 	return append(binary.BigEndian.AppendUint16(nil, uint16(len(list))), list...)
 }
 
-// TestNamesMustAgree: of CONNECT, SNI and Host, in every combination with an allowed name and one that is not, only those where all are the
-// same allowed name get through.
+// TestNamesMustAgree: CONNECT, SNI and Host take every combination of an allowed name and a denied one. A connection
+// gets through only when all three are the same allowed name.
 func TestNamesMustAgree(t *testing.T) {
 	w := newWorld(t, "allowed.example", "also.example")
 	for _, n := range []string{"allowed.example", "also.example", "evil.example"} {
@@ -144,7 +144,7 @@ func TestNamesMustAgree(t *testing.T) {
 	}
 }
 
-// tunnelled does something over a tunnel.
+// tunnelled calls do with a tunnel to the target.
 func tunnelled(t *testing.T, w *world, target string, do func(net.Conn) error) error {
 	t.Helper()
 	c, err := net.Dial("tcp", w.explicit.String())
@@ -178,7 +178,7 @@ func request(c net.Conn, text string) error {
 	return err
 }
 
-// TestHellos: which ClientHellos are understood, at the transparent listener.
+// TestHellos: which ClientHellos the transparent listener accepts.
 func TestHellos(t *testing.T) {
 	w := newWorldWith(t, impatient, "allowed.example")
 	w.names.set("allowed.example", allowedAddr)
@@ -240,7 +240,7 @@ func TestHellos(t *testing.T) {
 	w.flows()
 }
 
-// TestRequestsThatAreRefused: whatever could be read in two ways.
+// TestRequestsThatAreRefused: every request that could be read in two ways is refused.
 func TestRequestsThatAreRefused(t *testing.T) {
 	w := newWorld(t, "allowed.example")
 	w.names.set("allowed.example", allowedAddr)
@@ -296,7 +296,7 @@ func TestRequestsThatAreRefused(t *testing.T) {
 		}
 	}
 	w.flows()
-	// At the transparent listener a request that is for a proxy, or for another port, is none.
+	// The transparent listener refuses a request for a proxy, or for another port.
 	for name, text := range map[string]string{
 		"absolute":   "GET http://allowed.example/ HTTP/1.1\r\nHost: allowed.example\r\nConnection: close\r\n\r\n",
 		"other port": "GET / HTTP/1.1\r\nHost: allowed.example:8080\r\nConnection: close\r\n\r\n",
@@ -316,7 +316,7 @@ func TestRequestsThatAreRefused(t *testing.T) {
 	}
 }
 
-// TestTheSecondRequest: of several requests on one connection each is decided on.
+// TestTheSecondRequest: the proxy decides on each of several requests on one connection.
 func TestTheSecondRequest(t *testing.T) {
 	w := newWorld(t, "allowed.example")
 	w.names.set("allowed.example", allowedAddr)
@@ -329,7 +329,7 @@ func TestTheSecondRequest(t *testing.T) {
 	wantFlows(t, w, "allowed http GET allowed.example:80/1 200", "denied http GET evil.example:80/2", "allowed http GET allowed.example:80/3 200")
 }
 
-// TestAddressesThatAreNeverReached: an allowed name that resolves to them is as good as denied.
+// TestAddressesThatAreNeverReached: an allowed name that resolves to such an address is denied.
 func TestAddressesThatAreNeverReached(t *testing.T) {
 	w := newWorld(t, "allowed.example", "tcp://allowed.example:22")
 	inner := w.serve(secretAddr+":80", nil)
@@ -351,7 +351,7 @@ func TestAddressesThatAreNeverReached(t *testing.T) {
 	if inner.conns.Load()+meta.conns.Load()+good.conns.Load() != 0 {
 		t.Error("something was reached")
 	}
-	// As literals, which no rule names.
+	// The addresses themselves, without a rule that names them.
 	for _, a := range []string{secretAddr, metadata, "127.0.0.1", "[::1]", "[::ffff:169.254.169.254]", "2852039166", "0xa9fea9fe", "0251.0376.0251.0376", "127.1", "0"} {
 		if status, body := get(t, w.client(), "http://"+a+"/"); status != http.StatusForbidden && status != http.StatusBadRequest {
 			t.Errorf("%s: %d %s", a, status, body)
@@ -362,7 +362,7 @@ func TestAddressesThatAreNeverReached(t *testing.T) {
 	}
 }
 
-// TestRebinding: a name that is at another address each time it is asked for reaches only those that may be.
+// TestRebinding: for a name that resolves to another address each time, only permitted addresses are reached.
 func TestRebinding(t *testing.T) {
 	w := newWorld(t, "allowed.example")
 	inner := w.serve(secretAddr+":80", nil)
@@ -388,19 +388,19 @@ func TestRebinding(t *testing.T) {
 	}
 }
 
-// TestSlowGuests: one that never says what it wants is let go, and the others do not wait for it.
+// TestSlowGuests: a connection that never says what it wants is closed, and others do not wait for it.
 func TestSlowGuests(t *testing.T) {
 	w := newWorldWith(t, func(c *proxy.Config) { c.FirstTime = time.Second }, "allowed.example")
 	w.names.set("allowed.example", allowedAddr)
 	w.serve(allowedAddr+":80", nil)
 	for _, addr := range []string{w.explicit.String(), w.redirected("443")} {
 		for _, first := range []string{"", "GET http://allow", "\x16\x03\x01", "CONNECT allowed.example:443 HTTP/1.1\r\n"} {
-			say(t, addr, first) // which fails when the connection is left open
+			say(t, addr, first) // fails if the connection stays open
 		}
 	}
 }
 
-// TestNothingUnrecorded: what the journal cannot take does not happen.
+// TestNothingUnrecorded: a flow that the journal cannot record does not happen.
 func TestNothingUnrecorded(t *testing.T) {
 	w := newWorld(t, "allowed.example")
 	w.names.set("allowed.example", allowedAddr)
@@ -420,7 +420,8 @@ func TestNothingUnrecorded(t *testing.T) {
 	}
 }
 
-// TestRawTunnels: other protocols go where a rule says so, by CONNECT or by the address that the resolver gave.
+// TestRawTunnels: other protocols reach hosts for which there is a rule, by CONNECT or by the address that the resolver
+// gave.
 func TestRawTunnels(t *testing.T) {
 	w := newWorld(t, "tcp://allowed.example:22", "also.example")
 	w.names.set("allowed.example", allowedAddr)
@@ -437,7 +438,7 @@ func TestRawTunnels(t *testing.T) {
 				if err != nil {
 					return
 				}
-				_, _ = io.WriteString(c, "SSH-2.0-test\r\n") // it speaks first
+				_, _ = io.WriteString(c, "SSH-2.0-test\r\n") // the server speaks first
 				_, _ = io.Copy(c, c)
 				_ = c.Close()
 			}
@@ -469,7 +470,7 @@ func TestRawTunnels(t *testing.T) {
 	}
 }
 
-// TestRevocation: what is under way ends with its right.
+// TestRevocation: a flow under way ends when the rule that allowed it is removed.
 func TestRevocation(t *testing.T) {
 	w := newWorld(t, "allowed.example", "other.example")
 	for _, n := range []string{"allowed.example", "other.example"} {
@@ -509,7 +510,7 @@ func TestRevocation(t *testing.T) {
 	if status, body := get(t, w.client(), "http://allowed.example/"); status != http.StatusForbidden {
 		t.Errorf("%d %s", status, body)
 	}
-	for _, u := range urls[2:] { // still there
+	for _, u := range urls[2:] { // these are still allowed
 		ended := make(chan struct{})
 		go func() {
 			_, _ = bodies[u].Read(make([]byte, 1))
@@ -539,7 +540,7 @@ func TestRevocation(t *testing.T) {
 	}
 }
 
-// TestUpgrade: websockets work, and end with their right.
+// TestUpgrade: websockets work, and end when the rule that allowed them is removed.
 func TestUpgrade(t *testing.T) {
 	w := newWorld(t, "allowed.example")
 	w.names.set("allowed.example", allowedAddr)

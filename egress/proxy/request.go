@@ -24,11 +24,11 @@ import (
 	"github.com/coppice-dev/coppice/egress/policy"
 )
 
-// serveExplicit serves a connection of a program that knows that it speaks to a proxy.
+// serveExplicit serves a connection of a program that uses the explicit proxy.
 func (b *box) serveExplicit(c *conn) {
 	h, err := readHead(&c.peeked, b.s.cfg.FirstTime)
 	if err != nil && h.method == "" && len(c.ahead) == 0 {
-		_ = c.Close() // it has ended without a word
+		_ = c.Close() // it ended before it sent anything
 		return
 	}
 	if err == nil && h.hasHost {
@@ -51,11 +51,11 @@ func (b *box) serveExplicit(c *conn) {
 	}
 }
 
-// sameTarget holds the target of a request to a proxy against its Host header.
+// sameTarget checks that the target of a request to a proxy equals its Host header.
 func sameTarget(h head) error {
 	port, text := uint16(80), h.target
 	if h.method == http.MethodConnect {
-		port = 443 // what CONNECT asks for has a port; its Host header need not
+		port = 443 // the target of CONNECT has a port; its Host header need not have one
 	} else {
 		const scheme = "http://"
 		if len(text) < len(scheme) || !strings.EqualFold(text[:len(scheme)], scheme) {
@@ -96,7 +96,8 @@ func (b *box) refuse(c *conn, f core.Flow, why error) {
 	drain(c)
 }
 
-// serveRequests serves a connection of a program that thinks it speaks to the origin. All its requests go to one host and port.
+// serveRequests serves a connection of a program that believes that it is connected to the origin. All its requests go
+// to one host and port.
 func (b *box) serveRequests(c *conn, asked *target, port uint16) {
 	h, err := readHead(&c.peeked, b.s.cfg.FirstTime)
 	if err != nil {
@@ -112,11 +113,11 @@ func (b *box) serveRequests(c *conn, asked *target, port uint16) {
 	}
 }
 
-// serveOrigin gives a request the absolute target that it had on its way to a proxy.
+// serveOrigin gives a request the absolute target that a request to a proxy has.
 func (s *Server) serveOrigin(scheme string) http.HandlerFunc {
 	return func(w http.ResponseWriter, r *http.Request) {
 		if r.URL.IsAbs() || r.Method == http.MethodConnect {
-			refuseRequest(w, r, http.StatusBadRequest, "this connection is no connection to a proxy")
+			refuseRequest(w, r, http.StatusBadRequest, "this connection is not a connection to a proxy")
 			return
 		}
 		r.URL.Scheme, r.URL.Host = scheme, r.Host
@@ -124,11 +125,11 @@ func (s *Server) serveOrigin(scheme string) http.HandlerFunc {
 	}
 }
 
-// serveBased serves the requests of a connection that began with one to a base URL: the path says whereto, so nothing that could be read in two
-// ways decides, and the connection is kept.
+// serveBased serves the requests of a connection that began with a request to a base URL. The path alone names the
+// destination and cannot be read in two ways, so the connection can be kept alive.
 func (s *Server) serveBased(w http.ResponseWriter, r *http.Request) {
 	if r.Method == http.MethodConnect || !s.serveBase(w, r) {
-		refuseRequest(w, r, http.StatusBadRequest, "this connection began with a request to a base URL")
+		refuseRequest(w, r, http.StatusBadRequest, "this connection began with a request to a base URL and serves only base URLs")
 	}
 }
 
@@ -139,23 +140,23 @@ func (s *Server) serveProxied(w http.ResponseWriter, r *http.Request) {
 	defer out.leave()
 	s.handler.ServeHTTP(out, r.WithContext(ctx))
 	if broken.Load() {
-		panic(http.ErrAbortHandler) // the guest must not take a part for the whole
+		panic(http.ErrAbortHandler) // the guest must not mistake a part for the whole answer
 	}
 }
 
-// brokenKey finds in a request's context whether its answer broke off.
+// brokenKey is the context key of a request's flag that its answer broke off.
 type brokenKey struct{}
 
-// prompt sends what is written at once: a guest may wait for each part of an answer.
+// prompt flushes after each write: a guest may wait for each part of an answer.
 type prompt struct {
 	http.ResponseWriter
 	ctl   *http.ResponseController
-	taken *net.Conn // by an upgrade; nil: it is the server's
+	taken *net.Conn // the connection that an upgrade took over; nil: the server still owns it
 }
 
 func (p prompt) WriteHeader(status int) {
 	p.ResponseWriter.WriteHeader(status)
-	_ = p.ctl.Flush() // what fails here fails again
+	_ = p.ctl.Flush() // a failure shows again at the next write
 }
 
 func (p prompt) Write(b []byte) (int, error) {
@@ -163,14 +164,15 @@ func (p prompt) Write(b []byte) (int, error) {
 	return n, errors.Join(err, p.ctl.Flush())
 }
 
-// ReadFrom is Write of all that a reader gives. io.Copy would make a buffer for each answer.
+// ReadFrom writes everything that a reader gives, with a pooled buffer. io.Copy would allocate a buffer for each
+// answer.
 func (p prompt) ReadFrom(r io.Reader) (int64, error) {
 	b, _ := copyBuffers.Get().(*[copySize]byte)
 	defer copyBuffers.Put(b)
 	return io.CopyBuffer(writerOnly{p}, r, b[:])
 }
 
-// writerOnly hides what else a writer can do.
+// writerOnly hides the other methods of a writer.
 type writerOnly struct{ io.Writer }
 
 const copySize = 32 << 10
@@ -187,7 +189,8 @@ func (p prompt) Hijack() (net.Conn, *bufio.ReadWriter, error) {
 	return c, rw, err
 }
 
-// leave ends a connection that was taken: goproxy returns when either side has ended, and closes only the other one.
+// leave ends a connection that was taken over: goproxy returns when either side has ended, and closes only the other
+// side.
 func (p prompt) leave() {
 	if *p.taken != nil {
 		drain(*p.taken)
@@ -200,10 +203,10 @@ func (s *Server) newHandler() *goproxy.ProxyHttpServer {
 	p.KeepAcceptEncoding = true
 	p.ConnectDial = nil
 	p.Tr = &http.Transport{DialContext: func(context.Context, string, string) (net.Conn, error) {
-		return nil, errors.New("a request has no sandbox") // each has the transport of its sandbox
+		return nil, errors.New("a request has no sandbox") // each request uses the transport of its sandbox
 	}}
 	p.NonproxyHandler = http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		refuseRequest(w, r, http.StatusBadRequest, "this is a proxy: requests have absolute targets")
+		refuseRequest(w, r, http.StatusBadRequest, "this is a proxy: a request must have an absolute target")
 	})
 	p.OnRequest().HandleConnect(goproxy.AlwaysReject) // see serveConnect
 	p.OnRequest().DoFunc(s.onRequest)
@@ -211,14 +214,14 @@ func (s *Server) newHandler() *goproxy.ProxyHttpServer {
 	return p
 }
 
-// debugLog is what goproxy says.
+// debugLog receives the log lines of goproxy.
 type debugLog struct{ log *slog.Logger }
 
 func (d debugLog) Printf(format string, v ...any) {
-	d.log.Debug("goproxy", "format", format, "args", len(v)) // not what guests have sent
+	d.log.Debug("goproxy", "format", format, "args", len(v)) // without the arguments: guests may have sent them
 }
 
-// serveConnect makes a tunnel of a connection. goproxy would lose what a client sends before it has the answer.
+// serveConnect turns a connection into a tunnel. goproxy would lose data that a client sends before it has the answer.
 func (b *box) serveConnect(c *conn, h head) {
 	host, port, err := policy.ParseHostPort(h.target)
 	if err != nil {
@@ -237,11 +240,11 @@ func (b *box) serveConnect(c *conn, h head) {
 	b.serveUnknown(c, &target{host, port}, netip.AddrPort{})
 }
 
-// onRequest decides on a request and gives it the way out of its sandbox.
+// onRequest decides on a request and gives it the transport of its sandbox.
 func (s *Server) onRequest(r *http.Request, ctx *goproxy.ProxyCtx) (*http.Request, *http.Response) {
 	c, _ := r.Context().Value(connKey{}).(*conn)
 	if c == nil {
-		return r, problem(r, http.StatusForbidden, "the request comes from no sandbox")
+		return r, problem(r, http.StatusForbidden, "the request does not come from a sandbox")
 	}
 	f := core.Flow{Spoken: core.SpokenHTTP, Method: r.Method, Path: r.URL.EscapedPath()}
 	to, why := c.whereto(r)
@@ -309,31 +312,31 @@ func (s *Server) onRequest(r *http.Request, ctx *goproxy.ProxyCtx) (*http.Reques
 	return out, nil
 }
 
-// whereto is the host that a request is for.
+// whereto returns the host of a request.
 func (c *conn) whereto(r *http.Request) (target, error) {
 	scheme, port := "http", uint16(80)
 	if _, named := r.Context().Value(brokered{}).(string); named || c.read {
 		scheme, port = "https", 443
 	}
 	if r.URL.Scheme != scheme {
-		return target{port: 443}, deny("a proxy is asked for https with CONNECT")
+		return target{port: 443}, deny("use CONNECT to reach an https target through a proxy")
 	}
 	if r.URL.User != nil {
-		return target{port: port}, deny("the target has a user's name in it")
+		return target{port: port}, deny("the target contains a user name")
 	}
 	to, err := hostPort(r.Host, port)
 	if err != nil {
 		return target{port: port}, err
 	}
 	switch t := c.target; {
-	case t == nil: // its own head was looked at
+	case t == nil: // serveExplicit has checked the request's own head
 	case t.port != to.port, !t.host.IsZero() && t.host != to.host:
 		return to, deny("the request's Host header and the connection's target are not the same")
 	}
 	return to, nil
 }
 
-// onResponse answers for those that could not be had.
+// onResponse answers a request that got no response from its host.
 func (s *Server) onResponse(resp *http.Response, ctx *goproxy.ProxyCtx) *http.Response {
 	if resp != nil {
 		return resp
@@ -349,7 +352,7 @@ func (s *Server) onResponse(resp *http.Response, ctx *goproxy.ProxyCtx) *http.Re
 	return problem(ctx.Req, status, reason)
 }
 
-// problemBody is the error body for a guest's own request. Detail is bounded as in the journal.
+// problemBody is the error body for the guest. Detail is bounded as in the journal.
 type problemBody struct {
 	Title  string `json:"title"`
 	Status int    `json:"status"`
@@ -368,7 +371,7 @@ func problem(r *http.Request, status int, detail string) *http.Response {
 	}
 }
 
-// refuseRequest answers a request that names no host to decide on, and tells the journal.
+// refuseRequest refuses a request without a valid host, and reports it to the journal.
 func refuseRequest(w http.ResponseWriter, r *http.Request, status int, reason string) {
 	if c, _ := r.Context().Value(connKey{}).(*conn); c != nil {
 		f := core.Flow{Spoken: core.SpokenHTTP, Method: r.Method, Path: r.URL.EscapedPath()}

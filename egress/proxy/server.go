@@ -27,61 +27,64 @@ import (
 
 // Config describes a proxy.
 type Config struct {
-	Reach    func() policy.Reach // of this moment; required
+	Reach    func() policy.Reach // returns the current value; required
 	Resolver Resolver            // default: the host's
 	Journal  Journal             // required
-	Roots    *x509.CertPool      // of hosts that sandboxes have grants for; nil: the host's own
+	Roots    *x509.CertPool      // for the certificates of hosts with grants; nil: those of this machine
 	Log      *slog.Logger
-	// MaxFlows bounds the connections of one sandbox, and its flows that are under way, default 1024. A connection beyond is reset, a flow refused.
+	// MaxFlows bounds the connections of one sandbox, and also its flows under way; default 1024. Beyond it, a
+	// connection is reset and a flow is refused.
 	MaxFlows int
-	// FirstTime bounds how long it may take until it is known what a connection is for, and the head of a request; default 15 s.
+	// FirstTime bounds the time until the destination of a connection is known, and the time for the head of a request;
+	// default 15 s.
 	FirstTime time.Duration
-	// Original tells where a redirected connection was going; default [OriginalDestination].
+	// Original returns the destination of a connection before it was redirected; default [OriginalDestination].
 	Original func(net.Conn) (netip.AddrPort, error)
 }
 
-// Sandbox is one whose traffic is carried.
+// Sandbox describes a sandbox whose traffic the proxy carries.
 type Sandbox struct {
 	ID     core.SandboxID
 	Epoch  int64
 	Policy policy.Policy
 	Grants grant.Bundle
-	// Held are hosts that are not reached but through a grant. Those of grants in [grant.ModeHeader] are held anyway.
+	// Held are hosts that can be reached only with a grant. The hosts of grants in [grant.ModeHeader] are always held.
 	Held []grant.Target
-	// Alias names the host that the sandbox's resolver gave an address for; nil: no such addresses.
+	// Alias returns the host for which the sandbox's resolver gave an address; nil: the resolver gives no such
+	// addresses.
 	Alias func(p policy.Policy, a netip.AddrPort) (policy.Host, bool)
 }
 
 // Server carries the traffic of sandboxes. It is safe for concurrent use.
 type Server struct {
 	cfg      Config
-	instance string // begins the ids of flows
+	instance string // prefix of flow ids
 	flows    atomic.Int64
-	said     atomic.Int64 // the second in which something was logged last that a guest can bring about
+	said     atomic.Int64 // the second of the last log line about an event that a guest can cause
 
 	handler *goproxy.ProxyHttpServer
 	proxied server // requests to a proxy
 	based   server // requests to base URLs
-	origin  server // requests that think they speak to their origin
-	read    server // the same over TLS that ends here
+	origin  server // requests from programs that do not know of the proxy
+	read    server // the same, over TLS that the proxy terminates
 
 	mu    sync.Mutex // guards boxes
 	boxes map[core.SandboxID]*box
 	done  bool
 }
 
-// server is an HTTP server for connections that are handed to it.
+// server is an HTTP server for connections that are passed to its queue.
 type server struct {
 	*http.Server
 	queue *queue
 }
 
-// idleTime is how long a connection may be kept between requests.
+// idleTime is the time that a connection may be idle between requests.
 const idleTime = 2 * time.Minute
 
-const maxHead = 64 << 10 // bytes of the head of a request
+const maxHead = 64 << 10 // of a request's head, in bytes
 
-// New returns a proxy that has no sandboxes yet.
+// New returns a proxy without sandboxes.
 func New(cfg Config) *Server {
 	if cfg.Resolver == nil {
 		cfg.Resolver = net.DefaultResolver
@@ -101,7 +104,7 @@ func New(cfg Config) *Server {
 	s.handler = s.newHandler()
 	s.proxied, s.based = s.newServer(s.serveProxied), s.newServer(s.serveBased)
 	s.origin, s.read = s.newServer(s.serveOrigin("http")), s.newServer(s.serveOrigin("https"))
-	s.proxied.SetKeepAlivesEnabled(false) // the head of each request is looked at before it is parsed: one for each connection
+	s.proxied.SetKeepAlivesEnabled(false) // only the head of a connection's first request is checked before net/http parses it, so one request for each connection
 	return s
 }
 
@@ -119,7 +122,7 @@ func (s *Server) newServer(h http.HandlerFunc) server {
 	}}
 	go func() {
 		if err := out.Serve(out.queue); !errors.Is(err, http.ErrServerClosed) {
-			s.cfg.Log.Error("the proxy's server of requests has ended", "err", err)
+			s.cfg.Log.Error("the proxy's HTTP server has ended", "err", err)
 		}
 	}()
 	return out
@@ -127,8 +130,8 @@ func (s *Server) newServer(h http.HandlerFunc) server {
 
 type connKey struct{}
 
-// Add begins to serve a sandbox at its listeners, which are the server's from now on; it closes them when it has ended with the sandbox.
-// A sandbox that is there already is replaced.
+// Add begins to serve a sandbox at its listeners. The server owns them from now on: it closes them when the sandbox
+// ends, or when the server ends. A sandbox with the same id is replaced.
 func (s *Server) Add(sb Sandbox, explicit, transparent net.Listener) error {
 	g, err := newGranted(sb.Grants, sb.Held)
 	if err != nil {
@@ -148,8 +151,8 @@ func (s *Server) Add(sb Sandbox, explicit, transparent net.Listener) error {
 	return nil
 }
 
-// SetPolicy gives a sandbox another policy. What is under way and is not allowed any more is ended before it returns. It reports whether the
-// sandbox is there.
+// SetPolicy replaces the policy of a sandbox. When it returns, every flow that the new policy does not allow has been
+// ended. It reports whether the sandbox exists.
 func (s *Server) SetPolicy(id core.SandboxID, p policy.Policy) bool {
 	b := s.box(id)
 	if b == nil {
@@ -159,8 +162,8 @@ func (s *Server) SetPolicy(id core.SandboxID, p policy.Policy) bool {
 	return true
 }
 
-// SetGrants gives a sandbox other grants. What was begun with one that is not among them, as it was, is ended before it returns, and so are
-// tunnels to hosts that are held now. It reports whether the sandbox is there.
+// SetGrants replaces the grants of a sandbox. When it returns, every flow of a grant that is missing or different now
+// has been ended, and so have tunnels to hosts that are held now. It reports whether the sandbox exists.
 func (s *Server) SetGrants(id core.SandboxID, b grant.Bundle, held ...grant.Target) (bool, error) {
 	g, err := newGranted(b, held)
 	if err != nil {
@@ -174,7 +177,7 @@ func (s *Server) SetGrants(id core.SandboxID, b grant.Bundle, held ...grant.Targ
 	return true, nil
 }
 
-// Remove ends all that a sandbox has open, and its listeners.
+// Remove ends everything that a sandbox has open, and closes its listeners.
 func (s *Server) Remove(id core.SandboxID) {
 	s.mu.Lock()
 	b := s.boxes[id]
@@ -203,7 +206,8 @@ func (s *Server) Close() error {
 	return errors.Join(s.proxied.Close(), s.based.Close(), s.origin.Close(), s.read.Close())
 }
 
-// maySay reports whether to log an event that a guest can cause at will: once a second, so that the log does not fill the host's disk.
+// maySay reports whether to log an event that a guest can cause at will: at most once a second, so that the log does
+// not fill the host's disk.
 func (s *Server) maySay() bool {
 	now := time.Now().Unix()
 	return s.said.Swap(now) != now
@@ -213,7 +217,7 @@ func (s *Server) nextID() string {
 	return s.instance + "-" + strconv.FormatInt(s.flows.Add(1), 36)
 }
 
-// queue is a listener of connections that come from elsewhere.
+// queue is a listener whose connections are passed to it by put.
 type queue struct {
 	conns chan net.Conn
 	once  sync.Once
@@ -222,7 +226,7 @@ type queue struct {
 
 func newQueue() *queue { return &queue{conns: make(chan net.Conn), done: make(chan struct{})} }
 
-// put hands a connection over; false when nobody takes any more.
+// put passes a connection on; it returns false when the queue is closed.
 func (q *queue) put(c net.Conn) bool {
 	select {
 	case q.conns <- c:

@@ -13,12 +13,12 @@ import (
 	"github.com/coppice-dev/coppice/egress/policy"
 )
 
-// serveTransparent serves a connection that was going somewhere else.
+// serveTransparent serves a connection that the kernel has redirected.
 func (b *box) serveTransparent(c *conn) {
 	to, err := b.s.cfg.Original(c.Conn)
 	if err != nil {
 		if b.s.maySay() {
-			b.s.cfg.Log.Warn("a connection was refused: the kernel does not tell where it was going", "sandbox_id", b.sb.ID, "err", err)
+			b.s.cfg.Log.Warn("a connection was refused: the kernel does not report its original destination", "sandbox_id", b.sb.ID, "err", err)
 		}
 		reset(c)
 		return
@@ -26,16 +26,16 @@ func (b *box) serveTransparent(c *conn) {
 	b.serveUnknown(c, nil, to)
 }
 
-// serveUnknown finds out what is spoken on a connection and carries it. asked is the target of CONNECT, if there was one; to is the
-// address that the guest's own connection was going to otherwise.
+// serveUnknown detects the protocol of a connection and carries it. asked is the target of CONNECT, if there was one;
+// otherwise to is the original destination of the guest's connection.
 func (b *box) serveUnknown(c *conn, asked *target, to netip.AddrPort) {
 	_ = c.SetReadDeadline(time.Now().Add(b.s.cfg.FirstTime))
 	first, err := c.first(maxHello)
 	spoken := sniff(first)
 	if timeout, ok := errors.AsType[net.Error](err); ok && timeout.Timeout() {
-		spoken, err = core.SpokenTCP, nil // the other side may have to speak first
+		spoken, err = core.SpokenTCP, nil // in some protocols the server speaks first
 	}
-	if err != nil { // it has ended without a word
+	if err != nil { // it ended before it sent anything
 		_ = c.Close()
 		return
 	}
@@ -53,7 +53,7 @@ func (b *box) serveUnknown(c *conn, asked *target, to netip.AddrPort) {
 	}
 }
 
-// serveTLS carries a connection whose ClientHello says whereto.
+// serveTLS carries a TLS connection whose ClientHello names the destination.
 func (b *box) serveTLS(c *conn, asked *target, to netip.AddrPort, port uint16) {
 	name, why := readHello(b.ctx, &c.peeked)
 	host := name
@@ -84,7 +84,7 @@ func orNone(h policy.Host) string {
 	return h.String()
 }
 
-// unnamed is the host of a connection that names none: an address that a rule may name.
+// unnamed returns the host of a connection that gives no name: its address, which must be allowed by a rule.
 func (b *box) unnamed(to netip.AddrPort) (policy.Host, error) {
 	h, err := policy.ParseHost(to.Addr().String())
 	if err != nil {
@@ -107,7 +107,7 @@ func hostOf(asked *target, to netip.AddrPort) policy.Host {
 	return h
 }
 
-// serveRaw carries what is neither TLS nor HTTP.
+// serveRaw carries a connection that is neither TLS nor HTTP.
 func (b *box) serveRaw(c *conn, asked *target, to netip.AddrPort, port uint16) {
 	host := hostOf(asked, to)
 	if asked == nil {
@@ -118,7 +118,7 @@ func (b *box) serveRaw(c *conn, asked *target, to netip.AddrPort, port uint16) {
 	b.tunnel(c, core.Flow{Spoken: core.SpokenTCP, Port: port}, host, nil)
 }
 
-// tunnel carries a connection to a host, both ways, until both have ended.
+// tunnel carries a connection to a host in both directions, until both have ended.
 func (b *box) tunnel(c *conn, f core.Flow, h policy.Host, why error) {
 	defer c.Close()
 	if why == nil && b.grants.Load().holds(target{h, f.Port}) {
@@ -129,7 +129,7 @@ func (b *box) tunnel(c *conn, f core.Flow, h policy.Host, why error) {
 		refuseTLS(c, f.Spoken)
 		return
 	}
-	if b.grants.Load().holds(target{h, f.Port}) { // grants that came meanwhile have not seen it
+	if b.grants.Load().holds(target{h, f.Port}) { // grants that arrived meanwhile did not end this flow
 		o.cancel(errHeld)
 	}
 	up, err := b.s.dial(o.ctx, h, o.Port)
@@ -143,19 +143,19 @@ func (b *box) tunnel(c *conn, f core.Flow, h policy.Host, why error) {
 	b.end(o, nil)
 }
 
-// refuseTLS tells a TLS client in its own words that it may not; any other is reset.
+// refuseTLS answers a TLS client with an alert and closes the connection; it resets any other connection.
 func refuseTLS(c *conn, spoken core.Spoken) {
 	if spoken == core.SpokenTLS {
 		const alert, fatal, accessDenied = 21, 2, 49
 		_ = c.SetWriteDeadline(time.Now().Add(time.Second))
 		if _, err := c.Write([]byte{alert, 3, 3, 0, 2, fatal, accessDenied}); err == nil {
-			return // closed with a farewell, so that the alert is read
+			return // closed in order, so that the client reads the alert
 		}
 	}
 	reset(c.Conn)
 }
 
-// pipe copies both ways until both have ended, or one has failed, or the flow is ended.
+// pipe copies in both directions until both have ended, one has failed, or the flow has ended.
 func (b *box) pipe(o *openFlow, c *conn, up net.Conn) {
 	_ = c.SetDeadline(time.Time{})
 	defer context.AfterFunc(o.ctx, func() {
@@ -167,7 +167,7 @@ func (b *box) pipe(o *openFlow, c *conn, up net.Conn) {
 		*n = int64(wrote)
 		if err == nil {
 			var copied int64
-			copied, err = io.Copy(to, from) // the kernel does it where both are TCP
+			copied, err = io.Copy(to, from) // the kernel copies when both are TCP
 			*n += copied
 		}
 		if err = errors.Join(err, closeWrite(to)); err != nil {
@@ -177,7 +177,7 @@ func (b *box) pipe(o *openFlow, c *conn, up net.Conn) {
 	var wg sync.WaitGroup
 	wg.Go(func() {
 		first := c.ahead
-		c.ahead = nil // a tunnel may be held for long
+		c.ahead = nil // frees the bytes: a tunnel may be open for long
 		half(up, c.Conn, &o.Sent, first)
 	})
 	half(c.Conn, up, &o.Received, nil)
@@ -185,4 +185,4 @@ func (b *box) pipe(o *openFlow, c *conn, up net.Conn) {
 	_ = up.Close()
 }
 
-var errTunnel = newFault("closed", "one side of the tunnel broke off")
+var errTunnel = newFault("closed", "one side of the tunnel failed")

@@ -18,7 +18,7 @@ import (
 	"github.com/coppice-dev/coppice/internal/eventually"
 )
 
-// socket is a WebSocket as far as a proxy sees one. It has been answered.
+// socket is the part of a WebSocket that a proxy sees. Its upgrade has been answered.
 type socket struct {
 	net.Conn
 	r    *bufio.Reader
@@ -34,13 +34,13 @@ func openSocket(t *testing.T, c net.Conn, target string, header ...string) socke
 	}
 	s := socket{Conn: c, r: bufio.NewReader(c)}
 	var err error
-	if s.resp, err = http.ReadResponse(s.r, nil); err != nil { //nolint:bodyclose // what follows an upgrade is read of s
+	if s.resp, err = http.ReadResponse(s.r, nil); err != nil { //nolint:bodyclose // the data after the upgrade is read from s
 		t.Fatal(err)
 	}
 	return s
 }
 
-// echo answers an upgrade, and then says what is said to it until it hears "end" or nothing more comes.
+// echo answers an upgrade, and then sends back what it receives until that is "end" or the connection ends.
 func echo(seen *atomic.Int64) http.HandlerFunc {
 	return func(w http.ResponseWriter, _ *http.Request) {
 		c, buf, err := http.NewResponseController(w).Hijack()
@@ -63,7 +63,7 @@ func echo(seen *atomic.Int64) http.HandlerFunc {
 	}
 }
 
-// overTLS is a connection of a guest to the host with the grant, through CONNECT.
+// overTLS returns a connection of a guest to the host with the grant, through CONNECT.
 func (b *bank) overTLS() net.Conn {
 	b.t.Helper()
 	c, err := net.Dial("tcp", b.explicit.String())
@@ -75,7 +75,7 @@ func (b *bank) overTLS() net.Conn {
 	if err != nil || resp.StatusCode != http.StatusOK {
 		b.t.Fatal(resp, err)
 	}
-	_ = resp.Body.Close() // it has none
+	_ = resp.Body.Close() // the answer has no body
 	out := tls.Client(c, &tls.Config{RootCAs: b.trust, ServerName: bankHost})
 	if err := out.HandshakeContext(b.t.Context()); err != nil {
 		b.t.Fatal(err)
@@ -92,7 +92,8 @@ func descriptors(t *testing.T) int {
 	return len(list)
 }
 
-// TestUpgradesEnd: an upgraded connection ends with either of its sides, for the guest as well, and nothing of it stays.
+// TestUpgradesEnd: when either side of an upgraded connection ends, the other side ends too, and nothing of the
+// connection is left over.
 func TestUpgradesEnd(t *testing.T) {
 	b := newBank(t)
 	var seen atomic.Int64
@@ -163,7 +164,7 @@ func TestUpgradesEnd(t *testing.T) {
 	}
 }
 
-// TestUpgradeBudget: a grant's bytes bound what is sent over an upgraded connection, too.
+// TestUpgradeBudget: a grant's bytes also bound the data over an upgraded connection.
 func TestUpgradeBudget(t *testing.T) {
 	const most = 1 << 20
 	b := newBank(t, func(g *grant.Grant) { g.MaxBytes = most })

@@ -37,8 +37,8 @@ import (
 	"github.com/coppice-dev/coppice/internal/testleak"
 )
 
-// inside is set in the environment of the tests' own process, which has a network of its own: the Internet of these tests is its loopback
-// device.
+// inside is set in the environment of the tests' own process, which has its own network: its loopback device is the
+// Internet of these tests.
 const inside = "COPPICE_TEST_INSIDE_NETWORK"
 
 func TestMain(m *testing.M) {
@@ -62,15 +62,15 @@ func TestMain(m *testing.M) {
 	}
 }
 
-// Addresses of the tests' Internet: the first network is public as far as the proxies of these tests know.
+// Addresses of the tests' Internet. The proxies of these tests take the first network for a public one.
 const (
 	publicNet   = "203.0.113.0/24"
 	allowedAddr = "203.0.113.10"
 	evilAddr    = "203.0.113.66"
 	secretAddr  = "192.168.77.1"     // a private network that must not be reached
-	aliasNet    = "198.18.0.0/15"    // redirected to the transparent listener of its sandbox
-	metadata    = "169.254.169.254"  // on the loopback device, too
-	transparent = "203.0.113.200:15" // and the explicit listener
+	aliasNet    = "198.18.0.0/15"    // redirected to the sandbox's transparent listener
+	metadata    = "169.254.169.254"  // also on the loopback device
+	transparent = "203.0.113.200:15" // also the explicit listener
 )
 
 var network = sync.OnceValue(func() error {
@@ -106,14 +106,15 @@ type world struct {
 
 var sandboxes atomic.Int64
 
-// promptly bounds what takes milliseconds, or six seconds until a grant expires: a busy machine keeps it, and a proxy that only looks now and
-// then does not.
+// promptly bounds waits for something that takes milliseconds, or six seconds for the expiry of a grant. A busy machine
+// still keeps it; a proxy that only checks from time to time does not.
 const promptly = 30 * time.Second
 
-// firstTime is how long a guest of most tests has to say what it wants. Tests that wait for its end have less; see impatient.
+// firstTime is the time that a guest of most tests has to send its first bytes. Tests that wait for its end use less;
+// see impatient.
 const firstTime = time.Minute
 
-// impatient has a proxy wait for a guest's first words for a short time, in which a test on a busy machine still says them.
+// impatient gives a guest only a short time for its first bytes, but enough for a test on a busy machine.
 func impatient(c *proxy.Config) { c.FirstTime = 3 * time.Second }
 
 func newWorld(t *testing.T, allow ...string) *world {
@@ -170,7 +171,7 @@ func (w *world) policy(allow ...string) policy.Policy {
 type names struct {
 	mu    sync.Mutex
 	addrs map[string][]string
-	next  func(name string) []string // nil: addrs
+	next  func(name string) []string // nil: use addrs
 	asked []string
 }
 
@@ -229,7 +230,7 @@ func (j *journal) End(f core.Flow) {
 	j.ended = append(j.ended, f)
 }
 
-// flows returns what the journal has of flows as text, those that ended as they ended, and forgets them. It waits until all have ended.
+// flows waits until all flows have ended, returns them as text with their outcomes, and removes them from the journal.
 func (w *world) flows() []string {
 	w.t.Helper()
 	eventually.True(w.t, "all flows have ended", func() bool {
@@ -331,12 +332,12 @@ func (a *authority) config(names ...string) *tls.Config {
 	return &tls.Config{Certificates: []tls.Certificate{{Certificate: [][]byte{cert.Raw}, PrivateKey: key}}}
 }
 
-// site is a server of the Internet that counts who comes.
+// site is a server of the Internet that counts its requests.
 type site struct {
 	conns, requests atomic.Int64
 }
 
-// serve runs a server at an address; over TLS for those names, if there are any. It answers with what it got.
+// serve runs a server at an address, with TLS for tlsNames if there are any. It answers with what it received.
 func (w *world) serve(addr string, h http.HandlerFunc, tlsNames ...string) *site {
 	w.t.Helper()
 	l, err := net.Listen("tcp", addr)
@@ -379,7 +380,7 @@ func (w *world) serve(addr string, h http.HandlerFunc, tlsNames ...string) *site
 	return out
 }
 
-// client is a program in the sandbox that knows of the proxy.
+// client is a program in the sandbox that uses the explicit proxy.
 func (w *world) client() *http.Client {
 	t := &http.Transport{
 		Proxy:           http.ProxyURL(&url.URL{Scheme: "http", Host: w.explicit.String()}),
@@ -389,7 +390,7 @@ func (w *world) client() *http.Client {
 	return &http.Client{Transport: t, Timeout: 2 * time.Minute}
 }
 
-// unaware is a program in the sandbox that knows of no proxy: whatever it dials arrives at the transparent listener.
+// unaware is a program in the sandbox that knows of no proxy: all its connections arrive at the transparent listener.
 func (w *world) unaware() *http.Client {
 	d := net.Dialer{}
 	t := &http.Transport{
@@ -405,7 +406,8 @@ func (w *world) unaware() *http.Client {
 
 var redirects atomic.Int64
 
-// redirected gives an address at a port from which connections are redirected to the sandbox's transparent listener, as in a namespace.
+// redirected returns an address with the port. As in a namespace, connections to it are redirected to the sandbox's
+// transparent listener.
 func (w *world) redirected(port string) string {
 	w.t.Helper()
 	nft := require.Program(w.t, "nft", "nftables")
@@ -422,7 +424,7 @@ add rule ip t out ip daddr %s tcp dport %s dnat to %s
 	return net.JoinHostPort(addr, port)
 }
 
-// get asks and returns status and body.
+// get sends a request and returns status and body.
 func get(t *testing.T, c *http.Client, target string) (int, string) {
 	t.Helper()
 	resp, err := c.Get(target)

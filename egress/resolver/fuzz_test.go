@@ -8,7 +8,8 @@ import (
 	"github.com/coppice-dev/coppice/egress/policy"
 )
 
-// FuzzAnswer: whatever is asked, an answer has an address only for the one name that is allowed, asked for alone.
+// FuzzAnswer: for any question, an answer contains an address only if the question asks for the one allowed name and
+// for nothing else.
 func FuzzAnswer(f *testing.F) {
 	for _, name := range []string{"allowed.example.", "evil.example.", "x.allowed.example."} {
 		q := new(dns.Msg)

@@ -16,26 +16,27 @@ import (
 
 // Config describes the resolver of one sandbox.
 type Config struct {
-	Policy func() policy.Policy // of this moment; required
+	Policy func() policy.Policy // returns the current policy; required
 	Log    *slog.Logger         // required
-	// Rate bounds the questions in one second, default 200; what is beyond has no answer.
+	// Rate bounds the questions in one second, default 200; further questions get no answer.
 	Rate int
-	// Count is called for each question that was answered, with what became of it; nil: nobody counts.
+	// Count is called for each answered question, with the kind of answer; nil: not called.
 	Count func(Answer)
 }
 
-// Answer is what became of a question.
+// Answer is the kind of answer that a question got.
 type Answer string
 
 // The answers.
 const (
-	Given    Answer = "given"     // the name's address, or that it has none of that kind
+	Given    Answer = "given"     // the name's address, or that the name has no record of that type
 	NotFound Answer = "not_found" // the policy does not allow the name
-	Refused  Answer = "refused"   // it was no question for an address
-	Limited  Answer = "limited"   // there were too many
+	Refused  Answer = "refused"   // it was not a question for an address
+	Limited  Answer = "limited"   // there were too many questions
 )
 
-// TTL is how long a guest may remember an address. It stays what it is; a short one makes programs notice sooner that a name is not allowed any more.
+// TTL is the time for which a guest may cache an address. The address never changes; a short TTL lets programs notice
+// sooner that a name is no longer allowed.
 const TTL = 60 * time.Second
 
 // Server is the resolver of one sandbox.
@@ -47,7 +48,7 @@ type Server struct {
 	wg    sync.WaitGroup
 }
 
-// Serve begins to answer at two sockets, which are the server's from now on.
+// Serve begins to answer on two sockets. The server owns them from now on.
 func Serve(cfg Config, udp net.PacketConn, tcp net.Listener) *Server {
 	if cfg.Rate == 0 {
 		cfg.Rate = 200
@@ -61,10 +62,10 @@ func Serve(cfg Config, udp net.PacketConn, tcp net.Listener) *Server {
 		d.NotifyStartedFunc = func() { close(up) }
 		s.wg.Go(func() {
 			if err := d.ActivateAndServe(); err != nil && !errors.Is(err, net.ErrClosed) {
-				cfg.Log.Error("a resolver has ended", "err", err)
+				cfg.Log.Error("the resolver of a sandbox has ended", "err", err)
 			}
 		})
-		<-up // before that it cannot be shut down
+		<-up // earlier it cannot be shut down
 	}
 	return s
 }
@@ -97,7 +98,7 @@ func (s *Server) count(a Answer) {
 	}
 }
 
-// answer makes the answer to a question. It is pure.
+// answer returns the answer to a question. It is pure.
 func answer(p policy.Policy, q *dns.Msg) (*dns.Msg, Answer) {
 	m := new(dns.Msg)
 	if q.Opcode != dns.OpcodeQuery || len(q.Question) != 1 || q.Response {
@@ -118,7 +119,7 @@ func answer(p policy.Policy, q *dns.Msg) (*dns.Msg, Answer) {
 		m.Rcode = dns.RcodeNameError
 		return m, NotFound
 	}
-	if asked.Qtype == dns.TypeA { // it has no other records: no IPv6, no keys to hide names with
+	if asked.Qtype == dns.TypeA { // a name has no other records: no IPv6, and no keys for ECH
 		m.Answer = []dns.RR{&dns.A{
 			Hdr: dns.RR_Header{Name: asked.Name, Rrtype: dns.TypeA, Class: dns.ClassINET, Ttl: uint32(TTL / time.Second)},
 			A:   Address(h).AsSlice(),
@@ -127,7 +128,7 @@ func answer(p policy.Policy, q *dns.Msg) (*dns.Msg, Answer) {
 	return m, Given
 }
 
-// bounded is a listener with room for some connections at a time. What is beyond is closed.
+// bounded is a listener that bounds its open connections. It closes connections beyond the bound.
 type bounded struct {
 	net.Listener
 	room chan struct{}

@@ -68,7 +68,7 @@ func serve(t *testing.T, limit int, allow ...string) *world {
 	return w
 }
 
-// ask gives what a question was answered with: the addresses, or why there are none.
+// ask returns the answer to a question: the addresses, or the reason why there are none.
 func (w *world) ask(t *testing.T, network, name string, kind uint16) string {
 	t.Helper()
 	q := new(dns.Msg)
@@ -147,7 +147,7 @@ func TestAnswers(t *testing.T) {
 	}
 }
 
-// TestOddMessages: what is no question is not answered as one, and the resolver goes on.
+// TestOddMessages: a message that is not a valid question gets no address, and the resolver goes on.
 func TestOddMessages(t *testing.T) {
 	t.Parallel()
 	w := serve(t, 0, "allowed.example")
@@ -195,7 +195,8 @@ func TestOddMessages(t *testing.T) {
 	}
 }
 
-// TestLimits: a guest that asks without end gets no more than its share, and slow connections do not keep others out for ever.
+// TestLimits: a guest that sends questions without end gets only its share, and slow connections do not block others
+// for ever.
 func TestLimits(t *testing.T) {
 	t.Parallel()
 	w := serve(t, 50, "allowed.example")
@@ -212,7 +213,7 @@ func TestLimits(t *testing.T) {
 	}
 	began := time.Now()
 	var given, limited int
-	for sent := 50; sent <= 300; sent += 50 { // no more at a time than a socket holds
+	for sent := 50; sent <= 300; sent += 50 { // at most as many at once as a socket buffer holds
 		for range 50 {
 			_, _ = conn.Write(b)
 		}
@@ -272,7 +273,7 @@ func TestAddressesStandForNames(t *testing.T) {
 	}
 }
 
-// TestNamesThatShareAnAddress: where an address could be for two names, it is for none.
+// TestNamesThatShareAnAddress: an address that two names share stands for neither.
 func TestNamesThatShareAnAddress(t *testing.T) {
 	t.Parallel()
 	first := map[netip.Addr]string{}
