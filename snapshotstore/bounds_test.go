@@ -16,8 +16,8 @@ import (
 	"github.com/coppice-dev/coppice/snapshotstore/manifest"
 )
 
-// TestFramesThatACheckRemembers: a check remembers a number of frames, also within one checkpoint. What it has forgotten it reads again,
-// and finds as it was.
+// TestFramesThatACheckRemembers: a check remembers a limited number of frames, also within one checkpoint. It reads a
+// forgotten frame again and accepts it again.
 func TestFramesThatACheckRemembers(t *testing.T) {
 	t.Parallel()
 	const most = 5
@@ -49,7 +49,8 @@ func TestFramesThatACheckRemembers(t *testing.T) {
 	}
 }
 
-// TestHeaderOfAnExport: a file whose header has 64 KiB is read, and one more byte is refused before it is.
+// TestHeaderOfAnExport: a file with a header of 64 KiB is read. With one more byte, it is refused before the header is
+// read.
 func TestHeaderOfAnExport(t *testing.T) {
 	t.Parallel()
 	x := newRig(t)
@@ -59,7 +60,7 @@ func TestHeaderOfAnExport(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	named := func(n int) string { // the header that has n bytes
+	named := func(n int) string { // a header of n bytes
 		around := len(`{"format":1,"image_name":""}`)
 		return strings.Repeat("n", n-around)
 	}
@@ -84,7 +85,7 @@ func TestHeaderOfAnExport(t *testing.T) {
 	}
 }
 
-// countedReader counts what is read of it.
+// countedReader counts the bytes that are read from it.
 type countedReader struct {
 	r io.Reader
 	n int
@@ -96,7 +97,7 @@ func (c *countedReader) Read(b []byte) (int, error) {
 	return n, err
 }
 
-// aliases is a store in which one manifest has several names.
+// aliases is a store in which one manifest has several keys.
 type aliases struct {
 	blob.Blobs
 	key string
@@ -109,7 +110,8 @@ func (a aliases) Get(ctx context.Context, key string, off, n int64) (io.ReadClos
 	return a.Blobs.Get(ctx, key, off, n)
 }
 
-// TestNodesOfSharedManifests: a manifest and those that it shares with have 256 MiB of nodes together, at most.
+// TestNodesOfSharedManifests: a manifest and the manifests that it shares nodes with have at most 256 MiB of nodes
+// together.
 func TestNodesOfSharedManifests(t *testing.T) {
 	t.Parallel()
 	x := newRig(t)
@@ -132,7 +134,7 @@ func TestNodesOfSharedManifests(t *testing.T) {
 	nodes := make(manifest.Nodes)
 	for i := range each / (64 << 10) {
 		b := make([]byte, 64<<10)
-		_, _ = rand.NewChaCha8([32]byte{byte(i), byte(i >> 8)}).Read(b[:2<<10]) // the rest compresses, but not more than nodes may
+		_, _ = rand.NewChaCha8([32]byte{byte(i), byte(i >> 8)}).Read(b[:2<<10]) // the rest compresses, but within the limit for nodes
 		nodes[sha256.Sum256(b)] = b
 	}
 	large := put("v1/large/manifest", h, nodes)
@@ -141,7 +143,7 @@ func TestNodesOfSharedManifests(t *testing.T) {
 		h.Shared = append(h.Shared, manifest.Ref{Key: fmt.Sprintf("alias-%d", i), Digest: large.Digest, Bytes: large.Bytes})
 	}
 	_, err := snapshotstore.Open(t.Context(), store, put("v1/all/manifest", h, nil))
-	if core.CodeOf(err) != core.CodeManifestInvalid || !strings.Contains(core.MessageOf(err), "more nodes than can be read") {
+	if core.CodeOf(err) != core.CodeManifestInvalid || !strings.Contains(core.MessageOf(err), "too many nodes to be read") {
 		t.Errorf("%d manifests with %d MiB of nodes each: %v", len(h.Shared), each>>20, err)
 	}
 }

@@ -17,41 +17,43 @@ import (
 	"github.com/coppice-dev/coppice/snapshotstore/manifest"
 )
 
-// Checker looks whether checkpoints can be read: every manifest, and of the frames a share. What several checkpoints have in common is
-// read once. It is not safe for concurrent use.
+// Checker checks whether checkpoints can be read: all their manifests, and a share of their frames. Data that several
+// checkpoints share is read once. It is not safe for concurrent use.
 type Checker struct {
 	blobs blob.Blobs
 	part  Part
 	seen  map[manifest.Frame]bool
-	most  int // of seen
+	most  int // maximum length of seen
 
 	Manifests int64
-	Frames    int64 // that were read
-	Bytes     int64 // of them
+	Frames    int64 // frames that were read
+	Bytes     int64 // bytes of those frames
 }
 
-// Part is a share of the frames: the Which-th of Of, from 1. The parts of one Of have every frame once. The zero Part is none.
+// Part is a share of the frames: number Which of Of parts, counted from 1. All parts of one Of together have every
+// frame once. The zero Part has none.
 type Part struct{ Which, Of uint64 }
 
-// Whole is every frame.
+// Whole is the part with every frame.
 var Whole = Part{1, 1}
 
 func (p Part) has(h manifest.Hash) bool {
 	return p.Of > 0 && binary.BigEndian.Uint64(h[:])%p.Of == p.Which-1
 }
 
-// NewChecker begins with nothing seen.
+// NewChecker returns a checker that remembers no frames yet.
 func NewChecker(blobs blob.Blobs, part Part) *Checker {
 	return &Checker{blobs: blobs, part: part, seen: make(map[manifest.Frame]bool), most: maxSeen}
 }
 
-// Fault is what is wrong with an object: CHECKPOINT_CORRUPT, CHECKPOINT_INCOMPLETE, MANIFEST_INVALID.
+// Fault is a defect of an object: CHECKPOINT_CORRUPT, CHECKPOINT_INCOMPLETE or MANIFEST_INVALID.
 type Fault struct {
 	Object string
 	Err    error
 }
 
-// Position is the frame of a checkpoint that was looked at last; the zero Position is before the first. Frames are looked at in this order.
+// Position is the frame of a checkpoint that was checked last; the zero Position is before the first frame. Frames are
+// checked in this order.
 type Position struct {
 	Object string `json:"o,omitempty"`
 	Offset int64  `json:"f,omitempty"`
@@ -61,17 +63,17 @@ func (p Position) before(f *manifest.Frame) bool {
 	return p == Position{} || cmp.Or(strings.Compare(p.Object, f.Object), cmp.Compare(p.Offset, f.Offset)) < 0
 }
 
-// Check looks at one checkpoint. err says that it could not be looked at.
+// Check checks one checkpoint. err says that the check was not possible.
 func (c *Checker) Check(ctx context.Context, ref manifest.Ref) ([]Fault, error) {
 	faults, _, err := c.CheckFrom(ctx, ref, Position{}, time.Time{})
 	return faults, err
 }
 
-// maxSeen bounds what is remembered of frames; what is forgotten is read again with the next checkpoint that has it.
+// maxSeen bounds how many frames are remembered. A forgotten frame is read again with the next checkpoint that has it.
 const maxSeen = 1 << 20
 
-// CheckFrom looks at a checkpoint from behind a position on, until a moment, unless that is zero, but not at nothing. next is where to go on;
-// nil when there is no more.
+// CheckFrom checks a checkpoint after a position. It stops at the time until, unless that is zero, but it always checks
+// something. next is where to go on; nil when nothing is left.
 func (c *Checker) CheckFrom(ctx context.Context, ref manifest.Ref, from Position, until time.Time) (faults []Fault, next *Position, err error) {
 	s, err := Open(ctx, c.blobs, ref)
 	if core.CategoryOf(err) == core.DataLoss {

@@ -8,27 +8,30 @@ import (
 	"github.com/coppice-dev/coppice/snapshotstore/manifest"
 )
 
-// Pages are stored again where many generations have scattered them, so that reading costs the same however many have written. What of that is for
-// regions and what is for packs has a bound of its own, a share of the pages that a write stores anyway.
+// When many generations have scattered pages, writes store these pages again, so that the cost of reading does not
+// depend on the number of generations. The work for leaves and the work for packs have a bound each: a share of the
+// pages that a write stores anyway.
 const (
-	// The pages of a leaf are in at most this many frames; those go that are nearly alone in theirs, when others of the leaf are stored anyway.
+	// A leaf whose pages are in more than maxScatter frames is gathered, when the write stores pages of the leaf
+	// anyway. The pages that move are those in frames with at most maxAlone pages of the leaf.
 	maxScatter  = 3 * manifest.LeafPages / manifest.FramePages
 	maxAlone    = manifest.FramePages / 4
 	gatherShare = 8 // an eighth
 
-	// The pages of an image are in at most this many small packs: a small one has so few of them that it costs a request of its own for little.
+	// An image has at most maxSmall small packs. A small pack has so few pages of the image that a request for it is
+	// expensive.
 	maxSmall   = 3
 	smallPages = (8 << 20) / manifest.PageSize
-	mergeShare = 40 // of a hundred
+	mergeShare = 40 // percent
 )
 
-// compaction is what one write does to one image.
+// compaction is the work of one write on one image.
 type compaction struct {
 	w      *writer
 	src    Source
-	tree   *manifest.Tree   // before
-	edit   *manifest.Editor // with the pages that became zeros
-	stored map[int64]bool   // pages that are in frames of this write
+	tree   *manifest.Tree   // the map before this write
+	edit   *manifest.Editor // the new map; pages that became zeros are already set
+	stored map[int64]bool   // pages in frames of this write
 	frames *frameBuilder
 }
 
@@ -57,7 +60,7 @@ func (c *compaction) move(pages []int64) error {
 	return nil
 }
 
-// gather stores again what is scattered over frames, the worst leaves first.
+// gather moves pages of leaves whose pages are scattered over many frames, the worst leaves first.
 func (c *compaction) gather(budget int) error {
 	type scattered struct {
 		leaf   int64
@@ -84,7 +87,7 @@ func (c *compaction) gather(budget int) error {
 	return nil
 }
 
-// alone are the pages of a leaf that stay where they are, in frames that have few others of the leaf.
+// alone returns the pages of a leaf that this write has not stored and whose frames have few other pages of the leaf.
 func (c *compaction) alone(leaf int64) []int64 {
 	share := c.tree.Frames(leaf)
 	var out []int64
@@ -98,12 +101,12 @@ func (c *compaction) alone(leaf int64) []int64 {
 	return out
 }
 
-// merge stores again what is in the smallest packs, as far as there are too many of them. One that is too large to go at once goes in several writes:
-// what is left of it is the smallest then.
+// merge moves the pages of the smallest packs while there are too many small packs. A pack that is too large for one
+// write is moved in several: after each, its rest is the smallest pack.
 func (c *compaction) merge(budget int) error {
 	type pack struct {
 		object string
-		pages  int // that stay there
+		pages  int // pages that are still in the pack
 	}
 	live := make(map[string]int)
 	c.staying(func(_ int64, object string) { live[object]++ })
@@ -113,7 +116,7 @@ func (c *compaction) merge(budget int) error {
 			small = append(small, pack{object, n})
 		}
 	}
-	if len(small) < maxSmall || budget == 0 { // with the one that is being written
+	if len(small) < maxSmall || budget == 0 { // the pack of this write counts too
 		return nil
 	}
 	slices.SortFunc(small, func(a, b pack) int { return cmp.Or(cmp.Compare(a.pages, b.pages), cmp.Compare(a.object, b.object)) })
@@ -133,11 +136,11 @@ func (c *compaction) merge(budget int) error {
 		pages = append(pages, going[p.object]...)
 	}
 	pages = pages[:min(len(pages), budget)]
-	slices.Sort(pages) // neighbours come into one frame
+	slices.Sort(pages) // neighbours go into one frame
 	return c.move(pages)
 }
 
-// staying calls each for the pages that are where they were, with the object that they are in.
+// staying calls each for every page that this write has not stored, with its object.
 func (c *compaction) staying(each func(page int64, object string)) {
 	for page, f := range c.edit.Pages() {
 		if !c.stored[page] {

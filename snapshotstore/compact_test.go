@@ -10,7 +10,7 @@ import (
 	"github.com/coppice-dev/coppice/snapshotstore/manifest"
 )
 
-// TestScattered: a region that every generation writes a little of stays in few frames.
+// TestScattered: a region that every generation changes a little stays in few frames.
 func TestScattered(t *testing.T) {
 	t.Parallel()
 	x := newRig(t)
@@ -30,7 +30,7 @@ func TestScattered(t *testing.T) {
 			changed = append(changed, snapshotstore.Range{Offset: at * page, Length: page})
 		}
 		changed = append(changed, snapshotstore.Range{Offset: 0, Length: 0})
-		// One busy leaf lets the budget grow, as a real machine has.
+		// Changes in one busy leaf make the budget larger, as in a real machine.
 		for at := range int64(manifest.LeafPages) {
 			m.pages[at] = content(r)
 		}
@@ -45,15 +45,16 @@ func TestScattered(t *testing.T) {
 		worst = max(worst, len(ref.Image("memory").Frames(leaf)))
 	}
 	t.Logf("at most %d frames a leaf; moved %d for %d dirty bytes", worst, moved, dirty)
-	if worst > 64 || moved > dirty/7+dirty/2 { // for regions and for packs
+	if worst > 64 || moved > dirty/7+dirty/2 { // the budgets for leaves and for packs
 		t.Errorf("at most %d frames a leaf; moved %d for %d dirty bytes", worst, moved, dirty)
 	}
 }
 
-const packsRequests = 2 // of one pack, at most, on average
+const packsRequests = 2 // for each pack, at most, on average
 
-// TestManyGenerations: however many have written, an image is in few packs and its map in few manifests, and reading all of it takes about as many
-// requests and bytes as at depth 1. Most of what is written is written again later, as in a machine's memory.
+// TestManyGenerations: after any number of generations, an image is in few packs and its map in few manifests. Reading
+// all of it takes about as many requests and bytes as at depth 1. Most written pages are written again later, as in a
+// machine's memory.
 func TestManyGenerations(t *testing.T) {
 	t.Parallel()
 	x := newRig(t)
@@ -79,7 +80,7 @@ func TestManyGenerations(t *testing.T) {
 				write(int64(at))
 			}
 		}
-		for range 4 { // and something new, that is together
+		for range 4 { // and new pages, next to each other
 			at := r.Int64N(m.size/page - 16)
 			for i := range int64(16) {
 				write(at + i)

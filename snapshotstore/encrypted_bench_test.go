@@ -16,7 +16,7 @@ import (
 	"github.com/coppice-dev/coppice/snapshotstore/manifest"
 )
 
-// nowhere takes objects and forgets them.
+// nowhere accepts objects and discards them.
 type nowhere struct{ blob.Blobs }
 
 func (nowhere) Put(_ context.Context, _ string, body io.ReaderAt, size int64, _ core.Digest) error {
@@ -24,7 +24,8 @@ func (nowhere) Put(_ context.Context, _ string, body io.ReaderAt, size int64, _ 
 	return err
 }
 
-// BenchmarkWrite stores pages of a program's file, in clear and encrypted in turns, and says how many MiB of them a core does in a second.
+// BenchmarkWrite stores pages of a program's file, encrypted and unencrypted in turns, and reports how many MiB one
+// core stores in a second.
 func BenchmarkWrite(b *testing.B) {
 	path, err := os.Executable()
 	if err != nil {

@@ -18,16 +18,16 @@ import (
 	"github.com/coppice-dev/coppice/snapshotstore/manifest"
 )
 
-// store is the store with the keys to it.
+// store returns the store together with its keys.
 func (x *rig) store() blob.Blobs { return envelope.With(x.blobs, &x.ring) }
 
-// encrypt has everything encrypted from now on, with another key of the project.
+// encrypt encrypts all later writes, with a new key of the project.
 func (x *rig) encrypt() {
 	k := core.NewDataKey()
 	x.secret, x.version = &k, x.version+1
 }
 
-// key is that of an attempt; nil where nothing is encrypted.
+// key returns the key of an attempt; nil when writes are not encrypted.
 func (x *rig) key(prefix string) *envelope.Key {
 	if x.secret == nil {
 		return nil
@@ -37,7 +37,7 @@ func (x *rig) key(prefix string) *envelope.Key {
 	return envelope.NewKey(k, x.version)
 }
 
-// both runs a test with a store in clear and with one that is encrypted.
+// both runs a test with an unencrypted store and with an encrypted one.
 func both(t *testing.T, test func(t *testing.T, x *rig)) {
 	t.Helper()
 	t.Run("clear", func(t *testing.T) {
@@ -52,12 +52,12 @@ func both(t *testing.T, test func(t *testing.T, x *rig)) {
 	})
 }
 
-// reveal names the files of a directory that have a text, as it is, in hex or in base64.
+// reveal returns the names of the files in a directory that contain a text, unchanged, in hex or in base64.
 func reveal(t *testing.T, dir, text string) []string {
 	t.Helper()
 	var forms []string
 	forms = append(forms, text, hex.EncodeToString([]byte(text)))
-	for skip := range 3 { // base64 of what begins in any place of three bytes
+	for skip := range 3 { // the text may begin at each of three positions in a base64 group
 		forms = append(forms, base64.RawStdEncoding.EncodeToString([]byte(text[skip:]))[:len(text)])
 	}
 	var found []string
@@ -79,11 +79,12 @@ func reveal(t *testing.T, dir, text string) []string {
 	return found
 }
 
-// TestNothingInClear: what is in a checkpoint, and what its manifest says of it, is in no object; without encryption it is.
+// TestNothingInClear: with encryption, no object contains a checkpoint's data or what its manifest says about it;
+// without encryption, objects do.
 func TestNothingInClear(t *testing.T) {
 	t.Parallel()
 	r := rand.New(rand.NewPCG(21, 22))
-	secret := make([]byte, page) // so that it is not compressed
+	secret := make([]byte, page) // random, so that it does not compress
 	for i := range secret {
 		secret[i] = byte('!' + r.IntN(90))
 	}
@@ -104,7 +105,8 @@ func TestNothingInClear(t *testing.T) {
 	}
 }
 
-// TestKeysOverTime: what was written under earlier keys, or in clear before by others, is read beside what is written now.
+// TestKeysOverTime: data that was written under earlier keys, or unencrypted before, can be read together with new
+// data.
 func TestKeysOverTime(t *testing.T) {
 	t.Parallel()
 	x := newRig(t)
@@ -115,7 +117,7 @@ func TestKeysOverTime(t *testing.T) {
 		ref manifest.Ref
 		m   *image
 	}
-	w := x.seal(nil, nil, m, m.whole()) // a template of the operator
+	w := x.seal(nil, nil, m, m.whole()) // a template of the operator, unencrypted
 	chain := []generation{{w.Manifest, m.clone()}}
 	for i := range 12 {
 		if i%4 == 0 {
@@ -143,7 +145,8 @@ func TestKeysOverTime(t *testing.T) {
 	}
 }
 
-// TestWithoutKey: who lacks a key, or has another, is told so, and reads nothing: it is no damage.
+// TestWithoutKey: a reader without the key, or with another one, gets an error that says so, and reads nothing. It is
+// not reported as damage.
 func TestWithoutKey(t *testing.T) {
 	t.Parallel()
 	x := newRig(t)
@@ -173,7 +176,7 @@ func TestWithoutKey(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	// The maps are known, and the key to some of the frames is not.
+	// The maps can be read, and the key to some of the frames is missing.
 	store := envelope.With(x.blobs, envelope.NewRing(map[string]core.DataKey{prefix: mine}))
 	_, err = snapshotstore.Fetch(t.Context(), store, s.Image("memory").Runs(), snapshotstore.FetchOptions{}, func(int64, []byte) error { return nil })
 	if core.CodeOf(err) != core.CodeKeyUnavailable {
@@ -188,7 +191,8 @@ func TestWithoutKey(t *testing.T) {
 	}
 }
 
-// TestExportEncrypted: a file is the same whether the checkpoint is encrypted in the store or not, and is stored either way.
+// TestExportEncrypted: an exported file is the same whether the checkpoint is encrypted in the store or not, and can be
+// imported in both forms.
 func TestExportEncrypted(t *testing.T) {
 	t.Parallel()
 	clear, encrypted := newRig(t), newRig(t)

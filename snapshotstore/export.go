@@ -18,36 +18,38 @@ import (
 	"github.com/coppice-dev/coppice/snapshotstore/manifest"
 )
 
-// ExportFormat is the version of exported files. A reader takes this one and no other.
+// ExportFormat is the version of exported files. A reader accepts only this version.
 const ExportFormat = 1
 
-// What an exported file is made of. All of it is part of the format.
+// The parts and bounds of an exported file. All of them belong to the format.
 const (
 	exportMagic     = "COPPEXP1"
 	exportFixed     = 16        // bytes before the header
-	exportPack      = 16 << 20  // of frames in one pack, at most: a reader holds two
+	exportPack      = 16 << 20  // maximum bytes of frames in one pack; a reader keeps two packs in memory
 	maxExportHeader = 64 << 10  // bytes
-	maxExportLeaves = 192 << 10 // of all maps: 96 GiB in use, and about 400 MiB of memory for whoever reads them
-	exportWindow    = 4 << 20   // bytes of frames that are fetched at once; a writer holds three
-	packName        = "pack-%d" // of a pack in the file's own manifest
-	exportParallel  = 8         // requests of the store
+	maxExportLeaves = 192 << 10 // maximum leaves of all maps: 96 GiB in use, and about 400 MiB of memory for a reader
+	exportWindow    = 4 << 20   // bytes of frames that are fetched at once; a writer keeps three windows in memory
+	packName        = "pack-%d" // name of a pack in the file's own manifest
+	exportParallel  = 8         // requests to the store at once
 	hashBytes       = len(manifest.Hash{})
 )
 
-// ExportHeader is what an exported file says besides the manifest. It is encoded as JSON in the order of its fields.
+// ExportHeader is the information in an exported file besides the manifest. It is encoded as JSON in the order of its
+// fields.
 type ExportHeader struct {
 	Format    int    `json:"format"`
-	ImageName string `json:"image_name"` // by which people know the guest's image
+	ImageName string `json:"image_name"` // the guest image's name for people
 }
 
-// Export is a checkpoint about to be written as one file: with every frame that it needs, whoever had stored it.
+// Export is a checkpoint that is about to be written as one file, with all frames that it needs, including those that
+// ancestors stored.
 type Export struct {
-	head   []byte            // up to the first frame
-	frames []*manifest.Frame // as they are in the store, in the order of the file
+	head   []byte            // the file up to the first frame
+	frames []*manifest.Frame // frames as they are in the store, in the order of the file
 	size   int64
 }
 
-// NewExport lays a file out. It reads nothing: the same checkpoint is the same bytes whenever it is exported.
+// NewExport lays out a file. It reads nothing from the store. The same checkpoint always gives the same bytes.
 func NewExport(s *Snapshot, imageName string) (*Export, error) {
 	h := s.header
 	place := layout(h, s.trees)
@@ -92,12 +94,12 @@ func encodeExportHead(h ExportHeader, body []byte) ([]byte, error) {
 	return append(b, sum[:]...), nil
 }
 
-// Size of the file, in bytes.
+// Size returns the size of the file in bytes.
 func (e *Export) Size() int64 { return e.size }
 
-// placement is where the frames of a checkpoint are in a file.
+// placement says where the frames of a checkpoint are in a file.
 type placement struct {
-	frames []*manifest.Frame // as the maps have them, in order
+	frames []*manifest.Frame // frames as the maps have them, in the order of the file
 	moved  map[manifest.Frame]*manifest.Frame
 	packs  []manifest.Object
 	bytes  int64
@@ -105,8 +107,8 @@ type placement struct {
 
 func (p *placement) to(f *manifest.Frame) *manifest.Frame { return p.moved[*f] }
 
-// layout gives the one order of a file's frames: that in which the pages of the images, in the order of their names, first need them.
-// A pack ends where the next frame would make it too large.
+// layout computes the only valid order of a file's frames: the order in which the pages of the images first need them,
+// with the images sorted by name. A pack ends where the next frame would make it too large.
 func layout(h manifest.Header, trees map[string]*manifest.Tree) *placement {
 	p := &placement{moved: make(map[manifest.Frame]*manifest.Frame)}
 	for _, image := range h.Images {
@@ -131,7 +133,7 @@ func layout(h manifest.Header, trees map[string]*manifest.Tree) *placement {
 	return p
 }
 
-// fileLength is how long a frame is in a file, where nothing is encrypted.
+// fileLength is the length of a frame in a file, where nothing is encrypted.
 func fileLength(f *manifest.Frame) int64 {
 	if envelope.Encrypted(f.Object) {
 		return f.Length - envelope.Overhead
@@ -139,8 +141,8 @@ func fileLength(f *manifest.Frame) int64 {
 	return f.Length
 }
 
-// Write writes the file. Every frame is compared with its hash before it is written; CHECKPOINT_CORRUPT and CHECKPOINT_INCOMPLETE as of
-// any read. What was written of a file that failed lacks its end, and whoever reads it finds that.
+// Write writes the file. It compares every frame with its hash before it writes the frame; CHECKPOINT_CORRUPT and
+// CHECKPOINT_INCOMPLETE as in any read. After a failure, the end of the file is missing, so a reader notices.
 func (e *Export) Write(ctx context.Context, blobs blob.Blobs, w io.Writer) error {
 	sum := sha256.New()
 	to := io.MultiWriter(w, sum)
@@ -181,7 +183,7 @@ func (e *Export) Write(ctx context.Context, blobs blob.Blobs, w io.Writer) error
 	return err
 }
 
-// windows yields frames in their order, as many at once as are fetched together.
+// windows yields frames in order, in groups that are fetched together.
 func windows(frames []*manifest.Frame) func(yield func([]*manifest.Frame) bool) {
 	return func(yield func([]*manifest.Frame) bool) {
 		for len(frames) > 0 {
@@ -198,7 +200,7 @@ func windows(frames []*manifest.Frame) func(yield func([]*manifest.Frame) bool) 
 	}
 }
 
-// fetchFrames reads frames as they are in a file, verified.
+// fetchFrames reads frames and returns them as they are in a file, verified.
 func fetchFrames(ctx context.Context, blobs blob.Blobs, frames []*manifest.Frame) ([][]byte, error) {
 	wanted := make(map[*manifest.Frame][]manifest.Run, len(frames))
 	at := make(map[*manifest.Frame]int, len(frames))
@@ -231,14 +233,14 @@ func fetchFrames(ctx context.Context, blobs blob.Blobs, frames []*manifest.Frame
 	return out, group.Wait()
 }
 
-// tally reads a file, counts and hashes what it reads, and says where it ends too early.
+// tally reads a file, counts and hashes its bytes, and reports where it ends too early.
 type tally struct {
 	r   io.Reader
 	off int64
 	sum hash.Hash
 }
 
-// full reads all of b, which is what.
+// full fills b; what names the part of the file for the error.
 func (t *tally) full(b []byte, what string) error {
 	n, err := io.ReadFull(t.r, b)
 	t.sum.Write(b[:n])
@@ -249,7 +251,7 @@ func (t *tally) full(b []byte, what string) error {
 	return err
 }
 
-// grow reads n bytes and takes no more memory than came.
+// grow reads n bytes. It takes only as much memory as bytes arrive.
 func (t *tally) grow(n int64, what string) ([]byte, error) {
 	var b bytes.Buffer
 	got, err := io.CopyN(io.MultiWriter(&b, t.sum), t.r, n)
@@ -260,7 +262,7 @@ func (t *tally) grow(n int64, what string) ([]byte, error) {
 	return b.Bytes(), err
 }
 
-// check reads a hash, which must be that of everything before it.
+// check reads a hash and compares it with that of everything before it.
 func (t *tally) check(what string) error {
 	want := t.sum.Sum(nil)
 	got := make([]byte, hashBytes)
@@ -268,7 +270,7 @@ func (t *tally) check(what string) error {
 		return err
 	}
 	if !bytes.Equal(got, want) {
-		return badFile("%s at byte %d is not that of what is before it: the file was changed or damaged", what, t.off-int64(hashBytes))
+		return badFile("%s at byte %d does not match the bytes before it: the file was changed or damaged", what, t.off-int64(hashBytes))
 	}
 	return nil
 }

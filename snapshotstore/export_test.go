@@ -69,7 +69,7 @@ func (x *rig) keys(prefix string) []string {
 	return list
 }
 
-// chain is a checkpoint whose frames several ancestors wrote, and what its images hold.
+// chain writes a checkpoint whose frames come from several ancestors, and returns it with the content of its images.
 func (x *rig) chain(r *rand.Rand, size int64, generations int) (*snapshotstore.Written, map[string]*image) {
 	x.t.Helper()
 	all := map[string]*image{"memory": newImage(size), "disk": newImage(size/2 + 99), "device_state": newImage(5000)}
@@ -89,7 +89,8 @@ func (x *rig) chain(r *rand.Rand, size int64, generations int) (*snapshotstore.W
 	return w, all
 }
 
-// TestExport: a checkpoint comes back out of its file, in a store that has nothing else, without its ancestors; again and again.
+// TestExport: a checkpoint is imported from its file into an empty store, without its ancestors, and exported again,
+// several times.
 func TestExport(t *testing.T) {
 	t.Parallel()
 	for _, c := range []struct {
@@ -137,7 +138,7 @@ func TestExport(t *testing.T) {
 	}
 }
 
-// wantRefused imports what must not be, and looks that there is no manifest.
+// wantRefused checks that an import is refused and leaves no manifest.
 func (x *rig) wantRefused(what string, file []byte, codes ...core.Code) {
 	x.t.Helper()
 	_, _, err := x.importFile(bytes.NewReader(file), "v1/x/y/1/")
@@ -158,8 +159,8 @@ func (x *rig) wantRefused(what string, file []byte, codes ...core.Code) {
 	}
 }
 
-// TestExportEveryByte changes each of the first bytes and many random ones, and cuts the file off everywhere: it is always found, said in
-// the client's words, and nothing is a checkpoint.
+// TestExportEveryByte changes each of the first bytes and many random ones, and cuts the file off everywhere. The
+// damage is always found and reported as the client's error, and no checkpoint results.
 func TestExportEveryByte(t *testing.T) {
 	t.Parallel()
 	x := newRig(t)
@@ -193,7 +194,7 @@ func TestExportEveryByte(t *testing.T) {
 
 var errAway = errors.New("away")
 
-// exported puts a file together whose sums are right.
+// exported builds a file with correct sums.
 func exported(header string, body []byte, frames ...[]byte) []byte {
 	b := []byte("COPPEXP1")
 	b = binary.LittleEndian.AppendUint32(b, uint32(len(header)))
@@ -208,7 +209,7 @@ func exported(header string, body []byte, frames ...[]byte) []byte {
 	return append(b, sum[:]...)
 }
 
-// TestExportHostile: files that somebody made up, with sums that are right.
+// TestExportHostile: forged files with correct sums.
 func TestExportHostile(t *testing.T) {
 	t.Parallel()
 	const header = `{"format":1,"image_name":"dev"}`
@@ -301,7 +302,8 @@ func TestExportHostile(t *testing.T) {
 	}
 }
 
-// TestExportGolden keeps the format: what was once written is read for ever, and is still what is written.
+// TestExportGolden protects the format: data that was written once must stay readable for ever, and is still written in
+// the same way.
 func TestExportGolden(t *testing.T) {
 	t.Parallel()
 	path := filepath.Join("testdata", "export-v1.bin")
@@ -332,7 +334,7 @@ func TestExportGolden(t *testing.T) {
 	}
 }
 
-// FuzzReadImport: whatever is read, it is refused as the client's fault, or it is whole.
+// FuzzReadImport: any input is either refused as the client's fault, or complete.
 func FuzzReadImport(f *testing.F) {
 	golden, err := os.ReadFile(filepath.Join("testdata", "export-v1.bin"))
 	if err != nil {
@@ -342,7 +344,7 @@ func FuzzReadImport(f *testing.F) {
 	f.Add(golden[:200])
 	f.Add(exported(`{"format":1,"image_name":""}`, []byte("COPPMAN1")))
 	f.Fuzz(func(t *testing.T, b []byte) {
-		// The sums are made right, so that what is behind them is reached.
+		// The sums are corrected, so that the code after them is reached.
 		if len(b) >= 16 {
 			headerLen, bodyLen := int64(binary.LittleEndian.Uint32(b[8:])), int64(binary.LittleEndian.Uint32(b[12:]))
 			if end := 16 + headerLen + bodyLen; end+32 <= int64(len(b)) {

@@ -13,7 +13,7 @@ import (
 	"github.com/coppice-dev/coppice/snapshotstore/blob"
 )
 
-// heapPeak looks at the heap whenever a pack is stored.
+// heapPeak measures the heap whenever a pack is stored.
 type heapPeak struct {
 	blob.Blobs
 	peak atomic.Uint64
@@ -30,8 +30,9 @@ func (h *heapPeak) Put(ctx context.Context, key string, body io.ReaderAt, size i
 	return err
 }
 
-// TestExportMemory: a file of 256 MiB goes out of one store and into another in little memory. Not parallel: it looks at the heap of all.
-func TestExportMemory(t *testing.T) { //nolint:paralleltest // others allocate, too
+// TestExportMemory: exporting and importing a file of 256 MiB takes little memory. Not parallel: it measures the heap
+// of the whole process.
+func TestExportMemory(t *testing.T) { //nolint:paralleltest // other tests allocate, too
 	x, y := newRig(t), newRig(t)
 	const size = 256 << 20
 	src := snapshotstore.Source{Name: "memory", Size: size, Changed: []snapshotstore.Range{{Offset: 0, Length: size}}, Read: func(p []byte, off int64) error {

@@ -2,10 +2,10 @@ package snapshotstore
 
 import "github.com/coppice-dev/coppice/snapshotstore/manifest"
 
-// pageSet is pages of an image.
+// pageSet is a set of pages of an image.
 type pageSet map[int64]bool
 
-// pagesOf are the whole pages that ranges have a part in.
+// pagesOf returns the pages that ranges overlap.
 func pagesOf(ranges []Range, size int64) pageSet {
 	set := make(pageSet)
 	for from, n := range chunks(ranges, size) {
@@ -16,7 +16,7 @@ func pagesOf(ranges []Range, size int64) pageSet {
 	return set
 }
 
-// common are the parts of one list of ranges that another has, too. Both are sorted.
+// common returns the intersection of two sorted lists of ranges.
 func common(a, b []Range) (out []Range) {
 	for len(a) > 0 && len(b) > 0 {
 		from, to := max(a[0].Offset, b[0].Offset), min(a[0].Offset+a[0].Length, b[0].Offset+b[0].Length)

@@ -9,7 +9,8 @@ import (
 	"github.com/coppice-dev/coppice/snapshotstore/manifest"
 )
 
-// TestFirst: pages that are asked for first are in frames of their own, at the beginning, and to read them is to read little else.
+// TestFirst: pages that readers ask for first are in frames of their own at the beginning, and reading them reads
+// little else.
 func TestFirst(t *testing.T) {
 	t.Parallel()
 	x := newRig(t)
@@ -60,7 +61,7 @@ func TestFirst(t *testing.T) {
 	if end > int64(len(hot))*page {
 		t.Errorf("they end at %d", end)
 	}
-	// What is asked for first and equals the reference's is not stored again.
+	// Such pages are not stored again when they equal the reference's.
 	next := now.clone()
 	changed := next.write(r, 100)
 	src = snapshotstore.Source{Name: "memory", Size: next.size, Changed: changed, Read: next.read, Reference: now.read, First: first}

@@ -7,11 +7,11 @@ const (
 	MaxNodeBytes    = maxNodeBytes
 )
 
-// Remember sets how many frames a checker remembers, and returns how many it did.
+// Remember sets how many frames a checker remembers, and returns the previous number.
 func (c *Checker) Remember(n int) int {
 	n, c.most = c.most, n
 	return n
 }
 
-// Seen is how many frames a checker remembers now.
+// Seen returns how many frames a checker remembers now.
 func (c *Checker) Seen() int { return len(c.seen) }

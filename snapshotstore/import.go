@@ -20,24 +20,24 @@ import (
 	"github.com/coppice-dev/coppice/snapshotstore/manifest"
 )
 
-// Import is an exported file of which everything before the frames was read and found good. It is not safe for concurrent use.
+// Import is an exported file whose part before the frames was read and verified. It is not safe for concurrent use.
 type Import struct {
 	Export   ExportHeader
-	Manifest manifest.Header // as the file has it: of the checkpoint that was exported
-	Digest   core.Digest     // of what was read: as the hash of every frame is in it, of all that the file says
+	Manifest manifest.Header // the file's own manifest, of the exported checkpoint
+	Digest   core.Digest     // digest of the part before the frames; it contains every frame's hash, so it identifies the whole content
 
 	file   *tally
 	trees  map[string]*manifest.Tree
-	frames []*manifest.Frame // in the order of the file
+	frames []*manifest.Frame // frames in the order of the file
 	size   int64
 }
 
-// ReadImport reads a file up to its first frame. IMPORT_INVALID says what is wrong with it and where; UNSUPPORTED, that it is of another
-// version. Other errors are those of r.
+// ReadImport reads a file up to its first frame. IMPORT_INVALID says what is wrong with it and where; UNSUPPORTED means
+// another version. Other errors come from r.
 func ReadImport(r io.Reader) (*Import, error) {
 	im := &Import{file: &tally{r: r, sum: sha256.New()}}
 	fixed := make([]byte, exportFixed)
-	if err := im.file.full(fixed, "what it begins with"); err != nil {
+	if err := im.file.full(fixed, "its first bytes"); err != nil {
 		return nil, err
 	}
 	if magic := string(fixed[:8]); magic != exportMagic {
@@ -48,7 +48,7 @@ func ReadImport(r io.Reader) (*Import, error) {
 	}
 	headerLen, manifestLen := int64(binary.LittleEndian.Uint32(fixed[8:])), int64(binary.LittleEndian.Uint32(fixed[12:]))
 	if headerLen > maxExportHeader || manifestLen > manifest.MaxBytes {
-		return nil, badFile("its header of %d bytes or its manifest of %d cannot be", headerLen, manifestLen)
+		return nil, badFile("its header of %d bytes or its manifest of %d bytes is too large", headerLen, manifestLen)
 	}
 	header, err := im.file.grow(headerLen, "its header")
 	if err != nil {
@@ -78,12 +78,12 @@ func (im *Import) decodeHeader(b []byte) error {
 		return otherFormat(fmt.Sprint(im.Export.Format))
 	}
 	if again, err := json.Marshal(im.Export); err != nil || !bytes.Equal(again, b) {
-		return badFile("its header is not written as it must be")
+		return badFile("its header is not in canonical form")
 	}
 	return nil
 }
 
-// decodeManifest takes nothing over that could be otherwise: the file of a checkpoint has one form.
+// decodeManifest accepts only the canonical form: the file of a checkpoint has exactly one form.
 func (im *Import) decodeManifest(b []byte) error {
 	h, nodes, err := manifest.Decode(b)
 	if core.CodeOf(err) == core.CodeUnsupported {
@@ -93,7 +93,7 @@ func (im *Import) decodeManifest(b []byte) error {
 		return badFile("%s", core.MessageOf(err))
 	}
 	if h.Parent != "" || h.Before != nil || len(h.Shared) > 0 {
-		return badFile("its manifest names others, which are not in it")
+		return badFile("its manifest refers to other manifests, which are not in the file")
 	}
 	if im.trees, err = h.TreesWithin(nodes, maxExportLeaves); err != nil {
 		return badFile("%s", core.MessageOf(err))
@@ -101,35 +101,35 @@ func (im *Import) decodeManifest(b []byte) error {
 	place := layout(h, im.trees)
 	for _, f := range place.frames {
 		if *place.to(f) != *f {
-			return badFile("its manifest has a frame at %d of %s, where none can be", f.Offset, core.Clip(f.Object))
+			return badFile("its manifest has a frame at offset %d of %s, where no frame can be", f.Offset, core.Clip(f.Object))
 		}
 	}
 	if !slices.Equal(place.packs, h.Objects) {
-		return badFile("its manifest names packs that are not in it")
+		return badFile("its manifest refers to packs that are not in the file")
 	}
 	all := make(manifest.Nodes)
 	for _, image := range h.Images {
 		im.trees[image.Name].Encode(all)
 	}
 	if len(all) != len(nodes) {
-		return badFile("its manifest has nodes of no map")
+		return badFile("its manifest has nodes that belong to no map")
 	}
 	im.Manifest, im.frames = h, place.frames
 	im.size = im.file.off + place.bytes + int64(hashBytes)
 	return nil
 }
 
-// Size of the whole file, in bytes, as it must be.
+// Size returns the size that the whole file must have, in bytes.
 func (im *Import) Size() int64 { return im.size }
 
-// Image is the map of an image, in places of the file; nil when there is none of that name.
+// Image returns the map of an image, with places in the file; nil if there is no image of that name.
 func (im *Import) Image(name string) *manifest.Tree { return im.trees[name] }
 
-// Content names what an image has in it: the same for the same frames in the same places of it, wherever they are stored, and never the
-// same for other bytes.
+// Content identifies the content of an image. It is the same for the same frames at the same places of the image,
+// wherever they are stored, and never the same for other bytes.
 func (im *Import) Content(name string) core.Digest { return Content(im.trees[name]) }
 
-// Content is that of Import, of a map.
+// Content identifies the content of a map, like Content of Import.
 func Content(t *manifest.Tree) core.Digest {
 	sum := sha256.New()
 	fmt.Fprintf(sum, "coppice image %d\n", t.Size())
@@ -139,9 +139,10 @@ func Content(t *manifest.Tree) core.Digest {
 	return manifest.Hash(sum.Sum(nil)).Digest()
 }
 
-// Store puts the checkpoint of the file into the store, under keys that begin with prefix: packs, and when the rest of the file was
-// found good to its end, the manifest. h says what the checkpoint is from now on; its map is filled in. Every frame is compared with its
-// hash and unpacked before it is stored. With a key everything is encrypted. When it fails, packs may be left under prefix, but no manifest.
+// Store puts the checkpoint of the file into the store, under keys that begin with prefix: first the packs, then, when
+// the rest of the file was verified to its end, the manifest. h describes the new checkpoint; Store fills in its map.
+// Every frame is compared with its hash and decompressed before it is stored. With a key, everything is encrypted.
+// After a failure, packs may remain under prefix, but no manifest.
 func (im *Import) Store(ctx context.Context, blobs blob.Blobs, prefix string, key *envelope.Key, h manifest.Header) (*Written, error) {
 	moved, err := im.place(prefix, key)
 	if err != nil {
@@ -155,7 +156,7 @@ func (im *Import) Store(ctx context.Context, blobs blob.Blobs, prefix string, ke
 		return nil, err
 	}
 	if n, err := io.ReadFull(im.file.r, make([]byte, 1)); n > 0 {
-		return nil, badFile("it goes on behind its end at byte %d", im.file.off)
+		return nil, badFile("there are more bytes after its end at byte %d", im.file.off)
 	} else if !errors.Is(err, io.EOF) {
 		return nil, err
 	}
@@ -182,10 +183,10 @@ func (im *Import) Store(ctx context.Context, blobs blob.Blobs, prefix string, ke
 	return out, nil
 }
 
-// place says where the file's frames will be in the store.
+// place computes where the frames of the file will be in the store.
 func (im *Import) place(prefix string, key *envelope.Key) (map[manifest.Frame]*manifest.Frame, error) {
 	moved := make(map[manifest.Frame]*manifest.Frame, len(im.frames))
-	longer := int64(0) // than in the file, of what is before it in its pack
+	longer := int64(0) // by how much the earlier frames of the pack are longer than in the file
 	for _, f := range im.frames {
 		to := *f
 		to.Object = prefix + key.Name(f.Object)
@@ -197,7 +198,7 @@ func (im *Import) place(prefix string, key *envelope.Key) (map[manifest.Frame]*m
 			to.Length += envelope.Overhead
 			longer += envelope.Overhead
 			if to.Length > manifest.MaxFrameBytes {
-				return nil, badFile("its manifest has a frame of %d bytes, which is more than one of %d pages has", f.Length, f.Pages)
+				return nil, badFile("its manifest has a frame of %d bytes, which is too much for %d pages", f.Length, f.Pages)
 			}
 		}
 		moved[*f] = &to
@@ -205,7 +206,7 @@ func (im *Import) place(prefix string, key *envelope.Key) (map[manifest.Frame]*m
 	return moved, nil
 }
 
-// storePacks uploads one pack while it reads the next.
+// storePacks uploads a pack while it reads the next one.
 func (im *Import) storePacks(ctx context.Context, blobs blob.Blobs, prefix string, key *envelope.Key) ([]Object, error) {
 	group, run := errgroup.WithContext(ctx)
 	group.SetLimit(1)
@@ -253,7 +254,8 @@ func (im *Import) storePacks(ctx context.Context, blobs blob.Blobs, prefix strin
 	return packs, err
 }
 
-// frame reads the next frame, verifies it and appends it to the pack, encrypted where there is a key. raw is a buffer that is used again.
+// frame reads the next frame, verifies it and appends it to the pack, encrypted if there is a key. raw is a buffer that
+// is reused.
 func (im *Import) frame(i int, key *envelope.Key, pack, raw []byte) ([]byte, []byte, error) {
 	f, begin := im.frames[i], len(pack)
 	var stored []byte
@@ -274,7 +276,7 @@ func (im *Import) frame(i int, key *envelope.Key, pack, raw []byte) ([]byte, []b
 	case errors.Is(err, errMismatch):
 		return pack, raw, badFile("frame %d of %d, at byte %d, has another hash than its manifest says: the file was changed or damaged", i+1, len(im.frames), at)
 	case err != nil:
-		return pack, raw, badFile("frame %d of %d, at byte %d, has not the pages that its manifest says", i+1, len(im.frames), at)
+		return pack, raw, badFile("frame %d of %d, at byte %d, does not contain the pages that its manifest says", i+1, len(im.frames), at)
 	}
 	if key != nil {
 		pack = key.Seal(pack, stored, f.Hash[:])

@@ -19,7 +19,8 @@ import (
 	"github.com/coppice-dev/coppice/snapshotstore/manifest"
 )
 
-// maxPack is how large a pack becomes before the next one is begun. It bounds what a spool file takes and what a retry repeats.
+// maxPack is the size at which the next pack begins. It bounds the size of a spool file and the amount of data that a
+// retry repeats.
 const maxPack = 128 << 20
 
 // frameJob is a frame on its way into a pack.
@@ -28,12 +29,12 @@ type frameJob struct {
 	pages []int64
 	raw   []byte
 	done  chan struct{} // closed when stored is set
-	out   []byte        // as it is stored
-	hash  manifest.Hash // of what is compressed
+	out   []byte        // the frame as it is stored
+	hash  manifest.Hash // hash of the compressed frame
 	frame *manifest.Frame
 }
 
-// packer compresses frames side by side, appends them in order to packs, and uploads each pack when it is full.
+// packer compresses frames in parallel, appends them to packs in order, and uploads each pack when it is full.
 type packer struct {
 	blobs    blob.Blobs
 	prefix   string
@@ -42,18 +43,18 @@ type packer struct {
 	key      *envelope.Key // nil: nothing is encrypted
 
 	group   *errgroup.Group
-	ctx     context.Context // of the group: as long as this upload
-	queue   chan *frameJob  // to be appended, in order
+	ctx     context.Context // context of the group; lives as long as this upload
+	queue   chan *frameJob  // frames to append, in order
 	workers chan struct{}
 	uploads chan struct{}
-	pool    sync.Pool // of encoders
+	pool    sync.Pool // encoders
 
-	mu      sync.Mutex // guards what follows
+	mu      sync.Mutex // guards the fields below
 	objects []Object
 	frames  []*frameJob
 }
 
-// newPacker returns a packer whose goroutines end with finish.
+// newPacker returns a packer. Its goroutines end with finish.
 func newPacker(ctx context.Context, blobs blob.Blobs, prefix string, o Options) *packer {
 	group, ctx := errgroup.WithContext(ctx)
 	p := &packer{
@@ -100,7 +101,7 @@ func (p *packer) add(image string, pages []int64, raw []byte) error {
 	}
 }
 
-// finish waits until everything is durable and returns the packs and the frames. With a cause it gives up instead.
+// finish waits until everything is durable and returns the packs and the frames. With a cause, it aborts instead.
 func (p *packer) finish(cause error) ([]Object, []*frameJob, error) {
 	if cause != nil {
 		p.group.Go(func() error { return cause })
@@ -112,7 +113,7 @@ func (p *packer) finish(cause error) ([]Object, []*frameJob, error) {
 	return p.objects, p.frames, nil
 }
 
-// append writes frames to packs in the order in which they were added.
+// append writes frames to packs in the order in which add got them.
 func (p *packer) append() (err error) {
 	var cur *pack
 	defer func() {
@@ -170,7 +171,7 @@ func (p *packer) begin() (*pack, error) {
 	if err != nil {
 		return nil, fmt.Errorf("make a spool file: %w", err)
 	}
-	if err := os.Remove(f.Name()); err != nil { // it goes with the process, whatever becomes of that
+	if err := os.Remove(f.Name()); err != nil { // the file disappears when the process ends, however it ends
 		return nil, errors.Join(err, f.Close())
 	}
 	p.mu.Lock()
@@ -189,7 +190,7 @@ func (c *pack) write(b []byte) error {
 	return nil
 }
 
-// upload puts a full pack into the store, one at a time, beside the making of the next.
+// upload puts a full pack into the store, one at a time, while the next pack is being made.
 func (p *packer) upload(c *pack) error {
 	select {
 	case p.uploads <- struct{}{}:
@@ -217,9 +218,9 @@ func (p *packer) upload(c *pack) error {
 	return nil
 }
 
-// throttled asks before every read.
+// throttled asks the throttle before every read.
 type throttled struct {
-	ctx  context.Context // of the upload that reads
+	ctx  context.Context // context of the upload that reads
 	r    io.ReaderAt
 	wait func(context.Context, int) error
 }
@@ -242,10 +243,10 @@ var unpacker = sync.OnceValue(func() *zstd.Decoder {
 	return d
 })
 
-// boxes are buffers for frames that were encrypted.
+// boxes has buffers for encrypted frames.
 var boxes = sync.Pool{New: func() any { return new([manifest.MaxFrameBytes]byte) }}
 
-// openFrame verifies a frame as it was read and appends it to buf as it was before it was encrypted, if it was.
+// openFrame verifies the stored bytes of a frame and appends it, decrypted if necessary, to buf.
 func openFrame(key *envelope.Key, f *manifest.Frame, stored, buf []byte) ([]byte, error) {
 	if int64(len(stored)) != f.Length {
 		return nil, errMismatch
@@ -263,7 +264,8 @@ func openFrame(key *envelope.Key, f *manifest.Frame, stored, buf []byte) ([]byte
 	return stored, nil
 }
 
-// unpack verifies a frame as it was read and returns its pages. key is nil for one that is not encrypted; buf is used when it is large enough.
+// unpack verifies the stored bytes of a frame and returns its pages. key is nil for an unencrypted frame; buf is used
+// if it is large enough.
 func unpack(key *envelope.Key, f *manifest.Frame, stored, buf []byte) ([]byte, error) {
 	var opened []byte
 	if key != nil {
@@ -281,7 +283,7 @@ func unpack(key *envelope.Key, f *manifest.Frame, stored, buf []byte) ([]byte, e
 	}
 	raw, err := unpacker().DecodeAll(frame, buf[:0:want])
 	if err != nil || len(raw) != want {
-		return nil, core.Wrapf(err, core.DataLoss, core.CodeManifestInvalid, "the frame at %d of %s has not the pages that the manifest says", f.Offset, f.Object)
+		return nil, core.Wrapf(err, core.DataLoss, core.CodeManifestInvalid, "the frame at offset %d of %s does not contain the pages that the manifest says", f.Offset, f.Object)
 	}
 	return raw, nil
 }

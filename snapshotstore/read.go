@@ -20,7 +20,7 @@ import (
 	"github.com/coppice-dev/coppice/snapshotstore/manifest"
 )
 
-var errMismatch = errors.New("the bytes have another sha256 than they had when they were stored")
+var errMismatch = errors.New("the sha256 of the bytes differs from that of the stored bytes")
 
 // Snapshot is a checkpoint's manifest with its maps, read and verified. It is immutable and safe for concurrent use.
 type Snapshot struct {
@@ -30,13 +30,13 @@ type Snapshot struct {
 	nodes  map[manifest.Hash]node
 }
 
-// node is a node of the maps and the manifest that has it.
+// node is a node of the maps with the manifest that contains it.
 type node struct {
 	in manifest.Ref
 	b  []byte
 }
 
-// own names the manifest of the nodes that have none.
+// own sets the manifest of nodes that have none yet.
 func (s *Snapshot) own(ref manifest.Ref) {
 	for h, n := range s.nodes {
 		if n.in.Key == "" {
@@ -45,29 +45,30 @@ func (s *Snapshot) own(ref manifest.Ref) {
 	}
 }
 
-// Header is what the manifest says.
+// Header returns the header of the manifest.
 func (s *Snapshot) Header() manifest.Header { return s.header }
 
-// Ref names the manifest.
+// Ref returns the reference to the manifest.
 func (s *Snapshot) Ref() manifest.Ref { return s.ref }
 
-// Image is the map of an image; nil when there is none of that name.
+// Image returns the map of an image; nil if there is no image of that name.
 func (s *Snapshot) Image(name string) *manifest.Tree { return s.trees[name] }
 
-// maxNodeBytes bounds the nodes of a manifest and of all those that it shares with, together, and openParallel how many of them are
-// read at once: each takes up to three times manifest.MaxBytes while it is.
+// maxNodeBytes bounds the nodes of a manifest together with those of all manifests that it shares with. openParallel
+// bounds how many of them are read at once: meanwhile, each takes up to three times manifest.MaxBytes.
 const (
 	maxNodeBytes = 4 * manifest.MaxBytes
 	openParallel = 2
 )
 
-// Open reads the manifest of a checkpoint and those that it shares nodes with. ref.Digest is the only thing that is believed: it comes
-// from the row. CHECKPOINT_CORRUPT names an object that is not what it was, CHECKPOINT_INCOMPLETE one that is not there.
+// Open reads the manifest of a checkpoint and the manifests that it shares nodes with. It trusts only ref.Digest, which
+// comes from the row. CHECKPOINT_CORRUPT names a changed object, CHECKPOINT_INCOMPLETE a missing one.
 func Open(ctx context.Context, blobs blob.Blobs, ref manifest.Ref) (*Snapshot, error) {
 	return OpenChecked(ctx, blobs, ref, func(manifest.Header) error { return nil })
 }
 
-// OpenChecked is Open for a reader that knows something of the checkpoint already: check sees the header before any map is made of it.
+// OpenChecked is Open for a reader that already knows something about the checkpoint: check gets the header before any
+// map is built from it.
 func OpenChecked(ctx context.Context, blobs blob.Blobs, ref manifest.Ref, check func(manifest.Header) error) (*Snapshot, error) {
 	h, nodes, err := readManifest(ctx, blobs, ref)
 	if err != nil {
@@ -84,7 +85,7 @@ func OpenChecked(ctx context.Context, blobs blob.Blobs, ref manifest.Ref, check 
 			bytes.Add(int64(len(b)))
 		}
 		if count.Add(int64(len(nodes))) > manifest.MaxNodes || bytes.Load() > maxNodeBytes {
-			return core.Errorf(core.DataLoss, core.CodeManifestInvalid, "the maps of checkpoint %s have more nodes than can be read", h.CheckpointID)
+			return core.Errorf(core.DataLoss, core.CodeManifestInvalid, "the maps of checkpoint %s have too many nodes to be read", h.CheckpointID)
 		}
 		return nil
 	}
@@ -118,7 +119,7 @@ func OpenChecked(ctx context.Context, blobs blob.Blobs, ref manifest.Ref, check 
 	return s, nil
 }
 
-// ReadHeader reads the header of a manifest, verified, and makes no map of it.
+// ReadHeader reads and verifies the header of a manifest, and builds no map.
 func ReadHeader(ctx context.Context, blobs blob.Blobs, ref manifest.Ref) (manifest.Header, error) {
 	b, err := readBody(ctx, blobs, ref)
 	if err != nil {
@@ -143,10 +144,10 @@ func readManifest(ctx context.Context, blobs blob.Blobs, ref manifest.Ref) (mani
 	return h, nodes, err
 }
 
-// readBody reads a manifest as it was before it was encrypted, if it was.
+// readBody reads and verifies a manifest, and decrypts it if necessary.
 func readBody(ctx context.Context, blobs blob.Blobs, ref manifest.Ref) ([]byte, error) {
 	if ref.Bytes < 1 || ref.Bytes > manifest.MaxBytes+envelope.Overhead {
-		return nil, core.Errorf(core.DataLoss, core.CodeManifestInvalid, "no manifest has %d bytes", ref.Bytes)
+		return nil, core.Errorf(core.DataLoss, core.CodeManifestInvalid, "a manifest cannot have %d bytes", ref.Bytes)
 	}
 	key, err := envelope.KeyOf(blobs, ref.Key)
 	if err != nil {
@@ -166,7 +167,7 @@ func readBody(ctx context.Context, blobs blob.Blobs, ref manifest.Ref) ([]byte, 
 		return nil, err
 	}
 	if key != nil {
-		// The bytes are those that were stored, so it is the key that is another.
+		// The stored bytes are unchanged, so the key must be the wrong one.
 		if b, err = key.Open(nil, b, []byte(ref.Key)); err != nil {
 			return nil, core.Wrapf(err, core.FailedPrecondition, core.CodeKeyUnavailable, "object %s was encrypted with another key than the one that this process has", ref.Key)
 		}
@@ -174,7 +175,7 @@ func readBody(ctx context.Context, blobs blob.Blobs, ref manifest.Ref) ([]byte, 
 	return b, nil
 }
 
-// objectError says of which object an error is.
+// objectError says to which object an error belongs.
 type objectError struct {
 	object string
 	err    error
@@ -183,11 +184,11 @@ type objectError struct {
 // Error implements error.
 func (e *objectError) Error() string { return e.err.Error() }
 
-// Unwrap gives the error itself.
+// Unwrap returns the error itself.
 func (e *objectError) Unwrap() error { return e.err }
 
-// verified reads a range of an object, again when it is not what it was: the bytes may have been changed on the way, or where they are kept
-// nearer than in the store.
+// verified reads a range of an object, and reads it again if its bytes are wrong: they may have been changed on the
+// way, or in a cache.
 func verified(ctx context.Context, blobs blob.Blobs, object string, off, n int64, read func() error) error {
 	err := read()
 	if errors.Is(err, errMismatch) {
@@ -196,14 +197,14 @@ func verified(ctx context.Context, blobs blob.Blobs, object string, off, n int64
 	}
 	switch {
 	case errors.Is(err, errMismatch):
-		return core.Wrapf(&objectError{object, err}, core.DataLoss, core.CodeCheckpointCorrupt, "the object %s of the store is not what was stored there", object)
+		return core.Wrapf(&objectError{object, err}, core.DataLoss, core.CodeCheckpointCorrupt, "the object %s of the store has changed since it was stored", object)
 	case errors.Is(err, blob.ErrNotFound):
-		return core.Wrapf(&objectError{object, err}, core.DataLoss, core.CodeCheckpointIncomplete, "the object %s is missing in the store", object)
+		return core.Wrapf(&objectError{object, err}, core.DataLoss, core.CodeCheckpointIncomplete, "the object %s is missing from the store", object)
 	}
 	return err
 }
 
-// readRange reads exactly n bytes; fewer are a mismatch.
+// readRange reads exactly n bytes; fewer count as a mismatch.
 func readRange(ctx context.Context, blobs blob.Blobs, key string, off, n int64) ([]byte, error) {
 	r, err := blobs.Get(ctx, key, off, n)
 	if err != nil {
@@ -222,26 +223,27 @@ func readRange(ctx context.Context, blobs blob.Blobs, key string, off, n int64) 
 
 // FetchOptions say how pages are fetched. The zero value works.
 type FetchOptions struct {
-	Parallel int // requests under way; 0: 8
+	Parallel int // requests at once; 0: 8
 }
 
-// Fetched says what a Fetch has read.
+// Fetched is the amount of data that a Fetch has read.
 type Fetched struct {
 	Requests int64
 	Bytes    int64 // from the store
 	Pages    int64
 }
 
-// Requests are of neighbouring frames: at most this much at once, and at most this much between two that nobody asked for; where at least half of
-// an object, between the first and the last frame, is asked for, it is read through.
+// Neighbouring frames are read with one request. The bounds are its length, and the length of a gap that nobody asked
+// for. If at least half of an object, between the first and the last frame, is wanted, it is read without gaps.
 const (
 	maxRequest = 2 << 20
 	maxGap     = 32 << 10
 	denseGap   = 512 << 10
 )
 
-// Fetch reads the pages of runs and gives each run of pages, verified, to emit, in no order, from several goroutines at once, and twice
-// where a read had to be repeated; what emit gets is valid until it returns. Runs without a frame are given as zeros. The first error ends it.
+// Fetch reads the pages of runs and passes each run of pages, verified, to emit: in no order, from several goroutines
+// at once, and twice if a read had to be repeated. What emit gets is valid until it returns. A run without a frame is
+// passed as zeros. The first error ends Fetch.
 func Fetch(ctx context.Context, blobs blob.Blobs, runs iter.Seq[manifest.Run], o FetchOptions, emit func(page int64, data []byte) error) (Fetched, error) {
 	if o.Parallel <= 0 {
 		o.Parallel = 8
@@ -263,7 +265,7 @@ func Fetch(ctx context.Context, blobs blob.Blobs, runs iter.Seq[manifest.Run], o
 	}
 	var buffers sync.Pool
 	requests := plan(wanted)
-	slices.SortStableFunc(requests, func(a, b request) int { return cmp.Compare(b.length, a.length) }) // what is left for the end is short
+	slices.SortStableFunc(requests, func(a, b request) int { return cmp.Compare(b.length, a.length) }) // the longest first, so that the last ones are short
 	for _, req := range requests {
 		if run.Err() != nil {
 			break
@@ -298,7 +300,8 @@ type request struct {
 	frames         []*manifest.Frame
 }
 
-// read gives the pages of each frame, verified, to each, which may get them twice. They are in buf, which grows as it must.
+// read verifies the pages of each frame and passes them to each, which may get them twice. They are in buf, which grows
+// if necessary.
 func (req request) read(ctx context.Context, blobs blob.Blobs, buf *[]byte, each func(f *manifest.Frame, raw []byte) error) error {
 	key, err := envelope.KeyOf(blobs, req.object)
 	if err != nil {
@@ -321,7 +324,7 @@ func (req request) read(ctx context.Context, blobs blob.Blobs, buf *[]byte, each
 	})
 }
 
-// plan puts frames that are near one another into one request.
+// plan combines frames that are close to each other into one request.
 func plan(wanted map[*manifest.Frame][]manifest.Run) []request {
 	frames := make([]*manifest.Frame, 0, len(wanted))
 	for f := range wanted {
@@ -347,7 +350,7 @@ func plan(wanted map[*manifest.Frame][]manifest.Run) []request {
 	return out
 }
 
-// gapsOf says how much may be read of each object that nobody asked for, between two of the frames, which are sorted.
+// gapsOf returns, for each object, the maximum gap that may be read between two of the sorted frames.
 func gapsOf(frames []*manifest.Frame) map[string]int64 {
 	type extent struct{ first, end, wanted int64 }
 	extents := make(map[string]extent)

@@ -14,7 +14,7 @@ import (
 	"github.com/coppice-dev/coppice/snapshotstore/blob/cache"
 )
 
-// flip changes a bit of every file of a directory, in the middle of what it has.
+// flip changes one bit in the middle of the data of every file in a directory.
 func flip(t *testing.T, dir, pattern string) {
 	t.Helper()
 	paths, err := filepath.Glob(filepath.Join(dir, pattern))
@@ -44,7 +44,7 @@ func flip(t *testing.T, dir, pattern string) {
 	}
 }
 
-// metric is the value of a counter.
+// metric returns the value of a counter.
 func metric(t *testing.T, from *prometheus.Registry, name string) float64 {
 	t.Helper()
 	families, err := from.Gather()
@@ -60,8 +60,8 @@ func metric(t *testing.T, from *prometheus.Registry, name string) float64 {
 	return 0
 }
 
-// TestRot changes bits in the host's cache, and then in the store: the one is read anew and counted, the other is CHECKPOINT_CORRUPT, and
-// what was put right in the store is read again.
+// TestRot changes bits in the host's cache, and then in the store. Wrong bytes in the cache are replaced and counted;
+// in the store, they are CHECKPOINT_CORRUPT. When the store is repaired, reads succeed again.
 func TestRot(t *testing.T) {
 	t.Parallel()
 	x := newRig(t)
@@ -86,7 +86,7 @@ func TestRot(t *testing.T) {
 	}
 	pack := strings.TrimSuffix(ref.Key, "manifest") + "pack-0"
 	flip(t, filepath.Join(x.dir, filepath.Dir(pack)), "pack-0")
-	x.check(ref, "memory", m) // the cache has it right
+	x.check(ref, "memory", m) // the cache has the right bytes
 	flip(t, path, "[0-9a-f]*")
 	for range 2 {
 		if _, _, err := x.load(ref, "memory"); core.CodeOf(err) != core.CodeCheckpointCorrupt || !strings.Contains(err.Error(), pack) {

@@ -13,8 +13,8 @@ import (
 	"github.com/coppice-dev/coppice/snapshotstore/manifest"
 )
 
-// TestHardTimes writes and reads a chain on a real server on which things go wrong at random: what was acknowledged is there and is what
-// it was, and nothing else is ever given for it.
+// TestHardTimes writes and reads a chain on a real server with random faults: everything that was acknowledged is there
+// and unchanged, and nothing else is ever returned for it.
 func TestHardTimes(t *testing.T) {
 	t.Parallel()
 	server := tests3.Start(t)

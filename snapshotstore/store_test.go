@@ -46,7 +46,8 @@ func (m *image) read(p []byte, off int64) error {
 	return nil
 }
 
-// write changes n random pages: to what compresses by half, to zeros, or to what the page is already. It returns where.
+// write changes n random pages: to content that compresses by half, to zeros, or to their present content. It returns
+// where.
 func (m *image) write(r *rand.Rand, n int) []snapshotstore.Range {
 	seen := make(map[int64]bool)
 	for range n {
@@ -85,9 +86,9 @@ type rig struct {
 	dir     string
 	blobs   blob.Blobs
 	project core.ProjectID
-	secret  *core.DataKey // of the project; nil: nothing is encrypted
+	secret  *core.DataKey // key of the project; nil: nothing is encrypted
 	version int64         // of secret
-	ring    envelope.Ring // of what was written
+	ring    envelope.Ring // keys of everything that was written
 }
 
 func newRig(t *testing.T) *rig {
@@ -132,7 +133,7 @@ func (x *rig) write(ctx context.Context, ref *snapshotstore.Snapshot, images ...
 	return snapshotstore.Write(ctx, x.store(), prefix, h, ref, images, snapshotstore.Options{Dir: x.t.TempDir(), Key: x.key(prefix)})
 }
 
-// load reads a whole image back, with nothing but the store and the digest.
+// load reads a whole image back, using only the store and the digest.
 func (x *rig) load(ref manifest.Ref, name string) (*image, snapshotstore.Fetched, error) {
 	x.t.Helper()
 	s, err := snapshotstore.Open(x.t.Context(), x.store(), ref)
@@ -177,7 +178,8 @@ func (m *image) wantEqual(t *testing.T, want *image) {
 	}
 }
 
-// TestGenerations: every checkpoint of a deep chain reads back as it was, from its own manifest and at most eight others.
+// TestGenerations: every checkpoint of a deep chain reads back unchanged, from its own manifest and at most eight
+// others.
 func TestGenerations(t *testing.T) {
 	t.Parallel()
 	x := newRig(t)
@@ -201,7 +203,7 @@ func TestGenerations(t *testing.T) {
 			t.Fatalf("it takes nodes from %d manifests", n)
 		}
 		ref = w.Snapshot
-		if len(chain)%7 == 0 { // as another process does
+		if len(chain)%7 == 0 { // like another process
 			var err error
 			if ref, err = snapshotstore.Open(t.Context(), x.store(), w.Manifest); err != nil {
 				t.Fatal(err)
@@ -218,7 +220,7 @@ func TestGenerations(t *testing.T) {
 	}
 }
 
-// TestNothingTwice: a page that is as it was is not stored, however it got there; zeros are nothing.
+// TestNothingTwice: a page that did not change is not stored again, wherever it came from; zeros are never stored.
 func TestNothingTwice(t *testing.T) {
 	t.Parallel()
 	both(t, testNothingTwice)
@@ -300,7 +302,8 @@ func testImages(t *testing.T, x *rig) {
 	}
 }
 
-// TestEveryByte: a flipped bit in any byte of any object is found and the object named; so is an object that was cut off or removed.
+// TestEveryByte: a flipped bit in any byte of any object is found and the object named. The same holds for an object
+// that was cut off or removed.
 func TestEveryByte(t *testing.T) {
 	t.Parallel()
 	both(t, testEveryByte)
@@ -383,7 +386,7 @@ func (f *flaky) Get(ctx context.Context, key string, off, n int64) (io.ReadClose
 	return io.NopCloser(bytes.NewReader(b)), errors.Join(err, r.Close())
 }
 
-// TestReadAgain: what was changed on the way, and not in the store, is read again.
+// TestReadAgain: bytes that were changed on the way, and not in the store, are read again.
 func TestReadAgain(t *testing.T) {
 	t.Parallel()
 	both(t, testReadAgain)
@@ -399,7 +402,7 @@ func testReadAgain(t *testing.T, x *rig) {
 	x.check(w.Manifest, "memory", m)
 }
 
-// TestChanged: the map of a checkpoint and that of an ancestor say which pages the ancestor's holder lacks.
+// TestChanged: the maps of a checkpoint and of an ancestor show which pages a holder of the ancestor lacks.
 func TestChanged(t *testing.T) {
 	t.Parallel()
 	both(t, testChanged)
@@ -445,8 +448,8 @@ func testChanged(t *testing.T, x *rig) {
 	}
 }
 
-// TestFailedWrite: a source that cannot be read, a store that cannot be written to and an end of the context each end the write with
-// that error.
+// TestFailedWrite: an unreadable source, a store that refuses writes, and the end of the context each end the write
+// with their own error.
 func TestFailedWrite(t *testing.T) {
 	t.Parallel()
 	x := newRig(t)
@@ -490,7 +493,7 @@ func TestFailedWrite(t *testing.T) {
 	}
 }
 
-// refusing takes nothing.
+// refusing refuses every Put.
 type refusing struct {
 	blob.Blobs
 	err error
@@ -498,7 +501,8 @@ type refusing struct {
 
 func (r refusing) Put(context.Context, string, io.ReaderAt, int64, core.Digest) error { return r.err }
 
-// TestCheck: every frame is in one part, what several checkpoints share is read once, and each fault is named.
+// TestCheck: every frame is in exactly one part, data that several checkpoints share is read once, and each fault is
+// named.
 func TestCheck(t *testing.T) {
 	t.Parallel()
 	x := newRig(t)
@@ -540,7 +544,7 @@ func TestCheck(t *testing.T) {
 	if parts != whole.Frames || none.Frames != 0 || none.Manifests != 1 {
 		t.Errorf("%d frames in parts, %d in all, %d in none", parts, whole.Frames, none.Frames)
 	}
-	for name, fresh := range map[string]bool{"one checker": false, "others": true} { // a request at a time
+	for name, fresh := range map[string]bool{"one checker": false, "others": true} { // one request at a time
 		c := snapshotstore.NewChecker(x.store(), snapshotstore.Whole)
 		var steps, frames int64
 		for from := new(snapshotstore.Position); from != nil; steps++ {
@@ -578,7 +582,7 @@ func TestCheck(t *testing.T) {
 	}
 }
 
-// counting counts what is read of packs.
+// counting counts the reads from packs.
 type counting struct {
 	blob.Blobs
 	packs atomic.Int64
@@ -591,7 +595,7 @@ func (c *counting) Get(ctx context.Context, key string, off, n int64) (io.ReadCl
 	return c.Blobs.Get(ctx, key, off, n)
 }
 
-// TestTampered: a manifest that is well-formed and not the one that was sealed is refused before anything else is read.
+// TestTampered: a well-formed manifest that is not the sealed one is refused before anything else is read.
 func TestTampered(t *testing.T) {
 	t.Parallel()
 	x := newRig(t)

@@ -20,11 +20,11 @@ import (
 
 // Options say how a checkpoint is written. The zero value works.
 type Options struct {
-	Dir      string // for spool files, of at most two packs; empty: the system's
-	Workers  int    // that compress; 0: half the CPUs
+	Dir      string // directory of the spool files, at most two packs; empty: the system's
+	Workers  int    // goroutines that compress; 0: half the CPUs
 	Level    zstd.EncoderLevel
-	Throttle func(ctx context.Context, n int) error // asked before n bytes are sent; nil: never
-	Key      *envelope.Key                          // of this attempt, by which everything is encrypted; nil: nothing is
+	Throttle func(ctx context.Context, n int) error // called before n bytes are sent; nil: not called
+	Key      *envelope.Key                          // key of this attempt, which encrypts everything; nil: no encryption
 }
 
 func (o Options) withDefaults() Options {
@@ -37,20 +37,20 @@ func (o Options) withDefaults() Options {
 	return o
 }
 
-// Source is one image that is to be stored.
+// Source is one image to store.
 type Source struct {
 	Name string
 	Size int64
-	// Changed are the ranges in which the image may differ from the reference's of the same name, or from zeros where there is none,
-	// sorted; elsewhere it must be equal. They are widened to pages.
+	// Changed are the ranges in which the image may differ from the reference's image of the same name, or from zeros
+	// if there is none, sorted. Elsewhere the two must be equal. The ranges are widened to whole pages.
 	Changed []Range
-	// Read fills p with the image from off on, with zeros beyond its end. Both are whole pages.
+	// Read fills p with the image from off on, with zeros after its end. Both are multiples of a page.
 	Read func(p []byte, off int64) error
-	// Reference likewise reads the image of the reference. Nil where its bytes are not at hand: every page of Changed that is not
-	// zeros is stored then.
+	// Reference reads the reference's image in the same way. If its bytes are not available, Reference is nil: then
+	// every page of Changed that is not zeros is stored.
 	Reference func(p []byte, off int64) error
-	// First are pages that readers ask for before all others, sorted. Those that are stored come first, in frames without any other page, so that
-	// to read them is to read little else. It is only a hint.
+	// First are the pages that readers ask for first, sorted. Those that this write stores come first, in frames
+	// without any other page, so that reading them reads little else. It is only a hint.
 	First []Range
 }
 
@@ -63,32 +63,32 @@ type Object struct {
 	Bytes int64
 }
 
-// Written is what a Write has put into the store.
+// Written is the result of a Write.
 type Written struct {
 	Manifest manifest.Ref
-	Objects  []Object // of this write, the manifest among them
+	Objects  []Object // objects of this write, including the manifest
 	Needs    []string // keys of all objects that a reader may need, sorted
 	Snapshot *Snapshot
 
 	Compared int64 // bytes of Changed
 	Dirty    int64 // bytes of pages that were stored because they differ
-	Moved    int64 // bytes of pages that were stored again, so that those of a region or of an image are not scattered over many packs
+	Moved    int64 // bytes of unchanged pages that were stored again, because they were scattered over many frames or packs
 	Stored   int64 // bytes of Objects
 }
 
-// Write puts a checkpoint into the store, under keys that begin with prefix: packs, then the manifest. What it has in common with the
-// reference, which may be nil, is not stored again. h needs ProjectID, CheckpointID and what describes the checkpoint; the map is
-// filled in. When it fails, objects may be left under prefix.
+// Write puts a checkpoint into the store, under keys that begin with prefix: packs, then the manifest. Data that is in
+// the reference, which may be nil, is not stored again. h needs ProjectID, CheckpointID and the fields that describe
+// the checkpoint; Write fills in the map. After a failure, objects may remain under prefix.
 func Write(ctx context.Context, blobs blob.Blobs, prefix string, h manifest.Header, reference *Snapshot, images []Source, o Options) (*Written, error) {
 	o = o.withDefaults()
 	if !strings.HasSuffix(prefix, "/") || !blob.ValidKey(prefix+"x") {
-		return nil, core.Errorf(core.Internal, core.CodeInternal, "%q is not a prefix of keys", core.Clip(prefix))
+		return nil, core.Errorf(core.Internal, core.CodeInternal, "%q is not a valid prefix of keys", core.Clip(prefix))
 	}
 	w := &writer{out: &Written{}, reference: reference, editors: make(map[string]*manifest.Editor)}
 	w.packer = newPacker(ctx, blobs, prefix, o)
 	err := w.images(images)
 	packs, frames, packErr := w.packer.finish(err)
-	if packErr != nil { // what stopped the packer stopped the reading, too
+	if packErr != nil { // the packer's error also stopped the reading
 		err = packErr
 	}
 	if err != nil {
@@ -110,7 +110,7 @@ func Write(ctx context.Context, blobs blob.Blobs, prefix string, h manifest.Head
 	return w.out, nil
 }
 
-// putManifest stores a manifest, encrypted where there is a key. Its digest is that of the bytes that are stored.
+// putManifest stores a manifest, encrypted if there is a key. Its digest is that of the stored bytes.
 func putManifest(ctx context.Context, blobs blob.Blobs, prefix string, key *envelope.Key, body []byte) (manifest.Ref, error) {
 	name := prefix + key.Name("manifest")
 	if key != nil {
@@ -193,7 +193,7 @@ func (w *writer) changes(src Source, tree *manifest.Tree, edit *manifest.Editor)
 	return frames.flush()
 }
 
-// compare stores the pages of ranges that differ, but for those that are done.
+// compare stores the pages of ranges that differ, except those in done.
 func (w *writer) compare(src Source, edit *manifest.Editor, ranges []Range, done, stored pageSet, frames *frameBuilder) error {
 	now, before := make([]byte, readChunk), make([]byte, readChunk)
 	for from, n := range chunks(ranges, src.Size) {
@@ -228,7 +228,7 @@ func (w *writer) compare(src Source, edit *manifest.Editor, ranges []Range, done
 	return nil
 }
 
-// chunks yields the ranges as offsets and lengths of whole pages, at most readChunk each, none twice.
+// chunks yields the ranges as offsets and lengths of whole pages, without overlaps, at most readChunk each.
 func chunks(ranges []Range, size int64) func(yield func(int64, int64) bool) {
 	const page = manifest.PageSize
 	end := (size + page - 1) / page * page
@@ -273,7 +273,7 @@ func (f *frameBuilder) flush() error {
 	return f.w.packer.add(f.image, pages, raw)
 }
 
-// place writes the frames into the maps.
+// place enters the frames into the maps.
 func (w *writer) place(frames []*frameJob) {
 	for _, j := range frames {
 		for i, page := range j.pages {
@@ -315,7 +315,7 @@ func (w *writer) describe(h *manifest.Header, images []Source, packs []Object) (
 		h.Shared = append(h.Shared, shared[key])
 	}
 	for hash, b := range own {
-		s.nodes[hash] = node{b: b} // its manifest has no name yet
+		s.nodes[hash] = node{b: b} // its manifest has no key yet
 	}
 	body, err := manifest.Encode(*h, own)
 	h.Format = manifest.Format
@@ -324,14 +324,15 @@ func (w *writer) describe(h *manifest.Header, images []Source, packs []Object) (
 	return body, err
 }
 
-// Reading a map takes a request for each manifest that has nodes of it. Where those are more than fewShared, nodes are written again that others have
-// few of, as many bytes as this.
+// Reading a map takes one request for each manifest with nodes of it. If there are more than fewShared, up to
+// nodesAgain bytes of nodes are written again: those of the manifests that have the fewest bytes of them.
 const (
 	fewShared  = 3
 	nodesAgain = 32 << 10 // before they are compressed
 )
 
-// share divides the nodes of the maps into those that this manifest has and those that others have, which are noted in s.
+// share divides the nodes of the maps into those that this manifest contains and those that other manifests contain. It
+// records the latter in s.
 func (w *writer) share(all manifest.Nodes, s *Snapshot) (own manifest.Nodes, shared map[string]manifest.Ref) {
 	own, shared = make(manifest.Nodes), make(map[string]manifest.Ref)
 	theirs, size := make(map[string][]manifest.Hash), make(map[string]int)

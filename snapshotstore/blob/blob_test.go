@@ -22,7 +22,7 @@ func TestCheckGet(t *testing.T) {
 	}
 }
 
-// FuzzValidKey checks what backends rely on: a valid key is a path below a directory, the same however it is cleaned, needs no
+// FuzzValidKey checks what backends rely on: a valid key is a relative path that cleaning does not change, it needs no
 // escaping anywhere, and each of its beginnings is a valid prefix.
 func FuzzValidKey(f *testing.F) {
 	for _, key := range []string{"a", "packs/ab/cd.e-f_0", "", "/", "a/", "../a", "a/./b", ".tmp/x", "A", "a//b", strings.Repeat("a", 256)} {

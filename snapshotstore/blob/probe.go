@@ -12,16 +12,16 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// ProbePrefix is what the keys of probes begin with. Nothing else has such keys.
+// ProbePrefix begins the keys of probes. No other keys begin with it.
 const ProbePrefix = "probe/"
 
-// A probe that its maker left behind is removed by a later one.
+// A later probe removes probes of this age that were left behind.
 const probeAge = 24 * time.Hour
 
 const probeTimeout = 10 * time.Second
 
-// Probe puts a small object, reads it, and removes it again: whoever begins to use a store learns at once what it cannot do. A store
-// that lets one object overwrite another is CodeUnsupported.
+// Probe puts a small object, reads it and removes it again, so that a new user of a store learns at once what the store
+// cannot do. A store that lets one object overwrite another is CodeUnsupported.
 func Probe(ctx context.Context, b Blobs) (err error) {
 	key := ProbePrefix + strings.ToLower(rand.Text())
 	data := []byte("coppice probe " + rand.Text())
@@ -38,13 +38,13 @@ func Probe(ctx context.Context, b Blobs) (err error) {
 	if err := put(data); err != nil {
 		return err
 	}
-	if err := put(data); err != nil { // as after an answer that was lost
+	if err := put(data); err != nil { // a second time, as after a lost answer
 		return err
 	}
 	switch err := put(append([]byte("other "), data...)); {
 	case err == nil:
 		return core.Errorf(core.FailedPrecondition, core.CodeUnsupported,
-			"the store lets an object overwrite another: it does not heed the condition of a request (If-None-Match: *); use a server that does")
+			"the store lets an object overwrite another: it ignores the condition of a request (If-None-Match: *); use a server that does")
 	case !errors.Is(err, ErrExists):
 		return err
 	}
@@ -57,12 +57,12 @@ func Probe(ctx context.Context, b Blobs) (err error) {
 		return err
 	}
 	if !bytes.Equal(got, data[1:]) {
-		return core.Errorf(core.FailedPrecondition, core.CodeUnsupported, "the store gave back other bytes than were put a moment before")
+		return core.Errorf(core.FailedPrecondition, core.CodeUnsupported, "the store returned other bytes than were stored a moment before")
 	}
 	return sweepProbes(ctx, b, key)
 }
 
-// sweepProbes checks that a probe is listed, and removes those of others that did not come to do it.
+// sweepProbes checks that a probe is listed, and removes old probes that were left behind.
 func sweepProbes(ctx context.Context, b Blobs, own string) error {
 	var old []string
 	found := false
@@ -76,7 +76,7 @@ func sweepProbes(ctx context.Context, b Blobs, own string) error {
 		}
 	}
 	if !found {
-		return core.Errorf(core.FailedPrecondition, core.CodeUnsupported, "the store does not list what was put a moment before")
+		return core.Errorf(core.FailedPrecondition, core.CodeUnsupported, "the store does not list an object that was stored a moment before")
 	}
 	return b.Delete(ctx, old...)
 }

@@ -1,6 +1,6 @@
-// Package envelope encrypts the objects of projects that want it in the snapshot store: frames of
-// packs, and manifests. Every attempt to store a checkpoint has its own key, derived from a key of
-// its project. So the key of one checkpoint does not open the others.
+// Package envelope encrypts objects in the snapshot store, for projects that want it: the frames of packs, and
+// manifests. Each attempt to store a checkpoint has its own key, derived from a key of its project. So the key of one
+// checkpoint does not open the others.
 package envelope
 
 import (
@@ -18,13 +18,14 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// Overhead is how much longer a box is than what is in it, in bytes: a nonce before and a tag behind.
+// Overhead is the difference between the length of a box and of its content, in bytes: a nonce at the beginning and a
+// tag at the end.
 const Overhead = chacha20poly1305.NonceSizeX + chacha20poly1305.Overhead
 
-// ErrOpen says that a box is not what was sealed, or that the key is another.
-var ErrOpen = errors.New("the bytes are not what was encrypted with this key")
+// ErrOpen says that a box was changed, or that it was encrypted with another key or context.
+var ErrOpen = errors.New("the bytes were not encrypted with this key, or were changed since")
 
-// Derive gives the key of the attempt that writes below a prefix, out of a key of its project.
+// Derive returns the key of the attempt that writes below a prefix, derived from a key of its project.
 func Derive(project core.DataKey, prefix string) core.DataKey {
 	b, err := hkdf.Key(sha256.New, project[:], nil, "coppice objects v1\n"+prefix, len(project))
 	if err != nil {
@@ -39,7 +40,8 @@ type Key struct {
 	version int64
 }
 
-// NewKey makes one that is derived from the version of its project's key, which names of objects have.
+// NewKey returns a key; version is the version of the project key from which it was derived. The names of objects
+// contain the version.
 func NewKey(secret core.DataKey, version int64) *Key {
 	aead, err := chacha20poly1305.NewX(secret[:])
 	if err != nil {
@@ -48,14 +50,14 @@ func NewKey(secret core.DataKey, version int64) *Key {
 	return &Key{aead, version}
 }
 
-// Seal appends a box with plain in it to dst, under a nonce of 192 random bits. It can be opened with the same context only.
+// Seal appends a box with plain in it to dst, with a nonce of 192 random bits. Only the same context opens it.
 func (k *Key) Seal(dst, plain, context []byte) []byte {
 	var nonce [chacha20poly1305.NonceSizeX]byte
 	_, _ = rand.Read(nonce[:]) // never fails: crypto/rand ends the program instead
 	return k.aead.Seal(append(dst, nonce[:]...), nonce[:], plain, context)
 }
 
-// Open appends what is in a box to dst; ErrOpen.
+// Open appends the content of a box to dst; ErrOpen if the box cannot be opened.
 func (k *Key) Open(dst, box, context []byte) ([]byte, error) {
 	if len(box) < Overhead {
 		return nil, ErrOpen
@@ -67,7 +69,7 @@ func (k *Key) Open(dst, box, context []byte) ([]byte, error) {
 	return out, nil
 }
 
-// Name is the name of an object that is encrypted with the key; of one that is not, where the key is nil.
+// Name returns the name of an object that is encrypted with the key; for a nil key, the name of an unencrypted object.
 func (k *Key) Name(plain string) string {
 	if k == nil {
 		return plain
@@ -75,7 +77,8 @@ func (k *Key) Name(plain string) string {
 	return fmt.Sprintf("%s.k%d", plain, k.version)
 }
 
-// Version says which of its project's keys an object is encrypted with, from its name. ok is false for one that is not encrypted.
+// Version returns the version of the project key with which an object is encrypted, from the object's name. ok is false
+// for an unencrypted object.
 func Version(object string) (version int64, ok bool) {
 	_, text, found := strings.Cut(object[strings.LastIndexByte(object, '/')+1:], ".k")
 	if !found || text == "" || text[0] < '1' || text[0] > '9' {
@@ -85,11 +88,11 @@ func Version(object string) (version int64, ok bool) {
 	return version, err == nil
 }
 
-// Encrypted reports whether an object is, from its name.
+// Encrypted reports whether an object is encrypted, from its name.
 func Encrypted(object string) bool {
 	_, ok := Version(object)
 	return ok
 }
 
-// Prefix is what the keys of all objects of an object's attempt begin with.
+// Prefix returns the key prefix of all objects of the attempt to which an object belongs.
 func Prefix(object string) string { return object[:strings.LastIndexByte(object, '/')+1] }

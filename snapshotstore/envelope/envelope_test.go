@@ -14,7 +14,7 @@ import (
 // fixed is a key that is the same in every run.
 func fixed(b byte) core.DataKey { return core.DataKey(bytes.Repeat([]byte{b}, 32)) }
 
-// goldenBox has "a frame" in it, under fixed(1) and the context "context".
+// goldenBox returns a box with "a frame" in it, encrypted with fixed(1) and the context "context".
 func goldenBox(tb testing.TB) []byte {
 	tb.Helper()
 	box, err := hex.DecodeString("000102030405060708090a0b0c0d0e0f101112131415161719f0bdf7fcfcb292548634c86b25ef0a0786c50778bc20")
@@ -24,8 +24,8 @@ func goldenBox(tb testing.TB) []byte {
 	return box
 }
 
-// TestGolden keeps the format: what was once written is read for ever. Both values come from another implementation, of RFC 5869 and of
-// draft-irtf-cfrg-xchacha-03.
+// TestGolden protects the format: data that was written once must stay readable for ever. Both values come from another
+// implementation, of RFC 5869 and of draft-irtf-cfrg-xchacha-03.
 func TestGolden(t *testing.T) {
 	t.Parallel()
 	secret := envelope.Derive(fixed(1), "v1/prj/ckpt/1/")
@@ -64,7 +64,7 @@ func TestSeal(t *testing.T) {
 	}
 }
 
-// TestEveryByte flips every bit of a box and cuts it off everywhere.
+// TestEveryByte flips every bit of a box and cuts it off at every byte.
 func TestEveryByte(t *testing.T) {
 	t.Parallel()
 	k := envelope.NewKey(core.NewDataKey(), 1)
@@ -99,7 +99,7 @@ func TestNonces(t *testing.T) {
 	}
 }
 
-// TestDerive: the key of an attempt is that of no other attempt and of no other project key.
+// TestDerive: each attempt and each project key gives a different key.
 func TestDerive(t *testing.T) {
 	t.Parallel()
 	a := envelope.Derive(fixed(1), "v1/p/c/1/")
@@ -130,7 +130,7 @@ func TestNames(t *testing.T) {
 	}
 }
 
-// TestKeyOf: keys are found by where objects are, and without one nothing is read.
+// TestKeyOf: a key is found by the place of its object, and without a key nothing is read.
 func TestKeyOf(t *testing.T) {
 	t.Parallel()
 	bare, err := dir.Open(t.TempDir())
@@ -165,10 +165,10 @@ func TestKeyOf(t *testing.T) {
 	}
 }
 
-// FuzzOpen: nothing but what was sealed is opened.
+// FuzzOpen: only what was encrypted can be opened.
 func FuzzOpen(f *testing.F) {
 	k := envelope.NewKey(fixed(1), 1)
-	sealed := goldenBox(f) // not one of a fresh nonce: the fuzzer's workers are other processes
+	sealed := goldenBox(f) // not with a fresh nonce: the fuzzer's workers are other processes
 	f.Add(sealed, []byte("context"))
 	f.Add(sealed[:envelope.Overhead], []byte("context"))
 	f.Add([]byte{}, []byte{})
@@ -183,7 +183,7 @@ func FuzzOpen(f *testing.F) {
 	})
 }
 
-// FuzzVersion: a name is an encrypted object's, or it is not, and what it says is what would be written.
+// FuzzVersion: a name is either that of an encrypted object or not, and writing the version again gives the same name.
 func FuzzVersion(f *testing.F) {
 	for _, name := range []string{"v1/p/c/1/pack-0.k1", "manifest", ".k1", "a/b.k9223372036854775807"} {
 		f.Add(name)

@@ -10,7 +10,7 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// highWater runs work and returns how many bytes of heap it had beyond those before, at most.
+// highWater runs work and returns the maximum growth of the heap in bytes.
 func highWater(work func()) int64 {
 	runtime.GC()
 	var m runtime.MemStats
@@ -38,14 +38,14 @@ func highWater(work func()) int64 {
 	return most.Load()
 }
 
-// raw is a manifest of a header and of nodes as they are, whatever is wrong with them.
+// raw builds a manifest from a header and nodes without any check.
 func raw(head string, nodesLen uint32, packed []byte) []byte {
 	b := binary.LittleEndian.AppendUint32([]byte(magic), uint32(len(head)))
 	b = binary.LittleEndian.AppendUint32(b, nodesLen)
 	return append(append(b, head...), packed...)
 }
 
-// repeated is a manifest of few bytes whose map has one leaf again and again: an image of 80 GiB of one page of a frame.
+// repeated returns a manifest of few bytes whose map repeats one leaf: an image of 80 GiB from one page of a frame.
 func repeated(t testing.TB) []byte {
 	t.Helper()
 	const size = 80 << 30
@@ -72,7 +72,7 @@ func repeated(t testing.TB) []byte {
 	return b
 }
 
-// overlapping has two frames that share bytes of an object.
+// overlapping returns a manifest with two frames that share bytes of an object.
 func overlapping(t testing.TB) []byte {
 	t.Helper()
 	h, _ := sample()
@@ -82,7 +82,7 @@ func overlapping(t testing.TB) []byte {
 	return encode(t, h, map[string]*Tree{"disk": e.Tree()})
 }
 
-// TestBombs reads manifests of few bytes that claim much. Each is refused, and takes no more memory than stated.
+// TestBombs reads manifests of few bytes that claim much. Each is refused, within the stated memory.
 func TestBombs(t *testing.T) { // not parallel: it measures the heap
 	const most = 64 << 20
 	h, trees := sample()
@@ -99,7 +99,7 @@ func TestBombs(t *testing.T) { // not parallel: it measures the heap
 		n := (maxHeader - 4096) / (len(element) + 1)
 		return raw(`{"format":1,"`+name+`":[`+strings.Repeat(element+",", n)+element+`]}`, 0, encoder().EncodeAll(nil, nil))
 	}
-	tiny := func() []byte { // nodes of three bytes, in no order: the most that fit
+	tiny := func() []byte { // nodes of three bytes, unordered: the maximum number that fits
 		var b []byte
 		for i := range uint32(8 << 20) {
 			b = append(b, 3, byte(i), byte(i>>8), byte(i>>16))

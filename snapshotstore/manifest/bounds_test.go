@@ -9,16 +9,16 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// TestNodesAndKeysAreBounded: a node of 96 KiB and the key of an object of 512 bytes are read, and one byte more is refused wherever a
-// manifest may have it.
+// TestNodesAndKeysAreBounded: a node of 96 KiB and an object key of 512 bytes are accepted. One more byte is refused
+// wherever a manifest may contain it.
 func TestNodesAndKeysAreBounded(t *testing.T) {
 	t.Parallel()
 	h, trees := sample()
-	key := func(n int) string { return strings.Repeat("z", n) } // behind all other keys
+	key := func(n int) string { return strings.Repeat("z", n) } // sorts after all other keys
 	withNode := func(n int) []byte {
 		all := make(Nodes)
 		node := make([]byte, n)
-		_, _ = rand.NewChaCha8([32]byte{}).Read(node) // it must not compress more than nodes do
+		_, _ = rand.NewChaCha8([32]byte{}).Read(node) // random, so that it compresses no better than nodes
 		all.add(node)
 		b, err := Encode(h, all)
 		if err != nil {
@@ -61,7 +61,7 @@ func TestNodesAndKeysAreBounded(t *testing.T) {
 	}
 }
 
-// TestLargestLeaf: the largest leaf that a writer can make, with an object of its own for every page, fits in a node.
+// TestLargestLeaf: the largest leaf that a writer can make, with a separate object for every page, fits in a node.
 func TestLargestLeaf(t *testing.T) {
 	t.Parallel()
 	e := NewTree(LeafPages * PageSize).Edit(LeafPages * PageSize)

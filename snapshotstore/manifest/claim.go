@@ -6,7 +6,8 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// Claim is what the controller's rows say of a checkpoint. Whoever writes a manifest may lie in it: a reader believes the rows.
+// Claim is what the controller's rows say about a checkpoint. The writer of a manifest may lie in it: a reader believes
+// the rows.
 type Claim struct {
 	ProjectID    core.ProjectID
 	CheckpointID core.CheckpointID
@@ -16,7 +17,7 @@ type Claim struct {
 	Resources    core.Resources
 }
 
-// Check refuses a manifest that says anything else than the rows, and names the field.
+// Check refuses a manifest that differs from the rows, and names the field.
 func (h Header) Check(c Claim) error {
 	var field string
 	switch {

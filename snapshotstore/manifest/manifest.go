@@ -18,56 +18,57 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// Format is the version of the format. A reader takes this one and no other.
+// Format is the version of the format. A reader accepts only this version.
 const Format = 1
 
-// What a manifest may have at most.
+// The bounds of a manifest.
 const (
-	// MaxBytes of the object, and of its nodes when they are not compressed.
+	// MaxBytes bounds the object, and also its nodes before compression.
 	MaxBytes = 64 << 20
-	// MaxShared is how many other manifests one may take nodes from. What would need more has all its nodes itself.
+	// MaxShared bounds from how many other manifests one manifest takes nodes. A manifest that would need more contains
+	// all its nodes itself.
 	MaxShared = 8
-	// MaxFrameBytes of one frame.
+	// MaxFrameBytes bounds one frame.
 	MaxFrameBytes = FramePages*PageSize + 4096
-	// MaxNodes is how many nodes one manifest may have, and MaxLeaves how many leaves its maps may have together: 512 GiB in use.
+	// MaxNodes bounds the nodes of one manifest, and MaxLeaves the leaves of all its maps together: 512 GiB in use.
 	MaxNodes  = 1 << 20
 	MaxLeaves = 1 << 20
 	maxHeader = 8 << 20
 	maxKey    = 512
 	maxImages = 16
 	maxClass  = 64 // fields
-	// minListed is the least number of bytes that an image, a manifest or an object takes in a header. It bounds the elements of a
-	// list by the bytes of the header before the list is decoded.
+	// minListed is the minimum number of bytes that an image, a manifest or an object takes in a header. With it, the
+	// number of elements of a list is bounded by the bytes of the header before the list is decoded.
 	minListed = 20
-	// maxRatio is how many bytes of nodes may come out of one compressed byte, beyond nodesSlack. Most of a node is hashes, which
-	// do not compress: what a writer makes stays far below.
+	// maxRatio bounds how many bytes of nodes one compressed byte may give, beyond nodesSlack. Most of a node is
+	// hashes, which do not compress: real manifests stay far below.
 	maxRatio   = 64
 	nodesSlack = 64 << 10
 )
 
 const magic = "COPPMAN1"
 
-// Header is what a manifest says besides the map. It is encoded as JSON in the order of its fields.
+// Header is the information in a manifest besides the map. It is encoded as JSON in the order of its fields.
 type Header struct {
 	Format       int               `json:"format"`
 	ProjectID    core.ProjectID    `json:"project_id"`
 	CheckpointID core.CheckpointID `json:"checkpoint_id"`
-	Parent       core.CheckpointID `json:"parent,omitempty"` // in the DAG
+	Parent       core.CheckpointID `json:"parent,omitempty"` // parent in the DAG
 	CapturedAt   string            `json:"captured_at"`      // RFC 3339, UTC
-	GuestImage   core.Digest       `json:"guest_image"`      // whose root file system and kernel it needs
-	Class        map[string]string `json:"class"`            // what it needs of a host: equal in every field
+	GuestImage   core.Digest       `json:"guest_image"`      // the image with its root file system and kernel
+	Class        map[string]string `json:"class"`            // runner class: a host must be equal in every field
 	Resources    core.Resources    `json:"resources"`
 	Before       *Ref              `json:"before,omitempty"` // the manifest that this one was written against
 	Images       []ImageRoot       `json:"images"`           // sorted by name
-	Shared       []Ref             `json:"shared,omitempty"` // manifests that nodes are taken from, sorted by key
-	Objects      []Object          `json:"objects"`          // that frames are in, sorted by key
-	Record       json.RawMessage   `json:"record,omitempty"` // what the runner wants to know again
+	Shared       []Ref             `json:"shared,omitempty"` // other manifests with nodes of this one, sorted by key
+	Objects      []Object          `json:"objects"`          // objects that contain its frames, sorted by key
+	Record       json.RawMessage   `json:"record,omitempty"` // the record of the runner, which only the runner reads
 }
 
 // Ref names another manifest.
 type Ref struct {
 	Key    string      `json:"key"`
-	Digest core.Digest `json:"digest"` // of the object's bytes
+	Digest core.Digest `json:"digest"` // digest of the object's bytes
 	Bytes  int64       `json:"bytes"`
 }
 
@@ -75,7 +76,7 @@ type Ref struct {
 type ImageRoot struct {
 	Name  string      `json:"name"`
 	Bytes int64       `json:"bytes"`
-	Root  core.Digest `json:"root,omitempty"` // of the map's root node; empty: zeros
+	Root  core.Digest `json:"root,omitempty"` // hash of the map's root node; empty: all zeros
 }
 
 // Object is one object with frames.
@@ -84,7 +85,7 @@ type Object struct {
 	Bytes int64  `json:"bytes"`
 }
 
-// coders that are made once: an encoder without concurrency gives the same bytes for the same input.
+// The coders are made once. An encoder without concurrency gives the same bytes for the same input.
 var (
 	encoder = sync.OnceValue(func() *zstd.Encoder {
 		e, err := zstd.NewWriter(nil, zstd.WithEncoderConcurrency(1), zstd.WithEncoderLevel(zstd.SpeedDefault), zstd.WithEncoderCRC(false))
@@ -106,7 +107,7 @@ var (
 //
 //	0   8   magic "COPPMAN1"
 //	8   4   length h of the header, little-endian
-//	12  4   length n of the nodes when they are not compressed, little-endian
+//	12  4   length n of the uncompressed nodes, little-endian
 //	16  h   the header, JSON
 //	..      the nodes as one zstd frame: each with its length before it as a uvarint, in the order of their hashes
 func Encode(h Header, own Nodes) ([]byte, error) {
@@ -131,8 +132,8 @@ func Encode(h Header, own Nodes) ([]byte, error) {
 	return encoder().EncodeAll(nodes, b), nil
 }
 
-// Decode takes a manifest apart. What it returns is well-formed: every field is within its bounds, and every node has the hash under
-// which it is found. That the nodes are those of a map DecodeTree finds out.
+// Decode decodes a manifest. The result is well-formed: every field is within its bounds, and every node has the hash
+// under which it is found. Whether the nodes form a map is checked by DecodeTree.
 func Decode(b []byte) (Header, Nodes, error) {
 	h, err := DecodeHeader(b)
 	if err != nil {
@@ -141,7 +142,7 @@ func Decode(b []byte) (Header, Nodes, error) {
 	headLen, nodesLen := lengths(b)
 	packed := b[16+headLen:]
 	if nodesLen > nodesSlack+maxRatio*int64(len(packed)) {
-		return h, nil, invalid("its nodes are compressed more than nodes can be")
+		return h, nil, invalid("its nodes have an impossible compression ratio")
 	}
 	raw, err := decompressor().DecodeAll(packed, make([]byte, 0, nodesLen))
 	if err != nil || int64(len(raw)) != nodesLen {
@@ -151,20 +152,20 @@ func Decode(b []byte) (Header, Nodes, error) {
 	return h, nodes, err
 }
 
-// lengths are those of the header and of the nodes. The caller has made sure that b has 16 bytes.
+// lengths returns the lengths of the header and of the uncompressed nodes. The caller has checked that b has 16 bytes.
 func lengths(b []byte) (head, nodes int64) {
 	return int64(binary.LittleEndian.Uint32(b[8:])), int64(binary.LittleEndian.Uint32(b[12:]))
 }
 
-// DecodeHeader reads and checks the header alone. It takes memory for what the header says, and for none of the nodes.
+// DecodeHeader decodes and checks only the header. It takes memory for the header and none for the nodes.
 func DecodeHeader(b []byte) (Header, error) {
 	var h Header
 	if len(b) < 16 || len(b) > MaxBytes || string(b[:8]) != magic {
-		return h, invalid("it does not begin as one")
+		return h, invalid("it does not begin like a manifest")
 	}
 	headLen, nodesLen := lengths(b)
 	if headLen > maxHeader || headLen > int64(len(b))-16 || nodesLen > MaxBytes {
-		return h, invalid("its lengths cannot be")
+		return h, invalid("its lengths are not possible")
 	}
 	head := b[16 : 16+headLen]
 	if err := checkLists(head); err != nil {
@@ -179,13 +180,13 @@ func DecodeHeader(b []byte) (Header, error) {
 		return h, core.Errorf(core.FailedPrecondition, core.CodeUnsupported, "the manifest has format %d and this program reads format %d; use a version that reads it", h.Format, Format)
 	}
 	if again, err := json.Marshal(h); err != nil || !bytes.Equal(again, head) {
-		return h, invalid("its header is not written as it must be")
+		return h, invalid("its header is not in canonical form")
 	}
 	return h, h.check()
 }
 
-// checkLists refuses a header whose lists have more elements than their bytes allow, before they are decoded: an empty element takes
-// two bytes as JSON and a hundred in memory.
+// checkLists refuses a header whose lists have more elements than their bytes allow, before they are decoded. An empty
+// element takes two bytes as JSON and a hundred bytes in memory.
 func checkLists(head []byte) error {
 	var lists struct {
 		Class   json.RawMessage `json:"class"`
@@ -201,7 +202,7 @@ func checkLists(head []byte) error {
 		bytes.Count(lists.Images, open) > maxImages || len(lists.Images) > 64<<10,
 		bytes.Count(lists.Shared, open) > MaxShared,
 		bytes.Count(lists.Objects, open) > 1+len(lists.Objects)/minListed:
-		return invalid("its header has more in it than one has")
+		return invalid("its header has more elements than a header can have")
 	}
 	return nil
 }
@@ -212,7 +213,7 @@ func decodeNodes(raw []byte) (Nodes, error) {
 	for len(raw) > 0 {
 		n, used := binary.Uvarint(raw)
 		if used <= 0 || n < minNode || n > maxNode || int64(n) > int64(len(raw)-used) {
-			return nil, invalid("the length of a node cannot be")
+			return nil, invalid("the length of a node is not possible")
 		}
 		node := raw[used : used+int(n)]
 		h := Hash(sha256.Sum256(node))
@@ -230,14 +231,14 @@ func decodeNodes(raw []byte) (Nodes, error) {
 
 func (h Header) check() error {
 	if _, err := core.ParseID[core.ProjectID](string(h.ProjectID)); err != nil {
-		return invalid("its project is not one")
+		return invalid("its project is not a valid id")
 	}
 	if _, err := core.ParseID[core.CheckpointID](string(h.CheckpointID)); err != nil {
-		return invalid("its checkpoint is not one")
+		return invalid("its checkpoint is not a valid id")
 	}
 	if h.Parent != "" {
 		if _, err := core.ParseID[core.CheckpointID](string(h.Parent)); err != nil {
-			return invalid("its parent is not one")
+			return invalid("its parent is not a valid id")
 		}
 	}
 	if len(h.Class) > maxClass {
@@ -248,7 +249,7 @@ func (h Header) check() error {
 	}
 	for i, image := range h.Images {
 		if image.Name == "" || i > 0 && h.Images[i-1].Name == image.Name {
-			return invalid("an image is there twice")
+			return invalid("it has an image twice")
 		}
 		if err := checkSize(image.Bytes); err != nil {
 			return err
@@ -258,14 +259,14 @@ func (h Header) check() error {
 		}
 	}
 	if len(h.Shared) > MaxShared {
-		return invalid("it takes nodes from %d others", len(h.Shared))
+		return invalid("it takes nodes from %d other manifests", len(h.Shared))
 	}
 	for i, ref := range h.Shared {
 		if err := ref.check(); err != nil {
 			return err
 		}
 		if i > 0 && h.Shared[i-1].Key >= ref.Key {
-			return invalid("those that it takes nodes from are not in order")
+			return invalid("the manifests from which it takes nodes are not in order")
 		}
 	}
 	if h.Before != nil {
@@ -283,12 +284,12 @@ func (h Header) check() error {
 
 func (r Ref) check() error {
 	if _, err := core.ParseDigest(string(r.Digest)); err != nil || r.Key == "" || len(r.Key) > maxKey || r.Bytes < 1 || r.Bytes > MaxBytes {
-		return invalid("it names another manifest that cannot be")
+		return invalid("its reference to another manifest is not valid")
 	}
 	return nil
 }
 
-// hashOf is the hash that a root has as a digest.
+// hashOf converts the digest of a root to a hash.
 func hashOf(d core.Digest) (Hash, error) {
 	var h Hash
 	if d == "" {
@@ -303,7 +304,7 @@ func hashOf(d core.Digest) (Hash, error) {
 	return h, nil
 }
 
-// Digest is a hash as it is written in a header.
+// Digest returns a hash in the form of a header.
 func (h Hash) Digest() core.Digest {
 	if h == (Hash{}) {
 		return ""
@@ -311,13 +312,14 @@ func (h Hash) Digest() core.Digest {
 	return core.Digest("sha256:" + hex.EncodeToString(h[:]))
 }
 
-// Trees builds the maps of all images. nodes are those of the manifest itself and of those that it shares with. A manifest that maps a
-// page of a frame twice, or has frames that overlap, is refused: no writer makes one, and a few bytes would stand for a whole disk.
+// Trees builds the maps of all images. nodes are the nodes of the manifest itself and of those that it shares with. A
+// manifest that maps a page of a frame twice, or has overlapping frames, is refused: no writer makes one, and a few
+// bytes could stand for a whole disk.
 func (h Header) Trees(nodes Nodes) (map[string]*Tree, error) {
 	return h.TreesWithin(nodes, MaxLeaves)
 }
 
-// TreesWithin is Trees with a smaller bound of the leaves that all maps have together. A leaf takes about 2 KiB of memory.
+// TreesWithin is Trees with a smaller bound on the leaves of all maps together. A leaf takes about 2 KiB of memory.
 func (h Header) TreesWithin(nodes Nodes, leaves int) (map[string]*Tree, error) {
 	objects := make(map[string]int64, len(h.Objects))
 	for _, o := range h.Objects {
@@ -340,13 +342,13 @@ func (h Header) TreesWithin(nodes Nodes, leaves int) (map[string]*Tree, error) {
 	return out, stock.check(objects)
 }
 
-// frameStock is the frames of all maps of a manifest, one of each.
+// frameStock has one copy of each frame of all maps of a manifest.
 type frameStock struct {
 	frames map[Frame]*Frame
-	used   map[*Frame]uint16 // a bit for each page of a frame that is mapped; nil: it is not noted
+	used   map[*Frame]uint16 // one bit for each mapped page of a frame; nil: not recorded
 }
 
-// use notes that the pages of a leaf are mapped, each for the first time.
+// use records that the pages of a leaf are mapped, and refuses a page that was mapped before.
 func (s *frameStock) use(l *leaf) error {
 	if s.used == nil {
 		return nil
@@ -359,7 +361,7 @@ func (s *frameStock) use(l *leaf) error {
 		}
 		bit := uint16(1) << l.slots[i].Index
 		if s.used[f]&bit != 0 {
-			return invalid("it maps page %d of the frame at %d of an object twice", l.slots[i].Index, f.Offset)
+			return invalid("it maps page %d of the frame at offset %d of an object twice", l.slots[i].Index, f.Offset)
 		}
 		s.used[f] |= bit
 		empty = false
@@ -370,17 +372,17 @@ func (s *frameStock) use(l *leaf) error {
 	return nil
 }
 
-// check makes sure that every frame is in an object that the header names, and that none overlaps another.
+// check makes sure that every frame is in an object that the header names, and that no frames overlap.
 func (s *frameStock) check(objects map[string]int64) error {
 	list := slices.SortedFunc(maps.Values(s.frames), func(a, b *Frame) int {
 		return cmp.Or(strings.Compare(a.Object, b.Object), cmp.Compare(a.Offset, b.Offset))
 	})
 	for i, f := range list {
 		if size, there := objects[f.Object]; !there || f.Offset > size-f.Length {
-			return invalid("it has a frame that is in no object that it names")
+			return invalid("it has a frame outside of the objects that it names")
 		}
 		if i > 0 && list[i-1].Object == f.Object && f.Offset-list[i-1].Offset < list[i-1].Length {
-			return invalid("it has frames that overlap, at %d of an object", f.Offset)
+			return invalid("it has overlapping frames at offset %d of an object", f.Offset)
 		}
 	}
 	return nil

@@ -19,7 +19,7 @@ import (
 
 var update = flag.Bool("update", false, "write the golden files anew")
 
-// sample is a manifest with something of everything.
+// sample is a manifest with at least one of every element.
 func sample() (Header, map[string]*Tree) {
 	frame := func(object string, off int64, pages int) *Frame {
 		f := &Frame{Object: "v1/" + object, Offset: off, Length: int64(pages) * 1000, Pages: pages}
@@ -68,7 +68,8 @@ func runsOf(t *Tree) []string {
 	return out
 }
 
-// TestGolden keeps the format: what was once written is read for ever, and is still what is written.
+// TestGolden protects the format: data that was written once must stay readable for ever, and is still written in the
+// same way.
 func TestGolden(t *testing.T) {
 	t.Parallel()
 	h, trees := sample()
@@ -105,7 +106,7 @@ func TestGolden(t *testing.T) {
 	}
 }
 
-// TestTree: a map that is edited at random says the same as a map of Go, and comes back from its nodes.
+// TestTree: a map that is edited at random agrees with a Go map, and is the same after encoding and decoding.
 func TestTree(t *testing.T) {
 	t.Parallel()
 	r := rand.New(rand.NewPCG(1, 2))
@@ -167,7 +168,7 @@ func TestTree(t *testing.T) {
 	}
 }
 
-// TestDecodeRefuses what is malformed although its digest may be right.
+// TestDecodeRefuses: malformed manifests are refused even if their digest is right.
 func TestDecodeRefuses(t *testing.T) {
 	t.Parallel()
 	h, trees := sample()
@@ -210,7 +211,7 @@ func TestDecodeRefuses(t *testing.T) {
 	}
 }
 
-// FuzzDecode: nothing panics, what is accepted is within its bounds, and is written again as it was read.
+// FuzzDecode: nothing panics; an accepted manifest is within its bounds, and encodes to the same bytes.
 func FuzzDecode(f *testing.F) {
 	h, trees := sample()
 	f.Add(encode(f, h, trees))
@@ -238,7 +239,7 @@ func FuzzDecode(f *testing.F) {
 	})
 }
 
-// FuzzTree: a leaf or an inner node of any bytes.
+// FuzzTree decodes a leaf or an inner node of arbitrary bytes.
 func FuzzTree(f *testing.F) {
 	_, trees := sample()
 	all := make(Nodes)

@@ -15,16 +15,17 @@ const (
 	kindInner = 'I'
 )
 
-// maxNode bounds the bytes of a node: a leaf with a frame of an object of its own for every page.
+// maxNode bounds the bytes of a node. The largest node is a leaf with a separate frame in a separate object for every
+// page.
 const maxNode = 96 << 10
 
-// minNode is an inner node with one child. The smallest leaf has more.
+// minNode is the size of an inner node with one child. The smallest leaf is larger.
 const minNode = 1 + 4 + 32
 
-// Nodes are encoded nodes by their hash.
+// Nodes maps hashes to encoded nodes.
 type Nodes map[Hash][]byte
 
-// height is how many levels of inner nodes an image of a size has above its leaves.
+// height returns the number of levels of inner nodes above the leaves, for an image of a size.
 func height(size int64) int {
 	leaves := (size + PageSize*LeafPages - 1) / (PageSize * LeafPages)
 	h := 0
@@ -34,7 +35,7 @@ func height(size int64) int {
 	return h
 }
 
-// Encode returns the hash of the map's root, zero for an image of zeros, and adds to all every node of the map.
+// Encode adds every node of the map to all and returns the hash of the root, zero for an image of zeros.
 func (t *Tree) Encode(all Nodes) Hash {
 	level := make(map[int64]Hash, len(t.leaves))
 	for n, l := range t.leaves {
@@ -76,7 +77,7 @@ func (all Nodes) add(b []byte) Hash {
 	return h
 }
 
-// encode gives the one encoding of a leaf: objects and frames in the order of their first use.
+// encode returns the canonical encoding of a leaf: objects and frames in the order of their first use.
 func (l *leaf) encode() []byte {
 	var objects []string
 	var frames []*Frame
@@ -119,13 +120,14 @@ func (l *leaf) encode() []byte {
 	return b
 }
 
-// DecodeTree builds the map of an image of a size from its root. Every node is looked up by its hash, which the caller has verified.
-// An encoding that is not the canonical one is refused.
+// DecodeTree builds the map of an image of a size from its root. It looks up every node by its hash, which the caller
+// has verified. An encoding that is not canonical is refused.
 func DecodeTree(size int64, root Hash, all Nodes) (*Tree, error) {
 	return decodeTree(size, root, all, math.MaxInt, &frameStock{frames: make(map[Frame]*Frame)})
 }
 
-// decodeTree refuses a map of more than a number of leaves. A few nodes can be those of many leaves, so bytes bound nothing.
+// decodeTree refuses a map with more than a number of leaves. A few nodes can be repeated as many leaves, so their
+// bytes do not bound the leaves.
 func decodeTree(size int64, root Hash, all Nodes, leaves int, stock *frameStock) (*Tree, error) {
 	if err := checkSize(size); err != nil {
 		return nil, err
@@ -142,14 +144,14 @@ type decoder struct {
 	tree   *Tree
 	all    Nodes
 	stock  *frameStock
-	leaves map[Hash]*leaf // one of each, but for the last of the image, which may be short
-	most   int            // leaves
+	leaves map[Hash]*leaf // decoded leaves; the last leaf of the image may be short, so it is not reused
+	most   int            // maximum number of leaves
 }
 
 func (d *decoder) descend(h Hash, level int, number int64) error {
 	b, there := d.all[h]
 	if !there {
-		return invalid("it lacks the node %x", h[:6])
+		return invalid("the node %x is missing", h[:6])
 	}
 	if level == 0 {
 		if len(d.tree.leaves) >= d.most {
@@ -167,7 +169,7 @@ func (d *decoder) descend(h Hash, level int, number int64) error {
 		return d.stock.use(l)
 	}
 	if len(b) < 5 || b[0] != kindInner {
-		return invalid("the node %x is not an inner one", h[:6])
+		return invalid("the node %x is not an inner node", h[:6])
 	}
 	bitmap, children := binary.LittleEndian.Uint32(b[1:]), b[5:]
 	span := int64(1) // leaves of each child
@@ -191,7 +193,7 @@ func (d *decoder) descend(h Hash, level int, number int64) error {
 		children = children[len(h):]
 	}
 	if len(children) > 0 || bitmap == 0 {
-		return invalid("the node %x has another number of children than it says", h[:6])
+		return invalid("the node %x has a wrong number of children", h[:6])
 	}
 	return nil
 }
@@ -199,7 +201,7 @@ func (d *decoder) descend(h Hash, level int, number int64) error {
 func (d *decoder) leaf(b []byte, number int64) (*leaf, error) {
 	r := reader{b: b}
 	if r.byte() != kindLeaf {
-		return nil, invalid("leaf %d is not one", number)
+		return nil, invalid("leaf %d is not a leaf", number)
 	}
 	objects := make([]string, r.count(LeafPages))
 	for i := range objects {
@@ -211,7 +213,7 @@ func (d *decoder) leaf(b []byte, number int64) (*leaf, error) {
 		f := Frame{Offset: r.int(), Length: r.int(), Pages: r.count(FramePages)}
 		copy(f.Hash[:], r.bytes(len(f.Hash)))
 		if r.bad || f.Length < 1 || f.Length > MaxFrameBytes || f.Pages < 1 {
-			return nil, invalid("leaf %d has a frame that cannot be", number)
+			return nil, invalid("leaf %d has an impossible frame", number)
 		}
 		f.Object = objects[o]
 		one := d.stock.frames[f]
@@ -228,7 +230,7 @@ func (d *decoder) leaf(b []byte, number int64) (*leaf, error) {
 		at += r.int()
 		count, f, slot := r.int(), r.count(len(frames)-1), r.int()
 		if r.bad || count < 1 || at > last || count > last-at || slot > FramePages || slot+count > int64(frames[f].Pages) {
-			return nil, invalid("leaf %d has a run that cannot be", number)
+			return nil, invalid("leaf %d has an impossible run", number)
 		}
 		for range count {
 			l.slots[at] = Slot{frames[f], int(slot)}
@@ -236,12 +238,12 @@ func (d *decoder) leaf(b []byte, number int64) (*leaf, error) {
 		}
 	}
 	if r.bad || !bytes.Equal(l.encode(), b) {
-		return nil, invalid("leaf %d is not written as it must be", number)
+		return nil, invalid("leaf %d is not in canonical form", number)
 	}
 	return l, nil
 }
 
-// reader takes a node apart. After the first thing that is wrong it gives zeros and is bad.
+// reader decodes the parts of a node. After the first error, it returns zeros and bad is set.
 type reader struct {
 	b   []byte
 	bad bool
@@ -257,7 +259,7 @@ func (r *reader) int() int64 {
 	return int64(v)
 }
 
-// count is a number of at most limit.
+// count reads a number of at most limit.
 func (r *reader) count(limit int) int {
 	v := r.int()
 	if v > int64(limit) {
@@ -272,7 +274,7 @@ func (r *reader) byte() byte {
 	return b[0]
 }
 
-// bytes never returns fewer than n.
+// bytes never returns fewer than n bytes.
 func (r *reader) bytes(n int) []byte {
 	if n > len(r.b) {
 		r.b, r.bad = nil, true
@@ -283,7 +285,7 @@ func (r *reader) bytes(n int) []byte {
 	return b
 }
 
-// sorted returns the hashes of nodes in order.
+// sorted returns the hashes of the nodes in order.
 func (all Nodes) sorted() []Hash {
 	return slices.SortedFunc(maps.Keys(all), func(a, b Hash) int { return bytes.Compare(a[:], b[:]) })
 }

@@ -8,27 +8,27 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// The geometry of a map. All of it is part of the format.
+// The geometry of a map. It is part of the format.
 const (
 	PageSize   = 4096
-	LeafPages  = 128 // of a leaf: 512 KiB
+	LeafPages  = 128 // pages of a leaf: 512 KiB
 	Fanout     = 32  // children of an inner node
-	FramePages = 16  // at most, in one frame
+	FramePages = 16  // maximum pages in one frame
 )
 
-// MaxImageBytes is the largest image that a map can be of.
+// MaxImageBytes is the size of the largest image that a map can describe.
 const MaxImageBytes = int64(PageSize) * LeafPages * Fanout * Fanout * Fanout * Fanout // 512 GiB
 
-// Hash is the sha256 of something.
+// Hash is a sha256.
 type Hash [32]byte
 
-// Frame is a run of stored bytes with up to FramePages pages in it. Frames are immutable and compared by what they hold.
+// Frame is a run of stored bytes with up to FramePages pages in it. Frames are immutable and compared by value.
 type Frame struct {
 	Object string // key
-	Offset int64  // in the object
-	Length int64  // of what is stored
-	Pages  int    // in it
-	Hash   Hash   // of what is stored
+	Offset int64  // of the frame in the object
+	Length int64  // of the stored bytes
+	Pages  int    // number of pages in it
+	Hash   Hash   // of the stored bytes
 }
 
 // Slot is a place in a frame. The zero Slot is a page of zeros.
@@ -37,7 +37,7 @@ type Slot struct {
 	Index int
 }
 
-// same reports whether two slots are one place.
+// same reports whether two slots are the same place.
 func (s Slot) same(o Slot) bool {
 	if s.Frame == nil || o.Frame == nil {
 		return s.Frame == o.Frame
@@ -45,18 +45,18 @@ func (s Slot) same(o Slot) bool {
 	return s.Index == o.Index && (s.Frame == o.Frame || *s.Frame == *o.Frame)
 }
 
-// Run is a number of pages that are in consecutive slots of one frame.
+// Run is a sequence of pages in consecutive slots of one frame.
 type Run struct {
-	Page  int64 // the first
+	Page  int64 // first page
 	Count int
 	Frame *Frame
-	Slot  int // of the first
+	Slot  int // slot of the first page
 }
 
 // Tree is the map of one image. It is immutable and safe for concurrent use.
 type Tree struct {
 	size   int64           // bytes of the image
-	leaves map[int64]*leaf // by number; absent: zeros
+	leaves map[int64]*leaf // by number; a missing leaf is zeros
 }
 
 // leaf is immutable once it is in a Tree.
@@ -69,13 +69,13 @@ func NewTree(size int64) *Tree {
 	return &Tree{size: size, leaves: make(map[int64]*leaf)}
 }
 
-// Size is the image's, in bytes.
+// Size returns the size of the image in bytes.
 func (t *Tree) Size() int64 { return t.size }
 
-// Pages is how many pages the image has; the last may reach beyond its end.
+// Pages returns the number of pages of the image; the last may extend beyond its end.
 func (t *Tree) Pages() int64 { return (t.size + PageSize - 1) / PageSize }
 
-// At says where a page is.
+// At returns where a page is.
 func (t *Tree) At(page int64) Slot {
 	l := t.leaves[page/LeafPages]
 	if l == nil {
@@ -84,7 +84,7 @@ func (t *Tree) At(page int64) Slot {
 	return l.slots[page%LeafPages]
 }
 
-// Runs yields everything that is not zeros, in order. A run does not reach over the end of a leaf.
+// Runs yields everything that is not zeros, in order. A run does not cross the end of a leaf.
 func (t *Tree) Runs() iter.Seq[Run] {
 	return func(yield func(Run) bool) {
 		for _, n := range slices.Sorted(maps.Keys(t.leaves)) {
@@ -116,8 +116,8 @@ func (l *leaf) runs(first int64) iter.Seq[Run] {
 	}
 }
 
-// Changed yields the pages at which t is not where from is, as runs of t; a run without a frame is of zeros. Two maps of which one grew
-// from the other are compared in the time that their difference takes, not their size.
+// Changed yields the pages whose place in t differs from that in from, as runs of t; a run without a frame is zeros. If
+// one map was edited from the other, the time depends on their difference and not on their size.
 func (t *Tree) Changed(from *Tree) iter.Seq[Run] {
 	return func(yield func(Run) bool) {
 		numbers := slices.Collect(maps.Keys(t.leaves))
@@ -157,7 +157,7 @@ func (t *Tree) Changed(from *Tree) iter.Seq[Run] {
 	}
 }
 
-// plus is the slot n behind s; what is zeros stays zeros.
+// plus returns the slot n places after s; a slot of zeros stays zeros.
 func (s Slot) plus(n int) Slot {
 	if s.Frame == nil {
 		return s
@@ -165,7 +165,8 @@ func (s Slot) plus(n int) Slot {
 	return Slot{s.Frame, s.Index + n}
 }
 
-// Moved is the same map with its frames elsewhere: to gives the new place of each, always the same for the same frame.
+// Moved returns the same map with its frames in other places: to returns the new place of a frame, always the same for
+// the same frame.
 func (t *Tree) Moved(to func(*Frame) *Frame) *Tree {
 	out := &Tree{size: t.size, leaves: make(map[int64]*leaf, len(t.leaves))}
 	for n, old := range t.leaves {
@@ -180,10 +181,10 @@ func (t *Tree) Moved(to func(*Frame) *Frame) *Tree {
 	return out
 }
 
-// Leaves is how many leaves the map has: each is of 512 KiB in which something is not zeros.
+// Leaves returns how many leaves the map has. Each stands for 512 KiB that are not all zeros.
 func (t *Tree) Leaves() int { return len(t.leaves) }
 
-// Objects returns the keys of all objects that the image's frames are in, sorted.
+// Objects returns the keys of all objects with frames of the image, sorted.
 func (t *Tree) Objects() []string {
 	seen := make(map[string]bool)
 	for _, l := range t.leaves {
@@ -196,7 +197,7 @@ func (t *Tree) Objects() []string {
 	return slices.Sorted(maps.Keys(seen))
 }
 
-// Frames returns the frames that a leaf's pages are in, and how many of them in each.
+// Frames returns the frames of a leaf's pages, with the number of its pages in each.
 func (t *Tree) Frames(leafNumber int64) map[*Frame]int {
 	l := t.leaves[leafNumber]
 	if l == nil {
@@ -211,14 +212,14 @@ func (t *Tree) Frames(leafNumber int64) map[*Frame]int {
 	return seen
 }
 
-// Editor makes a new map out of another, which stays as it is. It is not safe for concurrent use.
+// Editor makes a new map from another one, which stays unchanged. It is not safe for concurrent use.
 type Editor struct {
 	size   int64
 	leaves map[int64]*leaf
 	own    map[int64]bool // leaves that this editor has copied
 }
 
-// Edit begins with t, cut off or grown to a size.
+// Edit begins with t, cut or extended to a size.
 func (t *Tree) Edit(size int64) *Editor {
 	e := &Editor{size: size, leaves: maps.Clone(t.leaves), own: make(map[int64]bool)}
 	if size < t.size {
@@ -248,7 +249,7 @@ func (e *Editor) leaf(n int64) *leaf {
 	return fresh
 }
 
-// At says where a page is by now.
+// At returns where a page is now.
 func (e *Editor) At(page int64) Slot {
 	if l := e.leaves[page/LeafPages]; l != nil {
 		return l.slots[page%LeafPages]
@@ -256,7 +257,7 @@ func (e *Editor) At(page int64) Slot {
 	return Slot{}
 }
 
-// Pages yields the pages that are not zeros by now, with the frames that they are in, in no order.
+// Pages yields the pages that are not zeros now, with their frames, in no particular order.
 func (e *Editor) Pages() iter.Seq2[int64, *Frame] {
 	return func(yield func(int64, *Frame) bool) {
 		for n, l := range e.leaves {
@@ -269,7 +270,7 @@ func (e *Editor) Pages() iter.Seq2[int64, *Frame] {
 	}
 }
 
-// Set says where a page is from now on; the zero Slot makes it zeros.
+// Set sets where a page is; the zero Slot makes it zeros.
 func (e *Editor) Set(page int64, s Slot) {
 	if e.At(page).same(s) {
 		return
@@ -277,7 +278,7 @@ func (e *Editor) Set(page int64, s Slot) {
 	e.leaf(page / LeafPages).slots[page%LeafPages] = s
 }
 
-// Tree is the map as it is by now. The editor must not be used any more.
+// Tree returns the edited map. The editor must not be used any more.
 func (e *Editor) Tree() *Tree {
 	for n := range e.own {
 		if *e.leaves[n] == (leaf{}) {
@@ -287,10 +288,10 @@ func (e *Editor) Tree() *Tree {
 	return &Tree{size: e.size, leaves: e.leaves}
 }
 
-// checkSize refuses what no image has.
+// checkSize refuses sizes that no image can have.
 func checkSize(size int64) error {
 	if size < 0 || size > MaxImageBytes {
-		return invalid("an image of %d bytes", size)
+		return invalid("an image cannot have %d bytes", size)
 	}
 	return nil
 }

@@ -21,24 +21,24 @@ import (
 	"github.com/coppice-dev/coppice/snapshotstore/blob"
 )
 
-// Store is an empty store, with what the suite cannot do through the contract.
+// Store is an empty store, with functions for what the suite cannot do through the contract.
 type Store struct {
 	blob.Blobs
-	// Abandon leaves what a writer of key leaves when it dies in the middle.
+	// Abandon leaves behind what a writer of key leaves when it dies in the middle.
 	Abandon func(tb testing.TB, key string)
-	// Leftovers counts what uploads have left that List does not show.
+	// Leftovers counts what uploads have left behind and List does not show.
 	Leftovers func(tb testing.TB) int
 }
 
 const (
 	small = 10_000
-	// large is over every backend's limit for what it sends in one piece, and no multiple of any.
+	// large exceeds what any backend sends in one piece, and is no multiple of such a size.
 	large = 37<<20 + 4321
-	// listed is more than S3 returns in one page.
+	// listed exceeds one page of S3.
 	listed = 1_100
 )
 
-// Run runs the suite. open makes a store of the test's own.
+// Run runs the suite. open makes a new store for each test.
 func Run(t *testing.T, open func(tb testing.TB) Store) {
 	t.Helper()
 	for _, c := range []struct {
@@ -71,7 +71,7 @@ func Run(t *testing.T, open func(tb testing.TB) Store) {
 	}
 }
 
-// Bytes returns n bytes that are the seed's.
+// Bytes returns n bytes that depend only on the seed.
 func Bytes(seed uint64, n int) []byte {
 	b := make([]byte, n)
 	var key [32]byte
@@ -102,7 +102,7 @@ func mustPut(t *testing.T, b blob.Blobs, key string, data []byte) {
 	}
 }
 
-// holds checks that an object has these bytes.
+// holds checks that an object has exactly these bytes.
 func holds(t *testing.T, b blob.Blobs, key string, want []byte) {
 	t.Helper()
 	got, err := Get(t.Context(), b, key, 0, int64(len(want))+1)
@@ -111,7 +111,7 @@ func holds(t *testing.T, b blob.Blobs, key string, want []byte) {
 	}
 }
 
-// lacks checks that there is no such object.
+// lacks checks that an object does not exist.
 func lacks(t *testing.T, b blob.Blobs, key string) {
 	t.Helper()
 	if _, err := b.Stat(t.Context(), key); !errors.Is(err, blob.ErrNotFound) {
@@ -125,7 +125,7 @@ func lacks(t *testing.T, b blob.Blobs, key string) {
 	}
 }
 
-// Keys lists a store.
+// Keys returns the keys of a store.
 func Keys(t *testing.T, b blob.Blobs, prefix string) []string {
 	t.Helper()
 	keys := []string{}
@@ -138,7 +138,7 @@ func Keys(t *testing.T, b blob.Blobs, prefix string) []string {
 	return keys
 }
 
-// clean checks that nothing is left of uploads.
+// clean checks that uploads left nothing behind.
 func clean(t *testing.T, s Store) {
 	t.Helper()
 	if n := s.Leftovers(t); n != 0 {
@@ -229,7 +229,7 @@ func testLarge(t *testing.T, s Store) {
 	mustPut(t, s, key, data)
 	holds(t, s, key, data)
 	mustPut(t, s, key, data)
-	got, err := Get(t.Context(), s, key, 16<<20-5, 10) // where backends cut
+	got, err := Get(t.Context(), s, key, 16<<20-5, 10) // across the border of an upload's parts
 	if err != nil || !bytes.Equal(got, data[16<<20-5:16<<20+5]) {
 		t.Errorf("in the middle: %x, %v", got, err)
 	}
@@ -276,7 +276,7 @@ func testList(t *testing.T, s Store) {
 		}
 	}
 	n := 0
-	for _, err := range s.List(t.Context(), "") { // given up
+	for _, err := range s.List(t.Context(), "") { // the listing is not finished
 		if err != nil {
 			t.Error(err)
 		}
@@ -336,7 +336,7 @@ func testDelete(t *testing.T, s Store) {
 	}
 	mustPut(t, s, "a/1", []byte("again, and others"))
 	holds(t, s, "a/1", []byte("again, and others"))
-	if err := s.Delete(t.Context(), "a"); err != nil { // not what is below it
+	if err := s.Delete(t.Context(), "a"); err != nil { // must not delete the objects below it
 		t.Error(err)
 	}
 	if diff := cmp.Diff([]string{"a/1", "a/2"}, Keys(t, s, "")); diff != "" {

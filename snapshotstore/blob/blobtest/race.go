@@ -36,8 +36,8 @@ func testRacingLargeWriters(t *testing.T, s Store) {
 	clean(t, s)
 }
 
-// race has writers put four kinds of bytes under one key while others read it: those of one kind succeed, all others learn that there
-// are other bytes, and no reader sees anything but the winner's.
+// race lets writers put four kinds of bytes under one key while others read it. The writers of one kind succeed, all
+// others get ErrExists, and every reader sees only the winner's bytes.
 func race(t *testing.T, s Store, key string, size int) {
 	t.Helper()
 	kinds := make([][]byte, writers/2)
@@ -101,7 +101,8 @@ func race(t *testing.T, s Store, key string, size int) {
 	}
 }
 
-// testRacingDeletes puts and deletes neighbours at once: nothing fails, and what was put last is there.
+// testRacingDeletes puts and deletes neighbouring objects at the same time: nothing fails, and the last Put of each
+// object counts.
 func testRacingDeletes(t *testing.T, s Store) {
 	t.Helper()
 	var g errgroup.Group
@@ -128,7 +129,7 @@ func testRacingDeletes(t *testing.T, s Store) {
 	clean(t, s)
 }
 
-// canceller cancels a context when its bytes have been read up to a point.
+// canceller cancels a context when its bytes have been read up to an offset.
 type canceller struct {
 	io.ReaderAt
 	at     int64
@@ -151,19 +152,20 @@ func testCancelled(t *testing.T, s Store) {
 		err := s.Put(ctx, key, canceller{bytes.NewReader(data), c.at, cancel}, c.size, core.DigestOf(data))
 		cancel()
 		switch {
-		case err == nil: // too late to stop it
+		case err == nil: // the cancellation came too late
 			holds(t, s, key, data)
 		case !errors.Is(err, context.Canceled):
 			t.Errorf("%s: got %v, want that it was cancelled", key, err)
 		default:
-			got, err := Get(t.Context(), s, key, 0, c.size+1) // a server may have had it all
+			got, err := Get(t.Context(), s, key, 0, c.size+1) // the server may have received everything
 			if !errors.Is(err, blob.ErrNotFound) && !bytes.Equal(got, data) {
 				t.Errorf("%s: %d bytes of %d are there, %v", key, len(got), c.size, err)
 			}
 		}
 		mustPut(t, s, key, data)
 	}
-	// A server may still be at a part whose sender has gone, and keep it although its upload was given up since.
+	// A server may still be storing a part after its sender has gone, and may keep it although its upload was aborted
+	// since.
 	eventually.True(t, "a sweep leaves nothing", func() bool {
 		if err := s.Sweep(t.Context(), time.Now().Add(time.Hour)); err != nil {
 			t.Fatal(err)

@@ -3,10 +3,9 @@
 //	dir:/absolute/path
 //	s3://bucket/prefix?endpoint=https://host:port&region=name
 //
-// Without an endpoint, the bucket is one of AWS's, in the region. path_style=0 puts the bucket into
-// the host's name, path_style=1 puts it into the path, which is the default with an endpoint.
-// ca=/file has further roots for the server's certificate. insecure=1 allows http to other hosts
-// than this one. Credentials are never in the URL.
+// Without an endpoint, the bucket is on AWS, in the region. path_style=0 puts the bucket into the host name,
+// path_style=1 puts it into the path, which is the default with an endpoint. ca=/file has additional roots for the
+// server's certificate. insecure=1 allows http to other hosts than this one. Credentials are never in the URL.
 package bloburl
 
 import (
@@ -25,19 +24,19 @@ import (
 	"github.com/coppice-dev/coppice/snapshotstore/blob/s3"
 )
 
-// Location is what a URL says.
+// Location is a parsed URL.
 type Location struct {
-	Dir string     // a directory, or "":
+	Dir string     // a directory; empty: a bucket
 	S3  *s3.Config // a bucket, without credentials
 }
 
-// Store is an open store. Nothing may be called after Close.
+// Store is an open store. Close must be the last call.
 type Store interface {
 	blob.Blobs
 	io.Closer
 }
 
-// Dial opens a store without a look whether it is there. A directory needs no credentials.
+// Dial opens a store without checking that it exists. A directory needs no credentials.
 func Dial(raw string, credentials s3.Credentials) (Store, error) {
 	at, err := Parse(raw)
 	if err != nil {
@@ -67,7 +66,7 @@ func (l Location) open(credentials s3.Credentials) (Store, error) {
 	return s3.New(cfg)
 }
 
-// String names the store for people.
+// String describes the store for people.
 func (l Location) String() string {
 	if l.S3 == nil {
 		return "directory " + l.Dir
@@ -79,31 +78,31 @@ func refuse(format string, a ...any) error {
 	return core.Errorf(core.Invalid, core.CodeInvalidField, format, a...)
 }
 
-// Parse reads a URL and opens nothing. It never repeats more of a URL than the part that is wrong, which may hold what should not be
-// there.
+// Parse reads a URL and opens nothing. Its errors quote only the wrong part of a URL, because the rest may contain
+// secrets.
 func Parse(raw string) (Location, error) {
 	const forms = `dir:/absolute/path or s3://bucket/prefix?endpoint=https://host&region=name`
 	u, err := url.Parse(raw)
 	switch {
 	case err != nil:
-		return Location{}, refuse("the store's URL is malformed; it is %s", forms)
+		return Location{}, refuse("the store's URL is malformed; it must be %s", forms)
 	case u.User != nil:
 		return Location{}, refuse("the store's URL holds credentials, which do not belong there: it is shown and logged")
 	case u.Fragment != "" || strings.HasSuffix(raw, "#"):
-		return Location{}, refuse("the store's URL has a fragment (#), which means nothing there")
+		return Location{}, refuse("the store's URL has a fragment (#), which has no meaning there")
 	case u.Scheme == "dir":
 		return parseDir(u)
 	case u.Scheme == "s3":
 		return parseS3(u)
 	default:
-		return Location{}, refuse("the store's URL is of no kind that is known; it is %s", forms)
+		return Location{}, refuse("the store's URL is of an unknown kind; it must be %s", forms)
 	}
 }
 
 func parseDir(u *url.URL) (Location, error) {
 	switch {
 	case u.Host != "" || u.RawQuery != "" || u.ForceQuery:
-		return Location{}, refuse("the store's URL may name a directory and nothing else: dir:/absolute/path")
+		return Location{}, refuse("the store's URL may name only a directory: dir:/absolute/path")
 	case u.Opaque != "" || !filepath.IsAbs(u.Path) || strings.ContainsRune(u.Path, 0) || filepath.Clean(u.Path) == "/":
 		return Location{}, refuse("the store's directory must be an absolute path: dir:/absolute/path")
 	}
@@ -135,7 +134,7 @@ func parseS3(u *url.URL) (Location, error) {
 			cfg.CAFile = value
 		case "path_style", "insecure":
 			if value != "0" && value != "1" {
-				return Location{}, refuse("%s in the store's URL is 0 or 1", name)
+				return Location{}, refuse("%s in the store's URL must be 0 or 1", name)
 			}
 			if name == "insecure" {
 				insecure = value == "1"
@@ -143,16 +142,16 @@ func parseS3(u *url.URL) (Location, error) {
 				style = value
 			}
 		default:
-			return Location{}, refuse("the store's URL has no option %q; there are endpoint, region, path_style, ca and insecure", core.Clip(name))
+			return Location{}, refuse("the option %q of the store's URL does not exist; the options are endpoint, region, path_style, ca and insecure", core.Clip(name))
 		}
 	}
 	if cfg.Region != "" && !validRegion(cfg.Region) {
-		return Location{}, refuse("the region in the store's URL is no region's name")
+		return Location{}, refuse("the region in the store's URL is not a valid name of a region")
 	}
 	cfg.PathStyle = style == "1" || style == "" && cfg.Endpoint != ""
 	if cfg.Endpoint == "" {
 		if cfg.Region == "" {
-			return Location{}, refuse("the store's URL names neither an endpoint nor a region; give endpoint=https://host, or region=name for one of AWS's")
+			return Location{}, refuse("the store's URL names neither an endpoint nor a region; give endpoint=https://host, or region=name for a bucket on AWS")
 		}
 		cfg.Endpoint = "https://s3." + cfg.Region + ".amazonaws.com"
 	}
@@ -163,7 +162,7 @@ func parseS3(u *url.URL) (Location, error) {
 		return Location{}, refuse("ca in the store's URL must be an absolute path")
 	}
 	if strings.HasPrefix(cfg.Endpoint, "http:") && !insecure && !onLoopback(cfg.Endpoint) {
-		return Location{}, refuse("the store's endpoint is http, by which anyone on the way reads and changes what is stored; use https, or add insecure=1")
+		return Location{}, refuse("the store's endpoint uses http, so anyone on the network can read and change the stored objects; use https, or add insecure=1")
 	}
 	return Location{S3: &cfg}, nil
 }

@@ -55,12 +55,12 @@ func TestParse(t *testing.T) {
 		"s3:bucket":                              "s3://bucket/prefix",
 		"dir:relative":                           "absolute",
 		"dir:/":                                  "absolute",
-		"dir://host/path":                        "nothing else",
-		"dir:/path?x=1":                          "nothing else",
+		"dir://host/path":                        "only a directory",
+		"dir:/path?x=1":                          "only a directory",
 		"s3://bucket":                            "neither",
-		"s3://b?region=x":                        "bucket's name",
-		"s3://Bucket?region=x":                   "bucket's name",
-		"s3://bucket:80?region=x":                "bucket's name",
+		"s3://b?region=x":                        "name of a bucket",
+		"s3://Bucket?region=x":                   "name of a bucket",
+		"s3://bucket:80?region=x":                "name of a bucket",
 		"s3://bucket/../a?region=x":              "s3://bucket/prefix",
 		"s3://bucket//a?region=x":                "s3://bucket/prefix",
 		"s3://bucket/A?region=x":                 "prefix",
@@ -98,7 +98,7 @@ func TestOpenDir(t *testing.T) {
 	}
 }
 
-// isUsable checks that nothing is left of a probe.
+// isUsable checks that a probe left nothing behind.
 func isUsable(t *testing.T, s bloburl.Store) {
 	t.Helper()
 	for info, err := range s.List(t.Context(), "") {
@@ -153,7 +153,7 @@ func broken(context.Context) (s3.Credentials, error) {
 	return s3.Credentials{}, errors.New("the metadata service is away")
 }
 
-// TestStoreThatOverwrites probes one that does not heed conditions.
+// TestStoreThatOverwrites probes a store that ignores the condition of a request.
 func TestStoreThatOverwrites(t *testing.T) {
 	t.Parallel()
 	if err := blob.Probe(t.Context(), careless{}); core.CodeOf(err) != core.CodeUnsupported || !strings.Contains(core.MessageOf(err), "If-None-Match") {
@@ -161,13 +161,13 @@ func TestStoreThatOverwrites(t *testing.T) {
 	}
 }
 
-// careless is a store that takes everything.
+// careless is a store that accepts every Put.
 type careless struct{ blob.Blobs }
 
 func (careless) Put(context.Context, string, io.ReaderAt, int64, core.Digest) error { return nil }
 func (careless) Delete(context.Context, ...string) error                            { return nil }
 
-// TestNotS3 opens something that speaks HTTP and nothing more.
+// TestNotS3 opens a server that speaks only HTTP.
 func TestNotS3(t *testing.T) {
 	t.Parallel()
 	for status, want := range map[int]core.Code{
@@ -188,7 +188,8 @@ func TestNotS3(t *testing.T) {
 	}
 }
 
-// FuzzParse checks that whatever is taken is what New takes, plain http only where it may be, and that nothing panics.
+// FuzzParse checks that New accepts every accepted URL, that plain http is accepted only where it is allowed, and that
+// nothing panics.
 func FuzzParse(f *testing.F) {
 	for _, raw := range []string{
 		"dir:/a", "s3://bucket/p?endpoint=http://127.0.0.1:1&region=x", "s3://bucket?region=eu-west-1&ca=/x&path_style=0&insecure=1",

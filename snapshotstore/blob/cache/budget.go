@@ -16,18 +16,19 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// lockFile is locked by whoever accounts. It holds, in 8 bytes, at least as many bytes as the files have, but for what has been accounted
-// and is being written: who dies after accounting makes it too many, until somebody counts.
+// lockFile is locked during accounting. It holds 8 bytes: a number of bytes that is at least the size of all files. It
+// includes bytes that are accounted and still being written. If a process dies after accounting, the number is too
+// large until somebody counts again.
 const lockFile = ".lock"
 
-// lockWait is for how long the lock is waited for. Another process may have been stopped while it has it.
+// lockWait is the maximum time to wait for the lock. Another process may have been stopped while it held the lock.
 const lockWait = 50 * time.Millisecond
 
-// newAge is after what time a file that is being made was left by who has died.
+// newAge is the age at which a file that is being made counts as left by a dead process.
 const newAge = time.Minute
 
 type account struct {
-	mu   sync.Mutex // the lock file's, within this process
+	mu   sync.Mutex // the same lock as the lock file's, within this process
 	file *os.File
 }
 
@@ -43,7 +44,7 @@ func (a *account) close() error {
 	return a.file.Close()
 }
 
-// with does something with the lock. Not to get it is not to account.
+// with calls do while it holds the lock. If it cannot get the lock, it returns false.
 func (a *account) with(do func() bool) bool {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -61,7 +62,7 @@ func (a *account) with(do func() bool) bool {
 	return do()
 }
 
-// read returns what is accounted; the most there can be where it is not known.
+// read returns the accounted number of bytes, or math.MaxInt64 if it is unknown.
 func (a *account) read() int64 {
 	var b [8]byte
 	if _, err := a.file.ReadAt(b[:], 0); err != nil {
@@ -78,7 +79,7 @@ func (a *account) write(n int64) bool {
 	return err == nil
 }
 
-// Used is about how many bytes of the disk are taken.
+// Used returns approximately how many bytes of the disk the cache takes.
 func (c *Cache) Used() int64 {
 	if n := c.account.read(); n != math.MaxInt64 {
 		return n
@@ -86,9 +87,10 @@ func (c *Cache) Used() int64 {
 	return 0
 }
 
-// reserve accounts n bytes that are about to be written, and makes room for them. Without it nothing may be written.
+// reserve accounts n bytes that are about to be written, and makes room for them. If it returns false, they must not be
+// written.
 func (c *Cache) reserve(n int64) bool {
-	n += c.block // for what the file system keeps with it
+	n += c.block // for the file system's own data about the file
 	ok := c.account.with(func() bool {
 		used := c.account.read()
 		if used > c.cfg.Budget-n || c.room() < n {
@@ -102,15 +104,16 @@ func (c *Cache) reserve(n int64) bool {
 	return ok
 }
 
-// trim counts anew, and gives up what the budget has no room for.
+// trim counts again, and evicts files beyond the budget.
 func (c *Cache) trim() {
 	c.account.with(func() bool { return c.account.write(c.evict(0)) })
 }
 
-// giveWayEvery is how often others are looked after. In that time they must not take all of Spare.
+// giveWayEvery is the time between two looks at the free room of the file system. In that time, others must not take
+// all of Spare.
 const giveWayEvery = time.Second
 
-// Run gives way to others until ctx ends: when they take of what is to be left free of the file system, as much is given up.
+// Run gives way to others until ctx ends: when less than Spare is free in the file system, the cache evicts files.
 func (c *Cache) Run(ctx context.Context) {
 	tick := time.NewTicker(giveWayEvery)
 	defer tick.Stop()
@@ -126,7 +129,7 @@ func (c *Cache) Run(ctx context.Context) {
 	}
 }
 
-// room is what may be taken of the file system.
+// room returns how many bytes of the file system the cache may still take.
 func (c *Cache) room() int64 {
 	var fs unix.Statfs_t
 	if unix.Fstatfs(int(c.account.file.Fd()), &fs) != nil {
@@ -135,8 +138,8 @@ func (c *Cache) room() int64 {
 	return int64(fs.Bavail)*fs.Bsize - c.cfg.Spare //nolint:gosec // G115: sizes of disks are below 2^63
 }
 
-// evict removes what was used longest ago until there is room for n bytes and a sixteenth of the budget, and returns what is left. It
-// returns the most there can be where there is no room all the same.
+// evict removes the least recently used files until there is room for n bytes and a sixteenth of the budget, and
+// returns the remaining size. It returns math.MaxInt64 if there is still no room.
 func (c *Cache) evict(n int64) int64 {
 	type kept struct {
 		name  string
@@ -156,7 +159,7 @@ func (c *Cache) evict(n int64) int64 {
 	var total int64
 	for _, e := range entries {
 		info, err := e.Info()
-		if err != nil { // gone
+		if err != nil { // removed meanwhile
 			continue
 		}
 		st, ok := info.Sys().(*syscall.Stat_t)

@@ -28,26 +28,26 @@ import (
 	"github.com/coppice-dev/coppice/snapshotstore/blob"
 )
 
-// window is how much is read at once, in bytes; whoever wants more gets it in windows.
+// window is the largest single read, in bytes; a larger read is split into windows.
 const window = 4 << 20
 
-// Config says what is kept where.
+// Config configures a cache.
 type Config struct {
-	Dir     string // absolute; made unless it is there. The directory above must be
-	Budget  int64  // bytes of the disk, at most
-	Spare   int64  // bytes of the file system that are left free for others
+	Dir     string // absolute; created if it is missing. Its parent must exist
+	Budget  int64  // maximum bytes on the disk
+	Spare   int64  // bytes of the file system to leave free for others
 	Behind  blob.Blobs
 	Log     *slog.Logger
-	Metrics prometheus.Registerer // nil: nobody sees them
+	Metrics prometheus.Registerer // nil: not registered
 }
 
-// Cache is in front of a store. What it says of objects is what that says; the contract's errors are that one's.
+// Cache is a store in front of another store. It reports what that store knows about objects, and its errors.
 type Cache struct {
-	blob.Blobs // behind
+	blob.Blobs // the store behind the cache
 
 	cfg     Config
 	root    *os.Root
-	block   int64 // the unit in which the file system says what is there
+	block   int64 // the unit in which the file system reports holes
 	count   metrics
 	account account
 
@@ -60,7 +60,8 @@ var (
 	_ blob.Forgetter = (*Cache)(nil)
 )
 
-// Open opens a cache in a directory, which other processes may have open. UNSUPPORTED where the file system does not say what is a hole.
+// Open opens a cache in a directory. Other processes may have it open too. UNSUPPORTED if the file system does not
+// report holes.
 func Open(cfg Config) (*Cache, error) {
 	if err := os.MkdirAll(cfg.Dir, 0o700); err != nil {
 		return nil, err
@@ -83,7 +84,7 @@ func Open(cfg Config) (*Cache, error) {
 	return c, nil
 }
 
-// Close gives up the directory, not what is behind. Nothing may be called afterwards.
+// Close closes the directory, but not the store behind. It must be the last call.
 func (c *Cache) Close() error { return errors.Join(c.account.close(), c.root.Close()) }
 
 // Get implements blob.Blobs.
@@ -95,13 +96,13 @@ func (c *Cache) Get(ctx context.Context, key string, off, n int64) (io.ReadClose
 		return c.Blobs.Get(ctx, key, off, n)
 	}
 	b := &body{ctx: ctx, cache: c, key: key, at: off, left: n}
-	if err := b.load(); err != nil { // now: whether there is such an object is said by Get
+	if err := b.load(); err != nil { // now, because Get must report a missing object
 		return nil, err
 	}
 	return b, nil
 }
 
-// Cached returns a range only if all of it is here, or all that the object has of it.
+// Cached returns a range only if all of it is in the cache, or the whole part that lies within the object.
 func (c *Cache) Cached(key string, off, n int64) ([]byte, bool) {
 	if blob.CheckGet(key, off, n) != nil || n > window {
 		return nil, false
@@ -118,7 +119,7 @@ func (c *Cache) Cached(key string, off, n int64) ([]byte, bool) {
 	return b, b != nil
 }
 
-// Put implements blob.Blobs: what is stored from here is here.
+// Put implements blob.Blobs. It also keeps the stored bytes in the cache.
 func (c *Cache) Put(ctx context.Context, key string, from io.ReaderAt, size int64, digest core.Digest) error {
 	if err := blob.CheckPut(key, size, digest); err != nil {
 		return err
@@ -143,7 +144,7 @@ func (c *Cache) Put(ctx context.Context, key string, from io.ReaderAt, size int6
 	buf := make([]byte, min(size, window))
 	for off := int64(0); off < size; off += int64(len(buf)) {
 		part := buf[:min(int64(len(buf)), size-off)]
-		if n, _ := from.ReadAt(part, off); n < len(part) { // stored all the same
+		if n, _ := from.ReadAt(part, off); n < len(part) { // the object is stored all the same
 			return nil
 		}
 		if !c.write(f, key, off, part, size) {
@@ -153,12 +154,12 @@ func (c *Cache) Put(ctx context.Context, key string, from io.ReaderAt, size int6
 	return nil
 }
 
-// Delete implements blob.Blobs. Whoever reads at the same time has opened the object's file before it asked the store: what it writes after
-// this is in a file without a name.
+// Delete implements blob.Blobs. A concurrent reader has opened the object's file before it asked the store. So whatever
+// it writes later goes into a file that no longer has a name.
 func (c *Cache) Delete(ctx context.Context, keys ...string) error {
 	err := c.Blobs.Delete(ctx, keys...)
 	c.mu.Lock()
-	maps.DeleteFunc(c.flights, func(s span, _ *flight) bool { return slices.Contains(keys, s.key) }) // nobody joins them any more
+	maps.DeleteFunc(c.flights, func(s span, _ *flight) bool { return slices.Contains(keys, s.key) }) // no new reader joins them
 	c.mu.Unlock()
 	for _, key := range keys {
 		if blob.ValidKey(key) {
@@ -168,8 +169,8 @@ func (c *Cache) Delete(ctx context.Context, keys ...string) error {
 	return err
 }
 
-// Forget implements blob.Forgetter. It reads the range from behind, once: where that is other bytes, those here have rotted, and are
-// replaced. Where it is the same, the store is at fault.
+// Forget implements blob.Forgetter. It reads the range once from the store behind. If the store has other bytes, the
+// cached bytes have rotted and are replaced. If the bytes are the same, the store is at fault.
 func (c *Cache) Forget(ctx context.Context, key string, off, n int64) {
 	blob.Forget(ctx, c.Blobs, key, off, n)
 	for end := off + n; off < end; off += window {
@@ -190,7 +191,7 @@ func (c *Cache) refresh(ctx context.Context, key string, off, n int64) bool {
 	if err == nil && was != nil {
 		now, err = readAll(ctx, c.Blobs, key, off, n)
 	}
-	if err != nil || was == nil { // part of it may be here
+	if err != nil || was == nil { // a part of it may be in the cache
 		c.drop(key)
 		return false
 	}
@@ -206,14 +207,14 @@ func (c *Cache) refresh(ctx context.Context, key string, off, n int64) bool {
 	return true
 }
 
-// body is what a Get returns.
+// body is the body of a Get.
 type body struct {
-	ctx   context.Context // the Get's, under which its body is read
+	ctx   context.Context // the context of the Get, also for reads of its body
 	cache *Cache
 	key   string
-	at    int64  // of the object, behind buf
-	left  int64  // behind buf
-	buf   []byte // not given yet
+	at    int64  // offset in the object, after buf
+	left  int64  // bytes after buf
+	buf   []byte // not returned yet
 }
 
 func (b *body) load() error {
@@ -223,7 +224,7 @@ func (b *body) load() error {
 		return err
 	}
 	b.buf, b.at, b.left = got, b.at+int64(len(got)), b.left-int64(len(got))
-	if int64(len(got)) < n { // the object ends there
+	if int64(len(got)) < n { // the object ends here
 		b.left = 0
 	}
 	return nil
@@ -263,7 +264,7 @@ type flight struct {
 	err  error
 }
 
-// get returns a range, at most a window; less where the object ends.
+// get returns a range of at most one window, or less if the object ends before.
 func (c *Cache) get(ctx context.Context, key string, off, n int64) ([]byte, error) {
 	if b, ok := c.Cached(key, off, n); ok {
 		c.count.hits.Add(1)
@@ -274,7 +275,7 @@ func (c *Cache) get(ctx context.Context, key string, off, n int64) ([]byte, erro
 	for {
 		b, own, err := c.fly(ctx, s)
 		if err != nil && !own && ctx.Err() == nil && (errors.Is(err, context.Canceled) || errors.Is(err, context.DeadlineExceeded) || errors.Is(err, blob.ErrNotFound)) {
-			continue // another's context has ended, or there was no such object when it asked
+			continue // the other reader's context ended, or the object did not exist when it asked
 		}
 		if err != nil {
 			return nil, err
@@ -284,7 +285,7 @@ func (c *Cache) get(ctx context.Context, key string, off, n int64) ([]byte, erro
 	}
 }
 
-// fly fills a span, which is then its own error, or waits for who does it at the moment.
+// fly fills a span, or waits for another reader that is filling it. own reports whether the error is this reader's own.
 func (c *Cache) fly(ctx context.Context, s span) (_ []byte, own bool, err error) {
 	c.mu.Lock()
 	f, there := c.flights[s]
@@ -311,7 +312,7 @@ func (c *Cache) fly(ctx context.Context, s span) (_ []byte, own bool, err error)
 	return f.data, true, f.err
 }
 
-// fill reads what is missing of a span with one request, and keeps it.
+// fill reads the missing part of a span with one request, and caches it.
 func (c *Cache) fill(ctx context.Context, s span) ([]byte, error) {
 	c.count.misses.Add(1)
 	f := c.make(s.key) // before the store is asked: see Delete
@@ -329,7 +330,7 @@ func (c *Cache) fill(ctx context.Context, s span) ([]byte, error) {
 	}
 	c.count.fromBehind.Add(int64(got))
 	size := f.size
-	if end := lo + int64(got); end < hi { // the object ends here, or before lo where nothing came
+	if end := lo + int64(got); end < hi { // the object ends here, or before lo if no bytes came
 		buf = buf[:end-s.from]
 		if hi = end; got > 0 {
 			size = end
@@ -341,7 +342,7 @@ func (c *Cache) fill(ctx context.Context, s span) ([]byte, error) {
 	return buf, nil
 }
 
-// write keeps bytes of an object of that size; maxObject where it is not known.
+// write caches bytes of an object; size is the object's size, or maxObject if it is unknown.
 func (c *Cache) write(f *file, key string, off int64, b []byte, size int64) bool {
 	err := f.end(size)
 	if err == nil {
@@ -353,14 +354,14 @@ func (c *Cache) write(f *file, key string, off int64, b []byte, size int64) bool
 	return err == nil
 }
 
-// broken gives up what is kept of an object, because it cannot be read or written.
+// broken drops the cached part of an object, because its file cannot be read or written.
 func (c *Cache) broken(key string, err error) {
 	c.count.failures.Add(1)
 	c.cfg.Log.Debug("the cache cannot keep an object", "object", key, "err", err)
 	c.drop(key)
 }
 
-// readAll reads a range from a store; less where the object ends.
+// readAll reads a range from a store, or less if the object ends before.
 func readAll(ctx context.Context, from blob.Blobs, key string, off, n int64) ([]byte, error) {
 	b := make([]byte, n)
 	got, err := readInto(ctx, from, key, off, b)

@@ -34,7 +34,7 @@ import (
 	"github.com/coppice-dev/coppice/snapshotstore/blob/s3"
 )
 
-const readerEnv = "CACHE_TEST_DIR" // makes the test binary read through a cache there for ever
+const readerEnv = "CACHE_TEST_DIR" // makes the test binary read for ever through a cache in this directory
 
 func TestMain(m *testing.M) {
 	if path := os.Getenv(readerEnv); path != "" {
@@ -43,7 +43,7 @@ func TestMain(m *testing.M) {
 	testleak.Main(m)
 }
 
-// counted counts what is asked of a store, and holds its Gets back while hold is there.
+// counted counts the requests to a store, and delays its Gets until the channel hold is closed.
 type counted struct {
 	blob.Blobs
 	gets atomic.Int64
@@ -90,7 +90,8 @@ func open(tb testing.TB, path string, budget int64, behind blob.Blobs) *Cache {
 	return c
 }
 
-// TestSuite is that of every backend, in front of each, with room for everything and with room for little.
+// TestSuite runs the suite of the backends with a cache in front of each, with room for everything and with little
+// room.
 func TestSuite(t *testing.T) {
 	t.Parallel()
 	for name, budget := range map[string]int64{"room": 1 << 30, "little room": 1 << 20} {
@@ -157,7 +158,7 @@ func TestSuite(t *testing.T) {
 	})
 }
 
-// eachFileSystem runs a test on the file system of temporary files, and on XFS, where runners have theirs.
+// eachFileSystem runs a test on the file system of temporary files, and on XFS, the file system of runners.
 func eachFileSystem(t *testing.T, test func(t *testing.T, path string)) {
 	t.Helper()
 	t.Run("temporary directory", func(t *testing.T) {
@@ -197,8 +198,8 @@ func fillStore(t *testing.T, s blob.Blobs) {
 	}
 }
 
-// TestRanges reads at random through two caches on one directory, as two processes do: always the right bytes, none of them asked for
-// twice but at the edges, and at last none at all.
+// TestRanges reads at random through two caches on one directory, like two processes. The bytes are always right, none
+// are requested twice except at edges, and in the end no request is left.
 func TestRanges(t *testing.T) {
 	t.Parallel()
 	eachFileSystem(t, func(t *testing.T, path string) {
@@ -251,7 +252,7 @@ func TestRanges(t *testing.T) {
 	})
 }
 
-// TestPutIsKept stores through the cache: what was stored is read without the store.
+// TestPutIsKept stores through the cache: reads of the stored object do not ask the store.
 func TestPutIsKept(t *testing.T) {
 	t.Parallel()
 	behind := &counted{Blobs: files(t)}
@@ -271,7 +272,7 @@ func TestPutIsKept(t *testing.T) {
 	}
 }
 
-// TestFlights asks for one range many times at once, the first of them in vain.
+// TestFlights asks for one range many times at once; the first request fails.
 func TestFlights(t *testing.T) {
 	t.Parallel()
 	behind := &counted{Blobs: files(t), came: make(chan struct{}, 100)}
@@ -304,7 +305,7 @@ func TestFlights(t *testing.T) {
 	}
 }
 
-// taken is what the files of a directory take.
+// taken returns what the files of a directory take.
 func taken(t *testing.T, path string) (total int64, names []string) {
 	t.Helper()
 	entries, err := os.ReadDir(path)
@@ -324,7 +325,7 @@ func taken(t *testing.T, path string) (total int64, names []string) {
 	return total, names
 }
 
-// TestBudget reads more than there is room for, with two caches at once.
+// TestBudget reads more than the budget, with two caches at once.
 func TestBudget(t *testing.T) {
 	t.Parallel()
 	eachFileSystem(t, func(t *testing.T, path string) {
@@ -364,7 +365,7 @@ func TestBudget(t *testing.T) {
 	})
 }
 
-// TestEvictsOldest keeps what was used last.
+// TestEvictsOldest: the most recently used files stay.
 func TestEvictsOldest(t *testing.T) {
 	t.Parallel()
 	path, behind := t.TempDir(), files(t)
@@ -386,7 +387,7 @@ func TestEvictsOldest(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	use(0) // again: now it is the younger one
+	use(0) // used again: now it is the younger one
 	use(2)
 	for i, want := range []bool{true, false, true} {
 		key, _ := object(i)
@@ -396,7 +397,7 @@ func TestEvictsOldest(t *testing.T) {
 	}
 }
 
-// TestFullDisk has a cache on a file system with no room for its budget, and one that leaves room to others.
+// TestFullDisk uses a cache whose file system is smaller than its budget, and one that leaves room to others.
 func TestFullDisk(t *testing.T) {
 	t.Parallel()
 	require.Root(t)
@@ -438,7 +439,7 @@ func TestFullDisk(t *testing.T) {
 	}
 }
 
-// TestBroken takes away what the cache needs, or holds its lock as a process does that was stopped: reads go on.
+// TestBroken removes what the cache needs, or holds its lock like a stopped process: reads still succeed.
 func TestBroken(t *testing.T) {
 	t.Parallel()
 	for name, spoil := range map[string]func(t *testing.T, path string){
@@ -505,7 +506,7 @@ func TestBroken(t *testing.T) {
 	}
 }
 
-// readForEver reads at random, and says so after each read.
+// readForEver reads at random, and reports each read.
 func readForEver(path string) {
 	die := func(err error) {
 		fmt.Fprintln(os.Stderr, err)
@@ -530,7 +531,7 @@ func readForEver(path string) {
 	}
 }
 
-// TestKilled kills processes that read through one cache in the middle: what is there afterwards is right, and within the budget.
+// TestKilled kills processes in the middle of reads through one cache: what remains is right and within the budget.
 func TestKilled(t *testing.T) {
 	t.Parallel()
 	path := t.TempDir()

@@ -15,27 +15,27 @@ import (
 )
 
 const (
-	// maxObject is the size of a file whose object's is not known, and more than any object has.
+	// maxObject is the size of a file whose object's size is unknown. No object is that large.
 	maxObject = 1 << 40
-	// What is not an object's file begins with a dot.
+	// Names that begin with a dot do not belong to objects.
 	newPrefix = ".new-"
-	// touchEvery is how often a file's last use is noted.
+	// touchEvery is the interval at which a file's last use is recorded.
 	touchEvery = time.Minute
 )
 
-// file is what is kept of an object.
+// file is the cached part of an object.
 type file struct {
 	*os.File
-	size  int64 // of the object, or maxObject
-	fresh bool  // was made just now
+	size  int64 // size of the object, or maxObject
+	fresh bool  // just created
 }
 
 func name(key string) string { return core.DigestOf([]byte(key)).Hex() }
 
-// drop gives up what is kept of an object. Who has it open goes on with a file without a name.
+// drop removes the cached part of an object. A reader that has it open continues with a file without a name.
 func (c *Cache) drop(key string) { _ = c.root.Remove(name(key)) }
 
-// open opens an object's file; nil where there is none, or none that can be used.
+// open opens an object's file; nil if there is none, or it cannot be used.
 func (c *Cache) open(key string) *file {
 	f, err := c.root.OpenFile(name(key), os.O_RDWR, 0)
 	if err != nil {
@@ -52,13 +52,13 @@ func (c *Cache) open(key string) *file {
 	}
 	if now := time.Now(); now.Sub(info.ModTime()).Abs() > touchEvery {
 		at := unix.NsecToTimeval(now.UnixNano())
-		_ = unix.Futimes(int(f.Fd()), []unix.Timeval{at, at}) // it is evicted too early
+		_ = unix.Futimes(int(f.Fd()), []unix.Timeval{at, at}) // on an error, it is evicted too early
 	}
 	return &file{File: f, size: info.Size()}
 }
 
-// make opens an object's file, which is made unless it is there; nil where that cannot be. One that has a name has its size, so that a
-// file that grows is never taken for an object that ends.
+// make opens an object's file, and creates it if it is missing; nil if that fails. A file gets its name only when it
+// has its size, so a growing file is never taken for an object that ends.
 func (c *Cache) make(key string) *file {
 	if f := c.open(key); f != nil {
 		return f
@@ -84,7 +84,7 @@ func (c *Cache) make(key string) *file {
 	return nil
 }
 
-// read returns a range that is here, less where the object ends; nil when any of it is not here.
+// read returns a cached range, or less if the object ends before; nil if any part of it is not cached.
 func (f *file) read(off, n int64) ([]byte, error) {
 	n = max(0, min(n, f.size-off))
 	if f.size == maxObject && n == 0 {
@@ -100,7 +100,7 @@ func (f *file) read(off, n int64) ([]byte, error) {
 	return b, nil
 }
 
-// missing returns the shortest range that has all that is not here of another one; an empty one when all is here.
+// missing returns the shortest range that contains every missing byte of a range; an empty range if nothing is missing.
 func (f *file) missing(from, to int64) (lo, hi int64, err error) {
 	lo, hi = to, to
 	for at := from; at < to; {
@@ -123,7 +123,8 @@ func (f *file) missing(from, to int64) (lo, hi int64, err error) {
 	return lo, hi, nil
 }
 
-// around returns a buffer for a span, as much of it as the object has, with all that is here but what is between lo and hi.
+// around returns a buffer for the part of a span within the object. It is filled with the cached bytes, except those
+// between lo and hi.
 func (f *file) around(s span) (buf []byte, lo, hi int64) {
 	to := max(s.from, min(s.to, f.size))
 	buf = make([]byte, to-s.from)
@@ -140,13 +141,13 @@ func (f *file) around(s span) (buf []byte, lo, hi int64) {
 	return buf, lo, hi
 }
 
-// end notes where the object ends. An object has one end, and a file is never made longer.
+// end records where the object ends. An object has one end, and a file is never made longer.
 func (f *file) end(size int64) error {
 	if size == f.size {
 		return nil
 	}
 	if f.size != maxObject {
-		return errors.New("the store says that the object has another size than it had before")
+		return errors.New("the store reports another size of the object than before")
 	}
 	f.size = size
 	return f.Truncate(size)
@@ -157,7 +158,7 @@ func (f *file) writeAt(b []byte, off int64) error {
 	return err
 }
 
-// probe finds the unit in which a file system says what is there, by trying it.
+// probe finds the unit in which a file system reports holes, by trying it.
 func probe(root *os.Root) (block int64, err error) {
 	name := newPrefix + rand.Text()
 	f, err := root.OpenFile(name, os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600)
@@ -174,7 +175,7 @@ func probe(root *os.Root) (block int64, err error) {
 			return 0, err
 		}
 		exact := true
-		for range 2 { // before it is on the disk, and after
+		for range 2 { // before and after the data is on the disk
 			data, errD := unix.Seek(int(f.Fd()), 0, unix.SEEK_DATA)
 			hole, errH := unix.Seek(int(f.Fd()), at, unix.SEEK_HOLE)
 			exact = exact && errD == nil && errH == nil && data == at && hole == at+block
@@ -186,8 +187,8 @@ func probe(root *os.Root) (block int64, err error) {
 			return block, nil
 		}
 	}
-	return 0, core.Errorf(core.FailedPrecondition, core.CodeUnsupported, "the file system of %s does not say what of a file is a hole", root.Name())
+	return 0, core.Errorf(core.FailedPrecondition, core.CodeUnsupported, "the file system of %s does not report the holes of a file", root.Name())
 }
 
-// isNew says of a name in the directory that it is of a file that is being made.
+// isNew reports whether a name in the directory is that of a file that is being made.
 func isNew(name string) bool { return strings.HasPrefix(name, newPrefix) }

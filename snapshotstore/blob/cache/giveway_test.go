@@ -16,7 +16,8 @@ import (
 	"github.com/coppice-dev/coppice/snapshotstore/blob/blobtest"
 )
 
-// TestGivesWay fills the file system of a cache by others: as much as they need is given up, and what they leave is taken again.
+// TestGivesWay fills the file system of a cache with other files: the cache evicts as much as they need, and uses room
+// again that they leave.
 func TestGivesWay(t *testing.T) {
 	t.Parallel()
 	require.Root(t)
@@ -60,7 +61,7 @@ func TestGivesWay(t *testing.T) {
 		t.Fatal(err)
 	}
 	const step = 2 << 20
-	for size := int64(0); size < 5*step; size += step { // more than was free when it began
+	for size := int64(0); size < 5*step; size += step { // more than was free at the beginning
 		eventually.True(t, "there is room for others again", func() bool {
 			var st unix.Statfs_t
 			return unix.Statfs(path, &st) == nil && int64(st.Bavail)*st.Bsize >= step

@@ -28,15 +28,17 @@ import (
 )
 
 const (
-	temporary = ".tmp" // no key begins with a dot
+	temporary = ".tmp" // cannot be a key: no key begins with a dot
 	dirMode   = 0o700
 	fileMode  = 0o600
-	chunk     = 1 << 20 // what is copied between two looks at the context
-	// linkAttempts is how often a Put makes its directory anew, which a Delete of the last object there removes.
+	chunk     = 1 << 20 // bytes copied between two checks of the context
+	// linkAttempts bounds how often a Put creates its directory again after a concurrent Delete has removed it as
+	// empty.
 	linkAttempts = 100
 )
 
-// Store is a directory of objects. Symbolic links cannot lead out of it, and one in an object's place is no object.
+// Store is a directory of objects. Symbolic links cannot lead out of it, and a symbolic link in the place of an object
+// is not an object.
 type Store struct {
 	path string
 	root *os.Root
@@ -44,7 +46,7 @@ type Store struct {
 
 var _ blob.Blobs = (*Store)(nil)
 
-// Open opens the store in a directory, which it makes unless it is there; the directory above must be.
+// Open opens the store in a directory, which it creates if it is missing; its parent must exist.
 func Open(dir string) (*Store, error) {
 	if !filepath.IsAbs(dir) {
 		return nil, core.Errorf(core.Invalid, core.CodeInvalidField, "the store's directory %q must be an absolute path", core.Clip(dir))
@@ -64,7 +66,7 @@ func Open(dir string) (*Store, error) {
 	return s, nil
 }
 
-// Close gives up the directory. Nothing may be called afterwards.
+// Close closes the directory. It must be the last call.
 func (s *Store) Close() error { return s.root.Close() }
 
 // Put implements blob.Blobs.
@@ -84,14 +86,14 @@ func (s *Store) Put(ctx context.Context, key string, body io.ReaderAt, size int6
 	err = s.link(ctx, tmp, key)
 	if errors.Is(err, errTaken) {
 		err = s.compare(ctx, key, size, digest)
-		if errors.Is(err, blob.ErrNotFound) { // removed since, or no object
+		if errors.Is(err, blob.ErrNotFound) { // removed meanwhile, or not an object
 			err = s.mapError("put "+key, errTaken)
 		}
 	}
 	return errors.Join(err, s.remove(tmp))
 }
 
-// write makes a synced temporary file of the bytes, which have the digest, and returns its name.
+// write writes the bytes to a temporary file, syncs it and returns its name. It fails if they do not have the digest.
 func (s *Store) write(ctx context.Context, key string, body io.ReaderAt, size int64, digest core.Digest) (string, error) {
 	name := path.Join(temporary, rand.Text())
 	f, err := s.root.OpenFile(name, os.O_WRONLY|os.O_CREATE|os.O_EXCL, fileMode)
@@ -118,7 +120,7 @@ func (s *Store) write(ctx context.Context, key string, body io.ReaderAt, size in
 	return name, nil
 }
 
-// source keeps the error of a caller's body, which is not the store's.
+// source remembers the error of a caller's body, to tell it from an error of the store.
 type source struct {
 	r   io.Reader
 	err error
@@ -133,9 +135,9 @@ func (s *source) Read(p []byte) (int, error) {
 	return n, err
 }
 
-var errTaken = errors.New("something is in its place")
+var errTaken = errors.New("the key exists already")
 
-// link gives a written file its key, unless errTaken.
+// link gives a written file its key; errTaken if the key exists.
 func (s *Store) link(ctx context.Context, tmp, key string) error {
 	err := fs.ErrNotExist
 	for i := 0; errors.Is(err, fs.ErrNotExist) && i < linkAttempts; i++ {
@@ -143,7 +145,7 @@ func (s *Store) link(ctx context.Context, tmp, key string) error {
 			return context.Cause(ctx)
 		}
 		err = s.root.MkdirAll(path.Dir(key), dirMode)
-		if errors.Is(err, fs.ErrExist) && !s.belowObject(key) { // the directory was there, and is not any more
+		if errors.Is(err, fs.ErrExist) && !s.belowObject(key) { // the directory existed and was removed meanwhile
 			err = fs.ErrNotExist
 			continue
 		}
@@ -163,7 +165,7 @@ func (s *Store) link(ctx context.Context, tmp, key string) error {
 	return s.sync(path.Dir(key))
 }
 
-// belowObject reports whether the first parts of a key are an object, or something else that is no directory.
+// belowObject reports whether a directory of the key is an object, or something else that is not a directory.
 func (s *Store) belowObject(key string) bool {
 	for dir := path.Dir(key); dir != "."; dir = path.Dir(dir) {
 		if info, err := s.root.Lstat(dir); err == nil && !info.IsDir() {
@@ -173,15 +175,15 @@ func (s *Store) belowObject(key string) bool {
 	return false
 }
 
-// sync makes the names in a directory durable, and its own. Those above are synced even if another made them: it may not have done
-// so yet.
+// sync makes the names in a directory durable, and the name of the directory itself. It also syncs the directories
+// above when another process made them: that process may not have synced them yet.
 func (s *Store) sync(dir string) error {
 	for {
 		f, err := s.root.Open(dir)
 		if err == nil {
 			err = errors.Join(f.Sync(), f.Close())
 		}
-		if err != nil && !errors.Is(err, fs.ErrNotExist) { // removed with all that was in it
+		if err != nil && !errors.Is(err, fs.ErrNotExist) { // removed with everything in it
 			return s.mapError("sync "+dir, err)
 		}
 		if dir == "." {
@@ -191,7 +193,8 @@ func (s *Store) sync(dir string) error {
 	}
 }
 
-// compare reports whether an object is of these bytes: nil, and it is durable, or blob.ErrExists or blob.ErrNotFound.
+// compare returns nil if an object has exactly these bytes and is durable, otherwise blob.ErrExists or
+// blob.ErrNotFound.
 func (s *Store) compare(ctx context.Context, key string, size int64, digest core.Digest) error {
 	f, info, err := s.open(key)
 	if err != nil {
@@ -253,7 +256,7 @@ func (s *Store) Get(ctx context.Context, key string, off, n int64) (io.ReadClose
 
 // reader is the body of a Get.
 type reader struct {
-	ctx     context.Context // the Get's, under which its body is read
+	ctx     context.Context // the context of the Get, also for reads of its body
 	store   *Store
 	key     string
 	file    *os.File
@@ -292,7 +295,7 @@ func (s *Store) Stat(_ context.Context, key string) (blob.Info, error) {
 	return blob.Info{Key: key, Size: info.Size(), Modified: info.ModTime()}, nil
 }
 
-// Delete implements blob.Blobs. Directories that are empty then go, too.
+// Delete implements blob.Blobs. It also removes directories that become empty.
 func (s *Store) Delete(ctx context.Context, keys ...string) error {
 	for _, key := range keys {
 		if err := blob.CheckKey(key); err != nil {
@@ -352,7 +355,7 @@ func (s *Store) Sweep(ctx context.Context, before time.Time) error {
 	return nil
 }
 
-// remove removes a file that may be gone already.
+// remove removes a file; a missing file is not an error.
 func (s *Store) remove(name string) error {
 	if err := s.root.Remove(name); err != nil && !errors.Is(err, fs.ErrNotExist) {
 		return s.mapError("remove "+name, err)
@@ -367,7 +370,7 @@ func (s *Store) mapMissing(key string, err error) error {
 	return s.mapError("read "+key, err)
 }
 
-// mapError is the only place where the system's errors become ours.
+// mapError is the only place that maps errors of the system to the contract's.
 func (s *Store) mapError(doing string, err error) error {
 	var known *core.Error
 	switch {
@@ -380,7 +383,7 @@ func (s *Store) mapError(doing string, err error) error {
 	}
 }
 
-// copyAll copies n bytes. Fewer are io.ErrUnexpectedEOF.
+// copyAll copies n bytes. If there are fewer, the error is io.ErrUnexpectedEOF.
 func copyAll(ctx context.Context, w io.Writer, r io.Reader, n int64) error {
 	buf := make([]byte, min(n, chunk))
 	for n > 0 {

@@ -22,7 +22,7 @@ import (
 	"github.com/coppice-dev/coppice/snapshotstore/blob/blobtest"
 )
 
-const writerEnv = "DIR_TEST_STORE" // makes the test binary put objects there for ever
+const writerEnv = "DIR_TEST_STORE" // makes the test binary put objects into this directory for ever
 
 func TestMain(m *testing.M) {
 	if path := os.Getenv(writerEnv); path != "" {
@@ -97,7 +97,7 @@ func put(t *testing.T, s *Store, key, data string) {
 	}
 }
 
-// TestLinks puts symbolic links where objects and their directories are looked for.
+// TestLinks puts symbolic links in the places of objects and their directories.
 func TestLinks(t *testing.T) {
 	t.Parallel()
 	s, outside := open(t), t.TempDir()
@@ -185,7 +185,7 @@ func TestOpen(t *testing.T) {
 			t.Errorf("%q: got %v, %v; want %s", path, s, err, want)
 		}
 	}
-	for range 2 { // the second finds the first's
+	for range 2 { // the second one finds the object of the first
 		s, err := Open(base)
 		if err != nil {
 			t.Fatal(err)
@@ -197,7 +197,7 @@ func TestOpen(t *testing.T) {
 	}
 }
 
-// TestFileCutShort has a reader meet the end of a file that was longer when it was opened.
+// TestFileCutShort: a file becomes shorter after a reader has opened it.
 func TestFileCutShort(t *testing.T) {
 	t.Parallel()
 	s := open(t)
@@ -216,7 +216,7 @@ func TestFileCutShort(t *testing.T) {
 	}
 }
 
-// TestDiskFull puts more than there is room for.
+// TestDiskFull puts an object that does not fit on the disk.
 func TestDiskFull(t *testing.T) {
 	t.Parallel()
 	require.Root(t)
@@ -240,10 +240,10 @@ func TestDiskFull(t *testing.T) {
 	if _, err := s.Stat(t.Context(), "big"); !errors.Is(err, blob.ErrNotFound) {
 		t.Error(err)
 	}
-	put(t, s, "fits-again", "x") // what was written of the other is gone
+	put(t, s, "fits-again", "x") // the partial file of the other object is gone
 }
 
-// putForEver puts objects named by their digests.
+// putForEver puts objects whose keys are their digests.
 func putForEver(path string) {
 	s, err := Open(path)
 	for i := uint64(os.Getpid()) << 20; err == nil; i++ {
@@ -255,7 +255,7 @@ func putForEver(path string) {
 	os.Exit(1)
 }
 
-// TestKill kills writers in the middle: every object that is there is whole, and Sweep clears the rest.
+// TestKill kills writers in the middle: every visible object is complete, and Sweep removes the rest.
 func TestKill(t *testing.T) {
 	t.Parallel()
 	s := open(t)
@@ -270,7 +270,7 @@ func TestKill(t *testing.T) {
 			t.Fatal(err)
 		}
 		lines := bufio.NewScanner(out)
-		for range 2 { // the kill falls somewhere into the next
+		for range 2 { // the kill hits one of the next objects
 			if !lines.Scan() || lines.Text() != "put" {
 				t.Errorf("the writer said %q", lines.Text())
 			}

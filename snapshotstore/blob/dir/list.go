@@ -13,7 +13,7 @@ import (
 	"github.com/coppice-dev/coppice/snapshotstore/blob"
 )
 
-// List implements blob.Blobs. It holds the names of one directory at each level.
+// List implements blob.Blobs. For each level, it keeps the names of one directory in memory.
 func (s *Store) List(ctx context.Context, prefix string) iter.Seq2[blob.Info, error] {
 	return func(yield func(blob.Info, error) bool) {
 		if err := blob.CheckPrefix(prefix); err != nil {
@@ -44,7 +44,7 @@ func (s *Store) walk(ctx context.Context, dir, prefix string, yield func(blob.In
 			}
 		case !isDir && strings.HasPrefix(key, prefix) && blob.ValidKey(key):
 			info, err := s.Stat(ctx, key)
-			if errors.Is(err, blob.ErrNotFound) { // removed since, or no object
+			if errors.Is(err, blob.ErrNotFound) { // removed meanwhile, or not an object
 				continue
 			}
 			if !yield(info, err) || err != nil {
@@ -55,8 +55,8 @@ func (s *Store) walk(ctx context.Context, dir, prefix string, yield func(blob.In
 	return true
 }
 
-// names returns what is in a directory, directories with a slash at their end, so that they are in the order of the keys below them.
-// Names that no key has are left out, except in the temporary directory.
+// names returns the names in a directory in the order of the keys below them; the names of directories end with a
+// slash. It leaves out names that cannot belong to keys, except in the temporary directory.
 func (s *Store) names(dir string) ([]string, error) {
 	f, err := s.root.Open(dir)
 	if errors.Is(err, fs.ErrNotExist) || errors.Is(err, syscall.ENOTDIR) {

@@ -24,58 +24,60 @@ import (
 	"github.com/coppice-dev/coppice/snapshotstore/blob"
 )
 
-// MaxRange is the largest range that a peer is asked for, in bytes.
+// MaxRange is the largest range in a request to a peer, in bytes.
 const MaxRange = 4 << 20
 
 const (
-	// A range must have come after patience, and a millisecond more for each pace bytes.
+	// A range must arrive within patience, plus a millisecond for each pace bytes.
 	patience = 300 * time.Millisecond
 	pace     = 16 << 10
-	// avoided is for how long a peer is not asked after it failed; distrusted after it gave wrong bytes, and for an object of which some were.
+	// avoided is the time for which a peer is not asked after a failure. distrusted is that time after it gave wrong
+	// bytes; for the same time, the object is read only from the store.
 	avoided    = 15 * time.Second
 	distrusted = 10 * time.Minute
-	// asked is how many peers are asked for one range.
+	// asked is the maximum number of peers that are asked for one range.
 	asked = 2
-	// remembered bounds what is remembered of objects.
+	// remembered bounds the number of objects in the maps below.
 	remembered = 4096
 )
 
-// Peer is a host that may have objects.
+// Peer is a host that may have objects in its cache.
 type Peer struct {
 	ID       core.RunnerID `json:"id"`
 	Endpoint string        `json:"endpoint"` // https://host:port
 }
 
-// Asker asks a peer for a range of an object. blob.ErrNotFound when it has not all of it; fewer bytes where the object ends.
+// Asker asks a peer for a range of an object. blob.ErrNotFound if the peer does not have all of it; fewer bytes if the
+// object ends before.
 type Asker interface {
 	Ask(ctx context.Context, peer Peer, key string, off, n int64) ([]byte, error)
 }
 
 type contextKey struct{}
 
-// With names the peers, best first, that reads under the context may ask.
+// With names the peers, best first, that reads under the returned context may ask.
 func With(ctx context.Context, list []Peer) context.Context {
 	return context.WithValue(ctx, contextKey{}, list)
 }
 
-// From returns the peers that With has named.
+// From returns the peers that With named.
 func From(ctx context.Context) []Peer {
 	list, _ := ctx.Value(contextKey{}).([]Peer)
 	return list
 }
 
-// Store is in front of a store.
+// Store asks peers before it asks the store behind it.
 type Store struct {
-	blob.Blobs // behind
+	blob.Blobs // the store behind
 
 	ask   Asker
 	log   *slog.Logger
 	count metrics
 
-	mu     sync.Mutex // guards what follows
+	mu     sync.Mutex // guards the fields below
 	banned map[core.RunnerID]time.Time
-	served map[string]core.RunnerID // who gave something of an object last
-	doubt  map[string]time.Time     // objects that are read from the store only, until then
+	served map[string]core.RunnerID // the peer that last gave a part of an object
+	doubt  map[string]time.Time     // objects that are read only from the store until this time
 	absent map[lack]time.Time
 }
 
@@ -91,7 +93,7 @@ var (
 	_ blob.Forgetter = (*Store)(nil)
 )
 
-// New puts peers before a store. metrics may be nil: then nobody sees them.
+// New puts peers in front of a store. to may be nil: then the metrics are not registered.
 func New(behind blob.Blobs, ask Asker, log *slog.Logger, to prometheus.Registerer) (*Store, error) {
 	s := &Store{
 		Blobs: behind, ask: ask, log: log,
@@ -106,9 +108,9 @@ func New(behind blob.Blobs, ask Asker, log *slog.Logger, to prometheus.Registere
 	}{
 		{"served_total", "Reads that another runner answered.", &s.count.served},
 		{"bytes_total", "Bytes that other runners gave.", &s.count.bytes},
-		{"absent_total", "Reads that a runner was asked for and had not.", &s.count.absent},
+		{"absent_total", "Reads for which a runner was asked and did not have the bytes.", &s.count.absent},
 		{"failed_total", "Reads for which a runner was too slow or could not be reached.", &s.count.failed},
-		{"wrong_total", "Objects of which a runner gave other bytes than were stored.", &s.count.wrong},
+		{"wrong_total", "Objects of which a runner gave wrong bytes.", &s.count.wrong},
 	} {
 		value := func() float64 { return float64(c.count.Load()) }
 		if err := to.Register(prometheus.NewCounterFunc(prometheus.CounterOpts{Name: "coppice_peer_" + c.name, Help: c.help}, value)); err != nil {
@@ -136,7 +138,7 @@ func (s *Store) Get(ctx context.Context, key string, off, n int64) (io.ReadClose
 	return s.Blobs.Get(ctx, key, off, n)
 }
 
-// choose returns the peers that may have an object and are worth asking.
+// choose returns the peers that may have an object and are not avoided.
 func (s *Store) choose(list []Peer, key string) []Peer {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -165,7 +167,7 @@ func (s *Store) from(ctx context.Context, p Peer, key string, off, n int64) ([]b
 	case ctx.Err() == nil:
 		s.count.failed.Add(1)
 		note(s.banned, p.ID, time.Now().Add(avoided))
-		s.log.DebugContext(ctx, "a runner did not give an object and is not asked for a while", "peer", p.ID, "object", key, "err", err)
+		s.log.DebugContext(ctx, "a runner did not deliver an object and is not asked for a while", "peer", p.ID, "object", key, "err", err)
 	}
 	return b, err
 }
@@ -182,12 +184,12 @@ func (s *Store) Forget(ctx context.Context, key string, off, n int64) {
 	}
 	s.mu.Unlock()
 	if known {
-		s.log.WarnContext(ctx, "an object of which a runner gave some was not what was stored; it is read from the store, and that runner is not asked for a while", "peer", by, "object", key)
+		s.log.WarnContext(ctx, "a runner delivered wrong bytes of an object; the object is read from the store, and that runner is not asked for a while", "peer", by, "object", key)
 	}
 	blob.Forget(ctx, s.Blobs, key, off, n)
 }
 
-// note keeps a map small: what it forgets costs a question.
+// note adds an entry and keeps a map small: a forgotten entry costs only one more request.
 func note[K comparable, V any](m map[K]V, k K, v V) {
 	if len(m) >= remembered {
 		clear(m)

@@ -35,11 +35,11 @@ func (c *counted) Get(ctx context.Context, key string, off, n int64) (io.ReadClo
 	return c.Blobs.Get(ctx, key, off, n)
 }
 
-// hosts answer as the one that is asked does.
+// hosts answers like the peer that is asked.
 type hosts struct {
 	data  []byte
 	asked map[core.RunnerID]*atomic.Int64
-	waits time.Duration // of the slow one, in which it was not told to stop
+	waits time.Duration // how long the slow peer waited without being cancelled
 }
 
 var errDead = errors.New("connection refused")
@@ -66,13 +66,14 @@ func (h *hosts) Ask(ctx context.Context, p Peer, _ string, off, n int64) ([]byte
 	return b, nil
 }
 
-// TestPeers reads a range three times, each time as a reader does that knows its digest, with peers of every kind.
+// TestPeers reads a range three times, with peers of every kind. Each time it acts like a reader that knows the range's
+// digest.
 func TestPeers(t *testing.T) {
 	t.Parallel()
 	for name, c := range map[string]struct {
 		peers []core.RunnerID
-		asked []int64 // of each
-		store int64   // reads of the store
+		asked []int64 // requests to each peer
+		store int64   // reads from the store
 		wrong int64
 	}{
 		"nobody":                 {nil, nil, 3, 0},

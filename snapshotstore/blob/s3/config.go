@@ -21,7 +21,7 @@ import (
 	"github.com/coppice-dev/coppice/snapshotstore/blob"
 )
 
-// What a Config's zero values stand for.
+// The defaults for zero values of a Config.
 const (
 	DefaultRegion   = "us-east-1"
 	DefaultAttempts = 5
@@ -37,42 +37,42 @@ const (
 	idleConns   = 32
 )
 
-// Config says where a store is and how patient with it to be.
+// Config says where a store is, and how long to wait for it.
 type Config struct {
-	// Endpoint is the server's URL: https://host[:port], or http://…, which nobody should use but on loopback.
+	// Endpoint is the server's URL: https://host[:port], or http://…, which should be used only on loopback.
 	Endpoint string
-	Region   string // of the signatures
+	Region   string // for the signatures
 	Bucket   string
-	// Prefix is what the keys of all objects begin with, a slash after it; empty for the whole bucket.
+	// Prefix begins the keys of all objects, followed by a slash; empty means the whole bucket.
 	Prefix string
-	// PathStyle puts the bucket into the path, as most servers want it, instead of into the host's name, as AWS does.
+	// PathStyle puts the bucket into the path, as most servers need it, instead of into the host's name, as AWS does.
 	PathStyle bool
-	// CAFile holds further roots in PEM for the server's certificate.
+	// CAFile has additional roots for the server's certificate, in PEM.
 	CAFile      string
 	Credentials Credentials
 
-	// Attempts is how often a request is made in all.
+	// Attempts is the maximum number of attempts for a request.
 	Attempts int
 	// Backoff is the pause after the first attempt; it doubles each time.
 	Backoff time.Duration
-	// Stall is how long an attempt may make no progress: no byte of a body, no answer.
+	// Stall is the maximum time that an attempt may make no progress: no byte of a body and no answer.
 	Stall time.Duration
-	// MinRate, in bytes per second, bounds with Stall how long a body may take in all.
+	// MinRate, in bytes per second, bounds the total time of a body, together with Stall.
 	MinRate int64
 }
 
 // Credentials sign the requests. They are never printed.
 type Credentials struct {
 	AccessKey, SecretKey string
-	SessionToken         string // of temporary ones
-	// Expires is when temporary ones do, if that is known: they are renewed before.
+	SessionToken         string // for temporary credentials
+	// Expires is the time when temporary credentials expire, if it is known. They are renewed before.
 	Expires time.Time
-	// Renew returns those that are valid now. It is asked when Expires has come, and once when the store refuses the ones in use.
-	// Nil: there are no others.
+	// Renew returns credentials that are valid now. It is called when Expires is near, and once when the store refuses
+	// the current ones. Nil: there are no others.
 	Renew func(context.Context) (Credentials, error)
 }
 
-// String hides the secrets, as LogValue does.
+// String hides the secrets.
 func (c Credentials) String() string {
 	if c.AccessKey == "" {
 		return "none"
@@ -126,7 +126,7 @@ func (c Config) withDefaults() Config {
 	return c
 }
 
-// Check reports what is wrong with a configuration, opening nothing.
+// Check reports errors of a configuration. It opens nothing.
 func (c Config) Check() error {
 	_, err := c.withDefaults().check()
 	return err
@@ -140,13 +140,13 @@ func (c Config) check() (*url.URL, error) {
 	u, err := url.Parse(c.Endpoint)
 	if err != nil || u.Scheme != "http" && u.Scheme != "https" || u.Hostname() == "" || u.User != nil ||
 		u.Path != "" && u.Path != "/" || u.RawQuery != "" || u.Fragment != "" {
-		errs = append(errs, refuse("the store's endpoint must be https://host[:port], with nothing after it and no credentials in it"))
+		errs = append(errs, refuse("the store's endpoint must be https://host[:port], with nothing after it and without credentials"))
 	}
 	if !validBucket(c.Bucket) {
-		errs = append(errs, refuse("%q is not a bucket's name: 3 to 63 lower-case letters, digits, dots and hyphens", core.Clip(c.Bucket)))
+		errs = append(errs, refuse("%q is not a valid name of a bucket: use 3 to 63 lower-case letters, digits, dots and hyphens", core.Clip(c.Bucket)))
 	}
 	if c.Prefix != "" && !blob.ValidKey(c.Prefix) {
-		errs = append(errs, refuse("%q cannot be the prefix of a store: parts of lower-case letters, digits, \"_\", \"-\" and \".\", divided by slashes",
+		errs = append(errs, refuse("%q cannot be the prefix of a store: use parts of lower-case letters, digits, \"_\", \"-\" and \".\", separated by slashes",
 			core.Clip(c.Prefix)))
 	}
 	if c.Attempts < 1 || c.Backoff < 0 || c.Stall < 0 || c.MinRate < 1 {
@@ -171,7 +171,8 @@ func validBucket(s string) bool {
 	return true
 }
 
-// transport is minio-go's without its reading of the environment, and without deadlines for answers, which are the attempts'.
+// transport is minio-go's transport, but it does not read the environment and has no deadlines for answers: each
+// attempt has its own.
 func (c Config) transport(secure bool) (*http.Transport, error) {
 	t := &http.Transport{
 		Proxy:                 http.ProxyFromEnvironment,
@@ -181,7 +182,7 @@ func (c Config) transport(secure bool) (*http.Transport, error) {
 		IdleConnTimeout:       idleTimeout,
 		MaxIdleConns:          idleConns,
 		MaxIdleConnsPerHost:   idleConns,
-		DisableCompression:    true, // what is stored is what is wanted
+		DisableCompression:    true, // the stored bytes themselves are wanted
 	}
 	if !secure {
 		return t, nil
@@ -199,13 +200,13 @@ func (c Config) transport(secure bool) (*http.Transport, error) {
 		roots = x509.NewCertPool()
 	}
 	if !roots.AppendCertsFromPEM(pem) {
-		return nil, core.Errorf(core.Invalid, core.CodeInvalidField, "the store's CA file %s holds no certificate in PEM", core.Clip(c.CAFile))
+		return nil, core.Errorf(core.Invalid, core.CodeInvalidField, "the store's CA file %s contains no certificate in PEM", core.Clip(c.CAFile))
 	}
 	t.TLSClientConfig.RootCAs = roots
 	return t, nil
 }
 
-// Store is a bucket, or what is below a prefix of one.
+// Store is a bucket, or the part of a bucket below a prefix.
 type Store struct {
 	cfg       Config
 	client    *minio.Core
@@ -231,7 +232,7 @@ func New(cfg Config) (*Store, error) {
 	}
 	s.client, err = minio.NewCore(u.Host, &minio.Options{
 		Creds: s.creds, Secure: u.Scheme == "https", Transport: s.transport, Region: cfg.Region, BucketLookup: lookup,
-		MaxRetries: 1, // ours
+		MaxRetries: 1, // retry makes the attempts
 	})
 	if err != nil {
 		return nil, core.Wrapf(err, core.Invalid, core.CodeInvalidField, "the store cannot be %s: %v", cfg, err)
@@ -245,13 +246,13 @@ func (s *Store) Close() error {
 	return nil
 }
 
-// provider gives minio-go our credentials, which holds a lock when it calls.
+// provider gives our credentials to minio-go, which holds a lock when it calls.
 type provider struct {
 	current Credentials
-	given   bool // to minio-go, which asks again only when they will not do
+	given   bool // minio-go has the current ones; it asks again only if they are not accepted
 }
 
-// RetrieveWithCredContext is called at first, when IsExpired, and after Expire.
+// RetrieveWithCredContext is called at first, after IsExpired returned true, and after Expire.
 func (p *provider) RetrieveWithCredContext(cc *credentials.CredContext) (credentials.Value, error) {
 	if renew := p.current.Renew; renew != nil && (p.given || p.current.AccessKey == "" || p.IsExpired()) {
 		ctx := context.Background()
@@ -276,16 +277,16 @@ func (p *provider) RetrieveWithCredContext(cc *credentials.CredContext) (credent
 	}, nil
 }
 
-// Retrieve is the interface's old form.
+// Retrieve is the old form of RetrieveWithCredContext.
 func (p *provider) Retrieve() (credentials.Value, error) { return p.RetrieveWithCredContext(nil) }
 
-// IsExpired reports whether others are to be asked for, a little before they must.
+// IsExpired reports whether to ask for new credentials. It does so a little before they expire.
 func (p *provider) IsExpired() bool {
 	const early = 30 * time.Second
 	return p.current.Renew != nil && !p.current.Expires.IsZero() && time.Until(p.current.Expires) < early
 }
 
-// renewalError is the credentials' source's failure.
+// renewalError is a failure of the source of credentials.
 type renewalError struct{ err error }
 
 // Error implements error.

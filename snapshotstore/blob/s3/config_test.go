@@ -97,7 +97,7 @@ func TestParseContentRange(t *testing.T) {
 	}
 }
 
-// TestMapResponse looks at what servers say that tests cannot make them say.
+// TestMapResponse maps answers that the servers of tests cannot be made to give.
 func TestMapResponse(t *testing.T) {
 	t.Parallel()
 	s, err := New(Config{Endpoint: "https://s3.example", Bucket: "bucket"})

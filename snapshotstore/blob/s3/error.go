@@ -19,37 +19,39 @@ import (
 	"github.com/coppice-dev/coppice/snapshotstore/blob"
 )
 
-// What the code here branches on, besides blob.ErrNotFound.
+// The errors that this package checks for, in addition to blob.ErrNotFound.
 var (
 	errPrecondition = errors.New("there is an object under this key")
 	errRange        = errors.New("the object ends before this range")
 	errNoUpload     = errors.New("there is no such upload")
 	errConflict     = errors.New("another request for this key is under way")
 	errStalled      = errors.New("no progress was made in time")
-	errSlow         = errors.New("it took too long in all")
+	errSlow         = errors.New("it took too long in total")
 )
 
-// answerError is an answer that no S3 server should give.
+// answerError is an answer that an S3 server should never give.
 type answerError struct{ text string }
 
 // Error implements error.
 func (e *answerError) Error() string { return e.text }
 
-// remedy is what can be done about an error.
+// remedy says what may help against an error.
 type remedy int
 
 const (
 	final  remedy = iota
 	again         // the same request may succeed
-	renew         // other credentials may
-	denied        // other credentials may, or the same ones after a moment
+	renew         // other credentials may help
+	denied        // other credentials may help, or the same ones after a moment
 )
 
-// deniedAttempts bounds the attempts of a request that is denied, besides the one with credentials that were renewed. MinIO denies a write into a directory that a delete removes at the
-// same moment, and a new permission takes a moment until it holds everywhere.
+// deniedAttempts bounds the attempts of a denied request, without the extra one after a renewal of the credentials.
+// MinIO denies a write into a directory that a delete removes at the same moment, and a new permission needs a moment
+// before it is valid everywhere.
 const deniedAttempts = 3
 
-// mapError is the only place where what the library and the network say becomes ours. Without a key no object can be missing.
+// mapError is the only place that maps errors of the library and the network to ours. Without a key, no object can be
+// missing.
 func (s *Store) mapError(doing, key string, err error) (remedy, error) {
 	var (
 		known    *core.Error
@@ -64,7 +66,7 @@ func (s *Store) mapError(doing, key string, err error) (remedy, error) {
 		return final, err
 	case errors.As(err, &renewal):
 		return final, core.Wrapf(err, core.Unavailable, core.CodeStoreAuth,
-			"%s: no credentials for %s could be had: their source failed", doing, s.cfg)
+			"%s: the source of the credentials for %s failed", doing, s.cfg)
 	case errors.As(err, &response):
 		return s.mapResponse(doing, key, response)
 	}
@@ -81,7 +83,7 @@ func (s *Store) mapError(doing, key string, err error) (remedy, error) {
 	case errors.Is(err, errStalled), errors.Is(err, errSlow):
 		what = "it is too slow"
 	case errors.As(err, &authority), errors.As(err, &host), errors.As(err, &invalid):
-		what, r = "its certificate is not trusted; name its authority's in the store's CA file", final
+		what, r = "its certificate is not trusted; put the certificate of its authority into the store's CA file", final
 	case errors.As(err, &record), errors.Is(err, http.ErrSchemeMismatch):
 		what, r = "it does not speak TLS", final
 	case errors.As(err, &answer):
@@ -94,12 +96,12 @@ func (s *Store) mapError(doing, key string, err error) (remedy, error) {
 	return r, core.Wrapf(err, core.Unavailable, core.CodeStoreUnavailable, "%s: the store, %s, cannot be used: %s", doing, s.cfg, what)
 }
 
-// mapResponse maps an error that the server gave.
+// mapResponse maps an error response of the server.
 func (s *Store) mapResponse(doing, key string, e minio.ErrorResponse) (remedy, error) {
 	unavailable := func(r remedy, what string) (remedy, error) {
 		return r, core.Wrapf(e, core.Unavailable, core.CodeStoreUnavailable, "%s: the store, %s, cannot be used: %s", doing, s.cfg, what)
 	}
-	said := fmt.Sprintf("it said %s (%d)", core.Clip(e.Code), e.StatusCode)
+	said := fmt.Sprintf("it answered %s (%d)", core.Clip(e.Code), e.StatusCode)
 	switch e.Code {
 	case "NoSuchKey":
 		if key == "" {
@@ -109,7 +111,7 @@ func (s *Store) mapResponse(doing, key string, e minio.ErrorResponse) (remedy, e
 	case "NoSuchUpload":
 		return final, errNoUpload
 	case "NoSuchBucket":
-		return unavailable(final, "there is no such bucket; make it")
+		return unavailable(final, "there is no such bucket; create it")
 	case "PreconditionFailed":
 		return final, errPrecondition
 	case "ConditionalRequestConflict", "OperationAborted":
@@ -119,16 +121,16 @@ func (s *Store) mapResponse(doing, key string, e minio.ErrorResponse) (remedy, e
 	case "AccessDenied":
 		return denied, core.Wrapf(e, core.Unavailable, core.CodeStoreAuth, "%s: the store, %s, refuses the credentials: %s; correct them", doing, s.cfg, said)
 	case "ExpiredToken", "ExpiredTokenException", "InvalidToken", "TokenRefreshRequired", "InvalidAccessKeyId", "SignatureDoesNotMatch",
-		"AuthorizationHeaderMalformed", "XAdminUserNotFound": // versitygw's unknown key, a 404
+		"AuthorizationHeaderMalformed", "XAdminUserNotFound": // versitygw's answer to an unknown key, a 404
 		return renew, core.Wrapf(e, core.Unavailable, core.CodeStoreAuth, "%s: the store, %s, refuses the credentials: %s; correct them", doing, s.cfg, said)
 	case "RequestTimeTooSkewed":
-		return unavailable(final, "its clock and this host's differ too much; set them")
+		return unavailable(final, "its clock and this host's clock differ too much; correct them")
 	case "RequestTimeout", "SlowDown", "BadDigest", "XAmzContentSHA256Mismatch", "IncompleteBody",
 		"InternalError", "ServiceUnavailable": // even with status 200, at the end of an upload
 		return unavailable(again, said)
 	}
 	switch {
-	case strings.HasPrefix(e.Code, "400 "): // to a HEAD, which has no body: AWS refuses expired tokens so
+	case strings.HasPrefix(e.Code, "400 "): // the answer to a HEAD, which has no body: AWS refuses expired tokens in this way
 		fallthrough
 	case e.StatusCode == http.StatusUnauthorized || e.StatusCode == http.StatusForbidden:
 		return renew, core.Wrapf(e, core.Unavailable, core.CodeStoreAuth, "%s: the store, %s, refuses the credentials: %s; correct them", doing, s.cfg, said)
@@ -146,18 +148,18 @@ func (s *Store) mapResponse(doing, key string, e minio.ErrorResponse) (remedy, e
 	}
 }
 
-// task is what retry does and how an error of it is told.
+// task is an operation for retry, with the words for its errors.
 type task struct {
 	doing string
-	key   string // of the object that may be missing
-	bytes int64  // of the request's body
-	// slow is how many times longer than others the server may be silent.
+	key   string // key of the object that may be missing
+	bytes int64  // length of the request's body
+	// slow is the factor by which the server may be silent longer than usual.
 	slow int64
-	// try makes one attempt. It calls progress whenever the server takes something.
+	// try makes one attempt. It calls progress whenever the server has taken some bytes.
 	try func(ctx context.Context, progress func()) error
 }
 
-// retry makes attempts until one succeeds or fails for good.
+// retry makes attempts until one succeeds or fails permanently.
 func (s *Store) retry(ctx context.Context, t task) error {
 	renewed := s.cfg.Credentials.Renew == nil
 	for n := 1; ; n++ {
@@ -184,7 +186,7 @@ func (s *Store) retry(ctx context.Context, t task) error {
 	}
 }
 
-// attempt makes one under a watch.
+// attempt makes one attempt with a watch.
 func (s *Store) attempt(ctx context.Context, t task) error {
 	w := s.watch(ctx, s.cfg.Stall*time.Duration(max(1, t.slow)), t.bytes)
 	defer w.stop()
@@ -196,10 +198,10 @@ func (s *Store) attempt(ctx context.Context, t task) error {
 	return err
 }
 
-// pause waits before the attempt after the nth.
+// pause waits after attempt n.
 func (s *Store) pause(ctx context.Context, n int) error {
 	d := min(s.cfg.Backoff<<min(n-1, 16), maxBackoff)
-	d = d/2 + rand.N(d/2+1) //nolint:gosec // G404: only to spread
+	d = d/2 + rand.N(d/2+1) //nolint:gosec // G404: only to spread requests
 	select {
 	case <-ctx.Done():
 		return context.Cause(ctx)
@@ -208,16 +210,16 @@ func (s *Store) pause(ctx context.Context, n int) error {
 	}
 }
 
-// watch ends an attempt that makes no progress, or that takes too long in all. What its caller does between a pause and the next wait
-// does not count.
+// watch ends an attempt that makes no progress, or takes too long in total. The time between a pause and the next wait
+// belongs to the caller and does not count.
 type watch struct {
-	ctx    context.Context // the attempt's, which ends with it
+	ctx    context.Context // context of the attempt; ends with it
 	cancel context.CancelCauseFunc
 	stall  time.Duration
 
-	mu      sync.Mutex // a request's body may still be read when the attempt has ended
+	mu      sync.Mutex // a request's body may still be read after the attempt
 	timer   *time.Timer
-	left    time.Duration // in all
+	left    time.Duration // left in total
 	began   time.Time
 	stopped bool
 }
@@ -244,7 +246,7 @@ func (w *watch) wait() {
 	w.timer = time.AfterFunc(max(d, time.Millisecond), func() { w.cancel(cause) })
 }
 
-// pause ends a wait.
+// pause ends the current wait.
 func (w *watch) pause() {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -268,7 +270,7 @@ func (w *watch) stop() {
 	w.cancel(nil)
 }
 
-// explain returns why an attempt really failed.
+// explain returns the real reason why an attempt failed.
 func (w *watch) explain(err error) error {
 	if cause := context.Cause(w.ctx); errors.Is(cause, errStalled) || errors.Is(cause, errSlow) {
 		return fmt.Errorf("%w: %w", cause, err)

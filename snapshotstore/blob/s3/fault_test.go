@@ -20,17 +20,17 @@ import (
 
 const attempts = 4
 
-// eager leaves no pauses between attempts.
+// eager leaves almost no pause between attempts.
 func eager(c *Config) { c.Attempts, c.Backoff = attempts, time.Millisecond }
 
-// impatient is for a server that does not answer. Where the machine is so busy that a good answer takes longer, an attempt is in vain,
-// so no test that needs it leaves but the last one.
+// impatient is for a server that does not answer. On a very busy machine, even a good answer may take longer and an
+// attempt may fail. So every test that uses it leaves enough attempts.
 func impatient(c *Config) { c.Stall, c.MinRate = 2*time.Second, 1<<20 }
 
-// asNeeded is impatient if a fault makes the store wait.
+// asNeeded is impatient if one of the faults makes the store wait.
 func asNeeded(faults ...tests3.Fault) func(*Config) {
 	for _, f := range faults {
-		switch f.Kind { //nolint:exhaustive // those that make it wait
+		switch f.Kind { //nolint:exhaustive // the faults that make the store wait
 		case tests3.Stall, tests3.StallRequest, tests3.Slow, tests3.SlowRequest:
 			return impatient
 		}
@@ -38,7 +38,7 @@ func asNeeded(faults ...tests3.Fault) func(*Config) {
 	return func(*Config) {}
 }
 
-// faulty is a store behind a proxy.
+// faulty is a store behind a proxy that causes faults.
 type faulty struct {
 	*Store
 	proxy  *tests3.Proxy
@@ -61,7 +61,7 @@ const (
 	big    = 2*partSize + 12345
 )
 
-// TestPutFaults puts an object while one thing after the other goes wrong: it is stored whole, once.
+// TestPutFaults puts an object while one fault after the other happens: it is stored completely, and once.
 func TestPutFaults(t *testing.T) {
 	t.Parallel()
 	server := tests3.Start(t)
@@ -91,7 +91,7 @@ func TestPutFaults(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			s := openFaulty(t, server, asNeeded(c.faults...), func(cfg *Config) {
-				if len(c.faults) > 1 { // all of which may hit one request's attempts
+				if len(c.faults) > 1 { // all of them may hit the attempts of one request
 					cfg.Attempts += len(c.faults)
 				}
 			})
@@ -104,7 +104,7 @@ func TestPutFaults(t *testing.T) {
 			if err != nil || !bytes.Equal(got, data) {
 				t.Errorf("%d bytes of %d are stored, %v", len(got), c.size, err)
 			}
-			if n := uploads(t, server, s); n > 1 { // what was given up for another attempt, whose end the server has not seen
+			if n := uploads(t, server, s); n > 1 { // uploads that were abandoned for another attempt; the server has not seen their end
 				t.Errorf("%d uploads are left", n)
 			}
 		})
@@ -130,8 +130,8 @@ func uploads(t *testing.T, server *tests3.Server, s faulty) int {
 	return len(found.Uploads)
 }
 
-// TestSlowPut has the server take an object so slowly that it would be done in half a minute, never stalling, where nine seconds are
-// the most.
+// TestSlowPut: the server takes an object so slowly, without ever stalling, that it needs half a minute. At most nine
+// seconds are allowed.
 func TestSlowPut(t *testing.T) {
 	t.Parallel()
 	server := tests3.Start(t)
@@ -145,7 +145,8 @@ func TestSlowPut(t *testing.T) {
 	}
 }
 
-// TestGetFaults reads an object while things go wrong: every byte comes, and no byte is asked for twice that had come.
+// TestGetFaults reads an object while faults happen: every byte arrives, and no byte is requested again that had
+// arrived.
 func TestGetFaults(t *testing.T) {
 	t.Parallel()
 	server := tests3.Start(t)
@@ -183,7 +184,7 @@ func TestGetFaults(t *testing.T) {
 	}
 }
 
-// TestResumedFromThere looks at what is asked for after a reset.
+// TestResumedFromThere checks the range of the request after a reset.
 func TestResumedFromThere(t *testing.T) {
 	t.Parallel()
 	server := tests3.Start(t)
@@ -206,7 +207,7 @@ func TestResumedFromThere(t *testing.T) {
 	}
 }
 
-// TestReadsNoMore has the store go away for good after it has given enough not to count as failed.
+// TestReadsNoMore: the store disappears for good after an attempt has brought enough bytes to count as a success.
 func TestReadsNoMore(t *testing.T) {
 	t.Parallel()
 	server := tests3.Start(t)
@@ -222,12 +223,12 @@ func TestReadsNoMore(t *testing.T) {
 	if len(got) != 2<<20 || core.CodeOf(err) != core.CodeStoreUnavailable {
 		t.Errorf("%d bytes, %v", len(got), err)
 	}
-	if n := len(s.proxy.Seen(tests3.Gets)); n > 1+2*attempts { // net/http repeats some itself
+	if n := len(s.proxy.Seen(tests3.Gets)); n > 1+2*attempts { // net/http repeats some requests itself
 		t.Errorf("%d requests", n)
 	}
 }
 
-// call is one of everything that a store does.
+// call is a call of each method of a store.
 type call struct {
 	name string
 	do   func(ctx context.Context, b blob.Blobs) error
@@ -258,8 +259,8 @@ var calls = []call{
 	{"sweep", func(ctx context.Context, b blob.Blobs) error { return b.Sweep(ctx, time.Now().Add(-time.Hour)) }},
 }
 
-// TestEveryCallFails has each call meet what does not end: it fails in bounded time with the right code, names the store, and shows no
-// secret; and works when things are right again.
+// TestEveryCallFails: each call meets a permanent fault. It fails in bounded time with the right code, names the store
+// and shows no secret; without the fault it works again.
 func TestEveryCallFails(t *testing.T) {
 	t.Parallel()
 	server := tests3.Start(t)
@@ -277,14 +278,14 @@ func TestEveryCallFails(t *testing.T) {
 		"401":              {fault: tests3.Fault{Kind: tests3.Answer, Status: http.StatusUnauthorized, Code: "Unauthorized"}, want: core.CodeStoreAuth, most: 1},
 		"an expired token": {fault: tests3.Fault{Kind: tests3.Answer, Status: http.StatusBadRequest, Code: "ExpiredToken"}, want: core.CodeStoreAuth, most: 1},
 		"no bucket":        {fault: tests3.Fault{Kind: tests3.Answer, Status: http.StatusNotFound, Code: "NoSuchBucket"}, want: core.CodeStoreUnavailable, most: 1},
-		"resets":           {fault: tests3.Fault{Kind: tests3.Reset}, want: core.CodeStoreUnavailable, most: 2 * attempts}, // net/http repeats some itself
+		"resets":           {fault: tests3.Fault{Kind: tests3.Reset}, want: core.CodeStoreUnavailable, most: 2 * attempts}, // net/http repeats some requests itself
 		"stalls":           {fault: tests3.Fault{Kind: tests3.Stall}, want: core.CodeStoreUnavailable, most: attempts},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			var all sync.WaitGroup
 			for _, call := range calls {
-				if name == "no bucket" && (call.name == "stat" || call.name == "put in parts") { // a HEAD does not tell
+				if name == "no bucket" && (call.name == "stat" || call.name == "put in parts") { // the answer to a HEAD does not say so
 					continue
 				}
 				s := openFaulty(t, server, asNeeded(c.fault))
@@ -318,7 +319,8 @@ func TestEveryCallFails(t *testing.T) {
 	}
 }
 
-// TestDeniedForAMoment: MinIO denies a write whose directory a delete removes at the same moment. The write is tried again.
+// TestDeniedForAMoment: MinIO denies a write whose directory a delete removes at the same moment. The write is tried
+// again.
 func TestDeniedForAMoment(t *testing.T) {
 	t.Parallel()
 	server := tests3.Start(t)
@@ -355,8 +357,8 @@ func TestEveryCallIsCancelled(t *testing.T) {
 	}
 }
 
-// TestWrongBytes reads an object whose bytes change on the way. The backend does not know what they should be; who reads does, and
-// reads again.
+// TestWrongBytes reads an object whose bytes change on the way. The backend does not know the right bytes; the reader
+// does, and reads again.
 func TestWrongBytes(t *testing.T) {
 	t.Parallel()
 	server := tests3.Start(t)
@@ -392,7 +394,7 @@ func TestDeletedWhileRead(t *testing.T) {
 	}
 }
 
-// TestShrinksWhileRead has the object be another at the second answer.
+// TestShrinksWhileRead: the second answer comes from another, shorter object.
 func TestShrinksWhileRead(t *testing.T) {
 	t.Parallel()
 	server := tests3.Start(t)
@@ -409,8 +411,8 @@ func TestShrinksWhileRead(t *testing.T) {
 	}
 }
 
-// TestCredentialsExpire has the store refuse credentials in the middle of an upload: others are asked for once, and it goes on; or it
-// fails, and nothing is left.
+// TestCredentialsExpire: the store refuses credentials in the middle of an upload. New ones are requested once. Then
+// the upload goes on, or it fails and leaves nothing behind.
 func TestCredentialsExpire(t *testing.T) {
 	t.Parallel()
 	server := tests3.Start(t)
@@ -466,7 +468,8 @@ func TestCredentialsExpire(t *testing.T) {
 	}
 }
 
-// TestCredentialsAreRenewed begins with credentials that a real server refuses, with none, and with some that are about to expire.
+// TestCredentialsAreRenewed starts with credentials that a real server refuses, without credentials, and with
+// credentials that are about to expire.
 func TestCredentialsAreRenewed(t *testing.T) {
 	t.Parallel()
 	server := tests3.Start(t)
@@ -490,11 +493,11 @@ func TestCredentialsAreRenewed(t *testing.T) {
 	}
 }
 
-// TestManyAtOnce has more readers than connections on a store that resets every third answer.
+// TestManyAtOnce uses more readers than connections, with a store that resets every third answer.
 func TestManyAtOnce(t *testing.T) {
 	t.Parallel()
 	server := tests3.Start(t)
-	s := openFaulty(t, server, func(c *Config) { c.Attempts = 100 }) // one reader may be hit each time
+	s := openFaulty(t, server, func(c *Config) { c.Attempts = 100 }) // every reset may hit the same reader
 	data := blobtest.Bytes(5, 1<<20)
 	if err := blobtest.Put(t.Context(), s.direct, object, data); err != nil {
 		t.Fatal(err)

@@ -18,8 +18,8 @@ func (zeros) ReadAt(p []byte, _ int64) (int, error) {
 	return len(p), nil
 }
 
-// TestMemoryIsBounded puts an object of many parts and counts what is allocated for it. It runs before those that run at once.
-func TestMemoryIsBounded(t *testing.T) { //nolint:paralleltest // others allocate, too
+// TestMemoryIsBounded puts an object of many parts and counts the allocated memory. It runs before the parallel tests.
+func TestMemoryIsBounded(t *testing.T) { //nolint:paralleltest // other tests allocate, too
 	const size = 12 * partSize
 	server := tests3.Start(t)
 	s := open(t, server, server.Address, server.Bucket(t), "")
@@ -33,7 +33,7 @@ func TestMemoryIsBounded(t *testing.T) { //nolint:paralleltest // others allocat
 		t.Fatal(err)
 	}
 	runtime.ReadMemStats(&after)
-	const most = (senders + 1) * partSize // a part for all else
+	const most = (senders + 1) * partSize // one part for everything else
 	got := after.TotalAlloc - before.TotalAlloc
 	t.Logf("%d MiB for an object of %d MiB", got>>20, size>>20)
 	if got > most {

@@ -13,7 +13,8 @@ import (
 	"github.com/coppice-dev/coppice/snapshotstore/blob"
 )
 
-// enough is what an attempt must have brought not to count as failed, so that a long read may be interrupted often.
+// enough is the number of bytes after which an attempt does not count as failed, so that a long read may be interrupted
+// often.
 const enough = 1 << 20
 
 // Get implements blob.Blobs.
@@ -23,7 +24,7 @@ func (s *Store) Get(ctx context.Context, key string, off, n int64) (io.ReadClose
 	}
 	r := &reader{ctx: ctx, store: s, key: key, off: off, left: n, renewed: s.cfg.Credentials.Renew == nil}
 	var err error
-	if n == 0 { // which S3 cannot be asked for
+	if n == 0 { // S3 has no request for an empty range
 		_, err = s.stat(ctx, key)
 	} else {
 		err = r.open()
@@ -34,27 +35,27 @@ func (s *Store) Get(ctx context.Context, key string, off, n int64) (io.ReadClose
 	return r, nil
 }
 
-// reader is the body of a Get: of as many answers as it takes.
+// reader is the body of a Get. It uses as many answers as necessary.
 type reader struct {
-	ctx   context.Context // the Get's, under which its body is read
+	ctx   context.Context // the context of the Get, also for reads of its body
 	store *Store
 	key   string
 	off   int64
 	left  int64
-	total int64 // of the object, as the first answer says
+	total int64 // size of the object, from the first answer
 
-	body    io.ReadCloser // of the answer, nil between two
+	body    io.ReadCloser // of the current answer; nil between two answers
 	watch   *watch
-	brought int64 // by this answer
+	brought int64 // bytes that this answer has brought
 	fails   int
 	renewed bool
-	err     error // for good
+	err     error // permanent
 }
 
 // Read implements io.Reader.
 func (r *reader) Read(p []byte) (int, error) {
 	for r.left > 0 && len(p) > 0 {
-		if r.err == nil && r.ctx.Err() != nil { // whatever has come already
+		if r.err == nil && r.ctx.Err() != nil { // even if more bytes have arrived
 			r.err = r.failed(r.ctx.Err())
 		}
 		if r.err != nil {
@@ -64,7 +65,7 @@ func (r *reader) Read(p []byte) (int, error) {
 			if err := r.open(); err != nil {
 				return 0, err
 			}
-			continue // there may be nothing left
+			continue // perhaps nothing is left
 		}
 		r.watch.wait()
 		n, err := r.body.Read(p[:min(int64(len(p)), r.left)])
@@ -95,7 +96,7 @@ func (r *reader) Close() error {
 	return nil
 }
 
-// open asks for what is left, until there is an answer.
+// open requests the rest, until there is an answer.
 func (r *reader) open() error {
 	for {
 		err := r.ask()
@@ -128,14 +129,14 @@ func (r *reader) ask() error {
 		case r.total != 0:
 			return errChanged
 		}
-		r.left = 0 // it ends before
+		r.left = 0 // the object ends before the range
 		return nil
 	}
 	r.body, r.watch, r.brought = body, w, 0
 	first, last, total, ok := parseContentRange(header.Get("Content-Range"))
 	switch {
 	case !ok || first != r.off || last != min(r.off+r.left, total)-1:
-		err = &answerError{"answers with other bytes than it was asked for"}
+		err = &answerError{"answers with another range than the requested one"}
 	case r.total != 0 && total != r.total:
 		err = errChanged
 	case header.Get("Content-Length") != "" && header.Get("Content-Length") != strconv.FormatInt(last-first+1, 10):
@@ -148,7 +149,7 @@ func (r *reader) ask() error {
 
 var errChanged = &answerError{"has changed an object while it was read"}
 
-// failed gives up an answer. It returns nil when another is to be asked for, after a pause.
+// failed handles the failure of an answer. It returns nil, after a pause, when another request should be made.
 func (r *reader) failed(err error) error {
 	doing := "read object " + r.key
 	r.fails++
@@ -175,7 +176,7 @@ func (r *reader) failed(err error) error {
 	return nil
 }
 
-// drop ends the answer. Its connection is not used again unless it was read to its end.
+// drop closes the answer. Its connection is used again only if the answer was read to its end.
 func (r *reader) drop() {
 	if r.body == nil {
 		return

@@ -25,18 +25,18 @@ import (
 )
 
 const (
-	// partSize is what is sent in one piece, and what a larger object's parts have.
+	// partSize is the size up to which an object is sent in one request, and the size of a larger object's parts.
 	partSize = 16 << 20
-	// page is how many objects are listed and deleted at a time: S3's maximum.
+	// page is the maximum number of objects in one list or delete request: S3's maximum.
 	page = 1000
-	// slowAnswer is how much longer the end of an upload may take, for which a server may copy all its parts.
+	// slowAnswer is the factor by which the end of an upload may take longer: a server may copy all its parts then.
 	slowAnswer   = 5
 	abortTimeout = 10 * time.Second
 )
 
 var _ blob.Blobs = (*Store)(nil)
 
-// name is an object's in the bucket.
+// name returns an object's name in the bucket.
 func (s *Store) name(key string) string {
 	if s.cfg.Prefix == "" {
 		return key
@@ -44,7 +44,7 @@ func (s *Store) name(key string) string {
 	return s.cfg.Prefix + "/" + key
 }
 
-// Put implements blob.Blobs. What is larger than 16 MiB needs twice that much memory.
+// Put implements blob.Blobs. An object of more than 16 MiB needs twice that much memory.
 func (s *Store) Put(ctx context.Context, key string, body io.ReaderAt, size int64, digest core.Digest) error {
 	if err := blob.CheckPut(key, size, digest); err != nil {
 		return err
@@ -52,16 +52,16 @@ func (s *Store) Put(ctx context.Context, key string, body io.ReaderAt, size int6
 	for n := 1; ; n++ {
 		err := s.put(ctx, key, body, size, digest)
 		if errors.Is(err, errPrecondition) || errors.Is(err, errNoUpload) {
-			// Another's, or our own: its answer was lost.
+			// The object is another writer's, or our own, if its answer was lost.
 			err = s.compare(ctx, key, size, digest)
 		}
-		// Removed again since, by another, or a race that neither has won.
+		// Another process has removed it meanwhile, or two writers collided and neither has won.
 		if !errors.Is(err, errConflict) && !errors.Is(err, blob.ErrNotFound) {
 			return err
 		}
 		if n >= s.cfg.Attempts {
 			return core.Wrapf(err, core.Unavailable, core.CodeStoreUnavailable,
-				"put object %s: the store, %s, has neither taken it nor another", key, s.cfg)
+				"put object %s: the store, %s, has accepted neither this object nor another one", key, s.cfg)
 		}
 		if err := s.pause(ctx, n); err != nil {
 			return fmt.Errorf("put object %s: %w", key, err)
@@ -69,11 +69,11 @@ func (s *Store) Put(ctx context.Context, key string, body io.ReaderAt, size int6
 	}
 }
 
-// put stores an object, or is errPrecondition, or errNoUpload or errConflict, where there may be one.
+// put stores an object. It returns errPrecondition, errNoUpload or errConflict if the key may exist already.
 func (s *Store) put(ctx context.Context, key string, body io.ReaderAt, size int64, digest core.Digest) error {
 	if size > partSize {
 		switch _, err := s.Stat(ctx, key); {
-		case err == nil: // it would only be found out at the end
+		case err == nil: // the upload would find it out only at its end
 			return errPrecondition
 		case !errors.Is(err, blob.ErrNotFound):
 			return err
@@ -93,7 +93,7 @@ func (s *Store) put(ctx context.Context, key string, body io.ReaderAt, size int6
 	}
 	opts := minio.PutObjectOptions{
 		UserMetadata:         map[string]string{checksumHeader: base64.StdEncoding.EncodeToString(sum)},
-		DisableContentSha256: true, // it is given
+		DisableContentSha256: true, // the digest is given
 	}
 	opts.SetMatchETagExcept("*")
 	return s.retry(ctx, task{doing: "put object " + key, bytes: size, try: func(ctx context.Context, progress func()) error {
@@ -105,7 +105,8 @@ func (s *Store) put(ctx context.Context, key string, body io.ReaderAt, size int6
 
 const checksumHeader = "x-amz-checksum-sha256"
 
-// sending is a request's body. It tells of progress, and keeps the error of a caller's bytes, which is not the store's.
+// sending is the body of a request. It reports progress, and remembers an error of the caller's bytes, to tell it from
+// an error of the store.
 type sending struct {
 	r        io.Reader
 	progress func()
@@ -133,7 +134,7 @@ func bodyError(key string, err error) error {
 	return core.Wrapf(err, core.Internal, core.CodeInternal, "the bytes for object %s cannot be read on this host", key)
 }
 
-// digestOf reads size bytes.
+// digestOf computes the digest of size bytes.
 func digestOf(ctx context.Context, key string, r io.Reader, size int64) (core.Digest, error) {
 	sum := sha256.New()
 	buf := make([]byte, min(size, 1<<20))
@@ -154,8 +155,9 @@ func digestOf(ctx context.Context, key string, r io.Reader, size int64) (core.Di
 	return core.Digest("sha256:" + hex.EncodeToString(sum.Sum(nil))), nil
 }
 
-// compare reports whether an object is of these bytes: nil, blob.ErrExists or blob.ErrNotFound. Where the server knows the checksum of
-// the whole, which it compared when it stored it, that is enough; else the object is read.
+// compare returns nil if an object has exactly these bytes, otherwise blob.ErrExists or blob.ErrNotFound. If the server
+// has a checksum of the whole object, which it compared when it stored the object, this checksum decides; otherwise the
+// object is read.
 func (s *Store) compare(ctx context.Context, key string, size int64, digest core.Digest) error {
 	info, err := s.stat(ctx, key)
 	if err != nil {
@@ -165,7 +167,7 @@ func (s *Store) compare(ctx context.Context, key string, size int64, digest core
 		return blob.Exists(key)
 	}
 	var got core.Digest
-	// Of an object in parts it is the checksum of their checksums.
+	// The checksum of an object in parts is the checksum of their checksums.
 	if sum, err := base64.StdEncoding.DecodeString(info.ChecksumSHA256); err == nil && len(sum) == sha256.Size && info.ChecksumMode != "COMPOSITE" {
 		got = core.Digest("sha256:" + hex.EncodeToString(sum))
 	} else {
@@ -184,7 +186,8 @@ func (s *Store) compare(ctx context.Context, key string, size int64, digest core
 	return nil
 }
 
-// Stat implements blob.Blobs. Of a bucket that is gone it says that there is no such object: an answer to HEAD has no body.
+// Stat implements blob.Blobs. If the bucket is gone, it reports a missing object, because an answer to HEAD has no
+// body.
 func (s *Store) Stat(ctx context.Context, key string) (blob.Info, error) {
 	if err := blob.CheckKey(key); err != nil {
 		return blob.Info{}, err
@@ -198,7 +201,7 @@ func (s *Store) Stat(ctx context.Context, key string) (blob.Info, error) {
 
 func (s *Store) stat(ctx context.Context, key string) (minio.ObjectInfo, error) {
 	var info minio.ObjectInfo
-	err := s.retry(ctx, task{doing: "look at object " + key, key: key, try: func(ctx context.Context, _ func()) error {
+	err := s.retry(ctx, task{doing: "stat object " + key, key: key, try: func(ctx context.Context, _ func()) error {
 		var err error
 		info, err = s.client.StatObject(ctx, s.cfg.Bucket, s.name(key), minio.StatObjectOptions{Checksum: true})
 		return err
@@ -206,7 +209,7 @@ func (s *Store) stat(ctx context.Context, key string) (minio.ObjectInfo, error) 
 	return info, err
 }
 
-// List implements blob.Blobs. It holds a page at a time.
+// List implements blob.Blobs. It keeps one page in memory.
 func (s *Store) List(ctx context.Context, prefix string) iter.Seq2[blob.Info, error] {
 	return func(yield func(blob.Info, error) bool) {
 		if err := blob.CheckPrefix(prefix); err != nil {
@@ -232,7 +235,7 @@ func (s *Store) List(ctx context.Context, prefix string) iter.Seq2[blob.Info, er
 	}
 }
 
-// list returns the next page of objects after one.
+// list returns the next page of objects, after the given key.
 func (s *Store) list(ctx context.Context, prefix, after string) (objects []minio.ObjectInfo, err error) {
 	owner := false
 	err = s.retry(ctx, task{doing: "list the store", try: func(ctx context.Context, progress func()) error {
@@ -253,7 +256,7 @@ func (s *Store) list(ctx context.Context, prefix, after string) (objects []minio
 				break
 			}
 		}
-		return ctx.Err() // the library ends a cancelled list without a word
+		return ctx.Err() // the library ends a cancelled list without an error
 	}})
 	if err != nil {
 		return nil, err
@@ -281,7 +284,7 @@ func (s *Store) Delete(ctx context.Context, keys ...string) error {
 	return nil
 }
 
-// remove makes one request to delete objects.
+// remove deletes objects with one request.
 func (s *Store) remove(ctx context.Context, keys []string) error {
 	objects := make(chan minio.ObjectInfo, len(keys))
 	for _, key := range keys {
@@ -302,12 +305,12 @@ func (s *Store) remove(ctx context.Context, keys []string) error {
 	return failed
 }
 
-// Sweep implements blob.Blobs: it ends uploads in parts that were begun before, by the store's clock.
+// Sweep implements blob.Blobs. It aborts multipart uploads that began before the given time, by the store's clock.
 func (s *Store) Sweep(ctx context.Context, before time.Time) error {
 	const doing = "sweep the store"
 	for key, upload := "", ""; ; {
 		var found minio.ListMultipartUploadsResult
-		// All of the bucket's: MinIO lists none of a prefix but those of the very key.
+		// All uploads of the bucket are listed: for a prefix, MinIO lists only those of exactly that key.
 		err := s.retry(ctx, task{doing: doing, try: func(ctx context.Context, _ func()) error {
 			var err error
 			found, err = s.client.ListMultipartUploads(ctx, s.cfg.Bucket, "", key, upload, "", page)

@@ -27,7 +27,7 @@ import (
 	"github.com/coppice-dev/coppice/snapshotstore/blob/blobtest"
 )
 
-const writerEnv = "S3_TEST_STORE" // makes the test binary put a large object there
+const writerEnv = "S3_TEST_STORE" // makes the test binary put a large object into this store
 
 func TestMain(m *testing.M) {
 	if raw := os.Getenv(writerEnv); raw != "" {
@@ -36,7 +36,7 @@ func TestMain(m *testing.M) {
 	testleak.Main(m)
 }
 
-// putLarge is what the child of TestKilledInTheMiddle does.
+// putLarge is the child process of TestKilledInTheMiddle.
 func putLarge(raw string) {
 	var cfg struct {
 		Config
@@ -55,8 +55,8 @@ func putLarge(raw string) {
 	os.Exit(1)
 }
 
-// TestKilledInTheMiddle kills a process that has sent some parts of an object: nothing is visible, Sweep removes what it sent, and
-// another puts it whole.
+// TestKilledInTheMiddle kills a process that has sent some parts of an object: nothing is visible, Sweep removes the
+// parts, and another process puts the whole object.
 func TestKilledInTheMiddle(t *testing.T) {
 	t.Parallel()
 	server := tests3.Start(t)
@@ -113,7 +113,7 @@ func TestKilledInTheMiddle(t *testing.T) {
 	}
 }
 
-// open opens a store at a server that listens at an address: its own, or a proxy's.
+// open opens a store through an address: the server's own, or that of a proxy.
 func open(tb testing.TB, server *tests3.Server, address, bucket, prefix string, change ...func(*Config)) *Store {
 	tb.Helper()
 	cfg := Config{
@@ -171,7 +171,7 @@ func TestSuite(t *testing.T) {
 	}
 }
 
-// TestTLS reaches a server behind a certificate that the system does not know.
+// TestTLS uses a server whose certificate the system does not trust.
 func TestTLS(t *testing.T) {
 	t.Parallel()
 	server := tests3.Start(t)

@@ -19,12 +19,13 @@ import (
 )
 
 const (
-	// senders is how many parts of an object are sent at a time, each from a buffer of its own.
+	// senders is the number of parts of an object that are sent at once, each from its own buffer.
 	senders  = 2
 	maxParts = 10_000
 )
 
-// upload stores an object in parts. It appears when the last request has succeeded, which says that there must be none.
+// upload stores an object in parts. The object appears when the last request succeeds. That request has the condition
+// that the key does not exist.
 func (s *Store) upload(ctx context.Context, key string, body io.ReaderAt, size int64, digest core.Digest) error {
 	doing := "put object " + key
 	var id string
@@ -53,7 +54,7 @@ func (s *Store) upload(ctx context.Context, key string, body io.ReaderAt, size i
 	return err
 }
 
-// abort removes what was sent, as far as that can be done now. Sweep does the rest.
+// abort removes what was sent, as far as this is possible now. Sweep does the rest.
 func (s *Store) abort(ctx context.Context, key, id string) {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), abortTimeout)
 	defer cancel()
@@ -62,7 +63,7 @@ func (s *Store) abort(ctx context.Context, key, id string) {
 	}})
 }
 
-// sendParts sends the parts of an object whose digest is this.
+// sendParts sends the parts of an object and checks its digest.
 func (s *Store) sendParts(ctx context.Context, key, id string, body io.ReaderAt, size int64, digest core.Digest) ([]minio.CompletePart, error) {
 	each := int64(partSize)
 	for size > each*maxParts {
@@ -80,12 +81,12 @@ func (s *Store) sendParts(ctx context.Context, key, id string, body io.ReaderAt,
 			var buf []byte
 			select {
 			case <-gctx.Done():
-				return nil // with the error of who failed
+				return nil // the failed sender has the error
 			case buf = <-buffers:
 			}
 			n := min(each, size-int64(i)*each)
 			if buf == nil {
-				buf = make([]byte, n) // the last part may be smaller, none is larger
+				buf = make([]byte, n) // only the last part may be smaller
 			}
 			data := buf[:n]
 			if read, err := body.ReadAt(data, int64(i)*each); int64(read) < n {
