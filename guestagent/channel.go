@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"net"
 	"os"
 	"path/filepath"
 	"strings"
@@ -54,6 +55,14 @@ func (a *Agent) serve(ctx context.Context) error {
 	if err != nil {
 		return fmt.Errorf("the guest has neither a virtio-serial port named %s nor vsock: %w", guestapi.PortName, err)
 	}
+	return a.serveHosts(ctx, l, func(from net.Addr) bool {
+		v, ok := from.(*vsock.Addr)
+		return ok && v.ContextID == vsock.Host // otherwise a process of this very guest, through its loopback
+	})
+}
+
+// serveHosts answers hosts, maxHosts of them at once, until ctx ends or the listener fails. Further ones wait in the kernel.
+func (a *Agent) serveHosts(ctx context.Context, l net.Listener, isHost func(from net.Addr) bool) error {
 	stop := context.AfterFunc(ctx, func() { _ = l.Close() })
 	defer stop()
 	var wg sync.WaitGroup
@@ -68,8 +77,8 @@ func (a *Agent) serve(ctx context.Context) error {
 			}
 			return fmt.Errorf("accept on vsock: %w", err)
 		}
-		if from, ok := conn.RemoteAddr().(*vsock.Addr); !ok || from.ContextID != vsock.Host {
-			_ = conn.Close() // a process of this very guest, through its loopback
+		if !isHost(conn.RemoteAddr()) {
+			_ = conn.Close()
 			<-room
 			continue
 		}

@@ -74,8 +74,15 @@ func (m *sessions) all() []*session {
 
 // running counts the sessions whose process lives.
 func (m *sessions) running() int {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return m.countRunning()
+}
+
+// countRunning is running for a caller who holds mu.
+func (m *sessions) countRunning() int {
 	n := 0
-	for _, s := range m.all() {
+	for _, s := range m.list {
 		select {
 		case <-s.done:
 		default:
@@ -87,9 +94,9 @@ func (m *sessions) running() int {
 
 // admit puts a session that is about to start on the list, or says why not.
 func (m *sessions) admit(s *session) (map[string]string, error) {
-	running := m.running()
 	m.mu.Lock()
 	defer m.mu.Unlock()
+	running := m.countRunning() // under the lock that is held until the session is on the list: many may start at once
 	if running >= maxRunning {
 		return nil, core.Errorf(core.Exhausted, guestapi.CodeSessionLimit, "%d sessions run in this sandbox, which is the limit", running)
 	}
