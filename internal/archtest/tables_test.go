@@ -166,7 +166,6 @@ var unlisted = map[string]string{
 	"runner/httpapi.maxFile":             untested,
 	"runner/memory.maxIOV":               "an algorithm: the kernel's bound of one call",
 	"runner/netns.mostBurst":             "a format: the largest burst that the kernel takes",
-	"runner/room.mostFloor":              untested,
 	"runner/rootimage.maxName":           "a format: the longest name in a file system",
 	"snapshotstore.maxAlone":             "an algorithm: as maxScatter",
 	"snapshotstore.maxGap":               "an algorithm: as maxRequest",

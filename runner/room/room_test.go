@@ -130,3 +130,36 @@ func TestAccount(t *testing.T) {
 	none.Wrote(1)
 	none.Split(1).Release()
 }
+
+// TestFloorOfNothingConfigured: a sixteenth of the file system stays free, on a large one not more than 4 GiB. tmpfs takes no memory for what
+// nobody writes.
+func TestFloorOfNothingConfigured(t *testing.T) {
+	t.Parallel()
+	const gib = int64(1 << 30)
+	for _, tc := range []struct {
+		size  string
+		floor int64
+	}{{"32g", 2 * gib}, {"48g", 3 * gib}, {"64g", 4 * gib}, {"80g", 4 * gib}, {"2048g", 4 * gib}} {
+		dir := volume(t, tc.size)
+		var fs unix.Statfs_t
+		if err := unix.Statfs(dir, &fs); err != nil {
+			t.Fatal(err)
+		}
+		r := room.New(dir, 0)
+		free, err := r.Free()
+		if want := int64(fs.Bavail)*fs.Bsize - tc.floor; err != nil || free != want {
+			t.Errorf("of %s, %d bytes may be taken, want %d: %v", tc.size, free, want, err)
+		}
+		all, err := r.Reserve(free - free/128) // the rest is what the file system needs for its own records
+		if err != nil {
+			t.Errorf("of %s, what is above the floor cannot be reserved: %v", tc.size, err)
+		}
+		if _, err := r.Reserve(free / 128); core.CodeOf(err) != core.CodeDiskFull {
+			t.Errorf("of %s, the floor was given away: %v", tc.size, err)
+		}
+		all.Release()
+		if again, err := r.Free(); again != free || err != nil {
+			t.Errorf("of %s, %d bytes may be taken afterwards, and it was %d: %v", tc.size, again, free, err)
+		}
+	}
+}
