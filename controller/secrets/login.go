@@ -13,6 +13,7 @@ import (
 	"github.com/hashicorp/vault/api/auth/kubernetes"
 )
 
+// maxCredential bounds a file with a credential; Kubernetes's tokens have some KiB.
 const maxCredential = 16 << 10
 
 // session is who the controller is in Vault. It is immutable.
@@ -167,8 +168,11 @@ func readCredential(path string) (string, error) {
 	defer func() { _ = f.Close() }()
 	b, err := io.ReadAll(io.LimitReader(f, maxCredential+1))
 	text := strings.TrimSpace(string(b))
-	if err != nil || text == "" || len(b) > maxCredential {
+	switch {
+	case err != nil || text == "":
 		return "", faultError("the controller's own credentials for it are empty or cannot be read")
+	case len(b) > maxCredential:
+		return "", faultError("a file with the controller's own credentials for it is longer than 16 KiB: it is no credential")
 	}
 	return text, nil
 }

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"log/slog"
 	"net/http"
+	"os"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -430,6 +431,61 @@ func TestTokenFile(t *testing.T) {
 	c.forward(secrets.FreshTime + secrets.RestTime)
 	got, err = v.Read(t.Context(), project, own("c", "key"))
 	wantCode(t, "an empty file", got, err, core.CodeSecretUnavailable)
+}
+
+// TestCredentialsAreBounded: no more than 16 KiB of a file are read, whatever it is. One that is longer is refused, and nothing of it is sent; with a
+// good one in its place all goes on.
+func TestCredentialsAreBounded(t *testing.T) {
+	t.Parallel()
+	const most = 16 << 10
+	long := func(text string, n int) string { return text + strings.Repeat("\n", n-len(text)) }
+	for name, tc := range map[string]struct {
+		file, good string
+		config     func(*fakeVault) secrets.VaultConfig
+	}{
+		"token":     {"token", "root-token", (*fakeVault).config},
+		"role":      {"role", "the-role", (*fakeVault).appRole},
+		"secret id": {"secret", "the-secret-id", (*fakeVault).appRole},
+		"Kubernetes": {"jwt", "the.service.account", func(f *fakeVault) secrets.VaultConfig {
+			c := f.config()
+			c.TokenFile, c.KubernetesRole, c.KubernetesTokenFile, c.AuthMount = "", "coppice", f.file("jwt", ""), "cluster-2/kubernetes"
+			return c
+		}},
+	} {
+		f := newFake(t)
+		for _, secret := range []string{"a", "b", "c", "d"} {
+			f.put("secret/coppice/"+string(project)+"/"+secret, map[string]any{"key": value})
+		}
+		cfg := tc.config(f)
+		var asked atomic.Int64
+		refused := func(what, secret string) {
+			t.Helper()
+			v, _ := open(t, cfg)
+			f.fail(func(w http.ResponseWriter, _ *http.Request) { asked.Add(1) })
+			got, err := v.Read(t.Context(), project, own(secret, "key"))
+			f.fail(nil)
+			wantCode(t, name+", "+what, got, err, core.CodeSecretUnavailable)
+			if !strings.Contains(core.MessageOf(err), "longer than 16 KiB") || asked.Load() != 0 {
+				t.Errorf("%s, %s: Vault was asked %d times, and it says %v", name, what, asked.Load(), err)
+			}
+		}
+		works := func(what, secret string) {
+			t.Helper()
+			v, _ := open(t, cfg)
+			wantSecret(t, name+", "+what, v, own(secret, "key"), value)
+		}
+		f.file(tc.file, long(tc.good, most))
+		works("the longest", "a")
+		f.file(tc.file, long(tc.good, most+1))
+		refused("one byte more", "b")
+		f.file(tc.file, tc.good)
+		works("a good one again", "c")
+		path := f.file(tc.file, "")
+		if err := errors.Join(os.Remove(path), os.Symlink("/dev/zero", path)); err != nil {
+			t.Fatal(err)
+		}
+		refused("a file without an end", "d")
+	}
 }
 
 // TestLogin: a token is renewed while it can be, and made anew when it has ended or was revoked, once for all who ask.

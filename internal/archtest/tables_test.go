@@ -154,7 +154,6 @@ var unlisted = map[string]string{
 	"controller/countersign.maxAhead":    "a time",
 	"controller/postgres.maxClasses":     untested,
 	"controller/postgres.maxKeysRow":     "a type: the row of a quota",
-	"controller/secrets.maxCredential":   untested,
 	"guestagent.maxFlush":                "a time",
 	"guestagent.maxIdleThreads":          "an algorithm: threads that the agent keeps",
 	"guestagent.maxQuiesce":              "a time",
