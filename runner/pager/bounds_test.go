@@ -9,6 +9,7 @@ import (
 	"math/rand/v2"
 	"net"
 	"os"
+	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
@@ -18,6 +19,7 @@ import (
 	"github.com/coppice-dev/coppice/internal/sidecar"
 	"github.com/coppice-dev/coppice/internal/tests3"
 	"github.com/coppice-dev/coppice/runner/pager"
+	"github.com/coppice-dev/coppice/snapshotstore"
 )
 
 // TestManyStalled: while the store is away, the pager tells of as many images that wait for it as there are, and of who waits. No message takes
@@ -192,4 +194,58 @@ func TestLongID(t *testing.T) {
 	if err := x.client.Drop(t.Context(), strings.Repeat("a", 255)); err != nil {
 		t.Error(err)
 	}
+}
+
+// TestManifestsAreBounded: the pager keeps the manifests of the last four checkpoints. For images of others it reads them again, and where it
+// cannot, no other image suffers.
+func TestManifestsAreBounded(t *testing.T) {
+	const kept = 4
+	files, aside := t.TempDir(), t.TempDir()
+	x := newRig(t, settings{Store: "dir:" + files})
+	b := memory(rand.New(rand.NewPCG(15, 4)), 16)
+	var sealed []*snapshotstore.Written
+	for range kept + 1 {
+		sealed = append(sealed, x.seal(b, nil, nil))
+	}
+	move := func(from, to string, i int) {
+		t.Helper()
+		name := filepath.Join(to, sealed[i].Manifest.Key)
+		if err := errors.Join(os.MkdirAll(filepath.Dir(name), 0o700), os.Rename(filepath.Join(from, sealed[i].Manifest.Key), name)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	images := 0
+	put := func(i int) (string, error) {
+		images++
+		id := fmt.Sprint("image-", images)
+		_, err := x.client.Put(t.Context(), pager.Image{ID: id, Source: sourceOf(sealed[i])}, x.part(len(b)))
+		return id, err
+	}
+	works := func(what string, list ...int) {
+		t.Helper()
+		for _, i := range list {
+			id, err := put(i)
+			if err != nil {
+				t.Errorf("%s: an image of checkpoint %d: %v", what, i, err)
+				continue
+			}
+			wantEqual(t, x.mapped(id, len(b)), b, what)
+		}
+	}
+	works("each once", 0, 1, 2, 3)
+	for i := range kept {
+		move(files, aside, i)
+	}
+	works("without manifests in the store", 3, 2, 1, 0)
+	works("one more", kept)
+	if id, err := put(0); err == nil {
+		t.Errorf("%s is there, though its manifest should have been dropped and is not in the store", id)
+	}
+	works("the others", 1, 2, 3, kept)
+	move(aside, files, 0)
+	works("read again", 0)
+	if id, err := put(1); err == nil {
+		t.Errorf("%s is there, though its manifest was the oldest", id)
+	}
+	works("the last four", 2, 3, kept, 0)
 }
