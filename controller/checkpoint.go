@@ -212,6 +212,7 @@ func (c *Controller) callCapture(ctx context.Context, t *Task, plan *capturePlan
 		var err error
 		got, err = c.runners.Capture(ctx, plan.checkpoint.Endpoint, t.in.Sandbox, runnerapi.Capture{
 			CheckpointID: plan.checkpoint.ID, Stop: t.op.Kind == OpSuspendWorkspace, Fork: t.op.Kind == OpForkWorkspace,
+			Parent: plan.checkpoint.Parent,
 		})
 		return err
 	})

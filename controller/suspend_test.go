@@ -137,6 +137,32 @@ func TestSuspendInsists(t *testing.T) {
 	w.consistent()
 }
 
+// TestUnknownCapture has a runner that captured a checkpoint although the operation failed: the parent of the next one is that of the
+// controller's row, and it can be forked.
+func TestUnknownCapture(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	ws := w.create("main")
+	first := w.checkpoint(ws.ID)
+	w.runner.Hook(func(_ context.Context, at, _ string) error {
+		if at == runnertest.PointCapture+runnertest.Done {
+			return core.Errorf(core.Internal, core.CodeInternal, "it was captured, and something else failed")
+		}
+		return nil
+	})
+	if _, err := w.CreateCheckpoint(t.Context(), w.project, ws.ID, controller.CheckpointRequest{}, wait); err == nil {
+		t.Fatal("the operation did not fail")
+	}
+	w.runner.Hook(nil)
+	next := w.checkpoint(ws.ID)
+	if next.Parent != first.ID {
+		t.Errorf("its parent is %s instead of %s", next.Parent, first.ID)
+	}
+	w.fork(next.ID, 1)
+	w.fork(w.suspend(ws.ID).Head, 1)
+	w.consistent()
+}
+
 // TestResumeFails leaves the workspace suspended.
 func TestResumeFails(t *testing.T) {
 	t.Parallel()

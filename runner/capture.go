@@ -59,6 +59,9 @@ type capture struct {
 
 func (r *Runner) captureLocked(ctx context.Context, s *sandbox, req runnerapi.Capture) (*checkpointRecord, error) {
 	info := s.snapshot()
+	if req.Parent != "" {
+		info.Checkpoint = req.Parent
+	}
 	select {
 	case <-s.gone:
 		return nil, core.Errorf(core.NotFound, core.CodeSandboxNotFound, "sandbox %s ended before it was captured", info.ID)

@@ -250,3 +250,20 @@ func TestOldAncestor(t *testing.T) {
 		t.Errorf("the machine that uses the ancestor is %+v, %v", s, err)
 	}
 }
+
+// TestParentIsTheControllers captures a sandbox again of whose last checkpoint the controller knows nothing.
+func TestParentIsTheControllers(t *testing.T) {
+	t.Parallel()
+	x := newExpectation(t)
+	s := x.a.fork(x.template)
+	x.a.capture(s)
+	x.c = core.NewID[core.CheckpointID]()
+	got, err := x.a.Capture(t.Context(), s, runnerapi.Capture{CheckpointID: x.c, Parent: x.template})
+	if err != nil || got.Parent != x.template {
+		t.Fatalf("%+v, %v", got, err)
+	}
+	if err := x.grow(x.a, nil, x.truth); err != nil {
+		t.Error(err)
+	}
+	x.sealed(t, x.c)
+}

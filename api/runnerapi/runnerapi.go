@@ -164,6 +164,9 @@ type Capture struct {
 	CheckpointID core.CheckpointID `json:"checkpoint_id"`
 	Stop         bool              `json:"stop,omitempty"` // the sandbox ends with it: it does not run after the captured instant
 	Fork         bool              `json:"fork,omitempty"` // it is for children here: refused where none could be grown
+	// Parent is the last checkpoint of the workspace by the controller's rows. The runner may have captured others since, of which the
+	// controller knows nothing after a failed operation or a failover of its database. Empty from a controller of before.
+	Parent core.CheckpointID `json:"parent,omitempty"`
 }
 
 // Fork asks for sandboxes grown from one checkpoint. Children succeed or fail one by one.

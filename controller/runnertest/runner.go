@@ -1,6 +1,7 @@
 package runnertest
 
 import (
+	"cmp"
 	"context"
 	"crypto/sha256"
 	"encoding/hex"
@@ -381,7 +382,7 @@ func (r *Runner) capture(ctx context.Context, id core.SandboxID, in runnerapi.Ca
 		return runnerapi.Checkpoint{}, core.Errorf(core.NotFound, core.CodeSandboxNotFound, "this runner has no sandbox %s", id)
 	}
 	cp := &checkpoint{Checkpoint: r.describe(in.CheckpointID, s.image, s.Resources), guest: s.guest.clone()}
-	cp.Parent, s.Checkpoint = s.Checkpoint, in.CheckpointID
+	cp.Parent, s.Checkpoint = cmp.Or(in.Parent, s.Checkpoint), in.CheckpointID
 	r.checkpoints[in.CheckpointID] = cp
 	if in.Stop {
 		r.remove(id)

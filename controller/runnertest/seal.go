@@ -223,6 +223,9 @@ func (r *Runner) take(ctx context.Context, in runnerapi.Fork) error {
 	mine := held && (!in.Verify || cp.manifest != "")
 	r.mu.Unlock()
 	if mine {
+		if want := in.Expected; want != nil && want.Parent != cp.Parent {
+			return core.Errorf(core.DataLoss, core.CodeManifestInvalid, "the manifest of checkpoint %s has another parent than the controller's row, so it is refused", in.CheckpointID)
+		}
 		return nil
 	}
 	if r.cfg.Store == nil && r.cfg.Fetch == nil || len(in.Sources) == 0 || in.Sources[0].CheckpointID != in.CheckpointID {
