@@ -20,15 +20,15 @@ import (
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
 )
 
-// Config is what the agent is told at its start.
+// Config configures the agent.
 type Config struct {
 	Logger *slog.Logger
-	// Wrap, unless it is nil, stands before every route. The agent of an image has none; the one of a test that must see a host
-	// being lied to has.
+	// Wrap, unless it is nil, is put in front of every route. The agent of an image has none; tests that simulate a
+	// lying agent have one.
 	Wrap func(http.Handler) http.Handler
 }
 
-// Agent answers a host about one guest.
+// Agent serves a host for one guest.
 type Agent struct {
 	log       *slog.Logger
 	work      workload
@@ -41,7 +41,7 @@ type Agent struct {
 	idle      idler
 }
 
-// newAgent puts an agent together. statePath is where its state outlives it.
+// newAgent makes an agent. statePath is the file with the state that outlives the agent.
 func newAgent(cfg Config, w workload, statePath string) *Agent {
 	var nonce [8]byte
 	_, _ = rand.Read(nonce[:]) // never fails
@@ -56,7 +56,7 @@ func newAgent(cfg Config, w workload, statePath string) *Agent {
 		Handler:           handler,
 		ReadHeaderTimeout: 30 * time.Second,
 		MaxHeaderBytes:    16 << 10,
-		ErrorLog:          log.New(io.Discard, "", 0), // a connection that ends midway is the host's doing
+		ErrorLog:          log.New(io.Discard, "", 0), // only the host causes connections that end midway
 		BaseContext:       baseContext,
 	}
 	return a
@@ -65,7 +65,7 @@ func newAgent(cfg Config, w workload, statePath string) *Agent {
 // linkListener hands the streams of one link's multiplexer to the HTTP server, with the context of the link.
 type linkListener struct {
 	*yamux.Session
-	ctx context.Context // of the link: ends with it, whatever its streams do
+	ctx context.Context // context of the link: ends with the link, whatever its streams do
 }
 
 // Accept returns the next stream.
@@ -78,7 +78,7 @@ func baseContext(l net.Listener) context.Context {
 	return context.Background()
 }
 
-// serveChannel answers hosts on one channel, one after the other, until the channel fails.
+// serveChannel serves hosts on one channel, one after the other, until the channel fails.
 func (a *Agent) serveChannel(ctx context.Context, c *guestapi.Channel) error {
 	stop := context.AfterFunc(ctx, func() { _ = c.Close() })
 	defer stop()
@@ -94,13 +94,13 @@ func (a *Agent) serveChannel(ctx context.Context, c *guestapi.Channel) error {
 	}
 }
 
-// serveLink answers one host. When it returns, no request of that host is under way any more, so that nothing it asked for is
-// done after the next host was answered.
+// serveLink serves one host. When it returns, no request of that host is running any more, so nothing that this host
+// asked for happens after the next host got an answer.
 func (a *Agent) serveLink(ctx context.Context, link *guestapi.Link) {
 	ctx, cancel := context.WithCancelCause(ctx)
 	mux, err := yamux.Server(link, muxConfig())
 	if err != nil {
-		a.log.ErrorContext(ctx, "multiplexer not set up", "err", err)
+		a.log.ErrorContext(ctx, "the multiplexer was not set up", "err", err)
 		_ = link.Close()
 		cancel(err)
 		return
@@ -122,8 +122,8 @@ func (a *Agent) serveLink(ctx context.Context, link *guestapi.Link) {
 	waitAtMost(&wg, linkGrace)
 }
 
-// linkGrace bounds how long a request of an old link can hold up the next one: it may hang in a file system that the frozen
-// workload itself serves.
+// linkGrace bounds how long a request of an old link can delay the next link: it may hang in a file system that the
+// frozen workload itself serves.
 const linkGrace = time.Second
 
 func waitAtMost(wg *sync.WaitGroup, d time.Duration) {
@@ -142,10 +142,10 @@ func waitAtMost(wg *sync.WaitGroup, d time.Duration) {
 
 var errLinkEnded = errors.New("the host's connection ended")
 
-// linkKey finds the group of the requests of a link in their context.
+// linkKey is the context key for the group of a link's requests.
 type linkKey struct{}
 
-// muxConfig has no keep-alive and no timeout that would be a timer in an idle guest.
+// muxConfig disables keep-alive and every timeout that would be a timer in an idle guest.
 func muxConfig() *yamux.Config {
 	cfg := yamux.DefaultConfig()
 	cfg.EnableKeepAlive = false

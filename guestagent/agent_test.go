@@ -25,10 +25,10 @@ import (
 
 func TestMain(m *testing.M) { testleak.Main(m) }
 
-// plainWorkload runs sessions as children of the test, in its own namespaces. What needs a guest (the freezer, the namespaces)
-// is tested in one, by package runner/guest.
+// plainWorkload runs sessions as children of the test, in the test's own namespaces. Parts that need a guest (the
+// freezer, the namespaces) are tested in a guest, by package runner/guest.
 type plainWorkload struct {
-	mu        sync.Mutex // guards what follows
+	mu        sync.Mutex // guards the fields below
 	started   []int
 	isFrozen  bool
 	freezeErr error

@@ -16,7 +16,7 @@ import (
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
 )
 
-// maxFrame bounds a frame from the host, and with it what is read ahead of a process that does not read its stdin.
+// maxFrame bounds a frame from the host, and so how much is read ahead for a process that does not read its stdin.
 const maxFrame = 256 << 10
 
 // attachment is one attached WebSocket.
@@ -25,8 +25,8 @@ type attachment struct {
 	conn *websocket.Conn
 }
 
-// attachSession joins a session's streams to a WebSocket until the session or the connection ends. The session does not mind
-// when the connection does.
+// attachSession joins a session's streams to a WebSocket until the session or the connection ends. The end of the
+// connection does not affect the session.
 func (a *Agent) attachSession(w http.ResponseWriter, r *http.Request) error {
 	s, err := a.session(r)
 	if err != nil {
@@ -38,7 +38,7 @@ func (a *Agent) attachSession(w http.ResponseWriter, r *http.Request) error {
 			return err
 		}
 	}
-	// Origins mean nothing here: the host decides who gets this far.
+	// The origin is not checked: the host decides who may connect.
 	conn, err := websocket.Accept(w, r, &websocket.AcceptOptions{InsecureSkipVerify: true, CompressionMode: websocket.CompressionDisabled})
 	if err != nil {
 		return nil // Accept has answered
@@ -54,7 +54,7 @@ func (a *Agent) attachSession(w http.ResponseWriter, r *http.Request) error {
 		at.input(ctx)
 		cancel()
 	})
-	// Both streams are followed from here on, so that neither loses anything while the other is sent.
+	// Both streams have a follower from here on, so neither loses bytes while the other is sent.
 	followers := []*follower{s.stdout.follow(offsets[0])}
 	if s.stderr != nil {
 		followers = append(followers, s.stderr.follow(offsets[1]))
@@ -77,7 +77,7 @@ func (a *Agent) attachSession(w http.ResponseWriter, r *http.Request) error {
 	return nil
 }
 
-// finish waits for the end of the session, whose streams have ended, and says it.
+// finish waits for the end of the session, whose streams have already ended, and reports it.
 func (at *attachment) finish(ctx context.Context) {
 	select {
 	case <-at.s.done:
@@ -124,7 +124,7 @@ func (at *attachment) output(ctx context.Context, f *follower, kind byte, name s
 	}
 }
 
-// input does what the host's frames ask for until the connection ends.
+// input executes the host's frames until the connection ends.
 func (at *attachment) input(ctx context.Context) {
 	for {
 		kind, b, err := at.conn.Read(ctx)
@@ -145,7 +145,7 @@ func (at *attachment) input(ctx context.Context) {
 func (at *attachment) control(b []byte) error {
 	var m guestapi.AttachMessage
 	if err := json.Unmarshal(b, &m); err != nil {
-		return core.Errorf(core.Invalid, core.CodeMalformedBody, "the message is not understood: %s", core.Clip(err.Error()))
+		return core.Errorf(core.Invalid, core.CodeMalformedBody, "the message cannot be read: %s", core.Clip(err.Error()))
 	}
 	switch m.Type {
 	case guestapi.AttachResize:

@@ -19,13 +19,13 @@ import (
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
 )
 
-// virtioPorts is where the kernel lists virtio-serial ports.
+// virtioPorts is the directory in which the kernel lists virtio-serial ports.
 const virtioPorts = "/sys/class/virtio-ports"
 
 // maxHosts bounds how many hosts are served at once over vsock.
 const maxHosts = 8
 
-// findPort returns the device of our virtio-serial port, "" when there is none.
+// findPort returns the device of our virtio-serial port, or "" when there is none.
 func findPort(class string) string {
 	names, err := filepath.Glob(filepath.Join(class, "*", "name"))
 	if err != nil {
@@ -39,7 +39,7 @@ func findPort(class string) string {
 	return ""
 }
 
-// serve answers on the channel that the VMM provides, until ctx ends or the channel fails.
+// serve serves hosts on the channel that the VMM provides, until ctx ends or the channel fails.
 func (a *Agent) serve(ctx context.Context) error {
 	if dev := findPort(virtioPorts); dev != "" {
 		port, err := openPort(dev)
@@ -78,7 +78,7 @@ func (a *Agent) serveHosts(ctx context.Context, l net.Listener, isHost func(from
 			return fmt.Errorf("accept on vsock: %w", err)
 		}
 		if !isHost(conn.RemoteAddr()) {
-			_ = conn.Close()
+			_ = conn.Close() // a process of this guest itself, through vsock's loopback
 			<-room
 			continue
 		}
@@ -93,7 +93,7 @@ func (a *Agent) serveHosts(ctx context.Context, l net.Listener, isHost func(from
 	}
 }
 
-// port is a virtio-serial port. It stays open for ever: closing it would throw away what the next host has already sent.
+// port is a virtio-serial port. It is never closed: closing it would discard what the next host has already sent.
 type port struct {
 	*os.File
 	hungUp bool // the last read found no host
@@ -107,8 +107,8 @@ func openPort(dev string) (*port, error) {
 	return &port{File: f}, nil
 }
 
-// Read reads what a host has sent. The device reads as ended while no host is connected; that is reported once, and then the
-// next host is waited for.
+// Read reads what a host has sent. While no host is connected, the device reports its end. Read reports that once, and
+// then waits for the next host.
 func (p *port) Read(b []byte) (int, error) {
 	rc, err := p.SyscallConn()
 	if err != nil {

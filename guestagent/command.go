@@ -19,10 +19,10 @@ import (
 
 const defaultPath = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
-// envFile holds the image's default environment, KEY=VALUE a line. Images made from a container keep its ENV there.
+// envFile has the image's default environment, one KEY=VALUE per line. Images made from a container have its ENV there.
 const envFile = "/etc/coppice/env"
 
-// command prepares a process. It is called inside the workload: every path is looked up there.
+// command prepares a process. It is called inside the workload, where it looks up every path.
 func command(spec guestapi.SessionSpec, sandbox map[string]string) (*exec.Cmd, error) {
 	who, err := lookupUser(spec.User)
 	if err != nil {
@@ -72,7 +72,7 @@ func defaultDir(home string) string {
 // lookPath finds a program as execvp does.
 func lookPath(name, path, dir string) (string, error) {
 	if strings.Contains(name, "/") {
-		return name, nil // relative to cwd, as the kernel does it after chdir
+		return name, nil // relative to cwd, because the kernel looks it up after chdir
 	}
 	denied := false
 	for _, d := range filepath.SplitList(path) {
@@ -95,10 +95,10 @@ func lookPath(name, path, dir string) (string, error) {
 	if denied {
 		return "", core.Errorf(core.PermissionDenied, guestapi.CodeCommandFailed, "%s: found in PATH, but not executable", core.Clip(name))
 	}
-	return "", core.Errorf(core.NotFound, guestapi.CodeCommandNotFound, "%s: no such program in PATH (%s)", core.Clip(name), core.Clip(path))
+	return "", core.Errorf(core.NotFound, guestapi.CodeCommandNotFound, "%s: there is no such program in PATH (%s)", core.Clip(name), core.Clip(path))
 }
 
-// readEnv adds the lines of a file. A file that is not there adds nothing.
+// readEnv adds the lines of a file to env. A missing file adds nothing.
 func readEnv(path string, env map[string]string) {
 	f, err := os.Open(path)
 	if err != nil {
@@ -131,8 +131,8 @@ type account struct {
 	cred              *syscall.Credential
 }
 
-// lookupUser resolves "name", "uid", "name:group" and "uid:gid" by the workload's /etc/passwd and /etc/group. An empty one
-// is root, which needs no passwd.
+// lookupUser resolves "name", "uid", "name:group" and "uid:gid" with the workload's /etc/passwd and /etc/group. An
+// empty user is root, for which passwd is not needed.
 func lookupUser(user string) (account, error) {
 	name, group, hasGroup := strings.Cut(user, ":")
 	acc := account{name: "root", home: "/root", shell: "/bin/sh"}
@@ -156,7 +156,7 @@ func lookupUser(user string) (account, error) {
 	if !known {
 		u, err := strconv.ParseUint(name, 10, 32)
 		if err != nil {
-			return acc, core.Errorf(core.Invalid, core.CodeInvalidField, "user %q is not known in the sandbox", core.Clip(name))
+			return acc, core.Errorf(core.Invalid, core.CodeInvalidField, "user %q does not exist in the sandbox", core.Clip(name))
 		}
 		uid, acc = u, account{name: name, home: "/", shell: "/bin/sh"}
 	}
@@ -168,7 +168,7 @@ func lookupUser(user string) (account, error) {
 	return acc, nil
 }
 
-// groupsOf finds the groups that a user belongs to, and the number of the one that was asked for.
+// groupsOf finds the groups of a user, and the number of the requested group.
 func groupsOf(user, group string, asked bool, gid *uint64) ([]uint32, error) {
 	var groups []uint32
 	found := !asked
@@ -193,7 +193,7 @@ func groupsOf(user, group string, asked bool, gid *uint64) ([]uint32, error) {
 	if !found {
 		g, err := strconv.ParseUint(group, 10, 32)
 		if err != nil {
-			return nil, core.Errorf(core.Invalid, core.CodeInvalidField, "group %q is not known in the sandbox", core.Clip(group))
+			return nil, core.Errorf(core.Invalid, core.CodeInvalidField, "group %q does not exist in the sandbox", core.Clip(group))
 		}
 		*gid = g
 	}

@@ -28,7 +28,8 @@ func (a *Agent) health(w http.ResponseWriter, _ *http.Request) error {
 	return nil
 }
 
-// quiesce freezes the workload. Whatever a clone needs to know of the processes is found here, before the VM is paused.
+// quiesce freezes the workload. It also collects what a clone needs to know about the processes, before the VM is
+// paused.
 func (a *Agent) quiesce(w http.ResponseWriter, r *http.Request) error {
 	var req guestapi.QuiesceRequest
 	if err := readJSON(w, r, maxControlBody, &req); err != nil {
@@ -81,7 +82,7 @@ func (a *Agent) freeze(ctx context.Context, captureID string, timeout, flush tim
 	out.StaleProcesses, out.ScanMS = stale, core.Milliseconds(time.Since(start))
 	out.Workload, out.WorkloadTruncated = a.reseal.stale.running, a.reseal.stale.truncated
 
-	// A start that is under way ends first: a child that is frozen before it runs its program would hold the agent's thread.
+	// A running start ends first: a child that is frozen before it executes its program would block the agent's thread.
 	a.sessions.spawn.Lock()
 	defer a.sessions.spawn.Unlock()
 	start = time.Now()
@@ -94,10 +95,10 @@ func (a *Agent) freeze(ctx context.Context, captureID string, timeout, flush tim
 		out.Flushed = a.disk.flush(flush)
 		out.FlushMS = core.Milliseconds(time.Since(start))
 	}
-	// Nothing of the workload can change from here on what a clone will find.
+	// From here on, the workload cannot change what a clone will find.
 	if err := a.reseal.lookAround(); err != nil {
 		_ = a.work.thaw(context.WithoutCancel(ctx))
-		return out, core.Wrapf(err, core.Internal, core.CodeInternal, "the frozen guest cannot be looked at: %v", err)
+		return out, core.Wrapf(err, core.Internal, core.CodeInternal, "the frozen guest cannot be inspected: %v", err)
 	}
 	return out, nil
 }
@@ -129,8 +130,8 @@ func (a *Agent) reseed(w http.ResponseWriter, r *http.Request) error {
 	return nil
 }
 
-// resealGuest makes this guest another machine. From its beginning on the guest is quarantined, and there is no second try: a
-// guest whose reseal failed is of no use.
+// resealGuest gives this guest a new identity. From its beginning on the guest is quarantined, and there is no second
+// try: a guest whose reseal failed is useless.
 func (a *Agent) resealGuest(w http.ResponseWriter, r *http.Request) error {
 	received := time.Now()
 	var req guestapi.ResealRequest
@@ -145,7 +146,7 @@ func (a *Agent) resealGuest(w http.ResponseWriter, r *http.Request) error {
 	s := a.gate.get()
 	switch {
 	case s.used(req.Identity.Generation):
-		return core.Errorf(core.Conflict, guestapi.CodeAlreadySealed, "this guest has or had the generation %s", core.Clip(req.Identity.Generation))
+		return core.Errorf(core.Conflict, guestapi.CodeAlreadySealed, "this guest has the generation %s, or had it before", core.Clip(req.Identity.Generation))
 	case s.State != guestapi.StateFrozen || s.Reseeded:
 		return wrongState(s, "resealed")
 	}
@@ -183,7 +184,7 @@ func (a *Agent) release(w http.ResponseWriter, r *http.Request) error {
 	case req.Generation != s.Generation:
 		return wrongGeneration(s)
 	case s.State == guestapi.StateReleased:
-		writeJSON(w, http.StatusOK, out) // the answer to the first one was lost
+		writeJSON(w, http.StatusOK, out) // the first answer was lost
 		return nil
 	case s.State == guestapi.StateFrozen && !s.Reseeded, s.State == guestapi.StateQuarantined && !s.Sealed:
 		return wrongState(s, "released")
@@ -215,10 +216,10 @@ func wrongState(s gateState, done string) error {
 }
 
 func wrongGeneration(s gateState) error {
-	return core.Errorf(core.Conflict, guestapi.CodeWrongGeneration, "the guest's generation is %s, not the one that was named", core.Clip(s.Generation))
+	return core.Errorf(core.Conflict, guestapi.CodeWrongGeneration, "the guest's generation is %s, not the requested one", core.Clip(s.Generation))
 }
 
-// checkEntropy refuses what would make two clones equal.
+// checkEntropy refuses entropy that would make two clones equal.
 func checkEntropy(b []byte) error {
 	if len(b) != guestapi.EntropySize {
 		return core.Errorf(core.Invalid, core.CodeInvalidField, "entropy has %d bytes; it must have %d", len(b), guestapi.EntropySize)
@@ -231,7 +232,7 @@ func checkEntropy(b []byte) error {
 	return core.Errorf(core.Invalid, core.CodeInvalidField, "entropy is one repeated byte")
 }
 
-// uptime is the time that the guest's kernel has run.
+// uptime returns how long the guest's kernel has run.
 func uptime() time.Duration {
 	var ts unix.Timespec
 	if unix.ClockGettime(unix.CLOCK_MONOTONIC, &ts) != nil {

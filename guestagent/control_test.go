@@ -32,7 +32,7 @@ func resealRequest(generation string) guestapi.ResealRequest {
 	}
 }
 
-// withSteps replaces what a reseal does by steps that only note that they ran.
+// withSteps replaces the steps of a reseal with steps that only record that they ran.
 func (a *testAgent) withSteps(steps ...step) *[]string {
 	ran := &[]string{}
 	a.reseal.steps = nil
@@ -62,7 +62,7 @@ func (a *testAgent) state() guestapi.Health {
 	return must[guestapi.Health](a.t)(ask[guestapi.Health](a, http.MethodGet, guestapi.PathHealth, nil))
 }
 
-// TestStates walks every edge of the agent's states, and tries every other.
+// TestStates walks every edge of the agent's state machine, and tries every other call.
 func TestStates(t *testing.T) {
 	t.Parallel()
 	a := newTestAgent(t)
@@ -90,7 +90,7 @@ func TestStates(t *testing.T) {
 		{reseed(boot), guestapi.CodeWrongState, guestapi.StateReleased},
 		{reseal("g1"), guestapi.CodeWrongState, guestapi.StateReleased},
 		{reseal(boot), guestapi.CodeAlreadySealed, guestapi.StateReleased},
-		{release(boot), "", guestapi.StateReleased}, // its answer may have been lost
+		{release(boot), "", guestapi.StateReleased}, // a repetition: the first answer may have been lost
 		{release("g1"), guestapi.CodeWrongGeneration, guestapi.StateReleased},
 		{quiesce(""), core.CodeInvalidField, guestapi.StateReleased},
 		{quiesce("c1"), "", guestapi.StateFrozen},
@@ -99,7 +99,7 @@ func TestStates(t *testing.T) {
 		{release(boot), guestapi.CodeWrongState, guestapi.StateFrozen},
 		{reseed("g1"), guestapi.CodeWrongGeneration, guestapi.StateFrozen},
 		{reseed(boot), "", guestapi.StateFrozen},
-		{reseal("g1"), guestapi.CodeWrongState, guestapi.StateFrozen}, // reseeded: it is the captured machine itself
+		{reseal("g1"), guestapi.CodeWrongState, guestapi.StateFrozen}, // after a reseed it is the captured machine itself
 		{quiesce("c1"), guestapi.CodeWrongState, guestapi.StateFrozen},
 		{release("g1"), guestapi.CodeWrongGeneration, guestapi.StateFrozen},
 		{release(boot), "", guestapi.StateReleased},
@@ -174,7 +174,7 @@ func TestPublicRequestsWaitWhileFrozen(t *testing.T) {
 	}
 }
 
-// TestResealFailsClosed: whichever step fails, the report names it, and the guest cannot be released.
+// TestResealFailsClosed: whichever step fails, the report names it and the guest cannot be released.
 func TestResealFailsClosed(t *testing.T) {
 	t.Parallel()
 	for name, fault := range map[string]func(ctx context.Context, r *resealRun) (evidence, error){
@@ -302,7 +302,7 @@ func TestStateIsKept(t *testing.T) {
 	}
 }
 
-// TestSettle: an agent that is started anew makes the workload what the state says.
+// TestSettle: a restarted agent brings the workload into the recorded state.
 func TestSettle(t *testing.T) {
 	t.Parallel()
 	for state, frozen := range map[guestapi.State]bool{guestapi.StateFrozen: true, guestapi.StateQuarantined: true} {

@@ -13,7 +13,8 @@ import (
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
 )
 
-// TestRecordedRequests: what a host of version 1 asked for is understood today, and answered with the same status.
+// TestRecordedRequests: the agent understands the recorded requests of a host of version 1, and answers with the
+// recorded status.
 func TestRecordedRequests(t *testing.T) {
 	t.Parallel()
 	var list []struct {
@@ -42,10 +43,10 @@ func TestRecordedRequests(t *testing.T) {
 			}
 		}
 		if strings.HasPrefix(x.Path, guestapi.PathFiles) || strings.Contains(string(x.Request), "nobody") {
-			continue // about the recorded guest's disk and users
+			continue // depends on the recorded guest's disk and users
 		}
 		if strings.HasPrefix(x.Path, guestapi.PathSessions+"/") {
-			x.Status = http.StatusNotFound // the session that was not started
+			x.Status = http.StatusNotFound // the session was not started here
 		}
 		replayed++
 		req, err := http.NewRequestWithContext(t.Context(), x.Method, a.url+x.Path, bytes.NewReader(x.Request))

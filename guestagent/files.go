@@ -28,7 +28,7 @@ import (
 
 const maxListing = 10_000
 
-// filePath is the path that a request names. A relative one starts where a session of root would.
+// filePath returns the path in a request. A relative path starts where a session of root would start.
 func (a *Agent) filePath(r *http.Request) (string, error) {
 	p := r.URL.Query().Get("path")
 	if p == "" || strings.ContainsRune(p, 0) || len(p) > 4096 {
@@ -62,7 +62,7 @@ func infoOf(path string, fi fs.FileInfo) guestapi.FileInfo {
 	return info
 }
 
-// setInfoHeader puts a file's description into a header, which holds ASCII only.
+// setInfoHeader puts a file's description into a header, which may contain only ASCII.
 func setInfoHeader(h http.Header, info guestapi.FileInfo) {
 	b, err := json.Marshal(info)
 	if err != nil {
@@ -99,7 +99,7 @@ func (a *Agent) getFile(w http.ResponseWriter, r *http.Request) error {
 	}
 	var f *os.File
 	err = a.work.inside(func() error {
-		// Not to block on a FIFO or a device that waits for a carrier.
+		// O_NONBLOCK, so that a FIFO, or a device that waits for a carrier, does not block.
 		fd, err := unix.Open(path, unix.O_RDONLY|unix.O_NONBLOCK|unix.O_CLOEXEC|unix.O_NOCTTY, 0)
 		if err == nil {
 			f = os.NewFile(uintptr(fd), path)
@@ -128,7 +128,7 @@ func (a *Agent) getFile(w http.ResponseWriter, r *http.Request) error {
 	return sendFile(w, r, f, info.Size)
 }
 
-// sendFile sends a file of the given size. One that says 0 may be of /proc, whose files have no size.
+// sendFile sends a file of the given size. Files in /proc report a size of 0.
 func sendFile(w http.ResponseWriter, r *http.Request, f *os.File, size int64) error {
 	w.Header().Set("Content-Type", "application/octet-stream")
 	if size > 0 {
@@ -140,10 +140,10 @@ func sendFile(w http.ResponseWriter, r *http.Request, f *os.File, size int64) er
 	}
 	var src io.Reader = f
 	if size > 0 {
-		src = io.LimitReader(f, size) // it may grow meanwhile
+		src = io.LimitReader(f, size) // the file may grow meanwhile
 	}
 	if n, err := io.Copy(w, src); err != nil || n < size {
-		panic(http.ErrAbortHandler) // it shrank or the reader is gone: a short body must not look whole
+		panic(http.ErrAbortHandler) // it shrank or the reader is gone: a short body must not look complete
 	}
 	return nil
 }
@@ -187,7 +187,7 @@ func (a *Agent) listDir(w http.ResponseWriter, path string) error {
 			p := filepath.Join(path, name)
 			fi, err := os.Lstat(p)
 			if err != nil {
-				continue // gone meanwhile
+				continue // removed meanwhile
 			}
 			info := infoOf(p, fi)
 			if info.Type == "symlink" {
@@ -204,7 +204,7 @@ func (a *Agent) listDir(w http.ResponseWriter, path string) error {
 	return nil
 }
 
-// attributes are what a put may ask of the file; -1 is not asked.
+// attributes are the attributes that a put may set; -1 means not set.
 type attributes struct {
 	mode     int64
 	uid, gid int
@@ -233,7 +233,7 @@ func parseAttributes(r *http.Request) (attributes, error) {
 	return at, nil
 }
 
-// putFile writes a file beside its target and renames it, so that nobody ever sees half of it.
+// putFile writes a temporary file beside its target and renames it, so that nobody ever sees a partial file.
 func (a *Agent) putFile(w http.ResponseWriter, r *http.Request) error {
 	path, err := a.filePath(r)
 	if err != nil {
@@ -279,8 +279,8 @@ func (a *Agent) putFile(w http.ResponseWriter, r *http.Request) error {
 	return nil
 }
 
-// createBeside makes the temporary file for a target, and returns the target that a symlink leads to. What the target has of
-// owner and mode is kept where nothing else is asked. It is called inside.
+// createBeside makes the temporary file for a target, and returns the final target behind symlinks. The owner and mode
+// of an existing target are kept unless the request sets them. It is called inside the workload.
 func createBeside(path string, at *attributes) (string, *os.File, error) {
 	if at.mkdirs {
 		if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
@@ -338,7 +338,7 @@ func receive(ctx context.Context, f *os.File, body io.Reader) error {
 	}
 }
 
-// finishFile gives the file its owner and mode and its place. It is called inside.
+// finishFile sets the file's owner and mode and renames it to its place. It is called inside the workload.
 func finishFile(f *os.File, path string, at attributes) error {
 	if err := f.Chown(max(at.uid, 0), max(at.gid, 0)); err != nil {
 		return err

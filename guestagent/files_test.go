@@ -26,7 +26,7 @@ func (a *testAgent) file(method, path, query string, body io.Reader) ([]byte, *h
 	return a.do(method, guestapi.PathFiles+"?path="+url.QueryEscape(path)+query, body)
 }
 
-// own asks for files to belong to whoever runs the test.
+// own makes files belong to the user who runs the test.
 func own() string { return "&uid=" + itoa(os.Getuid()) + "&gid=" + itoa(os.Getgid()) }
 
 func TestFileRoundTrip(t *testing.T) {
@@ -63,7 +63,7 @@ func TestFileRoundTrip(t *testing.T) {
 	}
 }
 
-// TestBrokenUploadLeavesTheFileAlone: a body that ends early changes nothing and leaves nothing.
+// TestBrokenUploadLeavesTheFileAlone: a body that ends early changes nothing and leaves nothing behind.
 func TestBrokenUploadLeavesTheFileAlone(t *testing.T) {
 	t.Parallel()
 	a := newTestAgent(t)
@@ -108,7 +108,7 @@ func TestListDirectory(t *testing.T) {
 	}
 }
 
-// TestHostileTars: nothing is written outside of the directory, whatever an archive says.
+// TestHostileTars: whatever an archive contains, nothing is written outside of the directory.
 func TestHostileTars(t *testing.T) {
 	t.Parallel()
 	a := newTestAgent(t)
@@ -146,7 +146,7 @@ func TestHostileTars(t *testing.T) {
 	if list, err := os.ReadDir(outside); err != nil || len(list) != 0 {
 		t.Errorf("outside there is %v (%v)", list, err)
 	}
-	// An absolute name is taken as one inside.
+	// An absolute name is taken as a name inside the directory.
 	var b bytes.Buffer
 	tw := tar.NewWriter(&b)
 	if err := tw.WriteHeader(entry("/etc/x", tar.TypeReg, "")[0]); err != nil {

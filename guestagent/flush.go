@@ -14,16 +14,16 @@ import (
 
 const maxFlush = 30 * time.Second
 
-// flusher writes what the file system of the writable disk holds in memory to that disk. A kernel in the middle of it cannot be
-// told to stop, so one that takes too long is left to itself, and nobody begins another before its end.
+// flusher flushes the file system of the writable disk. A running flush in the kernel cannot be stopped. So a flush
+// that takes too long is left alone, and no other flush begins before it ends.
 type flusher struct {
 	path string
-	busy chan struct{} // of size 1
+	busy chan struct{} // of size 1; full while a flush runs
 }
 
 func newFlusher(path string) *flusher { return &flusher{path: path, busy: make(chan struct{}, 1)} }
 
-// flush reports whether everything that was written before the call has reached the disk within the time.
+// flush reports whether everything that was written before the call reached the disk within the limit.
 func (f *flusher) flush(limit time.Duration) bool {
 	timer := time.NewTimer(limit)
 	defer timer.Stop()
@@ -55,7 +55,7 @@ func syncFS(path string) error {
 	return wrap(unix.Syncfs(fd), "syncfs")
 }
 
-// flushDisk is asked for before a capture, while the workload runs: what a quiesce has left to flush is then little.
+// flushDisk is called before a capture, while the workload runs, so that little is left to flush in the quiesce.
 func (a *Agent) flushDisk(w http.ResponseWriter, r *http.Request) error {
 	var req guestapi.FlushRequest
 	if err := readJSON(w, r, maxControlBody, &req); err != nil {

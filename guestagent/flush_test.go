@@ -36,7 +36,7 @@ func TestFlush(t *testing.T) {
 	if out, err := flush(20_000); err != nil || !out.Flushed {
 		t.Errorf("%+v, %v", out, err)
 	}
-	a.disk.busy <- struct{}{} // the kernel is still at an earlier one
+	a.disk.busy <- struct{}{} // an earlier flush still runs in the kernel
 	if out, err := flush(1); err != nil || out.Flushed {
 		t.Errorf("while another is under way: %+v, %v", out, err)
 	}
@@ -46,14 +46,15 @@ func TestFlush(t *testing.T) {
 	}
 }
 
-// TestQuiesceSaysWhatRuns: the answer to a quiesce names the processes and whether the disk was flushed, and so does its repetition.
+// TestQuiesceSaysWhatRuns: the answer to a quiesce names the processes and says whether the disk was flushed. A
+// repeated quiesce gets the same answer.
 func TestQuiesceSaysWhatRuns(t *testing.T) {
 	t.Parallel()
 	a := newTestAgent(t)
 	a.disk.path = t.TempDir()
 	s := a.start(guestapi.SessionSpec{Command: []string{"sleep", "1000"}})
 	b := a.start(guestapi.SessionSpec{Command: []string{"sh", "-c", "exec cat"}, StdinOpen: true})
-	started := func() error { // a program that is just being started has another name yet, and for a moment its name and no arguments
+	started := func() error { // a starting program first has another name, and then, for a moment, its own name and no arguments
 		for _, want := range []struct {
 			pid  int
 			comm string

@@ -16,33 +16,33 @@ import (
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
 )
 
-// gate knows what the agent may do now. Its state survives the agent, so that one that is restarted in a frozen or
-// quarantined guest stays there.
+// gate decides what the agent may do now. Its state survives the agent, so that an agent that is restarted in a frozen
+// or quarantined guest keeps it frozen or quarantined.
 type gate struct {
 	path string
 
-	control sync.Mutex // held during a control call: they come one at a time
-	file    int        // the kept state, once it is open; guarded by control
+	control sync.Mutex // held during a control call, so they run one at a time
+	file    int        // descriptor of the state file, once it is open; guarded by control
 
-	mu     sync.Mutex // guards what follows
+	mu     sync.Mutex // guards the fields below
 	s      gateState
 	change chan struct{} // closed at the next change of state
 }
 
-// gateState is what is kept across a restart of the agent.
+// gateState is the state that is kept across a restart of the agent.
 type gateState struct {
 	State      guestapi.State
 	Generation string
 	CaptureID  string
-	Sealed     bool     // quarantined, and every step was done
-	Reseeded   bool     // frozen, and the machine may go on
+	Sealed     bool     // quarantined, and every step of the reseal succeeded
+	Reseeded   bool     // frozen, and reseeded: the machine may go on
 	Used       []string // every generation before this one, oldest first
 
 	quiesced guestapi.QuiesceResponse
 }
 
-// maxGenerations bounds what is remembered of a lineage. Beyond it the oldest are forgotten; they are random, so the host
-// does not ask for one again by accident.
+// maxGenerations bounds how many generations of a lineage are remembered. Beyond it, the oldest are forgotten.
+// Generations are random, so the host does not reuse one by accident.
 const maxGenerations = 4096
 
 func loadGate(path, bootNonce string) *gate {
@@ -54,7 +54,7 @@ func loadGate(path, bootNonce string) *gate {
 	}
 	s, ok := parseState(string(b))
 	if !ok {
-		// It is there and says nothing: whatever it was, it is not safe to let anything run.
+		// The state file exists and cannot be read: whatever the state was, it is not safe to let anything run.
 		g.s.State = guestapi.StateQuarantined
 		return g
 	}
@@ -62,11 +62,11 @@ func loadGate(path, bootNonce string) *gate {
 	return g
 }
 
-// stateEnd is the last line of a state that was written whole.
+// stateEnd is the last line of a state that was written completely.
 const stateEnd = "end"
 
-// String is how the state is kept: a line for each field, then one for each generation that was used before. (JSON would be a
-// tenth of all that a reseal executes.)
+// String encodes the state: one line for each field, then one for each earlier generation. (JSON would be a tenth of
+// all code that a reseal executes.)
 func (s gateState) String() string {
 	flag := func(b bool) string {
 		if b {
@@ -80,7 +80,7 @@ func (s gateState) String() string {
 
 // parseState reads what String wrote. ok is false for anything else.
 func parseState(text string) (s gateState, ok bool) {
-	text, _, whole := strings.Cut(text, "\n"+stateEnd+"\n") // what follows is left from a longer one
+	text, _, whole := strings.Cut(text, "\n"+stateEnd+"\n") // the rest is left over from a longer state
 	f := strings.Split(text, "\n")
 	if !whole || len(f) < 5 || f[1] == "" {
 		return s, false
@@ -98,13 +98,13 @@ func (g *gate) get() gateState {
 	return s
 }
 
-// set changes the state. It is called with control held.
+// set changes the state. The caller holds control.
 func (g *gate) set(s gateState) error {
 	if over := len(s.Used) - maxGenerations; over > 0 {
 		s.Used = s.Used[over:]
 	}
 	if err := g.keep(s); err != nil {
-		return core.Wrapf(err, core.Internal, core.CodeInternal, "the agent's state cannot be kept: %v", err)
+		return core.Wrapf(err, core.Internal, core.CodeInternal, "the agent's state cannot be saved: %v", err)
 	}
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -114,8 +114,9 @@ func (g *gate) set(s gateState) error {
 	return nil
 }
 
-// keep writes the state in place, with one call: another agent reads all of it or, should this one have been killed in the
-// call, something without an end. (A new file and a rename are several times the rest of a reseal's bookkeeping.)
+// keep writes the state in place, with one call. A later agent reads all of it, or, if this agent was killed during the
+// call, a text without an end. (A new file and a rename take several times as long as all other bookkeeping of a
+// reseal.)
 func (g *gate) keep(s gateState) error {
 	if g.file == 0 {
 		fd, err := openRaw(g.path, unix.O_WRONLY|unix.O_CREAT, 0o600)
@@ -152,7 +153,7 @@ func (g *gate) pass(ctx context.Context) error {
 	}
 }
 
-// used reports whether a generation was this guest's before, or is now.
+// used reports whether this guest has or had a generation.
 func (s gateState) used(generation string) bool {
 	return generation == s.Generation || slices.Contains(s.Used, generation)
 }

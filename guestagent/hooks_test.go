@@ -31,7 +31,7 @@ func runHooks(ctx context.Context, t *testing.T, hooks map[string]string, timeou
 	}
 	w := &plainWorkload{}
 	r := &resealer{work: w}
-	t.Cleanup(func() { // in a guest the cgroup ends what a hook leaves
+	t.Cleanup(func() { // in a guest, the cgroup ends the processes that a hook leaves behind
 		if b, err := os.ReadFile(filepath.Join(dir, "daemon.pid")); err == nil {
 			if pid, err := strconv.Atoi(strings.TrimSpace(string(b))); err != nil || unix.Kill(pid, unix.SIGKILL) != nil {
 				t.Errorf("the daemon %q was not killed: %v", b, err)
@@ -65,7 +65,7 @@ func TestHookFailures(t *testing.T) {
 	}{
 		"exit status":    {"echo no license; exit 4", "10-x: exit status 4: no license", t.Context(), 20 * time.Second},
 		"signal":         {"kill -9 $$", "killed", t.Context(), 20 * time.Second},
-		"hangs":          {"echo stuck; sleep 1000", "not done within 3s: stuck", t.Context(), 3 * time.Second},
+		"hangs":          {"echo stuck; sleep 1000", "it did not end within 3s: stuck", t.Context(), 3 * time.Second},
 		"daemon holds":   {"sleep 1000 & echo $! > DIR/daemon.pid; exit 1", "exit status 1", t.Context(), 20 * time.Second},
 		"host gave up":   {"sleep 1000", "canceled", cancelled, 20 * time.Second},
 		"escape codes":   {`printf '\033[2Jx'; exit 1`, "?[2Jx", t.Context(), 20 * time.Second},

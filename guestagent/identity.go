@@ -14,16 +14,16 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// The files that say which machine this is are mounts of files in identityDir, as in other containers. A reseal then writes a few
-// bytes of memory, where replacing a file of the image would be its copy on the disk, a new file and a rename: a quarter of all
-// that a reseal executed, when it did that (docs/adr/0006).
+// The files with the machine's identity are bind mounts of files in identityDir, as in other containers. So a reseal
+// writes a few bytes of memory. To replace a file of the image would need a copy on the disk, a new file and a rename:
+// that was a quarter of all code that a reseal executed (docs/adr/0006).
 const identityDir = runDir + "/identity"
 
-// identityFiles are covered where the image has a plain file or nothing. A link (as of /etc/resolv.conf to where a resolver writes)
-// stays what it is.
+// identityFiles are covered where the image has a plain file or nothing. A link (such as /etc/resolv.conf to a
+// resolver's file) stays unchanged.
 var identityFiles = []string{"/etc/machine-id", "/etc/hostname", "/etc/hosts", "/etc/resolv.conf"}
 
-// coverIdentity mounts them, in the mount namespace of the calling thread, and a boot id over the kernel's.
+// coverIdentity mounts them in the mount namespace of the calling thread, and a boot id over the kernel's.
 func coverIdentity() error {
 	if err := os.MkdirAll(identityDir, 0o755); err != nil {
 		return err
@@ -47,7 +47,7 @@ func coverIdentity() error {
 	return nil
 }
 
-// cover mounts a copy over a file. One that is there already is what an earlier workload had, and stays.
+// cover mounts a copy over a file. A copy that exists already belongs to an earlier workload and is kept.
 func cover(path, with string) error {
 	if !exists(with) {
 		b, err := readSmall(path)
@@ -64,8 +64,8 @@ func cover(path, with string) error {
 	return nil
 }
 
-// writeIdentity writes one of the files: in place where it is the mount. Nothing of the workload runs that could see half of it.
-// Root may have taken the mount away; then the file itself is replaced.
+// writeIdentity writes one of the files: in place if the mount is there. Nothing of the workload runs that could see a
+// partial file. Root in the workload may have removed the mount; then the file itself is replaced.
 func writeIdentity(path string, b []byte, mode uint32) error {
 	file := identityDir + "/" + filepath.Base(path)
 	var here, there unix.Stat_t

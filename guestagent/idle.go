@@ -10,14 +10,16 @@ import (
 
 const (
 	idleAfter = 3 * time.Second
-	// memoryLimit is where a collection comes anyway. Control calls, which do not switch the collector on, reach it after thousands.
+	// memoryLimit is the heap size at which a collection runs in any case. Control calls, which do not switch the
+	// collector on, reach it only after thousands of calls.
 	memoryLimit = 48 << 20
-	// busyGC keeps the heap close to what is in use: each page that it grows by is a page that every later fork carries.
+	// busyGC keeps the heap close to the live size: every additional page of the heap is a page that every later fork
+	// carries.
 	busyGC = 30
 )
 
-// idler switches the garbage collector off while nothing is asked of the agent. Go's runtime collects every two minutes
-// even if nothing was allocated, which would make private pages in every idle fork.
+// idler switches the garbage collector off while the agent has no requests. Go's runtime collects every two minutes
+// even if nothing was allocated, which would make pages private in every idle fork.
 type idler struct {
 	mu    sync.Mutex
 	busy  int
@@ -25,7 +27,7 @@ type idler struct {
 	timer *time.Timer // runs once after the last request
 }
 
-// begin is called before a public request, and end after it.
+// begin is called before a public request, end after it.
 func (i *idler) begin() {
 	i.mu.Lock()
 	defer i.mu.Unlock()
@@ -60,7 +62,7 @@ func (i *idler) sleep() {
 	}
 }
 
-// sleepNow is called when the guest is frozen: a collection in the middle of a reseal would be a good part of it.
+// sleepNow is called when the guest is frozen: a collection during a reseal would take a large part of its time.
 func (i *idler) sleepNow() {
 	i.mu.Lock()
 	defer i.mu.Unlock()
@@ -76,7 +78,7 @@ func (i *idler) stop() {
 	}
 }
 
-// switchOff is called with mu held.
+// switchOff switches the collector off. The caller holds mu.
 func (i *idler) switchOff() {
 	if !i.off {
 		debug.SetGCPercent(-1)

@@ -21,10 +21,10 @@ import (
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
 )
 
-// watchdog ends what would hang; nothing that is tested depends on it.
+// watchdog ends tests that would hang; no test result depends on it.
 const watchdog = 3 * time.Minute
 
-// eventually waits for something that nothing announces.
+// eventually waits for something that is not announced.
 func eventually(t *testing.T, ok func() bool) {
 	t.Helper()
 	tick := time.NewTicker(2 * time.Millisecond)
@@ -39,7 +39,8 @@ func eventually(t *testing.T, ok func() bool) {
 	}
 }
 
-// wire is what a VMM is to a virtio port: one stream for the guest, and one host after the other at its other end.
+// wire is to the agent what a VMM is to a virtio port: one stream for the guest, and one host after the other at its
+// other end.
 type wire struct {
 	t     *testing.T
 	guest net.Conn // the VMM's end of the guest's stream
@@ -99,7 +100,7 @@ func plugIn(t *testing.T, a *Agent) *wire {
 	return w
 }
 
-// connect puts another host in the place of the one before.
+// connect replaces the connected host.
 func (w *wire) connect(host net.Conn) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -148,7 +149,8 @@ func linkAgent(t *testing.T) *Agent {
 	return a
 }
 
-// TestNextHostEndsTheLast: what an earlier connection asked for is given up before the next one is answered; sessions go on.
+// TestNextHostEndsTheLast: the requests of an earlier connection end before the next connection is answered; sessions
+// go on.
 func TestNextHostEndsTheLast(t *testing.T) {
 	t.Parallel()
 	a := linkAgent(t)

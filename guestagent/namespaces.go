@@ -31,25 +31,25 @@ const (
 	maxIdleThreads = 2
 )
 
-// WorkloadInitMode is the argument by which the agent's binary becomes PID 1 of the workload.
+// WorkloadInitMode is the argument that makes the agent's binary run as PID 1 of the workload.
 const WorkloadInitMode = "workload-init"
 
 // namespaces is the workload of a real guest: a cgroup, and pid, mount and cgroup namespaces held by a small init.
 type namespaces struct {
 	init    int // its PID 1, as the agent sees it
 	ns      map[int]*os.File
-	cgroup  *os.File // both are used by descriptor: within the workload's namespaces their paths lead nowhere
+	cgroup  *os.File // used by descriptor, because their paths do not exist in the workload's namespaces
 	hooks   *os.File
-	threads chan chan func() // idle ones
+	threads chan chan func() // idle threads
 }
 
-// initRecord finds a workload that an earlier agent has left running.
+// initRecord identifies a workload that an earlier agent has left running.
 type initRecord struct {
 	PID        int    `json:"pid"`
 	StartTicks uint64 `json:"start_ticks"`
 }
 
-// openNamespaces adopts the workload that runs, or starts it.
+// openNamespaces adopts the running workload, or starts one.
 func openNamespaces(recordPath string) (*namespaces, error) {
 	n := &namespaces{ns: map[int]*os.File{}, threads: make(chan chan func(), maxIdleThreads)}
 	var err error
@@ -97,7 +97,7 @@ func findInit(path string) int {
 	return rec.PID
 }
 
-// startInit starts the workload's PID 1 in its cgroup and waits until its namespaces are furnished.
+// startInit starts the workload's PID 1 in its cgroup and waits until its namespaces are set up.
 func (n *namespaces) startInit(recordPath string) error {
 	r, w, err := os.Pipe()
 	if err != nil {
@@ -125,7 +125,7 @@ func (n *namespaces) startInit(recordPath string) error {
 	var ready [1]byte
 	if _, err := io.ReadFull(r, ready[:]); err != nil {
 		_ = cmd.Process.Kill()
-		return fmt.Errorf("it has not got ready: %w", errors.Join(err, <-ended))
+		return fmt.Errorf("it did not become ready: %w", errors.Join(err, <-ended))
 	}
 	st, err := readStat("/proc", n.init)
 	if err != nil {
@@ -138,7 +138,7 @@ func (n *namespaces) startInit(recordPath string) error {
 	return replaceFile(recordPath, b, 0o600)
 }
 
-// gone is closed when the workload's init has ended, and with it every process of the workload.
+// gone returns a channel that is closed when the workload's init has ended, and with it every process of the workload.
 func (n *namespaces) gone() (<-chan struct{}, error) {
 	fd, err := unix.PidfdOpen(n.init, unix.PIDFD_NONBLOCK)
 	if err != nil {
@@ -153,7 +153,7 @@ func (n *namespaces) gone() (<-chan struct{}, error) {
 	go func() {
 		defer close(ch)
 		defer func() { _ = f.Close() }()
-		// It becomes readable once, at the end. (It is not always our child, so it is not waited for.)
+		// The pidfd becomes readable once, at the end. (The init is not always our child, so this does not reap it.)
 		_ = rc.Read(func(fd uintptr) bool {
 			n, err := unix.Poll([]unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}, 0)
 			return n > 0 || err != nil && !errors.Is(err, unix.EINTR)
@@ -162,8 +162,8 @@ func (n *namespaces) gone() (<-chan struct{}, error) {
 	return ch, nil
 }
 
-// inside runs fn on a thread that has joined the workload's namespaces. Threads are kept for the next call, and more are made
-// when those are busy, so that one that hangs in a file system holds up nobody else.
+// inside runs fn on a thread that has joined the workload's namespaces. Threads are kept for later calls, and new ones
+// are made when all are busy. So a call that hangs in a file system does not delay other calls.
 func (n *namespaces) inside(fn func() error) error {
 	var thread chan func()
 	select {
@@ -204,7 +204,8 @@ func (n *namespaces) newThread(jobs <-chan func()) error {
 	return nil
 }
 
-// join moves the calling thread. Its children are born in the pid namespace; it stays outside itself.
+// join moves the calling thread into the namespaces. Its children are born in the pid namespace; the thread itself
+// stays outside of it.
 func (n *namespaces) join() error {
 	if err := unix.Unshare(unix.CLONE_FS); err != nil {
 		return os.NewSyscallError("unshare", err)
@@ -273,7 +274,7 @@ func awaitEvent(ctx context.Context, cgroup *os.File, key, want string, timeout 
 		if left <= 0 || ctx.Err() != nil {
 			return false, context.Cause(ctx)
 		}
-		// The kernel announces a change as urgent data. The wait is cut into pieces so that the end of ctx is seen.
+		// The kernel reports a change as urgent data. The wait is split into short ones, to notice the end of ctx.
 		fds := []unix.PollFd{{Fd: int32(fd), Events: unix.POLLPRI}}
 		if _, err := unix.Poll(fds, int(min(left, 100*time.Millisecond).Milliseconds())+1); err != nil && !errors.Is(err, unix.EINTR) {
 			return false, os.NewSyscallError("poll", err)
@@ -311,7 +312,7 @@ func (n *namespaces) freeze(ctx context.Context, timeout time.Duration) (int, er
 		return 0, errors.Join(err, thawed)
 	}
 	return 0, errors.Join(core.Errorf(core.FailedPrecondition, core.CodeNotQuiesced,
-		"the workload did not freeze within %s: %s cannot be stopped; it runs on", timeout, blame), thawed)
+		"the workload did not freeze within %s: %s cannot be stopped; the workload goes on", timeout, blame), thawed)
 }
 
 // unfrozen names a process that is not frozen.
@@ -340,7 +341,7 @@ func (n *namespaces) frozen() (bool, error) {
 	return awaitEvent(context.Background(), n.cgroup, "frozen", "1", 0)
 }
 
-// endHooks kills what hooks have left behind, for it would run where no freeze reaches.
+// endHooks kills processes that hooks have left behind, because no freeze reaches them.
 func (n *namespaces) endHooks() error {
 	if ok, err := awaitEvent(context.Background(), n.hooks, "populated", "0", 0); ok || err != nil {
 		return err
@@ -350,19 +351,19 @@ func (n *namespaces) endHooks() error {
 	}
 	ok, err := awaitEvent(context.Background(), n.hooks, "populated", "0", 2*time.Second)
 	if err == nil && !ok {
-		err = errors.New("a process that a hook has left does not die")
+		err = errors.New("a process that a hook left behind does not die")
 	}
 	return err
 }
 
-// pids lists the processes of the workload without its init.
+// pids lists the processes of the workload, without its init.
 func (n *namespaces) pids() ([]int, error) {
 	out, err := n.members(nil, n.cgroup)
 	slices.Sort(out)
 	return out, err
 }
 
-// members adds the processes of a cgroup and of those below it.
+// members adds the processes of a cgroup and of the cgroups below it.
 func (n *namespaces) members(out []int, cgroup *os.File) ([]int, error) {
 	fd, err := openControl(cgroup, "cgroup.procs", unix.O_RDONLY)
 	if err != nil {
@@ -378,7 +379,8 @@ func (n *namespaces) members(out []int, cgroup *os.File) ([]int, error) {
 			out = append(out, pid)
 		}
 	}
-	// Every directory below is a link more. A workload has none, unless it made its cgroups writable.
+	// The link count grows with every subdirectory. A workload has no cgroups below it, unless it made its cgroups
+	// writable.
 	var st unix.Stat_t
 	if err := unix.Fstat(int(cgroup.Fd()), &st); err != nil || st.Nlink <= 2 {
 		return out, err

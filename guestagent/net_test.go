@@ -18,7 +18,7 @@ import (
 	"github.com/coppice-dev/coppice/internal/require"
 )
 
-// inNetns runs fn in a network namespace of its own that has a tap device.
+// inNetns runs fn in a new network namespace with a tap device.
 func inNetns(t *testing.T, fn func(c *nl, nic link) error) {
 	t.Helper()
 	require.Root(t)
@@ -67,7 +67,7 @@ func inNetns(t *testing.T, fn func(c *nl, nic link) error) {
 	}
 }
 
-// TestNetworkLongAndShortWay configures a device from nothing, then changes it as a fork of a fork does.
+// TestNetworkLongAndShortWay configures a device from nothing, then changes it like a fork of a fork does.
 func TestNetworkLongAndShortWay(t *testing.T) {
 	t.Parallel()
 	inNetns(t, func(c *nl, nic link) error {
@@ -105,7 +105,7 @@ func TestNetworkLongAndShortWay(t *testing.T) {
 				t.Errorf("%d: evidence %v, want %s %s", i, ev, mac, addr)
 			}
 		}
-		// A default route of the user's over another device is found, and the long way removes it.
+		// A default route of the user over another device is found, and the full configuration removes it.
 		if err := c.do(addAddress(nic.index, netip.MustParsePrefix("10.5.5.5/24"))); err != nil {
 			return err
 		}
@@ -137,7 +137,8 @@ func TestNetworkLongAndShortWay(t *testing.T) {
 	})
 }
 
-// TestSocketsAreDestroyed: connections to the outside end with an error, those inside of the guest and listeners go on.
+// TestSocketsAreDestroyed: connections to the outside end with an error; connections inside the guest and listeners go
+// on.
 func TestSocketsAreDestroyed(t *testing.T) {
 	t.Parallel()
 	inNetns(t, func(c *nl, nic link) error {

@@ -15,8 +15,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// nl is one netlink socket. It is as small as it can be on purpose: without hardware virtualization, each piece of code that
-// runs for the first time in a clone has to be translated first, and this runs in the middle of every reseal. The kernel
+// nl is one netlink socket. It is deliberately small: without hardware virtualization, each piece of code that runs for
+// the first time in a clone must be translated first, and this code runs in the middle of every reseal. The kernel
 // answers a request before the send returns, so nothing here waits.
 type nl struct {
 	fd  int
@@ -26,8 +26,8 @@ type nl struct {
 
 var native = binary.NativeEndian
 
-// nlBuffer is more than the kernel puts into one answer when it has seen a reader with a buffer of this size, and still a small object
-// for Go.
+// nlBuffer exceeds what the kernel puts into one answer for a reader with a buffer of this size, and is still a small
+// object for Go.
 const nlBuffer = 16 << 10
 
 func dialNetlink(family int) (*nl, error) {
@@ -35,7 +35,7 @@ func dialNetlink(family int) (*nl, error) {
 	if err != nil {
 		return nil, os.NewSyscallError("socket", err)
 	}
-	// Should an answer be missing after all, this is an error and not a hang.
+	// If an answer is missing all the same, this gives an error and not a hang.
 	_ = unix.SetsockoptTimeval(fd, unix.SOL_SOCKET, unix.SO_RCVTIMEO, &unix.Timeval{Sec: 5})
 	return &nl{fd: fd, buf: make([]byte, nlBuffer)}, nil
 }
@@ -62,7 +62,7 @@ func (m *message) attr(kind uint16, value []byte) {
 
 func (m *message) attr32(kind uint16, value uint32) { m.attr(kind, native.AppendUint32(nil, value)) }
 
-// do sends requests in one go, and returns the first that the kernel refuses.
+// do sends requests together, and returns the first that the kernel refuses.
 func (c *nl) do(list ...message) error {
 	for i := range list {
 		list[i].flags |= unix.NLM_F_ACK
@@ -76,13 +76,13 @@ func (c *nl) dump(m message, use func(data []byte)) error {
 	return c.exchange([]message{m}, use)
 }
 
-// get calls use with the object that is asked for.
+// get calls use with the requested object.
 func (c *nl) get(m message, use func(data []byte)) error {
 	m.flags |= unix.NLM_F_ACK
 	return c.exchange([]message{m}, use)
 }
 
-// exchange sends requests and reads until each is acknowledged, or its list is done.
+// exchange sends requests and reads until each is acknowledged, or its list is complete.
 func (c *nl) exchange(list []message, use func(data []byte)) error {
 	var b []byte
 	first := c.seq + 1
@@ -118,7 +118,7 @@ func (c *nl) exchange(list []message, use func(data []byte)) error {
 			kind, seq, data := native.Uint16(rest[4:]), native.Uint32(rest[8:]), rest[unix.SizeofNlMsghdr:size]
 			rest = rest[min((size+3)&^3, len(rest)):]
 			if seq < first || seq > c.seq {
-				continue // of an earlier exchange that failed midway
+				continue // from an earlier exchange that failed midway
 			}
 			switch kind {
 			case unix.NLMSG_DONE, unix.NLMSG_ERROR:
@@ -163,7 +163,7 @@ func cString(b []byte) string { return unix.ByteSliceToString(b) }
 type link struct {
 	index int32
 	name  string
-	kind  string // of a virtual one: "wireguard"
+	kind  string // kind of a virtual device: "wireguard"
 	mac   net.HardwareAddr
 	flags uint32
 	arp   uint16 // hardware type
@@ -201,7 +201,7 @@ func (c *nl) links() ([]link, error) {
 	return out, err
 }
 
-// setLink is the request that changes a device's flags under a mask, and what is appended to it before that.
+// setLink makes the request that changes the masked flags of a device. The caller may append attributes.
 func setLink(index int32, flags, mask uint32) message {
 	head := make([]byte, unix.SizeofIfInfomsg)
 	native.PutUint32(head[4:], uint32(index))
@@ -210,7 +210,7 @@ func setLink(index int32, flags, mask uint32) message {
 	return message{kind: unix.RTM_NEWLINK, data: head}
 }
 
-// address is an address of a device, with the message that names it.
+// address is an address of a device, with the message that identifies it.
 type address struct {
 	netip.Prefix
 	msg []byte
@@ -239,14 +239,15 @@ func (c *nl) addresses(index int32) ([]address, error) {
 	return out, err
 }
 
-// flushAddresses removes every address of a device. With the last one the kernel removes the device's routes and neighbours.
+// flushAddresses removes every address of a device. With the last one, the kernel removes the device's routes and
+// neighbours.
 func (c *nl) flushAddresses(index int32) error {
 	list, err := c.addresses(index)
 	if err != nil {
 		return err
 	}
 	for _, a := range list {
-		// Removing an address may take its secondaries with it.
+		// Removing an address may also remove its secondary addresses.
 		err := c.do(message{kind: unix.RTM_DELADDR, data: a.msg})
 		if err != nil && !errors.Is(err, unix.EADDRNOTAVAIL) {
 			return fmt.Errorf("remove %s: %w", a.Prefix, err)
@@ -265,7 +266,7 @@ func addAddress(index int32, p netip.Prefix) message {
 	return m
 }
 
-// route is a default route of the main table, with the message that names it.
+// route is a default route of the main table, with the message that identifies it.
 type route struct {
 	gateway netip.Addr
 	oif     int32
@@ -294,7 +295,7 @@ func (c *nl) defaultRoutes() ([]route, error) {
 	return out, err
 }
 
-// addDefaultRoute leads to a gateway that is reached over the link, whatever the address's prefix says.
+// addDefaultRoute makes a default route over a gateway that is on the link, whatever the address's prefix says.
 func addDefaultRoute(index int32, gateway netip.Addr) message {
 	head := make([]byte, unix.SizeofRtMsg)
 	head[0], head[4], head[5], head[7] = unix.AF_INET, unix.RT_TABLE_MAIN, unix.RTPROT_STATIC, unix.RTN_UNICAST
@@ -305,7 +306,7 @@ func addDefaultRoute(index int32, gateway netip.Addr) message {
 	return m
 }
 
-// addNeighbour makes a permanent entry, so that no question about it is ever sent.
+// addNeighbour makes a permanent entry, so that the guest never has to ask for the neighbour.
 func addNeighbour(index int32, ip netip.Addr, mac net.HardwareAddr) message {
 	head := make([]byte, unix.SizeofNdMsg)
 	head[0] = unix.AF_INET
@@ -320,10 +321,11 @@ func addNeighbour(index int32, ip netip.Addr, mac net.HardwareAddr) message {
 // families remembers the numbers of generic netlink families, which the kernel never changes.
 var families sync.Map // name to uint16
 
-// genericFamily asks for the number of a generic netlink family; it fails with ENOENT when the kernel has no such family.
+// genericFamily returns the number of a generic netlink family; it fails with ENOENT when the kernel has no such
+// family.
 func genericFamily(c *nl, name string) (uint16, error) {
 	if id, ok := families.Load(name); ok {
-		return id.(uint16), nil // nothing else is stored
+		return id.(uint16), nil // only numbers are stored
 	}
 	m := message{kind: unix.GENL_ID_CTRL, data: []byte{unix.CTRL_CMD_GETFAMILY, 1, 0, 0}}
 	m.attr(unix.CTRL_ATTR_FAMILY_NAME, append([]byte(name), 0))

@@ -15,12 +15,12 @@ import (
 )
 
 const (
-	outputLimit  = 1 << 20         // kept of one stream
-	outputFloor  = 64 << 10        // kept of one stream when all together are over their budget
+	outputLimit  = 1 << 20         // bytes kept of one stream
+	outputFloor  = 64 << 10        // bytes kept of one stream when all streams exceed their budget
 	chunkSize    = 16 << 10        //
 	startGrace   = 5 * time.Second // how long a new session's output waits for its first follower
 	stallTimeout = 30 * time.Second
-	drainLimit   = 2 << 20 // read at most after a process has ended, in case something else writes on
+	drainLimit   = 2 << 20 // maximum bytes read after a process has ended, in case another process still writes
 )
 
 // outputBudget bounds the memory of all streams of one agent.
@@ -29,24 +29,25 @@ type outputBudget struct {
 	used  atomic.Int64
 }
 
-// output is one stream of a session: its last bytes by number, and who waits for more.
+// output is one stream of a session: its last bytes, and the readers that wait for more.
 type output struct {
 	budget *outputBudget
 	readMu sync.Mutex // held while bytes are taken from the process, so that they are appended in order
 
-	mu        sync.Mutex // guards what follows
-	chunks    [][]byte   // of chunkSize each but the last
+	mu        sync.Mutex // guards the fields below
+	chunks    [][]byte   // all of chunkSize except the last
 	first     int64      // number of the first byte of chunks[0]; always a multiple of chunkSize
 	next      int64      // number of the next byte
-	closed    bool       // the process and all who inherited the stream have closed it
-	ended     bool       // the session has ended: followers do not wait for more
-	forgotten bool       // nobody can ask any more; bytes are read and thrown away
-	grace     time.Time  // until then, output waits for a first follower
+	closed    bool       // every process with the stream has closed it
+	ended     bool       // the session has ended, so followers do not wait for more
+	forgotten bool       // nobody can read it any more; bytes are read from the process and dropped
+	grace     time.Time  // until this time, output waits for a first follower
 	followers map[*follower]struct{}
 	wake      chan struct{} // closed at the next change, when somebody waits
 }
 
-// follower is a reader that goes on reading. The process waits for it as for the reader of a pipe, as long as it moves.
+// follower is a reader that reads continuously. The process waits for it like for the reader of a pipe, as long as it
+// makes progress.
 type follower struct {
 	o     *output
 	at    int64
@@ -57,7 +58,7 @@ func newOutput(b *outputBudget, grace time.Time) *output {
 	return &output{budget: b, grace: grace, followers: map[*follower]struct{}{}}
 }
 
-// changed is called with mu held.
+// changed wakes the waiters. The caller holds mu.
 func (o *output) changed() {
 	if o.wake != nil {
 		close(o.wake)
@@ -65,7 +66,7 @@ func (o *output) changed() {
 	}
 }
 
-// change is called with mu held and returns a channel that the next change closes.
+// change returns a channel that the next change closes. The caller holds mu.
 func (o *output) change() <-chan struct{} {
 	if o.wake == nil {
 		o.wake = make(chan struct{})
@@ -73,7 +74,7 @@ func (o *output) change() <-chan struct{} {
 	return o.wake
 }
 
-// pump takes what the process writes until the stream is closed.
+// pump reads what the process writes until the stream is closed.
 func (o *output) pump(f *os.File) {
 	defer func() {
 		_ = f.Close()
@@ -97,7 +98,7 @@ func (o *output) pump(f *os.File) {
 	}
 }
 
-// drain takes what is in the stream now, at the end of the process that it was made for. Others may still hold it open.
+// drain reads what is in the stream when its process has ended. Other processes may still have it open.
 func (o *output) drain(f *os.File) {
 	rc, err := f.SyscallConn()
 	if err != nil {
@@ -114,7 +115,7 @@ func (o *output) drain(f *os.File) {
 	}
 }
 
-// pull reads once from a descriptor that does not block.
+// pull reads once from a non-blocking descriptor.
 func (o *output) pull(fd int) (int, error) {
 	o.readMu.Lock()
 	defer o.readMu.Unlock()
@@ -126,7 +127,7 @@ func (o *output) pull(fd int) (int, error) {
 	last := o.chunks[len(o.chunks)-1]
 	o.mu.Unlock()
 
-	// Nobody else writes behind the end of the last chunk, and readers stay before it.
+	// Nobody else writes after the end of the last chunk, and readers stay before it.
 	n, err := unix.Read(fd, last[len(last):chunkSize])
 	if n <= 0 {
 		return n, err
@@ -140,7 +141,7 @@ func (o *output) pull(fd int) (int, error) {
 	return n, nil
 }
 
-// trim drops the oldest chunks over the limit, but none that a follower is waited for to read. It is called with mu held.
+// trim drops the oldest chunks over the limit, but none that a follower still has time to read. The caller holds mu.
 func (o *output) trim() {
 	limit, keep := o.limit(), o.next
 	for f := range o.followers {
@@ -163,7 +164,7 @@ func (o *output) limit() int64 {
 	return outputLimit
 }
 
-// waitRoom waits while a follower that moves has not yet read what would have to be dropped.
+// waitRoom waits while there is no room because a follower that makes progress has not read the oldest bytes.
 func (o *output) waitRoom() {
 	for {
 		o.mu.Lock()
@@ -183,7 +184,7 @@ func (o *output) waitRoom() {
 	}
 }
 
-// blockedUntil is called with mu held. It returns when to look again although nothing changes, zero when there is room.
+// blockedUntil returns until when there is no room if nothing changes; zero when there is room. The caller holds mu.
 func (o *output) blockedUntil(now time.Time) time.Time {
 	if o.forgotten || o.next-o.first < o.limit() {
 		return time.Time{}
@@ -203,24 +204,24 @@ func (o *output) blockedUntil(now time.Time) time.Time {
 	return until
 }
 
-// follow begins to read at the byte with the given number.
+// follow begins a continuous read at the given byte number.
 func (o *output) follow(at int64) *follower {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	f := &follower{o: o, at: min(max(at, 0), o.next), moved: time.Now()}
 	o.followers[f] = struct{}{}
-	o.grace = time.Time{} // from here on it is the followers that are waited for
+	o.grace = time.Time{} // from here on, the process waits for its followers
 	return f
 }
 
-// peek reads once what is there. The process does not wait for it.
+// peek begins a single read of what is there. The process does not wait for it.
 func (o *output) peek(at int64) *follower {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	return &follower{o: o, at: min(max(at, 0), o.next), moved: time.Now()}
 }
 
-// close ends the reading.
+// close ends the read.
 func (f *follower) close() {
 	f.o.mu.Lock()
 	defer f.o.mu.Unlock()
@@ -228,15 +229,15 @@ func (f *follower) close() {
 	f.o.changed()
 }
 
-// piece is what a read found.
+// piece is the result of a read.
 type piece struct {
 	n       int
 	at      int64 // number of its first byte
 	dropped int64 // how many bytes before it were dropped unread
-	end     bool  // the stream has ended, or the session, and all of it was read
+	end     bool  // the stream or the session has ended, and everything was read
 }
 
-// read copies the next bytes. With wait it waits until there is something to say.
+// read copies the next bytes. With wait, it waits until there is something to report.
 func (f *follower) read(ctx context.Context, p []byte, wait bool) (piece, error) {
 	o := f.o
 	for {
@@ -267,7 +268,7 @@ func (f *follower) read(ctx context.Context, p []byte, wait bool) (piece, error)
 	}
 }
 
-// end says that the session has ended and what it wrote has been taken.
+// end is called when the session has ended and its output has been read.
 func (o *output) end() {
 	o.mu.Lock()
 	defer o.mu.Unlock()
@@ -275,8 +276,8 @@ func (o *output) end() {
 	o.changed()
 }
 
-// forget frees the bytes. What is still written is taken and thrown away, so that a process that outlived its session
-// does not die of a closed pipe.
+// forget frees the bytes. Further output is read and dropped, so that a process that outlives its session does not die
+// of a closed pipe.
 func (o *output) forget() {
 	o.mu.Lock()
 	defer o.mu.Unlock()
@@ -295,7 +296,7 @@ func (o *output) numbers() (first, next int64) {
 	return o.first, o.next
 }
 
-// close says that no more will come.
+// close is called when no more bytes will come.
 func (o *output) close() {
 	o.readMu.Lock()
 	defer o.readMu.Unlock()
@@ -303,7 +304,7 @@ func (o *output) close() {
 	defer o.mu.Unlock()
 	o.closed = true
 	if n := len(o.chunks); n > 0 {
-		o.chunks[n-1] = slices.Clone(o.chunks[n-1]) // most sessions say little
+		o.chunks[n-1] = slices.Clone(o.chunks[n-1]) // most sessions write little
 	}
 	if o.forgotten {
 		o.release()
@@ -311,7 +312,7 @@ func (o *output) close() {
 	o.changed()
 }
 
-// release gives the memory back. It is called with mu held, when nothing is written any more or nobody can read it.
+// release frees the memory. The caller holds mu; nothing is written any more, or nobody can read it.
 func (o *output) release() {
 	o.budget.used.Add(-int64(len(o.chunks)) * chunkSize)
 	o.first, o.chunks = o.next, nil

@@ -15,7 +15,7 @@ import (
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
 )
 
-// listPorts lists the listening TCP sockets and, where it can be found, who listens.
+// listPorts lists the listening TCP sockets and, if it can be found, the process of each.
 func listPorts(w workload) (guestapi.Ports, error) {
 	out := guestapi.Ports{Ports: []guestapi.Port{}}
 	inodes := map[string]int{} // index in out.Ports
@@ -82,7 +82,7 @@ func parseSocketAddr(s string) (netip.AddrPort, bool) {
 		return netip.AddrPort{}, false
 	}
 	for i := 0; i < len(raw); i += 4 {
-		slices.Reverse(raw[i : i+4]) // every machine that this runs on is little-endian
+		slices.Reverse(raw[i : i+4]) // all supported machines are little-endian
 	}
 	addr, ok := netip.AddrFromSlice(raw)
 	return netip.AddrPortFrom(addr.Unmap(), uint16(p)), ok

@@ -19,7 +19,7 @@ const (
 	maxCmdline   = 4096
 )
 
-// stat is what /proc/<pid>/stat says.
+// stat is the content of /proc/<pid>/stat.
 type stat struct {
 	comm       string
 	state      string
@@ -34,10 +34,10 @@ func readStat(proc string, pid int) (stat, error) {
 	if err != nil {
 		return stat{}, err
 	}
-	// The command is in parentheses and may hold any byte, so the fields are counted from the last one.
+	// The command is in parentheses and may contain any byte, so the fields are counted from the last parenthesis.
 	open, end := bytes.IndexByte(b, '('), bytes.LastIndexByte(b, ')')
 	if open < 0 || end < open {
-		return stat{}, fmt.Errorf("stat of process %d is not understood", pid)
+		return stat{}, fmt.Errorf("stat of process %d cannot be read", pid)
 	}
 	f := strings.Fields(string(b[end+1:]))
 	if len(f) < 22 {
@@ -52,7 +52,7 @@ func readStat(proc string, pid int) (stat, error) {
 	return s, nil
 }
 
-// numbers lists the processes of a /proc.
+// numbers lists the processes in a /proc.
 func numbers(proc string) ([]int, error) {
 	list, err := names(proc)
 	if err != nil {
@@ -68,7 +68,7 @@ func numbers(proc string) ([]int, error) {
 	return out, nil
 }
 
-// sessionMembers lists the processes of a kernel session, by the numbers that the agent sees.
+// sessionMembers lists the processes of a kernel session, with the numbers that the agent sees.
 func sessionMembers(sid int) []int {
 	all, err := numbers("/proc")
 	if err != nil {
@@ -80,12 +80,12 @@ func sessionMembers(sid int) []int {
 	})
 }
 
-// normalOOM undoes for a child what protects the agent from the kernel's out-of-memory killer.
+// normalOOM gives a child the normal OOM score instead of the agent's protection.
 func normalOOM(pid int) {
 	_ = writeSmall("/proc/"+strconv.Itoa(pid)+"/oom_score_adj", []byte("0"), 0)
 }
 
-// listProcesses lists the workload's processes as it sees them itself.
+// listProcesses lists the workload's processes as the workload itself sees them.
 func listProcesses(w workload) (guestapi.Processes, error) {
 	proc := w.proc()
 	pids, err := numbers(proc)

@@ -15,33 +15,33 @@ import (
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
 )
 
-// evidence is what a step shows for itself.
+// evidence is the proof of a step.
 type evidence = map[string]string
 
-// skipError is a step that has nothing to do in this guest. Its text says why.
+// skipError says that a step has nothing to do in this guest, and why.
 type skipError string
 
 func (e skipError) Error() string { return string(e) }
 
-// resealer makes a clone another machine, step by step.
+// resealer gives a clone a new identity, step by step.
 type resealer struct {
 	work   workload
 	stale  staleScanner
-	survey *survey // of the last quiesce; nil in an agent that was started since
+	survey *survey // of the last quiesce; nil in an agent that started later
 	steps  []step
 	sys    system
 	look   func() (*survey, error)
 }
 
-// survey is what a reseal needs to know and a quiesce can find out: in the machine that is captured it costs little, for all of that
-// has been executed there before, while each clone begins with nothing translated.
+// survey has facts that a reseal needs and a quiesce can collect. In the captured machine this is cheap, because its
+// code has run there before; in a clone, all code must first be translated.
 type survey struct {
 	nic  nicState
 	dbus bool              // the machine id is kept a second time
 	idle map[string]string // steps that have nothing to do, and why
 }
 
-// lookAround makes the survey.
+// lookAround inspects the guest for the survey.
 func (r *resealer) lookAround() (err error) {
 	r.survey, err = r.look()
 	return err
@@ -68,7 +68,7 @@ func (r *resealer) surveyGuest() (*survey, error) {
 	return found, err
 }
 
-// idle is why a step has nothing to do, "" when it has.
+// idle returns why a step has nothing to do, or "" when it has something to do.
 func (r *resealer) idle(s step) string {
 	switch {
 	case s.nothing == nil:
@@ -79,16 +79,17 @@ func (r *resealer) idle(s step) string {
 	return s.nothing()
 }
 
-// step makes one thing new. It runs on a thread that sees the workload's file system.
+// step renews one thing. It runs on a thread that sees the workload's file system.
 type step struct {
 	name string
 	do   func(ctx context.Context, r *resealRun) (evidence, error)
 
-	// nothing says why there is nothing to do. It is asked when the workload has just been frozen. nil: there always is.
+	// nothing says why there is nothing to do. It is called when the workload has just been frozen. nil: there is
+	// always something to do.
 	nothing func() string
 }
 
-// system is what tests replace: the places where a reseal touches the kernel as a whole.
+// system contains the places where a reseal touches the kernel as a whole. Tests replace them.
 type system struct {
 	random      string // the device that takes entropy
 	diskMount   string
@@ -112,8 +113,8 @@ func newResealer(a *Agent) *resealer {
 		random: "/dev/urandom", diskMount: DiskMount, hooksDir: hooksDir, hookTimeout: hookTimeout, reseed: reseedKernel, oom: normalOOM,
 	}
 	r.steps = []step{
-		// Randomness comes first, because later steps draw from it. The old addresses go before the sockets that have them: not
-		// even the reset of an old connection leaves then.
+		// Randomness comes first, because later steps use it. The old addresses are removed before the sockets that use
+		// them: then not even the reset of an old connection leaves the guest.
 		{guestapi.StepEntropy, stepEntropy, nil},
 		{guestapi.StepClock, stepClock, nil},
 		{guestapi.StepBootID, stepBootID, nil},
@@ -139,7 +140,8 @@ func newResealer(a *Agent) *resealer {
 	return r
 }
 
-// run does the steps in order and stops at the first that fails: what a failed reseal leaves is destroyed, not repaired.
+// run executes the steps in order and stops at the first failure. A guest whose reseal failed is destroyed, not
+// repaired.
 func (r *resealer) run(ctx context.Context, req guestapi.ResealRequest, received time.Time) core.ResealReport {
 	start := time.Now()
 	report := core.ResealReport{Generation: req.Identity.Generation, Complete: true, Steps: make([]core.ResealStep, 0, len(r.steps))}
@@ -163,7 +165,7 @@ func (r *resealer) run(ctx context.Context, req guestapi.ResealRequest, received
 	return report
 }
 
-// one does one step and times it.
+// one executes and times one step.
 func (r *resealRun) one(ctx context.Context, s step) core.ResealStep {
 	start := time.Now()
 	if reason := r.idle(s); reason != "" {
@@ -184,7 +186,7 @@ func (r *resealRun) one(ctx context.Context, s step) core.ResealStep {
 	return out
 }
 
-// reseedOnly is what the captured machine itself needs before it goes on.
+// reseedOnly does the only step that the captured machine itself needs before it goes on.
 func (r *resealer) reseedOnly(entropy []byte) core.ResealStep {
 	run := &resealRun{resealer: r, req: guestapi.ResealRequest{Entropy: entropy}, received: time.Now()}
 	return run.one(context.Background(), step{guestapi.StepEntropy, stepEntropy, nil})
@@ -209,7 +211,7 @@ func isHostname(s string) bool {
 	return s != "" && len(s) <= 63 && only(s, isLabel) && s[0] != '-' && s[len(s)-1] != '-'
 }
 
-// checkReseal refuses a request that could not be done as a whole, before anything is changed.
+// checkReseal refuses an invalid request before anything is changed.
 func checkReseal(req guestapi.ResealRequest) error {
 	if err := checkEntropy(req.Entropy); err != nil {
 		return err
@@ -263,7 +265,7 @@ func checkReseal(req guestapi.ResealRequest) error {
 // short names a secret without showing it.
 func short(sum []byte) string { return hex.EncodeToString(sum[:8]) }
 
-// wrap says which part of a step failed.
+// wrap adds to an error which part of a step failed.
 func wrap(err error, what string) error {
 	if err == nil {
 		return nil

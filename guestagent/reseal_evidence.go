@@ -16,8 +16,8 @@ import (
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
 )
 
-// networkEvidence asks the kernel what it has now: the device's MAC, every IPv4 address of it, and the default routes. The first two
-// it asks by the oldest interfaces, which are the shortest ways through the kernel.
+// networkEvidence reads the kernel's present state: the device's MAC, all its IPv4 addresses, and the default routes.
+// For MAC and addresses it uses the oldest interfaces, which execute the least code in the kernel.
 func networkEvidence(c *nl, device string) (evidence, error) {
 	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
@@ -46,7 +46,7 @@ func networkEvidence(c *nl, device string) (evidence, error) {
 	}, nil
 }
 
-// ifreq is struct ifreq: a name and a union of 24 bytes, here the socket address that most requests are about.
+// ifreq is struct ifreq: a name and a union of 24 bytes. Here the union is the socket address, which most requests use.
 type ifreq struct {
 	name   [unix.IFNAMSIZ]byte
 	family uint16
@@ -67,8 +67,9 @@ func hardwareAddress(fd int, device string) (net.HardwareAddr, error) {
 	return net.HardwareAddr(r.data[:6]), wrap(err, "SIOCGIFHWADDR")
 }
 
-// deviceAddresses lists a device's IPv4 addresses with their prefixes, in the kernel's order. Labels of it ("eth0:1") count. The prefix is
-// right when there is one address, which is what is asked for; of more than one, all get the first one's.
+// deviceAddresses lists a device's IPv4 addresses with their prefixes, in the kernel's order, including those with a
+// label ("eth0:1"). The prefix is right for a single address, which is the expected case; with several addresses, all
+// get the prefix of the first.
 func deviceAddresses(fd int, device string) ([]string, error) {
 	const room = 64
 	var list [room]ifreq

@@ -26,7 +26,7 @@ import (
 
 const sshDir = "/etc/ssh"
 
-// oldHostKeys lists an SSH server's keys.
+// oldHostKeys lists the host keys of an SSH server.
 func oldHostKeys() ([]string, error) {
 	list, err := names(sshDir)
 	return slices.DeleteFunc(list, func(name string) bool {
@@ -59,7 +59,7 @@ func stepSSHKeys(_ context.Context, r *resealRun) (evidence, error) {
 	if err != nil {
 		return nil, err
 	}
-	// A server that runs reads its keys again on SIGHUP. It is frozen: the signal is delivered when it is thawed.
+	// A running server reads its keys again on SIGHUP. It is frozen: the signal is delivered at the thaw.
 	reloaded := 0
 	if b, err := readBack("/run/sshd.pid"); err == nil {
 		if outer := r.outerPID(b); outer > 0 && unix.Kill(outer, unix.SIGHUP) == nil {
@@ -69,7 +69,7 @@ func stepSSHKeys(_ context.Context, r *resealRun) (evidence, error) {
 	return evidence{"fingerprint": fingerprint, "removed": strconv.Itoa(len(old)), "reloaded": strconv.Itoa(reloaded)}, nil
 }
 
-// outerPID finds a process by the number that the workload knows it by.
+// outerPID finds a process by its number in the workload.
 func (r *resealRun) outerPID(inner string) int {
 	want, err := strconv.Atoi(inner)
 	if err != nil || want <= 1 {
@@ -110,13 +110,13 @@ func writeHostKey(path, comment string) (fingerprint string, err error) {
 	return ssh.FingerprintSHA256(sshPub), nil
 }
 
-// pattern names files in a directory: those that have all the parts in their name.
+// pattern matches the files in a directory whose names contain all the parts.
 type pattern struct {
 	dir   string
 	parts []string
 }
 
-// matches lists what the patterns name.
+// matches lists the files that the patterns match.
 func matches(patterns []pattern) ([]string, error) {
 	var out []string
 	for _, p := range patterns {
@@ -133,7 +133,7 @@ func matches(patterns []pattern) ([]string, error) {
 	return out, nil
 }
 
-// nothing is why a removal need not be done.
+// nothing returns a function that says why a removal has nothing to do.
 func nothing(patterns []pattern, reason string) func() string {
 	return func() string {
 		if list, err := matches(patterns); err != nil || len(list) > 0 {
@@ -143,7 +143,7 @@ func nothing(patterns []pattern, reason string) func() string {
 	}
 }
 
-// removal is a step that is nothing but a removal.
+// removal returns a step that only removes files.
 func removal(patterns []pattern) func(context.Context, *resealRun) (evidence, error) {
 	return func(context.Context, *resealRun) (evidence, error) {
 		list, err := matches(patterns)
@@ -159,7 +159,7 @@ func removal(patterns []pattern) func(context.Context, *resealRun) (evidence, er
 	}
 }
 
-// What a DHCP client leaves, and what is saved of a random generator.
+// The files that a DHCP client leaves behind, and the saved seeds of random generators.
 var (
 	dhcpFiles = []pattern{
 		{"/var/lib/dhcp", []string{".lease"}},
@@ -181,7 +181,8 @@ var (
 	}
 )
 
-// stepTimers reports what will run by itself in every clone once it is thawed, as it was found when the workload was quiesced.
+// stepTimers reports programs that act by themselves in every clone after the thaw, as found when the workload was
+// quiesced.
 func stepTimers(_ context.Context, r *resealRun) (evidence, error) {
 	if len(r.stale.timers) == 0 {
 		return nil, skipError("no cron and no clock daemon runs")
@@ -198,7 +199,8 @@ func noJournal() string {
 	return "no journal"
 }
 
-// stepJournal leaves a line in the journal, if the guest has one. The journal daemon is frozen: it reads it when it is thawed.
+// stepJournal writes a line to the journal, if the guest has one. The journal daemon is frozen: it reads the line after
+// the thaw.
 func stepJournal(ctx context.Context, r *resealRun) (evidence, error) {
 	conn, err := (&net.Dialer{}).DialContext(ctx, "unixgram", journalSocket)
 	if err != nil {
@@ -216,7 +218,7 @@ func stepJournal(ctx context.Context, r *resealRun) (evidence, error) {
 	return evidence{"line": "RESEALED"}, nil
 }
 
-// stepState gives the sandbox its own token, in the place of its parent's.
+// stepState replaces the parent's token with the sandbox's own.
 func stepState(_ context.Context, r *resealRun) (evidence, error) {
 	const path = runDir + "/token"
 	if r.req.Token == "" {
@@ -236,7 +238,8 @@ func stepState(_ context.Context, r *resealRun) (evidence, error) {
 	return evidence{guestapi.EvidenceTokenHash: short(sum[:])}, nil
 }
 
-// stepGeneration tells programs in the guest that they are in another machine now. They may watch the file with inotify.
+// stepGeneration tells programs in the guest that they are in another machine now. They can watch the file with
+// inotify.
 func stepGeneration(_ context.Context, r *resealRun) (evidence, error) {
 	const path = runDir + "/generation"
 	if err := replaceFile(path, []byte(r.req.Identity.Generation+"\n"), 0o444); err != nil {

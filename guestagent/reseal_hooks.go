@@ -36,8 +36,8 @@ func noHooks() string {
 	return "no hooks in " + hooksDir
 }
 
-// stepHooks runs the image's own part of the reseal, in the order of names, while everything else is frozen. A hook that fails, or
-// that is not done in time, fails the reseal.
+// stepHooks runs the image's own hooks, in the order of their names, while everything else is frozen. A hook that
+// fails, or does not end in time, fails the reseal.
 func stepHooks(ctx context.Context, r *resealRun) (evidence, error) {
 	list, err := names(r.sys.hooksDir)
 	if err != nil {
@@ -63,7 +63,7 @@ func stepHooks(ctx context.Context, r *resealRun) (evidence, error) {
 	return ev, r.work.endHooks()
 }
 
-// hook runs one program with what it needs to know in its environment.
+// hook runs one program, with the facts that it needs in its environment.
 func (r *resealRun) hook(ctx context.Context, path string) error {
 	out, w, err := os.Pipe()
 	if err != nil {
@@ -104,7 +104,7 @@ func (r *resealRun) hook(ctx context.Context, path string) error {
 	case <-ended:
 		err, running = left, false
 	case <-timer.C:
-		err = fmt.Errorf("not done within %s", r.sys.hookTimeout)
+		err = fmt.Errorf("it did not end within %s", r.sys.hookTimeout)
 	case <-ctx.Done():
 		err = context.Cause(ctx)
 	}
@@ -115,7 +115,7 @@ func (r *resealRun) hook(ctx context.Context, path string) error {
 	if err == nil {
 		return nil
 	}
-	_ = out.SetReadDeadline(time.Now().Add(100 * time.Millisecond)) // what it has left running may hold the pipe
+	_ = out.SetReadDeadline(time.Now().Add(100 * time.Millisecond)) // processes that it left behind may keep the pipe open
 	<-read
 	return fmt.Errorf("%w: %s", err, core.Clip(strings.TrimSpace(said.String())))
 }

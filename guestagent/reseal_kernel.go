@@ -21,9 +21,9 @@ import (
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
 )
 
-// reseedKernel gives the kernel's generator fresh bytes and makes it use them. Adding entropy alone changes nothing once the
-// generator is ready (Linux 5.18 and later): the second call makes the new key, and with it drops the per-CPU keys, the
-// batches of get_random_u64 and the state behind the vDSO.
+// reseedKernel gives fresh bytes to the kernel's generator and makes it use them. Once the generator is ready, adding
+// entropy alone changes nothing (Linux 5.18 and later). The second call makes the new key, and so discards the per-CPU
+// keys, the batches of get_random_u64 and the state behind the vDSO.
 func reseedKernel(path string, entropy []byte) error {
 	fd, err := openRaw(path, unix.O_WRONLY, 0)
 	if err != nil {
@@ -51,7 +51,7 @@ func ioctl(fd, request uintptr, arg unsafe.Pointer) error {
 	return nil
 }
 
-// drawKeys are made before any clone: formatting runs a good deal of code.
+// drawKeys are made before any clone, because formatting executes much code.
 var drawKeys = func() (keys [guestapi.EvidenceDraws]string) {
 	for i := range keys {
 		keys[i] = fmt.Sprintf(guestapi.EvidenceDrawKey, i)
@@ -76,8 +76,8 @@ func stepEntropy(_ context.Context, r *resealRun) (evidence, error) {
 	return ev, nil
 }
 
-// stepClock sets the wall clock to the host's, plus what has passed since the request came. CLOCK_MONOTONIC cannot be set: it
-// goes on from the capture.
+// stepClock sets the wall clock to the host's, plus the time since the request arrived. CLOCK_MONOTONIC cannot be set:
+// it continues from the capture.
 func stepClock(_ context.Context, r *resealRun) (evidence, error) {
 	before := time.Now()
 	now := time.Unix(0, r.req.HostTimeNS).Add(before.Sub(r.received))
@@ -95,8 +95,8 @@ func stepClock(_ context.Context, r *resealRun) (evidence, error) {
 	}, nil
 }
 
-// stepBootID puts a new boot id over the kernel's own, which can only be changed by a boot. What covers it was mounted when the guest
-// booted, and is written in place; root may have taken it away in the workload.
+// stepBootID replaces the visible boot id; the kernel's own changes only with a boot. The covering file was mounted
+// when the guest booted, and is written in place. Root in the workload may have removed that mount.
 func stepBootID(context.Context, *resealRun) (evidence, error) {
 	id := newUUID()
 	if err := writeSmall(bootIDFile, []byte(id+"\n"), 0o444); err != nil {
@@ -120,17 +120,17 @@ func stepBootID(context.Context, *resealRun) (evidence, error) {
 	return evidence{guestapi.EvidenceValue: got}, nil
 }
 
-// onOtherThread runs fn outside the workload's namespaces, where the agent itself is.
+// onOtherThread runs fn outside the workload's namespaces, in those of the agent.
 func onOtherThread(fn func() error) error {
 	done := make(chan error, 1)
 	go func() { done <- fn() }()
 	return <-done
 }
 
-// dbusID is where some images keep the machine id a second time; in most it is a link, or not there.
+// dbusID is a second place for the machine id in some images; in most images it is a link, or missing.
 const dbusID = "/var/lib/dbus/machine-id"
 
-// stepMachineID writes the id to the places where programs look for it.
+// stepMachineID writes the id to the places where programs read it.
 func stepMachineID(_ context.Context, r *resealRun) (evidence, error) {
 	id := r.req.Identity.MachineID
 	const main = "/etc/machine-id"
@@ -146,7 +146,7 @@ func stepMachineID(_ context.Context, r *resealRun) (evidence, error) {
 	return evidence{guestapi.EvidenceValue: got}, err
 }
 
-// stepHostname names the machine. The workload shares the agent's UTS namespace.
+// stepHostname sets the host name. The workload shares the agent's UTS namespace.
 func stepHostname(_ context.Context, r *resealRun) (evidence, error) {
 	name := r.req.Identity.Hostname
 	var u unix.Utsname
@@ -173,8 +173,8 @@ func stepHostname(_ context.Context, r *resealRun) (evidence, error) {
 	return evidence{guestapi.EvidenceValue: unix.ByteSliceToString(u.Nodename[:]), "before": old}, nil
 }
 
-// editHosts renames the machine in /etc/hosts: its old name is replaced wherever it stands as a whole word, and 127.0.1.1, the
-// address of the machine's own name in Debian, gets the new one.
+// editHosts renames the machine in /etc/hosts: it replaces the old name wherever that is a whole word, and gives the
+// new name to 127.0.1.1, Debian's address for the machine's own name.
 func editHosts(hosts, old, name string) string {
 	var out strings.Builder
 	local := false
@@ -186,7 +186,7 @@ func editHosts(hosts, old, name string) string {
 			continue
 		}
 		if fields[0] == "127.0.1.1" {
-			continue // rewritten below
+			continue // written again below
 		}
 		local = local || fields[0] == "127.0.0.1"
 		for i, f := range fields[1:] {
@@ -244,10 +244,10 @@ func stepDisk(_ context.Context, r *resealRun) (evidence, error) {
 	return ev, err
 }
 
-// growWait is how long the driver may take to learn of a new size, of which the VMM tells it by an interrupt.
+// growWait is the time that the driver may need to see a new size, which the VMM reports with an interrupt.
 const growWait = 5 * time.Second
 
-// growDisk grows what is mounted to the size of its device, once that has at least the size that is expected.
+// growDisk grows the mounted file system to the size of its device, once the device has at least the expected size.
 func growDisk(mount string, expected int64) (evidence, error) {
 	d, err := os.Open(mount)
 	if err != nil {
@@ -264,14 +264,14 @@ func growDisk(mount string, expected int64) (evidence, error) {
 		if time.Now().After(deadline) {
 			return nil, fmt.Errorf("the device has %d bytes, not %d", device, expected)
 		}
-		_, _ = unix.Poll(nil, 2) // nothing announces it
+		_, _ = unix.Poll(nil, 2) // the change is not announced
 	}
 	if err != nil {
 		return nil, err
 	}
 	before := int64(sfs.Blocks) * sfs.Bsize
 	blocks := uint64(device / sfs.Bsize)
-	// Asking for the size that it has already is answered at once; a smaller one is refused by the kernel.
+	// A request for the present size succeeds at once; the kernel refuses a smaller one.
 	if err := ioctl(d.Fd(), ext4Resize, unsafe.Pointer(&blocks)); err != nil {
 		return nil, wrap(err, "EXT4_IOC_RESIZE_FS")
 	}
@@ -284,7 +284,7 @@ func growDisk(mount string, expected int64) (evidence, error) {
 	}, nil
 }
 
-// deviceBytes is the size of a block device.
+// deviceBytes returns the size of a block device.
 func deviceBytes(dev uint64) (int64, error) {
 	s, err := readBack(fmt.Sprintf("/sys/dev/block/%d:%d/size", unix.Major(dev), unix.Minor(dev)))
 	if err != nil {

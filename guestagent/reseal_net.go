@@ -34,7 +34,7 @@ func findNIC(c *nl) (nic link, found bool, err error) {
 	return nic, found, nil
 }
 
-// nicState is what was known of the network device when the workload was quiesced.
+// nicState is the network device's state when the workload was quiesced.
 type nicState struct {
 	link
 	addresses []address
@@ -67,7 +67,7 @@ func surveyNIC() (nicState, error) {
 	return out, err
 }
 
-// raiseNIC brings the network device up, without an address, so that a reseal need not. The host's end is down.
+// raiseNIC brings the network device up, without an address, so that a reseal need not do it. The host's end is down.
 func raiseNIC() error {
 	c, err := dialNetlink(unix.NETLINK_ROUTE)
 	if err != nil {
@@ -81,7 +81,7 @@ func raiseNIC() error {
 	return wrap(c.do(setLink(nic.index, unix.IFF_UP, unix.IFF_UP)), "bring the link up")
 }
 
-// nic is what was found when the workload was quiesced, or is found now by an agent that was started since.
+// nic returns the state from the quiesce, or reads it now if this agent started later.
 func (r *resealRun) nic() (nicState, error) {
 	if r.survey != nil {
 		return r.survey.nic, nil
@@ -89,12 +89,12 @@ func (r *resealRun) nic() (nicState, error) {
 	return surveyNIC()
 }
 
-// stepNetwork gives the device its new addresses. The short way changes what is known to be there, in one message to the kernel. What
-// the kernel has then is read back, and where that is not what was asked for, the device is taken down and set up anew.
+// stepNetwork gives the device its new addresses. The short way changes the known state, in one message to the kernel.
+// The result is read back. If it is not what was requested, the device is taken down and set up from nothing.
 func stepNetwork(_ context.Context, r *resealRun) (evidence, error) {
 	id, want := r.req.Identity, r.req.Network
 	if id.MAC == "" && !id.IP.IsValid() {
-		return nil, skipError("no network asked for")
+		return nil, skipError("no network was requested")
 	}
 	nic, err := r.nic()
 	if err != nil {
@@ -137,7 +137,7 @@ func stepNetwork(_ context.Context, r *resealRun) (evidence, error) {
 	return ev, err
 }
 
-// shows reports whether the evidence is what the host will ask for.
+// shows reports whether the evidence is what the host will check for.
 func shows(ev evidence, mac net.HardwareAddr, addr netip.Prefix, want guestapi.Network) bool {
 	gateway := ""
 	if want.Gateway.IsValid() {
@@ -146,7 +146,8 @@ func shows(ev evidence, mac net.HardwareAddr, addr netip.Prefix, want guestapi.N
 	return ev[guestapi.EvidenceMAC] == mac.String() && ev[guestapi.EvidenceAddresses] == addr.String() && ev[guestapi.EvidenceGateway] == gateway
 }
 
-// change is the short way. Removing the last address removes the routes over the device, and changing the MAC its neighbours.
+// change is the short way. Removing the last address also removes the routes over the device, and changing the MAC also
+// removes its neighbours.
 func change(c *nl, nic nicState, mac net.HardwareAddr, addr netip.Prefix, want guestapi.Network) error {
 	if want.MTU > 0 || nic.flags&unix.IFF_UP == 0 {
 		return errors.New("the device must be set up")
@@ -187,7 +188,7 @@ func configure(c *nl, index int32, mac net.HardwareAddr, addr netip.Prefix, want
 	if err := c.do(newMAC); err != nil {
 		return wrap(err, "set the MAC")
 	}
-	// Default routes over other devices would lead around the one that is asked for.
+	// Default routes over other devices would bypass the requested one.
 	old, err := c.defaultRoutes()
 	if err != nil {
 		return wrap(err, "list the routes")
@@ -200,7 +201,7 @@ func configure(c *nl, index int32, mac net.HardwareAddr, addr netip.Prefix, want
 	if err := c.do(setLink(index, unix.IFF_UP, unix.IFF_UP)); err != nil {
 		return wrap(err, "bring the link up")
 	}
-	// The kernel may have made addresses of its own as the link came up.
+	// The kernel may have added addresses of its own when the link came up.
 	if err := c.flushAddresses(index); err != nil {
 		return err
 	}
@@ -227,14 +228,14 @@ func configure(c *nl, index int32, mac net.HardwareAddr, addr netip.Prefix, want
 const (
 	sockDestroy    = 21 // SOCK_DESTROY
 	diagRequestLen = 56 // struct inet_diag_req_v2
-	diagIDAt       = 8  // of the socket's id in a request
-	diagMsgIDAt    = 4  // and in an answer
+	diagIDAt       = 8  // offset of the socket's id in a request
+	diagMsgIDAt    = 4  // the same in an answer
 	diagIDLen      = 48
 	diagMsgLen     = 72
 )
 
-// The states whose sockets have a peer. TIME_WAIT is not among them: it has no owner, no data and no keys, and older kernels
-// cannot destroy it; nor are LISTEN and CLOSE.
+// The states in which a socket has a peer. TIME_WAIT is not included: it has no owner, no data and no keys, and older
+// kernels cannot destroy it. LISTEN and CLOSE have no peer.
 const (
 	tcpConnected = 1<<1 | 1<<2 | 1<<3 | 1<<4 | 1<<5 | 1<<8 | 1<<9 | 1<<11 | 1<<12
 	udpConnected = 1 << 1
@@ -247,15 +248,15 @@ type diagSocket struct {
 	local, remote    netip.AddrPort
 }
 
-// inside reports whether both ends are in this guest. Such a connection was cloned whole: it goes on, and nothing of it is ever
-// seen outside.
+// inside reports whether both ends are in this guest. Such a connection was cloned completely: it goes on, and nothing
+// of it is ever seen outside.
 func (s diagSocket) inside() bool {
 	return s.local.Addr().IsLoopback() && s.remote.Addr().IsLoopback()
 }
 
-// stepSockets ends every connection to the outside: two clones hold the same keys and sequence numbers, and two different
-// records under one nonce give the keys away. The addresses that the connections have are gone by then, so that the kernel finds
-// no route for anything that it would still send over them, resets included.
+// stepSockets ends every connection to the outside. Two clones have the same keys and sequence numbers, and two
+// different records with one nonce reveal the keys. The connections' addresses were removed before. So the kernel finds
+// no route for anything that it would still send for them, including resets.
 func stepSockets(context.Context, *resealRun) (evidence, error) {
 	c, err := dialNetlink(unix.NETLINK_SOCK_DIAG)
 	if err != nil {
@@ -298,7 +299,7 @@ func stepSockets(context.Context, *resealRun) (evidence, error) {
 	}, nil
 }
 
-// connections lists the sockets that have a peer.
+// connections lists the sockets with a peer.
 func connections(c *nl) ([]diagSocket, error) {
 	var out []diagSocket
 	for _, want := range []struct {
@@ -339,7 +340,7 @@ func parseDiag(b []byte, protocol byte) (diagSocket, bool) {
 	return s, ok1 && ok2
 }
 
-// stepTCPMetrics forgets what the parent had learnt about its peers.
+// stepTCPMetrics deletes what the parent had learnt about its peers.
 func stepTCPMetrics(context.Context, *resealRun) (evidence, error) {
 	const deleteAll = 2 // TCP_METRICS_CMD_DEL without an address
 	err := generic("tcp_metrics", 1, deleteAll, nil)
@@ -358,7 +359,7 @@ func noConntrack() string {
 	return "no connection tracking"
 }
 
-// stepConntrack forgets the connections that the guest's own firewall knew.
+// stepConntrack deletes the connections that the guest's own firewall tracked.
 func stepConntrack(context.Context, *resealRun) (evidence, error) {
 	c, err := dialNetlink(unix.NETLINK_NETFILTER)
 	if err != nil {
@@ -368,7 +369,7 @@ func stepConntrack(context.Context, *resealRun) (evidence, error) {
 	const deleteEntries = unix.NFNL_SUBSYS_CTNETLINK<<8 | 2 // IPCTNL_MSG_CT_DELETE without a tuple: all
 	if err := c.do(message{kind: deleteEntries, data: []byte{unix.AF_UNSPEC, 0, 0, 0}}); err != nil {
 		if errors.Is(err, unix.EINVAL) || errors.Is(err, unix.EOPNOTSUPP) {
-			return nil, skipError("connection tracking without a way to flush it")
+			return nil, skipError("connection tracking cannot be flushed")
 		}
 		return nil, err
 	}
@@ -376,8 +377,8 @@ func stepConntrack(context.Context, *resealRun) (evidence, error) {
 	return evidence{"left": left}, err
 }
 
-// stepWireGuard gives each tunnel a new key. Its peers do not know it, so the clone's tunnel is dead rather than a second user of
-// the parent's keys and counters.
+// stepWireGuard gives each tunnel a new key. Its peers do not know this key, so the clone's tunnel is dead, and is not
+// a second user of the parent's keys and counters.
 func stepWireGuard(_ context.Context, r *resealRun) (evidence, error) {
 	nic, err := r.nic()
 	if err != nil {

@@ -18,10 +18,10 @@ import (
 
 const (
 	maxControlBody = 1 << 20
-	maxSpecBody    = 16 << 20 // inline stdin included
+	maxSpecBody    = 16 << 20 // including inline stdin
 )
 
-// handler answers a request, or returns an error for it. Once it has begun to answer it returns nil.
+// handler answers a request, or returns an error for it. Once it has begun its answer, it returns nil.
 type handler func(w http.ResponseWriter, r *http.Request) error
 
 func (a *Agent) routes() http.Handler {
@@ -66,7 +66,7 @@ func (a *Agent) routes() http.Handler {
 	return mux
 }
 
-// handle runs a handler: it belongs to its link, and its error is the answer.
+// handle runs a handler as part of its link's requests, and sends its error as the answer.
 func (a *Agent) handle(h handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if wg, ok := r.Context().Value(linkKey{}).(*sync.WaitGroup); ok {
@@ -82,7 +82,7 @@ func (a *Agent) handle(h handler) http.Handler {
 	})
 }
 
-// statusOf is the HTTP status of an error.
+// statusOf returns the HTTP status of an error.
 func statusOf(c core.Category) int {
 	switch c {
 	case core.NotFound:
@@ -112,10 +112,10 @@ func writeProblem(w http.ResponseWriter, err error) {
 func writeJSON(w http.ResponseWriter, status int, v any) {
 	w.Header().Set("Content-Type", "application/json")
 	w.WriteHeader(status)
-	_ = json.NewEncoder(w).Encode(v) // a host that is gone does not want it any more
+	_ = json.NewEncoder(w).Encode(v) // an error means that the host is gone
 }
 
-// readJSON reads a request's body. Unknown fields are ignored: a newer host may know more.
+// readJSON reads a request's body. Unknown fields are ignored: they come from a newer host.
 func readJSON(w http.ResponseWriter, r *http.Request, limit int64, v any) error {
 	b, err := io.ReadAll(http.MaxBytesReader(w, r.Body, limit))
 	if err != nil {
@@ -125,12 +125,12 @@ func readJSON(w http.ResponseWriter, r *http.Request, limit int64, v any) error 
 		return bodyError(r.Context(), err)
 	}
 	if err := json.Unmarshal(b, v); err != nil {
-		return core.Errorf(core.Invalid, core.CodeMalformedBody, "the request's body is not understood: %s", core.Clip(err.Error()))
+		return core.Errorf(core.Invalid, core.CodeMalformedBody, "the request's body cannot be read: %s", core.Clip(err.Error()))
 	}
 	return nil
 }
 
-// bodyError is a body that ended before its end.
+// bodyError is the error of a body that ended too early.
 func bodyError(ctx context.Context, err error) error {
 	if ctx.Err() != nil {
 		return context.Cause(ctx)
@@ -138,7 +138,7 @@ func bodyError(ctx context.Context, err error) error {
 	return core.Errorf(core.Invalid, core.CodeMalformedBody, "the request's body broke off: %s", core.Clip(err.Error()))
 }
 
-// fileError names what was done to which path, by the kernel's answer.
+// fileError builds the error for an operation on a path from the kernel's error.
 func fileError(err error, what, path string) error {
 	if err == nil {
 		return nil

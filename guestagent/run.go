@@ -14,10 +14,10 @@ import (
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
 )
 
-// privateDir is where the agent keeps what must survive it and is nobody's business in the workload.
+// privateDir has files that must survive the agent and that the workload must not see.
 const privateDir = "/run/.coppice"
 
-// Run answers hosts until ctx ends or the channel fails. It needs a furnished guest (package boot) and root.
+// Run serves hosts until ctx ends or the channel fails. It needs root, and a guest that package boot has set up.
 func Run(ctx context.Context, cfg Config) error {
 	NameProcess("coppice-agent")
 	debug.SetGCPercent(busyGC)
@@ -28,7 +28,7 @@ func Run(ctx context.Context, cfg Config) error {
 	if err := os.MkdirAll(runDir, 0o755); err != nil {
 		return err
 	}
-	if !exists(bootIDFile) { // not an agent that was started again
+	if !exists(bootIDFile) { // false for a restarted agent
 		if err := errors.Join(firstBootID(), raiseNIC()); err != nil {
 			return err
 		}
@@ -42,7 +42,7 @@ func Run(ctx context.Context, cfg Config) error {
 		return fmt.Errorf("bring the workload into the state it had: %w", err)
 	}
 	defer a.idle.stop()
-	a.idle.begin() // until the first connection is served, or for a while
+	a.idle.begin() // until the first connection, or for a while
 	a.idle.end()
 	gone, err := w.gone()
 	if err != nil {
@@ -61,14 +61,14 @@ func Run(ctx context.Context, cfg Config) error {
 		return err
 	}
 	if err := context.Cause(ctx); errors.Is(err, errWorkloadGone) {
-		return err // PID 1 starts another agent, and that one another workload
+		return err // PID 1 starts another agent, which starts another workload
 	}
 	return nil
 }
 
 var errWorkloadGone = errors.New("the workload's init has ended")
 
-// settle makes the workload what the state says, whatever an earlier agent was in the middle of.
+// settle brings the workload into the recorded state, whatever an earlier agent was doing.
 func (a *Agent) settle(ctx context.Context) error {
 	s := a.gate.get()
 	if !exists(a.gate.path) {

@@ -16,7 +16,7 @@ import (
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
 )
 
-// maxWait bounds one wait for a session; the caller asks again.
+// maxWait bounds one wait for a session; the caller must ask again.
 const maxWait = 300 * time.Second
 
 func (a *Agent) createSession(w http.ResponseWriter, r *http.Request) error {
@@ -24,7 +24,7 @@ func (a *Agent) createSession(w http.ResponseWriter, r *http.Request) error {
 	if err := readJSON(w, r, maxSpecBody, &spec); err != nil {
 		return err
 	}
-	// The guest may have been frozen while the body came.
+	// The guest may have been frozen while the body arrived.
 	if err := a.gate.pass(r.Context()); err != nil {
 		return err
 	}
@@ -89,7 +89,7 @@ func (a *Agent) waitSession(w http.ResponseWriter, r *http.Request) error {
 	return nil
 }
 
-// stream finds the output that a request names.
+// stream returns the output that a request names.
 func (s *session) stream(name string) (*output, error) {
 	switch name {
 	case "", "stdout":
@@ -207,7 +207,7 @@ func parseSignal(name string) (syscall.Signal, error) {
 	if sig := unix.SignalNum(up); sig != 0 {
 		return sig, nil
 	}
-	return 0, core.Errorf(core.Invalid, core.CodeInvalidField, "signal %q is not known", core.Clip(name))
+	return 0, core.Errorf(core.Invalid, core.CodeInvalidField, "signal %q does not exist", core.Clip(name))
 }
 
 func (a *Agent) sessionResize(w http.ResponseWriter, r *http.Request) error {
@@ -244,7 +244,7 @@ func (a *Agent) getPorts(w http.ResponseWriter, _ *http.Request) error {
 	return nil
 }
 
-// intParam reads a number of the query that must not be negative.
+// intParam reads a non-negative number from the query.
 func intParam(r *http.Request, name string, missing int64) (int64, error) {
 	v := r.URL.Query().Get(name)
 	if v == "" {

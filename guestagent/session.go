@@ -25,15 +25,15 @@ type session struct {
 
 	stdinMu sync.Mutex // held while stdin is written
 
-	mu       sync.Mutex // guards what follows
+	mu       sync.Mutex // guards the fields below
 	info     guestapi.Session
-	pid      int // as the agent sees it; 0 when it has been waited for
+	pid      int // as the agent sees it; 0 after it was reaped
 	stdin    *os.File
 	terminal *os.File
 	timer    *time.Timer
 }
 
-// snapshot is the session as it is shown.
+// snapshot returns the session's public description.
 func (s *session) snapshot() guestapi.Session {
 	s.mu.Lock()
 	info := s.info
@@ -45,11 +45,11 @@ func (s *session) snapshot() guestapi.Session {
 	return info
 }
 
-// streams are the descriptors of a session: ours and the process's.
+// streams are the descriptors of a session: our ends and the process's ends.
 type streams struct {
-	stdin, stdout, stderr    *os.File // ours; stdin is nil without one
-	pstdin, pstdout, pstderr *os.File // the process's, closed once it runs
-	pidfd                    *os.File // of the process; nil on a kernel without
+	stdin, stdout, stderr    *os.File // our ends; stdin is nil if the session has none
+	pstdin, pstdout, pstderr *os.File // the process's ends, closed once it runs
+	pidfd                    *os.File // of the process; nil if the kernel has no pidfds
 	terminal                 bool
 }
 
@@ -69,7 +69,8 @@ func (s *streams) closeTheirs() {
 	}
 }
 
-// openStreams makes pipes, or a terminal. It is called inside the workload, whose /dev/pts it must be.
+// openStreams makes pipes, or a terminal. It is called inside the workload, because it must use the workload's
+// /dev/pts.
 func openStreams(spec guestapi.SessionSpec) (*streams, error) {
 	if spec.PTY {
 		return openTerminal(spec.Cols, spec.Rows)
@@ -102,7 +103,7 @@ func openStreams(spec guestapi.SessionSpec) (*streams, error) {
 	return s, nil
 }
 
-// pipe returns a pipe of which only our end does not block: a program may not expect that of its own.
+// pipe returns a pipe whose end for the process blocks as usual; only our end is non-blocking.
 func pipe(weRead bool) (r, w *os.File, err error) {
 	var fd [2]int
 	if err := unix.Pipe2(fd[:], unix.O_CLOEXEC); err != nil {
@@ -119,7 +120,7 @@ func pipe(weRead bool) (r, w *os.File, err error) {
 	return os.NewFile(uintptr(fd[0]), "pipe"), os.NewFile(uintptr(fd[1]), "pipe"), nil
 }
 
-// openTerminal makes a terminal of which we hold the master.
+// openTerminal makes a terminal; we keep its master.
 func openTerminal(cols, rows uint16) (*streams, error) {
 	fd, err := unix.Open("/dev/ptmx", unix.O_RDWR|unix.O_NOCTTY|unix.O_CLOEXEC|unix.O_NONBLOCK, 0)
 	if err != nil {
@@ -144,7 +145,7 @@ func openTerminal(cols, rows uint16) (*streams, error) {
 		_, _ = unix.Close(fd), unix.Close(slave)
 		return nil, os.NewSyscallError("set the terminal's size", err)
 	}
-	// Two descriptors of one master: stdin can be closed while output is still read.
+	// There are two descriptors of the master, so that stdin can be closed while output is still read.
 	in, err := unix.FcntlInt(uintptr(fd), unix.F_DUPFD_CLOEXEC, 0)
 	if err != nil {
 		_, _ = unix.Close(fd), unix.Close(slave)
@@ -154,7 +155,7 @@ func openTerminal(cols, rows uint16) (*streams, error) {
 	return &streams{stdin: pollable(in, "ptmx"), stdout: pollable(fd, "ptmx"), pstdin: tty, terminal: true}, nil
 }
 
-// openPeer opens the slave of a master without going through a path.
+// openPeer opens the slave of a master without a path.
 func openPeer(master int) (int, error) {
 	fd, _, errno := unix.Syscall(unix.SYS_IOCTL, uintptr(master), unix.TIOCGPTPEER, unix.O_RDWR|unix.O_NOCTTY|unix.O_CLOEXEC)
 	if errno != 0 {
@@ -174,7 +175,7 @@ func (s *streams) wire(cmd *exec.Cmd) {
 	cmd.Stdout, cmd.Stderr = s.pstdout, s.pstderr
 }
 
-// writeStdin gives the process input. It waits as long as the process does not read; cancelling is the caller's, by
+// writeStdin gives input to the process. It waits as long as the process does not read; the caller cancels it with
 // interrupt.
 func (s *session) writeStdin(r io.Reader, interrupt <-chan struct{}) error {
 	s.stdinMu.Lock()
@@ -211,7 +212,7 @@ func (s *session) writeStdin(r io.Reader, interrupt <-chan struct{}) error {
 
 var errStdinClosed = core.Errorf(core.Conflict, guestapi.CodeSessionEnded, "the session takes no more input: it has ended or its stdin is closed")
 
-// closeStdin says that no more input comes. A terminal is told so by its end-of-file character.
+// closeStdin ends the input. On a terminal it sends the end-of-file character.
 func (s *session) closeStdin() {
 	s.stdinMu.Lock()
 	defer s.stdinMu.Unlock()
@@ -277,10 +278,10 @@ func (s *session) signal(sig syscall.Signal) error {
 	return nil
 }
 
-// foreground returns the terminal's foreground process group, by the number that this process sees.
+// foreground returns the terminal's foreground process group, with the number that this process sees.
 func foreground(master int) (int, error) { return unix.IoctlGetInt(master, unix.TIOCGPGRP) }
 
-// kill ends every process of the session that has not made a session of its own (a daemon has).
+// kill ends every process of the session, except those that made a session of their own (like a daemon).
 func (s *session) kill() {
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -22,7 +22,7 @@ import (
 
 const (
 	maxRunning = 256 // sessions at once
-	maxEnded   = 128 // kept after their end
+	maxEnded   = 128 // ended sessions that are kept
 	maxArgs    = 4096
 )
 
@@ -30,13 +30,13 @@ const (
 type sessions struct {
 	work   workload
 	budget outputBudget
-	oom    func(pid int) // gives a process the ordinary chance to be killed for memory
+	oom    func(pid int) // gives a process the normal OOM score
 
-	spawn sync.RWMutex // held for writing while the workload is being frozen: a start must be over or not begun
+	spawn sync.RWMutex // held for writing during a freeze, so that no start is half done
 
-	mu   sync.Mutex // guards what follows
+	mu   sync.Mutex // guards the fields below
 	list []*session
-	env  map[string]string // of the sandbox
+	env  map[string]string // environment of the sandbox
 }
 
 func newSessions(w workload) *sessions {
@@ -72,7 +72,7 @@ func (m *sessions) all() []*session {
 	return slices.Clone(m.list)
 }
 
-// running counts the sessions whose process lives.
+// running counts the sessions with a living process.
 func (m *sessions) running() int {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -92,7 +92,7 @@ func (m *sessions) countRunning() int {
 	return n
 }
 
-// admit puts a session that is about to start on the list, or says why not.
+// admit adds a session that is about to start to the list, or returns why it may not.
 func (m *sessions) admit(s *session) (map[string]string, error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -101,13 +101,13 @@ func (m *sessions) admit(s *session) (map[string]string, error) {
 		return nil, core.Errorf(core.Exhausted, guestapi.CodeSessionLimit, "%d sessions run in this sandbox, which is the limit", running)
 	}
 	if slices.ContainsFunc(m.list, func(o *session) bool { return o.info.ID == s.info.ID }) {
-		return nil, core.Errorf(core.AlreadyExists, guestapi.CodeSessionExists, "there is a session %s already", s.info.ID)
+		return nil, core.Errorf(core.AlreadyExists, guestapi.CodeSessionExists, "the session %s exists already", s.info.ID)
 	}
 	m.list = append(m.list, s)
 	return m.env, nil
 }
 
-// forget takes a session off the list and frees its output.
+// forget removes a session from the list and frees its output.
 func (m *sessions) forget(s *session) {
 	m.mu.Lock()
 	m.list = slices.DeleteFunc(m.list, func(o *session) bool { return o == s })
@@ -119,7 +119,7 @@ func (m *sessions) forget(s *session) {
 	}
 }
 
-// evict forgets the ended sessions that are too many, oldest first.
+// evict forgets the oldest ended sessions beyond the limit.
 func (m *sessions) evict() {
 	m.mu.Lock()
 	var ended []*session
@@ -167,7 +167,7 @@ func checkSpec(spec *guestapi.SessionSpec) error {
 	return nil
 }
 
-// start starts a process. It returns once the kernel runs the program, or has refused to.
+// start starts a process. It returns when the kernel runs the program, or has refused to.
 func (m *sessions) start(spec guestapi.SessionSpec) (*session, error) {
 	if err := checkSpec(&spec); err != nil {
 		return nil, err
@@ -185,7 +185,7 @@ func (m *sessions) start(spec guestapi.SessionSpec) (*session, error) {
 	if err != nil {
 		return nil, err
 	}
-	s.mu.Lock() // nobody sees a session that has not started yet
+	s.mu.Lock() // nobody sees a session before it has started
 	cmd, st, err := m.launch(spec, env, s)
 	s.mu.Unlock()
 	if err != nil {
@@ -197,7 +197,7 @@ func (m *sessions) start(spec guestapi.SessionSpec) (*session, error) {
 	return s, nil
 }
 
-// launch is called with s.mu held.
+// launch starts the process. The caller holds s.mu.
 func (m *sessions) launch(spec guestapi.SessionSpec, env map[string]string, s *session) (*exec.Cmd, *streams, error) {
 	var cmd *exec.Cmd
 	var st *streams
@@ -237,7 +237,7 @@ func (m *sessions) launch(spec guestapi.SessionSpec, env map[string]string, s *s
 	return cmd, st, nil
 }
 
-// attend starts what goes on while the process runs: its streams, its timeout, its end.
+// attend starts the goroutines that serve a running process: its streams, its timeout, its end.
 func (m *sessions) attend(s *session, cmd *exec.Cmd, st *streams, spec guestapi.SessionSpec) {
 	go s.stdout.pump(st.stdout)
 	if s.stderr != nil {
@@ -267,9 +267,10 @@ func (m *sessions) attend(s *session, cmd *exec.Cmd, st *streams, spec guestapi.
 	}()
 }
 
-// await waits for the end of the process and takes what it had written.
+// await waits for the end of the process and reads the rest of its output.
 func (m *sessions) await(s *session, cmd *exec.Cmd, st *streams) {
-	// The number must not be freed while a signal could still be sent to it, so the state is looked at before it is reaped.
+	// The process number must not be freed while a signal could still be sent to it. So the state is changed before the
+	// process is reaped.
 	waitExit(cmd.Process.Pid, st.pidfd)
 	s.mu.Lock()
 	err := cmd.Wait()
@@ -297,7 +298,7 @@ func (m *sessions) await(s *session, cmd *exec.Cmd, st *streams) {
 	}
 }
 
-// waitExit waits until a process has ended, without reaping it and without a thread of its own.
+// waitExit waits until a process has ended. It does not reap the process and does not occupy a thread.
 func waitExit(pid int, pidfd *os.File) {
 	if pidfd != nil {
 		defer func() { _ = pidfd.Close() }()
@@ -331,7 +332,7 @@ func exitOf(state *os.ProcessState, err error) (code int, sig string) {
 	return state.ExitCode(), ""
 }
 
-// startError says why the kernel would not run a program.
+// startError explains why the kernel did not run a program.
 func startError(name string, err error) error {
 	name = core.Clip(name)
 	switch {
@@ -352,7 +353,7 @@ func startError(name string, err error) error {
 // remove kills a session and forgets it.
 func (m *sessions) remove(ctx context.Context, s *session) error {
 	s.kill()
-	m.forget(s) // first: a stream that waits for a follower would hold up the end
+	m.forget(s) // first, because a stream that waits for a follower would delay the end
 	select {
 	case <-s.done:
 		return nil

@@ -102,7 +102,7 @@ func TestSessionTimeoutKillsTheWholeSession(t *testing.T) {
 	if !end.TimedOut || end.Signal != "SIGKILL" || *end.ExitCode != 137 {
 		t.Errorf("unexpected end %+v", end)
 	}
-	// The pipe closes only when the last of them is dead.
+	// The pipe closes only when the last process is dead.
 	if _, res := a.output(s.ID, "follow=1"); res.Trailer.Get(guestapi.HeaderEOF) != "true" { //nolint:bodyclose // output has read and closed it
 		t.Error("the output has not ended")
 	}
@@ -161,7 +161,7 @@ func TestStdinBlocksAndIsGivenUp(t *testing.T) {
 		_ = res.Body.Close()
 		t.Fatal("a megabyte went to a process that does not read")
 	}
-	// The session takes the next one as if nothing had been, up to its end.
+	// The session then accepts the next input as usual, up to its end.
 	done := make(chan error, 1)
 	go func() {
 		_, _, err := a.do(http.MethodPost, a.route(guestapi.PathSessionStdin, s.ID), bytes.NewReader(make([]byte, 1<<20))) //nolint:bodyclose // do has read and closed it
@@ -220,7 +220,7 @@ func TestAttach(t *testing.T) {
 	}
 }
 
-// feed puts bytes into an output as a process would.
+// feed puts bytes into an output like a process.
 func feed(o *output, b []byte) {
 	o.readMu.Lock()
 	defer o.readMu.Unlock()
@@ -274,13 +274,13 @@ func TestOutputBudget(t *testing.T) {
 		feed(o, make([]byte, 1<<20))
 		all = append(all, o)
 	}
-	feed(all[0], make([]byte, chunkSize)) // gives back when it is next written
+	feed(all[0], make([]byte, chunkSize)) // gives memory back at the next write
 	if first, next := all[0].numbers(); next-first > outputFloor+3*chunkSize {
 		t.Errorf("a stream keeps %d bytes though all are over the budget", next-first)
 	}
 }
 
-// TestOutputWaitsForItsFollower checks who is waited for, and how long, on a clock of its own.
+// TestOutputWaitsForItsFollower checks for which readers a process waits, and how long, with a fake clock.
 func TestOutputWaitsForItsFollower(t *testing.T) {
 	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
@@ -292,13 +292,13 @@ func TestOutputWaitsForItsFollower(t *testing.T) {
 			}
 		}
 		fill(0)
-		o.waitRoom() // nobody follows yet: the start's grace
+		o.waitRoom() // no follower yet: waits for the grace time
 		if waited := time.Since(begin); waited != startGrace {
 			t.Errorf("waited %s for a first follower, want %s", waited, startGrace)
 		}
 		f := o.follow(0)
 		begin = time.Now()
-		o.waitRoom() // it follows and does not read
+		o.waitRoom() // the follower does not read
 		if waited := time.Since(begin); waited != stallTimeout {
 			t.Errorf("waited %s for a follower that does not move, want %s", waited, stallTimeout)
 		}

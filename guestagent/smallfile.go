@@ -13,8 +13,8 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// Small files are read and written by plain system calls. What package os does around them is of no use for them, and what runs for
-// the first time in a clone is what makes a reseal slow without hardware virtualization.
+// Small files are read and written by plain system calls. Package os would execute more code around them, and code that
+// runs for the first time in a clone is what makes a reseal slow without hardware virtualization.
 
 const smallFile = 64 << 10
 
@@ -81,8 +81,8 @@ func writeSmall(path string, b []byte, mode uint32) error {
 	return os.NewSyscallError("close", unix.Close(fd))
 }
 
-// replaceFile writes a file whole: whoever opens the path finds the old content or the new. It is not made durable; memory and
-// disk of a guest are only ever kept together. One writer at a time.
+// replaceFile replaces a file atomically: whoever opens the path finds the old content or the new. It is not made
+// durable, because memory and disk of a guest are only kept together. Only one writer at a time.
 func replaceFile(path string, b []byte, mode uint32) error {
 	temp := path + ".coppice-new"
 	err := writeSmall(temp, b, mode)
@@ -98,16 +98,16 @@ func replaceFile(path string, b []byte, mode uint32) error {
 	return err
 }
 
-// exists reports whether a path leads to something.
+// exists reports whether a path exists.
 func exists(path string) bool { return unix.Access(path, unix.F_OK) == nil }
 
-// isRegular reports whether a path is a file, and not a link to one.
+// isRegular reports whether a path is a regular file, and not a link to one.
 func isRegular(path string) bool {
 	var st unix.Stat_t
 	return unix.Lstat(path, &st) == nil && st.Mode&unix.S_IFMT == unix.S_IFREG
 }
 
-// readBack is the evidence of a file: what the workload reads there now.
+// readBack returns the evidence of a file: what the workload reads there now.
 func readBack(path string) (string, error) {
 	b, err := readSmall(path)
 	if err != nil {
@@ -116,7 +116,7 @@ func readBack(path string) (string, error) {
 	return core.Clip(strings.TrimSpace(string(b))), nil
 }
 
-// names lists a directory, an absent one as empty.
+// names lists a directory; a missing one counts as empty.
 func names(dir string) ([]string, error) {
 	fd, err := openRaw(dir, unix.O_RDONLY|unix.O_DIRECTORY, 0)
 	if errors.Is(err, unix.ENOENT) || errors.Is(err, unix.ENOTDIR) {

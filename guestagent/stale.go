@@ -14,16 +14,16 @@ import (
 
 const (
 	maxStale    = 256
-	maxWorkload = 1024 // with the longest command line each they fit in an answer
+	maxWorkload = 1024 // this many fit in an answer, even with the longest command lines
 )
 
-// staleScanner finds the processes whose own random generators a reseal cannot reach. What it has found out about a process
-// stays true as long as it lives, and what it has not found stays so as long as the process maps nothing more.
+// staleScanner finds the processes with random generators that a reseal cannot reach. A positive finding about a
+// process stays true as long as the process lives; a negative one stays true as long as the process maps nothing more.
 type staleScanner struct {
 	known     map[processKey]verdict
-	timers    []string               // what runs by itself once it is thawed: cron and the like
-	running   []core.WorkloadProcess // all that was found
-	truncated bool                   // there are more
+	timers    []string               // programs that act by themselves after the thaw, like cron
+	running   []core.WorkloadProcess // all processes that were found
+	truncated bool                   // there are more processes
 }
 
 type processKey struct {
@@ -34,12 +34,12 @@ type processKey struct {
 type verdict struct {
 	runtime string // "" for none
 	inner   int
-	size    string // of the address space, when it was looked at
-	comm    string // likewise
-	args    string // likewise
+	size    string // of the address space at the time of the scan
+	comm    string // at the time of the scan
+	args    string // at the time of the scan
 }
 
-// scan lists the workload's processes with such a runtime. It is called with one caller at a time.
+// scan lists the workload's processes with such a generator. Only one caller at a time.
 func (s *staleScanner) scan(w workload) ([]core.StaleProcess, error) {
 	pids, err := w.pids()
 	if err != nil {
@@ -62,7 +62,7 @@ func (s *staleScanner) scan(w workload) ([]core.StaleProcess, error) {
 		if !ok {
 			v.inner = w.innerPID(pid)
 		}
-		if !ok || v.comm != st.comm || v.size != st.vsize { // a new program shows in both
+		if !ok || v.comm != st.comm || v.size != st.vsize { // a new program changes both
 			v.comm, v.args = st.comm, argsOf(pid)
 		}
 		if !ok || v.runtime == "" && v.size != st.vsize {
@@ -83,7 +83,7 @@ func (s *staleScanner) scan(w workload) ([]core.StaleProcess, error) {
 	return found, nil
 }
 
-// argsOf is the beginning of a process's command line.
+// argsOf returns the beginning of a process's command line.
 func argsOf(pid int) string {
 	fd, err := openRaw("/proc/"+strconv.Itoa(pid)+"/cmdline", unix.O_RDONLY, 0)
 	if err != nil {
@@ -107,7 +107,7 @@ func runsByItself(comm string) bool {
 	return false
 }
 
-// runtimeOf names what a process draws its random numbers from: by its program, else by the files that it has mapped.
+// runtimeOf names the runtime from which a process gets random numbers, by its program or else by its mapped files.
 func runtimeOf(pid int) string {
 	proc := "/proc/" + strconv.Itoa(pid)
 	var buf [256]byte
@@ -122,7 +122,7 @@ func runtimeOf(pid int) string {
 	}
 	openssl := false
 	for line := range bytes.Lines(b) {
-		// Only the first mapping of a file is looked at, which has the offset 0.
+		// Only the first mapping of each file counts, which has the offset 0.
 		i := bytes.IndexByte(line, '/')
 		if i < 0 || !bytes.Contains(line[:i], []byte(" 00000000 ")) {
 			continue
@@ -144,7 +144,7 @@ func runtimeOf(pid int) string {
 	return ""
 }
 
-// runtimeByName knows the files that a runtime is made of.
+// runtimeByName recognizes the files of a runtime.
 func runtimeByName(path []byte) string {
 	name := path[bytes.LastIndexByte(path, '/')+1:]
 	begins := func(s string) bool { return bytes.HasPrefix(name, []byte(s)) }
@@ -161,7 +161,7 @@ func runtimeByName(path []byte) string {
 	return ""
 }
 
-// isGo looks for the note with Go's build id, which its linker puts near the beginning of a program.
+// isGo searches for the note with Go's build id, which its linker puts near the beginning of a program.
 func isGo(exe string) bool {
 	fd, err := openRaw(exe, unix.O_RDONLY, 0)
 	if err != nil {

@@ -56,7 +56,7 @@ func writeTar(ctx context.Context, w io.Writer, top string) error {
 	}
 	err := filepath.WalkDir(top, func(p string, d fs.DirEntry, err error) error {
 		if errors.Is(err, fs.ErrNotExist) && p != top {
-			return nil // gone meanwhile
+			return nil // removed meanwhile
 		}
 		if err != nil {
 			return err
@@ -71,7 +71,7 @@ func writeTar(ctx context.Context, w io.Writer, top string) error {
 		return writeEntry(tw, p, path.Join(base, filepath.ToSlash(rel)), d)
 	})
 	if err != nil {
-		return err // without the end mark, so that the reader sees that it is not whole
+		return err // without the end mark, so that the reader sees that the tar is not complete
 	}
 	return tw.Close()
 }
@@ -85,7 +85,7 @@ func writeEntry(tw *tar.Writer, p, name string, d fs.DirEntry) error {
 		return err
 	}
 	if fi.Mode()&fs.ModeSocket != 0 {
-		return nil // a tar has no such thing
+		return nil // a tar cannot contain it
 	}
 	target := ""
 	if fi.Mode()&fs.ModeSymlink != 0 {
@@ -124,7 +124,7 @@ func writeEntry(tw *tar.Writer, p, name string, d fs.DirEntry) error {
 	return err
 }
 
-// putTar unpacks a tar into a directory, which is made if need be.
+// putTar unpacks a tar into a directory, and creates the directory if necessary.
 func (a *Agent) putTar(w http.ResponseWriter, r *http.Request, name string, at attributes) error {
 	var info guestapi.FileInfo
 	err := a.work.inside(func() error {
@@ -156,10 +156,10 @@ func (a *Agent) putTar(w http.ResponseWriter, r *http.Request, name string, at a
 	return nil
 }
 
-// readTar unpacks into root and nowhere else: os.Root resolves each name, symlinks that an earlier entry made included.
+// readTar unpacks only into root: os.Root resolves each name, including symlinks that an earlier entry made.
 func readTar(ctx context.Context, root *os.Root, body io.Reader, at attributes) error {
 	tr := tar.NewReader(body)
-	var dirs []*tar.Header // their modes and times come last, when nothing is written into them any more
+	var dirs []*tar.Header // their modes and times are set last, when nothing more is written into them
 	for {
 		h, err := tr.Next()
 		if errors.Is(err, io.EOF) {
@@ -202,7 +202,7 @@ func readTar(ctx context.Context, root *os.Root, body io.Reader, at attributes) 
 
 func tarError(ctx context.Context, err error) error {
 	if errors.Is(err, tar.ErrHeader) || errors.Is(err, io.ErrUnexpectedEOF) && ctx.Err() == nil {
-		return core.Errorf(core.Invalid, core.CodeMalformedBody, "the body is not a whole tar: %s", core.Clip(err.Error()))
+		return core.Errorf(core.Invalid, core.CodeMalformedBody, "the body is not a complete tar: %s", core.Clip(err.Error()))
 	}
 	return bodyError(ctx, err)
 }
@@ -251,12 +251,12 @@ func unpack(ctx context.Context, root *os.Root, tr *tar.Reader, h *tar.Header) e
 			return err
 		}
 	default:
-		return core.Errorf(core.Invalid, core.CodeMalformedBody, "the tar has %q of a type that is not unpacked (%q)", core.Clip(h.Name), string(h.Typeflag))
+		return core.Errorf(core.Invalid, core.CodeMalformedBody, "the tar has %q, whose type (%q) cannot be unpacked", core.Clip(h.Name), string(h.Typeflag))
 	}
 	return dress(root, h)
 }
 
-// makeWay removes what stands where an entry is to be. A directory stays, and is the next call's error.
+// makeWay removes what is in the place of an entry. A directory stays, and the next call fails with an error.
 func makeWay(root *os.Root, name string) error {
 	fi, err := root.Lstat(name)
 	if errors.Is(err, fs.ErrNotExist) {
@@ -280,8 +280,8 @@ func mkfifo(root *os.Root, name string) error {
 	return unix.Mknodat(int(d.Fd()), path.Base(name), unix.S_IFIFO|0o600, 0)
 }
 
-// dress gives an entry its owner, mode and time. The mode is set through a descriptor: by a path that must not be followed, only
-// newer kernels can.
+// dress sets the owner, mode and time of an entry. It sets the mode through a descriptor, because only newer kernels
+// can change the mode of a path without following links.
 func dress(root *os.Root, h *tar.Header) error {
 	if err := root.Lchown(h.Name, h.Uid, h.Gid); err != nil {
 		return err

@@ -29,7 +29,7 @@ func TestEditHosts(t *testing.T) {
 		if diff := cmp.Diff(tc.want, editHosts(tc.hosts, tc.old, "fork")); diff != "" {
 			t.Errorf("%s:\n%s", tc.name, diff)
 		}
-		// A fork of the fork renames it again, and nothing grows.
+		// A fork of the fork renames it again, and the file does not grow.
 		again := editHosts(editHosts(tc.hosts, tc.old, "fork"), "fork", "second")
 		if strings.Contains(again, "fork") || strings.Count(again, "127.0.1.1") != 1 {
 			t.Errorf("%s, renamed again: %q", tc.name, again)
@@ -85,7 +85,7 @@ func TestRuntimeByName(t *testing.T) {
 	}
 }
 
-// TestStaleScan looks at processes of the test: itself, which is Go, and a shell.
+// TestStaleScan scans processes of the test: itself, which is Go, and a shell.
 func TestStaleScan(t *testing.T) {
 	t.Parallel()
 	cmd := exec.Command("sleep", "1000")
@@ -95,7 +95,7 @@ func TestStaleScan(t *testing.T) {
 	defer func() { _, _ = cmd.Process.Kill(), cmd.Wait() }()
 	w := &plainWorkload{started: []int{os.Getpid(), cmd.Process.Pid, 1 << 22}}
 	var s staleScanner
-	for range 2 { // the second time from what is known
+	for range 2 { // the second time with the cached findings
 		got, err := s.scan(w)
 		if err != nil || len(got) != 1 || got[0].PID != os.Getpid() || got[0].Runtime != "go" {
 			t.Errorf("got %+v (%v), want this process alone", got, err)

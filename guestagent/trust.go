@@ -5,7 +5,7 @@ package guestagent
 import (
 	"bytes"
 	"context"
-	"crypto/sha1" //nolint:gosec // G505: it names a file as OpenSSL does
+	"crypto/sha1" //nolint:gosec // G505: for a file name, as OpenSSL does it
 	"crypto/sha256"
 	"crypto/x509"
 	"crypto/x509/pkix"
@@ -23,7 +23,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Where images keep what they trust: everything in one file, and for OpenSSL a directory with a file each, which it finds by hashes.
+// The places where images keep trusted CAs: one file with all of them, and for OpenSSL a directory with one file each,
+// which OpenSSL finds by a hash.
 var trustBundles = []string{"/etc/ssl/certs/ca-certificates.crt", "/etc/pki/tls/certs/ca-bundle.crt", "/etc/ssl/ca-bundle.pem", "/etc/ssl/cert.pem"}
 
 const (
@@ -31,13 +32,13 @@ const (
 	trustName = "coppice-egress.pem"
 )
 
-// The marks between which the project's CA stands in a bundle.
+// The marks around the project's CA in a bundle.
 const (
 	caBegin = "# coppice: begin\n"
 	caEnd   = "# coppice: end\n"
 )
 
-// stepCA adds the CA to what the image trusts, unless it is there. No program of the image is run for it.
+// stepCA adds the CA to the trusted CAs of the image, unless it is there already. It runs no program of the image.
 func stepCA(_ context.Context, r *resealRun) (evidence, error) {
 	if r.req.CA == "" {
 		return nil, skipError("none given")
@@ -62,7 +63,7 @@ func stepCA(_ context.Context, r *resealRun) (evidence, error) {
 	return evidence{"bundles": strconv.Itoa(bundles), "hashed": link, "sha256": short(sum[:])}, nil
 }
 
-// trustInBundles adds a CA to every bundle there is, or makes one.
+// trustInBundles adds a CA to every existing bundle, or makes one.
 func trustInBundles(ca string) (bundles int, err error) {
 	seen := map[string]bool{}
 	for _, p := range trustBundles {
@@ -76,7 +77,7 @@ func trustInBundles(ca string) (bundles int, err error) {
 			return bundles, err
 		}
 		bundles++
-		if bytes.HasSuffix(bundle, marked(ca)) { // a fork of a fork
+		if bytes.HasSuffix(bundle, marked(ca)) { // it is there already, in a fork of a fork
 			continue
 		}
 		if err := replaceFile(real, addCA(bundle, ca), 0o644); err != nil {
@@ -94,7 +95,7 @@ func trustInBundles(ca string) (bundles int, err error) {
 
 func marked(ca string) []byte { return []byte(caBegin + strings.TrimRight(ca, "\n") + "\n" + caEnd) }
 
-// addCA puts the CA at a bundle's end, in the place of one that was put there before.
+// addCA appends the CA to a bundle, and removes one that was added before.
 func addCA(bundle []byte, ca string) []byte {
 	if before, rest, ok := bytes.Cut(bundle, []byte(caBegin)); ok {
 		_, after, _ := bytes.Cut(rest, []byte(caEnd))
@@ -106,7 +107,7 @@ func addCA(bundle []byte, ca string) []byte {
 	return append(bundle, marked(ca)...)
 }
 
-// trustInDir has OpenSSL find a CA in a directory, and returns the name by which it does; "" where the image has no such directory.
+// trustInDir makes OpenSSL find a CA in a directory, and returns the file name; "" if the image has no such directory.
 func trustInDir(dir, ca string, cert *x509.Certificate) (string, error) {
 	if !exists(dir) {
 		return "", nil
@@ -116,7 +117,7 @@ func trustInDir(dir, ca string, cert *x509.Certificate) (string, error) {
 		return "", err
 	}
 	path := filepath.Join(dir, trustName)
-	if is, err := os.ReadFile(path); err == nil && string(is) != ca { // of another project, from which the checkpoint came as a file
+	if is, err := os.ReadFile(path); err == nil && string(is) != ca { // of another project, if the checkpoint was imported from its file
 		if err := unlinkTrust(dir); err != nil {
 			return "", err
 		}
@@ -139,7 +140,7 @@ func trustInDir(dir, ca string, cert *x509.Certificate) (string, error) {
 	}
 }
 
-// unlinkTrust removes the names of a CA.
+// unlinkTrust removes all names of our CA.
 func unlinkTrust(dir string) error {
 	list, err := names(dir)
 	if err != nil {
@@ -156,8 +157,9 @@ func unlinkTrust(dir string) error {
 	return nil
 }
 
-// subjectHash is the number by which OpenSSL (since 1.0) looks for a certificate: the first four bytes of the SHA-1 of its subject, of which
-// every text is made UTF-8, ASCII in lower case and with single spaces, and the outermost head is left out.
+// subjectHash computes the number by which OpenSSL (since 1.0) finds a certificate: the first four bytes of the SHA-1
+// of its canonical subject. In it, every text is UTF-8, with ASCII in lower case and single spaces, and the outermost
+// header is left out.
 func subjectHash(subject []byte) (uint32, error) {
 	var rdns pkix.RDNSequence
 	if rest, err := asn1.Unmarshal(subject, &rdns); err != nil || len(rest) > 0 {
@@ -173,7 +175,7 @@ func subjectHash(subject []byte) (uint32, error) {
 		for _, a := range rdn {
 			text, ok := a.Value.(string)
 			if !ok {
-				return 0, errors.New("the CA's subject has something other than text")
+				return 0, errors.New("the CA's subject contains a value that is not text")
 			}
 			text = canonicalText(text)
 			b, err := asn1.Marshal(attribute{a.Type, asn1.RawValue{Tag: asn1.TagUTF8String, Bytes: []byte(text)}})

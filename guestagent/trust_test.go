@@ -20,7 +20,7 @@ func subject(t *testing.T, n pkix.Name) []byte {
 	return b
 }
 
-// TestSubjectHash has what `openssl x509 -subject_hash` says of certificates with these subjects.
+// TestSubjectHash compares with the output of `openssl x509 -subject_hash` for certificates with these subjects.
 func TestSubjectHash(t *testing.T) {
 	t.Parallel()
 	for want, n := range map[uint32]pkix.Name{
@@ -38,7 +38,8 @@ func TestSubjectHash(t *testing.T) {
 	}
 }
 
-// TestTrustInDir: the CA is found by its hash beside one that has the same, and one of another project takes its place.
+// TestTrustInDir: the CA is found by its hash beside another one with the same hash, and it replaces the CA of another
+// project.
 func TestTrustInDir(t *testing.T) {
 	t.Parallel()
 	dir := t.TempDir()
@@ -73,7 +74,7 @@ func TestTrustInDir(t *testing.T) {
 	}
 }
 
-// other is the first name of a certificate's hash.
+// other returns the first name for a certificate's hash.
 func other(t *testing.T, cert *x509.Certificate) string {
 	t.Helper()
 	dir := t.TempDir()

@@ -11,21 +11,22 @@ import (
 
 // workload is where the user's processes live. The agent sees them from outside.
 type workload interface {
-	// inside runs fn on a thread that sees the workload's file system and starts children in its namespaces. Several may
-	// run at once. fn must not block for long on anything but the file system.
+	// inside runs fn on a thread that sees the workload's file system and starts children in its namespaces. Several
+	// calls may run at once. fn must not block for long, except in the file system.
 	inside(fn func() error) error
 
 	// start starts a process in the workload. It must be called from within inside.
 	start(cmd *exec.Cmd) error
 
-	// startHook starts a process beside the workload, where the freeze does not reach. The same holds.
+	// startHook starts a process outside of the workload, where the freeze does not reach it. It must also be called
+	// from within inside.
 	startHook(cmd *exec.Cmd) error
 
-	// endHooks kills what hooks have left running.
+	// endHooks kills the processes that hooks have left running.
 	endHooks() error
 
-	// freeze stops every process of the workload and returns how many there are. A process that does not stop in time is a
-	// NOT_QUIESCED that names it, and everything runs again then.
+	// freeze stops every process of the workload and returns their number. If a process does not stop in time, the
+	// error is NOT_QUIESCED and names it, and everything runs again.
 	freeze(ctx context.Context, timeout time.Duration) (int, error)
 
 	// thaw undoes freeze. It is idempotent.
@@ -34,17 +35,17 @@ type workload interface {
 	// frozen reports whether everything in the workload is stopped.
 	frozen() (bool, error)
 
-	// pids lists the workload's processes by the numbers that the agent sees.
+	// pids lists the workload's processes with the numbers that the agent sees.
 	pids() ([]int, error)
 
-	// innerPID is the number by which the workload knows one of its processes, 0 when it is gone.
+	// innerPID returns the number of a process within the workload, or 0 when it is gone.
 	innerPID(pid int) int
 
-	// proc is the directory where the workload's own /proc is seen by the agent.
+	// proc is the directory under which the agent sees the workload's own /proc.
 	proc() string
 }
 
-// runDir holds what the guest shows to its programs: generation, token, boot id.
+// runDir has the files that the guest's programs may read: generation, token, boot id.
 const runDir = "/run/coppice"
 
 // pollable returns f as a file that the runtime waits for without a thread.

@@ -12,11 +12,11 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// DiskMount is where the agent's side of the guest keeps the file system of the writable disk. The workload does not see it.
+// DiskMount is where the file system of the writable disk is mounted for the agent. The workload does not see it.
 const DiskMount = "/run/.coppice/disk"
 
-// RunWorkloadInit is PID 1 of the workload: it furnishes the new namespaces, says so on descriptor 3, and then reaps what
-// the workload leaves behind. It returns only on failure. It must be called on the main thread, locked to it: a cgroup
+// RunWorkloadInit is PID 1 of the workload. It sets up the new namespaces, reports that on descriptor 3, and then reaps
+// orphans of the workload. It returns only on failure. It must be called on the main thread, locked to it: a cgroup
 // namespace belongs to a thread, and others join the one of this thread.
 func RunWorkloadInit() error {
 	debug.SetGCPercent(-1) // nothing is allocated from here on, and a collection every two minutes would touch memory
@@ -45,18 +45,19 @@ func RunWorkloadInit() error {
 	return nil
 }
 
-// SurviveSignals makes an init deaf to what would end a program. The signals are caught and dropped, not ignored: what is ignored
-// stays so in every process that is started from here.
+// SurviveSignals protects an init from signals that would end a program. The signals are caught and dropped, not
+// ignored: an ignored signal would stay ignored in every process that is started from here.
 func SurviveSignals() {
 	signal.Notify(make(chan os.Signal, 1), unix.SIGHUP, unix.SIGINT, unix.SIGTERM, unix.SIGQUIT, unix.SIGUSR1, unix.SIGUSR2, unix.SIGPIPE, unix.SIGALRM, unix.SIGPWR)
 }
 
-// NameProcess sets the name by which this process is listed, which would be that of the link it was started through.
+// NameProcess sets the name under which this process is listed. Without it, that is the name of the link through which
+// it was started.
 func NameProcess(name string) {
 	_ = os.WriteFile("/proc/self/comm", []byte(name), 0)
 }
 
-// furnish gives the workload a /proc of its own processes and a view of its own cgroup that it cannot write.
+// furnish gives the workload a /proc with only its own processes, and a read-only view of its own cgroup.
 func furnish() error {
 	if err := unix.Unshare(unix.CLONE_NEWCGROUP); err != nil {
 		return fmt.Errorf("make a cgroup namespace: %w", err)

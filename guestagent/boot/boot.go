@@ -27,8 +27,8 @@ const (
 	deviceWait  = 20 * time.Second
 )
 
-// Main is the life of PID 1. It does not return: what goes wrong before the agent runs is said on the console, and then the
-// machine is powered off.
+// Main is the whole program of PID 1. It does not return. An error before the agent runs is printed on the console, and
+// then the machine is powered off.
 func Main(agentArgs []string) {
 	console := openConsole()
 	if err := prepare(); err != nil {
@@ -69,10 +69,10 @@ func die(console *os.File, err error) {
 func powerOff() {
 	unix.Sync()
 	_ = unix.Reboot(unix.LINUX_REBOOT_CMD_POWER_OFF)
-	select {} // the kernel has no way to power off: stay, for PID 1 must not end
+	select {} // the kernel cannot power off: stay, because PID 1 must not end
 }
 
-// option is the value of name=value on the kernel's command line; the last one counts.
+// option returns the value of name=value on the kernel's command line; the last one counts.
 func option(cmdline, name string) string {
 	value := ""
 	for f := range strings.FieldsSeq(cmdline) {
@@ -94,13 +94,13 @@ func mount(source, target, fstype string, flags uintptr, data string) error {
 	return nil
 }
 
-// prepare mounts what is needed to look around.
+// prepare mounts the file systems that the next steps need.
 func prepare() error {
 	const flags = unix.MS_NOSUID | unix.MS_NODEV | unix.MS_NOEXEC
 	return errors.Join(mount("proc", "/proc", "proc", flags, ""), mount("sys", "/sys", "sysfs", flags, ""))
 }
 
-// furnish makes the root that the guest lives in, and goes there.
+// furnish builds the root that the guest lives in, and changes into it.
 func furnish(cmdline string) error {
 	if err := loadModules(modulesList); err != nil {
 		return err
@@ -153,7 +153,7 @@ func loadModule(path string) error {
 	return err
 }
 
-// mountRoot mounts the read-only root, by the type that is told or the first that fits.
+// mountRoot mounts the read-only root, with the given type or the first type that fits.
 func mountRoot(told string) error {
 	types := []string{"erofs", "ext4"}
 	if told != "" {
@@ -187,7 +187,7 @@ func mountOverlay() error {
 		}
 	}
 	data := "lowerdir=" + lowerDir + ",upperdir=" + upper + ",workdir=" + work
-	// With redirects, a directory of the image can be renamed as on any disk.
+	// With redirect_dir, a directory of the image can be renamed as on any disk.
 	err := mount("overlay", newRoot, "overlay", unix.MS_NOATIME, data+",redirect_dir=on")
 	if errors.Is(err, unix.EINVAL) {
 		err = mount("overlay", newRoot, "overlay", unix.MS_NOATIME, data)
@@ -195,7 +195,7 @@ func mountOverlay() error {
 	return err
 }
 
-// switchRoot moves what is mounted into the new root, frees the initrd, and goes over.
+// switchRoot moves the mounts into the new root, frees the initrd, and changes into the new root.
 func switchRoot() error {
 	if err := os.MkdirAll(newRoot+"/run", 0o755); err != nil {
 		return err
@@ -232,7 +232,8 @@ func switchRoot() error {
 	return os.Chdir("/")
 }
 
-// freeInitrd removes the modules, which are in memory a second time. This program stays in use and is not freed.
+// freeInitrd removes the module files, because the loaded modules are in memory. This program's file is in use and is
+// not freed.
 func freeInitrd() {
 	b, err := os.ReadFile(modulesList)
 	if err != nil {

@@ -13,7 +13,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// mountRest mounts what programs expect, in the new root.
+// mountRest mounts the file systems that programs expect, in the new root.
 func mountRest() error {
 	const flags = unix.MS_NOSUID | unix.MS_NODEV | unix.MS_NOEXEC
 	if err := unix.Mount("", "/", "", unix.MS_REC|unix.MS_PRIVATE, ""); err != nil {
@@ -51,7 +51,7 @@ func mountRest() error {
 	return nil
 }
 
-// configure sets what must hold before anything else runs.
+// configure sets parameters that must be set before anything else runs.
 func configure() error {
 	if err := loopbackUp(); err != nil {
 		return fmt.Errorf("bring up the loopback device: %w", err)
@@ -60,7 +60,7 @@ func configure() error {
 		"/proc/sys/net/ipv6/conf/all/disable_ipv6":     "1",
 		"/proc/sys/net/ipv6/conf/default/disable_ipv6": "1",
 		"/proc/sys/kernel/printk":                      "1 4 1 7", // the host keeps the console, and a guest must not fill it
-		"/proc/sys/vm/stat_interval":                   "3600",    // else a timer a second, per CPU
+		"/proc/sys/vm/stat_interval":                   "3600",    // otherwise a timer runs every second on each CPU
 		"/proc/sys/vm/overcommit_memory":               "1",
 		"/proc/sys/fs/inotify/max_user_watches":        "524288",
 	} {
@@ -92,8 +92,8 @@ func loopbackUp() error {
 	return unix.IoctlIfreq(fd, unix.SIOCSIFFLAGS, ifr)
 }
 
-// AwaitDevices waits until the device nodes are there. The kernel makes them while it probes, which may go on after the
-// drivers have been loaded.
+// AwaitDevices waits until the device nodes exist. The kernel creates them while it probes, which may continue after
+// the drivers were loaded.
 func AwaitDevices(timeout time.Duration, paths ...string) error {
 	fd, err := unix.InotifyInit1(unix.IN_CLOEXEC | unix.IN_NONBLOCK)
 	if err != nil {

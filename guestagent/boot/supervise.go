@@ -19,12 +19,12 @@ import (
 const (
 	firstPause  = 100 * time.Millisecond
 	longestStop = 5 * time.Second
-	steadyAfter = 10 * time.Second // an agent that ran this long starts anew without a pause
+	steadyAfter = 10 * time.Second // an agent that ran this long is started again without a pause
 )
 
-// supervise runs the agent for ever and reaps everything else.
+// supervise runs the agent for ever and reaps all other processes.
 func supervise(console *os.File, args []string) {
-	debug.SetGCPercent(-1) // next to nothing is allocated from here on
+	debug.SetGCPercent(-1) // almost nothing is allocated from here on
 	children := make(chan os.Signal, 1)
 	guestagent.SurviveSignals()
 	signal.Notify(children, unix.SIGCHLD)
@@ -68,7 +68,7 @@ func startAgent(console *os.File, args []string) (int, error) {
 	if err != nil {
 		return 0, err
 	}
-	// The last thing to be killed for memory: without it the sandbox is lost.
+	// The agent is killed last when memory runs out: without it, the sandbox is lost.
 	_ = os.WriteFile(fmt.Sprintf("/proc/%d/oom_score_adj", pid), []byte("-1000"), 0)
 	return pid, nil
 }

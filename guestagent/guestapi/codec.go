@@ -13,10 +13,11 @@ const (
 	dialLen   = 12 // the part of a nonce that names the dial
 )
 
-// magic starts a record. Its first byte occurs nowhere else in it and in no UTF-8 text, and is not a yamux version.
+// magic begins a record. Its first byte occurs only once in it, occurs in no UTF-8 text, and is not a yamux version.
 var magic = [magicLen]byte{0xC0, 'c', 'p', 'p', 'g', 'u', 's', 0x1A}
 
-// stuffing follows the first seven bytes of the magic wherever data holds them. It must not be the eighth, nor the first.
+// stuffing follows the first seven bytes of the magic wherever data contains them. It must differ from the eighth byte
+// and from the first.
 const stuffing = 0x00
 
 // record is a hello or an answer.
@@ -27,7 +28,7 @@ type record struct {
 
 func (r record) dial() [dialLen]byte { return [dialLen]byte(r.nonce[:dialLen]) }
 
-// announcement reports whether an agent sent this at its start, to nobody.
+// announcement reports whether an agent sent this at its start, as an answer to no hello.
 func (r record) announcement() bool { return r.nonce == [nonceLen]byte{} }
 
 func (r record) bytes() []byte {
@@ -36,11 +37,12 @@ func (r record) bytes() []byte {
 
 // encoder stuffs data. The zero value is the state after a record.
 type encoder struct {
-	matched int // how much of the magic the data sent so far ends with
+	matched int // how many bytes of the magic the data ends with so far
 	buf     []byte
 }
 
-// encode returns the bytes to send for p: p itself when there is nothing to stuff. The result is valid until the next call.
+// encode returns the bytes to send for p; that is p itself when nothing must be stuffed. The result is valid until the
+// next call.
 func (e *encoder) encode(p []byte) []byte {
 	if e.matched == 0 && bytes.IndexByte(p, magic[0]) < 0 {
 		return p
@@ -67,8 +69,8 @@ func (e *encoder) encode(p []byte) []byte {
 	return e.buf
 }
 
-// step advances a match of the magic by one byte. Because the first byte of the magic occurs once in it, a failed
-// match can only begin anew at this byte.
+// step advances a match of the magic by one byte. The first byte of the magic occurs only once in it, so after a
+// mismatch a new match can begin only at this byte.
 func step(matched int, c byte) int {
 	switch c {
 	case magic[matched]:
@@ -79,13 +81,13 @@ func step(matched int, c byte) int {
 	return 0
 }
 
-// decoder splits a stream into data and records, at any byte, whatever was cut off before.
+// decoder splits a stream into data and records, even if the stream was cut at any byte before.
 type decoder struct {
 	r        io.Reader
 	buf      []byte
 	at, end  int
-	matched  int  // how much of the magic was just seen, as data or inside a record
-	unstuff  bool // seven bytes of the magic were data: what follows is stuffing, or makes them a magic
+	matched  int  // how many bytes of the magic were just seen, as data or inside a record
+	unstuff  bool // seven bytes of the magic were data: the next byte is stuffing, or completes a magic
 	inRecord bool
 	rec      [recordLen - magicLen]byte
 	recAt    int
@@ -95,13 +97,13 @@ const decoderBuffer = 16 << 10
 
 func newDecoder(r io.Reader) *decoder { return &decoder{r: r, buf: make([]byte, decoderBuffer)} }
 
-// buffered reports whether bytes were read from the stream that were not looked at yet.
+// buffered reports whether there are bytes that were read from the stream and not decoded yet.
 func (d *decoder) buffered() bool { return d.at < d.end }
 
 // idle reports whether the next byte is data or begins a magic.
 func (d *decoder) idle() bool { return d.matched == 0 && !d.unstuff && !d.inRecord }
 
-// restart forgets what was begun.
+// restart forgets a partial magic or record.
 func (d *decoder) restart() { d.matched, d.unstuff, d.inRecord = 0, false, false }
 
 // fill reads the stream if nothing is buffered.
@@ -117,9 +119,9 @@ func (d *decoder) fill() error {
 	return err
 }
 
-// next puts data into p until p is full, what was read from the stream is used up, or a record is complete. The beginning
-// of a magic is data until the magic is complete, for nobody knows whether the rest will come. The stream is read only when
-// nothing is buffered; the error is the stream's.
+// next puts data into p until p is full, the bytes read from the stream are used up, or a record is complete. The
+// beginning of a magic counts as data until the magic is complete, because nobody knows whether the rest will come. It
+// reads from the stream only when nothing is buffered; the error is the stream's.
 func (d *decoder) next(p []byte) (n int, rec *record, err error) {
 	if err := d.fill(); err != nil {
 		return 0, nil, err
@@ -150,7 +152,7 @@ func (d *decoder) next(p []byte) (n int, rec *record, err error) {
 			if c == magic[magicLen-1] || c == stuffing {
 				continue
 			}
-			// The data was cut off here: what follows is judged on its own.
+			// The data was cut off here: the next bytes are decoded on their own.
 		}
 		d.matched = step(d.matched, c)
 		d.unstuff = d.matched == magicLen-1

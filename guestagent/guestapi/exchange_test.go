@@ -13,7 +13,7 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// message is the type of a request's or an answer's body.
+// message returns the types of a request's body and of its answer's body.
 func message(method, path string, status int) (request, answer any) {
 	path, _, _ = strings.Cut(path, "?")
 	if rest, ok := strings.CutPrefix(path, PathSessions+"/"); ok {
@@ -52,8 +52,8 @@ func message(method, path string, status int) (request, answer any) {
 	return request, answer
 }
 
-// TestRecordedExchange holds today's types against what an agent of version 1 said and was told: no field may have gone or changed
-// its meaning, because agents of that version live in checkpoints for ever.
+// TestRecordedExchange compares today's types with a recorded exchange of an agent of version 1. No field may have
+// disappeared or changed its meaning, because checkpoints keep agents of that version for ever.
 func TestRecordedExchange(t *testing.T) {
 	t.Parallel()
 	var list []struct {
@@ -108,7 +108,7 @@ func TestRecordedExchange(t *testing.T) {
 	}
 }
 
-// TestRecordedHandshake: the bytes of version 1's handshake and stuffing.
+// TestRecordedHandshake checks the bytes of version 1's handshake and stuffing.
 func TestRecordedHandshake(t *testing.T) {
 	t.Parallel()
 	var golden struct{ Nonce, Record, Data, Wire string }

@@ -10,13 +10,14 @@ import (
 // Version is the protocol version that this package speaks; doc.go has its history.
 const Version = 1
 
-// Where the agent listens: the name of its virtio-serial port, or a port of AF_VSOCK where there is no such port.
+// The agent listens on its virtio-serial port with this name. Where there is no such port, it listens on a port of
+// AF_VSOCK.
 const (
 	PortName  = "coppice.agent"
 	VsockPort = 1024
 )
 
-// Control routes: for the runner only. No proxy may reach them.
+// Control routes are only for the runner. No proxy may reach them.
 const (
 	PathHealth  = "/v1/health"  // GET -> Health
 	PathQuiesce = "/v1/quiesce" // POST QuiesceRequest -> QuiesceResponse
@@ -29,7 +30,7 @@ const (
 // Public routes: what a user of the sandbox may do. {id} is a session id.
 const (
 	PathSessions      = "/v1/sessions"             // POST SessionSpec -> Session, GET -> Sessions
-	PathSession       = "/v1/sessions/{id}"        // GET -> Session; DELETE kills and forgets
+	PathSession       = "/v1/sessions/{id}"        // GET -> Session; DELETE kills it and forgets it
 	PathSessionWait   = "/v1/sessions/{id}/wait"   // GET ?timeout_ms= -> Session, ended or not
 	PathSessionOutput = "/v1/sessions/{id}/output" // GET ?stream=stdout|stderr&offset=&follow=1 -> raw bytes, see the headers below
 	PathSessionStdin  = "/v1/sessions/{id}/stdin"  // POST raw bytes, ?close=1 closes it afterwards
@@ -60,54 +61,55 @@ const (
 	HeaderStatus    = "Coppice-Status"     // files as tar, trailer: "ok" or what went wrong in the middle of the stream
 )
 
-// State is what the agent lets happen.
+// State says what the agent allows.
 type State string
 
 // The states of the agent.
 const (
 	StateReleased    State = "released"    // the workload runs
 	StateFrozen      State = "frozen"      // quiesced for a capture; reseed and release, or reseal
-	StateQuarantined State = "quarantined" // resealed (or on the way, or failed at it), not released yet
+	StateQuarantined State = "quarantined" // a reseal has begun, ended or failed; not released yet
 )
 
-// Codes of errors that only the agent gives.
+// Codes of errors that only the agent returns.
 const (
 	CodeAlreadySealed   core.Code = "ALREADY_SEALED"      // this generation was used before
 	CodeQuarantined     core.Code = "GUEST_QUARANTINED"   // refused until released
 	CodeWrongState      core.Code = "GUEST_STATE"         // the call does not fit the agent's state
-	CodeWrongGeneration core.Code = "GENERATION_MISMATCH" // release or reseed named another generation than the agent has
-	CodeCommandNotFound core.Code = "COMMAND_NOT_FOUND"   // nothing to execute under that name
-	CodeCommandFailed   core.Code = "COMMAND_NOT_STARTED" // it exists and the kernel would not run it
-	CodeSessionExists   core.Code = "SESSION_EXISTS"      // the asked id is taken
+	CodeWrongGeneration core.Code = "GENERATION_MISMATCH" // release or reseed named a generation that the agent does not have
+	CodeCommandNotFound core.Code = "COMMAND_NOT_FOUND"   // there is no program with that name
+	CodeCommandFailed   core.Code = "COMMAND_NOT_STARTED" // the program exists and the kernel did not run it
+	CodeSessionExists   core.Code = "SESSION_EXISTS"      // the requested id is taken
 	CodeSessionEnded    core.Code = "SESSION_ENDED"       // its process has ended or its stdin is closed
 	CodeSessionLimit    core.Code = "SESSION_LIMIT"       // too many sessions run
-	CodeFileConflict    core.Code = "FILE_CONFLICT"       // a directory where a file is needed, not empty, exists
+	CodeFileConflict    core.Code = "FILE_CONFLICT"       // a directory in place of a file, not empty, or exists already
 	CodeFileDenied      core.Code = "FILE_DENIED"         // read-only or not permitted
 )
 
-// Health says who answers. BootNonce is new at every start of the agent, so a changed one means that sessions are gone.
+// Health describes the agent. BootNonce is new at every start of the agent; if it has changed, the earlier sessions are
+// gone.
 type Health struct {
 	Version    int     `json:"version"`
 	BootNonce  string  `json:"boot_nonce"`
-	Generation string  `json:"generation"` // the one it was last released under or sealed with; "boot-…" at first
+	Generation string  `json:"generation"` // of the last release or reseal; "boot-…" at first
 	CaptureID  string  `json:"capture_id,omitempty"`
 	State      State   `json:"state"`
-	UptimeS    float64 `json:"uptime_s"` // of the kernel, the time it was suspended in a checkpoint not counted
+	UptimeS    float64 `json:"uptime_s"` // of the kernel, without the time in a checkpoint
 	PID        int     `json:"pid"`
 	Sessions   int     `json:"sessions"` // running ones
 	Kernel     string  `json:"kernel"`
 	RSSBytes   int64   `json:"rss_bytes"` // of the agent
 }
 
-// QuiesceRequest freezes the workload for a capture. Repeating it with the same CaptureID is answered as the first
-// time. TimeoutMS 0 means 2000; the longest is 30000.
+// QuiesceRequest freezes the workload for a capture. A repetition with the same CaptureID gets the same answer.
+// TimeoutMS 0 means 2000; the maximum is 30000.
 type QuiesceRequest struct {
 	CaptureID string `json:"capture_id"`
 	TimeoutMS int    `json:"timeout_ms"`
-	FlushMS   int    `json:"flush_ms,omitempty"` // once frozen, flush the disk for at most this long; 0 does not
+	FlushMS   int    `json:"flush_ms,omitempty"` // flush the disk after the freeze, for at most this time; 0: no flush
 }
 
-// FlushRequest asks that what the guest has written reaches its disk, and for how long at most.
+// FlushRequest asks the guest to flush its writes to the disk, within a time.
 type FlushRequest struct {
 	TimeoutMS int `json:"timeout_ms"`
 }
@@ -118,8 +120,8 @@ type FlushResponse struct {
 	FlushMS float64 `json:"flush_ms"`
 }
 
-// QuiesceResponse says what was frozen. The processes were found before the freeze was done, so that the pause need
-// not wait for it; the reseal of a clone reports the same list.
+// QuiesceResponse says what was frozen. The processes were found before the freeze was complete, so that the pause need
+// not wait for that. The reseal of a clone reports the same list.
 type QuiesceResponse struct {
 	CaptureID      string              `json:"capture_id"`
 	Generation     string              `json:"generation"`
@@ -128,16 +130,16 @@ type QuiesceResponse struct {
 	FreezeMS       float64             `json:"freeze_ms"`
 	ScanMS         float64             `json:"scan_ms"`
 
-	Flushed           bool                   `json:"flushed,omitempty"` // the disk has all that was written before the freeze
+	Flushed           bool                   `json:"flushed,omitempty"` // everything written before the freeze is on the disk
 	FlushMS           float64                `json:"flush_ms,omitempty"`
 	Workload          []core.WorkloadProcess `json:"workload,omitempty"`
 	WorkloadTruncated bool                   `json:"workload_truncated,omitempty"`
 }
 
-// EntropySize is how many fresh bytes the host sends with a reseed or reseal.
+// EntropySize is the number of fresh random bytes that the host sends with a reseed or reseal.
 const EntropySize = 64
 
-// ReseedRequest gives the captured machine itself new randomness before its thaw. Generation is the one it has.
+// ReseedRequest gives the captured machine itself new randomness before its thaw. Generation is its present one.
 type ReseedRequest struct {
 	Entropy    []byte `json:"entropy"`
 	Generation string `json:"generation"`
@@ -148,16 +150,16 @@ type ReseedResponse struct {
 	Steps []core.ResealStep `json:"steps"`
 }
 
-// Network is where a sandbox is attached: one address, and one gateway reached over the link.
+// Network describes the attachment of a sandbox: one address, and one gateway on the link.
 type Network struct {
 	Prefix     int          `json:"prefix"`                // of the address, 32 unless the link is shared
 	Gateway    netip.Addr   `json:"gateway"`               // zero: no default route
-	GatewayMAC string       `json:"gateway_mac,omitempty"` // a permanent neighbour entry, so that no ARP is needed
-	DNS        []netip.Addr `json:"dns,omitempty"`         // empty keeps /etc/resolv.conf
-	MTU        int          `json:"mtu,omitempty"`         // 0 keeps it
+	GatewayMAC string       `json:"gateway_mac,omitempty"` // permanent neighbour entry, so that no ARP is needed
+	DNS        []netip.Addr `json:"dns,omitempty"`         // empty: keep /etc/resolv.conf
+	MTU        int          `json:"mtu,omitempty"`         // 0: keep it
 }
 
-// ResealRequest makes a clone another machine. Identity.Generation must never have been used with this guest before.
+// ResealRequest gives a clone a new identity. Identity.Generation must never have been used with this guest before.
 type ResealRequest struct {
 	CheckpointID core.CheckpointID `json:"checkpoint_id"`
 	Identity     core.Identity     `json:"identity"`
@@ -165,13 +167,13 @@ type ResealRequest struct {
 	Entropy      []byte            `json:"entropy"`      // EntropySize bytes
 	Network      Network           `json:"network"`
 	Token        string            `json:"token,omitempty"` // the sandbox's own; written to /run/coppice/token for root
-	Env          map[string]string `json:"env,omitzero"`    // nil keeps it; replaces the environment of sessions started from now on
+	Env          map[string]string `json:"env,omitzero"`    // environment of later sessions; nil: keep it
 	GrowDisk     bool              `json:"grow_disk,omitempty"`
-	DiskBytes    int64             `json:"disk_bytes,omitempty"` // with GrowDisk: the device's size, which the guest learns of a little later than the host
+	DiskBytes    int64             `json:"disk_bytes,omitempty"` // with GrowDisk: the device's new size, which the guest sees a little later than the host
 	CA           string            `json:"ca,omitempty"`         // PEM, appended to the trust bundles of the image
 }
 
-// ReleaseRequest thaws the workload. Generation is the one it was resealed to, or has, if it was reseeded.
+// ReleaseRequest thaws the workload. Generation is that of the reseal, or the present one after a reseed.
 type ReleaseRequest struct {
 	Generation string `json:"generation"`
 }
@@ -191,7 +193,7 @@ const (
 	StepMachineID  = "machine_id"  //
 	StepHostname   = "hostname"    //
 	StepNetwork    = "network"     // MAC, address, route, neighbours, resolver
-	StepSockets    = "sockets"     // connections to the outside destroyed; those inside of the guest go on
+	StepSockets    = "sockets"     // connections to the outside are destroyed; those inside the guest go on
 	StepTCPMetrics = "tcp_metrics" //
 	StepConntrack  = "conntrack"   //
 	StepTFOKey     = "tfo_key"     //
@@ -201,7 +203,7 @@ const (
 	StepRandomSeed = "random_seed" // files removed
 	StepCA         = "ca"          //
 	StepDisk       = "grow_disk"   //
-	StepTimers     = "timers"      // cron and the like that run: reported
+	StepTimers     = "timers"      // running cron and the like are reported
 	StepJournal    = "journal"     //
 	StepState      = "agent_state" // token, environment
 	StepGeneration = "generation"  // /run/coppice/generation
@@ -219,7 +221,7 @@ const (
 	EvidenceDestroyed = "destroyed"    // sockets
 	EvidenceRemaining = "remaining"    // sockets: connections found after the destruction
 	EvidenceTokenHash = "token_sha256" // agent_state: the first 16 hex digits, or "none"
-	EvidenceKeyHash   = "key_sha256"   // tfo_key, truncated likewise
+	EvidenceKeyHash   = "key_sha256"   // tfo_key, truncated in the same way
 	EvidenceDrawKey   = "draw_%02d"    // entropy: truncated SHA-256 of 32-byte draws after the reseed, 32 hex digits
 	EvidenceDevice    = "device_bytes" // grow_disk: of the device
 	EvidenceReason    = "reason"       // of a skipped step
@@ -228,16 +230,16 @@ const (
 // EvidenceDraws is how many draws StepEntropy reports, under the keys EvidenceDrawKey.
 const EvidenceDraws = 16
 
-// SessionSpec asks for a process. Command[0] is looked up in PATH unless it has a slash. The environment is that of
-// the image, then that of the sandbox, then Env.
+// SessionSpec describes a process to start. Command[0] is looked up in PATH unless it has a slash. The environment is
+// that of the image, then that of the sandbox, then Env; later values replace earlier ones.
 type SessionSpec struct {
-	ID        core.SessionID    `json:"id,omitempty"` // the agent makes one when empty; a repeated id is refused
+	ID        core.SessionID    `json:"id,omitempty"` // empty: the agent makes one; an id in use is refused
 	Command   []string          `json:"command"`
-	Cwd       string            `json:"cwd,omitempty"` // default /workspace if that is there, else the user's home
+	Cwd       string            `json:"cwd,omitempty"` // default /workspace if it exists, otherwise the user's home
 	Env       map[string]string `json:"env,omitempty"`
 	Stdin     []byte            `json:"stdin,omitempty"`      // given to the process at its start
 	StdinOpen bool              `json:"stdin_open,omitempty"` // keep stdin open for PathSessionStdin and attach
-	TimeoutMS int64             `json:"timeout_ms,omitempty"` // 0: none. At its end the session's processes are killed
+	TimeoutMS int64             `json:"timeout_ms,omitempty"` // 0: none. At the timeout, the session's processes are killed
 	PTY       bool              `json:"pty,omitempty"`        // stdout and stderr are one stream, stdout
 	Cols      uint16            `json:"cols,omitempty"`
 	Rows      uint16            `json:"rows,omitempty"`
@@ -250,8 +252,8 @@ const (
 	SessionExited  = "exited"
 )
 
-// Session is a process that was started through the API. Its ring buffers and its end are kept until it is deleted or
-// many later sessions have ended.
+// Session is a process that was started through the API. Its output buffers and its exit status are kept until it is
+// deleted or many later sessions have ended.
 type Session struct {
 	ID          core.SessionID `json:"id"`
 	Command     []string       `json:"command"`
@@ -277,7 +279,7 @@ type Sessions struct {
 	Sessions []Session `json:"sessions"`
 }
 
-// Signal asks for a signal to the session's foreground processes: "SIGTERM", "TERM" or "15".
+// Signal sends a signal to the session's foreground processes: "SIGTERM", "TERM" or "15".
 type Signal struct {
 	Signal string `json:"signal"`
 }
@@ -299,7 +301,7 @@ type AttachMessage struct {
 	Stream  string   `json:"stream,omitempty"`  // truncated: stdout or stderr
 	From    int64    `json:"from,omitempty"`    // truncated: first dropped byte
 	To      int64    `json:"to,omitempty"`      // truncated: byte after the last dropped one
-	Problem *Problem `json:"problem,omitempty"` // error: the answer to a text or binary frame that could not be done
+	Problem *Problem `json:"problem,omitempty"` // error: the answer to a frame that could not be executed
 }
 
 // The types of AttachMessage. resize, signal and close_stdin go to the agent, the others come from it.
@@ -319,7 +321,7 @@ const (
 	AttachHeadLen      = 9
 )
 
-// FileInfo describes a path. Times have second precision on some file systems.
+// FileInfo describes a path. On some file systems, times have a precision of seconds.
 type FileInfo struct {
 	Path   string    `json:"path"`
 	Name   string    `json:"name"`
@@ -332,14 +334,15 @@ type FileInfo struct {
 	Target string    `json:"target,omitempty"` // of a symlink
 }
 
-// FileList is a directory's content by name. Truncated means that it has more than the agent lists at once (10,000).
+// FileList is a directory's content by name. Truncated means that it has more entries than the agent lists at once
+// (10,000).
 type FileList struct {
 	Path      string     `json:"path"`
 	Entries   []FileInfo `json:"entries"`
 	Truncated bool       `json:"truncated"`
 }
 
-// Process is one process of the workload, as it is seen from inside it.
+// Process is one process of the workload, as seen from inside the workload.
 type Process struct {
 	PID      int    `json:"pid"`
 	PPID     int    `json:"ppid"`
@@ -374,7 +377,7 @@ type Problem struct {
 	Message  string        `json:"message"`
 }
 
-// Err turns a problem back into an error. The message is foreign text: callers clip it before they show it.
+// Err turns a problem back into an error. The message is foreign text: callers must clip it before they show it.
 func (p *Problem) Err() error {
 	if p == nil {
 		return nil
@@ -382,7 +385,7 @@ func (p *Problem) Err() error {
 	return core.Errorf(p.Category, p.Code, "%s", p.Message)
 }
 
-// ProblemOf is the wire form of err.
+// ProblemOf returns the wire form of err.
 func ProblemOf(err error) *Problem {
 	if err == nil {
 		return nil

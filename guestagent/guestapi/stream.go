@@ -19,19 +19,19 @@ type Stream interface {
 	SetWriteDeadline(t time.Time) error
 }
 
-// ErrSuperseded ends a Link of the guest when a host greets anew, and one of the host when the agent has restarted.
-var ErrSuperseded = errors.New("the other end of the connection began anew")
+// ErrSuperseded ends a guest's Link when a host greets again, and a host's Link when the agent has restarted.
+var ErrSuperseded = errors.New("the other end of the connection started again")
 
-// ErrHangUp is what a Stream reports when the other side hung up but another one may come. The next Read waits for it.
+// ErrHangUp is the error of a Stream when the other side hung up and another one may come. The next Read waits for it.
 var ErrHangUp = errors.New("the host hung up")
 
 var errGarbage = errors.New("neither a record nor data at the start of a connection")
 
-// helloInterval is how often a host greets until it is answered.
+// helloInterval is the time between two hellos of a host until it gets an answer.
 const helloInterval = 50 * time.Millisecond
 
-// Greet does the host's part of the handshake on c and returns the connection for the multiplexer. It greets until it is
-// answered or ctx ends; what c delivers before the answer is discarded. On error c is closed.
+// Greet does the host's part of the handshake on c and returns the connection for the multiplexer. It greets until it
+// gets an answer or ctx ends, and discards everything that c delivers before. On error, c is closed.
 func Greet(ctx context.Context, c net.Conn) (*Link, error) {
 	g := &greeter{conn: c, dec: newDecoder(c)}
 	_, _ = rand.Read(g.rec.nonce[:dialLen]) // never fails
@@ -81,7 +81,7 @@ func (g *greeter) run(ctx context.Context) (*record, error) {
 			return nil, err
 		case rec == nil:
 		case rec.announcement():
-			next = time.Time{} // an agent has just started: it may have missed what was sent so far
+			next = time.Time{} // an agent has just started: it may have missed the earlier hellos
 		case rec.dial() == g.rec.dial() && rec.version > 0:
 			return rec, nil
 		}
@@ -92,8 +92,8 @@ func (g *greeter) run(ctx context.Context) (*record, error) {
 func (g *greeter) hello(ctx context.Context, now time.Time) error {
 	g.sent++
 	binary.BigEndian.PutUint32(g.rec.nonce[dialLen:], g.sent)
-	// A record is far below what any socket buffers; one that cannot take it within this time is not being read at all, and
-	// a record that was cut off does no harm.
+	// A record is far smaller than any socket buffer. A socket that cannot take it within this time is not being read
+	// at all, and a partial record does no harm.
 	if err := setDeadline(ctx, g.conn.SetWriteDeadline, now.Add(helloInterval)); err != nil {
 		return err
 	}
@@ -104,7 +104,7 @@ func (g *greeter) hello(ctx context.Context, now time.Time) error {
 	return err
 }
 
-// setDeadline sets a deadline without undoing the one that the end of ctx has set.
+// setDeadline sets a deadline without replacing the one that the end of ctx has set.
 func setDeadline(ctx context.Context, set func(time.Time) error, t time.Time) error {
 	if err := set(t); err != nil {
 		return err
@@ -124,14 +124,14 @@ type Channel struct {
 	pending *record    // a hello that ended a link; guarded by readMu
 
 	writeMu sync.Mutex // held while the stream is written
-	current *Link      // who may write; guarded by both locks: written with both held
+	current *Link      // the link that may write; guarded by both locks: written with both held
 }
 
 // NewChannel returns the guest's end of s.
 func NewChannel(s Stream) *Channel { return &Channel{stream: s, dec: newDecoder(s)} }
 
-// Announce tells a host that believes in a session with an earlier agent that there is none. A host that is not there, or does
-// not read, is no error.
+// Announce tells a host that still has a session with an earlier agent that the session is gone. It is no error if no
+// host is there, or the host does not read.
 func (c *Channel) Announce(timeout time.Duration) {
 	c.writeMu.Lock()
 	defer c.writeMu.Unlock()
@@ -141,7 +141,7 @@ func (c *Channel) Announce(timeout time.Duration) {
 	}
 }
 
-// Accept waits for a host's hello and answers it. The link before must have been closed. An error comes from the stream.
+// Accept waits for a host's hello and answers it. The previous link must be closed. An error comes from the stream.
 func (c *Channel) Accept() (*Link, error) {
 	c.readMu.Lock()
 	defer c.readMu.Unlock()
@@ -151,7 +151,7 @@ func (c *Channel) Accept() (*Link, error) {
 	rec := c.pending
 	c.pending = nil
 	trash := make([]byte, 4096)
-	// Of the hellos at hand only the last is answered: a guest that was slow to start has hundreds of them.
+	// Of the buffered hellos, only the last gets an answer: a guest that was slow to start has hundreds of them.
 	for rec == nil || c.dec.buffered() {
 		_, r, err := c.dec.next(trash)
 		if err != nil && !errors.Is(err, ErrHangUp) {
@@ -165,11 +165,11 @@ func (c *Channel) Accept() (*Link, error) {
 	l := &Link{stream: c.stream, dec: c.dec, ch: c, dial: rec.dial(), peer: int(rec.version), virgin: true}
 	c.writeMu.Lock()
 	defer c.writeMu.Unlock()
-	c.current = l // an older link neither reads nor writes from here on
+	c.current = l // from here on, an older link neither reads nor writes
 	return l, c.answer(*rec)
 }
 
-// answer is called with writeMu held.
+// answer sends an answer. The caller holds writeMu.
 func (c *Channel) answer(hello record) error {
 	if err := c.stream.SetWriteDeadline(time.Time{}); err != nil {
 		return err
@@ -182,8 +182,8 @@ func (c *Channel) answer(hello record) error {
 // Close closes the stream.
 func (c *Channel) Close() error { return c.stream.Close() }
 
-// Link is one host's connection: what the multiplexer reads and writes. Reading and writing may go on at once, each from one
-// goroutine.
+// Link is one host's connection, which the multiplexer reads and writes. One goroutine may read while another one
+// writes.
 type Link struct {
 	stream Stream
 	dec    *decoder
@@ -203,7 +203,7 @@ type Link struct {
 // PeerVersion is the protocol version that the other end speaks.
 func (l *Link) PeerVersion() int { return l.peer }
 
-// Read returns data. It ends with ErrSuperseded when the other end begins anew.
+// Read returns data. It ends with ErrSuperseded when the other end starts again.
 func (l *Link) Read(b []byte) (int, error) {
 	if l.ch != nil {
 		l.ch.readMu.Lock()
@@ -226,8 +226,8 @@ func (l *Link) Read(b []byte) (int, error) {
 	}
 }
 
-// begin takes the records that may come before the first byte of data. Data never begins like a magic (the multiplexer's
-// first byte is its version, 0), so nothing has to be guessed here.
+// begin takes the records that may come before the first byte of data. Data never begins like a magic, because the
+// multiplexer's first byte is its version, 0. So nothing is ambiguous here.
 func (l *Link) begin() error {
 	for l.virgin {
 		if err := l.dec.fill(); err != nil {
@@ -256,7 +256,7 @@ func (l *Link) begin() error {
 	return nil
 }
 
-// record judges a record that came on a link.
+// record handles a record that arrived on a link.
 func (l *Link) record(rec *record) error {
 	same := rec.dial() == l.dial
 	switch {
@@ -297,7 +297,7 @@ func (l *Link) writeLock() *sync.Mutex {
 	return &l.wmu
 }
 
-// Close ends the link: reads and writes under way return. The host's connection is closed with it; the guest's stream stays
+// Close ends the link: blocked reads and writes return. It also closes the host's connection; the guest's stream stays
 // open for the next host.
 func (l *Link) Close() error {
 	var err error
@@ -305,7 +305,7 @@ func (l *Link) Close() error {
 		if l.ch == nil {
 			err = l.stream.Close()
 		} else {
-			// Deadlines in the past end what is under way; Accept takes them off again.
+			// Deadlines in the past end blocked calls; Accept removes them again.
 			err = errors.Join(l.stream.SetReadDeadline(time.Unix(1, 0)), l.stream.SetWriteDeadline(time.Unix(1, 0)))
 		}
 		mu := l.writeLock()

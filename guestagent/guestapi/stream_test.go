@@ -19,7 +19,7 @@ import (
 
 func TestMain(m *testing.M) { testleak.Main(m) }
 
-// socketPair is a byte stream with a buffer, as a virtio port has one.
+// socketPair is a byte stream with a buffer, like a virtio port.
 func socketPair(t *testing.T) (host, guest net.Conn) {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), "s")
@@ -54,11 +54,11 @@ func hello(dial byte, count byte) []byte {
 	return r.bytes()
 }
 
-// guestEnd runs the guest's end of a stream as the agent does: each link is read until it ends, then the next is accepted.
-// It delivers a link once the first byte of data came on it.
+// guestEnd runs the guest's end of a stream like the agent: it reads each link until it ends, then accepts the next. It
+// delivers a link when the first byte of data has arrived on it.
 type guestEnd struct {
 	links chan *Link
-	over  chan struct{} // tells the guest that the test has read the link to its end
+	over  chan struct{} // tells guestEnd that the test has read the link to its end
 }
 
 func runGuest(t *testing.T, s Stream) (*Channel, *guestEnd) {
@@ -94,7 +94,7 @@ func runGuest(t *testing.T, s Stream) (*Channel, *guestEnd) {
 	return c, e
 }
 
-// session greets and brings both ends of the new link together.
+// session greets and returns both ends of the new link.
 func session(t *testing.T, conn net.Conn, e *guestEnd) (host, guest *Link) {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), 3*time.Minute)
@@ -111,7 +111,7 @@ func session(t *testing.T, conn net.Conn, e *guestEnd) (host, guest *Link) {
 func exchange(t *testing.T, host, guest *Link) {
 	t.Helper()
 	for _, dir := range []struct{ from, to *Link }{{host, guest}, {guest, host}} {
-		// yamux's first byte is 0; then data that looks like handshakes in every way
+		// Yamux's first byte is 0; after it comes data that looks like handshakes in every way.
 		want := append([]byte{0}, hello(1, 1)...)
 		want = append(append(want, magic[:7]...), magic[:7]...)
 		want = append(append(want, magic[:7]...), stuffing, magic[7], 0xC0, 0xC0)
@@ -175,7 +175,7 @@ func TestGreet(t *testing.T) {
 	}
 }
 
-// TestGreetOverPipe uses a stream without any buffer, where each write waits for its reader.
+// TestGreetOverPipe uses a stream without a buffer, where each write waits for its reader.
 func TestGreetOverPipe(t *testing.T) {
 	t.Parallel()
 	hc, gc := net.Pipe()
@@ -185,8 +185,8 @@ func TestGreetOverPipe(t *testing.T) {
 	exchange(t, host, guest)
 }
 
-// TestSupersede greets anew in the middle of a session, as the host of a clone does: the guest is inside whatever its
-// parent was told last.
+// TestSupersede greets again in the middle of a session, like the host of a clone: the guest is in the middle of
+// whatever its parent last received.
 func TestSupersede(t *testing.T) {
 	t.Parallel()
 	for _, cut := range [][]byte{nil, {0, 0, 0}, magic[:4], magic[:7], append(magic[:7:7], stuffing), hello(7, 7)[:19]} {
@@ -207,7 +207,7 @@ func TestSupersede(t *testing.T) {
 	}
 }
 
-// TestOldLinkIsMute proves that nothing of an old session follows an answer, though a write of it was blocked.
+// TestOldLinkIsMute: nothing of an old session follows an answer, even if a write of that session was blocked.
 func TestOldLinkIsMute(t *testing.T) {
 	t.Parallel()
 	hc, gc := socketPair(t)
@@ -241,7 +241,7 @@ func TestOldLinkIsMute(t *testing.T) {
 	exchange(t, host, guest)
 }
 
-// TestRestartedAgent: the host notices that the agent behind a session is a new one.
+// TestRestartedAgent: the host notices that a new agent is behind a session.
 func TestRestartedAgent(t *testing.T) {
 	t.Parallel()
 	hc, gc := socketPair(t)
@@ -258,7 +258,7 @@ func TestRestartedAgent(t *testing.T) {
 func TestGreetEndsWithItsContext(t *testing.T) {
 	t.Parallel()
 	hc, gc := socketPair(t)
-	go func() { // a guest that says much and never answers
+	go func() { // a guest that sends much and never answers
 		for {
 			if _, err := gc.Write(bytes.Repeat(hello(3, 3), 100)); err != nil {
 				return
@@ -284,7 +284,7 @@ func TestGreetFailsWhenThePeerCloses(t *testing.T) {
 	}
 }
 
-// FuzzCodec: data comes out as it went in, however it is cut, and a record is seen after it.
+// FuzzCodec: data is decoded unchanged, wherever the stream is cut, and a record after it is recognized.
 func FuzzCodec(f *testing.F) {
 	f.Add([]byte("plain"), 3)
 	f.Add(magic[:], 1)
@@ -324,7 +324,7 @@ func FuzzCodec(f *testing.F) {
 				}
 				break
 			}
-			// The seven bytes of the magic before its last are delivered as data: nobody could know.
+			// The seven bytes of the magic before its last byte are delivered as data, because the decoder cannot know.
 			if !bytes.Equal(got, append(slices.Clip(data), magic[:7]...)) {
 				t.Fatalf("got  %x\nwant %x", got, data)
 			}
@@ -332,7 +332,7 @@ func FuzzCodec(f *testing.F) {
 	})
 }
 
-// FuzzAccept: whatever is in the stream, the next hello is answered, and the one after a failed attempt at the latest.
+// FuzzAccept: whatever is in the stream, the next hello is answered, or at the latest the one after a failed attempt.
 func FuzzAccept(f *testing.F) {
 	f.Add([]byte{})
 	f.Add(hello(1, 1))
@@ -357,7 +357,7 @@ func FuzzAccept(f *testing.F) {
 	})
 }
 
-// script is a stream whose input is at hand at once.
+// script is a stream whose whole input is available at once.
 type script struct {
 	in  *bytes.Buffer
 	out bytes.Buffer

@@ -345,7 +345,7 @@ func readJSON(r *http.Request, v any) error {
 		err = json.Unmarshal(b, v)
 	}
 	if err != nil {
-		return core.Errorf(core.Invalid, core.CodeMalformedBody, "the request's body is not understood: %s", core.Clip(err.Error()))
+		return core.Errorf(core.Invalid, core.CodeMalformedBody, "the request's body cannot be read: %s", core.Clip(err.Error()))
 	}
 	return nil
 }

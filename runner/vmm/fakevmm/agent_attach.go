@@ -105,7 +105,7 @@ func (a *agent) attachInput(ctx context.Context, r *http.Request, conn *websocke
 			}
 			var m guestapi.AttachMessage
 			if err := json.Unmarshal(b, &m); err != nil {
-				return core.Errorf(core.Invalid, core.CodeMalformedBody, "the message is not understood: %s", core.Clip(err.Error()))
+				return core.Errorf(core.Invalid, core.CodeMalformedBody, "the message cannot be read: %s", core.Clip(err.Error()))
 			}
 			switch m.Type {
 			case guestapi.AttachResize:

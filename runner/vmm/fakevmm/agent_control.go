@@ -147,7 +147,7 @@ func (a *agent) reseal(w http.ResponseWriter, r *http.Request) error {
 	if err := a.update(func(s *agentState) error {
 		switch {
 		case req.Identity.Generation == s.Generation || slices.Contains(s.Used, req.Identity.Generation):
-			return core.Errorf(core.Conflict, guestapi.CodeAlreadySealed, "this guest has or had the generation %s", core.Clip(req.Identity.Generation))
+			return core.Errorf(core.Conflict, guestapi.CodeAlreadySealed, "this guest has the generation %s, or had it before", core.Clip(req.Identity.Generation))
 		case s.State != guestapi.StateFrozen || s.Reseeded:
 			return s.wrongState("resealed")
 		}
@@ -189,5 +189,5 @@ func (s *agentState) wrongState(done string) error {
 }
 
 func (s *agentState) wrongGeneration() error {
-	return core.Errorf(core.Conflict, guestapi.CodeWrongGeneration, "the guest's generation is %s, not the one that was named", core.Clip(s.Generation))
+	return core.Errorf(core.Conflict, guestapi.CodeWrongGeneration, "the guest's generation is %s, not the requested one", core.Clip(s.Generation))
 }

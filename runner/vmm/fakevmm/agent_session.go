@@ -326,7 +326,7 @@ func (n *session) signal(name string) error {
 	number := unix.SignalNum(name)
 	switch {
 	case number == 0:
-		return core.Errorf(core.Invalid, core.CodeInvalidField, "signal %q is not known", core.Clip(name))
+		return core.Errorf(core.Invalid, core.CodeInvalidField, "signal %q does not exist", core.Clip(name))
 	case n.State != guestapi.SessionRunning:
 		return core.Errorf(core.FailedPrecondition, guestapi.CodeSessionEnded, "session %s has ended", n.ID)
 	case number != unix.SIGWINCH && number != unix.SIGCHLD && number != unix.SIGCONT && number != unix.SIGURG:

@@ -164,7 +164,7 @@ func (s *agentState) start(spec guestapi.SessionSpec, m machineView) (*session, 
 		return nil, err
 	}
 	if s.session(spec.ID) != nil {
-		return nil, core.Errorf(core.AlreadyExists, guestapi.CodeSessionExists, "there is a session %s already", spec.ID)
+		return nil, core.Errorf(core.AlreadyExists, guestapi.CodeSessionExists, "the session %s exists already", spec.ID)
 	}
 	env := map[string]string{"PATH": "/usr/bin:/bin", "HOME": "/root"}
 	maps.Copy(env, s.Env)
