@@ -23,7 +23,7 @@ import (
 // vendor's, a company's) take no part in an image.
 const debianOrigin = "Debian"
 
-// Archive is one that the host's apt is configured with.
+// Archive is a package archive that the host's apt is configured with.
 type Archive struct {
 	URI        string
 	Release    string // as in the sources: a suite or a codename
@@ -31,8 +31,8 @@ type Archive struct {
 	SignedBy   string // as in the sources; may be empty
 }
 
-// aptConfig is apt as a build uses it: the host's Debian archives and the indexes that the host has fetched, but
-// neither the host's installed packages nor its pins.
+// aptConfig is the apt configuration of a build: the host's Debian archives and the indexes that the host has fetched,
+// but neither the host's installed packages nor its pins.
 type aptConfig struct {
 	suite   string
 	arch    string
@@ -93,7 +93,7 @@ func hostSuite(osRelease string) (string, error) {
 	}
 	if values["ID"] != "debian" || values["VERSION_CODENAME"] == "" {
 		return "", core.Errorf(core.FailedPrecondition, core.CodeUnsupported,
-			"images are built on Debian, and this host says it is %q; cure: build on a Debian host, or name a suite that the host's apt sources hold", core.Clip(cmp.Or(values["PRETTY_NAME"], values["ID"])))
+			"images are built on Debian, and this host says it is %q; cure: build on a Debian host, or name a suite that the host's apt sources have", core.Clip(cmp.Or(values["PRETTY_NAME"], values["ID"])))
 	}
 	return values["VERSION_CODENAME"], nil
 }
@@ -203,7 +203,8 @@ func stanzas(raw []byte) []map[string]string {
 	return out
 }
 
-// HostArchives returns Debian's archives of the host's release, as its apt is configured; dir is an empty directory for apt.
+// HostArchives returns Debian's archives of the host's release from the configuration of its apt; dir is an empty
+// directory for apt.
 func HostArchives(ctx context.Context, dir string) (suite string, archives []Archive, err error) {
 	a, err := readAptConfig(ctx, "", dir, nil)
 	if err != nil {
@@ -232,7 +233,7 @@ func Deb822(archives []Archive) []byte {
 
 func (a *aptConfig) sourcesFile() string { return filepath.Join(a.dir, "coppice.sources") }
 
-// args are the options that make apt look at nothing of the host but its sources and indexes.
+// args are the options with which apt uses nothing of the host except its sources and indexes.
 func (a *aptConfig) args(rest ...string) []string {
 	set := map[string]string{
 		"APT::Architecture":          a.arch,
@@ -273,7 +274,7 @@ func (a *aptConfig) indexState() ([]string, error) {
 
 var instLine = regexp.MustCompile(`(?m)^Inst (\S+) (?:\[[^\]]*\] )?\((\S+) `)
 
-// resolve returns every package that a root file system with the requested ones consists of, as name=version, sorted.
+// resolve returns every package of a root file system with the requested packages, as name=version, sorted.
 func (a *aptConfig) resolve(ctx context.Context, requested []string) ([]string, error) {
 	args := append([]string{"--simulate", "install", "?essential", "?priority(required)", "apt"}, requested...)
 	text, err := output(ctx, tool{name: "apt-get", args: a.args(args...), log: a.log})

@@ -64,7 +64,7 @@ func TestParseTargets(t *testing.T) {
 	if want := []string{"/lists/bookworm_main", "/lists/bookworm-updates_main", "/lists/bookworm-security_main", "/lists/bookworm-security_contrib"}; !cmp.Equal(want, a.indexes) {
 		t.Errorf("indexes are %q, want %q", a.indexes, want)
 	}
-	// What is rendered means the same when it is read again.
+	// The rendered text means the same when it is read again.
 	parsed := stanzas(a.deb822())
 	if len(parsed) != 3 || parsed[2]["signed-by"] != key || parsed[2]["components"] != "contrib main" || parsed[0]["signed-by"] != want[0].SignedBy {
 		t.Errorf("rendered sources read as %q", parsed)

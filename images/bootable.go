@@ -10,11 +10,11 @@ import (
 	"runtime"
 )
 
-// Kernel is a guest kernel with the modules that a guest loads, for whoever boots one without an image.
+// Kernel is a guest kernel with the modules that a guest loads, for programs that boot a kernel without an image.
 type Kernel struct {
-	Release     string // what uname -r says
-	VMLinuz     string // absolute path; the directory has all that the kernel is made of
-	CommandLine string // as of an image
+	Release     string // the output of uname -r
+	VMLinuz     string // absolute path; its directory has all files of the kernel
+	CommandLine string // the same as that of an image
 	bundle      kernelBundle
 }
 
@@ -67,8 +67,8 @@ func (k Kernel) WriteInitrd(file, program string) error {
 	return writeInitrd(file, program, k.bundle)
 }
 
-// KernelOfTree moves the kernel of an unpacked Debian tree, with the modules that a guest loads, into a new directory, from
-// which OpenKernel takes it. It is for machines that are no guests but boot like one.
+// KernelOfTree moves the kernel of an unpacked Debian tree, with the modules that a guest loads, into a new directory,
+// from which OpenKernel reads it. It is for machines that are not guests but boot like one.
 func KernelOfTree(ctx context.Context, tree, release, dir string) error {
 	b := &builder{source: SourceTar}
 	if err := b.makeBundle(ctx, kernelPackage{Package: "linux-image-" + release}, tree, dir); err != nil {
@@ -77,7 +77,8 @@ func KernelOfTree(ctx context.Context, tree, release, dir string) error {
 	return nil
 }
 
-// OpenKernel returns the kernel that KernelOfTree has put into a directory, or a copy of the directory that FetchKernel's is in.
+// OpenKernel returns the kernel in a directory that KernelOfTree has filled, or in a copy of a directory of
+// FetchKernel.
 func OpenKernel(dir string) (Kernel, error) {
 	bundle, err := openBundle(dir)
 	if err != nil {

@@ -20,7 +20,7 @@ import (
 // DefaultName is the name of an image when none is given.
 const DefaultName = "base"
 
-// BasePackages are what every Debian image has on top of the essential packages.
+// BasePackages are the packages of every Debian image in addition to the essential ones.
 func BasePackages() []string {
 	return []string{"ca-certificates", "curl", "git", "iproute2", "procps", "python3"}
 }
@@ -41,7 +41,7 @@ type Options struct {
 	Stdin   io.Reader
 	// Env is the default environment of sessions in the guest; `docker export` loses the image's own.
 	Env map[string]string
-	// Rebuild ignores what is cached and makes every part anew.
+	// Rebuild ignores the cache and makes every part again.
 	Rebuild bool
 	// Progress is called, one call at a time, when a stage begins, ends or warns. May be nil.
 	Progress func(Event)
@@ -59,11 +59,11 @@ type Event struct {
 	Done     bool
 }
 
-// Build makes an image, publishes it in the store and points the name at it. When nothing it would be made from has
-// changed, the image that exists is returned at once; parts that did not change are reused. It needs root.
+// Build makes an image, publishes it in the store and points the name at it. If none of its inputs has changed, it
+// returns the existing image at once; parts that did not change are reused. It needs root.
 //
-// On any error or cancellation nothing is published; a killed build leaves a temporary directory, which the next one
-// removes. Concurrent builds in one store wait for each other.
+// After an error or a cancellation nothing is published; a killed build leaves a temporary directory, which the next
+// one removes. Concurrent builds in one store wait for each other.
 func Build(ctx context.Context, store *Store, o Options) (Image, error) {
 	o, err := o.validate()
 	if err != nil {
@@ -119,10 +119,10 @@ func (o Options) validate() (Options, error) {
 		}
 	}
 	if o.FromTar != "" && len(o.Packages) > 0 {
-		return o, core.Errorf(core.Invalid, core.CodeInvalidField, "an image from a tar is taken as it is: packages cannot be added to it; install them in the Dockerfile")
+		return o, core.Errorf(core.Invalid, core.CodeInvalidField, "packages cannot be added to an image from a tar; install them in the Dockerfile")
 	}
 	if o.FromTar == "-" && o.Stdin == nil {
-		return o, core.Errorf(core.Invalid, core.CodeInvalidField, "the archive is to be read from standard input, and there is none")
+		return o, core.Errorf(core.Invalid, core.CodeInvalidField, "the archive must come from standard input, and there is no standard input")
 	}
 	if o.Suite != "" && !packageName.MatchString(o.Suite) {
 		return o, core.Errorf(core.Invalid, core.CodeInvalidField, "%q is not the name of a Debian suite", core.Clip(o.Suite))
@@ -146,12 +146,12 @@ type builder struct {
 	progressMu sync.Mutex // one call of Progress at a time
 }
 
-// buildFact is what the cache knows of a whole build.
+// buildFact is the cached result of a whole build.
 type buildFact struct {
 	Digest core.Digest `json:"digest"`
 }
 
-// resolution is what the host's indexes say of the packages and the kernel.
+// resolution is the answer of the host's indexes about the packages and the kernel.
 type resolution struct {
 	Packages []string      `json:"packages,omitempty"`
 	Kernel   kernelPackage `json:"kernel"`
@@ -186,7 +186,7 @@ func (b *builder) build(ctx context.Context) (Image, error) {
 		return Image{}, err
 	}
 	var fact buildFact
-	// Without a digest the archive is a stream: what it holds is known only after it was unpacked.
+	// Without a digest the archive is a stream: its content is known only after it was unpacked.
 	if known := b.source == SourceDebian || input.TarDigest != ""; known && !b.o.Rebuild && b.store.cacheGet(key, &fact) {
 		if img, err := loadImage(b.store.imageDir(fact.Digest), fact.Digest); err == nil {
 			b.note("cached", "nothing changed since "+img.Digest.Short()+" was built")
@@ -205,8 +205,8 @@ func (b *builder) build(ctx context.Context) (Image, error) {
 	return img, b.store.writeName(b.o.Name, img.Digest)
 }
 
-// resolve finds the versions of everything from Debian. The answer is cached while the host's indexes stay as they
-// are: asking apt takes two seconds, looking at its files none.
+// resolve finds the versions of everything from Debian. The answer is cached while the host's indexes stay unchanged:
+// asking apt takes two seconds, looking at its files almost none.
 func (b *builder) resolve(ctx context.Context) (resolution, error) {
 	state, err := b.apt.indexState()
 	if err != nil {

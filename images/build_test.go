@@ -35,7 +35,7 @@ var shared struct {
 	err  error
 }
 
-// built is an image with the store it is in and the agent it was made with.
+// built is an image with its store and the agent that it was made with.
 type built struct {
 	store  *Store
 	img    Image
@@ -92,7 +92,7 @@ func buildProbe(dir string) (string, error) {
 	return file, nil
 }
 
-// otherAgent makes an agent that differs and still runs.
+// otherAgent makes a different agent that still runs.
 func otherAgent(t *testing.T, agent string) string {
 	t.Helper()
 	raw, err := os.ReadFile(agent)
@@ -217,7 +217,7 @@ func TestRootFileSystemPassesLint(t *testing.T) {
 	}
 }
 
-// TestNothingChanged: the second build is instant, and a name more costs nothing.
+// TestNothingChanged: the second build is instant, and one more name costs nothing.
 func TestNothingChanged(t *testing.T) {
 	t.Parallel()
 	b := baseImage(t)
@@ -230,7 +230,7 @@ func TestNothingChanged(t *testing.T) {
 	}
 }
 
-// TestAgentChanged: only the initrd is made anew.
+// TestAgentChanged: only the initrd is made again.
 func TestAgentChanged(t *testing.T) {
 	t.Parallel()
 	b := baseImage(t)
@@ -276,7 +276,7 @@ func TestSameInputsSameDigest(t *testing.T) {
 	}
 }
 
-// containerTar is what `docker export` might write of a small image.
+// containerTar is a small image as `docker export` might write it.
 func containerTar(t *testing.T, program string) []byte {
 	t.Helper()
 	raw, err := os.ReadFile(program)
@@ -461,11 +461,11 @@ func TestBuildInner(t *testing.T) {
 	t.Fatalf("the build ended: %v", err)
 }
 
-// extracting is what mmdebstrap says when it begins to fill the tree.
+// extracting is the message of mmdebstrap when it begins to fill the tree.
 const extracting = "I: extracting archives"
 
-// TestKilledBuild kills a build while packages are unpacked: no process of it lives on, and the next writer finds a
-// store that holds nothing and removes the rest, without touching what had been mounted.
+// TestKilledBuild kills a build while packages are unpacked. No process of it lives on. The next writer finds a store
+// without images and removes the leftovers, without touching the directories that had been mounted.
 func TestKilledBuild(t *testing.T) {
 	t.Parallel()
 	b := baseImage(t)
@@ -495,7 +495,7 @@ func TestKilledBuild(t *testing.T) {
 	if err := cmd.Wait(); err == nil {
 		t.Error("the killed build succeeded")
 	}
-	// Those that write elsewhere die with their parents, one after the other.
+	// Processes that write elsewhere die with their parents, one after the other.
 	again := time.NewTicker(20 * time.Millisecond)
 	defer again.Stop()
 	for begun := time.Now(); hasProcess(t, s.Dir()); <-again.C {

@@ -27,7 +27,7 @@ const (
 
 func newCPIOWriter(w io.Writer) *cpioWriter { return &cpioWriter{w: w, dirs: map[string]bool{}} }
 
-// Dir adds a directory and the ones above it. Adding one twice is nothing.
+// Dir adds a directory and the directories above it. Adding one again has no effect.
 func (c *cpioWriter) Dir(name string, perm fs.FileMode) error {
 	name, err := cpioName(name)
 	if err != nil || c.dirs[name] {

@@ -4,9 +4,9 @@ import "github.com/coppice-dev/coppice/core"
 
 // The codes of errors that only this package makes.
 const (
-	// CodeImageBuildFailed is a build that a tool or the archive refused; the message has the tool's last words.
+	// CodeImageBuildFailed is a build that a tool or the archive made fail; the message has the tool's last words.
 	CodeImageBuildFailed core.Code = "IMAGE_BUILD_FAILED"
-	// CodeImageCorrupt is an image in the store whose bytes are not those its digest names.
+	// CodeImageCorrupt is an image in the store whose bytes do not match its digest.
 	CodeImageCorrupt core.Code = "IMAGE_CORRUPT"
 	// CodeInvalidTar is an archive that is not the root file system of a container.
 	CodeInvalidTar core.Code = "INVALID_TAR"

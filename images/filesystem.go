@@ -47,7 +47,7 @@ func (b *builder) makeRootFS(ctx context.Context, tree, file string, epoch int64
 }
 
 // overlayMountOptions are in the overlay's superblock, so that whoever mounts it gets them: no background thread that
-// writes zeros into inode tables (after growth, which else starts one), none that reads all block bitmaps ahead.
+// writes zeros into inode tables (after growth, which else starts one), and none that reads all block bitmaps ahead.
 const overlayMountOptions = "noinit_itable,no_prefetch_block_bitmaps"
 
 // OverlayArgs are the arguments of mkfs.ext4 without the file. Features are listed in full, so that the host's
@@ -66,8 +66,8 @@ func OverlayArgs() []string {
 	}
 }
 
-// makeOverlay writes the empty writable disk: an ext4 on which a kernel has nothing left to initialise, so that an idle
-// guest writes nothing, and that grows while it is mounted. Blocks of zeros take no space.
+// makeOverlay writes the empty writable disk: an ext4 that can grow while it is mounted. A kernel has nothing left to
+// initialise on it, so an idle guest writes nothing. Blocks of zeros take no space.
 func (b *builder) makeOverlay(ctx context.Context, file string) (File, error) {
 	done := b.stage("overlay", "making the overlay disk")
 	raw := file + ".raw"
@@ -78,8 +78,8 @@ func (b *builder) makeOverlay(ctx context.Context, file string) (File, error) {
 	if err = errors.Join(err, os.Remove(raw)); err != nil {
 		return File{}, fmt.Errorf("make overlay disk: %w", err)
 	}
-	// Hashing a gigabyte of zeros takes seconds. The fingerprint covers all the rest, so that a file with the same one
-	// has the same digest.
+	// Hashing a gigabyte of zeros takes seconds. The fingerprint covers everything else, so files with the same
+	// fingerprint have the same digest.
 	key, err := cacheKey(kindOverlay, fingerprint)
 	if err != nil {
 		return File{}, err
@@ -103,12 +103,12 @@ func (b *builder) formatOverlay(ctx context.Context, raw string) error {
 	if err := f.Truncate(overlayBytes); err != nil {
 		return err
 	}
-	// Two names for one thing: before and since e2fsprogs 1.47.1.
+	// Two names of the same variable: before e2fsprogs 1.47.1 and since.
 	env := []string{"E2FSPROGS_FAKE_TIME=1000000000", "SOURCE_DATE_EPOCH=1000000000", "MKE2FS_CONFIG=/dev/null"}
 	if err := run(ctx, tool{name: "mkfs.ext4", args: append(OverlayArgs(), raw), env: env, log: b.log}); err != nil {
 		return err
 	}
-	// tune2fs cannot write a list: it takes the comma for its own.
+	// tune2fs cannot write a list, because it uses the comma as its own separator.
 	set := "set_super_value mount_opts " + overlayMountOptions
 	if err := run(ctx, tool{name: "debugfs", args: []string{"-w", "-R", set, raw}, env: env, log: b.log}); err != nil {
 		return err

@@ -36,8 +36,8 @@ type Image struct {
 	Recipe    Recipe
 }
 
-// loadImage reads the image in dir, whose name promises the digest. It checks image.json against the digest and the
-// files' sizes against image.json; Store.Verify reads every byte.
+// loadImage reads the image in dir, whose name is the digest. It checks image.json against the digest and the files'
+// sizes against image.json; Store.Verify reads every byte.
 func loadImage(dir string, digest core.Digest) (Image, error) {
 	path := filepath.Join(dir, manifestFile)
 	raw, err := os.ReadFile(path)

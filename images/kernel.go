@@ -29,7 +29,7 @@ type kernelPackage struct {
 	Version string `json:"version"` // 6.1.192-2
 }
 
-// release is what uname -r will say.
+// release is the future output of uname -r.
 func (k kernelPackage) release() string { return strings.TrimPrefix(k.Package, "linux-image-") }
 
 func (k kernelPackage) String() string { return k.Package + "=" + k.Version }
@@ -63,7 +63,7 @@ func (a *aptConfig) newestKernel(ctx context.Context) (kernelPackage, error) {
 	}
 	if metaVersion == "" {
 		return kernelPackage{}, core.Errorf(core.FailedPrecondition, CodeImageBuildFailed,
-			"the host's Debian archives hold no package %s; cure: apt-get update", meta)
+			"the host's Debian archives have no package %s; cure: apt-get update", meta)
 	}
 	return best, nil
 }
@@ -155,9 +155,10 @@ func (b *builder) fetchKernel(ctx context.Context, pkg kernelPackage, tmp string
 	return tree, run(ctx, tool{name: "dpkg-deb", args: []string{"--extract", debs[0], tree}, log: b.log})
 }
 
-// makeBundle indexes the modules of the unpacked package in tree and copies what is wanted to out.
+// makeBundle indexes the modules of the unpacked package in tree and copies the needed files to out.
 func (b *builder) makeBundle(ctx context.Context, pkg kernelPackage, tree, out string) error {
-	// Debian moves /lib into /usr/lib over time, and depmod knows one of the two: show it both.
+	// Debian moves /lib into /usr/lib over time, and depmod reads only one of the two, so both paths must
+	// lead to the modules.
 	lib, usr := filepath.Join(tree, "lib"), filepath.Join(tree, "usr", "lib")
 	var err error
 	if _, statErr := os.Lstat(lib); statErr != nil {

@@ -11,7 +11,7 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// Finding is one thing in a root file system that a guest should not have, or lacks.
+// Finding is something in a root file system that a guest should not have, or something that is missing.
 type Finding struct {
 	Path string // relative to the root
 	Msg  string
@@ -70,7 +70,7 @@ func Lint(dir string) ([]Finding, error) {
 	return append(out, jobs...), err
 }
 
-// periodicJobs finds what would run by the clock if the image's own init or cron were started.
+// periodicJobs finds jobs that would run at certain times if the image's own init or cron were started.
 func periodicJobs(root *os.Root) ([]Finding, error) {
 	var out []Finding
 	for _, pattern := range []string{

@@ -20,8 +20,8 @@ const (
 // formatVersion is the layout of image.json. Fields are added without a new version, never renamed or reused.
 const formatVersion = 1
 
-// recipeVersion is raised whenever the same inputs would give other bytes: it is part of every cache key, so that
-// nothing made by an older recipe is taken for a new one.
+// recipeVersion is increased whenever the same inputs would give other bytes. It is part of every cache key, so that a
+// part made by an older recipe is not reused.
 const recipeVersion = 1
 
 // The sources of a root file system.
@@ -49,7 +49,7 @@ type Recipe struct {
 	Packages  []string `json:"packages,omitempty"`
 	// TarDigest is the digest of the archive as it was given; empty for SourceDebian.
 	TarDigest core.Digest `json:"tar_digest,omitempty"`
-	// KernelPackage is the Debian package that the kernel and its modules are from, as name=version.
+	// KernelPackage is the Debian package of the kernel and its modules, as name=version.
 	KernelPackage string `json:"kernel_package"`
 	// AgentDigest is the digest of the guest agent in the initrd.
 	AgentDigest core.Digest `json:"agent_digest"`

@@ -15,14 +15,15 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// guestModules are the modules that a guest loads at boot, where the kernel has them as modules. What is missing in a
-// kernel (it has it built in under another name, or not at all) is left out: requiredModules says what must be there.
+// guestModules are the modules that a guest loads at boot, if the kernel has them as modules. A module that a kernel
+// lacks (because it is built in under another name, or does not exist) is left out; requiredModules lists those that
+// must exist.
 var guestModules = []string{
 	"virtio_pci", "virtio_blk", "virtio_net", "virtio_console", "virtio_rng", "vmw_vsock_virtio_transport",
 	"erofs", "overlay", "ext4", "inet_diag", "tcp_diag", "udp_diag", "af_packet",
 }
 
-// requiredModules are those without which no guest boots; each must be a module or built in.
+// requiredModules are the modules without which no guest boots; each must be a module or built in.
 var requiredModules = []string{"virtio_pci", "virtio_blk", "virtio_console", "erofs", "overlay", "ext4"}
 
 // moduleSet is the index that depmod made of one kernel's modules.
@@ -98,7 +99,7 @@ func (s *moduleSet) addSoftdep(line string) error {
 	return nil
 }
 
-// readBuiltinAliases reads the NUL-separated "module.alias=value" records of what is built in.
+// readBuiltinAliases reads the NUL-separated "module.alias=value" records of the built-in modules.
 func (s *moduleSet) readBuiltinAliases() error {
 	raw, err := os.ReadFile(filepath.Join(s.dir, "modules.builtin.modinfo"))
 	if errors.Is(err, fs.ErrNotExist) {
@@ -115,8 +116,8 @@ func (s *moduleSet) readBuiltinAliases() error {
 	return nil
 }
 
-// order returns the paths (below dir) of the wanted modules and all they need, each once, in an order in which insmod
-// accepts them. Built-in ones and ones that do not exist are left out; missing is what the second kind was.
+// order returns the paths (below dir) of the wanted modules and of all modules that they need, each once, in an order
+// that insmod accepts. Modules that are built in or do not exist are left out; missing lists the latter.
 func (s *moduleSet) order(wanted []string) (paths, missing []string, err error) {
 	done := map[string]bool{}
 	busy := map[string]bool{}
@@ -130,7 +131,7 @@ func (s *moduleSet) order(wanted []string) (paths, missing []string, err error) 
 		}
 		busy[name] = true
 		for _, soft := range s.soft[name] {
-			// A soft dependency is a wish: one that names nothing, or that leads back here, is not followed.
+			// A soft dependency is only a wish: it is not followed if it names nothing or leads back here.
 			if p, ok := s.provider(soft); ok && !busy[p] {
 				if err := visit(p); err != nil {
 					return err
@@ -180,7 +181,7 @@ func (s *moduleSet) provider(name string) (string, bool) {
 	return "", false
 }
 
-// read returns a module's bytes, uncompressed: the guest's loader takes nothing else.
+// read returns a module's uncompressed bytes: the guest's loader accepts nothing else.
 func (s *moduleSet) read(ctx context.Context, file string) ([]byte, error) {
 	full := filepath.Join(s.dir, filepath.FromSlash(file))
 	var decompress []string

@@ -14,7 +14,7 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// rootInput is all that a root file system depends on.
+// rootInput is everything that a root file system depends on.
 type rootInput struct {
 	Source    string            `json:"source"`
 	Suite     string            `json:"suite,omitempty"`
@@ -26,7 +26,7 @@ type rootInput struct {
 	Env       map[string]string `json:"env,omitempty"`
 }
 
-// rootFacts is what is known of a finished root file system.
+// rootFacts are the facts about a finished root file system.
 type rootFacts struct {
 	File      File        `json:"file"`
 	Packages  []string    `json:"packages,omitempty"` // as installed
@@ -73,7 +73,7 @@ func (b *builder) rootFS(ctx context.Context, in rootInput, file string) (rootFa
 		facts.Packages, err = b.debianTree(ctx, in, tree)
 	} else {
 		facts.TarDigest, err = b.tarTree(ctx, tree)
-		// The archive may have been a stream whose content is an old acquaintance, or a file that changed meanwhile.
+		// The content of a stream may be known already, and a file may have changed meanwhile.
 		in.TarDigest = facts.TarDigest
 		if err == nil {
 			if facts, ok, err := b.reuseRootFS(in, file); ok || err != nil {
@@ -159,14 +159,14 @@ func (b *builder) finishTree(ctx context.Context, in rootInput, tree, file strin
 	if err := b.makeRootFS(ctx, tree, file, epoch); err != nil {
 		return err
 	}
-	// Half a gigabyte of small files: gone now rather than at the end, the disk may be small.
+	// Half a gigabyte of small files: removed now and not at the end, because the disk may be small.
 	return removeTree(tree)
 }
 
 // dpkgExcludes are files that no program in a guest reads. They stay excluded for packages installed later.
 var dpkgExcludes = []string{
 	"path-exclude=/usr/share/doc/*", "path-include=/usr/share/doc/*/copyright",
-	// Not the directories of man pages: a package whose alternatives have pages (any Java) fails without them.
+	// The directories of man pages stay: a package whose alternatives have pages (any Java) fails without them.
 	"path-exclude=/usr/share/man/*/*",
 	"path-exclude=/usr/share/info/*", "path-exclude=/usr/share/groff/*",
 	"path-exclude=/usr/share/lintian/*", "path-exclude=/usr/share/linda/*", "path-exclude=/usr/share/help/*",

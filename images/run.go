@@ -18,10 +18,10 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// Program is a program that a build calls, with the Debian package that holds it.
+// Program is a program that a build calls, with the Debian package that contains it.
 type Program struct{ Name, Package string }
 
-// Programs returns what a build of Debian images needs; an image from a tar needs all but mmdebstrap.
+// Programs returns the programs that a build of Debian images needs; an image from a tar needs all except mmdebstrap.
 func Programs() []Program {
 	return []Program{
 		{"apt-cache", "apt"},
@@ -64,7 +64,7 @@ func checkPrograms(source string) error {
 		strings.Join(names, ", "), strings.Join(slices.Compact(packages), " "))
 }
 
-// lookPath finds a program also where a user's PATH has no sbin.
+// lookPath also finds a program in sbin, which is missing in a user's PATH.
 func lookPath(name string) (string, error) {
 	path, err := exec.LookPath(name)
 	if err == nil {
@@ -139,7 +139,7 @@ func output(ctx context.Context, t tool) (string, error) {
 	return b.String(), err
 }
 
-// toolEnv drops what would change the bytes that tools write.
+// toolEnv drops variables that would change the bytes that tools write.
 func toolEnv(env []string) []string {
 	env = slices.DeleteFunc(slices.Clone(env), func(kv string) bool {
 		name, _, _ := strings.Cut(kv, "=")

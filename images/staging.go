@@ -22,9 +22,9 @@ import (
 // The steps between which a crash must leave a sound store.
 var (
 	beforePublish = failpoint.New("images.before_publish") // all files are written and flushed
-	afterPublish  = failpoint.New("images.after_publish")  // the image is there, its name is not
-	afterUnname   = failpoint.New("images.after_unname")   // the names are gone, the image is there
-	afterDiscard  = failpoint.New("images.after_discard")  // a directory has lost its name, its files are there
+	afterPublish  = failpoint.New("images.after_publish")  // the image exists, its name does not
+	afterUnname   = failpoint.New("images.after_unname")   // the names are gone, the image still exists
+	afterDiscard  = failpoint.New("images.after_discard")  // a directory has lost its name, its files still exist
 )
 
 // discard removes a directory of the store in two steps, so that a crash never leaves half of it under its old name.
@@ -52,7 +52,7 @@ func (s *Store) newTemp() (string, error) {
 	return tmp, nil
 }
 
-// cleanTemp removes what dead builds left. The caller holds the lock, so no living one owns any of it.
+// cleanTemp removes what dead builds left behind. The caller holds the lock, so none of it belongs to a living build.
 func (s *Store) cleanTemp() error {
 	entries, err := os.ReadDir(s.dir)
 	if err != nil {
@@ -111,7 +111,7 @@ func mountsBelow(dir string) ([]string, error) {
 }
 
 // publish makes the finished files in out an image: it writes image.json, flushes everything and renames out to the
-// name that its digest gives. A sound image of that digest that is already there is kept.
+// name that its digest gives. An intact image with that digest is kept if it exists already.
 func (s *Store) publish(ctx context.Context, out string, m manifest) (Image, error) {
 	raw, err := m.encode()
 	if err != nil {
@@ -216,8 +216,8 @@ func (s *Store) cacheAdopt(ctx context.Context, key, dir string) (string, error)
 	return to, nil
 }
 
-// pruneCache removes cached root file systems that no image uses (images hold hard links to them), kernels that no
-// image was made from but the newest, and the facts that point at images that are gone.
+// pruneCache removes cached root file systems that no image uses (images have hard links to them), kernels that no
+// image was made from, except the newest, and facts about images that no longer exist.
 func (s *Store) pruneCache(ctx context.Context) error {
 	entries, err := os.ReadDir(filepath.Join(s.dir, cacheDir))
 	if err != nil {

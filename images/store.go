@@ -28,7 +28,7 @@ const (
 	minPrefixLen = 6 // hex digits of a shortened digest that Get accepts
 )
 
-// Store is a directory of images. Reading needs no lock and works while a build runs; what changes the store is
+// Store is a directory of images. Reading needs no lock and works while a build runs; changes of the store are
 // serialised by an flock, also between processes. It is safe for concurrent use.
 type Store struct{ dir string }
 
@@ -106,7 +106,7 @@ func (s *Store) Get(ref string) (Image, error) {
 	return img, err
 }
 
-// load reads a published image. It is IMAGE_NOT_FOUND when there is none, also when it is removed meanwhile.
+// load reads a published image. The error is IMAGE_NOT_FOUND if there is none, or if it is removed meanwhile.
 func (s *Store) load(digest core.Digest) (Image, error) {
 	dir := s.imageDir(digest)
 	img, err := loadImage(dir, digest)
@@ -119,7 +119,7 @@ func (s *Store) load(digest core.Digest) (Image, error) {
 	return Image{}, err
 }
 
-// resolve finds what ref means. The name is empty when ref is a digest.
+// resolve finds the image that ref means. The name is empty when ref is a digest.
 func (s *Store) resolve(ref string) (digest core.Digest, name string, err error) {
 	notFound := core.Errorf(core.NotFound, core.CodeImageNotFound,
 		"image %q does not exist; `coppice image ls` lists the images, `coppice image build` makes one", core.Clip(ref))
@@ -176,7 +176,7 @@ func (s *Store) Tag(ctx context.Context, ref, name string) error {
 }
 
 // Remove removes a name, and the image itself when it was the last one; given a digest, it removes the image and all
-// its names. What was cached for that image alone goes too. The caller makes sure that no sandbox and no checkpoint
+// its names. Cached parts of that image alone are removed too. The caller makes sure that no sandbox and no checkpoint
 // needs the files.
 func (s *Store) Remove(ctx context.Context, ref string) error {
 	unlock, err := s.lock(ctx)
@@ -261,7 +261,7 @@ func (s *Store) names() (map[string]core.Digest, error) {
 	out := make(map[string]core.Digest, len(entries))
 	for _, e := range entries {
 		if core.ValidateName("image", e.Name()) != nil {
-			continue // a temporary file of a writer, or nothing of ours
+			continue // a temporary file of a writer, or a foreign file
 		}
 		d, err := s.readName(e.Name())
 		if errors.Is(err, fs.ErrNotExist) {
@@ -282,7 +282,7 @@ func (s *Store) readName(name string) (core.Digest, error) {
 	}
 	d, err := core.ParseDigest(strings.TrimSpace(string(raw)))
 	if err != nil {
-		return "", core.Wrapf(err, core.DataLoss, CodeImageCorrupt, "the image name %s points at nothing readable; build the image again", name)
+		return "", core.Wrapf(err, core.DataLoss, CodeImageCorrupt, "the file of the image name %s cannot be read; build the image again", name)
 	}
 	return d, nil
 }

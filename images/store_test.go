@@ -291,7 +291,7 @@ func TestStoreSurvivesKill(t *testing.T) {
 	for _, c := range []struct {
 		point  string
 		remove bool
-		// want is what List says right after the kill, by content.
+		// want is the output of List right after the kill, by content.
 		want []string
 	}{
 		{"images.before_publish", false, []string{"base old"}},

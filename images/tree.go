@@ -155,8 +155,8 @@ func matching(root *os.Root, pattern string) ([]string, error) {
 // maxPlain bounds a file of a root file system that is read as a whole, in bytes.
 const maxPlain = 4 << 20
 
-// readPlain reads a regular file of a root file system that may have anything at that place, as an archive has made it. Nobody
-// writes there any more, so what is looked at is what is opened.
+// readPlain reads a regular file of a root file system. An archive may have put anything into its place. Nobody writes
+// there any more, so the file that was checked is the file that is opened.
 func readPlain(root *os.Root, name string) ([]byte, error) {
 	info, err := root.Stat(name)
 	if err != nil {
@@ -233,8 +233,8 @@ func checkEnv(env map[string]string) error {
 	return nil
 }
 
-// trimDebian removes what a fresh Debian has and a quiet, reproducible guest must not: jobs that an init would run,
-// caches, logs, backups, and times of the build.
+// trimDebian removes parts of a fresh Debian that a quiet, reproducible guest must not have: jobs that an init would
+// run, caches, logs, backups, and times of the build.
 func trimDebian(root *os.Root) error {
 	for _, dir := range []string{"var/log", "var/cache/apt", "var/cache/ldconfig", "var/cache/debconf", "var/lib/apt/lists", "boot", "var/tmp"} {
 		if _, err := root.Lstat(dir); err == nil {

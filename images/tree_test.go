@@ -58,7 +58,7 @@ func openRoot(t *testing.T, dir string) *os.Root {
 	return root
 }
 
-// messyTree has one of everything that a guest must not have.
+// messyTree has at least one of everything that a guest must not have.
 func messyTree() map[string]string {
 	return map[string]string{
 		"usr/bin/app":                       "program",

@@ -27,8 +27,8 @@ func unpackerLimits(limits untarLimits) confine.Limits {
 	}
 }
 
-// unpackerCaps are what it takes to make files of other owners, with every mode, device nodes and capabilities of programs. The
-// helper sees the tree and nothing else, and devices cannot be opened there.
+// unpackerCaps are the capabilities needed to make files of other owners, with every mode, device nodes and file
+// capabilities. The helper sees only the tree, and devices cannot be opened there.
 var unpackerCaps = []uint8{unix.CAP_CHOWN, unix.CAP_DAC_OVERRIDE, unix.CAP_FOWNER, unix.CAP_FSETID, unix.CAP_MKNOD, unix.CAP_SETFCAP}
 
 // ConfinedTask is the task for confine.Enter of a program that builds images.
@@ -56,16 +56,16 @@ func untar(ctx context.Context, r io.Reader, dir string, limits untarLimits) (co
 		_, err := io.Copy(to, io.TeeReader(contextReader{ctx, r}, sum))
 		_ = to.Close() // the helper reads to here
 		if errors.Is(err, unix.EPIPE) {
-			err = drain(io.TeeReader(contextReader{ctx, r}, sum)) // what the helper did not need
+			err = drain(io.TeeReader(contextReader{ctx, r}, sum)) // the part that the helper did not read
 		}
 		feeding <- err
 	}()
 	failed := confine.Run(ctx, confine.Spec{
 		Task: untarTask, Limits: unpackerLimits(limits), Request: limits, Files: []*os.File{from}, Dir: dir, Caps: unpackerCaps,
 	}, func(json.RawMessage) error {
-		return errors.New("the confined helper gave an answer, and has none to give")
+		return errors.New("the confined helper sent an answer, and this task has no answers")
 	})
-	_ = from.Close() // whoever feeds the helper ends
+	_ = from.Close() // the goroutine that feeds the helper ends
 	if failed != nil {
 		select {
 		case err := <-feeding: // why the archive ended early
@@ -90,9 +90,9 @@ func untar(ctx context.Context, r io.Reader, dir string, limits untarLimits) (co
 	return core.ParseDigest("sha256:" + hex.EncodeToString(sum.Sum(nil)))
 }
 
-var errTooLong = fmt.Errorf("it has more than %d MiB of data behind its end", maxRest>>20)
+var errTooLong = fmt.Errorf("it has more than %d MiB of data after its end", maxRest>>20)
 
-// drain reads the rest of an archive, which is not endless.
+// drain reads the rest of an archive, up to a bound.
 func drain(r io.Reader) error {
 	n, err := io.CopyN(io.Discard, r, maxRest+1)
 	if errors.Is(err, io.EOF) {
@@ -104,7 +104,7 @@ func drain(r io.Reader) error {
 	return err
 }
 
-// unpackError makes what happened to the helper an error of the build.
+// unpackError converts an error of the helper into an error of the build.
 func unpackError(err error) error {
 	if failed, ok := errors.AsType[*confine.TaskError](err); ok {
 		switch failed.Code {
@@ -112,7 +112,7 @@ func unpackError(err error) error {
 			return core.Wrapf(err, core.Invalid, CodeInvalidTar, "%s", failed.Message)
 		case core.CodeDiskFull:
 			return core.Wrapf(err, core.Exhausted, core.CodeDiskFull, "%s", failed.Message)
-		default: // of a fault of ours, or a made-up one
+		default: // the code of a fault of ours, or a forged one
 		}
 		return fmt.Errorf("unpack the archive: %w", err)
 	}
@@ -125,8 +125,8 @@ func unpackError(err error) error {
 	return err
 }
 
-// openArchive opens a regular file, and nothing else: a FIFO would wait for a writer, and opening a device node may do anything. It
-// follows a link that the user names.
+// openArchive opens only a regular file: a FIFO would wait for a writer, and opening a device node can have any effect.
+// It follows a link that the user names.
 func openArchive(name string) (*os.File, error) {
 	fd, err := unix.Open(name, unix.O_PATH|unix.O_CLOEXEC, 0) // this opens no device and waits for nobody
 	if err != nil {

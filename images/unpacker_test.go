@@ -22,8 +22,8 @@ import (
 	"github.com/coppice-dev/coppice/internal/require"
 )
 
-// TestArchiveSource: an archive is a regular file. Nothing else is opened: a FIFO would wait for ever, and a device node may do
-// anything.
+// TestArchiveSource: an archive is a regular file. Nothing else is opened: a FIFO would wait for ever, and opening a
+// device node can have any effect.
 func TestArchiveSource(t *testing.T) {
 	t.Parallel()
 	require.Root(t)
@@ -67,8 +67,8 @@ func TestArchiveSource(t *testing.T) {
 	}
 }
 
-// TestHostileTree: what an archive has in the place of files that a build reads or lists does not make the build wait, read a
-// device or follow a link out of the tree.
+// TestHostileTree: whatever an archive has in the place of files that a build reads or lists, the build does not wait,
+// read a device or follow a link out of the tree.
 func TestHostileTree(t *testing.T) {
 	t.Parallel()
 	require.Root(t)
@@ -124,7 +124,7 @@ func zipped(t *testing.T, write func(io.Writer)) []byte {
 	return b.Bytes()
 }
 
-// TestTarBombs: small archives that want much memory, time or disk are refused, and cost the builder little.
+// TestTarBombs: small archives that need much memory, time or disk are refused, and cost the builder little.
 func TestTarBombs(t *testing.T) {
 	require.Root(t)
 	header := func(w *tar.Writer, h tar.Header) {
@@ -200,7 +200,8 @@ func (zeros) Read(b []byte) (int, error) {
 	return len(b), nil
 }
 
-// TestEndlessArchive: what goes on behind an archive's end is not read for ever, and neither is an input that never comes.
+// TestEndlessArchive: data after an archive's end is not read for ever, and an input that never comes is not waited
+// for.
 func TestEndlessArchive(t *testing.T) {
 	t.Parallel()
 	require.Root(t)
@@ -239,7 +240,7 @@ func TestUnpackErrors(t *testing.T) {
 	}
 }
 
-// FuzzUnpack unpacks archives in which places were changed, in this process. Nothing outside of the tree changes.
+// FuzzUnpack unpacks archives with changed bytes, in this process. Nothing outside of the tree changes.
 func FuzzUnpack(f *testing.F) {
 	var b bytes.Buffer
 	w := tar.NewWriter(&b)

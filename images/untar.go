@@ -21,11 +21,11 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// untarLimits bound what an archive may make of itself on the host's disk, and in the memory of who unpacks it.
+// untarLimits bound the effect of an archive on the host's disk, and on the memory of the process that unpacks it.
 type untarLimits struct {
 	Bytes   int64 // of all regular files
 	Entries int
-	Stream  int64 // bytes of the archive when it is not compressed any more, whether they are kept or dropped
+	Stream  int64 // bytes of the decompressed archive, kept or dropped
 	Names   int   // bytes of the paths of all directories
 }
 
@@ -80,7 +80,7 @@ func unpack(ctx context.Context, r io.Reader, dir string, limits untarLimits) er
 	if err := u.finish(); err != nil {
 		return err
 	}
-	// What follows the end mark (padding) belongs to the archive too, but not without bound.
+	// The bytes after the end mark (padding) belong to the archive too, but only up to a bound.
 	if _, err := io.Copy(io.Discard, io.LimitReader(plain, maxRest)); err != nil {
 		return core.Wrapf(err, core.Invalid, CodeInvalidTar, "the archive's end cannot be read (%v)", err)
 	}
@@ -156,7 +156,7 @@ type refusedError string
 
 func (e refusedError) Error() string { return string(e) }
 
-// explain makes the error of one entry into one that the user can act on.
+// explain turns the error of one entry into an error that helps the user.
 func (u *untarrer) explain(hdr *tar.Header, err error) error {
 	var refused refusedError
 	switch {
@@ -171,7 +171,7 @@ func (u *untarrer) explain(hdr *tar.Header, err error) error {
 	}
 }
 
-// lastCause is the innermost error's text: it names no path of the host.
+// lastCause returns the text of the innermost error: it contains no path of the host.
 func lastCause(err error) string {
 	for {
 		inner := errors.Unwrap(err)
@@ -216,7 +216,7 @@ func (u *untarrer) entry(hdr *tar.Header, content io.Reader) error {
 	if hdr.Typeflag == tar.TypeDir {
 		return u.makeDirectory(at, base, name, hdr)
 	}
-	// The last of several entries for a path counts, but a directory is never replaced: what it holds would be lost.
+	// The last of several entries for a path counts, but a directory is never replaced: its content would be lost.
 	if err := unix.Unlinkat(at, base, 0); err != nil && !errors.Is(err, unix.ENOENT) {
 		if errors.Is(err, unix.EISDIR) {
 			return refusedError("a directory of that name was there before")
@@ -290,7 +290,7 @@ func (u *untarrer) openParent(name string) (*os.File, error) {
 	return f, nil
 }
 
-// makeMissing makes the directories of a path that are not there. They are root's.
+// makeMissing makes the missing directories of a path. They belong to root.
 func (u *untarrer) makeMissing(dir string) error {
 	for i := range len(dir) + 1 {
 		if i < len(dir) && dir[i] != '/' {
@@ -316,7 +316,8 @@ func (u *untarrer) makeDirectory(at int, base, name string, hdr *tar.Header) err
 		return fmt.Errorf("stat: %w", err)
 	}
 	if st.Mode&unix.S_IFMT != unix.S_IFDIR {
-		// A merged /usr has /bin as a link: a directory entry for it says nothing new, as long as it leads to one.
+		// A merged /usr has /bin as a link: a directory entry for it changes nothing, as long as the link leads to a
+		// directory.
 		info, err := u.root.Stat(name)
 		if st.Mode&unix.S_IFMT == unix.S_IFLNK && err == nil && info.IsDir() {
 			return nil
@@ -403,8 +404,8 @@ func setMetadata(at int, base string, hdr *tar.Header) error {
 	return setTimes(at, base, hdr)
 }
 
-// setOpenMetadata sets owner, mode and extended attributes, in the order in which none of them undoes another: a
-// change of owner clears set-uid bits and capabilities.
+// setOpenMetadata sets owner, mode and extended attributes, in an order in which none of them undoes another: a change
+// of owner clears set-uid bits and capabilities.
 func setOpenMetadata(fd int, hdr *tar.Header) error {
 	if err := unix.Fchown(fd, hdr.Uid, hdr.Gid); err != nil {
 		return fmt.Errorf("chown: %w", err)
@@ -428,7 +429,7 @@ func setOpenMetadata(fd int, hdr *tar.Header) error {
 	return nil
 }
 
-// keptAttribute chooses the attributes that mean something in a guest. Those of overlayfs (trusted.overlay.*) would
+// keptAttribute selects the attributes that have a meaning in a guest. Those of overlayfs (trusted.overlay.*) would
 // change what the guest's own overlay shows; security labels are the host's.
 func keptAttribute(name string) bool {
 	return name == "security.capability" || name == "system.posix_acl_access" || name == "system.posix_acl_default" ||
@@ -443,7 +444,7 @@ func setTimes(at int, base string, hdr *tar.Header) error {
 	return nil
 }
 
-// clampTime keeps a time inside what every file system here can hold.
+// clampTime limits a time to the range of every file system here.
 func clampTime(t time.Time) time.Time {
 	if t.Unix() < 0 || t.Unix() > 1<<32 {
 		return time.Unix(0, 0)

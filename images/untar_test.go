@@ -52,7 +52,7 @@ func makeTar(t *testing.T, entries []tar.Header, contents map[string]string) []b
 	return b.Bytes()
 }
 
-// staging returns an empty directory inside one that must stay as it is.
+// staging returns an empty directory inside a directory that must stay unchanged.
 func staging(t *testing.T) (dir string, untouched func()) {
 	t.Helper()
 	outer := t.TempDir()
@@ -105,7 +105,7 @@ func TestUntarKeepsEverything(t *testing.T) {
 		{Name: "./proc/cpuinfo", Typeflag: tar.TypeReg},
 		{Name: "./etc/twice", Typeflag: tar.TypeReg},
 		{Name: "./etc/twice", Typeflag: tar.TypeReg, Mode: 0o600},
-		{Name: "./bin/", Typeflag: tar.TypeDir, Mode: 0o700}, // says nothing new about the link
+		{Name: "./bin/", Typeflag: tar.TypeDir, Mode: 0o700}, // changes nothing about the link
 		{Name: "/absolute", Typeflag: tar.TypeReg},
 	}
 	raw := makeTar(t, entries, map[string]string{"./usr/bin/su": "setuid", "./etc/twice": "text", "/absolute": "inside"})
@@ -239,7 +239,7 @@ func TestUntarBoundsSizes(t *testing.T) {
 	t.Parallel()
 	require.Root(t)
 	small := untarLimits{Bytes: 1 << 20, Entries: 5, Stream: 4 << 20, Names: 1 << 10}
-	// A header that promises an exabyte, with nothing behind it.
+	// A header that promises an exabyte, with nothing after it.
 	var huge bytes.Buffer
 	w := tar.NewWriter(&huge)
 	for _, h := range []tar.Header{{Name: "usr/", Typeflag: tar.TypeDir, Mode: 0o755}, {Name: "usr/huge", Typeflag: tar.TypeReg, Mode: 0o644, Size: 1 << 60}} {

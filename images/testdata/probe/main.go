@@ -44,7 +44,7 @@ func report(step string, more map[string]any) {
 }
 
 func main() {
-	// As a program inside the root, it tells whether the root is what it should be.
+	// As a program inside the root, it reports whether the root is correct.
 	if os.Getpid() != 1 {
 		return
 	}
