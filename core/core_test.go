@@ -29,7 +29,7 @@ func TestIDs(t *testing.T) {
 	}
 	for _, s := range []string{
 		"", "ws_", string(last)[3:], "ckpt" + string(last)[2:], string(last) + "0", strings.ToUpper(string(last)),
-		"ws_" + strings.Repeat("u", 26), "ws_" + strings.Repeat("0", 25) + "1", // a character and trailing bits that are not of the alphabet
+		"ws_" + strings.Repeat("u", 26), "ws_" + strings.Repeat("0", 25) + "1", // a character outside of the alphabet, and invalid trailing bits
 	} {
 		if got, err := core.ParseID[core.WorkspaceID](s); core.CodeOf(err) != core.CodeInvalidID {
 			t.Errorf("ParseID(%q) = %q, %v; want %s", s, got, err, core.CodeInvalidID)
@@ -91,7 +91,7 @@ func TestErrors(t *testing.T) {
 	}
 }
 
-// A state that nothing leads to or that leads nowhere but is not final is a mistake in a table.
+// A state is a mistake in a table if no state leads to it, or if it leads nowhere and is not final.
 func TestStatesAreConnected(t *testing.T) {
 	t.Parallel()
 	for _, s := range core.WorkspaceStates() {

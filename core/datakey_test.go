@@ -14,7 +14,7 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// TestDataKeyIsHidden prints keys, alone and in other values, in all ways that a program prints by accident.
+// TestDataKeyIsHidden prints keys, alone and in other values, in every way that a program might print them by accident.
 func TestDataKeyIsHidden(t *testing.T) {
 	t.Parallel()
 	k := core.NewDataKey()

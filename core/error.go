@@ -130,7 +130,7 @@ const (
 )
 
 // Error is an error that may travel to a caller. Msg says what happened, to which object and what to do next; it
-// holds nothing the caller may not see. Err is the cause, which stays inside.
+// contains nothing that the caller may not see. Err is the cause, which stays inside.
 type Error struct {
 	Category Category
 	Code     Code
@@ -138,7 +138,7 @@ type Error struct {
 	Err      error
 }
 
-// Error gives the message and, for the log, the cause.
+// Error returns the message and, for the log, the cause.
 func (e *Error) Error() string {
 	if e.Err == nil {
 		return e.Msg
@@ -155,7 +155,7 @@ func (e *Error) Is(target error) bool {
 	return ok && t.Code == e.Code && t.Category == e.Category
 }
 
-// Errorf makes an Error without a cause; its text is all shown to the caller.
+// Errorf makes an Error without a cause; its whole text is shown to the caller.
 func Errorf(c Category, code Code, format string, a ...any) *Error {
 	return &Error{Category: c, Code: code, Msg: fmt.Sprintf(format, a...)}
 }
@@ -200,7 +200,7 @@ func CodeOf(err error) Code {
 	}
 }
 
-// MessageOf returns what a caller may see of err.
+// MessageOf returns the part of err that a caller may see.
 func MessageOf(err error) string {
 	var e *Error
 	switch {

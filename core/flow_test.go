@@ -6,7 +6,8 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// TestChanges: what was sent may have changed something, whatever the guest was told of it; what was denied was not sent.
+// TestChanges: a flow that was sent may have changed something, whatever the guest was told about it; a denied flow was
+// not sent.
 func TestChanges(t *testing.T) {
 	t.Parallel()
 	for _, o := range []core.Outcome{core.FlowAllowed, core.FlowDenied, core.FlowCut, core.FlowFailed} {

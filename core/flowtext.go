@@ -6,8 +6,8 @@ import (
 	"unicode/utf8"
 )
 
-// The bounds of the record of a flow, in bytes of its JSON encoding, whatever a guest or a host has sent. Each text is clipped by the length of
-// its encoding, so that the sum bounds the whole.
+// The bounds of the record of a flow, in bytes of its JSON encoding, whatever a guest or a host has sent. Each text is
+// clipped by the length of its encoding, so that the sum of the bounds limits the whole record.
 const (
 	MaxFlowEncoded = 2 << 10
 	MaxFlowID      = 64
@@ -19,8 +19,8 @@ const (
 	MaxFlowReason  = 400
 )
 
-// Clipped returns the flow as it is recorded: its texts are valid UTF-8 without control characters, and MaxFlowEncoded bounds its encoding.
-// Every record is made by it, so that nothing else has to look at what a text holds.
+// Clipped returns the flow in the form of a record: its texts are valid UTF-8 without control characters, and its
+// encoding has at most MaxFlowEncoded bytes. Every record is made by it, so no other code has to check the texts.
 func (f Flow) Clipped() Flow {
 	f.ID, f.SandboxID = ClipText(f.ID, MaxFlowID), SandboxID(ClipText(string(f.SandboxID), MaxFlowID))
 	f.Spoken, f.Outcome = Spoken(ClipText(string(f.Spoken), maxFlowMethod)), Outcome(ClipText(string(f.Outcome), maxFlowMethod))
@@ -29,7 +29,7 @@ func (f Flow) Clipped() Flow {
 	return f
 }
 
-// clippedEnd follows what was cut off.
+// clippedEnd replaces the part that was cut off.
 const clippedEnd = "..."
 
 // ClipText cleans foreign text: the result is valid UTF-8 without control characters, takes at most limit bytes in JSON, and ends with an
@@ -39,7 +39,7 @@ func ClipText(s string, limit int) string {
 		return s
 	}
 	var b strings.Builder
-	room, fits := limit, 0 // fits is how much of b an ellipsis has room behind
+	room, fits := limit, 0 // fits is the length of b after which an ellipsis still has room
 	for i := 0; i < len(s); {
 		r, n := utf8.DecodeRuneInString(s[i:])
 		i += n
@@ -57,7 +57,7 @@ func ClipText(s string, limit int) string {
 	return b.String()
 }
 
-// plain reports whether a text is of characters that an encoding leaves as they are.
+// plain reports whether a text has only characters that the encoding leaves unchanged.
 func plain(s string) bool {
 	for i := range len(s) {
 		if c := s[i]; c < ' ' || c >= 0x7f || encodedSize(rune(c)) != 1 {
@@ -67,12 +67,12 @@ func plain(s string) bool {
 	return true
 }
 
-// encodedSize is what encoding/json takes for a character that is no control character.
+// encodedSize is the number of bytes that encoding/json uses for a character that is not a control character.
 func encodedSize(r rune) int {
 	switch r {
 	case '"', '\\':
 		return len(`\"`)
-	case '<', '>', '&': // for those who put it into HTML
+	case '<', '>', '&': // escaped, for use in HTML
 		return len(`\u0026`)
 	}
 	return utf8.RuneLen(r)

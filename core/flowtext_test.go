@@ -10,7 +10,7 @@ import (
 	"unicode/utf8"
 )
 
-// FuzzClipped: whatever texts a flow has, its record is within its bound and holds nothing but text.
+// FuzzClipped: whatever texts a flow has, its record is within its bound and contains only valid text.
 func FuzzClipped(f *testing.F) {
 	for _, s := range []string{"", "a.example", "&", "\"", "\\", "<>", "\u2028", "\x00\x1b[2J", "\xff\xfe", "é", "\U0001f600", "\ufffd"} {
 		for _, n := range []int{1, 80, 60_000} {
@@ -43,7 +43,7 @@ func FuzzClipped(f *testing.F) {
 	})
 }
 
-// TestClipText cuts between characters, and says so.
+// TestClipText cuts between characters, and marks the cut.
 func TestClipText(t *testing.T) {
 	t.Parallel()
 	for in, want := range map[string]string{"": "", "abcdefgh": "abcdefgh", "abcdefghi": "abcde...", "éééé": "éééé", "ééééé": "éé...", "&&": "...", "a\x1bb": "a?b", "\xff": "?"} {

@@ -40,7 +40,7 @@ type (
 	SecretID string
 )
 
-// SystemProject owns what the operator publishes to all projects: templates, images, runners.
+// SystemProject owns everything that the operator publishes to all projects: templates, images, runners.
 const SystemProject ProjectID = "prj_00000000000000000000000000"
 
 // ID is any of the typed ids.
@@ -78,7 +78,7 @@ func NewID[T ID]() T {
 	return T(zero.prefix() + "_" + idEncoding.EncodeToString(b[:]))
 }
 
-// NewIDOfAge returns a fresh id that sorts as if it had been made in the millisecond in which old was.
+// NewIDOfAge returns a new id that sorts as if it had been made in the same millisecond as old.
 func NewIDOfAge[T ID](old T) (T, error) {
 	old, err := ParseID[T](string(old))
 	if err != nil {

@@ -39,7 +39,7 @@ func Traceable(id string) bool {
 	return id != "" && len(id) <= 64 && strings.Trim(id, allowed) == ""
 }
 
-// LogHandler adds request_id and operation_id of the context to every line that does not say them itself.
+// LogHandler adds request_id and operation_id of the context to every line that does not have them.
 func LogHandler(next slog.Handler) slog.Handler { return logHandler{next} }
 
 type logHandler struct{ slog.Handler }

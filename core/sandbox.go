@@ -44,14 +44,14 @@ type EgressPolicy string
 const (
 	// EgressDenyAll is the default: nothing leaves the sandbox.
 	EgressDenyAll EgressPolicy = "deny-all"
-	// EgressProxied is what a runner with an egress proxy makes of deny-all: what leaves is what the proxy carries. It is no policy
-	// of a workspace, and only runners know it.
+	// EgressProxied is the form of deny-all on a runner with an egress proxy: only the proxy's traffic leaves. It is
+	// not a policy of a workspace; only runners use it.
 	EgressProxied EgressPolicy = "proxied"
-	// EgressAllowAll routes everything out. It exists for development, is exempt from invariant 2 and says so.
+	// EgressAllowAll routes everything out. It exists for development. It is exempt from invariant 2, and says so.
 	EgressAllowAll EgressPolicy = "allow-all"
 )
 
-// Identity is what a sandbox gets anew at every restore and shares with no other.
+// Identity is what a sandbox gets at every restore and shares with no other sandbox.
 type Identity struct {
 	Generation string     `json:"generation"` // random, never derived from a clock; names this restore for ever
 	Hostname   string     `json:"hostname"`
@@ -70,7 +70,7 @@ const (
 	ResealFailed  ResealStatus = "failed"
 )
 
-// ResealStep is one thing that was made new, with what proves it.
+// ResealStep is one thing that was renewed, with its evidence.
 type ResealStep struct {
 	Name       string            `json:"name"`
 	Status     ResealStatus      `json:"status"`
@@ -87,8 +87,8 @@ type StaleProcess struct {
 	Runtime string `json:"runtime"` // openssl, node, java, python, go
 }
 
-// WorkloadProcess is a process of the workload at a capture. Within one boot of a guest, which all of a tree's checkpoints share,
-// number, start and command tell it from every other.
+// WorkloadProcess is a process of the workload at a capture. Within one boot of a guest, which all checkpoints of a
+// tree share, its number, start and command identify it.
 type WorkloadProcess struct {
 	PID        int    `json:"pid"`         // as the workload sees it
 	StartTicks uint64 `json:"start_ticks"` // since the guest's boot, in hundredths of a second
@@ -96,7 +96,7 @@ type WorkloadProcess struct {
 	Args       string `json:"args,omitempty"` // clipped
 }
 
-// ResealReport says what a fork got new. A sandbox is released only if Complete.
+// ResealReport says what was renewed in a fork. A sandbox is released only if Complete.
 type ResealReport struct {
 	Generation     string         `json:"generation"`
 	Complete       bool           `json:"complete"`
