@@ -13,7 +13,7 @@ import (
 	"github.com/coder/websocket"
 )
 
-// AttachOptions says where to start. The zero value starts at the oldest byte that is kept.
+// AttachOptions says where to start. The zero value starts at the oldest byte that the session still keeps.
 type AttachOptions struct {
 	StdoutOffset int64
 	StderrOffset int64
@@ -24,7 +24,7 @@ type Attached struct {
 	conn *websocket.Conn
 }
 
-// AttachEvent is what comes from an attached session: output, or a message.
+// AttachEvent is an event of an attached session: output, or a message.
 type AttachEvent struct {
 	Stream  string         // Stdout or Stderr; empty for a message
 	Offset  int64          // of Data in the stream
@@ -32,24 +32,25 @@ type AttachEvent struct {
 	Message *AttachMessage // exit, truncated or error; nil for output
 }
 
-// The longest message that is taken from the server, and the head of a binary one: stream, offset.
+// The longest message that the client accepts from the server, and the head of a binary message: stream, offset.
 const (
 	maxAttachMessage = 4 << 20
 	attachHead       = 9
 )
 
-// Attach connects to a session: straight at its runner where that is possible, else through the server. The connection lives
-// as long as ctx, or until Close; the session does not care.
+// Attach connects to a session: directly to its runner if possible, otherwise through the server. The connection lives
+// as long as ctx, or until Close; its end does not affect the session.
 func (c *Client) Attach(ctx context.Context, id SessionID, opts AttachOptions) (*Attached, error) {
 	a, err := c.attach(ctx, id, opts, "")
 	var refused *Error
 	if err != nil && errors.As(err, new(*unsentError)) && !errors.As(err, &refused) && ctx.Err() == nil {
-		return c.attach(ctx, id, opts, "controller") // the runner's data plane is not reached from here
+		return c.attach(ctx, id, opts, "controller") // the runner's data plane cannot be reached from here
 	}
 	return a, err
 }
 
-// AttachGrant returns where and with what token a WebSocket is attached to a session, for those who bring their own.
+// AttachGrant returns the address and the token for attaching a WebSocket to a session, for callers with their own
+// WebSocket library.
 func (c *Client) AttachGrant(ctx context.Context, id SessionID) (Attachment, error) {
 	return c.attachGrant(ctx, id, "")
 }
@@ -97,7 +98,7 @@ func (c *Client) attach(ctx context.Context, id SessionID, opts AttachOptions, v
 		if resp != nil && resp.StatusCode >= http.StatusBadRequest {
 			return nil, problem(resp)
 		}
-		err = fmt.Errorf("attach to session %s: %w", id, withoutAddress(err)) // the address has the token in it
+		err = fmt.Errorf("attach to session %s: %w", id, withoutAddress(err)) // the address contains the token
 		if straight && resp == nil {
 			err = &unsentError{err}
 		}
@@ -107,7 +108,7 @@ func (c *Client) attach(ctx context.Context, id SessionID, opts AttachOptions, v
 	return &Attached{conn: conn}, nil
 }
 
-// Next returns what comes next. After the message of type AttachExit nothing comes.
+// Next returns the next event. After the message of type AttachExit there are no more.
 func (a *Attached) Next(ctx context.Context) (AttachEvent, error) {
 	kind, data, err := a.conn.Read(ctx)
 	if err != nil {
@@ -134,7 +135,7 @@ func (a *Attached) Next(ctx context.Context) (AttachEvent, error) {
 	return e, nil
 }
 
-// Ping waits until the other end has answered. Another goroutine must be in Next meanwhile.
+// Ping waits until the other end has answered. Meanwhile, another goroutine must be in Next.
 func (a *Attached) Ping(ctx context.Context) error { return a.conn.Ping(ctx) }
 
 // Write sends p to standard input.

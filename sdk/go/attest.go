@@ -7,8 +7,8 @@ import (
 	"strconv"
 )
 
-// Attestation returns the signed report of a workspace's reseal in an epoch; 0 is the present one. The bytes are the envelope as it was
-// signed: `coppice attest verify` takes them, one envelope a line, and no other form of them.
+// Attestation returns the signed report of a workspace's reseal in an epoch; 0 is the present one. The bytes are the
+// signed envelope: `coppice attest verify` accepts exactly these bytes, one envelope per line.
 func (c *Client) Attestation(ctx context.Context, id WorkspaceID, epoch int64) ([]byte, error) {
 	q := url.Values{}
 	if epoch != 0 {
@@ -19,7 +19,7 @@ func (c *Client) Attestation(ctx context.Context, id WorkspaceID, epoch int64) (
 	return out, err
 }
 
-// Authority returns the certificate that attestations are verified with. Get it once, in a way that you trust.
+// Authority returns the certificate with which attestations are verified. Get it once, over a channel that you trust.
 func (c *Client) Authority(ctx context.Context) (Authority, error) {
 	var out Authority
 	err := c.call(ctx, get("v1", "authority"), &out)

@@ -7,7 +7,7 @@ import (
 	"time"
 )
 
-// SystemProject has the audit records of what is no project's own: of runners, and of projects themselves.
+// SystemProject has the audit records that belong to no single project: those of runners, and of projects themselves.
 const SystemProject ProjectID = "prj_00000000000000000000000000"
 
 // AuditFilter narrows the audit log. Its zero value lists all of it.
@@ -46,7 +46,7 @@ func (c *Client) Audit(ctx context.Context, f AuditFilter) iter.Seq2[AuditRecord
 	return all[AuditRecord](ctx, c, get("v1", "audit").with(f.query()))
 }
 
-// CheckAudit compares the audit records of a project, or of the key's own for "", with their seals.
+// CheckAudit compares the audit records of a project with their seals. An empty project means the key's own.
 func (c *Client) CheckAudit(ctx context.Context, project ProjectID) (AuditCheck, error) {
 	var out AuditCheck
 	err := c.call(ctx, get("v1", "audit", "check").with(AuditFilter{ProjectID: project}.query()), &out)

@@ -37,7 +37,7 @@ func (f CheckpointFilter) query() url.Values {
 	return q
 }
 
-// CreateCheckpoint captures a running workspace, which goes on. The checkpoint can be forked at once.
+// CreateCheckpoint captures a running workspace, which goes on running. The checkpoint can be forked at once.
 func (c *Client) CreateCheckpoint(ctx context.Context, id WorkspaceID, req CreateCheckpointRequest) (Checkpoint, error) {
 	var out Checkpoint
 	err := c.start(ctx, creation("v1", "workspaces", id, "checkpoints").json(req), &out)
@@ -51,8 +51,8 @@ func (c *Client) Checkpoint(ctx context.Context, id CheckpointID) (Checkpoint, e
 	return out, err
 }
 
-// WaitSealed returns a checkpoint when it is in the store, so that it outlives the host that it was captured on, or when it never will
-// be: its State says which. It fails with CodeUnsupported where there is no store.
+// WaitSealed waits until a checkpoint is in the store, so that it outlives its host, or until it is certain that it
+// never will be: its State says which. It fails with CodeUnsupported if there is no store.
 func (c *Client) WaitSealed(ctx context.Context, id CheckpointID) (Checkpoint, error) {
 	for {
 		var out Checkpoint
@@ -71,7 +71,7 @@ func (c *Client) Checkpoints(ctx context.Context, f CheckpointFilter) iter.Seq2[
 	return all[Checkpoint](ctx, c, get("v1", "checkpoints").with(f.query()))
 }
 
-// PatchCheckpoint changes name, labels or annotations. With a Version that is not the checkpoint's any more it fails
+// PatchCheckpoint changes name, labels or annotations. If Version is not the checkpoint's present version, it fails
 // with CodeVersionConflict.
 func (c *Client) PatchCheckpoint(ctx context.Context, id CheckpointID, req PatchCheckpointRequest) (Checkpoint, error) {
 	var out Checkpoint
@@ -79,11 +79,12 @@ func (c *Client) PatchCheckpoint(ctx context.Context, id CheckpointID, req Patch
 	return out, err
 }
 
-// How often Annotate tries anew when others keep changing the checkpoint.
+// The number of times that Annotate tries when others keep changing the checkpoint.
 const annotateAttempts = 100
 
-// Annotate changes annotations by compare-and-set: change gets the checkpoint as it is and returns the annotations to
-// set (nil values remove theirs); when somebody else was faster it is called again. An error of change ends it.
+// Annotate changes annotations by compare-and-set: change gets the present checkpoint and returns the annotations to
+// set (a nil value removes its annotation). If somebody else was faster, change is called again. An error of change
+// ends the call.
 func (c *Client) Annotate(ctx context.Context, id CheckpointID, change func(Checkpoint) (Annotations, error)) (Checkpoint, error) {
 	for range annotateAttempts {
 		cp, err := c.Checkpoint(ctx, id)
@@ -102,13 +103,13 @@ func (c *Client) Annotate(ctx context.Context, id CheckpointID, change func(Chec
 	return Checkpoint{}, fmt.Errorf("annotate %s: others changed it %d times in a row: %w", id, annotateAttempts, CodeVersionConflict)
 }
 
-// DeleteCheckpoint drops a checkpoint's bytes. What grew from it lives on. Idempotent.
+// DeleteCheckpoint deletes a checkpoint's bytes. Its forks live on. Idempotent.
 func (c *Client) DeleteCheckpoint(ctx context.Context, id CheckpointID) error {
 	return c.call(ctx, request{method: http.MethodDelete, path: []string{"v1", "checkpoints", id}}, nil)
 }
 
-// DeleteCheckpoints drops a checkpoint and, with cascade, all that grew from it: together or not at all. With dryRun it only
-// says what would go.
+// DeleteCheckpoints deletes a checkpoint and, with cascade, all its descendants: all of them or none. With dryRun it
+// only reports what it would delete.
 func (c *Client) DeleteCheckpoints(ctx context.Context, id CheckpointID, cascade, dryRun bool) (PruneResult, error) {
 	q := url.Values{"cascade": {strconv.FormatBool(cascade)}, "dry_run": {strconv.FormatBool(dryRun)}}
 	var out PruneResult
@@ -119,21 +120,22 @@ func (c *Client) DeleteCheckpoints(ctx context.Context, id CheckpointID, cascade
 	return out, err
 }
 
-// PruneCheckpoints deletes what a policy does not keep of a checkpoint and what grew from it, or with DryRun only says so.
+// PruneCheckpoints deletes the checkpoints that a policy does not keep, among a checkpoint and its descendants. With
+// DryRun it only reports them.
 func (c *Client) PruneCheckpoints(ctx context.Context, id CheckpointID, req PruneRequest) (PruneResult, error) {
 	var out PruneResult
 	err := c.start(ctx, post("v1", "checkpoints", id, "prune").json(req), &out)
 	return out, err
 }
 
-// Retention returns the stored policy of a checkpoint and what grew from it.
+// Retention returns the stored policy of a checkpoint and its descendants.
 func (c *Client) Retention(ctx context.Context, id CheckpointID) (Retention, error) {
 	var out Retention
 	err := c.call(ctx, get("v1", "checkpoints", id, "retention"), &out)
 	return out, err
 }
 
-// PutRetention stores a policy, which is carried out every minute or so.
+// PutRetention stores a policy. The server applies it about once a minute.
 func (c *Client) PutRetention(ctx context.Context, id CheckpointID, policy RetentionPolicy) (Retention, error) {
 	var out Retention
 	err := c.call(ctx, request{method: http.MethodPut, path: []string{"v1", "checkpoints", id, "retention"}, body: policy}, &out)
@@ -145,22 +147,22 @@ func (c *Client) DeleteRetention(ctx context.Context, id CheckpointID) error {
 	return c.call(ctx, request{method: http.MethodDelete, path: []string{"v1", "checkpoints", id, "retention"}}, nil)
 }
 
-// CheckpointUsage returns what was used by all that grew from a checkpoint.
+// CheckpointUsage returns the usage of all descendants of a checkpoint.
 func (c *Client) CheckpointUsage(ctx context.Context, id CheckpointID) (Usage, error) {
 	var out Usage
 	err := c.call(ctx, get("v1", "checkpoints", id, "usage"), &out)
 	return out, err
 }
 
-// ForkCheckpoint grows workspaces from a checkpoint, all at once. It succeeds when at least one child is ready (all,
-// under AllOrNothing); look at each child's Problem.
+// ForkCheckpoint forks workspaces from a checkpoint, all at once. It succeeds when at least one child is ready (with
+// AllOrNothing: all children); look at each child's Problem.
 func (c *Client) ForkCheckpoint(ctx context.Context, id CheckpointID, req ForkCheckpointRequest) (ForkResult, error) {
 	var out ForkResult
 	err := c.start(ctx, creation("v1", "checkpoints", id, "fork").json(req), &out)
 	return out, err
 }
 
-// RestoreCheckpoint grows one workspace, which may be named, from a checkpoint.
+// RestoreCheckpoint forks one workspace, which may have a name, from a checkpoint.
 func (c *Client) RestoreCheckpoint(ctx context.Context, id CheckpointID, req RestoreCheckpointRequest) (RestoreResult, error) {
 	var out RestoreResult
 	err := c.start(ctx, creation("v1", "checkpoints", id, "restore").json(req), &out)
@@ -177,8 +179,8 @@ func (c *Client) Children(ctx context.Context, id CheckpointID) iter.Seq2[Checkp
 	return all[Checkpoint](ctx, c, get("v1", "checkpoints", id, "children"))
 }
 
-// DiffCheckpoints iterates over the pages of what differs from a checkpoint to another of its tree. The first page has the
-// processes and the memory; any page may have few files, or none, before the last.
+// DiffCheckpoints iterates over the pages of the differences from a checkpoint to another one of its tree. The first
+// page has the processes and the memory; any page before the last may have few files, or none.
 func (c *Client) DiffCheckpoints(ctx context.Context, from, to CheckpointID) iter.Seq2[CheckpointDiff, error] {
 	return func(yield func(CheckpointDiff, error) bool) {
 		q := url.Values{"to": {to}, "limit": {strconv.Itoa(pageSize)}}
@@ -193,7 +195,7 @@ func (c *Client) DiffCheckpoints(ctx context.Context, from, to CheckpointID) ite
 	}
 }
 
-// Tree iterates, breadth first, over a checkpoint and what grew from it, down to depth generations; -1 is all.
+// Tree iterates, breadth first, over a checkpoint and its descendants, down to depth generations; -1 means all.
 func (c *Client) Tree(ctx context.Context, id CheckpointID, depth int) iter.Seq2[TreeNode, error] {
 	q := url.Values{}
 	if depth >= 0 {

@@ -18,15 +18,15 @@ import (
 	"time"
 )
 
-// Config says which server to talk to and as whom.
+// Config says which server to use, and with which key.
 type Config struct {
 	// Server is unix:///path/to/socket, http://host:port or https://host:port.
 	Server string
-	// Token is the API key. Empty for a server's open routes only.
+	// Token is the API key. It may be empty if only a server's open routes are used.
 	Token string
 	// UserAgent is sent with every request; "coppice-go" when empty.
 	UserAgent string
-	// Transport carries the requests; nil for one of the client's own. With a unix server it must dial that by itself.
+	// Transport carries the requests; nil: the client makes its own. For a unix server, it must dial the socket itself.
 	Transport http.RoundTripper
 }
 
@@ -40,7 +40,7 @@ type Client struct {
 	direct direct
 }
 
-// The most that is read of an answer that must fit in memory.
+// The maximum number of bytes that are read of an answer that must fit in memory.
 const maxAnswer = 256 << 20
 
 // New checks the configuration and makes a client. It connects to nothing.
@@ -53,7 +53,7 @@ func New(cfg Config) (*Client, error) {
 	transport := &http.Transport{DialContext: dialer.DialContext, MaxIdleConnsPerHost: 64, IdleConnTimeout: 90 * time.Second, ExpectContinueTimeout: 5 * time.Second}
 	switch u, err := url.Parse(cfg.Server); {
 	case err != nil:
-		return nil, fmt.Errorf("server address: %w", withoutAddress(err)) // it may have a password in it
+		return nil, fmt.Errorf("server address: %w", withoutAddress(err)) // it may contain a password
 	case u.Scheme == "unix" && u.Host == "" && u.Path != "":
 		transport.DialContext = func(ctx context.Context, _, _ string) (net.Conn, error) {
 			return dialer.DialContext(ctx, "unix", u.Path)
@@ -72,24 +72,24 @@ func New(cfg Config) (*Client, error) {
 	return c, nil
 }
 
-// Close drops idle connections.
+// Close closes idle connections.
 func (c *Client) Close() {
 	c.http.CloseIdleConnections()
 	c.direct.close()
 }
 
-// request is one call. body, when it is not nil, is sent as JSON; raw as it is.
+// request is one call. body, unless it is nil, is sent as JSON; raw is sent unchanged.
 type request struct {
 	method string
 	path   []string // joined with slashes after escaping each
 	query  url.Values
 	body   any
 	raw    io.Reader
-	size   int64 // of raw in bytes; 0: not known
+	size   int64 // of raw in bytes; 0: unknown
 	header http.Header
 	once   bool   // never repeated
-	keyed  bool   // it makes something: sent under a key, so that a repeat of it makes nothing new
-	key    string // that key
+	keyed  bool   // it creates something: sent with a key, so that a repetition creates nothing new
+	key    string // the key
 }
 
 func (c *Client) url(r request) string {
@@ -105,7 +105,7 @@ func (c *Client) url(r request) string {
 	return u.String()
 }
 
-// How often a call is tried, and how long the first pause is; it doubles.
+// The number of times that a call is tried, and the length of the first pause, which doubles each time.
 const (
 	attempts   = 5
 	firstPause = 50 * time.Millisecond
@@ -129,7 +129,7 @@ func (c *Client) send(ctx context.Context, r request) (*http.Response, error) {
 		resp, err := c.try(ctx, r, payload)
 		wait, again := retryable(r, resp, err)
 		if again && r.key != "" && resp != nil && resp.StatusCode == http.StatusConflict {
-			attempt = 1 // the first try was heard and is under way: that may take as long as it likes
+			attempt = 1 // the server has the first try and works on it; that may take any time
 		}
 		if !again || r.once || attempt == attempts || ctx.Err() != nil {
 			return result(resp, err)
@@ -176,7 +176,7 @@ func (c *Client) try(ctx context.Context, r request, payload []byte) (*http.Resp
 	return c.http.Do(req)
 }
 
-// retryable says whether a repeat is safe and may help, and how long the server wants it to wait.
+// retryable reports whether a repetition is safe and may help, and how long the server wants the client to wait.
 func retryable(r request, resp *http.Response, err error) (time.Duration, bool) {
 	idempotent := r.method == http.MethodGet || r.method == http.MethodHead || r.method == http.MethodDelete || r.key != ""
 	if err != nil {
@@ -187,7 +187,7 @@ func retryable(r request, resp *http.Response, err error) (time.Duration, bool) 
 	}
 	seconds, _ := strconv.Atoi(resp.Header.Get("Retry-After"))
 	wait := min(time.Duration(max(seconds, 0))*time.Second, maxPause)
-	if resp.StatusCode == http.StatusTooManyRequests { // refused before anything was done
+	if resp.StatusCode == http.StatusTooManyRequests { // refused before the server did anything
 		return wait, r.raw == nil && peek(resp).Code == string(CodeRateLimited)
 	}
 	if r.key != "" {

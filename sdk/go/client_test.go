@@ -29,7 +29,7 @@ func TestMain(m *testing.M) { testleak.Main(m) }
 
 const token = "key_secret"
 
-// serve runs a handler and makes a client of it.
+// serve runs a handler and returns a client for it.
 func serve(t *testing.T, h http.Handler) *coppice.Client {
 	t.Helper()
 	srv := httptest.NewServer(h)
@@ -47,15 +47,15 @@ func client(t *testing.T, server string) *coppice.Client {
 	return c
 }
 
-// problem is what a server answers to what it refuses.
+// problem answers with a refusal.
 func problem(w http.ResponseWriter, p api.Problem) {
 	w.Header().Set("Content-Type", "application/problem+json")
 	w.WriteHeader(p.Status)
 	_ = json.NewEncoder(w).Encode(p)
 }
 
-// strict is a server behind the generated interface, so that requests and answers have the contract's form. It keeps
-// workspaces and checkpoints in memory; operations end when they are asked for the second time.
+// strict is a server behind the generated interface, so that requests and answers have the form of the contract. It
+// keeps workspaces and checkpoints in memory. An operation ends when it is asked for the second time.
 type strict struct {
 	api.StrictServerInterface
 
@@ -64,7 +64,7 @@ type strict struct {
 	checkpoints map[string]api.Checkpoint
 	operations  map[string]api.Operation
 	slow        bool // operations do not end within the first request
-	conflicts   int  // how many patches are refused
+	conflicts   int  // number of patches to refuse
 	problem     *api.Failure
 	seen        []any // requests
 }
@@ -99,7 +99,7 @@ func workspaceNamed(name string) api.Workspace {
 	}
 }
 
-// operation makes one whose result is v.
+// operation makes an operation whose result is v.
 func (s *strict) operation(v any) api.Operation {
 	b, _ := json.Marshal(v)
 	op := api.Operation{ID: string(core.NewID[core.OperationID]()), State: api.OperationRunning, Result: b, Problem: s.problem, Timings: api.Timings{}, WorkspaceIDs: []string{}}
@@ -144,7 +144,7 @@ func (s *strict) ListWorkspaces(_ context.Context, r api.ListWorkspacesRequestOb
 	s.note(r.Params)
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	const size = 3 // whatever was asked for
+	const size = 3 // whatever the request asks for
 	start, _ := strconv.Atoi(r.Params.Cursor)
 	end := min(start+size, len(s.workspaces))
 	out := api.ListWorkspaces200JSONResponse{Items: s.workspaces[start:end]}
@@ -229,7 +229,7 @@ func TestCreateWaitsForTheOperation(t *testing.T) {
 	}
 }
 
-// TestWaitCutShort: whoever stops waiting learns which operation goes on without him.
+// TestWaitCutShort: a caller that stops waiting learns which operation goes on.
 func TestWaitCutShort(t *testing.T) {
 	t.Parallel()
 	ctx, cancel := context.WithCancel(t.Context())
@@ -342,7 +342,7 @@ func TestProblems(t *testing.T) {
 	if _, err := c.TerminateWorkspace(t.Context(), "ws_x"); err != nil {
 		t.Error(err)
 	}
-	// Something in between that does not speak the contract.
+	// A proxy between client and server that does not speak the contract.
 	odd := serve(t, http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { http.Error(w, "<html>teapot", http.StatusTeapot) }))
 	if _, err := odd.Workspace(t.Context(), "ws_x"); !errors.Is(err, coppice.Code("HTTP_418")) {
 		t.Errorf("got %v", err)

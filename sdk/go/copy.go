@@ -13,9 +13,9 @@ import (
 	"strings"
 )
 
-// CopyTo copies a local file or tree into a workspace, by the rules of cp -r: into remote when that is a directory, else
-// to that name. A local path that ends in "/." means what the directory holds. Owners become root; modes, times and
-// symbolic links are kept. It returns how many bytes of file content were sent.
+// CopyTo copies a local file or tree into a workspace, by the rules of cp -r: into remote if that is a directory,
+// otherwise to that name. A local path that ends in "/." means the content of the directory. Owners become root; modes,
+// times and symbolic links are kept. It returns how many bytes of file content were sent.
 func (c *Client) CopyTo(ctx context.Context, id WorkspaceID, local, remote string) (int64, error) {
 	info, err := os.Stat(local)
 	if err != nil {
@@ -68,7 +68,7 @@ func (c *Client) copyFileTo(ctx context.Context, id WorkspaceID, local string, i
 	return info.Size(), err
 }
 
-// writeTar writes what a directory holds, names relative to it.
+// writeTar writes the content of a directory, with names relative to it.
 func writeTar(w io.Writer, dir string) (int64, error) {
 	tw := tar.NewWriter(w)
 	var sent int64

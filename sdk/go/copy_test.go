@@ -20,7 +20,7 @@ import (
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
 
-// guest serves the files below a directory as if it were a machine's root.
+// guest serves the files below a directory as if it were the root of a machine.
 type guest struct {
 	t      *testing.T
 	root   *os.Root
@@ -133,7 +133,7 @@ func (g *guest) put(w http.ResponseWriter, r *http.Request, name string) {
 	_ = json.NewEncoder(w).Encode(api.FileInfo{Path: "/" + name, Type: api.FileTypeDir})
 }
 
-// tar does as the agent does: names begin with the last element of the path, without one for the root.
+// tar does the same as the agent: names begin with the last element of the path, or have no such element for the root.
 func (g *guest) tar(w http.ResponseWriter, name string) {
 	w.Header().Set("Trailer", "Coppice-Status")
 	tw := tar.NewWriter(w)

@@ -29,10 +29,10 @@ type CopyOptions struct {
 	OutsideLinks bool  // keep symbolic links that lead out of the copied tree
 }
 
-// Copied says what was copied.
+// Copied is the result of a copy.
 type Copied struct {
 	Bytes   int64
-	LeftOut int // symbolic links that lead outside, hard links to what is not there, devices, sockets and pipes
+	LeftOut int // symbolic links that lead outside, hard links to missing files, devices, sockets and pipes
 }
 
 // CopyFrom copies a file or tree out of a workspace, by the rules of cp -r and within the default bounds. It returns how many
@@ -42,8 +42,8 @@ func (c *Client) CopyFrom(ctx context.Context, id WorkspaceID, remote, local str
 	return got.Bytes, err
 }
 
-// CopyFromWith copies a file or tree out of a workspace. Everything in the archive is the guest's word, so nothing is written
-// outside of local, also when an earlier copy came from the same guest:
+// CopyFromWith copies a file or tree out of a workspace. The guest controls everything in the archive, so nothing is
+// written outside of local, even if an earlier copy came from the same guest:
 //   - The path local itself is the caller's: links in it are followed. Below it a link that is in the way is replaced, never
 //     followed. So is a link named local when a file is copied.
 //   - A regular file that is there keeps its inode, its owner and its mode, and gets the new content. It is replaced where it
@@ -92,13 +92,13 @@ func (c *Client) CopyFromWith(ctx context.Context, id WorkspaceID, remote, local
 	if err != nil {
 		return Copied{}, err
 	}
-	defer func() { _ = root.Close() }() // it was only a way to the files
+	defer func() { _ = root.Close() }() // it was only needed to reach the files
 	if into && !contents && clean != "/" {
 		below, err := openBelow(root, path.Base(clean))
 		if err != nil {
 			return Copied{}, err
 		}
-		_ = root.Close() // likewise
+		_ = root.Close() // the same
 		root = below
 	}
 	body, err := c.DownloadTar(ctx, id, clean)
@@ -119,7 +119,7 @@ func openBelow(root *os.Root, name string) (*os.Root, error) {
 	return root.OpenRoot(name)
 }
 
-// realDir makes sure that a name is a directory and not a link to one.
+// realDir makes sure that a name is a directory and not a link to a directory.
 func realDir(root *os.Root, name string, mode fs.FileMode) error {
 	info, err := root.Lstat(name)
 	switch {
@@ -136,7 +136,7 @@ func realDir(root *os.Root, name string, mode fs.FileMode) error {
 	return root.Mkdir(name, mode)
 }
 
-// realDirs does so for every element of a path.
+// realDirs does the same for every element of a path.
 func realDirs(root *os.Root, name string, mode fs.FileMode) error {
 	if name == "." {
 		return nil
@@ -152,8 +152,8 @@ func realDirs(root *os.Root, name string, mode fs.FileMode) error {
 	return realDir(root, name, mode)
 }
 
-// copyFileFrom writes a file under another name first. When it is whole, it moves it to its place, or copies it into the file that is
-// there: if the disk is full then, that file is cut short.
+// copyFileFrom writes a file under a temporary name first. When it is complete, it is moved to its place, or copied
+// into the file that exists there. If the disk becomes full during that copy, the existing file is cut short.
 func (c *Client) copyFileFrom(ctx context.Context, id WorkspaceID, remote, dir, name string, info FileInfo, o CopyOptions) (Copied, error) {
 	body, _, err := c.OpenFile(ctx, id, remote)
 	if err != nil {
@@ -161,7 +161,7 @@ func (c *Client) copyFileFrom(ctx context.Context, id WorkspaceID, remote, dir, 
 	}
 	defer body.Close()
 	if whole, err := filepath.Abs(filepath.Join(dir, name)); err == nil && strings.HasPrefix(whole, "/dev/") {
-		f, err := os.OpenFile(whole, os.O_WRONLY, 0) // the caller's terminal or pipe
+		f, err := os.OpenFile(whole, os.O_WRONLY, 0) // may be the caller's terminal or a pipe
 		if err != nil {
 			return Copied{}, err
 		}
@@ -194,7 +194,7 @@ func (c *Client) copyFileFrom(ctx context.Context, id WorkspaceID, remote, dir, 
 	return Copied{Bytes: n}, err
 }
 
-// copyBound copies at most so many bytes and fails when there are more.
+// copyBound copies at most the given number of bytes and fails when there are more.
 func copyBound(w io.Writer, r io.Reader, most int64) (int64, error) {
 	n, err := io.Copy(w, io.LimitReader(r, most))
 	if err != nil || n < most {
@@ -220,14 +220,14 @@ func parseMode(octal string) fs.FileMode {
 // extraction unpacks one archive below a directory.
 type extraction struct {
 	root    *os.Root
-	base    string // the first element of the archive's names, which is dropped; empty where the guest's root was asked for
+	base    string // the first element of the archive's names, which is dropped; empty if the guest's root was requested
 	options CopyOptions
 	entries int
 	got     Copied
 }
 
 func (x *extraction) all(r io.Reader) error {
-	modes := map[string]fs.FileMode{} // of directories: set last, or one that is read-only could not be filled
+	modes := map[string]fs.FileMode{} // of directories: set last, because a read-only directory could not be filled
 	tr := tar.NewReader(r)
 	for {
 		h, err := tr.Next()
@@ -251,16 +251,17 @@ func (x *extraction) all(r io.Reader) error {
 			modes[name] = h.FileInfo().Mode().Perm()
 		}
 	}
-	if _, err := io.Copy(io.Discard, r); err != nil { // the padding, and the trailer that says whether it is whole
+	if _, err := io.Copy(io.Discard, r); err != nil { // the padding, and the trailer that says whether the archive is complete
 		return err
 	}
 	return x.setModes(modes)
 }
 
-// setModes gives directories their modes, what is in a directory before the directory itself: it may be closed afterwards.
+// setModes sets the modes of directories. The content of a directory comes before the directory, which may be closed
+// afterwards.
 func (x *extraction) setModes(modes map[string]fs.FileMode) error {
 	deepest := slices.Sorted(maps.Keys(modes))
-	slices.Reverse(deepest) // a path sorts behind the paths that it begins with
+	slices.Reverse(deepest) // a path sorts after the paths that it begins with
 	for _, name := range deepest {
 		info, err := x.root.Lstat(name)
 		if errors.Is(err, fs.ErrNotExist) || err == nil && !info.IsDir() {
@@ -276,7 +277,7 @@ func (x *extraction) setModes(modes map[string]fs.FileMode) error {
 	return nil
 }
 
-// below gives a name of the archive relative to base; empty for base itself.
+// below returns a name of the archive relative to base; empty for base itself.
 func below(base, name string) string {
 	name = strings.TrimPrefix(path.Clean("/"+name), "/")
 	if base == "" || name == base {
@@ -290,7 +291,7 @@ func (x *extraction) entry(tr *tar.Reader, h *tar.Header, name string) error {
 	case tar.TypeDir:
 		return realDirs(x.root, name, 0o700)
 	case tar.TypeReg, tar.TypeLink, tar.TypeSymlink:
-	default: // devices, sockets and pipes mean nothing outside of the guest
+	default: // devices, sockets and pipes have no meaning outside of the guest
 		x.got.LeftOut++
 		return nil
 	}
@@ -303,7 +304,8 @@ func (x *extraction) entry(tr *tar.Reader, h *tar.Header, name string) error {
 	}
 	target := below(x.base, h.Linkname)
 	if h.Typeflag == tar.TypeLink {
-		// Only what this tree holds as a file can have another name: a link there may be a planted one.
+		// Only a regular file in this tree may get another name: an existing link may have been planted by an earlier
+		// copy.
 		if target == name || !x.realFile(target) {
 			x.got.LeftOut++
 			return nil
@@ -321,7 +323,7 @@ func (x *extraction) entry(tr *tar.Reader, h *tar.Header, name string) error {
 	return x.root.Link(target, name)
 }
 
-// file writes a regular file, in place where there is one.
+// file writes a regular file, in place if it exists.
 func (x *extraction) file(tr *tar.Reader, h *tar.Header, name string) error {
 	f := openInPlace(x.root, name)
 	if f == nil {
@@ -354,8 +356,8 @@ func (x *extraction) realFile(name string) bool {
 	return true
 }
 
-// leadsOutside reports whether a symbolic link may lead out of the tree that it is in. Its directory is a real one, so its first
-// ".." elements are what they seem. Any later ".." may follow another link and is not believed.
+// leadsOutside reports whether a symbolic link may lead out of its tree. The link's own directory is real, so leading
+// ".." elements are reliable. Any later ".." may follow another link, so the link counts as leading outside.
 func leadsOutside(name, target string) bool {
 	if path.IsAbs(target) || filepath.IsAbs(target) || strings.ContainsRune(target, '\\') {
 		return true

@@ -15,8 +15,8 @@ import (
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
 
-// TestCopyTwice copies twice from a hostile guest: the first copy plants something, the second is to write through it. OUT stands
-// for a directory that the guest has no business in.
+// TestCopyTwice copies twice from a hostile guest: the first copy plants something, and the second one tries to write
+// through it. OUT stands for a directory that the guest must not reach.
 func TestCopyTwice(t *testing.T) {
 	t.Parallel()
 	link := func(name, target string) tar.Header {
@@ -28,10 +28,10 @@ func TestCopyTwice(t *testing.T) {
 		return tar.Header{Name: name, Typeflag: tar.TypeLink, Linkname: target}
 	}
 	for name, x := range map[string]struct {
-		plant          []tar.Header // by the first copy, of /src/. to .
-		remote, local  string       // of the second
+		plant          []tar.Header // content of the first copy, from /src/. to .
+		remote, local  string       // arguments of the second copy
 		then           []tar.Header
-		outsideLinksOK bool // plant them although they lead outside
+		outsideLinksOK bool // keep links that lead outside in the first copy
 	}{
 		"link to a file":                    {plant: []tar.Header{link("src/a", "OUT/rc")}, remote: "/src/a", local: "."},
 		"link to a file, by name":           {plant: []tar.Header{link("src/a", "OUT/rc")}, remote: "/src/a", local: "a"},
@@ -102,7 +102,7 @@ func TestCopyTwice(t *testing.T) {
 	}
 }
 
-// TestCopyToLinks: links that the user has made and named are followed where a directory is meant.
+// TestCopyToLinks: a link that the user made and named is followed if it leads to a directory.
 func TestCopyToLinks(t *testing.T) {
 	t.Parallel()
 	g, c := newGuest(t)
@@ -148,7 +148,8 @@ func TestCopyBounds(t *testing.T) {
 	}
 }
 
-// asUser does something as a user who is bound by the modes of files: this thread's, which ends with it.
+// asUser calls do as a user who is bound by the modes of files. It changes the user of this thread, which ends with the
+// call.
 func asUser(t *testing.T, dir string, do func() error) error {
 	t.Helper()
 	const nobody = 65534
@@ -161,7 +162,7 @@ func asUser(t *testing.T, dir string, do func() error) error {
 	}
 	done := make(chan error, 1)
 	go func() {
-		runtime.LockOSThread() // and never unlocked
+		runtime.LockOSThread() // never unlocked, so the thread ends
 		if os.Geteuid() == 0 {
 			if _, err := unix.SetfsuidRetUid(nobody); err != nil {
 				done <- err
@@ -173,7 +174,8 @@ func asUser(t *testing.T, dir string, do func() error) error {
 	return <-done
 }
 
-// TestCopyModes copies directories that their owner may not enter, or not write. Every one gets its mode, and all is there.
+// TestCopyModes copies directories that their owner may not enter, or not write. Each gets its mode, and nothing is
+// missing.
 func TestCopyModes(t *testing.T) {
 	t.Parallel()
 	for range 20 { // the order was random
@@ -205,8 +207,8 @@ func TestCopyModes(t *testing.T) {
 	}
 }
 
-// TestCopyInPlace copies onto files that are there. They stay the same files, with their modes, as after cp. A link, and a file
-// that has another name, are replaced: what is behind them keeps its content.
+// TestCopyInPlace copies onto existing files. They stay the same files with their modes, like after cp. A link, and a
+// file with another name, are replaced, and the file behind them keeps its content.
 func TestCopyInPlace(t *testing.T) {
 	t.Parallel()
 	for _, remote := range []string{"/src/a", "/src/."} {
@@ -252,7 +254,8 @@ func TestCopyInPlace(t *testing.T) {
 	}
 }
 
-// TestCopyOntoPrivileged: bytes from a guest get neither the set-user-ID and set-group-ID bits nor the owner of a file that is there.
+// TestCopyOntoPrivileged: bytes from a guest get neither the set-user-ID and set-group-ID bits nor the owner of an
+// existing file.
 func TestCopyOntoPrivileged(t *testing.T) {
 	t.Parallel()
 	for _, remote := range []string{"/src/a", "/src/."} {
@@ -272,7 +275,7 @@ func TestCopyOntoPrivileged(t *testing.T) {
 			}
 		}
 		for _, name := range names {
-			was, err := os.Open(filepath.Join(dir, name, "a")) // while it is open its inode is not used again
+			was, err := os.Open(filepath.Join(dir, name, "a")) // while the file is open, its inode number is not reused
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -292,7 +295,7 @@ func TestCopyOntoPrivileged(t *testing.T) {
 	}
 }
 
-// TestCopyFailsInPlace: a copy that fails leaves a file that is there as it is.
+// TestCopyFailsInPlace: a failed copy leaves an existing file unchanged.
 func TestCopyFailsInPlace(t *testing.T) {
 	t.Parallel()
 	g, c := newGuest(t)

@@ -10,7 +10,7 @@ import (
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
 
-// DiffCheckpoints answers in three pages, of which the second is empty.
+// DiffCheckpoints answers in three pages; the second one is empty.
 func (s *strict) DiffCheckpoints(_ context.Context, r api.DiffCheckpointsRequestObject) (api.DiffCheckpointsResponseObject, error) {
 	s.note(r.Params)
 	page := api.DiffCheckpoints200JSONResponse{FromID: r.CheckpointID, ToID: r.Params.To, Items: []api.FileChange{}, FilesComplete: true}

@@ -15,21 +15,21 @@ import (
 	"time"
 )
 
-// direct is how the client reaches the data planes of runners, beside its server.
+// direct lets the client reach the data planes of runners without its server.
 type direct struct {
-	mu      sync.Mutex // guards what follows
+	mu      sync.Mutex // guards the fields below
 	clients map[DataTLS]*http.Client
 	passes  map[WorkspaceID]DataPass
-	never   time.Time // until then nobody is asked for a pass: there is no data plane, or it is not reached
+	never   time.Time // no pass is requested until then: there is no data plane, or it cannot be reached
 }
 
 const (
-	directPause = time.Minute      // before a data plane that was not there is asked for again
-	passMargin  = 30 * time.Second // a pass that ends so soon is not used any more
+	directPause = time.Minute      // after this time, a missing data plane is tried again
+	passMargin  = 30 * time.Second // a pass with less time left is no longer used
 	maxPasses   = 1024
 )
 
-// client returns one that believes what a pass says.
+// client returns an HTTP client that trusts the certificate that a pass names.
 func (d *direct) client(t DataTLS) (*http.Client, error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -44,7 +44,7 @@ func (d *direct) client(t DataTLS) (*http.Client, error) {
 	if t.Authority != "" {
 		roots := x509.NewCertPool()
 		if !roots.AppendCertsFromPEM([]byte(t.Authority)) {
-			return nil, errors.New("the server names an authority that cannot be read")
+			return nil, errors.New("the server sent an authority's certificate that cannot be read")
 		}
 		transport.TLSClientConfig.RootCAs, transport.TLSClientConfig.ServerName = roots, t.ServerName
 	}
@@ -64,7 +64,7 @@ func (d *direct) close() {
 	}
 }
 
-// avoid goes through the server for a while.
+// avoid makes the client use the server for a while.
 func (d *direct) avoid() {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -87,14 +87,14 @@ func (d *direct) keep(id WorkspaceID, pass DataPass) {
 	d.passes[id] = pass
 }
 
-// FilesPass says how the files of a workspace are reached: straight at its runner with a pass, or through the server.
+// FilesPass says how to reach the files of a workspace: directly at its runner with a pass, or through the server.
 func (c *Client) FilesPass(ctx context.Context, id WorkspaceID) (DataPass, error) {
 	var out DataPass
 	err := c.call(ctx, post("v1", "workspaces", id, "files", "pass"), &out)
 	return out, err
 }
 
-// pass returns one that is good; ok is false when the way is through the server.
+// pass returns a valid pass; ok is false if the client must use the server.
 func (c *Client) pass(ctx context.Context, id WorkspaceID, fresh bool) (pass DataPass, ok bool) {
 	pass, ok, never := c.direct.kept(id)
 	if never {
@@ -108,7 +108,7 @@ func (c *Client) pass(ctx context.Context, id WorkspaceID, fresh bool) (pass Dat
 		if errors.Is(err, Code("ROUTE_NOT_FOUND")) { // an older server
 			c.direct.avoid()
 		}
-		return pass, false // the request itself shows what is wrong
+		return pass, false // the request itself will show the error
 	}
 	if u, err := url.Parse(pass.URL); err != nil || !u.IsAbs() {
 		c.direct.avoid()
@@ -118,7 +118,7 @@ func (c *Client) pass(ctx context.Context, id WorkspaceID, fresh bool) (pass Dat
 	return pass, true
 }
 
-// sendFiles is send for the bytes of files. They go straight to the runner where that is possible.
+// sendFiles is send for the bytes of files. They go directly to the runner if possible.
 func (c *Client) sendFiles(ctx context.Context, id WorkspaceID, r request) (*http.Response, error) {
 	for attempt := range 2 {
 		pass, ok := c.pass(ctx, id, attempt > 0)
@@ -141,13 +141,13 @@ func (c *Client) sendFiles(ctx context.Context, id WorkspaceID, r request) (*htt
 	return c.send(ctx, r)
 }
 
-// unsentError is the failure of a request of which no byte of the body was taken.
+// unsentError is the failure of a request whose body was not read at all.
 type unsentError struct{ err error }
 
 func (e *unsentError) Error() string { return e.err.Error() }
 func (e *unsentError) Unwrap() error { return e.err }
 
-// counted tells whether a body was begun, and keeps it from being closed: it may be sent on another way.
+// counted records whether a body was begun, and prevents its closing: it may be sent again in another way.
 type counted struct {
 	io.Reader
 	begun bool
@@ -176,7 +176,7 @@ func (c *Client) tryDirect(ctx context.Context, pass DataPass, r request) (*http
 	}
 	maps.Copy(req.Header, r.header)
 	if body != nil {
-		req.Header.Set("Expect", "100-continue") // a pass that is refused costs no byte of the body
+		req.Header.Set("Expect", "100-continue") // if the pass is refused, no byte of the body is sent
 	}
 	req.Header.Set("User-Agent", c.agent)
 	req.Header.Set("Authorization", "Bearer "+pass.Token)

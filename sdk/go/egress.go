@@ -6,13 +6,13 @@ import (
 	"net/url"
 )
 
-// EgressFilter selects what a workspace sent out; zero fields do not filter.
+// EgressFilter selects flows of a workspace; zero fields do not filter.
 type EgressFilter struct {
 	Outcome FlowOutcome
 	Host    string
 }
 
-// Egress iterates over what a workspace sent out through the egress proxy, or tried to, newest first.
+// Egress iterates over the flows that a workspace sent through the egress proxy, or tried to send, newest first.
 func (c *Client) Egress(ctx context.Context, id WorkspaceID, f EgressFilter) iter.Seq2[Flow, error] {
 	q := url.Values{}
 	set(q, "outcome", string(f.Outcome))
@@ -20,15 +20,16 @@ func (c *Client) Egress(ctx context.Context, id WorkspaceID, f EgressFilter) ite
 	return all[Flow](ctx, c, get("v1", "workspaces", id, "egress").with(q))
 }
 
-// EgressOmitted says how many of a workspace's flows Egress leaves out, because the workspace or its project has as many rows of them as it may;
-// nil: none. What may have changed something is always there.
+// EgressOmitted says how many of a workspace's flows Egress leaves out, because the workspace or its project has
+// reached its limit of rows; nil: none. Flows that may have changed something are never left out.
 func (c *Client) EgressOmitted(ctx context.Context, id WorkspaceID) (*OmittedFlows, error) {
 	var list FlowList
 	err := c.call(ctx, get("v1", "workspaces", id, "egress").with(url.Values{"limit": {"1"}}), &list)
 	return list.Omitted, err
 }
 
-// Effects iterates over what may have been changed outside on the way from the root to a checkpoint, in the order in which it happened.
+// Effects iterates over everything that may have been changed outside on the path from the root to a checkpoint, in the
+// order of time.
 func (c *Client) Effects(ctx context.Context, id CheckpointID) iter.Seq2[Effect, error] {
 	return all[Effect](ctx, c, get("v1", "checkpoints", id, "effects"))
 }

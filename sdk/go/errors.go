@@ -14,7 +14,7 @@ type Code string
 // Error returns the code.
 func (c Code) Error() string { return string(c) }
 
-// The codes that programs usually branch on; docs/ERRORS.md has them all.
+// The codes that programs usually check; docs/ERRORS.md has them all.
 const (
 	CodeBodyTooLarge           Code = "BODY_TOO_LARGE"
 	CodeAttestationNotFound    Code = "ATTESTATION_NOT_FOUND"
@@ -63,18 +63,18 @@ const (
 	CodeWorkspaceNotReady      Code = "WORKSPACE_NOT_READY"
 )
 
-// Error is what the server refused, or how an operation failed.
+// Error is a refusal of the server, or the failure of an operation.
 type Error struct {
 	Code           Code
 	Status         int    // HTTP status; 0 for an operation that failed after it was accepted, and for a failed child of a fork
 	Detail         string // for people: what happened, to which object, and what to do next
-	RequestID      string // the server's log has the cause under it
+	RequestID      string // the server's log has the cause under this id
 	OperationID    string
 	Fields         []FieldProblem
 	CurrentVersion int64 // with CodeVersionConflict
 }
 
-// Error gives the detail and the code.
+// Error returns the detail and the code.
 func (e *Error) Error() string {
 	if e.Detail == "" {
 		return string(e.Code)
@@ -96,17 +96,17 @@ func (f *Failure) Err() error {
 	return &Error{Code: Code(f.Code), Detail: f.Message}
 }
 
-// peek reads the problem in an answer that can still be read afterwards.
+// peek reads the problem in an answer. The answer can still be read afterwards.
 func peek(resp *http.Response) Problem {
 	body, _ := io.ReadAll(io.LimitReader(resp.Body, 1<<20))
 	_ = resp.Body.Close()
 	resp.Body = io.NopCloser(bytes.NewReader(body))
 	var p Problem
-	_ = json.Unmarshal(body, &p) // a proxy's answer is none
+	_ = json.Unmarshal(body, &p) // fails for an answer of a proxy
 	return p
 }
 
-// problem reads an answer of 400 or more, which comes from a proxy when it is no problem document.
+// problem reads an answer of 400 or more. If it is not a problem document, it comes from a proxy.
 func problem(resp *http.Response) error {
 	body, _ := io.ReadAll(io.LimitReader(resp.Body, 1<<20))
 	e := &Error{Status: resp.StatusCode, RequestID: resp.Header.Get("X-Request-Id")}

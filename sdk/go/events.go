@@ -13,14 +13,14 @@ import (
 	"time"
 )
 
-// EventFilter narrows Events. Its zero value follows all that happens in the project, from now on.
+// EventFilter narrows Events. Its zero value follows everything that happens in the project from now on.
 type EventFilter struct {
-	After       string       // id of the last event that is known; "0" begins with the oldest that is kept
-	Tree        CheckpointID // any checkpoint of the tree that is wanted
+	After       string       // id of the last known event; "0" begins with the oldest event that is kept
+	Tree        CheckpointID // any checkpoint of the wanted tree
 	WorkspaceID WorkspaceID
 	Types       []string // whole types, such as "workspace.ready", or objects, such as "checkpoint"
-	Present     bool     // end when the present is reached, instead of following
-	Ready       func()   // called once the server has begun: what is done after that is in the stream
+	Present     bool     // end after all past events, instead of following
+	Ready       func()   // called once the stream has begun: every later event is in it
 }
 
 func (f EventFilter) query() url.Values {
@@ -37,13 +37,13 @@ func (f EventFilter) query() url.Values {
 }
 
 const (
-	eventSilence = 50 * time.Second // the server gives a sign of life every 15 s
-	eventPause   = time.Second      // before it connects again
+	eventSilence = 50 * time.Second // the server sends something at least every 15 s
+	eventPause   = time.Second      // pause before the client connects again
 	maxEventLine = 1 << 20
 )
 
-// Events yields what happens, each event once and in order, until ctx ends. It connects again when the connection breaks, with
-// the id of the last event. An error ends it: CodeEventsExpired when it was away for longer than events are kept.
+// Events yields events, each once and in order, until ctx ends. When the connection breaks, it connects again with the
+// id of the last event. An error ends it: CodeEventsExpired if it was away for longer than events are kept.
 func (c *Client) Events(ctx context.Context, f EventFilter) iter.Seq2[Event, error] {
 	return func(yield func(Event, error) bool) {
 		s := &eventStream{c: c, f: f, last: f.After, yield: yield}
@@ -77,7 +77,7 @@ type eventStream struct {
 	f       EventFilter
 	last    string
 	yield   func(Event, error) bool
-	stopped bool // yield wants no more
+	stopped bool // yield wants no more events
 }
 
 var errSilent = errors.New("the server has been silent for too long")

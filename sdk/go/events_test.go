@@ -13,7 +13,8 @@ import (
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
 
-// TestEventsGoOn loses the connection after each event and comes back with its id, until the server does not keep it any more.
+// TestEventsGoOn loses the connection after each event and continues with the event's id, until the server does not
+// keep that event any more.
 func TestEventsGoOn(t *testing.T) {
 	t.Parallel()
 	var asked []string

@@ -12,8 +12,9 @@ import (
 	"net/url"
 )
 
-// ExportCheckpoint returns a sealed checkpoint as one file, and its size in bytes. Its Read returns an error instead of io.EOF when the file did not
-// come whole. The caller closes it. A checkpoint that is not sealed is CodeCheckpointNotReady: WaitSealed first.
+// ExportCheckpoint returns a sealed checkpoint as one file, and the file's size in bytes. If the file is not complete,
+// its Read returns an error instead of io.EOF. The caller must close it. If the checkpoint is not sealed, the error is
+// CodeCheckpointNotReady: call WaitSealed first.
 func (c *Client) ExportCheckpoint(ctx context.Context, id CheckpointID) (io.ReadCloser, int64, error) {
 	resp, err := c.send(ctx, get("v1", "checkpoints", id, "export")) //nolint:bodyclose // the caller closes it
 	if err != nil {
@@ -25,8 +26,8 @@ func (c *Client) ExportCheckpoint(ctx context.Context, id CheckpointID) (io.Read
 // exportBody compares the file with the hash at its end.
 type exportBody struct {
 	body io.ReadCloser
-	sum  hash.Hash // of all but tail
-	tail []byte    // the last bytes that have come: at the end, the hash
+	sum  hash.Hash // of everything before tail
+	tail []byte    // the last bytes received; at the end, this is the hash
 }
 
 func (e *exportBody) Read(p []byte) (int, error) {
@@ -44,14 +45,15 @@ func (e *exportBody) Read(p []byte) (int, error) {
 
 func (e *exportBody) Close() error { return e.body.Close() }
 
-// ImportOptions say what becomes of a file. The zero value works.
+// ImportOptions configure an import. The zero value works.
 type ImportOptions struct {
 	Name string // of the new checkpoint
-	Size int64  // of the file in bytes, where it is known
+	Size int64  // of the file in bytes; 0: unknown
 }
 
-// ImportCheckpoint makes a checkpoint out of a file that ExportCheckpoint gave, here or elsewhere. It is sealed and has no parent. A file that is
-// not whole is CodeImportInvalid, and nothing is imported. The call is never repeated, for its body is gone; under WithIdempotencyKey the caller may.
+// ImportCheckpoint makes a checkpoint from a file of ExportCheckpoint, of this or another installation. It is sealed
+// and has no parent. If the file is not complete, the error is CodeImportInvalid and nothing is imported. The client
+// never repeats this call, because its body has been read; with WithIdempotencyKey the caller may repeat it.
 func (c *Client) ImportCheckpoint(ctx context.Context, file io.Reader, opts ImportOptions) (Checkpoint, error) {
 	var out Checkpoint
 	req := creation("v1", "checkpoints").with(url.Values{})

@@ -11,7 +11,8 @@ import (
 	"strconv"
 )
 
-// WriteOptions says how a file is written. The zero value keeps what is there, or makes a file of mode 0644.
+// WriteOptions says how a file is written. The zero value keeps the attributes of an existing file, or makes a file of
+// mode 0644.
 type WriteOptions struct {
 	Mode   string // octal permission bits, such as "0755"
 	UID    *int
@@ -57,7 +58,7 @@ func (c *Client) ReadFile(ctx context.Context, id WorkspaceID, path string, limi
 	return b, err
 }
 
-// WriteFile streams r into a file; readers see the old or the new one, whole.
+// WriteFile streams r into a file; readers see either the old file or the complete new one.
 func (c *Client) WriteFile(ctx context.Context, id WorkspaceID, path string, r io.Reader, opts WriteOptions) (FileInfo, error) {
 	req := filesRequest(http.MethodPut, id, path)
 	set(req.query, "mode", opts.Mode)
@@ -91,8 +92,8 @@ func (c *Client) put(ctx context.Context, id WorkspaceID, req request, r io.Read
 	return out, decode(resp, &out)
 }
 
-// DownloadTar reads a file or tree as tar, whose names begin with the last element of path. Its Read returns an error
-// instead of io.EOF when the guest could not read everything.
+// DownloadTar reads a file or tree as a tar. Its names begin with the last element of path. If the guest could not read
+// everything, its Read returns an error instead of io.EOF.
 func (c *Client) DownloadTar(ctx context.Context, id WorkspaceID, path string) (io.ReadCloser, error) {
 	resp, err := c.sendFiles(ctx, id, filesRequest(http.MethodGet, id, path, "tar")) //nolint:bodyclose // the caller closes it
 	if err != nil {
@@ -133,7 +134,7 @@ func (c *Client) ListFiles(ctx context.Context, id WorkspaceID, path string) (Fi
 	return out, err
 }
 
-// RemoveFile removes a file, or a directory with all it holds if recursive.
+// RemoveFile removes a file, or, with recursive, a directory and everything in it.
 func (c *Client) RemoveFile(ctx context.Context, id WorkspaceID, path string, recursive bool) error {
 	req := filesRequest(http.MethodDelete, id, path)
 	if recursive {

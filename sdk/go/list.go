@@ -8,13 +8,13 @@ import (
 	"strconv"
 )
 
-// page is how every list answers.
+// page is the form in which every list answers.
 type page[T any] struct {
 	Items      []T    `json:"items"`
 	NextCursor string `json:"next_cursor"`
 }
 
-// pageSize is how many items one request of an iterator asks for.
+// pageSize is the number of items that an iterator requests at once.
 const pageSize = 500
 
 // all iterates over every item of a list, page by page. An error ends it.
@@ -43,7 +43,7 @@ func all[T any](ctx context.Context, c *Client, r request) iter.Seq2[T, error] {
 	}
 }
 
-// Collect gathers what an iterator of this package yields, up to its first error.
+// Collect returns the items of an iterator of this package, up to its first error.
 func Collect[T any](seq iter.Seq2[T, error]) ([]T, error) {
 	out := []T{}
 	for item, err := range seq {

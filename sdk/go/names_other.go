@@ -4,8 +4,8 @@ package coppice
 
 import "io/fs"
 
-// names is how many names a file has; 0 where that is not known.
+// names returns how many names a file has; 0 if that is unknown.
 func names(fs.FileInfo) uint64 { return 0 }
 
-// owned says whether a file belongs to the user of this process; true where that is not known.
+// owned reports whether a file belongs to the user of this process; true if that is unknown.
 func owned(fs.FileInfo) bool { return true }

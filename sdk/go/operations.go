@@ -11,15 +11,15 @@ import (
 	"strconv"
 )
 
-// How long one request waits for an operation, in seconds; then it is asked again.
+// How long one request waits for an operation, in seconds; then the client asks again.
 const waitSeconds = 60
 
-// Operation returns an operation as it is now.
+// Operation returns the present state of an operation.
 func (c *Client) Operation(ctx context.Context, id OperationID) (Operation, error) {
 	return c.operation(ctx, id, 0)
 }
 
-// WaitOperation returns an operation when it has ended, well or not; its Problem says which.
+// WaitOperation waits until an operation has ended and returns it; its Problem says whether it failed.
 func (c *Client) WaitOperation(ctx context.Context, id OperationID) (Operation, error) {
 	for {
 		op, err := c.operation(ctx, id, waitSeconds)
@@ -50,7 +50,7 @@ func (c *Client) start(ctx context.Context, r request, out any) error {
 	resp, err := c.send(ctx, r.with(query))
 	running, _ := errors.AsType[*Error](err)
 	switch {
-	case running != nil && running.Code == CodeIdempotencyInProgress && running.OperationID != "": // an earlier try was heard
+	case running != nil && running.Code == CodeIdempotencyInProgress && running.OperationID != "": // the server received an earlier try
 		op.ID = running.OperationID
 	case err != nil:
 		return err

@@ -13,9 +13,10 @@ const headerKey = "Idempotency-Key"
 
 type idempotencyKey struct{}
 
-// WithIdempotencyKey gives the calls made with the context that make something a key of the caller's own (1 to 255 printable
-// ASCII characters), so that a program that has crashed may repeat its call and gets what the first made. Use one key for one
-// call. Without it every call gets a key that only its own tries share.
+// WithIdempotencyKey sets the key of the creating calls that are made with the context (1 to 255 printable ASCII
+// characters). A program that has crashed may repeat its call with the same key, and gets the result of the first call.
+// Use a different key for each call. Without it, every call gets its own key, which only the client's own repetitions
+// use.
 func WithIdempotencyKey(ctx context.Context, key string) context.Context {
 	return context.WithValue(ctx, idempotencyKey{}, key)
 }
@@ -27,8 +28,8 @@ func keyOf(ctx context.Context) string {
 	return "go-" + rand.Text()
 }
 
-// repeatable says whether to repeat a request with a key after this answer. What an operation says is final; what the server
-// could not even begin, or was cut off from, is not. The answer can still be read afterwards.
+// repeatable reports whether a request with a key should be repeated after this answer. The result of an operation is
+// final; an error before the server began, or a lost connection, is not. The answer can still be read afterwards.
 func repeatable(resp *http.Response) bool {
 	switch resp.StatusCode {
 	case http.StatusBadGateway, http.StatusGatewayTimeout, http.StatusServiceUnavailable, http.StatusConflict:
@@ -43,13 +44,13 @@ func repeatable(resp *http.Response) bool {
 	}
 	var p Problem
 	if json.Unmarshal(body, &p) != nil || p.Code == "" {
-		return resp.StatusCode != http.StatusConflict // a proxy's
+		return resp.StatusCode != http.StatusConflict // an answer of a proxy
 	}
 	switch Code(p.Code) { //nolint:exhaustive // the rest is for the caller
 	case CodeDatabaseUnavailable, "CONTROLLER_STOPPING":
 		return true
 	case CodeIdempotencyInProgress:
-		return p.OperationID == "" // else the operation is waited for
+		return p.OperationID == "" // otherwise the client waits for the operation
 	}
 	return false
 }

@@ -11,7 +11,7 @@ import (
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
 
-// keyed is a server that answers its tries one by one and keeps their keys.
+// keyed is a server with one answer for each try; it records the keys of the tries.
 type keyed struct {
 	mu    sync.Mutex
 	tries []func(http.ResponseWriter)
@@ -43,7 +43,7 @@ func refuse(p api.Problem) func(http.ResponseWriter) {
 	return func(w http.ResponseWriter) { problem(w, p) }
 }
 
-// TestCreationIsRepeatedUnderItsKey loses answers of requests that make something: each is repeated, under one key.
+// TestCreationIsRepeatedUnderItsKey loses answers of creating requests: each request is repeated with the same key.
 func TestCreationIsRepeatedUnderItsKey(t *testing.T) {
 	t.Parallel()
 	created := answer(201, api.Workspace{ID: "ws_x"})

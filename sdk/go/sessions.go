@@ -20,7 +20,8 @@ const (
 	Stderr = "stderr"
 )
 
-// Exec runs a program and returns when it has ended. Output beyond the last MiB of each stream is lost; Run has all.
+// Exec runs a program and returns when it has ended. It returns only the last MiB of each output stream; Run returns
+// everything.
 func (c *Client) Exec(ctx context.Context, id WorkspaceID, req ExecRequest) (ExecResult, error) {
 	var out ExecResult
 	req.Wait = new(true)
@@ -46,8 +47,8 @@ func (c *Client) StartSession(ctx context.Context, id WorkspaceID, req ExecReque
 	return out, err
 }
 
-// Run starts a program, copies its output as it comes, all of it, and returns the session when it has ended. A nil
-// writer discards. When ctx ends, the program is left running; its session is returned with the error.
+// Run starts a program, copies all its output as it arrives, and returns the session when the program has ended. A nil
+// writer discards. When ctx ends, the program goes on running; its session is returned with the error.
 func (c *Client) Run(ctx context.Context, id WorkspaceID, req ExecRequest, stdout, stderr io.Writer) (Session, error) {
 	session, err := c.StartSession(ctx, id, req)
 	if err != nil {
@@ -78,7 +79,7 @@ func (c *Client) Sessions(ctx context.Context, id WorkspaceID) iter.Seq2[Session
 	return all[Session](ctx, c, get("v1", "workspaces", id, "sessions"))
 }
 
-// Session returns a session as it is now.
+// Session returns the present state of a session.
 func (c *Client) Session(ctx context.Context, id SessionID) (Session, error) {
 	return c.session(ctx, id, 0)
 }
@@ -112,7 +113,7 @@ func (c *Client) session(ctx context.Context, id SessionID, wait int) (Session, 
 	return out, err
 }
 
-// DeleteSession kills a session's processes and forgets it.
+// DeleteSession kills a session's processes and deletes the session.
 func (c *Client) DeleteSession(ctx context.Context, id SessionID) error {
 	return c.call(ctx, request{method: http.MethodDelete, path: []string{"v1", "sessions", id}}, nil)
 }
@@ -127,7 +128,8 @@ func (c *Client) ResizeSession(ctx context.Context, id SessionID, cols, rows int
 	return c.call(ctx, post("v1", "sessions", id, "resize").json(ResizeRequest{Cols: cols, Rows: rows}), nil)
 }
 
-// WriteStdin streams r to the standard input of a session that was started with StdinOpen, and closes it if asked.
+// WriteStdin streams r to the standard input of a session that was started with StdinOpen, and closes it if closeAfter
+// is set.
 func (c *Client) WriteStdin(ctx context.Context, id SessionID, r io.Reader, closeAfter bool) error {
 	if r == nil {
 		r = http.NoBody
@@ -138,31 +140,31 @@ func (c *Client) WriteStdin(ctx context.Context, id SessionID, r io.Reader, clos
 	}, nil)
 }
 
-// OutputReader reads one output stream of a session. Its Read returns io.EOF at the end of what was asked for, also
-// when the connection was cut in an orderly way; Complete tells them apart.
+// OutputReader reads one output stream of a session. Its Read returns io.EOF at the end of the requested output, and
+// also when the connection was closed in an orderly way; Complete tells the two apart.
 type OutputReader struct {
 	// Offset is the position, in the stream, of the next byte that Read returns.
 	Offset int64
-	// Dropped is how many bytes before the first one are not kept any more.
+	// Dropped is the number of bytes before the first one that are no longer kept.
 	Dropped int64
 
 	resp *http.Response
 }
 
-// Read reads on.
+// Read returns the next bytes.
 func (o *OutputReader) Read(p []byte) (int, error) {
 	n, err := o.resp.Body.Read(p)
 	o.Offset += int64(n)
 	return n, err
 }
 
-// Close ends the reading.
+// Close ends the read.
 func (o *OutputReader) Close() error { return o.resp.Body.Close() }
 
-// Complete reports, after io.EOF, whether the stream has ended and all of it was read.
+// Complete reports, after io.EOF, whether the stream has ended and everything was read.
 func (o *OutputReader) Complete() bool { return o.resp.Trailer.Get("Coppice-Eof") == "true" }
 
-// SessionOutput reads one output stream from an offset: what is there, or, following, all that comes.
+// SessionOutput reads one output stream from an offset: the present output or, with follow, also all later output.
 func (c *Client) SessionOutput(ctx context.Context, id SessionID, stream string, offset int64, follow bool) (*OutputReader, error) {
 	resp, err := c.send(ctx, get("v1", "sessions", id, "output").with(url.Values{ //nolint:bodyclose // the caller closes it
 		"stream": {stream}, "offset": {strconv.FormatInt(offset, 10)}, "follow": {strconv.FormatBool(follow)},
@@ -177,18 +179,18 @@ func (c *Client) SessionOutput(ctx context.Context, id SessionID, stream string,
 	return o, nil
 }
 
-// How often Follow connects again without having got a byte, how long a server may be away while something is followed or
-// waited for, and how often it is asked meanwhile.
+// The number of times that Follow connects again without receiving a byte, the time for which a server may be
+// unreachable during a Follow or a wait, and the pause between tries.
 const (
 	followAttempts = 5
 	awayFor        = time.Minute
 	awayPause      = time.Second
 )
 
-// away keeps up with a server that restarts: errors count only when there are no others for too long.
+// away tolerates a server that restarts: errors count only when nothing else happened for too long.
 type away struct{ since time.Time }
 
-// endure returns nil when the call that failed is to be made again, after a pause.
+// endure returns nil, after a pause, if the failed call should be made again.
 func (a *away) endure(ctx context.Context, err error) error {
 	if refused, ok := errors.AsType[*Error](err); ok {
 		away := refused.Status == http.StatusServiceUnavailable || refused.Status == http.StatusBadGateway
@@ -217,8 +219,8 @@ func (a *away) endure(ctx context.Context, err error) error {
 
 func (a *away) back() { a.since = time.Time{} }
 
-// Follow copies one output stream from an offset to w until the stream ends. It connects again where a lost connection
-// left off. Bytes that the session no longer keeps are an error.
+// Follow copies one output stream from an offset to w until the stream ends. After a lost connection it connects again
+// and continues. Bytes that the session no longer keeps are an error.
 func (c *Client) Follow(ctx context.Context, id SessionID, stream string, offset int64, w io.Writer) error {
 	var gone away
 	for idle := 0; ; {
@@ -231,7 +233,7 @@ func (c *Client) Follow(ctx context.Context, id SessionID, stream string, offset
 		}
 		gone.back()
 		if o.Dropped > 0 {
-			return errors.Join(fmt.Errorf("session %s: %d bytes of %s from offset %d are not kept any more", id, o.Dropped, stream, offset), o.Close())
+			return errors.Join(fmt.Errorf("session %s: %d bytes of %s from offset %d are no longer kept", id, o.Dropped, stream, offset), o.Close())
 		}
 		writeErr, readErr := transfer(w, o)
 		complete := readErr == nil && o.Complete()
@@ -263,7 +265,7 @@ func (c *Client) Follow(ctx context.Context, id SessionID, stream string, offset
 	}
 }
 
-// transfer copies until r ends and says which side failed.
+// transfer copies until r ends and reports which side failed.
 func transfer(w io.Writer, r io.Reader) (writeErr, readErr error) {
 	buf := make([]byte, 64<<10)
 	for {
@@ -282,7 +284,8 @@ func transfer(w io.Writer, r io.Reader) (writeErr, readErr error) {
 	}
 }
 
-// ended reports whether a stream is known to have ended at offset, for servers behind a proxy that drops trailers.
+// ended reports whether a stream is known to have ended at an offset. It is for servers behind a proxy that drops
+// trailers.
 func (c *Client) ended(ctx context.Context, id SessionID, stream string, offset int64) (bool, error) {
 	s, err := c.Session(ctx, id)
 	if err != nil || s.State != SessionExited {

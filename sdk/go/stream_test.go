@@ -21,7 +21,7 @@ import (
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
 
-// program is a session whose program has written all it will, behind the session routes. It cuts connections.
+// program is a session behind the session routes; its program has already written all its output. It cuts connections.
 type program struct {
 	stdout, stderr string
 	first          int64 // offset of the oldest byte of stdout that is kept
@@ -209,7 +209,7 @@ func terminalServer(t *testing.T) http.Handler {
 				return
 			}
 			if kind == websocket.MessageText {
-				_ = conn.Write(r.Context(), websocket.MessageText, data) // controls come back
+				_ = conn.Write(r.Context(), websocket.MessageText, data) // control messages are sent back
 				continue
 			}
 			head := append([]byte{1}, binary.BigEndian.AppendUint64(nil, offset)...)

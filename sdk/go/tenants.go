@@ -6,7 +6,7 @@ import (
 	"net/http"
 )
 
-// Self returns the key that the client works with.
+// Self returns the key that the client uses.
 func (c *Client) Self(ctx context.Context) (APIKey, error) {
 	var out APIKey
 	err := c.call(ctx, get("v1", "self"), &out)
@@ -20,7 +20,7 @@ func (c *Client) CreateProject(ctx context.Context, req CreateProjectRequest) (P
 	return out, err
 }
 
-// Project returns a project with what it uses of its quotas.
+// Project returns a project with its usage of its quotas.
 func (c *Client) Project(ctx context.Context, id ProjectID) (Project, error) {
 	var out Project
 	err := c.call(ctx, get("v1", "projects", id), &out)
@@ -32,7 +32,7 @@ func (c *Client) Projects(ctx context.Context) iter.Seq2[Project, error] {
 	return all[Project](ctx, c, get("v1", "projects"))
 }
 
-// PatchProject changes quotas and returns the project as it is then.
+// PatchProject changes quotas and returns the changed project.
 func (c *Client) PatchProject(ctx context.Context, id ProjectID, req PatchProjectRequest) (Project, error) {
 	var out Project
 	err := c.call(ctx, request{method: http.MethodPatch, path: []string{"v1", "projects", id}, body: req}, &out)
@@ -44,7 +44,7 @@ func (c *Client) DeleteProject(ctx context.Context, id ProjectID) error {
 	return c.call(ctx, request{method: http.MethodDelete, path: []string{"v1", "projects", id}}, nil)
 }
 
-// CreateKey makes an API key. Its secret is in the answer and nowhere else.
+// CreateKey makes an API key. Only this answer contains its secret.
 func (c *Client) CreateKey(ctx context.Context, project ProjectID, req CreateKeyRequest) (CreatedKey, error) {
 	var out CreatedKey
 	err := c.call(ctx, creation("v1", "projects", project, "keys").json(req), &out)
@@ -58,12 +58,12 @@ func (c *Client) Key(ctx context.Context, id KeyID) (APIKey, error) {
 	return out, err
 }
 
-// Keys iterates over the API keys of a project, newest first, ended ones too.
+// Keys iterates over the API keys of a project, newest first, including revoked and expired keys.
 func (c *Client) Keys(ctx context.Context, project ProjectID) iter.Seq2[APIKey, error] {
 	return all[APIKey](ctx, c, get("v1", "projects", project, "keys"))
 }
 
-// RevokeKey ends an API key and those that were made with it. Idempotent.
+// RevokeKey revokes an API key and the keys that were made with it. Idempotent.
 func (c *Client) RevokeKey(ctx context.Context, id KeyID) error {
 	return c.call(ctx, request{method: http.MethodDelete, path: []string{"v1", "keys", id}}, nil)
 }

@@ -12,7 +12,7 @@ import (
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
 
-// TestTenantCalls compares what each call sends with what the contract has.
+// TestTenantCalls compares the request of each call with the contract.
 func TestTenantCalls(t *testing.T) {
 	t.Parallel()
 	var sent []string
@@ -59,7 +59,8 @@ func TestTenantCalls(t *testing.T) {
 	}
 }
 
-// TestRateLimitedIsRepeated waits as told and repeats, and does not repeat what a quota refuses.
+// TestRateLimitedIsRepeated: the client waits as long as the server says and repeats. It does not repeat a request that
+// a quota refuses.
 func TestRateLimitedIsRepeated(t *testing.T) {
 	t.Parallel()
 	calls, code := 0, ""

@@ -8,7 +8,7 @@ import (
 	"net/url"
 )
 
-// WorkspaceFilter narrows a list of workspaces. Its zero value lists all but terminated ones.
+// WorkspaceFilter narrows a list of workspaces. Its zero value lists all except terminated ones.
 type WorkspaceFilter struct {
 	Name               string
 	IDSuffix           string           // at least four characters
@@ -52,14 +52,14 @@ func (c *Client) Workspaces(ctx context.Context, f WorkspaceFilter) iter.Seq2[Wo
 	return all[Workspace](ctx, c, get("v1", "workspaces").with(f.query()))
 }
 
-// PatchWorkspace changes labels, time to live or what may be reached and returns the workspace as it is then.
+// PatchWorkspace changes labels, time to live or egress rules, and returns the changed workspace.
 func (c *Client) PatchWorkspace(ctx context.Context, id WorkspaceID, req PatchWorkspaceRequest) (Workspace, error) {
 	var out Workspace
 	err := c.call(ctx, request{method: http.MethodPatch, path: []string{"v1", "workspaces", id}, body: req}, &out)
 	return out, err
 }
 
-// TerminateWorkspace takes a workspace down for good. Its checkpoints stay. Idempotent.
+// TerminateWorkspace terminates a workspace permanently. Its checkpoints stay. Idempotent.
 func (c *Client) TerminateWorkspace(ctx context.Context, id WorkspaceID) (Workspace, error) {
 	var out Workspace
 	err := c.start(ctx, request{method: http.MethodDelete, path: []string{"v1", "workspaces", id}}, &out)
@@ -73,14 +73,14 @@ func (c *Client) SuspendWorkspace(ctx context.Context, id WorkspaceID) (Workspac
 	return out, err
 }
 
-// ResumeWorkspace brings a suspended workspace back, in its next epoch; its programs go on. Idempotent.
+// ResumeWorkspace resumes a suspended workspace in its next epoch; its programs go on. Idempotent.
 func (c *Client) ResumeWorkspace(ctx context.Context, id WorkspaceID) (Workspace, error) {
 	var out Workspace
 	err := c.start(ctx, post("v1", "workspaces", id, "resume"), &out)
 	return out, err
 }
 
-// WorkspaceUsage returns what a workspace has used, in all its epochs.
+// WorkspaceUsage returns the usage of a workspace, in all its epochs.
 func (c *Client) WorkspaceUsage(ctx context.Context, id WorkspaceID) (Usage, error) {
 	var out Usage
 	err := c.call(ctx, get("v1", "workspaces", id, "usage"), &out)
@@ -88,26 +88,26 @@ func (c *Client) WorkspaceUsage(ctx context.Context, id WorkspaceID) (Usage, err
 }
 
 // ForkWorkspace checkpoints a running workspace and forks the checkpoint, as one operation. It succeeds when at least
-// one child is ready (all, under AllOrNothing); look at each child's Problem.
+// one child is ready (with AllOrNothing: all children); look at each child's Problem.
 func (c *Client) ForkWorkspace(ctx context.Context, id WorkspaceID, req ForkWorkspaceRequest) (ForkResult, error) {
 	var out ForkResult
 	err := c.start(ctx, creation("v1", "workspaces", id, "fork").json(req), &out)
 	return out, err
 }
 
-// RestoreWorkspace rolls a workspace back, in place, to a checkpoint: the same workspace in its next epoch.
+// RestoreWorkspace restores a workspace in place to a checkpoint: it is the same workspace in its next epoch.
 func (c *Client) RestoreWorkspace(ctx context.Context, id WorkspaceID, checkpoint CheckpointID) (RestoreResult, error) {
 	var out RestoreResult
 	err := c.start(ctx, creation("v1", "workspaces", id, "restore").json(RestoreWorkspaceRequest{CheckpointID: checkpoint}), &out)
 	return out, err
 }
 
-// ResealReports iterates over what a workspace got anew at its fork and at each restore, newest first.
+// ResealReports iterates over what was renewed in a workspace at its fork and at each restore, newest first.
 func (c *Client) ResealReports(ctx context.Context, id WorkspaceID) iter.Seq2[ResealRecord, error] {
 	return all[ResealRecord](ctx, c, get("v1", "workspaces", id, "reseal-reports"))
 }
 
-// Console returns the tail of the machine's serial console, which is whatever the guest wrote.
+// Console returns the end of the machine's serial console. The guest controls its content.
 func (c *Client) Console(ctx context.Context, id WorkspaceID) ([]byte, error) {
 	resp, err := c.send(ctx, get("v1", "workspaces", id, "console"))
 	if err != nil {
@@ -143,33 +143,33 @@ func (c *Client) DeletePort(ctx context.Context, id WorkspaceID, port PortID) er
 	return c.call(ctx, request{method: http.MethodDelete, path: []string{"v1", "workspaces", id, "ports", port}}, nil)
 }
 
-// Grants lists the grants that a workspace has.
+// Grants lists the grants of a workspace.
 func (c *Client) Grants(ctx context.Context, id WorkspaceID) ([]Grant, error) {
 	var out GrantList
 	err := c.call(ctx, get("v1", "workspaces", id, "secrets", "grants"), &out)
 	return out.Items, err
 }
 
-// Grant returns one.
+// Grant returns one grant of a workspace.
 func (c *Client) Grant(ctx context.Context, id WorkspaceID, grant GrantID) (Grant, error) {
 	var out Grant
 	err := c.call(ctx, get("v1", "workspaces", id, "secrets", "grants", grant), &out)
 	return out, err
 }
 
-// PutGrant gives a workspace the use of a secret, or changes it, for what was forked from it, too.
+// PutGrant grants the use of a secret to a workspace and its forks, or changes a grant.
 func (c *Client) PutGrant(ctx context.Context, id WorkspaceID, grant GrantID, req PutGrantRequest) (Grant, error) {
 	var out Grant
 	err := c.call(ctx, request{method: http.MethodPut, path: []string{"v1", "workspaces", id, "secrets", "grants", grant}}.json(req), &out)
 	return out, err
 }
 
-// RevokeGrant takes a grant from a workspace and from what has it by a fork of that.
+// RevokeGrant revokes a grant from a workspace and its forks.
 func (c *Client) RevokeGrant(ctx context.Context, id WorkspaceID, grant GrantID) error {
 	return c.call(ctx, request{method: http.MethodDelete, path: []string{"v1", "workspaces", id, "secrets", "grants", grant}}, nil)
 }
 
-// Images iterates over the images that runners hold.
+// Images iterates over the images that runners have.
 func (c *Client) Images(ctx context.Context) iter.Seq2[Image, error] {
 	return all[Image](ctx, c, get("v1", "images"))
 }
@@ -179,7 +179,7 @@ func (c *Client) Runners(ctx context.Context) iter.Seq2[Runner, error] {
 	return all[Runner](ctx, c, get("v1", "runners"))
 }
 
-// Ready asks, once, whether the server can accept work.
+// Ready asks the server once whether it can accept work.
 func (c *Client) Ready(ctx context.Context) (Health, error) {
 	var out Health
 	err := c.call(ctx, request{method: http.MethodGet, path: []string{"readyz"}, once: true}, &out)
