@@ -1,4 +1,3 @@
-// Package sidecar starts processes that go on when their starter ends, and speaks to them over a
-// unix socket of whole messages: a request and its answer, one after the other, each as JSON with
-// descriptors.
+// Package sidecar starts processes that go on when the starting process ends, and speaks to them over a unix socket
+// that keeps message boundaries: requests and answers in turn, each as JSON with descriptors.
 package sidecar

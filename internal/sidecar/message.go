@@ -14,24 +14,24 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// MaxMessage bounds a message, in bytes. It is less than what a socket takes by default.
+// MaxMessage bounds a message, in bytes. It is less than the default limit of a socket.
 const MaxMessage = 160 << 10
 
-// Faults of one message. The connection is as good as before, and the other process is not gone: it may be asked for something else.
+// Faults of one message. The connection and the other process still work: other requests are possible.
 var (
 	// ErrTooLong is returned, wrapped, by Send when it refuses to send a message, and by Receive when a message was cut off.
 	ErrTooLong = errors.New("the message is too long for the socket")
-	// ErrMalformed is returned, wrapped, by Receive when a message is not what was expected.
+	// ErrMalformed is returned, wrapped, by Receive when a message cannot be decoded.
 	ErrMalformed = errors.New("the message cannot be read")
 )
 
 // IsFault reports whether an error is about one message, and not about the connection or the process at its other end.
 func IsFault(err error) bool { return errors.Is(err, ErrTooLong) || errors.Is(err, ErrMalformed) }
 
-// Fault returns the error to answer with when a message could not be sent or read.
+// Fault returns the error with which to answer when a message could not be sent or read.
 func Fault(err error) error {
 	if errors.Is(err, ErrTooLong) {
-		return core.Wrapf(err, core.Internal, core.CodeInternal, "%v; at most %d bytes are taken", err, MaxMessage)
+		return core.Wrapf(err, core.Internal, core.CodeInternal, "%v; the maximum is %d bytes", err, MaxMessage)
 	}
 	return core.Wrapf(err, core.Invalid, core.CodeInvalidField, "%v", err)
 }
@@ -39,7 +39,8 @@ func Fault(err error) error {
 // maxFiles bounds the descriptors of a message.
 const maxFiles = 4
 
-// Send writes one message with some descriptors, which stay the caller's. Nothing was sent when the error is ErrTooLong.
+// Send writes one message with some descriptors, which still belong to the caller. If the error is ErrTooLong, nothing
+// was sent.
 func Send(c *net.UnixConn, m any, files ...*os.File) error {
 	b, err := json.Marshal(m)
 	if err != nil {
@@ -57,17 +58,17 @@ func Send(c *net.UnixConn, m any, files ...*os.File) error {
 		rights = unix.UnixRights(fds...)
 	}
 	_, _, err = c.WriteMsgUnix(b, rights, nil)
-	if errors.Is(err, unix.EMSGSIZE) { // the host allows sockets less than usual
+	if errors.Is(err, unix.EMSGSIZE) { // the host's limit for sockets is lower than usual
 		return fmt.Errorf("%w: it has %d bytes: %w", ErrTooLong, len(b), err)
 	}
 	return err
 }
 
-// buffers are for messages that are being read: what is in them has been copied when they come back.
+// buffers are for messages that are being read. A buffer is given back after its content was copied.
 var buffers = sync.Pool{New: func() any { return new([MaxMessage]byte) }}
 
-// Receive reads one message. The files are the caller's. When the error is a fault (IsFault), the message was taken off the connection, and the
-// next one can be read.
+// Receive reads one message. The files belong to the caller. If the error is a fault (IsFault), the message was removed
+// from the connection, and the next one can be read.
 func Receive(c *net.UnixConn, m any) (_ []*os.File, err error) {
 	buffer, _ := buffers.Get().(*[MaxMessage]byte)
 	defer buffers.Put(buffer)
@@ -96,7 +97,7 @@ func Receive(c *net.UnixConn, m any) (_ []*os.File, err error) {
 	return files, nil
 }
 
-// CloseAll closes descriptors that nobody has asked for.
+// CloseAll closes descriptors that are not needed.
 func CloseAll(files []*os.File) {
 	for _, f := range files {
 		_ = f.Close() // nothing was written to it
@@ -126,7 +127,8 @@ func filesOf(rights []byte) ([]*os.File, error) {
 	return out, nil
 }
 
-// Listen makes a socket that only its owner and root may connect to, in the place of one that a process has left.
+// Listen makes a socket to which only its owner and root may connect. It replaces a socket that an earlier process left
+// behind.
 func Listen(path string) (*net.UnixListener, error) {
 	if err := os.Remove(path); err != nil && !errors.Is(err, os.ErrNotExist) {
 		return nil, err
@@ -141,7 +143,8 @@ func Listen(path string) (*net.UnixListener, error) {
 	return l, nil
 }
 
-// Peer says who is at the other end of a connection: of one that was dialled, who listens there, as the kernel knows it.
+// Peer returns the process at the other end of a connection. For a connection that this process dialled, it is the
+// listening process, as the kernel knows it.
 func Peer(c *net.UnixConn) (*unix.Ucred, error) {
 	raw, err := c.SyscallConn()
 	if err != nil {

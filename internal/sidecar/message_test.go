@@ -14,7 +14,7 @@ import (
 	"github.com/coppice-dev/coppice/internal/sidecar"
 )
 
-// pair is both ends of a connection.
+// pair returns both ends of a connection.
 func pair(t *testing.T) (a, b *net.UnixConn) {
 	t.Helper()
 	l, err := sidecar.Listen(filepath.Join(t.TempDir(), "s"))
@@ -35,7 +35,7 @@ func pair(t *testing.T) (a, b *net.UnixConn) {
 	return a, b
 }
 
-// TestFaults: a message that is too long, or none, is a fault of its own; the next one goes over the same connection.
+// TestFaults: a message that is too long or malformed is a fault of its own; the next message uses the same connection.
 func TestFaults(t *testing.T) {
 	t.Parallel()
 	a, b := pair(t)
@@ -76,8 +76,8 @@ func TestFaults(t *testing.T) {
 	}
 }
 
-// TestManyFiles: a message has a few descriptors at most, whoever sends it; none of those that came with another stays open, and the next message
-// goes over the same connection.
+// TestManyFiles: a message has only a few descriptors, whoever sends it. A message with more is refused, none of its
+// descriptors stays open, and the next message uses the same connection.
 func TestManyFiles(t *testing.T) {
 	a, b := pair(t)
 	null, err := os.Open(os.DevNull)
@@ -98,7 +98,7 @@ func TestManyFiles(t *testing.T) {
 		t.Errorf("%d descriptors were sent: %v", len(many), err)
 	}
 	before := open()
-	for range 50 { // as a process that keeps no rule sends it
+	for range 50 { // a sender that ignores all rules
 		if _, _, err := a.WriteMsgUnix([]byte(`"hello"`), unix.UnixRights(slices.Repeat([]int{int(null.Fd())}, 100)...), nil); err != nil {
 			t.Fatal(err)
 		}

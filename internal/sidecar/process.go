@@ -18,28 +18,29 @@ import (
 	"github.com/coppice-dev/coppice/internal/osthread"
 )
 
-// Process says how one is started.
+// Process says how to start a process.
 type Process struct {
-	Name    string // for messages
-	Dir     string // for its socket and its log; made if it is not there
+	Name    string // name in messages
+	Dir     string // directory of its socket and its log; created if it is missing
 	Command []string
-	Config  []byte // given on its standard input: what is in the arguments or the environment of a process others can see
-	// Cgroup opens the directory of a control group for it to start in; nil, or a nil file: it starts in this process's. What ends everything
-	// in this process's group, such as the end of a container, does not end it in its own.
+	Config  []byte // sent to its standard input, because others can see arguments and environments
+	// Cgroup opens the directory of a control group in which the process starts. If it is nil, or returns a nil file,
+	// the process starts in the group of this process. In its own group, the process survives the end of this process's
+	// group, such as the end of a container.
 	Cgroup  func() (*os.File, error)
-	Confine bool // it can gain no privileges that it does not begin with, and sees nothing of this process's environment
+	Confine bool // it cannot gain privileges, and does not get this process's environment
 }
 
-// SocketPath is where the process listens.
+// SocketPath is the path of the socket on which the process listens.
 func (p Process) SocketPath() string { return filepath.Join(p.Dir, "sock") }
 
-// startTime is how long a process may take until it answers.
+// startTime is the time within which a process must answer after its start.
 const startTime = 20 * time.Second
 
-// logFile is what a process says, in its directory.
+// logFile is the file in the process's directory with its output.
 const logFile = "log"
 
-// Start starts the process and waits until hello is answered. It goes on when this process ends.
+// Start starts the process and waits until hello succeeds. The process goes on when this one ends.
 func (p Process) Start(ctx context.Context, hello func(context.Context) error) error {
 	if err := os.MkdirAll(p.Dir, 0o700); err != nil {
 		return err
@@ -49,9 +50,10 @@ func (p Process) Start(ctx context.Context, hello func(context.Context) error) e
 		return err
 	}
 	defer log.Close()
-	cmd := exec.Command(p.Command[0], p.Command[1:]...) //nolint:gosec,noctx // G204: this program; it outlives every context
+	cmd := exec.Command(p.Command[0], p.Command[1:]...) //nolint:gosec,noctx // G204: this program; the process outlives every context
 	cmd.Dir, cmd.Stdin, cmd.Stdout, cmd.Stderr, cmd.Env = "/", bytes.NewReader(p.Config), log, log, os.Environ()
-	// Not in a mount namespace of its own: that would keep every file system of the host mounted for as long as the process lives.
+	// It gets no mount namespace of its own, because that would keep every file system of the host mounted for as long
+	// as the process lives.
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
 	if p.Confine {
 		cmd.Env = []string{}
@@ -70,7 +72,7 @@ func (p Process) Start(ctx context.Context, hello func(context.Context) error) e
 		return fmt.Errorf("start the %s: %w", p.Name, err)
 	}
 	ended := make(chan error, 1)
-	go func() { ended <- cmd.Wait() }() // for as long as this process lives
+	go func() { ended <- cmd.Wait() }() // waits as long as this process lives
 	deadline := time.NewTimer(startTime)
 	defer deadline.Stop()
 	for wait := 2 * time.Millisecond; ; wait = min(2*wait, 100*time.Millisecond) {
@@ -93,7 +95,7 @@ func (p Process) Start(ctx context.Context, hello func(context.Context) error) e
 	}
 }
 
-// killed kills a process that was not to be, and waits until it is gone: what it was in, a control group, can be removed then.
+// killed kills a process whose start failed, and waits until it is gone: then its control group can be removed.
 func killed(cmd *exec.Cmd, ended <-chan error) error {
 	if err := cmd.Process.Signal(unix.SIGKILL); err != nil && !errors.Is(err, os.ErrProcessDone) {
 		return err
@@ -112,7 +114,7 @@ func (p Process) begin(cmd *exec.Cmd) error {
 	if !p.Confine {
 		return cmd.Start()
 	}
-	return osthread.Do(func() error { // the thread is changed for good, and what it starts is as it is
+	return osthread.Do(func() error { // the thread is changed permanently, and its child inherits the change
 		if err := unix.Prctl(unix.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0); err != nil {
 			return fmt.Errorf("set no_new_privs: %w", err)
 		}
@@ -128,10 +130,10 @@ func tail(path string) string {
 	return strings.TrimSpace(string(b[max(0, len(b)-500):]))
 }
 
-// stopTime is how long a process that was told to end may take.
+// stopTime is the time within which a process must end after it was told to.
 const stopTime = 10 * time.Second
 
-// End tells a process to end and waits until it is gone, and with it everything that it has open.
+// End tells a process to end and waits until it is gone, with everything that it had open.
 func End(name string, pid int, tell func() error) error {
 	process, err := unix.PidfdOpen(pid, 0)
 	if err != nil {
@@ -152,11 +154,11 @@ func End(name string, pid int, tell func() error) error {
 	return nil
 }
 
-// Kill ends a process that does not answer, and waits until it is gone. still says whether it is the one that is meant, when its id cannot
-// become another's any more.
+// Kill kills a process that does not answer, and waits until it is gone. still must report whether the process is the
+// right one. It is called when the process id cannot be reused any more.
 func Kill(name string, pid int, still func() error) error {
 	if pid <= 1 || pid == os.Getpid() {
-		return fmt.Errorf("the %s is said to be process %d, which is not killed", name, pid)
+		return fmt.Errorf("the reported process id of the %s is %d, and such a process is never killed", name, pid)
 	}
 	process, err := unix.PidfdOpen(pid, 0)
 	if errors.Is(err, unix.ESRCH) {
@@ -182,9 +184,9 @@ func Kill(name string, pid int, still func() error) error {
 	return nil
 }
 
-// waitGone waits until a process is gone, and with it everything that it has open.
+// waitGone waits until a process is gone, with everything that it had open.
 func waitGone(process int, within time.Duration) (bool, error) {
-	// Readable is one whose last thread has ended.
+	// The pidfd becomes readable when the last thread of the process has ended.
 	for deadline := time.Now().Add(within); ; {
 		n, err := unix.Poll([]unix.PollFd{{Fd: int32(process), Events: unix.POLLIN}}, int(max(time.Until(deadline), 0).Milliseconds())) //nolint:gosec // G115: a descriptor
 		if !errors.Is(err, unix.EINTR) {

@@ -15,7 +15,8 @@ import (
 	"github.com/coppice-dev/coppice/runner/cgroup"
 )
 
-// TestCgroup: a process is in the group that it is given, whatever group this one is in, also where it can gain no privileges.
+// TestCgroup: a process is in the group that it was given, whatever the group of this process is, also when it cannot
+// gain privileges.
 func TestCgroup(t *testing.T) {
 	require.Root(t)
 	mount, err := cgroup.Find()
@@ -35,7 +36,7 @@ func TestCgroup(t *testing.T) {
 	for _, confine := range []bool{false, true} {
 		dir := t.TempDir()
 		group := filepath.Join(dir, "group")
-		p := sidecar.Process{ // it lives for as long as the file is there
+		p := sidecar.Process{ // it lives as long as the file exists
 			Name: "helper", Dir: dir, Command: []string{"/bin/sh", "-c", `cat /proc/self/cgroup >"$0"; while test -e "$0"; do sleep 0.05; done`, group},
 			Confine: confine, Cgroup: func() (*os.File, error) { return tree.Beside("helper") },
 		}
@@ -68,12 +69,12 @@ func TestCgroup(t *testing.T) {
 	}
 }
 
-// dirOf is the directory of the helpers' group.
+// dirOf returns the directory of the helpers' group.
 func dirOf(mount string) string {
 	return filepath.Join(mount, fmt.Sprintf("coppice-sidecar-%d.helper", os.Getpid()))
 }
 
-// ends tells a helper to end and waits until nothing is left in its group.
+// ends tells a helper to end and waits until its group is empty.
 func ends(t *testing.T, group, file string) {
 	t.Helper()
 	if err := os.Remove(file); err != nil {

@@ -11,12 +11,12 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Pulse says when a process that listens counts as hung. Zero values take the defaults, which suit a host that was asleep or is far too busy:
-// killing a process wrongly costs everything that it carries.
+// Pulse says when a listening process counts as hung. Zero values take the defaults. These tolerate a host that was
+// asleep or is far too busy, because killing a working process loses everything that it carries.
 type Pulse struct {
 	Every  time.Duration // between questions; default 1 s
 	Limit  time.Duration // for an answer; default 5 s
-	Misses int           // answers in a row that did not come; default 4
+	Misses int           // missing answers in a row; default 4
 }
 
 // WithDefaults replaces zero values.
@@ -27,9 +27,8 @@ func (p Pulse) WithDefaults() Pulse {
 // ErrSilent is the cause of a context that ended because an answer did not come in time.
 var ErrSilent = errors.New("it listens, and does not answer")
 
-// Feel asks again and again. It returns an error when too many answers in a row did not come, and
-// nil when ctx ends. ask must return an error with ErrSilent if its answer did not come within the
-// limit.
+// Feel asks again and again. It returns an error when too many answers in a row are missing, and nil when ctx ends. ask
+// must return an error with ErrSilent if its answer did not come within the limit.
 func (p Pulse) Feel(ctx context.Context, ask func(ctx context.Context, limit time.Duration) error) error {
 	tick := time.NewTicker(p.Every)
 	defer tick.Stop()
@@ -44,19 +43,20 @@ func (p Pulse) Feel(ctx context.Context, ask func(ctx context.Context, limit tim
 		switch late := time.Since(began) - p.Limit; {
 		case ctx.Err() != nil:
 			return nil
-		case !errors.Is(err, ErrSilent): // it answers, or it has ended, which others notice
+		case !errors.Is(err, ErrSilent): // it answers, or it has ended, which other code notices
 			misses = 0
-		case late > p.Limit/2: // this process did not run either, and cannot tell
+		case late > p.Limit/2: // this process itself did not run, so it does not know
 		default:
 			misses++
 		}
 		if misses >= p.Misses {
-			return fmt.Errorf("%d questions in a row had no answer within %s", misses, p.Limit)
+			return fmt.Errorf("%d requests in a row had no answer within %s", misses, p.Limit)
 		}
 	}
 }
 
-// Dial connects to the process that listens at a socket. The error has ErrSilent if more connections wait for it than the kernel keeps.
+// Dial connects to the process that listens at a socket. The error has ErrSilent if the kernel's queue of waiting
+// connections is full.
 func Dial(ctx context.Context, socket string) (*net.UnixConn, error) {
 	var d net.Dialer
 	conn, err := d.DialContext(ctx, "unixpacket", socket)
@@ -69,7 +69,8 @@ func Dial(ctx context.Context, socket string) (*net.UnixConn, error) {
 	return conn.(*net.UnixConn), nil
 }
 
-// Greet asks until there is an answer, at most as often as a process that hangs is asked. The error has ErrSilent if none came.
+// Greet asks until there is an answer, at most as often as a hung process is asked. The error has ErrSilent if none
+// came.
 func (p Pulse) Greet(ctx context.Context, ask func(ctx context.Context, limit time.Duration) error) (err error) {
 	for range p.Misses {
 		if err = ask(ctx, p.Limit); !errors.Is(err, ErrSilent) || ctx.Err() != nil {
@@ -79,8 +80,8 @@ func (p Pulse) Greet(ctx context.Context, ask func(ctx context.Context, limit ti
 	return err
 }
 
-// KillListener kills the process that listens at a socket, and waits until it is gone. It is no error if nobody listens any more. The kernel
-// says which process that is: while the socket can be dialled, the process that listens there lives.
+// KillListener kills the process that listens at a socket, and waits until it is gone. It is no error if no process
+// listens. The kernel names the process: while the socket can be dialled, its listening process lives.
 func KillListener(ctx context.Context, name, socket string) error {
 	pid, err := Listener(ctx, socket)
 	if err != nil {
@@ -107,7 +108,8 @@ func ignoreNobody(err error) error {
 	return err
 }
 
-// Listener returns the id of the process that listens at a socket, as the kernel knows it. IsNobody tells an error that means that no process does.
+// Listener returns the id of the process that listens at a socket, as the kernel knows it. If no process listens,
+// IsNobody reports true for the error.
 func Listener(ctx context.Context, socket string) (pid int, err error) {
 	conn, err := Dial(ctx, socket)
 	if err != nil {
