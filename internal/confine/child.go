@@ -19,17 +19,17 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// Task is something that helpers do.
+// Task is a task that a helper can do.
 type Task struct {
 	Name string
 	Run  func(*Child) error
-	// Files lets the task make, change and remove files, below Spec.Dir.
+	// Files allows the task to make, change and remove files below Spec.Dir.
 	Files bool
 }
 
 // Child is a helper, as its task sees it.
 type Child struct {
-	Files   []*os.File // as the caller gave them
+	Files   []*os.File // the files from the caller
 	request []byte
 }
 
@@ -45,8 +45,8 @@ func (*Child) Answer(v any) error {
 	return writeFrame(os.Stdout, frameAnswer, b)
 }
 
-// Enter makes this process a helper if it was started as one, and then does not return. Otherwise it notes that this program can
-// start helpers, for these tasks. It is called before anything else.
+// Enter makes this process a helper if it was started as one, and then does not return. Otherwise it records that this
+// program can start helpers for these tasks. It must be called before anything else.
 func Enter(tasks ...Task) {
 	if len(os.Args) == 0 || os.Args[0] != program {
 		entered.Store(true)
@@ -60,7 +60,7 @@ func Enter(tasks ...Task) {
 }
 
 func serve(tasks []Task) error {
-	// The caller takes this process's root directory away when it is ready.
+	// The caller removes this process's root directory after the ready message.
 	open, err := openDescriptors()
 	if err != nil {
 		return err
@@ -70,9 +70,9 @@ func serve(tasks []Task) error {
 	}
 	var h header
 	if err := readJSON(frameHeader, &h); err != nil {
-		return fmt.Errorf("it is started by a program that needs it, which tells it what to do: %w", err)
+		return fmt.Errorf("only a program that needs it starts it and tells it what to do: %w", err)
 	}
-	if h.Chroot { // before anything of a tenant is read
+	if h.Chroot { // before any input of a tenant is read
 		if err := errors.Join(unix.Chroot(stageDir), unix.Chdir("/")); err != nil {
 			return fmt.Errorf("enter the empty root: %w", err)
 		}
@@ -91,7 +91,7 @@ func serve(tasks []Task) error {
 	}
 	closeOthers(open, 3+h.Files)
 	runtime.GOMAXPROCS(min(2, runtime.NumCPU()))
-	// The collector works harder before the kernel refuses.
+	// With this limit, the garbage collector works harder before the kernel refuses memory.
 	debug.SetMemoryLimit(h.Limits.Memory / 4 * 3)
 	if err := limit(h.Limits, h.Confined); err != nil {
 		return err
@@ -119,7 +119,7 @@ func readJSON(want byte, v any) error {
 	return json.Unmarshal(b, v)
 }
 
-// openDescriptors lists what this process has open and is not one of the Go runtime's.
+// openDescriptors lists the open descriptors of this process, except those of the Go runtime.
 func openDescriptors() ([]int, error) {
 	const dir = "/proc/self/fd"
 	entries, err := os.ReadDir(dir)
@@ -141,23 +141,24 @@ func openDescriptors() ([]int, error) {
 func closeOthers(open []int, from int) {
 	for _, fd := range open {
 		if fd >= from {
-			_ = unix.Close(fd) // it may be the directory that was listed
+			_ = unix.Close(fd) // it may be the descriptor of the listed directory, already closed
 		}
 	}
 }
 
-// addressSlack is how much more address space than memory a helper may have: a Go program reserves some that it never writes.
+// addressSlack is the difference between the address space and the memory of a helper: a Go program reserves address
+// space that it never writes.
 const addressSlack = 8 << 30
 
-// limit sets the limits of this process. Its caller cannot: that takes a capability (CAP_SYS_RESOURCE) that runners in containers
-// often lack. Nothing of a tenant was read yet, and no limit can be raised afterwards.
+// limit sets the limits of this process. Its caller cannot do it: that needs a capability (CAP_SYS_RESOURCE) that
+// runners in containers often lack. No input of a tenant was read yet, and no limit can be raised afterwards.
 func limit(l Limits, confined bool) error {
 	cpu, file := uint64(math.Ceil(l.CPU.Seconds())), uint64(l.FileBytes) //nolint:gosec // G115: bounded by the caller
 	limits := map[int]uint64{
 		unix.RLIMIT_CPU: cpu, unix.RLIMIT_FSIZE: file, unix.RLIMIT_NOFILE: maxOpen, unix.RLIMIT_CORE: 0, unix.RLIMIT_MEMLOCK: 0,
 		unix.RLIMIT_MSGQUEUE: 0, unix.RLIMIT_SIGPENDING: 128,
 	}
-	if confined { // threads are counted by user
+	if confined { // the kernel counts threads by user
 		limits[unix.RLIMIT_NPROC] = maxThreads
 	}
 	if !raceDetector {
@@ -172,7 +173,7 @@ func limit(l Limits, confined bool) error {
 	return nil
 }
 
-// verify refuses to work where this process is not confined as it should be.
+// verify stops this process if it is not confined as it should be.
 func verify(h header) error {
 	if !h.Confined {
 		return nil
@@ -198,14 +199,14 @@ func verify(h header) error {
 	return nil
 }
 
-// report sends how the task ended.
+// report sends the result of the task.
 func report(failed error) error {
 	if failed == nil {
 		return writeFrame(os.Stdout, frameDone, nil)
 	}
 	code, message := core.CodeOf(failed), core.MessageOf(failed)
 	if code == core.CodeInternal {
-		message = failed.Error() // it is for a log
+		message = failed.Error() // only for a log
 	}
 	b, err := json.Marshal(failure{code, printable(message)})
 	if err != nil {

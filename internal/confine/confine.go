@@ -19,12 +19,12 @@ import (
 	"github.com/coppice-dev/coppice/internal/confine/internal/mode"
 )
 
-// Limits bound a helper. All but FileBytes must be positive.
+// Limits bound a helper. All except FileBytes must be positive.
 type Limits struct {
 	Memory    int64         // bytes of memory that it may write
 	CPU       time.Duration // of all its threads; whole seconds
 	Time      time.Duration // from its start to its end
-	FileBytes int64         // of a file that it writes; 0: it writes none
+	FileBytes int64         // size of a file that it writes; 0: it writes no files
 	Frame     int           // bytes of one answer
 	Answers   int           // answers
 	Bytes     int64         // bytes of all answers
@@ -34,22 +34,22 @@ type Limits struct {
 type Spec struct {
 	Task    string // the name of a task that Enter was given
 	Limits  Limits
-	Request any        // becomes JSON
-	Files   []*os.File // stay the caller's; they must be open for reading only
-	// Dir is a directory that the helper sees as TreeDir, mounted without devices, set-user-id bits and programs, and that it
-	// may change with Caps. Empty: it sees no file at all.
+	Request any        // sent as JSON
+	Files   []*os.File // still belong to the caller; must be open only for reading
+	// Dir is a directory that the helper sees as TreeDir, mounted without devices, set-user-id bits and programs. With
+	// Caps, the helper may change it. Empty: it sees no files at all.
 	Dir  string
 	Caps []uint8 // capabilities that it keeps, unix.CAP_…; nil: none
 }
 
-// TreeDir is where a helper sees Spec.Dir.
+// TreeDir is the path of Spec.Dir for the helper.
 const TreeDir = "/tree"
 
 // The bounds of every helper.
 const (
 	maxRequest = 1 << 20  // bytes
 	maxFiles   = 16       // descriptors that it gets
-	maxHelpers = 16       // of one process at the same time; others wait
+	maxHelpers = 16       // helpers of one process at the same time; others wait
 	maxSaid    = 16 << 10 // bytes of its standard error that are kept
 	maxStderr  = 1 << 20  // bytes of its standard error that it may write
 	maxThreads = 64
@@ -82,11 +82,11 @@ func (e *LimitError) Error() string {
 	return fmt.Sprintf("the confined helper for %s hit its limit of %s (%s) and was ended", e.Task, e.Limit, e.Bound)
 }
 
-// CrashError says that a helper ended in a way that no helper should: by a panic, by a signal, or with an answer that is none.
+// CrashError says that a helper ended abnormally: with a panic, a signal, or an invalid answer.
 type CrashError struct {
 	Task string
 	How  string
-	Said string // the end of what it wrote; for the log, not for a tenant
+	Said string // the end of its output; for the log, not for a tenant
 }
 
 func (e *CrashError) Error() string {
@@ -96,8 +96,8 @@ func (e *CrashError) Error() string {
 	return fmt.Sprintf("the confined helper for %s ended early: %s; it said: %q", e.Task, e.How, e.Said)
 }
 
-// KilledError says that something outside killed a helper, and not for what the helper did. It is retryable: helpers are the first that
-// the kernel kills when the host or the control group runs short of memory.
+// KilledError says that a helper was killed from outside, and not for what it did. It is retryable: when the host or
+// the control group runs short of memory, the kernel kills helpers first.
 type KilledError struct{ Task string }
 
 func (e *KilledError) Error() string {
@@ -109,8 +109,8 @@ func (e *KilledError) Unwrap() error {
 	return core.Errorf(core.Exhausted, core.CodeCapacity, "%s", e.Error())
 }
 
-// TaskError is the error that a task returned. Code and Message come from the helper, so the caller must not trust them: it
-// compares the code with those it knows.
+// TaskError is the error that a task returned. Code and Message come from the helper, so the caller must not trust
+// them: it must compare the code with the codes that it knows.
 type TaskError struct {
 	Code    core.Code
 	Message string // printable, clipped
@@ -124,10 +124,10 @@ func IsLimit(err error, limit Limit) bool {
 	return ok && e.Limit == limit
 }
 
-// entered says that Enter was called: this program can be its own helper.
+// entered says that Enter was called: this program can start itself as a helper.
 var entered atomic.Bool
 
-// slots are the user ids of helpers that run.
+// slots are the free user ids for helpers.
 var slots = func() chan uint32 {
 	c := make(chan uint32, maxHelpers)
 	for i := range uint32(maxHelpers) {
@@ -136,15 +136,15 @@ var slots = func() chan uint32 {
 	return c
 }()
 
-// Helpers run as users above those of VMs (see daemon.firstUID). Each process of this host that starts helpers has ids of its own,
-// and so has each helper at one time: the kernel counts threads by user id.
+// Helpers run as users with ids above those of VMs (see daemon.firstUID). Each process of this host that starts helpers
+// has its own ids, and each running helper has one of them: the kernel counts threads by user id.
 const firstUID = 768_000_000
 
 func uidOf(slot uint32) uint32 { return firstUID + uint32(os.Getpid())&0x3fffff*maxHelpers + slot } //nolint:gosec // G115: masked
 
-// Run starts a helper, gives it the request and calls each with every answer, in order. It returns when the helper has ended and
-// nothing of it is left. An error of each ends the helper and is returned. When ctx ends, the helper is killed and the context's
-// cause is returned.
+// Run starts a helper, sends it the request and calls each with every answer, in order. It returns when the helper has
+// ended and nothing of it is left. An error of each ends the helper and is returned. When ctx ends, the helper is
+// killed and the context's cause is returned.
 func Run(ctx context.Context, spec Spec, each func(answer json.RawMessage) error) error {
 	request, err := check(spec)
 	if err != nil {
@@ -159,7 +159,7 @@ func Run(ctx context.Context, spec Spec, each func(answer json.RawMessage) error
 	}
 }
 
-// check refuses what cannot be confined, and returns the request as JSON.
+// check refuses a helper that cannot be confined, and returns the request as JSON.
 func check(s Spec) ([]byte, error) {
 	if !entered.Load() {
 		return nil, core.Errorf(core.Internal, core.CodeInternal, "this program starts a confined helper for %s but did not call confine.Enter first", s.Task)
@@ -193,10 +193,10 @@ func check(s Spec) ([]byte, error) {
 	return request, nil
 }
 
-// reply has all that a helper sent.
+// reply is the result of a helper.
 type reply struct {
-	done   bool       // it ended well
-	failed *TaskError // or its task failed
+	done   bool       // the task succeeded
+	failed *TaskError // the task failed
 }
 
 func run(ctx context.Context, spec Spec, request []byte, uid uint32, each func(json.RawMessage) error) error {
@@ -212,7 +212,7 @@ func run(ctx context.Context, spec Spec, request []byte, uid uint32, each func(j
 	said := make(chan string, 1)
 	go func() { said <- p.listen() }()
 	got, err := p.converse(spec, request, each)
-	stayed := false // it closed its output and did not end
+	stayed := false // the helper closed its output and did not end
 	if isEnded(err) {
 		stayed = !p.endsWithin(endTime)
 	}
@@ -239,11 +239,11 @@ func run(ctx context.Context, spec Spec, request []byte, uid uint32, each func(j
 	return &CrashError{spec.Task, err.Error() + ", " + p.state.String(), text}
 }
 
-// endTime is how long a helper that has closed its output may take to end. The kernel closes the output of one that it kills before it
-// says how the helper ended.
+// endTime is the time that a helper has to end after it has closed its output. When the kernel kills a process, it
+// closes the output before it reports how the process ended.
 const endTime = 2 * time.Second
 
-// endsWithin waits until the helper ends by itself, at most for a time, and reports whether it does.
+// endsWithin waits, for a limited time, until the helper ends by itself, and reports whether it did.
 func (p *process) endsWithin(limit time.Duration) bool {
 	timer := time.NewTimer(limit)
 	defer timer.Stop()
@@ -260,12 +260,12 @@ func isEnded(err error) bool {
 	return ok
 }
 
-// endedError says that a helper closed its output before its last word. How it ended says why.
+// endedError says that a helper closed its output before its last message. The way in which it ended tells why.
 type endedError struct{ cause error }
 
 func (e *endedError) Error() string { return "its answer ended early: " + e.cause.Error() }
 
-// converse waits until the helper is ready, locks it in, sends the request and reads the answers.
+// converse waits until the helper is ready, confines it, sends the request and reads the answers.
 func (p *process) converse(spec Spec, request []byte, each func(json.RawMessage) error) (reply, error) {
 	kind, _, err := readFrame(p.stdout, 0)
 	if err != nil || kind != frameReady {
@@ -273,7 +273,7 @@ func (p *process) converse(spec Spec, request []byte, each func(json.RawMessage)
 	}
 	if err := p.confine(); err != nil {
 		err = fmt.Errorf("confine the helper for %s: %w", spec.Task, err)
-		if errors.Is(err, unix.ENOENT) || errors.Is(err, unix.ESRCH) || errors.Is(err, unix.EINVAL) { // as /proc says of a process that has ended
+		if errors.Is(err, unix.ENOENT) || errors.Is(err, unix.ESRCH) || errors.Is(err, unix.EINVAL) { // errors of /proc for a process that has ended
 			return reply{}, &endedError{err}
 		}
 		return reply{}, err
@@ -330,7 +330,7 @@ func taskError(b []byte) *TaskError {
 // maxMessage bounds the message of a TaskError, in bytes.
 const maxMessage = 1000
 
-// printable keeps the beginning of a text that a helper sent, without what a terminal would act on.
+// printable returns the beginning of a text from a helper, without characters that would control a terminal.
 func printable(s string) string {
 	s = strings.ToValidUTF8(s[:min(len(s), maxMessage)], "?")
 	return strings.Map(func(r rune) rune {
@@ -341,7 +341,7 @@ func printable(s string) string {
 	}, s)
 }
 
-// verdict says which limit ended the helper; nil for none that is known. A helper that stayed was killed by Run.
+// verdict returns the limit that ended the helper; nil if no known limit did. If a helper stayed, Run killed it.
 func (p *process) verdict(spec Spec, said string, stayed bool) error {
 	hit := func(l Limit, bound any) error { return &LimitError{spec.Task, l, fmt.Sprint(bound)} }
 	memory := fmt.Sprintf("%d MiB", spec.Limits.Memory>>20)
@@ -352,7 +352,7 @@ func (p *process) verdict(spec Spec, said string, stayed bool) error {
 		switch {
 		case sig == unix.SIGKILL && p.state.UserTime()+p.state.SystemTime() > spec.Limits.CPU-200*time.Millisecond, sig == unix.SIGXCPU:
 			return hit(LimitCPU, spec.Limits.CPU)
-		case sig == unix.SIGKILL && p.confined && !stayed: // the first process of a process namespace cannot kill itself
+		case sig == unix.SIGKILL && p.confined && !stayed: // PID 1 of a process namespace cannot kill itself
 			return &KilledError{spec.Task}
 		case sig == unix.SIGSYS:
 			return hit(LimitSyscall, "those of its filter")
@@ -363,7 +363,7 @@ func (p *process) verdict(spec Spec, said string, stayed bool) error {
 	}
 	has := func(s string) bool { return strings.Contains(said, s) }
 	switch {
-	case p.state.ExitCode() != exitGoFatal: // the Go runtime's
+	case p.state.ExitCode() != exitGoFatal: // not a fatal error of the Go runtime
 		return nil
 	case has("failed to create new OS thread") && has("errno=11"), has("pthread_create failed: Resource temporarily unavailable"):
 		return hit(LimitThreads, maxThreads)
@@ -373,8 +373,8 @@ func (p *process) verdict(spec Spec, said string, stayed bool) error {
 	return nil
 }
 
-// usedMuch reports whether the helper had half of the memory that it may have, or more. The Go runtime may fail in many ways when
-// the kernel refuses it memory, with a segmentation violation in the collector, for example.
+// usedMuch reports whether the helper used at least half of its memory limit. When the kernel refuses memory, the Go
+// runtime may fail in many ways, for example with a segmentation violation in the collector.
 func (p *process) usedMuch(limit int64) bool {
 	usage, ok := p.state.SysUsage().(*syscall.Rusage)
 	return ok && usage.Maxrss<<10 >= limit/2
@@ -383,7 +383,7 @@ func (p *process) usedMuch(limit int64) bool {
 // exitGoFatal is the exit status of a Go program after a panic or a fatal error.
 const exitGoFatal = 2
 
-// listen keeps the beginning of what the helper writes to its standard error. Too much of it ends the helper.
+// listen returns the beginning of the helper's standard error. Too much output ends the helper.
 func (p *process) listen() string {
 	kept := make([]byte, maxSaid)
 	n, err := io.ReadFull(p.stderr, kept)
@@ -391,7 +391,7 @@ func (p *process) listen() string {
 		more, _ := io.CopyN(io.Discard, p.stderr, maxStderr) // the pipe ends with the helper
 		if more == maxStderr {
 			p.kill(&LimitError{p.task, LimitOutput, fmt.Sprintf("%d KiB", maxStderr>>10)})
-			_, _ = io.Copy(io.Discard, p.stderr) // until it is gone
+			_, _ = io.Copy(io.Discard, p.stderr) // until the helper is gone
 		}
 	}
 	return strings.ToValidUTF8(strings.TrimSpace(string(kept[:n])), "\uFFFD")

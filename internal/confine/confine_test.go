@@ -56,7 +56,7 @@ func TestRun(t *testing.T) {
 	}
 }
 
-// TestOffsetsAreTheCallers: a helper reads a file from where the caller is in it, and the caller stays there.
+// TestOffsetsAreTheCallers: a helper reads a file from the caller's offset on, and the caller's offset does not change.
 func TestOffsetsAreTheCallers(t *testing.T) {
 	t.Parallel()
 	file := given(t, "head and tail")
@@ -72,7 +72,7 @@ func TestOffsetsAreTheCallers(t *testing.T) {
 	}
 }
 
-// TestHelperCanDoNothing: a helper tries some sixty things that would harm the host, and none of them works.
+// TestHelperCanDoNothing: a helper tries about sixty operations that would harm the host, and none of them works.
 func TestHelperCanDoNothing(t *testing.T) {
 	t.Parallel()
 	require.Root(t)
@@ -100,7 +100,7 @@ func TestHelperCanDoNothing(t *testing.T) {
 	}
 }
 
-// TestHelperFromOutside looks at a helper that runs as the kernel shows it.
+// TestHelperFromOutside checks how the kernel shows a running helper.
 func TestHelperFromOutside(t *testing.T) {
 	t.Parallel()
 	require.Root(t)
@@ -239,10 +239,10 @@ func TestLimits(t *testing.T) {
 		t.Run(what, func(t *testing.T) {
 			t.Parallel()
 			if c.limit == confine.LimitThreads {
-				require.Root(t) // the kernel counts threads by user
+				require.Root(t) // the kernel counts threads by user, except root's
 			}
 			if c.limit == confine.LimitMemory && confine.RaceDetector {
-				return // it reserves more memory than any limit; see TestMemoryWithoutRaceDetector
+				return // the race detector reserves more memory than any limit; see TestMemoryWithoutRaceDetector
 			}
 			s := spec(taskMisuse, what)
 			if c.change != nil {
@@ -261,11 +261,11 @@ func TestLimits(t *testing.T) {
 	}
 }
 
-// TestMemoryOfTheCaller: what a helper allocates is not the caller's, and neither is what it claims to send.
+// TestMemoryOfTheCaller: the helper's allocations, and the sizes that it claims, take no memory of the caller.
 func TestMemoryOfTheCaller(t *testing.T) {
 	misuses := []string{"memory", "huge length", "many bytes"}
 	if confine.RaceDetector {
-		misuses = misuses[1:] // it reserves more memory than any limit
+		misuses = misuses[1:] // the race detector reserves more memory than any limit
 	}
 	var before, after runtime.MemStats
 	runtime.ReadMemStats(&before)
@@ -278,11 +278,11 @@ func TestMemoryOfTheCaller(t *testing.T) {
 	}
 }
 
-// TestMemoryWithoutRaceDetector runs the tests of memory in a program whose helpers the limits hold for.
+// TestMemoryWithoutRaceDetector runs the memory tests in a program without the race detector, where the limits work.
 func TestMemoryWithoutRaceDetector(t *testing.T) {
 	t.Parallel()
 	if !confine.RaceDetector {
-		return // they have run
+		return // the memory tests have run in this program
 	}
 	out, err := exec.CommandContext(t.Context(), "go", "test", "-count=1", "-run", "^(TestLimits|TestMemoryOfTheCaller)$", ".").CombinedOutput()
 	if err != nil {
@@ -293,7 +293,7 @@ func TestMemoryWithoutRaceDetector(t *testing.T) {
 func TestCrash(t *testing.T) {
 	t.Parallel()
 	for what, want := range map[string]string{
-		"panic": "on purpose", "nil": "nil pointer", "exit": "exit status 7", "unknown kind": "not expected", "half a message": "ended early",
+		"panic": "on purpose", "nil": "nil pointer", "exit": "exit status 7", "unknown kind": "an unexpected message", "half a message": "ended early",
 	} {
 		err := confine.Run(t.Context(), spec(taskMisuse, what), func(json.RawMessage) error { return nil })
 		crash, ok := errors.AsType[*confine.CrashError](err)
@@ -355,7 +355,8 @@ func TestRunRefuses(t *testing.T) {
 	}
 }
 
-// TestTree: with a directory and capabilities for it, a helper makes what an archive may hold there, and reaches nothing else.
+// TestTree: with a directory and capabilities, a helper can make every kind of file that an archive may contain, and
+// reaches nothing else.
 func TestTree(t *testing.T) {
 	t.Parallel()
 	require.Root(t)
@@ -383,7 +384,7 @@ func TestTree(t *testing.T) {
 	}
 }
 
-// TestInAContainer: where pivot_root is forbidden, a helper can do as little as elsewhere, also one with a directory.
+// TestInAContainer: where pivot_root is forbidden, a helper is confined as well as elsewhere, also with a directory.
 func TestInAContainer(t *testing.T) {
 	t.Parallel()
 	require.Root(t)
@@ -394,9 +395,9 @@ func TestInAContainer(t *testing.T) {
 	}
 }
 
-// TestKilledFromOutside: a helper that the kernel kills for want of memory is no crash of its task, and the caller may try again. One that
-// Run itself must kill is one.
-func TestKilledFromOutside(t *testing.T) { //nolint:paralleltest // it looks for its helper among all of this process
+// TestKilledFromOutside: a helper that the kernel kills for lack of memory does not count as a crash of its task, and
+// the caller may try again. A helper that Run itself must kill counts as a crash.
+func TestKilledFromOutside(t *testing.T) { //nolint:paralleltest // it searches for its helper among all helpers of this process
 	require.Root(t)
 	r, w, err := os.Pipe()
 	if err != nil {
@@ -405,7 +406,7 @@ func TestKilledFromOutside(t *testing.T) { //nolint:paralleltest // it looks for
 	defer r.Close()
 	defer w.Close()
 	err = confine.Run(t.Context(), spec(taskWait, nil, r), func(json.RawMessage) error {
-		return unix.Kill(helperOf(t, os.Getpid(), taskWait), unix.SIGKILL) // as the kernel does
+		return unix.Kill(helperOf(t, os.Getpid(), taskWait), unix.SIGKILL) // like the kernel
 	})
 	if _, killed := errors.AsType[*confine.KilledError](err); !killed || core.CategoryOf(err) != core.Exhausted || core.CodeOf(err) != core.CodeCapacity {
 		t.Errorf("it was killed: %v", err)
@@ -419,7 +420,7 @@ func TestKilledFromOutside(t *testing.T) { //nolint:paralleltest // it looks for
 	}
 }
 
-// TestKilledParent: a helper does not outlive who started it.
+// TestKilledParent: a helper does not outlive the process that started it.
 func TestKilledParent(t *testing.T) {
 	t.Parallel()
 	require.Root(t)
@@ -441,7 +442,7 @@ func TestKilledParent(t *testing.T) {
 	})
 }
 
-// TestManyHelpers: more than may run at the same time, all end well.
+// TestManyHelpers: more helpers than may run at the same time all succeed.
 func TestManyHelpers(t *testing.T) {
 	t.Parallel()
 	ended := make(chan error)

@@ -11,12 +11,12 @@ import (
 
 // A message is a frame: its kind, its length in four bytes, its content.
 const (
-	frameReady   = 'r' // of the helper: it can be confined
+	frameReady   = 'r' // from the helper: it can be confined now
 	frameHeader  = 'h' // to the helper
 	frameRequest = 'q' // to the helper
-	frameAnswer  = 'a' // of the helper, JSON
-	frameDone    = 'd' // of the helper: the task is done
-	frameFailed  = 'f' // of the helper: the task failed
+	frameAnswer  = 'a' // from the helper, JSON
+	frameDone    = 'd' // from the helper: the task succeeded
+	frameFailed  = 'f' // from the helper: the task failed
 )
 
 const frameHead = 5
@@ -24,19 +24,19 @@ const frameHead = 5
 // maxFailure bounds the encoding of a helper's failure, in bytes.
 const maxFailure = 8 << 10
 
-// header describes the helper to itself. It comes before the request.
+// header tells the helper about itself. It comes before the request.
 type header struct {
 	Task     string `json:"task"`
 	Limits   Limits `json:"limits"`
 	UID      uint32 `json:"uid"`
 	Files    int    `json:"files"`
 	Dir      bool   `json:"dir"`
-	Confined bool   `json:"confined"` // it must find itself in an empty root, as UID
-	Bare     bool   `json:"bare"`     // but the root is not empty; see emptyRoot
+	Confined bool   `json:"confined"` // it must be in an empty root and run as UID
+	Bare     bool   `json:"bare"`     // its root is not empty; see emptyRoot
 	Chroot   bool   `json:"chroot"`   // it enters its root itself; see stageRoot
 }
 
-// failure is how a helper tells an error.
+// failure is the encoding of a task's error.
 type failure struct {
 	Code    core.Code `json:"code"`
 	Message string    `json:"message"`
@@ -45,7 +45,7 @@ type failure struct {
 var errFrameLength = errors.New("a message is too long")
 
 func kindError(kind byte) error {
-	return fmt.Errorf("it sent a message of the kind %q, which is not expected", kind)
+	return fmt.Errorf("it sent an unexpected message of the kind %q", kind)
 }
 
 // readFrame reads one message of at most limit bytes. Failures have a bound of their own.
@@ -75,7 +75,7 @@ func readFrame(r io.Reader, limit int) (kind byte, content []byte, err error) {
 func writeFrame(w io.Writer, kind byte, content []byte) error {
 	b := make([]byte, frameHead, frameHead+len(content))
 	b[0] = kind
-	binary.LittleEndian.PutUint32(b[1:], uint32(len(content))) //nolint:gosec // G115: what is written here is bounded by its maker
+	binary.LittleEndian.PutUint32(b[1:], uint32(len(content))) //nolint:gosec // G115: the callers bound the content
 	_, err := w.Write(append(b, content...))
 	return err
 }

@@ -5,7 +5,7 @@ import (
 	"testing"
 )
 
-// FuzzFrame reads what a helper that was taken over could write. Nothing is longer than it may be.
+// FuzzFrame reads what a compromised helper could write. No message exceeds its bound.
 func FuzzFrame(f *testing.F) {
 	f.Add([]byte("a\x02\x00\x00\x00{}d\x00\x00\x00\x00"))
 	f.Add([]byte("a\xff\xff\xff\xff"))

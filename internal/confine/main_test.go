@@ -28,7 +28,7 @@ import (
 const (
 	taskEcho       = "echo"   // answers with the request
 	taskProbe      = "probe"  // tries what it must not be able to do
-	taskMisuse     = "misuse" // does what the request names
+	taskMisuse     = "misuse" // does the misuse that the request names
 	taskWait       = "wait"   // answers, then reads its first file to the end
 	taskTree       = "tree"   // works in its directory
 	beAParent      = "COPPICE_TEST_PARENT"
@@ -66,13 +66,13 @@ func echo(c *confine.Child) error {
 	return c.Answer(text)
 }
 
-// attempt is one thing that a helper tried.
+// attempt is one operation that a helper tried.
 type attempt struct {
 	What string
-	Err  string // empty: it could
+	Err  string // empty: it succeeded
 }
 
-// probe tries everything that a helper must not do. It says how each ended.
+// probe tries everything that a helper must not be able to do, and answers with the results.
 func probe(c *confine.Child) error {
 	var in struct{ Peer int }
 	if err := c.Request(&in); err != nil {
@@ -161,7 +161,7 @@ func probe(c *confine.Child) error {
 	return nil
 }
 
-// misuse does what the limits are for.
+// misuse does something that a limit should stop.
 func misuse(c *confine.Child) error {
 	var what string
 	if err := c.Request(&what); err != nil {
@@ -178,7 +178,7 @@ func misuse(c *confine.Child) error {
 			hold = append(hold, b)
 			runtime.KeepAlive(hold)
 		}
-	case "small objects": // as a parser makes them
+	case "small objects": // like a parser
 		var hold []map[string]string
 		for i := 0; ; i++ {
 			hold = append(hold, map[string]string{strings.Repeat("x", 100): fmt.Sprint(i)})
@@ -305,7 +305,7 @@ func tree(c *confine.Child) error {
 	return errors.Join(out, try("a file that is too big", err))
 }
 
-// parent starts a helper that waits, says so, and waits itself, to be killed.
+// parent starts a helper that waits, reports that, and waits itself, to be killed.
 func parent(dir string) {
 	r, _, err := os.Pipe()
 	if err != nil {
@@ -324,7 +324,8 @@ func spec(task string, request any, files ...*os.File) confine.Spec {
 	return confine.Spec{Task: task, Limits: limits, Request: request, Files: files}
 }
 
-// contained is a program below the filter of a container engine, which forbids pivot_root. It says what its helpers could.
+// contained is a program under the filter of a container engine, which forbids pivot_root. It reports what its helpers
+// could do.
 func contained(dir string) {
 	err := seccomp.LoadFilter(seccomp.Filter{NoNewPrivs: true, Flag: seccomp.FilterFlagTSync, Policy: seccomp.Policy{
 		DefaultAction: seccomp.ActionAllow, Syscalls: []seccomp.SyscallGroup{{Action: seccomp.ActionErrno, Names: []string{"pivot_root"}}},

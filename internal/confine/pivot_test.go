@@ -8,7 +8,7 @@ import (
 	"github.com/coppice-dev/coppice/internal/confine"
 )
 
-// TestPivotIsTriedAgain: an error that passes is not remembered as what the host allows. An answer is.
+// TestPivotIsTriedAgain: a temporary error is not remembered as the host's answer. A real answer is.
 func TestPivotIsTriedAgain(t *testing.T) {
 	t.Parallel()
 	for _, allowed := range []bool{true, false} {

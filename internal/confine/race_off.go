@@ -2,6 +2,6 @@
 
 package confine
 
-// raceDetector says whether this program has Go's race detector, which reserves terabytes of writable memory. Limits of memory
-// cannot hold then. No program that is shipped has it.
+// raceDetector reports whether this program has Go's race detector, which reserves terabytes of writable memory. Memory
+// limits cannot work then. No shipped program has it.
 const raceDetector = false

@@ -17,14 +17,14 @@ import (
 	"github.com/coppice-dev/coppice/internal/osthread"
 )
 
-// program names the helper in lists of processes, and is how Enter knows that it is one.
+// program is the helper's name in process lists. Enter recognizes a helper by it.
 const program = "coppice-confined"
 
-// process is a helper that runs.
+// process is a running helper.
 type process struct {
 	task                  string
 	uid                   uint32
-	confined              bool // in namespaces and as a user of its own
+	confined              bool // it runs in namespaces and as its own user
 	bare                  bool // its root is the container's; see emptyRoot
 	chroot                bool // it enters its root itself; see stageRoot
 	proc                  *os.Process
@@ -32,15 +32,15 @@ type process struct {
 	ended                 chan struct{}
 	state                 *os.ProcessState // after ended
 
-	onThread chan func() // done on the thread that has the helper's mount namespace
+	onThread chan func() // functions for the thread with the helper's mount namespace
 
 	mu  sync.Mutex
-	why error // that it was killed for
+	why error // the reason of kill
 	dir string
 }
 
-// start starts the helper's process on a thread of its own, which is changed for good: it enters the helper's mount namespace and
-// loses what helpers must not inherit. The helper waits until it is confined.
+// start starts the helper's process on a new thread. The thread is changed permanently: it enters the helper's mount
+// namespace and drops everything that helpers must not inherit. The helper waits until it is confined.
 func start(spec Spec, uid uint32) (*process, error) {
 	p := &process{
 		task: spec.Task, uid: uid, confined: os.Geteuid() == 0, dir: spec.Dir,
@@ -65,7 +65,7 @@ func start(spec Spec, uid uint32) (*process, error) {
 	given, err := reopened(spec.Files)
 	defer func() {
 		for _, f := range given {
-			_ = f.Close() // it is open for reading only
+			_ = f.Close() // it is open only for reading
 		}
 	}()
 	if err != nil {
@@ -88,7 +88,7 @@ func start(spec Spec, uid uint32) (*process, error) {
 		}
 		// The helper dies with this thread (Pdeathsig), so the thread stays until the helper has ended.
 		go func() {
-			p.state, _ = p.proc.Wait() // it fails for a process that is not a child, and this is one
+			p.state, _ = p.proc.Wait() // it fails only for a process that is not our child
 			close(p.ended)
 		}()
 		for {
@@ -145,7 +145,7 @@ func reopened(files []*os.File) (out []*os.File, err error) {
 	return out, nil
 }
 
-// pipes makes the helper's standard streams and returns its ends.
+// pipes makes the helper's standard streams and returns the helper's ends.
 func (p *process) pipes() (stdin, stdout, stderr *os.File, err error) {
 	var inErr, outErr, errErr error
 	stdin, p.stdin, inErr = os.Pipe()
@@ -173,7 +173,7 @@ func (p *process) attributes(caps []uint8) *syscall.SysProcAttr {
 	return a
 }
 
-// unshareMounts gives this thread a mount namespace of its own, from which nothing reaches the host's.
+// unshareMounts gives this thread its own mount namespace. Nothing propagates from it to the host's.
 func unshareMounts() error {
 	if err := unix.Unshare(unix.CLONE_NEWNS); err != nil {
 		return fmt.Errorf("make a mount namespace: %w", err)
@@ -184,8 +184,8 @@ func unshareMounts() error {
 	return nil
 }
 
-// prepareThread gives this thread a mount namespace of its own, from which nothing reaches the host's, and takes away what the
-// helper must not inherit: the bounding set but for caps, and the way to new privileges.
+// prepareThread gives this thread its own mount namespace, from which nothing propagates to the host's. It also drops
+// what the helper must not inherit: the bounding set except caps, and the ability to gain privileges.
 func (p *process) prepareThread(caps []uint8) error {
 	if err := unshareMounts(); err != nil {
 		return err
@@ -199,7 +199,7 @@ func (p *process) prepareThread(caps []uint8) error {
 			continue
 		}
 		if err := unix.Prctl(unix.PR_CAPBSET_DROP, c, 0, 0, 0); errors.Is(err, unix.EINVAL) {
-			break // the kernel has no more
+			break // the kernel has no more capabilities
 		} else if err != nil {
 			return fmt.Errorf("drop capability %d of the bounding set: %w", c, err)
 		}
@@ -210,14 +210,15 @@ func (p *process) prepareThread(caps []uint8) error {
 	return nil
 }
 
-// confine takes everything from the helper that it does not need. It runs nothing of a tenant yet: it waits for its request.
+// confine takes everything from the helper that it does not need. The helper does nothing for a tenant yet: it waits
+// for its request.
 func (p *process) confine() error {
 	if !p.confined {
 		return nil
 	}
 	// When the host runs short of memory, the kernel ends the helper first.
 	if err := os.WriteFile(filepath.Join("/proc", strconv.Itoa(p.proc.Pid), "oom_score_adj"), []byte("1000"), 0); err != nil {
-		return fmt.Errorf("make it the first to go: %w", err)
+		return fmt.Errorf("make it the first process that the kernel kills: %w", err)
 	}
 	result := make(chan error, 1)
 	select {
@@ -239,11 +240,11 @@ func (p *process) confine() error {
 	return p.checkMounts()
 }
 
-// checkMounts reads the helper's mounts from the kernel: its root, and its directory if it has one.
+// checkMounts reads the helper's mounts from the kernel: there must be its root, and its directory if it has one.
 func (p *process) checkMounts() error {
 	b, err := os.ReadFile(filepath.Join("/proc", strconv.Itoa(p.proc.Pid), "mountinfo"))
 	if err != nil {
-		return fmt.Errorf("look at its mounts: %w", err)
+		return fmt.Errorf("read its mounts: %w", err)
 	}
 	want := 1
 	if p.dir != "" {
@@ -258,11 +259,13 @@ func (p *process) checkMounts() error {
 	return nil
 }
 
-// emptyRoot makes an empty file system the root of this mount namespace, and with it of the helper, whose root was the same as
-// this thread's. Where dir is not empty, it is at TreeDir. Every other mount of the host is gone from the namespace.
+// emptyRoot makes an empty file system the root of this mount namespace. The helper gets the same root, because it had
+// the same root as this thread. If dir is not empty, it is mounted at TreeDir. All other mounts of the host are removed
+// from the namespace.
 //
-// Container engines forbid pivot_root. There the root that the container has stays, read-only, and every other mount goes: bare. A
-// helper without a directory cannot open anything by its path anyway; one with a directory has stageRoot.
+// Container engines forbid pivot_root. There, the container's root stays, read-only, and every other mount is removed;
+// then bare is true. A helper without a directory cannot open anything by its path anyway; one with a directory has
+// stageRoot.
 func emptyRoot(dir string) (bare bool, err error) {
 	mounts, err := mountPoints()
 	if err != nil {
@@ -270,7 +273,7 @@ func emptyRoot(dir string) (bare bool, err error) {
 	}
 	tree := -1
 	if dir != "" {
-		// The source is taken first, as the mount point may hide it.
+		// The source is opened first, because the mount point may hide it.
 		if tree, err = detached(dir); err != nil {
 			return false, err
 		}
@@ -283,11 +286,11 @@ func emptyRoot(dir string) (bare bool, err error) {
 	return true, leaveMounts(mounts)
 }
 
-// leaveMounts takes every mount but the root out of this thread's mount namespace, and makes the root read-only.
+// leaveMounts removes every mount except the root from this thread's mount namespace, and makes the root read-only.
 func leaveMounts(mounts []string) error {
 	for _, at := range slices.Backward(mounts) {
 		if err := unix.Unmount(at, unix.MNT_DETACH|unix.UMOUNT_NOFOLLOW); err != nil && !errors.Is(err, unix.EINVAL) && !errors.Is(err, unix.ENOENT) {
-			return fmt.Errorf("leave the mount at %s: %w", at, err)
+			return fmt.Errorf("unmount %s: %w", at, err)
 		}
 	}
 	if err := unix.Mount("", "/", "", unix.MS_REMOUNT|unix.MS_BIND|unix.MS_RDONLY|rootFlags, ""); err != nil {
@@ -296,9 +299,10 @@ func leaveMounts(mounts []string) error {
 	return unix.Chdir("/")
 }
 
-// stageRoot makes an empty file system with dir at TreeDir where pivot_root is forbidden. The helper makes it its root by chroot, before
-// it reads its request. It keeps CAP_SYS_CHROOT, which the filter makes useless: it allows neither chroot nor setns. No descriptor of
-// the helper is of a directory outside, so nothing leads back to the container's root.
+// stageRoot makes an empty file system with dir at TreeDir, for hosts where pivot_root is forbidden. The helper changes
+// its root to it with chroot, before it reads its request. The helper keeps CAP_SYS_CHROOT, which is useless under the
+// filter: that allows neither chroot nor setns. No descriptor of the helper is a directory outside, so it cannot get
+// back to the container's root.
 func stageRoot(dir string) error {
 	mounts, err := mountPoints()
 	if err != nil {
@@ -317,7 +321,7 @@ func stageRoot(dir string) error {
 
 // canPivot reports whether this host allows pivot_root. It tries until it has an answer.
 var canPivot = remember(func() (bool, error) {
-	err := osthread.Do(func() error { // the thread's namespace is changed for good
+	err := osthread.Do(func() error { // the thread's namespace is changed permanently
 		if err := unshareMounts(); err != nil {
 			return err
 		}
@@ -332,7 +336,7 @@ var canPivot = remember(func() (bool, error) {
 // remember returns a function that calls try until try succeeds, and returns that answer from then
 // on. An error is not remembered, because it may pass, as when the host is out of memory.
 func remember(try func() (bool, error)) func() (bool, error) {
-	var mu sync.Mutex // guards what follows
+	var mu sync.Mutex // guards the variables below
 	var known, answer bool
 	return func() (bool, error) {
 		mu.Lock()
@@ -348,7 +352,7 @@ func remember(try func() (bool, error)) func() (bool, error) {
 	}
 }
 
-// mountPoints lists where this thread's namespace has mounts, without its root.
+// mountPoints lists the mount points in this thread's namespace, without the root.
 func mountPoints() ([]string, error) {
 	b, err := os.ReadFile("/proc/thread-self/mountinfo")
 	if err != nil {
@@ -365,7 +369,7 @@ func mountPoints() ([]string, error) {
 	return out, nil
 }
 
-// detached makes a mount of a directory that is nowhere yet, without devices, set-user-id bits and programs.
+// detached makes a detached mount of a directory, without devices, set-user-id bits and programs.
 func detached(dir string) (int, error) {
 	fd, err := unix.Open(dir, unix.O_PATH|unix.O_DIRECTORY|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0)
 	if err != nil {
@@ -388,7 +392,7 @@ const rootFlags = unix.MS_NOSUID | unix.MS_NODEV | unix.MS_NOEXEC
 // errNoPivot says that the host forbids pivot_root.
 var errNoPivot = errors.New("this host forbids pivot_root, as the filters of container engines do; run the program outside of the container, or allow pivot_root in its seccomp profile")
 
-// stageDir is a directory that every host has. What is mounted over it is not needed any more.
+// stageDir is a directory that exists on every host. The mount that it hides is not needed any more.
 const stageDir = "/proc"
 
 // mountStage mounts an empty file system at stageDir, with the detached mount tree at TreeDir unless it is -1.
@@ -434,12 +438,12 @@ func pivot(tree int) error {
 		return err
 	}
 	if err := unix.Unmount(".", unix.MNT_DETACH); err != nil {
-		return fmt.Errorf("leave the old root: %w", err)
+		return fmt.Errorf("unmount the old root: %w", err)
 	}
 	return unix.Chdir("/")
 }
 
-// kill ends the helper and everything in its process namespace. The first reason counts.
+// kill kills the helper and everything in its process namespace. Only the first reason counts.
 func (p *process) kill(why error) {
 	p.mu.Lock()
 	if p.why == nil {
@@ -449,7 +453,7 @@ func (p *process) kill(why error) {
 	_ = p.proc.Kill() // it may have ended; Wait says how
 }
 
-// killed is why kill was called, nil if it was not.
+// killed returns the reason of kill; nil if it was not called.
 func (p *process) killed() error {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -459,7 +463,7 @@ func (p *process) killed() error {
 func (p *process) close() {
 	for _, f := range []*os.File{p.stdin, p.stdout, p.stderr} {
 		if f != nil {
-			_ = f.Close() // nobody is at the other end any more
+			_ = f.Close() // the other end is closed already
 		}
 	}
 }

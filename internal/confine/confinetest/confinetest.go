@@ -9,6 +9,7 @@ import (
 	"github.com/coppice-dev/coppice/internal/confine/internal/mode"
 )
 
-// AllowWithoutRoot is called in TestMain. Helpers then also start for a user other than root: with the limits, the seccomp filter
-// and the empty environment, but without namespaces and without a user of their own. It changes nothing for root.
+// AllowWithoutRoot must be called in TestMain. It lets a user other than root start helpers, with the limits, the
+// seccomp filter and the empty environment, but without namespaces and without their own user. For root it changes
+// nothing.
 func AllowWithoutRoot(_ *testing.M) { mode.WithoutRoot.Store(os.Geteuid() != 0) }

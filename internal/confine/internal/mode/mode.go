@@ -1,8 +1,8 @@
-// Package mode holds one switch of package confine that only its test helper can reach.
+// Package mode has one switch of package confine that only its test helper can reach.
 package mode
 
 import "sync/atomic"
 
-// WithoutRoot lets a user other than root start helpers, without namespaces and without a user of their own. Only package
-// confinetest sets it. That package links package testing, and no program that is shipped may link that.
+// WithoutRoot lets a user other than root start helpers, without namespaces and without their own user. Only package
+// confinetest sets it. That package links package testing, and no shipped program may link package testing.
 var WithoutRoot atomic.Bool
