@@ -22,8 +22,8 @@ import (
 	"github.com/coppice-dev/coppice/snapshotstore"
 )
 
-// TestManyStalled: while the store is away, the pager tells of as many images that wait for it as there are, and of who waits. No message takes
-// that at once.
+// TestManyStalled: while the store is unreachable, the pager reports every image that waits for it and the waiting
+// threads. All of them together do not fit into one message.
 func TestManyStalled(t *testing.T) {
 	const many, readers = 500, 40
 	server := tests3.Start(t)
@@ -31,10 +31,10 @@ func TestManyStalled(t *testing.T) {
 	x := newRig(t, settings{Store: proxy.URL(bucket), AccessKey: server.AccessKey, SecretKey: server.SecretKey})
 	b := memory(rand.New(rand.NewPCG(15, 1)), 256)
 	for p := range 256 {
-		b[p*page] = 1 // no page is of zeros alone
+		b[p*page] = 1 // no page is all zeros
 	}
 	src := sourceOf(x.seal(b, nil, nil))
-	x.put(pager.Image{ID: "first", Source: src}, x.part(len(b))) // the manifest is read
+	x.put(pager.Image{ID: "first", Source: src}, x.part(len(b))) // this reads the manifest
 	x.await("first", func(s *pager.Status) bool { return s != nil && s.Whole })
 	proxy.Down(t)
 	name := func(i int) string { return fmt.Sprintf("image-%s-%04d", strings.Repeat("x", 100), i) }
@@ -94,7 +94,7 @@ func TestManyStalled(t *testing.T) {
 	}
 }
 
-// TestLongMessages: a message that is too long, or none, is answered with an error, and the pager is there as before.
+// TestLongMessages: a message that is too long or malformed gets an error, and the pager goes on as before.
 func TestLongMessages(t *testing.T) {
 	x := newDirRig(t)
 	conn, err := net.DialUnix("unixpacket", nil, &net.UnixAddr{Name: pager.SocketPath(x.cfg.Dir), Net: "unixpacket"})
@@ -125,14 +125,14 @@ func TestLongMessages(t *testing.T) {
 	}
 	b := memory(rand.New(rand.NewPCG(15, 2)), 64)
 	im := pager.Image{ID: "hints", Source: sourceOf(x.seal(b, nil, nil))}
-	for range 10_000 { // hints are left out where there are too many
+	for range 10_000 { // hints beyond the bound are left out
 		im.Want = append(im.Want, pager.Range{First: 1 << 60, Count: 1 << 60})
 	}
 	x.put(im, x.part(len(b)))
 	x.await("hints", func(s *pager.Status) bool { return s != nil && s.Whole })
 }
 
-// TestAlive tells the end of a pager from that of a connection.
+// TestAlive: the end of a pager is not confused with the end of a connection.
 func TestAlive(t *testing.T) {
 	x := newDirRig(t)
 	h, err := x.client.Hello(t.Context())
@@ -150,7 +150,8 @@ func TestAlive(t *testing.T) {
 	}
 }
 
-// TestManyTouched: a machine that touches all of its memory has no more pages noted than the bound, and reads the others all the same.
+// TestManyTouched: when a machine touches all of its memory, no more pages than the bound are recorded, and it can
+// still read the others.
 func TestManyTouched(t *testing.T) {
 	x := newDirRig(t)
 	const most, pages = 64 << 10, 64<<10 + 512
@@ -178,7 +179,7 @@ func TestManyTouched(t *testing.T) {
 	}
 }
 
-// TestLongID: the id of an image is the name of a file, and no longer.
+// TestLongID: the id of an image is limited to the length of a file name.
 func TestLongID(t *testing.T) {
 	x := newDirRig(t)
 	for n, want := range map[int]core.Code{255: "", 256: core.CodeInvalidField, 100_000: core.CodeInvalidField} {

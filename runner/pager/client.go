@@ -18,7 +18,7 @@ import (
 	"github.com/coppice-dev/coppice/internal/sidecar"
 )
 
-// Client is a way to a pager. It is safe for concurrent use.
+// Client calls a pager. It is safe for concurrent use.
 type Client struct {
 	socket string
 	pulse  sidecar.Pulse
@@ -30,7 +30,7 @@ func NewClient(socket string) *Client { return &Client{socket, sidecar.Pulse{}.W
 // ErrGone is returned, wrapped, when no pager answers.
 var ErrGone = core.Errorf(core.Unavailable, core.CodePagerGone, "the pager of this runner does not answer")
 
-// callTime bounds a call. One to put reads manifests from the store.
+// callTime bounds a call. A put reads manifests from the store.
 const callTime = time.Minute
 
 func (c *Client) call(ctx context.Context, r request, f *os.File) (_ response, _ *os.File, err error) {
@@ -63,7 +63,7 @@ func exchange(ctx context.Context, conn *net.UnixConn, r request, f *os.File) (r
 	switch {
 	case err != nil && ctx.Err() != nil:
 		return out, nil, context.Cause(ctx)
-	case sidecar.IsFault(err): // of one message: the pager is there
+	case sidecar.IsFault(err): // a fault of one message: the pager still works
 		return out, nil, fmt.Errorf("ask the pager for %s: %w", r.Op, sidecar.Fault(err))
 	case err != nil:
 		return out, nil, errors.Join(ErrGone, err)
@@ -96,7 +96,7 @@ func listOf(f *os.File) []*os.File {
 	return []*os.File{f}
 }
 
-// within is a call that has a limit of its own, and ErrSilent as its error when that has passed.
+// within makes a call with its own time limit. When the limit has passed, the error is ErrSilent.
 func (c *Client) within(ctx context.Context, limit time.Duration, r request) error {
 	_, err := c.ask(ctx, limit, r)
 	return err
@@ -110,7 +110,7 @@ func (c *Client) ask(ctx context.Context, limit time.Duration, r request) (respo
 	return out, err
 }
 
-// Hello asks who the pager is.
+// Hello asks the pager who it is.
 func (c *Client) Hello(ctx context.Context) (Hello, error) {
 	out, _, err := c.call(ctx, request{Op: opHello}, nil)
 	if err != nil {
@@ -119,9 +119,9 @@ func (c *Client) Hello(ctx context.Context) (Hello, error) {
 	return *out.Hello, nil
 }
 
-// Keys gives the pager keys of objects in the store, which it keeps in memory.
+// Keys gives the pager keys for objects in the store. The pager keeps them only in memory.
 func (c *Client) Keys(ctx context.Context, keys runnerapi.Keys) error {
-	const most = 512 // what a message takes
+	const most = 512 // as many as fit into a message
 	for list := range slices.Chunk(slices.Collect(maps.Keys(keys)), most) {
 		some := make(runnerapi.Keys, len(list))
 		for _, prefix := range list {
@@ -134,8 +134,9 @@ func (c *Client) Keys(ctx context.Context, keys runnerapi.Keys) error {
 	return nil
 }
 
-// Put has an image served whose bytes are written to part, which has the image's size and, where there is a seed, its bytes. The pager
-// keeps part open for itself. An image that is there already is left as it is.
+// Put makes the pager serve an image. The pager writes the image's bytes to part, which must have the image's size and,
+// if there is a seed, the seed's bytes. It keeps its own descriptor of part. An image that is already served stays
+// unchanged.
 func (c *Client) Put(ctx context.Context, im Image, part *os.File) (Status, error) {
 	const most = 4096 // ranges
 	im.Want = im.Want[:min(len(im.Want), most)]
@@ -154,15 +155,15 @@ func (c *Client) Put(ctx context.Context, im Image, part *os.File) (Status, erro
 	}
 }
 
-// Open opens an image's file, for reading; writing fails. NOT_FOUND when it is not served. It is this process that opens it: a pager that did
-// could not be killed while it waited for its own answer.
+// Open opens an image's file for reading; writing fails. NOT_FOUND if the image is not served. This process opens the
+// file and not the pager: a pager that opened it could not be killed while it waited for its own answer.
 func (c *Client) Open(ctx context.Context, id string) (*os.File, error) {
 	_, dir, err := c.call(ctx, request{Op: opDir, ID: id}, nil)
 	if err != nil {
 		return nil, err
 	}
 	if dir == nil {
-		return nil, core.Errorf(core.Internal, core.CodeInternal, "the pager has given no directory")
+		return nil, core.Errorf(core.Internal, core.CodeInternal, "the pager sent no directory")
 	}
 	type opened struct {
 		f   *os.File
@@ -197,7 +198,7 @@ func openIn(dir *os.File, id string) (*os.File, error) {
 	switch {
 	case errors.Is(err, unix.ENOENT):
 		return nil, core.Errorf(core.NotFound, core.CodeFileNotFound, "image %s is not served", core.Clip(id))
-	case errors.Is(err, unix.ENOTCONN), errors.Is(err, unix.ECONNABORTED), errors.Is(err, unix.EIO): // as the kernel calls it at one moment or another
+	case errors.Is(err, unix.ENOTCONN), errors.Is(err, unix.ECONNABORTED), errors.Is(err, unix.EIO): // the kernel returns different errors at different moments
 		return nil, errors.Join(ErrGone, err)
 	case err != nil:
 		return nil, err
@@ -205,27 +206,28 @@ func openIn(dir *os.File, id string) (*os.File, error) {
 	return os.NewFile(uintptr(fd), id), nil
 }
 
-// Taken says that the part of an image that is whole is where it was for: the image ends when nobody has it open. One that is not served is no
-// error.
+// Taken says that the complete file of an image has been moved to its final place. Then the image ends as soon as
+// nobody has it open. It is no error if the image is not served.
 func (c *Client) Taken(ctx context.Context, id string) error {
 	_, _, err := c.call(ctx, request{Op: opTaken, ID: id}, nil)
 	return err
 }
 
-// Drop has an image served no more, whoever has it open. One that is not served is no error.
+// Drop ends an image, even if somebody has it open. It is no error if the image is not served.
 func (c *Client) Drop(ctx context.Context, id string) error {
 	_, _, err := c.call(ctx, request{Op: opDrop, ID: id}, nil)
 	return err
 }
 
-// Touched are the pages of an image that were asked for before they were here, or, of one that is recorded, at all.
+// Touched returns the pages of an image that were read before they had arrived or, for a recorded image, all pages that
+// were read.
 func (c *Client) Touched(ctx context.Context, id string) ([]Range, error) {
 	out, _, err := c.call(ctx, request{Op: opTouched, ID: id}, nil)
 	return out.Touched, err
 }
 
-// Stop ends the pager, which is killed if it does not answer, and waits until its process is gone, and with it everything that it has open.
-// No machine may have its files open.
+// Stop ends the pager and waits until its process is gone, with everything that it has open. It kills a pager that does
+// not answer. No machine may have the pager's files open.
 func (c *Client) Stop(ctx context.Context) error {
 	h, err := c.greet(ctx)
 	if err == nil {
@@ -239,8 +241,9 @@ func (c *Client) Stop(ctx context.Context) error {
 	return err
 }
 
-// Alive reports whether the pager of an instance still runs, when a call to it has failed with ErrGone: a connection that broke says nothing of the
-// process. It waits until that is known, or ctx ends. A pager that listens and does not answer (see sidecar.Pulse) is killed.
+// Alive reports whether the pager with an instance id still runs, after a call failed with ErrGone: a broken connection
+// says nothing about the process. It waits until it knows, or ctx ends. It kills a pager that listens and does not
+// answer (see sidecar.Pulse).
 func (c *Client) Alive(ctx context.Context, instance string) bool {
 	const first, last = 10 * time.Millisecond, time.Second
 	for wait := first; ; wait = min(2*wait, last) {
@@ -248,24 +251,24 @@ func (c *Client) Alive(ctx context.Context, instance string) bool {
 		if err == nil {
 			return h.Instance == instance
 		}
-		// As a process ends its connections may be closed before its socket is.
+		// When a process ends, its connections may be closed before its socket.
 		if sidecar.IsNobody(err) {
 			return false
 		}
 		if errors.Is(err, sidecar.ErrSilent) && ctx.Err() == nil {
-			return c.kill(ctx) != nil // it is asked again when it could not be killed
+			return c.kill(ctx) != nil // it is asked again if it could not be killed
 		}
 		again := time.NewTimer(wait)
 		select {
 		case <-again.C:
 		case <-ctx.Done():
 			again.Stop()
-			return true // nobody knows better
+			return true // assume so
 		}
 	}
 }
 
-// List returns all images as they are now, and the sums.
+// List returns the present state of all images, and the totals.
 func (c *Client) List(ctx context.Context) ([]Status, Totals, error) {
 	ctx, cancel := context.WithTimeout(ctx, callTime)
 	defer cancel()
@@ -275,17 +278,17 @@ func (c *Client) List(ctx context.Context) ([]Status, Totals, error) {
 	}
 	defer conn.Close()
 	defer context.AfterFunc(ctx, func() { _ = conn.SetDeadline(time.Unix(1, 0)) })()
-	out, err := list(ctx, conn, 0) // of no version yet: it is answered at once
+	out, err := list(ctx, conn, 0) // version 0 is answered at once
 	if err != nil || out.Totals == nil {
 		return out.Images, Totals{}, err
 	}
 	return out.Images, *out.Totals, nil
 }
 
-// maxListed bounds the images that a pager is heard of: a host has far fewer.
+// maxListed bounds how many images of a pager are accepted: a host has far fewer.
 const maxListed = 1 << 17
 
-// list waits for another version and asks for the images until all have come.
+// list waits for a version other than the given one and asks for images until it has all.
 func list(ctx context.Context, conn *net.UnixConn, version int64) (all response, err error) {
 	all, _, err = exchange(ctx, conn, request{Op: opWatch, Version: version}, nil)
 	if err != nil {
@@ -294,7 +297,7 @@ func list(ctx context.Context, conn *net.UnixConn, version int64) (all response,
 	for part, after := all, ""; part.More; {
 		n := len(part.Images)
 		if n == 0 || part.Images[n-1].ID <= after || len(all.Images) > maxListed {
-			return all, core.Errorf(core.Internal, core.CodeInternal, "the pager does not come to the end of its images: %d are listed, and more follow", len(all.Images))
+			return all, core.Errorf(core.Internal, core.CodeInternal, "the pager's list of images does not end: %d were listed, and there are more", len(all.Images))
 		}
 		after = part.Images[n-1].ID
 		if part, _, err = exchange(ctx, conn, request{Op: opWatch, Version: version, After: after}, nil); err != nil {
@@ -305,8 +308,8 @@ func list(ctx context.Context, conn *net.UnixConn, version int64) (all response,
 	return all, nil
 }
 
-// Watch calls each with all images at once and whenever something about one has changed, until ctx ends or the connection to the pager does, which
-// is ErrGone: see Alive. A change while the images are told is told the next time.
+// Watch calls each with all images, at once and whenever the state of one has changed, until ctx ends or the connection
+// to the pager ends, which is ErrGone: see Alive. A change during the listing is reported the next time.
 func (c *Client) Watch(ctx context.Context, each func([]Status)) error {
 	conn, err := c.dial(ctx)
 	if err != nil {

@@ -20,7 +20,7 @@ import (
 	"github.com/coppice-dev/coppice/runner/pager"
 )
 
-// TestKilled has the mappings of a pager that died broken, not hung, and another pager start.
+// TestKilled: when a pager dies, mappings of its files are broken and not hung, and another pager can start.
 func TestKilled(t *testing.T) {
 	server := tests3.Start(t)
 	proxy, bucket := server.Proxy(t), server.Bucket(t)
@@ -80,14 +80,15 @@ func TestKilled(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer again.Close()
-	got := make([]byte, len(b)) // not mapped: the proxy is this process's, and the collector would stop it while a page is waited for
+	got := make([]byte, len(b)) // not mapped: the proxy runs in this process, and the collector would stop it during the wait for a page
 	if _, err := again.ReadAt(got, 0); err != nil {
 		t.Error(err)
 	}
 	wantEqual(t, got, b, "the image of another pager")
 }
 
-// TestDiskFull: where this host's disk has no room for what the store gives, that is what is said, and it goes on when there is.
+// TestDiskFull: when this host's disk has no room for fetched pages, the status says so, and the pager goes on when
+// there is room.
 func TestDiskFull(t *testing.T) {
 	x := newDirRig(t)
 	b := memory(rand.New(rand.NewPCG(12, 1)), 2048)
@@ -128,7 +129,7 @@ func TestDiskFull(t *testing.T) {
 	wantEqual(t, got, b, "the image")
 }
 
-// TestStop: a pager ends although a mount namespace that was made meanwhile has a copy of its mount.
+// TestStop: a pager ends even if a mount namespace that was made meanwhile has a copy of its mount.
 func TestStop(t *testing.T) {
 	x := newDirRig(t)
 	other := exec.Command("unshare", "--mount", "--propagation", "private", "sleep", "60")
@@ -156,7 +157,8 @@ func TestStop(t *testing.T) {
 	x.waitGone(x.pid)
 }
 
-// TestKilledWhileOpened kills a pager while one of its files is being opened, again and again: it ends, and whoever opens is told.
+// TestKilledWhileOpened kills a pager while one of its files is being opened, many times: the pager ends, and the open
+// fails.
 func TestKilledWhileOpened(t *testing.T) {
 	x := newDirRig(t)
 	b := memory(rand.New(rand.NewPCG(11, 1)), 64)

@@ -23,65 +23,65 @@ import (
 
 const pageSize = manifest.PageSize
 
-// How it is read: what a machine waits for at once, and the rest in portions, behind that.
+// How an image is read: pages that a machine waits for at once; the rest in portions, after those.
 const (
 	demandParallel = 8
 	restParallel   = 4
 	restPortion    = 4 << 20 // bytes of pages
 	quiet          = time.Second
-	quietAtMost    = 15 * time.Second // the rest does not wait longer than this for the machines to be quiet
+	quietAtMost    = 15 * time.Second // maximum time for which the rest waits until the machines are quiet
 	firstRetry     = 100 * time.Millisecond
 	lastRetry      = 5 * time.Second
 )
 
-// image is one image that is being fetched, or is whole and still in use. It is safe for concurrent use.
+// image is an image that is being fetched, or is complete and still in use. It is safe for concurrent use.
 type image struct {
 	id    string
 	tree  *manifest.Tree
-	part  *os.File // of the image's size; pages that are present are here
+	part  *os.File // file of the image's size, with the pages that are present
 	blobs blob.Blobs
 	log   *slog.Logger
 	ino   uint64
 	inode uint64 // of part
 
-	ctx  context.Context // ends when it is dropped
+	ctx  context.Context // ends when the image is dropped
 	stop context.CancelFunc
 
-	present  []atomic.Uint64 // a bit for each page whose bytes are in part, zeros as a hole
-	here     atomic.Int64    // how many
-	lastMiss *atomic.Int64   // when a page of any image was last asked for that was not here, in ns since the epoch
+	present  []atomic.Uint64 // a bit for each page whose bytes are in part; a page of zeros is a hole there
+	here     atomic.Int64    // number of present pages
+	lastMiss *atomic.Int64   // when a missing page of any image was last read, in ns since the epoch
 	opened   atomic.Int64
-	demanded atomic.Int64 // pages that were asked for before they were here
-	fetched  atomic.Int64 // bytes that the store has given
+	demanded atomic.Int64 // pages that were read before they were present
+	fetched  atomic.Int64 // bytes received from the store
 	requests atomic.Int64
 	whole    atomic.Bool
-	taken    atomic.Bool // whoever has put it has what is whole
-	changed  func()      // the status is another; it may be called with mu held
+	taken    atomic.Bool // the runner has taken the complete file
+	changed  func()      // called when the status has changed, possibly with mu held
 
-	memory bool        // see Image, as for the next two
+	memory bool        // see Image, also for record and want
 	record bool        //
 	want   []Range     //
-	wanted atomic.Bool // want is here
-	pushed atomic.Bool // and in the kernel's cache, or on its way there
+	wanted atomic.Bool // all pages of want are present
+	pushed atomic.Bool // they are in the kernel's cache, or will soon be
 
-	mu       sync.Mutex // guards what follows
+	mu       sync.Mutex // guards the fields below
 	flights  map[*manifest.Frame]*flight
-	broken   error // what is damaged in the store; nothing more is shown
-	stalled  error // why the last read has failed; nil when one has succeeded since
+	broken   error // the damage in the store; no more bytes are shown
+	stalled  error // why the last read failed; nil after a success
 	since    time.Time
-	touched  []int64 // pages that were asked for before they were here, in order
-	released bool    // nobody waits for touched any more
+	touched  []int64 // pages that were read before they were present, in order
+	released bool    // touched is no longer recorded
 	waits    map[*Waiter]bool
 }
 
-// flight is a frame that is being fetched, with how many of its runs are still to come.
+// flight is a frame that is being fetched, with the number of its runs that are still missing.
 type flight struct {
 	done chan struct{}
 	left int
 }
 
-// newImage shows an image whose bytes are in the store by tree. The values of ctx are those of its reads. seed is the map of what part holds already, nil for nothing. Part has
-// the image's size.
+// newImage makes an image whose bytes tree finds in the store. Its reads use the values of ctx. seed is the map of the
+// bytes that part already has; nil if it has none. Part has the image's size.
 func newImage(ctx context.Context, id string, tree, seed *manifest.Tree, part *os.File, inode, ino uint64, blobs blob.Blobs, log *slog.Logger, lastMiss *atomic.Int64, changed func()) *image {
 	im := &image{
 		id: id, tree: tree, part: part, blobs: blobs, log: log, inode: inode, ino: ino, lastMiss: lastMiss, changed: changed, present: make([]atomic.Uint64, (tree.Pages()+63)/64),
@@ -121,8 +121,9 @@ func (im *image) mark(first int64, n int) {
 	im.here.Add(fresh)
 }
 
-// read fills dest with the image's bytes from off on, for a thread. It returns when they are here, however long that takes; an error is of an
-// image that is damaged or was dropped, or of a thread that was killed. signaled is closed when the thread gets a first signal.
+// read fills dest with the image's bytes from off on, for a thread. It waits until they are present, however long that
+// takes. It returns an error if the image is damaged or was dropped, or if the thread was killed. signaled is closed
+// when the thread gets a first signal.
 func (im *image) read(signaled <-chan struct{}, dest []byte, off int64, thread int) error {
 	if end := im.tree.Size(); off >= end {
 		return nil
@@ -158,7 +159,8 @@ func (im *image) lacks(first, last int64) bool {
 	return false
 }
 
-// wait remembers that a thread waits for the first of some pages that is not here, and tells whoever watches if it does so for long.
+// wait records that a thread waits for the first of some pages that is missing. If it waits for long, watchers are
+// told.
 func (im *image) wait(first, last int64, thread int) (end func()) {
 	w := &Waiter{Thread: thread, Since: time.Now()}
 	for p := first; p <= last; p++ {
@@ -181,7 +183,8 @@ func (im *image) wait(first, last int64, thread int) (end func()) {
 	}
 }
 
-// waiters are the threads that have waited for a while, each once, the oldest first, and how many there are. The caller holds mu.
+// waiters returns the threads that have waited for a while, each once and the oldest first, and their number. The
+// caller holds mu.
 func (im *image) waiters() (list []Waiter, all int) {
 	var out []Waiter
 	for w := range im.waits {
@@ -202,7 +205,7 @@ func (im *image) waiters() (list []Waiter, all int) {
 // maxTouched bounds the record of touched pages: 256 MiB of memory.
 const maxTouched = 64 << 10
 
-// note records what is asked for and not here, or, where all is recorded, what is asked for.
+// note records missing pages that are read or, if the image is recorded, all pages that are read.
 func (im *image) note(first, last int64) {
 	im.mu.Lock()
 	defer im.mu.Unlock()
@@ -216,7 +219,8 @@ func (im *image) note(first, last int64) {
 	}
 }
 
-// runsOf are the runs of the frames that the pages are in, as far as they lie in the same leaf: the frame is fetched anyway.
+// runsOf returns the runs of the frames that contain the pages, within the same leaf: each frame is fetched as a whole
+// anyway.
 func (im *image) runsOf(first, last int64) []manifest.Run {
 	var out []manifest.Run
 	seen := make(map[place]bool)
@@ -229,7 +233,7 @@ func (im *image) runsOf(first, last int64) []manifest.Run {
 	return out
 }
 
-// place is a leaf and a frame that pages of it are in. A frame may have pages of two leaves.
+// place is a frame together with a leaf that has pages in it. A frame may have pages of two leaves.
 type place struct {
 	leaf  int64
 	frame *manifest.Frame
@@ -239,7 +243,7 @@ func (im *image) place(page int64) place {
 	return place{page / manifest.LeafPages, im.tree.At(page).Frame}
 }
 
-// frameRuns are the runs of the leaf of a page that are in the page's frame.
+// frameRuns returns the runs of a page's leaf that are in the page's frame.
 func (im *image) frameRuns(page int64) []manifest.Run {
 	var out []manifest.Run
 	frame := im.tree.At(page).Frame
@@ -258,14 +262,14 @@ func (im *image) frameRuns(page int64) []manifest.Run {
 	return out
 }
 
-// errReaderKilled is the answer to a thread that has been killed: the kernel lets it end only when its read is answered.
+// errReaderKilled is the answer to a killed thread: the kernel ends the thread only when its read is answered.
 var errReaderKilled = errors.New("the thread that reads has been killed")
 
-// killedTick is how often a thread that got a signal and still waits is looked at. The kernel tells of the first signal only, and that
-// may have been SIGSTOP.
+// killedTick is the interval at which a thread that got a signal and still waits is checked. The kernel reports only
+// the first signal, which may have been SIGSTOP.
 const killedTick = 200 * time.Millisecond
 
-// bringFor is bring for a thread. It gives up when the thread has been killed.
+// bringFor is bring for a thread. It gives up when the thread was killed.
 func (im *image) bringFor(signaled <-chan struct{}, thread int, runs []manifest.Run) error {
 	come, giveUp := make(chan error, 1), make(chan struct{})
 	go func() { come <- im.bring(giveUp, runs, demandParallel) }()
@@ -288,8 +292,8 @@ func (im *image) bringFor(signaled <-chan struct{}, thread int, runs []manifest.
 	}
 }
 
-// bring fetches runs, whole frames of them, unless somebody does already, and returns when all are here. It tries until the store gives
-// them; an error is for good. When giveUp is closed it ends with what is under way.
+// bring fetches the whole frames of runs, unless another caller already does, and returns when all are present. It
+// tries until the store delivers them; an error is permanent. When giveUp is closed, it makes no new requests.
 func (im *image) bring(giveUp <-chan struct{}, runs []manifest.Run, parallel int) error {
 	wait := firstRetry
 	for {
@@ -308,7 +312,7 @@ func (im *image) bring(giveUp <-chan struct{}, runs []manifest.Run, parallel int
 		if err := im.gone(); err != nil {
 			return err
 		}
-		if err == nil { // somebody else has failed
+		if err == nil { // the fetch of another caller failed
 			continue
 		}
 		t := time.NewTimer(wait)
@@ -325,7 +329,7 @@ func (im *image) bring(giveUp <-chan struct{}, runs []manifest.Run, parallel int
 	}
 }
 
-// gone is why the image gives nothing any more, nil while it does.
+// gone returns why the image delivers no more bytes; nil while it does.
 func (im *image) gone() error {
 	im.mu.Lock()
 	defer im.mu.Unlock()
@@ -337,7 +341,8 @@ func (im *image) gone() error {
 
 var errDropped = core.Errorf(core.Unavailable, core.CodeStoreUnavailable, "the image is not served any more")
 
-// claim takes the frames of runs that are not here and nobody fetches, and returns their runs and who fetches the others.
+// claim takes the frames of runs that are missing and that nobody fetches yet. It returns their runs, and the fetches
+// of the other frames.
 func (im *image) claim(runs []manifest.Run) (mine []manifest.Run, others []*flight) {
 	im.mu.Lock()
 	defer im.mu.Unlock()
@@ -360,7 +365,7 @@ func (im *image) claim(runs []manifest.Run) (mine []manifest.Run, others []*flig
 	return mine, others
 }
 
-// fetch reads claimed runs from the store and gives the claims back, frame by frame as they come.
+// fetch reads claimed runs from the store and releases each claim when its frame arrives.
 func (im *image) fetch(runs []manifest.Run, parallel int) error {
 	if len(runs) == 0 {
 		return nil
@@ -376,7 +381,7 @@ func (im *image) fetch(runs []manifest.Run, parallel int) error {
 	im.requests.Add(got.Requests)
 	im.mu.Lock()
 	defer im.mu.Unlock()
-	for _, r := range runs { // what has not come
+	for _, r := range runs { // the runs that did not arrive
 		if f := im.flights[r.Frame]; f != nil {
 			delete(im.flights, r.Frame)
 			close(f.done)
@@ -386,7 +391,7 @@ func (im *image) fetch(runs []manifest.Run, parallel int) error {
 	return err
 }
 
-// write puts pages where they belong. They have been verified.
+// write writes verified pages to their places.
 func (im *image) write(page int64, b []byte) error {
 	n := min(int64(len(b)), im.tree.Size()-page*pageSize)
 	if _, err := im.part.WriteAt(b[:n], page*pageSize); err != nil {
@@ -396,7 +401,7 @@ func (im *image) write(page int64, b []byte) error {
 	return nil
 }
 
-// diskError says of an error of this host's disk what it is: not the store's.
+// diskError marks an error as one of this host's disk, not of the store.
 func diskError(err error, what string) error {
 	switch {
 	case errors.Is(err, unix.ENOSPC), errors.Is(err, unix.EDQUOT):
@@ -407,7 +412,7 @@ func diskError(err error, what string) error {
 	return fmt.Errorf("%s: %w", what, err)
 }
 
-// land lets go who waits for the frame of a run that has come, if it was the last of the frame's.
+// land records the arrival of a run. If it was the last of its frame, the waiters for the frame go on.
 func (im *image) land(page int64) {
 	frame := im.tree.At(page).Frame
 	im.mu.Lock()
@@ -422,12 +427,12 @@ func (im *image) land(page int64) {
 	}
 }
 
-// judge remembers how the last read went. The caller holds mu.
+// judge records the result of the last read. The caller holds mu.
 func (im *image) judge(err error) {
 	switch {
 	case err == nil:
 		if im.stalled != nil {
-			im.log.Info("an image gets again what it waited for", "image", im.id, "after_ms", core.Milliseconds(time.Since(im.since)))
+			im.log.Info("an image gets the pages again that it waited for", "image", im.id, "after_ms", core.Milliseconds(time.Since(im.since)))
 			im.stalled = nil
 			im.changed()
 		}
@@ -444,12 +449,13 @@ func (im *image) judge(err error) {
 		im.changed()
 	case core.CodeOf(im.stalled) != core.CodeOf(err): // it waits for something else now
 		im.stalled = err
-		im.log.Warn("an image waits for another reason", "image", im.id, "err", err)
+		im.log.Warn("an image now waits for another reason", "image", im.id, "err", err)
 		im.changed()
 	}
 }
 
-// run brings first the pages of want, and then everything, and makes it durable. It ends when the image is whole, damaged or dropped.
+// run first fetches the pages of want, then everything else, and makes the image durable. It ends when the image is
+// complete, damaged or dropped.
 func (im *image) run() {
 	begun := time.Now()
 	if err := im.bring(nil, im.wantedRuns(), demandParallel); err != nil {
@@ -457,7 +463,7 @@ func (im *image) run() {
 	}
 	if len(im.want) > 0 {
 		im.wanted.Store(true)
-		im.log.Info("what an image's machines use first is here", "image", im.id, "duration_ms", core.Milliseconds(time.Since(begun)), "ranges", len(im.want),
+		im.log.Info("the pages that machines of an image use first are present", "image", im.id, "duration_ms", core.Milliseconds(time.Since(begun)), "ranges", len(im.want),
 			"demanded_pages", im.demanded.Load(), "bytes", im.fetched.Load(), "requests", im.requests.Load())
 	}
 	for page := int64(0); page < im.tree.Pages(); {
@@ -476,16 +482,16 @@ func (im *image) run() {
 	} else {
 		im.whole.Store(true)
 	}
-	im.log.Info("image is whole", "image", im.id, "duration_ms", core.Milliseconds(time.Since(begun)), "demanded_pages", im.demanded.Load(),
+	im.log.Info("image is complete", "image", im.id, "duration_ms", core.Milliseconds(time.Since(begun)), "demanded_pages", im.demanded.Load(),
 		"bytes", im.fetched.Load(), "requests", im.requests.Load(), "err", err)
 	im.changed()
 }
 
-// wantedRuns are the runs of the frames that the pages of want are in.
+// wantedRuns returns the runs of the frames that contain the pages of want.
 func (im *image) wantedRuns() []manifest.Run {
 	var out []manifest.Run
 	seen := make(map[place]bool)
-	left := im.tree.Pages() // ranges that overlap are looked at no more often than the image has pages
+	left := im.tree.Pages() // overlapping ranges cost no more steps than the image has pages
 	for _, r := range im.want {
 		for p := max(r.First, 0); p < r.First+r.Count && p < im.tree.Pages() && left > 0; p++ {
 			left--
@@ -498,7 +504,7 @@ func (im *image) wantedRuns() []manifest.Run {
 	return out
 }
 
-// giveWay waits while machines ask for pages: those come first.
+// giveWay waits while machines read pages, because those come first.
 func (im *image) giveWay(begun time.Time) {
 	for time.Since(begun) < quietAtMost {
 		wait := max(quiet-time.Since(begun), quiet-time.Since(time.Unix(0, im.lastMiss.Load())))
@@ -515,7 +521,7 @@ func (im *image) giveWay(begun time.Time) {
 	}
 }
 
-// portion is what lacks from a page on, up to the end of a leaf, and where to go on.
+// portion returns the missing runs from a page on, up to the end of a leaf, and the page where to go on.
 func (im *image) portion(page int64) ([]manifest.Run, int64) {
 	var out []manifest.Run
 	seen := make(map[place]bool)
@@ -538,20 +544,20 @@ func (im *image) portion(page int64) ([]manifest.Run, int64) {
 	return out, page
 }
 
-// clearZeros makes zeros of what a seed has and the image has not.
+// clearZeros makes holes of the pages that a seed has and the image does not have.
 func clearZeros(part *os.File, tree, seed *manifest.Tree) error {
 	for r := range tree.Changed(seed) {
 		if r.Frame != nil {
 			continue
 		}
 		if err := unix.Fallocate(int(part.Fd()), unix.FALLOC_FL_PUNCH_HOLE|unix.FALLOC_FL_KEEP_SIZE, r.Page*pageSize, int64(r.Count)*pageSize); err != nil {
-			return diskError(err, "zeros were not made of what an image has not")
+			return diskError(err, "pages of the seed that the image does not have were not cleared")
 		}
 	}
 	return nil
 }
 
-// status says how it stands.
+// status returns the present status.
 func (im *image) status() Status {
 	im.mu.Lock()
 	defer im.mu.Unlock()
@@ -571,7 +577,7 @@ func (im *image) status() Status {
 	return s
 }
 
-// touchedRanges are the pages that were asked for before they were here, as ranges in order.
+// touchedRanges returns the pages that were read before they were present, as ranges in order.
 func (im *image) touchedRanges() []Range {
 	im.mu.Lock()
 	pages := slices.Clone(im.touched)
@@ -588,7 +594,7 @@ func (im *image) touchedRanges() []Range {
 	return out
 }
 
-// close lets go of it: who waits is told.
+// close ends the image; its waiters get an error.
 func (im *image) close() error {
 	im.stop()
 	if err := im.part.Close(); err != nil && !errors.Is(err, os.ErrClosed) {

@@ -16,8 +16,8 @@ import (
 	"github.com/coppice-dev/coppice/runner/pager"
 )
 
-// TestKilledReader kills a process that waits for a page of a silent store: once at once, and once after it was stopped, as a machine is that
-// is held. It ends, and the image goes on for others.
+// TestKilledReader kills a process that waits for a page of a silent store: once directly, and once after a stop, like
+// that of a held machine. It ends, and the image goes on for others.
 func TestKilledReader(t *testing.T) {
 	server := tests3.Start(t)
 	proxy, bucket := server.Proxy(t), server.Bucket(t)
@@ -31,7 +31,8 @@ func TestKilledReader(t *testing.T) {
 	defer f.Close()
 	proxy.Down(t)
 	for _, first := range []syscall.Signal{syscall.SIGKILL, syscall.SIGSTOP} {
-		// Opened for writing it is read directly: the kernel waits for the pager's answer, as for a page that is mapped.
+		// A file that is opened for writing is read directly: the kernel waits for the pager's answer, as it does for a
+		// mapped page.
 		in, err := os.OpenFile(fmt.Sprintf("/proc/self/fd/%d", f.Fd()), os.O_RDWR, 0)
 		if err != nil {
 			t.Fatal(err)

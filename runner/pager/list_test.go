@@ -12,7 +12,7 @@ import (
 	"github.com/coppice-dev/coppice/runner/pager"
 )
 
-// TestListWithoutEnd: a pager that says that more images follow, and gives none or the same ones, is an error.
+// TestListWithoutEnd: a pager that announces more images, and then sends none or the same ones, causes an error.
 func TestListWithoutEnd(t *testing.T) {
 	t.Parallel()
 	type images []map[string]any
@@ -47,7 +47,7 @@ func TestListWithoutEnd(t *testing.T) {
 					}
 					_ = sidecar.Send(conn, map[string]any{"images": part, "more": true})
 				}
-				_, _ = sidecar.Receive(conn, &map[string]any{}) // until it hangs up
+				_, _ = sidecar.Receive(conn, &map[string]any{}) // until the client hangs up
 			}()
 			_, _, err = pager.NewClient(path).List(t.Context())
 			if core.CategoryOf(err) != core.Internal || errors.Is(err, pager.ErrGone) {

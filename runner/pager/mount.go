@@ -13,15 +13,15 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// mount is the file system: a directory with a file for each image, that can be read.
+// mount is the file system: a directory with one readable file for each image.
 type mount struct {
 	dir    string
-	fd     *os.File // of dir, by which clients open its files
+	fd     *os.File // descriptor of dir, through which clients open files
 	server *fuse.Server
 	root   *rootNode
 }
 
-// newMount mounts it at a directory, which is made, for files of which the kernel reads so much ahead.
+// newMount mounts the file system at a directory, which it creates. readAhead is the kernel's read-ahead for its files.
 func newMount(dir string, s *Server, memory bool, readAhead int) (*mount, error) {
 	if err := os.MkdirAll(dir, 0o700); err != nil {
 		return nil, err
@@ -32,7 +32,7 @@ func newMount(dir string, s *Server, memory bool, readAhead int) (*mount, error)
 	server, err := fs.Mount(dir, root, &fs.Options{
 		AttrTimeout: &forever, EntryTimeout: &none,
 		MountOptions: fuse.MountOptions{
-			// A VMM is another user, and only opens what it was given.
+			// A VMM is another user, and opens only what it was given.
 			AllowOther: true, DirectMountStrict: true, FsName: "coppice-pager", Name: "coppice", MaxReadAhead: readAhead, MaxBackground: 64,
 			DisableXAttrs: true, IgnoreSecurityLabels: true,
 		},
@@ -47,16 +47,18 @@ func newMount(dir string, s *Server, memory bool, readAhead int) (*mount, error)
 	return &mount{dir: dir, fd: os.NewFile(uintptr(fd), dir), server: server, root: root}, nil
 }
 
-// How much the kernel asks for at once. Of a disk it is some pages: the rest of a frame is here afterwards, but is not copied into the page cache
-// unless it is touched. Of memory it is the page that is touched: those beside it are seldom used next (docs/adr/0039-a-rehearsal.md). The library takes 0 for
-// the default, and the kernel counts whole pages.
+// The amount that the kernel reads at once. For a disk it is a few pages: the rest of a frame is on this host
+// afterwards, but is copied into the page cache only when it is touched. For memory it is only the touched page,
+// because the pages beside it are seldom used next (docs/adr/0039-a-rehearsal.md). The library takes 0 for the default,
+// and the kernel counts whole pages.
 const (
 	diskReadAhead   = 16 << 10
 	memoryReadAhead = 1
 )
 
-// close unmounts. Files that are open go on until they are closed, or the process ends. When there are none the connection to the kernel is
-// ended: a mount namespace that was made meanwhile, of a build or of another service, has a copy of the mount, which would keep it.
+// close unmounts. Open files work until they are closed or the process ends. If there are none, the connection to the
+// kernel is ended. Otherwise a mount namespace that was made meanwhile, for a build or another service, could keep it
+// alive with its copy of the mount.
 func (m *mount) close(open bool) error {
 	err := m.fd.Close()
 	if open {
@@ -76,11 +78,11 @@ func unmount(dir string, how int) error {
 	return nil
 }
 
-// rootNode is the directory.
+// rootNode is the root directory.
 type rootNode struct {
 	fs.Inode
 	server *Server
-	memory bool // it has the images that are mapped as memory, and no others
+	memory bool // it has only the images that are mapped as memory
 }
 
 var _ fs.NodeLookuper = (*rootNode)(nil)
@@ -115,12 +117,12 @@ func (im *image) attributes(a *fuse.Attr) {
 	a.Blocks = a.Size / 512
 }
 
-// Open succeeds for writing too: a QEMU before 8.2 opens what it maps privately so. Writing fails, and so does a shared mapping, through which a
-// VMM could write what all of them see: the kernel gives none of a file that is opened for direct I/O. What it has read for readers stays
-// good.
+// Open also succeeds for writing, because a QEMU before 8.2 opens files for writing that it maps privately. Writing
+// fails. So does a shared mapping, through which one VMM could write what all others see: the kernel makes no shared
+// mapping of a file that is opened for direct I/O. The page cache of readers stays valid.
 func (n *fileNode) Open(_ context.Context, flags uint32) (fs.FileHandle, uint32, syscall.Errno) {
 	n.image.opened.Add(1)
-	n.image.pushed.Store(false) // who opens it for direct I/O and maps it empties the cache
+	n.image.pushed.Store(false) // a mapping of a file that is open for direct I/O empties the cache
 	if flags&syscall.O_ACCMODE != syscall.O_RDONLY {
 		return &handle{n}, fuse.FOPEN_DIRECT_IO, 0
 	}
@@ -132,7 +134,7 @@ type handle struct{ of *fileNode }
 
 var _ fs.FileReleaser = (*handle)(nil)
 
-// Release is called once nobody has what was opened open or mapped any more.
+// Release is called when an opened file is neither open nor mapped any more.
 func (h *handle) Release(context.Context) syscall.Errno {
 	if h.of.image.opened.Add(-1) == 0 {
 		h.of.server.retire(h.of.image)
@@ -140,7 +142,7 @@ func (h *handle) Release(context.Context) syscall.Errno {
 	return 0
 }
 
-// Getattr says how large it is.
+// Getattr returns the file's size.
 func (n *fileNode) Getattr(_ context.Context, _ fs.FileHandle, out *fuse.AttrOut) syscall.Errno {
 	n.image.attributes(&out.Attr)
 	return 0
@@ -156,8 +158,9 @@ func (n *fileNode) Write(context.Context, fs.FileHandle, []byte, int64) (uint32,
 	return 0, syscall.EROFS
 }
 
-// Read waits until the bytes are here, whatever signals the reader gets meanwhile: a page fault that ends with an error ends the machine.
-// Only SIGKILL ends the wait: the machine is ended anyway, and a process cannot end while a thread of it waits here.
+// Read waits until the bytes are present, whatever signals the reader gets meanwhile: a page fault that ends with an
+// error ends the machine. Only SIGKILL ends the wait: then the machine ends anyway, and a process cannot end while one
+// of its threads waits here.
 func (n *fileNode) Read(ctx context.Context, _ fs.FileHandle, dest []byte, off int64) (fuse.ReadResult, syscall.Errno) {
 	size := n.image.tree.Size()
 	if off >= size {
@@ -167,7 +170,7 @@ func (n *fileNode) Read(ctx context.Context, _ fs.FileHandle, dest []byte, off i
 	if n.image.wanted.Load() && n.image.pushed.CompareAndSwap(false, true) {
 		n.server.push(n)
 	}
-	var thread int // the kernel's name for who touches the page: not of its process
+	var thread int // the kernel's number of the reading thread, not of its process
 	if caller, ok := fuse.FromContext(ctx); ok {
 		thread = int(caller.Pid)
 	}

@@ -35,16 +35,16 @@ import (
 	"github.com/coppice-dev/coppice/snapshotstore/manifest"
 )
 
-// settings are what a pager of a test is told on its standard input.
+// settings are sent to a test's pager on its standard input.
 type settings struct {
 	Dir, Store, AccessKey, SecretKey string
-	Peer                             string // a directory with what another runner has of the store
+	Peer                             string // a directory with the objects that another runner has
 }
 
 const beAPager = "be-a-pager"
 
-// TestMain runs the tests, or, started anew with an argument, is the pager: a process that maps its own file system would wait for
-// itself.
+// TestMain runs the tests. When this binary is started again with an argument, it is the pager: a process that maps its
+// own file system would wait for itself.
 func TestMain(m *testing.M) {
 	if len(os.Args) > 1 && os.Args[1] == beAPager {
 		if err := serve(); err != nil {
@@ -91,7 +91,7 @@ func (d peerDir) Ask(_ context.Context, _ peers.Peer, key string, off, n int64) 
 	return b[off:min(off+n, int64(len(b)))], nil
 }
 
-// TestPeers has an image come from a runner that is named with it; the store has no page of it any more.
+// TestPeers: an image comes from a runner that is named with it; the store no longer has any of its pages.
 func TestPeers(t *testing.T) {
 	files, peer := t.TempDir(), t.TempDir()
 	x := newRig(t, settings{Store: "dir:" + files, Peer: peer})
@@ -180,7 +180,7 @@ func (x *rig) waitGone(pid int) {
 	eventually.True(x.t, fmt.Sprintf("pager %d ends", pid), func() bool { return syscall.Kill(pid, 0) != nil })
 }
 
-// memory is random bytes with some pages of zeros.
+// memory returns random bytes with some pages of zeros.
 func memory(r *rand.Rand, pages int) []byte {
 	b := make([]byte, pages*page)
 	for p := range pages {
@@ -247,7 +247,7 @@ func (x *rig) put(im pager.Image, part *os.File) pager.Status {
 	return st
 }
 
-// mapped maps an image privately, as a VMM does.
+// mapped maps an image privately, like a VMM.
 func (x *rig) mapped(id string, size int) []byte {
 	x.t.Helper()
 	f, err := x.client.Open(x.t.Context(), id)
@@ -263,7 +263,7 @@ func (x *rig) mapped(id string, size int) []byte {
 	return m
 }
 
-// await waits until an image is as want says, or until it is not served any more, which is nil.
+// await waits until want accepts the image's status, or until the image is not served any more: then it returns nil.
 func (x *rig) await(id string, want func(*pager.Status) bool) *pager.Status {
 	x.t.Helper()
 	ctx, cancel := context.WithTimeout(x.t.Context(), time.Minute)
@@ -312,7 +312,7 @@ func TestRead(t *testing.T) {
 			t.Fatalf("page %d differs: %x instead of %x", p/page, m[p:p+8], b[p:p+8])
 		}
 	}
-	m[0]++ // private
+	m[0]++ // changes only the private mapping
 	other := x.mapped("a", len(b))
 	wantEqual(t, other, b, "another mapping")
 	st := x.await("a", func(s *pager.Status) bool { return s != nil && s.Whole })
@@ -330,7 +330,7 @@ func TestRead(t *testing.T) {
 	}
 }
 
-// TestReadOnly has a file that can be opened for writing and not written.
+// TestReadOnly: a file can be opened for writing and cannot be written.
 func TestReadOnly(t *testing.T) {
 	x := newDirRig(t)
 	b := memory(rand.New(rand.NewPCG(2, 1)), 64)
@@ -340,7 +340,7 @@ func TestReadOnly(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer f.Close()
-	again, err := os.OpenFile(fmt.Sprintf("/proc/self/fd/%d", f.Fd()), os.O_RDWR, 0) // as a QEMU before 8.2 does
+	again, err := os.OpenFile(fmt.Sprintf("/proc/self/fd/%d", f.Fd()), os.O_RDWR, 0) // like a QEMU before 8.2
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -376,7 +376,7 @@ func TestReadOnly(t *testing.T) {
 	wantEqual(t, got, b, "the file")
 }
 
-// TestRetire has an image end once it is whole, nobody has it open, and it was taken, in whatever order.
+// TestRetire: an image ends when it is complete, nobody has it open, and it was taken, in any order.
 func TestRetire(t *testing.T) {
 	x := newDirRig(t)
 	b := memory(rand.New(rand.NewPCG(3, 1)), 500)
@@ -393,7 +393,7 @@ func TestRetire(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := x.client.Taken(t.Context(), "b"); err != nil { // there is none
+	if err := x.client.Taken(t.Context(), "b"); err != nil { // there is no such image
 		t.Error(err)
 	}
 	x.await("a", func(s *pager.Status) bool { return s != nil && s.Whole && s.Opened == 1 })
@@ -420,7 +420,7 @@ func TestRetire(t *testing.T) {
 	}
 }
 
-// TestSeed begins with another image's bytes.
+// TestSeed begins with the bytes of another image.
 func TestSeed(t *testing.T) {
 	x := newDirRig(t)
 	r := rand.New(rand.NewPCG(4, 1))
@@ -451,14 +451,14 @@ func TestSeed(t *testing.T) {
 	}
 }
 
-// TestWant has the pages that are said to be wanted here before they are asked for.
+// TestWant: wanted pages arrive before anybody reads them.
 func TestWant(t *testing.T) {
 	x := newDirRig(t)
 	b := memory(rand.New(rand.NewPCG(5, 1)), 4000)
 	x.put(pager.Image{ID: "a", Source: sourceOf(x.seal(b, nil, nil)), Want: []pager.Range{{First: 100, Count: 200}, {First: 3990, Count: 1 << 40}}}, x.part(len(b)))
 	m := x.mapped("a", len(b))
 	x.await("a", func(s *pager.Status) bool { return s != nil && s.Whole })
-	wantEqual(t, m[2100*page:2101*page], b[2100*page:2101*page], "what is not wanted") // the first read, at which the kernel is given what is
+	wantEqual(t, m[2100*page:2101*page], b[2100*page:2101*page], "what is not wanted") // the first read: now the kernel is given the wanted pages
 	x.resident(m, 100, 200)
 	wantEqual(t, m[100*page:300*page], b[100*page:300*page], "what is wanted")
 	wantEqual(t, m[2000*page:2001*page], b[2000*page:2001*page], "what is not wanted")
@@ -484,7 +484,7 @@ func (x *rig) resident(m []byte, first, count int) {
 	})
 }
 
-// TestStoreAway has a reader wait while the store is away, and go on when it is back.
+// TestStoreAway: a reader waits while the store is unreachable, and goes on when it is back.
 func TestStoreAway(t *testing.T) {
 	server := tests3.Start(t)
 	proxy, bucket := server.Proxy(t), server.Bucket(t)
@@ -499,7 +499,7 @@ func TestStoreAway(t *testing.T) {
 	defer f.Close()
 	proxy.Down(t)
 	read := make(chan bool)
-	go func() { // not through a mapping: a thread that waits for a page cannot be stopped, and the collector would wait for it
+	go func() { // not through a mapping: the collector would wait for a thread that waits for a page
 		got := make([]byte, len(b))
 		_, err := f.ReadAt(got, 0)
 		read <- err == nil && bytes.Equal(got, b)
@@ -526,7 +526,7 @@ func TestStoreAway(t *testing.T) {
 	x.await("a", func(s *pager.Status) bool { return s != nil && s.Problem == nil && s.Whole && len(s.Waiters) == 0 })
 }
 
-// faults reads a page and reports whether that was answered with a signal.
+// faults reads a page and reports whether that caused a signal.
 func faults(m []byte, at int) (faulted bool) {
 	defer debug.SetPanicOnFault(debug.SetPanicOnFault(true))
 	defer func() { faulted = recover() != nil }()
@@ -534,9 +534,9 @@ func faults(m []byte, at int) (faulted bool) {
 	return false
 }
 
-var sink byte // so that the compiler does not leave the read out
+var sink byte // so that the compiler does not remove the read
 
-// TestDamaged shows nothing of a frame with one wrong bit, and names the object.
+// TestDamaged: a frame with one wrong bit is never shown, and the error names the object.
 func TestDamaged(t *testing.T) {
 	x := newDirRig(t)
 	b := memory(rand.New(rand.NewPCG(7, 1)), 512)
@@ -574,7 +574,7 @@ func TestDamaged(t *testing.T) {
 	t.Logf("%d pages shown, %d refused", shown, refused)
 }
 
-// TestRefused has bad requests change nothing.
+// TestRefused: bad requests change nothing.
 func TestRefused(t *testing.T) {
 	x := newDirRig(t)
 	b := memory(rand.New(rand.NewPCG(9, 1)), 64)
@@ -601,7 +601,7 @@ func TestRefused(t *testing.T) {
 	x.await("a", gone)
 }
 
-// TestRecord: of memory exactly the pages are noted that are asked for, and the kernel asks for no others.
+// TestRecord: for memory, exactly the pages that are read are recorded, and the kernel reads no others.
 func TestRecord(t *testing.T) {
 	x := newDirRig(t)
 	b := memory(rand.New(rand.NewPCG(12, 1)), 512)
@@ -634,7 +634,7 @@ func TestRecord(t *testing.T) {
 	if _, err := x.client.Open(t.Context(), "a"); core.CategoryOf(err) != core.NotFound {
 		t.Errorf("opened after it was dropped: %v", err)
 	}
-	// What is in the store cannot be recorded.
+	// An image in the store cannot be recorded.
 	w := x.seal(b, nil, nil)
 	if _, err := x.client.Put(t.Context(), pager.Image{ID: "b", Source: sourceOf(w), Record: true}, x.part(len(b))); core.CodeOf(err) != core.CodeInvalidField {
 		t.Errorf("an image of the store is recorded: %v", err)

@@ -9,12 +9,13 @@ import (
 	"github.com/coppice-dev/coppice/snapshotstore/manifest"
 )
 
-// A client and the pager speak over a unix socket of whole messages: a request and its answer, one after the other, each JSON with at most
-// one descriptor.
+// A client and the pager speak over a unix socket that keeps message boundaries: requests and answers in turn, each
+// JSON with at most one descriptor.
 
-// protocolVersion is said in Hello: a pager may be older than its runner, or newer. What a runner says of images that are served already keeps its
-// meaning in every later version, and so does Status: hello, dir, taken, drop, watch and stop. By these a runner goes on with a pager of another
-// version until nobody has memory from it. The others are for pagers of the same version.
+// protocolVersion is sent in Hello: a pager may be older than its runner, or newer. The requests about images that are
+// already served keep their meaning in every later version, and so does Status: hello, dir, taken, drop, watch and
+// stop. With these, a runner uses a pager of another version until nobody has memory from it. The other requests need a
+// pager of the same version.
 const protocolVersion = 4
 
 // Range is a run of pages.
@@ -26,48 +27,48 @@ type Range struct {
 // Source says where an image is in the store.
 type Source struct {
 	Manifest     manifest.Ref      `json:"manifest"`
-	CheckpointID core.CheckpointID `json:"checkpoint_id"` // whose manifest that must be
+	CheckpointID core.CheckpointID `json:"checkpoint_id"` // the checkpoint that the manifest must belong to
 	Image        string            `json:"image"`         // the name of the image in the manifest
 }
 
-// Image describes an image to be served.
+// Image describes an image to serve.
 type Image struct {
 	ID     string `json:"id"`
 	Source Source `json:"source"`
-	// Seed is the image whose bytes the file has already; nil for a file of zeros.
+	// Seed is the image whose bytes the file already has; nil for a file of zeros.
 	Seed *Source `json:"seed,omitempty"`
-	// Want are pages that machines will ask for soon, in no order. It is only a hint.
+	// Want are the pages that machines will soon read, in no order. It is only a hint.
 	Want []Range `json:"want,omitempty"`
-	// Peers are runners that may have it, and are asked before the store is.
+	// Peers are runners that may have the image. They are asked before the store.
 	Peers []peers.Peer `json:"peers,omitempty"`
-	// Memory says that it is mapped as a machine's memory: the kernel asks for the page that is touched, and no others.
+	// Memory says that the image is mapped as a machine's memory: the kernel reads only the touched page.
 	Memory bool `json:"memory,omitempty"`
-	// Record has the pages noted that are asked for (Client.Touched). Nothing of it is in the store then, and Source is zero: the file has
-	// everything, is only read, and the image is served until it is dropped.
+	// Record makes the pager record the pages that are read (Client.Touched). Then nothing of the image is in the
+	// store, and Source is zero: the file has everything and is only read, and the image is served until it is dropped.
 	Record bool `json:"record,omitempty"`
 }
 
-// Status says how far an image is.
+// Status is the progress of an image.
 type Status struct {
 	ID       string             `json:"id"`
-	Inode    uint64             `json:"inode"` // of the file that machines map
+	Inode    uint64             `json:"inode"` // inode of the file that machines map
 	Part     uint64             `json:"part"`  // inode of the file that its bytes are written to
 	Pages    int64              `json:"pages"`
-	Here     int64              `json:"here"`             // pages whose bytes are on this host; zeros are
+	Here     int64              `json:"here"`             // pages whose bytes are on this host, including pages of zeros
 	Whole    bool               `json:"whole"`            // the image's file has everything, durably
 	Taken    bool               `json:"taken"`            // see Client.Taken
 	Record   bool               `json:"record,omitempty"` // see Image
 	Opened   int64              `json:"opened"`
-	Demanded int64              `json:"demanded"` // pages that were asked for before they were here
-	Bytes    int64              `json:"bytes"`    // that the store has given
+	Demanded int64              `json:"demanded"` // pages that were read before they were present
+	Bytes    int64              `json:"bytes"`    // bytes received from the store
 	Requests int64              `json:"requests"` // to the store
 	Problem  *runnerapi.Problem `json:"problem,omitempty"`
-	Stalled  time.Time          `json:"stalled,omitzero"`  // since when it waits for the store or the disk; zero with a problem: the image is damaged
-	Waiters  []Waiter           `json:"waiters,omitempty"` // the oldest first; only those that have waited for a while, and of them maxWaiters
-	Waiting  int                `json:"waiting,omitempty"` // how many have waited for a while, with those that Waiters leaves out
+	Stalled  time.Time          `json:"stalled,omitzero"`  // since when it waits for the store or the disk; if zero and there is a problem, the image is damaged
+	Waiters  []Waiter           `json:"waiters,omitempty"` // oldest first; at most maxWaiters of those that have waited for a while
+	Waiting  int                `json:"waiting,omitempty"` // number of threads that have waited for a while, including those not in Waiters
 }
 
-// Totals are sums over all images of a pager, those that have ended too.
+// Totals are sums over all images of a pager, including images that have ended.
 type Totals struct {
 	Demanded int64 `json:"demanded"` // as in Status
 	Bytes    int64 `json:"bytes"`
@@ -75,44 +76,45 @@ type Totals struct {
 }
 
 func (t *Totals) add(s Status) {
-	if s.Record { // a rehearsal asks for everything that it touches
+	if s.Record { // in a rehearsal, every page counts as demanded
 		return
 	}
 	t.Demanded, t.Bytes, t.Requests = t.Demanded+s.Demanded, t.Bytes+s.Bytes, t.Requests+s.Requests
 }
 
-// Waiter is a thread that has touched a page which is not here.
+// Waiter is a thread that has touched a missing page.
 type Waiter struct {
-	Thread int       `json:"thread"` // its number on the host; one of the kernel's own where that asks for somebody
+	Thread int       `json:"thread"` // its number on the host; a kernel thread's if the kernel reads for another thread
 	Since  time.Time `json:"since"`
-	Object string    `json:"object"` // of the store, that the page is in
+	Object string    `json:"object"` // object of the store that contains the page
 }
 
-// How long somebody has waited before it is said, and for how many of an image.
+// After how long a waiting thread is reported, and how many threads of an image are reported.
 const (
 	waitNotice = time.Second
 	maxWaiters = 32
 )
 
-// The bounds of a status, so that a message has room for some whatever a manifest or a store says, and of the statuses in an answer.
+// The bounds of a status and of the statuses in an answer, so that a message has room for at least one, whatever a
+// manifest or a store contains.
 const (
 	maxID          = 255      // bytes of an image's id, which is the name of a file
 	maxObject      = 256      // of the encoding of an object's key
-	maxProblem     = 1 << 10  // of that of a problem's message in a status
+	maxProblem     = 1 << 10  // of the encoding of a problem's message
 	maxStatusBytes = 96 << 10 // of encoded statuses in an answer
 )
 
-// Damaged reports whether what was asked for will never come.
+// Damaged reports whether the missing pages will never arrive.
 func (s Status) Damaged() bool { return s.Problem != nil && s.Stalled.IsZero() }
 
-// Hello says who the pager is.
+// Hello identifies the pager.
 type Hello struct {
 	PID      int    `json:"pid"`
-	Instance string `json:"instance"` // of no other pager, ever
-	Version  int    `json:"version"`  // of this protocol
+	Instance string `json:"instance"` // unique: no other pager ever has it
+	Version  int    `json:"version"`  // version of this protocol
 }
 
-// Foreign reports whether the pager is of another version: nothing new can be put there.
+// Foreign reports whether the pager has another version of the protocol: no new images can be put there.
 func (h Hello) Foreign() bool { return h.Version != protocolVersion }
 
 type op string
@@ -125,7 +127,7 @@ const (
 	opDrop    op = "drop"    //
 	opTaken   op = "taken"   //
 	opTouched op = "touched" //
-	opWatch   op = "watch"   // answers when the version is another
+	opWatch   op = "watch"   // answered when the version has changed
 	opStop    op = "stop"
 )
 
@@ -134,7 +136,7 @@ type request struct {
 	ID      string `json:"id,omitempty"`
 	Image   *Image `json:"image,omitempty"`
 	Version int64  `json:"version,omitempty"`
-	After   string `json:"after,omitempty"` // of opWatch: the images whose ids follow this one, at once; a pager that does not know it has said all
+	After   string `json:"after,omitempty"` // for opWatch: list the images after this id, at once; an old pager, which ignores this, has already listed all
 
 	Keys runnerapi.Keys `json:"keys,omitempty"`
 }
@@ -144,7 +146,7 @@ type response struct {
 	Hello   *Hello             `json:"hello,omitempty"`
 	Status  *Status            `json:"status,omitempty"`
 	Images  []Status           `json:"images,omitempty"` // in the order of their ids
-	More    bool               `json:"more,omitempty"`   // images follow the last one
+	More    bool               `json:"more,omitempty"`   // there are images after the last one
 	Touched []Range            `json:"touched,omitempty"`
 	Version int64              `json:"version,omitempty"`
 	Totals  *Totals            `json:"totals,omitempty"`

@@ -12,10 +12,9 @@ import (
 // ErrHung is returned, wrapped, when a pager was killed because it did not answer.
 var ErrHung = errors.New("the pager hung")
 
-// Attend does what Watch does, and also asks all the time whether the pager still works. If the
-// pager does not answer (see sidecar.Pulse), Attend kills it and returns ErrHung. Alive then tells
-// whether the pager has ended. The machines of a pager that hangs wait for it in the kernel, and
-// only its end frees them.
+// Attend does the same as Watch, and also checks regularly whether the pager still works. If the pager does not answer
+// (see sidecar.Pulse), Attend kills it and returns ErrHung. Alive then tells whether the pager has ended. The machines
+// of a hung pager wait for it in the kernel, and only its end frees them.
 func (c *Client) Attend(ctx context.Context, each func([]Status)) error {
 	watching, end := context.WithCancelCause(ctx)
 	defer end(nil)
@@ -35,10 +34,10 @@ func (c *Client) Attend(ctx context.Context, each func([]Status)) error {
 	return err
 }
 
-// feel returns ErrHung when too many answers in a row did not come. What is asked for takes every lock that serving takes.
+// feel returns ErrHung when too many answers in a row are missing. The request takes every lock that serving takes.
 func (c *Client) feel(ctx context.Context) error {
 	err := c.pulse.Feel(ctx, func(ctx context.Context, limit time.Duration) error {
-		return c.within(ctx, limit, request{Op: opWatch}) // of no version yet: it is answered at once
+		return c.within(ctx, limit, request{Op: opWatch}) // version 0 is answered at once
 	})
 	if err != nil {
 		return fmt.Errorf("%w: %w", ErrHung, err)
@@ -46,7 +45,7 @@ func (c *Client) feel(ctx context.Context) error {
 	return nil
 }
 
-// greet asks who the pager is, as often as one that hangs is asked.
+// greet asks the pager who it is, as often as a hung pager is asked.
 func (c *Client) greet(ctx context.Context) (h Hello, err error) {
 	err = c.pulse.Greet(ctx, func(ctx context.Context, limit time.Duration) error {
 		out, err := c.ask(ctx, limit, request{Op: opHello})
@@ -58,5 +57,5 @@ func (c *Client) greet(ctx context.Context) (h Hello, err error) {
 	return h, err
 }
 
-// kill ends the process that listens, whatever it says of itself.
+// kill kills the listening process, whatever it says about itself.
 func (c *Client) kill(ctx context.Context) error { return sidecar.KillListener(ctx, name, c.socket) }

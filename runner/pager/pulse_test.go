@@ -13,10 +13,10 @@ import (
 	"github.com/coppice-dev/coppice/runner/pager"
 )
 
-// quick finds a pager that hangs in seconds. One that works, on a machine that is busy, must not be taken for one that hangs.
+// quick detects a hung pager within seconds. It must not take a working pager on a busy machine for a hung one.
 var quick = sidecar.Pulse{Every: 20 * time.Millisecond, Limit: time.Second, Misses: 3}
 
-// ensure is another runner's client of the pager.
+// ensure returns another runner's client of the pager.
 func (x *rig) ensure(p sidecar.Pulse) (_ *pager.Client, _ pager.Hello, fresh bool) {
 	x.t.Helper()
 	config, err := json.Marshal(x.cfg)
@@ -34,7 +34,7 @@ func (x *rig) ensure(p sidecar.Pulse) (_ *pager.Client, _ pager.Hello, fresh boo
 	return client, hello, fresh
 }
 
-// TestHung: a pager that stands still is found out and killed, and who waits for a page of it in the kernel is told.
+// TestHung: a stopped pager is detected and killed, and threads that wait in the kernel for its pages get an error.
 func TestHung(t *testing.T) {
 	x := newDirRig(t)
 	b := memory(rand.New(rand.NewPCG(8, 1)), 2000)
@@ -91,7 +91,7 @@ func TestHung(t *testing.T) {
 	wantEqual(t, x.mapped("a", len(b)), b, "the image of another pager")
 }
 
-// TestHungAlive: a runner that lost its connection asks a pager that stands still a few times, and no more.
+// TestHungAlive: a runner that lost its connection asks a stopped pager only a few times.
 func TestHungAlive(t *testing.T) {
 	x := newDirRig(t)
 	client, hello, _ := x.ensure(quick)
@@ -110,7 +110,8 @@ func TestHungAlive(t *testing.T) {
 	x.waitGone(x.pid)
 }
 
-// TestHungBefore: a pager that stands still since before its next runner came is killed by that runner, and by a runner that wants none.
+// TestHungBefore: a pager that was stopped before its next runner started is killed by that runner, and also by a
+// runner that wants no pager.
 func TestHungBefore(t *testing.T) {
 	x := newDirRig(t)
 	testhalt.Halt(t, x.pid)
@@ -126,7 +127,7 @@ func TestHungBefore(t *testing.T) {
 	x.waitGone(hello.PID)
 }
 
-// TestHungNot: what only pauses, as on a host that has too much to do, is not killed.
+// TestHungNot: a pager that only pauses, as on an overloaded host, is not killed.
 func TestHungNot(t *testing.T) {
 	x := newDirRig(t)
 	patient := sidecar.Pulse{Every: 20 * time.Millisecond, Limit: time.Second, Misses: 4}
@@ -148,7 +149,8 @@ func TestHungNot(t *testing.T) {
 	}
 }
 
-// TestHungOther: who listens in the place of a pager and is this process itself is not killed, and is not waited for, whatever it may say.
+// TestHungOther: if this process itself listens in the place of a pager, it is not killed and not waited for, whatever
+// it answers.
 func TestHungOther(t *testing.T) {
 	x := newDirRig(t)
 	client, hello, _ := x.ensure(quick)

@@ -2,10 +2,10 @@ package pager
 
 import "github.com/hanwen/go-fuse/v2/fs"
 
-// pushChunk is how much the kernel is given at once.
+// pushChunk is the number of bytes that are given to the kernel at once.
 const pushChunk = 256 << 10
 
-// push begins to give the kernel what machines of a file will ask for.
+// push begins to give the kernel the pages that machines of a file will read.
 func (s *Server) push(n *fileNode) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -14,8 +14,8 @@ func (s *Server) push(n *fileNode) {
 	}
 }
 
-// push gives the kernel the pages of want, so that it need not ask: a page that is in its cache is mapped with those beside it, without a word
-// to this process. Nothing depends on it.
+// push gives the kernel the pages of want, so that it need not ask for them. The kernel maps a cached page, together
+// with its cached neighbours, without a request to this process. Nothing depends on it.
 func (im *image) push(node *fs.Inode) {
 	buf := make([]byte, pushChunk)
 	for _, r := range im.want {
@@ -27,13 +27,13 @@ func (im *image) push(node *fs.Inode) {
 				end++
 			}
 			if end == p {
-				p++ // its frame has not come
+				p++ // its frame has not arrived
 				continue
 			}
 			off := p * pageSize
 			n := min((end-p)*pageSize, im.tree.Size()-off)
 			if _, err := im.part.ReadAt(buf[:n], off); err != nil || node.WriteCache(off, buf[:n]) != 0 {
-				return // it is read when it is asked for
+				return // the kernel will ask for it
 			}
 			p = end
 		}

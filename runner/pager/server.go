@@ -30,54 +30,54 @@ import (
 	"github.com/coppice-dev/coppice/snapshotstore/manifest"
 )
 
-// Config describes a pager. Every field but Version is required.
+// Config configures a pager. Every field except Version is required.
 type Config struct {
-	Dir   string // for the socket and the mount point; nobody else's
+	Dir   string // for the socket and the mount point; only this pager uses it
 	Blobs blob.Blobs
 	Log   *slog.Logger
 
-	Version int // of the protocol, that it says it is of; 0: the one that it is of. Tests have pagers of others
+	Version int // protocol version to announce; 0: the real one. Tests use others
 }
 
 // Server is a pager.
 type Server struct {
 	cfg      Config
-	keys     envelope.Ring // to the objects of the store
+	keys     envelope.Ring // keys of the store's objects
 	id       string
 	listen   *net.UnixListener
 	disks    *mount
 	memory   *mount
 	stop     context.CancelFunc
 	done     context.Context
-	inode    atomic.Uint64 // of the last file
+	inode    atomic.Uint64 // number of the last file
 	lastMiss atomic.Int64  // see image
 
-	mu        sync.Mutex // guards what follows
+	mu        sync.Mutex // guards the fields below
 	images    map[string]*image
-	pushes    sync.WaitGroup            // none begins once done has ended
-	snapshots []*snapshotstore.Snapshot // the last ones that were read
-	gone      Totals                    // of images that have ended
+	pushes    sync.WaitGroup            // none begins after done has ended
+	snapshots []*snapshotstore.Snapshot // the last ones read
+	gone      Totals                    // totals of images that have ended
 	version   int64
-	news      chan struct{} // closed when the version is another
+	news      chan struct{} // closed when the version changes
 }
 
-// Where the file systems are mounted, in the pager's directory.
+// The mount points of the file systems in the pager's directory.
 const (
 	mountDir  = "mnt"
 	memoryDir = "memory"
 )
 
-// SocketPath is where the pager of a directory listens.
+// SocketPath returns the socket of the pager in a directory.
 func SocketPath(dir string) string { return sidecar.Process{Dir: dir}.SocketPath() }
 
-// New mounts the file system and listens.
+// New mounts the file systems and listens.
 func New(cfg Config) (_ *Server, err error) {
 	s := &Server{cfg: cfg, id: rand.Text(), images: make(map[string]*image), version: 1, news: make(chan struct{})}
 	s.inode.Store(1 << 40)
 	s.cfg.Blobs = envelope.With(cfg.Blobs, &s.keys)
 	s.done, s.stop = context.WithCancel(context.Background())
 	if err := Clean(cfg.Dir); err != nil {
-		return nil, fmt.Errorf("unmount what another pager has left: %w", err)
+		return nil, fmt.Errorf("unmount the file systems of an earlier pager: %w", err)
 	}
 	if s.disks, err = newMount(filepath.Join(cfg.Dir, mountDir), s, false, diskReadAhead); err != nil {
 		return nil, err
@@ -112,9 +112,9 @@ func (s *Server) Run(ctx context.Context) error {
 	s.stop()
 	s.mu.Lock()
 	var errs []error
-	open := map[bool]bool{} // by whether it is memory
+	open := map[bool]bool{} // key: whether the images are memory
 	for _, im := range s.images {
-		im.stop() // who waits for its pages is told
+		im.stop() // threads that wait for its pages get an error
 		open[im.memory] = open[im.memory] || im.opened.Load() > 0
 	}
 	s.mu.Unlock()
@@ -129,7 +129,7 @@ func (s *Server) Run(ctx context.Context) error {
 	return errors.Join(errs...)
 }
 
-// converse answers one client until it is gone.
+// converse answers one client until the client disconnects.
 func (s *Server) converse(c *net.UnixConn) {
 	defer c.Close()
 	defer context.AfterFunc(s.done, func() { _ = c.CloseRead() })()
@@ -139,7 +139,7 @@ func (s *Server) converse(c *net.UnixConn) {
 		var back *os.File
 		f, err := receive(c, &r)
 		switch {
-		case sidecar.IsFault(err): // it is answered, and the connection goes on
+		case sidecar.IsFault(err): // it gets an error as its answer, and the connection goes on
 			err = sidecar.Fault(err)
 		case err != nil:
 			if !errors.Is(err, io.EOF) && s.done.Err() == nil {
@@ -169,14 +169,14 @@ func (s *Server) converse(c *net.UnixConn) {
 	}
 }
 
-// answer does what is asked. f is its own from here on; the file that it returns is the caller's.
+// answer executes a request. It owns f; the caller owns the returned file.
 func (s *Server) answer(r request, f *os.File) (response, *os.File, error) {
 	if r.Op == opPut && r.Image != nil && f != nil {
 		st, err := s.put(*r.Image, f)
 		return response{Status: &st}, nil, err
 	}
 	if f != nil {
-		_ = f.Close() // nobody asked for it
+		_ = f.Close() // the request does not use it
 	}
 	switch r.Op {
 	case opHello:
@@ -213,10 +213,10 @@ func (s *Server) answer(r request, f *os.File) (response, *os.File, error) {
 		return response{}, nil, nil
 	case opPut:
 	}
-	return response{}, nil, core.Errorf(core.Invalid, core.CodeInvalidField, "the pager cannot %q", core.Clip(string(r.Op)))
+	return response{}, nil, core.Errorf(core.Invalid, core.CodeInvalidField, "the pager does not know the request %q", core.Clip(string(r.Op)))
 }
 
-// dup is another descriptor of a file.
+// dup returns another descriptor of a file.
 func dup(f *os.File) (*os.File, error) {
 	fd, err := unix.FcntlInt(f.Fd(), unix.F_DUPFD_CLOEXEC, 0)
 	if err != nil {
@@ -283,9 +283,9 @@ func (s *Server) newImage(spec Image, part *os.File) (*image, error) {
 		return nil, err
 	}
 	if tree == nil || tree.Size() != info.Size() {
-		return nil, core.Errorf(core.DataLoss, core.CodeManifestInvalid, "the manifest of checkpoint %s has no %s of %d bytes", spec.Source.CheckpointID, spec.Source.Image, info.Size())
+		return nil, core.Errorf(core.DataLoss, core.CodeManifestInvalid, "the manifest of checkpoint %s has no image %s of %d bytes", spec.Source.CheckpointID, spec.Source.Image, info.Size())
 	}
-	ino := s.inode.Add(1) // machines are asked where they map it, by this number: no library of theirs has it
+	ino := s.inode.Add(1) // the runner finds the file in a machine's mappings by this number; no library of a VMM has it
 	inode := info.Sys().(*syscall.Stat_t).Ino
 	if spec.Seed == nil {
 		return newImage(ctx, spec.ID, tree, nil, part, inode, ino, s.cfg.Blobs, s.cfg.Log, &s.lastMiss, s.changed), nil
@@ -296,7 +296,7 @@ func (s *Server) newImage(spec Image, part *os.File) (*image, error) {
 	}
 	from := seed.Image(spec.Seed.Image)
 	if from == nil || from.Size() != tree.Size() {
-		return nil, core.Errorf(core.Invalid, core.CodeInvalidField, "checkpoint %s is no seed of checkpoint %s", spec.Seed.CheckpointID, spec.Source.CheckpointID)
+		return nil, core.Errorf(core.Invalid, core.CodeInvalidField, "checkpoint %s cannot be the seed of checkpoint %s", spec.Seed.CheckpointID, spec.Source.CheckpointID)
 	}
 	if err := clearZeros(part, tree, from); err != nil {
 		return nil, err
@@ -304,7 +304,7 @@ func (s *Server) newImage(spec Image, part *os.File) (*image, error) {
 	return newImage(ctx, spec.ID, tree, from, part, inode, ino, s.cfg.Blobs, s.cfg.Log, &s.lastMiss, s.changed), nil
 }
 
-// newRecord makes an image of which part has everything.
+// newRecord makes an image from part, which has all its bytes.
 func (s *Server) newRecord(ctx context.Context, spec Image, part *os.File) (*image, error) {
 	info, err := part.Stat()
 	if err != nil {
@@ -313,7 +313,7 @@ func (s *Server) newRecord(ctx context.Context, spec Image, part *os.File) (*ima
 	if spec.Source != (Source{}) || spec.Seed != nil || info.Size() == 0 || info.Size()%pageSize != 0 {
 		return nil, core.Errorf(core.Invalid, core.CodeInvalidField, "the image %s, of %d bytes, cannot be recorded", core.Clip(spec.ID), info.Size())
 	}
-	tree := manifest.NewTree(info.Size()) // of which nothing is in the store
+	tree := manifest.NewTree(info.Size()) // nothing of it is in the store
 	inode := info.Sys().(*syscall.Stat_t).Ino
 	return newImage(ctx, spec.ID, tree, nil, part, inode, s.inode.Add(1), s.cfg.Blobs, s.cfg.Log, &s.lastMiss, s.changed), nil
 }
@@ -350,8 +350,8 @@ func (s *Server) findSnapshot(ctx context.Context, src Source) (*snapshotstore.S
 	return fresh, nil
 }
 
-// retire forgets an image whose file is all there is to it: it is whole, nobody has it open, and it was taken. One that was not taken yet would
-// be offered again, and fetched a second time.
+// retire removes an image that is no longer needed: it is complete, nobody has it open, and it was taken. An image that
+// was not taken would be put again, and fetched a second time.
 func (s *Server) retire(im *image) {
 	s.mu.Lock()
 	gone := im.whole.Load() && im.taken.Load() && im.opened.Load() == 0 && s.images[im.id] == im
@@ -386,7 +386,7 @@ func (s *Server) end(im *image) error {
 	return im.close()
 }
 
-// changed tells whoever watches.
+// changed wakes the watchers.
 func (s *Server) changed() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -395,8 +395,8 @@ func (s *Server) changed() {
 	s.news = make(chan struct{})
 }
 
-// watch waits for another version, unless the images that follow one are asked for, and gives as many as a message takes. The sums are in the
-// first part.
+// watch waits for a version other than the given one, or does not wait if after is set. It returns as many images after
+// that id as fit into a message. The totals are in the first part.
 func (s *Server) watch(version int64, after string) response {
 	s.mu.Lock()
 	for after == "" && s.version == version && s.done.Err() == nil {

@@ -10,12 +10,12 @@ import (
 	"github.com/coppice-dev/coppice/internal/sidecar"
 )
 
-// Process says how a pager is started.
+// Process says how to start a pager.
 type Process struct {
-	Dir     string   // of Config; made if it is not there
-	Command []string // runs a Server, with what Config says on its standard input
+	Dir     string   // see Config; created if it is missing
+	Command []string // runs a Server, with its Config on standard input
 	Config  []byte
-	Cgroup  func() (*os.File, error) // see sidecar.Process; machines live by the pager, so that it must outlive whatever they do
+	Cgroup  func() (*os.File, error) // see sidecar.Process; machines need the pager, so nothing that they do may end it
 	Pulse   sidecar.Pulse            // when a pager counts as hung
 }
 
@@ -25,7 +25,7 @@ func (p Process) sidecar() sidecar.Process {
 	return sidecar.Process{Name: name, Dir: p.Dir, Command: p.Command, Config: p.Config, Cgroup: p.Cgroup}
 }
 
-// Runs reports whether a pager listens, or may: Ensure finds out whether it answers.
+// Runs reports whether a pager listens, or may listen; Ensure finds out whether it answers.
 func Runs(ctx context.Context, p Process) bool {
 	_, err := sidecar.Listener(ctx, SocketPath(p.Dir))
 	return !sidecar.IsNobody(err)
@@ -58,7 +58,7 @@ func Ensure(ctx context.Context, p Process) (_ *Client, fresh bool, err error) {
 	return c, true, nil
 }
 
-// Clean unmounts what a pager that was killed has left in its directory.
+// Clean unmounts the file systems that a killed pager left in its directory.
 func Clean(dir string) error {
 	var errs []error
 	for _, name := range []string{mountDir, memoryDir} {
