@@ -6,9 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"net"
 	"net/http"
-	"net/netip"
 	"os"
 	"os/exec"
 	"os/signal"
@@ -29,8 +27,7 @@ import (
 	"github.com/coppice-dev/coppice/internal/testpg"
 	"github.com/coppice-dev/coppice/internal/testvm"
 	"github.com/coppice-dev/coppice/migrations"
-	"github.com/coppice-dev/coppice/runner"
-	"github.com/coppice-dev/coppice/runner/netns"
+	"github.com/coppice-dev/coppice/runner/fakenet"
 	"github.com/coppice-dev/coppice/runner/vmm"
 	"github.com/coppice-dev/coppice/runner/vmm/fakevmm"
 	coppice "github.com/coppice-dev/coppice/sdk/go"
@@ -103,7 +100,7 @@ func serve(role string) error {
 		return err
 	}
 	cfg.Runner.Log = log
-	cfg.Runner.Machines = &daemon.Machines{Driver: fakevmm.New(fakevmm.Config{Fingerprint: cfg.VMM}), Network: noNetwork{}, Images: store, RunDir: cfg.RunDir}
+	cfg.Runner.Machines = &daemon.Machines{Driver: fakevmm.New(fakevmm.Config{Fingerprint: cfg.VMM}), Network: fakenet.Network{}, Images: store, RunDir: cfg.RunDir}
 	return daemon.RunRunner(ctx, cfg.Runner, func(r daemon.RunnerReady) error { return out.Encode(r) })
 }
 
@@ -315,30 +312,3 @@ func until(t *testing.T, what string, ok func() (bool, error)) {
 		}
 	}
 }
-
-// noNetwork is that of a runner whose machines have none.
-type (
-	noNetwork   struct{}
-	noNamespace struct{}
-)
-
-var errNoNetwork = errors.New("there is no network")
-
-func (noNetwork) Acquire(context.Context) (runner.Namespace, error) { return noNamespace{}, nil }
-func (noNetwork) Adopt(context.Context, string, core.Identity, core.EgressPolicy) (runner.Namespace, error) {
-	return noNamespace{}, nil
-}
-func (noNetwork) Reconcile(context.Context, map[string]bool) error { return nil }
-func (noNetwork) Gateway() (netip.Addr, string)                    { return netip.Addr{}, "" }
-func (noNetwork) Resolvers(core.EgressPolicy) []netip.Addr         { return nil }
-func (noNamespace) Name() string                                   { return "none" }
-func (noNamespace) NetNS() (*os.File, error)                       { return nil, nil } //nolint:nilnil // that of the process
-func (noNamespace) TapFile(bool) (*os.File, error)                 { return nil, nil } //nolint:nilnil // there is no tap
-func (noNamespace) Assign(context.Context, core.Identity) error    { return nil }
-func (noNamespace) Open(context.Context, core.EgressPolicy) error  { return nil }
-func (noNamespace) EgressSockets(context.Context) (netns.EgressSockets, error) {
-	return netns.EgressSockets{}, net.ErrClosed
-}
-func (noNamespace) Check(context.Context) error                            { return nil }
-func (noNamespace) Release(context.Context) error                          { return nil }
-func (noNamespace) Dial(context.Context, string, string) (net.Conn, error) { return nil, errNoNetwork }

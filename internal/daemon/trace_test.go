@@ -14,6 +14,7 @@ import (
 
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
 	"github.com/coppice-dev/coppice/internal/daemon"
+	"github.com/coppice-dev/coppice/runner/fakenet"
 	"github.com/coppice-dev/coppice/runner/vmm/fakevmm"
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
@@ -52,7 +53,7 @@ func TestTraceOfAFork(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	rc.Runner.Machines = &daemon.Machines{Driver: fakevmm.New(fakevmm.Config{}), Network: noNetwork{}, Images: store, RunDir: rc.RunDir}
+	rc.Runner.Machines = &daemon.Machines{Driver: fakevmm.New(fakevmm.Config{}), Network: fakenet.Network{}, Images: store, RunDir: rc.RunDir}
 	begin(func() error {
 		return daemon.RunRunner(ctx, rc.Runner, func(r daemon.RunnerReady) error { runners <- r; return nil })
 	})

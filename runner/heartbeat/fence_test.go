@@ -5,7 +5,6 @@ import (
 	"encoding/json"
 	"errors"
 	"log/slog"
-	"net"
 	"net/http"
 	"net/http/httptest"
 	"net/netip"
@@ -22,8 +21,8 @@ import (
 	"github.com/coppice-dev/coppice/internal/eventually"
 	"github.com/coppice-dev/coppice/internal/testvm"
 	"github.com/coppice-dev/coppice/runner"
+	"github.com/coppice-dev/coppice/runner/fakenet"
 	"github.com/coppice-dev/coppice/runner/heartbeat"
-	"github.com/coppice-dev/coppice/runner/netns"
 	"github.com/coppice-dev/coppice/runner/trash"
 	"github.com/coppice-dev/coppice/runner/vmm/fakevmm"
 )
@@ -169,7 +168,7 @@ func newRigWith(t *testing.T, plane heartbeat.Plane) *rig {
 	log := slog.New(slog.NewTextHandler(t.Output(), nil))
 	x.cfg = runner.Config{
 		ID: core.NewID[core.RunnerID](), ClusterID: "test", DataDir: filepath.Join(t.TempDir(), "data"), RunDir: runDir, Driver: x.driver,
-		Images: store, Network: noNetwork{}, Log: log,
+		Images: store, Network: fakenet.Network{}, Log: log,
 	}
 	server := httptest.NewServer(x.controller)
 	t.Cleanup(server.Close)
@@ -447,28 +446,3 @@ func child(i int) runnerapi.Child {
 		},
 	}
 }
-
-// noNetwork is that of a runner whose machines have none.
-type (
-	noNetwork   struct{}
-	noNamespace struct{}
-)
-
-func (noNetwork) Acquire(context.Context) (runner.Namespace, error) { return noNamespace{}, nil }
-func (noNetwork) Adopt(context.Context, string, core.Identity, core.EgressPolicy) (runner.Namespace, error) {
-	return noNamespace{}, nil
-}
-func (noNetwork) Reconcile(context.Context, map[string]bool) error { return nil }
-func (noNetwork) Gateway() (netip.Addr, string)                    { return netip.Addr{}, "" }
-func (noNetwork) Resolvers(core.EgressPolicy) []netip.Addr         { return nil }
-func (noNamespace) Name() string                                   { return "none" }
-func (noNamespace) NetNS() (*os.File, error)                       { return nil, nil } //nolint:nilnil // that of the process
-func (noNamespace) TapFile(bool) (*os.File, error)                 { return nil, nil } //nolint:nilnil // there is no tap
-func (noNamespace) Assign(context.Context, core.Identity) error    { return nil }
-func (noNamespace) Open(context.Context, core.EgressPolicy) error  { return nil }
-func (noNamespace) EgressSockets(context.Context) (netns.EgressSockets, error) {
-	return netns.EgressSockets{}, net.ErrClosed
-}
-func (noNamespace) Release(context.Context) error                          { return nil }
-func (noNamespace) Check(context.Context) error                            { return nil }
-func (noNamespace) Dial(context.Context, string, string) (net.Conn, error) { return nil, net.ErrClosed }

@@ -2,10 +2,8 @@ package fakevmm_test
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"log/slog"
-	"net"
 	"net/netip"
 	"os"
 	"path/filepath"
@@ -17,35 +15,9 @@ import (
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
 	"github.com/coppice-dev/coppice/internal/testvm"
 	"github.com/coppice-dev/coppice/runner"
-	"github.com/coppice-dev/coppice/runner/netns"
+	"github.com/coppice-dev/coppice/runner/fakenet"
 	"github.com/coppice-dev/coppice/runner/vmm/fakevmm"
 )
-
-// noNetwork is that of a runner whose machines have none.
-type noNetwork struct{}
-
-func (noNetwork) Acquire(context.Context) (runner.Namespace, error) { return noNamespace{}, nil }
-func (noNetwork) Adopt(context.Context, string, core.Identity, core.EgressPolicy) (runner.Namespace, error) {
-	return noNamespace{}, nil
-}
-func (noNetwork) Reconcile(context.Context, map[string]bool) error { return nil }
-func (noNetwork) Gateway() (netip.Addr, string)                    { return netip.Addr{}, "" }
-func (noNetwork) Resolvers(core.EgressPolicy) []netip.Addr         { return nil }
-func (noNamespace) Name() string                                   { return "none" }
-func (noNamespace) NetNS() (*os.File, error)                       { return nil, nil } //nolint:nilnil // that of the process
-func (noNamespace) TapFile(bool) (*os.File, error)                 { return nil, nil } //nolint:nilnil // there is no tap
-func (noNamespace) Assign(context.Context, core.Identity) error    { return nil }
-func (noNamespace) Open(context.Context, core.EgressPolicy) error  { return nil }
-func (noNamespace) EgressSockets(context.Context) (netns.EgressSockets, error) {
-	return netns.EgressSockets{}, net.ErrClosed
-}
-func (noNamespace) Check(context.Context) error                            { return nil }
-func (noNamespace) Release(context.Context) error                          { return nil }
-func (noNamespace) Dial(context.Context, string, string) (net.Conn, error) { return nil, errNoNetwork }
-
-type noNamespace struct{}
-
-var errNoNetwork = errors.New("there is no network")
 
 // child asks for a sandbox.
 func child(i int) runnerapi.Child {
@@ -73,7 +45,7 @@ func TestRunner(t *testing.T) {
 	t.Cleanup(func() { _ = os.RemoveAll(runDir) })
 	r, err := runner.New(t.Context(), runner.Config{
 		ID: core.NewID[core.RunnerID](), ClusterID: "test", DataDir: filepath.Join(dir, "data"), RunDir: runDir, Driver: driver, Images: store,
-		Network: noNetwork{}, Log: slog.New(slog.DiscardHandler), MaxSandboxes: n + 16, Parallel: 32,
+		Network: fakenet.Network{}, Log: slog.New(slog.DiscardHandler), MaxSandboxes: n + 16, Parallel: 32,
 	})
 	if err != nil {
 		t.Fatal(err)
