@@ -7,7 +7,6 @@ import (
 	"fmt"
 	"io"
 	"path/filepath"
-	"slices"
 	"strings"
 	"sync"
 	"time"
@@ -33,11 +32,8 @@ func (s samples) quantiles() quantiles {
 
 // controlReport is control.json.
 type controlReport struct {
-	StartedAt time.Time `json:"started_at"`
-	WallS     float64   `json:"wall_s"`
-	Host      host      `json:"host"`
-	Load      load      `json:"load"`
-	Postgres  string    `json:"postgres"`
+	head
+	Postgres string `json:"postgres"`
 
 	ForkOpMS       quantiles `json:"fork_op_ms"`          // one client: POST to its answer, both transactions committed
 	ForkOpCPUMS    float64   `json:"fork_op_cpu_ms"`      // of controller, client and PostgreSQL together, which foreign load moves less
@@ -52,21 +48,22 @@ type controlReport struct {
 	TreeDepth      int       `json:"tree_depth"`
 	SustainClients int       `json:"sustain_clients"`
 
-	Aims []target `json:"aims"`
+	Aims []aim `json:"aims"`
 }
 
 func (r *controlReport) judge() {
-	r.Aims = []target{
-		atMost("fork_op_ms.p50", r.ForkOpMS.P50, 5),
-		atLeast("fork_ops_per_s", r.ForkOpsPerS, 300),
-		atMost("parallel_1000_s", r.Parallel1000S, 60),
-		atMost("lineage_ms.p99", r.LineageMS.P99, 20),
+	r.Aims = []aim{
+		aim{Figure: "fork_op_ms.p50", Aim: 5}.judged(r.ForkOpMS.P50),
+		aim{Figure: "fork_ops_per_s", Aim: 300, AtLeast: true}.judged(r.ForkOpsPerS),
+		aim{Figure: "parallel_1000_s", Aim: 60}.judged(r.Parallel1000S),
+		aim{Figure: "lineage_ms.p99", Aim: 20}.judged(r.LineageMS.P99),
 	}
 }
 
 func (r *controlReport) show(w io.Writer) error {
 	p := &printer{w: w}
-	p.heading("make bench-control", r.Postgres, r.StartedAt, r.WallS, r.Host, r.Load)
+	p.head("make bench-control", r.head, databaseLine(r.Postgres))
+	p.line("")
 	p.columns([][]string{
 		{"milliseconds", "n", "p50", "p99"},
 		r.ForkOpMS.row("fork of 1, one client: POST to answer"),
@@ -79,8 +76,12 @@ func (r *controlReport) show(w io.Writer) error {
 		r.SustainClients, number(r.ForkOpsPerS), number(r.ForkOpBusyCPU), number(r.ForkOpCPUMS))
 	p.line("1,000 parallel forks of one checkpoint, real runner, fake machines: all READY in %s s", number(r.Parallel1000S))
 	p.line("tree: %d checkpoints, %d deep", r.TreeNodes, r.TreeDepth)
-	p.targets("Aims", r.Aims)
+	p.aims("Aims", r.Aims)
 	return p.err
+}
+
+func databaseLine(version string) string {
+	return "database PostgreSQL " + version + ", durable, on a unix socket"
 }
 
 // controlConfig says how much is measured. Tests measure little.
@@ -95,14 +96,10 @@ type controlConfig struct {
 	wide     int // nodes of each generation
 	deep     int
 	reads    int
-	only     []string // sections; empty: all
+	only     selection // of sections
 }
 
 var controlSections = []string{"forks", "parallel", "tree"}
-
-func (c controlConfig) wants(section string) bool {
-	return len(c.only) == 0 || slices.Contains(c.only, section)
-}
 
 func controlMain(ctx context.Context, arguments []string, out, progress io.Writer) error {
 	daemon.RelaxGC() // as in the server
@@ -116,23 +113,18 @@ func controlMain(ctx context.Context, arguments []string, out, progress io.Write
 	if err := f.Parse(arguments); err != nil {
 		return err
 	}
-	if *only != "" {
-		cfg.only = strings.Split(*only, ",")
-	}
-	for _, section := range cfg.only {
-		if !slices.Contains(controlSections, section) {
-			return fmt.Errorf("there is no section %q; there are %s", section, strings.Join(controlSections, ", "))
-		}
+	var err error
+	if cfg.only, err = choose("section", *only, controlSections); err != nil {
+		return err
 	}
 	r, err := measureControl(ctx, cfg, progress)
 	if err != nil {
 		return err
 	}
-	if len(cfg.only) > 0 {
-		return r.show(out)
-	}
-	if err := atomicfile.WriteJSON(filepath.Join(cfg.out, "control.json"), r, 0o644); err != nil {
-		return err
+	if len(cfg.only) == 0 {
+		if err := atomicfile.WriteJSON(filepath.Join(cfg.out, "control.json"), r, 0o644); err != nil {
+			return err
+		}
 	}
 	return r.show(out)
 }
@@ -140,12 +132,8 @@ func controlMain(ctx context.Context, arguments []string, out, progress io.Write
 // measureControl runs everything. The runner's clients and the controller share this process, as the CPUs do anyway.
 func measureControl(ctx context.Context, cfg controlConfig, progress io.Writer) (_ *controlReport, err error) {
 	began := time.Now()
-	say := func(format string, a ...any) {
-		fmt.Fprintf(progress, "%6.1f s  %s\n", time.Since(began).Seconds(), fmt.Sprintf(format, a...))
-	}
-	base := &report{}
-	base.begin(began)
-	r := &controlReport{StartedAt: base.StartedAt, Host: base.Host, SustainClients: cfg.clients, TreeNodes: cfg.wide * cfg.deep, TreeDepth: cfg.deep}
+	say := progressOf(progress, began)
+	r := &controlReport{head: begin(began), SustainClients: cfg.clients, TreeNodes: cfg.wide * cfg.deep, TreeDepth: cfg.deep}
 	say("start PostgreSQL")
 	plane, err := openPlane(ctx, cfg.out, cfg.pgBin)
 	if err != nil {
@@ -153,56 +141,37 @@ func measureControl(ctx context.Context, cfg controlConfig, progress io.Writer) 
 	}
 	defer func() { err = errors.Join(err, plane.close(ctx)) }()
 	r.Postgres = plane.version
-	if cfg.wants("forks") {
+	if cfg.only.wants("forks") {
 		say("single forks")
-		if err := plane.withFakeRunner(ctx, func(w *world) error { return w.measureForks(ctx, cfg, r) }); err != nil {
+		if err := plane.with(ctx, fakeRunner, func(w *world) error { return w.measureForks(ctx, cfg, r) }); err != nil {
 			return nil, err
 		}
 	}
-	if cfg.wants("parallel") {
+	if cfg.only.wants("parallel") {
 		say("%d parallel forks", cfg.parallel)
-		if err := plane.withRealRunner(ctx, cfg, func(w *world) error { return w.measureParallel(ctx, cfg, r) }); err != nil {
+		if err := plane.with(ctx, realRunner(cfg.parallel+16), func(w *world) error { return w.measureParallel(ctx, cfg, r) }); err != nil {
 			return nil, err
 		}
 	}
-	if cfg.wants("tree") {
+	if cfg.only.wants("tree") {
 		say("a tree of %d checkpoints, %d deep", r.TreeNodes, r.TreeDepth)
-		if err := plane.withFakeRunner(ctx, func(w *world) error { return w.measureTree(ctx, cfg, r) }); err != nil {
+		if err := plane.with(ctx, fakeRunner, func(w *world) error { return w.measureTree(ctx, cfg, r) }); err != nil {
 			return nil, err
 		}
 	}
-	base.finish(began)
-	r.WallS, r.Load = base.WallS, base.Load
+	r.finish(began)
 	r.judge()
 	return r, nil
 }
 
-// checkpoint makes a workspace and a checkpoint of it to fork from.
-func (w *world) checkpoint(ctx context.Context) (coppice.CheckpointID, error) {
-	ws, err := w.client.CreateWorkspace(ctx, coppice.CreateWorkspaceRequest{Resources: coppice.ResourcesRequest{MemoryMiB: new(128)}})
-	if err != nil {
-		return "", err
-	}
-	cp, err := w.client.CreateCheckpoint(ctx, ws.ID, coppice.CreateCheckpointRequest{})
-	return cp.ID, err
-}
-
 func (w *world) fork(ctx context.Context, id coppice.CheckpointID) (float64, error) {
-	start := time.Now()
-	got, err := w.client.ForkCheckpoint(ctx, id, coppice.ForkCheckpointRequest{Count: new(1)})
-	took := since(start)
-	switch {
-	case err != nil:
-		return 0, err
-	case len(got.Children) != 1 || got.Children[0].Problem != nil:
-		return 0, fmt.Errorf("a fork answered %+v", got.Children)
-	}
-	return took, nil
+	g, err := fork(ctx, w.client, id)
+	return g.took, err
 }
 
 // measureForks measures fork operations with a runner that answers at once: what the control plane adds.
 func (w *world) measureForks(ctx context.Context, cfg controlConfig, r *controlReport) error {
-	id, err := w.checkpoint(ctx)
+	_, id, err := seed(ctx, w.client)
 	if err != nil {
 		return err
 	}
@@ -230,18 +199,7 @@ func (w *world) measureForks(ctx context.Context, cfg controlConfig, r *controlR
 	if meter, err = w.plane.meter(); err != nil {
 		return err
 	}
-	start := time.Now()
-	busy, err := together(cfg.clients, func(n int) (samples, error) {
-		var mine samples
-		for time.Since(start) < cfg.sustain {
-			took, err := w.fork(ctx, id)
-			if err != nil {
-				return nil, err
-			}
-			mine.add(took)
-		}
-		return mine, nil
-	})
+	busy, err := sustained(cfg.clients, cfg.sustain, func() (float64, error) { return w.fork(ctx, id) })
 	if err != nil {
 		return err
 	}
@@ -272,9 +230,25 @@ func together(n int, run func(n int) (samples, error)) (samples, error) {
 	return all, failed
 }
 
+// sustained has several clients do something again and again for as long as that.
+func sustained(clients int, long time.Duration, do func() (float64, error)) (samples, error) {
+	start := time.Now()
+	return together(clients, func(int) (samples, error) {
+		var mine samples
+		for time.Since(start) < long {
+			took, err := do()
+			if err != nil {
+				return nil, err
+			}
+			mine.add(took)
+		}
+		return mine, nil
+	})
+}
+
 // measureParallel asks for many forks of one checkpoint at once, each a request of its own, and waits until all are ready.
 func (w *world) measureParallel(ctx context.Context, cfg controlConfig, r *controlReport) error {
-	id, err := w.checkpoint(ctx)
+	_, id, err := seed(ctx, w.client)
 	if err != nil {
 		return err
 	}

@@ -7,7 +7,6 @@ import (
 	"log/slog"
 	"net"
 	"net/http"
-	"net/netip"
 	"os"
 	"path/filepath"
 	"strconv"
@@ -29,9 +28,9 @@ import (
 	"github.com/coppice-dev/coppice/internal/undo"
 	"github.com/coppice-dev/coppice/migrations"
 	"github.com/coppice-dev/coppice/runner"
+	"github.com/coppice-dev/coppice/runner/fakenet"
 	"github.com/coppice-dev/coppice/runner/heartbeat"
 	runnerhttp "github.com/coppice-dev/coppice/runner/httpapi"
-	"github.com/coppice-dev/coppice/runner/netns"
 	"github.com/coppice-dev/coppice/runner/vmm/fakevmm"
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
@@ -84,15 +83,16 @@ func (p *plane) close(ctx context.Context) error {
 
 // world is a controller over a database of its own, with one runner, as a client sees it.
 type world struct {
-	plane   *plane
-	dsn     string
-	server  string // of the REST API
-	client  *coppice.Client
-	project core.ProjectID
-	control *controller.Controller
+	station
+	plane  *plane
+	dsn    string
+	client *coppice.Client
 }
 
-const benchSecret = "bench-secret"
+const (
+	benchSecret      = "bench-secret"
+	benchSecretToken = "coppice_" + benchSecret
+)
 
 // database makes an empty, migrated database and returns where it is.
 func (p *plane) database(ctx context.Context) (string, error) {
@@ -124,7 +124,7 @@ func startController(ctx context.Context, steps *undo.Stack, dsn string, cfg con
 	runners := runnerclient.New(benchSecret)
 	steps.Push("runner client", func(context.Context) error { runners.Close(); return nil })
 	log := slog.New(slog.DiscardHandler)
-	cfg.ClusterID, cfg.Bootstrap = "bench", controller.Bootstrap{Key: "coppice_" + benchSecret}
+	cfg.ClusterID, cfg.Bootstrap = "bench", controller.Bootstrap{Key: benchSecretToken}
 	s.control = controller.New(cfg, store, runners, log)
 	project, err := s.control.Bootstrap(ctx)
 	if err != nil {
@@ -143,26 +143,82 @@ func startController(ctx context.Context, steps *undo.Stack, dsn string, cfg con
 	return s, err
 }
 
-// open starts the controller, without a runner.
-func (p *plane) open(ctx context.Context, steps *undo.Stack) (*world, string, error) {
-	dsn, err := p.database(ctx)
-	if err != nil {
-		return nil, "", err
+// begin starts controllers over a database of their own, without runners.
+func (p *plane) begin(ctx context.Context, steps *undo.Stack, n int, limits controller.Limits) (dsn string, list []station, err error) {
+	if dsn, err = p.database(ctx); err != nil {
+		return "", nil, err
 	}
 	authority, err := mtls.NewAuthority("bench")
 	if err != nil {
-		return nil, "", err
+		return "", nil, err
 	}
-	s, err := startController(ctx, steps, dsn, controller.Config{Authority: authority})
+	for range n {
+		s, err := startController(ctx, steps, dsn, controller.Config{Authority: authority, Limits: limits})
+		if err != nil {
+			return "", nil, err
+		}
+		list = append(list, s)
+	}
+	return dsn, list, nil
+}
+
+// with measures with one controller and what the function makes for a runner.
+func (p *plane) with(ctx context.Context, begin func(context.Context, *undo.Stack, *world) error, measure func(*world) error) (err error) {
+	var steps undo.Stack
+	defer func() { err = errors.Join(err, steps.Undo(ctx)) }()
+	dsn, list, err := p.begin(ctx, &steps, 1, controller.Limits{})
 	if err != nil {
-		return nil, "", err
+		return err
 	}
-	w := &world{plane: p, dsn: dsn, server: s.server, project: s.project, control: s.control}
-	if w.client, err = coppice.New(coppice.Config{Server: w.server, Token: "coppice_" + benchSecret}); err != nil {
-		return nil, "", err
+	w := &world{station: list[0], plane: p, dsn: dsn}
+	if w.client, err = coppice.New(coppice.Config{Server: w.server, Token: benchSecretToken}); err != nil {
+		return err
 	}
 	steps.Push("client", func(context.Context) error { w.client.Close(); return nil })
-	return w, s.inner, nil
+	if err := begin(ctx, &steps, w); err != nil {
+		return err
+	}
+	if err := w.awaitRunner(ctx); err != nil {
+		return err
+	}
+	return measure(w)
+}
+
+// seed makes a workspace and a checkpoint of it to fork from.
+func seed(ctx context.Context, client *coppice.Client) (coppice.WorkspaceID, coppice.CheckpointID, error) {
+	ws, err := client.CreateWorkspace(ctx, coppice.CreateWorkspaceRequest{Resources: coppice.ResourcesRequest{MemoryMiB: new(128)}})
+	if err != nil {
+		return "", "", err
+	}
+	cp, err := client.CreateCheckpoint(ctx, ws.ID, coppice.CreateCheckpointRequest{})
+	return ws.ID, cp.ID, err
+}
+
+// grown is a fork that was made.
+type grown struct {
+	client    *coppice.Client
+	workspace coppice.WorkspaceID
+	took      float64 // milliseconds, from the request to its answer
+}
+
+// fork grows one workspace from a checkpoint.
+func fork(ctx context.Context, client *coppice.Client, id coppice.CheckpointID) (grown, error) {
+	start := time.Now()
+	got, err := client.ForkCheckpoint(ctx, id, coppice.ForkCheckpointRequest{Count: new(1)})
+	took := since(start)
+	switch {
+	case err != nil:
+		return grown{}, fmt.Errorf("fork %s: %w", id, err)
+	case len(got.Children) != 1 || got.Children[0].Problem != nil || got.Children[0].Workspace == nil:
+		return grown{}, fmt.Errorf("fork %s answered %+v", id, got.Children)
+	}
+	return grown{client: client, workspace: got.Children[0].Workspace.ID, took: took}, nil
+}
+
+// end terminates it.
+func (g grown) end(ctx context.Context) error {
+	_, err := g.client.TerminateWorkspace(ctx, g.workspace)
+	return err
 }
 
 // background runs a part until the steps are undone.
@@ -195,14 +251,8 @@ func serveHTTP(ctx context.Context, steps *undo.Stack, h http.Handler) (string, 
 	return "http://" + l.Addr().String(), nil
 }
 
-// withFakeRunner measures with a runner that does nothing and answers at once.
-func (p *plane) withFakeRunner(ctx context.Context, measure func(*world) error) (err error) {
-	var steps undo.Stack
-	defer func() { err = errors.Join(err, steps.Undo(ctx)) }()
-	w, inner, err := p.open(ctx, &steps)
-	if err != nil {
-		return err
-	}
+// fakeRunner does nothing and answers at once.
+func fakeRunner(ctx context.Context, steps *undo.Stack, w *world) error {
 	fake := runnertest.New(runnertest.Config{
 		Secret: benchSecret, Capacity: runnerapi.Capacity{Sandboxes: 1 << 20, VCPUs: 1 << 21, MemoryMiB: 1 << 30},
 	})
@@ -210,60 +260,51 @@ func (p *plane) withFakeRunner(ctx context.Context, measure func(*world) error) 
 		return err
 	}
 	steps.Push("fake runner", func(context.Context) error { fake.Close(); return nil })
-	background(ctx, &steps, "heartbeats", func(ctx context.Context) error { fake.Run(ctx, inner, benchSecret); return nil })
-	if err := w.awaitRunner(ctx); err != nil {
-		return err
-	}
-	return measure(w)
+	background(ctx, steps, "heartbeats", func(ctx context.Context) error { fake.Run(ctx, w.inner, benchSecret); return nil })
+	return nil
 }
 
-// withRealRunner measures with the whole runner, whose machines are fakes in this process.
-func (p *plane) withRealRunner(ctx context.Context, cfg controlConfig, measure func(*world) error) (err error) {
-	var steps undo.Stack
-	defer func() { err = errors.Join(err, steps.Undo(ctx)) }()
-	w, inner, err := p.open(ctx, &steps)
-	if err != nil {
-		return err
+// realRunner is the whole runner, whose machines are fakes in this process.
+func realRunner(sandboxes int) func(context.Context, *undo.Stack, *world) error {
+	return func(ctx context.Context, steps *undo.Stack, w *world) error {
+		dir := w.plane.dir
+		runDir, err := os.MkdirTemp("", "bench") // dir may be too long for the path of a unix socket
+		if err != nil {
+			return err
+		}
+		steps.Push("run directory", func(context.Context) error { return os.RemoveAll(runDir) })
+		imagesDir := filepath.Join(dir, "images")
+		if err := os.MkdirAll(imagesDir, 0o700); err != nil {
+			return err
+		}
+		store, _, err := testvm.NewFakeImage(ctx, imagesDir)
+		if err != nil {
+			return err
+		}
+		log := slog.New(slog.DiscardHandler)
+		r, err := runner.New(ctx, runner.Config{
+			ID: core.NewID[core.RunnerID](), ClusterID: "bench", DataDir: filepath.Join(dir, "runner"), RunDir: runDir,
+			Driver: fakevmm.New(fakevmm.Config{}), Images: store, Network: fakenet.Network{}, Log: log, MaxSandboxes: sandboxes,
+		})
+		if err != nil {
+			return err
+		}
+		h, err := runnerhttp.New(r, benchSecret, log)
+		if err != nil {
+			return err
+		}
+		background(ctx, steps, "runner", r.Run)
+		endpoint, err := serveHTTP(ctx, steps, h)
+		if err != nil {
+			return err
+		}
+		link, err := heartbeat.New(r, heartbeat.Config{Controllers: []string{w.inner}, Secret: benchSecret, Endpoint: endpoint, Log: log})
+		if err != nil {
+			return err
+		}
+		background(ctx, steps, "heartbeats", link.Run)
+		return nil
 	}
-	runDir, err := os.MkdirTemp("", "bench") // p.dir may be too long for the path of a unix socket
-	if err != nil {
-		return err
-	}
-	steps.Push("run directory", func(context.Context) error { return os.RemoveAll(runDir) })
-	imagesDir := filepath.Join(p.dir, "images")
-	if err := os.MkdirAll(imagesDir, 0o700); err != nil {
-		return err
-	}
-	store, _, err := testvm.NewFakeImage(ctx, imagesDir)
-	if err != nil {
-		return err
-	}
-	log := slog.New(slog.DiscardHandler)
-	r, err := runner.New(ctx, runner.Config{
-		ID: core.NewID[core.RunnerID](), ClusterID: "bench", DataDir: filepath.Join(p.dir, "runner"), RunDir: runDir,
-		Driver: fakevmm.New(fakevmm.Config{}), Images: store, Network: noNetwork{}, Log: log, MaxSandboxes: cfg.parallel + 16,
-	})
-	if err != nil {
-		return err
-	}
-	h, err := runnerhttp.New(r, benchSecret, log)
-	if err != nil {
-		return err
-	}
-	background(ctx, &steps, "runner", r.Run)
-	endpoint, err := serveHTTP(ctx, &steps, h)
-	if err != nil {
-		return err
-	}
-	link, err := heartbeat.New(r, heartbeat.Config{Controllers: []string{inner}, Secret: benchSecret, Endpoint: endpoint, Log: log})
-	if err != nil {
-		return err
-	}
-	background(ctx, &steps, "heartbeats", link.Run)
-	if err := w.awaitRunner(ctx); err != nil {
-		return err
-	}
-	return measure(w)
 }
 
 func (w *world) awaitRunner(ctx context.Context) error {
@@ -288,62 +329,3 @@ func execSQL(ctx context.Context, dsn, sql string, args ...any) error {
 	_, err = conn.Exec(ctx, sql, args...)
 	return errors.Join(err, conn.Close(context.WithoutCancel(ctx)))
 }
-
-// noNetwork is that of a runner whose machines have none.
-type (
-	noNetwork   struct{}
-	noNamespace struct{}
-)
-
-var (
-	_ runner.Network   = noNetwork{}
-	_ runner.Namespace = noNamespace{}
-
-	errNoNetwork = errors.New("there is no network")
-)
-
-// Acquire hands out nothing.
-func (noNetwork) Acquire(context.Context) (runner.Namespace, error) { return noNamespace{}, nil }
-
-// Adopt finds nothing, as before.
-func (noNetwork) Adopt(context.Context, string, core.Identity, core.EgressPolicy) (runner.Namespace, error) {
-	return noNamespace{}, nil
-}
-
-// Reconcile has nothing to remove.
-func (noNetwork) Reconcile(context.Context, map[string]bool) error { return nil }
-
-// Gateway is none.
-func (noNetwork) Gateway() (netip.Addr, string) { return netip.Addr{}, "" }
-
-// Resolvers are none.
-func (noNetwork) Resolvers(core.EgressPolicy) []netip.Addr { return nil }
-
-// Name is the same for all.
-func (noNamespace) Name() string { return "none" }
-
-// NetNS is that of the process.
-func (noNamespace) NetNS() (*os.File, error) { return nil, nil } //nolint:nilnil // there is none
-
-// TapFile does not exist.
-func (noNamespace) TapFile(bool) (*os.File, error) { return nil, nil } //nolint:nilnil // there is none
-
-// Assign does nothing.
-func (noNamespace) Assign(context.Context, core.Identity) error { return nil }
-
-// Open does nothing.
-func (noNamespace) Open(context.Context, core.EgressPolicy) error { return nil }
-
-// EgressSockets fails.
-func (noNamespace) EgressSockets(context.Context) (netns.EgressSockets, error) {
-	return netns.EgressSockets{}, errNoNetwork
-}
-
-// Check finds nothing.
-func (noNamespace) Check(context.Context) error { return nil }
-
-// Release does nothing.
-func (noNamespace) Release(context.Context) error { return nil }
-
-// Dial fails.
-func (noNamespace) Dial(context.Context, string, string) (net.Conn, error) { return nil, errNoNetwork }

@@ -6,7 +6,6 @@ import (
 	"flag"
 	"fmt"
 	"io"
-	"maps"
 	"math"
 	"os"
 	"path/filepath"
@@ -39,10 +38,7 @@ type egressHeld struct {
 
 // egressReport is egress.json.
 type egressReport struct {
-	StartedAt time.Time          `json:"started_at"`
-	WallS     float64            `json:"wall_s"`
-	Host      host               `json:"host"`
-	Load      load               `json:"load"`
+	head
 	Clients   int                `json:"clients"`
 	Ways      []egressWay        `json:"ways"`
 	Held      []egressHeld       `json:"held"`
@@ -98,9 +94,8 @@ func (r *egressReport) judge() {
 
 func (r *egressReport) show(w io.Writer) error {
 	p := &printer{w: w}
-	p.line("Coppice: make bench-egress, %s, %.0f s", r.StartedAt.Format("2006-01-02 15:04 UTC"), r.WallS)
-	p.line("host     %d x %s, %.0f GiB, Linux %s", r.Host.CPUs, r.Host.CPU, r.Host.MemoryGiB, r.Host.Kernel)
-	p.line("load     %.2f before, %.2f after: %s\n", r.Load.Before, r.Load.After, r.Load.Note)
+	p.head("make bench-egress", r.head)
+	p.line("")
 	rows := [][]string{{"kept connections", "n", "p50 ms", "p99 ms", "added p50", "added p99", fmt.Sprintf("requests/s, %d clients", r.Clients), "CPU of the proxy, ms"}}
 	for _, x := range r.Ways {
 		rows = append(rows, []string{
@@ -114,12 +109,7 @@ func (r *egressReport) show(w io.Writer) error {
 	}
 	p.line("rules of one of %d sandboxes: %s / %s ms (p50 / p99, n=%d); with a grant %s / %s ms (n=%d)", r.Sandboxes,
 		number(r.RulesMS.P50), number(r.RulesMS.P99), r.RulesMS.N, number(r.GrantsMS.P50), number(r.GrantsMS.P99), r.GrantsMS.N)
-	p.line("\nRatios")
-	rows = nil
-	for _, name := range slices.Sorted(maps.Keys(r.Ratios)) {
-		rows = append(rows, []string{name, fmt.Sprintf("%.3g", r.Ratios[name])})
-	}
-	p.columns(rows)
+	p.sorted(r.Ratios)
 	return p.err
 }
 
@@ -168,12 +158,8 @@ func egressMain(ctx context.Context, arguments []string, out, progress io.Writer
 
 func measureEgress(ctx context.Context, cfg egressConfig, progress io.Writer) (_ *egressReport, err error) {
 	began := time.Now()
-	say := func(format string, a ...any) {
-		fmt.Fprintf(progress, "%6.1f s  %s\n", time.Since(began).Seconds(), fmt.Sprintf(format, a...))
-	}
-	base := &report{}
-	base.begin(began)
-	r := &egressReport{StartedAt: base.StartedAt, Host: base.Host, Clients: cfg.clients, Sandboxes: cfg.sandboxes, Ratios: map[string]float64{}}
+	say := progressOf(progress, began)
+	r := &egressReport{head: begin(began), Clients: cfg.clients, Sandboxes: cfg.sandboxes, Ratios: map[string]float64{}}
 	dir, err := os.MkdirTemp("", "bench-egress-") // the path of a socket must be short
 	if err != nil {
 		return nil, err
@@ -197,8 +183,7 @@ func measureEgress(ctx context.Context, cfg egressConfig, progress io.Writer) (_
 	if err := w.measureRules(ctx, cfg, r); err != nil {
 		return nil, err
 	}
-	base.finish(began)
-	r.WallS, r.Load = base.WallS, base.Load
+	r.finish(began)
 	r.judge()
 	return r, nil
 }

@@ -91,17 +91,7 @@ func (x *egressPath) sustain(ctx context.Context, clients int, long time.Duratio
 		before = x.proxy.cpu()
 	}
 	start := time.Now()
-	got, err := together(clients, func(int) (samples, error) {
-		var mine samples
-		for time.Since(start) < long {
-			took, err := x.get(ctx)
-			if err != nil {
-				return nil, err
-			}
-			mine.add(took)
-		}
-		return mine, nil
-	})
+	got, err := sustained(clients, long, func() (float64, error) { return x.get(ctx) })
 	x.seen.requests += len(got)
 	x.seen.seconds += time.Since(start).Seconds()
 	if x.proxy != nil {

@@ -49,10 +49,6 @@ type group struct {
 	Figures []figure `json:"figures"`
 }
 
-func (r *report) group(title string, figures ...figure) {
-	r.Groups = append(r.Groups, group{title, figures})
-}
-
 // figure makes a line of the table.
 func (s samples) figure(name, unit, note string) figure {
 	f := figure{Name: name, Unit: unit, N: len(s), Note: note}

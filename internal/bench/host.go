@@ -6,7 +6,6 @@ import (
 	"os"
 	"runtime"
 	"strings"
-	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -36,6 +35,11 @@ func (h host) reportName() string { return "report-" + h.VMM + "-" + h.Accelerat
 
 // hasAims reports whether the aims are meant for what was measured on: they were set for QEMU under TCG.
 func (h host) hasAims() bool { return h.VMM == qemu.DriverName && h.Accelerator == "tcg" }
+
+// machines is what the machines ran on.
+func (h host) machines() string {
+	return fmt.Sprintf("%s %s, %s, guest CPU %s", h.VMM, h.VMMVersion, h.Accelerator, h.CPUModel)
+}
 
 // load is what else the host did.
 type load struct {
@@ -81,23 +85,6 @@ func loadAverage() float64 {
 		return 0
 	}
 	return one
-}
-
-func (r *report) begin(now time.Time) {
-	r.StartedAt, r.Host, r.Load.Before = now.UTC().Truncate(time.Second), describeHost(), loadAverage()
-	r.Ratios = make(map[string]float64)
-	r.Stages = make(map[string][]stage)
-}
-
-func (r *report) finish(began time.Time) {
-	r.WallS = float64(time.Since(began).Milliseconds()) / 1000
-	r.Load.After = loadAverage()
-	switch {
-	case r.Load.Before > 1:
-		r.Load.Note = fmt.Sprintf("the host was busy before the run began (load %.1f on %d CPUs): times are too long, ratios less so", r.Load.Before, r.Host.CPUs)
-	default:
-		r.Load.Note = "the host was quiet when the run began"
-	}
 }
 
 // availableMiB is how much memory the host could still give away.

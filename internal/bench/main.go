@@ -24,7 +24,6 @@ import (
 	"os"
 	"os/signal"
 	"path/filepath"
-	"slices"
 	"strings"
 	"syscall"
 	"time"
@@ -94,12 +93,17 @@ func command(ctx context.Context, arguments []string) error {
 
 // bench is one run.
 type bench struct {
-	cfg      config
-	progress io.Writer
-	began    time.Time
-	report   report
-	server   *server
-	lab      *lab
+	cfg    config
+	say    func(format string, a ...any)
+	began  time.Time
+	report report
+	server *server
+	lab    *lab
+}
+
+func newBench(cfg config, progress io.Writer) *bench {
+	began := time.Now()
+	return &bench{cfg: cfg, say: progressOf(progress, began), began: began}
 }
 
 // section is one group of measurements.
@@ -136,7 +140,7 @@ func run(ctx context.Context, cfg config, out, progress io.Writer) (err error) {
 	if os.Geteuid() != 0 {
 		return errors.New("measuring VMs needs root, for network namespaces and a user of its own for each VM: sudo -E make bench")
 	}
-	chosen, err := choose(cfg.only)
+	chosen, err := choose("section", cfg.only, sectionNames())
 	if err != nil {
 		return err
 	}
@@ -152,13 +156,16 @@ func run(ctx context.Context, cfg config, out, progress io.Writer) (err error) {
 	if err := os.MkdirAll(data, 0o711); err != nil { //nolint:gosec // G301: the database's user must pass
 		return err
 	}
-	b := &bench{cfg: cfg, progress: progress, began: time.Now()}
-	b.report.Partial = len(chosen) < len(sections())
+	b := newBench(cfg, progress)
 	defer func() { err = errors.Join(err, b.close(ctx), testpool.RemoveDir(data)) }()
 	if err := b.open(ctx, data); err != nil {
 		return err
 	}
-	for _, s := range chosen {
+	for _, s := range sections() {
+		if !chosen.wants(s.name) {
+			b.report.Partial = true
+			continue
+		}
 		if s.only != "" && s.only != b.report.Host.VMM {
 			b.say("%s: not measured on %s", s.title, b.report.Host.VMM)
 			b.report.NotMeasured = append(b.report.NotMeasured, s.title)
@@ -176,22 +183,8 @@ func run(ctx context.Context, cfg config, out, progress io.Writer) (err error) {
 	return b.report.show(out)
 }
 
-func choose(only string) ([]section, error) {
-	all := sections()
-	if only == "" {
-		return all, nil
-	}
-	names := strings.Split(only, ",")
-	for _, n := range names {
-		if !slices.Contains(sectionNames(), n) {
-			return nil, fmt.Errorf("there is no section %q; there are %s", n, strings.Join(sectionNames(), ", "))
-		}
-	}
-	return slices.DeleteFunc(all, func(s section) bool { return !slices.Contains(names, s.name) }), nil
-}
-
 func (b *bench) open(ctx context.Context, data string) (err error) {
-	b.report.begin(b.began)
+	b.report.head, b.report.body = begin(b.began), newBody()
 	if b.report.Load.Before > 1 {
 		b.say("the host is busy already: load %.1f on %d CPUs; the report says so too", b.report.Load.Before, b.report.Host.CPUs)
 	}
@@ -292,7 +285,7 @@ func sweep(ctx context.Context, cfg config, data string, progress io.Writer) err
 	if _, err := os.Stat(data); err != nil {
 		return ignoreAbsent(err)
 	}
-	b := &bench{cfg: cfg, progress: progress, began: time.Now()}
+	b := newBench(cfg, progress)
 	b.say("clean up after an earlier run that was killed")
 	if err := awaitUnlocked(ctx, filepath.Join(data, "server", "data", "lock")); err != nil { // its server may be stopping
 		return err
@@ -319,10 +312,6 @@ func awaitUnlocked(ctx context.Context, path string) error {
 			return fmt.Errorf("%s is held by another process: %w", path, err)
 		}
 	}
-}
-
-func (b *bench) say(format string, a ...any) {
-	fmt.Fprintf(b.progress, "%6.1f s  %s\n", time.Since(b.began).Seconds(), fmt.Sprintf(format, a...))
 }
 
 // rounds is a number of repeats. It yields at least half of them, and the rest while the time lasts.

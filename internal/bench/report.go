@@ -4,7 +4,9 @@ import (
 	"cmp"
 	"fmt"
 	"io"
+	"maps"
 	"math"
+	"slices"
 	"strings"
 	"text/tabwriter"
 	"time"
@@ -12,21 +14,77 @@ import (
 	"github.com/coppice-dev/coppice/internal/atomicfile"
 )
 
-// report is what is written beside the table.
-type report struct {
-	StartedAt time.Time          `json:"started_at"`
-	Partial   bool               `json:"partial,omitempty"` // only some sections were run
-	WallS     float64            `json:"wall_s"`
-	Host      host               `json:"host"`
-	Load      load               `json:"load"`
-	Ratios    map[string]float64 `json:"ratios"`
-	Aims      []aim              `json:"aims,omitempty"`
-	Compared  []quotient         `json:"compared"` // the ratios with what was divided
+// head is the beginning of every report.
+type head struct {
+	StartedAt time.Time `json:"started_at"`
+	WallS     float64   `json:"wall_s"`
+	Host      host      `json:"host"`
+	Load      load      `json:"load"`
+}
+
+// begin makes the head of a report.
+func begin(now time.Time) head {
+	return head{StartedAt: now.UTC().Truncate(time.Second), Host: describeHost(), Load: load{Before: loadAverage()}}
+}
+
+func (h *head) finish(began time.Time) {
+	h.WallS = float64(time.Since(began).Milliseconds()) / 1000
+	h.Load.After = loadAverage()
+	h.Load.Note = "the host was quiet when the run began"
+	if h.Load.Before > 1 {
+		h.Load.Note = fmt.Sprintf("the host was busy before the run began (load %.1f on %d CPUs): times are too long, ratios less so", h.Load.Before, h.Host.CPUs)
+	}
+}
+
+// progressOf returns what prints a line about the progress of a run.
+func progressOf(w io.Writer, began time.Time) func(format string, a ...any) {
+	return func(format string, a ...any) {
+		fmt.Fprintf(w, "%6.1f s  %s\n", time.Since(began).Seconds(), fmt.Sprintf(format, a...))
+	}
+}
+
+// selection has the parts of a run that somebody asked for. It is empty for all.
+type selection []string
+
+// choose reads a list of parts, separated by commas.
+func choose(what, only string, all []string) (selection, error) {
+	if only == "" {
+		return nil, nil
+	}
+	s := selection(strings.Split(only, ","))
+	for _, name := range s {
+		if !slices.Contains(all, name) {
+			return nil, fmt.Errorf("there is no %s %q; there are %s", what, name, strings.Join(all, ", "))
+		}
+	}
+	return s, nil
+}
+
+func (s selection) wants(part string) bool { return len(s) == 0 || slices.Contains(s, part) }
+
+// body is what the reports on machines have in common.
+type body struct {
+	Ratios map[string]float64 `json:"ratios"`
+	Aims   []aim              `json:"aims,omitempty"`
 	// NotMeasured are the sections that make no sense on this VMM.
 	NotMeasured []string           `json:"not_measured,omitempty"`
 	Groups      []group            `json:"groups"`
 	Stages      map[string][]stage `json:"stages"` // where the time goes
-	Memory      *treeMemory        `json:"memory,omitempty"`
+}
+
+func newBody() body { return body{Ratios: map[string]float64{}, Stages: map[string][]stage{}} }
+
+func (b *body) group(title string, figures ...figure) {
+	b.Groups = append(b.Groups, group{title, figures})
+}
+
+// report is what is written beside the table.
+type report struct {
+	head
+	body
+	Partial  bool        `json:"partial,omitempty"` // only some sections were run
+	Compared []quotient  `json:"compared"`          // the ratios with what was divided
+	Memory   *treeMemory `json:"memory,omitempty"`
 }
 
 // quotient is a ratio, whether or not an aim is set for it.
@@ -36,14 +94,30 @@ type quotient struct {
 	Of    string  `json:"of"`
 }
 
-// aim is a ratio with what it should be.
+// aim is a ratio, or another figure of a report, with what it should be.
 type aim struct {
-	Ratio   string  `json:"ratio"`
+	Ratio   string  `json:"ratio,omitempty"`
+	Figure  string  `json:"figure,omitempty"`
 	Value   float64 `json:"value"`
 	Aim     float64 `json:"aim"`
 	AtLeast bool    `json:"at_least"` // else at most
 	Met     bool    `json:"met"`
-	Of      string  `json:"of"` // what was divided by what, with the numbers of repeats
+	Of      string  `json:"of,omitempty"` // what was divided by what, with the numbers of repeats
+}
+
+// judged is the aim with a value. A value of 0 was not measured, and does not meet the aim.
+func (a aim) judged(value float64) aim {
+	a.Value = value
+	a.Met = value > 0 && (a.AtLeast && value >= a.Aim || !a.AtLeast && value <= a.Aim)
+	return a
+}
+
+// finite is 0 for a ratio that is none: JSON has no number for it.
+func finite(v float64) float64 {
+	if math.IsNaN(v) || math.IsInf(v, 0) {
+		return 0
+	}
+	return v
 }
 
 // aims are those of issue 2, for QEMU under TCG.
@@ -63,17 +137,14 @@ func (r *report) ratio(name string, value float64, of string) {
 		if a.Ratio != name {
 			continue
 		}
-		if math.IsNaN(value) || math.IsInf(value, 0) { // JSON has no such number; it is no ratio either
-			value = 0
-		}
+		value = finite(value)
 		r.Ratios[name] = value
 		r.Compared = append(r.Compared, quotient{name, value, of})
 		if !r.Host.hasAims() {
 			continue
 		}
-		a.Value, a.Of = value, of
-		a.Met = value > 0 && (a.AtLeast && value >= a.Aim || !a.AtLeast && value <= a.Aim)
-		r.Aims = append(r.Aims, a)
+		a.Of = of
+		r.Aims = append(r.Aims, a.judged(value))
 	}
 }
 
@@ -86,13 +157,12 @@ func (r *report) write(path string) error { return atomicfile.WriteJSON(path, r,
 
 func (r *report) show(w io.Writer) error {
 	p := &printer{w: w}
-	p.line("Coppice: make bench, %s, %.0f s", r.StartedAt.Format("2006-01-02 15:04 UTC"), r.WallS)
-	p.line("host     %d x %s, %.0f GiB, Linux %s", r.Host.CPUs, r.Host.CPU, r.Host.MemoryGiB, r.Host.Kernel)
-	p.line("VMM      %s %s, %s, guest CPU %s; private pages by %s", r.Host.VMM, r.Host.VMMVersion, r.Host.Accelerator, r.Host.CPUModel, r.Host.Scan)
-	p.line("         %s", r.Host.Why)
-	p.line("guest    image %s, Linux %s", r.Host.Image, r.Host.GuestKernel)
-	p.line("volume   %s", r.Host.Volume)
-	p.line("load     %.2f before, %.2f after: %s", r.Load.Before, r.Load.After, r.Load.Note)
+	h := r.Host
+	p.head("make bench", r.head,
+		fmt.Sprintf("VMM      %s; private pages by %s", h.machines(), h.Scan),
+		"         "+h.Why,
+		fmt.Sprintf("guest    image %s, Linux %s", h.Image, h.GuestKernel),
+		"volume   "+h.Volume)
 	p.table(r.Groups)
 	p.stages(r.Stages, "fork", "reseal", "exec", "checkpoint", "fork of 1 GiB")
 	if r.Memory != nil {
@@ -102,29 +172,11 @@ func (r *report) show(w io.Writer) error {
 		p.line("\n%s: not measured on %s", title, r.Host.VMM)
 	}
 	if r.Host.hasAims() {
-		p.aims(r.Aims)
+		p.aims("Aims", r.Aims)
 	} else {
 		p.ratios(r.Compared, r.Host)
 	}
 	return p.err
-}
-
-// target is a figure of a report with what it should be.
-type target struct {
-	Figure  string  `json:"figure"`
-	Value   float64 `json:"value"`
-	Aim     float64 `json:"aim"`
-	AtLeast bool    `json:"at_least"` // else at most
-	Met     bool    `json:"met"`
-}
-
-// atMost and atLeast judge a figure. One that is 0 was not measured, and is not met.
-func atMost(figure string, value, aim float64) target {
-	return target{Figure: figure, Value: value, Aim: aim, Met: value > 0 && value <= aim}
-}
-
-func atLeast(figure string, value, aim float64) target {
-	return target{Figure: figure, Value: value, Aim: aim, AtLeast: true, Met: value > 0 && value >= aim}
 }
 
 // printer keeps the first error of writing.
@@ -174,9 +226,9 @@ func (p *printer) stages(all map[string][]stage, names ...string) {
 	}
 }
 
-func (p *printer) aims(list []aim) {
-	p.line("\nAims")
-	rows := [][]string{{"", "ratio", "aim", "", "of medians"}}
+func (p *printer) aims(title string, list []aim) {
+	p.line("\n%s", title)
+	rows := [][]string{{"", "value", "aim", "", ""}}
 	for _, a := range list {
 		sign, met := "<=", "met"
 		if a.AtLeast {
@@ -185,24 +237,7 @@ func (p *printer) aims(list []aim) {
 		if !a.Met {
 			met = fmt.Sprintf("MISSED by %.0f %%", 100*math.Abs(a.Value/a.Aim-1))
 		}
-		rows = append(rows, []string{a.Ratio, fmt.Sprintf("%.4g", a.Value), fmt.Sprintf("%s %.3g", sign, a.Aim), met, a.Of})
-	}
-	p.columns(rows)
-}
-
-// targets is the table of what figures should be.
-func (p *printer) targets(title string, list []target) {
-	p.line("\n%s", title)
-	rows := [][]string{{"", "value", "aim", ""}}
-	for _, t := range list {
-		sign, met := "<=", "met"
-		if t.AtLeast {
-			sign = ">="
-		}
-		if !t.Met {
-			met = "MISSED"
-		}
-		rows = append(rows, []string{t.Figure, number(t.Value), sign + " " + number(t.Aim), met})
+		rows = append(rows, []string{cmp.Or(a.Ratio, a.Figure), fmt.Sprintf("%.4g", a.Value), fmt.Sprintf("%s %.3g", sign, a.Aim), met, a.Of})
 	}
 	p.columns(rows)
 }
@@ -212,12 +247,24 @@ func (q quantiles) row(name string) []string {
 	return []string{name, fmt.Sprint(q.N), number(q.P50), number(q.P99)}
 }
 
-// heading is the start of a report on the control plane.
-func (p *printer) heading(command, postgres string, startedAt time.Time, wallS float64, h host, l load) {
-	p.line("Coppice: %s, %s, %.0f s", command, startedAt.Format("2006-01-02 15:04 UTC"), wallS)
-	p.line("host     %d x %s, %.0f GiB, Linux %s", h.CPUs, h.CPU, h.MemoryGiB, h.Kernel)
-	p.line("database PostgreSQL %s, durable, on a unix socket", postgres)
-	p.line("load     %.2f before, %.2f after: %s\n", l.Before, l.After, l.Note)
+// head prints the head of a report, and lines about what was measured.
+func (p *printer) head(command string, h head, lines ...string) {
+	p.line("Coppice: %s, %s, %.0f s", command, h.StartedAt.Format("2006-01-02 15:04 UTC"), h.WallS)
+	p.line("host     %d x %s, %.0f GiB, Linux %s", h.Host.CPUs, h.Host.CPU, h.Host.MemoryGiB, h.Host.Kernel)
+	for _, l := range lines {
+		p.line("%s", l)
+	}
+	p.line("load     %.2f before, %.2f after: %s", h.Load.Before, h.Load.After, h.Load.Note)
+}
+
+// sorted prints ratios by their names.
+func (p *printer) sorted(ratios map[string]float64) {
+	p.line("\nRatios")
+	var rows [][]string
+	for _, name := range slices.Sorted(maps.Keys(ratios)) {
+		rows = append(rows, []string{name, fmt.Sprintf("%.4g", ratios[name])})
+	}
+	p.columns(rows)
 }
 
 func (p *printer) ratios(list []quotient, h host) {

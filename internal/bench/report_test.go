@@ -12,7 +12,7 @@ import (
 // reportOf is a run in small: one ratio and, where the VMM has it, one section that only one has.
 func reportOf(t *testing.T, h host) (report, string) {
 	t.Helper()
-	r := report{Host: h, Ratios: map[string]float64{}, Stages: map[string][]stage{}}
+	r := report{head: head{Host: h}, body: newBody()}
 	r.over("fork_over_boot", samples{30}, samples{3000}, "fork over boot, ms")
 	r.over("no_such_ratio", samples{1}, samples{1}, "nothing")
 	if h.VMM != "qemu" {

@@ -22,13 +22,10 @@ import (
 
 // scaleReport is scale.json.
 type scaleReport struct {
-	StartedAt time.Time `json:"started_at"`
-	Partial   bool      `json:"partial,omitempty"` // only some stages were run
-	WallS     float64   `json:"wall_s"`
-	Scale     float64   `json:"scale"` // 1 is what the limits are for
-	Host      host      `json:"host"`
-	Load      load      `json:"load"`
-	Postgres  string    `json:"postgres"`
+	head
+	Partial  bool    `json:"partial,omitempty"` // only some stages were run
+	Scale    float64 `json:"scale"`             // 1 is what the limits are for
+	Postgres string  `json:"postgres"`
 
 	Controllers int   `json:"controllers"`
 	Runners     int   `json:"runners"`
@@ -55,7 +52,7 @@ type scaleReport struct {
 	BytesPerCheckpoint  float64              `json:"bytes_per_checkpoint"`
 	Tables              []tableSize          `json:"tables"`
 
-	Limits []target `json:"limits"`
+	Limits []aim `json:"limits"`
 }
 
 func (r *scaleReport) judge(wants func(stage string) bool) {
@@ -65,22 +62,23 @@ func (r *scaleReport) judge(wants func(stage string) bool) {
 	}
 	for _, l := range []struct {
 		stage string
-		target
+		limit aim
+		value float64
 	}{
-		{"forks", atMost("fork_op_p99_ratio", r.ForkP99Ratio, 1.5)},
-		{"heartbeats", atMost("heartbeat_db_cpu_share", r.HeartbeatDBCPUShare, 0.2)},
-		{"fence", atMost("fence_all_s", r.FenceAllS, 30)},
+		{"forks", aim{Figure: "fork_op_p99_ratio", Aim: 1.5}, r.ForkP99Ratio},
+		{"heartbeats", aim{Figure: "heartbeat_db_cpu_share", Aim: 0.2}, r.HeartbeatDBCPUShare},
+		{"fence", aim{Figure: "fence_all_s", Aim: 30}, r.FenceAllS},
 	} {
 		if wants(l.stage) {
-			r.Limits = append(r.Limits, l.target)
+			r.Limits = append(r.Limits, l.limit.judged(l.value))
 		}
 	}
 }
 
 func (r *scaleReport) show(w io.Writer) error {
 	p := &printer{w: w}
-	p.heading(fmt.Sprintf("make bench-scale, scale %g", r.Scale), r.Postgres, r.StartedAt, r.WallS, r.Host, r.Load)
-	p.line("cell     %d controllers, %d runners with %d slots, %d projects, %d live workspaces, %d checkpoints\n",
+	p.head(fmt.Sprintf("make bench-scale, scale %g", r.Scale), r.head, databaseLine(r.Postgres))
+	p.line("\ncell     %d controllers, %d runners with %d slots, %d projects, %d live workspaces, %d checkpoints\n",
 		r.Controllers, r.Runners, r.Slots, r.Projects, r.Workspaces, r.Checkpoints)
 	rows := [][]string{{"milliseconds", "n", "p50", "p99"}}
 	for _, n := range r.steps() {
@@ -122,7 +120,7 @@ func (r *scaleReport) show(w io.Writer) error {
 		}
 		p.columns(rows)
 	}
-	p.targets("Limits", r.Limits)
+	p.aims("Limits", r.Limits)
 	if r.Scale != 1 {
 		p.line("the limits are those of scale 1")
 	}
@@ -180,14 +178,10 @@ type scaleConfig struct {
 	churnPart   float64       // of the hour
 	churnTime   time.Duration // at most
 	fenceTime   time.Duration // likewise
-	only        []string      // stages; empty: all
+	only        selection     // of stages
 }
 
 var scaleStages = []string{"forks", "heartbeats", "churn", "retention", "fence"}
-
-func (c scaleConfig) wants(stage string) bool {
-	return len(c.only) == 0 || slices.Contains(c.only, stage)
-}
 
 func (c scaleConfig) withScale(scale float64) scaleConfig {
 	c.scale = scale
@@ -221,13 +215,9 @@ func scaleMain(ctx context.Context, arguments []string, out, progress io.Writer)
 	if *scale <= 0 || *scale > 1 {
 		return errors.New("-scale is more than 0 and at most 1")
 	}
-	if *only != "" {
-		cfg.only = strings.Split(*only, ",")
-	}
-	for _, stage := range cfg.only {
-		if !slices.Contains(scaleStages, stage) {
-			return fmt.Errorf("there is no stage %q; there are %s", stage, strings.Join(scaleStages, ", "))
-		}
+	var err error
+	if cfg.only, err = choose("stage", *only, scaleStages); err != nil {
+		return err
 	}
 	r, err := measureScale(ctx, cfg.withScale(*scale), progress)
 	if err != nil {
@@ -248,13 +238,9 @@ func scaleMain(ctx context.Context, arguments []string, out, progress io.Writer)
 // measureScale runs the stages. When one fails, the report has what was measured before. Controllers, simulated runners and clients share this process, as the CPUs do anyway.
 func measureScale(ctx context.Context, cfg scaleConfig, progress io.Writer) (_ *scaleReport, err error) {
 	began := time.Now()
-	say := func(format string, a ...any) {
-		fmt.Fprintf(progress, "%6.1f s  %s\n", time.Since(began).Seconds(), fmt.Sprintf(format, a...))
-	}
-	base := &report{}
-	base.begin(began)
+	say := progressOf(progress, began)
 	r := &scaleReport{
-		StartedAt: base.StartedAt, Host: base.Host, Scale: cfg.scale, Partial: len(cfg.only) > 0, Controllers: scaleControllers, Runners: cfg.runners, Slots: scaleSlots,
+		head: begin(began), Scale: cfg.scale, Partial: len(cfg.only) > 0, Controllers: scaleControllers, Runners: cfg.runners, Slots: scaleSlots,
 		ForkOpMS: map[string]quantiles{}, ForkOpsPerSBy: map[string]float64{},
 	}
 	say("start PostgreSQL and %d controllers", scaleControllers)
@@ -271,10 +257,9 @@ func measureScale(ctx context.Context, cfg scaleConfig, progress io.Writer) (_ *
 		return nil, err
 	}
 	defer func() {
-		base.finish(began)
-		r.WallS, r.Load = base.WallS, base.Load
+		r.finish(began)
 		r.Heartbeats.Problem = c.beats.firstProblem()
-		r.judge(cfg.wants)
+		r.judge(cfg.only.wants)
 	}()
 	if err := c.growAll(ctx, r, say); err != nil {
 		return r, err
@@ -288,7 +273,7 @@ func measureScale(ctx context.Context, cfg scaleConfig, progress io.Writer) (_ *
 		{"retention", fmt.Sprintf("retention of a tree of %d", cfg.searchNodes), c.measureRetention},
 		{"fence", fmt.Sprintf("all %d runners are lost", cfg.runners), c.measureFence},
 	} {
-		if !cfg.wants(stage.name) {
+		if !cfg.only.wants(stage.name) {
 			continue
 		}
 		say("%s", stage.says)
@@ -318,7 +303,7 @@ func (c *cell) growAll(ctx context.Context, r *scaleReport, say func(string, ...
 			return err
 		}
 		r.Heartbeats.JoinRefused = c.beats.refused.Load() - refused
-		if !c.cfg.wants("forks") {
+		if !c.cfg.only.wants("forks") {
 			continue
 		}
 		say("forks with %d runners", to)

@@ -17,7 +17,6 @@ import (
 	"github.com/coppice-dev/coppice/controller"
 	"github.com/coppice-dev/coppice/controller/runnertest"
 	"github.com/coppice-dev/coppice/core"
-	"github.com/coppice-dev/coppice/internal/mtls"
 	"github.com/coppice-dev/coppice/internal/undo"
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
@@ -109,7 +108,9 @@ func openCell(ctx context.Context, plane *plane, cfg scaleConfig, steps *undo.St
 		return nil
 	})
 	var err error
-	if c.dsn, err = plane.database(ctx); err != nil {
+	if c.dsn, c.stations, err = plane.begin(ctx, steps, scaleControllers, controller.Limits{
+		Open: controller.Rate{PerSecond: 1e6, Burst: 1 << 20}, // all keys come from one address
+	}); err != nil {
 		return nil, err
 	}
 	if c.db, err = pgx.Connect(ctx, c.dsn); err != nil {
@@ -118,20 +119,6 @@ func openCell(ctx context.Context, plane *plane, cfg scaleConfig, steps *undo.St
 	steps.Push("connection", c.db.Close)
 	if _, err := c.db.Exec(ctx, "CREATE EXTENSION pg_stat_statements"); err != nil {
 		return nil, err
-	}
-	authority, err := mtls.NewAuthority("bench")
-	if err != nil {
-		return nil, err
-	}
-	for range scaleControllers {
-		s, err := startController(ctx, steps, c.dsn, controller.Config{
-			Authority: authority,
-			Limits:    controller.Limits{Open: controller.Rate{PerSecond: 1e6, Burst: 1 << 20}}, // all keys come from one address
-		})
-		if err != nil {
-			return nil, err
-		}
-		c.stations = append(c.stations, s)
 	}
 	c.transport = &http.Transport{MaxIdleConnsPerHost: 64}
 	c.way = &http.Client{Transport: &http.Transport{MaxIdleConnsPerHost: 1024}, Timeout: time.Minute}
@@ -162,16 +149,12 @@ func (c *cell) begin(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	ws, err := client.CreateWorkspace(ctx, coppice.CreateWorkspaceRequest{Resources: coppice.ResourcesRequest{MemoryMiB: new(128)}})
+	ws, cp, err := seed(ctx, client)
 	if err != nil {
 		return err
 	}
-	cp, err := client.CreateCheckpoint(ctx, ws.ID, coppice.CreateCheckpointRequest{})
-	if err != nil {
-		return err
-	}
-	c.source = planting{workspace: ws.ID, checkpoint: cp.ID}
-	c.like, _ = c.runners[0].Held(core.CheckpointID(cp.ID))
+	c.source = planting{workspace: ws, checkpoint: cp}
+	c.like, _ = c.runners[0].Held(core.CheckpointID(cp))
 	return nil
 }
 
@@ -287,18 +270,9 @@ func (c *cell) settle(ctx context.Context) (seconds float64, err error) {
 	return max(0, seconds), c.beats.problem()
 }
 
-const benchSecretToken = "coppice_" + benchSecret
-
 // client is one of a key, at one of the controllers.
 func (c *cell) client(station int, token string) (*coppice.Client, error) {
 	return coppice.New(coppice.Config{Server: c.stations[station%scaleControllers].server, Token: token, Transport: c.transport})
-}
-
-// grown is a fork that was made.
-type grown struct {
-	client    *coppice.Client
-	workspace coppice.WorkspaceID
-	took      float64 // milliseconds, from the request to its answer
 }
 
 // fork grows a workspace from a checkpoint of a random project, on each runner in turn, at each controller in turn.
@@ -311,20 +285,5 @@ func (c *cell) fork(ctx context.Context) (grown, error) {
 	if err != nil {
 		return grown{}, err
 	}
-	start := time.Now()
-	got, err := client.ForkCheckpoint(ctx, string(id), coppice.ForkCheckpointRequest{Count: new(1)})
-	took := since(start)
-	switch {
-	case err != nil:
-		return grown{}, fmt.Errorf("fork %s: %w", id, err)
-	case len(got.Children) != 1 || got.Children[0].Problem != nil || got.Children[0].Workspace == nil:
-		return grown{}, fmt.Errorf("fork %s answered %+v", id, got.Children)
-	}
-	return grown{client: client, workspace: got.Children[0].Workspace.ID, took: took}, nil
-}
-
-// end terminates it.
-func (g grown) end(ctx context.Context) error {
-	_, err := g.client.TerminateWorkspace(ctx, g.workspace)
-	return err
+	return fork(ctx, client, string(id))
 }

@@ -7,7 +7,6 @@ import (
 	"fmt"
 	"io"
 	"maps"
-	"math"
 	"os"
 	"path/filepath"
 	"slices"
@@ -25,54 +24,31 @@ import (
 
 // storeReport is store.json.
 type storeReport struct {
-	StartedAt   time.Time          `json:"started_at"`
-	WallS       float64            `json:"wall_s"`
-	Host        host               `json:"host"`
-	Load        load               `json:"load"`
-	Server      string             `json:"server"` // that speaks S3
-	Work        string             `json:"work"`   // what the guest did between two checkpoints
-	Ratios      map[string]float64 `json:"ratios"`
-	Aims        []aim              `json:"aims"`
-	NotMeasured []string           `json:"not_measured,omitempty"`
-	Groups      []group            `json:"groups"`
-	Stages      map[string][]stage `json:"stages"`
+	head
+	body
+	Server string `json:"server"` // that speaks S3
+	Work   string `json:"work"`   // what the guest did between two checkpoints
 }
 
 // ratio notes a ratio, with what it should be at most; 0: nothing is asked of it.
 func (r *storeReport) ratio(name string, value, most float64, of string) {
-	if math.IsNaN(value) || math.IsInf(value, 0) { // JSON has no such number; it is no ratio either
-		value = 0
-	}
-	r.Ratios[name] = value
+	r.Ratios[name] = finite(value)
 	if most > 0 {
-		r.Aims = append(r.Aims, aim{Ratio: name, Value: value, Aim: most, Met: value > 0 && value <= most, Of: of})
+		r.Aims = append(r.Aims, aim{Ratio: name, Aim: most, Of: of}.judged(r.Ratios[name]))
 	}
-}
-
-func (r *storeReport) group(title string, figures ...figure) {
-	r.Groups = append(r.Groups, group{title, figures})
 }
 
 func (r *storeReport) show(w io.Writer) error {
 	p := &printer{w: w}
-	p.line("Coppice: make bench-store, %s, %.0f s", r.StartedAt.Format("2006-01-02 15:04 UTC"), r.WallS)
-	p.line("host     %d x %s, %.0f GiB, Linux %s", r.Host.CPUs, r.Host.CPU, r.Host.MemoryGiB, r.Host.Kernel)
-	p.line("VMM      %s %s, %s, guest CPU %s", r.Host.VMM, r.Host.VMMVersion, r.Host.Accelerator, r.Host.CPUModel)
-	p.line("store    %s, on this machine", r.Server)
-	p.line("load     %.2f before, %.2f after: %s", r.Load.Before, r.Load.After, r.Load.Note)
+	p.head("make bench-store", r.head, "VMM      "+r.Host.machines(), fmt.Sprintf("store    %s, on this machine", r.Server))
 	p.line("work     %s", r.Work)
 	p.table(r.Groups)
 	p.stages(r.Stages, slices.Sorted(maps.Keys(r.Stages))...)
 	for _, what := range r.NotMeasured {
 		p.line("\nNot measured: %s", what)
 	}
-	p.aims(r.Aims)
-	p.line("\nRatios")
-	rows := [][]string{}
-	for _, name := range slices.Sorted(maps.Keys(r.Ratios)) {
-		rows = append(rows, []string{name, fmt.Sprintf("%.4g", r.Ratios[name])})
-	}
-	p.columns(rows)
+	p.aims("Aims", r.Aims)
+	p.sorted(r.Ratios)
 	return p.err
 }
 
@@ -138,12 +114,8 @@ type storeBench struct {
 
 func measureStore(ctx context.Context, cfg storeConfig, progress io.Writer) (_ *storeReport, err error) {
 	began := time.Now()
-	base := &report{}
-	base.begin(began)
-	r := &storeReport{StartedAt: base.StartedAt, Host: base.Host, Ratios: base.Ratios, Stages: base.Stages, Work: strings.ReplaceAll(cfg.work, "\n", "; ")}
-	b := &storeBench{cfg: cfg, report: r, dir: filepath.Join(cfg.out, "store-data"), say: func(format string, a ...any) {
-		fmt.Fprintf(progress, "%6.1f s  %s\n", time.Since(began).Seconds(), fmt.Sprintf(format, a...))
-	}}
+	r := &storeReport{head: begin(began), body: newBody(), Work: strings.ReplaceAll(cfg.work, "\n", "; ")}
+	b := &storeBench{cfg: cfg, report: r, dir: filepath.Join(cfg.out, "store-data"), say: progressOf(progress, began)}
 	if err := errors.Join(testpool.RemoveDir(b.dir), os.MkdirAll(filepath.Join(b.dir, "s3"), 0o711)); err != nil { //nolint:gosec // G301: the database's user must pass
 		return nil, err
 	}
@@ -156,8 +128,7 @@ func measureStore(ctx context.Context, cfg storeConfig, progress io.Writer) (_ *
 			return nil, err
 		}
 	}
-	base.finish(began)
-	r.WallS, r.Load = base.WallS, base.Load
+	r.finish(began)
 	return r, nil
 }
 

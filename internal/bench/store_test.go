@@ -55,7 +55,7 @@ func TestStoreReplay(t *testing.T) {
 		}
 		h.steps = append(h.steps, d)
 	}
-	r := &storeReport{Ratios: map[string]float64{}}
+	r := &storeReport{body: newBody()}
 	b := &storeBench{cfg: storeConfig{depth: len(h.steps), reads: 3}, report: r, dir: t.TempDir(), say: t.Logf}
 	if err := b.replay(t.Context(), &replay{blobs: store, dir: b.dir, project: core.NewID[core.ProjectID]()}, h); err != nil {
 		t.Fatal(err)
