@@ -1,7 +1,6 @@
 package runner
 
 import (
-	"bytes"
 	"fmt"
 	"os"
 	"strconv"
@@ -10,6 +9,7 @@ import (
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/procfs"
 	"github.com/coppice-dev/coppice/runner/netns"
 	"github.com/coppice-dev/coppice/runner/vmm"
 )
@@ -93,27 +93,26 @@ func (r *Runner) ForgetUsages(sent []runnerapi.Usage) {
 
 // readUsage asks the kernel what a VMM has used. Its network is its namespace's only tap, whose two directions are the host's.
 func readUsage(h vmm.Handle) (runnerapi.Usage, error) {
-	stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", h.PID))
+	stat, err := procfs.ReadStat(fmt.Sprintf("/proc/%d/stat", h.PID))
 	if err != nil {
 		return runnerapi.Usage{}, err
 	}
-	const ticks = 100 // a second, for user space, on every Linux
-	fields := strings.Fields(string(stat[bytes.LastIndexByte(stat, ')')+1:]))
-	number := func(list []string, i int) int64 { // -1 where there is none
-		if i >= len(list) {
-			return -1
-		}
-		n, err := strconv.ParseInt(list[i], 10, 64)
-		if err != nil {
-			return -1
-		}
-		return n
-	}
-	user, system, started := number(fields, 11), number(fields, 12), number(fields, 19) // proc(5): 14, 15 and 22, the first being 1
-	if user < 0 || system < 0 || uint64(started) != h.StartTime {
+	started, err := stat.Number(procfs.StartTime)
+	if err != nil || started != h.StartTime {
 		return runnerapi.Usage{}, fmt.Errorf("process %d is not the one that was started", h.PID)
 	}
-	u := runnerapi.Usage{CPUSeconds: float64(user+system) / ticks}
+	ticks, err := stat.Sum(procfs.UserTicks, procfs.SystemTicks)
+	if err != nil {
+		return runnerapi.Usage{}, err
+	}
+	number := func(list []string, i int) int64 { // 0 where there is none
+		if i >= len(list) {
+			return 0
+		}
+		n, _ := strconv.ParseInt(list[i], 10, 64)
+		return n
+	}
+	u := runnerapi.Usage{CPUSeconds: float64(ticks) / procfs.TicksPerSecond}
 	devices, err := os.ReadFile(fmt.Sprintf("/proc/%d/net/dev", h.PID))
 	if err != nil {
 		return u, err
@@ -121,7 +120,7 @@ func readUsage(h vmm.Handle) (runnerapi.Usage, error) {
 	for line := range strings.Lines(string(devices)) {
 		name, rest, _ := strings.Cut(strings.TrimSpace(line), ":")
 		if counts := strings.Fields(rest); name == netns.TapName {
-			u.SentBytes, u.ReceivedBytes = max(number(counts, 0), 0), max(number(counts, 8), 0)
+			u.SentBytes, u.ReceivedBytes = number(counts, 0), number(counts, 8)
 		}
 	}
 	return u, nil

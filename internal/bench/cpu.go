@@ -3,13 +3,13 @@ package main
 import (
 	"errors"
 	"fmt"
-	"os"
 	"path/filepath"
 	"strconv"
-	"strings"
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/coppice-dev/coppice/internal/procfs"
 )
 
 // cpuMeter measures the processor time of this process and of a database server, over a period.
@@ -59,10 +59,11 @@ func (m *cpuMeter) now() (cpuUse, error) {
 	return u, err
 }
 
+const tickMS = 1000 / procfs.TicksPerSecond
+
 // treeCPU is the processor time in milliseconds of a process, its living children and those that have ended. It fails when it
 // sees no process or no child, as where /proc hides those of other users: 0 would look like a good figure.
 func treeCPU(proc string, pid int) (float64, error) {
-	const tick = 10 // milliseconds: USER_HZ is 100 on every Linux
 	stats, err := filepath.Glob(filepath.Join(proc, "[0-9]*", "stat"))
 	if err != nil {
 		return 0, err
@@ -70,30 +71,28 @@ func treeCPU(proc string, pid int) (float64, error) {
 	var sum float64
 	parent, children := false, 0
 	for _, path := range stats {
-		b, err := os.ReadFile(path)
+		stat, err := procfs.ReadStat(path)
 		if err != nil {
 			continue // it has ended
 		}
-		field := strings.Fields(string(b[strings.LastIndexByte(string(b), ')')+1:]))
-		if len(field) < 15 {
-			continue
+		above, err := stat.Number(procfs.Parent)
+		if err != nil {
+			return 0, fmt.Errorf("%s: %w", path, err)
 		}
-		count := field[11:13] // user and system time
+		count := []int{procfs.UserTicks, procfs.SystemTicks}
 		switch {
 		case filepath.Base(filepath.Dir(path)) == strconv.Itoa(pid):
-			parent, count = true, field[11:15] // with those of children that were waited for
-		case field[1] == strconv.Itoa(pid):
+			parent, count = true, append(count, procfs.ChildUser, procfs.ChildSystem)
+		case above == uint64(pid): //nolint:gosec // G115: a process
 			children++
 		default:
 			continue
 		}
-		for _, f := range count {
-			n, err := strconv.ParseFloat(f, 64)
-			if err != nil {
-				return 0, fmt.Errorf("%s: %w", path, err)
-			}
-			sum += tick * n
+		ticks, err := stat.Sum(count...)
+		if err != nil {
+			return 0, fmt.Errorf("%s: %w", path, err)
 		}
+		sum += tickMS * float64(ticks)
 	}
 	if !parent || children == 0 {
 		return 0, errors.New("the processes of PostgreSQL cannot be seen in " + proc + ", so what it uses cannot be measured: run as root, or mount it without hidepid")

@@ -15,9 +15,6 @@ import (
 	"net/netip"
 	"os"
 	"os/exec"
-	"path/filepath"
-	"slices"
-	"strconv"
 	"strings"
 	"time"
 
@@ -26,6 +23,7 @@ import (
 	"github.com/coppice-dev/coppice/egress/ca"
 	egresshost "github.com/coppice-dev/coppice/egress/host"
 	"github.com/coppice-dev/coppice/internal/daemon"
+	"github.com/coppice-dev/coppice/internal/procfs"
 	"github.com/coppice-dev/coppice/internal/sidecar"
 )
 
@@ -183,30 +181,21 @@ func (p *proxyProcess) close() error { return errors.Join(p.in.Close(), p.cmd.Wa
 
 // residentKiB is what the process has in memory.
 func (p *proxyProcess) residentKiB() (float64, error) {
-	b, err := os.ReadFile(filepath.Join("/proc", strconv.Itoa(p.cmd.Process.Pid), "status"))
-	if err != nil {
-		return 0, err
-	}
-	for line := range strings.Lines(string(b)) {
-		var kib float64
-		if n, _ := fmt.Sscanf(line, "VmRSS: %f kB", &kib); n == 1 {
-			return kib, nil
-		}
-	}
-	return 0, errors.New("the kernel does not say how much memory a process has")
+	kib, err := procfs.KiB(fmt.Sprintf("/proc/%d/status", p.cmd.Process.Pid), "VmRSS")
+	return float64(kib), err
 }
 
 // cpu is what the process has used of the CPUs, in milliseconds.
 func (p *proxyProcess) cpu() float64 {
-	b, err := os.ReadFile(filepath.Join("/proc", strconv.Itoa(p.cmd.Process.Pid), "stat"))
+	stat, err := procfs.ReadStat(fmt.Sprintf("/proc/%d/stat", p.cmd.Process.Pid))
 	if err != nil {
 		return 0
 	}
-	fields := strings.Fields(string(b[slices.Index(b, ')')+1:]))
-	const user, system, tick = 11, 12, 10 // milliseconds
-	u, _ := strconv.ParseFloat(fields[user], 64)
-	s, _ := strconv.ParseFloat(fields[system], 64)
-	return tick * (u + s)
+	ticks, err := stat.Sum(procfs.UserTicks, procfs.SystemTicks)
+	if err != nil {
+		return 0
+	}
+	return tickMS * float64(ticks)
 }
 
 // writePEM writes certificates to a file.

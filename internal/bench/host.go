@@ -1,7 +1,6 @@
 package main
 
 import (
-	"errors"
 	"fmt"
 	"os"
 	"runtime"
@@ -9,6 +8,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/coppice-dev/coppice/internal/procfs"
 	"github.com/coppice-dev/coppice/runner/memory"
 	"github.com/coppice-dev/coppice/runner/vmm/qemu"
 )
@@ -89,17 +89,8 @@ func loadAverage() float64 {
 
 // availableMiB is how much memory the host could still give away.
 func availableMiB() (float64, error) {
-	b, err := os.ReadFile("/proc/meminfo")
-	if err != nil {
-		return 0, err
-	}
-	for line := range strings.Lines(string(b)) {
-		var kib float64
-		if n, _ := fmt.Sscanf(line, "MemAvailable: %f kB", &kib); n == 1 {
-			return kib / 1024, nil
-		}
-	}
-	return 0, errors.New("/proc/meminfo does not say how much memory is available")
+	kib, err := procfs.KiB("/proc/meminfo", "MemAvailable")
+	return float64(kib) / 1024, err
 }
 
 // usedMiB is how much of the file system that dir is on is in use.

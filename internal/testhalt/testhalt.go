@@ -5,11 +5,11 @@ import (
 	"errors"
 	"fmt"
 	"os"
-	"strings"
 	"syscall"
 	"testing"
 
 	"github.com/coppice-dev/coppice/internal/eventually"
+	"github.com/coppice-dev/coppice/internal/procfs"
 )
 
 // Halt stops a process and waits until the kernel says that it has stopped. What it returns has it go on.
@@ -33,14 +33,9 @@ func Halt(tb testing.TB, pid int) (goOn func()) {
 // State is what the kernel says of a process: R, S, D, T, Z, or nothing of one that is gone.
 func State(tb testing.TB, pid int) string {
 	tb.Helper()
-	b, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
-	if errors.Is(err, os.ErrNotExist) || errors.Is(err, syscall.ESRCH) {
-		return ""
-	}
-	if err != nil {
+	s, err := procfs.ReadStat(fmt.Sprintf("/proc/%d/stat", pid))
+	if err != nil && !errors.Is(err, os.ErrNotExist) && !errors.Is(err, syscall.ESRCH) {
 		tb.Fatal(err)
 	}
-	_, rest, _ := strings.Cut(string(b[strings.LastIndexByte(string(b), ')'):]), " ") // a name may have anything in it
-	state, _, _ := strings.Cut(rest, " ")
-	return state
+	return s.State()
 }

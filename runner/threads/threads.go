@@ -13,6 +13,8 @@ import (
 	"strings"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/coppice-dev/coppice/internal/procfs"
 )
 
 // Of reports whether a process has a thread.
@@ -23,19 +25,19 @@ func Of(pid, thread int) bool {
 
 // Kernel reports whether a thread is one of the kernel's own.
 func Kernel(thread int) bool {
-	const flags, kthread = 6, 0x00200000 // PF_KTHREAD
-	fields := stat(fmt.Sprintf("/proc/%d/stat", thread))
-	if len(fields) <= flags {
+	const kthread = 0x00200000 // PF_KTHREAD
+	stat, err := procfs.ReadStat(fmt.Sprintf("/proc/%d/stat", thread))
+	if err != nil {
 		return false
 	}
-	f, err := strconv.ParseUint(fields[flags], 10, 64)
+	f, err := stat.Number(procfs.Flags)
 	return err == nil && f&kthread != 0
 }
 
 // Blocked returns a thread of a process that waits in the kernel for something that no signal ends (state D), or 0.
 func Blocked(pid int) int {
 	for _, thread := range list(pid) {
-		if fields := stat(fmt.Sprintf("/proc/%d/task/%d/stat", pid, thread)); len(fields) > 0 && fields[0] == "D" {
+		if state(pid, thread) == "D" {
 			return thread
 		}
 	}
@@ -76,7 +78,7 @@ func Stop(pid int) error {
 // Standing reports whether no thread of a process runs: each is stopped, or waits in the kernel for something that no signal ends.
 func Standing(pid int) bool {
 	for _, thread := range list(pid) {
-		if fields := stat(fmt.Sprintf("/proc/%d/task/%d/stat", pid, thread)); len(fields) > 0 && fields[0] != "T" && fields[0] != "D" {
+		if s := state(pid, thread); s != "" && s != "T" && s != "D" {
 			return false
 		}
 	}
@@ -94,8 +96,8 @@ func list(pid int) []int {
 	return out
 }
 
-// stat returns what follows the name in a stat file: the state and further fields. Of a thread that has ended there is none.
-func stat(path string) []string {
-	b, _ := os.ReadFile(path)
-	return strings.Fields(string(b[bytes.LastIndexByte(b, ')')+1:]))
+// state is that of a thread, and empty for one that has ended.
+func state(pid, thread int) string {
+	s, _ := procfs.ReadStat(fmt.Sprintf("/proc/%d/task/%d/stat", pid, thread))
+	return s.State()
 }

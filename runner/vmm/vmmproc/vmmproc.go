@@ -19,6 +19,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/coppice-dev/coppice/internal/osthread"
+	"github.com/coppice-dev/coppice/internal/procfs"
 	"github.com/coppice-dev/coppice/runner/threads"
 	"github.com/coppice-dev/coppice/runner/vmm"
 	"github.com/coppice-dev/coppice/runner/vmm/jail"
@@ -352,18 +353,13 @@ func (p *Process) Answers(ctx context.Context, ask func(context.Context) error) 
 
 var errNoAnswer = fmt.Errorf("there was no answer within %s", probeTime)
 
-// startTime reads field 22 of /proc/PID/stat. The command name, field 2, may hold spaces and parentheses.
+// startTime is when a process was started, in ticks since the boot.
 func startTime(pid int) (uint64, error) {
-	b, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
+	stat, err := procfs.ReadStat(fmt.Sprintf("/proc/%d/stat", pid))
 	if err != nil {
 		return 0, err
 	}
-	_, rest, ok := strings.Cut(string(b[strings.LastIndexByte(string(b), ')')+1:]), " ")
-	fields := strings.Fields(rest)
-	if !ok || len(fields) < 20 {
-		return 0, fmt.Errorf("read the start time of process %d: unexpected form of its stat file", pid)
-	}
-	return strconv.ParseUint(fields[19], 10, 64)
+	return stat.Number(procfs.StartTime)
 }
 
 // File returns a copy of a descriptor of the process.
