@@ -15,6 +15,7 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"github.com/coppice-dev/coppice/controller/countersign"
+	"github.com/coppice-dev/coppice/controller/flows"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/bootclock"
 	"github.com/coppice-dev/coppice/internal/boundjson"
@@ -36,7 +37,7 @@ type Config struct {
 	ShutdownGrace  time.Duration         // how long operations may go on after Run was told to end; default 10 s
 	EventsKept     time.Duration         // how long events can be asked for; by whole days; default 7 days
 	FlowsKept      time.Duration         // how long what sandboxes sent is kept; by whole months, so up to one longer; default 90 days, at least one
-	FlowQuota      FlowQuota             // of rows of flows; default FlowsOfWorkspace and the constants beside it
+	FlowQuota      flows.Quota           // of rows of flows; default flows.FlowsOfWorkspace and the constants beside it
 	KeyCache       time.Duration         // how long a valid key is believed; default 3 s, at most 5 s (revocation)
 	Limits         Limits                // of requests
 	Traces         trace.TracerProvider  // of requests; nil: none
@@ -70,9 +71,6 @@ type Config struct {
 	AttestationsKept time.Duration // how long attestations are kept; by whole months, so up to one longer; default 400 days
 }
 
-// FlowsKept is how long what sandboxes sent is kept where nobody says otherwise.
-const FlowsKept = 90 * 24 * time.Hour
-
 // Bootstrap is what must exist before the first request.
 type Bootstrap struct {
 	Project string // name; default "default"
@@ -104,12 +102,12 @@ func (c Config) withDefaults() Config {
 	set(&c.ShutdownGrace, 10*time.Second)
 	set(&c.StoreGrace, time.Hour)
 	set(&c.EventsKept, 7*24*time.Hour)
-	set(&c.FlowsKept, FlowsKept)
+	set(&c.FlowsKept, flows.DefaultKept)
 	set(&c.AttestationsKept, AttestationsKept)
 	if c.Authority == nil && c.Trust != nil {
 		c.Authority = c.Trust.Authority
 	}
-	c.FlowQuota = c.FlowQuota.withDefaults()
+	c.FlowQuota = c.FlowQuota.WithDefaults()
 	set(&c.KeyCache, 3*time.Second)
 	set(&c.CertificateLife, mtls.Lifetime)
 	set(&c.GuestCall, 60*time.Second)
@@ -154,6 +152,7 @@ type Controller struct {
 
 	feed        *feed
 	metrics     *metrics
+	journal     *flows.Journal
 	keys        keyring
 	limits      *limiter
 	images      imageAsks
@@ -189,10 +188,11 @@ func New(cfg Config, store Store, runners Runners, log *slog.Logger) *Controller
 		guestBytes: boundjson.Budget{Total: guestBytesTotal, Share: guestBytesShare, Free: guestBytesFree},
 		imports:    make(chan struct{}, maxImports), manifests: make(chan struct{}, maxManifests), exports: make(chan struct{}, maxExports),
 	}
-	if cfg.Metrics == nil {
-		cfg.Metrics = prometheus.NewRegistry()
+	if c.cfg.Metrics == nil {
+		c.cfg.Metrics = prometheus.NewRegistry()
 	}
-	c.metrics = newMetrics(c, cfg.Metrics)
+	c.metrics = newMetrics(c, c.cfg.Metrics)
+	c.journal = newJournal(c)
 	if c.cfg.Authority != nil {
 		if c.countersigner, err = countersign.New(c.cfg.Authority, c.cfg.CertificateLife); err != nil {
 			c.countersigner = nil

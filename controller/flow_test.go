@@ -9,6 +9,7 @@ import (
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/controller/flows"
 	"github.com/coppice-dev/coppice/controller/runnertest"
 	"github.com/coppice-dev/coppice/core"
 )
@@ -32,7 +33,7 @@ func TestFlowsAreCounted(t *testing.T) {
 		}
 	}
 	for range 2 {
-		if err := w.RecordFlows(t.Context(), w.runner.ID(), in); err != nil {
+		if err := w.Flows().Record(t.Context(), w.runner.ID(), in); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -51,7 +52,7 @@ func TestFlowsAreCounted(t *testing.T) {
 	if len(got) != 2 || got["allowed tls"] != 834 || got["denied tls"] != 833 {
 		t.Errorf("counted: %v", got)
 	}
-	list, err := w.Flows(t.Context(), w.project, ws.ID, controller.FlowFilter{Limit: 3000})
+	list, err := w.Flows().List(t.Context(), w.project, ws.ID, flows.Filter{Limit: 3000})
 	if err != nil || len(list) != 2500 {
 		t.Errorf("%d are kept, %v", len(list), err)
 	}
@@ -62,7 +63,7 @@ func TestManyFlowsInOne(t *testing.T) {
 	t.Parallel()
 	reg := prometheus.NewRegistry()
 	w := newWorld(t, func(c *controller.Config, _ *runnertest.Config) {
-		c.Metrics, c.FlowQuota = reg, controller.FlowQuota{Denied: controller.RowQuota{Workspace: 1, Project: 100}}
+		c.Metrics, c.FlowQuota = reg, flows.Quota{Denied: flows.RowQuota{Workspace: 1, Project: 100}}
 	})
 	ws := w.create("ws")
 	flow := func(id string, o core.Outcome, count int64) core.Flow {
@@ -72,7 +73,7 @@ func TestManyFlowsInOne(t *testing.T) {
 	in := runnerapi.Flows{Flows: []core.Flow{
 		flow("a", core.FlowDenied, 4000), flow("b", core.FlowAllowed, 1<<62), flow("c", core.FlowDenied, -5), flow("d", core.FlowDenied, 10), flow("e", core.FlowAllowed, 0), flow("f", core.FlowDenied, 1<<62),
 	}}
-	if err := w.RecordFlows(t.Context(), w.runner.ID(), in); err != nil {
+	if err := w.Flows().Record(t.Context(), w.runner.ID(), in); err != nil {
 		t.Fatal(err)
 	}
 	counts := map[string]float64{}
@@ -88,7 +89,7 @@ func TestManyFlowsInOne(t *testing.T) {
 	if counts["coppice_controller_flows_total"] != 4000+1+1+1 || counts["coppice_controller_flows_omitted_total"] != 10+(1<<50) {
 		t.Errorf("counted: %v and %v left out", counts["coppice_controller_flows_total"], counts["coppice_controller_flows_omitted_total"])
 	}
-	omitted, err := w.OmittedFlows(t.Context(), w.project, ws.ID)
+	omitted, err := w.Flows().Omitted(t.Context(), w.project, ws.ID)
 	if err != nil || omitted.Count != 10+(1<<50) {
 		t.Errorf("left out: %+v, %v", omitted, err)
 	}

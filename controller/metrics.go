@@ -28,8 +28,6 @@ type metrics struct {
 	seals     *prometheus.CounterVec   // outcome
 	stored    prometheus.Counter
 	collected *prometheus.CounterVec // unit
-	flows     *prometheus.CounterVec // outcome, spoken
-	omitted   prometheus.Counter
 
 	choresFailed *prometheus.CounterVec // chore
 
@@ -67,11 +65,8 @@ func newMetrics(c *Controller, reg prometheus.Registerer) *metrics {
 	m.stored = prometheus.NewCounter(prometheus.CounterOpts{Name: "coppice_controller_stored_bytes_total", Help: "Bytes of objects written for checkpoints that were sealed."})
 	reg.MustRegister(m.stored)
 	m.collected = counter("collected_total", "Objects that were deleted from the store because nothing needs them, and their bytes.", "unit")
-	m.flows = counter("flows_total", "What sandboxes sent out or tried to, when it has ended.", "outcome", "spoken")
 	m.choresFailed = counter("chores_failed_total", "Chores, and parts of chores, that failed here. They are due again after their interval.", "chore")
 	m.attestations = counter("attestations_total", "Attestations that runners sent with children of forks.", "outcome")
-	m.omitted = prometheus.NewCounter(prometheus.CounterOpts{Name: "coppice_controller_flows_omitted_total", Help: "Flows that are counted by host and have no rows of their own in the journal, because their workspace or project has reached its bound of rows."})
-	reg.MustRegister(m.omitted)
 	m.inventedSessions = prometheus.NewCounter(prometheus.CounterOpts{
 		Name: "coppice_controller_sessions_not_shown_total", Help: "Sessions in lists of guests that have no row and get none: the guest invented them or has too many.",
 	})

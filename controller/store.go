@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/controller/flows"
 	"github.com/coppice-dev/coppice/controller/retention"
 	"github.com/coppice-dev/coppice/core"
 )
@@ -64,7 +65,7 @@ type Tx interface {
 	GrantTx
 	SecretTx
 	AuthorityTx
-	FlowTx
+	flows.Tx
 	SandboxTx
 	CheckpointTx
 	OperationTx

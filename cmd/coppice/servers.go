@@ -11,6 +11,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/controller/flows"
 	"github.com/coppice-dev/coppice/controller/postgres"
 	"github.com/coppice-dev/coppice/internal/daemon"
 	"github.com/coppice-dev/coppice/internal/tracing"
@@ -56,12 +57,12 @@ it takes no more requests, then ends its operations or leaves them to the next c
 	f.DurationVar(&cfg.Tune.AttestationsKept, "attestation-retention", controller.AttestationsKept, "how long to keep attestations of reseals, by whole months; the same on all controllers")
 	f.StringVar(&cfg.JoinKeyFile, "join-key-file", "", "`file` with an API key that only makes join tokens (scope runner:join), for scripts that start runners; created if it does not exist")
 	f.BoolVar(&cfg.Tune.AllowAllEgress, "allow-all-egress", false, "allow the egress policy allow-all: sandboxes then reach everything that this network reaches; 'coppice project quota --allow-all-egress' overrides it for a project")
-	f.DurationVar(&cfg.Tune.FlowsKept, "flow-retention", controller.FlowsKept, "how long to keep the records of egress flows, by whole months; the same on all controllers")
+	f.DurationVar(&cfg.Tune.FlowsKept, "flow-retention", flows.DefaultKept, "how long to keep the records of egress flows, by whole months; the same on all controllers")
 	q := &cfg.Tune.FlowQuota
-	f.Int64Var(&q.Reads.Workspace, "flow-rows", controller.FlowsOfWorkspace, "maximum `rows` of read-only requests per workspace; further ones are counted by minute and host")
-	f.Int64Var(&q.Reads.Project, "flow-rows-project", controller.FlowsOfProject, "maximum `rows` of read-only requests of all workspaces of a project")
-	f.Int64Var(&q.Denied.Workspace, "flow-rows-denied", controller.DeniedOfWorkspace, "maximum `rows` of denied flows per workspace; a project has five times as many")
-	f.Int64Var(&q.Effects.Workspace, "flow-rows-effects", controller.EffectsOfWorkspace, "maximum `rows` per workspace of flows that may have changed something; a project has ten times as many")
+	f.Int64Var(&q.Reads.Workspace, "flow-rows", flows.FlowsOfWorkspace, "maximum `rows` of read-only requests per workspace; further ones are counted by minute and host")
+	f.Int64Var(&q.Reads.Project, "flow-rows-project", flows.FlowsOfProject, "maximum `rows` of read-only requests of all workspaces of a project")
+	f.Int64Var(&q.Denied.Workspace, "flow-rows-denied", flows.DeniedOfWorkspace, "maximum `rows` of denied flows per workspace; a project has five times as many")
+	f.Int64Var(&q.Effects.Workspace, "flow-rows-effects", flows.EffectsOfWorkspace, "maximum `rows` per workspace of flows that may have changed something; a project has ten times as many")
 	f.DurationVar(&cfg.Tune.RunnerLease, "runner-lease", 15*time.Second, "how long a silent runner still gets work (soft lease); the same on all controllers")
 	f.DurationVar(&cfg.Tune.RunnerFence, "runner-fence", 10*time.Minute, "how long after the soft lease a silent runner's workspaces are lost; by then the runner has ended their VMs")
 	f.StringVar(&cfg.Metrics, "metrics-listen", "", "loopback `address` of Prometheus metrics, under /metrics; empty for none")

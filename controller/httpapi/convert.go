@@ -10,6 +10,7 @@ import (
 	"github.com/coppice-dev/coppice/api"
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/controller/flows"
 	"github.com/coppice-dev/coppice/core"
 )
 
@@ -294,7 +295,7 @@ func processOf(p controller.Process) api.Process {
 	return api.Process{PID: p.PID, PPID: p.PPID, Comm: p.Comm, Cmdline: p.Cmdline, State: p.State, RSSBytes: p.RSSBytes}
 }
 
-func flowOf(f controller.Flow) api.Flow {
+func flowOf(f flows.Flow) api.Flow {
 	return api.Flow{
 		ID: f.ID, WorkspaceID: string(f.WorkspaceID), Epoch: f.Epoch, At: f.At, Protocol: api.FlowProtocol(f.Spoken), Host: f.Host, Port: int(f.Port),
 		Method: f.Method, Path: f.Path, Outcome: api.FlowOutcome(f.Outcome), Opaque: f.Opaque || f.Method == "" && !f.Counted, Counted: f.Counted, Rule: f.Rule, GrantID: f.Grant, Reason: f.Reason, EndedAt: f.Ended,
@@ -302,7 +303,7 @@ func flowOf(f controller.Flow) api.Flow {
 	}
 }
 
-func effectOf(e controller.Effect) api.Effect {
+func effectOf(e flows.Effect) api.Effect {
 	return api.Effect{CheckpointID: string(e.CheckpointID), Depth: e.Depth, Flow: flowOf(e.Flow)}
 }
 

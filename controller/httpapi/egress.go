@@ -7,9 +7,16 @@ import (
 	"time"
 
 	"github.com/coppice-dev/coppice/api"
-	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/controller/flows"
 	"github.com/coppice-dev/coppice/core"
 )
+
+// journal is the part of the journal of egress that the public API shows.
+type journal interface {
+	List(ctx context.Context, project core.ProjectID, id core.WorkspaceID, f flows.Filter) ([]flows.Flow, error)
+	Omitted(ctx context.Context, project core.ProjectID, id core.WorkspaceID) (flows.Omitted, error)
+	Effects(ctx context.Context, project core.ProjectID, id core.CheckpointID, after flows.EffectMark, limit int) ([]flows.Effect, error)
+}
 
 // ListEgress serves GET /v1/workspaces/{id}/egress.
 func (s *server) ListEgress(ctx context.Context, r api.ListEgressRequestObject) (api.ListEgressResponseObject, error) {
@@ -21,16 +28,16 @@ func (s *server) ListEgress(ctx context.Context, r api.ListEgressRequestObject) 
 	if err != nil {
 		return nil, err
 	}
-	f := controller.FlowFilter{After: after, Limit: p.Limit, Outcome: core.Outcome(r.Params.Outcome), Host: r.Params.Host}
-	list, err := s.control.Flows(ctx, projectOf(ctx), core.WorkspaceID(r.WorkspaceID), f)
+	f := flows.Filter{After: after, Limit: p.Limit, Outcome: core.Outcome(r.Params.Outcome), Host: r.Params.Host}
+	list, err := s.flows.List(ctx, projectOf(ctx), core.WorkspaceID(r.WorkspaceID), f)
 	if err != nil {
 		return nil, err
 	}
-	omitted, err := s.control.OmittedFlows(ctx, projectOf(ctx), core.WorkspaceID(r.WorkspaceID))
+	omitted, err := s.flows.Omitted(ctx, projectOf(ctx), core.WorkspaceID(r.WorkspaceID))
 	if err != nil {
 		return nil, err
 	}
-	list, next := cut(list, p, func(f controller.Flow) string { return flowKey(f.At, f.ID) })
+	list, next := cut(list, p, func(f flows.Flow) string { return flowKey(f.At, f.ID) })
 	out := api.ListEgress200JSONResponse{Items: convert(list, flowOf), NextCursor: next}
 	if omitted.Count > 0 {
 		out.Omitted = &api.OmittedFlows{Count: omitted.Count, FirstAt: omitted.First, LastAt: omitted.Last}
@@ -52,25 +59,25 @@ func (s *server) ListEffects(ctx context.Context, r api.ListEffectsRequestObject
 	if err != nil {
 		return nil, err
 	}
-	list, err := s.control.Effects(ctx, projectOf(ctx), core.CheckpointID(r.CheckpointID), controller.EffectMark{Depth: depth, FlowMark: after}, p.Limit)
+	list, err := s.flows.Effects(ctx, projectOf(ctx), core.CheckpointID(r.CheckpointID), flows.EffectMark{Depth: depth, Mark: after}, p.Limit)
 	if err != nil {
 		return nil, err
 	}
-	list, next := cut(list, p, func(e controller.Effect) string { return strconv.Itoa(e.Depth) + ":" + flowKey(e.At, e.ID) })
+	list, next := cut(list, p, func(e flows.Effect) string { return strconv.Itoa(e.Depth) + ":" + flowKey(e.At, e.ID) })
 	return api.ListEffects200JSONResponse{Items: convert(list, effectOf), NextCursor: next}, nil
 }
 
 // flowKey names a place in a list of flows: when and which.
 func flowKey(at time.Time, id string) string { return strconv.FormatInt(at.UnixMicro(), 10) + ":" + id }
 
-func parseFlowKey(key string) (controller.FlowMark, error) {
+func parseFlowKey(key string) (flows.Mark, error) {
 	if key == "" {
-		return controller.FlowMark{}, nil
+		return flows.Mark{}, nil
 	}
 	at, id, ok := strings.Cut(key, ":")
 	micros, err := strconv.ParseInt(at, 10, 64)
 	if err != nil || !ok || id == "" {
-		return controller.FlowMark{}, badCursor()
+		return flows.Mark{}, badCursor()
 	}
-	return controller.FlowMark{At: time.UnixMicro(micros).UTC(), ID: id}, nil
+	return flows.Mark{At: time.UnixMicro(micros).UTC(), ID: id}, nil
 }

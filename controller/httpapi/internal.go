@@ -167,7 +167,8 @@ func internalRoutes(control *controller.Controller, log *slog.Logger) *http.Serv
 			if err != nil {
 				return nil, err
 			}
-			return nil, control.RecordFlows(r.Context(), id, in)
+			ctx := controller.WithOrigin(r.Context(), controller.Origin{Actor: string(id), Action: "flows"})
+			return nil, control.Flows().Record(ctx, id, in)
 		})
 	})
 	mux.HandleFunc("POST "+runnerapi.PathSeals, func(w http.ResponseWriter, r *http.Request) {

@@ -23,6 +23,7 @@ import (
 // server implements the strict interface and the streams beside it.
 type server struct {
 	control *controller.Controller
+	flows   journal
 	log     *slog.Logger
 	version string
 	pace    pace
@@ -45,7 +46,7 @@ func newHandler(control *controller.Controller, log *slog.Logger, bodyTime time.
 }
 
 func newServer(control *controller.Controller, log *slog.Logger) *server {
-	return &server{control: control, log: log, version: buildVersion(), pace: defaultPace, upload: maxFile}
+	return &server{control: control, flows: control.Flows(), log: log, version: buildVersion(), pace: defaultPace, upload: maxFile}
 }
 
 func (s *server) handler(bodyTime time.Duration) http.Handler {

@@ -4,7 +4,7 @@ import (
 	"context"
 	"time"
 
-	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/controller/flows"
 	"github.com/coppice-dev/coppice/core"
 )
 
@@ -42,33 +42,33 @@ type flowKey struct {
 }
 
 // InsertFlows gives flows rows as far as the quota goes, and counts the others.
-func (t *tx) InsertFlows(ctx context.Context, runner core.RunnerID, list []core.Flow, q controller.FlowQuota) (controller.KeptFlows, error) {
+func (t *tx) InsertFlows(ctx context.Context, runner core.RunnerID, list []core.Flow, q flows.Quota) (flows.Kept, error) {
 	if len(list) == 0 {
-		return controller.KeptFlows{}, nil
+		return flows.Kept{}, nil
 	}
 	list, err := t.uncounted(ctx, runner, list)
 	if err != nil || len(list) == 0 {
-		return controller.KeptFlows{}, err
+		return flows.Kept{}, err
 	}
 	rooms, err := t.flowRooms(ctx, runner, list, q)
 	if err != nil {
-		return controller.KeptFlows{}, err
+		return flows.Kept{}, err
 	}
 	rowed, counts, err := t.place(ctx, list, rooms)
 	if err != nil {
-		return controller.KeptFlows{}, err
+		return flows.Kept{}, err
 	}
 	fresh, err := t.insertFlowRows(ctx, runner, rowed)
 	if err != nil {
-		return controller.KeptFlows{}, err
+		return flows.Kept{}, err
 	}
 	for _, f := range fresh {
 		rooms.kept(f)
 	}
 	if err := t.saveCounts(ctx, runner, counts); err != nil {
-		return controller.KeptFlows{}, err
+		return flows.Kept{}, err
 	}
-	out := controller.KeptFlows{Fresh: fresh}
+	out := flows.Kept{Fresh: fresh}
 	out.Omitted, err = t.countFlows(ctx, rooms)
 	return out, err
 }
@@ -90,7 +90,7 @@ func (t *tx) place(ctx context.Context, list []core.Flow, rooms flowRooms) (rows
 	for _, f := range list {
 		keep := has[f.ID] || rooms.both(f.SandboxID) == nil // the insertion leaves out what is of no sandbox of this runner
 		if !keep && isEnd(f) {
-			_, counted := counts.found(f, controller.KindOf(f))
+			_, counted := counts.found(f, flows.KindOf(f))
 			keep = !counted && rooms.take(f)
 		} else if !keep {
 			keep = rooms.take(f)
@@ -222,11 +222,11 @@ type flowRow struct {
 	Opaque      bool             `db:"opaque"`
 }
 
-func (r flowRow) flow() controller.Flow {
+func (r flowRow) flow() flows.Flow {
 	if r.Last == nil {
 		r.Count = 0 // it is one flow
 	}
-	return controller.Flow{WorkspaceID: r.WorkspaceID, Counted: r.Counted, Opaque: r.Opaque, Flow: core.Flow{
+	return flows.Flow{WorkspaceID: r.WorkspaceID, Counted: r.Counted, Opaque: r.Opaque, Flow: core.Flow{
 		ID: r.ID, SandboxID: r.SandboxID, Epoch: r.Epoch, At: r.At.UTC(), Spoken: r.Spoken, Host: r.Host, Port: r.Port, Method: r.Method, Path: r.Path,
 		Outcome: r.Outcome, Rule: r.Rule, Grant: r.Grant, Reason: r.Reason, Status: r.Status, Sent: r.Sent, Received: r.Received, Ended: timeOf(r.Ended).UTC(),
 		Count: r.Count, Last: timeOf(r.Last).UTC(),
@@ -234,7 +234,7 @@ func (r flowRow) flow() controller.Flow {
 }
 
 // WorkspaceFlows lists, newest first. A count has the place of its first flow.
-func (t *tx) WorkspaceFlows(ctx context.Context, id core.WorkspaceID, f controller.FlowFilter) ([]controller.Flow, error) {
+func (t *tx) WorkspaceFlows(ctx context.Context, id core.WorkspaceID, f flows.Filter) ([]flows.Flow, error) {
 	q := &filter{relation: "f", args: args{"limit": f.Limit}}
 	q.equal("workspace_id", string(id))
 	q.equal("outcome", string(f.Outcome))
@@ -250,11 +250,23 @@ func (t *tx) WorkspaceFlows(ctx context.Context, id core.WorkspaceID, f controll
 		UNION ALL
 		(SELECT f.* FROM (SELECT`+countColumns+` FROM flow_counts n WHERE n.count > 0) f`+counts+` ORDER BY f.at DESC, f.id DESC LIMIT @limit)
 		ORDER BY at DESC, id DESC LIMIT @limit`, q.args)
-	list := make([]controller.Flow, len(rows))
+	list := make([]flows.Flow, len(rows))
 	for i, r := range rows {
 		list[i] = r.flow()
 	}
 	return list, err
+}
+
+// FindWorkspace reads it.
+func (t *tx) FindWorkspace(ctx context.Context, id core.WorkspaceID) error {
+	_, err := t.Workspace(ctx, id)
+	return err
+}
+
+// FindCheckpoint reads it.
+func (t *tx) FindCheckpoint(ctx context.Context, id core.CheckpointID) error {
+	_, err := t.Checkpoint(ctx, id)
+	return err
 }
 
 // segment is what a checkpoint c has behind it that its parent p has not: flows of the sandbox that it was captured from, since the parent was
@@ -273,7 +285,7 @@ type effectRow struct {
 }
 
 // Effects walks the path and looks at each segment along an index: at most limit rows and limit counts of each.
-func (t *tx) Effects(ctx context.Context, id core.CheckpointID, after controller.EffectMark, limit int) ([]controller.Effect, error) {
+func (t *tx) Effects(ctx context.Context, id core.CheckpointID, after flows.EffectMark, limit int) ([]flows.Effect, error) {
 	const later = ` AND (c.depth > @depth OR (f.at, f.id) > (@after_at::timestamptz, @after_id::text))`
 	rows, err := many[effectRow](ctx, t, `
 		WITH RECURSIVE up AS (
@@ -293,9 +305,9 @@ func (t *tx) Effects(ctx context.Context, id core.CheckpointID, after controller
 		) f
 		ORDER BY c.depth, f.at, f.id LIMIT @limit`,
 		args{"id": id, "depth": after.Depth, "after_at": after.At, "after_id": after.ID, "limit": limit})
-	list := make([]controller.Effect, len(rows))
+	list := make([]flows.Effect, len(rows))
 	for i, r := range rows {
-		list[i] = controller.Effect{Flow: r.flow(), CheckpointID: r.CheckpointID, Depth: r.Depth}
+		list[i] = flows.Effect{Flow: r.flow(), CheckpointID: r.CheckpointID, Depth: r.Depth}
 	}
 	return list, err
 }
@@ -307,7 +319,7 @@ func (t *tx) effects(ctx context.Context, ids []core.CheckpointID) (map[core.Che
 		FROM checkpoints c LEFT JOIN LATERAL (SELECT * FROM checkpoints x WHERE x.id = c.parent_id LIMIT 1) p ON true
 		CROSS JOIN LATERAL (SELECT count(*) FROM (SELECT FROM flows f WHERE`+segment+` LIMIT @most) few) f
 		CROSS JOIN LATERAL (SELECT least(coalesce(sum(n.count), 0), 1::bigint << 61)::bigint AS count FROM flow_counts n WHERE`+countSegment+`) n
-		WHERE c.id = ANY(@ids::text[]) AND c.sandbox_id IS NOT NULL AND f.count + n.count > 0`, args{"ids": texts(ids), "most": controller.MaxEffectRows})
+		WHERE c.id = ANY(@ids::text[]) AND c.sandbox_id IS NOT NULL AND f.count + n.count > 0`, args{"ids": texts(ids), "most": flows.MaxEffectRows})
 	counts := make(map[core.CheckpointID]int, len(rows))
 	for _, r := range rows {
 		counts[r.ID] = r.Count

@@ -13,6 +13,7 @@ import (
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/controller/flows"
 	"github.com/coppice-dev/coppice/core"
 )
 
@@ -44,11 +45,11 @@ func (d *db) flows(list ...core.Flow) []core.Flow {
 }
 
 // noQuota is one that is never used up.
-var noQuota = controller.FlowQuota{Reads: plenty, Denied: plenty, Effects: plenty}
+var noQuota = flows.Quota{Reads: plenty, Denied: plenty, Effects: plenty}
 
-var plenty = controller.RowQuota{Workspace: 1 << 40, Project: 1 << 40}
+var plenty = flows.RowQuota{Workspace: 1 << 40, Project: 1 << 40}
 
-func (d *db) within(q controller.FlowQuota, list ...core.Flow) (kept controller.KeptFlows) {
+func (d *db) within(q flows.Quota, list ...core.Flow) (kept flows.Kept) {
 	d.t.Helper()
 	d.system(func(ctx context.Context, tx controller.Tx) error {
 		var err error
@@ -76,7 +77,7 @@ func TestFlowsAreKeptOnce(t *testing.T) {
 	denied.Outcome, denied.Rule, denied.Reason = core.FlowDenied, "", "no rule"
 	cut := ended
 	cut.ID, cut.At, cut.Outcome, cut.Reason = "f4", noon.Add(2*time.Minute), core.FlowCut, "the grant has ended"
-	list := func(f controller.FlowFilter) (out []controller.Flow) {
+	list := func(f flows.Filter) (out []flows.Flow) {
 		f.Limit = 10
 		d.mine(func(ctx context.Context, tx controller.Tx) error {
 			var err error
@@ -100,7 +101,7 @@ func TestFlowsAreKeptOnce(t *testing.T) {
 		if got := d.flows(step.send...); len(got) != step.fresh {
 			t.Errorf("%d were new, want %d", len(got), step.fresh)
 		}
-		got := list(controller.FlowFilter{})
+		got := list(flows.Filter{})
 		if len(got) != len(step.want) {
 			t.Fatalf("%d flows, want %d: %+v", len(got), len(step.want), got)
 		}
@@ -111,19 +112,19 @@ func TestFlowsAreKeptOnce(t *testing.T) {
 			}
 		}
 	}
-	if got := list(controller.FlowFilter{Outcome: core.FlowDenied}); len(got) != 1 || got[0].ID != "f3" {
+	if got := list(flows.Filter{Outcome: core.FlowDenied}); len(got) != 1 || got[0].ID != "f3" {
 		t.Errorf("denied: %+v", got)
 	}
-	if got := list(controller.FlowFilter{Outcome: core.FlowCut}); len(got) != 1 || got[0].ID != "f4" {
+	if got := list(flows.Filter{Outcome: core.FlowCut}); len(got) != 1 || got[0].ID != "f4" {
 		t.Errorf("cut: %+v", got)
 	}
-	if got := list(controller.FlowFilter{Outcome: core.FlowAllowed}); len(got) != 1 || got[0].ID != "f1" {
+	if got := list(flows.Filter{Outcome: core.FlowAllowed}); len(got) != 1 || got[0].ID != "f1" {
 		t.Errorf("allowed: %+v", got) // f2 was when it began
 	}
-	if got := list(controller.FlowFilter{Host: "b.example"}); len(got) != 0 {
+	if got := list(flows.Filter{Host: "b.example"}); len(got) != 0 {
 		t.Errorf("of another host: %+v", got)
 	}
-	if got := list(controller.FlowFilter{After: controller.FlowMark{At: failed.At, ID: failed.ID}}); len(got) != 1 || got[0].ID != "f1" {
+	if got := list(flows.Filter{After: flows.Mark{At: failed.At, ID: failed.ID}}); len(got) != 1 || got[0].ID != "f1" {
 		t.Errorf("the next page: %+v", got)
 	}
 	for _, sql := range []string{`UPDATE flows SET host = 'x'`, `DELETE FROM flows`, `TRUNCATE flows`} {
@@ -163,7 +164,7 @@ func TestFlowsOfOthersAreNotHeard(t *testing.T) {
 // lived is a node of the model: what has happened to its state, flow by flow.
 type lived struct {
 	cp     controller.Checkpoint
-	behind []controller.Effect
+	behind []flows.Effect
 	own    int
 }
 
@@ -183,15 +184,15 @@ type machine struct {
 	w       controller.Workspace
 	head    core.CheckpointID
 	depth   int
-	behind  []controller.Effect // with the nodes that they belong to, as far as those are known
-	pending []core.Flow         // since its head
+	behind  []flows.Effect // with the nodes that they belong to, as far as those are known
+	pending []core.Flow    // since its head
 }
 
 func growEffects(t *testing.T, r *rand.Rand) {
 	t.Helper()
 	d := newDB(t)
 	template := d.template()
-	grow := func(cp controller.Checkpoint, depth int, behind []controller.Effect) *machine {
+	grow := func(cp controller.Checkpoint, depth int, behind []flows.Effect) *machine {
 		return &machine{w: d.ready(d.project, cp), head: cp.ID, depth: depth, behind: slices.Clone(behind)}
 	}
 	machines := []*machine{grow(template, 0, nil)}
@@ -205,7 +206,7 @@ func growEffects(t *testing.T, r *rand.Rand) {
 			cp := d.captureAt(m.w, m.head, at)
 			m.depth++
 			for _, f := range m.pending {
-				m.behind = append(m.behind, controller.Effect{Flow: controller.Flow{Flow: f}, CheckpointID: cp.ID, Depth: m.depth})
+				m.behind = append(m.behind, flows.Effect{Flow: flows.Flow{Flow: f}, CheckpointID: cp.ID, Depth: m.depth})
 			}
 			nodes = append(nodes, lived{cp: cp, behind: slices.Clone(m.behind), own: len(m.pending)})
 			m.head, m.pending = cp.ID, nil
@@ -252,8 +253,8 @@ func growEffects(t *testing.T, r *rand.Rand) {
 	d.flows(all...)
 	d.mine(func(ctx context.Context, tx controller.Tx) error {
 		for _, n := range nodes {
-			var got []controller.Effect
-			var after controller.EffectMark
+			var got []flows.Effect
+			var after flows.EffectMark
 			limit := 1 + r.IntN(20)
 			for {
 				page, err := tx.Effects(ctx, n.cp.ID, after, limit)
@@ -265,10 +266,10 @@ func growEffects(t *testing.T, r *rand.Rand) {
 					break
 				}
 				last := page[len(page)-1]
-				after = controller.EffectMark{Depth: last.Depth, FlowMark: controller.FlowMark{At: last.At, ID: last.ID}}
+				after = flows.EffectMark{Depth: last.Depth, Mark: flows.Mark{At: last.At, ID: last.ID}}
 			}
-			key := func(e controller.Effect) string { return fmt.Sprint(e.Depth, e.CheckpointID, e.ID, e.Ended.IsZero()) }
-			if !slices.EqualFunc(got, n.behind, func(a, b controller.Effect) bool { return key(a) == key(b) }) {
+			key := func(e flows.Effect) string { return fmt.Sprint(e.Depth, e.CheckpointID, e.ID, e.Ended.IsZero()) }
+			if !slices.EqualFunc(got, n.behind, func(a, b flows.Effect) bool { return key(a) == key(b) }) {
 				t.Errorf("behind %s: %d effects, want %d", n.cp.ID, len(got), len(n.behind))
 			}
 		}

@@ -8,7 +8,7 @@ import (
 	"slices"
 	"time"
 
-	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/controller/flows"
 	"github.com/coppice-dev/coppice/core"
 )
 
@@ -23,7 +23,7 @@ const (
 // countBucket is what one bound of rows is for.
 type countBucket struct {
 	Sandbox core.SandboxID
-	Kind    controller.FlowKind
+	Kind    flows.Kind
 	Daily   bool
 	From    int64 // Unix seconds
 	Granted bool
@@ -41,21 +41,21 @@ type countKey struct {
 
 // flowCount is a row of counts, or what is to be added to it.
 type flowCount struct {
-	Sandbox  core.SandboxID      `json:"sandbox_id" db:"sandbox_id"`
-	Kind     controller.FlowKind `json:"kind" db:"kind"`
-	Daily    bool                `json:"daily" db:"daily"`
-	From     time.Time           `json:"from_at" db:"from_at"`
-	Spoken   core.Spoken         `json:"spoken" db:"spoken"`
-	Opaque   bool                `json:"opaque" db:"opaque"`
-	Host     string              `json:"host" db:"host"`
-	Port     uint16              `json:"port" db:"port"`
-	Grant    string              `json:"grant_id" db:"grant_id"`
-	First    time.Time           `json:"first_at" db:"first_at"`
-	Last     time.Time           `json:"last_at" db:"last_at"`
-	Rule     string              `json:"rule" db:"-"`
-	Count    int64               `json:"count" db:"-"`
-	Sent     int64               `json:"sent_bytes" db:"-"`
-	Received int64               `json:"received_bytes" db:"-"`
+	Sandbox  core.SandboxID `json:"sandbox_id" db:"sandbox_id"`
+	Kind     flows.Kind     `json:"kind" db:"kind"`
+	Daily    bool           `json:"daily" db:"daily"`
+	From     time.Time      `json:"from_at" db:"from_at"`
+	Spoken   core.Spoken    `json:"spoken" db:"spoken"`
+	Opaque   bool           `json:"opaque" db:"opaque"`
+	Host     string         `json:"host" db:"host"`
+	Port     uint16         `json:"port" db:"port"`
+	Grant    string         `json:"grant_id" db:"grant_id"`
+	First    time.Time      `json:"first_at" db:"first_at"`
+	Last     time.Time      `json:"last_at" db:"last_at"`
+	Rule     string         `json:"rule" db:"-"`
+	Count    int64          `json:"count" db:"-"`
+	Sent     int64          `json:"sent_bytes" db:"-"`
+	Received int64          `json:"received_bytes" db:"-"`
 }
 
 func (c flowCount) key() countKey {
@@ -97,11 +97,11 @@ func (c *flowCounts) fromOf(at time.Time, daily bool) time.Time {
 
 // daily reports whether a flow of this time is counted by days.
 func (c *flowCounts) daily(at time.Time) bool {
-	return at.Before(c.now.Add(-controller.MinutesKept)) || at.After(c.now.Add(countsAhead))
+	return at.Before(c.now.Add(-flows.MinutesKept)) || at.After(c.now.Add(countsAhead))
 }
 
 // wanted is the row that a flow has as long as there is room for it.
-func (c *flowCounts) wanted(f core.Flow, kind controller.FlowKind, daily bool) countKey {
+func (c *flowCounts) wanted(f core.Flow, kind flows.Kind, daily bool) countKey {
 	k := countKey{
 		countBucket: countBucket{Sandbox: f.SandboxID, Kind: kind, Daily: daily, From: c.fromOf(f.At, daily).Unix(), Granted: f.Grant != ""},
 		Spoken:      f.Spoken, Opaque: f.Method == "", Host: f.Host, Port: f.Port, Grant: f.Grant,
@@ -143,7 +143,7 @@ func (c *flowCounts) shared(k countKey, rule string) countKey {
 	if k.Grant == "" {
 		return k
 	}
-	if k.Host = rule; c.has(k) || c.ruled[k.countBucket] < controller.CountsOfRules {
+	if k.Host = rule; c.has(k) || c.ruled[k.countBucket] < flows.CountsOfRules {
 		return k
 	}
 	k.Host = ""
@@ -152,9 +152,9 @@ func (c *flowCounts) shared(k countKey, rule string) countKey {
 
 // resolve finds the row of a flow.
 func (c *flowCounts) resolve(k countKey, rule string) countKey {
-	most := controller.CountsOfMinute
+	most := flows.CountsOfMinute
 	if k.Daily {
-		most = controller.CountsOfDay
+		most = flows.CountsOfDay
 	}
 	if c.has(k) || k.Port != 0 && c.named[k.countBucket] < most {
 		return k
@@ -163,7 +163,7 @@ func (c *flowCounts) resolve(k countKey, rule string) countKey {
 }
 
 // found returns the row in which the beginning of a flow was counted, if one covers its time. Its minute may be part of a day by now.
-func (c *flowCounts) found(f core.Flow, kind controller.FlowKind) (countKey, bool) {
+func (c *flowCounts) found(f core.Flow, kind flows.Kind) (countKey, bool) {
 	for _, daily := range []bool{false, true} {
 		k := c.wanted(f, kind, daily)
 		for _, k := range []countKey{k, c.shared(k, f.Rule)} {
@@ -179,7 +179,7 @@ func (c *flowCounts) found(f core.Flow, kind controller.FlowKind) (countKey, boo
 // add counts a record: the beginning of a flow counts as one, its end adds the bytes. An end that says that nothing was sent takes
 // the flow out of the count and counts it as denied.
 func (c *flowCounts) add(f core.Flow) {
-	kind := controller.KindOf(f)
+	kind := flows.KindOf(f)
 	c.hashes = append(c.hashes, flowHash(f))
 	if !isEnd(f) {
 		c.addTo(c.wanted(f, kind, c.daily(f.At)), f, f.Flows())
@@ -194,7 +194,7 @@ func (c *flowCounts) add(f core.Flow) {
 		return
 	}
 	c.addTo(k, f, -1)
-	c.addTo(c.wanted(f, controller.FlowRefused, c.daily(f.At)), f, 1)
+	c.addTo(c.wanted(f, flows.KindDenied, c.daily(f.At)), f, 1)
 }
 
 func (c *flowCounts) addTo(k countKey, f core.Flow, count int64) {
@@ -225,7 +225,7 @@ func (c *flowCounts) addTo(k countKey, f core.Flow, count int64) {
 
 // isEnd reports whether a record is the end of a flow whose beginning has a record, too.
 func isEnd(f core.Flow) bool {
-	return !f.Ended.IsZero() && controller.KindOf(f) != controller.FlowRefused
+	return !f.Ended.IsZero() && flows.KindOf(f) != flows.KindDenied
 }
 
 // flowHash names a record.
@@ -329,7 +329,7 @@ func (t *tx) saveCounts(ctx context.Context, runner core.RunnerID, c *flowCounts
 	t.soon(`INSERT INTO flow_batches (runner_id, keys) VALUES (@runner, @keys)`, args{"runner": runner, "keys": c.hashes})
 	t.soon(`
 		DELETE FROM flow_batches WHERE runner_id = @runner AND id <= (SELECT b.id FROM flow_batches b WHERE b.runner_id = @runner ORDER BY b.id DESC OFFSET @most LIMIT 1)`,
-		args{"runner": runner, "most": controller.CountedBatches})
+		args{"runner": runner, "most": flows.CountedBatches})
 	return nil
 }
 
@@ -376,7 +376,7 @@ func (t *tx) FoldFlowCounts(ctx context.Context, limit int) (int, error) {
 				first_at = least(c.first_at, excluded.first_at), last_at = greatest(c.last_at, excluded.last_at)
 		)
 		SELECT '' AS parent_id, count(*) AS count FROM old`,
-		args{"kept": controller.MinutesKept.Seconds(), "limit": limit, "most": controller.CountsOfDay, "rules": controller.CountsOfRules})
+		args{"kept": flows.MinutesKept.Seconds(), "limit": limit, "most": flows.CountsOfDay, "rules": flows.CountsOfRules})
 	return row.Count, err
 }
 

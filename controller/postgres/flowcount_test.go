@@ -10,25 +10,26 @@ import (
 	"time"
 
 	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/controller/flows"
 	"github.com/coppice-dev/coppice/core"
 )
 
 // egress lists all flows of a workspace.
-func (d *db) egress(id core.WorkspaceID) (list []controller.Flow) {
+func (d *db) egress(id core.WorkspaceID) (list []flows.Flow) {
 	d.t.Helper()
 	d.mine(func(ctx context.Context, tx controller.Tx) error {
 		var err error
-		list, err = tx.WorkspaceFlows(ctx, id, controller.FlowFilter{Limit: 100_000})
+		list, err = tx.WorkspaceFlows(ctx, id, flows.Filter{Limit: 100_000})
 		return err
 	})
 	return list
 }
 
 // effectsOf reads all effects of a checkpoint, page by page, and what the tree says of it.
-func (d *db) effectsOf(cp controller.Checkpoint, limit int) (list []controller.Effect, count int) {
+func (d *db) effectsOf(cp controller.Checkpoint, limit int) (list []flows.Effect, count int) {
 	d.t.Helper()
 	d.mine(func(ctx context.Context, tx controller.Tx) error {
-		var after controller.EffectMark
+		var after flows.EffectMark
 		for {
 			page, err := tx.Effects(ctx, cp.ID, after, limit)
 			if err != nil {
@@ -38,7 +39,7 @@ func (d *db) effectsOf(cp controller.Checkpoint, limit int) (list []controller.E
 				break
 			}
 			last := page[len(page)-1]
-			after = controller.EffectMark{Depth: last.Depth, FlowMark: controller.FlowMark{At: last.At, ID: last.ID}}
+			after = flows.EffectMark{Depth: last.Depth, Mark: flows.Mark{At: last.At, ID: last.ID}}
 		}
 		tree, err := tx.Tree(ctx, cp.ID, controller.TreePage{Page: page(10), MaxDepth: 0})
 		if err == nil {
@@ -74,9 +75,9 @@ func recent(ago time.Duration) time.Time {
 }
 
 // tightQuota leaves room for a few rows.
-func tightQuota(n int64) controller.FlowQuota {
-	r := controller.RowQuota{Workspace: n, Project: 100 * n}
-	return controller.FlowQuota{Reads: r, Denied: r, Effects: r}
+func tightQuota(n int64) flows.Quota {
+	r := flows.RowQuota{Workspace: n, Project: 100 * n}
+	return flows.Quota{Reads: r, Denied: r, Effects: r}
 }
 
 // TestNoiseHidesNothing: a guest that makes noise of every kind first uses up all rows. What it does later is still seen, with its host.
@@ -123,7 +124,7 @@ func TestNoiseHidesNothing(t *testing.T) {
 			t.Errorf("%q was seen %d times: %v", want, seen[want], seen)
 		}
 	}
-	if got := seen["*.wide.example allowed grt_2"]; got != 40-(controller.CountsOfMinute-1) {
+	if got := seen["*.wide.example allowed grt_2"]; got != 40-(flows.CountsOfMinute-1) {
 		t.Errorf("%d flows with a grant are counted under their rule", got)
 	}
 	effects, count := d.effectsOf(cp, 7)
@@ -189,7 +190,7 @@ func (m flowModel) take(f core.Flow) {
 		m[key] = &modelFlow{}
 	}
 	switch {
-	case controller.KindOf(f) == controller.FlowRefused:
+	case flows.KindOf(f) == flows.KindDenied:
 		m[key].denied = &f
 	case f.Ended.IsZero():
 		m[key].began = &f
@@ -275,7 +276,7 @@ func countFlowsAtRandom(t *testing.T, r *rand.Rand) {
 				t.Errorf("a batch that came twice: %+v", kept)
 			}
 		case 1: // it comes with others that follow, or after them, as from a controller that was slow
-			old := batches[max(0, len(batches)-1-r.IntN(controller.CountedBatches/2))]
+			old := batches[max(0, len(batches)-1-r.IntN(flows.CountedBatches/2))]
 			if kept := d.within(q, old[r.IntN(len(old)):]...); len(kept.Fresh) != 0 || kept.Omitted != 0 {
 				t.Errorf("an old batch: %+v", kept)
 			}
@@ -292,10 +293,10 @@ func countFlowsAtRandom(t *testing.T, r *rand.Rand) {
 		d.compareFlows(w, cp, model, 3+r.IntN(50))
 	}
 	// 16 by host, 16 by host with a grant, 3 rules with 2 grants, and the rest; by protocol and whether it is opaque, at most twice.
-	if n := d.number(`SELECT coalesce(max(n), 0) FROM (SELECT count(*) AS n FROM flow_counts WHERE NOT daily GROUP BY sandbox_id, kind, from_at) x`); n > 2*controller.CountsOfMinute+20 {
+	if n := d.number(`SELECT coalesce(max(n), 0) FROM (SELECT count(*) AS n FROM flow_counts WHERE NOT daily GROUP BY sandbox_id, kind, from_at) x`); n > 2*flows.CountsOfMinute+20 {
 		t.Errorf("%d rows are of one minute", n)
 	}
-	if n := d.number(`SELECT coalesce(max(n), 0) FROM (SELECT count(*) AS n FROM flow_counts WHERE daily GROUP BY sandbox_id, kind, from_at) x`); n > 2*controller.CountsOfDay+20 {
+	if n := d.number(`SELECT coalesce(max(n), 0) FROM (SELECT count(*) AS n FROM flow_counts WHERE daily GROUP BY sandbox_id, kind, from_at) x`); n > 2*flows.CountsOfDay+20 {
 		t.Errorf("%d rows are of one day", n)
 	}
 }
@@ -435,7 +436,7 @@ func TestFlowCountsGo(t *testing.T) {
 	if n := d.number(`SELECT count(*) FROM flow_counts WHERE from_at < now() - interval '91 days'`); n != 0 {
 		t.Errorf("%d rows are older than the retention", n)
 	}
-	if n := d.number(`SELECT count(*) FROM flow_batches`); n > controller.CountedBatches {
+	if n := d.number(`SELECT count(*) FROM flow_batches`); n > flows.CountedBatches {
 		t.Errorf("%d batches are remembered", n)
 	}
 	d.exec(`ALTER TABLE workspaces DISABLE TRIGGER USER`)
@@ -466,21 +467,21 @@ func TestManyEffects(t *testing.T) {
 	read := d.counted(func() {
 		d.mine(func(ctx context.Context, tx controller.Tx) error {
 			tree, err := tx.Tree(ctx, template.ID, controller.TreePage{Page: page(1000), MaxDepth: -1})
-			if err == nil && tree[len(tree)-1].Effects != controller.MaxEffectRows {
+			if err == nil && tree[len(tree)-1].Effects != flows.MaxEffectRows {
 				t.Errorf("the last of %d nodes has %d effects", len(tree), tree[len(tree)-1].Effects)
 			}
 			return err
 		})
 		d.mine(func(ctx context.Context, tx controller.Tx) error {
-			list, err := tx.Effects(ctx, cp.ID, controller.EffectMark{}, 100)
+			list, err := tx.Effects(ctx, cp.ID, flows.EffectMark{}, 100)
 			if len(list) != 100 || list[99].ID != "f100" {
 				t.Errorf("%d effects", len(list))
 			}
 			return err
 		})
 	})
-	if read > 3*controller.MaxEffectRows {
-		t.Errorf("%d rows are read for a page of each, which show at most %d", read, controller.MaxEffectRows)
+	if read > 3*flows.MaxEffectRows {
+		t.Errorf("%d rows are read for a page of each, which show at most %d", read, flows.MaxEffectRows)
 	} else {
 		t.Logf("%d rows are read for a page of each", read)
 	}

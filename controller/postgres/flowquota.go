@@ -7,7 +7,7 @@ import (
 	"slices"
 	"time"
 
-	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/controller/flows"
 	"github.com/coppice-dev/coppice/core"
 )
 
@@ -22,7 +22,7 @@ type flowRoom struct {
 	First     *time.Time       `json:"omitted_first_at"`
 	Last      *time.Time       `json:"omitted_last_at"`
 
-	left map[controller.FlowKind]int64
+	left map[flows.Kind]int64
 }
 
 // flowRooms are those that a batch is about.
@@ -49,7 +49,7 @@ type roomRow struct {
 }
 
 // flowRooms reads the numbers of rows of the workspaces and projects of a runner's sandboxes.
-func (t *tx) flowRooms(ctx context.Context, runner core.RunnerID, list []core.Flow, q controller.FlowQuota) (flowRooms, error) {
+func (t *tx) flowRooms(ctx context.Context, runner core.RunnerID, list []core.Flow, q flows.Quota) (flowRooms, error) {
 	out := flowRooms{of: map[core.SandboxID]core.WorkspaceID{}, workspaces: map[core.WorkspaceID]*flowRoom{}, projects: map[core.ProjectID]*flowRoom{}}
 	var ids []core.SandboxID
 	for _, f := range list {
@@ -67,9 +67,9 @@ func (t *tx) flowRooms(ctx context.Context, runner core.RunnerID, list []core.Fl
 		CROSS JOIN LATERAL (`+sums+` WHERE r.project_id = s.project_id AND r.workspace_id = s.workspace_id) w
 		CROSS JOIN LATERAL (`+sums+` WHERE r.project_id = s.project_id AND r.workspace_id = '') p
 		WHERE s.id = ANY(@ids::text[]) AND s.runner_id = @runner`, args{"ids": texts(ids), "runner": runner})
-	left := func(rows, effects, denied int64, of func(controller.RowQuota) int64) map[controller.FlowKind]int64 {
-		return map[controller.FlowKind]int64{
-			controller.FlowRead: of(q.Reads) - (rows - effects - denied), controller.FlowEffect: of(q.Effects) - effects, controller.FlowRefused: of(q.Denied) - denied,
+	left := func(rows, effects, denied int64, of func(flows.RowQuota) int64) map[flows.Kind]int64 {
+		return map[flows.Kind]int64{
+			flows.KindRead: of(q.Reads) - (rows - effects - denied), flows.KindEffect: of(q.Effects) - effects, flows.KindDenied: of(q.Denied) - denied,
 		}
 	}
 	for _, r := range rows {
@@ -77,12 +77,12 @@ func (t *tx) flowRooms(ctx context.Context, runner core.RunnerID, list []core.Fl
 		if out.workspaces[r.Workspace] == nil {
 			out.workspaces[r.Workspace] = &flowRoom{
 				ProjectID: r.ProjectID, Workspace: r.Workspace,
-				left: left(r.WorkspaceRows, r.WorkspaceEffects, r.WorkspaceDenied, func(q controller.RowQuota) int64 { return q.Workspace }),
+				left: left(r.WorkspaceRows, r.WorkspaceEffects, r.WorkspaceDenied, func(q flows.RowQuota) int64 { return q.Workspace }),
 			}
 		}
 		if out.projects[r.ProjectID] == nil {
 			out.projects[r.ProjectID] = &flowRoom{
-				ProjectID: r.ProjectID, left: left(r.ProjectRows, r.ProjectEffects, r.ProjectDenied, func(q controller.RowQuota) int64 { return q.Project }),
+				ProjectID: r.ProjectID, left: left(r.ProjectRows, r.ProjectEffects, r.ProjectDenied, func(q flows.RowQuota) int64 { return q.Project }),
 			}
 		}
 	}
@@ -114,7 +114,7 @@ func (r flowRooms) enough(n int) bool {
 
 // take reports whether there is room for a flow, and takes it.
 func (r flowRooms) take(f core.Flow) bool {
-	rooms, kind := r.both(f.SandboxID), controller.KindOf(f)
+	rooms, kind := r.both(f.SandboxID), flows.KindOf(f)
 	for _, room := range rooms {
 		if room.left[kind] <= 0 {
 			return false
@@ -149,12 +149,12 @@ func (r flowRooms) omit(f core.Flow) {
 func (r flowRooms) kept(f core.Flow) {
 	for _, room := range r.both(f.SandboxID) {
 		room.Rows++
-		switch controller.KindOf(f) {
-		case controller.FlowEffect:
+		switch flows.KindOf(f) {
+		case flows.KindEffect:
 			room.Effects++
-		case controller.FlowRefused:
+		case flows.KindDenied:
 			room.Denied++
-		case controller.FlowRead:
+		case flows.KindRead:
 		}
 	}
 }
@@ -194,9 +194,9 @@ type omittedRow struct {
 }
 
 // OmittedFlows adds the months up.
-func (t *tx) OmittedFlows(ctx context.Context, id core.WorkspaceID) (controller.OmittedFlows, error) {
+func (t *tx) OmittedFlows(ctx context.Context, id core.WorkspaceID) (flows.Omitted, error) {
 	row, err := one[omittedRow](ctx, t, nil, `
 		SELECT coalesce(sum(r.omitted), 0)::bigint AS count, min(r.omitted_first_at) AS first_at, max(r.omitted_last_at) AS last_at
 		FROM workspaces w JOIN flow_rows r ON r.project_id = w.project_id AND r.workspace_id = w.id WHERE w.id = @id`, args{"id": id})
-	return controller.OmittedFlows{Count: row.Count, First: timeOf(row.First).UTC(), Last: timeOf(row.Last).UTC()}, err
+	return flows.Omitted{Count: row.Count, First: timeOf(row.First).UTC(), Last: timeOf(row.Last).UTC()}, err
 }

@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/controller/flows"
 	"github.com/coppice-dev/coppice/core"
 )
 
@@ -31,7 +32,7 @@ func TestCountedFlows(t *testing.T) {
 		}
 	}
 	d.mine(func(ctx context.Context, tx controller.Tx) error {
-		list, err := tx.WorkspaceFlows(ctx, w.ID, controller.FlowFilter{Limit: 10})
+		list, err := tx.WorkspaceFlows(ctx, w.ID, flows.Filter{Limit: 10})
 		f.Epoch = 1
 		if len(list) != 1 || list[0].Flow != f {
 			t.Errorf("kept: %+v, want %+v", list, f)
@@ -48,13 +49,13 @@ func TestFlowQuota(t *testing.T) {
 	d := newDB(t)
 	template := d.template()
 	w, other := d.ready(d.project, template), d.ready(d.project, template)
-	q := controller.FlowQuota{Reads: plenty, Denied: controller.RowQuota{Workspace: most, Project: 2*most + 10}, Effects: plenty}
+	q := flows.Quota{Reads: plenty, Denied: flows.RowQuota{Workspace: most, Project: 2*most + 10}, Effects: plenty}
 	deny := func(id string, of controller.Workspace, at time.Time) core.Flow {
 		f := post(id, of.Sandbox.ID, at)
 		f.Outcome, f.Rule, f.Grant, f.Reason = core.FlowDenied, "", "", "no rule"
 		return f
 	}
-	omitted := func(of controller.Workspace) (out controller.OmittedFlows) {
+	omitted := func(of controller.Workspace) (out flows.Omitted) {
 		t.Helper()
 		d.mine(func(ctx context.Context, tx controller.Tx) error {
 			var err error

@@ -147,11 +147,11 @@ const untested = "no test shows it yet; the last section of docs/LIMITS.md names
 // unlisted are constants that are named like bounds and have no row in docs/LIMITS.md, with the reason.
 var unlisted = map[string]string{
 	"controller.maxFailureDelay":         "a time: the longest delay of an answer to a wrong key",
-	"controller.maxFlows":                "an algorithm: rows of one statement",
 	"controller.maxLabel":                "a format: the length of a DNS label",
 	"controller.maxNeeders":              "a format: how many checkpoints a message names",
 	"controller/countersign.maxAge":      "a time",
 	"controller/countersign.maxAhead":    "a time",
+	"controller/flows.maxFlows":          "an algorithm: rows of one statement",
 	"controller/postgres.maxClasses":     untested,
 	"controller/postgres.maxKeysRow":     "a type: the row of a quota",
 	"guestagent.maxFlush":                "a time",
