@@ -16,6 +16,7 @@ import (
 
 	"github.com/coppice-dev/coppice/controller/countersign"
 	"github.com/coppice-dev/coppice/controller/flows"
+	"github.com/coppice-dev/coppice/controller/secretstore"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/bootclock"
 	"github.com/coppice-dev/coppice/internal/boundjson"
@@ -150,20 +151,20 @@ type Controller struct {
 	waiters  map[core.OperationID][]chan struct{} // for operations that others run
 	released map[core.WorkspaceID]chan struct{}   // closed when a capture of ours ends
 
-	feed        *feed
-	metrics     *metrics
-	journal     *flows.Journal
-	keys        keyring
-	limits      *limiter
-	images      imageAsks
-	uses        uses
-	admission   admission
-	samples     samples
-	marks       marks
-	data        dataCheck
-	authorities authorities
-	unsealings  unsealings
-	guestBytes  boundjson.Budget
+	feed       *feed
+	metrics    *metrics
+	journal    *flows.Journal
+	keys       keyring
+	limits     *limiter
+	images     imageAsks
+	uses       uses
+	admission  admission
+	samples    samples
+	marks      marks
+	data       dataCheck
+	secrets    *secretstore.Keeper
+	unsealings unsealings
+	guestBytes boundjson.Budget
 
 	countersigner *countersign.Countersigner // nil without an authority
 	unusable      error                      // why the authority that was given cannot be used; nothing starts then
@@ -193,6 +194,7 @@ func New(cfg Config, store Store, runners Runners, log *slog.Logger) *Controller
 	}
 	c.metrics = newMetrics(c, c.cfg.Metrics)
 	c.journal = newJournal(c)
+	c.secrets = secretstore.New(c.cfg.Wrapper, secretStore{store}, log)
 	if c.cfg.Authority != nil {
 		if c.countersigner, err = countersign.New(c.cfg.Authority, c.cfg.CertificateLife); err != nil {
 			c.countersigner = nil
@@ -260,7 +262,7 @@ func (c *Controller) Bootstrap(ctx context.Context) (Project, error) {
 	if c.unusable != nil {
 		return project, c.unusable
 	}
-	if err := errors.Join(c.rewrap(ctx), c.rewrapSecrets(ctx)); err != nil {
+	if err := errors.Join(c.rewrap(ctx), c.secrets.Rewrap(ctx)); err != nil {
 		return project, err
 	}
 	err := c.store.InTx(ctx, System(), func(tx Tx) error {

@@ -151,7 +151,7 @@ func (c *Controller) unlock(ctx context.Context, held []HeldGrant, limit time.Du
 		if g.Mode != grant.ModeHeader || keys[g.ProjectID] != "" || untrusted[g.ProjectID] != nil {
 			continue
 		}
-		a, err := c.authority(ctx, g.ProjectID)
+		a, err := c.secrets.Authority(ctx, g.ProjectID)
 		if err != nil {
 			untrusted[g.ProjectID] = err
 			continue
@@ -159,7 +159,7 @@ func (c *Controller) unlock(ctx context.Context, held []HeldGrant, limit time.Du
 		keys[g.ProjectID], k.roots[g.ProjectID] = a.SecretID, ca.Authority{Certificate: a.Certificate}
 		ids = append(ids, a.SecretID)
 	}
-	opened, failed := c.openSecrets(ctx, ids)
+	opened, failed := c.secrets.Decrypt(ctx, ids)
 	for project, id := range keys {
 		root := k.roots[project]
 		root.Key = opened[id]

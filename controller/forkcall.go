@@ -114,7 +114,7 @@ func (c *Controller) tell(ctx context.Context, plan *forkPlan, share []int, chil
 		if w.Egress != core.EgressDenyAll {
 			continue
 		}
-		if children[n].CA, err = c.trusted(ctx, w.ProjectID); err != nil {
+		if children[n].CA, err = c.secrets.Trusted(ctx, w.ProjectID); err != nil {
 			return err
 		}
 	}

@@ -11,6 +11,7 @@ import (
 
 	"golang.org/x/net/http/httpguts"
 
+	"github.com/coppice-dev/coppice/controller/secretstore"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/egress/grant"
 	"github.com/coppice-dev/coppice/egress/policy"
@@ -302,12 +303,12 @@ func (c *Controller) PutGrant(ctx context.Context, project core.ProjectID, id co
 	if err != nil {
 		return HeldGrant{}, Workspace{}, err
 	}
-	if _, err := c.authority(ctx, project); err != nil {
+	if _, err := c.secrets.Authority(ctx, project); err != nil {
 		return HeldGrant{}, Workspace{}, err
 	}
-	var sealed *SealedSecret
+	var sealed *secretstore.Secret
 	if r.Secret.Reveal() != "" {
-		if sealed, err = c.sealSecret(ctx, project, []byte(r.Secret.Reveal())); err != nil {
+		if sealed, err = c.secrets.Encrypt(ctx, project, []byte(r.Secret.Reveal())); err != nil {
 			return HeldGrant{}, Workspace{}, err
 		}
 	}

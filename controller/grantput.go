@@ -5,6 +5,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/coppice-dev/coppice/controller/secretstore"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/egress/grant"
 	"github.com/coppice-dev/coppice/egress/policy"
@@ -94,7 +95,7 @@ func deliverable(ctx context.Context, tx Tx, g Grant, was int) error {
 	return err
 }
 
-func putGrant(ctx context.Context, tx Tx, g Grant, ttl time.Duration, sealed *SealedSecret) (HeldGrant, error) {
+func putGrant(ctx context.Context, tx Tx, g Grant, ttl time.Duration, sealed *secretstore.Secret) (HeldGrant, error) {
 	was, list, err := heldGrant(ctx, tx, g.Owner, g.Name)
 	if err != nil && core.CategoryOf(err) != core.NotFound {
 		return was, err

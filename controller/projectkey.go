@@ -6,6 +6,7 @@ import (
 	"strings"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/controller/secretstore"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/snapshotstore/blob"
 	"github.com/coppice-dev/coppice/snapshotstore/envelope"
@@ -67,7 +68,7 @@ type ProjectKeyTx interface {
 
 func (c *Controller) wrapper() (Wrapper, error) {
 	if c.cfg.Wrapper == nil {
-		return nil, core.Errorf(core.FailedPrecondition, core.CodeKeyUnavailable, "this controller has no master key, so nothing can be encrypted or decrypted; start controllers with --master-key-file")
+		return nil, secretstore.ErrNoMasterKey
 	}
 	return c.cfg.Wrapper, nil
 }

@@ -14,3 +14,18 @@ type SecretSource interface {
 	// Read returns the secret that is there now; SECRET_NOT_FOUND, or SECRET_UNAVAILABLE when nobody can say.
 	Read(ctx context.Context, project core.ProjectID, ref string) (grant.Secret, error)
 }
+
+func (c *Controller) secretSource() (SecretSource, error) {
+	if c.cfg.Secrets == nil {
+		return nil, core.Errorf(core.Unavailable, core.CodeSecretUnavailable, "vault_ref: this controller knows no place that secrets are in; start controllers with --vault-addr, or give the secret itself")
+	}
+	return c.cfg.Secrets, nil
+}
+
+func (c *Controller) readSource(ctx context.Context, project core.ProjectID, ref string) (grant.Secret, error) {
+	source, err := c.secretSource()
+	if err != nil {
+		return grant.Secret{}, err
+	}
+	return source.Read(ctx, project, ref)
+}

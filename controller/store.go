@@ -9,6 +9,7 @@ import (
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/controller/flows"
 	"github.com/coppice-dev/coppice/controller/retention"
+	"github.com/coppice-dev/coppice/controller/secretstore"
 	"github.com/coppice-dev/coppice/core"
 )
 
@@ -63,8 +64,7 @@ type Tx interface {
 	WorkspaceTx
 	RulesTx
 	GrantTx
-	SecretTx
-	AuthorityTx
+	secretstore.Tx
 	flows.Tx
 	SandboxTx
 	CheckpointTx

@@ -3,12 +3,12 @@ package postgres
 import (
 	"context"
 
-	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/controller/secretstore"
 	"github.com/coppice-dev/coppice/core"
 )
 
 // InsertSecret keeps a value.
-func (t *tx) InsertSecret(ctx context.Context, s controller.SealedSecret) error {
+func (t *tx) InsertSecret(ctx context.Context, s secretstore.Secret) error {
 	_, err := t.exec(ctx, `INSERT INTO secrets (id, project_id, master_id, sealed_key, sealed) VALUES (@id, @project, @master, @key, @box)`,
 		args{"id": s.ID, "project": s.ProjectID, "master": s.Master, "key": s.Key, "box": s.Box})
 	return err
@@ -28,27 +28,27 @@ type secretRow struct {
 	Box       []byte         `db:"sealed"`
 }
 
-func (t *tx) secrets(ctx context.Context, where string, a args) ([]controller.SealedSecret, error) {
+func (t *tx) secrets(ctx context.Context, where string, a args) ([]secretstore.Secret, error) {
 	rows, err := many[secretRow](ctx, t, `SELECT id, project_id, master_id, sealed_key, sealed FROM secrets WHERE `+where+` ORDER BY id`, a)
-	list := make([]controller.SealedSecret, len(rows))
+	list := make([]secretstore.Secret, len(rows))
 	for i, r := range rows {
-		list[i] = controller.SealedSecret(r)
+		list[i] = secretstore.Secret(r)
 	}
 	return list, err
 }
 
 // Secrets returns those that are there.
-func (t *tx) Secrets(ctx context.Context, ids []string) ([]controller.SealedSecret, error) {
+func (t *tx) Secrets(ctx context.Context, ids []string) ([]secretstore.Secret, error) {
 	return t.secrets(ctx, `id = ANY(@ids::text[])`, args{"ids": ids})
 }
 
 // OtherSecrets returns those that another master key has wrapped.
-func (t *tx) OtherSecrets(ctx context.Context, master string) ([]controller.SealedSecret, error) {
+func (t *tx) OtherSecrets(ctx context.Context, master string) ([]secretstore.Secret, error) {
 	return t.secrets(ctx, `master_id <> @master`, args{"master": master})
 }
 
 // RewrapSecret leaves alone what another controller has wrapped meanwhile.
-func (t *tx) RewrapSecret(ctx context.Context, s controller.SealedSecret, old string) error {
+func (t *tx) RewrapSecret(ctx context.Context, s secretstore.Secret, old string) error {
 	_, err := t.exec(ctx, `UPDATE secrets SET master_id = @master, sealed_key = @key WHERE id = @id AND master_id = @old`,
 		args{"id": s.ID, "master": s.Master, "key": s.Key, "old": old})
 	return err
@@ -63,14 +63,14 @@ type authorityRow struct {
 const authorityColumns = ` project_id, certificate, secret_id`
 
 // Authority returns that of a project.
-func (t *tx) Authority(ctx context.Context, project core.ProjectID) (controller.Authority, error) {
+func (t *tx) Authority(ctx context.Context, project core.ProjectID) (secretstore.Authority, error) {
 	row, err := one[authorityRow](ctx, t, core.Errorf(core.NotFound, core.CodeProjectNotFound, "project %s has no authority yet", project),
 		`SELECT`+authorityColumns+` FROM project_authorities WHERE project_id = @project`, args{"project": project})
-	return controller.Authority(row), err
+	return secretstore.Authority(row), err
 }
 
 // InsertAuthority returns the one that is there.
-func (t *tx) InsertAuthority(ctx context.Context, a controller.Authority) (controller.Authority, error) {
+func (t *tx) InsertAuthority(ctx context.Context, a secretstore.Authority) (secretstore.Authority, error) {
 	if _, err := t.exec(ctx, `INSERT INTO project_authorities (project_id, certificate, secret_id) VALUES (@project, @certificate, @secret) ON CONFLICT DO NOTHING`,
 		args{"project": a.ProjectID, "certificate": a.Certificate, "secret": a.SecretID}); err != nil {
 		return a, err
