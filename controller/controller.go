@@ -161,6 +161,7 @@ type Controller struct {
 	admission  admission
 	samples    samples
 	marks      marks
+	planning   chan struct{} // a place for each plan of a retention that is being made
 	data       dataCheck
 	secrets    *secretstore.Keeper
 	unsealings unsealings
@@ -188,6 +189,7 @@ func New(cfg Config, store Store, runners Runners, log *slog.Logger) *Controller
 		running: map[core.OperationID]*Task{}, starting: map[core.OperationID]bool{}, waiters: map[core.OperationID][]chan struct{}{}, released: map[core.WorkspaceID]chan struct{}{}, feed: newFeed(),
 		guestBytes: boundjson.Budget{Total: guestBytesTotal, Share: guestBytesShare, Free: guestBytesFree},
 		imports:    make(chan struct{}, maxImports), manifests: make(chan struct{}, maxManifests), exports: make(chan struct{}, maxExports),
+		planning: make(chan struct{}, planPlaces),
 	}
 	if c.cfg.Metrics == nil {
 		c.cfg.Metrics = prometheus.NewRegistry()

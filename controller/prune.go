@@ -14,7 +14,9 @@ import (
 const (
 	// MaxPrune is how many checkpoints one operation deletes.
 	MaxPrune       = 2000
-	pruneBatch     = 50 // in one transaction
+	pruneBatch     = 100       // in one transaction
+	maxTree        = 2_000_000 // nodes of one plan, of about 150 bytes each in memory
+	planPlaces     = 2         // plans that are made at once; of stored policies, one
 	retentionEvery = time.Minute
 	retentionWait  = 20 * time.Second
 
@@ -39,7 +41,8 @@ type Retention struct {
 // PruneResult is what is to be deleted, or was.
 type PruneResult struct {
 	DryRun    bool        `json:"-"`
-	Items     []PruneItem `json:"items"`
+	Items     []PruneItem `json:"items"` // at most MaxPrune
+	Planned   int         `json:"planned,omitempty"`
 	Kept      int         `json:"kept"`
 	KeptBytes int64       `json:"kept_bytes"`
 	Over      bool        `json:"over,omitempty"`      // what had to be kept is more than the policy's bytes
@@ -72,50 +75,123 @@ func (p RetentionPolicy) validate() error {
 	return nil
 }
 
+// SubtreeWalk is how far a walk through a checkpoint and what grew from it has come. Only ID is set at its beginning.
+type SubtreeWalk struct {
+	ID    core.CheckpointID
+	Begun bool
+	More  bool // there may be more; of a walk from a root
+
+	Root  bool              // ID is the root of a tree: the walk goes by generations
+	Depth int               // of the last node
+	After core.CheckpointID // the last node
+
+	Open []SubtreeBranch // of other walks: nodes whose children are to be read
+}
+
+// SubtreeBranch is a node whose children with ids above After are to be read.
+type SubtreeBranch struct{ Parent, After core.CheckpointID }
+
+// Done says whether the walk is at its end.
+func (w SubtreeWalk) Done() bool { return w.Begun && !w.More && len(w.Open) == 0 }
+
+// Deletion is what became of a checkpoint that was to be deleted.
+type Deletion struct {
+	Checkpoint core.CheckpointID
+	Endpoint   string // of its runner
+	Gone       bool   // it is deleted, now or before
+	Refused    error  // what needs it
+}
+
+// walkSubtree reads a checkpoint and what grew from it in parts, each in a transaction of its own, until visit says that it is enough.
+func (c *Controller) walkSubtree(ctx context.Context, project core.ProjectID, id core.CheckpointID, annotation string, visit func(retention.Node) (more bool, err error)) error {
+	for walk := (SubtreeWalk{ID: id}); !walk.Done(); {
+		var nodes []retention.Node
+		err := c.store.InTx(ctx, InProject(project), func(tx Tx) error {
+			part, next, err := tx.Subtree(ctx, walk, annotation)
+			if err == nil {
+				nodes, walk = part, next
+			}
+			return err
+		})
+		if err != nil {
+			return err
+		}
+		for _, n := range nodes {
+			if more, err := visit(n); err != nil || !more {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+// plan finds out what a policy does not keep. It reads the tree once. Few plans are made at a time, for their memory.
+func (c *Controller) plan(ctx context.Context, project core.ProjectID, id core.CheckpointID, policy RetentionPolicy) (retention.Plan, error) {
+	select {
+	case c.planning <- struct{}{}:
+		defer func() { <-c.planning }()
+	case <-ctx.Done():
+		return retention.Plan{}, context.Cause(ctx)
+	}
+	tree := retention.Tree{Most: maxTree}
+	err := c.walkSubtree(ctx, project, id, policy.Annotation, func(n retention.Node) (bool, error) {
+		if !tree.Add(n) {
+			return false, core.Errorf(core.Invalid, core.CodeUnsupported, "more than %d checkpoints grew from %s; use policies further down the tree", maxTree, id)
+		}
+		return true, nil
+	})
+	if err != nil {
+		return retention.Plan{}, err
+	}
+	return tree.Plan(policy.Policy, time.Now()), nil
+}
+
 // PruneCheckpoints deletes what a policy does not keep of a checkpoint and what grew from it.
 func (c *Controller) PruneCheckpoints(ctx context.Context, project core.ProjectID, id core.CheckpointID, policy RetentionPolicy, dryRun bool, wait time.Duration) (Answer, error) {
 	if err := policy.validate(); err != nil {
 		return Answer{}, err
 	}
-	return c.pruneBy(ctx, project, dryRun, wait, func(ctx context.Context, tx Tx) (*PruneResult, error) {
-		nodes, err := tx.Subtree(ctx, id, policy.Annotation)
-		if err != nil {
-			return nil, err
-		}
-		plan := retention.Make(nodes, policy.Policy, time.Now())
-		out := &PruneResult{Kept: plan.Kept, KeptBytes: plan.KeptBytes, Over: plan.Over}
-		for _, r := range plan.Remove {
-			out.Items = append(out.Items, PruneItem{ID: r.ID, Reason: r.Reason, Bytes: r.Bytes})
-		}
-		return out, nil
-	})
+	plan, err := c.plan(ctx, project, id, policy)
+	if err != nil {
+		return Answer{}, err
+	}
+	return c.prune(ctx, project, pruneOf(plan, plan.Remove), dryRun, wait)
+}
+
+// pruneOf is the newest part of what a plan removes, as much as one operation deletes. What grew goes before what it grew from: then little
+// of what is deleted stays as an ancestor.
+func pruneOf(plan retention.Plan, remove []retention.Removal) *PruneResult {
+	out := &PruneResult{Planned: len(remove), Kept: plan.Kept, KeptBytes: plan.KeptBytes, Over: plan.Over, Truncated: len(remove) > MaxPrune}
+	for _, r := range remove[max(0, len(remove)-MaxPrune):] {
+		out.Items = append(out.Items, PruneItem{ID: r.ID, Reason: r.Reason, Bytes: r.Bytes})
+	}
+	return out
 }
 
 // DeleteCheckpoints deletes a checkpoint and what grew from it, or nothing when one of them cannot go.
 func (c *Controller) DeleteCheckpoints(ctx context.Context, project core.ProjectID, id core.CheckpointID, cascade, dryRun bool, wait time.Duration) (Answer, error) {
-	return c.pruneBy(ctx, project, dryRun, wait, func(ctx context.Context, tx Tx) (*PruneResult, error) {
-		nodes, err := tx.Subtree(ctx, id, "")
-		if err != nil {
-			return nil, err
+	out, held := &PruneResult{}, []retention.Node{}
+	err := c.walkSubtree(ctx, project, id, "", func(n retention.Node) (bool, error) {
+		if n.Held != "" && n.Held != heldByWorkspace {
+			held = append(held, n)
 		}
-		if !cascade {
-			nodes = slices.DeleteFunc(nodes, func(n retention.Node) bool { return n.ID != id })
+		if !n.Gone {
+			out.Items = append(out.Items, PruneItem{ID: n.ID, Reason: reasonCascade, Bytes: n.Bytes})
 		}
-		out := &PruneResult{}
-		for _, n := range nodes {
-			if n.Held != "" && n.Held != heldByWorkspace {
-				return nil, heldError(nodes)
-			}
-			if !n.Gone {
-				out.Items = append(out.Items, PruneItem{ID: n.ID, Reason: reasonCascade, Bytes: n.Bytes})
-			}
-		}
-		if len(out.Items) > MaxPrune {
-			return nil, core.Errorf(core.Invalid, core.CodeUnsupported, "%d checkpoints grew from %s; at most %d are deleted at once, so begin further down the tree", len(out.Items), id, MaxPrune)
-		}
-		slices.SortFunc(out.Items, func(a, b PruneItem) int { return strings.Compare(string(a.ID), string(b.ID)) })
-		return out, nil
+		return cascade && len(held) <= heldNamed && len(out.Items) <= MaxPrune, nil // the first node is the checkpoint itself
 	})
+	if err != nil {
+		return Answer{}, err
+	}
+	if len(held) > 0 {
+		return Answer{}, heldError(held)
+	}
+	if len(out.Items) > MaxPrune {
+		return Answer{}, core.Errorf(core.Invalid, core.CodeUnsupported, "more than %d checkpoints grew from %s; at most %d are deleted at once, so begin further down the tree", MaxPrune, id, MaxPrune)
+	}
+	slices.SortFunc(out.Items, func(a, b PruneItem) int { return strings.Compare(string(a.ID), string(b.ID)) })
+	out.Planned = len(out.Items)
+	return c.prune(ctx, project, out, dryRun, wait)
 }
 
 // What a checkpoint can be held by, as Subtree says it.
@@ -124,44 +200,33 @@ const (
 	heldByWorkspace = "workspace"
 )
 
+// heldNamed is how many checkpoints the answer of a refused cascade names.
+const heldNamed = 5
+
 // heldError names what stands in the way of a cascade.
-func heldError(nodes []retention.Node) error {
-	const most = 5
+func heldError(held []retention.Node) error {
 	code, names := core.CodeCheckpointInUse, []string{}
-	for _, n := range nodes {
-		if n.Held == "" || n.Held == heldByWorkspace {
-			continue
-		}
+	for _, n := range held {
 		if n.Held == heldByPin {
 			code = core.CodeCheckpointPinned
 		}
-		if names = append(names, string(n.ID)+" ("+n.Held+")"); len(names) > most {
-			names[most] = "others"
+		if names = append(names, string(n.ID)+" ("+n.Held+")"); len(names) > heldNamed {
+			names[heldNamed] = "others"
 			break
 		}
 	}
 	return core.Errorf(core.FailedPrecondition, code, "nothing was deleted, because these cannot go: %s", strings.Join(names, ", "))
 }
 
-// pruneBy plans and, unless it is a dry run, carries the plan out.
-func (c *Controller) pruneBy(ctx context.Context, project core.ProjectID, dryRun bool, wait time.Duration, plan func(context.Context, Tx) (*PruneResult, error)) (Answer, error) {
+// prune carries a plan out, unless it is a dry run. What came into use since is refused when it is to be deleted, one by one.
+func (c *Controller) prune(ctx context.Context, project core.ProjectID, plan *PruneResult, dryRun bool, wait time.Duration) (Answer, error) {
 	if dryRun {
-		out, err := read(ctx, c, InProject(project), func(tx Tx) (*PruneResult, error) { return plan(ctx, tx) })
-		if err != nil {
-			return Answer{}, err
-		}
-		out.DryRun = true
-		return Answer{Done: true, Result: Result{Prune: out}}, nil
+		plan.DryRun = true
+		return Answer{Done: true, Result: Result{Prune: plan}}, nil
 	}
 	op := Operation{ProjectID: project, Kind: OpPruneCheckpoints, Step: "delete"}
-	t, err := c.begin(ctx, InProject(project), op, func(ctx context.Context, tx Tx, _ *Operation, in *opInput, _ int) (any, error) {
-		var err error
-		if in.Prune, err = plan(ctx, tx); err != nil {
-			return nil, err
-		}
-		if len(in.Prune.Items) > MaxPrune {
-			in.Prune.Items, in.Prune.Truncated = in.Prune.Items[:MaxPrune], true
-		}
+	t, err := c.begin(ctx, InProject(project), op, func(_ context.Context, _ Tx, _ *Operation, in *opInput, _ int) (any, error) {
+		in.Prune = plan
 		return nil, nil
 	})
 	if err != nil {
@@ -170,33 +235,34 @@ func (c *Controller) pruneBy(ctx context.Context, project core.ProjectID, dryRun
 	return t.await(ctx, wait)
 }
 
-// workPrune is the work of prune_checkpoints. To delete what is deleted changes nothing, so a resumed one begins anew.
+// workPrune is the work of prune_checkpoints. To delete what is deleted changes nothing, so a resumed one begins anew. The newest go first.
 func (c *Controller) workPrune(ctx context.Context, t *Task) error {
 	out := *t.in.Prune
 	out.Items = slices.Clone(out.Items)
-	for items := range slices.Chunk(out.Items, pruneBatch) {
-		var gone []Checkpoint
-		err := t.load(ctx, func(tx Tx) error {
-			gone = nil
-			for i := range items { // in the order of their ids, which is that of their locks
-				cp, err := tx.DeleteCheckpoint(ctx, items[i].ID, items[i].Reason != reasonCascade)
-				items[i].Skipped = ""
-				switch category := core.CategoryOf(err); {
-				case err == nil && cp.State == core.CheckpointDeleted:
-					gone = append(gone, cp)
-				case err == nil:
-					items[i].Skipped = "it came into use"
-				case category == core.FailedPrecondition:
-					items[i].Skipped = core.MessageOf(err)
-				case category == core.NotFound: // deleted, and nobody's ancestor
-				default:
-					return err
-				}
-			}
-			return nil
+	for end := len(out.Items); end > 0; end -= pruneBatch {
+		items := out.Items[max(0, end-pruneBatch):end]
+		ids, at := make([]core.CheckpointID, len(items)), make(map[core.CheckpointID]*PruneItem, len(items))
+		for i := range items {
+			ids[i], at[items[i].ID] = items[i].ID, &items[i]
+		}
+		var list []Deletion
+		err := t.load(ctx, func(tx Tx) (err error) {
+			list, err = tx.DeleteCheckpoints(ctx, ids, items[0].Reason != reasonCascade)
+			return err
 		})
 		if err != nil {
 			return err
+		}
+		var gone []Checkpoint
+		for _, d := range list { // what is not among them was deleted, and is nobody's ancestor
+			switch {
+			case d.Refused != nil:
+				at[d.Checkpoint].Skipped = core.MessageOf(d.Refused)
+			case d.Gone:
+				gone = append(gone, Checkpoint{ID: d.Checkpoint, State: core.CheckpointDeleted, Endpoint: d.Endpoint})
+			default:
+				at[d.Checkpoint].Skipped = "it came into use"
+			}
 		}
 		c.dropCheckpoints(ctx, gone)
 		t.watch.Lap("delete")
@@ -271,10 +337,10 @@ func (c *Controller) retain(ctx context.Context) error {
 	}
 	var errs []error
 	for _, r := range list {
-		plan, err := c.PruneCheckpoints(ctx, r.ProjectID, r.Checkpoint, r.Policy, true, 0)
-		if err == nil && len(plan.Result.Prune.Items) > 0 {
+		plan, err := c.plan(ctx, r.ProjectID, r.Checkpoint, r.Policy)
+		if err == nil && len(plan.Remove) > 0 {
 			var done Answer
-			if done, err = c.PruneCheckpoints(ctx, r.ProjectID, r.Checkpoint, r.Policy, false, retentionWait); err == nil && done.Done {
+			if done, err = c.prune(ctx, r.ProjectID, pruneOf(plan, plan.Remove), false, retentionWait); err == nil && done.Done {
 				c.log.InfoContext(ctx, "retention policy carried out", "checkpoint_id", r.Checkpoint, "checkpoints", len(done.Result.Prune.Items), "bytes", done.Result.Prune.Bytes())
 			}
 		}

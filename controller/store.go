@@ -255,8 +255,11 @@ type CheckpointTx interface {
 	// it, and if spare says so when it is a living workspace's source or head; CHECKPOINT_PINNED. Deleting one that is deleted
 	// or failed already is no error.
 	DeleteCheckpoint(ctx context.Context, id core.CheckpointID, spare bool) (Checkpoint, error)
-	// Subtree returns a checkpoint and what grew from it, scored by an annotation.
-	Subtree(ctx context.Context, id core.CheckpointID, annotation string) ([]retention.Node, error)
+	// DeleteCheckpoints is DeleteCheckpoint for many. It returns what became of each that exists; a refusal of one is no error.
+	DeleteCheckpoints(ctx context.Context, ids []core.CheckpointID, spare bool) ([]Deletion, error)
+	// Subtree returns the next nodes of a walk through a checkpoint and what grew from it, scored by an annotation, and how the walk goes
+	// on. It reads a bounded number of rows. Nodes come after their parents. What grows during the walk may be missing.
+	Subtree(ctx context.Context, w SubtreeWalk, annotation string) ([]retention.Node, SubtreeWalk, error)
 	// Retention returns the policy of a checkpoint; NotFound when it has none. Retentions returns those of all projects.
 	Retention(ctx context.Context, id core.CheckpointID) (Retention, error)
 	Retentions(ctx context.Context) ([]Retention, error)

@@ -32,7 +32,7 @@ func pruneResultOf(r *controller.PruneResult) api.PruneResult {
 		return api.PruneResult{Items: []api.PruneItem{}}
 	}
 	return api.PruneResult{
-		DryRun: r.DryRun, Bytes: r.Bytes(), Kept: r.Kept, KeptBytes: r.KeptBytes, OverBudget: r.Over, Truncated: r.Truncated,
+		DryRun: r.DryRun, Bytes: r.Bytes(), Kept: r.Kept, KeptBytes: r.KeptBytes, OverBudget: r.Over, Truncated: r.Truncated, Planned: r.Planned,
 		Items: convert(r.Items, func(i controller.PruneItem) api.PruneItem {
 			return api.PruneItem{CheckpointID: string(i.ID), Reason: api.PruneItemReason(i.Reason), Bytes: i.Bytes, Skipped: i.Skipped}
 		}),

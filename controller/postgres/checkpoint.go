@@ -3,6 +3,8 @@ package postgres
 import (
 	"context"
 	"encoding/json"
+	"maps"
+	"slices"
 	"time"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
@@ -294,77 +296,156 @@ func (t *tx) DropTemplate(ctx context.Context, id core.CheckpointID) error {
 }
 
 type useRow struct {
-	Operation string `db:"operation"`
-	Suspended string `db:"suspended"`
-	Living    string `db:"living"`
-	Pinned    bool   `db:"pinned"`
+	ID        core.CheckpointID    `db:"id"`
+	State     core.CheckpointState `db:"state"`
+	Endpoint  string               `db:"endpoint"`
+	Operation string               `db:"operation"`
+	Suspended string               `db:"suspended"`
+	Living    string               `db:"living"`
+	Pinned    bool                 `db:"pinned"`
 }
 
-// inUse says what a node is needed for. The caller has locked it against new forks.
-func (t *tx) inUse(ctx context.Context, id core.CheckpointID, spare bool) error {
-	use, err := one[useRow](ctx, t, nil, `
-		SELECT coalesce((SELECT o.id FROM operations o WHERE o.checkpoint_id = @id AND o.state IN ('pending', 'running') LIMIT 1), '') AS operation,
-			coalesce((SELECT w.id FROM workspaces w WHERE w.checkpoint_id = @id AND w.state = 'suspended' LIMIT 1), '') AS suspended,
-			coalesce((SELECT w.id FROM workspaces w WHERE @spare AND (w.checkpoint_id = @id OR w.parent_checkpoint_id = @id) AND w.ended_at IS NULL LIMIT 1), '') AS living,
-			coalesce((SELECT c.pinned FROM checkpoints c WHERE c.id = @id AND c.state IN (`+living+`)), false) AS pinned`, args{"id": id, "spare": spare})
+// refusal says what a node is needed for; nil: for nothing.
+func (u useRow) refusal() error {
 	switch {
-	case err != nil:
-		return err
-	case use.Pinned:
-		return core.Errorf(core.FailedPrecondition, core.CodeCheckpointPinned, "checkpoint %s is pinned; unpin it first", id)
-	case use.Operation != "":
-		return core.Errorf(core.FailedPrecondition, core.CodeCheckpointInUse, "checkpoint %s is in use by operation %s; delete it when that has ended", id, use.Operation)
-	case use.Suspended != "":
-		return core.Errorf(core.FailedPrecondition, core.CodeCheckpointInUse, "workspace %s is suspended as checkpoint %s; resume or terminate it first", use.Suspended, id)
-	case use.Living != "":
-		return core.Errorf(core.FailedPrecondition, core.CodeCheckpointInUse, "checkpoint %s is the source of workspace %s", id, use.Living)
+	case u.Pinned:
+		return core.Errorf(core.FailedPrecondition, core.CodeCheckpointPinned, "checkpoint %s is pinned; unpin it first", u.ID)
+	case u.Operation != "":
+		return core.Errorf(core.FailedPrecondition, core.CodeCheckpointInUse, "checkpoint %s is in use by operation %s; delete it when that has ended", u.ID, u.Operation)
+	case u.Suspended != "":
+		return core.Errorf(core.FailedPrecondition, core.CodeCheckpointInUse, "workspace %s is suspended as checkpoint %s; resume or terminate it first", u.Suspended, u.ID)
+	case u.Living != "":
+		return core.Errorf(core.FailedPrecondition, core.CodeCheckpointInUse, "checkpoint %s is the source of workspace %s", u.ID, u.Living)
 	}
 	return nil
 }
 
-// DeleteCheckpoint marks a node deleted and stops showing what nobody's ancestor is. What came into use since it was looked at
-// does not meet the conditions of the change.
+// uses says what nodes are needed for, those that are shown and those that never were. It locks them against new forks, in the order of
+// their ids.
+func (t *tx) uses(ctx context.Context, ids []core.CheckpointID, spare bool) ([]useRow, error) {
+	ids = slices.Clone(ids)
+	slices.Sort(ids)
+	a := args{"ids": texts(ids), "spare": spare}
+	if _, err := t.exec(ctx, `SELECT pg_advisory_xact_lock(hashtextextended(o.id, 0)) FROM (SELECT u.id FROM unnest(@ids::text[]) WITH ORDINALITY AS u (id, n) ORDER BY u.n) AS o`,
+		args{"ids": a["ids"]}); err != nil {
+		return nil, err
+	}
+	return many[useRow](ctx, t, `
+		SELECT c.id, c.state, coalesce((SELECT r.endpoint FROM runners r WHERE r.id = c.runner_id), '') AS endpoint,
+			coalesce((SELECT o.id FROM operations o WHERE o.checkpoint_id = c.id AND o.state IN ('pending', 'running') LIMIT 1), '') AS operation,
+			coalesce((SELECT w.id FROM workspaces w WHERE w.checkpoint_id = c.id AND w.state = 'suspended' AND w.ended_at IS NULL LIMIT 1), '') AS suspended,
+			coalesce((SELECT w.id FROM workspaces w WHERE @spare AND w.checkpoint_id = c.id AND w.ended_at IS NULL LIMIT 1),
+				(SELECT w.id FROM workspaces w WHERE @spare AND w.parent_checkpoint_id = c.id AND w.ended_at IS NULL LIMIT 1), '') AS living,
+			c.pinned AND c.state IN (`+living+`) AS pinned
+		FROM unnest(@ids::text[]) AS u (id) CROSS JOIN LATERAL (SELECT * FROM checkpoints x WHERE x.id = u.id LIMIT 1) c WHERE NOT c.pruned`, a)
+}
+
+// setDeleted changes the state. What came into use since it was looked at does not meet the conditions of the change.
+const setDeleted = `
+	UPDATE checkpoints SET state = @to, ended_at = coalesce(ended_at, now())
+	WHERE id = ANY(@ids::text[]) AND state = ANY(@from::text[]) AND (NOT pinned OR state = 'failed')
+		AND NOT EXISTS (SELECT 1 FROM workspaces w WHERE w.checkpoint_id = checkpoints.id AND w.state = 'suspended' AND w.ended_at IS NULL)`
+
+func deletedOf(ids ...core.CheckpointID) args {
+	return args{"ids": texts(ids), "to": core.CheckpointDeleted, "from": texts(core.CheckpointDeleted.Sources())}
+}
+
+// DeleteCheckpoint marks a node deleted and stops showing what nobody's ancestor is.
 func (t *tx) DeleteCheckpoint(ctx context.Context, id core.CheckpointID, spare bool) (controller.Checkpoint, error) {
-	if _, err := t.exec(ctx, `SELECT pg_advisory_xact_lock(hashtextextended(@id::text, 0))`, args{"id": id}); err != nil {
+	uses, err := t.uses(ctx, []core.CheckpointID{id}, spare)
+	if err == nil && len(uses) == 1 {
+		err = uses[0].refusal()
+	}
+	if err != nil {
 		return controller.Checkpoint{}, err
 	}
-	if err := t.inUse(ctx, id, spare); err != nil {
-		return controller.Checkpoint{}, err
-	}
-	rows, err := many[checkpointRow](ctx, t, `
-		WITH c AS (
-			UPDATE checkpoints SET state = @to, ended_at = coalesce(ended_at, now())
-			WHERE id = @id AND state = ANY(@from::text[]) AND (NOT pinned OR state = 'failed')
-				AND NOT EXISTS (SELECT 1 FROM workspaces w WHERE w.checkpoint_id = @id AND w.state = 'suspended') RETURNING *
-		)
-		SELECT`+checkpointColumns+` FROM c`+checkpointJoins,
-		args{"id": id, "to": core.CheckpointDeleted, "from": texts(core.CheckpointDeleted.Sources())})
+	rows, err := many[checkpointRow](ctx, t, `WITH c AS (`+setDeleted+` RETURNING *) SELECT`+checkpointColumns+` FROM c`+checkpointJoins, deletedOf(id))
 	if err != nil {
 		return controller.Checkpoint{}, err
 	}
 	if len(rows) == 0 {
 		return t.Checkpoint(ctx, id)
 	}
-	return rows[0].checkpoint(), t.prune(ctx, id)
+	return rows[0].checkpoint(), t.prune(ctx, []core.CheckpointID{id})
 }
 
-type parentRow struct {
-	Parent *core.CheckpointID `db:"parent_id"`
+// DeleteCheckpoints does that with many, with a few statements for all of them.
+func (t *tx) DeleteCheckpoints(ctx context.Context, ids []core.CheckpointID, spare bool) ([]controller.Deletion, error) {
+	uses, err := t.uses(ctx, ids, spare)
+	if err != nil {
+		return nil, err
+	}
+	list, free := make([]controller.Deletion, len(uses)), make([]core.CheckpointID, 0, len(uses))
+	for i, u := range uses {
+		list[i] = controller.Deletion{Checkpoint: u.ID, Endpoint: u.Endpoint, Gone: u.State == core.CheckpointDeleted, Refused: u.refusal()}
+		if list[i].Refused == nil && !list[i].Gone {
+			free = append(free, u.ID)
+		}
+	}
+	rows, err := many[struct {
+		ID core.CheckpointID `db:"id"`
+	}](ctx, t, setDeleted+` RETURNING id`, deletedOf(free...))
+	if err != nil {
+		return nil, err
+	}
+	gone := make(map[core.CheckpointID]bool, len(rows))
+	for _, r := range rows {
+		gone[r.ID] = true
+	}
+	for i := range list {
+		list[i].Gone = list[i].Gone || gone[list[i].Checkpoint]
+	}
+	return list, t.prune(ctx, slices.Collect(maps.Keys(gone)))
 }
 
-// prune stops showing a deleted node that is nobody's ancestor and no living workspace's head, then its parent, and so on.
-func (t *tx) prune(ctx context.Context, id core.CheckpointID) error {
-	for {
-		rows, err := many[parentRow](ctx, t, `
-			UPDATE checkpoints c SET pruned = true WHERE c.id = @id AND c.state = 'deleted' AND NOT c.pruned
-				AND NOT EXISTS (SELECT 1 FROM checkpoints k WHERE k.parent_id = c.id AND NOT k.pruned AND k.state <> 'failed')
-				AND NOT EXISTS (SELECT 1 FROM workspaces w WHERE w.checkpoint_id = c.id AND w.ended_at IS NULL)
-			RETURNING c.parent_id`, args{"id": id})
-		if err != nil || len(rows) == 0 || rows[0].Parent == nil {
+const (
+	pruneLevels = 500  // generations of one statement
+	pruneMost   = 2000 // rows of one transaction, about; the sweep does the rest
+)
+
+// pruneUp stops showing deleted nodes that are nobody's ancestors and no living workspace's head, and of each of their ancestors of which the
+// same is true then, as far as each has no other child that is shown. It returns them with their parents.
+const pruneUp = `
+	WITH RECURSIVE up AS (
+		SELECT c.id, c.parent_id, 1 AS n FROM unnest(@ids::text[]) AS u (id) CROSS JOIN LATERAL (SELECT * FROM checkpoints x WHERE x.id = u.id LIMIT 1) c
+		WHERE c.state = 'deleted' AND NOT c.pruned
+			AND NOT EXISTS (SELECT 1 FROM checkpoints k WHERE k.parent_id = c.id AND NOT k.pruned AND k.state <> 'failed')
+			AND NOT EXISTS (SELECT 1 FROM workspaces w WHERE w.checkpoint_id = c.id AND w.ended_at IS NULL)
+		UNION ALL
+		SELECT p.id, p.parent_id, up.n + 1 FROM up CROSS JOIN LATERAL (SELECT * FROM checkpoints x WHERE x.id = up.parent_id LIMIT 1) p
+		WHERE up.n < @levels::int AND p.state = 'deleted' AND NOT p.pruned
+			AND NOT EXISTS (SELECT 1 FROM checkpoints k WHERE k.parent_id = p.id AND k.id <> up.id AND NOT k.pruned AND k.state <> 'failed')
+			AND NOT EXISTS (SELECT 1 FROM workspaces w WHERE w.checkpoint_id = p.id AND w.ended_at IS NULL)
+	)
+	UPDATE checkpoints c SET pruned = true WHERE c.id = ANY(ARRAY(SELECT up.id FROM up)) AND c.state = 'deleted' AND NOT c.pruned
+		AND NOT EXISTS (SELECT 1 FROM workspaces w WHERE w.checkpoint_id = c.id AND w.ended_at IS NULL)
+	RETURNING c.id, coalesce(c.parent_id, '') AS parent_id`
+
+type prunedRow struct {
+	ID     core.CheckpointID `db:"id"`
+	Parent core.CheckpointID `db:"parent_id"`
+}
+
+// prune stops showing these nodes and their ancestors where nothing needs them.
+func (t *tx) prune(ctx context.Context, ids []core.CheckpointID) error {
+	for sum := 0; len(ids) > 0 && sum < pruneMost; {
+		rows, err := many[prunedRow](ctx, t, pruneUp, args{"ids": texts(ids), "levels": pruneLevels})
+		if err != nil {
 			return err
 		}
-		id = *rows[0].Parent
+		sum += len(rows)
+		done := make(map[core.CheckpointID]bool, len(rows))
+		for _, r := range rows {
+			done[r.ID] = true
+		}
+		ids = nil
+		for _, r := range rows {
+			if r.Parent != "" && !done[r.Parent] {
+				done[r.Parent], ids = true, append(ids, r.Parent)
+			}
+		}
 	}
+	return nil
 }
 
 // PatchCheckpoint changes name, labels and annotations.

@@ -2,6 +2,7 @@ package postgres
 
 import (
 	"context"
+	"slices"
 	"time"
 
 	"github.com/coppice-dev/coppice/controller"
@@ -12,6 +13,7 @@ import (
 type subtreeRow struct {
 	ID        core.CheckpointID `db:"id"`
 	Parent    core.CheckpointID `db:"parent_id"`
+	Depth     int               `db:"depth"`
 	CreatedAt time.Time         `db:"created_at"`
 	Bytes     int64             `db:"bytes"`
 	Score     *float64          `db:"score"`
@@ -19,34 +21,82 @@ type subtreeRow struct {
 	Gone      bool              `db:"gone"`
 }
 
-// Subtree reads a tree with what is needed to decide what goes. Those of its nodes that this scope may not see are not in it.
-func (t *tx) Subtree(ctx context.Context, id core.CheckpointID, annotation string) ([]retention.Node, error) {
-	if _, err := t.Checkpoint(ctx, id); err != nil {
-		return nil, err
+const (
+	subtreePage     = 2000 // rows of one statement
+	subtreeParents  = 500  // whose children one statement looks for
+	subtreeChildren = 20   // of each of them, in one statement; then this parent waits for another
+)
+
+// subtreeColumns are the columns of the relation c. What holds a node is looked up along indexes of what lives.
+const subtreeColumns = `
+	c.id, coalesce(c.parent_id, '') AS parent_id, c.depth, c.created_at, c.delta_bytes + c.device_state_bytes + c.disk_bytes AS bytes,
+	CASE WHEN jsonb_typeof(c.annotations -> @annotation) = 'number'
+		THEN least(greatest((c.annotations ->> @annotation)::numeric, -1e300), 1e300)::float8 END AS score,
+	CASE WHEN c.state = 'deleted' THEN ''
+		WHEN c.kind = 'template' THEN 'template'
+		WHEN c.pinned THEN 'pinned'
+		WHEN c.state = 'capturing' OR EXISTS (SELECT 1 FROM operations o WHERE o.checkpoint_id = c.id AND o.state IN ('pending', 'running')) THEN 'operation'
+		WHEN EXISTS (SELECT 1 FROM workspaces w WHERE w.checkpoint_id = c.id AND w.state = 'suspended' AND w.ended_at IS NULL) THEN 'suspended'
+		WHEN EXISTS (SELECT 1 FROM workspaces w WHERE w.checkpoint_id = c.id AND w.ended_at IS NULL)
+			OR EXISTS (SELECT 1 FROM workspaces w WHERE w.parent_checkpoint_id = c.id AND w.ended_at IS NULL) THEN 'workspace'
+		ELSE '' END AS held,
+	c.state = 'deleted' AS gone`
+
+// Subtree returns the next part of a walk; see controller.Tx. A tree from its root is read along the index that has its order. Below another
+// node the walk looks for the children of what it has found, so that it reads nothing beside them.
+func (t *tx) Subtree(ctx context.Context, w controller.SubtreeWalk, annotation string) ([]retention.Node, controller.SubtreeWalk, error) {
+	if !w.Begun {
+		top, err := t.Checkpoint(ctx, w.ID)
+		if err != nil {
+			return nil, w, err
+		}
+		rows, err := many[subtreeRow](ctx, t, `SELECT`+subtreeColumns+` FROM checkpoints c WHERE c.id = @id`, args{"id": w.ID, "annotation": annotation})
+		w.Begun, w.Root = true, top.Parent == "" && t.scope != controller.System()
+		if w.Root {
+			w.More = true
+		} else {
+			w.Open = []controller.SubtreeBranch{{Parent: w.ID}}
+		}
+		return nodesOf(rows), w, err
 	}
-	rows, err := many[subtreeRow](ctx, t, `
-		WITH RECURSIVE down AS (
-			SELECT c.id FROM checkpoints c WHERE c.id = @id
-			UNION ALL SELECT c.id FROM checkpoints c JOIN down ON c.parent_id = down.id WHERE`+shown+`
-		)
-		SELECT c.id, coalesce(c.parent_id, '') AS parent_id, c.created_at, c.delta_bytes + c.device_state_bytes + c.disk_bytes AS bytes,
-			CASE WHEN jsonb_typeof(c.annotations -> @annotation) = 'number'
-				THEN least(greatest((c.annotations ->> @annotation)::numeric, -1e300), 1e300)::float8 END AS score,
-			CASE WHEN c.state = 'deleted' THEN ''
-				WHEN c.kind = 'template' THEN 'template'
-				WHEN c.pinned THEN 'pinned'
-				WHEN c.state = 'capturing' OR EXISTS (SELECT 1 FROM operations o WHERE o.checkpoint_id = c.id AND o.state IN ('pending', 'running')) THEN 'operation'
-				WHEN EXISTS (SELECT 1 FROM workspaces w WHERE w.checkpoint_id = c.id AND w.state = 'suspended') THEN 'suspended'
-				WHEN EXISTS (SELECT 1 FROM workspaces w WHERE w.checkpoint_id = c.id AND w.ended_at IS NULL)
-					OR EXISTS (SELECT 1 FROM workspaces w WHERE w.parent_checkpoint_id = c.id AND w.ended_at IS NULL) THEN 'workspace'
-				ELSE '' END AS held,
-			c.state = 'deleted' AS gone
-		FROM down JOIN checkpoints c ON c.id = down.id`, args{"id": id, "annotation": annotation})
+	if w.Root {
+		rows, err := inOrder[subtreeRow](ctx, t, `
+			SELECT`+subtreeColumns+` FROM checkpoints c
+			WHERE c.project_id = @project AND c.root_id = @id AND c.id <> @id AND`+shown+` AND (c.depth, c.id) > (@after_depth::int, @after::text)
+			ORDER BY c.depth, c.id LIMIT @limit`,
+			args{"project": t.scope.String(), "id": w.ID, "annotation": annotation, "after_depth": w.Depth, "after": w.After, "limit": subtreePage})
+		w.More = len(rows) == subtreePage
+		if n := len(rows); n > 0 {
+			w.Depth, w.After = rows[n-1].Depth, rows[n-1].ID
+		}
+		return nodesOf(rows), w, err
+	}
+	// The newest first: what waits stays short.
+	next := w.Open[max(0, len(w.Open)-subtreeParents):]
+	w.Open = slices.Clone(w.Open[:len(w.Open)-len(next)])
+	parents, afters, found := make([]core.CheckpointID, len(next)), make([]core.CheckpointID, len(next)), make(map[core.CheckpointID]int, len(next))
+	for i, b := range next {
+		parents[i], afters[i] = b.Parent, b.After
+	}
+	rows, err := inOrder[subtreeRow](ctx, t, `
+		SELECT d.* FROM unnest(@parents::text[], @afters::text[]) AS p (id, after) CROSS JOIN LATERAL (
+			SELECT`+subtreeColumns+` FROM checkpoints c WHERE c.parent_id = p.id AND c.id > p.after AND`+shown+` ORDER BY c.id LIMIT @limit
+		) AS d`, args{"parents": texts(parents), "afters": texts(afters), "annotation": annotation, "limit": subtreeChildren})
+	for _, r := range rows {
+		w.Open = append(w.Open, controller.SubtreeBranch{Parent: r.ID})
+		if found[r.Parent]++; found[r.Parent] == subtreeChildren {
+			w.Open = append(w.Open, controller.SubtreeBranch{Parent: r.Parent, After: r.ID})
+		}
+	}
+	return nodesOf(rows), w, err
+}
+
+func nodesOf(rows []subtreeRow) []retention.Node {
 	list := make([]retention.Node, len(rows))
 	for i, r := range rows {
-		list[i] = retention.Node(r)
+		list[i] = retention.Node{ID: r.ID, Parent: r.Parent, CreatedAt: r.CreatedAt, Bytes: r.Bytes, Score: r.Score, Held: r.Held, Gone: r.Gone}
 	}
-	return list, err
+	return list
 }
 
 type retentionRow struct {

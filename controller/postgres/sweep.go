@@ -63,19 +63,21 @@ func (t *tx) SweepTokens(ctx context.Context, limit int) (int, error) {
 	return int(n), err
 }
 
-const pruneDeleted = `
-	WITH next AS MATERIALIZED (SELECT c.id FROM checkpoints c WHERE c.state = 'deleted' AND NOT c.pruned AND c.id > @after ORDER BY c.id LIMIT @limit),
-	gone AS (
-		UPDATE checkpoints c SET pruned = true FROM next n WHERE c.id = n.id AND c.state = 'deleted' AND NOT c.pruned
-			AND NOT EXISTS (SELECT 1 FROM checkpoints k WHERE k.parent_id = c.id AND NOT k.pruned AND k.state <> 'failed')
-			AND NOT EXISTS (SELECT 1 FROM workspaces w WHERE w.checkpoint_id = c.id AND w.ended_at IS NULL) RETURNING c.id
-	)
-	SELECT coalesce(max(n.id), '') AS last, (SELECT count(*) FROM gone) AS changed FROM next n`
+const pruneDeleted = `SELECT c.id FROM checkpoints c WHERE c.state = 'deleted' AND NOT c.pruned AND c.id > @after ORDER BY c.id LIMIT @limit`
 
 // PruneDeleted walks along an index of what is deleted and still shown.
 func (t *tx) PruneDeleted(ctx context.Context, after core.CheckpointID, limit int) (core.CheckpointID, error) {
-	row, err := one[sweptRow](ctx, t, nil, pruneDeleted, args{"after": after, "limit": limit})
-	return core.CheckpointID(row.Last), err
+	rows, err := many[struct {
+		ID core.CheckpointID `db:"id"`
+	}](ctx, t, pruneDeleted, args{"after": after, "limit": limit})
+	if err != nil || len(rows) == 0 {
+		return "", err
+	}
+	ids := make([]core.CheckpointID, len(rows))
+	for i, r := range rows {
+		ids[i] = r.ID
+	}
+	return ids[len(ids)-1], t.prune(ctx, ids)
 }
 
 type movedRow struct {

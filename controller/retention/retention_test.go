@@ -1,12 +1,14 @@
 package retention_test
 
 import (
+	"cmp"
 	"fmt"
 	"math/rand/v2"
+	"slices"
 	"testing"
 	"time"
 
-	"github.com/google/go-cmp/cmp"
+	gocmp "github.com/google/go-cmp/cmp"
 
 	"github.com/coppice-dev/coppice/controller/retention"
 	"github.com/coppice-dev/coppice/core"
@@ -31,7 +33,41 @@ func search() []retention.Node {
 	}
 }
 
-func TestMake(t *testing.T) {
+// TestTreeIsBounded fills a tree.
+func TestTreeIsBounded(t *testing.T) {
+	t.Parallel()
+	tree := retention.Tree{Most: 3}
+	for i, n := range search() {
+		if got := tree.Add(n); got != (i < 3) {
+			t.Errorf("node %d of 3: %v", i+1, got)
+		}
+	}
+	if plan := tree.Plan(retention.Policy{MaxAge: time.Nanosecond}, start); plan.Kept+len(plan.Remove) != 3 {
+		t.Errorf("%+v", plan)
+	}
+}
+
+// planOf adds nodes with parents first and plans.
+func planOf(nodes []retention.Node, p retention.Policy, now time.Time) retention.Plan {
+	nodes = slices.Clone(nodes)
+	slices.SortStableFunc(nodes, func(a, b retention.Node) int { return cmp.Compare(depth(nodes, a), depth(nodes, b)) })
+	var tree retention.Tree
+	for _, n := range nodes {
+		tree.Add(n)
+		tree.Add(n) // once is enough
+	}
+	return tree.Plan(p, now)
+}
+
+func depth(nodes []retention.Node, n retention.Node) (depth int) {
+	for n.Parent != "" {
+		i := slices.IndexFunc(nodes, func(x retention.Node) bool { return x.ID == n.Parent })
+		n, depth = nodes[i], depth+1
+	}
+	return depth
+}
+
+func TestPlan(t *testing.T) {
 	t.Parallel()
 	for name, c := range map[string]struct {
 		policy retention.Policy
@@ -50,14 +86,14 @@ func TestMake(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			plan := retention.Make(search(), c.policy, start)
+			plan := planOf(search(), c.policy, start)
 			got := map[string]string{}
 			var bytes int64
 			for _, r := range plan.Remove {
 				got[string(r.ID)] = r.Reason
 				bytes += r.Bytes
 			}
-			if diff := cmp.Diff(c.remove, got); diff != "" || plan.Over != c.over {
+			if diff := gocmp.Diff(c.remove, got); diff != "" || plan.Over != c.over {
 				t.Errorf("over: %v; (-want +got)\n%s", plan.Over, diff)
 			}
 			if plan.Kept+len(plan.Remove) != 7 || plan.KeptBytes+bytes != 110 {
@@ -82,9 +118,18 @@ func TestPromises(t *testing.T) {
 		if random.IntN(2) == 0 {
 			p.MaxBytes = int64(1 + random.IntN(500))
 		}
-		plan := retention.Make(nodes, p, start)
+		plan := planOf(nodes, p, start)
 		if fault := broken(nodes, p, plan); fault != "" {
 			t.Fatalf("%s\n%+v\n%+v\n%+v", fault, nodes, p, plan)
+		}
+		want := model(nodes, p, start)
+		want.NextAge = plan.NextAge
+		if diff := gocmp.Diff(want, plan); diff != "" {
+			t.Fatalf("the model decides otherwise (-want +got)\n%s\n%+v\n%+v", diff, nodes, p)
+		}
+		later := planOf(nodes, p, start.Add(time.Minute))
+		if soon := !plan.NextAge.IsZero() && plan.NextAge.Before(start.Add(time.Minute)); !soon && p.MaxBytes == 0 && !gocmp.Equal(later.Remove, plan.Remove) {
+			t.Fatalf("a minute later the plan differs, but it was said to be the same until %v:\n%+v\n%+v", plan.NextAge, plan, later)
 		}
 	}
 }

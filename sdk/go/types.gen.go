@@ -2048,7 +2048,7 @@ type PruneResult struct {
 	// DryRun Nothing was deleted.
 	DryRun bool `json:"dry_run"`
 
-	// Items What is deleted, or was deleted, oldest first.
+	// Items What is deleted, or was deleted, oldest first. Of a larger plan, the newest 2000.
 	Items []PruneItem `json:"items"`
 
 	// Kept Checkpoints that stay.
@@ -2057,6 +2057,9 @@ type PruneResult struct {
 
 	// OverBudget The checkpoints that must be kept exceed `max_bytes`.
 	OverBudget bool `json:"over_budget,omitempty,omitzero"`
+
+	// Planned How many checkpoints the whole plan deletes, with those that `items` leaves out.
+	Planned int `json:"planned,omitempty,omitzero"`
 
 	// Truncated There is more to delete than one operation can; repeat the request.
 	Truncated bool `json:"truncated,omitempty,omitzero"`
