@@ -20,7 +20,6 @@ func (c *Controller) chores() []Chore {
 	list := []Chore{
 		{Name: "expire", Every: expiryEvery, Do: c.expire},
 		{Name: "idle", Every: idleEvery, Do: c.expireIdle},
-		{Name: "retention", Every: retentionEvery, Do: c.retain},
 		{Name: "partitions", Every: sweepInterval, Do: c.makePartitions},
 		{Name: "sweep_tokens", Every: sweepInterval, Do: c.sweepTokens},
 		{Name: "prune", Every: sweepInterval, Do: c.pruneDeleted},

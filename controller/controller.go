@@ -222,7 +222,7 @@ func (c *Controller) Run(ctx context.Context) error {
 	var loops errgroup.Group
 	loopCtx, endLoops := context.WithCancel(context.WithoutCancel(ctx))
 	defer endLoops()
-	for _, loop := range []func(context.Context){c.leaseLoop, c.reconcileLoop, c.rulesLoop, c.choreLoop, c.useLoop, c.notifyLoop, c.listenLoop, c.keyLoop, c.feedLoop} {
+	for _, loop := range []func(context.Context){c.leaseLoop, c.reconcileLoop, c.rulesLoop, c.choreLoop, c.retainLoop, c.useLoop, c.notifyLoop, c.listenLoop, c.keyLoop, c.feedLoop} {
 		loops.Go(func() error {
 			loop(loopCtx)
 			return nil

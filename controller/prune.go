@@ -2,7 +2,6 @@ package controller
 
 import (
 	"context"
-	"errors"
 	"slices"
 	"strings"
 	"time"
@@ -13,12 +12,10 @@ import (
 
 const (
 	// MaxPrune is how many checkpoints one operation deletes.
-	MaxPrune       = 2000
-	pruneBatch     = 100       // in one transaction
-	maxTree        = 2_000_000 // nodes of one plan, of about 150 bytes each in memory
-	planPlaces     = 2         // plans that are made at once; of stored policies, one
-	retentionEvery = time.Minute
-	retentionWait  = 20 * time.Second
+	MaxPrune   = 2000
+	pruneBatch = 100       // in one transaction
+	maxTree    = 2_000_000 // nodes of one plan, of about 150 bytes each in memory
+	planPlaces = 2         // plans that are made at once; of stored policies, one
 
 	reasonCascade = "cascade"
 )
@@ -125,18 +122,23 @@ func (c *Controller) walkSubtree(ctx context.Context, project core.ProjectID, id
 	return nil
 }
 
-// plan finds out what a policy does not keep. It reads the tree once. Few plans are made at a time, for their memory.
-func (c *Controller) plan(ctx context.Context, project core.ProjectID, id core.CheckpointID, policy RetentionPolicy) (retention.Plan, error) {
+// plan finds out what a policy does not keep. It reads the tree once, and calls renew, if there is one, now and then. Few plans are made at
+// a time, for their memory.
+func (c *Controller) plan(ctx context.Context, project core.ProjectID, id core.CheckpointID, policy RetentionPolicy, renew func() error) (retention.Plan, error) {
 	select {
 	case c.planning <- struct{}{}:
 		defer func() { <-c.planning }()
 	case <-ctx.Done():
 		return retention.Plan{}, context.Cause(ctx)
 	}
-	tree := retention.Tree{Most: maxTree}
+	tree, renewed := retention.Tree{Most: maxTree}, time.Now()
 	err := c.walkSubtree(ctx, project, id, policy.Annotation, func(n retention.Node) (bool, error) {
 		if !tree.Add(n) {
 			return false, core.Errorf(core.Invalid, core.CodeUnsupported, "more than %d checkpoints grew from %s; use policies further down the tree", maxTree, id)
+		}
+		if renew != nil && time.Since(renewed) > retentionLease/4 {
+			renewed = time.Now()
+			return true, renew()
 		}
 		return true, nil
 	})
@@ -151,7 +153,7 @@ func (c *Controller) PruneCheckpoints(ctx context.Context, project core.ProjectI
 	if err := policy.validate(); err != nil {
 		return Answer{}, err
 	}
-	plan, err := c.plan(ctx, project, id, policy)
+	plan, err := c.plan(ctx, project, id, policy, nil)
 	if err != nil {
 		return Answer{}, err
 	}
@@ -327,27 +329,4 @@ func (c *Controller) DeleteRetention(ctx context.Context, project core.ProjectID
 		return struct{}{}, tx.DeleteRetention(ctx, id)
 	})
 	return err
-}
-
-// retain carries out the stored policies, one after the other. A policy without anything to delete begins no operation.
-func (c *Controller) retain(ctx context.Context) error {
-	list, err := read(ctx, c, System(), func(tx Tx) ([]Retention, error) { return tx.Retentions(ctx) })
-	if err != nil {
-		return err
-	}
-	var errs []error
-	for _, r := range list {
-		plan, err := c.plan(ctx, r.ProjectID, r.Checkpoint, r.Policy)
-		if err == nil && len(plan.Remove) > 0 {
-			var done Answer
-			if done, err = c.prune(ctx, r.ProjectID, pruneOf(plan, plan.Remove), false, retentionWait); err == nil && done.Done {
-				c.log.InfoContext(ctx, "retention policy carried out", "checkpoint_id", r.Checkpoint, "checkpoints", len(done.Result.Prune.Items), "bytes", done.Result.Prune.Bytes())
-			}
-		}
-		if core.CodeOf(err) == core.CodeCheckpointNotFound { // its tree is gone for good
-			err = c.store.InTx(ctx, InProject(r.ProjectID), func(tx Tx) error { return tx.DeleteRetention(ctx, r.Checkpoint) })
-		}
-		errs = append(errs, err)
-	}
-	return errors.Join(errs...)
 }

@@ -260,9 +260,17 @@ type CheckpointTx interface {
 	// Subtree returns the next nodes of a walk through a checkpoint and what grew from it, scored by an annotation, and how the walk goes
 	// on. It reads a bounded number of rows. Nodes come after their parents. What grows during the walk may be missing.
 	Subtree(ctx context.Context, w SubtreeWalk, annotation string) ([]retention.Node, SubtreeWalk, error)
-	// Retention returns the policy of a checkpoint; NotFound when it has none. Retentions returns those of all projects.
+	// Retention returns the policy of a checkpoint; NotFound when it has none.
 	Retention(ctx context.Context, id core.CheckpointID) (Retention, error)
-	Retentions(ctx context.Context) ([]Retention, error)
+	// DueRetentions returns policies of all projects that are to be applied, those that have waited longest first: a policy is new, its
+	// project has changed since its last round, or its time has come. A policy that somebody has claimed, or that rests, is not due.
+	DueRetentions(ctx context.Context, limit int) ([]Retention, error)
+	// ClaimRetention claims a policy that is due for a time and returns the number of the claim; 0: somebody else was first.
+	ClaimRetention(ctx context.Context, r Retention, lease time.Duration) (turn int64, err error)
+	// RenewRetention makes a claim last; STATE_CONFLICT when it was lost or the policy has changed.
+	RenewRetention(ctx context.Context, r RetentionRound, lease time.Duration) error
+	// EndRetention ends a claim; a claim that was lost stays as it is.
+	EndRetention(ctx context.Context, r RetentionRound, end RetentionEnd) error
 	PutRetention(ctx context.Context, r Retention) (Retention, error)
 	DeleteRetention(ctx context.Context, id core.CheckpointID) error
 	PatchCheckpoint(ctx context.Context, id core.CheckpointID, p CheckpointPatch) (Checkpoint, error)

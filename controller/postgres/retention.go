@@ -138,14 +138,68 @@ func (t *tx) Retention(ctx context.Context, id core.CheckpointID) (controller.Re
 	return row.retention(), err
 }
 
-// Retentions returns all policies that the scope may see.
-func (t *tx) Retentions(ctx context.Context) ([]controller.Retention, error) {
-	rows, err := many[retentionRow](ctx, t, `SELECT`+retentionColumns+` FROM retention_policies ORDER BY project_id, checkpoint_id`, args{})
+// lastAudit is the newest audit record of the project of the relation p. Older ones than that do not count: a project without any change for
+// so long is as it was.
+const lastAudit = ` LEFT JOIN LATERAL (
+	SELECT a.id, a.created_at FROM audit_records a WHERE a.project_id = p.project_id AND a.created_at > now() - interval '40 days' ORDER BY a.id DESC LIMIT 1) last ON true`
+
+// DueRetentions looks at each policy, and for its project at the end of one index.
+func (t *tx) DueRetentions(ctx context.Context, limit int) ([]controller.Retention, error) {
+	rows, err := inOrder[retentionRow](ctx, t, `
+		SELECT p.project_id, p.checkpoint_id, p.policy, p.version, p.updated_at FROM retention_policies p
+		LEFT JOIN retention_rounds r ON r.project_id = p.project_id AND r.checkpoint_id = p.checkpoint_id`+lastAudit+`
+		WHERE r.project_id IS NULL OR r.claimed_until <= now()
+			AND (r.policy_version <> p.version OR r.next_at <= now() AND (r.due_at <= now() OR r.audit_id IS DISTINCT FROM coalesce(last.id, 0)))
+		ORDER BY coalesce(r.next_at, '-infinity') LIMIT @limit`, args{"limit": limit})
 	list := make([]controller.Retention, len(rows))
 	for i, r := range rows {
 		list[i] = r.retention()
 	}
 	return list, err
+}
+
+type turnRow struct {
+	Turn int64 `db:"turn"`
+}
+
+// ClaimRetention notes the newest audit record before the tree is read. A transaction that began before it may still be open, and its records
+// have lower ids. No transaction of a controller lasts longer than callTimeout: a record that is twice as old has none of these left beside
+// it. When the newest one is younger, the mark is null, and the tree is read once more.
+func (t *tx) ClaimRetention(ctx context.Context, r controller.Retention, lease time.Duration) (int64, error) {
+	rows, err := inOrder[turnRow](ctx, t, `
+		INSERT INTO retention_rounds AS r (project_id, checkpoint_id, policy_version, audit_id, claimed_until)
+		SELECT p.project_id, p.checkpoint_id, p.version,
+			CASE WHEN last.id IS NULL THEN 0 WHEN last.created_at < now() - make_interval(secs => @settled) THEN last.id END,
+			now() + make_interval(secs => @lease)
+		FROM retention_policies p`+lastAudit+` WHERE p.project_id = @project AND p.checkpoint_id = @id AND p.version = @version
+		ON CONFLICT ON CONSTRAINT retention_rounds_pkey DO UPDATE SET policy_version = excluded.policy_version, audit_id = excluded.audit_id,
+			claimed_until = excluded.claimed_until, due_at = now(), turn = r.turn + 1 WHERE r.claimed_until <= now()
+		RETURNING turn`, args{"project": r.ProjectID, "id": r.Checkpoint, "version": r.Version, "lease": lease.Seconds(), "settled": (2 * callTimeout).Seconds()})
+	if err != nil || len(rows) == 0 {
+		return 0, err
+	}
+	return rows[0].Turn, nil
+}
+
+// RenewRetention names the claim by its number, and the policy by its version.
+func (t *tx) RenewRetention(ctx context.Context, r controller.RetentionRound, lease time.Duration) error {
+	n, err := t.exec(ctx, `UPDATE retention_rounds SET claimed_until = now() + make_interval(secs => @lease) WHERE project_id = @project AND checkpoint_id = @id AND turn = @turn
+			AND EXISTS (SELECT FROM retention_policies p WHERE p.project_id = @project AND p.checkpoint_id = @id AND p.version = @version)`,
+		args{"project": r.ProjectID, "id": r.Checkpoint, "turn": r.Turn, "version": r.Version, "lease": lease.Seconds()})
+	if err == nil && n == 0 {
+		return core.Errorf(core.Conflict, core.CodeStateConflict, "another controller applies the policy of checkpoint %s, or the policy has changed", r.Checkpoint)
+	}
+	return err
+}
+
+// EndRetention counts the rest from now. A plan that failed is made again as soon as it may.
+func (t *tx) EndRetention(ctx context.Context, r controller.RetentionRound, end controller.RetentionEnd) error {
+	_, err := t.exec(ctx, `
+		UPDATE retention_rounds SET claimed_until = '-infinity', next_at = now() + make_interval(secs => @rest),
+			due_at = CASE WHEN @failed THEN now() ELSE @due END, audit_id = CASE WHEN @failed THEN NULL ELSE audit_id END
+		WHERE project_id = @project AND checkpoint_id = @id AND turn = @turn`,
+		args{"project": r.ProjectID, "id": r.Checkpoint, "turn": r.Turn, "rest": end.Rest.Seconds(), "failed": end.Failed, "due": end.Due})
+	return err
 }
 
 // PutRetention inserts or replaces a policy.

@@ -1,0 +1,2 @@
+DROP INDEX workspaces_live_parent_idx;
+DROP TABLE retention_rounds;
