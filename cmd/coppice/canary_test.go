@@ -12,6 +12,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/coppice-dev/coppice/api"
+	"github.com/coppice-dev/coppice/internal/cli/clitest"
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
 
@@ -19,7 +20,7 @@ import (
 // refuses, one that breaks off, one that is not there and an address that is none.
 func TestNoCommandTellsItsToken(t *testing.T) {
 	t.Parallel()
-	a, _, _ := testApp(nil)
+	a, _, _ := clitest.App(nil)
 	var leaves [][]string
 	var walk func(c *cobra.Command, path []string)
 	walk = func(c *cobra.Command, path []string) {
@@ -32,7 +33,7 @@ func TestNoCommandTellsItsToken(t *testing.T) {
 			leaves = append(leaves, path)
 		}
 	}
-	walk(a.root(commands...), nil)
+	walk(a.Root(commands...), nil)
 	broken := httptest.NewServer(http.HandlerFunc(func(http.ResponseWriter, *http.Request) { panic(http.ErrAbortHandler) }))
 	t.Cleanup(broken.Close)
 	gone := httptest.NewServer(nil)
@@ -41,7 +42,7 @@ func TestNoCommandTellsItsToken(t *testing.T) {
 	withPassword := func(address string) string {
 		return strings.Replace(address, "http://", "http://user:"+password+"@", 1)
 	}
-	ws := fakeID("ws", 1)
+	ws := clitest.ID("ws", 1)
 	for what, server := range map[string]string{
 		"refuses": evilServer(t, true), "breaks off": broken.URL, "is not there": gone.URL, "has a password": withPassword(gone.URL), "breaks off, with a password": withPassword(broken.URL),
 		"is none": "http://user:" + password + "@[::1:bad", "has a bad scheme": "ftp://user:" + password + "@host",
@@ -52,7 +53,7 @@ func TestNoCommandTellsItsToken(t *testing.T) {
 		}
 		for _, leaf := range some {
 			for _, args := range [][]string{{ws}, {ws, "--json"}} {
-				a, stdout, stderr := testApp(map[string]string{"COPPICE_SERVER": server, "COPPICE_TOKEN": token})
+				a, stdout, stderr := clitest.App(map[string]string{"COPPICE_SERVER": server, "COPPICE_TOKEN": token})
 				line := append(slices.Clip(leaf), args...)
 				if leaf[0] == "events" {
 					continue // it goes on until it is ended
@@ -85,20 +86,20 @@ func TestAttachTokenIsNotTold(t *testing.T) {
 			case strings.HasPrefix(r.URL.Path, "/v1/attach/"):
 				answer(w, r)
 			case strings.HasSuffix(r.URL.Path, "/attach"):
-				_ = json.NewEncoder(w).Encode(api.Attachment{Token: token, Transport: "websocket", URL: "/v1/attach/" + fakeID("ses", 1), ExpiresAt: dawn})
+				_ = json.NewEncoder(w).Encode(api.Attachment{Token: token, Transport: "websocket", URL: "/v1/attach/" + clitest.ID("ses", 1), ExpiresAt: clitest.Dawn})
 			case strings.Contains(r.URL.Path, "/workspaces/") && r.Method == http.MethodGet && !strings.HasSuffix(r.URL.Path, "/sessions"):
-				_ = json.NewEncoder(w).Encode(fakeWorkspace(1, "demo", "ready"))
+				_ = json.NewEncoder(w).Encode(clitest.Workspace(1, "demo", "ready"))
 			default:
-				_ = json.NewEncoder(w).Encode(api.Session{ID: fakeID("ses", 1), State: "running", Command: []string{"sh"}, PTY: true, StartedAt: dawn})
+				_ = json.NewEncoder(w).Encode(api.Session{ID: clitest.ID("ses", 1), State: "running", Command: []string{"sh"}, PTY: true, StartedAt: clitest.Dawn})
 			}
 		}))
 		t.Cleanup(s.Close)
-		a, _, _ := testApp(map[string]string{"COPPICE_SERVER": s.URL, "COPPICE_TOKEN": "k"})
-		client, err := a.client()
+		a, _, _ := clitest.App(map[string]string{"COPPICE_SERVER": s.URL, "COPPICE_TOKEN": "k"})
+		client, err := a.Client()
 		if err != nil {
 			t.Fatal(err)
 		}
-		_, err = client.Attach(t.Context(), fakeID("ses", 1), coppice.AttachOptions{})
+		_, err = client.Attach(t.Context(), clitest.ID("ses", 1), coppice.AttachOptions{})
 		if err == nil {
 			t.Errorf("%s: attached", what)
 			continue

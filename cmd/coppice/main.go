@@ -1,8 +1,9 @@
 // Command coppice is all of Coppice in one binary: the servers (dev, …), the commands for the
-// operator of a host (doctor, image) and the client of the public API.
+// operator of a host (doctor, image) and the client of the public API. This package lists the
+// commands; they are in the packages below internal/cli.
 //
-// To add a command, write newXCommand(a *app) *cobra.Command in its own file and add it to
-// commands.
+// To add a command, write NewXCommand(a *cli.App) *cobra.Command in the package of its subject and
+// add it to commands.
 package main
 
 import (
@@ -13,69 +14,83 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/coppice-dev/coppice/internal/cli"
+	"github.com/coppice-dev/coppice/internal/cli/exit"
+	"github.com/coppice-dev/coppice/internal/cli/operator/fleet"
+	"github.com/coppice-dev/coppice/internal/cli/operator/host"
+	"github.com/coppice-dev/coppice/internal/cli/operator/server"
+	"github.com/coppice-dev/coppice/internal/cli/operator/store"
+	"github.com/coppice-dev/coppice/internal/cli/user/attestation"
+	"github.com/coppice-dev/coppice/internal/cli/user/checkpoint"
+	"github.com/coppice-dev/coppice/internal/cli/user/egress"
+	"github.com/coppice-dev/coppice/internal/cli/user/grant"
+	"github.com/coppice-dev/coppice/internal/cli/user/history"
+	"github.com/coppice-dev/coppice/internal/cli/user/session"
+	"github.com/coppice-dev/coppice/internal/cli/user/tenant"
+	"github.com/coppice-dev/coppice/internal/cli/user/workspace"
 	"github.com/coppice-dev/coppice/internal/daemon"
 	"github.com/coppice-dev/coppice/internal/failpoint"
 )
 
 // commands lists the constructors of the subcommands.
-var commands = []func(*app) *cobra.Command{
+var commands = []func(*cli.App) *cobra.Command{
 	wsCommand,
 	ckptCommand,
-	newForkCommand,
-	newGrantCommand,
-	newRestoreCommand,
-	newOpCommand,
-	newEventsCommand,
-	newProjectCommand,
-	newKeyCommand,
-	newAuditCommand,
-	newAttestCommand,
-	newAuthorityCommand,
-	newImageCommand,
-	newDoctorCommand,
-	newDevCommand,
-	newControllerCommand,
-	newMigrateCommand,
-	newRunnerCommand,
-	newPagerCommand,
-	newEgressCommand,
-	newRunnerTokenCommand,
-	newRunnerTrashCommand,
-	newStoreCommand,
-	newFleetCommand,
+	workspace.NewForkCommand,
+	grant.NewCommand,
+	workspace.NewRestoreCommand,
+	history.NewOperationCommand,
+	history.NewEventsCommand,
+	tenant.NewProjectCommand,
+	tenant.NewKeyCommand,
+	tenant.NewAuditCommand,
+	attestation.NewCommand,
+	attestation.NewAuthorityCommand,
+	host.NewImageCommand,
+	host.NewDoctorCommand,
+	server.NewDevCommand,
+	server.NewControllerCommand,
+	server.NewMigrateCommand,
+	server.NewRunnerCommand,
+	server.NewPagerCommand,
+	server.NewEgressCommand,
+	fleet.NewTokenCommand,
+	host.NewTrashCommand,
+	store.NewCommand,
+	fleet.NewCommand,
 }
 
 func main() {
 	daemon.EnterConfined()
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
-	a := &app{stdin: os.Stdin, stdout: os.Stdout, stderr: os.Stderr, getenv: os.Getenv}
+	a := &cli.App{Stdin: os.Stdin, Stdout: os.Stdout, Stderr: os.Stderr, Getenv: os.Getenv}
 	status := run(ctx, a, os.Args[1:])
 	stop()
 	os.Exit(status)
 }
 
 // run executes a command line and returns the exit status.
-func run(ctx context.Context, a *app, args []string) int {
-	if err := failpoint.ArmList(a.getenv("COPPICE_FAILPOINTS")); err != nil {
-		return a.report(misuse(err))
+func run(ctx context.Context, a *cli.App, args []string) int {
+	if err := failpoint.ArmList(a.Getenv("COPPICE_FAILPOINTS")); err != nil {
+		return a.Report(exit.Misuse(err))
 	}
-	return a.run(ctx, args, commands...)
+	return a.Run(ctx, args, commands...)
 }
 
 // wsCommand joins the commands whose first argument is a workspace.
-func wsCommand(a *app) *cobra.Command {
-	c := newWSCommand(a)
+func wsCommand(a *cli.App) *cobra.Command {
+	c := workspace.NewCommand(a)
 	c.AddCommand(
-		newWSExecCommand(a), newWSShellCommand(a), newWSLogsCommand(a),
-		newWSUsageCommand(a), newWSNetworkCommand(a), newWSEgressCommand(a), newWSAttestCommand(a),
+		session.NewExecCommand(a), session.NewShellCommand(a), session.NewLogsCommand(a),
+		history.NewWorkspaceUsageCommand(a), egress.NewRulesCommand(a), egress.NewFlowsCommand(a), attestation.NewWorkspaceCommand(a),
 	)
 	return c
 }
 
 // ckptCommand joins the commands whose first argument is a checkpoint.
-func ckptCommand(a *app) *cobra.Command {
-	c := newCkptCommand(a)
-	c.AddCommand(newCkptEffectsCommand(a), newCkptUsageCommand(a))
+func ckptCommand(a *cli.App) *cobra.Command {
+	c := checkpoint.NewCommand(a)
+	c.AddCommand(egress.NewEffectsCommand(a), history.NewCheckpointUsageCommand(a))
 	return c
 }

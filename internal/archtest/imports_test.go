@@ -116,7 +116,11 @@ var rules = []rule{
 	{subtree: "migrations", only: []string{"core", "internal"}, why: "migrations are SQL"},
 	{subtree: "sdk/go", only: none, why: "its users do not import a server"},
 	{subtree: "examples", only: []string{"sdk/go"}, why: "examples use the public API only"},
-	{subtree: "internal", except: []string{"internal/bench", "internal/daemon", "internal/devstack", "internal/hostcheck", "internal/kvmlane", "internal/poolrun", "internal/testoutside", "internal/testpool", "internal/testvm", "internal/e2e"}, only: []string{"core"}, why: "helpers know the vocabulary and one another"},
+	{subtree: "internal/cli", except: []string{"internal/cli/clitest", "internal/cli/operator"}, only: []string{"core", "sdk/go", "internal/atomicfile", "internal/attest"}, notForeign: []string{"github.com/jackc/pgx"}, why: "commands of users are clients of the API: they know no server and no host"},
+	{subtree: "internal/cli/user", not: []string{"internal/cli/operator"}, why: "commands of users know no command of an operator"},
+	{subtree: "internal/cli/operator", not: []string{"internal/cli/user"}, why: "commands of operators know no command of a user"},
+	{subtree: "internal/cli/clitest", only: []string{"api", "core", "sdk/go", "internal"}, notForeign: []string{"github.com/jackc/pgx"}, why: "a server of tests has the routes of the contract and nothing behind them"},
+	{subtree: "internal", except: []string{"internal/bench", "internal/cli", "internal/daemon", "internal/devstack", "internal/hostcheck", "internal/kvmlane", "internal/poolrun", "internal/testoutside", "internal/testpool", "internal/testvm", "internal/e2e"}, only: []string{"core"}, why: "helpers know the vocabulary and one another"},
 }
 
 func TestDependencyDirection(t *testing.T) {

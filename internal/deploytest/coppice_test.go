@@ -6,6 +6,7 @@ import (
 	"go/ast"
 	"go/parser"
 	"go/token"
+	"io/fs"
 	"maps"
 	"os"
 	"os/exec"
@@ -114,18 +115,21 @@ func source(t *testing.T, path string) *ast.File {
 	return f
 }
 
-// serverFlags are the flags of servers that have a variable of their name: the list of that name in cmd/coppice.
+// serverFile has the list of the flags of servers.
+const serverFile = "internal/cli/operator/server/controller.go"
+
+// serverFlags are the flags of servers that have a variable of their name: the list of that name in serverFile.
 func serverFlags(t *testing.T) []string {
 	t.Helper()
 	var list []string
-	ast.Inspect(source(t, root+"/cmd/coppice/servers.go"), func(n ast.Node) bool {
+	ast.Inspect(source(t, root+"/"+serverFile), func(n ast.Node) bool {
 		if v, ok := n.(*ast.ValueSpec); ok && v.Names[0].Name == "serverFlags" {
 			list = literals(v)
 		}
 		return true
 	})
 	if len(list) < 10 {
-		t.Fatalf("cmd/coppice/servers.go has no serverFlags as this test knows it: %v", list)
+		t.Fatalf("%s has no serverFlags as this test knows it: %v", serverFile, list)
 	}
 	return list
 }
@@ -133,9 +137,17 @@ func serverFlags(t *testing.T) []string {
 // variables are those that the command names itself.
 func variables(t *testing.T) map[string]bool {
 	t.Helper()
-	files, err := filepath.Glob(root + "/cmd/coppice/*.go")
-	if err != nil || len(files) == 0 {
-		t.Fatal(files, err)
+	var files []string
+	for _, dir := range []string{"/cmd/coppice", "/internal/cli"} {
+		err := filepath.WalkDir(root+dir, func(path string, d fs.DirEntry, err error) error {
+			if err == nil && !d.IsDir() && strings.HasSuffix(path, ".go") {
+				files = append(files, path)
+			}
+			return err
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
 	}
 	whole, names := regexp.MustCompile(`^COPPICE_[A-Z_]*[A-Z]$`), map[string]bool{}
 	for _, path := range files {

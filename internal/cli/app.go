@@ -1,0 +1,144 @@
+// Package cli has what every command works with: the streams, the environment, the flags that all commands have, the connection to a
+// server, results and progress. The commands are in the packages below it: user for those of people who use a cluster, operator for
+// those of people who run one. The other packages below it are the parts that commands share.
+package cli
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"runtime/debug"
+	"slices"
+
+	"github.com/spf13/cobra"
+
+	"github.com/coppice-dev/coppice/internal/cli/exit"
+	"github.com/coppice-dev/coppice/internal/cli/foreign"
+	coppice "github.com/coppice-dev/coppice/sdk/go"
+)
+
+// App is what every command works with: the streams, the environment and the global flags. Tests make their own.
+type App struct {
+	Stdin          io.Reader
+	Stdout, Stderr io.Writer
+	Getenv         func(string) string
+
+	JSON   bool   // --json
+	server string // --server, else COPPICE_SERVER, else the connection file
+	token  string // --token, else COPPICE_TOKEN, else the connection file
+
+	began bool // the command line was understood
+}
+
+// Run executes a command line of the given commands and returns the exit status.
+func (a *App) Run(ctx context.Context, args []string, commands ...func(*App) *cobra.Command) int {
+	root := a.Root(commands...)
+	root.SetArgs(args)
+	err := root.ExecuteContext(ctx)
+	if err != nil && !a.began {
+		a.JSON = a.JSON || slices.Contains(args, "--json") // the error may have come before that flag was reached
+		err = exit.Misuse(err)
+	}
+	return a.Report(err)
+}
+
+// Root makes the command that the given commands are below, with the flags that all have.
+func (a *App) Root(commands ...func(*App) *cobra.Command) *cobra.Command {
+	root := &cobra.Command{
+		Use:           "coppice",
+		Short:         "Checkpoint running microVMs and fork them from any checkpoint",
+		Version:       version(),
+		SilenceUsage:  true,
+		SilenceErrors: true,
+	}
+	root.SetIn(a.Stdin)
+	root.SetOut(a.Stdout)
+	root.SetErr(a.Stderr)
+	flags := root.PersistentFlags()
+	flags.BoolVar(&a.JSON, "json", false, "print JSON instead of text")
+	flags.StringVar(&a.server, "server", "", "server `address`: unix:///path or http(s)://host:port (default: $COPPICE_SERVER, else that of coppice dev)")
+	flags.StringVar(&a.token, "token", "", "API `key` (default: $COPPICE_TOKEN or the file $COPPICE_TOKEN_FILE, else that of coppice dev)")
+	for _, c := range commands {
+		root.AddCommand(c(a))
+	}
+	a.markBegin(root)
+	return root
+}
+
+// markBegin makes every command note that its flags and arguments were accepted, so that whatever fails before is a
+// mistake in the command line.
+func (a *App) markBegin(c *cobra.Command) {
+	switch run := c.RunE; {
+	case run != nil:
+		c.RunE = func(c *cobra.Command, args []string) error {
+			a.began = true
+			return run(c, args)
+		}
+	case c.HasParent(): // a group: cobra itself would answer an unknown word with help and success
+		c.RunE = func(c *cobra.Command, args []string) error {
+			if len(args) > 0 {
+				return exit.Misuse(fmt.Errorf("unknown command %q for %q", args[0], c.CommandPath()))
+			}
+			return c.Help()
+		}
+	}
+	for _, sub := range c.Commands() {
+		a.markBegin(sub)
+	}
+}
+
+// Client connects to the server that the flags, the environment or the connection file name.
+func (a *App) Client() (*coppice.Client, error) {
+	conn, err := a.connection()
+	if err != nil {
+		return nil, err
+	}
+	return coppice.New(coppice.Config{Server: conn.Server, Token: conn.Token, UserAgent: "coppice-cli/" + version()})
+}
+
+// Print writes a result: as JSON with --json, else by human.
+func (a *App) Print(v any, human func(io.Writer) error) error {
+	if !a.JSON {
+		w := foreign.NewWriter(a.Stdout)
+		return errors.Join(human(w), w.Close())
+	}
+	return foreign.EncodeJSON(a.Stdout, v, "  ")
+}
+
+// PrintNew prints what was made: only its id, if that is all that is wanted.
+func PrintNew[ID ~string](a *App, v any, id ID, quiet bool, human func(io.Writer) error) error {
+	return a.Print(v, func(w io.Writer) error {
+		if quiet {
+			_, err := fmt.Fprintln(w, id)
+			return err
+		}
+		return human(w)
+	})
+}
+
+// Report prints an error, if there is one to print, and returns the exit status.
+func (a *App) Report(err error) int {
+	status := exit.Status(err)
+	if err == nil || errors.As(err, new(exit.StatusError)) {
+		return status
+	}
+	code, message := exit.Describe(err)
+	if a.JSON {
+		_ = foreign.EncodeJSON(a.Stderr, map[string]any{"error": map[string]any{"code": code, "message": message, "exit_status": status}}, "")
+		return status
+	}
+	fmt.Fprintf(a.Stderr, "coppice: %s\n", foreign.Escape(message, "\n\t"))
+	if exit.IsMisuse(err) {
+		fmt.Fprintln(a.Stderr, "Try 'coppice --help'.")
+	}
+	return status
+}
+
+// version is what the build recorded: a tag, a pseudo-version of the commit, or (devel).
+func version() string {
+	if info, ok := debug.ReadBuildInfo(); ok && info.Main.Version != "" {
+		return info.Main.Version
+	}
+	return "(unknown)"
+}

@@ -1,0 +1,103 @@
+package server
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"path/filepath"
+
+	"github.com/spf13/cobra"
+
+	"github.com/coppice-dev/coppice/internal/cli"
+	"github.com/coppice-dev/coppice/internal/cli/argument"
+	"github.com/coppice-dev/coppice/internal/cli/exit"
+	"github.com/coppice-dev/coppice/internal/cli/operator/host"
+	"github.com/coppice-dev/coppice/internal/daemon"
+	"github.com/coppice-dev/coppice/internal/devstack"
+	"github.com/coppice-dev/coppice/internal/tracing"
+)
+
+// NewDevCommand makes the command "coppice dev".
+func NewDevCommand(a *cli.App) *cobra.Command {
+	cfg := devstack.Config{PGBin: a.Getenv("PGBIN"), HostConfig: host.Config(a)}
+	var budget, level string
+	c := &cobra.Command{
+		Use:   "dev",
+		Short: "Run controller, runner and a private PostgreSQL on this machine",
+		Long: `Run everything on this machine, in one command: a private PostgreSQL, the controller with its REST API on a loopback address, and
+a runner. It needs root, for network namespaces and for a user id per VM, but no KVM.
+
+VMs run on cloud-hypervisor if it is installed ('make setup-kvm', or its path in COPPICE_CLOUD_HYPERVISOR) and really boots a guest under KVM.
+Otherwise they run on QEMU (COPPICE_QEMU), with KVM if a guest boots under it. The command prints its choice and the reason.
+
+Ctrl-C stops the VMs. Checkpoints, images and the database stay in the data directory for the next start.`,
+		Args: cobra.NoArgs,
+	}
+	f := c.Flags()
+	f.StringVar(&cfg.DataDir, "data-dir", cmp.Or(a.Getenv("COPPICE_DATA_DIR"), host.DefaultDataDir), "`directory` for all data")
+	f.StringVar(&cfg.ImagesDir, "images-dir", a.Getenv("COPPICE_IMAGES_DIR"), "image store `directory` (default: images in the data directory)")
+	f.StringVar(&cfg.Listen, "listen", "127.0.0.1:7070", "`address` of the API; port 0 picks a free one")
+	f.StringVar(&budget, "disk-budget", "32G", "size of the volume for checkpoints, if the program makes one, as `size` with K, M, G or T")
+	f.IntVar(&cfg.MaxSandboxes, "max-sandboxes", 64, "maximum number of VMs, including warm ones")
+	f.IntVar(&cfg.Warm, "warm", 4, "number of VMMs kept ready per recently forked base; 0 for none")
+	vmmFlags(f, &cfg.HostConfig)
+	storeFlags(a, f, &cfg.Store)
+	secretFlags(a, f, &cfg.Secrets, true)
+	readStore := hostStoreFlags(f, &cfg.Store)
+	readEgress, readForward := egressFlags(f, &cfg.Egress), forwardFlags(f, &cfg.Forward)
+	readLimits := vmLimitFlags(f, &cfg.HostConfig)
+	cfg.WarnWeak = true
+	f.BoolVar(&cfg.NoRebase, "no-rebase", false, "never turn a checkpoint's base and delta into a new base")
+	f.StringVar(&cfg.Metrics, "metrics-listen", "", "loopback `address` of Prometheus metrics, under /metrics; empty for none")
+	f.StringVar(&level, "log-level", "info", "debug, info, warn or error")
+	c.RunE = func(cmd *cobra.Command, _ []string) error {
+		daemon.RelaxGC()
+		var err error
+		if cfg.DiskBudget, err = argument.Size(budget); err != nil {
+			return exit.Misuse(fmt.Errorf("--disk-budget: %w", err))
+		}
+		if err := errors.Join(readStore(), readEgress(), readForward(), readLimits()); err != nil {
+			return err
+		}
+		if cfg.DataDir, err = filepath.Abs(cfg.DataDir); err != nil {
+			return err
+		}
+		if cfg.Log, err = newLogger(a.Stderr, level); err != nil {
+			return exit.Misuse(fmt.Errorf("--log-level: %w", err))
+		}
+		if err := cfg.ChooseVMM(cmd.Context()); err != nil {
+			return err
+		}
+		traces, endTraces, err := tracing.Open(cmd.Context(), a.Getenv, "coppice-dev")
+		if err != nil {
+			return err
+		}
+		defer func() { _ = endTraces(context.WithoutCancel(cmd.Context())) }() // what was not sent by now is lost
+		cfg.Traces = traces
+		return devstack.Run(cmd.Context(), cfg, func(r devstack.Ready) error {
+			if err := a.SaveConnection(cli.Connection{Server: r.Server, Token: r.Key}); err != nil {
+				return err
+			}
+			return a.Print(r, func(w io.Writer) error { return greet(w, cfg, r) })
+		})
+	}
+	return c
+}
+
+func greet(w io.Writer, cfg devstack.Config, r devstack.Ready) error {
+	_, err := fmt.Fprintf(w, `Coppice is ready at %s
+  data     %s
+  volume   %s
+  VMs      %s
+%s
+Try this in another terminal, as the same user:
+  coppice image build              once
+  coppice ws create --name demo
+  coppice ws exec demo -- uname -a
+  coppice fork demo -n 4
+Ctrl-C stops the VMs; checkpoints stay.
+`, r.Server, r.DataDir, r.Volume, cfg.VMMText(), warnings(r.Weak))
+	return err
+}

@@ -1,0 +1,142 @@
+// Package server has the commands that run servers: all of them on one machine, a controller, a runner and its side processes.
+package server
+
+import (
+	"fmt"
+	"io"
+	"log/slog"
+	"net/netip"
+	"os"
+
+	"github.com/spf13/pflag"
+
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/cli"
+	"github.com/coppice-dev/coppice/internal/cli/argument"
+	"github.com/coppice-dev/coppice/internal/cli/exit"
+	"github.com/coppice-dev/coppice/internal/daemon"
+	"github.com/coppice-dev/coppice/runner/hostport"
+)
+
+func vmmFlags(f *pflag.FlagSet, cfg *daemon.HostConfig) {
+	f.StringVar(&cfg.VMM, "vmm", cfg.VMM, "qemu, cloud-hypervisor, or auto: cloud-hypervisor if a guest really boots under it (COPPICE_VMM)")
+	f.StringVar(&cfg.Accelerator, "accel", cfg.Accelerator, "tcg, kvm, or auto: kvm if a guest really boots under it (COPPICE_ACCEL)")
+}
+
+// newLogger writes text to a terminal and JSON elsewhere.
+func newLogger(w io.Writer, level string) (*slog.Logger, error) {
+	var l slog.Level
+	if err := l.UnmarshalText([]byte(level)); err != nil {
+		return nil, err
+	}
+	o := &slog.HandlerOptions{Level: l}
+	if f, ok := w.(*os.File); ok {
+		if info, err := f.Stat(); err == nil && info.Mode()&os.ModeCharDevice != 0 {
+			return slog.New(core.LogHandler(slog.NewTextHandler(w, o))), nil
+		}
+	}
+	return slog.New(core.LogHandler(slog.NewJSONHandler(w, o))), nil
+}
+
+// storeFlags are those of every server. The credentials come from files or the environment, never from the command line.
+func storeFlags(a *cli.App, f *pflag.FlagSet, cfg *daemon.StoreConfig) {
+	cfg.AccessKey, cfg.SecretKey = a.Getenv("COPPICE_STORE_ACCESS_KEY"), a.Getenv("COPPICE_STORE_SECRET_KEY")
+	f.StringVar(&cfg.URL, "store", a.Getenv("COPPICE_STORE"), "`URL` of the store that makes checkpoints durable, the same for all servers of a cluster: dir:/path or s3://bucket/prefix?endpoint=https://host&region=name (default: none; checkpoints stay on their host)")
+	f.StringVar(&cfg.AccessKeyFile, "store-access-key-file", a.Getenv("COPPICE_STORE_ACCESS_KEY_FILE"), "`file` with the store's access key, instead of COPPICE_STORE_ACCESS_KEY")
+	f.StringVar(&cfg.SecretKeyFile, "store-secret-key-file", a.Getenv("COPPICE_STORE_SECRET_KEY_FILE"), "`file` with the store's secret key, instead of COPPICE_STORE_SECRET_KEY; both files are read again when the store refuses the keys")
+}
+
+// secretFlags are those of servers that have a controller.
+func secretFlags(a *cli.App, f *pflag.FlagSet, cfg *daemon.SecretsConfig, env bool) {
+	cfg.Lookup = func(name string) (string, bool) {
+		value := a.Getenv(name)
+		return value, value != ""
+	}
+	v := &cfg.Vault
+	f.StringVar(&v.Address, "vault-addr", "", "`URL` of a HashiCorp Vault, https://host:port; grants may name secrets in it (vault://mount/path#field)")
+	f.StringVar(&v.CAFile, "vault-ca-file", "", "`file` with the certificate authorities of the Vault, in PEM (default: the system's)")
+	f.StringVar(&v.Namespace, "vault-namespace", "", "`namespace` in the Vault")
+	f.StringVar(&v.Prefix, "vault-prefix", "secret/coppice/{project}/", "`path` above the secrets of a project, with {project} for the project's id; the controller reads no others")
+	f.StringVar(&v.TokenFile, "vault-token-file", "", "log in to the Vault with the token in this `file`, which is read again each time")
+	f.StringVar(&v.RoleIDFile, "vault-role-id-file", "", "log in to the Vault by AppRole with the role id in this `file`; needs --vault-secret-id-file")
+	f.StringVar(&v.SecretIDFile, "vault-secret-id-file", "", "`file` with the secret id for --vault-role-id-file")
+	f.StringVar(&v.KubernetesRole, "vault-kubernetes-role", "", "log in to the Vault by Kubernetes with this `role`")
+	f.StringVar(&v.KubernetesTokenFile, "vault-kubernetes-token-file", "", "`file` with the service account's token for --vault-kubernetes-role (default: where Kubernetes puts it)")
+	f.StringVar(&v.AuthMount, "vault-auth-mount", "", "`path` at which the Vault has the login mounted (default: approle or kubernetes)")
+	f.BoolVar(&cfg.Env, "secret-env", env, "for development: let grants of every project use variables of this process that begin with COPPICE_SECRET_ (env://COPPICE_SECRET_NAME)")
+}
+
+// hostStoreFlags are those of servers that have a runner. What it returns reads them.
+func hostStoreFlags(f *pflag.FlagSet, cfg *daemon.StoreConfig) func() error {
+	var bandwidth, cache, copies, floor, fetch string
+	f.StringVar(&bandwidth, "store-bandwidth", "", "maximum upload to the store per second, as `size` with K, M, G or T (default: no limit)")
+	f.StringVar(&cache, "cache-size", "10G", "maximum size of this host's cache of the store, as `size` with K, M, G or T; 0 for no cache")
+	f.StringVar(&copies, "copies-size", "", "maximum disk space for checkpoints that were fetched from the store, as `size` with K, M, G or T (default: half of the disk)")
+	f.StringVar(&floor, "disk-floor", "", "free disk space that fetches of checkpoints never use, as `size` with K, M, G or T (default: a sixteenth of the disk, at most 4G)")
+	f.StringVar(&fetch, "fetch", "lazy", "how to fetch a checkpoint from the store: lazy (its VMs run before all of their memory has arrived) or whole")
+	return func() (err error) {
+		if fetch != "lazy" && fetch != "whole" {
+			return exit.Misuse(fmt.Errorf("--fetch: %q is neither lazy nor whole", fetch))
+		}
+		cfg.Whole = fetch == "whole"
+		if cfg.Bandwidth, err = parseSizeOr(bandwidth, ""); err != nil {
+			return exit.Misuse(fmt.Errorf("--store-bandwidth: %w", err))
+		}
+		if cfg.CacheSize, err = parseSizeOr(cache, "0"); err != nil {
+			return exit.Misuse(fmt.Errorf("--cache-size: %w", err))
+		}
+		if cfg.CopiesSize, err = parseSizeOr(copies, ""); err != nil {
+			return exit.Misuse(fmt.Errorf("--copies-size: %w", err))
+		}
+		if cfg.Floor, err = parseSizeOr(floor, ""); err != nil {
+			return exit.Misuse(fmt.Errorf("--disk-floor: %w", err))
+		}
+		return nil
+	}
+}
+
+// egressFlags are those of servers that have a runner. What it returns reads them.
+func egressFlags(f *pflag.FlagSet, cfg *daemon.EgressOptions) func() error {
+	var mode string
+	var private []string
+	f.StringVar(&mode, "egress", "on", "on: sandboxes may send what the rules of their workspace allow, through an egress process of this host; off: they may send nothing")
+	f.StringArrayVar(&private, "egress-allow-private", nil, "`network` in CIDR form that is not public; sandboxes may reach its hosts if their rules name them; may be repeated")
+	f.StringVar(&cfg.CAFile, "egress-ca-file", "", "PEM `file` with further certificate authorities to trust for the hosts of grants")
+	f.StringVar(&cfg.Resolver, "egress-resolver", "", "`address` of the name server for names outside, host:port (default: that of this host)")
+	return func() error {
+		if mode != "on" && mode != "off" {
+			return exit.Misuse(fmt.Errorf("--egress: %q is neither on nor off", mode))
+		}
+		cfg.Off = mode == "off"
+		for _, text := range private {
+			p, err := netip.ParsePrefix(text)
+			if err != nil {
+				return exit.Misuse(fmt.Errorf("--egress-allow-private: %w", err))
+			}
+			cfg.Private = append(cfg.Private, p.Masked())
+		}
+		return nil
+	}
+}
+
+// forwardFlags are those of servers that have a runner. What it returns reads them.
+func forwardFlags(f *pflag.FlagSet, cfg *hostport.Allowed) func() error {
+	var addresses []string
+	var ports string
+	f.StringArrayVar(&addresses, "forward-address", nil, "`IP` address of this host on which tenants may forward ports; may be repeated; a request without an address gets the first one (default: 127.0.0.1 and ::1)")
+	f.StringVar(&ports, "forward-ports", "", "range of `ports` that tenants may use for forwarding, FIRST-LAST from 1024 up; narrow it on a host with other services (default: from 1024 up to the ports of outgoing connections, usually 1024-32767)")
+	return func() (err error) {
+		if *cfg, err = hostport.Parse(addresses, ports); err != nil {
+			return exit.Misuse(fmt.Errorf("--forward-address, --forward-ports: %w", err))
+		}
+		return nil
+	}
+}
+
+// parseSizeOr reads a size, or zero as it is written for none.
+func parseSizeOr(s, none string) (int64, error) {
+	if s == none {
+		return 0, nil
+	}
+	return argument.Size(s)
+}

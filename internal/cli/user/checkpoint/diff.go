@@ -1,0 +1,131 @@
+package checkpoint
+
+import (
+	"encoding/base64"
+	"fmt"
+	"io"
+	"strconv"
+	"strings"
+
+	"github.com/spf13/cobra"
+
+	"github.com/coppice-dev/coppice/internal/cli"
+	"github.com/coppice-dev/coppice/internal/cli/find"
+	"github.com/coppice-dev/coppice/internal/cli/foreign"
+	"github.com/coppice-dev/coppice/internal/cli/render"
+	coppice "github.com/coppice-dev/coppice/sdk/go"
+)
+
+func newDiffCommand(a *cli.App) *cobra.Command {
+	return &cobra.Command{
+		Use:   "diff FROM TO",
+		Short: "Show the differences between two checkpoints of one tree",
+		Long: `Show the differences between two checkpoints of one tree: files added (A), changed (M) and removed (D), processes started (+) and ended (-),
+and how much memory differs. No machine is started for it. A renamed file appears as one removed and one added file.`,
+		Example: "  coppice ckpt diff before-upgrade 9r4w6xcv",
+		Args:    cobra.ExactArgs(2),
+		RunE: func(c *cobra.Command, args []string) error {
+			client, err := a.Client()
+			if err != nil {
+				return err
+			}
+			from, err := find.Checkpoint(c.Context(), client, args[0])
+			if err != nil {
+				return err
+			}
+			to, err := find.Checkpoint(c.Context(), client, args[1])
+			if err != nil {
+				return err
+			}
+			done := a.Working(c.Context(), "comparing")
+			diff, err := wholeDiff(client.DiffCheckpoints(c.Context(), from.ID, to.ID))
+			done()
+			if err != nil {
+				return err
+			}
+			return a.Print(diff, func(w io.Writer) error { return printDiff(w, diff) })
+		},
+	}
+}
+
+// wholeDiff makes one page of all.
+func wholeDiff(pages func(func(coppice.CheckpointDiff, error) bool)) (coppice.CheckpointDiff, error) {
+	var all coppice.CheckpointDiff
+	first := true
+	for p, err := range pages {
+		if err != nil {
+			return all, err
+		}
+		if first {
+			all, first = p, false
+			continue
+		}
+		all.Items = append(all.Items, p.Items...)
+		all.Unreadable += p.Unreadable
+	}
+	all.NextCursor = ""
+	return all, nil
+}
+
+func printDiff(w io.Writer, d coppice.CheckpointDiff) error {
+	marks := map[coppice.FileChangeChange]string{coppice.FileAdded: "A", coppice.FileChanged: "M", coppice.FileRemoved: "D"}
+	count := map[coppice.FileChangeChange]int{}
+	for _, f := range d.Items {
+		count[f.Change]++
+		line := marks[f.Change] + " " + pathOf(f)
+		var what []string
+		for _, s := range f.What {
+			what = append(what, string(s))
+		}
+		if len(what) > 0 {
+			line += " (" + strings.Join(what, ", ") + ")"
+		}
+		fmt.Fprintln(w, line)
+	}
+	if p := d.Processes; p != nil {
+		for _, x := range p.Started {
+			fmt.Fprintln(w, processLine("+", x))
+		}
+		for _, x := range p.Gone {
+			fmt.Fprintln(w, processLine("-", x))
+		}
+	}
+	summary := fmt.Sprintf("%d added, %d changed, %d removed", count[coppice.FileAdded], count[coppice.FileChanged], count[coppice.FileRemoved])
+	if p := d.Processes; p != nil {
+		summary += fmt.Sprintf("; %d started, %d gone", len(p.Started), len(p.Gone))
+	}
+	if d.MemoryChangedBytes != nil {
+		summary += fmt.Sprintf("; %s of memory differ", render.Size(*d.MemoryChangedBytes))
+	}
+	fmt.Fprintln(w, summary)
+	if !d.FilesComplete {
+		fmt.Fprintln(w, "Files may be missing: a guest could not write everything to its disk before its capture.")
+	}
+	if d.Unreadable > 0 {
+		fmt.Fprintf(w, "%d files are damaged on a guest's disk. They are left out, or counted as changed.\n", d.Unreadable)
+	}
+	if d.Processes != nil && !d.Processes.Complete {
+		fmt.Fprintln(w, "Processes may be missing: a guest named only some of them, or none.")
+	}
+	return nil
+}
+
+// pathOf shows a path of a guest's choice on one line, quoted when it has anything that is not plainly visible.
+func pathOf(f coppice.FileChange) string {
+	path := f.Path
+	if b, err := base64.StdEncoding.DecodeString(f.PathBase64); err == nil && f.PathBase64 != "" {
+		path = string(b)
+	}
+	if quoted := strconv.Quote(path); quoted != `"`+path+`"` {
+		return quoted
+	}
+	return path
+}
+
+func processLine(mark string, p coppice.WorkloadProcess) string {
+	args := p.Args
+	if args == "" {
+		args = "[" + p.Command + "]"
+	}
+	return fmt.Sprintf("%s process %d %s", mark, p.PID, foreign.Visible(args))
+}

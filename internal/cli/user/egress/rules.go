@@ -1,0 +1,97 @@
+package egress
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"strings"
+
+	"github.com/spf13/cobra"
+
+	"github.com/coppice-dev/coppice/internal/cli"
+	"github.com/coppice-dev/coppice/internal/cli/exit"
+	"github.com/coppice-dev/coppice/internal/cli/find"
+	"github.com/coppice-dev/coppice/internal/cli/foreign"
+	coppice "github.com/coppice-dev/coppice/sdk/go"
+)
+
+// AllowFlags say what may be reached.
+type AllowFlags struct {
+	allow []string
+	none  bool
+}
+
+// Add adds them to a command.
+func (a *AllowFlags) Add(c *cobra.Command) {
+	f := c.Flags()
+	f.StringArrayVar(&a.allow, "allow", nil, "allow only this destination: `HOST[:PORT]`, *.DOMAIN, tcp://HOST:PORT or bundle:NAME; may be repeated")
+	f.BoolVar(&a.none, "allow-none", false, "allow no destination, not even those of the parent workspace")
+}
+
+// Read says which destinations they allow. It returns nil when nothing was said.
+func (a *AllowFlags) Read() (*[]string, error) {
+	switch {
+	case a.none && len(a.allow) > 0:
+		return nil, exit.Misuse(errors.New("--allow and --allow-none exclude each other"))
+	case a.none:
+		return &[]string{}, nil
+	case len(a.allow) > 0:
+		return &a.allow, nil
+	}
+	return nil, nil
+}
+
+// NewRulesCommand makes the command "coppice ws network".
+func NewRulesCommand(a *cli.App) *cobra.Command {
+	var flags AllowFlags
+	var version int64
+	c := &cobra.Command{
+		Use:   "network WORKSPACE",
+		Short: "Show or change what a workspace may reach",
+		Long: `Show what a workspace may reach, or replace it with --allow or --allow-none. The change also ends open connections that are no longer allowed.
+A fork never reaches more than its parent workspace: a removed destination is removed from all forks as well.
+
+With --version, the change is made only if that is still the workspace's version.`,
+		Example: "  coppice ws network demo\n  coppice ws network demo --allow bundle:python --allow '*.example.com'\n  coppice ws network demo --allow-none",
+		Args:    cobra.ExactArgs(1),
+		RunE: func(c *cobra.Command, args []string) error {
+			allow, err := flags.Read()
+			if err != nil {
+				return err
+			}
+			client, err := a.Client()
+			if err != nil {
+				return err
+			}
+			ws, err := find.Workspace(c.Context(), client, args[0])
+			if err != nil {
+				return err
+			}
+			if allow != nil {
+				ws, err = client.PatchWorkspace(c.Context(), ws.ID, coppice.PatchWorkspaceRequest{Version: version, Network: &coppice.NetworkPatch{Allow: *allow}})
+				if err != nil {
+					return err
+				}
+			}
+			return a.Print(ws.Network, func(w io.Writer) error {
+				_, err := fmt.Fprintf(w, "%s: %s\n", ws.Name, foreign.Visible(Describe(ws.Network)))
+				return err
+			})
+		},
+	}
+	flags.Add(c)
+	c.Flags().Int64Var(&version, "version", 0, "compare-and-set against this `version`")
+	return c
+}
+
+// Describe says what may be reached, in words.
+func Describe(n coppice.Network) string {
+	text := string(n.EgressPolicy)
+	if len(n.Allow) > 0 {
+		text += " but " + strings.Join(n.Allow, ", ")
+	}
+	if n.RulesPending {
+		text += " (not in force on its host yet)"
+	}
+	return text
+}

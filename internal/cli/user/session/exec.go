@@ -1,0 +1,204 @@
+package session
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"os/signal"
+	"syscall"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/coppice-dev/coppice/internal/cli"
+	"github.com/coppice-dev/coppice/internal/cli/argument"
+	"github.com/coppice-dev/coppice/internal/cli/exit"
+	"github.com/coppice-dev/coppice/internal/cli/find"
+	coppice "github.com/coppice-dev/coppice/sdk/go"
+)
+
+// execFlags say how a program is run.
+type execFlags struct {
+	cwd, user string
+	env       []string
+	timeout   time.Duration
+}
+
+func (e *execFlags) add(c *cobra.Command) {
+	f := c.Flags()
+	f.StringVarP(&e.cwd, "cwd", "C", "", "working `directory` (default: /workspace if it exists, else the home directory)")
+	f.StringArrayVarP(&e.env, "env", "e", nil, "environment, `KEY=VALUE`; may be repeated")
+	f.StringVarP(&e.user, "user", "u", "", "`user` name or id, optionally with :group (default: root)")
+	f.DurationVar(&e.timeout, "timeout", 0, "kill the program after this `duration`; 0: never")
+}
+
+func (e *execFlags) request(command []string) (coppice.ExecRequest, error) {
+	env, err := argument.KeyValues("--env", e.env)
+	if err == nil && e.timeout < 0 {
+		err = exit.Misuse(fmt.Errorf("--timeout %s is negative", e.timeout))
+	}
+	return coppice.ExecRequest{Command: command, Cwd: e.cwd, Env: env, User: e.user, TimeoutMS: e.timeout.Milliseconds()}, err
+}
+
+// commandOf returns what follows the workspace. Flags may stand before it only, so the parser leaves a "--" behind it in place.
+func commandOf(args []string) []string {
+	if len(args) > 1 && args[1] == "--" {
+		return args[2:]
+	}
+	return args[1:]
+}
+
+// NewExecCommand makes the command "coppice ws exec".
+func NewExecCommand(a *cli.App) *cobra.Command {
+	var flags execFlags
+	var interactive, tty, detach bool
+	c := &cobra.Command{
+		Use:   "exec WORKSPACE [--] COMMAND [ARGUMENT...]",
+		Short: "Run a program in a workspace",
+		Long: `Run a program in a workspace. There is no shell in between; use sh -c for one.
+
+The command passes the program's output on as it arrives. The program's exit status becomes that of this command: 127 if there is no such
+program, 126 if it cannot be run, 124 if it was killed at its timeout. Ctrl-C sends the program SIGINT; a second Ctrl-C leaves it running.
+With --json, the command prints the output and the exit status as one object when the program has ended.`,
+		Example: "  coppice ws exec demo -- uname -a\n  coppice ws exec demo -- sh -c 'make test 2>&1 | tail'\n  tar c . | coppice ws exec -i demo -- tar x -C /workspace",
+		Args:    cobra.MinimumNArgs(2),
+		RunE: func(c *cobra.Command, args []string) error {
+			if len(commandOf(args)) == 0 {
+				return exit.Misuse(errors.New("no command is given"))
+			}
+			if detach && (interactive || tty) {
+				return exit.Misuse(errors.New("--detach goes with neither --interactive nor --tty"))
+			}
+			req, err := flags.request(commandOf(args))
+			if err != nil {
+				return err
+			}
+			client, err := a.Client()
+			if err != nil {
+				return err
+			}
+			ws, err := find.Workspace(c.Context(), client, args[0])
+			if err != nil {
+				return err
+			}
+			switch {
+			case detach:
+				return startDetached(c.Context(), a, client, ws, req)
+			case tty:
+				return openShell(c.Context(), a, client, ws, req, false)
+			case a.JSON && !interactive:
+				return executeJSON(c.Context(), a, client, ws, req)
+			}
+			return execute(c.Context(), a, client, ws, req, interactive)
+		},
+	}
+	c.Flags().SetInterspersed(false)
+	f := c.Flags()
+	f.BoolVarP(&interactive, "interactive", "i", false, "pass standard input on to the program")
+	f.BoolVarP(&tty, "tty", "t", false, "give the program a terminal, as ws shell does")
+	f.BoolVarP(&detach, "detach", "d", false, "return at once and print the session's id; coppice ws logs has its output")
+	flags.add(c)
+	return c
+}
+
+func startDetached(ctx context.Context, a *cli.App, client *coppice.Client, ws coppice.Workspace, req coppice.ExecRequest) error {
+	session, err := client.StartSession(ctx, ws.ID, req)
+	if err != nil {
+		return notStarted(a, err)
+	}
+	return a.Print(session, func(w io.Writer) error {
+		_, err := fmt.Fprintln(w, session.ID)
+		return err
+	})
+}
+
+func executeJSON(ctx context.Context, a *cli.App, client *coppice.Client, ws coppice.Workspace, req coppice.ExecRequest) error {
+	res, err := client.Exec(ctx, ws.ID, req)
+	if err != nil {
+		return notStarted(a, err)
+	}
+	if err := a.Print(res, nil); err != nil {
+		return err
+	}
+	return exit.PassOn(res.ExitCode)
+}
+
+// execute runs a program with its output passed on, and its input if asked.
+func execute(ctx context.Context, a *cli.App, client *coppice.Client, ws coppice.Workspace, req coppice.ExecRequest, interactive bool) error {
+	req.StdinOpen = interactive
+	session, err := client.StartSession(ctx, ws.ID, req)
+	if err != nil {
+		return notStarted(a, err)
+	}
+	if interactive {
+		// It ends with the process: a read of standard input cannot be taken back.
+		go func() { _ = client.WriteStdin(context.WithoutCancel(ctx), session.ID, a.Stdin, true) }()
+	}
+	// Ctrl-C is the program's; its output is followed to its end all the same. The second Ctrl-C is ours.
+	remote, cancel := context.WithCancelCause(context.WithoutCancel(ctx))
+	defer cancel(nil)
+	go func() {
+		select {
+		case <-ctx.Done():
+		case <-remote.Done():
+			return
+		}
+		again := make(chan os.Signal, 1)
+		signal.Notify(again, os.Interrupt, syscall.SIGTERM)
+		defer signal.Stop(again)
+		fmt.Fprintf(a.Stderr, "coppice: interrupting; press Ctrl-C again to leave session %s running\n", session.ID)
+		if err := client.SignalSession(remote, session.ID, "SIGINT"); err != nil {
+			cancel(err)
+		}
+		select {
+		case <-again:
+			cancel(context.Canceled)
+		case <-remote.Done():
+		}
+	}()
+	session, err = followOutput(remote, a, client, session)
+	if err != nil {
+		return err
+	}
+	if session.TimedOut {
+		fmt.Fprintf(a.Stderr, "coppice: the program was killed at its timeout of %s\n", time.Duration(req.TimeoutMS)*time.Millisecond)
+		return exit.StatusError(exit.TimedOut)
+	}
+	return exit.PassOn(*session.ExitCode)
+}
+
+// notStarted reports a program that could not be started with the status that a shell gives it.
+func notStarted(a *cli.App, err error) error {
+	for code, status := range map[coppice.Code]int{coppice.CodeCommandNotFound: noCommand, coppice.CodeCommandNotStarted: cannotRun} {
+		if errors.Is(err, code) {
+			a.Report(err)
+			return exit.StatusError(status)
+		}
+	}
+	return err
+}
+
+// The exit statuses that a shell gives to a program that it cannot run, and to one that is not there.
+const (
+	cannotRun = 126
+	noCommand = 127
+)
+
+// followOutput copies a session's output until it has ended.
+func followOutput(ctx context.Context, a *cli.App, client *coppice.Client, session coppice.Session) (coppice.Session, error) {
+	errs := make(chan error, 1)
+	go func() {
+		if session.PTY {
+			errs <- nil
+			return
+		}
+		errs <- client.Follow(ctx, session.ID, coppice.Stderr, session.StderrFirst, a.Stderr)
+	}()
+	err := client.Follow(ctx, session.ID, coppice.Stdout, session.StdoutFirst, a.Stdout)
+	if err = errors.Join(err, <-errs); err != nil {
+		return session, err
+	}
+	return client.WaitSession(ctx, session.ID)
+}
