@@ -161,8 +161,6 @@ var unlisted = map[string]string{
 	"runner/cgroup.maxWeight":            "a format: the largest weight that the kernel takes",
 	"runner/diffhelper.maxSize":          "a format: the largest file that an answer may name",
 	"runner/ext4.maxTarget":              "a format: the kernel's bound of a symlink",
-	"runner/httpapi.maxBody":             untested,
-	"runner/httpapi.maxFile":             untested,
 	"runner/memory.maxIOV":               "an algorithm: the kernel's bound of one call",
 	"runner/netns.mostBurst":             "a format: the largest burst that the kernel takes",
 	"runner/rootimage.maxName":           "a format: the longest name in a file system",

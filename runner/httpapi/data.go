@@ -5,6 +5,7 @@ import (
 	"crypto/rand"
 	"encoding/hex"
 	"encoding/json"
+	"errors"
 	"log/slog"
 	"maps"
 	"net/http"
@@ -34,6 +35,7 @@ type Data struct {
 	mux    *http.ServeMux
 	wake   func() // has the controller told soon
 	writes *writelog.Log
+	upload int64 // bytes of one
 
 	mu   sync.Mutex // guards what follows
 	keys map[core.KeyID]*keyUse
@@ -121,7 +123,7 @@ func (d *Data) begin(ctx context.Context, c pass.Claims) (context.Context, func(
 
 // NewData returns the handler. It keeps writes in a log, which the caller closes after it.
 func NewData(r *runner.Runner, passes *pass.Verifier, writes *writelog.Log, log *slog.Logger) *Data {
-	d := &Data{runner: r, passes: passes, writes: writes, log: log, mux: http.NewServeMux(), wake: r.Hurry, keys: map[core.KeyID]*keyUse{}, used: map[core.WorkspaceID]int{}}
+	d := &Data{runner: r, passes: passes, writes: writes, log: log, upload: maxFile, mux: http.NewServeMux(), wake: r.Hurry, keys: map[core.KeyID]*keyUse{}, used: map[core.WorkspaceID]int{}}
 	d.mux.HandleFunc("GET "+runnerapi.PathDataHealth, func(w http.ResponseWriter, _ *http.Request) {
 		w.Header().Set("Content-Type", "application/json")
 		_, _ = w.Write([]byte(`{"status":"ok"}` + "\n")) // the reader may have gone
@@ -164,7 +166,11 @@ func (d *Data) files(w http.ResponseWriter, q *http.Request) {
 	names := []string{"path", "list", "tar", "stat", "recursive"}
 	if q.Method == http.MethodPut {
 		names = []string{"path", "mode", "uid", "gid", "mkdirs", "untar"}
-		q.Body = http.MaxBytesReader(w, q.Body, maxFile)
+		if q.ContentLength > d.upload {
+			d.fail(w, q, tooLarge(d.upload))
+			return
+		}
+		q.Body = http.MaxBytesReader(w, q.Body, d.upload)
 	}
 	d.pass(w, q, c, "/v1/files", names...)
 }
@@ -219,7 +225,12 @@ func (d *Data) pass(w http.ResponseWriter, q *http.Request, c pass.Claims, path 
 		d.fail(w, q, core.Errorf(core.Invalid, core.CodeInvalidField, "path must name a file in the sandbox"))
 		return
 	}
-	h, err := d.runner.Guest(ctx, c.Sandbox, func(w http.ResponseWriter, q *http.Request, err error) { d.fail(w, q, err) })
+	h, err := d.runner.Guest(ctx, c.Sandbox, func(w http.ResponseWriter, q *http.Request, err error) {
+		if large, ok := errors.AsType[*http.MaxBytesError](err); ok { // the guest is not at fault
+			err = tooLarge(large.Limit)
+		}
+		d.fail(w, q, err)
+	})
 	if err != nil {
 		d.fail(w, q, err)
 		return
@@ -241,6 +252,9 @@ func (d *Data) fail(w http.ResponseWriter, q *http.Request, err error) {
 	if core.CodeOf(err) == core.CodeRateLimited {
 		code = http.StatusTooManyRequests
 		w.Header().Set("Retry-After", "1")
+	}
+	if core.CodeOf(err) == core.CodeBodyTooLarge {
+		code = http.StatusRequestEntityTooLarge
 	}
 	level := slog.LevelInfo
 	if core.CategoryOf(err) == core.Internal {

@@ -31,6 +31,11 @@ const _ uint = maxBody - 256*(runnerapi.MaxEgressRules+64<<10) // it does not co
 type server struct {
 	runner *runner.Runner
 	log    *slog.Logger
+	most   int64 // bytes of a request
+}
+
+func newServer(r *runner.Runner, log *slog.Logger) *server {
+	return &server{runner: r, log: log, most: maxBody}
 }
 
 // New returns the handler for a controller on the same machine. secret must not be empty.
@@ -39,7 +44,7 @@ func New(r *runner.Runner, secret string, log *slog.Logger) (http.Handler, error
 		return nil, errors.New("the runner's API needs a secret")
 	}
 	want := sha256.Sum256([]byte(secret))
-	return newHandler(r, log, func(q *http.Request, _ string) error {
+	return newServer(r, log).handler(func(q *http.Request, _ string) error {
 		token, _ := strings.CutPrefix(q.Header.Get("Authorization"), "Bearer ")
 		got := sha256.Sum256([]byte(token))
 		if subtle.ConstantTimeCompare(got[:], want[:]) != 1 {
@@ -52,7 +57,7 @@ func New(r *runner.Runner, secret string, log *slog.Logger) (http.Handler, error
 // NewTLS returns the handler for controllers of other machines, to be served with mtls.Identity.Server: whoever shows another
 // certificate than a controller's, such as another runner's, is refused; but runners that peers admits may ask for objects of the store.
 func NewTLS(r *runner.Runner, peers *Peers, log *slog.Logger) http.Handler {
-	return newHandler(r, log, func(q *http.Request, route string) error {
+	return newServer(r, log).handler(func(q *http.Request, route string) error {
 		peer, err := mtls.PeerOf(q)
 		if err == nil && !peer.Controller && route != routeObject {
 			err = core.Errorf(core.PermissionDenied, core.CodePermissionDenied, "the runner's API takes requests from controllers only, not from runner %s", peer.Runner)
@@ -67,8 +72,8 @@ func NewTLS(r *runner.Runner, peers *Peers, log *slog.Logger) http.Handler {
 // routeObject is the only route for runners.
 const routeObject = "GET " + runnerapi.PathObject
 
-func newHandler(r *runner.Runner, log *slog.Logger, authorize func(q *http.Request, route string) error) http.Handler {
-	s := &server{runner: r, log: log}
+func (s *server) handler(authorize func(q *http.Request, route string) error) http.Handler {
+	r := s.runner
 	mux := http.NewServeMux()
 	handle := func(method, path string, h http.HandlerFunc) { mux.HandleFunc(method+" "+path, h) }
 	handle("GET", runnerapi.PathInfo, s.info)
@@ -168,15 +173,23 @@ func sandboxID(q *http.Request) core.SandboxID { return core.SandboxID(q.PathVal
 func call[In, Out any](s *server, fn func(context.Context, *http.Request, In) (Out, error)) http.HandlerFunc {
 	return func(w http.ResponseWriter, q *http.Request) {
 		var in In
-		d := json.NewDecoder(http.MaxBytesReader(w, q.Body, maxBody))
+		d := json.NewDecoder(http.MaxBytesReader(w, q.Body, s.most))
 		d.DisallowUnknownFields()
 		if err := d.Decode(&in); err != nil {
+			if large, ok := errors.AsType[*http.MaxBytesError](err); ok {
+				s.reply(w, nil, tooLarge(large.Limit))
+				return
+			}
 			s.reply(w, nil, core.Wrapf(err, core.Invalid, core.CodeMalformedBody, "the runner cannot read the request: %s", core.Clip(err.Error())))
 			return
 		}
 		out, err := fn(q.Context(), q, in)
 		s.reply(w, out, err)
 	}
+}
+
+func tooLarge(limit int64) error {
+	return core.Errorf(core.Invalid, core.CodeBodyTooLarge, "the body is larger than the %d bytes that are allowed here", limit)
 }
 
 func (s *server) info(w http.ResponseWriter, _ *http.Request) {
