@@ -40,37 +40,51 @@ func (a *array[E]) ScanBytes(b []byte) error {
 // classCell is a column with a runner class, which is shared and never written to; NULL is nil.
 type classCell struct{ *runnerapi.RunnerClass }
 
-const maxClasses = 1000 // of more than a cluster has
-
-var (
-	classesMu sync.RWMutex // guards classes
-	classes   = map[string]*runnerapi.RunnerClass{}
+// The cache of classes: more than a cluster has. A runner may say anything of its class, so longer ones are decoded each time.
+const (
+	maxClasses   = 1000
+	maxClassText = 8 << 10 // bytes of JSON
 )
 
-// ScanBytes implements pgtype.BytesScanner.
-func (c *classCell) ScanBytes(b []byte) error {
-	c.RunnerClass = nil
-	if b == nil {
-		return nil
+// classCache is the classes that were decoded, by their JSON.
+type classCache struct {
+	mu   sync.RWMutex // guards what follows
+	kept map[string]*runnerapi.RunnerClass
+}
+
+var classes = classCache{kept: map[string]*runnerapi.RunnerClass{}}
+
+// of returns the class of some JSON.
+func (c *classCache) of(b []byte) (*runnerapi.RunnerClass, error) {
+	c.mu.RLock()
+	class := c.kept[string(b)]
+	c.mu.RUnlock()
+	if class != nil {
+		return class, nil
 	}
-	classesMu.RLock()
-	c.RunnerClass = classes[string(b)]
-	classesMu.RUnlock()
-	if c.RunnerClass != nil {
-		return nil
-	}
-	class := &runnerapi.RunnerClass{}
+	class = &runnerapi.RunnerClass{}
 	if err := decode(b, class); err != nil {
-		return err
+		return nil, err
 	}
-	c.RunnerClass = class
-	classesMu.Lock()
-	defer classesMu.Unlock()
-	if len(classes) >= maxClasses {
-		clear(classes)
+	if len(b) > maxClassText {
+		return class, nil
 	}
-	classes[string(b)] = class
-	return nil
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if len(c.kept) >= maxClasses {
+		clear(c.kept)
+	}
+	c.kept[string(b)] = class
+	return class, nil
+}
+
+// ScanBytes implements pgtype.BytesScanner.
+func (c *classCell) ScanBytes(b []byte) (err error) {
+	c.RunnerClass = nil
+	if b != nil {
+		c.RunnerClass, err = classes.of(b)
+	}
+	return err
 }
 
 func decode(b []byte, into any) error {

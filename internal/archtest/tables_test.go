@@ -152,7 +152,6 @@ var unlisted = map[string]string{
 	"controller/countersign.maxAge":      "a time",
 	"controller/countersign.maxAhead":    "a time",
 	"controller/flows.maxFlows":          "an algorithm: rows of one statement",
-	"controller/postgres.maxClasses":     untested,
 	"controller/postgres.maxKeysRow":     "a type: the row of a quota",
 	"guestagent.maxFlush":                "a time",
 	"guestagent.maxIdleThreads":          "an algorithm: threads that the agent keeps",
