@@ -9,3 +9,11 @@ func (s *Server) Held(id core.SandboxID) (conns, flows int) {
 	defer b.mu.Unlock()
 	return len(b.conns), len(b.open)
 }
+
+// Budgets is how many grants of a sandbox have a budget.
+func (s *Server) Budgets(id core.SandboxID) int {
+	b := s.box(id)
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return len(b.budgets)
+}

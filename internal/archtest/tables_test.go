@@ -141,9 +141,6 @@ func checkTests(all map[string]names, cell string) error {
 	return nil
 }
 
-// untested is why a bound has no row: a row names a test.
-const untested = "no test shows it yet; the last section of docs/LIMITS.md names it"
-
 // unlisted are constants that are named like bounds and have no row in docs/LIMITS.md, with the reason.
 var unlisted = map[string]string{
 	"controller.maxFailureDelay":         "a time: the longest delay of an answer to a wrong key",
