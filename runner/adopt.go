@@ -168,7 +168,7 @@ func (r *Runner) adopt(ctx context.Context, j *journal) (_ *sandbox, err error) 
 		return nil, core.Errorf(core.Exhausted, core.CodeCapacity, "its place, number %d, is taken or beyond the limit of this runner", j.Slot)
 	}
 	steps.Push("slot", func(context.Context) error { r.slots.give(j.Slot); return nil })
-	if j.Pager != "" && j.Pager != r.lazy.instance {
+	if j.Pager != "" && j.Pager != r.lazy.Instance() {
 		return nil, core.Errorf(core.Unavailable, core.CodePagerGone, "the pager that it had memory from has ended")
 	}
 	sh.machine, err = driver.Recover(ctx, *j.Handle)
@@ -216,7 +216,7 @@ func (r *Runner) goOn(ctx context.Context, s *sandbox) error {
 		running, err = s.machine.Running(ctx)
 	}
 	if errors.Is(err, vmm.ErrWaits) && s.Pager != "" {
-		// It waits for memory from the store and is held like any that does; see mind. Only a capture would have paused it.
+		// It waits for memory from the store and is held like any that does; see updateStalls. Only a capture would have paused it.
 		running, err = capture == "", nil
 	}
 	if err != nil {
@@ -225,7 +225,7 @@ func (r *Runner) goOn(ctx context.Context, s *sandbox) error {
 	if running && capture == "" {
 		return nil
 	}
-	if s.Pager != "" { // it may have to wait for the store first; see mind
+	if s.Pager != "" { // it may have to wait for the store first; see updateStalls
 		s.frozen, s.waited, s.info.State = true, time.Now(), runnerapi.SandboxPaused
 		return nil
 	}

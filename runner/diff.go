@@ -113,7 +113,7 @@ func (r *Runner) Diff(ctx context.Context, from core.CheckpointID, req runnerapi
 	for _, id := range []core.CheckpointID{from, req.To} {
 		rec, err := r.checkpoints.find(id)
 		if err == nil {
-			err = r.wholeImages(ctx, rec)
+			err = r.lazy.Wait(ctx, rec.imageIDs()...)
 		}
 		if err != nil {
 			return runnerapi.DiffPage{}, err

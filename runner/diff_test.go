@@ -86,7 +86,7 @@ func (s *shelf) put(fill byte, name string, change func(rec *checkpointRecord), 
 func (s *shelf) open() {
 	s.t.Helper()
 	var err error
-	if s.lazy, err = openLazyImages(s.Runner); err != nil {
+	if s.lazy, err = openLazy(s.Runner); err != nil {
 		s.t.Fatal(err)
 	}
 	if s.bases, err = memory.NewBaseStore(filepath.Join(s.cfg.DataDir, "bases"), true); err == nil {

@@ -18,6 +18,7 @@ import (
 	"github.com/coppice-dev/coppice/images"
 	"github.com/coppice-dev/coppice/internal/atomicfile"
 	"github.com/coppice-dev/coppice/internal/sparse"
+	"github.com/coppice-dev/coppice/runner/lazy"
 	"github.com/coppice-dev/coppice/runner/memory"
 	"github.com/coppice-dev/coppice/runner/pager"
 	"github.com/coppice-dev/coppice/runner/room"
@@ -65,7 +66,7 @@ func (r *Runner) fetchNow(ctx context.Context, sources []runnerapi.Stored, want 
 		return nil, err
 	}
 	watch.Lap("manifest")
-	f := fetching{r: r, at: at, snapshot: snapshot, rec: rec, lazy: r.lazy.ready(ctx), watch: watch}
+	f := fetching{r: r, at: at, snapshot: snapshot, rec: rec, lazy: r.lazy.Ready(ctx), watch: watch}
 	if err := f.chooseRoot(); err != nil {
 		return nil, err
 	}
@@ -175,7 +176,7 @@ type fetching struct {
 func (f *fetching) findNear(ctx context.Context, ancestors []runnerapi.Stored) error {
 	if f.lazy {
 		for _, at := range ancestors {
-			if rec, err := f.r.checkpoints.get(at.CheckpointID); err != nil || rec.hasDelta() || f.r.lazy.has(string(rec.Base)) {
+			if rec, err := f.r.checkpoints.get(at.CheckpointID); err != nil || rec.hasDelta() || f.r.lazy.Has(string(rec.Base)) {
 				continue
 			}
 			if done, err := f.useNear(ctx, at); done || err != nil {
@@ -337,16 +338,16 @@ func (f *fetching) writeMemory(ctx context.Context) error {
 // memoryLater has the pager show the checkpoint's memory as a base, and bring it.
 func (f *fetching) memoryLater(ctx context.Context, tree *manifest.Tree, near bool) error {
 	f.rec.Base = core.NewID[core.BaseID]()
-	im := &lazyImage{Image: pager.Image{ID: string(f.rec.Base), Source: sourceOf(f.at, imageMemory)}, Size: tree.Size(), To: f.r.bases.Name(f.rec.Base)}
+	im := &lazy.Image{Image: pager.Image{ID: string(f.rec.Base), Source: sourceOf(f.at, imageMemory)}, Size: tree.Size(), To: f.r.bases.Name(f.rec.Base)}
 	im.Memory = true
-	im.reserve(f.room, f.will.memory)
+	im.Reserve(f.room, f.will.memory)
 	im.Peers = peers.From(ctx)
-	im.Want = decodeWorkingSet(f.rec.WorkingSet, tree.Pages())
+	im.Want = lazy.DecodeWorkingSet(f.rec.WorkingSet, tree.Pages())
 	if near {
 		seed := sourceOf(f.nearAt, imageMemory)
 		im.Seed, im.SeedBase, im.Compared = &seed, f.near.Base, seed.CheckpointID
 	}
-	return f.r.lazy.begin(ctx, im)
+	return f.r.lazy.Begin(ctx, im)
 }
 
 func sourceOf(at runnerapi.Stored, image string) pager.Source {
@@ -437,11 +438,11 @@ func (f *fetching) rootImage(ctx context.Context) error {
 		return nil
 	}
 	if f.lazy {
-		im := &lazyImage{
+		im := &lazy.Image{
 			Image: pager.Image{ID: rootImageID(key), Source: sourceOf(f.at, imageRoot), Peers: peers.From(ctx)}, Size: f.snapshot.Image(imageRoot).Size(), To: f.r.rootName(key),
 		}
-		im.reserve(f.room, f.will.root)
-		return f.r.lazy.begin(ctx, im)
+		im.Reserve(f.room, f.will.root)
+		return f.r.lazy.Begin(ctx, im)
 	}
 	part, err := os.CreateTemp(f.r.rootsDir(), "*.part")
 	if err != nil {

@@ -8,13 +8,13 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
-	"strings"
 	"sync"
 
 	"golang.org/x/sys/unix"
 
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/sparse"
+	"github.com/coppice-dev/coppice/runner/lazy"
 	"github.com/coppice-dev/coppice/runner/room"
 	"github.com/coppice-dev/coppice/runner/trash"
 	"github.com/coppice-dev/coppice/snapshotstore/manifest"
@@ -251,23 +251,10 @@ func (r *Runner) mostFreed() (n int64, err error) {
 			n += allocated(filepath.Join(r.rootsDir(), e.Name()))
 		}
 	}
-	return n + r.lazy.freeable(func(id string) bool {
-		key, isRoot := strings.CutPrefix(id, rootImageID(""))
-		return isRoot && roots[key+rootSuffix] || !isRoot && bases[core.BaseID(id)]
+	return n + r.lazy.Freeable(func(id string, from core.CheckpointID) bool {
+		key, isRoot := lazy.RootKey(id)
+		return isRoot && roots[key+rootSuffix] || !isRoot && bases[core.BaseID(id)] || r.fetching.reads(from)
 	}), nil
-}
-
-// freeable is how many bytes are taken by images that nothing needs. A fetch under way needs the
-// image that it reads. needed tells what else is needed.
-func (l *lazyImages) freeable(needed func(id string) bool) (n int64) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	for id, im := range l.images {
-		if !needed(id) && !l.r.fetching.reads(im.Source.CheckpointID) {
-			n += im.Reserved + allocated(filepath.Join(l.dir, id+lazyPart))
-		}
-	}
-	return n
 }
 
 // allocated is what a file takes on disk; 0 if there is none.

@@ -15,6 +15,7 @@ import (
 	"github.com/coppice-dev/coppice/images"
 	"github.com/coppice-dev/coppice/internal/bootclock"
 	"github.com/coppice-dev/coppice/internal/require"
+	"github.com/coppice-dev/coppice/runner/lazy"
 	"github.com/coppice-dev/coppice/runner/pager"
 	"github.com/coppice-dev/coppice/runner/trash"
 )
@@ -228,7 +229,7 @@ func TestLazyPartsInUseAreNoRoom(t *testing.T) {
 	c := a.capture(a.fork(template))
 	p.sealed(t, template, c)
 	disk := smallDisk(t, "112m")
-	b := newFakeRig(t, func(cfg *Config) {
+	b, _ := newPagerRig(t, func(cfg *Config) {
 		empty, err := images.Open(t.TempDir())
 		if err != nil {
 			t.Fatal(err)
@@ -275,11 +276,9 @@ func TestLazyPartsInUseAreNoRoom(t *testing.T) {
 	arrives := func(id string, from core.CheckpointID, used bool) (more int64) {
 		t.Helper()
 		before := most()
-		im := &lazyImage{Image: pager.Image{ID: id, Source: pager.Source{CheckpointID: from}}, Reserved: part, room: b.room.Hold(part)}
-		b.lazy.mu.Lock()
-		b.lazy.images[id] = im
-		b.lazy.mu.Unlock()
-		t.Cleanup(func() { b.lazy.forget(im) })
+		im := &lazy.Image{Image: pager.Image{ID: id, Source: pager.Source{CheckpointID: from}}, Size: part}
+		im.Reserve(b.room.Hold(part), part)
+		b.arrives(im)
 		more = most() - before
 		if used {
 			info, err := b.Info()
@@ -297,7 +296,9 @@ func TestLazyPartsInUseAreNoRoom(t *testing.T) {
 				t.Fatal("the unused copy went for what can never fit")
 			}
 		}
-		b.lazy.forget(im)
+		if err := b.lazy.Drop(id); err != nil {
+			t.Fatal(err)
+		}
 		return more
 	}
 	for what, id := range map[string]string{

@@ -30,7 +30,7 @@ func (r *Runner) Fork(ctx context.Context, req runnerapi.Fork) (runnerapi.ForkRe
 	defer leave()
 	if len(req.Keys) > 0 {
 		r.keys.Add(req.Keys)
-		r.lazy.wake()
+		r.lazy.Wake()
 	}
 	if req.Verify {
 		if err := r.replaceCaptured(ctx, req.CheckpointID, req.Sources, req.Expected); err != nil {
@@ -145,12 +145,12 @@ func (r *Runner) grow(ctx context.Context, ckpt *opened, child runnerapi.Child, 
 		err = forkReady.Hit(ctx)
 	}
 	if err != nil {
-		return nil, report, errors.Join(r.lazy.blame(s.shell, err), r.destroyLocked(ctx, s))
+		return nil, report, errors.Join(r.lazy.Explain(s.lazyMachine(), err), r.destroyLocked(ctx, s))
 	}
 	r.wg.Add(1)
 	go r.watch(s)
-	if !ckpt.hasDelta() && ckpt.WorkingSet == nil && r.working.claim(s.base.ID) {
-		r.wg.Go(func() { r.observe(s) })
+	if !ckpt.hasDelta() && ckpt.WorkingSet == nil && r.lazy.WorkingSets.Claim(s.base.ID) {
+		r.wg.Go(func() { r.lazy.WorkingSets.Observe(r.runCtx, s.base.ID, s.machine, s.gone) })
 	}
 	return s, report, nil
 }

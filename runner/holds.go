@@ -52,13 +52,8 @@ func (r *Runner) Fetching() []core.CheckpointID {
 		ids[id] = true
 	}
 	r.fetching.mu.Unlock()
-	r.lazy.mu.Lock()
-	defer r.lazy.mu.Unlock()
-	for _, im := range r.lazy.images {
-		ids[im.Source.CheckpointID] = true
-		if im.Compared != "" {
-			ids[im.Compared] = true
-		}
+	for _, id := range r.lazy.Sources() {
+		ids[id] = true
 	}
 	return slices.Sorted(maps.Keys(ids))
 }

@@ -103,6 +103,9 @@ func (l leftover) adoptable() bool {
 	return j != nil && j.Handle != nil && j.Sandbox != nil && j.Sandbox.Info.State == runnerapi.SandboxReady
 }
 
+// usesPager reports whether it has memory from a pager.
+func (l leftover) usesPager() bool { return l.journal != nil && l.journal.Pager != "" }
+
 // survey reads what earlier runners have left in both directories. A journal of another cluster means that the directory is not
 // this runner's: then nothing at all is touched.
 func (r *Runner) survey() ([]leftover, error) {

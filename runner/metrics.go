@@ -52,7 +52,7 @@ func newMetrics(r *Runner, reg prometheus.Registerer) *metrics {
 	m.stalls = prometheus.NewCounter(prometheus.CounterOpts{Name: "coppice_runner_stalls_total", Help: "Times that a virtual machine was held because it waited for the store."})
 	m.cuts = prometheus.NewCounter(prometheus.CounterOpts{Name: "coppice_runner_network_cuts_total", Help: "Times that a sandbox was cut off because its network rules in the kernel were not those that were applied."})
 	m.refused = prometheus.NewCounter(prometheus.CounterOpts{Name: "coppice_runner_fetches_refused_total", Help: "Fetches of checkpoints that were refused, because they would use the floor of free disk space."})
-	reg.MustRegister(m.children, m.captures, m.evicted, m.ancestors, m.refused, m.stalls, m.cuts, m.phase, m.reseal, m.pause, newState(r), newPagerState(r.lazy))
+	reg.MustRegister(m.children, m.captures, m.evicted, m.ancestors, m.refused, m.stalls, m.cuts, m.phase, m.reseal, m.pause, newState(r), r.lazy.Collector())
 	if r.cfg.Egress != nil {
 		reg.MustRegister(newEgressState(r.egress))
 	}

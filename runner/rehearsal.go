@@ -21,17 +21,18 @@ import (
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
 	"github.com/coppice-dev/coppice/internal/sparse"
 	"github.com/coppice-dev/coppice/internal/undo"
+	"github.com/coppice-dev/coppice/runner/lazy"
 	"github.com/coppice-dev/coppice/runner/memory"
 	"github.com/coppice-dev/coppice/runner/pager"
 )
 
-// rehearsalTime bounds a rehearsal: every page of it is asked for by itself.
+// rehearsalTime bounds a rehearsal: the pager is asked for every page separately.
 const rehearsalTime = 2 * time.Minute
 
-// rehearse has a machine grown from a checkpoint that has all of its memory in a base, before that is stored, to learn exactly which pages a fork uses
-// until its first command has run: those are stored in frames of their own, and are fetched first where the checkpoint is not
-// (docs/adr/0039-a-rehearsal.md). The machine is no sandbox: nobody is told of it, and it has no network. Without a pager there is no
-// rehearsal, and one that fails costs nothing but what it would have saved.
+// rehearse runs a fork of a checkpoint that has all of its memory in a base, before that is stored, to learn exactly which pages a fork
+// uses until its first command has run. Those are stored in frames of their own, and a host that must fetch the checkpoint fetches them
+// first (docs/adr/0039-a-rehearsal.md). The machine is no sandbox: nobody is told of it, and it has no network. Without a pager there
+// is no rehearsal. A rehearsal that fails costs only what it would have saved.
 func (r *Runner) rehearse(ctx context.Context, ckpt *opened) {
 	if ckpt.base.Arriving() || !r.wantsRehearsal(ckpt.checkpointRecord) {
 		return
@@ -43,7 +44,7 @@ func (r *Runner) rehearse(ctx context.Context, ckpt *opened) {
 	log := r.cfg.Log.With("checkpoint_id", ckpt.ID, "duration_ms", core.Milliseconds(time.Since(begun)))
 	if err != nil {
 		log.WarnContext(ctx, "a fork was not rehearsed; where the checkpoint must be fetched, more of it is read at first", "err", err)
-		r.working.rehearsed(ckpt.Base, nil)
+		r.lazy.WorkingSets.SetRehearsed(ckpt.Base, nil)
 		return
 	}
 	var extents []memory.Extent
@@ -51,18 +52,18 @@ func (r *Runner) rehearse(ctx context.Context, ckpt *opened) {
 		extents = append(extents, memory.Extent{Offset: p.First * memory.PageSize, Length: p.Count * memory.PageSize})
 	}
 	log.InfoContext(ctx, "a fork was rehearsed", "bytes", memory.TotalBytes(extents))
-	r.working.rehearsed(ckpt.Base, encodeWorkingSet(extents))
+	r.lazy.WorkingSets.SetRehearsed(ckpt.Base, lazy.EncodeWorkingSet(extents))
 }
 
 // wantsRehearsal reports whether a checkpoint, once it is whole, is one to rehearse.
 func (r *Runner) wantsRehearsal(rec *checkpointRecord) bool {
-	if r.cfg.Store.Pager == nil || r.cfg.Store.Whole || rec.hasDelta() || rec.WorkingSet != nil || r.working.of(rec.Base).rehearsed {
+	if r.cfg.Store.Pager == nil || r.cfg.Store.Whole || rec.hasDelta() || rec.WorkingSet != nil || r.lazy.WorkingSets.Of(rec.Base).Rehearsed {
 		return false
 	}
 	return r.compatible(rec.Checkpoint) == nil // else it is of a time when this runner had another VMM
 }
 
-// rehearseOn runs a fork on memory that the pager shows, and returns the pages that were asked for. Nothing of it is left.
+// rehearseOn runs a fork on memory that the pager serves, and returns the pages that were asked for. Nothing of it is left.
 func (r *Runner) rehearseOn(ctx context.Context, ckpt *opened) (touched []pager.Range, err error) {
 	select {
 	case r.starting <- struct{}{}:
@@ -72,11 +73,12 @@ func (r *Runner) rehearseOn(ctx context.Context, ckpt *opened) (touched []pager.
 	}
 	var steps undo.Stack
 	defer func() { err = errors.Join(err, steps.Undo(context.WithoutCancel(ctx))) }()
-	client, id, err := r.showMemory(ctx, ckpt, &steps)
+	recording, err := r.lazy.Record(ctx, ckpt.Base)
 	if err != nil {
 		return nil, fmt.Errorf("show the memory: %w", err)
 	}
-	f, err := client.Open(ctx, id)
+	steps.Push("recording", recording.Close)
+	f, err := recording.OpenFile(ctx)
 	if err != nil {
 		return nil, err
 	}
@@ -95,50 +97,10 @@ func (r *Runner) rehearseOn(ctx context.Context, ckpt *opened) (touched []pager.
 	if err := r.perform(ctx, s, ckpt); err != nil {
 		return nil, err
 	}
-	return client.Touched(ctx, id)
+	return recording.Touched(ctx)
 }
 
-// showMemory has the pager show a checkpoint's base, page by page.
-func (r *Runner) showMemory(ctx context.Context, ckpt *opened, steps *undo.Stack) (*pager.Client, string, error) {
-	l := r.lazy
-	l.mu.Lock()
-	running := l.client != nil
-	l.mu.Unlock()
-	if !running {
-		if err := l.start(ctx); err != nil {
-			return nil, "", err
-		}
-	}
-	id := "rehearsal-" + hex.EncodeToString(entropy(8))
-	l.mu.Lock()
-	client, foreign := l.client, l.foreign
-	l.rehearsed[id] = true
-	l.mu.Unlock()
-	steps.Push("its name", func(context.Context) error {
-		l.mu.Lock()
-		defer l.mu.Unlock()
-		delete(l.rehearsed, id)
-		return nil
-	})
-	if client == nil {
-		return nil, "", pager.ErrGone
-	}
-	if foreign {
-		return nil, "", errForeign
-	}
-	file, err := r.bases.OpenFile(ckpt.Base)
-	if err != nil {
-		return nil, "", err
-	}
-	defer file.Close()
-	if _, err := client.Put(ctx, pager.Image{ID: id, Memory: true, Record: true}, file); err != nil {
-		return nil, "", err
-	}
-	steps.Push("image", func(ctx context.Context) error { return client.Drop(ctx, id) })
-	return client, id, nil
-}
-
-// perform does with a machine what a fork does until its first command has run, but for the network, which stays closed.
+// perform does with a machine what a fork does until its first command has run. Only the network stays closed.
 func (r *Runner) perform(ctx context.Context, s *sandbox, ckpt *opened) error {
 	child, err := r.understudy()
 	if err != nil {
@@ -167,7 +129,7 @@ func (r *Runner) perform(ctx context.Context, s *sandbox, ckpt *opened) error {
 	return warmUp(ctx, agent)
 }
 
-// understudy is a child that nobody has asked for. It trusts an authority of its own, so that what a fork does for its project's is done, too.
+// understudy is a child that nobody has asked for. It trusts an authority of its own, so that its fork installs one, as every fork does.
 func (r *Runner) understudy() (runnerapi.Child, error) {
 	b := entropy(16 + 16 + 5)
 	gateway, _ := r.cfg.Network.Gateway()
@@ -195,4 +157,23 @@ func selfSigned() (string, error) {
 	}
 	der, err := x509.CreateCertificate(rand.Reader, t, t, &key.PublicKey, key)
 	return string(pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: der})), err
+}
+
+// workingSetOn is the working set of a checkpoint whose machine is on a base, and was forked from another checkpoint.
+func (r *Runner) workingSetOn(base core.BaseID, parent core.CheckpointID) []byte {
+	if b := r.lazy.WorkingSets.Of(base).Pages; b != nil {
+		return b
+	}
+	if rec, err := r.checkpoints.get(parent); err == nil {
+		return rec.WorkingSet
+	}
+	return nil
+}
+
+// workingSet is that of a checkpoint. The working set of a template, whose capture comes before every fork, may be known only now.
+func (r *Runner) workingSet(rec *checkpointRecord) []byte {
+	if rec.WorkingSet != nil || rec.hasDelta() {
+		return rec.WorkingSet
+	}
+	return r.lazy.WorkingSets.Of(rec.Base).Pages
 }

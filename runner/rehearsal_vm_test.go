@@ -2,13 +2,12 @@ package runner
 
 import (
 	"context"
-	"encoding/json"
 	"os"
 	"testing"
 
-	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/eventually"
 	"github.com/coppice-dev/coppice/internal/testvm"
+	"github.com/coppice-dev/coppice/runner/lazy"
 	"github.com/coppice-dev/coppice/runner/memory"
 	"github.com/coppice-dev/coppice/runner/pager"
 )
@@ -21,11 +20,7 @@ func TestRehearsalVM(t *testing.T) {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = os.RemoveAll(dir) })
-	config, err := json.Marshal(pagerSettings{Dir: dir, Store: "dir:" + t.TempDir()})
-	if err != nil {
-		t.Fatal(err)
-	}
-	process := &pager.Process{Dir: dir, Command: []string{os.Args[0], beAPager}, Config: config}
+	process := &pager.Process{Dir: dir, Command: []string{os.Args[0], beAPager}, Config: []byte(dir)}
 	r := newRig(t, func(c *Config) { c.Store.Pager = process })
 	t.Cleanup(func() { // before the runner's end
 		ctx := context.WithoutCancel(t.Context()) // the test has ended
@@ -40,15 +35,15 @@ func TestRehearsalVM(t *testing.T) {
 	}
 	defer ckpt.close()
 	r.rehearse(t.Context(), ckpt)
-	set := r.working.of(ckpt.Base)
-	ranges := decodeWorkingSet(set.pages, ckpt.base.Size/memory.PageSize)
+	set := r.lazy.WorkingSets.Of(ckpt.Base)
+	ranges := lazy.DecodeWorkingSet(set.Pages, ckpt.base.Size/memory.PageSize)
 	var pages int64
 	for _, p := range ranges {
 		pages += p.Count
 	}
 	t.Logf("a fork uses %.1f MiB of %d until its first command has run, in %d ranges", float64(pages)*memory.PageSize/(1<<20), ckpt.base.Size>>20, len(ranges))
-	if share := float64(pages) * memory.PageSize / float64(ckpt.base.Size); !set.rehearsed || share < 0.005 || share > 0.15 {
-		t.Errorf("rehearsed %v, %.3f of the memory", set.rehearsed, share)
+	if share := float64(pages) * memory.PageSize / float64(ckpt.base.Size); !set.Rehearsed || share < 0.005 || share > 0.15 {
+		t.Errorf("rehearsed %v, %.3f of the memory", set.Rehearsed, share)
 	}
 	client := pager.NewClient(pager.SocketPath(dir))
 	eventually.True(t, "nothing of the rehearsal is left", func() bool {
@@ -57,13 +52,13 @@ func TestRehearsalVM(t *testing.T) {
 		return err == nil && dirErr == nil && len(images) == 0 && len(shells) == 0 && len(r.all()) == 0
 	})
 	// Once is enough.
-	before := r.working.of(ckpt.Base)
+	before := r.lazy.WorkingSets.Of(ckpt.Base)
 	r.rehearse(t.Context(), ckpt)
-	if after := r.working.of(ckpt.Base); &after.pages[0] != &before.pages[0] {
+	if after := r.lazy.WorkingSets.Of(ckpt.Base); &after.Pages[0] != &before.Pages[0] {
 		t.Error("it was rehearsed again")
 	}
 	// A pager that is killed in the middle costs the rehearsal, and nothing else.
-	r.working.forget(ckpt.Base)
+	r.lazy.WorkingSets = lazy.WorkingSets{} // or there would be no other rehearsal
 	hello, err := client.Hello(t.Context())
 	if err != nil {
 		t.Fatal(err)
@@ -82,15 +77,8 @@ func TestRehearsalVM(t *testing.T) {
 		t.Fatal(err)
 	}
 	<-done
-	if set := r.working.of(ckpt.Base); !set.rehearsed || set.pages != nil {
-		t.Errorf("after a rehearsal that failed: %v of %d bytes", set.rehearsed, len(set.pages))
+	if set := r.lazy.WorkingSets.Of(ckpt.Base); !set.Rehearsed || set.Pages != nil {
+		t.Errorf("after a rehearsal that failed: %v of %d bytes", set.Rehearsed, len(set.Pages))
 	}
 	r.sh(r.fork(id), "true")
-}
-
-// forget has a base rehearsed again.
-func (w *workingSets) forget(base core.BaseID) {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	delete(w.sets, base)
 }

@@ -15,6 +15,7 @@ import (
 	"github.com/coppice-dev/coppice/images"
 	"github.com/coppice-dev/coppice/internal/atomicfile"
 	"github.com/coppice-dev/coppice/internal/sparse"
+	"github.com/coppice-dev/coppice/runner/lazy"
 	"github.com/coppice-dev/coppice/snapshotstore"
 	"github.com/coppice-dev/coppice/snapshotstore/manifest"
 )
@@ -119,7 +120,7 @@ func (r *Runner) openRoot(k rootKey) (*os.File, error) {
 	f, err := os.Open(r.rootPath(k))
 	whole := err == nil
 	for tries := 0; errors.Is(err, os.ErrNotExist) && tries < 2; tries++ { // it may become whole in between
-		if f, err = r.lazy.open(rootImageID(k)); errors.Is(err, os.ErrNotExist) {
+		if f, err = r.lazy.OpenFile(rootImageID(k)); errors.Is(err, os.ErrNotExist) {
 			f, err = os.Open(r.rootPath(k))
 		}
 	}
@@ -226,9 +227,9 @@ func (r *Runner) collectRoots() error {
 			errs = append(errs, os.Remove(filepath.Join(r.rootsDir(), e.Name())))
 		}
 	}
-	for _, k := range r.lazy.roots() {
-		if !wanted[k] {
-			errs = append(errs, r.lazy.drop(rootImageID(k)))
+	for _, k := range r.lazy.Roots() {
+		if !wanted[rootKey(k)] {
+			errs = append(errs, r.lazy.Drop(lazy.RootID(k)))
 		}
 	}
 	return errors.Join(errs...)

@@ -20,6 +20,7 @@ import (
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/runner/attestor"
 	"github.com/coppice-dev/coppice/runner/hostport"
+	"github.com/coppice-dev/coppice/runner/lazy"
 	"github.com/coppice-dev/coppice/runner/memory"
 	"github.com/coppice-dev/coppice/runner/room"
 	"github.com/coppice-dev/coppice/snapshotstore/blob"
@@ -33,8 +34,8 @@ type Runner struct {
 	kvm         string
 	clusterHash string
 	bases       *memory.BaseStore
-	room        *room.Room // what fetches may take of the disk
-	lazy        *lazyImages
+	room        *room.Room   // what fetches may take of the disk
+	lazy        *lazy.Images // memory and root file systems that are used before they are complete
 	egress      *egressLink
 	keys        envelope.Ring // of objects in the store, as the controller gives them
 	blobs       blob.Blobs    // the store with these keys; nil for none
@@ -80,7 +81,6 @@ type Runner struct {
 	usages     usages
 	rootChecks rootChecks
 	fetching   readings
-	working    workingSets
 }
 
 // New opens the runner's data and takes over what an earlier process left running: sandboxes go on, everything else of it is taken
@@ -134,14 +134,14 @@ func New(ctx context.Context, cfg Config) (_ *Runner, err error) {
 		cfg.Log.WarnContext(ctx, "forwarded ports and outgoing connections share ports", "problem", warning)
 	}
 	r.runCtx, r.stop = context.WithCancel(context.Background())
-	if r.lazy, err = openLazyImages(r); err != nil {
+	if r.lazy, err = openLazy(r); err != nil {
 		return nil, err
 	}
 	if r.bases, err = memory.NewBaseStore(filepath.Join(cfg.DataDir, "bases"), !cfg.Driver.Capabilities().ReadOnlyBase); err != nil {
 		return nil, err
 	}
-	r.bases.Await(arriving{r.lazy})
-	r.findPager(ctx, left)
+	r.bases.Await(r.lazy.Bases())
+	r.lazy.FindPager(ctx, slices.ContainsFunc(left, leftover.usesPager))
 	var lent []core.BaseID
 	for _, l := range left {
 		if l.adoptable() {
@@ -162,7 +162,6 @@ func New(ctx context.Context, cfg Config) (_ *Runner, err error) {
 		cfg.Log.WarnContext(ctx, "checkpoints of another class are kept and cannot be grown until this runner is of that class again", "count", strange[field], "difference", field)
 	}
 	r.seals = newSealQueue(r.checkpoints)
-	r.lazy.arrived = r.seals.arrived
 	r.checkpoints.published = r.seals.poke
 	r.warm = newWarmPool(r)
 	r.metrics = newMetrics(r, cfg.Metrics)
@@ -200,9 +199,9 @@ func (r *Runner) Run(ctx context.Context) error {
 	r.wg.Go(func() { r.warm.run(r.runCtx) })
 	r.wg.Go(func() { r.guard(r.runCtx) })
 	r.wg.Go(func() { r.tidy(r.runCtx) })
-	r.wg.Go(func() { r.lazy.run(r.runCtx) })
+	r.wg.Go(func() { r.lazy.Run(r.runCtx) })
 	r.wg.Go(func() { r.egress.run(r.runCtx) })
-	r.wg.Go(func() { r.lazy.mind(r.runCtx) })
+	r.wg.Go(func() { r.lazy.WatchStalls(r.runCtx, r.updateStalls) })
 	r.wg.Go(func() { r.recheck(r.runCtx) })
 	for _, s := range r.adopted {
 		r.reopenPorts(s)

@@ -18,6 +18,7 @@ import (
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/runner/guest"
+	"github.com/coppice-dev/coppice/runner/lazy"
 )
 
 // sandbox is a shell that became a machine: it has a state, an identity and, once released, a workload that runs.
@@ -37,6 +38,8 @@ type sandbox struct {
 
 	journalMu sync.Mutex // guards journal.Sandbox, and is held while it is written: writes take turns
 
+	waits lazy.Waits // for images that the pager serves
+
 	egressMu  sync.Mutex // held while it is handed to the egress process, or its rules change; guards what follows
 	served    bool       // by the egress process, or as soon as there is one again
 	told      told       // what the egress process is known to have of its rules
@@ -46,14 +49,12 @@ type sandbox struct {
 	mu   sync.Mutex // guards what follows
 	info runnerapi.Sandbox
 	why  string // the runner ended its VMM on purpose, because of this
-	// Of a machine that has memory from the pager; see mind.
-	waited      time.Time // when it was last seen to wait for the store
-	blocked     int       // a thread of its VMM that waits
-	blockedFrom time.Time // since when
-	frozen      bool      // a capture could not be taken back
-	waking      bool      // and somebody is at it
-	guest       *guest.Client
-	ports       map[core.PortID]*port
+	// Of a machine that has memory from the pager; see updateStalls.
+	waited time.Time // when it was last seen to wait for the store
+	frozen bool      // a capture could not be taken back
+	waking bool      // and somebody is at it
+	guest  *guest.Client
+	ports  map[core.PortID]*port
 }
 
 func newSandbox(s *shell, id core.SandboxID, info runnerapi.Sandbox) *sandbox {
@@ -276,7 +277,7 @@ func (r *Runner) watch(s *sandbox) {
 	if noMemory := s.Pager != "" && strings.Contains(exit.Status, syscall.SIGBUS.String()); noMemory && why == "" {
 		// It died before the runner knew that the pager had, or that its memory was damaged.
 		info.Exit += "\nmemory that the pager serves could not be read"
-		why = r.lazy.damage(r.runCtx, s.shell)
+		why = r.lazy.Damage(r.runCtx, s.lazyMachine())
 		s.mu.Lock()
 		why = cmp.Or(s.why, why) // somebody may have known better meanwhile
 		s.mu.Unlock()
@@ -352,7 +353,7 @@ func (r *Runner) close(ctx context.Context) error {
 	wg.Go(func() { errs[len(all)] = r.warm.close(ctx) })
 	wg.Wait()
 	if !r.leave.Load() {
-		errs = append(errs, r.lazy.stop(ctx))
+		errs = append(errs, r.lazy.Stop(ctx))
 	}
 	if !r.leave.Load() || len(r.all()) == 0 { // nobody is left to serve
 		errs = append(errs, r.egress.stop(ctx))

@@ -251,7 +251,7 @@ func (r *Runner) ancestors(rec *checkpointRecord) []core.CheckpointID {
 		if err != nil {
 			break
 		}
-		if parent.Base == rec.Base || !r.lazy.has(string(parent.Base)) {
+		if parent.Base == rec.Base || !r.lazy.Has(string(parent.Base)) {
 			out = append(out, id)
 		}
 		id = parent.Parent

@@ -7,6 +7,7 @@ import (
 
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/sparse"
+	"github.com/coppice-dev/coppice/runner/lazy"
 	"github.com/coppice-dev/coppice/runner/memory"
 	"github.com/coppice-dev/coppice/snapshotstore"
 	"github.com/coppice-dev/coppice/snapshotstore/manifest"
@@ -112,8 +113,8 @@ func (r *Runner) memorySource(s *sealSource) (snapshotstore.Source, error) {
 	for _, e := range extents {
 		out.Changed = append(out.Changed, snapshotstore.Range{Offset: e.Offset, Length: e.Length})
 	}
-	if set := r.working.of(s.now.Base); set.rehearsed && !s.now.hasDelta() {
-		for _, p := range decodeWorkingSet(set.pages, out.Size/manifest.PageSize) {
+	if set := r.lazy.WorkingSets.Of(s.now.Base); set.Rehearsed && !s.now.hasDelta() {
+		for _, p := range lazy.DecodeWorkingSet(set.Pages, out.Size/manifest.PageSize) {
 			out.First = append(out.First, snapshotstore.Range{Offset: p.First * manifest.PageSize, Length: p.Count * manifest.PageSize})
 		}
 	}

@@ -13,29 +13,9 @@ import (
 // errIncomplete is of a checkpoint that is put back. Whatever it lacks calls sealQueue.arrived when it is there.
 var errIncomplete = errors.New("the checkpoint is not complete on this host yet")
 
-// missing reports whether some of the images are not whole, and why one of them does not come; no problem while they do.
-func (l *lazyImages) missing(ids ...string) (some bool, problem error) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	for _, id := range ids {
-		im := l.images[id]
-		switch {
-		case im == nil:
-			continue
-		case problem != nil:
-		case im.status.Problem != nil:
-			problem = im.status.Problem.Err()
-		default:
-			problem = im.refused
-		}
-		some = true
-	}
-	return some, problem
-}
-
-// lacks is missing of what the upload of a checkpoint reads: its own images, and the memory of what it will be compared with.
+// lacks is Missing of what the upload of a checkpoint reads: its own images, and the memory of what it will be compared with.
 func (r *Runner) lacks(rec *checkpointRecord) (some bool, problem error) {
-	ids := []string{string(rec.Base), rootImageID(rec.rootKey())}
+	ids := rec.imageIDs()
 	for id := rec.Parent; id != ""; {
 		parent, err := r.checkpoints.get(id)
 		if err != nil {
@@ -47,7 +27,7 @@ func (r *Runner) lacks(rec *checkpointRecord) (some bool, problem error) {
 		}
 		id = parent.Parent
 	}
-	return r.lazy.missing(ids...)
+	return r.lazy.Missing(ids...)
 }
 
 // lateRehearsal reports whether a checkpoint is to be rehearsed before it is uploaded, and sees to it that it will be. The one that uploads goes
@@ -66,8 +46,8 @@ func (r *Runner) lateRehearsal(rec *checkpointRecord) bool {
 	ctx := q.runCtx
 	q.beside.Go(func() {
 		defer func() {
-			if !r.working.of(rec.Base).rehearsed { // once is enough, whatever came of it
-				r.working.rehearsed(rec.Base, nil)
+			if !r.lazy.WorkingSets.Of(rec.Base).Rehearsed { // once is enough, whatever came of it
+				r.lazy.WorkingSets.SetRehearsed(rec.Base, nil)
 			}
 			q.mu.Lock()
 			q.rehearsing = false
@@ -95,7 +75,7 @@ func (r *Runner) reportProblem(ctx context.Context, c Sealing, epoch int64, rec 
 	}
 	if len(begun.Keys) > 0 && core.CodeOf(problem) == core.CodeKeyUnavailable {
 		r.keys.Add(begun.Keys)
-		r.lazy.wake()
+		r.lazy.Wake()
 	}
 	return begun.Attempt, problem
 }

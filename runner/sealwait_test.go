@@ -3,7 +3,10 @@ package runner
 import (
 	"testing"
 
+	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/eventually"
+	"github.com/coppice-dev/coppice/runner/lazy"
 	"github.com/coppice-dev/coppice/runner/pager"
 )
 
@@ -13,29 +16,23 @@ func (l *ledger) has(id core.CheckpointID) bool {
 	return there
 }
 
-// arrives has the memory of a checkpoint not be whole, as far as the runner knows.
-func arrives(t *testing.T, r *fakeRig, id core.CheckpointID) *lazyImage {
+// memoryArrives has the memory of a checkpoint be incomplete, as far as the runner knows, and returns the image's id.
+func memoryArrives(t *testing.T, r *fakeRig, id core.CheckpointID) string {
 	t.Helper()
-	rec, err := r.checkpoints.get(id)
-	if err != nil {
-		t.Fatal(err)
-	}
-	im := &lazyImage{Image: pager.Image{ID: string(rec.Base)}}
-	r.lazy.mu.Lock()
-	defer r.lazy.mu.Unlock()
-	r.lazy.images[im.ID] = im
-	return im
+	base := string(r.recordOf(t, id).Base)
+	r.arrives(&lazy.Image{Image: pager.Image{ID: base}})
+	return base
 }
 
 // TestSealOthers: a checkpoint whose memory is still coming holds up what grew from it, and nothing else, and is sealed when it is whole.
 func TestSealOthers(t *testing.T) {
 	t.Parallel()
 	p := newSealPool(t)
-	r := newFakeRig(t, func(c *Config) { c.Store.Blobs = p.blobs })
+	r, pages := newPagerRig(t, func(c *Config) { c.Store.Blobs = p.blobs })
 	slow := r.boot()
 	child := r.capture(r.fork(slow))
 	other := r.boot()
-	im := arrives(t, r, slow)
+	im := memoryArrives(t, r, slow)
 	p.seal(r)
 	p.sealed(t, other)
 	p.mu.Lock()
@@ -43,7 +40,7 @@ func TestSealOthers(t *testing.T) {
 		t.Errorf("what is not whole was sealed: attempts %v", p.attempts)
 	}
 	p.mu.Unlock()
-	r.lazy.forget(im)
+	pages.Complete(im)
 	p.sealed(t, slow, child)
 }
 
@@ -51,16 +48,24 @@ func TestSealOthers(t *testing.T) {
 func TestSealKeyUnavailable(t *testing.T) {
 	t.Parallel()
 	p := newSealPool(t)
-	r := newFakeRig(t, func(c *Config) { c.Store.Blobs = p.blobs })
+	r, pages := newPagerRig(t, func(c *Config) { c.Store.Blobs = p.blobs })
 	closed, other := r.boot(), r.boot()
-	im := arrives(t, r, closed)
-	r.lazy.mu.Lock()
-	im.refused = core.Errorf(core.FailedPrecondition, core.CodeKeyUnavailable, "object x is encrypted, and its key is not here")
-	r.lazy.mu.Unlock()
+	im := memoryArrives(t, r, closed)
+	pages.Restart(runnerapi.ProblemOf(core.Errorf(core.FailedPrecondition, core.CodeKeyUnavailable, "object x is encrypted, and its key is not here")))
+	eventually.True(t, "the pager has refused the image", func() bool {
+		_, problem := r.lazy.Missing(im)
+		return core.CodeOf(problem) == core.CodeKeyUnavailable
+	})
 	p.seal(r)
 	p.sealed(t, other)
 	p.wait(t, "the problem is told", func() bool { return len(p.failed) > 0 && p.failed[0].Code == core.CodeKeyUnavailable })
-	r.lazy.forget(im)
+	pages.Take()
+	r.lazy.Wake()
+	eventually.True(t, "the pager has taken the image", func() bool {
+		_, problem := r.lazy.Missing(im)
+		return problem == nil
+	})
+	pages.Complete(im)
 	p.sealed(t, closed)
 }
 
@@ -75,7 +80,7 @@ func TestSealBesideRehearsal(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	r.working.rehearsed(rec.Base, nil)
+	r.lazy.WorkingSets.SetRehearsed(rec.Base, nil)
 	child := r.capture(r.fork(known))
 	for range cap(r.starting) { // no machine can be started
 		r.starting <- struct{}{}

@@ -136,7 +136,7 @@ func (s *shell) holdBase(r *Runner, base *memory.Base, steps *undo.Stack) error 
 		return errors.Join(err, r.checkpoints.giveBack(base.ID))
 	}
 	s.base = opened
-	s.Pager = r.lazy.instanceFor(opened.Arriving(), s.shape.rootKey())
+	s.Pager = r.lazy.InstanceFor(opened.Arriving(), string(s.shape.rootKey()))
 	steps.Push("base", func(context.Context) error {
 		return errors.Join(opened.Close(), r.checkpoints.giveBack(base.ID))
 	})

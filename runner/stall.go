@@ -7,61 +7,23 @@ import (
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
-	"github.com/coppice-dev/coppice/runner/pager"
-	"github.com/coppice-dev/coppice/runner/threads"
+	"github.com/coppice-dev/coppice/runner/lazy"
 	"github.com/coppice-dev/coppice/runner/vmm"
 )
 
-// A machine that touches memory which the store does not give, or for which the disk has no room, waits in a page fault. Its VMM can't pause it then: QEMU waits for the vCPU and
-// answers nothing any more (docs/adr/0028-a-process-that-brings-memory.md has what was measured). So after a while the kernel is told to stop
-// the whole process, which is reported, and let it go on once nothing is waited for.
+// A machine waits in a page fault when it touches memory that the store does not give, or that the disk has no room for. Its VMM cannot
+// pause it then: QEMU waits for the vCPU and answers nothing (docs/adr/0028-a-process-that-brings-memory.md has the measurements). So
+// after a while the runner stops the whole process with a signal, reports that, and lets the process go on when it waits for nothing.
+// Package lazy knows who waits and since when.
 
-// stallTick is how often the machines are looked at while somebody waits.
-const stallTick = time.Second
-
-// mind looks after machines that wait for the store, until ctx ends.
-func (l *lazyImages) mind(ctx context.Context) {
-	tick := time.NewTicker(stallTick)
-	defer tick.Stop()
-	for {
-		l.mu.Lock()
-		news := l.news
-		l.mu.Unlock()
-		var again <-chan time.Time
-		if l.r.judgeStalls(ctx) {
-			again = tick.C
-		}
-		select {
-		case <-news:
-		case <-again:
-		case <-ctx.Done():
-			return
-		}
-	}
-}
-
-// awaited are the images that somebody waits for.
-func (l *lazyImages) awaited() map[string]pager.Status {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	out := make(map[string]pager.Status)
-	for id, im := range l.images {
-		if len(im.status.Waiters) > 0 {
-			out[id] = im.status
-		}
-	}
-	return out
-}
-
-// judgeStalls holds the machines that have waited for too long, and lets go those that do not wait any more. It reports whether it has to look
-// again soon.
-func (r *Runner) judgeStalls(ctx context.Context) (again bool) {
-	images := r.lazy.awaited()
+// updateStalls stops the machines that have waited for too long, and lets those go on that do not wait any more. It reports whether it
+// has to be called again soon.
+func (r *Runner) updateStalls(ctx context.Context, images lazy.Awaited) (again bool) {
 	for _, s := range r.all() {
 		if s.Pager == "" {
 			continue
 		}
-		since, why := s.awaits(images)
+		since, why := s.waits.Since(images, s.lazyMachine(), s.machine.Handle().PID)
 		s.mu.Lock()
 		state, stalled, wake := s.info.State, s.info.Stalled != nil, false
 		if !since.IsZero() {
@@ -83,58 +45,6 @@ func (r *Runner) judgeStalls(ctx context.Context) (again bool) {
 		again = again || stalled || wake
 	}
 	return again || len(images) > 0
-}
-
-// awaits says since when the machine waits for a page of one of the images, and why; zero: it does not.
-func (s *sandbox) awaits(images map[string]pager.Status) (since time.Time, why *runnerapi.Problem) {
-	pid := s.machine.Handle().PID
-	for id, st := range images {
-		if !s.uses(id) {
-			continue
-		}
-		from, object := time.Time{}, st.Waiters[0].Object
-		for _, w := range st.Waiters { // the oldest first
-			// Under KVM a thread of the kernel may ask on behalf of a vCPU, of whichever machine.
-			if threads.Of(pid, w.Thread) || threads.Kernel(w.Thread) {
-				from, object = w.Since, w.Object
-				break
-			}
-		}
-		if from.IsZero() { // another machine may have asked for the page that this one waits for
-			from = s.blockedSince(pid)
-		}
-		if !from.IsZero() && (since.IsZero() || from.Before(since)) {
-			since, why = from, stallProblem(s.info.ID, from, object, st.Problem)
-		}
-	}
-	return since, why
-}
-
-func stallProblem(id core.SandboxID, since time.Time, object string, cause *runnerapi.Problem) *runnerapi.Problem {
-	because := "it does not answer"
-	if cause != nil {
-		because = cause.Message
-	}
-	if cause != nil && (cause.Code == core.CodeDiskFull || cause.Category == core.Internal) { // the store gives it, and this host cannot keep it
-		return runnerapi.ProblemOf(core.Errorf(cause.Category, cause.Code, "sandbox %s has waited since %s for memory that cannot be kept on its runner: %s; it goes on by itself when it can be",
-			id, since.UTC().Format(time.RFC3339), because))
-	}
-	return runnerapi.ProblemOf(core.Errorf(core.Unavailable, core.CodeStoreUnavailable,
-		"sandbox %s has waited since %s for memory in object %s of the store: %s; it goes on by itself when the store gives it", id, since.UTC().Format(time.RFC3339), object, because))
-}
-
-// blockedSince is since when a thread of the VMM was seen to wait in the kernel without a break.
-func (s *sandbox) blockedSince(pid int) time.Time {
-	thread := threads.Blocked(pid)
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if thread == 0 || thread != s.blocked {
-		s.blocked, s.blockedFrom = thread, time.Now()
-	}
-	if thread == 0 {
-		return time.Time{}
-	}
-	return s.blockedFrom
 }
 
 // stall holds a machine and says so. Whoever waits for its guest is answered.
@@ -200,9 +110,7 @@ func (r *Runner) leaveFrozen(s *sandbox, begun time.Time) error {
 		return nil
 	}
 	s.dropGuest()
-	r.lazy.mu.Lock()
-	r.lazy.changed() // see mind
-	r.lazy.mu.Unlock()
+	r.lazy.CheckStalls()
 	if err := s.stalled(); err != nil {
 		return err
 	}

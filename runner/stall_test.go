@@ -11,7 +11,9 @@ import (
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/eventually"
+	"github.com/coppice-dev/coppice/runner/lazy"
 	"github.com/coppice-dev/coppice/runner/pager"
+	"github.com/coppice-dev/coppice/runner/pager/pagertest"
 )
 
 const awaitedObject = "v1/prj/ckpt/1/pack"
@@ -19,24 +21,48 @@ const awaitedObject = "v1/prj/ckpt/1/pack"
 // stallGuestTimeout is how long a guest is waited for that is not known to be stalled. A refusal that takes a part of it has not waited.
 const stallGuestTimeout = 2 * time.Minute
 
-// newStallRig is a runner with one sandbox that has its root file system from a pager.
-func newStallRig(t *testing.T) (*fakeRig, core.SandboxID) {
+// stallRig is a runner with a sandbox that has its root file system from a pager.
+type stallRig struct {
+	*fakeRig
+	pager *pagertest.Pager
+	root  string // the image of the root file system
+}
+
+func newStallRig(t *testing.T) (*stallRig, core.SandboxID) {
 	t.Helper()
-	r := newFakeRig(t, func(c *Config) { c.StallAfter, c.GuestTimeout = 50*time.Millisecond, stallGuestTimeout })
+	r := &stallRig{}
+	r.fakeRig, r.pager = newPagerRig(t, func(c *Config) { c.StallAfter, c.GuestTimeout = 50*time.Millisecond, stallGuestTimeout })
 	template := r.boot()
-	r.lazy.mu.Lock()
-	r.lazy.instance = "one"
-	r.lazy.images[rootImageID(ownRoot(r.image.Digest))] = &lazyImage{Image: pager.Image{ID: rootImageID(ownRoot(r.image.Digest))}}
-	r.lazy.mu.Unlock()
+	r.root = rootImageID(ownRoot(r.image.Digest))
+	r.arrives(&lazy.Image{Image: pager.Image{ID: r.root}})
 	return r, r.fork(template)
 }
 
+// newPagerRig is a runner with a pager that the test speaks for. It fetches nothing lazily by itself.
+func newPagerRig(t *testing.T, change func(*Config)) (*fakeRig, *pagertest.Pager) {
+	t.Helper()
+	p := pagertest.Start(t)
+	r := newFakeRig(t, func(c *Config) {
+		c.Store.Pager, c.Store.Whole = p.Process(), true
+		change(c)
+	})
+	t.Cleanup(p.Close) // before the runner's end: it cannot be told to stop
+	return r, p
+}
+
+// arrives has an image be incomplete, as far as the runner knows. Its file would go where nobody looks for it.
+func (r *fakeRig) arrives(im *lazy.Image) {
+	r.t.Helper()
+	im.To = "arrived-" + im.ID
+	if err := r.lazy.Begin(r.t.Context(), im); err != nil {
+		r.t.Fatal(err)
+	}
+}
+
 // says has the pager say who waits for the root file system.
-func (r *fakeRig) says(waiters ...pager.Waiter) {
-	r.lazy.mu.Lock()
-	defer r.lazy.mu.Unlock()
-	r.lazy.images[rootImageID(ownRoot(r.image.Digest))].status.Waiters = waiters
-	r.lazy.changed()
+func (r *stallRig) says(waiters ...pager.Waiter) {
+	r.t.Helper()
+	r.pager.Say(r.root, func(st *pager.Status) { st.Waiters = waiters })
 }
 
 // own is a thread of the fake machines' process.
@@ -121,50 +147,4 @@ func TestStallInCapture(t *testing.T) { //nolint:paralleltest // failpoints are 
 	})
 	r.wantOnly(id)
 	r.capture(id)
-}
-
-// TestWhoWaits: a machine waits if a thread of its VMM does, or the kernel for somebody; not because others do.
-func TestWhoWaits(t *testing.T) {
-	r, id := newStallRig(t)
-	s, err := r.find(id)
-	if err != nil {
-		t.Fatal(err)
-	}
-	const kernel, other = 2, 1 // kthreadd, init
-	since := time.Now().Add(-time.Millisecond)
-	for _, c := range []struct {
-		name    string
-		image   string
-		waiters []pager.Waiter
-		want    bool
-	}{
-		{"its own", rootImageID(ownRoot(r.image.Digest)), []pager.Waiter{{Thread: other, Since: since}, own(since)}, true},
-		{"the kernel's", rootImageID(ownRoot(r.image.Digest)), []pager.Waiter{{Thread: kernel, Since: since}}, true},
-		{"another's", rootImageID(ownRoot(r.image.Digest)), []pager.Waiter{{Thread: other, Since: since}}, false},
-		{"another image", "base_1", []pager.Waiter{own(since)}, false},
-	} {
-		got, why := s.awaits(map[string]pager.Status{c.image: {Waiters: c.waiters}})
-		if got.IsZero() == c.want || (why != nil) != c.want {
-			t.Errorf("%s: %v, %+v", c.name, got, why)
-		}
-	}
-}
-
-// TestStallProblem: a machine that waits for the host's disk is not said to wait for the store.
-func TestStallProblem(t *testing.T) {
-	t.Parallel()
-	for code, cause := range map[core.Code]*runnerapi.Problem{
-		core.CodeStoreUnavailable: nil,
-		core.CodeStoreAuth:        {Category: core.Unavailable, Code: core.CodeStoreAuth, Message: "the store refuses the credentials"},
-		core.CodeDiskFull:         {Category: core.Exhausted, Code: core.CodeDiskFull, Message: "the runner's disk is full"},
-		core.CodeInternal:         {Category: core.Internal, Code: core.CodeInternal, Message: "the runner's disk is failing"},
-	} {
-		want := code
-		if code == core.CodeStoreAuth {
-			want = core.CodeStoreUnavailable
-		}
-		if got := stallProblem("sb_1", time.Now(), "pack-1", cause); got.Code != want || cause != nil && !strings.Contains(got.Message, cause.Message) {
-			t.Errorf("%s: %+v", code, got)
-		}
-	}
 }

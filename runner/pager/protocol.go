@@ -12,11 +12,11 @@ import (
 // A client and the pager speak over a unix socket that keeps message boundaries: requests and answers in turn, each
 // JSON with at most one descriptor.
 
-// protocolVersion is sent in Hello: a pager may be older than its runner, or newer. The requests about images that are
+// ProtocolVersion is sent in Hello: a pager may be older than its runner, or newer. The requests about images that are
 // already served keep their meaning in every later version, and so does Status: hello, dir, taken, drop, watch and
 // stop. With these, a runner uses a pager of another version until nobody has memory from it. The other requests need a
 // pager of the same version.
-const protocolVersion = 4
+const ProtocolVersion = 4
 
 // Range is a run of pages.
 type Range struct {
@@ -115,7 +115,7 @@ type Hello struct {
 }
 
 // Foreign reports whether the pager has another version of the protocol: no new images can be put there.
-func (h Hello) Foreign() bool { return h.Version != protocolVersion }
+func (h Hello) Foreign() bool { return h.Version != ProtocolVersion }
 
 type op string
 

@@ -180,7 +180,7 @@ func (s *Server) answer(r request, f *os.File) (response, *os.File, error) {
 	}
 	switch r.Op {
 	case opHello:
-		return response{Hello: &Hello{PID: os.Getpid(), Instance: s.id, Version: cmp.Or(s.cfg.Version, protocolVersion)}}, nil, nil
+		return response{Hello: &Hello{PID: os.Getpid(), Instance: s.id, Version: cmp.Or(s.cfg.Version, ProtocolVersion)}}, nil, nil
 	case opDir:
 		m := s.disks
 		if im := s.image(r.ID); im != nil && im.memory {

@@ -1,4 +1,4 @@
-package runner
+package lazy
 
 import (
 	"context"
@@ -9,21 +9,22 @@ import (
 	"github.com/coppice-dev/coppice/runner/pager"
 )
 
-// pagerState shows what the pager says of itself.
+// pagerState is the collector of the pager's metrics.
 type pagerState struct {
-	lazy *lazyImages
+	images *Images
 
-	up, images, pages, here, waiters, demanded, bytes, requests, unheard, hung *prometheus.Desc
+	up, served, pages, here, waiters, demanded, bytes, requests, unheard, hung *prometheus.Desc
 }
 
-func newPagerState(l *lazyImages) *pagerState {
+// Collector returns the metrics of the pager.
+func (l *Images) Collector() prometheus.Collector {
 	desc := func(name, help string, labels ...string) *prometheus.Desc {
 		return prometheus.NewDesc("coppice_pager_"+name, help, labels, nil)
 	}
 	return &pagerState{
-		lazy:     l,
+		images:   l,
 		up:       desc("up", "1 if the pager answers; 0 if none runs: there is one only once something has been fetched."),
-		images:   desc("images", "Images that the pager serves: arriving, stalled (the store does not give what is asked), damaged in the store, or whole and still mapped.", "state"),
+		served:   desc("images", "Images that the pager serves: arriving, stalled (the store does not give what is asked), damaged in the store, or whole and still mapped.", "state"),
 		pages:    desc("pages", "Pages of the images that are not whole."),
 		here:     desc("pages_here", "Those of them that are on this host."),
 		waiters:  desc("waiters", "Threads of virtual machines that have waited for a page for more than a second."),
@@ -37,7 +38,7 @@ func newPagerState(l *lazyImages) *pagerState {
 
 // Describe sends what Collect may send.
 func (p *pagerState) Describe(out chan<- *prometheus.Desc) {
-	for _, d := range []*prometheus.Desc{p.up, p.images, p.pages, p.here, p.waiters, p.demanded, p.bytes, p.requests, p.unheard, p.hung} {
+	for _, d := range []*prometheus.Desc{p.up, p.served, p.pages, p.here, p.waiters, p.demanded, p.bytes, p.requests, p.unheard, p.hung} {
 		out <- d
 	}
 }
@@ -50,19 +51,19 @@ func (p *pagerState) Collect(out chan<- prometheus.Metric) {
 	send := func(d *prometheus.Desc, kind prometheus.ValueType, v float64, labels ...string) {
 		out <- prometheus.MustNewConstMetric(d, kind, v, labels...)
 	}
-	p.lazy.mu.Lock()
-	client := p.lazy.client
-	p.lazy.mu.Unlock()
+	p.images.mu.Lock()
+	client := p.images.client
+	p.images.mu.Unlock()
 	var list []pager.Status
 	var totals pager.Totals
 	err := error(pager.ErrGone)
 	if client != nil {
-		ctx, cancel := context.WithTimeout(p.lazy.r.runCtx, pagerScrapeTime)
+		ctx, cancel := context.WithTimeout(p.images.life, pagerScrapeTime)
 		defer cancel()
 		list, totals, err = client.List(ctx)
 	}
-	send(p.hung, prometheus.CounterValue, float64(p.lazy.hung.Load()))
-	send(p.unheard, prometheus.CounterValue, float64(p.lazy.unheard.Load()))
+	send(p.hung, prometheus.CounterValue, float64(p.images.hung.Load()))
+	send(p.unheard, prometheus.CounterValue, float64(p.images.unheard.Load()))
 	if err != nil {
 		send(p.up, prometheus.GaugeValue, 0)
 		return
@@ -89,7 +90,7 @@ func (p *pagerState) Collect(out chan<- prometheus.Metric) {
 		pages, here, waiters = pages+st.Pages, here+st.Here, waiters+max(st.Waiting, len(st.Waiters))
 	}
 	for state, n := range states {
-		send(p.images, prometheus.GaugeValue, float64(n), state)
+		send(p.served, prometheus.GaugeValue, float64(n), state)
 	}
 	send(p.pages, prometheus.GaugeValue, float64(pages))
 	send(p.here, prometheus.GaugeValue, float64(here))

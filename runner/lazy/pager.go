@@ -1,4 +1,4 @@
-package runner
+package lazy
 
 import (
 	"context"
@@ -20,27 +20,24 @@ import (
 	"github.com/coppice-dev/coppice/snapshotstore/manifest"
 )
 
-// findPager looks for the pager of an earlier process, and starts one if anything needs it: machines that were left, or images that are not
-// whole.
-func (r *Runner) findPager(ctx context.Context, left []leftover) {
-	needed := len(r.lazy.images) > 0
-	for _, l := range left {
-		needed = needed || l.journal != nil && l.journal.Pager != ""
-	}
-	if cfg := r.cfg.Store.Pager; !needed && (cfg == nil || !pager.Runs(ctx, *cfg)) {
+// FindPager looks for the pager of an earlier runner. If there is none, it starts one for machines that need it, as the caller says,
+// or for images that are not complete.
+func (l *Images) FindPager(ctx context.Context, needed bool) {
+	needed = needed || len(l.images) > 0
+	if p := l.cfg.Pager; !needed && (p == nil || !pager.Runs(ctx, *p)) {
 		return
 	}
-	if err := r.lazy.start(ctx); err != nil {
-		r.cfg.Log.ErrorContext(ctx, "there is no pager to go on with images that are being fetched", "err", err)
+	if err := l.start(ctx); err != nil {
+		l.cfg.Log.ErrorContext(ctx, "there is no pager to go on with images that are being fetched", "err", err)
 	}
 }
 
-// start makes sure that a pager runs; run has it serve what is not whole.
-func (l *lazyImages) start(ctx context.Context) error {
-	if l.r.cfg.Store.Pager == nil {
+// start makes sure that a pager runs. Run offers the images to it.
+func (l *Images) start(ctx context.Context) error {
+	if l.cfg.Pager == nil {
 		return core.Errorf(core.FailedPrecondition, core.CodeUnsupported, "this runner has no pager")
 	}
-	client, fresh, err := pager.Ensure(ctx, *l.r.cfg.Store.Pager)
+	client, fresh, err := pager.Ensure(ctx, *l.cfg.Pager)
 	if err != nil {
 		return err
 	}
@@ -49,23 +46,25 @@ func (l *lazyImages) start(ctx context.Context) error {
 		return err
 	}
 	if fresh && hello.Foreign() {
-		return errors.Join(core.Errorf(core.FailedPrecondition, core.CodeUnsupported, "this runner's program was replaced by one of another version; restart the runner"), client.Stop(ctx))
+		return errors.Join(core.Errorf(core.FailedPrecondition, core.CodeUnsupported,
+			"this runner's program was replaced by one of another version; restart the runner"), client.Stop(ctx))
 	}
 	l.mu.Lock()
 	l.client, l.instance, l.foreign = client, hello.Instance, hello.Foreign()
 	images := len(l.images)
 	l.changed()
 	l.mu.Unlock()
-	l.r.cfg.Log.InfoContext(ctx, "pager is there", "pid", hello.PID, "new", fresh, "images", images)
+	l.cfg.Log.InfoContext(ctx, "pager is there", "pid", hello.PID, "new", fresh, "images", images)
 	if hello.Foreign() {
-		l.r.cfg.Log.WarnContext(ctx, "the pager is of another version: machines that have memory from it go on, and checkpoints are fetched whole until they have ended", "pid", hello.PID)
+		l.cfg.Log.WarnContext(ctx,
+			"the pager is of another version: machines that have memory from it go on, and checkpoints are fetched whole until they have ended", "pid", hello.PID)
 	}
 	return nil
 }
 
-// run watches the pager until ctx ends. When it has ended, so do the machines that had memory from it, and another is started for what is not
-// whole.
-func (l *lazyImages) run(ctx context.Context) {
+// Run watches the pager until ctx ends. When the pager ends, Run ends the machines that had memory from it, and starts another for
+// images that are not complete.
+func (l *Images) Run(ctx context.Context) {
 	const firstWait, lastWait = time.Second, time.Minute
 	wait, deaf := firstWait, firstWait
 	for ctx.Err() == nil {
@@ -84,7 +83,8 @@ func (l *lazyImages) run(ctx context.Context) {
 				if l.unheard.Add(1); time.Since(began) > lastWait {
 					deaf = firstWait
 				}
-				l.r.cfg.Log.ErrorContext(ctx, "the pager runs, but its report on images was not received; it is asked again", "again_ms", core.Milliseconds(deaf), "err", err)
+				l.cfg.Log.ErrorContext(ctx, "the pager runs, but its report on images was not received; it is asked again",
+					"again_ms", core.Milliseconds(deaf), "err", err)
 				pause(ctx, deaf)
 				deaf = min(2*deaf, lastWait)
 				continue
@@ -101,7 +101,7 @@ func (l *lazyImages) run(ctx context.Context) {
 			if err == nil {
 				continue
 			}
-			l.r.cfg.Log.ErrorContext(ctx, "no pager was started, and what is not whole cannot be forked", "err", err)
+			l.cfg.Log.ErrorContext(ctx, "no pager was started, and what is not whole cannot be forked", "err", err)
 		}
 		again := time.NewTimer(wait)
 		select {
@@ -114,8 +114,8 @@ func (l *lazyImages) run(ctx context.Context) {
 	}
 }
 
-// attend offers images to a pager and listens to it, until it ends or ctx does.
-func (l *lazyImages) attend(ctx context.Context, client *pager.Client, instance string, images []*lazyImage) error {
+// attend offers images to a pager and listens to it, until the pager or ctx ends.
+func (l *Images) attend(ctx context.Context, client *pager.Client, instance string, images []*Image) error {
 	offering, stop := context.WithCancel(ctx)
 	var offers sync.WaitGroup
 	defer offers.Wait()
@@ -129,24 +129,24 @@ func (l *lazyImages) attend(ctx context.Context, client *pager.Client, instance 
 	watching, idle := context.WithCancelCause(ctx)
 	defer idle(nil)
 	return client.Attend(watching, func(list []pager.Status) {
-		l.heard(ctx, client, list)
+		l.applyStatus(ctx, client, list)
 		if foreign && len(list) == 0 {
 			idle(errIdle)
 		}
 	})
 }
 
-// errIdle is of a pager of another version that serves nothing any more.
+// errIdle says that a pager of another version serves nothing any more.
 var errIdle = errors.New("the pager serves nothing")
 
-// errForeign is of an image that is put to no pager, because the one that runs is of another version.
+// errForeign says that no pager takes an image, because the one that runs has another version.
 var errForeign = core.Errorf(core.Unavailable, core.CodePagerGone,
 	"the pager of this runner is of another version of Coppice and takes nothing new; another is started when no VM has memory from it")
 
-// retire ends a pager of another version that serves nothing. What it is offered it does not take, so nobody can come to need it.
-func (l *lazyImages) retire(ctx context.Context, client *pager.Client) {
+// retire ends a pager of another version that serves nothing. It takes no new images, so nobody can come to need it.
+func (l *Images) retire(ctx context.Context, client *pager.Client) {
 	if err := client.Stop(ctx); err != nil && !errors.Is(err, pager.ErrGone) {
-		l.r.cfg.Log.WarnContext(ctx, "the pager of another version was not ended", "err", err)
+		l.cfg.Log.WarnContext(ctx, "the pager of another version was not ended", "err", err)
 		pause(ctx, time.Second)
 		return
 	}
@@ -154,11 +154,12 @@ func (l *lazyImages) retire(ctx context.Context, client *pager.Client) {
 	l.client, l.instance, l.foreign = nil, "", false
 	l.changed()
 	l.mu.Unlock()
-	l.r.cfg.Log.InfoContext(ctx, "the pager of another version serves nothing and was ended")
+	l.cfg.Log.InfoContext(ctx, "the pager of another version serves nothing and was ended")
 }
 
-// offer has a pager serve an image, unless it does. It tries until the pager takes it, the image is of no use any more, or ctx ends.
-func (l *lazyImages) offer(ctx context.Context, client *pager.Client, instance string, im *lazyImage) {
+// offer has a pager serve an image, unless it does already. It tries until the pager takes the image, nobody expects the image any
+// more, or ctx ends.
+func (l *Images) offer(ctx context.Context, client *pager.Client, instance string, im *Image) {
 	for wait := firstOffer; ; wait = min(2*wait, lastOffer) {
 		l.mu.Lock()
 		keyed := l.keyed
@@ -174,7 +175,8 @@ func (l *lazyImages) offer(ctx context.Context, client *pager.Client, instance s
 		if err == nil {
 			return
 		}
-		l.r.cfg.Log.WarnContext(ctx, "the pager has not taken an image; it is offered again", "image", im.ID, "again_ms", core.Milliseconds(wait), "err", err)
+		l.cfg.Log.WarnContext(ctx, "the pager has not taken an image; it is offered again",
+			"image", im.ID, "again_ms", core.Milliseconds(wait), "err", err)
 		again := time.NewTimer(wait)
 		select {
 		case <-again.C:
@@ -187,22 +189,22 @@ func (l *lazyImages) offer(ctx context.Context, client *pager.Client, instance s
 	}
 }
 
-// wake has what was not taken offered now: there may be keys that were lacking.
-func (l *lazyImages) wake() {
+// Wake offers again, at once, the images that no pager has taken: keys may have come that were missing.
+func (l *Images) Wake() {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	close(l.keyed)
 	l.keyed = make(chan struct{})
 }
 
-// How long an image that was not taken is not offered.
+// The wait before an image that was not taken is offered again.
 const (
 	firstOffer = time.Second
 	lastOffer  = time.Minute
 )
 
-// serve has a pager serve an image, unless it does. there is false for one that is of no use any more.
-func (l *lazyImages) serve(ctx context.Context, client *pager.Client, instance string, im *lazyImage) (there bool, err error) {
+// serve has a pager serve an image, unless it does already. there is false if nobody expects the image any more.
+func (l *Images) serve(ctx context.Context, client *pager.Client, instance string, im *Image) (there bool, err error) {
 	im.serving.Lock()
 	defer im.serving.Unlock()
 	known := func() bool {
@@ -233,10 +235,10 @@ func (l *lazyImages) serve(ctx context.Context, client *pager.Client, instance s
 }
 
 // put gives an image to a pager, with its part. The caller holds its serving.
-func (l *lazyImages) put(ctx context.Context, client *pager.Client, instance string, im *lazyImage) (err error) {
+func (l *Images) put(ctx context.Context, client *pager.Client, instance string, im *Image) (err error) {
 	var part *os.File
 	if im.Made == instance {
-		part, err = os.OpenFile(filepath.Join(l.dir, im.ID+lazyPart), os.O_RDWR, 0)
+		part, err = os.OpenFile(filepath.Join(l.dir, im.ID+partSuffix), os.O_RDWR, 0)
 	} else {
 		part, err = l.makePart(im)
 	}
@@ -246,21 +248,21 @@ func (l *lazyImages) put(ctx context.Context, client *pager.Client, instance str
 	defer part.Close()
 	if im.Made != instance {
 		im.Made = instance
-		if err := atomicfile.WriteJSON(filepath.Join(l.dir, im.ID+lazyRecord), im, 0o600); err != nil {
+		if err := atomicfile.WriteJSON(filepath.Join(l.dir, im.ID+recordSuffix), im, 0o600); err != nil {
 			im.Made = ""
 			return err
 		}
 	}
-	if err := client.Keys(ctx, l.r.keys.Keys()); err != nil {
+	if err := client.Keys(ctx, l.cfg.Keys.Keys()); err != nil {
 		return err
 	}
 	_, err = client.Put(ctx, im.Image, part)
 	return err
 }
 
-// makePart makes the file of an image anew, with the seed's bytes if there are any.
-func (l *lazyImages) makePart(im *lazyImage) (_ *os.File, err error) {
-	path := filepath.Join(l.dir, im.ID+lazyPart)
+// makePart makes a new file for an image, with the seed's bytes if there is a seed.
+func (l *Images) makePart(im *Image) (_ *os.File, err error) {
+	path := filepath.Join(l.dir, im.ID+partSuffix)
 	if err := ignoreAbsent(os.Remove(path)); err != nil {
 		return nil, err
 	}
@@ -274,7 +276,7 @@ func (l *lazyImages) makePart(im *lazyImage) (_ *os.File, err error) {
 		}
 	}()
 	if im.SeedBase != "" {
-		seed, err := l.r.bases.OpenFile(im.SeedBase)
+		seed, err := l.cfg.Host.OpenBase(im.SeedBase)
 		if err == nil {
 			_, err = sparse.Clone(f, seed)
 			err = errors.Join(err, seed.Close())
@@ -288,15 +290,15 @@ func (l *lazyImages) makePart(im *lazyImage) (_ *os.File, err error) {
 	return f, f.Truncate(im.Size)
 }
 
-// heard takes what the pager says.
-func (l *lazyImages) heard(ctx context.Context, client *pager.Client, list []pager.Status) {
-	var done, damaged []*lazyImage
+// applyStatus takes over what the pager reports.
+func (l *Images) applyStatus(ctx context.Context, client *pager.Client, list []pager.Status) {
+	var done, damaged []*Image
 	var strange []pager.Status
 	l.mu.Lock()
 	for _, st := range list {
 		im := l.images[st.ID]
 		if im == nil {
-			if !l.rehearsed[st.ID] {
+			if !l.recorded[st.ID] {
 				strange = append(strange, st)
 			}
 			continue
@@ -305,7 +307,8 @@ func (l *lazyImages) heard(ctx context.Context, client *pager.Client, list []pag
 			damaged = append(damaged, im)
 		}
 		if st.Problem != nil && im.status.Problem == nil && !st.Damaged() {
-			l.r.cfg.Log.WarnContext(ctx, "machines wait where they touch memory that is not here yet", "image", st.ID, "problem", st.Problem.Message)
+			l.cfg.Log.WarnContext(ctx, "machines wait where they touch memory that is not here yet",
+				"image", st.ID, "problem", st.Problem.Message)
 		}
 		im.status = st
 		im.room.Left(min((st.Pages-st.Here)*manifest.PageSize, im.Reserved))
@@ -316,22 +319,23 @@ func (l *lazyImages) heard(ctx context.Context, client *pager.Client, list []pag
 	l.changed()
 	l.mu.Unlock()
 	for _, im := range damaged {
-		l.r.endUsers(ctx, im.status.Problem.Message, func(s *shell) bool { return s.uses(im.ID) })
+		l.cfg.Host.EndMachines(ctx, im.status.Problem.Message, func(m Machine) bool { return m.uses(im.ID) })
 	}
 	for _, im := range done {
 		if err := l.publish(ctx, client, im); err != nil {
-			l.r.cfg.Log.ErrorContext(ctx, "an image that is whole was not taken", "image", im.ID, "err", err)
+			l.cfg.Log.ErrorContext(ctx, "an image that is whole was not taken", "image", im.ID, "err", err)
 		}
 	}
 	for _, st := range strange {
 		if err := l.letGo(ctx, client, st); err != nil && !errors.Is(err, pager.ErrGone) {
-			l.r.cfg.Log.WarnContext(ctx, "the pager serves an image that nothing needs", "image", st.ID, "err", err)
+			l.cfg.Log.WarnContext(ctx, "the pager serves an image that nothing needs", "image", st.ID, "err", err)
 		}
 	}
 }
 
-// letGo tells the pager what to do with an image that is not awaited: it was taken, or nothing needs it. What machines have open they keep.
-func (l *lazyImages) letGo(ctx context.Context, client *pager.Client, st pager.Status) error {
+// letGo tells the pager what to do with an image that is not expected: it was taken, or nothing needs it. Machines keep what they have
+// open.
+func (l *Images) letGo(ctx context.Context, client *pager.Client, st pager.Status) error {
 	switch {
 	case st.Whole && st.Taken:
 		return nil // it ends by itself
@@ -343,28 +347,29 @@ func (l *lazyImages) letGo(ctx context.Context, client *pager.Client, st pager.S
 	return nil
 }
 
-// publish makes the part of a whole image the file that it was for. That part, and no other, is what the pager has written.
-func (l *lazyImages) publish(ctx context.Context, client *pager.Client, im *lazyImage) error {
-	part := filepath.Join(l.dir, im.ID+lazyPart)
+// publish moves the part of a complete image to its place. It checks that this part is the file that the pager has written.
+func (l *Images) publish(ctx context.Context, client *pager.Client, im *Image) error {
+	part := filepath.Join(l.dir, im.ID+partSuffix)
 	var is unix.Stat_t
 	if err := unix.Stat(part, &is); err != nil {
 		return fmt.Errorf("examine the part of image %s: %w", im.ID, err)
 	}
 	if is.Ino != im.status.Part {
-		return core.Errorf(core.Internal, core.CodeInternal, "the pager has filled another file (inode %d) than the part of image %s (inode %d)", im.status.Part, im.ID, is.Ino)
+		return core.Errorf(core.Internal, core.CodeInternal,
+			"the pager has filled another file (inode %d) than the part of image %s (inode %d)", im.status.Part, im.ID, is.Ino)
 	}
 	if err := os.Chmod(part, 0o444); err != nil { //nolint:gosec // G302: VMMs, other users, read it
 		return err
 	}
-	if err := atomicfile.Rename(part, filepath.Join(l.r.cfg.DataDir, im.To)); err != nil {
+	if err := atomicfile.Rename(part, filepath.Join(l.cfg.DataDir, im.To)); err != nil {
 		return err
 	}
 	l.forget(im)
 	return errors.Join(l.erase(im.ID), client.Taken(ctx, im.ID))
 }
 
-// died is called when the pager has ended.
-func (l *lazyImages) died(ctx context.Context, cause error) {
+// died forgets a pager that has ended, and ends the machines that had memory from it.
+func (l *Images) died(ctx context.Context, cause error) {
 	l.mu.Lock()
 	instance := l.instance
 	l.client, l.instance = nil, ""
@@ -373,19 +378,18 @@ func (l *lazyImages) died(ctx context.Context, cause error) {
 	}
 	l.changed()
 	l.mu.Unlock()
-	l.r.cfg.Log.ErrorContext(ctx, "the pager has ended", "err", cause)
-	l.r.bases.ForgetArriving()
-	l.r.warm.purge(ctx, func(s *shell) bool { return s.Pager == instance })
-	l.r.endUsers(ctx, "the pager of its runner ended, and with it memory that it had from there", func(s *shell) bool { return s.Pager == instance })
+	l.cfg.Log.ErrorContext(ctx, "the pager has ended", "err", cause)
+	l.cfg.Host.PagerEnded(ctx, instance)
+	l.cfg.Host.EndMachines(ctx, "the pager of its runner ended, and with it memory that it had from there", func(m Machine) bool { return m.Pager == instance })
 }
 
-// stop ends the pager, which nobody uses any more.
-func (l *lazyImages) stop(ctx context.Context) error {
+// Stop ends the pager. No machine may have memory from it.
+func (l *Images) Stop(ctx context.Context) error {
 	l.mu.Lock()
 	client := l.client
 	l.client, l.instance = nil, ""
 	l.mu.Unlock()
-	if l.r.cfg.Store.Pager == nil {
+	if l.cfg.Pager == nil {
 		return nil
 	}
 	if client != nil {
@@ -393,5 +397,14 @@ func (l *lazyImages) stop(ctx context.Context) error {
 			return fmt.Errorf("stop the pager: %w", err)
 		}
 	}
-	return pager.Clean(l.r.cfg.Store.Pager.Dir)
+	return pager.Clean(l.cfg.Pager.Dir)
+}
+
+func pause(ctx context.Context, d time.Duration) {
+	timer := time.NewTimer(d)
+	defer timer.Stop()
+	select {
+	case <-timer.C:
+	case <-ctx.Done():
+	}
 }

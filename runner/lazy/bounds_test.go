@@ -1,4 +1,4 @@
-package runner
+package lazy
 
 import (
 	"fmt"
@@ -9,23 +9,27 @@ import (
 	"sync"
 	"sync/atomic"
 	"testing"
+	"time"
 
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/sidecar"
 	"github.com/coppice-dev/coppice/runner/pager"
 )
 
-func (x *lazyRig) pagerNow() string {
-	x.lazy.mu.Lock()
-	defer x.lazy.mu.Unlock()
-	return x.lazy.instance
+func (x *rig) pagerNow() string {
+	x.images.mu.Lock()
+	defer x.images.mu.Unlock()
+	return x.images.instance
 }
 
 // TestLazyManyStalled: a store that is out of order for more images than a message takes ends no machine: the pager is the same one before, meanwhile
 // and afterwards, and the runner hears of every image.
 func TestLazyManyStalled(t *testing.T) {
 	const many = 500
-	x := newLazyRig(t)
+	x := newRig(t)
+	x.end()
+	x.settings.Pulse = sidecar.Pulse{Limit: time.Hour} // a busy host may need long for so many images, and a pager that hangs is another test's
+	x.begin()
 	x.say(x.settings.Silence, true)
 	ids := []core.BaseID{x.fetch()}
 	was := x.pagerNow()
@@ -38,10 +42,10 @@ func TestLazyManyStalled(t *testing.T) {
 			t.Fatal(err)
 		}
 		id := fmt.Sprintf("zz-%s-%d", strings.Repeat("x", 150), i)
-		x.lazy.mu.Lock()
-		x.lazy.rehearsed[id] = true
-		x.lazy.mu.Unlock()
-		if _, err := x.lazy.client.Put(t.Context(), pager.Image{ID: id, Source: x.from}, part); err != nil {
+		x.images.mu.Lock()
+		x.images.recorded[id] = true
+		x.images.mu.Unlock()
+		if _, err := x.images.client.Put(t.Context(), pager.Image{ID: id, Source: x.from}, part); err != nil {
 			t.Fatal(err)
 		}
 		_ = part.Close()
@@ -53,9 +57,9 @@ func TestLazyManyStalled(t *testing.T) {
 		return got["images stalled"] == many+1
 	})
 	x.await("the runner has heard of its own", func() bool {
-		x.lazy.mu.Lock()
-		defer x.lazy.mu.Unlock()
-		return x.lazy.images[string(ids[0])].status.Problem != nil
+		x.images.mu.Lock()
+		defer x.images.mu.Unlock()
+		return x.images.images[string(ids[0])].status.Problem != nil
 	})
 	x.say(x.settings.Refusal, false)
 	x.taken(ids[0])
@@ -69,13 +73,12 @@ func TestLazyManyStalled(t *testing.T) {
 
 // TestLazyDamage: a machine that ended because it touched damaged memory ended before the runner heard of the damage. The pager is asked.
 func TestLazyDamage(t *testing.T) {
-	x := newLazyRig(t)
+	x := newRig(t)
 	x.say(x.settings.Silence, true)
 	id := x.fetch()
-	machine := &shell{}
-	machine.Pager, machine.shape.base = x.pagerNow(), id
+	machine := Machine{Pager: x.pagerNow(), Base: id}
 	x.end() // the runner hears nothing from now on
-	if said := x.lazy.damage(t.Context(), machine); said != "" {
+	if said := x.images.Damage(t.Context(), machine); said != "" {
 		t.Errorf("nothing is damaged yet: %s", said)
 	}
 	packs, err := filepath.Glob(filepath.Join(strings.TrimPrefix(x.settings.Store, "dir:"), "v1/*/*/1/pack-*"))
@@ -97,7 +100,7 @@ func TestLazyDamage(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	f, err := x.lazy.client.Open(t.Context(), string(id))
+	f, err := x.images.client.Open(t.Context(), string(id))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -106,11 +109,11 @@ func TestLazyDamage(t *testing.T) {
 	if _, err := f.ReadAt(make([]byte, 1), 1<<20); err == nil {
 		t.Fatal("damaged memory was read")
 	}
-	if said := x.lazy.damage(t.Context(), machine); !strings.Contains(said, "/1/pack-0") {
+	if said := x.images.Damage(t.Context(), machine); !strings.Contains(said, "/1/pack-0") {
 		t.Errorf("the pager says %q, which does not name the object", said)
 	}
 	machine.Pager = "of before"
-	if said := x.lazy.damage(t.Context(), machine); said != "" {
+	if said := x.images.Damage(t.Context(), machine); said != "" {
 		t.Errorf("another pager's machine: %s", said)
 	}
 }
@@ -118,7 +121,7 @@ func TestLazyDamage(t *testing.T) {
 // TestLazyPagerOfOldVersion: a pager of before this version closes the connection on which its answer would be too long. It is asked again, and what
 // it serves goes on until it has really ended.
 func TestLazyPagerOfOldVersion(t *testing.T) {
-	x := newLazyRig(t)
+	x := newRig(t)
 	x.end()
 	dir, err := os.MkdirTemp("", "old") //nolint:usetesting // the path of a socket must be short
 	if err != nil {
@@ -140,7 +143,6 @@ func TestLazyPagerOfOldVersion(t *testing.T) {
 			wg.Go(func() { converseOld(c, &asked) })
 		}
 	})
-	x.cfg.Store.Pager.Dir = dir
 	x.settings.Dir = dir
 	x.begin()
 	x.await("it is asked again", func() bool { return asked.Load() >= 3 })

@@ -1,4 +1,4 @@
-package runner
+package lazy
 
 import (
 	"bytes"
@@ -21,14 +21,12 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 	"golang.org/x/sys/unix"
 
+	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
-	"github.com/coppice-dev/coppice/internal/confine"
-	"github.com/coppice-dev/coppice/internal/confine/confinetest"
 	"github.com/coppice-dev/coppice/internal/eventually"
 	"github.com/coppice-dev/coppice/internal/require"
 	"github.com/coppice-dev/coppice/internal/sidecar"
 	"github.com/coppice-dev/coppice/internal/testhalt"
-	"github.com/coppice-dev/coppice/runner/diffhelper"
 	"github.com/coppice-dev/coppice/runner/memory"
 	"github.com/coppice-dev/coppice/runner/pager"
 	"github.com/coppice-dev/coppice/runner/room"
@@ -36,6 +34,7 @@ import (
 	"github.com/coppice-dev/coppice/snapshotstore/blob"
 	"github.com/coppice-dev/coppice/snapshotstore/blob/bloburl"
 	"github.com/coppice-dev/coppice/snapshotstore/blob/s3"
+	"github.com/coppice-dev/coppice/snapshotstore/envelope"
 	"github.com/coppice-dev/coppice/snapshotstore/manifest"
 )
 
@@ -43,17 +42,8 @@ const beAPager = "be-a-pager"
 
 // TestMain runs the tests, or, started anew with an argument, is a pager.
 func TestMain(m *testing.M) {
-	confine.Enter(diffhelper.Task())
-	confinetest.AllowWithoutRoot(m)
 	if len(os.Args) > 1 && os.Args[1] == beAPager {
 		if err := servePages(os.Stdin); err != nil {
-			fmt.Fprintln(os.Stderr, err)
-			os.Exit(1)
-		}
-		os.Exit(0)
-	}
-	if len(os.Args) > 1 && os.Args[1] == beAnEgressProcess {
-		if err := carry(os.Stdin); err != nil {
 			fmt.Fprintln(os.Stderr, err)
 			os.Exit(1)
 		}
@@ -114,17 +104,20 @@ func (m moody) Get(ctx context.Context, key string, off, n int64) (io.ReadCloser
 	}
 }
 
-// lazyRig is what a runner knows of images that are being fetched, with a pager and a checkpoint in a store.
-type lazyRig struct {
-	*Runner
+// rig is a runner's images and bases, with a pager and a checkpoint in a store. It is the host of the images, and has no machines.
+type rig struct {
 	t        *testing.T
+	images   *Images
+	bases    *memory.BaseStore
+	cfg      Config
+	stop     func() // ends the runner
 	settings pagerSettings
 	memory   []byte
 	from     pager.Source
 	ended    chan struct{}
 }
 
-func newLazyRig(t *testing.T) *lazyRig {
+func newRig(t *testing.T) *rig {
 	t.Helper()
 	require.Root(t)
 	require.That(t, "fuse", unix.Access("/dev/fuse", unix.R_OK) == nil, "modprobe fuse")
@@ -132,13 +125,13 @@ func newLazyRig(t *testing.T) *lazyRig {
 	if err != nil {
 		t.Fatal(err)
 	}
-	x := &lazyRig{t: t, settings: pagerSettings{Dir: filepath.Join(dir, "p"), Store: "dir:" + t.TempDir(), Silence: filepath.Join(dir, "silence"), Refusal: filepath.Join(dir, "refusal")}}
-	x.Runner = &Runner{room: room.New(t.TempDir(), 0), cfg: Config{DataDir: t.TempDir(), Log: slog.New(slog.NewTextHandler(t.Output(), nil))}.withDefaults()}
+	x := &rig{t: t, settings: pagerSettings{Dir: filepath.Join(dir, "p"), Store: "dir:" + t.TempDir(), Silence: filepath.Join(dir, "silence"), Refusal: filepath.Join(dir, "refusal")}}
+	x.cfg = Config{DataDir: t.TempDir(), Room: room.New(t.TempDir(), 0), Keys: new(envelope.Ring), Log: slog.New(slog.NewTextHandler(t.Output(), nil)), Host: x}
 	t.Cleanup(func() {
 		x.say(x.settings.Refusal, false)
 		x.say(x.settings.Silence, false)
 		x.end()
-		if err := x.lazy.stop(context.WithoutCancel(t.Context())); err != nil {
+		if err := x.images.Stop(context.WithoutCancel(t.Context())); err != nil {
 			t.Error(err)
 		}
 		if err := os.RemoveAll(dir); err != nil {
@@ -151,7 +144,7 @@ func newLazyRig(t *testing.T) *lazyRig {
 }
 
 // seal puts a checkpoint's memory into the store.
-func (x *lazyRig) seal() {
+func (x *rig) seal() {
 	x.t.Helper()
 	store, err := bloburl.Dial(x.settings.Store, s3.Credentials{})
 	if err != nil {
@@ -167,48 +160,60 @@ func (x *lazyRig) seal() {
 		Class: map[string]string{"arch": "amd64"}, Resources: core.Resources{VCPUs: 1, MemoryMiB: 128, DiskGiB: 1},
 	}
 	read := func(p []byte, off int64) error { copy(p, x.memory[off:]); return nil }
-	src := snapshotstore.Source{Name: imageMemory, Size: int64(len(x.memory)), Changed: []snapshotstore.Range{{Length: int64(len(x.memory))}}, Read: read}
+	src := snapshotstore.Source{Name: runnerapi.ImageMemory, Size: int64(len(x.memory)), Changed: []snapshotstore.Range{{Length: int64(len(x.memory))}}, Read: read}
 	w, err := snapshotstore.Write(x.t.Context(), store, fmt.Sprintf("v1/%s/%s/1/", project, id), h, nil, []snapshotstore.Source{src}, snapshotstore.Options{Dir: x.t.TempDir()})
 	if err != nil {
 		x.t.Fatal(err)
 	}
-	x.from = pager.Source{Manifest: w.Manifest, CheckpointID: id, Image: imageMemory}
+	x.from = pager.Source{Manifest: w.Manifest, CheckpointID: id, Image: runnerapi.ImageMemory}
 }
 
 // begin is a runner's start.
-func (x *lazyRig) begin() {
+func (x *rig) begin() {
 	x.t.Helper()
 	config, err := json.Marshal(x.settings)
 	if err != nil {
 		x.t.Fatal(err)
 	}
-	x.cfg.Store.Pager = &pager.Process{Dir: x.settings.Dir, Command: []string{os.Args[0], beAPager}, Config: config, Pulse: x.settings.Pulse}
-	x.runCtx, x.stop = context.WithCancel(context.Background())
-	if x.lazy, err = openLazyImages(x.Runner); err != nil {
+	x.cfg.Pager = &pager.Process{Dir: x.settings.Dir, Command: []string{os.Args[0], beAPager}, Config: config, Pulse: x.settings.Pulse}
+	life, stop := context.WithCancel(context.Background())
+	x.stop = stop
+	if x.images, err = Open(life, x.cfg); err != nil {
 		x.t.Fatal(err)
 	}
 	if x.bases, err = memory.NewBaseStore(filepath.Join(x.cfg.DataDir, "bases"), false); err != nil {
 		x.t.Fatal(err)
 	}
-	x.bases.Await(arriving{x.lazy})
-	x.warm = newWarmPool(x.Runner)
-	x.findPager(x.t.Context(), nil)
+	x.bases.Await(x.images.Bases())
+	x.images.FindPager(x.t.Context(), false)
 	x.ended = make(chan struct{})
-	go func(l *lazyImages, ctx context.Context, ended chan<- struct{}) {
+	go func(l *Images, ended chan<- struct{}) {
 		defer close(ended)
-		l.run(ctx)
-	}(x.lazy, x.runCtx, x.ended)
+		l.Run(life)
+	}(x.images, x.ended)
 }
 
+// OpenBase implements Host.
+func (x *rig) OpenBase(id core.BaseID) (*os.File, error) { return x.bases.OpenFile(id) }
+
+// ImageArrived implements Host.
+func (x *rig) ImageArrived() {}
+
+// EndMachines implements Host.
+func (x *rig) EndMachines(context.Context, string, func(Machine) bool) {}
+
+// PagerEnded implements Host.
+func (x *rig) PagerEnded(context.Context, string) { x.bases.ForgetArriving() }
+
 // end is a runner's, without its pager's.
-func (x *lazyRig) end() {
+func (x *rig) end() {
 	x.t.Helper()
 	x.stop()
 	<-x.ended
 }
 
 // say makes a file, or removes it.
-func (x *lazyRig) say(file string, is bool) {
+func (x *rig) say(file string, is bool) {
 	x.t.Helper()
 	var err error
 	if is {
@@ -222,20 +227,20 @@ func (x *lazyRig) say(file string, is bool) {
 }
 
 // fetch begins to fetch the memory as a base.
-func (x *lazyRig) fetch() core.BaseID {
+func (x *rig) fetch() core.BaseID {
 	x.t.Helper()
-	if !x.lazy.ready(x.t.Context()) {
+	if !x.images.Ready(x.t.Context()) {
 		x.t.Fatal("there is no pager")
 	}
 	id := core.NewID[core.BaseID]()
-	if err := x.lazy.begin(x.t.Context(), &lazyImage{Image: pager.Image{ID: string(id), Source: x.from}, Size: int64(len(x.memory)), To: x.bases.Name(id)}); err != nil {
+	if err := x.images.Begin(x.t.Context(), &Image{Image: pager.Image{ID: string(id), Source: x.from}, Size: int64(len(x.memory)), To: x.bases.Name(id)}); err != nil {
 		x.t.Fatal(err)
 	}
 	return id
 }
 
 // look compares a base with what was stored.
-func (x *lazyRig) look(id core.BaseID, arriving bool) {
+func (x *rig) look(id core.BaseID, arriving bool) {
 	x.t.Helper()
 	b, err := x.bases.Open(id)
 	if err != nil {
@@ -250,22 +255,22 @@ func (x *lazyRig) look(id core.BaseID, arriving bool) {
 	}
 }
 
-func (x *lazyRig) await(what string, is func() bool) {
+func (x *rig) await(what string, is func() bool) {
 	x.t.Helper()
 	eventually.True(x.t, what, is)
 }
 
 // taken waits until a base is a file like any other, and nothing else is left of its coming.
-func (x *lazyRig) taken(id core.BaseID) {
+func (x *rig) taken(id core.BaseID) {
 	x.t.Helper()
-	x.await("the base is a file", func() bool { return !x.lazy.has(string(id)) })
+	x.await("the base is a file", func() bool { return !x.images.Has(string(id)) })
 	x.look(id, false)
 	x.await("nothing else is left", func() bool {
-		left, err := os.ReadDir(x.lazy.dir)
+		left, err := os.ReadDir(x.images.dir)
 		return err == nil && len(left) == 0
 	})
 	x.await("the pager has forgotten it", func() bool {
-		f, err := x.lazy.client.Open(x.t.Context(), string(id))
+		f, err := x.images.client.Open(x.t.Context(), string(id))
 		if err == nil {
 			err = f.Close()
 		}
@@ -273,10 +278,10 @@ func (x *lazyRig) taken(id core.BaseID) {
 	})
 }
 
-func (x *lazyRig) part(id core.BaseID) uint64 {
+func (x *rig) part(id core.BaseID) uint64 {
 	x.t.Helper()
 	var st unix.Stat_t
-	if err := unix.Stat(filepath.Join(x.lazy.dir, string(id)+lazyPart), &st); err != nil {
+	if err := unix.Stat(filepath.Join(x.images.dir, string(id)+partSuffix), &st); err != nil {
 		x.t.Fatal(err)
 	}
 	return st.Ino
@@ -284,11 +289,11 @@ func (x *lazyRig) part(id core.BaseID) uint64 {
 
 // TestLazy: a base can be used while it comes, and is a file in the end.
 func TestLazy(t *testing.T) {
-	x := newLazyRig(t)
+	x := newRig(t)
 	id := x.fetch()
 	x.look(id, true)
 	x.taken(id)
-	if _, err := x.lazy.open(string(core.NewID[core.BaseID]())); !errors.Is(err, fs.ErrNotExist) {
+	if _, err := x.images.OpenFile(string(core.NewID[core.BaseID]())); !errors.Is(err, fs.ErrNotExist) {
 		t.Errorf("what never came: %v", err)
 	}
 }
@@ -296,15 +301,15 @@ func TestLazy(t *testing.T) {
 // TestLazyRestart: a runner that is started again finds what its predecessor had begun, with the same pager and the same file; even what became
 // whole, or was to be taken, while there was none.
 func TestLazyRestart(t *testing.T) {
-	x := newLazyRig(t)
+	x := newRig(t)
 	x.say(x.settings.Silence, true)
 	id := x.fetch()
-	part, instance := x.part(id), x.lazy.instance
+	part, instance := x.part(id), x.images.instance
 	for range 2 {
 		x.end()
 		x.begin()
-		if x.lazy.instance != instance || x.part(id) != part {
-			t.Errorf("pager %s became %s, part %d became %d", instance, x.lazy.instance, part, x.part(id))
+		if x.images.instance != instance || x.part(id) != part {
+			t.Errorf("pager %s became %s, part %d became %d", instance, x.images.instance, part, x.part(id))
 		}
 	}
 	x.end()
@@ -317,19 +322,19 @@ func TestLazyRestart(t *testing.T) {
 	// It ends between putting the file where it belongs and saying so.
 	x.end()
 	other := core.NewID[core.BaseID]()
-	im := &lazyImage{Image: pager.Image{ID: string(other), Source: x.from}, Size: int64(len(x.memory)), To: x.bases.Name(other)}
-	if err := x.lazy.begin(t.Context(), im); err != nil {
+	im := &Image{Image: pager.Image{ID: string(other), Source: x.from}, Size: int64(len(x.memory)), To: x.bases.Name(other)}
+	if err := x.images.Begin(t.Context(), im); err != nil {
 		t.Fatal(err)
 	}
 	x.awaitStatus(client, func(list []pager.Status) bool { return len(list) == 1 && list[0].Whole })
-	if err := os.Rename(filepath.Join(x.lazy.dir, im.ID+lazyPart), filepath.Join(x.cfg.DataDir, im.To)); err != nil {
+	if err := os.Rename(filepath.Join(x.images.dir, im.ID+partSuffix), filepath.Join(x.cfg.DataDir, im.To)); err != nil {
 		t.Fatal(err)
 	}
 	x.begin()
 	x.taken(other)
 }
 
-func (x *lazyRig) awaitStatus(c *pager.Client, is func([]pager.Status) bool) {
+func (x *rig) awaitStatus(c *pager.Client, is func([]pager.Status) bool) {
 	x.t.Helper()
 	ctx, stop := context.WithTimeout(x.t.Context(), time.Minute)
 	defer stop()
@@ -347,10 +352,10 @@ func (x *lazyRig) awaitStatus(c *pager.Client, is func([]pager.Status) bool) {
 
 // TestLazyPagerKilled: another pager goes on with what came, as soon as it can: one that fails is asked again.
 func TestLazyPagerKilled(t *testing.T) {
-	x := newLazyRig(t)
+	x := newRig(t)
 	x.say(x.settings.Silence, true)
 	id := x.fetch()
-	hello, err := x.lazy.client.Hello(t.Context())
+	hello, err := x.images.client.Hello(t.Context())
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -359,15 +364,15 @@ func TestLazyPagerKilled(t *testing.T) {
 		t.Fatal(err)
 	}
 	refused := func() error {
-		x.lazy.mu.Lock()
-		defer x.lazy.mu.Unlock()
-		return x.lazy.images[string(id)].refused
+		x.images.mu.Lock()
+		defer x.images.mu.Unlock()
+		return x.images.images[string(id)].refused
 	}
 	x.await("another pager was asked, and failed", func() bool { return core.CodeOf(refused()) == core.CodeStoreUnavailable })
 	x.say(x.settings.Silence, false)
 	opened := make(chan error)
 	go func() { // it waits for the pager
-		f, err := x.lazy.open(string(id))
+		f, err := x.images.OpenFile(string(id))
 		if err == nil {
 			err = f.Close()
 		}
@@ -383,13 +388,13 @@ func TestLazyPagerKilled(t *testing.T) {
 
 // TestLazyPagerHung: a pager that stands still is killed, and what follows is what follows a pager's death.
 func TestLazyPagerHung(t *testing.T) {
-	x := newLazyRig(t)
+	x := newRig(t)
 	x.end()
 	x.settings.Pulse = sidecar.Pulse{Every: 20 * time.Millisecond, Limit: time.Second}
 	x.begin()
 	x.say(x.settings.Silence, true)
 	id := x.fetch()
-	hello, err := x.lazy.client.Hello(t.Context())
+	hello, err := x.images.client.Hello(t.Context())
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -397,7 +402,7 @@ func TestLazyPagerHung(t *testing.T) {
 	x.say(x.settings.Silence, false)
 	x.await("it was killed", func() bool { s := testhalt.State(t, hello.PID); return s == "" || s == "Z" })
 	x.await("there is another pager", func() bool { is := x.pagerNow(); return is != "" && is != hello.Instance })
-	x.look(id, x.lazy.has(string(id)))
+	x.look(id, x.images.Has(string(id)))
 	x.taken(id)
 	if got := x.metrics(); got["hung_total"] != 1 || got["unheard_total"] != 0 {
 		t.Errorf("metrics: %v", got)
@@ -407,16 +412,16 @@ func TestLazyPagerHung(t *testing.T) {
 // TestLazyForeign: a runner goes on with a pager of another version for what that serves, until nobody has anything of it open, and has one of
 // its own then.
 func TestLazyForeign(t *testing.T) {
-	x := newLazyRig(t)
+	x := newRig(t)
 	x.settings.Version = 1
 	x.end()
 	x.begin()
-	if x.lazy.ready(t.Context()) || pager.Runs(t.Context(), *x.cfg.Store.Pager) { // the program was replaced under the runner
+	if x.images.Ready(t.Context()) || pager.Runs(t.Context(), *x.cfg.Pager) { // the program was replaced under the runner
 		t.Error("a pager of another version was started and stays")
 	}
 	x.end()
 	x.say(x.settings.Silence, true)
-	client, _, err := pager.Ensure(t.Context(), *x.cfg.Store.Pager)
+	client, _, err := pager.Ensure(t.Context(), *x.cfg.Pager)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -424,41 +429,41 @@ func TestLazyForeign(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	x.lazy.client, x.lazy.instance = client, hello.Instance // as a runner of its version has it
+	x.images.client, x.images.instance = client, hello.Instance // as a runner of its version has it
 	id := core.NewID[core.BaseID]()
-	im := &lazyImage{Image: pager.Image{ID: string(id), Source: x.from}, Size: int64(len(x.memory)), To: x.bases.Name(id)}
-	if err := x.lazy.begin(t.Context(), im); err != nil {
+	im := &Image{Image: pager.Image{ID: string(id), Source: x.from}, Size: int64(len(x.memory)), To: x.bases.Name(id)}
+	if err := x.images.Begin(t.Context(), im); err != nil {
 		t.Fatal(err)
 	}
 	instance := hello.Instance
 	x.settings.Version = 0
 	x.begin()
-	if x.lazy.instance != instance || instance == "" {
-		t.Fatalf("pager %q became %q: machines of it would not be adopted", instance, x.lazy.instance)
+	if x.images.instance != instance || instance == "" {
+		t.Fatalf("pager %q became %q: machines of it would not be adopted", instance, x.images.instance)
 	}
-	machine, err := x.lazy.open(string(id))
+	machine, err := x.images.OpenFile(string(id))
 	if err != nil {
 		t.Fatal(err)
 	}
-	if x.lazy.ready(t.Context()) {
+	if x.images.Ready(t.Context()) {
 		t.Error("it is ready for images")
 	}
 	x.say(x.settings.Silence, false)
-	x.await("the base is a file", func() bool { return !x.lazy.has(string(id)) })
+	x.await("the base is a file", func() bool { return !x.images.Has(string(id)) })
 	x.look(id, false)
-	if h, err := x.lazy.client.Hello(t.Context()); err != nil || h.Instance != instance {
+	if h, err := x.images.client.Hello(t.Context()); err != nil || h.Instance != instance {
 		t.Errorf("while a machine has memory from it: %+v, %v", h, err)
 	}
 	if err := machine.Close(); err != nil {
 		t.Fatal(err)
 	}
 	x.await("it has ended", func() bool {
-		x.lazy.mu.Lock()
-		defer x.lazy.mu.Unlock()
-		return x.lazy.instance == ""
+		x.images.mu.Lock()
+		defer x.images.mu.Unlock()
+		return x.images.instance == ""
 	})
 	other := x.fetch()
-	if x.lazy.foreign || x.lazy.instance == instance {
+	if x.images.foreign || x.images.instance == instance {
 		t.Error("the next one is of another version, too")
 	}
 	x.taken(other)
@@ -466,12 +471,12 @@ func TestLazyForeign(t *testing.T) {
 
 // TestLazyDrop: what nothing needs ends, in the pager too, when it is served and when it could not be.
 func TestLazyDrop(t *testing.T) {
-	x := newLazyRig(t)
+	x := newRig(t)
 	id := x.fetch()
 	if err := x.bases.Remove(id); err != nil {
 		t.Fatal(err)
 	}
-	x.awaitStatus(x.lazy.client, func(list []pager.Status) bool { return len(list) == 0 })
+	x.awaitStatus(x.images.client, func(list []pager.Status) bool { return len(list) == 0 })
 	x.say(x.settings.Silence, true)
 	// A runner ends while the pager has not answered yet: the next one has no record of it.
 	part, err := os.Create(filepath.Join(t.TempDir(), "part"))
@@ -482,17 +487,17 @@ func TestLazyDrop(t *testing.T) {
 	if err := part.Truncate(int64(len(x.memory))); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := x.lazy.client.Put(t.Context(), pager.Image{ID: "orphan", Source: x.from}, part); err != nil {
+	if _, err := x.images.client.Put(t.Context(), pager.Image{ID: "orphan", Source: x.from}, part); err != nil {
 		t.Fatal(err)
 	}
-	x.awaitStatus(x.lazy.client, func(list []pager.Status) bool { return len(list) == 0 })
+	x.awaitStatus(x.images.client, func(list []pager.Status) bool { return len(list) == 0 })
 }
 
 // metrics are what the runner shows of its pager, by name and state.
-func (x *lazyRig) metrics() map[string]float64 {
+func (x *rig) metrics() map[string]float64 {
 	x.t.Helper()
 	reg := prometheus.NewRegistry()
-	reg.MustRegister(newPagerState(x.lazy))
+	reg.MustRegister(x.images.Collector())
 	families, err := reg.Gather()
 	if err != nil {
 		x.t.Fatal(err)
@@ -512,7 +517,7 @@ func (x *lazyRig) metrics() map[string]float64 {
 
 // TestPagerMetrics: they tell a store that is silent from one that gives, and keep the sums when an image is whole and gone.
 func TestPagerMetrics(t *testing.T) {
-	x := newLazyRig(t)
+	x := newRig(t)
 	if got := x.metrics(); got["up"] != 0 || len(got) != 3 {
 		t.Errorf("without a pager: %v", got)
 	}
