@@ -197,7 +197,7 @@ func (r *Runner) adopt(ctx context.Context, j *journal) (_ *sandbox, err error) 
 	}
 	// The pool counts it now: what fails from here on must give it back, after the VMM has ended.
 	steps.Push("namespace", func(ctx context.Context) error { return errors.Join(sh.machine.Kill(ctx), sh.ns.Release(ctx)) })
-	s := newSandbox(sh, info.ID, info)
+	s := newSandbox(r, sh, info.ID, info)
 	s.info, s.reseal, s.attestation, s.served = info, j.Sandbox.Reseal, j.Sandbox.Attestation, j.Sandbox.Egress == core.EgressProxied
 	if s.reseal != nil {
 		if err := r.draws.add(s.reseal.Steps); err != nil {

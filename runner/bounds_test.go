@@ -1,12 +1,8 @@
 package runner
 
 import (
-	"context"
 	"errors"
 	"fmt"
-	"io"
-	"net"
-	"net/netip"
 	"os"
 	"runtime"
 	"strings"
@@ -112,74 +108,6 @@ func TestSurveyIsBounded(t *testing.T) { //nolint:paralleltest // it measures th
 			t.Errorf("%s: %d bytes were allocated", name, took)
 		}
 	}
-}
-
-// listening is the namespace of a guest that reads what it is sent.
-type listening struct {
-	Namespace
-	at    string
-	dials atomic.Int64
-}
-
-func (l *listening) Dial(ctx context.Context, network, _ string) (net.Conn, error) {
-	var d net.Dialer
-	c, err := d.DialContext(ctx, network, l.at)
-	l.dials.Add(1)
-	return c, err
-}
-
-// TestConnectionsOfAPortAreBounded: a forwarded port has 256 connections. Others wait in the kernel, and come in when some have ended.
-func TestConnectionsOfAPortAreBounded(t *testing.T) {
-	t.Parallel()
-	const more = 20
-	listen := func() net.Listener {
-		l, err := net.Listen("tcp4", "127.0.0.1:0")
-		if err != nil {
-			t.Fatal(err)
-		}
-		t.Cleanup(func() { _ = l.Close() })
-		return l
-	}
-	inside, outside := listen(), listen()
-	var wg sync.WaitGroup
-	wg.Go(func() {
-		for {
-			c, err := inside.Accept()
-			if err != nil {
-				return
-			}
-			wg.Go(func() {
-				_, _ = io.Copy(io.Discard, c)
-				_ = c.Close()
-			})
-		}
-	})
-	run, stop := context.WithCancel(t.Context())
-	p, guest := &port{stop: stop}, &listening{at: inside.Addr().String()}
-	p.wg.Go(func() { p.serve(run, outside, guest, netip.AddrPort{}) })
-	var clients []net.Conn
-	for range maxConnections + more {
-		c, err := net.Dial("tcp4", outside.Addr().String())
-		if err != nil {
-			t.Fatal(err)
-		}
-		t.Cleanup(func() { _ = c.Close() })
-		clients = append(clients, c)
-	}
-	eventually.True(t, "connections come in", func() bool { return guest.dials.Load() >= maxConnections })
-	for end := range more { // the kernel has the connections in their order
-		for range 100 { // one that comes in too early does so now
-			runtime.Gosched()
-		}
-		if n := guest.dials.Load(); n != int64(maxConnections+end) {
-			t.Fatalf("%d connections came in, and %d have ended", n, end)
-		}
-		_ = clients[end].Close()
-		eventually.True(t, "the next one comes in", func() bool { return guest.dials.Load() == int64(maxConnections+end+1) })
-	}
-	p.close()
-	_ = inside.Close()
-	wg.Wait()
 }
 
 // TestReadsOfPeersAreBounded: 16 reads of other runners are answered at once, and more find that nothing is here.

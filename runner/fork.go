@@ -126,7 +126,7 @@ func (r *Runner) grow(ctx context.Context, ckpt *opened, child runnerapi.Child, 
 		watch.Add("shell."+t.Stage, time.Duration(t.DurationMS*float64(time.Millisecond)))
 	}
 	watch.Lap("shell")
-	s := newSandbox(sh, child.SandboxID, runnerapi.Sandbox{
+	s := newSandbox(r, sh, child.SandboxID, runnerapi.Sandbox{
 		WorkspaceID: child.WorkspaceID, Epoch: child.Epoch, State: runnerapi.SandboxStarting,
 		Checkpoint: ckpt.ID, Identity: child.Identity, Resources: ckpt.Resources,
 	})

@@ -163,8 +163,8 @@ func (s *state) Collect(out chan<- prometheus.Metric) {
 		send(s.sandboxes, float64(n), string(name))
 	}
 	send(s.stalled, float64(stalled))
-	for name, n := range s.r.portStates() {
-		send(s.ports, float64(n), name)
+	for name, n := range portStates(s.r.all()) {
+		send(s.ports, float64(n), string(name))
 	}
 	send(s.allocated, float64(allocated)*(1<<20))
 	send(s.sandboxesMax, float64(s.r.cfg.MaxSandboxes))

@@ -1,16 +1,10 @@
 package runner
 
 import (
-	"context"
-	"errors"
 	"maps"
 	"net"
 	"net/netip"
-	"os"
-	"sync/atomic"
-	"syscall"
 	"testing"
-	"time"
 
 	"github.com/google/go-cmp/cmp"
 
@@ -18,6 +12,7 @@ import (
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/eventually"
 	"github.com/coppice-dev/coppice/runner/hostport"
+	"github.com/coppice-dev/coppice/runner/portforward"
 )
 
 func (r *fakeRig) forward(s core.SandboxID, listen string) (runnerapi.Port, error) {
@@ -47,63 +42,16 @@ func TestPortsAreTheOperators(t *testing.T) {
 			t.Errorf("%s: %+v, %v", listen, p, err)
 		}
 	}
-	for range maxPorts {
+	for range portforward.Max {
 		if p, err := r.forward(s, ""); err != nil || p.Listen.Addr() != netip.MustParseAddr("127.0.0.1") || p.Listen.Port() < 1024 {
 			t.Fatalf("%+v, %v", p, err)
 		}
 	}
 	if _, err := r.forward(s, ""); core.CodeOf(err) != core.CodeQuotaExceeded {
-		t.Errorf("one more than %d: %v", maxPorts, err)
+		t.Errorf("one more than %d: %v", portforward.Max, err)
 	}
 	if err := r.Destroy(t.Context(), s); err != nil {
 		t.Fatal(err)
-	}
-}
-
-// failing accepts nothing at first.
-type failing struct {
-	net.Listener
-	left atomic.Int64
-}
-
-func (l *failing) Accept() (net.Conn, error) {
-	if l.left.Add(-1) >= 0 {
-		return nil, syscall.EMFILE
-	}
-	return l.Listener.Accept()
-}
-
-// unreachable is the namespace of a guest that accepts nothing.
-type unreachable struct{ Namespace }
-
-func (unreachable) Dial(context.Context, string, string) (net.Conn, error) {
-	return nil, syscall.ECONNREFUSED
-}
-
-// TestPortOutlivesErrors: a port that cannot accept for a while goes on afterwards, and ends when it is closed.
-func TestPortOutlivesErrors(t *testing.T) {
-	t.Parallel()
-	inner, err := net.Listen("tcp4", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	l := &failing{Listener: inner}
-	l.left.Store(3)
-	run, stop := context.WithCancel(t.Context())
-	p := newPort(runnerapi.Port{}, stop, portListening)
-	p.wg.Go(func() { p.serve(run, l, unreachable{}, netip.AddrPort{}) })
-	c, err := net.Dial("tcp4", inner.Addr().String())
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer c.Close()
-	_ = c.SetReadDeadline(time.Now().Add(time.Minute))
-	if _, err := c.Read(make([]byte, 1)); errors.Is(err, os.ErrDeadlineExceeded) {
-		t.Error("nobody has accepted the connection")
-	}
-	p.close()
-	if left := l.left.Load(); left >= 0 {
-		t.Errorf("%d errors are left", left)
 	}
 }
 
@@ -136,8 +84,8 @@ func TestPortsAreReopened(t *testing.T) {
 	}
 	states := func(listening, waiting, refused int) {
 		t.Helper()
-		want := map[string]int{portListening: listening, portWaiting: waiting, portRefused: refused}
-		eventually.True(t, "the ports are as they should be", func() bool { return maps.Equal(r.portStates(), want) })
+		want := map[portforward.State]int{portforward.Listening: listening, portforward.Waiting: waiting, portforward.Refused: refused}
+		eventually.True(t, "the ports are as they should be", func() bool { return maps.Equal(portStates(r.all()), want) })
 	}
 	reached(true, true, true)
 	r.stop()
@@ -159,7 +107,7 @@ func TestPortsAreReopened(t *testing.T) {
 	if err := taker.Close(); err != nil {
 		t.Fatal(err)
 	}
-	eventually.True(t, "the port that was taken is forwarded again", func() bool { return r.portStates()[portListening] == 2 })
+	eventually.True(t, "the port that was taken is forwarded again", func() bool { return portStates(r.all())[portforward.Listening] == 2 })
 	if err := r.Destroy(t.Context(), s); err != nil {
 		t.Fatal(err)
 	}

@@ -93,7 +93,7 @@ func (r *Runner) rehearseOn(ctx context.Context, ckpt *opened) (touched []pager.
 		return nil, err
 	}
 	steps.Push("machine", func(ctx context.Context) error { return r.dismantle(ctx, shell) })
-	s := newSandbox(shell, shell.ID, runnerapi.Sandbox{State: runnerapi.SandboxStarting, Checkpoint: ckpt.ID, Resources: ckpt.Resources})
+	s := newSandbox(r, shell, shell.ID, runnerapi.Sandbox{State: runnerapi.SandboxStarting, Checkpoint: ckpt.ID, Resources: ckpt.Resources})
 	if err := r.perform(ctx, s, ckpt); err != nil {
 		return nil, err
 	}

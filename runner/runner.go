@@ -204,7 +204,7 @@ func (r *Runner) Run(ctx context.Context) error {
 	r.wg.Go(func() { r.lazy.WatchStalls(r.runCtx, r.updateStalls) })
 	r.wg.Go(func() { r.recheck(r.runCtx) })
 	for _, s := range r.adopted {
-		r.reopenPorts(s)
+		s.ports.Reopen(s.Sandbox.Ports)
 		r.wg.Add(1)
 		go r.watch(s)
 	}

@@ -19,6 +19,7 @@ import (
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/runner/guest"
 	"github.com/coppice-dev/coppice/runner/lazy"
+	"github.com/coppice-dev/coppice/runner/portforward"
 )
 
 // sandbox is a shell that became a machine: it has a state, an identity and, once released, a workload that runs.
@@ -38,7 +39,8 @@ type sandbox struct {
 
 	journalMu sync.Mutex // guards journal.Sandbox, and is held while it is written: writes take turns
 
-	waits lazy.Waits // for images that the pager serves
+	waits lazy.Waits         // for images that the pager serves
+	ports *portforward.Ports // never nil
 
 	egressMu  sync.Mutex // held while it is handed to the egress process, or its rules change; guards what follows
 	served    bool       // by the egress process, or as soon as there is one again
@@ -54,15 +56,13 @@ type sandbox struct {
 	frozen bool      // a capture could not be taken back
 	waking bool      // and somebody is at it
 	guest  *guest.Client
-	ports  map[core.PortID]*port
 }
 
-func newSandbox(s *shell, id core.SandboxID, info runnerapi.Sandbox) *sandbox {
+func newSandbox(r *Runner, sh *shell, id core.SandboxID, info runnerapi.Sandbox) *sandbox {
 	info.ID, info.StartedAt = id, time.Now()
-	return &sandbox{
-		shell: s, work: make(chan struct{}, 1), gone: make(chan struct{}), left: make(chan struct{}),
-		info: info, ports: make(map[core.PortID]*port),
-	}
+	s := &sandbox{shell: sh, work: make(chan struct{}, 1), gone: make(chan struct{}), left: make(chan struct{}), info: info}
+	s.ports = portsOf(r, s)
+	return s
 }
 
 func (s *sandbox) lock(ctx context.Context) error {
@@ -225,7 +225,7 @@ func (r *Runner) destroyLocked(ctx context.Context, s *sandbox) error {
 	default:
 	}
 	r.usages.end(s.info.ID, s.machine.Handle())
-	s.closePorts()
+	s.ports.CloseAll()
 	r.egress.end(ctx, s)
 	s.mu.Lock()
 	if s.guest != nil {
@@ -374,7 +374,7 @@ func (s *sandbox) leave() {
 		return
 	default:
 	}
-	s.closePorts()
+	s.ports.CloseAll()
 	s.mu.Lock()
 	if s.guest != nil {
 		_ = s.guest.Close() // sessions go on in the guest

@@ -1,0 +1,254 @@
+// Package portforward owns the forwarded ports of one sandbox. Each forwards connections from an
+// address of the host to a port of the guest. It listens where package hostport allows it, and
+// reaches the guest through a callback. No route leads into the sandbox's network or out of it.
+package portforward
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"net"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/runner/hostport"
+)
+
+// Config says what the ports of a sandbox work with. Every field is required.
+type Config struct {
+	Sandbox core.SandboxID
+	Host    *hostport.Host
+	Log     *slog.Logger
+	// Dial connects to a port of the guest.
+	Dial func(ctx context.Context, guestPort int) (net.Conn, error)
+}
+
+// Ports are the forwarded ports of one sandbox. Its methods are safe for concurrent use.
+type Ports struct {
+	cfg  Config
+	life context.Context // of the runner
+
+	mu    sync.Mutex // guards ports, and is held while an address is listened on
+	ports map[core.PortID]*port
+}
+
+// port is one forwarded port.
+type port struct {
+	runnerapi.Port
+	stop  context.CancelFunc
+	wg    sync.WaitGroup
+	state atomic.Value // a State
+}
+
+// State says whether a port forwards.
+type State string
+
+// The states of a forwarded port.
+const (
+	Listening State = "listening"
+	Waiting   State = "waiting" // another process has the address; the port tries again
+	Refused   State = "refused" // the operator does not allow the address any more
+)
+
+// dialTime bounds how long a guest may take to accept a connection. A guest that has lost the address never does.
+const dialTime = 10 * time.Second
+
+// maxConnections bounds the connections of one forwarded port. Further ones wait in the kernel's queue.
+const maxConnections = 256
+
+// acceptPause is how long a port waits after it could not accept a connection.
+const acceptPause = 50 * time.Millisecond
+
+// Max bounds the forwarded ports of one sandbox.
+const Max = 64
+
+// reopenPause is how long a port waits before it tries again to listen on an address that was taken.
+const reopenPause = 2 * time.Second
+
+// New returns ports that close when life ends, at the latest.
+func New(life context.Context, cfg Config) *Ports {
+	return &Ports{cfg: cfg, life: life, ports: make(map[core.PortID]*port)}
+}
+
+// Open begins to forward a port. If one with the same id is there, Open returns it.
+func (p *Ports) Open(ctx context.Context, want runnerapi.Port) (runnerapi.Port, error) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if there, ok := p.ports[want.ID]; ok {
+		return there.Port, nil
+	}
+	if len(p.ports) >= Max {
+		return runnerapi.Port{}, core.Errorf(core.Exhausted, core.CodeQuotaExceeded,
+			"the workspace has %d forwarded ports, the maximum; close one first", len(p.ports))
+	}
+	l, err := p.listen(ctx, want)
+	if err != nil {
+		return runnerapi.Port{}, err
+	}
+	want.Listen, want.HostPort = l.Address(), 0
+	run, one := p.add(want, Listening)
+	one.wg.Go(func() { one.serve(run, l, p.cfg.Dial) })
+	return one.Port, nil
+}
+
+// add makes a port. The caller holds mu. run ends with the port.
+func (p *Ports) add(want runnerapi.Port, state State) (run context.Context, one *port) {
+	run, stop := context.WithCancel(p.life)
+	one = &port{Port: want, stop: stop}
+	one.state.Store(state)
+	p.ports[want.ID] = one
+	return run, one
+}
+
+func (p *Ports) listen(ctx context.Context, at runnerapi.Port) (*hostport.Listener, error) {
+	want := hostport.Want{Address: at.Listen.Addr(), Port: at.Listen.Port()}
+	if !want.Address.IsValid() {
+		want.Port = at.HostPort
+	}
+	return p.cfg.Host.Listen(ctx, want)
+}
+
+// Reopen forwards the ports of an earlier runner again, at the addresses that they had. If another process has taken an address, the
+// port tries again until the address is free or the port is closed. If the operator does not allow an address any more, its port stays
+// refused. Count shows both.
+func (p *Ports) Reopen(ports []runnerapi.Port) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for _, want := range ports {
+		run, one := p.add(want, Listening)
+		l, err := p.listen(run, want)
+		if core.CodeOf(err) == core.CodePortNotAllowed {
+			one.state.Store(Refused)
+			p.cfg.Log.Warn("port is not forwarded: its address is not allowed any more",
+				"sandbox_id", p.cfg.Sandbox, "port_id", want.ID, "listen", want.Listen, "err", err)
+			continue
+		}
+		if err != nil {
+			one.state.Store(Waiting)
+			p.cfg.Log.Warn("port is not forwarded for now", "sandbox_id", p.cfg.Sandbox, "port_id", want.ID, "listen", want.Listen, "err", err)
+		}
+		one.wg.Go(func() {
+			tick := time.NewTicker(reopenPause)
+			defer tick.Stop()
+			for l == nil {
+				select {
+				case <-run.Done():
+					return
+				case <-tick.C:
+				}
+				l, _ = p.listen(run, want) // the log has said so already
+			}
+			one.state.Store(Listening)
+			one.serve(run, l, p.cfg.Dial)
+		})
+	}
+}
+
+// List returns the ports, in no order.
+func (p *Ports) List() []runnerapi.Port {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	out := make([]runnerapi.Port, 0, len(p.ports))
+	for _, one := range p.ports {
+		out = append(out, one.Port)
+	}
+	return out
+}
+
+// Close closes a port and its connections. An absent one is no error.
+func (p *Ports) Close(id core.PortID) {
+	p.mu.Lock()
+	one := p.ports[id]
+	delete(p.ports, id)
+	p.mu.Unlock()
+	if one != nil {
+		one.close()
+	}
+}
+
+// CloseAll closes all ports.
+func (p *Ports) CloseAll() {
+	p.mu.Lock()
+	all := p.ports
+	p.ports = make(map[core.PortID]*port)
+	p.mu.Unlock()
+	for _, one := range all {
+		one.close()
+	}
+}
+
+// Count adds the ports to the numbers by state.
+func (p *Ports) Count(n map[State]int) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for _, one := range p.ports {
+		n[one.state.Load().(State)]++
+	}
+}
+
+func (p *port) close() {
+	p.stop()
+	p.wg.Wait()
+}
+
+func (p *port) serve(ctx context.Context, listener net.Listener, dial func(context.Context, int) (net.Conn, error)) {
+	cut := context.AfterFunc(ctx, func() { _ = listener.Close() }) // its only effect is that Accept ends
+	defer cut()
+	defer listener.Close()
+	places := make(chan struct{}, maxConnections)
+	for {
+		select {
+		case places <- struct{}{}:
+		case <-ctx.Done():
+			return
+		}
+		c, err := listener.Accept()
+		if err != nil {
+			<-places
+			if errors.Is(err, net.ErrClosed) || ctx.Err() != nil {
+				return
+			}
+			pause := time.NewTimer(acceptPause) // for one, the process has no file descriptor left
+			select {
+			case <-pause.C:
+			case <-ctx.Done():
+			}
+			pause.Stop()
+			continue
+		}
+		p.wg.Go(func() {
+			defer func() { <-places }()
+			_ = p.forward(ctx, c, dial) // either end may hang up at any time; there is nobody to tell
+		})
+	}
+}
+
+// forward copies both ways until either end has finished and the other was told, or ctx ends.
+func (p *port) forward(ctx context.Context, outside net.Conn, dial func(context.Context, int) (net.Conn, error)) error {
+	defer outside.Close()
+	dialing, cancel := context.WithTimeout(ctx, dialTime)
+	defer cancel()
+	inside, err := dial(dialing, p.GuestPort)
+	if err != nil {
+		return fmt.Errorf("reach port %d of the guest: %w", p.GuestPort, err)
+	}
+	defer inside.Close()
+	cut := context.AfterFunc(ctx, func() { _ = errors.Join(outside.Close(), inside.Close()) })
+	defer cut()
+	var wg sync.WaitGroup
+	for _, way := range [][2]net.Conn{{outside, inside}, {inside, outside}} {
+		wg.Go(func() {
+			_, _ = io.Copy(way[1], way[0])
+			if half, ok := way[1].(interface{ CloseWrite() error }); ok {
+				_ = half.CloseWrite()
+			}
+		})
+	}
+	wg.Wait()
+	return nil
+}
