@@ -207,7 +207,7 @@ func TestEndlessArchive(t *testing.T) {
 	require.Root(t)
 	archive := makeTar(t, []tar.Header{{Name: "usr/", Typeflag: tar.TypeDir}}, nil)
 	tree, _ := staging(t)
-	if _, err := untar(t.Context(), io.MultiReader(bytes.NewReader(archive), zeros{}), tree, defaultUntarLimits); core.CodeOf(err) != CodeInvalidTar || !strings.Contains(err.Error(), "behind its end") {
+	if _, err := untar(t.Context(), io.MultiReader(bytes.NewReader(archive), zeros{}), tree, defaultUntarLimits); core.CodeOf(err) != CodeInvalidTar || !strings.Contains(err.Error(), "after its end") {
 		t.Errorf("an archive without end: %v", err)
 	}
 	ctx, cancel := context.WithCancel(t.Context())
