@@ -28,17 +28,18 @@ import (
 	"github.com/coppice-dev/coppice/runner/memory"
 )
 
-// ErrState is returned, wrapped, by a Machine method that is not legal in the machine's state. Nothing has happened.
+// ErrState is returned, wrapped, by a Machine method that is not legal in the machine's state. The call has no effect.
 var ErrState = core.Errorf(core.FailedPrecondition, core.CodeStateConflict, "the virtual machine is not in a state that allows this")
 
-// ErrWaits is returned, wrapped, by Running when a thread of the VMM waits in the kernel, as for a page of memory that is not on the host
-// yet, and the VMM answers nothing meanwhile. It lives.
-var ErrWaits = core.Errorf(core.Unavailable, core.CodeVMMFailed, "the virtual machine waits in the kernel, and answers when it has what it waits for")
+// ErrWaits is returned, wrapped, by Running when a thread of the VMM waits in the kernel, for example for a page of
+// memory that is not on the host yet, and the VMM therefore does not answer. The VMM is alive.
+var ErrWaits = core.Errorf(core.Unavailable, core.CodeVMMFailed, "the virtual machine waits in the kernel, and will answer after that")
 
 // ErrGone is returned, wrapped, by every Machine method once the VMM has ended.
 var ErrGone = core.Errorf(core.Unavailable, core.CodeVMMFailed, "the virtual machine is gone")
 
-// Fingerprint is what a snapshot made here depends on. Two hosts can exchange snapshots if theirs are equal.
+// Fingerprint is everything on this host that a snapshot depends on. Two hosts can exchange snapshots if their
+// fingerprints are equal.
 type Fingerprint struct {
 	VMM         string // "qemu", "cloud-hypervisor", "fake"
 	Version     string // upstream version
@@ -48,18 +49,18 @@ type Fingerprint struct {
 	Detail      string // for people: why this accelerator
 }
 
-// Capabilities are what a caller must ask before it relies on it.
+// Capabilities say what a caller may rely on.
 type Capabilities struct {
-	// ReadOnlyBase says that the driver maps a base from a read-only regular file. Where it is false the base must
-	// be a sealed memfd, because the VMM opens it for writing.
+	// ReadOnlyBase says that the driver maps a base from a read-only regular file. If it is false, the base must be a
+	// sealed memfd, because the VMM opens it for writing.
 	ReadOnlyBase bool
-	// TapUp says that the tap must be up while the machine runs. Where it is false a tap may be down as long as nothing may leave the
-	// machine, which is the better wall.
+	// TapUp says that the tap must be up while the machine runs. If it is false, a tap may stay down as long as nothing
+	// may leave the machine, which isolates better.
 	TapUp bool
 	// ResizeDisk says that a disk of a running machine can grow.
 	ResizeDisk bool
-	// RealGuest says that instructions of a real guest run. The fake answers false, so that nothing measured on it is
-	// mistaken for a figure of a VM.
+	// RealGuest says that a real guest executes instructions. It is false for the fake, so that its measurements are
+	// not taken for those of a VM.
 	RealGuest bool
 }
 
@@ -70,9 +71,9 @@ type Disk struct {
 	Serial   string
 }
 
-// Spec is everything a VMM process needs. All files are opened by the caller and stay the caller's to close once
-// Spawn has returned: a VMM that runs as an unprivileged user opens nothing by a path of the host's. It may open anew what it was given,
-// so what it only reads must be readable by everybody; a writable disk may be given to its user.
+// Spec is everything that a VMM process needs. The caller opens all files and closes them after Spawn has returned: a
+// VMM that runs as an unprivileged user opens no path of the host. It may open its inherited files again, so files that
+// it only reads must be readable by everybody; a writable disk may be given to its user.
 type Spec struct {
 	ID      core.SandboxID
 	Cluster string // names the process for people and for reconcile
@@ -100,10 +101,10 @@ type Spec struct {
 // Injector writes a delta into a region before the first instruction runs.
 type Injector func(ctx context.Context, r memory.Region) error
 
-// RestoreSpec is what a machine is restored from besides its base.
+// RestoreSpec is what a machine is restored from, in addition to its base.
 type RestoreSpec struct {
 	State  *os.File // device state, as written by SaveState; read from its beginning, wherever its offset is; may be shared
-	Inject Injector // nil where the base is already the whole memory
+	Inject Injector // nil if the base is already the whole memory
 }
 
 // Handle is what a successor of the runner needs to recover a machine. It is kept as JSON.
@@ -122,7 +123,7 @@ type Exit struct {
 	Killed  bool   // by Kill
 	Status  string // "exit status 1", "signal: killed"
 	Console string // the last lines of the guest's console, printable
-	Log     string // the last lines of the VMM's own messages, printable; of a recovered machine only what came since
+	Log     string // the last lines of the VMM's own messages, printable; empty for a recovered machine
 }
 
 // Driver starts and recovers machines of one kind. All methods are safe for concurrent use.
@@ -133,14 +134,15 @@ type Driver interface {
 	// Spawn starts a VMM on a base; no guest instruction has run when it returns. A cancelled context or an
 	// error leaves no process and no file behind. The machine outlives ctx.
 	Spawn(ctx context.Context, spec Spec) (Machine, error)
-	// Recover attaches to a machine that an earlier runner process spawned, and lets it go if that held it. It fails with ErrGone when that very
-	// process no longer exists; it never touches another process that got the same pid.
+	// Recover attaches to a machine that an earlier runner process spawned, and lets the machine go if that process
+	// held it. It fails with ErrGone if that very process no longer exists; it never touches another process with the
+	// same pid.
 	Recover(ctx context.Context, h Handle) (Machine, error)
-	// End ends a machine that an earlier runner process spawned, without a word to it, and waits until it is gone. One that no
-	// longer exists is no error; it never touches another process that got the same pid.
+	// End ends a machine that an earlier runner process spawned, without any request to it, and waits until it is gone.
+	// It is no error if the machine no longer exists; it never touches another process with the same pid.
 	End(ctx context.Context, h Handle) error
-	// Reap ends every machine on this host that was spawned with the cluster in its Spec, by whatever process, and is not kept. It
-	// goes on after an error, and returns how many it found.
+	// Reap ends every machine on this host that any process spawned with this cluster in its Spec, except those in
+	// keep. It goes on after an error, and returns how many it found.
 	Reap(ctx context.Context, cluster string, keep []Handle) (int, error)
 }
 
@@ -156,18 +158,19 @@ type Machine interface {
 	Pause(ctx context.Context) error
 	// Resume lets the vCPUs run. Idempotent.
 	Resume(ctx context.Context) error
-	// SaveState writes device state, without memory and disks, of a paused machine. The file is empty and open for writing
-	// only. An error, of a full disk for example, leaves the machine paused.
+	// SaveState writes the device state of a paused machine, without memory and disks. The file is empty and open only
+	// for writing. After an error, for example because of a full disk, the machine is still paused.
 	SaveState(ctx context.Context, to *os.File) error
-	// Memory says where RAM is mapped. The Injector of a restore is told earlier, as soon as there is a mapping.
+	// Memory says where RAM is mapped. The Injector of a restore gets this earlier, as soon as there is a mapping.
 	Memory() (memory.Region, error)
 	// ResizeDisk grows disk number i to size bytes; the guest is told. The file has that size already.
 	ResizeDisk(ctx context.Context, i int, size int64) error
-	// DialAgent opens the byte stream to the guest agent. Callers have one connection at a time: whether another beside it is
-	// refused, waits or is answered differs between drivers; it never disturbs the first. That to a paused machine is the one that the guest
-	// has once it is resumed; after a connection has ended in a pause, another must be there before the machine is resumed. One to a
-	// machine that was restored a moment ago may break off: a clone's connections can have the addresses that its parent's had, and what the
-	// guest still has to say about one that was being closed at the capture ends the clone's. Another is not met by that.
+	// DialAgent opens the byte stream to the guest agent. Callers have one connection at a time. Drivers differ in
+	// whether they refuse, delay or answer a second one; it never disturbs the first. The guest gets a connection to a
+	// paused machine when it is resumed. If a connection ends during a pause, there must be another one before the
+	// resume. A connection to a machine that was just restored may break off: a clone's connection can have the same
+	// addresses as one that its parent was closing at the capture, and what the guest still sends about that one ends
+	// the clone's. The next connection is not affected.
 	DialAgent(ctx context.Context) (net.Conn, error)
 	// Console returns the printable tail of the guest's console, at most ConsoleBytes.
 	Console() string
@@ -177,12 +180,14 @@ type Machine interface {
 	Done() <-chan struct{}
 	// Exit says how it ended; the zero value before Done is closed.
 	Exit() Exit
-	// Hold has the kernel stop the VMM's process, whatever that does: it needs no answer from it. A thread that is in a page fault stops when it
-	// has its page. Until LetGo nothing but Kill, Exit, Console, Memory and Handle is of use. Both are idempotent.
+	// Hold makes the kernel stop the VMM's process, whatever the process is doing; it needs no answer from the VMM. A
+	// thread in a page fault stops when it has its page. Until LetGo, only Kill, Exit, Console, Memory and Handle are
+	// useful. Both are idempotent.
 	Hold() error
 	LetGo() error
 	// Kill ends the VMM and waits until it is gone. Idempotent. After it nothing of the machine is left but Dir.
 	Kill(ctx context.Context) error
-	// Release detaches from the machine without ending it, for a runner that stops. The Machine is used no more.
+	// Release detaches from the machine without ending it, for a runner that stops. The Machine must not be used any
+	// more.
 	Release()
 }

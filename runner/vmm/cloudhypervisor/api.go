@@ -21,15 +21,16 @@ import (
 	"github.com/coppice-dev/coppice/runner/vmm"
 )
 
-// api is a client of cloud-hypervisor's REST interface, on a unix socket that can carry descriptors. Each call has a connection of its
-// own, so that the answer to one that was given up is never taken for another's. cloud-hypervisor answers one call at a time, in
-// order. It is trusted with its guest only: whatever it answers costs bounded memory.
+// api is a client of cloud-hypervisor's REST interface, on a unix socket that can carry descriptors. Each call has its
+// own connection, so the answer to an abandoned call is never taken for the answer to another one. cloud-hypervisor
+// answers one call at a time, in order. It is trusted only with its own guest: whatever it answers costs bounded
+// memory.
 type api struct{ socket string }
 
-// maxAnswer bounds an answer: the largest is vm.info, some 10 KiB.
+// maxAnswer bounds an answer. The largest is vm.info, with about 10 KiB.
 const maxAnswer = 1 << 20
 
-// refusal is an answer that is an error.
+// refusal is an answer with an error.
 type refusal struct {
 	status int
 	chain  []string // from the general to the particular
@@ -43,7 +44,7 @@ func (e *refusal) Error() string {
 	return "it says " + printable(said)
 }
 
-// printable makes what a VMM says fit for a log and a terminal, and keeps its end, which says most.
+// printable makes a VMM's message fit for a log and a terminal. It keeps the end, which says most.
 func printable(s string) string {
 	const limit = 1024
 	t := vmm.NewTail(limit)
@@ -51,7 +52,7 @@ func printable(s string) string {
 	return t.String()
 }
 
-// refusedWith returns the status of a refusal; 0 if err is none.
+// refusedWith returns the status of a refusal; 0 if err is not a refusal.
 func refusedWith(err error) int {
 	if r, ok := errors.AsType[*refusal](err); ok {
 		return r.status
@@ -63,7 +64,7 @@ func (a api) get(ctx context.Context, call string) ([]byte, error) {
 	return a.call(ctx, http.MethodGet, call, nil)
 }
 
-// put makes a call; body is nil for those that have none, and files go with it.
+// put makes a call; body is nil for calls without a body. files are sent with it.
 func (a api) put(ctx context.Context, call string, body any, files ...*os.File) error {
 	_, err := a.call(ctx, http.MethodPut, call, body, files...)
 	return err
@@ -80,7 +81,7 @@ func (a api) call(ctx context.Context, method, call string, body any, files ...*
 	if ctx.Err() != nil {
 		err = errors.Join(context.Cause(ctx), err)
 	}
-	return nil, core.Wrapf(err, core.Unavailable, core.CodeVMMFailed, "cloud-hypervisor has not answered %s", call)
+	return nil, core.Wrapf(err, core.Unavailable, core.CodeVMMFailed, "cloud-hypervisor did not answer %s", call)
 }
 
 func (a api) exchange(ctx context.Context, method, call string, body any, files []*os.File) ([]byte, error) {
@@ -90,7 +91,7 @@ func (a api) exchange(ctx context.Context, method, call string, body any, files 
 		return nil, err
 	}
 	defer c.Close()
-	stop := context.AfterFunc(ctx, func() { _ = c.SetDeadline(time.Unix(1, 0)) }) // fails only once it is closed
+	stop := context.AfterFunc(ctx, func() { _ = c.SetDeadline(time.Unix(1, 0)) }) // fails only after a close
 	defer stop()
 	request, err := encode(method, call, body)
 	if err != nil {
@@ -116,7 +117,7 @@ func (a api) exchange(ctx context.Context, method, call string, body any, files 
 	return decode(conn)
 }
 
-// encode writes a request. A call without a body must not even name one: it is refused then.
+// encode writes a request. A call without a body must not even have the header of one: otherwise it is refused.
 func encode(method, call string, body any) ([]byte, error) {
 	var b bytes.Buffer
 	fmt.Fprintf(&b, "%s /api/v1/%s HTTP/1.1\r\nHost: localhost\r\nAccept: application/json\r\n", method, call)
@@ -147,7 +148,7 @@ func decode(from io.Reader) ([]byte, error) {
 		return content, nil
 	}
 	e := &refusal{status: res.StatusCode}
-	if json.Unmarshal(content, &e.chain) != nil && len(content) > 0 { // a text of another form is one, too
+	if json.Unmarshal(content, &e.chain) != nil && len(content) > 0 { // a text in another form is also a reason
 		e.chain = []string{string(content)}
 	}
 	return nil, e

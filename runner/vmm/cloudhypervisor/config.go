@@ -7,8 +7,9 @@ import (
 	"github.com/coppice-dev/coppice/runner/vmm"
 )
 
-// vmConfig is what cloud-hypervisor is told of a machine: the body of vm.create and config.json of a restore, which is written anew
-// from the Spec each time and never taken from a checkpoint. The ids and the order of the devices are those of deviceLayout.
+// vmConfig is cloud-hypervisor's configuration of a machine: the body of vm.create, and config.json of a restore. It is
+// made from the Spec each time and never taken from a checkpoint. The ids and the order of the devices are those of
+// deviceLayout.
 type vmConfig struct {
 	CPUs           cpuConfig      `json:"cpus"`
 	Memory         memoryConfig   `json:"memory"`
@@ -26,12 +27,13 @@ type vmConfig struct {
 type cpuConfig struct {
 	Boot int `json:"boot_vcpus"`
 	Max  int `json:"max_vcpus"`
-	// Nested virtualisation would put the state of a guest's guests into every checkpoint, and a kernel's larger half before its attacker.
+	// Nested virtualisation would put the state of a guest's guests into every checkpoint, and would expose a larger
+	// part of the kernel to an attacker.
 	Nested bool `json:"nested"`
 }
 
 type memoryConfig struct {
-	Size  int64      `json:"size"` // 0: zones have all of it
+	Size  int64      `json:"size"` // 0: all RAM is in zones
 	THP   bool       `json:"thp"`  // a huge private page would be 2 MiB of delta for one byte
 	Zones []zoneConf `json:"zones"`
 }
@@ -44,7 +46,7 @@ type zoneConf struct {
 }
 
 type payloadConfig struct {
-	Kernel  string `json:"kernel"` // of a restore: required, and not opened
+	Kernel  string `json:"kernel"` // required in a restore, and not opened
 	Initrd  string `json:"initramfs,omitempty"`
 	Cmdline string `json:"cmdline,omitempty"`
 }
@@ -53,7 +55,7 @@ type diskConfig struct {
 	ID        string `json:"id"`
 	Path      string `json:"path"`
 	ReadOnly  bool   `json:"readonly"`
-	ImageType string `json:"image_type"` // named: of one that it guesses, it does not let the first sector be written
+	ImageType string `json:"image_type"` // given, because with a guessed type the first sector cannot be written
 	Serial    string `json:"serial"`
 	Queues    int    `json:"num_queues"`
 	QueueSize int    `json:"queue_size"`
@@ -62,7 +64,7 @@ type diskConfig struct {
 type netConfig struct {
 	ID        string `json:"id"`
 	MAC       string `json:"mac"`
-	FDs       []int  `json:"fds"` // what is there says only that there are some: they come beside the request
+	FDs       []int  `json:"fds"` // says only how many there are: the descriptors come with the request
 	Queues    int    `json:"num_queues"`
 	QueueSize int    `json:"queue_size"`
 }
@@ -96,11 +98,12 @@ const (
 
 func diskID(i int) string { return fmt.Sprintf("disk%d", i) }
 
-// guestCID is in every machine's configuration: nothing is registered by it on the host, and the guest's driver holds it.
+// guestCID is in every machine's configuration. Nothing on the host is registered with it, and the guest's driver keeps
+// it.
 const guestCID = 3
 
-// descriptors are the numbers that the VMM's inherited files have in its process. The constants are the same in all, so that a
-// successor of the runner knows them.
+// descriptors are the numbers of the VMM's inherited files in its process. The constants are the same in all processes,
+// so that a successor of the runner knows them.
 type descriptors struct {
 	kernel, initrd int
 	disks          []int
@@ -109,20 +112,20 @@ type descriptors struct {
 const (
 	apiFD     = 3 + iota // listening unix socket
 	eventsFD             // a FIFO
-	ownFD                // directory of the VMM's own, which it may write to
-	restoreFD            // directory with what it restores from, read-only for it
+	ownFD                // the VMM's own directory, which it may write to
+	restoreFD            // directory with the files for a restore, read-only for the VMM
 	baseFD
-	deltaFD // a memfd, in the place of a snapshot's memory-ranges
-	tapFD   // or the base once more, for a machine without a network
+	deltaFD // a memfd, used as the memory-ranges of a snapshot
+	tapFD   // or a second descriptor of the base, for a machine without a network
 )
 
-// randomDevice is where the VMM takes the guest's random numbers from.
+// randomDevice is the VMM's source of the guest's random numbers.
 const randomDevice = "/dev/urandom"
 
-// fdPath is the path by which the VMM opens again what it has inherited.
+// fdPath is the path with which the VMM opens an inherited file again.
 func fdPath(fd int) string { return fmt.Sprintf("/proc/self/fd/%d", fd) }
 
-// config is the configuration of a machine, as a pure function.
+// config returns the configuration of a machine. It is a pure function.
 func config(s vmm.Spec, fd descriptors, landlock bool) vmConfig {
 	size := int64(s.MemoryMiB) << 20
 	c := vmConfig{
@@ -142,11 +145,11 @@ func config(s vmm.Spec, fd descriptors, landlock bool) vmConfig {
 			ID: diskID(i), Path: fdPath(fd.disks[i]), ReadOnly: d.ReadOnly, ImageType: "Raw", Serial: d.Serial, Queues: 1, QueueSize: 128,
 		})
 	}
-	if s.Tap != nil && s.Restore { // a machine that boots is given its network by vm.add-net, with the descriptor
+	if s.Tap != nil && s.Restore { // a machine that boots gets its network by vm.add-net, with the descriptor
 		c.Net = []netConfig{network(s.MAC)}
 	}
 	if landlock {
-		// Files that are configured are allowed by cloud-hypervisor itself.
+		// Cloud-hypervisor itself allows the files in the configuration.
 		c.LandlockEnable, c.LandlockRules = true, []landlockRule{{fdPath(ownFD), "rw"}}
 	}
 	return c

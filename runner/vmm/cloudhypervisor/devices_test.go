@@ -16,7 +16,8 @@ import (
 	"github.com/coppice-dev/coppice/runner/vmm"
 )
 
-// TestAboveTheHole has a machine with more RAM than fits below the hole for devices: it is mapped in two parts.
+// TestAboveTheHole uses a machine with more RAM than fits below the hole for devices, so its RAM is mapped in two
+// parts.
 func TestAboveTheHole(t *testing.T) {
 	t.Parallel()
 	w := newFaulty(t)
@@ -100,7 +101,7 @@ func poke(t *testing.T, r memory.Region, offset int64, b []byte) {
 	}
 }
 
-// newTap makes a tap in a network namespace that nothing else is in.
+// newTap makes a tap in a network namespace that is otherwise empty.
 func newTap(t *testing.T) *os.File {
 	t.Helper()
 	var tap *os.File
@@ -126,8 +127,8 @@ func newTap(t *testing.T) *os.File {
 	return tap
 }
 
-// TestTap gives a tap to a machine that boots and to one that is restored, the second time by a runner that did not spawn it: the fake
-// takes nothing for a tap that is none.
+// TestTap gives a tap to a machine that boots and to a machine that is restored, the second time by a runner that did
+// not spawn it. The fake accepts only real taps.
 func TestTap(t *testing.T) {
 	t.Parallel()
 	require.Root(t)
@@ -163,7 +164,7 @@ func TestTap(t *testing.T) {
 			t.Errorf("recovered %t: the VMM has %d descriptors of taps, want its own and the one that it has inherited", recovered, taps)
 		}
 	}
-	// What is no tap is refused with the VMM's words, and nothing is left.
+	// A file that is not a tap is refused with the VMM's message, and nothing is left.
 	spec = w.spec(t, false)
 	spec.Tap = open(t, os.DevNull)
 	m, err = d.Spawn(t.Context(), spec)

@@ -1,13 +1,14 @@
-// Package cloudhypervisor drives cloud-hypervisor, unmodified releases of it under KVM, by the contract of package vmm.
+// Package cloudhypervisor drives unmodified releases of cloud-hypervisor under KVM, by the contract of package vmm.
 //
-// Three properties of it carry the design. A memory zone with a file and shared=false maps the file privately, so the kernel tracks what
-// was written. A snapshot writes the state of every device and vCPU before it opens the file for memory, and fails on that file alone if
-// something is there already: see strategy.go. And a restore reads from a snapshot's file for memory only what is no hole in it, so
-// that file can be a checkpoint's delta. So RAM never passes through cloud-hypervisor, but for the delta of a fork.
+// The design uses three properties of cloud-hypervisor. First, it maps a memory zone with a file and shared=false
+// privately, so the kernel tracks which pages were written. Second, a snapshot writes the state of every device and
+// vCPU before it creates the file for memory, and fails only at that file if the file exists already: see strategy.go.
+// Third, a restore reads only the parts of a snapshot's memory file that are not holes, so that file can be a
+// checkpoint's delta. So RAM never passes through cloud-hypervisor, except for the delta of a fork.
 //
-// It runs as a user of its own, in the sandbox's network namespace, under its seccomp filters and Landlock. It opens files by path; all
-// paths that it is given lead through descriptors that it has inherited (/proc/self/fd/N), so none of them can be exchanged, and the
-// directories of other machines stay closed to it.
+// It runs as its own user, in the sandbox's network namespace, under its seccomp filters and Landlock. It opens files
+// by path. All its paths lead through inherited descriptors (/proc/self/fd/N), so none of them can be exchanged, and it
+// cannot reach the directories of other machines.
 package cloudhypervisor
 
 import (
@@ -34,15 +35,16 @@ import (
 // DriverName is the driver's name in fingerprints and handles.
 const DriverName = "cloud-hypervisor"
 
-// Program is what the binary is called on the PATH.
+// Program is the name of the binary on the PATH.
 const Program = "cloud-hypervisor"
 
-// Supported are the versions that the driver works with, for people. Before 53 block requests are not drained by a pause, so that a
-// checkpoint could tear a write. After the last one nobody has looked whether snapshots are still written in the order that is needed.
+// Supported are the versions that the driver works with, for people. Before 53, a pause does not drain block requests,
+// so a write could be torn in a checkpoint. Newer versions were not checked: the order in which they write a snapshot
+// may differ.
 const Supported = "v53"
 
-// deviceLayout names the devices that config makes and their order, in the place of a machine type: device state can only be loaded
-// into the same ones.
+// deviceLayout identifies the devices that config makes and their order, in the place of a machine type. Device state
+// can be loaded only into the same devices.
 const deviceLayout = "coppice-pci-1"
 
 const accelerator = "kvm"
@@ -50,7 +52,7 @@ const accelerator = "kvm"
 // Config says which cloud-hypervisor to use.
 type Config struct {
 	Binary string // path; empty finds cloud-hypervisor on the PATH
-	Detail string // why it was chosen, for people
+	Detail string // why this VMM was chosen, for people
 }
 
 // Driver starts cloud-hypervisor machines.
@@ -63,16 +65,16 @@ type Driver struct {
 
 var _ vmm.Driver = (*Driver)(nil)
 
-// installation is what was learnt of the binary.
+// installation is what was found out about the binary.
 type installation struct {
 	path     string
 	version  string // "53.0"
-	landlock bool   // whether the kernel has what it asks of Landlock
+	landlock bool   // whether the kernel's Landlock is new enough for it
 
 	walls *jail.Jail // guarded by Driver.mu; nil until a machine is started
 }
 
-// New makes a driver. It does not look at the host yet: Fingerprint does.
+// New makes a driver. It does not check the host yet; Fingerprint does.
 func New(cfg Config) *Driver { return &Driver{cfg: cfg} }
 
 func (d *Driver) installation(ctx context.Context) (*installation, error) {
@@ -94,7 +96,8 @@ func (d *Driver) installation(ctx context.Context) (*installation, error) {
 
 var versionForm = regexp.MustCompile(`^cloud-hypervisor v(\d+\.\d+(?:\.\d+)?)\b`)
 
-// Find finds the binary, by its path or, where that is empty, on the PATH, and asks it for its version, "53.0". It does not judge it.
+// Find finds the binary, by its path or, if that is empty, on the PATH, and asks it for its version, such as "53.0". It
+// does not check the version.
 func Find(ctx context.Context, binary string) (path, version string, err error) {
 	path = binary
 	if path == "" {
@@ -111,18 +114,18 @@ func Find(ctx context.Context, binary string) (path, version string, err error) 
 	}
 	m := versionForm.FindStringSubmatch(string(out))
 	if m == nil {
-		return path, "", core.Errorf(core.FailedPrecondition, core.CodeVMMFailed, "%s does not say a version that is known: %q", path, core.Clip(string(out)))
+		return path, "", core.Errorf(core.FailedPrecondition, core.CodeVMMFailed, "%s does not print a known form of a version: %q", path, core.Clip(string(out)))
 	}
 	return path, m[1], nil
 }
 
-// Check says why a version cannot be used; nil if it can.
+// Check returns why a version cannot be used; nil if it can.
 func Check(version string) error {
 	_, err := strategyFor(version)
 	return err
 }
 
-// major is the first number of a version.
+// major returns the first number of a version.
 func major(version string) int {
 	first, _, _ := strings.Cut(version, ".")
 	n, _ := strconv.Atoi(first) // a version of versionForm begins with digits
@@ -142,14 +145,14 @@ func (d *Driver) Fingerprint(ctx context.Context) (vmm.Fingerprint, error) {
 	return fp, nil
 }
 
-// Capabilities implements vmm.Driver. The thread of a network device ends at the first frame that a tap refuses because it is down, and a
-// pause then waits for it for ever.
+// Capabilities implements vmm.Driver. The thread of a network device ends at the first frame that a tap refuses because
+// it is down, and then a pause waits for that thread for ever.
 func (d *Driver) Capabilities() vmm.Capabilities {
 	return vmm.Capabilities{ReadOnlyBase: true, TapUp: true, ResizeDisk: true, RealGuest: true}
 }
 
-// Probe boots a guest kernel and initrd, given as paths, because neither a device node nor a binary proves anything. why is for
-// people, in both cases. It takes at most the timeout, and leaves no process.
+// Probe boots a guest kernel and initrd, given as paths, because neither a device node nor a binary proves anything.
+// why explains the result to people in both cases. It takes at most the timeout, and leaves no process.
 func (d *Driver) Probe(ctx context.Context, kernel, initrd string, timeout time.Duration) (ok bool, why string) {
 	if err := kvm.Open(kvm.Device); err != nil {
 		return false, err.Error()
@@ -172,7 +175,7 @@ func (d *Driver) Probe(ctx context.Context, kernel, initrd string, timeout time.
 	if !in.landlock {
 		why += "; machines run without Landlock, which needs Linux 6.2 or later"
 	}
-	if os.Geteuid() == 0 { // the machines themselves run as users of their own
+	if os.Geteuid() == 0 { // the machines themselves run as their own users
 		if _, err := kvm.Group(kvm.Device); err != nil {
 			return false, why + ", but " + err.Error()
 		}
@@ -180,10 +183,10 @@ func (d *Driver) Probe(ctx context.Context, kernel, initrd string, timeout time.
 	return true, why
 }
 
-// landlockNeeded is the version of Landlock's interface that cloud-hypervisor insists on: the third, of Linux 6.2.
+// landlockNeeded is the version of Landlock's interface that cloud-hypervisor requires: the third, of Linux 6.2.
 const landlockNeeded = 3
 
-// landlockVersion asks the kernel for its own; 0 where it has none.
+// landlockVersion returns the kernel's version of Landlock; 0 if it has none.
 func landlockVersion() int {
 	const versionFlag = 1 // LANDLOCK_CREATE_RULESET_VERSION
 	n, _, errno := unix.Syscall(unix.SYS_LANDLOCK_CREATE_RULESET, 0, 0, versionFlag)

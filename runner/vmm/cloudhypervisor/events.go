@@ -10,16 +10,17 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// event is what the VMM says of itself: objects of JSON over several lines each, with an empty line behind.
+// event is a report of the VMM about itself: a JSON object over several lines, followed by an empty line.
 type event struct {
 	Source string `json:"source"`
 	Event  string `json:"event"`
 }
 
-// events reads them. They come through a FIFO, so that a successor of the runner goes on reading where this one ended.
+// events reads events. They come through a FIFO, so that a successor of the runner continues reading where this one
+// ended.
 type events struct{ read *os.File }
 
-// maxEvent bounds one.
+// maxEvent bounds one event.
 const maxEvent = 64 << 10
 
 func openEvents(path string) (*events, error) {
@@ -30,14 +31,15 @@ func openEvents(path string) (*events, error) {
 	return &events{f}, nil
 }
 
-// follow calls happened with each, until the VMM ends or close. It fails when one is too long: what comes behind it is not known any more.
+// follow calls happened with each event, until the VMM ends or close. It fails when an event is too long, because the
+// events after it are then unknown.
 func (e *events) follow(happened func(event)) error {
 	lines := bufio.NewScanner(e.read)
 	lines.Buffer(make([]byte, 0, 4096), maxEvent)
 	lines.Split(splitEvents)
 	for lines.Scan() {
 		var one event
-		if json.Unmarshal(lines.Bytes(), &one) == nil { // what is none is none of ours
+		if json.Unmarshal(lines.Bytes(), &one) == nil { // anything else is ignored
 			happened(one)
 		}
 	}

@@ -25,15 +25,15 @@ import (
 
 const (
 	faultyMiB = 4
-	bounded   = 2 * time.Minute // for what is not to wait for anything; most of it is a process that starts
+	bounded   = 2 * time.Minute // for calls that must not wait; most of it is the start of a process
 )
 
-// faulty makes machines whose VMM does what it should not.
+// faulty makes machines with a faulty VMM.
 type faulty struct {
 	fake testvm.FakeCloudHypervisor
 	dir  string // short
 	base *os.File
-	// state is that of a machine that was saved by a VMM without faults.
+	// state is the device state of a machine with a VMM without faults.
 	state string
 }
 
@@ -136,7 +136,7 @@ func kill(t *testing.T, m vmm.Machine) {
 	}
 }
 
-// gone wants no process of the machine, and nothing of a snapshot or a restore in its directory.
+// gone checks that the machine has no process, and its directory has no files of a snapshot or restore.
 func gone(t *testing.T, what string, m vmm.Machine) {
 	t.Helper()
 	kill(t, m)
@@ -148,7 +148,7 @@ func gone(t *testing.T, what string, m vmm.Machine) {
 	}
 }
 
-// ended waits until a process is gone, which is a child of this one: who ends it may know before it is reaped.
+// ended waits until a child process is gone: the machine may report its end before it is reaped.
 func ended(t *testing.T, what string, pid int) {
 	t.Helper()
 	again := time.NewTicker(5 * time.Millisecond)
@@ -160,7 +160,7 @@ func ended(t *testing.T, what string, pid int) {
 	}
 }
 
-// nothingLeft wants no process that names the machine, and an empty directory.
+// nothingLeft checks that no process names the machine, and that its directory is empty.
 func nothingLeft(t *testing.T, what string, spec vmm.Spec) {
 	t.Helper()
 	if entries, err := os.ReadDir(spec.Dir); err != nil || len(entries) > 0 {
@@ -178,25 +178,25 @@ func nothingLeft(t *testing.T, what string, spec vmm.Spec) {
 	}
 }
 
-// fault is one that a call meets, by what is wrong with the answer.
+// fault is a fault of a call's answer.
 type fault struct {
 	kind string
 	want string // in the error
 }
 
-// answers are what can be wrong with the answer to any call.
+// answers are the faults that the answer to any call can have.
 var answers = []fault{
 	{"hang", errEnough.Error()},
-	{"die", "has not answered"},
+	{"die", "did not answer"},
 	{"500", "with status 500: it says Error from API: "},
-	{"drop", "has not answered"},
-	{"garbage", "has not answered"},
-	{"endless", "has not answered"},
+	{"drop", "did not answer"},
+	{"garbage", "did not answer"},
+	{"endless", "did not answer"},
 }
 
 var errEnough = errors.New("the caller has waited for long enough")
 
-// soon is the context of a call: a VMM that hangs is given up early.
+// soon returns the context of a call: a hanging VMM is given up early.
 func soon(t *testing.T, kind string) context.Context {
 	t.Helper()
 	limit := bounded
@@ -208,7 +208,7 @@ func soon(t *testing.T, kind string) context.Context {
 	return ctx
 }
 
-// typed wants an error that a caller can tell, and that says what happened.
+// typed checks that callers can recognize the error, and that it says what happened.
 func typed(t *testing.T, what string, err error, want string) {
 	t.Helper()
 	switch code := core.CodeOf(err); {
@@ -221,7 +221,7 @@ func typed(t *testing.T, what string, err error, want string) {
 	}
 }
 
-// TestFaults has VMMs that do what they should not: each is an error that says so, soon, and leaves no process and no file.
+// TestFaults uses faulty VMMs: each fault soon gives a clear error, and leaves no process and no file.
 func TestFaults(t *testing.T) { //nolint:tparallel // the group is waited for; its tests are parallel
 	t.Parallel()
 	w := newFaulty(t)
@@ -243,10 +243,10 @@ func TestFaults(t *testing.T) { //nolint:tparallel // the group is waited for; i
 func testFaultsOfProgram(t *testing.T, w *faulty) {
 	t.Helper()
 	for fault, want := range map[string]string{
-		"garbage-version": "does not say a version that is known",
+		"garbage-version": "does not print a known form of a version",
 		"version=52.0":    "cannot be used: cloud-hypervisor 52.0 does not drain",
-		"version=99.0":    "cannot be used: cloud-hypervisor 99.0 is newer",
-		"version=53":      "does not say a version that is known",
+		"version=99.0":    "cannot be used: cloud-hypervisor 99.0 is too new",
+		"version=53":      "does not print a known form of a version",
 	} {
 		d := w.driver(t, fault)
 		_, err := d.Fingerprint(soon(t, ""))
@@ -263,7 +263,7 @@ func testFaultsOfProgram(t *testing.T, w *faulty) {
 	}
 }
 
-// testFaultsOfSpawn has VMMs that fail before there is a machine.
+// testFaultsOfSpawn uses VMMs that fail before there is a machine.
 func testFaultsOfSpawn(t *testing.T, w *faulty) {
 	t.Helper()
 	type c struct {
@@ -282,7 +282,7 @@ func testFaultsOfSpawn(t *testing.T, w *faulty) {
 		kind, _, _ := strings.Cut(c.fault, ":")
 		spec := w.spec(t, c.restore)
 		d := w.driver(t, c.fault)
-		if _, err := d.Fingerprint(t.Context()); err != nil { // which starts the program, too
+		if _, err := d.Fingerprint(t.Context()); err != nil { // this also starts the program
 			t.Fatal(err)
 		}
 		start := time.Now()
@@ -302,7 +302,7 @@ func testFaultsOfSpawn(t *testing.T, w *faulty) {
 	}
 }
 
-// testFaultsOfCalls has VMMs that fail at one call of a machine's life.
+// testFaultsOfCalls uses VMMs that fail at one call in a machine's life.
 func testFaultsOfCalls(t *testing.T, w *faulty) {
 	t.Helper()
 	booted := func(t *testing.T, d *cloudhypervisor.Driver) vmm.Machine {
@@ -325,7 +325,8 @@ func testFaultsOfCalls(t *testing.T, w *faulty) {
 		call string
 		has  func(t *testing.T, d *cloudhypervisor.Driver) vmm.Machine
 		do   func(ctx context.Context, t *testing.T, m vmm.Machine) error
-		// survives says that the machine is as it was, or as it was to become, when the VMM lives and answers the next call.
+		// survives says that the machine is usable afterwards, in its old or new state, if the VMM lives and answers
+		// the next call.
 		survives bool
 	}{
 		{"vm.boot", func(t *testing.T, d *cloudhypervisor.Driver) vmm.Machine {
@@ -382,7 +383,7 @@ func testFaultsOfCalls(t *testing.T, w *faulty) {
 	}
 }
 
-// died wants the end to be known soon, with nobody having asked for it.
+// died checks that the end is noticed soon, without any call.
 func died(t *testing.T, what string, m vmm.Machine) {
 	t.Helper()
 	select {
@@ -398,7 +399,7 @@ func died(t *testing.T, what string, m vmm.Machine) {
 	}
 }
 
-// survived wants the machine to be fit for all that a runner does with one.
+// survived checks that the machine can do everything that a runner needs.
 func survived(t *testing.T, what string, m vmm.Machine) {
 	t.Helper()
 	f, err := os.OpenFile(filepath.Join(t.TempDir(), "state"), os.O_WRONLY|os.O_CREATE, 0o600)
@@ -425,7 +426,7 @@ func survived(t *testing.T, what string, m vmm.Machine) {
 	}
 }
 
-// count asks the guest.
+// count asks the guest for its count.
 func count(t *testing.T, m vmm.Machine) (string, error) {
 	t.Helper()
 	conn, err := m.DialAgent(t.Context())
@@ -448,14 +449,14 @@ func ask(conn net.Conn, request string, limit time.Duration) (string, error) {
 	return strings.TrimSpace(string(b[:n])), err
 }
 
-// testFaultsOfSnapshots has VMMs whose snapshots are not what they should be.
+// testFaultsOfSnapshots uses VMMs with faulty snapshots.
 func testFaultsOfSnapshots(t *testing.T, w *faulty) {
 	t.Helper()
 	for fault, want := range map[string]string{
 		"snapshot-config-only": "No space left on device",
-		"snapshot-overwrites":  "has not met the placeholder for memory",
+		"snapshot-overwrites":  "ignored the placeholder for memory",
 		"snapshot-other-words": "os error 17",
-		"snapshot-cut":         "is not whole",
+		"snapshot-cut":         "is not complete",
 	} {
 		m := w.spawn(t, w.driver(t, fault), w.spec(t, false))
 		if err := errors.Join(m.Boot(t.Context()), m.Pause(t.Context())); err != nil {
@@ -479,7 +480,7 @@ func testFaultsOfSnapshots(t *testing.T, w *faulty) {
 	}
 }
 
-// testFaultsOfVsock has VMMs through which the agent cannot be reached.
+// testFaultsOfVsock uses VMMs through which the agent cannot be reached.
 func testFaultsOfVsock(t *testing.T, w *faulty) {
 	t.Helper()
 	for _, c := range []struct {
@@ -489,7 +490,7 @@ func testFaultsOfVsock(t *testing.T, w *faulty) {
 		want  []error // one of them; none for an answer
 	}{
 		{"vsock-silent", 1, 200 * time.Millisecond, []error{os.ErrDeadlineExceeded}},
-		{"vsock-refuses", 1, bounded, []error{io.EOF, unix.EPIPE, unix.ECONNRESET}}, // by what had been sent, and read, when it was refused
+		{"vsock-refuses", 1, bounded, []error{io.EOF, unix.EPIPE, unix.ECONNRESET}}, // depends on what was sent and read before the refusal
 		{"vsock-refuses-once", 2, bounded, nil},
 	} {
 		m := w.spawn(t, w.driver(t, c.fault), w.spec(t, true))
@@ -511,7 +512,7 @@ func testFaultsOfVsock(t *testing.T, w *faulty) {
 	}
 }
 
-// testSilentEvents has a VMM that says nothing of itself: all that does not come from it goes on.
+// testSilentEvents uses a VMM that sends no events: everything that does not depend on events works.
 func testSilentEvents(t *testing.T, w *faulty) {
 	t.Helper()
 	m := w.spawn(t, w.driver(t, "events-silent"), w.spec(t, true))
@@ -525,7 +526,8 @@ func testSilentEvents(t *testing.T, w *faulty) {
 	gone(t, "silent events", m)
 }
 
-// silentVMM makes a call of a VMM that does not answer, without a deadline, and returns what waits for its end.
+// silentVMM makes a call to a VMM that does not answer, without a deadline, and returns a function that waits for its
+// end.
 func silentVMM(t *testing.T, w *faulty) (wait func()) {
 	t.Helper()
 	m := w.spawn(t, w.driver(t, "hang:vm.pause"), w.spec(t, false))
@@ -543,10 +545,10 @@ func silentVMM(t *testing.T, w *faulty) (wait func()) {
 	}
 }
 
-// testRecoverFaults recovers machines whose VMM does not answer: they are not recovered, and can be ended.
+// testRecoverFaults: machines whose VMM does not answer are not recovered, and can be ended.
 func testRecoverFaults(t *testing.T, w *faulty) {
 	t.Helper()
-	for _, a := range append([]fault{{"cut", "is not understood"}}, answers...) {
+	for _, a := range append([]fault{{"cut", "cannot be read"}}, answers...) {
 		d := w.driver(t, a.kind+":vm.info@2") // the first is that of the spawn
 		m, err := d.Spawn(t.Context(), w.spec(t, false))
 		if err == nil {

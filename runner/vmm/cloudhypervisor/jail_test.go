@@ -12,8 +12,9 @@ import (
 	"github.com/coppice-dev/coppice/runner/vmm/vmmtest"
 )
 
-// TestJail looks at a machine's process from inside. The directories that it has inherited lead to nothing above them. It runs as root
-// here, because not every machine has a group for /dev/kvm; TestRealConfinement has one that runs as a user of its own.
+// TestJail checks a machine's process from inside. From the directories that it has inherited, it cannot reach anything
+// above them. It runs as root here, because not every test machine has a group for /dev/kvm; TestRealConfinement runs
+// as its own user.
 func TestJail(t *testing.T) {
 	t.Parallel()
 	require.Root(t)

@@ -30,7 +30,7 @@ type machine struct {
 	events   *events
 
 	mu      sync.Mutex    // guards resizes
-	resizes map[int]int64 // sizes of disks that were grown while the machine was paused; see ResizeDisk
+	resizes map[int]int64 // new sizes of disks that grew during a pause; see ResizeDisk
 }
 
 var _ vmm.Machine = (*machine)(nil)
@@ -66,13 +66,13 @@ func attach(ctx context.Context, proc *vmmproc.Process, log *vmmproc.Log, h vmm.
 	go m.Watch()
 	go func() {
 		if err := m.events.follow(m.happened); err != nil {
-			m.endFor("what cloud-hypervisor says of itself is not understood: " + err.Error()) // it could restart its guest unseen
+			m.endFor("cloud-hypervisor's events cannot be read: " + err.Error()) // it could restart its guest unseen
 		}
 	}()
 	return m, nil
 }
 
-// follow begins to read the console, whose socket is there once the machine is.
+// follow begins to read the console. Its socket exists once the machine exists.
 func (m *machine) follow(ctx context.Context) error {
 	c, err := m.dialOwn(ctx, serialSocket)
 	if err != nil {
@@ -82,8 +82,8 @@ func (m *machine) follow(ctx context.Context) error {
 	return nil
 }
 
-// happened is called with every event. A guest that restarts, because of a panic for example, would be booted anew in this process, or
-// fail to be after a restore: it ends instead.
+// happened is called with every event. If a guest restarts, for example after a panic, the VMM would boot it again in
+// this process, or fail to after a restore. So the machine is ended instead.
 func (m *machine) happened(e event) {
 	if e.Source != "vm" || e.Event != "rebooting" {
 		return
@@ -94,10 +94,10 @@ func (m *machine) happened(e event) {
 func (m *machine) endFor(cause string) {
 	ctx, cancel := context.WithTimeout(context.Background(), vmmproc.CommandTime)
 	defer cancel()
-	_ = m.EndFor(ctx, cause) // fails for a process that cannot be killed, which Kill will say, too
+	_ = m.EndFor(ctx, cause) // fails only if the process cannot be killed; Kill reports that too
 }
 
-// ask asks the VMM for the state.
+// ask asks the VMM for its state.
 func (m *machine) ask(ctx context.Context) (vmmproc.State, error) {
 	b, err := m.api.get(ctx, "vm.info")
 	if refusedWith(err) == http.StatusNotFound {
@@ -110,7 +110,7 @@ func (m *machine) ask(ctx context.Context) (vmmproc.State, error) {
 		State string `json:"state"`
 	}
 	if err := json.Unmarshal(b, &info); err != nil {
-		return "", core.Wrapf(err, core.Internal, core.CodeVMMFailed, "cloud-hypervisor's answer to vm.info is not understood")
+		return "", core.Wrapf(err, core.Internal, core.CodeVMMFailed, "cloud-hypervisor's answer to vm.info cannot be read")
 	}
 	switch info.State {
 	case "Created":
@@ -120,7 +120,7 @@ func (m *machine) ask(ctx context.Context) (vmmproc.State, error) {
 	case "Paused":
 		return vmmproc.Paused, nil
 	}
-	return "", core.Errorf(core.Internal, core.CodeVMMFailed, "cloud-hypervisor says that its machine is %q", core.Clip(info.State))
+	return "", core.Errorf(core.Internal, core.CodeVMMFailed, "cloud-hypervisor reports the unknown state %q of its machine", core.Clip(info.State))
 }
 
 func (m *machine) Boot(ctx context.Context) error {
@@ -134,7 +134,7 @@ func (m *machine) Boot(ctx context.Context) error {
 
 func (m *machine) Pause(ctx context.Context) error {
 	return m.Step(ctx, "pause", []vmmproc.State{vmmproc.Running, vmmproc.Paused}, vmmproc.Paused, func(ctx context.Context) error {
-		if m.State() == vmmproc.Paused { // it refuses to do it twice
+		if m.State() == vmmproc.Paused { // a second pause would be refused
 			return nil
 		}
 		return m.api.put(ctx, "vm.pause", nil)
@@ -172,8 +172,8 @@ func (m *machine) Restore(ctx context.Context, spec vmm.RestoreSpec) error {
 	return m.StepRestore(ctx, func(ctx context.Context) error { return m.restore(ctx, spec) })
 }
 
-// restore has the VMM map the base, write the delta into the mapping, and load the state: in that order, because its virtio devices take
-// their places in their rings from the memory.
+// restore makes the VMM map the base, write the delta into the mapping, and load the state. The order matters, because
+// its virtio devices read their positions in their rings from the memory.
 func (m *machine) restore(ctx context.Context, spec vmm.RestoreSpec) (err error) {
 	state, err := readAll(spec.State)
 	if err != nil {
@@ -186,7 +186,7 @@ func (m *machine) restore(ctx context.Context, spec vmm.RestoreSpec) (err error)
 	if err != nil {
 		return err
 	}
-	defer func() { err = errors.Join(err, delta.Truncate(0), delta.Close()) }() // the VMM has it open for ever
+	defer func() { err = errors.Join(err, delta.Truncate(0), delta.Close()) }() // truncated, because the VMM keeps it open for ever
 	dir := filepath.Join(m.Handle().Dir, restoreDir)
 	path := filepath.Join(dir, stateFile)
 	if err := os.WriteFile(path, state, 0o644); err != nil { //nolint:gosec // G306: the VMM's user reads it
@@ -208,7 +208,8 @@ func (m *machine) restore(ctx context.Context, spec vmm.RestoreSpec) (err error)
 	return m.follow(ctx)
 }
 
-// delta returns the VMM's memfd for the delta, as large as RAM, with what the injector writes and holes elsewhere.
+// delta returns the VMM's memfd for the delta. It is as large as RAM, with the injected pages in their places and holes
+// elsewhere.
 func (m *machine) delta(ctx context.Context, inject vmm.Injector) (_ *os.File, err error) {
 	size := m.Handle().MemoryMiB << 20
 	f, err := m.Proc.File(deltaFD)
@@ -234,7 +235,8 @@ func (m *machine) delta(ctx context.Context, inject vmm.Injector) (_ *os.File, e
 	return f, errors.Join(inject(ctx, region), unix.Munmap(ram))
 }
 
-// network returns the tap of a machine that has one, from the VMM's own descriptors: this runner may not be the one that started it.
+// network returns the tap of a machine that has one. It comes from the VMM's own descriptors, because another runner
+// may have started the machine.
 func (m *machine) network(config string) ([]*os.File, error) {
 	b, err := os.ReadFile(config)
 	if err != nil {
@@ -261,13 +263,13 @@ func readAll(f *os.File) ([]byte, error) {
 		return nil, err
 	}
 	if info.Size() > maxState {
-		return nil, core.Errorf(core.DataLoss, core.CodeCheckpointCorrupt, "the device state has %d bytes, more than any has", info.Size())
+		return nil, core.Errorf(core.DataLoss, core.CodeCheckpointCorrupt, "the device state has %d bytes, which is more than the maximum", info.Size())
 	}
 	return io.ReadAll(io.NewSectionReader(f, 0, info.Size()))
 }
 
-// ResizeDisk of a paused machine is made up for at its resume: cloud-hypervisor would let the disk's thread go on at once, which may
-// still write into the memory of a machine that is to stand still.
+// ResizeDisk of a paused machine is applied at its resume. Otherwise cloud-hypervisor would let the disk's thread run
+// at once, which may still write into the memory of the paused machine.
 func (m *machine) ResizeDisk(ctx context.Context, i int, size int64) error {
 	return m.Step(ctx, "resize a disk of", []vmmproc.State{vmmproc.Running, vmmproc.Paused}, "", func(ctx context.Context) error {
 		if err := m.hasDisk(ctx, diskID(i)); err != nil {
@@ -283,7 +285,8 @@ func (m *machine) ResizeDisk(ctx context.Context, i int, size int64) error {
 	})
 }
 
-// hasDisk fails for a disk that the machine does not have: what is put off must not fail at the resume for this.
+// hasDisk fails for a disk that the machine does not have, so that a delayed resize cannot fail at the resume for this
+// reason.
 func (m *machine) hasDisk(ctx context.Context, id string) error {
 	b, err := m.api.get(ctx, "vm.info")
 	if err != nil {
@@ -297,7 +300,7 @@ func (m *machine) hasDisk(ctx context.Context, id string) error {
 		} `json:"config"`
 	}
 	if err := json.Unmarshal(b, &info); err != nil {
-		return core.Wrapf(err, core.Internal, core.CodeVMMFailed, "cloud-hypervisor's answer to vm.info is not understood")
+		return core.Wrapf(err, core.Internal, core.CodeVMMFailed, "cloud-hypervisor's answer to vm.info cannot be read")
 	}
 	for _, d := range info.Config.Disks {
 		if d.ID == id {
@@ -307,7 +310,7 @@ func (m *machine) hasDisk(ctx context.Context, id string) error {
 	return core.Errorf(core.Internal, core.CodeInternal, "the machine has no %s", id)
 }
 
-// resize tells a running machine of the disks that have grown.
+// resize tells a running machine about the disks that have grown.
 func (m *machine) resize(ctx context.Context) error {
 	m.mu.Lock()
 	defer m.mu.Unlock()

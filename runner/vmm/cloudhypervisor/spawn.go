@@ -18,12 +18,12 @@ import (
 	"github.com/coppice-dev/coppice/runner/vmm/vmmproc"
 )
 
-// The files of a machine in its directory, and of the VMM in the one that is its own.
+// The files of a machine in its directory, and those of the VMM in its own directory.
 const (
 	apiSocket  = "api.sock"
 	eventsFIFO = "events"
 	restoreDir = "restore" // config.json and state.json; the VMM reads it
-	ownDir     = "own"     // the VMM's: its sockets, and snapshots on their way
+	ownDir     = "own"     // the VMM's own: its sockets, and snapshots while they are taken
 
 	vsockSocket  = "vsock.sock"
 	serialSocket = "serial.sock"
@@ -76,7 +76,7 @@ func (d *Driver) spawn(ctx context.Context, in *installation, spec vmm.Spec) (_ 
 	if err != nil {
 		return nil, err
 	}
-	// Landlock is asked for in the configuration: its flag is refused without a kernel on the command line.
+	// Landlock is requested in the configuration: without a kernel on the command line, its flag is refused.
 	args := []string{"--api-socket", fmt.Sprintf("fd=%d", apiFD), "--event-monitor", fmt.Sprintf("fd=%d", eventsFD), "--seccomp", "true"}
 	return vmmproc.Spawn(ctx, DriverName, spec, vmmproc.Command{Path: in.path, Name: nameOf(spec.Cluster, spec.ID), Args: args, Files: files.Files, Groups: groups, Jail: walls},
 		func(proc *vmmproc.Process, log *vmmproc.Log, h vmm.Handle) (*machine, error) {
@@ -92,8 +92,8 @@ func (d *Driver) spawn(ctx context.Context, in *installation, spec vmm.Spec) (_ 
 		})
 }
 
-// jail returns the file system of this installation's machines, which is built once. It is nil for a runner that is not root, which can
-// neither build one nor give a machine a user of its own.
+// jail returns the file system of this installation's machines, which is built once. It is nil for a runner that is not
+// root, which can neither build one nor give a machine its own user.
 func (d *Driver) jail(ctx context.Context, in *installation) (*jail.Jail, error) {
 	if os.Geteuid() != 0 {
 		return nil, nil //nolint:nilnil // see above
@@ -107,7 +107,7 @@ func (d *Driver) jail(ctx context.Context, in *installation) (*jail.Jail, error)
 	if err != nil {
 		return nil, err
 	}
-	devices := []string{os.DevNull, randomDevice} // a restore has the first in the place of a kernel
+	devices := []string{os.DevNull, randomDevice} // a restore uses the first as its kernel
 	if _, err := os.Stat(kvm.Device); err == nil {
 		devices = append(devices, kvm.Device)
 	}
@@ -117,7 +117,7 @@ func (d *Driver) jail(ctx context.Context, in *installation) (*jail.Jail, error)
 	return in.walls, nil
 }
 
-// create tells the VMM what to boot.
+// create sends the VMM what to boot.
 func (m *machine) create(ctx context.Context, conf vmConfig, spec vmm.Spec) error {
 	ctx, cancel := context.WithTimeoutCause(ctx, vmmproc.CommandTime, vmmproc.ErrSilent)
 	defer cancel()
@@ -145,12 +145,12 @@ func (d *Driver) Recover(ctx context.Context, h vmm.Handle) (vmm.Machine, error)
 // End implements vmm.Driver.
 func (d *Driver) End(ctx context.Context, h vmm.Handle) error { return vmmproc.End(ctx, h) }
 
-// Reap implements vmm.Driver. What a cloud-hypervisor is called is its first argument, see nameOf.
+// Reap implements vmm.Driver. The name of a cloud-hypervisor is its first argument; see nameOf.
 func (d *Driver) Reap(ctx context.Context, cluster string, keep []vmm.Handle) (int, error) {
 	return vmmproc.Reap(ctx, cluster, keep, func(args []string) bool { return isOf(cluster, args) })
 }
 
-// nameOf is the name of a machine, for people and for Reap: cloud-hypervisor takes none among its arguments.
+// nameOf is the name of a machine, for people and for Reap: cloud-hypervisor has no argument for a name.
 func nameOf(cluster string, id core.SandboxID) string {
 	return fmt.Sprintf("%s:coppice-%s-%s", Program, cluster, id)
 }
@@ -161,11 +161,12 @@ func isOf(cluster string, args []string) bool {
 	if !ok {
 		return false
 	}
-	_, err := core.ParseID[core.SandboxID](id) // and not of a cluster whose name begins like this one's
+	_, err := core.ParseID[core.SandboxID](id) // not of a cluster whose name only begins with this one's
 	return err == nil
 }
 
-// collect makes what is in the machine's directory and opens it for the VMM, in the order of the constants in config.go.
+// collect creates the files in the machine's directory and opens them for the VMM, in the order of the constants in
+// config.go.
 func collect(in *vmmproc.Inherited, spec vmm.Spec) (d descriptors, err error) {
 	if _, err := in.AddOwned(vmmproc.Listen(filepath.Join(spec.Dir, apiSocket))); err != nil {
 		return d, err
@@ -192,7 +193,7 @@ func collect(in *vmmproc.Inherited, spec vmm.Spec) (d descriptors, err error) {
 		d.kernel, d.initrd = in.Add(spec.Kernel), in.Add(spec.Initrd)
 	}
 	for i, disk := range spec.Disks {
-		if !disk.ReadOnly && spec.UID != 0 { // it opens the file anew
+		if !disk.ReadOnly && spec.UID != 0 { // it opens the file again by its path
 			if err := disk.File.Chown(int(spec.UID), int(spec.GID)); err != nil {
 				return d, fmt.Errorf("give disk %d to the VMM's user: %w", i, err)
 			}
@@ -202,8 +203,8 @@ func collect(in *vmmproc.Inherited, spec vmm.Spec) (d descriptors, err error) {
 	return d, nil
 }
 
-// makeEvents makes the FIFO for events. The VMM's end is open for both, so that it lives on, and keeps what was not read, while no
-// runner reads.
+// makeEvents makes the FIFO for events. The VMM's end is open for reading and writing, so that the FIFO lives on, and
+// keeps unread events, while no runner reads.
 func makeEvents(path string) (*os.File, error) {
 	if err := unix.Mkfifo(path, 0o600); err != nil {
 		return nil, &os.PathError{Op: "mkfifo", Path: path, Err: err}
@@ -211,7 +212,7 @@ func makeEvents(path string) (*os.File, error) {
 	return os.OpenFile(path, os.O_RDWR, 0)
 }
 
-// makeDelta makes the memfd for the delta, empty, and leads to it from the directory of the restore.
+// makeDelta makes an empty memfd for the delta, and a link to it in the restore directory.
 func makeDelta(dir string) (*os.File, error) {
 	fd, err := unix.MemfdCreate("coppice-delta", unix.MFD_CLOEXEC)
 	if err != nil {
@@ -236,10 +237,10 @@ func makeDir(path string, mode os.FileMode, uid, gid uint32) (*os.File, error) {
 	if os.Geteuid() != 0 {
 		return os.Open(path)
 	}
-	return jail.Detached(path) // a plain descriptor would lead out of the jail
+	return jail.Detached(path) // with a plain descriptor, the VMM could get out of the jail
 }
 
-// writeConfig writes what a restore reads beside the state.
+// writeConfig writes the file that a restore reads beside the state.
 func writeConfig(dir string, c vmConfig) error {
 	b, err := json.Marshal(c)
 	if err != nil {

@@ -15,27 +15,30 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// strategy is how device state is taken from a release of cloud-hypervisor, and given back to it, without memory.
+// strategy is the way to take device state from a release of cloud-hypervisor, and to load it, without memory.
 type strategy interface {
-	// capture has a paused VMM write its state into the directory of its own, and returns it. Nothing is left in the directory.
+	// capture makes a paused VMM write its state into its own directory, and returns the state. It leaves nothing in
+	// the directory.
 	capture(ctx context.Context, a api, own *os.Root) ([]byte, error)
-	// restorable makes of a captured state what a restore reads as state.json. Beside it there is a memory-ranges as large as RAM with
-	// the delta in its places and holes in all others, where RAM stays as the zone's file has it.
+	// restorable converts a captured state into the state.json of a restore. Beside it, there is a memory-ranges as
+	// large as RAM, with the delta in its places and holes elsewhere. RAM stays as in the zone's file where there is a
+	// hole.
 	restorable(state []byte) ([]byte, error)
 }
 
-// strategyFor chooses by version.
+// strategyFor chooses the strategy for a version.
 func strategyFor(version string) (strategy, error) {
 	switch n := major(version); {
 	case n < 53:
-		return nil, core.Errorf(core.FailedPrecondition, core.CodeVMMFailed, "cloud-hypervisor %s does not drain a disk's requests when it is paused; Coppice needs %s: run `make setup-kvm`", version, Supported)
+		return nil, core.Errorf(core.FailedPrecondition, core.CodeVMMFailed, "cloud-hypervisor %s does not drain a disk's requests in a pause; Coppice needs %s: run `make setup-kvm`", version, Supported)
 	case n > 53:
-		return nil, core.Errorf(core.FailedPrecondition, core.CodeVMMFailed, "cloud-hypervisor %s is newer than what Coppice knows how to take device state from; it needs %s: run `make setup-kvm`", version, Supported)
+		return nil, core.Errorf(core.FailedPrecondition, core.CodeVMMFailed, "cloud-hypervisor %s is too new: Coppice does not know how to take device state from it and needs %s: run `make setup-kvm`", version, Supported)
 	}
 	return placeholder{}, nil
 }
 
-// strategy chooses by what the VMM itself says: one that an earlier runner started may be of another release than what is installed now.
+// strategy chooses by the version that the VMM itself reports: an earlier runner may have started a release that is not
+// the installed one.
 func (a api) strategy(ctx context.Context) (strategy, error) {
 	b, err := a.get(ctx, "vmm.ping")
 	if err != nil {
@@ -45,7 +48,7 @@ func (a api) strategy(ctx context.Context) (strategy, error) {
 		Version string `json:"version"`
 	}
 	if err := json.Unmarshal(b, &ping); err != nil {
-		return nil, core.Wrapf(err, core.Internal, core.CodeVMMFailed, "cloud-hypervisor's answer to vmm.ping is not understood")
+		return nil, core.Wrapf(err, core.Internal, core.CodeVMMFailed, "cloud-hypervisor's answer to vmm.ping cannot be read")
 	}
 	return strategyFor(ping.Version)
 }
@@ -57,16 +60,16 @@ const (
 	memoryFile = "memory-ranges"
 )
 
-// placeholder is the strategy for releases that have no snapshot without memory. They write config.json, then state.json, and only then
-// create the file for memory, which must not be there: where it is, the snapshot fails on it after both are complete, no page
-// was touched, and the machine is paused as before.
+// placeholder is the strategy for releases that cannot take a snapshot without memory. They write config.json, then
+// state.json, and only then create the file for memory, which must not exist. If it exists, the snapshot fails there:
+// both files are complete, no page was read, and the machine is paused as before.
 type placeholder struct{}
 
-// maxState bounds a state: one of a machine with two vCPUs has 100 KiB or so, and a vCPU some 30 KiB.
+// maxState bounds a state. A machine with two vCPUs has about 100 KiB of state, and each vCPU about 30 KiB.
 const maxState = 16 << 20
 
 func (placeholder) capture(ctx context.Context, a api, own *os.Root) (state []byte, err error) {
-	if err := clearSnapshot(own); err != nil { // of one that was given up
+	if err := clearSnapshot(own); err != nil { // files of an abandoned snapshot
 		return nil, err
 	}
 	defer func() { err = errors.Join(err, clearSnapshot(own)) }()
@@ -79,7 +82,7 @@ func (placeholder) capture(ctx context.Context, a api, own *os.Root) (state []by
 	}
 	err = a.put(ctx, "vm.snapshot", map[string]string{"destination_url": "file://" + fdPath(ownFD)})
 	if err == nil {
-		return nil, core.Errorf(core.Internal, core.CodeVMMFailed, "cloud-hypervisor has not met the placeholder for memory and has written a snapshot of its own: this build of it cannot be used")
+		return nil, core.Errorf(core.Internal, core.CodeVMMFailed, "cloud-hypervisor ignored the placeholder for memory and wrote a complete snapshot: this build of it cannot be used")
 	}
 	if !metPlaceholder(err) {
 		return nil, err
@@ -93,13 +96,14 @@ func (placeholder) capture(ctx context.Context, a api, own *os.Root) (state []by
 	}
 	for name, b := range map[string][]byte{configFile: config, stateFile: state} {
 		if !json.Valid(b) {
-			return nil, core.Errorf(core.Internal, core.CodeVMMFailed, "%s, %d bytes, which cloud-hypervisor has written for a snapshot is not whole: is its disk full?", name, len(b))
+			return nil, core.Errorf(core.Internal, core.CodeVMMFailed, "the file %s of a snapshot, with %d bytes, is not complete: is the disk of cloud-hypervisor full?", name, len(b))
 		}
 	}
 	return state, nil
 }
 
-// metPlaceholder tells the one failure of a snapshot that is a success: that memory-ranges exists, and of no other file.
+// metPlaceholder recognizes the one failure of a snapshot that is a success: memory-ranges, and no other file, exists
+// already.
 func metPlaceholder(err error) bool {
 	r, ok := errors.AsType[*refusal](err)
 	if !ok || r.status != http.StatusInternalServerError || len(r.chain) < 2 {
@@ -119,14 +123,15 @@ func clearSnapshot(own *os.Root) error {
 	return errors.Join(errs...)
 }
 
-// readSnapshot reads a file that the VMM has written, and may have written anything into, or put anything in the place of.
+// readSnapshot reads a file that the VMM has written. The VMM may have written anything into it, or put anything into
+// its place.
 func readSnapshot(own *os.Root, name string) ([]byte, error) {
 	info, err := own.Lstat(name)
 	if err != nil {
-		return nil, core.Wrapf(err, core.Internal, core.CodeVMMFailed, "cloud-hypervisor has not written %s of a snapshot", name)
+		return nil, core.Wrapf(err, core.Internal, core.CodeVMMFailed, "cloud-hypervisor did not write %s of a snapshot", name)
 	}
 	if !info.Mode().IsRegular() || info.Size() > maxState {
-		return nil, core.Errorf(core.Internal, core.CodeVMMFailed, "what cloud-hypervisor has written as %s of a snapshot is no file of at most %d bytes", name, maxState)
+		return nil, core.Errorf(core.Internal, core.CodeVMMFailed, "cloud-hypervisor's %s of a snapshot is not a regular file of at most %d bytes", name, maxState)
 	}
 	f, err := own.Open(name)
 	if err != nil {
@@ -136,9 +141,9 @@ func readSnapshot(own *os.Root, name string) ([]byte, error) {
 	return io.ReadAll(io.LimitReader(f, maxState))
 }
 
-// restorable stops the guest's clock for the time since the capture: CLOCK_MONOTONIC of a fork goes on from the checkpoint's, as it does
-// under QEMU. All else stays as it is, byte by byte: many numbers do not fit into a float64. That holes are skipped, and so nothing of
-// the base is read, these releases do by themselves.
+// restorable stops the guest's clock for the time since the capture: CLOCK_MONOTONIC of a fork continues from the
+// checkpoint's, as under QEMU. Everything else stays unchanged, byte by byte, because many numbers do not fit into a
+// float64. These releases skip holes by themselves, so they read nothing over the base.
 func (placeholder) restorable(state []byte) ([]byte, error) {
 	var root node
 	if err := json.Unmarshal(state, &root); err != nil {
@@ -149,7 +154,7 @@ func (placeholder) restorable(state []byte) ([]byte, error) {
 		return nil, damaged(err)
 	}
 	for _, c := range []string{"cpu-manager", "memory-manager", "device-manager"} {
-		if _, there := components[c]; !there { // it would be restored as if it had never run
+		if _, there := components[c]; !there { // without it, the component would be restored as if it had never run
 			return nil, damaged(fmt.Errorf("it has no %s", c))
 		}
 	}
@@ -160,10 +165,10 @@ func (placeholder) restorable(state []byte) ([]byte, error) {
 }
 
 func damaged(err error) error {
-	return core.Wrapf(err, core.DataLoss, core.CodeCheckpointCorrupt, "the device state is not one of cloud-hypervisor's: %v", err)
+	return core.Wrapf(err, core.DataLoss, core.CodeCheckpointCorrupt, "the device state does not come from cloud-hypervisor: %v", err)
 }
 
-// node is a node of the tree in state.json. What a component saved is JSON in a string.
+// node is a node of the tree in state.json. The saved state of a component is JSON in a string.
 type node struct {
 	Snapshots json.RawMessage `json:"snapshots"`
 	Data      *struct {
@@ -171,7 +176,7 @@ type node struct {
 	} `json:"snapshot_data"`
 }
 
-// edit changes fields of what a component saved.
+// edit changes fields of a component's saved state.
 func (n *node) edit(change func(map[string]json.RawMessage) error) error {
 	if n == nil || n.Data == nil {
 		return errors.New("a component has saved nothing")
@@ -193,20 +198,20 @@ func (n *node) edit(change func(map[string]json.RawMessage) error) error {
 	return nil
 }
 
-// The saved clock is struct kvm_clock_data of linux/kvm.h, written byte by byte. Its flags are four bytes from the ninth on, of which
-// one says that a clock that is set goes forward by the wall time since it was read.
+// The saved clock is struct kvm_clock_data of linux/kvm.h, written byte by byte. Its flags are four bytes, beginning
+// with the ninth. With one of them, setting the clock adds the wall time since it was read.
 const (
 	clockBytes    = 48
 	clockFlags    = 8
 	clockRealtime = 1 << 2 // KVM_CLOCK_REALTIME
 )
 
-// stopClock takes the flag from the saved clock.
+// stopClock removes that flag from the saved clock.
 func stopClock(fields map[string]json.RawMessage) error {
 	if fields["clock"] == nil || string(fields["clock"]) == "null" {
 		return nil
 	}
-	var clock map[string][]uint16 // by the hypervisor's name; an array of uint8 would be written in base64
+	var clock map[string][]uint16 // by the hypervisor's name; not uint8, because that would be encoded in base64
 	if err := json.Unmarshal(fields["clock"], &clock); err != nil {
 		return fmt.Errorf("clock: %w", err)
 	}

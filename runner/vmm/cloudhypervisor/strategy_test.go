@@ -31,7 +31,7 @@ func TestStrategyFor(t *testing.T) {
 	}
 }
 
-// chain is what v53.0 says of a memory-ranges that exists.
+// chain is v53.0's error for a memory-ranges that exists.
 func chain(last string, file string) []string {
 	return []string{
 		"Error from API", "The VM could not be snapshotted", "Cannot send VM snapshot", "Failed to send migratable component snapshot",
@@ -66,7 +66,7 @@ func TestMetPlaceholder(t *testing.T) {
 // savedClock has all flags set.
 const savedClock = "1,2,3,4,5,6,7,255,255,1,2,3,0,0,0,0,5,154,75,80,25,214,202,24,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0,0"
 
-// captured is a state with numbers that a float64 cannot hold, and characters that an encoder likes to change.
+// captured is a state with numbers that a float64 cannot hold, and characters that an encoder may change.
 func captured(t *testing.T) []byte {
 	t.Helper()
 	manager := `{"memory_ranges":{"data":[{"gpa":0,"length":134217728}]},"guest_ram_mappings":[{"slot":0,"zone_id":"mem0"}],"end":18446744073709551615}`
@@ -160,7 +160,7 @@ func FuzzRestorable(f *testing.F) {
 	})
 }
 
-// answering has an api whose other end answers the calls in turn, after it has done something.
+// answering returns an api whose other end calls do and then answers.
 func answering(t *testing.T, do func(), answer string) api {
 	t.Helper()
 	dir, err := os.MkdirTemp("", "ch") //nolint:usetesting // t.TempDir is too long for the path of a unix socket
@@ -194,7 +194,7 @@ func refusing(status int, said []string) string {
 	return fmt.Sprintf("HTTP/1.1 %d \r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s", status, len(b), b)
 }
 
-// TestCapture has a VMM that does to its directory what it should, and what one should not be able to do harm with.
+// TestCapture uses a VMM that does the right things to its directory, and things that must do no harm.
 func TestCapture(t *testing.T) {
 	t.Parallel()
 	const placeholderMet = "File exists (os error 17)"
@@ -206,21 +206,21 @@ func TestCapture(t *testing.T) {
 		want   string // in the error; "" for success
 	}{
 		"as it should":       {map[string]string{configFile: "{}", stateFile: good}, met, ""},
-		"no state":           {map[string]string{configFile: "{}"}, met, "has not written state.json"},
-		"no config":          {map[string]string{stateFile: good}, met, "has not written config.json"},
-		"state cut short":    {map[string]string{configFile: "{}", stateFile: good[:100]}, met, "state.json, 100 bytes, which cloud-hypervisor has written for a snapshot is not whole"},
-		"config cut short":   {map[string]string{configFile: "{", stateFile: good}, met, "is not whole"},
-		"a link out":         {map[string]string{configFile: "{}", stateFile: "-> /etc/passwd"}, met, "is no file"},
-		"a link within":      {map[string]string{configFile: "{}", stateFile: "-> config.json"}, met, "is no file"},
-		"a snapshot":         {map[string]string{configFile: "{}", stateFile: good}, "HTTP/1.1 204 \r\n\r\n", "has written a snapshot of its own"},
+		"no state":           {map[string]string{configFile: "{}"}, met, "did not write state.json"},
+		"no config":          {map[string]string{stateFile: good}, met, "did not write config.json"},
+		"state cut short":    {map[string]string{configFile: "{}", stateFile: good[:100]}, met, "the file state.json of a snapshot, with 100 bytes, is not complete"},
+		"config cut short":   {map[string]string{configFile: "{", stateFile: good}, met, "is not complete"},
+		"a link out":         {map[string]string{configFile: "{}", stateFile: "-> /etc/passwd"}, met, "is not a regular file"},
+		"a link within":      {map[string]string{configFile: "{}", stateFile: "-> config.json"}, met, "is not a regular file"},
+		"a snapshot":         {map[string]string{configFile: "{}", stateFile: good}, "HTTP/1.1 204 \r\n\r\n", "wrote a complete snapshot"},
 		"a full disk":        {nil, refusing(500, chain("No space left on device (os error 28)", memoryFile)), "No space left"},
-		"a long state":       {map[string]string{configFile: "{}", stateFile: good + strings.Repeat(" ", maxState+1-len(good))}, met, "is no file of at most"},
-		"a long config":      {map[string]string{configFile: "{}" + strings.Repeat(" ", maxState-1), stateFile: good}, met, "is no file of at most"},
+		"a long state":       {map[string]string{configFile: "{}", stateFile: good + strings.Repeat(" ", maxState+1-len(good))}, met, "is not a regular file of at most"},
+		"a long config":      {map[string]string{configFile: "{}" + strings.Repeat(" ", maxState-1), stateFile: good}, met, "is not a regular file of at most"},
 		"the longest config": {map[string]string{configFile: "{}" + strings.Repeat(" ", maxState-2), stateFile: good}, met, ""},
 		"the state is there": {map[string]string{configFile: "{}"}, refusing(500, chain(placeholderMet, stateFile)), "refused vm.snapshot"},
 	} {
 		dir := t.TempDir()
-		// What an earlier one has left does not matter.
+		// Leftovers of an earlier snapshot do not matter.
 		if err := os.WriteFile(filepath.Join(dir, stateFile), []byte("old"), 0o600); err != nil {
 			t.Fatal(err)
 		}
@@ -253,7 +253,7 @@ func TestCapture(t *testing.T) {
 	}
 }
 
-// TestStateIsBounded: the device state of a checkpoint, which may come from another host, is not read where it is longer than any.
+// TestStateIsBounded: device state that is too long is not read. The state of a checkpoint may come from another host.
 func TestStateIsBounded(t *testing.T) {
 	t.Parallel()
 	for size, want := range map[int64]core.Code{maxState: "", maxState + 1: core.CodeCheckpointCorrupt} {

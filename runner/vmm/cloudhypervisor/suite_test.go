@@ -12,7 +12,7 @@ import (
 
 func TestMain(m *testing.M) { testleak.Main(m) }
 
-// TestConformance has the fake for a VMM, which needs no KVM; kvm_test.go has the real one.
+// TestConformance uses the fake VMM, which needs no KVM; kvm_test.go uses the real one.
 func TestConformance(t *testing.T) {
 	t.Parallel()
 	vmmtest.Run(t, func(t *testing.T) vmmtest.Fixture {

@@ -16,8 +16,8 @@ import (
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
 )
 
-// dialOwn connects to a socket that the VMM has made in its own directory, and makes sure that it is the VMM that listens there: one that
-// was taken over by its guest could have put a link to another machine's socket in its place.
+// dialOwn connects to a socket that the VMM has made in its own directory, and makes sure that the VMM itself listens
+// there: a VMM that its guest has taken over could have put a link to another machine's socket in its place.
 func (m *machine) dialOwn(ctx context.Context, name string) (net.Conn, error) {
 	var d net.Dialer
 	c, err := d.DialContext(ctx, "unix", filepath.Join(m.Handle().Dir, ownDir, name))
@@ -26,7 +26,7 @@ func (m *machine) dialOwn(ctx context.Context, name string) (net.Conn, error) {
 	}
 	peer, err := peerOf(c.(*net.UnixConn)) //nolint:forcetypeassert // dialled as such
 	if err == nil && peer != m.Handle().PID {
-		err = core.Errorf(core.Internal, core.CodeVMMFailed, "the socket %s of process %d is listened to by process %d", name, m.Handle().PID, peer)
+		err = core.Errorf(core.Internal, core.CodeVMMFailed, "the listener of the socket %s is not process %d but process %d", name, m.Handle().PID, peer)
 	}
 	if err != nil {
 		return nil, errors.Join(err, c.Close())
@@ -34,7 +34,7 @@ func (m *machine) dialOwn(ctx context.Context, name string) (net.Conn, error) {
 	return c, nil
 }
 
-// peerOf is the process that listens at the other end.
+// peerOf returns the process that listens at the other end.
 func peerOf(c *net.UnixConn) (pid int, err error) {
 	raw, err := c.SyscallConn()
 	if err != nil {
@@ -51,12 +51,12 @@ func peerOf(c *net.UnixConn) (pid int, err error) {
 	return int(cred.Pid), nil
 }
 
-// channel is a connection to the agent. cloud-hypervisor answers the request for a port with a line once the guest has accepted, which
-// it cannot while it is paused: the line is left for the first Read.
+// channel is a connection to the agent. cloud-hypervisor answers the request for a port with a line once the guest has
+// accepted. A paused guest cannot accept, so the line is left for the first Read.
 type channel struct {
 	net.Conn
 
-	mu      sync.Mutex // guards what follows
+	mu      sync.Mutex // guards the fields below
 	greeted bool
 	line    []byte // so far
 }
@@ -64,7 +64,7 @@ type channel struct {
 // maxLine bounds "OK <port>\n".
 const maxLine = 32
 
-// connectVsock asks for the agent's port.
+// connectVsock requests the agent's port.
 func connectVsock(c net.Conn) (net.Conn, error) {
 	if _, err := fmt.Fprintf(c, "CONNECT %d\n", guestapi.VsockPort); err != nil {
 		return nil, errors.Join(err, c.Close())
@@ -72,7 +72,7 @@ func connectVsock(c net.Conn) (net.Conn, error) {
 	return &channel{Conn: c}, nil
 }
 
-// Read implements net.Conn. A refusal, which is a connection that ends without the line, is an io.EOF.
+// Read implements net.Conn. A refusal is a connection that ends without the line, and gives io.EOF.
 func (c *channel) Read(b []byte) (int, error) {
 	if err := c.greet(); err != nil {
 		return 0, err
@@ -84,7 +84,7 @@ func (c *channel) greet() error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	for !c.greeted {
-		var b [1]byte // what comes behind the line is the guest's
+		var b [1]byte // the bytes after the line come from the guest
 		if n, err := c.Conn.Read(b[:]); n == 0 {
 			if err == nil {
 				err = io.ErrNoProgress

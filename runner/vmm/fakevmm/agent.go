@@ -45,7 +45,7 @@ func Agent(ctx context.Context, c *Computer) {
 	}
 }
 
-// agent is the program. What it knows is in RAM, as agentState; only waiters are here.
+// agent is the guest program. Its state is in RAM, as agentState; only waiters are here.
 type agent struct {
 	c *Computer
 
@@ -53,14 +53,14 @@ type agent struct {
 	change chan struct{} // closed at the next change of state
 }
 
-// agentState is what the guest knows.
+// agentState is the state of the guest.
 type agentState struct {
 	BootNonce  string
 	State      guestapi.State
 	Generation string
 	CaptureID  string
-	Sealed     bool     // quarantined, and every step was done
-	Reseeded   bool     // frozen, and the machine may go on
+	Sealed     bool     // quarantined, and every step of the reseal succeeded
+	Reseeded   bool     // frozen, and reseeded: the machine may go on
 	Used       []string // every generation before this one
 	Quiesced   guestapi.QuiesceResponse
 
@@ -76,15 +76,15 @@ type agentState struct {
 	NextPID  int
 }
 
-// The form of RAM: a magic, the length of what follows, and agentState as JSON.
+// The form of RAM: a magic, the length of the rest, and agentState as JSON.
 const (
 	agentMagic = "coppice fake agent 1\n"
 	agentHead  = len(agentMagic) + 8
 )
 
-var errMemoryFull = core.Errorf(core.Exhausted, core.CodeDiskFull, "the fake guest has more to remember than it has RAM")
+var errMemoryFull = core.Errorf(core.Exhausted, core.CodeDiskFull, "the state of the fake guest does not fit into its RAM")
 
-// load reads the state; a machine that has just been switched on has none.
+// load reads the state; a machine that was just switched on has none.
 func load(ram []byte) (*agentState, error) {
 	if !bytes.HasPrefix(ram, []byte(agentMagic)) {
 		return &agentState{}, nil
@@ -111,7 +111,7 @@ func (s *agentState) store(ram []byte) error {
 	return nil
 }
 
-// update changes the state. An error of fn leaves it as it was.
+// update changes the state. If fn returns an error, the state stays unchanged.
 func (a *agent) update(fn func(s *agentState) error) error {
 	var err error
 	gone := a.c.Do(func(ram []byte) {
@@ -150,14 +150,14 @@ func (a *agent) view(fn func(s *agentState) error) error {
 	return err
 }
 
-// changed returns a channel that is closed at the next change of state. Get it before the state is looked at.
+// changed returns a channel that is closed at the next change of state. Get it before you read the state.
 func (a *agent) changed() <-chan struct{} {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	return a.change
 }
 
-// await calls fn with the state, now and after every change, until it is done.
+// await calls fn with the state, now and after every change, until fn is done.
 func (a *agent) await(ctx context.Context, fn func(s *agentState) (done bool, err error)) error {
 	for {
 		change := a.changed()
@@ -173,7 +173,7 @@ func (a *agent) await(ctx context.Context, fn func(s *agentState) (done bool, er
 	}
 }
 
-// serveChannel answers hosts on one connection, one after the other, until it ends.
+// serveChannel serves hosts on one connection, one after the other, until it ends.
 func (a *agent) serveChannel(ctx context.Context, server *http.Server, conn net.Conn) {
 	defer conn.Close()
 	if kind, err := a.c.Reach(ctx, AgentStep("handshake")); kind != "" || err != nil {
@@ -189,10 +189,10 @@ func (a *agent) serveChannel(ctx context.Context, server *http.Server, conn net.
 	}
 }
 
-// linkListener hands the streams of a link to the HTTP server.
+// linkListener passes the streams of a link to the HTTP server.
 type linkListener struct {
 	*yamux.Session
-	linkCtx context.Context // of the link: ends with it
+	linkCtx context.Context // context of the link: ends with the link
 }
 
 func (l *linkListener) Accept() (net.Conn, error) { return l.Session.Accept() }
@@ -204,7 +204,7 @@ func linkContext(l net.Listener) context.Context {
 	return context.Background()
 }
 
-// linkKey finds in a request's context what the requests of a link hold for reading while they are answered.
+// linkKey is the context key of the lock that a link's requests hold for reading while they are answered.
 type linkKey struct{}
 
 func (a *agent) serveLink(ctx context.Context, server *http.Server, link *guestapi.Link) {
@@ -212,7 +212,7 @@ func (a *agent) serveLink(ctx context.Context, server *http.Server, link *guesta
 	ctx, cancel := context.WithCancel(context.WithValue(ctx, linkKey{}, &requests))
 	defer func() {
 		cancel()
-		requests.Lock() // nothing that this host asked for is done after the next one was answered
+		requests.Lock() // nothing that this host asked for happens after the next host got an answer
 		defer requests.Unlock()
 	}()
 	defer link.Close()
@@ -336,7 +336,7 @@ func statusOf(c core.Category) int {
 func writeJSON(w http.ResponseWriter, status int, v any) {
 	w.Header().Set("Content-Type", "application/json")
 	w.WriteHeader(status)
-	_ = json.NewEncoder(w).Encode(v) // a host that is gone does not want it any more
+	_ = json.NewEncoder(w).Encode(v) // an error means that the host is gone
 }
 
 func readJSON(r *http.Request, v any) error {

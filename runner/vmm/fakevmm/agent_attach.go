@@ -92,7 +92,7 @@ func (a *agent) attachOutput(ctx context.Context, conn *websocket.Conn, id core.
 	}
 }
 
-// attachInput does what the host's frames ask for until the connection ends.
+// attachInput executes the host's frames until the connection ends.
 func (a *agent) attachInput(ctx context.Context, r *http.Request, conn *websocket.Conn) {
 	for {
 		kind, b, err := conn.Read(ctx)

@@ -13,7 +13,7 @@ import (
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
 )
 
-// boot makes the state of a machine that was switched on. One that was restored has one.
+// boot makes the state of a machine that was switched on. A restored machine has a state already.
 func (a *agent) boot(s *agentState) error {
 	if s.BootNonce != "" {
 		return nil
@@ -28,7 +28,7 @@ func (a *agent) boot(s *agentState) error {
 	return nil
 }
 
-// draw is the guest's random generator: what it gives is decided by RAM alone, so clones draw the same until one is reseeded.
+// draw is the guest's random generator. Its output depends on RAM alone, so clones draw the same until one is reseeded.
 func (s *agentState) draw() []byte {
 	s.Drawn++
 	sum := sha256.Sum256(binary.BigEndian.AppendUint64(slices.Clone(s.Random), s.Drawn))
@@ -85,7 +85,7 @@ func (a *agent) quiesce(w http.ResponseWriter, r *http.Request) error {
 	return nil
 }
 
-// flush has nothing to do: the files of a fake guest are in its memory.
+// flush does nothing: the files of a fake guest are in its memory.
 func (a *agent) flush(w http.ResponseWriter, r *http.Request) error {
 	var req guestapi.FlushRequest
 	if err := readJSON(r, &req); err != nil {

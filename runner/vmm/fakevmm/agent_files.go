@@ -13,7 +13,7 @@ import (
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
 )
 
-// file is a file of the guest. Its directories exist because it does.
+// file is a file of the guest. A directory exists if a file in it exists.
 type file struct {
 	Data    []byte
 	Mode    string // four octal digits
@@ -71,7 +71,7 @@ func (a *agent) getFile(w http.ResponseWriter, r *http.Request) error {
 			first, _, _ := strings.Cut(strings.TrimPrefix(f[len(strings.TrimSuffix(name, "/")):], "/"), "/")
 			if !seen[first] {
 				seen[first] = true
-				entry, _ := s.stat(path.Join(name, first)) // it is there: f is it or below it
+				entry, _ := s.stat(path.Join(name, first)) // it exists: f is this entry or below it
 				list.Entries = append(list.Entries, entry)
 			}
 		}
@@ -97,7 +97,7 @@ func (a *agent) getFile(w http.ResponseWriter, r *http.Request) error {
 		w.Header().Set(guestapi.HeaderFileInfo, string(b))
 		w.Header().Set("Content-Type", "application/octet-stream")
 		w.Header().Set("Content-Length", strconv.Itoa(len(data)))
-		_, _ = w.Write(data) // a host that is gone does not want it any more
+		_, _ = w.Write(data) // an error means that the host is gone
 	}
 	return nil
 }
@@ -121,7 +121,7 @@ func (a *agent) putFile(w http.ResponseWriter, r *http.Request) error {
 			return core.Errorf(core.Conflict, guestapi.CodeFileConflict, "write %s: is a directory", core.Clip(name))
 		}
 		s.Files[name] = file{Data: data, Mode: mode, Changed: time.Now().UTC()}
-		info, _ = s.stat(name) // it is there
+		info, _ = s.stat(name) // it exists now
 		return nil
 	}); err != nil {
 		return err

@@ -22,7 +22,7 @@ var resealSteps = []string{
 	guestapi.StepTimers, guestapi.StepJournal, guestapi.StepState, guestapi.StepGeneration, guestapi.StepHooks,
 }
 
-// stepFault is what is to go wrong at a step of the reseal.
+// stepFault returns the fault that is armed at a step of the reseal.
 func (a *agent) stepFault(r *http.Request, name string) (Kind, error) {
 	kind, err := a.c.Reach(r.Context(), ResealStep(name))
 	if kind != "" {
@@ -31,8 +31,8 @@ func (a *agent) stepFault(r *http.Request, name string) (Kind, error) {
 	return "", err
 }
 
-// entropyStep reseeds the random generator and shows draws of it. A lie shows draws of one that was not reseeded: each clone
-// shows the same.
+// entropyStep reseeds the random generator and shows draws from it. A lie shows draws from a generator that was not
+// reseeded: each clone shows the same.
 func (s *agentState) entropyStep(entropy []byte, fault Kind) core.ResealStep {
 	step := core.ResealStep{Name: guestapi.StepEntropy, Status: core.ResealOK, Evidence: map[string]string{}}
 	if fault == Fail {
@@ -52,7 +52,7 @@ func failedStep(name string) core.ResealStep {
 	return core.ResealStep{Name: name, Status: core.ResealFailed, Error: "fault injected at " + string(ResealStep(name))}
 }
 
-// resealed gives the guest the identity that was asked for and reports it. It goes no further than the first step that fails.
+// resealed gives the guest the requested identity and reports the steps. It stops at the first step that fails.
 func (s *agentState) resealed(req guestapi.ResealRequest, faults map[string]Kind, received time.Time) core.ResealReport {
 	report := core.ResealReport{Generation: req.Identity.Generation, Complete: true, StaleProcesses: []core.StaleProcess{}}
 	for _, name := range resealSteps {
@@ -103,7 +103,7 @@ func (s *agentState) resealStep(name string, req guestapi.ResealRequest) core.Re
 		value(s.Identity.Hostname)
 	case guestapi.StepNetwork:
 		if req.Identity.MAC == "" && !req.Identity.IP.IsValid() {
-			skip("no network was asked for")
+			skip("no network was requested")
 			break
 		}
 		s.networkStep(&step, req)
@@ -143,7 +143,7 @@ func (s *agentState) resealStep(name string, req guestapi.ResealRequest) core.Re
 func (s *agentState) networkStep(step *core.ResealStep, req guestapi.ResealRequest) {
 	mac, err := net.ParseMAC(req.Identity.MAC)
 	if err != nil || !req.Identity.IP.IsValid() {
-		step.Status, step.Error = core.ResealFailed, "the address is not one"
+		step.Status, step.Error = core.ResealFailed, "the address is not valid"
 		return
 	}
 	s.Identity.MAC, s.Identity.IP = mac.String(), req.Identity.IP

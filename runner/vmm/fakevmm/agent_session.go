@@ -19,7 +19,7 @@ import (
 // maxEnded is how many ended sessions are kept.
 const maxEnded = 32
 
-// machine is what a command needs of the machine. It is called within Do.
+// machine returns the parts of the machine that a command needs. It is called within Do.
 func (a *agent) machine() machineView {
 	return machineView{now: a.c.Uptime(), disks: a.c.Disks(), off: a.c.PowerOff}
 }
@@ -64,7 +64,7 @@ func (a *agent) keepTime(ctx context.Context) {
 	}
 }
 
-// nextDue says whether something is due, or else in what time something will be.
+// nextDue reports whether something is due now, or else after what time something will be.
 func (s *agentState) nextDue(now time.Duration) (next time.Duration, due bool) {
 	if s.State != guestapi.StateReleased {
 		return 0, false
@@ -90,7 +90,7 @@ func noSession(id core.SessionID) error {
 	return core.Errorf(core.NotFound, core.CodeSessionNotFound, "there is no session %q in this sandbox", core.Clip(string(id)))
 }
 
-// info is the session as it is told to a host.
+// info is the session in the form for a host.
 func (n *session) info() guestapi.Session {
 	out := n.Session
 	out.StdoutBytes, out.StdoutFirst = n.Out.end(), n.Out.First
@@ -98,7 +98,7 @@ func (n *session) info() guestapi.Session {
 	return out
 }
 
-// with changes the session that a request names.
+// with changes the session in a request.
 func (a *agent) with(r *http.Request, fn func(s *agentState, n *session) error) error {
 	id := core.SessionID(r.PathValue("id"))
 	return a.update(func(s *agentState) error {
@@ -213,14 +213,14 @@ func (a *agent) waitSession(w http.ResponseWriter, r *http.Request) error {
 	return nil
 }
 
-// chunk is what there is of a stream from an offset on.
+// chunk is the available output of a stream from an offset on.
 type chunk struct {
 	at    int64
 	data  []byte
-	ended bool // the session has, and this is all
+	ended bool // the session has ended, and there is no more
 }
 
-// read returns what there is of a session's stream, waiting for something if follow says so.
+// read returns the available output of a session's stream; with follow, it waits for some.
 func (a *agent) read(ctx context.Context, id core.SessionID, name string, offset int64, follow bool) (chunk, error) {
 	var out chunk
 	err := a.await(ctx, func(s *agentState) (bool, error) {
@@ -294,7 +294,7 @@ func (a *agent) sessionStdin(w http.ResponseWriter, r *http.Request) error {
 	return nil
 }
 
-// stdin gives a session input.
+// stdin gives input to a session.
 func (s *agentState) stdin(n *session, b []byte, shut bool, m machineView) error {
 	if !n.StdinOpen {
 		return core.Errorf(core.FailedPrecondition, guestapi.CodeSessionEnded, "the stdin of session %s is closed", n.ID)
@@ -377,7 +377,7 @@ func (a *agent) getPorts(w http.ResponseWriter, _ *http.Request) error {
 	return nil
 }
 
-// intParam reads a number of the query that must not be negative.
+// intParam reads a non-negative number from the query.
 func intParam(r *http.Request, name string, missing int64) (int64, error) {
 	v := r.URL.Query().Get(name)
 	if v == "" {

@@ -117,7 +117,7 @@ func parseScript(script string, env map[string]string) ([]command, error) {
 	return out, nil
 }
 
-// session is a session with what its program has still to do.
+// session is a session with the commands that its program still has to run.
 type session struct {
 	guestapi.Session
 	Env      map[string]string
@@ -125,11 +125,11 @@ type session struct {
 	Status   int       // of the last command
 	Out, Err stream
 	Stdin    []byte        // not read yet
-	WakeAt   time.Duration // of a sleep, by the guest's clock; 0 for none
-	KillAt   time.Duration // of a timeout
+	WakeAt   time.Duration // end of a sleep, by the guest's clock; 0: none
+	KillAt   time.Duration // end of a timeout
 }
 
-// stream is the output of a session: its end, and how much was dropped before.
+// stream is the output of a session: its end, and how many bytes before it were dropped.
 type stream struct {
 	Data  []byte
 	First int64
@@ -146,14 +146,14 @@ func (o *stream) write(b []byte) {
 
 func (o *stream) end() int64 { return o.First + int64(len(o.Data)) }
 
-// machineView is what commands need besides the state.
+// machineView is what commands need in addition to the state.
 type machineView struct {
 	now   time.Duration // the guest's clock
 	disks []*Disk
 	off   func()
 }
 
-// start makes a session and runs it as far as it goes.
+// start makes a session and runs it until it waits or ends.
 func (s *agentState) start(spec guestapi.SessionSpec, m machineView) (*session, error) {
 	if len(spec.Command) == 0 || spec.Command[0] == "" || spec.TimeoutMS < 0 {
 		return nil, core.Errorf(core.Invalid, core.CodeInvalidField, "command must name a program")
@@ -288,7 +288,7 @@ func (c *call) fail(format string, a ...any) {
 	c.n.Status = 1
 }
 
-// run runs one command, or says that it waits; it is called again then.
+// run runs one command. It reports whether the command waits; then it is called again.
 func (s *agentState) run(n *session, cmd command, m machineView) (waits bool) {
 	c := &call{s: s, n: n, m: m, command: cmd, args: cmd.Words[1:]}
 	n.Status = 0
@@ -344,7 +344,7 @@ func (c *call) cat() (waits bool) {
 	if len(c.args) == 0 {
 		c.out, c.n.Stdin = c.n.Stdin, nil
 		if waits = c.n.StdinOpen; waits {
-			c.n.Commands[0].Append = true // what comes next
+			c.n.Commands[0].Append = true // for the next output of this command
 		}
 	}
 	for _, name := range c.args {
@@ -364,7 +364,7 @@ func (c *call) sleep() (waits bool) {
 			c.fail("invalid time interval %q", c.arg())
 			return false
 		}
-		c.n.WakeAt = c.m.now + time.Duration(seconds*float64(time.Second)) + 1 // 0 is no time
+		c.n.WakeAt = c.m.now + time.Duration(seconds*float64(time.Second)) + 1 // 0 means no sleep
 	}
 	if c.m.now < c.n.WakeAt {
 		return true
@@ -382,7 +382,7 @@ func (c *call) spam() {
 	c.out = []byte(strings.Repeat("0123456789abcde\n", count/16+1)[:count])
 }
 
-// emit sends the output of a command where it belongs.
+// emit sends the output of a command to its destination.
 func (s *agentState) emit(n *session, c command, out []byte) {
 	if c.To == "" {
 		n.Out.write(out)

@@ -30,7 +30,7 @@ import (
 
 const memoryMiB = 2
 
-// host is what a runner has: bases and files.
+// host has the bases and files of a runner.
 type host struct {
 	driver *fakevmm.Driver
 	dir    string
@@ -123,7 +123,7 @@ func (tmpl *template) restore() vmm.RestoreSpec {
 	return vmm.RestoreSpec{State: tmpl.state, Inject: func(_ context.Context, r memory.Region) error { return tmpl.delta.Inject(r) }}
 }
 
-// fork makes a machine that runs, quarantined.
+// fork makes a running machine in quarantine.
 func (h *host) fork(t *testing.T, tmpl *template) vmm.Machine {
 	t.Helper()
 	m := h.spawn(t, tmpl.base, true)
@@ -166,7 +166,7 @@ func resealRequest() guestapi.ResealRequest {
 	}
 }
 
-// reseal makes a fork a machine of its own, as a runner does.
+// reseal gives a fork its own identity, like a runner.
 func reseal(ctx context.Context, agent *guest.Client, req guestapi.ResealRequest) (core.ResealReport, error) {
 	report, err := agent.Reseal(ctx, req)
 	if err != nil {

@@ -28,7 +28,7 @@ const (
 	stateFailed  state = "broken by a failed restore"
 )
 
-// computer is what would be the VMM's process: it outlives the machines that control it.
+// computer takes the place of the VMM's process: it outlives the machines that control it.
 type computer struct {
 	driver  *Driver
 	id      core.SandboxID
@@ -41,20 +41,20 @@ type computer struct {
 	lifeCtx context.Context // the machine's life: cancelled at its end
 	endLife context.CancelFunc
 	guest   sync.WaitGroup // the guest program
-	done    chan struct{}  // closed when nothing of it is left
+	done    chan struct{}  // closed when everything of it has ended
 
-	injecting sync.RWMutex // held for reading while RAM is written from outside: it is not unmapped then
+	injecting sync.RWMutex // held for reading while RAM is written from outside, so that it is not unmapped
 
 	cpu *cpu.CPU
 
-	mu       sync.Mutex // guards what follows
+	mu       sync.Mutex // guards the fields below
 	started  bool       // the guest program runs
 	runs     bool       // the machine is running, whether it is held or not
 	held     bool
 	over     bool // the machine has ended
 	exit     vmm.Exit
 	state    state
-	incoming chan struct{} // of one: there are connections to accept
+	incoming chan struct{} // of size 1; full when there are connections to accept
 	dialled  []net.Conn
 	conns    map[net.Conn]bool // every open end
 }
@@ -111,7 +111,7 @@ func (c *computer) closeDisks() error {
 	return errors.Join(errs...)
 }
 
-// region is where the RAM is.
+// region returns the place of the RAM.
 func (c *computer) region() memory.Region {
 	ram := c.cpu.RAM()
 	if ram == nil {
@@ -120,8 +120,8 @@ func (c *computer) region() memory.Region {
 	return memory.OnePart(os.Getpid(), uint64(uintptr(unsafe.Pointer(unsafe.SliceData(ram)))), int64(len(ram)))
 }
 
-// run lets the guest run, starting its program if that was not done yet, or stops it. When it has stopped it, the guest does
-// nothing any more.
+// run lets the guest run, and starts its program if necessary, or stops the guest. When it has stopped the guest, the
+// guest does nothing more.
 func (c *computer) run(on bool) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -137,7 +137,7 @@ func (c *computer) run(on bool) {
 	}
 }
 
-// hold stops the guest although the machine runs, or ends that.
+// hold stops the guest although the machine runs, or lets it go on.
 func (c *computer) hold(on bool) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -147,7 +147,7 @@ func (c *computer) hold(on bool) {
 	}
 }
 
-// do runs fn as the guest's CPU: while the machine runs, and nothing else does.
+// do runs fn as the guest's CPU: only while the machine runs, and while nothing else of the guest runs.
 func (c *computer) do(fn func(ram []byte)) error {
 	if c.cpu.Do(fn) != nil {
 		return vmm.ErrGone
@@ -155,7 +155,7 @@ func (c *computer) do(fn func(ram []byte)) error {
 	return nil
 }
 
-// end ends the machine. It may be called by the guest itself, and does not wait; done tells when nothing is left.
+// end ends the machine. The guest itself may call it. It does not wait; done is closed when everything has ended.
 func (c *computer) end(exit vmm.Exit) {
 	c.mu.Lock()
 	first := !c.over
@@ -178,7 +178,7 @@ func (c *computer) clean() {
 	c.conns = nil
 	c.mu.Unlock()
 	for conn := range conns {
-		_ = conn.Close() // as the end of a process would
+		_ = conn.Close() // like the end of a process
 	}
 	c.guest.Wait()
 	c.injecting.Lock()
@@ -245,7 +245,7 @@ func (ch *channel) Close() error {
 	return ch.Conn.Close()
 }
 
-// pair returns two ends of a connection that buffers what nobody reads, as that to a real VMM does.
+// pair returns the two ends of a connection that buffers unread data, like a connection to a real VMM.
 func pair() (a, b net.Conn, err error) {
 	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, 0)
 	if err != nil {

@@ -1,11 +1,8 @@
-// Package fakevmm is a VMM within the process, for tests of what stands above the contract of package vmm. No instruction of a
-// guest runs in it; everything else is as with a real one. RAM is a private mapping of the base in this process, so that the
-// memory engine works on it unchanged; disks are the files; device state is a file of its own form; and the guest is a Go
-// program that keeps all it knows in that RAM, stands still while the machine is paused, and goes on from a copy of the RAM as
-// if nothing had happened. It passes the suite in package vmmtest.
-//
-// A machine costs its private pages, two descriptors for a connection and a handful of goroutines: a thousand fit in a test.
-// Arm makes a named step fail, hang, or end the machine.
+// Package fakevmm is a VMM within the process, for tests of the code above the contract of package vmm. It executes no
+// instructions of a guest; everything else is as with a real VMM. RAM is a private mapping of the base in this process,
+// so the memory engine works on it unchanged. Disks are the files. Device state is a file in its own form. The guest is
+// a Go program that keeps all its state in that RAM. It stands still while the machine is paused, and continues from a
+// copy of the RAM as if nothing had happened. The package passes the suite in package vmmtest.
 package fakevmm
 
 import (
@@ -25,7 +22,7 @@ import (
 // DriverName is the driver's name in fingerprints and handles.
 const DriverName = "fake"
 
-// Step names a place where a fault can be armed: one of the constants, or AgentStep or ResealStep of a name.
+// Step names a place where a fault can be armed: one of the constants, or the AgentStep or ResealStep of a name.
 type Step string
 
 // The steps of the contract.
@@ -44,49 +41,49 @@ const (
 	StepRecover     Step = "recover"
 )
 
-// AgentStep is the step at which the Agent guest answers a request: of a control route by its last element ("health",
-// "quiesce", "reseed", "reseal", "release"), of any public route "public", of a new connection "handshake".
+// AgentStep is the step at which the Agent guest answers a request: for a control route, its last element ("health",
+// "quiesce", "reseed", "reseal", "release"); for any public route, "public"; for a new connection, "handshake".
 func AgentStep(name string) Step { return Step("agent." + name) }
 
 // ResealStep is one step of the reseal that the Agent guest reports, by its name in guestapi.
 func ResealStep(name string) Step { return Step("reseal." + name) }
 
-// Kind is what goes wrong.
+// Kind is the kind of a fault.
 type Kind string
 
 // The kinds of faults.
 const (
-	Fail Kind = "fail" // the step is an error
+	Fail Kind = "fail" // the step returns an error
 	Die  Kind = "die"  // the VMM ends
 	Hang Kind = "hang" // the step lasts until its context or the machine ends
-	Lie  Kind = "lie"  // of a ResealStep: it is reported as done, with evidence that is wrong
+	Lie  Kind = "lie"  // of a ResealStep: it is reported as done, with wrong evidence
 )
 
-// Fault is what goes wrong at a step.
+// Fault is a fault at a step.
 type Fault struct {
 	Step    Step
 	Kind    Kind
 	Err     error          // what Fail returns; nil for an error that names the step
 	Sandbox core.SandboxID // of vmm.Spec; empty for any
-	Skip    int            // how often the step goes well before
-	Times   int            // how often it goes wrong; 0 for always
+	Skip    int            // how many times the step succeeds before
+	Times   int            // how many times it fails; 0: always
 }
 
 // Config describes the machines.
 type Config struct {
 	// Guest runs in every machine; nil is Agent.
 	Guest Guest
-	// Fingerprint is what the driver says that it is; zero fields take the defaults. Its VMM is in the handles.
+	// Fingerprint is what the driver reports about itself; zero fields take the defaults. Its VMM is in the handles.
 	Fingerprint vmm.Fingerprint
-	// Latency is how long a step takes; nil for no time.
+	// Latency returns how long a step takes; nil: no time.
 	Latency func(Step) time.Duration
 }
 
-// Driver makes fake machines. Machines are known to the Driver that made them: that one recovers them.
+// Driver makes fake machines. Only the Driver that made a machine knows it and can recover it.
 type Driver struct {
 	cfg Config
 
-	mu       sync.Mutex // guards what follows
+	mu       sync.Mutex // guards the fields below
 	faults   []*Fault
 	computer map[uint64]*computer // by the start time of their handles
 	started  uint64               // the last start time
@@ -112,7 +109,7 @@ func withDefaults(fp vmm.Fingerprint) vmm.Fingerprint {
 	return fp
 }
 
-// Become changes what the driver says that it is, as an upgrade of its VMM does. Its machines go on.
+// Become changes what the driver reports about itself, like an upgrade of its VMM. Its machines go on.
 func (d *Driver) Become(fp vmm.Fingerprint) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -125,7 +122,7 @@ func (d *Driver) fingerprint() vmm.Fingerprint {
 	return d.cfg.Fingerprint
 }
 
-// Arm makes a step go wrong from now on. The returned function takes that back.
+// Arm makes a step fail from now on. The returned function removes the fault.
 func (d *Driver) Arm(f Fault) (disarm func()) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -161,7 +158,7 @@ func (d *Driver) strike(step Step, id core.SandboxID) (Fault, bool) {
 	return Fault{}, false
 }
 
-// reach spends the time of a step and does what is armed there. c is nil before there is a machine.
+// reach spends the time of a step and applies the armed fault. c is nil before there is a machine.
 func (d *Driver) reach(ctx context.Context, step Step, id core.SandboxID, c *computer) error {
 	var ended <-chan struct{}
 	if c != nil {
@@ -315,7 +312,7 @@ func (d *Driver) Crash(h vmm.Handle) {
 	}
 }
 
-// Machines returns how many machines there are.
+// Machines returns the number of machines.
 func (d *Driver) Machines() int {
 	d.mu.Lock()
 	defer d.mu.Unlock()

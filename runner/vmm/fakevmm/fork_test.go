@@ -28,7 +28,7 @@ func TestForkLife(t *testing.T) {
 	asleep := start(t, agent, guestapi.SessionSpec{Command: []string{"sh", "-c", "sleep 0.2; inc"}})
 	tmpl := h.capture(t, parent, base, agent, "capture-1")
 
-	// The parent goes on once it is reseeded, and not before.
+	// The parent can go on only after it was reseeded.
 	if err := parent.Resume(t.Context()); err != nil {
 		t.Fatal(err)
 	}
@@ -82,7 +82,7 @@ func TestForkLife(t *testing.T) {
 	}
 }
 
-// TestUnsealedClonesDrawTheSame is why the other tests mean something.
+// TestUnsealedClonesDrawTheSame shows why the other tests are meaningful.
 func TestUnsealedClonesDrawTheSame(t *testing.T) {
 	t.Parallel()
 	h := newHost(t, fakevmm.Config{})
@@ -102,7 +102,7 @@ func TestUnsealedClonesDrawTheSame(t *testing.T) {
 	}
 }
 
-// TestResealFaults wants every step to be needed.
+// TestResealFaults: a fault in any step of the reseal prevents the release.
 func TestResealFaults(t *testing.T) {
 	t.Parallel()
 	h := newHost(t, fakevmm.Config{})
@@ -179,7 +179,7 @@ func TestFaults(t *testing.T) {
 	}
 	<-other.Done()
 
-	// It goes wrong the second time only.
+	// It fails only the second time.
 	again := h.fork(t, tmpl)
 	h.driver.Arm(fakevmm.Fault{Step: fakevmm.StepPause, Kind: fakevmm.Fail, Skip: 1, Times: 1})
 	for i, want := range []bool{true, false, true} {
@@ -218,7 +218,7 @@ func TestLatency(t *testing.T) {
 	}
 }
 
-// TestManyForks makes a thousand sandboxes at once, as a runner would.
+// TestManyForks makes a thousand sandboxes at once, like a runner.
 func TestManyForks(t *testing.T) {
 	t.Parallel()
 	const (

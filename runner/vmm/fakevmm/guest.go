@@ -15,24 +15,25 @@ import (
 	"github.com/coppice-dev/coppice/runner/vmm"
 )
 
-// Guest is the program of a machine. It is called when the machine runs for the first time, after Boot or Restore, and returns
-// when ctx, which is the machine's life, has ended and every goroutine of its own with it.
+// Guest is the program of a machine. It is called when the machine runs for the first time, after Boot or Restore. It
+// returns when ctx, the life of the machine, has ended and all its goroutines have ended.
 //
-// Everything that it knows it keeps in RAM, and does nothing but within Do: a machine that is restored starts the program anew
-// with the RAM of the one that was captured, which may have been stopped between any two calls of Do.
+// It keeps all its state in RAM, and does everything within Do: a restored machine starts the program again with the
+// RAM of the captured machine, which may have been stopped between any two calls of Do.
 type Guest func(ctx context.Context, c *Computer)
 
 // Computer is a machine as its guest sees it. Its methods are safe for concurrent use.
 type Computer struct{ c *computer }
 
-// Do calls fn with the RAM. It waits while the machine is paused, and one call runs at a time; fn must be short and wait for
-// nothing, because a pause waits for it. After the machine has ended it is an error.
+// Do calls fn with the RAM. It waits while the machine is paused, and only one call runs at a time. fn must be short
+// and must not wait, because a pause waits for it. It returns an error after the machine has ended.
 func (g *Computer) Do(fn func(ram []byte)) error { return g.c.do(fn) }
 
-// Uptime is how long the machine and its ancestors have run, pauses left out. Call it within Do.
+// Uptime returns how long the machine and its ancestors have run, without pauses. Call it within Do.
 func (g *Computer) Uptime() time.Duration { return g.c.cpu.Uptime() }
 
-// Accept waits for the next connection from the host. One that is served at a time is what a serial port does.
+// Accept waits for the next connection from the host. A guest that serves one connection at a time behaves like a
+// serial port.
 func (g *Computer) Accept(ctx context.Context) (net.Conn, error) { return g.c.accept(ctx) }
 
 // Print writes to the console.
@@ -41,11 +42,11 @@ func (g *Computer) Print(b []byte) { _, _ = g.c.console.Write(b) } // never fail
 // Disks are the machine's disks.
 func (g *Computer) Disks() []*Disk { return g.c.disks }
 
-// PowerOff ends the machine, soon. It returns at once, also within Do.
+// PowerOff ends the machine soon. It returns at once, also within Do.
 func (g *Computer) PowerOff() { go g.c.end(vmm.Exit{Status: "exit status 0"}) }
 
-// Reach is where a fault can be armed for the guest. It returns the kind of a fault that the guest itself must show, Fail or
-// Lie, or else nothing. Hang and Die are done here. It must not be called within Do.
+// Reach is a place where a fault can be armed for the guest. It returns the kind of a fault that the guest itself must
+// show, Fail or Lie, or else nothing. It handles Hang and Die itself. It must not be called within Do.
 func (g *Computer) Reach(ctx context.Context, step Step) (Kind, error) {
 	f, ok := g.c.driver.strike(step, g.c.id)
 	if !ok {
@@ -85,7 +86,7 @@ func newDisk(d vmm.Disk) (*Disk, error) {
 	return &Disk{file: os.NewFile(uintptr(fd), d.File.Name()), readOnly: d.ReadOnly}, nil
 }
 
-// ReadAt reads the disk; behind its written part there are zeros.
+// ReadAt reads the disk; after its written part there are zeros.
 func (d *Disk) ReadAt(b []byte, off int64) (int, error) {
 	n, err := d.file.ReadAt(b, off)
 	if errors.Is(err, io.EOF) {

@@ -50,7 +50,7 @@ func (m *machine) gone(verb string) error {
 	}
 }
 
-// step runs fn if the machine is in one of the states, and then sets the next; "" keeps it.
+// step runs fn if the machine is in one of the states from, and then sets the state to; "" keeps the state.
 func (m *machine) step(ctx context.Context, step Step, from []state, to state, fn func() error) error {
 	verb := string(step)
 	if err := m.gone(verb); err != nil {
@@ -146,7 +146,7 @@ func (m *machine) Restore(ctx context.Context, spec vmm.RestoreSpec) error {
 	})
 }
 
-// inject holds off the unmapping of the RAM: what is mapped there next would be written to.
+// inject prevents that RAM is unmapped meanwhile: otherwise it would write to the next mapping at that place.
 func (m *machine) inject(ctx context.Context, inject vmm.Injector) error {
 	if err := m.driver.reach(ctx, StepInject, m.id, m.computer); err != nil || inject == nil {
 		return err
@@ -202,7 +202,7 @@ func (m *machine) Kill(ctx context.Context) error {
 		return nil
 	default:
 	}
-	// A caller that has given up gets its machine killed nevertheless.
+	// If the caller has given up, its machine is killed all the same.
 	if err := m.driver.reach(context.WithoutCancel(ctx), StepKill, m.id, m.computer); err != nil && !errors.Is(err, vmm.ErrGone) {
 		return fmt.Errorf("kill: %w", err)
 	}
@@ -215,7 +215,7 @@ func (m *machine) Kill(ctx context.Context) error {
 	}
 }
 
-// deviceState is all that a fake machine has besides memory and disks.
+// deviceState is the state of a fake machine besides memory and disks.
 type deviceState struct {
 	Uptime time.Duration `json:"uptime_ns"`
 }

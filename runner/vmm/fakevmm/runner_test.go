@@ -78,7 +78,7 @@ func TestRunner(t *testing.T) {
 	}
 	fork(t, r, captured.ID, 8)
 
-	// What is not resealed whole is destroyed.
+	// A fork that is not completely resealed is destroyed.
 	driver.Arm(fakevmm.Fault{Step: fakevmm.ResealStep(guestapi.StepMachineID), Kind: fakevmm.Lie, Times: 1})
 	before := driver.Machines()
 	out, err := r.Fork(t.Context(), runnerapi.Fork{CheckpointID: captured.ID, Children: []runnerapi.Child{child(1)}})

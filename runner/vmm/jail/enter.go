@@ -7,11 +7,11 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Own are the namespaces that a process is started with besides those of Enter.
+// Own are the namespaces of a new process in addition to those of Enter.
 const Own = unix.CLONE_NEWPID
 
-// Enter moves the calling thread into a copy of the jail, and into IPC, host name and cgroup namespaces of its own. The thread is
-// changed for good: what it starts next is in the jail. The process still needs Complete.
+// Enter moves the calling thread into a copy of the jail, and into its own IPC, host name and cgroup namespaces. The
+// thread is changed permanently: processes that it starts are in the jail. Such a process still needs Complete.
 func (j *Jail) Enter() error {
 	if err := unix.Unshare(unix.CLONE_FS); err != nil { // other threads keep their root and working directory
 		return fmt.Errorf("leave the process's root directory: %w", err)
@@ -20,7 +20,7 @@ func (j *Jail) Enter() error {
 		return fmt.Errorf("enter the jail: %w", err)
 	}
 	if err := unix.Unshare(unix.CLONE_NEWNS | unix.CLONE_NEWIPC | unix.CLONE_NEWUTS | unix.CLONE_NEWCGROUP); err != nil {
-		return fmt.Errorf("make namespaces of its own: %w", err)
+		return fmt.Errorf("make its own namespaces: %w", err)
 	}
 	if err := unix.Sethostname([]byte(hostname)); err != nil {
 		return fmt.Errorf("set a host name: %w", err)
@@ -28,17 +28,17 @@ func (j *Jail) Enter() error {
 	return nil
 }
 
-// Complete shows a process its own directory of /proc, and only that, as /proc/self: by it the process opens again what it
-// has inherited. The calling thread has entered the jail and has started the process, which must not have run yet. The
-// process is held by ptrace, as SysProcAttr.Ptrace of its start says, and goes on when Complete succeeds. After an error the caller
-// ends it.
+// Complete shows a process its own directory of /proc, and nothing else of /proc, as /proc/self: the process needs it
+// to open its inherited files again. The calling thread has entered the jail and started the process, which must not
+// have run yet. ptrace holds the process (SysProcAttr.Ptrace at its start), and it goes on when Complete succeeds.
+// After an error, the caller must end it.
 func Complete(pid int, prepare func() error) error {
 	var status unix.WaitStatus
 	if _, err := wait(pid, &status); err != nil {
 		return fmt.Errorf("wait for the program to be loaded: %w", err)
 	}
 	if !status.Stopped() {
-		return fmt.Errorf("the program has ended before it began, with status %#x", int(status))
+		return fmt.Errorf("the program ended before it began, with status %#x", int(status))
 	}
 	if err := unix.PtraceSetOptions(pid, unix.PTRACE_O_EXITKILL); err != nil { // if this thread dies, so does the process
 		return fmt.Errorf("hold the program: %w", err)
@@ -64,7 +64,7 @@ func wait(pid int, status *unix.WaitStatus) (int, error) {
 	}
 }
 
-// showProc binds the process's directory of the host's /proc, which another thread sees, on the jail's.
+// showProc binds the process's directory of the host's /proc, which another thread sees, over the jail's.
 func showProc(pid int) error {
 	tree, err := outside(fmt.Sprintf("/proc/%d", pid))
 	if err != nil {
@@ -80,7 +80,7 @@ func showProc(pid int) error {
 	return nil
 }
 
-// outside returns a mount of a path of the host, which belongs to no namespace yet. The calling thread may be in a jail.
+// outside returns a detached mount of a path of the host. The calling thread may be in a jail.
 func outside(path string) (*os.File, error) {
 	type result struct {
 		tree *os.File
@@ -95,9 +95,9 @@ func outside(path string) (*os.File, error) {
 	return r.tree, r.err
 }
 
-// Detached returns a directory as the root of a mount of its own, which ends with the last copy of the descriptor. Whoever has
-// it reaches what is below the directory and nothing above it: a plain descriptor of a directory of the host would lead out of
-// any jail by "..".
+// Detached returns a directory as the root of its own mount, which ends with the last copy of the descriptor. A holder
+// of the descriptor reaches everything below the directory and nothing above it. With a plain descriptor of a host
+// directory, ".." would lead out of any jail.
 func Detached(path string) (*os.File, error) {
 	fd, err := unix.OpenTree(unix.AT_FDCWD, path, unix.OPEN_TREE_CLONE|unix.OPEN_TREE_CLOEXEC)
 	if err != nil {

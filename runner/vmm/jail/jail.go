@@ -21,8 +21,8 @@ import (
 	"github.com/coppice-dev/coppice/internal/osthread"
 )
 
-// Config lists the files of the process. Each path is the same inside as outside. A path that is a symbolic link becomes the file
-// that the link leads to.
+// Config lists the files of the process. Each path is the same inside as outside. A symbolic link becomes the file to
+// which it leads.
 type Config struct {
 	Program string   // absolute path; its loader and shared libraries come with it
 	Modules []string // shared objects that the program loads by itself; their libraries come with them
@@ -38,7 +38,7 @@ type Jail struct {
 // hostname is the name of the host inside the jail.
 const hostname = "vmm"
 
-// ownProc is where the process finds its own directory of /proc, and nothing else of /proc.
+// ownProc is where the process finds its own directory of /proc. Nothing else of /proc is there.
 const ownProc = "/proc/self"
 
 // The flags of the mounts inside.
@@ -61,7 +61,7 @@ func New(ctx context.Context, cfg Config) (*Jail, error) {
 		return nil, fmt.Errorf("find what %s needs: %w", cfg.Program, err)
 	}
 	j := &Jail{}
-	if err := osthread.Do(func() (err error) { // the thread's namespace is changed for good
+	if err := osthread.Do(func() (err error) { // the thread's namespace is changed permanently
 		j.mounts, err = build(binds)
 		return err
 	}); err != nil {
@@ -103,7 +103,8 @@ func bindsOf(ctx context.Context, cfg Config) ([]bind, error) {
 	return slices.CompactFunc(list, func(a, b bind) bool { return a.path == b.path }), nil
 }
 
-// stage is a directory of every host that the new root is built on, in the thread's own copy of the host's mounts.
+// stage is a directory that exists on every host. The new root is built on it, in the thread's own copy of the host's
+// mounts.
 const stage = "/dev"
 
 // build returns a mount namespace with the binds and nothing else. The calling thread ends up in it.
@@ -128,7 +129,8 @@ func build(binds []bind) (_ *os.File, err error) {
 
 // fill puts the binds on the stage, in the calling thread's copy of the host's mounts.
 func fill(binds []bind) error {
-	// Slave: an unmount on the host reaches this copy until the copy is gone, and no mount of this copy reaches the host.
+	// Slave mounts: an unmount on the host also happens in this copy while it exists, and no mount of this copy reaches
+	// the host.
 	if err := unix.Mount("", "/", "", unix.MS_REC|unix.MS_SLAVE, ""); err != nil {
 		return fmt.Errorf("cut off the host's mounts: %w", err)
 	}
@@ -186,12 +188,12 @@ func place(source *os.File, b bind) error {
 	return unix.Mount("", target, "", unix.MS_REMOUNT|unix.MS_BIND|b.flags, "")
 }
 
-// pivotRoot is unix.PivotRoot but in a test.
+// pivotRoot is unix.PivotRoot, except in a test.
 var pivotRoot = unix.PivotRoot
 
-// pivot makes the stage the root, read-only, and forgets everything else. The seccomp filters of container engines forbid
-// pivot_root; there the stage is moved over the root. What is below it then stays mounted, and nothing in the jail reaches it: that
-// takes CAP_SYS_CHROOT or CAP_SYS_ADMIN, which no VMM has.
+// pivot makes the stage the root, read-only, and drops everything else. The seccomp filters of container engines forbid
+// pivot_root; there the stage is moved over the root. The mounts below it then stay, and nothing in the jail can reach
+// them: that would need CAP_SYS_CHROOT or CAP_SYS_ADMIN, which no VMM has.
 func pivot() error {
 	if err := unix.Chdir(stage); err != nil {
 		return err
@@ -199,7 +201,7 @@ func pivot() error {
 	switch err := pivotRoot(".", "."); { // the old root is on top of the new one then
 	case err == nil:
 		if err := unix.Unmount(".", unix.MNT_DETACH); err != nil {
-			return fmt.Errorf("forget the host's mounts: %w", err)
+			return fmt.Errorf("unmount the host's mounts: %w", err)
 		}
 	case errors.Is(err, unix.EPERM) || errors.Is(err, unix.ENOSYS):
 		if err := unix.Mount(".", "/", "", unix.MS_MOVE, ""); err != nil {

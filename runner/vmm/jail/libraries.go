@@ -37,13 +37,13 @@ func Libraries(ctx context.Context, program string, modules []string) ([]string,
 	return list, nil
 }
 
-// interpreter is the program's dynamic loader, or "" for a static program.
+// interpreter returns the program's dynamic loader, or "" for a static program.
 func interpreter(program string) (string, error) {
 	f, err := elf.Open(program)
 	if err != nil {
 		var form *elf.FormatError
 		if errors.As(err, &form) || errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) {
-			return "", fmt.Errorf("%s is no ELF program: %w", program, err)
+			return "", fmt.Errorf("%s is not an ELF program: %w", program, err)
 		}
 		return "", err
 	}

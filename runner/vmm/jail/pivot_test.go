@@ -13,7 +13,7 @@ import (
 	"github.com/coppice-dev/coppice/internal/require"
 )
 
-// TestWithoutPivotRoot: where pivot_root is forbidden, as in containers, a jail has nothing else in it than elsewhere.
+// TestWithoutPivotRoot: where pivot_root is forbidden, as in containers, a jail contains the same as elsewhere.
 func TestWithoutPivotRoot(t *testing.T) { //nolint:paralleltest // it replaces pivot_root
 	require.Root(t)
 	has := func() []string {

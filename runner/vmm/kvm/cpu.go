@@ -11,8 +11,8 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// HostCPU names the CPU of this host as a guest sees it that is given all of it. Device state that was saved on one such host can
-// be loaded on another if the two names are equal.
+// HostCPU names the CPU of this host, as a guest sees it that gets all its features. Device state from one such host
+// can be loaded on another if the two names are equal.
 func HostCPU() (string, error) {
 	const path = "/proc/cpuinfo"
 	b, err := os.ReadFile(path)
@@ -21,13 +21,14 @@ func HostCPU() (string, error) {
 	}
 	cpu, err := parseCPU(string(b))
 	if err != nil {
-		return "", core.Wrapf(err, core.FailedPrecondition, core.CodeVMMFailed, "%s does not say what CPU this host has", path)
+		return "", core.Wrapf(err, core.FailedPrecondition, core.CodeVMMFailed, "%s does not name the CPU of this host", path)
 	}
 	return cpu, nil
 }
 
-// identity are the fields of /proc/cpuinfo that name a CPU, of x86 and of Arm, in the order in which they are written. The revision of
-// the microcode is none of them: a new one that takes an ability away or adds one shows in the flags, and no other matters to a guest.
+// identity are the fields of /proc/cpuinfo that name a CPU, on x86 and on Arm, in order. The revision of the microcode
+// is not included: a revision that removes or adds a feature shows in the flags, and other revisions do not matter to a
+// guest.
 var identity = []string{
 	"vendor_id", "cpu family", "model", "stepping",
 	"CPU implementer", "CPU architecture", "CPU variant", "CPU part", "CPU revision",
@@ -41,7 +42,7 @@ func parseCPU(cpuinfo string) (string, error) {
 		key, value, ok := strings.Cut(line, ":")
 		if key = strings.TrimSpace(key); !ok {
 			if len(fields) > 0 {
-				break // the blank line after a processor
+				break // the blank line after the first processor
 			}
 			continue
 		}

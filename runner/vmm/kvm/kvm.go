@@ -11,16 +11,17 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// Device is through what a VMM reaches KVM.
+// Device is the device through which a VMM uses KVM.
 const Device = "/dev/kvm"
 
-// getAPIVersion is KVM_GET_API_VERSION of linux/kvm.h, and apiVersion its one answer since Linux 2.6.22.
+// getAPIVersion is KVM_GET_API_VERSION of linux/kvm.h, and apiVersion its only answer since Linux 2.6.22.
 const (
 	getAPIVersion = 0xae00
 	apiVersion    = 12
 )
 
-// Open opens the device and closes it again, to see whether this process can and KVM answers. Its error is for people.
+// Open opens the device and closes it again, to check that this process may open it and that KVM answers. Its error is
+// for people.
 func Open(device string) error {
 	fd, err := unix.Open(device, unix.O_RDWR|unix.O_CLOEXEC, 0)
 	if err != nil {
@@ -29,16 +30,16 @@ func Open(device string) error {
 	defer func() { _ = unix.Close(fd) }() // nothing was written
 	version, err := unix.IoctlRetInt(fd, getAPIVersion)
 	if err != nil {
-		return fmt.Errorf("%s is not KVM's: %w", device, err)
+		return fmt.Errorf("%s is not the device of KVM: %w", device, err)
 	}
 	if version != apiVersion {
-		return fmt.Errorf("%s speaks version %d of KVM's interface, not %d", device, version, apiVersion)
+		return fmt.Errorf("%s has version %d of KVM's interface, not %d", device, version, apiVersion)
 	}
 	return nil
 }
 
-// Group returns the group through which an unprivileged VMM opens the device; none where everybody may. The root group is
-// never given away: it opens much more.
+// Group returns the group with which an unprivileged VMM can open the device; none if everybody may open it. It never
+// returns the root group, which opens much more.
 func Group(device string) ([]uint32, error) {
 	var st unix.Stat_t
 	if err := unix.Stat(device, &st); err != nil {
@@ -52,5 +53,5 @@ func Group(device string) ([]uint32, error) {
 		return []uint32{st.Gid}, nil
 	}
 	return nil, core.Errorf(core.FailedPrecondition, core.CodeVMMFailed,
-		"%s is for root only, and VMs run as users of their own; cure: groupadd -f kvm && chgrp kvm %[1]s && chmod 0660 %[1]s", device)
+		"only root can open %s, and each VM runs as its own user; cure: groupadd -f kvm && chgrp kvm %[1]s && chmod 0660 %[1]s", device)
 }

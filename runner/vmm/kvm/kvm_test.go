@@ -18,8 +18,8 @@ func TestOpen(t *testing.T) {
 	}
 	for path, want := range map[string]string{
 		"/no/such/device": "/no/such/device cannot be opened: no such file or directory",
-		file:              file + " is not KVM's: inappropriate ioctl for device",
-		"/dev/null":       "/dev/null is not KVM's: inappropriate ioctl for device",
+		file:              file + " is not the device of KVM: inappropriate ioctl for device",
+		"/dev/null":       "/dev/null is not the device of KVM: inappropriate ioctl for device",
 	} {
 		if err := Open(path); err == nil || err.Error() != want {
 			t.Errorf("%s: got %v, want %q", path, err, want)

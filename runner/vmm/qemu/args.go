@@ -11,10 +11,10 @@ import (
 // AgentPort is the name of the virtio-serial port that the guest agent listens on.
 const AgentPort = "coppice.agent"
 
-// agentChardev is what QEMU calls the host's end of it.
+// agentChardev is QEMU's name of the host's end of that port.
 const agentChardev = "agent"
 
-// descriptors are the numbers that the VMM's inherited files have in its process. 0 stands for a file that it does not get.
+// descriptors are the numbers of the VMM's inherited files in its process. 0 stands for a file that it does not get.
 type descriptors struct {
 	monitor, agent, console int // listening unix sockets
 	base, kernel, initrd    int
@@ -22,7 +22,7 @@ type descriptors struct {
 	tap                     int
 }
 
-// profile is what a version of QEMU and the accelerator decide of the command line.
+// profile is the part of the command line that depends on the version of QEMU and on the accelerator.
 type profile struct {
 	machineType  string
 	accelerator  string
@@ -39,8 +39,8 @@ const (
 	tcgKernel = "mitigations=off"
 )
 
-// arguments is the command line of a machine. It is a pure function, and the same for every machine of one shape, so that
-// the device state of one can be loaded by another: nothing in it names a sandbox but -name.
+// arguments returns the command line of a machine. It is a pure function, and equal for all machines of one shape, so
+// that one machine can load the device state of another: nothing in it names a sandbox, except -name.
 func arguments(p profile, s vmm.Spec, fd descriptors) []string {
 	accel, cpu, kernel := acceleratorArguments(p)
 	ram := fmt.Sprintf("memory-backend-file,id=ram,size=%dM,mem-path=/proc/self/fd/%d,share=off", s.MemoryMiB, fd.base)
@@ -66,7 +66,7 @@ func arguments(p profile, s vmm.Spec, fd descriptors) []string {
 		a = append(a,
 			"-add-fd", fmt.Sprintf("fd=%d,set=%d", fd.disks[i], i+1),
 			"-blockdev", fmt.Sprintf("driver=file,node-name=disk%d,filename=/dev/fdset/%d,read-only=%s,discard=unmap,locking=off,cache.no-flush=on", i, i+1, onOff(d.ReadOnly)),
-			// By default a full host disk stops the machine, and nothing tells why: a guest can deal with an I/O error.
+			// By default, a full host disk stops the machine without any report; a guest can handle an I/O error.
 			"-device", fmt.Sprintf("virtio-blk-pci,drive=disk%d,serial=%s,disable-legacy=on,werror=report,rerror=report", i, d.Serial))
 	}
 	if fd.tap != 0 {
@@ -75,19 +75,20 @@ func arguments(p profile, s vmm.Spec, fd descriptors) []string {
 			"-device", fmt.Sprintf("virtio-net-pci,netdev=net,mac=%s,romfile=,disable-legacy=on", s.MAC))
 	}
 	if s.Restore {
-		// The kernel has been in the guest's memory since the cold boot; leaving it out saves reading it and 30 MiB.
+		// The kernel has been in the guest's memory since the cold boot. Leaving it out here saves reading it, and 30
+		// MiB.
 		return append(a, "-S", "-incoming", "defer")
 	}
 	return append(a, "-S", "-kernel", fmt.Sprintf("/proc/self/fd/%d", fd.kernel),
 		"-initrd", fmt.Sprintf("/proc/self/fd/%d", fd.initrd), "-append", strings.TrimSpace(s.CommandLine+kernel))
 }
 
-// nameOf is the name of a machine, for people and for Reap.
+// nameOf returns the name of a machine, for people and for Reap.
 func nameOf(cluster string, id core.SandboxID) string {
 	return fmt.Sprintf("coppice-%s-%s", cluster, id)
 }
 
-// sandbox forbids QEMU the system calls that only what is not used here needs.
+// sandbox forbids the system calls that QEMU needs only for features that are not used here.
 const sandbox = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"
 
 // acceleratorArguments are -accel, -cpu and what the kernel is told besides.

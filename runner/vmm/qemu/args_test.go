@@ -14,8 +14,8 @@ import (
 
 var update = flag.Bool("update", false, "write the golden files anew")
 
-// TestArguments compares command lines with golden files: what is in one decides whether the device state of another machine
-// can be loaded.
+// TestArguments compares command lines with golden files: a machine can load the device state of another one only if
+// their command lines agree.
 func TestArguments(t *testing.T) {
 	t.Parallel()
 	spec := vmm.Spec{
@@ -51,7 +51,7 @@ func TestArguments(t *testing.T) {
 	}
 }
 
-// TestArgumentsAreOfTheShape wants two machines of one shape to differ in nothing but their names.
+// TestArgumentsAreOfTheShape: two machines of one shape differ only in their names.
 func TestArgumentsAreOfTheShape(t *testing.T) {
 	t.Parallel()
 	p := profile{machineType: "pc-i440fx-7.2", accelerator: acceleratorTCG}

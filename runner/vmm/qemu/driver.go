@@ -1,8 +1,9 @@
 // Package qemu drives QEMU, under TCG or KVM, by the contract of package vmm.
 //
-// Two properties of QEMU carry the design. A memory-backend-file with share=off maps the base privately, so the kernel tracks
-// what was written. And xen-save-devices-state, despite its name, writes the state of every device and vCPU and nothing else, on
-// every accelerator; the same bytes are accepted by an incoming migration. So RAM never passes through QEMU.
+// The design uses two properties of QEMU. A memory-backend-file with share=off maps the base privately, so the kernel
+// tracks what was written. And xen-save-devices-state, despite its name, writes the state of every device and vCPU and
+// nothing else, on every accelerator; the same bytes are accepted by an incoming migration. So RAM never passes through
+// QEMU.
 package qemu
 
 import (
@@ -47,7 +48,7 @@ type Driver struct {
 
 var _ vmm.Driver = (*Driver)(nil)
 
-// installation is what was learnt of the QEMU binary.
+// installation is what was found out about the QEMU binary.
 type installation struct {
 	path         string
 	major, minor int
@@ -56,7 +57,7 @@ type installation struct {
 	walls *jail.Jail // guarded by Driver.mu; nil until a machine is started
 }
 
-// New makes a driver. It does not look at the host yet: Fingerprint does.
+// New makes a driver. It does not check the host yet; Fingerprint does.
 func New(cfg Config) *Driver {
 	if cfg.Accelerator == "" {
 		cfg.Accelerator = acceleratorTCG
@@ -66,7 +67,7 @@ func New(cfg Config) *Driver {
 
 var versionForm = regexp.MustCompile(`QEMU emulator version (\d+)\.(\d+)\.(\d+)`)
 
-// oldest is the first QEMU that everything here was measured on.
+// oldest is the first version of QEMU with which everything here was measured.
 const oldestMajor, oldestMinor = 7, 2
 
 func (d *Driver) installation(ctx context.Context) (*installation, error) {
@@ -93,7 +94,7 @@ func (d *Driver) installation(ctx context.Context) (*installation, error) {
 	}
 	m := versionForm.FindStringSubmatch(string(out))
 	if m == nil {
-		return nil, core.Errorf(core.FailedPrecondition, core.CodeVMMFailed, "%s does not say a version that is known: %q", path, core.Clip(string(out)))
+		return nil, core.Errorf(core.FailedPrecondition, core.CodeVMMFailed, "%s does not print a known form of a version: %q", path, core.Clip(string(out)))
 	}
 	in := &installation{path: path, version: strings.Join(m[1:4], ".")}
 	in.major, _ = strconv.Atoi(m[1]) // the expression matched digits
@@ -105,7 +106,8 @@ func (d *Driver) installation(ctx context.Context) (*installation, error) {
 	return in, nil
 }
 
-// Find finds the binary, by its path or, where that is empty, on the PATH, and returns its version. It fails where it cannot be used.
+// Find finds the binary, by its path or, if that is empty, on the PATH, and returns its version. It fails if the binary
+// cannot be used.
 func Find(ctx context.Context, binary string) (path, version string, err error) {
 	in, err := New(Config{Binary: binary}).installation(ctx)
 	if err != nil {
@@ -139,7 +141,7 @@ func (d *Driver) Fingerprint(ctx context.Context) (vmm.Fingerprint, error) {
 	return fp, nil
 }
 
-// Capabilities implements vmm.Driver. It is right once Fingerprint has succeeded.
+// Capabilities implements vmm.Driver. Its answer is valid after Fingerprint has succeeded.
 func (d *Driver) Capabilities() vmm.Capabilities {
 	d.mu.Lock()
 	defer d.mu.Unlock()

@@ -48,8 +48,8 @@ func TestVersion(t *testing.T) {
 		{"QEMU emulator version 6.2.0", "", "", false, "needs 7.2 or later"},
 		{"QEMU emulator version 7.1.99", "", "", false, "needs 7.2 or later"},
 		{"QEMU emulator version 2.11.1", "", "", false, "needs 7.2 or later"},
-		{"qemu-img version 7.2.0", "", "", false, "does not say a version"},
-		{"", "", "", false, "does not say a version"},
+		{"qemu-img version 7.2.0", "", "", false, "does not print a known form of a version"},
+		{"", "", "", false, "does not print a known form of a version"},
 		{"\x1b[31mQEMU emulator version x.y.z", "", "", false, `"?[31mQEMU`},
 	} {
 		d := New(Config{Binary: program(t, fmt.Sprintf("cat <<'EOT'\n%s\nCopyright\nEOT\n", c.says))})
@@ -84,7 +84,7 @@ func TestNoQEMU(t *testing.T) {
 	}
 }
 
-// TestVersionIsAskedAgain wants a failure not to be remembered: the cure may have been followed.
+// TestVersionIsAskedAgain: a failure is not remembered, because somebody may have fixed it.
 func TestVersionIsAskedAgain(t *testing.T) {
 	t.Parallel()
 	path := program(t, "exit 1")

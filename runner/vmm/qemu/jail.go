@@ -13,12 +13,12 @@ import (
 	"github.com/coppice-dev/coppice/runner/vmm/kvm"
 )
 
-// firmware are the files that a machine of ours loads from QEMU's data directories: the BIOS, the ROM that patches it for KVM and
-// TCG, and the one that starts a kernel.
+// firmware are the files that our machines load from QEMU's data directories: the BIOS, the ROM that patches it for KVM
+// and TCG, and the ROM that starts a kernel.
 var firmware = []string{"bios-256k.bin", "kvmvapic.bin", "linuxboot_dma.bin", "linuxboot.bin"}
 
-// jail returns the file system of this QEMU's machines, which is built once. It is nil for a runner that is not root, which can
-// neither build one nor give a machine a user of its own.
+// jail returns the file system of this QEMU's machines, which is built once. It is nil for a runner that is not root,
+// which can neither build one nor give a machine its own user.
 func (d *Driver) jail(ctx context.Context, in *installation) (*jail.Jail, error) {
 	if os.Geteuid() != 0 {
 		return nil, nil //nolint:nilnil // see above
@@ -45,7 +45,8 @@ func (d *Driver) jail(ctx context.Context, in *installation) (*jail.Jail, error)
 	return in.walls, nil
 }
 
-// modules are the parts of QEMU that a build such as Debian's loads when it starts a machine: the accelerator.
+// modules are the shared objects that a modular build of QEMU, such as Debian's, loads when it starts a machine: the
+// accelerator.
 func modules(program, accelerator string) []string {
 	arch := strings.TrimPrefix(filepath.Base(program), "qemu-system-")
 	prefix := filepath.Dir(filepath.Dir(program))
@@ -59,7 +60,7 @@ func modules(program, accelerator string) []string {
 	return found
 }
 
-// firmwareOf finds the firmware in the directories that QEMU says it looks into, in their order.
+// firmwareOf finds the firmware in the directories that QEMU searches, in their order.
 func firmwareOf(ctx context.Context, program string) ([]string, error) {
 	out, err := exec.CommandContext(ctx, program, "-L", "help").Output()
 	if err != nil {

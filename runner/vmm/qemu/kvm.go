@@ -15,8 +15,8 @@ func ProbeKVM(ctx context.Context, kernel, initrd string, timeout time.Duration)
 	return New(Config{}).ProbeKVM(ctx, kernel, initrd, timeout)
 }
 
-// ProbeKVM boots a guest kernel and initrd, given as paths, under KVM, because a device node proves nothing. why is for people,
-// in both cases. It takes at most the timeout, and leaves no process.
+// ProbeKVM boots a guest kernel and initrd, given as paths, under KVM, because a device node proves nothing. why
+// explains the result to people in both cases. It takes at most the timeout, and leaves no process.
 func (d *Driver) ProbeKVM(ctx context.Context, kernel, initrd string, timeout time.Duration) (ok bool, why string) {
 	if err := kvm.Open(kvm.Device); err != nil {
 		return false, err.Error()
@@ -26,7 +26,7 @@ func (d *Driver) ProbeKVM(ctx context.Context, kernel, initrd string, timeout ti
 		return false, err.Error()
 	}
 	why = fmt.Sprintf("a guest kernel booted under it in %s", time.Since(start).Round(time.Millisecond))
-	if os.Geteuid() == 0 { // the machines themselves run as users of their own
+	if os.Geteuid() == 0 { // the machines themselves run as their own users
 		if _, err := kvm.Group(kvm.Device); err != nil {
 			return false, why + ", but " + err.Error()
 		}
@@ -34,7 +34,7 @@ func (d *Driver) ProbeKVM(ctx context.Context, kernel, initrd string, timeout ti
 	return true, why
 }
 
-// probe boots a machine that is to power off by itself. Its error is for people.
+// probe boots a machine that must power off by itself. Its error is for people.
 func (d *Driver) probe(ctx context.Context, accelerator, kernel, initrd string, timeout time.Duration) error {
 	in, err := d.installation(ctx)
 	if err != nil {

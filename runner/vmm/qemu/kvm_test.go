@@ -12,7 +12,7 @@ import (
 	"github.com/coppice-dev/coppice/runner/vmm/vmmproc"
 )
 
-// ownCopy copies a file, so that the processes of this test can be told by its path.
+// ownCopy copies a file, so that the processes of this test can be recognized by its path.
 func ownCopy(t *testing.T, path string) string {
 	t.Helper()
 	b, err := os.ReadFile(path)
@@ -66,7 +66,7 @@ func TestProbe(t *testing.T) {
 	}
 }
 
-// TestProbeFakes has programs that do what a QEMU under a broken KVM may do.
+// TestProbeFakes uses programs that behave like a QEMU under a broken KVM.
 func TestProbeFakes(t *testing.T) {
 	t.Parallel()
 	const version = `[ "$1" = --version ] && { echo QEMU emulator version 8.2.1; exit; }` + "\n"
@@ -106,8 +106,8 @@ func TestProbeFakes(t *testing.T) {
 	}
 }
 
-// TestProbeKVM probes what this machine has. Whatever that is, the answer comes in time, with a reason, and nothing is left. With
-// COPPICE_ACCELERATOR=kvm it must be yes.
+// TestProbeKVM probes this machine. Whatever it has, the answer comes in time, with a reason, and nothing is left. With
+// COPPICE_ACCELERATOR=kvm the answer must be yes.
 func TestProbeKVM(t *testing.T) {
 	t.Parallel()
 	real(t)

@@ -22,11 +22,11 @@ import (
 type machine struct {
 	*vmmproc.Machine
 
-	dialing chan struct{} // of one: held by whoever connects to the monitor
+	dialing chan struct{} // of size 1; full while a goroutine connects to the monitor
 
-	mu     sync.Mutex // guards what follows
+	mu     sync.Mutex // guards the fields below
 	qmp    *qmp       // nil until the monitor has answered; see monitor
-	closed bool       // nobody connects any more
+	closed bool       // no further connections are made
 }
 
 var _ vmm.Machine = (*machine)(nil)
@@ -61,7 +61,7 @@ func reattach(ctx context.Context, proc *vmmproc.Process, h vmm.Handle) (_ *mach
 		return nil, err
 	}
 	go m.Watch()
-	go m.followLate() //nolint:gosec // it outlives the takeover, and ends with the machine
+	go m.followLate() //nolint:gosec // outlives the takeover, and ends with the machine
 	return m, nil
 }
 
@@ -81,8 +81,8 @@ func (m *machine) follow(ctx context.Context) error {
 	return nil
 }
 
-// followLate follows the console of a QEMU that was taken over, as soon as it has room for a connection. The end of a console is shown to
-// people; whether a machine is taken over does not depend on it.
+// followLate follows the console of an adopted QEMU, as soon as the console accepts a connection. The console's output
+// is only for people; the takeover does not depend on it.
 func (m *machine) followLate() {
 	ctx, cancel := context.WithCancel(context.Background())
 	defer cancel()
@@ -117,7 +117,7 @@ func dial(ctx context.Context, path string) (net.Conn, error) {
 	}
 }
 
-// monitor returns the connection to the monitor, and makes it first where there is none.
+// monitor returns the connection to the monitor, and makes it if there is none.
 func (m *machine) monitor(ctx context.Context) (*qmp, error) {
 	select {
 	case m.dialing <- struct{}{}:
@@ -156,7 +156,7 @@ func (m *machine) monitor(ctx context.Context) (*qmp, error) {
 	return q, nil
 }
 
-// disconnect closes the connection for good.
+// disconnect closes the connection permanently.
 func (m *machine) disconnect() {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -175,15 +175,16 @@ func (m *machine) execute(ctx context.Context, command string, arguments any, fi
 	return q.execute(ctx, command, arguments, files...)
 }
 
-// greet asks for the events that Restore waits for, for no announcements of the captured MAC after it, and for the state.
+// greet asks for the events that Restore waits for, switches off announcements of the captured MAC, and asks for the
+// state.
 func (m *machine) greet(ctx context.Context, q *qmp) error {
 	if _, err := q.execute(ctx, "migrate-set-capabilities", map[string]any{
 		"capabilities": []any{map[string]any{"capability": "events", "state": true}},
 	}); err != nil {
 		return err
 	}
-	// They come for half a second after the resume, from QEMU as RARP and from the guest, which is told to make ARP of its own:
-	// past the release of a fork that was resealed in less.
+	// The announcements last half a second after the resume: RARP from QEMU, and ARP from the guest on QEMU's request.
+	// That is longer than a fork may take until its release.
 	if _, err := q.execute(ctx, "migrate-set-parameters", map[string]any{"announce-rounds": 0}); err != nil {
 		return err
 	}
@@ -192,8 +193,8 @@ func (m *machine) greet(ctx context.Context, q *qmp) error {
 	return err
 }
 
-// ask asks QEMU for the state. Whatever stops the vCPUs (a full disk, an internal error) counts as a pause: only Resume tells
-// whether they can go on.
+// ask asks QEMU for the state. Everything that stops the vCPUs (a full disk, an internal error) counts as a pause: only
+// Resume finds out whether they can go on.
 func (m *machine) ask(ctx context.Context) (vmmproc.State, error) {
 	q, err := m.monitor(ctx)
 	if err != nil {
@@ -250,7 +251,7 @@ func (m *machine) Restore(ctx context.Context, spec vmm.RestoreSpec) error {
 }
 
 func (m *machine) restore(ctx context.Context, spec vmm.RestoreSpec) error {
-	if spec.Inject != nil { // virtio devices read their rings from memory while they load
+	if spec.Inject != nil { // virtio devices read their rings from memory during the load
 		r, err := m.Memory()
 		if err != nil {
 			return err
@@ -259,7 +260,7 @@ func (m *machine) restore(ctx context.Context, spec vmm.RestoreSpec) error {
 			return err
 		}
 	}
-	// QEMU reads from the offset of the open file, which the caller's descriptor shares with those of other restores.
+	// QEMU reads from the offset of the open file. The caller's descriptor would share its offset with other restores.
 	own, err := os.Open(fmt.Sprintf("/proc/self/fd/%d", spec.State.Fd()))
 	if err != nil {
 		return fmt.Errorf("open the device state: %w", err)
@@ -280,7 +281,7 @@ func (m *machine) restore(ctx context.Context, spec vmm.RestoreSpec) error {
 
 func (m *machine) SaveState(ctx context.Context, to *os.File) error {
 	return m.Step(ctx, "save device state of", []vmmproc.State{vmmproc.Paused}, vmmproc.Paused, func(ctx context.Context) error {
-		// QEMU matches the access mode of the descriptor, so it must be write-only.
+		// QEMU checks the access mode of the descriptor, so it must be write-only.
 		v, err := m.execute(ctx, "add-fd", nil, to)
 		if err != nil {
 			return err
@@ -322,10 +323,11 @@ func (m *machine) DialAgent(ctx context.Context) (net.Conn, error) {
 	return c, nil
 }
 
-// accepted waits until QEMU itself, and not only the kernel, has taken a connection to a paused machine's port. The port hears nothing of
-// connections during a pause: it goes on with the one that is there at the resume, and if there is none it still believes in the old one.
-// What the guest writes then fails, and a port that has failed holds back all output until its connection ends: the next one, which it
-// takes for the old one, stays unanswered (QEMU 7.2: virtconsole_enable_backend and flush_buf in hw/char/virtio-console.c).
+// accepted waits until QEMU itself, and not only the kernel, has accepted a connection to a paused machine's port. The
+// port does not notice connections during a pause: at the resume it uses the present connection, or, if there is none,
+// it still believes in the old one. Then the guest's next output fails, and a port that has failed holds back all
+// output until its connection ends. It takes the next connection for the old one, which therefore gets no answers (QEMU
+// 7.2: virtconsole_enable_backend and flush_buf in hw/char/virtio-console.c).
 func (m *machine) accepted(ctx context.Context) error {
 	if m.State() != vmmproc.Paused {
 		return nil

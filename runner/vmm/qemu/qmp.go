@@ -18,16 +18,17 @@ import (
 	"github.com/coppice-dev/coppice/runner/vmm/vmmproc"
 )
 
-// qmp is a client of QEMU's machine protocol: JSON, one value a line, over a unix socket that can carry descriptors.
-// QEMU runs one command at a time, in order. Each has an id, so that the answer to one that was given up is not taken for
-// that of the next. QEMU is trusted with the guest only: whatever it sends costs bounded memory and blocks nobody.
+// qmp is a client of QEMU's machine protocol: JSON, one value per line, over a unix socket that can carry descriptors.
+// QEMU runs one command at a time, in order. Each command has an id, so that the answer to an abandoned command is not
+// taken for the answer to the next. QEMU is trusted only with its guest: whatever it sends costs bounded memory and
+// blocks nobody.
 type qmp struct {
 	conn   *net.UnixConn
-	turn   chan struct{} // of one: held by whoever has a command under way
+	turn   chan struct{} // of size 1; full while a command is under way
 	events chan qmpEvent // the MIGRATION events; see deliver
-	ended  chan struct{} // closed when nothing more will come
+	ended  chan struct{} // closed when the connection has ended
 
-	mu      sync.Mutex // guards what follows
+	mu      sync.Mutex // guards the fields below
 	next    uint64     // id of the next command; 0 is the greeting
 	waiting *waiter    // for the answer to the command under way
 	err     error      // why the connection ended, once ended is closed
@@ -62,7 +63,7 @@ type qmpMessage struct {
 }
 
 const (
-	migrationEvent = "MIGRATION" // the only event that anyone waits for
+	migrationEvent = "MIGRATION" // the only event that is waited for
 	eventBacklog   = 16          // a migration has four
 	maxQMPLine     = 1 << 20
 )
@@ -89,7 +90,7 @@ func dialQMP(ctx context.Context, path string) (*qmp, error) {
 	return q, nil
 }
 
-// read ends when the connection does.
+// read reads messages until the connection ends.
 func (q *qmp) read() {
 	lines := bufio.NewScanner(q.conn)
 	lines.Buffer(make([]byte, 0, 4096), maxQMPLine)
@@ -97,7 +98,7 @@ func (q *qmp) read() {
 	for lines.Scan() {
 		var m qmpMessage
 		if json.Unmarshal(lines.Bytes(), &m) != nil {
-			err = fmt.Errorf("its monitor sent what is not understood: %q", core.Clip(lines.Text()))
+			err = fmt.Errorf("its monitor sent a line that cannot be read: %q", core.Clip(lines.Text()))
 			break
 		}
 		q.take(m)
@@ -112,7 +113,7 @@ func (q *qmp) read() {
 	q.close()
 }
 
-// take hands a message to whoever waits for it, or drops it.
+// take passes a message to its waiter, or drops it.
 func (q *qmp) take(m qmpMessage) {
 	switch {
 	case m.Event == migrationEvent:
@@ -132,12 +133,12 @@ func (q *qmp) answer(id uint64, r qmpReply) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	if q.waiting != nil && q.waiting.id == id {
-		q.waiting.reply <- r // there is room: it is the only one
+		q.waiting.reply <- r // there is room for the only answer
 		q.waiting = nil
 	}
 }
 
-// deliver drops the oldest event when nobody reads them: only the newest matter to whoever starts waiting.
+// deliver drops the oldest event when nobody reads events: only the newest matter to a later waiter.
 func (q *qmp) deliver(e qmpEvent) {
 	for {
 		select {
@@ -161,7 +162,7 @@ func (q *qmp) wait(ctx context.Context, w *waiter) (json.RawMessage, error) {
 		return nil, fmt.Errorf("wait for the monitor: %w", context.Cause(ctx))
 	}
 	select {
-	case r := <-w.reply: // it came just before the end
+	case r := <-w.reply: // it arrived just before the end
 		return r.value, r.err
 	default:
 		return nil, q.cause()
@@ -184,7 +185,8 @@ func (q *qmp) cause() error {
 	return q.err
 }
 
-// execute runs one command; files are passed with it as descriptors. When ctx ends first the command may still be carried out.
+// execute runs one command; files are passed with it as descriptors. If ctx ends first, the command may still be
+// executed.
 func (q *qmp) execute(ctx context.Context, command string, arguments any, files ...*os.File) (json.RawMessage, error) {
 	select {
 	case q.turn <- struct{}{}:
@@ -242,13 +244,13 @@ func (q *qmp) send(ctx context.Context, command string, arguments any, files []*
 		err = errors.New("the monitor takes no commands")
 	}
 	if err != nil {
-		q.close() // half a command may be on its way
+		q.close() // a part of the command may have been sent
 		return nil, errors.Join(vmm.ErrGone, err)
 	}
 	return w, nil
 }
 
-// awaitMigration waits for the end of an incoming migration, which events report.
+// awaitMigration waits for the end of an incoming migration, which QEMU reports with events.
 func (q *qmp) awaitMigration(ctx context.Context) error {
 	for {
 		var e qmpEvent
@@ -258,7 +260,7 @@ func (q *qmp) awaitMigration(ctx context.Context) error {
 			return fmt.Errorf("wait for device state to load: %w", context.Cause(ctx))
 		case <-q.ended:
 			select {
-			case e = <-q.events: // it came just before the end
+			case e = <-q.events: // it arrived just before the end
 			default:
 				return fmt.Errorf("load device state: %w", q.cause())
 			}
@@ -267,7 +269,7 @@ func (q *qmp) awaitMigration(ctx context.Context) error {
 			Status string `json:"status"`
 		}
 		if err := json.Unmarshal(e.Data, &data); err != nil {
-			return fmt.Errorf("the monitor's report of the load is not understood: %w", err)
+			return fmt.Errorf("the monitor's report of the load cannot be read: %w", err)
 		}
 		switch data.Status {
 		case "completed":

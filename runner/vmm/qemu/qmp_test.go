@@ -29,7 +29,7 @@ type monitor struct {
 
 const greetingLine = `{"QMP": {"version": {"qemu": {"micro": 0, "minor": 2, "major": 7}}, "capabilities": ["oob"]}}`
 
-// dialMonitor runs script as the monitor and connects to it. negotiate says whether the script begins after the negotiation.
+// dialMonitor connects to a monitor that runs script. negotiate says that the negotiation is done before the script.
 func dialMonitor(t *testing.T, negotiate bool, script func(m *monitor)) (*qmp, error) {
 	t.Helper()
 	dir, err := os.MkdirTemp("", "qmp") //nolint:usetesting // t.TempDir is too long for the path of a unix socket
@@ -139,14 +139,14 @@ func TestQMPNegotiation(t *testing.T) {
 		want   string
 	}{
 		"closes at once": {func(m *monitor) { _ = m.conn.Close() }, "closed the connection"},
-		"speaks no JSON": {func(m *monitor) { m.say("220 mail.example.org ESMTP") }, "not understood"},
+		"speaks no JSON": {func(m *monitor) { m.say("220 mail.example.org ESMTP") }, "cannot be read"},
 		"says too much":  {func(m *monitor) { m.say("%s", strings.Repeat("x", maxQMPLine+10)) }, "connection broke"},
 		"refuses": {func(m *monitor) {
 			m.say(greetingLine)
 			m.say(`{"error": {"class": "GenericError", "desc": "no\u001b"}, "id": %d}`, m.command("qmp_capabilities").ID)
 		}, "refused: no? (GenericError)"},
 		"ends in the middle":   {func(m *monitor) { m.say(greetingLine); m.command("qmp_capabilities"); _ = m.conn.Close() }, "closed the connection"},
-		"sends the wrong type": {func(m *monitor) { m.say(`{"QMP": {}, "id": "three"}`) }, "not understood"},
+		"sends the wrong type": {func(m *monitor) { m.say(`{"QMP": {}, "id": "three"}`) }, "cannot be read"},
 	} {
 		if _, err := dialMonitor(t, false, c.script); err == nil || !strings.Contains(err.Error(), c.want) {
 			t.Errorf("a monitor that %s: got %v, want %q", name, err, c.want)
@@ -173,7 +173,7 @@ func TestQMPFlood(t *testing.T) {
 	t.Parallel()
 	q := connected(t, func(m *monitor) {
 		r := m.command("stop")
-		for i := range 4000 { // nobody waits for these
+		for i := range 4000 { // no caller waits for these
 			m.say(`{"event": "RTC_CHANGE", "data": {"offset": %d}, "timestamp": {"seconds": 1, "microseconds": 2}}`, i)
 			m.say(`{"event": "MIGRATION", "data": {"status": "setup"}}`)
 			m.say(`{"return": "of nothing"}`)
@@ -192,7 +192,7 @@ func TestQMPFlood(t *testing.T) {
 	}
 }
 
-// TestQMPGivenUp gives up a command; the answer to it must not be taken for that to the next one.
+// TestQMPGivenUp abandons a command; its answer must not be taken for the answer to the next one.
 func TestQMPGivenUp(t *testing.T) {
 	t.Parallel()
 	late := make(chan struct{})
@@ -217,7 +217,8 @@ func TestQMPGivenUp(t *testing.T) {
 	}
 }
 
-// TestQMPTurns has several callers at once: each gets the answer to its own command, and one that waits for its turn gives up.
+// TestQMPTurns has several callers at once: each gets the answer to its own command, and a caller that waits for its
+// turn can give up.
 func TestQMPTurns(t *testing.T) {
 	t.Parallel()
 	q := connected(t, func(m *monitor) { m.echo() })
@@ -266,7 +267,7 @@ func TestQMPEnds(t *testing.T) {
 	}
 }
 
-// TestQMPLastWords wants what came just before the end to count.
+// TestQMPLastWords: messages that arrive just before the end count.
 func TestQMPLastWords(t *testing.T) {
 	t.Parallel()
 	for range 20 {
@@ -295,7 +296,7 @@ func TestQMPMigration(t *testing.T) {
 		"completes":   {[]string{event("setup"), event("active"), event("completed")}, ""},
 		"fails":       {[]string{event("setup"), event("active"), event("failed")}, "could not load"},
 		"is given up": {[]string{event("cancelled")}, "could not load"},
-		"is strange":  {[]string{`{"event": "MIGRATION", "data": {"status": 7}}`}, "not understood"},
+		"is strange":  {[]string{`{"event": "MIGRATION", "data": {"status": 7}}`}, "cannot be read"},
 	} {
 		q := connected(t, func(m *monitor) {
 			for _, e := range c.events {

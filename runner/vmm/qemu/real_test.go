@@ -45,7 +45,7 @@ func real(t *testing.T) *Driver {
 	return d
 }
 
-// shortDir is a directory whose name leaves room for that of a socket.
+// shortDir is a directory with a short name, so that the path of a socket fits.
 func shortDir(t *testing.T) string {
 	t.Helper()
 	dir, err := os.MkdirTemp("", "qemu") //nolint:usetesting // t.TempDir is too long for the path of a unix socket
@@ -97,7 +97,7 @@ func kill(t *testing.T, m vmm.Machine) {
 	}
 }
 
-// processes returns those whose command line has the text.
+// processes returns the processes whose command line contains the text.
 func processes(t *testing.T, text string) []string {
 	t.Helper()
 	files, err := filepath.Glob("/proc/[0-9]*/cmdline")
@@ -145,7 +145,7 @@ func TestSpawnsLeakNothing(t *testing.T) { //nolint:paralleltest // it counts th
 			}
 		}
 	}
-	cycle(0) // what is opened once is open now
+	cycle(0) // descriptors that are opened only once are open now
 	before := count()
 	for i := range 50 {
 		cycle(i)
@@ -161,7 +161,7 @@ func TestSpawnsLeakNothing(t *testing.T) { //nolint:paralleltest // it counts th
 	}
 }
 
-// TestConfined looks at a QEMU from outside: what it may do, where it is, and what it can open.
+// TestConfined checks a QEMU from outside: its rights, its namespaces, and the files that it can open.
 func TestConfined(t *testing.T) {
 	t.Parallel()
 	require.Root(t)
@@ -230,7 +230,8 @@ func TestConfined(t *testing.T) {
 	})
 }
 
-// checkAdvice: a VMM's mapping of its base is not of huge pages, for which the kernel would read megabytes around each page.
+// checkAdvice: a VMM's mapping of its base does not use huge pages. With them, the kernel would read megabytes around
+// each page.
 func checkAdvice(t *testing.T, pid int, base *os.File) {
 	t.Helper()
 	info, err := base.Stat()
@@ -263,7 +264,7 @@ func checkAdvice(t *testing.T, pid int, base *os.File) {
 
 // openAs opens a path with the user of a VMM.
 func openAs(path string, uid int) error {
-	return osthread.Do(func() error { // the thread's user is changed for good
+	return osthread.Do(func() error { // the thread's user is changed permanently
 		for _, call := range []struct{ number, id uintptr }{{unix.SYS_SETRESGID, uintptr(uid)}, {unix.SYS_SETRESUID, uintptr(uid)}} {
 			if _, _, errno := unix.RawSyscall(call.number, call.id, call.id, call.id); errno != 0 {
 				return errno
@@ -280,7 +281,7 @@ func openAs(path string, uid int) error {
 	})
 }
 
-// checkDescriptors wants a QEMU to have nothing open but what it needs: no directory, and no file by name.
+// checkDescriptors: a QEMU has only the descriptors open that it needs: no directory, and no file with a name.
 func checkDescriptors(t *testing.T, pid int) {
 	t.Helper()
 	links, err := filepath.Glob(fmt.Sprintf("/proc/%d/fd/*", pid))
@@ -302,7 +303,7 @@ func checkDescriptors(t *testing.T, pid int) {
 	}
 }
 
-// TestRefused wants what QEMU says about a command line it does not like to get to people.
+// TestRefused: people get QEMU's own message about a command line that it refuses.
 func TestRefused(t *testing.T) {
 	t.Parallel()
 	d := real(t)
@@ -348,10 +349,10 @@ func TestRefused(t *testing.T) {
 	}
 }
 
-// runnerVariable makes this test binary a runner that starts a machine as the variable says, and waits.
+// runnerVariable makes this test binary a runner that starts the machine in the variable, and waits.
 const runnerVariable = "QEMU_TEST_RUNNER"
 
-// standIn is what the stand-in runner is told.
+// standIn is the configuration of the stand-in runner.
 type standIn struct {
 	Binary, Dir                 string
 	Kernel, Initrd, CommandLine string

@@ -87,7 +87,7 @@ func (d *Driver) Recover(ctx context.Context, h vmm.Handle) (vmm.Machine, error)
 // End implements vmm.Driver.
 func (d *Driver) End(ctx context.Context, h vmm.Handle) error { return vmmproc.End(ctx, h) }
 
-// Reap implements vmm.Driver. What a QEMU is called is in its arguments, see arguments.
+// Reap implements vmm.Driver. A QEMU's name is in its arguments; see arguments.
 func (d *Driver) Reap(ctx context.Context, cluster string, keep []vmm.Handle) (int, error) {
 	return vmmproc.Reap(ctx, cluster, keep, func(args []string) bool { return isOf(cluster, args) })
 }
@@ -102,11 +102,11 @@ func isOf(cluster string, args []string) bool {
 	if !ok {
 		return false
 	}
-	_, err := core.ParseID[core.SandboxID](id) // and not of a cluster whose name begins like this one's
+	_, err := core.ParseID[core.SandboxID](id) // not of a cluster whose name only begins with this one's
 	return err == nil
 }
 
-// collect makes the machine's sockets and lists what the VMM inherits.
+// collect makes the machine's sockets and lists the files that the VMM inherits.
 func collect(in *vmmproc.Inherited, spec vmm.Spec) (d descriptors, err error) {
 	for _, s := range []struct {
 		to   *int

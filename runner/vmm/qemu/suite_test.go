@@ -9,13 +9,14 @@ import (
 	"github.com/coppice-dev/coppice/runner/vmm/vmmtest"
 )
 
-// binary is the QEMU to test: that on the PATH, or the one that COPPICE_QEMU names.
+// binary is the QEMU to test: the one on the PATH, or the one that COPPICE_QEMU names.
 func binary(t *testing.T) string {
 	t.Helper()
 	return testvm.QEMU(t, os.Getenv("COPPICE_QEMU"))
 }
 
-// accelerator is what to test it with: KVM where COPPICE_ACCELERATOR says so, which the test then demands, else emulation.
+// accelerator is the accelerator to test with: KVM if COPPICE_ACCELERATOR says so, and then KVM must work; otherwise
+// emulation.
 func accelerator() string { return os.Getenv("COPPICE_ACCELERATOR") }
 
 func TestConformance(t *testing.T) { //nolint:paralleltest // its machines take both CPUs

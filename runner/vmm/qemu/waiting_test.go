@@ -21,11 +21,11 @@ import (
 	"github.com/coppice-dev/coppice/runner/vmm"
 )
 
-// silentFile is a file of zeros that gives nothing while it is silent.
+// silentFile is a file of zeros that blocks its readers while it is silent.
 type silentFile struct {
 	fs.Inode
 
-	silent atomic.Pointer[chan struct{}] // closed when it speaks again
+	silent atomic.Pointer[chan struct{}] // closed when it answers again
 }
 
 var (
@@ -51,7 +51,7 @@ func (f *silentFile) Read(_ context.Context, _ fs.FileHandle, dest []byte, _ int
 	return fuse.ReadResultData(dest), 0
 }
 
-// silentRoot is a directory with one such file.
+// silentRoot is a directory with one silentFile.
 type silentRoot struct {
 	fs.Inode
 
@@ -62,8 +62,8 @@ func (r *silentRoot) OnAdd(ctx context.Context) {
 	r.AddChild("base", r.NewPersistentInode(ctx, r.file, fs.StableAttr{Mode: syscall.S_IFREG}), false)
 }
 
-// TestRecoverWaiting takes over a QEMU whose main thread waits for a page: it answers nothing until the page comes. A runner that took
-// it for dead, and killed it, waited for its end for as long as the page did not come.
+// TestRecoverWaiting adopts a QEMU whose main thread waits for a page: QEMU answers nothing until the page comes. An
+// earlier runner took such a QEMU for dead and killed it, and then had to wait for its end until the page came.
 func TestRecoverWaiting(t *testing.T) { //nolint:paralleltest // it waits until a QEMU is late
 	require.Root(t)
 	d, dir, root := real(t), shortDir(t), &silentRoot{file: &silentFile{}}

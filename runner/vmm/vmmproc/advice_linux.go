@@ -8,19 +8,20 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// What a filter reads of struct seccomp_data, on a little-endian machine.
+// The fields of struct seccomp_data that a filter reads, on a little-endian machine.
 const (
 	dataNumber = 0
 	dataArch   = 4
 	dataAdvice = 16 + 2*8 // the third argument's lower half
 )
 
-// archOf are the architectures that advice is ignored on, as the kernel calls them.
+// archOf are the architectures on which the advice is ignored, with their names for the kernel.
 var archOf = map[string]uint32{"amd64": unix.AUDIT_ARCH_X86_64, "arm64": unix.AUDIT_ARCH_AARCH64}
 
-// ignoreHugePages has the kernel answer this thread, and what it starts, that memory was advised to be of huge pages, and do nothing. QEMU gives that
-// advice of all of a guest's memory; of a mapped file it makes the kernel read 2 to 4 MiB around each page that is not here (docs/adr/0039-a-rehearsal.md).
-// It allows everything else: what a VMM may do is said elsewhere. It needs no_new_privs.
+// ignoreHugePages makes madvise for huge pages a no-op that succeeds, for this thread and the processes that it starts.
+// QEMU gives this advice for all of a guest's memory; for a mapped file, it makes the kernel read 2 to 4 MiB around
+// each missing page (docs/adr/0039-a-rehearsal.md). Everything else is allowed: other filters bound a VMM. It needs
+// no_new_privs.
 func ignoreHugePages() error {
 	arch, known := archOf[runtime.GOARCH]
 	if !known {
@@ -34,7 +35,7 @@ func ignoreHugePages() error {
 		{Code: equal, K: unix.SYS_MADVISE, Jf: 3},
 		{Code: load, K: dataAdvice},
 		{Code: equal, K: unix.MADV_HUGEPAGE, Jf: 1},
-		{Code: give, K: unix.SECCOMP_RET_ERRNO}, // of no error
+		{Code: give, K: unix.SECCOMP_RET_ERRNO}, // errno 0: success
 		{Code: give, K: unix.SECCOMP_RET_ALLOW},
 	}
 	program := unix.SockFprog{Len: uint16(len(filter)), Filter: &filter[0]}

@@ -8,13 +8,14 @@ import (
 	"github.com/coppice-dev/coppice/runner/vmm"
 )
 
-// Console keeps the tail of what a guest prints. A guest may print without end: the memory is bounded, and reading is paced so
-// that a flood costs little of the host; the VMM then makes the guest wait, or keeps only the end of what it prints.
+// Console keeps the end of what a guest prints. A guest may print without end. So the memory is bounded, and reading is
+// slowed down so that a flood costs the host little; the VMM then makes the guest wait, or keeps only the end of the
+// output.
 type Console struct {
 	*vmm.Tail
-	hurry chan struct{} // closed when the VMM has ended: what it left is read at once
+	hurry chan struct{} // closed when the VMM has ended: the rest is read at once
 
-	mu     sync.Mutex // guards what follows
+	mu     sync.Mutex // guards the fields below
 	conn   net.Conn   // nil until Follow, and after Close
 	closed bool
 	done   chan struct{} // closed when nothing more will come; nil until Follow
@@ -22,15 +23,15 @@ type Console struct {
 
 const (
 	consolePace  = time.Second / 256 // one read of at most 4 KiB: 1 MiB a second
-	consoleDrain = time.Second       // for what an ended VMM left in the socket: at most a few 100 KiB
+	consoleDrain = time.Second       // for the rest in the socket of an ended VMM: at most a few 100 KiB
 )
 
-// NewConsole returns one that has nothing to read yet.
+// NewConsole returns a console that does not read yet.
 func NewConsole() *Console {
 	return &Console{Tail: vmm.NewTail(vmm.ConsoleBytes), hurry: make(chan struct{})}
 }
 
-// Follow reads from the VMM's end of the console, until that ends or Close. It is called once.
+// Follow reads from the VMM's end of the console, until that ends or Close. It must be called only once.
 func (k *Console) Follow(conn net.Conn) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -60,7 +61,7 @@ func (k *Console) follow(conn net.Conn, done chan struct{}) {
 	}
 }
 
-// Drain reads what an ended VMM has left. It is called once.
+// Drain reads the rest of an ended VMM's output. It must be called only once.
 func (k *Console) Drain() {
 	close(k.hurry)
 	k.mu.Lock()

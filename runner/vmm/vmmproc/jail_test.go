@@ -26,7 +26,7 @@ func jailOf(tb testing.TB, program string, files ...string) *jail.Jail {
 	return j
 }
 
-// TestJailedShell runs a shell in a jail: it finds its own process, and is held, let go and killed from outside.
+// TestJailedShell runs a shell in a jail: it finds its own process, and can be held, let go and killed from outside.
 func TestJailedShell(t *testing.T) {
 	t.Parallel()
 	require.Root(t)
@@ -55,8 +55,9 @@ func TestJailedShell(t *testing.T) {
 	}
 }
 
-// TestJailHeld: a process in a jail is the first of its namespace, which the kernel protects from signals of its own: those of the
-// runner (STOP, CONT and KILL) reach it all the same. Those that ask a process to end do not, so nothing may rely on them.
+// TestJailHeld: a process in a jail is PID 1 of its namespace, which the kernel protects from signals of its own
+// namespace. The runner's STOP, CONT and KILL reach it all the same. Signals that ask a process to end do not, so
+// nothing may rely on them.
 func TestJailHeld(t *testing.T) {
 	t.Parallel()
 	require.Root(t)
@@ -96,11 +97,11 @@ func TestJailHeld(t *testing.T) {
 	ended(t, p)
 }
 
-// TestForkBomb: a VMM that was taken over gets no more processes than the bound, also on a host that has no controller for them.
+// TestForkBomb: a compromised VMM gets no more processes than the bound, also on a host without a pids controller.
 func TestForkBomb(t *testing.T) {
 	t.Parallel()
 	require.Root(t)
-	const bombUID = uid + 7 // the bound counts all of a user's
+	const bombUID = uid + 7 // the bound counts all processes of a user
 	c, _ := shell(t, "f() { f & f & while :; do :; done; }; f 2>/dev/null; while :; do :; done")
 	c.Jail, c.UID, c.GID = jailOf(t, c.Path), bombUID, gid
 	p := start(t, c)
@@ -128,7 +129,7 @@ func TestForkBomb(t *testing.T) {
 	if most > bound || most < bound/2 {
 		t.Errorf("it got %d processes, want as many as the bound of %d allows", most, bound)
 	}
-	if err := p.Kill(t.Context()); err != nil { // the first process of the namespace takes all others with it
+	if err := p.Kill(t.Context()); err != nil { // the end of PID 1 ends all processes of the namespace
 		t.Fatal(err)
 	}
 	if left := processes(); left > 0 {
@@ -136,7 +137,7 @@ func TestForkBomb(t *testing.T) {
 	}
 }
 
-// TestJailRefuses: what cannot be confined is not started.
+// TestJailRefuses: a process that cannot be confined is not started.
 func TestJailRefuses(t *testing.T) {
 	t.Parallel()
 	require.Root(t)
@@ -164,7 +165,7 @@ func TestJailRefuses(t *testing.T) {
 	}
 }
 
-// TestJailLeavesTheHost: neither the making of a jail nor a start in it changes the mounts that this process sees.
+// TestJailLeavesTheHost: neither building a jail nor a start in it changes the mounts that this process sees.
 func TestJailLeavesTheHost(t *testing.T) { //nolint:paralleltest // it compares the mounts of this process
 	require.Root(t)
 	mounts := func() string {

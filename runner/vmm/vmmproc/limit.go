@@ -6,8 +6,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// limit bounds the threads of a process that has a user of its own. The calling thread is changed for good: it takes the user as its
-// real one, because only that user, or CAP_SYS_RESOURCE, which a runner need not have, may set a limit of the process.
+// limit bounds the threads of a process with its own user. The calling thread is changed permanently: it takes that
+// user as its real user. Only that user may set a limit of the process, or a holder of CAP_SYS_RESOURCE, which a runner
+// need not have.
 func limit(pid int, c Command) error {
 	if c.UID == 0 {
 		return nil

@@ -8,8 +8,8 @@ import (
 	"github.com/coppice-dev/coppice/runner/vmm"
 )
 
-// Log keeps the tail of a VMM's own messages. They come through a pipe and never reach a disk, because a guest can make a VMM
-// complain without end.
+// Log keeps the end of a VMM's own messages. They come through a pipe and never reach a disk, because a guest can make
+// a VMM print messages without end.
 type Log struct {
 	*vmm.Tail
 	read *os.File
@@ -35,14 +35,14 @@ func NewLog() (*Log, *os.File, error) {
 	return l, w, nil
 }
 
-// NoLog is that of a recovered machine: the pipe went with the runner that had it.
+// NoLog is the log of a recovered machine: the pipe ended with the earlier runner.
 func NoLog() *Log {
 	l := &Log{Tail: vmm.NewTail(logBytes), done: make(chan struct{})}
 	close(l.done)
 	return l
 }
 
-// Drain reads what an ended VMM has left.
+// Drain reads the rest of an ended VMM's messages.
 func (l *Log) Drain() {
 	if l.read != nil {
 		_ = l.read.SetReadDeadline(time.Now().Add(logDrain)) // fails only if it was closed, and then nothing is left

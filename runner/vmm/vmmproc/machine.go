@@ -21,7 +21,7 @@ import (
 	"github.com/coppice-dev/coppice/runner/vmm"
 )
 
-// State is where a machine is in its life, as package vmm has it.
+// State is the state of a machine, as in package vmm.
 type State string
 
 // The states.
@@ -30,18 +30,18 @@ const (
 	Waiting State = "waiting to be restored"
 	Paused  State = "paused"
 	Running State = "running"
-	Failed  State = "broken by a failed restore" // good for nothing
-	Unknown State = "unknown"                    // a command was given up: the VMM is asked before the next
+	Failed  State = "broken by a failed restore" // only Kill is useful
+	Unknown State = "unknown"                    // a command was abandoned: the VMM is asked before the next one
 )
 
 // CommandTime bounds a command to a VMM whose caller gave no deadline: it answers in milliseconds or is stuck.
 const CommandTime = 20 * time.Second
 
-// ErrSilent is why a command ended that took longer.
+// ErrSilent is the error of a command that took longer than CommandTime.
 var ErrSilent = core.Errorf(core.Unavailable, core.CodeVMMFailed, "the virtual machine monitor has not answered for %s: it hangs, or its host has far too much to do", CommandTime)
 
-// Machine is what the machines of every driver have in common whose VMM is a process: its life, its state, where its memory is, and how
-// it ended. A driver embeds it.
+// Machine is the common part of the machines of every driver whose VMM is a process: its life, its state, the place of
+// its memory, and its end. A driver embeds it.
 type Machine struct {
 	Proc *Process
 	Log  *Log
@@ -52,17 +52,17 @@ type Machine struct {
 	done    chan struct{} // closed after exit is set
 
 	release  sync.Once
-	released chan struct{} // closed by Release: nobody watches then
+	released chan struct{} // closed by Release; then nobody watches
 
-	mu     sync.Mutex // guards what follows
+	mu     sync.Mutex // guards the fields below
 	state  State
 	region memory.Region
 	exit   vmm.Exit
-	cause  string // why the driver ended it by itself
+	cause  string // why the driver itself ended it
 	asked  bool   // Kill was called
 }
 
-// Hooks are what differs between VMMs.
+// Hooks are the parts that differ between VMMs.
 type Hooks struct {
 	// Ask asks the VMM for the state.
 	Ask func(ctx context.Context) (State, error)
@@ -70,7 +70,8 @@ type Hooks struct {
 	Detach func()
 }
 
-// NewMachine takes over a process that is in a state, and its log and console. Watch has to be called once it is whole.
+// NewMachine takes over a process in a state, with its log and console. Watch must be called when the machine is
+// complete.
 func NewMachine(proc *Process, log *Log, console *Console, h vmm.Handle, hooks Hooks) *Machine {
 	return &Machine{
 		Proc: proc, Log: log, handle: h, console: console, hooks: hooks, state: Unknown,
@@ -138,7 +139,8 @@ func (m *Machine) Hold() error {
 	if err := m.signal("hold", unix.SIGSTOP); err != nil {
 		return err
 	}
-	// Its threads are named by numbers. One that was killed meanwhile, and was reaped, has given them away.
+	// Its threads are named by numbers. If the process was killed and reaped meanwhile, other threads may have these
+	// numbers.
 	if start, err := startTime(m.Proc.PID); err != nil || start != m.Proc.StartTime {
 		return fmt.Errorf("hold: %w", vmm.ErrGone)
 	}
@@ -166,7 +168,7 @@ func (m *Machine) Kill(ctx context.Context) error {
 	return m.kill(ctx)
 }
 
-// EndFor ends the machine for a reason that its VMM does not know, which its exit then has as the status.
+// EndFor ends the machine for a reason that its VMM does not know. The reason becomes the status of its exit.
 func (m *Machine) EndFor(ctx context.Context, cause string) error {
 	m.mu.Lock()
 	if m.cause == "" {
@@ -197,8 +199,8 @@ func (m *Machine) Gone(verb string) error {
 	}
 }
 
-// Step runs fn if the machine is in one of the states and then sets the next, "" for the same. It holds no lock while fn runs: the
-// contract has one caller at a time change the machine.
+// Step runs fn if the machine is in one of the states from, and then sets the state to; "" keeps the state. It holds no
+// lock while fn runs: by the contract, only one caller at a time changes the machine.
 func (m *Machine) Step(ctx context.Context, verb string, from []State, to State, fn func(context.Context) error) error {
 	if err := m.Gone(verb); err != nil {
 		return err
@@ -222,7 +224,7 @@ func (m *Machine) Step(ctx context.Context, verb string, from []State, to State,
 	return nil
 }
 
-// StepRestore is Step for a restore: after one that has begun and failed the machine is good for nothing.
+// StepRestore is Step for a restore: after a restore that began and failed, the machine is useless.
 func (m *Machine) StepRestore(ctx context.Context, fn func(context.Context) error) error {
 	began := false
 	err := m.Step(ctx, "restore", []State{Waiting}, Paused, func(ctx context.Context) error {
@@ -235,12 +237,12 @@ func (m *Machine) StepRestore(ctx context.Context, fn func(context.Context) erro
 	return err
 }
 
-// stepError says so when the VMM ended meanwhile.
+// stepError adds to an error that the VMM ended meanwhile.
 func (m *Machine) stepError(verb string, err error) error {
 	return fmt.Errorf("%s: %w", verb, errors.Join(err, m.Gone(verb)))
 }
 
-// State is the state as far as it is known.
+// State returns the last known state.
 func (m *Machine) State() State {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -254,7 +256,7 @@ func (m *Machine) SetState(s State) {
 	m.state = s
 }
 
-// known returns the state, asking the VMM where a command was given up before.
+// known returns the state, and asks the VMM if a command was abandoned before.
 func (m *Machine) known(ctx context.Context) (State, error) {
 	if now := m.State(); now != Unknown {
 		return now, nil
@@ -285,9 +287,9 @@ func (m *Machine) Running(ctx context.Context) (bool, error) {
 	return now == Running, nil
 }
 
-// Memory finds the private mapping of the base: the parts of the base's inode that are together as long as RAM.
+// Memory finds the private mapping of the base: the parts of the base's inode that together have the length of RAM.
 func (m *Machine) Memory() (memory.Region, error) {
-	if err := m.Gone("find the memory"); err != nil { // another process may have the pid soon
+	if err := m.Gone("find the memory"); err != nil { // another process may get the pid soon
 		return memory.Region{}, err
 	}
 	m.mu.Lock()
@@ -311,8 +313,9 @@ func (m *Machine) Memory() (memory.Region, error) {
 	return m.region, nil
 }
 
-// privateMappings reads lines of /proc/PID/maps, and returns the private mappings of an inode by their offsets in the file and the size
-// of what they cover from its beginning without a gap. Neighbours in both are one part: the kernel may show a mapping in pieces.
+// privateMappings reads lines of /proc/PID/maps. It returns the private mappings of an inode by their offsets in the
+// file, and the size that they cover from its beginning without a gap. Mappings that are neighbours in both count as
+// one part, because the kernel may show one mapping in pieces.
 func privateMappings(lines *bufio.Scanner, inode uint64) (parts []memory.Part, size int64) {
 	for lines.Scan() {
 		fields := strings.Fields(lines.Text())

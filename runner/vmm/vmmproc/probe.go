@@ -14,14 +14,14 @@ import (
 	"github.com/coppice-dev/coppice/runner/vmm"
 )
 
-// ProbeWord is on the command line of the kernel of a guest that is to say ProbeOK on its console and to power off then.
+// ProbeWord on the kernel's command line makes a guest print ProbeOK on its console and then power off.
 const ProbeWord = "coppice.probe=1"
 
-// ProbeOK is what it says.
+// ProbeOK is the text that such a guest prints.
 const ProbeOK = "COPPICE_PROBE_OK"
 
-// Probe starts a VMM whose guest is to say ProbeOK on the VMM's standard output, waits for it, and ends the VMM. It takes at most the
-// timeout, and leaves no process. Its error is for people.
+// Probe starts a VMM whose guest should print ProbeOK on the VMM's standard output, waits for that, and ends the VMM.
+// It takes at most the timeout, and leaves no process. Its error is for people.
 func Probe(ctx context.Context, c Command, timeout time.Duration) (err error) {
 	ctx, cancel := context.WithTimeout(ctx, timeout)
 	defer cancel()
@@ -65,7 +65,7 @@ func Probe(ctx context.Context, c Command, timeout time.Duration) (err error) {
 	}
 }
 
-// probeConsole looks for the guest's word.
+// probeConsole searches the output for ProbeOK.
 type probeConsole struct {
 	*vmm.Tail
 	seen chan struct{} // closed when it was said
@@ -88,7 +88,7 @@ func (c *probeConsole) follow(r *os.File) {
 	}
 }
 
-// end is what the VMM and the guest's console said last, for people.
+// end returns the last output of the VMM and of the guest's console, for people.
 func (c *probeConsole) end() string {
 	said := strings.TrimSpace(c.String())
 	if said == "" {

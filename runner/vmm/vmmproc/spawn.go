@@ -16,13 +16,13 @@ import (
 	"github.com/coppice-dev/coppice/runner/vmm"
 )
 
-// CheckSpec refuses what would only show as a crash of the guest.
+// CheckSpec refuses errors that would otherwise only show as a crash of the guest.
 func CheckSpec(spec vmm.Spec) error {
 	_, err := checkSpec(spec)
 	return err
 }
 
-// checkSpec is CheckSpec, and returns the base's inode.
+// checkSpec is CheckSpec, and also returns the base's inode.
 func checkSpec(spec vmm.Spec) (inode uint64, err error) {
 	bad := func(format string, a ...any) (uint64, error) {
 		return 0, core.Errorf(core.Internal, core.CodeInternal, format, a...)
@@ -51,13 +51,13 @@ type Inherited struct {
 	owned []*os.File
 }
 
-// Add adds a file, which stays the caller's, and returns its number in the VMM.
+// Add adds a file, which still belongs to the caller, and returns its number in the VMM.
 func (in *Inherited) Add(f *os.File) int {
 	in.Files = append(in.Files, f)
 	return 2 + len(in.Files)
 }
 
-// AddOwned adds a file that was opened for the VMM, unless that has failed.
+// AddOwned adds a file that was opened for the VMM, unless opening it failed.
 func (in *Inherited) AddOwned(f *os.File, err error) (int, error) {
 	if err != nil {
 		return 0, err
@@ -66,14 +66,14 @@ func (in *Inherited) AddOwned(f *os.File, err error) (int, error) {
 	return in.Add(f), nil
 }
 
-// CloseOwned closes what AddOwned was given, once the VMM has copies of its own.
+// CloseOwned closes the files of AddOwned, when the VMM has its own copies.
 func (in *Inherited) CloseOwned() {
 	for _, f := range in.owned {
 		_ = f.Close() // the VMM has its own copy
 	}
 }
 
-// Listen binds a socket that only the runner can reach and returns it for the VMM, which could not make it itself.
+// Listen binds a socket that only the runner can reach, and returns it for the VMM, which could not make it itself.
 func Listen(path string) (*os.File, error) {
 	if err := os.Remove(path); err != nil && !errors.Is(err, os.ErrNotExist) {
 		return nil, err
@@ -90,8 +90,8 @@ func Listen(path string) (*os.File, error) {
 	return f, os.Chmod(path, 0o600)
 }
 
-// Attaching returns a context that ends with the process too, because one that refuses its command line ends before it accepts, and
-// explain, which adds that to an error: a dial says only that it was canceled.
+// Attaching returns a context that also ends with the process, because a VMM that refuses its command line ends before
+// it accepts a connection. explain adds that to an error, because a dial reports only a cancellation.
 func Attaching(ctx context.Context, proc *Process) (_ context.Context, explain func(error) error, stop func()) {
 	ctx, cancel := context.WithTimeoutCause(ctx, CommandTime, ErrSilent)
 	ctx, gone := context.WithCancelCause(ctx)
@@ -124,7 +124,7 @@ func Recover[M any](ctx context.Context, driver string, h vmm.Handle, attach fun
 	if err != nil {
 		return m, err
 	}
-	err = proc.Signal(unix.SIGCONT) // the earlier runner may have held it
+	err = proc.Signal(unix.SIGCONT) // the earlier runner may have held the process
 	if err == nil {
 		m, err = attach(proc)
 	}
@@ -133,7 +133,7 @@ func Recover[M any](ctx context.Context, driver string, h vmm.Handle, attach fun
 	}
 	defer proc.Release()
 	if errors.Is(err, unix.ECONNREFUSED) || errors.Is(err, unix.ENOENT) || errors.Is(err, vmm.ErrGone) {
-		// Nobody listens: it ends just now, or has ended and was not reaped by its parent.
+		// Nobody listens: the process is just ending, or has ended and its parent has not reaped it.
 		dying := time.NewTimer(dyingTime)
 		defer dying.Stop()
 		select {
@@ -146,10 +146,11 @@ func Recover[M any](ctx context.Context, driver string, h vmm.Handle, attach fun
 	return m, err
 }
 
-// dyingTime is how long a process whose sockets are closed already may take to end: its memory is freed in between.
+// dyingTime is the time that a process may still need to end after its sockets were closed: its memory is freed in
+// between.
 const dyingTime = 2 * time.Second
 
-// End ends the process of a handle, and waits until it is gone. One that no longer exists is no error.
+// End ends the process of a handle, and waits until it is gone. It is no error if the process no longer exists.
 func End(ctx context.Context, h vmm.Handle) error {
 	proc, err := Attach(h.PID, h.StartTime)
 	if errors.Is(err, os.ErrProcessDone) {
@@ -164,8 +165,8 @@ func End(ctx context.Context, h vmm.Handle) error {
 	return nil
 }
 
-// Reap ends every process whose arguments match and that is not kept. It goes on after an error, and returns how many it found. A
-// process that was taken over may have changed its arguments: it is found by its handle, or by its cgroup.
+// Reap ends every process whose arguments match and that is not kept. It goes on after an error, and returns how many
+// it found. A compromised process may have changed its arguments: it is found by its handle, or by its cgroup.
 func Reap(ctx context.Context, cluster string, keep []vmm.Handle, match func(args []string) bool) (int, error) {
 	found, err := Find(match)
 	errs := []error{err}
@@ -184,8 +185,8 @@ func Reap(ctx context.Context, cluster string, keep []vmm.Handle, match func(arg
 	return n, nil
 }
 
-// Spawn starts the VMM of a machine: c says what differs between VMMs, the rest is in the spec. attach connects to it; when that fails the
-// VMM is ended, and the error has what it said.
+// Spawn starts the VMM of a machine: c has the parts that differ between VMMs, spec has the rest. attach connects to
+// it. If that fails, the VMM is ended, and the error contains its output.
 func Spawn[M any](ctx context.Context, driver string, spec vmm.Spec, c Command, attach func(*Process, *Log, vmm.Handle) (M, error)) (m M, err error) {
 	inode, err := checkSpec(spec)
 	if err != nil {
@@ -211,7 +212,7 @@ func Spawn[M any](ctx context.Context, driver string, spec vmm.Spec, c Command, 
 	return m, nil
 }
 
-// abort ends a VMM that did not come up, and adds what it said.
+// abort ends a VMM that did not start, and adds its output to the error.
 func abort(ctx context.Context, program string, proc *Process, log *Log, err error) error {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), CommandTime)
 	defer cancel()

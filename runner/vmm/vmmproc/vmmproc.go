@@ -28,7 +28,7 @@ import (
 // Command is what to start. The process gets nothing of the runner's environment.
 type Command struct {
 	Path  string
-	Name  string     // of the program, as it and others see it in its arguments; empty for Path
+	Name  string     // name of the program in its arguments; empty: Path
 	Args  []string   // without the program's name
 	Files []*os.File // become descriptors 3, 4, ... of the process
 	Log   *os.File   // standard output and error
@@ -39,12 +39,13 @@ type Command struct {
 	Groups   []uint32 // supplementary, for a device node such as /dev/kvm
 	CgroupFD *os.File // a cgroup v2 directory; nil for none
 
-	// Jail is the file system that the process gets, with namespaces of its own of every kind but user. nil leaves it in this
-	// process's: only a probe of our own kernel may run so.
+	// Jail is the file system of the process, with its own namespaces of every kind except user. nil leaves the process
+	// in the namespaces of this one: only a probe of our own kernel may run so.
 	Jail *jail.Jail
 }
 
-// maxThreads bounds the processes and threads of a VMM's user, which has no other. It holds where there is no pids controller, too.
+// maxThreads bounds the processes and threads of a VMM's user, which has no other processes. It also works where there
+// is no pids controller.
 const maxThreads = 256
 
 // Process is a running VMM. Its methods are safe for concurrent use.
@@ -88,7 +89,7 @@ func Start(c Command) (*Process, error) {
 	if c.Jail != nil {
 		cmd.SysProcAttr.Cloneflags, cmd.SysProcAttr.Ptrace = jail.Own, true
 	}
-	if err := osthread.Do(func() error { // the thread is changed for good
+	if err := osthread.Do(func() error { // the thread is changed permanently
 		if err := confineThread(c); err != nil {
 			return err
 		}
@@ -108,13 +109,14 @@ func Start(c Command) (*Process, error) {
 	}
 	p.child = true
 	go func() {
-		_ = cmd.Wait() // the status says it all
+		_ = cmd.Wait() // the status says everything
 		p.finish(cmd.ProcessState.String())
 	}()
 	return p, nil
 }
 
-// keepDescriptors keeps from the VMM what this process has inherited itself: Go closes in a child only what it has opened.
+// keepDescriptors keeps descriptors from the VMM that this process itself has inherited: in a child, Go closes only
+// those that it has opened.
 func keepDescriptors() error {
 	err := unix.CloseRange(3, math.MaxUint32, unix.CLOSE_RANGE_CLOEXEC)
 	if err != nil && !errors.Is(err, unix.ENOSYS) && !errors.Is(err, unix.EINVAL) { // Linux before 5.11 cannot
@@ -123,8 +125,9 @@ func keepDescriptors() error {
 	return nil
 }
 
-// noCore keeps a VMM that crashes from writing its guest's memory, with every secret in it, to a file: it inherits the limit of
-// this process, which has a copy of the same secrets now and then. Setting the VMM's own would need CAP_SYS_RESOURCE.
+// noCore prevents a crashing VMM from writing its guest's memory, with every secret in it, to a file: the VMM inherits
+// the limit of this process. This process sometimes has copies of the same secrets. Setting the VMM's own limit would
+// need CAP_SYS_RESOURCE.
 var noCore = sync.OnceValue(func() error {
 	if err := unix.Setrlimit(unix.RLIMIT_CORE, &unix.Rlimit{}); err != nil {
 		return fmt.Errorf("forbid core dumps: %w", err)
@@ -171,11 +174,11 @@ func confineThread(c Command) error {
 	}
 }
 
-// Attach finds a process that an earlier runner started. It fails with os.ErrProcessDone when no process has that pid or
-// the one that has it was started at another time.
+// Attach finds a process that an earlier runner started. It fails with os.ErrProcessDone if no process has that pid, or
+// if the process with that pid was started at another time.
 func Attach(pid int, startTime uint64) (*Process, error) {
 	p, err := open(pid)
-	// EINVAL: the number is no process's now but that of one of a process's threads, or it never was one.
+	// EINVAL: the number now belongs to a thread that is not the first of its process, or was never valid.
 	if errors.Is(err, unix.ESRCH) || errors.Is(err, unix.EINVAL) || errors.Is(err, os.ErrNotExist) {
 		return nil, os.ErrProcessDone
 	}
@@ -216,7 +219,7 @@ func Find(match func(args []string) bool) ([]*Process, error) {
 		if err != nil {
 			return out, err
 		}
-		if !matches(pid, match) { // the pid was another process's before
+		if !matches(pid, match) { // the pid belonged to another process before
 			p.Release()
 			continue
 		}
@@ -230,7 +233,7 @@ func matches(pid int, match func([]string) bool) bool {
 	return err == nil && len(b) > 0 && match(strings.Split(strings.TrimSuffix(string(b), "\x00"), "\x00"))
 }
 
-// open takes a pidfd first, so that the start time that is read belongs to the process it names.
+// open takes a pidfd first, so that the start time that it reads belongs to that process.
 func open(pid int) (*Process, error) {
 	fd, err := unix.PidfdOpen(pid, unix.PIDFD_NONBLOCK)
 	if err != nil {
@@ -244,7 +247,8 @@ func open(pid int) (*Process, error) {
 	return &Process{PID: pid, StartTime: start, pidfd: f, done: make(chan struct{})}, nil
 }
 
-// waitExit waits until the pidfd is readable, without holding a thread. It is false when the process was released first.
+// waitExit waits until the pidfd is readable, without occupying a thread. It returns false if the process was released
+// first.
 func (p *Process) waitExit() bool {
 	conn, err := p.pidfd.SyscallConn()
 	if err != nil {
@@ -266,8 +270,8 @@ func (p *Process) finish(status string) {
 	_ = p.pidfd.Close() // it was only watched
 }
 
-// Release stops watching a process that Attach found: Done is not closed any more, and Kill fails. One that was
-// started here is watched on, because it must be reaped.
+// Release stops watching a process that Attach found: Done is never closed, and Kill fails. A process that was started
+// here is still watched, because it must be reaped.
 func (p *Process) Release() {
 	if !p.child {
 		_ = p.pidfd.Close() // it was only watched
@@ -277,14 +281,14 @@ func (p *Process) Release() {
 // Done is closed when the process has ended.
 func (p *Process) Done() <-chan struct{} { return p.done }
 
-// Status says how the process ended and whether that was by Kill.
+// Status says how the process ended, and whether Kill ended it.
 func (p *Process) Status() (status string, killed bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	return p.status, p.killed
 }
 
-// Kill ends the process and waits until it is gone. Idempotent. A ctx that ends cuts the waiting short, not the kill.
+// Kill ends the process and waits until it is gone. Idempotent. If ctx ends, only the wait ends, not the kill.
 func (p *Process) Kill(ctx context.Context) error {
 	select {
 	case <-p.done:
@@ -310,7 +314,8 @@ func (p *Process) Kill(ctx context.Context) error {
 	}
 }
 
-// Signal sends a signal by the pidfd, which never reaches another process. One that has ended is no error.
+// Signal sends a signal through the pidfd, so it never reaches another process. It is no error if the process has
+// ended.
 func (p *Process) Signal(s unix.Signal) error {
 	conn, err := p.pidfd.SyscallConn()
 	if err != nil {
@@ -331,11 +336,11 @@ func (p *Process) Signal(s unix.Signal) error {
 	return sendErr
 }
 
-// probeTime is how long a VMM may take to answer before its threads are looked at.
+// probeTime is the time that a VMM may take to answer before its threads are checked.
 const probeTime = 2 * time.Second
 
-// Answers asks a VMM something until it has answered. It gives up with vmm.ErrWaits when there was no answer for a while and a thread of the
-// VMM waits in the kernel, as one does that touched a page which is not on the host yet.
+// Answers calls ask until the VMM has answered. It gives up with vmm.ErrWaits when there was no answer for a while and
+// a thread of the VMM waits in the kernel, like a thread that touched a page which is not on the host yet.
 func (p *Process) Answers(ctx context.Context, ask func(context.Context) error) error {
 	for {
 		try, cancel := context.WithTimeoutCause(ctx, probeTime, errNoAnswer)

@@ -90,7 +90,7 @@ func field(status, name string) string {
 	return ""
 }
 
-// TestNoCore: a VMM that crashes leaves no file with its guest's memory.
+// TestNoCore: a crashing VMM leaves no file with its guest's memory.
 func TestNoCore(t *testing.T) {
 	t.Parallel()
 	require.Root(t)
@@ -169,7 +169,7 @@ func TestOwnSession(t *testing.T) {
 	}
 }
 
-// TestNetworkNamespace starts processes in another namespace and looks whether anything of this process got there.
+// TestNetworkNamespace starts processes in another namespace and checks that no thread of this process got there.
 func TestNetworkNamespace(t *testing.T) {
 	t.Parallel()
 	require.Root(t)
@@ -200,7 +200,7 @@ func TestNetworkNamespace(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, thread := range append(threads, "/proc/self/ns/net") {
-		if got, err := os.Readlink(thread); err == nil && got != ours { // a thread that ends is no matter
+		if got, err := os.Readlink(thread); err == nil && got != ours { // a thread that ends does not matter
 			t.Errorf("%s is in %s, want %s", thread, got, ours)
 		}
 	}
@@ -248,7 +248,7 @@ func TestKill(t *testing.T) {
 	}
 	expired, cancel := context.WithCancel(t.Context())
 	cancel()
-	_ = p.Kill(expired) // it is killed all the same, and perhaps not gone yet
+	_ = p.Kill(expired) // it is killed in spite of the error, but may not be gone yet
 	var wg sync.WaitGroup
 	for range 4 {
 		wg.Go(func() {
@@ -385,7 +385,7 @@ func TestAttachZombie(t *testing.T) {
 	_ = cmd.Wait()
 }
 
-// TestStatForms has names that look like the fields behind them.
+// TestStatForms uses command names that look like the fields after them.
 func TestStatForms(t *testing.T) {
 	t.Parallel()
 	for _, name := range []string{"a b", "x) S 1 2", ") (", "(((", "тест"} {
@@ -407,7 +407,7 @@ func TestStatForms(t *testing.T) {
 	}
 }
 
-// TestDescriptors wants none to be left of processes that came and went.
+// TestDescriptors: processes that came and went leave no descriptors.
 func TestDescriptors(t *testing.T) { //nolint:paralleltest // it counts the descriptors of this process
 	count := func() int {
 		entries, err := os.ReadDir("/proc/self/fd")
@@ -441,7 +441,7 @@ func TestDescriptors(t *testing.T) { //nolint:paralleltest // it counts the desc
 			t.Fatal("it was started")
 		}
 	}
-	cycle() // what is opened once is open now
+	cycle() // descriptors that are opened only once are open now
 	before := count()
 	for range 50 {
 		cycle()

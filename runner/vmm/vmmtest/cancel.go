@@ -13,7 +13,7 @@ func contains(b []byte, s string) bool { return bytes.Contains(b, []byte(s)) }
 
 var errGivenUp = errors.New("the caller gave up")
 
-// givenUp returns a context that ends after a while; at once if that is 0.
+// givenUp returns a context that ends after a while; at once for 0.
 func givenUp(t *testing.T, after time.Duration) context.Context {
 	t.Helper()
 	ctx, cancel := context.WithCancelCause(t.Context())
@@ -64,7 +64,7 @@ func testOutlivesContext(t *testing.T, w *world) {
 	m.want(t, "1", "count")
 }
 
-// testCommandCancelled gives up at each command, and wants the machine to be fit for use afterwards.
+// testCommandCancelled cancels each command; the machine must be usable afterwards.
 func testCommandCancelled(t *testing.T, w *world) {
 	t.Helper()
 	m := w.fork(t, w.template)

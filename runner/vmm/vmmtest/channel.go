@@ -11,7 +11,7 @@ import (
 	"github.com/coppice-dev/coppice/runner/vmm"
 )
 
-// testReconnect hangs up in the middle of requests and answers.
+// testReconnect disconnects in the middle of requests and answers.
 func testReconnect(t *testing.T, w *world) {
 	t.Helper()
 	m := w.fork(t, w.template)
@@ -28,7 +28,7 @@ func testReconnect(t *testing.T, w *world) {
 		}
 		closeAll(t, c)
 	}
-	// A connection that is open at a capture goes on, and the clone's begins anew.
+	// An open connection of the parent goes on after a capture; the clone needs a new one.
 	c, err := connect(t.Context(), m.Machine)
 	if err != nil {
 		t.Fatal(err)
@@ -77,7 +77,7 @@ func testOneConnection(t *testing.T, w *world) {
 	}
 }
 
-// testBabble has a guest that sends without being asked and is not read.
+// testBabble uses a guest that sends without a request, while nobody reads.
 func testBabble(t *testing.T, w *world) {
 	t.Helper()
 	m := w.fork(t, w.template)
@@ -94,7 +94,7 @@ func testBabble(t *testing.T, w *world) {
 	var s *snapshot
 	promptly(t, "a capture of a guest that babbles", func() { s = m.capture(t) })
 	closeAll(t, c)
-	// The rubbish may go on for a while, in the child too, and get into the answers.
+	// The rubbish may go on for a while, also in the child, and mix with the answers.
 	for who, v := range map[string]*machine{"the parent": m, "the child": w.fork(t, s)} {
 		eventually(t, who+" makes sense again", func() bool {
 			got, err := v.try(t.Context(), "count")
@@ -103,8 +103,8 @@ func testBabble(t *testing.T, w *world) {
 	}
 }
 
-// testHangUpWhilePaused hangs up on a paused guest that is about to say something, as a runner does that dies in the middle of a capture. Who
-// connects before the guest goes on is answered on that very connection.
+// testHangUpWhilePaused disconnects from a paused guest that is about to send, like a runner that dies in the middle of
+// a capture. A host that connects before the guest goes on gets its answers on that very connection.
 func testHangUpWhilePaused(t *testing.T, w *world) {
 	t.Helper()
 	m := w.fork(t, w.template)
@@ -127,7 +127,7 @@ func testHangUpWhilePaused(t *testing.T, w *world) {
 		}
 		m.resume(t)
 		next := &client{conn, bufio.NewReader(conn)}
-		// The rubbish may go on for a while, and get into the answers.
+		// The rubbish may go on for a while, and mix with the answers.
 		eventually(t, "the connection that was there before the guest went on is answered", func() bool {
 			if next.greet(t.Context()) != nil {
 				return false
@@ -163,7 +163,7 @@ func testConsoleFlood(t *testing.T, w *world) {
 	}
 }
 
-// checkFiles fails when a guest's output gets into files of the host.
+// checkFiles fails if a guest's output reaches files of the host.
 func checkFiles(t *testing.T, dir string) {
 	t.Helper()
 	const most = 64 << 10 // of what a driver keeps there: sockets, and a configuration

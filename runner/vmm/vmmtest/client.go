@@ -23,17 +23,17 @@ import (
 	"github.com/coppice-dev/coppice/runner/vmm/vmmtest/line"
 )
 
-// silence is how long a guest may say nothing before the connection is tried anew: one that has just been restored may have
-// to notice first that its parent's host is gone.
+// silence is how long a guest may be silent before the client connects again: a guest that was just restored may first
+// have to notice that its parent's host is gone.
 const silence = time.Second
 
-// client is a connection to the guest program that has been greeted.
+// client is a connection to the guest program, after the greeting.
 type client struct {
 	net.Conn
 	lines *bufio.Reader
 }
 
-// connect dials until the guest answers.
+// connect dials again and again until the guest answers.
 func connect(ctx context.Context, m vmm.Machine) (*client, error) {
 	for {
 		conn, err := m.DialAgent(ctx)
@@ -55,7 +55,7 @@ func connect(ctx context.Context, m vmm.Machine) (*client, error) {
 	}
 }
 
-// greet discards what the guest says until the answer to a greeting of our own.
+// greet discards the guest's output up to the answer to our own greeting.
 func (c *client) greet(ctx context.Context) error {
 	hello := "hi " + core.Short(core.NewID[core.SessionID]())
 	if err := c.SetDeadline(time.Now().Add(silence)); err != nil {
@@ -98,8 +98,8 @@ func (c *client) ask(request string) (string, error) {
 	return l, nil
 }
 
-// try asks over a connection of its own, and again over another when that breaks off: see DialAgent. What changes something is asked
-// once.
+// try asks over its own connection, and asks again over another one if that breaks off: see DialAgent. A request that
+// changes something is sent only once.
 func (m *machine) try(ctx context.Context, request string) (string, error) {
 	ctx, cancel := context.WithTimeout(ctx, Patience)
 	defer cancel()
@@ -125,7 +125,7 @@ func brokeOff(err error) bool {
 	return errors.Is(err, io.EOF) || errors.Is(err, unix.ECONNRESET) || errors.Is(err, unix.EPIPE)
 }
 
-// changes reports whether a request leaves the guest another.
+// changes reports whether a request changes the guest.
 func changes(request string) bool {
 	verb, _, _ := strings.Cut(request, " ")
 	return verb != "count" && verb != "read" && verb != "size"
@@ -149,7 +149,7 @@ func (m *machine) want(t *testing.T, answer, request string) {
 
 func end(s string) string { return s[max(0, len(s)-500):] }
 
-// number reads an answer that is one.
+// number parses an answer that is a number.
 func number(t *testing.T, s string) int64 {
 	t.Helper()
 	n, err := strconv.ParseInt(s, 10, 64)
@@ -227,7 +227,7 @@ func (p *probe) moves(t *testing.T) {
 	eventually(t, "the guest's clock moves", func() bool { return p.ticks(t) != start })
 }
 
-// standsStill looks at the clock for a while.
+// standsStill watches the clock for a while.
 func (p *probe) standsStill(t *testing.T) {
 	t.Helper()
 	start := p.ticks(t)
@@ -239,7 +239,7 @@ func (p *probe) standsStill(t *testing.T) {
 	}
 }
 
-// stops waits until the clock stands still: a signal is sent at once and takes effect a moment later.
+// stops waits until the clock stands still: a signal is sent at once, and takes effect a moment later.
 func (p *probe) stops(t *testing.T) {
 	t.Helper()
 	const looks = 20
@@ -254,7 +254,7 @@ func (p *probe) stops(t *testing.T) {
 	p.standsStill(t)
 }
 
-// eventually waits until ok says so: for states that nothing announces.
+// eventually waits until ok returns true, for states that are not announced.
 func eventually(t *testing.T, what string, ok func() bool) {
 	t.Helper()
 	for deadline := time.Now().Add(Patience); !ok(); {
@@ -265,7 +265,7 @@ func eventually(t *testing.T, what string, ok func() bool) {
 	}
 }
 
-// pause lets time pass in which something must not happen, or before it is looked for again.
+// pause waits for a time in which something must not happen, or before something is checked again.
 func pause(t *testing.T, d time.Duration) {
 	t.Helper()
 	timer := time.NewTimer(d)

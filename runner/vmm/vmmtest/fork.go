@@ -41,7 +41,7 @@ func testPauseStops(t *testing.T, w *world) {
 	probe.moves(t)
 }
 
-// testHold: a machine that is held stands still, goes on as it was when it is let go or recovered, and can be ended meanwhile.
+// testHold: a held machine stands still, goes on unchanged when it is let go or recovered, and can be ended meanwhile.
 func testHold(t *testing.T, w *world) {
 	t.Helper()
 	m := w.fork(t, w.template)
@@ -115,7 +115,7 @@ func testRegion(t *testing.T, w *world) {
 	if n := memory.TotalBytes(private); n > r.Size/100 {
 		t.Errorf("%d of %d bytes are private right after a restore", n, r.Size)
 	}
-	// What is written there is private: BaseUnchanged looks at the base in the end.
+	// A page that is written there becomes private: BaseUnchanged checks the base at the end.
 	f := open(t, fmt.Sprintf("/proc/%d/mem", r.PID), os.O_RDWR)
 	if _, err := f.WriteAt([]byte("written from outside"), int64(r.Addr(r.Size/2))); err != nil {
 		t.Fatal(err)
@@ -129,7 +129,7 @@ func testRegion(t *testing.T, w *world) {
 	}
 }
 
-// facts are what the guest knows, without its clock.
+// facts returns the guest's state, without its clock.
 func (m *machine) facts(t *testing.T) string {
 	t.Helper()
 	list := make([]string, 0, 4)
@@ -189,14 +189,14 @@ func testIsolation(t *testing.T, w *world) {
 	}
 }
 
-// testClockGoesOn: CLOCK_MONOTONIC of a fork goes on from the capture, however long ago that was, so that what the guest waits for does
-// not come all at once.
+// testClockGoesOn: CLOCK_MONOTONIC of a fork continues from the capture, however long ago that was. So timers of the
+// guest do not all expire at once.
 func testClockGoesOn(t *testing.T, w *world) {
 	t.Helper()
 	m := w.fork(t, w.template)
 	m.want(t, "2", "inc")
 	s := m.capture(t)
-	was := number(t, m.ask(t, "uptime")) // at least that of the capture
+	was := number(t, m.ask(t, "uptime")) // not more than at the capture
 	m.kill(t)
 	const age = 20 * time.Second
 	pause(t, age)
@@ -229,7 +229,7 @@ func testGenerations(t *testing.T, w *world) {
 		}
 		m.want(t, "ok", fmt.Sprintf("write %d 8200 %d", ownDisk, i+100))
 		g := generation{facts: m.facts(t), s: m.capture(t)}
-		if i == 1 { // a base made of base and delta is the same
+		if i == 1 { // a base made of base and delta must give the same
 			g.s.rebase(t, w)
 		}
 		line = append(line, g)
@@ -287,11 +287,11 @@ func testForksAtOnce(t *testing.T, w *world) {
 	}
 }
 
-// gone fails unless the process of a killed machine is no more.
+// gone fails if the process of a killed machine still exists.
 func gone(t *testing.T, m *machine) {
 	t.Helper()
 	if pid := m.Handle().PID; pid != os.Getpid() {
-		// Whoever recovered a machine may see its end before the process's parent, which is this one, has reaped it.
+		// A machine that was recovered may see its end before the process's parent, this process, has reaped it.
 		eventually(t, fmt.Sprintf("process %d is gone", pid), func() bool { return unix.Kill(pid, 0) != nil })
 		if pids := processesOf(t, m.spec.ID); len(pids) > 0 {
 			t.Errorf("the processes %v are left", pids)

@@ -18,14 +18,14 @@ import (
 // Jailed says what a VMM's process may see of the host.
 type Jailed struct {
 	PID int
-	UID int // 0: it runs as root, so that only its namespaces and mounts are looked at
-	// Visible are beginnings of the paths of files that it may see. It sees them read-only.
+	UID int // 0: it runs as root, so only its namespaces and mounts are checked
+	// Visible are prefixes of the paths that it may see. It sees these files read-only.
 	Visible []string
 	// Hidden are paths of the host that it must not reach.
 	Hidden []string
 }
 
-// CheckJail looks at a VMM from inside: what its own files in /proc say, and what a thread reaches that has joined its
+// CheckJail checks a VMM from inside: what its own files in /proc say, and what a thread can reach that has joined its
 // namespaces and become its user.
 func CheckJail(t *testing.T, j Jailed) {
 	t.Helper()
@@ -61,7 +61,7 @@ func CheckJail(t *testing.T, j Jailed) {
 	}
 }
 
-// checkUser wants a VMM with a user of its own to have no rights, and to be bounded in what that user may take.
+// checkUser checks that a VMM with its own user has no privileges, and that the resources of that user are bounded.
 func checkUser(t *testing.T, pid int, status string) {
 	t.Helper()
 	for _, want := range []string{"CapEff:\t0000000000000000\n", "CapBnd:\t0000000000000000\n", "NoNewPrivs:\t1\n", "Seccomp:\t2\n"} {
@@ -93,7 +93,8 @@ func readText(t *testing.T, path string) string {
 	return string(b)
 }
 
-// checkMounts wants every mount of it to be one that it needs, read-only, and to receive nothing from the host.
+// checkMounts checks that the VMM needs each of its mounts, that each is read-only, and that none receives anything
+// from the host.
 func (j Jailed) checkMounts(t *testing.T) {
 	t.Helper()
 	lines := strings.Split(strings.TrimSpace(readText(t, fmt.Sprintf("/proc/%d/mountinfo", j.PID))), "\n")
@@ -121,10 +122,10 @@ func (j Jailed) checkMounts(t *testing.T) {
 	t.Logf("it has %d mounts", len(lines))
 }
 
-// join makes the calling thread one of the VMM's user in the VMM's namespaces, for good.
+// join makes the calling thread a thread of the VMM's user in the VMM's namespaces, permanently.
 func (j Jailed) join() error {
 	names := []string{"uts", "ipc", "cgroup", "net", "mnt"}
-	spaces := make([]*os.File, len(names)) // all are opened before the thread is inside, where it finds none
+	spaces := make([]*os.File, len(names)) // all are opened before, because inside the thread would find none
 	for i, kind := range names {
 		f, err := os.Open(fmt.Sprintf("/proc/%d/ns/%s", j.PID, kind))
 		if err != nil {
@@ -155,10 +156,10 @@ func (j Jailed) join() error {
 	return nil
 }
 
-// reach says what can be reached that should not be. The calling thread has joined the VMM.
+// reach returns what can be reached and should not be. The calling thread has joined the VMM.
 func (j Jailed) reach() (faults []string) {
 	fault := func(format string, a ...any) { faults = append(faults, fmt.Sprintf(format, a...)) }
-	fds, err := os.ReadDir("/proc/self/fd") // the VMM's: the jail shows no other process
+	fds, err := os.ReadDir("/proc/self/fd") // those of the VMM: the jail shows no other process
 	if err != nil {
 		fault("its descriptors cannot be seen: %v", err)
 	}

@@ -17,7 +17,7 @@ import (
 	"github.com/coppice-dev/coppice/runner/vmm"
 )
 
-// ended waits for the end of a machine and returns how it was.
+// ended waits for the end of a machine and returns its exit.
 func (m *machine) ended(t *testing.T) vmm.Exit {
 	t.Helper()
 	select {
@@ -32,7 +32,7 @@ func (m *machine) ended(t *testing.T) vmm.Exit {
 	return exit
 }
 
-// allGone wants ErrGone of every method, and that Kill and Release do no harm.
+// allGone checks that every method returns ErrGone, and that Kill and Release do no harm.
 func (m *machine) allGone(t *testing.T) {
 	t.Helper()
 	ctx := t.Context()
@@ -145,7 +145,7 @@ func testGuestPanic(t *testing.T, w *world) {
 	m.allGone(t)
 }
 
-// recovered releases a machine and recovers it from its handle, as it would be read from a file.
+// recovered releases a machine and recovers it from its handle, as if that were read from a file.
 func (m *machine) recovered(t *testing.T) *machine {
 	t.Helper()
 	b, err := json.Marshal(m.Handle())
@@ -235,7 +235,7 @@ func testRecoverWaiting(t *testing.T, w *world) {
 	spawned.runs(t, true)
 }
 
-// testRecoverGone recovers what is not there, or is something else now.
+// testRecoverGone tries to recover processes that do not exist, or are something else now.
 func testRecoverGone(t *testing.T, w *world) {
 	t.Helper()
 	m := w.fork(t, w.template)
@@ -276,7 +276,7 @@ func testRecoverGone(t *testing.T, w *world) {
 	m.allGone(t)
 }
 
-// testEndAndReap ends machines by their handles and by their cluster, and no others.
+// testEndAndReap ends machines by their handles and by their cluster, and checks that others live on.
 func testEndAndReap(t *testing.T, w *world) {
 	t.Helper()
 	ctx := t.Context()
@@ -300,7 +300,7 @@ func testEndAndReap(t *testing.T, w *world) {
 		}
 	}
 	ended, kept, stray, other := spawn("reap"), spawn("reap"), spawn("reap"), spawn("reap-2")
-	for range 2 { // the second time it is not there
+	for range 2 { // the second time it does not exist
 		if err := w.Driver.End(ctx, ended.Handle()); err != nil {
 			t.Error(err)
 		}

@@ -39,7 +39,7 @@ func testFingerprint(t *testing.T, w *world) {
 // calls are the methods that the states restrict.
 type calls struct{ boot, restore, pause, resume, save, resize bool }
 
-// allows makes every call that the state forbids and wants ErrState, and that nothing has happened.
+// allows makes every call that the state forbids. Each must return ErrState and have no effect.
 func (m *machine) allows(t *testing.T, state string, legal calls) {
 	t.Helper()
 	ctx := t.Context()
@@ -79,7 +79,7 @@ func (m *machine) allows(t *testing.T, state string, legal calls) {
 	if info, err := os.Stat(path); err != nil || info.Size() != 0 {
 		t.Errorf("something was saved of a machine that is %s (%v)", state, err)
 	}
-	// Before a boot or a restore, and after one that failed, a VMM may have no mapping yet.
+	// Before a boot or a restore, and after one that failed, a VMM may not have a mapping yet.
 	if _, err := m.Memory(); err != nil && (legal.pause || !errors.Is(err, vmm.ErrState)) {
 		t.Errorf("Memory of a machine that is %s: %v", state, err)
 	}
@@ -181,7 +181,7 @@ func testDamagedState(t *testing.T, w *world) {
 				t.Errorf("a state that is %s was loaded", c.name)
 			}
 		})
-		// The VMM may end of it, or not; the machine runs in no case.
+		// The VMM may end because of it, or not; in no case does the machine run.
 		if err := m.Resume(t.Context()); !errors.Is(err, vmm.ErrState) && !errors.Is(err, vmm.ErrGone) {
 			t.Errorf("Resume after a state that is %s: got %v, want ErrState or ErrGone", c.name, err)
 		}
@@ -212,7 +212,7 @@ func testSpawnRefused(t *testing.T, w *world) {
 	}
 }
 
-// nothingLeft looks for processes and files of a machine that was not spawned.
+// nothingLeft searches for processes and files of a machine that was not spawned.
 func nothingLeft(t *testing.T, what string, id core.SandboxID, dir string) {
 	t.Helper()
 	entries, err := os.ReadDir(dir)

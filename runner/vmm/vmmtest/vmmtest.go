@@ -1,8 +1,9 @@
-// Package vmmtest is the suite that every implementation of the contract in package vmm passes, the real ones and the fake.
+// Package vmmtest is the suite that every implementation of the contract in package vmm passes, the real ones and the
+// fake.
 //
-// It boots one machine, captures it, and grows all that it needs from that capture as a runner would: a private mapping of a
-// base, a delta written from outside, device state. What the guest knows it keeps in its memory and on its disk, and is asked
-// over the agent's channel in the protocol of package line.
+// It boots one machine, captures it, and makes all its machines from that capture, like a runner: with a private
+// mapping of a base, a delta that is written from outside, and device state. The guest keeps its state in its memory
+// and on its disk, and answers over the agent's channel in the protocol of package line.
 package vmmtest
 
 import (
@@ -15,12 +16,12 @@ import (
 	"github.com/coppice-dev/coppice/runner/vmm"
 )
 
-// Fixture is a driver to be tested.
+// Fixture is a driver to test.
 type Fixture struct {
 	Driver vmm.Driver
 
-	// What a cold boot reads: paths. The machine must run package line as its guest program. Empty for a driver that boots
-	// without them.
+	// The paths of the files for a cold boot. The machine must run package line as its guest program. Empty for a
+	// driver that boots without them.
 	Kernel, Initrd string
 	CommandLine    string
 
@@ -30,10 +31,10 @@ type Fixture struct {
 	Crash func(t *testing.T, m vmm.Machine)
 }
 
-// Patience is how long anything may take that is not measured here: the machine may be emulated on a busy host.
+// Patience is the time for anything that is not measured here: the machine may be emulated on a busy host.
 const Patience = time.Minute
 
-// prompt is how long a call may take that must not wait for the guest.
+// prompt is the time for a call that must not wait for the guest.
 const prompt = 10 * time.Second
 
 // Run runs the suite. It calls fixture once.

@@ -20,7 +20,7 @@ const (
 	diskBytes = 1 << 20
 )
 
-// world is what the machines of one run share.
+// world is shared by the machines of one run.
 type world struct {
 	Fixture
 	dir        string
@@ -31,7 +31,7 @@ type world struct {
 	baseDigest core.Digest
 }
 
-// machine is a machine with what the test needs besides.
+// machine is a machine with additional data for the test.
 type machine struct {
 	vmm.Machine
 	w    *world
@@ -45,7 +45,7 @@ type machine struct {
 // snapshot is a captured machine.
 type snapshot struct {
 	base  *memory.Base
-	delta *memory.Delta // nil where the base is all
+	delta *memory.Delta // nil if the base is the whole memory
 	state string        // path
 	disk  string        // path
 }
@@ -158,7 +158,7 @@ func (w *world) spawn(t *testing.T, base *memory.Base, disk string, restore bool
 	return m
 }
 
-// shell starts a machine that waits to become the snapshot.
+// shell starts a machine that waits to be restored from the snapshot.
 func (w *world) shell(t *testing.T, s *snapshot) *machine {
 	t.Helper()
 	return w.spawn(t, s.base, s.disk, true)
@@ -173,7 +173,7 @@ func (s *snapshot) restoreSpec(t *testing.T) vmm.RestoreSpec {
 	return spec
 }
 
-// restored starts a machine that is the snapshot, paused.
+// restored starts a machine that is restored from the snapshot, paused.
 func (w *world) restored(t *testing.T, s *snapshot) *machine {
 	t.Helper()
 	m := w.shell(t, s)
@@ -183,7 +183,7 @@ func (w *world) restored(t *testing.T, s *snapshot) *machine {
 	return m
 }
 
-// fork starts a machine that is the snapshot and runs.
+// fork starts a machine that is restored from the snapshot and runs.
 func (w *world) fork(t *testing.T, s *snapshot) *machine {
 	t.Helper()
 	m := w.restored(t, s)
@@ -222,7 +222,7 @@ func (m *machine) capture(t *testing.T) *snapshot {
 	return s
 }
 
-// rebase makes base and delta one base.
+// rebase makes one base from base and delta.
 func (s *snapshot) rebase(t *testing.T, w *world) {
 	t.Helper()
 	base, err := w.bases.Rebase(s.base, s.delta)

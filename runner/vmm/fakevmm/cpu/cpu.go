@@ -14,25 +14,25 @@ var ErrEnded = errors.New("the machine has ended")
 
 // CPU is one processor. Its methods are safe for concurrent use.
 type CPU struct {
-	mu    sync.Mutex // held while the guest does something; guards what follows
-	turn  *sync.Cond // of mu: runs or ended has changed
+	mu    sync.Mutex // held while the guest does something; guards the fields below
+	turn  *sync.Cond // condition of mu: runs or ended has changed
 	ram   []byte
 	runs  bool
 	ended bool
 
-	// Of the guest's clock, which stands still with the machine.
-	uptime time.Duration // until since, or in all while it stands still
+	// For the guest's clock, which stands still with the machine.
+	uptime time.Duration // up to the time since; the total while the machine stands still
 	since  time.Time
 }
 
-// New returns a CPU that stands still.
+// New returns a CPU that does not run.
 func New(ram []byte) *CPU {
 	c := &CPU{ram: ram}
 	c.turn = sync.NewCond(&c.mu)
 	return c
 }
 
-// Run lets the guest run, or stops it. When it has stopped it, the guest does nothing any more.
+// Run lets the guest run, or stops it. When it has stopped the guest, the guest does nothing more.
 func (c *CPU) Run(on bool) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -49,8 +49,8 @@ func (c *CPU) Run(on bool) {
 	c.turn.Broadcast()
 }
 
-// Do calls fn with the RAM, as the guest: while the machine runs, and nothing else of it does. fn must be short and wait for
-// nothing, because a stop waits for it.
+// Do calls fn with the RAM, as the guest: only while the machine runs, and while nothing else of the guest runs. fn
+// must be short and must not wait, because a stop waits for it.
 func (c *CPU) Do(fn func(ram []byte)) error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -64,7 +64,7 @@ func (c *CPU) Do(fn func(ram []byte)) error {
 	return nil
 }
 
-// Uptime is how long the guest has run. It is called within Do.
+// Uptime returns how long the guest has run. It must be called within Do.
 func (c *CPU) Uptime() time.Duration {
 	if !c.runs {
 		return c.uptime
@@ -72,21 +72,21 @@ func (c *CPU) Uptime() time.Duration {
 	return c.uptime + time.Since(c.since)
 }
 
-// Clock is Uptime for a machine that stands still, called from outside.
+// Clock is Uptime for a stopped machine, called from outside.
 func (c *CPU) Clock() time.Duration {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	return c.Uptime()
 }
 
-// SetClock sets the clock of a machine that stands still.
+// SetClock sets the clock of a stopped machine.
 func (c *CPU) SetClock(uptime time.Duration) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.uptime = uptime
 }
 
-// End makes every call of Do fail, those that wait too. No function of the guest runs any more when it returns.
+// End makes every call of Do fail, including waiting ones. When it returns, no function of the guest runs any more.
 func (c *CPU) End() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -94,14 +94,14 @@ func (c *CPU) End() {
 	c.turn.Broadcast()
 }
 
-// RAM is the memory that the CPU was made with, until it is dropped.
+// RAM returns the memory that the CPU was made with, until it is dropped.
 func (c *CPU) RAM() []byte {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	return c.ram
 }
 
-// Drop forgets the memory of a machine that has ended and returns it, to be unmapped.
+// Drop returns the memory of an ended machine, so that the caller can unmap it, and forgets it.
 func (c *CPU) Drop() []byte {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -110,7 +110,7 @@ func (c *CPU) Drop() []byte {
 	return ram
 }
 
-// Gate returns the guest's end of a connection: nothing gets into the guest or out of it while the machine stands still.
+// Gate returns the guest's end of a connection: while the machine is stopped, nothing gets into the guest or out of it.
 func (c *CPU) Gate(conn net.Conn) net.Conn { return &gate{conn, c} }
 
 type gate struct {

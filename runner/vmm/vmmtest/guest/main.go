@@ -1,9 +1,9 @@
-// Command guest is the first and only program of the machines that package vmmtest tests a driver with: it loads the modules
-// of its initrd, opens the agent's channel, a virtio-serial port or a port of vsock, and serves package line on it. It is built and
-// packed by internal/testvm.
+// Command guest is the first and only program of the machines that package vmmtest tests a driver with: it loads the
+// modules of its initrd, opens the agent's channel, a virtio-serial port or a port of vsock, and serves package line on
+// it. It is built and packed by internal/testvm.
 //
-// With coppice.probe=1 on the kernel's command line it does what the guest agent does then: it says COPPICE_PROBE_OK on the
-// console and powers off.
+// With coppice.probe=1 on the kernel's command line, it does the same as the guest agent: it prints COPPICE_PROBE_OK on
+// the console and powers off.
 package main
 
 import (
@@ -38,7 +38,7 @@ func main() {
 
 func off(crash bool) {
 	if crash {
-		os.Exit(1) // the first program of a system must not end: the kernel panics
+		os.Exit(1) // the kernel panics when PID 1 ends
 	}
 	_ = unix.Reboot(unix.LINUX_REBOOT_CMD_POWER_OFF)
 	select {} // the machine ends meanwhile
@@ -82,7 +82,7 @@ func run() error {
 	return g.serve()
 }
 
-// hasVsock reports whether the machine has a vsock device: it has no port then.
+// hasVsock reports whether the machine has a vsock device. Then it has no port.
 func hasVsock() (bool, error) {
 	const vsockDevice = "0x0013"
 	devices, err := filepath.Glob("/sys/bus/virtio/devices/*/device")
@@ -97,7 +97,8 @@ func hasVsock() (bool, error) {
 	return false, nil
 }
 
-// loadModules loads those whose names are wanted: what the disks and the channel need, and nothing that only costs time.
+// loadModules loads the modules whose names are wanted: those for the disks and the channel, and none that only cost
+// time.
 func loadModules(want func(name string) bool) error {
 	list, err := os.ReadFile("/etc/coppice/modules")
 	if err != nil {
@@ -126,7 +127,7 @@ type guest struct {
 	prog line.Program
 
 	portMu sync.Mutex // guards port
-	port   io.Writer  // of the last host; nil where there is none
+	port   io.Writer  // port of the last host; nil if there is none
 }
 
 func newGuest() (*guest, error) {
@@ -178,7 +179,7 @@ func (g *guest) background() {
 	}
 }
 
-// serve opens the port again whenever its host has hung up.
+// serve opens the port again whenever its host has disconnected.
 func (g *guest) serve() error {
 	for range time.Tick(5 * time.Millisecond) {
 		path, err := findPort()
@@ -187,7 +188,7 @@ func (g *guest) serve() error {
 		}
 		f, err := os.OpenFile(path, os.O_RDWR, 0)
 		if err != nil {
-			continue // not there yet
+			continue // the port does not exist yet
 		}
 		g.portMu.Lock()
 		g.port = f
@@ -251,7 +252,7 @@ func findPort() (string, error) {
 	return "", nil
 }
 
-// disk is a block device, read and written past the page cache.
+// disk is a block device that is read and written past the page cache.
 type disk string
 
 func (d disk) block(b *[line.BlockSize]byte, number int64, write bool) error {

@@ -1,5 +1,6 @@
-// Package line is the program that the guests of package vmmtest run, on a real machine and on a fake one: a line protocol over
-// the agent's channel, and state that lives in one stretch of memory, so that a copy of the memory is a copy of the program.
+// Package line is the program that the guests of package vmmtest run, on a real machine and on a fake one: a line
+// protocol over the agent's channel, and state that lives in one stretch of memory, so that a copy of the memory is a
+// copy of the program.
 //
 // Each request is a line of words, and so is each answer:
 //
@@ -19,7 +20,7 @@
 //	off             powers off
 //	crash           ends the machine in the way of a kernel that panics
 //
-// What cannot be done is answered with "error" and a reason; what is not understood not at all.
+// A request that cannot be done gets the answer "error" and a reason. A request that is not understood gets no answer.
 package line
 
 import (
@@ -35,7 +36,7 @@ import (
 // Magic begins the program's memory.
 const Magic = "coppice/vmmtest: this page counts"
 
-// Where the program keeps what, in its memory. Everything is little-endian. The blob begins with the second page.
+// The places of the program's data in its memory. Everything is little-endian. The blob begins with the second page.
 const (
 	OffsetTicks  = 64
 	OffsetCount  = 72
@@ -59,7 +60,7 @@ type Disk interface {
 
 // Program is the guest program. Its methods are called one at a time.
 type Program struct {
-	Memory  []byte // all that it knows; zeros at first
+	Memory  []byte // all its state; zeros at first
 	Disks   []Disk
 	Console func(b []byte)
 	Channel func(b []byte) // what babble writes to
@@ -67,16 +68,16 @@ type Program struct {
 	Uptime  func() time.Duration // CLOCK_MONOTONIC
 }
 
-// Start marks the memory. A program that finds it marked goes on.
+// Start marks the memory. If the memory is marked already, the program continues.
 func (p *Program) Start() { copy(p.Memory, Magic) }
 
 func (p *Program) get(at int) uint64    { return binary.LittleEndian.Uint64(p.Memory[at:]) }
 func (p *Program) set(at int, v uint64) { binary.LittleEndian.PutUint64(p.Memory[at:], v) }
 
-// Tick moves the clock.
+// Tick advances the clock.
 func (p *Program) Tick() { p.set(OffsetTicks, p.get(OffsetTicks)+1) }
 
-// Background does a piece of what is to be done in the background, and reports whether there was any.
+// Background does a piece of the background work, and reports whether there was any.
 func (p *Program) Background() bool {
 	return p.work(offsetPrint, p.Console) || p.work(offsetBabble, p.Channel)
 }
@@ -101,7 +102,7 @@ func (p *Program) work(at int, out func([]byte)) bool {
 // errNotUnderstood is for requests that are not answered.
 var errNotUnderstood = errors.New("not understood")
 
-// Do carries out one request and returns the answer, without a line feed. ok is false when there is none to send.
+// Do executes one request and returns the answer, without a line feed. ok is false if no answer must be sent.
 func (p *Program) Do(request string) (answer string, ok bool) {
 	words := strings.Fields(request)
 	if len(words) == 0 {
@@ -171,7 +172,7 @@ func (p *Program) fill(mib int64) (string, error) {
 	if want > uint64(len(blob)) {
 		return "", fmt.Errorf("no room for %d bytes", want)
 	}
-	for at := have; at < want; at += 512 { // eight places a page
+	for at := have; at < want; at += 512 { // eight places in each page
 		binary.LittleEndian.PutUint64(blob[at:], at^p.get(OffsetCount)<<40)
 	}
 	p.set(offsetBlob, want)

@@ -15,14 +15,14 @@ type Machine interface {
 	// Accept waits for the next connection from the host.
 	Accept(ctx context.Context) (io.ReadWriteCloser, error)
 	Print(b []byte)
-	// Uptime is how long the machine has run. It is called within Do.
+	// Uptime returns how long the machine has run. It is called within Do.
 	Uptime() time.Duration
-	// Off ends the machine, soon: it is called within Do.
+	// Off ends the machine soon: it is called within Do.
 	Off(crash bool)
 }
 
-// Serve runs the program on a machine until ctx or the machine ends. It keeps nothing outside the machine's RAM. Connections are
-// served one after the other, as on a serial port, or all at once.
+// Serve runs the program on a machine until ctx or the machine ends. It keeps no state outside the machine's RAM. It
+// serves connections one after the other, as on a serial port, or all at once.
 func Serve(ctx context.Context, m Machine, disks []Disk, atOnce bool) {
 	s := &server{m: m}
 	s.prog = Program{Disks: disks, Console: m.Print, Channel: s.offer, Off: s.off, Uptime: m.Uptime}
@@ -51,10 +51,10 @@ type server struct {
 	prog Program
 
 	mu  sync.Mutex  // guards out
-	out chan []byte // of the last connection; nil where there is none
+	out chan []byte // output of the last connection; nil if there is none
 }
 
-// do calls the program with the RAM that the machine has now.
+// do calls the program with the machine's present RAM.
 func (s *server) do(fn func()) error {
 	return s.m.Do(func(ram []byte) {
 		s.prog.Memory = ram
@@ -79,7 +79,7 @@ func (s *server) every(ctx context.Context, fn func()) {
 
 func (s *server) background(ctx context.Context) {
 	s.every(ctx, func() {
-		for range 64 { // a piece; the machine must be able to pause in between
+		for range 64 { // only a piece, so that the machine can pause in between
 			if s.full() || !s.prog.Background() {
 				return
 			}
@@ -87,19 +87,19 @@ func (s *server) background(ctx context.Context) {
 	})
 }
 
-// full reports whether the connection takes no more for now.
+// full reports whether the connection accepts no more for now.
 func (s *server) full() bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.out != nil && len(s.out) == cap(s.out)
 }
 
-// offer sends on the connection that is there, if it takes it: it is called with the CPU held, and does not wait.
+// offer sends on the present connection, if that accepts it: it is called while the CPU is held, and does not wait.
 func (s *server) offer(b []byte) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	select {
-	case s.out <- b: // never, where there is no connection
+	case s.out <- b: // never, if there is no connection
 	default:
 	}
 }
@@ -147,7 +147,7 @@ func (s *server) serve(conn io.ReadWriteCloser) {
 	writer.Wait()
 }
 
-// Device is a disk by bytes.
+// Device is a disk that is addressed by bytes.
 type Device interface {
 	io.ReaderAt
 	io.WriterAt
