@@ -15,7 +15,7 @@ import (
 // FakeOverlayBytes is the size of the overlay disk of FakeImage.
 const FakeOverlayBytes = 64 << 10
 
-// FakeImage returns a store of the test's own with an image that has the form of one and boots nothing: enough for a runner
+// FakeImage returns a new store with an image that only has the form of one and boots nothing: enough for a runner
 // whose driver is fakevmm. It needs no root and takes no time.
 func FakeImage(t testing.TB) (*images.Store, images.Image) {
 	t.Helper()
@@ -26,7 +26,7 @@ func FakeImage(t testing.TB) (*images.Store, images.Image) {
 	return store, image
 }
 
-// NewFakeImage is FakeImage for programs that are no tests; the store is in dir.
+// NewFakeImage is FakeImage for programs that are not tests; the store is in dir.
 func NewFakeImage(ctx context.Context, dir string) (*images.Store, images.Image, error) {
 	store, err := images.Open(dir)
 	if err != nil {

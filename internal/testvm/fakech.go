@@ -12,19 +12,19 @@ import (
 	"github.com/coppice-dev/coppice/internal/testprog"
 )
 
-// faultsMark stands before the faults at the end of a program of With, where the fake looks for it.
+// faultsMark is written before the faults at the end of a program made by With. The fake looks for it there.
 const faultsMark = "\x00fakech faults:\n"
 
 // FakeCloudHypervisor is a program that stands for cloud-hypervisor: package runner/vmm/cloudhypervisor/fakech.
 type FakeCloudHypervisor struct {
-	Path string // may be run by anyone
+	Path string // any user may run it
 	dir  string
 }
 
 // BuildFakeCloudHypervisor builds it for the test, with the race detector if the test has it.
 func BuildFakeCloudHypervisor(t testing.TB) FakeCloudHypervisor {
 	t.Helper()
-	dir, err := os.MkdirTemp("", "fakech") //nolint:usetesting // a VMM with a user of its own gets into it
+	dir, err := os.MkdirTemp("", "fakech") //nolint:usetesting // a VMM with its own user must reach it
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -42,20 +42,20 @@ func BuildFakeCloudHypervisor(t testing.TB) FakeCloudHypervisor {
 		}
 	}
 	args = append(args, "github.com/coppice-dev/coppice/runner/vmm/cloudhypervisor/fakech")
-	if out, err := exec.CommandContext(t.Context(), "go", args...).CombinedOutput(); err != nil { //nolint:gosec // G204: all of it is written here
+	if out, err := exec.CommandContext(t.Context(), "go", args...).CombinedOutput(); err != nil { //nolint:gosec // G204: fixed arguments
 		t.Fatalf("build the fake cloud-hypervisor: %v\n%s", err, out)
 	}
 	return f
 }
 
-// With returns a program that is the same, but for the faults: their names are in package fakech.
+// With returns a copy of the program with the faults; their names are in package fakech.
 func (f FakeCloudHypervisor) With(t testing.TB, faults ...string) string {
 	t.Helper()
 	dir, err := os.MkdirTemp(f.dir, "with") //nolint:usetesting // see above
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := os.Chmod(dir, 0o755); err != nil { //nolint:gosec // G302: a VMM with a user of its own gets into it
+	if err := os.Chmod(dir, 0o755); err != nil { //nolint:gosec // G302: a VMM with its own user must reach it
 		t.Fatal(err)
 	}
 	path := filepath.Join(dir, "cloud-hypervisor")
@@ -63,7 +63,7 @@ func (f FakeCloudHypervisor) With(t testing.TB, faults ...string) string {
 	if err != nil {
 		t.Fatal(err)
 	}
-	// In the program itself: a VMM sees no other file of the host.
+	// The faults are in the program itself, because a VMM sees no other file of the host.
 	testprog.Write(t, path, slices.Concat(program, []byte(faultsMark+strings.Join(faults, "\n"))))
 	return path
 }

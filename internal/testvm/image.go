@@ -15,9 +15,9 @@ import (
 // guestAgent is the main package of the guest agent.
 const guestAgent = "cmd/coppice-guest"
 
-// Image returns a store with the real image, named images.DefaultName, with the guest agent of this tree. It is built once per
-// machine and state of the tree: a minute where nothing is cached, a second or two where only the agent has changed. The store
-// is shared: tests must not remove anything from it.
+// Image returns a store with the real image, named images.DefaultName, with the guest agent of this tree. It is built
+// once per machine and state of the tree. That takes a minute with an empty cache, and a second or two if only the
+// agent has changed. The store is shared: tests must not remove anything from it.
 func Image(t testing.TB) (*images.Store, images.Image) {
 	t.Helper()
 	QEMU(t, "")
@@ -33,7 +33,7 @@ func Image(t testing.TB) (*images.Store, images.Image) {
 	return built.store, built.image
 }
 
-// built is what the first call of Image has made.
+// built is the result of the first call of Image.
 var built struct {
 	once  sync.Once
 	store *images.Store

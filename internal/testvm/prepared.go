@@ -11,11 +11,11 @@ import (
 	"github.com/coppice-dev/coppice/images"
 )
 
-// PreparedVariable names a directory that Prepare has made, for machines that have neither the go command nor a network: the
-// tests take from it what they make themselves elsewhere.
+// PreparedVariable names a directory that Prepare has made, for machines without the go command and a network: there,
+// the tests use its files, and do not make them.
 const PreparedVariable = "COPPICE_TEST_PREPARED"
 
-// Prepared returns that directory; "" where there is none.
+// Prepared returns that directory; "" if there is none.
 func Prepared() string { return os.Getenv(PreparedVariable) }
 
 const module = "github.com/coppice-dev/coppice/"
@@ -29,8 +29,8 @@ func PreparedProgram(dir, pkg string) (string, error) {
 	return path, nil
 }
 
-// PreparedStore opens the store of the directory, whose only image is named images.DefaultName. Like every store, it must be
-// writable.
+// PreparedStore opens the store in the directory. Its only image is named images.DefaultName. Like every store, it must
+// be writable.
 func PreparedStore(dir string) (*images.Store, images.Image, error) {
 	store, err := images.Open(filepath.Join(dir, "images"))
 	if err != nil {

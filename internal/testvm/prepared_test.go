@@ -8,7 +8,7 @@ import (
 	"github.com/coppice-dev/coppice/images"
 )
 
-// TestPrepare makes a directory and takes from it what the tests take from it elsewhere.
+// TestPrepare makes a directory, and takes from it everything that tests take from it on other machines.
 func TestPrepare(t *testing.T) {
 	t.Parallel()
 	_, want := Image(t) // and what it needs

@@ -1,6 +1,6 @@
-// Package testvm gives tests what real virtual machines are made of: a kernel, an initrd with a test program, and a store with
-// the real image. Everything is made once per machine and kept below the user's cache directory under the digest of what it
-// was made from; test binaries that run at the same time share it.
+// Package testvm gives tests the parts of real virtual machines: a kernel, an initrd with a test program, and a store
+// with the real image. Everything is made once per machine and kept below the user's cache directory, under the digest
+// of its inputs. Test binaries that run at the same time share it.
 package testvm
 
 import (
@@ -22,26 +22,26 @@ import (
 	"github.com/coppice-dev/coppice/internal/require"
 )
 
-// The requirement that tests name, and how to meet it.
+// The requirement's name for tests, and how to meet it.
 const (
 	Requirement = "vm"
-	cure        = "make setup (it installs QEMU and what builds a guest from Debian's packages)"
+	cure        = "make setup (it installs QEMU and the tools that build a guest from Debian's packages)"
 )
 
 // vmmGuest is the main package of the machine that drivers are tested with.
 const vmmGuest = "runner/vmm/vmmtest/guest"
 
-// keep is how long a cached image that no name points at is kept: another checkout may be using it.
+// keep is how long a cached image without a name is kept: another checkout may be using it.
 const keep = 48 * time.Hour
 
-// Machine is what a VMM boots: paths of files that anyone may read.
+// Machine is the input of a VMM: paths of files that anyone may read.
 type Machine struct {
 	Kernel      string
 	Initrd      string
 	CommandLine string
 }
 
-// QEMU skips the test where there is no QEMU, and returns the path of the one to test: binary, or the one on the PATH.
+// QEMU returns the path of the QEMU to test: binary, or the one on the PATH. If there is none, it skips the test.
 func QEMU(t testing.TB, binary string) string {
 	t.Helper()
 	if binary == "" {
@@ -56,7 +56,7 @@ func QEMU(t testing.TB, binary string) string {
 	return path
 }
 
-// Kernel returns the kernel that a guest image built now would have.
+// Kernel returns the kernel that a newly built guest image would have.
 func Kernel(t testing.TB) images.Kernel {
 	t.Helper()
 	k, err := kernel()
@@ -77,7 +77,7 @@ var kernel = sync.OnceValues(func() (images.Kernel, error) {
 	return images.FetchKernel(ctx, store, nil)
 })
 
-// Guest returns the machine that package vmmtest tests drivers with.
+// Guest returns the machine with which package vmmtest tests drivers.
 func Guest(t testing.TB) Machine {
 	t.Helper()
 	return Boot(t, vmmGuest)
@@ -94,7 +94,7 @@ func Boot(t testing.TB, pkg string) Machine {
 	return m
 }
 
-// build builds a main package of this module for the guest, or takes what was prepared.
+// build builds a main package of this module for the guest, or returns the prepared program.
 func build(t testing.TB, pkg string) string {
 	t.Helper()
 	if dir := Prepared(); dir != "" {
@@ -143,7 +143,7 @@ func pack(k images.Kernel, binary string) (Machine, error) {
 	return m, err
 }
 
-// removeOld removes what was not used for long.
+// removeOld removes files that were not used for a long time.
 func removeOld(dir string) error {
 	entries, err := os.ReadDir(dir)
 	if err != nil {
@@ -161,7 +161,7 @@ func removeOld(dir string) error {
 	return nil
 }
 
-// cacheDir returns a directory below the user's cache that a VMM with a user of its own may reach into by descriptor.
+// cacheDir returns a directory below the user's cache that a VMM with its own user can reach by a descriptor.
 func cacheDir(name string) (string, error) {
 	cache, err := os.UserCacheDir()
 	if err != nil {
