@@ -20,21 +20,22 @@ import (
 	"github.com/coppice-dev/coppice/internal/require"
 )
 
-// Pair is a durable primary and a standby that streams from it, both real servers of the test's own. It can fail over again and again.
+// Pair is a durable primary and a standby that streams from it. Both are real servers of this test alone. It can fail
+// over again and again.
 type Pair struct {
 	tb      testing.TB
 	bins    pgcluster.Binaries
 	sync    bool
 	dirs    [2]string
-	servers [2]*pgcluster.Cluster // nil: it is not there
+	servers [2]*pgcluster.Cluster // nil: does not exist
 	primary int
-	dead    *pgcluster.Cluster // the primary of before; nil: there was none, or it is used again
+	dead    *pgcluster.Cluster // the former primary; nil: there was none, or it is in use again
 }
 
-// standbyName is how standbys call themselves in synchronous_standby_names.
+// standbyName is the name of standbys in synchronous_standby_names.
 const standbyName = "standby"
 
-// NewPair starts both. With synchronous a commit is on the standby's disk before it is acknowledged.
+// NewPair starts both servers. With synchronous, a commit is acknowledged only when it is on the standby's disk.
 func NewPair(tb testing.TB, synchronous bool) *Pair {
 	tb.Helper()
 	bins, err := pgcluster.Find(tb.Context(), os.Getenv("PGBIN"))
@@ -76,7 +77,7 @@ func (p *Pair) start(i int) {
 	}
 }
 
-// remove ends a server at once, if it is there, and deletes it.
+// remove ends a server at once, if it exists, and deletes it.
 func (p *Pair) remove(i int) {
 	p.tb.Helper()
 	if p.servers[i] == nil {
@@ -88,7 +89,7 @@ func (p *Pair) remove(i int) {
 	p.servers[i] = nil
 }
 
-// removeDead deletes what the primary of before has left.
+// removeDead deletes the directory of the former primary.
 func (p *Pair) removeDead() {
 	p.tb.Helper()
 	if p.dead != nil {
@@ -99,7 +100,7 @@ func (p *Pair) removeDead() {
 	p.dead = nil
 }
 
-// DSN is the address of a database of whichever server takes writes.
+// DSN is the address of a database on the server that accepts writes.
 func (p *Pair) DSN(database string) string {
 	u, err := url.Parse(p.Primary().DSN(database))
 	if err != nil {
@@ -115,13 +116,14 @@ func (p *Pair) DSN(database string) string {
 	return u.String()
 }
 
-// Primary is the server that takes writes.
+// Primary is the server that accepts writes.
 func (p *Pair) Primary() *pgcluster.Cluster { return p.servers[p.primary] }
 
-// Standby is the other one; nil when there is none.
+// Standby is the other server; nil if there is none.
 func (p *Pair) Standby() *pgcluster.Cluster { return p.servers[1-p.primary] }
 
-// AddStandby copies the running primary and has the copy stream from it. Whatever was there before is deleted.
+// AddStandby copies the running primary and starts the copy as a standby that streams from it. An earlier standby is
+// deleted.
 func (p *Pair) AddStandby() {
 	p.tb.Helper()
 	i := 1 - p.primary
@@ -181,7 +183,7 @@ func (p *Pair) SQL(on *pgcluster.Cluster, statements ...string) {
 	}
 }
 
-// Number asks a server for one.
+// Number runs a query on a server that returns one number.
 func (p *Pair) Number(on *pgcluster.Cluster, sql string, args ...any) (n int64) {
 	p.tb.Helper()
 	conn, err := pgx.Connect(p.tb.Context(), on.DSN("postgres"))
@@ -194,7 +196,7 @@ func (p *Pair) Number(on *pgcluster.Cluster, sql string, args ...any) (n int64) 
 	return n
 }
 
-// CatchUp waits until the standby has what the primary has now.
+// CatchUp waits until the standby has everything that the primary has now.
 func (p *Pair) CatchUp() {
 	p.tb.Helper()
 	now := p.Number(p.Primary(), `SELECT (pg_current_wal_flush_lsn() - '0/0')::bigint`)
@@ -203,7 +205,7 @@ func (p *Pair) CatchUp() {
 	})
 }
 
-// Cut lets the standby catch up and hear nothing after that: what is committed from here on is the tail that a failover loses.
+// Cut lets the standby catch up and then receive nothing more: later commits are the tail that a failover loses.
 func (p *Pair) Cut() {
 	p.tb.Helper()
 	p.CatchUp()
@@ -213,7 +215,7 @@ func (p *Pair) Cut() {
 	})
 }
 
-// Failover kills the primary and promotes the standby, which is the primary from then on, and alone.
+// Failover kills the primary and promotes the standby, which is the only server then.
 func (p *Pair) Failover() {
 	p.tb.Helper()
 	old := p.servers[p.primary]
@@ -223,7 +225,7 @@ func (p *Pair) Failover() {
 	<-old.Done()
 	p.primary = 1 - p.primary
 	p.dead, p.servers[1-p.primary] = old, nil
-	if p.sync { // nobody is there to wait for
+	if p.sync { // there is no standby to wait for
 		p.SQL(p.Primary(), "ALTER SYSTEM RESET synchronous_standby_names", "SELECT pg_reload_conf()")
 	}
 	p.SQL(p.Primary(), "SELECT pg_promote()")
@@ -232,7 +234,7 @@ func (p *Pair) Failover() {
 	})
 }
 
-// Return starts the old primary again, as somebody does who does not know that there is another.
+// Return starts the old primary again, like an operator who does not know that there is another one.
 func (p *Pair) Return() {
 	p.tb.Helper()
 	p.dead = nil

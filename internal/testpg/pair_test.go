@@ -9,7 +9,7 @@ import (
 
 var long = flag.Bool("long", false, "measure what a synchronous standby costs")
 
-// TestPair fails over twice: what the standby had is there, and what it was cut off from is not.
+// TestPair fails over twice: commits that the standby had are there, and commits after the cut are not.
 func TestPair(t *testing.T) {
 	t.Parallel()
 	p := NewPair(t, false)
@@ -32,7 +32,7 @@ func TestPair(t *testing.T) {
 	}
 }
 
-// TestSynchronousPair: what was acknowledged is on the standby, without any wait. -long measures what that costs, in turns.
+// TestSynchronousPair: acknowledged commits are on the standby, without any wait. -long measures the cost, in turns.
 func TestSynchronousPair(t *testing.T) {
 	t.Parallel()
 	p := NewPair(t, true)

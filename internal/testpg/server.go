@@ -15,7 +15,7 @@ import (
 	"github.com/coppice-dev/coppice/internal/require"
 )
 
-// Server starts a durable server of the test's own. settings win over those of package pgcluster.
+// Server starts a durable server for this test alone. settings override those of package pgcluster.
 func Server(tb testing.TB, settings map[string]string) *pgcluster.Cluster {
 	tb.Helper()
 	bins, err := pgcluster.Find(tb.Context(), os.Getenv("PGBIN"))
@@ -42,7 +42,7 @@ func Changeable() map[string]string {
 	return map[string]string{"fsync": "", "full_page_writes": "", "synchronous_commit": ""}
 }
 
-// Exec runs statements as the superuser of a server, each in a transaction of its own.
+// Exec runs statements as the superuser of a server, each in its own transaction.
 func Exec(tb testing.TB, c *pgcluster.Cluster, statements ...string) {
 	tb.Helper()
 	conn, err := pgx.Connect(tb.Context(), c.DSN("postgres"))

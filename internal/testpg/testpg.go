@@ -2,9 +2,9 @@
 // else one private cluster per test binary, started on first use from the installed programs.
 //
 // A database is cloned from a migrated template (about 50 ms), so every test sees an empty, current schema and none
-// waits for migrations. Nothing is left behind, however a test binary ends: the kernel ends the private server with
-// its owner, a waiting shell then removes its directory, and on a foreign server the databases of dead binaries are
-// dropped by the next one.
+// waits for migrations. However a test binary ends, nothing is left behind: the kernel ends the private server with its
+// owner, a waiting shell then removes its directory, and on a foreign server the databases of dead binaries are dropped
+// by the next one.
 package testpg
 
 import (
@@ -41,11 +41,11 @@ const (
 	prefix         = "coppice_test_"
 	startTimeout   = 2 * time.Minute
 	maxConnections = 300
-	// lockClass is the first half of the advisory lock by which a living test binary marks its databases.
+	// lockClass is the first half of the advisory lock with which a living test binary marks its databases.
 	lockClass = 0x636f7070
 )
 
-// New returns the connection URL of a database that is the test's own and is dropped at its end. migrate brings an
+// New returns the connection URL of a database for this test alone, which is dropped at its end. migrate brings an
 // empty database to the wanted schema; it runs once per test binary and must be a named function (migrations.Up), so
 // that it can be told from others. With nil the database is empty.
 //
@@ -73,18 +73,18 @@ func New(tb testing.TB, migrate func(ctx context.Context, dsn string) error) str
 	return s.dsn(name)
 }
 
-// Leak tells goleak of the goroutine that holds the private server, which lives as long as the test binary:
+// Leak tells goleak about the goroutine that holds the private server, which lives as long as the test binary:
 //
 //	goleak.VerifyTestMain(m, testpg.Leak())
 func Leak() goleak.Option {
 	return goleak.IgnoreAnyFunction("github.com/coppice-dev/coppice/internal/pgcluster.(*Cluster).hold")
 }
 
-// server is where this test binary's databases are.
+// server is the server with this test binary's databases.
 type server struct {
 	dsn    func(database string) string
 	admin  string // the database from which others are made
-	prefix string // of the names of our databases
+	prefix string // prefix of the names of our databases
 	count  atomic.Int64
 	marker *pgx.Conn // holds the advisory lock that says that we live
 
@@ -147,8 +147,8 @@ func (s *server) startCluster(ctx context.Context) error {
 	return nil
 }
 
-// removeAfterUs has a shell wait for the end of a pipe that only this process holds open, and remove dir then. Tests
-// have no hook for their end, least of all when they are killed.
+// removeAfterUs starts a shell that waits for the end of a pipe, which only this process holds open, and then removes
+// dir. Tests have no hook for their end, least of all when they are killed.
 func removeAfterUs(dir string) error {
 	const script = `read -r _; n=0; until rm -rf -- "$1" || [ $n -ge 50 ]; do n=$((n+1)); sleep 0.1; done`
 	r, w, err := os.Pipe()
@@ -170,7 +170,7 @@ func removeAfterUs(dir string) error {
 // lifeline is closed by the kernel when this process ends; the variable keeps it from the garbage collector.
 var lifeline *os.File //nolint:unused // held, never used
 
-// mark takes the lock that says that our databases are in use, and drops those of binaries that no longer hold theirs.
+// mark takes the lock that says that our databases are in use, and drops the databases of binaries that have ended.
 func (s *server) mark(ctx context.Context) error {
 	conn, err := pgx.Connect(ctx, s.dsn(s.admin))
 	if err != nil {
@@ -199,11 +199,11 @@ func (s *server) mark(ctx context.Context) error {
 	return nil
 }
 
-// reap drops a database if the binary that made it is gone.
+// reap drops a database if the binary that made it has ended.
 func (s *server) reap(ctx context.Context, name string) error {
 	var raw []byte
 	if n, err := fmt.Sscanf(strings.TrimPrefix(name, prefix), "%08x_", &raw); n != 1 || err != nil || len(raw) != 4 {
-		return nil //nolint:nilerr // a database of that prefix that we did not make
+		return nil //nolint:nilerr // a database with that prefix that we did not make
 	}
 	key := lockKey([4]byte(raw))
 	var free bool
@@ -224,7 +224,7 @@ func lockKey(raw [4]byte) int32 {
 	return int32(binary.BigEndian.Uint32(raw[:])) //nolint:gosec // G115: any 32 bits will do
 }
 
-// template returns the name of the database that migrate made, making it the first time.
+// template returns the name of the database that migrate made. The first call makes it.
 func (s *server) template(migrate func(ctx context.Context, dsn string) error) (string, error) {
 	var code uintptr
 	if migrate != nil {
@@ -254,7 +254,7 @@ func (s *server) template(migrate func(ctx context.Context, dsn string) error) (
 	return build()
 }
 
-// exec runs one statement outside the tests' databases. Names in it are made of our own letters and digits.
+// exec runs one statement outside the tests' databases. Names in it consist of our own letters and digits.
 func (s *server) exec(ctx context.Context, sql string) error {
 	conn, err := pgx.Connect(ctx, s.dsn(s.admin))
 	if err != nil {

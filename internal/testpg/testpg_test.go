@@ -84,7 +84,7 @@ func TestMigrationsAreToldApart(t *testing.T) {
 }
 
 func TestDatabaseIsDroppedWithItsTest(t *testing.T) {
-	var dsn string // of a subtest that has ended, so neither is parallel
+	var dsn string // of a subtest that has ended, so the subtests are not parallel
 	t.Run("inner", func(t *testing.T) {
 		dsn = New(t, nil)
 		conn, err := pgx.Connect(t.Context(), dsn) // left open on purpose
@@ -99,7 +99,7 @@ func TestDatabaseIsDroppedWithItsTest(t *testing.T) {
 	}
 }
 
-// TestInner is run in a process of its own: it prints where its database is and ends in the wanted way.
+// TestInner runs in its own process: it prints the address of its database and ends in the requested way.
 func TestInner(t *testing.T) {
 	how := os.Getenv(innerEnv)
 	if how == "" {
@@ -114,7 +114,7 @@ func TestInner(t *testing.T) {
 	}
 }
 
-// inner runs TestInner and returns the URL of its database once it has one, and a function that ends it.
+// inner runs TestInner. It returns the URL of its database when that exists, and a function that ends it.
 func inner(t *testing.T, how string, env ...string) (dsn, tmp string, end func(kill bool)) {
 	t.Helper()
 	tmp = t.TempDir()
@@ -141,7 +141,7 @@ func inner(t *testing.T, how string, env ...string) (dsn, tmp string, end func(k
 			_ = cmd.Process.Kill()
 		}
 		_ = stdin.Close()
-		_, _ = io.Copy(io.Discard, lines) // whoever held the output open would make `go test` wait
+		_, _ = io.Copy(io.Discard, lines) // a process that kept the output open would make `go test` wait
 		_ = cmd.Wait()
 	}
 }
@@ -201,7 +201,7 @@ func TestForeignServer(t *testing.T) {
 	eventually.True(t, "the next binary drops what the killed one left", func() bool {
 		_, _, end := inner(t, "return", foreign)
 		end(false)
-		return databases(killed) == 0 // not before the server noticed that the connection broke
+		return databases(killed) == 0 // only after the server noticed that the connection broke
 	})
 	if n := databases(living); n != 2 {
 		t.Errorf("a living binary lost its databases: %d left, want 2", n)
