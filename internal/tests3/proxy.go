@@ -19,34 +19,36 @@ import (
 	"github.com/coppice-dev/coppice/internal/testaddr"
 )
 
-// Kind is what a fault does to a request or its answer. N is the fault's.
+// Kind is the effect of a fault on a request or its answer. N below is the fault's N.
 type Kind int
 
 // The kinds.
 const (
-	// Answer gives the fault's Status and Code instead of asking the server.
+	// Answer returns the fault's Status and Code without asking the server.
 	Answer Kind = iota
 	// Reset resets the connection after N bytes of the answer's body.
 	Reset
-	// Cut closes it after N bytes of the answer's body, all of which arrive.
+	// Cut closes the connection after N bytes of the answer's body, all of which arrive.
 	Cut
-	// Stall sends nothing more after N bytes of the answer's body; the answer itself waits with it if N is 0.
+	// Stall sends nothing more after N bytes of the answer's body; if N is 0, the head of the answer is not sent
+	// either.
 	Stall
-	// Slow sends a byte of the answer's body in each Every.
+	// Slow sends one byte of the answer's body per Every.
 	Slow
 	// Flip changes the lowest bit of byte N of the answer's body.
 	Flip
-	// Truncate leaves N bytes of the answer's body, which says that there are no more.
+	// Truncate leaves N bytes of the answer's body, and the answer's length agrees with that.
 	Truncate
-	// Whole answers a request for a range as if it were for the whole, as servers do that know no ranges, with N bytes of it.
+	// Whole answers a request for a range like a request for the whole object, as servers do that ignore ranges, with N
+	// bytes of it.
 	Whole
-	// Drop has the server do it, and resets the connection instead of answering.
+	// Drop lets the server execute the request, and resets the connection instead of answering.
 	Drop
 	// ResetRequest resets both connections after N bytes of the request's body.
 	ResetRequest
 	// StallRequest reads nothing more after N bytes of the request's body, and passes nothing on.
 	StallRequest
-	// SlowRequest reads N bytes of the request's body in each Every.
+	// SlowRequest reads N bytes of the request's body per Every.
 	SlowRequest
 	// FlipRequest changes the lowest bit of byte N of the request's body.
 	FlipRequest
@@ -56,27 +58,27 @@ const (
 type Fault struct {
 	Kind Kind
 	N    int64
-	// Of are the requests that are meant; nil: all.
+	// Of selects the requests; nil: all.
 	Of func(*http.Request) bool
-	// Skip is how many of them pass before, Times how many are hit; 0: all.
+	// Skip is how many of these requests pass first, Times how many are hit then; 0: all.
 	Skip, Times int
 	Status      int
 	Code        string
 	Every       time.Duration
 }
 
-// The requests of S3, by what a backend wants of them.
+// The kinds of S3 requests of a backend.
 
-// Puts are objects in one piece.
+// Puts are uploads of objects in one request.
 func Puts(r *http.Request) bool { return r.Method == http.MethodPut && !r.URL.Query().Has("uploadId") }
 
-// Parts are parts of objects.
+// Parts are uploads of parts of objects.
 func Parts(r *http.Request) bool { return r.Method == http.MethodPut && r.URL.Query().Has("uploadId") }
 
-// Begins begin uploads in parts.
+// Begins begin multipart uploads.
 func Begins(r *http.Request) bool { return r.Method == http.MethodPost && r.URL.Query().Has("uploads") }
 
-// Completes complete them.
+// Completes complete multipart uploads.
 func Completes(r *http.Request) bool {
 	return r.Method == http.MethodPost && r.URL.Query().Has("uploadId")
 }
@@ -86,10 +88,10 @@ func Gets(r *http.Request) bool {
 	return r.Method == http.MethodGet && strings.Count(strings.Trim(r.URL.Path, "/"), "/") > 0
 }
 
-// Heads look at objects.
+// Heads are HEAD requests for objects.
 func Heads(r *http.Request) bool { return r.Method == http.MethodHead }
 
-// Lists are lists of objects.
+// Lists are requests for lists of objects.
 func Lists(r *http.Request) bool { return r.Method == http.MethodGet && r.URL.Query().Has("list-type") }
 
 // Deletes delete objects.
@@ -97,13 +99,13 @@ func Deletes(r *http.Request) bool {
 	return r.Method == http.MethodPost && r.URL.Query().Has("delete")
 }
 
-// Proxy is a way to a server on which things go wrong.
+// Proxy is a proxy in front of a server that causes faults.
 type Proxy struct {
 	Address string
 
 	target    string
 	transport *http.Transport
-	stopped   chan struct{} // ends what stalls
+	stopped   chan struct{} // ends stalled requests
 
 	mu     sync.Mutex
 	faults []*Fault
@@ -132,7 +134,7 @@ func (s *Server) Proxy(tb testing.TB) *Proxy {
 	return p
 }
 
-// URL is that of a store in a bucket behind the proxy.
+// URL is the URL of a store in a bucket behind the proxy.
 func (p *Proxy) URL(bucket string) string { return (&Server{Address: p.Address}).URL(bucket) }
 
 // Up lets connections in again after Down.
@@ -150,7 +152,7 @@ func (p *Proxy) Up(tb testing.TB) {
 	p.listen(l)
 }
 
-// listen takes connections. mu is held, or nobody else knows the proxy.
+// listen accepts connections. The caller holds mu, or nobody else knows the proxy.
 func (p *Proxy) listen(l net.Listener) {
 	server := &http.Server{Handler: http.HandlerFunc(p.serve), ErrorLog: log.New(io.Discard, "", 0), ReadHeaderTimeout: time.Minute}
 	served := make(chan struct{})
@@ -161,7 +163,7 @@ func (p *Proxy) listen(l net.Listener) {
 	}()
 }
 
-// Down refuses connections and ends those there are.
+// Down refuses new connections and ends the present ones.
 func (p *Proxy) Down(tb testing.TB) {
 	tb.Helper()
 	p.mu.Lock()
@@ -177,7 +179,7 @@ func (p *Proxy) Down(tb testing.TB) {
 	<-served
 }
 
-// Add makes things go wrong. The first fault that means a request hits it.
+// Add adds faults. The first fault that selects a request hits it.
 func (p *Proxy) Add(faults ...Fault) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -186,21 +188,21 @@ func (p *Proxy) Add(faults ...Fault) {
 	}
 }
 
-// Clear lets everything go right again.
+// Clear removes all faults.
 func (p *Proxy) Clear() {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.faults = nil
 }
 
-// Seen returns the requests of a kind that have come, without their bodies; nil: all.
+// Seen returns the requests of a kind so far, without their bodies; nil: all.
 func (p *Proxy) Seen(of func(*http.Request) bool) []*http.Request {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	return slices.DeleteFunc(slices.Clone(p.seen), func(r *http.Request) bool { return of != nil && !of(r) })
 }
 
-// pick notes a request and returns the fault that hits it, or nil.
+// pick records a request and returns the fault that hits it, or nil.
 func (p *Proxy) pick(r *http.Request) *Fault {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -224,7 +226,7 @@ func (p *Proxy) pick(r *http.Request) *Fault {
 func (p *Proxy) serve(w http.ResponseWriter, r *http.Request) {
 	f := p.pick(r)
 	if f == nil {
-		f = &Fault{Kind: Flip, N: -1} // none
+		f = &Fault{Kind: Flip, N: -1} // no fault: a negative N flips nothing
 	}
 	if f.Kind == Answer {
 		_, _ = io.Copy(io.Discard, r.Body)
@@ -245,12 +247,12 @@ func (p *Proxy) serve(w http.ResponseWriter, r *http.Request) {
 	p.answer(w, r, f, resp)
 }
 
-// forward asks the server, with what a fault makes of the request.
+// forward sends a request to the server, changed by a fault.
 func (p *Proxy) forward(r *http.Request, f *Fault) (*http.Response, error) {
-	out := r.Clone(r.Context()) // with the Host that was signed
+	out := r.Clone(r.Context()) // keeps the Host header that was signed
 	out.RequestURI, out.URL.Scheme, out.URL.Host = "", "http", p.target
 	out.Header.Del("Connection")
-	switch f.Kind { //nolint:exhaustive // those of requests
+	switch f.Kind { //nolint:exhaustive // the faults of requests
 	case StallRequest:
 		_, _ = io.CopyN(io.Discard, r.Body, f.N)
 		return nil, errors.New("stalled")
@@ -267,13 +269,13 @@ func (p *Proxy) forward(r *http.Request, f *Fault) (*http.Response, error) {
 	return p.transport.RoundTrip(out)
 }
 
-// answer passes an answer on, with what a fault makes of it.
+// answer passes an answer on, changed by a fault.
 func (p *Proxy) answer(w http.ResponseWriter, r *http.Request, f *Fault, resp *http.Response) {
 	status := resp.StatusCode
 	body := io.Reader(resp.Body)
 	maps.Copy(w.Header(), resp.Header)
 	limit := int64(-1)
-	switch f.Kind { //nolint:exhaustive // those of answers
+	switch f.Kind { //nolint:exhaustive // the faults of answers
 	case Drop:
 		_, _ = io.Copy(io.Discard, resp.Body)
 		reset(w)
@@ -311,7 +313,7 @@ func (p *Proxy) end(w http.ResponseWriter, r *http.Request, f *Fault) {
 	if f.N > 0 {
 		_ = http.NewResponseController(w).Flush()
 	}
-	switch f.Kind { //nolint:exhaustive // the others are not ended
+	switch f.Kind { //nolint:exhaustive // other faults do not end an answer
 	case Stall:
 		p.hang(r)
 	case Cut:
@@ -346,7 +348,7 @@ func (p *Proxy) trickle(w http.ResponseWriter, r *http.Request, body io.Reader, 
 	}
 }
 
-// reset ends a connection so that the client learns of it at once.
+// reset ends a connection in such a way that the client notices at once.
 func reset(w http.ResponseWriter) {
 	conn, _, err := http.NewResponseController(w).Hijack()
 	if err != nil {
@@ -364,7 +366,7 @@ type broken struct{}
 // Read implements io.Reader.
 func (broken) Read([]byte) (int, error) { return 0, errors.New("injected") }
 
-// slowed is a body that comes slowly.
+// slowed is a body that arrives slowly.
 type slowed struct {
 	r     io.Reader
 	f     *Fault
@@ -381,7 +383,7 @@ func (s *slowed) Read(p []byte) (int, error) {
 	}
 }
 
-// flipped is a body with one other bit. A negative place is none.
+// flipped is a body with one changed bit. With a negative place, nothing is changed.
 type flipped struct {
 	r   io.Reader
 	at  int64

@@ -13,7 +13,7 @@ import (
 	"time"
 )
 
-// TestProxy looks at what each kind of fault makes of a request for ten bytes.
+// TestProxy checks the effect of each kind of fault on a request for ten bytes.
 func TestProxy(t *testing.T) {
 	t.Parallel()
 	const content = "0123456789"
@@ -54,7 +54,7 @@ func TestProxy(t *testing.T) {
 		body   string
 		status int
 		err    error
-		done   int32 // requests that the server has done
+		done   int32 // requests that the server has executed
 	}{
 		"none":         {Fault{Kind: Flip, N: -1}, "", content, 206, nil, 1},
 		"answer":       {Fault{Kind: Answer, Status: 503, Code: "SlowDown"}, "", "<Error><Code>SlowDown</Code><Message>injected</Message></Error>", 503, nil, 0},
@@ -82,11 +82,11 @@ func TestProxy(t *testing.T) {
 		done.Store(0)
 		p.Add(c.fault)
 		client.Timeout = time.Minute
-		if c.err == broken { //nolint:errorlint // the very one
+		if c.err == broken { //nolint:errorlint // exactly this error
 			client.Timeout = time.Second // the fault lasts for ever
 		}
 		body, status, err := ask(method, c.sent)
-		if body != c.body || status != c.status || (err == nil) != (c.err == nil) || c.err != broken && !errors.Is(err, c.err) { //nolint:errorlint // the very one
+		if body != c.body || status != c.status || (err == nil) != (c.err == nil) || c.err != broken && !errors.Is(err, c.err) { //nolint:errorlint // exactly this error
 			t.Errorf("%s: %q, %d, %v; want %q, %d, %v", name, body, status, err, c.body, c.status, c.err)
 		}
 		if n := done.Load(); n != c.done {

@@ -1,6 +1,8 @@
-// Package tests3 gives tests and benchmarks a real S3 server on a loopback address, and tests a proxy that makes it fail (Proxy).
+// Package tests3 gives tests and benchmarks a real S3 server on a loopback address, and tests a proxy that causes
+// faults (Proxy).
 //
-// The server is versitygw, or MinIO where COPPICE_TEST_S3 says so; `make` builds either and keeps it by version, outside the tree.
+// The server is versitygw, or MinIO if COPPICE_TEST_S3 says so; `make` builds either and keeps it by version, outside
+// the tree.
 package tests3
 
 import (
@@ -24,21 +26,21 @@ import (
 	"github.com/coppice-dev/coppice/internal/testaddr"
 )
 
-// Variable chooses the server: versitygw, which is meant when it is empty, or minio.
+// Variable chooses the server: versitygw, also when it is empty, or minio.
 const Variable = "COPPICE_TEST_S3"
 
-// The versions that the Makefile builds, which a test compares.
+// The versions that the Makefile builds. A test compares them.
 const (
 	versitygwVersion = "v1.8.0"
 	minioVersion     = "v0.0.0-20260212201848-7aac2a2c5b7c"
 )
 
-// Region is the servers'.
+// Region is the region of the servers.
 const Region = "us-east-1"
 
 const startTimeout = time.Minute
 
-// Server is a running server. It ends with its test or by Close, or with the process.
+// Server is a running server. It ends with its test, by Close, or with the process.
 type Server struct {
 	Address              string // host and port; plain HTTP
 	AccessKey, SecretKey string
@@ -51,7 +53,7 @@ type Server struct {
 	log     string
 }
 
-// kind is how a server is run.
+// kind says how to run a server.
 type kind struct {
 	name, version, target string
 	command               func(dir, address string) (args, env []string)
@@ -70,12 +72,13 @@ var minIO = kind{"minio", minioVersion, "minio", func(dir, address string) ([]st
 		[]string{"MINIO_BROWSER=off", "MINIO_UPDATE=off", "MINIO_CALLHOME_ENABLE=off", "HOME=" + dir}
 }}
 
-// Start starts a server for the test and its subtests. Without its program the test is skipped; the requirement's name is "s3".
+// Start starts a server for the test and its subtests. If its program is missing, the test is skipped; the
+// requirement's name is "s3".
 func Start(tb testing.TB) *Server {
 	tb.Helper()
 	k, ok := kinds[os.Getenv(Variable)]
 	if !ok {
-		tb.Fatalf("%s is %q, which is no server that is known", Variable, os.Getenv(Variable))
+		tb.Fatalf("%s is %q, which is not a known server", Variable, os.Getenv(Variable))
 	}
 	_, err := k.program()
 	require.That(tb, "s3", err == nil, "make "+k.target)
@@ -92,7 +95,7 @@ func Start(tb testing.TB) *Server {
 	return s
 }
 
-// Open starts versitygw on a directory, which is there and empty, for what is no test. Close ends it.
+// Open starts versitygw on an existing empty directory, for programs that are not tests. Close ends it.
 func Open(ctx context.Context, dir string) (*Server, error) { return versitygw.open(ctx, dir) }
 
 func (k kind) open(ctx context.Context, dir string) (*Server, error) {
@@ -129,7 +132,7 @@ func (s *Server) Close() {
 	<-s.ended
 }
 
-// program is the path at which the Makefile keeps it.
+// program returns the path at which the Makefile keeps the program.
 func (k kind) program() (string, error) {
 	cache, err := os.UserCacheDir()
 	if err != nil {
@@ -138,7 +141,7 @@ func (k kind) program() (string, error) {
 	return exec.LookPath(filepath.Join(cache, "coppice", "tools", k.name+"-"+k.version))
 }
 
-// freeAddress is one that nobody else asks for, because the servers do not say which port they were given.
+// freeAddress returns an address that nothing else uses, because the servers do not report which port they got.
 func freeAddress(ctx context.Context) (string, error) {
 	l, err := (&net.ListenConfig{}).Listen(ctx, "tcp", testaddr.New())
 	if err != nil {
@@ -147,7 +150,7 @@ func freeAddress(ctx context.Context) (string, error) {
 	return l.Addr().String(), l.Close()
 }
 
-// NoAddress is one at which nobody listens.
+// NoAddress returns an address at which nobody listens.
 func NoAddress(tb testing.TB) string {
 	tb.Helper()
 	address, err := freeAddress(tb.Context())
@@ -157,7 +160,7 @@ func NoAddress(tb testing.TB) string {
 	return address
 }
 
-// run starts the program. The kernel ends it with this process, should that be killed.
+// run starts the program. The kernel ends it if this process is killed.
 func (s *Server) run(program string, args, env []string) error {
 	log, err := os.OpenFile(s.log, os.O_WRONLY|os.O_CREATE|os.O_APPEND, 0o600)
 	if err != nil {
@@ -218,7 +221,7 @@ func (s *Server) core() (*minio.Core, error) {
 	})
 }
 
-// Client returns a client of the server's owner, for what tests do behind the back of the code that they test.
+// Client returns a client with the owner's credentials, for what tests do without the tested code.
 func (s *Server) Client(tb testing.TB) *minio.Core {
 	tb.Helper()
 	c, err := s.core()
@@ -238,7 +241,7 @@ func (s *Server) MakeBucket(ctx context.Context) (string, error) {
 	return name, c.MakeBucket(ctx, name, minio.MakeBucketOptions{})
 }
 
-// Bucket is MakeBucket of a test.
+// Bucket is MakeBucket for a test.
 func (s *Server) Bucket(tb testing.TB) string {
 	tb.Helper()
 	name, err := s.MakeBucket(tb.Context())
@@ -248,7 +251,7 @@ func (s *Server) Bucket(tb testing.TB) string {
 	return name
 }
 
-// URL is that of a store in a bucket, as coppice is given it.
+// URL is the URL of a store in a bucket, as for coppice.
 func (s *Server) URL(bucket string) string {
 	return fmt.Sprintf("s3://%s?endpoint=http://%s&region=%s", bucket, s.Address, Region)
 }

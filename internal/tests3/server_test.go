@@ -27,7 +27,7 @@ func TestVersions(t *testing.T) {
 	}
 }
 
-// TestServer looks at a server and its buckets.
+// TestServer checks a server and its buckets.
 func TestServer(t *testing.T) {
 	t.Parallel()
 	s := Start(t)
