@@ -10,12 +10,12 @@ import (
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
 
-// dirty makes a guest write n MiB into a file in memory: the same pages every time.
+// dirty is a command that makes a guest write n MiB into a file in memory: the same pages every time.
 func dirty(n int) []string {
 	return []string{"dd", "if=/dev/urandom", "of=/dev/shm/dirty", "bs=1M", fmt.Sprintf("count=%d", n), "conv=notrunc", "status=none"}
 }
 
-// measurePauses measures how long a capture stops a guest, by its RAM and by what it wrote.
+// measurePauses measures how long a capture stops a guest, depending on its RAM and on the amount of written memory.
 func (b *bench) measurePauses(ctx context.Context) error {
 	rams, sizes := []int{256, 2048}, []int{1, 10, 100}
 	type key struct{ ram, size int }
@@ -68,13 +68,14 @@ func (b *bench) measurePauses(ctx context.Context) error {
 	return b.server.endAll(ctx)
 }
 
-// depth of the deep end, and what each generation rewrites.
+// The depth of the deep end, and the amount that each generation rewrites.
 const (
 	deepest   = 64
 	rewritten = 4 // MiB
 )
 
-// measureDepth grows a line of generations, each of which rewrites the same pages, and compares the first with the last.
+// measureDepth makes a line of generations, each of which rewrites the same pages, and compares the first with the
+// last.
 func (b *bench) measureDepth(ctx context.Context) error {
 	w, _, err := b.server.create(ctx, standardMiB)
 	if err != nil {
@@ -146,7 +147,8 @@ type end struct {
 	exec, ready, capture, pause, delta samples
 }
 
-// toFirstExec grows a machine, lets it rewrite its pages, and times from the checkpoint of it to the first exec in a child.
+// toFirstExec forks a machine, lets it rewrite its pages, and measures the time from its checkpoint to the first exec
+// in a child.
 func (b *bench) toFirstExec(ctx context.Context, e *end) error {
 	parent, err := b.server.forkOne(ctx, e.from)
 	if err != nil {
@@ -188,7 +190,8 @@ func (b *bench) toFirstExec(ctx context.Context, e *end) error {
 	return b.server.end(ctx, parent.Workspace.ID, child.Workspace.ID)
 }
 
-// measureSteps measures what a search does over and over: checkpoint, fork, exec, destroy. Alone, and four searches at a time.
+// measureSteps measures what a search does repeatedly: checkpoint, fork, exec, destroy. It runs one search alone, and
+// then four at a time.
 func (b *bench) measureSteps(ctx context.Context) error {
 	alone, one, err := b.steps(ctx, 1, 16)
 	if err != nil {

@@ -16,8 +16,8 @@ import (
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
 
-// `bench control` measures the control plane: PostgreSQL that is as durable as a real one, a controller with its REST API, and
-// runners without real machines. Nothing of it needs root.
+// `bench control` measures the control plane: a PostgreSQL as durable as a real one, a controller with its REST API,
+// and runners without real machines. Nothing of it needs root.
 
 // quantiles are in milliseconds.
 type quantiles struct {
@@ -129,7 +129,8 @@ func controlMain(ctx context.Context, arguments []string, out, progress io.Write
 	return r.show(out)
 }
 
-// measureControl runs everything. The runner's clients and the controller share this process, as the CPUs do anyway.
+// measureControl runs everything. The runner's clients and the controller share this process, because they share the
+// CPUs anyway.
 func measureControl(ctx context.Context, cfg controlConfig, progress io.Writer) (_ *controlReport, err error) {
 	began := time.Now()
 	say := progressOf(progress, began)
@@ -169,7 +170,7 @@ func (w *world) fork(ctx context.Context, id coppice.CheckpointID) (float64, err
 	return g.took, err
 }
 
-// measureForks measures fork operations with a runner that answers at once: what the control plane adds.
+// measureForks measures fork operations with a runner that answers at once: this is the share of the control plane.
 func (w *world) measureForks(ctx context.Context, cfg controlConfig, r *controlReport) error {
 	_, id, err := seed(ctx, w.client)
 	if err != nil {
@@ -211,7 +212,7 @@ func (w *world) measureForks(ctx context.Context, cfg controlConfig, r *controlR
 	return nil
 }
 
-// together runs a function n times at once and gathers what it measured.
+// together runs a function n times at once and collects its measurements.
 func together(n int, run func(n int) (samples, error)) (samples, error) {
 	var mu sync.Mutex // guards what follows
 	var all samples

@@ -35,7 +35,7 @@ import (
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
 
-// plane is a database server in which each measurement has a database of its own.
+// plane is a database server in which each measurement has its own database.
 type plane struct {
 	dir     string
 	cluster *pgcluster.Cluster
@@ -43,7 +43,7 @@ type plane struct {
 	count   int
 }
 
-// openPlane starts the server in a directory of its own below out.
+// openPlane starts the server in its own directory below out.
 func openPlane(ctx context.Context, out, pgBin string, libraries ...string) (*plane, error) {
 	out, err := filepath.Abs(out)
 	if err != nil {
@@ -81,7 +81,7 @@ func (p *plane) close(ctx context.Context) error {
 	return errors.Join(p.cluster.Remove(ctx), os.RemoveAll(p.dir))
 }
 
-// world is a controller over a database of its own, with one runner, as a client sees it.
+// world is a controller with its own database and one runner, as a client sees it.
 type world struct {
 	station
 	plane  *plane
@@ -94,7 +94,7 @@ const (
 	benchSecretToken = "coppice_" + benchSecret
 )
 
-// database makes an empty, migrated database and returns where it is.
+// database makes an empty, migrated database and returns its address.
 func (p *plane) database(ctx context.Context) (string, error) {
 	p.count++
 	name := "bench" + strconv.Itoa(p.count)
@@ -113,7 +113,8 @@ type station struct {
 	project core.ProjectID
 }
 
-// startController starts one over a database. It is in the cluster of all that have the same authority.
+// startController starts a controller on a database. It belongs to the cluster of all controllers with the same
+// authority.
 func startController(ctx context.Context, steps *undo.Stack, dsn string, cfg controller.Config) (station, error) {
 	var s station
 	store, err := postgres.Open(ctx, postgres.Config{DSN: dsn})
@@ -221,7 +222,7 @@ func (g grown) end(ctx context.Context) error {
 	return err
 }
 
-// background runs a part until the steps are undone.
+// background runs a part in the background until the steps are undone.
 func background(ctx context.Context, steps *undo.Stack, name string, run func(context.Context) error) {
 	ctx, cancel := context.WithCancel(context.WithoutCancel(ctx))
 	done := make(chan error, 1)

@@ -13,9 +13,9 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// plant inserts generations of captured checkpoints below a root: node (g, n) grew from (g-1, n/2), so that (g, 0) is a chain. All have
-// what a search writes to a checkpoint, and the timings of a real one.
-// Triggers are off: history is not replayed.
+// plant inserts generations of captured checkpoints below a root: the parent of node (g, n) is (g-1, n/2), so the nodes
+// (g, 0) are a chain. All have the annotations that a search writes, and the timings of a real checkpoint. Triggers are
+// off: there is no history.
 const plant = `
 	SET session_replication_role = replica;
 	INSERT INTO checkpoints (id, project_id, kind, state, parent_project_id, parent_id, root_id, depth, workspace_id, workspace_epoch,
@@ -27,12 +27,13 @@ const plant = `
 		jsonb_build_object('score', n / 100.0, 'visits', g), s.timings, s.parent_reseal, now()
 	FROM checkpoints s, generate_series(1, %d) AS g, generate_series(0, %d) AS n WHERE s.kind = 'user'`
 
-// measureTree measures reading a large and deep tree, through REST.
+// measureTree measures how long it takes to read a large and deep tree through REST.
 func (w *world) measureTree(ctx context.Context, cfg controlConfig, r *controlReport) error {
 	if _, _, err := seed(ctx, w.client); err != nil {
 		return err
 	}
-	// A tree grows for weeks and not in a second: what is done in the background for so many new rows is done before, not during, the reads.
+	// A real tree grows over weeks, not in a second. So the database's background work for the new rows is done before
+	// the reads, not during them.
 	for _, sql := range []string{fmt.Sprintf(plant, cfg.deep, cfg.wide-1), "VACUUM ANALYZE checkpoints", "CHECKPOINT"} {
 		if err := execSQL(ctx, w.dsn, sql); err != nil {
 			return err

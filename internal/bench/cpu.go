@@ -27,13 +27,13 @@ type cpuUse struct {
 
 func (u cpuUse) all() float64 { return u.self + u.server }
 
-// serverShare is the server's part in cores.
+// serverShare is the server's share, in cores.
 func (u cpuUse) serverShare() float64 { return u.server / 1000 / u.wall.Seconds() }
 
-// selfShare is that of this process.
+// selfShare is the share of this process, in cores.
 func (u cpuUse) selfShare() float64 { return u.self / 1000 / u.wall.Seconds() }
 
-// meter begins a period. It fails where the processes of the server cannot be seen.
+// meter begins a period. It fails if the processes of the server cannot be seen.
 func (p *plane) meter() (*cpuMeter, error) {
 	m := &cpuMeter{server: p.cluster.PID(), began: time.Now()}
 	var err error
@@ -41,7 +41,7 @@ func (p *plane) meter() (*cpuMeter, error) {
 	return m, err
 }
 
-// used is what was used since the period began.
+// used returns the CPU time since the beginning of the period.
 func (m *cpuMeter) used() (cpuUse, error) {
 	now, err := m.now()
 	return cpuUse{self: now.self - m.start.self, server: now.server - m.start.server, wall: time.Since(m.began)}, err

@@ -13,7 +13,7 @@ import (
 	"github.com/coppice-dev/coppice/runner/vmm"
 )
 
-// cost is what deltas of one size cost.
+// cost is the cost of deltas of one size.
 type cost struct {
 	mib  int
 	from *clone
@@ -22,8 +22,8 @@ type cost struct {
 	inject, prepare, scan, copied, store, rebase, open samples
 }
 
-// measureDelta measures what the policy of rebasing weighs: injecting a delta into a child, copying it out again at the child's
-// own capture, and writing base and delta as a new base.
+// measureDelta measures the costs that the rebase policy compares: injecting a delta into a child, copying it out again
+// at the child's own capture, and writing base and delta as a new base.
 func (b *bench) measureDelta(ctx context.Context) (err error) {
 	m, _, _, err := b.lab.boot(ctx, bigMiB)
 	if err != nil {
@@ -98,7 +98,7 @@ func (l *lab) baseMiB(b *memory.Base) int64 {
 	return n / mib
 }
 
-// weigh injects once, captures what was injected, and rebases once.
+// weigh injects once, captures the injected delta, and rebases once.
 func (l *lab) weigh(ctx context.Context, c *cost) (err error) {
 	m, err := l.spawn(ctx, c.from.memoryMiB, c.from.base)
 	if err != nil {

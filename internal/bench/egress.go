@@ -15,8 +15,8 @@ import (
 	"github.com/coppice-dev/coppice/internal/atomicfile"
 )
 
-// `bench egress` measures what the egress process costs: requests to one TLS server on a network of its own, directly, through goproxy as it
-// comes, and through the egress process, in turns; tunnels that are held; rules that change.
+// `bench egress` measures the cost of the egress process. It sends requests to one TLS server on its own network, in
+// turns: directly, through plain goproxy, and through the egress process. It also holds tunnels and changes rules.
 
 // egressWay is one way to the server.
 type egressWay struct {
@@ -28,11 +28,11 @@ type egressWay struct {
 	ProxyCPU  float64   `json:"proxy_cpu_ms"` // CPU time of the proxy's process for each request meanwhile
 }
 
-// egressHeld is what tunnels cost that nothing is sent through.
+// egressHeld is the cost of idle tunnels.
 type egressHeld struct {
 	Way     string  `json:"way"`
 	Tunnels int     `json:"tunnels"`
-	KiBEach float64 `json:"kib_each"` // of the proxy's resident memory
+	KiBEach float64 `json:"kib_each"` // resident memory of the proxy for each tunnel
 	AllMiB  float64 `json:"process_mib"`
 }
 
@@ -66,7 +66,7 @@ func (r *egressReport) way(name string) egressWay {
 	return r.Ways[i]
 }
 
-// judge notes the ratios: each of our ways over what of goproxy does the same, and over nothing in between.
+// judge records the ratios: each of our ways against the same way with goproxy, and against the direct way.
 func (r *egressReport) judge() {
 	for i := range r.Ways {
 		w := &r.Ways[i]
@@ -113,7 +113,7 @@ func (r *egressReport) show(w io.Writer) error {
 	return p.err
 }
 
-// egressConfig says how much is measured. Tests measure little.
+// egressConfig says how much to measure. Tests measure little.
 type egressConfig struct {
 	out       string
 	self      []string // what this program is started anew with

@@ -9,10 +9,11 @@ import (
 	"github.com/coppice-dev/coppice/internal/require"
 )
 
-// beAProxy is set in the environment of a test binary that is to be a proxy of `bench egress`.
+// beAProxy is set in the environment of a test binary that must act as a proxy of `bench egress`.
 const beAProxy = "COPPICE_TEST_BE_A_PROXY"
 
-// TestEgressReport measures a little of everything that `bench egress` measures: each way does bring the secret to the server.
+// TestEgressReport measures a little of everything that `bench egress` measures: each way really delivers the secret to
+// the server.
 func TestEgressReport(t *testing.T) {
 	require.Root(t)
 	t.Setenv(beAProxy, "1")

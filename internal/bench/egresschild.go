@@ -27,11 +27,12 @@ import (
 	"github.com/coppice-dev/coppice/internal/sidecar"
 )
 
-// The proxies that are compared are processes of their own, so that each one's memory and CPU time can be told: this program, started anew.
+// Each compared proxy is a separate process, so that its memory and CPU time can be measured: it is this program,
+// started again.
 
-// egressChild is what such a process is told on its standard input, at whose end it ends.
+// egressChild is the configuration of such a process on its standard input. The process ends when the input ends.
 type egressChild struct {
-	Plain    bool // goproxy as it comes, instead of the egress process
+	Plain    bool // plain goproxy instead of the egress process
 	Dir      string
 	Upstream string // the address of every name
 	Private  netip.Prefix
@@ -39,10 +40,10 @@ type egressChild struct {
 	From, To string        // what goproxy replaces in the header Authorization
 }
 
-// egressAddresses are where goproxy listens.
+// egressAddresses are the addresses on which goproxy listens.
 type egressAddresses struct{ Tunnel, Read string }
 
-// childCommand is the argument that this program is started anew with.
+// childCommand is the argument with which this program is started again.
 const childCommand = "egress-process"
 
 func egressChildMain(ctx context.Context, in io.Reader, out io.Writer) error {
@@ -91,7 +92,7 @@ func (o oneAddress) LookupNetIP(context.Context, string, string) ([]netip.Addr, 
 	return []netip.Addr{a}, err
 }
 
-// plainProxy is goproxy with its own tunnels at one address, and its own way of reading TLS at another.
+// plainProxy is goproxy with its own tunnels at one address, and with its own TLS interception at another.
 func plainProxy(ctx context.Context, cfg egressChild, out io.Writer) error {
 	var d net.Dialer
 	dial := func(ctx context.Context, network, address string) (net.Conn, error) {
@@ -145,14 +146,14 @@ type quiet struct{}
 
 func (quiet) Printf(string, ...any) {}
 
-// proxyProcess is such a process, as its parent has it.
+// proxyProcess is such a process, as seen by its parent.
 type proxyProcess struct {
 	cmd *exec.Cmd
 	in  io.WriteCloser
 	at  egressAddresses
 }
 
-// startProxy starts this program anew. It trusts the authorities in a file, as the host of an upstream would have it.
+// startProxy starts this program again. It trusts the authorities in a file, like a host that trusts its upstream.
 func startProxy(ctx context.Context, cfg egressChild, self []string, trust string, log io.Writer) (_ *proxyProcess, err error) {
 	p := &proxyProcess{cmd: exec.CommandContext(ctx, self[0], self[1:]...)} //nolint:gosec // G204: this program
 	p.cmd.Env = append(os.Environ(), "SSL_CERT_FILE="+trust)
@@ -179,13 +180,13 @@ func startProxy(ctx context.Context, cfg egressChild, self []string, trust strin
 
 func (p *proxyProcess) close() error { return errors.Join(p.in.Close(), p.cmd.Wait()) }
 
-// residentKiB is what the process has in memory.
+// residentKiB returns the resident memory of the process.
 func (p *proxyProcess) residentKiB() (float64, error) {
 	kib, err := procfs.KiB(fmt.Sprintf("/proc/%d/status", p.cmd.Process.Pid), "VmRSS")
 	return float64(kib), err
 }
 
-// cpu is what the process has used of the CPUs, in milliseconds.
+// cpu returns the CPU time of the process so far, in milliseconds.
 func (p *proxyProcess) cpu() float64 {
 	stat, err := procfs.ReadStat(fmt.Sprintf("/proc/%d/stat", p.cmd.Process.Pid))
 	if err != nil {

@@ -18,7 +18,7 @@ import (
 	"github.com/coppice-dev/coppice/egress/grant"
 )
 
-// get asks the server and wants its answer.
+// get sends a request to the server and checks the answer.
 func (x *egressPath) get(ctx context.Context) (float64, error) {
 	start := time.Now()
 	r, err := http.NewRequestWithContext(ctx, http.MethodGet, x.url, nil)
@@ -40,7 +40,7 @@ func (x *egressPath) get(ctx context.Context) (float64, error) {
 	return since(start), nil
 }
 
-// measureWays asks by each way in turns: first one client, then several.
+// measureWays uses each way in turns: first with one client, then with several.
 func (w *egressWorld) measureWays(ctx context.Context, cfg egressConfig, r *egressReport) error {
 	const warm = 20
 	for round := range cfg.rounds + 1 {
@@ -74,7 +74,7 @@ func (w *egressWorld) measureWays(ctx context.Context, cfg egressConfig, r *egre
 	return nil
 }
 
-// sustain has several clients ask as fast as they can.
+// sustain lets several clients send requests as fast as they can.
 func (x *egressPath) sustain(ctx context.Context, clients int, long time.Duration, warm int) error {
 	if _, err := together(clients, func(int) (samples, error) { // connections for all of them
 		for range warm {
@@ -103,7 +103,7 @@ func (x *egressPath) sustain(ctx context.Context, clients int, long time.Duratio
 // heldTunnel is a connection to the server through a proxy.
 type heldTunnel struct{ *tls.Conn }
 
-// hold makes a tunnel.
+// hold opens a tunnel.
 func (w *egressWorld) hold(ctx context.Context, proxy string) (_ heldTunnel, err error) {
 	c, err := (&net.Dialer{}).DialContext(ctx, "tcp4", proxy)
 	if err != nil {
@@ -129,7 +129,7 @@ func (w *egressWorld) hold(ctx context.Context, proxy string) (_ heldTunnel, err
 	return heldTunnel{t}, t.HandshakeContext(ctx)
 }
 
-// use sends a request through a tunnel that has been held.
+// use sends a request through a held tunnel.
 func (t heldTunnel) use() error {
 	if _, err := fmt.Fprintf(t, "GET / HTTP/1.1\r\nHost: %s\r\nAuthorization: Bearer %s\r\n\r\n", egressName, egressSecret); err != nil {
 		return err
@@ -145,7 +145,7 @@ func (t heldTunnel) use() error {
 	return nil
 }
 
-// perSandbox is how many tunnels are held for one sandbox: fewer than it may have.
+// perSandbox is the number of tunnels that are held for one sandbox. It is below the limit of a sandbox.
 const perSandbox = 500
 
 // measureHeld holds tunnels through goproxy, then through the egress process, and uses each once more at the end.

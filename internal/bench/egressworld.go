@@ -31,7 +31,7 @@ import (
 	"github.com/coppice-dev/coppice/runner/egress"
 )
 
-// The server of `bench egress`: its name, its address, and what it wants to see.
+// The server of `bench egress`: its name, its address, and the secret that it expects.
 const (
 	egressName    = "api.example.com"
 	egressNet     = "203.0.113.0/24" // for documentation, which nothing reaches but by leave
@@ -68,7 +68,7 @@ type egressPath struct {
 	seen   measured
 }
 
-// measured is what a way was seen to take.
+// measured are the measurements of one way.
 type measured struct {
 	latency  samples
 	requests int
@@ -126,7 +126,7 @@ func openEgressWorld(ctx context.Context, cfg egressConfig, dir string, log io.W
 	return w, w.addWays(ctx)
 }
 
-// serve answers over TLS, in HTTP/1.1, in a namespace of the server's own.
+// serve answers over TLS with HTTP/1.1, in the server's own namespace.
 func (w *egressWorld) serve(ctx context.Context, public ca.Authority) (err error) {
 	if w.link, err = testpool.NewLink(); err != nil {
 		return err
@@ -187,10 +187,10 @@ func (w *egressWorld) serve(ctx context.Context, public ca.Authority) (err error
 	return nil
 }
 
-// controllerTime is how long a controller may take to answer a runner that tells it of flows.
+// controllerTime is the time that a controller may take to answer a runner's report of flows.
 const controllerTime = 5 * time.Millisecond
 
-// fetch takes what the process records, as its runner does: the next when a controller has the last.
+// fetch takes the process's records like its runner: the next batch when a controller has the last one.
 func (w *egressWorld) fetch(ctx context.Context) {
 	for last := int64(0); ctx.Err() == nil; {
 		b, err := w.client.Flows(ctx, last)
@@ -239,7 +239,7 @@ func (w *egressWorld) addWays(ctx context.Context) error {
 	return nil
 }
 
-// rules allow the server and nine names more, with a grant in a mode unless it is empty.
+// rules allow the server and nine other names, with a grant in a mode, unless the mode is empty.
 func (w *egressWorld) rules(id core.SandboxID, version int64, mode grant.Mode) (runnerapi.EgressRules, error) {
 	r := runnerapi.EgressRules{Version: version, Allow: []string{egressName}}
 	for i := range 9 {
@@ -264,7 +264,7 @@ func (w *egressWorld) rules(id core.SandboxID, version int64, mode grant.Mode) (
 	return r, err
 }
 
-// put has the egress process serve a sandbox, at sockets of this machine's loopback device.
+// put makes the egress process serve a sandbox, at sockets of this machine's loopback device.
 func (w *egressWorld) put(ctx context.Context, id core.SandboxID, mode grant.Mode) error {
 	rules, err := w.rules(id, 1, mode)
 	if err != nil {

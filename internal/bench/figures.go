@@ -12,7 +12,7 @@ type samples []float64
 
 func (s *samples) add(v ...float64) { *s = append(*s, v...) }
 
-// quantile is by nearest rank; 0 of none.
+// quantile returns the nearest-rank quantile; 0 if there are no samples.
 func (s samples) quantile(q float64) float64 {
 	if len(s) == 0 {
 		return 0
@@ -21,7 +21,7 @@ func (s samples) quantile(q float64) float64 {
 	return sorted[max(0, int(math.Ceil(q*float64(len(sorted))))-1)]
 }
 
-// median is the middle, or the mean of the two in the middle.
+// median returns the middle sample, or the mean of the two in the middle.
 func (s samples) median() float64 {
 	if len(s) == 0 {
 		return 0
@@ -61,7 +61,7 @@ func (s samples) figure(name, unit, note string) figure {
 // ms makes a line in milliseconds.
 func (s samples) ms(name, note string) figure { return s.figure(name, "ms", note) }
 
-// stage is where time goes, by the median of all that were measured.
+// stage says where time is spent, with the median of all measurements.
 type stage struct {
 	Stage  string  `json:"stage"`
 	N      int     `json:"n"`
@@ -85,7 +85,7 @@ func (s *stages) add(name string, ms float64) {
 	s.by[name].add(ms)
 }
 
-// public adds what an answer of the API says.
+// public adds the timings of an answer of the API.
 func (s *stages) public(t coppice.Timings) {
 	for _, x := range t {
 		s.add(x.Stage, x.DurationMS)
@@ -100,7 +100,7 @@ func (s *stages) medians() []stage {
 	return out
 }
 
-// total is the sum of an answer's timings that count: those of a shell are part of the stage "shell".
+// total returns the sum of an answer's timings that count: those of a shell are part of the stage "shell".
 func total(t coppice.Timings) float64 {
 	var sum float64
 	for _, x := range t {

@@ -13,10 +13,10 @@ import (
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
 
-// standardMiB is the RAM of the guests of most measurements: what a workspace has by default.
+// standardMiB is the RAM of the guests in most measurements: the default of a workspace.
 const standardMiB = 512
 
-// measureBoots measures what a fork is compared with, and single forks through REST, in turns.
+// measureBoots measures the operations with which a fork is compared, and single forks through REST, in turns.
 func (b *bench) measureBoots(ctx context.Context) error {
 	var answer, boot, bootCPU, create, ready, first samples
 	var where, reseal, exec stages
@@ -97,7 +97,8 @@ func (b *bench) measureBoots(ctx context.Context) error {
 	return b.server.endAll(ctx)
 }
 
-// sealedState is a checkpoint of the lab's runner with the same history as grownClone: booted, forked, one command, captured.
+// sealedState makes a checkpoint of the lab's runner with the same history as grownClone: booted, forked, one command,
+// captured.
 func (b *bench) sealedState(ctx context.Context) (core.CheckpointID, error) {
 	t, err := b.lab.runner.Template(ctx, runnerapi.Template{
 		CheckpointID: core.NewID[core.CheckpointID](), Image: b.lab.image.Digest,
@@ -120,7 +121,7 @@ func (b *bench) sealedState(ctx context.Context) (core.CheckpointID, error) {
 	return cp.ID, b.lab.runner.Destroy(ctx, id)
 }
 
-// grownClone is an unsealed one: booted, forked, prepared by the commands, captured.
+// grownClone makes an unsealed clone: booted, forked, prepared by the commands, captured.
 func (l *lab) grownClone(ctx context.Context, memoryMiB int, commands ...[]string) (_ *clone, err error) {
 	m, _, _, err := l.boot(ctx, memoryMiB)
 	if err != nil {
@@ -142,8 +143,9 @@ func (l *lab) grownClone(ctx context.Context, memoryMiB int, commands ...[]strin
 	return l.take(ctx, m, memoryMiB, root.base)
 }
 
-// measureSealed compares a sealed fork with a clone that nobody seals: captured while it ran, its workload not frozen, no
-// entropy, no identity, no rules, no evidence. Both find a VMM that waits, as forks usually do, and neither goes through REST.
+// measureSealed compares a sealed fork with a clone that nobody seals: it was captured while it ran, its workload was
+// not frozen, and it gets no entropy, no identity, no rules and no evidence. Both find a waiting VMM, as forks usually
+// do, and neither uses REST.
 func (b *bench) measureSealed(ctx context.Context) (err error) {
 	sealedFrom, err := b.sealedState(ctx)
 	if err != nil {
@@ -184,7 +186,7 @@ func (b *bench) measureSealed(ctx context.Context) (err error) {
 	return nil
 }
 
-// comparison is what was measured of one of the two.
+// comparison has the measurements of one of the two.
 type comparison struct{ ready, first, cold, cpu samples }
 
 func (c *comparison) add(ready, first, spawned, cpu float64) {
@@ -252,10 +254,10 @@ func (l *lab) spawnTime(ctx context.Context) (float64, error) {
 	return since(began), m.close(ctx)
 }
 
-// widths of the forks that are compared.
+// widths are the numbers of forks that are compared.
 var widths = []int{1, 8, 32}
 
-// wide is what was measured of forks of one width.
+// wide has the measurements of forks of one width.
 type wide struct {
 	wall  samples // request to the answer: all are READY
 	ready samples // each child's own time to READY, waiting for a CPU included

@@ -13,7 +13,7 @@ import (
 	"github.com/coppice-dev/coppice/runner/vmm/qemu"
 )
 
-// host is what the figures were measured on.
+// host is the machine on which the figures were measured.
 type host struct {
 	Kernel      string  `json:"kernel"`
 	CPU         string  `json:"cpu"`
@@ -93,7 +93,7 @@ func availableMiB() (float64, error) {
 	return float64(kib) / 1024, err
 }
 
-// usedMiB is how much of the file system that dir is on is in use.
+// usedMiB returns how much of the file system of dir is in use.
 func usedMiB(dir string) (float64, error) {
 	var fs unix.Statfs_t
 	if err := unix.Statfs(dir, &fs); err != nil {

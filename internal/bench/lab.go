@@ -30,7 +30,7 @@ import (
 	"github.com/coppice-dev/coppice/runner/volume"
 )
 
-// lab is a runner in this process, and the parts of one, for what cannot be measured through REST.
+// lab is a runner in this process, with parts of a runner for measurements that are not possible through REST.
 type lab struct {
 	cfg       config
 	clusterID string
@@ -103,7 +103,7 @@ func openLab(ctx context.Context, cfg config, dir string) (_ *lab, err error) {
 	return l, nil
 }
 
-// firstUID is the user of the lab's VMMs: above those that distributions hand out, and that `coppice dev` uses.
+// firstUID is the first user of the lab's VMMs: above the ids that distributions assign and that `coppice dev` uses.
 const firstUID = 699_000_000
 
 // run does the background work until close.
@@ -156,7 +156,7 @@ func (l *lab) child() runnerapi.Child {
 	}
 }
 
-// fork grows one sealed sandbox.
+// fork makes one sealed sandbox.
 func (l *lab) fork(ctx context.Context, id core.CheckpointID) (core.SandboxID, error) {
 	f, err := l.runner.Fork(ctx, runnerapi.Fork{CheckpointID: id, Children: []runnerapi.Child{l.child()}})
 	if err != nil {
@@ -180,7 +180,7 @@ func (l *lab) settle(ctx context.Context, memoryMiB, others int) error {
 	return awaitVMMs(ctx, l.cluster, memoryMiB, others+2)
 }
 
-// execThrough starts a command and waits for its end, as the controller does.
+// execThrough starts a command and waits for its end, like the controller.
 func execThrough(ctx context.Context, guest http.Handler, command ...string) error {
 	spec, err := json.Marshal(guestapi.SessionSpec{Command: command, Cwd: "/"})
 	if err != nil {

@@ -17,14 +17,14 @@ import (
 	"github.com/coppice-dev/coppice/runner/vmm/qemu"
 )
 
-// The guest that QEMU's own snapshots are compared on.
+// The guest with which QEMU's own snapshots are compared.
 const (
 	bigMiB   = 1024
 	inUseMiB = 600
 	snapshot = "bench"
 )
 
-// occupy makes a guest hold n MiB of memory that is not zero, in a process that goes on.
+// occupy is a command that makes a guest keep n MiB of memory that is not zero, in a process that goes on.
 func occupy(n int) []string {
 	program := fmt.Sprintf(`import os, time
 pages = %d * 256
@@ -36,7 +36,7 @@ time.sleep(1e6)`, n)
 	return []string{"sh", "-c", script, "sh", program}
 }
 
-// measureLoadVM compares a sealed fork with what plain QEMU offers: savevm, and a fresh process with -loadvm.
+// measureLoadVM compares a sealed fork with the means of plain QEMU: savevm, and a new process with -loadvm.
 func (b *bench) measureLoadVM(ctx context.Context) (err error) {
 	w, _, err := b.server.create(ctx, bigMiB)
 	if err != nil {
@@ -108,7 +108,7 @@ func (b *bench) measureLoadVM(ctx context.Context) (err error) {
 	return b.server.endAll(ctx)
 }
 
-// plain is a QEMU as one would run it without Coppice, with the same kernel, image, CPU and devices.
+// plain is a QEMU without Coppice, with the same kernel, image, CPU and devices.
 type plain struct {
 	lab  *lab
 	dir  string
@@ -116,7 +116,8 @@ type plain struct {
 	args []string
 }
 
-// plainSnapshot boots a plain QEMU, lets its guest use memory, and saves it. It returns how long that stopped the guest.
+// plainSnapshot boots a plain QEMU, lets its guest use memory, and saves it. It returns how long that stopped the
+// guest.
 func (l *lab) plainSnapshot(ctx context.Context) (_ *plain, saved float64, err error) {
 	p, err := l.newPlain(ctx)
 	if err != nil {
@@ -160,7 +161,7 @@ func (l *lab) newPlain(ctx context.Context) (*plain, error) {
 			return nil, err
 		}
 	}
-	// Not on the volume: its files go around the page cache below, and savevm need not pay for that.
+	// The directory is not on the volume: its files do not use the page cache below, and savevm must not pay for that.
 	dir, err := os.MkdirTemp(filepath.Dir(filepath.Dir(l.volume.Path)), "plain-*")
 	if err != nil {
 		return nil, err
@@ -235,7 +236,7 @@ func (r *plainRun) kill() error {
 	return err
 }
 
-// connect waits for the socket and for the agent behind it.
+// connect waits for the socket and for the agent.
 func (r *plainRun) connect(ctx context.Context) (err error) {
 	ctx, cancel := context.WithTimeout(ctx, guestTime)
 	defer cancel()
@@ -258,7 +259,7 @@ func (r *plainRun) connect(ctx context.Context) (err error) {
 	}
 }
 
-// load starts a fresh process from the snapshot and returns the times to the agent's answer and to the end of a command.
+// load starts a new process from the snapshot. It returns the times to the agent's answer and to the end of a command.
 func (p *plain) load(ctx context.Context) (answer, first float64, err error) {
 	began := time.Now()
 	r, err := p.start(ctx, "-loadvm", snapshot)

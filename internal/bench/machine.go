@@ -17,7 +17,7 @@ import (
 	"github.com/coppice-dev/coppice/runner/vmm"
 )
 
-// machine is a VM that is no sandbox: nothing of it is sealed.
+// machine is a VM that is not a sandbox: nothing of it is sealed.
 type machine struct {
 	vmm.Machine
 	overlay *os.File
@@ -26,8 +26,8 @@ type machine struct {
 	dirs    []string
 }
 
-// clone is what an unsealed fork is made from: a machine as it was in the middle of what it did, its workload not frozen, its
-// agent not told.
+// clone is the source of an unsealed fork: a machine as it was in the middle of its work. Its workload was not frozen,
+// and its agent was not told.
 type clone struct {
 	memoryMiB int
 	base      *memory.Base
@@ -37,7 +37,7 @@ type clone struct {
 	overlay   *os.File
 }
 
-// spawn starts a VMM that waits: for Boot on the zero base, else for Restore.
+// spawn starts a waiting VMM: for Boot on the zero base, otherwise for Restore.
 func (l *lab) spawn(ctx context.Context, memoryMiB int, base *memory.Base) (_ *machine, err error) {
 	id := core.NewID[core.SandboxID]()
 	m := &machine{dirs: []string{filepath.Join(l.dir, string(id)), filepath.Join(l.runDir, string(id))}}
@@ -150,7 +150,7 @@ func (m *machine) close(ctx context.Context) error {
 	return errors.Join(errs...)
 }
 
-// boot starts a machine cold and returns the times to the agent's answer and to the end of the first command.
+// boot cold-boots a machine. It returns the times to the agent's answer and to the end of the first command.
 func (l *lab) boot(ctx context.Context, memoryMiB int) (_ *machine, answer, first float64, err error) {
 	began := time.Now()
 	zero, err := l.bases.Zero(int64(memoryMiB) << 20)
@@ -242,7 +242,7 @@ func (c *clone) close() error {
 	return errors.Join(errs...)
 }
 
-// grow makes a waiting machine the clone, and lets it run: what a fork is without any sealing.
+// grow makes a waiting machine the clone, and lets it run: a fork without any sealing.
 func (m *machine) grow(ctx context.Context, c *clone) error {
 	if _, err := sparse.Clone(m.overlay, c.overlay); err != nil {
 		return err
@@ -263,7 +263,7 @@ func (m *machine) grow(ctx context.Context, c *clone) error {
 	return m.connect(ctx)
 }
 
-// unsealed grows a machine from a clone on a VMM that is started first.
+// unsealed starts a VMM and makes a machine from a clone on it.
 func (l *lab) unsealed(ctx context.Context, c *clone) (*machine, error) {
 	m, err := l.spawn(ctx, c.memoryMiB, c.base)
 	if err != nil {

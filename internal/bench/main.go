@@ -1,18 +1,18 @@
-// Command bench measures what Coppice promises, on real virtual machines, in one run: `make bench`.
+// Command bench measures the promises of Coppice on real virtual machines, in one run: `make bench`.
 //
-// It starts a `coppice dev` of its own and measures through REST what a user sees: creating, forking, checkpoints. What REST
-// cannot tell (a cold boot, a clone that is not sealed, QEMU's own savevm) it measures beside that, in turns, with the runner's
-// own parts: driver, memory engine, guest client. The product has no way to make an unsealed fork; this program has one for
-// comparison only.
+// It starts a `coppice dev` of its own and measures through REST what a user sees: creating, forking, checkpoints. What
+// cannot be measured through REST (a cold boot, a clone that is not sealed, QEMU's own savevm) it measures in turns
+// with that, using the runner's own parts: driver, memory engine, guest client. The product has no way to make an
+// unsealed fork; this program has one for comparison only.
 //
-// Every ratio is one of medians of measurements that were made in turns, so that other load on the host hits both sides. It waits
-// for no quiet moment; it says how loaded the host was. Results: a table on standard output, and in the output
-// directory a report that is named after the VMM and the accelerator.
+// Every ratio is one of medians of measurements that were made in turns, so that other load on the host hits both
+// sides. It does not wait for a quiet moment; it reports the load of the host. Results: a table on standard output, and
+// in the output directory a report that is named after the VMM and the accelerator.
 //
-// `bench control` measures the control plane alone, without a virtual machine and without root: `make bench-control`. `bench store`
-// measures the store of checkpoints, alone and between hosts: `make bench-store`. `bench scale` measures a database with a thousand
-// simulated runners and a million checkpoints: `make bench-scale`. `bench egress` measures what the egress process costs:
-// `make bench-egress`.
+// `bench control` measures the control plane alone, without a virtual machine and without root: `make bench-control`.
+// `bench store` measures the store of checkpoints, alone and between hosts: `make bench-store`. `bench scale` measures
+// a database with a thousand simulated runners and a million checkpoints: `make bench-scale`. `bench egress` measures
+// the cost of the egress process: `make bench-egress`.
 package main
 
 import (
@@ -201,12 +201,12 @@ func (b *bench) open(ctx context.Context, data string) (err error) {
 	return b.describe(ctx)
 }
 
-// hostConfig is the part of a server's configuration that says what its machines run on.
+// hostConfig is the part of a server's configuration that decides what its machines run on.
 func (c config) hostConfig() daemon.HostConfig {
 	return daemon.HostConfig{ImagesDir: c.images, Binary: c.qemu, CloudHypervisor: c.ch, VMM: c.vmm, Accelerator: c.accel}
 }
 
-// chooseVMM settles once, for the server and the lab, what is measured.
+// chooseVMM decides once, for the server and the lab, what is measured.
 func (b *bench) chooseVMM(ctx context.Context, data string) error {
 	host := b.cfg.hostConfig()
 	host.DataDir = data
@@ -219,7 +219,8 @@ func (b *bench) chooseVMM(ctx context.Context, data string) error {
 	return nil
 }
 
-// describe notes what the server says of the VMM, and that the lab's is the same, so that figures of one are never taken for another's.
+// describe records the server's VMM, and checks that the lab has the same one, so that figures of different VMMs are
+// never compared.
 func (b *bench) describe(ctx context.Context) error {
 	h := &b.report.Host
 	for r, err := range b.server.client.Runners(ctx) {
@@ -258,7 +259,8 @@ func (b *bench) close(ctx context.Context) error {
 	return errors.Join(errs...)
 }
 
-// lock makes paths absolute, and keeps a second run off the first of them, a directory, and off the VMs that are named after it.
+// lock makes paths absolute, and locks the first one, a directory, against a second run, which would also disturb the
+// VMs that are named after it.
 func lock(paths ...*string) (unlock func(), err error) {
 	for _, path := range paths {
 		if *path, err = filepath.Abs(*path); err != nil {
@@ -279,8 +281,8 @@ func lock(paths ...*string) (unlock func(), err error) {
 	return func() { _ = f.Close() }, nil // closing the only descriptor gives the lock back
 }
 
-// sweep removes what an earlier run left that was killed: its server and its lab are opened once more, which take down what is
-// theirs on the host.
+// sweep removes what an earlier run left that was killed: it opens that run's server and lab once more, and they remove
+// everything of theirs from the host.
 func sweep(ctx context.Context, cfg config, data string, progress io.Writer) error {
 	if _, err := os.Stat(data); err != nil {
 		return ignoreAbsent(err)
@@ -331,5 +333,5 @@ func (b *bench) rounds(n int, budget time.Duration) func(yield func(int) bool) {
 	}
 }
 
-// since is the time in milliseconds.
+// since returns the time since t in milliseconds.
 func since(t time.Time) float64 { return core.Milliseconds(time.Since(t)) }

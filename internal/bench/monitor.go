@@ -9,7 +9,7 @@ import (
 	"strings"
 )
 
-// monitor runs one command line of QEMU's human monitor. Whatever it prints is an error.
+// monitor runs one command line of QEMU's human monitor. Any output of the command counts as an error.
 func monitor(ctx context.Context, socket, line string) error {
 	var d net.Dialer
 	c, err := d.DialContext(ctx, "unix", socket)

@@ -6,8 +6,9 @@ import (
 	"os"
 )
 
-// writeQCOW2 writes an empty qcow2 image on top of a raw file, as qemu-img would, which need not be installed: a header, one
-// cluster each of the reference counts' table and block, and the first-level table. The format is QEMU's docs/interop/qcow2.txt.
+// writeQCOW2 writes an empty qcow2 image on top of a raw file. It replaces qemu-img, which may not be installed. The
+// image has a header, one cluster each for the table and the block of reference counts, and the first-level table. The
+// format is in QEMU's docs/interop/qcow2.txt.
 func writeQCOW2(path, backing string, size int64) (err error) {
 	const (
 		clusterBits = 16

@@ -87,7 +87,7 @@ type report struct {
 	Memory   *treeMemory `json:"memory,omitempty"`
 }
 
-// quotient is a ratio, whether or not an aim is set for it.
+// quotient is a ratio, with or without an aim.
 type quotient struct {
 	Ratio string  `json:"ratio"`
 	Value float64 `json:"value"`
@@ -131,7 +131,7 @@ var aims = []aim{
 	{Ratio: "loadvm_over_fork", Aim: 20, AtLeast: true},
 }
 
-// ratio notes one of the aims.
+// ratio records one of the aims.
 func (r *report) ratio(name string, value float64, of string) {
 	for _, a := range aims {
 		if a.Ratio != name {
@@ -148,7 +148,7 @@ func (r *report) ratio(name string, value float64, of string) {
 	}
 }
 
-// over notes the ratio of two medians.
+// over records the ratio of two medians.
 func (r *report) over(name string, a, b samples, of string) {
 	r.ratio(name, a.median()/b.median(), fmt.Sprintf("%s: %.1f (n=%d) over %.1f (n=%d)", of, a.median(), len(a), b.median(), len(b)))
 }
@@ -276,7 +276,7 @@ func (p *printer) ratios(list []quotient, h host) {
 	p.columns(rows)
 }
 
-// number prints three digits that count.
+// number prints three significant digits.
 func number(v float64) string {
 	switch {
 	case v >= 100:

@@ -9,7 +9,7 @@ import (
 	"testing"
 )
 
-// reportOf is a run in small: one ratio and, where the VMM has it, one section that only one has.
+// reportOf is a small run: one ratio and, if the VMM has it, one section that only one VMM has.
 func reportOf(t *testing.T, h host) (report, string) {
 	t.Helper()
 	r := report{head: head{Host: h}, body: newBody()}
@@ -25,7 +25,8 @@ func reportOf(t *testing.T, h host) (report, string) {
 	return r, out.String()
 }
 
-// TestReportOfVMM: each VMM and accelerator has its own file and its own name at the top, and the aims of one are not held against another.
+// TestReportOfVMM: each VMM and accelerator has its own file and its own name at the top, and the aims for one are not
+// applied to another.
 func TestReportOfVMM(t *testing.T) {
 	t.Parallel()
 	dir, files := t.TempDir(), map[string]bool{}
@@ -86,7 +87,7 @@ func TestReportOfVMM(t *testing.T) {
 	}
 }
 
-// TestSectionsOfVMMs: what compares with a VMM's own means says of which.
+// TestSectionsOfVMMs: a section that compares with a VMM's own means names the VMM.
 func TestSectionsOfVMMs(t *testing.T) {
 	t.Parallel()
 	for _, s := range sections() {

@@ -17,8 +17,8 @@ import (
 	"github.com/coppice-dev/coppice/internal/undo"
 )
 
-// `bench scale` measures a cell: one PostgreSQL that is as durable as a real one, three controllers, and simulated runners that answer
-// over HTTP and beat as real ones do. docs/SCALE.md has what it showed.
+// `bench scale` measures a cell: one PostgreSQL as durable as a real one, three controllers, and simulated runners that
+// answer over HTTP and send heartbeats like real ones. docs/SCALE.md has the results.
 
 // scaleReport is scale.json.
 type scaleReport struct {
@@ -127,7 +127,7 @@ func (r *scaleReport) show(w io.Writer) error {
 	return p.err
 }
 
-// steps are the numbers of runners, smallest first.
+// steps returns the numbers of runners, smallest first.
 func (r *scaleReport) steps() []string {
 	var list []string
 	for n := range r.ForkOpMS {
@@ -161,7 +161,7 @@ func (p *printer) sizes(before, after []tableSize) {
 	p.columns(rows)
 }
 
-// scaleConfig says how much is measured. Tests measure little.
+// scaleConfig says how much to measure. Tests measure little.
 type scaleConfig struct {
 	out         string
 	pgBin       string
@@ -191,7 +191,7 @@ func (c scaleConfig) withScale(scale float64) scaleConfig {
 	return c
 }
 
-// steps are the numbers of runners with which forks are measured.
+// steps returns the numbers of runners with which forks are measured.
 func (c scaleConfig) steps() []int {
 	return slices.Compact([]int{1, max(1, c.runners/10), c.runners})
 }
@@ -284,7 +284,7 @@ func measureScale(ctx context.Context, cfg scaleConfig, progress io.Writer) (_ *
 	return r, nil
 }
 
-// growAll plants the fleet in steps, and measures forks after each.
+// growAll inserts the fleet in steps, and measures forks after each step.
 func (c *cell) growAll(ctx context.Context, r *scaleReport, say func(string, ...any)) error {
 	if err := c.begin(ctx); err != nil {
 		return fmt.Errorf("begin: %w", err)

@@ -52,8 +52,8 @@ func TestScale(t *testing.T) {
 	}
 }
 
-// TestCPUOfProcesses: the processor time of a server is of all its processes, also of those that ended, and there is no figure where
-// they cannot be seen.
+// TestCPUOfProcesses: the processor time of a server includes all its processes, also those that have ended. If they
+// cannot be seen, there is no figure.
 func TestCPUOfProcesses(t *testing.T) {
 	t.Parallel()
 	proc := t.TempDir()
@@ -85,7 +85,7 @@ func TestCPUOfProcesses(t *testing.T) {
 	}
 }
 
-// TestGrew: what a call looks at is what counts, and a few pages more do not.
+// TestGrew: only the number of pages that a call reads counts, and a few more pages do not.
 func TestGrew(t *testing.T) {
 	t.Parallel()
 	small := []statement{{ID: 1, Query: "a", Calls: 9, Pages: 10, Rows: 1}, {ID: 2, Query: "b", Calls: 9, Pages: 10, Rows: 1}, {ID: 3, Query: "c", Calls: 9, Pages: 3, Rows: 1}}
@@ -101,7 +101,7 @@ func TestGrew(t *testing.T) {
 	}
 }
 
-// TestScaleRefuses: a stage that there is not is named, before anything begins.
+// TestScaleRefuses: an unknown stage is an error that names it, before anything begins.
 func TestScaleRefuses(t *testing.T) {
 	t.Parallel()
 	for _, arguments := range [][]string{{"-only", "forks,none"}, {"-scale", "2"}, {"-scale", "0"}} {

@@ -21,7 +21,7 @@ import (
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
 
-// scaleControllers is how many share the database.
+// scaleControllers is the number of controllers that share the database.
 const scaleControllers = 3
 
 // cell is one database with its controllers and simulated runners.
@@ -44,7 +44,7 @@ type cell struct {
 	beats  beatCount
 }
 
-// beatCount is what became of heartbeats.
+// beatCount counts the results of heartbeats.
 type beatCount struct {
 	gate                 sync.RWMutex // held by each heartbeat, and alone by who stops them
 	group                sync.WaitGroup
@@ -57,7 +57,7 @@ type beatCount struct {
 	lastWhole time.Time
 }
 
-// note takes the outcome of a heartbeat.
+// note records the result of a heartbeat.
 func (b *beatCount) note(whole bool, err error) {
 	b.sent.Add(1)
 	b.mu.Lock()
@@ -75,7 +75,7 @@ func (b *beatCount) note(whole bool, err error) {
 	}
 }
 
-// problem is why the measurements are worth nothing: a runner was given up.
+// problem returns why the measurements are worthless: a runner was given up.
 func (b *beatCount) problem() error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -85,7 +85,7 @@ func (b *beatCount) problem() error {
 	return fmt.Errorf("a runner was given up: %w", b.lost)
 }
 
-// firstProblem is that of a heartbeat that was not answered, and "" when all were.
+// firstProblem returns the error of the first heartbeat without an answer, and "" if all had one.
 func (b *beatCount) firstProblem() string {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -95,7 +95,7 @@ func (b *beatCount) firstProblem() string {
 	return b.first.Error()
 }
 
-// openCell starts controllers over an empty database.
+// openCell starts controllers on an empty database.
 func openCell(ctx context.Context, plane *plane, cfg scaleConfig, steps *undo.Stack) (*cell, error) {
 	life, cancel := context.WithCancel(context.WithoutCancel(ctx))
 	c := &cell{cfg: cfg, plane: plane, runCtx: life}
@@ -140,7 +140,7 @@ func (c *cell) exec(ctx context.Context, statements ...string) error {
 	return nil
 }
 
-// begin makes the first runner, and the workspace and the checkpoint that all rows are like.
+// begin makes the first runner, and the workspace and the checkpoint that are the models of all rows.
 func (c *cell) begin(ctx context.Context) error {
 	if err := c.addRunners(ctx, 0, 0, 1); err != nil {
 		return err
@@ -158,7 +158,7 @@ func (c *cell) begin(ctx context.Context) error {
 	return nil
 }
 
-// addRunners makes runners from..to-1 and registers them. They do not beat yet.
+// addRunners makes runners from..to-1 and registers them. They do not send heartbeats yet.
 func (c *cell) addRunners(ctx context.Context, step, from, to int) error {
 	for n := from; n < to; n++ {
 		r := runnertest.New(runnertest.Config{
@@ -176,7 +176,7 @@ func (c *cell) addRunners(ctx context.Context, step, from, to int) error {
 	return nil
 }
 
-// grow plants what belongs to runners from..to-1 and has them beat.
+// grow inserts the rows of runners from..to-1 and starts their heartbeats.
 func (c *cell) grow(ctx context.Context, step, from, to int) error {
 	p := c.source
 	p.step, p.from, p.to = step, from, to
@@ -203,7 +203,8 @@ func (c *cell) grow(ctx context.Context, step, from, to int) error {
 		}
 		c.runners[n].Adopt(c.like, sandboxes, ids)
 	}
-	// Rows grow for weeks and not in a minute: what is done in the background for so many new ones is done before anything is measured.
+	// Real rows grow over weeks, not in a minute. So the database's background work for the new rows is done before
+	// anything is measured.
 	if err := c.exec(ctx, "VACUUM ANALYZE", "CHECKPOINT"); err != nil {
 		return err
 	}
@@ -213,7 +214,8 @@ func (c *cell) grow(ctx context.Context, step, from, to int) error {
 	return nil
 }
 
-// follow has a runner beat, three times per lease, until the cell is closed or the cluster has given it up.
+// follow sends a runner's heartbeats, three times per lease, until the cell is closed or the cluster has given the
+// runner up.
 func (c *cell) follow(n int) {
 	ctx, r := c.runCtx, c.runners[n]
 	wait := c.stagger()
@@ -243,7 +245,7 @@ func (c *cell) follow(n int) {
 
 func (c *cell) stagger() time.Duration { return rand.N(c.cfg.beatEvery) } //nolint:gosec // G404: no secret
 
-// silent runs a function while no runner beats. The leases last meanwhile.
+// silent runs a function while no runner sends heartbeats. The leases are long enough for that.
 func (c *cell) silent(ctx context.Context, do func() error) error {
 	if err := c.exec(ctx, `UPDATE runners SET lease_expires_at = now() + interval '1 hour'`); err != nil {
 		return err
@@ -253,7 +255,8 @@ func (c *cell) silent(ctx context.Context, do func() error) error {
 	return do()
 }
 
-// settle waits until all runners have told the controllers everything, and send differences. It returns how long that took.
+// settle waits until all runners have reported everything to the controllers and send only differences. It returns how
+// long that took.
 func (c *cell) settle(ctx context.Context) (seconds float64, err error) {
 	ctx, cancel := context.WithTimeout(ctx, 10*time.Minute)
 	defer cancel()

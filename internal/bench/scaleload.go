@@ -12,11 +12,11 @@ import (
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
 
-// singlesTime bounds the forks by one client with one number of runners; the first hundred are made in any case.
+// singlesTime bounds the forks by one client with one number of runners; the first hundred are always made.
 const singlesTime = 90 * time.Second
 
-// measureForks measures fork operations with the runners that there are: by one client, each fork's time, then by several, how many a
-// second. What was grown is terminated, outside of the times.
+// measureForks measures fork operations with the present runners: first the time of each fork by one client, then the
+// forks per second by several clients. The forked workspaces are terminated outside of the measured times.
 func (c *cell) measureForks(ctx context.Context, r *scaleReport) ([]statement, error) {
 	var times samples
 	began := time.Now()
@@ -48,7 +48,7 @@ func (c *cell) measureForks(ctx context.Context, r *scaleReport) ([]statement, e
 	if len(c.runners) < c.cfg.clients {
 		return list, nil // the slots of few runners do not last
 	}
-	// Half of the free slots, so that none of the runners is full by chance.
+	// Only half of the free slots are used, so that no runner is full by chance.
 	most := int64(len(c.runners)*(scaleSlots-workspaceEach)/2 - 1)
 	var begun atomic.Int64
 	made := make([][]grown, c.cfg.clients)
@@ -90,7 +90,7 @@ func (c *cell) measureForks(ctx context.Context, r *scaleReport) ([]statement, e
 	return list, errors.Join(err, c.beats.problem())
 }
 
-// heartbeatLoad is what heartbeats of all runners cost.
+// heartbeatLoad is the cost of all runners' heartbeats.
 type heartbeatLoad struct {
 	Seconds      float64     `json:"seconds"`
 	Beats        int64       `json:"beats"`
@@ -106,8 +106,8 @@ type heartbeatLoad struct {
 	Statements   []statement `json:"statements"` // the most expensive ones
 }
 
-// measureHeartbeats measures what the database does for the heartbeats of all runners, while nothing else is asked of it. What it does
-// for itself and for the controllers' loops is in the figure.
+// measureHeartbeats measures the database's work for the heartbeats of all runners, without any other load. The figure
+// includes its own background work and that of the controllers' loops.
 func (c *cell) measureHeartbeats(ctx context.Context, r *scaleReport) error {
 	if _, err := c.settle(ctx); err != nil {
 		return err
@@ -171,7 +171,7 @@ func (c *cell) usageSamples(ctx context.Context) (rows, bytes int64, err error) 
 	return rows, bytes, err
 }
 
-// churn is what an hour of forks leaves.
+// churn is what an hour of forks leaves behind.
 type churn struct {
 	PerSecond     float64     `json:"forks_per_s"` // that the hour stands for
 	Asked         int         `json:"cycles_asked"`
@@ -183,8 +183,8 @@ type churn struct {
 	After         []tableSize `json:"after"`
 }
 
-// measureChurn makes the rows of an hour of forks as fast as the machine allows. Autovacuum is as shipped, and so comes less often than
-// in an hour: what it leaves is more than it would be.
+// measureChurn makes the rows of an hour of forks as fast as the machine allows. Autovacuum has its default settings,
+// so it runs less often than it would in an hour, and more garbage is left than would be.
 func (c *cell) measureChurn(ctx context.Context, r *scaleReport) error {
 	h := &r.Churn
 	h.PerSecond, h.Asked = c.cfg.churnRate, int(c.cfg.churnRate*3600*c.cfg.churnPart)
@@ -262,8 +262,8 @@ type retentionRound struct {
 	Problem   string  `json:"problem,omitempty"`
 }
 
-// measureRetention plants a tree and measures a round of a policy over it: the plan, as the policies are looked at every minute, then
-// what it deletes at once.
+// measureRetention inserts a tree and measures a round of a policy on it: first the plan, which the server makes every
+// minute, then the deletions of one round.
 func (c *cell) measureRetention(ctx context.Context, r *scaleReport) error {
 	project := len(c.runners) * projectsEach
 	values := c.source.arguments()
@@ -307,8 +307,8 @@ type massFence struct {
 	MarkedS    float64 `json:"runners_marked_s"`
 }
 
-// measureFence silences all runners for longer than the cluster waits, and measures until no workspace lives. The last stage: nothing
-// lives after it.
+// measureFence silences all runners for longer than the cluster waits, and measures until no workspace lives. It is the
+// last stage, because nothing lives after it.
 func (c *cell) measureFence(ctx context.Context, r *scaleReport) error {
 	h := &r.Fence
 	h.Runners = len(c.runners)
@@ -344,7 +344,7 @@ func (c *cell) measureFence(ctx context.Context, r *scaleReport) error {
 	}
 }
 
-// measureSizes says how many bytes a checkpoint takes for as long as it is there.
+// measureSizes measures how many bytes a checkpoint takes in the database while it exists.
 func (c *cell) measureSizes(ctx context.Context, r *scaleReport) error {
 	list, err := c.tableSizes(ctx)
 	if err != nil {

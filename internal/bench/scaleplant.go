@@ -16,7 +16,7 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// What each simulated runner holds. Its projects are on it alone.
+// What each simulated runner has. Its projects are on it alone.
 const (
 	scaleSlots    = 64
 	projectsEach  = 10  // of a runner
@@ -26,7 +26,8 @@ const (
 	workspaceEach = projectsEach * livesEach
 )
 
-// numbered is an id that the bench makes: digits are letters of the alphabet of ids too, and the last of them stands for only three bits.
+// numbered makes an id from a number: digits are letters of the alphabet of ids too, and the last of them stands for
+// only three bits.
 func numbered[T ~string](prefix string, n int64) T { return T(fmt.Sprintf("%s_%025d0", prefix, n)) }
 
 func projectID(p int) core.ProjectID { return numbered[core.ProjectID]("prj", int64(p)+1) }
@@ -35,20 +36,21 @@ func runnerID(r int) core.RunnerID   { return numbered[core.RunnerID]("rnr", int
 // projectToken is the secret of a project's API key.
 func projectToken(p int) string { return fmt.Sprint("coppice_bench-", p) }
 
-// nodeID is a checkpoint of a project. Ids sort by the time of their planting, across projects, as those of real ones do.
+// nodeID is a checkpoint of a project. Like real ids, they sort by the time of their insertion, across projects.
 func nodeID(step, node, p int) core.CheckpointID {
 	return numbered[core.CheckpointID]("ckpt", int64(step+1)*1_000_000_000_000+int64(node)*1_000_000+int64(p))
 }
 
-// planting is a part of the fleet that is planted at once: runners from..to-1.
+// planting is a part of the fleet that is inserted at once: runners from..to-1.
 type planting struct {
 	step, from, to int
-	workspace      string // a real one, which all are like
-	checkpoint     string // a real one, likewise
+	workspace      string // a real one, the model of all
+	checkpoint     string // a real one, the model of all
 }
 
-// plantSQL makes the rows of a planting, in the order of its statements. History (events, the audit log, operations, reports) is that
-// of the triggers that run. They are off for checkpoints, which cannot begin as captured; what they would have counted is counted after.
+// plantSQL inserts the rows of a planting, in the order of its statements. The triggers that run write history (events,
+// the audit log, operations, reports). They are off for checkpoints, because a checkpoint cannot begin as captured;
+// their counts are corrected afterwards.
 var plantSQL = []string{
 	`INSERT INTO projects (id, name) SELECT 'prj_' || lpad((p + 1)::text, 25, '0') || '0', 'bench-' || p FROM generate_series(@from * @projects, @to * @projects - 1) AS p`,
 	`INSERT INTO api_keys (id, project_id, name, prefix, hash, scopes)
@@ -83,7 +85,7 @@ var plantSQL = []string{
 		WHERE q.project_id = n.project_id`,
 }
 
-// liveSQL makes the live workspaces of a planting, with all triggers. Their runners have registered.
+// liveSQL inserts the live workspaces of a planting, with all triggers. Their runners have registered already.
 var liveSQL = []string{
 	`INSERT INTO workspaces SELECT (jsonb_populate_record(w, jsonb_build_object('id', 'ws_' || lpad((n + 1)::text, 25, '0') || '0', 'project_id', prj, 'name', 'ws-' || n, 'state', 'restoring',
 			'sandbox_id', NULL, 'ready_at', NULL, 'checkpoint_id', NULL, 'checkpoint_project_id', NULL, 'parent_project_id', prj, 'parent_checkpoint_id', node, 'created_at', now()))).*
@@ -96,7 +98,7 @@ var liveSQL = []string{
 		FROM (` + livesOf + `) AS l WHERE w.id = 'ws_' || lpad((n + 1)::text, 25, '0') || '0' AND w.id <> @workspace`,
 }
 
-// livesOf lists live workspaces: all of a project are on the last node of its chain.
+// livesOf lists live workspaces: all workspaces of a project are on the last node of its chain.
 const livesOf = `SELECT n, 'prj_' || lpad((n / @lives + 1)::text, 25, '0') || '0' AS prj, 'rnr_' || lpad((n / @lives / @projects + 1)::text, 25, '0') || '0' AS rnr,
 	'ckpt_' || lpad(((@step + 1) * 1000000000000::bigint + (@chain - 1) * 1000000::bigint + n / @lives)::text, 25, '0') || '0' AS node
 	FROM generate_series(@from * @projects * @lives, @to * @projects * @lives - 1) AS n`
@@ -112,7 +114,7 @@ func liveInstance(step, n int, like runnerapi.Checkpoint, at time.Time) runnerap
 	}
 }
 
-// arguments of plantSQL and liveSQL; each statement takes those that it names.
+// arguments are the arguments of plantSQL and liveSQL; each statement uses those that it names.
 func (p planting) arguments() map[string]any {
 	scopes := make([]string, len(core.ProjectScopes))
 	for i, s := range core.ProjectScopes {
@@ -124,7 +126,7 @@ func (p planting) arguments() map[string]any {
 	}
 }
 
-// run executes statements in one transaction, so that all of it is there or nothing.
+// run executes statements in one transaction, so that either all rows are inserted or none.
 func (p planting) run(ctx context.Context, db *pgx.Conn, statements []string) error {
 	return runAll(ctx, db, statements, p.arguments())
 }
@@ -142,8 +144,8 @@ func runAll(ctx context.Context, db *pgx.Conn, statements []string, values map[s
 
 var parameter = regexp.MustCompile(`@[a-z]+`)
 
-// inline puts values into a statement. They are numbers, ids and scopes that this program has made, and their types would be ambiguous
-// as parameters. A name without a value stays, which the server refuses.
+// inline puts values into a statement. They are numbers, ids and scopes that this program has made, and their types
+// would be ambiguous as parameters. A name without a value stays, and the server refuses the statement.
 func inline(sql string, values map[string]any) string {
 	return parameter.ReplaceAllStringFunc(sql, func(name string) string {
 		switch v := values[name[1:]].(type) {
@@ -159,7 +161,8 @@ func inline(sql string, values map[string]any) string {
 	})
 }
 
-// searchSQL makes one tree of many sealed nodes below a project of its own: node n grew from (n-1)/2, so it is about log2(n) deep.
+// searchSQL inserts one tree of many sealed nodes in its own project: the parent of node n is (n-1)/2, so the tree is
+// about log2(n) deep.
 var searchSQL = []string{
 	`INSERT INTO projects (id, name) VALUES (@project, 'bench-search')`,
 	`INSERT INTO api_keys (id, project_id, name, prefix, hash, scopes) VALUES ('key_' || right(@project, 26), @project, 'bench', 'coppice_', sha256(convert_to(@token, 'UTF8')), @scopes::text[])`,
@@ -186,7 +189,7 @@ var searchSQL = []string{
 // searchRoot is the first node of the tree of searchSQL.
 var searchRoot = numbered[core.CheckpointID]("ckpt", 9_000_000_000_000_000)
 
-// invariants are queries whose answer is 0 when the rows fit together.
+// invariants are queries that return 0 if the rows are consistent.
 var invariants = map[string]string{
 	"projects whose count of checkpoints is wrong": `SELECT count(*) FROM quotas q JOIN (SELECT project_id, count(*) FILTER (WHERE state IN ('capturing', 'captured', 'sealed')) AS n,
 			coalesce(sum(delta_bytes + device_state_bytes + disk_bytes) FILTER (WHERE state IN ('captured', 'sealed')), 0) AS bytes FROM checkpoints WHERE kind = 'user' GROUP BY project_id) AS c USING (project_id)
@@ -205,8 +208,8 @@ var invariants = map[string]string{
 	"checkpoints whose depth is wrong": `SELECT count(*) FROM checkpoints c JOIN checkpoints p ON p.id = c.parent_id WHERE c.depth <> p.depth + 1 OR c.root_id <> p.root_id`,
 }
 
-// foreignKeys makes a query for each foreign key of the tables that plantings write, which counts rows without the row that they name:
-// the triggers that watch over them were off.
+// foreignKeys makes a query for each foreign key of the tables that plantings write. It counts rows whose referenced
+// row is missing, because the triggers that check this were off.
 const foreignKeys = `
 	SELECT 'rows of ' || k.conrelid::regclass || ' against ' || k.conname,
 		format('SELECT count(*) FROM %s a WHERE %s AND NOT EXISTS (SELECT 1 FROM %s b WHERE %s)', k.conrelid::regclass,
@@ -216,7 +219,7 @@ const foreignKeys = `
 		AND f.attrelid = k.conrelid AND f.attnum = u.f AND t.attrelid = k.confrelid AND t.attnum = u.t
 	GROUP BY k.oid, k.conname, k.conrelid, k.confrelid`
 
-// verify holds the rows against their constraints and counts.
+// verify checks the rows against their constraints and counts.
 func verify(ctx context.Context, db *pgx.Conn, withKeys bool) error {
 	queries := maps.Clone(invariants)
 	if withKeys {

@@ -9,7 +9,7 @@ import (
 	"github.com/jackc/pgx/v5"
 )
 
-// statement is what the database did for one kind of statement in a stage.
+// statement is the database's work for one kind of statement in a stage.
 type statement struct {
 	ID    int64   `json:"-"` // the server's, of the text without its values
 	Query string  `json:"query"`
@@ -24,7 +24,7 @@ func (c *cell) countStatements(ctx context.Context) error {
 	return c.exec(ctx, "SELECT pg_stat_statements_reset()")
 }
 
-// statements are those of the stage, most expensive first.
+// statements returns those of the stage, most expensive first.
 func (c *cell) statements(ctx context.Context) ([]statement, error) {
 	rows, err := c.db.Query(ctx, `
 		SELECT queryid, min(query) AS query, sum(calls)::bigint AS calls, sum(total_exec_time) / sum(calls) AS ms, (sum(shared_blks_hit + shared_blks_read) / sum(calls))::float8 AS pages,
@@ -42,7 +42,7 @@ func (c *cell) statements(ctx context.Context) ([]statement, error) {
 	return list, err
 }
 
-// growth is a statement of which a call costs more in a large fleet than in a small one.
+// growth is a statement whose calls cost more in a large fleet than in a small one.
 type growth struct {
 	Query       string  `json:"query"`
 	Calls       int64   `json:"calls"` // in the large one
@@ -54,8 +54,8 @@ type growth struct {
 	MSAfter     float64 `json:"ms_after"`
 }
 
-// grew compares a stage in a small fleet with the same in a large one, by what calls look at: that depends on no clock. A few pages
-// more are the depth of an index.
+// grew compares a stage in a small fleet with the same stage in a large one, by the number of pages that calls read:
+// that depends on no clock. A few more pages come from the depth of an index.
 func grew(small, large []statement) []growth {
 	const pages, rows = 10, 2 // what is less says nothing
 	before := map[int64]statement{}

@@ -20,7 +20,7 @@ import (
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
 
-// server is a `coppice dev` that runs.
+// server is a running `coppice dev`.
 type server struct {
 	cmd     *exec.Cmd
 	ended   chan struct{} // closed when the process has ended
@@ -34,13 +34,13 @@ type server struct {
 	live map[coppice.WorkspaceID]int
 }
 
-// What the server is started with. The number of warm shells is its default, which users get.
+// The server's settings. The number of warm shells is the default, which users get.
 const (
 	warmShells   = 4
 	maxSandboxes = 96
 )
 
-// startServer starts `coppice dev` and waits until it says that it is ready. It ends with this process.
+// startServer starts `coppice dev` and waits until it reports that it is ready. It ends with this process.
 func startServer(ctx context.Context, cfg config, dir string) (_ *server, err error) {
 	s := &server{
 		ended: make(chan struct{}), log: filepath.Join(cfg.out, "coppice.log"), image: cfg.image,
@@ -89,7 +89,8 @@ func startServer(ctx context.Context, cfg config, dir string) (_ *server, err er
 	return s, err
 }
 
-// start starts the process from a thread that lives as long as it: the kernel signals a child whose starter has ended.
+// start starts the process from a thread that lives as long as the process: when the thread that started a child ends,
+// the kernel signals the child.
 func (s *server) start() error {
 	started := make(chan error)
 	osthread.Go(func() {
@@ -152,7 +153,7 @@ func (s *server) alive(id coppice.WorkspaceID, memoryMiB int) {
 	s.live[id] = memoryMiB
 }
 
-// exec runs a command, which must end well.
+// exec runs a command, which must succeed.
 func (s *server) exec(ctx context.Context, id coppice.WorkspaceID, command ...string) (coppice.ExecResult, error) {
 	out, err := s.client.Exec(ctx, id, coppice.ExecRequest{Command: command, Cwd: "/"})
 	if err != nil {
@@ -173,7 +174,7 @@ func (s *server) checkpoint(ctx context.Context, id coppice.WorkspaceID) (coppic
 	return cp, nil
 }
 
-// fork grows children, all of which must become ready.
+// fork makes children, all of which must become ready.
 func (s *server) fork(ctx context.Context, id coppice.CheckpointID, n int) ([]coppice.ForkChild, error) {
 	f, err := s.client.ForkCheckpoint(ctx, id, coppice.ForkCheckpointRequest{Count: &n, AllOrNothing: true})
 	if err != nil {
@@ -215,7 +216,7 @@ func (s *server) end(ctx context.Context, ids ...coppice.WorkspaceID) error {
 	return group.Wait()
 }
 
-// endAll terminates whatever lives.
+// endAll terminates all live workspaces.
 func (s *server) endAll(ctx context.Context) error {
 	s.mu.Lock()
 	ids := make([]coppice.WorkspaceID, 0, len(s.live))
@@ -234,8 +235,8 @@ func idsOf(children []coppice.ForkChild) []coppice.WorkspaceID {
 	return out
 }
 
-// settle waits until the warm shells that the last fork used up are there again, as they are for a user who thinks for a
-// second; not for longer than a few seconds.
+// settle waits, for a few seconds at most, until the warm shells that the last fork used are replaced. For a user who
+// thinks for a second, they are.
 func (s *server) settle(ctx context.Context, memoryMiB int) error {
 	s.mu.Lock()
 	want := warmShells
@@ -274,7 +275,7 @@ func awaitVMMs(ctx context.Context, cluster string, memoryMiB, want int) error {
 	}
 }
 
-// awaitBase waits until a shell waits on a base that has at least n MiB, for a while: the policy may not have wanted one.
+// awaitBase waits for a while until a shell waits on a base of at least n MiB: the policy may not have wanted one.
 func (s *server) awaitBase(ctx context.Context, memoryMiB, n int) error {
 	limit, cancel := context.WithTimeout(ctx, rebaseTime)
 	defer cancel()
@@ -300,7 +301,7 @@ func (s *server) awaitBase(ctx context.Context, memoryMiB, n int) error {
 // rebaseTime bounds the waiting for a rebase.
 const rebaseTime = 20 * time.Second
 
-// volumeMiB is how much the runner's files take.
+// volumeMiB returns how much the runner's files take.
 func (s *server) volumeMiB() (float64, error) {
 	dir := filepath.Join(s.data, "volume", "runner") // where one was made
 	if _, err := os.Stat(dir); err != nil {

@@ -18,9 +18,9 @@ import (
 	"github.com/coppice-dev/coppice/internal/tests3"
 )
 
-// `bench store` measures the store of checkpoints on a real S3 server. A machine is made to work and captured again and again; what
-// was in its memory is then written to the store once more by the store's own code alone, so that nothing else is in the figures.
-// After that a checkpoint is forked on the host that has it and on hosts that have nothing.
+// `bench store` measures the store of checkpoints on a real S3 server. A machine works and is captured again and again.
+// Then the store's own code alone writes the content of its memory to the store once more, so that the figures contain
+// nothing else. After that, a checkpoint is forked on the host that has it and on hosts that have nothing.
 
 // storeReport is store.json.
 type storeReport struct {
@@ -30,7 +30,7 @@ type storeReport struct {
 	Work   string `json:"work"`   // what the guest did between two checkpoints
 }
 
-// ratio notes a ratio, with what it should be at most; 0: nothing is asked of it.
+// ratio records a ratio with its maximum; 0: no maximum.
 func (r *storeReport) ratio(name string, value, most float64, of string) {
 	r.Ratios[name] = finite(value)
 	if most > 0 {
@@ -52,7 +52,7 @@ func (r *storeReport) show(w io.Writer) error {
 	return p.err
 }
 
-// storeConfig says how much is measured. Tests measure little.
+// storeConfig says how much to measure. Tests measure little.
 type storeConfig struct {
 	out, images, image, coppice string
 	pgBin, vmm, accel           string
@@ -63,7 +63,7 @@ type storeConfig struct {
 	work                        string
 }
 
-// guestWork is what the machine does between two checkpoints: $0 is the number of the checkpoint.
+// guestWork is the work of the machine between two checkpoints: $0 is the number of the checkpoint.
 const guestWork = `ls -lR /etc /usr/lib/x86_64-linux-gnu | head -n 4000 | sed "s/^/$0 /" > /root/list; sort -r /root/list | gzip -1 > /root/list.gz
 sha256sum /usr/bin/* > /root/sums; head -c 65536 /dev/urandom > /root/noise; date > /root/when`
 

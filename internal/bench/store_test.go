@@ -12,7 +12,7 @@ import (
 	"github.com/coppice-dev/coppice/snapshotstore/blob/s3"
 )
 
-// TestDiffering takes an image apart and puts it together again.
+// TestDiffering splits an image into differences and puts it together again.
 func TestDiffering(t *testing.T) {
 	t.Parallel()
 	before := bytes.Repeat([]byte{1}, 5*pageSize)

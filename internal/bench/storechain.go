@@ -29,13 +29,13 @@ type history struct {
 	steps []pageSet // what differs at each further one from the one before
 }
 
-// pageSet are pages, by their numbers, and what is in them.
+// pageSet is a set of pages, by number, with their content.
 type pageSet struct {
 	pages []int64
 	bytes []byte
 }
 
-// to makes an image that was as before a step as it is after it.
+// to changes an image from its state before a step to that after it.
 func (d pageSet) to(image []byte) {
 	for i, page := range d.pages {
 		copy(image[page*pageSize:], d.bytes[i*pageSize:(i+1)*pageSize])
@@ -50,7 +50,7 @@ func (d pageSet) ranges() []snapshotstore.Range {
 	return out
 }
 
-// differing are the pages in which now differs.
+// differing returns the pages of now that differ from before.
 func differing(before, now []byte) (d pageSet) {
 	for at := 0; at < len(now); at += pageSize {
 		if page := now[at : at+pageSize]; !bytes.Equal(page, before[at:at+pageSize]) {
@@ -84,7 +84,8 @@ func (b *storeBench) measureChain(ctx context.Context) error {
 	return errors.Join(err, store.Close())
 }
 
-// growChain returns the checkpoints. The work is done before the first, too: what it needs is in the guest's page cache from then on.
+// growChain makes the checkpoints and returns them. The work is also done once before the first, so that its files are
+// in the guest's page cache from then on.
 func (b *storeBench) growChain(ctx context.Context) ([]coppice.CheckpointID, error) {
 	c := b.pool.Client
 	ws, err := c.CreateWorkspace(ctx, coppice.CreateWorkspaceRequest{Image: b.cfg.image, Resources: coppice.ResourcesRequest{MemoryMiB: &b.cfg.chainMiB}})
@@ -226,7 +227,7 @@ func (b *storeBench) replay(ctx context.Context, x *replay, h history) error {
 	return b.measureReads(ctx, x, h.first, now, root.Snapshot, last.Manifest)
 }
 
-// measureBaselines compares with plain programs on the same bytes.
+// measureBaselines compares with ordinary programs on the same bytes.
 func (b *storeBench) measureBaselines(ctx context.Context, h history, rawMiB, cpu, wall float64) error {
 	b.say("the same bytes through sha256sum and zstd")
 	path := filepath.Join(b.dir, "pages")
@@ -275,7 +276,7 @@ func (b *storeBench) measureBaselines(ctx context.Context, h history, rawMiB, cp
 	return os.Remove(path)
 }
 
-// measureReads reads what is at the end of the chain, in turns with the same bytes at depth 1.
+// measureReads reads the end of the chain, in turns with the same bytes at depth 1.
 func (b *storeBench) measureReads(ctx context.Context, x *replay, first, end []byte, root *snapshotstore.Snapshot, deep manifest.Ref) error {
 	b.say("read the end of the chain, and the same bytes at depth 1, in turns")
 	shallow, err := x.write(ctx, root, first, end, differing(first, end).ranges())

@@ -25,10 +25,11 @@ type way struct {
 	stages stages
 }
 
-// localForks is how often a local fork is measured in a round: it is quick.
+// localForks is the number of local forks in a round: they are quick.
 const localForks = 3
 
-// measureForks forks a checkpoint on the host that has it and on hosts that have nothing at all, in turns, and runs a command.
+// measureForks forks a checkpoint on the host that has it and on hosts that have nothing at all, in turns, and runs a
+// command.
 func (b *storeBench) measureForks(ctx context.Context) error {
 	b.say("a machine with %d MiB to fork", b.cfg.forkMiB)
 	id, err := b.seed(ctx)
@@ -83,7 +84,7 @@ func (b *storeBench) seed(ctx context.Context) (coppice.CheckpointID, error) {
 	return cp.ID, err
 }
 
-// isLazy reports whether runners can bring memory while the guest runs.
+// isLazy reports whether runners can fetch memory while the guest runs.
 func (b *storeBench) isLazy(ctx context.Context) (bool, error) {
 	out, err := exec.CommandContext(ctx, b.cfg.coppice, "runner", "--help").Output() //nolint:gosec // G204: the program under test
 	return strings.Contains(string(out), " --fetch "), err
@@ -101,7 +102,8 @@ func (b *storeBench) forkLocally(ctx context.Context, id coppice.CheckpointID, w
 	return nil
 }
 
-// forkElsewhere forks on a host that joins for it and leaves: with no image, no base and no byte of the checkpoint.
+// forkElsewhere forks on a host that joins for this fork and leaves afterwards: it has no image, no base and no byte of
+// the checkpoint.
 func (b *storeBench) forkElsewhere(ctx context.Context, id coppice.CheckpointID, w *way, choose bool) (err error) {
 	empty := filepath.Join(b.dir, "no-images")
 	if err := os.MkdirAll(empty, 0o700); err != nil {
@@ -129,7 +131,7 @@ func (b *storeBench) forkElsewhere(ctx context.Context, id coppice.CheckpointID,
 	return errors.Join(err, c.DeleteRunner(ctx, there.ID, true), testpool.RemoveDir(there.Data))
 }
 
-// fork grows one child, which must be on the host, runs a command in it and ends it.
+// fork makes one child, which must be on the given host, runs a command in it and ends it.
 func (b *storeBench) fork(ctx context.Context, id coppice.CheckpointID, on *testpool.Host, w *way) error {
 	before, began := on.Relay.Received(), time.Now()
 	got, err := b.pool.Client.ForkCheckpoint(ctx, id, coppice.ForkCheckpointRequest{Count: new(1), AllOrNothing: true})

@@ -18,7 +18,7 @@ const (
 	mib        = 1 << 20
 )
 
-// treeMemory is what a tree of checkpoints with a living sandbox on each takes of the host, in MiB.
+// treeMemory is the memory that a tree of checkpoints, with a living sandbox on each, takes on the host, in MiB.
 type treeMemory struct {
 	Nodes     int     `json:"nodes"`
 	RAMMiB    int     `json:"ram_mib"`     // of each guest
@@ -48,7 +48,7 @@ func (m *treeMemory) show(p *printer) {
 	})
 }
 
-// measureMemory looks at one idle fork, then at a tree.
+// measureMemory measures one idle fork, then a tree.
 func (b *bench) measureMemory(ctx context.Context) error {
 	if err := b.measureIdle(ctx); err != nil {
 		return err
@@ -85,7 +85,7 @@ func (b *bench) measureMemory(ctx context.Context) error {
 	return b.server.endAll(ctx)
 }
 
-// measureIdle finds the private pages of forks of the template that do nothing.
+// measureIdle measures the private pages of idle forks of the template.
 func (b *bench) measureIdle(ctx context.Context) error {
 	ids := make([]coppice.WorkspaceID, idleForks)
 	for i := range ids {
@@ -123,10 +123,10 @@ func (b *bench) measureIdle(ctx context.Context) error {
 	return b.server.endAll(ctx)
 }
 
-// runs tells a sandbox from a shell that waits: no guest has written anything in that.
+// runs reports whether this is a sandbox and not a waiting shell: in a waiting shell, no guest has written anything.
 func (u usage) runs() bool { return u.anonymous > 256<<10 }
 
-// growTree grows nodes breadth first. Each is a checkpoint whose sandbox lives on and wrote a MiB of its own.
+// growTree makes nodes breadth first. Each is a checkpoint whose sandbox lives on and wrote one MiB of its own.
 func (b *bench) growTree(ctx context.Context) (deltas samples, err error) {
 	root, _, err := b.server.create(ctx, standardMiB)
 	if err != nil {
@@ -210,12 +210,12 @@ func (s *server) tally(nodes int) (*treeMemory, error) {
 	}
 	m.SumMiB = m.BaseMiB + m.DeltaMiB + m.VMMMiB + m.WarmMiB
 	m.PerFork = (m.DeltaMiB + m.VMMMiB) / float64(nodes)
-	// A guest with RAM of its own has in memory what it shares with the base here, and its delta, and a VMM.
+	// A guest with its own RAM would have in memory what it shares with the base here, its delta, and a VMM.
 	m.IfCopied = float64(nodes)*m.BaseMiB/float64(m.Bases) + m.DeltaMiB + m.VMMMiB
 	return m, nil
 }
 
-// pass lets time go by.
+// pass waits for some time.
 func pass(ctx context.Context, d time.Duration) error {
 	t := time.NewTimer(d)
 	defer t.Stop()

@@ -17,11 +17,11 @@ import (
 	"github.com/coppice-dev/coppice/runner/vmm/cloudhypervisor"
 )
 
-// vmmThreads is how many threads a VMM has at least once it waits: QEMU its own, RCU and a vCPU; cloud-hypervisor one each for
-// signals, requests and the machine.
+// vmmThreads is the minimum number of threads of a waiting VMM: QEMU has a main thread, RCU and a vCPU;
+// cloud-hypervisor has one each for signals, requests and the machine.
 const vmmThreads = 3
 
-// process is a VMM as the host sees it.
+// process is a VMM as seen from the host.
 type process struct {
 	pid       int
 	memoryMiB int  // 0 for a cloud-hypervisor that waits: it maps no RAM yet
@@ -57,7 +57,7 @@ func findVMMs(cluster string) ([]process, error) {
 	return out, nil
 }
 
-// named finds the name of a machine: QEMU has it in an argument, cloud-hypervisor in its first.
+// named finds the name of a machine: it is in an argument of QEMU, and in the first argument of cloud-hypervisor.
 func named(args []string, prefix string) bool {
 	if strings.HasPrefix(args[0], cloudhypervisor.Program+":"+prefix) {
 		return true
@@ -80,7 +80,8 @@ func memoryOf(args []string) int {
 	return 0
 }
 
-// mappedMiB is how much RAM a VMM maps that does not say so among its arguments: what it may write and keeps to itself of a big file.
+// mappedMiB returns how much RAM a VMM maps whose arguments do not say it: its writable private mappings of a large
+// file.
 func mappedMiB(pid int) int {
 	const least = 64 << 20 // no program is that big
 	b, err := os.ReadFile(fmt.Sprintf("/proc/%d/maps", pid))
@@ -101,8 +102,8 @@ func threads(pid int) int {
 	return len(entries)
 }
 
-// cpuMS is the CPU time that a process has had since it started, in milliseconds: unlike the time on the clock it hardly depends on
-// what else the host does.
+// cpuMS returns the CPU time of a process since its start, in milliseconds. Unlike the elapsed time, it hardly depends
+// on the other load of the host.
 func cpuMS(pid int) (float64, error) {
 	tasks, err := filepath.Glob(fmt.Sprintf("/proc/%d/task/*/schedstat", pid))
 	if err != nil || len(tasks) == 0 {
@@ -123,7 +124,7 @@ func cpuMS(pid int) (float64, error) {
 	return sum, nil
 }
 
-// onlySandbox finds the one VMM of a cluster whose guest runs, others being shells that wait.
+// onlySandbox finds the only VMM of a cluster with a running guest; the others are waiting shells.
 func onlySandbox(cluster string, not int) (process, error) {
 	all, err := findVMMs(cluster)
 	if err != nil {
@@ -155,7 +156,7 @@ type usage struct {
 
 type inode struct{ dev, ino uint64 }
 
-// measureVMM reads the kernel's account of a process. The RAM mapping is the one that is as long as RAM and has a file.
+// measureVMM reads the kernel's account of a process. The RAM mapping is the mapping of a file with the length of RAM.
 func measureVMM(p process) (usage, error) {
 	b, err := os.ReadFile(fmt.Sprintf("/proc/%d/smaps", p.pid))
 	if err != nil {
@@ -208,8 +209,8 @@ func mappingBytes(span string) int64 {
 	return int64(to - from) //nolint:gosec // G115: a mapping's length
 }
 
-// mappedFile names the file behind a mapping and what of it is in memory: all of a memfd, and of a file what the page cache
-// has, which is bounded by what is allocated.
+// mappedFile returns the file behind a mapping, and how much of it is in memory: all of a memfd; for a file, its part
+// in the page cache, which is at most its allocated size.
 func mappedFile(pid int, span string) (inode, int64, error) {
 	var st unix.Stat_t
 	if err := unix.Stat(fmt.Sprintf("/proc/%d/map_files/%s", pid, span), &st); err != nil {
@@ -218,7 +219,7 @@ func mappedFile(pid int, span string) (inode, int64, error) {
 	return inode{st.Dev, st.Ino}, st.Blocks * 512, nil
 }
 
-// killLeftovers ends the VMMs of a lab that was killed. They carry a name that only one lab on this host has.
+// killLeftovers ends the VMMs of a lab that was killed. Their name belongs to only one lab on this host.
 func killLeftovers(cluster string) error {
 	left, err := findVMMs(cluster)
 	if err != nil {

@@ -15,7 +15,8 @@ import (
 	"github.com/coppice-dev/coppice/runner/vmm/cloudhypervisor"
 )
 
-// TestFindCloudHypervisor finds one as the driver starts it, before and after it maps RAM, and by its cluster only.
+// TestFindCloudHypervisor finds a cloud-hypervisor as the driver starts it, before and after it maps RAM, and only by
+// its cluster.
 func TestFindCloudHypervisor(t *testing.T) {
 	t.Parallel()
 	const memoryMiB = 64
