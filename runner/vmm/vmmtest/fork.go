@@ -196,7 +196,7 @@ func testClockGoesOn(t *testing.T, w *world) {
 	m := w.fork(t, w.template)
 	m.want(t, "2", "inc")
 	s := m.capture(t)
-	was := number(t, m.ask(t, "uptime")) // not more than at the capture
+	was := number(t, m.ask(t, "uptime")) // not less than at the capture
 	m.kill(t)
 	const age = 20 * time.Second
 	pause(t, age)
