@@ -227,14 +227,14 @@ func (x *chaos) victim(rng *rand.Rand) (coppice.Workspace, machine, error) {
 		return coppice.Workspace{}, machine{}, fmt.Errorf("%d are ready: %w", len(ready), err)
 	}
 	w := ready[rng.IntN(len(ready))]
-	m, err := x.machineOf(w.Network.IP)
+	m, err := x.machineOf(w.Network.MAC)
 	return w, m, err
 }
 
-func (x *chaos) machineOf(ip string) (machine, error) {
+func (x *chaos) machineOf(mac string) (machine, error) {
 	var errs []error
 	for _, host := range x.hosts {
-		m, err := host.machineOf(ip)
+		m, err := host.machineOf(mac)
 		if err == nil {
 			return m, nil
 		}
@@ -350,7 +350,7 @@ func (x *chaos) checkMachines() {
 		}
 		homes := 0
 		for _, host := range x.hosts {
-			if _, err := host.machineOf(w.Network.IP); err == nil {
+			if _, err := host.machineOf(w.Network.MAC); err == nil {
 				homes++
 			}
 		}
@@ -361,11 +361,11 @@ func (x *chaos) checkMachines() {
 	x.checkUnique(ready)
 }
 
-// checkUnique wants no two workspaces that are ready at the same time to share a name on the network.
+// checkUnique wants no two workspaces that are ready at the same time to share a name on the network. Addresses are unique on a runner.
 func (x *chaos) checkUnique(ready []coppice.Workspace) {
 	seen := map[string]string{}
 	for _, w := range ready {
-		for _, v := range []string{"ip " + w.Network.IP, "mac " + w.Network.MAC, "hostname " + w.Network.Hostname} {
+		for _, v := range []string{"ip " + w.Network.IP + " on " + w.RunnerID, "mac " + w.Network.MAC, "hostname " + w.Network.Hostname} {
 			if other, taken := seen[v]; taken {
 				x.t.Errorf("%s and %s both have %s", other, w.Name, v)
 			}

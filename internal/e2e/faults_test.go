@@ -20,7 +20,7 @@ func TestVMMKilled(t *testing.T) {
 	ws := forkOne(t, s, seed(t))
 	other := forkOne(t, s, seed(t))
 	m := s.mustMachine(t, ws)
-	ip := workspace(t, s, ws).Network.IP
+	mac := workspace(t, s, ws).Network.MAC
 	began := time.Now()
 	s.killVMM(t, m.pid)
 	until(t, "the workspace is lost", func() (bool, error) {
@@ -32,7 +32,7 @@ func TestVMMKilled(t *testing.T) {
 	if w.Failure == nil || w.Failure.Code == "" || !strings.Contains(w.Failure.Message, "kill") {
 		t.Errorf("the cause is %+v, want one that says that it was killed", w.Failure)
 	}
-	if _, err := s.machineOf(ip); err == nil {
+	if _, err := s.machineOf(mac); err == nil {
 		t.Error("its namespace still leads to it")
 	}
 	_, err := s.client.Exec(t.Context(), ws, coppice.ExecRequest{Command: []string{"true"}})

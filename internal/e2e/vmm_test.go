@@ -37,15 +37,15 @@ func inside(path string) (*netlink.Handle, error) {
 	return netlink.NewHandleAt(ns)
 }
 
-// machineOf finds the VMM and the namespace of the sandbox that has an address. The rules of a namespace name its guest's address from
+// machineOf finds the VMM and the namespace of the sandbox that has a MAC address. The rules of a namespace name that of its guest from
 // the moment it is assigned, in quarantine, on.
-func (s *stack) machineOf(ip string) (machine, error) {
+func (s *stack) machineOf(mac string) (machine, error) {
 	paths, err := s.namespaces()
 	if err != nil {
 		return machine{}, err
 	}
 	for _, path := range paths {
-		ok, err := rulesName(path, ip)
+		ok, err := rulesName(path, mac)
 		if err != nil || !ok {
 			continue // it may have just been removed
 		}
@@ -55,7 +55,7 @@ func (s *stack) machineOf(ip string) (machine, error) {
 		}
 		return machine{pid, path}, nil
 	}
-	return machine{}, fmt.Errorf("no namespace's rules name %s", ip)
+	return machine{}, fmt.Errorf("no namespace's rules name %s", mac)
 }
 
 // rulesName reports whether a comment on the rules of a namespace has the word.
@@ -109,7 +109,7 @@ func (s *stack) mustMachine(t *testing.T, ws coppice.WorkspaceID) machine {
 	if err != nil {
 		t.Fatal(err)
 	}
-	m, err := s.machineOf(w.Network.IP)
+	m, err := s.machineOf(w.Network.MAC)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -125,7 +125,7 @@ func (s *stack) awaitQuarantined(t *testing.T, name string) int {
 		if err != nil || len(list) != 1 || list[0].Network.IP == "" {
 			return false, err
 		}
-		m, err := s.machineOf(list[0].Network.IP)
+		m, err := s.machineOf(list[0].Network.MAC)
 		pid = m.pid
 		return err == nil, nil
 	})
