@@ -30,8 +30,8 @@ func populate(t *testing.T, w *world, sandboxes, checkpoints int) (held []runner
 	w.sql(fmt.Sprintf(`SET session_replication_role = replica;
 		INSERT INTO workspaces SELECT (jsonb_populate_record(w, jsonb_build_object('id', 'ws_' || n, 'name', 'n' || n, 'sandbox_id', 'sbx_' || n))).*
 			FROM workspaces w, generate_series(1, %d) AS n;
-		INSERT INTO sandboxes (id, project_id, workspace_id, epoch, runner_id, vcpus, memory_mib, generation, hostname, machine_id, mac, ip)
-			SELECT 'sbx_' || n, project_id, 'ws_' || n, 1, runner_id, 1, 512, 'gen_' || n, 'h' || n, md5(n::text), '02:00:00:00:' || lpad(to_hex(n / 256), 2, '0') || ':' || lpad(to_hex(n %% 256), 2, '0'), '10.9.' || n / 256 || '.' || n %% 256
+		INSERT INTO sandboxes (id, project_id, workspace_id, epoch, runner_id, vcpus, memory_mib, generation, hostname, machine_id, tree_id, mac, ip)
+			SELECT 'sbx_' || n, project_id, 'ws_' || n, 1, runner_id, 1, 512, 'gen_' || n, 'h' || n, md5(n::text), 'ws_' || n, '02:00:00:00:' || lpad(to_hex(n / 256), 2, '0') || ':' || lpad(to_hex(n %% 256), 2, '0'), '10.9.' || n / 256 || '.' || n %% 256
 			FROM sandboxes, generate_series(1, %d) AS n WHERE id = '%s';
 		INSERT INTO checkpoints SELECT (jsonb_populate_record(c, jsonb_build_object('id', 'ckpt_' || n, 'name', NULL))).*
 			FROM checkpoints c, generate_series(1, %d) AS n WHERE id = '%s'`, sandboxes-1, sandboxes-1, ws.Sandbox.ID, checkpoints-1, cp.ID))

@@ -85,7 +85,7 @@ func (c *Controller) beginCapture(ctx context.Context, project core.ProjectID, k
 		cp := Checkpoint{
 			ID: core.NewID[core.CheckpointID](), ProjectID: project, Kind: KindUser, Parent: w.Head, WorkspaceID: id, WorkspaceEpoch: w.Epoch, SandboxID: sandbox.ID,
 			Name: req.Name, Labels: req.Labels, Annotations: req.Annotations, Pinned: req.Pinned, Image: w.Image, Resources: w.Resources, OperationID: op.ID,
-			RunnerID: sandbox.RunnerID, Endpoint: sandbox.Endpoint, Egress: w.Egress, Allow: w.Rules.Allow, Granted: w.Rules.Granted, Env: w.Env,
+			RunnerID: sandbox.RunnerID, Endpoint: sandbox.Endpoint, Tree: sandbox.Tree, Address: sandbox.Identity.IP.String(), Egress: w.Egress, Allow: w.Rules.Allow, Granted: w.Rules.Granted, Env: w.Env,
 		}
 		if err := tx.InsertCheckpoint(ctx, cp); err != nil {
 			return nil, err
@@ -114,7 +114,7 @@ func (c *Controller) plantBeside(ctx context.Context, tx Tx, project core.Projec
 	if err != nil {
 		return nil, err
 	}
-	children, err := c.plant(ctx, tx, planting{project: project, runners: runners, names: names, attempt: attempt, ttl: req.TTL, like: like})
+	children, err := c.plant(ctx, tx, planting{project: project, runners: runners, names: names, source: &cp, attempt: attempt, ttl: req.TTL, like: like})
 	if err == nil {
 		err = inherit(ctx, tx, cp, req.Grants, children)
 	}

@@ -117,7 +117,7 @@ func (c *Controller) fork(ctx context.Context, project core.ProjectID, kind Oper
 		if err != nil {
 			return nil, err
 		}
-		children, err := c.plant(ctx, tx, planting{project: project, runners: runners, names: names, attempt: attempt, ttl: req.TTL, like: like})
+		children, err := c.plant(ctx, tx, planting{project: project, runners: runners, names: names, source: &source, attempt: attempt, ttl: req.TTL, like: like})
 		if err != nil {
 			return nil, err
 		}
@@ -176,10 +176,11 @@ func childInputs(children []Workspace) []childInput {
 // planting says which workspaces to insert.
 type planting struct {
 	project core.ProjectID
-	runners []Runner  // one for each name
-	names   []string  // empty ones are made up
-	like    Workspace // what they have in common
-	attempt int       // 0: hosts are called like their workspaces
+	runners []Runner    // one for each name
+	names   []string    // empty ones are made up
+	like    Workspace   // what they have in common
+	source  *Checkpoint // that they grow from; nil: an image, so that they begin a tree
+	attempt int         // 0: hosts are called like their workspaces
 	ttl     time.Duration
 }
 
@@ -188,15 +189,19 @@ func (c *Controller) plant(ctx context.Context, tx Tx, p planting) ([]Workspace,
 	if err := c.mayReachAll(ctx, tx, p.project, p.like.Egress); err != nil {
 		return nil, err
 	}
-	addresses, err := tx.FreeAddresses(ctx, len(p.names))
-	if err != nil {
-		return nil, err
-	}
 	ids := make([]core.WorkspaceID, len(p.names))
 	for i := range ids {
 		ids[i] = core.NewID[core.WorkspaceID]()
 	}
 	slices.Sort(ids) // lists sort by id: children come in their order
+	tree, captured := string(ids[0]), ""
+	if p.source != nil {
+		tree, captured = p.source.Tree, p.source.Address
+	}
+	addresses, err := addressesFor(ctx, tx, tree, p.runners, captured)
+	if err != nil {
+		return nil, err
+	}
 	list, sandboxes := make([]Workspace, len(p.names)), make([]Sandbox, len(p.names))
 	for i, name := range p.names {
 		w := p.like
@@ -211,7 +216,7 @@ func (c *Controller) plant(ctx context.Context, tx Tx, p planting) ([]Workspace,
 		w.Sandbox = Sandbox{
 			ID: core.NewID[core.SandboxID](), ProjectID: p.project, WorkspaceID: w.ID, Epoch: 1, RunnerID: p.runners[i].Info.RunnerID,
 			Endpoint: p.runners[i].Endpoint, Resources: w.Resources, Identity: identity,
-			EgressKey: p.runners[i].Info.EgressKey, EgressURL: p.runners[i].Info.EgressURL,
+			EgressKey: p.runners[i].Info.EgressKey, EgressURL: p.runners[i].Info.EgressURL, Tree: tree,
 		}
 		list[i], sandboxes[i] = w, w.Sandbox
 	}

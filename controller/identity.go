@@ -1,6 +1,7 @@
 package controller
 
 import (
+	"context"
 	"crypto/rand"
 	"encoding/hex"
 	"fmt"
@@ -29,6 +30,22 @@ func newIdentity(hostname, address string) (core.Identity, error) {
 		MAC:        net.HardwareAddr(mac).String(),
 		IP:         ip,
 	}, nil
+}
+
+// AddressesWanted says for which sandboxes addresses are drawn. All are of one tree.
+type AddressesWanted struct {
+	Tree    string
+	Runners []core.RunnerID // where each will be
+	Except  []string        // addresses that none of them may have
+}
+
+// addressesFor draws an address for each runner, for sandboxes of a tree. Except are addresses that may be free, and would confuse.
+func addressesFor(ctx context.Context, tx Tx, tree string, runners []Runner, except ...string) ([]string, error) {
+	ids := make([]core.RunnerID, len(runners))
+	for i, r := range runners {
+		ids[i] = r.Info.RunnerID
+	}
+	return tx.FreeAddresses(ctx, AddressesWanted{Tree: tree, Runners: ids, Except: except})
 }
 
 const maxLabel = 63

@@ -135,6 +135,10 @@ type Sandbox struct {
 	Identity    core.Identity
 	EgressKey   []byte // of the egress process of its host
 	EgressURL   string // of that, as its guest reaches it
+
+	// Tree says with which others it may have memory in common: those that came from one workspace that was made of an image. Within a
+	// tree, and on a runner, no two living sandboxes have the same address.
+	Tree string
 }
 
 // CheckpointKind tells the roots of trees from what users made.
@@ -159,6 +163,8 @@ type Checkpoint struct {
 	WorkspaceID      core.WorkspaceID
 	WorkspaceEpoch   int64
 	SandboxID        core.SandboxID // captured from; set for its insertion only
+	Tree             string         // of the sandboxes that grow from it; set by Tx.Checkpoint and for its insertion only
+	Address          string         // that the machine had when it was captured; likewise
 	Name             string
 	Labels           map[string]string
 	Annotations      map[string]json.RawMessage

@@ -86,7 +86,11 @@ func (c *Controller) nextSandbox(ctx context.Context, tx Tx, w Workspace, source
 	if err := c.mayReachAll(ctx, tx, w.ProjectID, w.Egress); err != nil {
 		return Sandbox{}, err
 	}
-	addresses, err := tx.FreeAddresses(ctx, 1)
+	old := "" // it is of another tree if the workspace is restored to what came from another
+	if w.Sandbox.ID != "" {
+		old = w.Sandbox.Identity.IP.String()
+	}
+	addresses, err := addressesFor(ctx, tx, source.Tree, []Runner{runner}, source.Address, old)
 	if err != nil {
 		return Sandbox{}, err
 	}
@@ -96,7 +100,7 @@ func (c *Controller) nextSandbox(ctx context.Context, tx Tx, w Workspace, source
 	}
 	next := Sandbox{
 		ID: core.NewID[core.SandboxID](), ProjectID: w.ProjectID, WorkspaceID: w.ID, Epoch: w.Epoch + 1, RunnerID: runner.Info.RunnerID,
-		Endpoint: runner.Endpoint, Resources: source.Resources, Identity: identity, EgressKey: runner.Info.EgressKey, EgressURL: runner.Info.EgressURL,
+		Endpoint: runner.Endpoint, Resources: source.Resources, Identity: identity, EgressKey: runner.Info.EgressKey, EgressURL: runner.Info.EgressURL, Tree: source.Tree,
 	}
 	tx.InsertSandboxes([]Sandbox{next})
 	return next, c.occupy(ctx, tx, runner)

@@ -170,8 +170,8 @@ type WorkspaceTx interface {
 
 // SandboxTx keeps the VM instances and what was made new in them.
 type SandboxTx interface {
-	// FreeAddresses returns n addresses out of the pool that no living sandbox has, at random; CAPACITY when hardly any is left.
-	FreeAddresses(ctx context.Context, n int) ([]string, error)
+	// FreeAddresses returns an address for each runner that is named, at random and no two alike; CAPACITY when hardly any is left.
+	FreeAddresses(ctx context.Context, w AddressesWanted) ([]string, error)
 	// InsertSandboxes may make the transaction fail with ErrIdentityTaken. Like everything here that returns no error it goes to the
 	// database with what follows, or before the commit.
 	InsertSandboxes(list []Sandbox)

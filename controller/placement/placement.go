@@ -34,6 +34,10 @@ const (
 	ForkDiskMB    = 1
 )
 
+// MaxSandboxes is how many sandboxes a runner takes, whatever it says of itself: it has 65,279 addresses for guests, and among the
+// last of them a free one is hard to find. runner_loads.cap_sandboxes has it too.
+const MaxSandboxes = 64_000
+
 // diskMB is the free disk that so many new sandboxes need.
 func diskMB(count int) int64 {
 	if count == 0 {
@@ -253,5 +257,6 @@ func dimensions(r Runner, req Request) []dimension {
 		{"sandboxes", r.Capacity.Sandboxes, r.Used.Sandboxes, req.Count},
 		{"vcpus", r.Capacity.VCPUs, r.Used.VCPUs, req.Count * req.Resources.VCPUs},
 		{"memory_mib", r.Capacity.MemoryMiB, r.Used.MemoryMiB, req.Count * req.Resources.MemoryMiB},
+		{"addresses", MaxSandboxes, r.Used.Sandboxes, req.Count},
 	}
 }

@@ -123,6 +123,12 @@ func TestChoose(t *testing.T) {
 		"unlimited": {
 			fleet: []placement.Runner{runner("a", func(r *placement.Runner) { r.Capacity = runnerapi.Capacity{} })}, req: placement.Request{Count: 256, Resources: shape}, want: "a",
 		},
+		"unlimited, but for its addresses": {
+			fleet: []placement.Runner{runner("a", func(r *placement.Runner) {
+				r.Capacity, r.Used = runnerapi.Capacity{}, runnerapi.Capacity{Sandboxes: placement.MaxSandboxes - 1}
+			})},
+			req: placement.Request{Count: 2, Resources: shape}, code: core.CodeCapacity, detail: "addresses",
+		},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()

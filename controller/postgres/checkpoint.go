@@ -140,19 +140,23 @@ type checkpointWithSourceRow struct {
 	Allow   []string          `db:"egress_allow"`
 	Granted bool              `db:"granted"`
 	Env     map[string]string `db:"env"`
+	Tree    string            `db:"tree"`
+	Address string            `db:"address"`
 }
 
-// Checkpoint returns one, with what its forks take over from the workspace that it was taken of.
+// Checkpoint returns one, with what its forks take over from the workspace that it was taken of. What grows from one that was taken of
+// none (a template, or one that was imported) is a tree of the project.
 func (t *tx) Checkpoint(ctx context.Context, id core.CheckpointID) (controller.Checkpoint, error) {
 	row, err := one[checkpointWithSourceRow](ctx, t, noCheckpoint(id), `
-		SELECT`+checkpointColumns+`, coalesce(w.egress_policy, @deny::text) AS egress_policy, coalesce(w.egress_allow, '{}') AS egress_allow, w.grants_until IS NOT NULL AS granted, coalesce(w.env, '{}') AS env
-		FROM checkpoints c`+checkpointJoins+` LEFT JOIN workspaces w ON w.id = c.workspace_id WHERE c.id = @id AND NOT c.pruned`,
-		args{"id": id, "deny": core.EgressDenyAll})
+		SELECT`+checkpointColumns+`, coalesce(w.egress_policy, @deny::text) AS egress_policy, coalesce(w.egress_allow, '{}') AS egress_allow, w.grants_until IS NOT NULL AS granted, coalesce(w.env, '{}') AS env,
+			CASE WHEN c.workspace_id IS NULL THEN @project::text || ' ' || c.id ELSE coalesce(nullif(b.tree_id, ''), c.project_id) END AS tree, coalesce(b.ip, '') AS address
+		FROM checkpoints c`+checkpointJoins+` LEFT JOIN workspaces w ON w.id = c.workspace_id LEFT JOIN sandboxes b ON b.id = c.sandbox_id WHERE c.id = @id AND NOT c.pruned`,
+		args{"id": id, "deny": core.EgressDenyAll, "project": t.scope.String()})
 	if err != nil {
 		return controller.Checkpoint{}, err
 	}
 	c := row.checkpoint()
-	c.Egress, c.Allow, c.Granted, c.Env = row.Egress, row.Allow, row.Granted, row.Env
+	c.Egress, c.Allow, c.Granted, c.Env, c.Tree, c.Address = row.Egress, row.Allow, row.Granted, row.Env, row.Tree, row.Address
 	return c, nil
 }
 

@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"math/rand/v2"
+	"slices"
 	"strings"
 	"time"
 
@@ -13,47 +14,94 @@ import (
 )
 
 const sandboxColumns = `
-	s.id, s.project_id, s.workspace_id, s.epoch, s.runner_id, r.endpoint, r.egress_key, r.egress_url, s.vcpus, s.memory_mib, s.generation, s.hostname, s.machine_id, s.mac, s.ip`
+	s.id, s.project_id, s.workspace_id, s.epoch, s.runner_id, r.endpoint, r.egress_key, r.egress_url, s.vcpus, s.memory_mib, s.generation, s.hostname, s.machine_id, s.mac, s.ip, s.tree_id`
 
 type addressRow struct {
-	IP string `db:"ip"`
+	RunnerID core.RunnerID `db:"runner_id"`
+	IP       string        `db:"ip"`
 }
 
-// FreeAddresses draws from 10.83.0.0/16 without its first 256 addresses and the broadcast address. It looks at random
-// candidates, which costs a few index probes, and at more of them when the pool is nearly used up. It never looks at the whole pool: a
-// pool of which less than one address in a hundred is free counts as used up. Two transactions may draw the same address; the unique
-// index decides.
-func (t *tx) FreeAddresses(ctx context.Context, n int) ([]string, error) {
-	seen := make(map[string]bool, 2*n+2)
-	out := make([]string, 0, n)
-	for _, more := range []int{2*n + 2, 16*n + 64, 128*n + 1024} {
-		candidates := make([]string, 0, min(more, drawnAddresses))
-		for tries := 0; len(candidates) < cap(candidates) && tries < 2*drawnAddresses; tries++ {
-			ip := fmt.Sprintf("10.83.%d.%d", 1+rand.IntN(255), rand.IntN(256)) //nolint:gosec // G404: an address is not a secret
-			if !seen[ip] && ip != "10.83.255.255" {
-				seen[ip] = true
-				candidates = append(candidates, ip)
-			}
-		}
-		// OFFSET 0 keeps it a probe of the index for each: see workspaceJoins.
-		rows, err := asSystem[addressRow](ctx, t, `
-			SELECT c.ip FROM unnest(@candidates::text[]) AS c (ip) WHERE NOT EXISTS (SELECT 1 FROM sandboxes s WHERE s.ip = c.ip AND s.ended_at IS NULL OFFSET 0) LIMIT @n`,
-			args{"candidates": candidates, "n": n - len(out)})
+// FreeAddresses draws from 10.83.0.0/16 without its first 256 addresses and the broadcast address. An address is free if no living
+// sandbox of the same runner has it, of whatever project, and none of the same tree. It looks at random candidates, which costs at most
+// two probes of an index for each, and at more of them as long as there are too few. It never looks at the whole pool: if less than one
+// address in a hundred is free, the pool counts as used up. Two transactions may draw the same address; the unique indexes decide.
+func (t *tx) FreeAddresses(ctx context.Context, w controller.AddressesWanted) ([]string, error) {
+	d := draw{wanted: w, out: make([]string, len(w.Runners)), seen: map[string]bool{"10.83.255.255": true}}
+	for _, ip := range w.Except {
+		d.seen[ip] = true
+	}
+	for i := range w.Runners {
+		d.open = append(d.open, i)
+	}
+	for _, look := range []struct{ each, more int }{{2, 2}, {16, 64}, {128, 1024}} {
+		// Those that are free in the tree go to the runners in turns. OFFSET 0 keeps it a probe of the index for each: see workspaceJoins.
+		rows, err := byIndex[addressRow](ctx, t, `
+			WITH free AS MATERIALIZED (
+				SELECT c.ip, (@runners::text[])[1 + (row_number() OVER () - 1) % cardinality(@runners::text[])] AS runner_id FROM unnest(@candidates::text[]) AS c (ip)
+				WHERE NOT EXISTS (SELECT 1 FROM sandboxes s WHERE s.tree_id = @tree AND s.ip = c.ip AND s.ended_at IS NULL OFFSET 0)
+			)
+			SELECT f.runner_id, f.ip FROM free f
+			WHERE NOT EXISTS (SELECT 1 FROM sandboxes s WHERE s.runner_id = f.runner_id AND s.ip = f.ip AND s.ended_at IS NULL OFFSET 0)`,
+			args{"runners": d.runners(), "candidates": d.candidates(len(d.open)*look.each + look.more), "tree": w.Tree})
 		if err != nil {
 			return nil, err
 		}
-		for _, r := range rows {
-			out = append(out, r.IP)
-		}
-		if len(out) == n {
-			return out, nil
+		if d.take(rows); len(d.open) == 0 {
+			return d.out, nil
 		}
 	}
-	return nil, core.Errorf(core.Exhausted, core.CodeCapacity, "the addresses of 10.83.0.0/16 are used up: %d free ones were not found; terminate workspaces first", n)
+	return nil, core.Errorf(core.Exhausted, core.CodeCapacity,
+		"hardly any address of 10.83.0.0/16 is left that neither a sandbox of runner %s has nor one of this tree, and %d are needed; terminate workspaces of the tree, or create one from an image: it begins a tree of its own",
+		w.Runners[d.open[0]], len(d.open))
 }
 
 // drawnAddresses bounds the addresses that one look at the pool draws.
 const drawnAddresses = 16384
+
+// draw is a look for free addresses.
+type draw struct {
+	wanted controller.AddressesWanted
+	out    []string        // that were found, or empty
+	open   []int           // for which none was found yet
+	seen   map[string]bool // that are not drawn again
+}
+
+// runners are where addresses are still needed, one of them as often as there.
+func (d *draw) runners() []string {
+	list := make([]string, len(d.open))
+	for i, at := range d.open {
+		list[i] = string(d.wanted.Runners[at])
+	}
+	return list
+}
+
+func (d *draw) candidates(n int) []string {
+	list := make([]string, 0, min(n, drawnAddresses))
+	for tries := 0; len(list) < cap(list) && tries < 2*drawnAddresses; tries++ {
+		ip := fmt.Sprintf("10.83.%d.%d", 1+rand.IntN(255), rand.IntN(256)) //nolint:gosec // G404: an address is not a secret
+		if !d.seen[ip] {
+			d.seen[ip] = true
+			list = append(list, ip)
+		}
+	}
+	return list
+}
+
+// take gives what was found to those that have none, each on its runner.
+func (d *draw) take(rows []addressRow) {
+	free := map[core.RunnerID][]string{}
+	for _, r := range rows {
+		free[r.RunnerID] = append(free[r.RunnerID], r.IP)
+	}
+	d.open = slices.DeleteFunc(d.open, func(at int) bool {
+		list := free[d.wanted.Runners[at]]
+		if len(list) == 0 {
+			return false
+		}
+		d.out[at], free[d.wanted.Runners[at]] = list[0], list[1:]
+		return true
+	})
+}
 
 // InsertSandboxes inserts planned sandboxes.
 func (t *tx) InsertSandboxes(list []controller.Sandbox) {
@@ -62,13 +110,13 @@ func (t *tx) InsertSandboxes(list []controller.Sandbox) {
 		rows[i] = sandboxRow{
 			ID: s.ID, ProjectID: s.ProjectID, WorkspaceID: s.WorkspaceID, Epoch: s.Epoch, RunnerID: s.RunnerID, VCPUs: s.Resources.VCPUs,
 			MemoryMiB: s.Resources.MemoryMiB, Generation: s.Identity.Generation, Hostname: s.Identity.Hostname,
-			MachineID: s.Identity.MachineID, MAC: s.Identity.MAC, IP: s.Identity.IP.String(),
+			MachineID: s.Identity.MachineID, MAC: s.Identity.MAC, IP: s.Identity.IP.String(), Tree: s.Tree,
 		}
 	}
 	t.soon(`
-		INSERT INTO sandboxes (id, project_id, workspace_id, epoch, runner_id, vcpus, memory_mib, generation, hostname, machine_id, mac, ip)
+		INSERT INTO sandboxes (id, project_id, workspace_id, epoch, runner_id, vcpus, memory_mib, generation, hostname, machine_id, mac, ip, tree_id)
 		SELECT * FROM jsonb_to_recordset(@rows::jsonb) AS v (id text, project_id text, workspace_id text, epoch bigint, runner_id text,
-			vcpus int, memory_mib int, generation text, hostname text, machine_id text, mac text, ip text)`, args{"rows": rows})
+			vcpus int, memory_mib int, generation text, hostname text, machine_id text, mac text, ip text, tree_id text)`, args{"rows": rows})
 }
 
 // Occupied reads the row that the insertion has changed and so locked: what is placed from now on waits for this transaction.

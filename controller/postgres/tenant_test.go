@@ -354,7 +354,7 @@ func TestPooledConnectionKeepsNoScope(t *testing.T) {
 		},
 		"a look at the whole cluster": func(s controller.Scope) {
 			if err := store.InTx(t.Context(), s, func(tx controller.Tx) error {
-				_, err := tx.FreeAddresses(t.Context(), 1)
+				_, err := tx.FreeAddresses(t.Context(), controller.AddressesWanted{Tree: "x", Runners: []core.RunnerID{d.runner}})
 				if err != nil {
 					return err
 				}
@@ -371,7 +371,7 @@ func TestPooledConnectionKeepsNoScope(t *testing.T) {
 			ctx, cancel := context.WithCancel(t.Context())
 			cancel()
 			_ = store.InTx(t.Context(), s, func(tx controller.Tx) error {
-				_, err := tx.FreeAddresses(ctx, 1)
+				_, err := tx.FreeAddresses(ctx, controller.AddressesWanted{Tree: "x", Runners: []core.RunnerID{d.runner}})
 				return err
 			})
 		},

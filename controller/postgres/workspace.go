@@ -19,7 +19,7 @@ const workspaceColumns = `
 	coalesce(w.parent_checkpoint_id, '') AS parent_checkpoint_id, coalesce(w.checkpoint_id, '') AS checkpoint_id,
 	coalesce(s.id, '') AS sandbox_id, coalesce(s.epoch, 0) AS sandbox_epoch, coalesce(s.runner_id, '') AS runner_id,
 	coalesce(s.generation, '') AS generation, coalesce(s.hostname, '') AS hostname, coalesce(s.machine_id, '') AS machine_id,
-	coalesce(s.mac, '') AS mac, coalesce(s.ip, '') AS ip, coalesce(r.endpoint, '') AS endpoint, r.egress_key, coalesce(r.egress_url, '') AS egress_url, coalesce(r.lease_expires_at < now(), false) AS unknown,
+	coalesce(s.mac, '') AS mac, coalesce(s.ip, '') AS ip, coalesce(s.tree_id, '') AS tree_id, coalesce(r.endpoint, '') AS endpoint, r.egress_key, coalesce(r.egress_url, '') AS egress_url, coalesce(r.lease_expires_at < now(), false) AS unknown,
 	s.stalled_at, coalesce(s.stalled_code, '') AS stalled_code, coalesce(s.stalled_message, '') AS stalled_message,
 	coalesce(w.failure_code, '') AS failure_code, coalesce(w.failure_message, '') AS failure_message,
 	w.created_at, w.ready_at, w.expires_at, w.ended_at`
@@ -65,6 +65,7 @@ type workspaceRow struct {
 	MachineID      string                `db:"machine_id"`
 	MAC            string                `db:"mac"`
 	IP             string                `db:"ip"`
+	Tree           string                `db:"tree_id"`
 	Endpoint       string                `db:"endpoint"`
 	EgressKey      []byte                `db:"egress_key"`
 	EgressURL      string                `db:"egress_url"`
@@ -100,7 +101,7 @@ func (r workspaceRow) workspace() (controller.Workspace, error) {
 	w.Sandbox, err = sandboxRow{
 		ID: r.SandboxID, ProjectID: r.ProjectID, WorkspaceID: r.ID, Epoch: r.SandboxEpoch, RunnerID: r.RunnerID, Endpoint: r.Endpoint,
 		VCPUs: r.VCPUs, MemoryMiB: r.MemoryMiB, Generation: r.Generation, Hostname: r.Hostname, MachineID: r.MachineID, MAC: r.MAC, IP: r.IP,
-		EgressKey: r.EgressKey, EgressURL: r.EgressURL,
+		EgressKey: r.EgressKey, EgressURL: r.EgressURL, Tree: r.Tree,
 	}.sandbox()
 	return w, err
 }
@@ -121,6 +122,7 @@ type sandboxRow struct {
 	MachineID   string           `db:"machine_id" json:"machine_id"`
 	MAC         string           `db:"mac" json:"mac"`
 	IP          string           `db:"ip" json:"ip"`
+	Tree        string           `db:"tree_id" json:"tree_id"`
 }
 
 func (r sandboxRow) sandbox() (controller.Sandbox, error) {
@@ -132,7 +134,7 @@ func (r sandboxRow) sandbox() (controller.Sandbox, error) {
 		ID: r.ID, ProjectID: r.ProjectID, WorkspaceID: r.WorkspaceID, Epoch: r.Epoch, RunnerID: r.RunnerID, Endpoint: r.Endpoint,
 		Resources: core.Resources{VCPUs: r.VCPUs, MemoryMiB: r.MemoryMiB},
 		Identity:  core.Identity{Generation: r.Generation, Hostname: r.Hostname, MachineID: r.MachineID, MAC: r.MAC, IP: ip},
-		EgressKey: r.EgressKey, EgressURL: r.EgressURL,
+		EgressKey: r.EgressKey, EgressURL: r.EgressURL, Tree: r.Tree,
 	}, nil
 }
 
