@@ -150,7 +150,9 @@ func (t *tx) Checkpoint(ctx context.Context, id core.CheckpointID) (controller.C
 	row, err := one[checkpointWithSourceRow](ctx, t, noCheckpoint(id), `
 		SELECT`+checkpointColumns+`, coalesce(w.egress_policy, @deny::text) AS egress_policy, coalesce(w.egress_allow, '{}') AS egress_allow, w.grants_until IS NOT NULL AS granted, coalesce(w.env, '{}') AS env,
 			CASE WHEN c.workspace_id IS NULL THEN @project::text || ' ' || c.id ELSE coalesce(nullif(b.tree_id, ''), c.project_id) END AS tree, coalesce(b.ip, '') AS address
-		FROM checkpoints c`+checkpointJoins+` LEFT JOIN workspaces w ON w.id = c.workspace_id LEFT JOIN sandboxes b ON b.id = c.sandbox_id WHERE c.id = @id AND NOT c.pruned`,
+		FROM checkpoints c`+checkpointJoins+` LEFT JOIN workspaces w ON w.id = c.workspace_id
+			LEFT JOIN LATERAL (SELECT * FROM sandboxes x WHERE x.id = c.sandbox_id LIMIT 1) b ON true
+		WHERE c.id = @id AND NOT c.pruned`,
 		args{"id": id, "deny": core.EgressDenyAll, "project": t.scope.String()})
 	if err != nil {
 		return controller.Checkpoint{}, err
