@@ -264,3 +264,44 @@ func TestManyLiveWorkspaces(t *testing.T) {
 		t.Errorf("%d trees, not %d", n, trees)
 	}
 }
+
+// TestAmongManyLiveWorkspaces has a controller work in a cluster whose runners all give the same addresses, with -long to 102,400
+// workspaces that live. What it reads does not grow with them.
+func TestAmongManyLiveWorkspaces(t *testing.T) {
+	runners, each := 20, 64
+	if *long {
+		runners = 1600
+	} else {
+		t.Parallel()
+	}
+	w := quiet(t)
+	ws := w.create("main")
+	cp := w.checkpoint(ws.ID)
+	w.crowd(ws, cp.ID, runners, each, 1)
+	live, addresses := w.number(`SELECT count(*) FROM sandboxes WHERE ended_at IS NULL`), w.number(`SELECT count(DISTINCT ip) FROM sandboxes WHERE ended_at IS NULL`)
+	t.Logf("%d live workspaces have %d addresses", live, addresses)
+	if live <= runners*each || addresses > each+1 {
+		t.Fatal("the runners do not give the same addresses")
+	}
+	for _, c := range []struct {
+		name string
+		do   func(*world)
+	}{
+		{"create", func(w *world) { w.create("another") }},
+		{"fork", func(w *world) { w.fork(cp.ID, 8) }},
+		{"restore", func(w *world) {
+			if _, err := w.RestoreWorkspace(t.Context(), w.project, ws.ID, cp.ID, wait); err != nil {
+				t.Error(err)
+			}
+		}},
+	} {
+		got := w.counted(c.do)
+		t.Logf("%s: %d rows read:%s", c.name, got.rows(), got)
+		if got.rows("sandboxes") > 100 {
+			t.Errorf("%s reads %d sandboxes", c.name, got.rows("sandboxes"))
+		}
+	}
+	if n := w.number(`SELECT count(*) FROM (SELECT FROM sandboxes WHERE ended_at IS NULL GROUP BY runner_id, ip HAVING count(*) > 1) x`); n != 0 {
+		t.Errorf("%d addresses are used twice on a runner", n)
+	}
+}

@@ -131,7 +131,7 @@ func (w *world) crowd(like controller.Workspace, cp core.CheckpointID, runners, 
 			FROM workspaces x, generate_series(1, %[1]d) n, generate_series(1, %[2]d) m WHERE x.id = '%[6]s'`,
 		`INSERT INTO sandboxes (id, project_id, workspace_id, epoch, runner_id, vcpus, memory_mib, generation, hostname, machine_id, tree_id, ip, mac)
 			SELECT 'bulk_' || n || '_' || m, project_id, 'bulk_' || n || '_' || m, epoch, 'bulk_' || n, vcpus, memory_mib, n || '/' || m, 'bulk-' || n || '-' || m, md5(n || '/' || m), 'bulk_' || n || '_' || m,
-				'11.' || (n / 256) || '.' || (n %% 256) || '.' || m,
+				'10.83.' || 1 + m / 256 || '.' || m %% 256,
 				'02:ff:' || lpad(to_hex(n / 256), 2, '0') || ':' || lpad(to_hex(n %% 256), 2, '0') || ':00:' || lpad(to_hex(m), 2, '0')
 			FROM sandboxes x, generate_series(1, %[1]d) n, generate_series(1, %[2]d) m WHERE x.id = '%[7]s'`,
 	} {
