@@ -81,25 +81,7 @@ func TestLazyDamage(t *testing.T) {
 	if said := x.images.Damage(t.Context(), machine); said != "" {
 		t.Errorf("nothing is damaged yet: %s", said)
 	}
-	packs, err := filepath.Glob(filepath.Join(strings.TrimPrefix(x.settings.Store, "dir:"), "v1/*/*/1/pack-*"))
-	if err != nil || len(packs) == 0 {
-		t.Fatalf("%q, %v", packs, err)
-	}
-	for _, name := range packs {
-		pack, err := os.ReadFile(name)
-		if err != nil {
-			t.Fatal(err)
-		}
-		for i := range pack {
-			pack[i] ^= 0x10
-		}
-		if err := os.Chmod(name, 0o600); err != nil {
-			t.Fatal(err)
-		}
-		if err := os.WriteFile(name, pack, 0o600); err != nil {
-			t.Fatal(err)
-		}
-	}
+	x.corrupt()
 	f, err := x.images.client.Open(t.Context(), string(id))
 	if err != nil {
 		t.Fatal(err)
@@ -116,6 +98,42 @@ func TestLazyDamage(t *testing.T) {
 	if said := x.images.Damage(t.Context(), machine); said != "" {
 		t.Errorf("another pager's machine: %s", said)
 	}
+}
+
+// corrupt damages all pages in the store.
+func (x *rig) corrupt() {
+	x.t.Helper()
+	packs, err := filepath.Glob(filepath.Join(strings.TrimPrefix(x.settings.Store, "dir:"), "v1/*/*/1/pack-*"))
+	if err != nil || len(packs) == 0 {
+		x.t.Fatalf("%q, %v", packs, err)
+	}
+	for _, name := range packs {
+		pack, err := os.ReadFile(name)
+		if err != nil {
+			x.t.Fatal(err)
+		}
+		for i := range pack {
+			pack[i] ^= 0x10
+		}
+		if err := os.Chmod(name, 0o600); err != nil {
+			x.t.Fatal(err)
+		}
+		if err := os.WriteFile(name, pack, 0o600); err != nil {
+			x.t.Fatal(err)
+		}
+	}
+}
+
+// TestLazyDamageReported: a machine whose memory is damaged in the store is ended as soon as the pager reports that, with the reason.
+func TestLazyDamageReported(t *testing.T) {
+	x := newRig(t)
+	x.say(x.settings.Silence, true)
+	id := x.fetch()
+	here := x.pagerNow()
+	x.run(map[string]Machine{"user": {Pager: here, Base: id}, "on another base": {Pager: here, Base: core.NewID[core.BaseID]()}})
+	x.corrupt()
+	x.say(x.settings.Silence, false)
+	x.wantEnded("/1/pack-0")
 }
 
 // TestLazyPagerOfOldVersion: a pager of before this version closes the connection on which its answer would be too long. It is asked again, and what

@@ -14,6 +14,7 @@ import (
 	"path"
 	"path/filepath"
 	"strings"
+	"sync"
 	"syscall"
 	"testing"
 	"time"
@@ -104,8 +105,12 @@ func (m moody) Get(ctx context.Context, key string, off, n int64) (io.ReadCloser
 	}
 }
 
-// rig is a runner's images and bases, with a pager and a checkpoint in a store. It is the host of the images, and has no machines.
+// rig is a runner's images and bases, with a pager and a checkpoint in a store. It is the host of the images.
 type rig struct {
+	mu       sync.Mutex         // guards the next two
+	machines map[string]Machine // by a name
+	reasons  map[string]string  // for the end of those that were ended
+
 	t        *testing.T
 	images   *Images
 	bases    *memory.BaseStore
@@ -200,7 +205,37 @@ func (x *rig) OpenBase(id core.BaseID) (*os.File, error) { return x.bases.OpenFi
 func (x *rig) ImageArrived() {}
 
 // EndMachines implements Host.
-func (x *rig) EndMachines(context.Context, string, func(Machine) bool) {}
+func (x *rig) EndMachines(_ context.Context, why string, match func(Machine) bool) {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	for name, m := range x.machines {
+		if match(m) {
+			x.reasons[name] = why
+		}
+	}
+}
+
+// wantEnded waits until the machine "user" has been ended for a reason, and no other machine.
+func (x *rig) wantEnded(reason string) {
+	x.t.Helper()
+	x.await("the machine is ended", func() bool {
+		x.mu.Lock()
+		defer x.mu.Unlock()
+		return strings.Contains(x.reasons["user"], reason)
+	})
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	if len(x.reasons) != 1 {
+		x.t.Errorf("machines that were ended: %v", x.reasons)
+	}
+}
+
+// run has machines run.
+func (x *rig) run(machines map[string]Machine) {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	x.machines, x.reasons = machines, map[string]string{}
+}
 
 // PagerEnded implements Host.
 func (x *rig) PagerEnded(context.Context, string) { x.bases.ForgetArriving() }
@@ -350,7 +385,8 @@ func (x *rig) awaitStatus(c *pager.Client, is func([]pager.Status) bool) {
 	}
 }
 
-// TestLazyPagerKilled: another pager goes on with what came, as soon as it can: one that fails is asked again.
+// TestLazyPagerKilled: the machines of a pager that is killed are ended. Another pager goes on with what came, as soon as it can: one that
+// fails is asked again.
 func TestLazyPagerKilled(t *testing.T) {
 	x := newRig(t)
 	x.say(x.settings.Silence, true)
@@ -359,10 +395,12 @@ func TestLazyPagerKilled(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+	x.run(map[string]Machine{"user": {Pager: hello.Instance, Base: id}, "another pager's": {Pager: "other", Base: id}, "nobody's": {Base: id}})
 	x.say(x.settings.Refusal, true)
 	if err := syscall.Kill(hello.PID, syscall.SIGKILL); err != nil {
 		t.Fatal(err)
 	}
+	x.wantEnded("the pager of its runner ended")
 	refused := func() error {
 		x.images.mu.Lock()
 		defer x.images.mu.Unlock()
