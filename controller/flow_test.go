@@ -2,6 +2,8 @@ package controller_test
 
 import (
 	"fmt"
+	"maps"
+	"strings"
 	"testing"
 	"time"
 
@@ -12,6 +14,7 @@ import (
 	"github.com/coppice-dev/coppice/controller/flows"
 	"github.com/coppice-dev/coppice/controller/runnertest"
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/testmetrics"
 )
 
 // TestFlowsAreCounted: each flow counts once, when it has ended, however often it is told and however many come at once.
@@ -37,19 +40,10 @@ func TestFlowsAreCounted(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	families, err := reg.Gather()
-	if err != nil {
-		t.Fatal(err)
-	}
-	got := map[string]float64{}
-	for _, family := range families {
-		if family.GetName() == "coppice_controller_flows_total" {
-			for _, m := range family.GetMetric() {
-				got[m.GetLabel()[0].GetValue()+" "+m.GetLabel()[1].GetValue()] = m.GetCounter().GetValue()
-			}
-		}
-	}
-	if len(got) != 2 || got["allowed tls"] != 834 || got["denied tls"] != 833 {
+	got := testmetrics.Of(t, reg)
+	const flows = "coppice_controller_flows_total "
+	maps.DeleteFunc(got, func(key string, _ float64) bool { return !strings.HasPrefix(key, flows) })
+	if len(got) != 2 || got[flows+"allowed tls"] != 834 || got[flows+"denied tls"] != 833 {
 		t.Errorf("counted: %v", got)
 	}
 	list, err := w.Flows().List(t.Context(), w.project, ws.ID, flows.Filter{Limit: 3000})
@@ -77,14 +71,8 @@ func TestManyFlowsInOne(t *testing.T) {
 		t.Fatal(err)
 	}
 	counts := map[string]float64{}
-	families, err := reg.Gather()
-	if err != nil {
-		t.Fatal(err)
-	}
-	for _, family := range families {
-		for _, m := range family.GetMetric() {
-			counts[family.GetName()] += m.GetCounter().GetValue()
-		}
+	for key, n := range testmetrics.Of(t, reg) {
+		counts[strings.Fields(key)[0]] += n
 	}
 	if counts["coppice_controller_flows_total"] != 4000+1+1+1 || counts["coppice_controller_flows_omitted_total"] != 10+(1<<50) {
 		t.Errorf("counted: %v and %v left out", counts["coppice_controller_flows_total"], counts["coppice_controller_flows_omitted_total"])

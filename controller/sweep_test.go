@@ -12,6 +12,7 @@ import (
 
 	"github.com/coppice-dev/coppice/controller"
 	"github.com/coppice-dev/coppice/controller/postgres"
+	"github.com/coppice-dev/coppice/internal/testmetrics"
 )
 
 // choreStore gives the chores to a test instead of running them.
@@ -104,24 +105,14 @@ func TestSweepGoesOn(t *testing.T) {
 	if n := number(`SELECT count(*) FROM usage_samples_default`); n != 0 {
 		t.Errorf("%d samples are in the default partition", n)
 	}
-	families, err := reg.Gather()
-	if err != nil {
-		t.Fatal(err)
-	}
-	counted := map[string]float64{}
-	for _, family := range families {
-		if family.GetName() == "coppice_controller_chores_failed_total" {
-			for _, m := range family.GetMetric() {
-				counted[m.GetLabel()[0].GetValue()] = m.GetCounter().GetValue()
-			}
-		}
-	}
+	counted := testmetrics.Of(t, reg)
+	const chore = "coppice_controller_chores_failed_total "
 	for _, name := range []string{"partitions", "partitions_reseal_reports", "sessions", "sweep_tokens", "prune", "flow_counts", "flows"} {
-		if counted[name] != 1 {
-			t.Errorf("failures of %s: %v", name, counted[name])
+		if counted[chore+name] != 1 {
+			t.Errorf("failures of %s: %v", name, counted[chore+name])
 		}
 	}
-	if counted["partitions_usage_samples"] != 0 || counted["count_sessions"] != 0 {
+	if counted[chore+"partitions_usage_samples"] != 0 || counted[chore+"count_sessions"] != 0 {
 		t.Errorf("failures: %v", counted)
 	}
 	exec(`ALTER TABLE reseal_reports_odd RENAME TO reseal_reports_default`)

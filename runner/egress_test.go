@@ -14,7 +14,6 @@ import (
 	"net/url"
 	"os"
 	"path/filepath"
-	"strings"
 	"syscall"
 	"testing"
 	"time"
@@ -29,6 +28,7 @@ import (
 	"github.com/coppice-dev/coppice/internal/failpoint"
 	"github.com/coppice-dev/coppice/internal/sidecar"
 	"github.com/coppice-dev/coppice/internal/testhalt"
+	"github.com/coppice-dev/coppice/internal/testmetrics"
 	"github.com/coppice-dev/coppice/runner/egress"
 )
 
@@ -199,24 +199,9 @@ func TestEgress(t *testing.T) {
 	if next, _, err := r.Flows(t.Context(), last); err != nil || len(next) != 1 || next[0].Host != "c.test" || next[0].SandboxID != other {
 		t.Errorf("what came later is %+v, %v", next, err)
 	}
-	families, err := reg.Gather()
-	if err != nil {
-		t.Fatal(err)
-	}
-	metrics := map[string]float64{}
-	for _, f := range families {
-		if name, ok := strings.CutPrefix(f.GetName(), "coppice_egress_"); ok {
-			for _, m := range f.GetMetric() {
-				for _, l := range m.GetLabel() {
-					name += " " + l.GetValue()
-				}
-				metrics[name] = m.GetGauge().GetValue() + m.GetCounter().GetValue()
-				name = strings.Fields(name)[0]
-			}
-		}
-	}
+	metrics := testmetrics.Of(t, reg)
 	for name, want := range map[string]float64{"up": 1, "sandboxes": 2, "flows_open": 0, "flows_total denied": 5, "flows_total failed": 2, "flows_total allowed": 0} {
-		if got, there := metrics[name]; !there || got != want {
+		if got, there := metrics["coppice_egress_"+name]; !there || got != want {
 			t.Errorf("%s is %v, want %v", name, got, want)
 		}
 	}
@@ -296,20 +281,9 @@ func TestEgressHung(t *testing.T) {
 	eventually.True(t, "it was killed", func() bool { s := testhalt.State(t, hello.PID); return s == "" || s == "Z" })
 	eventually.True(t, "the sandbox is served again", func() bool { return ask(t, at, "a.test") == allowed })
 	want(t, at, "b.test", denied)
-	families, err := reg.Gather()
-	if err != nil {
-		t.Fatal(err)
-	}
-	restarts := map[string]float64{}
-	for _, f := range families {
-		if f.GetName() == "coppice_egress_restarts_total" {
-			for _, m := range f.GetMetric() {
-				restarts[m.GetLabel()[0].GetValue()] = m.GetCounter().GetValue()
-			}
-		}
-	}
-	if restarts["hung"] != 1 || restarts["ended"] != 0 {
-		t.Errorf("restarts %v", restarts)
+	metrics := testmetrics.Of(t, reg)
+	if hung, ended := metrics["coppice_egress_restarts_total hung"], metrics["coppice_egress_restarts_total ended"]; hung != 1 || ended != 0 {
+		t.Errorf("restarts of one that hung: %v, of one that ended: %v", hung, ended)
 	}
 	r.wantOnly(id)
 }

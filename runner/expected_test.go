@@ -10,6 +10,7 @@ import (
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/images"
 	"github.com/coppice-dev/coppice/internal/eventually"
+	"github.com/coppice-dev/coppice/internal/testmetrics"
 	"github.com/coppice-dev/coppice/snapshotstore/manifest"
 )
 
@@ -156,22 +157,6 @@ func TestFetchWithOtherExpectations(t *testing.T) { //nolint:paralleltest // fai
 	}
 }
 
-// counted reads a counter without labels.
-func counted(t *testing.T, reg *prometheus.Registry, name string) float64 {
-	t.Helper()
-	families, err := reg.Gather()
-	if err != nil {
-		t.Fatal(err)
-	}
-	for _, f := range families {
-		if f.GetName() == name {
-			return f.GetMetric()[0].GetCounter().GetValue()
-		}
-	}
-	t.Fatalf("%s is not counted", name)
-	return 0
-}
-
 // TestForeignAncestor: an ancestor of another project or image is neither brought nor used, and the fetch goes on without it.
 func TestForeignAncestor(t *testing.T) {
 	t.Parallel()
@@ -192,7 +177,7 @@ func TestForeignAncestor(t *testing.T) {
 		if _, err := b.checkpoints.get(root.CheckpointID); core.CodeOf(err) != core.CodeCheckpointNotFound {
 			t.Errorf("an ancestor of another %s was brought: %v", name, err)
 		}
-		if n := counted(t, reg, "coppice_runner_ancestors_refused_total"); n != 1 {
+		if n := testmetrics.One(t, reg, "coppice_runner_ancestors_refused_total"); n != 1 {
 			t.Errorf("another %s: %v ancestors were counted", name, n)
 		}
 		mem, disk, state := content(t, b, x.c)
@@ -243,7 +228,7 @@ func TestOldAncestor(t *testing.T) {
 	if err := x.grow(b, x.sources(x.c, x.template), x.truth); err != nil {
 		t.Errorf("the ancestor is in use: %v", err)
 	}
-	if n := counted(t, reg, "coppice_runner_ancestors_refused_total"); n != 2 {
+	if n := testmetrics.One(t, reg, "coppice_runner_ancestors_refused_total"); n != 2 {
 		t.Errorf("%v ancestors were counted", n)
 	}
 	if s, err := b.Sandbox(child.SandboxID); err != nil || s.State != runnerapi.SandboxReady {

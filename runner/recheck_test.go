@@ -13,6 +13,7 @@ import (
 	"github.com/coppice-dev/coppice/egress/egressapi"
 	"github.com/coppice-dev/coppice/internal/eventually"
 	"github.com/coppice-dev/coppice/internal/require"
+	"github.com/coppice-dev/coppice/internal/testmetrics"
 	"github.com/coppice-dev/coppice/runner/netns"
 )
 
@@ -70,17 +71,7 @@ func (c *checked) spoil() {
 
 func (c *checked) cuts() float64 {
 	c.t.Helper()
-	families, err := c.reg.Gather()
-	if err != nil {
-		c.t.Fatal(err)
-	}
-	for _, f := range families {
-		if f.GetName() == "coppice_runner_network_cuts_total" {
-			return f.GetMetric()[0].GetCounter().GetValue()
-		}
-	}
-	c.t.Fatal("cuts are not counted")
-	return 0
+	return testmetrics.One(c.t, c.reg, "coppice_runner_network_cuts_total")
 }
 
 // wantOpen says whether the sandbox has a network, in its namespace and with the egress process, and how often it was cut off.

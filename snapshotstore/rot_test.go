@@ -11,6 +11,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/testmetrics"
 	"github.com/coppice-dev/coppice/snapshotstore/blob/cache"
 )
 
@@ -44,22 +45,6 @@ func flip(t *testing.T, dir, pattern string) {
 	}
 }
 
-// metric returns the value of a counter.
-func metric(t *testing.T, from *prometheus.Registry, name string) float64 {
-	t.Helper()
-	families, err := from.Gather()
-	if err != nil {
-		t.Fatal(err)
-	}
-	for _, f := range families {
-		if f.GetName() == name {
-			return f.GetMetric()[0].GetCounter().GetValue()
-		}
-	}
-	t.Fatalf("there is no %s", name)
-	return 0
-}
-
 // TestRot changes bits in the host's cache, and then in the store. Wrong bytes in the cache are replaced and counted;
 // in the store, they are CHECKPOINT_CORRUPT. When the store is repaired, reads succeed again.
 func TestRot(t *testing.T) {
@@ -80,7 +65,7 @@ func TestRot(t *testing.T) {
 	flip(t, path, "[0-9a-f]*")
 	for range 2 {
 		x.check(ref, "memory", m)
-		if rot := metric(t, counts, "coppice_cache_rot_total"); rot != 2 {
+		if rot := testmetrics.One(t, counts, "coppice_cache_rot_total"); rot != 2 {
 			t.Errorf("%v reads of rot, want one of the manifest and one of the pack", rot)
 		}
 	}

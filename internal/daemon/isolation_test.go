@@ -14,6 +14,7 @@ import (
 
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/hostcheck"
+	"github.com/coppice-dev/coppice/internal/testmetrics"
 	"github.com/coppice-dev/coppice/runner"
 )
 
@@ -49,10 +50,10 @@ func TestWeakHost(t *testing.T) {
 		if c.starts != slices.Contains(rc.Weak, name) || c.starts != strings.Contains(log.String(), "check="+name) || len(h.Weak) != len(rc.Weak) {
 			t.Errorf("%s: the runner says %v, the start says %v, the log says %s", what, rc.Weak, h.Weak, log.String())
 		}
-		if got := gauge(t, registry, "coppice_runner_host_weak", name); got != 1 {
+		if got := testmetrics.One(t, registry, "coppice_runner_host_weak "+name); got != 1 {
 			t.Errorf("%s: the metric of %s is %v", what, name, got)
 		}
-		if got := gauge(t, registry, "coppice_runner_cgroup_controller", "pids"); got != 0 {
+		if got := testmetrics.One(t, registry, "coppice_runner_cgroup_controller pids"); got != 0 {
 			t.Errorf("%s: the metric of pids is %v", what, got)
 		}
 	}
@@ -89,21 +90,4 @@ func TestWeakHostWithSandboxes(t *testing.T) {
 			t.Errorf("%s: %v, and the log says %s", what, err, log.String())
 		}
 	}
-}
-
-// gauge is the value of a metric with a label, -1 if there is none.
-func gauge(t *testing.T, from prometheus.Gatherer, name, label string) float64 {
-	t.Helper()
-	families, err := from.Gather()
-	if err != nil {
-		t.Fatal(err)
-	}
-	for _, f := range families {
-		for _, m := range f.GetMetric() {
-			if f.GetName() == name && len(m.GetLabel()) == 1 && m.GetLabel()[0].GetValue() == label {
-				return m.GetGauge().GetValue()
-			}
-		}
-	}
-	return -1
 }

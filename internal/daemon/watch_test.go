@@ -10,6 +10,7 @@ import (
 
 	"github.com/coppice-dev/coppice/controller/postgres"
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/testmetrics"
 )
 
 func newTestWatch() (*databaseWatch, *prometheus.Registry) {
@@ -19,17 +20,7 @@ func newTestWatch() (*databaseWatch, *prometheus.Registry) {
 
 func refusedGauge(t *testing.T, reg *prometheus.Registry) bool {
 	t.Helper()
-	families, err := reg.Gather()
-	if err != nil {
-		t.Fatal(err)
-	}
-	for _, f := range families {
-		if f.GetName() == "coppice_database_refused" {
-			return f.GetMetric()[0].GetGauge().GetValue() == 1
-		}
-	}
-	t.Fatal("there is no such metric")
-	return false
+	return testmetrics.One(t, reg, "coppice_database_refused") == 1
 }
 
 // TestRefusedGauge: coppice_database_refused is about the server that answered last, also where that is a standby or of before a failover, and
