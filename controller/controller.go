@@ -16,6 +16,7 @@ import (
 
 	"github.com/coppice-dev/coppice/controller/countersign"
 	"github.com/coppice-dev/coppice/controller/flows"
+	"github.com/coppice-dev/coppice/controller/grants"
 	"github.com/coppice-dev/coppice/controller/secretstore"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/bootclock"
@@ -63,7 +64,7 @@ type Config struct {
 	StoreGrace time.Duration // how long an object stays that nothing needs any more; default 1 h
 	Wrapper    Wrapper       // of the keys of projects; nil: none of them can be used
 
-	Secrets SecretSource // where secrets of grants are that are not kept here; nil: nowhere
+	Secrets grants.SecretSource // where secrets of grants are that are not kept here; nil: nowhere
 
 	Trust           *Trust        // nil where controller and runner share a secret, as in coppice dev; then no runner can join
 	CertificateLife time.Duration // of runners' certificates; default 24 h
@@ -137,11 +138,7 @@ type Controller struct {
 	stop   context.CancelCauseFunc
 	tasks  sync.WaitGroup
 	wake   chan struct{} // size 1: look for operations to claim
-	// rulesChanged has size 1: look for rules that runners do not have.
-	rulesChanged chan struct{}
-	rulesFloor   int64 // of rulesLoop: the history in which all rules are known to be given
-	rulesUnder   underWay
-	ended        chan core.OperationID
+	ended  chan core.OperationID
 
 	// mu guards the fields below.
 	mu       sync.Mutex
@@ -164,7 +161,7 @@ type Controller struct {
 	planning   chan struct{} // a place for each plan of a retention that is being made
 	data       dataCheck
 	secrets    *secretstore.Keeper
-	unsealings unsealings
+	grants     *grants.Manager
 	guestBytes boundjson.Budget
 
 	countersigner *countersign.Countersigner // nil without an authority
@@ -184,7 +181,7 @@ func New(cfg Config, store Store, runners Runners, log *slog.Logger) *Controller
 	c := &Controller{
 		cfg: cfg.withDefaults(), store: store, runners: runners, log: log,
 		owner:  fmt.Sprintf("%s/%s", host, core.NewID[core.OperationID]()),
-		runCtx: ctx, stop: stop, wake: make(chan struct{}, 1), rulesChanged: make(chan struct{}, 1), ended: make(chan core.OperationID, 1024),
+		runCtx: ctx, stop: stop, wake: make(chan struct{}, 1), ended: make(chan core.OperationID, 1024),
 		limits:  newLimiter(cfg.Limits),
 		running: map[core.OperationID]*Task{}, starting: map[core.OperationID]bool{}, waiters: map[core.OperationID][]chan struct{}{}, released: map[core.WorkspaceID]chan struct{}{}, feed: newFeed(),
 		guestBytes: boundjson.Budget{Total: guestBytesTotal, Share: guestBytesShare, Free: guestBytesFree},
@@ -197,6 +194,7 @@ func New(cfg Config, store Store, runners Runners, log *slog.Logger) *Controller
 	c.metrics = newMetrics(c, c.cfg.Metrics)
 	c.journal = newJournal(c)
 	c.secrets = secretstore.New(c.cfg.Wrapper, secretStore{store}, log)
+	c.grants = newGrants(c)
 	if c.cfg.Authority != nil {
 		if c.countersigner, err = countersign.New(c.cfg.Authority, c.cfg.CertificateLife); err != nil {
 			c.countersigner = nil
@@ -222,7 +220,7 @@ func (c *Controller) Run(ctx context.Context) error {
 	var loops errgroup.Group
 	loopCtx, endLoops := context.WithCancel(context.WithoutCancel(ctx))
 	defer endLoops()
-	for _, loop := range []func(context.Context){c.leaseLoop, c.reconcileLoop, c.rulesLoop, c.choreLoop, c.retainLoop, c.useLoop, c.notifyLoop, c.listenLoop, c.keyLoop, c.feedLoop} {
+	for _, loop := range []func(context.Context){c.leaseLoop, c.reconcileLoop, c.grants.Run, c.choreLoop, c.retainLoop, c.useLoop, c.notifyLoop, c.listenLoop, c.keyLoop, c.feedLoop} {
 		loops.Go(func() error {
 			loop(loopCtx)
 			return nil

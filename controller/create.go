@@ -5,6 +5,7 @@ import (
 	"errors"
 	"time"
 
+	"github.com/coppice-dev/coppice/controller/grants"
 	"github.com/coppice-dev/coppice/controller/placement"
 	"github.com/coppice-dev/coppice/core"
 )
@@ -36,7 +37,7 @@ func (c *Controller) CreateWorkspace(ctx context.Context, project core.ProjectID
 	if err := req.Resources.Validate(); err != nil {
 		return Answer{}, err
 	}
-	if err := ruled(req.Egress, req.Allow); err != nil {
+	if err := grants.CheckMode(req.Egress, req.Allow); err != nil {
 		return Answer{}, err
 	}
 	image, err := c.findImage(ctx, req.Image)
@@ -55,7 +56,7 @@ func (c *Controller) CreateWorkspace(ctx context.Context, project core.ProjectID
 		}
 		like := Workspace{
 			State: core.WorkspaceCreating, Image: ImageRef{Name: image.Name, Digest: image.Digest}, Resources: req.Resources,
-			Egress: req.Egress, Rules: Rules{Allow: req.Allow}, Env: req.Env, Labels: req.Labels, Rest: req.Rest,
+			Egress: req.Egress, Rules: grants.Rules{Allow: req.Allow}, Env: req.Env, Labels: req.Labels, Rest: req.Rest,
 		}
 		template, err := tx.LiveTemplate(ctx, runner, image.Digest, req.Resources, false)
 		if err == nil {

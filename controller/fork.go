@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/controller/grants"
 	"github.com/coppice-dev/coppice/core"
 )
 
@@ -23,7 +24,7 @@ type ForkRequest struct {
 	Egress       core.EgressPolicy // empty: as the captured workspace has it
 	Allow        *[]string         // nil: likewise
 	Env          map[string]string // nil: as the captured workspace has it
-	Grants       GrantChoice       // the zero value: all that the captured workspace has now
+	Grants       grants.Choice     // the zero value: all that the captured workspace has now
 	Labels       map[string]string
 	TTL          time.Duration // 0: none
 	Rest         Rest
@@ -60,24 +61,24 @@ type forkPlan struct {
 
 	// mu guards given.
 	mu    sync.Mutex
-	given map[core.WorkspaceID]Given // what runners were told
+	given map[core.WorkspaceID]grants.Given // what runners were told
 }
 
 // sent is what a child's runner is known to have been told when it has grown it.
-func (p *forkPlan) sent(child Workspace) Given {
+func (p *forkPlan) sent(child Workspace) grants.Given {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.loaded {
-		return Given{}
+		return grants.Given{}
 	}
 	return p.given[child.ID]
 }
 
-func (p *forkPlan) tell(child Workspace, given Given) {
+func (p *forkPlan) tell(child Workspace, given grants.Given) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.given == nil {
-		p.given = map[core.WorkspaceID]Given{}
+		p.given = map[core.WorkspaceID]grants.Given{}
 	}
 	p.given[child.ID] = given
 }
@@ -156,11 +157,11 @@ func childOf(source Checkpoint, req ForkRequest) (Workspace, error) {
 	case w.Egress == core.EgressDenyAll:
 		w.Rules.Allow = source.Allow
 	}
-	if err := ruled(w.Egress, w.Rules.Allow); err != nil {
+	if err := grants.CheckMode(w.Egress, w.Rules.Allow); err != nil {
 		return w, err
 	}
 	if parent := source.origin(); parent != nil {
-		return w, limitedTo(w.Egress, w.Rules.Allow, *parent)
+		return w, grants.CheckWithin(w.Egress, w.Rules.Allow, *parent)
 	}
 	return w, nil
 }
@@ -347,7 +348,7 @@ func (c *Controller) finishGrown(ctx context.Context, t *Task, plan *forkPlan, g
 	var gone []core.SandboxID // of workspaces that were terminated while they were grown, and what a runner may have grown that could not say so
 	for i, child := range t.result.Children {
 		if child.Workspace != nil && child.Workspace.RulesPending() {
-			c.wakeRules()
+			c.grants.Wake()
 		}
 		if p := got[i].Problem; child.Problem != nil && (p == nil || p.Code == core.CodeRunnerUnreachable || got[i].Sandbox != nil) {
 			gone = append(gone, plan.children[i].Sandbox.ID)

@@ -6,6 +6,7 @@ import (
 	"time"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/controller/grants"
 	"github.com/coppice-dev/coppice/core"
 )
 
@@ -98,19 +99,20 @@ func (c *Controller) callShare(ctx context.Context, plan *forkPlan, endpoint str
 
 // tell says what each of some children is to be: the grants that it has are re-issued here, by the secrets and the rules of this moment.
 func (c *Controller) tell(ctx context.Context, plan *forkPlan, share []int, children []runnerapi.Child) error {
-	list := make([]Workspace, len(share))
+	list := make([]grants.Workspace, len(share))
 	for n, i := range share {
-		list[n] = plan.children[i]
+		list[n] = plan.children[i].ForGrants()
 	}
-	equipped, err := c.equip(ctx, list, false)
+	bundles, err := c.grants.Bundles(ctx, list, false)
 	if err != nil {
 		return err
 	}
-	for n, w := range list {
+	for n, i := range share {
+		w := plan.children[i]
 		children[n] = runnerapi.Child{
-			SandboxID: w.Sandbox.ID, WorkspaceID: w.ID, Epoch: w.Sandbox.Epoch, Identity: w.Sandbox.Identity, Egress: w.Egress, Rules: equipped[n].rules, Env: w.Env,
+			SandboxID: w.Sandbox.ID, WorkspaceID: w.ID, Epoch: w.Sandbox.Epoch, Identity: w.Sandbox.Identity, Egress: w.Egress, Rules: bundles[n].Rules, Env: w.Env,
 		}
-		plan.tell(w, equipped[n].given)
+		plan.tell(w, bundles[n].Given)
 		if w.Egress != core.EgressDenyAll {
 			continue
 		}

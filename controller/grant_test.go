@@ -16,6 +16,7 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/controller/grants"
 	"github.com/coppice-dev/coppice/controller/runnertest"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/egress/grant"
@@ -68,13 +69,13 @@ func granting(t *testing.T) (*world, *safe) {
 }
 
 // custom is a request for a grant towards hosts.
-func custom(secret string, hosts ...string) controller.GrantRequest {
-	return controller.GrantRequest{Secret: grant.NewSecret(secret), Hosts: hosts}
+func custom(secret string, hosts ...string) grants.Request {
+	return grants.Request{Secret: grant.NewSecret(secret), Hosts: hosts}
 }
 
-func (w *world) grant(id core.WorkspaceID, name string, r controller.GrantRequest) controller.HeldGrant {
+func (w *world) grant(id core.WorkspaceID, name string, r grants.Request) grants.Held {
 	w.t.Helper()
-	g, _, err := w.PutGrant(w.t.Context(), w.project, id, name, r)
+	g, _, err := w.Grants().Put(w.t.Context(), w.project, id, name, r)
 	if err != nil {
 		w.t.Fatalf("grant %s: %v", name, err)
 	}
@@ -110,11 +111,11 @@ func TestGrants(t *testing.T) {
 	w, _ := granting(t)
 	root := w.createAllowing("root", "api.openai.com", "*.example.com", "b.example.com:8443")
 	before := w.checkpoint(root.ID)
-	g := w.grant(root.ID, "openai", controller.GrantRequest{Secret: grant.NewSecret("sk-of-openai-1")})
+	g := w.grant(root.ID, "openai", grants.Request{Secret: grant.NewSecret("sk-of-openai-1")})
 	if g.Mode != grant.ModeBaseURL || g.Env != "OPENAI_API_KEY" || g.BaseEnv != "OPENAI_BASE_URL" || !slices.Equal(g.Hosts, []string{"api.openai.com:443"}) {
 		t.Errorf("what is usual for a provider: %+v", g)
 	}
-	w.grant(root.ID, "b", controller.GrantRequest{
+	w.grant(root.ID, "b", grants.Request{
 		Secret: grant.NewSecret("secret of b"), Hosts: []string{"b.example.com:8443", "c.example.com"}, Header: "x-api-key", Methods: []string{"GET"},
 		Paths: []string{"/v1"}, TTL: time.Hour, MaxBytes: 10, PerMinute: 3,
 	})
@@ -138,7 +139,7 @@ func TestGrants(t *testing.T) {
 		t.Error("no rules went to the runner of the root")
 	}
 	// Fewer.
-	pick := func(choice controller.GrantChoice) core.WorkspaceID {
+	pick := func(choice grants.Choice) core.WorkspaceID {
 		t.Helper()
 		child, err := w.forkAllowing(before.ID, controller.ForkRequest{Grants: choice})
 		if err != nil {
@@ -146,21 +147,21 @@ func TestGrants(t *testing.T) {
 		}
 		return child.ID
 	}
-	w.wantGrants(pick(controller.GrantChoice{None: true}))
-	one := pick(controller.GrantChoice{Names: []string{"b"}})
+	w.wantGrants(pick(grants.Choice{None: true}))
+	one := pick(grants.Choice{Names: []string{"b"}})
 	w.wantGrants(one, "b=secret of b")
-	wantCode(t, second(w.forkAllowing(before.ID, controller.ForkRequest{Grants: controller.GrantChoice{Names: []string{"none"}}})), core.CodeGrantNotFound)
+	wantCode(t, second(w.forkAllowing(before.ID, controller.ForkRequest{Grants: grants.Choice{Names: []string{"none"}}})), core.CodeGrantNotFound)
 	// Changed above, with the secret that it has: below, too, by the placeholders of before.
-	w.grant(root.ID, "openai", controller.GrantRequest{PerMinute: 7})
+	w.grant(root.ID, "openai", grants.Request{PerMinute: 7})
 	for _, g := range w.wantGrants(children[0].ID, "b=secret of b", "openai=sk-of-openai-1") {
 		if g.ID == "openai" && g.PerMinute != 7 || !seen[g.Placeholder] {
 			t.Errorf("changed above: %+v", g)
 		}
 	}
-	w.grant(root.ID, "openai", controller.GrantRequest{Secret: grant.NewSecret("sk-of-openai-2")})
+	w.grant(root.ID, "openai", grants.Request{Secret: grant.NewSecret("sk-of-openai-2")})
 	w.wantGrants(children[0].ID, "b=secret of b", "openai=sk-of-openai-2")
 	// A fork's own, in the place of what it has from above.
-	w.grant(children[0].ID, "openai", controller.GrantRequest{Secret: grant.NewSecret("sk-of-a-fork")})
+	w.grant(children[0].ID, "openai", grants.Request{Secret: grant.NewSecret("sk-of-a-fork")})
 	w.wantGrants(children[0].ID, "b=secret of b", "openai=sk-of-a-fork")
 	w.wantGrants(children[1].ID, "b=secret of b", "openai=sk-of-openai-2")
 	// Revoked in a fork: its own forks lose it, and nobody else does.
@@ -179,7 +180,7 @@ func TestGrants(t *testing.T) {
 	w.wantGrants(one)
 	w.wantGrants(grandchild.ID)
 	w.wantGrants(children[0].ID, "openai=sk-of-a-fork")
-	wantCode(t, w.RevokeGrant(t.Context(), w.project, root.ID, "b"), core.CodeGrantNotFound)
+	wantCode(t, w.Grants().Revoke(t.Context(), w.project, root.ID, "b"), core.CodeGrantNotFound)
 	if n := w.number(`SELECT count(*) FROM secrets WHERE id NOT IN (SELECT secret_id FROM project_authorities)`); n != 1 {
 		t.Errorf("%d secrets are kept, and one is granted", n)
 	}
@@ -243,7 +244,7 @@ func TestGrantsBelowOthers(t *testing.T) {
 
 func (w *world) revoke(id core.WorkspaceID, name string) {
 	w.t.Helper()
-	if err := w.RevokeGrant(w.t.Context(), w.project, id, name); err != nil {
+	if err := w.Grants().Revoke(w.t.Context(), w.project, id, name); err != nil {
 		w.t.Fatal(err)
 	}
 }
@@ -276,7 +277,7 @@ func TestAuthority(t *testing.T) {
 	w, _ := granting(t)
 	ws := w.createAllowing("a", "*.x.example", "b.test")
 	w.grant(ws.ID, "a", custom("secret of a", "a.x.example"))
-	w.grant(ws.ID, "b", controller.GrantRequest{Secret: grant.NewSecret("secret of b"), Hosts: []string{"b.test"}, Mode: grant.ModeBaseURL})
+	w.grant(ws.ID, "b", grants.Request{Secret: grant.NewSecret("secret of b"), Hosts: []string{"b.test"}, Mode: grant.ModeBaseURL})
 	w.wantGrants(ws.ID, "a=secret of a", "b=secret of b")
 	now, err := w.Workspace(t.Context(), w.project, ws.ID)
 	if err != nil {
@@ -317,14 +318,14 @@ func TestSecretsElsewhere(t *testing.T) {
 	w, outside := granting(t)
 	const ref = "safe://a"
 	ws := w.createAllowing("a", "a.example", "b.example")
-	put := func(r controller.GrantRequest) error {
-		_, _, err := w.PutGrant(t.Context(), w.project, ws.ID, "a", r)
+	put := func(r grants.Request) error {
+		_, _, err := w.Grants().Put(t.Context(), w.project, ws.ID, "a", r)
 		return err
 	}
-	wantCode(t, put(controller.GrantRequest{VaultRef: "elsewhere", Hosts: []string{"a.example"}}), core.CodeInvalidField)
-	wantCode(t, put(controller.GrantRequest{VaultRef: ref, Hosts: []string{"a.example"}}), core.CodeSecretNotFound)
+	wantCode(t, put(grants.Request{VaultRef: "elsewhere", Hosts: []string{"a.example"}}), core.CodeInvalidField)
+	wantCode(t, put(grants.Request{VaultRef: ref, Hosts: []string{"a.example"}}), core.CodeSecretNotFound)
 	outside.set(ref, "the first secret", false)
-	if err := put(controller.GrantRequest{VaultRef: ref, Hosts: []string{"a.example"}}); err != nil {
+	if err := put(grants.Request{VaultRef: ref, Hosts: []string{"a.example"}}); err != nil {
 		t.Fatal(err)
 	}
 	w.wantGrants(ws.ID, "a=the first secret")
@@ -333,7 +334,7 @@ func TestSecretsElsewhere(t *testing.T) {
 	w.wantGrants(w.fork(cp.ID, 1)[0].ID, "a=the second one")
 	outside.set(ref, "the second one", true)
 	wantCode(t, second(w.forkAllowing(cp.ID, controller.ForkRequest{})), core.CodeSecretUnavailable)
-	if child, err := w.forkAllowing(cp.ID, controller.ForkRequest{Grants: controller.GrantChoice{None: true}}); err != nil {
+	if child, err := w.forkAllowing(cp.ID, controller.ForkRequest{Grants: grants.Choice{None: true}}); err != nil {
 		t.Error(err)
 	} else {
 		w.wantGrants(child.ID)
@@ -360,7 +361,7 @@ func TestRulesDoNotWaitForSecrets(t *testing.T) {
 	ws := w.createAllowing("a", "a.example", "b.example", "c.example")
 	w.grant(ws.ID, "kept", custom("a secret that is kept", "a.example"))
 	w.grant(ws.ID, "kept-too", custom("another that is kept", "b.example"))
-	w.grant(ws.ID, "elsewhere", controller.GrantRequest{VaultRef: "safe://a", Hosts: []string{"b.example"}, Mode: grant.ModeBaseURL})
+	w.grant(ws.ID, "elsewhere", grants.Request{VaultRef: "safe://a", Hosts: []string{"b.example"}, Mode: grant.ModeBaseURL})
 	all := []string{"elsewhere=a secret elsewhere", "kept=a secret that is kept", "kept-too=another that is kept"}
 	w.wantGrants(ws.ID, all...)
 	again := func() { w.sql(`UPDATE workspaces SET grants_until = now() WHERE id = $1`, ws.ID) }
@@ -431,53 +432,53 @@ func TestGrantInput(t *testing.T) {
 	t.Parallel()
 	w, _ := granting(t)
 	ws := w.createAllowing("a", "a.example")
-	good := func(change func(*controller.GrantRequest)) controller.GrantRequest {
+	good := func(change func(*grants.Request)) grants.Request {
 		r := custom("a good secret", "a.example")
 		change(&r)
 		return r
 	}
-	for what, r := range map[string]controller.GrantRequest{
-		"allowed_hosts: the provider": good(func(r *controller.GrantRequest) { r.Hosts = nil }),
-		"provider: ":                  good(func(r *controller.GrantRequest) { r.Provider = "nobody" }),
-		"mode: ":                      good(func(r *controller.GrantRequest) { r.Mode = "body" }),
-		"is not a host":               good(func(r *controller.GrantRequest) { r.Hosts = []string{"*.example"} }),
-		"is an address":               good(func(r *controller.GrantRequest) { r.Hosts = []string{"203.0.113.7"} }),
-		"header: ":                    good(func(r *controller.GrantRequest) { r.Header = "Host" }),
-		"\"a b\" cannot have":         good(func(r *controller.GrantRequest) { r.Header = "a b" }),
-		"methods: ":                   good(func(r *controller.GrantRequest) { r.Methods = []string{"get"} }),
-		"paths: ":                     good(func(r *controller.GrantRequest) { r.Paths = []string{"/a/../b"} }),
-		"env: ":                       good(func(r *controller.GrantRequest) { r.Env = "A=B" }),
-		"secret: a grant has":         good(func(r *controller.GrantRequest) { r.VaultRef = "safe://a" }),
-		"secret: a grant needs":       good(func(r *controller.GrantRequest) { r.Secret = grant.Secret{} }),
-		"base_url_env: ":              good(func(r *controller.GrantRequest) { r.Mode, r.BaseEnv = grant.ModeBaseURL, "1" }),
+	for what, r := range map[string]grants.Request{
+		"allowed_hosts: the provider": good(func(r *grants.Request) { r.Hosts = nil }),
+		"provider: ":                  good(func(r *grants.Request) { r.Provider = "nobody" }),
+		"mode: ":                      good(func(r *grants.Request) { r.Mode = "body" }),
+		"is not a host":               good(func(r *grants.Request) { r.Hosts = []string{"*.example"} }),
+		"is an address":               good(func(r *grants.Request) { r.Hosts = []string{"203.0.113.7"} }),
+		"header: ":                    good(func(r *grants.Request) { r.Header = "Host" }),
+		"\"a b\" cannot have":         good(func(r *grants.Request) { r.Header = "a b" }),
+		"methods: ":                   good(func(r *grants.Request) { r.Methods = []string{"get"} }),
+		"paths: ":                     good(func(r *grants.Request) { r.Paths = []string{"/a/../b"} }),
+		"env: ":                       good(func(r *grants.Request) { r.Env = "A=B" }),
+		"secret: a grant has":         good(func(r *grants.Request) { r.VaultRef = "safe://a" }),
+		"secret: a grant needs":       good(func(r *grants.Request) { r.Secret = grant.Secret{} }),
+		"base_url_env: ":              good(func(r *grants.Request) { r.Mode, r.BaseEnv = grant.ModeBaseURL, "1" }),
 	} {
-		_, _, err := w.PutGrant(t.Context(), w.project, ws.ID, "a", r)
+		_, _, err := w.Grants().Put(t.Context(), w.project, ws.ID, "a", r)
 		if core.CodeOf(err) != core.CodeInvalidField || !strings.Contains(core.MessageOf(err), what) {
 			t.Errorf("%s: %v", what, err)
 		}
 	}
 	for _, secret := range []string{"short", "two\nlines of text", strings.Repeat("x", grant.MaxSecret+1), "\x00\x01 binary", "\xff\xfe not UTF-8"} {
-		_, _, err := w.PutGrant(t.Context(), w.project, ws.ID, "a", custom(secret, "a.example"))
+		_, _, err := w.Grants().Put(t.Context(), w.project, ws.ID, "a", custom(secret, "a.example"))
 		if core.CodeOf(err) != core.CodeInvalidField || strings.Contains(err.Error(), secret) {
 			t.Errorf("the secret %.20q: %v", secret, err)
 		}
 	}
 	for _, name := range []string{"", "A", "a/b", "-a", strings.Repeat("a", 64)} {
-		if _, _, err := w.PutGrant(t.Context(), w.project, ws.ID, name, custom("a good secret", "a.example")); core.CodeOf(err) != core.CodeInvalidField {
+		if _, _, err := w.Grants().Put(t.Context(), w.project, ws.ID, name, custom("a good secret", "a.example")); core.CodeOf(err) != core.CodeInvalidField {
 			t.Errorf("called %q: %v", name, err)
 		}
 	}
-	_, _, err := w.PutGrant(t.Context(), w.project, ws.ID, "a", custom("a good secret", "a.example", "b.example"))
+	_, _, err := w.Grants().Put(t.Context(), w.project, ws.ID, "a", custom("a good secret", "a.example", "b.example"))
 	wantCode(t, err, core.CodeGrantHostDenied)
-	_, _, err = w.PutGrant(t.Context(), w.project, core.NewID[core.WorkspaceID](), "a", custom("a good secret", "a.example"))
+	_, _, err = w.Grants().Put(t.Context(), w.project, core.NewID[core.WorkspaceID](), "a", custom("a good secret", "a.example"))
 	wantCode(t, err, core.CodeWorkspaceNotFound)
 	if n := w.number(`SELECT count(*) FROM grants`) + w.number(`SELECT count(*) FROM secrets WHERE id NOT IN (SELECT secret_id FROM project_authorities)`); n != 0 {
 		t.Errorf("%d rows are there after nothing was granted", n)
 	}
-	for i := range controller.MaxGrants {
+	for i := range grants.MaxGrants {
 		w.grant(ws.ID, fmt.Sprint("g", i), custom("a good secret", "a.example"))
 	}
-	_, _, err = w.PutGrant(t.Context(), w.project, ws.ID, "more", custom("a good secret", "a.example"))
+	_, _, err = w.Grants().Put(t.Context(), w.project, ws.ID, "more", custom("a good secret", "a.example"))
 	wantCode(t, err, core.CodeQuotaExceeded)
 }
 
@@ -562,7 +563,7 @@ func TestGrantEnv(t *testing.T) {
 	t.Parallel()
 	w, _ := granting(t)
 	ws := w.createAllowing("a", "api.anthropic.com")
-	g := w.grant(ws.ID, "anthropic", controller.GrantRequest{Secret: grant.NewSecret("sk-ant-something")})
+	g := w.grant(ws.ID, "anthropic", grants.Request{Secret: grant.NewSecret("sk-ant-something")})
 	w.wantGrants(ws.ID, "anthropic=sk-ant-something")
 	env := func(own map[string]string) string {
 		t.Helper()

@@ -9,6 +9,7 @@ import (
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/controller/grants"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/egress/grant"
 	"github.com/coppice-dev/coppice/egress/policy"
@@ -125,9 +126,9 @@ func TestOldBounds(t *testing.T) {
 	for i := range 4 {
 		w.grant(ws.ID, fmt.Sprint("g", i), custom(strings.Repeat("x", 1000), "a.example"))
 	}
-	w.grant(ws.ID, "vault", func() controller.GrantRequest {
+	w.grant(ws.ID, "vault", func() grants.Request {
 		outside.set("safe://a", "a secret outside", false)
-		return controller.GrantRequest{VaultRef: "safe://a", Hosts: []string{"a.example"}}
+		return grants.Request{VaultRef: "safe://a", Hosts: []string{"a.example"}}
 	}())
 	// A delivery under way has read the old rows and sets grants_until last, so every look asks for another delivery.
 	secret := 0 // the length of the secret that is kept outside
@@ -165,7 +166,7 @@ func TestOldBounds(t *testing.T) {
 	wantNames("large ones", "g0", "g1", "g2")
 	_, err := w.forkAllowing(w.checkpoint(ws.ID).ID, controller.ForkRequest{})
 	wantCode(t, err, core.CodeGrantsTooLarge)
-	if child, err := w.forkAllowing(w.checkpoint(ws.ID).ID, controller.ForkRequest{Grants: controller.GrantChoice{Names: []string{"g0", "g1"}}}); err != nil {
+	if child, err := w.forkAllowing(w.checkpoint(ws.ID).ID, controller.ForkRequest{Grants: grants.Choice{Names: []string{"g0", "g1"}}}); err != nil {
 		t.Error(err)
 	} else {
 		w.wantRules(child.ID, "a.example", "b.example")
@@ -257,7 +258,7 @@ func TestDeniedOutside(t *testing.T) {
 	ws := w.createAllowing("a", "a.example")
 	outside.set("safe://a", "a secret outside", false)
 	w.grant(ws.ID, "kept", custom("a secret inside", "a.example"))
-	w.grant(ws.ID, "outside", controller.GrantRequest{VaultRef: "safe://a", Hosts: []string{"a.example"}})
+	w.grant(ws.ID, "outside", grants.Request{VaultRef: "safe://a", Hosts: []string{"a.example"}})
 	w.wantGrants(ws.ID, "kept=a secret inside", "outside=a secret outside")
 	if left := w.number(`SELECT extract(epoch FROM grants_until - now())::int FROM workspaces WHERE id = $1`, ws.ID); left > 120 {
 		t.Errorf("a secret outside is read again in %d s", left)
@@ -276,9 +277,9 @@ func TestProjectGrants(t *testing.T) {
 	w.grant(ws.ID, "first", custom("a good secret", "a.example"))
 	w.sql(`INSERT INTO grants (id, project_id, workspace_id, name, provider, mode, vault_ref, secret_id, hosts, header, methods, paths, env, base_env, base_path, max_bytes, per_minute)
 		SELECT 'grant_' || n, g.project_id, $2, 'old' || n, g.provider, g.mode, 'safe://a', NULL, g.hosts, g.header, g.methods, g.paths, g.env, '', '', 0, 0
-		FROM grants g, generate_series(2, $1::int) AS n`, controller.MaxProjectGrants, other.ID)
+		FROM grants g, generate_series(2, $1::int) AS n`, grants.MaxProjectGrants, other.ID)
 	w.sql(`INSERT INTO grant_holders (workspace_id, name, project_id, grant_id, placeholder) SELECT workspace_id, name, project_id, id, 'placeholder of ' || id FROM grants WHERE workspace_id = $1`, other.ID)
-	_, _, err := w.PutGrant(t.Context(), w.project, ws.ID, "more", custom("a good secret", "a.example"))
+	_, _, err := w.Grants().Put(t.Context(), w.project, ws.ID, "more", custom("a good secret", "a.example"))
 	wantCode(t, err, core.CodeQuotaExceeded)
 	if n := w.number(`SELECT count(*) FROM secrets WHERE id NOT IN (SELECT secret_id FROM project_authorities)`); n != 1 {
 		t.Errorf("%d secrets are kept of 1 that was granted", n)
@@ -286,7 +287,7 @@ func TestProjectGrants(t *testing.T) {
 	w.grant(ws.ID, "first", custom("another good secret", "a.example"))
 	w.sql(`DELETE FROM grants WHERE name = 'old2'`)
 	w.grant(ws.ID, "more", custom("a good secret", "a.example"))
-	_, _, err = w.PutGrant(t.Context(), w.project, ws.ID, "most", custom("a good secret", "a.example"))
+	_, _, err = w.Grants().Put(t.Context(), w.project, ws.ID, "most", custom("a good secret", "a.example"))
 	wantCode(t, err, core.CodeQuotaExceeded)
 	if _, err := w.Terminate(t.Context(), w.project, other.ID, wait); err != nil {
 		t.Fatal(err)

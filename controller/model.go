@@ -5,6 +5,7 @@ import (
 	"time"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/controller/grants"
 	"github.com/coppice-dev/coppice/controller/placement"
 	"github.com/coppice-dev/coppice/core"
 )
@@ -109,7 +110,7 @@ type Workspace struct {
 	Image     ImageRef
 	Resources core.Resources
 	Egress    core.EgressPolicy
-	Rules     Rules
+	Rules     grants.Rules
 	Env       map[string]string
 	Labels    map[string]string
 	Rest      Rest

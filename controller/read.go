@@ -3,6 +3,7 @@ package controller
 import (
 	"context"
 
+	"github.com/coppice-dev/coppice/controller/grants"
 	"github.com/coppice-dev/coppice/core"
 )
 
@@ -40,7 +41,7 @@ func (c *Controller) PatchWorkspace(ctx context.Context, project core.ProjectID,
 		}
 		w, err := tx.PatchWorkspace(ctx, id, p)
 		if err == nil && p.Allow != nil {
-			if err = changeRules(ctx, tx, w, *p.Allow); err == nil {
+			if err = grants.ChangeRules(ctx, tx, w.ForGrants(), *p.Allow); err == nil {
 				w, err = tx.Workspace(ctx, id)
 			}
 		}
@@ -53,7 +54,7 @@ func (c *Controller) PatchWorkspace(ctx context.Context, project core.ProjectID,
 		return w, err
 	})
 	if err == nil && p.Allow != nil {
-		w = c.applyRules(ctx, w)
+		w = c.deliverRules(ctx, w)
 	}
 	return w, err
 }

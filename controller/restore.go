@@ -5,6 +5,7 @@ import (
 	"time"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/controller/grants"
 	"github.com/coppice-dev/coppice/core"
 )
 
@@ -62,7 +63,7 @@ func (c *Controller) admitRestore(ctx context.Context, tx Tx, project core.Proje
 			"checkpoint_id: checkpoint %s is of another image or shape than workspace %s; restore it as a workspace of its own", checkpoint, id)
 	}
 	if from := source.origin(); from != nil && from.ID != w.ID {
-		if err := limitedTo(w.Egress, w.Rules.Allow, *from); err != nil {
+		if err := grants.CheckWithin(w.Egress, w.Rules.Allow, *from); err != nil {
 			return nil, err
 		}
 	}
@@ -184,7 +185,7 @@ func (c *Controller) switchSandbox(ctx context.Context, t *Task, plan *restorePl
 	return nil
 }
 
-func (c *Controller) recordSwitch(ctx context.Context, tx Tx, t *Task, plan *restorePlan, sent Given, got []runnerapi.ChildResult) error {
+func (c *Controller) recordSwitch(ctx context.Context, tx Tx, t *Task, plan *restorePlan, sent grants.Given, got []runnerapi.ChildResult) error {
 	if _, err := tx.SwitchWorkspace(ctx, t.op.WorkspaceID, t.in.Epoch, plan.next.ID, plan.source, sent); err != nil {
 		return err
 	}

@@ -143,11 +143,10 @@ func (c *Controller) withGrants(ctx context.Context, w Workspace, req ExecReques
 	if !w.Rules.Granted {
 		return req, nil
 	}
-	list, err := read(ctx, c, InProject(w.ProjectID), func(tx Tx) ([]HeldGrant, error) { return tx.HeldGrants(ctx, []core.WorkspaceID{w.ID}) })
+	env, err := c.grants.Env(ctx, w.ForGrants())
 	if err != nil {
 		return req, err
 	}
-	env := GrantEnv(list, w.Sandbox.EgressURL, time.Now())
 	maps.Copy(env, req.Env)
 	req.Env = env
 	return req, nil

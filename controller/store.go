@@ -8,6 +8,7 @@ import (
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/controller/flows"
+	"github.com/coppice-dev/coppice/controller/grants"
 	"github.com/coppice-dev/coppice/controller/retention"
 	"github.com/coppice-dev/coppice/controller/secretstore"
 	"github.com/coppice-dev/coppice/core"
@@ -63,7 +64,7 @@ type Tx interface {
 	KeyTx
 	WorkspaceTx
 	RulesTx
-	GrantTx
+	grants.Tx
 	secretstore.Tx
 	flows.Tx
 	SandboxTx
@@ -117,7 +118,7 @@ type ReadyWorkspace struct {
 	ID      core.WorkspaceID
 	Epoch   int64
 	Sandbox core.SandboxID
-	Given   Given // what its runner was told
+	Given   grants.Given // what its runner was told
 }
 
 // EndedWorkspace ends a workspace. To is terminated, failed or lost.
@@ -158,7 +159,7 @@ type WorkspaceTx interface {
 	ReadyWorkspaces(ctx context.Context, list []ReadyWorkspace) ([]Workspace, error)
 	// SwitchWorkspace makes a restored workspace ready in its next epoch and sandbox, whose runner was told this, and ends the old sandbox.
 	// RUNNER_LOST when that runner was given up.
-	SwitchWorkspace(ctx context.Context, id core.WorkspaceID, epoch int64, sandbox core.SandboxID, head Checkpoint, given Given) (Workspace, error)
+	SwitchWorkspace(ctx context.Context, id core.WorkspaceID, epoch int64, sandbox core.SandboxID, head Checkpoint, given grants.Given) (Workspace, error)
 	// CapturedWorkspace makes a workspace ready after a capture; lost, when its runner was given up. head is nil when the capture failed.
 	CapturedWorkspace(ctx context.Context, id core.WorkspaceID, epoch int64, head *Checkpoint) (Workspace, error)
 	// SuspendWorkspace makes a workspace that was captured and stopped suspended, and ends its sandbox.

@@ -12,6 +12,7 @@ import (
 
 	"github.com/coppice-dev/coppice/api"
 	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/controller/grants"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/egress/policy"
 )
@@ -121,7 +122,7 @@ func allowIn(list *api.Allow) (*[]string, error) {
 }
 
 // grantsIn reads which grants forks have.
-func grantsIn(g api.Grants) (out controller.GrantChoice, err error) {
+func grantsIn(g api.Grants) (out grants.Choice, err error) {
 	const want = "it must be inherit, none, or a list of ids of grants"
 	switch v := g.(type) {
 	case nil:
@@ -133,13 +134,13 @@ func grantsIn(g api.Grants) (out controller.GrantChoice, err error) {
 		}
 		return out, err
 	case []any:
-		if len(v) > controller.MaxGrants {
-			return out, invalid("grants", "there are at most "+strconv.Itoa(controller.MaxGrants))
+		if len(v) > grants.MaxGrants {
+			return out, invalid("grants", "there are at most "+strconv.Itoa(grants.MaxGrants))
 		}
 		out.None = len(v) == 0
 		for _, one := range v {
 			name, ok := one.(string)
-			if !ok || controller.CheckGrantName(name) != nil {
+			if !ok || grants.CheckName(name) != nil {
 				return out, invalid("grants", want)
 			}
 			out.Names = append(out.Names, name)

@@ -24,6 +24,7 @@ import (
 type server struct {
 	control *controller.Controller
 	flows   journal
+	grants  grantKeeper
 	log     *slog.Logger
 	version string
 	pace    pace
@@ -46,7 +47,7 @@ func newHandler(control *controller.Controller, log *slog.Logger, bodyTime time.
 }
 
 func newServer(control *controller.Controller, log *slog.Logger) *server {
-	return &server{control: control, flows: control.Flows(), log: log, version: buildVersion(), pace: defaultPace, upload: maxFile}
+	return &server{control: control, flows: control.Flows(), grants: control.Grants(), log: log, version: buildVersion(), pace: defaultPace, upload: maxFile}
 }
 
 func (s *server) handler(bodyTime time.Duration) http.Handler {

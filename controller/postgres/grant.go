@@ -4,7 +4,7 @@ import (
 	"context"
 	"time"
 
-	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/controller/grants"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/egress/grant"
 )
@@ -37,9 +37,9 @@ type grantRow struct {
 	Placeholder string           `db:"placeholder"`
 }
 
-func (r grantRow) held() controller.HeldGrant {
-	return controller.HeldGrant{
-		Grant: controller.Grant{
+func (r grantRow) held() grants.Held {
+	return grants.Held{
+		Grant: grants.Grant{
 			ID: r.ID, ProjectID: r.ProjectID, Owner: r.Owner, Name: r.Name, Provider: r.Provider, Mode: r.Mode, VaultRef: r.VaultRef, SecretID: r.SecretID,
 			Hosts: r.Hosts, Header: r.Header, Methods: r.Methods, Paths: r.Paths, Env: r.Env, BaseEnv: r.BaseEnv, BasePath: r.BasePath,
 			MaxBytes: r.MaxBytes, PerMinute: r.PerMinute, Reserved: r.Reserved, Size: r.Size, Version: r.Version, ExpiresAt: timeOf(r.ExpiresAt), CreatedAt: r.CreatedAt, UpdatedAt: r.UpdatedAt,
@@ -53,11 +53,11 @@ const grantColumns = ` g.id, g.project_id, g.workspace_id AS owner, g.name, g.pr
 	g.methods, g.paths, g.env, g.base_env, g.base_path, g.max_bytes, g.per_minute, g.secret_bytes, g.bundle_bytes, g.version, g.expires_at, g.created_at, g.updated_at, h.workspace_id, h.placeholder`
 
 // HeldGrants lists by workspace and name.
-func (t *tx) HeldGrants(ctx context.Context, of []core.WorkspaceID) ([]controller.HeldGrant, error) {
+func (t *tx) HeldGrants(ctx context.Context, of []core.WorkspaceID) ([]grants.Held, error) {
 	rows, err := many[grantRow](ctx, t, `
 		SELECT`+grantColumns+` FROM grant_holders h JOIN grants g ON g.id = h.grant_id
 		WHERE h.workspace_id = ANY(@of::text[]) ORDER BY h.workspace_id, h.name`, args{"of": texts(of)})
-	list := make([]controller.HeldGrant, len(rows))
+	list := make([]grants.Held, len(rows))
 	for i, r := range rows {
 		list[i] = r.held()
 	}
@@ -65,7 +65,7 @@ func (t *tx) HeldGrants(ctx context.Context, of []core.WorkspaceID) ([]controlle
 }
 
 // PutGrant keeps the id of a grant that is there, and with it those who have it by forks.
-func (t *tx) PutGrant(ctx context.Context, g controller.Grant, ttl time.Duration, placeholder string) (controller.HeldGrant, error) {
+func (t *tx) PutGrant(ctx context.Context, g grants.Grant, ttl time.Duration, placeholder string) (grants.Held, error) {
 	row, err := one[grantRow](ctx, t, nil, `
 		WITH g AS (
 			INSERT INTO grants (id, project_id, workspace_id, name, provider, mode, vault_ref, secret_id, hosts, header, methods, paths, env, base_env, base_path, max_bytes, per_minute,
@@ -141,16 +141,16 @@ func (t *tx) GrantHolders(ctx context.Context, id core.GrantID) ([]core.Workspac
 const neverSealed = `grants_key = '', grants_until = to_timestamp(0)`
 
 // InsertHolders is one statement for all, and one for their workspaces.
-func (t *tx) InsertHolders(ctx context.Context, list []controller.GrantHolder) error {
-	workspaces, grants, placeholders := make([]string, len(list)), make([]string, len(list)), make([]string, len(list))
+func (t *tx) InsertHolders(ctx context.Context, list []grants.Holder) error {
+	workspaces, grantIDs, placeholders := make([]string, len(list)), make([]string, len(list)), make([]string, len(list))
 	for i, h := range list {
-		workspaces[i], grants[i], placeholders[i] = string(h.Workspace), string(h.Grant), h.Placeholder
+		workspaces[i], grantIDs[i], placeholders[i] = string(h.Workspace), string(h.Grant), h.Placeholder
 	}
 	if _, err := t.exec(ctx, `
 		INSERT INTO grant_holders (workspace_id, name, project_id, grant_id, placeholder)
 		SELECT v.workspace_id, g.name, g.project_id, g.id, v.placeholder
 		FROM unnest(@workspaces::text[], @grants::text[], @placeholders::text[]) AS v (workspace_id, grant_id, placeholder) JOIN grants g ON g.id = v.grant_id`,
-		args{"workspaces": workspaces, "grants": grants, "placeholders": placeholders}); err != nil {
+		args{"workspaces": workspaces, "grants": grantIDs, "placeholders": placeholders}); err != nil {
 		return err
 	}
 	_, err := t.exec(ctx, `UPDATE workspaces SET `+neverSealed+` WHERE id = ANY(@ids::text[])`, args{"ids": workspaces})

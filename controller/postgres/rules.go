@@ -4,7 +4,7 @@ import (
 	"context"
 	"time"
 
-	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/controller/grants"
 	"github.com/coppice-dev/coppice/core"
 )
 
@@ -27,31 +27,31 @@ type ruledRow struct {
 }
 
 // ForkedFrom returns the parent.
-func (t *tx) ForkedFrom(ctx context.Context, id core.WorkspaceID) (*controller.Ruled, error) {
+func (t *tx) ForkedFrom(ctx context.Context, id core.WorkspaceID) (*grants.WorkspaceRules, error) {
 	rows, err := many[ruledRow](ctx, t, `
 		SELECT p.id, '' AS parent, p.egress_policy, p.egress_allow FROM workspaces w JOIN checkpoints c ON c.id = w.parent_checkpoint_id
 		JOIN workspaces p ON p.id = c.workspace_id WHERE w.id = @id`, args{"id": id})
 	if err != nil || len(rows) == 0 {
 		return nil, err
 	}
-	parent := controller.Ruled(rows[0])
+	parent := grants.WorkspaceRules(rows[0])
 	return &parent, nil
 }
 
 // Forks returns children of workspaces.
-func (t *tx) Forks(ctx context.Context, of []core.WorkspaceID) ([]controller.Ruled, error) {
+func (t *tx) Forks(ctx context.Context, of []core.WorkspaceID) ([]grants.WorkspaceRules, error) {
 	rows, err := many[ruledRow](ctx, t, `
 		SELECT w.id, c.workspace_id AS parent, w.egress_policy, w.egress_allow FROM checkpoints c JOIN workspaces w ON w.parent_checkpoint_id = c.id
 		WHERE c.workspace_id = ANY(@of::text[]) AND w.id <> c.workspace_id ORDER BY w.id`, args{"of": texts(of)})
-	list := make([]controller.Ruled, len(rows))
+	list := make([]grants.WorkspaceRules, len(rows))
 	for i, r := range rows {
-		list[i] = controller.Ruled(r)
+		list[i] = grants.WorkspaceRules(r)
 	}
 	return list, err
 }
 
 // SetRules is one statement for all. Rows are locked in the order of their ids.
-func (t *tx) SetRules(ctx context.Context, list []controller.Ruled) error {
+func (t *tx) SetRules(ctx context.Context, list []grants.WorkspaceRules) error {
 	rows := make([]ruledRow, len(list))
 	for i, r := range list {
 		rows[i] = ruledRow(r)
@@ -77,7 +77,7 @@ type given struct {
 
 func newGiven(n int) given { return given{make([]int64, n), make([][]byte, n), make([]time.Time, n)} }
 
-func (g given) set(i int, v controller.Given) {
+func (g given) set(i int, v grants.Given) {
 	g.versions[i], g.keys[i], g.untils[i] = v.Version, v.Key, v.Until
 	if v.Key == nil {
 		g.keys[i] = []byte{}
@@ -89,8 +89,8 @@ func (g given) set(i int, v controller.Given) {
 
 // PendingRules lists what waits for a runner, of each project as much as of the others, and by chance: what no runner takes is tried again and
 // again, and must not keep the rest waiting.
-func (t *tx) PendingRules(ctx context.Context, limit int) ([]controller.Workspace, error) {
-	return t.workspaces(ctx, `
+func (t *tx) PendingRules(ctx context.Context, limit int) ([]grants.Workspace, error) {
+	found, err := t.workspaces(ctx, `
 		SELECT`+workspaceColumns+` FROM (
 			SELECT id FROM workspaces WHERE egress_applied < egress_version AND state IN ('ready', 'checkpointing')
 			UNION
@@ -99,6 +99,17 @@ func (t *tx) PendingRules(ctx context.Context, limit int) ([]controller.Workspac
 		WHERE r.lease_expires_at > now() AND (w.egress_applied < w.egress_version OR r.egress_key <> '' AND (w.grants_until < now() OR w.grants_key <> r.egress_key))
 		ORDER BY row_number() OVER (PARTITION BY w.project_id ORDER BY random()) LIMIT @limit`,
 		args{"limit": limit})
+	list := make([]grants.Workspace, len(found))
+	for i, w := range found {
+		list[i] = w.ForGrants()
+	}
+	return list, err
+}
+
+// RuledWorkspace reads the workspace.
+func (t *tx) RuledWorkspace(ctx context.Context, id core.WorkspaceID) (grants.Workspace, error) {
+	w, err := t.Workspace(ctx, id)
+	return w.ForGrants(), err
 }
 
 type floorRow struct {
@@ -122,7 +133,7 @@ func (t *tx) RaiseRules(ctx context.Context, floor int64, limit int) (int, error
 }
 
 // ApplyRules is one statement for all.
-func (t *tx) ApplyRules(ctx context.Context, list []controller.AppliedRules) error {
+func (t *tx) ApplyRules(ctx context.Context, list []grants.Applied) error {
 	ids, sandboxes, given := make([]string, len(list)), make([]string, len(list)), newGiven(len(list))
 	for i, a := range list {
 		ids[i], sandboxes[i] = string(a.Workspace), string(a.Sandbox)

@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/controller/grants"
 	"github.com/coppice-dev/coppice/core"
 )
 
@@ -86,7 +87,7 @@ func (r workspaceRow) workspace() (controller.Workspace, error) {
 		ID: r.ID, ProjectID: r.ProjectID, Name: r.Name, State: r.State, Epoch: r.Epoch, Version: r.Version,
 		Image:     controller.ImageRef{Name: r.ImageName, Digest: r.ImageDigest},
 		Resources: core.Resources{VCPUs: r.VCPUs, MemoryMiB: r.MemoryMiB, DiskGiB: r.DiskGiB},
-		Egress:    r.Egress, Rules: controller.Rules{Allow: r.Allow, Version: r.RulesVersion, Applied: r.RulesApplied, Granted: r.Granted, Sealed: r.GrantsKey}, Env: r.Env, Labels: r.Labels, Parent: r.Parent, Head: r.Head,
+		Egress:    r.Egress, Rules: grants.Rules{Allow: r.Allow, Version: r.RulesVersion, Applied: r.RulesApplied, Granted: r.Granted, EncryptedFor: r.GrantsKey}, Env: r.Env, Labels: r.Labels, Parent: r.Parent, Head: r.Head,
 		Rest:      controller.Rest{IdleAfter: time.Duration(r.IdleSeconds) * time.Second, OnIdle: r.OnIdle, AutoResume: r.AutoResume},
 		CreatedAt: r.CreatedAt, ReadyAt: timeOf(r.ReadyAt), ExpiresAt: timeOf(r.ExpiresAt), EndedAt: timeOf(r.EndedAt),
 	}
@@ -429,7 +430,7 @@ func (t *tx) ReadyWorkspaces(ctx context.Context, ready []controller.ReadyWorksp
 }
 
 // SwitchWorkspace puts a workspace into the sandbox that a restore prepared.
-func (t *tx) SwitchWorkspace(ctx context.Context, id core.WorkspaceID, epoch int64, sandbox core.SandboxID, head controller.Checkpoint, given controller.Given) (controller.Workspace, error) {
+func (t *tx) SwitchWorkspace(ctx context.Context, id core.WorkspaceID, epoch int64, sandbox core.SandboxID, head controller.Checkpoint, given grants.Given) (controller.Workspace, error) {
 	one := newGiven(1)
 	one.set(0, given)
 	list, err := t.workspaces(ctx, `

@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/controller/grants"
 	"github.com/coppice-dev/coppice/core"
 )
 
@@ -217,7 +218,7 @@ func TestRestoreHasTwoSandboxes(t *testing.T) {
 		return err
 	})
 	d.mine(func(ctx context.Context, tx controller.Tx) error {
-		got, err := tx.SwitchWorkspace(ctx, w.ID, 1, next.ID, cp, controller.Given{Version: 1})
+		got, err := tx.SwitchWorkspace(ctx, w.ID, 1, next.ID, cp, grants.Given{Version: 1})
 		if err != nil || got.Epoch != 2 || got.Sandbox.ID != next.ID || got.Head != cp.ID || got.State != core.WorkspaceReady {
 			t.Errorf("switched: %+v, %v", got, err)
 		}
@@ -228,7 +229,7 @@ func TestRestoreHasTwoSandboxes(t *testing.T) {
 		return err
 	})
 	wantCode(t, d.try(controller.InProject(d.project), func(ctx context.Context, tx controller.Tx) error {
-		_, err := tx.SwitchWorkspace(ctx, w.ID, 1, next.ID, cp, controller.Given{Version: 1})
+		_, err := tx.SwitchWorkspace(ctx, w.ID, 1, next.ID, cp, grants.Given{Version: 1})
 		return err
 	}), core.CodeStateConflict)
 }

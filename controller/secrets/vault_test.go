@@ -11,14 +11,14 @@ import (
 	"testing"
 	"time"
 
-	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/controller/grants"
 	"github.com/coppice-dev/coppice/controller/secrets"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/egress/grant"
 )
 
 var (
-	_ controller.SecretSource = secrets.Mux(nil)
+	_ grants.SecretSource = secrets.Mux(nil)
 
 	project = core.NewID[core.ProjectID]()
 	other   = core.NewID[core.ProjectID]()

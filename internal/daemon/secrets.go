@@ -4,7 +4,7 @@ import (
 	"context"
 	"log/slog"
 
-	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/controller/grants"
 	"github.com/coppice-dev/coppice/controller/secrets"
 	"github.com/coppice-dev/coppice/core"
 )
@@ -30,7 +30,7 @@ func (c SecretsConfig) validate() error {
 }
 
 // Open makes what the configuration says; nil where it says nothing.
-func (c SecretsConfig) Open(ctx context.Context, log *slog.Logger) (controller.SecretSource, error) {
+func (c SecretsConfig) Open(ctx context.Context, log *slog.Logger) (grants.SecretSource, error) {
 	if err := c.validate(); err != nil {
 		return nil, err
 	}

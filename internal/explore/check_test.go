@@ -6,7 +6,7 @@ import (
 	"time"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
-	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/controller/grants"
 	"github.com/coppice-dev/coppice/core"
 )
 
@@ -192,14 +192,14 @@ func (w *world) rules(set scene, replies []reply) {
 	if living := w.living(); !slices.Equal(served, living) {
 		w.log.fail("the egress process serves %v, and the rows say that %v run", served, living)
 	}
-	held, _, err := w.second.Grants(w.t.Context(), w.project, set.workspace)
+	held, _, err := w.second.Grants().List(w.t.Context(), w.project, set.workspace)
 	if err != nil {
 		w.log.fail("grants: %v", err)
 		return
 	}
 	for _, r := range replies {
 		want, name := map[string]bool{"grant": true}[r.kind], map[string]string{"grant": "new", "revoke": "old"}[r.kind]
-		if is := slices.ContainsFunc(held, func(g controller.HeldGrant) bool { return g.Name == name }); name != "" && r.err == nil && is != want {
+		if is := slices.ContainsFunc(held, func(g grants.Held) bool { return g.Name == name }); name != "" && r.err == nil && is != want {
 			w.log.fail("%s was acknowledged, and the workspace has %d grants without saying so", r.kind, len(held))
 		}
 	}

@@ -5,6 +5,7 @@ import (
 	"errors"
 
 	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/controller/grants"
 	"github.com/coppice-dev/coppice/controller/retention"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/egress/grant"
@@ -85,11 +86,11 @@ var kinds = []kind{
 		return c.PruneCheckpoints(ctx, w.project, s.image, controller.RetentionPolicy{Policy: retention.Policy{MaxBytes: 1}}, false, patience)
 	}},
 	{name: "grant", do: func(ctx context.Context, w *world, c *controller.Controller, s scene) (controller.Answer, error) {
-		_, _, err := c.PutGrant(ctx, w.project, s.workspace, "new", controller.GrantRequest{Secret: grant.NewSecret("new secret"), Hosts: []string{allowed}})
+		_, _, err := c.Grants().Put(ctx, w.project, s.workspace, "new", grants.Request{Secret: grant.NewSecret("new secret"), Hosts: []string{allowed}})
 		return controller.Answer{Done: true}, err
 	}},
 	{name: "revoke", do: func(ctx context.Context, w *world, c *controller.Controller, s scene) (controller.Answer, error) {
-		return controller.Answer{Done: true}, c.RevokeGrant(ctx, w.project, s.workspace, "old")
+		return controller.Answer{Done: true}, c.Grants().Revoke(ctx, w.project, s.workspace, "old")
 	}},
 	{name: "seal", unsealed: true, do: func(ctx context.Context, w *world, c *controller.Controller, s scene) (controller.Answer, error) {
 		if !w.sealing.Swap(true) { // what there is
@@ -188,7 +189,7 @@ func (w *world) set(k kind) (scene, error) {
 	w.owner = w.strings(`SELECT DISTINCT lease_owner FROM operations WHERE lease_owner IS NOT NULL`)[0]
 	s.workspace, s.image = a.Result.Workspace.ID, a.Result.Workspace.Parent
 	if w.granting {
-		if _, _, err := w.first.PutGrant(ctx, w.project, s.workspace, "old", controller.GrantRequest{Secret: grant.NewSecret("old secret"), Hosts: []string{allowed}}); err != nil {
+		if _, _, err := w.first.Grants().Put(ctx, w.project, s.workspace, "old", grants.Request{Secret: grant.NewSecret("old secret"), Hosts: []string{allowed}}); err != nil {
 			return s, err
 		}
 	}

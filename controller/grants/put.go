@@ -1,4 +1,4 @@
-package controller
+package grants
 
 import (
 	"context"
@@ -64,7 +64,7 @@ func keepSecret(was Grant, g *Grant, ttl time.Duration) error {
 }
 
 // roomFor refuses one more grant of a workspace.
-func roomFor(g Grant, held []HeldGrant) error {
+func roomFor(g Grant, held []Held) error {
 	if len(held) >= MaxGrants {
 		return core.Errorf(core.Exhausted, core.CodeQuotaExceeded, "workspace %s has %d grants, the maximum; revoke one", g.Owner, len(held))
 	}
@@ -95,7 +95,7 @@ func deliverable(ctx context.Context, tx Tx, g Grant, was int) error {
 	return err
 }
 
-func putGrant(ctx context.Context, tx Tx, g Grant, ttl time.Duration, sealed *secretstore.Secret) (HeldGrant, error) {
+func putGrant(ctx context.Context, tx Tx, g Grant, ttl time.Duration, encrypted *secretstore.Secret) (Held, error) {
 	was, list, err := heldGrant(ctx, tx, g.Owner, g.Name)
 	if err != nil && core.CategoryOf(err) != core.NotFound {
 		return was, err
@@ -112,15 +112,15 @@ func putGrant(ctx context.Context, tx Tx, g Grant, ttl time.Duration, sealed *se
 		}
 	}
 	switch {
-	case sealed == nil && g.VaultRef == "" && own:
+	case encrypted == nil && g.VaultRef == "" && own:
 		if err := keepSecret(was.Grant, &g, ttl); err != nil {
 			return was, err
 		}
-	case sealed == nil && g.VaultRef == "":
+	case encrypted == nil && g.VaultRef == "":
 		return was, badGrant("secret", "a grant needs its secret: give secret, or vault_ref")
-	case sealed != nil:
-		g.SecretID = sealed.ID
-		if err := tx.InsertSecret(ctx, *sealed); err != nil {
+	case encrypted != nil:
+		g.SecretID = encrypted.ID
+		if err := tx.InsertSecret(ctx, *encrypted); err != nil {
 			return was, err
 		}
 	}

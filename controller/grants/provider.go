@@ -1,4 +1,4 @@
-package controller
+package grants
 
 import (
 	"strings"
@@ -34,7 +34,7 @@ var providers = map[string]provider{
 }
 
 // fill gives what a request for a grant leaves open what is usual for its provider.
-func (r *GrantRequest) fill(name string) error {
+func (r *Request) fill(name string) error {
 	if r.Provider == "" {
 		r.Provider = ProviderCustom
 		if _, known := providers[name]; known {

@@ -1,4 +1,4 @@
-package controller
+package grants
 
 import (
 	"context"
@@ -7,7 +7,7 @@ import (
 	"github.com/coppice-dev/coppice/egress/grant"
 )
 
-// SecretSource is where the secrets of grants are that are not kept in the database. It is safe for concurrent use.
+// SecretSource has the secrets of grants that the database does not keep. It is safe for concurrent use.
 type SecretSource interface {
 	// Check refuses what cannot name a secret of a project, without asking anybody.
 	Check(project core.ProjectID, ref string) error
@@ -15,15 +15,15 @@ type SecretSource interface {
 	Read(ctx context.Context, project core.ProjectID, ref string) (grant.Secret, error)
 }
 
-func (c *Controller) secretSource() (SecretSource, error) {
-	if c.cfg.Secrets == nil {
+func (m *Manager) secretSource() (SecretSource, error) {
+	if m.cfg.Source == nil {
 		return nil, core.Errorf(core.Unavailable, core.CodeSecretUnavailable, "vault_ref: this controller knows no place that secrets are in; start controllers with --vault-addr, or give the secret itself")
 	}
-	return c.cfg.Secrets, nil
+	return m.cfg.Source, nil
 }
 
-func (c *Controller) readSource(ctx context.Context, project core.ProjectID, ref string) (grant.Secret, error) {
-	source, err := c.secretSource()
+func (m *Manager) readSource(ctx context.Context, project core.ProjectID, ref string) (grant.Secret, error) {
+	source, err := m.secretSource()
 	if err != nil {
 		return grant.Secret{}, err
 	}

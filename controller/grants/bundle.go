@@ -1,4 +1,4 @@
-package controller
+package grants
 
 import (
 	"cmp"
@@ -15,33 +15,33 @@ import (
 // Given is what the runner of a sandbox is known to have been told of what it may reach.
 type Given struct {
 	Version int64     // of its rules
-	Key     []byte    // that its grants were sealed for
-	Until   time.Time // when they have to be sealed anew
+	Key     []byte    // that its grants were encrypted for
+	Until   time.Time // when they have to be encrypted again
 }
 
 const (
 	issuerTime  = 8 * time.Hour    // that an authority for the hosts of a sandbox's grants is good for
 	renewTime   = 4 * time.Hour    // after which there is another
 	refreshTime = 2 * time.Minute  // after which a secret is read again that may be changed elsewhere
-	retryTime   = 15 * time.Second // after which one is asked for again that could not be had
+	retryTime   = 15 * time.Second // after which a secret that was not available is asked for again
 	secretsTime = 3 * time.Second  // for secrets, where rules wait for them
 )
 
-// equipment is what a runner is told of a sandbox.
-type equipment struct {
-	rules runnerapi.EgressRules
-	given Given
+// Bundle is what a runner is told of a sandbox.
+type Bundle struct {
+	Rules runnerapi.EgressRules
+	Given Given
 	less  error // why rules allow less than they should
 }
 
-// equip puts together what runners are told of what workspaces may reach, with their grants of this moment, sealed for the egress process of
-// each one's host. When a secret cannot be had, an error says which; with lenient set the rest is given without what
-// needs it, and it is not waited for longer than secretsTime.
-func (c *Controller) equip(ctx context.Context, list []Workspace, lenient bool) ([]equipment, error) {
-	out := make([]equipment, len(list))
+// Bundles puts together what runners are told of workspaces: their rules and their grants of this moment, encrypted for the egress process of
+// each host. When a secret is not available, it fails with an error that names the grant. With lenient set it leaves out grants whose secret
+// is not available, and waits for secrets no longer than secretsTime.
+func (m *Manager) Bundles(ctx context.Context, list []Workspace, lenient bool) ([]Bundle, error) {
+	out := make([]Bundle, len(list))
 	var granted []core.WorkspaceID
 	for i, w := range list {
-		out[i] = equipment{rules: w.Rules.wire(), given: Given{Version: w.Rules.Version}}
+		out[i] = Bundle{Rules: w.Rules.wire(), Given: Given{Version: w.Rules.Version}}
 		if w.Rules.Granted {
 			granted = append(granted, w.ID)
 		}
@@ -49,69 +49,69 @@ func (c *Controller) equip(ctx context.Context, list []Workspace, lenient bool) 
 	if len(granted) == 0 {
 		return out, shrink(list, out, lenient)
 	}
-	held, err := read(ctx, c, System(), func(tx Tx) ([]HeldGrant, error) { return tx.HeldGrants(ctx, granted) })
+	held, err := inSystem(ctx, m, func(tx Tx) ([]Held, error) { return tx.HeldGrants(ctx, granted) })
 	if err != nil {
 		return nil, err
 	}
-	byID := map[core.WorkspaceID][]HeldGrant{}
+	byID := map[core.WorkspaceID][]Held{}
 	for _, g := range held {
 		byID[g.Workspace] = append(byID[g.Workspace], g)
 	}
 	keyless := map[core.WorkspaceID]bool{}
 	for i, w := range list {
-		out[i].rules.Held = heldHosts(byID[w.ID])
+		out[i].Rules.Held = heldHosts(byID[w.ID])
 		keyless[w.ID] = len(w.Sandbox.EgressKey) == 0
 	}
 	var limit time.Duration
 	if lenient {
 		limit = secretsTime
 	}
-	chest, err := c.unlock(ctx, slices.DeleteFunc(held, func(g HeldGrant) bool { return keyless[g.Workspace] }), limit)
+	secrets, err := m.open(ctx, slices.DeleteFunc(held, func(g Held) bool { return keyless[g.Workspace] }), limit)
 	if err != nil {
 		return nil, err
 	}
-	var given unsealed
+	var disclosed decrypted
 	for i, w := range list {
 		if !w.Rules.Granted || len(w.Sandbox.EgressKey) == 0 {
 			continue
 		}
-		bundle, until, err := c.bundle(ctx, chest, w, byID[w.ID], lenient)
+		bundle, until, err := m.bundle(ctx, secrets, w, byID[w.ID], lenient)
 		for _, mode := range []grant.Mode{grant.ModeHeader, grant.ModeBaseURL} { // what needs an issuer goes first
 			if err != nil && lenient {
-				c.log.WarnContext(ctx, "grants cannot be given", "workspace_id", w.ID, "mode", mode, "err", err)
-				chest.leaveOut(byID[w.ID], mode)
-				bundle, until, err = c.bundle(ctx, chest, w, byID[w.ID], lenient)
+				m.cfg.Log.WarnContext(ctx, "grants cannot be given", "workspace_id", w.ID, "mode", mode, "err", err)
+				secrets.leaveOut(byID[w.ID], mode)
+				bundle, until, err = m.bundle(ctx, secrets, w, byID[w.ID], lenient)
 			}
 		}
 		if err == nil {
-			out[i].rules.Grants, err = grant.Seal(w.Sandbox.EgressKey, w.Sandbox.ID, w.Rules.Version, bundle)
+			out[i].Rules.Grants, err = grant.Seal(w.Sandbox.EgressKey, w.Sandbox.ID, w.Rules.Version, bundle)
 		}
 		if err != nil && !lenient {
 			return nil, err
 		}
 		if err != nil { // the hosts of its grants are held: nothing is said to them without the proxy
-			c.log.ErrorContext(ctx, "rules sent without grants", "workspace_id", w.ID, "err", err)
-			until = chest.now.Add(retryTime)
+			m.cfg.Log.ErrorContext(ctx, "rules sent without grants", "workspace_id", w.ID, "err", err)
+			until = secrets.now.Add(retryTime)
 		}
-		out[i].rules.Key = w.Sandbox.EgressKey
-		out[i].given.Key, out[i].given.Until = w.Sandbox.EgressKey, until
-		given.add(i, w, byID[w.ID], chest, &c.unsealings)
+		out[i].Rules.Key = w.Sandbox.EgressKey
+		out[i].Given.Key, out[i].Given.Until = w.Sandbox.EgressKey, until
+		disclosed.add(i, w, byID[w.ID], secrets, &m.decryptions)
 	}
-	if err := given.record(ctx, c, list); err != nil {
+	if err := disclosed.record(ctx, m, list); err != nil {
 		if !lenient {
 			return nil, err
 		}
-		c.log.ErrorContext(ctx, "secrets withheld: the audit record cannot be written", "err", err)
-		for _, i := range given.places {
-			out[i].rules.Grants, out[i].given.Until = nil, chest.now.Add(retryTime)
+		m.cfg.Log.ErrorContext(ctx, "secrets withheld: the audit record cannot be written", "err", err)
+		for _, i := range disclosed.places {
+			out[i].Rules.Grants, out[i].Given.Until = nil, secrets.now.Add(retryTime)
 		}
 	}
 	return out, shrink(list, out, lenient)
 }
 
-// heldHosts are the hosts that are spoken to through grants only, sorted: also of those whose secret cannot be had or whose time is over, so that
-// what is missing opens nothing.
-func heldHosts(grants []HeldGrant) []string {
+// heldHosts are the hosts that are reached through grants only, sorted. They include those of expired grants and of grants whose secret is not
+// available: what is missing opens nothing.
+func heldHosts(grants []Held) []string {
 	var out []string
 	for _, g := range grants {
 		if g.Mode == grant.ModeHeader {
@@ -122,23 +122,23 @@ func heldHosts(grants []HeldGrant) []string {
 	return slices.Compact(out)
 }
 
-// chest has the secrets of some grants, in memory, for one call.
-type chest struct {
+// openedSecrets has the secrets of some grants, in memory, for one call.
+type openedSecrets struct {
 	now     time.Time
 	values  map[core.GrantID]grant.Secret
 	roots   map[core.ProjectID]ca.Authority
 	lacking map[core.GrantID]bool
 }
 
-// unlock gets the secrets of grants, each once. With a limit it is for that long at most, and what cannot be had is lacking.
-func (c *Controller) unlock(ctx context.Context, held []HeldGrant, limit time.Duration) (*chest, error) {
+// open gets the secrets of grants, each once. With a limit it takes at most that long, and the secrets that are not available are lacking.
+func (m *Manager) open(ctx context.Context, held []Held, limit time.Duration) (*openedSecrets, error) {
 	whole := ctx
 	if limit > 0 {
 		var cancel context.CancelFunc
 		ctx, cancel = context.WithTimeout(ctx, limit)
 		defer cancel()
 	}
-	k := &chest{time.Now(), map[core.GrantID]grant.Secret{}, map[core.ProjectID]ca.Authority{}, map[core.GrantID]bool{}}
+	k := &openedSecrets{time.Now(), map[core.GrantID]grant.Secret{}, map[core.ProjectID]ca.Authority{}, map[core.GrantID]bool{}}
 	var ids []string
 	keys, untrusted := map[core.ProjectID]string{}, map[core.ProjectID]error{}
 	for _, g := range held {
@@ -151,7 +151,7 @@ func (c *Controller) unlock(ctx context.Context, held []HeldGrant, limit time.Du
 		if g.Mode != grant.ModeHeader || keys[g.ProjectID] != "" || untrusted[g.ProjectID] != nil {
 			continue
 		}
-		a, err := c.secrets.Authority(ctx, g.ProjectID)
+		a, err := m.cfg.Secrets.Authority(ctx, g.ProjectID)
 		if err != nil {
 			untrusted[g.ProjectID] = err
 			continue
@@ -159,7 +159,7 @@ func (c *Controller) unlock(ctx context.Context, held []HeldGrant, limit time.Du
 		keys[g.ProjectID], k.roots[g.ProjectID] = a.SecretID, ca.Authority{Certificate: a.Certificate}
 		ids = append(ids, a.SecretID)
 	}
-	opened, failed := c.secrets.Decrypt(ctx, ids)
+	opened, failed := m.cfg.Secrets.Decrypt(ctx, ids)
 	for project, id := range keys {
 		root := k.roots[project]
 		root.Key = opened[id]
@@ -171,7 +171,7 @@ func (c *Controller) unlock(ctx context.Context, held []HeldGrant, limit time.Du
 		if _, there := k.values[g.ID]; there || g.Expired(k.now) || k.lacking[g.ID] {
 			continue
 		}
-		value, err := c.valueOf(ctx, g, opened, failed)
+		value, err := m.valueOf(ctx, g, opened, failed)
 		if g.Mode == grant.ModeHeader && err == nil {
 			err = untrusted[g.ProjectID]
 		}
@@ -180,7 +180,7 @@ func (c *Controller) unlock(ctx context.Context, held []HeldGrant, limit time.Du
 			k.values[g.ID] = value
 		case limit > 0 && whole.Err() == nil:
 			k.lacking[g.ID] = true
-			c.log.WarnContext(ctx, "the secret of a grant cannot be had", "workspace_id", g.Workspace, "grant_id", g.Name, "err", err)
+			m.cfg.Log.WarnContext(ctx, "the secret of a grant cannot be had", "workspace_id", g.Workspace, "grant_id", g.Name, "err", err)
 		default:
 			return nil, core.Wrapf(err, core.CategoryOf(err), core.CodeOf(err), "grant %s of workspace %s: %s", g.Name, g.Owner, core.MessageOf(err))
 		}
@@ -189,7 +189,7 @@ func (c *Controller) unlock(ctx context.Context, held []HeldGrant, limit time.Du
 }
 
 // leaveOut has grants of a mode lacking.
-func (k *chest) leaveOut(held []HeldGrant, mode grant.Mode) {
+func (k *openedSecrets) leaveOut(held []Held, mode grant.Mode) {
 	for _, g := range held {
 		if g.Mode == mode {
 			delete(k.values, g.ID)
@@ -198,12 +198,12 @@ func (k *chest) leaveOut(held []HeldGrant, mode grant.Mode) {
 	}
 }
 
-// errReplaced is of a secret that is no longer the one of its grant: the rules have a newer version.
+// errReplaced says that a secret is no longer the one of its grant: the rules have a newer version.
 var errReplaced error = core.Errorf(core.Unavailable, core.CodeSecretUnavailable, "its secret was replaced a moment ago; try again")
 
-func (c *Controller) valueOf(ctx context.Context, g HeldGrant, opened map[string][]byte, failed map[string]error) (grant.Secret, error) {
+func (m *Manager) valueOf(ctx context.Context, g Held, opened map[string][]byte, failed map[string]error) (grant.Secret, error) {
 	if g.VaultRef != "" {
-		return c.readSource(ctx, g.ProjectID, g.VaultRef)
+		return m.readSource(ctx, g.ProjectID, g.VaultRef)
 	}
 	value, there := opened[g.SecretID]
 	if !there {
@@ -213,7 +213,7 @@ func (c *Controller) valueOf(ctx context.Context, g HeldGrant, opened map[string
 }
 
 // bundle returns the grants of a workspace for a proxy, and when they change. With lenient set it leaves out grants that do not fit.
-func (c *Controller) bundle(ctx context.Context, k *chest, w Workspace, held []HeldGrant, lenient bool) (grant.Bundle, time.Time, error) {
+func (m *Manager) bundle(ctx context.Context, k *openedSecrets, w Workspace, held []Held, lenient bool) (grant.Bundle, time.Time, error) {
 	until := k.now.Add(renewTime)
 	soon := func(d time.Duration) {
 		if at := k.now.Add(d); at.Before(until) {
@@ -246,7 +246,7 @@ func (c *Controller) bundle(ctx context.Context, k *chest, w Workspace, held []H
 	}
 	for i, fits := range slices.Backward(fit) {
 		if !fits {
-			c.log.WarnContext(ctx, "grant left out: the grants of the workspace exceed their bound", "workspace_id", w.ID, "grant_id", b.Grants[i].ID)
+			m.cfg.Log.WarnContext(ctx, "grant left out: the grants of the workspace exceed their bound", "workspace_id", w.ID, "grant_id", b.Grants[i].ID)
 			b.Grants = slices.Delete(b.Grants, i, i+1)
 		}
 	}

@@ -1,0 +1,96 @@
+package controller
+
+import (
+	"context"
+	"encoding/json"
+
+	"github.com/coppice-dev/coppice/controller/grants"
+	"github.com/coppice-dev/coppice/core"
+)
+
+// Grants are the egress rules and grants of workspaces.
+func (c *Controller) Grants() *grants.Manager { return c.grants }
+
+// newGrants makes the manager of a controller.
+func newGrants(c *Controller) *grants.Manager {
+	return grants.New(grants.Config{
+		Interval: c.cfg.LoopInterval, Runners: c.runners, Secrets: c.secrets, Source: c.cfg.Secrets, Log: c.log,
+		Audit: func(ctx context.Context, project core.ProjectID, object string, detail json.RawMessage) error {
+			o, _ := OriginOf(ctx)
+			o.Action = grants.ActionUnseal
+			return c.Audit(WithOrigin(ctx, o), AuditRecord{ProjectID: project, Object: object, Outcome: AuditSucceeded, Detail: detail})
+		},
+	}, grantStore{c.store})
+}
+
+// deliverRules delivers the rules of a workspace that were just changed, and returns the workspace as it is then.
+func (c *Controller) deliverRules(ctx context.Context, w Workspace) Workspace {
+	if _, applied := c.grants.ApplyNow(ctx, w.ForGrants()); applied {
+		if now, err := c.Workspace(ctx, w.ProjectID, w.ID); err == nil {
+			return now
+		}
+	}
+	return w
+}
+
+// grantStore runs the transactions of rules and grants.
+type grantStore struct{ store Store }
+
+// InProject implements grants.Store.
+func (s grantStore) InProject(ctx context.Context, project core.ProjectID, fn func(grants.Tx) error) error {
+	return s.store.InTx(ctx, InProject(project), func(tx Tx) error { return fn(tx) })
+}
+
+// InSystem implements grants.Store.
+func (s grantStore) InSystem(ctx context.Context, fn func(grants.Tx) error) error {
+	return s.store.InTx(ctx, System(), func(tx Tx) error { return fn(tx) })
+}
+
+// RulesTx orders forks and changes of rules.
+type RulesTx interface {
+	// HoldRules, and then a look at the rules of a workspace, keeps LockRules of the project waiting until this transaction ends.
+	HoldRules(project core.ProjectID)
+}
+
+// ForGrants returns what package grants knows of a workspace.
+func (w Workspace) ForGrants() grants.Workspace {
+	g := grants.Workspace{
+		ID: w.ID, ProjectID: w.ProjectID, Parent: w.Parent, State: w.State, Egress: w.Egress, Rules: w.Rules,
+		Sandbox: grants.Sandbox{
+			ID: w.Sandbox.ID, RunnerID: w.Sandbox.RunnerID, Endpoint: w.Sandbox.Endpoint, EgressKey: w.Sandbox.EgressKey, EgressURL: w.Sandbox.EgressURL,
+		},
+	}
+	if w.State.Final() {
+		g.Ended = notReady(w)
+	}
+	return g
+}
+
+// RulesPending reports whether a workspace runs on a host that is not known to have its present rules.
+func (w Workspace) RulesPending() bool { return w.ForGrants().Pending() }
+
+// origin has the rules that bound the forks of a checkpoint: those of its workspace. It is nil for a checkpoint of an image or a file.
+func (cp Checkpoint) origin() *grants.WorkspaceRules {
+	if cp.WorkspaceID == "" {
+		return nil
+	}
+	return &grants.WorkspaceRules{ID: cp.WorkspaceID, Egress: cp.Egress, Allow: cp.Allow}
+}
+
+// inherit gives children the grants of the workspace that they come from, as it has them now.
+func inherit(ctx context.Context, tx Tx, source Checkpoint, choice grants.Choice, children []Workspace) error {
+	if choice.None || source.WorkspaceID == "" || !source.Granted && len(choice.Names) == 0 {
+		return nil
+	}
+	var ids []core.WorkspaceID
+	for _, child := range children {
+		if child.Egress == core.EgressDenyAll {
+			ids = append(ids, child.ID)
+		}
+	}
+	granted, err := grants.Inherit(ctx, tx, source.WorkspaceID, choice, ids)
+	for i := range children {
+		children[i].Rules.Granted = granted && children[i].Egress == core.EgressDenyAll
+	}
+	return err
+}
