@@ -41,9 +41,9 @@ func TestFlowsAreCounted(t *testing.T) {
 		}
 	}
 	got := testmetrics.Of(t, reg)
-	const flows = "coppice_controller_flows_total "
-	maps.DeleteFunc(got, func(key string, _ float64) bool { return !strings.HasPrefix(key, flows) })
-	if len(got) != 2 || got[flows+"allowed tls"] != 834 || got[flows+"denied tls"] != 833 {
+	const counter = "coppice_controller_flows_total "
+	maps.DeleteFunc(got, func(key string, _ float64) bool { return !strings.HasPrefix(key, counter) })
+	if len(got) != 2 || got[counter+"allowed tls"] != 834 || got[counter+"denied tls"] != 833 {
 		t.Errorf("counted: %v", got)
 	}
 	list, err := w.Flows().List(t.Context(), w.project, ws.ID, flows.Filter{Limit: 3000})
