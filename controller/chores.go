@@ -21,6 +21,7 @@ func (c *Controller) chores() []Chore {
 		{Name: "expire", Every: expiryEvery, Do: c.expire},
 		{Name: "idle", Every: idleEvery, Do: c.expireIdle},
 		{Name: "partitions", Every: sweepInterval, Do: c.makePartitions},
+		{Name: "roll_usage", Every: sweepInterval, Do: c.rollUsage},
 		{Name: "sweep_tokens", Every: sweepInterval, Do: c.sweepTokens},
 		{Name: "prune", Every: sweepInterval, Do: c.pruneDeleted},
 		{Name: "sessions", Every: sessionsEvery, Do: c.sweepSessions},

@@ -480,7 +480,9 @@ type FleetTx interface {
 	// at most limit workspaces of one of them. Both leave out what another transaction works on.
 	FencedRunners(ctx context.Context, limit int) ([]core.RunnerID, error)
 	LoseWorkspaces(ctx context.Context, runner core.RunnerID, why Failure, limit int) ([]core.WorkspaceID, error)
-	// InsertUsage appends what sandboxes of the runner have used; WorkspaceUsage and CheckpointUsage sum it.
+	// RollUsage moves at most limit samples that earlier versions have written into the totals, and returns how many it moved.
+	RollUsage(ctx context.Context, limit int) (int, error)
+	// InsertUsage notes what sandboxes of the runner have used since their start; WorkspaceUsage and CheckpointUsage sum it.
 	InsertUsage(ctx context.Context, runner core.RunnerID, list []runnerapi.Usage) error
 	WorkspaceUsage(ctx context.Context, id core.WorkspaceID) (Usage, error)
 	CheckpointUsage(ctx context.Context, id core.CheckpointID) (Usage, error)

@@ -104,6 +104,11 @@ func (c *Controller) makePartitions(ctx context.Context) error {
 		of(TableFlows, c.cfg.FlowsKept), of(TableAttestations, c.cfg.AttestationsKept))
 }
 
+// rollUsage adds up the samples of earlier versions. A sandbox has one row afterwards instead of one for each minute.
+func (c *Controller) rollUsage(ctx context.Context) error {
+	return c.batches(ctx, movedBatch, func(tx Tx) (int, error) { return tx.RollUsage(ctx, movedBatch) })
+}
+
 // sweepTokens removes attach tokens that expired long ago.
 func (c *Controller) sweepTokens(ctx context.Context) error {
 	return c.batches(ctx, tokensBatch, func(tx Tx) (int, error) { return tx.SweepTokens(ctx, tokensBatch) })

@@ -31,8 +31,8 @@ func TestUsage(t *testing.T) {
 	w.report(runnerapi.Usage{SandboxID: first, CPUSeconds: 1.5, SentBytes: 100, ReceivedBytes: 10})
 	w.report(runnerapi.Usage{SandboxID: first, CPUSeconds: 2, SentBytes: 110, ReceivedBytes: 10}) // too soon to be written
 	w.report(runnerapi.Usage{SandboxID: core.NewID[core.SandboxID](), CPUSeconds: 99})            // nobody's
-	if n := w.number(`SELECT count(*) FROM usage_samples`); n != 1 {
-		t.Errorf("%d samples were written", n)
+	if n := w.number(`SELECT count(*) FROM usage_totals`); n != 1 {
+		t.Errorf("%d sandboxes have totals", n)
 	}
 	if after := w.number(`SELECT sum(xmin::text::bigint) FROM workspaces`); after != before {
 		t.Error("a heartbeat wrote a workspace's row")

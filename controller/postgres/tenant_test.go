@@ -30,6 +30,8 @@ func (d *db) populate(project core.ProjectID, from controller.Checkpoint) (contr
 	d.exec(`INSERT INTO retention_rounds (project_id, checkpoint_id, policy_version) VALUES ('` + string(project) + `', '` + string(cp.ID) + `', 1)`)
 	d.exec(`INSERT INTO usage_samples (project_id, workspace_id, sandbox_id, cpu_seconds, sent_bytes, received_bytes)
 		VALUES ('` + string(project) + `', '` + string(w.ID) + `', '` + string(w.Sandbox.ID) + `', 1, 1, 1)`)
+	d.exec(`INSERT INTO usage_totals (project_id, workspace_id, sandbox_id, cpu_seconds, sent_bytes, received_bytes)
+		VALUES ('` + string(project) + `', '` + string(w.ID) + `', '` + string(w.Sandbox.ID) + `', 1, 1, 1)`)
 	d.in(controller.InProject(project), func(ctx context.Context, tx controller.Tx) error {
 		var err error
 		if op, err = tx.InsertOperation(ctx, op, time.Minute); err != nil {

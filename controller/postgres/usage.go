@@ -9,19 +9,53 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// InsertUsage appends samples of a runner's own sandboxes. The statement's time is part of their key: two reports of one
-// transaction cannot be.
+// takeTotals keeps the largest of what was said of a sandbox. It comes after a relation of the columns of usage_totals.
+const takeTotals = `
+	ON CONFLICT (sandbox_id) DO UPDATE SET cpu_seconds = greatest(t.cpu_seconds, excluded.cpu_seconds), sent_bytes = greatest(t.sent_bytes, excluded.sent_bytes),
+		received_bytes = greatest(t.received_bytes, excluded.received_bytes), sampled_at = greatest(t.sampled_at, excluded.sampled_at)`
+
+// InsertUsage notes what a runner's own sandboxes have used.
 func (t *tx) InsertUsage(ctx context.Context, runner core.RunnerID, list []runnerapi.Usage) error {
 	if len(list) == 0 {
 		return nil
 	}
 	_, err := t.exec(ctx, `
-		INSERT INTO usage_samples (project_id, workspace_id, sandbox_id, cpu_seconds, sent_bytes, received_bytes, created_at)
-		SELECT s.project_id, s.workspace_id, s.id, greatest(v.cpu_seconds, 0), greatest(v.sent_bytes, 0), greatest(v.received_bytes, 0), clock_timestamp()
+		INSERT INTO usage_totals AS t (sandbox_id, project_id, workspace_id, cpu_seconds, sent_bytes, received_bytes)
+		SELECT s.id, s.project_id, s.workspace_id, greatest(max(v.cpu_seconds), 0), greatest(max(v.sent_bytes), 0), greatest(max(v.received_bytes), 0)
 		FROM jsonb_to_recordset(@rows::jsonb) AS v (sandbox_id text, cpu_seconds float8, sent_bytes bigint, received_bytes bigint)
 		JOIN sandboxes s ON s.id = v.sandbox_id AND s.runner_id = @runner
-		ON CONFLICT DO NOTHING`, args{"rows": list, "runner": runner})
+		GROUP BY s.id ORDER BY s.id`+takeTotals, args{"rows": list, "runner": runner})
 	return err
+}
+
+type lastRow struct {
+	Last string `db:"last"`
+}
+
+// RollUsage moves samples of earlier versions into the totals, sandbox by sandbox along the key: about limit of them, and the rest of the last
+// sandbox.
+func (t *tx) RollUsage(ctx context.Context, limit int) (int, error) {
+	last, err := inOrder[lastRow](ctx, t, `SELECT u.sandbox_id AS last FROM usage_samples u ORDER BY u.sandbox_id OFFSET @limit - 1 LIMIT 1`, args{"limit": limit})
+	if err != nil {
+		return 0, err
+	}
+	where, a := ``, args{}
+	if len(last) > 0 {
+		where, a = ` WHERE u.sandbox_id <= @last`, args{"last": last[0].Last}
+	}
+	rows, err := inOrder[movedRow](ctx, t, `
+		WITH gone AS (
+			DELETE FROM usage_samples u`+where+` RETURNING u.*
+		), kept AS (
+			INSERT INTO usage_totals AS t (sandbox_id, project_id, workspace_id, cpu_seconds, sent_bytes, received_bytes, sampled_at)
+			SELECT g.sandbox_id, min(g.project_id), min(g.workspace_id), max(g.cpu_seconds), max(g.sent_bytes), max(g.received_bytes), max(g.created_at)
+			FROM gone g GROUP BY g.sandbox_id ORDER BY g.sandbox_id`+takeTotals+`
+		)
+		SELECT count(*)::int AS moved FROM gone`, a)
+	if err != nil || len(rows) == 0 {
+		return 0, err
+	}
+	return rows[0].Moved, nil
 }
 
 type sumRow struct {
@@ -35,12 +69,14 @@ type sumRow struct {
 	SampledAt     *time.Time `db:"sampled_at"`
 }
 
-// usageOf sums over the relations ws (ids of workspaces) and cps (ids of checkpoints). Samples are cumulative: the largest of a
-// sandbox counts.
+// usageOf sums over the relations ws (ids of workspaces) and cps (ids of checkpoints). Reports are cumulative: the largest of a
+// sandbox counts. A sample of an earlier version is in usage_samples until it is in the totals.
 func (t *tx) usageOf(ctx context.Context, with string, a args) (controller.Usage, error) {
 	row, err := one[sumRow](ctx, t, nil, with+`, used AS (
-			SELECT max(u.cpu_seconds) AS cpu, max(u.sent_bytes) AS sent, max(u.received_bytes) AS received, max(u.created_at) AS at
-			FROM usage_samples u WHERE u.workspace_id IN (SELECT id FROM ws) GROUP BY u.sandbox_id
+			SELECT max(u.cpu_seconds) AS cpu, max(u.sent_bytes) AS sent, max(u.received_bytes) AS received, max(u.at) AS at FROM (
+				SELECT sandbox_id, cpu_seconds, sent_bytes, received_bytes, sampled_at AS at FROM usage_totals WHERE workspace_id IN (SELECT id FROM ws)
+				UNION ALL SELECT sandbox_id, cpu_seconds, sent_bytes, received_bytes, created_at FROM usage_samples WHERE workspace_id IN (SELECT id FROM ws)
+			) u GROUP BY u.sandbox_id
 		)
 		SELECT (SELECT count(*) FROM ws) AS workspaces, u.*, m.*, c.*
 		FROM (SELECT coalesce(sum(cpu), 0)::float8 AS cpu_seconds, coalesce(sum(sent), 0)::bigint AS sent_bytes,

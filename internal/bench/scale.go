@@ -91,8 +91,8 @@ func (r *scaleReport) show(w io.Writer) error {
 	h := r.Heartbeats
 	p.line("runners: %d joined at once, all had told everything after %s s; %d heartbeats were not answered%s", r.Runners-r.Runners/10, number(h.JoinS), h.JoinRefused, orWhy(h.Problem))
 	if h.Beats > 0 {
-		p.line("heartbeats: %d in %s s (%d of them whole): PostgreSQL %.3f of a core, %.3f without them; controllers and simulated runners %.2f; samples grow by %s MiB an hour",
-			h.Beats, number(h.Seconds), h.Whole, r.HeartbeatDBCPUShare, h.IdleDBShare, h.ProcessShare, number(float64(h.BytesPerHour)/mib))
+		p.line("heartbeats: %d in %s s (%d of them whole): PostgreSQL %.3f of a core, %.3f without them; controllers and simulated runners %.2f; usage of %d sandboxes: %s MiB",
+			h.Beats, number(h.Seconds), h.Whole, r.HeartbeatDBCPUShare, h.IdleDBShare, h.ProcessShare, h.UsageRows, number(float64(h.UsageBytes)/mib))
 	}
 	ch := r.Churn
 	if ch.Cycles > 0 {

@@ -99,10 +99,10 @@ type heartbeatLoad struct {
 	Problem      string      `json:"problem,omitempty"` // of the first heartbeat of the run that was not answered
 	JoinS        float64     `json:"join_s"`            // until all runners of the last step had named everything, who began at once
 	JoinRefused  int64       `json:"join_not_answered"`
-	IdleDBShare  float64     `json:"idle_db_cpu_share"`     // of one core, while no runner beats
-	ProcessShare float64     `json:"process_cpu_share"`     // of one core: the controllers and the simulated runners
-	BytesPerHour int64       `json:"history_bytes_an_hour"` // of samples of what sandboxes use
-	SampleRows   int64       `json:"sample_rows"`
+	IdleDBShare  float64     `json:"idle_db_cpu_share"` // of one core, while no runner beats
+	ProcessShare float64     `json:"process_cpu_share"` // of one core: the controllers and the simulated runners
+	UsageBytes   int64       `json:"usage_bytes"`       // of what sandboxes use, one row each
+	UsageRows    int64       `json:"usage_rows"`
 	Statements   []statement `json:"statements"` // the most expensive ones
 }
 
@@ -133,10 +133,6 @@ func (c *cell) measureHeartbeats(ctx context.Context, r *scaleReport) error {
 	if err := c.countStatements(ctx); err != nil {
 		return err
 	}
-	samples, _, err := c.usageSamples(ctx)
-	if err != nil {
-		return err
-	}
 	sent, whole, refused := c.beats.sent.Load(), c.beats.whole.Load(), c.beats.refused.Load()
 	meter, err := c.plane.meter()
 	if err != nil {
@@ -156,19 +152,11 @@ func (c *cell) measureHeartbeats(ctx context.Context, r *scaleReport) error {
 		return err
 	}
 	h.Statements = list[:min(len(list), 10)]
-	all, bytes, err := c.usageSamples(ctx)
-	h.SampleRows = all - samples
-	h.BytesPerHour = bytes / max(1, all) * 60 * r.Workspaces // one a minute of each
+	err = c.db.QueryRow(ctx, `SELECT (SELECT count(*) FROM usage_totals), pg_total_relation_size('usage_totals')`).Scan(&h.UsageRows, &h.UsageBytes)
 	if h.Beats == 0 {
 		err = errors.Join(err, errors.New("no runner beat"))
 	}
 	return errors.Join(err, c.beats.problem())
-}
-
-// usageSamples counts the rows of samples and their bytes.
-func (c *cell) usageSamples(ctx context.Context) (rows, bytes int64, err error) {
-	err = c.db.QueryRow(ctx, `SELECT (SELECT count(*) FROM usage_samples), (SELECT coalesce(sum(pg_total_relation_size(inhrelid)), 0)::bigint FROM pg_inherits WHERE inhparent = 'usage_samples'::regclass)`).Scan(&rows, &bytes)
-	return rows, bytes, err
 }
 
 // churn is what an hour of forks leaves behind.
