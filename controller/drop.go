@@ -3,6 +3,7 @@ package controller
 import (
 	"context"
 	"slices"
+	"sync"
 	"time"
 
 	"golang.org/x/sync/errgroup"
@@ -50,16 +51,20 @@ func (c *Controller) drop(ctx context.Context, ids ...core.SandboxID) {
 }
 
 // dropCheckpoints tells runners to delete those of the checkpoints whose committed rows are deleted or failed. A runner that
-// does not hear it is told at its next heartbeat.
+// does not hear it is told at its next heartbeat, and is not called again for the others.
 func (c *Controller) dropCheckpoints(ctx context.Context, list []Checkpoint) {
 	var group errgroup.Group
 	group.SetLimit(dropConcurrency)
+	var silent sync.Map // endpoints that did not answer
 	for _, cp := range list {
-		if cp.Endpoint == "" || !slices.Contains([]core.CheckpointState{core.CheckpointDeleted, core.CheckpointFailed}, cp.State) {
+		if _, ok := silent.Load(cp.Endpoint); ok || cp.Endpoint == "" || !slices.Contains([]core.CheckpointState{core.CheckpointDeleted, core.CheckpointFailed}, cp.State) {
 			continue
 		}
 		group.Go(func() error {
 			if err := c.runners.DeleteCheckpoint(ctx, cp.Endpoint, cp.ID); err != nil && core.CategoryOf(err) != core.NotFound {
+				if core.CategoryOf(err) == core.Unavailable {
+					silent.Store(cp.Endpoint, true)
+				}
 				c.log.InfoContext(ctx, "checkpoint left to the next heartbeat", "checkpoint_id", cp.ID, "err", err)
 			}
 			return nil

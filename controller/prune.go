@@ -122,15 +122,19 @@ func (c *Controller) walkSubtree(ctx context.Context, project core.ProjectID, id
 	return nil
 }
 
-// plan finds out what a policy does not keep. It reads the tree once, and calls renew, if there is one, now and then. Few plans are made at
-// a time, for their memory.
-func (c *Controller) plan(ctx context.Context, project core.ProjectID, id core.CheckpointID, policy RetentionPolicy, renew func() error) (retention.Plan, error) {
+// planFor is plan for a request. Few of them are made at a time, for their memory. The loop of the stored policies has one beside them.
+func (c *Controller) planFor(ctx context.Context, project core.ProjectID, id core.CheckpointID, policy RetentionPolicy) (retention.Plan, error) {
 	select {
 	case c.planning <- struct{}{}:
 		defer func() { <-c.planning }()
 	case <-ctx.Done():
 		return retention.Plan{}, context.Cause(ctx)
 	}
+	return c.plan(ctx, project, id, policy, nil)
+}
+
+// plan finds out what a policy does not keep. It reads the tree once, and calls renew, if there is one, now and then.
+func (c *Controller) plan(ctx context.Context, project core.ProjectID, id core.CheckpointID, policy RetentionPolicy, renew func() error) (retention.Plan, error) {
 	tree, renewed := retention.Tree{Most: maxTree}, time.Now()
 	err := c.walkSubtree(ctx, project, id, policy.Annotation, func(n retention.Node) (bool, error) {
 		if !tree.Add(n) {
@@ -153,7 +157,7 @@ func (c *Controller) PruneCheckpoints(ctx context.Context, project core.ProjectI
 	if err := policy.validate(); err != nil {
 		return Answer{}, err
 	}
-	plan, err := c.plan(ctx, project, id, policy, nil)
+	plan, err := c.planFor(ctx, project, id, policy)
 	if err != nil {
 		return Answer{}, err
 	}

@@ -268,3 +268,27 @@ func TestDeleteWhileSuspending(t *testing.T) {
 	}
 	w.consistent()
 }
+
+// TestPruneOnASilentRunner deletes checkpoints of a runner that no longer answers: it is not called for each of them.
+func TestPruneOnASilentRunner(t *testing.T) {
+	t.Parallel()
+	w := quiet(t)
+	ws := w.create("main")
+	const n = 40
+	for range n {
+		w.checkpoint(ws.ID)
+	}
+	w.runner.Hook(func(_ context.Context, at, _ string) error {
+		if at == runnertest.PointDeleteCheckpoint {
+			return runnertest.ErrVanish
+		}
+		return nil
+	})
+	a, err := w.PruneCheckpoints(t.Context(), w.project, ws.Parent, controller.RetentionPolicy{Policy: retention.Policy{MaxAge: time.Nanosecond}}, false, wait)
+	if err != nil || !a.Done || len(a.Result.Prune.Items) < n-1 {
+		t.Fatalf("%+v, %v", a, err)
+	}
+	if calls := w.runner.Calls(runnertest.PointDeleteCheckpoint); calls == 0 || calls > 16 { // eight at a time
+		t.Errorf("the runner was called %d times", calls)
+	}
+}

@@ -15,6 +15,7 @@ const (
 	retentionRest  = 20              // times as long as its plan took, a policy rests: large trees take a twentieth of a processor
 	retentionIdle  = time.Hour       // then a tree is read without any change
 	planUse        = 5 * time.Minute // how long deletions follow one plan
+	retentionTurns = 10              // full batches in one turn of the loop
 )
 
 // RetentionRound is a policy that is due.
@@ -41,18 +42,27 @@ func (c *Controller) retainLoop(ctx context.Context) {
 	})
 }
 
-// retain works on the policies that are due. One that fails is tried again after a minute, and does not stop the others.
+// retain works on the policies that are due. One that fails is tried again after a minute or more, and does not stop the others.
 func (c *Controller) retain(ctx context.Context) error {
-	list, err := read(ctx, c, System(), func(tx Tx) ([]Retention, error) { return tx.DueRetentions(ctx, retentionBatch) })
-	for _, r := range list {
-		if ctx.Err() != nil {
+	var problem error
+	for range retentionTurns {
+		list, err := read(ctx, c, System(), func(tx Tx) ([]Retention, error) { return tx.DueRetentions(ctx, retentionBatch) })
+		if err != nil {
+			return err
+		}
+		for _, r := range list {
+			if ctx.Err() != nil {
+				return problem
+			}
+			if failed := c.retainOne(ctx, r); failed != nil {
+				problem = failed
+			}
+		}
+		if len(list) < retentionBatch {
 			break
 		}
-		if failed := c.retainOne(ctx, r); failed != nil {
-			err = failed
-		}
 	}
-	return err
+	return problem
 }
 
 func (c *Controller) retainOne(ctx context.Context, r Retention) error {
@@ -70,15 +80,14 @@ func (c *Controller) retainOne(ctx context.Context, r Retention) error {
 	if core.CodeOf(err) == core.CodeCheckpointNotFound { // its tree is gone for good
 		return c.store.InTx(ctx, scope, func(tx Tx) error { return tx.DeleteRetention(ctx, r.Checkpoint) })
 	}
-	end := RetentionEnd{Failed: true, Rest: retentionEvery / 2}
+	planned := time.Now()
+	end := RetentionEnd{Failed: err != nil, Rest: max(retentionEvery/2, retentionRest*planned.Sub(began)), Due: began.Add(retentionIdle)}
 	if err == nil {
-		took := time.Since(began)
-		end = RetentionEnd{Rest: max(end.Rest, retentionRest*took), Due: began.Add(retentionIdle)}
 		if !plan.NextAge.IsZero() && plan.NextAge.Before(end.Due) {
 			end.Due = plan.NextAge
 		}
-		if err = c.carryOut(ctx, r, plan, began.Add(max(planUse, retentionRest*took)), renew); err != nil {
-			end.Failed, end.Rest = true, retentionEvery/2
+		if err = c.carryOut(ctx, r, plan, planned.Add(planUse), renew); err != nil {
+			end.Failed = true
 		}
 	}
 	if finished := c.store.InTx(context.WithoutCancel(ctx), scope, func(tx Tx) error { return tx.EndRetention(ctx, round, end) }); err == nil {
@@ -90,14 +99,20 @@ func (c *Controller) retainOne(ctx context.Context, r Retention) error {
 // carryOut deletes what a plan removes, operation by operation, the newest first. What is left when the plan is too old is planned anew.
 func (c *Controller) carryOut(ctx context.Context, r Retention, plan retention.Plan, until time.Time, renew func() error) error {
 	for left := plan.Remove; len(left) > 0 && time.Now().Before(until) && ctx.Err() == nil; left = left[:max(0, len(left)-MaxPrune)] {
-		done, err := c.prune(ctx, r.ProjectID, pruneOf(plan, left), false, retentionLease/4)
-		for err == nil && !done.Done {
+		done, err := c.prune(ctx, r.ProjectID, pruneOf(plan, left), false, 0)
+		for err == nil && !done.Done && time.Now().Before(until) {
 			if err = renew(); err == nil {
 				done, err = c.Operation(ctx, r.ProjectID, done.Operation.ID, retentionLease/4)
+			}
+			if err == nil && done.Operation.Problem != nil {
+				err = &OperationError{done.Operation.ID, done.Operation.Problem}
 			}
 		}
 		if err != nil {
 			return err
+		}
+		if !done.Done { // it goes on by itself
+			return nil
 		}
 		c.log.InfoContext(ctx, "retention policy carried out", "checkpoint_id", r.Checkpoint, "checkpoints", len(done.Result.Prune.Items), "bytes", done.Result.Prune.Bytes())
 		if err := renew(); err != nil {

@@ -147,3 +147,30 @@ func TestRetentionGoesOn(t *testing.T) {
 	}
 	wantCode(t, renew(turn), core.CodeStateConflict)
 }
+
+// TestRetentionThatFails has the operation of a policy fail. The round fails, and a later one does the work.
+func TestRetentionThatFails(t *testing.T) {
+	t.Parallel()
+	w := quiet(t)
+	ctx := t.Context()
+	ws := w.create("main")
+	w.grow(w.checkpoint(ws.ID).ID, 30, 20)
+	w.sql(`CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RAISE EXCEPTION 'no row is deleted here'; END $$;
+		CREATE TRIGGER refuse BEFORE UPDATE ON checkpoints FOR EACH ROW WHEN (NEW.state = 'deleted') EXECUTE FUNCTION refuse()`)
+	if _, err := w.PutRetention(ctx, w.project, ws.Parent, controller.RetentionPolicy{Policy: retention.Policy{MaxAge: 24 * time.Hour}}); err != nil {
+		t.Fatal(err)
+	}
+	eventually(t, "nobody else has it", func() bool {
+		w.settle()
+		return w.number(`SELECT count(*) FROM retention_rounds WHERE claimed_until > now()`) == 0 && w.Retain(ctx) != nil
+	})
+	const live = `SELECT count(*) FROM checkpoints WHERE id LIKE 'ckpt_bulk%' AND state = 'captured'`
+	if n := w.number(live); n != 30 {
+		t.Errorf("%d are left though their rows cannot change", n)
+	}
+	w.sql(`DROP TRIGGER refuse ON checkpoints`)
+	w.settle()
+	if err := w.Retain(ctx); err != nil || w.number(live) != 10 {
+		t.Errorf("%d are left, %v", w.number(live), err)
+	}
+}

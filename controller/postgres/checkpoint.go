@@ -337,7 +337,7 @@ func (t *tx) uses(ctx context.Context, ids []core.CheckpointID, spare bool) ([]u
 		return nil, err
 	}
 	return many[useRow](ctx, t, `
-		SELECT c.id, c.state, coalesce((SELECT r.endpoint FROM runners r WHERE r.id = c.runner_id), '') AS endpoint,
+		SELECT c.id, c.state, coalesce((SELECT r.endpoint FROM runners r WHERE r.id = c.runner_id AND r.fenced_at IS NULL AND r.removed_at IS NULL), '') AS endpoint,
 			coalesce((SELECT o.id FROM operations o WHERE o.checkpoint_id = c.id AND o.state IN ('pending', 'running') LIMIT 1), '') AS operation,
 			coalesce((SELECT w.id FROM workspaces w WHERE w.checkpoint_id = c.id AND w.state = 'suspended' AND w.ended_at IS NULL LIMIT 1), '') AS suspended,
 			coalesce((SELECT w.id FROM workspaces w WHERE @spare AND w.checkpoint_id = c.id AND w.ended_at IS NULL LIMIT 1),

@@ -143,14 +143,14 @@ func (t *tx) Retention(ctx context.Context, id core.CheckpointID) (controller.Re
 const lastAudit = ` LEFT JOIN LATERAL (
 	SELECT a.id, a.created_at FROM audit_records a WHERE a.project_id = p.project_id AND a.created_at > now() - interval '40 days' ORDER BY a.id DESC LIMIT 1) last ON true`
 
-// DueRetentions looks at each policy, and for its project at the end of one index.
+// DueRetentions looks at each policy, and for its project at the end of one index. Projects take turns.
 func (t *tx) DueRetentions(ctx context.Context, limit int) ([]controller.Retention, error) {
 	rows, err := inOrder[retentionRow](ctx, t, `
 		SELECT p.project_id, p.checkpoint_id, p.policy, p.version, p.updated_at FROM retention_policies p
 		LEFT JOIN retention_rounds r ON r.project_id = p.project_id AND r.checkpoint_id = p.checkpoint_id`+lastAudit+`
 		WHERE r.project_id IS NULL OR r.claimed_until <= now()
 			AND (r.policy_version <> p.version OR r.next_at <= now() AND (r.due_at <= now() OR r.audit_id IS DISTINCT FROM coalesce(last.id, 0)))
-		ORDER BY coalesce(r.next_at, '-infinity') LIMIT @limit`, args{"limit": limit})
+		ORDER BY row_number() OVER (PARTITION BY p.project_id ORDER BY coalesce(r.next_at, '-infinity')), coalesce(r.next_at, '-infinity') LIMIT @limit`, args{"limit": limit})
 	list := make([]controller.Retention, len(rows))
 	for i, r := range rows {
 		list[i] = r.retention()
@@ -173,7 +173,8 @@ func (t *tx) ClaimRetention(ctx context.Context, r controller.Retention, lease t
 			now() + make_interval(secs => @lease)
 		FROM retention_policies p`+lastAudit+` WHERE p.project_id = @project AND p.checkpoint_id = @id AND p.version = @version
 		ON CONFLICT ON CONSTRAINT retention_rounds_pkey DO UPDATE SET policy_version = excluded.policy_version, audit_id = excluded.audit_id,
-			claimed_until = excluded.claimed_until, due_at = now(), turn = r.turn + 1 WHERE r.claimed_until <= now()
+			claimed_until = excluded.claimed_until, due_at = now(), turn = r.turn + 1
+			WHERE r.claimed_until <= now() AND (r.policy_version <> excluded.policy_version OR r.next_at <= now())
 		RETURNING turn`, args{"project": r.ProjectID, "id": r.Checkpoint, "version": r.Version, "lease": lease.Seconds(), "settled": (2 * callTimeout).Seconds()})
 	if err != nil || len(rows) == 0 {
 		return 0, err
