@@ -35,5 +35,8 @@ func (s flowStore) InSystem(ctx context.Context, fn func(flows.Tx) error) error 
 
 // tidyFlows is the periodic job that keeps the journal's partitions and its counts.
 func (c *Controller) tidyFlows(ctx context.Context) error {
-	return c.parts(ctx, part{"flow_partitions", c.journal.MakePartitions}, part{"fold_flow_counts", c.journal.FoldCounts}, part{"flow_counts", c.journal.RemoveOldCounts})
+	return c.parts(ctx,
+		part{"flow_partitions", c.journal.MakePartitions},
+		part{"fold_flow_counts", c.journal.FoldCounts},
+		part{"flow_counts", c.journal.RemoveOldCounts})
 }

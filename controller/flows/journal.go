@@ -60,7 +60,8 @@ func (j *Journal) Record(ctx context.Context, runner core.RunnerID, in runnerapi
 			return err
 		}
 		if foreign > 0 || odd > 0 {
-			j.cfg.Log.WarnContext(ctx, "a runner told of flows that are not its own, or are none", "runner_id", runner, "sandboxes", foreign, "flows", odd)
+			j.cfg.Log.WarnContext(ctx, "a runner told of flows that are not its own, or are none",
+				"runner_id", runner, "sandboxes", foreign, "flows", odd)
 		}
 		if kept.Omitted > 0 {
 			j.omitted.Add(float64(kept.Omitted))

@@ -180,7 +180,7 @@ func (m *Manager) open(ctx context.Context, held []Held, limit time.Duration) (*
 			k.values[g.ID] = value
 		case limit > 0 && whole.Err() == nil:
 			k.lacking[g.ID] = true
-			m.cfg.Log.WarnContext(ctx, "the secret of a grant cannot be had", "workspace_id", g.Workspace, "grant_id", g.Name, "err", err)
+			m.cfg.Log.WarnContext(ctx, "the secret of a grant is not available", "workspace_id", g.Workspace, "grant_id", g.Name, "err", err)
 		default:
 			return nil, core.Wrapf(err, core.CategoryOf(err), core.CodeOf(err), "grant %s of workspace %s: %s", g.Name, g.Owner, core.MessageOf(err))
 		}
@@ -246,7 +246,8 @@ func (m *Manager) bundle(ctx context.Context, k *openedSecrets, w Workspace, hel
 	}
 	for i, fits := range slices.Backward(fit) {
 		if !fits {
-			m.cfg.Log.WarnContext(ctx, "grant left out: the grants of the workspace exceed their bound", "workspace_id", w.ID, "grant_id", b.Grants[i].ID)
+			m.cfg.Log.WarnContext(ctx, "grant left out: the grants of the workspace exceed their bound",
+				"workspace_id", w.ID, "grant_id", b.Grants[i].ID)
 			b.Grants = slices.Delete(b.Grants, i, i+1)
 		}
 	}

@@ -75,7 +75,8 @@ func (m *Manager) Put(ctx context.Context, project core.ProjectID, id core.Works
 	if err != nil {
 		return held, w, err
 	}
-	m.cfg.Log.InfoContext(ctx, "grant given", "workspace_id", id, "grant_id", name, "provider", held.Provider, "mode", held.Mode, "hosts", held.Hosts)
+	m.cfg.Log.InfoContext(ctx, "grant given",
+		"workspace_id", id, "grant_id", name, "provider", held.Provider, "mode", held.Mode, "hosts", held.Hosts)
 	w, _ = m.ApplyNow(ctx, w)
 	return held, w, nil
 }

@@ -196,7 +196,8 @@ func (m *Manager) deliverOne(ctx context.Context, w Workspace, limit time.Durati
 		err = bundled[0].less
 	}
 	if err != nil {
-		m.cfg.Log.InfoContext(ctx, "egress rules not in force yet", "workspace_id", w.ID, "runner_id", w.Sandbox.RunnerID, "rules_version", w.Rules.Version, "err", err)
+		m.cfg.Log.InfoContext(ctx, "egress rules not in force yet",
+			"workspace_id", w.ID, "runner_id", w.Sandbox.RunnerID, "rules_version", w.Rules.Version, "err", err)
 		return Given{}, err
 	}
 	return bundled[0].Given, nil

@@ -236,7 +236,8 @@ func grantHost(s string) (string, error) {
 // allowedHosts refuses a grant for hosts that a workspace may not reach.
 func allowedHosts(w Workspace, g Grant) error {
 	if w.Egress == core.EgressAllowAll {
-		return core.Errorf(core.FailedPrecondition, core.CodeInvalidField, "workspace %s has egress policy allow-all, under which nothing of its goes through the proxy that puts secrets in; fork it with deny-all", w.ID)
+		return core.Errorf(core.FailedPrecondition, core.CodeInvalidField,
+			"workspace %s has egress policy allow-all, under which nothing of its goes through the proxy that puts secrets in; fork it with deny-all", w.ID)
 	}
 	p, err := policy.Parse("network.allow", w.Rules.Allow)
 	if err != nil {
@@ -248,7 +249,8 @@ func allowedHosts(w Workspace, g Grant) error {
 			return err
 		}
 		if _, ok := p.Allows(h, port, core.SpokenTLS); !ok {
-			return core.Errorf(core.FailedPrecondition, core.CodeGrantHostDenied, "workspace %s may not reach %s, so a secret for it would be of no use; allow it first: coppice ws network %s --allow %s …", w.ID, t, w.ID, h)
+			return core.Errorf(core.FailedPrecondition, core.CodeGrantHostDenied,
+				"workspace %s may not reach %s, so a secret for it would be of no use; allow it first: coppice ws network %s --allow %s …", w.ID, t, w.ID, h)
 		}
 	}
 	return nil

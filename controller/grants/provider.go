@@ -43,7 +43,8 @@ func (r *Request) fill(name string) error {
 	}
 	p, known := providers[r.Provider]
 	if !known {
-		return core.Errorf(core.Invalid, core.CodeInvalidField, "provider: %q is not known; leave it out, or give %s, and say what differs", core.Clip(r.Provider), ProviderCustom)
+		return core.Errorf(core.Invalid, core.CodeInvalidField,
+			"provider: %q is not known; leave it out, or give %s, and say what differs", core.Clip(r.Provider), ProviderCustom)
 	}
 	if r.Mode == "" {
 		r.Mode = p.mode

@@ -75,7 +75,8 @@ func roomFor(g Grant, held []Held) error {
 func roomForOwn(ctx context.Context, tx Tx, project core.ProjectID) error {
 	n, err := tx.CountGrants(ctx, project)
 	if err == nil && n >= MaxProjectGrants {
-		err = core.Errorf(core.Exhausted, core.CodeQuotaExceeded, "the workspaces of the project own %d grants, the maximum; revoke some, also those of ended workspaces", n)
+		err = core.Errorf(core.Exhausted, core.CodeQuotaExceeded,
+			"the workspaces of the project own %d grants, the maximum; revoke some, also those of ended workspaces", n)
 	}
 	return err
 }

@@ -113,7 +113,8 @@ func CheckMode(mode core.EgressPolicy, allow []string) error {
 // is out of the whole tree below.
 func ChangeRules(ctx context.Context, tx Tx, w Workspace, allow []string) error {
 	if w.Egress == core.EgressAllowAll {
-		return core.Errorf(core.FailedPrecondition, core.CodeInvalidField, "network.allow: workspace %s has egress policy allow-all, under which there are no rules; fork it with deny-all", w.ID)
+		return core.Errorf(core.FailedPrecondition, core.CodeInvalidField,
+			"network.allow: workspace %s has egress policy allow-all, under which there are no rules; fork it with deny-all", w.ID)
 	}
 	parent, err := tx.ForkedFrom(ctx, w.ID)
 	if err != nil {

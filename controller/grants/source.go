@@ -17,7 +17,8 @@ type SecretSource interface {
 
 func (m *Manager) secretSource() (SecretSource, error) {
 	if m.cfg.Source == nil {
-		return nil, core.Errorf(core.Unavailable, core.CodeSecretUnavailable, "vault_ref: this controller knows no place that secrets are in; start controllers with --vault-addr, or give the secret itself")
+		return nil, core.Errorf(core.Unavailable, core.CodeSecretUnavailable,
+			"vault_ref: this controller knows no place that secrets are in; start controllers with --vault-addr, or give the secret itself")
 	}
 	return m.cfg.Source, nil
 }
