@@ -76,6 +76,7 @@ func TestSweepGoesOn(t *testing.T) {
 	exec(`ALTER TABLE reseal_reports_default RENAME TO reseal_reports_odd`)
 	exec(`REVOKE DELETE ON flow_batches FROM coppice_app`)
 
+	delete(chores, "roll_usage") // it removes samples, too: here the partitions have to move them
 	failed := map[string]bool{}
 	for name, c := range chores {
 		if err := c.Do(t.Context()); err != nil {

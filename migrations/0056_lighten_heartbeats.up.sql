@@ -1,5 +1,25 @@
 -- Heartbeats write less.
 
+-- A heartbeat changes nothing of a runner that the audit log has. To find that out from rows as JSON costs more than the change itself. Runners are
+-- locked first, as heartbeats do.
+CREATE FUNCTION coppice_runner_changed(was runners, now_ runners) RETURNS boolean LANGUAGE plpgsql IMMUTABLE AS $$
+BEGIN
+    was.heartbeat_at := now_.heartbeat_at;
+    was.lease_expires_at := now_.lease_expires_at;
+    was.allocated := now_.allocated;
+    was.disk_free_mb := now_.disk_free_mb;
+    was.beat := now_.beat;
+    was.beat_epoch := now_.beat_epoch;
+    was.beat_at := now_.beat_at;
+    was.data_log := now_.data_log;
+    was.data_recorded := now_.data_recorded;
+    RETURN was IS DISTINCT FROM now_;
+END
+$$;
+DROP TRIGGER runners_audit ON runners;
+CREATE TRIGGER runners_begin_audit AFTER INSERT OR DELETE ON runners FOR EACH ROW EXECUTE FUNCTION coppice_audit_row('id');
+CREATE TRIGGER runners_audit AFTER UPDATE ON runners FOR EACH ROW WHEN (coppice_runner_changed(OLD, NEW)) EXECUTE FUNCTION coppice_audit_row('id');
+
 -- What each sandbox has used. Reports are cumulative, so one row says all that the samples of a sandbox say. Samples are written no more;
 -- controllers add those that are there, and those that controllers of an older version write, to the totals and remove them.
 CREATE TABLE usage_totals (
@@ -22,22 +42,3 @@ CREATE POLICY usage_totals_tenant ON usage_totals
 
 DROP TRIGGER usage_samples_append_only ON usage_samples;
 GRANT DELETE ON usage_samples TO coppice_app;
-
--- A heartbeat changes nothing of a runner that the audit log has. To find that out from rows as JSON costs more than the change itself.
-CREATE FUNCTION coppice_runner_changed(was runners, now_ runners) RETURNS boolean LANGUAGE plpgsql IMMUTABLE AS $$
-BEGIN
-    was.heartbeat_at := now_.heartbeat_at;
-    was.lease_expires_at := now_.lease_expires_at;
-    was.allocated := now_.allocated;
-    was.disk_free_mb := now_.disk_free_mb;
-    was.beat := now_.beat;
-    was.beat_epoch := now_.beat_epoch;
-    was.beat_at := now_.beat_at;
-    was.data_log := now_.data_log;
-    was.data_recorded := now_.data_recorded;
-    RETURN was IS DISTINCT FROM now_;
-END
-$$;
-DROP TRIGGER runners_audit ON runners;
-CREATE TRIGGER runners_begin_audit AFTER INSERT OR DELETE ON runners FOR EACH ROW EXECUTE FUNCTION coppice_audit_row('id');
-CREATE TRIGGER runners_audit AFTER UPDATE ON runners FOR EACH ROW WHEN (coppice_runner_changed(OLD, NEW)) EXECUTE FUNCTION coppice_audit_row('id');

@@ -29,19 +29,20 @@ func (t *tx) InsertUsage(ctx context.Context, runner core.RunnerID, list []runne
 }
 
 type lastRow struct {
-	Last string `db:"last"`
+	Last string    `db:"last"`
+	At   time.Time `db:"at"`
 }
 
-// RollUsage moves samples of earlier versions into the totals, sandbox by sandbox along the key: about limit of them, and the rest of the last
-// sandbox.
+// RollUsage moves samples of earlier versions into the totals along the key, at most limit of them. A total is the largest report, so the samples
+// of a sandbox may move in parts.
 func (t *tx) RollUsage(ctx context.Context, limit int) (int, error) {
-	last, err := inOrder[lastRow](ctx, t, `SELECT u.sandbox_id AS last FROM usage_samples u ORDER BY u.sandbox_id OFFSET @limit - 1 LIMIT 1`, args{"limit": limit})
+	last, err := inOrder[lastRow](ctx, t, `SELECT u.sandbox_id AS last, u.created_at AS at FROM usage_samples u ORDER BY u.sandbox_id, u.created_at OFFSET @limit - 1 LIMIT 1`, args{"limit": limit})
 	if err != nil {
 		return 0, err
 	}
 	where, a := ``, args{}
 	if len(last) > 0 {
-		where, a = ` WHERE u.sandbox_id <= @last`, args{"last": last[0].Last}
+		where, a = ` WHERE (u.sandbox_id, u.created_at) <= (@last, @at::timestamptz)`, args{"last": last[0].Last, "at": last[0].At}
 	}
 	rows, err := inOrder[movedRow](ctx, t, `
 		WITH gone AS (
