@@ -18,7 +18,7 @@ func (r *Runner) Adopt(like runnerapi.Checkpoint, sandboxes []runnerapi.Sandbox,
 	shared := newGuest() // nobody writes to the guest of a checkpoint
 	for _, id := range ids {
 		cp := &checkpoint{Checkpoint: like, guest: shared}
-		cp.ID = id
+		cp.ID, cp.Parent = id, "" // the rows know its parent
 		r.checkpoints[id] = cp
 	}
 	for _, s := range sandboxes {

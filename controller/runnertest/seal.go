@@ -223,7 +223,7 @@ func (r *Runner) take(ctx context.Context, in runnerapi.Fork) error {
 	mine := held && (!in.Verify || cp.manifest != "")
 	r.mu.Unlock()
 	if mine {
-		if want := in.Expected; want != nil && want.Parent != cp.Parent {
+		if want := in.Expected; want != nil && cp.Parent != "" && want.Parent != cp.Parent { // what Adopt has made has none
 			return core.Errorf(core.DataLoss, core.CodeManifestInvalid, "the manifest of checkpoint %s has another parent than the controller's row, so it is refused", in.CheckpointID)
 		}
 		return nil
