@@ -11,23 +11,24 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// Only the functions in this file destroy something on a runner. Each one needs a committed row
-// that says so. A controller that stood still may have lost its lease. Another controller may then
-// have made ready what the first one believes to have failed.
+// Only the functions in this file destroy something on a runner. Each one does so only if a
+// committed row allows it. The reason: a controller that was suspended for a while may have lost its
+// lease without knowing. It may then believe that a sandbox has failed, while another controller has
+// made it ready.
 
 const (
 	dropTimeout     = 10 * time.Second
 	dropConcurrency = 8
 )
 
-// drop tells runners to take down the given sandboxes whose rows have ended. An ended row never
-// lives again. All other sandboxes stay as they are, whatever the caller believes. A runner that is
-// not reached is told at its next heartbeat.
+// drop tells runners to take down those of the given sandboxes whose rows have ended. An ended row
+// never lives again. All other sandboxes stay as they are, whatever the caller believes. If a runner
+// cannot be reached, the answer to its next heartbeat tells it.
 func (c *Controller) drop(ctx context.Context, ids ...core.SandboxID) {
 	if len(ids) == 0 {
 		return
 	}
-	ctx, cancel := context.WithTimeout(ctx, dropTimeout) // a controller that stops does not wait for it
+	ctx, cancel := context.WithTimeout(ctx, dropTimeout) // so that a controller that stops does not wait long
 	defer cancel()
 	ended, err := read(ctx, c, System(), func(tx Tx) ([]Sandbox, error) { return tx.EndedSandboxes(ctx, ids) })
 	if err != nil {
@@ -50,8 +51,8 @@ func (c *Controller) drop(ctx context.Context, ids ...core.SandboxID) {
 	_ = group.Wait() // none of them fails
 }
 
-// dropCheckpoints tells runners to delete those of the checkpoints whose committed rows are deleted or failed. A runner that
-// does not hear it is told at its next heartbeat, and is not called again for the others.
+// dropCheckpoints tells runners to delete those of the checkpoints whose committed rows are deleted or failed. If a runner cannot
+// be reached, the function does not call it for further checkpoints; the answer to its next heartbeat tells it.
 func (c *Controller) dropCheckpoints(ctx context.Context, list []Checkpoint) {
 	var group errgroup.Group
 	group.SetLimit(dropConcurrency)
@@ -73,8 +74,8 @@ func (c *Controller) dropCheckpoints(ctx context.Context, list []Checkpoint) {
 	_ = group.Wait() // none of them fails
 }
 
-// takeDown insists until a sandbox of a terminating workspace is gone: a terminated workspace must not run. No workspace comes
-// back from terminating, so a controller that has lost its lease does no harm here.
+// takeDown tries until a sandbox of a terminating workspace is gone, because a terminated workspace must not run. A terminating
+// workspace never becomes ready again, so a controller that has lost its lease does no harm here.
 func (c *Controller) takeDown(ctx context.Context, s Sandbox) error {
 	for wait := 100 * time.Millisecond; ; wait = min(2*wait, c.cfg.LoopInterval) {
 		err := c.runners.DeleteSandbox(ctx, s.Endpoint, s.ID)
@@ -92,7 +93,7 @@ func (c *Controller) takeDown(ctx context.Context, s Sandbox) error {
 		if err := pause(ctx, wait); err != nil {
 			return err
 		}
-		// It may have moved to another address; its row knows.
+		// The runner may have another address now. It is in the runner's row.
 		_ = c.store.InTx(ctx, System(), func(tx Tx) error {
 			list, err := tx.Sandboxes(ctx, []core.SandboxID{s.ID})
 			if err == nil && len(list) == 1 {

@@ -11,8 +11,8 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// newIdentity draws what a sandbox shares with no other. Only the address comes from a pool; the database's unique indexes
-// have the last word about all of it.
+// newIdentity makes the identity of a sandbox, with values that no other sandbox has. Only the address comes from a pool. Unique
+// indexes of the database reject what is taken.
 func newIdentity(hostname, address string) (core.Identity, error) {
 	ip, err := netip.ParseAddr(address)
 	if err != nil {
@@ -32,14 +32,15 @@ func newIdentity(hostname, address string) (core.Identity, error) {
 	}, nil
 }
 
-// AddressesWanted says for which sandboxes addresses are drawn. All are of one tree.
+// AddressesWanted describes new sandboxes of one tree that need addresses.
 type AddressesWanted struct {
 	Tree    string
-	Runners []core.RunnerID // where each will be
+	Runners []core.RunnerID // the runner of each sandbox
 	Except  []string        // addresses that none of them may have
 }
 
-// addressesFor draws an address for each runner, for sandboxes of a tree. Except are addresses that may be free, and would confuse.
+// addressesFor draws an address for each runner, for sandboxes of a tree. It never draws the addresses in except: they may be free, but a
+// guest would confuse them with its own old address.
 func addressesFor(ctx context.Context, tx Tx, tree string, runners []Runner, except ...string) ([]string, error) {
 	ids := make([]core.RunnerID, len(runners))
 	for i, r := range runners {
@@ -50,8 +51,8 @@ func addressesFor(ctx context.Context, tx Tx, tree string, runners []Runner, exc
 
 const maxLabel = 63
 
-// hostnameOf is the workspace's name, or the name with a random end when the plain one is taken: by a sandbox that a
-// restore is about to replace, or by a workspace that is called like an earlier such host.
+// hostnameOf is the workspace's name or, if another sandbox has this hostname, the name with a random suffix. The other sandbox is one that
+// a restore is about to replace, or one that got this hostname earlier as a name with a suffix.
 func hostnameOf(name string, plain bool) string {
 	if plain {
 		return name

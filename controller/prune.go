@@ -11,22 +11,22 @@ import (
 )
 
 const (
-	// MaxPrune is how many checkpoints one operation deletes.
+	// MaxPrune bounds the checkpoints that one operation deletes.
 	MaxPrune   = 2000
-	pruneBatch = 100       // in one transaction
-	maxTree    = 2_000_000 // nodes of one plan, of about 150 bytes each in memory
-	planPlaces = 2         // plans that are made at once; of stored policies, one
+	pruneBatch = 100       // checkpoints that one transaction deletes
+	maxTree    = 2_000_000 // nodes of one plan; each takes about 150 bytes of memory
+	planPlaces = 2         // plans for requests that are made at the same time; the loop of stored policies makes one more
 
 	reasonCascade = "cascade"
 )
 
-// RetentionPolicy is retention.Policy with where the score is.
+// RetentionPolicy is a retention.Policy, with the annotation that has the score.
 type RetentionPolicy struct {
 	retention.Policy
-	Annotation string // whose number is the score
+	Annotation string // the key of the annotation; its number is the score
 }
 
-// Retention is the stored policy of a checkpoint and what grew from it.
+// Retention is the stored policy of a checkpoint and of everything that grew from it.
 type Retention struct {
 	ProjectID  core.ProjectID
 	Checkpoint core.CheckpointID
@@ -35,26 +35,26 @@ type Retention struct {
 	UpdatedAt  time.Time
 }
 
-// PruneResult is what is to be deleted, or was.
+// PruneResult is what an operation will delete, or has deleted.
 type PruneResult struct {
 	DryRun    bool        `json:"-"`
 	Items     []PruneItem `json:"items"` // at most MaxPrune
 	Planned   int         `json:"planned,omitempty"`
 	Kept      int         `json:"kept"`
 	KeptBytes int64       `json:"kept_bytes"`
-	Over      bool        `json:"over,omitempty"`      // what had to be kept is more than the policy's bytes
+	Over      bool        `json:"over,omitempty"`      // the checkpoints that had to be kept have more bytes than the policy allows
 	Truncated bool        `json:"truncated,omitempty"` // there is more to delete
 }
 
-// PruneItem is one checkpoint that goes.
+// PruneItem is one checkpoint to delete.
 type PruneItem struct {
 	ID      core.CheckpointID `json:"checkpoint_id"`
 	Reason  string            `json:"reason"`
 	Bytes   int64             `json:"bytes"`
-	Skipped string            `json:"skipped,omitempty"` // why it was left after all
+	Skipped string            `json:"skipped,omitempty"` // why it was not deleted
 }
 
-// Bytes is the sum of the items that went.
+// Bytes is the sum of the items that were not skipped.
 func (r *PruneResult) Bytes() int64 {
 	var sum int64
 	for _, i := range r.Items {
@@ -72,34 +72,35 @@ func (p RetentionPolicy) validate() error {
 	return nil
 }
 
-// SubtreeWalk is how far a walk through a checkpoint and what grew from it has come. Only ID is set at its beginning.
+// SubtreeWalk is the position of a walk through a checkpoint and everything that grew from it. At the beginning only ID is set.
 type SubtreeWalk struct {
 	ID    core.CheckpointID
 	Begun bool
-	More  bool // there may be more; of a walk from a root
+	More  bool // in a walk from a root: there may be further nodes
 
-	Root  bool              // ID is the root of a tree: the walk goes by generations
+	Root  bool              // ID is the root of a tree, so the walk reads generation by generation
 	Depth int               // of the last node
 	After core.CheckpointID // the last node
 
-	Open []SubtreeBranch // of other walks: nodes whose children are to be read
+	Open []SubtreeBranch // in other walks: the nodes whose children the walk has yet to read
 }
 
-// SubtreeBranch is a node whose children with ids above After are to be read.
+// SubtreeBranch is a node. The walk has yet to read its children with ids above After.
 type SubtreeBranch struct{ Parent, After core.CheckpointID }
 
 // Done says whether the walk is at its end.
 func (w SubtreeWalk) Done() bool { return w.Begun && !w.More && len(w.Open) == 0 }
 
-// Deletion is what became of a checkpoint that was to be deleted.
+// Deletion is the outcome of an attempt to delete a checkpoint.
 type Deletion struct {
 	Checkpoint core.CheckpointID
 	Endpoint   string // of its runner
-	Gone       bool   // it is deleted, now or before
-	Refused    error  // what needs it
+	Gone       bool   // it is deleted; it may have been before
+	Refused    error  // it names what needs the checkpoint
 }
 
-// walkSubtree reads a checkpoint and what grew from it in parts, each in a transaction of its own, until visit says that it is enough.
+// walkSubtree reads a checkpoint and everything that grew from it in parts, each in a transaction of its own, until visit returns false or
+// an error.
 func (c *Controller) walkSubtree(ctx context.Context, project core.ProjectID, id core.CheckpointID, annotation string, visit func(retention.Node) (more bool, err error)) error {
 	for walk := (SubtreeWalk{ID: id}); !walk.Done(); {
 		var nodes []retention.Node
@@ -122,7 +123,8 @@ func (c *Controller) walkSubtree(ctx context.Context, project core.ProjectID, id
 	return nil
 }
 
-// planFor is plan for a request. Few of them are made at a time, for their memory. The loop of the stored policies has one beside them.
+// planFor makes a plan for a request. It bounds how many plans are made at the same time, because a plan needs much memory. The loop of
+// stored policies makes its plan apart from these.
 func (c *Controller) planFor(ctx context.Context, project core.ProjectID, id core.CheckpointID, policy RetentionPolicy) (retention.Plan, error) {
 	select {
 	case c.planning <- struct{}{}:
@@ -133,7 +135,8 @@ func (c *Controller) planFor(ctx context.Context, project core.ProjectID, id cor
 	return c.plan(ctx, project, id, policy, nil)
 }
 
-// plan finds out what a policy does not keep. It reads the tree once, and calls renew, if there is one, now and then.
+// plan finds out which checkpoints a policy does not keep. It reads the tree once. While it reads, it calls renew from time to time; renew
+// may be nil.
 func (c *Controller) plan(ctx context.Context, project core.ProjectID, id core.CheckpointID, policy RetentionPolicy, renew func() error) (retention.Plan, error) {
 	tree, renewed := retention.Tree{Most: maxTree}, time.Now()
 	err := c.walkSubtree(ctx, project, id, policy.Annotation, func(n retention.Node) (bool, error) {
@@ -152,7 +155,7 @@ func (c *Controller) plan(ctx context.Context, project core.ProjectID, id core.C
 	return tree.Plan(policy.Policy, time.Now()), nil
 }
 
-// PruneCheckpoints deletes what a policy does not keep of a checkpoint and what grew from it.
+// PruneCheckpoints takes a checkpoint and everything that grew from it, and deletes what a policy does not keep.
 func (c *Controller) PruneCheckpoints(ctx context.Context, project core.ProjectID, id core.CheckpointID, policy RetentionPolicy, dryRun bool, wait time.Duration) (Answer, error) {
 	if err := policy.validate(); err != nil {
 		return Answer{}, err
@@ -164,8 +167,8 @@ func (c *Controller) PruneCheckpoints(ctx context.Context, project core.ProjectI
 	return c.prune(ctx, project, pruneOf(plan, plan.Remove), dryRun, wait)
 }
 
-// pruneOf is the newest part of what a plan removes, as much as one operation deletes. What grew goes before what it grew from: then little
-// of what is deleted stays as an ancestor.
+// pruneOf is the newest part of what a plan removes, as much as one operation deletes. A checkpoint is deleted before its ancestors, so few
+// rows of deleted checkpoints have to stay as ancestors.
 func pruneOf(plan retention.Plan, remove []retention.Removal) *PruneResult {
 	out := &PruneResult{Planned: len(remove), Kept: plan.Kept, KeptBytes: plan.KeptBytes, Over: plan.Over, Truncated: len(remove) > MaxPrune}
 	for _, r := range remove[max(0, len(remove)-MaxPrune):] {
@@ -174,7 +177,7 @@ func pruneOf(plan retention.Plan, remove []retention.Removal) *PruneResult {
 	return out
 }
 
-// DeleteCheckpoints deletes a checkpoint and what grew from it, or nothing when one of them cannot go.
+// DeleteCheckpoints deletes a checkpoint and everything that grew from it. If one of these checkpoints cannot be deleted, it deletes none.
 func (c *Controller) DeleteCheckpoints(ctx context.Context, project core.ProjectID, id core.CheckpointID, cascade, dryRun bool, wait time.Duration) (Answer, error) {
 	out, held := &PruneResult{}, []retention.Node{}
 	err := c.walkSubtree(ctx, project, id, "", func(n retention.Node) (bool, error) {
@@ -200,7 +203,7 @@ func (c *Controller) DeleteCheckpoints(ctx context.Context, project core.Project
 	return c.prune(ctx, project, out, dryRun, wait)
 }
 
-// What a checkpoint can be held by, as Subtree says it.
+// Some values of a node's Held that Subtree returns.
 const (
 	heldByPin       = "pinned"
 	heldByWorkspace = "workspace"
@@ -209,7 +212,7 @@ const (
 // heldNamed is how many checkpoints the answer of a refused cascade names.
 const heldNamed = 5
 
-// heldError names what stands in the way of a cascade.
+// heldError names the checkpoints that prevent a cascade.
 func heldError(held []retention.Node) error {
 	code, names := core.CodeCheckpointInUse, []string{}
 	for _, n := range held {
@@ -224,7 +227,7 @@ func heldError(held []retention.Node) error {
 	return core.Errorf(core.FailedPrecondition, code, "nothing was deleted, because these cannot go: %s", strings.Join(names, ", "))
 }
 
-// prune carries a plan out, unless it is a dry run. What came into use since is refused when it is to be deleted, one by one.
+// prune carries a plan out, unless it is a dry run. It skips each checkpoint that came into use since the plan was made.
 func (c *Controller) prune(ctx context.Context, project core.ProjectID, plan *PruneResult, dryRun bool, wait time.Duration) (Answer, error) {
 	if dryRun {
 		plan.DryRun = true
@@ -241,7 +244,8 @@ func (c *Controller) prune(ctx context.Context, project core.ProjectID, plan *Pr
 	return t.await(ctx, wait)
 }
 
-// workPrune is the work of prune_checkpoints. To delete what is deleted changes nothing, so a resumed one begins anew. The newest go first.
+// workPrune is the work of prune_checkpoints. It deletes the newest checkpoints first. A resumed operation starts again: it changes nothing
+// about a checkpoint that is deleted already.
 func (c *Controller) workPrune(ctx context.Context, t *Task) error {
 	out := *t.in.Prune
 	out.Items = slices.Clone(out.Items)
@@ -260,7 +264,7 @@ func (c *Controller) workPrune(ctx context.Context, t *Task) error {
 			return err
 		}
 		var gone []Checkpoint
-		for _, d := range list { // what is not among them was deleted, and is nobody's ancestor
+		for _, d := range list { // a checkpoint that is not in the list was deleted before, and is no ancestor
 			switch {
 			case d.Refused != nil:
 				at[d.Checkpoint].Skipped = core.MessageOf(d.Refused)
@@ -278,7 +282,7 @@ func (c *Controller) workPrune(ctx context.Context, t *Task) error {
 	})
 }
 
-// DeleteCheckpoint removes a checkpoint and its bytes. What grew from it lives on. Deleting one that is gone is no error.
+// DeleteCheckpoint deletes a checkpoint and its bytes, but nothing that grew from it. It is no error if the checkpoint is deleted already.
 func (c *Controller) DeleteCheckpoint(ctx context.Context, project core.ProjectID, id core.CheckpointID) error {
 	cp, err := read(ctx, c, InProject(project), func(tx Tx) (Checkpoint, error) {
 		cp, err := tx.Checkpoint(ctx, id)
@@ -301,7 +305,7 @@ func (c *Controller) DeleteCheckpoint(ctx context.Context, project core.ProjectI
 	return err
 }
 
-// PutRetention stores the policy of a checkpoint and what grew from it.
+// PutRetention stores the policy of a checkpoint and of everything that grew from it.
 func (c *Controller) PutRetention(ctx context.Context, project core.ProjectID, id core.CheckpointID, policy RetentionPolicy) (Retention, error) {
 	if err := policy.validate(); err != nil {
 		return Retention{}, err
@@ -324,7 +328,7 @@ func (c *Controller) Retention(ctx context.Context, project core.ProjectID, id c
 	})
 }
 
-// DeleteRetention removes the stored policy of a checkpoint. Removing none is no error.
+// DeleteRetention removes the stored policy of a checkpoint. It is no error if there is none.
 func (c *Controller) DeleteRetention(ctx context.Context, project core.ProjectID, id core.CheckpointID) error {
 	_, err := read(ctx, c, InProject(project), func(tx Tx) (struct{}, error) {
 		if _, err := tx.Checkpoint(ctx, id); err != nil {

@@ -81,13 +81,13 @@ func (c *Controller) admitRestore(ctx context.Context, tx Tx, project core.Proje
 	return &restorePlan{workspace: w, next: next, source: source}, err
 }
 
-// nextSandbox inserts the sandbox of a workspace's next epoch. plain says that its host may be called like the workspace: no
-// other of its sandboxes lives.
+// nextSandbox inserts the sandbox of a workspace's next epoch. plain says that its hostname may be the workspace's name, because no
+// other sandbox of the workspace lives.
 func (c *Controller) nextSandbox(ctx context.Context, tx Tx, w Workspace, source Checkpoint, runner Runner, plain bool) (Sandbox, error) {
 	if err := c.mayReachAll(ctx, tx, w.ProjectID, w.Egress); err != nil {
 		return Sandbox{}, err
 	}
-	old := "" // it is of another tree if the workspace is restored to what came from another
+	old := "" // the present sandbox is of another tree if the workspace is restored to a checkpoint of another tree
 	if w.Sandbox.ID != "" {
 		old = w.Sandbox.Identity.IP.String()
 	}

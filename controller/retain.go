@@ -10,10 +10,10 @@ import (
 
 const (
 	retentionEvery = time.Minute
-	retentionBatch = 100             // policies that one controller looks at before it looks for those that are due again
-	retentionLease = 2 * time.Minute // of the policy that a controller works on
-	retentionRest  = 20              // times as long as its plan took, a policy rests: large trees take a twentieth of a processor
-	retentionIdle  = time.Hour       // then a tree is read without any change
+	retentionBatch = 100             // due policies that one query returns
+	retentionLease = 2 * time.Minute // how long a controller holds a policy before it must renew its claim
+	retentionRest  = 20              // a policy waits this many times the duration of its plan, so large trees take a twentieth of a processor
+	retentionIdle  = time.Hour       // after this time a tree is read even without a change
 	planUse        = 5 * time.Minute // how long deletions follow one plan
 	retentionTurns = 10              // full batches in one turn of the loop
 )
@@ -26,13 +26,13 @@ type RetentionRound struct {
 
 // RetentionEnd is what is recorded at the end of a round.
 type RetentionEnd struct {
-	Failed bool          // nothing is known of the tree
-	Rest   time.Duration // not sooner than that again
-	Due    time.Time     // at the latest
+	Failed bool          // the plan or its deletions failed
+	Rest   time.Duration // the next round begins not before this time has passed
+	Due    time.Time     // the next round begins at this time at the latest
 }
 
-// retainLoop carries out the stored policies. Controllers share them: each works on one at a time, which it has claimed, so that one that
-// is killed leaves the rest of the work to another.
+// retainLoop carries out the stored policies. Controllers share them: each claims one policy at a time and works on it. If a controller is
+// killed, another one does the rest of the work.
 func (c *Controller) retainLoop(ctx context.Context) {
 	every(ctx, retentionEvery, nil, func() {
 		if err := c.retain(ctx); err != nil && ctx.Err() == nil {
@@ -42,7 +42,7 @@ func (c *Controller) retainLoop(ctx context.Context) {
 	})
 }
 
-// retain works on the policies that are due. One that fails is tried again after a minute or more, and does not stop the others.
+// retain works on the policies that are due. If a policy fails, retain continues with the others, and tries it again after a minute or more.
 func (c *Controller) retain(ctx context.Context) error {
 	var problem error
 	for range retentionTurns {
@@ -68,7 +68,7 @@ func (c *Controller) retain(ctx context.Context) error {
 func (c *Controller) retainOne(ctx context.Context, r Retention) error {
 	scope := InProject(r.ProjectID)
 	turn, err := read(ctx, c, scope, func(tx Tx) (int64, error) { return tx.ClaimRetention(ctx, r, retentionLease) })
-	if err != nil || turn == 0 { // somebody else has it
+	if err != nil || turn == 0 { // another controller has claimed it
 		return err
 	}
 	round := RetentionRound{r, turn}
@@ -77,7 +77,7 @@ func (c *Controller) retainOne(ctx context.Context, r Retention) error {
 		return c.store.InTx(ctx, scope, func(tx Tx) error { return tx.RenewRetention(ctx, round, retentionLease) })
 	}
 	plan, err := c.plan(ctx, r.ProjectID, r.Checkpoint, r.Policy, renew)
-	if core.CodeOf(err) == core.CodeCheckpointNotFound { // its tree is gone for good
+	if core.CodeOf(err) == core.CodeCheckpointNotFound { // its tree no longer exists
 		return c.store.InTx(ctx, scope, func(tx Tx) error { return tx.DeleteRetention(ctx, r.Checkpoint) })
 	}
 	planned := time.Now()
@@ -96,7 +96,8 @@ func (c *Controller) retainOne(ctx context.Context, r Retention) error {
 	return err
 }
 
-// carryOut deletes what a plan removes, operation by operation, the newest first. What is left when the plan is too old is planned anew.
+// carryOut deletes what a plan removes, operation by operation, the newest first. When the plan is too old, it stops, and a new plan has the
+// rest.
 func (c *Controller) carryOut(ctx context.Context, r Retention, plan retention.Plan, until time.Time, renew func() error) error {
 	for left := plan.Remove; len(left) > 0 && time.Now().Before(until) && ctx.Err() == nil; left = left[:max(0, len(left)-MaxPrune)] {
 		done, err := c.prune(ctx, r.ProjectID, pruneOf(plan, left), false, 0)
@@ -111,7 +112,7 @@ func (c *Controller) carryOut(ctx context.Context, r Retention, plan retention.P
 		if err != nil {
 			return err
 		}
-		if !done.Done { // it goes on by itself
+		if !done.Done { // the operation continues by itself
 			return nil
 		}
 		c.log.InfoContext(ctx, "retention policy carried out", "checkpoint_id", r.Checkpoint, "checkpoints", len(done.Result.Prune.Items), "bytes", done.Result.Prune.Bytes())

@@ -23,11 +23,11 @@ type subtreeRow struct {
 
 const (
 	subtreePage     = 2000 // rows of one statement
-	subtreeParents  = 500  // whose children one statement looks for
-	subtreeChildren = 20   // of each of them, in one statement; then this parent waits for another
+	subtreeParents  = 500  // parents whose children one statement reads
+	subtreeChildren = 20   // children of one parent that one statement reads; a later statement reads the others
 )
 
-// subtreeColumns are the columns of the relation c. What holds a node is looked up along indexes of what lives.
+// subtreeColumns are the columns of the relation c. The lookups of what holds a node use indexes of live rows only.
 const subtreeColumns = `
 	c.id, coalesce(c.parent_id, '') AS parent_id, c.depth, c.created_at, c.delta_bytes + c.device_state_bytes + c.disk_bytes AS bytes,
 	CASE WHEN jsonb_typeof(c.annotations -> @annotation) = 'number'
@@ -42,8 +42,8 @@ const subtreeColumns = `
 		ELSE '' END AS held,
 	c.state = 'deleted' AS gone`
 
-// Subtree returns the next part of a walk; see controller.Tx. A tree from its root is read along the index that has its order. Below another
-// node the walk looks for the children of what it has found, so that it reads nothing beside them.
+// Subtree returns the next part of a walk; see controller.Tx. A walk from a root reads the tree in the order of an index. A walk from another
+// node looks for the children of the nodes that it has found, so it reads no other rows.
 func (t *tx) Subtree(ctx context.Context, w controller.SubtreeWalk, annotation string) ([]retention.Node, controller.SubtreeWalk, error) {
 	if !w.Begun {
 		top, err := t.Checkpoint(ctx, w.ID)
@@ -71,7 +71,7 @@ func (t *tx) Subtree(ctx context.Context, w controller.SubtreeWalk, annotation s
 		}
 		return nodesOf(rows), w, err
 	}
-	// The newest first: what waits stays short.
+	// The branches that were found last come first: this keeps the list of open branches short.
 	next := w.Open[max(0, len(w.Open)-subtreeParents):]
 	w.Open = slices.Clone(w.Open[:len(w.Open)-len(next)])
 	parents, afters, found := make([]core.CheckpointID, len(next)), make([]core.CheckpointID, len(next)), make(map[core.CheckpointID]int, len(next))
@@ -138,12 +138,12 @@ func (t *tx) Retention(ctx context.Context, id core.CheckpointID) (controller.Re
 	return row.retention(), err
 }
 
-// lastAudit is the newest audit record of the project of the relation p. Older ones than that do not count: a project without any change for
-// so long is as it was.
+// lastAudit is the newest audit record of the project of the relation p. It ignores records that are older than 40 days: a project without a
+// record since then has not changed.
 const lastAudit = ` LEFT JOIN LATERAL (
 	SELECT a.id, a.created_at FROM audit_records a WHERE a.project_id = p.project_id AND a.created_at > now() - interval '40 days' ORDER BY a.id DESC LIMIT 1) last ON true`
 
-// DueRetentions looks at each policy, and for its project at the end of one index. Projects take turns.
+// DueRetentions looks at each policy, and at the newest audit record of its project, which is at the end of an index. Projects take turns.
 func (t *tx) DueRetentions(ctx context.Context, limit int) ([]controller.Retention, error) {
 	rows, err := inOrder[retentionRow](ctx, t, `
 		SELECT p.project_id, p.checkpoint_id, p.policy, p.version, p.updated_at FROM retention_policies p
@@ -162,9 +162,9 @@ type turnRow struct {
 	Turn int64 `db:"turn"`
 }
 
-// ClaimRetention notes the newest audit record before the tree is read. A transaction that began before it may still be open, and its records
-// have lower ids. No transaction of a controller lasts longer than callTimeout: a record that is twice as old has none of these left beside
-// it. When the newest one is younger, the mark is null, and the tree is read once more.
+// ClaimRetention notes the newest audit record before the tree is read. An older transaction may still be open then, and its records may have
+// lower ids. No transaction of a controller lasts longer than callTimeout, so a record that is twice as old has no such transaction beside it.
+// If the newest record is younger, the mark is null, and the tree is read once more.
 func (t *tx) ClaimRetention(ctx context.Context, r controller.Retention, lease time.Duration) (int64, error) {
 	rows, err := inOrder[turnRow](ctx, t, `
 		INSERT INTO retention_rounds AS r (project_id, checkpoint_id, policy_version, audit_id, claimed_until)
@@ -182,7 +182,7 @@ func (t *tx) ClaimRetention(ctx context.Context, r controller.Retention, lease t
 	return rows[0].Turn, nil
 }
 
-// RenewRetention names the claim by its number, and the policy by its version.
+// RenewRetention identifies the claim by its turn, and the policy by its version.
 func (t *tx) RenewRetention(ctx context.Context, r controller.RetentionRound, lease time.Duration) error {
 	n, err := t.exec(ctx, `UPDATE retention_rounds SET claimed_until = now() + make_interval(secs => @lease) WHERE project_id = @project AND checkpoint_id = @id AND turn = @turn
 			AND EXISTS (SELECT FROM retention_policies p WHERE p.project_id = @project AND p.checkpoint_id = @id AND p.version = @version)`,
@@ -193,7 +193,7 @@ func (t *tx) RenewRetention(ctx context.Context, r controller.RetentionRound, le
 	return err
 }
 
-// EndRetention counts the rest from now. A plan that failed is made again as soon as it may.
+// EndRetention counts the rest from now. If a round failed, the next one begins as soon as the rest is over.
 func (t *tx) EndRetention(ctx context.Context, r controller.RetentionRound, end controller.RetentionEnd) error {
 	_, err := t.exec(ctx, `
 		UPDATE retention_rounds SET claimed_until = '-infinity', next_at = now() + make_interval(secs => @rest),

@@ -22,9 +22,10 @@ type addressRow struct {
 }
 
 // FreeAddresses draws from 10.83.0.0/16 without its first 256 addresses and the broadcast address. An address is free if no living
-// sandbox of the same runner has it, of whatever project, and none of the same tree. It looks at random candidates, which costs at most
-// two probes of an index for each, and at more of them as long as there are too few. It never looks at the whole pool: if less than one
-// address in a hundred is free, the pool counts as used up. Two transactions may draw the same address; the unique indexes decide.
+// sandbox of the same runner (in any project) and no living sandbox of the same tree has it. FreeAddresses looks at random candidates.
+// Each costs at most two probes of an index. If too few of them are free, it looks at more candidates, but never at the whole pool: if
+// less than one address in a hundred is free, the pool counts as used up. Two transactions may draw the same address; the unique indexes
+// decide.
 func (t *tx) FreeAddresses(ctx context.Context, w controller.AddressesWanted) ([]string, error) {
 	d := draw{wanted: w, out: make([]string, len(w.Runners)), seen: map[string]bool{"10.83.255.255": true}}
 	for _, ip := range w.Except {
@@ -34,7 +35,8 @@ func (t *tx) FreeAddresses(ctx context.Context, w controller.AddressesWanted) ([
 		d.open = append(d.open, i)
 	}
 	for _, look := range []struct{ each, more int }{{2, 2}, {16, 64}, {128, 1024}} {
-		// Those that are free in the tree go to the runners in turns. OFFSET 0 keeps it a probe of the index for each: see workspaceJoins.
+		// Each candidate that is free in the tree is assigned to a runner, and runners take turns. OFFSET 0 makes the planner probe the
+		// index for each candidate: see workspaceJoins.
 		rows, err := byIndex[addressRow](ctx, t, `
 			WITH free AS MATERIALIZED (
 				SELECT c.ip, (@runners::text[])[1 + (row_number() OVER () - 1) % cardinality(@runners::text[])] AS runner_id FROM unnest(@candidates::text[]) AS c (ip)
@@ -51,22 +53,22 @@ func (t *tx) FreeAddresses(ctx context.Context, w controller.AddressesWanted) ([
 		}
 	}
 	return nil, core.Errorf(core.Exhausted, core.CodeCapacity,
-		"hardly any address of 10.83.0.0/16 is left that neither a sandbox of runner %s has nor one of this tree, and %d are needed; terminate workspaces of the tree, or create one from an image: it begins a tree of its own",
+		"hardly any address of 10.83.0.0/16 is free both on runner %s and in this tree, and %d are needed; terminate workspaces of the tree, or create a workspace from an image: it begins a tree of its own",
 		w.Runners[d.open[0]], len(d.open))
 }
 
 // drawnAddresses bounds the addresses that one look at the pool draws.
 const drawnAddresses = 16384
 
-// draw is a look for free addresses.
+// draw is a search for free addresses.
 type draw struct {
 	wanted controller.AddressesWanted
-	out    []string        // that were found, or empty
-	open   []int           // for which none was found yet
-	seen   map[string]bool // that are not drawn again
+	out    []string        // the address for each of wanted.Runners; empty: not found yet
+	open   []int           // indexes of out without an address
+	seen   map[string]bool // addresses that are not drawn again
 }
 
-// runners are where addresses are still needed, one of them as often as there.
+// runners are the runners that still need addresses, each as often as it needs one.
 func (d *draw) runners() []string {
 	list := make([]string, len(d.open))
 	for i, at := range d.open {
@@ -87,7 +89,7 @@ func (d *draw) candidates(n int) []string {
 	return list
 }
 
-// take gives what was found to those that have none, each on its runner.
+// take assigns the addresses that were found to the open places of the same runner.
 func (d *draw) take(rows []addressRow) {
 	free := map[core.RunnerID][]string{}
 	for _, r := range rows {
@@ -119,7 +121,8 @@ func (t *tx) InsertSandboxes(list []controller.Sandbox) {
 			vcpus int, memory_mib int, generation text, hostname text, machine_id text, mac text, ip text, tree_id text)`, args{"rows": rows})
 }
 
-// Occupied reads the row that the insertion has changed and so locked: what is placed from now on waits for this transaction.
+// Occupied reads the row of the runner's load. The insertion has changed this row and so locked it: later placements on the runner wait for
+// this transaction.
 func (t *tx) Occupied(ctx context.Context, runner core.RunnerID) (runnerapi.Capacity, error) {
 	rows, err := asSystem[usedRow](ctx, t, `SELECT`+usedColumns+` FROM runner_loads l WHERE l.runner_id = @runner`, args{"runner": runner})
 	if err != nil || len(rows) != 1 {
@@ -152,12 +155,12 @@ func (t *tx) EndedSandboxes(ctx context.Context, ids []core.SandboxID) ([]contro
 	return t.sandboxes(ctx, `s.id = ANY(@ids::text[]) AND s.ended_at IS NOT NULL`, args{"ids": texts(ids)})
 }
 
-// WorkspaceSandboxes returns what may run for a workspace.
+// WorkspaceSandboxes returns the living sandboxes of a workspace. Their machines may run.
 func (t *tx) WorkspaceSandboxes(ctx context.Context, id core.WorkspaceID) ([]controller.Sandbox, error) {
 	return t.sandboxes(ctx, `s.workspace_id = @id AND s.ended_at IS NULL`, args{"id": id})
 }
 
-// EndSandboxes frees identities.
+// EndSandboxes ends the rows of sandboxes, which frees their identities.
 func (t *tx) EndSandboxes(ctx context.Context, ids []core.SandboxID) error {
 	_, err := t.exec(ctx, `UPDATE sandboxes SET ended_at = now() WHERE id = ANY(@ids::text[]) AND ended_at IS NULL`, args{"ids": texts(ids)})
 	return err
@@ -227,7 +230,7 @@ func reseals(rows []resealRow, err error) ([]controller.ResealRecord, error) {
 	return list, err
 }
 
-// Reseals lists the reports of a workspace. Pages follow the sandbox ids, which sort by age.
+// Reseals lists the reports of a workspace. Pages are in the order of sandbox ids, which is the order of age.
 func (t *tx) Reseals(ctx context.Context, id core.WorkspaceID, p controller.Page) ([]controller.ResealRecord, error) {
 	return reseals(many[resealRow](ctx, t, `
 		SELECT`+resealColumns+` FROM reseal_reports p JOIN sandboxes s ON s.id = p.sandbox_id
