@@ -1,7 +1,7 @@
 -- Heartbeats write less.
 
--- A heartbeat changes nothing of a runner that the audit log has. To find that out from rows as JSON costs more than the change itself. Runners are
--- locked first, as heartbeats do.
+-- A heartbeat changes no field of a runner that the audit log records. A comparison of the rows as JSON costs more than the change itself.
+-- The migration locks runners first, as heartbeats do.
 CREATE FUNCTION coppice_runner_changed(was runners, now_ runners) RETURNS boolean LANGUAGE plpgsql IMMUTABLE AS $$
 BEGIN
     was.heartbeat_at := now_.heartbeat_at;
@@ -20,8 +20,8 @@ DROP TRIGGER runners_audit ON runners;
 CREATE TRIGGER runners_begin_audit AFTER INSERT OR DELETE ON runners FOR EACH ROW EXECUTE FUNCTION coppice_audit_row('id');
 CREATE TRIGGER runners_audit AFTER UPDATE ON runners FOR EACH ROW WHEN (coppice_runner_changed(OLD, NEW)) EXECUTE FUNCTION coppice_audit_row('id');
 
--- What each sandbox has used. Reports are cumulative, so one row says all that the samples of a sandbox say. Samples are written no more;
--- controllers add those that are there, and those that controllers of an older version write, to the totals and remove them.
+-- What each sandbox has used. Reports are cumulative, so one row contains as much as all samples of a sandbox. Controllers no longer write
+-- samples. They add the existing samples to the totals and remove them, and also the samples that controllers of an older version still write.
 CREATE TABLE usage_totals (
     sandbox_id     text COLLATE "C" CONSTRAINT usage_totals_pkey PRIMARY KEY,
     project_id     text COLLATE "C" NOT NULL CONSTRAINT usage_totals_project_fk REFERENCES projects (id),

@@ -1,4 +1,4 @@
--- This fails once two living sandboxes have the same address: terminate one of them first.
+-- This fails if two living sandboxes have the same address: terminate one of them first.
 CREATE OR REPLACE FUNCTION coppice_load_of(r runners, OUT class_key text, OUT open boolean, OUT cap_sandboxes bigint, OUT cap_vcpus bigint, OUT cap_memory_mib bigint)
     LANGUAGE sql IMMUTABLE AS $$
     SELECT r.class_key, NOT r.draining AND r.fenced_at IS NULL AND r.removed_at IS NULL,
