@@ -21,9 +21,9 @@ import (
 	"github.com/coppice-dev/coppice/runner/vmm"
 )
 
-// Capture makes a checkpoint of a running sandbox. The sandbox goes on whatever happens to the checkpoint; it is a clone from
-// then on too, and gets fresh entropy before its workload thaws. Once begun a capture is finished, whatever becomes of ctx. With
-// Stop it ends instead, as soon as the checkpoint is durable, without having run again; it goes on only when that fails.
+// Capture makes a checkpoint of a running sandbox. The sandbox continues whatever happens to the checkpoint. From then on it is a clone
+// like its forks, so it gets fresh entropy before its workload thaws. A capture that has begun is finished even if ctx ends. With Stop
+// the sandbox ends as soon as the checkpoint is durable, and does not run again before that; it continues only if the capture fails.
 func (r *Runner) Capture(ctx context.Context, id core.SandboxID, req runnerapi.Capture) (runnerapi.Checkpoint, error) {
 	out, err := r.once(ctx, req.CheckpointID, r.counted(func() (*checkpointRecord, error) {
 		s, err := r.find(id)
@@ -40,7 +40,7 @@ func (r *Runner) Capture(ctx context.Context, id core.SandboxID, req runnerapi.C
 		}
 		return rec, nil
 	}))
-	if err == nil && req.Stop { // the request that made the checkpoint may have ended before its stop
+	if err == nil && req.Stop { // an earlier request may have made the checkpoint and ended before the stop
 		err = r.Destroy(ctx, id)
 	}
 	return out, err
@@ -75,7 +75,7 @@ func (r *Runner) captureLocked(ctx context.Context, s *sandbox, req runnerapi.Ca
 	}
 	if field := s.Class.Difference(r.class); field != "" && (req.Stop || req.Fork) {
 		return nil, core.Errorf(core.FailedPrecondition, core.CodeIncompatibleHost,
-			"sandbox %s runs on a VMM that an earlier runner has started: %s. A checkpoint of it cannot be grown from here, so it is neither suspended nor forked; "+
+			"sandbox %s runs on a VMM that an earlier runner has started: %s. This runner cannot start VMs from its checkpoints, so it neither suspends nor forks it; "+
 				"take a checkpoint, and start the runner with that VMM again to use it", info.ID, field)
 	}
 	if err := s.announce(ctx, req); err != nil {
@@ -83,25 +83,25 @@ func (r *Runner) captureLocked(ctx context.Context, s *sandbox, req runnerapi.Ca
 	}
 	rec, err := r.captureAnnounced(ctx, s, info, req)
 	select {
-	case <-s.gone: // and its journal
+	case <-s.gone: // its journal is gone too
 		return rec, err
 	default:
 	}
 	s.mu.Lock()
 	frozen := s.frozen
 	s.mu.Unlock()
-	if frozen { // whoever thaws it notes the end
+	if frozen { // the code that thaws it notes the end of the capture
 		return rec, err
 	}
 	if recordErr := s.record(func(j *sandboxJournal) { j.Capture, j.Stop, j.Info.Checkpoint = "", false, s.snapshot().Checkpoint }); recordErr != nil {
-		// A successor then takes the capture for one that was under way, which does no harm.
+		// A successor will believe that the capture was under way. This does no harm.
 		r.cfg.Log.WarnContext(ctx, "end of a capture was not noted in the journal", "sandbox_id", info.ID, "err", recordErr)
 	}
 	return rec, err
 }
 
-// announce notes a capture in the journal, so that a successor of the runner knows that the machine may be paused or frozen. One that
-// was cut short by the end of an earlier runner is not begun anew: who asked for it was told that it failed, or will be now.
+// announce notes a capture in the journal, so that a successor of the runner knows that the machine may be paused or frozen. It refuses a
+// capture that the end of an earlier runner has cut short: the caller was told that this capture failed, or is told so now.
 func (s *sandbox) announce(ctx context.Context, req runnerapi.Capture) error {
 	s.journalMu.Lock()
 	short := slices.Contains(s.Sandbox.CutShort, req.CheckpointID)
@@ -139,7 +139,7 @@ func (r *Runner) captureAnnounced(ctx context.Context, s *sandbox, info runnerap
 	if err == nil {
 		err = c.take(ctx, s.shell)
 	}
-	taken := time.Now().UTC() // what the workload does from now on is not in it; of what it did before, something may still be on its way
+	taken := time.Now().UTC() // the checkpoint has nothing that the workload does later; what it sent before may still be in transit
 	record := func(steps []core.ResealStep) *checkpointRecord {
 		return &checkpointRecord{Checkpoint: runnerapi.Checkpoint{
 			ID: id, Parent: info.Checkpoint, Image: s.shape.image, Class: s.Class, Resources: info.Resources,
@@ -186,8 +186,8 @@ func (r *Runner) captureAnnounced(ctx context.Context, s *sandbox, info runnerap
 	return rec, capturePublished.Hit(ctx)
 }
 
-// beginOfPause is when the workload stopped: the agent first looks at its processes while they run, and says how long the freeze
-// itself took. What it says is believed only within what the host saw.
+// beginOfPause is when the workload stopped. The agent first looks at its processes while they run, and then reports how long the
+// freeze itself took. The host believes this only within the times that it measured itself.
 func beginOfPause(asked, answered time.Time, freezeMS float64) time.Time {
 	began := answered.Add(-time.Duration(freezeMS * float64(time.Millisecond)))
 	if freezeMS < 0 || began.Before(asked) {
@@ -196,8 +196,8 @@ func beginOfPause(asked, answered time.Time, freezeMS float64) time.Time {
 	return began
 }
 
-// quiesceRequest asks for the freeze, and if the guest has flushed its disk before, for the rest in it: what the workload wrote since
-// then is little, but it is part of the pause.
+// quiesceRequest asks for the freeze. If the guest has flushed its disk before, the request also asks for another flush in the freeze, of
+// what the workload wrote since then. This is little data, but its flush is part of the pause.
 func (r *Runner) quiesceRequest(id core.CheckpointID, c *capture) guestapi.QuiesceRequest {
 	req := guestapi.QuiesceRequest{CaptureID: string(id), TimeoutMS: int(r.cfg.FreezeTimeout.Milliseconds())}
 	if c.flushed {
@@ -206,9 +206,9 @@ func (r *Runner) quiesceRequest(id core.CheckpointID, c *capture) guestapi.Quies
 	return req
 }
 
-// prepareCapture does what can be done while the machine runs: it has the guest write to its disk what it holds in memory, so that
-// the overlay can be read without the guest, and meanwhile faults in the memory that RAM is copied to; then it writes the overlay's
-// dirty page cache out, which the clone would otherwise do inside the pause.
+// prepareCapture does what can be done while the machine runs. It asks the guest to write its dirty data to its disk, so that the overlay
+// can be read without the guest. Meanwhile it faults in the memory that RAM will be copied to. Then it writes out the overlay's dirty page
+// cache; otherwise the clone would do so in the pause.
 func (r *Runner) prepareCapture(ctx context.Context, sh *shell, agent *guest.Client, id core.CheckpointID) (_ *capture, err error) {
 	c := &capture{watch: core.NewStopwatch()}
 	if c.dir, err = r.checkpoints.begin(id); err != nil {
@@ -223,7 +223,7 @@ func (r *Runner) prepareCapture(ctx context.Context, sh *shell, agent *guest.Cli
 		}
 	}()
 	flush.Go(func() {
-		// An agent that cannot, or not in time, costs the checkpoint nothing: memory has what the disk has not.
+		// If the agent cannot do this in time, the checkpoint loses nothing: the data is still in the memory of the guest.
 		done, err := agent.Flush(ctx, guestapi.FlushRequest{TimeoutMS: int(r.cfg.FlushTimeout.Milliseconds())})
 		c.flushed = err == nil && done.Flushed
 	})
@@ -250,7 +250,7 @@ func (r *Runner) prepareCapture(ctx context.Context, sh *shell, agent *guest.Cli
 	return c, nil
 }
 
-// take is what happens in the pause: device state, private pages, overlay. Nothing here waits for a disk that was flushed.
+// take captures device state, private pages and overlay in the pause. It does not wait for the disk if the overlay was flushed before.
 func (c *capture) take(ctx context.Context, sh *shell) error {
 	if err := sh.machine.Pause(ctx); err != nil {
 		return err
@@ -280,8 +280,8 @@ func (c *capture) take(ctx context.Context, sh *shell) error {
 	return captureCloned.Hit(ctx)
 }
 
-// thaw lets the captured sandbox go on: resumed, reseeded, then released. An error means that it must not go on. frozen says that
-// the agent confirmed the freeze; where it did not, it may have taken it back.
+// thaw lets the captured sandbox continue: it is resumed, reseeded, then released. An error means that the sandbox must not continue.
+// frozen says that the agent confirmed the freeze; if it did not, it may have undone the freeze itself.
 func (r *Runner) thaw(ctx context.Context, s *sandbox, agent *guest.Client, generation string, frozen bool, watch *core.Stopwatch) ([]core.ResealStep, error) {
 	if err := s.machine.Resume(ctx); err != nil {
 		return nil, err
@@ -319,8 +319,8 @@ func (r *Runner) thaw(ctx context.Context, s *sandbox, agent *guest.Client, gene
 	return res.Steps, nil
 }
 
-// stopCaptured ends a sandbox whose machine is paused and captured for good. What cannot be taken down now is killed, so that it
-// never runs on beside what is resumed from its checkpoint, and the watcher takes it down.
+// stopCaptured ends a sandbox whose machine is paused and captured for the last time. If the sandbox cannot be taken down now, its machine
+// is killed, so that it never runs beside a sandbox that was resumed from its checkpoint; the watcher takes it down later.
 func (r *Runner) stopCaptured(ctx context.Context, s *sandbox) error {
 	err := r.destroyLocked(ctx, s)
 	if err != nil {
@@ -335,7 +335,7 @@ func (r *Runner) abandon(s *sandbox, cause error) {
 	r.cfg.Log.Error("captured sandbox could not be thawed and is destroyed", "sandbox_id", s.info.ID, "err", cause)
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(r.runCtx), time.Minute)
 	defer cancel()
-	if errors.Is(cause, vmm.ErrGone) { // it ended by itself, and how is more to the point
+	if errors.Is(cause, vmm.ErrGone) { // it ended by itself; the report of how it ended says more
 		const soon = 5 * time.Second
 		timer := time.NewTimer(soon)
 		defer timer.Stop()
@@ -350,7 +350,7 @@ func (r *Runner) abandon(s *sandbox, cause error) {
 	}
 }
 
-// publish writes what was copied in the pause, makes all of it durable at the same time, and makes it the checkpoint.
+// publish writes the data that was copied in the pause. Meanwhile it makes the other files durable. Then it publishes the checkpoint.
 func (c *capture) publish(ctx context.Context, store *checkpointStore, rec *checkpointRecord) error {
 	delta := c.memory.Delta()
 	if err := c.durable(func() error {
