@@ -12,31 +12,31 @@ import (
 	"github.com/coppice-dev/coppice/egress/grant"
 )
 
-// Given is what the runner of a sandbox is known to have been told of what it may reach.
+// Given is what the runner of a sandbox is known to have of the sandbox's rules and grants.
 type Given struct {
 	Version int64     // of its rules
-	Key     []byte    // that its grants were encrypted for
+	Key     []byte    // the key that its grants were encrypted for
 	Until   time.Time // when they have to be encrypted again
 }
 
 const (
-	issuerTime  = 8 * time.Hour    // that an authority for the hosts of a sandbox's grants is good for
-	renewTime   = 4 * time.Hour    // after which there is another
-	refreshTime = 2 * time.Minute  // after which a secret is read again that may be changed elsewhere
-	retryTime   = 15 * time.Second // after which a secret that was not available is asked for again
-	secretsTime = 3 * time.Second  // for secrets, where rules wait for them
+	issuerTime  = 8 * time.Hour    // validity of an authority for the hosts of a sandbox's grants
+	renewTime   = 4 * time.Hour    // after this time it is replaced
+	refreshTime = 2 * time.Minute  // after this time a secret that may be changed elsewhere is read again
+	retryTime   = 15 * time.Second // after this time a secret that was not available is requested again
+	secretsTime = 3 * time.Second  // how long rules wait for secrets
 )
 
-// Bundle is what a runner is told of a sandbox.
+// Bundle has the rules and grants of a sandbox for its runner.
 type Bundle struct {
 	Rules runnerapi.EgressRules
 	Given Given
 	less  error // why rules allow less than they should
 }
 
-// Bundles puts together what runners are told of workspaces: their rules and their grants of this moment, encrypted for the egress process of
-// each host. When a secret is not available, it fails with an error that names the grant. With lenient set it leaves out grants whose secret
-// is not available, and waits for secrets no longer than secretsTime.
+// Bundles makes the bundles of workspaces: their present rules and grants, encrypted for the egress process of each host. If a secret is not
+// available, it fails with an error that names the grant. With lenient set it leaves out grants whose secret is not available, and waits for
+// secrets no longer than secretsTime.
 func (m *Manager) Bundles(ctx context.Context, list []Workspace, lenient bool) ([]Bundle, error) {
 	out := make([]Bundle, len(list))
 	var granted []core.WorkspaceID
@@ -76,7 +76,7 @@ func (m *Manager) Bundles(ctx context.Context, list []Workspace, lenient bool) (
 			continue
 		}
 		bundle, until, err := m.bundle(ctx, secrets, w, byID[w.ID], lenient)
-		for _, mode := range []grant.Mode{grant.ModeHeader, grant.ModeBaseURL} { // what needs an issuer goes first
+		for _, mode := range []grant.Mode{grant.ModeHeader, grant.ModeBaseURL} { // grants that need an issuer come first
 			if err != nil && lenient {
 				m.cfg.Log.WarnContext(ctx, "grants cannot be given", "workspace_id", w.ID, "mode", mode, "err", err)
 				secrets.leaveOut(byID[w.ID], mode)
@@ -89,7 +89,7 @@ func (m *Manager) Bundles(ctx context.Context, list []Workspace, lenient bool) (
 		if err != nil && !lenient {
 			return nil, err
 		}
-		if err != nil { // the hosts of its grants are held: nothing is said to them without the proxy
+		if err != nil { // the hosts of its grants stay reserved: nothing reaches them without the proxy
 			m.cfg.Log.ErrorContext(ctx, "rules sent without grants", "workspace_id", w.ID, "err", err)
 			until = secrets.now.Add(retryTime)
 		}
@@ -109,8 +109,8 @@ func (m *Manager) Bundles(ctx context.Context, list []Workspace, lenient bool) (
 	return out, shrink(list, out, lenient)
 }
 
-// heldHosts are the hosts that are reached through grants only, sorted. They include those of expired grants and of grants whose secret is not
-// available: what is missing opens nothing.
+// heldHosts are the hosts that a workspace reaches only with a grant, sorted. They include the hosts of expired grants and of grants whose
+// secret is not available: a missing grant must not open a host.
 func heldHosts(grants []Held) []string {
 	var out []string
 	for _, g := range grants {
@@ -130,7 +130,7 @@ type openedSecrets struct {
 	lacking map[core.GrantID]bool
 }
 
-// open gets the secrets of grants, each once. With a limit it takes at most that long, and the secrets that are not available are lacking.
+// open gets the secrets of grants, each once. With a limit it takes at most that long, and notes the secrets that are not available as lacking.
 func (m *Manager) open(ctx context.Context, held []Held, limit time.Duration) (*openedSecrets, error) {
 	whole := ctx
 	if limit > 0 {
@@ -188,7 +188,7 @@ func (m *Manager) open(ctx context.Context, held []Held, limit time.Duration) (*
 	return k, nil
 }
 
-// leaveOut has grants of a mode lacking.
+// leaveOut notes the grants of a mode as lacking.
 func (k *openedSecrets) leaveOut(held []Held, mode grant.Mode) {
 	for _, g := range held {
 		if g.Mode == mode {
@@ -198,7 +198,7 @@ func (k *openedSecrets) leaveOut(held []Held, mode grant.Mode) {
 	}
 }
 
-// errReplaced says that a secret is no longer the one of its grant: the rules have a newer version.
+// errReplaced says that a grant has another secret by now: the rules have a newer version.
 var errReplaced error = core.Errorf(core.Unavailable, core.CodeSecretUnavailable, "its secret was replaced a moment ago; try again")
 
 func (m *Manager) valueOf(ctx context.Context, g Held, opened map[string][]byte, failed map[string]error) (grant.Secret, error) {
@@ -212,7 +212,8 @@ func (m *Manager) valueOf(ctx context.Context, g Held, opened map[string][]byte,
 	return grant.NewSecret(string(value)), nil
 }
 
-// bundle returns the grants of a workspace for a proxy, and when they change. With lenient set it leaves out grants that do not fit.
+// bundle returns the grants of a workspace for a proxy, and the time of their next change. With lenient set it leaves out grants that do not
+// fit.
 func (m *Manager) bundle(ctx context.Context, k *openedSecrets, w Workspace, held []Held, lenient bool) (grant.Bundle, time.Time, error) {
 	until := k.now.Add(renewTime)
 	soon := func(d time.Duration) {

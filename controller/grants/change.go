@@ -28,8 +28,8 @@ func heldGrant(ctx context.Context, tx Tx, id core.WorkspaceID, name string) (He
 	return Held{}, list, noGrant(id, name)
 }
 
-// Put gives a workspace a grant, or changes one, also for the forks that have it. A fork that is given a grant by a name that it has from its
-// parent has its own from then on.
+// Put gives a workspace a grant, or changes one, also for the forks that have it. If a fork inherited a grant and gets another one with the
+// same name, the new grant is its own from then on.
 func (m *Manager) Put(ctx context.Context, project core.ProjectID, id core.WorkspaceID, name string, r Request) (Held, Workspace, error) {
 	g, err := m.check(project, id, name, r)
 	if err != nil {
@@ -45,7 +45,7 @@ func (m *Manager) Put(ctx context.Context, project core.ProjectID, id core.Works
 		}
 	}
 	value := r.Secret
-	if g.VaultRef != "" { // outside of transactions: a secret that is not available is not granted
+	if g.VaultRef != "" { // not in a transaction. A secret that is not available is not granted
 		if value, err = m.readSource(ctx, project, g.VaultRef); err != nil {
 			return Held{}, Workspace{}, err
 		}
@@ -107,7 +107,7 @@ func (m *Manager) Get(ctx context.Context, project core.ProjectID, id core.Works
 	return Held{}, w, noGrant(id, name)
 }
 
-// Revoke revokes a grant from a workspace and its forks. Requests that use it end.
+// Revoke revokes a grant from a workspace and its forks. It ends requests that use the grant.
 func (m *Manager) Revoke(ctx context.Context, project core.ProjectID, id core.WorkspaceID, name string) error {
 	w, err := inProject(ctx, m, project, func(tx Tx) (Workspace, error) {
 		if err := tx.LockRules(ctx, project); err != nil {
@@ -133,9 +133,9 @@ func (m *Manager) Revoke(ctx context.Context, project core.ProjectID, id core.Wo
 	return nil
 }
 
-// revoke takes a grant from its holder and from those below. Who has it there is looked for in the whole tree of workspaces, and by what it is
-// called: who is in between may have another by that name since, which ends nothing for what was forked before. What those below were given
-// themselves stays.
+// revoke takes a grant from its holder and from the forks below that inherited it. It searches the whole tree below, by the grant's name. A
+// fork in between may have got another grant with this name; the forks that were made from it before still lose the old one. Grants that the
+// forks below own themselves stay.
 func revoke(ctx context.Context, tx Tx, g Held) error {
 	below, err := forksBelow(ctx, tx, g.Workspace)
 	if err != nil {
@@ -164,7 +164,7 @@ func revoke(ctx context.Context, tx Tx, g Held) error {
 			}
 		}
 	}
-	var changed []core.WorkspaceID // none twice: a workspace has one by a name
+	var changed []core.WorkspaceID // no duplicates: a workspace has one grant of a name
 	for id, from := range lost {
 		if err := tx.DropHolders(ctx, id, from); err != nil {
 			return err
@@ -174,7 +174,7 @@ func revoke(ctx context.Context, tx Tx, g Held) error {
 	return tx.ChangedGrants(ctx, changed)
 }
 
-// forksBelow is what was forked from a workspace, and from that, without the workspace itself.
+// forksBelow are the forks of a workspace, their forks, and so on, without the workspace itself.
 func forksBelow(ctx context.Context, tx Tx, id core.WorkspaceID) (map[core.WorkspaceID]bool, error) {
 	below := map[core.WorkspaceID]bool{}
 	for level := []core.WorkspaceID{id}; len(level) > 0; {
@@ -193,8 +193,7 @@ func forksBelow(ctx context.Context, tx Tx, id core.WorkspaceID) (map[core.Works
 	return below, nil
 }
 
-// Inherit gives children the grants that the workspace that they come from has now, by placeholders of their own. It reports whether there
-// are any.
+// Inherit gives children the present grants of their parent workspace, with placeholders of their own. It reports whether there are any.
 func Inherit(ctx context.Context, tx Tx, from core.WorkspaceID, choice Choice, children []core.WorkspaceID) (bool, error) {
 	list, err := tx.HeldGrants(ctx, []core.WorkspaceID{from})
 	if err != nil {
@@ -220,7 +219,7 @@ func Inherit(ctx context.Context, tx Tx, from core.WorkspaceID, choice Choice, c
 	return true, tx.InsertHolders(ctx, holders)
 }
 
-// Env is EnvOf for all grants that a workspace has now.
+// Env is EnvOf for all present grants of a workspace.
 func (m *Manager) Env(ctx context.Context, w Workspace) (map[string]string, error) {
 	list, err := inProject(ctx, m, w.ProjectID, func(tx Tx) ([]Held, error) { return tx.HeldGrants(ctx, []core.WorkspaceID{w.ID}) })
 	if err != nil {
@@ -229,7 +228,7 @@ func (m *Manager) Env(ctx context.Context, w Workspace) (map[string]string, erro
 	return EnvOf(list, w.Sandbox.EgressURL, time.Now()), nil
 }
 
-// EnvOf is what programs find of grants: placeholders, and where base URLs lead.
+// EnvOf returns the environment variables of grants: placeholders and base URLs.
 func EnvOf(list []Held, egressURL string, now time.Time) map[string]string {
 	env := map[string]string{}
 	for _, g := range list {
@@ -246,7 +245,7 @@ func EnvOf(list []Held, egressURL string, now time.Time) map[string]string {
 	return env
 }
 
-// BaseURL is what a program asks instead of a grant's host; egressURL is that of the host's proxy.
+// BaseURL is the URL that a program uses instead of a grant's host. egressURL is the URL of the proxy on the sandbox's host.
 func BaseURL(g Held, egressURL string) string {
 	return egressURL + grant.BasePath + g.Name + g.BasePath
 }

@@ -13,23 +13,23 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// ActionUnseal is the action in the audit log when secrets of grants are decrypted, or read from Vault, for an egress process that did not have
-// them.
+// ActionUnseal is the action in the audit log for secrets of grants that were decrypted, or read from Vault, for an egress process that did
+// not have them.
 const ActionUnseal = "unsealGrants"
 
-// decrypted collects whose secrets are given to egress processes.
+// decrypted collects the grants whose secrets are given to egress processes.
 type decrypted struct {
-	places    []int // of the workspaces in the list that they are of
+	places    []int // positions of their workspaces in the list
 	sandboxes []core.SandboxID
 	grants    []decryptedGrant
-	digests   [][sha256.Size]byte // of what each sandbox is given
+	digests   [][sha256.Size]byte // of the grants that each sandbox is given
 }
 
-// maxDecryptions bounds the sandboxes whose last record a controller remembers.
+// maxDecryptions bounds the number of sandboxes whose last record a controller remembers.
 const maxDecryptions = 16384
 
-// decryptions remember what was last recorded of sandboxes. A runner that refuses rules is offered the same again and again; one record of that
-// is enough.
+// decryptions remember the last record of each sandbox. A runner that refuses rules is offered the same rules again and again; one record of
+// this is enough.
 type decryptions struct {
 	mu   sync.Mutex
 	last map[core.SandboxID][sha256.Size]byte
@@ -50,7 +50,7 @@ func (u *decryptions) note(ids []core.SandboxID, digests [][sha256.Size]byte) {
 	}
 	for i, id := range ids {
 		if _, there := u.last[id]; !there && len(u.last) >= maxDecryptions {
-			for some := range u.last { // what is forgotten is recorded once more at most
+			for some := range u.last { // a forgotten sandbox is recorded at most once more
 				delete(u.last, some)
 				break
 			}
@@ -66,8 +66,8 @@ type decryptedGrant struct {
 	VaultRef string           `json:"vault_ref,omitempty"`
 }
 
-// add notes the grants of a workspace that are in its bundle. It leaves out those that go again to a process that is known to have the same
-// version of them, and what was recorded already.
+// add notes the grants in the bundle of a workspace. It leaves out grants that the egress process is known to have in the same version, and
+// grants that were recorded already.
 func (u *decrypted) add(place int, w Workspace, held []Held, secrets *openedSecrets, recorded *decryptions) {
 	if w.Rules.Applied >= w.Rules.Version && bytes.Equal(w.Rules.EncryptedFor, w.Sandbox.EgressKey) {
 		return
@@ -91,8 +91,8 @@ func (u *decrypted) add(place int, w Workspace, held []Held, secrets *openedSecr
 	u.places, u.sandboxes, u.digests = append(u.places, place), append(u.sandboxes, w.Sandbox.ID), append(u.digests, digest)
 }
 
-// record writes into the audit log which secrets are given to whom, before they are. Of a fork it is one record, which has the grants once: its
-// children have those of one workspace.
+// record writes into the audit log which secrets are about to be given to whom. A fork operation has one record with each grant once, because
+// all its children have the grants of one workspace.
 func (u *decrypted) record(ctx context.Context, m *Manager, list []Workspace) error {
 	if len(u.places) == 0 {
 		return nil

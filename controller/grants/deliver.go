@@ -11,18 +11,18 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// lessTime is how long the attempt to give a runner less than it has refused may take.
+// lessTime bounds the attempt to give a runner less than the rules that it refused.
 const lessTime = 5 * time.Second
 
 const (
 	rulesBatch    = 1024
 	rulesAtOnce   = 8               // to one runner
 	rulesCallTime = 5 * time.Second // for one runner to take rules
-	rulesWaitTime = time.Second     // how long a request that changes rules waits for that
+	rulesWaitTime = time.Second     // how long a request that changes rules waits for their delivery
 )
 
-// Run delivers rules to runners that are not known to have them, until ctx ends: rules that were changed while a runner could not be reached
-// or a sandbox was being made, and those of forks of what was changed. It runs on every controller.
+// Run delivers rules to runners that are not known to have them, until ctx ends. These are rules that changed while a runner could not be
+// reached or while a sandbox was being made, and the rules of forks of a changed workspace. Run runs on every controller.
 func (m *Manager) Run(ctx context.Context) {
 	var group sync.WaitGroup
 	defer group.Wait()
@@ -41,8 +41,8 @@ func (m *Manager) Wake() {
 	}
 }
 
-// raiseRules makes the versions of all rules newer when the database has begun another history. What runners have may be newer than what the
-// database knows, and they would take nothing older. Every controller does it, and only the first one finds something to do.
+// raiseRules makes the versions of all rules newer when the database has begun another history. Runners may have newer rules than the database
+// knows, and they accept no older ones. Every controller does this, but only the first one finds something to do.
 func (m *Manager) raiseRules(ctx context.Context) error {
 	floor, err := inSystem(ctx, m, func(tx Tx) (int64, error) { return tx.RulesFloor(ctx) })
 	if err != nil || floor == m.floor {
@@ -56,12 +56,12 @@ func (m *Manager) raiseRules(ctx context.Context) error {
 	}
 	m.floor = floor
 	if total > 0 {
-		m.cfg.Log.WarnContext(ctx, "the database has begun another history: egress rules are given to runners again", "count", total)
+		m.cfg.Log.WarnContext(ctx, "the database has begun another history: egress rules are delivered to runners again", "count", total)
 	}
 	return nil
 }
 
-// deliver starts a delivery to every runner that something is pending for, and waits for none of them: a runner that hangs delays only itself.
+// deliver starts a delivery to every runner with pending rules, and waits for none of them: a runner that hangs delays only itself.
 func (m *Manager) deliver(ctx context.Context, group *sync.WaitGroup) error {
 	if err := m.raiseRules(ctx); err != nil {
 		return err
@@ -85,14 +85,14 @@ func (m *Manager) deliver(ctx context.Context, group *sync.WaitGroup) error {
 				}
 			}()
 			if err := m.deliverTo(ctx, list); err != nil && ctx.Err() == nil {
-				m.cfg.Log.WarnContext(ctx, "egress rules that runners have were not recorded", "runner_id", runner, "err", err)
+				m.cfg.Log.WarnContext(ctx, "egress rules were delivered to a runner, but this was not recorded", "runner_id", runner, "err", err)
 			}
 		})
 	}
 	return nil
 }
 
-// deliverTo delivers rules to one runner. When the runner cannot be reached, it does not try the other sandboxes.
+// deliverTo delivers rules to one runner. If the runner cannot be reached, it does not try the other sandboxes.
 func (m *Manager) deliverTo(ctx context.Context, list []Workspace) error {
 	// mu guards applied and unreachable.
 	var mu sync.Mutex
@@ -128,14 +128,14 @@ func (m *Manager) deliverTo(ctx context.Context, list []Workspace) error {
 	return m.store.InSystem(ctx, func(tx Tx) error { return tx.ApplyRules(ctx, applied) })
 }
 
-// underWay are runners that are being given rules.
+// underWay are the runners with a delivery under way.
 type underWay struct {
 	// mu guards again.
 	mu    sync.Mutex
-	again map[core.RunnerID]bool // whether there was something for it meanwhile
+	again map[core.RunnerID]bool // whether further rules became pending for the runner meanwhile
 }
 
-// begin reports whether a runner is given nothing at this moment; from then on it is.
+// begin reports whether no delivery to a runner is under way. If it returns true, one is under way from then on.
 func (u *underWay) begin(id core.RunnerID) bool {
 	u.mu.Lock()
 	defer u.mu.Unlock()
@@ -147,7 +147,7 @@ func (u *underWay) begin(id core.RunnerID) bool {
 	return !busy
 }
 
-// end reports whether there was something meanwhile.
+// end reports whether further rules became pending meanwhile.
 func (u *underWay) end(id core.RunnerID) (again bool) {
 	u.mu.Lock()
 	defer u.mu.Unlock()
@@ -156,10 +156,10 @@ func (u *underWay) end(id core.RunnerID) (again bool) {
 	return again
 }
 
-// ApplyNow delivers the rules of a workspace that were just changed to its runner. It returns the workspace as it is then, and whether the
-// runner has the rules. If it has not, Run delivers them later.
+// ApplyNow delivers the just changed rules of a workspace to its runner. It returns the workspace after that, and whether the runner has the
+// rules. If the runner does not have them, Run delivers them later.
 func (m *Manager) ApplyNow(ctx context.Context, w Workspace) (Workspace, bool) {
-	defer m.Wake() // for what was forked from it
+	defer m.Wake() // for its forks
 	if !w.Pending() {
 		return w, false
 	}
@@ -180,8 +180,8 @@ func (m *Manager) ApplyNow(ctx context.Context, w Workspace) (Workspace, bool) {
 	return now, true
 }
 
-// deliverOne delivers the rules of a workspace, with its grants, to the runner of its sandbox. After an error they are not in force, and the
-// runner may have less: rules without grants, or none.
+// deliverOne delivers the rules of a workspace, with its grants, to the runner of its sandbox. After an error these rules are not in force,
+// and the runner may have less: rules without grants, or no rules.
 func (m *Manager) deliverOne(ctx context.Context, w Workspace, limit time.Duration) (Given, error) {
 	within, cancel := context.WithTimeout(ctx, limit)
 	defer cancel()
@@ -204,10 +204,10 @@ func (m *Manager) deliverOne(ctx context.Context, w Workspace, limit time.Durati
 }
 
 // refuses reports whether a runner has answered that it does not accept the rules. Any other error says nothing about the rules: the runner
-// was not reached, has a fault of its own such as a full disk, or has no such sandbox. Then they are delivered again.
+// was not reached, has a problem such as a full disk, or has no such sandbox. Then the rules are delivered again.
 func refuses(err error) bool { return core.CategoryOf(err) == core.Invalid }
 
-// deliverLess delivers lesser rules than those that the runner refused, so that removed entries are out of force.
+// deliverLess delivers less than the rules that the runner refused, so that removed entries are no longer in force.
 func (m *Manager) deliverLess(ctx context.Context, w Workspace, rules runnerapi.EgressRules) {
 	ctx, cancel := context.WithTimeout(ctx, lessTime)
 	defer cancel()
@@ -221,7 +221,7 @@ func (m *Manager) deliverLess(ctx context.Context, w Workspace, rules runnerapi.
 	}
 }
 
-// every calls do at once and then at the interval, or when wake says so, until the context ends.
+// every calls do at once, then at every interval and whenever wake receives, until the context ends.
 func every(ctx context.Context, interval time.Duration, wake <-chan struct{}, do func()) {
 	timer := time.NewTimer(0)
 	defer timer.Stop()

@@ -1,18 +1,18 @@
-// Package grants owns what workspaces may reach through the egress proxy: their egress rules, and
-// the grants by which they use secrets without having them.
+// Package grants owns the egress rules and the grants of workspaces. Egress rules say what a
+// workspace may reach through the egress proxy. With a grant it uses a secret without having it.
 //
-// A Manager changes rules and grants in the database, and makes runners have them. Two things hold
-// for the whole tree of workspaces. A fork never may reach more than the workspace that it was
-// forked from, then or later. A grant that is revoked is gone from all forks that have it by
-// descent.
+// A Manager changes rules and grants in the database and delivers them to runners. Two things are
+// true in the whole tree of workspaces. A fork never may reach more than its parent workspace, when
+// it is forked or later. A grant that is revoked from a workspace is also revoked from all forks that
+// inherited it.
 //
-// For a runner, the manager puts together a Bundle for each workspace: its rules and its grants of
-// this moment, encrypted for the egress process of the runner's host. Run delivers bundles to all
-// runners that are not known to have the present ones. Before a secret is disclosed to an egress
-// process, the audit log has a record of it. If a secret is not available, the rules are delivered
-// without the grants that need it; the hosts of these grants stay reserved for the proxy.
+// For each workspace, the manager makes a Bundle for the runner: the present rules and grants,
+// encrypted for the egress process of the runner's host. Run delivers bundles to all runners that
+// are not known to have the present ones. The manager writes a record into the audit log before it
+// discloses a secret to an egress process. If a secret is not available, it delivers the rules
+// without the grants that need the secret; the hosts of these grants stay reserved for the proxy.
 //
-// The package knows the database by Store and Tx, and runners by Runners. Secrets come from package
-// controller/secretstore, or from a SecretSource such as Vault. It knows no operation and no VM: of
-// a workspace it knows the fields of Workspace.
+// The package uses the database through Store and Tx, and runners through Runners. Secrets come from
+// package controller/secretstore, or from a SecretSource such as Vault. The package knows no
+// operations and no VMs, and of a workspace only the fields of Workspace.
 package grants

@@ -14,26 +14,26 @@ import (
 	"github.com/coppice-dev/coppice/egress/policy"
 )
 
-// Grant is permission for a workspace, and for what is forked from it, to use a secret towards hosts (docs/adr/0038-grants-of-a-tree.md).
+// Grant permits a workspace and its forks to use a secret for certain hosts (docs/adr/0038-grants-of-a-tree.md).
 type Grant struct {
 	ID        core.GrantID
 	ProjectID core.ProjectID
-	Owner     core.WorkspaceID // that it was given to
-	Name      string           // what its user calls it
+	Owner     core.WorkspaceID // the workspace that it was given to
+	Name      string           // the name that its user chose
 	Provider  string
 	Mode      grant.Mode
 	VaultRef  string   // where the secret is; empty: in secrets
 	SecretID  string   // likewise
-	Hosts     []string // host:port, the first is what the base URL stands for
+	Hosts     []string // host:port; the base URL stands for the first one
 	Header    string   // in its canonical form
 	Methods   []string // empty: any
 	Paths     []string // prefixes; empty: any
 	Env       string   // the variable that has the placeholder
-	BaseEnv   string   // the variable that has the base URL, in that mode
-	BasePath  string   // what the base URL has after its host
+	BaseEnv   string   // in the mode of base URLs, the variable that has the base URL
+	BasePath  string   // the path of the base URL
 	MaxBytes  int64    // of bodies, for each sandbox; 0: no bound
 	PerMinute int      // requests, likewise
-	Reserved  int      // bytes of its secret, as grant.Secret.Size counts them, that it was admitted with
+	Reserved  int      // bytes of its secret at its admission, as grant.Secret.Size counts them
 	Size      int      // bytes of all of it, as grant.Size counts them
 	Version   int64    // one more with each change
 	ExpiresAt time.Time
@@ -44,26 +44,26 @@ type Grant struct {
 // Expired reports whether a grant's time is over.
 func (g Grant) Expired(now time.Time) bool { return !g.ExpiresAt.IsZero() && !now.Before(g.ExpiresAt) }
 
-// Held is a grant that a workspace has, by a placeholder that is worth nothing elsewhere.
+// Held is a grant that a workspace has, with its placeholder there. The placeholder is worthless elsewhere.
 type Held struct {
 	Grant
 	Workspace   core.WorkspaceID
 	Placeholder string
 }
 
-// Holder is a workspace that is to have a grant.
+// Holder is a workspace that will get a grant.
 type Holder struct {
 	Workspace   core.WorkspaceID
 	Grant       core.GrantID
 	Placeholder string
 }
 
-// Request gives a workspace a grant. What is left out is what is usual for the provider.
+// Request gives a workspace a grant. The provider has defaults for the fields that are not set.
 type Request struct {
-	Provider  string // empty: the one that the grant is called by, else ProviderCustom
+	Provider  string // empty: the provider with the name of the grant, else ProviderCustom
 	Mode      grant.Mode
 	VaultRef  string       // where the secret is, or
-	Secret    grant.Secret // the secret; neither: as the grant has it already
+	Secret    grant.Secret // the secret; if neither is set, the grant keeps its secret
 	Hosts     []string     // host or host:port
 	Header    string
 	Methods   []string
@@ -76,7 +76,7 @@ type Request struct {
 	PerMinute int
 }
 
-// Choice says which grants forks have of those of the workspace that they come from.
+// Choice says which grants of the parent workspace its forks get.
 type Choice struct {
 	None  bool
 	Names []string // nil: all
@@ -88,7 +88,7 @@ const (
 	maxGrantHosts = 16
 	maxGrantPaths = 32
 
-	// MaxProjectGrants bounds the grants that living workspaces of a project have. One that forks have from their parent counts once.
+	// MaxProjectGrants bounds the grants that living workspaces of a project have. An inherited grant counts once.
 	MaxProjectGrants = 4096
 )
 
@@ -102,7 +102,7 @@ func badGrant(field, format string, a ...any) error {
 	return core.Errorf(core.Invalid, core.CodeInvalidField, field+": "+format, a...)
 }
 
-// CheckName refuses what cannot name a grant.
+// CheckName refuses a text that cannot be the name of a grant.
 func CheckName(name string) error {
 	if !grantName.MatchString(name) {
 		return badGrant("grant_id", "%q must be 1 to 63 of a-z, 0-9, '.', '_' and '-', and begin with a letter or digit", core.Clip(name))
@@ -110,7 +110,7 @@ func CheckName(name string) error {
 	return nil
 }
 
-// check checks a request and makes the grant of it.
+// check checks a request and makes a grant from it.
 func (m *Manager) check(project core.ProjectID, owner core.WorkspaceID, name string, r Request) (Grant, error) {
 	if err := CheckName(name); err != nil {
 		return Grant{}, err
@@ -164,14 +164,14 @@ func (m *Manager) check(project core.ProjectID, owner core.WorkspaceID, name str
 	return g, nil
 }
 
-// checkFields looks at what needs no list.
+// checkFields checks the fields that need no list.
 func (r Request) checkFields(g Grant) error {
 	const most = 10 * 365 * 24 * time.Hour
 	switch {
 	case r.Mode != grant.ModeHeader && r.Mode != grant.ModeBaseURL:
 		return badGrant("mode", "it must be %s or %s", grant.ModeHeader, grant.ModeBaseURL)
 	case len(r.Hosts) == 0:
-		return badGrant("allowed_hosts", "the provider %s is not known by hosts of its own: name those that the secret is for", g.Provider)
+		return badGrant("allowed_hosts", "the provider %s has no hosts of its own: name the hosts that the secret is for", g.Provider)
 	case len(r.Hosts) > maxGrantHosts || len(r.Methods) > maxGrantHosts || len(r.Paths) > maxGrantPaths:
 		return badGrant("allowed_hosts", "a grant is for at most %d hosts and methods, and %d paths", maxGrantHosts, maxGrantPaths)
 	case !httpguts.ValidHeaderFieldName(r.Header) || len(r.Header) > 64 || forbiddenHeader(g.Header):
@@ -193,7 +193,7 @@ func (r Request) checkFields(g Grant) error {
 	return checkPath("base_url_path", r.BasePath)
 }
 
-// forbiddenHeader reports whether a header says how a request is sent, and not by whom.
+// forbiddenHeader reports whether a header says how a request is sent, and not who sends it.
 func forbiddenHeader(name string) bool {
 	switch name {
 	case "Host", "Connection", "Content-Length", "Content-Type", "Content-Encoding", "Transfer-Encoding", "Te", "Trailer", "Upgrade", "Expect", "Accept-Encoding", "Keep-Alive", "Via", "Forwarded":
@@ -202,7 +202,7 @@ func forbiddenHeader(name string) bool {
 	return strings.HasPrefix(name, "Proxy-") || strings.HasPrefix(name, "Sec-") || strings.HasPrefix(name, "X-Forwarded-")
 }
 
-// checkPath refuses a path that is not plain: what is compared by prefix must mean one thing only.
+// checkPath refuses a path that is not plain: the proxy compares prefixes, so a path must have one meaning only.
 func checkPath(field, p string) error {
 	plain := strings.HasPrefix(p, "/") && len(p) <= 512 && !strings.Contains(p, "//") && !strings.ContainsAny(p, "?#%\\;*")
 	for _, c := range p {
@@ -228,7 +228,7 @@ func grantHost(s string) (string, error) {
 		return "", badGrant("allowed_hosts", "%q is not a host such as api.example.com, or one with a port", core.Clip(s))
 	}
 	if h.Name() == "" {
-		return "", badGrant("allowed_hosts", "%q is an address; a secret is for a name, which a certificate can be for", core.Clip(s))
+		return "", badGrant("allowed_hosts", "%q is an address; give a name, because a secret is only for hosts that can have a certificate for their name", core.Clip(s))
 	}
 	return policy.JoinHostPort(h, port), nil
 }
@@ -237,7 +237,7 @@ func grantHost(s string) (string, error) {
 func allowedHosts(w Workspace, g Grant) error {
 	if w.Egress == core.EgressAllowAll {
 		return core.Errorf(core.FailedPrecondition, core.CodeInvalidField,
-			"workspace %s has egress policy allow-all, under which nothing of its goes through the proxy that puts secrets in; fork it with deny-all", w.ID)
+			"workspace %s has egress policy allow-all, so its traffic does not go through the proxy, which inserts the secrets; fork it with deny-all", w.ID)
 	}
 	p, err := policy.Parse("network.allow", w.Rules.Allow)
 	if err != nil {
@@ -250,7 +250,7 @@ func allowedHosts(w Workspace, g Grant) error {
 		}
 		if _, ok := p.Allows(h, port, core.SpokenTLS); !ok {
 			return core.Errorf(core.FailedPrecondition, core.CodeGrantHostDenied,
-				"workspace %s may not reach %s, so a secret for it would be of no use; allow it first: coppice ws network %s --allow %s …", w.ID, t, w.ID, h)
+				"workspace %s may not reach %s, so it could not use a secret there; allow the host first: coppice ws network %s --allow %s …", w.ID, t, w.ID, h)
 		}
 	}
 	return nil

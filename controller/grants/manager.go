@@ -14,13 +14,13 @@ import (
 
 // Config says what a Manager works with.
 type Config struct {
-	Interval time.Duration // between two looks for rules that runners do not have
+	Interval time.Duration // between two searches for rules that runners do not have
 	Runners  Runners
 	Secrets  Secrets
 	Source   SecretSource // of secrets that are not kept in the database; nil: there is none
 	Log      *slog.Logger
 
-	// Audit records that secrets of grants are disclosed to an egress process, under ActionUnseal.
+	// Audit records, with ActionUnseal, that secrets of grants are disclosed to an egress process.
 	Audit func(ctx context.Context, project core.ProjectID, object string, detail json.RawMessage) error
 }
 
@@ -44,61 +44,61 @@ type Store interface {
 	InSystem(ctx context.Context, fn func(Tx) error) error
 }
 
-// Tx keeps rules and grants of workspaces. Who changes any has called LockRules first.
+// Tx keeps rules and grants of workspaces. A transaction that changes any of them calls LockRules first.
 type Tx interface {
 	// RuledWorkspace returns a workspace with its rules.
 	RuledWorkspace(ctx context.Context, id core.WorkspaceID) (Workspace, error)
 
-	// LockRules waits for all transactions that fork in the project: what they have forked is there then.
+	// LockRules waits for all transactions that fork in the project. After it, this transaction sees their forks.
 	LockRules(ctx context.Context, project core.ProjectID) error
-	// ForkedFrom returns the workspace that a workspace was forked from, also of a checkpoint that is deleted by now; nil when it was made
-	// from an image or a file.
+	// ForkedFrom returns the workspace that a workspace was forked from, even if the checkpoint between them is deleted. It returns nil if
+	// the workspace was made from an image or a file.
 	ForkedFrom(ctx context.Context, id core.WorkspaceID) (*WorkspaceRules, error)
-	// Forks returns what was forked from workspaces, ended ones too.
+	// Forks returns the forks of workspaces, including ended ones.
 	Forks(ctx context.Context, of []core.WorkspaceID) ([]WorkspaceRules, error)
 	// SetRules gives workspaces rules that they do not have yet.
 	SetRules(ctx context.Context, list []WorkspaceRules) error
-	// PendingRules returns workspaces that run on a runner with a lease that is not known to have their present rules, or whose grants have
-	// to be encrypted again.
+	// PendingRules returns workspaces whose runner has a lease and is not known to have their present rules, and workspaces whose grants must
+	// be encrypted again.
 	PendingRules(ctx context.Context, limit int) ([]Workspace, error)
-	// RulesFloor is below every version that rules get in the present history of the database, and above those of the histories before it:
-	// a promoted standby may lack changes that runners have, and would give their versions to others. 0 in the first history. A workspace
-	// begins one above it.
+	// RulesFloor is below every version that rules get in the present history of the database, and above the versions of earlier histories.
+	// Without it, a promoted standby that lacks some changes would give the versions of these changes, which runners have, to other rules. It
+	// is 0 in the first history. The rules of a new workspace have the version one above it.
 	RulesFloor(ctx context.Context) (int64, error)
-	// RaiseRules lifts versions of living workspaces above a floor, so that runners are given their rules again, and returns how many: less
-	// than limit when all are above it.
+	// RaiseRules raises versions of living workspaces above a floor, so that runners get their rules again. It returns how many it has raised:
+	// less than limit if all are above the floor now.
 	RaiseRules(ctx context.Context, floor int64, limit int) (int, error)
-	// ApplyRules records what runners have; of sandboxes that are not the present ones it records nothing.
+	// ApplyRules records which rules runners have. It ignores sandboxes that are no longer the present ones of their workspaces.
 	ApplyRules(ctx context.Context, list []Applied) error
 
 	// HeldGrants returns the grants of workspaces, by their names.
 	HeldGrants(ctx context.Context, of []core.WorkspaceID) ([]Held, error)
-	// PutGrant gives its owner a grant, in the place of one of that name, and returns it. One that is the owner's own keeps its placeholder.
+	// PutGrant gives a grant to its owner and returns it. It replaces a grant of the same name; if the owner owned that one, its placeholder stays.
 	PutGrant(ctx context.Context, g Grant, ttl time.Duration, placeholder string) (Held, error)
-	// DropGrant takes a grant from everybody.
+	// DropGrant takes a grant from all workspaces.
 	DropGrant(ctx context.Context, id core.GrantID) error
 	// DropHolders takes a grant from workspaces.
 	DropHolders(ctx context.Context, id core.GrantID, from []core.WorkspaceID) error
-	// CountGrants counts those that living workspaces of a project have.
+	// CountGrants counts the grants that living workspaces of a project have.
 	CountGrants(ctx context.Context, project core.ProjectID) (int, error)
-	// LargestHolder returns the workspace, of those that have a grant, whose grants are the largest, with their size in bytes.
+	// LargestHolder looks at the workspaces that have a grant. It returns the one with the largest grants together, and their size in bytes.
 	LargestHolder(ctx context.Context, id core.GrantID) (core.WorkspaceID, int, error)
-	// GrantHolders returns who has a grant.
+	// GrantHolders returns the workspaces that have a grant.
 	GrantHolders(ctx context.Context, id core.GrantID) ([]core.WorkspaceID, error)
 	// InsertHolders gives grants to workspaces that were just inserted.
 	InsertHolders(ctx context.Context, list []Holder) error
-	// ChangedGrants makes the rules of workspaces newer, which has their runners get them.
+	// ChangedGrants raises the version of the rules of workspaces, so that their runners get them.
 	ChangedGrants(ctx context.Context, ids []core.WorkspaceID) error
 
 	InsertSecret(ctx context.Context, s secretstore.Secret) error
 	DeleteSecret(ctx context.Context, id string) error
 }
 
-// Workspace is what this package knows of a workspace.
+// Workspace has the fields of a workspace that this package needs.
 type Workspace struct {
 	ID        core.WorkspaceID
 	ProjectID core.ProjectID
-	Parent    core.CheckpointID // made from
+	Parent    core.CheckpointID // the checkpoint that it was made from
 	State     core.WorkspaceState
 	Ended     error // why it cannot get grants any more; nil while it lives
 	Egress    core.EgressPolicy
@@ -112,7 +112,7 @@ type Sandbox struct {
 	RunnerID  core.RunnerID
 	Endpoint  string // of the runner
 	EgressKey []byte // of the egress process of its host
-	EgressURL string // of that, as its guest reaches it
+	EgressURL string // of the egress process, as the guest reaches it
 }
 
 // Pending reports whether a workspace runs on a host that is not known to have its present rules.
@@ -121,12 +121,12 @@ func (w Workspace) Pending() bool {
 	return running && (w.Rules.Applied < w.Rules.Version || w.Rules.Granted && !bytes.Equal(w.Rules.EncryptedFor, w.Sandbox.EgressKey))
 }
 
-// Manager changes rules and grants, and delivers them to runners. It is safe for concurrent use, but for Run, which runs once.
+// Manager changes rules and grants, and delivers them to runners. It is safe for concurrent use, except that Run is called only once.
 type Manager struct {
 	cfg         Config
 	store       Store
 	changed     chan struct{} // size 1: look for rules that runners do not have
-	floor       int64         // of Run: the history in which all rules are known to be given
+	floor       int64         // used by Run: the history of the database in which all versions were raised
 	delivering  underWay
 	decryptions decryptions
 }

@@ -7,21 +7,21 @@ import (
 	"github.com/coppice-dev/coppice/egress/grant"
 )
 
-// ProviderCustom is whoever is not known by name: hosts must be given.
+// ProviderCustom is a provider without defaults: the request must name the hosts.
 const ProviderCustom = "custom"
 
-// provider is what is usual for grants of somebody's secrets.
+// provider has the defaults of grants for the secrets of one provider.
 type provider struct {
 	mode     grant.Mode
 	hosts    []string
 	header   string
-	env      string // that programs look for the secret in
+	env      string // the variable in which programs look for the secret
 	baseEnv  string // likewise the base URL
-	basePath string // what a base URL has after its host
+	basePath string // the path of a base URL
 }
 
-// providers are those that are known by name. Where a client has a variable for its base URL that is used: it works whatever the client
-// trusts.
+// providers are the providers with defaults. If the clients of a provider read their base URL from a variable, that mode is the default: it
+// works with any set of certificates that a client trusts.
 var providers = map[string]provider{
 	"openai":       {grant.ModeBaseURL, []string{"api.openai.com"}, "Authorization", "OPENAI_API_KEY", "OPENAI_BASE_URL", "/v1"},
 	"anthropic":    {grant.ModeBaseURL, []string{"api.anthropic.com"}, "X-Api-Key", "ANTHROPIC_API_KEY", "ANTHROPIC_BASE_URL", ""},
@@ -33,7 +33,7 @@ var providers = map[string]provider{
 	ProviderCustom: {mode: grant.ModeHeader, header: "Authorization"},
 }
 
-// fill gives what a request for a grant leaves open what is usual for its provider.
+// fill sets the empty fields of a request for a grant to the defaults of its provider.
 func (r *Request) fill(name string) error {
 	if r.Provider == "" {
 		r.Provider = ProviderCustom
@@ -44,7 +44,7 @@ func (r *Request) fill(name string) error {
 	p, known := providers[r.Provider]
 	if !known {
 		return core.Errorf(core.Invalid, core.CodeInvalidField,
-			"provider: %q is not known; leave it out, or give %s, and say what differs", core.Clip(r.Provider), ProviderCustom)
+			"provider: %q is not known; leave it out or give %s, and set the other fields", core.Clip(r.Provider), ProviderCustom)
 	}
 	if r.Mode == "" {
 		r.Mode = p.mode
@@ -73,7 +73,7 @@ func (r *Request) fill(name string) error {
 	return nil
 }
 
-// variable makes the name of an environment variable of that of a grant.
+// variable makes the name of an environment variable from the name of a grant.
 func variable(name string) string {
 	return strings.Map(func(c rune) rune {
 		switch {

@@ -11,15 +11,15 @@ import (
 	"github.com/coppice-dev/coppice/egress/policy"
 )
 
-// reserve says how many bytes a grant's secret is admitted with; a value that is not given is the one that the grant keeps.
+// reserve returns the number of bytes that a grant's secret is admitted with. If no secret is given, the grant keeps the one that it has.
 func (g *Grant) reserve(value grant.Secret) {
 	g.Reserved = value.Size()
-	if g.VaultRef != "" { // it may be changed there
+	if g.VaultRef != "" { // Vault may have another value later
 		g.Reserved = max(g.Reserved, grant.ReservedSecret)
 	}
 }
 
-// measure returns the bytes of a grant in the message for its workspace.
+// measure returns the size of a grant in the message for its workspace, in bytes.
 func (g *Grant) measure() error {
 	one, err := g.proxied("", grant.Secret{})
 	g.Size = grant.Size(one, g.Reserved)
@@ -42,7 +42,7 @@ func (g Grant) proxied(placeholder string, value grant.Secret) (grant.Grant, err
 	return out, nil
 }
 
-// scope is where, how and until when a grant's secret may be used.
+// scope says where, how and until when a workspace may use a grant's secret.
 func (g Grant) scope() grant.Scope {
 	return grant.Scope{Mode: g.Mode, Hosts: g.Hosts, Header: g.Header, Methods: g.Methods, Paths: g.Paths, Expires: g.ExpiresAt}
 }
@@ -81,8 +81,8 @@ func roomForOwn(ctx context.Context, tx Tx, project core.ProjectID) error {
 	return err
 }
 
-// deliverable refuses a grant with which the grants of a workspace that has it cannot be sent to its host. A grant that became no larger is
-// never refused.
+// deliverable refuses a grant if one of the workspaces that have it would then have too large grants to send to its host. It never refuses a
+// grant that became no larger.
 func deliverable(ctx context.Context, tx Tx, g Grant, was int) error {
 	if g.Size <= was {
 		return nil

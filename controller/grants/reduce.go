@@ -8,8 +8,8 @@ import (
 )
 
 // shrink bounds the rules of each workspace by the bytes that can be sent to a host. Admitted rules are within the bound (grant.MaxBundle,
-// policy.MaxBytes); older rows may exceed it. With lenient set they are reduced, down to no rules at all: removed entries must not stay in
-// force because of others.
+// policy.MaxBytes); older rows may exceed it. With lenient set it reduces these, if need be to no rules at all: removed entries must not stay
+// in force because the other entries are too large.
 func shrink(list []Workspace, out []Bundle, lenient bool) error {
 	for i, w := range list {
 		for _, less := range append([]runnerapi.EgressRules{out[i].Rules}, out[i].Rules.Lesser()...) {

@@ -10,13 +10,13 @@ import (
 	"github.com/coppice-dev/coppice/egress/policy"
 )
 
-// Rules are what a workspace may reach through the egress proxy, under deny-all. A fork's never allow more than those of the workspace that
-// it was forked from, then or later (docs/adr/0035-rules-of-a-tree.md).
+// Rules are what a workspace may reach through the egress proxy, under deny-all. The rules of a fork never allow more than those of its parent
+// workspace, when it is forked or later (docs/adr/0035-rules-of-a-tree.md).
 type Rules struct {
-	Allow        []string // entries in their only form, sorted
+	Allow        []string // entries in their canonical form, sorted
 	Version      int64    // one more with each change
 	Applied      int64    // the version that the runner of the present sandbox is known to have
-	Granted      bool     // there are grants, too
+	Granted      bool     // the workspace also has grants
 	EncryptedFor []byte   // the key that the grants were encrypted for last
 }
 
@@ -24,10 +24,10 @@ func (r Rules) wire() runnerapi.EgressRules {
 	return runnerapi.EgressRules{Version: r.Version, Allow: r.Allow}
 }
 
-// WorkspaceRules is a workspace, whether it lives or not, with what it may reach.
+// WorkspaceRules is a living or ended workspace with its rules.
 type WorkspaceRules struct {
 	ID     core.WorkspaceID
-	Parent core.WorkspaceID // that it was forked from
+	Parent core.WorkspaceID // the workspace that it was forked from
 	Egress core.EgressPolicy
 	Allow  []string
 }
@@ -50,7 +50,7 @@ func reachOf(mode core.EgressPolicy, allow []string) (reach, error) {
 	return reach{all: mode == core.EgressAllowAll, policy: p}, err
 }
 
-// beyond are the words for what r has and limit does not.
+// beyond are the texts of the entries that r has and limit does not.
 func (r reach) beyond(limit reach) []string {
 	switch {
 	case limit.all:
@@ -61,9 +61,9 @@ func (r reach) beyond(limit reach) []string {
 	return r.policy.Beyond(limit.policy)
 }
 
-// within are the entries of what both have: those of r that are in limit, and those of limit that are in r. Where two overlap otherwise,
-// as *.example.com:443 and a.example.com do, neither is kept. Both lists are within the bounds of rules, and together they may not be: then
-// entries of r come first, and what is too much is not kept either.
+// within are the entries that both have: those of r that are in limit, and those of limit that are in r. If two entries overlap in another
+// way, as *.example.com:443 and a.example.com do, neither is kept. Each list is within the bounds of rules, but the two together may exceed
+// them. Then entries of r come first, and the rest is not kept.
 func (r reach) within(limit reach) []string {
 	if limit.all {
 		return r.policy.Entries()
@@ -84,7 +84,7 @@ func (r reach) within(limit reach) []string {
 	return out
 }
 
-// CheckWithin refuses what goes beyond what a workspace may reach.
+// CheckWithin refuses rules that allow more than a workspace may reach.
 func CheckWithin(mode core.EgressPolicy, allow []string, parent WorkspaceRules) error {
 	wanted, err := reachOf(mode, allow)
 	if err != nil {
@@ -96,25 +96,25 @@ func CheckWithin(mode core.EgressPolicy, allow []string, parent WorkspaceRules) 
 	}
 	if more := wanted.beyond(limit); more != nil {
 		return core.Errorf(core.PermissionDenied, core.CodeEgressBeyondParent,
-			"network: %s is beyond what workspace %s may reach, and what comes from it never reaches more; allow it there first, or leave it out", strings.Join(more, ", "), parent.ID)
+			"network: %s: workspace %s may not reach this, and its forks never reach more than it does; allow it there first, or leave it out", strings.Join(more, ", "), parent.ID)
 	}
 	return nil
 }
 
-// CheckMode refuses rules under allow-all, where there are none.
+// CheckMode refuses rules under allow-all, which has no rules.
 func CheckMode(mode core.EgressPolicy, allow []string) error {
 	if mode == core.EgressAllowAll && len(allow) > 0 {
-		return core.Errorf(core.Invalid, core.CodeInvalidField, "network.allow: it is for deny-all; under allow-all everything may be reached")
+		return core.Errorf(core.Invalid, core.CodeInvalidField, "network.allow: it is for deny-all; under allow-all a workspace may reach everything")
 	}
 	return nil
 }
 
-// ChangeRules gives a workspace other rules, and takes from all its forks, and theirs, what is no longer within them: a host that is removed
-// is out of the whole tree below.
+// ChangeRules gives a workspace other rules. It removes from all forks below, at any depth, what is no longer within these rules: a removed
+// host is removed from the whole tree below.
 func ChangeRules(ctx context.Context, tx Tx, w Workspace, allow []string) error {
 	if w.Egress == core.EgressAllowAll {
 		return core.Errorf(core.FailedPrecondition, core.CodeInvalidField,
-			"network.allow: workspace %s has egress policy allow-all, under which there are no rules; fork it with deny-all", w.ID)
+			"network.allow: workspace %s has egress policy allow-all, which has no rules; fork it with deny-all", w.ID)
 	}
 	parent, err := tx.ForkedFrom(ctx, w.ID)
 	if err != nil {

@@ -7,18 +7,18 @@ import (
 	"github.com/coppice-dev/coppice/egress/grant"
 )
 
-// SecretSource has the secrets of grants that the database does not keep. It is safe for concurrent use.
+// SecretSource has the secrets of grants that are not in the database. It is safe for concurrent use.
 type SecretSource interface {
-	// Check refuses what cannot name a secret of a project, without asking anybody.
+	// Check refuses a text that cannot name a secret of a project. It asks nobody.
 	Check(project core.ProjectID, ref string) error
-	// Read returns the secret that is there now; SECRET_NOT_FOUND, or SECRET_UNAVAILABLE when nobody can say.
+	// Read returns the present secret. It fails with SECRET_NOT_FOUND, or with SECRET_UNAVAILABLE if the source cannot be asked.
 	Read(ctx context.Context, project core.ProjectID, ref string) (grant.Secret, error)
 }
 
 func (m *Manager) secretSource() (SecretSource, error) {
 	if m.cfg.Source == nil {
 		return nil, core.Errorf(core.Unavailable, core.CodeSecretUnavailable,
-			"vault_ref: this controller knows no place that secrets are in; start controllers with --vault-addr, or give the secret itself")
+			"vault_ref: this controller has no source of secrets; start controllers with --vault-addr, or give the secret itself")
 	}
 	return m.cfg.Source, nil
 }
