@@ -8,14 +8,14 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// plainFlows leaves out what is no flow and makes text of the rest that can be kept: it comes from guests.
+// plainFlows leaves out records that are no valid flows, and changes the texts of the others so that they can be stored: guests chose them.
 func plainFlows(list []core.Flow) (plain []core.Flow, odd int) {
 	for _, f := range list {
 		if !isFlow(f) {
 			odd++
 			continue
 		}
-		f.At, f.Ended = f.At.UTC().Truncate(time.Microsecond), f.Ended.UTC().Truncate(time.Microsecond) // as the database has them
+		f.At, f.Ended = f.At.UTC().Truncate(time.Microsecond), f.Ended.UTC().Truncate(time.Microsecond) // the precision of the database
 		f.Host, f.Method, f.Path = plainText(f.Host, 255), plainText(f.Method, 40), plainText(f.Path, 2048)
 		f.Rule, f.Grant, f.Reason = plainText(f.Rule, 300), plainText(f.Grant, 64), plainText(f.Reason, 500)
 		f = plainCount(f)
@@ -25,10 +25,10 @@ func plainFlows(list []core.Flow) (plain []core.Flow, odd int) {
 	return plain, odd
 }
 
-// maxCount is the largest number that one record may say: sums of many records do not overflow.
+// maxCount is the largest number in one record, so that sums of many records do not overflow.
 const maxCount = 1 << 50
 
-// plainCount keeps a count only for denied flows, and bounds it and its time.
+// plainCount removes the count of a flow that was not denied. It bounds other counts and their times.
 func plainCount(f core.Flow) core.Flow {
 	if f.Outcome != core.FlowDenied || f.Count <= 0 {
 		f.Count, f.Last = 0, time.Time{}
@@ -41,7 +41,7 @@ func plainCount(f core.Flow) core.Flow {
 	return f
 }
 
-// ends of what a clock may say.
+// The bounds of the time of a flow.
 var (
 	firstAt = time.Date(2000, 1, 1, 0, 0, 0, 0, time.UTC)
 	lastAt  = time.Date(3000, 1, 1, 0, 0, 0, 0, time.UTC)
@@ -66,7 +66,7 @@ func isFlow(f core.Flow) bool {
 	return f.ID != "" && len(f.ID) <= 64 && strings.Trim(f.ID, letters) == ""
 }
 
-// plainText is text of at most so many bytes that every part can keep.
+// plainText makes a text that every component can store, of at most limit bytes.
 func plainText(s string, limit int) string {
 	s = strings.ReplaceAll(strings.ToValidUTF8(s, "?"), "\x00", "?")
 	if len(s) <= limit {

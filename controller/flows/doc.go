@@ -3,10 +3,10 @@
 //
 // Runners report the flows of their sandboxes. A Journal checks these records, because guests chose
 // much of their text, and inserts them as rows. Each workspace and each project has a quota of rows
-// for each kind of flow; the database counts further flows by minute, host and port. The journal
-// also answers which flows of a path in the tree may have changed something outside (effects), and
-// it removes what is older than the configuration says.
+// for each kind of flow. Beyond the quota, the database only counts flows by minute, host and port.
+// The journal also lists effects: the flows on a path of the tree that may have changed something
+// outside. It removes flows that are older than the configuration allows.
 //
-// The package knows the database by Store and Tx only. Its owner calls MakePartitions, FoldCounts
+// The package uses the database through Store and Tx only. Its owner calls MakePartitions, FoldCounts
 // and RemoveOldCounts regularly, on one controller of the cluster.
 package flows

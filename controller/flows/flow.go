@@ -9,12 +9,12 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// Flow is what a workspace sent out, or tried to.
+// Flow is a request or connection that a workspace sent or tried to send.
 type Flow struct {
 	core.Flow
 	WorkspaceID core.WorkspaceID
-	Counted     bool // it is a count of flows of one minute or day, without what single ones asked for
-	Opaque      bool // of a count: no request was seen in its flows
+	Counted     bool // it is a count of the flows of one minute or day, without details of the single flows
+	Opaque      bool // for a count: no request was seen in its flows
 }
 
 // Mark is a place in a list of flows.
@@ -23,7 +23,7 @@ type Mark struct {
 	ID string
 }
 
-// Filter selects flows of a workspace; zero fields do not filter. Newest first, those after After.
+// Filter selects flows of a workspace, newest first, beginning after the mark After. Zero fields do not filter.
 type Filter struct {
 	After   Mark
 	Limit   int
@@ -31,11 +31,11 @@ type Filter struct {
 	Host    string
 }
 
-// Effect is a flow that may have changed something outside, on the way to a checkpoint.
+// Effect is a flow on the path to a checkpoint that may have changed something outside.
 type Effect struct {
 	Flow
-	CheckpointID core.CheckpointID // the nearest ancestor, or the checkpoint itself, whose state has it behind it
-	Depth        int               // of that one, generations below the root
+	CheckpointID core.CheckpointID // the first checkpoint on the path whose state is from after the flow
+	Depth        int               // of that checkpoint, in generations below the root
 }
 
 // EffectMark is a place in a list of effects.
@@ -51,25 +51,25 @@ type Store interface {
 	InSystem(ctx context.Context, fn func(Tx) error) error
 }
 
-// Tx keeps the journal of what left. There is no way to change or remove a flow.
+// Tx keeps the journal. No method changes or removes a single flow.
 type Tx interface {
-	// InsertFlows keeps those of sandboxes that the runner has or had: as rows as far as the quota goes, and then as counts.
+	// InsertFlows keeps the flows of sandboxes that the runner has or had: as rows up to the quota, and beyond it as counts.
 	InsertFlows(ctx context.Context, runner core.RunnerID, list []core.Flow, q Quota) (Kept, error)
-	// OwnSandboxes returns those that the runner has or had.
+	// OwnSandboxes returns those of the sandboxes that the runner has or had.
 	OwnSandboxes(ctx context.Context, runner core.RunnerID, ids []core.SandboxID) ([]core.SandboxID, error)
 	WorkspaceFlows(ctx context.Context, id core.WorkspaceID, f Filter) ([]Flow, error)
-	// OmittedFlows counts those of a workspace that have no rows.
+	// OmittedFlows counts the flows of a workspace that have no rows.
 	OmittedFlows(ctx context.Context, id core.WorkspaceID) (Omitted, error)
-	// Effects lists what was changed outside on the way from the root to a checkpoint, in the order in which it happened.
+	// Effects lists the effects on the path from the root to a checkpoint, in the order in which they happened.
 	Effects(ctx context.Context, id core.CheckpointID, after EffectMark, limit int) ([]Effect, error)
 	// FindWorkspace and FindCheckpoint fail with a NotFound error if the transaction sees no such object.
 	FindWorkspace(ctx context.Context, id core.WorkspaceID) error
 	FindCheckpoint(ctx context.Context, id core.CheckpointID) error
-	// TidyFlows makes partitions ahead and removes what is older than keep, by whole months.
+	// TidyFlows makes the next partitions and removes flows that are older than keep, by whole months.
 	TidyFlows(ctx context.Context, keep time.Duration) error
-	// FoldFlowCounts adds at most limit counts of old minutes to those of their days and returns how many it has found.
+	// FoldFlowCounts adds at most limit counts of old minutes to the counts of their days. It returns how many it has found.
 	FoldFlowCounts(ctx context.Context, limit int) (int, error)
-	// TidyFlowCounts removes at most limit counts that are older than keep and returns how many it has removed.
+	// TidyFlowCounts removes at most limit counts that are older than keep. It returns how many it has removed.
 	TidyFlowCounts(ctx context.Context, keep time.Duration, limit int) (int, error)
 }
 
@@ -128,16 +128,16 @@ func (q Quota) WithDefaults() Quota {
 	return q
 }
 
-// DefaultKept is how long flows are kept where the configuration does not say.
+// DefaultKept is how long flows are kept by default.
 const DefaultKept = 90 * 24 * time.Hour
 
 // The bounds of counts of flows.
 const (
-	CountsOfMinute = 16            // rows by host and port, for one sandbox, minute and kind; as many more for flows with grants
+	CountsOfMinute = 16            // rows by host and port, for one sandbox, minute and kind; the same number again for flows with grants
 	CountsOfDay    = 64            // the same for a day
 	CountsOfRules  = 256           // further rows by rule, for flows with grants to more hosts than that
-	MinutesKept    = 2 * time.Hour // until minutes become days
-	CountedBatches = 64            // of each runner, in which a flow that comes again is found and not counted again
+	MinutesKept    = 2 * time.Hour // then counts of minutes become counts of days
+	CountedBatches = 64            // of each runner; a flow of these batches that comes again is not counted again
 	MaxEffectRows  = 10_000        // rows that are counted for a node of a tree
 )
 
@@ -149,6 +149,6 @@ type Omitted struct {
 
 // Kept is the outcome of an insertion of flows.
 type Kept struct {
-	Fresh   []core.Flow // that were not there yet
-	Omitted int64       // that are counted and have no rows because of the quota
+	Fresh   []core.Flow // that were new
+	Omitted int64       // flows that are counted and have no rows because of the quota
 }

@@ -14,11 +14,12 @@ import (
 // Config says how much a Journal keeps.
 type Config struct {
 	Quota   Quota         // of rows
-	Kept    time.Duration // how long flows are kept; by whole months, so up to one longer
+	Kept    time.Duration // how long flows are kept; they are removed by whole months, so up to a month later
 	Metrics prometheus.Registerer
 	Log     *slog.Logger
 
-	// Batches repeats a transaction of the system that changes at most limit rows, until one changes fewer or its time is over.
+	// Batches repeats a transaction that sees all projects and changes at most limit rows. It stops when one changes fewer rows, or when the
+	// time of the job is over.
 	Batches func(ctx context.Context, limit int, do func(Tx) (int, error)) error
 }
 
@@ -35,7 +36,7 @@ func New(cfg Config, store Store) *Journal {
 	j := &Journal{
 		cfg: cfg, store: store,
 		ended: prometheus.NewCounterVec(prometheus.CounterOpts{
-			Name: "coppice_controller_flows_total", Help: "What sandboxes sent out or tried to, when it has ended.",
+			Name: "coppice_controller_flows_total", Help: "Flows of sandboxes that have ended, including denied ones.",
 		}, []string{"outcome", "spoken"}),
 		omitted: prometheus.NewCounter(prometheus.CounterOpts{
 			Name: "coppice_controller_flows_omitted_total",
@@ -46,10 +47,10 @@ func New(cfg Config, store Store) *Journal {
 	return j
 }
 
-// maxFlows is how many are written with one statement.
+// maxFlows bounds the flows of one statement.
 const maxFlows = 1000
 
-// Record keeps the flows that a runner reports. It ignores those of sandboxes that are not the runner's own.
+// Record keeps the flows that a runner reports. It ignores flows of sandboxes that are not the runner's own.
 func (j *Journal) Record(ctx context.Context, runner core.RunnerID, in runnerapi.Flows) error {
 	for list := in.Flows; len(list) > 0; {
 		n := min(len(list), maxFlows)
@@ -60,7 +61,7 @@ func (j *Journal) Record(ctx context.Context, runner core.RunnerID, in runnerapi
 			return err
 		}
 		if foreign > 0 || odd > 0 {
-			j.cfg.Log.WarnContext(ctx, "a runner told of flows that are not its own, or are none",
+			j.cfg.Log.WarnContext(ctx, "a runner reported flows of sandboxes that it does not have, or invalid flows",
 				"runner_id", runner, "sandboxes", foreign, "flows", odd)
 		}
 		if kept.Omitted > 0 {
@@ -120,7 +121,7 @@ func (j *Journal) List(ctx context.Context, project core.ProjectID, id core.Work
 	return list, err
 }
 
-// Effects lists what may have been changed outside on the path from the root to a checkpoint, in the order in which it happened.
+// Effects lists the effects on the path from the root to a checkpoint, in the order in which they happened.
 func (j *Journal) Effects(ctx context.Context, project core.ProjectID, id core.CheckpointID, after EffectMark, limit int) (list []Effect, err error) {
 	err = j.store.InProject(ctx, project, func(tx Tx) error {
 		if err := tx.FindCheckpoint(ctx, id); err != nil {
@@ -140,12 +141,12 @@ func (j *Journal) MakePartitions(ctx context.Context) error {
 	return j.store.InSystem(ctx, func(tx Tx) error { return tx.TidyFlows(ctx, j.cfg.Kept) })
 }
 
-// FoldCounts adds the counts of old minutes to those of their days.
+// FoldCounts adds the counts of old minutes to the counts of their days.
 func (j *Journal) FoldCounts(ctx context.Context) error {
 	return j.cfg.Batches(ctx, countsBatch, func(tx Tx) (int, error) { return tx.FoldFlowCounts(ctx, countsBatch) })
 }
 
-// RemoveOldCounts removes counts that are older than flows are kept.
+// RemoveOldCounts removes counts of flows that are older than Config.Kept.
 func (j *Journal) RemoveOldCounts(ctx context.Context) error {
 	return j.cfg.Batches(ctx, countsBatch, func(tx Tx) (int, error) { return tx.TidyFlowCounts(ctx, j.cfg.Kept, countsBatch) })
 }

@@ -10,14 +10,14 @@ import (
 	"github.com/coppice-dev/coppice/egress/ca"
 )
 
-// Authority is what the guests of a project trust for the hosts that it has grants for.
+// Authority is a certificate authority. The guests of its project trust it for the hosts of grants.
 type Authority struct {
 	ProjectID   core.ProjectID
 	Certificate []byte // X.509 in DER
 	SecretID    string // of its private key
 }
 
-// PEM is the certificate as guests take it.
+// PEM is the certificate in the form that guests read.
 func (a Authority) PEM() string {
 	if len(a.Certificate) == 0 {
 		return ""
@@ -25,7 +25,7 @@ func (a Authority) PEM() string {
 	return string(pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: a.Certificate}))
 }
 
-// authorities remembers those of projects, which never change.
+// authorities remembers the authorities of projects, which never change.
 type authorities struct {
 	// mu guards known.
 	mu    sync.Mutex
@@ -48,7 +48,7 @@ func (a *authorities) put(found Authority) {
 	a.known[found.ProjectID] = found
 }
 
-// Authority returns that of a project. The first call for a project makes it.
+// Authority returns the authority of a project. The first call for a project makes it.
 func (k *Keeper) Authority(ctx context.Context, project core.ProjectID) (Authority, error) {
 	if found, ok := k.authorities.get(project); ok {
 		return found, nil
@@ -90,15 +90,15 @@ func (k *Keeper) makeAuthority(ctx context.Context, project core.ProjectID) (Aut
 	return is, err
 }
 
-// Trusted is what guests of a project trust; "" where no grants are possible. If the first authority of a project cannot be made now, its
-// guests start without it: only grants in the mode of base URLs work in them.
+// Trusted is the certificate that guests of a project trust; it is empty if no grants are possible. If the first authority of a project cannot
+// be made now, its guests start without it. Then only grants in the mode of base URLs work in them.
 func (k *Keeper) Trusted(ctx context.Context, project core.ProjectID) (string, error) {
 	if k.wrapper == nil {
 		return "", nil
 	}
 	a, err := k.Authority(ctx, project)
 	if core.CodeOf(err) == core.CodeKeyUnavailable {
-		k.log.WarnContext(ctx, "a sandbox does not trust its project's authority, which cannot be made now", "project_id", project, "err", err)
+		k.log.WarnContext(ctx, "a sandbox starts without its project's authority, because the authority cannot be made now", "project_id", project, "err", err)
 		return "", nil
 	}
 	return a.PEM(), err

@@ -8,16 +8,16 @@ import (
 	"github.com/coppice-dev/coppice/internal/masterkey"
 )
 
-// Secret is a value as the database keeps it: encrypted with a key of its own, which a master key has wrapped.
+// Secret is a value in the form that the database keeps. It is encrypted with a key of its own, and a master key has wrapped that key.
 type Secret struct {
 	ID        string
 	ProjectID core.ProjectID
-	Master    string // key that has wrapped Key
+	Master    string // the master key that has wrapped Key
 	Key       []byte
 	Box       []byte
 }
 
-// name is what a value is encrypted under, so that a row is of no use in the place of another.
+// name is part of the encryption of a value, so that a row cannot replace another one.
 func (s Secret) name() string { return "secret " + s.ID + " of project " + string(s.ProjectID) }
 
 // Wrapper wraps the keys of secrets with a master key. It is safe for concurrent use.
@@ -26,7 +26,8 @@ type Wrapper interface {
 	Current() string
 	// Wrap encrypts a key under a name.
 	Wrap(ctx context.Context, name string, key core.DataKey) ([]byte, error)
-	// Unwrap decrypts what Wrap made under that name when the master key was the current one; KEY_UNAVAILABLE when it cannot.
+	// Unwrap decrypts a key that Wrap encrypted under that name when master was the current master key. It fails with KEY_UNAVAILABLE if it
+	// cannot.
 	Unwrap(ctx context.Context, master, name string, wrapped []byte) (core.DataKey, error)
 }
 
@@ -41,17 +42,17 @@ type Tx interface {
 	InsertSecret(ctx context.Context, s Secret) error
 	DeleteSecret(ctx context.Context, id string) error
 	Secrets(ctx context.Context, ids []string) ([]Secret, error)
-	// OtherSecrets returns those whose keys another master key than that has wrapped.
+	// OtherSecrets returns the secrets whose keys another master key has wrapped.
 	OtherSecrets(ctx context.Context, master string) ([]Secret, error)
-	// RewrapSecret replaces how a value's key is wrapped, if it is wrapped by old.
+	// RewrapSecret replaces the wrapped key of a value, if the master key old has wrapped it.
 	RewrapSecret(ctx context.Context, s Secret, old string) error
-	// Authority returns that of a project; NOT_FOUND while it has none.
+	// Authority returns the authority of a project. It fails with NOT_FOUND while the project has none.
 	Authority(ctx context.Context, project core.ProjectID) (Authority, error)
-	// InsertAuthority gives a project its authority, unless it has one, and returns the one that it has.
+	// InsertAuthority gives a project its authority, unless it has one. It returns the authority that the project then has.
 	InsertAuthority(ctx context.Context, a Authority) (Authority, error)
 }
 
-// ErrNoMasterKey refuses to encrypt or decrypt without a master key.
+// ErrNoMasterKey says that nothing can be encrypted or decrypted without a master key.
 var ErrNoMasterKey error = core.Errorf(core.FailedPrecondition, core.CodeKeyUnavailable,
 	"this controller has no master key, so nothing can be encrypted or decrypted; start controllers with --master-key-file")
 
@@ -68,7 +69,7 @@ func New(wrapper Wrapper, store Store, log *slog.Logger) *Keeper {
 	return &Keeper{wrapper: wrapper, store: store, log: log}
 }
 
-// Encrypt encrypts a value. The master key wraps its key outside of transactions, because that may take a while.
+// Encrypt encrypts a value. It must not be called in a transaction, because wrapping the key may take a while.
 func (k *Keeper) Encrypt(ctx context.Context, project core.ProjectID, value []byte) (*Secret, error) {
 	if k.wrapper == nil {
 		return nil, ErrNoMasterKey
@@ -146,7 +147,7 @@ func (k *Keeper) Rewrap(ctx context.Context) error {
 	}
 	for _, s := range rows {
 		key, err := w.Unwrap(ctx, s.Master, s.name(), s.Key)
-		if err != nil { // grants that need it say so
+		if err != nil { // grants that need the secret report it
 			k.log.WarnContext(ctx, "the key of a secret cannot be unwrapped", "secret_id", s.ID, "err", err)
 			continue
 		}
@@ -160,7 +161,7 @@ func (k *Keeper) Rewrap(ctx context.Context) error {
 		}
 	}
 	if len(rows) > 0 {
-		k.log.InfoContext(ctx, "the keys of secrets are wrapped by another master key", "count", len(rows), "now", w.Current())
+		k.log.InfoContext(ctx, "the current master key has wrapped the keys of secrets", "count", len(rows), "now", w.Current())
 	}
 	return nil
 }
