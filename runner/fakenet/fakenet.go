@@ -1,5 +1,5 @@
-// Package fakenet is the network of a runner whose machines have none, for tests and measurements without root. Its namespaces hand
-// out nothing, and nothing can be reached through them.
+// Package fakenet is a network for runners whose machines have none, for tests and measurements without root. Its namespaces have no tap
+// and no address, and nothing can be reached through them.
 package fakenet
 
 import (
@@ -26,21 +26,21 @@ var (
 	errNone = errors.New("there is no network")
 )
 
-// Acquire returns the namespace that all machines have.
+// Acquire returns the same empty namespace for all machines.
 func (Network) Acquire(context.Context) (runner.Namespace, error) { return namespace{}, nil }
 
-// Adopt returns the same.
+// Adopt returns the same empty namespace.
 func (Network) Adopt(context.Context, string, core.Identity, core.EgressPolicy) (runner.Namespace, error) {
 	return namespace{}, nil
 }
 
-// Reconcile has nothing to remove.
+// Reconcile does nothing: there is nothing to remove.
 func (Network) Reconcile(context.Context, map[string]bool) error { return nil }
 
-// Gateway is none.
+// Gateway returns nothing: there is no gateway.
 func (Network) Gateway() (netip.Addr, string) { return netip.Addr{}, "" }
 
-// Resolvers are none.
+// Resolvers returns nothing: there are no resolvers.
 func (Network) Resolvers(core.EgressPolicy) []netip.Addr { return nil }
 
 func (namespace) Name() string                                  { return "none" }

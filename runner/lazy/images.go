@@ -26,18 +26,18 @@ import (
 	"github.com/coppice-dev/coppice/snapshotstore/envelope"
 )
 
-// Config says what Images work with. Fields without a note are required.
+// Config configures Images. Fields without a note are required.
 type Config struct {
 	DataDir string         // of the runner: records and parts of images are in its directory "lazy"
 	Pager   *pager.Process // nil: there is no pager, and nothing is lazy
-	Whole   bool           // new images are fetched whole; a pager serves only what it serves already
+	Whole   bool           // new images are fetched whole; a pager serves only the images that it serves already
 	Room    *room.Room     // the space for parts
 	Keys    *envelope.Ring // of objects in the store; the pager gets them with each image
 	Log     *slog.Logger
 	Host    Host
 }
 
-// Host is what Images need of their runner. Its methods are called without a lock held.
+// Host has the methods of the runner that Images need. Images hold no lock when they call them.
 type Host interface {
 	// OpenBase opens the file of a base that is complete on this host, as memory.BaseStore does.
 	OpenBase(id core.BaseID) (*os.File, error)
@@ -45,15 +45,15 @@ type Host interface {
 	ImageArrived()
 	// EndMachines ends the machines that match, and keeps the reason.
 	EndMachines(ctx context.Context, why string, match func(Machine) bool)
-	// PagerEnded releases what is not a running machine and has memory from this instance of the pager. Images call EndMachines
-	// next.
+	// PagerEnded releases everything except running machines that has memory from this instance of the pager. Images call
+	// EndMachines next.
 	PagerEnded(ctx context.Context, instance string)
 }
 
 // Machine says which images a machine uses.
 type Machine struct {
 	ID    core.SandboxID
-	Pager string // the instance of the pager that it has some of them from; empty: none
+	Pager string // the instance of the pager that serves some of them; empty: none
 	Base  core.BaseID
 	Root  string // key of its root file system
 }
@@ -70,9 +70,9 @@ func RootKey(id string) (key string, ok bool) { return strings.CutPrefix(id, roo
 
 const rootPrefix = "root-"
 
-// Images are the memory bases and root file systems of this host that machines use before they are complete. Each becomes a file like
-// any other once it is complete. A record and a part of each are on disk, so another runner or another pager can continue. Its
-// methods are safe for concurrent use.
+// Images are the memory bases and root file systems of this host that machines use before they are complete. A complete image becomes a
+// file like any other. A record and a part of each image are on disk, so another runner or another pager can continue. The methods are
+// safe for concurrent use.
 type Images struct {
 	WorkingSets WorkingSets // by base
 
@@ -85,19 +85,19 @@ type Images struct {
 	mu       sync.Mutex // guards what follows
 	client   *pager.Client
 	instance string // of the pager; empty: none runs
-	foreign  bool   // the pager has another version: it keeps what it serves and gets nothing new
+	foreign  bool   // the pager has another version: it keeps its images and gets no new ones
 	images   map[string]*Image
 	// recorded are images of recordings. The pager serves them, and nothing waits for them to become complete.
 	recorded map[string]bool
 	news     chan struct{} // closed when something has changed
-	keyed    chan struct{} // closed when keys of the store have come
+	keyed    chan struct{} // closed when keys of the store have arrived
 }
 
 // Image is one image that is not complete. It is kept as JSON.
 type Image struct {
 	pager.Image
 	Size     int64             `json:"size"`                // bytes of the image
-	To       string            `json:"to"`                  // where its file goes, below the data directory
+	To       string            `json:"to"`                  // the place of its file, below the data directory
 	SeedBase core.BaseID       `json:"seed_base,omitempty"` // the base that its part begins with
 	Compared core.CheckpointID `json:"compared,omitempty"`  // the checkpoint of the seed, whose maps are read too; it never changes
 	// Made is the instance of the pager that the part was made for. That pager may write the part, even if it has not said yet that it
@@ -107,13 +107,13 @@ type Image struct {
 	Reserved int64 `json:"reserved,omitempty"` // bytes of disk that were reserved for its part when it began
 
 	room    *room.Reservation
-	serving sync.Mutex // held while it is offered; guards Made, Seed, SeedBase and the part
-	// What follows is guarded by the mu of Images.
+	serving sync.Mutex // held while the image is offered; guards Made, Seed, SeedBase and the part
+	// The mu of Images guards the fields below.
 	status  pager.Status
-	refused error // why no pager has taken it
+	refused error // why no pager has accepted it
 }
 
-// Reserve takes n bytes for the image from what was reserved for a fetch.
+// Reserve moves n bytes from the reservation of a fetch to the image.
 func (im *Image) Reserve(from *room.Reservation, n int64) {
 	im.Reserved, im.room = n, from.Split(n)
 }
@@ -187,14 +187,14 @@ func (l *Images) changed() {
 	l.news = make(chan struct{})
 }
 
-// Begin records an image and has it served from now on. It does nothing if the image is served already.
+// Begin records an image. From then on the pager serves it. Begin does nothing if the image is served already.
 func (l *Images) Begin(ctx context.Context, im *Image) (err error) {
 	im.serving.Lock()
 	defer im.serving.Unlock()
 	l.mu.Lock()
 	if l.images[im.ID] != nil {
 		l.mu.Unlock()
-		im.room.Release() // the one that is served has its own
+		im.room.Release() // the image that is served has its own reservation
 		return nil
 	}
 	client, instance := l.client, l.instance
@@ -220,7 +220,7 @@ func (l *Images) forget(im *Image) {
 	}
 	l.changed()
 	l.mu.Unlock()
-	im.room.Release() // by now nobody counts it any more
+	im.room.Release() // nothing counts it any more
 	l.cfg.Host.ImageArrived()
 }
 
@@ -244,15 +244,15 @@ func (l *Images) Ready(ctx context.Context) bool {
 	return l.client != nil && !l.foreign
 }
 
-// Has reports whether an image is expected and not complete.
+// Has reports whether an image is expected but not complete.
 func (l *Images) Has(id string) bool {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return l.images[id] != nil
 }
 
-// OpenFile opens what the pager serves of an image. It returns fs.ErrNotExist if the image is not expected. It waits up to a minute
-// for an image that no pager has taken yet.
+// OpenFile opens an image that the pager serves. It returns fs.ErrNotExist if the image is not expected. If no pager has accepted the
+// image yet, it waits for up to a minute.
 func (l *Images) OpenFile(id string) (*os.File, error) {
 	ctx, cancel := context.WithTimeout(l.life, openTime)
 	defer cancel()
@@ -275,7 +275,7 @@ func (l *Images) OpenFile(id string) (*os.File, error) {
 		} else if refused == nil {
 			refused = pager.ErrGone
 		}
-		select { // it is offered to the pager, or to the next one; or its file is about to be there
+		select { // it is being offered to this or the next pager, or it is complete and its file will soon be in its place
 		case <-news:
 		case <-ctx.Done():
 			return nil, cmp.Or(refused, context.Cause(ctx))
@@ -283,7 +283,7 @@ func (l *Images) OpenFile(id string) (*os.File, error) {
 	}
 }
 
-// openTime is how long OpenFile waits for a pager to take an image.
+// openTime is how long OpenFile waits for a pager to accept an image.
 const openTime = time.Minute
 
 // Wait waits until the images are complete. It returns an error for an image that is damaged in the store.
@@ -313,7 +313,8 @@ func (l *Images) Wait(ctx context.Context, ids ...string) error {
 	return nil
 }
 
-// Missing reports whether some of the images are not complete, and why one of them does not come; no problem while all are coming.
+// Missing reports whether some of the images are not complete, and why one of them does not arrive. It reports no problem while all of
+// them are arriving.
 func (l *Images) Missing(ids ...string) (some bool, problem error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -333,7 +334,7 @@ func (l *Images) Missing(ids ...string) (some bool, problem error) {
 	return some, problem
 }
 
-// Drop gives up an image that nothing needs. An absent one is no error.
+// Drop gives up an image that nothing needs. It is no error if the image is not there.
 func (l *Images) Drop(id string) error {
 	l.mu.Lock()
 	im, client := l.images[id], l.client
@@ -355,7 +356,7 @@ func (l *Images) Drop(id string) error {
 	return errors.Join(err, l.erase(id))
 }
 
-// Explain adds the cause to the error of a machine if the pager or one of the machine's images is the cause.
+// Explain adds the cause to a machine's error if the cause is the pager or one of the machine's images.
 func (l *Images) Explain(m Machine, err error) error {
 	if m.Pager == "" {
 		return err
@@ -376,7 +377,7 @@ func (l *Images) Explain(m Machine, err error) error {
 	return err
 }
 
-// damageTime bounds the question which image is damaged.
+// damageTime bounds how long Damage waits for the pager.
 const damageTime = 5 * time.Second
 
 // Damage asks the pager which image of a machine is damaged, and returns the reason. A machine that touches such memory may end
@@ -402,15 +403,15 @@ func (l *Images) Damage(ctx context.Context, m Machine) string {
 	return ""
 }
 
-// Instance is the pager that runs; empty: none.
+// Instance identifies the running pager; empty: none runs.
 func (l *Images) Instance() string {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return l.instance
 }
 
-// InstanceFor is the pager that a machine has memory or a root file system from; empty: none. arriving says that its base comes from
-// the pager.
+// InstanceFor identifies the pager that serves the memory or the root file system of a machine; empty: none. arriving says that the pager
+// serves its base.
 func (l *Images) InstanceFor(arriving bool, rootKey string) string {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -420,7 +421,7 @@ func (l *Images) InstanceFor(arriving bool, rootKey string) string {
 	return ""
 }
 
-// Roots are the keys of the root file systems that are not complete.
+// Roots returns the keys of the root file systems that are not complete.
 func (l *Images) Roots() []string {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -433,7 +434,7 @@ func (l *Images) Roots() []string {
 	return out
 }
 
-// Sources are the checkpoints in the store that the images are read from.
+// Sources returns the checkpoints in the store from which the pager reads the images.
 func (l *Images) Sources() []core.CheckpointID {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -447,8 +448,8 @@ func (l *Images) Sources() []core.CheckpointID {
 	return slices.Collect(maps.Keys(ids))
 }
 
-// Freeable is how many bytes of disk are taken by images that are not needed. needed gets the id of an image and the checkpoint that
-// it is read from.
+// Freeable is how many bytes of disk the images take that are not needed. needed gets the id of an image and the checkpoint from which
+// the image is read.
 func (l *Images) Freeable(needed func(id string, from core.CheckpointID) bool) (n int64) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -460,7 +461,7 @@ func (l *Images) Freeable(needed func(id string, from core.CheckpointID) bool) (
 	return n
 }
 
-// allocated is what a file takes on disk; 0 if there is none.
+// allocated is how many bytes a file takes on disk; 0 if there is no file.
 func allocated(path string) int64 {
 	var st unix.Stat_t
 	if unix.Lstat(path, &st) != nil {
@@ -469,7 +470,7 @@ func allocated(path string) int64 {
 	return st.Blocks * 512
 }
 
-// Bases are the memory bases among the images, for the store of bases.
+// Bases gives the store of bases access to the images that are memory bases.
 func (l *Images) Bases() memory.Arriving { return bases{l} }
 
 type bases struct{ images *Images }

@@ -23,20 +23,20 @@ func (l *Images) Collector() prometheus.Collector {
 	}
 	return &pagerState{
 		images:   l,
-		up:       desc("up", "1 if the pager answers; 0 if none runs: there is one only once something has been fetched."),
-		served:   desc("images", "Images that the pager serves: arriving, stalled (the store does not give what is asked), damaged in the store, or whole and still mapped.", "state"),
-		pages:    desc("pages", "Pages of the images that are not whole."),
-		here:     desc("pages_here", "Those of them that are on this host."),
+		up:       desc("up", "1 if the pager answers; 0 if none runs. The runner starts a pager when it first fetches something."),
+		served:   desc("images", "Images that the pager serves: arriving, stalled (the store does not deliver a page that is needed), damaged in the store, or complete and still mapped.", "state"),
+		pages:    desc("pages", "Pages of the images that are not complete."),
+		here:     desc("pages_here", "Pages of the images that are not complete, as far as they are on this host."),
 		waiters:  desc("waiters", "Threads of virtual machines that have waited for a page for more than a second."),
-		demanded: desc("demanded_pages_total", "Pages that were touched before they were here."),
+		demanded: desc("demanded_pages_total", "Pages that a machine touched before they were on this host."),
 		bytes:    desc("read_bytes_total", "Bytes that were read for images: from the host's cache, other runners or the store."),
 		requests: desc("requests_total", "Requests for them."),
-		unheard:  desc("unheard_total", "Times that the pager runs and what it says was not heard, since the start of the runner: its machines go on, and images that are whole are not taken meanwhile."),
-		hung:     desc("hung_total", "Pagers that were killed because they did not answer, since the start of the runner: the machines that had memory from them ended."),
+		unheard:  desc("unheard_total", "Failed requests for the status of a running pager, since the start of the runner. Its machines continue; complete images are not moved to their places meanwhile."),
+		hung:     desc("hung_total", "Pagers that were killed because they did not answer, since the start of the runner. The machines that had memory from them ended."),
 	}
 }
 
-// Describe sends what Collect may send.
+// Describe implements prometheus.Collector.
 func (p *pagerState) Describe(out chan<- *prometheus.Desc) {
 	for _, d := range []*prometheus.Desc{p.up, p.served, p.pages, p.here, p.waiters, p.demanded, p.bytes, p.requests, p.unheard, p.hung} {
 		out <- d
@@ -73,7 +73,7 @@ func (p *pagerState) Collect(out chan<- prometheus.Metric) {
 	var pages, here int64
 	waiters := 0
 	for _, st := range list {
-		if st.Record { // of a rehearsal: nothing of it comes
+		if st.Record { // an image of a rehearsal: none of its pages are fetched
 			continue
 		}
 		switch {

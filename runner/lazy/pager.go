@@ -20,15 +20,15 @@ import (
 	"github.com/coppice-dev/coppice/snapshotstore/manifest"
 )
 
-// FindPager looks for the pager of an earlier runner. If there is none, it starts one for machines that need it, as the caller says,
-// or for images that are not complete.
+// FindPager looks for the pager of an earlier runner. If there is none, it starts one if the caller says that machines need it, or if
+// some images are not complete.
 func (l *Images) FindPager(ctx context.Context, needed bool) {
 	needed = needed || len(l.images) > 0
 	if p := l.cfg.Pager; !needed && (p == nil || !pager.Runs(ctx, *p)) {
 		return
 	}
 	if err := l.start(ctx); err != nil {
-		l.cfg.Log.ErrorContext(ctx, "there is no pager to go on with images that are being fetched", "err", err)
+		l.cfg.Log.ErrorContext(ctx, "there is no pager that could continue to fetch images", "err", err)
 	}
 }
 
@@ -57,7 +57,7 @@ func (l *Images) start(ctx context.Context) error {
 	l.cfg.Log.InfoContext(ctx, "pager is there", "pid", hello.PID, "new", fresh, "images", images)
 	if hello.Foreign() {
 		l.cfg.Log.WarnContext(ctx,
-			"the pager is of another version: machines that have memory from it go on, and checkpoints are fetched whole until they have ended", "pid", hello.PID)
+			"the pager has another version: machines that have memory from it continue, and checkpoints are fetched whole until these machines have ended", "pid", hello.PID)
 	}
 	return nil
 }
@@ -79,7 +79,7 @@ func (l *Images) Run(ctx context.Context) {
 			case ctx.Err() != nil:
 			case errors.Is(err, errIdle):
 				l.retire(ctx, client)
-			case client.Alive(ctx, instance): // its machines go on, whatever was wrong with a message or a connection
+			case client.Alive(ctx, instance): // its machines continue, whatever was wrong with a message or a connection
 				if l.unheard.Add(1); time.Since(began) > lastWait {
 					deaf = firstWait
 				}
@@ -101,7 +101,7 @@ func (l *Images) Run(ctx context.Context) {
 			if err == nil {
 				continue
 			}
-			l.cfg.Log.ErrorContext(ctx, "no pager was started, and what is not whole cannot be forked", "err", err)
+			l.cfg.Log.ErrorContext(ctx, "no pager was started, so checkpoints that are not complete cannot be forked", "err", err)
 		}
 		again := time.NewTimer(wait)
 		select {
@@ -114,7 +114,7 @@ func (l *Images) Run(ctx context.Context) {
 	}
 }
 
-// attend offers images to a pager and listens to it, until the pager or ctx ends.
+// attend offers images to a pager and reads its reports, until the pager or ctx ends.
 func (l *Images) attend(ctx context.Context, client *pager.Client, instance string, images []*Image) error {
 	offering, stop := context.WithCancel(ctx)
 	var offers sync.WaitGroup
@@ -136,14 +136,14 @@ func (l *Images) attend(ctx context.Context, client *pager.Client, instance stri
 	})
 }
 
-// errIdle says that a pager of another version serves nothing any more.
+// errIdle says that a pager of another version no longer serves anything.
 var errIdle = errors.New("the pager serves nothing")
 
-// errForeign says that no pager takes an image, because the one that runs has another version.
+// errForeign says that no pager accepts an image, because the running one has another version.
 var errForeign = core.Errorf(core.Unavailable, core.CodePagerGone,
-	"the pager of this runner is of another version of Coppice and takes nothing new; another is started when no VM has memory from it")
+	"the pager of this runner has another version of Coppice and accepts no new images; another pager is started when no VM has memory from it")
 
-// retire ends a pager of another version that serves nothing. It takes no new images, so nobody can come to need it.
+// retire ends a pager of another version that serves nothing. Such a pager accepts no new images, so nothing will need it.
 func (l *Images) retire(ctx context.Context, client *pager.Client) {
 	if err := client.Stop(ctx); err != nil && !errors.Is(err, pager.ErrGone) {
 		l.cfg.Log.WarnContext(ctx, "the pager of another version was not ended", "err", err)
@@ -157,8 +157,8 @@ func (l *Images) retire(ctx context.Context, client *pager.Client) {
 	l.cfg.Log.InfoContext(ctx, "the pager of another version serves nothing and was ended")
 }
 
-// offer has a pager serve an image, unless it does already. It tries until the pager takes the image, nobody expects the image any
-// more, or ctx ends.
+// offer asks a pager to serve an image, unless it does already. It tries until the pager accepts the image, nobody expects the image
+// any more, or ctx ends.
 func (l *Images) offer(ctx context.Context, client *pager.Client, instance string, im *Image) {
 	for wait := firstOffer; ; wait = min(2*wait, lastOffer) {
 		l.mu.Lock()
@@ -175,7 +175,7 @@ func (l *Images) offer(ctx context.Context, client *pager.Client, instance strin
 		if err == nil {
 			return
 		}
-		l.cfg.Log.WarnContext(ctx, "the pager has not taken an image; it is offered again",
+		l.cfg.Log.WarnContext(ctx, "the pager has not accepted an image; it is offered again",
 			"image", im.ID, "again_ms", core.Milliseconds(wait), "err", err)
 		again := time.NewTimer(wait)
 		select {
@@ -189,7 +189,7 @@ func (l *Images) offer(ctx context.Context, client *pager.Client, instance strin
 	}
 }
 
-// Wake offers again, at once, the images that no pager has taken: keys may have come that were missing.
+// Wake offers the images that no pager has accepted again, at once: missing keys may have arrived.
 func (l *Images) Wake() {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -197,13 +197,13 @@ func (l *Images) Wake() {
 	l.keyed = make(chan struct{})
 }
 
-// The wait before an image that was not taken is offered again.
+// The wait before an image that was not accepted is offered again.
 const (
 	firstOffer = time.Second
 	lastOffer  = time.Minute
 )
 
-// serve has a pager serve an image, unless it does already. there is false if nobody expects the image any more.
+// serve asks a pager to serve an image, unless it does already. there is false if nobody expects the image any more.
 func (l *Images) serve(ctx context.Context, client *pager.Client, instance string, im *Image) (there bool, err error) {
 	im.serving.Lock()
 	defer im.serving.Unlock()
@@ -234,7 +234,7 @@ func (l *Images) serve(ctx context.Context, client *pager.Client, instance strin
 	return false, errors.Join(client.Drop(ctx, im.ID), l.erase(im.ID)) // it was dropped meanwhile
 }
 
-// put gives an image to a pager, with its part. The caller holds its serving.
+// put gives an image to a pager, with its part. The caller holds im.serving.
 func (l *Images) put(ctx context.Context, client *pager.Client, instance string, im *Image) (err error) {
 	var part *os.File
 	if im.Made == instance {
@@ -280,7 +280,7 @@ func (l *Images) makePart(im *Image) (_ *os.File, err error) {
 		if err == nil {
 			_, err = sparse.Clone(f, seed)
 			err = errors.Join(err, seed.Close())
-		} else if core.CodeOf(err) == core.CodeCheckpointCorrupt { // it was removed: everything comes from the store
+		} else if core.CodeOf(err) == core.CodeCheckpointCorrupt { // the seed was removed, so all bytes come from the store
 			im.Seed, im.SeedBase, err = nil, "", nil
 		}
 		if err != nil {
@@ -290,7 +290,7 @@ func (l *Images) makePart(im *Image) (_ *os.File, err error) {
 	return f, f.Truncate(im.Size)
 }
 
-// applyStatus takes over what the pager reports.
+// applyStatus applies a status that the pager reported.
 func (l *Images) applyStatus(ctx context.Context, client *pager.Client, list []pager.Status) {
 	var done, damaged []*Image
 	var strange []pager.Status
@@ -307,7 +307,7 @@ func (l *Images) applyStatus(ctx context.Context, client *pager.Client, list []p
 			damaged = append(damaged, im)
 		}
 		if st.Problem != nil && im.status.Problem == nil && !st.Damaged() {
-			l.cfg.Log.WarnContext(ctx, "machines wait where they touch memory that is not here yet",
+			l.cfg.Log.WarnContext(ctx, "machines that touch missing memory of an image wait",
 				"image", st.ID, "problem", st.Problem.Message)
 		}
 		im.status = st
@@ -323,7 +323,7 @@ func (l *Images) applyStatus(ctx context.Context, client *pager.Client, list []p
 	}
 	for _, im := range done {
 		if err := l.publish(ctx, client, im); err != nil {
-			l.cfg.Log.ErrorContext(ctx, "an image that is whole was not taken", "image", im.ID, "err", err)
+			l.cfg.Log.ErrorContext(ctx, "a complete image was not moved to its place", "image", im.ID, "err", err)
 		}
 	}
 	for _, st := range strange {
@@ -333,8 +333,8 @@ func (l *Images) applyStatus(ctx context.Context, client *pager.Client, list []p
 	}
 }
 
-// letGo tells the pager what to do with an image that is not expected: it was taken, or nothing needs it. Machines keep what they have
-// open.
+// letGo tells the pager what to do with an image that is not expected: it is in its place by now, or nothing needs it. Machines keep the
+// files that they have open.
 func (l *Images) letGo(ctx context.Context, client *pager.Client, st pager.Status) error {
 	switch {
 	case st.Whole && st.Taken:
@@ -356,7 +356,7 @@ func (l *Images) publish(ctx context.Context, client *pager.Client, im *Image) e
 	}
 	if is.Ino != im.status.Part {
 		return core.Errorf(core.Internal, core.CodeInternal,
-			"the pager has filled another file (inode %d) than the part of image %s (inode %d)", im.status.Part, im.ID, is.Ino)
+			"the pager has written to another file (inode %d) than the part of image %s (inode %d)", im.status.Part, im.ID, is.Ino)
 	}
 	if err := os.Chmod(part, 0o444); err != nil { //nolint:gosec // G302: VMMs, other users, read it
 		return err
@@ -380,7 +380,7 @@ func (l *Images) died(ctx context.Context, cause error) {
 	l.mu.Unlock()
 	l.cfg.Log.ErrorContext(ctx, "the pager has ended", "err", cause)
 	l.cfg.Host.PagerEnded(ctx, instance)
-	l.cfg.Host.EndMachines(ctx, "the pager of its runner ended, and with it memory that it had from there", func(m Machine) bool { return m.Pager == instance })
+	l.cfg.Host.EndMachines(ctx, "the pager of its runner ended, and the pager served some of its memory", func(m Machine) bool { return m.Pager == instance })
 }
 
 // Stop ends the pager. No machine may have memory from it.

@@ -17,7 +17,7 @@ type Recording struct {
 	id     string
 }
 
-// Record has the pager serve a base and record what is asked of it. It starts a pager if none runs. The caller closes the recording.
+// Record asks the pager to serve a base and to record the pages that are read. It starts a pager if none runs. The caller closes the recording.
 func (l *Images) Record(ctx context.Context, base core.BaseID) (_ *Recording, err error) {
 	l.mu.Lock()
 	running := l.client != nil
@@ -66,7 +66,7 @@ func (r *Recording) forget() {
 // OpenFile opens the base as the pager serves it.
 func (r *Recording) OpenFile(ctx context.Context) (*os.File, error) { return r.client.Open(ctx, r.id) }
 
-// Touched are the pages that were asked for.
+// Touched returns the pages that were read.
 func (r *Recording) Touched(ctx context.Context) ([]pager.Range, error) {
 	return r.client.Touched(ctx, r.id)
 }

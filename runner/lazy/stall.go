@@ -11,14 +11,14 @@ import (
 	"github.com/coppice-dev/coppice/runner/threads"
 )
 
-// stallTick is how often the machines are looked at while one of them waits.
+// stallTick is the time between two looks at the machines while one of them waits.
 const stallTick = time.Second
 
 // Awaited are the images that machines wait for, by id.
 type Awaited map[string]pager.Status
 
-// WatchStalls calls update whenever something about the images has changed, until ctx ends. After an update that returned true, it
-// calls update again soon.
+// WatchStalls calls update whenever something about the images has changed, until ctx ends. If update returns true, WatchStalls calls
+// it again soon.
 func (l *Images) WatchStalls(ctx context.Context, update func(context.Context, Awaited) (again bool)) {
 	tick := time.NewTicker(stallTick)
 	defer tick.Stop()
@@ -39,7 +39,7 @@ func (l *Images) WatchStalls(ctx context.Context, update func(context.Context, A
 	}
 }
 
-// CheckStalls has WatchStalls call its update now, because something about a machine has changed.
+// CheckStalls makes WatchStalls call its update now, because something about a machine has changed.
 func (l *Images) CheckStalls() {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -61,12 +61,12 @@ func (l *Images) awaited() Awaited {
 // Waits remembers how long the VMM of one machine has been blocked. The zero value is ready for use.
 type Waits struct {
 	mu     sync.Mutex // guards what follows
-	thread int        // of the VMM, that was blocked when it was last looked at
+	thread int        // the thread of the VMM that was blocked at the last look
 	since  time.Time
 }
 
-// Since says since when a machine, whose VMM is process pid, waits for a page of an image, and why. The time is zero if it does not
-// wait.
+// Since returns the time since when a machine waits for a page of an image, and the cause. pid is the process of its VMM. The time is
+// zero if the machine does not wait.
 func (w *Waits) Since(images Awaited, m Machine, pid int) (since time.Time, why *runnerapi.Problem) {
 	for id, st := range images {
 		if !m.uses(id) {
@@ -74,13 +74,13 @@ func (w *Waits) Since(images Awaited, m Machine, pid int) (since time.Time, why 
 		}
 		from, object := time.Time{}, st.Waiters[0].Object
 		for _, waiter := range st.Waiters { // the oldest first
-			// Under KVM a thread of the kernel may ask on behalf of a vCPU, of whichever machine.
+			// Under KVM a kernel thread may ask for a vCPU of any machine.
 			if threads.Of(pid, waiter.Thread) || threads.Kernel(waiter.Thread) {
 				from, object = waiter.Since, waiter.Object
 				break
 			}
 		}
-		if from.IsZero() { // another machine may have asked for the page that this one waits for
+		if from.IsZero() { // this machine may wait for a page that another machine has requested
 			from = w.blockedSince(pid)
 		}
 		if !from.IsZero() && (since.IsZero() || from.Before(since)) {
@@ -90,7 +90,7 @@ func (w *Waits) Since(images Awaited, m Machine, pid int) (since time.Time, why 
 	return since, why
 }
 
-// blockedSince is since when a thread of the VMM was seen to wait in the kernel without a break.
+// blockedSince is the time since when every look has seen the same thread of the VMM wait in the kernel.
 func (w *Waits) blockedSince(pid int) time.Time {
 	thread := threads.Blocked(pid)
 	w.mu.Lock()
@@ -109,12 +109,12 @@ func stallProblem(id core.SandboxID, since time.Time, object string, cause *runn
 	if cause != nil {
 		because = cause.Message
 	}
-	if cause != nil && (cause.Code == core.CodeDiskFull || cause.Category == core.Internal) { // the store gives it, and this host cannot keep it
+	if cause != nil && (cause.Code == core.CodeDiskFull || cause.Category == core.Internal) { // the store delivers the page, but this host cannot keep it
 		return runnerapi.ProblemOf(core.Errorf(cause.Category, cause.Code,
-			"sandbox %s has waited since %s for memory that cannot be kept on its runner: %s; it goes on by itself when it can be",
+			"sandbox %s has waited since %s for memory that its runner cannot store: %s; it continues by itself when the runner can",
 			id, since.UTC().Format(time.RFC3339), because))
 	}
 	return runnerapi.ProblemOf(core.Errorf(core.Unavailable, core.CodeStoreUnavailable,
-		"sandbox %s has waited since %s for memory in object %s of the store: %s; it goes on by itself when the store gives it",
+		"sandbox %s has waited since %s for memory in object %s of the store: %s; it continues by itself when the store delivers it",
 		id, since.UTC().Format(time.RFC3339), object, because))
 }

@@ -12,23 +12,23 @@ import (
 	"github.com/coppice-dev/coppice/runner/vmm"
 )
 
-// WorkingSets are, by base, the pages that machines on it use first. Where the base must be fetched, those come first. They are encoded
-// as in runnerapi.StoredRecord. The zero value is ready for use, and its methods are safe for concurrent use.
+// WorkingSets has, for each base, the pages that machines on it use first. When the base must be fetched, the pager fetches these pages
+// first. They are encoded as in runnerapi.StoredRecord. The zero value is ready for use, and its methods are safe for concurrent use.
 type WorkingSets struct {
 	mu   sync.Mutex // guards sets
 	sets map[core.BaseID]WorkingSet
 }
 
-// WorkingSet is what is known of one base.
+// WorkingSet is the known working set of one base.
 type WorkingSet struct {
 	Pages     []byte // nil while they are not known yet
-	Rehearsed bool   // they are exactly the pages that were used; otherwise all that were mapped, with those around them
+	Rehearsed bool   // the pages are exactly those that were used; otherwise they are all mapped pages, including neighbours of used ones
 }
 
-// maxWorkingSets bounds how many are known, by some kilobytes each: another is forgotten for the next.
+// maxWorkingSets bounds how many working sets are kept. Each takes some kilobytes. For a further one, another is forgotten.
 const maxWorkingSets = 256
 
-// Claim reports whether the caller is the first to ask. The first observes a machine on the base.
+// Claim reports whether the caller is the first one to ask for a base. The first caller observes a machine on the base.
 func (w *WorkingSets) Claim(base core.BaseID) bool {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -39,7 +39,7 @@ func (w *WorkingSets) Claim(base core.BaseID) bool {
 	return true
 }
 
-// keep remembers one. The caller holds mu.
+// keep remembers a working set. The caller holds mu.
 func (w *WorkingSets) keep(base core.BaseID, set WorkingSet) {
 	if w.sets == nil {
 		w.sets = make(map[core.BaseID]WorkingSet)
@@ -53,7 +53,7 @@ func (w *WorkingSets) keep(base core.BaseID, set WorkingSet) {
 	w.sets[base] = set
 }
 
-// observed records what a machine was seen to use. A rehearsal says more, so it is not replaced.
+// observed records the pages that a machine was seen to use. It does not replace the result of a rehearsal, which is more exact.
 func (w *WorkingSets) observed(base core.BaseID, b []byte) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -62,8 +62,8 @@ func (w *WorkingSets) observed(base core.BaseID, b []byte) {
 	}
 }
 
-// SetRehearsed records what a machine used in a rehearsal. With nil the rehearsal failed: what is known stays, and there is no other
-// rehearsal.
+// SetRehearsed records the pages that a machine used in a rehearsal. nil means that the rehearsal failed: the known working set stays, and
+// there is no other rehearsal.
 func (w *WorkingSets) SetRehearsed(base core.BaseID, b []byte) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -73,22 +73,22 @@ func (w *WorkingSets) SetRehearsed(base core.BaseID, b []byte) {
 	w.keep(base, WorkingSet{b, true})
 }
 
-// Of is what is known of a base.
+// Of returns the known working set of a base.
 func (w *WorkingSets) Of(base core.BaseID) WorkingSet {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	return w.sets[base]
 }
 
-// settleTime is how long a machine is observed: agents run a command as soon as it is ready.
+// settleTime is how long a machine is observed. It is short because agents run a command as soon as the machine is ready.
 const settleTime = time.Second
 
-// runaway is by how much the pages of a machine may have grown in that time for them to count: one that reads all of its memory says
-// nothing about others.
+// runaway bounds the growth of a machine's pages in that time. If they grow more, they do not count: a machine that reads all of its memory
+// says nothing about other machines.
 const runaway = 3
 
-// Observe looks twice at what a machine without private pages of its checkpoint uses: when it is ready, and a moment later. It ends
-// early when the machine is gone or ctx ends.
+// Observe looks twice at the pages that a machine uses: when it is ready, and a moment later. The machine has no private pages of its
+// checkpoint. Observe ends early if the machine or ctx ends.
 func (w *WorkingSets) Observe(ctx context.Context, base core.BaseID, machine vmm.Machine, gone <-chan struct{}) {
 	var first int64
 	for _, after := range []time.Duration{0, settleTime} {
@@ -114,10 +114,10 @@ func (w *WorkingSets) Observe(ctx context.Context, base core.BaseID, machine vmm
 	}
 }
 
-// maxWorkingRanges is how many ranges a working set has: what a message to the pager takes.
+// maxWorkingRanges bounds the ranges of a working set. So many fit in a message to the pager.
 const maxWorkingRanges = 4096
 
-// EncodeWorkingSet writes a working set as it is stored. It joins ranges if there are too many.
+// EncodeWorkingSet encodes a working set for the store. It joins ranges if there are too many.
 func EncodeWorkingSet(extents []memory.Extent) []byte {
 	for gap := int64(1); len(extents) > maxWorkingRanges; gap *= 2 {
 		extents = bridge(extents, gap*memory.PageSize)

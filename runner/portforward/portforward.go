@@ -1,6 +1,7 @@
-// Package portforward owns the forwarded ports of one sandbox. Each forwards connections from an
-// address of the host to a port of the guest. It listens where package hostport allows it, and
-// reaches the guest through a callback. No route leads into the sandbox's network or out of it.
+// Package portforward owns the forwarded ports of one sandbox. Each port forwards connections from an
+// address of the host to a port of the guest. It listens only on addresses that package hostport
+// allows, and connects to the guest through a callback. It opens no route into the sandbox's network
+// or out of it.
 package portforward
 
 import (
@@ -19,7 +20,7 @@ import (
 	"github.com/coppice-dev/coppice/runner/hostport"
 )
 
-// Config says what the ports of a sandbox work with. Every field is required.
+// Config configures the ports of a sandbox. Every field is required.
 type Config struct {
 	Sandbox core.SandboxID
 	Host    *hostport.Host
@@ -33,7 +34,7 @@ type Ports struct {
 	cfg  Config
 	life context.Context // of the runner
 
-	mu    sync.Mutex // guards ports, and is held while an address is listened on
+	mu    sync.Mutex // guards ports; it is also held while a port begins to listen on an address
 	ports map[core.PortID]*port
 }
 
@@ -55,7 +56,7 @@ const (
 	Refused   State = "refused" // the operator does not allow the address any more
 )
 
-// dialTime bounds how long a guest may take to accept a connection. A guest that has lost the address never does.
+// dialTime bounds how long a guest may take to accept a connection. A guest that has lost the address never accepts one.
 const dialTime = 10 * time.Second
 
 // maxConnections bounds the connections of one forwarded port. Further ones wait in the kernel's queue.
@@ -75,7 +76,7 @@ func New(life context.Context, cfg Config) *Ports {
 	return &Ports{cfg: cfg, life: life, ports: make(map[core.PortID]*port)}
 }
 
-// Open begins to forward a port. If one with the same id is there, Open returns it.
+// Open begins to forward a port. If there is a port with the same id, Open returns that one.
 func (p *Ports) Open(ctx context.Context, want runnerapi.Port) (runnerapi.Port, error) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -96,7 +97,7 @@ func (p *Ports) Open(ctx context.Context, want runnerapi.Port) (runnerapi.Port, 
 	return one.Port, nil
 }
 
-// add makes a port. The caller holds mu. run ends with the port.
+// add makes a port and the context run, which ends with the port. The caller holds mu.
 func (p *Ports) add(want runnerapi.Port, state State) (run context.Context, one *port) {
 	run, stop := context.WithCancel(p.life)
 	one = &port{Port: want, stop: stop}
@@ -141,7 +142,7 @@ func (p *Ports) Reopen(ports []runnerapi.Port) {
 					return
 				case <-tick.C:
 				}
-				l, _ = p.listen(run, want) // the log has said so already
+				l, _ = p.listen(run, want) // an error is already in the log
 			}
 			one.state.Store(Listening)
 			one.serve(run, l, p.cfg.Dial)
@@ -160,7 +161,7 @@ func (p *Ports) List() []runnerapi.Port {
 	return out
 }
 
-// Close closes a port and its connections. An absent one is no error.
+// Close closes a port and its connections. It is no error if there is no such port.
 func (p *Ports) Close(id core.PortID) {
 	p.mu.Lock()
 	one := p.ports[id]
@@ -197,7 +198,7 @@ func (p *port) close() {
 }
 
 func (p *port) serve(ctx context.Context, listener net.Listener, dial func(context.Context, int) (net.Conn, error)) {
-	cut := context.AfterFunc(ctx, func() { _ = listener.Close() }) // its only effect is that Accept ends
+	cut := context.AfterFunc(ctx, func() { _ = listener.Close() }) // this ends Accept
 	defer cut()
 	defer listener.Close()
 	places := make(chan struct{}, maxConnections)
@@ -213,7 +214,7 @@ func (p *port) serve(ctx context.Context, listener net.Listener, dial func(conte
 			if errors.Is(err, net.ErrClosed) || ctx.Err() != nil {
 				return
 			}
-			pause := time.NewTimer(acceptPause) // for one, the process has no file descriptor left
+			pause := time.NewTimer(acceptPause) // the process may have no file descriptor left
 			select {
 			case <-pause.C:
 			case <-ctx.Done():
@@ -223,12 +224,12 @@ func (p *port) serve(ctx context.Context, listener net.Listener, dial func(conte
 		}
 		p.wg.Go(func() {
 			defer func() { <-places }()
-			_ = p.forward(ctx, c, dial) // either end may hang up at any time; there is nobody to tell
+			_ = p.forward(ctx, c, dial) // either end may close the connection at any time; nobody needs this error
 		})
 	}
 }
 
-// forward copies both ways until either end has finished and the other was told, or ctx ends.
+// forward copies in both directions. It returns when both directions are done, or ctx ends.
 func (p *port) forward(ctx context.Context, outside net.Conn, dial func(context.Context, int) (net.Conn, error)) error {
 	defer outside.Close()
 	dialing, cancel := context.WithTimeout(ctx, dialTime)
