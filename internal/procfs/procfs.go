@@ -12,16 +12,16 @@ import (
 // TicksPerSecond is the unit of the times in a stat file, on every Linux.
 const TicksPerSecond = 100
 
-// Stat has the fields of a stat file. It is read by the numbers of proc(5), from 3 on: the name before that may hold any byte.
+// Stat has the fields of a stat file, beginning with field 3 of proc(5). Field 2, the name, may contain any byte.
 type Stat []string
 
-// The fields that are read here and there.
+// The numbers of some fields, as in proc(5).
 const (
 	Parent        = 4
 	Flags         = 9
 	UserTicks     = 14
 	SystemTicks   = 15
-	ChildUser     = 16 // of children that were waited for
+	ChildUser     = 16 // of children that the process has waited for
 	ChildSystem   = 17
 	StartTime     = 22 // in ticks since the boot
 	firstField    = 3
@@ -41,7 +41,7 @@ func ReadStat(path string) (Stat, error) {
 	return s, nil
 }
 
-// State is R, S, D, T, Z and so on, or nothing of a Stat that was not read.
+// State is the state: R, S, D, T, Z and so on. It is empty for a Stat that was not read.
 func (s Stat) State() string {
 	if len(s) == 0 {
 		return ""
@@ -49,12 +49,12 @@ func (s Stat) State() string {
 	return s[0]
 }
 
-// Number is a field of those above.
+// Number returns one of the fields above.
 func (s Stat) Number(field int) (uint64, error) {
 	return strconv.ParseUint(s[field-firstField], 10, 64)
 }
 
-// Sum is the sum of several fields.
+// Sum adds several fields.
 func (s Stat) Sum(fields ...int) (sum uint64, err error) {
 	for _, f := range fields {
 		n, err := s.Number(f)

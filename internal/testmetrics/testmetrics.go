@@ -29,7 +29,7 @@ func Of(tb testing.TB, from prometheus.Gatherer) map[string]float64 {
 	return out
 }
 
-// One returns a value that must be there.
+// One returns the value of a metric that must exist.
 func One(tb testing.TB, from prometheus.Gatherer, key string) float64 {
 	tb.Helper()
 	v, ok := Of(tb, from)[key]
