@@ -18,9 +18,8 @@ import (
 	"github.com/coppice-dev/coppice/runner/vmm"
 )
 
-// takeOver goes on with the sandboxes that an earlier runner left running, and takes everything else of it down. It is called
-// before anything is started. A sandbox that cannot be gone on with is remembered as dead, with the cause: it is never
-// replaced.
+// takeOver adopts the sandboxes that an earlier runner left running, and takes down everything else that this runner left. It is
+// called before anything is started. A sandbox that cannot be adopted is remembered as dead, with the cause: it is never replaced.
 func (r *Runner) takeOver(ctx context.Context, list []leftover) error {
 	expired := r.leaseExpired()
 	var mu sync.Mutex // guards doomed and kept
@@ -59,20 +58,20 @@ func (r *Runner) takeOver(ctx context.Context, list []leftover) error {
 	r.adopted = kept
 	err := r.clear(ctx, doomed, kept)
 	for _, l := range doomed {
-		if l.adoptable() { // its base was lent for the case that it is gone on with
+		if l.adoptable() { // its base was lent in case the sandbox is adopted
 			err = errors.Join(err, r.checkpoints.giveBack(l.journal.Shape.Base))
 		}
 	}
 	return err
 }
 
-// suspended reports whether a sandbox was to end with a capture that is there: whoever asked for it resumes it from the checkpoint.
+// suspended reports whether a sandbox should end with a capture, and the checkpoint of this capture exists: a resume uses the checkpoint.
 func (r *Runner) suspended(j *sandboxJournal) bool {
 	_, err := r.checkpoints.get(j.Capture)
 	return j.Stop && err == nil
 }
 
-// bury remembers a sandbox that was running and cannot be gone on with.
+// bury remembers a sandbox that was running and cannot be adopted.
 func (r *Runner) bury(info runnerapi.Sandbox, cause error) {
 	info.State = runnerapi.SandboxDead
 	info.Exit = "it was not taken over when its runner was started again: " + core.MessageOf(cause)
@@ -82,21 +81,21 @@ func (r *Runner) bury(info runnerapi.Sandbox, cause error) {
 	r.cfg.Log.Warn("sandbox was not taken over", "sandbox_id", info.ID, "workspace_id", info.WorkspaceID, "err", cause)
 }
 
-// endTime is how long the machines that an earlier runner left may take to end. A process ends within milliseconds of SIGKILL, unless the
-// kernel waits for something on its behalf.
+// endTime is how long the machines of an earlier runner may take to end. A process ends within milliseconds of SIGKILL, unless the kernel
+// waits for something in it.
 const endTime = time.Minute
 
 var errUnending = fmt.Errorf("it has not ended %s after SIGKILL: the kernel waits for its disk or for its memory; start the runner again when that is back", endTime)
 
-// clear takes down what an earlier runner left and nobody goes on with: what the journals name, and whatever on this host carries
-// the cluster's mark. Nothing is taken from under a living VMM: VMMs first.
+// clear takes down what an earlier runner left and this one has not adopted: what the journals name, and everything on this host with
+// the mark of the cluster. It ends the VMMs first, because nothing may be removed that a living VMM uses.
 func (r *Runner) clear(ctx context.Context, doomed []leftover, kept []*sandbox) error {
 	var errs []error
 	end, cancel := context.WithTimeoutCause(ctx, endTime, errUnending)
 	defer cancel()
 	for _, l := range doomed {
 		if l.journal != nil && l.journal.Handle != nil {
-			driver, _ := r.driverOf(*l.journal.Handle) // one that is not known is ended as a process, like any
+			driver, _ := r.driverOf(*l.journal.Handle) // a machine of an unknown driver is ended as a process
 			errs = append(errs, driver.End(end, *l.journal.Handle))
 		}
 	}
@@ -117,7 +116,7 @@ func (r *Runner) clear(ctx context.Context, doomed []leftover, kept []*sandbox) 
 	errs = nil
 	errs = append(errs, r.cfg.Cgroups.Reconcile(ctx, groups), r.cfg.Network.Reconcile(ctx, namespaces))
 	for _, l := range doomed {
-		// The journal goes last: a runner that ends in between leaves what the next one finds.
+		// The journal is removed last: if the runner ends in between, the next one finds the rest.
 		errs = append(errs, os.RemoveAll(filepath.Join(r.shellsDir(), l.name)), os.RemoveAll(filepath.Join(r.cfg.RunDir, l.name)))
 	}
 	if len(doomed)+stray > 0 {
@@ -126,8 +125,8 @@ func (r *Runner) clear(ctx context.Context, doomed []leftover, kept []*sandbox) 
 	return errors.Join(errs...)
 }
 
-// driverOf returns the driver that knows a machine, which an earlier runner may have started on another VMM than this one uses; the runner's
-// own where none does.
+// driverOf returns the driver that knows a machine: an earlier runner may have started it on another VMM than this runner uses. If no driver
+// knows the machine, it returns the runner's own driver.
 func (r *Runner) driverOf(h vmm.Handle) (driver vmm.Driver, known bool) {
 	if h.Driver == r.class.VMM {
 		return r.cfg.Driver, true
@@ -138,7 +137,7 @@ func (r *Runner) driverOf(h vmm.Handle) (driver vmm.Driver, known bool) {
 	return r.cfg.Driver, false
 }
 
-// drivers are all that an earlier runner may have used.
+// drivers are all drivers that an earlier runner may have used.
 func (r *Runner) drivers() []vmm.Driver {
 	list := []vmm.Driver{r.cfg.Driver}
 	for _, name := range slices.Sorted(maps.Keys(r.cfg.Others)) {
@@ -149,7 +148,7 @@ func (r *Runner) drivers() []vmm.Driver {
 	return list
 }
 
-// adopt goes on with one sandbox. On an error its VMM and what it uses are as they were, for clear.
+// adopt takes over one sandbox. After an error, its VMM and everything that the VMM uses are unchanged, and clear takes them down.
 func (r *Runner) adopt(ctx context.Context, j *journal) (_ *sandbox, err error) {
 	driver, known := r.driverOf(*j.Handle)
 	if !known {
@@ -195,7 +194,7 @@ func (r *Runner) adopt(ctx context.Context, j *journal) (_ *sandbox, err error) 
 	if sh.ns, err = r.cfg.Network.Adopt(ctx, j.Namespace, info.Identity, j.Sandbox.Egress); err != nil {
 		return nil, err
 	}
-	// The pool counts it now: what fails from here on must give it back, after the VMM has ended.
+	// The pool counts the namespace from here on: after an error it must be given back, once the VMM has ended.
 	steps.Push("namespace", func(ctx context.Context) error { return errors.Join(sh.machine.Kill(ctx), sh.ns.Release(ctx)) })
 	s := newSandbox(r, sh, info.ID, info)
 	s.info, s.reseal, s.attestation, s.served = info, j.Sandbox.Reseal, j.Sandbox.Attestation, j.Sandbox.Egress == core.EgressProxied
@@ -207,8 +206,8 @@ func (r *Runner) adopt(ctx context.Context, j *journal) (_ *sandbox, err error) 
 	return s, r.goOn(ctx, s)
 }
 
-// goOn makes sure that an adopted sandbox runs, with fresh entropy where it was captured: its last runner may have died between any
-// two steps of a capture.
+// goOn makes sure that an adopted sandbox runs, with fresh entropy if it was captured: its last runner may have died between any two
+// steps of a capture.
 func (r *Runner) goOn(ctx context.Context, s *sandbox) error {
 	capture := s.Sandbox.Capture
 	running, err := s.machine.Running(ctx)
@@ -216,7 +215,7 @@ func (r *Runner) goOn(ctx context.Context, s *sandbox) error {
 		running, err = s.machine.Running(ctx)
 	}
 	if errors.Is(err, vmm.ErrWaits) && s.Pager != "" {
-		// It waits for memory from the store and is held like any that does; see updateStalls. Only a capture would have paused it.
+		// The machine waits for memory from the store, so it is held like every such machine; see updateStalls. Only a capture would have paused it.
 		running, err = capture == "", nil
 	}
 	if err != nil {
@@ -225,7 +224,7 @@ func (r *Runner) goOn(ctx context.Context, s *sandbox) error {
 	if running && capture == "" {
 		return nil
 	}
-	if s.Pager != "" { // it may have to wait for the store first; see updateStalls
+	if s.Pager != "" { // the machine may have to wait for the store first; see updateStalls
 		s.frozen, s.waited, s.info.State = true, time.Now(), runnerapi.SandboxPaused
 		return nil
 	}
@@ -235,14 +234,14 @@ func (r *Runner) goOn(ctx context.Context, s *sandbox) error {
 	return r.noteCutShort(s)
 }
 
-// noteCutShort notes that a capture which was under way is none any more, and that its machine is ready.
+// noteCutShort notes that a capture is no longer under way, because it was cut short, and that its machine is ready.
 func (r *Runner) noteCutShort(s *sandbox) error {
 	return s.record(func(j *sandboxJournal) {
 		s.mu.Lock()
 		defer s.mu.Unlock()
 		s.frozen, s.info.State = false, runnerapi.SandboxReady
 		if _, err := r.checkpoints.get(j.Capture); err == nil {
-			s.info.Checkpoint = j.Capture // it was published, and whoever asks for it again gets it
+			s.info.Checkpoint = j.Capture // the checkpoint was published, so a repeated request gets it
 		} else if j.Capture != "" {
 			j.CutShort = append(j.CutShort, j.Capture)
 		}
@@ -251,8 +250,8 @@ func (r *Runner) noteCutShort(s *sandbox) error {
 	})
 }
 
-// wakeUp resumes, reseeds and thaws a machine, wherever in a capture it stands. It connects to the agent first: the last connection may
-// have ended while the machine was paused.
+// wakeUp resumes, reseeds and thaws a machine, whatever step of a capture it has reached. It connects to the agent first: the last
+// connection may have ended while the machine was paused.
 func (r *Runner) wakeUp(ctx context.Context, s *sandbox) error {
 	dial, cancel := context.WithTimeout(ctx, r.cfg.GuestTimeout)
 	defer cancel()
@@ -267,8 +266,8 @@ func (r *Runner) wakeUp(ctx context.Context, s *sandbox) error {
 	if err != nil {
 		return err
 	}
-	// A freeze that the last runner asked for may still be on its way: after one of our own, it comes too late. The agent refuses
-	// ours where it is frozen already.
+	// A freeze that the last runner requested may still be in transit. After a freeze of our own, it arrives too late. If the guest is
+	// frozen already, the agent refuses our freeze.
 	_, err = agent.Quiesce(ctx, guestapi.QuiesceRequest{
 		CaptureID: "restart-" + string(s.info.ID), TimeoutMS: int(r.cfg.FreezeTimeout.Milliseconds()),
 	})

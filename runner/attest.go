@@ -14,7 +14,7 @@ import (
 // attestationFile keeps the key that signs what this runner did, in its data directory.
 const attestationFile = "attestation.json"
 
-// Attestor is what signs for this runner.
+// Attestor signs the reports of this runner.
 func (r *Runner) Attestor() *attestor.Attestor { return r.attestor }
 
 // attest signs the report of a reseal before the workload is released. It returns nil while no controller has certified this runner.
@@ -24,7 +24,7 @@ func (r *Runner) attest(began time.Time, ckpt *opened, child runnerapi.Child, re
 		return nil, err
 	}
 	policy := child.Egress
-	if policy == core.EgressProxied { // what a runner makes of deny-all
+	if policy == core.EgressProxied { // the runner's form of deny-all
 		policy = core.EgressDenyAll
 	}
 	return r.attestor.Sign(attest.Predicate{
@@ -37,8 +37,8 @@ func (r *Runner) attest(began time.Time, ckpt *opened, child runnerapi.Child, re
 	})
 }
 
-// verifiedAs is the digest of the manifest that a checkpoint was fetched by: every byte was verified against it. What was captured here
-// has none.
+// verifiedAs is the digest of the manifest of a fetched checkpoint: every byte was verified against it. A checkpoint that was captured on
+// this host has none.
 func verifiedAs(ckpt *opened, sources []runnerapi.Stored) core.Digest {
 	if !ckpt.Fetched || len(sources) == 0 || sources[0].CheckpointID != ckpt.ID {
 		return ""
@@ -46,7 +46,7 @@ func verifiedAs(ckpt *opened, sources []runnerapi.Stored) core.Digest {
 	return sources[0].Digest
 }
 
-// programVersion is what the build recorded.
+// programVersion is the version that the build recorded.
 var programVersion = sync.OnceValue(func() string {
 	if info, ok := debug.ReadBuildInfo(); ok && info.Main.Version != "" {
 		return core.Clip(info.Main.Version)

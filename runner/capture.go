@@ -370,7 +370,7 @@ func (c *capture) publish(ctx context.Context, store *checkpointStore, rec *chec
 	return c.describe(store, rec)
 }
 
-// durable runs write and syncs device state and overlay meanwhile.
+// durable runs write. At the same time it syncs device state and overlay and writes the survey.
 func (c *capture) durable(write func() error) error {
 	var (
 		wg   sync.WaitGroup
@@ -384,7 +384,7 @@ func (c *capture) durable(write func() error) error {
 	return errors.Join(errs[:]...)
 }
 
-// describe fills in what the files say and publishes the checkpoint.
+// describe sets the fields of the record that follow from the files, and publishes the checkpoint.
 func (c *capture) describe(store *checkpointStore, rec *checkpointRecord) error {
 	info, err := c.state.Stat()
 	if err != nil {

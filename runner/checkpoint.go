@@ -28,7 +28,7 @@ const (
 	surveyFile  = "survey.json"
 )
 
-// checkpointStore keeps the checkpoints of this host. It decides which bases are still wanted.
+// checkpointStore keeps the checkpoints of this host. It decides which bases are still needed.
 type checkpointStore struct {
 	dir      string
 	trashDir string // on the same file system
@@ -38,10 +38,10 @@ type checkpointStore struct {
 
 	mu      sync.Mutex // guards what follows
 	records map[core.CheckpointID]*checkpointRecord
-	making  int                 // bases that are being made and that no record names yet: nothing is collected meanwhile
+	making  int                 // number of bases that are being made and that no record names yet: no base is collected meanwhile
 	lent    map[core.BaseID]int // users of a base besides checkpoints: sandboxes and shells
 	held    map[core.CheckpointID]int
-	used    map[core.CheckpointID]time.Time // when it was opened last
+	used    map[core.CheckpointID]time.Time // when each checkpoint was opened last
 	freed   chan struct{}                   // closed when one of held is gone; nil: nobody waits
 	trash   map[core.CheckpointID]trashed
 }
@@ -50,24 +50,24 @@ type checkpointStore struct {
 type checkpointRecord struct {
 	runnerapi.Checkpoint
 
-	// Rebased is set once base and delta were replaced by a base: Base then names it and there is no delta file.
+	// Rebased says that a rebase has replaced base and delta: Base names the new base, and there is no delta file.
 	Rebased bool `json:"rebased,omitempty"`
-	// Fetched is set where it was not captured here, so that it can be fetched again.
+	// Fetched says that the checkpoint was not captured here, so it can be fetched again.
 	Fetched bool `json:"fetched,omitempty"`
-	// Project is that of a checkpoint that was fetched.
+	// Project is the project of a fetched checkpoint.
 	Project core.ProjectID `json:"project_id,omitempty"`
-	// Root is the root file system of its guest, where that is not the one of an image of this host.
+	// Root is the root file system of its guest. It is empty if this is the one of an image of this host.
 	Root rootKey `json:"root_file,omitempty"`
 	// WorkingSet is that of runnerapi.StoredRecord.
 	WorkingSet []byte `json:"working_set,omitempty"`
 }
 
-// hasDelta reports whether memory is more than the base.
+// hasDelta reports whether the memory is a base and a delta.
 func (r *checkpointRecord) hasDelta() bool { return r.DeltaBytes > 0 && !r.Rebased }
 
 const partPrefix = ".part-"
 
-// openCheckpointStore opens the store and removes what nothing needs. Each of lent has a sandbox on it, which gives it back.
+// openCheckpointStore opens the store and removes what nothing needs. Each base in lent has a sandbox, which gives the base back when it ends.
 func openCheckpointStore(dataDir string, bases *memory.BaseStore, lent []core.BaseID) (*checkpointStore, error) {
 	dir, trashDir := filepath.Join(dataDir, "checkpoints"), trash.Dir(dataDir)
 	for _, d := range []string{dir, trashDir} {
@@ -154,7 +154,7 @@ func (s *checkpointStore) holdBases() (release func() error) {
 	}
 }
 
-// lend keeps a base on disk for a sandbox until giveBack: a later capture of that sandbox will name it.
+// lend keeps a base on disk for a sandbox until giveBack: later captures of that sandbox will name the base.
 func (s *checkpointStore) lend(id core.BaseID) {
 	s.mu.Lock()
 	s.lent[id]++
@@ -207,7 +207,7 @@ func (s *checkpointStore) begin(id core.CheckpointID) (dir string, err error) {
 	return dir, os.Mkdir(dir, 0o700)
 }
 
-// publish makes a written directory the checkpoint: durable, then visible.
+// publish makes a written directory the checkpoint: first durable, then visible.
 func (s *checkpointStore) publish(dir string, rec *checkpointRecord) error {
 	if err := atomicfile.WriteJSON(filepath.Join(dir, recordFile), rec, 0o600); err != nil {
 		return err
@@ -224,8 +224,8 @@ func (s *checkpointStore) publish(dir string, rec *checkpointRecord) error {
 	return nil
 }
 
-// replace publishes a record that names another base with the same bytes, and drops the delta. Whoever has the old delta
-// open keeps it.
+// replace publishes a record that names another base with the same bytes, and removes the delta. Forks that have the old delta
+// open keep it.
 func (s *checkpointStore) replace(ctx context.Context, rec *checkpointRecord) error {
 	if err := s.replaceRecord(ctx, rec); err != nil {
 		return err
@@ -252,8 +252,8 @@ func (s *checkpointStore) replaceRecord(ctx context.Context, rec *checkpointReco
 	return os.Remove(s.path(rec.ID, deltaFile))
 }
 
-// restoreRecord has the disk name the old base again: a record whose writing failed may be there all the same. Where that fails too, the
-// new base stays until this process ends, for the next one may find either record. It is called with s.mu held.
+// restoreRecord writes a record with the old base again: a record whose writing failed may still be on the disk. If this fails too, the new
+// base stays until this process ends, because the next process may find either record. The caller holds s.mu.
 func (s *checkpointStore) restoreRecord(old *checkpointRecord, base core.BaseID) error {
 	if now, err := readRecord(s.path(old.ID, "")); err == nil && now != nil && now.Base == old.Base {
 		return nil // nothing was replaced
@@ -265,7 +265,7 @@ func (s *checkpointStore) restoreRecord(old *checkpointRecord, base core.BaseID)
 	return err
 }
 
-// remove deletes a checkpoint. Forks that have it open are not disturbed. Removing an absent one is no error.
+// remove deletes a checkpoint. Forks that have it open are not disturbed. It is no error if there is no such checkpoint.
 func (s *checkpointStore) remove(id core.CheckpointID) error {
 	s.mu.Lock()
 	_, there := s.records[id]
@@ -279,7 +279,7 @@ func (s *checkpointStore) remove(id core.CheckpointID) error {
 	return s.removeFiles(id)
 }
 
-// removeFiles removes what is left of a checkpoint that has no record any more.
+// removeFiles removes the files of a checkpoint without a record.
 func (s *checkpointStore) removeFiles(id core.CheckpointID) error {
 	gone := filepath.Join(s.dir, partPrefix+string(id))
 	if err := errors.Join(os.RemoveAll(gone), atomicfile.Rename(filepath.Join(s.dir, string(id)), gone)); err != nil {
@@ -288,7 +288,7 @@ func (s *checkpointStore) removeFiles(id core.CheckpointID) error {
 	return errors.Join(os.RemoveAll(gone), s.collect())
 }
 
-// opened is a checkpoint with all its files open, so that it can be forked whatever happens to it meanwhile.
+// opened is a checkpoint with all its files open, so that it can be forked even if it is removed meanwhile.
 type opened struct {
 	*checkpointRecord
 	base    *memory.Base
@@ -296,11 +296,11 @@ type opened struct {
 	state   []byte
 	overlay *os.File
 	store   *checkpointStore
-	// manifest is the digest that its bytes were verified against; empty for one that was captured here.
+	// manifest is the digest that its bytes were verified against; empty for a checkpoint that was captured here.
 	manifest core.Digest
 }
 
-// open does not look into the trash: what the runner does by itself with a checkpoint is not a request that names it.
+// open does not look into the trash: only a request that names a checkpoint takes it back from there.
 func (s *checkpointStore) open(id core.CheckpointID) (_ *opened, err error) {
 	s.hold(id)
 	defer func() {

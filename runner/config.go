@@ -27,16 +27,17 @@ import (
 // Namespace is the network of one sandbox, as netns.Namespace implements it.
 type Namespace interface {
 	Name() string
-	// NetNS opens the namespace itself, for the VMM to be started in; nil where there is none.
+	// NetNS opens the namespace itself. The VMM is started in it. It is nil if there is none.
 	NetNS() (*os.File, error)
-	// TapFile opens a queue of the tap; nil where there is no network. up has the tap up already in quarantine.
+	// TapFile opens a queue of the tap; it is nil if there is no network. With up the tap is already up in quarantine.
 	TapFile(up bool) (*os.File, error)
 	Assign(ctx context.Context, id core.Identity) error
 	Open(ctx context.Context, policy core.EgressPolicy) error
-	// EgressSockets opens what the egress process of a namespace under core.EgressProxied serves.
+	// EgressSockets opens the sockets that the egress process serves for a namespace under core.EgressProxied.
 	EgressSockets(ctx context.Context) (netns.EgressSockets, error)
 	Dial(ctx context.Context, network, address string) (net.Conn, error)
-	// Check has the guest cut off, until Open, when the rules in the kernel are not those that were applied: netns.ErrRulesDiffer.
+	// Check compares the rules in the kernel with those that were applied. If they differ, it cuts the guest off until Open and returns
+	// netns.ErrRulesDiffer.
 	Check(ctx context.Context) error
 	Release(ctx context.Context) error
 }
@@ -58,11 +59,11 @@ type Network interface {
 // Config describes a runner. Fields without a note are required.
 type Config struct {
 	ID        core.RunnerID
-	ClusterID string // everything that the runner names on the host carries it: one runner per host and ClusterID
+	ClusterID string // part of every name that the runner uses on the host: one runner per host and ClusterID
 	DataDir   string // checkpoints, bases and sandboxes; on a file system with reflink if there is one
 	RunDir    string // sockets and journals; short, see vmm.Spec. It need not outlive a power cut: best on a tmpfs such as /run
 	Driver    vmm.Driver
-	Others    map[string]vmm.Driver // of other VMMs, by the name in their handles: an earlier runner's machines of them go on, no new ones are made
+	Others    map[string]vmm.Driver // drivers of other VMMs, by the name in their handles: machines that an earlier runner started on them continue, new ones are not started
 	Images    *images.Store
 	Network   Network
 	Cgroups   *cgroup.Tree // nil on a host without cgroup v2
@@ -81,12 +82,12 @@ type Config struct {
 	// Weak names the weaknesses in the isolation of guests on this host that the operator has accepted.
 	Weak []string
 
-	// Leave keeps the sandboxes when Run ends, for the runner's successor to take over; else Run takes them down.
+	// Leave keeps the sandboxes when Run ends, so that the runner's successor takes them over; otherwise Run takes them down.
 	Leave bool
-	// Lease is how long the sandboxes live without a word of the controller, where it has not said so itself; default 10 minutes.
+	// Lease is how long the sandboxes live without an answer of the controller, unless the controller gives another time; default 10 minutes.
 	Lease time.Duration
 
-	Egress *egress.Process // carries what sandboxes under deny-all send out, as far as their rules go; nil: nothing leaves them
+	Egress *egress.Process // proxies the traffic that the rules of sandboxes under deny-all allow; nil: no traffic leaves them
 
 	Forward hostport.Allowed // addresses and ports that tenants may have forwarded; the zero value is hostport.Default
 
@@ -94,13 +95,13 @@ type Config struct {
 	Recheck time.Duration
 
 	Rebase RebasePolicy // the zero value is the measured default
-	Store  StoreConfig  // where checkpoints are made durable; the zero value: only here
+	Store  StoreConfig  // the store of checkpoints; the zero value: checkpoints stay on this host only
 
 	BootTimeout   time.Duration // cold boot to a ready agent; default 2 minutes
 	GuestTimeout  time.Duration // a resumed guest's first answer; default 30 seconds
 	FreezeTimeout time.Duration // for the workload to freeze; default 5 seconds
 	StallAfter    time.Duration // how long a machine may wait for a page from the store before it is held and reported; default 10 seconds
-	FlushTimeout  time.Duration // for a guest to write out what it holds of its disk before a capture; default 1 second; a quarter of it again in the freeze
+	FlushTimeout  time.Duration // for a guest to flush its disk before a capture; default 1 second. It gets a quarter of this time again in the freeze
 }
 
 // VMLimits bound a VM's use of the host besides its memory. A zero field bounds nothing. VMs share by weight in any case.

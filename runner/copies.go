@@ -13,8 +13,8 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// bring opens a checkpoint. It fetches the checkpoint first unless it is on this host. From then on the checkpoint is not given up; one
-// that is being given up at this moment is fetched again. Every caller gets the checkpoint only if it is what that caller expects.
+// bring opens a checkpoint. If the checkpoint is not on this host, bring fetches it first. From then on the checkpoint is not given up. If it
+// is being given up at this moment, bring fetches it again. A caller gets the checkpoint only if it is what this caller expects.
 func (r *Runner) bring(ctx context.Context, id core.CheckpointID, sources []runnerapi.Stored, want *runnerapi.Expected) (*opened, error) {
 	r.checkpoints.hold(id)
 	defer r.checkpoints.release(id)
@@ -39,7 +39,7 @@ func (r *Runner) bring(ctx context.Context, id core.CheckpointID, sources []runn
 		if !again || !errors.Is(bad, errUnfit) {
 			return nil, bad
 		}
-		// Nobody can use the copy any more. It goes, unless something that grew from it still runs.
+		// Nothing may use the copy any more. It is given up, unless something that grew from it still runs.
 		if gone, err := r.replaceCopy(ctx, id, bad); !gone || err != nil {
 			return nil, errors.Join(bad, err)
 		}
@@ -60,9 +60,9 @@ func (r *Runner) replaceCopy(ctx context.Context, id core.CheckpointID, bad erro
 	return gone, err
 }
 
-// trimCopies gives up checkpoints that were fetched, those first that were used longest ago, until what is left of them takes no more than
-// its budget. What was captured here stays, and so does what is in use: by a fork, a comparison, a sandbox that grew from it, a checkpoint
-// that will be stored against it, or, where it is the base of others, by those. The controller hears of it with the next report.
+// trimCopies gives up fetched checkpoints, the least recently used first, until the others fit into their budget. Checkpoints that were
+// captured here stay, and so do checkpoints in use: by a fork, by a comparison, by a sandbox that grew from them, by a checkpoint that will be
+// stored as a difference to them, or by others whose base they are. The controller learns of it from the next report.
 func (r *Runner) trimCopies(ctx context.Context) error {
 	budget := r.cfg.Store.Copies
 	if budget == 0 {
@@ -80,13 +80,13 @@ func (r *Runner) trimCopies(ctx context.Context) error {
 			return errors.Join(errs...)
 		}
 		r.metrics.evicted.Inc()
-		r.cfg.Log.InfoContext(ctx, "copy of a checkpoint given up, for want of room", "checkpoint_id", id)
+		r.cfg.Log.InfoContext(ctx, "copy of a checkpoint given up to free disk space", "checkpoint_id", id)
 		r.wake()
 	}
 }
 
-// leastUsed says whether the fetched checkpoints take more than the budget, and which of those that can go, but for some, was used longest ago;
-// none may.
+// leastUsed says whether the fetched checkpoints take more than the budget. It also returns the least recently used one that can be given up,
+// if there is one, ignoring some.
 func (r *Runner) leastUsed(budget int64, but ...core.CheckpointID) (_ core.CheckpointID, over bool) {
 	list := r.checkpoints.list()
 	if !slices.ContainsFunc(list, func(rec *checkpointRecord) bool { return rec.Fetched }) {
@@ -122,7 +122,7 @@ func (r *Runner) leastUsed(budget int64, but ...core.CheckpointID) (_ core.Check
 	}).ID, true
 }
 
-// neededCopies are the checkpoints that something on this host is better off with.
+// neededCopies are the checkpoints that are useful for something on this host.
 func (r *Runner) neededCopies(list []*checkpointRecord) map[core.CheckpointID]bool {
 	needed := make(map[core.CheckpointID]bool)
 	for _, s := range r.Sandboxes() {
@@ -144,7 +144,8 @@ func (r *Runner) neededCopies(list []*checkpointRecord) map[core.CheckpointID]bo
 	return needed
 }
 
-// giveUp removes a checkpoint from this host, unless it is in use or being fetched: who wants it meanwhile waits, and fetches it again.
+// giveUp removes a checkpoint from this host, unless it is in use or being fetched. A caller that wants the checkpoint meanwhile waits, and
+// fetches it again.
 func (r *Runner) giveUp(id core.CheckpointID) (gone bool, err error) {
 	f := &flight{done: make(chan struct{})}
 	r.mu.Lock()
@@ -199,7 +200,7 @@ func (s *checkpointStore) isHeld(id core.CheckpointID) bool {
 	return s.held[id] > 0
 }
 
-// unheld returns a channel that is closed when a checkpoint may be in use no more.
+// unheld returns a channel that is closed when a checkpoint may no longer be in use.
 func (s *checkpointStore) unheld(id core.CheckpointID) <-chan struct{} {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -212,7 +213,7 @@ func (s *checkpointStore) unheld(id core.CheckpointID) <-chan struct{} {
 	return s.freed
 }
 
-// lastUse is when a checkpoint was opened last; when it came here, if that was before this process.
+// lastUse is when a checkpoint was opened last. If this process has not opened it, it is when the checkpoint arrived on this host.
 func (s *checkpointStore) lastUse(id core.CheckpointID) time.Time {
 	s.mu.Lock()
 	at, known := s.used[id]

@@ -7,8 +7,8 @@ import (
 	"time"
 )
 
-// removeDirs removes what a shell had. To remove a directory takes a descriptor, and it is when there are none left that shells fail:
-// what cannot be removed now is kept in mind, for tidy.
+// removeDirs removes the directories of a shell. To remove a directory, the process needs a descriptor, and shells often fail because there is
+// none left. So removeDirs remembers the directories that it cannot remove now, and tidy removes them later.
 func (r *Runner) removeDirs(paths ...string) error {
 	var errs []error
 	for _, path := range paths {
@@ -22,10 +22,10 @@ func (r *Runner) removeDirs(paths ...string) error {
 	return errors.Join(errs...)
 }
 
-// tidyEvery is how often the removal of what was left is tried again.
+// tidyEvery is the time between two attempts to remove remaining directories.
 const tidyEvery = time.Second
 
-// tidy removes what could not be removed before, until the runner stops. What is left then is for the next start.
+// tidy removes what could not be removed before, until the runner stops. The next runner removes the rest when it starts.
 func (r *Runner) tidy(ctx context.Context) {
 	tick := time.NewTicker(tidyEvery)
 	defer tick.Stop()

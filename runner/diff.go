@@ -13,17 +13,17 @@ import (
 	"github.com/coppice-dev/coppice/runner/memory"
 )
 
-// The bounds of comparisons. They read what guests wrote, as much of it as a disk holds, so they are few, each ends, and the disks
-// are read by a confined helper.
+// The bounds of comparisons. Comparisons read data that guests wrote, up to whole disks. So they are few, each of them ends, and a confined
+// helper reads the disks.
 const (
 	maxDiffs    = 2                // at the same time; others wait
-	diffBudget  = 5 * time.Second  // of a page: after it, it ends where it is
-	diffTimeout = 30 * time.Second // of a page that gets no further, such as over one huge file
+	diffBudget  = 5 * time.Second  // of a page: after this time the page ends where it is
+	diffTimeout = 30 * time.Second // of a page that makes no progress, for example in one huge file
 )
 
 var errDiffTimeout = core.Errorf(core.TimedOut, core.CodeTimedOut, "the checkpoints could not be compared within %s", diffTimeout)
 
-// diffSide is a checkpoint that is being compared, with its files open: whatever happens to it meanwhile.
+// diffSide is a checkpoint that is being compared. Its files are open, so it may be removed meanwhile.
 type diffSide struct {
 	*checkpointRecord
 	overlay *os.File
@@ -45,7 +45,7 @@ func (d *diffSide) close() {
 	}
 }
 
-// read opens a checkpoint to be compared; nothing is loaded for VMMs.
+// read opens a checkpoint for a comparison; it loads nothing for VMMs.
 func (s *checkpointStore) read(id core.CheckpointID) (*diffSide, error) {
 	for {
 		rec, err := s.get(id)
@@ -166,7 +166,7 @@ func (r *Runner) diffDisks(ctx context.Context, a, b *diffSide, req runnerapi.Di
 	return page, nil
 }
 
-// diskError says which checkpoints cannot be compared. The log has the whole cause, of which the answer has the first line.
+// diskError says which checkpoints cannot be compared. The log has the whole cause, and the answer has its first line.
 func (r *Runner) diskError(ctx context.Context, err error, a, b *diffSide) error {
 	switch {
 	case confine.IsLimit(err, confine.LimitTime):
@@ -179,8 +179,8 @@ func (r *Runner) diskError(ctx context.Context, err error, a, b *diffSide) error
 	return fmt.Errorf("compare the disks of checkpoints %s and %s: %w", a.ID, b.ID, err)
 }
 
-// diffProcesses compares by number, start and command: siblings may start different programs under one number at one time, and a
-// process may become another program.
+// diffProcesses compares processes by number, start time and command: siblings may start different programs with the same number at the
+// same time, and a process may become another program.
 func diffProcesses(a, b *diffSide) *runnerapi.ProcessDiff {
 	type key struct {
 		pid     int

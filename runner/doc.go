@@ -1,6 +1,6 @@
 // Package runner owns the sandboxes of one host. It boots an image once and keeps it as a template
 // checkpoint, forks checkpoints, reseals and releases the forks, captures running sandboxes, and
-// takes everything down again completely.
+// takes everything down completely.
 //
 // # Who owns what
 //

@@ -8,8 +8,8 @@ import (
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
 )
 
-// draws remembers what guests have shown of their random generators, as hashes. No two may show the same: then one of them was not
-// reseeded, whatever its kernel answered, and since each looks fine by itself nobody else would notice before the release.
+// draws remembers random numbers that guests have drawn and reported, as hashes. If two guests report the same numbers, one of them was not
+// reseeded, whatever its kernel answered. Each guest looks right by itself, so only this comparison finds the fault before the release.
 type draws struct {
 	mu   sync.Mutex // guards what follows
 	seen map[string]bool
@@ -17,10 +17,10 @@ type draws struct {
 	next int
 }
 
-// drawsKept bounds the memory: those of the last 4096 forks, some 6 MB.
+// drawsKept bounds the memory: the draws of the last 4096 forks, some 6 MB.
 const drawsKept = 4096 * guestapi.EvidenceDraws
 
-// add judges the entropy step of a reseal and remembers it.
+// add checks the entropy step of a reseal and remembers it.
 func (d *draws) add(steps []core.ResealStep) error {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -44,7 +44,7 @@ func (d *draws) add(steps []core.ResealStep) error {
 	}
 	if twice {
 		return core.Errorf(core.FailedPrecondition, core.CodeResealFailed,
-			"the sandbox was not resealed: step %s: it has random numbers that another sandbox has shown: the guest's kernel does not reseed itself", guestapi.StepEntropy)
+			"the sandbox was not resealed: step %s: it has the same random numbers as another sandbox: the guest's kernel does not reseed itself", guestapi.StepEntropy)
 	}
 	return nil
 }
