@@ -20,29 +20,29 @@ import (
 	"github.com/coppice-dev/coppice/runner/netns"
 )
 
-// egressLink is the way to the egress process of this host, which carries what sandboxes under deny-all send out, as far as their rules go.
-// Sandboxes are handed to it as sockets, and to its successor when it ends.
+// egressLink is the connection to the egress process of this host. That process proxies the traffic that the rules of sandboxes under deny-all
+// allow. The link gives it the sockets of the sandboxes. When the process ends, the link gives them to its successor.
 type egressLink struct {
 	r *Runner
 
 	mu     sync.Mutex     // guards what follows
-	client *egress.Client // nil: there is none at this moment
-	key    []byte         // of it, that grants are sealed for
-	news   chan struct{}  // closed when it is another
+	client *egress.Client // nil: no process runs at this moment
+	key    []byte         // the key of the process; controllers encrypt grants for it
+	news   chan struct{}  // closed when another client replaces client
 
-	ended, hung atomic.Int64 // processes that ended by themselves, or were killed because they hung
+	ended, hung atomic.Int64 // numbers of processes that ended by themselves, and that were killed because they hung
 
-	patience time.Duration // for rules to be taken, however long who gives them waits
+	patience time.Duration // how long the process may take to accept rules; the caller may give up earlier
 }
 
 func newEgressLink(r *Runner) *egressLink {
 	return &egressLink{r: r, news: make(chan struct{}), patience: egressCallTime}
 }
 
-// egressCallTime is longer than the bound of the egress client for a call, whose error says more.
+// egressCallTime is longer than the egress client's own bound for a call, because the client's error says more.
 const egressCallTime = 20 * time.Second
 
-// How often what did not work is tried again.
+// The waits before an attempt is repeated.
 const (
 	firstEgressPause = 20 * time.Millisecond
 	lastEgressPause  = time.Second
@@ -59,7 +59,7 @@ func (r *Runner) openedWith(p core.EgressPolicy) core.EgressPolicy {
 	return p
 }
 
-// checkRules refuses what this runner could not enforce.
+// checkRules refuses rules that this runner could not enforce.
 func (r *Runner) checkRules(opened core.EgressPolicy, rules runnerapi.EgressRules) error {
 	if opened != core.EgressProxied && len(rules.Allow)+len(rules.Grants) > 0 && opened != core.EgressAllowAll {
 		return core.Errorf(core.Invalid, core.CodeUnsupported,
@@ -69,7 +69,8 @@ func (r *Runner) checkRules(opened core.EgressPolicy, rules runnerapi.EgressRule
 	return err
 }
 
-// set makes a client, by the key of its process, the one to use; nil for none. The controllers are told soon: grants are sealed for a key.
+// set replaces the client in use and the key of its process; nil: there is none. The controllers are told soon, because they encrypt grants for
+// this key.
 func (e *egressLink) set(c *egress.Client, key []byte) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -79,7 +80,7 @@ func (e *egressLink) set(c *egress.Client, key []byte) {
 	e.r.wake()
 }
 
-// reach is what controllers seal grants for, and where guests find base URLs; nothing while there is no process.
+// reach returns the key that controllers encrypt grants for, and the address of base URLs for guests. Both are empty while no process runs.
 func (e *egressLink) reach() (key []byte, url string) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -140,7 +141,7 @@ func (e *egressLink) run(ctx context.Context) {
 				wait = firstEgressPause
 				continue
 			}
-			e.r.cfg.Log.ErrorContext(ctx, "no egress process was started, and nothing leaves the sandboxes", "again_ms", core.Milliseconds(wait), "err", err)
+			e.r.cfg.Log.ErrorContext(ctx, "no egress process was started, so no traffic leaves the sandboxes", "again_ms", core.Milliseconds(wait), "err", err)
 			pause(ctx, wait)
 			wait = min(2*wait, lastEgressPause)
 			continue
@@ -153,7 +154,7 @@ func (e *egressLink) run(ctx context.Context) {
 			} else {
 				e.ended.Add(1)
 			}
-			e.r.cfg.Log.ErrorContext(ctx, "the egress process has ended; nothing leaves the sandboxes until another has them", "err", err)
+			e.r.cfg.Log.ErrorContext(ctx, "the egress process has ended; no traffic leaves the sandboxes until another process serves them", "err", err)
 		}
 	}
 }
@@ -171,7 +172,7 @@ func (e *egressLink) attend(ctx context.Context, c *egress.Client) error {
 				break
 			}
 			if offering.Err() == nil {
-				e.r.cfg.Log.WarnContext(ctx, "the egress process has not taken every sandbox; they are offered again", "again_ms", core.Milliseconds(wait), "err", err)
+				e.r.cfg.Log.WarnContext(ctx, "the egress process has not accepted every sandbox; they are offered again", "again_ms", core.Milliseconds(wait), "err", err)
 			}
 			pause(offering, wait)
 		}
@@ -191,7 +192,7 @@ func pause(ctx context.Context, d time.Duration) {
 	}
 }
 
-// reconcile has a process serve the sandboxes that it should, by their newest rules, and no other.
+// reconcile makes a process serve exactly the sandboxes that it should, by their newest rules.
 func (e *egressLink) reconcile(ctx context.Context, c *egress.Client) error {
 	list, err := c.List(ctx)
 	if err != nil {
@@ -217,7 +218,7 @@ func (e *egressLink) reconcile(ctx context.Context, c *egress.Client) error {
 	return errors.Join(errs...)
 }
 
-// offer has a process serve a sandbox, unless it does.
+// offer makes a process serve a sandbox, unless it does already.
 func (e *egressLink) offer(ctx context.Context, c *egress.Client, s *sandbox, was egressapi.Served, there bool) error {
 	s.egressMu.Lock()
 	defer s.egressMu.Unlock()
@@ -225,7 +226,7 @@ func (e *egressLink) offer(ctx context.Context, c *egress.Client, s *sandbox, wa
 	switch {
 	case !s.served:
 		return nil
-	case s.told.by == c: // it has taken it, maybe since it was asked for its list
+	case s.told.by == c: // it serves the sandbox, maybe only since it was asked for its list
 		switch {
 		case s.told.cut:
 			return e.putOrLess(ctx, c, s)
@@ -244,8 +245,8 @@ func (e *egressLink) offer(ctx context.Context, c *egress.Client, s *sandbox, wa
 	return nil
 }
 
-// tellOrLess is tell, and has the process enforce less where it does not take the rules, which the end of ctx by who gave it does not say. The caller
-// holds its egressMu.
+// tellOrLess is tell. If the process does not accept the rules, it makes the process enforce less. The end of the caller's ctx is not such a
+// refusal. The caller holds the sandbox's egressMu.
 func (e *egressLink) tellOrLess(ctx context.Context, c *egress.Client, s *sandbox) error {
 	err := e.tell(ctx, c, s)
 	if err != nil && !errors.Is(ctx.Err(), context.Canceled) {
@@ -254,7 +255,7 @@ func (e *egressLink) tellOrLess(ctx context.Context, c *egress.Client, s *sandbo
 	return err
 }
 
-// tell gives a process that serves a sandbox its rules. The caller holds its egressMu.
+// tell gives a sandbox's rules to the process that serves the sandbox. The caller holds the sandbox's egressMu.
 func (e *egressLink) tell(ctx context.Context, c *egress.Client, s *sandbox) error {
 	rules := s.rules()
 	err := c.SetRules(ctx, s.info.ID, rules)
@@ -266,11 +267,11 @@ func (e *egressLink) tell(ctx context.Context, c *egress.Client, s *sandbox) err
 
 // told are rules that a process has acknowledged.
 type told struct {
-	by    *egress.Client // of one process: its successor has another
+	by    *egress.Client // the client of this process; its successor has another client
 	rules runnerapi.EgressRules
-	less  bool      // it has not taken these rules, and enforces less
-	tried time.Time // of less: when they were given last
-	cut   bool      // it has taken nothing, and serves the sandbox no more
+	less  bool      // it has not accepted these rules, and enforces less
+	tried time.Time // with less: when the rules were given last
+	cut   bool      // it has accepted nothing, and no longer serves the sandbox
 }
 
 // has reports whether a process is known to have rules.
@@ -278,12 +279,13 @@ func (t told) has(c *egress.Client, rules runnerapi.EgressRules) bool {
 	return t.by == c && !t.less && !t.cut && sameRules(t.rules, rules)
 }
 
-// sameRules compares what was given: rules of one version may have been sealed anew, for another process or with what is a secret by now.
+// sameRules compares the rules that were given. Rules of the same version may have been encrypted again, for another process or with a changed
+// secret.
 func sameRules(a, b runnerapi.EgressRules) bool {
 	return a.Version == b.Version && bytes.Equal(a.Grants, b.Grants)
 }
 
-// put opens the sockets of a sandbox and hands them over. The caller holds its egressMu.
+// put opens the sockets of a sandbox and gives them to a process. The caller holds the sandbox's egressMu.
 func (e *egressLink) put(ctx context.Context, c *egress.Client, s *sandbox) error {
 	return e.putWith(ctx, c, s, s.rules())
 }
@@ -301,7 +303,7 @@ func (e *egressLink) putWith(ctx context.Context, c *egress.Client, s *sandbox, 
 	return errors.Join(err, sockets.Close())
 }
 
-// begin has a sandbox served from here on, until end.
+// begin makes the process serve a sandbox until end.
 func (e *egressLink) begin(ctx context.Context, s *sandbox) error {
 	ctx, cancel := context.WithTimeout(ctx, egressPatience)
 	defer cancel()
@@ -320,11 +322,11 @@ func (e *egressLink) begin(ctx context.Context, s *sandbox) error {
 		if !errors.Is(err, egress.ErrGone) {
 			return fmt.Errorf("hand sandbox %s to the egress process: %w", s.info.ID, errors.Join(err, ignoreGone(c.Remove(ctx, s.info.ID))))
 		}
-		pause(ctx, firstEgressPause) // run finds it out, too, and starts another
+		pause(ctx, firstEgressPause) // run notices it too, and starts another process
 	}
 }
 
-// end has a sandbox served no more. Where that fails its namespace, which is in use, is deleted and not recycled.
+// end stops serving a sandbox. If this fails, the sandbox's namespace is still in use, so it is deleted and not recycled.
 func (e *egressLink) end(ctx context.Context, s *sandbox) {
 	s.egressMu.Lock()
 	defer s.egressMu.Unlock()
@@ -346,7 +348,7 @@ func ignoreGone(err error) error {
 	return err
 }
 
-// stop ends the egress process, which serves nobody any more. It also ends the process of an
+// stop ends the egress process, which no longer serves any sandbox. It also ends the process of an
 // earlier runner, if this runner has not connected to it yet.
 func (e *egressLink) stop(ctx context.Context) error {
 	if e.r.cfg.Egress == nil {
@@ -362,17 +364,17 @@ func (e *egressLink) stop(ctx context.Context) error {
 	return nil
 }
 
-// rules are those of the journal.
+// rules are the rules in the sandbox's journal.
 func (s *sandbox) rules() runnerapi.EgressRules {
 	s.journalMu.Lock()
 	defer s.journalMu.Unlock()
 	return s.Sandbox.Rules
 }
 
-// SetEgressRules replaces what a sandbox may reach, unless its rules are newer. When it returns without an error, they are in the journal, and
-// the process that serves the sandbox has acknowledged them, so that what is not allowed any more has ended; or it has ended itself, and its
-// successor begins with them. After an error the same rules are to be given again, and are not taken for in force; those of before are not
-// either: rules that cannot be read, or that the process does not take, leave the sandbox with less (reduce).
+// SetEgressRules replaces the rules of a sandbox, unless the sandbox has newer ones. When it returns without an error, the rules are in the
+// journal. The process that serves the sandbox has acknowledged them, so connections that are no longer allowed have ended; or this process has
+// ended itself, and its successor begins with these rules. After an error the caller must give the same rules again: neither they nor the old
+// ones are in force. If rules cannot be read, or the process does not accept them, the sandbox gets less (reduce).
 func (r *Runner) SetEgressRules(ctx context.Context, id core.SandboxID, rules runnerapi.EgressRules) error {
 	s, err := r.find(id)
 	if err != nil {
@@ -387,11 +389,11 @@ func (r *Runner) SetEgressRules(ctx context.Context, id core.SandboxID, rules ru
 		return core.Errorf(core.FailedPrecondition, core.CodeWorkspaceNotReady, "sandbox %s is being made; its rules can be changed in a moment", id)
 	}
 	unread := r.checkRules(j.Egress, rules)
-	if unread != nil { // those of before are out of force all the same
+	if unread != nil { // the old rules are no longer in force either
 		rules = denyRules(rules)
 	}
-	// The journal first: whatever ends from here on, nobody goes back to the rules of before. Where it cannot be written the process is told
-	// all the same: what is taken away must not wait for a disk.
+	// The journal is written first: whatever process ends from here on, nothing returns to the old rules. If the journal cannot be written, the
+	// process is told anyway, because the removal of an entry must not wait for a disk.
 	var unwritten error
 	if is := s.rules(); rules.Version > is.Version || rules.Version == is.Version && !sameRules(rules, is) || s.unwritten {
 		unwritten = s.record(func(j *sandboxJournal) {
@@ -406,7 +408,7 @@ func (r *Runner) SetEgressRules(ctx context.Context, id core.SandboxID, rules ru
 	return errors.Join(unread, unwritten, r.egress.enforce(ctx, s))
 }
 
-// notWritten is a fault of the host. It says nothing against the rules, which the controller gives again.
+// notWritten is a fault of the host, not of the rules. The controller gives the rules again.
 func notWritten(id core.SandboxID, rules runnerapi.EgressRules, err error) error {
 	do := "read the log of the runner"
 	if code, limit := limitMet(err); code != "" {
@@ -416,8 +418,8 @@ func notWritten(id core.SandboxID, rules runnerapi.EgressRules, err error) error
 		"the rules of sandbox %s at version %d are in force, but could not be written to the runner's disk; they are given again: %s", id, rules.Version, do)
 }
 
-// enforce returns nil when nothing of a sandbox passes but by its rules: the process has acknowledged them, or gets them with the sandbox. That
-// who asked gives up waiting says nothing of the process, and changes nothing. The caller holds its egressMu.
+// enforce returns nil when the sandbox's traffic passes only by its rules: the process has acknowledged them, or will get them with the sandbox.
+// If the caller stops waiting, this says nothing about the process and changes nothing. The caller holds the sandbox's egressMu.
 func (e *egressLink) enforce(ctx context.Context, s *sandbox) error {
 	c, _ := e.current()
 	if !s.served || c == nil || s.told.has(c, s.rules()) {
@@ -431,8 +433,7 @@ func (e *egressLink) enforce(ctx context.Context, s *sandbox) error {
 	return e.tellOrLess(ctx, c, s)
 }
 
-// Flows acknowledges what sandboxes have sent out, by the last number that was given, and waits for more. What was not acknowledged is given
-// again.
+// Flows acknowledges records of flows up to a number and waits for more. Records that were not acknowledged are returned again.
 func (r *Runner) Flows(ctx context.Context, after int64) (flows []core.Flow, last int64, err error) {
 	for wait := firstEgressPause; ctx.Err() == nil; wait = min(2*wait, lastEgressPause) {
 		c, err := r.egress.await(ctx)
@@ -446,20 +447,20 @@ func (r *Runner) Flows(ctx context.Context, after int64) (flows []core.Flow, las
 		if !errors.Is(err, egress.ErrGone) {
 			return nil, 0, err
 		}
-		pause(ctx, wait) // run finds it out, too
+		pause(ctx, wait) // run notices it too
 	}
 	return nil, 0, context.Cause(ctx)
 }
 
-// trustBundle has what the guest trusts, with its project's authority.
+// trustBundle has the certificates that the guest trusts, including its project's authority.
 const trustBundle = "/etc/ssl/certs/ca-certificates.crt"
 
-// sessionEnv is the environment of a sandbox's sessions: its own, and where it is proxied how programs find the proxy, and what they trust if
-// they bring a list of their own, unless it says so itself.
+// sessionEnv is the environment of a sandbox's sessions: the sandbox's own variables. If the sandbox is proxied, it also has the address of the
+// proxy and the list of certificates for programs that have a list of their own, unless the sandbox's own variables name them.
 func sessionEnv(own map[string]string, opened core.EgressPolicy, gateway netip.Addr, trusts bool) map[string]string {
 	out := maps.Clone(own)
 	if out == nil {
-		out = map[string]string{} // none, instead of what was captured
+		out = map[string]string{} // empty: it replaces the captured environment
 	}
 	if opened != core.EgressProxied {
 		return out

@@ -10,20 +10,20 @@ import (
 	"github.com/coppice-dev/coppice/runner/egress"
 )
 
-// lessPatience is how long each of two attempts may take when the process does not take rules: to give it less, and to take the sandbox from it.
+// lessPatience bounds each of two attempts after the process has not accepted rules: to give it less, and to take the sandbox from it.
 const lessPatience = 2 * time.Second
 
-// reduce has a process that did not take the rules of a sandbox enforce less: the rules without grants, or none; and where it takes neither, it
-// serves the sandbox no more. So what was taken away is out of force, whatever is wrong with what is left: within callTime of the egress client
-// and twice lessPatience, or, where the process does not answer at all, by its end (egress.Pulse). It returns nil when the process has ended or does
-// not serve the sandbox, and otherwise an error. The caller holds egressMu.
+// reduce makes a process enforce less for a sandbox whose rules it did not accept: the rules without grants, or no rules. If the process accepts
+// neither, it stops serving the sandbox. So removed entries are no longer in force, whatever is wrong with the others. This takes at most callTime
+// of the egress client and twice lessPatience; if the process does not answer at all, its end does it (egress.Pulse). reduce returns nil if the
+// process has ended or does not serve the sandbox, and otherwise an error. The caller holds egressMu.
 func (e *egressLink) reduce(ctx context.Context, c *egress.Client, s *sandbox, why error) error {
 	if e.passesNothing(ctx, c, why) {
 		return nil
 	}
 	rules := s.rules()
 	s.told = told{}
-	ctx = context.WithoutCancel(ctx) // who asked may have given up waiting
+	ctx = context.WithoutCancel(ctx) // the caller may have stopped waiting
 	giving, cancel := context.WithTimeout(ctx, lessPatience)
 	defer cancel()
 	for _, less := range rules.Lesser() {
@@ -41,16 +41,16 @@ func (e *egressLink) reduce(ctx context.Context, c *egress.Client, s *sandbox, w
 	cutting, stop := context.WithTimeout(ctx, lessPatience)
 	defer stop()
 	err := c.Remove(cutting, s.info.ID)
-	s.told = told{by: c, cut: true} // after an error, too: it is handed over anew, which replaces what is there
+	s.told = told{by: c, cut: true} // even after an error: the sandbox is given to the process again, which replaces what it has
 	e.r.cfg.Log.ErrorContext(ctx, "the egress process refused the rules of a sandbox, and less; the sandbox was cut off", "sandbox_id", s.info.ID,
 		"rules_version", rules.Version, "err", errors.Join(why, err))
 	return reduced(s.info.ID, rules, errors.Join(why, err))
 }
 
-// lessPause is how long a process that has not taken the rules of a sandbox is not given them again, unless a controller does.
+// lessPause is the wait before rules that a process has not accepted are given to it again. A controller may give them earlier.
 const lessPause = time.Minute
 
-// restore gives a process again the rules that it has not taken, where it is time for that.
+// restore gives a process the rules that it has not accepted again, if it is time for that.
 func (e *egressLink) restore(ctx context.Context, c *egress.Client) {
 	for _, s := range e.r.all() {
 		if ctx.Err() != nil {
@@ -62,23 +62,23 @@ func (e *egressLink) restore(ctx context.Context, c *egress.Client) {
 	}
 }
 
-// again gives a process the rules of a sandbox again for which it enforces less, if it is time for that. Until it takes them it has what it has:
-// less, or, when only its answer was lost, the rules. The caller holds egressMu.
+// again gives a process the full rules of a sandbox for which it enforces less, if it is time for that. Until the process accepts them, nothing
+// changes: it enforces less, or, if only its answer was lost, the full rules. The caller holds egressMu.
 func (e *egressLink) again(ctx context.Context, c *egress.Client, s *sandbox) {
 	if !s.served || s.told.by != c || !s.told.less || time.Since(s.told.tried) < lessPause || !sameRules(s.told.rules, s.rules()) {
 		return
 	}
 	s.told.tried = time.Now()
 	if err := e.tell(ctx, c, s); err != nil {
-		e.r.cfg.Log.WarnContext(ctx, "the egress process still does not take the rules of a sandbox, and enforces less", "sandbox_id", s.info.ID,
+		e.r.cfg.Log.WarnContext(ctx, "the egress process still does not accept the rules of a sandbox, and enforces less", "sandbox_id", s.info.ID,
 			"rules_version", s.told.rules.Version, "again_ms", core.Milliseconds(lessPause), "err", err)
 		return
 	}
-	e.r.cfg.Log.InfoContext(ctx, "the egress process has taken the rules of a sandbox that it enforced less for", "sandbox_id", s.info.ID, "rules_version", s.told.rules.Version)
+	e.r.cfg.Log.InfoContext(ctx, "the egress process has accepted the rules of a sandbox for which it enforced less", "sandbox_id", s.info.ID, "rules_version", s.told.rules.Version)
 }
 
-// putOrLess is put, and hands the sandbox over with less where the process does not take it with its rules. After an error it may be served with
-// less, or not at all. The caller holds egressMu.
+// putOrLess is put. If the process does not accept the sandbox with its rules, putOrLess offers it with less. After an error the process may serve
+// the sandbox with less, or not at all. The caller holds egressMu.
 func (e *egressLink) putOrLess(ctx context.Context, c *egress.Client, s *sandbox) error {
 	why := e.put(ctx, c, s)
 	if why == nil || errors.Is(ctx.Err(), context.Canceled) || e.passesNothing(ctx, c, why) {
@@ -98,7 +98,8 @@ func (e *egressLink) putOrLess(ctx context.Context, c *egress.Client, s *sandbox
 	return why
 }
 
-// passesNothing reports whether an error of a process means that nothing of a sandbox passes: it is about to get the sandbox, or has ended.
+// passesNothing reports whether an error of a process means that no traffic of a sandbox passes: the process does not have the sandbox yet, or
+// has ended.
 func (e *egressLink) passesNothing(ctx context.Context, c *egress.Client, err error) bool {
 	return core.CategoryOf(err) == core.NotFound || errors.Is(err, egress.ErrGone) && c.Ended(context.WithoutCancel(ctx))
 }
@@ -108,7 +109,7 @@ func reduced(id core.SandboxID, rules runnerapi.EgressRules, why error) error {
 		"the egress process refuses the rules of sandbox %s at version %d; until it accepts them, the sandbox may reach less, or nothing", id, rules.Version)
 }
 
-// denyRules are in the place of rules that cannot be read: nothing may be reached.
+// denyRules replace rules that cannot be read: the sandbox may reach nothing.
 func denyRules(rules runnerapi.EgressRules) runnerapi.EgressRules {
 	return runnerapi.EgressRules{Version: rules.Version}
 }

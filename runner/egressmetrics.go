@@ -9,7 +9,7 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// egressState shows what the egress process counts: it has no port of its own.
+// egressState exports the counters of the egress process, because that process has no port of its own.
 type egressState struct {
 	e *egressLink
 
@@ -25,22 +25,22 @@ func newEgressState(e *egressLink) *egressState {
 	}
 	return &egressState{
 		e:          e,
-		up:         desc("up", "1 while the egress process of this host answers; else nothing leaves its sandboxes."),
+		up:         desc("up", "1 while the egress process of this host answers; otherwise no traffic leaves the sandboxes."),
 		sandboxes:  desc("sandboxes", "Sandboxes that the egress process serves."),
 		open:       desc("flows_open", "Flows that are under way."),
 		flows:      desc("flows_total", "Flows that have ended or were denied, since the start of the egress process.", "outcome"),
-		answers:    desc("dns_answers_total", "Questions of sandboxes for names, by what became of them.", "answer"),
-		unrecorded: desc("flows_unrecorded_total", "Flows that were refused because they could not be recorded, and ends that were not."),
-		spool:      desc("spool_bytes", "What the spool of flows takes that the controller does not have yet."),
-		spoolMax:   desc("spool_max_bytes", "What it may take; beyond, flows are refused."),
+		answers:    desc("dns_answers_total", "DNS queries of sandboxes, by outcome.", "answer"),
+		unrecorded: desc("flows_unrecorded_total", "Flows that were refused because they could not be recorded, and ends of flows that were not recorded."),
+		spool:      desc("spool_bytes", "Size of the spool of flows that the controller does not have yet."),
+		spoolMax:   desc("spool_max_bytes", "Largest size of the spool. When it is full, flows are refused."),
 		restarts:   desc("restarts_total", "Egress processes that have ended under this runner (ended), or were killed because they did not answer (hung); another follows.", "why"),
-		aside: desc("records_set_aside_total", "Records of earlier egress processes that were not taken as they are: too long or unreadable, so that they were set aside, or "+
-			"clipped and told; since the start of the egress process.", "why"),
+		aside: desc("records_set_aside_total", "Records of earlier egress processes that were not used as they are. They were too long or unreadable and were set aside, or "+
+			"clipped and reported. Counted since the start of the egress process.", "why"),
 		tooLong: desc("answers_too_long_total", "Answers of the egress process to this runner that were too long for a message; it sent an error instead."),
 	}
 }
 
-// Describe sends what Collect may send.
+// Describe implements prometheus.Collector.
 func (s *egressState) Describe(out chan<- *prometheus.Desc) {
 	for _, d := range []*prometheus.Desc{s.up, s.sandboxes, s.open, s.flows, s.answers, s.unrecorded, s.spool, s.spoolMax, s.restarts, s.aside, s.tooLong} {
 		out <- d

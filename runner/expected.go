@@ -11,10 +11,10 @@ import (
 	"github.com/coppice-dev/coppice/snapshotstore/manifest"
 )
 
-// The controller's rows decide what a checkpoint is. A manifest, an ancestor and a copy that is on this host already must all agree
-// with them, whoever brought the copy and whatever that caller expected.
+// The controller's rows decide what a checkpoint is. A manifest, an ancestor and a copy that is already on this host must all agree
+// with them. It does not matter which request brought the copy and what that request expected.
 
-// errUnfit says that nobody may use the copy on this host.
+// errUnfit says that nothing may use the copy on this host.
 var errUnfit = errors.New("the copy is not to be used")
 
 func claimOf(id core.CheckpointID, want runnerapi.Expected) manifest.Claim {
@@ -23,8 +23,8 @@ func claimOf(id core.CheckpointID, want runnerapi.Expected) manifest.Claim {
 	}
 }
 
-// expect compares a checkpoint that is on this host with what a caller knows of it: where it is in the store, and the fields of its row.
-// The host does not know the project of what it captured itself, so it does not compare that.
+// expect compares a checkpoint on this host with what a caller knows of it: its place in the store and the fields of its row. The host does not
+// know the project of a checkpoint that it captured itself, so it does not compare that field.
 func (r *Runner) expect(ctx context.Context, rec *checkpointRecord, sources []runnerapi.Stored, want *runnerapi.Expected) error {
 	if err := r.checkOldRoot(rec); err != nil {
 		return err
@@ -49,7 +49,7 @@ func (r *Runner) expect(ctx context.Context, rec *checkpointRecord, sources []ru
 	return h.Check(claimOf(rec.ID, *want))
 }
 
-// projectOf returns the project of a copy. Records of older runners do not have it; their manifest does.
+// projectOf returns the project of a copy. Records of older runners do not name it, but the manifest of the copy does.
 func (r *Runner) projectOf(ctx context.Context, rec *checkpointRecord) (core.ProjectID, error) {
 	if rec.Project != "" {
 		return rec.Project, nil
@@ -65,13 +65,13 @@ func (r *Runner) projectOf(ctx context.Context, rec *checkpointRecord) (core.Pro
 	return snapshot.Header().ProjectID, nil
 }
 
-// storedAt returns where a checkpoint of this host is in the store, as the host noted it.
+// storedAt returns the place of a checkpoint in the store, as this host noted it.
 func (r *Runner) storedAt(id core.CheckpointID) (at runnerapi.Stored, err error) {
 	err = atomicfile.ReadJSON(r.checkpoints.path(id, sealedFile), &at)
 	return at, err
 }
 
-// fetchedAs refuses a copy that was fetched by another manifest than at.
+// fetchedAs refuses a copy that was fetched by a manifest other than at.
 func (r *Runner) fetchedAs(id core.CheckpointID, at runnerapi.Stored) error {
 	was, err := r.storedAt(id)
 	if err != nil {
@@ -85,8 +85,8 @@ func (r *Runner) fetchedAs(id core.CheckpointID, at runnerapi.Stored) error {
 	return nil
 }
 
-// checkOldRoot refuses a copy of an older runner whose root file system nobody verified. Older runners kept what came from the store under
-// the name of its image, shared by all projects. The copy is fetched again; it then has a root file system of its own project.
+// checkOldRoot refuses a copy of an older runner whose root file system was never verified. Older runners kept root file systems from the store
+// under the name of their image, shared by all projects. The copy is fetched again; it then has a root file system of its own project.
 func (r *Runner) checkOldRoot(rec *checkpointRecord) error {
 	if !rec.Fetched || rec.Root != "" || rec.Project != "" {
 		return nil

@@ -6,9 +6,9 @@ import "github.com/coppice-dev/coppice/internal/failpoint"
 var (
 	templateAfterBase = failpoint.New("template.after_base") // the base is on disk, no record names it
 	rebaseAfterBase   = failpoint.New("rebase.after_base")   // likewise
-	rebaseWritten     = failpoint.New("rebase.written")      // the disk has the record, and nobody knows
+	rebaseWritten     = failpoint.New("rebase.written")      // the disk has the record, but it is not in use
 
-	trashJudged = failpoint.New("trash.judged") // a checkpoint is not kept, and will go
+	trashJudged = failpoint.New("trash.judged") // a checkpoint is not kept, and will be removed
 
 	shellJournaled = failpoint.New("shell.journaled") // there are directories and a journal that names nothing
 	shellNamespace = failpoint.New("shell.namespace") // there is a namespace that the journal does not name
@@ -16,7 +16,7 @@ var (
 	shellSpawned   = failpoint.New("shell.spawned")   // there is a VMM that the journal does not name
 	shellMade      = failpoint.New("shell.made")      // the journal is whole
 
-	forkJournaled = failpoint.New("fork.journaled") // the shell is to become a sandbox
+	forkJournaled = failpoint.New("fork.journaled") // the shell will become a sandbox
 	forkRestored  = failpoint.New("fork.restored")  // memory and devices are the checkpoint's
 	forkAssigned  = failpoint.New("fork.assigned")  // the namespace has its identity
 	forkResumed   = failpoint.New("fork.resumed")   // kernel and agent run
@@ -24,7 +24,7 @@ var (
 	forkResealed  = failpoint.New("fork.resealed")  // every step was proven
 	forkServed    = failpoint.New("fork.served")    // the egress process has the sandbox, whose tap is down
 	forkOpened    = failpoint.New("fork.opened")    // the tap is up
-	forkReleased  = failpoint.New("fork.released")  // the workload runs, nobody knows
+	forkReleased  = failpoint.New("fork.released")  // the workload runs, but this is not recorded
 	forkReady     = failpoint.New("fork.ready")     // the journal says that it is ready, the caller does not know
 
 	captureJournaled = failpoint.New("capture.journaled") // the capture is announced
