@@ -27,13 +27,13 @@ import (
 	"github.com/coppice-dev/coppice/snapshotstore/manifest"
 )
 
-// fetch brings a checkpoint from the store to this host, unless it is here: from then on it is one of the host's. Whatever the store
-// gives is verified before it is used. sources say where it is and, behind it, where ancestors of it are, the root of its tree last:
-// that one's memory becomes the base that it shares with everything else of the tree here, and is brought first. want is what its manifest must
-// say; nil where that is not known.
+// fetch fetches a checkpoint from the store, unless it is on this host. From then on it is one of the host's checkpoints. All data from the
+// store is verified before it is used. The first of sources is the checkpoint's place in the store, the others are the places of ancestors,
+// and the last one is the root of its tree. The root is fetched first: its memory becomes the base that all checkpoints of the tree share on
+// this host. want is what the manifest must say; it is nil if this is not known.
 func (r *Runner) fetch(ctx context.Context, id core.CheckpointID, sources []runnerapi.Stored, want *runnerapi.Expected) error {
 	if _, err := r.checkpoints.find(id); err == nil || len(sources) == 0 || sources[0].CheckpointID != id || r.cfg.Store.Blobs == nil {
-		return nil // it is here, or whoever opens it finds that it is not
+		return nil // it is here; if it is not, open reports that
 	}
 	_, err := r.once(ctx, id, func() (*checkpointRecord, error) {
 		rec, err := r.fetchNow(context.WithoutCancel(ctx), sources, want)
@@ -62,7 +62,7 @@ func (r *Runner) fetchNow(ctx context.Context, sources []runnerapi.Stored, want 
 		return nil, err
 	}
 	rec.Fetched = true
-	if err := r.compatible(rec.Checkpoint); err != nil { // before anything is written
+	if err := r.compatible(rec.Checkpoint); err != nil { // checked before anything is written
 		return nil, err
 	}
 	watch.Lap("manifest")
@@ -108,7 +108,7 @@ func (r *Runner) fetchNow(ctx context.Context, sources []runnerapi.Stored, want 
 	return rec, nil
 }
 
-// recordOf is the record that a manifest describes, without what is this host's own.
+// recordOf is the record that a manifest describes, without the fields that depend on the host.
 func recordOf(s *snapshotstore.Snapshot) (*checkpointRecord, error) {
 	h := s.Header()
 	bad := func(what string) error {
@@ -157,22 +157,22 @@ type fetching struct {
 	at           runnerapi.Stored
 	snapshot     *snapshotstore.Snapshot
 	rec          *checkpointRecord
-	lazy         bool                    // memory may come later
-	own          *images.Image           // of this host, whose root file system the guest has; nil: it is in the store
-	near         *opened                 // an ancestor that is here; nil: there is none
-	nearAt       runnerapi.Stored        // where that is in the store
-	nearSnapshot *snapshotstore.Snapshot // its maps
+	lazy         bool                    // the memory may be fetched later
+	own          *images.Image           // the image of this host that has the guest's root file system; nil: the root file system is in the store
+	near         *opened                 // an ancestor that is on this host; nil: there is none
+	nearAt       runnerapi.Stored        // the place of the ancestor in the store
+	nearSnapshot *snapshotstore.Snapshot // the maps of the ancestor
 	will         fetchPlan
-	room         *room.Reservation // of the disk for all of it
+	room         *room.Reservation // disk space for the whole fetch
 	dir          string
 	watch        *core.Stopwatch
 	mu           sync.Mutex // guards got
 	got          snapshotstore.Fetched
 }
 
-// findNear finds an ancestor that is on this host and shares most bytes. Where memory cannot come later, it first brings the root of the
-// tree: what grows from the root shares its memory. An ancestor that is not what it should be is not used, and neither is a copy that
-// nobody may use. The fetch then reads the whole checkpoint.
+// findNear finds the ancestor on this host that shares the most bytes. If the memory cannot be fetched later, it first fetches the root of the
+// tree, because all checkpoints of the tree share the root's memory. It does not use an ancestor that is not what it should be, or a copy that
+// nothing may use. Without an ancestor the fetch reads the whole checkpoint.
 func (f *fetching) findNear(ctx context.Context, ancestors []runnerapi.Stored) error {
 	if f.lazy {
 		for _, at := range ancestors {
@@ -233,7 +233,7 @@ func (f *fetching) run(ctx context.Context) error {
 	if err := fetchBegun.Hit(ctx); err != nil {
 		return err
 	}
-	// All at once: each waits for the store, not for the others.
+	// All run at the same time: each waits for the store, not for the others.
 	group, ctx := errgroup.WithContext(ctx)
 	for _, step := range []struct {
 		name string
@@ -251,7 +251,7 @@ func (f *fetching) run(ctx context.Context) error {
 	return group.Wait()
 }
 
-// pages fetches runs of an image into emit. It counts as written what was planned, once: no zeros, and no page again that was read again.
+// pages fetches runs of an image into emit. It counts the planned bytes as written. It counts no zeros, and a page that is read twice only once.
 func (f *fetching) pages(ctx context.Context, runs iter.Seq[manifest.Run], emit func(off int64, b []byte) error) error {
 	written := newPageCount()
 	got, err := snapshotstore.Fetch(ctx, f.r.blobs, written.data(runs), snapshotstore.FetchOptions{}, func(page int64, b []byte) error {
@@ -291,7 +291,7 @@ func (f *fetching) file(ctx context.Context, tree *manifest.Tree, path string, m
 	return errors.Join(err, to.Sync(), to.Close())
 }
 
-// fill writes an image into a file of its size that has nothing else.
+// fill writes an image into an empty file of the same size.
 func (f *fetching) fill(ctx context.Context, to *os.File, tree *manifest.Tree) error {
 	return f.pages(ctx, tree.Runs(), func(off int64, b []byte) error {
 		_, err := to.WriteAt(b[:min(int64(len(b)), tree.Size()-off)], off)
@@ -303,11 +303,11 @@ func (f *fetching) memory(ctx context.Context) error {
 	return errors.Join(f.writeMemory(ctx), fetchMemory.Hit(ctx))
 }
 
-// eagerDelta is how much of a checkpoint's memory may differ from a base that is here for it to be fetched as a delta, before the first child
-// starts: less than it takes to have a base of its own, which no sibling shares.
+// eagerDelta is the largest difference, in bytes, between a checkpoint's memory and a base on this host at which the memory is fetched as a
+// delta before the first child starts. This costs less than a base of its own, which no sibling would share.
 const eagerDelta = 16 << 20
 
-// writeMemory makes the delta to the base of an ancestor that is here, or a base: now, or later.
+// writeMemory makes a delta to the base of an ancestor on this host, or a base. A base is fetched now or later.
 func (f *fetching) writeMemory(ctx context.Context) error {
 	tree, changed := f.snapshot.Image(imageMemory), f.will.changed
 	switch {
@@ -335,7 +335,7 @@ func (f *fetching) writeMemory(ctx context.Context) error {
 	return delta.Finish()
 }
 
-// memoryLater has the pager show the checkpoint's memory as a base, and bring it.
+// memoryLater makes the pager serve the checkpoint's memory as a base and fetch it.
 func (f *fetching) memoryLater(ctx context.Context, tree *manifest.Tree, near bool) error {
 	f.rec.Base = core.NewID[core.BaseID]()
 	im := &lazy.Image{Image: pager.Image{ID: string(f.rec.Base), Source: sourceOf(f.at, imageMemory)}, Size: tree.Size(), To: f.r.bases.Name(f.rec.Base)}
@@ -358,7 +358,7 @@ func refOf(at runnerapi.Stored) manifest.Ref {
 	return manifest.Ref{Key: at.Manifest, Digest: at.Digest, Bytes: at.Bytes}
 }
 
-// disk makes the overlay, out of an ancestor's where it can share extents with it.
+// disk makes the overlay. If possible it starts from an ancestor's overlay and shares extents with it.
 func (f *fetching) disk(ctx context.Context) error {
 	tree, path := f.snapshot.Image(imageDisk), filepath.Join(f.dir, overlayFile)
 	to, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600)
@@ -404,7 +404,7 @@ func allZeros(b []byte) bool {
 	return true
 }
 
-// chooseRoot decides which root file system the guest gets: that of an image of this host, or the one in the store.
+// chooseRoot decides which root file system the guest gets: the one of an image of this host, or the one in the store.
 func (f *fetching) chooseRoot() error {
 	tree := f.snapshot.Image(imageRoot)
 	img, err := f.r.cfg.Images.Get(string(f.rec.Image))
@@ -427,7 +427,7 @@ func (f *fetching) chooseRoot() error {
 	return nil
 }
 
-// rootImage makes sure that the root file system of the guest's image is here, or will be.
+// rootImage makes sure that the root file system of the guest is on this host, or will be.
 func (f *fetching) rootImage(ctx context.Context) error {
 	if f.own != nil {
 		return f.r.keepRoot(*f.own)

@@ -22,17 +22,17 @@ import (
 
 // fetchPlan lists the parts of a fetch with the bytes that each will write. It is made before anything is written.
 type fetchPlan struct {
-	near    bool           // memory is compared with that of an ancestor that is here
-	changed []manifest.Run // by that comparison
+	near    bool           // the memory is compared with the memory of an ancestor on this host
+	changed []manifest.Run // the result of this comparison
 	differ  int64          // bytes of changed
-	later   bool           // memory comes later
+	later   bool           // the memory is fetched later
 
 	small, memory, disk, root int64
 }
 
 func (p fetchPlan) bytes() int64 { return p.small + p.memory + p.disk + p.root }
 
-// plan decides how a checkpoint is brought here, by its maps alone.
+// plan decides how a checkpoint is fetched. It uses only the checkpoint's maps.
 func (f *fetching) plan() error {
 	for _, name := range []string{imageState, imageSurvey} {
 		if tree := f.snapshot.Image(name); tree != nil {
@@ -60,7 +60,7 @@ func (f *fetching) plan() error {
 	f.will.disk = dataBytes(disk.Runs())
 	if f.near != nil {
 		f.will.disk = dataBytes(disk.Changed(f.nearSnapshot.Image(imageDisk)))
-		if !shares { // the ancestor's is copied first
+		if !shares { // the ancestor's overlay is copied first
 			n, err := sparse.Allocated(f.near.overlay)
 			if err != nil {
 				return err
@@ -74,7 +74,7 @@ func (f *fetching) plan() error {
 	return nil
 }
 
-// dataBytes is how many bytes runs have that are not zeros.
+// dataBytes is how many bytes of runs are not zeros.
 func dataBytes(runs iter.Seq[manifest.Run]) (n int64) {
 	for run := range runs {
 		if run.Frame != nil {
@@ -142,10 +142,10 @@ func (c *pageCount) count(page int64, n int) (bytes int64) {
 	return bytes
 }
 
-// makeRoom reserves disk for a fetch. Where there is too little, it removes unused copies, the least recently used first. It removes none
-// where all of them would not be enough. The floor stays free for running machines.
+// makeRoom reserves disk space for a fetch. If there is too little, it removes unused copies, the least recently used first. If all of them
+// together would not be enough, it removes none. The floor stays free for running machines.
 func (r *Runner) makeRoom(ctx context.Context, id core.CheckpointID, bytes int64) (*room.Reservation, error) {
-	var used []core.CheckpointID // since they were chosen
+	var used []core.CheckpointID // copies that came into use after they were chosen
 	for {
 		v, err := r.room.Reserve(bytes)
 		short, full := errors.AsType[*room.ShortError](err)
@@ -153,10 +153,10 @@ func (r *Runner) makeRoom(ctx context.Context, id core.CheckpointID, bytes int64
 			return v, err
 		}
 		var copied core.CheckpointID
-		if most, err := r.mostFreed(); err != nil || short.Need-short.Free <= most { // what is not known is tried
+		if most, err := r.mostFreed(); err != nil || short.Need-short.Free <= most { // if the amount is not known, it is tried
 			gone, err := r.dropOldestTrash(ctx) // the trash goes first
 			if err != nil {
-				r.cfg.Log.WarnContext(ctx, "the trash does not give all its room to a fetch", "checkpoint_id", id, "err", err)
+				r.cfg.Log.WarnContext(ctx, "not everything in the trash could be removed for a fetch", "checkpoint_id", id, "err", err)
 			}
 			if gone {
 				continue
@@ -177,12 +177,12 @@ func (r *Runner) makeRoom(ctx context.Context, id core.CheckpointID, bytes int64
 			continue
 		}
 		r.metrics.evicted.Inc()
-		r.cfg.Log.InfoContext(ctx, "copy of a checkpoint given up, for a fetch that needs the room", "checkpoint_id", copied, "for", id)
+		r.cfg.Log.InfoContext(ctx, "copy of a checkpoint given up, because a fetch needs the disk space", "checkpoint_id", copied, "for", id)
 		r.wake()
 	}
 }
 
-// plenty is so much free disk that nobody asks what could be freed besides.
+// plenty is an amount of free disk at which nobody needs to know how much more could be freed.
 const plenty = 32 << 30
 
 // freeable is how many bytes of disk may be written, counting the copies that would make room. A runner whose disk is full of
@@ -257,7 +257,7 @@ func (r *Runner) mostFreed() (n int64, err error) {
 	}), nil
 }
 
-// allocated is what a file takes on disk; 0 if there is none.
+// allocated is how many bytes a file takes on disk; 0 if there is no file.
 func allocated(path string) int64 {
 	var st unix.Stat_t
 	if unix.Lstat(path, &st) != nil {
@@ -266,7 +266,7 @@ func allocated(path string) int64 {
 	return st.Blocks * 512
 }
 
-// storedRoots is how many bytes the root file systems take that came from the store.
+// storedRoots is how many bytes the root file systems from the store take.
 func (r *Runner) storedRoots() (n int64) {
 	entries, err := os.ReadDir(r.rootsDir())
 	if err != nil {

@@ -20,8 +20,8 @@ import (
 	"github.com/coppice-dev/coppice/runner/vmm"
 )
 
-// Fork grows sandboxes from a checkpoint, all at once as far as the host's CPUs allow. Each succeeds or fails by itself: the
-// error is only for a checkpoint that cannot be forked at all. Once begun a fork is finished, whatever becomes of ctx.
+// Fork grows sandboxes from a checkpoint, as many at the same time as the host's CPUs allow. Each succeeds or fails by itself: Fork
+// returns an error only if the checkpoint cannot be forked at all. A fork that has begun is finished even if ctx ends.
 func (r *Runner) Fork(ctx context.Context, req runnerapi.Fork) (runnerapi.ForkResult, error) {
 	leave, err := r.enter()
 	if err != nil {
@@ -61,7 +61,7 @@ func (r *Runner) Fork(ctx context.Context, req runnerapi.Fork) (runnerapi.ForkRe
 	return out, nil
 }
 
-// compatible refuses a checkpoint of another class, naming the field.
+// compatible refuses a checkpoint of another class. The error names the field.
 func (r *Runner) compatible(c runnerapi.Checkpoint) error {
 	if field := c.Class.Difference(r.class); field != "" {
 		return core.Errorf(core.FailedPrecondition, core.CodeIncompatibleHost, "checkpoint %s cannot be forked on this runner: %s", c.ID, field)
@@ -97,7 +97,7 @@ func (r *Runner) forkOne(ctx context.Context, ckpt *opened, child runnerapi.Chil
 	return out
 }
 
-// forkError keeps the code of what went wrong and says to what it happened.
+// forkError keeps the code of an error and says which sandbox it concerns.
 func forkError(child runnerapi.Child, ckpt *opened, err error) error {
 	what := fmt.Sprintf("sandbox %s could not be grown from checkpoint %s and was destroyed", child.SandboxID, ckpt.ID)
 	if code, _ := limitMet(err); code != "" {
@@ -110,12 +110,12 @@ func forkError(child runnerapi.Child, ckpt *opened, err error) error {
 	return core.Wrapf(err, category, code, "%s: %s", what, core.MessageOf(err))
 }
 
-// grow makes one sandbox and brings it to ready. On an error nothing of it is left.
+// grow makes one sandbox and makes it ready. After an error nothing of it is left.
 func (r *Runner) grow(ctx context.Context, ckpt *opened, child runnerapi.Child, watch *core.Stopwatch) (_ *sandbox, _ *core.ResealReport, err error) {
 	if s, err := r.find(child.SandboxID); err == nil { // the request is repeated
 		return s.grown(ctx)
 	}
-	if r.runCtx.Err() != nil { // it waited for a CPU when the runner was stopped
+	if r.runCtx.Err() != nil { // the runner was stopped while the child waited for a CPU
 		return nil, nil, errStopping
 	}
 	sh, err := r.takeShell(ctx, ckpt)
@@ -155,7 +155,7 @@ func (r *Runner) grow(ctx context.Context, ckpt *opened, child runnerapi.Child, 
 	return s, report, nil
 }
 
-// grown is what a repeat of the request that grew a sandbox is answered: what the first is, once that is done.
+// grown is the answer to a repeated request for a sandbox. It waits for the first request and gives the same answer.
 func (s *sandbox) grown(ctx context.Context) (*sandbox, *core.ResealReport, error) {
 	if err := s.lock(ctx); err != nil {
 		return nil, nil, err
@@ -254,7 +254,7 @@ func (r *Runner) animate(ctx context.Context, s *sandbox, ckpt *opened, child ru
 		return report, err
 	}
 	watch.Lap("release")
-	// Only now: a sandbox that its journal calls ready is gone on with after a restart, and this one is proven.
+	// Not earlier: a restarted runner adopts a sandbox whose journal says ready, so every step must be proven before.
 	report.Complete = true
 	info := s.snapshot()
 	info.State = runnerapi.SandboxReady
@@ -295,8 +295,8 @@ func (r *Runner) restore(ctx context.Context, s *sandbox, ckpt *opened, child ru
 // overlayDisk is the index of the overlay in vmm.Spec.Disks.
 const overlayDisk = 1
 
-// reseal makes the clone another machine and judges the evidence. Whatever is not proven fails. diskBytes is the size of its
-// disk, which the guest may learn of a little later than the host.
+// reseal makes the clone another machine and checks the evidence. It fails if a step is not proven. diskBytes is the size of the
+// clone's disk; the guest may learn of it a little later than the host.
 func (r *Runner) reseal(ctx context.Context, agent *guest.Client, diskBytes int64, ckpt *opened, child runnerapi.Child) (*core.ResealReport, error) {
 	gateway, gatewayMAC := r.cfg.Network.Gateway()
 	want := guestapi.ResealRequest{
@@ -315,14 +315,14 @@ func (r *Runner) reseal(ctx context.Context, agent *guest.Client, diskBytes int6
 	if err = guest.Verify(report, want); err == nil {
 		err = r.draws.add(report.Steps)
 	}
-	report.Complete = false // it is the host that says so, after it has released
+	report.Complete = false // the host sets this after the release
 	if len(report.StaleProcesses) == 0 {
 		report.StaleProcesses = ckpt.Processes
 	}
 	return &report, err
 }
 
-// withConsole adds what the guest printed last to an error that callers see.
+// withConsole adds the last output of the guest's console to an error that callers see.
 func withConsole(err error, m vmm.Machine) error {
 	console := m.Console()
 	if len(console) > 512 {

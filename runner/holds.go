@@ -9,14 +9,14 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// readings are the checkpoints that fetches under way read from the store, and how many each.
+// readings has, for each checkpoint in the store, the number of fetches under way that read it.
 type readings struct {
 	mu    sync.Mutex // guards count
 	count map[core.CheckpointID]int
 }
 
-// begin notes a fetch of what is at sources: the checkpoint itself and the root of its tree. What lies between is read, if at all, in the first
-// moments. The fetch ends with the returned function.
+// begin notes a fetch from sources: the checkpoint itself and the root of its tree. The fetch reads the ancestors in between, if at all, only in
+// its first moments. The returned function ends the fetch.
 func (f *readings) begin(sources []runnerapi.Stored) (end func()) {
 	ids := []core.CheckpointID{sources[0].CheckpointID, sources[len(sources)-1].CheckpointID}
 	f.add(ids, 1)
@@ -43,8 +43,8 @@ func (f *readings) reads(id core.CheckpointID) bool {
 	return f.count[id] > 0
 }
 
-// Fetching are the checkpoints whose objects in the store this host reads, or may yet read: heartbeats say so, and until they do not any more
-// the objects stay, whatever becomes of the checkpoints. They are those of fetches under way and of images that are not whole.
+// Fetching returns the checkpoints whose objects in the store this host reads or may still read: those of fetches under way and of images that
+// are not complete. Heartbeats name them. As long as they do, the objects stay in the store, even if the checkpoints are deleted.
 func (r *Runner) Fetching() []core.CheckpointID {
 	ids := make(map[core.CheckpointID]bool)
 	r.fetching.mu.Lock()

@@ -12,25 +12,26 @@ import (
 	"github.com/coppice-dev/coppice/runner/vmm"
 )
 
-// journal is what a successor of the runner must know of a shell, to take it over or to take it down. It is written before what it
-// names is made or changed, whole or not at all. It is not synced: a runner's death takes nothing from the kernel's cache, and what a
-// power cut takes it takes from the VMM too; then its boot id tells that it means nothing any more (ADR 20).
+// journal has what a successor of the runner must know of a shell, to adopt it or to take it down. It is written before the things that
+// it names are made or changed, completely or not at all. It is not synced: the death of a runner loses nothing of the kernel's cache. A
+// power cut may lose the journal, but it also ends the VMM; then the boot id shows that the journal is no longer valid (ADR 20).
 type journal struct {
 	Version   int            `json:"version"`
-	Boot      string         `json:"boot"` // of the host's kernel: a VMM lives no longer
+	Boot      string         `json:"boot"` // boot id of the host's kernel: no VMM lives longer than this
 	ID        core.SandboxID `json:"id"`   // of the shell
 	ClusterID string         `json:"cluster_id"`
 	Slot      int            `json:"slot"`
 	Shape     journalShape   `json:"shape"`
-	// Class is of the machine, which keeps it whatever VMM the runner that takes it over has; zero in journals of before it was kept.
+	// Class is the class of the machine. It stays the same even if a runner with another VMM adopts the machine. It is zero in old journals.
 	Class     runnerapi.RunnerClass `json:"class,omitzero"`
 	Namespace string                `json:"namespace,omitempty"`
-	Pager     string                `json:"pager,omitempty"` // the instance that it has memory or disk from
+	Pager     string                `json:"pager,omitempty"` // the instance of the pager that serves its memory or disk
 	Handle    *vmm.Handle           `json:"handle,omitempty"`
-	Sandbox   *sandboxJournal       `json:"sandbox,omitempty"` // from the moment on that the shell has a purpose
+	Sandbox   *sandboxJournal       `json:"sandbox,omitempty"` // set as soon as the shell will become a sandbox
 }
 
-// journalVersion is the form that this program writes and reads. One of another form is taken down: what it means is not known.
+// journalVersion is the version that this program writes and reads. A shell with a journal of another version is taken down, because this
+// program cannot know what the journal means.
 const journalVersion = 1
 
 const journalFile = "journal.json"
@@ -43,10 +44,10 @@ type journalShape struct {
 	DiskBytes int64          `json:"disk_bytes"`
 }
 
-// sandboxJournal is of a sandbox. Its state is starting until everything was proven and the workload released.
+// sandboxJournal is the part for a sandbox. The state is starting until every step is proven and the workload is released.
 type sandboxJournal struct {
 	Info   runnerapi.Sandbox     `json:"info"`
-	Egress core.EgressPolicy     `json:"egress"` // what its namespace is opened with
+	Egress core.EgressPolicy     `json:"egress"` // the policy with which its namespace is opened
 	Rules  runnerapi.EgressRules `json:"rules,omitzero"`
 	Reseal *core.ResealReport    `json:"reseal,omitempty"`
 	// Attestation is this runner's signed report of its reseal.
@@ -54,8 +55,8 @@ type sandboxJournal struct {
 	Ports       []runnerapi.Port `json:"ports,omitempty"`
 
 	Capture  core.CheckpointID   `json:"capture,omitempty"`   // under way
-	Stop     bool                `json:"stop,omitempty"`      // with its end the sandbox ends
-	CutShort []core.CheckpointID `json:"cut_short,omitempty"` // captures that the end of a runner has ended
+	Stop     bool                `json:"stop,omitempty"`      // the sandbox ends with this capture
+	CutShort []core.CheckpointID `json:"cut_short,omitempty"` // captures that ended because their runner ended
 }
 
 func (s *shell) writeJournal() error {
@@ -67,7 +68,7 @@ func (s *shell) writeJournal() error {
 	return nil
 }
 
-// replaceJSON writes a file whole or not at all, as far as the death of this process goes.
+// replaceJSON replaces a file completely or not at all, even if this process dies meanwhile.
 func replaceJSON(path string, v any) error {
 	b, err := json.Marshal(v)
 	if err != nil {
@@ -90,14 +91,14 @@ func (s *sandbox) record(change func(j *sandboxJournal)) error {
 	return s.writeJournal()
 }
 
-// leftover is what an earlier runner has left of a shell.
+// leftover is a shell, or a part of one, that an earlier runner has left.
 type leftover struct {
 	name    string   // of its directories
-	journal *journal // nil where it cannot be read
+	journal *journal // nil if it cannot be read
 }
 
-// adoptable reports whether it may be a sandbox to go on with. One that was not ready was never released, and what is not a
-// sandbox has no use any more.
+// adoptable reports whether it may be a sandbox that this runner can adopt. A sandbox that was not ready was never released, and a
+// shell that is not a sandbox is no longer needed.
 func (l leftover) adoptable() bool {
 	j := l.journal
 	return j != nil && j.Handle != nil && j.Sandbox != nil && j.Sandbox.Info.State == runnerapi.SandboxReady
@@ -106,8 +107,8 @@ func (l leftover) adoptable() bool {
 // usesPager reports whether it has memory from a pager.
 func (l leftover) usesPager() bool { return l.journal != nil && l.journal.Pager != "" }
 
-// survey reads what earlier runners have left in both directories. A journal of another cluster means that the directory is not
-// this runner's: then nothing at all is touched.
+// survey reads what earlier runners have left in both directories. If it finds a journal of another cluster, the directory is not
+// this runner's, and survey changes nothing.
 func (r *Runner) survey() ([]leftover, error) {
 	var list []leftover
 	seen := map[string]bool{}
@@ -131,7 +132,7 @@ func (r *Runner) survey() ([]leftover, error) {
 	return list, nil
 }
 
-// readJournal returns nil for one that is absent, damaged, of another version or from before the host was started.
+// readJournal returns nil for a journal that is absent, damaged, of another version, or older than the start of the host.
 func (r *Runner) readJournal(name string) (*journal, error) {
 	b, err := os.ReadFile(filepath.Join(r.cfg.RunDir, name, journalFile))
 	if errors.Is(err, os.ErrNotExist) {
@@ -157,7 +158,7 @@ func (r *Runner) readJournal(name string) (*journal, error) {
 	return j, nil
 }
 
-// Inhabited reports whether an earlier runner has left machines of sandboxes in a run directory. A journal that cannot be read may be of one.
+// Inhabited reports whether an earlier runner has left machines of sandboxes in a run directory. A journal that cannot be read may belong to one.
 func Inhabited(runDir string) bool {
 	paths, _ := filepath.Glob(filepath.Join(runDir, "*", journalFile)) // the pattern is good
 	for _, path := range paths {

@@ -39,7 +39,7 @@ func (h lazyHost) EndMachines(ctx context.Context, why string, match func(lazy.M
 	}
 }
 
-// PagerEnded implements lazy.Host: open bases and warm shells are not used any more.
+// PagerEnded implements lazy.Host: it drops open bases and warm shells that have memory from the pager.
 func (h lazyHost) PagerEnded(ctx context.Context, instance string) {
 	h.r.bases.ForgetArriving()
 	h.r.warm.purge(ctx, func(s *shell) bool { return s.Pager == instance })
@@ -50,7 +50,7 @@ func (s *sandbox) lazyMachine() lazy.Machine {
 	return lazy.Machine{ID: s.info.ID, Pager: s.Pager, Base: s.shape.base, Root: string(s.shape.rootKey())}
 }
 
-// imageIDs are the images that a checkpoint consists of, besides its own directory.
+// imageIDs are the images that a checkpoint needs besides its own directory.
 func (r *checkpointRecord) imageIDs() []string {
 	return []string{string(r.Base), rootImageID(r.rootKey())}
 }

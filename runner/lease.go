@@ -15,16 +15,16 @@ import (
 	"github.com/coppice-dev/coppice/internal/bootclock"
 )
 
-// A runner's sandboxes live on a lease. After a time without a word of the controller they are ended, before the controller gives
-// them up and may let something else take their place (DECISIONS 14). The time is measured by a clock that no step of the
-// host's time changes and that goes on while the host sleeps, from the beginning of the last attempt that was answered: the
-// answer's own way here counts as silence.
+// A runner's sandboxes live on a lease. After a time without an answer of the controller, the runner ends them. This is before the
+// controller gives them up and may start others in their place (DECISIONS 14). A clock measures the time that no change of the host's
+// time affects and that continues while the host sleeps. The time begins with the last attempt that was answered, so the time that the
+// answer took counts as silence.
 
-// leaseFile keeps the end of the lease for a successor: the time goes on while no runner is there.
+// leaseFile keeps the end of the lease for a successor, because the lease also runs while no runner does.
 const leaseFile = "lease.json"
 
 type leaseRecord struct {
-	Boot  string        `json:"boot"`     // of the host's kernel: the clock begins anew with it
+	Boot  string        `json:"boot"`     // boot id of the host's kernel: the clock starts again with each boot
 	Until time.Duration `json:"until_ns"` // since then
 }
 
@@ -35,20 +35,20 @@ type epochRecord struct {
 	Epoch int64 `json:"lease_epoch"`
 }
 
-// leaseTick is how often the lease is looked at.
+// leaseTick is the time between two checks of the lease.
 const leaseTick = 200 * time.Millisecond
 
 var (
 	errLeaseExpired = core.Errorf(core.Unavailable, core.CodeRunnerLost, "its runner had no word from the controller for longer than its lease allows")
-	errFenced       = core.Errorf(core.Unavailable, core.CodeRunnerUnreachable, "this runner has been out of touch with its controller for too long and takes no work until it is heard again")
+	errFenced       = core.Errorf(core.Unavailable, core.CodeRunnerUnreachable, "this runner got no answer from its controller for too long and takes no work until it gets one")
 )
 
 var bootID = sync.OnceValue(func() string {
-	b, _ := os.ReadFile("/proc/sys/kernel/random/boot_id") // absent: the same for ever
+	b, _ := os.ReadFile("/proc/sys/kernel/random/boot_id") // if it is absent, the boot id stays empty
 	return strings.TrimSpace(string(b))
 })
 
-// loadLease finds out until when the sandboxes of an earlier runner may live.
+// loadLease reads how long the sandboxes of an earlier runner may live.
 func (r *Runner) loadLease() error {
 	r.leased, r.endLease = context.WithCancelCause(context.Background())
 	r.leaseUntil = bootclock.Now() + r.cfg.Lease
@@ -59,7 +59,7 @@ func (r *Runner) loadLease() error {
 	return r.loadEpoch()
 }
 
-// loadEpoch reads the last lease epoch that an earlier process kept.
+// loadEpoch reads the last lease epoch that an earlier process wrote.
 func (r *Runner) loadEpoch() error {
 	var rec epochRecord
 	path := filepath.Join(r.cfg.DataDir, epochFile)
@@ -70,18 +70,18 @@ func (r *Runner) loadEpoch() error {
 	return nil
 }
 
-// LastEpoch is the last lease epoch that a process of this runner was given; 0: none.
+// LastEpoch is the last lease epoch that a process of this runner got; 0: none.
 func (r *Runner) LastEpoch() int64 {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	return r.lastEpoch
 }
 
-// KeepEpoch writes a lease epoch down. One that is not written down must not be used: the next process of the runner could be
-// given the same.
+// KeepEpoch writes a lease epoch to disk. An epoch that is not on disk must not be used: the next process of the runner could get
+// the same one.
 func (r *Runner) KeepEpoch(epoch int64) error {
 	r.mu.Lock()
-	kept := epoch <= r.keptEpoch // a controller of an older version is deaf to what the runner names
+	kept := epoch <= r.keptEpoch // a controller of an older version ignores the epoch that the runner names
 	r.lastEpoch = max(r.lastEpoch, epoch)
 	r.mu.Unlock()
 	if kept {
@@ -102,8 +102,8 @@ func (r *Runner) leaseExpired() bool {
 	return bootclock.Now() > r.leaseUntil
 }
 
-// Attempt begins a message to the controller. When it was answered, and only then, answered says for how long from the beginning
-// of the attempt the sandboxes may live; 0 stands for the runner's own time.
+// Attempt begins a message to the controller. Call answered only if the controller answers. It sets how long, from the beginning of the
+// attempt, the sandboxes may live; 0 means the runner's own time.
 func (r *Runner) Attempt() (answered func(lease time.Duration) error) {
 	began := bootclock.Now()
 	return func(lease time.Duration) error {
@@ -129,7 +129,7 @@ func (r *Runner) whileLeased(ctx context.Context) (context.Context, context.Canc
 	leased := r.leased
 	r.mu.Unlock()
 	ctx, cancel := context.WithCancelCause(ctx)
-	if leased.Err() != nil { // at once, and not beside
+	if leased.Err() != nil { // at once, not in another goroutine
 		cancel(context.Cause(leased))
 	}
 	stop := context.AfterFunc(leased, func() { cancel(context.Cause(leased)) })
@@ -139,7 +139,7 @@ func (r *Runner) whileLeased(ctx context.Context) (context.Context, context.Canc
 	}
 }
 
-// guard ends the sandboxes when the lease does.
+// guard ends the sandboxes when the lease ends.
 func (r *Runner) guard(ctx context.Context) {
 	tick := time.NewTicker(leaseTick)
 	defer tick.Stop()
@@ -161,8 +161,8 @@ func (r *Runner) guard(ctx context.Context) {
 	}
 }
 
-// Fence ends every sandbox at once, whatever is being done with it, and what is being uploaded, and returns when nothing of them is left.
-// They are reported as dead for that reason, and no work is taken until the controller has answered again.
+// Fence ends all sandboxes and uploads at once, whatever else is being done with them, and returns when nothing of them is left. It reports
+// the sandboxes as dead, with the reason. The runner takes no work until the controller has answered again.
 func (r *Runner) Fence(ctx context.Context, why string) error {
 	r.mu.Lock()
 	r.fenced = true

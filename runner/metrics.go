@@ -21,12 +21,12 @@ var durations = prometheus.ExponentialBuckets(0.001, 2, 18)
 // maxPhases bounds the label phase.
 const maxPhases = 128
 
-// metrics counts. No label holds an id, and each has few values.
+// metrics are the metrics of a runner. No label has ids, and each label has few values.
 type metrics struct {
 	children *prometheus.CounterVec // outcome
 	captures *prometheus.CounterVec // outcome
 	evicted  prometheus.Counter
-	// ancestors counts those that a fetch did not use.
+	// ancestors counts ancestors of checkpoints that a fetch did not use.
 	ancestors prometheus.Counter
 	refused   prometheus.Counter
 	stalls    prometheus.Counter
@@ -45,9 +45,9 @@ func newMetrics(r *Runner, reg prometheus.Registerer) *metrics {
 	m.children = prometheus.NewCounterVec(prometheus.CounterOpts{Name: "coppice_runner_children_total", Help: "Children of forks."}, []string{"outcome"})
 	m.captures = prometheus.NewCounterVec(prometheus.CounterOpts{Name: "coppice_runner_captures_total", Help: "Captures of sandboxes and templates."}, []string{"outcome"})
 	m.phase = prometheus.NewHistogramVec(prometheus.HistogramOpts{Name: "coppice_runner_phase_seconds", Help: "Time of a phase of a child's restore or of a capture.", Buckets: durations}, []string{"kind", "phase"})
-	m.reseal = prometheus.NewHistogramVec(prometheus.HistogramOpts{Name: "coppice_runner_reseal_step_seconds", Help: "Time of a step of a complete reseal, as the guest says.", Buckets: durations}, []string{"step"})
+	m.reseal = prometheus.NewHistogramVec(prometheus.HistogramOpts{Name: "coppice_runner_reseal_step_seconds", Help: "Time of a step of a complete reseal, as the guest reports it.", Buckets: durations}, []string{"step"})
 	m.pause = prometheus.NewHistogram(prometheus.HistogramOpts{Name: "coppice_runner_capture_pause_seconds", Help: "How long the workload stood still for a capture.", Buckets: durations})
-	m.evicted = prometheus.NewCounter(prometheus.CounterOpts{Name: "coppice_runner_copies_evicted_total", Help: "Fetched checkpoints that were given up for want of room."})
+	m.evicted = prometheus.NewCounter(prometheus.CounterOpts{Name: "coppice_runner_copies_evicted_total", Help: "Fetched checkpoints that were given up to free disk space."})
 	m.ancestors = prometheus.NewCounter(prometheus.CounterOpts{Name: "coppice_runner_ancestors_refused_total", Help: "Ancestors of a checkpoint that a fetch did not use, because they are not what the controller's rows say."})
 	m.stalls = prometheus.NewCounter(prometheus.CounterOpts{Name: "coppice_runner_stalls_total", Help: "Times that a virtual machine was held because it waited for the store."})
 	m.cuts = prometheus.NewCounter(prometheus.CounterOpts{Name: "coppice_runner_network_cuts_total", Help: "Times that a sandbox was cut off because its network rules in the kernel were not those that were applied."})
@@ -67,7 +67,7 @@ func (m *metrics) forked(out runnerapi.ChildResult) {
 	}
 	m.children.WithLabelValues(outcome).Inc()
 	m.timings("child", out.Timings)
-	if out.Reseal != nil && out.Reseal.Complete { // the host has verified its steps: their names are those of the protocol
+	if out.Reseal != nil && out.Reseal.Complete { // the host has verified the steps, so their names are names of the protocol
 		for _, s := range out.Reseal.Steps {
 			m.reseal.WithLabelValues(m.bounded(s.Name)).Observe(s.DurationMS / 1000)
 		}
@@ -91,7 +91,7 @@ func (m *metrics) timings(kind string, list []core.Timing) {
 	}
 }
 
-// bounded keeps the number of a label's values small, whatever comes.
+// bounded keeps the number of a label's values small, whatever the values are.
 func (m *metrics) bounded(name string) string {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -104,7 +104,7 @@ func (m *metrics) bounded(name string) string {
 	return name
 }
 
-// state shows what the runner holds and what is left of the host.
+// state collects what the runner has and what is free on the host.
 type state struct {
 	r *Runner
 
@@ -119,23 +119,23 @@ func newState(r *Runner) *state {
 		r:               r,
 		sandboxes:       desc("sandboxes", "Sandboxes.", "state"),
 		stalled:         desc("sandboxes_stalled", "Sandboxes that are held because they wait for the store."),
-		ports:           desc("ports", "Forwarded ports: listening; waiting for an address that somebody else has taken; or refused, because the operator allows the address no longer.", "state"),
-		sandboxesMax:    desc("sandboxes_max", "The most virtual machines at a time, warm ones included."),
+		ports:           desc("ports", "Forwarded ports: listening; waiting for an address that another process has taken; or refused, because the operator no longer allows the address.", "state"),
+		sandboxesMax:    desc("sandboxes_max", "Largest number of virtual machines at the same time, including warm ones."),
 		starting:        desc("children_starting", "Children that are being started at this moment."),
 		warm:            desc("shells_warm", "Virtual machine monitors that wait on a base."),
 		checkpoints:     desc("checkpoints", "Checkpoints on this host."),
-		checkpointBytes: desc("checkpoint_bytes", "What the checkpoints have of their own: delta, device state and disk, shared extents counted in full."),
-		trash:           desc("trash_checkpoints", "Checkpoints in the trash, which the database does not know."),
-		trashBytes:      desc("trash_bytes", "What the checkpoints in the trash have of their own, shared extents counted in full."),
+		checkpointBytes: desc("checkpoint_bytes", "Bytes of the checkpoints without their bases: delta, device state and disk, with shared extents counted in full."),
+		trash:           desc("trash_checkpoints", "Checkpoints in the trash. The database does not know them."),
+		trashBytes:      desc("trash_bytes", "Bytes of the checkpoints in the trash without their bases, with shared extents counted in full."),
 		allocated:       desc("memory_allocated_bytes", "RAM that the guests see, in sum."),
-		diskFree:        desc("disk_free_bytes", "What is left of the file system of the data directory."),
-		diskSize:        desc("disk_size_bytes", "Size of the file system of the data directory, which is the budget where it is a volume of its own."),
+		diskFree:        desc("disk_free_bytes", "Free bytes of the file system of the data directory."),
+		diskSize:        desc("disk_size_bytes", "Size of the file system of the data directory. If this is a volume of its own, it is the budget."),
 		memory:          desc("memory_bytes", "RAM of the host."),
 		memoryFree:      desc("memory_free_bytes", "RAM of the host that nothing uses, not even caches."),
 	}
 }
 
-// Describe sends what Collect may send.
+// Describe implements prometheus.Collector.
 func (s *state) Describe(out chan<- *prometheus.Desc) {
 	for _, d := range []*prometheus.Desc{
 		s.sandboxes, s.stalled, s.ports, s.sandboxesMax, s.starting, s.warm, s.checkpoints, s.checkpointBytes, s.allocated, s.diskFree, s.diskSize, s.memory, s.memoryFree, s.trash, s.trashBytes,
@@ -212,7 +212,7 @@ func (w *warmPool) size() int {
 // Traces is where the spans of requests go.
 func (r *Runner) Traces() trace.TracerProvider { return r.cfg.Traces }
 
-// traceChild begins the span of a child. end makes one of each stage, too: restore, the agent's connection, reseal and release among them.
+// traceChild begins the span of a child. end also makes a span of each stage, such as restore, the agent's connection, reseal and release.
 func traceChild(ctx context.Context, id core.SandboxID) (_ context.Context, end func(out runnerapi.ChildResult)) {
 	began := time.Now()
 	ctx, span := tracing.Start(ctx, "child", trace.WithTimestamp(began), trace.WithAttributes(attribute.String("sandbox_id", string(id))))

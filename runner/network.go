@@ -41,8 +41,8 @@ func (p pooled) Adopt(ctx context.Context, name string, id core.Identity, policy
 
 func (p pooled) Gateway() (netip.Addr, string) { return p.Config().Gateway, netns.GatewayMAC }
 
-// Resolvers are the host's own for a sandbox that may reach everything, and the egress process for one that it serves; any other has no names
-// to resolve.
+// Resolvers are the host's own resolvers for a sandbox that may reach everything, and the egress process for a sandbox that it serves. Other
+// sandboxes have no resolver.
 func (p pooled) Resolvers(policy core.EgressPolicy) []netip.Addr {
 	switch policy {
 	case core.EgressAllowAll:
@@ -54,7 +54,7 @@ func (p pooled) Resolvers(policy core.EgressPolicy) []netip.Addr {
 	return nil
 }
 
-// hostResolvers reads the name servers that a guest can reach: a loopback address is the host's own.
+// hostResolvers reads the host's name servers that a guest can reach. A guest cannot reach those on a loopback address.
 func hostResolvers(path string) []netip.Addr {
 	f, err := os.Open(path)
 	if err != nil {

@@ -7,11 +7,11 @@ import (
 	"github.com/coppice-dev/coppice/snapshotstore/blob/peers"
 )
 
-// maxObjects is how many reads of other runners are answered at the same time; more find that nothing is here.
+// maxObjects bounds the reads of other runners that are answered at the same time. Further ones get the answer that nothing is here.
 const maxObjects = 16
 
-// Object is a range of an object of the store, at most peers.MaxRange, if this host keeps all of it; less where the object ends. It reads nothing
-// from the store.
+// Object returns a range of an object of the store if this host keeps all of the range. The range is at most peers.MaxRange, and shorter at the
+// end of the object. Object reads nothing from the store.
 func (r *Runner) Object(key string, off, n int64) ([]byte, bool) {
 	if r.cfg.Store.Cached == nil || n < 1 || n > peers.MaxRange {
 		return nil, false
@@ -25,7 +25,7 @@ func (r *Runner) Object(key string, off, n int64) ([]byte, bool) {
 	return r.cfg.Store.Cached(key, off, n)
 }
 
-// withPeers has reads of the store ask the runners first that a fork names.
+// withPeers makes reads of the store first ask the runners that a fork names.
 func (r *Runner) withPeers(ctx context.Context, list []runnerapi.Peer) context.Context {
 	var out []peers.Peer
 	for _, p := range list[:min(len(list), runnerapi.MaxPeers)] {

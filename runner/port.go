@@ -10,7 +10,7 @@ import (
 	"github.com/coppice-dev/coppice/runner/portforward"
 )
 
-// OpenPort starts forwarding. Repeating it with the same id returns what is there.
+// OpenPort starts forwarding a port. If a port with the same id exists, it returns that port.
 func (r *Runner) OpenPort(ctx context.Context, id core.SandboxID, want runnerapi.Port) (runnerapi.Port, error) {
 	s, err := r.find(id)
 	if err != nil {
@@ -38,7 +38,7 @@ func (r *Runner) OpenPort(ctx context.Context, id core.SandboxID, want runnerapi
 	return p, nil
 }
 
-// ClosePort stops forwarding and ends its connections. Closing an absent port is no error.
+// ClosePort stops forwarding a port and ends its connections. It is no error if there is no such port.
 func (r *Runner) ClosePort(id core.SandboxID, portID core.PortID) error {
 	s, err := r.find(id)
 	if core.CategoryOf(err) == core.NotFound {
