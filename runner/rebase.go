@@ -17,15 +17,15 @@ import (
 type RebasePolicy struct {
 	// Off never rebases.
 	Off bool
-	// DeltaBytes is the size from which on a delta is rebased at its checkpoint's first fork: a child then starts with an
-	// empty delta, is injected for nothing, and pauses for less at its own captures. It is an absolute size because all
-	// that a delta costs follows its bytes, whatever the RAM. Default 64 MiB.
+	// DeltaBytes is the size at which a delta is rebased at its checkpoint's first fork. After that a child starts with an
+	// empty delta, needs no injection, and pauses for less time at its own captures. It is an absolute size because the
+	// cost of a delta depends on its bytes, not on the RAM. Default 64 MiB.
 	DeltaBytes int64
-	// Carried is how often the bytes of the new base its forks must carry, in copies of the delta, before a smaller delta
-	// is worth one more base. Default 1.
+	// Carried decides about smaller deltas. Such a delta is rebased when the forks together have copied as many bytes of it
+	// as Carried times the size of the new base. Default 1.
 	Carried float64
-	// Room is the largest share of the host's free disk, and of its available memory where VMMs cannot map a base from its
-	// file, that the new base may take. Default 1/4.
+	// Room is the largest share of the host's free disk that the new base may take. If VMMs cannot map a base from its file,
+	// it is also the largest share of the host's available memory. Default 1/4.
 	Room float64
 }
 
@@ -36,7 +36,7 @@ func (p RebasePolicy) withDefaults() RebasePolicy {
 	return p
 }
 
-// carried is what the policy weighs.
+// carried has the numbers from which the policy decides.
 type carried struct {
 	delta int64 // bytes
 	base  int64 // bytes that the present base has allocated
@@ -56,8 +56,8 @@ func (p RebasePolicy) wants(c carried) bool {
 	return float64(c.delta)*float64(c.forks) >= p.Carried*fresh
 }
 
-// considerRebase counts the children of a checkpoint and starts a rebase when the policy wants one. One runs at a time: it
-// reads and writes a whole image, and what it improves can wait.
+// considerRebase counts the children of a checkpoint and starts a rebase if the policy wants one. Only one rebase runs at a time: it
+// reads and writes a whole image, and its benefit can wait.
 func (r *Runner) considerRebase(ckpt *opened, children int) {
 	if ckpt.delta == nil || r.cfg.Rebase.Off {
 		return
@@ -86,7 +86,7 @@ func (r *Runner) considerRebase(ckpt *opened, children int) {
 		base, err := r.rebase(id)
 		if base != nil {
 			if shapeErr == nil {
-				// Loading a large base takes as long as injecting the delta did: not in the way of the next fork.
+				// Loading a large base takes as long as the injection of the delta did. The next fork must not wait for it.
 				old.base = base.ID
 				r.warm.renew(r.runCtx, old)
 			}
@@ -115,7 +115,7 @@ func (r *Runner) baseRoom() (int64, error) {
 	return min(room, free), err
 }
 
-// availableMemory is what the kernel could give away without swapping, in bytes.
+// availableMemory is how much memory the kernel could provide without swapping, in bytes.
 func availableMemory() (int64, error) {
 	b, err := os.ReadFile("/proc/meminfo")
 	if err != nil {
@@ -130,8 +130,8 @@ func availableMemory() (int64, error) {
 	return 0, core.Errorf(core.Internal, core.CodeInternal, "/proc/meminfo does not say how much memory is available")
 }
 
-// Rebase replaces a checkpoint's base and delta by a new base with the same bytes. Sandboxes on the old base go on on it. A
-// checkpoint without a delta is left as it is.
+// Rebase replaces a checkpoint's base and delta by a new base with the same bytes. Sandboxes on the old base continue to use it. A
+// checkpoint without a delta does not change.
 func (r *Runner) Rebase(id core.CheckpointID) error {
 	base, err := r.rebase(id)
 	if base != nil {
@@ -170,7 +170,7 @@ func (r *Runner) rebase(id core.CheckpointID) (_ *memory.Base, err error) {
 	return base, nil
 }
 
-// forgetForks drops what was counted of a checkpoint.
+// forgetForks drops the count of a checkpoint's forks.
 func (r *Runner) forgetForks(id core.CheckpointID) {
 	r.mu.Lock()
 	delete(r.forks, id)

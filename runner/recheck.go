@@ -10,8 +10,8 @@ import (
 	"github.com/coppice-dev/coppice/runner/netns"
 )
 
-// recheck compares the network rules of sandboxes with what they should be, one after the other, each once in a round of Config.Recheck, until
-// ctx ends.
+// recheck compares the network rules of sandboxes with what they should be, until ctx ends. It checks one sandbox after the other, each once in
+// a round of Config.Recheck.
 func (r *Runner) recheck(ctx context.Context) {
 	for ctx.Err() == nil {
 		list := r.all()
@@ -24,8 +24,8 @@ func (r *Runner) recheck(ctx context.Context) {
 	}
 }
 
-// recheckOne cuts a sandbox off whose rules are not as they should be, and has one that was cut off connected again. So nothing passes for a
-// round: what has changed them once may still be at it.
+// recheckOne cuts off a sandbox whose rules are not as they should be. It reconnects a sandbox that was cut off in an earlier round. So no
+// traffic passes for a round: the program that changed the rules may still be doing so.
 func (r *Runner) recheckOne(ctx context.Context, s *sandbox) {
 	state := s.snapshot().State
 	if ctx.Err() != nil || state != runnerapi.SandboxReady && state != runnerapi.SandboxPaused {
@@ -34,7 +34,7 @@ func (r *Runner) recheckOne(ctx context.Context, s *sandbox) {
 	s.egressMu.Lock()
 	cut := s.cut
 	s.egressMu.Unlock()
-	err := s.ns.Check(ctx) // of one that is cut off, too: they may have been changed while it was being connected again
+	err := s.ns.Check(ctx) // also for a sandbox that is cut off: its rules may have been changed while it was being reconnected
 	if !errors.Is(err, netns.ErrRulesDiffer) {
 		if cut && err == nil { // else it was released meanwhile
 			r.reconnect(ctx, s)
@@ -45,12 +45,12 @@ func (r *Runner) recheckOne(ctx context.Context, s *sandbox) {
 	s.cut = true
 	s.egressMu.Unlock()
 	r.metrics.cuts.Inc()
-	r.cfg.Log.ErrorContext(ctx, "the network rules of a sandbox were changed by somebody else; it is cut off", "sandbox_id", s.info.ID, "workspace_id", s.info.WorkspaceID, "again_ms", core.Milliseconds(r.cfg.Recheck), "err", err)
+	r.cfg.Log.ErrorContext(ctx, "another program changed the network rules of a sandbox; it is cut off", "sandbox_id", s.info.ID, "workspace_id", s.info.WorkspaceID, "again_ms", core.Milliseconds(r.cfg.Recheck), "err", err)
 	r.egress.end(ctx, s)
 }
 
-// reconnect gives a sandbox that was cut off its rules anew, as a fork gets them: they are read back before anything passes. One that somebody
-// works on has to wait for the next round.
+// reconnect gives a sandbox that was cut off its rules again, in the same way as a fork: they are read back before any traffic passes. If
+// another operation works on the sandbox, it waits for the next round.
 func (r *Runner) reconnect(ctx context.Context, s *sandbox) {
 	select {
 	case s.work <- struct{}{}:

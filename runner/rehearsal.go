@@ -29,10 +29,10 @@ import (
 // rehearsalTime bounds a rehearsal: the pager is asked for every page separately.
 const rehearsalTime = 2 * time.Minute
 
-// rehearse runs a fork of a checkpoint that has all of its memory in a base, before that is stored, to learn exactly which pages a fork
-// uses until its first command has run. Those are stored in frames of their own, and a host that must fetch the checkpoint fetches them
-// first (docs/adr/0039-a-rehearsal.md). The machine is no sandbox: nobody is told of it, and it has no network. Without a pager there
-// is no rehearsal. A rehearsal that fails costs only what it would have saved.
+// rehearse runs a fork of a checkpoint that has all of its memory in a base, before the checkpoint is stored. It learns exactly which
+// pages a fork uses until its first command has run. These pages are stored in frames of their own, and a host that must fetch the
+// checkpoint fetches them first (docs/adr/0039-a-rehearsal.md). The machine is not a sandbox: nothing outside the runner knows of it, and
+// it has no network. Without a pager there is no rehearsal. If a rehearsal fails, only its benefit is lost.
 func (r *Runner) rehearse(ctx context.Context, ckpt *opened) {
 	if ckpt.base.Arriving() || !r.wantsRehearsal(ckpt.checkpointRecord) {
 		return
@@ -43,7 +43,7 @@ func (r *Runner) rehearse(ctx context.Context, ckpt *opened) {
 	touched, err := r.rehearseOn(ctx, ckpt)
 	log := r.cfg.Log.With("checkpoint_id", ckpt.ID, "duration_ms", core.Milliseconds(time.Since(begun)))
 	if err != nil {
-		log.WarnContext(ctx, "a fork was not rehearsed; where the checkpoint must be fetched, more of it is read at first", "err", err)
+		log.WarnContext(ctx, "a fork was not rehearsed; a host that fetches the checkpoint reads more of it at first", "err", err)
 		r.lazy.WorkingSets.SetRehearsed(ckpt.Base, nil)
 		return
 	}
@@ -55,15 +55,15 @@ func (r *Runner) rehearse(ctx context.Context, ckpt *opened) {
 	r.lazy.WorkingSets.SetRehearsed(ckpt.Base, lazy.EncodeWorkingSet(extents))
 }
 
-// wantsRehearsal reports whether a checkpoint, once it is whole, is one to rehearse.
+// wantsRehearsal reports whether a checkpoint should be rehearsed once it is complete.
 func (r *Runner) wantsRehearsal(rec *checkpointRecord) bool {
 	if r.cfg.Store.Pager == nil || r.cfg.Store.Whole || rec.hasDelta() || rec.WorkingSet != nil || r.lazy.WorkingSets.Of(rec.Base).Rehearsed {
 		return false
 	}
-	return r.compatible(rec.Checkpoint) == nil // else it is of a time when this runner had another VMM
+	return r.compatible(rec.Checkpoint) == nil // otherwise it was made when this runner had another VMM
 }
 
-// rehearseOn runs a fork on memory that the pager serves, and returns the pages that were asked for. Nothing of it is left.
+// rehearseOn runs a fork on memory that the pager serves, and returns the pages that it read. Nothing of the fork is left.
 func (r *Runner) rehearseOn(ctx context.Context, ckpt *opened) (touched []pager.Range, err error) {
 	select {
 	case r.starting <- struct{}{}:
@@ -100,7 +100,7 @@ func (r *Runner) rehearseOn(ctx context.Context, ckpt *opened) (touched []pager.
 	return recording.Touched(ctx)
 }
 
-// perform does with a machine what a fork does until its first command has run. Only the network stays closed.
+// perform does the same steps as a fork until its first command has run. Only the network stays closed.
 func (r *Runner) perform(ctx context.Context, s *sandbox, ckpt *opened) error {
 	child, err := r.understudy()
 	if err != nil {
@@ -129,7 +129,7 @@ func (r *Runner) perform(ctx context.Context, s *sandbox, ckpt *opened) error {
 	return warmUp(ctx, agent)
 }
 
-// understudy is a child that nobody has asked for. It trusts an authority of its own, so that its fork installs one, as every fork does.
+// understudy is the child of a rehearsal. It trusts an authority of its own, so that its fork installs an authority, as every fork does.
 func (r *Runner) understudy() (runnerapi.Child, error) {
 	b := entropy(16 + 16 + 5)
 	gateway, _ := r.cfg.Network.Gateway()
@@ -146,7 +146,7 @@ func (r *Runner) understudy() (runnerapi.Child, error) {
 	}, err
 }
 
-// selfSigned is a certificate of nobody, as PEM.
+// selfSigned makes a self-signed certificate, as PEM.
 func selfSigned() (string, error) {
 	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
 	if err != nil {
@@ -159,7 +159,7 @@ func selfSigned() (string, error) {
 	return string(pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: der})), err
 }
 
-// workingSetOn is the working set of a checkpoint whose machine is on a base, and was forked from another checkpoint.
+// workingSetOn is the working set of a new checkpoint. Its machine is on a base and was forked from another checkpoint.
 func (r *Runner) workingSetOn(base core.BaseID, parent core.CheckpointID) []byte {
 	if b := r.lazy.WorkingSets.Of(base).Pages; b != nil {
 		return b
@@ -170,7 +170,7 @@ func (r *Runner) workingSetOn(base core.BaseID, parent core.CheckpointID) []byte
 	return nil
 }
 
-// workingSet is that of a checkpoint. The working set of a template, whose capture comes before every fork, may be known only now.
+// workingSet is the working set of a checkpoint. The capture of a template comes before every fork, so its working set may be known only now.
 func (r *Runner) workingSet(rec *checkpointRecord) []byte {
 	if rec.WorkingSet != nil || rec.hasDelta() {
 		return rec.WorkingSet

@@ -13,15 +13,15 @@ import (
 const replaceTime = time.Minute
 
 // replaceCaptured gives up a checkpoint that this host captured while it was another runner, so that it is fetched from the store
-// and verified. The store must have its manifest: the bytes are nowhere else otherwise. It waits while the copy is in use, but not
-// for long. Sandboxes and checkpoints that share memory with the copy keep it.
+// and verified. The store must have the manifest of the checkpoint; otherwise its bytes would be lost. replaceCaptured waits while the
+// copy is in use, but not for long. Sandboxes and checkpoints that share memory with the copy keep this memory.
 func (r *Runner) replaceCaptured(ctx context.Context, id core.CheckpointID, sources []runnerapi.Stored, want *runnerapi.Expected) error {
 	captured := func() bool {
 		rec, err := r.checkpoints.find(id)
 		return err == nil && !rec.Fetched
 	}
 	if !captured() || len(sources) == 0 || sources[0].CheckpointID != id || r.cfg.Store.Blobs == nil {
-		return nil // there is nothing to replace, or nothing to replace it with
+		return nil // there is no copy to replace, or the store does not have the checkpoint
 	}
 	snapshot, err := r.snapshot(ctx, sources[0])
 	if err == nil && want != nil {
@@ -33,7 +33,7 @@ func (r *Runner) replaceCaptured(ctx context.Context, id core.CheckpointID, sour
 	return r.giveUpUnused(ctx, id, replaceTime, captured)
 }
 
-// giveUpUnused gives up a copy while it is there, as soon as nothing uses it. It waits until then, at most for a time.
+// giveUpUnused gives up a copy as soon as nothing uses it. It waits for this, but only for a limited time.
 func (r *Runner) giveUpUnused(ctx context.Context, id core.CheckpointID, limit time.Duration, there func() bool) error {
 	ctx, cancel := context.WithTimeoutCause(ctx, limit, core.Errorf(core.FailedPrecondition, core.CodeCheckpointInUse,
 		"this host captured checkpoint %s as another runner and must fetch it again, but the copy was in use for %s; try again later, or fork on another runner", id, limit))
@@ -66,7 +66,7 @@ var alreadyClosed = func() <-chan struct{} {
 	return c
 }()
 
-// unused returns a channel that is closed when what uses a checkpoint now may have ended.
+// unused returns a channel that is closed when the present users of a checkpoint may have ended.
 func (r *Runner) unused(id core.CheckpointID) <-chan struct{} {
 	r.mu.Lock()
 	f := r.captures[id]

@@ -12,15 +12,15 @@ import (
 )
 
 // rootChecks remembers which root file systems of images were compared with the digest in image.json. Each is read once per start of the runner,
-// and again when its file is another or was written. The zero value is ready for use.
+// and again after its file was replaced or written. The zero value is ready for use.
 type rootChecks struct {
 	mu   sync.Mutex // guards seen
 	seen map[rootKey]*checkedFile
 }
 
-// checkedFile is the file that was found good.
+// checkedFile is a file with the right digest.
 type checkedFile struct {
-	mu   sync.Mutex // held while the file is read: forks of one image wait for one reader, and those of others do not
+	mu   sync.Mutex // held while the file is read: forks of the same image wait for one reader, forks of other images do not
 	info os.FileInfo
 	mod  time.Time
 }
@@ -41,8 +41,8 @@ func (c *checkedFile) same(info os.FileInfo) bool {
 	return c.info != nil && os.SameFile(c.info, info) && c.info.Size() == info.Size() && c.mod.Equal(info.ModTime())
 }
 
-// checkRoot refuses a root file system that is not what the image of this host says: CHECKPOINT_CORRUPT, naming the file. One that came from the
-// store was verified frame by frame, and one of an image that is not here any more cannot be compared.
+// checkRoot refuses a root file system that differs from its image on this host: CHECKPOINT_CORRUPT, with the name of the file. It accepts a root
+// file system from the store, which was verified frame by frame, and one whose image is no longer here, because it cannot be compared.
 func (r *Runner) checkRoot(k rootKey, f *os.File) error {
 	if k.stored() {
 		return nil

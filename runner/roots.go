@@ -20,22 +20,22 @@ import (
 	"github.com/coppice-dev/coppice/snapshotstore/manifest"
 )
 
-// A checkpoint needs the root file system that its guest has mounted for as long as it exists, whatever becomes of the image in
-// the store. So the runner has each under a name of its own: a hard link where it can be one, else a copy.
+// A checkpoint needs the root file system that its guest has mounted for as long as the checkpoint exists, even if the image is
+// removed. So the runner keeps each root file system under a name of its own: as a hard link if possible, otherwise as a copy.
 //
-// A host shares a root file system with all projects only when it is from an image that the operator put on that host. What comes from
-// the store is what some runner said that it is. It is kept by what is in it, and for one project: a manifest that lies about the root
-// file system of an image harms nothing but the checkpoint that it describes.
+// All projects of a host share a root file system only if it is from an image that the operator put on that host. A root file system
+// from the store is only what some runner claimed. It is kept by the digest of its content, and for one project. So a manifest with
+// a false root file system harms only the checkpoint that it describes.
 
 const rootSuffix = ".root"
 
 // rootKey names a root file system on this host.
 type rootKey string
 
-// ownRoot is that of an image of this host.
+// ownRoot is the key of an image of this host.
 func ownRoot(d core.Digest) rootKey { return rootKey(d.Hex()) }
 
-// storedRoot is one of a project that came from the store, by what is in it.
+// storedRoot is the key of a root file system from the store: its project and the digest of its content.
 func storedRoot(project core.ProjectID, tree *manifest.Tree) rootKey {
 	return rootKey(storedPrefix + core.DigestOf([]byte(string(project)+" "+string(snapshotstore.Content(tree)))).Hex())
 }
@@ -44,20 +44,20 @@ const storedPrefix = "stored-"
 
 func (k rootKey) stored() bool { return strings.HasPrefix(string(k), storedPrefix) }
 
-// rootKey is the root file system of a checkpoint's guest.
+// rootKey is the key of the root file system of a checkpoint's guest.
 func (r *checkpointRecord) rootKey() rootKey { return cmp.Or(r.Root, ownRoot(r.Image)) }
 
 func (s shape) rootKey() rootKey { return cmp.Or(s.root, ownRoot(s.image)) }
 
 func (r *Runner) rootsDir() string { return filepath.Join(r.cfg.DataDir, "roots") }
 
-// rootName is where a root file system is, below the data directory.
+// rootName is the path of a root file system below the data directory.
 func (r *Runner) rootName(k rootKey) string { return filepath.Join("roots", string(k)+rootSuffix) }
 
 func (r *Runner) rootPath(k rootKey) string { return filepath.Join(r.cfg.DataDir, r.rootName(k)) }
 
-// keepRoot makes sure that the runner has the root file system of an image of this host. It replaces a file that is not what the image
-// says. Machines that have the old file open keep it.
+// keepRoot makes sure that the runner has the root file system of an image of this host. It replaces a file that differs from the image.
+// Machines that have the old file open keep it.
 func (r *Runner) keepRoot(img images.Image) error {
 	k := ownRoot(img.Digest)
 	err := r.checkKept(k)
@@ -65,7 +65,7 @@ func (r *Runner) keepRoot(img images.Image) error {
 	case err == nil:
 		return nil
 	case core.CodeOf(err) == core.CodeCheckpointCorrupt:
-		r.cfg.Log.Warn("a root file system on this runner is not that of its image and is replaced", "image", img.Digest.Short(), "err", err)
+		r.cfg.Log.Warn("a root file system on this runner differs from its image and is replaced", "image", img.Digest.Short(), "err", err)
 	case !errors.Is(err, os.ErrNotExist):
 		return err
 	}
@@ -84,10 +84,10 @@ func (r *Runner) checkKept(k rootKey) error {
 	return errors.Join(r.checkRoot(k, f), f.Close())
 }
 
-// placeRoot puts an image's root file system where the runner keeps it, in the place of a file that is there.
+// placeRoot puts an image's root file system into the runner's data directory. It replaces an existing file.
 func (r *Runner) placeRoot(img images.Image) error {
 	path := r.rootPath(ownRoot(img.Digest))
-	part := path + "." + rand.Text() + ".part" // several may do so at once
+	part := path + "." + rand.Text() + ".part" // several callers may do so at the same time
 	err := os.Link(img.RootFS, part)
 	if errors.Is(err, unix.EXDEV) || errors.Is(err, unix.EPERM) || errors.Is(err, unix.EMLINK) {
 		err = copyRoot(part, img.RootFS)
@@ -98,7 +98,7 @@ func (r *Runner) placeRoot(img images.Image) error {
 	if err == nil {
 		err = atomicfile.Rename(part, path)
 	}
-	return errors.Join(err, ignoreAbsent(os.Remove(part))) // rename leaves it where both names are one file
+	return errors.Join(err, ignoreAbsent(os.Remove(part))) // rename does not remove it if both names are the same file
 }
 
 func copyRoot(to, from string) error {
@@ -119,7 +119,7 @@ func copyRoot(to, from string) error {
 func (r *Runner) openRoot(k rootKey) (*os.File, error) {
 	f, err := os.Open(r.rootPath(k))
 	whole := err == nil
-	for tries := 0; errors.Is(err, os.ErrNotExist) && tries < 2; tries++ { // it may become whole in between
+	for tries := 0; errors.Is(err, os.ErrNotExist) && tries < 2; tries++ { // it may become complete in between
 		if f, err = r.lazy.OpenFile(rootImageID(k)); errors.Is(err, os.ErrNotExist) {
 			f, err = os.Open(r.rootPath(k))
 		}
@@ -136,7 +136,7 @@ func (r *Runner) openRoot(k rootKey) (*os.File, error) {
 	return f, nil
 }
 
-// reopenRoot opens a root file system that was found bad once more, if the image that it is of is on this host and replaces it.
+// reopenRoot opens a root file system again after its check has failed. This works if its image is on this host and replaces the file.
 func (r *Runner) reopenRoot(k rootKey, bad error) (*os.File, error) {
 	if core.CodeOf(bad) != core.CodeCheckpointCorrupt {
 		return nil, bad
@@ -145,15 +145,15 @@ func (r *Runner) reopenRoot(k rootKey, bad error) (*os.File, error) {
 	if err != nil {
 		return nil, bad
 	}
-	defer r.holdRoots()() // whoever collects them would remove the part of the new one
+	defer r.holdRoots()() // a collection would remove the part of the new file
 	if err := r.keepRoot(img); err != nil {
 		return nil, err
 	}
 	return os.Open(r.rootPath(k))
 }
 
-// holdRoots keeps every root file system until release is called: one is there before the checkpoint that needs it. It waits until what is
-// being collected is gone.
+// holdRoots keeps every root file system until release is called, because a new one exists before the checkpoint that needs it. It waits for a
+// collection under way.
 func (r *Runner) holdRoots() (release func()) {
 	r.mu.Lock()
 	r.awaitCollected()
@@ -166,7 +166,7 @@ func (r *Runner) holdRoots() (release func()) {
 	}
 }
 
-// awaitCollected waits until nobody collects root file systems. The caller holds mu, which is given up meanwhile.
+// awaitCollected waits until no collection of root file systems is under way. The caller holds mu; awaitCollected unlocks it while it waits.
 func (r *Runner) awaitCollected() {
 	for r.collecting != nil {
 		done := r.collecting
@@ -176,7 +176,7 @@ func (r *Runner) awaitCollected() {
 	}
 }
 
-// claimRoots reports whether nobody holds root file systems. Then nobody does until release is called.
+// claimRoots reports whether nobody holds root file systems. If so, nobody can hold them until release is called.
 func (r *Runner) claimRoots() (release func(), ok bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -196,7 +196,7 @@ func (r *Runner) claimRoots() (release func(), ok bool) {
 
 // collectRoots removes what no checkpoint and no sandbox needs.
 func (r *Runner) collectRoots() error {
-	// Before it is asked what is needed: whoever held them until now has published what he made.
+	// The claim comes before the question which ones are needed: earlier holders have published their checkpoints by now.
 	release, ok := r.claimRoots()
 	if !ok {
 		return nil

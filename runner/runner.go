@@ -34,11 +34,11 @@ type Runner struct {
 	kvm         string
 	clusterHash string
 	bases       *memory.BaseStore
-	room        *room.Room   // what fetches may take of the disk
+	room        *room.Room   // the disk space that fetches may take
 	lazy        *lazy.Images // memory and root file systems that are used before they are complete
 	egress      *egressLink
-	keys        envelope.Ring // of objects in the store, as the controller gives them
-	blobs       blob.Blobs    // the store with these keys; nil for none
+	keys        envelope.Ring // keys of objects in the store, from the controller
+	blobs       blob.Blobs    // the store with these keys; nil: there is none
 	checkpoints *checkpointStore
 	seals       *sealQueue
 	slots       *slots
@@ -53,11 +53,11 @@ type Runner struct {
 
 	hostPorts *hostport.Host
 
-	runCtx context.Context // the runner's life: cancelled when Run ends
+	runCtx context.Context // the lifetime of the runner: cancelled when Run ends
 	stop   context.CancelFunc
 	wg     sync.WaitGroup // goroutines of sandboxes and background work
 	wakeup chan struct{}  // of size 1: something changed that a heartbeat should report at once
-	lock   *os.File       // held while this runner has its data: there is no second one
+	lock   *os.File       // held while this runner uses its data, so that no second runner does
 	leave  atomic.Bool    // Config.Leave; cfg itself never changes after New
 
 	mu        sync.Mutex // guards what follows
@@ -71,20 +71,20 @@ type Runner struct {
 	leaseUntil time.Duration   // by bootclock
 	lastEpoch  int64           // of the lease
 	keptEpoch  int64           // that the disk has
-	fenced     bool            // the lease is over: no work is taken
+	fenced     bool            // the lease has ended: the runner takes no work
 	leased     context.Context // ends with the lease
 	endLease   context.CancelCauseFunc
 	rebasing   bool
-	rootsHeld  int           // of who makes what has no record yet
-	collecting chan struct{} // closed when root file systems have been collected; nil: they are not being
+	rootsHeld  int           // number of callers of holdRoots
+	collecting chan struct{} // closed at the end of a collection of root file systems; nil: none is under way
 
 	usages     usages
 	rootChecks rootChecks
 	fetching   readings
 }
 
-// New opens the runner's data and takes over what an earlier process left running: sandboxes go on, everything else of it is taken
-// down. It fails if the VMM cannot be used, or if another runner has the data.
+// New opens the runner's data. It adopts the sandboxes that an earlier process left running, and takes down everything else that this
+// process left. It fails if the VMM cannot be used, or if another runner uses the data.
 func New(ctx context.Context, cfg Config) (_ *Runner, err error) {
 	cfg = cfg.withDefaults()
 	if err := cfg.validate(); err != nil {
@@ -153,13 +153,13 @@ func New(ctx context.Context, cfg Config) (_ *Runner, err error) {
 	}
 	strange := map[string]int{} // checkpoints of another class, by the difference
 	for _, rec := range r.checkpoints.list() {
-		_ = r.draws.add(rec.ParentReseal) // they were judged then
+		_ = r.draws.add(rec.ParentReseal) // they were checked at the capture
 		if field := rec.Class.Difference(r.class); field != "" {
 			strange[field]++
 		}
 	}
 	for _, field := range slices.Sorted(maps.Keys(strange)) {
-		cfg.Log.WarnContext(ctx, "checkpoints of another class are kept and cannot be grown until this runner is of that class again", "count", strange[field], "difference", field)
+		cfg.Log.WarnContext(ctx, "checkpoints of another class are kept and cannot be forked until this runner has that class again", "count", strange[field], "difference", field)
 	}
 	r.seals = newSealQueue(r.checkpoints)
 	r.checkpoints.published = r.seals.poke
@@ -174,7 +174,7 @@ func New(ctx context.Context, cfg Config) (_ *Runner, err error) {
 	return r, nil
 }
 
-// lockDir makes sure that one runner at a time has the data. The kernel gives the lock back when the process dies.
+// lockDir makes sure that only one runner uses the data. The kernel releases the lock when the process dies.
 func lockDir(dir string) (*os.File, error) {
 	f, err := os.OpenFile(filepath.Join(dir, "lock"), os.O_RDWR|os.O_CREATE, 0o600)
 	if err != nil {
@@ -186,8 +186,8 @@ func lockDir(dir string) (*os.File, error) {
 	return f, nil
 }
 
-// unlockDir gives the lock back. It unlocks before it closes: a child process that is between fork and exec has a copy of the file, which
-// would keep the lock for that long.
+// unlockDir releases the lock. It unlocks before it closes: a child process between fork and exec has a copy of the file, and would keep the
+// lock until exec.
 func unlockDir(lock *os.File) error {
 	return errors.Join(unix.Flock(int(lock.Fd()), unix.LOCK_UN), lock.Close())
 }
@@ -219,7 +219,7 @@ func (r *Runner) Run(ctx context.Context) error {
 	return errors.Join(err, unlockDir(r.lock))
 }
 
-// enter counts an operation in: Run does not end before leave is called, so that nothing of it is left behind.
+// enter counts an operation: Run does not end before leave is called, so that nothing of the operation is left behind.
 func (r *Runner) enter() (leave func(), err error) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -235,7 +235,7 @@ func (r *Runner) enter() (leave func(), err error) {
 
 var errStopping = core.Errorf(core.Unavailable, core.CodeRunnerUnreachable, "this runner is stopping")
 
-// Wake is readable when something happened that the controller should hear at once.
+// Wake is readable after an event that the controller should learn of at once.
 func (r *Runner) Wake() <-chan struct{} { return r.wakeup }
 
 // Hurry makes Wake readable.
@@ -248,8 +248,8 @@ func (r *Runner) wake() {
 	}
 }
 
-// How much more a runner offers than it has. Forks share their base and keep only what they wrote: an idle one of 512 MiB has
-// some 20 MiB of its own. What really runs out first is bounded by MaxSandboxes and told by the host.
+// How much more a runner offers than it has. Forks share their base and keep only the pages that they wrote: an idle fork of 512 MiB
+// has some 20 MiB of its own. MaxSandboxes bounds the use of the host, and the host reports when it has reached a limit.
 const (
 	memoryOvercommit = 8
 	vcpuOvercommit   = 4
@@ -281,7 +281,7 @@ func (r *Runner) Info() (runnerapi.Info, error) {
 		DiskFreeMB: free / 1e6, Weak: r.cfg.Weak,
 	}
 	info.EgressKey, info.EgressURL = r.egress.reach()
-	if list, err := r.Images(); err == nil { // else the controller keeps what it knows
+	if list, err := r.Images(); err == nil { // otherwise the controller keeps the list that it has
 		info.Images = runnerapi.SumImages(list)
 	}
 	for _, s := range r.Sandboxes() {
@@ -326,10 +326,10 @@ func (r *Runner) Checkpoints() []runnerapi.Checkpoint {
 	return out
 }
 
-// DeleteCheckpoint removes a checkpoint's bytes from this host. Sandboxes that grew from it go on. Deleting an absent one
-// is no error. The controller hears at once how much of the disk is free.
+// DeleteCheckpoint removes a checkpoint's bytes from this host. Sandboxes that grew from it continue. It is no error if there is
+// no such checkpoint. The controller learns at once how much of the disk is free.
 func (r *Runner) DeleteCheckpoint(id core.CheckpointID) error {
-	if _, err := r.checkpoints.get(id); err == nil { // a wake for an absent one could go on for ever
+	if _, err := r.checkpoints.get(id); err == nil { // wakes for an absent checkpoint might never end
 		defer r.wake()
 	}
 	r.forgetForks(id)
@@ -347,7 +347,7 @@ type flight struct {
 	err  error
 }
 
-// once runs produce for a checkpoint id unless the checkpoint is there or being made.
+// once runs produce for a checkpoint id, unless the checkpoint exists or is being made.
 func (r *Runner) once(ctx context.Context, id core.CheckpointID, produce func() (*checkpointRecord, error)) (runnerapi.Checkpoint, error) {
 	r.mu.Lock()
 	if f, ok := r.captures[id]; ok {
@@ -382,7 +382,7 @@ func (r *Runner) once(ctx context.Context, id core.CheckpointID, produce func() 
 	return f.out, f.err
 }
 
-// counted has the metrics know of a capture.
+// counted counts a capture in the metrics.
 func (r *Runner) counted(capture func() (*checkpointRecord, error)) func() (*checkpointRecord, error) {
 	return func() (*checkpointRecord, error) {
 		rec, err := capture()
@@ -391,7 +391,8 @@ func (r *Runner) counted(capture func() (*checkpointRecord, error)) func() (*che
 	}
 }
 
-// exhausted turns an error by a limit of this host into one that names the limit and says what to do. Others pass.
+// exhausted replaces an error that comes from a limit of this host by one that names the limit and says what to do. It returns other errors
+// unchanged.
 func exhausted(err error, what string) error {
 	if code, limit := limitMet(err); code != "" {
 		return core.Wrapf(err, core.Exhausted, code, "%s: %s", what, limit)
@@ -399,7 +400,7 @@ func exhausted(err error, what string) error {
 	return err
 }
 
-// limitMet says which limit of the host an error comes from; no code if from none.
+// limitMet says from which limit of the host an error comes; the code is empty if it comes from none.
 func limitMet(err error) (code core.Code, limit string) {
 	start, starting := errors.AsType[*os.PathError](err)
 	switch {

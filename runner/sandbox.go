@@ -22,11 +22,11 @@ import (
 	"github.com/coppice-dev/coppice/runner/portforward"
 )
 
-// sandbox is a shell that became a machine: it has a state, an identity and, once released, a workload that runs.
+// sandbox is a shell that became a machine: it has a state, an identity and, after its release, a running workload.
 type sandbox struct {
 	*shell
 
-	// work is held by whoever changes the sandbox: a fork until it is ready, a capture, a destruction. It is a channel
+	// An operation that changes the sandbox holds work: a fork until it is ready, a capture, a destruction. It is a channel
 	// of one so that waiting for it ends with a context.
 	work chan struct{}
 
@@ -34,27 +34,28 @@ type sandbox struct {
 	left chan struct{} // closed when it was left to the runner's successor
 
 	reseal *core.ResealReport // of its making; guarded by work
-	// attestation is what this runner signed of that; nil if no controller had certified it. It is set once, before the sandbox is ready.
+	// attestation is this runner's signed report of the reseal; nil if no controller had certified the runner. It is set once, before the
+	// sandbox is ready.
 	attestation []byte
 
-	journalMu sync.Mutex // guards journal.Sandbox, and is held while it is written: writes take turns
+	journalMu sync.Mutex // guards journal.Sandbox; it is also held during a write, so that writes take turns
 
 	waits lazy.Waits         // for images that the pager serves
 	ports *portforward.Ports // never nil
 
-	egressMu  sync.Mutex // held while it is handed to the egress process, or its rules change; guards what follows
-	served    bool       // by the egress process, or as soon as there is one again
+	egressMu  sync.Mutex // held while the sandbox is given to the egress process, or its rules change; guards what follows
+	served    bool       // the egress process serves it, or will do so as soon as one runs again
 	told      told       // what the egress process is known to have of its rules
-	cut       bool       // its network rules were not those that were applied: nothing passes until they are again
+	cut       bool       // its network rules were not those that were applied: no traffic passes until they are again
 	unwritten bool       // its rules are newer than those in the file of the journal
 
 	mu   sync.Mutex // guards what follows
 	info runnerapi.Sandbox
-	why  string // the runner ended its VMM on purpose, because of this
+	why  string // the reason if the runner ended its VMM on purpose
 	// Of a machine that has memory from the pager; see updateStalls.
-	waited time.Time // when it was last seen to wait for the store
-	frozen bool      // a capture could not be taken back
-	waking bool      // and somebody is at it
+	waited time.Time // when it was last seen waiting for the store
+	frozen bool      // a capture failed and could not be undone
+	waking bool      // and is being thawed
 	guest  *guest.Client
 }
 
@@ -82,7 +83,7 @@ func (s *sandbox) snapshot() runnerapi.Sandbox {
 	return s.info
 }
 
-// end kills the VMM of a sandbox, which the watcher then takes down and remembers as dead, for that reason.
+// end kills the VMM of a sandbox. Then the watcher takes the sandbox down and remembers it as dead, with the reason.
 func (s *sandbox) end(ctx context.Context, why string) error {
 	s.mu.Lock()
 	if s.why == "" {
@@ -98,7 +99,7 @@ func (s *sandbox) setState(state runnerapi.SandboxState) {
 	s.mu.Unlock()
 }
 
-// agent returns a connection to the guest agent, a new one when the last has ended.
+// agent returns a connection to the guest agent. It makes a new one if the last one has ended.
 func (s *sandbox) agent(ctx context.Context) (*guest.Client, error) {
 	s.mu.Lock()
 	c := s.guest
@@ -113,7 +114,7 @@ func (s *sandbox) agent(ctx context.Context) (*guest.Client, error) {
 	return s.dial(ctx, c, s.machine.DialAgent)
 }
 
-// agentOn is agent of a machine that has a connection, but was not greeted on it.
+// agentOn is agent for a machine that has a connection on which the greeting is still missing.
 func (s *sandbox) agentOn(ctx context.Context, first net.Conn) (*guest.Client, error) {
 	return s.dial(ctx, nil, func(ctx context.Context) (net.Conn, error) {
 		if conn := first; conn != nil {
@@ -131,14 +132,14 @@ func (s *sandbox) dial(ctx context.Context, last *guest.Client, connect func(con
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if s.guest != nil && s.guest != last { // somebody else was faster; the port carries one connection
+	if s.guest != nil && s.guest != last { // another caller was faster; the port carries one connection
 		return s.guest, fresh.Close()
 	}
 	s.guest = fresh
 	return fresh, nil
 }
 
-// entropy is what a guest is reseeded with.
+// entropy returns random bytes to reseed a guest with.
 func entropy(n int) []byte {
 	b := make([]byte, n)
 	_, _ = rand.Read(b) // never fails: crypto/rand ends the program instead
@@ -156,7 +157,7 @@ func (r *Runner) find(id core.SandboxID) (*sandbox, error) {
 	return s, nil
 }
 
-// Sandboxes lists all sandboxes, the dead ones that were not acknowledged yet included.
+// Sandboxes lists all sandboxes, including dead ones that were not acknowledged yet.
 func (r *Runner) Sandboxes() []runnerapi.Sandbox {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -194,7 +195,7 @@ func (r *Runner) Console(id core.SandboxID) (string, error) {
 	return s.machine.Console(), nil
 }
 
-// Forget drops the memory of dead sandboxes whose end was reported.
+// Forget forgets dead sandboxes whose end was reported.
 func (r *Runner) Forget(ids ...core.SandboxID) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -203,7 +204,7 @@ func (r *Runner) Forget(ids ...core.SandboxID) {
 	}
 }
 
-// Destroy ends a sandbox and takes everything of it down. Destroying an absent one is no error.
+// Destroy ends a sandbox and takes everything of it down. It is no error if there is no such sandbox.
 func (r *Runner) Destroy(ctx context.Context, id core.SandboxID) error {
 	r.Forget(id)
 	s, err := r.find(id)
@@ -240,12 +241,12 @@ func (r *Runner) destroyLocked(ctx context.Context, s *sandbox) error {
 	delete(r.sandboxes, s.info.ID)
 	r.mu.Unlock()
 	close(s.gone)
-	r.wake() // for the controller to hear how much is free
+	r.wake() // so that the controller learns how much is free
 	return nil
 }
 
-// watch waits for the end of a sandbox's VMM. One that ends by itself is taken down and remembered as dead until that was
-// reported: it is never started again.
+// watch waits for the end of a sandbox's VMM. If the VMM ends by itself, the sandbox is taken down, and remembered as dead until this was
+// reported. It is never started again.
 func (r *Runner) watch(s *sandbox) {
 	defer r.wg.Done()
 	select {
@@ -256,7 +257,7 @@ func (r *Runner) watch(s *sandbox) {
 	case <-s.machine.Done():
 	}
 	if err := s.lock(r.runCtx); err != nil {
-		return // the runner stops, which takes everything down or leaves it
+		return // the runner stops; its end takes everything down, or leaves it
 	}
 	defer s.unlock()
 	if r.runCtx.Err() != nil {
@@ -275,11 +276,11 @@ func (r *Runner) watch(s *sandbox) {
 	why := s.why
 	s.mu.Unlock()
 	if noMemory := s.Pager != "" && strings.Contains(exit.Status, syscall.SIGBUS.String()); noMemory && why == "" {
-		// It died before the runner knew that the pager had, or that its memory was damaged.
+		// It died before the runner knew that the pager had died, or that its memory was damaged.
 		info.Exit += "\nmemory that the pager serves could not be read"
 		why = r.lazy.Damage(r.runCtx, s.lazyMachine())
 		s.mu.Lock()
-		why = cmp.Or(s.why, why) // somebody may have known better meanwhile
+		why = cmp.Or(s.why, why) // a more exact reason may have been set meanwhile
 		s.mu.Unlock()
 	}
 	if why != "" {
@@ -309,7 +310,7 @@ func describeExit(status, log, console string) string {
 	return b.String()
 }
 
-// Guest is the way to the public routes of a sandbox's agent. fail answers when the guest cannot be reached.
+// Guest returns a handler for the public routes of a sandbox's agent. fail answers if the guest cannot be reached.
 func (r *Runner) Guest(ctx context.Context, id core.SandboxID, fail func(http.ResponseWriter, *http.Request, error)) (http.Handler, error) {
 	s, err := r.find(id)
 	if err != nil {
@@ -355,7 +356,7 @@ func (r *Runner) close(ctx context.Context) error {
 	if !r.leave.Load() {
 		errs = append(errs, r.lazy.Stop(ctx))
 	}
-	if !r.leave.Load() || len(r.all()) == 0 { // nobody is left to serve
+	if !r.leave.Load() || len(r.all()) == 0 { // there is no sandbox left to serve
 		errs = append(errs, r.egress.stop(ctx))
 	}
 	return errors.Join(errs...)
@@ -367,7 +368,7 @@ func (r *Runner) all() []*sandbox {
 	return slices.Collect(maps.Values(r.sandboxes))
 }
 
-// leave lets go of a sandbox that lives on. The caller holds s.work.
+// leave closes what the runner has open of a sandbox that continues to live. The caller holds s.work.
 func (s *sandbox) leave() {
 	select {
 	case <-s.gone:
@@ -377,7 +378,7 @@ func (s *sandbox) leave() {
 	s.ports.CloseAll()
 	s.mu.Lock()
 	if s.guest != nil {
-		_ = s.guest.Close() // sessions go on in the guest
+		_ = s.guest.Close() // sessions continue in the guest
 	}
 	s.mu.Unlock()
 	close(s.left)
