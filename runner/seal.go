@@ -17,8 +17,8 @@ import (
 	"github.com/coppice-dev/coppice/snapshotstore/manifest"
 )
 
-// Sealing is the controller, as a runner that uploads checkpoints sees it: the messages of runnerapi. A controller that cannot be
-// reached is Unavailable.
+// Sealing has the methods of the controller that a runner needs to upload checkpoints: the messages of runnerapi. They fail with
+// Unavailable if the controller cannot be reached.
 type Sealing interface {
 	BeginSeal(ctx context.Context, m runnerapi.BeginSeal) (runnerapi.SealBegun, error)
 	CommitSeal(ctx context.Context, id core.CheckpointID, m runnerapi.CommitSeal) error
@@ -28,16 +28,16 @@ type Sealing interface {
 // StoreConfig says where checkpoints are made durable.
 type StoreConfig struct {
 	Blobs blob.Blobs // nil: nowhere
-	// Copies is how many bytes checkpoints may take that were fetched and not captured here; 0: no bound.
+	// Copies is how many bytes fetched checkpoints may take, not counting those that were captured here; 0: no bound.
 	Copies int64
 	// Floor is how many bytes of the disk no fetch may take; 0: a sixteenth of it, at most 4 GiB.
 	Floor int64
-	// Cached is what the host keeps of the store's objects, for other runners; nil: nothing.
+	// Cached has the objects of the store that the host keeps, for other runners; nil: none.
 	Cached func(key string, off, n int64) ([]byte, bool)
 	// Throttle is asked before n bytes are sent; nil: never.
 	Throttle func(ctx context.Context, n int) error
-	// Pager serves what is not here yet to machines that need not wait for it; nil: there is none. Whole fetches checkpoints whole, though
-	// there is one.
+	// Pager serves images that are not complete, so that machines need not wait for them; nil: there is none. With Whole, checkpoints are
+	// fetched whole although there is a pager.
 	Pager *pager.Process
 	Whole bool
 }
@@ -77,8 +77,8 @@ func (r *Runner) snapshot(ctx context.Context, at runnerapi.Stored) (*snapshotst
 	return s, nil
 }
 
-// Seal uploads this host's checkpoints to the store as they come, until ctx ends. epoch is the runner's lease at the moment: without one nothing is
-// written, and what is being written breaks off when it ends. It ends at once where there is no store.
+// Seal uploads this host's new checkpoints to the store until ctx ends. epoch returns the runner's present lease. Without a lease nothing is
+// written; when the lease ends, an upload under way stops. If there is no store, Seal returns at once.
 func (r *Runner) Seal(ctx context.Context, c Sealing, epoch func() (int64, bool)) error {
 	if r.cfg.Store.Blobs == nil {
 		<-ctx.Done()
@@ -121,7 +121,7 @@ func (r *Runner) Seal(ctx context.Context, c Sealing, epoch func() (int64, bool)
 	}
 }
 
-// sealOne uploads a checkpoint, or sees to it that it is tried again.
+// sealOne uploads a checkpoint. If this fails, it is tried again later.
 func (r *Runner) sealOne(ctx context.Context, c Sealing, epoch int64, rec *checkpointRecord) {
 	begun := time.Now()
 	attempt, out, err := r.sealAttempt(ctx, c, epoch, rec)
@@ -136,13 +136,13 @@ func (r *Runner) sealOne(ctx context.Context, c Sealing, epoch int64, rec *check
 	case err == nil:
 		return
 	case errors.Is(err, errFenced):
-		log.InfoContext(ctx, "an upload was broken off with the runner's lease")
+		log.InfoContext(ctx, "an upload was stopped because the runner's lease has ended")
 	case ctx.Err() != nil: // the runner stops
 	case errors.Is(err, errIncomplete):
 		log.DebugContext(ctx, "checkpoint is not complete and is sealed later")
-	case core.CodeOf(err) == core.CodeCheckpointNotFound: // it is being deleted: the controller says so in a moment
+	case core.CodeOf(err) == core.CodeCheckpointNotFound: // it is being deleted; the controller will tell this runner soon
 		log.DebugContext(ctx, "checkpoint was deleted before it was sealed")
-	case core.CodeOf(err) == core.CodeCheckpointNotReady: // the answer about its capture is on its way
+	case core.CodeOf(err) == core.CodeCheckpointNotReady: // the controller does not have the answer to the capture yet
 		log.DebugContext(ctx, "checkpoint is not recorded yet and is sealed later")
 	default:
 		log.WarnContext(ctx, "checkpoint was not sealed and is tried again", "err", err)
@@ -154,12 +154,12 @@ func (r *Runner) sealOne(ctx context.Context, c Sealing, epoch int64, rec *check
 	tell, cancel := context.WithTimeout(context.WithoutCancel(ctx), 5*time.Second)
 	defer cancel()
 	fail := runnerapi.FailSeal{LeaseEpoch: epoch, Attempt: attempt, Problem: *runnerapi.ProblemOf(err)}
-	if err := c.FailSeal(tell, rec.ID, fail); err != nil { // the next attempt replaces this one
+	if err := c.FailSeal(tell, rec.ID, fail); err != nil { // no matter: the next attempt replaces this one
 		log.InfoContext(ctx, "the controller was not told of an upload that failed", "err", err)
 	}
 }
 
-// sealAttempt returns the number of the attempt that it has begun; 0 before.
+// sealAttempt returns the number of the attempt that it has begun; 0 if it has not begun one.
 func (r *Runner) sealAttempt(ctx context.Context, c Sealing, epoch int64, rec *checkpointRecord) (attempt int64, _ *snapshotstore.Written, err error) {
 	watch := core.NewStopwatch()
 	if some, problem := r.lacks(rec); problem != nil {
@@ -179,7 +179,7 @@ func (r *Runner) sealAttempt(ctx context.Context, c Sealing, epoch int64, rec *c
 	defer func() { err = errors.Join(err, ckpt.close()) }()
 	rec = ckpt.checkpointRecord
 	begun, err := r.beginSeal(ctx, c, epoch, rec)
-	if core.CodeOf(err) == core.CodeStateConflict { // it is sealed: the last commit's answer was lost
+	if core.CodeOf(err) == core.CodeStateConflict { // it is sealed already: the answer to the last commit was lost
 		return 0, nil, r.markSealed(rec.ID, runnerapi.Stored{CheckpointID: rec.ID})
 	}
 	if err != nil {
@@ -210,8 +210,8 @@ func (r *Runner) sealAttempt(ctx context.Context, c Sealing, epoch int64, rec *c
 	return begun.Attempt, out, errors.Join(sealCommitted.Hit(ctx), r.markSealed(rec.ID, stored))
 }
 
-// commitSeal asks a few times while no controller answers: with the attempt everything that was uploaded would be lost. To commit what is
-// committed is no error.
+// commitSeal tries a few times while no controller answers: if the attempt ended, everything that was uploaded would be lost. A repeated commit
+// is no error.
 func (r *Runner) commitSeal(ctx context.Context, c Sealing, id core.CheckpointID, commit runnerapi.CommitSeal) error {
 	for wait := firstSealRetry; ; wait *= 2 {
 		err := c.CommitSeal(ctx, id, commit)
@@ -219,7 +219,7 @@ func (r *Runner) commitSeal(ctx context.Context, c Sealing, id core.CheckpointID
 		if category != core.Unavailable && category != core.TimedOut || core.CodeOf(err) == core.CodeRunnerLost || wait > lastCommitRetry {
 			return err
 		}
-		r.cfg.Log.InfoContext(ctx, "a checkpoint that is stored was not committed and is committed again", "checkpoint_id", id, "err", err)
+		r.cfg.Log.InfoContext(ctx, "the commit of a stored checkpoint failed and is tried again", "checkpoint_id", id, "err", err)
 		select {
 		case <-ctx.Done():
 			return err
@@ -232,7 +232,7 @@ func (r *Runner) beginSeal(ctx context.Context, c Sealing, epoch int64, rec *che
 	return c.BeginSeal(ctx, runnerapi.BeginSeal{LeaseEpoch: epoch, CheckpointID: rec.ID, Ancestors: r.ancestors(rec)})
 }
 
-// markSealed notes on this host that a checkpoint is in the store. A note that is lost costs a question to the controller.
+// markSealed notes on this host that a checkpoint is in the store. If the note is lost, the runner asks the controller once more.
 func (r *Runner) markSealed(id core.CheckpointID, at runnerapi.Stored) error {
 	r.seals.done(id)
 	err := atomicfile.WriteJSON(r.checkpoints.path(id, sealedFile), at, 0o600)
@@ -242,7 +242,7 @@ func (r *Runner) markSealed(id core.CheckpointID, at runnerapi.Stored) error {
 	return err
 }
 
-// ancestors of a checkpoint that this host has whole, nearest first.
+// ancestors returns the ancestors of a checkpoint that are complete on this host, the nearest first.
 func (r *Runner) ancestors(rec *checkpointRecord) []core.CheckpointID {
 	const most = 64
 	var out []core.CheckpointID
@@ -270,7 +270,7 @@ func (r *Runner) upload(ctx context.Context, ckpt *opened, begun runnerapi.SealB
 	var reference *snapshotstore.Snapshot
 	if begun.Reference != nil {
 		if src.before, err = r.checkpoints.open(begun.Reference.CheckpointID); err != nil {
-			return nil, err // it was deleted here meanwhile; the next attempt has another
+			return nil, err // it was deleted here meanwhile; the next attempt uses another ancestor
 		}
 		if reference, err = r.snapshot(ctx, *begun.Reference); err != nil {
 			return nil, err
@@ -294,13 +294,13 @@ func (r *Runner) upload(ctx context.Context, ckpt *opened, begun runnerapi.SealB
 	return snapshotstore.Write(ctx, r.blobs, begun.Prefix, h, reference, images, snapshotstore.Options{Dir: r.cfg.DataDir, Throttle: r.cfg.Store.Throttle, Key: key})
 }
 
-// keyOf is the key of an attempt; nil where nothing is to be encrypted.
+// keyOf is the key of an attempt; nil if nothing has to be encrypted.
 func keyOf(begun runnerapi.SealBegun) (*envelope.Key, error) {
 	if begun.KeyVersion == 0 {
 		return nil, nil //nolint:nilnil // there is none, which is no error
 	}
 	if begun.Key == nil {
-		return nil, core.Errorf(core.FailedPrecondition, core.CodeKeyUnavailable, "the controller has given no key for attempt %d, which must be encrypted", begun.Attempt)
+		return nil, core.Errorf(core.FailedPrecondition, core.CodeKeyUnavailable, "attempt %d must be encrypted, but the controller has given no key for it", begun.Attempt)
 	}
 	return envelope.NewKey(*begun.Key, begun.KeyVersion), nil
 }

@@ -15,12 +15,12 @@ import (
 const (
 	firstSealRetry = time.Second
 	lastSealRetry  = 2 * time.Minute
-	givenUpSeal    = 30 * time.Second // what waits this long is not waited for by what grew from it
+	givenUpSeal    = 30 * time.Second // after this wait of a checkpoint, those that grew from it no longer wait for it
 
 	lastCommitRetry = 4 * time.Second // the longest wait before a commit is repeated
 )
 
-// sealQueue is the checkpoints of this host that are not in the store yet. They are uploaded one after the other, ancestors first.
+// sealQueue has the checkpoints of this host that are not in the store yet. They are uploaded one after the other, ancestors first.
 type sealQueue struct {
 	wake   chan struct{}  // of size 1
 	beside sync.WaitGroup // of rehearsals
@@ -28,9 +28,9 @@ type sealQueue struct {
 	mu         sync.Mutex // guards what follows
 	sealed     map[core.CheckpointID]bool
 	retries    map[core.CheckpointID]sealRetry
-	recent     []*snapshotstore.Snapshot // the last ones that were written or read: the next one's reference is likely among them
+	recent     []*snapshotstore.Snapshot // the snapshots that were written or read last: the reference of the next one is probably among them
 	rehearsing bool                      // one at a time
-	runCtx     context.Context           // of Seal: a rehearsal outlives the attempt that has begun it
+	runCtx     context.Context           // the context of Seal: a rehearsal may last longer than the attempt that began it
 }
 
 type sealRetry struct {
@@ -49,7 +49,7 @@ func newSealQueue(s *checkpointStore) *sealQueue {
 	return q
 }
 
-// poke says that there may be something to upload.
+// poke wakes Seal, because there may be something to upload.
 func (q *sealQueue) poke() {
 	select {
 	case q.wake <- struct{}{}:
@@ -57,19 +57,19 @@ func (q *sealQueue) poke() {
 	}
 }
 
-// next returns the oldest checkpoint that is due, and otherwise when to look again; zero for when something happens. An ancestor was
-// captured before what grew from it.
+// next returns the oldest checkpoint that is due. If there is none, it returns when to look again; zero means when something happens. A
+// checkpoint is always older than those that grew from it.
 func (q *sealQueue) next(list []*checkpointRecord, now time.Time) (*checkpointRecord, time.Duration) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	slices.SortFunc(list, func(a, b *checkpointRecord) int { return a.CreatedAt.Compare(b.CreatedAt) })
-	waiting := make(map[core.CheckpointID]bool) // what is not sealed, and what grew from that
+	waiting := make(map[core.CheckpointID]bool) // checkpoints that are not sealed, and those that grew from them
 	var soonest time.Duration
 	for _, rec := range list {
 		if q.sealed[rec.ID] {
 			continue
 		}
-		if waiting[rec.Parent] { // stored without it, all that it has stored already would be stored again
+		if waiting[rec.Parent] { // if this one were stored first, all bytes of its ancestor would be stored twice
 			waiting[rec.ID] = true
 			continue
 		}
@@ -100,7 +100,7 @@ func (q *sealQueue) later(id core.CheckpointID, now time.Time, incomplete bool) 
 	q.retries[id] = sealRetry{now.Add(wait), wait, incomplete}
 }
 
-// arrived says that something is here which a checkpoint may have lacked: all have their turn.
+// arrived says that something has arrived that an incomplete checkpoint may need, so all of them are tried again.
 func (q *sealQueue) arrived() {
 	q.mu.Lock()
 	for id, retry := range q.retries {

@@ -13,7 +13,7 @@ import (
 	"github.com/coppice-dev/coppice/snapshotstore/manifest"
 )
 
-// sealSource is the files of a checkpoint and of the one that it is compared with.
+// sealSource has the files of a checkpoint and of the reference that it is compared with.
 type sealSource struct {
 	now, before *opened // before is nil without a reference
 	files       []*os.File
@@ -30,7 +30,7 @@ func (s *sealSource) close() error {
 	return errors.Join(errs...)
 }
 
-// sources are the images of a checkpoint, with where they may differ from the reference's.
+// sources returns the images of a checkpoint, and the ranges in which they may differ from the images of the reference.
 func (r *Runner) sources(s *sealSource, reference *snapshotstore.Snapshot) ([]snapshotstore.Source, error) {
 	mem, err := r.memorySource(s)
 	if err != nil {
@@ -66,7 +66,7 @@ func (r *Runner) sources(s *sealSource, reference *snapshotstore.Snapshot) ([]sn
 		return nil, core.Errorf(core.Internal, core.CodeInternal, "checkpoint %s and its ancestor %s are of different images", s.now.ID, s.before.ID)
 	case s.now.rootKey() == s.before.rootKey():
 		rootSource.Changed = nil
-	default: // the ancestor was brought here again, and has its root file system from elsewhere since
+	default: // the ancestor was fetched again, and now has its root file system from another source
 		if err := s.compareRoots(r, &rootSource); err != nil {
 			return nil, err
 		}
@@ -74,7 +74,7 @@ func (r *Runner) sources(s *sealSource, reference *snapshotstore.Snapshot) ([]sn
 	return append(out, rootSource), nil
 }
 
-// compareRoots has the whole root file system compared with that of the reference.
+// compareRoots compares the whole root file system with the one of the reference.
 func (s *sealSource) compareRoots(r *Runner, root *snapshotstore.Source) error {
 	f, err := r.openRoot(s.before.rootKey())
 	if err != nil {
@@ -138,7 +138,7 @@ func diskSource(s *sealSource) (snapshotstore.Source, error) {
 	return out, err
 }
 
-// fileSource is a whole file, of which everything that is not a hole may be data.
+// fileSource is a whole file. Everything except its holes may be data.
 func fileSource(name string, f *os.File) (snapshotstore.Source, error) {
 	info, err := f.Stat()
 	if err != nil {

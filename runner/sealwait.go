@@ -7,13 +7,13 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// A checkpoint is uploaded when all of it is here, and once it was rehearsed, if it is to be. Neither is waited for by the one that uploads: a
-// checkpoint that cannot be uploaded yet is put back, and others have their turn.
+// A checkpoint is uploaded when it is complete on this host, and after its rehearsal, if it needs one. The uploader waits for neither: it puts
+// back a checkpoint that cannot be uploaded yet, and continues with others.
 
-// errIncomplete is of a checkpoint that is put back. Whatever it lacks calls sealQueue.arrived when it is there.
+// errIncomplete is the error of a checkpoint that is put back. When the missing part arrives, sealQueue.arrived is called.
 var errIncomplete = errors.New("the checkpoint is not complete on this host yet")
 
-// lacks is Missing of what the upload of a checkpoint reads: its own images, and the memory of what it will be compared with.
+// lacks is Missing for the images that the upload of a checkpoint reads: its own images, and the memory of its reference.
 func (r *Runner) lacks(rec *checkpointRecord) (some bool, problem error) {
 	ids := rec.imageIDs()
 	for id := rec.Parent; id != ""; {
@@ -30,8 +30,8 @@ func (r *Runner) lacks(rec *checkpointRecord) (some bool, problem error) {
 	return r.lazy.Missing(ids...)
 }
 
-// lateRehearsal reports whether a checkpoint is to be rehearsed before it is uploaded, and sees to it that it will be. The one that uploads goes
-// on meanwhile.
+// lateRehearsal reports whether a checkpoint must be rehearsed before it is uploaded. If so, it starts the rehearsal. The uploader continues
+// with others meanwhile.
 func (r *Runner) lateRehearsal(rec *checkpointRecord) bool {
 	if !r.wantsRehearsal(rec) {
 		return false
@@ -39,14 +39,14 @@ func (r *Runner) lateRehearsal(rec *checkpointRecord) bool {
 	q := r.seals
 	q.mu.Lock()
 	defer q.mu.Unlock()
-	if q.rehearsing { // another: this one's turn comes
+	if q.rehearsing { // another checkpoint is being rehearsed; this one is next or later
 		return true
 	}
 	q.rehearsing = true
 	ctx := q.runCtx
 	q.beside.Go(func() {
 		defer func() {
-			if !r.lazy.WorkingSets.Of(rec.Base).Rehearsed { // once is enough, whatever came of it
+			if !r.lazy.WorkingSets.Of(rec.Base).Rehearsed { // once is enough, whatever the result was
 				r.lazy.WorkingSets.SetRehearsed(rec.Base, nil)
 			}
 			q.mu.Lock()
@@ -55,7 +55,7 @@ func (r *Runner) lateRehearsal(rec *checkpointRecord) bool {
 			q.arrived()
 		}()
 		ckpt, err := r.checkpoints.open(rec.ID)
-		if err != nil { // the upload meets it, too, and says so
+		if err != nil { // the upload will get the same error and report it
 			return
 		}
 		r.rehearse(ctx, ckpt)
@@ -66,8 +66,8 @@ func (r *Runner) lateRehearsal(rec *checkpointRecord) bool {
 	return true
 }
 
-// reportProblem tells the controller of a checkpoint that cannot be uploaded because an image of it does not come. Keys that the pager lacks may
-// come with the answer.
+// reportProblem tells the controller of a checkpoint that cannot be uploaded because one of its images does not arrive. The answer may have keys
+// that the pager lacks.
 func (r *Runner) reportProblem(ctx context.Context, c Sealing, epoch int64, rec *checkpointRecord, problem error) (attempt int64, err error) {
 	begun, err := r.beginSeal(ctx, c, epoch, rec)
 	if err != nil {

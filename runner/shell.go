@@ -16,11 +16,11 @@ import (
 	"github.com/coppice-dev/coppice/runner/vmm"
 )
 
-// constantMAC is in the configuration of every machine, because a capture holds it; the guest's real one is set by the
-// reseal and pinned by the namespace's rules.
+// constantMAC is in the configuration of every machine, because a capture contains it. The reseal sets the guest's real MAC, and
+// the rules of the namespace pin it.
 const constantMAC = "02:c0:99:1c:e0:02"
 
-// shape is what the machines of one base have in common: a shell of a shape can become any checkpoint of it.
+// shape has what all machines of a base have in common: a shell can become any checkpoint of the same shape.
 type shape struct {
 	base      core.BaseID
 	image     core.Digest
@@ -45,8 +45,8 @@ type shell struct {
 	timings []core.Timing
 }
 
-// limits bounds a VMM's memory besides the guest's RAM: QEMU under TCG has a translation cache of its own. A VM's weight goes by
-// its vCPUs, so that a big one is not starved by small ones.
+// limits bounds a VMM's memory besides the guest's RAM: QEMU under TCG has a translation cache of its own. A VM's weight depends on
+// its vCPUs, so that small VMs do not starve a large one.
 func (c Config) limits(res core.Resources) cgroup.Limits {
 	const overheadMiB, threads, weight = 1024, 256, 100
 	return cgroup.Limits{
@@ -55,15 +55,15 @@ func (c Config) limits(res core.Resources) cgroup.Limits {
 	}
 }
 
-// boot is what a cold start needs besides; a shell without it waits for a restore.
+// boot has what a cold boot needs in addition. A shell without it waits for a restore.
 type boot struct {
 	commandLine     string
 	kernel, initrd  *os.File
 	overlayTemplate *os.File
 }
 
-// newShell starts a VMM on a base. The caller holds the base open; the shell opens it for itself. On an error nothing is
-// left.
+// newShell starts a VMM on a base. The caller has the base open, and the shell opens it again for itself. After an error nothing
+// is left.
 func (r *Runner) newShell(ctx context.Context, sh shape, base *memory.Base, b *boot) (_ *shell, err error) {
 	watch := core.NewStopwatch()
 	slot, err := r.slots.take()
@@ -127,7 +127,7 @@ func (r *Runner) newShell(ctx context.Context, sh shape, base *memory.Base, b *b
 
 func (s *shell) holdBase(r *Runner, base *memory.Base, steps *undo.Stack) error {
 	s.base = base
-	if base.ID == "" { // the zero base of a cold boot lives as long as its only machine's start
+	if base.ID == "" { // the zero base of a cold boot is needed only until its only machine has started
 		return nil
 	}
 	r.checkpoints.lend(base.ID)
@@ -195,7 +195,7 @@ func (s *shell) spawn(ctx context.Context, r *Runner, b *boot) error {
 	return err
 }
 
-// letGo closes what the runner has open of a shell that lives on.
+// letGo closes what the runner has open of a shell that continues to live.
 func (s *shell) letGo() {
 	_ = s.overlay.Close() // the VMM has its own
 	s.group.Close()
@@ -204,10 +204,10 @@ func (s *shell) letGo() {
 	}
 }
 
-// dismantle takes a shell down whole: VMM, namespace, files. It goes on after an error, and can be repeated.
+// dismantle takes a shell down completely: VMM, namespace, files. It continues after an error, and can be repeated.
 func (r *Runner) dismantle(ctx context.Context, s *shell) error {
 	if err := s.machine.Kill(ctx); err != nil {
-		return fmt.Errorf("take down shell %s: %w", s.ID, err) // nothing else may be taken from under a living VMM
+		return fmt.Errorf("take down shell %s: %w", s.ID, err) // nothing else may be removed while the VMM lives
 	}
 	var errs []error
 	errs = append(errs, s.group.Remove(ctx), s.ns.Release(ctx), s.overlay.Close(), r.removeDirs(s.runDir, s.dir))

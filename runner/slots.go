@@ -6,8 +6,8 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// slots hands out the small numbers that bound the machines of a host and give each a user id of its own. The lowest free
-// one is taken, and a number is used again only after its machine is gone.
+// slots hands out small numbers. They bound the machines of a host and give each machine a user id of its own. A machine gets the
+// lowest free number. A number is used again only after its machine is gone.
 type slots struct {
 	mu   sync.Mutex // guards used
 	used []bool
@@ -25,10 +25,10 @@ func (s *slots) take() (int, error) {
 			return i + 1, nil
 		}
 	}
-	return 0, core.Errorf(core.Exhausted, core.CodeCapacity, "this runner runs %d sandboxes, as many as it may; terminate some or raise its limit", len(s.used))
+	return 0, core.Errorf(core.Exhausted, core.CodeCapacity, "this runner runs %d sandboxes, its limit; terminate some or raise the limit", len(s.used))
 }
 
-// reserve takes a number that a machine has already. It is false when the number is taken, or out of range.
+// reserve takes the number of an existing machine. It returns false if the number is taken or out of range.
 func (s *slots) reserve(n int) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()

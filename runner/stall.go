@@ -11,13 +11,13 @@ import (
 	"github.com/coppice-dev/coppice/runner/vmm"
 )
 
-// A machine waits in a page fault when it touches memory that the store does not give, or that the disk has no room for. Its VMM cannot
-// pause it then: QEMU waits for the vCPU and answers nothing (docs/adr/0028-a-process-that-brings-memory.md has the measurements). So
-// after a while the runner stops the whole process with a signal, reports that, and lets the process go on when it waits for nothing.
-// Package lazy knows who waits and since when.
+// A machine waits in a page fault when it touches memory that the store does not deliver, or for which the disk has no room. Then its VMM
+// cannot pause it: QEMU waits for the vCPU and answers nothing (docs/adr/0028-a-process-that-brings-memory.md has the measurements). So
+// after a while the runner stops the whole process with a signal and reports this. It continues the process when the machine no longer has
+// to wait. Package lazy knows which machines wait and since when.
 
-// updateStalls stops the machines that have waited for too long, and lets those go on that do not wait any more. It reports whether it
-// has to be called again soon.
+// updateStalls stops the machines that have waited for too long, and continues those that no longer wait. It reports whether it must be
+// called again soon.
 func (r *Runner) updateStalls(ctx context.Context, images lazy.Awaited) (again bool) {
 	for _, s := range r.all() {
 		if s.Pager == "" {
@@ -35,7 +35,7 @@ func (r *Runner) updateStalls(ctx context.Context, images lazy.Awaited) (again b
 		switch {
 		case since.IsZero() && stalled:
 			r.unstall(ctx, s)
-		// What is being started has a time of its own to be ready in.
+		// A sandbox that is being started has a time limit of its own.
 		case !stalled && (state == runnerapi.SandboxReady || state == runnerapi.SandboxPaused) && !since.IsZero() && time.Since(since) >= r.cfg.StallAfter:
 			r.stall(ctx, s, since, why)
 		}
@@ -47,7 +47,7 @@ func (r *Runner) updateStalls(ctx context.Context, images lazy.Awaited) (again b
 	return again || len(images) > 0
 }
 
-// stall holds a machine and says so. Whoever waits for its guest is answered.
+// stall stops a machine and logs this. Callers that wait for its guest get an answer.
 func (r *Runner) stall(ctx context.Context, s *sandbox, since time.Time, why *runnerapi.Problem) {
 	if err := s.machine.Hold(); err != nil {
 		if !errors.Is(err, vmm.ErrGone) {
@@ -64,21 +64,21 @@ func (r *Runner) stall(ctx context.Context, s *sandbox, since time.Time, why *ru
 	r.wake()
 }
 
-// unstall lets a machine go on.
+// unstall continues a machine.
 func (r *Runner) unstall(ctx context.Context, s *sandbox) {
 	if err := s.machine.LetGo(); err != nil && !errors.Is(err, vmm.ErrGone) {
-		r.cfg.Log.ErrorContext(ctx, "sandbox that has what it waited for was not let go", "sandbox_id", s.info.ID, "err", err)
+		r.cfg.Log.ErrorContext(ctx, "sandbox that no longer waits for the store was not continued", "sandbox_id", s.info.ID, "err", err)
 		return
 	}
 	s.mu.Lock()
 	after := time.Since(s.info.Stalled.Since)
 	s.info.Stalled = nil
 	s.mu.Unlock()
-	r.cfg.Log.InfoContext(ctx, "sandbox has what it waited for and goes on", "sandbox_id", s.info.ID, "workspace_id", s.info.WorkspaceID, "after_ms", core.Milliseconds(after))
+	r.cfg.Log.InfoContext(ctx, "sandbox no longer waits for the store and continues", "sandbox_id", s.info.ID, "workspace_id", s.info.WorkspaceID, "after_ms", core.Milliseconds(after))
 	r.wake()
 }
 
-// stalled is the error of whoever needs the guest of a machine that is held; nil while it is not.
+// stalled is the error for callers that need the guest of a stopped machine; nil if the machine is not stopped.
 func (s *sandbox) stalled() error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -88,7 +88,7 @@ func (s *sandbox) stalled() error {
 	return s.info.Stalled.Problem.Err()
 }
 
-// dropGuest ends the connection to the guest, which is made anew by whoever needs it.
+// dropGuest ends the connection to the guest. The next caller that needs the guest makes a new one.
 func (s *sandbox) dropGuest() {
 	s.mu.Lock()
 	c := s.guest
@@ -99,8 +99,8 @@ func (s *sandbox) dropGuest() {
 	}
 }
 
-// leaveFrozen reports whether it was for the store that a capture that began at a time failed and could not be taken back. Its machine is thawed
-// once it waits no more: to end it would lose what the store still has.
+// leaveFrozen reports whether a capture failed, and could not be undone, because the machine waits for the store. begun is when the capture
+// began. The machine is thawed when it no longer waits. Ending it instead would lose its state, although the store still has its memory.
 func (r *Runner) leaveFrozen(s *sandbox, begun time.Time) error {
 	s.mu.Lock()
 	waited := s.waited.After(begun) || s.info.Stalled != nil

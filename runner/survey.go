@@ -11,11 +11,11 @@ import (
 	"github.com/coppice-dev/coppice/internal/boundjson"
 )
 
-// survey is what a guest said of itself at its capture. It is kept beside the checkpoint's bytes and believed by nobody: it says
-// what a comparison of two checkpoints shows.
+// survey is what a guest reported about itself at its capture. It is kept beside the checkpoint's bytes. Nothing relies on it: it is
+// only shown in a comparison of two checkpoints.
 type survey struct {
-	DiskFlushed bool                   `json:"disk_flushed"`       // the overlay has all that was written before the freeze
-	FlushMS     float64                `json:"flush_ms,omitempty"` // of the flush in the freeze
+	DiskFlushed bool                   `json:"disk_flushed"`       // the overlay has everything that was written before the freeze
+	FlushMS     float64                `json:"flush_ms,omitempty"` // duration of the flush in the freeze
 	Processes   []core.WorkloadProcess `json:"processes"`
 	Truncated   bool                   `json:"truncated,omitempty"` // there were more processes
 }
@@ -38,14 +38,14 @@ func (s survey) write(dir string) error {
 	return errors.Join(err, f.Sync(), f.Close())
 }
 
-// maxSurvey bounds what is read back: the longest list, with room. With an imported checkpoint it is whatever somebody wrote.
+// maxSurvey bounds the file when it is read. The longest list fits with a margin. The file of an imported checkpoint may contain anything.
 const maxSurvey = 2 << 20
 
 var boundSurvey = boundjson.Bound{
 	Name: "the survey", Bytes: maxSurvey, Elements: 16 << 10, List: 2 << 10, Depth: 4, String: maxSurvey, Text: maxSurvey,
 }
 
-// survey reads what a checkpoint's guest said. known is false for a checkpoint of an earlier version, which kept nothing.
+// survey reads the report of a checkpoint's guest. known is false for a checkpoint of an earlier version, which has no report.
 func (s *checkpointStore) survey(id core.CheckpointID) (out survey, known bool, err error) {
 	f, err := os.Open(s.path(id, surveyFile))
 	if errors.Is(err, os.ErrNotExist) {

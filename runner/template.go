@@ -16,8 +16,8 @@ import (
 	"github.com/coppice-dev/coppice/runner/guest"
 )
 
-// Template makes the template checkpoint of an image and shape: the image is booted once, captured when its agent is ready,
-// and its memory becomes the base of everything that grows from it. It takes as long as a boot.
+// Template makes the template checkpoint of an image and shape. It boots the image once and captures it when its agent is ready. The
+// memory becomes the base of everything that grows from the template. This takes as long as a boot.
 func (r *Runner) Template(ctx context.Context, req runnerapi.Template) (runnerapi.Checkpoint, error) {
 	return r.once(ctx, req.CheckpointID, r.counted(func() (*checkpointRecord, error) {
 		img, err := r.cfg.Images.Get(string(req.Image))
@@ -102,7 +102,7 @@ func (r *Runner) captureTemplate(ctx context.Context, sh *shell, agent *guest.Cl
 	return rec, errors.Join(r.publishTemplate(ctx, sh, c, rec), release())
 }
 
-// publishTemplate writes the new base and publishes the checkpoint once everything of it is durable. Bases are held meanwhile.
+// publishTemplate writes the new base, and publishes the checkpoint when everything of it is durable. Meanwhile no base is removed.
 func (r *Runner) publishTemplate(ctx context.Context, sh *shell, c *capture, rec *checkpointRecord) error {
 	err := c.durable(func() error {
 		base, err := r.bases.Rebase(sh.base, c.memory.Delta())
@@ -144,8 +144,8 @@ func (r *Runner) bootShell(ctx context.Context, sh *shell) (*guest.Client, error
 	return agent, nil
 }
 
-// warmUp runs one command, so that no fork is the first to read a shell and its libraries from the disk, and so that an image
-// in which nothing can be run never becomes a template.
+// warmUp runs one command. After it no fork has to be the first to read a shell and its libraries from the disk, and an image in which no
+// command can run never becomes a template.
 func warmUp(ctx context.Context, agent *guest.Client) error {
 	body := `{"command":["/bin/sh","-c","exit 0"],"cwd":"/"}`
 	var s guestapi.Session
@@ -188,7 +188,7 @@ func askGuest(ctx context.Context, agent *guest.Client, method, path, body strin
 	return guest.Decode(res.Body, into)
 }
 
-// openBoot opens what a cold boot reads.
+// openBoot opens the files that a cold boot reads.
 func openBoot(img images.Image) (_ *boot, err error) {
 	b := &boot{commandLine: img.CommandLine}
 	defer func() {

@@ -21,7 +21,7 @@ import (
 // The trash has checkpoints that the database does not know. A failover may have lost their rows, so their bytes stay for a time.
 // docs/adr/0044-heartbeats.md
 
-// The bounds of the trash. The time counts anew when a runner starts.
+// The bounds of the trash. The time starts again when a runner starts.
 const (
 	trashGrace = time.Hour
 	maxTrash   = 4096
@@ -33,8 +33,8 @@ type trashed struct {
 	until time.Duration // by bootclock
 }
 
-// discard moves a checkpoint to the trash. Forks that have it open are not disturbed. Discarding an absent one is no error. One of the
-// same id that is in the trash gives way, but only to one that is there.
+// discard moves a checkpoint to the trash. Forks that have it open are not disturbed. It is no error if there is no such checkpoint. The
+// checkpoint replaces one of the same id in the trash.
 func (s *checkpointStore) discard(id core.CheckpointID, grace time.Duration) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -66,8 +66,8 @@ func (s *checkpointStore) discard(id core.CheckpointID, grace time.Duration) err
 	return err
 }
 
-// move renames a directory. What is in memory must follow once that is done, even where it could not be made durable: the next one would
-// look for the old name.
+// move renames a directory. After the rename, the state in memory must change too, even if the rename could not be made durable: otherwise the
+// next call would look for the old name.
 func move(from, to string) (done bool, err error) {
 	if err := os.Rename(from, to); err != nil {
 		return false, err
@@ -75,13 +75,13 @@ func move(from, to string) (done bool, err error) {
 	return true, errors.Join(atomicfile.SyncDir(filepath.Dir(to)), atomicfile.SyncDir(filepath.Dir(from)))
 }
 
-// trashPart is where a checkpoint of the trash is while it is removed.
+// trashPart is the path of a checkpoint of the trash while it is removed.
 func (s *checkpointStore) trashPart(id core.CheckpointID) string {
 	return filepath.Join(s.trashDir, partPrefix+string(id))
 }
 
-// trashPlace is where a checkpoint of the trash is. A removal that failed may have moved it, and is whole then: its bytes go after it has
-// left the list. The error is that of an absent file if it is in neither place.
+// trashPlace is the path of a checkpoint of the trash. A removal that failed may have moved it; it is still complete then, because its bytes
+// are removed only after it has left the list. If it is in neither place, the error says that the file is absent.
 func (s *checkpointStore) trashPlace(id core.CheckpointID) (string, error) {
 	path := trash.Path(s.trashDir, id)
 	if _, err := os.Lstat(path); ignoreAbsent(err) != nil || err == nil {
@@ -92,7 +92,7 @@ func (s *checkpointStore) trashPlace(id core.CheckpointID) (string, error) {
 	return path, err
 }
 
-// find is get for somebody who names a checkpoint: it is taken back if it is in the trash.
+// find is get for a request that names a checkpoint: if the checkpoint is in the trash, find takes it back.
 func (s *checkpointStore) find(id core.CheckpointID) (*checkpointRecord, error) {
 	if rec, err := s.get(id); err == nil {
 		return rec, nil
@@ -137,8 +137,8 @@ func (s *checkpointStore) takeBack(id core.CheckpointID) (*checkpointRecord, err
 	return t.rec, nil
 }
 
-// readTrash notes what an earlier process has left in the trash. What has no record, or one that says nothing, is of no use and is
-// removed, but not if an operator keeps it. A record that cannot be read now may be good: the runner does not start then, since it
+// readTrash reads what an earlier process has left in the trash. It removes directories without a valid record, because nothing can use
+// them, unless an operator keeps them. If a record cannot be read now, it may still be valid. Then the runner does not start, because it
 // does not know which memory the checkpoint needs.
 func (s *checkpointStore) readTrash() error {
 	entries, err := os.ReadDir(s.trashDir)
@@ -174,7 +174,7 @@ func (s *checkpointStore) readTrash() error {
 	return nil
 }
 
-// readRecord returns nil if there is no record, or one that is none.
+// readRecord returns nil if there is no record, or an invalid one.
 func readRecord(dir string) (*checkpointRecord, error) {
 	b, err := os.ReadFile(filepath.Join(dir, recordFile))
 	if err != nil {
@@ -198,7 +198,8 @@ func (s *checkpointStore) listTrash() []trashed {
 	return out
 }
 
-// removeTrash removes one from the trash, but not if it was taken back meanwhile, and, unless kept ones may go, not if it is kept.
+// removeTrash removes a checkpoint from the trash, unless it was taken back meanwhile. It removes one that an operator keeps only if the
+// caller allows this.
 func (s *checkpointStore) removeTrash(id core.CheckpointID, kept bool) (gone bool, err error) {
 	if gone, err = s.takeOut(id, kept); !gone || err != nil {
 		return false, err
@@ -206,8 +207,8 @@ func (s *checkpointStore) removeTrash(id core.CheckpointID, kept bool) (gone boo
 	return true, errors.Join(os.RemoveAll(s.trashPart(id)), s.collect())
 }
 
-// takeOut moves one out of the trash. It looks at the mark of an operator when nobody can set it any more. One that goes although it is
-// kept loses the mark: a runner that dies while it removes the files must not bring back what is left of them.
+// takeOut moves a checkpoint out of the trash. It reads the operator's mark when nobody can set it any more. If the checkpoint is removed
+// although it has the mark, it loses the mark: if the runner dies while it removes the files, the rest of them must not come back.
 func (s *checkpointStore) takeOut(id core.CheckpointID, kept bool) (gone bool, err error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -253,7 +254,8 @@ func (r *Runner) Discard(id core.CheckpointID) error {
 	return nil
 }
 
-// emptyTrash removes what is in the trash for too long, what is too much, and, while the disk is short, the oldest.
+// emptyTrash removes checkpoints that are in the trash for too long, those beyond the largest number, and, while the disk is nearly full, the
+// oldest ones.
 func (r *Runner) emptyTrash(ctx context.Context) error {
 	list := r.checkpoints.listTrash()
 	var errs []error
@@ -273,7 +275,7 @@ func (r *Runner) emptyTrash(ctx context.Context) error {
 	return errors.Join(errs...)
 }
 
-// dropOldestTrash makes room. It returns false if the trash has nothing that may go.
+// dropOldestTrash removes the oldest checkpoint from the trash. It returns false if the trash has none that may be removed.
 func (r *Runner) dropOldestTrash(ctx context.Context) (bool, error) {
 	var errs []error
 	for _, t := range r.checkpoints.listTrash() {

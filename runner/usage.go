@@ -14,18 +14,18 @@ import (
 	"github.com/coppice-dev/coppice/runner/vmm"
 )
 
-// maxEnded bounds what is remembered of sandboxes that have ended while no controller hears of it.
+// maxEnded bounds the number of ended sandboxes that are remembered while no controller can be told.
 const maxEnded = 8192
 
-// usages remembers what sandboxes have used, until the controller has heard of their end.
+// usages remembers what sandboxes have used, until the controller has learned of their end.
 type usages struct {
 	// mu guards the fields below.
 	mu    sync.Mutex
-	last  map[core.SandboxID]runnerapi.Usage // of living ones, as it was last seen
+	last  map[core.SandboxID]runnerapi.Usage // the last known usage of living sandboxes
 	ended map[core.SandboxID]runnerapi.Usage
 }
 
-// see notes what a sandbox has used, or returns what was noted last when its process is gone.
+// see notes what a sandbox has used. If its process is gone, it returns the last noted values.
 func (u *usages) see(id core.SandboxID, h vmm.Handle) (runnerapi.Usage, bool) {
 	now, err := readUsage(h)
 	now.SandboxID = id
@@ -42,7 +42,7 @@ func (u *usages) see(id core.SandboxID, h vmm.Handle) (runnerapi.Usage, bool) {
 	return now, true
 }
 
-// end notes that a sandbox is about to be taken down.
+// end notes that a sandbox will be taken down now.
 func (u *usages) end(id core.SandboxID, h vmm.Handle) {
 	last, ok := u.see(id, h)
 	u.mu.Lock()
@@ -58,7 +58,7 @@ func (u *usages) end(id core.SandboxID, h vmm.Handle) {
 	u.ended[id] = last
 }
 
-// Usages says what each living sandbox has used since its start, and each that ended and was not acknowledged.
+// Usages returns what sandboxes have used since their start: the living ones, and ended ones that were not acknowledged.
 func (r *Runner) Usages() []runnerapi.Usage {
 	r.mu.Lock()
 	living := make(map[core.SandboxID]vmm.Handle, len(r.sandboxes))
@@ -80,7 +80,7 @@ func (r *Runner) Usages() []runnerapi.Usage {
 	return list
 }
 
-// ForgetUsages drops what was acknowledged.
+// ForgetUsages drops the usage of sandboxes that were acknowledged.
 func (r *Runner) ForgetUsages(sent []runnerapi.Usage) {
 	r.usages.mu.Lock()
 	defer r.usages.mu.Unlock()
@@ -91,7 +91,8 @@ func (r *Runner) ForgetUsages(sent []runnerapi.Usage) {
 	}
 }
 
-// readUsage asks the kernel what a VMM has used. Its network is its namespace's only tap, whose two directions are the host's.
+// readUsage asks the kernel what a VMM has used. Its network traffic is that of the only tap in its namespace. The directions of the tap's
+// counters are those of the host.
 func readUsage(h vmm.Handle) (runnerapi.Usage, error) {
 	stat, err := procfs.ReadStat(fmt.Sprintf("/proc/%d/stat", h.PID))
 	if err != nil {

@@ -9,8 +9,8 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// warmPool keeps shells of recently forked bases ready. Starting a VMM is most of the cost of a fork; a search forks the same
-// base again and again, and thinks in between.
+// warmPool keeps shells of recently forked bases ready. The start of a VMM is most of the cost of a fork. A search forks the same base
+// again and again, with pauses in between.
 type warmPool struct {
 	r       *Runner
 	refresh chan struct{} // of size 1: look again
@@ -36,14 +36,14 @@ func (w *warmPool) take(sh shape) *shell {
 		case <-s.machine.Done(): // somebody killed it; its remains are taken down by run
 			w.ready[shape{}] = append(w.ready[shape{}], s)
 		default:
-			s.timings = nil // they were paid before the fork was asked for
+			s.timings = nil // this time had passed before the fork was requested
 			return s
 		}
 	}
 	return nil
 }
 
-// want says that a shape was forked just now.
+// want notes that a shape was forked just now.
 func (w *warmPool) want(sh shape) {
 	if w.r.cfg.Warm == 0 {
 		return
@@ -57,7 +57,7 @@ func (w *warmPool) want(sh shape) {
 	}
 }
 
-// run refills and retires until ctx ends.
+// run fills the pool and retires shells until ctx ends.
 func (w *warmPool) run(ctx context.Context) {
 	tick := time.NewTicker(5 * time.Second)
 	defer tick.Stop()
@@ -74,7 +74,7 @@ func (w *warmPool) run(ctx context.Context) {
 	}
 }
 
-// retire takes down dead shells and those of shapes that nobody forked lately.
+// retire takes down dead shells, and shells of shapes that were not forked lately.
 func (w *warmPool) retire(ctx context.Context, now time.Time) {
 	w.mu.Lock()
 	old := w.ready[shape{}]
@@ -94,7 +94,7 @@ func (w *warmPool) retire(ctx context.Context, now time.Time) {
 	}
 }
 
-// renew keeps a shape warm whose base was made just now, and makes its first shell while the caller holds that base in memory.
+// renew keeps the shape of a new base warm, and makes its first shell while the caller has the base in memory.
 func (w *warmPool) renew(ctx context.Context, sh shape) {
 	if w.r.cfg.Warm == 0 {
 		return
@@ -107,8 +107,8 @@ func (w *warmPool) renew(ctx context.Context, sh shape) {
 	}
 }
 
-// fill makes one shell of the shape that was used last and lacks some, and reports whether there may be more to do. Where there
-// is no room for it, one of the shape that was used longest ago goes first. It gives way to forks: they need the CPUs now.
+// fill makes one shell of the most recently used shape that lacks some, and reports whether there may be more to do. If there is no room,
+// it first takes down a shell of the least recently used shape. It does nothing while forks run, because they need the CPUs.
 func (w *warmPool) fill(ctx context.Context) bool {
 	if ctx.Err() != nil || len(w.r.starting) > 0 {
 		return false // the end of the last fork calls want
@@ -153,7 +153,7 @@ func (w *warmPool) evict(ctx context.Context, sh shape) bool {
 	return err == nil
 }
 
-// makeRoom takes down one idle shell of any shape, for a fork on a host that is full with them.
+// makeRoom takes down one idle shell of any shape, for a fork on a host that is full of idle shells.
 func (w *warmPool) makeRoom(ctx context.Context) bool {
 	w.mu.Lock()
 	var oldest shape
@@ -176,7 +176,7 @@ func (w *warmPool) add(ctx context.Context, sh shape) bool {
 			w.r.cfg.Log.WarnContext(ctx, "shell was not made", "base_id", sh.base, "err", err)
 		}
 		w.mu.Lock()
-		w.used[sh] = time.Time{} // not tried again before the next fork; retire takes down what there is
+		w.used[sh] = time.Time{} // not tried again before the next fork; retire takes down the existing shells
 		w.mu.Unlock()
 		return false
 	}
@@ -234,7 +234,7 @@ func (w *warmPool) close(ctx context.Context) error {
 	return errors.Join(errs...)
 }
 
-// shapeOf is the shape of the shells that can become the checkpoint.
+// shapeOf is the shape of the shells that can become a checkpoint.
 func shapeOf(ckpt *opened) (shape, error) {
 	info, err := ckpt.overlay.Stat()
 	if err != nil {
