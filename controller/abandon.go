@@ -6,14 +6,14 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// abandon ends an operation as failed and takes back what its admission began: workspaces that it was to make are failed,
-// a capture is failed, and the workspace that it acted on is what it was. What a runner may hold of it is dropped.
+// abandon ends an operation as failed and undoes what its admission began: workspaces that it should make are failed, a capture
+// is failed, and the workspace that it acted on gets its old state. Runners drop what they may have of the operation.
 func (c *Controller) abandon(ctx context.Context, t *Task, problem error) error {
 	return c.abandonWith(ctx, t, problem, func(ctx context.Context, tx Tx) error { return c.takeBack(ctx, tx, t) })
 }
 
-// abandonWith is abandon, except that settle writes what becomes of the workspace that the
-// operation acted on.
+// abandonWith is abandon, except that settle writes the new state of the workspace that the operation
+// acted on.
 func (c *Controller) abandonWith(ctx context.Context, t *Task, problem error, settle func(ctx context.Context, tx Tx) error) error {
 	ids := make([]core.SandboxID, 0, len(t.in.Children)+1)
 	ended := make([]EndedWorkspace, len(t.in.Children))
@@ -43,7 +43,7 @@ func (c *Controller) abandonWith(ctx context.Context, t *Task, problem error, se
 	return err
 }
 
-// takeBack gives the workspace that an operation acted on its state back, unless it has gone another way meanwhile.
+// takeBack returns the workspace that an operation acted on to its old state, unless it has changed to another state meanwhile.
 func (c *Controller) takeBack(ctx context.Context, tx Tx, t *Task) error {
 	var err error
 	switch t.op.Kind {

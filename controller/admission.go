@@ -11,14 +11,14 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// admissionPoll is how often who is next looks for room: others make it on this controller and on the rest.
+// admissionPoll is how often the next request in line looks for room. Requests on this and on other controllers free room.
 const admissionPoll = 50 * time.Millisecond
 
-// admission is where requests wait for room on a runner. There is a line for each place that can be full: each runner that
-// alone holds the bytes that are asked for, and all runners together. Within a line projects take turns, each with its requests
-// in their order, so that the storm of one does not keep the others out. Who is next stays so until there is room for it, its time is
-// over or it has gone: nobody overtakes, so that a request for much is not starved by many for little. Nothing is allocated
-// meanwhile.
+// admission has the lines in which requests wait for room on a runner. There is a line for each place that can be full: one for each
+// runner that is the only one with the needed bytes, and one for all runners together. Within a line projects take turns, and the
+// requests of a project keep their order, so that a project with many requests does not keep the others out. The next request stays
+// next until there is room for it, its time is over, or its client has gone. No request overtakes it, so that many small requests do
+// not starve a large one. Nothing is allocated meanwhile.
 type admission struct {
 	// mu guards the fields below.
 	mu     sync.Mutex
@@ -28,17 +28,17 @@ type admission struct {
 
 type line struct {
 	next    *waiter
-	ring    []core.ProjectID // that wait, in the order of their turns
+	ring    []core.ProjectID // projects with waiting requests, in the order of their turns
 	waiting map[core.ProjectID][]*waiter
 }
 
 type waiter struct {
 	place   core.RunnerID
 	project core.ProjectID
-	turn    chan struct{} // closed when it is next
+	turn    chan struct{} // closed when the request is next
 }
 
-// busy reports whether somebody waits for a place.
+// busy reports whether a request waits for a place.
 func (a *admission) busy(place core.RunnerID) bool {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -104,7 +104,7 @@ func (l *line) remove(w *waiter) {
 
 type turnKey struct{}
 
-// admit begins something that needs room, and waits for that in line, at most as long as the request itself would wait.
+// admit begins something that needs room. It waits in line for the room, at most as long as the request itself would wait.
 func (c *Controller) admit(ctx context.Context, project core.ProjectID, wait time.Duration, try func(ctx context.Context) (*Task, error)) (*Task, error) {
 	t, err := try(ctx)
 	bound := min(wait, c.cfg.AdmissionWait)
@@ -143,7 +143,7 @@ func (c *Controller) admit(ctx context.Context, project core.ProjectID, wait tim
 	}
 }
 
-// inLine refuses who has not waited when others wait for the same place.
+// inLine refuses a request that has not waited in line while others wait for the same place.
 func (c *Controller) inLine(ctx context.Context, req placement.Request) error {
 	if mine, _ := ctx.Value(turnKey{}).(bool); mine || !c.admission.busy(req.Holder) {
 		return nil

@@ -6,7 +6,7 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// AllowAll says whether sandboxes of a project may have the egress policy allow-all, under which nothing stands between them and the
+// AllowAll says whether sandboxes of a project may have the egress policy allow-all. Under this policy no proxy is between them and the
 // network.
 type AllowAll string
 
@@ -17,8 +17,8 @@ const (
 	AllowAllDenied  AllowAll = "denied"
 )
 
-// mayReachAll refuses a new sandbox under allow-all where the operator has not allowed it. It is asked for every sandbox that is about to be
-// made, wherever its policy comes from: a request, a checkpoint that was made when it was allowed, or the workspace itself.
+// mayReachAll refuses a new sandbox under allow-all if the operator has not allowed it. It is called for every new sandbox, wherever the
+// policy comes from: a request, a checkpoint from a time when allow-all was allowed, or the workspace itself.
 func (c *Controller) mayReachAll(ctx context.Context, tx Tx, project core.ProjectID, mode core.EgressPolicy) error {
 	if mode != core.EgressAllowAll {
 		return nil

@@ -21,7 +21,7 @@ type Attestation struct {
 
 var errNoAuthority = core.Errorf(core.FailedPrecondition, core.CodeUnsupported, "this controller has no authority that certifies attestation keys")
 
-// certify issues the certificate of a runner's attestation key, where it asks for one.
+// certify issues the certificate of a runner's attestation key, if the runner asks for one.
 func (c *Controller) certify(id core.RunnerID, request []byte) ([]byte, error) {
 	if len(request) == 0 || c.countersigner == nil {
 		return nil, nil
@@ -29,7 +29,7 @@ func (c *Controller) certify(id core.RunnerID, request []byte) ([]byte, error) {
 	return c.countersigner.Certify(id, request)
 }
 
-// certified is certify for an answer that must not fail, since what it tells of has been committed. The runner asks again.
+// certified is certify for an answer that must not fail, because the changes that it reports are committed. The runner asks again.
 func (c *Controller) certified(ctx context.Context, id core.RunnerID, request []byte) []byte {
 	certificate, err := c.certify(id, request)
 	if err != nil {
@@ -64,7 +64,7 @@ func (c *Controller) countersigned(source Checkpoint, child Workspace, asked run
 	return c.countersigner.Accept(got.Attestation, want, child.Sandbox.RunnerID == source.RunnerID)
 }
 
-// wanted is the statement that the attestation of a child must have, by the rows, the request, and the report that came with it.
+// wanted is the statement that the attestation of a child must have. It follows from the rows, the request, and the child's report.
 func wanted(cluster string, source Checkpoint, child Workspace, asked runnerapi.Child, report *core.ResealReport) (attest.Predicate, error) {
 	steps, err := attest.StepsOf(report.Steps)
 	if err != nil {
@@ -85,7 +85,7 @@ func wanted(cluster string, source Checkpoint, child Workspace, asked runnerapi.
 	return p, nil
 }
 
-// Attestation returns that of a workspace's epoch; 0: of the present one.
+// Attestation returns the attestation of a workspace's epoch; 0 means the present one.
 func (c *Controller) Attestation(ctx context.Context, project core.ProjectID, id core.WorkspaceID, epoch int64) (Attestation, error) {
 	return read(ctx, c, InProject(project), func(tx Tx) (Attestation, error) {
 		w, err := tx.Workspace(ctx, id)
@@ -99,7 +99,7 @@ func (c *Controller) Attestation(ctx context.Context, project core.ProjectID, id
 	})
 }
 
-// AuthorityCertificate is that of the cluster's authority, in DER. It is public.
+// AuthorityCertificate is the certificate of the cluster's authority, in DER. It is public.
 func (c *Controller) AuthorityCertificate() ([]byte, error) {
 	if c.countersigner == nil {
 		return nil, errNoAuthority

@@ -9,7 +9,7 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// Origin says on whose behalf and by what a transaction works. The database writes it into the audit record of every change.
+// Origin says for whom a transaction works, and which action it belongs to. The database writes it into the audit record of every change.
 type Origin struct {
 	Actor     string // id of a key or runner; empty: the controller itself
 	Source    string // address that the request came from
@@ -19,7 +19,7 @@ type Origin struct {
 
 type originKey struct{}
 
-// WithOrigin marks a context: what transactions under it change is recorded as the origin's.
+// WithOrigin marks a context: changes by transactions under it are recorded with this origin.
 func WithOrigin(ctx context.Context, o Origin) context.Context {
 	return context.WithValue(ctx, originKey{}, o)
 }
@@ -36,10 +36,10 @@ func OriginOf(ctx context.Context) (Origin, string) {
 	return o, requestID(ctx)
 }
 
-// AuditOutcome is what became of an audited change.
+// AuditOutcome is the outcome of an audited change.
 type AuditOutcome string
 
-// The outcomes. What was accepted has another record, of the same operation or request, when it has ended or failed.
+// The outcomes. An accepted change gets another record, of the same operation or request, when it has ended or failed.
 const (
 	AuditAccepted  AuditOutcome = "accepted"
 	AuditSucceeded AuditOutcome = "succeeded"
@@ -63,7 +63,7 @@ type AuditRecord struct {
 	CreatedAt   time.Time
 }
 
-// AuditFilter selects records; zero fields do not filter. Newest first, those before After (an id; 0: all).
+// AuditFilter selects records, newest first, beginning before the id After (0: at the newest). Zero fields do not filter.
 type AuditFilter struct {
 	After     int64
 	Limit     int
@@ -77,7 +77,7 @@ type AuditFilter struct {
 	Until     time.Time
 }
 
-// AuditCheck is what a check of the seals found.
+// AuditCheck is the result of a check of the seals.
 type AuditCheck struct {
 	Seals    int64
 	Records  int64  // that are sealed
@@ -88,10 +88,10 @@ type AuditCheck struct {
 
 // AuditTx keeps the audit log. There is no way to change or remove a record.
 type AuditTx interface {
-	// InsertAudit records what leaves no row of its own; the transaction's origin is added.
+	// InsertAudit records an action that changes no row. The database adds the transaction's origin.
 	InsertAudit(ctx context.Context, r AuditRecord) error
-	// InsertDataWrites records writes to files by a runner's data plane; writes to sandboxes of other runners are left out, and
-	// those whose numbers in the runner's log were recorded before.
+	// InsertDataWrites records writes to files by a runner's data plane. It leaves out writes to sandboxes of other runners, and
+	// writes whose numbers in the runner's log were recorded before.
 	InsertDataWrites(ctx context.Context, runner core.RunnerID, log string, list []runnerapi.DataWrite) error
 	AuditRecords(ctx context.Context, f AuditFilter) ([]AuditRecord, error)
 	// SealAudit seals the records of transactions that have ended and returns how many.
@@ -99,12 +99,12 @@ type AuditTx interface {
 	CheckAudit(ctx context.Context, project core.ProjectID) (AuditCheck, error)
 }
 
-// Audit records what a request is about to do where no row shows it. When it cannot be recorded it must not be done.
+// Audit records an action that a request is about to do and that no row shows. If this fails, the action must not be done.
 func (c *Controller) Audit(ctx context.Context, r AuditRecord) error {
 	return c.store.InTx(ctx, InProject(r.ProjectID), func(tx Tx) error { return tx.InsertAudit(ctx, r) })
 }
 
-// AuditRecords lists those of a project, newest first.
+// AuditRecords lists the records of a project, newest first.
 func (c *Controller) AuditRecords(ctx context.Context, actor Key, project core.ProjectID, f AuditFilter) ([]AuditRecord, error) {
 	return audited(ctx, c, actor, project, func(tx Tx) ([]AuditRecord, error) { return tx.AuditRecords(ctx, f) })
 }
@@ -114,8 +114,8 @@ func (c *Controller) CheckAudit(ctx context.Context, actor Key, project core.Pro
 	return audited(ctx, c, actor, project, func(tx Tx) (AuditCheck, error) { return tx.CheckAudit(ctx, project) })
 }
 
-// audited reads in the scope of a project that the key may see: its own, or for an operator any there is, the system's too, which has
-// the records of runners and projects.
+// audited reads in the scope of a project that the key may see. This is the key's own project, or for an operator any project, including the
+// system's, which has the records of runners and projects.
 func audited[T any](ctx context.Context, c *Controller, actor Key, project core.ProjectID, fn func(tx Tx) (T, error)) (T, error) {
 	operators := project == SystemProject && actor.reach() == System() // that project is not in any list
 	if project != actor.ProjectID && !operators {

@@ -15,11 +15,11 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// ErrKeyEnded ends what is under way for a key that was revoked or has expired.
+// ErrKeyEnded ends the work that is under way for a key that was revoked or has expired.
 var ErrKeyEnded = core.Errorf(core.Unauthenticated, core.CodeUnauthenticated, "the API key is not known, has expired or was revoked")
 
-// keyring believes a key for a short while, so that a request does not cost a query for it, and knows what is under way for
-// each, so that it ends with the key. Only valid keys are kept: guesses cannot fill it.
+// keyring caches valid keys for a short time, so that not every request costs a query. It also knows what is under way for each
+// key, so that this ends with the key. It keeps only valid keys, so guesses cannot fill it.
 type keyring struct {
 	// mu guards the fields below.
 	mu     sync.Mutex
@@ -94,7 +94,7 @@ func (k *keyring) heldKeys() []core.KeyID {
 	return slices.Collect(maps.Keys(k.held))
 }
 
-// WithKey returns a context that ends with the key, at the latest some seconds after it was revoked at another controller.
+// WithKey returns a context that ends with the key, at most some seconds after it was revoked at another controller.
 // The returned function must be called when the work is done.
 func (c *Controller) WithKey(ctx context.Context, key Key) (context.Context, context.CancelFunc) {
 	ctx, cancel := context.WithCancelCause(context.WithValue(ctx, keyContext{}, key))
@@ -135,8 +135,8 @@ func KeyOf(ctx context.Context) Key {
 
 const keyUseInterval = 5 * time.Second // between writes of when keys were used
 
-// keyLoop ends what is under way for keys that were revoked elsewhere, should the notification be lost, and records when
-// keys were used.
+// keyLoop ends what is under way for keys that were revoked elsewhere, in case the notification was lost. It also records when keys
+// were used.
 func (c *Controller) keyLoop(ctx context.Context) {
 	var wrote time.Time
 	every(ctx, c.cfg.LoopInterval, nil, func() {
@@ -166,7 +166,7 @@ func (c *Controller) keyLoop(ctx context.Context) {
 	})
 }
 
-// A key reads cpk_<the random part of its id>_<secret>, so that scanners know a leaked one and people know which it is.
+// A key has the form cpk_<the random part of its id>_<secret>, so that scanners recognise a leaked key and people see which key it is.
 const (
 	keyPrefix   = "cpk_"
 	keyIDPrefix = "key_"
@@ -183,7 +183,7 @@ func newSecret(id core.KeyID) (prefix, secret string) {
 	return prefix, prefix + "_" + secretEncoding.EncodeToString(b[:])
 }
 
-// wellFormed refuses what cannot be a key before the database is asked. A bootstrap key may have any form of its own.
+// wellFormed refuses a text that cannot be a key, before the database is asked. A bootstrap key may have any form.
 func wellFormed(secret string) bool {
 	rest, ours := strings.CutPrefix(secret, keyPrefix)
 	if !ours {
@@ -197,7 +197,7 @@ func wellFormed(secret string) bool {
 	return err == nil && len(raw) == secretBytes
 }
 
-// Authenticate finds the key of a secret. Every wrong one gives the same UNAUTHENTICATED.
+// Authenticate finds the key of a secret. Every wrong secret gives the same UNAUTHENTICATED.
 func (c *Controller) Authenticate(ctx context.Context, secret string) (Key, error) {
 	if !wellFormed(secret) {
 		return Key{}, ErrKeyEnded
@@ -215,7 +215,7 @@ func (c *Controller) Authenticate(ctx context.Context, secret string) (Key, erro
 	return key, nil
 }
 
-// Known reports whether a secret was that of a key when it was last looked at. It may have ended since.
+// Known reports whether a secret belonged to a valid key at the last look. The key may have ended since.
 func (c *Controller) Known(secret string) bool {
 	c.keys.mu.Lock()
 	defer c.keys.mu.Unlock()
@@ -223,14 +223,14 @@ func (c *Controller) Known(secret string) bool {
 	return ok
 }
 
-// The life of a key that is asked for without one, and the longest.
+// The lifetime of a key if the request does not give one, and the longest one.
 const (
 	DefaultKeyTTL = 90 * 24 * time.Hour
 	MaxKeyTTL     = 5 * 365 * 24 * time.Hour
 )
 
-// CreateKey makes a key and returns its secret, which is kept nowhere. The key can do no more than the one that asks, and
-// lives no longer. No scopes are all those of the asking key that concern one project, but for core.NamedScopes.
+// CreateKey makes a key and returns its secret, which is kept nowhere. The new key can do no more than the asking key, and lives no
+// longer. Without scopes, it gets all scopes of the asking key that concern one project, except core.NamedScopes.
 func (c *Controller) CreateKey(ctx context.Context, actor Key, project core.ProjectID, name string, scopes []core.KeyScope, ttl time.Duration) (Key, string, error) {
 	if len(scopes) == 0 {
 		scopes = slices.DeleteFunc(slices.Clone(core.ProjectScopes), func(s core.KeyScope) bool {
@@ -280,7 +280,7 @@ func (c *Controller) Keys(ctx context.Context, actor Key, project core.ProjectID
 	})
 }
 
-// RevokeKey ends a key, those that were made of it, and what is under way for them. A key cannot end one that can do more.
+// RevokeKey ends a key, the keys that were made with it, and what is under way for them. A key cannot end one that can do more.
 func (c *Controller) RevokeKey(ctx context.Context, actor Key, id core.KeyID) error {
 	_, err := read(ctx, c, actor.reach(), func(tx Tx) (any, error) {
 		key, err := tx.Key(ctx, id)
@@ -300,7 +300,7 @@ func WithRequestID(ctx context.Context, id string) context.Context {
 	return core.WithRequestID(ctx, id)
 }
 
-// notReady refuses what does not fit the state of a workspace.
+// notReady refuses a request that does not fit the state of a workspace.
 func notReady(w Workspace) error {
 	hint := "wait until it is ready"
 	if w.State == core.WorkspaceSuspended {

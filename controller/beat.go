@@ -8,8 +8,8 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// Heartbeat extends a lease and compares what runs with the rows. Living rows exist before a runner is called, so what has
-// none is garbage; a settled workspace whose sandbox is dead or missing is LOST.
+// Heartbeat extends a lease and compares what runs with the rows. Living rows exist before a runner is called, so a sandbox without
+// one is garbage. A settled workspace whose sandbox is dead or missing is LOST.
 func (c *Controller) Heartbeat(ctx context.Context, id core.RunnerID, h runnerapi.Heartbeat) (runnerapi.Heartbeated, error) {
 	return c.beat(ctx, &beating{Controller: c, id: id, h: h})
 }
@@ -26,13 +26,13 @@ type beating struct {
 	h           runnerapi.Heartbeat
 	differences *runnerapi.Beat // nil: h names everything that the runner holds
 	reported    map[core.SandboxID]runnerapi.Sandbox
-	usage       []runnerapi.Usage // that is due to be written
+	usage       []runnerapi.Usage // usage that must be written now
 
 	// The results of a transaction.
 	out    runnerapi.Heartbeated
 	beaten Beaten
 	lost   []EndedWorkspace
-	here   map[core.WorkspaceID]bool // that are on the runner, of those that were looked up
+	here   map[core.WorkspaceID]bool // of the workspaces that were looked up, those on the runner
 }
 
 func (c *Controller) beat(ctx context.Context, b *beating) (runnerapi.Heartbeated, error) {
@@ -49,7 +49,7 @@ func (c *Controller) beat(ctx context.Context, b *beating) (runnerapi.Heartbeate
 	if err := c.store.InTx(ctx, System(), func(tx Tx) error { return b.apply(ctx, tx) }); err != nil {
 		return runnerapi.Heartbeated{}, err
 	}
-	for _, w := range b.h.DataUsed { // what a runner says of others is not heard
+	for _, w := range b.h.DataUsed { // a runner's reports about other sandboxes are ignored
 		if b.here[w] {
 			c.uses.add(w)
 		}
@@ -69,7 +69,7 @@ func (c *Controller) beat(ctx context.Context, b *beating) (runnerapi.Heartbeate
 	return b.out, nil
 }
 
-// apply is the transaction. The first statement locks the runner's row and decides whether the heartbeat counts.
+// apply does everything in one transaction. The first statement locks the runner's row and decides whether the heartbeat counts.
 func (b *beating) apply(ctx context.Context, tx Tx) error {
 	b.out = runnerapi.Heartbeated{Number: b.h.Number, TTLSeconds: b.cfg.RunnerLease.Seconds(), FenceSeconds: b.fenceTime().Seconds(), DataTaken: len(b.h.DataWrites)}
 	b.lost, b.here = nil, make(map[core.WorkspaceID]bool)
@@ -93,7 +93,7 @@ func (b *beating) apply(ctx context.Context, tx Tx) error {
 	if err := tx.InsertUsage(ctx, b.id, b.usage); err != nil {
 		return err
 	}
-	if b.differences != nil && !beaten.Next { // they are differences to something else than the rows
+	if b.differences != nil && !beaten.Next { // they are differences to a state that is not in the rows
 		b.out.AllSandboxes, b.out.AllCheckpoints = true, true
 		return nil
 	}
@@ -111,7 +111,7 @@ func (b *beating) apply(ctx context.Context, tx Tx) error {
 	return b.compareSums(ctx, tx)
 }
 
-// sandboxes compares those that are reported with the rows.
+// sandboxes compares the reported sandboxes with the rows.
 func (b *beating) sandboxes(ctx context.Context, tx Tx, settled time.Time) error {
 	which := HeldFilter{Settled: settled, All: b.differences == nil || b.differences.AllSandboxes}
 	if !which.All {
@@ -147,13 +147,13 @@ func (b *beating) sandboxes(ctx context.Context, tx Tx, settled time.Time) error
 	return tx.SetStalls(ctx, b.id, stalls)
 }
 
-// checkpoints records where checkpoints are, and finds those that the runner should not have.
+// checkpoints records which checkpoints the runner has, and finds those that it should not have.
 func (b *beating) checkpoints(ctx context.Context, tx Tx) error {
 	held, err := tx.HeldCheckpoints(ctx, b.id, b.h.Checkpoints)
 	if err != nil {
 		return err
 	}
-	known := append(held.Copies, held.Capturing...) // one that is captured by now is recorded by now
+	known := append(held.Copies, held.Capturing...) // a checkpoint that was captured meanwhile was also recorded meanwhile
 	if b.differences == nil || b.differences.AllCheckpoints {
 		err = tx.SetCopies(ctx, b.id, known)
 	} else if len(known)+len(b.differences.GoneCheckpoints) > 0 {
@@ -172,7 +172,8 @@ func (b *beating) checkpoints(ctx context.Context, tx Tx) error {
 	return err
 }
 
-// compareSums has the runner send all of what it does not hold as the rows say. A list that it has sent whole was compared already.
+// compareSums asks the runner for a whole list if the runner's checksum differs from that of the rows. A list that it has sent whole was
+// compared already.
 func (b *beating) compareSums(ctx context.Context, tx Tx) error {
 	if b.differences == nil {
 		return nil

@@ -19,7 +19,7 @@ type CheckpointRequest struct {
 	Pinned      bool
 }
 
-// capturePlan is what a capture needs of the rows.
+// capturePlan has what a capture needs from the rows.
 type capturePlan struct {
 	workspace  Workspace
 	checkpoint Checkpoint
@@ -51,7 +51,7 @@ func (c *Controller) capture(ctx context.Context, project core.ProjectID, kind O
 	return t.await(ctx, wait)
 }
 
-// beginCapture begins a capture of a workspace that is ready and, if there is a further condition, meets it.
+// beginCapture begins a capture of a workspace. The workspace must be ready and meet the further condition, if there is one.
 func (c *Controller) beginCapture(ctx context.Context, project core.ProjectID, kind OperationKind, id core.WorkspaceID, req CheckpointRequest, fork *ForkRequest, only func(context.Context, Tx) error) (*Task, error) {
 	var names []string
 	if fork != nil {
@@ -104,7 +104,7 @@ func (c *Controller) beginCapture(ctx context.Context, project core.ProjectID, k
 	})
 }
 
-// plantBeside inserts the children of a fork of a workspace: their checkpoint is still to be captured, on its runner.
+// plantBeside inserts the children of a fork of a workspace. Their checkpoint will be captured on the workspace's runner.
 func (c *Controller) plantBeside(ctx context.Context, tx Tx, project core.ProjectID, cp Checkpoint, req ForkRequest, names []string, attempt int) (*forkPlan, error) {
 	like, err := childOf(cp, req)
 	if err != nil {
@@ -121,7 +121,7 @@ func (c *Controller) plantBeside(ctx context.Context, tx Tx, project core.Projec
 	return &forkPlan{children: children, source: cp}, err
 }
 
-// whenReady runs do when no checkpoint of the workspace is being captured, again if another came first.
+// whenReady runs do when no checkpoint of the workspace is being captured. It runs do again if another capture came first.
 func (c *Controller) whenReady(ctx context.Context, project core.ProjectID, id core.WorkspaceID, do func() error) error {
 	until := time.Now().Add(c.cfg.CaptureWait)
 	for {
@@ -134,7 +134,7 @@ func (c *Controller) whenReady(ctx context.Context, project core.ProjectID, id c
 		if readErr != nil {
 			return readErr
 		}
-		// Ready again by now, or captured by somebody: the next try decides. Anything else will not become ready soon.
+		// The workspace is ready again, or another request captures it: the next try decides. In another state it will not become ready soon.
 		if w.State != core.WorkspaceReady && w.State != core.WorkspaceCheckpointing || time.Now().After(until) {
 			return err
 		}
@@ -204,7 +204,7 @@ func (c *Controller) loadCapture(ctx context.Context, t *Task) (*capturePlan, er
 func (c *Controller) callCapture(ctx context.Context, t *Task, plan *capturePlan) (runnerapi.Checkpoint, error) {
 	var got runnerapi.Checkpoint
 	err := c.insist(ctx, func() error {
-		if t.op.Kind == OpSuspendWorkspace { // the machine is gone then
+		if t.op.Kind == OpSuspendWorkspace { // after a suspension the machine is gone
 			if err := t.hold(ctx); err != nil {
 				return err
 			}
@@ -220,8 +220,8 @@ func (c *Controller) callCapture(ctx context.Context, t *Task, plan *capturePlan
 	return got, err
 }
 
-// record writes a capture that succeeded. The workspace goes on, unless it was terminated meanwhile; the checkpoint counts
-// either way.
+// record writes a capture that succeeded. The workspace continues, unless it was terminated meanwhile; the checkpoint is valid in
+// both cases.
 func (plan *capturePlan) record(ctx context.Context, tx Tx, t *Task, got runnerapi.Checkpoint) error {
 	cp, err := tx.CaptureCheckpoint(ctx, plan.checkpoint.ID, plan.checkpoint.RunnerID, got)
 	if err != nil {
@@ -256,8 +256,8 @@ func (c *Controller) workCapture(ctx context.Context, t *Task) error {
 	})
 }
 
-// captureFailed abandons a capture. A runner that has no such sandbox any more says that the workspace is lost, unless the
-// workspace has another sandbox by now.
+// captureFailed abandons a capture. If the runner no longer has the sandbox, the workspace is lost, unless it has another sandbox by
+// now.
 func (c *Controller) captureFailed(ctx context.Context, t *Task, problem error) error {
 	if core.CodeOf(problem) != core.CodeSandboxNotFound {
 		return c.abandon(ctx, t, problem)
@@ -276,8 +276,8 @@ func (c *Controller) captureFailed(ctx context.Context, t *Task, problem error) 
 	return err
 }
 
-// workForkWorkspace is the work of fork_workspace. The capture is written while the children are already being grown, so
-// that the parent is ready again at once and nothing waits for that.
+// workForkWorkspace is the work of fork_workspace. It writes the capture while the runner already grows the children. So the parent is
+// ready again at once, and the children do not wait for this.
 func (c *Controller) workForkWorkspace(ctx context.Context, t *Task) error {
 	defer c.captureEnded(t.op.WorkspaceID)
 	plan, err := c.loadCapture(ctx, t)
@@ -309,7 +309,7 @@ func (c *Controller) workForkWorkspace(ctx context.Context, t *Task) error {
 	return c.endGrown(ctx, t, plan.fork, grown)
 }
 
-// recordCapture writes the capture and the step, so that the parent goes on.
+// recordCapture writes the capture and the step, so that the parent continues.
 func (c *Controller) recordCapture(ctx context.Context, t *Task, plan *capturePlan, got runnerapi.Checkpoint) error {
 	defer c.captureEnded(t.op.WorkspaceID)
 	recorded := func(now Operation) bool { return now.Step == "fork" }

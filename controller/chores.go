@@ -14,8 +14,8 @@ const (
 	abandonEvery  = 10 * time.Second
 )
 
-// chores is the periodic work that one controller does for all. What a crash waits for is not among it (reconcileLoop): an
-// election may take a quarter of a minute.
+// chores is the periodic work that one controller does for all. It does not include the repairs after a crash (reconcileLoop), because
+// an election may take a quarter of a minute.
 func (c *Controller) chores() []Chore {
 	list := []Chore{
 		{Name: "expire", Every: expiryEvery, Do: c.expire},
@@ -49,7 +49,7 @@ func (c *Controller) chores() []Chore {
 	return list
 }
 
-// choreLoop takes part in the chores whenever the database is there.
+// choreLoop takes part in the chores whenever the database is reachable.
 func (c *Controller) choreLoop(ctx context.Context) {
 	every(ctx, c.cfg.LoopInterval, nil, func() {
 		if err := c.store.Chores(ctx, c.chores(), c.log); err != nil && ctx.Err() == nil {
@@ -58,8 +58,8 @@ func (c *Controller) choreLoop(ctx context.Context) {
 	})
 }
 
-// reconcileLoop runs on every controller. It ends what crashes left: terminations that nobody works on, and the workspaces of
-// runners that have been silent for too long.
+// reconcileLoop runs on every controller. It repairs the results of crashes: it ends terminations that no controller works on, and the
+// workspaces of runners that have been silent for too long.
 func (c *Controller) reconcileLoop(ctx context.Context) {
 	every(ctx, c.cfg.LoopInterval, nil, func() {
 		if err := c.terminateAll(ctx, "termination resumed", Tx.OrphanedTerminations); err != nil && ctx.Err() == nil {
@@ -71,12 +71,13 @@ func (c *Controller) reconcileLoop(ctx context.Context) {
 	})
 }
 
-// expire starts the termination of what is due.
+// expire starts the termination of workspaces whose time is up.
 func (c *Controller) expire(ctx context.Context) error {
 	return c.terminateAll(ctx, "workspace expired", Tx.ExpiredWorkspaces)
 }
 
-// terminateAll starts the termination of what a query finds. Several controllers may do so at once: the state decides.
+// terminateAll starts the termination of the workspaces that a query finds. Several controllers may do so at the same time: the state
+// decides.
 func (c *Controller) terminateAll(ctx context.Context, what string, find func(Tx, context.Context, int) ([]Workspace, error)) error {
 	var due []Workspace
 	err := c.store.InTx(ctx, System(), func(tx Tx) error {

@@ -27,8 +27,8 @@ import (
 
 // Config tunes a controller. Zero values take the defaults of DECISIONS 14 and 20; tests set them short.
 type Config struct {
-	ClusterID      string                // told to runners, which mark everything on their hosts with it
-	OperationLease time.Duration         // how long a crashed controller's operations rest; default 8 s, for all to be at rest again within 15
+	ClusterID      string                // runners mark everything on their hosts with it
+	OperationLease time.Duration         // how long the operations of a crashed controller wait for another one; default 8 s, so that all continue within 15
 	Sole           bool                  // every other controller of the database has ended, as a lock proves: Run resumes their operations at once
 	RunnerLease    time.Duration         // how long a silent runner counts as reachable; default 15 s
 	RunnerFence    time.Duration         // how long after that its workspaces are LOST; default 10 min
@@ -40,35 +40,35 @@ type Config struct {
 	EventsKept     time.Duration         // how long events can be asked for; by whole days; default 7 days
 	FlowsKept      time.Duration         // how long what sandboxes sent is kept; by whole months, so up to one longer; default 90 days, at least one
 	FlowQuota      flows.Quota           // of rows of flows; default flows.FlowsOfWorkspace and the constants beside it
-	KeyCache       time.Duration         // how long a valid key is believed; default 3 s, at most 5 s (revocation)
+	KeyCache       time.Duration         // how long a valid key is cached; default 3 s, at most 5 s (revocation)
 	Limits         Limits                // of requests
 	Traces         trace.TracerProvider  // of requests; nil: none
 	Metrics        prometheus.Registerer // where metrics are registered; nil: nobody sees them
 	AdmissionWait  time.Duration         // how long a request waits for room on a runner; default 10 s, negative: not at all
 	AdmissionQueue int                   // how many requests may wait for that; default 256
-	UsageInterval  time.Duration         // how often what a sandbox uses is written down; default 1 min
+	UsageInterval  time.Duration         // how often the usage of a sandbox is written; default 1 min
 	Bootstrap      Bootstrap
 
 	// Clock is that of leases; nil: bootclock.Now. Tests put a host to sleep with it.
 	Clock bootclock.Clock `json:"-"`
 
 	GuestCall    time.Duration // how long one call of a guest's agent may take; default 60 s
-	ExecGrace    time.Duration // how long after its timeout a program is waited for; default 15 s
+	ExecGrace    time.Duration // how long the controller waits for a program after its timeout; default 15 s
 	SessionQuota SessionQuota  // how many rows of sessions are kept
 	SessionsKept time.Duration // how long the rows of an ended machine's sessions are kept; default 1 h
-	// AllowAllEgress lets projects have the egress policy allow-all where nothing was said for the project itself.
+	// AllowAllEgress allows the egress policy allow-all to projects without a setting of their own.
 	AllowAllEgress bool
 
-	// Store is where runners keep checkpoints for all; nil: nowhere. Here it is only tidied up.
+	// Store is the store in which runners keep checkpoints for each other; nil: there is none. The controller only removes garbage from it.
 	Store      blob.Blobs
-	StoreGrace time.Duration // how long an object stays that nothing needs any more; default 1 h
+	StoreGrace time.Duration // how long an object that is no longer needed stays; default 1 h
 	Wrapper    Wrapper       // of the keys of projects; nil: none of them can be used
 
-	Secrets grants.SecretSource // where secrets of grants are that are not kept here; nil: nowhere
+	Secrets grants.SecretSource // the source of secrets of grants that are not in the database; nil: there is none
 
-	Trust           *Trust        // nil where controller and runner share a secret, as in coppice dev; then no runner can join
+	Trust           *Trust        // nil if controller and runner share a secret, as in coppice dev; then no runner can join
 	CertificateLife time.Duration // of runners' certificates; default 24 h
-	// Authority certifies the keys that sign attestations; Trust's, where that is set. Without one no fork is taken.
+	// Authority certifies the keys that sign attestations. If Trust is set, its authority does this. Without an authority no fork is accepted.
 	Authority        *mtls.Authority
 	AttestationsKept time.Duration // how long attestations are kept; by whole months, so up to one longer; default 400 days
 }
@@ -132,7 +132,7 @@ type Controller struct {
 	store   Store
 	runners Runners
 	log     *slog.Logger
-	owner   string // of operation leases: this process, never reused
+	owner   string // the owner of operation leases: this process; never reused
 
 	runCtx context.Context // the lifetime of operations, which outlives every request
 	stop   context.CancelCauseFunc
@@ -158,7 +158,7 @@ type Controller struct {
 	admission  admission
 	samples    samples
 	marks      marks
-	planning   chan struct{} // a place for each plan of a retention that is being made
+	planning   chan struct{} // a place for each retention plan that is being made for a request
 	data       dataCheck
 	secrets    *secretstore.Keeper
 	grants     *grants.Manager
@@ -167,11 +167,11 @@ type Controller struct {
 	countersigner *countersign.Countersigner // nil without an authority
 	unusable      error                      // why the authority that was given cannot be used; nothing starts then
 
-	// Each has one in it for each that is under way.
+	// Each channel has one element for each import, export or check of a manifest under way.
 	imports, exports, manifests chan struct{}
 }
 
-// New makes a controller. It starts nothing. With an authority that cannot be used Bootstrap, Run and Ready fail.
+// New makes a controller. It starts nothing. If the authority cannot be used, Bootstrap, Run and Ready fail.
 func New(cfg Config, store Store, runners Runners, log *slog.Logger) *Controller {
 	ctx, stop := context.WithCancelCause(context.Background())
 	host, err := os.Hostname()
@@ -206,8 +206,8 @@ func New(cfg Config, store Store, runners Runners, log *slog.Logger) *Controller
 	return c
 }
 
-// Run renews leases, resumes what crashed controllers left, expires workspaces and gives up silent runners, until ctx ends.
-// Then it lets running operations end for the grace time, gives up the leases of the rest and returns nil.
+// Run renews leases, resumes the operations of crashed controllers, expires workspaces and gives up silent runners, until ctx ends.
+// Then it waits for running operations for the grace time, gives up the leases of the others and returns nil.
 func (c *Controller) Run(ctx context.Context) error {
 	if c.unusable != nil {
 		return c.unusable
