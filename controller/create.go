@@ -10,7 +10,7 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// DefaultImage is what a workspace is made from when its request does not say.
+// DefaultImage is the image of a workspace whose request names none.
 const DefaultImage = "base"
 
 // CreateRequest asks for a workspace.
@@ -26,7 +26,7 @@ type CreateRequest struct {
 	Rest      Rest
 }
 
-// CreateWorkspace makes a workspace from an image: a fork of the image's template, which is made first when there is none.
+// CreateWorkspace makes a workspace from an image, as a fork of the image's template. If there is no template, it is made first.
 func (c *Controller) CreateWorkspace(ctx context.Context, project core.ProjectID, req CreateRequest, wait time.Duration) (Answer, error) {
 	if req.Image == "" {
 		req.Image = DefaultImage
@@ -134,32 +134,32 @@ func (c *Controller) workCreate(ctx context.Context, t *Task) error {
 	}
 }
 
-// withoutTemplate reports whether a workspace is to be made of another template after it could not be made of the one of the plan.
+// withoutTemplate reports whether a workspace that could not be made from the plan's template should be made from another one.
 func (c *Controller) withoutTemplate(ctx context.Context, plan *forkPlan, problem error) (bool, error) {
 	template := plan.source
 	elsewhere := template.RunnerID != plan.children[0].Sandbox.RunnerID
 	switch core.CodeOf(problem) {
-	case core.CodeIncompatibleHost: // the runner was started with another VMM since the template was chosen: it is good, but not for it any more
+	case core.CodeIncompatibleHost: // the runner was restarted with another VMM after the template was chosen: the template is valid, but not on this runner
 		return true, nil
 	case core.CodeCheckpointNotFound, core.CodeCheckpointCorrupt:
 		if elsewhere {
 			break
 		}
-		// The runner has lost a template that the rows still promise: its data directory was made anew.
+		// The runner has lost a template that is still in the rows: its data directory was made again.
 		c.log.WarnContext(ctx, "template given up", "checkpoint_id", template.ID, "runner_id", template.RunnerID, "err", problem)
 		return true, c.store.InTx(ctx, System(), func(tx Tx) error { return tx.DropTemplate(ctx, template.ID) })
 	case core.CodeCheckpointIncomplete, core.CodeManifestInvalid, core.CodeStoreUnavailable, core.CodeStoreAuth:
 	default:
 		return false, nil
 	}
-	// What cannot be fetched can be booted.
+	// If the template cannot be fetched, the image can still be booted.
 	if elsewhere {
-		c.log.WarnContext(ctx, "template could not be taken over", "checkpoint_id", template.ID, "runner_id", plan.children[0].Sandbox.RunnerID, "err", problem)
+		c.log.WarnContext(ctx, "template could not be fetched by another runner", "checkpoint_id", template.ID, "runner_id", plan.children[0].Sandbox.RunnerID, "err", problem)
 	}
 	return elsewhere, nil
 }
 
-// fromTemplate gives the workspace the template that it is forked from; a local one is of its own runner.
+// fromTemplate gives the workspace the template that it is forked from. A local template is one of its own runner.
 func (c *Controller) fromTemplate(ctx context.Context, t *Task, plan *forkPlan, local bool) error {
 	w := plan.children[0]
 	template, err := c.template(ctx, w, local)

@@ -11,16 +11,16 @@ import (
 	"github.com/coppice-dev/coppice/internal/pass"
 )
 
-// filesTTL is how long a pass for files is good for.
+// filesTTL is how long a pass for files is valid.
 const filesTTL = 5 * time.Minute
 
-// Way is how a user reaches a stream or files: straight at the runner with a pass, or, with an empty URL, through this
+// Way says how a user reaches a stream or files: directly at the runner with a pass, or, if the URL is empty, through this
 // controller.
 type Way struct {
 	URL        string
 	Token      string
 	ExpiresAt  time.Time
-	Authority  string // in PEM, the only one to believe there; empty: those of the user's system
+	Authority  string // in PEM, the only one to trust there; empty: the authorities of the user's system
 	ServerName string // to be expected with Authority
 }
 
@@ -49,7 +49,7 @@ func (c *Controller) FilesWay(ctx context.Context, project core.ProjectID, id co
 	return c.sign(ctx, w, pass.Claims{Scope: pass.Files}, runnerapi.PathDataFiles, filesTTL)
 }
 
-// sign makes a pass for the present sandbox of a workspace; none when its runner has no data plane.
+// sign makes a pass for the present sandbox of a workspace. It makes none if the runner has no data plane.
 func (c *Controller) sign(ctx context.Context, w Workspace, claims pass.Claims, path string, life time.Duration) (Way, error) {
 	if c.cfg.Trust == nil {
 		return Way{}, nil

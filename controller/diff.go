@@ -13,7 +13,7 @@ type DiffPage struct {
 	Limit int
 }
 
-// DiffCheckpoints says what differs from a checkpoint to another of its tree. Their runner compares them.
+// DiffCheckpoints returns the differences between two checkpoints of a tree. A runner that has both compares them.
 func (c *Controller) DiffCheckpoints(ctx context.Context, project core.ProjectID, from, to core.CheckpointID, p DiffPage) (runnerapi.DiffPage, error) {
 	type pair struct {
 		a, b     Checkpoint

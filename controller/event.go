@@ -17,13 +17,13 @@ type Event struct {
 	Type         string // object.state: workspace.ready, checkpoint.captured, operation.failed
 	WorkspaceID  core.WorkspaceID
 	CheckpointID core.CheckpointID
-	Root         core.CheckpointID // of the tree that it happened in
+	Root         core.CheckpointID // of the tree in which it happened
 	OperationID  core.OperationID
-	Data         json.RawMessage // what belongs to the type
+	Data         json.RawMessage // the data of this type
 	CreatedAt    time.Time
 }
 
-// EventFilter selects events; zero fields do not filter. A type is a whole one or what stands before its dot.
+// EventFilter selects events; zero fields do not filter. A type is a whole type, or its part before the dot.
 type EventFilter struct {
 	Project     core.ProjectID
 	Root        core.CheckpointID
@@ -31,7 +31,7 @@ type EventFilter struct {
 	Types       []string
 }
 
-// Match is what Events of EventTx does with rows.
+// Match reports whether an event matches. Events of EventTx does the same with rows.
 func (f EventFilter) Match(e Event) bool {
 	switch {
 	case f.Project != "" && f.Project != e.ProjectID, f.Root != "" && f.Root != e.Root, f.WorkspaceID != "" && f.WorkspaceID != e.WorkspaceID:
@@ -43,13 +43,13 @@ func (f EventFilter) Match(e Event) bool {
 	return slices.Contains(f.Types, e.Type) || slices.Contains(f.Types, object)
 }
 
-// EventMarks bound what can be asked for.
+// EventMarks bound the events that can be read.
 type EventMarks struct {
-	Floor  int64 // the highest id that is not kept any more
+	Floor  int64 // the highest id that is no longer kept
 	Newest int64 // the highest id that was handed out
 }
 
-// EventTail is what is visible at the end of the table, and by which server.
+// EventTail has the events that are visible at the end of the table, and the server that answered.
 type EventTail struct {
 	Events  []Event // of all projects, by id
 	Settled uint64  // the lowest id of a transaction that had not ended: what all earlier ones wrote is visible in Events
@@ -68,18 +68,18 @@ type EventTx interface {
 	EventMarks(ctx context.Context) (EventMarks, error)
 	// Transaction gives this transaction an id and returns it: every id handed out before is lower.
 	Transaction(ctx context.Context) (uint64, error)
-	// TidyEvents makes partitions ahead and drops those that are older than keep.
+	// TidyEvents makes the next partitions and drops those that are older than keep.
 	TidyEvents(ctx context.Context, keep time.Duration) error
 }
 
 const (
 	eventBatch   = 512
 	eventRing    = 8192
-	eventPoll    = 250 * time.Millisecond // should nobody wake the reader
+	eventPoll    = 250 * time.Millisecond // in case nothing wakes the reader
 	eventUnclear = 5 * time.Millisecond   // at first, while a transaction that began earlier has not ended
 	eventRetry   = time.Second
 
-	eventCoalesce = 5 * time.Millisecond // at least between two looks
+	eventCoalesce = 5 * time.Millisecond // the shortest time between two looks
 
 	maxStreams        = 1024
 	maxProjectStreams = 128
@@ -94,7 +94,7 @@ type EventStream struct {
 }
 
 // StreamEvents begins after the event with the given id; 0 is before the oldest one that is kept, and a negative one means now.
-// tree is any checkpoint of the tree that is wanted.
+// tree is any checkpoint of the wanted tree.
 func (c *Controller) StreamEvents(ctx context.Context, project core.ProjectID, tree core.CheckpointID, f EventFilter, after int64) (*EventStream, error) {
 	f.Project = project
 	var marks EventMarks
@@ -145,7 +145,7 @@ func eventsExpired(after, floor int64) error {
 	return core.Errorf(core.FailedPrecondition, core.CodeEventsExpired, "events up to %d are not kept any more, and %d is asked for. Read the present state and begin without an id", floor, after)
 }
 
-// Close gives the stream's place back.
+// Close frees the stream's place.
 func (s *EventStream) Close() { s.c.feed.leave(s.filter.Project) }
 
 // Cursor is the id up to which everything that matches has been returned.

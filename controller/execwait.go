@@ -7,15 +7,15 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// Pauses between two questions to an agent that answers a wait before its time.
+// Pauses between two questions to an agent that answers a wait too early.
 const (
 	firstWaitPause = 100 * time.Millisecond
 	maxWaitPause   = 5 * time.Second
 )
 
-// awaitExit asks the agent for the end of a session until it has ended or no time is left. It asks at least once. The agent
-// should answer when the session ends or the asked time is over. One that answers sooner is asked again after a pause, which
-// doubles each time.
+// awaitExit asks the agent for the end of a session until the session has ended or no time is left. It asks at least once. The
+// agent should answer when the session ends or the requested time is over. If it answers earlier, it is asked again after a pause,
+// which doubles each time.
 func (c *Controller) awaitExit(ctx context.Context, left func() time.Duration, ask func(slice time.Duration) (GuestSession, error)) (GuestSession, error) {
 	early := firstWaitPause
 	for {
@@ -36,11 +36,11 @@ func (c *Controller) awaitExit(ctx context.Context, left func() time.Duration, a
 	}
 }
 
-// execEnd waits for the end of a program. The agent ends a program when its timeout is over. An agent that reports a running
-// program long after that is not believed. A program without a timeout is waited for until the caller gives up.
+// execEnd waits for the end of a program. The agent ends a program when its timeout is over. If the agent still reports a running
+// program long after that, it is not believed. Without a timeout, execEnd waits until the caller gives up.
 //
 // The agent measures the timeout by the clock of its machine, which stops while the machine stands still. So only the time
-// that the agent was asked to wait counts here: a machine that stood still meanwhile answers that much later.
+// that the agent was asked to wait counts here: if the machine stood still meanwhile, the answer comes later by that time.
 func (c *Controller) execEnd(ctx context.Context, s *Sandbox, view SessionView, req ExecRequest) (GuestSession, error) {
 	if view.Guest.State == GuestExited {
 		return view.Guest, nil
@@ -72,12 +72,12 @@ func (c *Controller) execEnd(ctx context.Context, s *Sandbox, view SessionView, 
 	return g, err
 }
 
-// stallNotice is how long the rows may lag behind a runner that holds a machine, or lets it go.
+// stallNotice is how late the rows may show that a runner has stopped or continued a machine.
 const stallNotice = 5 * time.Second
 
-// throughStalls asks the guest of a session, again when the machine stood still. A machine stands still while it waits for
-// the store, while it is captured, and while its workspace is suspended. After a resume s is the session's new sandbox. The
-// rows decide whether a machine stands still: the guest's own word keeps nobody waiting for longer than stallNotice.
+// throughStalls asks the guest of a session. It asks again if the machine stood still. A machine stands still while it waits for
+// the store, while it is captured, and while its workspace is suspended. After a resume, s is the session's new sandbox. The rows
+// decide whether a machine stands still: a claim of the guest alone delays a caller by at most stallNotice.
 func (c *Controller) throughStalls(ctx context.Context, row Session, s *Sandbox, ask func(Sandbox) error) error {
 	var doubtful time.Time // when the first error came that the rows do not explain
 	for wait := firstWaitPause; ; wait = min(2*wait, maxWaitPause) {
@@ -107,8 +107,8 @@ func (c *Controller) throughStalls(ctx context.Context, row Session, s *Sandbox,
 	}
 }
 
-// standing reports whether the machine of a session stands still and will go on. It returns the sandbox that the session has
-// now: another one after a resume.
+// standing reports whether the machine of a session stands still and will continue. It returns the present sandbox of the session,
+// which is another one after a resume.
 func (c *Controller) standing(ctx context.Context, row Session, s Sandbox) (now Sandbox, still bool, err error) {
 	w, err := read(ctx, c, InProject(row.ProjectID), func(tx Tx) (Workspace, error) {
 		w, err := tx.Workspace(ctx, row.WorkspaceID)

@@ -10,13 +10,13 @@ import (
 	"github.com/coppice-dev/coppice/snapshotstore/manifest"
 )
 
-// How many files are read and written at once: each takes memory, see snapshotstore.
+// How many files are read and written at the same time: each takes memory, see snapshotstore.
 const (
 	maxImports = 4
 	maxExports = 8
 )
 
-// enter takes a place among those that do the same, or says that there is none.
+// enter takes a place in a channel of places. It fails if there is none.
 func enter(places chan struct{}, what string) (leave func(), err error) {
 	select {
 	case places <- struct{}{}:
@@ -26,7 +26,7 @@ func enter(places chan struct{}, what string) (leave func(), err error) {
 	}
 }
 
-// ExportedFile is a checkpoint about to be sent as one file. Close it.
+// ExportedFile is a checkpoint that will be sent as one file. Close it.
 type ExportedFile struct {
 	Checkpoint Checkpoint
 	Size       int64 // bytes
@@ -37,8 +37,8 @@ type ExportedFile struct {
 	leave func()
 }
 
-// ExportCheckpoint opens a sealed checkpoint to be sent as one file: CHECKPOINT_NOT_READY when it is not sealed yet. A checkpoint that is
-// deleted meanwhile stays whole for the grace of the store.
+// ExportCheckpoint opens a sealed checkpoint, to send it as one file. It fails with CHECKPOINT_NOT_READY if the checkpoint is not sealed yet. If
+// the checkpoint is deleted meanwhile, its objects stay in the store for the grace time.
 func (c *Controller) ExportCheckpoint(ctx context.Context, project core.ProjectID, id core.CheckpointID) (_ *ExportedFile, err error) {
 	if err := c.StoreConfigured(); err != nil {
 		return nil, err
@@ -73,7 +73,7 @@ func (c *Controller) ExportCheckpoint(ctx context.Context, project core.ProjectI
 	return &ExportedFile{Checkpoint: cp, Size: file.Size(), c: c, store: store, file: file, leave: leave}, nil
 }
 
-// Write writes the file. What came out of one that failed is not whole, and shows it.
+// Write writes the file. If it fails, the file is incomplete, and a reader can see this.
 func (f *ExportedFile) Write(ctx context.Context, w io.Writer) error {
 	if err := f.file.Write(ctx, f.store, w); err != nil {
 		return err

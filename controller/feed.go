@@ -11,9 +11,9 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// feed reads the events of all projects once for all streams of this process, and only while there are any. It passes an event
-// on when every lower id is settled: visible, or never to be. The order of ids is that of the changes of each object, but
-// transactions commit in another; docs/adr/0015-event-order.md says how a reader misses none.
+// feed reads the events of all projects once for all streams of this process, and only while there are streams. It passes on an
+// event when every lower id is settled: it is visible, or it never will be. The ids of an object's events are in the order of its
+// changes, but transactions commit in another order. docs/adr/0015-event-order.md says how a reader misses no event.
 type feed struct {
 	wake chan struct{} // size 1: look now
 
@@ -100,8 +100,8 @@ func (f *feed) known(ctx context.Context) (int64, error) {
 	}
 }
 
-// after returns a copy of what is in the ring above an id, whether the ring reaches back that far, and a channel that is closed
-// when there is more. The channel is nil when the controller stops.
+// after returns a copy of the events in the ring above an id. It also returns whether the ring reaches back that far, and a channel
+// that is closed when there are more events. The channel is nil if the controller is stopping.
 func (f *feed) after(id int64) (list []Event, horizon int64, ok bool, changed <-chan struct{}) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -131,7 +131,7 @@ func (f *feed) pass(list []Event, horizon int64) {
 	f.publish()
 }
 
-// publish wakes everyone who waits. mu is held.
+// publish wakes all waiting streams. The caller holds mu.
 func (f *feed) publish() {
 	close(f.changed)
 	f.changed = make(chan struct{})
@@ -141,7 +141,7 @@ func (f *feed) idle() bool {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	if f.total == 0 {
-		f.ready, f.ring = false, nil // whoever comes next begins anew
+		f.ready, f.ring = false, nil // the next stream starts again
 	}
 	return f.total == 0
 }
@@ -160,8 +160,8 @@ func (f *feed) close() {
 	f.publish()
 }
 
-// tail is what the reader knows between two looks. Ids up to limit were handed out to transactions below bound: once all of
-// those have ended, what is not visible up to limit never will be. bound is 0 when no such question is open.
+// tail is the state of the reader between two looks. Ids up to limit were handed out to transactions below bound. When all of these
+// have ended, an id up to limit that is not visible never will be. bound is 0 if no such question is open.
 type tail struct {
 	begun   bool
 	history int64 // of the server that answered last
@@ -186,7 +186,7 @@ func (c *Controller) feedLoop(ctx context.Context) {
 		}
 		if c.feed.idle() {
 			t = nil
-			timer.Stop() // until somebody comes
+			timer.Stop() // until a stream is opened
 			continue
 		}
 		wait, err := c.look(ctx, &t)
@@ -196,14 +196,14 @@ func (c *Controller) feedLoop(ctx context.Context) {
 				c.log.WarnContext(ctx, "events were not read", "err", err)
 			}
 		}
-		if pause(ctx, eventCoalesce) != nil { // a storm of hints is one look
+		if pause(ctx, eventCoalesce) != nil { // many hints cause one look
 			return
 		}
 		timer.Reset(max(wait-eventCoalesce, 0))
 	}
 }
 
-// look begins or goes on, and says when to look again.
+// look begins or continues reading, and returns when to look again.
 func (c *Controller) look(ctx context.Context, t **tail) (time.Duration, error) {
 	if *t == nil {
 		begin, err := c.beginTail(ctx)
@@ -222,11 +222,11 @@ func (c *Controller) look(ctx context.Context, t **tail) (time.Duration, error) 
 	return wait, err
 }
 
-// errSetBack says that the database has not handed out yet what was passed on, and is of the same history: it was replaced by
-// an older copy of itself.
+// errSetBack says that the database has not handed out ids that were passed on, although its history is the same: it was replaced
+// by an older copy of itself.
 var errSetBack = errors.New("the database was set back")
 
-// beginTail asks from which id on everything is to be passed on: the newest one, once all that was handed out is settled.
+// beginTail finds the id after which all events are passed on: the newest id, when all ids up to it are settled.
 func (c *Controller) beginTail(ctx context.Context) (*tail, error) {
 	marks, err := read(ctx, c, System(), func(tx Tx) (EventMarks, error) { return tx.EventMarks(ctx) })
 	if err != nil {
@@ -236,12 +236,12 @@ func (c *Controller) beginTail(ctx context.Context) (*tail, error) {
 	return &tail{horizon: marks.Newest, limit: marks.Newest, bound: bound}, err
 }
 
-// bound returns an id above those of all transactions that have one now.
+// bound returns a transaction id above the ids of all present transactions.
 func (c *Controller) bound(ctx context.Context) (uint64, error) {
 	return read(ctx, c, System(), func(tx Tx) (uint64, error) { return tx.Transaction(ctx) })
 }
 
-// advance passes on what is settled above the horizon.
+// advance passes on the settled events above the horizon.
 func (c *Controller) advance(ctx context.Context, t *tail) (time.Duration, error) {
 	got, err := read(ctx, c, System(), func(tx Tx) (EventTail, error) { return tx.TailEvents(ctx, t.horizon, eventBatch) })
 	switch {

@@ -11,12 +11,12 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// SilentRunner is why a workspace is lost with its runner.
+// SilentRunner is the reason of a workspace that is lost with its runner.
 const SilentRunner = "its runner has not been heard of for longer than its lease allows"
 
 const (
-	fenceRunners     = 128  // given up in one transaction
-	fenceWorkspaces  = 256  // lost in one transaction, all of one runner
+	fenceRunners     = 128  // runners that are given up in one transaction
+	fenceWorkspaces  = 256  // workspaces of one runner that are lost in one transaction
 	fenceRound       = 4096 // runners that one round looks at
 	fenceConcurrency = 4
 )
@@ -26,7 +26,7 @@ const (
 // First fence marks the runners, so that operations that wait for the end of a runner go on. Then
 // it ends the workspaces on these runners as lost, runner by runner. This second step reads the
 // current rows, not the list of runners that were just marked. A workspace that becomes ready on
-// such a runner in between is lost in the next round.
+// such a runner in between becomes lost in the next round.
 func (c *Controller) fence(ctx context.Context) error {
 	for {
 		marked, err := read(ctx, c, System(), func(tx Tx) ([]core.RunnerID, error) { return tx.FenceRunners(ctx, c.cfg.RunnerFence, fenceRunners) })

@@ -15,7 +15,7 @@ import (
 // MaxFork is how many children one fork may ask for.
 const MaxFork = 256
 
-// ForkRequest asks for children of a checkpoint, or of a workspace that is checkpointed for it.
+// ForkRequest asks for children of a checkpoint, or of a workspace, which is then captured first.
 type ForkRequest struct {
 	Count        int
 	Name         string // of the only child, or the start of "<name>-1" and up; empty: made up
@@ -53,18 +53,18 @@ func (r ForkRequest) names() ([]string, error) {
 	return names, nil
 }
 
-// forkPlan is what a fork needs of the rows.
+// forkPlan has what a fork needs from the rows.
 type forkPlan struct {
-	children []Workspace // in the order asked, each with its sandbox and that one's runner
+	children []Workspace // in the requested order, each with its sandbox and the runner of the sandbox
 	source   Checkpoint
-	loaded   bool // of rows: it may be that children were grown before, with rules that were others
+	loaded   bool // the plan is from rows: children may have been grown before, with other rules
 
 	// mu guards given.
 	mu    sync.Mutex
 	given map[core.WorkspaceID]grants.Given // what runners were told
 }
 
-// sent is what a child's runner is known to have been told when it has grown it.
+// sent is what a child's runner is known to have of its rules and grants after it has grown the child.
 func (p *forkPlan) sent(child Workspace) grants.Given {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -139,7 +139,7 @@ func notForkable(cp Checkpoint) error {
 	return core.Errorf(core.FailedPrecondition, core.CodeCheckpointNotReady, "checkpoint %s is %s and cannot be forked", cp.ID, cp.State)
 }
 
-// childOf is what the children of a checkpoint have in common.
+// childOf has the fields that all children of a checkpoint have in common.
 func childOf(source Checkpoint, req ForkRequest) (Workspace, error) {
 	w := Workspace{
 		State: core.WorkspaceRestoring, Image: source.Image, Resources: source.Resources, Egress: req.Egress, Env: req.Env, Labels: req.Labels,
@@ -180,8 +180,8 @@ type planting struct {
 	runners []Runner    // one for each name
 	names   []string    // empty ones are made up
 	like    Workspace   // what they have in common
-	source  *Checkpoint // that they grow from; nil: an image, so that they begin a tree
-	attempt int         // 0: hosts are called like their workspaces
+	source  *Checkpoint // the checkpoint that they grow from; nil: they are made from an image and begin a tree
+	attempt int         // 0: hostnames are the names of the workspaces
 	ttl     time.Duration
 }
 
@@ -292,7 +292,7 @@ func (c *Controller) grow(ctx context.Context, t *Task, plan *forkPlan) error {
 	return c.endGrown(ctx, t, plan, got)
 }
 
-// endGrown ends the operation by what the runner answered.
+// endGrown ends the operation according to the runner's answer.
 func (c *Controller) endGrown(ctx context.Context, t *Task, plan *forkPlan, got []runnerapi.ChildResult) error {
 	ready := 0
 	for i := range got {
@@ -306,7 +306,7 @@ func (c *Controller) endGrown(ctx context.Context, t *Task, plan *forkPlan, got 
 	return c.finishGrown(ctx, t, plan, got)
 }
 
-// finishGrown writes what became of the children: one transaction, a handful of statements whatever their number.
+// finishGrown writes the outcome of the children, in one transaction with a few statements, whatever their number.
 func (c *Controller) finishGrown(ctx context.Context, t *Task, plan *forkPlan, got []runnerapi.ChildResult) error {
 	err := t.finish(ctx, func(ctx context.Context, tx Tx) (Outcome, Result, error) {
 		var ready []ReadyWorkspace
@@ -392,7 +392,7 @@ func unmoved(ctx context.Context, tx Tx, plan *forkPlan, moved []Workspace) (map
 	return now, err
 }
 
-// whyUnready says by its row why a workspace that was made did not become ready. A client may repeat what was lost with a runner.
+// whyUnready finds in its row why a new workspace did not become ready. A client may repeat the request if the runner was lost.
 func whyUnready(id core.WorkspaceID, now Workspace) *core.Error {
 	if now.Failure != nil && now.Failure.Code == core.CodeRunnerLost {
 		return core.Errorf(core.Unavailable, core.CodeRunnerLost, "the runner of workspace %s was given up while the workspace was being made; repeat the request", id)
@@ -400,8 +400,8 @@ func whyUnready(id core.WorkspaceID, now Workspace) *core.Error {
 	return core.Errorf(core.Conflict, core.CodeStateConflict, "workspace %s was terminated while it was being made", id)
 }
 
-// gather puts the outcome together, in the order asked. A child that was not moved was terminated meanwhile, or its runner was
-// given up.
+// gather puts the outcome together, in the requested order. A child that did not become ready was terminated meanwhile, or its runner
+// was given up.
 func gather(plan *forkPlan, got []runnerapi.ChildResult, moved []Workspace, now map[core.WorkspaceID]Workspace) (Outcome, Result) {
 	byID := make(map[core.WorkspaceID]*Workspace, len(moved))
 	for i := range moved {

@@ -46,8 +46,8 @@ func (c *Controller) callFork(ctx context.Context, plan *forkPlan) ([]runnerapi.
 	return out, nil
 }
 
-// callShare asks one runner for some of the children, again when it could not be reached, and checks every answer: a child counts as
-// grown only with a complete reseal of the generation that it was given, and with an attestation of it by the runner that was asked.
+// callShare asks one runner for some of the children. It repeats the request if the runner could not be reached, and checks every
+// answer. A child counts as grown only with a complete reseal of its generation, and with an attestation by the runner that was asked.
 func (c *Controller) callShare(ctx context.Context, plan *forkPlan, endpoint string, share []int, out []runnerapi.ChildResult) error {
 	req := runnerapi.Fork{CheckpointID: plan.source.ID, Children: make([]runnerapi.Child, len(share)), Sources: plan.source.Sources, Peers: plan.source.Peers, Expected: expected(plan.source)}
 	// A host that joined again is another runner. It may still hold the checkpoint that it captured
@@ -63,7 +63,7 @@ func (c *Controller) callShare(ctx context.Context, plan *forkPlan, endpoint str
 			req.Children[n].DiskGiB = w.Resources.DiskGiB
 		}
 	}
-	// Without the keys a runner can still grow what it holds; another says that it lacks them, and here is why.
+	// Without the keys a runner can still grow a checkpoint that it has. Another runner reports that it lacks the keys; this is the cause.
 	keys, unavailable := c.keysFor(ctx, plan.source.Sources...)
 	if unavailable != nil && core.CodeOf(unavailable) != core.CodeKeyUnavailable {
 		return unavailable
@@ -97,7 +97,7 @@ func (c *Controller) callShare(ctx context.Context, plan *forkPlan, endpoint str
 	return nil
 }
 
-// tell says what each of some children is to be: the grants that it has are re-issued here, by the secrets and the rules of this moment.
+// tell describes some of the children for their runner. It issues their grants again, with the present secrets and rules.
 func (c *Controller) tell(ctx context.Context, plan *forkPlan, share []int, children []runnerapi.Child) error {
 	list := make([]grants.Workspace, len(share))
 	for n, i := range share {
@@ -123,7 +123,7 @@ func (c *Controller) tell(ctx context.Context, plan *forkPlan, share []int, chil
 	return nil
 }
 
-// refused says why an answer about a child does not make it ready.
+// refused says why a child is not ready after the runner's answer.
 func refused(asked runnerapi.Child, got runnerapi.ChildResult) error {
 	switch {
 	case got.Problem != nil:
@@ -138,8 +138,8 @@ func refused(asked runnerapi.Child, got runnerapi.ChildResult) error {
 	return nil
 }
 
-// insist repeats a call while the runner cannot be reached, for a bounded time from when it first could not: a connection that
-// breaks late in a long call is no reason to give up at once.
+// insist repeats a call while the runner cannot be reached. The bounded time begins when the runner could first not be reached: if a
+// connection breaks late in a long call, this is no reason to give up at once.
 func (c *Controller) insist(ctx context.Context, call func() error) error {
 	var until time.Time
 	for wait := 50 * time.Millisecond; ; wait = min(2*wait, time.Second) {

@@ -14,16 +14,16 @@ const (
 	collectEvery    = time.Minute
 	collectBatch    = 1000 // objects of one statement, and of one call of the store
 	collectTime     = 25 * time.Second
-	collectFailures = 3              // in a row, after which the store is taken for being away
-	uploadKept      = 24 * time.Hour // an upload that goes on is never that old
+	collectFailures = 3              // failures in a row after which the store counts as unreachable
+	uploadKept      = 24 * time.Hour // no upload under way is that old
 	uploadsEvery    = time.Hour
 	storePrefix     = "v1/"
-	maxStoreDetails = 1000 // of what is wrong
+	maxStoreDetails = 1000 // problems of each kind in a report
 )
 
 // Where a controller may be killed while it collects garbage.
 var (
-	afterCondemn = failpoint.New("controller.after_condemn") // rows say that objects are to go
+	afterCondemn = failpoint.New("controller.after_condemn") // rows say that objects will be removed
 	afterDelete  = failpoint.New("controller.after_delete")  // the objects are gone, their rows are not
 )
 
@@ -34,7 +34,7 @@ type StoredObject struct {
 	Condemned bool
 }
 
-// Garbage is what a collection has done, or would do.
+// Garbage is the result of a collection, or of a dry run.
 type Garbage struct {
 	DryRun        bool
 	Condemned     int   // objects that nothing needs any more, as of now
@@ -48,29 +48,31 @@ type Garbage struct {
 	More          bool // the time was over before the work was
 }
 
-// GarbageTx keeps what of the store is to go. All of it is the system's.
+// GarbageTx keeps the objects of the store that will be removed. All of them belong to the system.
 type GarbageTx interface {
-	// CondemnObjects looks at up to limit losses of needs and condemns the objects that nothing needs any more. It returns how many
-	// losses it has looked at. With dryRun it only looks.
+	// CondemnObjects looks at up to limit needs that were lost, and condemns the objects that nothing needs any more. It returns how
+	// many lost needs it has looked at. With dryRun it only looks.
 	CondemnObjects(ctx context.Context, limit int, dryRun bool) (looked, condemned int, err error)
 	// CondemnedObjects returns up to limit objects that were condemned longer ago than grace, after a key, in the order of their keys, and
 	// how many were condemned since.
 	CondemnedObjects(ctx context.Context, grace time.Duration, after string, limit int) (list []runnerapi.StoredObject, waiting int, err error)
 	// ForgetObjects removes the rows of condemned objects whose bytes are gone.
 	ForgetObjects(ctx context.Context, keys []string) error
-	// Debris returns prefixes of attempts that ended longer ago than grace without a commit, after one, and how many ended since.
+	// Debris returns the prefixes, after a given one, of attempts that ended longer ago than grace without a commit. It also returns how
+	// many attempts ended since.
 	Debris(ctx context.Context, grace time.Duration, after string, limit int) (prefixes []string, waiting int, err error)
 	ForgetDebris(ctx context.Context, prefix string) error
 	// Objects returns rows after a key, in the order of their keys, and KnownObjects those of the keys that have one.
 	Objects(ctx context.Context, after string, limit int) ([]StoredObject, error)
 	KnownObjects(ctx context.Context, keys []string) (map[string]StoredObject, error)
-	// SealedAfter returns where sealed checkpoints are, by their ids, from one on; with it if including.
+	// SealedAfter returns the places of sealed checkpoints in the store, in the order of their ids, beginning after one, or with it if
+	// including is set.
 	SealedAfter(ctx context.Context, after core.CheckpointID, including bool, limit int) ([]runnerapi.Stored, error)
-	// CountSealed counts those after one.
+	// CountSealed counts the sealed checkpoints after one.
 	CountSealed(ctx context.Context, after core.CheckpointID) (int, error)
 	// NeededBy returns the sealed checkpoints that need objects, by their keys.
 	NeededBy(ctx context.Context, keys []string) (map[string][]core.CheckpointID, error)
-	// OpenPrefixes returns where objects may be without a row: of attempts under way, and debris.
+	// OpenPrefixes returns the prefixes below which objects may have no row: those of attempts under way, and of debris.
 	OpenPrefixes(ctx context.Context) (uploading, debris []string, err error)
 }
 
@@ -85,8 +87,8 @@ func (c *Controller) collect(ctx context.Context) error {
 	return err
 }
 
-// CollectGarbage removes from the store what nothing needs, or with dryRun says what it would. Several may run at once, and one may end
-// between any two steps: what is to be done is found out anew by the next.
+// CollectGarbage removes the objects that nothing needs from the store. With dryRun it only says what it would remove. Several collections may
+// run at the same time, and one may end between any two steps: the next one finds out again what there is to do.
 func (c *Controller) CollectGarbage(ctx context.Context, dryRun bool) (Garbage, error) {
 	out := Garbage{DryRun: dryRun}
 	if err := c.StoreConfigured(); err != nil {
@@ -157,7 +159,7 @@ func (c *Controller) deleteCondemned(ctx context.Context, out *Garbage) error {
 	}
 }
 
-// deleteDebris goes on when some of it cannot be deleted, until that happens several times in a row.
+// deleteDebris continues when some of it cannot be deleted, until this happens several times in a row.
 func (c *Controller) deleteDebris(ctx context.Context, out *Garbage) error {
 	var failed []error
 	inARow := 0
@@ -185,7 +187,7 @@ func (c *Controller) deleteDebris(ctx context.Context, out *Garbage) error {
 	}
 }
 
-// deleteBelow removes what an attempt has left. It is done with when there was nothing any more.
+// deleteBelow removes the objects that an attempt has left. The attempt is done when there are none.
 func (c *Controller) deleteBelow(ctx context.Context, prefix string, out *Garbage) error {
 	var keys []string
 	found := false
@@ -227,7 +229,7 @@ func (c *Controller) deleteBelow(ctx context.Context, prefix string, out *Garbag
 	return c.store.InTx(ctx, System(), func(tx Tx) error { return tx.ForgetDebris(ctx, prefix) })
 }
 
-// sweepUploads removes what uploads have left that no list shows.
+// sweepUploads removes the parts of unfinished uploads, which no list of objects shows.
 func (c *Controller) sweepUploads(ctx context.Context) error {
 	return c.cfg.Store.Sweep(ctx, time.Now().Add(-max(uploadKept, c.cfg.StoreGrace)))
 }
