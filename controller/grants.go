@@ -23,7 +23,7 @@ func newGrants(c *Controller) *grants.Manager {
 	}, grantStore{c.store})
 }
 
-// deliverRules delivers the rules of a workspace that were just changed, and returns the workspace as it is then.
+// deliverRules delivers the just changed rules of a workspace, and returns the workspace after that.
 func (c *Controller) deliverRules(ctx context.Context, w Workspace) Workspace {
 	if _, applied := c.grants.ApplyNow(ctx, w.ForGrants()); applied {
 		if now, err := c.Workspace(ctx, w.ProjectID, w.ID); err == nil {
@@ -48,11 +48,11 @@ func (s grantStore) InSystem(ctx context.Context, fn func(grants.Tx) error) erro
 
 // RulesTx orders forks and changes of rules.
 type RulesTx interface {
-	// HoldRules, and then a look at the rules of a workspace, keeps LockRules of the project waiting until this transaction ends.
+	// HoldRules makes LockRules of the project wait until this transaction ends. Call it before reading the rules of a workspace.
 	HoldRules(project core.ProjectID)
 }
 
-// ForGrants returns what package grants knows of a workspace.
+// ForGrants returns the fields of a workspace that package grants needs.
 func (w Workspace) ForGrants() grants.Workspace {
 	g := grants.Workspace{
 		ID: w.ID, ProjectID: w.ProjectID, Parent: w.Parent, State: w.State, Egress: w.Egress, Rules: w.Rules,
@@ -69,7 +69,7 @@ func (w Workspace) ForGrants() grants.Workspace {
 // RulesPending reports whether a workspace runs on a host that is not known to have its present rules.
 func (w Workspace) RulesPending() bool { return w.ForGrants().Pending() }
 
-// origin has the rules that bound the forks of a checkpoint: those of its workspace. It is nil for a checkpoint of an image or a file.
+// origin has the rules that bound the forks of a checkpoint: the rules of its workspace. It is nil for a checkpoint from an image or a file.
 func (cp Checkpoint) origin() *grants.WorkspaceRules {
 	if cp.WorkspaceID == "" {
 		return nil
@@ -77,7 +77,7 @@ func (cp Checkpoint) origin() *grants.WorkspaceRules {
 	return &grants.WorkspaceRules{ID: cp.WorkspaceID, Egress: cp.Egress, Allow: cp.Allow}
 }
 
-// inherit gives children the grants of the workspace that they come from, as it has them now.
+// inherit gives children the present grants of their parent workspace.
 func inherit(ctx context.Context, tx Tx, source Checkpoint, choice grants.Choice, children []Workspace) error {
 	if choice.None || source.WorkspaceID == "" || !source.Granted && len(choice.Names) == 0 {
 		return nil

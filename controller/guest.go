@@ -9,8 +9,8 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// What the guest's agent says, as far as the controller passes it on. guestagent/guestapi defines it; a test compares the two.
-// Everything in it is the guest's word and so untrusted: it is bounded, typed and shown, never believed.
+// The parts of the guest agent's messages that the controller passes on. guestagent/guestapi defines them; a test compares the two.
+// Everything in them comes from the guest and is untrusted: it is bounded, typed and shown, never believed.
 type (
 	// GuestSession is an exec session as the agent holds it.
 	GuestSession struct {
@@ -47,7 +47,7 @@ type (
 		User      string            `json:"user,omitempty"`
 	}
 
-	// Process is one process of the workload, as it is seen from inside it.
+	// Process is one process of the workload, as the guest reports it.
 	Process struct {
 		PID      int    `json:"pid"`
 		PPID     int    `json:"ppid"`
@@ -82,8 +82,8 @@ const GuestExited = "exited"
 // guestWaitSlice is the longest time of one wait call: an idle connection is never older.
 const guestWaitSlice = 20 * time.Second
 
-// reach returns a workspace whose guest may be spoken to, and counts as use of it. While it is being captured the agent itself
-// lets requests wait. A suspended one is resumed first if it is to be resumed on use.
+// reach returns a workspace whose guest can get requests. The call counts as use of the workspace. During a capture the agent itself
+// delays requests. A suspended workspace is resumed first if it has auto-resume.
 func (c *Controller) reach(ctx context.Context, project core.ProjectID, id core.WorkspaceID) (Workspace, error) {
 	w, err := c.Workspace(ctx, project, id)
 	if err == nil {
@@ -103,7 +103,7 @@ func reachable(w Workspace) error {
 	return nil
 }
 
-// Guest returns the way to the agent of a workspace that is ready: a transport for its public routes.
+// Guest returns a transport for the public routes of the agent in a ready workspace.
 func (c *Controller) Guest(ctx context.Context, project core.ProjectID, id core.WorkspaceID) (http.RoundTripper, error) {
 	w, err := c.reach(ctx, project, id)
 	if err != nil {
@@ -112,7 +112,7 @@ func (c *Controller) Guest(ctx context.Context, project core.ProjectID, id core.
 	return c.guestOf(w), nil
 }
 
-// guestOf returns the transport to a guest. What streams through it is use of its workspace.
+// guestOf returns the transport to a guest. Streams through it count as use of its workspace.
 func (c *Controller) guestOf(w Workspace) http.RoundTripper {
 	way := c.runners.Guest(w.Sandbox.Endpoint, w.Sandbox.ID)
 	if w.Rest.IdleAfter == 0 {

@@ -33,7 +33,7 @@ var (
 	}
 )
 
-// The bounds of all guests' answers that a controller reads at one time. A project has at most an eighth.
+// The bounds of all guests' answers that a controller reads at the same time. A project has at most an eighth.
 const (
 	guestBytesTotal = 64 << 20
 	guestBytesShare = 8 << 20
@@ -49,7 +49,7 @@ const (
 	contentRaw    = "application/octet-stream"
 )
 
-// answer is where a guest's answer goes, and its bound.
+// answer has the destination of a guest's answer, and the bound of the answer.
 type answer struct {
 	bound boundjson.Bound
 	out   any

@@ -8,7 +8,7 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// RegisterRunner gives a runner its lease. Its images are asked for at once, so that lists know them.
+// RegisterRunner gives a runner its lease. It asks for the runner's images at once, so that lists have them.
 func (c *Controller) RegisterRunner(ctx context.Context, reg runnerapi.Register) (runnerapi.Registered, error) {
 	ctx = WithOrigin(ctx, Origin{Actor: string(reg.Info.RunnerID), Action: "register"})
 	switch {
@@ -44,13 +44,13 @@ func (c *Controller) RegisterRunner(ctx context.Context, reg runnerapi.Register)
 	return out, nil
 }
 
-// fenceTime is after how long without an answer a runner ends its sandboxes: some time before this controller gives them up, in
-// which it does so.
+// fenceTime is the time without an answer after which a runner ends its sandboxes. It is shorter than the time after which this
+// controller gives them up, so that the runner has time to end them.
 func (c *Controller) fenceTime() time.Duration {
 	return c.cfg.RunnerLease + c.cfg.RunnerFence - c.cfg.RunnerLease/3
 }
 
-// checkBeat refuses numbers that no runner counts up to.
+// checkBeat refuses impossible numbers of heartbeats.
 func checkBeat(h runnerapi.Heartbeat, differences *runnerapi.Beat) error {
 	if differences != nil && h.Number == 0 {
 		return core.Errorf(core.Invalid, core.CodeInvalidField, "number: a heartbeat with differences has a number")
@@ -68,24 +68,24 @@ const maxRemoved = MaxRunnerTokens
 // maxHolds bounds what a runner says that it fetches.
 const maxHolds = 10000
 
-// endedKeys says which of the keys that a data plane was used with are not valid any more.
+// endedKeys says which of the keys that a data plane reports are no longer valid.
 func endedKeys(ctx context.Context, tx Tx, keys []core.KeyID) ([]core.KeyID, error) {
-	const most = 4096 // of what a runner says
+	const most = 4096 // of the keys that a runner reports
 	if len(keys) == 0 {
 		return nil, nil
 	}
 	return tx.EndedKeys(ctx, keys[:min(len(keys), most)])
 }
 
-// lostBecause says why a workspace is lost; empty when it is not. What is on its way, into a sandbox or out of one, is the
-// business of its operation.
+// lostBecause says why a workspace is lost; it is empty if the workspace is not lost. If an operation moves the workspace into a sandbox
+// or out of one, that operation decides instead.
 func lostBecause(row HeldSandbox, s runnerapi.Sandbox, there bool) string {
 	if !row.Current || row.State != core.WorkspaceReady && row.State != core.WorkspaceCheckpointing {
 		return ""
 	}
 	switch {
 	case there && s.State == runnerapi.SandboxDead:
-		if s.Exit != "" { // it may have been the runner that ended it
+		if s.Exit != "" { // the runner may have ended it
 			return clipTail(s.Exit)
 		}
 		return "its virtual machine ended by itself"
@@ -95,7 +95,7 @@ func lostBecause(row HeldSandbox, s runnerapi.Sandbox, there bool) string {
 	return ""
 }
 
-// stallOf is what a runner says of a sandbox that stands still.
+// stallOf is a runner's report of a sandbox that stands still.
 func stallOf(s runnerapi.Sandbox) Stall {
 	if s.Stalled == nil || s.State == runnerapi.SandboxDead {
 		return Stall{}
@@ -104,7 +104,7 @@ func stallOf(s runnerapi.Sandbox) Stall {
 	return Stall{Since: s.Stalled.Since.Truncate(time.Microsecond), Code: core.Code(core.Clip(string(p.Code))), Message: clipTail(p.Message)} // as the database keeps times
 }
 
-// clipTail bounds what a VMM and a console said, which ends with what matters, and makes it printable.
+// clipTail bounds the output of a VMM and a console, and makes it printable. It keeps the end, which is the important part.
 func clipTail(s string) string {
 	const limit = 2000
 	b := []byte(s[max(0, len(s)-limit):])

@@ -14,12 +14,12 @@ import (
 // IdempotencyTTL is how long the key of a request is remembered.
 const IdempotencyTTL = 24 * time.Hour
 
-// Claim is a request that its client may repeat: under one key, one request makes one object. The use case that the request
-// is for binds the key to the object's id in the very transaction that makes the object.
+// Claim is a request that its client may repeat: with one key, one request makes one object. The use case of the request binds the
+// key to the object's id in the same transaction that makes the object.
 type Claim struct {
 	Key  string
-	Hash [32]byte // of all that makes the request what it is
-	Kind string   // prefix of the ids that it makes; what else the request sets off on its way does not take the key
+	Hash [32]byte // of everything that distinguishes the request from others
+	Kind string   // prefix of the id that it makes; other objects that the request makes do not take the key
 
 	replayed atomic.Bool
 }
@@ -31,7 +31,7 @@ func (c *Claim) Replayed() bool { return c.replayed.Load() }
 type KeyUse struct {
 	Hash   [32]byte
 	Object string
-	Answer json.RawMessage // what was made, where its own row does not keep that; nil before it is known
+	Answer json.RawMessage // the answer, if it cannot be read from the row of the object; nil before it is known
 }
 
 type claimKey struct{}
@@ -46,8 +46,8 @@ func claimOf(ctx context.Context) *Claim {
 	return claim
 }
 
-// repeatError says that the key of a request is bound already, to an equal request. It ends the transaction that would have
-// done the work again.
+// repeatError says that an equal request has bound the key of this request already. It ends the transaction that would do the work
+// again.
 type repeatError struct{ use KeyUse }
 
 func (e *repeatError) Error() string { return "the request was made before; it made " + e.use.Object }
@@ -55,8 +55,8 @@ func (e *repeatError) Error() string { return "the request was made before; it m
 // claims reports whether a request's key is for objects of this id's kind.
 func (c *Claim) claims(id string) bool { return c != nil && strings.HasPrefix(id, c.Kind+"_") }
 
-// bind claims the request's key for the object that the transaction makes. It comes first in the transaction: a repeat waits
-// there until the first has been admitted, and then gets a *repeatError, or IDEMPOTENCY_MISMATCH.
+// bind claims the request's key for the object that the transaction makes. It is the first step of the transaction: a repeat waits
+// there until the first request has been admitted, and then gets a *repeatError, or IDEMPOTENCY_MISMATCH.
 func bind(ctx context.Context, tx Tx, project core.ProjectID, id string) error {
 	claim := claimOf(ctx)
 	if !claim.claims(id) {
@@ -69,7 +69,7 @@ func bind(ctx context.Context, tx Tx, project core.ProjectID, id string) error {
 	return claim.repeats(use)
 }
 
-// repeats says what it means that the key is taken.
+// repeats returns the error for a key that is taken.
 func (c *Claim) repeats(use KeyUse) error {
 	if use.Hash != c.Hash {
 		return core.Errorf(core.Invalid, core.CodeIdempotencyMismatch,
@@ -78,8 +78,8 @@ func (c *Claim) repeats(use KeyUse) error {
 	return &repeatError{use}
 }
 
-// repeated finds out whether a request that failed before its transaction is a repeat: what it did the first time is done,
-// whatever stands in its way now. It returns the failure when it is not.
+// repeated finds out whether a request that failed before its transaction is a repeat: then the first request has done the work,
+// whatever prevents it now. If it is not a repeat, repeated returns the failure.
 func (c *Controller) repeated(ctx context.Context, project core.ProjectID, failure error) error {
 	claim := claimOf(ctx)
 	if claim == nil {
@@ -117,7 +117,7 @@ func (c *Controller) replay(ctx context.Context, project core.ProjectID, id core
 	return a, nil
 }
 
-// whole refuses an answer whose object is there no more.
+// whole refuses an answer whose object no longer exists.
 func (a Answer) whole() error {
 	if a.Operation.Kind == OpCreateCheckpoint && a.Result.Checkpoint == nil {
 		return core.Errorf(core.NotFound, core.CodeCheckpointNotFound, "the checkpoint that the first request made was deleted since")
@@ -125,7 +125,7 @@ func (a Answer) whole() error {
 	return nil
 }
 
-// answer records what a request made, in the transaction that makes it whole, so that repeats find it.
+// answer records the answer of a request for repeats, in the transaction that completes the object.
 func (c *Claim) answer(ctx context.Context, tx Tx, project core.ProjectID, id string, made any) error {
 	if !c.claims(id) {
 		return nil
@@ -137,7 +137,7 @@ func (c *Claim) answer(ctx context.Context, tx Tx, project core.ProjectID, id st
 	return tx.AnswerKey(ctx, project, c.Key, id, b)
 }
 
-// release frees the key of a request that came to nothing.
+// release frees the key of a request that made nothing.
 func (c *Claim) release(ctx context.Context, tx Tx, project core.ProjectID, id string) error {
 	if !c.claims(id) {
 		return nil
@@ -148,7 +148,7 @@ func (c *Claim) release(ctx context.Context, tx Tx, project core.ProjectID, id s
 // keySweep is how many expired keys one transaction removes.
 const keySweep = 10_000
 
-// sweepKeys removes what has expired.
+// sweepKeys removes expired keys of requests.
 func (c *Controller) sweepKeys(ctx context.Context) error {
 	for {
 		n, err := read(ctx, c, System(), func(tx Tx) (int, error) { return tx.SweepKeys(ctx, keySweep) })

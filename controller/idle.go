@@ -20,8 +20,7 @@ const (
 	idleAsk         = 5 * time.Second // for the sessions of one guest
 )
 
-// uses remembers which workspaces are in use, so that using one does not cost a write: they are recorded together, now and
-// then.
+// uses remembers which workspaces are in use. They are recorded together from time to time, so that not every use costs a write.
 type uses struct {
 	// mu guards the fields below.
 	mu    sync.Mutex
@@ -56,7 +55,7 @@ func (u *uses) hold(id core.WorkspaceID) (release func()) {
 	})
 }
 
-// take returns what was used since it was called last.
+// take returns the workspaces that were used since its last call.
 func (u *uses) take() []core.WorkspaceID {
 	u.mu.Lock()
 	defer u.mu.Unlock()
@@ -74,14 +73,14 @@ func (u *uses) take() []core.WorkspaceID {
 	return list
 }
 
-// used notes that somebody uses a workspace.
+// used notes that a workspace is in use.
 func (c *Controller) used(w Workspace) {
 	if w.Rest.IdleAfter > 0 {
 		c.uses.add(w.ID)
 	}
 }
 
-// useLoop records use. What a killed controller did not record is less than the margin that idleness waits for.
+// useLoop records use. The use that a killed controller did not record is shorter than idleMargin.
 func (c *Controller) useLoop(ctx context.Context) {
 	record := func() {
 		list := c.uses.take()
@@ -101,11 +100,10 @@ func (c *Controller) useLoop(ctx context.Context) {
 	record()
 }
 
-// idleMargin is how much longer than asked a workspace rests, so that use which another controller has still to record is
-// never overlooked.
+// idleMargin is added to the idle time of a workspace, so that use that another controller has not yet recorded is never overlooked.
 func (c *Controller) idleMargin() time.Duration { return 2 * c.cfg.UseInterval }
 
-// expireIdle suspends or terminates what nobody used for too long.
+// expireIdle suspends or terminates workspaces that were not used for too long.
 func (c *Controller) expireIdle(ctx context.Context) error {
 	due, err := read(ctx, c, System(), func(tx Tx) ([]Workspace, error) { return tx.IdleWorkspaces(ctx, c.idleMargin(), nil, idleBatch) })
 	if err != nil {
@@ -116,7 +114,7 @@ func (c *Controller) expireIdle(ctx context.Context) error {
 	for _, w := range due {
 		group.Go(func() error {
 			switch err := c.rest(ctx, w); core.CodeOf(err) {
-			case "", core.CodeStateConflict, core.CodeWorkspaceNotReady, core.CodeControllerStopping: // used again, or somebody was faster
+			case "", core.CodeStateConflict, core.CodeWorkspaceNotReady, core.CodeControllerStopping: // used again, or another request was faster
 			default:
 				c.log.WarnContext(ctx, "idle workspace was left as it is", "workspace_id", w.ID, "err", err)
 			}
@@ -126,7 +124,7 @@ func (c *Controller) expireIdle(ctx context.Context) error {
 	return group.Wait()
 }
 
-// rest ends one workspace's idleness, unless a session runs in it.
+// rest applies the idle policy to one workspace, unless a session runs in it.
 func (c *Controller) rest(ctx context.Context, w Workspace) error {
 	ask, cancel := context.WithTimeout(ctx, idleAsk)
 	defer cancel()
@@ -159,8 +157,8 @@ func (c *Controller) rest(ctx context.Context, w Workspace) error {
 	return nil
 }
 
-// usingTransport counts the answers that stream through it as use of a workspace. A WebSocket belongs to a session, whose
-// running is use by itself.
+// usingTransport counts answers that stream through it as use of a workspace. It need not count a WebSocket: this belongs to a session,
+// and a running session is use by itself.
 type usingTransport struct {
 	http.RoundTripper
 	uses *uses

@@ -14,10 +14,10 @@ import (
 // askedImages bounds the runners that one request asks for their images.
 const askedImages = 8
 
-// imageRefresh bounds the time in which a runner says which images it has, after a heartbeat.
+// imageRefresh bounds the time of a request for a runner's images after a heartbeat.
 const imageRefresh = 10 * time.Second
 
-// imageAsks says which runners are being asked for their images because of a heartbeat.
+// imageAsks has the runners that are being asked for their images because of a heartbeat.
 type imageAsks struct {
 	// mu guards running.
 	mu      sync.Mutex
@@ -43,7 +43,7 @@ func (i *imageAsks) end(id core.RunnerID) {
 	delete(i.running, id)
 }
 
-// refreshImages asks a runner, whose heartbeat has said that its images are others than those on record. Nobody waits for it. If it
+// refreshImages asks a runner for its images, after a heartbeat has said that they differ from the recorded ones. Nothing waits for it. If it
 // fails, the next heartbeat says so again.
 func (c *Controller) refreshImages(id core.RunnerID, endpoint string) {
 	c.mu.Lock()
@@ -69,9 +69,9 @@ func (c *Controller) recordImages(ctx context.Context, id core.RunnerID, list []
 	return c.store.InTx(ctx, System(), func(tx Tx) error { return tx.SetImages(ctx, id, list) })
 }
 
-// askImages asks every runner that takes sandboxes what it holds if there are few of them: an image may have been built a moment
-// ago. If there are many, it asks some of them, and only if anyway is set: heartbeats say when the images of a runner have changed. The
-// rows follow. It returns an error only when there are few, and none of them answers.
+// askImages asks runners for their images and updates the rows. If few runners take sandboxes, it asks all of them, because an image may
+// have been built a moment ago. If there are many, it asks some of them, and only if anyway is set: heartbeats report when the images of a
+// runner have changed. It returns an error only if there are few runners and none of them answers.
 func (c *Controller) askImages(ctx context.Context, anyway bool) error {
 	list, err := read(ctx, c, System(), func(tx Tx) ([]Runner, error) {
 		return tx.EmptiestRunners(ctx, EmptiestFilter{Limit: askedImages + 1, Fresh: true})
@@ -107,8 +107,8 @@ func (c *Controller) askImages(ctx context.Context, anyway bool) error {
 	return failed
 }
 
-// findImage resolves a name or digest among what reachable runners hold. When they disagree about a name, the newest image
-// has it.
+// findImage resolves a name or digest among the images of reachable runners. If runners have different images with a name, the newest
+// one has it.
 func (c *Controller) findImage(ctx context.Context, ref string) (Image, error) {
 	if err := c.askImages(ctx, false); err != nil {
 		return Image{}, err

@@ -20,10 +20,10 @@ import (
 	"github.com/coppice-dev/coppice/snapshotstore/manifest"
 )
 
-// importLease is how long an import goes on after it was last renewed. The grace of the store must be longer.
+// importLease is how long an import stays valid after its last renewal. The grace of the store must be longer.
 const importLease = time.Minute
 
-// ErrImportLost says that an import was given up, because nobody renewed it in time.
+// ErrImportLost says that an import was given up because it was not renewed in time.
 var ErrImportLost = core.Errorf(core.Unavailable, core.CodeDatabaseUnavailable, "the import was given up: the database could not be reached for too long; repeat it")
 
 // Where a controller may be killed while it imports.
@@ -34,13 +34,13 @@ var (
 
 // ImportTx keeps imports under way.
 type ImportTx interface {
-	// BeginImport inserts an import and says with what the keys of its objects begin.
+	// BeginImport inserts an import and returns the prefix of the keys of its objects.
 	BeginImport(ctx context.Context, project core.ProjectID, id core.CheckpointID, lease time.Duration) (prefix string, err error)
 	// RenewImport extends the lease; ErrImportLost.
 	RenewImport(ctx context.Context, id core.CheckpointID, lease time.Duration) error
 	// CommitImport makes an import a sealed checkpoint; ErrImportLost, QUOTA_EXCEEDED, NAME_TAKEN.
 	CommitImport(ctx context.Context, cp Checkpoint, in runnerapi.CommitSeal) (Checkpoint, error)
-	// EndImport gives an import up, and says whether it had been committed. What it has written is debris.
+	// EndImport gives an import up, and says whether it had been committed. Objects that it has written become debris.
 	EndImport(ctx context.Context, project core.ProjectID, id core.CheckpointID) (committed bool, err error)
 	// AbandonImports gives up those that are not renewed, of all projects, and frees the idempotency keys of their requests.
 	AbandonImports(ctx context.Context) ([]core.CheckpointID, error)
@@ -51,13 +51,13 @@ type importing struct {
 	c       *Controller
 	project core.ProjectID
 	file    *snapshotstore.Import
-	row     Checkpoint      // that is to be
+	row     Checkpoint      // the row that will be inserted
 	record  json.RawMessage // of its manifest
 	prefix  string
 }
 
-// ImportCheckpoint reads an exported checkpoint and makes it one of the project, with no parent. IMPORT_INVALID says what is wrong with a
-// file. When it fails, no checkpoint is there and what was stored is removed as what any attempt leaves.
+// ImportCheckpoint reads an exported checkpoint and makes it a checkpoint of the project, without a parent. IMPORT_INVALID says what is wrong
+// with a file. If it fails, there is no checkpoint, and the stored objects are removed like those of any failed attempt.
 func (c *Controller) ImportCheckpoint(ctx context.Context, project core.ProjectID, name string, body io.Reader) (Checkpoint, error) {
 	if err := c.StoreConfigured(); err != nil {
 		return Checkpoint{}, err
@@ -74,7 +74,7 @@ func (c *Controller) ImportCheckpoint(ctx context.Context, project core.ProjectI
 	if err := im.describe(name); err != nil {
 		return Checkpoint{}, err
 	}
-	if claim := claimOf(ctx); claim != nil { // what is in the file is the request's, too
+	if claim := claimOf(ctx); claim != nil { // the content of the file is part of the request
 		claim.Hash = sha256.Sum256(slices.Concat(claim.Hash[:], []byte(im.file.Digest)))
 	}
 	im.prefix, err = read(ctx, c, InProject(project), func(tx Tx) (string, error) {
@@ -149,14 +149,14 @@ func (im *importing) removeStored(ctx context.Context) {
 	im.c.metrics.collected.WithLabelValues("bytes").Add(float64(gone.DebrisBytes))
 }
 
-// errRehearsed ends a transaction that was only to be tried.
+// errRehearsed ends a transaction that was only a trial.
 var errRehearsed = errors.New("this would have been committed")
 
 func (im *importing) run(ctx context.Context) (Checkpoint, error) {
 	if err := importBegun.Hit(ctx); err != nil {
 		return Checkpoint{}, err
 	}
-	// What stands in the way of the row is said before all the bytes are here.
+	// A problem with the row is reported before all the bytes have arrived.
 	err := im.c.store.InTx(ctx, InProject(im.project), func(tx Tx) error {
 		stored := runnerapi.Stored{CheckpointID: im.row.ID, Manifest: im.prefix + "manifest", Digest: im.file.Digest, Bytes: 1}
 		_, err := tx.CommitImport(ctx, im.row, runnerapi.CommitSeal{Stored: stored, Written: []runnerapi.StoredObject{{Key: stored.Manifest, Bytes: 1}}})
@@ -235,7 +235,7 @@ func (im *importing) renew(ctx context.Context, lost context.CancelCauseFunc) {
 	}
 }
 
-// abandonImports ends what controllers have left that died.
+// abandonImports ends the imports of controllers that have died.
 func (c *Controller) abandonImports(ctx context.Context) error {
 	list, err := read(ctx, c, System(), func(tx Tx) ([]core.CheckpointID, error) { return tx.AbandonImports(ctx) })
 	for _, id := range list {
@@ -244,10 +244,10 @@ func (c *Controller) abandonImports(ctx context.Context) error {
 	return err
 }
 
-// maxImportText is how many bytes of one text of a file are kept in rows.
+// maxImportText bounds the bytes of one text of a file that rows keep.
 const maxImportText = 512
 
-// describe checks what the file says of the checkpoint, and makes its row.
+// describe checks the file's description of the checkpoint, and makes the row.
 func (im *importing) describe(name string) error {
 	if name != "" {
 		if err := core.ValidateName("name", name); err != nil {
@@ -297,7 +297,7 @@ func (im *importing) describe(name string) error {
 	return nil
 }
 
-// inUse is how much of an image is not zeros, in bytes.
+// inUse is how many bytes of an image are not zeros.
 func (im *importing) inUse(image string) int64 {
 	n := int64(0)
 	for r := range im.file.Image(image).Runs() {
@@ -306,7 +306,7 @@ func (im *importing) inUse(image string) int64 {
 	return n * manifest.PageSize
 }
 
-// checkImages refuses what no runner would take.
+// checkImages refuses images that no runner would accept.
 func (im *importing) checkImages() error {
 	h := im.file.Manifest
 	sizes := map[string]struct{ least, most int64 }{
@@ -333,7 +333,7 @@ func (im *importing) checkImages() error {
 	return nil
 }
 
-// recordIn takes over what is of use here. What the workspace itself got anew is another cluster's.
+// recordIn keeps the useful parts of the record. It drops the reseal of the captured workspace, which belongs to another cluster.
 func recordIn(b json.RawMessage) (runnerapi.StoredRecord, error) {
 	r, whole, err := runnerapi.DecodeRecord(b)
 	if err != nil {
@@ -352,7 +352,7 @@ func recordIn(b json.RawMessage) (runnerapi.StoredRecord, error) {
 	return r, nil
 }
 
-// shown is a text of a guest as it can be kept and shown.
+// shown makes a text of a guest that can be stored and shown.
 func shown(s string) string {
 	s = strings.Map(func(r rune) rune {
 		if unicode.IsControl(r) {
@@ -363,7 +363,7 @@ func shown(s string) string {
 	return strings.ToValidUTF8(s[:min(len(s), maxImportText)], "")
 }
 
-// plain reports whether a text of a file can be kept and shown.
+// plain reports whether a text of a file can be stored and shown.
 func plain(s string) bool {
 	if len(s) > maxImportText || !utf8.ValidString(s) {
 		return false

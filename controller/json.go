@@ -6,7 +6,7 @@ import "encoding/json"
 func SizeOf(v any) int {
 	b, err := json.Marshal(v)
 	if err != nil {
-		return 0 // what came from JSON goes back to it
+		return 0 // a value that came from JSON can be encoded again
 	}
 	return len(b)
 }

@@ -19,8 +19,8 @@ type RateClass string
 // The classes.
 const (
 	RateRead  RateClass = "read"
-	RateWrite RateClass = "write" // what begins operations or changes objects
-	RateExec  RateClass = "exec"  // what reaches into guests
+	RateWrite RateClass = "write" // routes that begin operations or change objects
+	RateExec  RateClass = "exec"  // routes that reach into guests
 	RateAdmin RateClass = "admin" // projects and keys
 	RateOpen  RateClass = "open"  // without a valid key, by address
 )
@@ -31,12 +31,12 @@ type Rate struct {
 	Burst     int
 }
 
-// Limits are the rates of this process; several controllers have as many of each. Zero values take generous defaults: a
-// search that forks 300 times a second is not held up.
+// Limits are the rates of this process; each of several controllers has the same rates for itself. Zero values take generous
+// defaults: they do not delay a search that forks 300 times a second.
 type Limits struct {
 	Key          map[RateClass]Rate // of one key
 	Project      map[RateClass]Rate // of all keys of one project
-	Open         Rate               // of one address, for requests whose key is not known yet to be valid
+	Open         Rate               // of one address, for requests whose key is not yet known to be valid
 	FailureDelay time.Duration      // of the answer to the sixth wrong key from an address in a minute; it doubles up to maxFailureDelay. Default 50 ms
 }
 
@@ -61,20 +61,20 @@ func (l Limits) withDefaults() Limits {
 
 const (
 	maxFailureDelay = time.Second
-	maxDelayed      = 256 // answers that are held back at once
+	maxDelayed      = 256 // answers that are delayed at the same time
 	bucketIdle      = time.Minute
 	maxBuckets      = 1 << 16
 )
 
-// Allowance is what a request finds in the fullest of its buckets' opposites: the one that is nearest to empty.
+// Allowance is the state of the request's bucket that is nearest to empty.
 type Allowance struct {
 	Limit     int           // requests that a full bucket holds
 	Remaining int           // left
 	Reset     time.Duration // until it is full again
 }
 
-// limiter keeps the buckets of this process. Those of keys and projects are apart from those of addresses, so that nobody without
-// a valid key has any influence on them.
+// limiter keeps the buckets of this process. The buckets of keys and projects are separate from those of addresses, so that a sender
+// without a valid key cannot influence them.
 type limiter struct {
 	limits Limits
 	open   *openlimit.Tree
@@ -100,8 +100,8 @@ func newLimiter(l Limits) *limiter {
 	return &limiter{limits: l, open: openlimit.New(l.Open.PerSecond, l.Open.Burst), now: time.Now, buckets: map[bucketKey]*bucket{}}
 }
 
-// bucket needs mu. A bucket that limits somebody is never forgotten. When there are as many as there may be, the owners without
-// one share one for each class.
+// bucket needs mu. A bucket that limits somebody is never forgotten. If the largest number of buckets is reached, new owners share one
+// bucket for each class.
 func (l *limiter) bucket(key bucketKey, r Rate, now time.Time) *bucket {
 	b, ok := l.buckets[key]
 	if !ok && len(l.buckets) >= maxBuckets {
@@ -118,7 +118,7 @@ func (l *limiter) bucket(key bucketKey, r Rate, now time.Time) *bucket {
 	return b
 }
 
-// take takes a token out of every bucket, or none and says when there will be one in all.
+// take takes a token out of every bucket. If one of them is empty, it takes none and returns when all will have one.
 func (l *limiter) take(now time.Time, rates map[bucketKey]Rate) (Allowance, error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -150,7 +150,7 @@ func (l *limiter) take(now time.Time, rates map[bucketKey]Rate) (Allowance, erro
 
 func seconds(s float64) time.Duration { return time.Duration(s * float64(time.Second)) }
 
-// sweep forgets buckets that nobody has used for so long that they are as good as new.
+// sweep forgets buckets that were not used for so long that they are full again.
 func (l *limiter) sweep(now time.Time) {
 	l.open.Sweep(now)
 	l.mu.Lock()
@@ -207,8 +207,8 @@ func origin(remote string) netip.Addr {
 	return port.Addr()
 }
 
-// SlowFailure holds the answer to a wrong key back, the longer the more there were from that address. It refuses with a
-// RateError when too many answers are being held back.
+// SlowFailure delays the answer to a wrong key. The delay grows with the number of wrong keys from that address. It refuses with a
+// RateError if too many answers are being delayed.
 func (c *Controller) SlowFailure(ctx context.Context, address string) error {
 	l := c.limits
 	n := l.open.Failed(l.now(), origin(address))

@@ -17,7 +17,7 @@ var durations = prometheus.ExponentialBuckets(0.001, 2, 18)
 // maxPhases bounds the label phase, whose values come from runners.
 const maxPhases = 128
 
-// metrics counts. No label holds an id, and each has few values.
+// metrics are the metrics of a controller. No label has ids, and each label has few values.
 type metrics struct {
 	requests  *prometheus.HistogramVec // route, method, status
 	ended     *prometheus.CounterVec   // kind, outcome
@@ -91,7 +91,7 @@ func newMetrics(c *Controller, reg prometheus.Registerer) *metrics {
 	return m
 }
 
-// ObserveRequest counts a request of the REST API. route is the contract's path, empty for what is none.
+// ObserveRequest counts a request of the REST API. route is the path in the contract; it is empty for other paths.
 func (c *Controller) ObserveRequest(route, method string, status int, took time.Duration) {
 	switch method {
 	case http.MethodGet, http.MethodHead, http.MethodPost, http.MethodPut, http.MethodPatch, http.MethodDelete:
@@ -101,7 +101,7 @@ func (c *Controller) ObserveRequest(route, method string, status int, took time.
 	c.metrics.requests.WithLabelValues(route, method, strconv.Itoa(status)).Observe(took.Seconds())
 }
 
-// operationEnded counts an operation that came to its end here.
+// operationEnded counts an operation that has ended on this controller.
 func (m *metrics) operationEnded(t *Task) {
 	kind, outcome := string(t.op.Kind), string(t.op.State)
 	m.ended.WithLabelValues(kind, outcome).Inc()
@@ -140,7 +140,7 @@ func (m *metrics) resealed(r *core.ResealReport) {
 	}
 }
 
-// bounded keeps the number of a label's values small, whatever comes.
+// bounded keeps the number of a label's values small, whatever the values are.
 func (m *metrics) bounded(name string) string {
 	m.mu.Lock()
 	defer m.mu.Unlock()

@@ -13,7 +13,7 @@ import (
 // SystemProject owns what the operator publishes to all projects: templates, images, runners.
 const SystemProject = core.SystemProject
 
-// Scope says on whose behalf a transaction works. The database enforces it: rows of other projects do not exist.
+// Scope says for which project a transaction works. The database enforces it: the transaction does not see rows of other projects.
 type Scope struct{ name string }
 
 // InProject is the scope of one tenant.
@@ -32,7 +32,7 @@ type Project struct {
 	Quotas    Quotas
 	CreatedAt time.Time
 
-	Encryption Encryption // of what is stored from now on
+	Encryption Encryption // of data that is stored from now on
 	KeyVersion int64      // of its newest key; 0: it has none
 }
 
@@ -60,7 +60,7 @@ type ImageRef struct {
 // Image is a guest image that at least one runner holds.
 type Image struct {
 	ID        core.ImageID
-	Name      string // one of its names; empty when it has none any more
+	Name      string // one of its names; empty if it no longer has one
 	Digest    core.Digest
 	SizeBytes int64
 	BuiltAt   time.Time
@@ -74,14 +74,14 @@ type Failure struct {
 	RecoverFrom core.CheckpointID // of a lost workspace: the newest of its checkpoints that can be restored
 }
 
-// Stall says why a workspace's machine stands still for now.
+// Stall says why a workspace's machine stands still at present.
 type Stall struct {
 	Since   time.Time
 	Code    core.Code
 	Message string
 }
 
-// IdleAction is what becomes of a workspace that nobody used for a while.
+// IdleAction is what the controller does with an idle workspace.
 type IdleAction string
 
 // The idle actions.
@@ -90,7 +90,7 @@ const (
 	IdleTerminate IdleAction = "terminate"
 )
 
-// Rest says what becomes of a workspace that is not used.
+// Rest is the idle policy of a workspace.
 type Rest struct {
 	IdleAfter  time.Duration // 0: nothing
 	OnIdle     IdleAction    // empty when IdleAfter is 0
@@ -103,7 +103,7 @@ type Workspace struct {
 	ProjectID core.ProjectID
 	Name      string
 	State     core.WorkspaceState
-	Unknown   bool  // its runner has not been heard of for a while
+	Unknown   bool  // its runner has been silent for a while
 	Stall     Stall // the zero value while it does not stand still
 	Epoch     int64 // grows with every restore in place
 	Version   int64 // of labels and expiry
@@ -137,12 +137,12 @@ type Sandbox struct {
 	EgressKey   []byte // of the egress process of its host
 	EgressURL   string // of that, as its guest reaches it
 
-	// Tree says with which others it may have memory in common: those that came from one workspace that was made of an image. Within a
-	// tree, and on a runner, no two living sandboxes have the same address.
+	// Tree is the id of the tree. Sandboxes of a tree may have memory in common: they all grew from one workspace that was made from an
+	// image. Within a tree, and on a runner, no two living sandboxes have the same address.
 	Tree string
 }
 
-// CheckpointKind tells the roots of trees from what users made.
+// CheckpointKind distinguishes the roots of trees from checkpoints that users made.
 type CheckpointKind string
 
 // The kinds of checkpoints.
@@ -163,9 +163,9 @@ type Checkpoint struct {
 	Depth            int // generations below Root
 	WorkspaceID      core.WorkspaceID
 	WorkspaceEpoch   int64
-	SandboxID        core.SandboxID // captured from; set for its insertion only
+	SandboxID        core.SandboxID // the captured sandbox; set for the insertion only
 	Tree             string         // of the sandboxes that grow from it; set by Tx.Checkpoint and for its insertion only
-	Address          string         // that the machine had when it was captured; likewise
+	Address          string         // the address of the machine when it was captured; set likewise
 	Name             string
 	Labels           map[string]string
 	Annotations      map[string]json.RawMessage
@@ -194,7 +194,7 @@ type Checkpoint struct {
 
 	Stored      *runnerapi.Stored // where it is in the store, once it has been sealed
 	StoredBytes int64             // that were written for it
-	Seal        *Seal             // how far it is on its way there; nil when it is there, or not on its way
+	Seal        *Seal             // the progress of its upload; nil if it is in the store, or if there is no upload
 
 	Imported *Imported // of one that came as a file
 
@@ -208,15 +208,15 @@ type Checkpoint struct {
 	Env     map[string]string // likewise
 }
 
-// Imported is what a file said of the checkpoint that it had been: nothing that was checked.
+// Imported is what a file says of the exported checkpoint. Nothing of it was checked.
 type Imported struct {
 	CheckpointID core.CheckpointID `json:"checkpoint_id"`
 	Image        core.Digest       `json:"image"`
 	CapturedAt   time.Time         `json:"captured_at"`
 }
 
-// Ancestor is a checkpoint on the path to a root. A path may be thousands long: this is what one reads a path for, and the rest is
-// the checkpoint's own.
+// Ancestor is a checkpoint on the path to a root. A path may have thousands of checkpoints, so it has only the fields that readers of a path
+// need.
 type Ancestor struct {
 	ID          core.CheckpointID
 	Kind        CheckpointKind
@@ -235,7 +235,7 @@ type Ancestor struct {
 type TreeNode struct {
 	Checkpoint Checkpoint
 	Depth      int // generations below the asked checkpoint
-	Effects    int // flows behind it and not behind its parent that may have changed something outside
+	Effects    int // flows between its parent and it that may have changed something outside
 	Workspaces []Workspace
 }
 
@@ -279,7 +279,7 @@ type Operation struct {
 	EndedAt      time.Time
 }
 
-// ResealRecord is a reseal report with what it is about.
+// ResealRecord is a reseal report with the ids of the objects that it concerns.
 type ResealRecord struct {
 	ProjectID    core.ProjectID
 	WorkspaceID  core.WorkspaceID
@@ -307,7 +307,7 @@ type Runner struct {
 	LeaseEpoch     int64
 	LeaseExpiresAt time.Time
 	HeartbeatAt    time.Time
-	Used           runnerapi.Capacity // by rows, not by what it says
+	Used           runnerapi.Capacity // according to the rows, not to its own report
 	ImagesSum      string             // of the list of images that was recorded last
 
 	ask placement.Request // for which it was chosen

@@ -19,10 +19,10 @@ import (
 	"github.com/coppice-dev/coppice/internal/tracing"
 )
 
-// DefaultWait is how long a request waits for its operation when it does not say.
+// DefaultWait is how long a request waits for its operation by default.
 const DefaultWait = 60 * time.Second
 
-// Outcome is what an operation did, by ids, as its row keeps it.
+// Outcome is the result of an operation, with ids instead of objects, as its row keeps it.
 type Outcome struct {
 	Workspace  core.WorkspaceID  `json:"workspace_id,omitempty"`
 	Checkpoint core.CheckpointID `json:"checkpoint_id,omitempty"`
@@ -54,8 +54,8 @@ type Child struct {
 	Problem   *core.Error
 }
 
-// Answer is what a use case that starts an operation gives: the operation as far as it has come and, when it has
-// succeeded, its result.
+// Answer is the answer of a use case that starts an operation: the operation in its present state and, if it has succeeded, its
+// result.
 type Answer struct {
 	Operation Operation
 	Done      bool
