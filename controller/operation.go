@@ -119,14 +119,14 @@ type Task struct {
 	request  trace.Span    // under which it was admitted; nil when it is resumed
 	done     chan struct{} // closed at the end; the fields below are valid then
 	result   Result
-	err      error // it did not come to an end here: LEASE_LOST, or the controller stops
+	err      error // why it did not end on this controller: LEASE_LOST, or the controller stops
 
 	stall   sync.Once
 	stalled chan struct{} // closed when the end cannot be written because the database is away
 }
 
-// work of one kind of operation. It ends the operation itself, by Task.finish or fail. An error means that it did not: the
-// operation is abandoned then, unless it is another controller's now or this one stops.
+// work does one kind of operation. It ends the operation itself, by Task.finish or fail. An error means that it did not end it: then the
+// operation is abandoned, unless another controller has it now or this one stops.
 func (c *Controller) work(kind OperationKind) func(context.Context, *Task) error {
 	switch kind {
 	case OpCreateWorkspace:
@@ -166,8 +166,8 @@ var (
 
 // begin inserts an operation with the rows that admit makes, in one transaction, and starts it. admit fills the operation's
 // targets, input and first step and returns the plan; it runs again, with a higher attempt, when a fresh identity collided.
-// The context is only a carrier of values: a client that hangs up now changes nothing. Of a request that was admitted before
-// nothing is inserted: the task then stands for the operation that it began.
+// Only the values of the context are used: if the client hangs up now, this changes nothing. For a request that was admitted before,
+// begin inserts nothing: the task then stands for the operation that the earlier request began.
 func (c *Controller) begin(ctx context.Context, scope Scope, op Operation, admit func(ctx context.Context, tx Tx, op *Operation, in *opInput, attempt int) (any, error)) (*Task, error) {
 	if err := c.reserve(); err != nil {
 		return nil, err
@@ -234,7 +234,7 @@ func (c *Controller) begin(ctx context.Context, scope Scope, op Operation, admit
 func (c *Controller) starts(t *Task, id core.OperationID) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	delete(c.starting, t.starting) // of the try before
+	delete(c.starting, t.starting) // the operation of the attempt before
 	t.starting = id
 	c.starting[id] = true
 	t.until.Store(int64(c.cfg.Clock() + c.cfg.OperationLease))
@@ -298,7 +298,7 @@ func (c *Controller) start(t *Task) {
 	}()
 }
 
-// span is the operation's in a trace, below its request's.
+// span begins the span of the operation in a trace, below the span of its request.
 func (t *Task) span(ctx context.Context) (context.Context, trace.Span) {
 	if t.request == nil {
 		return ctx, trace.SpanFromContext(ctx)
@@ -316,7 +316,7 @@ func (t *Task) endSpan(ctx context.Context, span trace.Span) {
 	span.End()
 }
 
-// attempt runs the work. A panic ends this operation, not the controller: whoever resumed it would only panic as well.
+// attempt runs the work. A panic ends this operation as failed, not the controller: a controller that resumed it would panic too.
 func (c *Controller) attempt(ctx context.Context, t *Task) (err error) {
 	defer func() {
 		if r := recover(); r != nil {
@@ -335,14 +335,14 @@ func (t *Task) finish(ctx context.Context, w write) error { return t.end(ctx, ni
 
 // fail ends an operation as failed. w may be nil.
 func (t *Task) fail(ctx context.Context, problem error, w write) error {
-	if ctx.Err() != nil { // the failure is our own stopping, not the work's
+	if ctx.Err() != nil { // the failure comes from the controller's stop, not from the work
 		return context.Cause(ctx)
 	}
 	t.c.log.WarnContext(ctx, "operation failed", "operation_id", t.op.ID, "kind", t.op.Kind, "request_id", t.op.RequestID, "err", problem)
 	return t.end(ctx, problemOf(problem), w)
 }
 
-// end writes the end. It insists while the database is away: what the runner did must not be forgotten, and the fence
+// end writes the end. It repeats this while the database is unreachable, because the runner's work must not be forgotten. The fence
 // of the lease epoch makes repeating safe.
 func (t *Task) end(ctx context.Context, problem *core.Error, w write) error {
 	scope, again := t.scope(), false
@@ -353,7 +353,7 @@ func (t *Task) end(ctx context.Context, problem *core.Error, w write) error {
 		var ended Operation
 		var result Result
 		err := t.c.store.InTx(ctx, scope, func(tx Tx) error {
-			if again { // the try before may have been committed although its answer was lost: w must not run twice
+			if again { // the attempt before may have been committed although its answer was lost: w must not run twice
 				now, err := tx.Operation(ctx, t.op.ID)
 				if err == nil && now.State.Done() {
 					err = ErrLeaseLost
@@ -398,12 +398,12 @@ func (t *Task) end(ctx context.Context, problem *core.Error, w write) error {
 	}
 }
 
-// load reads what the work needs, until the database answers: what is accepted is not given up for that.
+// load reads what the work needs. It repeats this until the database answers, because an accepted operation is not given up for that.
 func (t *Task) load(ctx context.Context, fn func(Tx) error) error {
 	return t.insistTx(ctx, func(Operation) bool { return false }, fn)
 }
 
-// scope is that of the operation's project.
+// scope is the scope of the operation's project.
 func (t *Task) scope() Scope {
 	if t.op.ProjectID == SystemProject {
 		return System()
@@ -411,7 +411,7 @@ func (t *Task) scope() Scope {
 	return InProject(t.op.ProjectID)
 }
 
-// insistTx runs a transaction in the middle of an operation until the database takes it. done says whether an earlier try was
+// insistTx runs a transaction in the middle of an operation until the database accepts it. done says whether an earlier attempt was
 // committed although its answer was lost.
 func (t *Task) insistTx(ctx context.Context, done func(now Operation) bool, fn func(Tx) error) error {
 	for wait := 50 * time.Millisecond; ; wait = min(2*wait, 2*time.Second) {
@@ -453,7 +453,7 @@ func (t *Task) settled(ctx context.Context, scope Scope) error {
 	return err
 }
 
-// step records a named step; resuming begins there.
+// step records a named step. A resumed operation begins there.
 func (t *Task) step(ctx context.Context, tx Tx, name string) error {
 	if err := tx.StepOperation(ctx, t.op, name); err != nil {
 		return err
@@ -462,7 +462,7 @@ func (t *Task) step(ctx context.Context, tx Tx, name string) error {
 	return nil
 }
 
-// await waits for a task of this process. A context that ends ends only the waiting.
+// await waits for a task of this process. The end of the context ends only the waiting.
 func (t *Task) await(ctx context.Context, wait time.Duration) (Answer, error) {
 	if t.repeat != "" {
 		return t.c.replay(ctx, t.op.ProjectID, t.repeat)
@@ -494,7 +494,7 @@ func (t *Task) answer() (Answer, error) {
 	return Answer{Operation: t.op, Done: true, Result: t.result}, nil
 }
 
-// problemOf is what the row, and so the caller, sees of an error.
+// problemOf is the part of an error that the row and the caller may see.
 func problemOf(err error) *core.Error {
 	return &core.Error{Category: core.CategoryOf(err), Code: core.CodeOf(err), Msg: core.MessageOf(err)}
 }

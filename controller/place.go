@@ -10,12 +10,12 @@ import (
 )
 
 const (
-	placeLooks   = 32 // how many of the emptiest runners a request is offered at first
+	placeLooks   = 32 // how many of the emptiest runners are offered to a request at first
 	placeFactor  = 64 // how many times as many it is offered next, while those before have no room
-	placeHolders = 64 // an image that fewer runners hold is looked for on these only
+	placeHolders = 64 // if fewer runners than this have the image, only these are offered
 )
 
-// place chooses a runner by the fleet as the transaction sees it.
+// place chooses a runner from the fleet that the transaction sees.
 func (c *Controller) place(ctx context.Context, tx Tx, req placement.Request) (Runner, error) {
 	list, err := c.placeEach(ctx, tx, req, false)
 	if err != nil {
@@ -24,7 +24,7 @@ func (c *Controller) place(ctx context.Context, tx Tx, req placement.Request) (R
 	return list[0], nil
 }
 
-// placeEach chooses a runner for each of those that are asked for; see placement.Spread.
+// placeEach chooses a runner for each requested sandbox; see placement.Spread.
 func (c *Controller) placeEach(ctx context.Context, tx Tx, req placement.Request, even bool) ([]Runner, error) {
 	if err := c.inLine(ctx, req); err != nil {
 		return nil, err
@@ -33,7 +33,7 @@ func (c *Controller) placeEach(ctx context.Context, tx Tx, req placement.Request
 	return o.choose(ctx)
 }
 
-// offer is a part of the fleet in which placement chooses: never more than it needs, however many runners there are.
+// offer is the part of the fleet from which placement chooses. It is never larger than needed, however many runners there are.
 type offer struct {
 	tx     Tx
 	req    placement.Request
@@ -59,8 +59,8 @@ func (o *offer) add(list []Runner, hold bool) {
 	}
 }
 
-// choose offers more and more of the fleet until there is room. First come those that must be offered, or are near. Then
-// come the emptiest ones, which have room unless hardly any has.
+// choose offers more and more of the fleet until there is room. First come the runners that must be offered, or are near. Then
+// come the emptiest ones: they have room unless hardly any runner has.
 func (o *offer) choose(ctx context.Context) ([]Runner, error) {
 	only, err := o.begin(ctx)
 	if err != nil {
@@ -112,8 +112,7 @@ func (o *offer) begin(ctx context.Context) (only bool, err error) {
 	return only, err
 }
 
-// chooseHolder chooses among those that hold what is asked for, which have been offered. If none of them takes sandboxes, the error says
-// whether others do.
+// chooseHolder chooses among the offered runners that hold what is needed. If none of them takes sandboxes, the error says whether others do.
 func (o *offer) chooseHolder(ctx context.Context) ([]Runner, error) {
 	list, err := o.spread()
 	if core.CodeOf(err) != core.CodeNoRunner || o.req.Image == "" {
@@ -127,8 +126,9 @@ func (o *offer) chooseHolder(ctx context.Context) ([]Runner, error) {
 	return o.spread()
 }
 
-// refuse finds why there is no room. It needs a few runners to say so: those that would have room if they were empty, of which as many
-// as there are to be sandboxes are enough to tell a cluster that is full from one that is too small; else those of the class; else any.
+// refuse finds out why there is no room, and needs only a few runners for this. It takes runners that would have room if they were empty: as
+// many of them as there are requested sandboxes distinguish a full cluster from one that is too small. If there are none, it takes runners of
+// the class, otherwise any runners.
 func (o *offer) refuse(ctx context.Context) ([]Runner, error) {
 	limit := max(placeLooks, o.req.Count)
 	for _, f := range []EmptiestFilter{
@@ -141,7 +141,7 @@ func (o *offer) refuse(ctx context.Context) ([]Runner, error) {
 			return nil, err
 		}
 		if len(more) > 0 {
-			o.fleet, o.known = nil, nil // the reason is one of these alone: others were looked at without room
+			o.fleet, o.known = nil, nil // the reason comes from these runners alone; those before had no room
 			o.add(more, len(f.Images) > 0)
 			break
 		}
@@ -149,7 +149,7 @@ func (o *offer) refuse(ctx context.Context) ([]Runner, error) {
 	return o.spread()
 }
 
-// spread chooses in what is offered.
+// spread chooses among the offered runners.
 func (o *offer) spread() ([]Runner, error) {
 	candidates := make([]placement.Runner, len(o.fleet))
 	at := make(map[core.RunnerID]int, len(o.fleet))

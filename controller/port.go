@@ -20,8 +20,8 @@ var (
 // MaxWorkspacePorts bounds the forwarded ports of one workspace. Its runner has the same bound for a sandbox.
 const MaxWorkspacePorts = 64
 
-// OpenPort forwards an address of the runner's host to a port of the guest. The runner chooses the address where listen has none, and decides
-// whether it may be had.
+// OpenPort forwards an address of the runner's host to a port of the guest. If listen has no address, the runner chooses it. The runner also
+// decides whether the address is allowed and free.
 func (c *Controller) OpenPort(ctx context.Context, project core.ProjectID, id core.WorkspaceID, guestPort int, listen netip.AddrPort) (Port, error) {
 	w, err := c.reach(ctx, project, id)
 	p := Port{ID: core.NewID[core.PortID](), ProjectID: project, WorkspaceID: id, GuestPort: guestPort, Listen: listenText(listen)}
@@ -41,12 +41,12 @@ func (c *Controller) OpenPort(ctx context.Context, project core.ProjectID, id co
 		if again.use.Answer != nil {
 			return replayed[Port](ctx, again.use)
 		}
-		p, err = c.findPort(ctx, project, id, core.PortID(again.use.Object)) // its controller has not come to its end
+		p, err = c.findPort(ctx, project, id, core.PortID(again.use.Object)) // the controller of the first request has not finished it
 	}
 	if err != nil {
 		return Port{}, err
 	}
-	// From here on the row says that the port may be there: a client that hangs up must not leave the two apart.
+	// From here on the row says that the port may exist. If the client hangs up, row and port must still agree.
 	ctx = context.WithoutCancel(ctx)
 	if err := beforePort.Hit(ctx); err != nil {
 		return Port{}, err
@@ -70,7 +70,7 @@ func (c *Controller) OpenPort(ctx context.Context, project core.ProjectID, id co
 	return Port{}, err
 }
 
-// listenText is how an address is written that may be left to the runner: it is then only a port.
+// listenText is the text of an address. If the runner chooses the IP address, the text is only the port.
 func listenText(listen netip.AddrPort) string {
 	if !listen.Addr().IsValid() {
 		return ":" + strconv.Itoa(int(listen.Port()))
@@ -86,7 +86,7 @@ func askedFor(p Port, listen netip.AddrPort) runnerapi.Port {
 	return out
 }
 
-// Ports lists.
+// Ports lists the forwarded ports of a workspace.
 func (c *Controller) Ports(ctx context.Context, project core.ProjectID, id core.WorkspaceID) ([]Port, error) {
 	return read(ctx, c, InProject(project), func(tx Tx) ([]Port, error) {
 		if _, err := tx.Workspace(ctx, id); err != nil {
@@ -96,7 +96,7 @@ func (c *Controller) Ports(ctx context.Context, project core.ProjectID, id core.
 	})
 }
 
-// ClosePort stops forwarding.
+// ClosePort stops forwarding a port.
 func (c *Controller) ClosePort(ctx context.Context, project core.ProjectID, workspace core.WorkspaceID, id core.PortID) error {
 	w, err := c.Workspace(ctx, project, workspace)
 	if err != nil {
@@ -136,8 +136,8 @@ func (c *Controller) closePort(ctx context.Context, s Sandbox, p Port) error {
 	})
 }
 
-// reopenPorts forwards a restored workspace's ports to its new sandbox, at the addresses that they had. One that cannot be
-// had any more is closed for good, and the log says so. A workspace that is in yet another sandbox by now keeps its ports.
+// reopenPorts forwards a restored workspace's ports to its new sandbox, at the same addresses. If an address is no longer available,
+// its port is closed for good, and the log says so. If the workspace has yet another sandbox by now, its ports stay as they are.
 func (c *Controller) reopenPorts(ctx context.Context, project core.ProjectID, id core.WorkspaceID, s Sandbox) {
 	list, err := c.Ports(ctx, project, id)
 	if err != nil {

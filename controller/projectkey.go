@@ -21,48 +21,48 @@ const (
 	EncryptionEnvelope Encryption = "envelope" // with keys of the project, which a master key wraps
 )
 
-// EncryptionPatch changes how what a project stores from now on is encrypted; zero fields change nothing.
+// EncryptionPatch changes how data that a project stores from now on is encrypted; zero fields change nothing.
 type EncryptionPatch struct {
 	Mode Encryption
-	// KeyVersion that the project has then: one more than it has makes another key, the one that it has changes nothing.
+	// KeyVersion is the wanted version: the present version plus one makes another key, and the present version changes nothing.
 	KeyVersion int64
 }
 
-// Wrapper keeps the keys of projects from whoever reads the database. It may be a file of keys, or a service elsewhere. It is safe for
-// concurrent use.
+// Wrapper wraps the keys of projects, so that a reader of the database cannot use them. It may be a file of keys, or a service elsewhere. It is
+// safe for concurrent use.
 type Wrapper interface {
 	// Current names the master key that Wrap uses.
 	Current() string
 	// Wrap encrypts a key under a name.
 	Wrap(ctx context.Context, name string, key core.DataKey) ([]byte, error)
-	// Unwrap decrypts what Wrap made under that name when the master key was the current one. KEY_UNAVAILABLE when it cannot, for
-	// good or for now.
+	// Unwrap decrypts a key that Wrap encrypted under that name when master was the current master key. It fails with KEY_UNAVAILABLE if
+	// it cannot, now or ever.
 	Unwrap(ctx context.Context, master, name string, wrapped []byte) (core.DataKey, error)
 }
 
-// ProjectKey is a key of a project as it is kept: wrapped.
+// ProjectKey is the wrapped key of a project, as the database keeps it.
 type ProjectKey struct {
 	ProjectID core.ProjectID
 	Version   int64
-	Master    string // key that has wrapped it
+	Master    string // the master key that has wrapped it
 	Wrapped   []byte
 }
 
-// name is what a key is wrapped under, so that a row is of no use in the place of another.
+// name is part of the encryption of a key, so that a row cannot replace another one.
 func (k ProjectKey) name() string { return fmt.Sprintf("key %d of project %s", k.Version, k.ProjectID) }
 
 // ProjectKeyTx keeps keys of projects.
 type ProjectKeyTx interface {
 	SetEncryption(ctx context.Context, id core.ProjectID, e Encryption) error
-	// InsertProjectKey adds the next version; STATE_CONFLICT when it is there.
+	// InsertProjectKey adds the next version. It fails with STATE_CONFLICT if that version exists.
 	InsertProjectKey(ctx context.Context, k ProjectKey) error
-	// ProjectKeys returns all of some projects.
+	// ProjectKeys returns all keys of some projects.
 	ProjectKeys(ctx context.Context, projects []core.ProjectID) ([]ProjectKey, error)
-	// OtherProjectKeys returns those that another master key than that has wrapped.
+	// OtherProjectKeys returns the keys that another master key has wrapped.
 	OtherProjectKeys(ctx context.Context, master string) ([]ProjectKey, error)
-	// RewrapProjectKey replaces how a key is wrapped, if it is wrapped by old.
+	// RewrapProjectKey replaces the wrapped form of a key, if the master key old has wrapped it.
 	RewrapProjectKey(ctx context.Context, k ProjectKey, old string) error
-	// EncryptedNeeds returns, of every attempt that has written encrypted objects which these checkpoints need, one object.
+	// EncryptedNeeds returns one object of each attempt that has written encrypted objects for these checkpoints.
 	EncryptedNeeds(ctx context.Context, ids []core.CheckpointID) ([]string, error)
 }
 
@@ -105,7 +105,7 @@ func (c *Controller) freshKey(ctx context.Context, p Project, e EncryptionPatch)
 	return &fresh, err
 }
 
-// encrypt changes how a project stores.
+// encrypt changes how a project's data is encrypted.
 func encrypt(ctx context.Context, tx Tx, id core.ProjectID, e EncryptionPatch, fresh *ProjectKey) error {
 	if fresh != nil {
 		if err := tx.InsertProjectKey(ctx, *fresh); err != nil {
@@ -124,7 +124,7 @@ type projectKey struct {
 	version int64
 }
 
-// projectKeys opens keys of projects. KEY_UNAVAILABLE says which one cannot be had, and why.
+// projectKeys unwraps keys of projects. KEY_UNAVAILABLE says which key is not available, and why.
 func (c *Controller) projectKeys(ctx context.Context, wanted map[projectKey]bool) (map[projectKey]core.DataKey, error) {
 	w, err := c.wrapper()
 	if err != nil {
@@ -187,11 +187,11 @@ func (c *Controller) keysOf(ctx context.Context, objects []string) (runnerapi.Ke
 	return out, nil
 }
 
-// keysFor returns the keys of everything that these checkpoints need: of all that are sealed in clear, nothing is asked.
+// keysFor returns the keys of all objects that these checkpoints need. It asks for nothing if all of them are sealed in clear.
 func (c *Controller) keysFor(ctx context.Context, sealed ...runnerapi.Stored) (runnerapi.Keys, error) {
 	var ids []core.CheckpointID
 	for _, s := range sealed {
-		if envelope.Encrypted(s.Manifest) { // what is in clear needs nothing else
+		if envelope.Encrypted(s.Manifest) { // a checkpoint in clear needs no encrypted objects
 			ids = append(ids, s.CheckpointID)
 		}
 	}
@@ -205,7 +205,7 @@ func (c *Controller) keysFor(ctx context.Context, sealed ...runnerapi.Stored) (r
 	return c.keysOf(ctx, objects)
 }
 
-// storeFor is the store with the keys to what these checkpoints need.
+// storeFor is the store with the keys of the objects that these checkpoints need.
 func (c *Controller) storeFor(ctx context.Context, sealed ...runnerapi.Stored) (blob.Blobs, error) {
 	keys, err := c.keysFor(ctx, sealed...)
 	if err != nil {
@@ -214,7 +214,7 @@ func (c *Controller) storeFor(ctx context.Context, sealed ...runnerapi.Stored) (
 	return envelope.With(c.cfg.Store, envelope.NewRing(keys)), nil
 }
 
-// attemptKey returns the key of an attempt; nil where the project does not encrypt.
+// attemptKey returns the key of an attempt; nil if the project does not encrypt.
 func (c *Controller) attemptKey(ctx context.Context, project core.ProjectID, prefix string) (*envelope.Key, error) {
 	p, err := read(ctx, c, System(), func(tx Tx) (Project, error) { return tx.Project(ctx, project) })
 	if err != nil || p.Encryption == EncryptionNone {
@@ -246,7 +246,7 @@ func (c *Controller) giveKeys(ctx context.Context, begun *runnerapi.SealBegun) e
 	return err
 }
 
-// rewrap has the current master key wrap what another has wrapped: from then on that one is not needed any more.
+// rewrap wraps keys that another master key has wrapped with the current one. After that the other master key is no longer needed.
 func (c *Controller) rewrap(ctx context.Context) error {
 	w := c.cfg.Wrapper
 	if w == nil {
@@ -258,7 +258,7 @@ func (c *Controller) rewrap(ctx context.Context) error {
 	}
 	for _, row := range rows {
 		key, err := w.Unwrap(ctx, row.Master, row.name(), row.Wrapped)
-		if err != nil { // what is encrypted with it cannot be read here, and says so then
+		if err != nil { // reads of data that is encrypted with this key fail and report it
 			c.log.WarnContext(ctx, "a project's key cannot be unwrapped", "project_id", row.ProjectID, "version", row.Version, "err", err)
 			continue
 		}
@@ -270,7 +270,7 @@ func (c *Controller) rewrap(ctx context.Context) error {
 		if err := c.store.InTx(ctx, System(), func(tx Tx) error { return tx.RewrapProjectKey(ctx, row, old) }); err != nil {
 			return err
 		}
-		c.log.InfoContext(ctx, "a project's key is wrapped by another master key", "project_id", row.ProjectID, "version", row.Version, "before", old, "now", row.Master)
+		c.log.InfoContext(ctx, "the current master key has wrapped a project's key", "project_id", row.ProjectID, "version", row.Version, "before", old, "now", row.Master)
 	}
 	return nil
 }

@@ -62,7 +62,7 @@ func (c *Controller) PatchWorkspace(ctx context.Context, project core.ProjectID,
 // MaxLabels bounds the labels of one object.
 const MaxLabels = 64
 
-// Reseals lists what a workspace got anew, newest first.
+// Reseals lists the reseal reports of a workspace, newest first.
 func (c *Controller) Reseals(ctx context.Context, project core.ProjectID, id core.WorkspaceID, p Page) ([]ResealRecord, error) {
 	return read(ctx, c, InProject(project), func(tx Tx) ([]ResealRecord, error) {
 		if _, err := tx.Workspace(ctx, id); err != nil {
@@ -99,7 +99,7 @@ func (c *Controller) checkpoints(ctx context.Context, project core.ProjectID, qu
 	return list, err
 }
 
-// Children lists the direct children of a checkpoint, oldest first. Deleted ones are there while they are ancestors.
+// Children lists the direct children of a checkpoint, oldest first. A deleted child is in the list as long as it is an ancestor.
 func (c *Controller) Children(ctx context.Context, project core.ProjectID, id core.CheckpointID, p Page) ([]Checkpoint, error) {
 	return c.checkpoints(ctx, project, func(tx Tx) ([]Checkpoint, error) {
 		if _, err := tx.Checkpoint(ctx, id); err != nil {
@@ -123,7 +123,7 @@ func (c *Controller) Lineage(ctx context.Context, project core.ProjectID, id cor
 	})
 }
 
-// Tree lists a checkpoint and what grew from it, breadth first.
+// Tree lists a checkpoint and everything that grew from it, breadth first.
 func (c *Controller) Tree(ctx context.Context, project core.ProjectID, id core.CheckpointID, p TreePage) ([]TreeNode, error) {
 	list, err := read(ctx, c, InProject(project), func(tx Tx) ([]TreeNode, error) { return tx.Tree(ctx, id, p) })
 	for i := range list {
@@ -148,7 +148,7 @@ func (c *Controller) PatchCheckpoint(ctx context.Context, project core.ProjectID
 	})
 }
 
-// Images lists what runners hold.
+// Images lists the images of runners.
 func (c *Controller) Images(ctx context.Context, project core.ProjectID, p Page) ([]Image, error) {
 	if p.After == "" {
 		if err := c.askImages(ctx, false); err != nil {
@@ -158,7 +158,7 @@ func (c *Controller) Images(ctx context.Context, project core.ProjectID, p Page)
 	return read(ctx, c, InProject(project), func(tx Tx) ([]Image, error) { return tx.Images(ctx, p) })
 }
 
-// DrainRunner keeps new sandboxes away from a runner, or not any more. What is there stays.
+// DrainRunner keeps new sandboxes away from a runner, or stops doing so. Its present sandboxes stay.
 func (c *Controller) DrainRunner(ctx context.Context, id core.RunnerID, on bool) (Runner, error) {
 	r, err := read(ctx, c, System(), func(tx Tx) (Runner, error) { return tx.DrainRunner(ctx, id, on) })
 	if err == nil {

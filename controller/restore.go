@@ -9,7 +9,7 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// restorePlan is what a restore in place needs of the rows.
+// restorePlan has what a restore in place needs from the rows.
 type restorePlan struct {
 	workspace Workspace // in its old epoch and sandbox
 	next      Sandbox
@@ -17,8 +17,8 @@ type restorePlan struct {
 	loaded    bool // see forkPlan
 }
 
-// RestoreWorkspace rolls a workspace back to a checkpoint, in place: a new sandbox is grown from it and resealed before the
-// old one is destroyed; when that fails, nothing has changed.
+// RestoreWorkspace rolls a workspace back to a checkpoint, in place. A new sandbox is grown from the checkpoint and resealed before
+// the old one is destroyed. If this fails, nothing has changed.
 func (c *Controller) RestoreWorkspace(ctx context.Context, project core.ProjectID, id core.WorkspaceID, checkpoint core.CheckpointID, wait time.Duration) (Answer, error) {
 	op := Operation{ProjectID: project, Kind: OpRestoreWorkspace, Step: "fork", WorkspaceID: id, CheckpointID: checkpoint}
 	admit := func(ctx context.Context, tx Tx, _ *Operation, in *opInput, _ int) (any, error) {
@@ -144,7 +144,7 @@ func (c *Controller) workRestore(ctx context.Context, t *Task) error {
 			return err
 		}
 	}
-	// From here on the workspace is in its new epoch. The old sandbox has no living row: it goes now, or at a heartbeat.
+	// From here on the workspace is in its new epoch. The old sandbox has no living row: it is dropped now, or after a heartbeat.
 	c.drop(ctx, t.in.Sandbox)
 	c.reopenPorts(ctx, t.op.ProjectID, t.op.WorkspaceID, plan.next)
 	t.watch.Lap("drop")

@@ -8,9 +8,9 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// Resume brings a suspended workspace back: a fork of the checkpoint that it was suspended as, fully resealed, as the same
-// workspace in its next epoch. Its programs go on, its sessions keep their ids. When it does not succeed the workspace stays
-// suspended. Resuming one that runs is no error; a resume that runs already is waited for.
+// Resume continues a suspended workspace: it forks the checkpoint of the suspension, fully resealed, as the same workspace in its next
+// epoch. The programs continue, and the sessions keep their ids. If it fails, the workspace stays suspended. It is no error if the
+// workspace runs already. If a resume is under way, Resume waits for it.
 func (c *Controller) Resume(ctx context.Context, project core.ProjectID, id core.WorkspaceID, wait time.Duration) (Answer, error) {
 	for {
 		w, err := c.Workspace(ctx, project, id)
@@ -20,7 +20,7 @@ func (c *Controller) Resume(ctx context.Context, project core.ProjectID, id core
 		switch w.State {
 		case core.WorkspaceReady:
 			return Answer{Done: true, Result: Result{Workspace: &w}}, nil
-		case core.WorkspaceCheckpointing: // of a capture, which does not matter, or on its way to be suspended
+		case core.WorkspaceCheckpointing: // a capture, which does not matter, or the beginning of a suspension
 			answer, open, err := c.awaitOpen(ctx, w, OpSuspendWorkspace, wait)
 			if _, failed := errors.AsType[*OperationError](err); err != nil && !failed {
 				return Answer{}, err
@@ -35,7 +35,7 @@ func (c *Controller) Resume(ctx context.Context, project core.ProjectID, id core
 			if err != nil || open {
 				return answer, err
 			}
-			// The resume has ended since the workspace was read, or it is a restore in place that runs.
+			// The resume has ended since the workspace was read, or a restore in place is under way.
 			if now, err := c.Workspace(ctx, project, id); err != nil || now.State == core.WorkspaceRestoring && now.Epoch == w.Epoch {
 				return Answer{}, orNotReady(w, err)
 			}
@@ -128,7 +128,7 @@ func (c *Controller) workResume(ctx context.Context, t *Task) error {
 	})
 }
 
-// awaken resumes a workspace that is to be resumed on use, and returns it as it is then.
+// awaken resumes a workspace with auto-resume, and returns it after that.
 func (c *Controller) awaken(ctx context.Context, w Workspace) (Workspace, error) {
 	if !asleep(w) {
 		return w, nil
@@ -140,7 +140,7 @@ func (c *Controller) awaken(ctx context.Context, w Workspace) (Workspace, error)
 	return c.Workspace(ctx, w.ProjectID, w.ID)
 }
 
-// asleep reports whether a workspace that is to be resumed on use may need it.
+// asleep reports whether a workspace with auto-resume may have to be resumed.
 func asleep(w Workspace) bool {
 	return w.Rest.AutoResume && (w.State == core.WorkspaceSuspended || w.State == core.WorkspaceRestoring || w.State == core.WorkspaceCheckpointing)
 }

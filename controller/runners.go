@@ -9,10 +9,10 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// Runners reaches runners by their endpoint (http://host:port or unix:/path). Every call has a deadline of its own besides
-// the context's. A runner that cannot be reached, or that vanishes in the middle, is Unavailable, RUNNER_UNREACHABLE: what
-// happened is then unknown, and the call may be repeated, because all of them are idempotent by the ids in them. What a
-// runner refuses comes back as the core error that it was there. It is safe for concurrent use.
+// Runners calls runners by their endpoint (http://host:port or unix:/path). Every call has a deadline of its own besides the
+// context's. If a runner cannot be reached, or vanishes during the call, the error is Unavailable, RUNNER_UNREACHABLE: the outcome is
+// then unknown. The call may be repeated, because all calls are idempotent by the ids in them. If a runner refuses a call, the error
+// is the runner's core error. Runners is safe for concurrent use.
 type Runners interface {
 	Images(ctx context.Context, endpoint string) ([]runnerapi.Image, error)
 	Template(ctx context.Context, endpoint string, t runnerapi.Template) (runnerapi.Checkpoint, error)
@@ -24,11 +24,11 @@ type Runners interface {
 	Diff(ctx context.Context, endpoint string, from core.CheckpointID, d runnerapi.Diff) (runnerapi.DiffPage, error)
 	OpenPort(ctx context.Context, endpoint string, sandbox core.SandboxID, p runnerapi.Port) (runnerapi.Port, error)
 	ClosePort(ctx context.Context, endpoint string, sandbox core.SandboxID, id core.PortID) error
-	// SetEgress says what a sandbox may reach from now on. Older rules than it has change nothing.
+	// SetEgress replaces what a sandbox may reach. Rules that are older than the present ones change nothing.
 	SetEgress(ctx context.Context, endpoint string, sandbox core.SandboxID, rules runnerapi.EgressRules) error
 	// Console returns the tail of a serial console. The caller closes it.
 	Console(ctx context.Context, endpoint string, sandbox core.SandboxID) (io.ReadCloser, error)
-	// Guest carries requests to the agent in a sandbox; their paths are the agent's ("/v1/sessions"). It has no deadline of
-	// its own: streams and WebSockets pass. Its errors are core errors; answers come as the guest gave them.
+	// Guest carries requests to the agent in a sandbox; their paths are those of the agent ("/v1/sessions"). It has no deadline of
+	// its own, so streams and WebSockets work. Its errors are core errors. It does not change the answers of the guest.
 	Guest(endpoint string, sandbox core.SandboxID) http.RoundTripper
 }

@@ -12,7 +12,7 @@ import (
 	"github.com/coppice-dev/coppice/snapshotstore/envelope"
 )
 
-// SealState is how far a captured checkpoint is on its way into the store.
+// SealState is the state of the upload of a captured checkpoint to the store.
 type SealState string
 
 // The states of a seal.
@@ -22,14 +22,14 @@ const (
 	SealFailed    SealState = "failed" // the last attempt; another follows
 )
 
-// Seal is what users see of the way into the store.
+// Seal is what users see of the upload to the store.
 type Seal struct {
 	State   SealState
 	Attempt int64    // 0 while queued
 	Problem *Failure // of the last attempt that failed, until one succeeds
 }
 
-// SealAttempt is the newest attempt to seal a checkpoint. Only who began it may end it.
+// SealAttempt is the newest attempt to seal a checkpoint. Only the runner that began it may end it.
 type SealAttempt struct {
 	Checkpoint core.CheckpointID
 	Project    core.ProjectID
@@ -47,7 +47,7 @@ const (
 	maxBefore   = 4096    // ancestors that a runner may name
 )
 
-// StoreConfigured reports whether checkpoints are sealed here; UNSUPPORTED otherwise.
+// StoreConfigured returns nil if checkpoints are sealed here, and UNSUPPORTED otherwise.
 func (c *Controller) StoreConfigured() error {
 	if c.cfg.Store == nil {
 		return core.Errorf(core.Invalid, core.CodeUnsupported, "no store is configured, so nothing is sealed; start controllers and runners with --store")
@@ -55,7 +55,7 @@ func (c *Controller) StoreConfigured() error {
 	return nil
 }
 
-// BeginSeal gives a runner leave to upload a checkpoint that it captured. An earlier attempt ends: what it wrote is removed.
+// BeginSeal permits a runner to upload a checkpoint that it captured. An earlier attempt ends, and the objects that it wrote are removed.
 func (c *Controller) BeginSeal(ctx context.Context, runner core.RunnerID, in runnerapi.BeginSeal) (runnerapi.SealBegun, error) {
 	if err := c.StoreConfigured(); err != nil {
 		return runnerapi.SealBegun{}, err
@@ -82,7 +82,7 @@ func (c *Controller) BeginSeal(ctx context.Context, runner core.RunnerID, in run
 	return begun, nil
 }
 
-// CommitSeal makes a checkpoint sealed. To commit what is committed is no error.
+// CommitSeal makes a checkpoint sealed. A repeated commit is no error.
 func (c *Controller) CommitSeal(ctx context.Context, runner core.RunnerID, id core.CheckpointID, in runnerapi.CommitSeal) error {
 	if err := c.StoreConfigured(); err != nil {
 		return err
@@ -138,7 +138,7 @@ func (c *Controller) CommitSeal(ctx context.Context, runner core.RunnerID, id co
 	return nil
 }
 
-// FailSeal gives an attempt up. To give up what is given up is no error.
+// FailSeal gives an attempt up. It is no error if the attempt was given up before.
 func (c *Controller) FailSeal(ctx context.Context, runner core.RunnerID, id core.CheckpointID, in runnerapi.FailSeal) error {
 	ctx = WithOrigin(ctx, Origin{Actor: string(runner), Action: "fail_seal"})
 	problem := core.Errorf(in.Problem.Category, in.Problem.Code, "%s", clipTail(in.Problem.Message))
@@ -173,8 +173,8 @@ func (c *Controller) FailSeal(ctx context.Context, runner core.RunnerID, id core
 	return err
 }
 
-// leftBehind records that an attempt, whose end is refused because it ended before, may have written since. What it wrote then may have
-// been removed already.
+// leftBehind records that an attempt may have written objects after its end. It is called when the end of an attempt is refused because the
+// attempt had ended before. The objects may have been removed already.
 func (c *Controller) leftBehind(ctx context.Context, runner core.RunnerID, id core.CheckpointID, attempt int64, refusal error) {
 	switch core.CodeOf(refusal) {
 	case core.CodeStateConflict, core.CodeCheckpointNotFound, core.CodeRunnerLost:
@@ -182,7 +182,7 @@ func (c *Controller) leftBehind(ctx context.Context, runner core.RunnerID, id co
 		return
 	}
 	if err := c.store.InTx(ctx, System(), func(tx Tx) error { return tx.LeaveDebris(ctx, runner, id, attempt) }); err != nil {
-		c.log.WarnContext(ctx, "what an attempt to seal may have left was not noted", "checkpoint_id", id, "attempt", attempt, "err", err)
+		c.log.WarnContext(ctx, "objects that an attempt to seal may have left were not recorded", "checkpoint_id", id, "attempt", attempt, "err", err)
 	}
 }
 
@@ -215,7 +215,8 @@ func checkCommit(at SealAttempt, in runnerapi.CommitSeal) error {
 	return nil
 }
 
-// checkEncrypted refuses what is in clear and must not be: its project encrypts since the attempt began, or the runner is too old to.
+// checkEncrypted refuses objects in clear that must be encrypted: the project encrypts since the attempt began, or the runner is too old to
+// encrypt.
 func checkEncrypted(ctx context.Context, tx Tx, at SealAttempt, in runnerapi.CommitSeal) error {
 	if at.Project == SystemProject {
 		return nil
@@ -232,7 +233,7 @@ func checkEncrypted(ctx context.Context, tx Tx, at SealAttempt, in runnerapi.Com
 	return nil
 }
 
-// abandonSeals ends the attempts of runners that have lost their lease since they began: they go on with none of them.
+// abandonSeals ends the attempts of runners that have lost their lease since they began: these runners continue none of them.
 func (c *Controller) abandonSeals(ctx context.Context) error {
 	list, err := read(ctx, c, System(), func(tx Tx) ([]core.CheckpointID, error) { return tx.AbandonSeals(ctx) })
 	for _, id := range list {
@@ -242,7 +243,8 @@ func (c *Controller) abandonSeals(ctx context.Context) error {
 	return err
 }
 
-// SealedCheckpoint returns a checkpoint when it is sealed, or as it is when the time is over or it never will be.
+// SealedCheckpoint waits until a checkpoint is sealed and returns it. It returns the checkpoint in its present state if the time is over, or if
+// the checkpoint will never be sealed.
 func (c *Controller) SealedCheckpoint(ctx context.Context, project core.ProjectID, id core.CheckpointID, wait time.Duration) (Checkpoint, error) {
 	if err := c.StoreConfigured(); err != nil {
 		return Checkpoint{}, err
@@ -259,7 +261,7 @@ func (c *Controller) SealedCheckpoint(ctx context.Context, project core.ProjectI
 	}
 }
 
-// queued says of captured checkpoints that nobody has begun to upload that somebody will.
+// queued gives captured checkpoints without an upload the state that says that a runner will upload them.
 func (c *Controller) queued(list ...*Checkpoint) {
 	for _, cp := range list {
 		if c.cfg.Store != nil && cp != nil && cp.State == core.CheckpointCaptured && cp.Seal == nil {

@@ -10,7 +10,7 @@ import (
 	"github.com/coppice-dev/coppice/snapshotstore/manifest"
 )
 
-// maxManifests is how many manifests are read at once to be compared with rows: each takes up to twice manifest.MaxBytes.
+// maxManifests bounds the manifests that are compared with rows at the same time: each takes up to twice manifest.MaxBytes of memory.
 const maxManifests = 4
 
 // checkManifest reads the manifest that a runner wants to commit and compares it with the checkpoint's row. Other runners are told of
@@ -30,7 +30,7 @@ func (c *Controller) checkManifest(ctx context.Context, runner core.RunnerID, id
 		return err
 	}
 	if cp.State == core.CheckpointSealed && *cp.Stored == in.Stored || at.RunnerID != runner || at.Attempt != in.Attempt || at.LeaseEpoch != in.LeaseEpoch {
-		return nil // it is committed, or is refused for that
+		return nil // it was committed before, or CommitSeal refuses it for this reason
 	}
 	if err := checkCommit(at, in); err != nil {
 		return err

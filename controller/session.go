@@ -22,15 +22,15 @@ import (
 	"github.com/coppice-dev/coppice/internal/failpoint"
 )
 
-// MaxOutput is how much of each output stream an exec's answer holds, in bytes: what the agent keeps.
+// MaxOutput is how many bytes of each output stream the answer of an exec has: as many as the agent keeps.
 const MaxOutput = 1 << 20
 
 const attachTTL = time.Minute
 
-// codeSessionExists is the agent's.
+// codeSessionExists is a code of the agent.
 const codeSessionExists core.Code = "SESSION_EXISTS"
 
-// SessionView is a session as its user sees it: the public id, and the state that the guest has.
+// SessionView is what users see of a session: the public id, and the state in the guest.
 type SessionView struct {
 	Session
 	Epoch int64
@@ -46,7 +46,7 @@ type ExecResult struct {
 	Timings         []core.Timing
 }
 
-// StartSession starts a program. Its row is there before it, so that a lost answer leaves nothing unnamed.
+// StartSession starts a program. It inserts the row first, so that no program is without a row if the answer is lost.
 func (c *Controller) StartSession(ctx context.Context, project core.ProjectID, id core.WorkspaceID, req ExecRequest) (SessionView, error) {
 	view, _, err := c.startSession(ctx, project, id, req)
 	return view, err
@@ -55,7 +55,7 @@ func (c *Controller) StartSession(ctx context.Context, project core.ProjectID, i
 func (c *Controller) startSession(ctx context.Context, project core.ProjectID, id core.WorkspaceID, req ExecRequest) (SessionView, Workspace, error) {
 	row := Session{ID: core.NewID[core.SessionID](), ProjectID: project, WorkspaceID: id}
 	row.GuestID = row.ID
-	resting, woken := false, false // it is to be resumed before it is used
+	resting, woken := false, false // the workspace must be resumed before its use
 	insert := func(tx Tx) (Workspace, error) {
 		w, err := tx.Workspace(ctx, id)
 		if resting = err == nil && !woken && asleep(w); resting {
@@ -102,7 +102,7 @@ var (
 	afterLaunch  = failpoint.New("controller.after_launch")  // it runs, nobody has been told
 )
 
-// launch starts the program of a session whose row is there. The agent starts one program per id, whoever asks how often.
+// launch starts the program of a session that has a row. The agent starts only one program per id, however often it is asked.
 func (c *Controller) launch(ctx context.Context, row Session, w Workspace, req ExecRequest) (SessionView, error) {
 	view := SessionView{Session: row, Epoch: w.Epoch}
 	claim := claimOf(ctx)
@@ -122,7 +122,7 @@ func (c *Controller) launch(ctx context.Context, row Session, w Workspace, req E
 	case core.CodeOf(err) == codeSessionExists: // a repeat of the request was faster
 		err = c.callGuest(ctx, w.Sandbox, http.MethodGet, guestSessionPath(row.GuestID, ""), nil, nil, answer{boundSession, &view.Guest})
 	case claim != nil && core.CategoryOf(err) != core.Unavailable && core.CategoryOf(err) != core.Canceled && core.CategoryOf(err) != core.TimedOut:
-		// The agent refused it: nothing runs, and a repeat may do better.
+		// The agent refused it: nothing runs, and a repeat may succeed.
 		freed := context.WithoutCancel(ctx)
 		err = errors.Join(err, c.store.InTx(freed, InProject(row.ProjectID), func(tx Tx) error { return claim.release(freed, tx, row.ProjectID, string(row.ID)) }))
 	}
@@ -137,8 +137,8 @@ func (c *Controller) launch(ctx context.Context, row Session, w Workspace, req E
 	return view, nil
 }
 
-// withGrants adds the placeholders of the grants that a workspace has now to the environment of a program that is to be started, where that
-// does not say otherwise.
+// withGrants adds the placeholders of a workspace's present grants to the environment of a new program, unless the environment has these
+// variables already.
 func (c *Controller) withGrants(ctx context.Context, w Workspace, req ExecRequest) (ExecRequest, error) {
 	if !w.Rules.Granted {
 		return req, nil
@@ -152,8 +152,8 @@ func (c *Controller) withGrants(ctx context.Context, w Workspace, req ExecReques
 	return req, nil
 }
 
-// repeatSession answers a repeat of a request that starts a session. Where the first was cut off before the program was
-// started, the repeat starts it.
+// repeatSession answers a repeat of a request that starts a session. If the first request was cut off before the program was started,
+// the repeat starts it.
 func (c *Controller) repeatSession(ctx context.Context, project core.ProjectID, use KeyUse, req ExecRequest) (SessionView, Workspace, error) {
 	row, w, err := c.ReachSession(ctx, project, core.SessionID(use.Object))
 	if err != nil {
@@ -171,7 +171,7 @@ func (c *Controller) repeatSession(ctx context.Context, project core.ProjectID, 
 	return view, w, err
 }
 
-// Exec runs a program to its end. When the context ends first, the program goes on.
+// Exec runs a program to its end. If the context ends first, the program continues.
 func (c *Controller) Exec(ctx context.Context, project core.ProjectID, id core.WorkspaceID, req ExecRequest) (ExecResult, error) {
 	watch := core.NewStopwatch()
 	view, w, err := c.startSession(ctx, project, id, req)
@@ -224,11 +224,11 @@ func (c *Controller) waitGuest(ctx context.Context, s Sandbox, id core.SessionID
 	return g, err
 }
 
-// roomPause is between two looks for room.
+// roomPause is the time between two looks for room.
 const roomPause = 20 * time.Millisecond
 
-// roomFor waits until there is room for an answer of n bytes: the program has run, so its output is not given up as soon as the guests of the
-// project send too much. Each stream waits for its own and holds nothing meanwhile.
+// roomFor waits until there is room for an answer of n bytes. The program has run, so its output is not given up at once when the guests of the
+// project send too much. Each stream waits for its own room and holds none meanwhile.
 func (c *Controller) roomFor(ctx context.Context, account *boundjson.Account, n int) error {
 	limit, cancel := context.WithTimeout(ctx, c.cfg.GuestCall)
 	defer cancel()
@@ -240,7 +240,7 @@ func (c *Controller) roomFor(ctx context.Context, account *boundjson.Account, n 
 	return nil
 }
 
-// tail reads the end of what a stream keeps.
+// tail reads the end of the kept output of a stream.
 func (c *Controller) tail(ctx context.Context, s Sandbox, id core.SessionID, stream string, first, end int64) ([]byte, bool, error) {
 	if end <= 0 {
 		return nil, false, nil
@@ -269,7 +269,7 @@ func (c *Controller) tail(ctx context.Context, s Sandbox, id core.SessionID, str
 		}
 		return nil, false, core.Wrapf(err, core.Unavailable, core.CodeGuestUnreachable, "the output of session %s could not be read to its end", id)
 	}
-	// A background process may have gone on writing, and pushed out what was there a moment ago.
+	// A background process may have written more, so that the agent dropped output that was there a moment ago.
 	start, err := strconv.ParseInt(res.Header.Get("Coppice-Offset"), 10, 64)
 	return b, offset > 0 || err == nil && start > 0, nil
 }
@@ -314,7 +314,7 @@ func (c *Controller) ReachSession(ctx context.Context, project core.ProjectID, i
 	return row, w, reachable(w)
 }
 
-// SessionGuest returns the way to a session: a transport to the agent, and the session's name there.
+// SessionGuest returns a transport to the agent of a session, and the session's name there.
 func (c *Controller) SessionGuest(ctx context.Context, project core.ProjectID, id core.SessionID) (http.RoundTripper, core.SessionID, error) {
 	row, w, err := c.ReachSession(ctx, project, id)
 	if err != nil {
@@ -414,8 +414,8 @@ func (c *Controller) Attach(ctx context.Context, project core.ProjectID, id core
 	return token, t.ExpiresAt, err
 }
 
-// UseAttachToken spends a token and returns the way to its session, and the key that asked for the token: the attachment
-// ends with it. A token that was given before a restore is dead.
+// UseAttachToken spends a token. It returns the way to the token's session, and the key that requested the token: the attachment ends
+// with this key. A token from before a restore is no longer valid.
 func (c *Controller) UseAttachToken(ctx context.Context, id core.SessionID, token string) (http.RoundTripper, core.SessionID, Key, error) {
 	var row Session
 	var key Key

@@ -54,8 +54,8 @@ func (c *Controller) countSessions(ctx context.Context) error {
 	})
 }
 
-// forgetSessions makes room in a workspace that has as many rows as it may have. What the agent has forgotten cannot be
-// reached any more, so its row goes. A hostile agent can make the controller forget sessions of its own workspace only.
+// forgetSessions makes room in a workspace that has the largest number of rows. A session that the agent has forgotten can no longer be
+// reached, so its row is removed. A hostile agent can only make the controller forget sessions of its own workspace.
 func (c *Controller) forgetSessions(ctx context.Context, w Workspace) error {
 	var there guestSessions
 	if err := c.callGuest(ctx, w.Sandbox, http.MethodGet, pathSessions, nil, nil, answer{boundSessions, &there}); err != nil {

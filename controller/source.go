@@ -7,7 +7,7 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// source returns a checkpoint that is to be grown, with where a runner that does not hold it finds it.
+// source returns a checkpoint to fork, with the places where a runner that does not have it finds it.
 func (c *Controller) source(ctx context.Context, tx Tx, id core.CheckpointID) (Checkpoint, error) {
 	cp, err := tx.Checkpoint(ctx, id)
 	if err != nil {
@@ -27,8 +27,8 @@ func findSources(ctx context.Context, tx Tx, cp *Checkpoint) (err error) {
 	return err
 }
 
-// placeFrom chooses runners for what is grown from a checkpoint. One that is captured is on one runner. One that is sealed can be
-// grown on any of its class: better on one that holds it, then on one that has some of it; or evenly on all.
+// placeFrom chooses runners for the children of a checkpoint. A captured checkpoint is on one runner. A sealed one can be forked on any
+// runner of its class: preferably on one that has it, then on one that has a part of it; or evenly on all.
 func (c *Controller) placeFrom(ctx context.Context, tx Tx, source Checkpoint, count int, even bool) ([]Runner, error) {
 	req := placement.Request{Count: count, Resources: source.Resources, Class: source.Class}
 	if source.State != core.CheckpointSealed {
