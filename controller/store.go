@@ -16,11 +16,11 @@ import (
 
 // The errors of a Store that the controller branches on.
 var (
-	// ErrLeaseLost says that another controller has claimed the operation: this one's work on it must end and changes nothing.
+	// ErrLeaseLost says that another controller has claimed the operation. This controller must stop its work on it, which changes nothing.
 	ErrLeaseLost = core.Errorf(core.Conflict, "LEASE_LOST", "the operation is carried on by another controller")
 	// ErrIdentityTaken says that a fresh identity collided with a living one: draw another.
 	ErrIdentityTaken = core.Errorf(core.Conflict, "IDENTITY_TAKEN", "a fresh address collided with one in use")
-	// ErrTemplateExists says that somebody else makes or made the template.
+	// ErrTemplateExists says that another request makes or has made the template.
 	ErrTemplateExists = core.Errorf(core.AlreadyExists, "TEMPLATE_EXISTS", "the template exists already")
 )
 
@@ -42,16 +42,16 @@ type Store interface {
 	Ping(ctx context.Context) error
 	// Notify tells the listeners of all controllers that these operations have ended. It is a hint and may be lost.
 	Notify(ctx context.Context, ended []core.OperationID) error
-	// Listen calls ended for every operation that Notify names and revoked for every key that a committed transaction has
-	// revoked, until the context ends or the connection breaks.
+	// Listen calls ended for every operation that Notify names, and revoked for every key that a committed transaction has
+	// revoked. It returns when the context ends or the connection breaks.
 	Listen(ctx context.Context, ended func(core.OperationID), revoked func(core.KeyID)) error
 	// Chores makes each chore run at its interval on one of all controllers that call it, until ctx ends or the database
 	// cannot be reached.
 	Chores(ctx context.Context, list []Chore, log *slog.Logger) error
 }
 
-// Chore is periodic work that one controller does for all. Do may run on two at once when an election comes between, or twice
-// in a row, so it is idempotent: what it changes is decided by compare-and-set.
+// Chore is periodic work that one controller does for all. After an election, Do may run on two controllers at the same time, or twice in
+// a row. So it is idempotent: compare-and-set decides what it changes.
 type Chore struct {
 	Name  string
 	Every time.Duration // at least a second
@@ -143,54 +143,54 @@ type WorkspaceTx interface {
 	// works on, of all projects.
 	ExpiredWorkspaces(ctx context.Context, limit int) ([]Workspace, error)
 	OrphanedTerminations(ctx context.Context, limit int) ([]Workspace, error)
-	// IdleWorkspaces returns ready workspaces that were last used longer ago than they may rest, and margin more; of these
-	// only when ids has any.
+	// IdleWorkspaces returns ready workspaces that were not used for longer than their idle time plus margin. If ids is not empty,
+	// it looks only at these workspaces.
 	IdleWorkspaces(ctx context.Context, margin time.Duration, ids []core.WorkspaceID, limit int) ([]Workspace, error)
 	// UseWorkspaces records that workspaces are in use now.
 	UseWorkspaces(ctx context.Context, ids []core.WorkspaceID) error
 	InsertWorkspaces(ctx context.Context, list []Workspace, ttl time.Duration) ([]Workspace, error)
-	// MoveWorkspace changes the state of one workspace, keeping the rest. It makes none ready: whatever does so looks at the runner.
+	// MoveWorkspace changes only the state of one workspace. It makes no workspace ready: the methods that do so look at the runner.
 	MoveWorkspace(ctx context.Context, id core.WorkspaceID, epoch int64, to core.WorkspaceState) (Workspace, error)
-	// ReturnWorkspace makes a restoring workspace ready again in the sandbox that it has; lost, when that one's runner was given up.
+	// ReturnWorkspace makes a restoring workspace ready again in its present sandbox, or lost if the runner of that sandbox was given up.
 	ReturnWorkspace(ctx context.Context, id core.WorkspaceID, epoch int64) (Workspace, error)
-	// ForkWorkspaceFrom moves a creating workspace on to restoring, now that its template is known. It may give it another.
+	// ForkWorkspaceFrom moves a creating workspace to restoring, when its template is known. It may replace an earlier template.
 	ForkWorkspaceFrom(ctx context.Context, id core.WorkspaceID, from Checkpoint) (Workspace, error)
-	// ReadyWorkspaces leaves out, too, what is on a runner that was given up.
+	// ReadyWorkspaces also leaves out workspaces on a runner that was given up.
 	ReadyWorkspaces(ctx context.Context, list []ReadyWorkspace) ([]Workspace, error)
-	// SwitchWorkspace makes a restored workspace ready in its next epoch and sandbox, whose runner was told this, and ends the old sandbox.
-	// RUNNER_LOST when that runner was given up.
+	// SwitchWorkspace makes a restored workspace ready in its next epoch and sandbox, and ends the old sandbox. It records what the runner of
+	// the new sandbox was told. It fails with RUNNER_LOST if that runner was given up.
 	SwitchWorkspace(ctx context.Context, id core.WorkspaceID, epoch int64, sandbox core.SandboxID, head Checkpoint, given grants.Given) (Workspace, error)
-	// CapturedWorkspace makes a workspace ready after a capture; lost, when its runner was given up. head is nil when the capture failed.
+	// CapturedWorkspace makes a workspace ready after a capture, or lost if its runner was given up. head is nil if the capture failed.
 	CapturedWorkspace(ctx context.Context, id core.WorkspaceID, epoch int64, head *Checkpoint) (Workspace, error)
 	// SuspendWorkspace makes a workspace that was captured and stopped suspended, and ends its sandbox.
 	SuspendWorkspace(ctx context.Context, id core.WorkspaceID, epoch int64, head Checkpoint) (Workspace, error)
-	// EndWorkspaces ends workspaces and all their sandboxes. Its answer does not say what lost ones can be recovered from.
+	// EndWorkspaces ends workspaces and all their sandboxes. Its answer does not name the checkpoints from which lost ones can be recovered.
 	EndWorkspaces(ctx context.Context, list []EndedWorkspace) ([]Workspace, error)
 	PatchWorkspace(ctx context.Context, id core.WorkspaceID, p WorkspacePatch) (Workspace, error)
 }
 
-// SandboxTx keeps the VM instances and what was made new in them.
+// SandboxTx keeps the VM instances and the reports of their reseals.
 type SandboxTx interface {
-	// FreeAddresses returns an address for each runner that is named, at random and no two alike; CAPACITY when hardly any is left.
+	// FreeAddresses returns a random address for each named runner, all different. It fails with CAPACITY if hardly any is free.
 	FreeAddresses(ctx context.Context, w AddressesWanted) ([]string, error)
-	// InsertSandboxes may make the transaction fail with ErrIdentityTaken. Like everything here that returns no error it goes to the
-	// database with what follows, or before the commit.
+	// InsertSandboxes may make the transaction fail with ErrIdentityTaken. Like all methods here without an error, its statement is sent to the
+	// database with the next one, or before the commit.
 	InsertSandboxes(list []Sandbox)
-	// Occupied says what is placed on a runner on which this transaction has inserted sandboxes, these too. Nobody else can place or
-	// end any until the transaction has ended: what it was told stays true.
+	// Occupied says what is placed on a runner on which this transaction has inserted sandboxes, including these. Until the transaction
+	// ends, no other one can place or end sandboxes there, so the answer stays true.
 	Occupied(ctx context.Context, runner core.RunnerID) (runnerapi.Capacity, error)
 	// Sandboxes returns sandboxes by id, living or not.
 	Sandboxes(ctx context.Context, ids []core.SandboxID) ([]Sandbox, error)
-	// EndedSandboxes returns those whose rows have ended. They never live again.
+	// EndedSandboxes returns those of the sandboxes whose rows have ended. They never live again.
 	EndedSandboxes(ctx context.Context, ids []core.SandboxID) ([]Sandbox, error)
 	// WorkspaceSandboxes returns the living sandboxes of a workspace.
 	WorkspaceSandboxes(ctx context.Context, id core.WorkspaceID) ([]Sandbox, error)
 	EndSandboxes(ctx context.Context, ids []core.SandboxID) error
-	// InsertReseals appends reports, with their attestations. Those of a runner that was removed are left out.
+	// InsertReseals appends reports, with their attestations. It leaves out reports of a runner that was removed.
 	InsertReseals(list []ResealRecord)
-	// Attestation returns that of an epoch; ATTESTATION_NOT_FOUND.
+	// Attestation returns the attestation of an epoch. It fails with ATTESTATION_NOT_FOUND if there is none.
 	Attestation(ctx context.Context, id core.WorkspaceID, epoch int64) (Attestation, error)
-	// TidyAttestations makes partitions ahead and removes attestations that are older than keep, by whole months.
+	// TidyAttestations makes the next partitions and removes attestations that are older than keep, by whole months.
 	TidyAttestations(ctx context.Context, keep time.Duration) error
 	// Reseals returns the newest reports of a workspace first; ResealsByOperation those of an operation.
 	Reseals(ctx context.Context, id core.WorkspaceID, p Page) ([]ResealRecord, error)
@@ -230,21 +230,22 @@ type TreePage struct {
 
 // CheckpointTx keeps the tree.
 type CheckpointTx interface {
-	// HoldCheckpoint, and then a look at the checkpoint, keeps DeleteCheckpoint of it waiting until this transaction ends.
+	// HoldCheckpoint makes DeleteCheckpoint of a checkpoint wait until this transaction ends. Call it before reading the checkpoint.
 	HoldCheckpoint(id core.CheckpointID)
 	// Checkpoint does not find pruned checkpoints.
 	Checkpoint(ctx context.Context, id core.CheckpointID) (Checkpoint, error)
 	Checkpoints(ctx context.Context, f CheckpointFilter) ([]Checkpoint, error)
-	// LiveTemplate returns the template of the image and shape that is on the runner, else one that is sealed, unless it is to be local,
-	// else one that is being made there; NotFound otherwise.
+	// LiveTemplate returns a template of the image and shape. It prefers one on the runner, then a sealed one, unless the template must be
+	// local, then one that is being made on the runner. It fails with NotFound if there is none.
 	LiveTemplate(ctx context.Context, runner Runner, image core.Digest, r core.Resources, local bool) (Checkpoint, error)
-	// Sources returns where a sealed checkpoint is in the store and, behind it, its sealed ancestors: the nearest, and last the root.
+	// Sources returns the places in the store of a sealed checkpoint and then of its sealed ancestors: the nearest ones, and last the root.
 	Sources(ctx context.Context, id core.CheckpointID) ([]runnerapi.Stored, error)
 	// Peers returns the runners with a lease that hold a checkpoint, its parent or its root, nearest first, at most runnerapi.MaxPeers.
 	Peers(ctx context.Context, cp Checkpoint) ([]runnerapi.Peer, error)
-	// SetHolds replaces what a runner holds in the store: checkpoints that it fetches. What was deleted before it was held is not.
+	// SetHolds replaces the checkpoints that a runner holds in the store, because it fetches them. It ignores checkpoints that were deleted
+	// before they were held.
 	SetHolds(ctx context.Context, runner core.RunnerID, fetching []core.CheckpointID) error
-	// Near ranks runners on which less of a checkpoint has to be fetched than elsewhere, a few for each distance: 0 for those that hold it.
+	// Near ranks runners that need to fetch less of a checkpoint than others, a few for each distance. Distance 0 means that the runner has it.
 	Near(ctx context.Context, cp Checkpoint) (map[core.RunnerID]int, error)
 	// InsertCheckpoint may fail with ErrTemplateExists or NAME_TAKEN.
 	InsertCheckpoint(ctx context.Context, cp Checkpoint) error
@@ -252,25 +253,26 @@ type CheckpointTx interface {
 	FailCheckpoint(ctx context.Context, id core.CheckpointID, why Failure) error
 	// DropTemplate gives up a template whose bytes its runner no longer has.
 	DropTemplate(ctx context.Context, id core.CheckpointID) error
-	// DeleteCheckpoint marks a checkpoint deleted; CHECKPOINT_IN_USE while a fork of it starts or a workspace is suspended as
-	// it, and if spare says so when it is a living workspace's source or head; CHECKPOINT_PINNED. Deleting one that is deleted
-	// or failed already is no error.
+	// DeleteCheckpoint marks a checkpoint deleted. It fails with CHECKPOINT_PINNED, and with CHECKPOINT_IN_USE while a fork of it
+	// starts or it is the checkpoint of a suspended workspace. With spare it also fails if it is the source or head of a living
+	// workspace. It is no error if the checkpoint is deleted or failed already.
 	DeleteCheckpoint(ctx context.Context, id core.CheckpointID, spare bool) (Checkpoint, error)
-	// DeleteCheckpoints is DeleteCheckpoint for many. It returns what became of each that exists; a refusal of one is no error.
+	// DeleteCheckpoints is DeleteCheckpoint for many. It returns the outcome for each existing one; a refusal of one is no error.
 	DeleteCheckpoints(ctx context.Context, ids []core.CheckpointID, spare bool) ([]Deletion, error)
-	// Subtree returns the next nodes of a walk through a checkpoint and what grew from it, scored by an annotation, and how the walk goes
-	// on. It reads a bounded number of rows. Nodes come after their parents. What grows during the walk may be missing.
+	// Subtree returns the next nodes of a walk through a checkpoint and everything that grew from it, with their scores from an annotation. It
+	// also returns the next position of the walk. It reads a bounded number of rows. Nodes come after their parents. Checkpoints that are
+	// made during the walk may be missing.
 	Subtree(ctx context.Context, w SubtreeWalk, annotation string) ([]retention.Node, SubtreeWalk, error)
 	// Retention returns the policy of a checkpoint; NotFound when it has none.
 	Retention(ctx context.Context, id core.CheckpointID) (Retention, error)
-	// DueRetentions returns policies of all projects that are to be applied, those that have waited longest first: a policy is new, its
-	// project has changed since its last round, or its time has come. A policy that somebody has claimed, or that rests, is not due.
+	// DueRetentions returns due policies of all projects, those that have waited longest first. A policy is due if it is new, if its
+	// project has changed since its last round, or if its time has come. A policy that is claimed or rests is not due.
 	DueRetentions(ctx context.Context, limit int) ([]Retention, error)
-	// ClaimRetention claims a policy that is due for a time and returns the number of the claim; 0: somebody else was first.
+	// ClaimRetention claims a due policy for a time and returns the number of the claim; 0: another controller was first.
 	ClaimRetention(ctx context.Context, r Retention, lease time.Duration) (turn int64, err error)
-	// RenewRetention makes a claim last; STATE_CONFLICT when it was lost or the policy has changed.
+	// RenewRetention extends a claim. It fails with STATE_CONFLICT if the claim was lost or the policy has changed.
 	RenewRetention(ctx context.Context, r RetentionRound, lease time.Duration) error
-	// EndRetention ends a claim; a claim that was lost stays as it is.
+	// EndRetention ends a claim. It changes nothing if the claim was lost.
 	EndRetention(ctx context.Context, r RetentionRound, end RetentionEnd) error
 	PutRetention(ctx context.Context, r Retention) (Retention, error)
 	DeleteRetention(ctx context.Context, id core.CheckpointID) error
@@ -280,24 +282,24 @@ type CheckpointTx interface {
 	Tree(ctx context.Context, id core.CheckpointID, p TreePage) ([]TreeNode, error)
 }
 
-// SealTx keeps the way of checkpoints into the store. All of it is the system's.
+// SealTx keeps the uploads of checkpoints to the store. All of its rows belong to the system.
 type SealTx interface {
 	// HasLease returns nil when the runner's present lease has this epoch; RUNNER_LOST otherwise.
 	HasLease(ctx context.Context, runner core.RunnerID, epoch int64) error
-	// BeginSeal begins an attempt, and ends the one before. What the reference needs, the checkpoint needs from now on until the attempt
-	// is given up. CHECKPOINT_NOT_FOUND when it is deleted, CHECKPOINT_NOT_READY while it is being captured, STATE_CONFLICT when it
-	// is sealed and only then, PERMISSION_DENIED when it is another runner's.
+	// BeginSeal begins an attempt and ends the one before. From now on until the attempt is given up, the checkpoint needs all objects that
+	// the reference needs. It fails with CHECKPOINT_NOT_FOUND if the checkpoint is deleted, with CHECKPOINT_NOT_READY while it is being
+	// captured, with STATE_CONFLICT if and only if it is sealed, and with PERMISSION_DENIED if it belongs to another runner.
 	BeginSeal(ctx context.Context, runner core.RunnerID, in runnerapi.BeginSeal) (runnerapi.SealBegun, error)
-	// LockSeal returns the newest attempt and its checkpoint, both as they stay until the transaction ends. CHECKPOINT_NOT_FOUND when the
-	// checkpoint is deleted. The attempt of a sealed one is the zero value.
+	// LockSeal returns the newest attempt and its checkpoint. Neither changes until the transaction ends. It fails with CHECKPOINT_NOT_FOUND
+	// if the checkpoint is deleted. The attempt of a sealed checkpoint is the zero value.
 	LockSeal(ctx context.Context, id core.CheckpointID) (SealAttempt, Checkpoint, error)
-	// CommitSeal makes the checkpoint of an attempt that LockSeal returned sealed. INVALID_FIELD when it needs what neither the
-	// attempt has written nor its reference needed.
+	// CommitSeal makes a checkpoint sealed. LockSeal must have returned its attempt. It fails with INVALID_FIELD if the checkpoint needs an
+	// object that the attempt has not written and that its reference did not need.
 	CommitSeal(ctx context.Context, at SealAttempt, in runnerapi.CommitSeal) error
 	FailSeal(ctx context.Context, at SealAttempt, why *core.Error) error
-	// LeaveDebris says that an attempt of a runner that has ended without a commit may have written since. Of any other it does nothing.
+	// LeaveDebris records that an attempt of a runner may have written since it ended without a commit. It does nothing for any other attempt.
 	LeaveDebris(ctx context.Context, runner core.RunnerID, id core.CheckpointID, attempt int64) error
-	// AbandonSeals gives up the attempts of runners whose lease is another one by now, and says of which checkpoints.
+	// AbandonSeals gives up the attempts of runners that have another lease by now, and returns the checkpoints of these attempts.
 	AbandonSeals(ctx context.Context) ([]core.CheckpointID, error)
 }
 
@@ -313,9 +315,9 @@ type OperationTx interface {
 	FinishOperation(ctx context.Context, op Operation) (Operation, error)
 	// RenewOperations extends the leases of an owner on these operations and returns those that it still has, with their epochs.
 	RenewOperations(ctx context.Context, owner string, ids []core.OperationID, lease time.Duration) (map[core.OperationID]int64, error)
-	// ClaimOperations takes over operations that nobody works on, but for those that the claimant works on itself.
+	// ClaimOperations takes over operations that no controller works on, except those that the claimant works on itself.
 	ClaimOperations(ctx context.Context, owner string, except []core.OperationID, lease time.Duration, limit int) ([]Operation, error)
-	// ReleaseOperations gives the leases of an owner up at once, so that others need not wait for them to run out.
+	// ReleaseOperations gives up the leases of an owner at once, so that others need not wait until they run out.
 	ReleaseOperations(ctx context.Context, owner string) error
 	// ReleaseOthers does so for all leases but the owner's.
 	ReleaseOthers(ctx context.Context, owner string) error
@@ -323,12 +325,12 @@ type OperationTx interface {
 
 // IdempotencyTx keeps the keys of requests.
 type IdempotencyTx interface {
-	// ClaimKey binds a key, unless an earlier request has it, and returns whose it is then. Claimants of one key wait for one
-	// another's transactions; IDEMPOTENCY_IN_PROGRESS when that takes too long.
+	// ClaimKey binds a key, unless an earlier request has it, and returns the request that has the key then. Claims of the same key
+	// wait for each other's transactions. If this takes too long, it fails with IDEMPOTENCY_IN_PROGRESS.
 	ClaimKey(ctx context.Context, project core.ProjectID, key string, use KeyUse, ttl time.Duration) (KeyUse, error)
-	// KeyUse returns whose a key is; the zero value when it is nobody's.
+	// KeyUse returns the request that has a key; the zero value if none has it.
 	KeyUse(ctx context.Context, project core.ProjectID, key string) (KeyUse, error)
-	// AnswerKey and ReleaseKey change nothing when the key is not the object's.
+	// AnswerKey and ReleaseKey change nothing if the key does not belong to the object.
 	AnswerKey(ctx context.Context, project core.ProjectID, key, object string, answer json.RawMessage) error
 	ReleaseKey(ctx context.Context, project core.ProjectID, key, object string) error
 	// SweepKeys removes at most limit expired keys and returns how many it has removed.
@@ -343,18 +345,18 @@ type SessionTx interface {
 	MapSessions(ctx context.Context, sandbox Sandbox, guestIDs []core.SessionID, most int, quota SessionQuota) ([]Session, error)
 	// InsertSession inserts a row, or fails with QUOTA_EXCEEDED.
 	InsertSession(ctx context.Context, s Session, quota SessionQuota) error
-	// ForgetSessions removes the settled rows of a workspace whose sessions are not in its sandbox any more.
+	// ForgetSessions removes the settled rows of a workspace whose sessions are no longer in its sandbox.
 	ForgetSessions(ctx context.Context, sandbox Sandbox, there []core.SessionID, settled time.Duration) (int, error)
 	// SweepSessions looks at the next rows with ids above after, at most limit rows. It removes the
 	// rows of machines that ended more than kept ago. It returns the last row that it has looked
 	// at, or an empty id if there are no more rows.
 	SweepSessions(ctx context.Context, after core.SessionID, kept time.Duration, limit int) (last core.SessionID, removed int, err error)
-	// CountSessions counts the rows of the next projects after one, at most limit, for their quotas. It returns the last of them.
+	// CountSessions counts the rows of at most limit projects after the given one, for their quotas. It returns the last of them.
 	CountSessions(ctx context.Context, after core.ProjectID, limit int) (last core.ProjectID, err error)
-	// MoveSessions gives the sessions of a suspended epoch of a workspace to the sandbox that it was resumed in.
+	// MoveSessions moves the sessions of a suspended epoch of a workspace to the sandbox in which it was resumed.
 	MoveSessions(ctx context.Context, id core.WorkspaceID, epoch int64, to core.SandboxID) error
 	InsertAttachToken(ctx context.Context, t AttachToken, ttl time.Duration) (AttachToken, error)
-	// UseAttachToken spends a token; UNAUTHENTICATED when it is unknown, spent, too old or of another session.
+	// UseAttachToken spends a token. It fails with UNAUTHENTICATED if the token is unknown, spent, too old or for another session.
 	UseAttachToken(ctx context.Context, hash [32]byte, session core.SessionID) (AttachToken, error)
 	// SweepTokens removes at most limit attach tokens that have expired some time ago.
 	SweepTokens(ctx context.Context, limit int) (int, error)
@@ -365,7 +367,7 @@ type SessionTx interface {
 	DeletePort(ctx context.Context, workspace core.WorkspaceID, id core.PortID) error
 }
 
-// SweepTx makes room.
+// SweepTx removes old rows and makes partitions.
 type SweepTx interface {
 	// MakePartitions makes the next partitions of a table. It moves the rows of the default
 	// partition that are in the way and not older than keep, about batch rows in one call. It
@@ -377,7 +379,7 @@ type SweepTx interface {
 	PruneDeleted(ctx context.Context, after core.CheckpointID, limit int) (last core.CheckpointID, err error)
 }
 
-// PartitionedTable is a table whose partitions are made ahead.
+// PartitionedTable is a table whose partitions are made in advance.
 type PartitionedTable string
 
 // The tables with partitions.
@@ -390,7 +392,7 @@ const (
 	TableEvents       PartitionedTable = "events"
 )
 
-// HeldSandbox is a living sandbox of a runner with what a heartbeat needs to know of it.
+// HeldSandbox is a living sandbox of a runner, with the fields that a heartbeat needs.
 type HeldSandbox struct {
 	ID          core.SandboxID
 	WorkspaceID core.WorkspaceID
@@ -402,12 +404,12 @@ type HeldSandbox struct {
 
 // Beaten says how a heartbeat follows those that were applied before.
 type Beaten struct {
-	// Next says that the last one that was applied is the last one whose answer the runner had, so nothing was lost in between.
+	// Next says that the last applied heartbeat is the last one whose answer the runner got, so nothing was lost in between.
 	Next bool
 	// Settled is a moment before the runner collected the heartbeat, by the database's clock: what was ready then is in it. It is
 	// zero when no such moment is known.
 	Settled time.Time
-	// ImagesSum is that of the list of images that was recorded last.
+	// ImagesSum is the checksum of the list of images that was recorded last.
 	ImagesSum string
 	Endpoint  string
 }
@@ -439,7 +441,7 @@ type EmptiestFilter struct {
 	Fresh   bool                   // with a lease
 }
 
-// FleetTx keeps runners and images. All of it is the system's.
+// FleetTx keeps runners and images. All of its rows belong to the system.
 type FleetTx interface {
 	RegisterRunner(ctx context.Context, r runnerapi.Register, ttl time.Duration) (Runner, error)
 	// HeartbeatRunner extends the lease. RUNNER_LOST when it was given up; STATE_CONFLICT and RUNNER_NOT_FOUND when the runner
@@ -447,23 +449,22 @@ type FleetTx interface {
 	HeartbeatRunner(ctx context.Context, id core.RunnerID, h runnerapi.Heartbeat, ttl time.Duration) (Beaten, error)
 	// HeldSandboxes lists the sandboxes that should be on the runner, or some of them.
 	HeldSandboxes(ctx context.Context, id core.RunnerID, which HeldFilter) ([]HeldSandbox, error)
-	// SetStalls records of sandboxes of the runner that they stand still, or, with a zero stall, that they do not any more.
+	// SetStalls records that sandboxes of the runner stand still, or, with a zero stall, that they no longer do.
 	SetStalls(ctx context.Context, id core.RunnerID, list map[core.SandboxID]Stall) error
 	// HeldCheckpoints sorts checkpoints that the runner says it holds.
 	HeldCheckpoints(ctx context.Context, id core.RunnerID, ids []core.CheckpointID) (HeldCheckpoints, error)
-	// SetCopies records that the runner holds these checkpoints and no others, ChangeCopies that some have come and some are gone. Only
-	// captured and sealed ones are recorded.
+	// SetCopies records that the runner holds exactly these checkpoints. ChangeCopies records that some were added and some are gone. Only
+	// captured and sealed checkpoints are recorded.
 	SetCopies(ctx context.Context, id core.RunnerID, ids []core.CheckpointID) error
 	ChangeCopies(ctx context.Context, id core.RunnerID, come, gone []core.CheckpointID) error
-	// HeldSums returns the checksums of the runner's living sandboxes and of its copies of checkpoints but for some.
+	// HeldSums returns the checksums of the runner's living sandboxes and of its copies of checkpoints, without some given ones.
 	HeldSums(ctx context.Context, id core.RunnerID, but []core.CheckpointID) (sandboxes, checkpoints int64, err error)
 	Runner(ctx context.Context, id core.RunnerID) (Runner, error)
 	DrainRunner(ctx context.Context, id core.RunnerID, on bool) (Runner, error)
 	Runners(ctx context.Context, p Page) ([]Runner, error)
-	// LoadedRunners returns those of these runners that were not given up, each with what is placed on it.
+	// LoadedRunners returns those of the runners that were not given up, each with its load.
 	LoadedRunners(ctx context.Context, ids []core.RunnerID) ([]Runner, error)
-	// EmptiestRunners returns runners that take new sandboxes, the emptiest first, each with what is placed on it. How full they are counts
-	// in sixteenths.
+	// EmptiestRunners returns runners that take new sandboxes, the emptiest first, each with its load. It compares loads in sixteenths.
 	EmptiestRunners(ctx context.Context, f EmptiestFilter) ([]Runner, error)
 	// ImageHolders returns the rows of an image and at most limit runners that hold it.
 	ImageHolders(ctx context.Context, image core.Digest, limit int) ([]core.ImageID, []core.RunnerID, error)
@@ -482,7 +483,7 @@ type FleetTx interface {
 	LoseWorkspaces(ctx context.Context, runner core.RunnerID, why Failure, limit int) ([]core.WorkspaceID, error)
 	// RollUsage moves at most limit samples that earlier versions have written into the totals, and returns how many it moved.
 	RollUsage(ctx context.Context, limit int) (int, error)
-	// InsertUsage notes what sandboxes of the runner have used since their start; WorkspaceUsage and CheckpointUsage sum it.
+	// InsertUsage records what sandboxes of the runner have used since their start. WorkspaceUsage and CheckpointUsage add this up.
 	InsertUsage(ctx context.Context, runner core.RunnerID, list []runnerapi.Usage) error
 	WorkspaceUsage(ctx context.Context, id core.WorkspaceID) (Usage, error)
 	CheckpointUsage(ctx context.Context, id core.CheckpointID) (Usage, error)
@@ -490,23 +491,25 @@ type FleetTx interface {
 	Images(ctx context.Context, p Page) ([]Image, error)
 }
 
-// TrustTx keeps the cluster's keys and the identities of its runners. All of it is the system's.
+// TrustTx keeps the cluster's keys and the identities of its runners. All of its rows belong to the system.
 type TrustTx interface {
 	// Cluster returns the database's cluster; NotFound in a new database.
 	Cluster(ctx context.Context) (Cluster, error)
-	// EnsureCluster inserts the cluster unless there is one, and returns the one that is there.
+	// EnsureCluster inserts the cluster unless there is one, and returns the cluster that exists then.
 	EnsureCluster(ctx context.Context, c Cluster) (Cluster, error)
 	// InsertRunnerToken stores a token; QUOTA_EXCEEDED when there are MaxRunnerTokens.
 	InsertRunnerToken(ctx context.Context, t RunnerToken, ttl time.Duration) (RunnerToken, error)
 	// UseRunnerToken spends a token; JOIN_TOKEN_REFUSED when it is unknown, spent or too old.
 	UseRunnerToken(ctx context.Context, hash [32]byte) (RunnerToken, error)
-	// RunnerHeard says how long ago a runner was last heard, or joined.
+	// RunnerHeard returns how long ago a runner last sent a heartbeat, or joined.
 	RunnerHeard(ctx context.Context, id core.RunnerID) (time.Duration, error)
 	// RemovedRunners lists those that were removed within that time, the latest first.
 	RemovedRunners(ctx context.Context, within time.Duration, most int) ([]core.RunnerID, error)
-	// InsertRunnerIdentity lets a runner in. One that is in already stays; RUNNER_REVOKED when it was revoked.
+	// InsertRunnerIdentity admits a runner. It changes nothing for a runner that is admitted already. It fails with RUNNER_REVOKED if the
+	// runner was revoked.
 	InsertRunnerIdentity(ctx context.Context, id core.RunnerID) error
-	// RunnerIdentity returns nil for a runner that is in; RUNNER_REVOKED when it was revoked, RUNNER_NOT_FOUND when it never was.
+	// RunnerIdentity returns nil for an admitted runner. It fails with RUNNER_REVOKED if the runner was revoked, and with RUNNER_NOT_FOUND if
+	// it was never admitted.
 	RunnerIdentity(ctx context.Context, id core.RunnerID) error
 	// RemoveRunner revokes a runner's identity, ends its lease and returns its living workspaces.
 	RemoveRunner(ctx context.Context, id core.RunnerID) ([]core.WorkspaceID, error)

@@ -21,11 +21,11 @@ type StoreReport struct {
 	Truncated bool           // there is more
 }
 
-// Sound reports whether there is nothing to look into.
+// Sound reports whether the comparison found no problem.
 func (r *StoreReport) Sound() bool { return len(r.Missing)+len(r.Resized)+len(r.Foreign) == 0 }
 
-// CheckStore lists the store and compares it with the rows. It reads no object. What is committed or deleted meanwhile is looked at
-// again at the end, and is no fault.
+// CheckStore lists the store and compares it with the rows. It reads no object. At the end it looks again at objects that were committed
+// or deleted meanwhile, which are no problem.
 func (c *Controller) CheckStore(ctx context.Context) (StoreReport, error) {
 	var out StoreReport
 	if err := c.StoreConfigured(); err != nil {
@@ -78,7 +78,7 @@ func (c *Controller) CheckStore(ctx context.Context) (StoreReport, error) {
 	return out, c.lookAgain(ctx, &out, missing, resized, foreign)
 }
 
-// lookAgain tells what is wrong from what has changed meanwhile.
+// lookAgain separates problems from objects that have changed meanwhile.
 func (c *Controller) lookAgain(ctx context.Context, out *StoreReport, missing, resized, foreign []string) error {
 	var known map[string]StoredObject
 	var uploading, debris []string

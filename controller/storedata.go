@@ -15,7 +15,7 @@ import (
 	"github.com/coppice-dev/coppice/snapshotstore/manifest"
 )
 
-// StoreData is what reading a part of what is stored has found, as far as one request goes.
+// StoreData is the result of one request that reads a part of the stored data.
 type StoreData struct {
 	Checkpoints int   // that were looked at to their end
 	Remaining   int   // that were not looked at yet
@@ -25,7 +25,7 @@ type StoreData struct {
 	Next        string // with what to go on; empty when there is no more
 }
 
-// StoreProblem is an object that is not what was stored, or is not there.
+// StoreProblem is an object that differs from what was stored, or is missing.
 type StoreProblem struct {
 	Object      string
 	Code        core.Code
@@ -38,19 +38,19 @@ type StoreProblem struct {
 const (
 	storeDataTime  = 5 * time.Second
 	storeDataBatch = 16 // checkpoints between two looks at the rows
-	// MaxStoreParts is into how many parts what is stored can be divided.
+	// MaxStoreParts is the largest number of parts into which the stored data can be divided.
 	MaxStoreParts = 1_000_000
-	// maxNeeders is how many checkpoints are named that need an object.
+	// maxNeeders bounds the checkpoints that a problem names.
 	maxNeeders = 20
 )
 
-// dataCursor says with what a request goes on.
+// dataCursor says where a request continues.
 type dataCursor struct {
 	Checkpoint core.CheckpointID `json:"c"` // the last one that was looked at
 	snapshotstore.Position
 }
 
-// dataCheck keeps what the last request has seen, for the next one: without it, after a restart or on another controller, frames of
+// dataCheck keeps what the last request has seen, for the next one. Without it (after a restart, or on another controller) frames of
 // several checkpoints are read more than once.
 type dataCheck struct {
 	mu      sync.Mutex // guards what follows
@@ -59,7 +59,7 @@ type dataCheck struct {
 	checker *keyedChecker
 }
 
-// keyedChecker is a checker that gets keys as it goes on.
+// keyedChecker is a checker that gets further keys while it works.
 type keyedChecker struct {
 	*snapshotstore.Checker
 	keys *envelope.Ring
@@ -82,8 +82,8 @@ func (d *dataCheck) keep(next string, part snapshotstore.Part, c *keyedChecker) 
 	d.next, d.part, d.checker = next, part, c
 }
 
-// CheckStoreData reads a part of all frames of sealed checkpoints and verifies them, for a few seconds: every manifest, and of the frames those
-// of the part. next is that of the request before; empty to begin. What is deleted meanwhile is no problem.
+// CheckStoreData reads and verifies sealed checkpoints for a few seconds: every manifest, and the frames of one part. next comes from the answer
+// of the request before; it is empty at the beginning. Objects that are deleted meanwhile are no problem.
 func (c *Controller) CheckStoreData(ctx context.Context, part snapshotstore.Part, next string) (StoreData, error) {
 	var out StoreData
 	if err := c.StoreConfigured(); err != nil {
@@ -150,7 +150,7 @@ func (c *Controller) checkSome(ctx context.Context, checker *keyedChecker, at *d
 			checker.keys.Add(keys)
 			found, next, err = checker.CheckFrom(ctx, manifest.Ref{Key: s.Manifest, Digest: s.Digest, Bytes: s.Bytes}, from, until)
 		}
-		if core.CodeOf(err) == core.CodeKeyUnavailable { // of this one nothing can be said, of others it can
+		if core.CodeOf(err) == core.CodeKeyUnavailable { // this checkpoint cannot be checked, but others can
 			found, err = []snapshotstore.Fault{{Object: s.Manifest, Err: err}}, nil
 		}
 		if err != nil {
@@ -170,7 +170,7 @@ func (c *Controller) checkSome(ctx context.Context, checker *keyedChecker, at *d
 	return faults, n, len(list) < storeDataBatch, nil
 }
 
-// problems are the faults of objects that something needs, each once, with what needs it.
+// problems are the faults of needed objects, each once, with the checkpoints that need the object.
 func (c *Controller) problems(ctx context.Context, faults []snapshotstore.Fault) ([]StoreProblem, error) {
 	if len(faults) == 0 {
 		return nil, nil

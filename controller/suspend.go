@@ -8,8 +8,8 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// Suspend checkpoints a workspace and stops it: its machine does not run after the instant that was captured, so nothing that
-// it did is lost or done twice. Suspending one that is suspended is no error.
+// Suspend checkpoints a workspace and stops it. Its machine does not run after the captured instant, so nothing that it did is lost or
+// done twice. It is no error if the workspace is suspended already.
 func (c *Controller) Suspend(ctx context.Context, project core.ProjectID, id core.WorkspaceID, wait time.Duration) (Answer, error) {
 	w, err := c.Workspace(ctx, project, id)
 	if err != nil {
@@ -50,8 +50,8 @@ func (c *Controller) workSuspend(ctx context.Context, t *Task) error {
 	})
 }
 
-// stopCaptured asks the runner for the capture that ends in a stop. What became of it must be known: while the runner cannot be
-// reached the machine may run or not, and only the runner, or its silence beyond the hard lease, says which.
+// stopCaptured asks the runner for the capture that ends in a stop. The outcome must be known: while the runner cannot be reached, the
+// machine may run or not. Only the runner can say, or its silence for longer than the hard lease.
 func (c *Controller) stopCaptured(ctx context.Context, t *Task, plan *capturePlan) (runnerapi.Checkpoint, error) {
 	for {
 		got, err := c.callCapture(ctx, t, plan)

@@ -12,7 +12,7 @@ import (
 
 // The budgets of what one controller sweeps for all. The queue library cancels a chore after 30 seconds.
 const (
-	walkTime       = 15 * time.Second         // a walk stops after that, and goes on from there the next time
+	walkTime       = 15 * time.Second         // a walk stops after this time, and continues from there the next time
 	partsTime      = 24 * time.Second         // of all parts of a chore; each has its share
 	tokensBatch    = 10_000                   // rows in one transaction
 	prunedBatch    = 2_000                    // rows in one transaction
@@ -20,7 +20,7 @@ const (
 	reportsInParts = 2 * 365 * 24 * time.Hour // older rows of reports, samples and the audit log stay in the default partition
 )
 
-// marks are the places where walks go on.
+// marks are the places where walks continue.
 type marks struct {
 	mu sync.Mutex
 	at map[string]string
@@ -42,7 +42,7 @@ func (m *marks) set(name, at string) {
 }
 
 // walk looks at all rows of a kind, batch by batch, each in a transaction of its own. step returns the last row of its batch, or none at the
-// end. A walk that takes too long, or fails, goes on from there the next time, so that each row has its turn.
+// end. A walk that takes too long or fails continues from there the next time, so that each row is looked at.
 func (c *Controller) walk(ctx context.Context, name string, step func(tx Tx, after string) (last string, err error)) error {
 	until := time.Now().Add(walkTime)
 	for {
@@ -93,7 +93,7 @@ func (c *Controller) batches(ctx context.Context, limit int, do func(Tx) (int, e
 	}
 }
 
-// makePartitions makes the partitions of the next months, or days, and moves what is in their way.
+// makePartitions makes the partitions of the next months or days, and moves the rows of the default partition that belong to them.
 func (c *Controller) makePartitions(ctx context.Context) error {
 	of := func(table PartitionedTable, keep time.Duration) part {
 		return part{"partitions_" + string(table), func(ctx context.Context) error {
@@ -114,7 +114,7 @@ func (c *Controller) sweepTokens(ctx context.Context) error {
 	return c.batches(ctx, tokensBatch, func(tx Tx) (int, error) { return tx.SweepTokens(ctx, tokensBatch) })
 }
 
-// pruneDeleted stops showing deleted checkpoints that are nobody's ancestors any more.
+// pruneDeleted stops showing deleted checkpoints that are no longer ancestors of others.
 func (c *Controller) pruneDeleted(ctx context.Context) error {
 	return c.walk(ctx, "prune", func(tx Tx, after string) (string, error) {
 		last, err := tx.PruneDeleted(ctx, core.CheckpointID(after), prunedBatch)

@@ -9,11 +9,11 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// templateWait bounds one wait for somebody else's template; the wait is repeated while its operation lives.
+// templateWait bounds one wait for a template that another request makes; the wait is repeated while the operation of that request lives.
 const templateWait = time.Minute
 
-// template returns the template that a workspace is forked from, making it when there is none. Concurrent creators, of
-// this controller and others, meet at a unique index: one makes it, the others wait, and all see it fail if it does.
+// template returns the template from which a workspace is forked. If there is none, it makes one. A unique index decides between
+// concurrent creators on all controllers: one makes the template, and the others wait. If this fails, all get the failure.
 func (c *Controller) template(ctx context.Context, w Workspace, local bool) (Checkpoint, error) {
 	var waited core.OperationID
 	for {
@@ -25,7 +25,7 @@ func (c *Controller) template(ctx context.Context, w Workspace, local bool) (Che
 			waited = template.OperationID
 		case core.CategoryOf(err) != core.NotFound:
 			return Checkpoint{}, err
-		case waited != "": // the one that we waited for is no more
+		case waited != "": // the template that we waited for no longer exists
 			op, err := c.operation(ctx, System(), waited)
 			if err != nil {
 				return Checkpoint{}, err
@@ -66,8 +66,8 @@ func (c *Controller) liveTemplate(ctx context.Context, w Workspace, local bool) 
 	return cp, err
 }
 
-// makeTemplate starts the operation that makes a template. It belongs to the system: the workspace that asked first may be
-// terminated while others wait for it.
+// makeTemplate starts the operation that makes a template. The operation belongs to the system, because the first workspace that
+// needs the template may be terminated while others wait for it.
 func (c *Controller) makeTemplate(ctx context.Context, w Workspace) (*Task, error) {
 	op := Operation{ProjectID: SystemProject, Kind: OpCreateTemplate}
 	return c.begin(ctx, System(), op, func(ctx context.Context, tx Tx, op *Operation, in *opInput, _ int) (any, error) {

@@ -22,7 +22,7 @@ type Quotas struct {
 	AllowAll        AllowAll
 }
 
-// QuotasPatch changes limits; nil leaves one as it is. Version 0 does not compare.
+// QuotasPatch changes limits; nil does not change a limit. Version 0 does not compare.
 type QuotasPatch struct {
 	Version int64
 
@@ -31,7 +31,7 @@ type QuotasPatch struct {
 	AllowAll *AllowAll
 }
 
-// QuotaUsage is what a project has of what its quotas limit.
+// QuotaUsage is how much of its quotas a project uses.
 type QuotaUsage struct {
 	Workspaces, ForksInFlight, Checkpoints, CheckpointBytes, Keys, Ports int64
 }
@@ -47,22 +47,22 @@ type Demand struct {
 
 // TenantTx keeps projects and their quotas.
 type TenantTx interface {
-	// EnsureProject returns the project of that name, making it when it is missing.
+	// EnsureProject returns the project of that name. It makes the project if it is missing.
 	EnsureProject(ctx context.Context, id core.ProjectID, name string) (Project, error)
 	InsertProject(ctx context.Context, id core.ProjectID, name string) (Project, error)
-	// Project finds neither the system's nor a deleted one.
+	// Project finds neither the system's project nor a deleted one.
 	Project(ctx context.Context, id core.ProjectID) (Project, error)
 	Projects(ctx context.Context, p Page) ([]Project, error)
-	// DeleteProject marks a project deleted and revokes its keys; PROJECT_NOT_EMPTY when something of it lives.
+	// DeleteProject marks a project deleted and revokes its keys. It fails with PROJECT_NOT_EMPTY if something of the project lives.
 	DeleteProject(ctx context.Context, id core.ProjectID) error
 	PatchQuotas(ctx context.Context, id core.ProjectID, p QuotasPatch) (Project, error)
 	QuotaUsage(ctx context.Context, id core.ProjectID) (QuotaUsage, error)
-	// Admit takes a place for what the transaction has inserted; QUOTA_EXCEEDED when there is none. It holds the project's
-	// other admissions up until the transaction ends, so it comes last.
+	// Admit counts what the transaction has inserted against the quotas. It fails with QUOTA_EXCEEDED if there is no room. It blocks the
+	// project's other admissions until the transaction ends, so it comes last.
 	Admit(ctx context.Context, id core.ProjectID, d Demand) error
 }
 
-// demandOf is what an operation that is about to be admitted adds to its project.
+// demandOf is what the admission of an operation adds to its project.
 func demandOf(op Operation, in opInput) Demand {
 	d := Demand{Workspaces: len(in.Children), ForksInFlight: len(in.Children), Checkpoint: in.Capture}
 	if in.Next != "" {
@@ -128,10 +128,10 @@ func (c *Controller) Projects(ctx context.Context, actor Key, p Page) ([]Project
 	return read(ctx, c, actor.reach(), func(tx Tx) ([]Project, error) { return tx.Projects(ctx, p) })
 }
 
-// PatchProject changes the limits of a project and its encryption. What is above a lowered limit stays; only nothing is added.
+// PatchProject changes the limits of a project and its encryption. Objects above a lowered limit stay, but none can be added.
 func (c *Controller) PatchProject(ctx context.Context, actor Key, id core.ProjectID, p QuotasPatch, e EncryptionPatch) (Project, error) {
 	var fresh *ProjectKey
-	if e != (EncryptionPatch{}) { // a key is wrapped outside of transactions: that may take a while
+	if e != (EncryptionPatch{}) { // a key is not wrapped in a transaction, because this may take a while
 		now, err := read(ctx, c, actor.reach(), func(tx Tx) (Project, error) { return tx.Project(ctx, id) })
 		if err != nil {
 			return now, err
@@ -159,7 +159,7 @@ func (c *Controller) DeleteProject(ctx context.Context, actor Key, id core.Proje
 
 // KeyTx keeps API keys.
 type KeyTx interface {
-	// EnsureKey stores a key unless one of the same secret is there.
+	// EnsureKey stores a key unless there is one with the same secret.
 	EnsureKey(ctx context.Context, key Key) error
 	// KeyByHash finds a key that is neither revoked nor expired; UNAUTHENTICATED otherwise.
 	KeyByHash(ctx context.Context, hash [32]byte) (Key, error)

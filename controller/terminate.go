@@ -7,8 +7,8 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// Terminate takes a workspace down for good. Its checkpoints stay. Terminating one that is gone is no error; one whose
-// termination runs is waited for.
+// Terminate takes a workspace down for good. Its checkpoints stay. It is no error if the workspace is gone. If a termination is under
+// way, Terminate waits for it.
 func (c *Controller) Terminate(ctx context.Context, project core.ProjectID, id core.WorkspaceID, wait time.Duration) (Answer, error) {
 	for {
 		w, err := c.Workspace(ctx, project, id)
@@ -27,7 +27,7 @@ func (c *Controller) Terminate(ctx context.Context, project core.ProjectID, id c
 		}
 		t, err := c.terminate(ctx, project, id)
 		if core.CodeOf(err) == core.CodeStateConflict {
-			continue // it went another way meanwhile; the states lead to terminated only once, so this ends
+			continue // its state has changed meanwhile; the states lead to terminated only once, so this loop ends
 		}
 		if err != nil {
 			return Answer{}, err
@@ -40,7 +40,7 @@ func (c *Controller) terminate(ctx context.Context, project core.ProjectID, id c
 	return c.terminateIf(ctx, project, id, nil)
 }
 
-// terminateIf begins a termination, if there is a further condition only when the workspace meets it.
+// terminateIf begins a termination. If there is a further condition, the workspace must meet it.
 func (c *Controller) terminateIf(ctx context.Context, project core.ProjectID, id core.WorkspaceID, only func(context.Context, Tx) error) (*Task, error) {
 	op := Operation{ProjectID: project, Kind: OpTerminateWorkspace, Step: "drop", WorkspaceID: id}
 	return c.begin(ctx, InProject(project), op, func(ctx context.Context, tx Tx, _ *Operation, in *opInput, _ int) (any, error) {
@@ -67,8 +67,8 @@ func (c *Controller) terminateIf(ctx context.Context, project core.ProjectID, id
 	})
 }
 
-// orphaned refuses a second termination of a workspace unless the first has ended without its effect. An operation and its
-// workspace end in one transaction, so a workspace that is read after its operation has ended shows that effect.
+// orphaned refuses a second termination of a workspace unless the first one has ended without effect. An operation and its workspace end
+// in one transaction, so a workspace that is read after the end of its operation shows the effect.
 func (c *Controller) orphaned(ctx context.Context, tx Tx, id core.WorkspaceID) error {
 	op, err := tx.WorkspaceOperation(ctx, id, OpTerminateWorkspace)
 	if err != nil {
@@ -81,7 +81,7 @@ func (c *Controller) orphaned(ctx context.Context, tx Tx, id core.WorkspaceID) e
 	return err
 }
 
-// awaitTermination waits for a termination of the workspace that runs already; open is false when there is none.
+// awaitTermination waits for a termination of the workspace that is under way; open is false if there is none.
 func (c *Controller) awaitTermination(ctx context.Context, project core.ProjectID, id core.WorkspaceID, wait time.Duration) (answer Answer, open bool, err error) {
 	op, err := read(ctx, c, InProject(project), func(tx Tx) (Operation, error) { return tx.WorkspaceOperation(ctx, id, OpTerminateWorkspace) })
 	if err != nil || op.State.Done() {

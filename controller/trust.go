@@ -16,7 +16,7 @@ import (
 	"github.com/coppice-dev/coppice/internal/pass"
 )
 
-// Trust is what all controllers of a cluster share: who they are, and the keys that runners believe.
+// Trust is what all controllers of a cluster share: the identity of the cluster, and the keys that runners trust.
 type Trust struct {
 	ClusterID string
 	Authority *mtls.Authority
@@ -173,7 +173,7 @@ func (c *Controller) mayRejoin(ctx context.Context, tx Tx, actor Key, id core.Ru
 	return err
 }
 
-// JoinRunner spends a token and gives the runner that it names its first certificate.
+// JoinRunner spends a token and gives its first certificate to the runner that the token names.
 func (c *Controller) JoinRunner(ctx context.Context, in runnerapi.Join) (runnerapi.Joined, error) {
 	if c.cfg.Trust == nil {
 		return runnerapi.Joined{}, errNoTrust
@@ -224,8 +224,8 @@ func (c *Controller) AdmitRunner(ctx context.Context, id core.RunnerID) error {
 	return c.store.InTx(ctx, System(), func(tx Tx) error { return tx.RunnerIdentity(ctx, id) })
 }
 
-// RemoveRunner revokes a runner's identity: from then on no controller hears it or calls it, and it kills what it runs when it is told so. A
-// runner with living workspaces is refused unless forced; then they are LOST.
+// RemoveRunner revokes a runner's identity. From then on no controller accepts its messages or calls it, and it ends its sandboxes when it is told.
+// A runner with living workspaces is removed only with force; then the workspaces are LOST.
 func (c *Controller) RemoveRunner(ctx context.Context, id core.RunnerID, force bool) error {
 	var lost []core.WorkspaceID
 	err := c.store.InTx(ctx, System(), func(tx Tx) error {

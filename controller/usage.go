@@ -18,17 +18,17 @@ type Usage struct {
 	StoredBytes   int64   // of checkpoints, each counted in full
 	SentBytes     int64   // by the guests
 	ReceivedBytes int64
-	SampledAt     time.Time // when CPU and network were last heard of; zero: never
+	SampledAt     time.Time // when CPU and network were last reported; zero: never
 }
 
-// samples remembers when each sandbox was sampled last, so that a heartbeat writes little.
+// samples remembers when the usage of each sandbox was last written, so that a heartbeat writes little.
 type samples struct {
 	// mu guards at.
 	mu sync.Mutex
 	at map[core.SandboxID]time.Time
 }
 
-// due returns what is to be written of a report: what has ended, and what was not written for a while.
+// due returns the part of a report that must be written: ended sandboxes, and sandboxes that were not written for a while.
 func (s *samples) due(list []runnerapi.Usage, every time.Duration) []runnerapi.Usage {
 	now := time.Now()
 	s.mu.Lock()
@@ -42,7 +42,7 @@ func (s *samples) due(list []runnerapi.Usage, every time.Duration) []runnerapi.U
 	return out
 }
 
-// written notes what was. It forgets what has ended, and what nobody reports any more.
+// written notes what was written. It forgets ended sandboxes, and sandboxes that no runner reports any more.
 func (s *samples) written(list []runnerapi.Usage, every time.Duration) {
 	now := time.Now()
 	s.mu.Lock()
@@ -72,7 +72,7 @@ func (c *Controller) WorkspaceUsage(ctx context.Context, project core.ProjectID,
 	})
 }
 
-// CheckpointUsage sums what was used by all that grew from a checkpoint.
+// CheckpointUsage sums what was used by everything that grew from a checkpoint.
 func (c *Controller) CheckpointUsage(ctx context.Context, project core.ProjectID, id core.CheckpointID) (Usage, error) {
 	return read(ctx, c, InProject(project), func(tx Tx) (Usage, error) {
 		if _, err := tx.Checkpoint(ctx, id); err != nil {

@@ -64,7 +64,7 @@ func (c *Controller) operation(ctx context.Context, scope Scope, id core.Operati
 	return op, err
 }
 
-// subscribe returns a channel that is closed when somebody says that the operation has ended.
+// subscribe returns a channel that is closed when the end of the operation is announced.
 func (c *Controller) subscribe(id core.OperationID) (<-chan struct{}, func()) {
 	ch := make(chan struct{})
 	c.mu.Lock()
@@ -80,7 +80,7 @@ func (c *Controller) subscribe(id core.OperationID) (<-chan struct{}, func()) {
 	}
 }
 
-// announce wakes who waits here, and soon the other controllers.
+// announce wakes the waiters on this controller at once, and those on other controllers soon.
 func (c *Controller) announce(id core.OperationID) {
 	c.wakeWaiters(id)
 	select {
@@ -124,7 +124,7 @@ func (c *Controller) notifyLoop(ctx context.Context) {
 	}
 }
 
-// listenLoop hears of operations that other controllers ended and of keys that they revoked.
+// listenLoop listens for operations that other controllers have ended, and for keys that they have revoked.
 func (c *Controller) listenLoop(ctx context.Context) {
 	every(ctx, c.cfg.LoopInterval, nil, func() {
 		if err := c.store.Listen(ctx, c.wakeWaiters, c.keys.drop); err != nil && ctx.Err() == nil {
@@ -133,14 +133,14 @@ func (c *Controller) listenLoop(ctx context.Context) {
 	})
 }
 
-// leaseLoop keeps what this controller runs and takes what nobody does.
+// leaseLoop renews the leases of this controller's operations, and claims operations that no controller works on.
 func (c *Controller) leaseLoop(ctx context.Context) {
 	var due time.Duration // by the clock of leases
 	every(ctx, c.cfg.LoopInterval, c.wake, func() {
 		if start := c.cfg.Clock(); start >= due {
 			if err := c.renew(ctx); err != nil {
 				c.log.WarnContext(ctx, "operation leases were not renewed", "err", err)
-				return // do not claim what may be ours
+				return // do not claim operations that may be our own
 			}
 			due = start + c.cfg.OperationLease/3
 		}
@@ -177,7 +177,7 @@ func (c *Controller) renew(ctx context.Context) error {
 			t.until.Store(int64(began + c.cfg.OperationLease))
 			continue
 		}
-		// Ended meanwhile, or another controller's now: the first needs no cancelling, the second does.
+		// The operation has ended meanwhile, which needs no cancelling, or another controller has it now, which does.
 		if op, err := c.operation(ctx, System(), id); err == nil && !op.State.Done() && op.LeaseEpoch != t.accepted.LeaseEpoch {
 			t.cancel(ErrLeaseLost)
 		}
@@ -185,8 +185,8 @@ func (c *Controller) renew(ctx context.Context) error {
 	return nil
 }
 
-// hold returns nil while no other controller can have claimed the operation: by the clock of leases, and by the row when that has
-// run out. A controller that stood still asks before it has a runner do what cannot be undone.
+// hold returns nil while no other controller can have claimed the operation. It looks at the clock of leases, and when the lease has run
+// out, at the row. A controller that may have stood still calls it before it tells a runner to do what cannot be undone.
 func (t *Task) hold(ctx context.Context) error {
 	for wait := 50 * time.Millisecond; ; wait = min(2*wait, 2*time.Second) {
 		began := t.c.cfg.Clock()
@@ -211,7 +211,7 @@ func (t *Task) hold(ctx context.Context) error {
 	}
 }
 
-// atWork lists what this process works on. It never claims any of it, however late it is with renewing.
+// atWork lists the operations that this process works on. It never claims them, however late it renews their leases.
 func (c *Controller) atWork() []core.OperationID {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -225,7 +225,7 @@ func (c *Controller) atWork() []core.OperationID {
 	return ids
 }
 
-// claim resumes operations whose controller is gone.
+// claim resumes operations of controllers that are gone.
 func (c *Controller) claim(ctx context.Context) error {
 	c.mu.Lock()
 	closing := c.closing
