@@ -1,6 +1,9 @@
-// Package cli has what every command works with: the streams, the environment, the flags that all commands have, the connection to a
-// server, results and progress. The commands are in the packages below it: user for those of people who use a cluster, operator for
-// those of people who run one. The other packages below it are the parts that commands share.
+// Package cli has the parts that every command uses: streams, environment, global flags, the
+// connection to a server, results and progress.
+//
+// The commands are in the packages below it. Package user has the commands for people who use a
+// cluster, and package operator those for people who run one. The other packages below it are parts
+// that several commands share.
 package cli
 
 import (
@@ -18,7 +21,7 @@ import (
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
 
-// App is what every command works with: the streams, the environment and the global flags. Tests make their own.
+// App has the parts that every command uses: the streams, the environment and the global flags. Tests make their own.
 type App struct {
 	Stdin          io.Reader
 	Stdout, Stderr io.Writer
@@ -43,7 +46,7 @@ func (a *App) Run(ctx context.Context, args []string, commands ...func(*App) *co
 	return a.Report(err)
 }
 
-// Root makes the command that the given commands are below, with the flags that all have.
+// Root makes the root command, with the given commands below it and the global flags.
 func (a *App) Root(commands ...func(*App) *cobra.Command) *cobra.Command {
 	root := &cobra.Command{
 		Use:           "coppice",
@@ -66,7 +69,7 @@ func (a *App) Root(commands ...func(*App) *cobra.Command) *cobra.Command {
 	return root
 }
 
-// markBegin makes every command note that its flags and arguments were accepted, so that whatever fails before is a
+// markBegin makes every command note that its flags and arguments were accepted. So every failure before this is a
 // mistake in the command line.
 func (a *App) markBegin(c *cobra.Command) {
 	switch run := c.RunE; {
@@ -106,7 +109,7 @@ func (a *App) Print(v any, human func(io.Writer) error) error {
 	return foreign.EncodeJSON(a.Stdout, v, "  ")
 }
 
-// PrintNew prints what was made: only its id, if that is all that is wanted.
+// PrintNew prints a new object, or only its id if the user wants only this.
 func PrintNew[ID ~string](a *App, v any, id ID, quiet bool, human func(io.Writer) error) error {
 	return a.Print(v, func(w io.Writer) error {
 		if quiet {
@@ -135,7 +138,7 @@ func (a *App) Report(err error) int {
 	return status
 }
 
-// version is what the build recorded: a tag, a pseudo-version of the commit, or (devel).
+// version is the version that the build recorded: a tag, a pseudo-version of the commit, or (devel).
 func version() string {
 	if info, ok := debug.ReadBuildInfo(); ok && info.Main.Version != "" {
 		return info.Main.Version

@@ -11,8 +11,8 @@ import (
 	"github.com/coppice-dev/coppice/internal/cli/argument"
 )
 
-// Connection says where the server is and with which key it is talked to. `coppice dev` saves its own in the
-// connection file, so that the client commands of the same user need no flags.
+// Connection has the address of the server and the API key for it. `coppice dev` saves its own in the connection
+// file, so that the client commands of the same user need no flags.
 type Connection struct {
 	Server string `json:"server"`
 	Token  string `json:"token"`
@@ -21,8 +21,8 @@ type Connection struct {
 // errNoServer says how to get one.
 var errNoServer = errors.New("no server is configured: start one with `coppice dev`, or set --server and --token (COPPICE_SERVER, and COPPICE_TOKEN or COPPICE_TOKEN_FILE)")
 
-// connection joins the flags, the environment and the connection file, the first that speaks winning. A key from the
-// file goes only to the server of the file.
+// connection takes each value from the flags, else from the environment, else from the connection file. It sends a key
+// from the file only to the server of the file.
 func (a *App) connection() (Connection, error) {
 	c := Connection{Server: cmp.Or(a.server, a.Getenv("COPPICE_SERVER")), Token: cmp.Or(a.token, a.Getenv("COPPICE_TOKEN"))}
 	if file := a.Getenv("COPPICE_TOKEN_FILE"); c.Token == "" && file != "" {

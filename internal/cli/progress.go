@@ -9,12 +9,12 @@ import (
 	"github.com/coppice-dev/coppice/internal/cli/terminal"
 )
 
-// Working shows on a terminal that something takes its time; the returned function ends that and clears the line.
+// Working shows on a terminal that something takes time. The returned function ends this and clears the line.
 func (a *App) Working(ctx context.Context, what string) func() {
 	return a.WorkingOn(ctx, func() string { return what })
 }
 
-// WorkingOn likewise, with what there is to say at each moment.
+// WorkingOn is Working with a text that changes with the progress.
 func (a *App) WorkingOn(ctx context.Context, what func() string) func() {
 	if _, ok := terminal.Descriptor(a.Stderr); !ok || a.JSON {
 		return func() {}

@@ -1,4 +1,4 @@
-// Package argument reads words of the command line: pairs, sizes, files with a secret.
+// Package argument parses arguments of the command line: pairs, sizes and files with a secret.
 package argument
 
 import (
@@ -28,7 +28,7 @@ func KeyValues(flag string, words []string) (map[string]string, error) {
 	return out, nil
 }
 
-// Each does f for every reference, all of them even when one fails.
+// Each calls f for every reference. It calls f for all of them even if one fails.
 func Each(refs []string, f func(ref string) error) error {
 	var errs []error
 	for _, ref := range refs {

@@ -27,8 +27,8 @@ import (
 	"github.com/coppice-dev/coppice/internal/cli"
 )
 
-// Server is a server with the contract's routes over a few objects in memory. Programs run for real, on this machine. The
-// real server is driven by the end-to-end tests; this one makes states at will.
+// Server is a test server with the routes of the API contract and a few objects in memory. Programs really run, on this
+// machine. The end-to-end tests use the real server; this one can make any state.
 type Server struct {
 	api.StrictServerInterface
 	t *testing.T

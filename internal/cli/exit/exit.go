@@ -131,7 +131,7 @@ type StatusError int
 
 func (e StatusError) Error() string { return fmt.Sprintf("exit status %d", int(e)) }
 
-// PassOn ends this program with another one's exit status.
+// PassOn ends this program with the exit status of another program.
 func PassOn(status int) error {
 	if status == 0 {
 		return nil
@@ -195,8 +195,8 @@ func ofHTTP(status int) int {
 	return Failure
 }
 
-// Describe gives an error's code and its text. On a command line even the inner causes are shown: they are the
-// user's own.
+// Describe returns an error's code and its text. On a command line the text includes the inner causes, because they
+// belong to the user.
 func Describe(err error) (code, message string) {
 	var api *coppice.Error
 	switch {

@@ -12,18 +12,18 @@ import (
 	"unicode/utf8"
 )
 
-// Text of guests and of other users reaches terminals through this package only. A terminal obeys escape sequences, and a reader
-// believes what bidirectional marks make of a line. Both are shown instead.
+// Text of guests and of other users reaches terminals only through this package. A terminal obeys escape sequences, and bidirectional
+// marks change how a line looks to a reader. This package shows both as visible text instead.
 //
 //   - Results and errors for people go through Writer. Cells of tables lose line breaks and tabs, too (Visible).
 //   - `ws logs` and `ws logs --console` are shown this way on a terminal, unless --raw is given. A pipe gets the bytes as they are.
 //   - `ws exec` and `ws shell` pass everything on: it is the user's own terminal session with that machine.
 //   - JSON (--json) says the same with other escapes: its encoder escapes only some of what does not print (EncodeJSON).
 
-// Visible makes text of one line harmless to a terminal: what does not print is shown as an escape, such as \x1b.
+// Visible makes text of one line harmless to a terminal. It shows unprintable characters as escapes, such as \x1b.
 func Visible(s string) string { return Escape(s, "") }
 
-// Escape shows every character that does not print, but for those in kept.
+// Escape shows every unprintable character as an escape, except those in kept.
 func Escape(s, kept string) string {
 	clean := true
 	for _, r := range s {
@@ -51,7 +51,7 @@ func Escape(s, kept string) string {
 	return b.String()
 }
 
-// Writer passes lines and tabs on and shows everything else that does not print.
+// Writer passes on line breaks and tabs, and shows all other unprintable characters as escapes.
 type Writer struct {
 	w    io.Writer
 	rest []byte // the beginning of a character, or of a line break of DOS

@@ -42,7 +42,7 @@ func Facts(w io.Writer, pairs ...string) error {
 // Dash shows "-" in place of an empty text.
 func Dash(s string) string { return cmp.Or(s, "-") }
 
-// Short is how people name an id: its random end.
+// Short is the short form of an id: its random end.
 func Short(id string) string { return core.Short(core.WorkspaceID(id)) }
 
 // Age is how long ago t was, in one unit.

@@ -20,7 +20,7 @@ import (
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
 
-// How long a lost connection is made again, how long between two attempts, and how often a silent one is tried.
+// How long attempts to replace a lost connection last, the time between two of them, and how often a silent connection is tested.
 const (
 	reconnectFor   = 5 * time.Minute
 	reconnectPause = time.Second
@@ -28,7 +28,7 @@ const (
 	pingTimeout    = 20 * time.Second
 )
 
-// errLeft says that the user has left the session, which goes on.
+// errLeft says that the user has left the session. The session continues.
 var errLeft = errors.New("left the session")
 
 // Own is the terminal that this program runs on.
@@ -137,7 +137,7 @@ type keyboard struct {
 	plain     bool          // there is no escape
 	pending   []byte        // typed, but not known to be sent
 	lineStart bool          // the next key is the first of a line
-	tilde     bool          // a tilde at the beginning of a line waits for what follows
+	tilde     bool          // a tilde at the beginning of a line waits for the next key
 }
 
 // What is typed while there is no connection is kept up to a bound.
@@ -146,7 +146,7 @@ const (
 	maxPending = 64 << 10
 )
 
-// typed takes keys over. It returns errLeft at the escape.
+// typed accepts keys. It returns errLeft at the escape.
 func (k *keyboard) typed(keys []byte) error {
 	for _, c := range keys {
 		switch {
@@ -268,8 +268,8 @@ func (l *terminalLink) show(event coppice.AttachEvent) error {
 	return err
 }
 
-// ping finds out whether a silent connection is still one. While keys are on their way, a program that does not read them holds
-// up the answer, too.
+// ping finds out whether a silent connection still works. While keys are under way, a program that does not read them also delays the
+// answer.
 func (l *terminalLink) ping(ctx context.Context, conn *coppice.Attached) error {
 	tick := time.NewTicker(pingInterval)
 	defer tick.Stop()

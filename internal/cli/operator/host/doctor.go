@@ -47,8 +47,8 @@ A check leaves nothing behind. Most checks need root.`,
 	return c
 }
 
-// vmmChecks are what a start with this environment would find out about VMMs. Where there is no image to boot, nobody can tell whether they
-// work: those checks are nil then.
+// vmmChecks are the results that a start with this environment would have for VMMs. If there is no image to boot, it is not known whether the
+// VMMs work: these checks are nil then.
 func vmmChecks(a *cli.App) hostcheck.Config {
 	host := Config(a)
 	host.ImagesDir = imagesDir(a)
@@ -86,7 +86,7 @@ func printReport(w io.Writer, report hostcheck.Report) error {
 	return err
 }
 
-// wrap breaks a text at spaces into lines of at most width bytes, where its words allow it.
+// wrap breaks a text at spaces into lines of at most width bytes. A longer word gets a line of its own.
 func wrap(text string, width int) []string {
 	var lines []string
 	var line strings.Builder

@@ -9,10 +9,10 @@ import (
 	"github.com/coppice-dev/coppice/internal/daemon"
 )
 
-// DefaultDataDir is where a host keeps images, sandboxes and checkpoints unless told otherwise.
+// DefaultDataDir is the default directory for the images, sandboxes and checkpoints of a host.
 const DefaultDataDir = "/var/lib/coppice"
 
-// Config is what the environment says about how VMs run on this host. The flags of servers change it.
+// Config has the settings of the environment for VMs on this host. The flags of servers change it.
 func Config(a *cli.App) daemon.HostConfig {
 	return daemon.HostConfig{
 		Binary: a.Getenv("COPPICE_QEMU"), CloudHypervisor: a.Getenv("COPPICE_CLOUD_HYPERVISOR"),

@@ -99,7 +99,7 @@ it takes no more requests, then ends its operations or leaves them to the next c
 	return c
 }
 
-// databaseAddress is the one of the two that was given.
+// databaseAddress returns the address from the flag or from the file, whichever was given.
 func databaseAddress(address, file string) (string, error) {
 	if file == "" {
 		return address, nil
@@ -110,7 +110,7 @@ func databaseAddress(address, file string) (string, error) {
 	return argument.Secret(file)
 }
 
-// fromEnvironment sets the flags that the command line did not, from COPPICE_ and their name.
+// fromEnvironment sets the flags that the command line did not set, from variables named COPPICE_ and the name of the flag.
 func fromEnvironment(a *cli.App, c *cobra.Command) error {
 	for _, name := range serverFlags {
 		flag := c.Flags().Lookup(name)

@@ -7,7 +7,7 @@ import (
 	"github.com/coppice-dev/coppice/internal/daemon"
 )
 
-// NewEgressCommand is what a runner starts, not a user.
+// NewEgressCommand makes the command of the egress process. A runner starts it, not a user.
 func NewEgressCommand(a *cli.App) *cobra.Command {
 	return &cobra.Command{
 		Use:   "egress",

@@ -38,7 +38,7 @@ func newLogger(w io.Writer, level string) (*slog.Logger, error) {
 	return slog.New(core.LogHandler(slog.NewJSONHandler(w, o))), nil
 }
 
-// storeFlags are those of every server. The credentials come from files or the environment, never from the command line.
+// storeFlags are the flags of every server for the store. The credentials come from files or the environment, never from the command line.
 func storeFlags(a *cli.App, f *pflag.FlagSet, cfg *daemon.StoreConfig) {
 	cfg.AccessKey, cfg.SecretKey = a.Getenv("COPPICE_STORE_ACCESS_KEY"), a.Getenv("COPPICE_STORE_SECRET_KEY")
 	f.StringVar(&cfg.URL, "store", a.Getenv("COPPICE_STORE"), "`URL` of the store that makes checkpoints durable, the same for all servers of a cluster: dir:/path or s3://bucket/prefix?endpoint=https://host&region=name (default: none; checkpoints stay on their host)")
@@ -46,7 +46,7 @@ func storeFlags(a *cli.App, f *pflag.FlagSet, cfg *daemon.StoreConfig) {
 	f.StringVar(&cfg.SecretKeyFile, "store-secret-key-file", a.Getenv("COPPICE_STORE_SECRET_KEY_FILE"), "`file` with the store's secret key, instead of COPPICE_STORE_SECRET_KEY; both files are read again when the store refuses the keys")
 }
 
-// secretFlags are those of servers that have a controller.
+// secretFlags are the flags of servers with a controller for secrets.
 func secretFlags(a *cli.App, f *pflag.FlagSet, cfg *daemon.SecretsConfig, env bool) {
 	cfg.Lookup = func(name string) (string, bool) {
 		value := a.Getenv(name)
@@ -66,7 +66,7 @@ func secretFlags(a *cli.App, f *pflag.FlagSet, cfg *daemon.SecretsConfig, env bo
 	f.BoolVar(&cfg.Env, "secret-env", env, "for development: let grants of every project use variables of this process that begin with COPPICE_SECRET_ (env://COPPICE_SECRET_NAME)")
 }
 
-// hostStoreFlags are those of servers that have a runner. What it returns reads them.
+// hostStoreFlags are the flags of servers with a runner for the store. The returned function reads them.
 func hostStoreFlags(f *pflag.FlagSet, cfg *daemon.StoreConfig) func() error {
 	var bandwidth, cache, copies, floor, fetch string
 	f.StringVar(&bandwidth, "store-bandwidth", "", "maximum upload to the store per second, as `size` with K, M, G or T (default: no limit)")
@@ -95,7 +95,7 @@ func hostStoreFlags(f *pflag.FlagSet, cfg *daemon.StoreConfig) func() error {
 	}
 }
 
-// egressFlags are those of servers that have a runner. What it returns reads them.
+// egressFlags are the flags of servers with a runner for egress. The returned function reads them.
 func egressFlags(f *pflag.FlagSet, cfg *daemon.EgressOptions) func() error {
 	var mode string
 	var private []string
@@ -119,7 +119,7 @@ func egressFlags(f *pflag.FlagSet, cfg *daemon.EgressOptions) func() error {
 	}
 }
 
-// forwardFlags are those of servers that have a runner. What it returns reads them.
+// forwardFlags are the flags of servers with a runner for forwarded ports. The returned function reads them.
 func forwardFlags(f *pflag.FlagSet, cfg *hostport.Allowed) func() error {
 	var addresses []string
 	var ports string
@@ -133,7 +133,7 @@ func forwardFlags(f *pflag.FlagSet, cfg *hostport.Allowed) func() error {
 	}
 }
 
-// parseSizeOr reads a size, or zero as it is written for none.
+// parseSizeOr reads a size, or the word that stands for zero.
 func parseSizeOr(s, none string) (int64, error) {
 	if s == none {
 		return 0, nil

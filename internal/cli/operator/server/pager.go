@@ -7,7 +7,7 @@ import (
 	"github.com/coppice-dev/coppice/internal/daemon"
 )
 
-// NewPagerCommand is what a runner starts, not a user.
+// NewPagerCommand makes the command of the pager. A runner starts it, not a user.
 func NewPagerCommand(a *cli.App) *cobra.Command {
 	return &cobra.Command{
 		Use:    "pager",

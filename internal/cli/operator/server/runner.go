@@ -93,7 +93,7 @@ Every flag can come from the environment: --join-token-file from COPPICE_JOIN_TO
 			return exit.Misuse(fmt.Errorf("--log-level: %w", err))
 		}
 		if tokenFile != "" {
-			// It may be gone once it is spent: whether it is needed shows later.
+			// The file may be gone after the token was spent. Whether the token is needed is known later.
 			if cfg.JoinToken, err = argument.Secret(tokenFile); err != nil && !errors.Is(err, os.ErrNotExist) {
 				return err
 			}

@@ -24,7 +24,7 @@ type storeCheck struct {
 	Data *storeData `json:"data,omitempty"` // nil: nothing was read
 }
 
-// storeData is what was read, in sum.
+// storeData is the sum of what was read.
 type storeData struct {
 	Part        int                    `json:"part"`
 	Of          int                    `json:"of"`
@@ -34,7 +34,7 @@ type storeData struct {
 	Problems    []coppice.StoreProblem `json:"problems"`
 }
 
-// parseSubset reads n/t or p%. A share is one of as many parts as come nearest to it, by chance.
+// parseSubset reads n/t or p%. For a percentage, it chooses the number of parts that comes nearest to it, and a random part.
 func parseSubset(s string) (coppice.StorePart, error) {
 	bad := exit.Misuse(fmt.Errorf("--read-data-subset: %q is neither a part such as 1/10 nor a share such as 10%%", s))
 	if s == "" {
@@ -58,7 +58,7 @@ func parseSubset(s string) (coppice.StorePart, error) {
 	return coppice.StorePart{Which: n, Of: t}, nil
 }
 
-// readData has a part of the store read, and shows on a terminal how far it is.
+// readData makes the server read a part of the store, and shows the progress on a terminal.
 func readData(ctx context.Context, a *cli.App, client *coppice.Client, part coppice.StorePart) (*storeData, error) {
 	out := &storeData{Part: part.Which, Of: part.Of, Problems: []coppice.StoreProblem{}}
 	what := fmt.Sprintf("reading part %d/%d", part.Which, part.Of)

@@ -172,7 +172,7 @@ func printCheckpoints(w io.Writer, now time.Time, list []coppice.Checkpoint) err
 	return render.Table(w, "ID NAME STATE KIND PARENT WORKSPACE CHILDREN DELTA DISK STORED PAUSE AGE", rows)
 }
 
-// stored is what a checkpoint takes in the store, or how far it is on its way there.
+// stored is the size of a checkpoint in the store, or the progress of its upload.
 func stored(cp coppice.Checkpoint) string {
 	switch {
 	case cp.Seal != nil:

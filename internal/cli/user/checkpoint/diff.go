@@ -48,7 +48,7 @@ and how much memory differs. No machine is started for it. A renamed file appear
 	}
 }
 
-// wholeDiff makes one page of all.
+// wholeDiff joins all pages to one.
 func wholeDiff(pages func(func(coppice.CheckpointDiff, error) bool)) (coppice.CheckpointDiff, error) {
 	var all coppice.CheckpointDiff
 	first := true

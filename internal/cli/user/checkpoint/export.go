@@ -66,7 +66,7 @@ The file appears only when it is complete. With "-o -" it goes to standard outpu
 	return c
 }
 
-// exportTo writes a file beside its place until it is whole.
+// exportTo writes a file under another name, and renames it when it is complete.
 func exportTo(ctx context.Context, a *cli.App, client *coppice.Client, id, to string) (n int64, err error) {
 	body, whole, err := client.ExportCheckpoint(ctx, id)
 	if err != nil {

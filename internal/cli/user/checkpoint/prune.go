@@ -116,7 +116,7 @@ func newRemoveCommand(a *cli.App) *cobra.Command {
 	return c
 }
 
-// policyFlags say what is kept of a tree.
+// policyFlags say which checkpoints of a tree are kept.
 type policyFlags struct {
 	best     int
 	score    string

@@ -52,7 +52,7 @@ changed something outside: see coppice ckpt effects.`,
 	return c
 }
 
-// treeRoots says which trees a person wants to see.
+// treeRoots returns the roots of the trees that a person wants to see.
 func treeRoots(ctx context.Context, client *coppice.Client, args []string) ([]coppice.CheckpointID, error) {
 	if len(args) == 0 {
 		templates, err := coppice.Collect(client.Checkpoints(ctx, coppice.CheckpointFilter{Kind: coppice.CheckpointKindTemplate}))
@@ -161,7 +161,7 @@ func nodeFacts(now time.Time, n coppice.TreeNode) string {
 	if cp.State != coppice.CheckpointDeleted {
 		words = append(words, render.Size(cp.DeltaBytes))
 	}
-	if n.EffectsCount > 0 { // its parent cannot be grown again as if nothing had happened outside
+	if n.EffectsCount > 0 { // a new fork of its parent does not undo what happened outside
 		words = append(words, fmt.Sprintf("!%d outside", n.EffectsCount))
 	}
 	var keys []string

@@ -123,7 +123,7 @@ func printEffects(w io.Writer, list []coppice.Effect) error {
 	return render.Table(w, "NODE TIME OUTCOME TIMES DESTINATION REQUEST STATUS SENT RECEIVED", rows)
 }
 
-// flowWords are whereto, what was asked for, the status and the bytes.
+// flowWords are the words of a flow: its destination, the request, the status and the bytes.
 func flowWords(f coppice.Flow) []string {
 	request, status := f.Method+" "+f.Path, ""
 	switch {

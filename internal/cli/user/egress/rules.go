@@ -28,7 +28,7 @@ func (a *AllowFlags) Add(c *cobra.Command) {
 	f.BoolVar(&a.none, "allow-none", false, "allow no destination, not even those of the parent workspace")
 }
 
-// Read says which destinations they allow. It returns nil when nothing was said.
+// Read returns the destinations that the flags allow. It returns nil if no flag was given.
 func (a *AllowFlags) Read() (*[]string, error) {
 	switch {
 	case a.none && len(a.allow) > 0:
@@ -84,7 +84,7 @@ With --version, the change is made only if that is still the workspace's version
 	return c
 }
 
-// Describe says what may be reached, in words.
+// Describe says in words what a workspace may reach.
 func Describe(n coppice.Network) string {
 	text := string(n.EgressPolicy)
 	if len(n.Allow) > 0 {

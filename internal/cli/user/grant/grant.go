@@ -45,7 +45,7 @@ func target(ctx context.Context, a *cli.App, ref string) (*coppice.Client, coppi
 	return client, ws, err
 }
 
-// maxSecretFile is more than a secret may have.
+// maxSecretFile is larger than the largest secret.
 const maxSecretFile = 64 << 10
 
 // readGrantSecret reads a secret from a file, or from standard input for "-". A line's end is not part of it.
@@ -236,7 +236,7 @@ func newRevokeCommand(a *cli.App) *cobra.Command {
 	}
 }
 
-// OfFork reads which grants forks have; nil when nothing was said.
+// OfFork reads which grants forks get; nil if no flag was given.
 func OfFork(s string) coppice.Grants {
 	switch s {
 	case "":

@@ -42,7 +42,7 @@ func (e *execFlags) request(command []string) (coppice.ExecRequest, error) {
 	return coppice.ExecRequest{Command: command, Cwd: e.cwd, Env: env, User: e.user, TimeoutMS: e.timeout.Milliseconds()}, err
 }
 
-// commandOf returns what follows the workspace. Flags may stand before it only, so the parser leaves a "--" behind it in place.
+// commandOf returns the words after the workspace. Flags must be before the workspace, so the parser does not remove a "--" after it.
 func commandOf(args []string) []string {
 	if len(args) > 1 && args[1] == "--" {
 		return args[2:]
@@ -136,7 +136,7 @@ func execute(ctx context.Context, a *cli.App, client *coppice.Client, ws coppice
 		// It ends with the process: a read of standard input cannot be taken back.
 		go func() { _ = client.WriteStdin(context.WithoutCancel(ctx), session.ID, a.Stdin, true) }()
 	}
-	// Ctrl-C is the program's; its output is followed to its end all the same. The second Ctrl-C is ours.
+	// The first Ctrl-C goes to the program; its output is still followed to the end. The second Ctrl-C ends this command.
 	remote, cancel := context.WithCancelCause(context.WithoutCancel(ctx))
 	defer cancel(nil)
 	go func() {
@@ -169,7 +169,7 @@ func execute(ctx context.Context, a *cli.App, client *coppice.Client, ws coppice
 	return exit.PassOn(*session.ExitCode)
 }
 
-// notStarted reports a program that could not be started with the status that a shell gives it.
+// notStarted reports a program that could not be started. It uses the exit status that a shell would use.
 func notStarted(a *cli.App, err error) error {
 	for code, status := range map[coppice.Code]int{coppice.CodeCommandNotFound: noCommand, coppice.CodeCommandNotStarted: cannotRun} {
 		if errors.Is(err, code) {
@@ -180,7 +180,7 @@ func notStarted(a *cli.App, err error) error {
 	return err
 }
 
-// The exit statuses that a shell gives to a program that it cannot run, and to one that is not there.
+// The exit statuses of a shell for a program that it cannot run, and for a program that does not exist.
 const (
 	cannotRun = 126
 	noCommand = 127

@@ -103,7 +103,7 @@ unbroken and this head in it, nothing before it was changed. The command fails i
 	return c
 }
 
-// auditedProject finds the project whose records a person means: a name, an id or "system"; nobody in particular is that of the key.
+// auditedProject finds the project whose records a person means: a name, an id or "system". Without any, it is the project of the key.
 func auditedProject(ctx context.Context, client *coppice.Client, ref string) (coppice.ProjectID, error) {
 	switch ref {
 	case "":

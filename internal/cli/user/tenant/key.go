@@ -30,7 +30,7 @@ KEY is an id, or the name of a valid key of the project.`,
 	return c
 }
 
-// key finds the key that a person means; nobody in particular is the one in use.
+// key finds the key that a person means. Without an argument, it is the key in use.
 func key(ctx context.Context, c *coppice.Client, projectRef, ref string) (coppice.APIKey, error) {
 	if ref == "" {
 		return c.Self(ctx)
@@ -126,7 +126,7 @@ which lets grants name any secret that the project may read in Vault; and runner
 	return c
 }
 
-// ownerOf finds a project's id without asking for the right to read projects when none is named.
+// ownerOf finds a project's id. If no project is named, it does not need the right to read projects.
 func ownerOf(ctx context.Context, c *coppice.Client, ref string) (coppice.ProjectID, error) {
 	if ref == "" {
 		self, err := c.Self(ctx)

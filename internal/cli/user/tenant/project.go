@@ -35,7 +35,7 @@ PROJECT is a name or an id. A key with the scope admin sees all projects, any ot
 	return c
 }
 
-// project finds the project that a person means; nobody in particular is that of the key.
+// project finds the project that a person means. Without an argument, it is the project of the key.
 func project(ctx context.Context, c *coppice.Client, ref string) (coppice.Project, error) {
 	if ref == "" {
 		self, err := c.Self(ctx)

@@ -84,7 +84,7 @@ func copyWith(ctx context.Context, client *coppice.Client, ref string, f func(id
 	return f(ws.ID)
 }
 
-// remotePath takes WORKSPACE:/path apart.
+// remotePath splits WORKSPACE:/path.
 func remotePath(arg string) (ref, path string, ok bool) {
 	ref, path, found := strings.Cut(arg, ":")
 	if !found || ref == "" || strings.ContainsAny(ref, "/.") || !strings.HasPrefix(path, "/") {

@@ -89,7 +89,7 @@ checkpoint; the workspace goes on.`,
 	return c
 }
 
-// grantsFlag says which grants forks have.
+// grantsFlag says which grants forks get.
 func grantsFlag(c *cobra.Command, grants *string) {
 	c.Flags().StringVar(grants, "grants", "", "which `grants` of the parent workspace the children have: inherit (default), none, or names separated by commas")
 }
@@ -114,7 +114,7 @@ func printFork(w io.Writer, res coppice.ForkResult, wall time.Duration) error {
 	return err
 }
 
-// childFailures is how a fork ends of which some children failed.
+// childFailures is the error of a fork if some of its children failed.
 func childFailures(res coppice.ForkResult) error {
 	var errs []error
 	for i, child := range res.Children {

@@ -88,7 +88,7 @@ func forwards(address string, words []string) ([]coppice.CreatePortRequest, erro
 	return out, nil
 }
 
-// joinHost leaves the address to the runner where there is none.
+// joinHost joins host and port. Without a host, the runner chooses the address.
 func joinHost(address string, port uint64) string {
 	if address == "" {
 		return ":" + strconv.FormatUint(port, 10)

@@ -51,7 +51,7 @@ func newResumeCommand(a *cli.App) *cobra.Command {
 	}
 }
 
-// eachWorkspace does something to each of the named workspaces and prints what became of them.
+// eachWorkspace does something to each of the named workspaces and prints the results.
 func eachWorkspace(a *cli.App, c *cobra.Command, refs []string, doing string, do func(coppice.Workspace) (coppice.Workspace, error)) error {
 	client, err := a.Client()
 	if err != nil {

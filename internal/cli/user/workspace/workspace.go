@@ -19,7 +19,7 @@ import (
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
 
-// NewCommand makes the command "coppice ws" with what it does to whole workspaces.
+// NewCommand makes the command "coppice ws" with the commands for whole workspaces.
 func NewCommand(a *cli.App) *cobra.Command {
 	c := &cobra.Command{
 		Use:     "ws",
@@ -60,7 +60,7 @@ func (s *startFlags) add(c *cobra.Command) {
 	f.BoolVarP(&s.quiet, "quiet", "q", false, "print ids only")
 }
 
-// started is what startFlags say, in the API's words.
+// started has the values of startFlags in the form of the API.
 type started struct {
 	env     coppice.Env
 	labels  coppice.Labels
