@@ -284,11 +284,11 @@ func TestAPI(t *testing.T) {
 		"a chain":         {refusing(500, []string{"Error from API", "The VM could not boot", "no\x1b[31mkernel"}), "refused vm.boot with status 500: it says Error from API: The VM could not boot: no?[31mkernel"},
 		"no chain":        {"HTTP/1.1 400 \r\nContent-Length: 4\r\n\r\nwhat", "status 400: it says what"},
 		"nothing":         {"HTTP/1.1 404 \r\n\r\n", "status 404: it says nothing more"},
-		"no answer":       {"", "has not answered vm.boot"},
-		"no HTTP":         {"SSH-2.0-x\r\n\r\n", "has not answered vm.boot"},
-		"cut short":       {"HTTP/1.1 500 \r\nContent-Length: 400\r\n\r\n[\"Err", "has not answered vm.boot"},
-		"without an end":  {"HTTP/1.1 200 \r\nContent-Length: 99999999\r\n\r\n" + strings.Repeat("x", 2*maxAnswer), "has not answered vm.boot"},
-		"endless headers": {"HTTP/1.1 200 \r\n" + strings.Repeat("X: y\r\n", maxAnswer), "has not answered vm.boot"},
+		"no answer":       {"", "did not answer vm.boot"},
+		"no HTTP":         {"SSH-2.0-x\r\n\r\n", "did not answer vm.boot"},
+		"cut short":       {"HTTP/1.1 500 \r\nContent-Length: 400\r\n\r\n[\"Err", "did not answer vm.boot"},
+		"without an end":  {"HTTP/1.1 200 \r\nContent-Length: 99999999\r\n\r\n" + strings.Repeat("x", 2*maxAnswer), "did not answer vm.boot"},
+		"endless headers": {"HTTP/1.1 200 \r\n" + strings.Repeat("X: y\r\n", maxAnswer), "did not answer vm.boot"},
 	} {
 		err := answering(t, func() {}, c.answer).put(t.Context(), "vm.boot", nil)
 		if (err == nil) != (c.want == "") || err != nil && !strings.Contains(err.Error(), c.want) {
