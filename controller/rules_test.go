@@ -105,7 +105,7 @@ func TestForksReachNoMore(t *testing.T) {
 		child, err := w.forkAllowing(cp.ID, req)
 		if c.beyond != "" {
 			wantCode(t, err, core.CodeEgressBeyondParent)
-			if !strings.Contains(err.Error(), c.beyond+" is beyond") || !strings.Contains(err.Error(), string(root.ID)) {
+			if !strings.Contains(err.Error(), c.beyond+": workspace ") || !strings.Contains(err.Error(), string(root.ID)) {
 				t.Errorf("%+v: %v", c, err)
 			}
 			req.Count = 1
