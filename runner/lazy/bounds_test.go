@@ -45,7 +45,7 @@ func TestLazyManyStalled(t *testing.T) {
 		x.images.mu.Lock()
 		x.images.recorded[id] = true
 		x.images.mu.Unlock()
-		if _, err := x.images.client.Put(t.Context(), pager.Image{ID: id, Source: x.from}, part); err != nil {
+		if _, err := x.pager().Put(t.Context(), pager.Image{ID: id, Source: x.from}, part); err != nil {
 			t.Fatal(err)
 		}
 		_ = part.Close()
@@ -82,7 +82,7 @@ func TestLazyDamage(t *testing.T) {
 		t.Errorf("nothing is damaged yet: %s", said)
 	}
 	x.corrupt()
-	f, err := x.images.client.Open(t.Context(), string(id))
+	f, err := x.pager().Open(t.Context(), string(id))
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -198,6 +198,13 @@ func (x *rig) begin() {
 	}(x.images, x.ended)
 }
 
+// pager is the client of the pager that there is.
+func (x *rig) pager() *pager.Client {
+	x.images.mu.Lock()
+	defer x.images.mu.Unlock()
+	return x.images.client
+}
+
 // OpenBase implements Host.
 func (x *rig) OpenBase(id core.BaseID) (*os.File, error) { return x.bases.OpenFile(id) }
 
@@ -305,7 +312,7 @@ func (x *rig) taken(id core.BaseID) {
 		return err == nil && len(left) == 0
 	})
 	x.await("the pager has forgotten it", func() bool {
-		f, err := x.images.client.Open(x.t.Context(), string(id))
+		f, err := x.pager().Open(x.t.Context(), string(id))
 		if err == nil {
 			err = f.Close()
 		}
@@ -391,7 +398,7 @@ func TestLazyPagerKilled(t *testing.T) {
 	x := newRig(t)
 	x.say(x.settings.Silence, true)
 	id := x.fetch()
-	hello, err := x.images.client.Hello(t.Context())
+	hello, err := x.pager().Hello(t.Context())
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -432,7 +439,7 @@ func TestLazyPagerHung(t *testing.T) {
 	x.begin()
 	x.say(x.settings.Silence, true)
 	id := x.fetch()
-	hello, err := x.images.client.Hello(t.Context())
+	hello, err := x.pager().Hello(t.Context())
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -489,7 +496,7 @@ func TestLazyForeign(t *testing.T) {
 	x.say(x.settings.Silence, false)
 	x.await("the base is a file", func() bool { return !x.images.Has(string(id)) })
 	x.look(id, false)
-	if h, err := x.images.client.Hello(t.Context()); err != nil || h.Instance != instance {
+	if h, err := x.pager().Hello(t.Context()); err != nil || h.Instance != instance {
 		t.Errorf("while a machine has memory from it: %+v, %v", h, err)
 	}
 	if err := machine.Close(); err != nil {
@@ -514,7 +521,7 @@ func TestLazyDrop(t *testing.T) {
 	if err := x.bases.Remove(id); err != nil {
 		t.Fatal(err)
 	}
-	x.awaitStatus(x.images.client, func(list []pager.Status) bool { return len(list) == 0 })
+	x.awaitStatus(x.pager(), func(list []pager.Status) bool { return len(list) == 0 })
 	x.say(x.settings.Silence, true)
 	// A runner ends while the pager has not answered yet: the next one has no record of it.
 	part, err := os.Create(filepath.Join(t.TempDir(), "part"))
@@ -525,10 +532,10 @@ func TestLazyDrop(t *testing.T) {
 	if err := part.Truncate(int64(len(x.memory))); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := x.images.client.Put(t.Context(), pager.Image{ID: "orphan", Source: x.from}, part); err != nil {
+	if _, err := x.pager().Put(t.Context(), pager.Image{ID: "orphan", Source: x.from}, part); err != nil {
 		t.Fatal(err)
 	}
-	x.awaitStatus(x.images.client, func(list []pager.Status) bool { return len(list) == 0 })
+	x.awaitStatus(x.pager(), func(list []pager.Status) bool { return len(list) == 0 })
 }
 
 // metrics are what the runner shows of its pager, by name and state.

@@ -2,7 +2,6 @@ package main
 
 import (
 	"os"
-	"slices"
 	"strings"
 	"sync"
 
@@ -13,74 +12,75 @@ import (
 type vmm struct {
 	faults faults
 	events *events
+	log    *logger
+	stay   bool       // when the guest powers off
 	exit   chan error // of one: how the process ends
 
-	// turn is held by whatever changes the VM: a request, or the guest that powers off. It guards what follows.
-	turn   sync.Mutex
-	over   bool
-	calls  map[string]int
-	config *vmConfig
-	vm     *vm
+	// turn is held by whatever changes the VM: a request, the guest that powers off, a signal. It guards what follows.
+	turn    sync.Mutex
+	over    bool
+	calls   map[string]int
+	config  *vmConfig
+	console *console // made with the configuration; nil once it was used
+	vm      *vm
 }
 
-// serve is the VMM's life.
-func serve(f faults, api, monitor int) error {
-	ev, err := openEvents(monitor, f)
-	if err != nil {
-		return err
-	}
-	l, err := listenerOf(api)
-	if err != nil {
-		return err
-	}
-	ev.emit("vmm", "starting")
-	v := &vmm{faults: f, events: ev, exit: make(chan error, 1), calls: map[string]int{}}
-	go v.serveAPI(l)
-	return <-v.exit
-}
-
-// call is a route.
+// call is a route. Those with neither do take no body.
 type call struct {
-	method string
-	what   string // could not be done
-	do     func(v *vmm, req request) ([]byte, error)
-	body   bool // it has one
-	files  bool // it takes what comes with the request
+	get  bool
+	what string // could not be done
+	do   func(v *vmm, req request) ([]byte, error)
+	body bool
+	// ping and info have handlers of their own, which answer otherwise in small things.
+	ownBody bool // a body is looked at by nobody
+	ok      int
 }
 
 var calls = map[string]call{
-	"vmm.ping":       {method: "GET", do: (*vmm).ping},
-	"vm.info":        {method: "GET", what: "The VM info is not available", do: (*vmm).info},
-	"vm.create":      {method: "PUT", what: "The VM could not be created", do: (*vmm).create, body: true},
-	"vm.add-net":     {method: "PUT", what: "The network device could not be added to the VM", do: (*vmm).addNet, body: true, files: true},
-	"vm.boot":        {method: "PUT", what: "The VM could not boot", do: (*vmm).boot},
-	"vm.pause":       {method: "PUT", what: "The VM could not be paused", do: (*vmm).pause},
-	"vm.resume":      {method: "PUT", what: "The VM could not resume", do: (*vmm).resume},
-	"vm.snapshot":    {method: "PUT", what: "The VM could not be snapshotted", do: (*vmm).snapshot, body: true},
-	"vm.restore":     {method: "PUT", what: "The VM could not be restored", do: (*vmm).restore, body: true, files: true},
-	"vm.resize-disk": {method: "PUT", what: "The disk could not be resized", do: (*vmm).resizeDisk, body: true},
+	"vmm.ping":     {get: true, do: (*vmm).ping, ownBody: true},
+	"vmm.shutdown": {what: "The VMM could not shutdown", do: (*vmm).stop, ownBody: true, ok: 200},
+	"vm.create":    {what: "The VM could not be created", do: (*vmm).create, body: true},
+	"vm.boot":      {what: "The VM could not boot", do: (*vmm).boot},
+	"vm.info":      {get: true, what: "The VM info is not available", do: (*vmm).info, ownBody: true},
+	"vm.counters":  {get: true, what: "The VM info is not available", do: (*vmm).counters, ownBody: true},
+	"vm.pause":     {what: "The VM could not be paused", do: (*vmm).pause},
+	"vm.resume":    {what: "The VM could not resume", do: (*vmm).resume},
+	"vm.reboot":    {what: "The VM could not reboot", do: (*vmm).rebootCall},
+	"vm.shutdown":  {what: "The VM could not shutdown", do: (*vmm).shutdownVM},
+	"vm.delete":    {what: "The VM could not be deleted", do: (*vmm).deleteVM},
+	"vm.snapshot":  {what: "The VM could not be snapshotted", do: (*vmm).snapshot, body: true},
+	"vm.restore":   {what: "The VM could not be restored", do: (*vmm).restore, body: true},
+	"vm.add-net":   {what: "The network device could not be added to the VM", do: (*vmm).addNet, body: true},
+	"vm.resize-disk": {
+		what: "The disk could not be resized", do: (*vmm).resizeDisk, body: true,
+	},
 }
 
 // bodyError is an error of a request's body.
 type bodyError struct{ chain }
 
-// handle carries out a request. It is called in the turn of the vmm.
-func (v *vmm) handle(req request) (r response) {
+// requestError is answered without a word about what was bad.
+type requestError struct{ error }
+
+var errBadRequest = requestError{chain{"Bad Request"}}
+
+func (v *vmm) handle(req request) response {
 	name := strings.TrimPrefix(req.path, apiRoot)
 	c, ok := calls[name]
-	taken := false
-	defer func() {
-		for _, fd := range req.files {
-			if !taken {
-				_ = unix.Close(fd)
-			}
-		}
-	}()
 	switch {
 	case !ok || name == req.path:
 		return jsonError(404, chain{"Not Found"})
-	case req.method != c.method || c.body != (req.body != nil):
+	case req.method == "PATCH" && !c.ownBody && name != "vm.create":
+		return response{status: 400}
+	case (req.method == "GET") != c.get || req.method == "PATCH":
 		return jsonError(400, chain{"Bad Request"})
+	case c.body && req.body == nil && name == "vm.create":
+		return response{status: 400}
+	case c.body != (req.body != nil) && !c.ownBody:
+		return jsonError(400, chain{"Bad Request"})
+	}
+	if v.calls == nil {
+		v.calls = make(map[string]int)
 	}
 	v.calls[name]++
 	fault := v.faults.of(name, v.calls[name])
@@ -93,23 +93,51 @@ func (v *vmm) handle(req request) (r response) {
 		return jsonError(500, chain{"Error from API", c.what, "fakech: it was told to fail"})
 	}
 	body, err := c.do(v, req)
+	var r response
 	switch err := err.(type) { //nolint:errorlint // these are never wrapped
 	case nil:
-		taken = c.files
-		if r = (response{status: 204}); body != nil {
-			r = response{status: 200, body: body}
+		r = response{status: c.ok, body: body}
+		if r.status == 0 && body != nil {
+			r.status = 200
+		} else if r.status == 0 {
+			r.status = 204
 		}
+	case requestError:
+		r = jsonError(400, asChain(err.error))
 	case bodyError:
 		r = jsonError(400, wrap("Failed to deserialize JSON", err.chain))
 	default:
 		words := asChain(err)
+		v.log.at(1, "HTTP API error response: Error from API: %s: %s", c.what, words)
 		r = jsonError(status(words), wrap("Error from API", wrap(c.what, words)))
+	}
+	if r.body == nil {
+		r.body = []byte{}
 	}
 	r.fault = fault
 	return r
 }
 
-// end ends the process. It is called in the turn.
+func (v *vmm) ping(request) ([]byte, error) {
+	n := v.faults.version()
+	return encode(struct {
+		Build    string   `json:"build_version"`
+		Version  string   `json:"version"`
+		PID      int      `json:"pid"`
+		Features []string `json:"features"`
+	}{"v" + n, n + ".0", os.Getpid(), []string{"io_uring", "kvm"}}), nil
+}
+
+// stop is the call vmm.shutdown.
+func (v *vmm) stop(request) ([]byte, error) {
+	err := v.shutdown()
+	if err == nil {
+		v.end(nil)
+	}
+	return nil, err
+}
+
+// end ends the process, once what is being answered is.
 func (v *vmm) end(err error) {
 	if v.over {
 		return
@@ -118,67 +146,71 @@ func (v *vmm) end(err error) {
 	v.exit <- err
 }
 
-func (v *vmm) ping(request) ([]byte, error) {
-	n := v.faults.version()
-	return encode(map[string]any{"build_version": "v" + n, "version": n + ".0", "pid": os.Getpid(), "features": []string{"io_uring", "kvm"}}), nil
+// shutdown ends the VM for good.
+func (v *vmm) shutdown() error {
+	if err := v.delete(); err != nil {
+		return wrap("Error shutting down VMM", err)
+	}
+	v.events.emit("vmm", "shutdown", nil)
+	return nil
 }
 
-func (v *vmm) info(request) ([]byte, error) {
+func (v *vmm) deleteVM(request) ([]byte, error) { return nil, v.delete() }
+
+func (v *vmm) delete() error {
 	if v.config == nil {
-		return nil, errNotCreated
+		return nil
 	}
-	state := stateCreated
 	if v.vm != nil {
-		state = v.vm.state
+		if _, err := v.shutdownVM(request{}); err != nil {
+			return err
+		}
 	}
-	return encode(map[string]any{"config": v.config, "state": state, "memory_actual_size": v.config.ram()}), nil
+	v.config = nil
+	v.events.emit("vm", "deleted", nil)
+	return nil
+}
+
+func (v *vmm) shutdownVM(request) ([]byte, error) {
+	if v.vm == nil {
+		return nil, errNotRunning
+	}
+	v.console = nil
+	vm := v.vm
+	v.vm = nil
+	vm.close()
+	v.events.emit("vm", "shutdown", nil)
+	return nil, nil
 }
 
 func (v *vmm) create(req request) ([]byte, error) {
-	config := new(vmConfig)
-	if err := decode(req.body, config); err != nil {
+	config, err := parseConfig(req.body)
+	if err != nil {
 		return nil, bodyError{asChain(err)}
-	}
-	if v.config != nil {
-		return nil, errAlreadyCreated
 	}
 	for i := range config.Net {
 		config.Net[i].FDs = nil // they come with vm.add-net only
 	}
+	if v.config != nil {
+		return nil, errAlreadyCreated
+	}
 	v.config = config
+	if v.console, err = newConsole(config); err != nil {
+		return nil, err
+	}
 	return nil, config.landlock()
-}
-
-func (v *vmm) addNet(req request) ([]byte, error) {
-	var config netConfig
-	if err := decode(req.body, &config); err != nil {
-		return nil, bodyError{asChain(err)}
-	}
-	switch {
-	case v.config == nil:
-		return nil, errNotCreated
-	case v.vm != nil:
-		return nil, chain{"fakech: it adds no device to a VM that was booted"}
-	}
-	config.FDs = req.files
-	with := *v.config
-	with.Net = append(slices.Clip(with.Net), config)
-	if err := with.validate(); err != nil {
-		return nil, wrap("Failed to validate config", err)
-	}
-	v.config.Net = with.Net
-	return nil, nil
 }
 
 func (v *vmm) boot(request) ([]byte, error) {
 	if v.vm != nil {
 		return nil, errAlreadyCreated
 	}
-	v.events.emit("vm", "booting")
+	v.events.emit("vm", "booting", nil)
 	if err := v.start(); err != nil {
 		return nil, err
 	}
-	v.events.emit("vm", "booted")
+	v.events.emit("vm", "booted", nil)
+	v.vm.activated() // by the guest's drivers
 	return nil, nil
 }
 
@@ -186,6 +218,12 @@ func (v *vmm) boot(request) ([]byte, error) {
 func (v *vmm) start() error {
 	if v.config == nil {
 		return errMissingConfig
+	}
+	if v.console == nil {
+		var err error
+		if v.console, err = newConsole(v.config); err != nil {
+			return err
+		}
 	}
 	vm, err := v.newVM(v.config, nil, "")
 	if err != nil {
@@ -195,30 +233,43 @@ func (v *vmm) start() error {
 	return vm.boot()
 }
 
-// guestEnds is called when the guest has powered off, which ends the process, or was reset, which makes the VM anew.
+func (v *vmm) rebootCall(request) ([]byte, error) { return nil, v.reboot() }
+
+// reboot makes the VM anew from its configuration.
+func (v *vmm) reboot() error {
+	v.events.emit("vm", "rebooting", nil)
+	if v.vm == nil {
+		return errNotCreated
+	}
+	v.vm.close()
+	v.vm, v.console = nil, nil
+	if err := v.start(); err != nil {
+		if v.vm != nil {
+			v.vm.close()
+		}
+		return err
+	}
+	v.events.emit("vm", "rebooted", nil)
+	return nil
+}
+
+// guestEnds is called when the guest has powered off, or was reset.
 func (v *vmm) guestEnds(of *vm, reset bool) {
 	v.turn.Lock()
 	defer v.turn.Unlock()
 	if v.vm != of || v.over {
 		return
 	}
-	if reset {
-		v.events.emit("vm", "rebooting")
+	switch {
+	case reset:
+		if err := v.reboot(); err != nil {
+			v.end(wrap("VMM thread exited with error", wrap("Error rebooting VM", err)))
+		}
+	case v.stay:
+		_, _ = v.shutdownVM(request{})
+	default:
+		v.end(v.shutdown())
 	}
-	of.close()
-	v.vm = nil
-	if !reset {
-		v.events.emit("vm", "shutdown")
-		v.events.emit("vm", "deleted")
-		v.events.emit("vmm", "shutdown")
-		v.end(nil)
-		return
-	}
-	if err := v.start(); err != nil {
-		v.end(wrap("VMM thread exited with error", wrap("Error rebooting VM", err)))
-		return
-	}
-	v.events.emit("vm", "rebooted")
 }
 
 func (v *vmm) pause(request) ([]byte, error) {
@@ -241,10 +292,54 @@ func (v *vmm) resume(request) ([]byte, error) {
 	return nil, nil
 }
 
+func (v *vmm) snapshot(req request) ([]byte, error) {
+	var to struct {
+		URL string `json:"destination_url" need:"yes"`
+	}
+	if err := decode(req.body, &to); err != nil {
+		return nil, bodyError{asChain(err)}
+	}
+	if v.vm == nil {
+		return nil, errNotRunning
+	}
+	v.console = nil
+	state, err := v.vm.snapshot()
+	if err != nil {
+		return nil, wrap("Cannot snapshot VM", err)
+	}
+	if err := v.vm.send(to.URL, state); err != nil {
+		return nil, wrap("Cannot send VM snapshot", err)
+	}
+	return nil, nil
+}
+
+func (v *vmm) info(request) ([]byte, error) {
+	if v.config == nil {
+		return nil, errNotCreated
+	}
+	out := struct {
+		Config *vmConfig             `json:"config"`
+		State  vmState               `json:"state"`
+		Memory uint64                `json:"memory_actual_size"`
+		Tree   map[string]deviceNode `json:"device_tree,omitempty"`
+	}{Config: v.config, State: stateCreated, Memory: v.config.Memory.total()}
+	if v.vm != nil {
+		out.State, out.Tree = v.vm.state, v.vm.tree
+	}
+	return encode(out), nil
+}
+
+func (v *vmm) counters(request) ([]byte, error) {
+	if v.vm == nil {
+		return nil, errNotRunning
+	}
+	return encode(v.vm.counters()), nil
+}
+
 func (v *vmm) resizeDisk(req request) ([]byte, error) {
 	var to struct {
-		ID   string `json:"id"`
-		Size int64  `json:"desired_size"`
+		ID   string `json:"id" need:"yes"`
+		Size uint64 `json:"desired_size" need:"yes"`
 	}
 	if err := decode(req.body, &to); err != nil {
 		return nil, bodyError{asChain(err)}
@@ -255,14 +350,54 @@ func (v *vmm) resizeDisk(req request) ([]byte, error) {
 	if v.vm == nil {
 		return nil, chain{"Failed resizing a disk image"}
 	}
-	for _, d := range v.vm.disks {
-		if d.id != to.ID {
-			continue
+	if err := v.vm.resizeDisk(to.ID, to.Size); err != nil {
+		return nil, wrap("Error from device manager", err)
+	}
+	return nil, nil
+}
+
+func (v *vmm) addNet(req request) ([]byte, error) {
+	var config netConfig
+	if err := decode(req.body, &config); err != nil {
+		return nil, bodyError{asChain(err)}
+	}
+	config.FDs = nil
+	if len(req.files) > 0 {
+		fds, err := keep(req.files)
+		if err != nil {
+			return nil, err
 		}
-		if err := d.resize(to.Size); err != nil {
-			return nil, wrap("Error from device manager", wrap("Disk resize error", err))
-		}
+		config.FDs = fds
+	}
+	if v.config == nil {
+		return nil, errNotCreated
+	}
+	with := *v.config
+	with.Net = append(append([]netConfig(nil), v.config.Net...), config)
+	if err := with.validate(); err != nil {
+		return nil, wrap("Failed to validate config", err)
+	}
+	if v.vm == nil {
+		v.config.Net = with.Net
 		return nil, nil
 	}
-	return nil, chain{"Error from device manager", "Failed to find device corresponding to the given identifier: " + to.ID}
+	info, err := v.vm.addNet(&config)
+	if err != nil {
+		return nil, wrap("Error from device manager", err)
+	}
+	v.config.Net = append(v.config.Net, config)
+	return encode(info), nil
+}
+
+// keep copies descriptors that came with a request.
+func keep(fds []int) ([]int, error) {
+	out := make([]int, 0, len(fds))
+	for _, fd := range fds {
+		own, err := unix.FcntlInt(uintptr(fd), unix.F_DUPFD_CLOEXEC, 3)
+		if err != nil {
+			return nil, err
+		}
+		out = append(out, own)
+	}
+	return out, nil
 }

@@ -5,6 +5,8 @@ import (
 	"fmt"
 	"strings"
 	"syscall"
+
+	"golang.org/x/sys/unix"
 )
 
 // chain is an error with its causes, outermost first, in the words of cloud-hypervisor.
@@ -37,8 +39,13 @@ var (
 
 // status is what the API answers an error with that it got from a call.
 func status(err chain) int {
-	if err[0] == errNotCreated[0] || err[0] == errMissingConfig[0] {
+	if len(err) > 0 && (err[0] == errNotCreated[0] || err[0] == errMissingConfig[0]) {
 		return 404
 	}
 	return 500
+}
+
+// lockFile takes an advisory lock on the first bytes of a file, or on all of it, as cloud-hypervisor does.
+func lockFile(f interface{ Fd() uintptr }, kind int16, length int64) error {
+	return unix.FcntlFlock(f.Fd(), unix.F_OFD_SETLK, &unix.Flock_t{Type: kind, Len: length})
 }

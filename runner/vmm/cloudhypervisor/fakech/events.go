@@ -1,7 +1,12 @@
 package main
 
 import (
+	"bytes"
 	"encoding/json"
+	"os"
+	"strconv"
+	"strings"
+	"sync"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -9,9 +14,11 @@ import (
 
 // events is the event monitor: what it cannot write at once is lost.
 type events struct {
-	fd     int
-	silent bool
 	start  time.Time
+	silent bool
+
+	mu sync.Mutex // guards f
+	f  *os.File   // nil where nobody listens
 }
 
 type timestamp struct {
@@ -23,29 +30,52 @@ type event struct {
 	Timestamp  timestamp         `json:"timestamp"`
 	Source     string            `json:"source"`
 	Event      string            `json:"event"`
-	Properties map[string]string `json:"properties"` // of no event that the driver looks at
+	Properties map[string]string `json:"properties"`
 }
 
-func openEvents(fd int, f faults) (*events, error) {
-	e := &events{fd: fd, silent: f.is("events-silent"), start: time.Now()}
-	if err := unix.SetNonblock(fd, true); err != nil {
+func openEvents(o options) (*events, error) {
+	e := &events{start: time.Now(), silent: o.faults.is("events-silent")}
+	if o.events == "" {
+		return e, nil
+	}
+	if fd, ok := strings.CutPrefix(o.events, "fd="); ok {
+		n, err := strconv.Atoi(fd)
+		if err != nil {
+			return nil, wrap("Error parsing --event-monitor", err)
+		}
+		e.f = os.NewFile(uintptr(n), "events")
+	} else if path, ok := strings.CutPrefix(o.events, "path="); ok {
+		f, err := os.OpenFile(path, os.O_WRONLY|os.O_CREATE|os.O_TRUNC, 0o600)
+		if err != nil {
+			return nil, wrap("Error doing event monitor I/O", err)
+		}
+		e.f = f
+	} else {
+		return nil, chain{"`--event-monitor` without parameters is invalid"}
+	}
+	if err := unix.SetNonblock(int(e.f.Fd()), true); err != nil {
 		return nil, wrap("Error doing event monitor I/O", err)
 	}
 	return e, nil
 }
 
-// emit writes an event. It is called in the turn of the vmm.
-func (e *events) emit(source, name string) {
-	if e.silent {
+func (e *events) emit(source, name string, properties map[string]string) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if e.f == nil || e.silent {
 		return
 	}
 	since := time.Since(e.start)
-	b, err := json.MarshalIndent(event{timestamp{int64(since / time.Second), int64(since % time.Second)}, source, name, nil}, "", "  ")
-	if err != nil {
-		panic(err) // of our own types
+	var b bytes.Buffer
+	enc := json.NewEncoder(&b)
+	enc.SetEscapeHTML(false)
+	enc.SetIndent("", "  ")
+	if enc.Encode(event{timestamp{int64(since / time.Second), int64(since % time.Second)}, source, name, properties}) != nil {
+		return
 	}
-	for rest := append(b, "\n\n"...); len(rest) > 0; {
-		n, err := unix.Write(e.fd, rest)
+	b.WriteByte('\n') // Encode has written one
+	for rest := b.Bytes(); len(rest) > 0; {
+		n, err := unix.Write(int(e.f.Fd()), rest)
 		if err != nil {
 			return
 		}

@@ -20,19 +20,19 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/coppice-dev/coppice/internal/eventually"
 	"github.com/coppice-dev/coppice/internal/testleak"
 	"github.com/coppice-dev/coppice/internal/testvm"
 )
 
 func TestMain(m *testing.M) { testleak.Main(m) }
 
-// The driver's tests and the conformance suite look at the calls that succeed, and at every fault. The tests here look at what the
-// fake refuses, because a fake that takes everything finds nothing.
-
 const (
-	mib      = 1 << 20
-	ramBytes = 4 * mib
-	patience = 2 * time.Minute
+	mib = 1 << 20
+	// kernelHead is all that the fake looks at in a kernel.
+	kernelHead = "\x7fELF"
+	ramBytes   = 4 * mib
+	patience   = time.Minute
 )
 
 // process is a fake that runs.
@@ -40,7 +40,10 @@ type process struct {
 	t      *testing.T
 	cmd    *exec.Cmd
 	dir    string // short
+	events string // path
 	client *http.Client
+	ended  chan struct{}
+	errs   bytes.Buffer
 }
 
 func start(t *testing.T, program string) *process {
@@ -50,8 +53,8 @@ func start(t *testing.T, program string) *process {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { _ = os.RemoveAll(dir) })
-	p := &process{t: t, dir: dir}
-	listener, err := net.ListenUnix("unix", &net.UnixAddr{Name: p.path("api"), Net: "unix"})
+	p := &process{t: t, dir: dir, events: filepath.Join(dir, "events"), ended: make(chan struct{})}
+	listener, err := net.ListenUnix("unix", &net.UnixAddr{Name: filepath.Join(dir, "api"), Net: "unix"})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -62,40 +65,32 @@ func start(t *testing.T, program string) *process {
 		t.Fatal(err)
 	}
 	defer socket.Close()
-	events, err := os.Create(p.path("events"))
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer events.Close()
-	var said bytes.Buffer
-	p.cmd = exec.CommandContext(t.Context(), program, "--api-socket", "fd=3", "--event-monitor", "fd=4", "--seccomp", "true")
-	p.cmd.ExtraFiles, p.cmd.Stderr, p.cmd.Env = []*os.File{socket, events}, &said, []string{"PATH=/usr/bin:/bin"}
+	p.cmd = exec.CommandContext(t.Context(), program, "--api-socket", "fd=3", "--event-monitor", "path="+p.events, "--seccomp", "true", "-v", "--log-file", filepath.Join(dir, "log"))
+	p.cmd.ExtraFiles, p.cmd.Stderr, p.cmd.Env = []*os.File{socket}, &p.errs, []string{"PATH=/usr/bin:/bin"}
 	if err := p.cmd.Start(); err != nil {
 		t.Fatal(err)
 	}
+	go func() { _ = p.cmd.Wait(); close(p.ended) }() // the state says how it ended
 	var d net.Dialer
 	p.client = &http.Client{
 		Timeout: patience,
 		Transport: &http.Transport{DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
-			return d.DialContext(ctx, "unix", p.path("api"))
+			return d.DialContext(ctx, "unix", filepath.Join(dir, "api"))
 		}},
 	}
 	t.Cleanup(func() {
-		p.client.CloseIdleConnections()
 		_ = p.cmd.Process.Kill() // it may have ended
-		_ = p.cmd.Wait()
-		if said.Len() > 0 {
-			t.Errorf("the fake says:\n%s", &said)
+		<-p.ended
+		p.client.CloseIdleConnections()
+		if strings.Contains(p.errs.String(), "DATA RACE") || strings.Contains(p.errs.String(), "panic") {
+			t.Errorf("the fake says:\n%s", p.errs.String())
 		}
 	})
 	return p
 }
 
-func (p *process) path(name string) string { return filepath.Join(p.dir, name) }
-
 // call makes a request; body is JSON, or anything that is encoded.
-func (p *process) call(method, name string, body any) (int, string) {
-	p.t.Helper()
+func (p *process) call(method, name string, body any) (int, string, error) {
 	var r io.Reader
 	switch b := body.(type) {
 	case nil:
@@ -106,88 +101,104 @@ func (p *process) call(method, name string, body any) (int, string) {
 	}
 	req, err := http.NewRequestWithContext(p.t.Context(), method, "http://localhost/api/v1/"+name, r)
 	if err != nil {
-		p.t.Fatal(err)
+		return 0, "", err
 	}
 	resp, err := p.client.Do(req)
 	if err != nil {
-		p.t.Fatal(err)
+		return 0, "", err
 	}
 	defer resp.Body.Close()
-	b, err := io.ReadAll(resp.Body)
-	if err != nil {
-		p.t.Fatal(err)
-	}
-	return resp.StatusCode, string(b)
+	b, err := io.ReadAll(io.LimitReader(resp.Body, 8*mib))
+	return resp.StatusCode, string(b), err
 }
 
-// refuses wants a call to fail with a status and these words at the end.
-func (p *process) refuses(code int, method, name string, body any, words ...string) {
+// want makes a request and compares the answer.
+func (p *process) want(code int, answer, method, name string, body any) {
 	p.t.Helper()
-	got, b := p.call(method, name, body)
-	var said []string
-	if err := json.Unmarshal([]byte(b), &said); err != nil || got != code || len(said) < len(words) || !slices.Equal(said[len(said)-len(words):], words) {
-		p.t.Errorf("%s %s %v: got %d %s, want %d and %q", method, name, body, got, b, code, words)
+	got, b, err := p.call(method, name, body)
+	if err != nil || got != code || answer != "*" && b != answer {
+		p.t.Errorf("%s %s: got %d %s (%v), want %d %s", method, name, got, b, err, code, answer)
 	}
 }
 
 func (p *process) ok(name string, body any) {
 	p.t.Helper()
-	if code, b := p.call(http.MethodPut, name, body); code != 204 {
-		p.t.Fatalf("%s: got %d %s", name, code, b)
+	if code, b, err := p.call(http.MethodPut, name, body); err != nil || code != 204 {
+		p.t.Fatalf("%s: got %d %s, %v", name, code, b, err)
 	}
 }
 
-func (p *process) wantState(want string) {
+func (p *process) state() string {
 	p.t.Helper()
-	if code, b := p.call(http.MethodGet, "vm.info", nil); code != 200 || !strings.Contains(b, `"state":"`+want+`"`) {
-		p.t.Errorf("vm.info: got %d %s, want the state %s", code, b, want)
+	code, b, err := p.call(http.MethodGet, "vm.info", nil)
+	var info struct {
+		State string `json:"state"`
 	}
+	if err = errors.Join(err, json.Unmarshal([]byte(b), &info)); err != nil || code != 200 {
+		p.t.Fatalf("vm.info: got %d %s, %v", code, b, err)
+	}
+	return info.State
 }
 
-// wantEvents looks at the events so far.
-func (p *process) wantEvents(want ...string) {
+// seen are the events so far.
+func (p *process) seen() []string {
 	p.t.Helper()
-	f, err := os.Open(p.path("events"))
+	f, err := os.Open(p.events)
 	if err != nil {
 		p.t.Fatal(err)
 	}
 	defer f.Close()
-	var got []string
+	var out []string
 	for dec := json.NewDecoder(f); ; {
 		var e event
 		err := dec.Decode(&e)
 		if errors.Is(err, io.EOF) {
-			break
+			return out
 		}
 		if err != nil {
 			p.t.Fatal(err)
 		}
-		got = append(got, e.Source+" "+e.Event)
-	}
-	if !slices.Equal(got, want) {
-		p.t.Errorf("the events are %q, want %q", got, want)
+		if e.Source != "virtio-device" {
+			out = append(out, e.Source+" "+e.Event)
+		}
 	}
 }
+
+func (p *process) exits(code int) {
+	p.t.Helper()
+	select {
+	case <-p.ended:
+	case <-time.After(patience):
+		p.t.Fatal("it does not end")
+	}
+	if got := p.cmd.ProcessState.ExitCode(); got != code {
+		p.t.Errorf("it ended with %s, want %d; it says %s", p.cmd.ProcessState, code, p.errs.String())
+	}
+}
+
+func (p *process) path(name string) string { return filepath.Join(p.dir, name) }
 
 // file makes a file of a size with something at its beginning.
 func (p *process) file(name string, size int64, content string) string {
 	p.t.Helper()
-	if err := errors.Join(os.WriteFile(p.path(name), []byte(content), 0o600), os.Truncate(p.path(name), size)); err != nil {
+	path := p.path(name)
+	if err := errors.Join(os.WriteFile(path, []byte(content), 0o600), os.Truncate(path, size)); err != nil {
 		p.t.Fatal(err)
 	}
-	return p.path(name)
+	return path
 }
 
+type object = map[string]any
+
 // config describes a VM on a base.
-func (p *process) config() vmConfig {
-	return vmConfig{
-		CPUs:    cpusConfig{Boot: 1, Max: 1},
-		Memory:  memoryConfig{Zones: []zoneConfig{{ID: "mem0", Size: ramBytes, File: p.file("base", ramBytes, "")}}},
-		Payload: &payloadConfig{Kernel: p.file("kernel", 4096, "\x7fELF"), CommandLine: "console=ttyS0"},
-		Disks:   []diskConfig{{ID: "root", Path: p.file("disk", mib, ""), ImageType: "Raw", NumQueues: 1, QueueSize: 128}},
-		Vsock:   &vsockConfig{ID: "vsock0", CID: 3, Socket: p.path("vsock")},
-		Serial:  consoleConfig{Mode: "Socket", Socket: p.path("serial")},
-		Console: consoleConfig{Mode: "Off"},
+func (p *process) config(base string) object {
+	return object{
+		"memory":  object{"size": 0, "zones": []object{{"id": "mem0", "size": ramBytes, "file": base, "shared": false}}},
+		"payload": object{"kernel": p.file("kernel", 4096, kernelHead), "cmdline": "console=ttyS0"},
+		"disks":   []object{{"id": "root", "path": p.file("disk", mib, ""), "image_type": "Raw"}},
+		"vsock":   object{"id": "vsock0", "cid": 3, "socket": p.path("vsock")},
+		"serial":  object{"mode": "File", "file": p.path("serial")},
+		"console": object{"mode": "Off"},
 	}
 }
 
@@ -195,12 +206,12 @@ func (p *process) config() vmConfig {
 func booted(t *testing.T, program string) *process {
 	t.Helper()
 	p := start(t, program)
-	p.ok("vm.create", p.config())
+	p.ok("vm.create", p.config(p.file("base", ramBytes, "")))
 	p.ok("vm.boot", nil)
 	return p
 }
 
-// dial connects to a port of the guest.
+// guest connects to a port of the guest.
 func (p *process) dial(port string) (net.Conn, *bufio.Reader) {
 	p.t.Helper()
 	var d net.Dialer
@@ -222,7 +233,8 @@ func (p *process) ask(request string) string {
 	p.t.Helper()
 	conn, lines := p.dial("1024")
 	defer conn.Close()
-	if ok, err := lines.ReadString('\n'); err != nil || !strings.HasPrefix(ok, "OK 10737418") {
+	ok, err := lines.ReadString('\n')
+	if err != nil || !strings.HasPrefix(ok, "OK 10737418") {
 		p.t.Fatalf("CONNECT: got %q, %v", ok, err)
 	}
 	if _, err := fmt.Fprintln(conn, request); err != nil {
@@ -235,80 +247,174 @@ func (p *process) ask(request string) string {
 	return strings.TrimSpace(answer)
 }
 
-// TestStates makes calls that do not fit the state. The words are those of cloud-hypervisor v53.0.
-func TestStates(t *testing.T) {
-	t.Parallel()
-	p := start(t, testvm.BuildFakeCloudHypervisor(t).Path)
-	p.refuses(400, "PUT", "vmm.ping", nil, "Bad Request")
-	p.refuses(404, "GET", "vm.nothing", nil, "Not Found")
-	p.refuses(400, "PUT", "vm.pause", "{}", "Bad Request")
-	p.refuses(400, "PUT", "vm.create", nil, "Bad Request")
-	p.refuses(404, "PUT", "vm.boot", nil, "Error from API", "The VM could not boot", "VM config is missing")
-	p.refuses(404, "GET", "vm.info", nil, "Error from API", "The VM info is not available", "VM is not created")
-	p.refuses(500, "PUT", "vm.pause", nil, "The VM could not be paused", "VM is not running")
-	p.refuses(500, "PUT", "vm.resume", nil, "The VM could not resume", "VM is not running")
-	p.refuses(400, "PUT", "vm.create", `{"cpus"`, "Failed to deserialize JSON", "unexpected EOF")
-	p.refuses(400, "PUT", "vm.create", `{"cpu": {}}`, "Failed to deserialize JSON", `fakech: it does not know the field "cpu"`)
-	if code, b := p.call("PUT", "vm.create", strings.Repeat(" ", maxPayload+1)); code != 400 || !strings.Contains(b, "larger than the limit") {
-		t.Errorf("a long request: got %d %s", code, b)
+// tell asks for what may keep the guest from answering.
+func (p *process) tell(request string) {
+	p.t.Helper()
+	conn, lines := p.dial("1024")
+	defer conn.Close()
+	if ok, err := lines.ReadString('\n'); err != nil {
+		p.t.Fatalf("CONNECT: got %q, %v", ok, err)
 	}
-	c := p.config()
-	p.ok("vm.create", c)
-	p.refuses(500, "PUT", "vm.create", c, "VM is already created")
-	p.wantState("Created")
-	p.ok("vm.boot", nil)
-	p.refuses(500, "PUT", "vm.boot", nil, "VM is already created")
-	p.refuses(500, "PUT", "vm.resume", nil, "Cannot resume VM", "Failed to resume migratable component", "Invalid transition: InvalidStateTransition(Running, Running)")
-	to := map[string]string{"destination_url": "file://" + p.dir}
-	p.refuses(500, "PUT", "vm.snapshot", to, "Cannot snapshot VM", "Failed to snapshot migratable component", "Trying to snapshot while VM is running")
-	p.refuses(500, "PUT", "vm.restore", map[string]string{"source_url": "file:///"}, "VM is already created")
-	p.ok("vm.pause", nil)
-	p.wantState("Paused")
-	p.refuses(500, "PUT", "vm.pause", nil, "Cannot pause VM", "Failed to pause migratable component", "Invalid transition: InvalidStateTransition(Paused, Paused)")
-	p.refuses(500, "PUT", "vm.resize-disk", map[string]any{"id": "none", "desired_size": mib}, "Failed to find device corresponding to the given identifier: none")
-	p.refuses(500, "PUT", "vm.resize-disk", map[string]any{"id": "root", "desired_size": mib + 1}, "Disk image size is not a multiple of 512")
-	p.ok("vm.resume", nil)
-	p.wantEvents("vmm starting", "vm booting", "vm booting", "vm booted", "vm resuming", "vm snapshotting", "vm pausing", "vm paused", "vm pausing", "vm resuming", "vm resumed")
+	if _, err := fmt.Fprintln(conn, request); err != nil {
+		p.t.Fatal(err)
+	}
+	_, _ = io.Copy(io.Discard, io.LimitReader(lines, 3)) // "ok\n", or the end
 }
 
-// TestBootFails has VMs that cannot be made.
+func chainOf(words ...string) string { return string(encode(words)) }
+
+// The words were taken from cloud-hypervisor v53.0 itself where no VM must run for them, and from its source elsewhere.
+func TestWithoutVM(t *testing.T) {
+	t.Parallel()
+	p := start(t, testvm.BuildFakeCloudHypervisor(t).Path)
+	url := func(path string) object { return object{"source_url": "file://" + path} }
+	p.want(400, `["Bad Request"]`, "PUT", "vmm.ping", nil)
+	p.want(404, `["Not Found"]`, "GET", "vm.nothing", nil)
+	p.want(404, chainOf("Error from API", "The VM could not boot", "VM config is missing"), "PUT", "vm.boot", nil)
+	p.want(404, chainOf("Error from API", "The VM info is not available", "VM is not created"), "GET", "vm.info", nil)
+	p.want(500, chainOf("Error from API", "The VM could not be paused", "VM is not running"), "PUT", "vm.pause", nil)
+	p.want(500, chainOf("Error from API", "The VM could not resume", "VM is not running"), "PUT", "vm.resume", nil)
+	p.want(400, `["Bad Request"]`, "PUT", "vm.pause", "{}")
+	p.want(400, `["Bad Request"]`, "GET", "vm.pause", nil)
+	p.want(400, "", "PUT", "vm.create", nil)
+	p.want(204, "", "PUT", "vm.delete", nil)
+	p.want(500, chainOf("Error from API", "The VM could not shutdown", "VM is not running"), "PUT", "vm.shutdown", nil)
+	for body, words := range map[string]string{
+		`{`:                              "EOF while parsing an object at line 1 column 1",
+		`nonsense`:                       "expected ident at line 1 column 2",
+		`{"cpus": {"boot_vcpus": 1}}`:    "missing field `max_vcpus` at line 1 column 26",
+		`{"memory": {"size": "x"}}`:      `invalid type: string "x", expected u64 at line 1 column 23`,
+		`{"cpus": {"boot_vcpus": -1}}`:   "invalid value: integer `-1`, expected u32 at line 1 column 26",
+		`{"memory": {"zones": [{"id":"m`: "EOF while parsing a string at line 1 column 30",
+	} {
+		p.want(400, chainOf("Failed to deserialize JSON", words), "PUT", "vm.create", body)
+	}
+	failed := func(words ...string) string {
+		return chainOf(append([]string{"Error from API", "The VM could not be restored", "Cannot restore VM"}, words...)...)
+	}
+	const receive = "Failed to receive migratable component snapshot"
+	p.want(500, failed("Failed to send migratable component snapshot", "Could not extract path from URL: /x"), "PUT", "vm.restore", object{"source_url": "/x"})
+	p.want(500, failed("Failed to send migratable component snapshot", `Destination is not a directory: "/nowhere"`), "PUT", "vm.restore", url("/nowhere"))
+	p.want(500, failed(receive, fmt.Sprintf("Error opening VM config snapshot file %q", p.path("config.json")), "No such file or directory (os error 2)"), "PUT", "vm.restore", url(p.dir))
+	p.file("config.json", 5, `{"mem`)
+	p.want(500, failed(receive, "Error deserialising VM config snapshot", "EOF while parsing a string at line 1 column 5"), "PUT", "vm.restore", url(p.dir))
+	p.file("config.json", 2, `{}`)
+	for state, words := range map[string][]string{
+		"":                             {receive, "Error deserialising VM state snapshot", "EOF while parsing a value at line 1 column 0"},
+		`{"snapshots":{},"snapshot_da`: {receive, "Error deserialising VM state snapshot", "EOF while parsing a string at line 1 column 28"},
+		`this is no state`:             {receive, "Error deserialising VM state snapshot", "expected ident at line 1 column 2"},
+		`{"snapshots":{}}`:             {"Failed to restore migratable component", "Could not find VM config snapshot section"},
+		`{"snapshots":{},"snapshot_data":{"state":"{}"}}`: {"Failed to restore migratable component", "Error deserialising: missing field `common_cpuid` at line 1 column 2"},
+	} {
+		p.file("state.json", int64(len(state)), state)
+		p.want(500, failed(words...), "PUT", "vm.restore", url(p.dir))
+	}
+	p.want(400, `["Bad Request"]`, "PUT", "vm.restore", object{"source_url": "file://" + p.dir, "net_fds": []object{{"id": "net0", "num_fds": 1}}})
+	p.want(200, "", "PUT", "vmm.shutdown", nil)
+	p.exits(0)
+	if got, want := p.seen(), []string{"vmm starting", "vm booting", "vmm shutdown"}; !slices.Equal(got, want) {
+		t.Errorf("the events are %q, want %q", got, want)
+	}
+}
+
+func TestStates(t *testing.T) {
+	t.Parallel()
+	program := testvm.BuildFakeCloudHypervisor(t).Path
+	p := start(t, program)
+	c := p.config(p.file("base", ramBytes, ""))
+	p.ok("vm.create", c)
+	p.want(500, chainOf("Error from API", "The VM could not be created", "VM is already created"), "PUT", "vm.create", c)
+	if got := p.state(); got != "Created" {
+		t.Errorf("the state is %s", got)
+	}
+	p.ok("vm.boot", nil)
+	p.want(500, chainOf("Error from API", "The VM could not boot", "VM is already created"), "PUT", "vm.boot", nil)
+	p.want(500, chainOf("Error from API", "The VM could not resume", "Cannot resume VM", "Failed to resume migratable component", "Invalid transition: InvalidStateTransition(Running, Running)"), "PUT", "vm.resume", nil)
+	p.want(500, chainOf("Error from API", "The VM could not be snapshotted", "Cannot snapshot VM", "Failed to snapshot migratable component", "Trying to snapshot while VM is running"), "PUT", "vm.snapshot", object{"destination_url": "file://" + p.dir})
+	if got := p.ask("inc"); got != "1" {
+		t.Errorf("the guest counts %s", got)
+	}
+	p.ok("vm.pause", nil)
+	if got := p.state(); got != "Paused" {
+		t.Errorf("the state is %s", got)
+	}
+	p.want(500, chainOf("Error from API", "The VM could not be paused", "Cannot pause VM", "Failed to pause migratable component", "Invalid transition: InvalidStateTransition(Paused, Paused)"), "PUT", "vm.pause", nil)
+	p.ok("vm.resume", nil)
+	p.ok("vm.shutdown", nil)
+	if _, err := os.Stat(p.path("vsock")); err == nil {
+		t.Error("the socket of the vsock is left")
+	}
+	p.ok("vm.delete", nil)
+	if err := p.cmd.Process.Signal(unix.SIGTERM); err != nil {
+		t.Fatal(err)
+	}
+	p.exits(0)
+	want := []string{
+		"vmm starting", "vm booting", "vm booted", "vm resuming", "vm snapshotting", "vm pausing", "vm paused", "vm pausing",
+		"vm resuming", "vm resumed", "vm shutdown", "vm deleted", "vmm shutdown",
+	}
+	if got := p.seen(); !slices.Equal(got, want) {
+		t.Errorf("the events are %q, want %q", got, want)
+	}
+}
+
+// TestBootFails has VMs that cannot be made: the words come from the source.
 func TestBootFails(t *testing.T) {
 	t.Parallel()
 	program := testvm.BuildFakeCloudHypervisor(t).Path
-	const invalid = "Failed to validate config"
 	for name, c := range map[string]struct {
-		change func(c *vmConfig)
+		change func(p *process, c object)
 		words  []string
 	}{
-		"no base":                {func(c *vmConfig) { c.Memory.Zones[0].File = "/nowhere" }, []string{"Memory manager error", "Failed to stat filesystem", "No such file or directory (os error 2)"}},
-		"no kernel":              {func(c *vmConfig) { c.Payload.Kernel = "/nowhere" }, []string{"Cannot open kernel file", "No such file or directory (os error 2)"}},
-		"no kernel but a file":   {func(c *vmConfig) { c.Payload.Kernel = c.Disks[0].Path }, []string{"Kernel Loader: Invalid bzImage"}},
-		"no payload":             {func(c *vmConfig) { c.Payload = nil }, []string{"No bootitem provided: neither firmware nor kernel"}},
-		"a special CID":          {func(c *vmConfig) { c.Vsock.CID = 2 }, []string{invalid, "2 is a special VSOCK CID"}},
-		"a vsock that is there":  {func(c *vmConfig) { c.Vsock.Socket = c.Disks[0].Path }, []string{"Error binding to the host-side Unix socket", "Address already in use (os error 98)"}},
-		"no disk":                {func(c *vmConfig) { c.Disks[0].Path = "/nowhere" }, []string{"I/O error (path=/nowhere op=open)", "No such file or directory (os error 2)"}},
-		"an id twice":            {func(c *vmConfig) { c.Vsock.ID = "root" }, []string{invalid, "Identifier root is not unique"}},
-		"too many queues":        {func(c *vmConfig) { c.Disks[0].NumQueues = 2 }, []string{invalid, "Queue count (2) must not exceed boot vCPUs (1)"}},
-		"an odd size of a queue": {func(c *vmConfig) { c.Disks[0].QueueSize = 100 }, []string{invalid, "Queue size must be a power of 2 no greater than 32768: 100"}},
-		"a guessed type":         {func(c *vmConfig) { c.Disks[0].ImageType = "" }, []string{invalid, `fakech: it has disks of the type Raw only, not ""`}},
-		"shared memory":          {func(c *vmConfig) { c.Memory.Zones[0].Shared = true }, []string{invalid, "fakech: its zone has a file, which it maps privately"}},
-		"a rule of nothing":      {func(c *vmConfig) { c.LandlockRules = []landlockConfig{{"/nowhere", "r"}} }, []string{invalid, `Path "/nowhere" provided in landlock-rules does not exist`}},
+		"no base": {func(_ *process, c object) {
+			c["memory"] = object{"size": 0, "zones": []object{{"id": "mem0", "size": ramBytes, "file": "/nowhere"}}}
+		}, []string{"Memory manager error", "Failed to stat filesystem", "No such file or directory (os error 2)"}},
+		"a directory for a base": {func(_ *process, c object) {
+			c["memory"] = object{"size": 0, "zones": []object{{"id": "mem0", "size": ramBytes, "file": "/tmp"}}}
+		}, []string{"Memory manager error", "Using a directory as a backing file for memory is not supported"}},
+		"no zones": {func(_ *process, c object) { c["memory"] = object{"size": 0} }, []string{"Memory manager error", "No memory zones found"}},
+		"no kernel": {func(_ *process, c object) { c["payload"] = object{"kernel": "/nowhere"} }, []string{
+			"Cannot open kernel file", "No such file or directory (os error 2)",
+		}},
+		"no kernel but a file": {func(p *process, c object) { c["payload"] = object{"kernel": p.path("disk")} }, []string{
+			"Cannot load the kernel into memory", "Kernel Loader: failed to load bzImage kernel image: Kernel Loader: Invalid bzImage", "Kernel Loader: Invalid bzImage",
+		}},
+		"no payload": {func(_ *process, c object) { delete(c, "payload") }, []string{
+			"Failed to validate config", "Payload configuration is not bootable", "No bootitem provided: neither firmware nor kernel",
+		}},
+		"a special CID": {func(_ *process, c object) { c["vsock"] = object{"cid": 2, "socket": "/x"} }, []string{
+			"Failed to validate config", "2 is a special VSOCK CID",
+		}},
+		"a vsock that is there": {func(p *process, _ object) { p.file("vsock", 0, "") }, []string{
+			"Error from device manager", "Cannot create virtio-vsock backend", "Error binding to the host-side Unix socket", "Address already in use (os error 98)",
+		}},
+		"no disk": {func(_ *process, c object) { c["disks"] = []object{{"path": "/nowhere"}} }, []string{
+			"Error from device manager", "Cannot open disk path", "I/O error (path=/nowhere op=open)", "No such file or directory (os error 2)",
+		}},
+		"a disk of another type": {func(p *process, c object) {
+			c["disks"] = []object{{"path": p.path("disk"), "image_type": "Qcow2"}}
+		}, []string{"Error from device manager", "Disk image type does not match expected type: specified = qcow2, detected = raw"}},
+		"an id twice": {func(p *process, c object) {
+			c["disks"] = []object{{"id": "a", "path": p.path("disk")}, {"id": "a", "path": p.path("disk")}}
+		}, []string{"Failed to validate config", "Identifier a is not unique"}},
 	} {
-		t.Log(name)
 		p := start(t, program)
-		config := p.config()
-		c.change(&config)
+		config := p.config(p.file("base", ramBytes, ""))
+		c.change(p, config)
 		p.ok("vm.create", config)
-		p.refuses(500, "PUT", "vm.boot", nil, c.words...)
-		p.wantState("Created")
+		p.want(500, chainOf(append([]string{"Error from API", "The VM could not boot"}, c.words...)...), "PUT", "vm.boot", nil)
+		if got := p.state(); got != "Created" {
+			t.Errorf("%s: the state is %s", name, got)
+		}
 	}
 	// A disk that another VM writes is locked, and the VM that could not lock it is there, good for nothing.
 	one, two := booted(t, program), start(t, program)
-	config := two.config()
-	config.Disks[0].Path = one.path("disk")
+	config := two.config(two.file("base", ramBytes, ""))
+	config["disks"] = []object{{"id": "root", "path": one.path("disk"), "image_type": "Raw"}}
 	two.ok("vm.create", config)
-	two.refuses(500, "PUT", "vm.boot", nil, "Failed to get Write lock for disk image: "+one.path("disk"), "The file is already locked")
-	two.refuses(500, "PUT", "vm.boot", nil, "VM is already created")
+	two.want(500, chainOf("Error from API", "The VM could not boot", "Error locking disk images: Another instance likely holds a lock",
+		"Cannot lock images of all block devices", "Failed to get Write lock for disk image: "+one.path("disk"), "The file is already locked"), "PUT", "vm.boot", nil)
+	two.want(500, chainOf("Error from API", "The VM could not boot", "VM is already created"), "PUT", "vm.boot", nil)
 }
 
 func TestVsock(t *testing.T) {
@@ -335,135 +441,162 @@ func TestVsock(t *testing.T) {
 	if b, err := lines.ReadString('\n'); err != nil || !strings.HasPrefix(b, "OK ") {
 		t.Errorf("CONNECT after the pause: got %q, %v", b, err)
 	}
+	if _, err := fmt.Fprintln(conn, "hi you"); err != nil {
+		t.Fatal(err)
+	}
+	if b, err := lines.ReadString('\n'); err != nil || b != "hi you\n" {
+		t.Errorf("the guest says %q, %v", b, err)
+	}
 }
 
-// saved is the directory of a snapshot of a VM that has counted to 1.
-func saved(t *testing.T, program string) string {
-	t.Helper()
+// TestEnds ends VMs from within: one that powers off ends the process, one that was reset boots anew.
+func TestEnds(t *testing.T) {
+	t.Parallel()
+	program := testvm.BuildFakeCloudHypervisor(t).Path
 	p := booted(t, program)
-	if got := p.ask("inc"); got != "1" {
-		t.Fatalf("the guest counts %s", got)
+	p.ask("say famous last words")
+	p.tell("off")
+	p.exits(0)
+	if b, err := os.ReadFile(p.path("serial")); err != nil || string(b) != "famous last words\r\n" {
+		t.Errorf("the console has %q, %v", b, err)
 	}
-	p.ok("vm.pause", nil)
-	dir := p.path("snapshot")
-	if err := errors.Join(os.Mkdir(dir, 0o700), os.WriteFile(filepath.Join(dir, "memory-ranges"), nil, 0o600)); err != nil {
-		t.Fatal(err)
+	if got, want := p.seen(), []string{"vmm starting", "vm booting", "vm booted", "vm shutdown", "vm deleted", "vmm shutdown"}; !slices.Equal(got, want) {
+		t.Errorf("the events are %q, want %q", got, want)
 	}
-	to := map[string]string{"destination_url": "file://" + dir}
-	p.refuses(500, "PUT", "vm.snapshot", to, "Error from API", "The VM could not be snapshotted", "Cannot send VM snapshot", "Failed to send migratable component snapshot",
-		fmt.Sprintf("Error creating memory snapshot file %q", filepath.Join(dir, "memory-ranges")), "File exists (os error 17)")
-	p.wantState("Paused")
-	p.refuses(500, "PUT", "vm.snapshot", to, "Error creating VM config snapshot file", "File exists (os error 17)")
-	p.ok("vm.resume", nil)
-	if got := p.ask("inc"); got != "2" {
-		t.Errorf("the guest counts %s after its snapshots", got)
-	}
-	return dir
-}
-
-// from makes a directory to restore from: a configuration, an edited state, and a hole in the place of RAM.
-func (p *process) from(snapshot string, config vmConfig, edit func(string) string) map[string]string {
-	p.t.Helper()
-	state, err := os.ReadFile(filepath.Join(snapshot, "state.json"))
-	if err != nil {
-		p.t.Fatal(err)
-	}
-	state = []byte(edit(string(state)))
-	p.file("config.json", int64(len(encode(config))), string(encode(config)))
-	p.file("state.json", int64(len(state)), string(state))
-	p.file("memory-ranges", ramBytes, "")
-	return map[string]string{"source_url": "file://" + p.dir}
-}
-
-// TestRestore restores without reading RAM. RAM that comes after that leaves the guest without its channel.
-func TestRestore(t *testing.T) {
-	t.Parallel()
-	program := testvm.BuildFakeCloudHypervisor(t).Path
-	snapshot := saved(t, program)
-	same := func(s string) string { return s }
-	p := start(t, program)
-	p.ok("vm.restore", p.from(snapshot, p.config(), same))
-	p.wantState("Paused")
-	p.ok("vm.resume", nil)
+	p = booted(t, program)
+	p.ask("inc")
+	p.tell("crash")
+	eventually.True(t, "it has rebooted", func() bool { return slices.Contains(p.seen(), "vm rebooted") })
 	if got := p.ask("count"); got != "0" {
-		t.Errorf("the guest counts %s without the RAM of the snapshot", got)
+		t.Errorf("the guest counts %s after a reset", got)
 	}
-	p.wantEvents("vmm starting", "vm restoring", "vm restored", "vm resuming", "vm resumed")
-
-	late := start(t, program)
-	late.ok("vm.restore", late.from(snapshot, late.config(), same))
-	ram, err := os.OpenFile(fmt.Sprintf("/proc/%d/mem", late.cmd.Process.Pid), os.O_RDWR, 0)
-	if err != nil {
+	if err := os.Remove(p.path("kernel")); err != nil {
 		t.Fatal(err)
 	}
-	defer ram.Close()
-	if _, err := ram.WriteAt([]byte("late"), late.mapped("base")); err != nil {
-		t.Fatal(err)
-	}
-	late.ok("vm.resume", nil)
-	if conn, err := net.Dial("unix", late.path("vsock")); err == nil {
-		t.Error("a guest whose memory came after the restore has its channel", conn.Close())
+	p.tell("crash")
+	p.exits(1)
+	if !strings.Contains(p.errs.String(), "Cannot open kernel file") {
+		t.Errorf("it says %q", p.errs.String())
 	}
 }
 
-// mapped is where the process maps a file.
-func (p *process) mapped(name string) int64 {
-	p.t.Helper()
-	list, err := os.ReadFile(fmt.Sprintf("/proc/%d/maps", p.cmd.Process.Pid))
-	if err != nil {
-		p.t.Fatal(err)
-	}
-	for l := range strings.Lines(string(list)) {
-		var low int64
-		if _, err := fmt.Sscanf(l, "%x-", &low); err == nil && strings.HasSuffix(strings.TrimSpace(l), p.path(name)) {
-			return low
-		}
-	}
-	p.t.Fatalf("%s is not mapped:\n%s", name, list)
-	return 0
-}
-
-// TestNotRestored has snapshots that were changed, or are for other VMs.
-func TestNotRestored(t *testing.T) {
+func TestSerialSocket(t *testing.T) {
 	t.Parallel()
-	program := testvm.BuildFakeCloudHypervisor(t).Path
-	snapshot := saved(t, program)
-	swap := func(old, now string) func(string) string {
-		return func(s string) string {
-			if !strings.Contains(s, old) {
-				t.Errorf("there is no %s in %s", old, s)
-			}
-			return strings.Replace(s, old, now, 1)
+	p := start(t, testvm.BuildFakeCloudHypervisor(t).Path)
+	c := p.config(p.file("base", ramBytes, ""))
+	c["serial"] = object{"mode": "Socket", "socket": p.path("serial")}
+	p.ok("vm.create", c)
+	p.ok("vm.boot", nil)
+	p.ask("say before anyone listens")
+	var d net.Dialer
+	for i := range 3 { // each takes the place of the one before
+		conn, err := d.DialContext(t.Context(), "unix", p.path("serial"))
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer conn.Close()
+		if i > 0 {
+			eventually.True(t, "the guest prints to the new client", func() bool {
+				p.ask("say before anyone listens")
+				_ = conn.SetReadDeadline(time.Now().Add(10 * time.Millisecond)) // fails only when it is closed
+				_, err := conn.Read(make([]byte, 1))
+				return err == nil
+			})
+			continue
+		}
+		if l, err := bufio.NewReader(conn).ReadString('\n'); err != nil || l != "before anyone listens\r\n" {
+			t.Errorf("the console says %q, %v", l, err)
 		}
 	}
-	const changed = "fakech: state.json is not what was saved: more differs than may be changed"
-	for name, c := range map[string]struct {
-		edit   func(string) string
-		change func(*vmConfig)
-		words  string
-	}{
-		"a number that lost digits": {edit: swap("18446744073709551615", "18446744073709552000"), words: changed},
-		"one of a vCPU":             {edit: swap("18446744071579503391", "18446744071579500544"), words: changed},
-		"another number":            {edit: swap(`\"next_memory_slot\":1`, `\"next_memory_slot\":2`), words: changed},
-		"a device less":             {edit: swap(`"__ioapic":{`, `"__iopaic":{`), words: changed},
-		"cut off":                   {edit: func(s string) string { return s[:len(s)/2] }, words: "unexpected end of JSON input"},
-		"another device":            {change: func(c *vmConfig) { c.Disks[0].ID = "other" }, words: `fakech: the devices are ["other" "vsock0"], and were ["root" "vsock0"]`},
-		"another zone":              {change: func(c *vmConfig) { c.Memory.Zones[0].ID = "mem1" }, words: "No memory region found"},
-		"less RAM":                  {change: func(c *vmConfig) { c.Memory.Zones[0].Size /= 2 }, words: "fakech: RAM has another size than in the snapshot"},
-		"a tap that is not given": {change: func(c *vmConfig) {
-			c.Net = []netConfig{{ID: "net0", FDs: []int{-1}, NumQueues: 2, QueueSize: 256}}
-		}, words: "Net id net0 is associated with FDs and is required"},
-	} {
-		p := start(t, program)
-		config := p.config()
-		if c.change != nil {
-			c.change(&config)
+	p.want(200, "", "PUT", "vmm.shutdown", nil)
+	p.exits(0)
+	if _, err := os.Stat(p.path("serial")); err == nil {
+		t.Error("the console's socket is left")
+	}
+}
+
+// TestDescriptors passes files with requests: as many as are expected, and taps.
+func TestDescriptors(t *testing.T) {
+	t.Parallel()
+	p := start(t, testvm.BuildFakeCloudHypervisor(t).Path)
+	p.ok("vm.create", p.config(p.file("base", ramBytes, "")))
+	conn, err := net.DialUnix("unix", nil, &net.UnixAddr{Name: p.path("api"), Net: "unix"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer conn.Close()
+	null, err := os.Open("/dev/null")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer null.Close()
+	body := `{"id":"net0","mac":"02:00:00:00:00:01"}`
+	req := fmt.Sprintf("PUT /api/v1/vm.add-net HTTP/1.1\r\nContent-Length: %d\r\n\r\n%s", len(body), body)
+	if _, _, err := conn.WriteMsgUnix([]byte(req), unix.UnixRights(int(null.Fd())), nil); err != nil {
+		t.Fatal(err)
+	}
+	resp, err := http.ReadResponse(bufio.NewReader(conn), nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	_ = resp.Body.Close()
+	if resp.StatusCode != http.StatusNoContent {
+		t.Errorf("vm.add-net is answered %d", resp.StatusCode)
+	}
+	p.want(500, chainOf("Error from API", "The network device could not be added to the VM", "Failed to validate config", "Identifier net0 is not unique"), "PUT", "vm.add-net", body)
+	code, b, err := p.call(http.MethodPut, "vm.boot", nil)
+	if err != nil || code != 500 || !strings.Contains(b, `"Using existing tap"`) {
+		t.Errorf("a VM whose tap is none: got %d %s, %v", code, b, err)
+	}
+}
+
+func TestFaults(t *testing.T) {
+	t.Parallel()
+	fake := testvm.BuildFakeCloudHypervisor(t)
+	ping := func(t *testing.T, fault string) (int, string, error) {
+		t.Helper()
+		p := start(t, fake.With(t, fault))
+		return p.call(http.MethodGet, "vmm.ping", nil)
+	}
+	for fault, want := range map[string]string{"500:vmm.ping": "told to fail", "version=99.0": `"99.0.0"`, "500:vmm.ping@2": `"53.0.0"`} {
+		if _, b, err := ping(t, fault); err != nil || !strings.Contains(b, want) {
+			t.Errorf("%s: got %q, %v", fault, b, err)
 		}
-		if c.edit == nil {
-			c.edit = func(s string) string { return s }
+	}
+	if _, b, err := ping(t, "cut:vmm.ping"); err != nil || json.Valid([]byte(b)) {
+		t.Errorf("a cut answer is %q, %v", b, err)
+	}
+	for _, fault := range []string{"drop:vmm.ping", "garbage:vmm.ping", "die:vmm.ping"} {
+		if _, b, err := ping(t, fault); err == nil {
+			t.Errorf("%s: got %q", fault, b)
 		}
-		t.Log(name)
-		p.refuses(500, "PUT", "vm.restore", p.from(snapshot, config, c.edit), c.words)
-		p.refuses(404, "GET", "vm.info", nil, "VM is not created")
+	}
+	if _, b, err := ping(t, "endless:vmm.ping"); err != nil || len(b) != 8*mib {
+		t.Errorf("an endless answer has %d bytes, %v", len(b), err)
+	}
+	for _, args := range [][]string{{"--version"}, {"-V", "-v"}} {
+		out, err := exec.CommandContext(t.Context(), fake.With(t, "version=52.0"), args...).Output()
+		if err != nil || !strings.HasPrefix(string(out), "cloud-hypervisor v52.0\nMigration Protocol Versions: 0\n") {
+			t.Errorf("%q: got %q, %v", args, out, err)
+		}
+	}
+	hangs := start(t, fake.With(t, "hang:vm.info"))
+	ctx, cancel := context.WithTimeout(t.Context(), 200*time.Millisecond)
+	defer cancel()
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://localhost/api/v1/vm.info", nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if resp, err := hangs.client.Do(req); err == nil {
+		_ = resp.Body.Close()
+		t.Error("a call that hangs was answered")
+	}
+	req, err = http.NewRequestWithContext(ctx, http.MethodGet, "http://localhost/api/v1/vmm.ping", nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if resp, err := hangs.client.Do(req); err == nil {
+		_ = resp.Body.Close()
+		t.Error("a ping was answered while a call hangs")
 	}
 }

@@ -1,9 +1,6 @@
 package main
 
 import (
-	"bytes"
-	"io"
-	"os"
 	"slices"
 	"strconv"
 	"strings"
@@ -31,30 +28,6 @@ import (
 //
 // CALL@N means its Nth call only.
 type faults []string
-
-// faultsMark stands before the faults at the end of the program's own file. testvm.FakeCloudHypervisor.With writes it.
-const faultsMark = "\x00fakech faults:\n"
-
-// readFaults reads the faults at the end of the program's own file. The driver chooses the arguments and the name of a VMM, and
-// shows it no other file.
-func readFaults() (faults, error) {
-	const room = 4096 // for all faults
-	f, err := os.Open("/proc/self/exe")
-	if err != nil {
-		return nil, err
-	}
-	defer f.Close()
-	info, err := f.Stat()
-	if err != nil {
-		return nil, err
-	}
-	end, err := io.ReadAll(io.NewSectionReader(f, max(0, info.Size()-room), room))
-	if err != nil {
-		return nil, err
-	}
-	_, list, _ := bytes.Cut(end, []byte(faultsMark))
-	return strings.Fields(string(list)), nil
-}
 
 func (f faults) is(name string) bool { return slices.Contains(f, name) }
 

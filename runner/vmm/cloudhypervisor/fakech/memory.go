@@ -2,6 +2,7 @@ package main
 
 import (
 	"errors"
+	"io"
 	"os"
 
 	"golang.org/x/sys/unix"
@@ -13,88 +14,185 @@ const (
 	highRAM   = 4 << 30 // where it ends
 )
 
-// mapping is one stretch of RAM, as a snapshot has it.
+// mapping is one stretch of RAM.
 type mapping struct {
-	Slot       int    `json:"slot"`
-	GPA        uint64 `json:"gpa"`
-	Size       uint64 `json:"size"`
-	ZoneID     string `json:"zone_id"`
-	VirtioMem  bool   `json:"virtio_mem"`
-	FileOffset uint64 `json:"file_offset"`
-	mem        []byte
+	gpa, size, fileOffset uint64
+	zone                  string
+	slot                  uint32
+	shared                bool
+	mem                   []byte
 }
 
-// memory is the VM's RAM, ascending.
-type memory []mapping
+// memory is the VM's RAM.
+type memory struct {
+	maps     []*mapping // ascending
+	bootRAM  uint64
+	nextSlot uint32
+}
 
-func (m memory) close() {
-	for _, r := range m {
+func (m *memory) close() {
+	for _, r := range m.maps {
 		_ = unix.Munmap(r.mem) // fails only for a range that was never mapped
 	}
 }
 
-// mapRAM maps a zone privately, below the hole and above it.
-func mapRAM(z zoneConfig) (m memory, err error) {
-	f, err := os.Open(z.File)
-	if err != nil {
-		return nil, wrap("Failed to stat filesystem", err)
+// zones are those of the configuration, which may be one without a name.
+func (c memoryConfig) zones() ([]zoneConfig, error) {
+	switch {
+	case c.Size == 0 && len(c.Zones) == 0:
+		return nil, chain{"No memory zones found"}
+	case c.Size != 0 && c.Zones != nil:
+		return nil, chain{"Memory configuration is not valid"}
+	case c.Size != 0:
+		return []zoneConfig{{ID: "mem0", Size: c.Size, Shared: c.Shared, HugePages: c.HugePages}}, nil
 	}
-	defer f.Close()
-	for offset := uint64(0); offset < z.Size; {
-		r := mapping{Slot: len(m), GPA: offset, Size: z.Size - offset, ZoneID: z.ID, FileOffset: offset}
-		if offset < lowRAMEnd {
-			r.Size = min(r.Size, lowRAMEnd-offset)
-		} else {
-			r.GPA += highRAM - lowRAMEnd
-		}
-		r.mem, err = unix.Mmap(int(f.Fd()), int64(offset), int(r.Size), unix.PROT_READ|unix.PROT_WRITE, unix.MAP_PRIVATE|unix.MAP_NORESERVE)
+	return c.Zones, nil
+}
+
+// newMemory maps the RAM of a VM that boots: zone after zone, around the hole.
+func newMemory(c memoryConfig) (_ *memory, err error) {
+	zones, err := c.zones()
+	if err != nil {
+		return nil, err
+	}
+	m := &memory{}
+	defer func() {
 		if err != nil {
 			m.close()
-			return nil, wrap("Error from region creation", err)
 		}
-		_ = unix.Madvise(r.mem, unix.MADV_DONTDUMP) // a kernel without it dumps them
-		m, offset = append(m, r), offset+r.Size
+	}()
+	seen := map[string]bool{}
+	gpa := uint64(0)
+	for _, z := range zones {
+		if z.Size%pageSize != 0 {
+			return nil, chain{"Memory size is misaligned with default page size or its hugepage size"}
+		}
+		if seen[z.ID] {
+			return nil, chain{"Memory zone identifier is not unique"}
+		}
+		seen[z.ID] = true
+		for offset := uint64(0); offset < z.Size || z.Size == 0; {
+			size := z.Size - offset
+			if gpa < lowRAMEnd {
+				size = min(size, lowRAMEnd-gpa)
+			}
+			if err := m.add(z, &mapping{gpa: gpa, size: size, fileOffset: offset}); err != nil {
+				return nil, err
+			}
+			offset += size
+			if gpa += size; gpa == lowRAMEnd {
+				gpa = highRAM
+			}
+		}
+		m.bootRAM += z.Size
 	}
+	m.number()
 	return m, nil
 }
 
-type memoryRange struct {
-	GPA    uint64 `json:"gpa"`
-	Length uint64 `json:"length"`
-}
-
-// memoryState is what of a snapshot's memory-manager is read again.
-type memoryState struct {
-	Ranges struct {
-		Data []memoryRange `json:"data"`
-	} `json:"memory_ranges"`
-	Mappings memory `json:"guest_ram_mappings"`
-}
-
-// fits looks whether RAM is that of a snapshot.
-func (m memory) fits(s memoryState) error {
-	if len(s.Mappings) == 0 || s.Mappings[0].ZoneID != m[0].ZoneID {
-		return chain{"Guest region collection error", "No memory region found"}
+// restoreMemory maps the RAM of a snapshot. A mapping of a zone that the configuration does not have is left out without a word.
+func restoreMemory(c memoryConfig, s memoryState) (_ *memory, err error) {
+	zones, err := c.zones()
+	if err != nil {
+		return nil, err
 	}
-	for i, r := range s.Mappings {
-		if i >= len(m) || r.GPA != m[i].GPA || r.Size != m[i].Size {
-			return chain{"fakech: RAM has another size than in the snapshot"}
+	m := &memory{bootRAM: s.BootRAM, nextSlot: s.NextMemorySlot}
+	defer func() {
+		if err != nil {
+			m.close()
+		}
+	}()
+	for _, g := range s.GuestRAMMappings {
+		for _, z := range zones {
+			if z.ID != g.ZoneID {
+				continue
+			}
+			if err := m.add(z, &mapping{gpa: g.GPA, size: g.Size, fileOffset: g.FileOffset}); err != nil {
+				return nil, err
+			}
 		}
 	}
+	if len(m.maps) == 0 {
+		return nil, chain{"Guest region collection error", "No memory region found"}
+	}
+	m.number()
+	return m, nil
+}
+
+// number gives each mapping the next slot: the numbers grow from one generation to the next.
+func (m *memory) number() {
+	for _, r := range m.maps {
+		r.slot = m.nextSlot
+		m.nextSlot++
+	}
+}
+
+func (m *memory) add(z zoneConfig, r *mapping) error {
+	r.zone, r.shared = z.ID, z.Shared
+	fd, flags := -1, unix.MAP_PRIVATE
+	if z.Shared {
+		flags = unix.MAP_SHARED
+	}
+	switch {
+	case z.File != nil:
+		info, err := os.Stat(*z.File)
+		if err != nil {
+			return wrap("Failed to stat filesystem", err)
+		}
+		if info.IsDir() {
+			return chain{"Using a directory as a backing file for memory is not supported"}
+		}
+		mode := os.O_RDONLY
+		if z.Shared {
+			mode = os.O_RDWR
+		}
+		f, err := os.OpenFile(*z.File, mode, 0)
+		if err != nil {
+			return wrap("Failed to create shared file", err)
+		}
+		defer f.Close()
+		fd = int(f.Fd())
+	case z.HugePages:
+		return chain{"fakech: it has no huge pages"}
+	default:
+		flags |= unix.MAP_ANONYMOUS
+	}
+	mem, err := unix.Mmap(fd, int64(r.fileOffset), int(r.size), unix.PROT_READ|unix.PROT_WRITE, flags|unix.MAP_NORESERVE)
+	if err != nil {
+		return wrap("Error from region creation", err)
+	}
+	_ = unix.Madvise(mem, unix.MADV_DONTDUMP) // a kernel without it dumps them
+	r.mem = mem
+	m.maps = append(m.maps, r)
 	return nil
 }
 
-func (m memory) at(gpa uint64) []byte {
-	for _, r := range m {
-		if gpa >= r.GPA && gpa < r.GPA+r.Size {
-			return r.mem[gpa-r.GPA:]
+// ranges are what a snapshot has to save: all but what is shared with a file.
+func (m *memory) ranges(c memoryConfig) []memoryRange {
+	backed := map[string]bool{}
+	for _, z := range c.Zones {
+		backed[z.ID] = z.File != nil
+	}
+	out := []memoryRange{}
+	for _, r := range m.maps {
+		if !r.shared || !backed[r.zone] {
+			out = append(out, memoryRange{r.gpa, r.size})
+		}
+	}
+	return out
+}
+
+func (m *memory) at(gpa uint64) []byte {
+	for _, r := range m.maps {
+		if gpa >= r.gpa && gpa < r.gpa+r.size {
+			return r.mem[gpa-r.gpa:]
 		}
 	}
 	return nil
 }
 
 // fill copies the saved ranges over RAM. No file is opened when there are none, and holes are not read.
-func (m memory) fill(path string, ranges []memoryRange) error {
+func (m *memory) fill(path string, ranges []memoryRange) error {
 	if len(ranges) == 0 {
 		return nil
 	}
@@ -118,16 +216,37 @@ func (m memory) fill(path string, ranges []memoryRange) error {
 			if err != nil {
 				return wrap("Error reading from snapshot file", err)
 			}
-			at = min(hole, end)
+			hole = min(hole, end)
 			to := m.at(r.GPA + uint64(data-cursor))
-			if int64(len(to)) < at-data {
+			if int64(len(to)) < hole-data {
 				return chain{"Error copying snapshot into region", "fakech: the range is not in RAM"}
 			}
-			if _, err := f.ReadAt(to[:at-data], data); err != nil {
+			if _, err := f.ReadAt(to[:hole-data], data); err != nil {
 				return wrap("Error reading from snapshot file", err)
 			}
+			at = hole
 		}
 		cursor = end
+	}
+	return nil
+}
+
+// save writes the ranges one after the other.
+func (m *memory) save(f *os.File, ranges []memoryRange) error {
+	total := int64(0)
+	for _, r := range ranges {
+		total += int64(r.Length)
+	}
+	_ = f.Truncate(total) // a file system that cannot gets it written anyway
+	cursor := int64(0)
+	for _, r := range ranges {
+		if _, err := f.Seek(cursor, io.SeekStart); err != nil {
+			return wrap("Error seeking memory snapshot file", err)
+		}
+		if _, err := f.Write(m.at(r.GPA)[:r.Length]); err != nil {
+			return wrap("Error writing dense memory snapshot region", err)
+		}
+		cursor += int64(r.Length)
 	}
 	return nil
 }

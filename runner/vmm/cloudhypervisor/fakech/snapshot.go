@@ -1,208 +1,105 @@
 package main
 
 import (
-	"crypto/sha256"
-	"encoding/binary"
-	"encoding/hex"
-	"encoding/json"
 	"fmt"
-	"maps"
-	"math"
 	"os"
 	"path/filepath"
-	"slices"
-	"strconv"
-	"strings"
-	"time"
 
 	"golang.org/x/sys/unix"
 )
 
-// snapshotTree is state.json: a tree whose nodes have their state as a string that holds JSON.
-type snapshotTree struct {
-	Snapshots map[string]snapshotTree `json:"snapshots"`
-	Data      *snapshotData           `json:"snapshot_data"`
+// savedVM is the state of a VM before it is written.
+type savedVM struct {
+	tree   snapshotTree
+	ranges []memoryRange
 }
 
-type snapshotData struct {
-	State string `json:"state"`
-}
-
-func leaf(state any) snapshotTree {
-	return snapshotTree{Snapshots: map[string]snapshotTree{}, Data: &snapshotData{string(encode(state))}}
-}
-
-// to reads the state of a node.
-func (s snapshotTree) to(v any) error {
-	if s.Data == nil {
-		return chain{"Missing snapshot data"}
-	}
-	if err := json.Unmarshal([]byte(s.Data.State), v); err != nil {
-		return wrap("Error deserialising", err)
-	}
-	return nil
-}
-
-// rootState is that of the VM itself.
-type rootState struct {
-	Clock  *clockState     `json:"clock"`
-	Common json.RawMessage `json:"common_cpuid"`
-}
-
-// clockState holds struct kvm_clock_data, byte by byte: the clock in ns, flags, the wall time and the TSC.
-type clockState struct {
-	KVM []uint16 `json:"Kvm"` // an array of uint8 would be written in base64
-}
-
-const (
-	clockBytes    = 48
-	clockFlags    = 8
-	clockRealtime = 16
-	// kvmClockRealtime is the flag of the saved clock that lets it go forward by the time since it was saved.
-	kvmClockRealtime = 4
-)
-
-func newClockState(uptime time.Duration) *clockState {
-	var raw [clockBytes]byte
-	binary.LittleEndian.PutUint64(raw[:], uint64(uptime))
-	raw[clockFlags] = 2 | kvmClockRealtime | 8
-	binary.LittleEndian.PutUint64(raw[clockRealtime:], uint64(time.Now().UnixNano()))
-	var c clockState
-	for _, b := range raw {
-		c.KVM = append(c.KVM, uint16(b))
-	}
-	return &c
-}
-
-// restored is the clock of a machine that goes on now: with the flag, the time since the snapshot is added.
-func (c *clockState) restored() time.Duration {
-	var raw [clockBytes]byte
-	for i, b := range c.KVM {
-		raw[i] = byte(b)
-	}
-	at := time.Duration(binary.LittleEndian.Uint64(raw[:]))
-	if raw[clockFlags]&kvmClockRealtime != 0 {
-		at += time.Since(time.Unix(0, int64(binary.LittleEndian.Uint64(raw[clockRealtime:]))))
-	}
-	return at
-}
-
-// The states that nothing reads have numbers that no float64 can hold.
-const (
-	commonCPUID = `[{"function":0,"eax":22,"ebx":1970169159},{"function":7,"flags":1,"ebx":3516870587}]`
-	vcpuState   = `{"Kvm":{"msrs":[{"index":16,"data":9223372036854775809},{"index":3221225602,"data":18446744071593656336}],"regs":{"rip":18446744071579503391,"rax":18446744073709551615},"tsc_khz":2500000}}`
-	ioapicState = `{"id_reg":0,"reg_entries":[65536,9223372036854775809]}`
-)
-
-// sumNode is the node that only a fake's snapshot has: a sum over everything else.
-const sumNode = "_fakech"
-
-// sum is that of everything in a snapshot but the sum itself and what a driver may change before a restore: the flag of the clock.
-// Numbers count as they are written, the order of fields and white space do not.
-func (s snapshotTree) sum() (string, error) {
-	var root rootState
-	if err := s.to(&root); err != nil {
-		return "", err
-	}
-	if root.Clock != nil && len(root.Clock.KVM) == clockBytes {
-		root.Clock.KVM[clockFlags] &^= kvmClockRealtime
-	}
-	all := leaf(root)
-	all.Snapshots = maps.Clone(s.Snapshots)
-	delete(all.Snapshots, sumNode)
-	h := sha256.Sum256(encode(all))
-	return hex.EncodeToString(h[:]), nil
-}
-
-func (m *vm) snapshot() (snapshotTree, error) {
-	m.vmm.events.emit("vm", "snapshotting")
+func (m *vm) snapshot() (savedVM, error) {
+	m.vmm.events.emit("vm", "snapshotting", nil)
+	var s savedVM
 	if m.state != statePaused {
-		return snapshotTree{}, chain{"Failed to snapshot migratable component", "Trying to snapshot while VM is running"}
+		return s, chain{"Failed to snapshot migratable component", "Trying to snapshot while VM is running"}
 	}
+	uptime := uint64(m.cpu.Clock())
+	s.ranges = m.memory.ranges(m.config.Memory)
+	s.tree = leaf(vmSnapshot{
+		Clock: newClockState(uptime), Common: commonCPUID,
+	})
 	cpus := snapshotTree{Snapshots: map[string]snapshotTree{}}
-	for i := range m.config.CPUs.Boot {
-		cpus.Snapshots[strconv.Itoa(i)] = leaf(json.RawMessage(vcpuState))
+	for i := range int(m.config.CPUs.Boot) {
+		cpus.Snapshots[fmt.Sprint(i)] = leaf(newVCPUState(i, uptime))
 	}
-	devices := leaf(map[string]any{"device_tree": m.config.devices(), "device_id_cnt": len(m.config.devices())})
-	devices.Snapshots["__ioapic"] = leaf(json.RawMessage(ioapicState))
+	devices := leaf(managerState{m.tree, m.count})
+	devices.Snapshots["__ioapic"] = leaf(map[string]any{"id_reg": 0, "reg_sel": 0x3b, "reg_entries": []uint64{1 << 16, 1<<63 + 1}})
+	devices.Snapshots["__serial"] = leaf(map[string]any{"interrupt_enable": 5, "line_status": 0x60, "baud_divisor": 12})
+	devices.Snapshots["__rng"] = leaf(map[string]any{"avail_features": uint64(1) << 32, "acked_features": uint64(1) << 32})
 	for _, d := range m.disks {
-		devices.Snapshots[d.id] = leaf(map[string]any{"disk_path": d.path, "disk_nsectors": d.size.Load() / sectorSize})
+		devices.Snapshots[d.id] = leaf(blockState{
+			Path: d.path, Sectors: uint64(d.size.Load()) / sectorSize, Avail: 0x130006e54, Acked: 0x130006e54,
+			Geometry: map[string]uint64{"capacity": uint64(d.size.Load()) / sectorSize, "blk_size": sectorSize},
+		})
 	}
 	for _, n := range m.config.Net {
-		devices.Snapshots[n.ID] = leaf(map[string]any{"config": map[string]string{"mac": n.MAC}})
+		devices.Snapshots[*n.ID] = leaf(netState{
+			Avail: 0x1308b7bc3, Acked: 0x1308b7bc3, QueueSize: []uint16{n.QueueSize, n.QueueSize},
+			Config: map[string]any{"mac": n.MAC, "status": 1},
+		})
 	}
-	devices.Snapshots[m.config.Vsock.ID] = leaf(map[string]any{"avail_features": 1<<32 | 1<<35})
-	ram := memoryState{Mappings: m.memory}
-	for _, r := range m.memory {
-		ram.Ranges.Data = append(ram.Ranges.Data, memoryRange{r.GPA, r.Size})
+	if m.vsock != nil {
+		devices.Snapshots[*m.config.Vsock.ID] = leaf(vsockState{1<<32 | 1<<35, 1<<32 | 1<<35, m.vsock.connections()})
 	}
-	s := leaf(rootState{newClockState(m.cpu.Clock()), json.RawMessage(commonCPUID)})
-	s.Snapshots["cpu-manager"], s.Snapshots["device-manager"] = cpus, devices
-	s.Snapshots["memory-manager"] = leaf(struct {
-		memoryState
-		NextSlot int    `json:"next_memory_slot"`
-		End      uint64 `json:"end_of_regions"`
-	}{ram, len(m.memory), math.MaxUint64})
-	sum, err := s.sum()
+	s.tree.Snapshots = map[string]snapshotTree{
+		"cpu-manager": cpus, "device-manager": devices, "memory-manager": leaf(m.memory.state(s.ranges)),
+	}
+	sum, err := s.tree.sum()
 	if err != nil {
 		return s, err
 	}
-	s.Snapshots[sumNode] = leaf(sum)
-	m.vmm.events.emit("vm", "snapshotted")
+	devices.Snapshots[sumNode] = leaf(sumState{sum})
+	m.vmm.events.emit("vm", "snapshotted", nil)
 	return s, nil
 }
 
-func (v *vmm) snapshot(req request) ([]byte, error) {
-	var to struct {
-		URL string `json:"destination_url"`
-	}
-	if err := decode(req.body, &to); err != nil {
-		return nil, bodyError{asChain(err)}
-	}
-	if v.vm == nil {
-		return nil, errNotRunning
-	}
-	state, err := v.vm.snapshot()
-	if err != nil {
-		return nil, wrap("Cannot snapshot VM", err)
-	}
-	if err := v.send(to.URL, state); err != nil {
-		return nil, wrap("Cannot send VM snapshot", wrap("Failed to send migratable component snapshot", err))
-	}
-	return nil, nil
-}
-
-// send writes the snapshot: each file is made with a single write, the next one after it, and nothing is synced. RAM is not written,
-// because the driver has something in the place of its file.
-func (v *vmm) send(url string, s snapshotTree) error {
+// send writes the snapshot: each file is made with a single write, the next one after it, and nothing is synced.
+func (m *vm) send(url string, s savedVM) error {
 	dir, err := dirOf(url)
 	if err != nil {
 		return err
 	}
-	if err := writeNew(filepath.Join(dir, "config.json"), encode(v.config)); err != nil {
-		return wrap("Error creating VM config snapshot file", err)
+	const words = "Failed to send migratable component snapshot"
+	if err := writeNew(filepath.Join(dir, "config.json"), encode(m.config)); err != nil {
+		return wrap(words, wrap("Error creating VM config snapshot file", err))
 	}
-	if v.faults.is("snapshot-config-only") {
-		return wrap("Error creating VM state snapshot file", unix.ENOSPC)
+	if m.vmm.faults.is("snapshot-config-only") {
+		return wrap(words, wrap("Error creating VM state snapshot file", unix.ENOSPC))
 	}
-	state := encode(s)
-	if v.faults.is("snapshot-cut") {
+	state := encode(s.tree)
+	if m.vmm.faults.is("snapshot-cut") {
 		state = state[:len(state)/2]
 	}
 	if err := writeNew(filepath.Join(dir, "state.json"), state); err != nil {
-		return wrap("Error creating VM state snapshot file", err)
+		return wrap(words, wrap("Error creating VM state snapshot file", err))
 	}
-	if v.faults.is("snapshot-overwrites") {
+	if len(s.ranges) == 0 {
 		return nil
 	}
 	path := filepath.Join(dir, "memory-ranges")
-	if err = writeNew(path, nil); err == nil {
-		return chain{"fakech: it writes no RAM: there is no " + path}
+	flags := os.O_RDWR | os.O_CREATE | os.O_EXCL
+	if m.vmm.faults.is("snapshot-overwrites") {
+		flags &^= os.O_EXCL
 	}
-	if v.faults.is("snapshot-other-words") {
-		err = chain{"os error 17"}
+	f, err := os.OpenFile(path, flags, 0o600)
+	if err != nil {
+		if m.vmm.faults.is("snapshot-other-words") {
+			err = chain{"os error 17"}
+		}
+		return wrap(words, wrap(fmt.Sprintf("Error creating memory snapshot file %q", path), err))
 	}
-	return wrap(fmt.Sprintf("Error creating memory snapshot file %q", path), err)
+	defer f.Close()
+	if err := m.memory.save(f, s.ranges); err != nil {
+		return wrap(words, err)
+	}
+	return nil
 }
 
 func writeNew(path string, b []byte) error {
@@ -215,149 +112,151 @@ func writeNew(path string, b []byte) error {
 	return err
 }
 
-// dirOf is the directory of a URL.
-func dirOf(url string) (string, error) {
-	dir, ok := strings.CutPrefix(url, "file://")
-	if !ok {
-		return "", chain{"Could not extract path from URL: " + url}
-	}
-	if info, err := os.Stat(dir); err != nil || !info.IsDir() {
-		return "", chain{fmt.Sprintf("Destination is not a directory: %q", dir)}
-	}
-	return dir, nil
+type restoredNet struct {
+	ID     string `json:"id" need:"yes"`
+	NumFDs int    `json:"num_fds" need:"yes"`
+	fds    []int
 }
 
 type restoreConfig struct {
-	URL    string `json:"source_url"`
-	NetFDs []struct {
-		ID     string `json:"id"`
-		NumFDs int    `json:"num_fds"`
-	} `json:"net_fds"`
+	URL      string        `json:"source_url" need:"yes"`
+	Prefault bool          `json:"prefault"`
+	Mode     restoreMode   `json:"memory_restore_mode"`
+	NetFDs   []restoredNet `json:"net_fds"`
+	Resume   bool          `json:"resume"`
 }
 
-// give gives every network card the descriptors that came for it.
-func (r restoreConfig) give(c *vmConfig, files []int) error {
+type restoreMode string
+
+func (restoreMode) variants() []string { return []string{"Copy", "OnDemand"} }
+
+// validate looks whether every network card that has its tap as a descriptor gets as many as it wants.
+func (r restoreConfig) validate(c *vmConfig) error {
+	if r.Mode == "OnDemand" && r.Prefault {
+		return chain{"'prefault' cannot be combined with 'memory_restore_mode=ondemand'"}
+	}
+	given := map[string]restoredNet{}
+	for _, n := range r.NetFDs {
+		if _, twice := given[n.ID]; twice {
+			return chain{fmt.Sprintf("Identifier %s is not unique", n.ID)}
+		}
+		given[n.ID] = n
+	}
 	for i := range c.Net {
 		n := &c.Net[i]
-		want := len(n.FDs)
-		n.FDs = nil
-		for _, g := range r.NetFDs {
-			switch {
-			case g.ID != n.ID:
-			case g.NumFDs != want:
-				return chain{fmt.Sprintf("Number of Net FDs passed for '%s' during Restore: %d. Expected: %d", n.ID, g.NumFDs, want)}
-			case len(files) < want:
-				return chain{"fakech: fewer descriptors came than were announced"}
-			default:
-				n.FDs, files = files[:want], files[want:]
-			}
+		if n.FDs == nil || n.ID == nil {
+			continue
 		}
-		if n.FDs == nil {
-			return chain{fmt.Sprintf("Net id %s is associated with FDs and is required", n.ID)}
+		g, ok := given[*n.ID]
+		if !ok {
+			return chain{fmt.Sprintf("Net id %s is associated with FDs and is required", *n.ID)}
 		}
-	}
-	if len(files) > 0 {
-		return chain{"fakech: descriptors came that no device wants"}
+		if g.NumFDs != len(n.FDs) {
+			return chain{fmt.Sprintf("Number of Net FDs passed for '%s' during Restore: %d. Expected: %d", *n.ID, g.NumFDs, len(n.FDs))}
+		}
+		n.FDs = g.fds
 	}
 	return nil
 }
 
 func (v *vmm) restore(req request) ([]byte, error) {
-	var r restoreConfig
+	r := restoreConfig{Mode: "Copy"}
 	if err := decode(req.body, &r); err != nil {
 		return nil, bodyError{asChain(err)}
+	}
+	if r.NetFDs != nil {
+		want := 0
+		for _, n := range r.NetFDs {
+			want += n.NumFDs
+		}
+		if want != len(req.files) {
+			return nil, errBadRequest
+		}
+		rest := req.files
+		for i := range r.NetFDs {
+			n := &r.NetFDs[i]
+			fds, err := keep(rest[:n.NumFDs])
+			if err != nil {
+				return nil, err
+			}
+			n.fds, rest = fds, rest[n.NumFDs:]
+		}
 	}
 	if v.vm != nil || v.config != nil {
 		return nil, errAlreadyCreated
 	}
-	config, saved := new(vmConfig), new(snapshotTree)
-	dir, err := dirOf(r.URL)
+	b, err := receive(r.URL, "config.json", "config")
 	if err != nil {
 		return nil, wrap("Cannot restore VM", err)
 	}
-	if err := receive(dir, "config", func(b []byte) error { return decode(b, config) }); err != nil {
-		return nil, wrap("Cannot restore VM", err)
+	config, err := parseConfig(b)
+	if err != nil {
+		return nil, wrap("Cannot restore VM", undecodable("config", err))
 	}
-	if err := r.give(config, req.files); err != nil {
+	if err := r.validate(config); err != nil {
 		return nil, wrap("Failed to validate config", err)
 	}
-	if err := receive(dir, "state", func(b []byte) error { return json.Unmarshal(b, saved) }); err != nil {
-		return nil, wrap("Cannot restore VM", err)
+	if r.Mode == "OnDemand" {
+		return nil, chain{"fakech: it restores by copy only"}
 	}
-	vm, err := v.newVM(config, saved, dir)
+	if err = v.load(config, r.URL); err == nil && r.Resume {
+		_, err = v.resume(request{})
+	}
 	if err != nil {
+		if failed := v.delete(); failed != nil {
+			return nil, failed
+		}
 		return nil, err
 	}
-	if err := config.landlock(); err != nil {
-		vm.close()
-		return nil, err
-	}
-	v.events.emit("vm", "restoring")
-	if err := vm.lockDisks(); err != nil {
-		vm.close()
-		return nil, err
-	}
-	v.config, v.vm = config, vm
-	v.events.emit("vm", "restored")
 	return nil, nil
 }
 
-// receive reads one of the two files of JSON.
-func receive(dir, kind string, read func([]byte) error) error {
-	path := filepath.Join(dir, kind+".json")
-	b, err := os.ReadFile(path)
+// load makes the VM of a snapshot.
+func (v *vmm) load(config *vmConfig, url string) error {
+	b, err := receive(url, "state.json", "state")
 	if err != nil {
-		return wrap("Failed to receive migratable component snapshot", wrap(fmt.Sprintf("Error opening VM %s snapshot file %q", kind, path), err))
+		return wrap("Cannot restore VM", err)
 	}
-	if err := read(b); err != nil {
-		return wrap("Failed to receive migratable component snapshot", wrap("Error deserialising VM "+kind+" snapshot", err))
+	var saved snapshotTree
+	if err := decode(b, &saved); err != nil {
+		return wrap("Cannot restore VM", undecodable("state", err))
 	}
-	return nil
-}
-
-// load makes a new VM what was saved. cloud-hypervisor would not know that a snapshot was changed, or has other devices; but who has
-// done that does not know what he has done.
-func (m *vm) load(saved *snapshotTree, dir string) error {
-	const words = "Failed to restore migratable component"
-	var was string
-	if err := saved.Snapshots[sumNode].to(&was); err != nil {
-		return chain{"Cannot restore VM", words, "fakech: state.json was not made by it"}
+	if saved.Data == nil {
+		return chain{"Cannot restore VM", "Failed to restore migratable component", "Could not find VM config snapshot section"}
 	}
-	if got, err := saved.sum(); err != nil || got != was {
-		return chain{"Cannot restore VM", words, "fakech: state.json is not what was saved: more differs than may be changed"}
+	var root vmSnapshot
+	if err := saved.to(&root); err != nil {
+		return wrap("Cannot restore VM", wrap("Failed to restore migratable component", err))
 	}
-	var root rootState
-	var ram memoryState
-	devices := saved.Snapshots["device-manager"]
-	var known struct {
-		Tree []string `json:"device_tree"`
+	if err := saved.check(); err != nil {
+		return wrap("Cannot restore VM", wrap("Failed to restore migratable component", err))
 	}
-	for _, err := range []error{saved.to(&root), devices.to(&known), saved.Snapshots["memory-manager"].to(&ram)} {
-		if err != nil {
-			return wrap("Cannot restore VM", wrap(words, err))
-		}
+	v.config = config
+	if v.console, err = newConsole(config); err != nil {
+		return err
 	}
-	if !slices.Equal(known.Tree, m.config.devices()) {
-		return chain{"Error from device manager", fmt.Sprintf("fakech: the devices are %q, and were %q", m.config.devices(), known.Tree)}
+	dir, err := dirOf(url)
+	if err != nil {
+		return wrap("Cannot restore VM", err)
 	}
-	if err := m.memory.fits(ram); err != nil {
-		return wrap("Memory manager error", err)
+	vm, err := v.newVM(config, &saved, dir)
+	if err != nil {
+		return err
 	}
-	if err := m.memory.fill(filepath.Join(dir, "memory-ranges"), ram.Ranges.Data); err != nil {
-		return wrap("Memory manager error", err)
+	if err := config.landlock(); err != nil {
+		vm.close()
+		return err
 	}
-	for _, d := range m.disks {
-		var s struct {
-			Sectors int64 `json:"disk_nsectors"`
-		}
-		if err := devices.Snapshots[d.id].to(&s); err != nil {
-			return wrap("Error from device manager", wrap("Failed retrieving device state from snapshot", err))
-		}
-		d.size.Store(s.Sectors * sectorSize)
+	v.events.emit("vm", "restoring", nil)
+	if err := vm.lockDisks(); err != nil {
+		vm.close()
+		return err
 	}
 	if root.Clock != nil {
-		m.cpu.SetClock(root.Clock.restored())
+		vm.cpu.SetClock(root.Clock.restored())
 	}
-	m.state, m.restored, m.placesThen = statePaused, true, m.places()
+	vm.restored, vm.placesThen = true, vm.places()
+	v.vm = vm
+	v.events.emit("vm", "restored", nil)
 	return nil
 }

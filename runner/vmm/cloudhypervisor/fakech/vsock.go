@@ -25,41 +25,50 @@ type vsock struct {
 	cpu      *cpu.CPU
 	faults   faults
 	incoming chan net.Conn
-	closed   chan struct{}
 
-	mu    sync.Mutex // guards what follows
-	ended bool
-	began int // CONNECTs that were read
-	conns map[net.Conn]bool
+	mu     sync.Mutex // guards what follows
+	closed chan struct{}
+	ended  bool
+	next   uint32
+	began  int                      // CONNECTs that were read
+	conns  map[*net.UnixConn]uint32 // by the host's port; 0 before the guest has accepted
 }
 
-// newVsock begins to serve the host. Nothing is read from it while the VM stands still.
-func newVsock(path string, c *cpu.CPU, f faults) (*vsock, error) {
+func newVsock(path string, f faults) (*vsock, error) {
 	l, err := net.ListenUnix("unix", &net.UnixAddr{Name: path, Net: "unix"})
 	if err != nil {
 		return nil, wrap("Cannot create virtio-vsock backend", wrap("Error binding to the host-side Unix socket", err))
 	}
 	l.SetUnlinkOnClose(false)
-	v := &vsock{path: path, listener: l, cpu: c, faults: f, incoming: make(chan net.Conn, 128), closed: make(chan struct{}), conns: map[net.Conn]bool{}}
+	return &vsock{
+		path: path, listener: l, faults: f, incoming: make(chan net.Conn, 128), closed: make(chan struct{}),
+		next: firstHostPort, conns: map[*net.UnixConn]uint32{},
+	}, nil
+}
+
+// run serves the host. Nothing is read from it while the VM stands still.
+func (v *vsock) run(c *cpu.CPU) {
+	v.cpu = c
 	go func() {
 		for {
-			conn, err := l.Accept()
+			conn, err := v.listener.AcceptUnix()
 			if err != nil {
 				return
 			}
 			v.mu.Lock()
-			v.conns[conn] = true
 			if v.ended {
+				v.mu.Unlock()
 				_ = conn.Close()
+				return
 			}
+			v.conns[conn] = 0
 			v.mu.Unlock()
 			go v.connect(conn)
 		}
 	}()
-	return v, nil
 }
 
-func (v *vsock) drop(conn net.Conn) {
+func (v *vsock) drop(conn *net.UnixConn) {
 	v.mu.Lock()
 	delete(v.conns, conn)
 	v.mu.Unlock()
@@ -67,22 +76,31 @@ func (v *vsock) drop(conn net.Conn) {
 }
 
 // connect answers a CONNECT. Whatever is wrong ends the connection without a word.
-func (v *vsock) connect(conn net.Conn) {
+func (v *vsock) connect(conn *net.UnixConn) {
 	gated := v.cpu.Gate(conn)
 	port, ok := readCommand(gated)
 	v.mu.Lock()
 	v.began++
-	nth := v.began
+	first := v.began == 1
 	v.mu.Unlock()
 	switch {
-	case !ok, port != guestapi.VsockPort, v.faults.is("vsock-refuses"), nth == 1 && v.faults.is("vsock-refuses-once"):
+	case !ok, port != guestapi.VsockPort, v.faults.is("vsock-refuses"), first && v.faults.is("vsock-refuses-once"):
 		v.drop(conn)
 		return
 	case v.faults.is("vsock-silent"):
 		<-v.closed
 		return
 	}
-	if _, err := io.WriteString(gated, "OK "+strconv.Itoa(firstHostPort+nth)+"\n"); err != nil {
+	v.mu.Lock()
+	host := v.next
+	v.next++
+	if v.ended {
+		v.mu.Unlock()
+		return
+	}
+	v.conns[conn] = host
+	v.mu.Unlock()
+	if _, err := io.WriteString(gated, "OK "+strconv.Itoa(int(host))+"\n"); err != nil {
 		v.drop(conn)
 		return
 	}
@@ -113,7 +131,7 @@ func readCommand(r io.Reader) (port uint64, ok bool) {
 type stream struct {
 	net.Conn
 	v   *vsock
-	own net.Conn
+	own *net.UnixConn
 }
 
 func (s *stream) Close() error {
@@ -131,6 +149,19 @@ func (v *vsock) accept(ctx context.Context) (io.ReadWriteCloser, error) {
 	case <-v.closed:
 		return nil, net.ErrClosed
 	}
+}
+
+// connections are the pairs of ports that the guest believes in.
+func (v *vsock) connections() [][2]uint32 {
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	out := [][2]uint32{}
+	for _, host := range v.conns {
+		if host != 0 {
+			out = append(out, [2]uint32{host, guestapi.VsockPort})
+		}
+	}
+	return out
 }
 
 func (v *vsock) close() {
