@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/pace"
 )
 
 // ErrKeyEnded ends the work that is under way for a key that was revoked or has expired.
@@ -139,7 +140,7 @@ const keyUseInterval = 5 * time.Second // between writes of when keys were used
 // were used.
 func (c *Controller) keyLoop(ctx context.Context) {
 	var wrote time.Time
-	every(ctx, c.cfg.LoopInterval, nil, func() {
+	pace.Every(ctx, c.cfg.LoopInterval, nil, func() {
 		c.limits.sweep(time.Now())
 		var used map[core.KeyID]time.Time
 		if time.Since(wrote) >= keyUseInterval {

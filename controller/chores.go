@@ -5,6 +5,7 @@ import (
 	"time"
 
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/pace"
 )
 
 const (
@@ -51,7 +52,7 @@ func (c *Controller) chores() []Chore {
 
 // choreLoop takes part in the chores whenever the database is reachable.
 func (c *Controller) choreLoop(ctx context.Context) {
-	every(ctx, c.cfg.LoopInterval, nil, func() {
+	pace.Every(ctx, c.cfg.LoopInterval, nil, func() {
 		if err := c.store.Chores(ctx, c.chores(), c.log); err != nil && ctx.Err() == nil {
 			c.log.WarnContext(ctx, "chores ended", "err", err)
 		}
@@ -61,7 +62,7 @@ func (c *Controller) choreLoop(ctx context.Context) {
 // reconcileLoop runs on every controller. It repairs the results of crashes: it ends terminations that no controller works on, and the
 // workspaces of runners that have been silent for too long.
 func (c *Controller) reconcileLoop(ctx context.Context) {
-	every(ctx, c.cfg.LoopInterval, nil, func() {
+	pace.Every(ctx, c.cfg.LoopInterval, nil, func() {
 		if err := c.terminateAll(ctx, "termination resumed", Tx.OrphanedTerminations); err != nil && ctx.Err() == nil {
 			c.log.WarnContext(ctx, "half terminated workspaces were not ended", "err", err)
 		}

@@ -301,31 +301,3 @@ func (c *Controller) Ready(ctx context.Context) error {
 		return core.Errorf(core.Unavailable, core.CodeNoRunner, "no runner is registered and reachable")
 	})
 }
-
-// every calls do at once and then at the interval, or when wake says so, until the context ends.
-func every(ctx context.Context, interval time.Duration, wake <-chan struct{}, do func()) {
-	timer := time.NewTimer(0)
-	defer timer.Stop()
-	for {
-		select {
-		case <-ctx.Done():
-			return
-		case <-timer.C:
-		case <-wake:
-		}
-		do()
-		timer.Reset(interval)
-	}
-}
-
-// pause waits, or returns the context's cause.
-func pause(ctx context.Context, d time.Duration) error {
-	timer := time.NewTimer(d)
-	defer timer.Stop()
-	select {
-	case <-ctx.Done():
-		return context.Cause(ctx)
-	case <-timer.C:
-		return nil
-	}
-}

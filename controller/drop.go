@@ -9,6 +9,7 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/pace"
 )
 
 // Only the functions in this file destroy something on a runner. Each one does so only if a
@@ -90,7 +91,7 @@ func (c *Controller) takeDown(ctx context.Context, s Sandbox) error {
 		if err == nil && fenced {
 			return nil
 		}
-		if err := pause(ctx, wait); err != nil {
+		if err := pace.Pause(ctx, wait); err != nil {
 			return err
 		}
 		// The runner may have another address now. It is in the runner's row.

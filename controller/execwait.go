@@ -5,6 +5,7 @@ import (
 	"time"
 
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/pace"
 )
 
 // Pauses between two questions to an agent that answers a wait too early.
@@ -29,7 +30,7 @@ func (c *Controller) awaitExit(ctx context.Context, left func() time.Duration, a
 			early = firstWaitPause
 			continue
 		}
-		if err := pause(ctx, min(early, left())); err != nil {
+		if err := pace.Pause(ctx, min(early, left())); err != nil {
 			return g, err
 		}
 		early = min(2*early, maxWaitPause)
@@ -101,7 +102,7 @@ func (c *Controller) throughStalls(ctx context.Context, row Session, s *Sandbox,
 		case time.Since(doubtful) > stallNotice:
 			return err
 		}
-		if err := pause(ctx, wait); err != nil {
+		if err := pace.Pause(ctx, wait); err != nil {
 			return err
 		}
 	}

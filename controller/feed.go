@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/pace"
 )
 
 // feed reads the events of all projects once for all streams of this process, and only while there are streams. It passes on an
@@ -196,7 +197,7 @@ func (c *Controller) feedLoop(ctx context.Context) {
 				c.log.WarnContext(ctx, "events were not read", "err", err)
 			}
 		}
-		if pause(ctx, eventCoalesce) != nil { // many hints cause one look
+		if pace.Pause(ctx, eventCoalesce) != nil { // many hints cause one look
 			return
 		}
 		timer.Reset(max(wait-eventCoalesce, 0))

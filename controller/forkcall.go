@@ -8,6 +8,7 @@ import (
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/controller/grants"
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/pace"
 )
 
 // callFork asks each runner for its own share of the children. If one of several runners fails,
@@ -153,7 +154,7 @@ func (c *Controller) insist(ctx context.Context, call func() error) error {
 		if time.Now().Add(wait).After(until) {
 			return err
 		}
-		if stopped := pause(ctx, wait); stopped != nil {
+		if stopped := pace.Pause(ctx, wait); stopped != nil {
 			return stopped
 		}
 	}

@@ -11,6 +11,7 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/pace"
 )
 
 const (
@@ -96,7 +97,7 @@ func (c *Controller) useLoop(ctx context.Context) {
 			c.log.WarnContext(ctx, "use of workspaces was not recorded", "err", err)
 		}
 	}
-	every(ctx, c.cfg.UseInterval, nil, record)
+	pace.Every(ctx, c.cfg.UseInterval, nil, record)
 	record()
 }
 

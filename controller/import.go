@@ -16,6 +16,7 @@ import (
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/failpoint"
+	"github.com/coppice-dev/coppice/internal/pace"
 	"github.com/coppice-dev/coppice/snapshotstore"
 	"github.com/coppice-dev/coppice/snapshotstore/manifest"
 )
@@ -220,7 +221,7 @@ func (im *importing) store(ctx context.Context) (*snapshotstore.Written, error) 
 // renew keeps the lease until ctx ends, or ends it when the lease is over by this process's clock.
 func (im *importing) renew(ctx context.Context, lost context.CancelCauseFunc) {
 	last := im.c.cfg.Clock()
-	for pause(ctx, importLease/6) == nil {
+	for pace.Pause(ctx, importLease/6) == nil {
 		began := im.c.cfg.Clock()
 		attempt, cancel := context.WithTimeout(ctx, importLease/6)
 		err := im.c.store.InTx(attempt, InProject(im.project), func(tx Tx) error { return tx.RenewImport(attempt, im.row.ID, importLease) })

@@ -11,6 +11,7 @@ import (
 
 	"github.com/coppice-dev/coppice/controller/openlimit"
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/pace"
 )
 
 // RateClass is a kind of routes that share a rate.
@@ -229,5 +230,5 @@ func (c *Controller) SlowFailure(ctx context.Context, address string) error {
 		defer l.mu.Unlock()
 		l.delayed--
 	}()
-	return pause(ctx, min(l.limits.FailureDelay<<min(n-1, 10), maxFailureDelay))
+	return pace.Pause(ctx, min(l.limits.FailureDelay<<min(n-1, 10), maxFailureDelay))
 }

@@ -16,6 +16,7 @@ import (
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/failpoint"
+	"github.com/coppice-dev/coppice/internal/pace"
 	"github.com/coppice-dev/coppice/internal/tracing"
 )
 
@@ -392,7 +393,7 @@ func (t *Task) end(ctx context.Context, problem *core.Error, w write) error {
 		}
 		again = true
 		t.stall.Do(func() { close(t.stalled) })
-		if err := pause(ctx, wait); err != nil {
+		if err := pace.Pause(ctx, wait); err != nil {
 			return err
 		}
 	}
@@ -431,7 +432,7 @@ func (t *Task) insistTx(ctx context.Context, done func(now Operation) bool, fn f
 			return err
 		}
 		t.stall.Do(func() { close(t.stalled) })
-		if err := pause(ctx, wait); err != nil {
+		if err := pace.Pause(ctx, wait); err != nil {
 			return err
 		}
 	}

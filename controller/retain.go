@@ -6,6 +6,7 @@ import (
 
 	"github.com/coppice-dev/coppice/controller/retention"
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/pace"
 )
 
 const (
@@ -34,7 +35,7 @@ type RetentionEnd struct {
 // retainLoop carries out the stored policies. Controllers share them: each claims one policy at a time and works on it. If a controller is
 // killed, another one does the rest of the work.
 func (c *Controller) retainLoop(ctx context.Context) {
-	every(ctx, retentionEvery, nil, func() {
+	pace.Every(ctx, retentionEvery, nil, func() {
 		if err := c.retain(ctx); err != nil && ctx.Err() == nil {
 			c.metrics.choresFailed.WithLabelValues("retention").Inc()
 			c.log.WarnContext(ctx, "retention policies were not carried out", "err", err)

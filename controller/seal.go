@@ -8,6 +8,7 @@ import (
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/pace"
 	"github.com/coppice-dev/coppice/snapshotstore/blob"
 	"github.com/coppice-dev/coppice/snapshotstore/envelope"
 )
@@ -255,7 +256,7 @@ func (c *Controller) SealedCheckpoint(ctx context.Context, project core.ProjectI
 		if err != nil || !cp.State.CanBecome(core.CheckpointSealed) && cp.State != core.CheckpointCapturing || time.Now().After(until) {
 			return cp, err
 		}
-		if err := pause(ctx, sealPoll); err != nil {
+		if err := pace.Pause(ctx, sealPoll); err != nil {
 			return cp, err
 		}
 	}

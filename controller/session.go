@@ -20,6 +20,7 @@ import (
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/boundjson"
 	"github.com/coppice-dev/coppice/internal/failpoint"
+	"github.com/coppice-dev/coppice/internal/pace"
 )
 
 // MaxOutput is how many bytes of each output stream the answer of an exec has: as many as the agent keeps.
@@ -233,7 +234,7 @@ func (c *Controller) roomFor(ctx context.Context, account *boundjson.Account, n 
 	limit, cancel := context.WithTimeout(ctx, c.cfg.GuestCall)
 	defer cancel()
 	for !account.Reserve(n) {
-		if pause(limit, roomPause) != nil {
+		if pace.Pause(limit, roomPause) != nil {
 			return context.Cause(ctx) // nil when the caller still waits: then it is read as far as there is room, as other answers are
 		}
 	}

@@ -6,6 +6,7 @@ import (
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/pace"
 )
 
 // Suspend checkpoints a workspace and stops it. Its machine does not run after the captured instant, so nothing that it did is lost or
@@ -61,7 +62,7 @@ func (c *Controller) stopCaptured(ctx context.Context, t *Task, plan *capturePla
 		if gone, fenceErr := c.fenced(ctx, plan.checkpoint.RunnerID); fenceErr == nil && gone {
 			return got, err
 		}
-		if err := pause(ctx, c.cfg.LoopInterval); err != nil {
+		if err := pace.Pause(ctx, c.cfg.LoopInterval); err != nil {
 			return got, err
 		}
 		list, err := read(ctx, c, System(), func(tx Tx) ([]Sandbox, error) { return tx.Sandboxes(ctx, []core.SandboxID{t.in.Sandbox}) })

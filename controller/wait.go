@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/pace"
 )
 
 const (
@@ -126,7 +127,7 @@ func (c *Controller) notifyLoop(ctx context.Context) {
 
 // listenLoop listens for operations that other controllers have ended, and for keys that they have revoked.
 func (c *Controller) listenLoop(ctx context.Context) {
-	every(ctx, c.cfg.LoopInterval, nil, func() {
+	pace.Every(ctx, c.cfg.LoopInterval, nil, func() {
 		if err := c.store.Listen(ctx, c.wakeWaiters, c.keys.drop); err != nil && ctx.Err() == nil {
 			c.log.WarnContext(ctx, "notifications ended", "err", err)
 		}
@@ -136,7 +137,7 @@ func (c *Controller) listenLoop(ctx context.Context) {
 // leaseLoop renews the leases of this controller's operations, and claims operations that no controller works on.
 func (c *Controller) leaseLoop(ctx context.Context) {
 	var due time.Duration // by the clock of leases
-	every(ctx, c.cfg.LoopInterval, c.wake, func() {
+	pace.Every(ctx, c.cfg.LoopInterval, c.wake, func() {
 		if start := c.cfg.Clock(); start >= due {
 			if err := c.renew(ctx); err != nil {
 				c.log.WarnContext(ctx, "operation leases were not renewed", "err", err)
@@ -205,7 +206,7 @@ func (t *Task) hold(ctx context.Context) error {
 		case core.CodeOf(err) != core.CodeDatabaseUnavailable:
 			return err
 		}
-		if err := pause(ctx, wait); err != nil {
+		if err := pace.Pause(ctx, wait); err != nil {
 			return err
 		}
 	}

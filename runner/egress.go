@@ -16,6 +16,7 @@ import (
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/egress/egressapi"
 	"github.com/coppice-dev/coppice/egress/policy"
+	"github.com/coppice-dev/coppice/internal/pace"
 	"github.com/coppice-dev/coppice/runner/egress"
 	"github.com/coppice-dev/coppice/runner/netns"
 )
@@ -142,7 +143,7 @@ func (e *egressLink) run(ctx context.Context) {
 				continue
 			}
 			e.r.cfg.Log.ErrorContext(ctx, "no egress process was started, so no traffic leaves the sandboxes", "again_ms", core.Milliseconds(wait), "err", err)
-			pause(ctx, wait)
+			_ = pace.Pause(ctx, wait)
 			wait = min(2*wait, lastEgressPause)
 			continue
 		}
@@ -174,22 +175,13 @@ func (e *egressLink) attend(ctx context.Context, c *egress.Client) error {
 			if offering.Err() == nil {
 				e.r.cfg.Log.WarnContext(ctx, "the egress process has not accepted every sandbox; they are offered again", "again_ms", core.Milliseconds(wait), "err", err)
 			}
-			pause(offering, wait)
+			_ = pace.Pause(offering, wait)
 		}
-		for pause(offering, lessPause); offering.Err() == nil; pause(offering, lessPause) {
+		for pace.Pause(offering, lessPause) == nil {
 			e.restore(offering, c)
 		}
 	})
 	return c.Attend(ctx)
-}
-
-func pause(ctx context.Context, d time.Duration) {
-	timer := time.NewTimer(d)
-	defer timer.Stop()
-	select {
-	case <-timer.C:
-	case <-ctx.Done():
-	}
 }
 
 // reconcile makes a process serve exactly the sandboxes that it should, by their newest rules.
@@ -322,7 +314,7 @@ func (e *egressLink) begin(ctx context.Context, s *sandbox) error {
 		if !errors.Is(err, egress.ErrGone) {
 			return fmt.Errorf("hand sandbox %s to the egress process: %w", s.info.ID, errors.Join(err, ignoreGone(c.Remove(ctx, s.info.ID))))
 		}
-		pause(ctx, firstEgressPause) // run notices it too, and starts another process
+		_ = pace.Pause(ctx, firstEgressPause) // run notices it too, and starts another process
 	}
 }
 
@@ -447,7 +439,7 @@ func (r *Runner) Flows(ctx context.Context, after int64) (flows []core.Flow, las
 		if !errors.Is(err, egress.ErrGone) {
 			return nil, 0, err
 		}
-		pause(ctx, wait) // run notices it too
+		_ = pace.Pause(ctx, wait) // run notices it too
 	}
 	return nil, 0, context.Cause(ctx)
 }

@@ -7,6 +7,7 @@ import (
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/pace"
 	"github.com/coppice-dev/coppice/runner/netns"
 )
 
@@ -17,10 +18,10 @@ func (r *Runner) recheck(ctx context.Context) {
 		list := r.all()
 		share := r.cfg.Recheck / time.Duration(len(list)+1)
 		for _, s := range list {
-			pause(ctx, share)
+			_ = pace.Pause(ctx, share)
 			r.recheckOne(ctx, s)
 		}
-		pause(ctx, share)
+		_ = pace.Pause(ctx, share)
 	}
 }
 

@@ -9,6 +9,7 @@ import (
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/pace"
 )
 
 // lessTime bounds the attempt to give a runner less than the rules that it refused.
@@ -26,7 +27,7 @@ const (
 func (m *Manager) Run(ctx context.Context) {
 	var group sync.WaitGroup
 	defer group.Wait()
-	every(ctx, m.cfg.Interval, m.changed, func() {
+	pace.Every(ctx, m.cfg.Interval, m.changed, func() {
 		if err := m.deliver(ctx, &group); err != nil && ctx.Err() == nil {
 			m.cfg.Log.WarnContext(ctx, "egress rules were not given to runners", "err", err)
 		}
@@ -218,21 +219,5 @@ func (m *Manager) deliverLess(ctx context.Context, w Workspace, rules runnerapi.
 		if !refuses(err) {
 			return
 		}
-	}
-}
-
-// every calls do at once, then at every interval and whenever wake receives, until the context ends.
-func every(ctx context.Context, interval time.Duration, wake <-chan struct{}, do func()) {
-	timer := time.NewTimer(0)
-	defer timer.Stop()
-	for {
-		select {
-		case <-ctx.Done():
-			return
-		case <-timer.C:
-		case <-wake:
-		}
-		do()
-		timer.Reset(interval)
 	}
 }

@@ -83,26 +83,7 @@ func TestSiblingsRace(t *testing.T) {
 	first, second := d.plan(d.project, from), d.plan(d.project, from)
 	second.Sandbox.RunnerID, second.Sandbox.Identity.IP = d.another(), first.Sandbox.Identity.IP
 	first.Sandbox.Tree, second.Sandbox.Tree = "one", "one"
-	holds, goes := make(chan struct{}), make(chan struct{})
-	var group sync.WaitGroup
-	var errs [2]error
-	group.Go(func() {
-		errs[0] = d.try(controller.InProject(d.project), func(ctx context.Context, tx controller.Tx) error {
-			err := insert(ctx, tx, first)
-			close(holds)
-			<-goes
-			return err
-		})
-	})
-	group.Go(func() {
-		<-holds
-		time.AfterFunc(50*time.Millisecond, func() { close(goes) }) // while the second waits for the first
-		errs[1] = d.try(controller.InProject(d.project), func(ctx context.Context, tx controller.Tx) error { return insert(ctx, tx, second) })
-	})
-	group.Wait()
-	if errs[0] != nil || !errors.Is(errs[1], controller.ErrIdentityTaken) {
-		t.Errorf("first %v, second %v", errs[0], errs[1])
-	}
+	d.collide(first, second)
 }
 
 // TestAddressesRunOut fills a runner, and then a tree on another runner, but for one address in 51. More than are left are refused there,
@@ -202,4 +183,29 @@ func TestFreeAddressesAreInThePool(t *testing.T) {
 		}
 		return nil
 	})
+}
+
+// collide inserts two workspaces at once whose sandboxes share something that is unique: the second waits for the first, and fails.
+func (d *db) collide(first, second controller.Workspace) {
+	d.t.Helper()
+	holds, goes := make(chan struct{}), make(chan struct{})
+	var group sync.WaitGroup
+	var errs [2]error
+	group.Go(func() {
+		errs[0] = d.try(controller.InProject(d.project), func(ctx context.Context, tx controller.Tx) error {
+			err := insert(ctx, tx, first)
+			close(holds)
+			<-goes
+			return err
+		})
+	})
+	group.Go(func() {
+		<-holds
+		time.AfterFunc(50*time.Millisecond, func() { close(goes) }) // while the second waits for the first
+		errs[1] = d.try(controller.InProject(d.project), func(ctx context.Context, tx controller.Tx) error { return insert(ctx, tx, second) })
+	})
+	group.Wait()
+	if errs[0] != nil || !errors.Is(errs[1], controller.ErrIdentityTaken) {
+		d.t.Errorf("first %v, second %v", errs[0], errs[1])
+	}
 }

@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"slices"
-	"sync"
 	"testing"
 	"time"
 
@@ -241,26 +240,7 @@ func TestIdentitiesRace(t *testing.T) {
 	from := d.template()
 	first, second := d.plan(d.project, from), d.plan(d.project, from)
 	second.Sandbox.Identity.IP = first.Sandbox.Identity.IP
-	holds, goes := make(chan struct{}), make(chan struct{})
-	var group sync.WaitGroup
-	var errs [2]error
-	group.Go(func() {
-		errs[0] = d.try(controller.InProject(d.project), func(ctx context.Context, tx controller.Tx) error {
-			err := insert(ctx, tx, first)
-			close(holds)
-			<-goes
-			return err
-		})
-	})
-	group.Go(func() {
-		<-holds
-		time.AfterFunc(50*time.Millisecond, func() { close(goes) }) // while the second waits for the first
-		errs[1] = d.try(controller.InProject(d.project), func(ctx context.Context, tx controller.Tx) error { return insert(ctx, tx, second) })
-	})
-	group.Wait()
-	if errs[0] != nil || !errors.Is(errs[1], controller.ErrIdentityTaken) {
-		t.Errorf("first %v, second %v", errs[0], errs[1])
-	}
+	d.collide(first, second)
 	for name, change := range map[string]func(*core.Identity){
 		"mac":        func(id *core.Identity) { id.MAC = first.Sandbox.Identity.MAC },
 		"machine id": func(id *core.Identity) { id.MachineID = first.Sandbox.Identity.MachineID },

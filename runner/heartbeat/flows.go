@@ -7,6 +7,7 @@ import (
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/pace"
 )
 
 // The pauses between attempts to tell of flows.
@@ -28,7 +29,7 @@ func (l *Link) Deliver(ctx context.Context) error {
 		}
 		if err != nil && ctx.Err() == nil {
 			l.cfg.Log.ErrorContext(ctx, "what sandboxes have sent out was not read", "err", err)
-			pause(ctx, lastFlowPause)
+			_ = pace.Pause(ctx, lastFlowPause)
 		}
 	}
 	return nil
@@ -46,15 +47,6 @@ func (l *Link) tell(ctx context.Context, flows []core.Flow) error {
 			return context.Cause(ctx)
 		}
 		l.cfg.Log.WarnContext(ctx, "what sandboxes have sent out was not told", "flows", len(flows), "again_ms", core.Milliseconds(wait), "err", err)
-		pause(ctx, wait)
-	}
-}
-
-func pause(ctx context.Context, d time.Duration) {
-	timer := time.NewTimer(d)
-	defer timer.Stop()
-	select {
-	case <-timer.C:
-	case <-ctx.Done():
+		_ = pace.Pause(ctx, wait)
 	}
 }

@@ -15,6 +15,7 @@ import (
 
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/atomicfile"
+	"github.com/coppice-dev/coppice/internal/pace"
 	"github.com/coppice-dev/coppice/internal/sparse"
 	"github.com/coppice-dev/coppice/runner/pager"
 	"github.com/coppice-dev/coppice/snapshotstore/manifest"
@@ -85,7 +86,7 @@ func (l *Images) Run(ctx context.Context) {
 				}
 				l.cfg.Log.ErrorContext(ctx, "the pager runs, but its report on images was not received; it is asked again",
 					"again_ms", core.Milliseconds(deaf), "err", err)
-				pause(ctx, deaf)
+				_ = pace.Pause(ctx, deaf)
 				deaf = min(2*deaf, lastWait)
 				continue
 			default:
@@ -147,7 +148,7 @@ var errForeign = core.Errorf(core.Unavailable, core.CodePagerGone,
 func (l *Images) retire(ctx context.Context, client *pager.Client) {
 	if err := client.Stop(ctx); err != nil && !errors.Is(err, pager.ErrGone) {
 		l.cfg.Log.WarnContext(ctx, "the pager of another version was not ended", "err", err)
-		pause(ctx, time.Second)
+		_ = pace.Pause(ctx, time.Second)
 		return
 	}
 	l.mu.Lock()
@@ -398,13 +399,4 @@ func (l *Images) Stop(ctx context.Context) error {
 		}
 	}
 	return pager.Clean(l.cfg.Pager.Dir)
-}
-
-func pause(ctx context.Context, d time.Duration) {
-	timer := time.NewTimer(d)
-	defer timer.Stop()
-	select {
-	case <-timer.C:
-	case <-ctx.Done():
-	}
 }
