@@ -16,6 +16,10 @@ LINT_VERSION := v2.15.0
 TOOLS ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/coppice/tools
 LINT  := $(TOOLS)/golangci-lint-$(LINT_VERSION)
 
+# Runs go test and reports on it: what failed, what was run again, what took longest.
+GOTESTSUM_VERSION := v1.13.0
+GOTESTSUM := $(TOOLS)/gotestsum-$(GOTESTSUM_VERSION)
+
 # The S3 servers of tests, kept alike. internal/tests3 looks for these versions there.
 VERSITYGW_VERSION := v1.8.0
 MINIO_VERSION     := v0.0.0-20260212201848-7aac2a2c5b7c
@@ -46,13 +50,13 @@ LONGEST := ./internal/e2e ./controller ./runner
 # As root everything is required and what is missing fails. As anyone else, what needs root skips and says so.
 ifdef ROOT
 test: export COPPICE_TEST_REQUIRE ?= all
-test: build $(VERSITYGW) ## unit and integration tests with the race detector (root for all of them)
+test: build $(GOTESTSUM) $(VERSITYGW) ## unit and integration tests with the race detector (root for all of them)
 else
-test: build
+test: build $(GOTESTSUM)
 	@echo "Not root: tests that need namespaces or VMs skip. All of them: sudo -E make test"
 endif
-	@GO=$(GO) scripts/test -race -count=1 -timeout 45m $(TESTFLAGS) $(LONGEST) ./...
-	@GO=$(GO) scripts/test -C internal/deploytest -count=1 -timeout 10m ./...
+	@GOTESTSUM=$(GOTESTSUM) scripts/test '$(LONGEST) ./...' -race -count=1 -timeout 45m $(TESTFLAGS)
+	@cd internal/deploytest && GOTESTSUM=$(GOTESTSUM) ../../scripts/test ./... -count=1 -timeout 10m
 
 deploy-check: ## the checks of deploy/ alone: compose file, images, Helm chart, systemd units
 	$(GO) test -C internal/deploytest -count=1 ./...
@@ -111,6 +115,11 @@ $(LINT):
 	mkdir -p $(TOOLS)/new
 	GOBIN=$(TOOLS)/new $(GO) install github.com/golangci/golangci-lint/v2/cmd/golangci-lint@$(LINT_VERSION)
 	mv $(TOOLS)/new/golangci-lint $@
+
+$(GOTESTSUM):
+	mkdir -p $(TOOLS)/new
+	CGO_ENABLED=0 GOBIN=$(TOOLS)/new $(GO) install $(GOFLAGS_BUILD) gotest.tools/gotestsum@$(GOTESTSUM_VERSION)
+	mv $(TOOLS)/new/gotestsum $@
 
 $(VERSITYGW):
 	mkdir -p $(TOOLS)/new
