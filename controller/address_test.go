@@ -217,7 +217,9 @@ func TestManyLiveWorkspaces(t *testing.T) {
 		t.Parallel()
 	}
 	files, store := withStore(t)
-	w := newWorld(t, store, func(_ *controller.Config, r *runnertest.Config) { r.Capacity = runnerapi.Capacity{} })
+	room := runnerapi.Capacity{Sandboxes: want, VCPUs: want, MemoryMiB: want << 10}
+	w := newWorld(t, store, func(_ *controller.Config, r *runnertest.Config) { r.Capacity = room })
+	w.quota(func(p *controller.QuotasPatch) { p.Workspaces, p.Children = new(int64(2*want)), new(int64(2*want)) })
 	var roots []core.CheckpointID
 	for i := range trees {
 		ws := w.create(fmt.Sprint("root-", i))
@@ -229,7 +231,7 @@ func TestManyLiveWorkspaces(t *testing.T) {
 		roots = append(roots, cp.ID)
 	}
 	for range runners - 1 {
-		if _, err := runnertest.Start(t, runnertest.Config{Store: files}).Announce(t.Context(), w); err != nil {
+		if _, err := runnertest.Start(t, runnertest.Config{Store: files, Capacity: room}).Announce(t.Context(), w); err != nil {
 			t.Fatal(err)
 		}
 	}

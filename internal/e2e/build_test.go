@@ -94,6 +94,9 @@ func imageStore(t *testing.T) *images.Store {
 	return store
 }
 
+// demoPackage is what TestDemo needs in the image. All tests share one image, since the build of a second one takes a minute.
+const demoPackage = "python3-toolz"
+
 // image builds an image unless it is there, and returns its digest. The agent is a package of this module.
 func image(t *testing.T, name, agent string, packages ...string) core.Digest {
 	t.Helper()
@@ -107,6 +110,9 @@ func image(t *testing.T, name, agent string, packages ...string) core.Digest {
 			t.Fatal(err)
 		}
 		return img.Digest
+	}
+	if name == "e2e" {
+		packages = append(packages, demoPackage)
 	}
 	store := imageStore(t)
 	img, err := images.Build(t.Context(), store, images.Options{

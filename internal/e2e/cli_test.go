@@ -366,7 +366,7 @@ func TestCommandLineTree(t *testing.T) {
 // TestDemo runs the search of examples/mcts, with a small budget of forks, on the shared server.
 func TestDemo(t *testing.T) {
 	c := newCLI(t)
-	digest := image(t, "e2e-demo", guestAgent, "python3-toolz")
+	digest := image(t, "e2e", guestAgent)
 	report := filepath.Join(c.dir, "report.json")
 	ctx, cancel := context.WithTimeout(t.Context(), 10*time.Minute)
 	defer cancel()

@@ -93,6 +93,10 @@ chmod 755 /root`)
 		before := o.Conns.Load()
 		for _, c := range clients {
 			for _, way := range []string{"told", "untold"} {
+				// An apt-get that succeeds takes 20 seconds: without -long, told over http and untold over https.
+				if allowed && !*long && (c.name == "apt-get, http" && way == "untold" || c.name == "apt-get, https" && way == "told") {
+					continue
+				}
 				script := strings.NewReplacer("HOST", c.hostOf(allowed), "WAY", way).Replace(c.script)
 				if way == "untold" {
 					script = "unset HTTP_PROXY HTTPS_PROXY ALL_PROXY NO_PROXY http_proxy https_proxy all_proxy no_proxy\n" + script
