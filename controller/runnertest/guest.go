@@ -4,7 +4,6 @@ import (
 	"context"
 	"encoding/binary"
 	"encoding/json"
-	"errors"
 	"io"
 	"maps"
 	"net/http"
@@ -22,7 +21,9 @@ import (
 
 // guest answers the public routes of the agent out of memory. Programs are a few built-in words:
 //
-//	true, false, exit N, echo ARGS, err ARGS (to stderr), cat [PATH], sleep SECONDS, fill BYTES
+//	true, false, exit N, echo ARGS, err ARGS (to stderr), cat [PATH], sleep SECONDS, fill BYTES, env
+//
+// sh -c LINE runs one of these words; there is nothing else of a shell.
 type guest struct {
 	// mu guards the fields below.
 	mu       sync.Mutex
@@ -141,9 +142,22 @@ func (g *guest) run(s *session, timeout time.Duration) {
 	s.end(g.program(s), "")
 }
 
+// programs are the words that a guest knows.
+var programs = []string{"true", "false", "exit", "echo", "err", "cat", "sleep", "fill", "env"}
+
 func (g *guest) program(s *session) int {
-	args := s.view.Command[1:]
-	switch s.view.Command[0] {
+	words := s.view.Command
+	if words[0] == "sh" {
+		if len(words) == 3 {
+			words = strings.Fields(words[2])
+		}
+		if len(words) == 0 || !slices.Contains(programs, words[0]) {
+			s.write(1, []byte("sh: not found\n"))
+			return 127
+		}
+	}
+	args := words[1:]
+	switch words[0] {
 	case "false":
 		return 1
 	case "exit":
@@ -226,8 +240,7 @@ func (g *guest) start(w http.ResponseWriter, q *http.Request) {
 		reply(w, nil, core.Wrapf(err, core.Invalid, core.CodeMalformedBody, "cannot be read"))
 		return
 	}
-	known := []string{"true", "false", "exit", "echo", "err", "cat", "sleep", "fill", "env"}
-	if !slices.Contains(known, in.Command[0]) {
+	if !slices.Contains(programs, in.Command[0]) && in.Command[0] != "sh" {
 		reply(w, nil, core.Errorf(core.NotFound, "COMMAND_NOT_FOUND", "%s: not found", in.Command[0]))
 		return
 	}
@@ -341,16 +354,31 @@ func (s *session) attach(w http.ResponseWriter, q *http.Request) {
 			}
 		}
 	}()
-	for at := 0; ; {
+	number := func(name string) int {
+		n, _ := strconv.Atoi(q.URL.Query().Get(name))
+		return n
+	}
+	at := [2]int{number("stdout_offset"), number("stderr_offset")}
+	for {
 		s.mu.Lock()
-		b, over, changed := slices.Clone(s.out[0][at:]), s.view.State == controller.GuestExited, s.changed
+		var next [2][]byte
+		for i := range at {
+			next[i] = slices.Clone(s.out[i][min(at[i], len(s.out[i])):])
+		}
+		over, changed := s.view.State == controller.GuestExited, s.changed
 		s.mu.Unlock()
-		if len(b) > 0 {
-			frame := binary.BigEndian.AppendUint64([]byte{1}, uint64(at))
-			if conn.Write(ctx, websocket.MessageBinary, append(frame, b...)) != nil {
-				return
+		sent := false
+		for i, b := range next {
+			for piece := range slices.Chunk(b, maxPiece) {
+				frame := binary.BigEndian.AppendUint64([]byte{byte(i + 1)}, uint64(at[i])) //nolint:gosec // G115: an offset is not negative
+				if conn.Write(ctx, websocket.MessageBinary, append(frame, piece...)) != nil {
+					return
+				}
+				at[i] += len(piece)
+				sent = true
 			}
-			at += len(b)
+		}
+		if sent {
 			continue
 		}
 		if over {
@@ -367,43 +395,5 @@ func (s *session) attach(w http.ResponseWriter, q *http.Request) {
 	}
 }
 
-func (g *guest) serveFile(w http.ResponseWriter, q *http.Request) {
-	path := q.URL.Query().Get("path")
-	var body []byte
-	if q.Method == http.MethodPut {
-		var err error
-		if body, err = io.ReadAll(q.Body); err != nil {
-			reply(w, nil, errors.Join(ErrVanish, err))
-			return
-		}
-	}
-	g.mu.Lock()
-	defer g.mu.Unlock()
-	b, ok := g.files[path]
-	if q.Method != http.MethodPut && !ok {
-		reply(w, nil, core.Errorf(core.NotFound, core.CodeFileNotFound, "%s: no such file", path))
-		return
-	}
-	info := func(size int) string {
-		out, _ := json.Marshal(map[string]any{
-			"path": path, "name": path[strings.LastIndex(path, "/")+1:], "type": "file", "size": size, "mode": "0644", "uid": 0, "gid": 0, "mtime": time.Now().UTC(),
-		})
-		return string(out)
-	}
-	switch q.Method {
-	case http.MethodPut:
-		g.files[path] = body
-		w.Header().Set("Content-Type", "application/json")
-		_, _ = io.WriteString(w, info(len(body)))
-	case http.MethodDelete:
-		delete(g.files, path)
-		reply(w, nil, nil)
-	default:
-		w.Header().Set("Content-Type", "application/octet-stream")
-		w.Header().Set("Coppice-File", info(len(b)))
-		w.Header().Set("Content-Length", strconv.Itoa(len(b)))
-		if q.Method == http.MethodGet {
-			_, _ = w.Write(b)
-		}
-	}
-}
+// maxPiece is how much output one message has at most.
+const maxPiece = 32 << 10
