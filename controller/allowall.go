@@ -6,17 +6,6 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// AllowAll says whether sandboxes of a project may have the egress policy allow-all. Under this policy no proxy is between them and the
-// network.
-type AllowAll string
-
-// The values.
-const (
-	AllowAllDefault AllowAll = "default" // as the controllers' operator says: Config.AllowAllEgress
-	AllowAllAllowed AllowAll = "allowed"
-	AllowAllDenied  AllowAll = "denied"
-)
-
 // mayReachAll refuses a new sandbox under allow-all if the operator has not allowed it. It is called for every new sandbox, wherever the
 // policy comes from: a request, a checkpoint from a time when allow-all was allowed, or the workspace itself.
 func (c *Controller) mayReachAll(ctx context.Context, tx Tx, project core.ProjectID, mode core.EgressPolicy) error {

@@ -117,9 +117,9 @@ func (c *Controller) CheckAudit(ctx context.Context, actor Key, project core.Pro
 // audited reads in the scope of a project that the key may see. This is the key's own project, or for an operator any project, including the
 // system's, which has the records of runners and projects.
 func audited[T any](ctx context.Context, c *Controller, actor Key, project core.ProjectID, fn func(tx Tx) (T, error)) (T, error) {
-	operators := project == SystemProject && actor.reach() == System() // that project is not in any list
+	operators := project == SystemProject && reachOf(actor) == System() // that project is not in any list
 	if project != actor.ProjectID && !operators {
-		if _, err := read(ctx, c, actor.reach(), func(tx Tx) (Project, error) { return tx.Project(ctx, project) }); err != nil {
+		if _, err := read(ctx, c, reachOf(actor), func(tx Tx) (Project, error) { return tx.Project(ctx, project) }); err != nil {
 			var none T
 			return none, err
 		}

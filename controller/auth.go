@@ -250,7 +250,7 @@ func (c *Controller) CreateKey(ctx context.Context, actor Key, project core.Proj
 	key := Key{
 		ID: id, ProjectID: project, Name: name, Prefix: prefix, Hash: sha256.Sum256([]byte(secret)), Scopes: slices.Compact(scopes), Parent: actor.ID,
 	}
-	made, err := read(ctx, c, actor.reach(), func(tx Tx) (Key, error) {
+	made, err := read(ctx, c, reachOf(actor), func(tx Tx) (Key, error) {
 		if err := bind(ctx, tx, project, string(id)); err != nil {
 			return Key{}, err
 		}
@@ -268,12 +268,12 @@ func (c *Controller) CreateKey(ctx context.Context, actor Key, project core.Proj
 
 // Key returns one.
 func (c *Controller) Key(ctx context.Context, actor Key, id core.KeyID) (Key, error) {
-	return read(ctx, c, actor.reach(), func(tx Tx) (Key, error) { return tx.Key(ctx, id) })
+	return read(ctx, c, reachOf(actor), func(tx Tx) (Key, error) { return tx.Key(ctx, id) })
 }
 
 // Keys lists those of a project, newest first, ended ones too.
 func (c *Controller) Keys(ctx context.Context, actor Key, project core.ProjectID, p Page) ([]Key, error) {
-	return read(ctx, c, actor.reach(), func(tx Tx) ([]Key, error) {
+	return read(ctx, c, reachOf(actor), func(tx Tx) ([]Key, error) {
 		if _, err := tx.Project(ctx, project); err != nil {
 			return nil, err
 		}
@@ -283,7 +283,7 @@ func (c *Controller) Keys(ctx context.Context, actor Key, project core.ProjectID
 
 // RevokeKey ends a key, the keys that were made with it, and what is under way for them. A key cannot end one that can do more.
 func (c *Controller) RevokeKey(ctx context.Context, actor Key, id core.KeyID) error {
-	_, err := read(ctx, c, actor.reach(), func(tx Tx) (any, error) {
+	_, err := read(ctx, c, reachOf(actor), func(tx Tx) (any, error) {
 		key, err := tx.Key(ctx, id)
 		if err != nil {
 			return nil, err
@@ -299,24 +299,6 @@ func (c *Controller) RevokeKey(ctx context.Context, actor Key, id core.KeyID) er
 // WithRequestID marks a context with the id of the request that it serves; operations that it starts carry it.
 func WithRequestID(ctx context.Context, id string) context.Context {
 	return core.WithRequestID(ctx, id)
-}
-
-// notReady refuses a request that does not fit the state of a workspace.
-func notReady(w Workspace) error {
-	hint := "wait until it is ready"
-	if w.State == core.WorkspaceSuspended {
-		hint = "resume it"
-	}
-	if w.State.Final() || w.State == core.WorkspaceTerminating {
-		hint = "create or fork another"
-		if w.State == core.WorkspaceLost {
-			hint = "fork its last checkpoint"
-			if w.Failure != nil && w.Failure.RecoverFrom != "" {
-				hint = "restore its last checkpoint that is left, " + string(w.Failure.RecoverFrom)
-			}
-		}
-	}
-	return core.Errorf(core.FailedPrecondition, core.CodeWorkspaceNotReady, "workspace %s is %s; %s", w.ID, w.State, hint)
 }
 
 func requestID(ctx context.Context) string { return core.RequestIDOf(ctx) }

@@ -70,7 +70,7 @@ func (c *Controller) beginCapture(ctx context.Context, project core.ProjectID, k
 			return nil, err
 		}
 		if w.State != core.WorkspaceReady {
-			return nil, notReady(w)
+			return nil, w.NotReady()
 		}
 		if only != nil {
 			if err := only(ctx, tx); err != nil {

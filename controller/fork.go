@@ -160,7 +160,7 @@ func childOf(source Checkpoint, req ForkRequest) (Workspace, error) {
 	if err := grants.CheckMode(w.Egress, w.Rules.Allow); err != nil {
 		return w, err
 	}
-	if parent := source.origin(); parent != nil {
+	if parent := source.Origin(); parent != nil {
 		return w, grants.CheckWithin(w.Egress, w.Rules.Allow, *parent)
 	}
 	return w, nil

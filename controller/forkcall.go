@@ -50,7 +50,7 @@ func (c *Controller) callFork(ctx context.Context, plan *forkPlan) ([]runnerapi.
 // callShare asks one runner for some of the children. It repeats the request if the runner could not be reached, and checks every
 // answer. A child counts as grown only with a complete reseal of its generation, and with an attestation by the runner that was asked.
 func (c *Controller) callShare(ctx context.Context, plan *forkPlan, endpoint string, share []int, out []runnerapi.ChildResult) error {
-	req := runnerapi.Fork{CheckpointID: plan.source.ID, Children: make([]runnerapi.Child, len(share)), Sources: plan.source.Sources, Peers: plan.source.Peers, Expected: expected(plan.source)}
+	req := runnerapi.Fork{CheckpointID: plan.source.ID, Children: make([]runnerapi.Child, len(share)), Sources: plan.source.Sources, Peers: plan.source.Peers, Expected: plan.source.Expected()}
 	// A host that joined again is another runner. It may still hold the checkpoint that it captured
 	// as the earlier runner, but it cannot attest these bytes. So it must verify them against the
 	// manifest, like every runner that has not captured the checkpoint.

@@ -52,31 +52,6 @@ type RulesTx interface {
 	HoldRules(project core.ProjectID)
 }
 
-// ForGrants returns the fields of a workspace that package grants needs.
-func (w Workspace) ForGrants() grants.Workspace {
-	g := grants.Workspace{
-		ID: w.ID, ProjectID: w.ProjectID, Parent: w.Parent, State: w.State, Egress: w.Egress, Rules: w.Rules,
-		Sandbox: grants.Sandbox{
-			ID: w.Sandbox.ID, RunnerID: w.Sandbox.RunnerID, Endpoint: w.Sandbox.Endpoint, EgressKey: w.Sandbox.EgressKey, EgressURL: w.Sandbox.EgressURL,
-		},
-	}
-	if w.State.Final() {
-		g.Ended = notReady(w)
-	}
-	return g
-}
-
-// RulesPending reports whether a workspace runs on a host that is not known to have its present rules.
-func (w Workspace) RulesPending() bool { return w.ForGrants().Pending() }
-
-// origin has the rules that bound the forks of a checkpoint: the rules of its workspace. It is nil for a checkpoint from an image or a file.
-func (cp Checkpoint) origin() *grants.WorkspaceRules {
-	if cp.WorkspaceID == "" {
-		return nil
-	}
-	return &grants.WorkspaceRules{ID: cp.WorkspaceID, Egress: cp.Egress, Allow: cp.Allow}
-}
-
 // inherit gives children the present grants of their parent workspace.
 func inherit(ctx context.Context, tx Tx, source Checkpoint, choice grants.Choice, children []Workspace) error {
 	if choice.None || source.WorkspaceID == "" || !source.Granted && len(choice.Names) == 0 {

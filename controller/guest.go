@@ -93,14 +93,7 @@ func (c *Controller) reach(ctx context.Context, project core.ProjectID, id core.
 		return w, err
 	}
 	c.used(w)
-	return w, reachable(w)
-}
-
-func reachable(w Workspace) error {
-	if w.State != core.WorkspaceReady && w.State != core.WorkspaceCheckpointing {
-		return notReady(w)
-	}
-	return nil
+	return w, w.Reachable()
 }
 
 // Guest returns a transport for the public routes of the agent in a ready workspace.
@@ -128,7 +121,7 @@ func (c *Controller) Console(ctx context.Context, project core.ProjectID, id cor
 		return nil, err
 	}
 	if w.Sandbox.ID == "" {
-		return nil, notReady(w)
+		return nil, w.NotReady()
 	}
 	return c.runners.Console(ctx, w.Sandbox.Endpoint, w.Sandbox.ID)
 }

@@ -170,7 +170,7 @@ func (o *offer) spread() ([]Runner, error) {
 	chosen := make([]Runner, len(ids))
 	for i, id := range ids {
 		chosen[i] = o.fleet[at[id]]
-		chosen[i].ask = o.req
+		chosen[i].Chosen = o.req
 	}
 	return chosen, nil
 }
@@ -188,7 +188,7 @@ func (c *Controller) occupy(ctx context.Context, tx Tx, runners ...Runner) error
 		if err != nil {
 			return err
 		}
-		if err := placement.Fits(placement.Runner{ID: r.Info.RunnerID, Capacity: r.Info.Capacity, Used: used}, r.ask); err != nil {
+		if err := placement.Fits(placement.Runner{ID: r.Info.RunnerID, Capacity: r.Info.Capacity, Used: used}, r.Chosen); err != nil {
 			return err
 		}
 	}

@@ -12,15 +12,6 @@ import (
 	"github.com/coppice-dev/coppice/snapshotstore/envelope"
 )
 
-// Encryption says how a project's checkpoints are stored.
-type Encryption string
-
-// How a project's checkpoints are stored.
-const (
-	EncryptionNone     Encryption = "none"
-	EncryptionEnvelope Encryption = "envelope" // with keys of the project, which a master key wraps
-)
-
 // EncryptionPatch changes how data that a project stores from now on is encrypted; zero fields change nothing.
 type EncryptionPatch struct {
 	Mode Encryption

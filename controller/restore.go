@@ -48,7 +48,7 @@ func (c *Controller) admitRestore(ctx context.Context, tx Tx, project core.Proje
 		return nil, err
 	}
 	if w.State != core.WorkspaceReady {
-		return nil, notReady(w)
+		return nil, w.NotReady()
 	}
 	tx.HoldCheckpoint(checkpoint)
 	source, err := c.source(ctx, tx, checkpoint)
@@ -62,7 +62,7 @@ func (c *Controller) admitRestore(ctx context.Context, tx Tx, project core.Proje
 		return nil, core.Errorf(core.Invalid, core.CodeInvalidField,
 			"checkpoint_id: checkpoint %s is of another image or shape than workspace %s; restore it as a workspace of its own", checkpoint, id)
 	}
-	if from := source.origin(); from != nil && from.ID != w.ID {
+	if from := source.Origin(); from != nil && from.ID != w.ID {
 		if err := grants.CheckWithin(w.Egress, w.Rules.Allow, *from); err != nil {
 			return nil, err
 		}

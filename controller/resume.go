@@ -27,7 +27,7 @@ func (c *Controller) Resume(ctx context.Context, project core.ProjectID, id core
 			} else if !open {
 				return Answer{Done: true, Result: Result{Workspace: &w}}, nil
 			} else if !failed && !answer.Done {
-				return Answer{}, notReady(w)
+				return Answer{}, w.NotReady()
 			}
 			continue
 		case core.WorkspaceRestoring:
@@ -42,7 +42,7 @@ func (c *Controller) Resume(ctx context.Context, project core.ProjectID, id core
 			continue
 		case core.WorkspaceSuspended:
 		case core.WorkspaceCreating, core.WorkspaceQuarantined, core.WorkspaceTerminating, core.WorkspaceTerminated, core.WorkspaceFailed, core.WorkspaceLost:
-			return Answer{}, notReady(w)
+			return Answer{}, w.NotReady()
 		}
 		t, err := c.admit(ctx, project, wait, func(ctx context.Context) (*Task, error) { return c.resumeSuspended(ctx, project, id) })
 		if core.CodeOf(err) == core.CodeStateConflict {
@@ -59,7 +59,7 @@ func orNotReady(w Workspace, err error) error {
 	if err != nil {
 		return err
 	}
-	return notReady(w)
+	return w.NotReady()
 }
 
 // awaitOpen waits for the newest operation of a kind on a workspace, if it has not ended.
@@ -130,7 +130,7 @@ func (c *Controller) workResume(ctx context.Context, t *Task) error {
 
 // awaken resumes a workspace with auto-resume, and returns it after that.
 func (c *Controller) awaken(ctx context.Context, w Workspace) (Workspace, error) {
-	if !asleep(w) {
+	if !w.Asleep() {
 		return w, nil
 	}
 	answer, err := c.Resume(ctx, w.ProjectID, w.ID, DefaultWait)
@@ -138,9 +138,4 @@ func (c *Controller) awaken(ctx context.Context, w Workspace) (Workspace, error)
 		return w, orNotReady(w, err)
 	}
 	return c.Workspace(ctx, w.ProjectID, w.ID)
-}
-
-// asleep reports whether a workspace with auto-resume may have to be resumed.
-func asleep(w Workspace) bool {
-	return w.Rest.AutoResume && (w.State == core.WorkspaceSuspended || w.State == core.WorkspaceRestoring || w.State == core.WorkspaceCheckpointing)
 }

@@ -13,23 +13,6 @@ import (
 	"github.com/coppice-dev/coppice/snapshotstore/envelope"
 )
 
-// SealState is the state of the upload of a captured checkpoint to the store.
-type SealState string
-
-// The states of a seal.
-const (
-	SealQueued    SealState = "queued" // its runner has not begun
-	SealUploading SealState = "uploading"
-	SealFailed    SealState = "failed" // the last attempt; another follows
-)
-
-// Seal is what users see of the upload to the store.
-type Seal struct {
-	State   SealState
-	Attempt int64    // 0 while queued
-	Problem *Failure // of the last attempt that failed, until one succeeds
-}
-
 // SealAttempt is the newest attempt to seal a checkpoint. Only the runner that began it may end it.
 type SealAttempt struct {
 	Checkpoint core.CheckpointID

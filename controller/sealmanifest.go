@@ -61,19 +61,10 @@ func (c *Controller) checkManifest(ctx context.Context, runner core.RunnerID, id
 
 // rowClaim returns the fields that a checkpoint's row requires of its manifest.
 func rowClaim(cp Checkpoint) manifest.Claim {
-	want := expected(cp)
+	want := cp.Expected()
 	return manifest.Claim{
 		ProjectID: want.ProjectID, CheckpointID: cp.ID, Parent: want.Parent, GuestImage: want.Image, Class: want.Class.Fields(), Resources: want.Resources,
 	}
-}
-
-// expected returns the fields that a runner requires of the manifest of a checkpoint.
-func expected(cp Checkpoint) *runnerapi.Expected {
-	out := &runnerapi.Expected{ProjectID: cp.ProjectID, Parent: cp.Parent, Image: cp.Image.Digest, Resources: cp.Resources}
-	if cp.Class != nil {
-		out.Class = *cp.Class
-	}
-	return out
 }
 
 // checkHeader refuses sizes that the checkpoint cannot have, and objects that are not its own to name.

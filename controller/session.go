@@ -59,14 +59,14 @@ func (c *Controller) startSession(ctx context.Context, project core.ProjectID, i
 	resting, woken := false, false // the workspace must be resumed before its use
 	insert := func(tx Tx) (Workspace, error) {
 		w, err := tx.Workspace(ctx, id)
-		if resting = err == nil && !woken && asleep(w); resting {
+		if resting = err == nil && !woken && w.Asleep(); resting {
 			return w, nil
 		}
 		if err := bind(ctx, tx, project, string(row.ID)); err != nil {
 			return Workspace{}, err
 		}
 		if err == nil {
-			err = reachable(w)
+			err = w.Reachable()
 		}
 		if err != nil {
 			return w, err
@@ -297,7 +297,7 @@ func (c *Controller) ReachSession(ctx context.Context, project core.ProjectID, i
 		}
 	}
 	w, err := read(ctx, c, InProject(project), find)
-	if err == nil && asleep(w) {
+	if err == nil && w.Asleep() {
 		if _, err = c.awaken(ctx, w); err == nil {
 			w, err = read(ctx, c, InProject(project), find)
 		}
@@ -307,12 +307,12 @@ func (c *Controller) ReachSession(ctx context.Context, project core.ProjectID, i
 	}
 	c.used(w)
 	if w.State == core.WorkspaceSuspended || w.State == core.WorkspaceRestoring {
-		return row, w, notReady(w)
+		return row, w, w.NotReady()
 	}
 	if w.Sandbox.ID != row.SandboxID {
 		return row, w, core.Errorf(core.NotFound, core.CodeSessionNotFound, "session %s ended with its epoch of workspace %s", id, w.ID)
 	}
-	return row, w, reachable(w)
+	return row, w, w.Reachable()
 }
 
 // SessionGuest returns a transport to the agent of a session, and the session's name there.
@@ -441,7 +441,7 @@ func (c *Controller) UseAttachToken(ctx context.Context, id core.SessionID, toke
 	if w.Sandbox.ID != row.SandboxID {
 		return nil, "", key, core.Errorf(core.Unauthenticated, core.CodeUnauthenticated, "the attach token is of an epoch of workspace %s that has ended", w.ID)
 	}
-	if err := reachable(w); err != nil {
+	if err := w.Reachable(); err != nil {
 		return nil, "", key, err
 	}
 	return c.runners.Guest(w.Sandbox.Endpoint, w.Sandbox.ID), row.GuestID, key, nil

@@ -83,12 +83,6 @@ type Tx interface {
 	EventTx
 }
 
-// Page bounds a list: at most Limit rows after the one named After.
-type Page struct {
-	After string
-	Limit int
-}
-
 // WorkspaceFilter selects workspaces; zero fields do not filter. Newest first.
 type WorkspaceFilter struct {
 	Page

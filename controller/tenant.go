@@ -8,20 +8,6 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// Quotas are the limits of a project.
-type Quotas struct {
-	Version         int64
-	Workspaces      int64 // that have not ended
-	ForksInFlight   int64 // workspaces that are being made or restored
-	Checkpoints     int64 // that are not deleted
-	CheckpointBytes int64 // a capture is admitted while less than that is stored
-	Depth           int64 // generations below a root
-	Children        int64 // checkpoints directly below one
-	Keys            int64 // that are valid
-	Ports           int64 // that are forwarded
-	AllowAll        AllowAll
-}
-
 // QuotasPatch changes limits; nil does not change a limit. Version 0 does not compare.
 type QuotasPatch struct {
 	Version int64
@@ -74,8 +60,8 @@ func demandOf(op Operation, in opInput) Demand {
 	return d
 }
 
-// reach is the scope in which a key manages projects and keys.
-func (k Key) reach() Scope {
+// reachOf is the scope in which a key manages projects and keys.
+func reachOf(k Key) Scope {
 	if core.MissingScope(k.Scopes, core.ScopeAdmin) == "" {
 		return System()
 	}
@@ -89,7 +75,7 @@ func (c *Controller) CreateProject(ctx context.Context, actor Key, name string, 
 	if err != nil {
 		return Project{}, err
 	}
-	made, err := read(ctx, c, actor.reach(), func(tx Tx) (Project, error) {
+	made, err := read(ctx, c, reachOf(actor), func(tx Tx) (Project, error) {
 		if err := bind(ctx, tx, actor.ProjectID, string(id)); err != nil {
 			return Project{}, err
 		}
@@ -113,7 +99,7 @@ func (c *Controller) CreateProject(ctx context.Context, actor Key, name string, 
 // Project returns one, with what it has.
 func (c *Controller) Project(ctx context.Context, actor Key, id core.ProjectID) (Project, QuotaUsage, error) {
 	var usage QuotaUsage
-	p, err := read(ctx, c, actor.reach(), func(tx Tx) (Project, error) {
+	p, err := read(ctx, c, reachOf(actor), func(tx Tx) (Project, error) {
 		p, err := tx.Project(ctx, id)
 		if err == nil {
 			usage, err = tx.QuotaUsage(ctx, id)
@@ -125,14 +111,14 @@ func (c *Controller) Project(ctx context.Context, actor Key, id core.ProjectID) 
 
 // Projects lists those that the key may see, newest first.
 func (c *Controller) Projects(ctx context.Context, actor Key, p Page) ([]Project, error) {
-	return read(ctx, c, actor.reach(), func(tx Tx) ([]Project, error) { return tx.Projects(ctx, p) })
+	return read(ctx, c, reachOf(actor), func(tx Tx) ([]Project, error) { return tx.Projects(ctx, p) })
 }
 
 // PatchProject changes the limits of a project and its encryption. Objects above a lowered limit stay, but none can be added.
 func (c *Controller) PatchProject(ctx context.Context, actor Key, id core.ProjectID, p QuotasPatch, e EncryptionPatch) (Project, error) {
 	var fresh *ProjectKey
 	if e != (EncryptionPatch{}) { // a key is not wrapped in a transaction, because this may take a while
-		now, err := read(ctx, c, actor.reach(), func(tx Tx) (Project, error) { return tx.Project(ctx, id) })
+		now, err := read(ctx, c, reachOf(actor), func(tx Tx) (Project, error) { return tx.Project(ctx, id) })
 		if err != nil {
 			return now, err
 		}
@@ -140,7 +126,7 @@ func (c *Controller) PatchProject(ctx context.Context, actor Key, id core.Projec
 			return now, err
 		}
 	}
-	return read(ctx, c, actor.reach(), func(tx Tx) (Project, error) {
+	return read(ctx, c, reachOf(actor), func(tx Tx) (Project, error) {
 		if err := encrypt(ctx, tx, id, e, fresh); err != nil {
 			return Project{}, err
 		}
@@ -153,7 +139,7 @@ func (c *Controller) DeleteProject(ctx context.Context, actor Key, id core.Proje
 	if id == actor.ProjectID {
 		return core.Errorf(core.PermissionDenied, core.CodePermissionDenied, "project %s is the one of the key that asks; delete it with a key of another", id)
 	}
-	_, err := read(ctx, c, actor.reach(), func(tx Tx) (any, error) { return nil, tx.DeleteProject(ctx, id) })
+	_, err := read(ctx, c, reachOf(actor), func(tx Tx) (any, error) { return nil, tx.DeleteProject(ctx, id) })
 	return err
 }
 

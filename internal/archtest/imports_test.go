@@ -102,6 +102,7 @@ var rules = []rule{
 	{subtree: "controller/retention", only: []string{"core", "controller"}, foreign: none, why: "a pure function"},
 	{subtree: "controller/flows", only: []string{"core", "api/runnerapi"}, notForeign: []string{"github.com/jackc/pgx"}, why: "it declares the part of the database that it uses"},
 	{subtree: "controller/grants", only: []string{"core", "api/runnerapi", "controller/secretstore", "egress/ca", "egress/grant", "egress/policy", "internal"}, notForeign: []string{"github.com/jackc/pgx"}, why: "it declares the part of the database that it uses"},
+	{subtree: "controller/model", only: []string{"core", "api/runnerapi", "controller/grants", "controller/placement", "controller/secretstore", "egress", "internal"}, notForeign: []string{"github.com/jackc/pgx"}, why: "rows are values"},
 	{subtree: "controller/secretstore", only: []string{"core", "egress/ca", "internal"}, notForeign: []string{"github.com/jackc/pgx"}, why: "it declares the part of the database that it uses, and knows no grants"},
 	{subtree: "controller/postgres", not: []string{"controller/httpapi", "controller/runnerclient"}, why: "adapters do not import one another"},
 	{subtree: "controller/httpapi", not: []string{"controller/postgres", "controller/runnerclient"}, notForeign: []string{"github.com/jackc/pgx"}, why: "adapters do not import one another"},
