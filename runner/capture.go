@@ -17,6 +17,7 @@ import (
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
 	"github.com/coppice-dev/coppice/internal/sparse"
 	"github.com/coppice-dev/coppice/runner/guest"
+	"github.com/coppice-dev/coppice/runner/hostlimit"
 	"github.com/coppice-dev/coppice/runner/memory"
 	"github.com/coppice-dev/coppice/runner/vmm"
 )
@@ -36,7 +37,7 @@ func (r *Runner) Capture(ctx context.Context, id core.SandboxID, req runnerapi.C
 		defer s.unlock()
 		rec, err := r.captureLocked(context.WithoutCancel(ctx), s, req)
 		if err != nil {
-			return nil, exhausted(fmt.Errorf("capture sandbox %s: %w", id, err), fmt.Sprintf("sandbox %s was not captured and goes on", id))
+			return nil, hostlimit.Explain(fmt.Errorf("capture sandbox %s: %w", id, err), fmt.Sprintf("sandbox %s was not captured and goes on", id))
 		}
 		return rec, nil
 	}))

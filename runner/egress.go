@@ -18,6 +18,7 @@ import (
 	"github.com/coppice-dev/coppice/egress/policy"
 	"github.com/coppice-dev/coppice/internal/pace"
 	"github.com/coppice-dev/coppice/runner/egress"
+	"github.com/coppice-dev/coppice/runner/hostlimit"
 	"github.com/coppice-dev/coppice/runner/netns"
 )
 
@@ -403,7 +404,7 @@ func (r *Runner) SetEgressRules(ctx context.Context, id core.SandboxID, rules ru
 // notWritten is a fault of the host, not of the rules. The controller gives the rules again.
 func notWritten(id core.SandboxID, rules runnerapi.EgressRules, err error) error {
 	do := "read the log of the runner"
-	if code, limit := limitMet(err); code != "" {
+	if code, limit := hostlimit.Met(err); code != "" {
 		do = limit
 	}
 	return core.Wrapf(err, core.Unavailable, core.CodeRulesNotWritten,

@@ -18,6 +18,7 @@ import (
 	"github.com/coppice-dev/coppice/images"
 	"github.com/coppice-dev/coppice/internal/atomicfile"
 	"github.com/coppice-dev/coppice/internal/sparse"
+	"github.com/coppice-dev/coppice/runner/hostlimit"
 	"github.com/coppice-dev/coppice/runner/lazy"
 	"github.com/coppice-dev/coppice/runner/memory"
 	"github.com/coppice-dev/coppice/runner/pager"
@@ -38,7 +39,7 @@ func (r *Runner) fetch(ctx context.Context, id core.CheckpointID, sources []runn
 	_, err := r.once(ctx, id, func() (*checkpointRecord, error) {
 		rec, err := r.fetchNow(context.WithoutCancel(ctx), sources, want)
 		if err != nil {
-			return nil, exhausted(fmt.Errorf("fetch checkpoint %s: %w", id, err), fmt.Sprintf("checkpoint %s was not fetched from the store", id))
+			return nil, hostlimit.Explain(fmt.Errorf("fetch checkpoint %s: %w", id, err), fmt.Sprintf("checkpoint %s was not fetched from the store", id))
 		}
 		return rec, nil
 	})

@@ -16,6 +16,7 @@ import (
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
 	"github.com/coppice-dev/coppice/internal/sparse"
 	"github.com/coppice-dev/coppice/runner/guest"
+	"github.com/coppice-dev/coppice/runner/hostlimit"
 	"github.com/coppice-dev/coppice/runner/memory"
 	"github.com/coppice-dev/coppice/runner/vmm"
 )
@@ -100,8 +101,8 @@ func (r *Runner) forkOne(ctx context.Context, ckpt *opened, child runnerapi.Chil
 // forkError keeps the code of an error and says which sandbox it concerns.
 func forkError(child runnerapi.Child, ckpt *opened, err error) error {
 	what := fmt.Sprintf("sandbox %s could not be grown from checkpoint %s and was destroyed", child.SandboxID, ckpt.ID)
-	if code, _ := limitMet(err); code != "" {
-		return exhausted(err, what)
+	if code, _ := hostlimit.Met(err); code != "" {
+		return hostlimit.Explain(err, what)
 	}
 	code, category := core.CodeOf(err), core.CategoryOf(err)
 	if category == core.Internal {

@@ -14,6 +14,7 @@ import (
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
 	"github.com/coppice-dev/coppice/images"
 	"github.com/coppice-dev/coppice/runner/guest"
+	"github.com/coppice-dev/coppice/runner/hostlimit"
 )
 
 // Template makes the template checkpoint of an image and shape. It boots the image once and captures it when its agent is ready. The
@@ -29,11 +30,11 @@ func (r *Runner) Template(ctx context.Context, req runnerapi.Template) (runnerap
 		}
 		defer r.holdRoots()()
 		if err := r.keepRoot(img); err != nil {
-			return nil, exhausted(err, "the image could not be kept")
+			return nil, hostlimit.Explain(err, "the image could not be kept")
 		}
 		rec, err := r.bootTemplate(context.WithoutCancel(ctx), img, req)
 		if err != nil {
-			return nil, exhausted(fmt.Errorf("boot image %s: %w", img.Digest.Short(), err), "the image could not be booted")
+			return nil, hostlimit.Explain(fmt.Errorf("boot image %s: %w", img.Digest.Short(), err), "the image could not be booted")
 		}
 		return rec, nil
 	}))
