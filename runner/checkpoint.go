@@ -1,6 +1,7 @@
 package runner
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -16,6 +17,7 @@ import (
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/atomicfile"
 	"github.com/coppice-dev/coppice/runner/memory"
+	"github.com/coppice-dev/coppice/runner/roots"
 	"github.com/coppice-dev/coppice/runner/trash"
 )
 
@@ -57,13 +59,16 @@ type checkpointRecord struct {
 	// Project is the project of a fetched checkpoint.
 	Project core.ProjectID `json:"project_id,omitempty"`
 	// Root is the root file system of its guest. It is empty if this is the one of an image of this host.
-	Root rootKey `json:"root_file,omitempty"`
+	Root roots.Key `json:"root_file,omitempty"`
 	// WorkingSet is that of runnerapi.StoredRecord.
 	WorkingSet []byte `json:"working_set,omitempty"`
 }
 
 // hasDelta reports whether the memory is a base and a delta.
 func (r *checkpointRecord) hasDelta() bool { return r.DeltaBytes > 0 && !r.Rebased }
+
+// rootKey is the key of the root file system of a checkpoint's guest.
+func (r *checkpointRecord) rootKey() roots.Key { return cmp.Or(r.Root, roots.Own(r.Image)) }
 
 const partPrefix = ".part-"
 

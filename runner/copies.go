@@ -98,7 +98,7 @@ func (r *Runner) leastUsed(budget int64, but ...core.CheckpointID) (_ core.Check
 		captured[rec.Base] = captured[rec.Base] || !rec.Fetched
 	}
 	needed := r.neededCopies(list)
-	total := r.storedRoots()
+	total := r.roots.StoredBytes()
 	var free []*checkpointRecord
 	for _, rec := range list {
 		if !rec.Fetched {
@@ -168,7 +168,7 @@ func (r *Runner) giveUp(id core.CheckpointID) (gone bool, err error) {
 	}
 	r.forgetForks(id)
 	r.seals.forget(id)
-	return true, errors.Join(err, r.collectRoots())
+	return true, errors.Join(err, r.roots.Collect())
 }
 
 // hold notes that a checkpoint is in use until release.

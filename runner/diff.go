@@ -143,7 +143,7 @@ func (r *Runner) Diff(ctx context.Context, from core.CheckpointID, req runnerapi
 }
 
 func (r *Runner) diffDisks(ctx context.Context, a, b *diffSide, req runnerapi.Diff) (runnerapi.DiffPage, error) {
-	root, err := r.openRoot(a.rootKey())
+	root, err := r.roots.Open(a.rootKey())
 	if err != nil {
 		return runnerapi.DiffPage{}, err
 	}

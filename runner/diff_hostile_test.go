@@ -13,6 +13,7 @@ import (
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/runner/ext4/ext4test"
 	"github.com/coppice-dev/coppice/runner/rootimage/erofstest"
+	"github.com/coppice-dev/coppice/runner/roots"
 )
 
 // hostileImages are root file systems that a tenant may have brought. Each has a directory big, which the overlay of one checkpoint
@@ -63,7 +64,7 @@ func TestDiffOfHostileImages(t *testing.T) {
 			s := newShelf(t)
 			a, b := s.put(1, "one", unchanged, nil), s.put(1, "one", unchanged, nil)
 			s.open()
-			if err := os.WriteFile(s.rootPath(ownRoot(s.image)), image, 0o600); err != nil {
+			if err := os.WriteFile(s.roots.Path(roots.Own(s.image)), image, 0o600); err != nil {
 				t.Fatal(err)
 			}
 			ext4test.Change(t, s.checkpoints.path(b, overlayFile), "cd upper", "mknod big c 0 0")

@@ -21,6 +21,7 @@ import (
 	"github.com/coppice-dev/coppice/internal/require"
 	"github.com/coppice-dev/coppice/runner/ext4/ext4test"
 	"github.com/coppice-dev/coppice/runner/memory"
+	"github.com/coppice-dev/coppice/runner/roots"
 )
 
 // shelf is a runner that has checkpoints and nothing else, so that comparing them needs no machine.
@@ -44,12 +45,18 @@ func newShelf(t *testing.T) *shelf {
 	s := &shelf{Runner: &Runner{cfg: Config{DataDir: dir, Images: none, Log: slog.New(slog.DiscardHandler)}.withDefaults(), diffs: make(chan struct{}, maxDiffs)}, t: t, image: core.Digest("sha256:" + strings.Repeat("a", 64))}
 	s.runCtx, s.stop = context.WithCancel(t.Context())
 	t.Cleanup(s.stop)
+	if s.lazy, err = openLazy(s.Runner); err != nil {
+		t.Fatal(err)
+	}
+	if s.roots, err = openRoots(s.Runner); err != nil {
+		t.Fatal(err)
+	}
 	from := filepath.Join(dir, "from")
-	err = errors.Join(os.MkdirAll(filepath.Join(from, "etc"), 0o755), os.WriteFile(filepath.Join(from, "etc", "passwd"), []byte("root"), 0o644), os.MkdirAll(s.rootsDir(), 0o755))
+	err = errors.Join(os.MkdirAll(filepath.Join(from, "etc"), 0o755), os.WriteFile(filepath.Join(from, "etc", "passwd"), []byte("root"), 0o644))
 	if err != nil {
 		t.Fatal(err)
 	}
-	if out, err := exec.CommandContext(t.Context(), mkfs, "--quiet", s.rootPath(ownRoot(s.image)), from).CombinedOutput(); err != nil {
+	if out, err := exec.CommandContext(t.Context(), mkfs, "--quiet", s.roots.Path(roots.Own(s.image)), from).CombinedOutput(); err != nil {
 		t.Fatalf("mkfs.erofs: %v: %s", err, out)
 	}
 	return s
@@ -86,9 +93,6 @@ func (s *shelf) put(fill byte, name string, change func(rec *checkpointRecord), 
 func (s *shelf) open() {
 	s.t.Helper()
 	var err error
-	if s.lazy, err = openLazy(s.Runner); err != nil {
-		s.t.Fatal(err)
-	}
 	if s.bases, err = memory.NewBaseStore(filepath.Join(s.cfg.DataDir, "bases"), true); err == nil {
 		s.checkpoints, err = openCheckpointStore(s.cfg.DataDir, s.bases, nil)
 	}

@@ -40,9 +40,6 @@ var (
 	captureWritten   = failpoint.New("capture.written")   // the files are durable, under another name
 	capturePublished = failpoint.New("capture.published") // the checkpoint is there, the journal does not know
 
-	rootsJudged = failpoint.New("roots.judged") // it is known which root file systems are not needed
-	rootsPlaced = failpoint.New("roots.placed") // a root file system is there under the name of a part
-
 	sealBegun     = failpoint.New("seal.begun")     // the controller waits for an attempt
 	sealWritten   = failpoint.New("seal.written")   // everything is in the store, the controller does not know
 	sealCommitted = failpoint.New("seal.committed") // the controller knows, this host does not

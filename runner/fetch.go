@@ -23,6 +23,7 @@ import (
 	"github.com/coppice-dev/coppice/runner/memory"
 	"github.com/coppice-dev/coppice/runner/pager"
 	"github.com/coppice-dev/coppice/runner/room"
+	"github.com/coppice-dev/coppice/runner/roots"
 	"github.com/coppice-dev/coppice/snapshotstore"
 	"github.com/coppice-dev/coppice/snapshotstore/blob/peers"
 	"github.com/coppice-dev/coppice/snapshotstore/manifest"
@@ -89,7 +90,7 @@ func (r *Runner) fetchNow(ctx context.Context, sources []runnerapi.Stored, want 
 		return nil, err
 	}
 	release := r.checkpoints.holdBases()
-	defer r.holdRoots()()
+	defer r.roots.Hold()()
 	err = f.run(ctx)
 	if err == nil {
 		err = fetchWritten.Hit(ctx)
@@ -410,7 +411,7 @@ func (f *fetching) chooseRoot() error {
 	tree := f.snapshot.Image(imageRoot)
 	img, err := f.r.cfg.Images.Get(string(f.rec.Image))
 	if core.CodeOf(err) == core.CodeImageNotFound {
-		f.rec.Root = storedRoot(f.snapshot.Header().ProjectID, tree)
+		f.rec.Root = roots.FromStore(f.snapshot.Header().ProjectID, tree)
 		return nil
 	}
 	if err != nil {
@@ -431,21 +432,21 @@ func (f *fetching) chooseRoot() error {
 // rootImage makes sure that the root file system of the guest is on this host, or will be.
 func (f *fetching) rootImage(ctx context.Context) error {
 	if f.own != nil {
-		return f.r.keepRoot(*f.own)
+		return f.r.roots.Keep(*f.own)
 	}
 	key := f.rec.rootKey()
-	path := f.r.rootPath(key)
+	path := f.r.roots.Path(key)
 	if _, err := os.Stat(path); err == nil {
 		return nil
 	}
 	if f.lazy {
 		im := &lazy.Image{
-			Image: pager.Image{ID: rootImageID(key), Source: sourceOf(f.at, imageRoot), Peers: peers.From(ctx)}, Size: f.snapshot.Image(imageRoot).Size(), To: f.r.rootName(key),
+			Image: pager.Image{ID: rootImageID(key), Source: sourceOf(f.at, imageRoot), Peers: peers.From(ctx)}, Size: f.snapshot.Image(imageRoot).Size(), To: f.r.roots.Name(key),
 		}
 		im.Reserve(f.room, f.will.root)
 		return f.r.lazy.Begin(ctx, im)
 	}
-	part, err := os.CreateTemp(f.r.rootsDir(), "*.part")
+	part, err := os.CreateTemp(f.r.roots.Dir(), "*.part")
 	if err != nil {
 		return err
 	}

@@ -16,6 +16,7 @@ import (
 	"github.com/coppice-dev/coppice/internal/sparse"
 	"github.com/coppice-dev/coppice/runner/lazy"
 	"github.com/coppice-dev/coppice/runner/room"
+	"github.com/coppice-dev/coppice/runner/roots"
 	"github.com/coppice-dev/coppice/runner/trash"
 	"github.com/coppice-dev/coppice/snapshotstore/manifest"
 )
@@ -68,7 +69,7 @@ func (f *fetching) plan() error {
 			f.will.disk += n
 		}
 	}
-	if _, err := os.Stat(f.r.rootPath(f.rec.rootKey())); f.own == nil && errors.Is(err, os.ErrNotExist) {
+	if _, err := os.Stat(f.r.roots.Path(f.rec.rootKey())); f.own == nil && errors.Is(err, os.ErrNotExist) {
 		f.will.root = dataBytes(f.snapshot.Image(imageRoot).Runs())
 	}
 	return nil
@@ -206,10 +207,10 @@ func (r *Runner) freeable() (int64, error) {
 func (r *Runner) mostFreed() (n int64, err error) {
 	list := r.checkpoints.list()
 	needed := r.neededCopies(list)
-	bases, roots := make(map[core.BaseID]bool), make(map[string]bool) // that stay
+	bases, stay := make(map[core.BaseID]bool), make(map[roots.Key]bool)
 	for _, rec := range list {
 		if !rec.Fetched || needed[rec.ID] {
-			bases[rec.Base], roots[string(rec.rootKey())+rootSuffix] = true, true
+			bases[rec.Base], stay[rec.rootKey()] = true, true
 			continue
 		}
 		entries, _ := os.ReadDir(r.checkpoints.path(rec.ID, "")) // else it was removed meanwhile
@@ -219,12 +220,12 @@ func (r *Runner) mostFreed() (n int64, err error) {
 	}
 	r.mu.Lock()
 	for _, s := range r.sandboxes { // also those whose checkpoint is gone
-		bases[s.shape.base], roots[string(s.shape.rootKey())+rootSuffix] = true, true
+		bases[s.shape.base], stay[s.shape.rootKey()] = true, true
 	}
 	r.mu.Unlock()
 	for _, t := range r.checkpoints.listTrash() {
 		if trash.Kept(r.checkpoints.trashDir, t.rec.ID) {
-			bases[t.rec.Base], roots[string(t.rec.rootKey())+rootSuffix] = true, true
+			bases[t.rec.Base], stay[t.rec.rootKey()] = true, true
 			continue
 		}
 		entries, _ := os.ReadDir(trash.Path(r.checkpoints.trashDir, t.rec.ID)) // else it was taken back meanwhile
@@ -242,18 +243,13 @@ func (r *Runner) mostFreed() (n int64, err error) {
 			n += bytes
 		}
 	}
-	entries, err := os.ReadDir(r.rootsDir())
+	files, err := r.roots.Freeable(stay)
 	if err != nil {
 		return 0, err
 	}
-	for _, e := range entries { // also those that are still to be collected
-		if !roots[e.Name()] {
-			n += allocated(filepath.Join(r.rootsDir(), e.Name()))
-		}
-	}
-	return n + r.lazy.Freeable(func(id string, from core.CheckpointID) bool {
+	return n + files + r.lazy.Freeable(func(id string, from core.CheckpointID) bool {
 		key, isRoot := lazy.RootKey(id)
-		return isRoot && roots[key+rootSuffix] || !isRoot && bases[core.BaseID(id)] || r.fetching.reads(from)
+		return isRoot && stay[roots.Key(key)] || !isRoot && bases[core.BaseID(id)] || r.fetching.reads(from)
 	}), nil
 }
 
@@ -264,22 +260,4 @@ func allocated(path string) int64 {
 		return 0
 	}
 	return st.Blocks * 512
-}
-
-// storedRoots is how many bytes the root file systems from the store take.
-func (r *Runner) storedRoots() (n int64) {
-	entries, err := os.ReadDir(r.rootsDir())
-	if err != nil {
-		return 0
-	}
-	for _, e := range entries {
-		if key := rootKey(e.Name()); !key.stored() {
-			continue
-		}
-		var st unix.Stat_t
-		if unix.Stat(filepath.Join(r.rootsDir(), e.Name()), &st) == nil { // else it was removed meanwhile
-			n += st.Blocks * 512
-		}
-	}
-	return n
 }

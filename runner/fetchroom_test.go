@@ -119,9 +119,9 @@ func TestFetchesOnASmallDisk(t *testing.T) {
 			t.Errorf("%s is left of a fetch that was refused", e.Name())
 		}
 	}
-	roots, err := os.ReadDir(b.rootsDir())
-	if err != nil || len(roots) != len(grown) {
-		t.Errorf("%d root file systems of %d checkpoints, %v", len(roots), len(grown), err)
+	files, err := os.ReadDir(b.roots.Dir())
+	if err != nil || len(files) != len(grown) {
+		t.Errorf("%d root file systems of %d checkpoints, %v", len(files), len(grown), err)
 	}
 	if before, err := b.room.Free(); err != nil || before != max(free()-floor, 0) {
 		t.Errorf("%d bytes are still reserved: %v", free()-floor-before, err)
@@ -149,7 +149,7 @@ func TestFetchesOnASmallDisk(t *testing.T) {
 	if n := len(b.Checkpoints()); n != before || n == 0 {
 		t.Errorf("%d checkpoints, and then %d", before, n)
 	}
-	if n := b.storedRoots(); n == 0 || n > 72<<20 {
+	if n := b.roots.StoredBytes(); n == 0 || n > 72<<20 {
 		t.Errorf("root file systems take %d bytes", n)
 	}
 }

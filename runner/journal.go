@@ -9,6 +9,7 @@ import (
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/runner/roots"
 	"github.com/coppice-dev/coppice/runner/vmm"
 )
 
@@ -39,7 +40,7 @@ const journalFile = "journal.json"
 type journalShape struct {
 	Base      core.BaseID    `json:"base"`
 	Image     core.Digest    `json:"image"`
-	Root      rootKey        `json:"root,omitempty"`
+	Root      roots.Key      `json:"root,omitempty"`
 	Resources core.Resources `json:"resources"`
 	DiskBytes int64          `json:"disk_bytes"`
 }

@@ -6,6 +6,7 @@ import (
 
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/runner/lazy"
+	"github.com/coppice-dev/coppice/runner/roots"
 )
 
 // openLazy opens the images that an earlier runner has begun to fetch.
@@ -13,6 +14,28 @@ func openLazy(r *Runner) (*lazy.Images, error) {
 	return lazy.Open(r.runCtx, lazy.Config{
 		DataDir: r.cfg.DataDir, Pager: r.cfg.Store.Pager, Whole: r.cfg.Store.Whole, Room: r.room, Keys: &r.keys, Log: r.cfg.Log, Host: lazyHost{r},
 	})
+}
+
+// openRoots opens the root file systems of this host.
+func openRoots(r *Runner) (*roots.Store, error) {
+	return roots.New(r.runCtx, roots.Config{DataDir: r.cfg.DataDir, Images: r.cfg.Images, Lazy: r.lazy, Wanted: r.wantedRoots, Log: r.cfg.Log})
+}
+
+// wantedRoots are the root file systems that checkpoints and sandboxes need.
+func (r *Runner) wantedRoots() map[roots.Key]bool {
+	wanted := make(map[roots.Key]bool)
+	for _, rec := range r.checkpoints.list() {
+		wanted[rec.rootKey()] = true
+	}
+	for _, t := range r.checkpoints.listTrash() {
+		wanted[t.rec.rootKey()] = true
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for _, s := range r.sandboxes {
+		wanted[s.shape.rootKey()] = true
+	}
+	return wanted
 }
 
 // lazyHost implements lazy.Host.
@@ -55,4 +78,4 @@ func (r *checkpointRecord) imageIDs() []string {
 	return []string{string(r.Base), rootImageID(r.rootKey())}
 }
 
-func rootImageID(k rootKey) string { return lazy.RootID(string(k)) }
+func rootImageID(k roots.Key) string { return lazy.RootID(string(k)) }

@@ -8,6 +8,7 @@ import (
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/runner/roots"
 )
 
 // flip changes one byte of a file.
@@ -45,12 +46,12 @@ func TestCorruptImage(t *testing.T) {
 		flip(t, path)
 	}
 	r.fork(id)
-	flip(t, r.rootPath(ownRoot(r.image.Digest)))
+	flip(t, r.roots.Path(roots.Own(r.image.Digest)))
 	out, err := r.Fork(t.Context(), runnerapi.Fork{CheckpointID: id, Children: []runnerapi.Child{r.child()}})
 	if err != nil {
 		t.Fatal(err)
 	}
-	if p := out.Children[0].Problem; p == nil || p.Code != core.CodeCheckpointCorrupt || !strings.Contains(p.Message, r.rootPath(ownRoot(r.image.Digest))) {
+	if p := out.Children[0].Problem; p == nil || p.Code != core.CodeCheckpointCorrupt || !strings.Contains(p.Message, r.roots.Path(roots.Own(r.image.Digest))) {
 		t.Errorf("a fork on a changed root file system: %+v", p)
 	}
 }

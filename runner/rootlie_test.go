@@ -78,7 +78,7 @@ func TestLyingRoot(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			f, err := b.openRoot(rec.rootKey())
+			f, err := b.roots.Open(rec.rootKey())
 			if err != nil {
 				t.Fatal(err)
 			}

@@ -8,12 +8,13 @@ import (
 	"time"
 
 	"github.com/coppice-dev/coppice/images"
+	"github.com/coppice-dev/coppice/runner/roots"
 )
 
 // plant puts another root file system in the place of a shared one, and returns it open, as a machine has it.
-func plant(t *testing.T, r *fakeRig, k rootKey, b []byte) *os.File {
+func plant(t *testing.T, r *fakeRig, k roots.Key, b []byte) *os.File {
 	t.Helper()
-	path := r.rootPath(k)
+	path := r.roots.Path(k)
 	if err := os.WriteFile(path+".new", b, 0o444); err != nil {
 		t.Fatal(err)
 	}
@@ -28,9 +29,9 @@ func plant(t *testing.T, r *fakeRig, k rootKey, b []byte) *os.File {
 	return f
 }
 
-func wantRoot(t *testing.T, r *fakeRig, k rootKey, want []byte) {
+func wantRoot(t *testing.T, r *fakeRig, k roots.Key, want []byte) {
 	t.Helper()
-	if got, err := os.ReadFile(r.rootPath(k)); err != nil || !bytes.Equal(got, want) {
+	if got, err := os.ReadFile(r.roots.Path(k)); err != nil || !bytes.Equal(got, want) {
 		t.Errorf("the root file system is of %d bytes, not those of the image: %v", len(got), err)
 	}
 }
@@ -47,7 +48,7 @@ func TestBadRootIsReplaced(t *testing.T) {
 	evil := bytes.Repeat([]byte("evil"), len(want)/4)
 	b := x.runner(nil)
 	for name, r := range map[string]*fakeRig{"a fork": x.a, "a fetch": b} {
-		k := ownRoot(r.image.Digest)
+		k := roots.Own(r.image.Digest)
 		used := plant(t, r, k, evil)
 		if err := x.grow(r, x.sources(x.c), x.truth); err != nil {
 			t.Errorf("%s: %v", name, err)
@@ -57,7 +58,7 @@ func TestBadRootIsReplaced(t *testing.T) {
 			t.Errorf("%s: a machine that had the file finds %d other bytes, %v", name, len(got), err)
 		}
 	}
-	if left, err := os.ReadDir(b.rootsDir()); err != nil || len(left) != 1 {
+	if left, err := os.ReadDir(b.roots.Dir()); err != nil || len(left) != 1 {
 		t.Errorf("there are %v, %v", left, err)
 	}
 }
@@ -91,10 +92,10 @@ func TestOldStoreRoot(t *testing.T) {
 		t.Error(err)
 	}
 	rec, err := b.checkpoints.get(x.c)
-	if err != nil || !rec.rootKey().stored() {
+	if err != nil || !rec.rootKey().Stored() {
 		t.Errorf("a machine has the root file system %s, %v", rec.rootKey(), err)
 	}
-	if _, err := os.Stat(b.rootPath(ownRoot(rec.Image))); !os.IsNotExist(err) {
+	if _, err := os.Stat(b.roots.Path(roots.Own(rec.Image))); !os.IsNotExist(err) {
 		t.Errorf("the old root file system is still there: %v", err)
 	}
 }
@@ -103,16 +104,16 @@ func TestOldStoreRoot(t *testing.T) {
 func TestRootsHeldWhileCollected(t *testing.T) { //nolint:paralleltest // failpoints are the process's
 	r := newFakeRig(t, func(*Config) {})
 	img := r.image
-	if err := r.keepRoot(img); err != nil {
+	if err := r.roots.Keep(img); err != nil {
 		t.Fatal(err)
 	}
 	collected := make(chan error, 1)
-	armed := hang(t, "roots.judged", func() { collected <- r.collectRoots() })
+	armed := hang(t, "roots.judged", func() { collected <- r.roots.Collect() })
 	kept, done := make(chan struct{}), make(chan struct{})
 	defer close(done)
 	go func() {
-		defer r.holdRoots()()
-		if err := r.keepRoot(img); err != nil {
+		defer r.roots.Hold()()
+		if err := r.roots.Keep(img); err != nil {
 			t.Error(err)
 		}
 		close(kept)
@@ -127,10 +128,10 @@ func TestRootsHeldWhileCollected(t *testing.T) { //nolint:paralleltest // failpo
 		t.Fatal(err)
 	}
 	<-kept
-	if err := r.collectRoots(); err != nil {
+	if err := r.roots.Collect(); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := os.Stat(r.rootPath(ownRoot(img.Digest))); err != nil {
+	if _, err := os.Stat(r.roots.Path(roots.Own(img.Digest))); err != nil {
 		t.Errorf("what is held was removed: %v", err)
 	}
 }
@@ -138,7 +139,7 @@ func TestRootsHeldWhileCollected(t *testing.T) { //nolint:paralleltest // failpo
 // TestRootReplacedWhileCollected: a fork replaces a bad root file system while those that nothing needs are removed.
 func TestRootReplacedWhileCollected(t *testing.T) { //nolint:paralleltest // failpoints are the process's
 	x := newExpectation(t)
-	k := ownRoot(x.a.image.Digest)
+	k := roots.Own(x.a.image.Digest)
 	want, err := os.ReadFile(x.a.image.RootFS)
 	if err != nil {
 		t.Fatal(err)
@@ -146,7 +147,7 @@ func TestRootReplacedWhileCollected(t *testing.T) { //nolint:paralleltest // fai
 	plant(t, x.a, k, bytes.Repeat([]byte("evil"), len(want)/4))
 	forked := make(chan error, 1)
 	armed := hang(t, "roots.placed", func() { forked <- x.grow(x.a, x.sources(x.c), x.truth) })
-	if err := x.a.collectRoots(); err != nil {
+	if err := x.a.roots.Collect(); err != nil {
 		t.Error(err)
 	}
 	armed.Release()

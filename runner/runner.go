@@ -23,6 +23,7 @@ import (
 	"github.com/coppice-dev/coppice/runner/lazy"
 	"github.com/coppice-dev/coppice/runner/memory"
 	"github.com/coppice-dev/coppice/runner/room"
+	"github.com/coppice-dev/coppice/runner/roots"
 	"github.com/coppice-dev/coppice/snapshotstore/blob"
 	"github.com/coppice-dev/coppice/snapshotstore/envelope"
 )
@@ -39,6 +40,7 @@ type Runner struct {
 	egress      *egressLink
 	keys        envelope.Ring // keys of objects in the store, from the controller
 	blobs       blob.Blobs    // the store with these keys; nil: there is none
+	roots       *roots.Store
 	checkpoints *checkpointStore
 	seals       *sealQueue
 	slots       *slots
@@ -75,12 +77,9 @@ type Runner struct {
 	leased     context.Context // ends with the lease
 	endLease   context.CancelCauseFunc
 	rebasing   bool
-	rootsHeld  int           // number of callers of holdRoots
-	collecting chan struct{} // closed at the end of a collection of root file systems; nil: none is under way
 
-	usages     usages
-	rootChecks rootChecks
-	fetching   readings
+	usages   usages
+	fetching readings
 }
 
 // New opens the runner's data. It adopts the sandboxes that an earlier process left running, and takes down everything else that this
@@ -106,7 +105,7 @@ func New(ctx context.Context, cfg Config) (_ *Runner, err error) {
 	r.room = room.New(cfg.DataDir, cfg.Store.Floor)
 	r.egress = newEgressLink(r)
 	r.blobs = envelope.With(cfg.Store.Blobs, &r.keys)
-	for _, dir := range []string{cfg.DataDir, r.shellsDir(), r.rootsDir(), cfg.RunDir} {
+	for _, dir := range []string{cfg.DataDir, r.shellsDir(), cfg.RunDir} {
 		if err := os.MkdirAll(dir, 0o700); err != nil {
 			return nil, fmt.Errorf("make the runner's directory: %w", err)
 		}
@@ -135,6 +134,9 @@ func New(ctx context.Context, cfg Config) (_ *Runner, err error) {
 	}
 	r.runCtx, r.stop = context.WithCancel(context.Background())
 	if r.lazy, err = openLazy(r); err != nil {
+		return nil, err
+	}
+	if r.roots, err = openRoots(r); err != nil {
 		return nil, err
 	}
 	if r.bases, err = memory.NewBaseStore(filepath.Join(cfg.DataDir, "bases"), !cfg.Driver.Capabilities().ReadOnlyBase); err != nil {
@@ -168,7 +170,7 @@ func New(ctx context.Context, cfg Config) (_ *Runner, err error) {
 	if err := r.takeOver(ctx, left); err != nil {
 		return nil, fmt.Errorf("take over from an earlier runner: %w", err)
 	}
-	if err := r.collectRoots(); err != nil {
+	if err := r.roots.Collect(); err != nil {
 		return nil, fmt.Errorf("remove root file systems that nothing needs: %w", err)
 	}
 	return r, nil
@@ -334,7 +336,7 @@ func (r *Runner) DeleteCheckpoint(id core.CheckpointID) error {
 	}
 	r.forgetForks(id)
 	r.seals.forget(id)
-	if err := errors.Join(r.checkpoints.remove(id), r.collectRoots()); err != nil {
+	if err := errors.Join(r.checkpoints.remove(id), r.roots.Collect()); err != nil {
 		return fmt.Errorf("delete checkpoint %s: %w", id, err)
 	}
 	return nil
@@ -390,4 +392,3 @@ func (r *Runner) counted(capture func() (*checkpointRecord, error)) func() (*che
 		return rec, err
 	}
 }
-

@@ -51,7 +51,7 @@ func (r *Runner) sources(s *sealSource, reference *snapshotstore.Snapshot) ([]sn
 	} else if !errors.Is(err, os.ErrNotExist) {
 		return nil, err
 	}
-	root, err := r.openRoot(s.now.rootKey())
+	root, err := r.roots.Open(s.now.rootKey())
 	if err != nil {
 		return nil, err
 	}
@@ -76,7 +76,7 @@ func (r *Runner) sources(s *sealSource, reference *snapshotstore.Snapshot) ([]sn
 
 // compareRoots compares the whole root file system with the one of the reference.
 func (s *sealSource) compareRoots(r *Runner, root *snapshotstore.Source) error {
-	f, err := r.openRoot(s.before.rootKey())
+	f, err := r.roots.Open(s.before.rootKey())
 	if err != nil {
 		return err
 	}

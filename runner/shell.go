@@ -1,6 +1,7 @@
 package runner
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -13,6 +14,7 @@ import (
 	"github.com/coppice-dev/coppice/internal/undo"
 	"github.com/coppice-dev/coppice/runner/cgroup"
 	"github.com/coppice-dev/coppice/runner/memory"
+	"github.com/coppice-dev/coppice/runner/roots"
 	"github.com/coppice-dev/coppice/runner/vmm"
 )
 
@@ -24,10 +26,12 @@ const constantMAC = "02:c0:99:1c:e0:02"
 type shape struct {
 	base      core.BaseID
 	image     core.Digest
-	root      rootKey        // empty: the image's own
+	root      roots.Key      // empty: the image's own
 	resources core.Resources // DiskGiB is 0 here: disks are sized by bytes
 	diskBytes int64
 }
+
+func (s shape) rootKey() roots.Key { return cmp.Or(s.root, roots.Own(s.image)) }
 
 // shell is a VMM that waits on a base: a machine without a state.
 type shell struct {
@@ -160,7 +164,7 @@ func (s *shell) makeOverlay(b *boot, steps *undo.Stack) error {
 }
 
 func (s *shell) spawn(ctx context.Context, r *Runner, b *boot) error {
-	root, err := r.openRoot(s.shape.rootKey())
+	root, err := r.roots.Open(s.shape.rootKey())
 	if err != nil {
 		return err
 	}

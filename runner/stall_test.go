@@ -14,6 +14,7 @@ import (
 	"github.com/coppice-dev/coppice/runner/lazy"
 	"github.com/coppice-dev/coppice/runner/pager"
 	"github.com/coppice-dev/coppice/runner/pager/pagertest"
+	"github.com/coppice-dev/coppice/runner/roots"
 )
 
 const awaitedObject = "v1/prj/ckpt/1/pack"
@@ -33,7 +34,7 @@ func newStallRig(t *testing.T) (*stallRig, core.SandboxID) {
 	r := &stallRig{}
 	r.fakeRig, r.pager = newPagerRig(t, func(c *Config) { c.StallAfter, c.GuestTimeout = 50*time.Millisecond, stallGuestTimeout })
 	template := r.boot()
-	r.root = rootImageID(ownRoot(r.image.Digest))
+	r.root = rootImageID(roots.Own(r.image.Digest))
 	r.arrives(&lazy.Image{Image: pager.Image{ID: r.root}})
 	return r, r.fork(template)
 }

@@ -28,8 +28,8 @@ func (r *Runner) Template(ctx context.Context, req runnerapi.Template) (runnerap
 		if err := r.cfg.Images.Verify(ctx, img); err != nil {
 			return nil, err
 		}
-		defer r.holdRoots()()
-		if err := r.keepRoot(img); err != nil {
+		defer r.roots.Hold()()
+		if err := r.roots.Keep(img); err != nil {
 			return nil, hostlimit.Explain(err, "the image could not be kept")
 		}
 		rec, err := r.bootTemplate(context.WithoutCancel(ctx), img, req)

@@ -302,5 +302,5 @@ func (r *Runner) dropTrash(ctx context.Context, id core.CheckpointID) (gone bool
 		return false, err
 	}
 	r.cfg.Log.WarnContext(ctx, "checkpoint without a row was removed from the trash", "checkpoint_id", id)
-	return true, errors.Join(err, r.collectRoots())
+	return true, errors.Join(err, r.roots.Collect())
 }

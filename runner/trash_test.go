@@ -335,7 +335,7 @@ func TestDeletedThoughKept(t *testing.T) {
 func TestTrash(t *testing.T) {
 	t.Parallel()
 	r, id := trashRig(t)
-	if err := r.collectRoots(); err != nil {
+	if err := r.roots.Collect(); err != nil {
 		t.Fatal(err)
 	}
 	r.stop()

@@ -1,4 +1,4 @@
-package runner
+package roots
 
 import (
 	"fmt"
@@ -11,11 +11,11 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// rootChecks remembers which root file systems of images were compared with the digest in image.json. Each is read once per start of the runner,
+// checks remembers which root file systems of images were compared with the digest in image.json. Each is read once per start of the runner,
 // and again after its file was replaced or written. The zero value is ready for use.
-type rootChecks struct {
+type checks struct {
 	mu   sync.Mutex // guards seen
-	seen map[rootKey]*checkedFile
+	seen map[Key]*checkedFile
 }
 
 // checkedFile is a file with the right digest.
@@ -25,11 +25,11 @@ type checkedFile struct {
 	mod  time.Time
 }
 
-func (c *rootChecks) of(k rootKey) *checkedFile {
+func (c *checks) of(k Key) *checkedFile {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if c.seen == nil {
-		c.seen = make(map[rootKey]*checkedFile)
+		c.seen = make(map[Key]*checkedFile)
 	}
 	if c.seen[k] == nil {
 		c.seen[k] = new(checkedFile)
@@ -41,23 +41,23 @@ func (c *checkedFile) same(info os.FileInfo) bool {
 	return c.info != nil && os.SameFile(c.info, info) && c.info.Size() == info.Size() && c.mod.Equal(info.ModTime())
 }
 
-// checkRoot refuses a root file system that differs from its image on this host: CHECKPOINT_CORRUPT, with the name of the file. It accepts a root
+// check refuses a root file system that differs from its image on this host: CHECKPOINT_CORRUPT, with the name of the file. It accepts a root
 // file system from the store, which was verified frame by frame, and one whose image is no longer here, because it cannot be compared.
-func (r *Runner) checkRoot(k rootKey, f *os.File) error {
-	if k.stored() {
+func (s *Store) check(k Key, f *os.File) error {
+	if k.Stored() {
 		return nil
 	}
 	info, err := f.Stat()
 	if err != nil {
 		return err
 	}
-	c := r.rootChecks.of(k)
+	c := s.checks.of(k)
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if c.same(info) {
 		return nil
 	}
-	img, err := r.cfg.Images.Get("sha256:" + string(k))
+	img, err := s.cfg.Images.Get("sha256:" + string(k))
 	if core.CategoryOf(err) == core.NotFound {
 		return nil
 	}
