@@ -23,10 +23,14 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/guestagent/archive"
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
 )
 
 const maxListing = 10_000
+
+// maxTransfer is the bound on one download unless the request has another.
+const maxTransfer = 10 << 30
 
 // filePath returns the path in a request. A relative path starts where a session of root would start.
 func (a *Agent) filePath(r *http.Request) (string, error) {
@@ -89,11 +93,16 @@ func (a *Agent) getFile(w http.ResponseWriter, r *http.Request) error {
 	if err != nil {
 		return err
 	}
+	most, err := intParam(r, "max_bytes", maxTransfer)
+	if err != nil {
+		return err
+	}
+	most = min(most, 1<<62)
 	switch {
 	case boolParam(r, "list"):
 		return a.listDir(w, path)
 	case boolParam(r, "tar"):
-		return a.getTar(w, r, path)
+		return a.getTar(w, r, path, most)
 	case boolParam(r, "stat"):
 		return a.statFile(w, path)
 	}
@@ -125,11 +134,16 @@ func (a *Agent) getFile(w http.ResponseWriter, r *http.Request) error {
 		w.Header().Del(guestapi.HeaderFileInfo)
 		return core.Errorf(core.Conflict, guestapi.CodeFileConflict, "read %s: it is a %s, not a file; a directory can be listed or taken as a tar", core.Clip(path), info.Type)
 	}
-	return sendFile(w, r, f, info.Size)
+	if info.Size > most && r.Method != http.MethodHead {
+		w.Header().Del(guestapi.HeaderFileInfo)
+		return archive.TooLarge(most)
+	}
+	return sendFile(w, r, f, info.Size, most)
 }
 
-// sendFile sends a file of the given size. Files in /proc report a size of 0.
-func sendFile(w http.ResponseWriter, r *http.Request, f *os.File, size int64) error {
+// sendFile sends a file of the given size. Files in /proc report a size of 0; of such a file it sends at most the given
+// number of bytes.
+func sendFile(w http.ResponseWriter, r *http.Request, f *os.File, size, most int64) error {
 	w.Header().Set("Content-Type", "application/octet-stream")
 	if size > 0 {
 		w.Header().Set("Content-Length", strconv.FormatInt(size, 10))
@@ -138,12 +152,12 @@ func sendFile(w http.ResponseWriter, r *http.Request, f *os.File, size int64) er
 	if r.Method == http.MethodHead {
 		return nil
 	}
-	var src io.Reader = f
+	src := io.LimitReader(f, most+1)
 	if size > 0 {
 		src = io.LimitReader(f, size) // the file may grow meanwhile
 	}
-	if n, err := io.Copy(w, src); err != nil || n < size {
-		panic(http.ErrAbortHandler) // it shrank or the reader is gone: a short body must not look complete
+	if n, err := io.Copy(w, src); err != nil || n < size || n > most {
+		panic(http.ErrAbortHandler) // it shrank, is too large or the reader is gone: a cut body must not look complete
 	}
 	return nil
 }

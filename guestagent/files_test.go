@@ -160,3 +160,30 @@ func TestHostileTars(t *testing.T) {
 		t.Error(err)
 	}
 }
+
+// TestTransfersAreBounded: neither a file nor a tar can send more than its bound, and a tar of /proc is refused.
+func TestTransfersAreBounded(t *testing.T) {
+	t.Parallel()
+	a := newTestAgent(t)
+	large := filepath.Join(t.TempDir(), "large")
+	if err := os.WriteFile(large, nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Truncate(large, maxTransfer+1); err != nil { // a hole
+		t.Fatal(err)
+	}
+	if _, _, err := a.file(http.MethodGet, large, "", nil); core.CodeOf(err) != core.CodeBodyTooLarge { //nolint:bodyclose // file has read and closed it
+		t.Errorf("a file that is larger than the default: %v", err)
+	}
+	b, res, err := a.file(http.MethodGet, large, "&tar=1&max_bytes=100000", nil) //nolint:bodyclose // file has read and closed it
+	if err != nil || len(b) > 100_000 || !strings.Contains(res.Trailer.Get(guestapi.HeaderStatus), "max_bytes") {
+		t.Errorf("a tar of %d bytes, %v, trailer %v", len(b), err, res.Trailer)
+	}
+	// The size of a file of /proc is not known before it is read.
+	if _, _, err := a.file(http.MethodGet, "/proc/self/status", "&max_bytes=10", nil); err == nil { //nolint:bodyclose // file has read and closed it
+		t.Error("a file of /proc exceeded its bound")
+	}
+	if _, _, err := a.file(http.MethodGet, "/proc", "&tar=1", nil); core.CodeOf(err) != guestapi.CodeFileConflict { //nolint:bodyclose // file has read and closed it
+		t.Errorf("a tar of /proc: %v", err)
+	}
+}

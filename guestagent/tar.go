@@ -5,8 +5,8 @@ package guestagent
 import (
 	"archive/tar"
 	"context"
+	"encoding/json"
 	"errors"
-	"fmt"
 	"io"
 	"io/fs"
 	"net/http"
@@ -16,26 +16,30 @@ import (
 	"slices"
 	"strings"
 	"syscall"
-	"time"
 
 	"golang.org/x/sys/unix"
 
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/guestagent/archive"
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
 )
 
-// getTar sends a file or a directory as a tar whose names start at the last element of the path ("." for the root).
-func (a *Agent) getTar(w http.ResponseWriter, r *http.Request, name string) error {
+// getTar sends a file or a directory as a tar whose names start at the last element of the path ("." for the root). The
+// tar has at most the given number of bytes.
+func (a *Agent) getTar(w http.ResponseWriter, r *http.Request, name string, most int64) error {
 	started := false
+	var left guestapi.LeftOut
 	err := a.work.inside(func() error {
-		if _, err := os.Lstat(name); err != nil {
+		if err := archive.Check(name); err != nil {
 			return fileError(err, "read", name)
 		}
 		w.Header().Set("Content-Type", "application/x-tar")
-		w.Header().Set("Trailer", guestapi.HeaderStatus)
+		w.Header().Set("Trailer", guestapi.HeaderStatus+", "+guestapi.HeaderLeftOut)
 		w.WriteHeader(http.StatusOK)
 		started = true
-		return writeTar(r.Context(), w, name)
+		var err error
+		left, err = archive.Write(r.Context(), w, name, most)
+		return err
 	})
 	if !started {
 		return err
@@ -45,83 +49,10 @@ func (a *Agent) getTar(w http.ResponseWriter, r *http.Request, name string) erro
 		status = core.Clip(core.MessageOf(fileError(err, "read", name)))
 	}
 	w.Header().Set(guestapi.HeaderStatus, status)
+	if b, err := json.Marshal(left); err == nil && (len(left.Pseudo) > 0 || left.Special > 0) {
+		w.Header().Set(guestapi.HeaderLeftOut, string(b))
+	}
 	return nil
-}
-
-func writeTar(ctx context.Context, w io.Writer, top string) error {
-	tw := tar.NewWriter(w)
-	base := filepath.Base(top)
-	if base == "/" {
-		base = "."
-	}
-	err := filepath.WalkDir(top, func(p string, d fs.DirEntry, err error) error {
-		if errors.Is(err, fs.ErrNotExist) && p != top {
-			return nil // removed meanwhile
-		}
-		if err != nil {
-			return err
-		}
-		if ctx.Err() != nil {
-			return context.Cause(ctx)
-		}
-		rel, err := filepath.Rel(top, p)
-		if err != nil {
-			return err
-		}
-		return writeEntry(tw, p, path.Join(base, filepath.ToSlash(rel)), d)
-	})
-	if err != nil {
-		return err // without the end mark, so that the reader sees that the tar is not complete
-	}
-	return tw.Close()
-}
-
-func writeEntry(tw *tar.Writer, p, name string, d fs.DirEntry) error {
-	fi, err := d.Info()
-	if errors.Is(err, fs.ErrNotExist) {
-		return nil
-	}
-	if err != nil {
-		return err
-	}
-	if fi.Mode()&fs.ModeSocket != 0 {
-		return nil // a tar cannot contain it
-	}
-	target := ""
-	if fi.Mode()&fs.ModeSymlink != 0 {
-		if target, err = os.Readlink(p); err != nil {
-			return err
-		}
-	}
-	h, err := tar.FileInfoHeader(fi, target)
-	if err != nil {
-		return err
-	}
-	h.Name, h.Format = name, tar.FormatPAX
-	h.AccessTime, h.ChangeTime = time.Time{}, time.Time{}
-	h.Uname, h.Gname = "", ""
-	if fi.IsDir() {
-		h.Name += "/"
-	}
-	if !fi.Mode().IsRegular() {
-		return tw.WriteHeader(h)
-	}
-	f, err := os.Open(p)
-	if errors.Is(err, fs.ErrNotExist) {
-		return nil
-	}
-	if err != nil {
-		return err
-	}
-	defer func() { _ = f.Close() }()
-	if err := tw.WriteHeader(h); err != nil {
-		return err
-	}
-	n, err := io.Copy(tw, io.LimitReader(f, h.Size))
-	if err == nil && n < h.Size {
-		err = fmt.Errorf("%s shrank while it was read", core.Clip(p))
-	}
-	return err
 }
 
 // putTar unpacks a tar into a directory, and creates the directory if necessary.

@@ -295,6 +295,7 @@ func TestFields(t *testing.T) {
 		{"GET", at + "/files", "", "path", core.CodeInvalidField},
 		{"GET", at + "/files?path=/x&list=maybe", "", "list", core.CodeInvalidField},
 		{"GET", at + "/files?path=/x&list=1&tar=1", "", "list", core.CodeInvalidField},
+		{"GET", at + "/files?path=/x&tar=1&max_bytes=-1", "", "max_bytes", core.CodeInvalidField},
 		{"PUT", at + "/files?path=/x&mode=9", "", "mode", core.CodeInvalidField},
 	} {
 		got := w.do(call{method: c.method, path: c.path, body: c.body})

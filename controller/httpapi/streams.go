@@ -103,7 +103,7 @@ func (s *server) files(c echo.Context) error {
 	if err != nil {
 		return err
 	}
-	return s.forward(c, guest, "/v1/files", guestQuery(c, "path", "list", "tar", "stat", "recursive"))
+	return s.forward(c, guest, "/v1/files", guestQuery(c, "path", "list", "tar", "stat", "max_bytes", "recursive"))
 }
 
 func (s *server) putFile(c echo.Context) error {
@@ -159,7 +159,7 @@ func guestQuery(c echo.Context, names ...string) url.Values {
 var answers = relay.Allowed{
 	Headers: map[string]bool{
 		"Content-Length": true, "Trailer": true, "Connection": true, "Upgrade": true, "Sec-Websocket-Accept": true, "Sec-Websocket-Protocol": true,
-		"Coppice-Offset": true, "Coppice-End-Offset": true, "Coppice-Truncated": true, "Coppice-Eof": true, "Coppice-File": true, "Coppice-Status": true,
+		"Coppice-Offset": true, "Coppice-End-Offset": true, "Coppice-Truncated": true, "Coppice-Eof": true, "Coppice-File": true, "Coppice-Status": true, "Coppice-Left-Out": true,
 	},
 	Types: map[string]bool{contentJSON: true, contentRaw: true, contentTar: true},
 	Type:  contentRaw,

@@ -46,9 +46,9 @@ const (
 //
 //	PUT    ?path=&mode=0644&uid=&gid=&mkdirs=1  raw body; written beside the target, then renamed  -> FileInfo
 //	PUT    ?path=&untar=1                       the body is a tar, unpacked into the directory path -> FileInfo
-//	GET    ?path=                               raw bytes of a file; X-headers below
+//	GET    ?path=&max_bytes=                    raw bytes of a file; X-headers below
 //	GET    ?path=&list=1                        a directory -> FileList
-//	GET    ?path=&tar=1                         a file or directory as a tar
+//	GET    ?path=&tar=1&max_bytes=              a file or directory as a tar
 //	HEAD   ?path=                               the X-headers alone
 //	GET    ?path=&stat=1                        -> FileInfo
 //	DELETE ?path=&recursive=1                   -> 204
@@ -59,7 +59,15 @@ const (
 	HeaderEOF       = "Coppice-Eof"        // output, trailer: "true" when the stream has ended and all of it was sent
 	HeaderFileInfo  = "Coppice-File"       // files: FileInfo as JSON
 	HeaderStatus    = "Coppice-Status"     // files as tar, trailer: "ok" or what went wrong in the middle of the stream
+	HeaderLeftOut   = "Coppice-Left-Out"   // files as tar, trailer: LeftOut as JSON, if anything was left out
 )
+
+// LeftOut is what a tar does not contain: the content of pseudo file systems such as /proc, and devices, sockets and pipes.
+type LeftOut struct {
+	Pseudo  []string `json:"pseudo,omitempty"`  // where pseudo file systems are mounted
+	More    int      `json:"more,omitempty"`    // how many more of them there are
+	Special int      `json:"special,omitempty"` // devices, sockets and pipes
+}
 
 // State says what the agent allows.
 type State string

@@ -28,7 +28,7 @@ var (
 		Headers: map[string]bool{
 			"Content-Length": true, "Trailer": true, "Connection": true, "Upgrade": true, "Sec-Websocket-Accept": true,
 			"Sec-Websocket-Protocol": true, guestapi.HeaderOffset: true, guestapi.HeaderEndOffset: true, guestapi.HeaderTruncated: true,
-			guestapi.HeaderEOF: true, guestapi.HeaderFileInfo: true, guestapi.HeaderStatus: true,
+			guestapi.HeaderEOF: true, guestapi.HeaderFileInfo: true, guestapi.HeaderStatus: true, guestapi.HeaderLeftOut: true,
 		},
 		Types: map[string]bool{"application/json": true, "application/octet-stream": true, "application/x-tar": true},
 		Type:  "application/octet-stream",

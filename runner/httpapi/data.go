@@ -163,7 +163,7 @@ func (d *Data) files(w http.ResponseWriter, q *http.Request) {
 		d.fail(w, q, err)
 		return
 	}
-	names := []string{"path", "list", "tar", "stat", "recursive"}
+	names := []string{"path", "list", "tar", "stat", "max_bytes", "recursive"}
 	if q.Method == http.MethodPut {
 		names = []string{"path", "mode", "uid", "gid", "mkdirs", "untar"}
 		if q.ContentLength > d.upload {

@@ -33,6 +33,11 @@ type CopyOptions struct {
 type Copied struct {
 	Bytes   int64
 	LeftOut int // symbolic links that lead outside, hard links to missing files, devices, sockets and pipes
+
+	// Pseudo are the mount points of pseudo file systems such as /proc, whose content was left out; MorePseudo says how many
+	// more of them there are. They are the guest's words.
+	Pseudo     []string
+	MorePseudo int
 }
 
 // CopyFrom copies a file or tree out of a workspace, by the rules of cp -r and within the default bounds. It returns how many
@@ -51,6 +56,7 @@ func (c *Client) CopyFrom(ctx context.Context, id WorkspaceID, remote, local str
 //     link), which an earlier copy may have planted.
 //   - A symbolic link that leads outside is left out, unless OutsideLinks asks for it.
 //   - Devices, sockets and pipes are left out. Files get the caller's owner and no set-user-id bit.
+//   - The content of pseudo file systems (/proc, /sys) is left out.
 //   - The bytes and the number of entries are bounded.
 func (c *Client) CopyFromWith(ctx context.Context, id WorkspaceID, remote, local string, o CopyOptions) (Copied, error) {
 	if o.MaxBytes <= 0 {
@@ -101,13 +107,17 @@ func (c *Client) CopyFromWith(ctx context.Context, id WorkspaceID, remote, local
 		_ = root.Close() // the same
 		root = below
 	}
-	body, err := c.DownloadTar(ctx, id, clean)
+	// The guest counts the whole archive, x.all the content of files: a header with a long name and its padding have room here.
+	const header = 16 << 10
+	body, err := c.downloadTar(ctx, id, clean, min(o.MaxBytes, 1<<60)+header*int64(min(o.MaxEntries, 1<<40)))
 	if err != nil {
 		return Copied{}, err
 	}
 	defer body.Close()
 	x := extraction{root: root, base: strings.TrimPrefix(path.Base(clean), "/"), options: o}
 	err = x.all(body)
+	x.got.LeftOut += max(body.leftOut.Special, 0)
+	x.got.Pseudo, x.got.MorePseudo = body.leftOut.Pseudo, body.leftOut.More
 	return x.got, err
 }
 
@@ -155,7 +165,7 @@ func realDirs(root *os.Root, name string, mode fs.FileMode) error {
 // copyFileFrom writes a file under a temporary name first. When it is complete, it is moved to its place, or copied
 // into the file that exists there. If the disk becomes full during that copy, the existing file is cut short.
 func (c *Client) copyFileFrom(ctx context.Context, id WorkspaceID, remote, dir, name string, info FileInfo, o CopyOptions) (Copied, error) {
-	body, _, err := c.OpenFile(ctx, id, remote)
+	body, _, err := c.openFile(ctx, id, remote, o.MaxBytes)
 	if err != nil {
 		return Copied{}, err
 	}

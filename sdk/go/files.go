@@ -28,9 +28,14 @@ func filesRequest(method string, id WorkspaceID, path string, flags ...string) r
 	return request{method: method, path: []string{"v1", "workspaces", id, "files"}, query: q}
 }
 
-// OpenFile reads a file. The caller closes the body.
+// OpenFile reads a file of at most DefaultCopyBytes. The caller closes the body.
 func (c *Client) OpenFile(ctx context.Context, id WorkspaceID, path string) (io.ReadCloser, FileInfo, error) {
-	resp, err := c.sendFiles(ctx, id, filesRequest(http.MethodGet, id, path))
+	return c.openFile(ctx, id, path, 0)
+}
+
+// openFile is OpenFile with a bound; 0 means the default.
+func (c *Client) openFile(ctx context.Context, id WorkspaceID, path string, most int64) (io.ReadCloser, FileInfo, error) {
+	resp, err := c.sendFiles(ctx, id, bounded(filesRequest(http.MethodGet, id, path), most))
 	if err != nil {
 		return nil, FileInfo{}, err
 	}
@@ -92,20 +97,45 @@ func (c *Client) put(ctx context.Context, id WorkspaceID, req request, r io.Read
 	return out, decode(resp, &out)
 }
 
-// DownloadTar reads a file or tree as a tar. Its names begin with the last element of path. If the guest could not read
-// everything, its Read returns an error instead of io.EOF.
+// bounded sets the bound on what a request reads; 0 means the default.
+func bounded(r request, most int64) request {
+	if most > 0 {
+		r.query.Set("max_bytes", strconv.FormatInt(most, 10))
+	}
+	return r
+}
+
+// DownloadTar reads a file or tree as a tar of at most DefaultCopyBytes. Its names begin with the last element of path. The content of
+// pseudo file systems such as /proc is not in it, nor are devices, sockets and pipes. If the guest could not read everything, its Read
+// returns an error instead of io.EOF.
 func (c *Client) DownloadTar(ctx context.Context, id WorkspaceID, path string) (io.ReadCloser, error) {
-	resp, err := c.sendFiles(ctx, id, filesRequest(http.MethodGet, id, path, "tar")) //nolint:bodyclose // the caller closes it
+	t, err := c.downloadTar(ctx, id, path, 0)
+	if err != nil {
+		return nil, err
+	}
+	return t, nil
+}
+
+func (c *Client) downloadTar(ctx context.Context, id WorkspaceID, path string, most int64) (*tarBody, error) {
+	resp, err := c.sendFiles(ctx, id, bounded(filesRequest(http.MethodGet, id, path, "tar"), most)) //nolint:bodyclose // the caller closes it
 	if err != nil {
 		return nil, err
 	}
 	return &tarBody{resp: resp, path: path}, nil
 }
 
-// tarBody checks the trailer at the end of the archive.
+// tarBody checks the trailers at the end of the archive.
 type tarBody struct {
-	resp *http.Response
-	path string
+	resp    *http.Response
+	path    string
+	leftOut leftOut // once all was read
+}
+
+// leftOut is what the guest says it has left out of an archive.
+type leftOut struct {
+	Pseudo  []string `json:"pseudo"`
+	More    int      `json:"more"`
+	Special int      `json:"special"`
 }
 
 func (t *tarBody) Read(p []byte) (int, error) {
@@ -113,6 +143,11 @@ func (t *tarBody) Read(p []byte) (int, error) {
 	if errors.Is(err, io.EOF) {
 		if status := t.resp.Trailer.Get("Coppice-Status"); status != "" && status != "ok" {
 			return n, fmt.Errorf("read %s: %s", t.path, status)
+		}
+		if left := t.resp.Trailer.Get("Coppice-Left-Out"); left != "" {
+			if json.Unmarshal([]byte(left), &t.leftOut) != nil {
+				return n, fmt.Errorf("read %s: the workspace does not say properly what it left out", t.path)
+			}
 		}
 	}
 	return n, err

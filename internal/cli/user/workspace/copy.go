@@ -13,6 +13,7 @@ import (
 	"github.com/coppice-dev/coppice/internal/cli"
 	"github.com/coppice-dev/coppice/internal/cli/exit"
 	"github.com/coppice-dev/coppice/internal/cli/find"
+	"github.com/coppice-dev/coppice/internal/cli/foreign"
 	"github.com/coppice-dev/coppice/internal/cli/render"
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
@@ -28,8 +29,9 @@ If DESTINATION is a directory, the copy goes into it; otherwise the copy gets th
 Inside a workspace, root owns the copies; outside, the caller owns them.
 
 The command does not trust the workspace and writes nothing outside of DESTINATION. It follows links in the path that you type. Below
-that path it replaces a link that is in the way or has the name of a copied file. It leaves out devices, sockets and pipes. It also leaves out
-symbolic links that lead out of the copied tree, unless --outside-links is given.`,
+that path it replaces a link that is in the way or has the name of a copied file. It leaves out devices, sockets and pipes, and the content
+of pseudo file systems such as /proc and /sys. It also leaves out symbolic links that lead out of the copied tree, unless --outside-links
+is given. It copies at most 10 GiB unless --max-bytes says more.`,
 		Example: "  coppice ws cp ./src demo:/workspace\n  coppice ws cp demo:/workspace/out.txt .\n  coppice ws cp demo:/etc/. ./etc",
 		Args:    cobra.ExactArgs(2),
 		RunE: func(c *cobra.Command, args []string) error {
@@ -63,7 +65,10 @@ symbolic links that lead out of the copied tree, unless --outside-links is given
 			if got.LeftOut > 0 {
 				fmt.Fprintf(a.Stderr, "%d links and special files were left out: they lead outside or mean nothing here (--outside-links keeps symbolic links)\n", got.LeftOut)
 			}
-			return a.Print(map[string]any{"bytes": n, "left_out": got.LeftOut, "duration_ms": time.Since(began).Milliseconds()}, func(io.Writer) error {
+			if len(got.Pseudo) > 0 {
+				fmt.Fprintf(a.Stderr, "the content of pseudo file systems was left out: %s\n", pseudoNames(got))
+			}
+			return a.Print(map[string]any{"bytes": n, "left_out": got.LeftOut, "left_out_pseudo": got.Pseudo, "duration_ms": time.Since(began).Milliseconds()}, func(io.Writer) error {
 				fmt.Fprintf(a.Stderr, "%s in %.1f s\n", render.Size(n), time.Since(began).Seconds())
 				return nil
 			})
@@ -74,6 +79,15 @@ symbolic links that lead out of the copied tree, unless --outside-links is given
 	f.IntVar(&options.MaxEntries, "max-entries", coppice.DefaultCopyEntries, "copy at most this `number` of files, directories and links out of a workspace")
 	f.BoolVar(&options.OutsideLinks, "outside-links", false, "keep symbolic links that lead out of the copied tree")
 	return c
+}
+
+// pseudoNames lists what the guest left out. The names are the guest's.
+func pseudoNames(got coppice.Copied) string {
+	names := foreign.Visible(strings.Join(got.Pseudo, ", "))
+	if got.MorePseudo > 0 {
+		names += fmt.Sprintf(" and %d more", got.MorePseudo)
+	}
+	return names
 }
 
 func copyWith(ctx context.Context, client *coppice.Client, ref string, f func(id string) (int64, error)) (int64, error) {
