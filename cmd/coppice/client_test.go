@@ -19,7 +19,7 @@ func TestHelp(t *testing.T) {
 		"controller", "migrate", "runner", "runner-token", "runner-token create", "runner-token ensure", "runner-token revoke", "runner-trash", "runner-trash keep", "runner-trash release",
 		"ws", "ws create", "ws ls", "ws show", "ws rm", "ws exec", "ws shell", "ws cp", "ws forward", "ws logs", "ws suspend", "ws resume", "ws usage",
 		"ckpt", "ckpt create", "ckpt ls", "ckpt show", "ckpt tree", "ckpt diff", "ckpt annotate", "ckpt rm", "ckpt pin", "ckpt unpin", "ckpt prune", "ckpt retain", "ckpt usage", "ckpt export", "ckpt import",
-		"fork", "restore", "op", "op show", "events",
+		"fork", "restore", "context", "context ls", "context use", "context add", "context rm", "op", "op show", "events",
 		"project", "project create", "project ls", "project show", "project quota", "project rm", "key", "key create", "key ls", "key show", "key revoke", "image", "image build", "image ls", "image rm",
 	} {
 		a, stdout, _ := clitest.App(nil)
@@ -82,7 +82,8 @@ func TestClientCommands(t *testing.T) {
 		{"ckpt diff before-upgrade nothing", exit.NotFound, "", `there is no checkpoint "nothing"`},
 		{"ckpt create demo --name n --annotation score=0.5 --annotation note=x", 0, "demo paused for 21.2 ms, 3.0 MiB", ""},
 		{"ckpt annotate before-upgrade score=1 note=two old-", 0, `version 3: {"note":"two","old":null,"score":1}`, ""},
-		{"ckpt rm before-upgrade nothing", exit.NotFound, clitest.ID("ckpt", 2) + " is deleted", `there is no checkpoint "nothing"`},
+		{"ckpt rm before-upgrade nothing", exit.NotFound, "", "there is no checkpoint \"nothing\"; list the checkpoints with coppice ckpt ls or coppice ckpt tree\nnothing was changed"},
+		{"ckpt rm before-upgrade " + clitest.ID("ckpt", 2), 0, clitest.ID("ckpt", 2) + " is deleted", ""},
 		{"ckpt rm before-upgrade --cascade --dry-run", 0, "1 would go, 3.0 MiB; 0 stay", ""},
 		{"ckpt rm before-upgrade --cascade", 0, "1 went, 3.0 MiB", ""},
 		{"ckpt pin before-upgrade", 0, " is pinned", ""},
@@ -109,12 +110,17 @@ func TestClientCommands(t *testing.T) {
 		{"ws suspend nosuch", exit.NotFound, "", "no workspace"},
 		{"ws create --on-idle terminate", exit.Usage, "", "needs --idle"},
 		{"ws create --idle 1500ms", exit.Usage, "", "--idle 1.5s is not a whole number"},
+		{"ws suspend demo nosuch nobody", exit.NotFound, "", `no workspace "nosuch"`},
+		{"ws rm demo nosuch", exit.NotFound, "", "nothing was changed"},
 		{"ws rm demo second", 0, "demo (00000001) is terminated\nsecond (00000002) is terminated\n", ""},
 		{"ws rm", exit.Usage, "", "name a workspace"},
 		{"image ls --images-dir " + t.TempDir(), 0, "No images. Build one: coppice image build", ""},
 		{"image build --agent /nowhere/agent", exit.BadInput, "", "build it with \"make build\""},
 	} {
 		status, stdout, stderr := run(strings.Fields(x.line)...)
+		if strings.Contains(stderr, "nothing was changed") && stdout != "" {
+			t.Errorf("%s: it says that nothing was changed, and %q", x.line, stdout)
+		}
 		if status != x.status || !strings.Contains(stdout, x.stdout) || !strings.Contains(stderr, x.stderr) || x.stderr == "" && stderr != "" {
 			t.Errorf("%s: status %d, stdout %q, stderr %q; want %d, %q, %q", x.line, status, stdout, stderr, x.status, x.stdout, x.stderr)
 		}

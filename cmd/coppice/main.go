@@ -22,6 +22,7 @@ import (
 	"github.com/coppice-dev/coppice/internal/cli/operator/store"
 	"github.com/coppice-dev/coppice/internal/cli/user/attestation"
 	"github.com/coppice-dev/coppice/internal/cli/user/checkpoint"
+	"github.com/coppice-dev/coppice/internal/cli/user/contexts"
 	"github.com/coppice-dev/coppice/internal/cli/user/egress"
 	"github.com/coppice-dev/coppice/internal/cli/user/grant"
 	"github.com/coppice-dev/coppice/internal/cli/user/history"
@@ -39,6 +40,7 @@ var commands = []func(*cli.App) *cobra.Command{
 	workspace.NewForkCommand,
 	grant.NewCommand,
 	workspace.NewRestoreCommand,
+	contexts.NewCommand,
 	history.NewOperationCommand,
 	history.NewEventsCommand,
 	tenant.NewProjectCommand,

@@ -20,7 +20,7 @@ func TestCommandLine(t *testing.T) {
 		{[]string{"--version"}, exit.OK, "coppice version ", ""},
 		{[]string{"frobnicate"}, exit.Usage, "", `unknown command "frobnicate"`},
 		{[]string{"--frobnicate"}, exit.Usage, "", "unknown flag: --frobnicate"},
-		{[]string{"doctor", "extra"}, exit.Usage, "", "Try 'coppice --help'."},
+		{[]string{"doctor", "extra"}, exit.Usage, "", "Try 'coppice doctor --help'."},
 		{[]string{"--json", "frobnicate"}, exit.Usage, "", `"exit_status":2`},
 	} {
 		t.Run(strings.Join(c.args, " "), func(t *testing.T) {

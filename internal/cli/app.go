@@ -7,6 +7,7 @@
 package cli
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -27,23 +28,27 @@ type App struct {
 	Stdout, Stderr io.Writer
 	Getenv         func(string) string
 
-	JSON   bool   // --json
-	server string // --server, else COPPICE_SERVER, else the connection file
-	token  string // --token, else COPPICE_TOKEN, else the connection file
+	JSON    bool   // --json
+	server  string // --server, else COPPICE_SERVER, else the connection file
+	token   string // --token, else COPPICE_TOKEN, else the connection file
+	context string // --context, else COPPICE_CONTEXT, else the current one of the connection file
 
-	began bool // the command line was understood
+	began bool       // the command line was understood
+	ran   string     // the command that ran, with the words above it
+	tried Connection // the server that the command used
 }
 
 // Run executes a command line of the given commands and returns the exit status.
 func (a *App) Run(ctx context.Context, args []string, commands ...func(*App) *cobra.Command) int {
 	root := a.Root(commands...)
 	root.SetArgs(args)
-	err := root.ExecuteContext(ctx)
+	c, err := root.ExecuteContextC(ctx)
 	if err != nil && !a.began {
 		a.JSON = a.JSON || slices.Contains(args, "--json") // the error may have come before that flag was reached
 		err = exit.Misuse(err)
 	}
-	return a.Report(err)
+	a.ran = c.CommandPath()
+	return a.Report(a.explain(err))
 }
 
 // Root makes the root command, with the given commands below it and the global flags.
@@ -58,20 +63,27 @@ func (a *App) Root(commands ...func(*App) *cobra.Command) *cobra.Command {
 	root.SetIn(a.Stdin)
 	root.SetOut(a.Stdout)
 	root.SetErr(a.Stderr)
+	root.SetFlagErrorFunc(badFlag)
 	flags := root.PersistentFlags()
 	flags.BoolVar(&a.JSON, "json", false, "print JSON instead of text")
 	flags.StringVar(&a.server, "server", "", "server `address`: unix:///path or http(s)://host:port (default: $COPPICE_SERVER, else that of coppice dev)")
+	flags.StringVar(&a.context, "context", "", "use the server and the key of this `context`, see 'coppice context' (default: $COPPICE_CONTEXT or the current one)")
 	flags.StringVar(&a.token, "token", "", "API `key` (default: $COPPICE_TOKEN or the file $COPPICE_TOKEN_FILE, else that of coppice dev)")
 	for _, c := range commands {
 		root.AddCommand(c(a))
 	}
 	a.markBegin(root)
+	root.Args = cobra.ArbitraryArgs
+	root.RunE = unlessUnknown
 	return root
 }
 
 // markBegin makes every command note that its flags and arguments were accepted. So every failure before this is a
 // mistake in the command line.
 func (a *App) markBegin(c *cobra.Command) {
+	if c.HasParent() && c.Args != nil {
+		c.Args = countArguments(c.Args)
+	}
 	switch run := c.RunE; {
 	case run != nil:
 		c.RunE = func(c *cobra.Command, args []string) error {
@@ -79,16 +91,19 @@ func (a *App) markBegin(c *cobra.Command) {
 			return run(c, args)
 		}
 	case c.HasParent(): // a group: cobra itself would answer an unknown word with help and success
-		c.RunE = func(c *cobra.Command, args []string) error {
-			if len(args) > 0 {
-				return exit.Misuse(fmt.Errorf("unknown command %q for %q", args[0], c.CommandPath()))
-			}
-			return c.Help()
-		}
+		c.RunE = unlessUnknown
 	}
 	for _, sub := range c.Commands() {
 		a.markBegin(sub)
 	}
+}
+
+// unlessUnknown is a group without a command: it shows the help, and refuses a word that is no command of it.
+func unlessUnknown(c *cobra.Command, args []string) error {
+	if len(args) > 0 {
+		return exit.Misuse(unknownCommand(c, args[0]))
+	}
+	return c.Help()
 }
 
 // Client connects to the server that the flags, the environment or the connection file name.
@@ -97,6 +112,7 @@ func (a *App) Client() (*coppice.Client, error) {
 	if err != nil {
 		return nil, err
 	}
+	a.tried = conn
 	return coppice.New(coppice.Config{Server: conn.Server, Token: conn.Token, UserAgent: "coppice-cli/" + version()})
 }
 
@@ -133,7 +149,7 @@ func (a *App) Report(err error) int {
 	}
 	fmt.Fprintf(a.Stderr, "coppice: %s\n", foreign.Escape(message, "\n\t"))
 	if exit.IsMisuse(err) {
-		fmt.Fprintln(a.Stderr, "Try 'coppice --help'.")
+		fmt.Fprintf(a.Stderr, "Try '%s --help'.\n", cmp.Or(a.ran, "coppice"))
 	}
 	return status
 }

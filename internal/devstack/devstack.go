@@ -23,6 +23,7 @@ import (
 	"net/http"
 	"os"
 	"path/filepath"
+	"strconv"
 	"time"
 
 	"golang.org/x/sync/errgroup"
@@ -50,13 +51,14 @@ type Config struct {
 
 	Secrets daemon.SecretsConfig
 
-	Listen string // host:port of the public API, on loopback; port 0 picks a free one
-	PGBin  string // directory of PostgreSQL's programs; empty finds them
+	Listen    string // host:port of the public API, on loopback; port 0 picks a free one
+	PlainHTTP bool   // serve the public API in clear although it is not on loopback
+	PGBin     string // directory of PostgreSQL's programs; empty finds them
 }
 
 // Ready is what a user needs to know once everything answers.
 type Ready struct {
-	Server  string // http://host:port
+	Server  string // http://host:port, as this machine reaches it
 	Key     string
 	DataDir string
 	Volume  string // what the runner's files are on
@@ -65,8 +67,11 @@ type Ready struct {
 }
 
 // Run starts everything, calls ready, and runs until ctx ends; then VMs are stopped, and checkpoints, images and the
-// database stay. It needs root.
+// database stay. It needs root. It takes the addresses first, so that a start that fails on one of them has made nothing.
 func Run(ctx context.Context, cfg Config, ready func(Ready) error) (err error) {
+	if err := cfg.Check(); err != nil {
+		return err
+	}
 	if os.Geteuid() != 0 {
 		return core.Errorf(core.PermissionDenied, core.CodeUnsupported,
 			"coppice dev needs root: it makes network namespaces and runs every VM under a user of its own; run it with sudo")
@@ -79,11 +84,12 @@ func Run(ctx context.Context, cfg Config, ready func(Ready) error) (err error) {
 		name string
 		run  func(context.Context) error
 	}{
+		{"listen", s.listen},
 		{"open the data directory", s.openData},
 		{"start PostgreSQL", s.startPostgres},
 		{"open the runner", s.openRunner},
 		{"open the controller", s.openController},
-		{"listen", s.listen},
+		{"serve", s.serveAll},
 	} {
 		if err := step.run(ctx); err != nil {
 			return fmt.Errorf("%s: %w", step.name, err)
@@ -106,6 +112,7 @@ type stack struct {
 	metrics   *daemon.Metrics
 	store     *postgres.Store
 	control   *controller.Controller
+	public    net.Listener // of the API, before there is one
 	servers   []server
 	server    string
 }
@@ -113,6 +120,42 @@ type stack struct {
 type server struct {
 	http *http.Server
 	on   net.Listener
+}
+
+// Check refuses an address on which everybody on the network would see the key, unless asked for.
+func (cfg Config) Check() error {
+	host, port, err := net.SplitHostPort(cfg.Listen)
+	if err != nil {
+		return core.Errorf(core.Invalid, core.CodeInvalidField, "--listen %s: an address is HOST:PORT, such as 127.0.0.1:7070", core.Clip(cfg.Listen))
+	}
+	if ip := net.ParseIP(host); cfg.PlainHTTP || host == "localhost" || ip != nil && ip.IsLoopback() {
+		return nil
+	}
+	return core.Errorf(core.Invalid, core.CodeInvalidField,
+		"--listen %s: the API would be served in clear, with its keys, to everybody who reaches that address; listen on 127.0.0.1:%s, or say --plain-http if a proxy in front of it speaks TLS", core.Clip(cfg.Listen), core.Clip(port))
+}
+
+// listen takes the addresses. Nothing is served on them before everything is there.
+func (s *stack) listen(ctx context.Context) error {
+	var err error
+	if s.public, err = s.take(ctx, "tcp", s.cfg.Listen); err != nil {
+		return err
+	}
+	if s.metrics, err = daemon.OpenMetrics(ctx, s.cfg.Metrics, s.log); err != nil {
+		return err
+	}
+	s.steps.Push("metrics", func(context.Context) error { return s.metrics.Close() })
+	s.cfg.Registry = s.metrics
+	s.server = "http://" + reachable(s.public.Addr())
+	return nil
+}
+
+// reachable is the address under which this machine reaches a listener: that of all addresses is none to dial.
+func reachable(a net.Addr) string {
+	if tcp, ok := a.(*net.TCPAddr); ok && tcp.IP.IsUnspecified() {
+		return net.JoinHostPort("127.0.0.1", strconv.Itoa(tcp.Port))
+	}
+	return a.String()
 }
 
 func (s *stack) openData(ctx context.Context) error {
@@ -153,12 +196,6 @@ func (s *stack) startPostgres(ctx context.Context) error {
 }
 
 func (s *stack) openRunner(ctx context.Context) error {
-	var err error
-	if s.metrics, err = daemon.OpenMetrics(ctx, s.cfg.Metrics, s.log); err != nil {
-		return err
-	}
-	s.steps.Push("metrics", func(context.Context) error { return s.metrics.Close() })
-	s.cfg.Registry = s.metrics
 	id, err := daemon.Keep(filepath.Join(s.cfg.DataDir, "runner-id"), func() string { return string(core.NewID[core.RunnerID]()) })
 	if err != nil {
 		return err
@@ -224,7 +261,7 @@ func (s *stack) trust(ctx context.Context) (controller.Trust, error) {
 func (s *stack) runnerSocket() string     { return filepath.Join(s.runDir, "runner.sock") }
 func (s *stack) controllerSocket() string { return filepath.Join(s.runDir, "controller.sock") }
 
-func (s *stack) listen(ctx context.Context) error {
+func (s *stack) serveAll(ctx context.Context) error {
 	api := httpapi.New(s.control, s.log.With("component", "api"))
 	internal, err := httpapi.NewInternal(s.control, s.secret, s.log.With("component", "internal"))
 	if err != nil {
@@ -234,33 +271,40 @@ func (s *stack) listen(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	if err := s.serve(ctx, "unix", s.runnerSocket(), runners); err != nil {
-		return err
+	for _, on := range []struct {
+		socket  string
+		handler http.Handler
+	}{{s.runnerSocket(), runners}, {s.controllerSocket(), internal}} {
+		if err := os.Remove(on.socket); err != nil && !errors.Is(err, os.ErrNotExist) { // left by a process that was killed
+			return err
+		}
+		l, err := s.take(ctx, "unix", on.socket)
+		if err != nil {
+			return err
+		}
+		s.serve(l, on.handler)
 	}
-	if err := s.serve(ctx, "unix", s.controllerSocket(), internal); err != nil {
-		return err
-	}
-	if err := s.serve(ctx, "tcp", s.cfg.Listen, api); err != nil {
-		return err
-	}
-	s.server = "http://" + s.servers[len(s.servers)-1].on.Addr().String()
+	s.serve(s.public, api) // the last one: see shutdown
 	return nil
 }
 
-func (s *stack) serve(ctx context.Context, network, address string, h http.Handler) error {
-	if network == "unix" {
-		if err := os.Remove(address); err != nil && !errors.Is(err, os.ErrNotExist) { // left by a process that was killed
-			return err
-		}
-	}
+// take listens on an address.
+func (s *stack) take(ctx context.Context, network, address string) (net.Listener, error) {
 	var lc net.ListenConfig
 	l, err := lc.Listen(ctx, network, address)
-	if err != nil {
-		return core.Wrapf(err, core.Unavailable, core.CodeUnsupported, "cannot listen on %s; is it taken? choose another with --listen", address)
+	if errors.Is(err, unix.EADDRINUSE) {
+		return nil, core.Wrapf(err, core.Unavailable, core.CodeUnsupported,
+			"another program listens on %s, perhaps another coppice dev; choose another address with --listen, and another --data-dir if both are to run", core.Clip(address))
 	}
-	s.servers = append(s.servers, server{&http.Server{Handler: h, ReadHeaderTimeout: 5 * time.Second, ErrorLog: slog.NewLogLogger(s.log.Handler(), slog.LevelDebug)}, l})
+	if err != nil {
+		return nil, core.Wrapf(err, core.Unavailable, core.CodeUnsupported, "cannot listen on %s; choose another address with --listen", core.Clip(address))
+	}
 	s.steps.Push("listener "+address, func(context.Context) error { return ignoreClosed(l.Close()) })
-	return nil
+	return l, nil
+}
+
+func (s *stack) serve(l net.Listener, h http.Handler) {
+	s.servers = append(s.servers, server{&http.Server{Handler: h, ReadHeaderTimeout: 5 * time.Second, ErrorLog: slog.NewLogLogger(s.log.Handler(), slog.LevelDebug)}, l})
 }
 
 func ignoreClosed(err error) error {

@@ -4,6 +4,7 @@ package argument
 import (
 	"errors"
 	"fmt"
+	"io"
 	"os"
 	"strconv"
 	"strings"
@@ -29,12 +30,37 @@ func KeyValues(flag string, words []string) (map[string]string, error) {
 }
 
 // Each calls f for every reference. It calls f for all of them even if one fails.
-func Each(refs []string, f func(ref string) error) error {
+func Each(refs []string, f func(ref string) error) error { return EachOf(refs, f) }
+
+// EachOf is Each for things that were found.
+func EachOf[T any](things []T, f func(T) error) error {
 	var errs []error
-	for _, ref := range refs {
-		errs = append(errs, f(ref))
+	for _, thing := range things {
+		errs = append(errs, f(thing))
 	}
 	return errors.Join(errs...)
+}
+
+// All finds what every reference names. If one of them names nothing, the error says which ones do, and that nothing was changed. A thing that is
+// named twice is in the result once.
+func All[T any](refs []string, find func(ref string) (T, error), id func(T) string) ([]T, error) {
+	var found []T
+	var errs []error
+	seen := map[string]bool{}
+	for _, ref := range refs {
+		v, err := find(ref)
+		switch {
+		case err != nil:
+			errs = append(errs, err)
+		case !seen[id(v)]:
+			seen[id(v)] = true
+			found = append(found, v)
+		}
+	}
+	if len(errs) > 0 && len(refs) > 1 {
+		errs = append(errs, errors.New("nothing was changed"))
+	}
+	return found, errors.Join(errs...)
 }
 
 // Size reads a number of bytes with an optional binary unit.
@@ -51,5 +77,15 @@ func Size(s string) (int64, error) {
 // Secret reads a secret from a file, without the spaces around it.
 func Secret(path string) (string, error) {
 	b, err := os.ReadFile(path)
+	return strings.TrimSpace(string(b)), err
+}
+
+// SecretFrom reads a secret from a file, or from in if the file is called "-".
+func SecretFrom(path string, in io.Reader) (string, error) {
+	if path != "-" {
+		return Secret(path)
+	}
+	const most = 64 << 10
+	b, err := io.ReadAll(io.LimitReader(in, most))
 	return strings.TrimSpace(string(b)), err
 }

@@ -6,6 +6,7 @@ import (
 	"strings"
 
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/cli/argument"
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
 
@@ -39,6 +40,16 @@ func Workspace(ctx context.Context, c *coppice.Client, ref string) (coppice.Work
 		}
 	}
 	return coppice.Workspace{}, core.Errorf(core.NotFound, core.CodeWorkspaceNotFound, "there is no workspace %q; list the workspaces with coppice ws ls", core.Clip(ref))
+}
+
+// Workspaces finds all the workspaces that a person means, or none.
+func Workspaces(ctx context.Context, c *coppice.Client, refs []string) ([]coppice.Workspace, error) {
+	return argument.All(refs, func(ref string) (coppice.Workspace, error) { return Workspace(ctx, c, ref) }, func(ws coppice.Workspace) string { return ws.ID })
+}
+
+// Checkpoints finds all the checkpoints that a person means, or none.
+func Checkpoints(ctx context.Context, c *coppice.Client, refs []string) ([]coppice.Checkpoint, error) {
+	return argument.All(refs, func(ref string) (coppice.Checkpoint, error) { return Checkpoint(ctx, c, ref) }, func(cp coppice.Checkpoint) string { return cp.ID })
 }
 
 func alive(list []coppice.Workspace) []coppice.Workspace {

@@ -12,6 +12,7 @@ import (
 
 	"github.com/coppice-dev/coppice/internal/cli"
 	"github.com/coppice-dev/coppice/internal/cli/argument"
+	"github.com/coppice-dev/coppice/internal/cli/connections"
 	"github.com/coppice-dev/coppice/internal/cli/exit"
 	"github.com/coppice-dev/coppice/internal/cli/operator/host"
 	"github.com/coppice-dev/coppice/internal/daemon"
@@ -32,6 +33,11 @@ a runner. It needs root, for network namespaces and for a user id per VM, but no
 VMs run on cloud-hypervisor if it is installed ('make setup-kvm', or its path in COPPICE_CLOUD_HYPERVISOR) and really boots a guest under KVM.
 Otherwise they run on QEMU (COPPICE_QEMU), with KVM if a guest boots under it. The command prints its choice and the reason.
 
+The API has no TLS, so it listens on loopback only, unless --plain-http says that a proxy in front of it speaks TLS.
+
+The command enters the address and the key of the API as a context in ~/.config/coppice/connection.json, where the client commands of this
+user find them ('coppice context'), and takes the entry away when it ends.
+
 Ctrl-C stops the VMs. Checkpoints, images and the database stay in the data directory for the next start.`,
 		Args: cobra.NoArgs,
 	}
@@ -39,6 +45,7 @@ Ctrl-C stops the VMs. Checkpoints, images and the database stay in the data dire
 	f.StringVar(&cfg.DataDir, "data-dir", cmp.Or(a.Getenv("COPPICE_DATA_DIR"), host.DefaultDataDir), "`directory` for all data")
 	f.StringVar(&cfg.ImagesDir, "images-dir", a.Getenv("COPPICE_IMAGES_DIR"), "image store `directory` (default: images in the data directory)")
 	f.StringVar(&cfg.Listen, "listen", "127.0.0.1:7070", "`address` of the API; port 0 picks a free one")
+	f.BoolVar(&cfg.PlainHTTP, "plain-http", false, "serve the API without TLS on other addresses than loopback: only behind a proxy that speaks TLS")
 	f.StringVar(&budget, "disk-budget", "32G", "size of the volume for checkpoints, if the program makes one, as `size` with K, M, G or T")
 	f.IntVar(&cfg.MaxSandboxes, "max-sandboxes", 64, "maximum number of VMs, including warm ones")
 	f.IntVar(&cfg.Warm, "warm", 4, "number of VMMs kept ready per recently forked base; 0 for none")
@@ -54,6 +61,9 @@ Ctrl-C stops the VMs. Checkpoints, images and the database stay in the data dire
 	f.StringVar(&level, "log-level", "info", "debug, info, warn or error")
 	c.RunE = func(cmd *cobra.Command, _ []string) error {
 		daemon.RelaxGC()
+		if err := cfg.Check(); err != nil {
+			return err
+		}
 		var err error
 		if cfg.DiskBudget, err = argument.Size(budget); err != nil {
 			return exit.Misuse(fmt.Errorf("--disk-budget: %w", err))
@@ -76,21 +86,31 @@ Ctrl-C stops the VMs. Checkpoints, images and the database stay in the data dire
 		}
 		defer func() { _ = endTraces(context.WithoutCancel(cmd.Context())) }() // what was not sent by now is lost
 		cfg.Traces = traces
-		return devstack.Run(cmd.Context(), cfg, func(r devstack.Ready) error {
-			if err := a.SaveConnection(cli.Connection{Server: r.Server, Token: r.Key}); err != nil {
+		leave := func() error { return nil }
+		err = devstack.Run(cmd.Context(), cfg, func(r devstack.Ready) error {
+			var name string
+			var current bool
+			var err error
+			if name, current, leave, err = a.EnterContext(connections.Entry{Server: r.Server, Token: r.Key, DataDir: r.DataDir}); err != nil {
 				return err
 			}
-			return a.Print(r, func(w io.Writer) error { return greet(w, cfg, r) })
+			return a.Print(r, func(w io.Writer) error { return greet(w, cfg, r, name, current) })
 		})
+		return errors.Join(err, leave())
 	}
 	return c
 }
 
-func greet(w io.Writer, cfg devstack.Config, r devstack.Ready) error {
+func greet(w io.Writer, cfg devstack.Config, r devstack.Ready, context string, current bool) error {
+	how := "context  " + context
+	if !current {
+		how += "; another server is the current one: coppice context use " + context + ", or --context " + context
+	}
 	_, err := fmt.Fprintf(w, `Coppice is ready at %s
   data     %s
   volume   %s
   VMs      %s
+  %s
 %s
 Try this in another terminal, as the same user:
   coppice image build              once
@@ -98,6 +118,6 @@ Try this in another terminal, as the same user:
   coppice ws exec demo -- uname -a
   coppice fork demo -n 4
 Ctrl-C stops the VMs; checkpoints stay.
-`, r.Server, r.DataDir, r.Volume, cfg.VMMText(), warnings(r.Weak))
+`, r.Server, r.DataDir, r.Volume, cfg.VMMText(), how, warnings(r.Weak))
 	return err
 }

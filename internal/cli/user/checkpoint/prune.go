@@ -30,13 +30,13 @@ func newPinCommand(a *cli.App, pinned bool) *cobra.Command {
 			if err != nil {
 				return err
 			}
+			found, err := find.Checkpoints(c.Context(), client, args)
+			if err != nil {
+				return err
+			}
 			list := []coppice.Checkpoint{}
-			failed := argument.Each(args, func(ref string) error {
-				cp, err := find.Checkpoint(c.Context(), client, ref)
-				if err != nil {
-					return err
-				}
-				cp, err = client.PatchCheckpoint(c.Context(), cp.ID, coppice.PatchCheckpointRequest{Pinned: &pinned})
+			failed := argument.EachOf(found, func(cp coppice.Checkpoint) error {
+				cp, err := client.PatchCheckpoint(c.Context(), cp.ID, coppice.PatchCheckpointRequest{Pinned: &pinned})
 				if err == nil {
 					list = append(list, cp)
 				}
@@ -65,13 +65,13 @@ func newRemoveCommand(a *cli.App) *cobra.Command {
 			if err != nil {
 				return err
 			}
+			found, err := find.Checkpoints(c.Context(), client, args)
+			if err != nil {
+				return err
+			}
 			if cascade || dryRun {
 				results := []coppice.PruneResult{}
-				failed := argument.Each(args, func(ref string) error {
-					cp, err := find.Checkpoint(c.Context(), client, ref)
-					if err != nil {
-						return err
-					}
+				failed := argument.EachOf(found, func(cp coppice.Checkpoint) error {
 					res, err := client.DeleteCheckpoints(c.Context(), cp.ID, cascade, dryRun)
 					if err == nil {
 						results = append(results, res)
@@ -89,13 +89,9 @@ func newRemoveCommand(a *cli.App) *cobra.Command {
 				return errors.Join(failed, err)
 			}
 			ids := []string{}
-			failed := argument.Each(args, func(ref string) error {
-				cp, err := find.Checkpoint(c.Context(), client, ref)
-				if err != nil {
-					return err
-				}
+			failed := argument.EachOf(found, func(cp coppice.Checkpoint) error {
 				if err := client.DeleteCheckpoint(c.Context(), cp.ID); err != nil {
-					return err
+					return fmt.Errorf("%s is not deleted: %w", cp.ID, err)
 				}
 				ids = append(ids, cp.ID)
 				return nil

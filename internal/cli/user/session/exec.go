@@ -42,12 +42,14 @@ func (e *execFlags) request(command []string) (coppice.ExecRequest, error) {
 	return coppice.ExecRequest{Command: command, Cwd: e.cwd, Env: env, User: e.user, TimeoutMS: e.timeout.Milliseconds()}, err
 }
 
-// commandOf returns the words after the workspace. Flags must be before the workspace, so the parser does not remove a "--" after it.
-func commandOf(args []string) []string {
-	if len(args) > 1 && args[1] == "--" {
-		return args[2:]
+// commandOf returns the command after the workspace. Flags stand before the workspace or after it, until "--" or the first word that is
+// not a flag: what follows is the command's. help says that the user asked for help.
+func commandOf(c *cobra.Command, args []string) (command []string, help bool, err error) {
+	if err := c.ParseFlags(args[1:]); err != nil {
+		return nil, false, exit.Misuse(err)
 	}
-	return args[1:]
+	help, _ = c.Flags().GetBool("help")
+	return c.Flags().Args(), help, nil
 }
 
 // NewExecCommand makes the command "coppice ws exec".
@@ -55,23 +57,30 @@ func NewExecCommand(a *cli.App) *cobra.Command {
 	var flags execFlags
 	var interactive, tty, detach bool
 	c := &cobra.Command{
-		Use:   "exec WORKSPACE [--] COMMAND [ARGUMENT...]",
+		Use:   "exec WORKSPACE [flags] [--] COMMAND [ARGUMENT...]",
 		Short: "Run a program in a workspace",
-		Long: `Run a program in a workspace. There is no shell in between; use sh -c for one.
+		Long: `Run a program in a workspace. There is no shell in between; use sh -c for one. Flags end at "--" or at the first word that is not a flag: what
+follows is the program and its arguments.
 
 The command passes the program's output on as it arrives. The program's exit status becomes that of this command: 127 if there is no such
 program, 126 if it cannot be run, 124 if it was killed at its timeout. Ctrl-C sends the program SIGINT; a second Ctrl-C leaves it running.
 With --json, the command prints the output and the exit status as one object when the program has ended.`,
-		Example: "  coppice ws exec demo -- uname -a\n  coppice ws exec demo -- sh -c 'make test 2>&1 | tail'\n  tar c . | coppice ws exec -i demo -- tar x -C /workspace",
-		Args:    cobra.MinimumNArgs(2),
+		Example: "  coppice ws exec demo -- uname -a\n  coppice ws exec demo -u nobody -- id\n  coppice ws exec demo -- sh -c 'make test 2>&1 | tail'\n  tar c . | coppice ws exec -i demo -- tar x -C /workspace",
+		Args:    cobra.MinimumNArgs(1),
 		RunE: func(c *cobra.Command, args []string) error {
-			if len(commandOf(args)) == 0 {
-				return exit.Misuse(errors.New("no command is given"))
+			command, help, err := commandOf(c, args)
+			switch {
+			case err != nil:
+				return err
+			case help:
+				return c.Help()
+			case len(command) == 0:
+				return exit.Misuse(errors.New("no command is given; usage: " + c.UseLine()))
 			}
 			if detach && (interactive || tty) {
 				return exit.Misuse(errors.New("--detach goes with neither --interactive nor --tty"))
 			}
-			req, err := flags.request(commandOf(args))
+			req, err := flags.request(command)
 			if err != nil {
 				return err
 			}

@@ -5,6 +5,7 @@ import (
 	"os"
 	"os/signal"
 	"reflect"
+	"slices"
 	"strings"
 	"syscall"
 	"testing"
@@ -17,6 +18,7 @@ import (
 	"github.com/coppice-dev/coppice/api"
 	"github.com/coppice-dev/coppice/internal/cli"
 	"github.com/coppice-dev/coppice/internal/cli/clitest"
+	"github.com/coppice-dev/coppice/internal/cli/exit"
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
 
@@ -38,7 +40,7 @@ func TestExecPassesOutputAndStatusOn(t *testing.T) {
 	if status, _, stderr = run("ws", "exec", "demo", "--", "no-such-program"); status != noCommand || !strings.Contains(stderr, "COMMAND_NOT_FOUND") {
 		t.Errorf("status %d, stderr %q", status, stderr)
 	}
-	// Flags after the workspace are the command's, with or without --.
+	// Flags after the program are the program's, with or without --.
 	if status, stdout, stderr = run("ws", "exec", "demo", "echo", "-n", "--json"); status != 0 || stdout != "--json" {
 		t.Errorf("status %d, stdout %q, stderr %q", status, stdout, stderr)
 	}
@@ -55,6 +57,43 @@ func TestExecPassesOutputAndStatusOn(t *testing.T) {
 	}
 	if status, stdout, _ = run("ws", "logs", "demo", "--list"); status != 0 || !strings.Contains(stdout, "00000001  exited") {
 		t.Errorf("sessions: status %d, %q", status, stdout)
+	}
+}
+
+// TestFlagsAfterTheWorkspace: flags are taken until "--" or the first word that is none.
+func TestFlagsAfterTheWorkspace(t *testing.T) {
+	t.Parallel()
+	f, run := clitest.NewServer(t, groupWS)
+	f.Workspaces = []api.Workspace{clitest.Workspace(1, "demo", api.WorkspaceReady)}
+	for _, c := range []struct {
+		args    []string
+		command []string
+		user    string
+	}{
+		{[]string{"demo", "-u", "nobody", "--", "echo", "-n"}, []string{"echo", "-n"}, "nobody"},
+		{[]string{"demo", "-u", "nobody", "echo", "-n", "-u"}, []string{"echo", "-n", "-u"}, "nobody"},
+		{[]string{"-u", "root", "demo", "--user=nobody", "--", "echo", "--", "x"}, []string{"echo", "--", "x"}, "nobody"},
+		{[]string{"-u", "nobody", "demo", "echo", "--", "-u"}, []string{"echo", "--", "-u"}, "nobody"},
+		{[]string{"demo", "--", "--json"}, []string{"--json"}, ""},
+	} {
+		f.Requests = nil
+		_, _, stderr := run(append([]string{"ws", "exec"}, c.args...)...)
+		if len(f.Requests) != 1 {
+			t.Errorf("%q: %d requests; %s", c.args, len(f.Requests), stderr)
+			continue
+		}
+		if got := f.Requests[0].(api.ExecRequest); !slices.Equal(got.Command, c.command) || got.User != c.user {
+			t.Errorf("%q: runs %q as %q, want %q as %q", c.args, got.Command, got.User, c.command, c.user)
+		}
+	}
+	f.Requests = nil
+	for _, args := range [][]string{{"demo"}, {"demo", "-u", "nobody"}, {"demo", "--unknown", "echo"}, {"demo", "-u", "nobody", "--"}} {
+		if status, _, stderr := run(append([]string{"ws", "exec"}, args...)...); status != exit.Usage || len(f.Requests) > 0 {
+			t.Errorf("%q: exit status %d, %q, %d requests", args, status, stderr, len(f.Requests))
+		}
+	}
+	if status, stdout, _ := run("ws", "exec", "demo", "--help"); status != exit.OK || !strings.Contains(stdout, "exec WORKSPACE [flags] [--] COMMAND") {
+		t.Errorf("help after the workspace: %d, %q", status, stdout)
 	}
 }
 

@@ -22,7 +22,7 @@ func NewShellCommand(a *cli.App) *cobra.Command {
 	var session string
 	var plain bool
 	c := &cobra.Command{
-		Use:   "shell WORKSPACE [--] [COMMAND [ARGUMENT...]]",
+		Use:   "shell WORKSPACE [flags] [--] [COMMAND [ARGUMENT...]]",
 		Short: "Open a terminal in a workspace",
 		Long: `Open a terminal in a workspace: a login shell, or the given program.
 
@@ -32,6 +32,13 @@ gives up. At the beginning of a line, "~." leaves the session and "~~" types a t
 the session goes on: attach to it again with --session.`,
 		Args: cobra.MinimumNArgs(1),
 		RunE: func(c *cobra.Command, args []string) error {
+			command, help, err := commandOf(c, args)
+			if err != nil {
+				return err
+			}
+			if help {
+				return c.Help()
+			}
 			client, err := a.Client()
 			if err != nil {
 				return err
@@ -41,12 +48,11 @@ the session goes on: attach to it again with --session.`,
 				return err
 			}
 			if session != "" {
-				if len(args) > 1 {
+				if len(command) > 0 {
 					return exit.Misuse(errors.New("--session attaches to a program that runs; it takes no COMMAND"))
 				}
 				return reattach(c.Context(), a, client, ws, session, plain)
 			}
-			command := commandOf(args)
 			if len(command) == 0 {
 				command = []string{"/bin/sh", "-c", loginShell}
 			}

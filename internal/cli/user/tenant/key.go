@@ -229,16 +229,17 @@ func newKeyRevokeCommand(a *cli.App) *cobra.Command {
 			if err != nil {
 				return err
 			}
-			ids := []string{}
-			failed := argument.Each(args, func(ref string) error {
-				k, err := key(c.Context(), client, of, ref)
-				if err == nil {
-					err = client.RevokeKey(c.Context(), k.ID)
-				}
-				if err == nil {
-					ids = append(ids, k.ID)
-				}
+			found, err := argument.All(args, func(ref string) (coppice.APIKey, error) { return key(c.Context(), client, of, ref) }, func(k coppice.APIKey) string { return k.ID })
+			if err != nil {
 				return err
+			}
+			ids := []string{}
+			failed := argument.EachOf(found, func(k coppice.APIKey) error {
+				if err := client.RevokeKey(c.Context(), k.ID); err != nil {
+					return fmt.Errorf("%s is not revoked: %w", k.ID, err)
+				}
+				ids = append(ids, k.ID)
+				return nil
 			})
 			if err := a.Print(ids, func(w io.Writer) error {
 				for _, id := range ids {

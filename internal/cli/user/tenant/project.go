@@ -284,16 +284,17 @@ func newProjectRemoveCommand(a *cli.App) *cobra.Command {
 			if err != nil {
 				return err
 			}
-			ids := []string{}
-			failed := argument.Each(args, func(ref string) error {
-				p, err := project(c.Context(), client, ref)
-				if err == nil {
-					err = client.DeleteProject(c.Context(), p.ID)
-				}
-				if err == nil {
-					ids = append(ids, p.ID)
-				}
+			found, err := argument.All(args, func(ref string) (coppice.Project, error) { return project(c.Context(), client, ref) }, func(p coppice.Project) string { return p.ID })
+			if err != nil {
 				return err
+			}
+			ids := []string{}
+			failed := argument.EachOf(found, func(p coppice.Project) error {
+				if err := client.DeleteProject(c.Context(), p.ID); err != nil {
+					return fmt.Errorf("%s is not deleted: %w", p.Name, err)
+				}
+				ids = append(ids, p.ID)
+				return nil
 			})
 			if err := a.Print(ids, func(w io.Writer) error {
 				for _, id := range ids {

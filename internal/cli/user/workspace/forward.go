@@ -113,14 +113,18 @@ func stopForwards(ctx context.Context, client *coppice.Client, ws coppice.Worksp
 	if err != nil {
 		return err
 	}
-	return argument.Each(refs, func(ref string) error {
+	found, err := argument.All(refs, func(ref string) (coppice.Port, error) {
 		for _, p := range ports {
 			if p.ID == ref || p.Listen == ref {
-				return client.DeletePort(ctx, ws.ID, p.ID)
+				return p, nil
 			}
 		}
-		return fmt.Errorf("workspace %s forwards no port %q; coppice ws forward %s lists them", ws.Name, ref, ws.Name)
-	})
+		return coppice.Port{}, fmt.Errorf("workspace %s forwards no port %q; coppice ws forward %s lists them", ws.Name, ref, ws.Name)
+	}, func(p coppice.Port) string { return p.ID })
+	if err != nil {
+		return err
+	}
+	return argument.EachOf(found, func(p coppice.Port) error { return client.DeletePort(ctx, ws.ID, p.ID) })
 }
 
 // forwardPorts opens the ports and, unless detached, closes them again at the end.

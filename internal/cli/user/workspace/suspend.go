@@ -59,18 +59,20 @@ func eachWorkspace(a *cli.App, c *cobra.Command, refs []string, doing string, do
 	}
 	changed := []coppice.Workspace{}
 	began := time.Now()
-	failed := argument.Each(refs, func(ref string) error {
-		ws, err := find.Workspace(c.Context(), client, ref)
-		if err != nil {
-			return err
-		}
-		done := a.Working(c.Context(), doing+" "+ws.Name)
-		ws, err = do(ws)
-		done()
-		if err == nil {
-			changed = append(changed, ws)
-		}
+	found, err := find.Workspaces(c.Context(), client, refs)
+	if err != nil {
 		return err
+	}
+	failed := argument.EachOf(found, func(ws coppice.Workspace) error {
+		done := a.Working(c.Context(), doing+" "+ws.Name)
+		name := ws.Name
+		ws, err := do(ws)
+		done()
+		if err != nil {
+			return fmt.Errorf("%s: %w", name, err)
+		}
+		changed = append(changed, ws)
+		return nil
 	})
 	err = a.Print(changed, func(w io.Writer) error {
 		for _, ws := range changed {

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"slices"
 	"strings"
 	"time"
 
@@ -290,22 +291,25 @@ func newRemoveCommand(a *cli.App) *cobra.Command {
 					return err
 				}
 			}
-			failed := argument.Each(args, func(ref string) error {
-				ws, err := find.Workspace(ctx, client, ref)
-				list = append(list, ws)
+			named, err := find.Workspaces(ctx, client, args)
+			if err != nil {
 				return err
-			})
-			if failed != nil {
-				return failed
 			}
+			for _, ws := range named {
+				if !slices.ContainsFunc(list, func(other coppice.Workspace) bool { return other.ID == ws.ID }) {
+					list = append(list, ws)
+				}
+			}
+			var failed error
 			done := a.Working(ctx, fmt.Sprintf("terminating %d", len(list)))
 			gone := []coppice.Workspace{}
 			for _, ws := range list {
+				name := ws.Name
 				ws, err := client.TerminateWorkspace(ctx, ws.ID)
 				if err == nil {
 					gone = append(gone, ws)
 				} else {
-					failed = errors.Join(failed, err)
+					failed = errors.Join(failed, fmt.Errorf("%s is not terminated: %w", name, err))
 				}
 			}
 			done()

@@ -1,0 +1,135 @@
+package cli
+
+import (
+	"context"
+	"crypto/tls"
+	"crypto/x509"
+	"errors"
+	"fmt"
+	"net"
+	"strings"
+	"syscall"
+
+	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
+
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/cli/exit"
+	coppice "github.com/coppice-dev/coppice/sdk/go"
+)
+
+// explain says in words what the libraries below say in their own: errors of the network, and an interrupt.
+func (a *App) explain(err error) error {
+	var own *core.Error
+	var api *coppice.Error
+	if err == nil || exit.IsMisuse(err) || errors.As(err, &own) || errors.As(err, &api) || errors.As(err, new(exit.StatusError)) {
+		return err
+	}
+	if a.tried.Server != "" {
+		if text := unreachable(err); text != "" {
+			return core.Errorf(core.Unavailable, core.CodeControllerUnreachable, "no server answers at %s (%s): %s; start one with `coppice dev`, or name another with --server or --context: coppice context ls",
+				ShownAddress(a.tried.Server), a.tried.Origin, text)
+		}
+	}
+	if errors.Is(err, context.Canceled) && strings.HasSuffix(err.Error(), context.Canceled.Error()) {
+		before := strings.TrimSuffix(strings.TrimSuffix(err.Error(), context.Canceled.Error()), ": ")
+		return core.Errorf(core.Canceled, core.CodeCanceled, "%s", join(before, "interrupted"))
+	}
+	return err
+}
+
+func join(before, after string) string {
+	if before == "" {
+		return after
+	}
+	return before + ": " + after
+}
+
+// unreachable says why a server could not be reached; "" for another error.
+func unreachable(err error) string {
+	var dns *net.DNSError
+	var op *net.OpError
+	var authority x509.UnknownAuthorityError
+	var host x509.HostnameError
+	var record tls.RecordHeaderError
+	switch {
+	case errors.As(err, &dns):
+		return fmt.Sprintf("the name %s is not known", core.Clip(dns.Name))
+	case errors.As(err, &authority):
+		return "its certificate is of an authority that this machine does not trust"
+	case errors.As(err, &host):
+		return "its certificate is for another name"
+	case errors.As(err, &record):
+		return "it does not speak TLS there; try http://"
+	case errors.As(err, &op) && op.Op == "dial" && errors.Is(err, syscall.ECONNREFUSED):
+		return "nobody listens there"
+	case errors.As(err, &op) && op.Op == "dial" && errors.Is(err, syscall.ENOENT):
+		return "there is no such socket"
+	case errors.As(err, &op) && op.Op == "dial" && op.Timeout():
+		return "it does not answer in time"
+	case errors.As(err, &op) && op.Op == "dial":
+		var errno syscall.Errno
+		if errors.As(err, &errno) {
+			return errno.Error()
+		}
+		return "it cannot be reached"
+	}
+	return ""
+}
+
+// badFlag says in words what is wrong with a flag.
+func badFlag(_ *cobra.Command, err error) error {
+	var value *pflag.InvalidValueError
+	if !errors.As(err, &value) {
+		return err
+	}
+	flag, wants := value.GetFlag(), ""
+	switch flag.Value.Type() {
+	case "int", "int64", "uint", "uint16", "uint32", "uint64", "count":
+		wants = "a whole number"
+	case "float64":
+		wants = "a number"
+	case "bool":
+		wants = "true or false"
+	case "duration":
+		wants = "a duration such as 90s, 30m or 24h"
+	default:
+		return fmt.Errorf("--%s %q: %w", flag.Name, core.Clip(value.GetValue()), value.Unwrap())
+	}
+	return fmt.Errorf("--%s %q is not %s", flag.Name, core.Clip(value.GetValue()), wants)
+}
+
+// countArguments says in words that there are too many arguments or too few.
+func countArguments(check cobra.PositionalArgs) cobra.PositionalArgs {
+	return func(c *cobra.Command, args []string) error {
+		err := check(c, args)
+		if err == nil {
+			return nil
+		}
+		usage := c.UseLine()
+		if !strings.Contains(c.Use, " ") {
+			return fmt.Errorf("%s takes no argument, and %q is one; usage: %s", c.CommandPath(), core.Clip(args[0]), usage)
+		}
+		return fmt.Errorf("%s cannot be called with %s; usage: %s", c.CommandPath(), number(len(args)), usage)
+	}
+}
+
+func number(arguments int) string {
+	switch arguments {
+	case 0:
+		return "no argument"
+	case 1:
+		return "one argument"
+	}
+	return fmt.Sprintf("%d arguments", arguments)
+}
+
+// unknownCommand names what may have been meant.
+func unknownCommand(c *cobra.Command, word string) error {
+	c.SuggestionsMinimumDistance = 2
+	meant := c.SuggestionsFor(word)
+	if len(meant) == 0 {
+		return fmt.Errorf("unknown command %q for %q", core.Clip(word), c.CommandPath())
+	}
+	return fmt.Errorf("unknown command %q for %q; did you mean %q?", core.Clip(word), c.CommandPath(), c.CommandPath()+" "+meant[0])
+}
