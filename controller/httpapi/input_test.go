@@ -269,6 +269,7 @@ func TestFields(t *testing.T) {
 		{"POST", at + "/exec", `{"command":["x"],"stdin":"a","stdin_base64":"YQ=="}`, "stdin_base64", core.CodeInvalidField},
 		{"POST", at + "/exec", `{"command":["x"],"stdin_open":true}`, "stdin_open", core.CodeInvalidField},
 		{"POST", at + "/exec", `{"command":["x"],"cols":80}`, "cols", core.CodeInvalidField},
+		{"POST", at + "/exec", `{"command":["x"],"pty":true,"wait":true}`, "wait", core.CodeInvalidField},
 		{"POST", at + "/exec", `{"command":["x"],"pty":true,"cols":1001}`, "cols", core.CodeInvalidField},
 		{"POST", at + "/exec", `{"command":["x"],"timeout_ms":-1}`, "timeout_ms", core.CodeInvalidField},
 		{"POST", at + "/ports", `{"guest_port":0}`, "guest_port", core.CodeInvalidField},

@@ -240,8 +240,10 @@ func checkpointRequestIn(b api.CreateCheckpointRequest) (controller.CheckpointRe
 }
 
 func execIn(b api.ExecRequest) (req controller.ExecRequest, wait bool, err error) {
-	wait = b.Wait == nil || *b.Wait
+	wait = b.Wait == nil && !b.PTY || b.Wait != nil && *b.Wait
 	switch {
+	case b.PTY && wait:
+		return req, wait, invalid("wait", "it cannot be true together with pty: a program on a terminal waits for its input, which goes through /attach")
 	case b.Stdin != "" && len(b.StdinBase64) > 0:
 		return req, wait, invalid("stdin_base64", "it cannot be given together with stdin")
 	case b.StdinOpen && wait:
