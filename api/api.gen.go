@@ -1333,7 +1333,7 @@ type ExecRequest struct {
 	// StdinBase64 The same for bytes that are not UTF-8.
 	StdinBase64 []byte `json:"stdin_base64,omitempty,omitzero"`
 
-	// StdinOpen Keep standard input open for `/stdin` and `/attach`. Only if `wait` is false.
+	// StdinOpen Keep standard input open for `/stdin` and `/attach`. Only if `wait` is false or `pty` is true.
 	StdinOpen bool `json:"stdin_open,omitempty,omitzero"`
 
 	// TimeoutMS Kill the session's processes after this time. 0 or absent: never.
@@ -1342,7 +1342,7 @@ type ExecRequest struct {
 	// User Name or uid, optionally with `:group`. Default: root.
 	User string `json:"user,omitempty,omitzero"`
 
-	// Wait Answer when the program has ended.
+	// Wait Answer when the program has ended. Not together with `pty`. Default: true, or false with `pty`.
 	Wait *bool `json:"wait,omitempty"`
 }
 

@@ -253,3 +253,17 @@ func TestPlainWords(t *testing.T) {
 		}
 	}
 }
+
+// TestInterruptSaysHowToFollow: work that goes on without the command is named, with how to follow it.
+func TestInterruptSaysHowToFollow(t *testing.T) {
+	t.Parallel()
+	a, _, stderr := testApp(nil)
+	status := a.Run(t.Context(), []string{"grow"}, func(*App) *cobra.Command {
+		return &cobra.Command{Use: "grow", RunE: func(*cobra.Command, []string) error {
+			return &coppice.UnfinishedError{OperationID: "op_x", Err: context.Canceled}
+		}}
+	})
+	if status != exit.Canceled || !strings.Contains(stderr.String(), "coppice op show --wait op_x") || strings.Contains(stderr.String(), "context canceled") {
+		t.Errorf("exit status %d, %q", status, stderr)
+	}
+}

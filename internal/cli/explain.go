@@ -25,6 +25,10 @@ func (a *App) explain(err error) error {
 	if err == nil || exit.IsMisuse(err) || errors.As(err, &own) || errors.As(err, &api) || errors.As(err, new(exit.StatusError)) {
 		return err
 	}
+	var unfinished *coppice.UnfinishedError
+	if errors.As(err, &unfinished) {
+		return core.Errorf(core.Canceled, core.CodeCanceled, "interrupted; the server goes on with it: follow it with coppice op show --wait %s, or undo what it makes when it has ended", core.Clip(unfinished.OperationID))
+	}
 	if a.tried.Server != "" {
 		if text := unreachable(err); text != "" {
 			return core.Errorf(core.Unavailable, core.CodeControllerUnreachable, "no server answers at %s (%s): %s; start one with `coppice dev`, or name another with --server or --context: coppice context ls",

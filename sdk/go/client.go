@@ -121,7 +121,7 @@ func (c *Client) send(ctx context.Context, r request) (*http.Response, error) {
 			return nil, fmt.Errorf("%s %s: encode: %w", r.method, strings.Join(r.path, "/"), err)
 		}
 	}
-	if r.keyed {
+	if r.keyed && r.key == "" {
 		r.key = keyOf(ctx)
 	}
 	pause := firstPause

@@ -333,22 +333,26 @@ func (x *extraction) entry(tr *tar.Reader, h *tar.Header, name string) error {
 	return x.root.Link(target, name)
 }
 
-// file writes a regular file, in place if it exists.
+// file writes a regular file under a temporary name first, so that an end in the middle leaves what was there. When it is complete, it is
+// moved to its place, or copied into the file that exists there.
 func (x *extraction) file(tr *tar.Reader, h *tar.Header, name string) error {
-	f := openInPlace(x.root, name)
-	if f == nil {
-		if err := x.root.Remove(name); err != nil && !errors.Is(err, fs.ErrNotExist) {
-			return err
-		}
-		var err error
-		if f, err = x.root.OpenFile(name, os.O_WRONLY|os.O_CREATE|os.O_EXCL, h.FileInfo().Mode().Perm()); err != nil {
+	if was, err := x.root.Lstat(name); err == nil && was.IsDir() {
+		if err := x.root.Remove(name); err != nil {
 			return err
 		}
 	}
+	temporary := path.Join(path.Dir(name), ".coppice-"+rand.Text())
+	f, err := x.root.OpenFile(temporary, os.O_WRONLY|os.O_CREATE|os.O_EXCL, h.FileInfo().Mode().Perm())
+	if err != nil {
+		return err
+	}
 	n, err := copyBound(f, tr, x.options.MaxBytes-x.got.Bytes)
 	x.got.Bytes += n
-	if err = errors.Join(err, f.Close()); err != nil {
-		return err
+	if err = errors.Join(err, f.Close()); err == nil {
+		err = moveInto(x.root, temporary, name)
+	}
+	if err != nil {
+		return errors.Join(err, x.root.Remove(temporary))
 	}
 	return x.root.Chtimes(name, h.ModTime, h.ModTime)
 }

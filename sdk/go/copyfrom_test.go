@@ -2,8 +2,12 @@ package coppice_test
 
 import (
 	"archive/tar"
+	"bytes"
 	"errors"
+	"io"
 	"io/fs"
+	"net/http"
+	"net/http/httptest"
 	"os"
 	"path/filepath"
 	"runtime"
@@ -306,5 +310,39 @@ func TestCopyFailsInPlace(t *testing.T) {
 	}
 	if got := list(t, dir); len(got) != 1 || got["a"] != "mine" {
 		t.Errorf("%v is left", got)
+	}
+}
+
+// TestCutCopyLeavesTheFileAlone: an archive that ends in the middle of a file leaves the file that is there, and nothing beside it.
+func TestCutCopyLeavesTheFileAlone(t *testing.T) {
+	t.Parallel()
+	var whole bytes.Buffer
+	tw := tar.NewWriter(&whole)
+	if err := tw.WriteHeader(&tar.Header{Name: "src/f", Typeflag: tar.TypeReg, Mode: 0o600, Size: 1 << 20}); err != nil {
+		t.Fatal(err)
+	}
+	srv := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if r.URL.Query().Has("stat") {
+			_, _ = io.WriteString(w, `{"path":"/src","name":"src","type":"dir","size":0,"mode":"0755"}`)
+			return
+		}
+		_, _ = w.Write(whole.Bytes())
+		_, _ = io.WriteString(w, "half")
+	}))
+	t.Cleanup(srv.Close)
+	c, err := coppice.New(coppice.Config{Server: srv.URL})
+	if err != nil {
+		t.Fatal(err)
+	}
+	dir := t.TempDir()
+	if err := os.WriteFile(filepath.Join(dir, "f"), []byte("old"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := c.CopyFromWith(t.Context(), "ws_1", "/src/.", dir, coppice.CopyOptions{}); err == nil {
+		t.Error("half a file was taken")
+	}
+	entries, err := os.ReadDir(dir)
+	if b, _ := os.ReadFile(filepath.Join(dir, "f")); err != nil || len(entries) != 1 || string(b) != "old" {
+		t.Errorf("the file is %q, beside it %d others; %v", b, len(entries)-1, err)
 	}
 }

@@ -7,8 +7,11 @@ import (
 	"fmt"
 	"maps"
 	"net/http"
+	"net/http/httptrace"
 	"net/url"
 	"strconv"
+	"sync/atomic"
+	"time"
 )
 
 // How long one request waits for an operation, in seconds; then the client asks again.
@@ -41,13 +44,63 @@ func (c *Client) operation(ctx context.Context, id OperationID, wait int) (Opera
 // Done reports whether the operation has ended.
 func (o *Operation) Done() bool { return o.State == OperationSucceeded || o.State == OperationFailed }
 
+// UnfinishedError is the error of a call whose context ended while the server works on it: the operation goes on.
+type UnfinishedError struct {
+	OperationID OperationID
+	Err         error
+}
+
+// Error names the operation.
+func (e *UnfinishedError) Error() string {
+	return fmt.Sprintf("operation %s goes on: %v", e.OperationID, e.Err)
+}
+
+// Unwrap returns why the call did not wait longer.
+func (e *UnfinishedError) Unwrap() error { return e.Err }
+
+// begun asks which operation a request started whose answer did not come because the caller's context ended. It sends the request again under
+// its key, without a wait, so that the server starts nothing new.
+func (c *Client) begun(ctx context.Context, r request) OperationID {
+	const patience = 5 * time.Second
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), patience)
+	defer cancel()
+	query := url.Values{}
+	maps.Copy(query, r.query)
+	query.Set("wait", "0")
+	r.once = true
+	var op Operation
+	err := c.call(ctx, r.with(query), &op)
+	if e, ok := errors.AsType[*Error](err); ok {
+		return e.OperationID
+	}
+	if err != nil || op.Done() {
+		return ""
+	}
+	return op.ID
+}
+
 // start sends a request that starts an operation, waits for the operation and decodes its result into out.
 func (c *Client) start(ctx context.Context, r request, out any) error {
 	var op Operation
 	query := url.Values{}
 	maps.Copy(query, r.query)
 	query.Set("wait", strconv.Itoa(waitSeconds))
-	resp, err := c.send(ctx, r.with(query))
+	var sent atomic.Bool
+	if r.keyed {
+		r.key = keyOf(ctx)
+	}
+	traced := httptrace.WithClientTrace(ctx, &httptrace.ClientTrace{WroteRequest: func(i httptrace.WroteRequestInfo) {
+		if i.Err == nil {
+			sent.Store(true)
+		}
+	}})
+	resp, err := c.send(traced, r.with(query))
+	if err != nil && ctx.Err() != nil && r.key != "" && sent.Load() {
+		if id := c.begun(ctx, r); id != "" {
+			return &UnfinishedError{OperationID: id, Err: context.Cause(ctx)}
+		}
+		return err
+	}
 	running, _ := errors.AsType[*Error](err)
 	switch {
 	case running != nil && running.Code == CodeIdempotencyInProgress && running.OperationID != "": // the server received an earlier try
@@ -64,6 +117,9 @@ func (c *Client) start(ctx context.Context, r request, out any) error {
 	if !op.Done() {
 		id := op.ID
 		if op, err = c.WaitOperation(ctx, id); err != nil {
+			if ctx.Err() != nil {
+				return &UnfinishedError{OperationID: id, Err: context.Cause(ctx)}
+			}
 			return fmt.Errorf("wait for operation %s: %w", id, err)
 		}
 	}

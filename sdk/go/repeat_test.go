@@ -1,9 +1,12 @@
 package coppice_test
 
 import (
+	"context"
 	"encoding/json"
 	"errors"
+	"io"
 	"net/http"
+	"net/http/httptest"
 	"sync"
 	"testing"
 
@@ -86,5 +89,42 @@ func TestCreationIsRepeatedUnderItsKey(t *testing.T) {
 				t.Errorf("the caller's key: %q, %v", k.keys, err)
 			}
 		})
+	}
+}
+
+// TestInterruptedCallNamesItsOperation ends the context of a creating call while the server works on it. The client then asks under the same
+// key which operation it is, and starts nothing new.
+func TestInterruptedCallNamesItsOperation(t *testing.T) {
+	t.Parallel()
+	heard := make(chan struct{})
+	ctx, cancel := context.WithCancel(t.Context())
+	first := ""
+	srv := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		key := r.Header.Get("Idempotency-Key")
+		if r.URL.Query().Get("wait") != "0" {
+			first = key
+			_, _ = io.Copy(io.Discard, r.Body) // then the server notices that the client has gone
+			close(heard)
+			<-r.Context().Done()
+			return
+		}
+		if key != first || key == "" {
+			t.Errorf("key %q, the first request had %q", key, first)
+		}
+		refuse(api.Problem{Status: 409, Code: "IDEMPOTENCY_IN_PROGRESS", OperationID: "op_x"})(w)
+	}))
+	t.Cleanup(srv.Close)
+	go func() {
+		<-heard
+		cancel()
+	}()
+	c, err := coppice.New(coppice.Config{Server: srv.URL})
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, err = c.CreateWorkspace(ctx, coppice.CreateWorkspaceRequest{})
+	unfinished, ok := errors.AsType[*coppice.UnfinishedError](err)
+	if !ok || unfinished.OperationID != "op_x" || !errors.Is(err, context.Canceled) {
+		t.Errorf("got %v", err)
 	}
 }
