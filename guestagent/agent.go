@@ -17,6 +17,7 @@ import (
 
 	"github.com/hashicorp/yamux"
 
+	"github.com/coppice-dev/coppice/guestagent/files"
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
 )
 
@@ -33,6 +34,7 @@ type Agent struct {
 	log       *slog.Logger
 	work      workload
 	sessions  *sessions
+	files     *files.Server
 	gate      *gate
 	reseal    *resealer
 	disk      *flusher
@@ -46,6 +48,7 @@ func newAgent(cfg Config, w workload, statePath string) *Agent {
 	var nonce [8]byte
 	_, _ = rand.Read(nonce[:]) // never fails
 	a := &Agent{log: cfg.Logger, work: w, sessions: newSessions(w), bootNonce: hex.EncodeToString(nonce[:]), disk: newFlusher(DiskMount)}
+	a.files = &files.Server{Inside: w.inside, As: newUserThreads(w.join).as}
 	a.gate = loadGate(statePath, a.bootNonce)
 	a.reseal = newResealer(a)
 	handler := a.routes()

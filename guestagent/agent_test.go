@@ -36,6 +36,7 @@ type plainWorkload struct {
 }
 
 func (w *plainWorkload) inside(fn func() error) error { return fn() }
+func (w *plainWorkload) join() error                  { return nil }
 
 func (w *plainWorkload) start(cmd *exec.Cmd) error {
 	w.mu.Lock()

@@ -13,6 +13,7 @@ import (
 	"github.com/coder/websocket"
 
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/guestagent/answer"
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
 )
 
@@ -34,7 +35,7 @@ func (a *Agent) attachSession(w http.ResponseWriter, r *http.Request) error {
 	}
 	var offsets [2]int64
 	for i, name := range []string{"stdout_offset", "stderr_offset"} {
-		if offsets[i], err = intParam(r, name, 0); err != nil {
+		if offsets[i], err = answer.IntParam(r, name, 0); err != nil {
 			return err
 		}
 	}

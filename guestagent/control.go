@@ -11,6 +11,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/guestagent/answer"
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
 )
 
@@ -21,9 +22,10 @@ const (
 
 func (a *Agent) health(w http.ResponseWriter, _ *http.Request) error {
 	s := a.gate.get()
-	writeJSON(w, http.StatusOK, guestapi.Health{
+	answer.WriteJSON(w, http.StatusOK, guestapi.Health{
 		Version: guestapi.Version, BootNonce: a.bootNonce, Generation: s.Generation, CaptureID: s.CaptureID, State: s.State,
 		UptimeS: uptime().Seconds(), PID: os.Getpid(), Sessions: a.sessions.running(), Kernel: kernelRelease(), RSSBytes: ownRSS(),
+		Features: guestapi.Features(),
 	})
 	return nil
 }
@@ -32,7 +34,7 @@ func (a *Agent) health(w http.ResponseWriter, _ *http.Request) error {
 // paused.
 func (a *Agent) quiesce(w http.ResponseWriter, r *http.Request) error {
 	var req guestapi.QuiesceRequest
-	if err := readJSON(w, r, maxControlBody, &req); err != nil {
+	if err := answer.ReadJSON(w, r, maxControlBody, &req); err != nil {
 		return err
 	}
 	flush, err := flushLimit(req.FlushMS)
@@ -51,7 +53,7 @@ func (a *Agent) quiesce(w http.ResponseWriter, r *http.Request) error {
 	s := a.gate.get()
 	switch {
 	case s.State == guestapi.StateFrozen && s.CaptureID == req.CaptureID && !s.Reseeded:
-		writeJSON(w, http.StatusOK, s.quiesced)
+		answer.WriteJSON(w, http.StatusOK, s.quiesced)
 		return nil
 	case s.State != guestapi.StateReleased:
 		return wrongState(s, "quiesced")
@@ -68,7 +70,7 @@ func (a *Agent) quiesce(w http.ResponseWriter, r *http.Request) error {
 		_ = a.work.thaw(context.WithoutCancel(r.Context()))
 		return err
 	}
-	writeJSON(w, http.StatusOK, out)
+	answer.WriteJSON(w, http.StatusOK, out)
 	return nil
 }
 
@@ -105,7 +107,7 @@ func (a *Agent) freeze(ctx context.Context, captureID string, timeout, flush tim
 
 func (a *Agent) reseed(w http.ResponseWriter, r *http.Request) error {
 	var req guestapi.ReseedRequest
-	if err := readJSON(w, r, maxControlBody, &req); err != nil {
+	if err := answer.ReadJSON(w, r, maxControlBody, &req); err != nil {
 		return err
 	}
 	if err := checkEntropy(req.Entropy); err != nil {
@@ -126,7 +128,7 @@ func (a *Agent) reseed(w http.ResponseWriter, r *http.Request) error {
 			return err
 		}
 	}
-	writeJSON(w, http.StatusOK, guestapi.ReseedResponse{Steps: []core.ResealStep{step}})
+	answer.WriteJSON(w, http.StatusOK, guestapi.ReseedResponse{Steps: []core.ResealStep{step}})
 	return nil
 }
 
@@ -135,7 +137,7 @@ func (a *Agent) reseed(w http.ResponseWriter, r *http.Request) error {
 func (a *Agent) resealGuest(w http.ResponseWriter, r *http.Request) error {
 	received := time.Now()
 	var req guestapi.ResealRequest
-	if err := readJSON(w, r, maxControlBody, &req); err != nil {
+	if err := answer.ReadJSON(w, r, maxControlBody, &req); err != nil {
 		return err
 	}
 	if err := checkReseal(req); err != nil {
@@ -167,13 +169,13 @@ func (a *Agent) resealGuest(w http.ResponseWriter, r *http.Request) error {
 			a.sessions.setEnv(req.Env)
 		}
 	}
-	writeJSON(w, http.StatusOK, report)
+	answer.WriteJSON(w, http.StatusOK, report)
 	return nil
 }
 
 func (a *Agent) release(w http.ResponseWriter, r *http.Request) error {
 	var req guestapi.ReleaseRequest
-	if err := readJSON(w, r, maxControlBody, &req); err != nil {
+	if err := answer.ReadJSON(w, r, maxControlBody, &req); err != nil {
 		return err
 	}
 	a.gate.control.Lock()
@@ -184,7 +186,7 @@ func (a *Agent) release(w http.ResponseWriter, r *http.Request) error {
 	case req.Generation != s.Generation:
 		return wrongGeneration(s)
 	case s.State == guestapi.StateReleased:
-		writeJSON(w, http.StatusOK, out) // the first answer was lost
+		answer.WriteJSON(w, http.StatusOK, out) // the first answer was lost
 		return nil
 	case s.State == guestapi.StateFrozen && !s.Reseeded, s.State == guestapi.StateQuarantined && !s.Sealed:
 		return wrongState(s, "released")
@@ -198,7 +200,7 @@ func (a *Agent) release(w http.ResponseWriter, r *http.Request) error {
 		return err
 	}
 	out.ThawMS = core.Milliseconds(time.Since(start))
-	writeJSON(w, http.StatusOK, out)
+	answer.WriteJSON(w, http.StatusOK, out)
 	return nil
 }
 

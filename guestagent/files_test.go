@@ -16,6 +16,7 @@ import (
 	"testing"
 
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/guestagent/files"
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
 )
 
@@ -97,13 +98,13 @@ func TestListDirectory(t *testing.T) {
 	t.Parallel()
 	a := newTestAgent(t)
 	dir := t.TempDir()
-	for i := range maxListing + 3 {
+	for i := range files.MaxListing + 3 {
 		if err := os.Symlink("x", filepath.Join(dir, itoa(i))); err != nil {
 			t.Fatal(err)
 		}
 	}
 	list := must[guestapi.FileList](t)(ask[guestapi.FileList](a, http.MethodGet, guestapi.PathFiles+"?list=1&path="+dir, nil))
-	if len(list.Entries) != maxListing || !list.Truncated || list.Entries[0].Type != "symlink" || list.Entries[0].Target != "x" {
+	if len(list.Entries) != files.MaxListing || !list.Truncated || list.Entries[0].Type != "symlink" || list.Entries[0].Target != "x" {
 		t.Errorf("%d entries, truncated %t, first %+v", len(list.Entries), list.Truncated, list.Entries[0])
 	}
 }
@@ -169,7 +170,7 @@ func TestTransfersAreBounded(t *testing.T) {
 	if err := os.WriteFile(large, nil, 0o600); err != nil {
 		t.Fatal(err)
 	}
-	if err := os.Truncate(large, maxTransfer+1); err != nil { // a hole
+	if err := os.Truncate(large, files.MaxTransfer+1); err != nil { // a hole
 		t.Fatal(err)
 	}
 	if _, _, err := a.file(http.MethodGet, large, "", nil); core.CodeOf(err) != core.CodeBodyTooLarge { //nolint:bodyclose // file has read and closed it

@@ -9,6 +9,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/guestagent/answer"
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
 )
 
@@ -58,7 +59,7 @@ func syncFS(path string) error {
 // flushDisk is called before a capture, while the workload runs, so that little is left to flush in the quiesce.
 func (a *Agent) flushDisk(w http.ResponseWriter, r *http.Request) error {
 	var req guestapi.FlushRequest
-	if err := readJSON(w, r, maxControlBody, &req); err != nil {
+	if err := answer.ReadJSON(w, r, maxControlBody, &req); err != nil {
 		return err
 	}
 	limit, err := flushLimit(req.TimeoutMS)
@@ -67,7 +68,7 @@ func (a *Agent) flushDisk(w http.ResponseWriter, r *http.Request) error {
 	}
 	start := time.Now()
 	done := a.disk.flush(limit)
-	writeJSON(w, http.StatusOK, guestapi.FlushResponse{Flushed: done, FlushMS: core.Milliseconds(time.Since(start))})
+	answer.WriteJSON(w, http.StatusOK, guestapi.FlushResponse{Flushed: done, FlushMS: core.Milliseconds(time.Since(start))})
 	return nil
 }
 

@@ -12,6 +12,7 @@ import (
 	"strings"
 
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/guestagent/account"
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
 )
 
@@ -27,7 +28,7 @@ func listPorts(w workload) (guestapi.Ports, error) {
 		if err != nil {
 			return out, core.Wrapf(err, core.Internal, core.CodeInternal, "the guest's sockets cannot be listed")
 		}
-		for line := range lines(f) {
+		for line := range account.Lines(f) {
 			field := strings.Fields(line)
 			if len(field) < 10 || field[3] != "0A" {
 				continue

@@ -3,16 +3,11 @@
 package guestagent
 
 import (
-	"context"
-	"encoding/json"
-	"errors"
-	"io"
-	"io/fs"
 	"net/http"
 	"sync"
-	"syscall"
 
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/guestagent/answer"
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
 )
 
@@ -55,9 +50,14 @@ func (a *Agent) routes() http.Handler {
 	public("POST "+guestapi.PathSessionResize, a.sessionResize)
 	public("GET "+guestapi.PathSessionAttach, a.attachSession)
 
-	public("GET "+guestapi.PathFiles, a.getFile)
-	public("PUT "+guestapi.PathFiles, a.putFile)
-	public("DELETE "+guestapi.PathFiles, a.deleteFile)
+	for _, path := range []string{guestapi.PathFiles, guestapi.PathFileContent} {
+		public("GET "+path, a.files.Get)
+		public("PUT "+path, a.files.Put)
+		public("DELETE "+path, a.files.Delete)
+	}
+	public("POST "+guestapi.PathMakeDir, a.files.MakeDir)
+	public("POST "+guestapi.PathRename, a.files.Rename)
+	public("POST "+guestapi.PathXAttrs, a.files.SetXAttrs)
 	public("GET "+guestapi.PathProcesses, a.getProcesses)
 	public("GET "+guestapi.PathPorts, a.getPorts)
 	control("/", func(http.ResponseWriter, *http.Request) error {
@@ -106,63 +106,5 @@ func statusOf(c core.Category) int {
 
 func writeProblem(w http.ResponseWriter, err error) {
 	p := guestapi.ProblemOf(err)
-	writeJSON(w, statusOf(p.Category), p)
-}
-
-func writeJSON(w http.ResponseWriter, status int, v any) {
-	w.Header().Set("Content-Type", "application/json")
-	w.WriteHeader(status)
-	_ = json.NewEncoder(w).Encode(v) // an error means that the host is gone
-}
-
-// readJSON reads a request's body. Unknown fields are ignored: they come from a newer host.
-func readJSON(w http.ResponseWriter, r *http.Request, limit int64, v any) error {
-	b, err := io.ReadAll(http.MaxBytesReader(w, r.Body, limit))
-	if err != nil {
-		if _, ok := errors.AsType[*http.MaxBytesError](err); ok {
-			return core.Errorf(core.Invalid, core.CodeBodyTooLarge, "the request's body is longer than %d bytes", limit)
-		}
-		return bodyError(r.Context(), err)
-	}
-	if err := json.Unmarshal(b, v); err != nil {
-		return core.Errorf(core.Invalid, core.CodeMalformedBody, "the request's body cannot be read: %s", core.Clip(err.Error()))
-	}
-	return nil
-}
-
-// bodyError is the error of a body that ended too early.
-func bodyError(ctx context.Context, err error) error {
-	if ctx.Err() != nil {
-		return context.Cause(ctx)
-	}
-	return core.Errorf(core.Invalid, core.CodeMalformedBody, "the request's body broke off: %s", core.Clip(err.Error()))
-}
-
-// fileError builds the error for an operation on a path from the kernel's error.
-func fileError(err error, what, path string) error {
-	if err == nil {
-		return nil
-	}
-	if _, ok := errors.AsType[*core.Error](err); ok {
-		return err
-	}
-	path = core.Clip(path)
-	reason := "failed"
-	if errno, ok := errors.AsType[syscall.Errno](err); ok {
-		reason = errno.Error()
-	}
-	switch {
-	case errors.Is(err, fs.ErrNotExist):
-		return core.Errorf(core.NotFound, core.CodeFileNotFound, "%s %s: there is no such file or directory in the sandbox", what, path)
-	case errors.Is(err, fs.ErrPermission), errors.Is(err, syscall.EROFS):
-		return core.Errorf(core.PermissionDenied, guestapi.CodeFileDenied, "%s %s: %s", what, path, reason)
-	case errors.Is(err, syscall.ENOSPC), errors.Is(err, syscall.EDQUOT):
-		return core.Errorf(core.Exhausted, core.CodeDiskFull, "%s %s: the sandbox's disk is full", what, path)
-	case errors.Is(err, fs.ErrExist), errors.Is(err, syscall.ENOTEMPTY), errors.Is(err, syscall.EISDIR), errors.Is(err, syscall.ENOTDIR),
-		errors.Is(err, syscall.EBUSY), errors.Is(err, syscall.ETXTBSY):
-		return core.Errorf(core.Conflict, guestapi.CodeFileConflict, "%s %s: %s", what, path, reason)
-	case errors.Is(err, syscall.ELOOP), errors.Is(err, syscall.ENAMETOOLONG), errors.Is(err, syscall.EINVAL):
-		return core.Errorf(core.Invalid, core.CodeInvalidField, "%s %s: %s", what, path, reason)
-	}
-	return core.Wrapf(err, core.Internal, core.CodeInternal, "%s %s: %s", what, path, reason)
+	answer.WriteJSON(w, statusOf(p.Category), p)
 }

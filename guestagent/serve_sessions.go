@@ -13,6 +13,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/guestagent/answer"
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
 )
 
@@ -21,7 +22,7 @@ const maxWait = 300 * time.Second
 
 func (a *Agent) createSession(w http.ResponseWriter, r *http.Request) error {
 	var spec guestapi.SessionSpec
-	if err := readJSON(w, r, maxSpecBody, &spec); err != nil {
+	if err := answer.ReadJSON(w, r, maxSpecBody, &spec); err != nil {
 		return err
 	}
 	// The guest may have been frozen while the body arrived.
@@ -32,7 +33,7 @@ func (a *Agent) createSession(w http.ResponseWriter, r *http.Request) error {
 	if err != nil {
 		return err
 	}
-	writeJSON(w, http.StatusCreated, s.snapshot())
+	answer.WriteJSON(w, http.StatusCreated, s.snapshot())
 	return nil
 }
 
@@ -41,7 +42,7 @@ func (a *Agent) listSessions(w http.ResponseWriter, _ *http.Request) error {
 	for _, s := range a.sessions.all() {
 		out.Sessions = append(out.Sessions, s.snapshot())
 	}
-	writeJSON(w, http.StatusOK, out)
+	answer.WriteJSON(w, http.StatusOK, out)
 	return nil
 }
 
@@ -54,7 +55,7 @@ func (a *Agent) getSession(w http.ResponseWriter, r *http.Request) error {
 	if err != nil {
 		return err
 	}
-	writeJSON(w, http.StatusOK, s.snapshot())
+	answer.WriteJSON(w, http.StatusOK, s.snapshot())
 	return nil
 }
 
@@ -75,7 +76,7 @@ func (a *Agent) waitSession(w http.ResponseWriter, r *http.Request) error {
 	if err != nil {
 		return err
 	}
-	ms, err := intParam(r, "timeout_ms", maxWait.Milliseconds())
+	ms, err := answer.IntParam(r, "timeout_ms", maxWait.Milliseconds())
 	if err != nil {
 		return err
 	}
@@ -85,7 +86,7 @@ func (a *Agent) waitSession(w http.ResponseWriter, r *http.Request) error {
 	case <-s.done:
 	case <-ctx.Done():
 	}
-	writeJSON(w, http.StatusOK, s.snapshot())
+	answer.WriteJSON(w, http.StatusOK, s.snapshot())
 	return nil
 }
 
@@ -112,11 +113,11 @@ func (a *Agent) sessionOutput(w http.ResponseWriter, r *http.Request) error {
 	if err != nil {
 		return err
 	}
-	offset, err := intParam(r, "offset", 0)
+	offset, err := answer.IntParam(r, "offset", 0)
 	if err != nil {
 		return err
 	}
-	follow := boolParam(r, "follow")
+	follow := answer.BoolParam(r, "follow")
 	f := o.peek(offset)
 	_, until := o.numbers()
 	if follow {
@@ -169,7 +170,7 @@ func (a *Agent) sessionStdin(w http.ResponseWriter, r *http.Request) error {
 		}
 		return err
 	}
-	if boolParam(r, "close") {
+	if answer.BoolParam(r, "close") {
 		s.closeStdin()
 	}
 	w.WriteHeader(http.StatusNoContent)
@@ -182,7 +183,7 @@ func (a *Agent) sessionSignal(w http.ResponseWriter, r *http.Request) error {
 		return err
 	}
 	var req guestapi.Signal
-	if err := readJSON(w, r, maxControlBody, &req); err != nil {
+	if err := answer.ReadJSON(w, r, maxControlBody, &req); err != nil {
 		return err
 	}
 	sig, err := parseSignal(req.Signal)
@@ -216,7 +217,7 @@ func (a *Agent) sessionResize(w http.ResponseWriter, r *http.Request) error {
 		return err
 	}
 	var req guestapi.Resize
-	if err := readJSON(w, r, maxControlBody, &req); err != nil {
+	if err := answer.ReadJSON(w, r, maxControlBody, &req); err != nil {
 		return err
 	}
 	if err := s.resize(req.Cols, req.Rows); err != nil {
@@ -231,7 +232,7 @@ func (a *Agent) getProcesses(w http.ResponseWriter, _ *http.Request) error {
 	if err != nil {
 		return err
 	}
-	writeJSON(w, http.StatusOK, list)
+	answer.WriteJSON(w, http.StatusOK, list)
 	return nil
 }
 
@@ -240,24 +241,6 @@ func (a *Agent) getPorts(w http.ResponseWriter, _ *http.Request) error {
 	if err != nil {
 		return err
 	}
-	writeJSON(w, http.StatusOK, list)
+	answer.WriteJSON(w, http.StatusOK, list)
 	return nil
-}
-
-// intParam reads a non-negative number from the query.
-func intParam(r *http.Request, name string, missing int64) (int64, error) {
-	v := r.URL.Query().Get(name)
-	if v == "" {
-		return missing, nil
-	}
-	n, err := strconv.ParseInt(v, 10, 64)
-	if err != nil || n < 0 {
-		return 0, core.Errorf(core.Invalid, core.CodeInvalidField, "%s must be a number of at least 0, not %q", name, core.Clip(v))
-	}
-	return n, nil
-}
-
-func boolParam(r *http.Request, name string) bool {
-	v, err := strconv.ParseBool(r.URL.Query().Get(name))
-	return err == nil && v
 }

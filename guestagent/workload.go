@@ -15,6 +15,9 @@ type workload interface {
 	// calls may run at once. fn must not block for long, except in the file system.
 	inside(fn func() error) error
 
+	// join moves the calling thread for good to where inside runs functions. The thread must be locked to its goroutine.
+	join() error
+
 	// start starts a process in the workload. It must be called from within inside.
 	start(cmd *exec.Cmd) error
 

@@ -38,6 +38,10 @@ const (
 	PathSessionResize = "/v1/sessions/{id}/resize" // POST Resize
 	PathSessionAttach = "/v1/sessions/{id}/attach" // GET, WebSocket: see AttachMessage. ?stdout_offset=&stderr_offset=
 	PathFiles         = "/v1/files"                // PUT, GET, HEAD, DELETE ?path=: see files below
+	PathFileContent   = "/v1/files/content"        // the same, for requests with parameters that early agents would ignore
+	PathMakeDir       = "/v1/files/mkdir"          // POST MakeDir -> MadeDir
+	PathRename        = "/v1/files/rename"         // POST Rename -> FileInfo
+	PathXAttrs        = "/v1/files/xattrs"         // POST SetXAttrs -> FileInfo
 	PathProcesses     = "/v1/processes"            // GET -> Processes
 	PathPorts         = "/v1/ports"                // GET -> Ports
 )
@@ -52,6 +56,13 @@ const (
 //	HEAD   ?path=                               the X-headers alone
 //	GET    ?path=&stat=1                        -> FileInfo
 //	DELETE ?path=&recursive=1                   -> 204
+//
+// With FeatureFileWork (see features.go), all of them take user=, who does the work with that user's rights. A path that
+// begins with ~/ then begins in the home of the user. Further:
+//
+//	PUT    ?path=&in_place=1&offset=|append=1   raw body; written into the file itself, which is emptied before unless offset or append is given
+//	GET    ?path=&list=1&depth=&xattrs=1        entries of subdirectories too, depth levels in all
+//	GET    ?path=&stat=1&follow=1&xattrs=1      follow: of what a symlink leads to
 const (
 	HeaderOffset    = "Coppice-Offset"     // output: number of the first byte of the body
 	HeaderEndOffset = "Coppice-End-Offset" // output, trailer: number of the byte after the last one sent
@@ -107,6 +118,8 @@ type Health struct {
 	Sessions   int     `json:"sessions"` // running ones
 	Kernel     string  `json:"kernel"`
 	RSSBytes   int64   `json:"rss_bytes"` // of the agent
+
+	Features []string `json:"features,omitempty"` // what it can beyond the first agents, see features.go
 }
 
 // QuiesceRequest freezes the workload for a capture. A repetition with the same CaptureID gets the same answer.
@@ -340,6 +353,43 @@ type FileInfo struct {
 	GID    int       `json:"gid"`
 	MTime  time.Time `json:"mtime"`
 	Target string    `json:"target,omitempty"` // of a symlink
+
+	Owner           string            `json:"owner,omitempty"` // name of the user, if the sandbox has one
+	Group           string            `json:"group,omitempty"` // likewise
+	XAttrs          map[string]string `json:"xattrs,omitempty"`
+	XAttrsTruncated bool              `json:"xattrs_truncated,omitempty"` // some are not text, or too long
+}
+
+// MakeDir makes a directory; with Parents also those above it, and it is no error if it exists.
+type MakeDir struct {
+	Path    string `json:"path"`
+	User    string `json:"user,omitempty"`
+	Mode    string `json:"mode,omitempty"` // octal; default 0755
+	Parents bool   `json:"parents,omitempty"`
+}
+
+// MadeDir is the answer to MakeDir.
+type MadeDir struct {
+	FileInfo
+
+	Created bool `json:"created"`
+}
+
+// Rename moves a file or directory within a file system.
+type Rename struct {
+	From      string `json:"from"`
+	To        string `json:"to"`
+	User      string `json:"user,omitempty"`
+	Mkdirs    bool   `json:"mkdirs,omitempty"`     // make missing directories above To
+	NoReplace bool   `json:"no_replace,omitempty"` // refuse if To exists
+}
+
+// SetXAttrs sets and removes extended attributes whose names begin with "user.".
+type SetXAttrs struct {
+	Path   string            `json:"path"`
+	User   string            `json:"user,omitempty"`
+	Set    map[string]string `json:"set,omitempty"`
+	Remove []string          `json:"remove,omitempty"`
 }
 
 // FileList is a directory's content by name. Truncated means that it has more entries than the agent lists at once
@@ -348,6 +398,8 @@ type FileList struct {
 	Path      string     `json:"path"`
 	Entries   []FileInfo `json:"entries"`
 	Truncated bool       `json:"truncated"`
+
+	Unreadable int `json:"unreadable,omitempty"` // subdirectories whose entries could not be read
 }
 
 // Process is one process of the workload, as seen from inside the workload.

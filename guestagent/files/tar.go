@@ -1,6 +1,6 @@
 //go:build linux
 
-package guestagent
+package files
 
 import (
 	"archive/tar"
@@ -20,18 +20,19 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/guestagent/answer"
 	"github.com/coppice-dev/coppice/guestagent/archive"
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
 )
 
 // getTar sends a file or a directory as a tar whose names start at the last element of the path ("." for the root). The
 // tar has at most the given number of bytes.
-func (a *Agent) getTar(w http.ResponseWriter, r *http.Request, name string, most int64) error {
+func getTar(w http.ResponseWriter, r *http.Request, c caller, name string, most int64) error {
 	started := false
 	var left guestapi.LeftOut
-	err := a.work.inside(func() error {
+	err := c.do(func() error {
 		if err := archive.Check(name); err != nil {
-			return fileError(err, "read", name)
+			return answer.FileError(err, "read", name)
 		}
 		w.Header().Set("Content-Type", "application/x-tar")
 		w.Header().Set("Trailer", guestapi.HeaderStatus+", "+guestapi.HeaderLeftOut)
@@ -46,7 +47,7 @@ func (a *Agent) getTar(w http.ResponseWriter, r *http.Request, name string, most
 	}
 	status := "ok"
 	if err != nil {
-		status = core.Clip(core.MessageOf(fileError(err, "read", name)))
+		status = core.Clip(core.MessageOf(answer.FileError(err, "read", name)))
 	}
 	w.Header().Set(guestapi.HeaderStatus, status)
 	if b, err := json.Marshal(left); err == nil && (len(left.Pseudo) > 0 || left.Special > 0) {
@@ -56,9 +57,9 @@ func (a *Agent) getTar(w http.ResponseWriter, r *http.Request, name string, most
 }
 
 // putTar unpacks a tar into a directory, and creates the directory if necessary.
-func (a *Agent) putTar(w http.ResponseWriter, r *http.Request, name string, at attributes) error {
+func putTar(w http.ResponseWriter, r *http.Request, c caller, name string, at attributes) error {
 	var info guestapi.FileInfo
-	err := a.work.inside(func() error {
+	err := c.do(func() error {
 		if at.mkdirs {
 			if err := os.MkdirAll(name, 0o755); err != nil {
 				return err
@@ -81,9 +82,9 @@ func (a *Agent) putTar(w http.ResponseWriter, r *http.Request, name string, at a
 		return err
 	})
 	if err != nil {
-		return fileError(err, "unpack into", name)
+		return answer.FileError(err, "unpack into", name)
 	}
-	writeJSON(w, http.StatusOK, info)
+	answer.WriteJSON(w, http.StatusOK, info)
 	return nil
 }
 
@@ -106,10 +107,10 @@ func readTar(ctx context.Context, root *os.Root, body io.Reader, at attributes) 
 		if !filepath.IsLocal(h.Name) {
 			return core.Errorf(core.Invalid, core.CodeMalformedBody, "the tar has the name %q, which leads out of the directory", core.Clip(h.Name))
 		}
-		if at.uid >= 0 {
-			h.Uid = at.uid
+		if at.user || at.uid >= 0 {
+			h.Uid = at.uid // as a user, what the user makes is the user's
 		}
-		if at.gid >= 0 {
+		if at.user || at.gid >= 0 {
 			h.Gid = at.gid
 		}
 		if err := unpack(ctx, root, tr, h); err != nil {
@@ -135,7 +136,7 @@ func tarError(ctx context.Context, err error) error {
 	if errors.Is(err, tar.ErrHeader) || errors.Is(err, io.ErrUnexpectedEOF) && ctx.Err() == nil {
 		return core.Errorf(core.Invalid, core.CodeMalformedBody, "the body is not a complete tar: %s", core.Clip(err.Error()))
 	}
-	return bodyError(ctx, err)
+	return answer.BodyError(ctx, err)
 }
 
 func unpack(ctx context.Context, root *os.Root, tr *tar.Reader, h *tar.Header) error {

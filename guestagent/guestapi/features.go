@@ -1,0 +1,33 @@
+package guestapi
+
+import (
+	"net/url"
+	"slices"
+	"strings"
+)
+
+// What an agent can beyond the first agents. An agent in an old checkpoint stays as old as the checkpoint, so a host asks
+// for the features before it relies on them.
+const (
+	FeatureFileWork = "file_work" // work on files as a user, in place, of whole trees, with extended attributes
+)
+
+// Features are the features of the agents of this version.
+func Features() []string {
+	return []string{FeatureFileWork}
+}
+
+// ParamNeed is the query parameter with a feature that the body of a request relies on.
+const ParamNeed = "need"
+
+// fileWork are the parameters of PathFiles that FeatureFileWork has brought.
+var fileWork = []string{"user", "in_place", "offset", "append", "depth", "xattrs", "follow"}
+
+// Needs returns the features that a public request relies on.
+func Needs(path string, query url.Values) []string {
+	need := slices.Clone(query[ParamNeed])
+	if strings.HasPrefix(path, PathFiles+"/") || path == PathFiles && slices.ContainsFunc(fileWork, query.Has) {
+		need = append(need, FeatureFileWork)
+	}
+	return need
+}

@@ -1,0 +1,119 @@
+//go:build linux
+
+package guestagent
+
+import (
+	"context"
+	"errors"
+	"os"
+	"runtime"
+	"syscall"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/coppice-dev/coppice/core"
+)
+
+// maxUserThreads bounds the threads that work as users at the same time: a host may open many files and read none.
+const maxUserThreads = 64
+
+// userThreads runs functions with the rights of users.
+type userThreads struct {
+	room chan struct{}
+	join func() error // moves the calling thread to where the workload's files are
+}
+
+func newUserThreads(join func() error) *userThreads {
+	return &userThreads{room: make(chan struct{}, maxUserThreads), join: join}
+}
+
+// as runs fn on a thread of its own that becomes the user for good: it has the user's ids and groups and no capability,
+// and ends with fn. So nothing of the agent's rights is left that fn could use, and nothing of the user's identity stays.
+func (u *userThreads) as(ctx context.Context, cred *syscall.Credential, fn func() error) error {
+	select {
+	case u.room <- struct{}{}:
+	case <-ctx.Done():
+		return context.Cause(ctx)
+	}
+	done := make(chan error, 1)
+	go func() {
+		defer func() { <-u.room }()
+		ended := false
+		defer func() {
+			if !ended { // a handler that ends its answer midway must not end the agent
+				if p := recover(); p != nil {
+					done <- &panicked{p}
+				}
+			}
+		}()
+		runtime.LockOSThread() // never unlocked: the thread ends with this goroutine
+		err := u.join()
+		if err == nil {
+			err = become(cred)
+		}
+		if err != nil {
+			err = core.Wrapf(err, core.Internal, core.CodeInternal, "the work cannot be done as the user: %v", err)
+		} else {
+			err = fn()
+		}
+		ended = true
+		done <- err
+	}()
+	err := <-done
+	if p, ok := errors.AsType[*panicked](err); ok {
+		panic(p.value)
+	}
+	return err
+}
+
+// panicked carries a panic to the goroutine that asked for the work.
+type panicked struct{ value any }
+
+func (p *panicked) Error() string { return "the work ended with a panic" }
+
+// noID is -1: it changes nothing.
+const noID = 1<<32 - 1
+
+// become gives the calling thread, and only it, the identity of a user. (Package syscall would change all threads.) The
+// order matters: the last call takes the rights that the others need.
+func become(cred *syscall.Credential) error {
+	if cred.Uid == noID || cred.Gid == noID {
+		return errors.New("the kernel takes this number for no change")
+	}
+	var groups unsafe.Pointer
+	if len(cred.Groups) > 0 {
+		groups = unsafe.Pointer(&cred.Groups[0])
+	}
+	if _, _, errno := unix.RawSyscall(unix.SYS_SETGROUPS, uintptr(len(cred.Groups)), uintptr(groups), 0); errno != 0 {
+		return os.NewSyscallError("setgroups", errno)
+	}
+	gid, uid := uintptr(cred.Gid), uintptr(cred.Uid)
+	if _, _, errno := unix.RawSyscall(unix.SYS_SETRESGID, gid, gid, gid); errno != 0 {
+		return os.NewSyscallError("setresgid", errno)
+	}
+	if _, _, errno := unix.RawSyscall(unix.SYS_SETRESUID, uid, uid, uid); errno != 0 {
+		return os.NewSyscallError("setresuid", errno)
+	}
+	if uid != 0 {
+		return checkBecame(cred)
+	}
+	return nil
+}
+
+// checkBecame makes sure that the kernel has taken every capability with the ids.
+func checkBecame(cred *syscall.Credential) error {
+	ruid, euid, suid := unix.Getresuid()
+	if id := int(cred.Uid); ruid != id || euid != id || suid != id {
+		return errors.New("the ids have not changed")
+	}
+	head := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
+	var data [2]unix.CapUserData
+	if err := unix.Capget(&head, &data[0]); err != nil {
+		return os.NewSyscallError("capget", err)
+	}
+	if data[0].Effective|data[1].Effective|data[0].Permitted|data[1].Permitted != 0 {
+		return errors.New("capabilities are left")
+	}
+	return nil
+}
