@@ -216,6 +216,34 @@ func (c *Controller) Authenticate(ctx context.Context, secret string) (Key, erro
 	return key, nil
 }
 
+// ValidKey returns a key for which a part of this process acts, unless the key has ended. Nothing is cached: a revocation counts at
+// once.
+func (c *Controller) ValidKey(ctx context.Context, id core.KeyID) (Key, error) {
+	if _, err := core.ParseID[core.KeyID](string(id)); err != nil {
+		return Key{}, ErrKeyEnded
+	}
+	key, err := read(ctx, c, System(), func(tx Tx) (Key, error) {
+		key, err := tx.Key(ctx, id)
+		if err != nil {
+			return key, err
+		}
+		ended, err := tx.EndedKeys(ctx, []core.KeyID{id})
+		if err == nil && len(ended) > 0 {
+			err = ErrKeyEnded
+		}
+		return key, err
+	})
+	if core.CategoryOf(err) == core.NotFound {
+		return Key{}, ErrKeyEnded
+	}
+	if err == nil {
+		c.keys.mu.Lock()
+		c.keys.use(id, time.Now())
+		c.keys.mu.Unlock()
+	}
+	return key, err
+}
+
 // Known reports whether a secret belonged to a valid key at the last look. The key may have ended since.
 func (c *Controller) Known(secret string) bool {
 	c.keys.mu.Lock()

@@ -118,6 +118,34 @@ var routes = map[string]access{
 	"getReadiness":     needs(""),
 }
 
+type actingKey struct{}
+
+// ActFor returns a context for requests that a layer of this process makes for an API key, whose secret it does not have. The
+// layer has verified a credential that was issued to the key. Whatever the key may not do is refused as usual. No request from
+// outside has such a context.
+func ActFor(ctx context.Context, key core.KeyID) context.Context {
+	return context.WithValue(ctx, actingKey{}, key)
+}
+
+// callerKey finds the key of a request.
+func callerKey(c echo.Context, control *controller.Controller) (controller.Key, error) {
+	ctx := c.Request().Context()
+	if id, ok := ctx.Value(actingKey{}).(core.KeyID); ok {
+		return control.ValidKey(ctx, id)
+	}
+	scheme, secret, _ := strings.Cut(c.Request().Header.Get("Authorization"), " ")
+	secret = strings.TrimSpace(secret)
+	if !control.Known(secret) {
+		if err := tell(c)(control.AllowOpen(c.Request().RemoteAddr)); err != nil {
+			return controller.Key{}, err
+		}
+	}
+	if !strings.EqualFold(scheme, "Bearer") || secret == "" {
+		return controller.Key{}, core.Errorf(core.Unauthenticated, core.CodeUnauthenticated, "this route needs an API key: Authorization: Bearer <key>")
+	}
+	return control.Authenticate(ctx, secret)
+}
+
 type projectKey struct{}
 
 // projectOf returns the project of an authenticated request.
@@ -154,26 +182,16 @@ func (k contract) authenticate(control *controller.Controller, bodyTime time.Dur
 }
 
 func (op *operation) enter(c echo.Context, control *controller.Controller, next echo.HandlerFunc) error {
-	ctx, address := c.Request().Context(), c.Request().RemoteAddr
+	ctx := c.Request().Context()
 	if !op.secured {
 		if op.access.rate != "" {
-			if err := tell(c)(control.AllowOpen(address)); err != nil {
+			if err := tell(c)(control.AllowOpen(c.Request().RemoteAddr)); err != nil {
 				return err
 			}
 		}
 		return next(c)
 	}
-	scheme, secret, _ := strings.Cut(c.Request().Header.Get("Authorization"), " ")
-	secret = strings.TrimSpace(secret)
-	if !control.Known(secret) {
-		if err := tell(c)(control.AllowOpen(address)); err != nil {
-			return err
-		}
-	}
-	if !strings.EqualFold(scheme, "Bearer") || secret == "" {
-		return core.Errorf(core.Unauthenticated, core.CodeUnauthenticated, "this route needs an API key: Authorization: Bearer <key>")
-	}
-	key, err := control.Authenticate(ctx, secret)
+	key, err := callerKey(c, control)
 	if err != nil {
 		return err
 	}

@@ -21,25 +21,27 @@ import (
 
 // guest answers the public routes of the agent out of memory. Programs are a few built-in words:
 //
-//	true, false, exit N, echo ARGS, err ARGS (to stderr), cat [PATH], sleep SECONDS, fill BYTES, env
+//	true, false, exit N, echo ARGS, err ARGS (to stderr), cat [PATH], sleep SECONDS, fill BYTES, env, mkdir -p -- PATH,
+//	mv -f -T -- FROM TO
 //
-// sh -c LINE runs one of these words; there is nothing else of a shell.
+// A shell's -c LINE runs one of these words; there is nothing else of a shell.
 type guest struct {
 	// mu guards the fields below.
 	mu       sync.Mutex
 	files    map[string][]byte // never written again once stored
+	dirs     map[string]bool   // that are there without files in them
 	sessions map[core.SessionID]*session
 }
 
 func newGuest() *guest {
-	return &guest{files: map[string][]byte{}, sessions: map[core.SessionID]*session{}}
+	return &guest{files: map[string][]byte{}, dirs: map[string]bool{"/": true, "/root": true, "/tmp": true, "/workspace": true}, sessions: map[core.SessionID]*session{}}
 }
 
 // clone is the guest of a fork: the same files, and the programs that ran, under their names.
 func (g *guest) clone() *guest {
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	c := &guest{files: maps.Clone(g.files), sessions: map[core.SessionID]*session{}}
+	c := &guest{files: maps.Clone(g.files), dirs: maps.Clone(g.dirs), sessions: map[core.SessionID]*session{}}
 	for id, s := range g.sessions {
 		c.sessions[id] = s.clone()
 	}
@@ -143,18 +145,13 @@ func (g *guest) run(s *session, timeout time.Duration) {
 }
 
 // programs are the words that a guest knows.
-var programs = []string{"true", "false", "exit", "echo", "err", "cat", "sleep", "fill", "env"}
+var programs = []string{"true", "false", "exit", "echo", "err", "cat", "sleep", "fill", "env", "mkdir", "mv"}
 
 func (g *guest) program(s *session) int {
-	words := s.view.Command
-	if words[0] == "sh" {
-		if len(words) == 3 {
-			words = strings.Fields(words[2])
-		}
-		if len(words) == 0 || !slices.Contains(programs, words[0]) {
-			s.write(1, []byte("sh: not found\n"))
-			return 127
-		}
+	words, shell := wordsOf(s.view.Command)
+	if shell && !slices.Contains(programs, words[0]) {
+		s.write(1, []byte("sh: not found\n"))
+		return 127
 	}
 	args := words[1:]
 	switch words[0] {
@@ -186,6 +183,16 @@ func (g *guest) program(s *session) int {
 		case <-timer.C:
 		case <-s.ended:
 		}
+	case "mkdir":
+		g.mu.Lock()
+		defer g.mu.Unlock()
+		g.dirs[args[len(args)-1]] = true
+	case "mv":
+		g.mu.Lock()
+		defer g.mu.Unlock()
+		from, to := args[len(args)-2], args[len(args)-1]
+		g.files[to] = g.files[from]
+		delete(g.files, from)
 	case "cat":
 		if len(args) > 0 {
 			g.mu.Lock()
@@ -240,7 +247,7 @@ func (g *guest) start(w http.ResponseWriter, q *http.Request) {
 		reply(w, nil, core.Wrapf(err, core.Invalid, core.CodeMalformedBody, "cannot be read"))
 		return
 	}
-	if !slices.Contains(programs, in.Command[0]) && in.Command[0] != "sh" {
+	if words, shell := wordsOf(in.Command); !shell && !slices.Contains(programs, words[0]) {
 		reply(w, nil, core.Errorf(core.NotFound, "COMMAND_NOT_FOUND", "%s: not found", in.Command[0]))
 		return
 	}
@@ -397,3 +404,13 @@ func (s *session) attach(w http.ResponseWriter, q *http.Request) {
 
 // maxPiece is how much output one message has at most.
 const maxPiece = 32 << 10
+
+// wordsOf are the words of a program's line, or of the line that a shell is given.
+func wordsOf(command []string) (words []string, shell bool) {
+	if i := slices.Index(command, "-c"); i > 0 && i == len(command)-2 {
+		if words := strings.Fields(command[i+1]); len(words) > 0 {
+			return words, true
+		}
+	}
+	return command, false
+}

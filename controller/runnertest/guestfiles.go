@@ -18,7 +18,7 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// serveFile answers the routes of files. A directory is there while a file in it is.
+// serveFile answers the routes of files. A directory is there if it was made, or while a file in it is.
 func (g *guest) serveFile(w http.ResponseWriter, q *http.Request) {
 	name := q.URL.Query().Get("path")
 	var body []byte
@@ -33,7 +33,7 @@ func (g *guest) serveFile(w http.ResponseWriter, q *http.Request) {
 	defer g.mu.Unlock()
 	b, ok := g.files[name]
 	below := g.below(name)
-	if q.Method != http.MethodPut && !ok && len(below) == 0 {
+	if q.Method != http.MethodPut && !ok && len(below) == 0 && !g.dirs[name] {
 		reply(w, nil, core.Errorf(core.NotFound, core.CodeFileNotFound, "%s: no such file", name))
 		return
 	}
@@ -50,6 +50,7 @@ func (g *guest) serveFile(w http.ResponseWriter, q *http.Request) {
 		reply(w, g.fileInfo(name), nil)
 	case q.Method == http.MethodDelete:
 		delete(g.files, name)
+		delete(g.dirs, name)
 		for _, f := range below {
 			delete(g.files, f)
 		}
@@ -90,15 +91,16 @@ func (g *guest) fileInfo(name string) map[string]any {
 
 // list describes the entries of a directory. g.mu is held.
 func (g *guest) list(dir string, below []string) map[string]any {
-	entries := []map[string]any{}
-	last := ""
-	for _, f := range below {
-		rest := strings.TrimPrefix(f, strings.TrimSuffix(dir, "/")+"/")
-		first, _, _ := strings.Cut(rest, "/")
-		if first != last {
-			entries = append(entries, g.fileInfo(path.Join(dir, first)))
-			last = first
+	prefix, found := strings.TrimSuffix(dir, "/")+"/", map[string]bool{}
+	for _, f := range slices.Concat(below, slices.Collect(maps.Keys(g.dirs))) {
+		if rest, ok := strings.CutPrefix(f, prefix); ok && rest != "" {
+			first, _, _ := strings.Cut(rest, "/")
+			found[first] = true
 		}
+	}
+	entries := []map[string]any{}
+	for _, name := range slices.Sorted(maps.Keys(found)) {
+		entries = append(entries, g.fileInfo(path.Join(dir, name)))
 	}
 	return map[string]any{"path": dir, "entries": entries, "truncated": false}
 }

@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5/pgconn"
+	"golang.org/x/sync/errgroup"
 
 	"github.com/coppice-dev/coppice/controller"
 	"github.com/coppice-dev/coppice/controller/httpapi"
@@ -31,13 +32,14 @@ type ControllerConfig struct {
 	Listen       string        // host:port of the public API
 	TLSCert      string        // PEM files of the public API; both or none
 	TLSKey       string
-	PlainHTTP    bool   // serve the public API in clear although it is not on loopback
-	RunnerListen string // host:port for runners
-	KeyFile      string // of the key that seals the cluster's keys; made by the first controller
-	MasterKeys   string // file of the keys that wrap those of projects; empty: none
-	APIKeyFile   string // holds, or gets, the first API key; empty: none is made
-	JoinKeyFile  string // likewise, a key that makes join tokens and nothing else
-	Metrics      string // host:port of the metrics, on loopback; empty: nowhere
+	PlainHTTP    bool      // serve the public API in clear although it is not on loopback
+	RunnerListen string    // host:port for runners
+	KeyFile      string    // of the key that seals the cluster's keys; made by the first controller
+	MasterKeys   string    // file of the keys that wrap those of projects; empty: none
+	APIKeyFile   string    // holds, or gets, the first API key; empty: none is made
+	JoinKeyFile  string    // likewise, a key that makes join tokens and nothing else
+	E2B          E2BConfig // in clear or with the certificate of the public API, as that is served
+	Metrics      string    // host:port of the metrics, on loopback; empty: nowhere
 	Store        StoreConfig
 	Secrets      SecretsConfig
 	Tune         controller.Config
@@ -50,6 +52,7 @@ type ControllerReady struct {
 	Runners   string `json:"runners"` // for --controller of runners
 	ClusterID string `json:"cluster_id"`
 	Metrics   string `json:"metrics,omitempty"` // host:port
+	E2B       string `json:"e2b,omitempty"`     // for clients of E2B
 
 	Database DatabaseFacts `json:"database"`
 }
@@ -87,6 +90,9 @@ func (c ControllerConfig) validate() error {
 	}
 	if (c.TLSCert == "") != (c.TLSKey == "") {
 		bad("--tls-cert and --tls-key go together")
+	}
+	if c.TLSCert == "" && c.E2B.Listen != "" && !loopback(c.E2B.Listen) && !c.PlainHTTP {
+		bad("E2B's clients would be served in clear on %s: give --tls-cert and --tls-key, listen on 127.0.0.1, or say --plain-http if a proxy in front of it speaks TLS", c.E2B.Listen)
 	}
 	if c.TLSCert == "" && !loopback(c.Listen) && !c.PlainHTTP {
 		bad("the API would be served in clear on %s: give --tls-cert and --tls-key, listen on 127.0.0.1, or say --plain-http if a proxy in front of it speaks TLS", c.Listen)
@@ -166,11 +172,16 @@ func RunController(ctx context.Context, cfg ControllerConfig, ready func(Control
 	if _, err := control.Bootstrap(ctx); err != nil {
 		return err
 	}
-	public, err := listenPublic(ctx, cfg, httpapi.New(control, cfg.Log.With("component", "api")))
+	api := httpapi.New(control, cfg.Log.With("component", "api"))
+	public, err := listenPublic(ctx, cfg, cfg.Listen, "listen", api)
 	if err != nil {
 		return err
 	}
 	steps.Push("public listener", func(context.Context) error { return public.close() })
+	compat, err := cfg.listenE2B(ctx, api, trust, &steps)
+	if err != nil {
+		return err
+	}
 	inner, err := listenTLS(ctx, cfg.RunnerListen, "runner-listen", identity.JoinServer(), httpapi.NewInternalTLS(control, cfg.Log.With("component", "internal")), cfg.Log)
 	if err != nil {
 		return err
@@ -180,12 +191,12 @@ func RunController(ctx context.Context, cfg ControllerConfig, ready func(Control
 	if err != nil {
 		return err
 	}
-	if err := ready(ControllerReady{Server: cfg.scheme() + "://" + public.Addr().String(), Runners: "https://" + address, ClusterID: trust.ClusterID, Metrics: metrics.Address(), Database: watch.facts()}); err != nil {
+	if err := ready(ControllerReady{Server: cfg.scheme() + "://" + public.Addr().String(), E2B: cfg.urlOf(compat), Runners: "https://" + address, ClusterID: trust.ClusterID, Metrics: metrics.Address(), Database: watch.facts()}); err != nil {
 		return err
 	}
 	// No more requests first, then the operations end, and last nobody listens to runners any more.
 	return runInOrder(ctx,
-		part{"public listener", served(public)},
+		part{"public listeners", served(public, compat)},
 		part{"controller", control.Run},
 		part{"runners' listener", served(inner)},
 		part{"metrics", metrics.Run},
@@ -229,16 +240,21 @@ func migrateOn(ctx context.Context, dsn string, check func(pgconn.ValidateConnec
 	return nil
 }
 
-func served(l *listener) func(context.Context) error {
+// served serves listeners, those that are nil left out, until ctx ends or one of them fails.
+func served(listeners ...*listener) func(context.Context) error {
 	return func(ctx context.Context) error {
-		done := make(chan error, 1)
-		go func() { done <- l.serve() }()
-		select {
-		case err := <-done:
-			return err
-		case <-ctx.Done():
+		group, ctx := errgroup.WithContext(ctx)
+		for _, l := range listeners {
+			if l == nil {
+				continue
+			}
+			group.Go(l.serve)
+			group.Go(func() error {
+				<-ctx.Done()
+				return l.shutdown(ctx)
+			})
 		}
-		return errors.Join(l.shutdown(ctx), <-done)
+		return group.Wait()
 	}
 }
 
@@ -263,18 +279,18 @@ func (c ControllerConfig) scheme() string {
 	return "http"
 }
 
-func listenPublic(ctx context.Context, cfg ControllerConfig, h http.Handler) (*listener, error) {
+func listenPublic(ctx context.Context, cfg ControllerConfig, address, flag string, h http.Handler) (*listener, error) {
 	if cfg.TLSCert == "" {
-		if !loopback(cfg.Listen) {
-			cfg.Log.WarnContext(ctx, "the API is served in clear: keys and data can be read by whoever sees the traffic", "listen", cfg.Listen)
+		if !loopback(address) {
+			cfg.Log.WarnContext(ctx, "the API is served in clear: keys and data can be read by whoever sees the traffic", flag, address)
 		}
-		return listen(ctx, cfg.Listen, "listen", h, cfg.Log)
+		return listen(ctx, address, flag, h, cfg.Log)
 	}
 	cert, err := openCertFile(cfg.TLSCert, cfg.TLSKey)
 	if err != nil {
 		return nil, err
 	}
-	return listenTLS(ctx, cfg.Listen, "listen", cert.config(), strict(h), cfg.Log)
+	return listenTLS(ctx, address, flag, cert.config(), strict(h), cfg.Log)
 }
 
 // strict tells browsers never to come in clear.

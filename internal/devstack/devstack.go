@@ -23,6 +23,7 @@ import (
 	"net/http"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"time"
 
@@ -53,12 +54,14 @@ type Config struct {
 
 	Listen    string // host:port of the public API, on loopback; port 0 picks a free one
 	PlainHTTP bool   // serve the public API in clear although it is not on loopback
+	E2B       daemon.E2BConfig
 	PGBin     string // directory of PostgreSQL's programs; empty finds them
 }
 
 // Ready is what a user needs to know once everything answers.
 type Ready struct {
 	Server  string // http://host:port, as this machine reaches it
+	E2B     string `json:",omitempty"` // likewise, for E2B's clients
 	Key     string
 	DataDir string
 	Volume  string // what the runner's files are on
@@ -112,9 +115,12 @@ type stack struct {
 	metrics   *daemon.Metrics
 	store     *postgres.Store
 	control   *controller.Controller
-	public    net.Listener // of the API, before there is one
-	servers   []server
+	trusted   controller.Trust
+	taken     []net.Listener // public ones, before anything is served: the API's, and that of E2B's clients
+	inner     []server       // between controller and runner
+	public    []server
 	server    string
+	e2b       string
 }
 
 type server struct {
@@ -122,31 +128,48 @@ type server struct {
 	on   net.Listener
 }
 
-// Check refuses an address on which everybody on the network would see the key, unless asked for.
+// Check refuses addresses on which everybody on the network would see the keys, unless asked for.
 func (cfg Config) Check() error {
-	host, port, err := net.SplitHostPort(cfg.Listen)
+	if err := cfg.checkAddress("listen", cfg.Listen); err != nil || cfg.E2B.Listen == "" {
+		return err
+	}
+	return cfg.checkAddress("e2b-listen", cfg.E2B.Listen)
+}
+
+func (cfg Config) checkAddress(flag, address string) error {
+	host, port, err := net.SplitHostPort(address)
 	if err != nil {
-		return core.Errorf(core.Invalid, core.CodeInvalidField, "--listen %s: an address is HOST:PORT, such as 127.0.0.1:7070", core.Clip(cfg.Listen))
+		return core.Errorf(core.Invalid, core.CodeInvalidField, "--%s %s: an address is HOST:PORT, such as 127.0.0.1:7070", flag, core.Clip(address))
 	}
 	if ip := net.ParseIP(host); cfg.PlainHTTP || host == "localhost" || ip != nil && ip.IsLoopback() {
 		return nil
 	}
 	return core.Errorf(core.Invalid, core.CodeInvalidField,
-		"--listen %s: the API would be served in clear, with its keys, to everybody who reaches that address; listen on 127.0.0.1:%s, or say --plain-http if a proxy in front of it speaks TLS", core.Clip(cfg.Listen), core.Clip(port))
+		"--%[1]s %[2]s: the API would be served in clear, with its keys, to everybody who reaches that address; listen on 127.0.0.1:%[3]s, or say --plain-http if a proxy in front of it speaks TLS", flag, core.Clip(address), core.Clip(port))
 }
 
 // listen takes the addresses. Nothing is served on them before everything is there.
 func (s *stack) listen(ctx context.Context) error {
-	var err error
-	if s.public, err = s.take(ctx, "tcp", s.cfg.Listen); err != nil {
-		return err
+	for _, at := range [][2]string{{s.cfg.Listen, "listen"}, {s.cfg.E2B.Listen, "e2b-listen"}} {
+		if at[0] == "" {
+			continue
+		}
+		l, err := s.take(ctx, "tcp", at[0], at[1])
+		if err != nil {
+			return err
+		}
+		s.taken = append(s.taken, l)
 	}
+	var err error
 	if s.metrics, err = daemon.OpenMetrics(ctx, s.cfg.Metrics, s.log); err != nil {
 		return err
 	}
 	s.steps.Push("metrics", func(context.Context) error { return s.metrics.Close() })
 	s.cfg.Registry = s.metrics
-	s.server = "http://" + reachable(s.public.Addr())
+	s.server = "http://" + reachable(s.taken[0].Addr())
+	if len(s.taken) > 1 {
+		s.e2b = "http://" + reachable(s.taken[1].Addr())
+	}
 	return nil
 }
 
@@ -233,12 +256,11 @@ func (s *stack) openController(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	trust, err := s.trust(ctx)
-	if err != nil {
+	if s.trusted, err = s.trust(ctx); err != nil {
 		return err
 	}
 	// Its Trust stays unset: runners of elsewhere cannot join, for nothing here listens to them.
-	s.control = controller.New(controller.Config{AllowAllEgress: true, Sole: true, ClusterID: s.clusterID, Authority: trust.Authority, Store: blobs, Wrapper: wrapper, Secrets: source, Metrics: s.metrics, Traces: s.cfg.Traces, Bootstrap: controller.Bootstrap{Key: s.key}},
+	s.control = controller.New(controller.Config{AllowAllEgress: true, Sole: true, ClusterID: s.clusterID, Authority: s.trusted.Authority, Store: blobs, Wrapper: wrapper, Secrets: source, Metrics: s.metrics, Traces: s.cfg.Traces, Bootstrap: controller.Bootstrap{Key: s.key}},
 		store, runnerclient.New(s.secret), s.log.With("component", "controller"))
 	_, err = s.control.Bootstrap(ctx)
 	return err
@@ -278,33 +300,43 @@ func (s *stack) serveAll(ctx context.Context) error {
 		if err := os.Remove(on.socket); err != nil && !errors.Is(err, os.ErrNotExist) { // left by a process that was killed
 			return err
 		}
-		l, err := s.take(ctx, "unix", on.socket)
+		l, err := s.take(ctx, "unix", on.socket, "data-dir")
 		if err != nil {
 			return err
 		}
-		s.serve(l, on.handler)
+		s.serve(&s.inner, l, on.handler)
 	}
-	s.serve(s.public, api) // the last one: see shutdown
+	handlers := []http.Handler{api}
+	if s.cfg.E2B.Listen != "" {
+		compat, err := s.cfg.E2B.Handler(api, s.trusted, s.log)
+		if err != nil {
+			return err
+		}
+		handlers = append(handlers, compat)
+	}
+	for i, l := range s.taken {
+		s.serve(&s.public, l, handlers[i])
+	}
 	return nil
 }
 
-// take listens on an address.
-func (s *stack) take(ctx context.Context, network, address string) (net.Listener, error) {
+// take listens on an address, which a flag names.
+func (s *stack) take(ctx context.Context, network, address, flag string) (net.Listener, error) {
 	var lc net.ListenConfig
 	l, err := lc.Listen(ctx, network, address)
 	if errors.Is(err, unix.EADDRINUSE) {
 		return nil, core.Wrapf(err, core.Unavailable, core.CodeUnsupported,
-			"another program listens on %s, perhaps another coppice dev; choose another address with --listen, and another --data-dir if both are to run", core.Clip(address))
+			"another program listens on %s, perhaps another coppice dev; choose another address with --%s, and another --data-dir if both are to run", core.Clip(address), flag)
 	}
 	if err != nil {
-		return nil, core.Wrapf(err, core.Unavailable, core.CodeUnsupported, "cannot listen on %s; choose another address with --listen", core.Clip(address))
+		return nil, core.Wrapf(err, core.Unavailable, core.CodeUnsupported, "cannot listen on %s; choose another address with --%s", core.Clip(address), flag)
 	}
 	s.steps.Push("listener "+address, func(context.Context) error { return ignoreClosed(l.Close()) })
 	return l, nil
 }
 
-func (s *stack) serve(l net.Listener, h http.Handler) {
-	s.servers = append(s.servers, server{&http.Server{Handler: h, ReadHeaderTimeout: 5 * time.Second, ErrorLog: slog.NewLogLogger(s.log.Handler(), slog.LevelDebug)}, l})
+func (s *stack) serve(to *[]server, l net.Listener, h http.Handler) {
+	*to = append(*to, server{&http.Server{Handler: h, ReadHeaderTimeout: 5 * time.Second, ErrorLog: slog.NewLogLogger(s.log.Handler(), slog.LevelDebug)}, l})
 }
 
 func ignoreClosed(err error) error {
@@ -332,7 +364,7 @@ func (s *stack) run(ctx context.Context, ready func(Ready) error) error {
 	group.Go(func() error { return s.host.Pool.Run(vms) })
 	group.Go(func() error {
 		err := s.host.Run(vms)
-		for _, srv := range s.servers[:len(s.servers)-1] { // between controller and runner: both have ended
+		for _, srv := range s.inner { // both ends have ended
 			err = errors.Join(err, ignoreClosed(srv.http.Close()))
 		}
 		return err
@@ -345,7 +377,7 @@ func (s *stack) run(ctx context.Context, ready func(Ready) error) error {
 		defer stopVMs()
 		return s.control.Run(ops)
 	})
-	for _, srv := range s.servers {
+	for _, srv := range slices.Concat(s.inner, s.public) {
 		group.Go(func() error { return ignoreClosed(srv.http.Serve(srv.on)) })
 	}
 	group.Go(func() error {
@@ -359,16 +391,18 @@ func (s *stack) run(ctx context.Context, ready func(Ready) error) error {
 	return group.Wait()
 }
 
-// shutdown ends the public listener: no more requests.
+// shutdown ends the public listeners: no more requests.
 func (s *stack) shutdown(ctx context.Context) error {
 	const patience = 2 * time.Second // streams do not end by themselves
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), patience)
 	defer cancel()
-	public := s.servers[len(s.servers)-1].http
-	if err := public.Shutdown(ctx); err != nil {
-		return ignoreClosed(public.Close())
+	var errs []error
+	for _, srv := range s.public {
+		if srv.http.Shutdown(ctx) != nil {
+			errs = append(errs, ignoreClosed(srv.http.Close()))
+		}
 	}
-	return nil
+	return errors.Join(errs...)
 }
 
 // awaitReady waits until the runner has registered.
@@ -377,7 +411,7 @@ func (s *stack) awaitReady(ctx context.Context, ready func(Ready) error) error {
 	defer tick.Stop()
 	for {
 		if err := s.control.Ready(ctx); err == nil {
-			return ready(Ready{Server: s.server, Key: s.key, DataDir: s.cfg.DataDir, Volume: s.host.Volume, Weak: s.host.Weak})
+			return ready(Ready{Server: s.server, E2B: s.e2b, Key: s.key, DataDir: s.cfg.DataDir, Volume: s.host.Volume, Weak: s.host.Weak})
 		} else if code := core.CodeOf(err); code != core.CodeNoRunner {
 			return err
 		}

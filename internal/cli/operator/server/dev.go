@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io"
 	"path/filepath"
+	"strings"
 
 	"github.com/spf13/cobra"
 
@@ -46,6 +47,7 @@ Ctrl-C stops the VMs. Checkpoints, images and the database stay in the data dire
 	f.StringVar(&cfg.ImagesDir, "images-dir", a.Getenv("COPPICE_IMAGES_DIR"), "image store `directory` (default: images in the data directory)")
 	f.StringVar(&cfg.Listen, "listen", "127.0.0.1:7070", "`address` of the API; port 0 picks a free one")
 	f.BoolVar(&cfg.PlainHTTP, "plain-http", false, "serve the API without TLS on other addresses than loopback: only behind a proxy that speaks TLS")
+	e2bFlags(f, &cfg.E2B, " (default 127.0.0.1:7075, or a free port if --listen does not have port 7070); - for none")
 	f.StringVar(&budget, "disk-budget", "32G", "size of the volume for checkpoints, if the program makes one, as `size` with K, M, G or T")
 	f.IntVar(&cfg.MaxSandboxes, "max-sandboxes", 64, "maximum number of VMs, including warm ones")
 	f.IntVar(&cfg.Warm, "warm", 4, "number of VMMs kept ready per recently forked base; 0 for none")
@@ -61,6 +63,7 @@ Ctrl-C stops the VMs. Checkpoints, images and the database stay in the data dire
 	f.StringVar(&level, "log-level", "info", "debug, info, warn or error")
 	c.RunE = func(cmd *cobra.Command, _ []string) error {
 		daemon.RelaxGC()
+		cfg.E2B.Listen = devE2B(cfg.E2B.Listen, cfg.Listen)
 		if err := cfg.Check(); err != nil {
 			return err
 		}
@@ -101,6 +104,27 @@ Ctrl-C stops the VMs. Checkpoints, images and the database stay in the data dire
 	return c
 }
 
+// devE2B is where E2B's clients are served.
+func devE2B(address, api string) string {
+	switch {
+	case address == "-":
+		return ""
+	case address != "":
+		return address
+	case strings.HasSuffix(api, ":7070"):
+		return "127.0.0.1:7075"
+	}
+	return "127.0.0.1:0"
+}
+
+// e2bText says how E2B's clients are used.
+func e2bText(cfg devstack.Config, r devstack.Ready) string {
+	if r.E2B == "" {
+		return ""
+	}
+	return fmt.Sprintf("  E2B      E2B_API_URL and E2B_SANDBOX_URL %s, E2B_API_KEY as in %s; egress %s\n", r.E2B, filepath.Join(r.DataDir, "api-key"), cfg.E2B.Egress())
+}
+
 func greet(w io.Writer, cfg devstack.Config, r devstack.Ready, context string, current bool) error {
 	how := "context  " + context
 	if !current {
@@ -111,13 +135,13 @@ func greet(w io.Writer, cfg devstack.Config, r devstack.Ready, context string, c
   volume   %s
   VMs      %s
   %s
-%s
+%s%s
 Try this in another terminal, as the same user:
   coppice image build              once
   coppice ws create --name demo
   coppice ws exec demo -- uname -a
   coppice fork demo -n 4
 Ctrl-C stops the VMs; checkpoints stay.
-`, r.Server, r.DataDir, r.Volume, cfg.VMMText(), how, warnings(r.Weak))
+`, r.Server, r.DataDir, r.Volume, cfg.VMMText(), how, e2bText(cfg, r), warnings(r.Weak))
 	return err
 }

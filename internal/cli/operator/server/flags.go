@@ -47,6 +47,14 @@ func storeFlags(a *cli.App, f *pflag.FlagSet, cfg *daemon.StoreConfig) {
 }
 
 // secretFlags are the flags of servers with a controller for secrets.
+// e2bFlags adds the flags of the layer for E2B's clients.
+func e2bFlags(f *pflag.FlagSet, cfg *daemon.E2BConfig, listen string) {
+	f.StringVar(&cfg.Listen, "e2b-listen", "", "serve E2B's clients on this `address`"+listen)
+	f.StringVar(&cfg.Domain, "e2b-domain", "", "the `name` whose subdomains lead to --e2b-listen, for <port>-<sandbox>.NAME")
+	f.StringVar(&cfg.User, "e2b-user", "", "the `user` of the guest for E2B's clients that name none (default root)")
+	f.BoolVar(&cfg.OpenEgress, "e2b-open-egress", false, "sandboxes of E2B's clients reach everything unless the client asks for no internet access (needs allow-all egress)")
+}
+
 func secretFlags(a *cli.App, f *pflag.FlagSet, cfg *daemon.SecretsConfig, env bool) {
 	cfg.Lookup = func(name string) (string, bool) {
 		value := a.Getenv(name)

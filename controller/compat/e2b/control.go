@@ -1,0 +1,146 @@
+package e2b
+
+import (
+	"encoding/json"
+	"errors"
+	"io"
+	"net/http"
+	"net/url"
+	"strings"
+
+	coppice "github.com/coppice-dev/coppice/sdk/go"
+)
+
+// maxBody bounds a request of the control plane.
+const maxBody = 1 << 20
+
+// handler is a route of the control plane. It answers, or returns an error.
+type handler func(w http.ResponseWriter, r *http.Request, c call) error
+
+// call is a request of the control plane with what its routes need.
+type call struct {
+	*coppice.Client
+	layer   *layer
+	sandbox string // of the path
+}
+
+// controlRoutes are the routes of E2B's control plane. Whatever else is asked for has E2B's form of an error, too.
+func (l *layer) controlRoutes() http.Handler {
+	routes := map[string]handler{
+		"POST /sandboxes":                         l.create(timeoutV1),
+		"POST /v2/sandboxes":                      l.create(timeoutV2),
+		"GET /sandboxes":                          listRunning,
+		"GET /v2/sandboxes":                       listPaged,
+		"GET /sandboxes/{id}":                     describe,
+		"DELETE /sandboxes/{id}":                  kill,
+		"POST /sandboxes/{id}/timeout":            setTimeout,
+		"POST /sandboxes/{id}/refreshes":          refresh,
+		"POST /sandboxes/{id}/pause":              pause,
+		"POST /sandboxes/{id}/resume":             resume,
+		"POST /sandboxes/{id}/connect":            connectSandbox,
+		"POST /v2/sandboxes/{id}/connect":         connectSandbox,
+		"POST /sandboxes/{id}/fork":               fork,
+		"POST /sandboxes/{id}/snapshots":          takeSnapshot,
+		"GET /snapshots":                          listSnapshots,
+		"DELETE /templates/{template}":            deleteSnapshot,
+		"GET /templates/aliases/{alias}":          templateExists,
+		"GET /sandboxes/{id}/metrics":             refuse("metrics of a sandbox"),
+		"PUT /sandboxes/{id}/network":             refuse("to change the network of a sandbox"),
+		"GET /v2/sandboxes/{id}/logs":             refuse("logs of a sandbox"),
+		"POST /v3/templates":                      refuse("to build a template"),
+		"GET /templates/{id}/files/{hash}":        refuse("to build a template"),
+		"POST /v2/templates/{id}/builds/{bid}":    refuse("to build a template"),
+		"GET /templates/{id}/builds/{bid}/status": refuse("to build a template"),
+	}
+	mux := http.NewServeMux()
+	for pattern, h := range routes {
+		mux.HandleFunc(pattern, func(w http.ResponseWriter, r *http.Request) {
+			ctx, client := l.caller(r)
+			r = r.WithContext(ctx)
+			r.Body = http.MaxBytesReader(w, r.Body, maxBody)
+			if err := h(w, r, call{client, l, r.PathValue("id")}); err != nil {
+				l.fail(w, r, err)
+			}
+		})
+	}
+	return l.fallback(mux)
+}
+
+// fallback gives the mux's own refusals E2B's form.
+func (l *layer) fallback(mux *http.ServeMux) http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if _, pattern := mux.Handler(r); pattern != "" {
+			mux.ServeHTTP(w, r)
+			return
+		}
+		writeFailure(w, r, failf(http.StatusNotFound, "there is no route %s %s here", r.Method, clip(r.URL.Path)))
+	})
+}
+
+func refuse(what string) handler {
+	return func(_ http.ResponseWriter, r *http.Request, c call) error {
+		if _, err := c.Self(r.Context()); err != nil { // who has no key learns nothing
+			return err
+		}
+		return unsupported(what)
+	}
+}
+
+func (l *layer) fail(w http.ResponseWriter, r *http.Request, err error) {
+	f := translate(err)
+	if f.status >= http.StatusInternalServerError && f.status != http.StatusNotImplemented {
+		l.Log.WarnContext(r.Context(), "request failed", "method", r.Method, "path", r.URL.Path, "status", f.status, "err", err)
+	}
+	writeFailure(w, r, f)
+}
+
+// readJSON decodes a body. An unknown field is refused by its name: to drop it silently could do what nobody asked for.
+func readJSON(r *http.Request, into any) error {
+	d := json.NewDecoder(r.Body)
+	d.DisallowUnknownFields()
+	err := d.Decode(into)
+	switch {
+	case errors.Is(err, io.EOF):
+		return nil // every field has a default
+	case errors.As(err, new(*http.MaxBytesError)):
+		return err
+	case err != nil:
+		return failf(http.StatusBadRequest, "the body cannot be used: %s", strings.TrimPrefix(err.Error(), "json: "))
+	case d.More():
+		return failf(http.StatusBadRequest, "the body has more than one JSON value")
+	}
+	return nil
+}
+
+// workspace returns the workspace of the call's sandbox: one that runs, is paused, or changes between the two.
+func (c call) workspace(r *http.Request) (coppice.Workspace, error) {
+	id, ok := workspaceID(c.sandbox)
+	if !ok {
+		if _, err := c.Self(r.Context()); err != nil {
+			return coppice.Workspace{}, err
+		}
+		return coppice.Workspace{}, notFound(c.sandbox)
+	}
+	ws, err := c.Workspace(r.Context(), id)
+	if errors.Is(err, coppice.CodeWorkspaceNotFound) || err == nil && !live(ws) {
+		return ws, notFound(c.sandbox)
+	}
+	return ws, err
+}
+
+func live(ws coppice.Workspace) bool {
+	switch ws.State {
+	case coppice.WorkspaceTerminating, coppice.WorkspaceTerminated, coppice.WorkspaceFailed, coppice.WorkspaceLost:
+		return false
+	case coppice.WorkspaceCreating, coppice.WorkspaceRestoring, coppice.WorkspaceQuarantined, coppice.WorkspaceReady, coppice.WorkspaceCheckpointing, coppice.WorkspaceSuspended:
+	}
+	return true
+}
+
+func paused(ws coppice.Workspace) bool { return ws.State == coppice.WorkspaceSuspended }
+
+// rawQuery is the value of a parameter after one decoding.
+func rawQuery(r *http.Request, name string) string {
+	q, _ := url.ParseQuery(r.URL.RawQuery) // what cannot be read is as if it were absent
+	return q.Get(name)
+}

@@ -1,0 +1,175 @@
+package e2b
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"net/http"
+	"runtime/debug"
+	"strings"
+
+	coppice "github.com/coppice-dev/coppice/sdk/go"
+
+	"github.com/coppice-dev/coppice/internal/inprocess"
+)
+
+// Config says what the layer stands on.
+type Config struct {
+	API    http.Handler                                                 // the REST API
+	ActFor func(ctx context.Context, key coppice.KeyID) context.Context // makes requests to it for a key without its secret
+	Secret []byte                                                       // makes the tokens of sandboxes; the same on all controllers of a cluster
+	Domain string                                                       // the wildcard name of this layer; empty: none
+	User   string                                                       // whose processes and files are meant if the client names nobody; empty: root
+
+	// OpenEgress gives sandboxes unrestricted egress unless the client asks for none, as E2B does. Otherwise they get none.
+	OpenEgress bool
+
+	Log *slog.Logger
+}
+
+// minSecret is the size of a secret that cannot be guessed.
+const minSecret = 32
+
+// layer is the handler.
+type layer struct {
+	Config
+	tokens  tokens
+	issued  issued
+	control http.Handler
+	daemon  http.Handler
+}
+
+// New returns the handler of the layer.
+func New(cfg Config) (http.Handler, error) {
+	if cfg.API == nil || cfg.ActFor == nil || cfg.Log == nil {
+		return nil, errors.New("the layer for E2B's clients lacks the REST API, a way to act for keys, or a log")
+	}
+	if len(cfg.Secret) < minSecret {
+		return nil, fmt.Errorf("the secret for tokens of sandboxes has %d bytes; it needs %d", len(cfg.Secret), minSecret)
+	}
+	if cfg.User == "" {
+		cfg.User = rootUser
+	}
+	l := &layer{Config: cfg, tokens: tokens{secret: cfg.Secret}}
+	l.control, l.daemon = l.controlRoutes(), l.envdRoutes()
+	return l, nil
+}
+
+// The headers that say which sandbox a request is for.
+const (
+	headerSandbox = "E2b-Sandbox-Id"
+	headerPort    = "E2b-Sandbox-Port"
+)
+
+// ServeHTTP answers every request of the listener, also those that fail or panic, in E2B's form.
+func (l *layer) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	defer func() {
+		p := recover()
+		if p == nil {
+			return
+		}
+		if p == http.ErrAbortHandler { //nolint:errorlint,err113 // it is compared by identity, as net/http does
+			panic(p)
+		}
+		l.Log.ErrorContext(r.Context(), "request panicked", "panic", fmt.Sprint(p), "stack", string(debug.Stack()))
+		writeFailure(w, r, translate(errors.New("panic")))
+	}()
+	h := w.Header()
+	h.Set("X-Content-Type-Options", "nosniff")
+	if !hostAllowed(r.Host, l.Domain) {
+		writeFailure(w, r, failf(http.StatusMisdirectedRequest, "this server does not serve the name %q", clip(r.Host)))
+		return
+	}
+	if allowOrigin(w, r) {
+		return
+	}
+	t, addressed, err := l.target(r)
+	switch {
+	case err != nil:
+		writeFailure(w, r, err)
+	case !addressed:
+		l.control.ServeHTTP(w, r)
+	case t.port == envdPort:
+		l.serveEnvd(w, r, t)
+	default:
+		l.servePort(w, r, t)
+	}
+}
+
+// target finds the sandbox that a request is for: by the name of the host, or else by headers.
+func (l *layer) target(r *http.Request) (target, bool, *failure) {
+	if t, ok := hostTarget(r.Host, l.Domain); ok {
+		return t, true, nil
+	}
+	id := r.Header.Get(headerSandbox)
+	if id == "" {
+		return target{}, false, nil
+	}
+	t, ok := newTarget(id, r.Header.Get(headerPort))
+	if !ok {
+		return target{}, false, failf(http.StatusBadRequest, "%s and %s do not name a port of a sandbox", headerSandbox, headerPort)
+	}
+	return t, true, nil
+}
+
+// allowOrigin lets web pages use the layer: nothing here depends on cookies. It answers a preflight.
+func allowOrigin(w http.ResponseWriter, r *http.Request) bool {
+	if r.Header.Get("Origin") == "" {
+		return false
+	}
+	h := w.Header()
+	h.Set("Access-Control-Allow-Origin", "*")
+	h.Set("Access-Control-Expose-Headers", "X-Next-Token, X-Total-Running, RateLimit-Limit, RateLimit-Remaining, RateLimit-Reset, Retry-After, Location, Cache-Control, X-Content-Type-Options, Connect-Content-Encoding, Connect-Accept-Encoding")
+	if r.Method != http.MethodOptions || r.Header.Get("Access-Control-Request-Method") == "" {
+		return false
+	}
+	h.Set("Access-Control-Allow-Methods", "GET, POST, PUT, PATCH, DELETE, HEAD")
+	h.Set("Access-Control-Allow-Headers", clean(r.Header.Get("Access-Control-Request-Headers")))
+	h.Set("Access-Control-Max-Age", "7200")
+	w.WriteHeader(http.StatusNoContent)
+	return true
+}
+
+func clean(header string) string {
+	const most = 4096
+	return header[:min(len(header), most)]
+}
+
+// client is a client of the REST API for one request.
+func (l *layer) client(token string) *coppice.Client {
+	c, err := coppice.New(coppice.Config{
+		Server: "http://coppice", Token: token, UserAgent: "coppice-e2b", Transport: transport{inprocess.Transport{Handler: l.API}},
+	})
+	if err != nil {
+		panic(err) // the address is constant
+	}
+	return c
+}
+
+// transport keeps files on the way through the REST API: it denies that there is another.
+type transport struct{ next http.RoundTripper }
+
+func (t transport) RoundTrip(r *http.Request) (*http.Response, error) {
+	if !strings.HasSuffix(r.URL.Path, "/files/pass") {
+		return t.next.RoundTrip(r)
+	}
+	return &http.Response{
+		StatusCode: http.StatusNotFound, Status: "404 Not Found", Proto: "HTTP/1.1", ProtoMajor: 1, ProtoMinor: 1, Header: http.Header{}, Request: r,
+		Body: io.NopCloser(strings.NewReader(`{"code":"ROUTE_NOT_FOUND","status":404}`)),
+	}, nil
+}
+
+// caller returns the REST client of a request of the control plane.
+func (l *layer) caller(r *http.Request) (context.Context, *coppice.Client) {
+	key := apiKey(r.Header.Get("X-API-KEY"))
+	if scheme, bearer, ok := strings.Cut(r.Header.Get("Authorization"), " "); key == "" && ok && strings.EqualFold(scheme, "Bearer") {
+		key = apiKey(strings.TrimSpace(bearer))
+	}
+	ctx := inprocess.WithRemote(r.Context(), r.RemoteAddr)
+	if k := r.Header.Get("Idempotency-Key"); k != "" {
+		ctx = coppice.WithIdempotencyKey(ctx, k)
+	}
+	return ctx, l.client(key)
+}

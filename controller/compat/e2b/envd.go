@@ -1,0 +1,244 @@
+package e2b
+
+import (
+	"bufio"
+	"bytes"
+	"context"
+	"errors"
+	"net/http"
+	"path"
+	"strconv"
+	"strings"
+	"time"
+
+	"connectrpc.com/connect"
+
+	coppice "github.com/coppice-dev/coppice/sdk/go"
+
+	"github.com/coppice-dev/coppice/controller/compat/e2b/envd/filesystem"
+	"github.com/coppice-dev/coppice/controller/compat/e2b/envd/process"
+	"github.com/coppice-dev/coppice/internal/inprocess"
+)
+
+const (
+	rootUser = "root"
+
+	headerAccess = "X-Access-Token"
+)
+
+// visit is a request to the daemon of a sandbox by somebody with a token for it.
+type visit struct {
+	*coppice.Client
+	ws   coppice.WorkspaceID
+	user string // named by the client, or the default
+}
+
+type visitKey struct{}
+
+// visitOf returns the visit of a request that serveEnvd has admitted.
+func visitOf(ctx context.Context) visit {
+	v, _ := ctx.Value(visitKey{}).(visit)
+	return v
+}
+
+const maxMessage = 16 << 20 // of one message of Connect
+
+// envdRoutes are the routes of E2B's daemon that clients use. Those that change the daemon itself are not among them.
+func (l *layer) envdRoutes() http.Handler {
+	mux := http.NewServeMux()
+	opts := []connect.HandlerOption{connect.WithReadMaxBytes(maxMessage)}
+	mux.Handle(process.NewProcessHandler(processes{}, opts...))
+	mux.Handle(filesystem.NewFilesystemHandler(files{}, opts...))
+	for pattern, h := range map[string]func(http.ResponseWriter, *http.Request) error{
+		"GET /health":         health,
+		"GET /envs":           envs,
+		"GET /files":          download,
+		"POST /files":         upload,
+		"GET /metrics":        func(http.ResponseWriter, *http.Request) error { return unsupported("metrics of a sandbox") },
+		"POST /files/compose": func(http.ResponseWriter, *http.Request) error { return unsupported("to compose files") },
+	} {
+		mux.HandleFunc(pattern, func(w http.ResponseWriter, r *http.Request) {
+			if err := h(w, r); err != nil {
+				l.fail(w, r, err)
+			}
+		})
+	}
+	return l.fallback(mux)
+}
+
+// serveEnvd admits a request by its token or by its signature. Who has neither gets the same answer for every sandbox, whether it
+// exists or not.
+func (l *layer) serveEnvd(w http.ResponseWriter, r *http.Request, t target) {
+	ws, _ := workspaceID(t.sandbox) // newTarget has checked it
+	key, ok := l.tokens.check(purposeEnvd, ws, r.Header.Get(headerAccess))
+	signed := !ok && r.URL.Path == "/files" && r.URL.Query().Has("signature")
+	if signed {
+		var err error
+		if key, err = l.checkLink(r, ws); err != nil {
+			l.fail(w, r, err)
+			return
+		}
+		ok = true
+	}
+	switch {
+	case !ok && r.URL.Path == "/health":
+		writeGone(w, t.sandbox)
+		return
+	case !ok:
+		l.refuseVisit(w, r, failf(http.StatusUnauthorized, "this sandbox needs its access token in %s", headerAccess))
+		return
+	}
+	l.issued.add(ws, key)
+	ctx := l.ActFor(inprocess.WithRemote(r.Context(), r.RemoteAddr), key)
+	v := visit{Client: l.client(""), ws: ws, user: l.User}
+	if name, _, basic := r.BasicAuth(); basic && name != "" {
+		v.user = name
+	}
+	if name := r.URL.Query().Get("username"); name != "" && strings.HasPrefix(r.URL.Path, "/files") {
+		v.user = name
+	}
+	row, err := v.Workspace(ctx, ws)
+	switch {
+	case errors.Is(err, coppice.CodeWorkspaceNotFound), err == nil && !running(row):
+		writeGone(w, t.sandbox)
+		return
+	case err != nil:
+		l.refuseVisit(w, r, translate(err))
+		return
+	}
+	l.daemon.ServeHTTP(w, r.WithContext(context.WithValue(ctx, visitKey{}, v)))
+}
+
+// running reports whether requests may reach the guest: it runs, or the use of it resumes it.
+func running(ws coppice.Workspace) bool {
+	return live(ws) && ws.State != coppice.WorkspaceCreating && (!paused(ws) || ws.AutoResume)
+}
+
+// refuseVisit answers a request of Connect in its form, and others in E2B's.
+func (l *layer) refuseVisit(w http.ResponseWriter, r *http.Request, f *failure) {
+	if errs := connect.NewErrorWriter(); errs.IsSupported(r) {
+		_ = errs.Write(w, r, rpcError(r.Context(), f)) // the client may have gone
+		return
+	}
+	writeFailure(w, r, f)
+}
+
+// checkLink finds the key whose token signed a link.
+func (l *layer) checkLink(r *http.Request, ws coppice.WorkspaceID) (coppice.KeyID, error) {
+	q := r.URL.Query()
+	k := link{path: q.Get("path"), op: "read", user: q.Get("username"), signature: q.Get("signature")}
+	if r.Method != http.MethodGet {
+		k.op = "write"
+	}
+	if text := q.Get("signature_expiration"); text != "" {
+		var err error
+		if k.expires, err = strconv.ParseInt(text, 10, 64); err != nil || k.expires <= 0 {
+			return "", failf(http.StatusUnauthorized, "invalid signature")
+		}
+	}
+	for _, key := range l.issued.keys(ws) {
+		ok, err := k.verify(l.tokens.issue(purposeEnvd, ws, key), time.Now())
+		if err != nil {
+			return "", err
+		}
+		if ok {
+			return key, nil
+		}
+	}
+	return "", failf(http.StatusUnauthorized, "invalid signature")
+}
+
+// health tells that the sandbox runs: serveEnvd has looked.
+func health(w http.ResponseWriter, _ *http.Request) error {
+	w.WriteHeader(http.StatusNoContent)
+	return nil
+}
+
+func envs(w http.ResponseWriter, r *http.Request) error {
+	v := visitOf(r.Context())
+	ws, err := v.Workspace(r.Context(), v.ws)
+	if err != nil {
+		return err
+	}
+	out := map[string]string(ws.Env)
+	if out == nil {
+		out = map[string]string{}
+	}
+	writeJSON(w, http.StatusOK, out)
+	return nil
+}
+
+// account is a user of the guest.
+type account struct {
+	name     string
+	uid, gid int
+	home     string
+}
+
+// accounts are the users and groups of a guest, as its files list them.
+type accounts struct {
+	users  map[string]account
+	names  map[int]string // of uids
+	groups map[int]string
+}
+
+const maxAccounts = 1 << 20 // bytes of such a file
+
+// accounts reads the users and groups of the guest.
+func (v visit) accounts(ctx context.Context) accounts {
+	a := accounts{users: map[string]account{rootUser: {name: rootUser, home: "/root"}}, names: map[int]string{0: rootUser}, groups: map[int]string{0: rootUser}}
+	for _, f := range v.table(ctx, "/etc/passwd", 7) {
+		uid, err1 := strconv.Atoi(f[2])
+		gid, err2 := strconv.Atoi(f[3])
+		if err1 != nil || err2 != nil || f[5] == "" || f[5][0] != '/' {
+			continue
+		}
+		a.users[f[0]], a.names[uid] = account{f[0], uid, gid, path.Clean(f[5])}, f[0]
+	}
+	for _, f := range v.table(ctx, "/etc/group", 4) {
+		if gid, err := strconv.Atoi(f[2]); err == nil {
+			a.groups[gid] = f[0]
+		}
+	}
+	return a
+}
+
+// table reads a file of lines with colons. An image without the file has root only.
+func (v visit) table(ctx context.Context, name string, fields int) [][]string {
+	b, err := v.ReadFile(ctx, v.ws, name, maxAccounts)
+	if err != nil {
+		return nil
+	}
+	var out [][]string
+	for s := bufio.NewScanner(bytes.NewReader(b)); s.Scan(); {
+		if f := strings.Split(s.Text(), ":"); len(f) == fields {
+			out = append(out, f)
+		}
+	}
+	return out
+}
+
+// account returns the user of the visit.
+func (v visit) account(ctx context.Context) (account, error) {
+	if v.user == rootUser {
+		return account{name: rootUser, home: "/root"}, nil
+	}
+	u, ok := v.accounts(ctx).users[v.user]
+	if !ok {
+		return u, failf(http.StatusUnauthorized, "invalid username: '%s'", clip(v.user))
+	}
+	return u, nil
+}
+
+// resolve makes a path of a client absolute: others are below the user's home.
+func (u account) resolve(p string) string {
+	switch {
+	case p == "" || p == "~":
+		return u.home
+	case strings.HasPrefix(p, "~/"):
+		return path.Join(u.home, p[2:])
+	case p[0] != '/':
+		return path.Join(u.home, p)
+	}
+	return path.Clean(p)
+}

@@ -1,0 +1,235 @@
+package e2b
+
+import (
+	"compress/gzip"
+	"errors"
+	"fmt"
+	"io"
+	"mime"
+	"mime/multipart"
+	"net/http"
+	"path"
+	"strconv"
+	"strings"
+
+	coppice "github.com/coppice-dev/coppice/sdk/go"
+)
+
+const (
+	maxParts4Upload = 1000 // files of one upload
+	maxPath         = 4096
+
+	// maxUnpacked bounds what a compressed upload may become, as the REST API bounds a file.
+	maxUnpacked = 10 << 30
+)
+
+// download sends a file, or the range of it that the client asks for.
+func download(w http.ResponseWriter, r *http.Request) error {
+	ctx := r.Context()
+	v := visitOf(ctx)
+	u, err := v.account(ctx)
+	if err != nil {
+		return err
+	}
+	name := u.resolve(r.URL.Query().Get("path"))
+	info, err := v.StatFile(ctx, v.ws, name)
+	if err != nil {
+		return fileError(err, name)
+	}
+	if info.Type != coppice.FileTypeFile {
+		return failf(http.StatusBadRequest, "path '%s' is a directory or no regular file", name)
+	}
+	body, info, err := v.OpenFile(ctx, v.ws, name)
+	if err != nil {
+		return fileError(err, name)
+	}
+	defer body.Close()
+	h := w.Header()
+	h.Set("Content-Type", "application/octet-stream") // no content of a guest is a page of this server
+	h.Set("Content-Disposition", mime.FormatMediaType("inline", map[string]string{"filename": path.Base(name)}))
+	h.Set("Accept-Ranges", "bytes")
+	h.Set("Last-Modified", info.MTime.UTC().Format(http.TimeFormat))
+	from, to, partial, err := byteRange(r.Header.Get("Range"), info.Size)
+	if err != nil {
+		h.Set("Content-Range", fmt.Sprintf("bytes */%d", info.Size))
+		return err
+	}
+	if _, err := io.CopyN(io.Discard, body, from); err != nil {
+		return err
+	}
+	h.Set("Content-Length", strconv.FormatInt(to-from, 10))
+	status := http.StatusOK
+	if partial {
+		h.Set("Content-Range", fmt.Sprintf("bytes %d-%d/%d", from, to-1, info.Size))
+		status = http.StatusPartialContent
+	}
+	w.WriteHeader(status)
+	if _, err := io.CopyN(w, body, to-from); err != nil {
+		panic(http.ErrAbortHandler) // the client must not take it for whole
+	}
+	return nil
+}
+
+// byteRange reads a Range header with one range; others mean the whole file, as the standard permits.
+func byteRange(header string, size int64) (from, to int64, partial bool, err error) {
+	spec, ok := strings.CutPrefix(header, "bytes=")
+	first, last, dash := strings.Cut(strings.TrimSpace(spec), "-")
+	if !ok || !dash || strings.Contains(spec, ",") {
+		return 0, size, false, nil
+	}
+	beyond := failf(http.StatusRequestedRangeNotSatisfiable, "the file has %d bytes", size)
+	if first == "" { // the last bytes
+		n, err := strconv.ParseUint(last, 10, 62)
+		if err != nil {
+			return 0, size, false, nil
+		}
+		if n == 0 || size == 0 {
+			return 0, 0, false, beyond
+		}
+		return max(size-int64(n), 0), size, true, nil //nolint:gosec // G115: it has 62 bits
+	}
+	a, err := strconv.ParseUint(first, 10, 62)
+	if err != nil {
+		return 0, size, false, nil
+	}
+	if int64(a) >= size { //nolint:gosec // G115: it has 62 bits
+		return 0, 0, false, beyond
+	}
+	to = size
+	if last != "" {
+		b, err := strconv.ParseUint(last, 10, 62)
+		if err != nil || b < a {
+			return 0, size, false, nil
+		}
+		to = min(size, int64(b)+1) //nolint:gosec // G115: it has 62 bits
+	}
+	return int64(a), to, true, nil //nolint:gosec // G115: it has 62 bits
+}
+
+// written is a file of an upload's answer.
+type written struct {
+	Path string `json:"path"`
+	Name string `json:"name"`
+	Type string `json:"type"`
+}
+
+// upload writes the files of a request: the body, or the parts of a form.
+func upload(w http.ResponseWriter, r *http.Request) error {
+	ctx := r.Context()
+	v := visitOf(ctx)
+	u, err := v.account(ctx)
+	if err != nil {
+		return err
+	}
+	for name := range r.Header {
+		if strings.HasPrefix(name, "X-Metadata-") {
+			return unsupported("metadata of files")
+		}
+	}
+	q := r.URL.Query()
+	media, params, err := mime.ParseMediaType(r.Header.Get("Content-Type"))
+	if err != nil {
+		return failf(http.StatusBadRequest, "Content-Type cannot be read")
+	}
+	body, err := unpack(r)
+	if err != nil {
+		return err
+	}
+	out := []written{}
+	put := func(name string, from io.Reader) error {
+		if name == "" || len(name) > maxPath || strings.ContainsRune(name, 0) {
+			return failf(http.StatusBadRequest, "a file's path has 1 to %d bytes, and no NUL", maxPath)
+		}
+		name = u.resolve(name)
+		info, err := v.WriteFile(ctx, v.ws, name, from, u.writeOptions())
+		if err != nil {
+			return fileError(err, name)
+		}
+		out = append(out, written{Path: info.Path, Name: path.Base(name), Type: "file"})
+		return nil
+	}
+	switch media {
+	case "application/octet-stream":
+		err = put(q.Get("path"), body)
+	case "multipart/form-data":
+		err = eachFile(multipart.NewReader(body, params["boundary"]), q.Get("path"), put)
+	default:
+		err = failf(http.StatusBadRequest, "Content-Type must be multipart/form-data or application/octet-stream")
+	}
+	if err != nil {
+		return err
+	}
+	writeJSON(w, http.StatusOK, out)
+	return nil
+}
+
+// writeOptions give a user its files. Root's attributes are the default, which keeps those of existing files.
+func (u account) writeOptions() coppice.WriteOptions {
+	o := coppice.WriteOptions{Mkdirs: true}
+	if u.uid != 0 {
+		o.UID, o.GID = &u.uid, &u.gid
+	}
+	return o
+}
+
+// unpack reads a body that may be compressed.
+func unpack(r *http.Request) (io.Reader, error) {
+	switch r.Header.Get("Content-Encoding") {
+	case "", "identity":
+		return r.Body, nil
+	case "gzip":
+		z, err := gzip.NewReader(r.Body)
+		if err != nil {
+			return nil, failf(http.StatusBadRequest, "the body is no gzip")
+		}
+		return http.MaxBytesReader(nil, z, maxUnpacked), nil
+	}
+	return nil, failf(http.StatusUnsupportedMediaType, "Content-Encoding must be gzip or absent")
+}
+
+// eachFile calls put for the files of a form, one after the other. The path of a request overrides the name of its only file.
+func eachFile(form *multipart.Reader, only string, put func(name string, from io.Reader) error) error {
+	for n := 0; ; n++ {
+		part, err := form.NextRawPart()
+		if errors.Is(err, io.EOF) {
+			return nil
+		}
+		if err != nil {
+			return failf(http.StatusBadRequest, "the form cannot be read: %s", clip(err.Error()))
+		}
+		field, name := partName(part.Header.Get("Content-Disposition"))
+		if field != "file" {
+			n--
+			if _, err := io.CopyN(io.Discard, part, maxBody); !errors.Is(err, io.EOF) {
+				return failf(http.StatusBadRequest, "the form has a large field that is not a file")
+			}
+			continue
+		}
+		if n >= maxParts4Upload || only != "" && n > 0 {
+			return failf(http.StatusBadRequest, "the form has too many files; at most %d, and with a path in the address only one", maxParts4Upload)
+		}
+		if only != "" {
+			name = only
+		}
+		if err := put(name, part); err != nil {
+			return err
+		}
+	}
+}
+
+// partName reads the names of a form's part. A file's name is a path here: mime/multipart would cut it to its last element.
+func partName(disposition string) (field, file string) {
+	kind, params, err := mime.ParseMediaType(disposition)
+	if err != nil || kind != "form-data" {
+		return "", ""
+	}
+	return params["name"], params["filename"]
+}
+
+// fileError gives errors of files the statuses that E2B's clients know.
+func fileError(err error, name string) error {
+	if errors.Is(err, coppice.CodeFileNotFound) {
+		return failf(http.StatusNotFound, "path '%s' does not exist", name)
+	}
+	return err
+}

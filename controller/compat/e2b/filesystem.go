@@ -1,0 +1,254 @@
+package e2b
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"path"
+	"slices"
+	"strconv"
+	"strings"
+
+	"connectrpc.com/connect"
+	"google.golang.org/protobuf/types/known/timestamppb"
+
+	coppice "github.com/coppice-dev/coppice/sdk/go"
+
+	"github.com/coppice-dev/coppice/controller/compat/e2b/envd/filesystem"
+)
+
+// files serves filesystem.Filesystem. Watchers are not supported.
+type files struct {
+	filesystem.UnimplementedFilesystemHandler
+}
+
+var _ filesystem.FilesystemHandler = files{}
+
+// The bounds of one list.
+const (
+	maxEntries = 20_000
+	maxDepth   = 64
+)
+
+// place is a path of a visit, with what is needed to describe entries.
+type place struct {
+	visit
+	user  account
+	all   accounts
+	path  string
+	links int // that may still be followed for their descriptions
+}
+
+const maxLinks = 1000
+
+func (v visit) at(ctx context.Context, p string) (place, error) {
+	out := place{visit: v, all: v.accounts(ctx), links: maxLinks}
+	u, ok := out.all.users[v.user]
+	if !ok {
+		return out, connect.NewError(connect.CodeUnauthenticated, fmt.Errorf("invalid username: '%s'", clip(v.user)))
+	}
+	if len(p) > maxPath || strings.ContainsRune(p, 0) {
+		return out, connect.NewError(connect.CodeInvalidArgument, errors.New("the path is too long or has a NUL"))
+	}
+	out.user, out.path = u, u.resolve(p)
+	return out, nil
+}
+
+// entry describes what is at a path. A directory's list tells links from what they lead to, a stat does not: so the list is asked.
+func (p place) entry(ctx context.Context, name string) (*filesystem.EntryInfo, error) {
+	info, err := p.StatFile(ctx, p.ws, name)
+	if err != nil {
+		return nil, fileError(err, name)
+	}
+	info.Path, info.Name = name, path.Base(name)
+	return p.describe(ctx, info), nil
+}
+
+// describe writes an entry in E2B's form. A link has the type and mode of its target.
+func (p *place) describe(ctx context.Context, info coppice.FileInfo) *filesystem.EntryInfo {
+	mode, err := strconv.ParseUint(info.Mode, 8, 32)
+	if err != nil {
+		mode = 0
+	}
+	e := &filesystem.EntryInfo{
+		Name: info.Name, Path: info.Path, Size: info.Size, Mode: uint32(mode & 0o7777), Type: typeOf(info.Type), Permissions: permissions(info.Type, mode),
+		Owner: p.name(p.all.names, info.UID), Group: p.name(p.all.groups, info.GID), ModifiedTime: timestamppb.New(info.MTime),
+	}
+	if info.Type != coppice.FileTypeSymlink {
+		return e
+	}
+	target := info.Target
+	if target != "" && target[0] != '/' {
+		target = path.Join(path.Dir(info.Path), target)
+	}
+	e.SymlinkTarget, e.IsSymlink, e.Type = &target, true, filesystem.FileType_FILE_TYPE_UNSPECIFIED
+	if p.links--; p.links < 0 {
+		return e
+	}
+	if led, err := p.StatFile(ctx, p.ws, info.Path); err == nil {
+		e.Type = typeOf(led.Type)
+		if mode, err := strconv.ParseUint(led.Mode, 8, 32); err == nil {
+			e.Mode = uint32(mode & 0o7777)
+		}
+	}
+	return e
+}
+
+func (p *place) name(names map[int]string, id int) string {
+	if n, ok := names[id]; ok {
+		return n
+	}
+	return strconv.Itoa(id)
+}
+
+func typeOf(t coppice.FileInfoType) filesystem.FileType {
+	switch t {
+	case coppice.FileTypeFile:
+		return filesystem.FileType_FILE_TYPE_FILE
+	case coppice.FileTypeDir:
+		return filesystem.FileType_FILE_TYPE_DIRECTORY
+	case coppice.FileTypeSymlink:
+		return filesystem.FileType_FILE_TYPE_SYMLINK
+	case coppice.FileTypeOther:
+	}
+	return filesystem.FileType_FILE_TYPE_UNSPECIFIED
+}
+
+func permissions(t coppice.FileInfoType, mode uint64) string {
+	m := fs.FileMode(mode & 0o777)
+	switch t {
+	case coppice.FileTypeDir:
+		m |= fs.ModeDir
+	case coppice.FileTypeSymlink:
+		m |= fs.ModeSymlink
+	case coppice.FileTypeFile, coppice.FileTypeOther:
+	}
+	return m.String()
+}
+
+// Stat describes a path.
+func (files) Stat(ctx context.Context, req *connect.Request[filesystem.StatRequest]) (*connect.Response[filesystem.StatResponse], error) {
+	p, err := visitOf(ctx).at(ctx, req.Msg.GetPath())
+	if err != nil {
+		return nil, err
+	}
+	e, err := p.entry(ctx, p.path)
+	return connect.NewResponse(&filesystem.StatResponse{Entry: e}), rpcError(ctx, err)
+}
+
+// ListDir lists a directory, and those below it down to a depth.
+func (files) ListDir(ctx context.Context, req *connect.Request[filesystem.ListDirRequest]) (*connect.Response[filesystem.ListDirResponse], error) {
+	p, err := visitOf(ctx).at(ctx, req.Msg.GetPath())
+	if err != nil {
+		return nil, err
+	}
+	depth := max(req.Msg.GetDepth(), 1)
+	if depth > maxDepth {
+		return nil, connect.NewError(connect.CodeInvalidArgument, fmt.Errorf("depth: %d is more than %d", depth, maxDepth))
+	}
+	info, err := p.StatFile(ctx, p.ws, p.path)
+	if err != nil {
+		return nil, rpcError(ctx, fileError(err, p.path))
+	}
+	if info.Type != coppice.FileTypeDir {
+		return nil, connect.NewError(connect.CodeInvalidArgument, fmt.Errorf("path is not a directory: %s", p.path))
+	}
+	entries, err := p.list(ctx, p.path, int(depth), nil)
+	if err != nil {
+		return nil, rpcError(ctx, err)
+	}
+	return connect.NewResponse(&filesystem.ListDirResponse{Entries: entries}), nil
+}
+
+// list appends the entries of a directory, in lexical order, each directory's own behind it.
+func (p *place) list(ctx context.Context, dir string, depth int, entries []*filesystem.EntryInfo) ([]*filesystem.EntryInfo, error) {
+	l, err := p.ListFiles(ctx, p.ws, dir)
+	if err != nil {
+		return nil, fileError(err, dir)
+	}
+	if l.Truncated || len(entries)+len(l.Entries) > maxEntries {
+		return nil, connect.NewError(connect.CodeResourceExhausted, fmt.Errorf("%s has more entries than one answer can list", dir))
+	}
+	slices.SortFunc(l.Entries, func(a, b coppice.FileInfo) int { return strings.Compare(a.Name, b.Name) })
+	for _, info := range l.Entries {
+		info.Path = path.Join(dir, info.Name)
+		entries = append(entries, p.describe(ctx, info))
+		if info.Type == coppice.FileTypeDir && depth > 1 {
+			if entries, err = p.list(ctx, info.Path, depth-1, entries); err != nil {
+				return nil, err
+			}
+		}
+	}
+	return entries, nil
+}
+
+// run runs a program of the guest's own as the visit's user.
+func (p place) run(ctx context.Context, command ...string) error {
+	res, err := p.Exec(ctx, p.ws, coppice.ExecRequest{Command: command, User: p.user.name, Cwd: "/", TimeoutMS: programTime})
+	if err != nil {
+		return rpcError(ctx, err)
+	}
+	if res.ExitCode != 0 {
+		const most = 1024
+		return connect.NewError(connect.CodeInternal, fmt.Errorf("%s: %.*s", path.Base(command[0]), most, strings.TrimSpace(res.Stderr)))
+	}
+	return nil
+}
+
+const programTime = 60_000 // milliseconds
+
+// MakeDir makes a directory and its parents.
+func (files) MakeDir(ctx context.Context, req *connect.Request[filesystem.MakeDirRequest]) (*connect.Response[filesystem.MakeDirResponse], error) {
+	p, err := visitOf(ctx).at(ctx, req.Msg.GetPath())
+	if err != nil {
+		return nil, err
+	}
+	info, err := p.StatFile(ctx, p.ws, p.path)
+	switch {
+	case err == nil && info.Type == coppice.FileTypeDir:
+		return nil, connect.NewError(connect.CodeAlreadyExists, fmt.Errorf("directory already exists: %s", p.path))
+	case err == nil:
+		return nil, connect.NewError(connect.CodeInvalidArgument, fmt.Errorf("path already exists but it is not a directory: %s", p.path))
+	case !errors.Is(err, coppice.CodeFileNotFound):
+		return nil, rpcError(ctx, err)
+	}
+	if err := p.run(ctx, "mkdir", "-p", "--", p.path); err != nil {
+		return nil, err
+	}
+	e, err := p.entry(ctx, p.path)
+	return connect.NewResponse(&filesystem.MakeDirResponse{Entry: e}), rpcError(ctx, err)
+}
+
+// Move renames a file or directory.
+func (files) Move(ctx context.Context, req *connect.Request[filesystem.MoveRequest]) (*connect.Response[filesystem.MoveResponse], error) {
+	p, err := visitOf(ctx).at(ctx, req.Msg.GetSource())
+	if err != nil {
+		return nil, err
+	}
+	to := p.user.resolve(req.Msg.GetDestination())
+	if _, err := p.StatFile(ctx, p.ws, p.path); err != nil {
+		return nil, rpcError(ctx, fileError(err, p.path))
+	}
+	if err := p.run(ctx, "mkdir", "-p", "--", path.Dir(to)); err != nil {
+		return nil, err
+	}
+	if err := p.run(ctx, "mv", "-f", "-T", "--", p.path, to); err != nil {
+		return nil, err
+	}
+	e, err := p.entry(ctx, to)
+	return connect.NewResponse(&filesystem.MoveResponse{Entry: e}), rpcError(ctx, err)
+}
+
+// Remove removes a file, or a directory with everything in it. What is not there is fine.
+func (files) Remove(ctx context.Context, req *connect.Request[filesystem.RemoveRequest]) (*connect.Response[filesystem.RemoveResponse], error) {
+	p, err := visitOf(ctx).at(ctx, req.Msg.GetPath())
+	if err != nil {
+		return nil, err
+	}
+	err = p.RemoveFile(ctx, p.ws, p.path, true)
+	if errors.Is(err, coppice.CodeFileNotFound) {
+		err = nil
+	}
+	return connect.NewResponse(&filesystem.RemoveResponse{}), rpcError(ctx, err)
+}

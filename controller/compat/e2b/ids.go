@@ -1,0 +1,85 @@
+package e2b
+
+import (
+	"net"
+	"net/netip"
+	"regexp"
+	"strconv"
+	"strings"
+
+	coppice "github.com/coppice-dev/coppice/sdk/go"
+)
+
+const (
+	workspacePrefix  = "ws_"
+	checkpointPrefix = "ckpt_"
+
+	// envdPort is where E2B's clients expect the daemon of a sandbox.
+	envdPort = 49983
+)
+
+var bareID = regexp.MustCompile(`^[0-9a-hjkmnp-tv-z]{26}$`)
+
+// workspaceID is the workspace of a sandbox id; ok is false for a text that cannot be one.
+func workspaceID(sandbox string) (id coppice.WorkspaceID, ok bool) {
+	return workspacePrefix + sandbox, bareID.MatchString(sandbox)
+}
+
+func sandboxID(id coppice.WorkspaceID) string { return strings.TrimPrefix(id, workspacePrefix) }
+
+// checkpointID is the checkpoint of a snapshot id. E2B's clients may add a tag.
+func checkpointID(snapshot string) (id coppice.CheckpointID, ok bool) {
+	bare, tag, tagged := strings.Cut(snapshot, ":")
+	if tagged && tag != defaultTag {
+		return "", false
+	}
+	return checkpointPrefix + bare, bareID.MatchString(bare)
+}
+
+func snapshotID(id coppice.CheckpointID) string { return strings.TrimPrefix(id, checkpointPrefix) }
+
+// target is a port of a sandbox.
+type target struct {
+	sandbox string
+	port    int
+}
+
+// hostTarget reads <port>-<id>.<domain>. The domain may be any if none is configured: tokens, not names, give access.
+func hostTarget(host, domain string) (target, bool) {
+	first, rest, _ := strings.Cut(hostName(host), ".")
+	if domain != "" && rest != domain || rest == "" {
+		return target{}, false
+	}
+	port, id, _ := strings.Cut(first, "-")
+	return newTarget(id, port)
+}
+
+// newTarget checks an id and a port as clients wrote them.
+func newTarget(id, port string) (target, bool) {
+	n, err := strconv.ParseUint(port, 10, 16)
+	if err != nil || n == 0 || port[0] == '0' || port[0] == '+' || !bareID.MatchString(id) {
+		return target{}, false
+	}
+	return target{id, int(n)}, true
+}
+
+// hostName is the name in a Host header, in lower case, without port and final dot.
+func hostName(host string) string {
+	if name, _, err := net.SplitHostPort(host); err == nil {
+		host = name
+	}
+	return strings.ToLower(strings.TrimSuffix(strings.Trim(host, "[]"), "."))
+}
+
+// hostAllowed refuses names that a web page may have bound to this address. An address, loopback's name and the names below the
+// domain cannot be such.
+func hostAllowed(host, domain string) bool {
+	name := hostName(host)
+	if _, err := netip.ParseAddr(name); err == nil || name == "localhost" {
+		return true
+	}
+	if strings.HasSuffix(name, ".localhost") {
+		return true
+	}
+	return domain != "" && (name == domain || strings.HasSuffix(name, "."+domain))
+}

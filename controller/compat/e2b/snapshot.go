@@ -1,0 +1,269 @@
+package e2b
+
+import (
+	"errors"
+	"net/http"
+	"strings"
+	"time"
+
+	coppice "github.com/coppice-dev/coppice/sdk/go"
+)
+
+// make creates the workspace: from a snapshot if the template is the id of one, else from an image, else from a named snapshot.
+func (n newSandbox) make(r *http.Request, c call) (coppice.Workspace, error) {
+	ctx := r.Context()
+	if id, ok := checkpointID(n.template); ok {
+		return n.fork(r, c, id)
+	}
+	absent := failf(http.StatusNotFound, "template %q was not found: there is no image and no snapshot with this name", clip(n.template))
+	if !isSnapshotName(n.template) {
+		ws, err := c.CreateWorkspace(ctx, coppice.CreateWorkspaceRequest{
+			Image: n.template, TTLSeconds: coppice.TTL(n.ttl), Env: n.env, Labels: n.labels, Network: n.network, AutoResume: coppice.AutoResume(n.autoResume),
+		})
+		if !errors.Is(err, coppice.CodeImageNotFound) {
+			return ws, err
+		}
+	}
+	cp, err := c.namedSnapshot(r, n.template)
+	if err != nil {
+		return coppice.Workspace{}, err
+	}
+	if cp == nil {
+		return coppice.Workspace{}, absent
+	}
+	return n.fork(r, c, cp.ID)
+}
+
+func (n newSandbox) fork(r *http.Request, c call, id coppice.CheckpointID) (coppice.Workspace, error) {
+	result, err := c.ForkCheckpoint(r.Context(), id, coppice.ForkCheckpointRequest{
+		TTLSeconds: coppice.TTL(n.ttl), Env: n.env, Labels: n.labels, Network: n.network, AutoResume: coppice.AutoResume(n.autoResume), AllOrNothing: true,
+	})
+	if errors.Is(err, coppice.CodeCheckpointNotFound) {
+		return coppice.Workspace{}, failf(http.StatusNotFound, "template %q was not found", clip(n.template))
+	}
+	if err != nil {
+		return coppice.Workspace{}, err
+	}
+	if len(result.Children) != 1 || result.Children[0].Workspace == nil {
+		return coppice.Workspace{}, failf(http.StatusInternalServerError, "the snapshot could not be started")
+	}
+	return *result.Children[0].Workspace, nil
+}
+
+// namedSnapshot finds a snapshot by the name that a client gave it, with or without namespace and tag; nil if there is none.
+func (c call) namedSnapshot(r *http.Request, name string) (*coppice.Checkpoint, error) {
+	name = name[strings.LastIndex(name, "/")+1:]
+	name, tag, tagged := strings.Cut(name, ":")
+	if tagged && tag != defaultTag || !legalName(name) {
+		return nil, nil //nolint:nilnil // none is not a fault
+	}
+	for cp, err := range c.Checkpoints(r.Context(), coppice.CheckpointFilter{Name: name, Labels: []string{labelSnapshot}}) {
+		return &cp, err
+	}
+	return nil, nil //nolint:nilnil // none is not a fault
+}
+
+func legalName(name string) bool {
+	const most = 63
+	if name == "" || len(name) > most || name[0] == '-' || name[len(name)-1] == '-' {
+		return false
+	}
+	return strings.Trim(name, "abcdefghijklmnopqrstuvwxyz0123456789-") == ""
+}
+
+const (
+	maxForks    = 100
+	forkFailure = http.StatusInternalServerError
+)
+
+// fork forks a running sandbox. A child lives as long as its parent unless the request says otherwise.
+func fork(w http.ResponseWriter, r *http.Request, c call) error {
+	var q struct {
+		Timeout *int64 `json:"timeout"`
+		Count   *int   `json:"count"`
+	}
+	if err := readJSON(r, &q); err != nil {
+		return err
+	}
+	count := 1
+	if q.Count != nil {
+		count = *q.Count
+	}
+	if count < 1 || count > maxForks {
+		return failf(http.StatusBadRequest, "count: %d is not between 1 and %d", count, maxForks)
+	}
+	key, err := c.Self(r.Context())
+	if err != nil {
+		return err
+	}
+	ws, err := c.workspace(r)
+	if err != nil {
+		return err
+	}
+	if paused(ws) {
+		return failf(http.StatusConflict, "sandbox %q is paused; connect to it first", c.sandbox)
+	}
+	var ttl int64
+	if !ws.ExpiresAt.IsZero() {
+		ttl = max(int64(time.Until(ws.ExpiresAt).Seconds()), 1)
+	}
+	if q.Timeout != nil {
+		if ttl, err = seconds(q.Timeout, 0); err != nil {
+			return err
+		}
+	}
+	result, err := c.ForkWorkspace(r.Context(), ws.ID, coppice.ForkWorkspaceRequest{Count: &count, TTLSeconds: coppice.TTL(ttl), Labels: inherited(ws.Labels)})
+	if err != nil {
+		return err
+	}
+	type forkError struct {
+		Code    int    `json:"code"`
+		Message string `json:"message"`
+	}
+	type forked struct {
+		Sandbox *sandboxView `json:"sandbox,omitempty"`
+		Error   *forkError   `json:"error,omitempty"`
+	}
+	out := make([]forked, len(result.Children))
+	for i, child := range result.Children {
+		if child.Workspace != nil && child.Problem == nil {
+			view := c.layer.sandboxView(*child.Workspace, key.ID)
+			out[i].Sandbox = &view
+			continue
+		}
+		out[i].Error = &forkError{forkFailure, "the fork failed"}
+		if child.Problem != nil {
+			out[i].Error.Message = child.Problem.Message + " (" + child.Problem.Code + ")"
+		}
+	}
+	writeJSON(w, http.StatusCreated, out)
+	return nil
+}
+
+type snapshotView struct {
+	SnapshotID string   `json:"snapshotID"`
+	Names      []string `json:"names"`
+}
+
+func viewSnapshot(cp coppice.Checkpoint) snapshotView {
+	v := snapshotView{SnapshotID: snapshotID(cp.ID), Names: []string{}}
+	if cp.Name != "" {
+		v.Names = append(v.Names, cp.Name)
+	}
+	return v
+}
+
+func takeSnapshot(w http.ResponseWriter, r *http.Request, c call) error {
+	var q struct {
+		Name   string `json:"name"`
+		Memory *bool  `json:"memory"`
+	}
+	if err := readJSON(r, &q); err != nil {
+		return err
+	}
+	if q.Memory != nil && !*q.Memory {
+		return unsupported("memory: false (a snapshot without memory)")
+	}
+	name, tag, tagged := strings.Cut(q.Name, ":")
+	if q.Name != "" && !legalName(name) || tagged && tag != defaultTag {
+		return failf(http.StatusBadRequest, "name: a snapshot's name has 1 to 63 lower-case letters, digits and hyphens, and no other tag than %q", defaultTag)
+	}
+	ws, err := c.workspace(r)
+	if err != nil {
+		return err
+	}
+	if paused(ws) {
+		return failf(http.StatusConflict, "sandbox %q is paused; connect to it first", c.sandbox)
+	}
+	cp, err := c.CreateCheckpoint(r.Context(), ws.ID, coppice.CreateCheckpointRequest{Name: name, Labels: coppice.Labels{labelSnapshot: snapshotMark}})
+	if err != nil {
+		return err
+	}
+	writeJSON(w, http.StatusCreated, viewSnapshot(cp))
+	return nil
+}
+
+func listSnapshots(w http.ResponseWriter, r *http.Request, c call) error {
+	f := coppice.CheckpointFilter{Labels: []string{labelSnapshot}}
+	if id := rawQuery(r, "sandboxID"); id != "" {
+		ws, ok := workspaceID(id)
+		if !ok {
+			writeJSON(w, http.StatusOK, []snapshotView{})
+			return nil
+		}
+		f.WorkspaceID = ws
+	}
+	f.Name, _, _ = strings.Cut(rawQuery(r, "name"), ":")
+	page, err := newPage(r)
+	if err != nil {
+		return err
+	}
+	out := []snapshotView{}
+	for cp, err := range c.Checkpoints(r.Context(), f) {
+		if err != nil {
+			return err
+		}
+		if !page.take(cp.ID) {
+			continue
+		}
+		if page.full(w, len(out)) {
+			break
+		}
+		out = append(out, viewSnapshot(cp))
+		page.last = cp.ID
+	}
+	writeJSON(w, http.StatusOK, out)
+	return nil
+}
+
+func deleteSnapshot(w http.ResponseWriter, r *http.Request, c call) error {
+	name := r.PathValue("template")
+	absent := failf(http.StatusNotFound, "snapshot %q was not found", clip(name))
+	id, ok := checkpointID(name)
+	if ok {
+		cp, err := c.Checkpoint(r.Context(), id)
+		if errors.Is(err, coppice.CodeCheckpointNotFound) || err == nil && (cp.Labels[labelSnapshot] == "" || cp.State == coppice.CheckpointDeleted) {
+			return absent
+		}
+		if err != nil {
+			return err
+		}
+	} else {
+		cp, err := c.namedSnapshot(r, name)
+		if err != nil {
+			return err
+		}
+		if cp == nil {
+			if _, err := c.Self(r.Context()); err != nil {
+				return err
+			}
+			return absent
+		}
+		id = cp.ID
+	}
+	if err := c.DeleteCheckpoint(r.Context(), id); err != nil {
+		return err
+	}
+	w.WriteHeader(http.StatusNoContent)
+	return nil
+}
+
+func templateExists(w http.ResponseWriter, r *http.Request, c call) error {
+	alias := r.PathValue("alias")
+	cp, err := c.namedSnapshot(r, alias)
+	if err != nil {
+		return err
+	}
+	found := cp != nil
+	for image, err := range c.Images(r.Context()) {
+		if err != nil {
+			return err
+		}
+		found = found || image.Name == alias
+	}
+	if !found {
+		return failf(http.StatusNotFound, "template %q was not found", clip(alias))
+	}
+	writeJSON(w, http.StatusOK, map[string]any{"templateID": alias, "public": false})
+	return nil
+}

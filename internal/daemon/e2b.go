@@ -1,0 +1,69 @@
+package daemon
+
+import (
+	"context"
+	"crypto/hkdf"
+	"crypto/sha256"
+	"log/slog"
+	"net/http"
+
+	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/controller/compat/e2b"
+	"github.com/coppice-dev/coppice/controller/httpapi"
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/undo"
+)
+
+// E2BConfig says how clients of E2B are served.
+type E2BConfig struct {
+	Listen     string // host:port; empty: nowhere
+	Domain     string // the wildcard name that leads there; empty: none
+	User       string // of the guest, for clients that name none; empty: root
+	OpenEgress bool   // sandboxes reach everything unless the client asks for none
+}
+
+// Handler makes the layer for E2B's clients over the REST API. Its tokens are the same on all controllers of the cluster.
+func (c E2BConfig) Handler(api http.Handler, trust controller.Trust, log *slog.Logger) (http.Handler, error) {
+	const size = 32
+	secret, err := hkdf.Key(sha256.New, trust.Passes.Seed(), nil, "coppice tokens of sandboxes for E2B's clients, v1", size)
+	if err != nil {
+		return nil, err
+	}
+	return e2b.New(e2b.Config{
+		API: api, Secret: secret, Domain: c.Domain, User: c.User, OpenEgress: c.OpenEgress, Log: log.With("component", "e2b"),
+		ActFor: func(ctx context.Context, key string) context.Context { return httpapi.ActFor(ctx, core.KeyID(key)) },
+	})
+}
+
+// Egress says in a few words what sandboxes of these clients reach.
+func (c E2BConfig) Egress() string {
+	if c.OpenEgress {
+		return "open, because --e2b-open-egress says so"
+	}
+	return "closed; --e2b-open-egress opens it, as E2B does"
+}
+
+// listenE2B opens the listener for E2B's clients; nil if there is none.
+func (c ControllerConfig) listenE2B(ctx context.Context, api http.Handler, trust controller.Trust, steps *undo.Stack) (*listener, error) {
+	if c.E2B.Listen == "" {
+		return nil, nil //nolint:nilnil // none is not a fault
+	}
+	h, err := c.E2B.Handler(api, trust, c.Log)
+	if err != nil {
+		return nil, err
+	}
+	l, err := listenPublic(ctx, c, c.E2B.Listen, "e2b-listen", h)
+	if err != nil {
+		return nil, err
+	}
+	steps.Push("listener for E2B's clients", func(context.Context) error { return l.close() })
+	c.Log.InfoContext(ctx, "E2B's clients are served", "listen", l.Addr().String(), "domain", c.E2B.Domain, "egress", c.E2B.Egress())
+	return l, nil
+}
+
+func (c ControllerConfig) urlOf(l *listener) string {
+	if l == nil {
+		return ""
+	}
+	return c.scheme() + "://" + l.Addr().String()
+}
