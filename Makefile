@@ -1,7 +1,7 @@
 # `make help` lists the targets. Those marked (root) need it: sudo -E make …
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup s3-server minio test-minio test-kvm setup-kvm build generate test test-long lint image demo demo-pool dev bench bench-control bench-scale bench-store bench-egress clean fuzz chaos faults attack explore deploy-check compose-up compose-down
+.PHONY: help setup s3-server minio test-minio test-kvm setup-kvm build generate test test-sdk test-long lint image demo demo-pool dev bench bench-control bench-scale bench-store bench-egress clean fuzz chaos faults attack explore deploy-check compose-up compose-down
 
 GO      ?= go
 ROOT    := $(filter 0,$(shell id -u))
@@ -38,9 +38,10 @@ setup-kvm: ## install the pinned cloud-hypervisor, checked by its sum: PREFIX=di
 build: ## build bin/coppice and the static guest agent, bin/coppice-guest
 	CGO_ENABLED=0 $(GO) build $(GOFLAGS_BUILD) -o bin/ ./cmd/...
 
-generate: ## write generated code and documents anew: API models and servers, state machines, sums
+generate: ## write generated code and documents anew: API models and servers, SDKs, state machines, sums
 	$(GO) tool -modfile=internal/tools/go.mod oapi-codegen -config api/codegen.yaml api/openapi.yaml
 	$(GO) tool -modfile=internal/tools/go.mod oapi-codegen -config sdk/go/codegen.yaml api/openapi.yaml
+	scripts/generate-sdks
 	$(GO) test ./internal/archtest -run 'TestGeneratedFilesAreCurrent|TestStateMachinesDocument' -update
 
 # Packages are tested in this order, as many at once as there are processors. What takes longest begins first: behind all others it
@@ -57,6 +58,9 @@ test: build $(GOTESTSUM)
 endif
 	@GOTESTSUM=$(GOTESTSUM) scripts/test '$(LONGEST) ./...' -race -count=1 -timeout 45m $(TESTFLAGS)
 	@cd internal/deploytest && GOTESTSUM=$(GOTESTSUM) ../../scripts/test ./... -count=1 -timeout 10m
+
+test-sdk: ## the tests of the Python and other SDKs, from their packages (needs their registries): SDK=--short for the quick ones
+	scripts/test-sdk $(SDK)
 
 deploy-check: ## the checks of deploy/ alone: compose file, images, Helm chart, systemd units
 	$(GO) test -C internal/deploytest -count=1 ./...

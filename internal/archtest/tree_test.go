@@ -142,6 +142,23 @@ var generated = []struct {
 }{
 	{"api/api.gen.go", []string{"api/openapi.yaml", "api/codegen.yaml", "api/imports.tmpl"}},
 	{"sdk/go/types.gen.go", []string{"api/openapi.yaml", "sdk/go/codegen.yaml", "sdk/go/overlay.yaml", "api/imports.tmpl"}},
+	{python + "src/coppice/models.py", []string{"api/openapi.yaml", python + "tools/generate.py"}},
+	{python + "src/coppice/_operations.py", []string{"api/openapi.yaml", python + "tools/generate.py"}},
+	{python + "src/coppice/_codes.py", []string{"docs/ERRORS.md", python + "tools/generate.py"}},
+	pythonSync("admin"), pythonSync("checkpoint"), pythonSync("client"), pythonSync("events"), pythonSync("files"),
+	pythonSync("network"), pythonSync("session"), pythonSync("transport"), pythonSync("workspace"),
+}
+
+const python = "sdk/python/"
+
+// pythonSync is a file of the synchronous Python client, which is made from the asynchronous one.
+func pythonSync(name string) (g struct {
+	output string
+	inputs []string
+}) {
+	g.output = python + "src/coppice/_sync/" + name + ".py"
+	g.inputs = []string{python + "src/coppice/_async/" + name + ".py", python + "tools/generate.py"}
+	return g
 }
 
 func TestGeneratedFilesAreCurrent(t *testing.T) {

@@ -1,0 +1,1 @@
+"""The client. The synchronous one is generated from it."""
