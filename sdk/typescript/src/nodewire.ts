@@ -1,0 +1,174 @@
+import * as http from "node:http";
+import * as https from "node:https";
+import { WebSocket as NodeWebSocket } from "ws";
+import { MessageQueue } from "./queue.js";
+import { type Bytes, chunks, LostError, type Socket, type Wire, type WireAnswer, type WireRequest } from "./wire.js";
+
+/** The longest message that is accepted, and how many bytes may wait before the connection is paused. */
+const maxMessage = 16 << 20;
+const maxWaiting = 1 << 20;
+
+/** How long the client waits for the server's word that it wants a streamed body. */
+const continueAfter = 5_000;
+
+const unsentCodes = new Set(["ECONNREFUSED", "ENOENT", "ENOTFOUND", "EAI_AGAIN", "EHOSTUNREACH", "ENETUNREACH", "ETIMEDOUT"]);
+
+/**
+ * NodeWire carries requests with node:http. Unlike fetch it reads trailers, sends streams as they come, waits for an
+ * answer as long as that takes, and speaks over unix sockets.
+ */
+export class NodeWire implements Wire {
+  readonly #socketPath: string | undefined;
+  readonly #plain = new http.Agent({ keepAlive: true });
+  readonly #secure = new https.Agent({ keepAlive: true });
+
+  constructor(socketPath?: string) {
+    this.#socketPath = socketPath;
+  }
+
+  send(request: WireRequest): Promise<WireAnswer> {
+    const url = new URL(request.url);
+    const secure = url.protocol === "https:";
+    const streamed = request.body !== undefined && !(request.body instanceof Uint8Array);
+    const headers: http.OutgoingHttpHeaders = { ...request.headers };
+    if (request.body instanceof Uint8Array) headers["content-length"] = request.body.length;
+    if (request.body instanceof Blob) headers["content-length"] = request.body.size;
+    if (streamed) headers["expect"] = "100-continue";
+    return new Promise((resolve, reject) => {
+      const options: https.RequestOptions = { method: request.method, headers, agent: secure ? this.#secure : this.#plain };
+      if (this.#socketPath) options.socketPath = this.#socketPath;
+      if (request.signal) options.signal = request.signal;
+      const req = secure ? https.request(url, options) : http.request(url, options);
+      let answered = false;
+      req.on("error", (error: NodeJS.ErrnoException) => {
+        if (answered) return; // the body shows it
+        reject(request.signal?.aborted ? (request.signal.reason as Error) : new LostError(plain(error), unsentCodes.has(error.code ?? ""), error));
+      });
+      req.on("response", (response) => {
+        answered = true;
+        resolve(answerOf(response, request.signal));
+      });
+      if (!streamed) {
+        req.end(request.body);
+        return;
+      }
+      sendBody(req, request.body as Bytes, () => answered).catch((error: unknown) => {
+        if (answered) return; // the server does not want the rest
+        reject(request.signal?.aborted ? (request.signal.reason as Error) : (error as Error));
+        req.destroy();
+      });
+    });
+  }
+
+  async open(url: string, signal?: AbortSignal): Promise<Socket> {
+    const address = new URL(url);
+    address.protocol = address.protocol === "https:" ? "wss:" : "ws:";
+    signal?.throwIfAborted();
+    const target = this.#socketPath ? `ws+unix://${this.#socketPath}:${address.pathname}${address.search}` : address;
+    const socket = new NodeWebSocket(target, { maxPayload: maxMessage, perMessageDeflate: false, followRedirects: false, handshakeTimeout: 30_000 });
+    return ready(socket, signal);
+  }
+
+  close(): void {
+    this.#plain.destroy();
+    this.#secure.destroy();
+  }
+}
+
+/** plain is the text of an error without an address, which may have a password or a token in it. */
+function plain(error: NodeJS.ErrnoException): string {
+  return error.code ? `the connection failed: ${error.code}` : "the connection was lost";
+}
+
+/** sendBody sends a stream once the server wants it, or has not said that it does not. */
+async function sendBody(req: http.ClientRequest, body: Bytes, answered: () => boolean): Promise<void> {
+  req.flushHeaders();
+  await new Promise<void>((resolve) => {
+    const timer = setTimeout(resolve, continueAfter);
+    const go = (): void => {
+      clearTimeout(timer);
+      resolve();
+    };
+    for (const event of ["continue", "response", "error", "close"]) req.once(event, go);
+  });
+  const source = body instanceof Blob ? chunks(body.stream()) : (body as AsyncIterable<Uint8Array>);
+  for await (const chunk of source) {
+    if (answered() || req.destroyed) break;
+    if (!req.write(chunk)) await Promise.race([drained(req), closed(req)]);
+  }
+  if (!req.destroyed) req.end();
+}
+
+function drained(req: http.ClientRequest): Promise<void> {
+  return new Promise((resolve) => req.once("drain", resolve));
+}
+
+function closed(req: http.ClientRequest): Promise<void> {
+  return new Promise((resolve) => {
+    for (const event of ["response", "error", "close"]) req.once(event, () => resolve());
+  });
+}
+
+function answerOf(response: http.IncomingMessage, signal?: AbortSignal): WireAnswer {
+  const text = (value: string | string[] | undefined): string | undefined => (Array.isArray(value) ? value[0] : value);
+  return {
+    status: response.statusCode ?? 0,
+    header: (name) => text(response.headers[name]),
+    trailer: (name) => response.trailers[name],
+    body: guarded(response, signal),
+    cancel: () => response.destroy(),
+  };
+}
+
+async function* guarded(response: http.IncomingMessage, signal?: AbortSignal): AsyncGenerator<Uint8Array, void, void> {
+  try {
+    yield* response as AsyncIterable<Uint8Array>;
+    if (!response.complete) throw new LostError("the connection was lost", false);
+  } catch (error) {
+    throw signal?.aborted ? signal.reason : error instanceof LostError ? error : new LostError("the connection was lost", false, error);
+  }
+}
+
+function ready(socket: NodeWebSocket, signal?: AbortSignal): Promise<Socket> {
+  const queue = new MessageQueue(Number.MAX_SAFE_INTEGER); // pausing bounds it
+  return new Promise((resolve, reject) => {
+    const aborted = (): void => {
+      queue.fail(signal?.reason as Error);
+      reject(signal?.reason as Error);
+      socket.terminate();
+    };
+    signal?.addEventListener("abort", aborted, { once: true });
+    const close = (): void => {
+      signal?.removeEventListener("abort", aborted);
+      queue.end();
+      socket.close(1000);
+      socket.resume(); // so that the other side's close arrives
+    };
+    queue.onTaken = (size) => {
+      if (size < maxWaiting) socket.resume();
+    };
+    socket.on("message", (data, binary) => {
+      const buffer = data as Buffer;
+      queue.push(binary ? buffer : buffer.toString("utf8"));
+      if (queue.size >= maxWaiting && socket.readyState === NodeWebSocket.OPEN) socket.pause();
+    });
+    socket.on("error", (error: NodeJS.ErrnoException) => {
+      const lost = new LostError(plain(error), unsentCodes.has(error.code ?? ""), error);
+      queue.fail(lost);
+      reject(lost);
+    });
+    socket.on("close", (code) => {
+      signal?.removeEventListener("abort", aborted);
+      if (code === 1000) queue.end();
+      else queue.fail(new LostError(`the WebSocket was closed with code ${code}`, false));
+    });
+    socket.on("open", () =>
+      resolve({
+        messages: queue.read(close),
+        send: (data) => new Promise((sent, failed) => socket.send(data, (error) => (error ? failed(new LostError(plain(error), false, error)) : sent()))),
+        close,
+      }),
+    );
+  });
+}
+
