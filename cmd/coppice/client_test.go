@@ -19,7 +19,7 @@ func TestHelp(t *testing.T) {
 		"controller", "migrate", "runner", "runner-token", "runner-token create", "runner-token ensure", "runner-token revoke", "runner-trash", "runner-trash keep", "runner-trash release",
 		"ws", "ws create", "ws ls", "ws show", "ws rm", "ws exec", "ws shell", "ws cp", "ws forward", "ws logs", "ws suspend", "ws resume", "ws usage",
 		"ckpt", "ckpt create", "ckpt ls", "ckpt show", "ckpt tree", "ckpt diff", "ckpt annotate", "ckpt rm", "ckpt pin", "ckpt unpin", "ckpt prune", "ckpt retain", "ckpt usage", "ckpt export", "ckpt import",
-		"fork", "restore", "context", "context ls", "context use", "context add", "context rm", "op", "op show", "events",
+		"fork", "restore", "context", "context ls", "context use", "context add", "context rm", "op", "op show", "events", "mcp",
 		"project", "project create", "project ls", "project show", "project quota", "project rm", "key", "key create", "key ls", "key show", "key revoke", "image", "image build", "image ls", "image rm",
 	} {
 		a, stdout, _ := clitest.App(nil)

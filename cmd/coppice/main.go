@@ -26,6 +26,7 @@ import (
 	"github.com/coppice-dev/coppice/internal/cli/user/egress"
 	"github.com/coppice-dev/coppice/internal/cli/user/grant"
 	"github.com/coppice-dev/coppice/internal/cli/user/history"
+	"github.com/coppice-dev/coppice/internal/cli/user/mcp"
 	"github.com/coppice-dev/coppice/internal/cli/user/session"
 	"github.com/coppice-dev/coppice/internal/cli/user/tenant"
 	"github.com/coppice-dev/coppice/internal/cli/user/workspace"
@@ -48,6 +49,7 @@ var commands = []func(*cli.App) *cobra.Command{
 	tenant.NewAuditCommand,
 	attestation.NewCommand,
 	attestation.NewAuthorityCommand,
+	mcp.NewCommand,
 	host.NewImageCommand,
 	host.NewDoctorCommand,
 	server.NewDevCommand,

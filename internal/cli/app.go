@@ -154,6 +154,9 @@ func (a *App) Report(err error) int {
 	return status
 }
 
+// Version is the version of this program.
+func Version() string { return version() }
+
 // version is the version that the build recorded: a tag, a pseudo-version of the commit, or (devel).
 func version() string {
 	if info, ok := debug.ReadBuildInfo(); ok && info.Main.Version != "" {

@@ -27,6 +27,9 @@ type Connection struct {
 // errNoServer says how to get one.
 var errNoServer = errors.New("no server is configured: start one with `coppice dev`, or set --server and --token (COPPICE_SERVER, and COPPICE_TOKEN or COPPICE_TOKEN_FILE), or add one with `coppice context add`")
 
+// Connection says which server and which key the flags, the environment or the connection file name.
+func (a *App) Connection() (Connection, error) { return a.connection() }
+
 // connection finds the server and its key. The flags win over the environment, and the environment over the connection file. A key goes only to the
 // server that it belongs to: that of a context to the context's server, that of the environment to COPPICE_SERVER, --server or
 // the `coppice dev` that is the current context.

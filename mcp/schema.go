@@ -1,0 +1,95 @@
+package mcp
+
+import (
+	"encoding/json"
+	"fmt"
+	"reflect"
+	"strconv"
+	"strings"
+
+	"github.com/google/jsonschema-go/jsonschema"
+)
+
+// inputSchema is the schema of a tool's arguments. It comes from the fields of In and their tags:
+//
+//	jsonschema:"description"  range:"min,max" of a number  items:"min,max" of a list  length:"min,max" of a text
+//	enum:"a|b"  default:"JSON"
+//
+// The SDK refuses arguments that do not fit, before a tool sees them.
+func inputSchema[In any]() *jsonschema.Schema {
+	s, err := jsonschema.For[In](nil)
+	if err == nil {
+		err = boundFields(s, reflect.TypeFor[In]())
+	}
+	if err != nil {
+		panic(fmt.Sprintf("schema of %T: %v", *new(In), err)) // every test that makes a server would see it
+	}
+	return s
+}
+
+func boundFields(s *jsonschema.Schema, t reflect.Type) error {
+	for i := range t.NumField() {
+		f := t.Field(i)
+		if f.Anonymous {
+			if err := boundFields(s, f.Type); err != nil {
+				return err
+			}
+			continue
+		}
+		name, _, _ := strings.Cut(f.Tag.Get("json"), ",")
+		p := s.Properties[name]
+		if p == nil {
+			return fmt.Errorf("field %s has no property", f.Name)
+		}
+		if err := boundField(p, f); err != nil {
+			return fmt.Errorf("field %s: %w", f.Name, err)
+		}
+	}
+	return nil
+}
+
+func boundField(p *jsonschema.Schema, f reflect.StructField) error {
+	if len(p.Types) == 2 && p.Types[0] == "null" { // a slice or map: absent is enough, null would be a second way to say it
+		p.Type, p.Types = p.Types[1], nil
+	}
+	if tag, ok := f.Tag.Lookup("range"); ok {
+		low, high, err := pair(tag)
+		if err != nil {
+			return err
+		}
+		l, h := float64(low), float64(high)
+		p.Minimum, p.Maximum = &l, &h
+	}
+	if tag, ok := f.Tag.Lookup("items"); ok {
+		low, high, err := pair(tag)
+		if err != nil {
+			return err
+		}
+		p.MinItems, p.MaxItems = &low, &high
+	}
+	if tag, ok := f.Tag.Lookup("length"); ok {
+		low, high, err := pair(tag)
+		if err != nil {
+			return err
+		}
+		p.MinLength, p.MaxLength = &low, &high
+	}
+	if tag, ok := f.Tag.Lookup("enum"); ok {
+		for v := range strings.SplitSeq(tag, "|") {
+			p.Enum = append(p.Enum, v)
+		}
+	}
+	if tag, ok := f.Tag.Lookup("default"); ok {
+		p.Default = json.RawMessage(tag)
+	}
+	return nil
+}
+
+func pair(tag string) (low, high int, err error) {
+	a, b, _ := strings.Cut(tag, ",")
+	if low, err = strconv.Atoi(a); err != nil {
+		return 0, 0, err
+	}
+	high, err = strconv.Atoi(b)
+	return low, high, err
+}
