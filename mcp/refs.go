@@ -77,9 +77,13 @@ func (r *registry) node(ctx context.Context, ref string) (*coppice.Workspace, co
 	return nil, "", &fault{code: codeAmbiguous, detail: clip(ref, 80) + " is the name of the workspace " + ws.ID + " and of the checkpoint " + cp}
 }
 
+// missing reports whether there is no object of a name or an id.
 func missing(err error) bool {
-	var f *fault
-	return errors.As(err, &f) && (f.code == string(coppice.CodeWorkspaceNotFound) || f.code == string(coppice.CodeCheckpointNotFound))
+	if err == nil {
+		return false
+	}
+	code := coppice.Code(explain(err).code)
+	return code == coppice.CodeWorkspaceNotFound || code == coppice.CodeCheckpointNotFound
 }
 
 // badName says more about a name that the API refuses.

@@ -65,6 +65,12 @@ func newServer(cfg Config, client *coppice.Client, cache *sdk.SchemaCache, enter
 	r.addWorkspaceTools()
 	r.addExecTools()
 	r.addFileTools()
+	r.addCheckpointTools()
+	r.addTreeTools()
+	r.addHistoryTools()
+	r.addGrantTools()
+	r.addResources()
+	r.addPrompts()
 	s.AddReceivingMiddleware(guard(cfg.Log, enter))
 	return s
 }
