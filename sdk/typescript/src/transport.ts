@@ -217,7 +217,7 @@ async function refusal(name: string, answer: WireAnswer): Promise<CoppiceError> 
  * repeatAfter says after how many milliseconds a refused call may be repeated; undefined: it may not. A refusal that
  * comes from a guest, or that a repetition cannot change, is for the caller.
  */
-function repeatAfter(refused: CoppiceError, idempotent: boolean, keyed: boolean, retryAfter: string | undefined): number | undefined {
+export function repeatAfter(refused: CoppiceError, idempotent: boolean, keyed: boolean, retryAfter: string | undefined): number | undefined {
   const seconds = /^\d{1,9}$/.test(retryAfter ?? "") ? Number(retryAfter) : 0;
   const wait = Math.min(seconds * 1000, maxPause);
   switch (refused.code) {
