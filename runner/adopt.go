@@ -15,6 +15,7 @@ import (
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
 	"github.com/coppice-dev/coppice/internal/undo"
+	"github.com/coppice-dev/coppice/runner/checkpoints"
 	"github.com/coppice-dev/coppice/runner/vmm"
 )
 
@@ -59,7 +60,7 @@ func (r *Runner) takeOver(ctx context.Context, list []leftover) error {
 	err := r.clear(ctx, doomed, kept)
 	for _, l := range doomed {
 		if l.adoptable() { // its base was lent in case the sandbox is adopted
-			err = errors.Join(err, r.checkpoints.giveBack(l.journal.Shape.Base))
+			err = errors.Join(err, r.checkpoints.GiveBack(l.journal.Shape.Base))
 		}
 	}
 	return err
@@ -67,7 +68,7 @@ func (r *Runner) takeOver(ctx context.Context, list []leftover) error {
 
 // suspended reports whether a sandbox should end with a capture, and the checkpoint of this capture exists: a resume uses the checkpoint.
 func (r *Runner) suspended(j *sandboxJournal) bool {
-	_, err := r.checkpoints.get(j.Capture)
+	_, err := r.checkpoints.Get(j.Capture)
 	return j.Stop && err == nil
 }
 
@@ -178,7 +179,7 @@ func (r *Runner) adopt(ctx context.Context, j *journal) (_ *sandbox, err error) 
 		return nil, err
 	}
 	steps.Push("vmm", func(context.Context) error { sh.machine.Release(); return nil })
-	if sh.overlay, err = os.OpenFile(filepath.Join(sh.dir, overlayFile), os.O_RDWR, 0); err != nil {
+	if sh.overlay, err = os.OpenFile(filepath.Join(sh.dir, checkpoints.OverlayFile), os.O_RDWR, 0); err != nil {
 		return nil, err
 	}
 	steps.Push("overlay", func(context.Context) error { return sh.overlay.Close() })
@@ -240,7 +241,7 @@ func (r *Runner) noteCutShort(s *sandbox) error {
 		s.mu.Lock()
 		defer s.mu.Unlock()
 		s.frozen, s.info.State = false, runnerapi.SandboxReady
-		if _, err := r.checkpoints.get(j.Capture); err == nil {
+		if _, err := r.checkpoints.Get(j.Capture); err == nil {
 			s.info.Checkpoint = j.Capture // the checkpoint was published, so a repeated request gets it
 		} else if j.Capture != "" {
 			j.CutShort = append(j.CutShort, j.Capture)

@@ -12,6 +12,7 @@ import (
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/failpoint"
+	"github.com/coppice-dev/coppice/runner/checkpoints"
 	"github.com/coppice-dev/coppice/runner/vmm"
 	"github.com/coppice-dev/coppice/runner/vmm/fakevmm"
 )
@@ -221,7 +222,7 @@ func TestNotTakenOver(t *testing.T) {
 		want   string
 	}{
 		"VMM is gone":            {spoil: func(r *fakeRig, s *sandbox) { r.driver.Crash(*s.Handle) }, want: "its VMM had ended meanwhile"},
-		"disk is gone":           {spoil: func(_ *fakeRig, s *sandbox) { _ = os.Remove(filepath.Join(s.dir, overlayFile)) }, want: "not taken over when its runner"},
+		"disk is gone":           {spoil: func(_ *fakeRig, s *sandbox) { _ = os.Remove(filepath.Join(s.dir, checkpoints.OverlayFile)) }, want: "not taken over when its runner"},
 		"namespace is gone":      {spoil: func(_ *fakeRig, s *sandbox) { _ = s.ns.Release(t.Context()) }, want: "not taken over when its runner"},
 		"namespace is another's": {spoil: func(_ *fakeRig, s *sandbox) { _ = s.ns.Assign(t.Context(), core.Identity{Hostname: "x"}) }, want: "not taken over when its runner"},
 		"VMM is unknown":         {spoil: edit(func(j map[string]any) { j["handle"].(map[string]any)["driver"] = "nested" }), want: `its VMM is "nested", which this runner does not know`},

@@ -41,7 +41,7 @@ func TestNewBaseIsNotCollected(t *testing.T) { //nolint:paralleltest // failpoin
 			case <-time.After(time.Minute):
 				t.Fatal("the step was not reached")
 			}
-			if err := r.checkpoints.collect(); err != nil {
+			if err := r.checkpoints.Collect(); err != nil {
 				t.Error(err)
 			}
 			armed.Release()

@@ -1,10 +1,7 @@
 package runner
 
 import (
-	"errors"
 	"fmt"
-	"os"
-	"runtime"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -67,39 +64,6 @@ func TestEndedSandboxesAreBounded(t *testing.T) {
 	}
 	if n := len(r.Usages()); n != maxEnded {
 		t.Errorf("after 10 were acknowledged: %d are remembered, want %d", n, maxEnded)
-	}
-}
-
-// TestSurveyIsBounded reads back what a guest is said to have said of itself. With an imported checkpoint it may be anything.
-func TestSurveyIsBounded(t *testing.T) { //nolint:paralleltest // it measures the heap of the process
-	s := &checkpointStore{dir: t.TempDir()}
-	read := func(text string) (survey, uint64, error) {
-		id := core.NewID[core.CheckpointID]()
-		if err := errors.Join(os.Mkdir(s.path(id, ""), 0o700), os.WriteFile(s.path(id, surveyFile), []byte(text), 0o600)); err != nil {
-			t.Fatal(err)
-		}
-		var before, after runtime.MemStats
-		runtime.ReadMemStats(&before)
-		out, _, err := s.survey(id)
-		runtime.ReadMemStats(&after)
-		return out, after.TotalAlloc - before.TotalAlloc, err
-	}
-	one := `{"pid":1,"start_ticks":2,"command":"` + strings.Repeat("c", 120) + `","args":"` + strings.Repeat("a", 120) + `"}`
-	if out, _, err := read(`{"processes":[` + strings.Repeat(one+",", 1023) + one + `],"truncated":true}`); err != nil || len(out.Processes) != 1024 || !out.Truncated {
-		t.Errorf("the longest list: %d processes, %v", len(out.Processes), err)
-	}
-	for name, text := range map[string]string{
-		"many bytes":     `{"processes":[{"command":"` + strings.Repeat("c", maxSurvey) + `"}]}`,
-		"bytes behind":   `{"processes":[]` + strings.Repeat(" ", maxSurvey) + `}`,
-		"many processes": `{"processes":[` + strings.Repeat("{},", maxSurvey/3-100) + `{}]}`,
-	} {
-		out, took, err := read(text)
-		if core.CodeOf(err) != core.CodeCheckpointCorrupt || len(out.Processes) > 0 {
-			t.Errorf("%s: %d processes, %v", name, len(out.Processes), err)
-		}
-		if took > 16<<20 {
-			t.Errorf("%s: %d bytes were allocated", name, took)
-		}
 	}
 }
 

@@ -16,6 +16,7 @@ import (
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
 	"github.com/coppice-dev/coppice/internal/sparse"
+	"github.com/coppice-dev/coppice/runner/checkpoints"
 	"github.com/coppice-dev/coppice/runner/guest"
 	"github.com/coppice-dev/coppice/runner/hostlimit"
 	"github.com/coppice-dev/coppice/runner/memory"
@@ -26,7 +27,7 @@ import (
 // like its forks, so it gets fresh entropy before its workload thaws. A capture that has begun is finished even if ctx ends. With Stop
 // the sandbox ends as soon as the checkpoint is durable, and does not run again before that; it continues only if the capture fails.
 func (r *Runner) Capture(ctx context.Context, id core.SandboxID, req runnerapi.Capture) (runnerapi.Checkpoint, error) {
-	out, err := r.once(ctx, req.CheckpointID, r.counted(func() (*checkpointRecord, error) {
+	out, err := r.checkpoints.Once(ctx, req.CheckpointID, r.counted(func() (*checkpoints.Record, error) {
 		s, err := r.find(id)
 		if err != nil {
 			return nil, err
@@ -54,11 +55,11 @@ type capture struct {
 	overlay *os.File
 	memory  *memory.Capture
 	flushed bool // the guest's disk, before the freeze
-	survey  survey
+	survey  checkpoints.Survey
 	watch   *core.Stopwatch
 }
 
-func (r *Runner) captureLocked(ctx context.Context, s *sandbox, req runnerapi.Capture) (*checkpointRecord, error) {
+func (r *Runner) captureLocked(ctx context.Context, s *sandbox, req runnerapi.Capture) (*checkpoints.Record, error) {
 	info := s.snapshot()
 	if req.Parent != "" {
 		info.Checkpoint = req.Parent
@@ -113,7 +114,7 @@ func (s *sandbox) announce(ctx context.Context, req runnerapi.Capture) error {
 	return errors.Join(s.record(func(j *sandboxJournal) { j.Capture, j.Stop = req.CheckpointID, req.Stop }), captureJournaled.Hit(ctx))
 }
 
-func (r *Runner) captureAnnounced(ctx context.Context, s *sandbox, info runnerapi.Sandbox, req runnerapi.Capture) (*checkpointRecord, error) {
+func (r *Runner) captureAnnounced(ctx context.Context, s *sandbox, info runnerapi.Sandbox, req runnerapi.Capture) (*checkpoints.Record, error) {
 	id := req.CheckpointID
 	agent, err := s.agent(ctx)
 	if err != nil {
@@ -131,7 +132,7 @@ func (r *Runner) captureAnnounced(ctx context.Context, s *sandbox, info runnerap
 	paused := time.Now()
 	frozen, freezeErr := agent.Quiesce(ctx, r.quiesceRequest(id, c))
 	paused = beginOfPause(paused, time.Now(), frozen.FreezeMS+frozen.FlushMS)
-	c.survey = surveyOf(frozen)
+	c.survey = checkpoints.SurveyOf(frozen)
 	c.watch.Lap("freeze")
 	err = freezeErr
 	if err == nil {
@@ -141,8 +142,8 @@ func (r *Runner) captureAnnounced(ctx context.Context, s *sandbox, info runnerap
 		err = c.take(ctx, s.shell)
 	}
 	taken := time.Now().UTC() // the checkpoint has nothing that the workload does later; what it sent before may still be in transit
-	record := func(steps []core.ResealStep) *checkpointRecord {
-		return &checkpointRecord{Checkpoint: runnerapi.Checkpoint{
+	record := func(steps []core.ResealStep) *checkpoints.Record {
+		return &checkpoints.Record{Checkpoint: runnerapi.Checkpoint{
 			ID: id, Parent: info.Checkpoint, Image: s.shape.image, Class: s.Class, Resources: info.Resources,
 			Base: s.base.ID, PauseMS: core.Milliseconds(time.Since(paused)), ParentReseal: steps, Processes: frozen.StaleProcesses, CreatedAt: taken,
 		}, Root: s.shape.root, WorkingSet: r.workingSetOn(s.base.ID, info.Checkpoint)}
@@ -212,7 +213,7 @@ func (r *Runner) quiesceRequest(id core.CheckpointID, c *capture) guestapi.Quies
 // cache; otherwise the clone would do so in the pause.
 func (r *Runner) prepareCapture(ctx context.Context, sh *shell, agent *guest.Client, id core.CheckpointID) (_ *capture, err error) {
 	c := &capture{watch: core.NewStopwatch()}
-	if c.dir, err = r.checkpoints.begin(id); err != nil {
+	if c.dir, err = r.checkpoints.Begin(id); err != nil {
 		return nil, err
 	}
 	var flush sync.WaitGroup
@@ -228,10 +229,10 @@ func (r *Runner) prepareCapture(ctx context.Context, sh *shell, agent *guest.Cli
 		done, err := agent.Flush(ctx, guestapi.FlushRequest{TimeoutMS: int(r.cfg.FlushTimeout.Milliseconds())})
 		c.flushed = err == nil && done.Flushed
 	})
-	if c.state, err = os.OpenFile(filepath.Join(c.dir, stateFile), os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600); err != nil {
+	if c.state, err = os.OpenFile(filepath.Join(c.dir, checkpoints.StateFile), os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600); err != nil {
 		return nil, err
 	}
-	if c.overlay, err = os.OpenFile(filepath.Join(c.dir, overlayFile), os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600); err != nil {
+	if c.overlay, err = os.OpenFile(filepath.Join(c.dir, checkpoints.OverlayFile), os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600); err != nil {
 		return nil, err
 	}
 	region, err := sh.machine.Memory()
@@ -352,13 +353,13 @@ func (r *Runner) abandon(s *sandbox, cause error) {
 }
 
 // publish writes the data that was copied in the pause. Meanwhile it makes the other files durable. Then it publishes the checkpoint.
-func (c *capture) publish(ctx context.Context, store *checkpointStore, rec *checkpointRecord) error {
+func (c *capture) publish(ctx context.Context, store *checkpoints.Store, rec *checkpoints.Record) error {
 	delta := c.memory.Delta()
 	if err := c.durable(func() error {
 		if rec.Base == "" {
 			return nil // a template's memory becomes a base
 		}
-		return delta.WriteFile(filepath.Join(c.dir, deltaFile))
+		return delta.WriteFile(filepath.Join(c.dir, checkpoints.DeltaFile))
 	}); err != nil {
 		return err
 	}
@@ -377,7 +378,7 @@ func (c *capture) durable(write func() error) error {
 		wg   sync.WaitGroup
 		errs [4]error
 	)
-	for i, fn := range []func() error{write, c.state.Sync, c.overlay.Sync, func() error { return c.survey.write(c.dir) }} {
+	for i, fn := range []func() error{write, c.state.Sync, c.overlay.Sync, func() error { return c.survey.Write(c.dir) }} {
 		wg.Go(func() { errs[i] = fn() })
 	}
 	wg.Wait()
@@ -386,7 +387,7 @@ func (c *capture) durable(write func() error) error {
 }
 
 // describe sets the fields of the record that follow from the files, and publishes the checkpoint.
-func (c *capture) describe(store *checkpointStore, rec *checkpointRecord) error {
+func (c *capture) describe(store *checkpoints.Store, rec *checkpoints.Record) error {
 	info, err := c.state.Stat()
 	if err != nil {
 		return err
@@ -399,7 +400,7 @@ func (c *capture) describe(store *checkpointStore, rec *checkpointRecord) error 
 		rec.CreatedAt = time.Now().UTC()
 	}
 	rec.Timings = c.watch.Timings()
-	return store.publish(c.dir, rec)
+	return store.Publish(c.dir, rec)
 }
 
 func (c *capture) close() {

@@ -18,6 +18,7 @@ import (
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/images"
 	"github.com/coppice-dev/coppice/runner/cgroup"
+	"github.com/coppice-dev/coppice/runner/checkpoints"
 	"github.com/coppice-dev/coppice/runner/egress"
 	"github.com/coppice-dev/coppice/runner/hostport"
 	"github.com/coppice-dev/coppice/runner/netns"
@@ -94,8 +95,8 @@ type Config struct {
 	// Recheck is how often the network rules of each sandbox are compared with what they should be; default 30 seconds.
 	Recheck time.Duration
 
-	Rebase RebasePolicy // the zero value is the measured default
-	Store  StoreConfig  // the store of checkpoints; the zero value: checkpoints stay on this host only
+	Rebase checkpoints.RebasePolicy // the zero value is the measured default
+	Store  StoreConfig              // the store of checkpoints; the zero value: checkpoints stay on this host only
 
 	BootTimeout   time.Duration // cold boot to a ready agent; default 2 minutes
 	GuestTimeout  time.Duration // a resumed guest's first answer; default 30 seconds
@@ -122,7 +123,6 @@ func (c Config) withDefaults() Config {
 	setDefault(&c.StallAfter, 10*time.Second)
 	setDefault(&c.Lease, 10*time.Minute)
 	setDefault(&c.Recheck, 30*time.Second)
-	c.Rebase = c.Rebase.withDefaults()
 	if c.Metrics == nil {
 		c.Metrics = prometheus.NewRegistry()
 	}

@@ -101,23 +101,23 @@ func TestCopiesModel(t *testing.T) {
 	trim()
 	bases := map[core.BaseID]bool{}
 	for _, id := range own {
-		rec, err := b.checkpoints.get(id)
+		rec, err := b.checkpoints.Get(id)
 		if err != nil {
 			t.Fatal(err)
 		}
 		bases[rec.Base] = true
 	}
-	for _, rec := range b.checkpoints.list() {
-		if rec.Fetched && (rec.hasDelta() || !bases[rec.Base]) {
+	for _, rec := range b.checkpoints.List() {
+		if rec.Fetched && (rec.HasDelta() || !bases[rec.Base]) {
 			t.Errorf("%s is left", rec.ID)
 		}
 	}
 	eventually.True(t, "there is a directory for each checkpoint, and no other", func() bool { // the runner may be giving one up by itself
-		entries, err := os.ReadDir(b.checkpoints.dir)
+		entries, err := os.ReadDir(b.checkpoints.Dir())
 		if err != nil {
 			t.Fatal(err)
 		}
-		return len(entries) == len(b.checkpoints.list())
+		return len(entries) == len(b.checkpoints.List())
 	})
 	for _, id := range ids {
 		p.grow(b, id, root)
@@ -141,7 +141,7 @@ func TestCopiesOldestFirst(t *testing.T) {
 		if !over || got != want {
 			t.Fatalf("%s goes next, %t; want %s", got, over, want)
 		}
-		if gone, err := b.giveUp(got); !gone || err != nil {
+		if gone, err := b.checkpoints.GiveUp(got); !gone || err != nil {
 			t.Fatalf("%t, %v", gone, err)
 		}
 	}
@@ -183,7 +183,7 @@ func TestCopiesRace(t *testing.T) {
 	giving.Go(func() {
 		for {
 			for _, id := range append(ids, root) {
-				ok, err := b.giveUp(id)
+				ok, err := b.checkpoints.GiveUp(id)
 				if err != nil {
 					t.Error(err)
 				}

@@ -38,7 +38,7 @@ func (r *Runner) tidy(ctx context.Context) {
 		if err := r.trimCopies(ctx); err != nil {
 			r.cfg.Log.WarnContext(ctx, "copies of checkpoints were not given up", "err", err)
 		}
-		if err := r.emptyTrash(ctx); err != nil {
+		if err := r.checkpoints.EmptyTrash(ctx, r.room.Free); err != nil {
 			r.cfg.Log.WarnContext(ctx, "checkpoints in the trash were not removed", "err", err)
 		}
 		r.mu.Lock()

@@ -3,12 +3,12 @@ package runner
 import (
 	"context"
 	"fmt"
-	"os"
 	"time"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/confine"
+	"github.com/coppice-dev/coppice/runner/checkpoints"
 	"github.com/coppice-dev/coppice/runner/diffhelper"
 	"github.com/coppice-dev/coppice/runner/memory"
 )
@@ -22,71 +22,6 @@ const (
 )
 
 var errDiffTimeout = core.Errorf(core.TimedOut, core.CodeTimedOut, "the checkpoints could not be compared within %s", diffTimeout)
-
-// diffSide is a checkpoint that is being compared. Its files are open, so it may be removed meanwhile.
-type diffSide struct {
-	*checkpointRecord
-	overlay *os.File
-	memory  memory.Image
-	survey  survey
-	known   bool // the guest was surveyed
-	release func()
-}
-
-func (d *diffSide) close() {
-	defer d.release()
-	for _, f := range []*os.File{d.overlay, d.memory.Base} {
-		if f != nil {
-			_ = f.Close() // only read
-		}
-	}
-	if d.memory.Delta != nil {
-		d.memory.Delta.Close()
-	}
-}
-
-// read opens a checkpoint for a comparison; it loads nothing for VMMs.
-func (s *checkpointStore) read(id core.CheckpointID) (*diffSide, error) {
-	for {
-		rec, err := s.get(id)
-		if err != nil {
-			return nil, err
-		}
-		d, err := s.readRecord(rec)
-		if err == nil {
-			return d, nil
-		}
-		// A rebase or a removal in between changes the record: look again.
-		if now, lookErr := s.get(id); lookErr != nil {
-			return nil, lookErr
-		} else if now == rec {
-			return nil, fmt.Errorf("read checkpoint %s: %w", id, err)
-		}
-	}
-}
-
-func (s *checkpointStore) readRecord(rec *checkpointRecord) (_ *diffSide, err error) {
-	s.hold(rec.ID)
-	d := &diffSide{checkpointRecord: rec, release: func() { s.release(rec.ID) }}
-	defer func() {
-		if err != nil {
-			d.close()
-		}
-	}()
-	if d.memory.Base, err = s.bases.OpenFile(rec.Base); err != nil {
-		return nil, err
-	}
-	if rec.hasDelta() {
-		if d.memory.Delta, err = memory.OpenDelta(s.path(rec.ID, deltaFile)); err != nil {
-			return nil, err
-		}
-	}
-	if d.survey, d.known, err = s.survey(rec.ID); err != nil {
-		return nil, err
-	}
-	d.overlay, err = os.Open(s.path(rec.ID, overlayFile))
-	return d, err
-}
 
 // Diff says what differs between two checkpoints of one image: files, and on the first page processes and memory. It starts no
 // machine and mounts nothing; see package diskdiff.
@@ -111,24 +46,24 @@ func (r *Runner) Diff(ctx context.Context, from core.CheckpointID, req runnerapi
 		return runnerapi.DiffPage{}, context.Cause(ctx)
 	}
 	for _, id := range []core.CheckpointID{from, req.To} {
-		rec, err := r.checkpoints.find(id)
+		rec, err := r.checkpoints.Find(id)
 		if err == nil {
-			err = r.lazy.Wait(ctx, rec.imageIDs()...)
+			err = r.lazy.Wait(ctx, rec.ImageIDs()...)
 		}
 		if err != nil {
 			return runnerapi.DiffPage{}, err
 		}
 	}
-	a, err := r.checkpoints.read(from)
+	a, err := r.checkpoints.Read(from)
 	if err != nil {
 		return runnerapi.DiffPage{}, err
 	}
-	defer a.close()
-	b, err := r.checkpoints.read(req.To)
+	defer a.Close()
+	b, err := r.checkpoints.Read(req.To)
 	if err != nil {
 		return runnerapi.DiffPage{}, err
 	}
-	defer b.close()
+	defer b.Close()
 	if a.Image != b.Image || a.Resources.MemoryMiB != b.Resources.MemoryMiB {
 		return runnerapi.DiffPage{}, core.Errorf(core.Invalid, core.CodeInvalidField, "to: %s has not grown from the same template as %s, so they cannot be compared", req.To, from)
 	}
@@ -137,26 +72,26 @@ func (r *Runner) Diff(ctx context.Context, from core.CheckpointID, req runnerapi
 		return page, err
 	}
 	page.Processes = diffProcesses(a, b)
-	changed, err := memory.Changed(ctx, a.memory, b.memory)
+	changed, err := memory.Changed(ctx, a.Memory, b.Memory)
 	page.MemoryBytes = &changed
 	return page, err
 }
 
-func (r *Runner) diffDisks(ctx context.Context, a, b *diffSide, req runnerapi.Diff) (runnerapi.DiffPage, error) {
-	root, err := r.roots.Open(a.rootKey())
+func (r *Runner) diffDisks(ctx context.Context, a, b *checkpoints.Side, req runnerapi.Diff) (runnerapi.DiffPage, error) {
+	root, err := r.roots.Open(a.RootKey())
 	if err != nil {
 		return runnerapi.DiffPage{}, err
 	}
 	defer root.Close()
 	got, err := diffhelper.Compare(ctx, diffhelper.Request{
-		A: a.overlay, B: b.overlay, Root: root, After: req.After, Limit: req.Limit, Budget: diffBudget, Wait: diffTimeout,
+		A: a.Overlay, B: b.Overlay, Root: root, After: req.After, Limit: req.Limit, Budget: diffBudget, Wait: diffTimeout,
 	})
 	if err != nil {
 		return runnerapi.DiffPage{}, r.diskError(ctx, err, a, b)
 	}
 	page := runnerapi.DiffPage{
 		Files: make([]runnerapi.FileChange, 0, len(got.Changes)), Next: got.Next, Unreadable: got.Unreadable,
-		Complete: a.survey.DiskFlushed && b.survey.DiskFlushed,
+		Complete: a.Survey.DiskFlushed && b.Survey.DiskFlushed,
 	}
 	for _, c := range got.Changes {
 		page.Files = append(page.Files, runnerapi.FileChange{
@@ -167,7 +102,7 @@ func (r *Runner) diffDisks(ctx context.Context, a, b *diffSide, req runnerapi.Di
 }
 
 // diskError says which checkpoints cannot be compared. The log has the whole cause, and the answer has its first line.
-func (r *Runner) diskError(ctx context.Context, err error, a, b *diffSide) error {
+func (r *Runner) diskError(ctx context.Context, err error, a, b *checkpoints.Side) error {
 	switch {
 	case confine.IsLimit(err, confine.LimitTime):
 		return errDiffTimeout
@@ -181,7 +116,7 @@ func (r *Runner) diskError(ctx context.Context, err error, a, b *diffSide) error
 
 // diffProcesses compares processes by number, start time and command: siblings may start different programs with the same number at the
 // same time, and a process may become another program.
-func diffProcesses(a, b *diffSide) *runnerapi.ProcessDiff {
+func diffProcesses(a, b *checkpoints.Side) *runnerapi.ProcessDiff {
 	type key struct {
 		pid     int
 		start   uint64
@@ -201,7 +136,7 @@ func diffProcesses(a, b *diffSide) *runnerapi.ProcessDiff {
 		return out
 	}
 	return &runnerapi.ProcessDiff{
-		Complete: a.known && b.known && !a.survey.Truncated && !b.survey.Truncated,
-		Started:  missing(b.survey.Processes, a.survey.Processes), Gone: missing(a.survey.Processes, b.survey.Processes),
+		Complete: a.Surveyed && b.Surveyed && !a.Survey.Truncated && !b.Survey.Truncated,
+		Started:  missing(b.Survey.Processes, a.Survey.Processes), Gone: missing(a.Survey.Processes, b.Survey.Processes),
 	}
 }

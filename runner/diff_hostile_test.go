@@ -11,6 +11,7 @@ import (
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/runner/checkpoints"
 	"github.com/coppice-dev/coppice/runner/ext4/ext4test"
 	"github.com/coppice-dev/coppice/runner/rootimage/erofstest"
 	"github.com/coppice-dev/coppice/runner/roots"
@@ -67,7 +68,7 @@ func TestDiffOfHostileImages(t *testing.T) {
 			if err := os.WriteFile(s.roots.Path(roots.Own(s.image)), image, 0o600); err != nil {
 				t.Fatal(err)
 			}
-			ext4test.Change(t, s.checkpoints.path(b, overlayFile), "cd upper", "mknod big c 0 0")
+			ext4test.Change(t, s.checkpoints.Path(b, checkpoints.OverlayFile), "cd upper", "mknod big c 0 0")
 			var before, after runtime.MemStats
 			runtime.ReadMemStats(&before)
 			start := time.Now()
@@ -121,7 +122,7 @@ func TestDiffOfHostileDisks(t *testing.T) {
 			s.open()
 			good, bad := ext4test.Tiny(t), ext4test.Tiny(t)
 			c.change(bad)
-			if err := errors.Join(os.WriteFile(s.checkpoints.path(a, overlayFile), good, 0o600), os.WriteFile(s.checkpoints.path(b, overlayFile), bad, 0o600)); err != nil {
+			if err := errors.Join(os.WriteFile(s.checkpoints.Path(a, checkpoints.OverlayFile), good, 0o600), os.WriteFile(s.checkpoints.Path(b, checkpoints.OverlayFile), bad, 0o600)); err != nil {
 				t.Fatal(err)
 			}
 			page, err := s.Diff(t.Context(), a, runnerapi.Diff{To: b, Limit: 1000})

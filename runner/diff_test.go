@@ -19,6 +19,7 @@ import (
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/images"
 	"github.com/coppice-dev/coppice/internal/require"
+	"github.com/coppice-dev/coppice/runner/checkpoints"
 	"github.com/coppice-dev/coppice/runner/ext4/ext4test"
 	"github.com/coppice-dev/coppice/runner/memory"
 	"github.com/coppice-dev/coppice/runner/roots"
@@ -63,9 +64,9 @@ func newShelf(t *testing.T) *shelf {
 }
 
 // put makes a checkpoint: its memory is one byte again and again, its disk has one file.
-func (s *shelf) put(fill byte, name string, change func(rec *checkpointRecord), seen *survey) core.CheckpointID {
+func (s *shelf) put(fill byte, name string, change func(rec *checkpoints.Record), seen *checkpoints.Survey) core.CheckpointID {
 	s.t.Helper()
-	rec := &checkpointRecord{Checkpoint: runnerapi.Checkpoint{
+	rec := &checkpoints.Record{Checkpoint: runnerapi.Checkpoint{
 		ID: core.NewID[core.CheckpointID](), Image: s.image, Base: core.NewID[core.BaseID](), Resources: core.Resources{MemoryMiB: shelfMemory >> 20},
 	}}
 	change(rec)
@@ -74,18 +75,18 @@ func (s *shelf) put(fill byte, name string, change func(rec *checkpointRecord), 
 	from := filepath.Join(s.t.TempDir(), "from")
 	err = errors.Join(err,
 		os.MkdirAll(dir, 0o700), os.MkdirAll(filepath.Join(s.cfg.DataDir, "bases"), 0o700), os.MkdirAll(filepath.Join(from, "upper"), 0o755),
-		os.WriteFile(filepath.Join(dir, recordFile), b, 0o600), os.WriteFile(filepath.Join(dir, stateFile), nil, 0o600),
+		os.WriteFile(filepath.Join(dir, checkpoints.RecordFile), b, 0o600), os.WriteFile(filepath.Join(dir, checkpoints.StateFile), nil, 0o600),
 		os.WriteFile(filepath.Join(s.cfg.DataDir, "bases", string(rec.Base)+".ram"), bytes.Repeat([]byte{fill}, rec.Resources.MemoryMiB<<20), 0o600),
 		os.WriteFile(filepath.Join(from, "upper", name), nil, 0o644),
 		os.Chtimes(filepath.Join(from, "upper", name), time.Unix(1, 0), time.Unix(1, 0)), // the same file each time
 	)
 	if seen != nil {
-		err = errors.Join(err, seen.write(dir))
+		err = errors.Join(err, seen.Write(dir))
 	}
 	if err != nil {
 		s.t.Fatal(err)
 	}
-	ext4test.Make(s.t, filepath.Join(dir, overlayFile), 16<<20, from)
+	ext4test.Make(s.t, filepath.Join(dir, checkpoints.OverlayFile), 16<<20, from)
 	return rec.ID
 }
 
@@ -94,23 +95,23 @@ func (s *shelf) open() {
 	s.t.Helper()
 	var err error
 	if s.bases, err = memory.NewBaseStore(filepath.Join(s.cfg.DataDir, "bases"), true); err == nil {
-		s.checkpoints, err = openCheckpointStore(s.cfg.DataDir, s.bases, nil)
+		s.checkpoints, err = openCheckpoints(s.Runner, nil)
 	}
 	if err != nil {
 		s.t.Fatal(err)
 	}
 }
 
-func unchanged(*checkpointRecord) {}
+func unchanged(*checkpoints.Record) {}
 
 func TestDiffOfStoredCheckpoints(t *testing.T) {
 	t.Parallel()
 	s := newShelf(t)
 	stays, goes, comes := core.WorkloadProcess{PID: 1, StartTicks: 1, Command: "init"}, core.WorkloadProcess{PID: 2, StartTicks: 5, Command: "sh"}, core.WorkloadProcess{PID: 2, StartTicks: 5, Command: "cat"}
-	a := s.put(1, "one", unchanged, &survey{DiskFlushed: true, Processes: []core.WorkloadProcess{stays, goes}})
-	b := s.put(2, "two", unchanged, &survey{DiskFlushed: true, Processes: []core.WorkloadProcess{stays, comes}})
-	same := s.put(2, "two", unchanged, &survey{DiskFlushed: true, Truncated: true})
-	unflushed := s.put(2, "two", unchanged, &survey{})
+	a := s.put(1, "one", unchanged, &checkpoints.Survey{DiskFlushed: true, Processes: []core.WorkloadProcess{stays, goes}})
+	b := s.put(2, "two", unchanged, &checkpoints.Survey{DiskFlushed: true, Processes: []core.WorkloadProcess{stays, comes}})
+	same := s.put(2, "two", unchanged, &checkpoints.Survey{DiskFlushed: true, Truncated: true})
+	unflushed := s.put(2, "two", unchanged, &checkpoints.Survey{})
 	old := s.put(2, "two", unchanged, nil)
 	s.open()
 	diff := func(from, to core.CheckpointID, after string) runnerapi.DiffPage {
@@ -151,15 +152,15 @@ func TestDiffRefuses(t *testing.T) {
 	t.Parallel()
 	s := newShelf(t)
 	a := s.put(1, "one", unchanged, nil)
-	otherImage := s.put(1, "one", func(r *checkpointRecord) { r.Image = core.Digest("sha256:" + strings.Repeat("b", 64)) }, nil)
-	otherSize := s.put(1, "one", func(r *checkpointRecord) { r.Resources.MemoryMiB = 2 }, nil)
+	otherImage := s.put(1, "one", func(r *checkpoints.Record) { r.Image = core.Digest("sha256:" + strings.Repeat("b", 64)) }, nil)
+	otherSize := s.put(1, "one", func(r *checkpoints.Record) { r.Resources.MemoryMiB = 2 }, nil)
 	overwritten, withoutBase, odd := s.put(1, "one", unchanged, nil), s.put(1, "one", unchanged, nil), s.put(1, "one", unchanged, nil)
 	s.open()
-	base, err := s.checkpoints.get(withoutBase)
+	base, err := s.checkpoints.Get(withoutBase)
 	if err := errors.Join(err,
-		os.WriteFile(s.checkpoints.path(overwritten, overlayFile), make([]byte, 1<<20), 0o600),
+		os.WriteFile(s.checkpoints.Path(overwritten, checkpoints.OverlayFile), make([]byte, 1<<20), 0o600),
 		os.Remove(filepath.Join(s.cfg.DataDir, "bases", string(base.Base)+".ram")),
-		os.WriteFile(s.checkpoints.path(odd, surveyFile), []byte("{"), 0o600),
+		os.WriteFile(s.checkpoints.Path(odd, checkpoints.SurveyFile), []byte("{"), 0o600),
 	); err != nil {
 		t.Fatal(err)
 	}

@@ -117,7 +117,7 @@ func (r *rig) measureFlush(id core.SandboxID) {
 			r.sh(id, "echo $$ > written")
 		}
 		c := r.capture(id)
-		seen, known, err := r.checkpoints.survey(c.ID)
+		seen, known, err := r.checkpoints.Survey(c.ID)
 		if err != nil || !known || !seen.DiskFlushed {
 			r.t.Fatalf("%+v, %t, %v", seen, known, err)
 		}

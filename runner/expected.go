@@ -8,6 +8,7 @@ import (
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/atomicfile"
+	"github.com/coppice-dev/coppice/runner/checkpoints"
 	"github.com/coppice-dev/coppice/snapshotstore/manifest"
 )
 
@@ -25,7 +26,7 @@ func claimOf(id core.CheckpointID, want runnerapi.Expected) manifest.Claim {
 
 // expect compares a checkpoint on this host with what a caller knows of it: its place in the store and the fields of its row. The host does not
 // know the project of a checkpoint that it captured itself, so it does not compare that field.
-func (r *Runner) expect(ctx context.Context, rec *checkpointRecord, sources []runnerapi.Stored, want *runnerapi.Expected) error {
+func (r *Runner) expect(ctx context.Context, rec *checkpoints.Record, sources []runnerapi.Stored, want *runnerapi.Expected) error {
 	if err := r.checkOldRoot(rec); err != nil {
 		return err
 	}
@@ -50,7 +51,7 @@ func (r *Runner) expect(ctx context.Context, rec *checkpointRecord, sources []ru
 }
 
 // projectOf returns the project of a copy. Records of older runners do not name it, but the manifest of the copy does.
-func (r *Runner) projectOf(ctx context.Context, rec *checkpointRecord) (core.ProjectID, error) {
+func (r *Runner) projectOf(ctx context.Context, rec *checkpoints.Record) (core.ProjectID, error) {
 	if rec.Project != "" {
 		return rec.Project, nil
 	}
@@ -67,7 +68,7 @@ func (r *Runner) projectOf(ctx context.Context, rec *checkpointRecord) (core.Pro
 
 // storedAt returns the place of a checkpoint in the store, as this host noted it.
 func (r *Runner) storedAt(id core.CheckpointID) (at runnerapi.Stored, err error) {
-	err = atomicfile.ReadJSON(r.checkpoints.path(id, sealedFile), &at)
+	err = atomicfile.ReadJSON(r.checkpoints.Path(id, checkpoints.SealedFile), &at)
 	return at, err
 }
 
@@ -87,7 +88,7 @@ func (r *Runner) fetchedAs(id core.CheckpointID, at runnerapi.Stored) error {
 
 // checkOldRoot refuses a copy of an older runner whose root file system was never verified. Older runners kept root file systems from the store
 // under the name of their image, shared by all projects. The copy is fetched again; it then has a root file system of its own project.
-func (r *Runner) checkOldRoot(rec *checkpointRecord) error {
+func (r *Runner) checkOldRoot(rec *checkpoints.Record) error {
 	if !rec.Fetched || rec.Root != "" || rec.Project != "" {
 		return nil
 	}

@@ -11,6 +11,7 @@ import (
 	"github.com/coppice-dev/coppice/images"
 	"github.com/coppice-dev/coppice/internal/eventually"
 	"github.com/coppice-dev/coppice/internal/testmetrics"
+	"github.com/coppice-dev/coppice/runner/checkpoints"
 	"github.com/coppice-dev/coppice/snapshotstore/manifest"
 )
 
@@ -29,7 +30,7 @@ func newExpectation(t *testing.T) *expectation {
 	x.template = x.a.boot()
 	x.c = x.a.capture(x.a.fork(x.template))
 	x.sealed(t, x.template, x.c)
-	rec, err := x.a.checkpoints.get(x.c)
+	rec, err := x.a.checkpoints.Get(x.c)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -90,11 +91,11 @@ func TestCopyWithoutProject(t *testing.T) {
 	if err := x.grow(b, x.sources(x.c), x.truth); err != nil {
 		t.Fatal(err)
 	}
-	b.checkpoints.mu.Lock()
-	old := *b.checkpoints.records[x.c]
-	old.Project = ""
-	b.checkpoints.records[x.c] = &old
-	b.checkpoints.mu.Unlock()
+	b.checkpoints.Inspect(func(st checkpoints.State) {
+		old := *st.Records[x.c]
+		old.Project = ""
+		st.Records[x.c] = &old
+	})
 	want := x.truth
 	falsehoods["project"](&want)
 	if err := x.grow(b, x.sources(x.c), want); core.CodeOf(err) != core.CodeManifestInvalid {
@@ -144,9 +145,9 @@ func TestFetchWithOtherExpectations(t *testing.T) { //nolint:paralleltest // fai
 	falsehoods["project"](&want)
 	go func() { second <- x.grow(b, x.sources(x.c), want) }()
 	eventually.True(t, "the second has joined", func() bool {
-		b.checkpoints.mu.Lock()
-		defer b.checkpoints.mu.Unlock()
-		return b.checkpoints.held[x.c] == 2
+		held := 0
+		b.checkpoints.Inspect(func(st checkpoints.State) { held = st.Held[x.c] })
+		return held == 2
 	})
 	armed.Release()
 	if err := <-first; err != nil {
@@ -174,7 +175,7 @@ func TestForeignAncestor(t *testing.T) {
 		if err := x.grow(b, append(x.sources(x.c), root), x.truth); err != nil {
 			t.Fatalf("another %s: %v", name, err)
 		}
-		if _, err := b.checkpoints.get(root.CheckpointID); core.CodeOf(err) != core.CodeCheckpointNotFound {
+		if _, err := b.checkpoints.Get(root.CheckpointID); core.CodeOf(err) != core.CodeCheckpointNotFound {
 			t.Errorf("an ancestor of another %s was brought: %v", name, err)
 		}
 		if n := testmetrics.One(t, reg, "coppice_runner_ancestors_refused_total"); n != 1 {
@@ -206,11 +207,11 @@ func TestOldAncestor(t *testing.T) {
 	if err != nil || out.Children[0].Problem != nil {
 		t.Fatalf("%+v, %v", out, err)
 	}
-	b.checkpoints.mu.Lock()
-	old := *b.checkpoints.records[x.template]
-	old.Project, old.Root = "", ""
-	b.checkpoints.records[x.template] = &old
-	b.checkpoints.mu.Unlock()
+	b.checkpoints.Inspect(func(st checkpoints.State) {
+		old := *st.Records[x.template]
+		old.Project, old.Root = "", ""
+		st.Records[x.template] = &old
+	})
 
 	at := x.sources(x.c)[0]
 	snapshot, err := b.snapshot(t.Context(), at)

@@ -5,10 +5,6 @@ import "github.com/coppice-dev/coppice/internal/failpoint"
 // The steps at which a test makes a runner fail or end.
 var (
 	templateAfterBase = failpoint.New("template.after_base") // the base is on disk, no record names it
-	rebaseAfterBase   = failpoint.New("rebase.after_base")   // likewise
-	rebaseWritten     = failpoint.New("rebase.written")      // the disk has the record, but it is not in use
-
-	trashJudged = failpoint.New("trash.judged") // a checkpoint is not kept, and will be removed
 
 	shellJournaled = failpoint.New("shell.journaled") // there are directories and a journal that names nothing
 	shellNamespace = failpoint.New("shell.namespace") // there is a namespace that the journal does not name

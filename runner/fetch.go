@@ -18,6 +18,7 @@ import (
 	"github.com/coppice-dev/coppice/images"
 	"github.com/coppice-dev/coppice/internal/atomicfile"
 	"github.com/coppice-dev/coppice/internal/sparse"
+	"github.com/coppice-dev/coppice/runner/checkpoints"
 	"github.com/coppice-dev/coppice/runner/hostlimit"
 	"github.com/coppice-dev/coppice/runner/lazy"
 	"github.com/coppice-dev/coppice/runner/memory"
@@ -34,10 +35,10 @@ import (
 // and the last one is the root of its tree. The root is fetched first: its memory becomes the base that all checkpoints of the tree share on
 // this host. want is what the manifest must say; it is nil if this is not known.
 func (r *Runner) fetch(ctx context.Context, id core.CheckpointID, sources []runnerapi.Stored, want *runnerapi.Expected) error {
-	if _, err := r.checkpoints.find(id); err == nil || len(sources) == 0 || sources[0].CheckpointID != id || r.cfg.Store.Blobs == nil {
+	if _, err := r.checkpoints.Find(id); err == nil || len(sources) == 0 || sources[0].CheckpointID != id || r.cfg.Store.Blobs == nil {
 		return nil // it is here; if it is not, open reports that
 	}
-	_, err := r.once(ctx, id, func() (*checkpointRecord, error) {
+	_, err := r.checkpoints.Once(ctx, id, func() (*checkpoints.Record, error) {
 		rec, err := r.fetchNow(context.WithoutCancel(ctx), sources, want)
 		if err != nil {
 			return nil, hostlimit.Explain(fmt.Errorf("fetch checkpoint %s: %w", id, err), fmt.Sprintf("checkpoint %s was not fetched from the store", id))
@@ -47,7 +48,7 @@ func (r *Runner) fetch(ctx context.Context, id core.CheckpointID, sources []runn
 	return err
 }
 
-func (r *Runner) fetchNow(ctx context.Context, sources []runnerapi.Stored, want *runnerapi.Expected) (_ *checkpointRecord, err error) {
+func (r *Runner) fetchNow(ctx context.Context, sources []runnerapi.Stored, want *runnerapi.Expected) (_ *checkpoints.Record, err error) {
 	watch := core.NewStopwatch()
 	at := sources[0]
 	defer r.fetching.begin(sources)()
@@ -76,7 +77,7 @@ func (r *Runner) fetchNow(ctx context.Context, sources []runnerapi.Stored, want 
 		return nil, err
 	}
 	if f.near != nil {
-		defer func() { err = errors.Join(err, f.near.close()) }()
+		defer func() { err = errors.Join(err, f.near.Close()) }()
 		watch.Lap("near")
 	}
 	if err := f.plan(); err != nil {
@@ -86,10 +87,10 @@ func (r *Runner) fetchNow(ctx context.Context, sources []runnerapi.Stored, want 
 		return nil, err
 	}
 	defer f.room.Release()
-	if f.dir, err = r.checkpoints.begin(rec.ID); err != nil {
+	if f.dir, err = r.checkpoints.Begin(rec.ID); err != nil {
 		return nil, err
 	}
-	release := r.checkpoints.holdBases()
+	release := r.checkpoints.HoldBases()
 	defer r.roots.Hold()()
 	err = f.run(ctx)
 	if err == nil {
@@ -98,10 +99,10 @@ func (r *Runner) fetchNow(ctx context.Context, sources []runnerapi.Stored, want 
 	if err == nil {
 		rec.Timings = append(rec.Timings, watch.Timings()...)
 		r.seals.done(rec.ID) // before others see it, or it would be sealed again and its note overwritten
-		err = errors.Join(atomicfile.WriteJSON(filepath.Join(f.dir, sealedFile), at, 0o600), r.checkpoints.publish(f.dir, rec))
+		err = errors.Join(atomicfile.WriteJSON(filepath.Join(f.dir, checkpoints.SealedFile), at, 0o600), r.checkpoints.Publish(f.dir, rec))
 	}
 	if err = errors.Join(err, release()); err != nil {
-		if _, there := r.checkpoints.get(rec.ID); there != nil {
+		if _, there := r.checkpoints.Get(rec.ID); there != nil {
 			r.seals.forget(rec.ID)
 		}
 		return nil, errors.Join(err, os.RemoveAll(f.dir))
@@ -111,7 +112,7 @@ func (r *Runner) fetchNow(ctx context.Context, sources []runnerapi.Stored, want 
 }
 
 // recordOf is the record that a manifest describes, without the fields that depend on the host.
-func recordOf(s *snapshotstore.Snapshot) (*checkpointRecord, error) {
+func recordOf(s *snapshotstore.Snapshot) (*checkpoints.Record, error) {
 	h := s.Header()
 	bad := func(what string) error {
 		return core.Errorf(core.DataLoss, core.CodeManifestInvalid, "the manifest of checkpoint %s says nothing usable of %s", h.CheckpointID, what)
@@ -147,7 +148,7 @@ func recordOf(s *snapshotstore.Snapshot) (*checkpointRecord, error) {
 	if err != nil {
 		return nil, bad("its capture")
 	}
-	return &checkpointRecord{Checkpoint: runnerapi.Checkpoint{
+	return &checkpoints.Record{Checkpoint: runnerapi.Checkpoint{
 		ID: h.CheckpointID, Parent: h.Parent, Image: h.GuestImage, Class: runnerapi.ClassOf(h.Class), Resources: h.Resources, CreatedAt: captured,
 		DeviceStateBytes: s.Image(imageState).Size(), PauseMS: more.PauseMS, Timings: more.Timings, ParentReseal: more.ParentReseal, Processes: more.Processes,
 	}, Project: h.ProjectID, WorkingSet: more.WorkingSet}, nil
@@ -158,10 +159,10 @@ type fetching struct {
 	r            *Runner
 	at           runnerapi.Stored
 	snapshot     *snapshotstore.Snapshot
-	rec          *checkpointRecord
+	rec          *checkpoints.Record
 	lazy         bool                    // the memory may be fetched later
 	own          *images.Image           // the image of this host that has the guest's root file system; nil: the root file system is in the store
-	near         *opened                 // an ancestor that is on this host; nil: there is none
+	near         *checkpoints.Opened     // an ancestor that is on this host; nil: there is none
 	nearAt       runnerapi.Stored        // the place of the ancestor in the store
 	nearSnapshot *snapshotstore.Snapshot // the maps of the ancestor
 	will         fetchPlan
@@ -178,7 +179,7 @@ type fetching struct {
 func (f *fetching) findNear(ctx context.Context, ancestors []runnerapi.Stored) error {
 	if f.lazy {
 		for _, at := range ancestors {
-			if rec, err := f.r.checkpoints.get(at.CheckpointID); err != nil || rec.hasDelta() || f.r.lazy.Has(string(rec.Base)) {
+			if rec, err := f.r.checkpoints.Get(at.CheckpointID); err != nil || rec.HasDelta() || f.r.lazy.Has(string(rec.Base)) {
 				continue
 			}
 			if done, err := f.useNear(ctx, at); done || err != nil {
@@ -214,11 +215,11 @@ func (f *fetching) useNear(ctx context.Context, at runnerapi.Stored) (ok bool, e
 	if err != nil {
 		return unusable(err)
 	}
-	var near *opened
+	var near *checkpoints.Opened
 	if f.lazy {
-		if near, err = f.r.checkpoints.open(at.CheckpointID); err == nil {
-			if err = f.r.expect(ctx, near.checkpointRecord, []runnerapi.Stored{at}, nil); err != nil {
-				err = errors.Join(err, near.close())
+		if near, err = f.r.checkpoints.Open(at.CheckpointID); err == nil {
+			if err = f.r.expect(ctx, near.Record, []runnerapi.Stored{at}, nil); err != nil {
+				err = errors.Join(err, near.Close())
 			}
 		}
 	} else {
@@ -271,7 +272,7 @@ func (f *fetching) pages(ctx context.Context, runs iter.Seq[manifest.Run], emit 
 
 // small writes the images that fit into memory.
 func (f *fetching) small(ctx context.Context) error {
-	for name, file := range map[string]string{imageState: stateFile, imageSurvey: surveyFile} {
+	for name, file := range map[string]string{imageState: checkpoints.StateFile, imageSurvey: checkpoints.SurveyFile} {
 		if tree := f.snapshot.Image(name); tree != nil {
 			if err := f.file(ctx, tree, filepath.Join(f.dir, file), 0o600); err != nil {
 				return err
@@ -325,7 +326,7 @@ func (f *fetching) writeMemory(ctx context.Context) error {
 	for _, run := range changed {
 		extents = append(extents, memory.Extent{Offset: run.Page * manifest.PageSize, Length: int64(run.Count) * manifest.PageSize})
 	}
-	delta, err := memory.CreateDelta(filepath.Join(f.dir, deltaFile), tree.Size(), extents)
+	delta, err := memory.CreateDelta(filepath.Join(f.dir, checkpoints.DeltaFile), tree.Size(), extents)
 	if err != nil {
 		return err
 	}
@@ -362,7 +363,7 @@ func refOf(at runnerapi.Stored) manifest.Ref {
 
 // disk makes the overlay. If possible it starts from an ancestor's overlay and shares extents with it.
 func (f *fetching) disk(ctx context.Context) error {
-	tree, path := f.snapshot.Image(imageDisk), filepath.Join(f.dir, overlayFile)
+	tree, path := f.snapshot.Image(imageDisk), filepath.Join(f.dir, checkpoints.OverlayFile)
 	to, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600)
 	if err != nil {
 		return err
@@ -381,7 +382,7 @@ func (f *fetching) disk(ctx context.Context) error {
 }
 
 func (f *fetching) diskFromNear(ctx context.Context, to *os.File, tree *manifest.Tree) error {
-	if _, err := sparse.Clone(to, f.near.overlay); err != nil {
+	if _, err := sparse.Clone(to, f.near.Overlay); err != nil {
 		return err
 	}
 	if err := to.Truncate(tree.Size()); err != nil {
@@ -434,7 +435,7 @@ func (f *fetching) rootImage(ctx context.Context) error {
 	if f.own != nil {
 		return f.r.roots.Keep(*f.own)
 	}
-	key := f.rec.rootKey()
+	key := f.rec.RootKey()
 	path := f.r.roots.Path(key)
 	if _, err := os.Stat(path); err == nil {
 		return nil

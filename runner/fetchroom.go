@@ -47,7 +47,7 @@ func (f *fetching) plan() error {
 	tree := f.snapshot.Image(imageMemory)
 	whole := dataBytes(tree.Runs())
 	f.will.memory = whole
-	if f.will.near = f.near != nil && f.near.delta == nil && f.near.base.Size == tree.Size(); f.will.near {
+	if f.will.near = f.near != nil && f.near.Delta == nil && f.near.Memory.Size == tree.Size(); f.will.near {
 		f.will.changed = slices.Collect(tree.Changed(f.nearSnapshot.Image(imageMemory)))
 		for _, run := range f.will.changed {
 			f.will.differ += int64(run.Count) * manifest.PageSize
@@ -62,14 +62,14 @@ func (f *fetching) plan() error {
 	if f.near != nil {
 		f.will.disk = dataBytes(disk.Changed(f.nearSnapshot.Image(imageDisk)))
 		if !shares { // the ancestor's overlay is copied first
-			n, err := sparse.Allocated(f.near.overlay)
+			n, err := sparse.Allocated(f.near.Overlay)
 			if err != nil {
 				return err
 			}
 			f.will.disk += n
 		}
 	}
-	if _, err := os.Stat(f.r.roots.Path(f.rec.rootKey())); f.own == nil && errors.Is(err, os.ErrNotExist) {
+	if _, err := os.Stat(f.r.roots.Path(f.rec.RootKey())); f.own == nil && errors.Is(err, os.ErrNotExist) {
 		f.will.root = dataBytes(f.snapshot.Image(imageRoot).Runs())
 	}
 	return nil
@@ -155,7 +155,7 @@ func (r *Runner) makeRoom(ctx context.Context, id core.CheckpointID, bytes int64
 		}
 		var copied core.CheckpointID
 		if most, err := r.mostFreed(); err != nil || short.Need-short.Free <= most { // if the amount is not known, it is tried
-			gone, err := r.dropOldestTrash(ctx) // the trash goes first
+			gone, err := r.checkpoints.DropOldest(ctx) // the trash goes first
 			if err != nil {
 				r.cfg.Log.WarnContext(ctx, "not everything in the trash could be removed for a fetch", "checkpoint_id", id, "err", err)
 			}
@@ -169,7 +169,7 @@ func (r *Runner) makeRoom(ctx context.Context, id core.CheckpointID, bytes int64
 			return nil, core.Errorf(core.Exhausted, core.CodeDiskFull,
 				"checkpoint %s was not fetched: %v; delete checkpoints, lower --copies-size, give the runner's data directory more room, or fork on another runner", id, short)
 		}
-		gone, err := r.giveUp(copied)
+		gone, err := r.checkpoints.GiveUp(copied)
 		if err != nil {
 			return nil, err
 		}
@@ -205,32 +205,32 @@ func (r *Runner) freeable() (int64, error) {
 // reserved bytes that they have not written. It does not count what machines use, or images that a
 // fetch under way brings later; what that fetch has written already is counted.
 func (r *Runner) mostFreed() (n int64, err error) {
-	list := r.checkpoints.list()
+	list := r.checkpoints.List()
 	needed := r.neededCopies(list)
 	bases, stay := make(map[core.BaseID]bool), make(map[roots.Key]bool)
 	for _, rec := range list {
 		if !rec.Fetched || needed[rec.ID] {
-			bases[rec.Base], stay[rec.rootKey()] = true, true
+			bases[rec.Base], stay[rec.RootKey()] = true, true
 			continue
 		}
-		entries, _ := os.ReadDir(r.checkpoints.path(rec.ID, "")) // else it was removed meanwhile
+		entries, _ := os.ReadDir(r.checkpoints.Path(rec.ID, "")) // else it was removed meanwhile
 		for _, e := range entries {
-			n += allocated(r.checkpoints.path(rec.ID, e.Name()))
+			n += allocated(r.checkpoints.Path(rec.ID, e.Name()))
 		}
 	}
 	r.mu.Lock()
 	for _, s := range r.sandboxes { // also those whose checkpoint is gone
-		bases[s.shape.base], stay[s.shape.rootKey()] = true, true
+		bases[s.shape.base], stay[s.shape.RootKey()] = true, true
 	}
 	r.mu.Unlock()
-	for _, t := range r.checkpoints.listTrash() {
-		if trash.Kept(r.checkpoints.trashDir, t.rec.ID) {
-			bases[t.rec.Base], stay[t.rec.rootKey()] = true, true
+	for _, t := range r.checkpoints.ListTrash() {
+		if trash.Kept(r.checkpoints.TrashDir(), t.Record.ID) {
+			bases[t.Record.Base], stay[t.Record.RootKey()] = true, true
 			continue
 		}
-		entries, _ := os.ReadDir(trash.Path(r.checkpoints.trashDir, t.rec.ID)) // else it was taken back meanwhile
+		entries, _ := os.ReadDir(trash.Path(r.checkpoints.TrashDir(), t.Record.ID)) // else it was taken back meanwhile
 		for _, e := range entries {
-			n += allocated(filepath.Join(trash.Path(r.checkpoints.trashDir, t.rec.ID), e.Name()))
+			n += allocated(filepath.Join(trash.Path(r.checkpoints.TrashDir(), t.Record.ID), e.Name()))
 		}
 	}
 	all, err := r.bases.List()

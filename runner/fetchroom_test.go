@@ -13,8 +13,8 @@ import (
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/images"
-	"github.com/coppice-dev/coppice/internal/bootclock"
 	"github.com/coppice-dev/coppice/internal/require"
+	"github.com/coppice-dev/coppice/runner/checkpoints"
 	"github.com/coppice-dev/coppice/runner/lazy"
 	"github.com/coppice-dev/coppice/runner/pager"
 	"github.com/coppice-dev/coppice/runner/trash"
@@ -200,13 +200,11 @@ func TestUnusedCopiesAreRoom(t *testing.T) {
 	}
 	// The copy gives its room also when the trash cannot.
 	id := core.NewID[core.CheckpointID]()
-	if err := os.Mkdir(trash.Path(other.checkpoints.trashDir, id), 0o700); err != nil {
+	if err := os.Mkdir(trash.Path(other.checkpoints.TrashDir(), id), 0o700); err != nil {
 		t.Fatal(err)
 	}
-	stuck(t, other.checkpoints.trashPart(id))
-	other.checkpoints.mu.Lock()
-	other.checkpoints.trash[id] = trashed{&checkpointRecord{Checkpoint: runnerapi.Checkpoint{ID: id}}, bootclock.Now() + trashGrace}
-	other.checkpoints.mu.Unlock()
+	stuck(t, other.trashPart(id))
+	other.putInTrash(id)
 	free, err := other.room.Free()
 	if err != nil {
 		t.Fatal(err)
@@ -237,7 +235,7 @@ func TestLazyPartsInUseAreNoRoom(t *testing.T) {
 		cfg.Store.Blobs, cfg.Images, cfg.DataDir, cfg.Store.Floor = p.blobs, empty, filepath.Join(disk, "data"), 8<<20
 	})
 	random := rand.NewChaCha8([32]byte{10})
-	grow := func() (*checkpointRecord, core.SandboxID) {
+	grow := func() (*checkpoints.Record, core.SandboxID) {
 		t.Helper()
 		root := make([]byte, 12<<20)
 		if _, err := random.Read(root); err != nil {
@@ -302,8 +300,8 @@ func TestLazyPartsInUseAreNoRoom(t *testing.T) {
 		return more
 	}
 	for what, id := range map[string]string{
-		"the memory of a checkpoint": string(used.Base), "its root file system": rootImageID(used.rootKey()),
-		"the memory of a machine whose checkpoint is gone": string(deleted.Base), "the root file system of that": rootImageID(deleted.rootKey()),
+		"the memory of a checkpoint": string(used.Base), "its root file system": rootImageID(used.RootKey()),
+		"the memory of a machine whose checkpoint is gone": string(deleted.Base), "the root file system of that": rootImageID(deleted.RootKey()),
 	} {
 		if more := arrives(id, used.ID, true); more >= slack {
 			t.Errorf("%s is used and counts as %d bytes that can be freed", what, more)

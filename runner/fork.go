@@ -15,6 +15,7 @@ import (
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
 	"github.com/coppice-dev/coppice/internal/sparse"
+	"github.com/coppice-dev/coppice/runner/checkpoints"
 	"github.com/coppice-dev/coppice/runner/guest"
 	"github.com/coppice-dev/coppice/runner/hostlimit"
 	"github.com/coppice-dev/coppice/runner/memory"
@@ -43,14 +44,14 @@ func (r *Runner) Fork(ctx context.Context, req runnerapi.Fork) (runnerapi.ForkRe
 		return runnerapi.ForkResult{}, err
 	}
 	defer func() {
-		if err := ckpt.close(); err != nil {
+		if err := ckpt.Close(); err != nil {
 			r.cfg.Log.WarnContext(ctx, "checkpoint was not closed", "checkpoint_id", req.CheckpointID, "err", err)
 		}
 	}()
 	if err := r.compatible(ckpt.Checkpoint); err != nil {
 		return runnerapi.ForkResult{}, err
 	}
-	ckpt.manifest = verifiedAs(ckpt, req.Sources)
+	ckpt.Manifest = verifiedAs(ckpt, req.Sources)
 	ctx = context.WithoutCancel(ctx)
 	out := runnerapi.ForkResult{Children: make([]runnerapi.ChildResult, len(req.Children))}
 	var wg sync.WaitGroup
@@ -70,7 +71,7 @@ func (r *Runner) compatible(c runnerapi.Checkpoint) error {
 	return nil
 }
 
-func (r *Runner) forkOne(ctx context.Context, ckpt *opened, child runnerapi.Child) (out runnerapi.ChildResult) {
+func (r *Runner) forkOne(ctx context.Context, ckpt *checkpoints.Opened, child runnerapi.Child) (out runnerapi.ChildResult) {
 	ctx, end := traceChild(ctx, child.SandboxID)
 	defer func() {
 		r.metrics.forked(out)
@@ -99,7 +100,7 @@ func (r *Runner) forkOne(ctx context.Context, ckpt *opened, child runnerapi.Chil
 }
 
 // forkError keeps the code of an error and says which sandbox it concerns.
-func forkError(child runnerapi.Child, ckpt *opened, err error) error {
+func forkError(child runnerapi.Child, ckpt *checkpoints.Opened, err error) error {
 	what := fmt.Sprintf("sandbox %s could not be grown from checkpoint %s and was destroyed", child.SandboxID, ckpt.ID)
 	if code, _ := hostlimit.Met(err); code != "" {
 		return hostlimit.Explain(err, what)
@@ -112,7 +113,7 @@ func forkError(child runnerapi.Child, ckpt *opened, err error) error {
 }
 
 // grow makes one sandbox and makes it ready. After an error nothing of it is left.
-func (r *Runner) grow(ctx context.Context, ckpt *opened, child runnerapi.Child, watch *core.Stopwatch) (_ *sandbox, _ *core.ResealReport, err error) {
+func (r *Runner) grow(ctx context.Context, ckpt *checkpoints.Opened, child runnerapi.Child, watch *core.Stopwatch) (_ *sandbox, _ *core.ResealReport, err error) {
 	if s, err := r.find(child.SandboxID); err == nil { // the request is repeated
 		return s.grown(ctx)
 	}
@@ -150,7 +151,7 @@ func (r *Runner) grow(ctx context.Context, ckpt *opened, child runnerapi.Child, 
 	}
 	r.wg.Add(1)
 	go r.watch(s)
-	if !ckpt.hasDelta() && ckpt.WorkingSet == nil && r.lazy.WorkingSets.Claim(s.base.ID) {
+	if !ckpt.HasDelta() && ckpt.WorkingSet == nil && r.lazy.WorkingSets.Claim(s.base.ID) {
 		r.wg.Go(func() { r.lazy.WorkingSets.Observe(r.runCtx, s.base.ID, s.machine, s.gone) })
 	}
 	return s, report, nil
@@ -190,7 +191,7 @@ func (r *Runner) register(s *sandbox) error {
 }
 
 // animate gives a shell the state of a checkpoint and an identity of its own: restore, quarantine, reseal, verify, release.
-func (r *Runner) animate(ctx context.Context, s *sandbox, ckpt *opened, child runnerapi.Child, watch *core.Stopwatch) (*core.ResealReport, error) {
+func (r *Runner) animate(ctx context.Context, s *sandbox, ckpt *checkpoints.Opened, child runnerapi.Child, watch *core.Stopwatch) (*core.ResealReport, error) {
 	began := time.Now()
 	child.Egress = r.openedWith(child.Egress)
 	if err := s.record(func(j *sandboxJournal) { j.Info, j.Egress, j.Rules = s.snapshot(), child.Egress, child.Rules }); err != nil {
@@ -199,7 +200,7 @@ func (r *Runner) animate(ctx context.Context, s *sandbox, ckpt *opened, child ru
 	if err := forkJournaled.Hit(ctx); err != nil {
 		return nil, err
 	}
-	if _, err := sparse.Clone(s.overlay, ckpt.overlay); err != nil {
+	if _, err := sparse.Clone(s.overlay, ckpt.Overlay); err != nil {
 		return nil, err
 	}
 	watch.Lap("disk")
@@ -268,15 +269,15 @@ func (r *Runner) animate(ctx context.Context, s *sandbox, ckpt *opened, child ru
 	return report, nil
 }
 
-func (r *Runner) restore(ctx context.Context, s *sandbox, ckpt *opened, child runnerapi.Child) error {
-	state, err := memfdOf("device-state", ckpt.state)
+func (r *Runner) restore(ctx context.Context, s *sandbox, ckpt *checkpoints.Opened, child runnerapi.Child) error {
+	state, err := memfdOf("device-state", ckpt.State)
 	if err != nil {
 		return err
 	}
 	defer state.Close()
 	spec := vmm.RestoreSpec{State: state}
-	if ckpt.delta != nil {
-		spec.Inject = func(_ context.Context, region memory.Region) error { return ckpt.delta.Inject(region) }
+	if ckpt.Delta != nil {
+		spec.Inject = func(_ context.Context, region memory.Region) error { return ckpt.Delta.Inject(region) }
 	}
 	if err := s.machine.Restore(ctx, spec); err != nil {
 		return err
@@ -298,7 +299,7 @@ const overlayDisk = 1
 
 // reseal makes the clone another machine and checks the evidence. It fails if a step is not proven. diskBytes is the size of the
 // clone's disk; the guest may learn of it a little later than the host.
-func (r *Runner) reseal(ctx context.Context, agent *guest.Client, diskBytes int64, ckpt *opened, child runnerapi.Child) (*core.ResealReport, error) {
+func (r *Runner) reseal(ctx context.Context, agent *guest.Client, diskBytes int64, ckpt *checkpoints.Opened, child runnerapi.Child) (*core.ResealReport, error) {
 	gateway, gatewayMAC := r.cfg.Network.Gateway()
 	want := guestapi.ResealRequest{
 		CheckpointID: ckpt.ID, Identity: child.Identity, Entropy: entropy(guestapi.EntropySize),

@@ -5,6 +5,7 @@ import (
 	"os"
 
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/runner/checkpoints"
 	"github.com/coppice-dev/coppice/runner/lazy"
 	"github.com/coppice-dev/coppice/runner/roots"
 )
@@ -16,6 +17,25 @@ func openLazy(r *Runner) (*lazy.Images, error) {
 	})
 }
 
+// openCheckpoints opens the checkpoints of this host. Each base in lent has a sandbox.
+func openCheckpoints(r *Runner, lent []core.BaseID) (*checkpoints.Store, error) {
+	return checkpoints.New(checkpoints.Config{
+		DataDir: r.cfg.DataDir, Bases: r.bases, Enter: r.enter, Removed: r.roots.Collect, Log: r.cfg.Log,
+		Published: func() { r.seals.poke() },
+		Forgotten: func(id core.CheckpointID) {
+			r.rebases.Forget(id)
+			r.seals.forget(id)
+		},
+	}, lent)
+}
+
+func newRebaser(r *Runner) *checkpoints.Rebaser {
+	return checkpoints.NewRebaser(checkpoints.RebaserConfig{
+		Policy: r.cfg.Rebase, DataDir: r.cfg.DataDir, Checkpoints: r.checkpoints, Mapped: r.cfg.Driver.Capabilities().ReadOnlyBase,
+		Life: r.runCtx, Go: r.wg.Go, Log: r.cfg.Log,
+	})
+}
+
 // openRoots opens the root file systems of this host.
 func openRoots(r *Runner) (*roots.Store, error) {
 	return roots.New(r.runCtx, roots.Config{DataDir: r.cfg.DataDir, Images: r.cfg.Images, Lazy: r.lazy, Wanted: r.wantedRoots, Log: r.cfg.Log})
@@ -24,16 +44,16 @@ func openRoots(r *Runner) (*roots.Store, error) {
 // wantedRoots are the root file systems that checkpoints and sandboxes need.
 func (r *Runner) wantedRoots() map[roots.Key]bool {
 	wanted := make(map[roots.Key]bool)
-	for _, rec := range r.checkpoints.list() {
-		wanted[rec.rootKey()] = true
+	for _, rec := range r.checkpoints.List() {
+		wanted[rec.RootKey()] = true
 	}
-	for _, t := range r.checkpoints.listTrash() {
-		wanted[t.rec.rootKey()] = true
+	for _, t := range r.checkpoints.ListTrash() {
+		wanted[t.Record.RootKey()] = true
 	}
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	for _, s := range r.sandboxes {
-		wanted[s.shape.rootKey()] = true
+		wanted[s.shape.RootKey()] = true
 	}
 	return wanted
 }
@@ -70,12 +90,7 @@ func (h lazyHost) PagerEnded(ctx context.Context, instance string) {
 
 // lazyMachine says which images the sandbox's machine uses.
 func (s *sandbox) lazyMachine() lazy.Machine {
-	return lazy.Machine{ID: s.info.ID, Pager: s.Pager, Base: s.shape.base, Root: string(s.shape.rootKey())}
-}
-
-// imageIDs are the images that a checkpoint needs besides its own directory.
-func (r *checkpointRecord) imageIDs() []string {
-	return []string{string(r.Base), rootImageID(r.rootKey())}
+	return lazy.Machine{ID: s.info.ID, Pager: s.Pager, Base: s.shape.base, Root: string(s.shape.RootKey())}
 }
 
 func rootImageID(k roots.Key) string { return lazy.RootID(string(k)) }

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io/fs"
 	"os"
 	"path/filepath"
 	"strings"
@@ -188,4 +189,11 @@ func (r *Runner) Fence(ctx context.Context, why string) error {
 	}
 	wg.Wait()
 	return errors.Join(errs...)
+}
+
+func ignoreAbsent(err error) error {
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	return err
 }

@@ -13,6 +13,7 @@ import (
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/tracing"
+	"github.com/coppice-dev/coppice/runner/checkpoints"
 )
 
 // durations are the buckets of every histogram of seconds: 1 ms to about 2 minutes.
@@ -75,7 +76,7 @@ func (m *metrics) forked(out runnerapi.ChildResult) {
 }
 
 // captured counts a capture.
-func (m *metrics) captured(out *checkpointRecord, err error) {
+func (m *metrics) captured(out *checkpoints.Record, err error) {
 	if err != nil {
 		m.captures.WithLabelValues("failed").Inc()
 		return
@@ -177,11 +178,11 @@ func (s *state) Collect(out chan<- prometheus.Metric) {
 		bytes += c.DeltaBytes + c.DeviceStateBytes + c.DiskBytes
 	}
 	send(s.checkpointBytes, float64(bytes))
-	rest := s.r.checkpoints.listTrash()
+	rest := s.r.checkpoints.ListTrash()
 	send(s.trash, float64(len(rest)))
 	bytes = 0
 	for _, t := range rest {
-		bytes += t.rec.DeltaBytes + t.rec.DeviceStateBytes + t.rec.DiskBytes
+		bytes += t.Record.DeltaBytes + t.Record.DeviceStateBytes + t.Record.DiskBytes
 	}
 	send(s.trashBytes, float64(bytes))
 	var fs unix.Statfs_t

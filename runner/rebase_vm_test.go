@@ -14,17 +14,17 @@ import (
 // memorySum is a digest of all of RAM as a child of the checkpoint starts with it: the base with the delta over it.
 func (r *rig) memorySum(id core.CheckpointID) string {
 	r.t.Helper()
-	o, err := r.checkpoints.open(id)
+	o, err := r.checkpoints.Open(id)
 	if err != nil {
 		r.t.Fatal(err)
 	}
-	defer o.close()
-	ram := make([]byte, o.base.Size)
-	if _, err := o.base.File().ReadAt(ram, 0); err != nil {
+	defer o.Close()
+	ram := make([]byte, o.Memory.Size)
+	if _, err := o.Memory.File().ReadAt(ram, 0); err != nil {
 		r.t.Fatal(err)
 	}
-	if o.delta != nil {
-		if err := o.delta.Each(func(e memory.Extent, data []byte) error {
+	if o.Delta != nil {
+		if err := o.Delta.Each(func(e memory.Extent, data []byte) error {
 			copy(ram[e.Offset:e.End()], data)
 			return nil
 		}); err != nil {

@@ -21,6 +21,7 @@ import (
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
 	"github.com/coppice-dev/coppice/internal/sparse"
 	"github.com/coppice-dev/coppice/internal/undo"
+	"github.com/coppice-dev/coppice/runner/checkpoints"
 	"github.com/coppice-dev/coppice/runner/lazy"
 	"github.com/coppice-dev/coppice/runner/memory"
 	"github.com/coppice-dev/coppice/runner/pager"
@@ -33,8 +34,8 @@ const rehearsalTime = 2 * time.Minute
 // pages a fork uses until its first command has run. These pages are stored in frames of their own, and a host that must fetch the
 // checkpoint fetches them first (docs/adr/0039-a-rehearsal.md). The machine is not a sandbox: nothing outside the runner knows of it, and
 // it has no network. Without a pager there is no rehearsal. If a rehearsal fails, only its benefit is lost.
-func (r *Runner) rehearse(ctx context.Context, ckpt *opened) {
-	if ckpt.base.Arriving() || !r.wantsRehearsal(ckpt.checkpointRecord) {
+func (r *Runner) rehearse(ctx context.Context, ckpt *checkpoints.Opened) {
+	if ckpt.Memory.Arriving() || !r.wantsRehearsal(ckpt.Record) {
 		return
 	}
 	ctx, cancel := context.WithTimeout(ctx, rehearsalTime)
@@ -56,15 +57,15 @@ func (r *Runner) rehearse(ctx context.Context, ckpt *opened) {
 }
 
 // wantsRehearsal reports whether a checkpoint should be rehearsed once it is complete.
-func (r *Runner) wantsRehearsal(rec *checkpointRecord) bool {
-	if r.cfg.Store.Pager == nil || r.cfg.Store.Whole || rec.hasDelta() || rec.WorkingSet != nil || r.lazy.WorkingSets.Of(rec.Base).Rehearsed {
+func (r *Runner) wantsRehearsal(rec *checkpoints.Record) bool {
+	if r.cfg.Store.Pager == nil || r.cfg.Store.Whole || rec.HasDelta() || rec.WorkingSet != nil || r.lazy.WorkingSets.Of(rec.Base).Rehearsed {
 		return false
 	}
 	return r.compatible(rec.Checkpoint) == nil // otherwise it was made when this runner had another VMM
 }
 
 // rehearseOn runs a fork on memory that the pager serves, and returns the pages that it read. Nothing of the fork is left.
-func (r *Runner) rehearseOn(ctx context.Context, ckpt *opened) (touched []pager.Range, err error) {
+func (r *Runner) rehearseOn(ctx context.Context, ckpt *checkpoints.Opened) (touched []pager.Range, err error) {
 	select {
 	case r.starting <- struct{}{}:
 		defer func() { <-r.starting }()
@@ -82,7 +83,7 @@ func (r *Runner) rehearseOn(ctx context.Context, ckpt *opened) (touched []pager.
 	if err != nil {
 		return nil, err
 	}
-	base := memory.Shown(ckpt.base.Size, f)
+	base := memory.Shown(ckpt.Memory.Size, f)
 	steps.Push("memory", func(context.Context) error { return base.Close() })
 	sh, err := shapeOf(ckpt)
 	if err != nil {
@@ -101,12 +102,12 @@ func (r *Runner) rehearseOn(ctx context.Context, ckpt *opened) (touched []pager.
 }
 
 // perform does the same steps as a fork until its first command has run. Only the network stays closed.
-func (r *Runner) perform(ctx context.Context, s *sandbox, ckpt *opened) error {
+func (r *Runner) perform(ctx context.Context, s *sandbox, ckpt *checkpoints.Opened) error {
 	child, err := r.understudy()
 	if err != nil {
 		return err
 	}
-	if _, err := sparse.Clone(s.overlay, ckpt.overlay); err != nil {
+	if _, err := sparse.Clone(s.overlay, ckpt.Overlay); err != nil {
 		return err
 	}
 	if err := r.restore(ctx, s, ckpt, child); err != nil {
@@ -164,15 +165,15 @@ func (r *Runner) workingSetOn(base core.BaseID, parent core.CheckpointID) []byte
 	if b := r.lazy.WorkingSets.Of(base).Pages; b != nil {
 		return b
 	}
-	if rec, err := r.checkpoints.get(parent); err == nil {
+	if rec, err := r.checkpoints.Get(parent); err == nil {
 		return rec.WorkingSet
 	}
 	return nil
 }
 
 // workingSet is the working set of a checkpoint. The capture of a template comes before every fork, so its working set may be known only now.
-func (r *Runner) workingSet(rec *checkpointRecord) []byte {
-	if rec.WorkingSet != nil || rec.hasDelta() {
+func (r *Runner) workingSet(rec *checkpoints.Record) []byte {
+	if rec.WorkingSet != nil || rec.HasDelta() {
 		return rec.WorkingSet
 	}
 	return r.lazy.WorkingSets.Of(rec.Base).Pages

@@ -29,20 +29,20 @@ func TestRehearsalVM(t *testing.T) {
 		}
 	})
 	id := r.template()
-	ckpt, err := r.checkpoints.open(id)
+	ckpt, err := r.checkpoints.Open(id)
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer ckpt.close()
+	defer ckpt.Close()
 	r.rehearse(t.Context(), ckpt)
 	set := r.lazy.WorkingSets.Of(ckpt.Base)
-	ranges := lazy.DecodeWorkingSet(set.Pages, ckpt.base.Size/memory.PageSize)
+	ranges := lazy.DecodeWorkingSet(set.Pages, ckpt.Memory.Size/memory.PageSize)
 	var pages int64
 	for _, p := range ranges {
 		pages += p.Count
 	}
-	t.Logf("a fork uses %.1f MiB of %d until its first command has run, in %d ranges", float64(pages)*memory.PageSize/(1<<20), ckpt.base.Size>>20, len(ranges))
-	if share := float64(pages) * memory.PageSize / float64(ckpt.base.Size); !set.Rehearsed || share < 0.005 || share > 0.15 {
+	t.Logf("a fork uses %.1f MiB of %d until its first command has run, in %d ranges", float64(pages)*memory.PageSize/(1<<20), ckpt.Memory.Size>>20, len(ranges))
+	if share := float64(pages) * memory.PageSize / float64(ckpt.Memory.Size); !set.Rehearsed || share < 0.005 || share > 0.15 {
 		t.Errorf("rehearsed %v, %.3f of the memory", set.Rehearsed, share)
 	}
 	client := pager.NewClient(pager.SocketPath(dir))

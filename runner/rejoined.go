@@ -17,7 +17,7 @@ const replaceTime = time.Minute
 // copy is in use, but not for long. Sandboxes and checkpoints that share memory with the copy keep this memory.
 func (r *Runner) replaceCaptured(ctx context.Context, id core.CheckpointID, sources []runnerapi.Stored, want *runnerapi.Expected) error {
 	captured := func() bool {
-		rec, err := r.checkpoints.find(id)
+		rec, err := r.checkpoints.Find(id)
 		return err == nil && !rec.Fetched
 	}
 	if !captured() || len(sources) == 0 || sources[0].CheckpointID != id || r.cfg.Store.Blobs == nil {
@@ -42,7 +42,7 @@ func (r *Runner) giveUpUnused(ctx context.Context, id core.CheckpointID, limit t
 	defer end(nil)
 	defer context.AfterFunc(r.runCtx, func() { end(errStopping) })()
 	for there() {
-		gone, err := r.giveUp(id)
+		gone, err := r.checkpoints.GiveUp(id)
 		if err != nil {
 			return err
 		}
@@ -51,28 +51,10 @@ func (r *Runner) giveUpUnused(ctx context.Context, id core.CheckpointID, limit t
 			return nil
 		}
 		select {
-		case <-r.unused(id):
+		case <-r.checkpoints.Unused(id):
 		case <-ctx.Done():
 			return context.Cause(ctx)
 		}
 	}
 	return nil
-}
-
-// alreadyClosed is a channel that is readable.
-var alreadyClosed = func() <-chan struct{} {
-	c := make(chan struct{})
-	close(c)
-	return c
-}()
-
-// unused returns a channel that is closed when the present users of a checkpoint may have ended.
-func (r *Runner) unused(id core.CheckpointID) <-chan struct{} {
-	r.mu.Lock()
-	f := r.captures[id]
-	r.mu.Unlock()
-	if f != nil {
-		return f.done
-	}
-	return r.checkpoints.unheld(id)
 }

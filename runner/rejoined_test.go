@@ -8,13 +8,14 @@ import (
 
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/eventually"
+	"github.com/coppice-dev/coppice/runner/checkpoints"
 )
 
 // TestReplaceEndsWithTheRunner: a fork that waits until nothing uses a copy does not keep a runner from ending.
 func TestReplaceEndsWithTheRunner(t *testing.T) {
 	t.Parallel()
 	x := newExpectation(t)
-	x.a.checkpoints.hold(x.c)
+	x.a.checkpoints.Hold(x.c)
 	ctx, cancel := context.WithCancel(t.Context())
 	defer cancel()
 	leave, err := x.a.enter()
@@ -44,23 +45,21 @@ func TestReplaceEndsWithTheRunner(t *testing.T) {
 func TestReplaceWaits(t *testing.T) {
 	t.Parallel()
 	x := newExpectation(t)
-	x.a.checkpoints.hold(x.c)
+	x.a.checkpoints.Hold(x.c)
 	there := func() bool { return x.a.has(x.c) }
 	err := x.a.giveUpUnused(t.Context(), x.c, 10*time.Millisecond, there)
 	if core.CodeOf(err) != core.CodeCheckpointInUse || core.CategoryOf(err) != core.FailedPrecondition || !there() {
 		t.Errorf("in use for longer than the limit: %v", err)
 	}
-	x.a.checkpoints.mu.Lock()
-	x.a.checkpoints.freed = nil // nobody waits any more
-	x.a.checkpoints.mu.Unlock()
+	x.a.checkpoints.Release(x.c) // from here on nobody waits
+	x.a.checkpoints.Hold(x.c)
 	replaced := make(chan error, 1)
 	go func() { replaced <- x.a.replaceCaptured(t.Context(), x.c, x.sources(x.c), &x.truth) }()
-	eventually.True(t, "it waits", func() bool {
-		x.a.checkpoints.mu.Lock()
-		defer x.a.checkpoints.mu.Unlock()
-		return x.a.checkpoints.freed != nil
+	eventually.True(t, "it waits", func() (waits bool) {
+		x.a.checkpoints.Inspect(func(st checkpoints.State) { waits = st.Awaited })
+		return waits
 	})
-	x.a.checkpoints.release(x.c)
+	x.a.checkpoints.Release(x.c)
 	if err := <-replaced; err != nil || there() {
 		t.Errorf("not in use any more: %v; it is there: %v", err, there())
 	}

@@ -21,6 +21,7 @@ import (
 	"github.com/coppice-dev/coppice/images"
 	"github.com/coppice-dev/coppice/internal/failpoint"
 	"github.com/coppice-dev/coppice/internal/testvm"
+	"github.com/coppice-dev/coppice/runner/checkpoints"
 	"github.com/coppice-dev/coppice/runner/netns"
 	"github.com/coppice-dev/coppice/runner/vmm"
 	"github.com/coppice-dev/coppice/runner/vmm/fakevmm"
@@ -212,7 +213,7 @@ func (r *fakeRig) wantOnly(ids ...core.SandboxID) {
 			}
 		}
 	}
-	parts, err := filepath.Glob(filepath.Join(r.cfg.DataDir, "*", partPrefix+"*"))
+	parts, err := filepath.Glob(filepath.Join(r.cfg.DataDir, "*", checkpoints.PartPrefix+"*"))
 	if err != nil || len(parts) > 0 {
 		r.t.Errorf("left behind: %q, %v", parts, err)
 	}

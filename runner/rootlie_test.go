@@ -74,11 +74,11 @@ func TestLyingRoot(t *testing.T) {
 		}
 		root := func(id core.CheckpointID) []byte {
 			t.Helper()
-			rec, err := b.checkpoints.get(id)
+			rec, err := b.checkpoints.Get(id)
 			if err != nil {
 				t.Fatal(err)
 			}
-			f, err := b.roots.Open(rec.rootKey())
+			f, err := b.roots.Open(rec.RootKey())
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -113,7 +113,7 @@ func TestManifestIsNotBelieved(t *testing.T) {
 	template := a.boot()
 	c := a.capture(a.fork(template))
 	p.sealed(t, template, c)
-	rec, err := a.checkpoints.get(c)
+	rec, err := a.checkpoints.Get(c)
 	if err != nil {
 		t.Fatal(err)
 	}

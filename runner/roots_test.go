@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/coppice-dev/coppice/images"
+	"github.com/coppice-dev/coppice/runner/checkpoints"
 	"github.com/coppice-dev/coppice/runner/roots"
 )
 
@@ -82,18 +83,19 @@ func TestOldStoreRoot(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	b.checkpoints.mu.Lock()
-	old := *b.checkpoints.records[x.c]
-	old.Project, old.Root = "", ""
-	b.checkpoints.records[x.c] = &old
-	b.checkpoints.mu.Unlock()
-	plant(t, b, old.rootKey(), []byte("evil"))
+	var old checkpoints.Record
+	b.checkpoints.Inspect(func(st checkpoints.State) {
+		old = *st.Records[x.c]
+		old.Project, old.Root = "", ""
+		st.Records[x.c] = &old
+	})
+	plant(t, b, old.RootKey(), []byte("evil"))
 	if err := x.grow(b, x.sources(x.c), x.truth); err != nil {
 		t.Error(err)
 	}
-	rec, err := b.checkpoints.get(x.c)
-	if err != nil || !rec.rootKey().Stored() {
-		t.Errorf("a machine has the root file system %s, %v", rec.rootKey(), err)
+	rec, err := b.checkpoints.Get(x.c)
+	if err != nil || !rec.RootKey().Stored() {
+		t.Errorf("a machine has the root file system %s, %v", rec.RootKey(), err)
 	}
 	if _, err := os.Stat(b.roots.Path(roots.Own(rec.Image))); !os.IsNotExist(err) {
 		t.Errorf("the old root file system is still there: %v", err)

@@ -19,6 +19,7 @@ import (
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/runner/attestor"
+	"github.com/coppice-dev/coppice/runner/checkpoints"
 	"github.com/coppice-dev/coppice/runner/hostport"
 	"github.com/coppice-dev/coppice/runner/lazy"
 	"github.com/coppice-dev/coppice/runner/memory"
@@ -41,7 +42,8 @@ type Runner struct {
 	keys        envelope.Ring // keys of objects in the store, from the controller
 	blobs       blob.Blobs    // the store with these keys; nil: there is none
 	roots       *roots.Store
-	checkpoints *checkpointStore
+	checkpoints *checkpoints.Store
+	rebases     *checkpoints.Rebaser
 	seals       *sealQueue
 	slots       *slots
 	warm        *warmPool
@@ -65,10 +67,8 @@ type Runner struct {
 	mu        sync.Mutex // guards what follows
 	sandboxes map[core.SandboxID]*sandbox
 	dead      map[core.SandboxID]runnerapi.Sandbox
-	captures  map[core.CheckpointID]*flight
-	forks     map[core.CheckpointID]int // children since the last rebase
-	adopted   []*sandbox                // of an earlier runner; Run begins to watch them
-	debris    []string                  // directories that could not be removed
+	adopted   []*sandbox // of an earlier runner; Run begins to watch them
+	debris    []string   // directories that could not be removed
 
 	leaseUntil time.Duration   // by bootclock
 	lastEpoch  int64           // of the lease
@@ -76,7 +76,6 @@ type Runner struct {
 	fenced     bool            // the lease has ended: the runner takes no work
 	leased     context.Context // ends with the lease
 	endLease   context.CancelCauseFunc
-	rebasing   bool
 
 	usages   usages
 	fetching readings
@@ -98,8 +97,7 @@ func New(ctx context.Context, cfg Config) (_ *Runner, err error) {
 		cfg: cfg, class: classOf(fp), kvm: fp.Detail, clusterHash: hex.EncodeToString(hash[:4]),
 		slots: newSlots(cfg.MaxSandboxes), starting: make(chan struct{}, cfg.Parallel), diffs: make(chan struct{}, maxDiffs), objects: make(chan struct{}, maxObjects), started: time.Now(),
 		wakeup: make(chan struct{}, 1), sandboxes: make(map[core.SandboxID]*sandbox),
-		dead: make(map[core.SandboxID]runnerapi.Sandbox), captures: make(map[core.CheckpointID]*flight),
-		forks: make(map[core.CheckpointID]int),
+		dead: make(map[core.SandboxID]runnerapi.Sandbox),
 	}
 	r.leave.Store(cfg.Leave)
 	r.room = room.New(cfg.DataDir, cfg.Store.Floor)
@@ -150,11 +148,12 @@ func New(ctx context.Context, cfg Config) (_ *Runner, err error) {
 			lent = append(lent, l.journal.Shape.Base)
 		}
 	}
-	if r.checkpoints, err = openCheckpointStore(cfg.DataDir, r.bases, lent); err != nil {
+	if r.checkpoints, err = openCheckpoints(r, lent); err != nil {
 		return nil, err
 	}
+	r.rebases = newRebaser(r)
 	strange := map[string]int{} // checkpoints of another class, by the difference
-	for _, rec := range r.checkpoints.list() {
+	for _, rec := range r.checkpoints.List() {
 		_ = r.draws.add(rec.ParentReseal) // they were checked at the capture
 		if field := rec.Class.Difference(r.class); field != "" {
 			strange[field]++
@@ -164,7 +163,6 @@ func New(ctx context.Context, cfg Config) (_ *Runner, err error) {
 		cfg.Log.WarnContext(ctx, "checkpoints of another class are kept and cannot be forked until this runner has that class again", "count", strange[field], "difference", field)
 	}
 	r.seals = newSealQueue(r.checkpoints)
-	r.checkpoints.published = r.seals.poke
 	r.warm = newWarmPool(r)
 	r.metrics = newMetrics(r, cfg.Metrics)
 	if err := r.takeOver(ctx, left); err != nil {
@@ -311,7 +309,7 @@ func (r *Runner) Images() ([]runnerapi.Image, error) {
 
 // Checkpoint describes a checkpoint of this host.
 func (r *Runner) Checkpoint(id core.CheckpointID) (runnerapi.Checkpoint, error) {
-	rec, err := r.checkpoints.find(id)
+	rec, err := r.checkpoints.Find(id)
 	if err != nil {
 		return runnerapi.Checkpoint{}, err
 	}
@@ -320,7 +318,7 @@ func (r *Runner) Checkpoint(id core.CheckpointID) (runnerapi.Checkpoint, error) 
 
 // Checkpoints lists the checkpoints of this host.
 func (r *Runner) Checkpoints() []runnerapi.Checkpoint {
-	list := r.checkpoints.list()
+	list := r.checkpoints.List()
 	out := make([]runnerapi.Checkpoint, 0, len(list))
 	for _, rec := range list {
 		out = append(out, rec.Checkpoint)
@@ -331,62 +329,22 @@ func (r *Runner) Checkpoints() []runnerapi.Checkpoint {
 // DeleteCheckpoint removes a checkpoint's bytes from this host. Sandboxes that grew from it continue. It is no error if there is
 // no such checkpoint. The controller learns at once how much of the disk is free.
 func (r *Runner) DeleteCheckpoint(id core.CheckpointID) error {
-	if _, err := r.checkpoints.get(id); err == nil { // wakes for an absent checkpoint might never end
+	if _, err := r.checkpoints.Get(id); err == nil { // wakes for an absent checkpoint might never end
 		defer r.wake()
 	}
-	r.forgetForks(id)
-	r.seals.forget(id)
-	if err := errors.Join(r.checkpoints.remove(id), r.roots.Collect()); err != nil {
-		return fmt.Errorf("delete checkpoint %s: %w", id, err)
-	}
-	return nil
+	return r.checkpoints.Delete(id)
 }
 
-// flight is a capture that is under way: a repeated request waits for it instead of starting another.
-type flight struct {
-	done chan struct{}
-	out  runnerapi.Checkpoint
-	err  error
-}
+// Discard moves a checkpoint that the database does not know to the trash. A request that names it takes it back.
+func (r *Runner) Discard(id core.CheckpointID) error { return r.checkpoints.Discard(id) }
 
-// once runs produce for a checkpoint id, unless the checkpoint exists or is being made.
-func (r *Runner) once(ctx context.Context, id core.CheckpointID, produce func() (*checkpointRecord, error)) (runnerapi.Checkpoint, error) {
-	r.mu.Lock()
-	if f, ok := r.captures[id]; ok {
-		r.mu.Unlock()
-		select {
-		case <-f.done:
-			return f.out, f.err
-		case <-ctx.Done():
-			return runnerapi.Checkpoint{}, context.Cause(ctx)
-		}
-	}
-	if rec, err := r.checkpoints.find(id); err == nil {
-		r.mu.Unlock()
-		return rec.Checkpoint, nil
-	}
-	f := &flight{done: make(chan struct{})}
-	r.captures[id] = f
-	r.mu.Unlock()
-	leave, err := r.enter()
-	if err == nil {
-		var rec *checkpointRecord
-		if rec, err = produce(); err == nil {
-			f.out = rec.Checkpoint
-		}
-		leave()
-	}
-	f.err = err
-	r.mu.Lock()
-	delete(r.captures, id)
-	r.mu.Unlock()
-	close(f.done)
-	return f.out, f.err
-}
+// Rebase replaces a checkpoint's base and delta by a new base with the same bytes. Sandboxes on the old base continue to use it. A
+// checkpoint without a delta does not change.
+func (r *Runner) Rebase(id core.CheckpointID) error { return r.rebases.Rebase(id) }
 
 // counted counts a capture in the metrics.
-func (r *Runner) counted(capture func() (*checkpointRecord, error)) func() (*checkpointRecord, error) {
-	return func() (*checkpointRecord, error) {
+func (r *Runner) counted(capture func() (*checkpoints.Record, error)) func() (*checkpoints.Record, error) {
+	return func() (*checkpoints.Record, error) {
 		rec, err := capture()
 		r.metrics.captured(rec, err)
 		return rec, err

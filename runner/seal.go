@@ -10,6 +10,7 @@ import (
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/atomicfile"
+	"github.com/coppice-dev/coppice/runner/checkpoints"
 	"github.com/coppice-dev/coppice/runner/pager"
 	"github.com/coppice-dev/coppice/snapshotstore"
 	"github.com/coppice-dev/coppice/snapshotstore/blob"
@@ -51,9 +52,6 @@ const (
 	imageRoot   = runnerapi.ImageRoot
 )
 
-// sealedFile marks a checkpoint that is in the store.
-const sealedFile = "sealed.json"
-
 // snapshot opens a manifest that the controller named.
 func (r *Runner) snapshot(ctx context.Context, at runnerapi.Stored) (*snapshotstore.Snapshot, error) {
 	r.seals.mu.Lock()
@@ -91,7 +89,7 @@ func (r *Runner) Seal(ctx context.Context, c Sealing, epoch func() (int64, bool)
 	timer := time.NewTimer(0)
 	defer timer.Stop()
 	for {
-		rec, wait := r.seals.next(r.checkpoints.list(), time.Now())
+		rec, wait := r.seals.next(r.checkpoints.List(), time.Now())
 		lease, leased := epoch()
 		held, release := r.whileLeased(ctx)
 		leased = leased && held.Err() == nil
@@ -122,7 +120,7 @@ func (r *Runner) Seal(ctx context.Context, c Sealing, epoch func() (int64, bool)
 }
 
 // sealOne uploads a checkpoint. If this fails, it is tried again later.
-func (r *Runner) sealOne(ctx context.Context, c Sealing, epoch int64, rec *checkpointRecord) {
+func (r *Runner) sealOne(ctx context.Context, c Sealing, epoch int64, rec *checkpoints.Record) {
 	begun := time.Now()
 	attempt, out, err := r.sealAttempt(ctx, c, epoch, rec)
 	if cause := context.Cause(ctx); err != nil && cause != nil && !errors.Is(cause, context.Canceled) { // the lease has ended
@@ -160,7 +158,7 @@ func (r *Runner) sealOne(ctx context.Context, c Sealing, epoch int64, rec *check
 }
 
 // sealAttempt returns the number of the attempt that it has begun; 0 if it has not begun one.
-func (r *Runner) sealAttempt(ctx context.Context, c Sealing, epoch int64, rec *checkpointRecord) (attempt int64, _ *snapshotstore.Written, err error) {
+func (r *Runner) sealAttempt(ctx context.Context, c Sealing, epoch int64, rec *checkpoints.Record) (attempt int64, _ *snapshotstore.Written, err error) {
 	watch := core.NewStopwatch()
 	if some, problem := r.lacks(rec); problem != nil {
 		attempt, err := r.reportProblem(ctx, c, epoch, rec, problem)
@@ -168,7 +166,7 @@ func (r *Runner) sealAttempt(ctx context.Context, c Sealing, epoch int64, rec *c
 	} else if some || r.lateRehearsal(rec) {
 		return 0, nil, errIncomplete
 	}
-	ckpt, err := r.checkpoints.open(rec.ID)
+	ckpt, err := r.checkpoints.Open(rec.ID)
 	if core.CodeOf(err) == core.CodeCheckpointNotFound {
 		r.seals.forget(rec.ID)
 		return 0, nil, nil
@@ -176,8 +174,8 @@ func (r *Runner) sealAttempt(ctx context.Context, c Sealing, epoch int64, rec *c
 	if err != nil {
 		return 0, nil, err
 	}
-	defer func() { err = errors.Join(err, ckpt.close()) }()
-	rec = ckpt.checkpointRecord
+	defer func() { err = errors.Join(err, ckpt.Close()) }()
+	rec = ckpt.Record
 	begun, err := r.beginSeal(ctx, c, epoch, rec)
 	if core.CodeOf(err) == core.CodeStateConflict { // it is sealed already: the answer to the last commit was lost
 		return 0, nil, r.markSealed(rec.ID, runnerapi.Stored{CheckpointID: rec.ID})
@@ -228,14 +226,14 @@ func (r *Runner) commitSeal(ctx context.Context, c Sealing, id core.CheckpointID
 	}
 }
 
-func (r *Runner) beginSeal(ctx context.Context, c Sealing, epoch int64, rec *checkpointRecord) (runnerapi.SealBegun, error) {
+func (r *Runner) beginSeal(ctx context.Context, c Sealing, epoch int64, rec *checkpoints.Record) (runnerapi.SealBegun, error) {
 	return c.BeginSeal(ctx, runnerapi.BeginSeal{LeaseEpoch: epoch, CheckpointID: rec.ID, Ancestors: r.ancestors(rec)})
 }
 
 // markSealed notes on this host that a checkpoint is in the store. If the note is lost, the runner asks the controller once more.
 func (r *Runner) markSealed(id core.CheckpointID, at runnerapi.Stored) error {
 	r.seals.done(id)
-	err := atomicfile.WriteJSON(r.checkpoints.path(id, sealedFile), at, 0o600)
+	err := atomicfile.WriteJSON(r.checkpoints.Path(id, checkpoints.SealedFile), at, 0o600)
 	if errors.Is(err, os.ErrNotExist) { // it was deleted meanwhile
 		return nil
 	}
@@ -243,11 +241,11 @@ func (r *Runner) markSealed(id core.CheckpointID, at runnerapi.Stored) error {
 }
 
 // ancestors returns the ancestors of a checkpoint that are complete on this host, the nearest first.
-func (r *Runner) ancestors(rec *checkpointRecord) []core.CheckpointID {
+func (r *Runner) ancestors(rec *checkpoints.Record) []core.CheckpointID {
 	const most = 64
 	var out []core.CheckpointID
 	for id := rec.Parent; id != "" && len(out) < most; {
-		parent, err := r.checkpoints.get(id)
+		parent, err := r.checkpoints.Get(id)
 		if err != nil {
 			break
 		}
@@ -259,7 +257,7 @@ func (r *Runner) ancestors(rec *checkpointRecord) []core.CheckpointID {
 	return out
 }
 
-func (r *Runner) upload(ctx context.Context, ckpt *opened, begun runnerapi.SealBegun) (_ *snapshotstore.Written, err error) {
+func (r *Runner) upload(ctx context.Context, ckpt *checkpoints.Opened, begun runnerapi.SealBegun) (_ *snapshotstore.Written, err error) {
 	key, err := keyOf(begun)
 	if err != nil {
 		return nil, err
@@ -269,7 +267,7 @@ func (r *Runner) upload(ctx context.Context, ckpt *opened, begun runnerapi.SealB
 	defer func() { err = errors.Join(err, src.close()) }()
 	var reference *snapshotstore.Snapshot
 	if begun.Reference != nil {
-		if src.before, err = r.checkpoints.open(begun.Reference.CheckpointID); err != nil {
+		if src.before, err = r.checkpoints.Open(begun.Reference.CheckpointID); err != nil {
 			return nil, err // it was deleted here meanwhile; the next attempt uses another ancestor
 		}
 		if reference, err = r.snapshot(ctx, *begun.Reference); err != nil {
@@ -282,7 +280,7 @@ func (r *Runner) upload(ctx context.Context, ckpt *opened, begun runnerapi.SealB
 	}
 	record, err := json.Marshal(storedRecord{
 		DeltaBytes: ckpt.DeltaBytes, DiskBytes: ckpt.DiskBytes, DeviceStateBytes: ckpt.DeviceStateBytes, PauseMS: ckpt.PauseMS, Timings: ckpt.Timings,
-		ParentReseal: ckpt.ParentReseal, Processes: ckpt.Processes, WorkingSet: r.workingSet(ckpt.checkpointRecord),
+		ParentReseal: ckpt.ParentReseal, Processes: ckpt.Processes, WorkingSet: r.workingSet(ckpt.Record),
 	})
 	if err != nil {
 		return nil, err

@@ -15,6 +15,7 @@ import (
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/runner/checkpoints"
 	"github.com/coppice-dev/coppice/runner/memory"
 	"github.com/coppice-dev/coppice/runner/vmm"
 	"github.com/coppice-dev/coppice/snapshotstore/blob"
@@ -199,24 +200,24 @@ func (p *pool) seal(r *fakeRig) (stop func()) {
 // content is all bytes of a checkpoint on a runner.
 func content(t *testing.T, r *fakeRig, id core.CheckpointID) (mem, disk, state []byte) {
 	t.Helper()
-	c, err := r.checkpoints.open(id)
+	c, err := r.checkpoints.Open(id)
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer c.close()
+	defer c.Close()
 	base, err := r.bases.OpenFile(c.Base)
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer base.Close()
-	mem = make([]byte, c.base.Size)
-	if err := memory.NewReader(memory.Image{Base: base, Delta: c.delta}).ReadAt(mem, 0); err != nil {
+	mem = make([]byte, c.Memory.Size)
+	if err := memory.NewReader(memory.Image{Base: base, Delta: c.Delta}).ReadAt(mem, 0); err != nil {
 		t.Fatal(err)
 	}
-	if disk, err = os.ReadFile(r.checkpoints.path(id, overlayFile)); err != nil {
+	if disk, err = os.ReadFile(r.checkpoints.Path(id, checkpoints.OverlayFile)); err != nil {
 		t.Fatal(err)
 	}
-	return mem, disk, c.state
+	return mem, disk, c.State
 }
 
 func wantSame(t *testing.T, a, b *fakeRig, id core.CheckpointID) {
@@ -486,11 +487,11 @@ func TestSealEndsWithTheLease(t *testing.T) {
 func TestSealOrder(t *testing.T) {
 	t.Parallel()
 	now := time.Now()
-	record := func(id, parent core.CheckpointID, age time.Duration) *checkpointRecord {
-		return &checkpointRecord{Checkpoint: runnerapi.Checkpoint{ID: id, Parent: parent, CreatedAt: now.Add(-age)}}
+	record := func(id, parent core.CheckpointID, age time.Duration) *checkpoints.Record {
+		return &checkpoints.Record{Checkpoint: runnerapi.Checkpoint{ID: id, Parent: parent, CreatedAt: now.Add(-age)}}
 	}
-	list := []*checkpointRecord{record("c", "b", 1), record("a", "", 3), record("b", "a", 2), record("x", "", 0)}
-	q := newSealQueue(&checkpointStore{})
+	list := []*checkpoints.Record{record("c", "b", 1), record("a", "", 3), record("b", "a", 2), record("x", "", 0)}
+	q := newSealQueue(new(checkpoints.Store))
 	next := func(want core.CheckpointID) {
 		t.Helper()
 		rec, wait := q.next(slices.Clone(list), now)

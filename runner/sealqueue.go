@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/runner/checkpoints"
 	"github.com/coppice-dev/coppice/snapshotstore"
 )
 
@@ -39,10 +40,10 @@ type sealRetry struct {
 	incomplete bool // it was put back, see errIncomplete
 }
 
-func newSealQueue(s *checkpointStore) *sealQueue {
+func newSealQueue(s *checkpoints.Store) *sealQueue {
 	q := &sealQueue{wake: make(chan struct{}, 1), sealed: make(map[core.CheckpointID]bool), retries: make(map[core.CheckpointID]sealRetry)}
-	for _, rec := range s.list() {
-		if _, err := os.Stat(s.path(rec.ID, sealedFile)); err == nil {
+	for _, rec := range s.List() {
+		if _, err := os.Stat(s.Path(rec.ID, checkpoints.SealedFile)); err == nil {
 			q.sealed[rec.ID] = true
 		}
 	}
@@ -59,10 +60,10 @@ func (q *sealQueue) poke() {
 
 // next returns the oldest checkpoint that is due. If there is none, it returns when to look again; zero means when something happens. A
 // checkpoint is always older than those that grew from it.
-func (q *sealQueue) next(list []*checkpointRecord, now time.Time) (*checkpointRecord, time.Duration) {
+func (q *sealQueue) next(list []*checkpoints.Record, now time.Time) (*checkpoints.Record, time.Duration) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
-	slices.SortFunc(list, func(a, b *checkpointRecord) int { return a.CreatedAt.Compare(b.CreatedAt) })
+	slices.SortFunc(list, func(a, b *checkpoints.Record) int { return a.CreatedAt.Compare(b.CreatedAt) })
 	waiting := make(map[core.CheckpointID]bool) // checkpoints that are not sealed, and those that grew from them
 	var soonest time.Duration
 	for _, rec := range list {

@@ -7,6 +7,7 @@ import (
 
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/sparse"
+	"github.com/coppice-dev/coppice/runner/checkpoints"
 	"github.com/coppice-dev/coppice/runner/lazy"
 	"github.com/coppice-dev/coppice/runner/memory"
 	"github.com/coppice-dev/coppice/snapshotstore"
@@ -15,7 +16,7 @@ import (
 
 // sealSource has the files of a checkpoint and of the reference that it is compared with.
 type sealSource struct {
-	now, before *opened // before is nil without a reference
+	now, before *checkpoints.Opened // before is nil without a reference
 	files       []*os.File
 }
 
@@ -25,7 +26,7 @@ func (s *sealSource) close() error {
 		errs = append(errs, f.Close())
 	}
 	if s.before != nil {
-		errs = append(errs, s.before.close())
+		errs = append(errs, s.before.Close())
 	}
 	return errors.Join(errs...)
 }
@@ -40,18 +41,18 @@ func (r *Runner) sources(s *sealSource, reference *snapshotstore.Snapshot) ([]sn
 	if err != nil {
 		return nil, err
 	}
-	state := bytesSource(imageState, s.now.state)
+	state := bytesSource(imageState, s.now.State)
 	if s.before != nil {
-		state.Reference = bytesSource("", s.before.state).Read
+		state.Reference = bytesSource("", s.before.State).Read
 	}
 	out := []snapshotstore.Source{mem, disk, state}
-	said, err := os.ReadFile(r.checkpoints.path(s.now.ID, surveyFile))
+	said, err := os.ReadFile(r.checkpoints.Path(s.now.ID, checkpoints.SurveyFile))
 	if err == nil {
 		out = append(out, bytesSource(imageSurvey, said))
 	} else if !errors.Is(err, os.ErrNotExist) {
 		return nil, err
 	}
-	root, err := r.roots.Open(s.now.rootKey())
+	root, err := r.roots.Open(s.now.RootKey())
 	if err != nil {
 		return nil, err
 	}
@@ -64,7 +65,7 @@ func (r *Runner) sources(s *sealSource, reference *snapshotstore.Snapshot) ([]sn
 	case reference == nil:
 	case reference.Header().GuestImage != s.now.Image:
 		return nil, core.Errorf(core.Internal, core.CodeInternal, "checkpoint %s and its ancestor %s are of different images", s.now.ID, s.before.ID)
-	case s.now.rootKey() == s.before.rootKey():
+	case s.now.RootKey() == s.before.RootKey():
 		rootSource.Changed = nil
 	default: // the ancestor was fetched again, and now has its root file system from another source
 		if err := s.compareRoots(r, &rootSource); err != nil {
@@ -76,7 +77,7 @@ func (r *Runner) sources(s *sealSource, reference *snapshotstore.Snapshot) ([]sn
 
 // compareRoots compares the whole root file system with the one of the reference.
 func (s *sealSource) compareRoots(r *Runner, root *snapshotstore.Source) error {
-	f, err := r.roots.Open(s.before.rootKey())
+	f, err := r.roots.Open(s.before.RootKey())
 	if err != nil {
 		return err
 	}
@@ -87,18 +88,18 @@ func (s *sealSource) compareRoots(r *Runner, root *snapshotstore.Source) error {
 }
 
 func (r *Runner) memorySource(s *sealSource) (snapshotstore.Source, error) {
-	open := func(o *opened) (memory.Image, error) {
+	open := func(o *checkpoints.Opened) (memory.Image, error) {
 		f, err := r.bases.OpenFile(o.Base)
 		if err == nil {
 			s.files = append(s.files, f)
 		}
-		return memory.Image{Base: f, Delta: o.delta}, err
+		return memory.Image{Base: f, Delta: o.Delta}, err
 	}
 	now, err := open(s.now)
 	if err != nil {
 		return snapshotstore.Source{}, err
 	}
-	out := snapshotstore.Source{Name: imageMemory, Size: s.now.base.Size, Read: memory.NewReader(now).ReadAt}
+	out := snapshotstore.Source{Name: imageMemory, Size: s.now.Memory.Size, Read: memory.NewReader(now).ReadAt}
 	var extents []memory.Extent
 	if s.before == nil {
 		extents, err = memory.MayBeData(now)
@@ -113,7 +114,7 @@ func (r *Runner) memorySource(s *sealSource) (snapshotstore.Source, error) {
 	for _, e := range extents {
 		out.Changed = append(out.Changed, snapshotstore.Range{Offset: e.Offset, Length: e.Length})
 	}
-	if set := r.lazy.WorkingSets.Of(s.now.Base); set.Rehearsed && !s.now.hasDelta() {
+	if set := r.lazy.WorkingSets.Of(s.now.Base); set.Rehearsed && !s.now.HasDelta() {
 		for _, p := range lazy.DecodeWorkingSet(set.Pages, out.Size/manifest.PageSize) {
 			out.First = append(out.First, snapshotstore.Range{Offset: p.First * manifest.PageSize, Length: p.Count * manifest.PageSize})
 		}
@@ -122,15 +123,15 @@ func (r *Runner) memorySource(s *sealSource) (snapshotstore.Source, error) {
 }
 
 func diskSource(s *sealSource) (snapshotstore.Source, error) {
-	out, err := fileSource(imageDisk, s.now.overlay)
+	out, err := fileSource(imageDisk, s.now.Overlay)
 	if err != nil || s.before == nil {
 		return out, err
 	}
-	before, err := fileSource("", s.before.overlay)
+	before, err := fileSource("", s.before.Overlay)
 	if err != nil {
 		return out, err
 	}
-	ranges, err := sparse.Unshared(s.now.overlay, s.before.overlay)
+	ranges, err := sparse.Unshared(s.now.Overlay, s.before.Overlay)
 	out.Changed, out.Reference = nil, before.Read
 	for _, x := range ranges {
 		out.Changed = append(out.Changed, snapshotstore.Range{Offset: x.Offset, Length: x.Length})

@@ -5,6 +5,7 @@ import (
 	"errors"
 
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/runner/checkpoints"
 )
 
 // A checkpoint is uploaded when it is complete on this host, and after its rehearsal, if it needs one. The uploader waits for neither: it puts
@@ -14,10 +15,10 @@ import (
 var errIncomplete = errors.New("the checkpoint is not complete on this host yet")
 
 // lacks is Missing for the images that the upload of a checkpoint reads: its own images, and the memory of its reference.
-func (r *Runner) lacks(rec *checkpointRecord) (some bool, problem error) {
-	ids := rec.imageIDs()
+func (r *Runner) lacks(rec *checkpoints.Record) (some bool, problem error) {
+	ids := rec.ImageIDs()
 	for id := rec.Parent; id != ""; {
-		parent, err := r.checkpoints.get(id)
+		parent, err := r.checkpoints.Get(id)
 		if err != nil {
 			break
 		}
@@ -32,7 +33,7 @@ func (r *Runner) lacks(rec *checkpointRecord) (some bool, problem error) {
 
 // lateRehearsal reports whether a checkpoint must be rehearsed before it is uploaded. If so, it starts the rehearsal. The uploader continues
 // with others meanwhile.
-func (r *Runner) lateRehearsal(rec *checkpointRecord) bool {
+func (r *Runner) lateRehearsal(rec *checkpoints.Record) bool {
 	if !r.wantsRehearsal(rec) {
 		return false
 	}
@@ -54,12 +55,12 @@ func (r *Runner) lateRehearsal(rec *checkpointRecord) bool {
 			q.mu.Unlock()
 			q.arrived()
 		}()
-		ckpt, err := r.checkpoints.open(rec.ID)
+		ckpt, err := r.checkpoints.Open(rec.ID)
 		if err != nil { // the upload will get the same error and report it
 			return
 		}
 		r.rehearse(ctx, ckpt)
-		if err := ckpt.close(); err != nil {
+		if err := ckpt.Close(); err != nil {
 			r.cfg.Log.WarnContext(ctx, "checkpoint was not closed after its rehearsal", "checkpoint_id", rec.ID, "err", err)
 		}
 	})
@@ -68,7 +69,7 @@ func (r *Runner) lateRehearsal(rec *checkpointRecord) bool {
 
 // reportProblem tells the controller of a checkpoint that cannot be uploaded because one of its images does not arrive. The answer may have keys
 // that the pager lacks.
-func (r *Runner) reportProblem(ctx context.Context, c Sealing, epoch int64, rec *checkpointRecord, problem error) (attempt int64, err error) {
+func (r *Runner) reportProblem(ctx context.Context, c Sealing, epoch int64, rec *checkpoints.Record, problem error) (attempt int64, err error) {
 	begun, err := r.beginSeal(ctx, c, epoch, rec)
 	if err != nil {
 		return 0, err

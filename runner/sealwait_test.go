@@ -76,7 +76,7 @@ func TestSealBesideRehearsal(t *testing.T) {
 	process := &pager.Process{Dir: t.TempDir(), Command: []string{"/bin/false"}} // the rehearsal fails in the end
 	r := newFakeRig(t, func(c *Config) { c.Store.Blobs, c.Store.Pager = p.blobs, process })
 	rehearsed, known := r.boot(), r.boot()
-	rec, err := r.checkpoints.get(known)
+	rec, err := r.checkpoints.Get(known)
 	if err != nil {
 		t.Fatal(err)
 	}

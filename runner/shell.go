@@ -13,6 +13,7 @@ import (
 	"github.com/coppice-dev/coppice/internal/sparse"
 	"github.com/coppice-dev/coppice/internal/undo"
 	"github.com/coppice-dev/coppice/runner/cgroup"
+	"github.com/coppice-dev/coppice/runner/checkpoints"
 	"github.com/coppice-dev/coppice/runner/memory"
 	"github.com/coppice-dev/coppice/runner/roots"
 	"github.com/coppice-dev/coppice/runner/vmm"
@@ -31,7 +32,7 @@ type shape struct {
 	diskBytes int64
 }
 
-func (s shape) rootKey() roots.Key { return cmp.Or(s.root, roots.Own(s.image)) }
+func (s shape) RootKey() roots.Key { return cmp.Or(s.root, roots.Own(s.image)) }
 
 // shell is a VMM that waits on a base: a machine without a state.
 type shell struct {
@@ -134,22 +135,22 @@ func (s *shell) holdBase(r *Runner, base *memory.Base, steps *undo.Stack) error 
 	if base.ID == "" { // the zero base of a cold boot is needed only until its only machine has started
 		return nil
 	}
-	r.checkpoints.lend(base.ID)
+	r.checkpoints.Lend(base.ID)
 	opened, err := r.bases.Open(base.ID)
 	if err != nil {
-		return errors.Join(err, r.checkpoints.giveBack(base.ID))
+		return errors.Join(err, r.checkpoints.GiveBack(base.ID))
 	}
 	s.base = opened
-	s.Pager = r.lazy.InstanceFor(opened.Arriving(), string(s.shape.rootKey()))
+	s.Pager = r.lazy.InstanceFor(opened.Arriving(), string(s.shape.RootKey()))
 	steps.Push("base", func(context.Context) error {
-		return errors.Join(opened.Close(), r.checkpoints.giveBack(base.ID))
+		return errors.Join(opened.Close(), r.checkpoints.GiveBack(base.ID))
 	})
 	return nil
 }
 
 // makeOverlay makes the writable disk: of the right size, and with the image's empty file system for a cold boot.
 func (s *shell) makeOverlay(b *boot, steps *undo.Stack) error {
-	f, err := os.OpenFile(filepath.Join(s.dir, overlayFile), os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600)
+	f, err := os.OpenFile(filepath.Join(s.dir, checkpoints.OverlayFile), os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600)
 	if err != nil {
 		return err
 	}
@@ -164,7 +165,7 @@ func (s *shell) makeOverlay(b *boot, steps *undo.Stack) error {
 }
 
 func (s *shell) spawn(ctx context.Context, r *Runner, b *boot) error {
-	root, err := r.roots.Open(s.shape.rootKey())
+	root, err := r.roots.Open(s.shape.RootKey())
 	if err != nil {
 		return err
 	}
@@ -216,7 +217,7 @@ func (r *Runner) dismantle(ctx context.Context, s *shell) error {
 	var errs []error
 	errs = append(errs, s.group.Remove(ctx), s.ns.Release(ctx), s.overlay.Close(), r.removeDirs(s.runDir, s.dir))
 	if s.base.ID != "" {
-		errs = append(errs, s.base.Close(), r.checkpoints.giveBack(s.base.ID))
+		errs = append(errs, s.base.Close(), r.checkpoints.GiveBack(s.base.ID))
 	}
 	r.slots.give(s.Slot)
 	if err := errors.Join(errs...); err != nil {

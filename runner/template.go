@@ -13,6 +13,7 @@ import (
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
 	"github.com/coppice-dev/coppice/images"
+	"github.com/coppice-dev/coppice/runner/checkpoints"
 	"github.com/coppice-dev/coppice/runner/guest"
 	"github.com/coppice-dev/coppice/runner/hostlimit"
 )
@@ -20,7 +21,7 @@ import (
 // Template makes the template checkpoint of an image and shape. It boots the image once and captures it when its agent is ready. The
 // memory becomes the base of everything that grows from the template. This takes as long as a boot.
 func (r *Runner) Template(ctx context.Context, req runnerapi.Template) (runnerapi.Checkpoint, error) {
-	return r.once(ctx, req.CheckpointID, r.counted(func() (*checkpointRecord, error) {
+	return r.checkpoints.Once(ctx, req.CheckpointID, r.counted(func() (*checkpoints.Record, error) {
 		img, err := r.cfg.Images.Get(string(req.Image))
 		if err != nil {
 			return nil, err
@@ -40,7 +41,7 @@ func (r *Runner) Template(ctx context.Context, req runnerapi.Template) (runnerap
 	}))
 }
 
-func (r *Runner) bootTemplate(ctx context.Context, img images.Image, req runnerapi.Template) (_ *checkpointRecord, err error) {
+func (r *Runner) bootTemplate(ctx context.Context, img images.Image, req runnerapi.Template) (_ *checkpoints.Record, err error) {
 	watch := core.NewStopwatch()
 	zero, err := r.bases.Zero(int64(req.Resources.MemoryMiB) << 20)
 	if err != nil {
@@ -85,26 +86,26 @@ func (r *Runner) bootTemplate(ctx context.Context, img images.Image, req runnera
 	return rec, nil
 }
 
-func (r *Runner) captureTemplate(ctx context.Context, sh *shell, agent *guest.Client, c *capture, req runnerapi.Template) (*checkpointRecord, error) {
+func (r *Runner) captureTemplate(ctx context.Context, sh *shell, agent *guest.Client, c *capture, req runnerapi.Template) (*checkpoints.Record, error) {
 	frozen, err := agent.Quiesce(ctx, r.quiesceRequest(req.CheckpointID, c))
 	if err != nil {
 		return nil, err
 	}
-	c.survey = surveyOf(frozen)
+	c.survey = checkpoints.SurveyOf(frozen)
 	c.watch.Lap("freeze")
 	if err := c.take(ctx, sh); err != nil {
 		return nil, err
 	}
-	rec := &checkpointRecord{Checkpoint: runnerapi.Checkpoint{
+	rec := &checkpoints.Record{Checkpoint: runnerapi.Checkpoint{
 		ID: req.CheckpointID, Image: sh.shape.image, Class: sh.Class, Resources: req.Resources, Processes: frozen.StaleProcesses,
 	}}
 	rec.Resources.DiskGiB = int(sh.shape.diskBytes >> 30)
-	release := r.checkpoints.holdBases()
+	release := r.checkpoints.HoldBases()
 	return rec, errors.Join(r.publishTemplate(ctx, sh, c, rec), release())
 }
 
 // publishTemplate writes the new base, and publishes the checkpoint when everything of it is durable. Meanwhile no base is removed.
-func (r *Runner) publishTemplate(ctx context.Context, sh *shell, c *capture, rec *checkpointRecord) error {
+func (r *Runner) publishTemplate(ctx context.Context, sh *shell, c *capture, rec *checkpoints.Record) error {
 	err := c.durable(func() error {
 		base, err := r.bases.Rebase(sh.base, c.memory.Delta())
 		if err != nil {

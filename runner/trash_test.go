@@ -7,6 +7,7 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+	"time"
 
 	"golang.org/x/sys/unix"
 
@@ -16,6 +17,7 @@ import (
 	"github.com/coppice-dev/coppice/internal/bootclock"
 	"github.com/coppice-dev/coppice/internal/eventually"
 	"github.com/coppice-dev/coppice/internal/require"
+	"github.com/coppice-dev/coppice/runner/checkpoints"
 	"github.com/coppice-dev/coppice/runner/trash"
 )
 
@@ -45,7 +47,7 @@ func trashRig(t *testing.T) (*fakeRig, core.CheckpointID) {
 
 func (r *fakeRig) inTrash() map[core.CheckpointID]bool {
 	r.t.Helper()
-	list, err := trash.List(r.checkpoints.trashDir)
+	list, err := trash.List(r.checkpoints.TrashDir())
 	if err != nil {
 		r.t.Fatal(err)
 	}
@@ -66,16 +68,38 @@ func TestTrashIsNoCheckpoint(t *testing.T) {
 	r, id := trashRig(t)
 	s := r.fork(id)
 	r.capture(s)
-	entries, err := os.ReadDir(r.checkpoints.dir)
+	entries, err := os.ReadDir(r.checkpoints.Dir())
 	if err != nil || len(entries) != 2 {
 		t.Fatalf("%v, %v", entries, err)
 	}
 	for _, e := range entries {
-		rec := new(checkpointRecord)
-		if err := atomicfile.ReadJSON(r.checkpoints.path(core.CheckpointID(e.Name()), recordFile), rec); err != nil || string(rec.ID) != e.Name() {
+		rec := new(checkpoints.Record)
+		if err := atomicfile.ReadJSON(r.checkpoints.Path(core.CheckpointID(e.Name()), checkpoints.RecordFile), rec); err != nil || string(rec.ID) != e.Name() {
 			t.Errorf("%s among the checkpoints is none: %v", e.Name(), err)
 		}
 	}
+}
+
+// expireTrash ends the grace of everything in the trash.
+func (r *fakeRig) expireTrash() {
+	r.checkpoints.Inspect(func(st checkpoints.State) {
+		for id, c := range st.Trash {
+			st.Trash[id] = checkpoints.Trashed{Record: c.Record}
+		}
+	})
+}
+
+// putInTrash makes the runner believe that a checkpoint is in the trash.
+func (r *fakeRig) putInTrash(id core.CheckpointID) {
+	r.checkpoints.Inspect(func(st checkpoints.State) {
+		rec := &checkpoints.Record{Checkpoint: runnerapi.Checkpoint{ID: id}}
+		st.Trash[id] = checkpoints.Trashed{Record: rec, Until: bootclock.Now() + time.Hour}
+	})
+}
+
+// trashPart is where a checkpoint of the trash is while it is removed.
+func (r *fakeRig) trashPart(id core.CheckpointID) string {
+	return filepath.Join(r.checkpoints.TrashDir(), checkpoints.PartPrefix+string(id))
 }
 
 // TestDiscardDuringRebase: a checkpoint that is discarded while its rebase is written is in the trash whole, or not at all.
@@ -85,13 +109,11 @@ func TestDiscardDuringRebase(t *testing.T) { //nolint:paralleltest // the failpo
 	rebased, discarded := make(chan error, 1), make(chan error, 1)
 	armed := hang(t, "rebase.written", func() { rebased <- r.Rebase(id) })
 	go func() { discarded <- r.Discard(id) }()
-	if r.checkpoints.mu.TryLock() {
-		r.checkpoints.mu.Unlock()
-		t.Error("nothing keeps the discarding from going on before the rebase")
-		if err := <-discarded; err != nil {
-			t.Error(err)
-		}
-		discarded <- nil
+	select { // it must wait; what is in the trash below is not whole if it does not
+	case err := <-discarded:
+		t.Errorf("nothing keeps the discarding from going on before the rebase: %v", err)
+		discarded <- err
+	case <-time.After(200 * time.Millisecond):
 	}
 	armed.Release()
 	if err := errors.Join(<-rebased, <-discarded); err != nil {
@@ -110,19 +132,17 @@ func TestDiscardDuringRebase(t *testing.T) { //nolint:paralleltest // the failpo
 func TestDiscardNothing(t *testing.T) {
 	t.Parallel()
 	r, id := trashRig(t)
-	if err := trash.Keep(r.checkpoints.trashDir, id); err != nil {
+	if err := trash.Keep(r.checkpoints.TrashDir(), id); err != nil {
 		t.Fatal(err)
 	}
-	r.checkpoints.mu.Lock()
-	r.checkpoints.records[id] = r.checkpoints.trash[id].rec
-	r.checkpoints.mu.Unlock()
+	r.checkpoints.Inspect(func(st checkpoints.State) { st.Records[id] = st.Trash[id].Record })
 	if err := r.Discard(id); !errors.Is(err, fs.ErrNotExist) {
 		t.Errorf("a checkpoint without files was discarded: %v", err)
 	}
 	if !r.inTrash()[id] {
 		t.Fatal("the trash has lost it")
 	}
-	if err := os.CopyFS(r.checkpoints.path(id, ""), os.DirFS(trash.Path(r.checkpoints.trashDir, id))); err != nil {
+	if err := os.CopyFS(r.checkpoints.Path(id, ""), os.DirFS(trash.Path(r.checkpoints.TrashDir(), id))); err != nil {
 		t.Fatal(err)
 	}
 	if err := r.Discard(id); err != nil || !r.inTrash()[id] {
@@ -136,7 +156,7 @@ func TestTrashThatCannotBeRead(t *testing.T) {
 	t.Parallel()
 	r, id := trashRig(t)
 	r.stop()
-	record := filepath.Join(trash.Path(r.checkpoints.trashDir, id), recordFile)
+	record := filepath.Join(trash.Path(r.checkpoints.TrashDir(), id), checkpoints.RecordFile)
 	good, err := os.ReadFile(record)
 	if err != nil {
 		t.Fatal(err)
@@ -154,10 +174,10 @@ func TestTrashThatCannotBeRead(t *testing.T) {
 		t.Fatal(err)
 	}
 	for bad, content := range map[string]string{"no JSON": "{", "another one": string(good), "kept": "{"} {
-		dir := trash.Path(r.checkpoints.trashDir, core.NewID[core.CheckpointID]())
-		err := errors.Join(os.Mkdir(dir, 0o700), os.WriteFile(filepath.Join(dir, recordFile), []byte(content), 0o600))
+		dir := trash.Path(r.checkpoints.TrashDir(), core.NewID[core.CheckpointID]())
+		err := errors.Join(os.Mkdir(dir, 0o700), os.WriteFile(filepath.Join(dir, checkpoints.RecordFile), []byte(content), 0o600))
 		if bad == "kept" {
-			err = errors.Join(err, trash.Keep(r.checkpoints.trashDir, core.CheckpointID(filepath.Base(dir))))
+			err = errors.Join(err, trash.Keep(r.checkpoints.TrashDir(), core.CheckpointID(filepath.Base(dir))))
 		}
 		if err != nil {
 			t.Fatal(err)
@@ -173,12 +193,10 @@ func TestTrashThatCannotBeRead(t *testing.T) {
 // TestKeepDuringRemoval: what an operator keeps while it is being removed stays, also when the runner dies before it has looked.
 func TestKeepDuringRemoval(t *testing.T) { //nolint:paralleltest // the failpoint is one of all runners
 	r, id := trashRig(t)
-	r.checkpoints.mu.Lock()
-	r.checkpoints.trash[id] = trashed{r.checkpoints.trash[id].rec, 0}
-	r.checkpoints.mu.Unlock()
+	r.expireTrash()
 	emptied := make(chan error, 1)
-	armed := hang(t, "trash.judged", func() { emptied <- r.emptyTrash(t.Context()) }) // or the runner does it itself
-	if err := trash.Keep(r.checkpoints.trashDir, id); err != nil {
+	armed := hang(t, "trash.judged", func() { emptied <- r.checkpoints.EmptyTrash(t.Context(), r.room.Free) }) // or the runner does it itself
+	if err := trash.Keep(r.checkpoints.TrashDir(), id); err != nil {
 		t.Fatal(err)
 	}
 	armed.Release()
@@ -189,8 +207,8 @@ func TestKeepDuringRemoval(t *testing.T) { //nolint:paralleltest // the failpoin
 	if !r.inTrash()[id] {
 		t.Fatalf("it was kept, and is gone: %v", r.inTrash())
 	}
-	path := trash.Path(r.checkpoints.trashDir, id)
-	if err := os.Rename(path, filepath.Join(filepath.Dir(path), partPrefix+string(id))); err != nil {
+	path := trash.Path(r.checkpoints.TrashDir(), id)
+	if err := os.Rename(path, filepath.Join(filepath.Dir(path), checkpoints.PartPrefix+string(id))); err != nil {
 		t.Fatal(err)
 	}
 	r.start()
@@ -204,23 +222,23 @@ func TestKeepDuringRemoval(t *testing.T) { //nolint:paralleltest // the failpoin
 func TestTrashIsLeftAlone(t *testing.T) {
 	t.Parallel()
 	r, id := trashRig(t)
-	if err := trash.Keep(r.checkpoints.trashDir, id); err != nil {
+	if err := trash.Keep(r.checkpoints.TrashDir(), id); err != nil {
 		t.Fatal(err)
 	}
 	if err := r.Rebase(id); core.CategoryOf(err) != core.NotFound {
 		t.Errorf("a rebase of what is in the trash: %v", err)
 	}
-	if err := os.MkdirAll(r.checkpoints.path(id, "x"), 0o700); err != nil { // in the way
+	if err := os.MkdirAll(r.checkpoints.Path(id, "x"), 0o700); err != nil { // in the way
 		t.Fatal(err)
 	}
 	if _, err := r.Checkpoint(id); err == nil || !r.inTrash()[id] {
 		t.Errorf("it was not taken back (%v), and is not kept any more: %v", err, r.inTrash())
 	}
-	if err := os.RemoveAll(r.checkpoints.path(id, "")); err != nil {
+	if err := os.RemoveAll(r.checkpoints.Path(id, "")); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := r.Checkpoint(id); err != nil || trash.Marked(r.checkpoints.path(id, "")) {
-		t.Errorf("taken back: %v, and still marked: %v", err, trash.Marked(r.checkpoints.path(id, "")))
+	if _, err := r.Checkpoint(id); err != nil || trash.Marked(r.checkpoints.Path(id, "")) {
+		t.Errorf("taken back: %v, and still marked: %v", err, trash.Marked(r.checkpoints.Path(id, "")))
 	}
 }
 
@@ -228,17 +246,13 @@ func TestTrashIsLeftAlone(t *testing.T) {
 func TestTrashGoesOn(t *testing.T) {
 	t.Parallel()
 	r, _ := trashRig(t)
-	first := r.checkpoints.listTrash()[0].rec.ID
-	stuck(t, r.checkpoints.trashPart(first)) // it cannot be moved
-	r.checkpoints.mu.Lock()
-	for id, c := range r.checkpoints.trash {
-		r.checkpoints.trash[id] = trashed{c.rec, 0}
-	}
-	r.checkpoints.mu.Unlock()
-	if err := r.emptyTrash(t.Context()); err == nil {
+	first := r.checkpoints.ListTrash()[0].Record.ID
+	stuck(t, r.trashPart(first)) // it cannot be moved
+	r.expireTrash()
+	if err := r.checkpoints.EmptyTrash(t.Context(), r.room.Free); err == nil {
 		t.Error("nothing is wrong")
 	}
-	eventually.True(t, "the other is gone", func() bool { return len(r.checkpoints.listTrash()) == 1 && len(r.inTrash()) == 1 })
+	eventually.True(t, "the other is gone", func() bool { return len(r.checkpoints.ListTrash()) == 1 && len(r.inTrash()) == 1 })
 }
 
 // stuck makes a directory that cannot be removed, until the test ends.
@@ -263,18 +277,18 @@ func stuck(t *testing.T, dir string) {
 func TestTrashThatWasMovedAway(t *testing.T) {
 	t.Parallel()
 	r, id := trashRig(t)
-	path, part := trash.Path(r.checkpoints.trashDir, id), r.checkpoints.trashPart(id)
+	path, part := trash.Path(r.checkpoints.TrashDir(), id), r.trashPart(id)
 	away := func() {
 		t.Helper()
 		if err := os.Rename(path, part); err != nil {
 			t.Fatal(err)
 		}
 	}
-	if err := trash.Keep(r.checkpoints.trashDir, id); err != nil {
+	if err := trash.Keep(r.checkpoints.TrashDir(), id); err != nil {
 		t.Fatal(err)
 	}
 	away()
-	if gone, err := r.dropTrash(t.Context(), id); gone || err != nil || !r.inTrash()[id] {
+	if gone, err := r.checkpoints.Drop(t.Context(), id); gone || err != nil || !r.inTrash()[id] {
 		t.Fatalf("it was kept: gone %v, %v; in the trash: %v", gone, err, r.inTrash())
 	}
 	away()
@@ -283,15 +297,15 @@ func TestTrashThatWasMovedAway(t *testing.T) {
 		t.Fatal(err)
 	}
 	away()
-	if gone, err := r.dropTrash(t.Context(), id); !gone || err != nil || len(r.checkpoints.listTrash()) != 1 {
-		t.Errorf("gone %v, %v; in the trash: %v", gone, err, r.checkpoints.listTrash())
+	if gone, err := r.checkpoints.Drop(t.Context(), id); !gone || err != nil || len(r.checkpoints.ListTrash()) != 1 {
+		t.Errorf("gone %v, %v; in the trash: %v", gone, err, r.checkpoints.ListTrash())
 	}
 	if _, err := os.Lstat(part); !errors.Is(err, os.ErrNotExist) {
 		t.Errorf("it is still there: %v", err)
 	}
 	for _, ask := range []func(id core.CheckpointID) error{
 		func(id core.CheckpointID) error {
-			gone, err := r.dropTrash(t.Context(), id)
+			gone, err := r.checkpoints.Drop(t.Context(), id)
 			if !gone {
 				t.Error("it is not gone")
 			}
@@ -305,29 +319,10 @@ func TestTrashThatWasMovedAway(t *testing.T) {
 		},
 	} {
 		absent := core.NewID[core.CheckpointID]()
-		r.checkpoints.mu.Lock()
-		r.checkpoints.trash[absent] = trashed{&checkpointRecord{Checkpoint: runnerapi.Checkpoint{ID: absent}}, bootclock.Now() + trashGrace}
-		r.checkpoints.mu.Unlock()
-		if err := ask(absent); err != nil || len(r.checkpoints.listTrash()) != 1 {
-			t.Errorf("without files: %v; in the trash: %v", err, r.checkpoints.listTrash())
+		r.putInTrash(absent)
+		if err := ask(absent); err != nil || len(r.checkpoints.ListTrash()) != 1 {
+			t.Errorf("without files: %v; in the trash: %v", err, r.checkpoints.ListTrash())
 		}
-	}
-}
-
-// TestDeletedThoughKept: a runner that dies while it removes a kept checkpoint that was deleted does not bring back what is left.
-func TestDeletedThoughKept(t *testing.T) {
-	t.Parallel()
-	r, id := trashRig(t)
-	if err := trash.Keep(r.checkpoints.trashDir, id); err != nil {
-		t.Fatal(err)
-	}
-	if gone, err := r.checkpoints.takeOut(id, true); !gone || err != nil {
-		t.Fatalf("gone %v, %v", gone, err)
-	}
-	r.stop() // before it has removed anything
-	r.start()
-	if list := r.inTrash(); len(list) != 1 {
-		t.Errorf("in the trash: %v", list)
 	}
 }
 
@@ -369,20 +364,15 @@ func TestTrash(t *testing.T) {
 func TestTrashIsEmptied(t *testing.T) {
 	t.Parallel()
 	r, id := trashRig(t)
-	if err := trash.Keep(r.checkpoints.trashDir, id); err != nil {
+	if err := trash.Keep(r.checkpoints.TrashDir(), id); err != nil {
 		t.Fatal(err)
 	}
-	if err := trash.Keep(r.checkpoints.trashDir, core.NewID[core.CheckpointID]()); core.CodeOf(err) != core.CodeCheckpointNotFound {
+	if err := trash.Keep(r.checkpoints.TrashDir(), core.NewID[core.CheckpointID]()); core.CodeOf(err) != core.CodeCheckpointNotFound {
 		t.Errorf("an absent one is kept: %v", err)
 	}
-	r.checkpoints.mu.Lock()
-	for id, c := range r.checkpoints.trash {
-		c.until = 0
-		r.checkpoints.trash[id] = c
-	}
-	r.checkpoints.mu.Unlock()
+	r.expireTrash()
 	eventually.True(t, "what is not kept goes", func() bool { return len(r.inTrash()) == 1 })
-	if err := r.emptyTrash(t.Context()); err != nil || !r.inTrash()[id] {
+	if err := r.checkpoints.EmptyTrash(t.Context(), r.room.Free); err != nil || !r.inTrash()[id] {
 		t.Errorf("the trash has %v, %v", r.inTrash(), err)
 	}
 	r.fork(id)
@@ -392,14 +382,14 @@ func TestTrashIsEmptied(t *testing.T) {
 func TestTrashOnAFullDisk(t *testing.T) {
 	t.Parallel()
 	r, id := trashRig(t)
-	if err := trash.Keep(r.checkpoints.trashDir, id); err != nil {
+	if err := trash.Keep(r.checkpoints.TrashDir(), id); err != nil {
 		t.Fatal(err)
 	}
 	r.stop()
 	r.cfg.Store.Floor = 1 << 60
 	r.start()
 	eventually.True(t, "the trash is emptied", func() bool { return len(r.inTrash()) == 1 && r.inTrash()[id] })
-	if err := trash.Unkeep(r.checkpoints.trashDir, id); err != nil {
+	if err := trash.Unkeep(r.checkpoints.TrashDir(), id); err != nil {
 		t.Fatal(err)
 	}
 	eventually.True(t, "nothing is left", func() bool { return len(r.inTrash()) == 0 })

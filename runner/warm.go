@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/runner/checkpoints"
 )
 
 // warmPool keeps shells of recently forked bases ready. The start of a VMM is most of the cost of a fork. A search forks the same base
@@ -235,8 +236,8 @@ func (w *warmPool) close(ctx context.Context) error {
 }
 
 // shapeOf is the shape of the shells that can become a checkpoint.
-func shapeOf(ckpt *opened) (shape, error) {
-	info, err := ckpt.overlay.Stat()
+func shapeOf(ckpt *checkpoints.Opened) (shape, error) {
+	info, err := ckpt.Overlay.Stat()
 	if err != nil {
 		return shape{}, err
 	}
@@ -246,7 +247,7 @@ func shapeOf(ckpt *opened) (shape, error) {
 }
 
 // takeShell returns a shell for the checkpoint: a warm one, or a new one.
-func (r *Runner) takeShell(ctx context.Context, ckpt *opened) (*shell, error) {
+func (r *Runner) takeShell(ctx context.Context, ckpt *checkpoints.Opened) (*shell, error) {
 	sh, err := shapeOf(ckpt)
 	if err != nil {
 		return nil, err
@@ -254,9 +255,9 @@ func (r *Runner) takeShell(ctx context.Context, ckpt *opened) (*shell, error) {
 	if s := r.warm.take(sh); s != nil {
 		return s, nil
 	}
-	s, err := r.newShell(ctx, sh, ckpt.base, nil)
+	s, err := r.newShell(ctx, sh, ckpt.Memory, nil)
 	for err != nil && core.CategoryOf(err) == core.Exhausted && r.warm.makeRoom(ctx) {
-		s, err = r.newShell(ctx, sh, ckpt.base, nil)
+		s, err = r.newShell(ctx, sh, ckpt.Memory, nil)
 	}
 	return s, err
 }
@@ -271,9 +272,18 @@ func (r *Runner) coldShell(ctx context.Context, sh shape) (*shell, error) {
 }
 
 // forked is called when a fork of a checkpoint has ended.
-func (r *Runner) forked(ckpt *opened, n int) {
-	if sh, err := shapeOf(ckpt); err == nil {
+func (r *Runner) forked(ckpt *checkpoints.Opened, n int) {
+	sh, err := shapeOf(ckpt)
+	if err == nil {
 		r.warm.want(sh)
 	}
-	r.considerRebase(ckpt, n)
+	r.rebases.Consider(ckpt, n, func(base core.BaseID) {
+		if err != nil {
+			return
+		}
+		// Loading a large base takes as long as the injection of the delta did. The next fork must not wait for it.
+		rebased := sh
+		rebased.base = base
+		r.warm.renew(r.runCtx, rebased)
+	})
 }

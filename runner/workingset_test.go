@@ -7,6 +7,7 @@ import (
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/eventually"
+	"github.com/coppice-dev/coppice/runner/checkpoints"
 	"github.com/coppice-dev/coppice/runner/lazy"
 	"github.com/coppice-dev/coppice/runner/memory"
 )
@@ -35,16 +36,16 @@ func TestWorkingSetTravels(t *testing.T) {
 	if _, err := b.Fork(t.Context(), runnerapi.Fork{CheckpointID: again, Children: []runnerapi.Child{b.child()}, Sources: p.sources(again, c, template)}); err != nil {
 		t.Fatal(err)
 	}
-	for where, rec := range map[string]*checkpointRecord{"a child after a restart": a.recordOf(t, again), "the child elsewhere": b.recordOf(t, again)} {
+	for where, rec := range map[string]*checkpoints.Record{"a child after a restart": a.recordOf(t, again), "the child elsewhere": b.recordOf(t, again)} {
 		if !bytes.Equal(rec.WorkingSet, set) {
 			t.Errorf("%s has another set: %d bytes, want %d", where, len(rec.WorkingSet), len(set))
 		}
 	}
 }
 
-func (r *fakeRig) recordOf(t *testing.T, id core.CheckpointID) *checkpointRecord {
+func (r *fakeRig) recordOf(t *testing.T, id core.CheckpointID) *checkpoints.Record {
 	t.Helper()
-	rec, err := r.checkpoints.get(id)
+	rec, err := r.checkpoints.Get(id)
 	if err != nil {
 		t.Fatal(err)
 	}

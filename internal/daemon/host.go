@@ -21,6 +21,7 @@ import (
 	"github.com/coppice-dev/coppice/internal/undo"
 	"github.com/coppice-dev/coppice/runner"
 	"github.com/coppice-dev/coppice/runner/cgroup"
+	"github.com/coppice-dev/coppice/runner/checkpoints"
 	"github.com/coppice-dev/coppice/runner/hostport"
 	"github.com/coppice-dev/coppice/runner/netns"
 	"github.com/coppice-dev/coppice/runner/trash"
@@ -106,7 +107,7 @@ func OpenHost(ctx context.Context, cfg HostConfig, id core.RunnerID, mark string
 	}
 	rc := runner.Config{
 		ID: id, ClusterID: mark, RunDir: filepath.Join(h.RunDir, vmDir), Log: cfg.Log.With("component", "runner"), Metrics: cfg.Registry, Traces: cfg.Traces,
-		MaxSandboxes: cfg.MaxSandboxes, Warm: cfg.Warm, Rebase: runner.RebasePolicy{Off: cfg.NoRebase}, Leave: cfg.Leave, Forward: cfg.Forward,
+		MaxSandboxes: cfg.MaxSandboxes, Warm: cfg.Warm, Rebase: checkpoints.RebasePolicy{Off: cfg.NoRebase}, Leave: cfg.Leave, Forward: cfg.Forward,
 	}
 	if err := os.MkdirAll(h.RunDir, 0o700); err != nil {
 		return nil, err

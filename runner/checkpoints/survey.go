@@ -1,4 +1,4 @@
-package runner
+package checkpoints
 
 import (
 	"encoding/json"
@@ -11,26 +11,27 @@ import (
 	"github.com/coppice-dev/coppice/internal/boundjson"
 )
 
-// survey is what a guest reported about itself at its capture. It is kept beside the checkpoint's bytes. Nothing relies on it: it is
+// Survey is what a guest reported about itself at its capture. It is kept beside the checkpoint's bytes. Nothing relies on it: it is
 // only shown in a comparison of two checkpoints.
-type survey struct {
+type Survey struct {
 	DiskFlushed bool                   `json:"disk_flushed"`       // the overlay has everything that was written before the freeze
 	FlushMS     float64                `json:"flush_ms,omitempty"` // duration of the flush in the freeze
 	Processes   []core.WorkloadProcess `json:"processes"`
 	Truncated   bool                   `json:"truncated,omitempty"` // there were more processes
 }
 
-func surveyOf(frozen guestapi.QuiesceResponse) survey {
-	return survey{DiskFlushed: frozen.Flushed, FlushMS: frozen.FlushMS, Processes: frozen.Workload, Truncated: frozen.WorkloadTruncated}
+// SurveyOf is what a guest reported when it was frozen.
+func SurveyOf(frozen guestapi.QuiesceResponse) Survey {
+	return Survey{DiskFlushed: frozen.Flushed, FlushMS: frozen.FlushMS, Processes: frozen.Workload, Truncated: frozen.WorkloadTruncated}
 }
 
-// write makes it durable in the directory of a capture.
-func (s survey) write(dir string) error {
+// Write makes it durable in the directory of a capture.
+func (s Survey) Write(dir string) error {
 	b, err := json.Marshal(s)
 	if err != nil {
 		return err
 	}
-	f, err := os.OpenFile(filepath.Join(dir, surveyFile), os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
+	f, err := os.OpenFile(filepath.Join(dir, SurveyFile), os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
 	if err != nil {
 		return err
 	}
@@ -45,18 +46,18 @@ var boundSurvey = boundjson.Bound{
 	Name: "the survey", Bytes: maxSurvey, Elements: 16 << 10, List: 2 << 10, Depth: 4, String: maxSurvey, Text: maxSurvey,
 }
 
-// survey reads the report of a checkpoint's guest. known is false for a checkpoint of an earlier version, which has no report.
-func (s *checkpointStore) survey(id core.CheckpointID) (out survey, known bool, err error) {
-	f, err := os.Open(s.path(id, surveyFile))
+// Survey reads the report of a checkpoint's guest. known is false for a checkpoint of an earlier version, which has no report.
+func (s *Store) Survey(id core.CheckpointID) (out Survey, known bool, err error) {
+	f, err := os.Open(s.Path(id, SurveyFile))
 	if errors.Is(err, os.ErrNotExist) {
-		return survey{}, false, nil
+		return Survey{}, false, nil
 	}
 	if err != nil {
-		return survey{}, false, err
+		return Survey{}, false, err
 	}
 	defer f.Close()
 	if err := boundjson.Decode(f, boundSurvey, nil, &out); err != nil {
-		return survey{}, false, core.Wrapf(err, core.DataLoss, core.CodeCheckpointCorrupt, "what the guest of checkpoint %s said of itself cannot be read", id)
+		return Survey{}, false, core.Wrapf(err, core.DataLoss, core.CodeCheckpointCorrupt, "what the guest of checkpoint %s said of itself cannot be read", id)
 	}
 	return out, true, nil
 }

@@ -1,4 +1,4 @@
-package runner
+package checkpoints
 
 import (
 	"cmp"
@@ -27,15 +27,24 @@ const (
 	maxTrash   = 4096
 )
 
-// trashed is a checkpoint in the trash.
-type trashed struct {
-	rec   *checkpointRecord
-	until time.Duration // by bootclock
+// Trashed is a checkpoint in the trash.
+type Trashed struct {
+	Record *Record
+	Until  time.Duration // by bootclock
 }
 
-// discard moves a checkpoint to the trash. Forks that have it open are not disturbed. It is no error if there is no such checkpoint. The
-// checkpoint replaces one of the same id in the trash.
-func (s *checkpointStore) discard(id core.CheckpointID, grace time.Duration) error {
+// Discard moves a checkpoint that the database does not know to the trash. Forks that have it open are not disturbed. It is no error if there
+// is no such checkpoint.
+func (s *Store) Discard(id core.CheckpointID) error {
+	s.cfg.Forgotten(id)
+	if err := s.discard(id, trashGrace); err != nil {
+		return fmt.Errorf("move checkpoint %s to the trash: %w", id, err)
+	}
+	return nil
+}
+
+// discard moves a checkpoint to the trash. It replaces one of the same id there.
+func (s *Store) discard(id core.CheckpointID, grace time.Duration) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	rec, there := s.records[id]
@@ -43,7 +52,7 @@ func (s *checkpointStore) discard(id core.CheckpointID, grace time.Duration) err
 		return nil
 	}
 	from, to := filepath.Join(s.dir, string(id)), trash.Path(s.trashDir, id)
-	if _, err := os.Lstat(filepath.Join(from, recordFile)); err != nil {
+	if _, err := os.Lstat(filepath.Join(from, RecordFile)); err != nil {
 		return err
 	}
 	kept := trash.Kept(s.trashDir, id) || trash.Marked(s.trashPart(id))
@@ -59,7 +68,7 @@ func (s *checkpointStore) discard(id core.CheckpointID, grace time.Duration) err
 	}
 	delete(s.records, id)
 	delete(s.used, id)
-	s.trash[id] = trashed{rec, bootclock.Now() + grace}
+	s.trash[id] = Trashed{rec, bootclock.Now() + grace}
 	if kept {
 		err = errors.Join(err, trash.Keep(s.trashDir, id))
 	}
@@ -76,13 +85,13 @@ func move(from, to string) (done bool, err error) {
 }
 
 // trashPart is the path of a checkpoint of the trash while it is removed.
-func (s *checkpointStore) trashPart(id core.CheckpointID) string {
-	return filepath.Join(s.trashDir, partPrefix+string(id))
+func (s *Store) trashPart(id core.CheckpointID) string {
+	return filepath.Join(s.trashDir, PartPrefix+string(id))
 }
 
 // trashPlace is the path of a checkpoint of the trash. A removal that failed may have moved it; it is still complete then, because its bytes
 // are removed only after it has left the list. If it is in neither place, the error says that the file is absent.
-func (s *checkpointStore) trashPlace(id core.CheckpointID) (string, error) {
+func (s *Store) trashPlace(id core.CheckpointID) (string, error) {
 	path := trash.Path(s.trashDir, id)
 	if _, err := os.Lstat(path); ignoreAbsent(err) != nil || err == nil {
 		return path, err
@@ -92,20 +101,20 @@ func (s *checkpointStore) trashPlace(id core.CheckpointID) (string, error) {
 	return path, err
 }
 
-// find is get for a request that names a checkpoint: if the checkpoint is in the trash, find takes it back.
-func (s *checkpointStore) find(id core.CheckpointID) (*checkpointRecord, error) {
-	if rec, err := s.get(id); err == nil {
+// Find is Get for a request that names a checkpoint: if the checkpoint is in the trash, Find takes it back.
+func (s *Store) Find(id core.CheckpointID) (*Record, error) {
+	if rec, err := s.Get(id); err == nil {
 		return rec, nil
 	}
 	rec, err := s.takeBack(id)
 	if rec != nil || err != nil {
 		return rec, err
 	}
-	return s.get(id)
+	return s.Get(id)
 }
 
 // takeBack returns nil if the checkpoint is not in the trash.
-func (s *checkpointStore) takeBack(id core.CheckpointID) (*checkpointRecord, error) {
+func (s *Store) takeBack(id core.CheckpointID) (*Record, error) {
 	s.mu.Lock()
 	t, there := s.trash[id]
 	if !there {
@@ -124,29 +133,27 @@ func (s *checkpointStore) takeBack(id core.CheckpointID) (*checkpointRecord, err
 		if done, err = move(from, to); done {
 			_ = trash.Unmark(to) // else discard does it
 			delete(s.trash, id)
-			s.records[id], s.used[id] = t.rec, time.Now()
+			s.records[id], s.used[id] = t.Record, time.Now()
 		}
 	}
 	s.mu.Unlock()
 	if err != nil {
 		return nil, fmt.Errorf("take checkpoint %s back from the trash: %w", id, err)
 	}
-	if s.published != nil {
-		s.published()
-	}
-	return t.rec, nil
+	s.cfg.Published()
+	return t.Record, nil
 }
 
 // readTrash reads what an earlier process has left in the trash. It removes directories without a valid record, because nothing can use
 // them, unless an operator keeps them. If a record cannot be read now, it may still be valid. Then the runner does not start, because it
 // does not know which memory the checkpoint needs.
-func (s *checkpointStore) readTrash() error {
+func (s *Store) readTrash() error {
 	entries, err := os.ReadDir(s.trashDir)
 	if err != nil {
 		return err
 	}
 	for _, e := range entries {
-		if id, part := strings.CutPrefix(e.Name(), partPrefix); part { // an unfinished removal
+		if id, part := strings.CutPrefix(e.Name(), PartPrefix); part { // an unfinished removal
 			path := filepath.Join(s.trashDir, e.Name())
 			if !trash.Marked(path) {
 				err = os.RemoveAll(path)
@@ -164,7 +171,7 @@ func (s *checkpointStore) readTrash() error {
 			return fmt.Errorf("read the record of checkpoint %s in the trash: %w; see to the disk, or remove %s if the checkpoint is not needed",
 				core.Clip(e.Name()), err, filepath.Join(s.trashDir, e.Name()))
 		case rec != nil && string(rec.ID) == e.Name():
-			s.trash[rec.ID] = trashed{rec, bootclock.Now() + trashGrace}
+			s.trash[rec.ID] = Trashed{rec, bootclock.Now() + trashGrace}
 		case !trash.Kept(s.trashDir, core.CheckpointID(e.Name())):
 			if err := os.RemoveAll(filepath.Join(s.trashDir, e.Name())); err != nil {
 				return err
@@ -175,41 +182,44 @@ func (s *checkpointStore) readTrash() error {
 }
 
 // readRecord returns nil if there is no record, or an invalid one.
-func readRecord(dir string) (*checkpointRecord, error) {
-	b, err := os.ReadFile(filepath.Join(dir, recordFile))
+func readRecord(dir string) (*Record, error) {
+	b, err := os.ReadFile(filepath.Join(dir, RecordFile))
 	if err != nil {
 		return nil, ignoreAbsent(err)
 	}
-	rec := new(checkpointRecord)
+	rec := new(Record)
 	if invalid := json.Unmarshal(b, rec); invalid != nil {
 		rec = nil
 	}
 	return rec, nil
 }
 
-func (s *checkpointStore) listTrash() []trashed {
+// ListTrash lists the trash, the oldest first.
+func (s *Store) ListTrash() []Trashed {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	out := make([]trashed, 0, len(s.trash))
+	out := make([]Trashed, 0, len(s.trash))
 	for _, t := range s.trash {
 		out = append(out, t)
 	}
-	slices.SortFunc(out, func(a, b trashed) int { return cmp.Or(cmp.Compare(a.until, b.until), cmp.Compare(a.rec.ID, b.rec.ID)) })
+	slices.SortFunc(out, func(a, b Trashed) int {
+		return cmp.Or(cmp.Compare(a.Until, b.Until), cmp.Compare(a.Record.ID, b.Record.ID))
+	})
 	return out
 }
 
 // removeTrash removes a checkpoint from the trash, unless it was taken back meanwhile. It removes one that an operator keeps only if the
 // caller allows this.
-func (s *checkpointStore) removeTrash(id core.CheckpointID, kept bool) (gone bool, err error) {
+func (s *Store) removeTrash(id core.CheckpointID, kept bool) (gone bool, err error) {
 	if gone, err = s.takeOut(id, kept); !gone || err != nil {
 		return false, err
 	}
-	return true, errors.Join(os.RemoveAll(s.trashPart(id)), s.collect())
+	return true, errors.Join(os.RemoveAll(s.trashPart(id)), s.Collect())
 }
 
 // takeOut moves a checkpoint out of the trash. It reads the operator's mark when nobody can set it any more. If the checkpoint is removed
 // although it has the mark, it loses the mark: if the runner dies while it removes the files, the rest of them must not come back.
-func (s *checkpointStore) takeOut(id core.CheckpointID, kept bool) (gone bool, err error) {
+func (s *Store) takeOut(id core.CheckpointID, kept bool) (gone bool, err error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if _, there := s.trash[id]; !there {
@@ -244,63 +254,53 @@ func (s *checkpointStore) takeOut(id core.CheckpointID, kept bool) (gone bool, e
 	return true, nil
 }
 
-// Discard moves a checkpoint that the database does not know to the trash. A request that names it takes it back.
-func (r *Runner) Discard(id core.CheckpointID) error {
-	r.forgetForks(id)
-	r.seals.forget(id)
-	if err := r.checkpoints.discard(id, trashGrace); err != nil {
-		return fmt.Errorf("move checkpoint %s to the trash: %w", id, err)
-	}
-	return nil
-}
-
-// emptyTrash removes checkpoints that are in the trash for too long, those beyond the largest number, and, while the disk is nearly full, the
-// oldest ones.
-func (r *Runner) emptyTrash(ctx context.Context) error {
-	list := r.checkpoints.listTrash()
+// EmptyTrash removes checkpoints that are in the trash for too long, those beyond the largest number, and, while the disk is nearly full, the
+// oldest ones. free says how many bytes of the disk may be written.
+func (s *Store) EmptyTrash(ctx context.Context, free func() (int64, error)) error {
+	list := s.ListTrash()
 	var errs []error
 	for i, t := range list {
-		free, err := r.room.Free()
+		left, err := free()
 		if err != nil {
 			errs = append(errs, err)
 			break
 		}
-		if t.until > bootclock.Now() && free > 0 && len(list)-i <= maxTrash {
+		if t.Until > bootclock.Now() && left > 0 && len(list)-i <= maxTrash {
 			break // the others are younger
 		}
-		if _, err := r.dropTrash(ctx, t.rec.ID); err != nil { // it may be the only one that cannot be removed
-			errs = append(errs, fmt.Errorf("checkpoint %s: %w", t.rec.ID, err))
+		if _, err := s.Drop(ctx, t.Record.ID); err != nil { // it may be the only one that cannot be removed
+			errs = append(errs, fmt.Errorf("checkpoint %s: %w", t.Record.ID, err))
 		}
 	}
 	return errors.Join(errs...)
 }
 
-// dropOldestTrash removes the oldest checkpoint from the trash. It returns false if the trash has none that may be removed.
-func (r *Runner) dropOldestTrash(ctx context.Context) (bool, error) {
+// DropOldest removes the oldest checkpoint from the trash. It returns false if the trash has none that may be removed.
+func (s *Store) DropOldest(ctx context.Context) (bool, error) {
 	var errs []error
-	for _, t := range r.checkpoints.listTrash() {
-		gone, err := r.dropTrash(ctx, t.rec.ID)
+	for _, t := range s.ListTrash() {
+		gone, err := s.Drop(ctx, t.Record.ID)
 		if gone {
 			return true, err
 		}
 		if err != nil {
-			errs = append(errs, fmt.Errorf("checkpoint %s: %w", t.rec.ID, err))
+			errs = append(errs, fmt.Errorf("checkpoint %s: %w", t.Record.ID, err))
 		}
 	}
 	return false, errors.Join(errs...)
 }
 
-// dropTrash removes a checkpoint from the trash, unless an operator wants it kept.
-func (r *Runner) dropTrash(ctx context.Context, id core.CheckpointID) (gone bool, err error) {
-	if trash.Kept(r.checkpoints.trashDir, id) {
+// Drop removes a checkpoint from the trash, unless an operator wants it kept.
+func (s *Store) Drop(ctx context.Context, id core.CheckpointID) (gone bool, err error) {
+	if trash.Kept(s.trashDir, id) {
 		return false, nil
 	}
 	if err := trashJudged.Hit(ctx); err != nil {
 		return false, err
 	}
-	if gone, err = r.checkpoints.removeTrash(id, false); !gone {
+	if gone, err = s.removeTrash(id, false); !gone {
 		return false, err
 	}
-	r.cfg.Log.WarnContext(ctx, "checkpoint without a row was removed from the trash", "checkpoint_id", id)
-	return true, errors.Join(err, r.roots.Collect())
+	s.cfg.Log.WarnContext(ctx, "checkpoint without a row was removed from the trash", "checkpoint_id", id)
+	return true, errors.Join(err, s.cfg.Removed())
 }

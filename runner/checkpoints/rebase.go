@@ -1,10 +1,14 @@
-package runner
+package checkpoints
 
 import (
+	"cmp"
+	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"os"
 	"strings"
+	"sync"
 
 	"golang.org/x/sys/unix"
 
@@ -30,9 +34,7 @@ type RebasePolicy struct {
 }
 
 func (p RebasePolicy) withDefaults() RebasePolicy {
-	setDefault(&p.DeltaBytes, 64<<20)
-	setDefault(&p.Carried, 1)
-	setDefault(&p.Room, 1.0/4)
+	p.DeltaBytes, p.Carried, p.Room = cmp.Or(p.DeltaBytes, 64<<20), cmp.Or(p.Carried, 1), cmp.Or(p.Room, 1.0/4)
 	return p
 }
 
@@ -56,59 +58,90 @@ func (p RebasePolicy) wants(c carried) bool {
 	return float64(c.delta)*float64(c.forks) >= p.Carried*fresh
 }
 
-// considerRebase counts the children of a checkpoint and starts a rebase if the policy wants one. Only one rebase runs at a time: it
-// reads and writes a whole image, and its benefit can wait.
-func (r *Runner) considerRebase(ckpt *opened, children int) {
-	if ckpt.delta == nil || r.cfg.Rebase.Off {
+// RebaserConfig has what a Rebaser needs. All fields are required.
+type RebaserConfig struct {
+	Policy      RebasePolicy // the zero value is the measured default
+	DataDir     string
+	Checkpoints *Store
+	// Mapped says that VMMs map a base from its file. Otherwise each base in use is in memory.
+	Mapped bool
+	Life   context.Context //nolint:containedctx // the lifetime of the runner
+	// Go runs background work. The runner waits for it when it ends.
+	Go  func(func())
+	Log *slog.Logger
+}
+
+// Rebaser replaces bases and deltas of checkpoints in the background.
+type Rebaser struct {
+	cfg RebaserConfig
+
+	mu      sync.Mutex                // guards what follows
+	forks   map[core.CheckpointID]int // children since the last rebase
+	running bool
+}
+
+// NewRebaser returns a Rebaser that has not counted a fork yet.
+func NewRebaser(cfg RebaserConfig) *Rebaser {
+	cfg.Policy = cfg.Policy.withDefaults()
+	return &Rebaser{cfg: cfg, forks: make(map[core.CheckpointID]int)}
+}
+
+// Consider counts the children of a checkpoint and starts a rebase if the policy wants one. Only one rebase runs at a time: it reads and
+// writes a whole image, and its benefit can wait. renew is called with the new base while this base is open. The caller is an operation of the
+// runner, so the runner does not end meanwhile.
+func (b *Rebaser) Consider(ckpt *Opened, children int, renew func(core.BaseID)) {
+	if ckpt.Delta == nil || b.cfg.Policy.Off {
 		return
 	}
-	baseBytes, err := r.bases.AllocatedBytes(ckpt.Base)
+	baseBytes, err := b.cfg.Checkpoints.bases.AllocatedBytes(ckpt.Base)
 	if err != nil {
 		return // it was rebased or removed meanwhile
 	}
-	room, err := r.baseRoom()
+	room, err := b.baseRoom()
 	if err != nil {
-		r.cfg.Log.Warn("no checkpoint is rebased", "err", err)
+		b.cfg.Log.Warn("no checkpoint is rebased", "err", err)
 		return
 	}
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	r.forks[ckpt.ID] += children
-	weighed := carried{delta: ckpt.DeltaBytes, base: baseBytes, forks: r.forks[ckpt.ID], room: room}
-	if r.rebasing || r.runCtx.Err() != nil || !r.cfg.Rebase.wants(weighed) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.forks[ckpt.ID] += children
+	weighed := carried{delta: ckpt.DeltaBytes, base: baseBytes, forks: b.forks[ckpt.ID], room: room}
+	if b.running || b.cfg.Life.Err() != nil || !b.cfg.Policy.wants(weighed) {
 		return
 	}
-	r.rebasing = true
-	delete(r.forks, ckpt.ID)
+	b.running = true
+	delete(b.forks, ckpt.ID)
 	id := ckpt.ID
-	old, shapeErr := shapeOf(ckpt)
-	r.wg.Go(func() {
-		base, err := r.rebase(id)
+	b.cfg.Go(func() {
+		base, err := b.rebase(id)
 		if base != nil {
-			if shapeErr == nil {
-				// Loading a large base takes as long as the injection of the delta did. The next fork must not wait for it.
-				old.base = base.ID
-				r.warm.renew(r.runCtx, old)
-			}
+			renew(base.ID)
 			err = errors.Join(err, base.Close())
 		}
-		r.mu.Lock()
-		r.rebasing = false
-		r.mu.Unlock()
+		b.mu.Lock()
+		b.running = false
+		b.mu.Unlock()
 		if err != nil && core.CategoryOf(err) != core.NotFound {
-			r.cfg.Log.Warn("checkpoint was not rebased", "checkpoint_id", id, "err", err)
+			b.cfg.Log.Warn("checkpoint was not rebased", "checkpoint_id", id, "err", err)
 		}
 	})
 }
 
+// Forget drops the count of a checkpoint's forks.
+func (b *Rebaser) Forget(id core.CheckpointID) {
+	b.mu.Lock()
+	delete(b.forks, id)
+	b.mu.Unlock()
+}
+
 // baseRoom is how many bytes bases may take: of the disk, and of memory where each is a memfd.
-func (r *Runner) baseRoom() (int64, error) {
+func (b *Rebaser) baseRoom() (int64, error) {
 	var fs unix.Statfs_t
-	if err := unix.Statfs(r.cfg.DataDir, &fs); err != nil {
+	if err := unix.Statfs(b.cfg.DataDir, &fs); err != nil {
 		return 0, fmt.Errorf("examine the data directory: %w", err)
 	}
 	room := int64(fs.Bavail) * fs.Bsize
-	if r.cfg.Driver.Capabilities().ReadOnlyBase {
+	if b.cfg.Mapped {
 		return room, nil
 	}
 	free, err := availableMemory()
@@ -117,11 +150,11 @@ func (r *Runner) baseRoom() (int64, error) {
 
 // availableMemory is how much memory the kernel could provide without swapping, in bytes.
 func availableMemory() (int64, error) {
-	b, err := os.ReadFile("/proc/meminfo")
+	text, err := os.ReadFile("/proc/meminfo")
 	if err != nil {
 		return 0, err
 	}
-	for line := range strings.Lines(string(b)) {
+	for line := range strings.Lines(string(text)) {
 		var kib int64
 		if n, _ := fmt.Sscanf(line, "MemAvailable: %d kB", &kib); n == 1 {
 			return kib << 10, nil
@@ -132,8 +165,8 @@ func availableMemory() (int64, error) {
 
 // Rebase replaces a checkpoint's base and delta by a new base with the same bytes. Sandboxes on the old base continue to use it. A
 // checkpoint without a delta does not change.
-func (r *Runner) Rebase(id core.CheckpointID) error {
-	base, err := r.rebase(id)
+func (b *Rebaser) Rebase(id core.CheckpointID) error {
+	base, err := b.rebase(id)
 	if base != nil {
 		err = errors.Join(err, base.Close())
 	}
@@ -141,38 +174,32 @@ func (r *Runner) Rebase(id core.CheckpointID) error {
 }
 
 // rebase is Rebase; it returns the new base, open, if there is one.
-func (r *Runner) rebase(id core.CheckpointID) (_ *memory.Base, err error) {
-	ckpt, err := r.checkpoints.open(id)
+func (b *Rebaser) rebase(id core.CheckpointID) (_ *memory.Base, err error) {
+	s := b.cfg.Checkpoints
+	ckpt, err := s.Open(id)
 	if err != nil {
 		return nil, err
 	}
-	defer func() { err = errors.Join(err, ckpt.close()) }()
-	if ckpt.delta == nil {
+	defer func() { err = errors.Join(err, ckpt.Close()) }()
+	if ckpt.Delta == nil {
 		return nil, nil
 	}
-	release := r.checkpoints.holdBases()
+	release := s.HoldBases()
 	defer func() { err = errors.Join(err, release()) }()
-	base, err := r.bases.Rebase(ckpt.base, ckpt.delta)
+	base, err := s.bases.Rebase(ckpt.Memory, ckpt.Delta)
 	if err != nil {
 		return nil, err
 	}
-	if err := rebaseAfterBase.Hit(r.runCtx); err != nil {
+	if err := rebaseAfterBase.Hit(b.cfg.Life); err != nil {
 		return nil, errors.Join(err, base.Close())
 	}
-	r.checkpoints.lend(base.ID)
-	rec := *ckpt.checkpointRecord
+	s.Lend(base.ID)
+	rec := *ckpt.Record
 	rec.Base, rec.Rebased, rec.DeltaBytes = base.ID, true, 0
-	err = r.checkpoints.replace(r.runCtx, &rec)
-	if err = errors.Join(err, r.checkpoints.giveBack(base.ID)); err != nil {
+	err = s.replace(b.cfg.Life, &rec)
+	if err = errors.Join(err, s.GiveBack(base.ID)); err != nil {
 		return nil, errors.Join(err, base.Close())
 	}
-	r.cfg.Log.Info("checkpoint rebased", "checkpoint_id", id, "base_id", base.ID, "bytes", ckpt.DeltaBytes)
+	b.cfg.Log.Info("checkpoint rebased", "checkpoint_id", id, "base_id", base.ID, "bytes", ckpt.DeltaBytes)
 	return base, nil
-}
-
-// forgetForks drops the count of a checkpoint's forks.
-func (r *Runner) forgetForks(id core.CheckpointID) {
-	r.mu.Lock()
-	delete(r.forks, id)
-	r.mu.Unlock()
 }
