@@ -22,7 +22,9 @@ import (
 	"github.com/coppice-dev/coppice/runner/egress"
 	"github.com/coppice-dev/coppice/runner/hostport"
 	"github.com/coppice-dev/coppice/runner/netns"
+	"github.com/coppice-dev/coppice/runner/pager"
 	"github.com/coppice-dev/coppice/runner/vmm"
+	"github.com/coppice-dev/coppice/snapshotstore/blob"
 )
 
 // Namespace is the network of one sandbox, as netns.Namespace implements it.
@@ -103,6 +105,23 @@ type Config struct {
 	FreezeTimeout time.Duration // for the workload to freeze; default 5 seconds
 	StallAfter    time.Duration // how long a machine may wait for a page from the store before it is held and reported; default 10 seconds
 	FlushTimeout  time.Duration // for a guest to flush its disk before a capture; default 1 second. It gets a quarter of this time again in the freeze
+}
+
+// StoreConfig says where checkpoints are made durable.
+type StoreConfig struct {
+	Blobs blob.Blobs // nil: nowhere
+	// Copies is how many bytes fetched checkpoints may take, not counting those that were captured here; 0: no bound.
+	Copies int64
+	// Floor is how many bytes of the disk no fetch may take; 0: a sixteenth of it, at most 4 GiB.
+	Floor int64
+	// Cached has the objects of the store that the host keeps, for other runners; nil: none.
+	Cached func(key string, off, n int64) ([]byte, bool)
+	// Throttle is asked before n bytes are sent; nil: never.
+	Throttle func(ctx context.Context, n int) error
+	// Pager serves images that are not complete, so that machines need not wait for them; nil: there is none. With Whole, checkpoints are
+	// fetched whole although there is a pager.
+	Pager *pager.Process
+	Whole bool
 }
 
 // VMLimits bound a VM's use of the host besides its memory. A zero field bounds nothing. VMs share by weight in any case.

@@ -133,10 +133,10 @@ func (r *Runner) neededCopies(list []*checkpoints.Record) map[core.CheckpointID]
 		if r.checkpoints.IsHeld(rec.ID) {
 			needed[rec.ID] = true
 		}
-		if r.seals.isSealed(rec.ID) {
+		if r.seals.IsSealed(rec.ID) {
 			continue
 		}
-		for _, id := range r.ancestors(rec) {
+		for _, id := range r.seals.Ancestors(rec) {
 			needed[id] = true
 		}
 	}

@@ -59,7 +59,7 @@ func (r *Runner) projectOf(ctx context.Context, rec *checkpoints.Record) (core.P
 	if err != nil {
 		return "", err
 	}
-	snapshot, err := r.snapshot(ctx, at)
+	snapshot, err := r.seals.Snapshot(ctx, at)
 	if err != nil {
 		return "", err
 	}

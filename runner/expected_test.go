@@ -214,7 +214,7 @@ func TestOldAncestor(t *testing.T) {
 	})
 
 	at := x.sources(x.c)[0]
-	snapshot, err := b.snapshot(t.Context(), at)
+	snapshot, err := b.seals.Snapshot(t.Context(), at)
 	if err != nil {
 		t.Fatal(err)
 	}

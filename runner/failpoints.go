@@ -36,10 +36,6 @@ var (
 	captureWritten   = failpoint.New("capture.written")   // the files are durable, under another name
 	capturePublished = failpoint.New("capture.published") // the checkpoint is there, the journal does not know
 
-	sealBegun     = failpoint.New("seal.begun")     // the controller waits for an attempt
-	sealWritten   = failpoint.New("seal.written")   // everything is in the store, the controller does not know
-	sealCommitted = failpoint.New("seal.committed") // the controller knows, this host does not
-
 	fetchBegun   = failpoint.New("fetch.begun")   // there is a directory for it
 	fetchMemory  = failpoint.New("fetch.memory")  // there is a base that no record names, or a delta
 	fetchWritten = failpoint.New("fetch.written") // the files are durable, under another name

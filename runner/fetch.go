@@ -25,6 +25,7 @@ import (
 	"github.com/coppice-dev/coppice/runner/pager"
 	"github.com/coppice-dev/coppice/runner/room"
 	"github.com/coppice-dev/coppice/runner/roots"
+	"github.com/coppice-dev/coppice/runner/sealing"
 	"github.com/coppice-dev/coppice/snapshotstore"
 	"github.com/coppice-dev/coppice/snapshotstore/blob/peers"
 	"github.com/coppice-dev/coppice/snapshotstore/manifest"
@@ -53,7 +54,7 @@ func (r *Runner) fetchNow(ctx context.Context, sources []runnerapi.Stored, want 
 	at := sources[0]
 	defer r.fetching.begin(sources)()
 	r.wake()
-	snapshot, err := r.snapshot(ctx, at)
+	snapshot, err := r.seals.Snapshot(ctx, at)
 	if err == nil && want != nil {
 		err = snapshot.Header().Check(claimOf(at.CheckpointID, *want))
 	}
@@ -98,12 +99,12 @@ func (r *Runner) fetchNow(ctx context.Context, sources []runnerapi.Stored, want 
 	}
 	if err == nil {
 		rec.Timings = append(rec.Timings, watch.Timings()...)
-		r.seals.done(rec.ID) // before others see it, or it would be sealed again and its note overwritten
+		r.seals.NoteSealed(rec.ID) // before others see it, or it would be sealed again and its note overwritten
 		err = errors.Join(atomicfile.WriteJSON(filepath.Join(f.dir, checkpoints.SealedFile), at, 0o600), r.checkpoints.Publish(f.dir, rec))
 	}
 	if err = errors.Join(err, release()); err != nil {
 		if _, there := r.checkpoints.Get(rec.ID); there != nil {
-			r.seals.forget(rec.ID)
+			r.seals.Forget(rec.ID)
 		}
 		return nil, errors.Join(err, os.RemoveAll(f.dir))
 	}
@@ -117,24 +118,24 @@ func recordOf(s *snapshotstore.Snapshot) (*checkpoints.Record, error) {
 	bad := func(what string) error {
 		return core.Errorf(core.DataLoss, core.CodeManifestInvalid, "the manifest of checkpoint %s says nothing usable of %s", h.CheckpointID, what)
 	}
-	for _, name := range []string{imageMemory, imageDisk, imageState, imageRoot} {
+	for _, name := range []string{runnerapi.ImageMemory, runnerapi.ImageDisk, runnerapi.ImageState, runnerapi.ImageRoot} {
 		if s.Image(name) == nil {
 			return nil, bad(name)
 		}
 	}
-	if s.Image(imageMemory).Size() != int64(h.Resources.MemoryMiB)<<20 {
+	if s.Image(runnerapi.ImageMemory).Size() != int64(h.Resources.MemoryMiB)<<20 {
 		return nil, bad("its memory")
 	}
-	if n := s.Image(imageDisk).Size(); n >= int64(h.Resources.DiskGiB+1)<<30 {
+	if n := s.Image(runnerapi.ImageDisk).Size(); n >= int64(h.Resources.DiskGiB+1)<<30 {
 		return nil, bad("its disk")
 	}
-	if n := s.Image(imageRoot).Size(); n < 1 || n > runnerapi.MaxRoot {
+	if n := s.Image(runnerapi.ImageRoot).Size(); n < 1 || n > runnerapi.MaxRoot {
 		return nil, bad("its root file system")
 	}
-	if n := s.Image(imageState).Size(); n < 1 || n > runnerapi.MaxDeviceState {
+	if n := s.Image(runnerapi.ImageState).Size(); n < 1 || n > runnerapi.MaxDeviceState {
 		return nil, bad("its device state")
 	}
-	if said := s.Image(imageSurvey); said != nil && said.Size() > runnerapi.MaxDeviceState {
+	if said := s.Image(runnerapi.ImageSurvey); said != nil && said.Size() > runnerapi.MaxDeviceState {
 		return nil, bad("what its guest was")
 	}
 	captured, err := time.Parse(time.RFC3339Nano, h.CapturedAt)
@@ -150,7 +151,7 @@ func recordOf(s *snapshotstore.Snapshot) (*checkpoints.Record, error) {
 	}
 	return &checkpoints.Record{Checkpoint: runnerapi.Checkpoint{
 		ID: h.CheckpointID, Parent: h.Parent, Image: h.GuestImage, Class: runnerapi.ClassOf(h.Class), Resources: h.Resources, CreatedAt: captured,
-		DeviceStateBytes: s.Image(imageState).Size(), PauseMS: more.PauseMS, Timings: more.Timings, ParentReseal: more.ParentReseal, Processes: more.Processes,
+		DeviceStateBytes: s.Image(runnerapi.ImageState).Size(), PauseMS: more.PauseMS, Timings: more.Timings, ParentReseal: more.ParentReseal, Processes: more.Processes,
 	}, Project: h.ProjectID, WorkingSet: more.WorkingSet}, nil
 }
 
@@ -208,7 +209,7 @@ func (f *fetching) useNear(ctx context.Context, at runnerapi.Stored) (ok bool, e
 		}
 		return false, err
 	}
-	snapshot, err := f.r.snapshot(ctx, at)
+	snapshot, err := f.r.seals.Snapshot(ctx, at)
 	if err == nil {
 		err = checkAncestor(snapshot.Header(), f.rec.Project, f.rec.Image)
 	}
@@ -272,7 +273,7 @@ func (f *fetching) pages(ctx context.Context, runs iter.Seq[manifest.Run], emit 
 
 // small writes the images that fit into memory.
 func (f *fetching) small(ctx context.Context) error {
-	for name, file := range map[string]string{imageState: checkpoints.StateFile, imageSurvey: checkpoints.SurveyFile} {
+	for name, file := range map[string]string{runnerapi.ImageState: checkpoints.StateFile, runnerapi.ImageSurvey: checkpoints.SurveyFile} {
 		if tree := f.snapshot.Image(name); tree != nil {
 			if err := f.file(ctx, tree, filepath.Join(f.dir, file), 0o600); err != nil {
 				return err
@@ -312,7 +313,7 @@ const eagerDelta = 16 << 20
 
 // writeMemory makes a delta to the base of an ancestor on this host, or a base. A base is fetched now or later.
 func (f *fetching) writeMemory(ctx context.Context) error {
-	tree, changed := f.snapshot.Image(imageMemory), f.will.changed
+	tree, changed := f.snapshot.Image(runnerapi.ImageMemory), f.will.changed
 	switch {
 	case f.will.later:
 		return f.memoryLater(ctx, tree, f.will.near)
@@ -341,29 +342,25 @@ func (f *fetching) writeMemory(ctx context.Context) error {
 // memoryLater makes the pager serve the checkpoint's memory as a base and fetch it.
 func (f *fetching) memoryLater(ctx context.Context, tree *manifest.Tree, near bool) error {
 	f.rec.Base = core.NewID[core.BaseID]()
-	im := &lazy.Image{Image: pager.Image{ID: string(f.rec.Base), Source: sourceOf(f.at, imageMemory)}, Size: tree.Size(), To: f.r.bases.Name(f.rec.Base)}
+	im := &lazy.Image{Image: pager.Image{ID: string(f.rec.Base), Source: sourceOf(f.at, runnerapi.ImageMemory)}, Size: tree.Size(), To: f.r.bases.Name(f.rec.Base)}
 	im.Memory = true
 	im.Reserve(f.room, f.will.memory)
 	im.Peers = peers.From(ctx)
 	im.Want = lazy.DecodeWorkingSet(f.rec.WorkingSet, tree.Pages())
 	if near {
-		seed := sourceOf(f.nearAt, imageMemory)
+		seed := sourceOf(f.nearAt, runnerapi.ImageMemory)
 		im.Seed, im.SeedBase, im.Compared = &seed, f.near.Base, seed.CheckpointID
 	}
 	return f.r.lazy.Begin(ctx, im)
 }
 
 func sourceOf(at runnerapi.Stored, image string) pager.Source {
-	return pager.Source{Manifest: refOf(at), CheckpointID: at.CheckpointID, Image: image}
-}
-
-func refOf(at runnerapi.Stored) manifest.Ref {
-	return manifest.Ref{Key: at.Manifest, Digest: at.Digest, Bytes: at.Bytes}
+	return pager.Source{Manifest: sealing.RefOf(at), CheckpointID: at.CheckpointID, Image: image}
 }
 
 // disk makes the overlay. If possible it starts from an ancestor's overlay and shares extents with it.
 func (f *fetching) disk(ctx context.Context) error {
-	tree, path := f.snapshot.Image(imageDisk), filepath.Join(f.dir, checkpoints.OverlayFile)
+	tree, path := f.snapshot.Image(runnerapi.ImageDisk), filepath.Join(f.dir, checkpoints.OverlayFile)
 	to, err := os.OpenFile(path, os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600)
 	if err != nil {
 		return err
@@ -388,7 +385,7 @@ func (f *fetching) diskFromNear(ctx context.Context, to *os.File, tree *manifest
 	if err := to.Truncate(tree.Size()); err != nil {
 		return err
 	}
-	return f.pages(ctx, tree.Changed(f.nearSnapshot.Image(imageDisk)), func(off int64, b []byte) error {
+	return f.pages(ctx, tree.Changed(f.nearSnapshot.Image(runnerapi.ImageDisk)), func(off int64, b []byte) error {
 		b = b[:min(int64(len(b)), tree.Size()-off)]
 		if allZeros(b) {
 			return sparse.Zero(to, off, int64(len(b)))
@@ -409,7 +406,7 @@ func allZeros(b []byte) bool {
 
 // chooseRoot decides which root file system the guest gets: the one of an image of this host, or the one in the store.
 func (f *fetching) chooseRoot() error {
-	tree := f.snapshot.Image(imageRoot)
+	tree := f.snapshot.Image(runnerapi.ImageRoot)
 	img, err := f.r.cfg.Images.Get(string(f.rec.Image))
 	if core.CodeOf(err) == core.CodeImageNotFound {
 		f.rec.Root = roots.FromStore(f.snapshot.Header().ProjectID, tree)
@@ -442,7 +439,7 @@ func (f *fetching) rootImage(ctx context.Context) error {
 	}
 	if f.lazy {
 		im := &lazy.Image{
-			Image: pager.Image{ID: rootImageID(key), Source: sourceOf(f.at, imageRoot), Peers: peers.From(ctx)}, Size: f.snapshot.Image(imageRoot).Size(), To: f.r.roots.Name(key),
+			Image: pager.Image{ID: rootImageID(key), Source: sourceOf(f.at, runnerapi.ImageRoot), Peers: peers.From(ctx)}, Size: f.snapshot.Image(runnerapi.ImageRoot).Size(), To: f.r.roots.Name(key),
 		}
 		im.Reserve(f.room, f.will.root)
 		return f.r.lazy.Begin(ctx, im)
@@ -451,7 +448,7 @@ func (f *fetching) rootImage(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	tree := f.snapshot.Image(imageRoot)
+	tree := f.snapshot.Image(runnerapi.ImageRoot)
 	if err = errors.Join(part.Chmod(0o444), part.Truncate(tree.Size())); err == nil {
 		err = f.fill(ctx, part, tree)
 	}

@@ -12,6 +12,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/sparse"
 	"github.com/coppice-dev/coppice/runner/lazy"
@@ -35,7 +36,7 @@ func (p fetchPlan) bytes() int64 { return p.small + p.memory + p.disk + p.root }
 
 // plan decides how a checkpoint is fetched. It uses only the checkpoint's maps.
 func (f *fetching) plan() error {
-	for _, name := range []string{imageState, imageSurvey} {
+	for _, name := range []string{runnerapi.ImageState, runnerapi.ImageSurvey} {
 		if tree := f.snapshot.Image(name); tree != nil {
 			f.will.small += tree.Size()
 		}
@@ -44,11 +45,11 @@ func (f *fetching) plan() error {
 	if err != nil {
 		return err
 	}
-	tree := f.snapshot.Image(imageMemory)
+	tree := f.snapshot.Image(runnerapi.ImageMemory)
 	whole := dataBytes(tree.Runs())
 	f.will.memory = whole
 	if f.will.near = f.near != nil && f.near.Delta == nil && f.near.Memory.Size == tree.Size(); f.will.near {
-		f.will.changed = slices.Collect(tree.Changed(f.nearSnapshot.Image(imageMemory)))
+		f.will.changed = slices.Collect(tree.Changed(f.nearSnapshot.Image(runnerapi.ImageMemory)))
 		for _, run := range f.will.changed {
 			f.will.differ += int64(run.Count) * manifest.PageSize
 		}
@@ -57,10 +58,10 @@ func (f *fetching) plan() error {
 	if f.will.near && (shares || !f.will.later) { // a delta, or a part that shares extents with the base
 		f.will.memory = f.will.differ
 	}
-	disk := f.snapshot.Image(imageDisk)
+	disk := f.snapshot.Image(runnerapi.ImageDisk)
 	f.will.disk = dataBytes(disk.Runs())
 	if f.near != nil {
-		f.will.disk = dataBytes(disk.Changed(f.nearSnapshot.Image(imageDisk)))
+		f.will.disk = dataBytes(disk.Changed(f.nearSnapshot.Image(runnerapi.ImageDisk)))
 		if !shares { // the ancestor's overlay is copied first
 			n, err := sparse.Allocated(f.near.Overlay)
 			if err != nil {
@@ -70,7 +71,7 @@ func (f *fetching) plan() error {
 		}
 	}
 	if _, err := os.Stat(f.r.roots.Path(f.rec.RootKey())); f.own == nil && errors.Is(err, os.ErrNotExist) {
-		f.will.root = dataBytes(f.snapshot.Image(imageRoot).Runs())
+		f.will.root = dataBytes(f.snapshot.Image(runnerapi.ImageRoot).Runs())
 	}
 	return nil
 }

@@ -8,6 +8,7 @@ import (
 	"github.com/coppice-dev/coppice/runner/checkpoints"
 	"github.com/coppice-dev/coppice/runner/lazy"
 	"github.com/coppice-dev/coppice/runner/roots"
+	"github.com/coppice-dev/coppice/runner/sealing"
 )
 
 // openLazy opens the images that an earlier runner has begun to fetch.
@@ -21,10 +22,10 @@ func openLazy(r *Runner) (*lazy.Images, error) {
 func openCheckpoints(r *Runner, lent []core.BaseID) (*checkpoints.Store, error) {
 	return checkpoints.New(checkpoints.Config{
 		DataDir: r.cfg.DataDir, Bases: r.bases, Enter: r.enter, Removed: r.roots.Collect, Log: r.cfg.Log,
-		Published: func() { r.seals.poke() },
+		Published: func() { r.seals.Poke() },
 		Forgotten: func(id core.CheckpointID) {
 			r.rebases.Forget(id)
-			r.seals.forget(id)
+			r.seals.Forget(id)
 		},
 	}, lent)
 }
@@ -33,6 +34,14 @@ func newRebaser(r *Runner) *checkpoints.Rebaser {
 	return checkpoints.NewRebaser(checkpoints.RebaserConfig{
 		Policy: r.cfg.Rebase, DataDir: r.cfg.DataDir, Checkpoints: r.checkpoints, Mapped: r.cfg.Driver.Capabilities().ReadOnlyBase,
 		Life: r.runCtx, Go: r.wg.Go, Log: r.cfg.Log,
+	})
+}
+
+// newSealer finds out which checkpoints are sealed.
+func newSealer(r *Runner) *sealing.Sealer {
+	return sealing.New(sealing.Config{
+		DataDir: r.cfg.DataDir, Blobs: r.blobs, Keys: &r.keys, Throttle: r.cfg.Store.Throttle, Checkpoints: r.checkpoints, Bases: r.bases, Roots: r.roots,
+		Incomplete: r.lazy, WorkingSets: &r.lazy.WorkingSets, Rehearsals: rehearsals{r}, WhileLeased: r.whileLeased, Fenced: errFenced, Log: r.cfg.Log,
 	})
 }
 
@@ -67,7 +76,7 @@ var _ lazy.Host = lazyHost{}
 func (h lazyHost) OpenBase(id core.BaseID) (*os.File, error) { return h.r.bases.OpenFile(id) }
 
 // ImageArrived implements lazy.Host: a checkpoint that lacked the image can be uploaded.
-func (h lazyHost) ImageArrived() { h.r.seals.arrived() }
+func (h lazyHost) ImageArrived() { h.r.seals.ImageArrived() }
 
 // EndMachines implements lazy.Host.
 func (h lazyHost) EndMachines(ctx context.Context, why string, match func(lazy.Machine) bool) {

@@ -14,6 +14,7 @@ import (
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/atomicfile"
 	"github.com/coppice-dev/coppice/internal/bootclock"
+	"github.com/coppice-dev/coppice/runner/sealing"
 )
 
 // A runner's sandboxes live on a lease. After a time without an answer of the controller, the runner ends them. This is before the
@@ -122,6 +123,12 @@ func (r *Runner) Attempt() (answered func(lease time.Duration) error) {
 		}
 		return nil
 	}
+}
+
+// Seal uploads this host's new checkpoints to the store until ctx ends. epoch returns the runner's present lease. Without a lease nothing is
+// written; when the lease ends, an upload under way stops.
+func (r *Runner) Seal(ctx context.Context, c sealing.Controller, epoch func() (int64, bool)) error {
+	return r.seals.Run(ctx, c, epoch)
 }
 
 // whileLeased returns a context that ends with the lease, or with ctx; errFenced is its cause then.

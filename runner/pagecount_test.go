@@ -9,6 +9,8 @@ import (
 	"sync"
 	"testing"
 
+	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/runner/sealing"
 	"github.com/coppice-dev/coppice/snapshotstore"
 	"github.com/coppice-dev/coppice/snapshotstore/blob"
 	"github.com/coppice-dev/coppice/snapshotstore/manifest"
@@ -49,14 +51,14 @@ func TestReservationLasts(t *testing.T) {
 	if _, err := rand.NewChaCha8([32]byte{9}).Read(root); err != nil {
 		t.Fatal(err)
 	}
-	snapshot, err := snapshotstore.Open(t.Context(), x.blobs, refOf(x.forge(x.a, x.c, root)))
+	snapshot, err := snapshotstore.Open(t.Context(), x.blobs, sealing.RefOf(x.forge(x.a, x.c, root)))
 	if err != nil {
 		t.Fatal(err)
 	}
 	bad.mu.Lock()
 	bad.spoil = true
 	bad.mu.Unlock()
-	tree := snapshot.Image(imageRoot)
+	tree := snapshot.Image(runnerapi.ImageRoot)
 	data := dataBytes(tree.Runs())
 	const rest = 1 << 20
 	v, err := b.room.Reserve(data + rest)

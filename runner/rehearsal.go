@@ -25,17 +25,23 @@ import (
 	"github.com/coppice-dev/coppice/runner/lazy"
 	"github.com/coppice-dev/coppice/runner/memory"
 	"github.com/coppice-dev/coppice/runner/pager"
+	"github.com/coppice-dev/coppice/runner/sealing"
 )
+
+// rehearsals implements sealing.Rehearsals.
+type rehearsals struct{ *Runner }
+
+var _ sealing.Rehearsals = rehearsals{}
 
 // rehearsalTime bounds a rehearsal: the pager is asked for every page separately.
 const rehearsalTime = 2 * time.Minute
 
-// rehearse runs a fork of a checkpoint that has all of its memory in a base, before the checkpoint is stored. It learns exactly which
+// Rehearse runs a fork of a checkpoint that has all of its memory in a base, before the checkpoint is stored. It learns exactly which
 // pages a fork uses until its first command has run. These pages are stored in frames of their own, and a host that must fetch the
 // checkpoint fetches them first (docs/adr/0039-a-rehearsal.md). The machine is not a sandbox: nothing outside the runner knows of it, and
 // it has no network. Without a pager there is no rehearsal. If a rehearsal fails, only its benefit is lost.
-func (r *Runner) rehearse(ctx context.Context, ckpt *checkpoints.Opened) {
-	if ckpt.Memory.Arriving() || !r.wantsRehearsal(ckpt.Record) {
+func (r rehearsals) Rehearse(ctx context.Context, ckpt *checkpoints.Opened) {
+	if ckpt.Memory.Arriving() || !r.Wanted(ckpt.Record) {
 		return
 	}
 	ctx, cancel := context.WithTimeout(ctx, rehearsalTime)
@@ -56,8 +62,8 @@ func (r *Runner) rehearse(ctx context.Context, ckpt *checkpoints.Opened) {
 	r.lazy.WorkingSets.SetRehearsed(ckpt.Base, lazy.EncodeWorkingSet(extents))
 }
 
-// wantsRehearsal reports whether a checkpoint should be rehearsed once it is complete.
-func (r *Runner) wantsRehearsal(rec *checkpoints.Record) bool {
+// Wanted reports whether a checkpoint should be rehearsed once it is complete.
+func (r rehearsals) Wanted(rec *checkpoints.Record) bool {
 	if r.cfg.Store.Pager == nil || r.cfg.Store.Whole || rec.HasDelta() || rec.WorkingSet != nil || r.lazy.WorkingSets.Of(rec.Base).Rehearsed {
 		return false
 	}
@@ -65,7 +71,7 @@ func (r *Runner) wantsRehearsal(rec *checkpoints.Record) bool {
 }
 
 // rehearseOn runs a fork on memory that the pager serves, and returns the pages that it read. Nothing of the fork is left.
-func (r *Runner) rehearseOn(ctx context.Context, ckpt *checkpoints.Opened) (touched []pager.Range, err error) {
+func (r rehearsals) rehearseOn(ctx context.Context, ckpt *checkpoints.Opened) (touched []pager.Range, err error) {
 	select {
 	case r.starting <- struct{}{}:
 		defer func() { <-r.starting }()
@@ -94,7 +100,7 @@ func (r *Runner) rehearseOn(ctx context.Context, ckpt *checkpoints.Opened) (touc
 		return nil, err
 	}
 	steps.Push("machine", func(ctx context.Context) error { return r.dismantle(ctx, shell) })
-	s := newSandbox(r, shell, shell.ID, runnerapi.Sandbox{State: runnerapi.SandboxStarting, Checkpoint: ckpt.ID, Resources: ckpt.Resources})
+	s := newSandbox(r.Runner, shell, shell.ID, runnerapi.Sandbox{State: runnerapi.SandboxStarting, Checkpoint: ckpt.ID, Resources: ckpt.Resources})
 	if err := r.perform(ctx, s, ckpt); err != nil {
 		return nil, err
 	}
@@ -102,7 +108,7 @@ func (r *Runner) rehearseOn(ctx context.Context, ckpt *checkpoints.Opened) (touc
 }
 
 // perform does the same steps as a fork until its first command has run. Only the network stays closed.
-func (r *Runner) perform(ctx context.Context, s *sandbox, ckpt *checkpoints.Opened) error {
+func (r rehearsals) perform(ctx context.Context, s *sandbox, ckpt *checkpoints.Opened) error {
 	child, err := r.understudy()
 	if err != nil {
 		return err
@@ -131,7 +137,7 @@ func (r *Runner) perform(ctx context.Context, s *sandbox, ckpt *checkpoints.Open
 }
 
 // understudy is the child of a rehearsal. It trusts an authority of its own, so that its fork installs an authority, as every fork does.
-func (r *Runner) understudy() (runnerapi.Child, error) {
+func (r rehearsals) understudy() (runnerapi.Child, error) {
 	b := entropy(16 + 16 + 5)
 	gateway, _ := r.cfg.Network.Gateway()
 	ip := gateway.Next()
@@ -169,12 +175,4 @@ func (r *Runner) workingSetOn(base core.BaseID, parent core.CheckpointID) []byte
 		return rec.WorkingSet
 	}
 	return nil
-}
-
-// workingSet is the working set of a checkpoint. The capture of a template comes before every fork, so its working set may be known only now.
-func (r *Runner) workingSet(rec *checkpoints.Record) []byte {
-	if rec.WorkingSet != nil || rec.HasDelta() {
-		return rec.WorkingSet
-	}
-	return r.lazy.WorkingSets.Of(rec.Base).Pages
 }

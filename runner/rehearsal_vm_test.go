@@ -34,7 +34,7 @@ func TestRehearsalVM(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer ckpt.Close()
-	r.rehearse(t.Context(), ckpt)
+	rehearsals{r.Runner}.Rehearse(t.Context(), ckpt)
 	set := r.lazy.WorkingSets.Of(ckpt.Base)
 	ranges := lazy.DecodeWorkingSet(set.Pages, ckpt.Memory.Size/memory.PageSize)
 	var pages int64
@@ -53,7 +53,7 @@ func TestRehearsalVM(t *testing.T) {
 	})
 	// Once is enough.
 	before := r.lazy.WorkingSets.Of(ckpt.Base)
-	r.rehearse(t.Context(), ckpt)
+	rehearsals{r.Runner}.Rehearse(t.Context(), ckpt)
 	if after := r.lazy.WorkingSets.Of(ckpt.Base); &after.Pages[0] != &before.Pages[0] {
 		t.Error("it was rehearsed again")
 	}
@@ -66,7 +66,7 @@ func TestRehearsalVM(t *testing.T) {
 	done := make(chan struct{})
 	go func() {
 		defer close(done)
-		r.rehearse(t.Context(), ckpt)
+		rehearsals{r.Runner}.Rehearse(t.Context(), ckpt)
 	}()
 	r.awaitShell()
 	p, err := os.FindProcess(hello.PID)

@@ -23,7 +23,7 @@ func (r *Runner) replaceCaptured(ctx context.Context, id core.CheckpointID, sour
 	if !captured() || len(sources) == 0 || sources[0].CheckpointID != id || r.cfg.Store.Blobs == nil {
 		return nil // there is no copy to replace, or the store does not have the checkpoint
 	}
-	snapshot, err := r.snapshot(ctx, sources[0])
+	snapshot, err := r.seals.Snapshot(ctx, sources[0])
 	if err == nil && want != nil {
 		err = snapshot.Header().Check(claimOf(id, *want))
 	}

@@ -10,6 +10,7 @@ import (
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/images"
+	"github.com/coppice-dev/coppice/runner/sealing"
 	"github.com/coppice-dev/coppice/snapshotstore"
 	"github.com/coppice-dev/coppice/snapshotstore/manifest"
 )
@@ -26,7 +27,7 @@ func (p *pool) forge(from *fakeRig, id core.CheckpointID, root []byte) runnerapi
 // forgeAs stores a manifest with the content of a checkpoint, another root file system and a changed header.
 func (p *pool) forgeAs(from *fakeRig, id core.CheckpointID, root []byte, change func(*manifest.Header)) runnerapi.Stored {
 	p.t.Helper()
-	honest, err := snapshotstore.Open(p.t.Context(), p.blobs, refOf(p.sources(id)[0]))
+	honest, err := snapshotstore.Open(p.t.Context(), p.blobs, sealing.RefOf(p.sources(id)[0]))
 	if err != nil {
 		p.t.Fatal(err)
 	}
@@ -36,12 +37,22 @@ func (p *pool) forgeAs(from *fakeRig, id core.CheckpointID, root []byte, change 
 	change(&h)
 	prefix := fmt.Sprintf("v1/%s/%s/%d/", h.ProjectID, h.CheckpointID, 1000+rand.IntN(1_000_000))
 	out, err := snapshotstore.Write(p.t.Context(), p.blobs, prefix, h, nil, []snapshotstore.Source{
-		bytesSource(imageMemory, mem), bytesSource(imageDisk, disk), bytesSource(imageState, state), bytesSource(imageRoot, root),
+		bytesSource(runnerapi.ImageMemory, mem), bytesSource(runnerapi.ImageDisk, disk), bytesSource(runnerapi.ImageState, state), bytesSource(runnerapi.ImageRoot, root),
 	}, snapshotstore.Options{Dir: p.t.TempDir()})
 	if err != nil {
 		p.t.Fatal(err)
 	}
 	return runnerapi.Stored{CheckpointID: h.CheckpointID, Manifest: out.Manifest.Key, Digest: out.Manifest.Digest, Bytes: out.Manifest.Bytes}
+}
+
+func bytesSource(name string, b []byte) snapshotstore.Source {
+	return snapshotstore.Source{
+		Name: name, Size: int64(len(b)), Changed: []snapshotstore.Range{{Offset: 0, Length: int64(len(b))}},
+		Read: func(p []byte, off int64) error {
+			clear(p[copy(p, b[min(off, int64(len(b))):]):])
+			return nil
+		},
+	}
 }
 
 // TestLyingRoot: a manifest that lies about the root file system of an image gives it to nobody but the checkpoint that it describes.

@@ -25,6 +25,7 @@ import (
 	"github.com/coppice-dev/coppice/runner/memory"
 	"github.com/coppice-dev/coppice/runner/room"
 	"github.com/coppice-dev/coppice/runner/roots"
+	"github.com/coppice-dev/coppice/runner/sealing"
 	"github.com/coppice-dev/coppice/snapshotstore/blob"
 	"github.com/coppice-dev/coppice/snapshotstore/envelope"
 )
@@ -44,7 +45,7 @@ type Runner struct {
 	roots       *roots.Store
 	checkpoints *checkpoints.Store
 	rebases     *checkpoints.Rebaser
-	seals       *sealQueue
+	seals       *sealing.Sealer
 	slots       *slots
 	warm        *warmPool
 	metrics     *metrics
@@ -162,7 +163,7 @@ func New(ctx context.Context, cfg Config) (_ *Runner, err error) {
 	for _, field := range slices.Sorted(maps.Keys(strange)) {
 		cfg.Log.WarnContext(ctx, "checkpoints of another class are kept and cannot be forked until this runner has that class again", "count", strange[field], "difference", field)
 	}
-	r.seals = newSealQueue(r.checkpoints)
+	r.seals = newSealer(r)
 	r.warm = newWarmPool(r)
 	r.metrics = newMetrics(r, cfg.Metrics)
 	if err := r.takeOver(ctx, left); err != nil {

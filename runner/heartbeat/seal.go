@@ -7,10 +7,10 @@ import (
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
-	"github.com/coppice-dev/coppice/runner"
+	"github.com/coppice-dev/coppice/runner/sealing"
 )
 
-var _ runner.Sealing = (*Link)(nil)
+var _ sealing.Controller = (*Link)(nil)
 
 // Epoch is the runner's lease; false while it has none.
 func (l *Link) Epoch() (int64, bool) {

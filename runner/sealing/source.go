@@ -1,10 +1,11 @@
-package runner
+package sealing
 
 import (
 	"errors"
 	"fmt"
 	"os"
 
+	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/sparse"
 	"github.com/coppice-dev/coppice/runner/checkpoints"
@@ -14,61 +15,61 @@ import (
 	"github.com/coppice-dev/coppice/snapshotstore/manifest"
 )
 
-// sealSource has the files of a checkpoint and of the reference that it is compared with.
-type sealSource struct {
+// source has the files of a checkpoint and of the reference that it is compared with.
+type source struct {
 	now, before *checkpoints.Opened // before is nil without a reference
 	files       []*os.File
 }
 
-func (s *sealSource) close() error {
+func (src *source) close() error {
 	var errs []error
-	for _, f := range s.files {
+	for _, f := range src.files {
 		errs = append(errs, f.Close())
 	}
-	if s.before != nil {
-		errs = append(errs, s.before.Close())
+	if src.before != nil {
+		errs = append(errs, src.before.Close())
 	}
 	return errors.Join(errs...)
 }
 
 // sources returns the images of a checkpoint, and the ranges in which they may differ from the images of the reference.
-func (r *Runner) sources(s *sealSource, reference *snapshotstore.Snapshot) ([]snapshotstore.Source, error) {
-	mem, err := r.memorySource(s)
+func (s *Sealer) sources(src *source, reference *snapshotstore.Snapshot) ([]snapshotstore.Source, error) {
+	mem, err := s.memorySource(src)
 	if err != nil {
 		return nil, err
 	}
-	disk, err := diskSource(s)
+	disk, err := diskSource(src)
 	if err != nil {
 		return nil, err
 	}
-	state := bytesSource(imageState, s.now.State)
-	if s.before != nil {
-		state.Reference = bytesSource("", s.before.State).Read
+	state := bytesSource(runnerapi.ImageState, src.now.State)
+	if src.before != nil {
+		state.Reference = bytesSource("", src.before.State).Read
 	}
 	out := []snapshotstore.Source{mem, disk, state}
-	said, err := os.ReadFile(r.checkpoints.Path(s.now.ID, checkpoints.SurveyFile))
+	said, err := os.ReadFile(s.cfg.Checkpoints.Path(src.now.ID, checkpoints.SurveyFile))
 	if err == nil {
-		out = append(out, bytesSource(imageSurvey, said))
+		out = append(out, bytesSource(runnerapi.ImageSurvey, said))
 	} else if !errors.Is(err, os.ErrNotExist) {
 		return nil, err
 	}
-	root, err := r.roots.Open(s.now.RootKey())
+	root, err := s.cfg.Roots.Open(src.now.RootKey())
 	if err != nil {
 		return nil, err
 	}
-	s.files = append(s.files, root)
-	rootSource, err := fileSource(imageRoot, root)
+	src.files = append(src.files, root)
+	rootSource, err := fileSource(runnerapi.ImageRoot, root)
 	if err != nil {
 		return nil, err
 	}
 	switch {
 	case reference == nil:
-	case reference.Header().GuestImage != s.now.Image:
-		return nil, core.Errorf(core.Internal, core.CodeInternal, "checkpoint %s and its ancestor %s are of different images", s.now.ID, s.before.ID)
-	case s.now.RootKey() == s.before.RootKey():
+	case reference.Header().GuestImage != src.now.Image:
+		return nil, core.Errorf(core.Internal, core.CodeInternal, "checkpoint %s and its ancestor %s are of different images", src.now.ID, src.before.ID)
+	case src.now.RootKey() == src.before.RootKey():
 		rootSource.Changed = nil
 	default: // the ancestor was fetched again, and now has its root file system from another source
-		if err := s.compareRoots(r, &rootSource); err != nil {
+		if err := s.compareRoots(src, &rootSource); err != nil {
 			return nil, err
 		}
 	}
@@ -76,36 +77,36 @@ func (r *Runner) sources(s *sealSource, reference *snapshotstore.Snapshot) ([]sn
 }
 
 // compareRoots compares the whole root file system with the one of the reference.
-func (s *sealSource) compareRoots(r *Runner, root *snapshotstore.Source) error {
-	f, err := r.roots.Open(s.before.RootKey())
+func (s *Sealer) compareRoots(src *source, root *snapshotstore.Source) error {
+	f, err := s.cfg.Roots.Open(src.before.RootKey())
 	if err != nil {
 		return err
 	}
-	s.files = append(s.files, f)
+	src.files = append(src.files, f)
 	before, err := fileSource("", f)
 	root.Changed, root.Reference = []snapshotstore.Range{{Offset: 0, Length: root.Size}}, before.Read
 	return err
 }
 
-func (r *Runner) memorySource(s *sealSource) (snapshotstore.Source, error) {
+func (s *Sealer) memorySource(src *source) (snapshotstore.Source, error) {
 	open := func(o *checkpoints.Opened) (memory.Image, error) {
-		f, err := r.bases.OpenFile(o.Base)
+		f, err := s.cfg.Bases.OpenFile(o.Base)
 		if err == nil {
-			s.files = append(s.files, f)
+			src.files = append(src.files, f)
 		}
 		return memory.Image{Base: f, Delta: o.Delta}, err
 	}
-	now, err := open(s.now)
+	now, err := open(src.now)
 	if err != nil {
 		return snapshotstore.Source{}, err
 	}
-	out := snapshotstore.Source{Name: imageMemory, Size: s.now.Memory.Size, Read: memory.NewReader(now).ReadAt}
+	out := snapshotstore.Source{Name: runnerapi.ImageMemory, Size: src.now.Memory.Size, Read: memory.NewReader(now).ReadAt}
 	var extents []memory.Extent
-	if s.before == nil {
+	if src.before == nil {
 		extents, err = memory.MayBeData(now)
 	} else {
 		var before memory.Image
-		if before, err = open(s.before); err != nil {
+		if before, err = open(src.before); err != nil {
 			return out, err
 		}
 		out.Reference = memory.NewReader(before).ReadAt
@@ -114,7 +115,7 @@ func (r *Runner) memorySource(s *sealSource) (snapshotstore.Source, error) {
 	for _, e := range extents {
 		out.Changed = append(out.Changed, snapshotstore.Range{Offset: e.Offset, Length: e.Length})
 	}
-	if set := r.lazy.WorkingSets.Of(s.now.Base); set.Rehearsed && !s.now.HasDelta() {
+	if set := s.cfg.WorkingSets.Of(src.now.Base); set.Rehearsed && !src.now.HasDelta() {
 		for _, p := range lazy.DecodeWorkingSet(set.Pages, out.Size/manifest.PageSize) {
 			out.First = append(out.First, snapshotstore.Range{Offset: p.First * manifest.PageSize, Length: p.Count * manifest.PageSize})
 		}
@@ -122,16 +123,16 @@ func (r *Runner) memorySource(s *sealSource) (snapshotstore.Source, error) {
 	return out, err
 }
 
-func diskSource(s *sealSource) (snapshotstore.Source, error) {
-	out, err := fileSource(imageDisk, s.now.Overlay)
-	if err != nil || s.before == nil {
+func diskSource(src *source) (snapshotstore.Source, error) {
+	out, err := fileSource(runnerapi.ImageDisk, src.now.Overlay)
+	if err != nil || src.before == nil {
 		return out, err
 	}
-	before, err := fileSource("", s.before.Overlay)
+	before, err := fileSource("", src.before.Overlay)
 	if err != nil {
 		return out, err
 	}
-	ranges, err := sparse.Unshared(s.now.Overlay, s.before.Overlay)
+	ranges, err := sparse.Unshared(src.now.Overlay, src.before.Overlay)
 	out.Changed, out.Reference = nil, before.Read
 	for _, x := range ranges {
 		out.Changed = append(out.Changed, snapshotstore.Range{Offset: x.Offset, Length: x.Length})

@@ -1,4 +1,4 @@
-package runner
+package sealing
 
 import (
 	"context"
@@ -12,7 +12,7 @@ import (
 
 // committer answers commits with what it has, in this order.
 type committer struct {
-	Sealing
+	Controller
 	answers []error
 	asked   int
 }
@@ -38,8 +38,8 @@ func TestCommitAgain(t *testing.T) {
 	} {
 		synctest.Test(t, func(t *testing.T) {
 			to := &committer{answers: c.answers}
-			r := &Runner{cfg: Config{Log: slog.New(slog.DiscardHandler)}}
-			if err := r.commitSeal(t.Context(), to, "ckpt_x", runnerapi.CommitSeal{}); core.CodeOf(err) != c.code || to.asked != c.asked {
+			s := &Sealer{cfg: Config{Log: slog.New(slog.DiscardHandler)}}
+			if err := s.commit(t.Context(), to, "ckpt_x", runnerapi.CommitSeal{}); core.CodeOf(err) != c.code || to.asked != c.asked {
 				t.Errorf("%s: %v after %d commits", what, err, to.asked)
 			}
 		})

@@ -1,4 +1,4 @@
-package runner
+package sealing
 
 import (
 	"context"
@@ -14,34 +14,34 @@ import (
 
 // How long a checkpoint that could not be uploaded waits for its next turn.
 const (
-	firstSealRetry = time.Second
-	lastSealRetry  = 2 * time.Minute
-	givenUpSeal    = 30 * time.Second // after this wait of a checkpoint, those that grew from it no longer wait for it
+	firstRetry = time.Second
+	lastRetry  = 2 * time.Minute
+	givenUp    = 30 * time.Second // after this wait of a checkpoint, those that grew from it no longer wait for it
 
 	lastCommitRetry = 4 * time.Second // the longest wait before a commit is repeated
 )
 
-// sealQueue has the checkpoints of this host that are not in the store yet. They are uploaded one after the other, ancestors first.
-type sealQueue struct {
+// queue has the checkpoints of this host that are not in the store yet. They are uploaded one after the other, ancestors first.
+type queue struct {
 	wake   chan struct{}  // of size 1
 	beside sync.WaitGroup // of rehearsals
 
 	mu         sync.Mutex // guards what follows
 	sealed     map[core.CheckpointID]bool
-	retries    map[core.CheckpointID]sealRetry
+	retries    map[core.CheckpointID]pause
 	recent     []*snapshotstore.Snapshot // the snapshots that were written or read last: the reference of the next one is probably among them
 	rehearsing bool                      // one at a time
-	runCtx     context.Context           // the context of Seal: a rehearsal may last longer than the attempt that began it
+	runCtx     context.Context           // the context of Run: a rehearsal may last longer than the attempt that began it
 }
 
-type sealRetry struct {
+type pause struct {
 	at         time.Time
 	wait       time.Duration
 	incomplete bool // it was put back, see errIncomplete
 }
 
-func newSealQueue(s *checkpoints.Store) *sealQueue {
-	q := &sealQueue{wake: make(chan struct{}, 1), sealed: make(map[core.CheckpointID]bool), retries: make(map[core.CheckpointID]sealRetry)}
+func newQueue(s *checkpoints.Store) *queue {
+	q := &queue{wake: make(chan struct{}, 1), sealed: make(map[core.CheckpointID]bool), retries: make(map[core.CheckpointID]pause)}
 	for _, rec := range s.List() {
 		if _, err := os.Stat(s.Path(rec.ID, checkpoints.SealedFile)); err == nil {
 			q.sealed[rec.ID] = true
@@ -50,8 +50,8 @@ func newSealQueue(s *checkpoints.Store) *sealQueue {
 	return q
 }
 
-// poke wakes Seal, because there may be something to upload.
-func (q *sealQueue) poke() {
+// poke wakes Run, because there may be something to upload.
+func (q *queue) poke() {
 	select {
 	case q.wake <- struct{}{}:
 	default:
@@ -60,7 +60,7 @@ func (q *sealQueue) poke() {
 
 // next returns the oldest checkpoint that is due. If there is none, it returns when to look again; zero means when something happens. A
 // checkpoint is always older than those that grew from it.
-func (q *sealQueue) next(list []*checkpoints.Record, now time.Time) (*checkpoints.Record, time.Duration) {
+func (q *queue) next(list []*checkpoints.Record, now time.Time) (*checkpoints.Record, time.Duration) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	slices.SortFunc(list, func(a, b *checkpoints.Record) int { return a.CreatedAt.Compare(b.CreatedAt) })
@@ -75,7 +75,7 @@ func (q *sealQueue) next(list []*checkpoints.Record, now time.Time) (*checkpoint
 			continue
 		}
 		retry := q.retries[rec.ID]
-		waiting[rec.ID] = retry.incomplete || retry.wait < givenUpSeal
+		waiting[rec.ID] = retry.incomplete || retry.wait < givenUp
 		wait := retry.at.Sub(now)
 		if wait <= 0 {
 			return rec, 0
@@ -87,22 +87,22 @@ func (q *sealQueue) next(list []*checkpoints.Record, now time.Time) (*checkpoint
 	return nil, soonest
 }
 
-func (q *sealQueue) done(id core.CheckpointID) {
+func (q *queue) done(id core.CheckpointID) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	q.sealed[id] = true
 	delete(q.retries, id)
 }
 
-func (q *sealQueue) later(id core.CheckpointID, now time.Time, incomplete bool) {
+func (q *queue) later(id core.CheckpointID, now time.Time, incomplete bool) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
-	wait := min(max(2*q.retries[id].wait, firstSealRetry), lastSealRetry)
-	q.retries[id] = sealRetry{now.Add(wait), wait, incomplete}
+	wait := min(max(2*q.retries[id].wait, firstRetry), lastRetry)
+	q.retries[id] = pause{now.Add(wait), wait, incomplete}
 }
 
 // arrived says that something has arrived that an incomplete checkpoint may need, so all of them are tried again.
-func (q *sealQueue) arrived() {
+func (q *queue) arrived() {
 	q.mu.Lock()
 	for id, retry := range q.retries {
 		retry.at = time.Time{}
@@ -112,26 +112,15 @@ func (q *sealQueue) arrived() {
 	q.poke()
 }
 
-func (q *sealQueue) isSealed(id core.CheckpointID) bool {
+func (q *queue) isSealed(id core.CheckpointID) bool {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	return q.sealed[id]
 }
 
-func (q *sealQueue) forget(id core.CheckpointID) {
+func (q *queue) forget(id core.CheckpointID) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	delete(q.sealed, id)
 	delete(q.retries, id)
-}
-
-const keptSnapshots = 4
-
-func (q *sealQueue) keep(s *snapshotstore.Snapshot) {
-	q.mu.Lock()
-	defer q.mu.Unlock()
-	q.recent = append(q.recent, s)
-	if len(q.recent) > keptSnapshots {
-		q.recent = slices.Delete(q.recent, 0, 1)
-	}
 }
