@@ -6,6 +6,7 @@ import (
 	"reflect"
 	"strconv"
 	"strings"
+	"sync"
 
 	"github.com/google/jsonschema-go/jsonschema"
 )
@@ -17,15 +18,24 @@ import (
 //
 // The SDK refuses arguments that do not fit, before a tool sees them.
 func inputSchema[In any]() *jsonschema.Schema {
+	t := reflect.TypeFor[In]()
+	if known, ok := inputSchemas.Load(t); ok {
+		return known.(*jsonschema.Schema) //nolint:forcetypeassert // nothing else is stored
+	}
 	s, err := jsonschema.For[In](nil)
 	if err == nil {
-		err = boundFields(s, reflect.TypeFor[In]())
+		err = boundFields(s, t)
 	}
 	if err != nil {
-		panic(fmt.Sprintf("schema of %T: %v", *new(In), err)) // every test that makes a server would see it
+		panic(fmt.Sprintf("schema of %s: %v", t, err)) // every test that makes a server would see it
 	}
-	return s
+	known, _ := inputSchemas.LoadOrStore(t, s)
+	return known.(*jsonschema.Schema) //nolint:forcetypeassert // nothing else is stored
 }
+
+// inputSchemas has the schemas by the type of the arguments. The SDK remembers what it derives from a schema by its
+// address, so the servers of all keys have to share them.
+var inputSchemas sync.Map
 
 func boundFields(s *jsonschema.Schema, t reflect.Type) error {
 	for i := range t.NumField() {

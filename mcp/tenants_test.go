@@ -1,0 +1,86 @@
+package mcp
+
+import (
+	"crypto/sha256"
+	"fmt"
+	"io"
+	"log/slog"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"testing"
+	"time"
+)
+
+// accepting is the part of the API that accepts every key.
+func accepting(t *testing.T) *tenants {
+	t.Helper()
+	api := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { _, _ = io.WriteString(w, `{"id":"key_1"}`) }))
+	t.Cleanup(api.Close)
+	cfg := Config{Server: api.URL, Log: slog.New(slog.DiscardHandler)}
+	transport, err := newTransport(cfg.Server, false)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(transport.close)
+	ts := newTenants(cfg, transport)
+	t.Cleanup(ts.close)
+	return ts
+}
+
+// TestKeysAreBounded: the server remembers so many keys and forgets the one that was used least recently, unless it has requests.
+func TestKeysAreBounded(t *testing.T) {
+	t.Parallel()
+	ts := accepting(t)
+	client, err := ts.transport.client(ts.cfg, "x")
+	if err != nil {
+		t.Fatal(err)
+	}
+	sum := func(i int) [sha256.Size]byte { return sha256.Sum256(fmt.Append(nil, i)) }
+	for i := range maxTenants {
+		ts.known[sum(i)] = &tenant{client: client, requests: make(slots, maxCalls), used: time.Unix(int64(i), 0)}
+	}
+	ts.known[sum(0)].requests.try()
+	ts.known[sum(1)].users++
+	_, held, no := ts.admit(t.Context(), "new")
+	if no != nil || len(ts.known) != maxTenants || ts.known[sum(0)] == nil || ts.known[sum(1)] == nil || ts.known[sum(2)] != nil {
+		t.Errorf("%+v, %d keys", no, len(ts.known))
+	}
+	held.leave()
+	for _, x := range ts.known {
+		x.users++
+	}
+	if _, _, no := ts.admit(t.Context(), "newer"); no == nil || no.status != http.StatusServiceUnavailable {
+		t.Errorf("although all are in use: %+v", no)
+	}
+}
+
+// TestRequestsAreBounded: all keys together have so many requests. A request holds its slots until its calls have ended.
+func TestRequestsAreBounded(t *testing.T) {
+	t.Parallel()
+	ts := accepting(t)
+	x, held, no := ts.admit(t.Context(), "key")
+	if no != nil {
+		t.Fatal(no)
+	}
+	for ts.shared.try() { //nolint:revive // it fills the rest
+	}
+	if _, _, no := ts.admit(t.Context(), "other"); no == nil || no.status != http.StatusServiceUnavailable || no.code != codeBusy {
+		t.Errorf("one more request: %+v", no)
+	}
+	held.enter() // a call begins
+	held.leave() // the client hangs up
+	if len(x.requests) != 1 || len(ts.shared) != maxRequests {
+		t.Errorf("while the call runs: %d, %d", len(x.requests), len(ts.shared))
+	}
+	held.leave()
+	if len(x.requests) != 0 || len(ts.shared) != maxRequests-1 {
+		t.Errorf("after the call: %d, %d", len(x.requests), len(ts.shared))
+	}
+	if _, _, no := ts.admit(t.Context(), strings.Repeat("x", maxKey+1)); no == nil || no.status != http.StatusUnauthorized {
+		t.Errorf("a long key: %+v", no)
+	}
+	if _, err := enterHeld(t.Context()); err == nil {
+		t.Error("a call without a request was admitted")
+	}
+}
