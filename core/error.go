@@ -59,6 +59,7 @@ const (
 	CodeProjectNotFound      Code = "PROJECT_NOT_FOUND"
 	CodeKeyNotFound          Code = "KEY_NOT_FOUND"
 	CodeFileNotFound         Code = "FILE_NOT_FOUND"
+	CodeWatchNotFound        Code = "WATCH_NOT_FOUND"
 	CodeSandboxNotFound      Code = "SANDBOX_NOT_FOUND"
 	CodeNameTaken            Code = "NAME_TAKEN"
 	CodeWorkspaceNotReady    Code = "WORKSPACE_NOT_READY"

@@ -36,6 +36,8 @@ type (
 	ImageID string
 	// GrantID names a grant as it was given to a workspace (prefix "grant").
 	GrantID string
+	// WatchID names a watch on a directory inside a sandbox (prefix "watch").
+	WatchID string
 	// SecretID names a value that is kept encrypted (prefix "sec").
 	SecretID string
 )
@@ -58,6 +60,7 @@ func (SessionID) prefix() string    { return "sess" }
 func (RunnerID) prefix() string     { return "rnr" }
 func (BaseID) prefix() string       { return "base" }
 func (PortID) prefix() string       { return "port" }
+func (WatchID) prefix() string      { return "watch" }
 func (KeyID) prefix() string        { return "key" }
 func (ImageID) prefix() string      { return "img" }
 func (GrantID) prefix() string      { return "grant" }

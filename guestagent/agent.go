@@ -19,6 +19,7 @@ import (
 
 	"github.com/coppice-dev/coppice/guestagent/files"
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
+	"github.com/coppice-dev/coppice/guestagent/watch"
 )
 
 // Config configures the agent.
@@ -35,6 +36,7 @@ type Agent struct {
 	work      workload
 	sessions  *sessions
 	files     *files.Server
+	watches   watch.Watches
 	gate      *gate
 	reseal    *resealer
 	disk      *flusher

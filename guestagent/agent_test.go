@@ -102,6 +102,7 @@ func newTestAgent(t *testing.T) *testAgent {
 		for _, s := range a.sessions.all() {
 			_ = a.sessions.remove(context.WithoutCancel(t.Context()), s)
 		}
+		a.watches.Close()
 		srv.CloseClientConnections()
 		srv.Close()
 		a.idle.stop()

@@ -33,9 +33,13 @@ func (a *Agent) attachSession(w http.ResponseWriter, r *http.Request) error {
 	if err != nil {
 		return err
 	}
-	var offsets [2]int64
+	now, err := fromNow(r)
+	if err != nil {
+		return err
+	}
+	offsets := [2]int64{now, now}
 	for i, name := range []string{"stdout_offset", "stderr_offset"} {
-		if offsets[i], err = answer.IntParam(r, name, 0); err != nil {
+		if offsets[i], err = answer.IntParam(r, name, offsets[i]); err != nil {
 			return err
 		}
 	}
@@ -156,7 +160,7 @@ func (at *attachment) control(b []byte) error {
 		if err != nil {
 			return err
 		}
-		return at.s.signal(sig)
+		return at.s.signal(sig, guestapi.TargetForeground)
 	case guestapi.AttachCloseStdin:
 		at.s.closeStdin()
 		return nil

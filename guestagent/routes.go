@@ -48,6 +48,7 @@ func (a *Agent) routes() http.Handler {
 	public("POST "+guestapi.PathSessionStdin, a.sessionStdin)
 	public("POST "+guestapi.PathSessionSignal, a.sessionSignal)
 	public("POST "+guestapi.PathSessionResize, a.sessionResize)
+	public("POST "+guestapi.PathSessionDeadline, a.sessionDeadline)
 	public("GET "+guestapi.PathSessionAttach, a.attachSession)
 
 	for _, path := range []string{guestapi.PathFiles, guestapi.PathFileContent} {
@@ -58,6 +59,10 @@ func (a *Agent) routes() http.Handler {
 	public("POST "+guestapi.PathMakeDir, a.files.MakeDir)
 	public("POST "+guestapi.PathRename, a.files.Rename)
 	public("POST "+guestapi.PathXAttrs, a.files.SetXAttrs)
+	public("POST "+guestapi.PathWatches, a.createWatch)
+	public("GET "+guestapi.PathWatches, a.listWatches)
+	public("DELETE "+guestapi.PathWatch, a.deleteWatch)
+	public("GET "+guestapi.PathWatchEvents, a.watchEvents)
 	public("GET "+guestapi.PathProcesses, a.getProcesses)
 	public("GET "+guestapi.PathPorts, a.getPorts)
 	control("/", func(http.ResponseWriter, *http.Request) error {

@@ -4,6 +4,7 @@ package guestagent
 
 import (
 	"context"
+	"math"
 	"net/http"
 	"strconv"
 	"strings"
@@ -19,6 +20,9 @@ import (
 
 // maxWait bounds one wait for a session; the caller must ask again.
 const maxWait = 300 * time.Second
+
+// maxDeadline is the longest time until a new deadline of a session.
+const maxDeadline = 365 * 24 * time.Hour
 
 func (a *Agent) createSession(w http.ResponseWriter, r *http.Request) error {
 	var spec guestapi.SessionSpec
@@ -113,7 +117,11 @@ func (a *Agent) sessionOutput(w http.ResponseWriter, r *http.Request) error {
 	if err != nil {
 		return err
 	}
-	offset, err := answer.IntParam(r, "offset", 0)
+	now, err := fromNow(r)
+	if err != nil {
+		return err
+	}
+	offset, err := answer.IntParam(r, "offset", now)
 	if err != nil {
 		return err
 	}
@@ -190,7 +198,38 @@ func (a *Agent) sessionSignal(w http.ResponseWriter, r *http.Request) error {
 	if err != nil {
 		return err
 	}
-	if err := s.signal(sig); err != nil {
+	if err := s.signal(sig, req.Target); err != nil {
+		return err
+	}
+	w.WriteHeader(http.StatusNoContent)
+	return nil
+}
+
+// fromNow returns the offset that a request means by from=now, or 0.
+func fromNow(r *http.Request) (int64, error) {
+	switch v := r.URL.Query().Get("from"); v {
+	case "":
+		return 0, nil
+	case "now":
+		return math.MaxInt64, nil // no byte has this number: a reader begins at the next one
+	default:
+		return 0, core.Errorf(core.Invalid, core.CodeInvalidField, "from must be now, not %q", core.Clip(v))
+	}
+}
+
+func (a *Agent) sessionDeadline(w http.ResponseWriter, r *http.Request) error {
+	s, err := a.session(r)
+	if err != nil {
+		return err
+	}
+	var req guestapi.Deadline
+	if err := answer.ReadJSON(w, r, maxControlBody, &req); err != nil {
+		return err
+	}
+	if req.TimeoutMS < 0 || req.TimeoutMS > maxDeadline.Milliseconds() {
+		return core.Errorf(core.Invalid, core.CodeInvalidField, "timeout_ms must be a number from 0 to %d", maxDeadline.Milliseconds())
+	}
+	if err := s.killAfter(time.Duration(req.TimeoutMS) * time.Millisecond); err != nil {
 		return err
 	}
 	w.WriteHeader(http.StatusNoContent)

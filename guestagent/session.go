@@ -255,13 +255,69 @@ func (s *session) resize(cols, rows uint16) error {
 
 var errEnded = core.Errorf(core.Conflict, guestapi.CodeSessionEnded, "the session has ended")
 
-// signal sends a signal to the foreground processes of a terminal, or to the session's process group.
-func (s *session) signal(sig syscall.Signal) error {
+// signal sends a signal to some of the session's processes.
+func (s *session) signal(sig syscall.Signal, target string) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.pid == 0 {
 		return errEnded
 	}
+	to := 0
+	switch target {
+	case "", guestapi.TargetForeground:
+		to = -s.foregroundGroup(sig)
+	case guestapi.TargetProcess:
+		to = s.pid
+	case guestapi.TargetGroup:
+		to = -s.pid
+	case guestapi.TargetSession:
+		for _, pid := range sessionMembers(s.pid) {
+			if pid != s.pid {
+				_ = syscall.Kill(pid, sig) // it may have ended
+			}
+		}
+		to = s.pid
+	default:
+		return core.Errorf(core.Invalid, core.CodeInvalidField, "target must be foreground, process, group or session, not %q", core.Clip(target))
+	}
+	if err := syscall.Kill(to, sig); err != nil {
+		return errEnded
+	}
+	return nil
+}
+
+// killAfter sets the deadline of the session in place of an earlier one; 0 is none.
+func (s *session) killAfter(d time.Duration) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.pid == 0 {
+		return errEnded
+	}
+	if s.timer != nil {
+		s.timer.Stop()
+		s.timer = nil
+	}
+	if d <= 0 {
+		return nil
+	}
+	var timer *time.Timer
+	timer = time.AfterFunc(d, func() {
+		s.mu.Lock()
+		due := s.timer == timer // otherwise another deadline was set while this one came
+		if due {
+			s.info.TimedOut = s.pid != 0
+		}
+		s.mu.Unlock()
+		if due {
+			s.kill()
+		}
+	})
+	s.timer = timer
+	return nil
+}
+
+// foregroundGroup returns the foreground process group of the terminal, or else that of the program. The caller holds mu.
+func (s *session) foregroundGroup(sig syscall.Signal) int {
 	group := s.pid
 	if s.terminal != nil && sig != syscall.SIGKILL {
 		if rc, err := s.terminal.SyscallConn(); err == nil {
@@ -272,10 +328,7 @@ func (s *session) signal(sig syscall.Signal) error {
 			})
 		}
 	}
-	if err := syscall.Kill(-group, sig); err != nil {
-		return errEnded
-	}
-	return nil
+	return group
 }
 
 // foreground returns the terminal's foreground process group, with the number that this process sees.

@@ -252,14 +252,7 @@ func (m *sessions) attend(s *session, cmd *exec.Cmd, st *streams, spec guestapi.
 		}()
 	}
 	if spec.TimeoutMS > 0 {
-		s.mu.Lock()
-		s.timer = time.AfterFunc(time.Duration(spec.TimeoutMS)*time.Millisecond, func() {
-			s.mu.Lock()
-			s.info.TimedOut = s.pid != 0
-			s.mu.Unlock()
-			s.kill()
-		})
-		s.mu.Unlock()
+		_ = s.killAfter(time.Duration(spec.TimeoutMS) * time.Millisecond) // it may have ended
 	}
 	go func() {
 		m.await(s, cmd, st)

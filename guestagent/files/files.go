@@ -24,6 +24,7 @@ type Server struct {
 // caller is who a request works as.
 type caller struct {
 	do   func(fn func() error) error // runs fn with the caller's rights
+	cred *syscall.Credential         // of a named user
 	user bool                        // the request names the user
 	path string                      // the path that it names
 }
@@ -51,11 +52,22 @@ func (s *Server) caller(ctx context.Context, user string, paths ...*string) (cal
 		}
 		return nil
 	})
-	c := caller{do: s.Inside, user: user != ""}
+	c := caller{do: s.Inside, cred: who.Cred, user: user != ""}
 	if who.Cred != nil {
 		c.do = func(fn func() error) error { return s.As(ctx, who.Cred, fn) }
 	}
 	return c, err
+}
+
+// Caller makes paths absolute as this package does, and returns what runs functions with the rights of a user.
+func (s *Server) Caller(ctx context.Context, user string, paths ...*string) (func(ctx context.Context, fn func() error) error, error) {
+	c, err := s.caller(ctx, user, paths...)
+	return func(ctx context.Context, fn func() error) error {
+		if c.cred != nil {
+			return s.As(ctx, c.cred, fn)
+		}
+		return s.Inside(fn)
+	}, err
 }
 
 // meaning makes a path absolute. Only requests that name a user know ~, because a file may have that name.

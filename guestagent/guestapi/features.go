@@ -10,11 +10,16 @@ import (
 // for the features before it relies on them.
 const (
 	FeatureFileWork = "file_work" // work on files as a user, in place, of whole trees, with extended attributes
+	FeatureWatch    = "watch"     // watches of directories
+
+	FeatureSignalTarget = "signal_target" // signals to other processes than those in the foreground
+	FeatureFromNow      = "from_now"      // output from the time of the request on
+	FeatureDeadline     = "deadline"      // a new deadline for a session that runs
 )
 
 // Features are the features of the agents of this version.
 func Features() []string {
-	return []string{FeatureFileWork}
+	return []string{FeatureFileWork, FeatureWatch, FeatureSignalTarget, FeatureFromNow, FeatureDeadline}
 }
 
 // ParamNeed is the query parameter with a feature that the body of a request relies on.
@@ -28,6 +33,17 @@ func Needs(path string, query url.Values) []string {
 	need := slices.Clone(query[ParamNeed])
 	if strings.HasPrefix(path, PathFiles+"/") || path == PathFiles && slices.ContainsFunc(fileWork, query.Has) {
 		need = append(need, FeatureFileWork)
+	}
+	if strings.HasPrefix(path, PathSessions+"/") {
+		if query.Has("from") {
+			need = append(need, FeatureFromNow)
+		}
+		if strings.HasSuffix(path, "/deadline") {
+			need = append(need, FeatureDeadline)
+		}
+	}
+	if strings.HasPrefix(path, PathWatches) {
+		need = append(need, FeatureWatch)
 	}
 	return need
 }

@@ -29,21 +29,25 @@ const (
 
 // Public routes: what a user of the sandbox may do. {id} is a session id.
 const (
-	PathSessions      = "/v1/sessions"             // POST SessionSpec -> Session, GET -> Sessions
-	PathSession       = "/v1/sessions/{id}"        // GET -> Session; DELETE kills it and forgets it
-	PathSessionWait   = "/v1/sessions/{id}/wait"   // GET ?timeout_ms= -> Session, ended or not
-	PathSessionOutput = "/v1/sessions/{id}/output" // GET ?stream=stdout|stderr&offset=&follow=1 -> raw bytes, see the headers below
-	PathSessionStdin  = "/v1/sessions/{id}/stdin"  // POST raw bytes, ?close=1 closes it afterwards
-	PathSessionSignal = "/v1/sessions/{id}/signal" // POST Signal
-	PathSessionResize = "/v1/sessions/{id}/resize" // POST Resize
-	PathSessionAttach = "/v1/sessions/{id}/attach" // GET, WebSocket: see AttachMessage. ?stdout_offset=&stderr_offset=
-	PathFiles         = "/v1/files"                // PUT, GET, HEAD, DELETE ?path=: see files below
-	PathFileContent   = "/v1/files/content"        // the same, for requests with parameters that early agents would ignore
-	PathMakeDir       = "/v1/files/mkdir"          // POST MakeDir -> MadeDir
-	PathRename        = "/v1/files/rename"         // POST Rename -> FileInfo
-	PathXAttrs        = "/v1/files/xattrs"         // POST SetXAttrs -> FileInfo
-	PathProcesses     = "/v1/processes"            // GET -> Processes
-	PathPorts         = "/v1/ports"                // GET -> Ports
+	PathSessions        = "/v1/sessions"               // POST SessionSpec -> Session, GET -> Sessions
+	PathSession         = "/v1/sessions/{id}"          // GET -> Session; DELETE kills it and forgets it
+	PathSessionWait     = "/v1/sessions/{id}/wait"     // GET ?timeout_ms= -> Session, ended or not
+	PathSessionOutput   = "/v1/sessions/{id}/output"   // GET ?stream=stdout|stderr&offset=|from=now&follow=1 -> raw bytes, see the headers below
+	PathSessionStdin    = "/v1/sessions/{id}/stdin"    // POST raw bytes, ?close=1 closes it afterwards
+	PathSessionSignal   = "/v1/sessions/{id}/signal"   // POST Signal
+	PathSessionResize   = "/v1/sessions/{id}/resize"   // POST Resize
+	PathSessionDeadline = "/v1/sessions/{id}/deadline" // POST Deadline
+	PathSessionAttach   = "/v1/sessions/{id}/attach"   // GET, WebSocket: see AttachMessage. ?stdout_offset=&stderr_offset=&from=now
+	PathFiles           = "/v1/files"                  // PUT, GET, HEAD, DELETE ?path=: see files below
+	PathFileContent     = "/v1/files/content"          // the same, for requests with parameters that early agents would ignore
+	PathMakeDir         = "/v1/files/mkdir"            // POST MakeDir -> MadeDir
+	PathRename          = "/v1/files/rename"           // POST Rename -> FileInfo
+	PathXAttrs          = "/v1/files/xattrs"           // POST SetXAttrs -> FileInfo
+	PathWatches         = "/v1/watches"                // POST CreateWatch -> Watch, GET -> Watches
+	PathWatch           = "/v1/watches/{id}"           // DELETE
+	PathWatchEvents     = "/v1/watches/{id}/events"    // GET ?after=&follow=1 -> WatchEvent as JSON, one a line
+	PathProcesses       = "/v1/processes"              // GET -> Processes
+	PathPorts           = "/v1/ports"                  // GET -> Ports
 )
 
 // Headers and trailers. PathFiles:
@@ -101,6 +105,7 @@ const (
 	CodeSessionExists   core.Code = "SESSION_EXISTS"      // the requested id is taken
 	CodeSessionEnded    core.Code = "SESSION_ENDED"       // its process has ended or its stdin is closed
 	CodeSessionLimit    core.Code = "SESSION_LIMIT"       // too many sessions run
+	CodeWatchLimit      core.Code = "WATCH_LIMIT"         // too many watches, or directories in one
 	CodeFileConflict    core.Code = "FILE_CONFLICT"       // a directory in place of a file, not empty, or exists already
 	CodeFileDenied      core.Code = "FILE_DENIED"         // read-only or not permitted
 )
@@ -300,9 +305,24 @@ type Sessions struct {
 	Sessions []Session `json:"sessions"`
 }
 
-// Signal sends a signal to the session's foreground processes: "SIGTERM", "TERM" or "15".
+// Signal sends a signal to processes of a session: "SIGTERM", "TERM" or "15". With a target, the host asks for
+// FeatureSignalTarget.
 type Signal struct {
 	Signal string `json:"signal"`
+	Target string `json:"target,omitempty"` // see the constants; default foreground
+}
+
+// The targets of a signal.
+const (
+	TargetForeground = "foreground" // of the terminal; without one the process group
+	TargetProcess    = "process"    // the program that was started
+	TargetGroup      = "group"      // its process group
+	TargetSession    = "session"    // all that have not made a session of their own
+)
+
+// Deadline kills the session after a time from now, instead of a timeout that was set before. 0: never.
+type Deadline struct {
+	TimeoutMS int64 `json:"timeout_ms"`
 }
 
 // Resize sets the size of a session's terminal.

@@ -154,6 +154,7 @@ var unlisted = map[string]string{
 	"guestagent.maxIdleThreads":          "an algorithm: threads that the agent keeps",
 	"guestagent.maxQuiesce":              "a time",
 	"guestagent.maxWait":                 "a time",
+	"guestagent.maxDeadline":             "a time",
 	"runner/cgroup.maxWeight":            "a format: the largest weight that the kernel takes",
 	"runner/diffhelper.maxSize":          "a format: the largest file that an answer may name",
 	"runner/ext4.maxTarget":              "a format: the kernel's bound of a symlink",

@@ -11,10 +11,15 @@ const (
 	maxEvidence  = 48
 	maxProcesses = 256
 	maxWorkload  = 1024
+	maxFeatures  = 64
 )
 
 func cleanHealth(h guestapi.Health) guestapi.Health {
 	h.BootNonce, h.Generation, h.CaptureID, h.Kernel = core.Clip(h.BootNonce), core.Clip(h.Generation), core.Clip(h.CaptureID), core.Clip(h.Kernel)
+	h.Features = h.Features[:min(len(h.Features), maxFeatures)]
+	for i, f := range h.Features {
+		h.Features[i] = core.Clip(f)
+	}
 	h.State = guestapi.State(core.Clip(string(h.State)))
 	return h
 }

@@ -37,6 +37,8 @@ type Client struct {
 	control *http.Transport
 	public  *http.Transport
 	opening chan struct{} // requests that the multiplexer may keep waiting for a stream
+
+	features features
 }
 
 // Dial connects and greets until an agent answers or ctx ends. connect makes one connection to the sandbox's channel; it

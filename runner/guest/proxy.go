@@ -30,7 +30,7 @@ var (
 			"Sec-Websocket-Protocol": true, guestapi.HeaderOffset: true, guestapi.HeaderEndOffset: true, guestapi.HeaderTruncated: true,
 			guestapi.HeaderEOF: true, guestapi.HeaderFileInfo: true, guestapi.HeaderStatus: true, guestapi.HeaderLeftOut: true,
 		},
-		Types: map[string]bool{"application/json": true, "application/octet-stream": true, "application/x-tar": true},
+		Types: map[string]bool{"application/json": true, "application/octet-stream": true, "application/x-tar": true, "application/x-ndjson": true},
 		Type:  "application/octet-stream",
 	}
 )
@@ -42,10 +42,19 @@ func Public(method, path string) bool {
 	switch path {
 	case guestapi.PathSessions:
 		return is(http.MethodGet, http.MethodPost)
-	case guestapi.PathFiles:
+	case guestapi.PathFiles, guestapi.PathFileContent:
 		return is(http.MethodGet, http.MethodHead, http.MethodPut, http.MethodDelete)
+	case guestapi.PathMakeDir, guestapi.PathRename, guestapi.PathXAttrs:
+		return is(http.MethodPost)
+	case guestapi.PathWatches:
+		return is(http.MethodGet, http.MethodPost)
 	case guestapi.PathProcesses, guestapi.PathPorts:
 		return is(http.MethodGet)
+	}
+	if rest, ok := strings.CutPrefix(path, guestapi.PathWatches+"/"); ok {
+		id, verb, sub := strings.Cut(rest, "/")
+		_, err := core.ParseID[core.WatchID](id)
+		return err == nil && (!sub && is(http.MethodDelete) || verb == "events" && is(http.MethodGet))
 	}
 	rest, ok := strings.CutPrefix(path, guestapi.PathSessions+"/")
 	if !ok {
@@ -60,7 +69,7 @@ func Public(method, path string) bool {
 		return !sub && is(http.MethodGet, http.MethodDelete)
 	case "wait", "output", "attach":
 		return is(http.MethodGet)
-	case "stdin", "signal", "resize":
+	case "stdin", "signal", "resize", "deadline":
 		return is(http.MethodPost)
 	}
 	return false
@@ -78,6 +87,12 @@ func (t publicTransport) RoundTrip(req *http.Request) (*http.Response, error) {
 			_ = req.Body.Close()
 		}
 		return nil, errNotPublic
+	}
+	if err := t.c.can(req.Context(), guestapi.Needs(req.URL.Path, req.URL.Query())); err != nil {
+		if req.Body != nil {
+			_ = req.Body.Close()
+		}
+		return nil, err
 	}
 	out := req.Clone(req.Context())
 	out.URL = &url.URL{Scheme: "http", Host: "guest", Path: req.URL.Path, RawQuery: req.URL.RawQuery}

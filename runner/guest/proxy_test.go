@@ -20,9 +20,12 @@ func TestPublic(t *testing.T) {
 	t.Parallel()
 	id := string(core.NewID[core.SessionID]())
 	session := guestapi.PathSessions + "/" + id
+	watch := guestapi.PathWatches + "/" + string(core.NewID[core.WatchID]())
 	for path, methods := range map[string]string{
 		guestapi.PathSessions: "GET POST", session: "GET DELETE", session + "/wait": "GET", session + "/output": "GET", session + "/attach": "GET",
-		session + "/stdin": "POST", session + "/signal": "POST", session + "/resize": "POST",
+		session + "/stdin": "POST", session + "/signal": "POST", session + "/resize": "POST", session + "/deadline": "POST",
+		guestapi.PathWatches: "GET POST", watch: "DELETE", watch + "/events": "GET", watch + "/": "", watch + "/x": "", watch + "/events/": "",
+		guestapi.PathFileContent: "GET HEAD PUT DELETE", guestapi.PathMakeDir: "POST", guestapi.PathRename: "POST", guestapi.PathXAttrs: "POST",
 		guestapi.PathFiles: "GET HEAD PUT DELETE", guestapi.PathProcesses: "GET", guestapi.PathPorts: "GET",
 		// and what is not
 		guestapi.PathHealth: "", guestapi.PathQuiesce: "", guestapi.PathReseed: "", guestapi.PathReseal: "", guestapi.PathRelease: "",

@@ -1,0 +1,214 @@
+//go:build linux
+
+package watch
+
+import (
+	"bytes"
+	"context"
+	"encoding/binary"
+	"errors"
+	"io"
+	"io/fs"
+	"os"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/guestagent/guestapi"
+)
+
+const (
+	mask = unix.IN_CREATE | unix.IN_DELETE | unix.IN_MODIFY | unix.IN_ATTRIB | unix.IN_MOVED_FROM | unix.IN_MOVED_TO |
+		unix.IN_DELETE_SELF | unix.IN_MOVE_SELF | unix.IN_ONLYDIR | unix.IN_EXCL_UNLINK
+	maxEntries  = 10_000 // of a directory that is looked through for directories
+	eventBuffer = 64 << 10
+)
+
+// add watches a directory, and those below it if the watch is recursive. found hears of what is in new directories: it may
+// have been made before they were watched. It is called with the user's rights, and on the goroutine of run or before that.
+func (w *Watch) add(path string, flags uint32, found func(path string, dir bool)) error {
+	if len(w.dirs) >= maxDirs {
+		w.incomplete()
+		if path == w.root {
+			return core.Errorf(core.Exhausted, guestapi.CodeWatchLimit, "watch %s: too many directories", core.Clip(path))
+		}
+		return nil
+	}
+	rc, err := w.file.SyscallConn()
+	if err != nil {
+		return err
+	}
+	wd := 0
+	var added error
+	if err := rc.Control(func(fd uintptr) { wd, added = unix.InotifyAddWatch(int(fd), path, mask|flags) }); err != nil {
+		return err
+	}
+	if added != nil {
+		if path != w.root {
+			if !errors.Is(added, unix.ENOENT) && !errors.Is(added, unix.ENOTDIR) {
+				w.incomplete() // the user may not read it, or the kernel has no room
+			}
+			return nil
+		}
+		if errors.Is(added, unix.ENOSPC) {
+			return core.Errorf(core.Exhausted, guestapi.CodeWatchLimit, "watch %s: the kernel of the sandbox watches as many directories as it may", core.Clip(path))
+		}
+		return &fs.PathError{Op: "watch", Path: path, Err: added}
+	}
+	w.dirs[wd] = path
+	if !w.info.Recursive && found == nil {
+		return nil
+	}
+	return w.addBelow(path, found)
+}
+
+// addBelow watches the directories in a directory. It follows no links and stays on the file system.
+func (w *Watch) addBelow(path string, found func(path string, dir bool)) error {
+	d, err := os.OpenFile(path, unix.O_DIRECTORY|unix.O_NOFOLLOW|unix.O_NONBLOCK, 0)
+	if err != nil {
+		if path == w.root {
+			d, err = os.OpenFile(path, unix.O_DIRECTORY|unix.O_NONBLOCK, 0) // a link to a directory is what was asked for
+		}
+		if err != nil {
+			return nil //nolint:nilerr // removed meanwhile, or it may be watched and not listed
+		}
+	}
+	defer func() { _ = d.Close() }()
+	list, err := d.ReadDir(maxEntries)
+	if err != nil && !errors.Is(err, io.EOF) {
+		w.incomplete()
+		return nil
+	}
+	if len(list) == maxEntries {
+		w.incomplete()
+	}
+	for _, e := range list {
+		p := join(path, e.Name())
+		if found != nil {
+			found(p, e.IsDir())
+		}
+		if !e.IsDir() || !w.info.Recursive {
+			continue
+		}
+		var st unix.Stat_t
+		if unix.Lstat(p, &st) != nil || st.Dev != w.dev {
+			continue
+		}
+		if err := w.add(p, unix.IN_DONT_FOLLOW, found); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// run reads the kernel's events until the watch is closed or its directory is gone.
+func (w *Watch) run() {
+	defer close(w.done)
+	defer w.end()
+	buf := make([]byte, eventBuffer)
+	for {
+		n, err := w.file.Read(buf)
+		if err != nil {
+			return // closed
+		}
+		for b := buf[:n]; len(b) >= unix.SizeofInotifyEvent; {
+			wd, bits, length := int(int32(binary.NativeEndian.Uint32(b))), binary.NativeEndian.Uint32(b[4:]), int(binary.NativeEndian.Uint32(b[12:]))
+			name, _, _ := bytes.Cut(b[unix.SizeofInotifyEvent:unix.SizeofInotifyEvent+length], []byte{0})
+			b = b[unix.SizeofInotifyEvent+length:]
+			if !w.handle(wd, bits, string(name)) {
+				return
+			}
+		}
+	}
+}
+
+// handle handles one event of the kernel. It returns false when the watched directory itself is gone.
+func (w *Watch) handle(wd int, bits uint32, name string) bool {
+	if bits&unix.IN_Q_OVERFLOW != 0 {
+		w.tell(guestapi.WatchOverflow, w.root, true)
+		w.incomplete() // directories may have been made that nobody heard of
+		return true
+	}
+	dir, ok := w.dirs[wd]
+	if !ok {
+		return true // of a directory that has moved away
+	}
+	if bits&unix.IN_IGNORED != 0 {
+		delete(w.dirs, wd)
+		return dir != w.root
+	}
+	if name == "" {
+		return w.ofItself(dir, bits)
+	}
+	path, isDir := join(dir, name), bits&unix.IN_ISDIR != 0
+	switch {
+	case bits&(unix.IN_CREATE|unix.IN_MOVED_TO) != 0:
+		w.tell(guestapi.WatchCreate, path, isDir)
+		if isDir && w.info.Recursive {
+			w.grow(path, bits&unix.IN_CREATE != 0)
+		}
+	case bits&unix.IN_MOVED_FROM != 0:
+		if isDir {
+			w.forget(path)
+		}
+		w.tell(guestapi.WatchRename, path, isDir)
+	case bits&unix.IN_DELETE != 0:
+		w.tell(guestapi.WatchRemove, path, isDir)
+	case bits&unix.IN_MODIFY != 0:
+		w.tell(guestapi.WatchWrite, path, isDir)
+	case bits&unix.IN_ATTRIB != 0:
+		w.tell(guestapi.WatchChmod, path, isDir)
+	}
+	return true
+}
+
+// ofItself handles an event of a watched directory. Its parent tells of it too, if that is watched.
+func (w *Watch) ofItself(dir string, bits uint32) bool {
+	if dir != w.root {
+		return true
+	}
+	switch {
+	case bits&unix.IN_DELETE_SELF != 0:
+		w.tell(guestapi.WatchRemove, dir, true)
+		return false
+	case bits&unix.IN_MOVE_SELF != 0:
+		w.tell(guestapi.WatchRename, dir, true)
+		return false
+	case bits&unix.IN_ATTRIB != 0:
+		w.tell(guestapi.WatchChmod, dir, true)
+	}
+	return bits&unix.IN_UNMOUNT == 0
+}
+
+// grow watches a directory that has come. What is in a new one is told: it may have been made before the directory was
+// watched. (It may be told twice, because the kernel tells of it too if it was made afterwards.)
+func (w *Watch) grow(path string, fresh bool) {
+	var found func(path string, dir bool)
+	if fresh {
+		found = func(p string, dir bool) { w.tell(guestapi.WatchCreate, p, dir) }
+	}
+	err := w.do(context.Background(), func() error {
+		var st unix.Stat_t
+		if unix.Lstat(path, &st) != nil || st.Dev != w.dev || st.Mode&unix.S_IFMT != unix.S_IFDIR {
+			return nil
+		}
+		return w.add(path, unix.IN_DONT_FOLLOW, found)
+	})
+	if err != nil {
+		w.incomplete()
+	}
+}
+
+// forget stops watching a directory that has moved away, and those below it.
+func (w *Watch) forget(path string) {
+	rc, err := w.file.SyscallConn()
+	if err != nil {
+		return
+	}
+	for wd, dir := range w.dirs {
+		if below(dir, path) {
+			_ = rc.Control(func(fd uintptr) { _, _ = unix.InotifyRmWatch(int(fd), uint32(wd)) })
+			delete(w.dirs, wd)
+		}
+	}
+}

@@ -1,0 +1,210 @@
+//go:build linux
+
+package guestagent
+
+import (
+	"bufio"
+	"encoding/json"
+	"net/http"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/guestagent/guestapi"
+	"github.com/coppice-dev/coppice/internal/require"
+)
+
+func (a *testAgent) watch(req guestapi.CreateWatch) guestapi.Watch {
+	a.t.Helper()
+	return must[guestapi.Watch](a.t)(ask[guestapi.Watch](a, http.MethodPost, guestapi.PathWatches, req))
+}
+
+// reader reads the events of a watch.
+type reader struct {
+	t    *testing.T
+	scan *bufio.Scanner
+	last int64
+}
+
+func (a *testAgent) events(id core.WatchID, query string) *reader {
+	a.t.Helper()
+	path := strings.Replace(guestapi.PathWatchEvents, "{id}", string(id), 1)
+	req, err := http.NewRequestWithContext(a.t.Context(), http.MethodGet, a.url+path+query, nil)
+	if err != nil {
+		a.t.Fatal(err)
+	}
+	res, err := http.DefaultTransport.RoundTrip(req)
+	if err != nil || res.StatusCode != http.StatusOK {
+		a.t.Fatal(res.StatusCode, err)
+	}
+	a.t.Cleanup(func() { _ = res.Body.Close() })
+	return &reader{t: a.t, scan: bufio.NewScanner(res.Body)}
+}
+
+// next returns the next event that is not of a kind that file systems and the kernel add.
+func (r *reader) next() (guestapi.WatchEvent, bool) {
+	r.t.Helper()
+	var e guestapi.WatchEvent
+	if !r.scan.Scan() {
+		return e, false
+	}
+	if err := json.Unmarshal(r.scan.Bytes(), &e); err != nil || e.Seq <= r.last {
+		r.t.Fatalf("%s (%v)", r.scan.Bytes(), err)
+	}
+	r.last = e.Seq
+	return e, true
+}
+
+// until reads to an event and fails if it does not come.
+func (r *reader) until(kind, name string) guestapi.WatchEvent {
+	r.t.Helper()
+	for {
+		e, ok := r.next()
+		if !ok {
+			r.t.Fatalf("no %s of %s", kind, name)
+		}
+		if e.Type == kind && e.Name == name {
+			return e
+		}
+	}
+}
+
+func do(t *testing.T, errs ...error) {
+	t.Helper()
+	for _, err := range errs {
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
+func TestWatchTree(t *testing.T) {
+	t.Parallel()
+	a := newTestAgent(t)
+	dir := t.TempDir()
+	do(t, os.MkdirAll(filepath.Join(dir, "a", "b"), 0o755))
+	w := a.watch(guestapi.CreateWatch{Path: dir, Recursive: true})
+	r := a.events(w.ID, "?follow=1")
+	in := func(name string) string { return filepath.Join(dir, name) }
+
+	do(t, os.WriteFile(in("a/b/f"), []byte("x"), 0o600))
+	if e := r.until(guestapi.WatchCreate, "a/b/f"); e.Dir || e.Path != in("a/b/f") {
+		t.Errorf("%+v", e)
+	}
+	r.until(guestapi.WatchWrite, "a/b/f")
+	do(t, os.Chmod(in("a/b/f"), 0o644))
+	r.until(guestapi.WatchChmod, "a/b/f")
+	// A new tree is watched, with what was in it before it was.
+	do(t, os.MkdirAll(in("n/e/w"), 0o755), os.WriteFile(in("n/e/w/f"), nil, 0o600))
+	r.until(guestapi.WatchCreate, "n/e/w/f")
+	// A tree that has moved is watched under its new path.
+	do(t, os.Rename(in("n"), in("m")))
+	if e := r.until(guestapi.WatchRename, "n"); !e.Dir {
+		t.Errorf("%+v", e)
+	}
+	r.until(guestapi.WatchCreate, "m")
+	do(t, os.Remove(in("m/e/w/f")))
+	r.until(guestapi.WatchRemove, "m/e/w/f")
+	// The end of the directory ends the watch.
+	do(t, os.RemoveAll(dir))
+	r.until(guestapi.WatchRemove, "")
+	if e, more := r.next(); more {
+		t.Errorf("after the end: %+v", e)
+	}
+	list := must[guestapi.Watches](t)(ask[guestapi.Watches](a, http.MethodGet, guestapi.PathWatches, nil))
+	if len(list.Watches) != 1 || !list.Watches[0].Ended || list.Watches[0].Incomplete || list.Watches[0].Last != r.last {
+		t.Errorf("%+v, the last event was %d", list, r.last)
+	}
+}
+
+// TestWatchOneDirectory: what is below is not watched, and a reader that returns misses nothing.
+func TestWatchOneDirectory(t *testing.T) {
+	t.Parallel()
+	a := newTestAgent(t)
+	dir := t.TempDir()
+	do(t, os.Mkdir(filepath.Join(dir, "sub"), 0o755))
+	w := a.watch(guestapi.CreateWatch{Path: dir})
+	do(t, os.WriteFile(filepath.Join(dir, "sub", "unseen"), nil, 0o600), os.WriteFile(filepath.Join(dir, "one"), nil, 0o600), os.WriteFile(filepath.Join(dir, "two"), nil, 0o600))
+	one := a.events(w.ID, "?follow=1").until(guestapi.WatchCreate, "one")
+	if one.Seq != 1 {
+		t.Errorf("%+v", one)
+	}
+	two := a.events(w.ID, "?follow=1&after="+itoa(int(one.Seq)))
+	two.until(guestapi.WatchCreate, "two")
+	if _, _, err := a.do(http.MethodDelete, strings.Replace(guestapi.PathWatch, "{id}", string(w.ID), 1), nil); err != nil { //nolint:bodyclose // do has read and closed it
+		t.Fatal(err)
+	}
+	for more := true; more; { // the stream ends with the watch
+		_, more = two.next()
+	}
+	if _, _, err := a.do(http.MethodDelete, strings.Replace(guestapi.PathWatch, "{id}", string(w.ID), 1), nil); core.CodeOf(err) != core.CodeWatchNotFound { //nolint:bodyclose // do has read and closed it
+		t.Errorf("a second time: %v", err)
+	}
+}
+
+func TestWatchRights(t *testing.T) {
+	t.Parallel()
+	dir := userDir(t)
+	a := newTestAgent(t)
+	create := func(req guestapi.CreateWatch) error {
+		_, err := ask[guestapi.Watch](a, http.MethodPost, guestapi.PathWatches, req)
+		return err
+	}
+	if err := create(guestapi.CreateWatch{Path: t.TempDir(), User: nobody}); core.CodeOf(err) != guestapi.CodeFileDenied {
+		t.Errorf("root's directory: %v", err)
+	}
+	do(t, os.Mkdir(filepath.Join(dir, "private"), 0o700), os.Mkdir(filepath.Join(dir, "open"), 0o755))
+	w := a.watch(guestapi.CreateWatch{Path: dir, User: nobody, Recursive: true})
+	if !w.Incomplete {
+		t.Error("a directory that the user may not read counts as watched")
+	}
+	do(t, os.WriteFile(filepath.Join(dir, "private", "f"), nil, 0o600), os.WriteFile(filepath.Join(dir, "open", "f"), nil, 0o600))
+	r := a.events(w.ID, "?follow=1")
+	if e, _ := r.next(); e.Name != "open/f" {
+		t.Errorf("%+v", e)
+	}
+	for path, code := range map[string]core.Code{"/nowhere": core.CodeFileNotFound, "/etc/hostname": guestapi.CodeFileConflict} {
+		if err := create(guestapi.CreateWatch{Path: path}); core.CodeOf(err) != code {
+			t.Errorf("%s: %v", path, err)
+		}
+	}
+}
+
+// TestWatchesAreBounded: watches, and the events that one keeps.
+func TestWatchesAreBounded(t *testing.T) {
+	t.Parallel()
+	require.Root(t)
+	a := newTestAgent(t)
+	dir := t.TempDir()
+	w := a.watch(guestapi.CreateWatch{Path: dir})
+	for range 31 {
+		a.watch(guestapi.CreateWatch{Path: "/"})
+	}
+	if _, err := ask[guestapi.Watch](a, http.MethodPost, guestapi.PathWatches, guestapi.CreateWatch{Path: "/"}); core.CodeOf(err) != guestapi.CodeWatchLimit {
+		t.Errorf("one too many: %v", err)
+	}
+	const files = 4096/2 + 100 // each is created and removed
+	for i := range files {
+		name := filepath.Join(dir, itoa(i))
+		do(t, os.Mkdir(name, 0o755), os.Remove(name))
+	}
+	eventually(t, func() bool {
+		list := must[guestapi.Watches](t)(ask[guestapi.Watches](a, http.MethodGet, guestapi.PathWatches, nil)).Watches
+		i := slices.IndexFunc(list, func(l guestapi.Watch) bool { return l.ID == w.ID })
+		return list[i].Last == 2*files
+	})
+	r := a.events(w.ID, "")
+	if e, _ := r.next(); e.Type != guestapi.WatchOverflow || e.Seq != 2*files-4096 {
+		t.Errorf("first %+v", e)
+	}
+	n := 0
+	for more := true; more; n++ {
+		_, more = r.next()
+	}
+	if n-1 != 4096 {
+		t.Errorf("%d events are kept", n-1)
+	}
+}
