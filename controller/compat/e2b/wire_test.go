@@ -1,0 +1,158 @@
+package e2b
+
+import (
+	"encoding/hex"
+	"maps"
+	"mime"
+	"net/url"
+	"strings"
+	"testing"
+	"time"
+)
+
+func TestHostTarget(t *testing.T) {
+	t.Parallel()
+	id := "06e5bqv7z0f3m8k2h1t9r4w6xc"
+	for host, want := range map[string]target{
+		"49983-" + id + ".sandbox.example":                  {id, 49983},
+		"3000-" + strings.ToUpper(id) + ".Sandbox.Example.": {id, 3000},
+		"3000-" + id + ".sandbox.example:8443":              {id, 3000},
+		"3000-" + id + ".other.example":                     {},
+		"3000-" + id:                                        {},
+		"03000-" + id + ".sandbox.example":                  {},
+		"+3-" + id + ".sandbox.example":                     {},
+		"0-" + id + ".sandbox.example":                      {},
+		"65536-" + id + ".sandbox.example":                  {},
+		"3000-" + id + "x.sandbox.example":                  {},
+		"api.sandbox.example":                               {},
+		"":                                                  {},
+	} {
+		if got, ok := hostTarget(host, "sandbox.example"); got != want || ok != (want != target{}) {
+			t.Errorf("%q: %v, %v", host, got, ok)
+		}
+	}
+}
+
+func FuzzHost(f *testing.F) {
+	for _, s := range []string{"49983-06e5bqv7z0f3m8k2h1t9r4w6xc.sandbox.example", "[::1]:3000", "localhost:1", "a.b-c:x", "-.", "1-.sandbox.example"} {
+		f.Add(s)
+	}
+	f.Fuzz(func(t *testing.T, host string) {
+		for _, domain := range []string{"", "sandbox.example"} {
+			hostAllowed(host, domain)
+			got, ok := hostTarget(host, domain)
+			if ok && (!bareID.MatchString(got.sandbox) || got.port < 1 || got.port > 65535) {
+				t.Errorf("%q is %+v", host, got)
+			}
+			if ok && domain != "" && !hostAllowed(host, domain) {
+				t.Errorf("%q leads to a sandbox, but is not served", host)
+			}
+		}
+	})
+}
+
+func FuzzSignature(f *testing.F) {
+	f.Add("/a", "read", "root", "key.mac", int64(0))
+	f.Add("/a:read", "", "", "", int64(-1))
+	f.Fuzz(func(t *testing.T, path, op, user, token string, expires int64) {
+		k := link{path: path, op: op, user: user, expires: expires, signature: signature(path, op, user, token, expires)}
+		if ok, err := k.verify(token, time.Unix(0, 0)); expires >= 0 && (!ok || err != nil) {
+			t.Errorf("%+v: %v, %v", k, ok, err)
+		}
+		k.signature += "x"
+		if ok, _ := k.verify(token, time.Unix(0, 0)); ok {
+			t.Errorf("%+v was accepted", k)
+		}
+	})
+}
+
+func FuzzToken(f *testing.F) {
+	tk := tokens{secret: []byte("0123456789abcdef0123456789abcdef")}
+	f.Add("ws_a", tk.issue(purposeEnvd, "ws_a", "key_b"))
+	f.Add("ws_b", "b.")
+	f.Fuzz(func(t *testing.T, ws, token string) {
+		key, ok := tk.check(purposeEnvd, ws, token)
+		if ok && tk.issue(purposeEnvd, ws, key) != token {
+			t.Errorf("%q was accepted for %q", token, ws)
+		}
+		if ok && ws != "ws_a" {
+			t.Errorf("%q was made without the secret", token)
+		}
+		apiKey(token)
+	})
+}
+
+func FuzzPartName(f *testing.F) {
+	f.Add(`form-data; name="file"; filename="/b c"`)
+	f.Add(`form-data; name="file"; filename*=UTF-8''%2fa`)
+	f.Add(`attachment; name=file`)
+	f.Fuzz(func(t *testing.T, header string) {
+		field, name := partName(header)
+		if kind, _, err := mime.ParseMediaType(header); (field != "" || name != "") && (err != nil || kind != "form-data") {
+			t.Errorf("%q names %q, %q", header, field, name)
+		}
+		if p := (account{home: "/root"}).resolve(name); p == "" || p[0] != '/' || strings.Contains(p+"/", "/../") {
+			t.Errorf("%q is at %q", name, p)
+		}
+	})
+}
+
+func FuzzMetadata(f *testing.F) {
+	f.Add("a b", "c&d=ü")
+	f.Add("", "\x00")
+	f.Fuzz(func(t *testing.T, key, value string) {
+		want := map[string]string{key: value}
+		labels, err := labelsOf(want, "base")
+		if err != nil {
+			return
+		}
+		for name, v := range labels {
+			if len(name) > 63 || len(v) > partBytes {
+				t.Errorf("label %s has %d bytes", name, len(v))
+			}
+		}
+		got := metadataOf(labels)
+		want = map[string]string{strings.ToValidUTF8(key, "\ufffd"): strings.ToValidUTF8(value, "\ufffd")}
+		if len(strings.ToValidUTF8(key, "")) == len(key) && len(strings.ToValidUTF8(value, "")) == len(value) && !maps.Equal(got, want) {
+			t.Errorf("%q became %q", want, got)
+		}
+		twice := url.QueryEscape(url.QueryEscape(key) + "=" + url.QueryEscape(value))
+		filter, err := metadataFilter(twice)
+		if err != nil || !maps.Equal(filter, map[string]string{key: value}) {
+			t.Errorf("%q, %v", filter, err)
+		}
+	})
+}
+
+func FuzzMetadataFilter(f *testing.F) {
+	f.Add("a%2520b%3Dc")
+	f.Fuzz(func(_ *testing.T, value string) { _, _ = metadataFilter(value) })
+}
+
+func FuzzRange(f *testing.F) {
+	f.Add("bytes=0-", int64(10))
+	f.Add("bytes=-5", int64(3))
+	f.Add("bytes=9-8", int64(10))
+	f.Fuzz(func(t *testing.T, header string, size int64) {
+		if size < 0 {
+			return
+		}
+		from, to, _, err := byteRange(header, size)
+		if err == nil && (from < 0 || from > to || to > size) {
+			t.Errorf("%q of %d bytes: %d to %d", header, size, from, to)
+		}
+	})
+}
+
+func TestKeyForms(t *testing.T) {
+	t.Parallel()
+	if got := apiKey(WrapKey("cpk_a_b")); got != "cpk_a_b" {
+		t.Error(got)
+	}
+	if got := apiKey("e2b_zz"); got != "e2b_zz" {
+		t.Error(got)
+	}
+	if got := apiKey("e2b_" + hex.EncodeToString(make([]byte, maxToken))); got != "" {
+		t.Error("a key has no bound")
+	}
+}
