@@ -1,7 +1,7 @@
 # `make help` lists the targets. Those marked (root) need it: sudo -E make …
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
-.PHONY: help setup s3-server minio test-minio test-kvm setup-kvm build generate test test-sdk test-long lint image demo demo-pool dev bench bench-control bench-scale bench-store bench-egress clean fuzz chaos faults attack explore deploy-check compose-up compose-down
+.PHONY: help setup s3-server minio test-minio test-kvm setup-kvm build generate test test-sdk test-compat test-long lint image demo demo-pool dev bench bench-control bench-scale bench-store bench-egress clean fuzz chaos faults attack explore deploy-check compose-up compose-down
 
 GO      ?= go
 ROOT    := $(filter 0,$(shell id -u))
@@ -38,10 +38,11 @@ setup-kvm: ## install the pinned cloud-hypervisor, checked by its sum: PREFIX=di
 build: ## build bin/coppice and the static guest agent, bin/coppice-guest
 	CGO_ENABLED=0 $(GO) build $(GOFLAGS_BUILD) -o bin/ ./cmd/...
 
-generate: ## write generated code and documents anew: API models and servers, SDKs, state machines, sums
+generate: ## write generated code and documents anew: API models and servers, SDKs, the wire of E2B (protoc of Debian's protobuf-compiler), state machines, sums
 	$(GO) tool -modfile=internal/tools/go.mod oapi-codegen -config api/codegen.yaml api/openapi.yaml
 	$(GO) tool -modfile=internal/tools/go.mod oapi-codegen -config sdk/go/codegen.yaml api/openapi.yaml
 	scripts/generate-sdks
+	GO="$(GO)" scripts/generate-envd
 	$(GO) test ./internal/archtest -run 'TestGeneratedFilesAreCurrent|TestStateMachinesDocument' -update
 
 # Packages are tested in this order, as many at once as there are processors. What takes longest begins first: behind all others it
@@ -79,6 +80,9 @@ test-long: build $(VERSITYGW) ## the long sweeps: 64 generations, every runtime,
 test-kvm: ## run the drivers and the system under a KVM that works, in an emulated machine; COPPICE_CLOUD_HYPERVISOR=/path tests that too (root; up to 45 minutes)
 	CGO_ENABLED=0 $(GO) build $(GOFLAGS_BUILD) -o bin/ ./internal/kvmlane
 	bin/kvmlane -cloud-hypervisor "$(COPPICE_CLOUD_HYPERVISOR)" $(LANE) test
+
+test-compat: build ## run the unmodified packages of others, pinned by their sums, against Coppice; as root on real VMs, too: COMPAT_URL=http://… COMPAT_KEY=… uses a server that runs, WRITE=1 writes docs/COMPATIBILITY.md
+	@GO=$(GO) WRITE=$(WRITE) scripts/test-compat
 
 s3-server: $(VERSITYGW) ## build versitygw, the S3 server of tests, unless it is there (minutes)
 

@@ -147,6 +147,10 @@ var generated = []struct {
 	{python + "src/coppice/_codes.py", []string{"docs/ERRORS.md", python + "tools/generate.py"}},
 	pythonSync("admin"), pythonSync("checkpoint"), pythonSync("client"), pythonSync("events"), pythonSync("files"),
 	pythonSync("network"), pythonSync("session"), pythonSync("transport"), pythonSync("workspace"),
+	{"controller/compat/e2b/envd/process/process.pb.go", []string{"controller/compat/e2b/envd/process/process.proto"}},
+	{"controller/compat/e2b/envd/process/process.connect.go", []string{"controller/compat/e2b/envd/process/process.proto"}},
+	{"controller/compat/e2b/envd/filesystem/filesystem.pb.go", []string{"controller/compat/e2b/envd/filesystem/filesystem.proto"}},
+	{"controller/compat/e2b/envd/filesystem/filesystem.connect.go", []string{"controller/compat/e2b/envd/filesystem/filesystem.proto"}},
 }
 
 const python = "sdk/python/"
@@ -159,6 +163,10 @@ func pythonSync(name string) (g struct {
 	g.output = python + "src/coppice/_sync/" + name + ".py"
 	g.inputs = []string{python + "src/coppice/_async/" + name + ".py", python + "tools/generate.py"}
 	return g
+}
+
+func isGenerated(name string) bool {
+	return strings.HasSuffix(name, ".gen.go") || strings.HasSuffix(name, ".pb.go") || strings.HasSuffix(name, ".connect.go")
 }
 
 func TestGeneratedFilesAreCurrent(t *testing.T) {
@@ -193,7 +201,7 @@ func TestGeneratedFilesAreCurrent(t *testing.T) {
 			return err
 		case d.IsDir() && (rel == "bin" || rel == "var" || rel != "." && strings.HasPrefix(d.Name(), ".")):
 			return fs.SkipDir
-		case strings.HasSuffix(rel, ".gen.go") && !known[rel]:
+		case isGenerated(rel) && !known[rel]:
 			t.Errorf("%s is generated, but this test does not know from what", rel)
 		}
 		return nil

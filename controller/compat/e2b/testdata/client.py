@@ -234,7 +234,12 @@ def _():
     return "refused: " + refused(lambda: sbx.files.watch_dir("/tmp"))
 
 
-@check("Sandbox.create (beta: auto pause)")
+@check("Sandbox.get_metrics")
+def _():
+    return "refused: " + refused(lambda: sbx.get_metrics())
+
+
+@check("Sandbox.create (pause at the end of its time)")
 def _():
     return "refused: " + refused(lambda: Sandbox.create(template="base", lifecycle={"on_timeout": "pause"}))
 
