@@ -51,6 +51,9 @@ class Call:
     read_timeout: float | None = -1
     """Seconds; None waits for ever, -1 is the client's usual time."""
 
+    lost: bool = False
+    """A try of it was lost after it was sent: the server may have done it."""
+
     @property
     def repeatable(self) -> bool:
         return self.content is None and (self.op.method in ("GET", "HEAD", "DELETE", "PUT") or bool(self.key))

@@ -13,7 +13,7 @@ from .. import _operations as op
 from .. import _policy as policy
 from .. import models
 from .._connection import Config
-from .._errors import APIError, ConnectionFailedError, CoppiceError, ProtocolError, WaitTimeout
+from .._errors import APIError, ConnectionFailedError, CoppiceError, NotFoundError, ProtocolError, WaitTimeout
 from .._http import timeouts
 from .._policy import Call
 from .._version import __version__
@@ -62,6 +62,7 @@ class AsyncTransport:
             except (httpx.ConnectError, httpx.ConnectTimeout) as err:
                 pause, problem = retries.after_lost(sent=False), lost(what, err)
             except httpx.HTTPError as err:
+                call.lost = True
                 pause, problem = retries.after_lost(sent=True), lost(what, err)
             else:
                 if answer.status_code < 300:
@@ -132,7 +133,11 @@ class AsyncTransport:
 
     async def run(self, call: Call) -> None:
         """Performs a call whose answer has nothing in it."""
-        await self.read(call)
+        try:
+            await self.read(call)
+        except NotFoundError:
+            if call.op.method != "DELETE" or not call.lost:
+                raise  # otherwise the try that was lost has deleted it
 
     @asynccontextmanager
     async def stream(self, call: Call) -> AsyncIterator[httpx.Response]:

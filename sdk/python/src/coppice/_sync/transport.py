@@ -14,7 +14,7 @@ from .. import _operations as op
 from .. import _policy as policy
 from .. import models
 from .._connection import Config
-from .._errors import APIError, ConnectionFailedError, CoppiceError, ProtocolError, WaitTimeout
+from .._errors import APIError, ConnectionFailedError, CoppiceError, NotFoundError, ProtocolError, WaitTimeout
 from .._http import timeouts
 from .._policy import Call
 from .._version import __version__
@@ -63,6 +63,7 @@ class Transport:
             except (httpx.ConnectError, httpx.ConnectTimeout) as err:
                 pause, problem = retries.after_lost(sent=False), lost(what, err)
             except httpx.HTTPError as err:
+                call.lost = True
                 pause, problem = retries.after_lost(sent=True), lost(what, err)
             else:
                 if answer.status_code < 300:
@@ -133,7 +134,11 @@ class Transport:
 
     def run(self, call: Call) -> None:
         """Performs a call whose answer has nothing in it."""
-        self.read(call)
+        try:
+            self.read(call)
+        except NotFoundError:
+            if call.op.method != "DELETE" or not call.lost:
+                raise  # otherwise the try that was lost has deleted it
 
     @contextmanager
     def stream(self, call: Call) -> Iterator[httpx.Response]:
