@@ -144,19 +144,19 @@ type wantedStore struct {
 }
 
 type wantedTx struct {
-	controller.Tx
+	controller.AllTx
 	s *wantedStore
 }
 
-func (s *wantedStore) InTx(ctx context.Context, scope controller.Scope, fn func(controller.Tx) error) error {
-	return s.Store.InTx(ctx, scope, func(tx controller.Tx) error { return fn(wantedTx{tx, s}) })
+func (s *wantedStore) InTx(ctx context.Context, scope controller.Scope, fn func(controller.AllTx) error) error {
+	return s.Store.InTx(ctx, scope, func(tx controller.AllTx) error { return fn(wantedTx{tx, s}) })
 }
 
 func (t wantedTx) FreeAddresses(ctx context.Context, w controller.AddressesWanted) ([]string, error) {
 	t.s.mu.Lock()
 	t.s.wanted = append(t.s.wanted, w)
 	t.s.mu.Unlock()
-	return t.Tx.FreeAddresses(ctx, w)
+	return t.AllTx.FreeAddresses(ctx, w)
 }
 
 // TestAddressesOfThePast has no machine get the address that the captured one had, or that its workspace had until now, though no

@@ -111,7 +111,7 @@ func TestAdmissionIsFair(t *testing.T) {
 	t.Parallel()
 	w, cp, there := crowded(t, 1)
 	var other controller.Project
-	if err := w.store.InTx(t.Context(), controller.System(), func(tx controller.Tx) error {
+	if err := w.store.InTx(t.Context(), controller.System(), func(tx controller.AllTx) error {
 		var err error
 		other, err = tx.EnsureProject(t.Context(), core.NewID[core.ProjectID](), "other")
 		return err

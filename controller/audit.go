@@ -9,33 +9,6 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// Origin says for whom a transaction works, and which action it belongs to. The database writes it into the audit record of every change.
-type Origin struct {
-	Actor     string // id of a key or runner; empty: the controller itself
-	Source    string // address that the request came from
-	Action    string // the API's operationId, or the name of the controller's own work
-	Operation core.OperationID
-}
-
-type originKey struct{}
-
-// WithOrigin marks a context: changes by transactions under it are recorded with this origin.
-func WithOrigin(ctx context.Context, o Origin) context.Context {
-	return context.WithValue(ctx, originKey{}, o)
-}
-
-// OriginOf returns the origin of a context and the id of the request that it serves.
-func OriginOf(ctx context.Context) (Origin, string) {
-	o, _ := ctx.Value(originKey{}).(Origin)
-	if o.Actor == "" {
-		o.Actor = "controller"
-	}
-	if o.Action == "" {
-		o.Action = "controller"
-	}
-	return o, requestID(ctx)
-}
-
 // AuditOutcome is the outcome of an audited change.
 type AuditOutcome string
 

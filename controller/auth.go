@@ -12,6 +12,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/coppice-dev/coppice/controller/request"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/pace"
 )
@@ -98,7 +99,7 @@ func (k *keyring) heldKeys() []core.KeyID {
 // WithKey returns a context that ends with the key, at most some seconds after it was revoked at another controller.
 // The returned function must be called when the work is done.
 func (c *Controller) WithKey(ctx context.Context, key Key) (context.Context, context.CancelFunc) {
-	ctx, cancel := context.WithCancelCause(context.WithValue(ctx, keyContext{}, key))
+	ctx, cancel := context.WithCancelCause(request.WithKey(ctx, key))
 	h := &hold{cancel}
 	stop := func() {}
 	if !key.ExpiresAt.IsZero() {
@@ -124,14 +125,6 @@ func (c *Controller) WithKey(ctx context.Context, key Key) (context.Context, con
 			delete(k.held, key.ID)
 		}
 	}
-}
-
-type keyContext struct{}
-
-// KeyOf returns the key that a request was made with; the zero value outside of requests.
-func KeyOf(ctx context.Context) Key {
-	key, _ := ctx.Value(keyContext{}).(Key)
-	return key
 }
 
 const keyUseInterval = 5 * time.Second // between writes of when keys were used
@@ -279,7 +272,7 @@ func (c *Controller) CreateKey(ctx context.Context, actor Key, project core.Proj
 		ID: id, ProjectID: project, Name: name, Prefix: prefix, Hash: sha256.Sum256([]byte(secret)), Scopes: slices.Compact(scopes), Parent: actor.ID,
 	}
 	made, err := read(ctx, c, reachOf(actor), func(tx Tx) (Key, error) {
-		if err := bind(ctx, tx, project, string(id)); err != nil {
+		if err := request.Bind(ctx, tx, project, string(id)); err != nil {
 			return Key{}, err
 		}
 		if _, err := tx.Project(ctx, project); err != nil {
@@ -287,9 +280,9 @@ func (c *Controller) CreateKey(ctx context.Context, actor Key, project core.Proj
 		}
 		return tx.InsertKey(ctx, key, ttl)
 	})
-	if again, ok := errors.AsType[*repeatError](err); ok {
+	if again, ok := errors.AsType[*request.RepeatError](err); ok {
 		err = core.Errorf(core.Conflict, core.CodeIdempotencySecretShown,
-			"the first request with this idempotency key made %s, whose secret was shown once and is kept nowhere; if it did not arrive, revoke that key and make another", again.use.Object)
+			"the first request with this idempotency key made %s, whose secret was shown once and is kept nowhere; if it did not arrive, revoke that key and make another", again.Use.Object)
 	}
 	return made, secret, err
 }

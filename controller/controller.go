@@ -18,6 +18,7 @@ import (
 	"github.com/coppice-dev/coppice/controller/flows"
 	"github.com/coppice-dev/coppice/controller/grants"
 	"github.com/coppice-dev/coppice/controller/secretstore"
+	"github.com/coppice-dev/coppice/controller/sweep"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/bootclock"
 	"github.com/coppice-dev/coppice/internal/boundjson"
@@ -129,7 +130,7 @@ var errShutdown = errors.New("the controller is stopping")
 // Controller runs the use cases. Make it with New; it works only while Run does.
 type Controller struct {
 	cfg     Config
-	store   Store
+	store   ownStore
 	runners Runners
 	log     *slog.Logger
 	owner   string // the owner of operation leases: this process; never reused
@@ -157,7 +158,7 @@ type Controller struct {
 	uses       uses
 	admission  admission
 	samples    samples
-	marks      marks
+	marks      sweep.Marks
 	planning   chan struct{} // a place for each retention plan that is being made for a request
 	data       dataCheck
 	secrets    *secretstore.Keeper
@@ -179,7 +180,7 @@ func New(cfg Config, store Store, runners Runners, log *slog.Logger) *Controller
 		host = "unknown"
 	}
 	c := &Controller{
-		cfg: cfg.withDefaults(), store: store, runners: runners, log: log,
+		cfg: cfg.withDefaults(), store: ownStore{store}, runners: runners, log: log,
 		owner:  fmt.Sprintf("%s/%s", host, core.NewID[core.OperationID]()),
 		runCtx: ctx, stop: stop, wake: make(chan struct{}, 1), ended: make(chan core.OperationID, 1024),
 		limits:  newLimiter(cfg.Limits),
@@ -193,7 +194,7 @@ func New(cfg Config, store Store, runners Runners, log *slog.Logger) *Controller
 	}
 	c.metrics = newMetrics(c, c.cfg.Metrics)
 	c.journal = newJournal(c)
-	c.secrets = secretstore.New(c.cfg.Wrapper, secretStore{store}, log)
+	c.secrets = secretstore.New(c.cfg.Wrapper, partStore[secretstore.Tx]{store, func(tx AllTx) secretstore.Tx { return tx }}, log)
 	c.grants = newGrants(c)
 	if c.cfg.Authority != nil {
 		if c.countersigner, err = countersign.New(c.cfg.Authority, c.cfg.CertificateLife); err != nil {

@@ -62,7 +62,7 @@ func (f *fate) killed() bool {
 type crashingStore struct{ withoutChores }
 
 // InTx implements controller.Store.
-func (s crashingStore) InTx(ctx context.Context, scope controller.Scope, fn func(controller.Tx) error) error {
+func (s crashingStore) InTx(ctx context.Context, scope controller.Scope, fn func(controller.AllTx) error) error {
 	if err := step(ctx); err != nil {
 		return err
 	}

@@ -7,6 +7,7 @@ import (
 
 	"github.com/coppice-dev/coppice/controller/grants"
 	"github.com/coppice-dev/coppice/controller/placement"
+	"github.com/coppice-dev/coppice/controller/request"
 	"github.com/coppice-dev/coppice/core"
 )
 
@@ -43,7 +44,7 @@ func (c *Controller) CreateWorkspace(ctx context.Context, project core.ProjectID
 	image, err := c.findImage(ctx, req.Image)
 	if err != nil {
 		err = c.repeated(ctx, project, err)
-		if again, ok := errors.AsType[*repeatError](err); ok {
+		if again, ok := errors.AsType[*request.RepeatError](err); ok {
 			return c.repeatTask(project, again).await(ctx, wait)
 		}
 		return Answer{}, err

@@ -115,7 +115,7 @@ type lossyStore struct {
 	nth   int // which one, counted down
 }
 
-func (s *lossyStore) InTx(ctx context.Context, scope controller.Scope, fn func(controller.Tx) error) error {
+func (s *lossyStore) InTx(ctx context.Context, scope controller.Scope, fn func(controller.AllTx) error) error {
 	err := s.Store.InTx(ctx, scope, fn)
 	s.mu.Lock()
 	defer s.mu.Unlock()

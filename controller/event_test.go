@@ -253,7 +253,7 @@ func TestEventsAreKeptForDays(t *testing.T) {
 		UPDATE events SET created_at = '2020-01-01 12:00:00+00'; RESET session_replication_role`)
 	tidy := func() {
 		t.Helper()
-		if err := w.store.InTx(t.Context(), controller.System(), func(tx controller.Tx) error { return tx.TidyEvents(t.Context(), 24*time.Hour) }); err != nil {
+		if err := w.store.InTx(t.Context(), controller.System(), func(tx controller.AllTx) error { return tx.TidyEvents(t.Context(), 24*time.Hour) }); err != nil {
 			t.Fatal(err)
 		}
 	}

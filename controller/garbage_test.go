@@ -361,7 +361,7 @@ func (m *model) check(after string) {
 func (m *model) rest() {
 	for id := range m.living {
 		if m.get(id).Kind == controller.KindTemplate {
-			if err := m.store.InTx(m.t.Context(), controller.System(), func(tx controller.Tx) error { return tx.DropTemplate(m.t.Context(), id) }); err != nil {
+			if err := m.store.InTx(m.t.Context(), controller.System(), func(tx controller.AllTx) error { return tx.DropTemplate(m.t.Context(), id) }); err != nil {
 				m.t.Fatal(err)
 			}
 		} else if err := m.DeleteCheckpoint(m.t.Context(), m.project, id); err != nil {

@@ -236,7 +236,7 @@ func TestPendingForAll(t *testing.T) {
 	w.sql(`UPDATE workspaces SET egress_applied = 0, egress_version = 2`)
 	seen := map[core.WorkspaceID]bool{}
 	for range 64 {
-		if err := w.store.InTx(t.Context(), controller.System(), func(tx controller.Tx) error {
+		if err := w.store.InTx(t.Context(), controller.System(), func(tx controller.AllTx) error {
 			list, err := tx.PendingRules(t.Context(), 1)
 			for _, ws := range list {
 				seen[ws.ID] = true

@@ -20,7 +20,7 @@ func newGrants(c *Controller) *grants.Manager {
 			o.Action = grants.ActionUnseal
 			return c.Audit(WithOrigin(ctx, o), AuditRecord{ProjectID: project, Object: object, Outcome: AuditSucceeded, Detail: detail})
 		},
-	}, grantStore{c.store})
+	}, partStore[grants.Tx]{c.store.Store, func(tx AllTx) grants.Tx { return tx }})
 }
 
 // deliverRules delivers the just changed rules of a workspace, and returns the workspace after that.
@@ -31,19 +31,6 @@ func (c *Controller) deliverRules(ctx context.Context, w Workspace) Workspace {
 		}
 	}
 	return w
-}
-
-// grantStore runs the transactions of rules and grants.
-type grantStore struct{ store Store }
-
-// InProject implements grants.Store.
-func (s grantStore) InProject(ctx context.Context, project core.ProjectID, fn func(grants.Tx) error) error {
-	return s.store.InTx(ctx, InProject(project), func(tx Tx) error { return fn(tx) })
-}
-
-// InSystem implements grants.Store.
-func (s grantStore) InSystem(ctx context.Context, fn func(grants.Tx) error) error {
-	return s.store.InTx(ctx, System(), func(tx Tx) error { return fn(tx) })
 }
 
 // RulesTx orders forks and changes of rules.

@@ -416,7 +416,7 @@ func (m *images) rest() {
 	for _, id := range m.nodes {
 		var err error
 		if m.get(id).Kind == controller.KindTemplate {
-			err = m.store.InTx(ctx, controller.System(), func(tx controller.Tx) error { return tx.DropTemplate(ctx, id) })
+			err = m.store.InTx(ctx, controller.System(), func(tx controller.AllTx) error { return tx.DropTemplate(ctx, id) })
 		} else {
 			err = m.DeleteCheckpoint(ctx, m.project, id)
 		}

@@ -14,6 +14,7 @@ import (
 	"unicode/utf8"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/controller/request"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/failpoint"
 	"github.com/coppice-dev/coppice/internal/pace"
@@ -75,17 +76,17 @@ func (c *Controller) ImportCheckpoint(ctx context.Context, project core.ProjectI
 	if err := im.describe(name); err != nil {
 		return Checkpoint{}, err
 	}
-	if claim := claimOf(ctx); claim != nil { // the content of the file is part of the request
+	if claim := request.ClaimOf(ctx); claim != nil { // the content of the file is part of the request
 		claim.Hash = sha256.Sum256(slices.Concat(claim.Hash[:], []byte(im.file.Digest)))
 	}
 	im.prefix, err = read(ctx, c, InProject(project), func(tx Tx) (string, error) {
-		if err := bind(ctx, tx, project, string(im.row.ID)); err != nil {
+		if err := request.Bind(ctx, tx, project, string(im.row.ID)); err != nil {
 			return "", err
 		}
 		return tx.BeginImport(ctx, project, im.row.ID, importLease)
 	})
-	if again, ok := errors.AsType[*repeatError](err); ok {
-		return c.repeatImport(ctx, project, again.use)
+	if again, ok := errors.AsType[*request.RepeatError](err); ok {
+		return c.repeatImport(ctx, project, again.Use)
 	}
 	if err != nil {
 		return Checkpoint{}, err
@@ -102,11 +103,11 @@ func (c *Controller) ImportCheckpoint(ctx context.Context, project core.ProjectI
 
 func (c *Controller) repeatImport(ctx context.Context, project core.ProjectID, use KeyUse) (Checkpoint, error) {
 	if use.Answer == nil {
-		return Checkpoint{}, inProgress("the first request with this idempotency key imports %s, and has not ended; repeat yours later", use.Object)
+		return Checkpoint{}, request.InProgress("the first request with this idempotency key imports %s, and has not ended; repeat yours later", use.Object)
 	}
 	cp, err := c.Checkpoint(ctx, project, core.CheckpointID(use.Object))
 	if err == nil {
-		claimOf(ctx).replayed.Store(true)
+		request.ClaimOf(ctx).SetReplayed(true)
 	}
 	return cp, err
 }
@@ -123,7 +124,7 @@ func (im *importing) giveUp(ctx context.Context, failure error) error {
 		if err != nil || committed {
 			return err
 		}
-		return claimOf(ctx).release(ctx, tx, im.project, string(im.row.ID))
+		return request.ClaimOf(ctx).Release(ctx, tx, im.project, string(im.row.ID))
 	})
 	switch {
 	case err != nil: // its lease ends
@@ -188,7 +189,7 @@ func (im *importing) run(ctx context.Context) (Checkpoint, error) {
 		if err != nil {
 			return cp, err
 		}
-		return cp, claimOf(ctx).answer(ctx, tx, im.project, string(cp.ID), cp.ID)
+		return cp, request.ClaimOf(ctx).Answer(ctx, tx, im.project, string(cp.ID), cp.ID)
 	})
 }
 

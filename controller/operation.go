@@ -14,6 +14,7 @@ import (
 	"go.opentelemetry.io/otel/trace"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/controller/request"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/failpoint"
 	"github.com/coppice-dev/coppice/internal/pace"
@@ -192,7 +193,7 @@ func (c *Controller) begin(ctx context.Context, scope Scope, op Operation, admit
 		err = c.store.InTx(ctx, scope, func(tx Tx) error {
 			next, in := op, opInput{}
 			next.ID = core.NewID[core.OperationID]()
-			if err := bind(ctx, tx, op.ProjectID, string(next.ID)); err != nil {
+			if err := request.Bind(ctx, tx, op.ProjectID, string(next.ID)); err != nil {
 				return err
 			}
 			plan, err := admit(ctx, tx, &next, &in, attempt)
@@ -216,7 +217,7 @@ func (c *Controller) begin(ctx context.Context, scope Scope, op Operation, admit
 			break
 		}
 	}
-	if again, ok := errors.AsType[*repeatError](err); ok {
+	if again, ok := errors.AsType[*request.RepeatError](err); ok {
 		return c.repeatTask(op.ProjectID, again), nil
 	}
 	if err != nil {
@@ -248,8 +249,8 @@ func (c *Controller) started(t *Task) {
 }
 
 // repeatTask stands for the operation of an earlier, equal request.
-func (c *Controller) repeatTask(project core.ProjectID, again *repeatError) *Task {
-	return &Task{c: c, repeat: core.OperationID(again.use.Object), op: Operation{ProjectID: project}}
+func (c *Controller) repeatTask(project core.ProjectID, again *request.RepeatError) *Task {
+	return &Task{c: c, repeat: core.OperationID(again.Use.Object), op: Operation{ProjectID: project}}
 }
 
 func (c *Controller) reserve() error {

@@ -261,7 +261,7 @@ func TestSources(t *testing.T) {
 		t.Fatal(err)
 	}
 	var got []core.CheckpointID
-	err := p.store.InTx(t.Context(), controller.InProject(p.project), func(tx controller.Tx) error {
+	err := p.store.InTx(t.Context(), controller.InProject(p.project), func(tx controller.AllTx) error {
 		list, err := tx.Sources(t.Context(), chain[len(chain)-1])
 		got = nil
 		for _, s := range list {
@@ -276,7 +276,7 @@ func TestSources(t *testing.T) {
 	}
 	peers := func() (out []core.RunnerID) {
 		t.Helper()
-		err := p.store.InTx(t.Context(), controller.InProject(p.project), func(tx controller.Tx) error {
+		err := p.store.InTx(t.Context(), controller.InProject(p.project), func(tx controller.AllTx) error {
 			cp, err := tx.Checkpoint(t.Context(), chain[0])
 			if err != nil {
 				return err

@@ -7,6 +7,7 @@ import (
 	"strconv"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/controller/request"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/failpoint"
 )
@@ -27,7 +28,7 @@ func (c *Controller) OpenPort(ctx context.Context, project core.ProjectID, id co
 	p := Port{ID: core.NewID[core.PortID](), ProjectID: project, WorkspaceID: id, GuestPort: guestPort, Listen: listenText(listen)}
 	if err == nil {
 		err = c.store.InTx(ctx, InProject(project), func(tx Tx) error {
-			if err := bind(ctx, tx, project, string(p.ID)); err != nil {
+			if err := request.Bind(ctx, tx, project, string(p.ID)); err != nil {
 				return err
 			}
 			var err error
@@ -37,11 +38,11 @@ func (c *Controller) OpenPort(ctx context.Context, project core.ProjectID, id co
 	} else {
 		err = c.repeated(ctx, project, err)
 	}
-	if again, ok := errors.AsType[*repeatError](err); ok {
-		if again.use.Answer != nil {
-			return replayed[Port](ctx, again.use)
+	if again, ok := errors.AsType[*request.RepeatError](err); ok {
+		if again.Use.Answer != nil {
+			return request.Replay[Port](ctx, again.Use)
 		}
-		p, err = c.findPort(ctx, project, id, core.PortID(again.use.Object)) // the controller of the first request has not finished it
+		p, err = c.findPort(ctx, project, id, core.PortID(again.Use.Object)) // the controller of the first request has not finished it
 	}
 	if err != nil {
 		return Port{}, err
@@ -61,7 +62,7 @@ func (c *Controller) OpenPort(ctx context.Context, project core.ProjectID, id co
 			if err != nil {
 				return p, err
 			}
-			return p, claimOf(ctx).answer(ctx, tx, project, string(p.ID), p)
+			return p, request.ClaimOf(ctx).Answer(ctx, tx, project, string(p.ID), p)
 		})
 	}
 	if closeErr := c.closePort(ctx, w.Sandbox, p); closeErr != nil {
@@ -129,7 +130,7 @@ func (c *Controller) closePort(ctx context.Context, s Sandbox, p Port) error {
 		}
 	}
 	return c.store.InTx(ctx, InProject(p.ProjectID), func(tx Tx) error {
-		if err := claimOf(ctx).release(ctx, tx, p.ProjectID, string(p.ID)); err != nil {
+		if err := request.ClaimOf(ctx).Release(ctx, tx, p.ProjectID, string(p.ID)); err != nil {
 			return err
 		}
 		return tx.DeletePort(ctx, p.WorkspaceID, p.ID)

@@ -107,7 +107,7 @@ func TestRewrap(t *testing.T) {
 	w.encrypt(controller.EncryptionPatch{Mode: controller.EncryptionEnvelope})
 	masters := func() (list []string) {
 		t.Helper()
-		err := w.store.InTx(t.Context(), controller.System(), func(tx controller.Tx) error {
+		err := w.store.InTx(t.Context(), controller.System(), func(tx controller.AllTx) error {
 			rows, err := tx.ProjectKeys(t.Context(), []core.ProjectID{w.project})
 			for _, r := range rows {
 				list = append(list, r.Master+strings.SplitN(string(r.Wrapped), " ", 2)[0])

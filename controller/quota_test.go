@@ -288,7 +288,7 @@ func TestFailedTransactionTakesNoPlace(t *testing.T) {
 	w.quota(func(p *controller.QuotasPatch) { p.Workspaces = new(int64(3)) })
 	store := openStore(t, w.dsn)
 	for range 5 {
-		err := store.InTx(t.Context(), controller.InProject(w.project), func(tx controller.Tx) error {
+		err := store.InTx(t.Context(), controller.InProject(w.project), func(tx controller.AllTx) error {
 			if err := tx.Admit(t.Context(), w.project, controller.Demand{Workspaces: 3, ForksInFlight: 3}); err != nil {
 				return err
 			}
@@ -310,7 +310,7 @@ func TestFailedTransactionTakesNoPlace(t *testing.T) {
 }
 
 func admit(ctx context.Context, store *postgres.Store, as, of core.ProjectID) error {
-	return store.InTx(ctx, controller.InProject(as), func(tx controller.Tx) error {
+	return store.InTx(ctx, controller.InProject(as), func(tx controller.AllTx) error {
 		return tx.Admit(ctx, of, controller.Demand{Workspaces: 1})
 	})
 }

@@ -99,7 +99,7 @@ func TestRetentionGoesOn(t *testing.T) {
 	}
 	claim := func(r controller.Retention) (turn int64) {
 		t.Helper()
-		if err := w.store.InTx(ctx, controller.InProject(w.project), func(tx controller.Tx) (err error) {
+		if err := w.store.InTx(ctx, controller.InProject(w.project), func(tx controller.AllTx) (err error) {
 			turn, err = tx.ClaimRetention(ctx, r, time.Hour)
 			return err
 		}); err != nil {
@@ -108,7 +108,7 @@ func TestRetentionGoesOn(t *testing.T) {
 		return turn
 	}
 	renew := func(turn int64) error {
-		return w.store.InTx(ctx, controller.InProject(w.project), func(tx controller.Tx) error {
+		return w.store.InTx(ctx, controller.InProject(w.project), func(tx controller.AllTx) error {
 			return tx.RenewRetention(ctx, controller.RetentionRound{Retention: stored, Turn: turn}, time.Hour)
 		})
 	}

@@ -364,8 +364,8 @@ type slowStore struct{ controller.Store }
 
 type slowKey struct{}
 
-func (s slowStore) InTx(ctx context.Context, scope controller.Scope, fn func(controller.Tx) error) error {
-	return s.Store.InTx(ctx, scope, func(tx controller.Tx) error {
+func (s slowStore) InTx(ctx context.Context, scope controller.Scope, fn func(controller.AllTx) error) error {
+	return s.Store.InTx(ctx, scope, func(tx controller.AllTx) error {
 		err := fn(tx)
 		if wait, ok := ctx.Value(slowKey{}).(func()); ok {
 			wait()

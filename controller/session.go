@@ -17,6 +17,7 @@ import (
 
 	"golang.org/x/sync/errgroup"
 
+	"github.com/coppice-dev/coppice/controller/request"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/boundjson"
 	"github.com/coppice-dev/coppice/internal/failpoint"
@@ -62,7 +63,7 @@ func (c *Controller) startSession(ctx context.Context, project core.ProjectID, i
 		if resting = err == nil && !woken && w.Asleep(); resting {
 			return w, nil
 		}
-		if err := bind(ctx, tx, project, string(row.ID)); err != nil {
+		if err := request.Bind(ctx, tx, project, string(row.ID)); err != nil {
 			return Workspace{}, err
 		}
 		if err == nil {
@@ -87,8 +88,8 @@ func (c *Controller) startSession(ctx context.Context, project core.ProjectID, i
 		}
 		w, err = read(ctx, c, InProject(project), insert)
 	}
-	if again, ok := errors.AsType[*repeatError](err); ok {
-		return c.repeatSession(ctx, project, again.use, req)
+	if again, ok := errors.AsType[*request.RepeatError](err); ok {
+		return c.repeatSession(ctx, project, again.Use, req)
 	}
 	if err != nil {
 		return SessionView{}, w, err
@@ -106,7 +107,7 @@ var (
 // launch starts the program of a session that has a row. The agent starts only one program per id, however often it is asked.
 func (c *Controller) launch(ctx context.Context, row Session, w Workspace, req ExecRequest) (SessionView, error) {
 	view := SessionView{Session: row, Epoch: w.Epoch}
-	claim := claimOf(ctx)
+	claim := request.ClaimOf(ctx)
 	if err := beforeLaunch.Hit(ctx); err != nil {
 		return view, err
 	}
@@ -125,14 +126,14 @@ func (c *Controller) launch(ctx context.Context, row Session, w Workspace, req E
 	case claim != nil && core.CategoryOf(err) != core.Unavailable && core.CategoryOf(err) != core.Canceled && core.CategoryOf(err) != core.TimedOut:
 		// The agent refused it: nothing runs, and a repeat may succeed.
 		freed := context.WithoutCancel(ctx)
-		err = errors.Join(err, c.store.InTx(freed, InProject(row.ProjectID), func(tx Tx) error { return claim.release(freed, tx, row.ProjectID, string(row.ID)) }))
+		err = errors.Join(err, c.store.InTx(freed, InProject(row.ProjectID), func(tx Tx) error { return claim.Release(freed, tx, row.ProjectID, string(row.ID)) }))
 	}
 	if err != nil || claim == nil {
 		return view, err
 	}
 	// From here on a repeat that does not find the session knows that it has ended and was forgotten.
 	marked := context.WithoutCancel(ctx)
-	if err := c.store.InTx(marked, InProject(row.ProjectID), func(tx Tx) error { return claim.answer(marked, tx, row.ProjectID, string(row.ID), row) }); err != nil {
+	if err := c.store.InTx(marked, InProject(row.ProjectID), func(tx Tx) error { return claim.Answer(marked, tx, row.ProjectID, string(row.ID), row) }); err != nil {
 		c.log.WarnContext(ctx, "start of a session was not marked", "session_id", row.ID, "err", err)
 	}
 	return view, nil
@@ -167,7 +168,7 @@ func (c *Controller) repeatSession(ctx context.Context, project core.ProjectID, 
 		return view, w, err
 	}
 	if err == nil {
-		claimOf(ctx).replayed.Store(true)
+		request.ClaimOf(ctx).SetReplayed(true)
 	}
 	return view, w, err
 }
@@ -180,9 +181,9 @@ func (c *Controller) Exec(ctx context.Context, project core.ProjectID, id core.W
 		return ExecResult{}, err
 	}
 	watch.Lap("start")
-	if claim := claimOf(ctx); claim != nil && claim.Replayed() && view.Guest.State != GuestExited {
-		claim.replayed.Store(false)
-		return ExecResult{}, inProgress("the first request with this idempotency key has started session %s, which has not ended; wait for that", view.ID)
+	if claim := request.ClaimOf(ctx); claim != nil && claim.Replayed() && view.Guest.State != GuestExited {
+		claim.SetReplayed(false)
+		return ExecResult{}, request.InProgress("the first request with this idempotency key has started session %s, which has not ended; wait for that", view.ID)
 	}
 	if view.Guest, err = c.execEnd(ctx, &w.Sandbox, view, req); err != nil {
 		return ExecResult{}, err

@@ -22,7 +22,7 @@ func TestProjectFullOfSessions(t *testing.T) {
 	w.quota(func(p *controller.QuotasPatch) { p.Workspaces = &most })
 	count := func() {
 		t.Helper()
-		if err := w.store.InTx(t.Context(), controller.System(), func(tx controller.Tx) error {
+		if err := w.store.InTx(t.Context(), controller.System(), func(tx controller.AllTx) error {
 			_, err := tx.CountSessions(t.Context(), "", 1000)
 			return err
 		}); err != nil {
@@ -76,14 +76,14 @@ func TestProjectFullOfSessions(t *testing.T) {
 	if _, err := start(project, theirs); err != nil {
 		t.Errorf("in another project: %v", err)
 	}
-	sweep := func(ctx context.Context, tx controller.Tx) error {
+	sweep := func(ctx context.Context, tx controller.AllTx) error {
 		_, n, err := tx.SweepSessions(ctx, "", 0, 100)
 		if n != 8 {
 			t.Errorf("%d rows were swept", n)
 		}
 		return err
 	}
-	if err := w.store.InTx(t.Context(), controller.System(), func(tx controller.Tx) error { return sweep(t.Context(), tx) }); err != nil {
+	if err := w.store.InTx(t.Context(), controller.System(), func(tx controller.AllTx) error { return sweep(t.Context(), tx) }); err != nil {
 		t.Fatal(err)
 	}
 	count()

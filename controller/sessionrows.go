@@ -40,16 +40,21 @@ const MaxSessionsCounted = 10_000_000
 
 // sweepSessions removes the rows of sessions whose machine has ended some time ago.
 func (c *Controller) sweepSessions(ctx context.Context) error {
-	return c.walk(ctx, "sessions", func(tx Tx, after string) (string, error) {
-		last, _, err := tx.SweepSessions(ctx, core.SessionID(after), c.cfg.SessionsKept, sessionsBatch)
+	return c.marks.Walk(ctx, "sessions", func(ctx context.Context, after string) (string, error) {
+		last, err := read(ctx, c, System(), func(tx Tx) (core.SessionID, error) {
+			last, _, err := tx.SweepSessions(ctx, core.SessionID(after), c.cfg.SessionsKept, sessionsBatch)
+			return last, err
+		})
 		return string(last), err
 	})
 }
 
 // countSessions counts the rows of sessions that each project has.
 func (c *Controller) countSessions(ctx context.Context) error {
-	return c.walk(ctx, "count_sessions", func(tx Tx, after string) (string, error) {
-		last, err := tx.CountSessions(ctx, core.ProjectID(after), projectsBatch)
+	return c.marks.Walk(ctx, "count_sessions", func(ctx context.Context, after string) (string, error) {
+		last, err := read(ctx, c, System(), func(tx Tx) (core.ProjectID, error) {
+			return tx.CountSessions(ctx, core.ProjectID(after), projectsBatch)
+		})
 		return string(last), err
 	})
 }

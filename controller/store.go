@@ -7,10 +7,9 @@ import (
 	"time"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
-	"github.com/coppice-dev/coppice/controller/flows"
 	"github.com/coppice-dev/coppice/controller/grants"
+	"github.com/coppice-dev/coppice/controller/request"
 	"github.com/coppice-dev/coppice/controller/retention"
-	"github.com/coppice-dev/coppice/controller/secretstore"
 	"github.com/coppice-dev/coppice/core"
 )
 
@@ -37,7 +36,7 @@ type Store interface {
 	// InTx runs fn in a transaction of the scope and commits when it returns nil. fn must not call the network, and may
 	// run again after a deadlock. A cancelled context rolls back. When the connection breaks during the commit the
 	// outcome is unknown: callers repeat only what a compare-and-set protects.
-	InTx(ctx context.Context, scope Scope, fn func(Tx) error) error
+	InTx(ctx context.Context, scope Scope, fn func(AllTx) error) error
 	// Ping reports whether the database answers.
 	Ping(ctx context.Context) error
 	// Notify tells the listeners of all controllers that these operations have ended. It is a hint and may be lost.
@@ -58,19 +57,18 @@ type Chore struct {
 	Do    func(ctx context.Context) error
 }
 
-// Tx is a transaction. Reads of absent or foreign rows are NotFound errors that name the object. It is for one goroutine.
+// Tx is a transaction with the methods that the use cases of this package need. Reads of absent or foreign rows are NotFound errors that name the object. It is for one goroutine.
 type Tx interface {
 	TenantTx
 	KeyTx
 	WorkspaceTx
 	RulesTx
-	grants.Tx
-	secretstore.Tx
-	flows.Tx
+	grants.RulesTx
+	grants.HoldersTx
 	SandboxTx
 	CheckpointTx
 	OperationTx
-	IdempotencyTx
+	request.Tx
 	AuditTx
 	SessionTx
 	SweepTx
@@ -317,20 +315,6 @@ type OperationTx interface {
 	ReleaseOthers(ctx context.Context, owner string) error
 }
 
-// IdempotencyTx keeps the keys of requests.
-type IdempotencyTx interface {
-	// ClaimKey binds a key, unless an earlier request has it, and returns the request that has the key then. Claims of the same key
-	// wait for each other's transactions. If this takes too long, it fails with IDEMPOTENCY_IN_PROGRESS.
-	ClaimKey(ctx context.Context, project core.ProjectID, key string, use KeyUse, ttl time.Duration) (KeyUse, error)
-	// KeyUse returns the request that has a key; the zero value if none has it.
-	KeyUse(ctx context.Context, project core.ProjectID, key string) (KeyUse, error)
-	// AnswerKey and ReleaseKey change nothing if the key does not belong to the object.
-	AnswerKey(ctx context.Context, project core.ProjectID, key, object string, answer json.RawMessage) error
-	ReleaseKey(ctx context.Context, project core.ProjectID, key, object string) error
-	// SweepKeys removes at most limit expired keys and returns how many it has removed.
-	SweepKeys(ctx context.Context, limit int) (int, error)
-}
-
 // SessionTx keeps sessions, attach tokens and ports.
 type SessionTx interface {
 	Session(ctx context.Context, id core.SessionID) (Session, error)
@@ -363,6 +347,8 @@ type SessionTx interface {
 
 // SweepTx removes old rows and makes partitions.
 type SweepTx interface {
+	// SweepKeys removes at most limit expired idempotency keys and returns how many it has removed.
+	SweepKeys(ctx context.Context, limit int) (int, error)
 	// MakePartitions makes the next partitions of a table. It moves the rows of the default
 	// partition that are in the way and not older than keep, about batch rows in one call. It
 	// returns how many rows it has moved. Call it again until it returns 0.

@@ -53,7 +53,7 @@ func TestCheckStoreProblems(t *testing.T) {
 	if slices.Sort(want); !slices.Equal(needers, want) {
 		t.Errorf("%v need what is wrong; want %v", needers, want)
 	}
-	err = w.store.InTx(t.Context(), controller.System(), func(tx controller.Tx) error {
+	err = w.store.InTx(t.Context(), controller.System(), func(tx controller.AllTx) error {
 		needs, err := tx.NeededBy(t.Context(), keys(t, files))
 		most := 0
 		for key, by := range needs {

@@ -299,17 +299,17 @@ type afterSession struct {
 	then func()
 }
 
-func (s *afterSession) InTx(ctx context.Context, scope controller.Scope, fn func(controller.Tx) error) error {
-	return s.Store.InTx(ctx, scope, func(tx controller.Tx) error { return fn(&afterSessionTx{tx, s}) })
+func (s *afterSession) InTx(ctx context.Context, scope controller.Scope, fn func(controller.AllTx) error) error {
+	return s.Store.InTx(ctx, scope, func(tx controller.AllTx) error { return fn(&afterSessionTx{tx, s}) })
 }
 
 type afterSessionTx struct {
-	controller.Tx
+	controller.AllTx
 	store *afterSession
 }
 
 func (t *afterSessionTx) Session(ctx context.Context, id core.SessionID) (controller.Session, error) {
-	row, err := t.Tx.Session(ctx, id)
+	row, err := t.AllTx.Session(ctx, id)
 	t.store.once.Do(t.store.then)
 	return row, err
 }

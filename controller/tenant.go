@@ -5,6 +5,7 @@ import (
 	"errors"
 	"time"
 
+	"github.com/coppice-dev/coppice/controller/request"
 	"github.com/coppice-dev/coppice/core"
 )
 
@@ -76,7 +77,7 @@ func (c *Controller) CreateProject(ctx context.Context, actor Key, name string, 
 		return Project{}, err
 	}
 	made, err := read(ctx, c, reachOf(actor), func(tx Tx) (Project, error) {
-		if err := bind(ctx, tx, actor.ProjectID, string(id)); err != nil {
+		if err := request.Bind(ctx, tx, actor.ProjectID, string(id)); err != nil {
 			return Project{}, err
 		}
 		if _, err := tx.InsertProject(ctx, id, name); err != nil {
@@ -88,9 +89,9 @@ func (c *Controller) CreateProject(ctx context.Context, actor Key, name string, 
 		p.Version = 0
 		return tx.PatchQuotas(ctx, id, p)
 	})
-	if again, ok := errors.AsType[*repeatError](err); ok {
-		if made, _, err = c.Project(ctx, actor, core.ProjectID(again.use.Object)); err == nil {
-			claimOf(ctx).replayed.Store(true)
+	if again, ok := errors.AsType[*request.RepeatError](err); ok {
+		if made, _, err = c.Project(ctx, actor, core.ProjectID(again.Use.Object)); err == nil {
+			request.ClaimOf(ctx).SetReplayed(true)
 		}
 	}
 	return made, err

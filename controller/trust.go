@@ -48,7 +48,7 @@ const (
 // for the key in a new cluster only, so that a controller without its key file does not found a second one.
 func OpenTrust(ctx context.Context, store Store, key *masterkey.Key, create func() (*masterkey.Key, error)) (Trust, error) {
 	var row Cluster
-	err := store.InTx(ctx, System(), func(tx Tx) error {
+	err := store.InTx(ctx, System(), func(tx AllTx) error {
 		var err error
 		row, err = tx.Cluster(ctx)
 		return err
@@ -88,7 +88,7 @@ func foundCluster(ctx context.Context, store Store, key *masterkey.Key) (Cluster
 		return row, err
 	}
 	row.Authority, row.AuthorityKey, row.PassKey = authority.Certificate(), key.Seal(sealedAuthority, secret), key.Seal(sealedPass, passes.Seed())
-	err = store.InTx(ctx, System(), func(tx Tx) error {
+	err = store.InTx(ctx, System(), func(tx AllTx) error {
 		var err error
 		row, err = tx.EnsureCluster(ctx, row)
 		return err

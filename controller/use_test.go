@@ -441,7 +441,7 @@ type countingStore struct {
 	count map[controller.Scope]int
 }
 
-func (s *countingStore) InTx(ctx context.Context, scope controller.Scope, fn func(controller.Tx) error) error {
+func (s *countingStore) InTx(ctx context.Context, scope controller.Scope, fn func(controller.AllTx) error) error {
 	s.mu.Lock()
 	s.count[scope]++
 	s.mu.Unlock()

@@ -194,7 +194,7 @@ func forksBelow(ctx context.Context, tx Tx, id core.WorkspaceID) (map[core.Works
 }
 
 // Inherit gives children the present grants of their parent workspace, with placeholders of their own. It reports whether there are any.
-func Inherit(ctx context.Context, tx Tx, from core.WorkspaceID, choice Choice, children []core.WorkspaceID) (bool, error) {
+func Inherit(ctx context.Context, tx HoldersTx, from core.WorkspaceID, choice Choice, children []core.WorkspaceID) (bool, error) {
 	list, err := tx.HeldGrants(ctx, []core.WorkspaceID{from})
 	if err != nil {
 		return false, err

@@ -44,11 +44,8 @@ type Store interface {
 	InSystem(ctx context.Context, fn func(Tx) error) error
 }
 
-// Tx keeps rules and grants of workspaces. A transaction that changes any of them calls LockRules first.
-type Tx interface {
-	// RuledWorkspace returns a workspace with its rules.
-	RuledWorkspace(ctx context.Context, id core.WorkspaceID) (Workspace, error)
-
+// RulesTx is the part of Tx that ChangeRules needs.
+type RulesTx interface {
 	// LockRules waits for all transactions that fork in the project. After it, this transaction sees their forks.
 	LockRules(ctx context.Context, project core.ProjectID) error
 	// ForkedFrom returns the workspace that a workspace was forked from, even if the checkpoint between them is deleted. It returns nil if
@@ -58,6 +55,24 @@ type Tx interface {
 	Forks(ctx context.Context, of []core.WorkspaceID) ([]WorkspaceRules, error)
 	// SetRules gives workspaces rules that they do not have yet.
 	SetRules(ctx context.Context, list []WorkspaceRules) error
+}
+
+// HoldersTx is the part of Tx that Inherit needs.
+type HoldersTx interface {
+	// HeldGrants returns the grants of workspaces, by their names.
+	HeldGrants(ctx context.Context, of []core.WorkspaceID) ([]Held, error)
+	// InsertHolders gives grants to workspaces that were just inserted.
+	InsertHolders(ctx context.Context, list []Holder) error
+}
+
+// Tx keeps rules and grants of workspaces. A transaction that changes any of them calls LockRules first.
+type Tx interface {
+	RulesTx
+	HoldersTx
+
+	// RuledWorkspace returns a workspace with its rules.
+	RuledWorkspace(ctx context.Context, id core.WorkspaceID) (Workspace, error)
+
 	// PendingRules returns workspaces whose runner has a lease and is not known to have their present rules, and workspaces whose grants must
 	// be encrypted again.
 	PendingRules(ctx context.Context, limit int) ([]Workspace, error)
@@ -71,8 +86,6 @@ type Tx interface {
 	// ApplyRules records which rules runners have. It ignores sandboxes that are no longer the present ones of their workspaces.
 	ApplyRules(ctx context.Context, list []Applied) error
 
-	// HeldGrants returns the grants of workspaces, by their names.
-	HeldGrants(ctx context.Context, of []core.WorkspaceID) ([]Held, error)
 	// PutGrant gives a grant to its owner and returns it. It replaces a grant of the same name; if the owner owned that one, its placeholder stays.
 	PutGrant(ctx context.Context, g Grant, ttl time.Duration, placeholder string) (Held, error)
 	// DropGrant takes a grant from all workspaces.
@@ -85,8 +98,6 @@ type Tx interface {
 	LargestHolder(ctx context.Context, id core.GrantID) (core.WorkspaceID, int, error)
 	// GrantHolders returns the workspaces that have a grant.
 	GrantHolders(ctx context.Context, id core.GrantID) ([]core.WorkspaceID, error)
-	// InsertHolders gives grants to workspaces that were just inserted.
-	InsertHolders(ctx context.Context, list []Holder) error
 	// ChangedGrants raises the version of the rules of workspaces, so that their runners get them.
 	ChangedGrants(ctx context.Context, ids []core.WorkspaceID) error
 

@@ -111,7 +111,7 @@ func CheckMode(mode core.EgressPolicy, allow []string) error {
 
 // ChangeRules gives a workspace other rules. It removes from all forks below, at any depth, what is no longer within these rules: a removed
 // host is removed from the whole tree below.
-func ChangeRules(ctx context.Context, tx Tx, w Workspace, allow []string) error {
+func ChangeRules(ctx context.Context, tx RulesTx, w Workspace, allow []string) error {
 	if w.Egress == core.EgressAllowAll {
 		return core.Errorf(core.FailedPrecondition, core.CodeInvalidField,
 			"network.allow: workspace %s has egress policy allow-all, which has no rules; fork it with deny-all", w.ID)

@@ -20,7 +20,7 @@ import (
 // amnesiac is a database that knows every key and is gone for everything else, so that a request ends where its decoding does.
 type amnesiac struct{ knowingStore }
 
-func (a amnesiac) InTx(ctx context.Context, scope controller.Scope, fn func(controller.Tx) error) (err error) {
+func (a amnesiac) InTx(ctx context.Context, scope controller.Scope, fn func(controller.AllTx) error) (err error) {
 	defer func() {
 		if recover() != nil { // a method that knowingTx does not have
 			err = core.Errorf(core.Unavailable, core.CodeDatabaseUnavailable, "there is no database")

@@ -129,9 +129,9 @@ func slowBody(t *testing.T, key string, status int, text string) {
 // knowingStore knows every key but one and nothing else.
 type knowingStore struct{ controller.Store }
 
-type knowingTx struct{ controller.Tx }
+type knowingTx struct{ controller.AllTx }
 
-func (knowingStore) InTx(_ context.Context, _ controller.Scope, fn func(controller.Tx) error) error {
+func (knowingStore) InTx(_ context.Context, _ controller.Scope, fn func(controller.AllTx) error) error {
 	return fn(knowingTx{})
 }
 

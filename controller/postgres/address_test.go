@@ -19,7 +19,7 @@ func (d *db) another() core.RunnerID {
 	d.t.Helper()
 	info := d.info()
 	info.RunnerID = core.NewID[core.RunnerID]()
-	d.system(func(ctx context.Context, tx controller.Tx) error {
+	d.system(func(ctx context.Context, tx controller.AllTx) error {
 		_, err := tx.RegisterRunner(ctx, runnerapi.Register{Info: info, Endpoint: "http://127.0.0.1:2"}, time.Minute)
 		return err
 	})
@@ -50,7 +50,7 @@ func TestAddressByRunnerAndTree(t *testing.T) {
 	first := planned(d.project, d.runner, "one")
 	try := func(w controller.Workspace) error {
 		w.Sandbox.Identity.IP = first.Sandbox.Identity.IP
-		return d.try(controller.InProject(w.ProjectID), func(ctx context.Context, tx controller.Tx) error { return insert(ctx, tx, w) })
+		return d.try(controller.InProject(w.ProjectID), func(ctx context.Context, tx controller.AllTx) error { return insert(ctx, tx, w) })
 	}
 	if err := try(first); err != nil {
 		t.Fatal(err)
@@ -67,7 +67,7 @@ func TestAddressByRunnerAndTree(t *testing.T) {
 	if err := try(second); err != nil {
 		t.Errorf("another runner and another tree: %v", err)
 	}
-	d.mine(func(ctx context.Context, tx controller.Tx) error {
+	d.mine(func(ctx context.Context, tx controller.AllTx) error {
 		return tx.EndSandboxes(ctx, []core.SandboxID{second.Sandbox.ID})
 	})
 	if err := try(planned(d.project, elsewhere, "two")); err != nil {
@@ -98,7 +98,7 @@ func TestAddressesRunOut(t *testing.T) {
 		for i := range n {
 			want.Runners = append(want.Runners, runners[i%len(runners)])
 		}
-		err = d.try(controller.InProject(d.project), func(ctx context.Context, tx controller.Tx) (err error) {
+		err = d.try(controller.InProject(d.project), func(ctx context.Context, tx controller.AllTx) (err error) {
 			if list, err = tx.FreeAddresses(ctx, want); err != nil {
 				return err
 			}
@@ -154,7 +154,7 @@ func TestAddressesRunOut(t *testing.T) {
 func TestFreeAddressesAreInThePool(t *testing.T) {
 	t.Parallel()
 	d := newDB(t)
-	d.mine(func(ctx context.Context, tx controller.Tx) error {
+	d.mine(func(ctx context.Context, tx controller.AllTx) error {
 		seen := map[string]bool{}
 		var except []string // all but those of one /24 and a little
 		for a := 1; a < 255; a++ {
@@ -192,7 +192,7 @@ func (d *db) collide(first, second controller.Workspace) {
 	var group sync.WaitGroup
 	var errs [2]error
 	group.Go(func() {
-		errs[0] = d.try(controller.InProject(d.project), func(ctx context.Context, tx controller.Tx) error {
+		errs[0] = d.try(controller.InProject(d.project), func(ctx context.Context, tx controller.AllTx) error {
 			err := insert(ctx, tx, first)
 			close(holds)
 			<-goes
@@ -202,7 +202,7 @@ func (d *db) collide(first, second controller.Workspace) {
 	group.Go(func() {
 		<-holds
 		time.AfterFunc(50*time.Millisecond, func() { close(goes) }) // while the second waits for the first
-		errs[1] = d.try(controller.InProject(d.project), func(ctx context.Context, tx controller.Tx) error { return insert(ctx, tx, second) })
+		errs[1] = d.try(controller.InProject(d.project), func(ctx context.Context, tx controller.AllTx) error { return insert(ctx, tx, second) })
 	})
 	group.Wait()
 	if errs[0] != nil || !errors.Is(errs[1], controller.ErrIdentityTaken) {

@@ -25,7 +25,7 @@ func TestAttestationsAreAppendOnly(t *testing.T) {
 	d := newDB(t)
 	w := d.ready(d.project, d.template())
 	insert := func(r controller.ResealRecord) error {
-		return d.store.InTx(t.Context(), controller.InProject(d.project), func(tx controller.Tx) error {
+		return d.store.InTx(t.Context(), controller.InProject(d.project), func(tx controller.AllTx) error {
 			tx.InsertReseals([]controller.ResealRecord{r})
 			return nil
 		})
@@ -37,7 +37,7 @@ func TestAttestationsAreAppendOnly(t *testing.T) {
 	if err := insert(d.attested(w, 8, 65537)); err == nil {
 		t.Error("one beyond the bound is kept")
 	}
-	d.mine(func(ctx context.Context, tx controller.Tx) error {
+	d.mine(func(ctx context.Context, tx controller.AllTx) error {
 		got, err := tx.Attestation(ctx, w.ID, 7)
 		if err == nil && (string(got.Envelope) != string(first.Attestation) || got.Digest != core.DigestOf(first.Attestation)) {
 			t.Errorf("%d bytes, %s", len(got.Envelope), got.Digest)
@@ -100,7 +100,7 @@ func TestAttestationsAreKeptForATime(t *testing.T) {
 		return n
 	}
 	tidy := func(keep time.Duration) error {
-		return d.store.InTx(t.Context(), controller.System(), func(tx controller.Tx) error { return tx.TidyAttestations(t.Context(), keep) })
+		return d.store.InTx(t.Context(), controller.System(), func(tx controller.AllTx) error { return tx.TidyAttestations(t.Context(), keep) })
 	}
 	for _, c := range []struct {
 		keep time.Duration

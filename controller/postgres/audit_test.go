@@ -12,7 +12,7 @@ import (
 func (d *db) seal() int64 {
 	d.t.Helper()
 	var n int64
-	d.system(func(ctx context.Context, tx controller.Tx) error {
+	d.system(func(ctx context.Context, tx controller.AllTx) error {
 		var err error
 		n, err = tx.SealAudit(ctx)
 		return err
@@ -43,7 +43,7 @@ func (d *db) sealAll() {
 func (d *db) check() controller.AuditCheck {
 	d.t.Helper()
 	var got controller.AuditCheck
-	d.mine(func(ctx context.Context, tx controller.Tx) error {
+	d.mine(func(ctx context.Context, tx controller.AllTx) error {
 		var err error
 		got, err = tx.CheckAudit(ctx, d.project)
 		return err
@@ -81,7 +81,7 @@ func TestAuditRollsBack(t *testing.T) {
 		t.Fatal(err)
 	}
 	no := context.Canceled
-	if err := d.try(controller.InProject(d.project), func(ctx context.Context, tx controller.Tx) error {
+	if err := d.try(controller.InProject(d.project), func(ctx context.Context, tx controller.AllTx) error {
 		if err := tx.InsertAudit(ctx, controller.AuditRecord{ProjectID: d.project, Object: "x", Outcome: controller.AuditAccepted}); err != nil {
 			return err
 		}
@@ -157,12 +157,12 @@ func (d *db) partitions(table string) []string {
 func TestSealsMissNothing(t *testing.T) {
 	t.Parallel()
 	d := newDB(t)
-	record := func(ctx context.Context, tx controller.Tx) error {
+	record := func(ctx context.Context, tx controller.AllTx) error {
 		return tx.InsertAudit(ctx, controller.AuditRecord{ProjectID: d.project, Object: "x", Outcome: controller.AuditAccepted})
 	}
 	d.sealAll()
 	start := d.check().Records
-	if err := d.try(controller.InProject(d.project), func(ctx context.Context, tx controller.Tx) error {
+	if err := d.try(controller.InProject(d.project), func(ctx context.Context, tx controller.AllTx) error {
 		if err := record(ctx, tx); err != nil { // an old transaction ...
 			return err
 		}

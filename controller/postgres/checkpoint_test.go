@@ -25,7 +25,7 @@ func TestCheckpoints(t *testing.T) {
 		cp.DeltaBytes != 1 || cp.DeviceStateBytes != 2 || cp.DiskBytes != 3 || cp.PauseMS != 4 || len(cp.Timings) != 1 || len(cp.ParentReseal) != 1 || len(cp.StaleProcesses) != 1 {
 		t.Errorf("%+v", cp)
 	}
-	d.mine(func(ctx context.Context, tx controller.Tx) error {
+	d.mine(func(ctx context.Context, tx controller.AllTx) error {
 		got, err := tx.Checkpoint(ctx, cp.ID)
 		if err != nil || got.Env["A"] != "1" || got.Egress != core.EgressDenyAll || got.Endpoint == "" {
 			t.Errorf("%+v, %v", got, err)
@@ -48,7 +48,7 @@ func TestCheckpoints(t *testing.T) {
 		return nil
 	})
 	failing := controller.Checkpoint{ID: core.NewID[core.CheckpointID](), ProjectID: d.project, Kind: controller.KindUser, Parent: cp.ID, WorkspaceID: w.ID, WorkspaceEpoch: 1, Image: w.Image, Resources: shape, Name: "named"}
-	d.mine(func(ctx context.Context, tx controller.Tx) error {
+	d.mine(func(ctx context.Context, tx controller.AllTx) error {
 		if err := tx.InsertCheckpoint(ctx, failing); err != nil {
 			return err
 		}
@@ -57,7 +57,7 @@ func TestCheckpoints(t *testing.T) {
 	named := failing
 	for i, want := range []core.Code{"", core.CodeNameTaken} { // the failed one does not hold the name
 		named.ID = core.NewID[core.CheckpointID]()
-		err := d.try(controller.InProject(d.project), func(ctx context.Context, tx controller.Tx) error { return tx.InsertCheckpoint(ctx, named) })
+		err := d.try(controller.InProject(d.project), func(ctx context.Context, tx controller.AllTx) error { return tx.InsertCheckpoint(ctx, named) })
 		if core.CodeOf(err) != want {
 			t.Errorf("name, time %d: %v", i, err)
 		}
@@ -73,7 +73,7 @@ func TestTemplateIsSingle(t *testing.T) {
 	errs := make([]error, 4)
 	for i := range errs {
 		group.Go(func() {
-			errs[i] = d.try(controller.System(), func(ctx context.Context, tx controller.Tx) error {
+			errs[i] = d.try(controller.System(), func(ctx context.Context, tx controller.AllTx) error {
 				return tx.InsertCheckpoint(ctx, controller.Checkpoint{
 					ID: core.NewID[core.CheckpointID](), ProjectID: controller.SystemProject, Kind: controller.KindTemplate, RunnerID: d.runner, Class: &class,
 					Image: controller.ImageRef{Name: "base", Digest: d.image}, Resources: shape,
@@ -102,7 +102,7 @@ func TestPatchCheckpoint(t *testing.T) {
 	cp := d.node(w, w.Head)
 	patch := func(p controller.CheckpointPatch) (controller.Checkpoint, error) {
 		var got controller.Checkpoint
-		err := d.try(controller.InProject(d.project), func(ctx context.Context, tx controller.Tx) error {
+		err := d.try(controller.InProject(d.project), func(ctx context.Context, tx controller.AllTx) error {
 			var err error
 			got, err = tx.PatchCheckpoint(ctx, cp.ID, p)
 			return err
@@ -125,7 +125,7 @@ func TestPatchCheckpoint(t *testing.T) {
 		group.Go(func() {
 			for {
 				var now controller.Checkpoint
-				d.mine(func(ctx context.Context, tx controller.Tx) error {
+				d.mine(func(ctx context.Context, tx controller.AllTx) error {
 					var err error
 					now, err = tx.Checkpoint(ctx, cp.ID)
 					return err
@@ -163,14 +163,14 @@ func TestDeleteCheckpoint(t *testing.T) {
 	b := d.node(w, a.ID)
 	c := d.node(w, b.ID)
 	remove := func(id core.CheckpointID) error {
-		return d.try(controller.InProject(d.project), func(ctx context.Context, tx controller.Tx) error {
+		return d.try(controller.InProject(d.project), func(ctx context.Context, tx controller.AllTx) error {
 			_, err := tx.DeleteCheckpoint(ctx, id, false)
 			return err
 		})
 	}
 	shown := func() int {
 		n := 0
-		d.mine(func(ctx context.Context, tx controller.Tx) error {
+		d.mine(func(ctx context.Context, tx controller.AllTx) error {
 			nodes, err := tx.Tree(ctx, from.ID, controller.TreePage{Page: page(100), MaxDepth: -1})
 			n = len(nodes)
 			return err
@@ -185,7 +185,7 @@ func TestDeleteCheckpoint(t *testing.T) {
 	if n := shown(); n != 4 {
 		t.Errorf("a deleted ancestor is shown: %d", n)
 	}
-	d.mine(func(ctx context.Context, tx controller.Tx) error { // it is no longer a child that can be forked
+	d.mine(func(ctx context.Context, tx controller.AllTx) error { // it is no longer a child that can be forked
 		got, err := tx.Checkpoint(ctx, a.ID)
 		if got.ChildrenCount != 0 {
 			t.Errorf("children of a: %d", got.ChildrenCount)
@@ -207,13 +207,13 @@ func TestDeleteCheckpoint(t *testing.T) {
 	}
 	// In use: an operation that has not ended names it.
 	op := controller.Operation{ID: core.NewID[core.OperationID](), ProjectID: d.project, Kind: controller.OpForkCheckpoint, Input: []byte(`{}`), LeaseOwner: "o", CheckpointID: a.ID}
-	d.mine(func(ctx context.Context, tx controller.Tx) error {
+	d.mine(func(ctx context.Context, tx controller.AllTx) error {
 		var err error
 		op, err = tx.InsertOperation(ctx, op, time.Minute)
 		return err
 	})
 	wantCode(t, remove(a.ID), core.CodeCheckpointInUse)
-	d.mine(func(ctx context.Context, tx controller.Tx) error {
+	d.mine(func(ctx context.Context, tx controller.AllTx) error {
 		op.State, op.Problem = core.OperationFailed, core.Errorf(core.Internal, "X", "x")
 		_, err := tx.FinishOperation(ctx, op)
 		return err
@@ -232,12 +232,12 @@ func TestDeleteWaitsForAFork(t *testing.T) {
 	held, removed := make(chan struct{}), make(chan error, 1)
 	go func() {
 		<-held
-		removed <- d.try(controller.InProject(d.project), func(ctx context.Context, tx controller.Tx) error {
+		removed <- d.try(controller.InProject(d.project), func(ctx context.Context, tx controller.AllTx) error {
 			_, err := tx.DeleteCheckpoint(ctx, cp.ID, false)
 			return err
 		})
 	}()
-	d.mine(func(ctx context.Context, tx controller.Tx) error {
+	d.mine(func(ctx context.Context, tx controller.AllTx) error {
 		tx.HoldCheckpoint(cp.ID)
 		if _, err := tx.Checkpoint(ctx, cp.ID); err != nil {
 			return err
@@ -297,7 +297,7 @@ func TestTreeAgainstModel(t *testing.T) {
 		p := controller.TreePage{Page: page(limit), MaxDepth: maxDepth}
 		for {
 			var nodes []controller.TreeNode
-			d.mine(func(ctx context.Context, tx controller.Tx) error {
+			d.mine(func(ctx context.Context, tx controller.AllTx) error {
 				var err error
 				nodes, err = tx.Tree(ctx, top, p)
 				return err
@@ -320,7 +320,7 @@ func TestTreeAgainstModel(t *testing.T) {
 		var walked []core.CheckpointID
 		for after := core.CheckpointID(""); ; {
 			var list []controller.Ancestor
-			d.mine(func(ctx context.Context, tx controller.Tx) error {
+			d.mine(func(ctx context.Context, tx controller.AllTx) error {
 				var err error
 				list, err = tx.Lineage(ctx, top, after, 3)
 				return err
@@ -354,34 +354,34 @@ func BenchmarkTree(b *testing.B) {
 	deepest := core.CheckpointID("ckpt_01000_0")
 	for _, c := range []struct {
 		name string
-		run  func(ctx context.Context, tx controller.Tx) (int, error)
+		run  func(ctx context.Context, tx controller.AllTx) (int, error)
 		want int
 	}{
-		{"lineage/page=100", func(ctx context.Context, tx controller.Tx) (int, error) {
+		{"lineage/page=100", func(ctx context.Context, tx controller.AllTx) (int, error) {
 			list, err := tx.Lineage(ctx, deepest, "", 100)
 			return len(list), err
 		}, 100},
-		{"lineage/all=1001", func(ctx context.Context, tx controller.Tx) (int, error) {
+		{"lineage/all=1001", func(ctx context.Context, tx controller.AllTx) (int, error) {
 			list, err := tx.Lineage(ctx, deepest, "", 2000)
 			return len(list), err
 		}, 1001},
-		{"tree/root/first=100", func(ctx context.Context, tx controller.Tx) (int, error) {
+		{"tree/root/first=100", func(ctx context.Context, tx controller.AllTx) (int, error) {
 			list, err := tx.Tree(ctx, from.ID, controller.TreePage{Page: page(100), MaxDepth: -1})
 			return len(list), err
 		}, 100},
-		{"tree/root/last=100", func(ctx context.Context, tx controller.Tx) (int, error) {
+		{"tree/root/last=100", func(ctx context.Context, tx controller.AllTx) (int, error) {
 			list, err := tx.Tree(ctx, from.ID, controller.TreePage{Page: controller.Page{After: "ckpt_00999_99", Limit: 100}, AfterDepth: 999, MaxDepth: -1})
 			return len(list), err
 		}, 100},
-		{"tree/inner/first=100", func(ctx context.Context, tx controller.Tx) (int, error) {
+		{"tree/inner/first=100", func(ctx context.Context, tx controller.AllTx) (int, error) {
 			list, err := tx.Tree(ctx, "ckpt_00500_0", controller.TreePage{Page: page(100), MaxDepth: -1})
 			return len(list), err
 		}, 100},
-		{"children", func(ctx context.Context, tx controller.Tx) (int, error) {
+		{"children", func(ctx context.Context, tx controller.AllTx) (int, error) {
 			list, err := tx.Checkpoints(ctx, controller.CheckpointFilter{Page: page(100), Parent: "ckpt_00500_0", OldestFirst: true})
 			return len(list), err
 		}, 2},
-		{"list", func(ctx context.Context, tx controller.Tx) (int, error) {
+		{"list", func(ctx context.Context, tx controller.AllTx) (int, error) {
 			list, err := tx.Checkpoints(ctx, controller.CheckpointFilter{Page: page(100), States: []core.CheckpointState{core.CheckpointCaptured}})
 			return len(list), err
 		}, 100},
@@ -390,7 +390,7 @@ func BenchmarkTree(b *testing.B) {
 			var times []time.Duration
 			for b.Loop() {
 				start := time.Now()
-				d.mine(func(ctx context.Context, tx controller.Tx) error {
+				d.mine(func(ctx context.Context, tx controller.AllTx) error {
 					n, err := c.run(ctx, tx)
 					if n != c.want {
 						b.Fatalf("%d nodes, want %d", n, c.want)

@@ -89,7 +89,7 @@ func TestCheckIsAsked(t *testing.T) {
 	defer store.Close()
 	testpg.Exec(t, c, "CREATE ROLE coppice_app")
 	work := func() error {
-		return store.InTx(t.Context(), controller.System(), func(tx controller.Tx) error {
+		return store.InTx(t.Context(), controller.System(), func(tx controller.AllTx) error {
 			_, err := tx.Transaction(t.Context())
 			return err
 		})

@@ -21,7 +21,7 @@ func TestRunnerLease(t *testing.T) {
 	w := d.ready(d.project, from)
 	get := func() controller.Runner {
 		var r controller.Runner
-		d.mine(func(ctx context.Context, tx controller.Tx) error {
+		d.mine(func(ctx context.Context, tx controller.AllTx) error {
 			var err error
 			r, err = tx.Runner(ctx, d.runner)
 			return err
@@ -35,7 +35,7 @@ func TestRunnerLease(t *testing.T) {
 	var number int64
 	var beaten controller.Beaten
 	beat := func(epoch int64) error {
-		return d.try(controller.System(), func(ctx context.Context, tx controller.Tx) error {
+		return d.try(controller.System(), func(ctx context.Context, tx controller.AllTx) error {
 			info := d.info()
 			info.Allocated.Sandboxes = 7
 			number++
@@ -53,7 +53,7 @@ func TestRunnerLease(t *testing.T) {
 	// Settled compares with the heartbeat before: a workspace that became ready after it is not.
 	settled := func() bool {
 		var held []controller.HeldSandbox
-		d.system(func(ctx context.Context, tx controller.Tx) error {
+		d.system(func(ctx context.Context, tx controller.AllTx) error {
 			var err error
 			held, err = tx.HeldSandboxes(ctx, d.runner, controller.HeldFilter{All: true, Settled: beaten.Settled})
 			return err
@@ -71,7 +71,7 @@ func TestRunnerLease(t *testing.T) {
 		t.Error("settled although no heartbeat came since it was ready")
 	}
 	d.exec(`UPDATE runners SET lease_expires_at = now() - interval '30 s'`)
-	d.mine(func(ctx context.Context, tx controller.Tx) error {
+	d.mine(func(ctx context.Context, tx controller.AllTx) error {
 		got, err := tx.Workspace(ctx, w.ID)
 		if !got.Unknown || got.State != core.WorkspaceReady {
 			t.Errorf("with a silent runner: %+v", got)
@@ -80,7 +80,7 @@ func TestRunnerLease(t *testing.T) {
 	})
 	fence := func(hard time.Duration) []core.WorkspaceID {
 		var lost []core.WorkspaceID
-		d.system(func(ctx context.Context, tx controller.Tx) error {
+		d.system(func(ctx context.Context, tx controller.AllTx) error {
 			var err error
 			if _, err = tx.FenceRunners(ctx, hard, 10); err != nil {
 				return err
@@ -107,21 +107,21 @@ func TestRunnerLease(t *testing.T) {
 	if r = get(); !r.Fenced {
 		t.Errorf("%+v", r)
 	}
-	d.mine(func(ctx context.Context, tx controller.Tx) error {
+	d.mine(func(ctx context.Context, tx controller.AllTx) error {
 		fleet, err := tx.LoadedRunners(ctx, []core.RunnerID{d.runner})
 		if len(fleet) != 0 {
 			t.Errorf("a fenced runner is in the fleet: %+v", fleet)
 		}
 		return err
 	})
-	d.system(func(ctx context.Context, tx controller.Tx) error {
+	d.system(func(ctx context.Context, tx controller.AllTx) error {
 		r, err := tx.RegisterRunner(ctx, runnerapi.Register{Info: d.info(), Endpoint: "unix:/x"}, time.Minute)
 		if r.LeaseEpoch != 3 || r.Fenced || r.Endpoint != "unix:/x" {
 			t.Errorf("registered again: %+v", r)
 		}
 		return err
 	})
-	wantCode(t, d.try(controller.System(), func(ctx context.Context, tx controller.Tx) error {
+	wantCode(t, d.try(controller.System(), func(ctx context.Context, tx controller.AllTx) error {
 		_, err := tx.HeartbeatRunner(ctx, core.NewID[core.RunnerID](), runnerapi.Heartbeat{LeaseEpoch: 1}, time.Minute)
 		return err
 	}), core.CodeRunnerNotFound)
@@ -135,7 +135,7 @@ func TestFleetCountsAllProjects(t *testing.T) {
 	gone := d.ready(d.newProject("other"), from)
 	used := func(want runnerapi.Capacity) {
 		t.Helper()
-		d.mine(func(ctx context.Context, tx controller.Tx) error {
+		d.mine(func(ctx context.Context, tx controller.AllTx) error {
 			fleet, err := tx.LoadedRunners(ctx, []core.RunnerID{d.runner})
 			if len(fleet) != 1 || fleet[0].Used != want {
 				t.Errorf("%+v, want %+v", fleet, want)
@@ -145,7 +145,7 @@ func TestFleetCountsAllProjects(t *testing.T) {
 	}
 	used(runnerapi.Capacity{Sandboxes: 2, VCPUs: 2, MemoryMiB: 1024})
 	for range 2 { // an end counts once
-		d.system(func(ctx context.Context, tx controller.Tx) error {
+		d.system(func(ctx context.Context, tx controller.AllTx) error {
 			if err := tx.EndSandboxes(ctx, []core.SandboxID{gone.Sandbox.ID}); err != nil {
 				return err
 			}
@@ -154,7 +154,7 @@ func TestFleetCountsAllProjects(t *testing.T) {
 		})
 		used(runnerapi.Capacity{Sandboxes: 1, VCPUs: 1, MemoryMiB: 512})
 	}
-	d.mine(func(ctx context.Context, tx controller.Tx) error {
+	d.mine(func(ctx context.Context, tx controller.AllTx) error {
 		_, err := tx.LoadedRunners(ctx, []core.RunnerID{d.runner})
 		list, err2 := tx.Workspaces(ctx, controller.WorkspaceFilter{Page: page(10)})
 		if len(list) != 1 || err2 != nil {
@@ -170,11 +170,11 @@ func TestHeldCheckpoints(t *testing.T) {
 	from := d.template()
 	w := d.ready(d.project, from)
 	kept, gone := d.node(w, from.ID), d.node(w, from.ID)
-	d.mine(func(ctx context.Context, tx controller.Tx) error {
+	d.mine(func(ctx context.Context, tx controller.AllTx) error {
 		_, err := tx.DeleteCheckpoint(ctx, gone.ID, false)
 		return err
 	})
-	d.system(func(ctx context.Context, tx controller.Tx) error {
+	d.system(func(ctx context.Context, tx controller.AllTx) error {
 		held, err := tx.HeldCheckpoints(ctx, d.runner, []core.CheckpointID{from.ID, kept.ID, gone.ID, core.NewID[core.CheckpointID]()})
 		if len(held.Copies) != 2 || len(held.Deleted) != 1 || held.Deleted[0] != gone.ID {
 			t.Errorf("held: %+v", held)
@@ -195,11 +195,11 @@ func TestImages(t *testing.T) {
 		return runnerapi.Image{Name: name, Digest: core.DigestOf([]byte(content)), SizeBytes: 1, CreatedAt: at(day)}
 	}
 	set := func(images ...runnerapi.Image) {
-		d.system(func(ctx context.Context, tx controller.Tx) error { return tx.SetImages(ctx, d.runner, images) })
+		d.system(func(ctx context.Context, tx controller.AllTx) error { return tx.SetImages(ctx, d.runner, images) })
 	}
 	list := func() map[string]core.Digest {
 		out := map[string]core.Digest{}
-		d.mine(func(ctx context.Context, tx controller.Tx) error { // images are published to every project
+		d.mine(func(ctx context.Context, tx controller.AllTx) error { // images are published to every project
 			images, err := tx.Images(ctx, page(10))
 			for _, i := range images {
 				out[i.Name] = i.Digest
@@ -230,7 +230,7 @@ func TestImages(t *testing.T) {
 		many = append(many, image("many", strconv.Itoa(i), i+1))
 		set(many...)
 	}
-	d.system(func(ctx context.Context, tx controller.Tx) error {
+	d.system(func(ctx context.Context, tx controller.AllTx) error {
 		found, err := tx.FindImage(ctx, "many")
 		if found.Digest != many[19].Digest {
 			t.Errorf("the name is that of %+v", found)
@@ -245,7 +245,7 @@ func TestLoadsFollowRunners(t *testing.T) {
 	d := newDB(t)
 	second := d.info()
 	second.RunnerID = core.NewID[core.RunnerID]()
-	d.system(func(ctx context.Context, tx controller.Tx) error {
+	d.system(func(ctx context.Context, tx controller.AllTx) error {
 		_, err := tx.RegisterRunner(ctx, runnerapi.Register{Info: second, Endpoint: "http://127.0.0.1:2"}, time.Minute)
 		return err
 	})
@@ -253,7 +253,7 @@ func TestLoadsFollowRunners(t *testing.T) {
 	offered := func(f controller.EmptiestFilter, want ...core.RunnerID) {
 		t.Helper()
 		f.Limit = 10
-		d.mine(func(ctx context.Context, tx controller.Tx) error {
+		d.mine(func(ctx context.Context, tx controller.AllTx) error {
 			list, err := tx.EmptiestRunners(ctx, f)
 			got := make([]core.RunnerID, len(list))
 			for i, r := range list {
@@ -277,7 +277,7 @@ func TestLoadsFollowRunners(t *testing.T) {
 	offered(controller.EmptiestFilter{Class: &other})
 	beat := func(capacity runnerapi.Capacity) {
 		t.Helper()
-		d.system(func(ctx context.Context, tx controller.Tx) error {
+		d.system(func(ctx context.Context, tx controller.AllTx) error {
 			r, err := tx.Runner(ctx, d.runner)
 			if err != nil {
 				return err
@@ -294,7 +294,7 @@ func TestLoadsFollowRunners(t *testing.T) {
 	beat(runnerapi.Capacity{})
 	offered(controller.EmptiestFilter{NotFull: true}, slices.Sorted(slices.Values([]core.RunnerID{d.runner, second.RunnerID}))...)
 	for _, on := range []bool{true, false} {
-		d.system(func(ctx context.Context, tx controller.Tx) error {
+		d.system(func(ctx context.Context, tx controller.AllTx) error {
 			_, err := tx.DrainRunner(ctx, second.RunnerID, on)
 			return err
 		})
@@ -302,13 +302,13 @@ func TestLoadsFollowRunners(t *testing.T) {
 	}
 	d.exec(`UPDATE runners SET lease_expires_at = now() - interval '1 hour' WHERE id = $1`, second.RunnerID)
 	offered(controller.EmptiestFilter{Fresh: true}, d.runner)
-	d.system(func(ctx context.Context, tx controller.Tx) error {
+	d.system(func(ctx context.Context, tx controller.AllTx) error {
 		_, err := tx.FenceRunners(ctx, time.Minute, 10)
 		return err
 	})
 	offered(all, d.runner)
 	second.Class = other
-	d.system(func(ctx context.Context, tx controller.Tx) error {
+	d.system(func(ctx context.Context, tx controller.AllTx) error {
 		_, err := tx.RegisterRunner(ctx, runnerapi.Register{Info: second, Endpoint: "http://127.0.0.1:2"}, time.Minute)
 		return err
 	})

@@ -26,7 +26,7 @@ func (d *db) captureAt(w controller.Workspace, parent core.CheckpointID, instant
 		ID: core.NewID[core.CheckpointID](), ProjectID: w.ProjectID, Kind: controller.KindUser, Parent: parent, WorkspaceID: w.ID, WorkspaceEpoch: w.Epoch,
 		SandboxID: w.Sandbox.ID, Image: w.Image, Resources: w.Resources, RunnerID: d.runner,
 	}
-	d.in(controller.InProject(w.ProjectID), func(ctx context.Context, tx controller.Tx) error {
+	d.in(controller.InProject(w.ProjectID), func(ctx context.Context, tx controller.AllTx) error {
 		if err := tx.InsertCheckpoint(ctx, cp); err != nil {
 			return err
 		}
@@ -51,7 +51,7 @@ var plenty = flows.RowQuota{Workspace: 1 << 40, Project: 1 << 40}
 
 func (d *db) within(q flows.Quota, list ...core.Flow) (kept flows.Kept) {
 	d.t.Helper()
-	d.system(func(ctx context.Context, tx controller.Tx) error {
+	d.system(func(ctx context.Context, tx controller.AllTx) error {
 		var err error
 		kept, err = tx.InsertFlows(ctx, d.runner, list, q)
 		return err
@@ -79,7 +79,7 @@ func TestFlowsAreKeptOnce(t *testing.T) {
 	cut.ID, cut.At, cut.Outcome, cut.Reason = "f4", noon.Add(2*time.Minute), core.FlowCut, "the grant has ended"
 	list := func(f flows.Filter) (out []flows.Flow) {
 		f.Limit = 10
-		d.mine(func(ctx context.Context, tx controller.Tx) error {
+		d.mine(func(ctx context.Context, tx controller.AllTx) error {
 			var err error
 			out, err = tx.WorkspaceFlows(ctx, w.ID, f)
 			return err
@@ -142,7 +142,7 @@ func TestFlowsOfOthersAreNotHeard(t *testing.T) {
 	other := core.NewID[core.RunnerID]()
 	info := d.info()
 	info.RunnerID = other
-	d.system(func(ctx context.Context, tx controller.Tx) error {
+	d.system(func(ctx context.Context, tx controller.AllTx) error {
 		if _, err := tx.RegisterRunner(ctx, runnerapi.Register{Info: info, Endpoint: "http://127.0.0.1:2"}, time.Minute); err != nil {
 			return err
 		}
@@ -152,7 +152,7 @@ func TestFlowsOfOthersAreNotHeard(t *testing.T) {
 		}
 		return err
 	})
-	d.mine(func(ctx context.Context, tx controller.Tx) error {
+	d.mine(func(ctx context.Context, tx controller.AllTx) error {
 		_, err := tx.EndWorkspaces(ctx, []controller.EndedWorkspace{{ID: w.ID, To: core.WorkspaceLost, Failure: &controller.Failure{Code: core.CodeSandboxLost, Message: "gone"}}})
 		return err
 	})
@@ -251,7 +251,7 @@ func growEffects(t *testing.T, r *rand.Rand) {
 	}
 	r.Shuffle(len(all), func(i, j int) { all[i], all[j] = all[j], all[i] })
 	d.flows(all...)
-	d.mine(func(ctx context.Context, tx controller.Tx) error {
+	d.mine(func(ctx context.Context, tx controller.AllTx) error {
 		for _, n := range nodes {
 			var got []flows.Effect
 			var after flows.EffectMark
@@ -343,7 +343,7 @@ func TestFlowsAreKeptForATime(t *testing.T) {
 		return ids
 	}
 	tidy := func(keep time.Duration) error {
-		return d.store.InTx(ctx, controller.System(), func(tx controller.Tx) error { return tx.TidyFlows(ctx, keep) })
+		return d.store.InTx(ctx, controller.System(), func(tx controller.AllTx) error { return tx.TidyFlows(ctx, keep) })
 	}
 	if err := tidy(keep + time.Hour); err != nil {
 		t.Fatal(err)

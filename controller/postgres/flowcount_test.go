@@ -17,7 +17,7 @@ import (
 // egress lists all flows of a workspace.
 func (d *db) egress(id core.WorkspaceID) (list []flows.Flow) {
 	d.t.Helper()
-	d.mine(func(ctx context.Context, tx controller.Tx) error {
+	d.mine(func(ctx context.Context, tx controller.AllTx) error {
 		var err error
 		list, err = tx.WorkspaceFlows(ctx, id, flows.Filter{Limit: 100_000})
 		return err
@@ -28,7 +28,7 @@ func (d *db) egress(id core.WorkspaceID) (list []flows.Flow) {
 // effectsOf reads all effects of a checkpoint, page by page, and what the tree says of it.
 func (d *db) effectsOf(cp controller.Checkpoint, limit int) (list []flows.Effect, count int) {
 	d.t.Helper()
-	d.mine(func(ctx context.Context, tx controller.Tx) error {
+	d.mine(func(ctx context.Context, tx controller.AllTx) error {
 		var after flows.EffectMark
 		for {
 			page, err := tx.Effects(ctx, cp.ID, after, limit)
@@ -53,7 +53,7 @@ func (d *db) effectsOf(cp controller.Checkpoint, limit int) (list []flows.Effect
 func (d *db) fold() {
 	d.t.Helper()
 	for n := 1; n > 0; {
-		d.system(func(ctx context.Context, tx controller.Tx) error {
+		d.system(func(ctx context.Context, tx controller.AllTx) error {
 			var err error
 			n, err = tx.FoldFlowCounts(ctx, 7)
 			return err
@@ -423,7 +423,7 @@ func TestFlowCountsGo(t *testing.T) {
 		t.Errorf("%d rows are there", n)
 	}
 	tidy := func() (n int) {
-		d.system(func(ctx context.Context, tx controller.Tx) error {
+		d.system(func(ctx context.Context, tx controller.AllTx) error {
 			var err error
 			n, err = tx.TidyFlowCounts(ctx, 90*24*time.Hour, 1)
 			return err
@@ -465,14 +465,14 @@ func TestManyEffects(t *testing.T) {
 	}
 	cp := d.captureAt(w, parent, noon.Add(time.Hour))
 	read := d.counted(func() {
-		d.mine(func(ctx context.Context, tx controller.Tx) error {
+		d.mine(func(ctx context.Context, tx controller.AllTx) error {
 			tree, err := tx.Tree(ctx, template.ID, controller.TreePage{Page: page(1000), MaxDepth: -1})
 			if err == nil && tree[len(tree)-1].Effects != flows.MaxEffectRows {
 				t.Errorf("the last of %d nodes has %d effects", len(tree), tree[len(tree)-1].Effects)
 			}
 			return err
 		})
-		d.mine(func(ctx context.Context, tx controller.Tx) error {
+		d.mine(func(ctx context.Context, tx controller.AllTx) error {
 			list, err := tx.Effects(ctx, cp.ID, flows.EffectMark{}, 100)
 			if len(list) != 100 || list[99].ID != "f100" {
 				t.Errorf("%d effects", len(list))

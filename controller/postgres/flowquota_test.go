@@ -31,7 +31,7 @@ func TestCountedFlows(t *testing.T) {
 			t.Errorf("time %d: %+v", i, got)
 		}
 	}
-	d.mine(func(ctx context.Context, tx controller.Tx) error {
+	d.mine(func(ctx context.Context, tx controller.AllTx) error {
 		list, err := tx.WorkspaceFlows(ctx, w.ID, flows.Filter{Limit: 10})
 		f.Epoch = 1
 		if len(list) != 1 || list[0].Flow != f {
@@ -57,7 +57,7 @@ func TestFlowQuota(t *testing.T) {
 	}
 	omitted := func(of controller.Workspace) (out flows.Omitted) {
 		t.Helper()
-		d.mine(func(ctx context.Context, tx controller.Tx) error {
+		d.mine(func(ctx context.Context, tx controller.AllTx) error {
 			var err error
 			out, err = tx.OmittedFlows(ctx, of.ID)
 			return err
@@ -110,7 +110,7 @@ func TestFlowQuota(t *testing.T) {
 	if _, err := d.conn().Exec(t.Context(), `UPDATE flow_rows SET month = month - interval '7 months'`); err != nil {
 		t.Fatal(err)
 	}
-	d.system(func(ctx context.Context, tx controller.Tx) error { return tx.TidyFlows(ctx, 90*24*time.Hour) })
+	d.system(func(ctx context.Context, tx controller.AllTx) error { return tx.TidyFlows(ctx, 90*24*time.Hour) })
 	if kept := d.within(q, deny("later", w, noon)); len(kept.Fresh) != 1 || omitted(w).Count != 0 {
 		t.Errorf("after some months: %+v, %+v", kept, omitted(w))
 	}

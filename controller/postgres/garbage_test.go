@@ -19,7 +19,7 @@ import (
 
 func (d *db) condemn(dryRun bool) (looked, condemned int) {
 	d.t.Helper()
-	d.system(func(ctx context.Context, tx controller.Tx) (err error) {
+	d.system(func(ctx context.Context, tx controller.AllTx) (err error) {
 		looked, condemned, err = tx.CondemnObjects(ctx, 100, dryRun)
 		return err
 	})
@@ -43,7 +43,7 @@ func TestCondemn(t *testing.T) {
 		<-second
 		both <- d.remove(b.ID)
 	}()
-	d.mine(func(ctx context.Context, tx controller.Tx) error {
+	d.mine(func(ctx context.Context, tx controller.AllTx) error {
 		if _, err := tx.DeleteCheckpoint(ctx, a.ID, false); err != nil {
 			return err
 		}
@@ -76,7 +76,7 @@ func TestCondemn(t *testing.T) {
 	if _, err := d.conn().Exec(t.Context(), `DELETE FROM store_objects WHERE key = $1`, begun.Prefix+"pack"); !errors.As(err, &pg) || pg.ConstraintName != "checkpoint_objects_object_fk" {
 		t.Errorf("removal of a needed object: %v", err)
 	}
-	d.system(func(ctx context.Context, tx controller.Tx) error {
+	d.system(func(ctx context.Context, tx controller.AllTx) error {
 		list, waiting, err := tx.CondemnedObjects(ctx, time.Hour, "", 10)
 		if err != nil || len(list) != 0 || waiting != 4 {
 			t.Errorf("within the grace: %v, %d, %v", list, waiting, err)
@@ -116,7 +116,7 @@ func TestDebris(t *testing.T) {
 	}
 	leave := func(id core.CheckpointID, attempts ...int64) {
 		t.Helper()
-		d.system(func(ctx context.Context, tx controller.Tx) error {
+		d.system(func(ctx context.Context, tx controller.AllTx) error {
 			for _, n := range attempts {
 				if err := tx.LeaveDebris(ctx, d.runner, id, n); err != nil {
 					return err
@@ -125,7 +125,7 @@ func TestDebris(t *testing.T) {
 			return nil
 		})
 	}
-	d.system(func(ctx context.Context, tx controller.Tx) error {
+	d.system(func(ctx context.Context, tx controller.AllTx) error {
 		uploading, debris, err := tx.OpenPrefixes(ctx)
 		if !slices.Equal(uploading, prefixes[2:]) || len(debris) != 2 {
 			t.Errorf("open: %v, %v", uploading, debris)
@@ -154,7 +154,7 @@ func TestDebris(t *testing.T) {
 	}
 	leave(a.ID, 3)
 	leave(b.ID, 1)
-	d.system(func(ctx context.Context, tx controller.Tx) error {
+	d.system(func(ctx context.Context, tx controller.AllTx) error {
 		return tx.LeaveDebris(ctx, core.NewID[core.RunnerID](), a.ID, 9) // of somebody else
 	})
 	if got := d.debris(); !slices.Equal(got, prefixes[:2]) {
@@ -172,17 +172,17 @@ func TestCopies(t *testing.T) {
 	other := core.NewID[core.RunnerID]()
 	info := d.info()
 	info.RunnerID = other
-	d.system(func(ctx context.Context, tx controller.Tx) error {
+	d.system(func(ctx context.Context, tx controller.AllTx) error {
 		_, err := tx.RegisterRunner(ctx, runnerapi.Register{Info: info, Endpoint: "http://127.0.0.1:2"}, time.Minute)
 		return err
 	})
 	held := func(ids ...core.CheckpointID) {
 		t.Helper()
-		d.system(func(ctx context.Context, tx controller.Tx) error { return tx.SetCopies(ctx, other, ids) })
+		d.system(func(ctx context.Context, tx controller.AllTx) error { return tx.SetCopies(ctx, other, ids) })
 	}
 	near := func(cp controller.Checkpoint) (out map[core.RunnerID]int) {
 		t.Helper()
-		d.mine(func(ctx context.Context, tx controller.Tx) (err error) {
+		d.mine(func(ctx context.Context, tx controller.AllTx) (err error) {
 			out, err = tx.Near(ctx, cp)
 			return err
 		})
@@ -203,14 +203,14 @@ func TestCopies(t *testing.T) {
 		}
 	}
 	held()
-	d.system(func(ctx context.Context, tx controller.Tx) error {
+	d.system(func(ctx context.Context, tx controller.AllTx) error {
 		return tx.SetImages(ctx, other, []runnerapi.Image{{Name: "base", Digest: from.Image.Digest}})
 	})
 	if got := near(b); got[other] != 3 {
 		t.Errorf("with the image: %v", got)
 	}
 	// A runner may hold what is sealed, whoever captured it.
-	d.system(func(ctx context.Context, tx controller.Tx) error {
+	d.system(func(ctx context.Context, tx controller.AllTx) error {
 		list, err := tx.HeldCheckpoints(ctx, other, []core.CheckpointID{a.ID, b.ID})
 		if len(list.Copies) != 0 {
 			t.Errorf("captured elsewhere: %+v", list)
@@ -218,7 +218,7 @@ func TestCopies(t *testing.T) {
 		return err
 	})
 	d.sealed(a.ID)
-	d.system(func(ctx context.Context, tx controller.Tx) error {
+	d.system(func(ctx context.Context, tx controller.AllTx) error {
 		list, err := tx.HeldCheckpoints(ctx, other, []core.CheckpointID{a.ID, b.ID})
 		if !slices.Equal(list.Copies, []core.CheckpointID{a.ID}) {
 			t.Errorf("sealed elsewhere: %+v", list)
@@ -245,7 +245,7 @@ func TestManyKeys(t *testing.T) {
 	}
 	for _, n := range []int{many, many, many / 2, 0} {
 		start := time.Now()
-		d.system(func(ctx context.Context, tx controller.Tx) error { return tx.SetCopies(ctx, d.runner, held[:n]) })
+		d.system(func(ctx context.Context, tx controller.AllTx) error { return tx.SetCopies(ctx, d.runner, held[:n]) })
 		t.Logf("copies of %d: %s", n, time.Since(start))
 		if got := d.column(`SELECT count(*)::text FROM checkpoint_copies`); got[0] != fmt.Sprint(n) {
 			t.Errorf("%s copies, want %d", got[0], n)
@@ -271,7 +271,7 @@ func TestManyKeys(t *testing.T) {
 			}
 		}
 		start := time.Now()
-		d.system(func(ctx context.Context, tx controller.Tx) error {
+		d.system(func(ctx context.Context, tx controller.AllTx) error {
 			at, _, err := tx.LockSeal(ctx, id)
 			if err == nil {
 				err = tx.CommitSeal(ctx, at, in)
@@ -291,7 +291,7 @@ func TestManyKeys(t *testing.T) {
 	condemned := 0
 	for looked := 1; looked > 0; {
 		n := 0
-		d.system(func(ctx context.Context, tx controller.Tx) (err error) {
+		d.system(func(ctx context.Context, tx controller.AllTx) (err error) {
 			looked, n, err = tx.CondemnObjects(ctx, 1000, false)
 			return err
 		})

@@ -15,7 +15,7 @@ func (d *db) joined() core.RunnerID {
 	d.t.Helper()
 	info := d.info()
 	info.RunnerID = core.NewID[core.RunnerID]()
-	d.system(func(ctx context.Context, tx controller.Tx) error {
+	d.system(func(ctx context.Context, tx controller.AllTx) error {
 		_, err := tx.RegisterRunner(ctx, runnerapi.Register{Info: info, Endpoint: "http://127.0.0.1:2"}, time.Minute)
 		return err
 	})
@@ -24,7 +24,7 @@ func (d *db) joined() core.RunnerID {
 
 func (d *db) fetches(runner core.RunnerID, ids ...core.CheckpointID) {
 	d.t.Helper()
-	d.system(func(ctx context.Context, tx controller.Tx) error { return tx.SetHolds(ctx, runner, ids) })
+	d.system(func(ctx context.Context, tx controller.AllTx) error { return tx.SetHolds(ctx, runner, ids) })
 }
 
 func (d *db) holds() []string {
@@ -86,7 +86,7 @@ func TestHoldsOfTheLost(t *testing.T) {
 	}
 	fence := func() {
 		t.Helper()
-		d.system(func(ctx context.Context, tx controller.Tx) error {
+		d.system(func(ctx context.Context, tx controller.AllTx) error {
 			_, err := tx.FenceRunners(ctx, time.Hour, 10)
 			return err
 		})
@@ -114,7 +114,7 @@ func TestHoldsOfWhatWasCaptured(t *testing.T) {
 		t.Helper()
 		info := d.info()
 		info.RunnerID = runner
-		d.system(func(ctx context.Context, tx controller.Tx) error {
+		d.system(func(ctx context.Context, tx controller.AllTx) error {
 			_, err := tx.RegisterRunner(ctx, runnerapi.Register{Info: info, Endpoint: "http://127.0.0.1:2"}, time.Minute)
 			return err
 		})
@@ -122,7 +122,7 @@ func TestHoldsOfWhatWasCaptured(t *testing.T) {
 	lose := func(runner core.RunnerID) {
 		t.Helper()
 		d.exec(`UPDATE runners SET lease_expires_at = now() - interval '61 minutes' WHERE id = $1`, runner)
-		d.system(func(ctx context.Context, tx controller.Tx) error {
+		d.system(func(ctx context.Context, tx controller.AllTx) error {
 			_, err := tx.FenceRunners(ctx, time.Hour, 10)
 			return err
 		})
@@ -137,7 +137,7 @@ func TestHoldsOfWhatWasCaptured(t *testing.T) {
 			ID: core.NewID[core.CheckpointID](), ProjectID: d.project, Kind: controller.KindUser, Parent: x.ID, WorkspaceID: w.ID, WorkspaceEpoch: w.Epoch,
 			Image: w.Image, Resources: w.Resources, RunnerID: runner,
 		}
-		d.mine(func(ctx context.Context, tx controller.Tx) error { return tx.InsertCheckpoint(ctx, y) })
+		d.mine(func(ctx context.Context, tx controller.AllTx) error { return tx.InsertCheckpoint(ctx, y) })
 		if err := d.remove(x.ID); err != nil {
 			t.Fatal(err)
 		}
@@ -145,7 +145,7 @@ func TestHoldsOfWhatWasCaptured(t *testing.T) {
 	}
 	capture := func(y controller.Checkpoint) {
 		t.Helper()
-		d.mine(func(ctx context.Context, tx controller.Tx) error {
+		d.mine(func(ctx context.Context, tx controller.AllTx) error {
 			_, err := tx.CaptureCheckpoint(ctx, y.ID, y.RunnerID, d.captured())
 			return err
 		})
@@ -185,7 +185,7 @@ func TestHoldsOfWhatWasCaptured(t *testing.T) {
 
 	x, y = grown(removed)
 	capture(y)
-	d.system(func(ctx context.Context, tx controller.Tx) error {
+	d.system(func(ctx context.Context, tx controller.AllTx) error {
 		_, err := tx.RemoveRunner(ctx, removed)
 		return err
 	})
@@ -205,10 +205,10 @@ func TestHoldRaces(t *testing.T) {
 		d.sealed(cp.ID)
 	}
 	// beside runs another transaction that waits for what the first has locked.
-	beside := func(first func(ctx context.Context, tx controller.Tx) error, second func() error) {
+	beside := func(first func(ctx context.Context, tx controller.AllTx) error, second func() error) {
 		t.Helper()
 		done := make(chan error, 1)
-		d.system(func(ctx context.Context, tx controller.Tx) error {
+		d.system(func(ctx context.Context, tx controller.AllTx) error {
 			if err := first(ctx, tx); err != nil {
 				return err
 			}
@@ -220,14 +220,14 @@ func TestHoldRaces(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	hold := func(runner core.RunnerID, ids ...core.CheckpointID) func(context.Context, controller.Tx) error {
-		return func(ctx context.Context, tx controller.Tx) error { return tx.SetHolds(ctx, runner, ids) }
+	hold := func(runner core.RunnerID, ids ...core.CheckpointID) func(context.Context, controller.AllTx) error {
+		return func(ctx context.Context, tx controller.AllTx) error { return tx.SetHolds(ctx, runner, ids) }
 	}
 	beside(hold(one, a.ID), func() error { return d.remove(a.ID) })
 	if len(d.needs(a.ID)) != 2 {
 		t.Errorf("deleted after it was held: %v", d.needs(a.ID))
 	}
-	beside(func(ctx context.Context, tx controller.Tx) error {
+	beside(func(ctx context.Context, tx controller.AllTx) error {
 		_, err := tx.DeleteCheckpoint(ctx, b.ID, false)
 		return err
 	}, func() error { return d.try(controller.System(), hold(two, b.ID)) })

@@ -13,7 +13,7 @@ import (
 func (d *db) claim(object string) controller.KeyUse {
 	d.t.Helper()
 	var use controller.KeyUse
-	d.mine(func(ctx context.Context, tx controller.Tx) error {
+	d.mine(func(ctx context.Context, tx controller.AllTx) error {
 		var err error
 		use, err = tx.ClaimKey(ctx, d.project, "key", controller.KeyUse{Hash: [32]byte{1}, Object: object}, time.Hour)
 		return err
@@ -27,7 +27,7 @@ func TestClaimKey(t *testing.T) {
 	if got := d.claim("op_1"); got.Object != "op_1" {
 		t.Errorf("%+v", got)
 	}
-	d.mine(func(ctx context.Context, tx controller.Tx) error {
+	d.mine(func(ctx context.Context, tx controller.AllTx) error {
 		if err := tx.AnswerKey(ctx, d.project, "key", "op_2", []byte(`2`)); err != nil {
 			return err
 		}
@@ -36,11 +36,15 @@ func TestClaimKey(t *testing.T) {
 	if got := d.claim("op_2"); got.Object != "op_1" || got.Hash != [32]byte{1} || string(got.Answer) != `{"a": 1}` {
 		t.Errorf("%+v", got)
 	}
-	d.mine(func(ctx context.Context, tx controller.Tx) error { return tx.ReleaseKey(ctx, d.project, "key", "op_2") })
+	d.mine(func(ctx context.Context, tx controller.AllTx) error {
+		return tx.ReleaseKey(ctx, d.project, "key", "op_2")
+	})
 	if got := d.claim("op_3"); got.Object != "op_1" {
 		t.Errorf("somebody else's release freed it: %+v", got)
 	}
-	d.mine(func(ctx context.Context, tx controller.Tx) error { return tx.ReleaseKey(ctx, d.project, "key", "op_1") })
+	d.mine(func(ctx context.Context, tx controller.AllTx) error {
+		return tx.ReleaseKey(ctx, d.project, "key", "op_1")
+	})
 	if got := d.claim("op_4"); got.Object != "op_4" {
 		t.Errorf("%+v", got)
 	}
@@ -56,7 +60,7 @@ func TestSweepKeys(t *testing.T) {
 	d.exec(`INSERT INTO idempotency_keys (project_id, key, hash, object_id, expires_at)
 		SELECT $1, i::text, decode(repeat('00', 32), 'hex'), 'op_x', now() + make_interval(secs => i - 5) FROM generate_series(1, 8) AS i`, d.project)
 	for _, want := range []int{3, 2, 0} {
-		d.system(func(ctx context.Context, tx controller.Tx) error {
+		d.system(func(ctx context.Context, tx controller.AllTx) error {
 			n, err := tx.SweepKeys(ctx, 3)
 			if n != want {
 				t.Errorf("%d swept, want %d", n, want)
@@ -78,7 +82,7 @@ func TestClaimsWaitForOneAnother(t *testing.T) {
 				<-claimed
 				second <- d.claim("op_2")
 			}()
-			err := d.try(controller.InProject(d.project), func(ctx context.Context, tx controller.Tx) error {
+			err := d.try(controller.InProject(d.project), func(ctx context.Context, tx controller.AllTx) error {
 				if _, err := tx.ClaimKey(ctx, d.project, "key", controller.KeyUse{Object: "op_1"}, time.Hour); err != nil {
 					return err
 				}
@@ -123,11 +127,11 @@ func (d *db) waitsForLock() {
 func TestBusyKey(t *testing.T) {
 	t.Parallel()
 	d := newDB(t)
-	err := d.try(controller.InProject(d.project), func(ctx context.Context, tx controller.Tx) error {
+	err := d.try(controller.InProject(d.project), func(ctx context.Context, tx controller.AllTx) error {
 		if _, err := tx.ClaimKey(ctx, d.project, "key", controller.KeyUse{Object: "op_1"}, time.Hour); err != nil {
 			return err
 		}
-		return d.try(controller.InProject(d.project), func(ctx context.Context, tx controller.Tx) error {
+		return d.try(controller.InProject(d.project), func(ctx context.Context, tx controller.AllTx) error {
 			_, err := tx.ClaimKey(ctx, d.project, "key", controller.KeyUse{Object: "op_2"}, time.Hour)
 			return err
 		})
@@ -142,7 +146,7 @@ func TestUnknownOutcomeIsNotRepeated(t *testing.T) {
 	t.Parallel()
 	d := newDB(t)
 	runs := 0
-	err := d.try(controller.System(), func(context.Context, controller.Tx) error {
+	err := d.try(controller.System(), func(context.Context, controller.AllTx) error {
 		runs++
 		return core.Errorf(core.Unavailable, core.CodeDatabaseUnavailable, "the connection broke")
 	})

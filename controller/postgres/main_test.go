@@ -48,7 +48,7 @@ func newDB(t testing.TB) *db {
 	t.Cleanup(store.Close)
 	d.store = store
 	d.project = d.newProject("default")
-	d.system(func(ctx context.Context, tx controller.Tx) error {
+	d.system(func(ctx context.Context, tx controller.AllTx) error {
 		_, err := tx.RegisterRunner(ctx, runnerapi.Register{Info: d.info(), Endpoint: "http://127.0.0.1:1"}, time.Minute)
 		return err
 	})
@@ -66,7 +66,7 @@ func (d *db) info() runnerapi.Info {
 func (d *db) newProject(name string) core.ProjectID {
 	d.t.Helper()
 	var p controller.Project
-	d.system(func(ctx context.Context, tx controller.Tx) error {
+	d.system(func(ctx context.Context, tx controller.AllTx) error {
 		var err error
 		p, err = tx.EnsureProject(ctx, core.NewID[core.ProjectID](), name)
 		return err
@@ -75,24 +75,24 @@ func (d *db) newProject(name string) core.ProjectID {
 }
 
 // in runs a transaction that must succeed.
-func (d *db) in(scope controller.Scope, fn func(context.Context, controller.Tx) error) {
+func (d *db) in(scope controller.Scope, fn func(context.Context, controller.AllTx) error) {
 	d.t.Helper()
 	if err := d.try(scope, fn); err != nil {
 		d.t.Fatal(err)
 	}
 }
 
-func (d *db) try(scope controller.Scope, fn func(context.Context, controller.Tx) error) error {
+func (d *db) try(scope controller.Scope, fn func(context.Context, controller.AllTx) error) error {
 	ctx := context.WithoutCancel(d.t.Context())
-	return d.store.InTx(ctx, scope, func(tx controller.Tx) error { return fn(ctx, tx) })
+	return d.store.InTx(ctx, scope, func(tx controller.AllTx) error { return fn(ctx, tx) })
 }
 
-func (d *db) system(fn func(context.Context, controller.Tx) error) {
+func (d *db) system(fn func(context.Context, controller.AllTx) error) {
 	d.t.Helper()
 	d.in(controller.System(), fn)
 }
 
-func (d *db) mine(fn func(context.Context, controller.Tx) error) {
+func (d *db) mine(fn func(context.Context, controller.AllTx) error) {
 	d.t.Helper()
 	d.in(controller.InProject(d.project), fn)
 }
@@ -172,7 +172,7 @@ func (d *db) template() controller.Checkpoint {
 		ID: core.NewID[core.CheckpointID](), ProjectID: controller.SystemProject, Kind: controller.KindTemplate, RunnerID: d.runner, Class: &class,
 		Image: controller.ImageRef{Name: "base", Digest: core.DigestOf(fmt.Append(nil, d.count.Add(1)))}, Resources: shape,
 	}
-	d.system(func(ctx context.Context, tx controller.Tx) error {
+	d.system(func(ctx context.Context, tx controller.AllTx) error {
 		if err := tx.InsertCheckpoint(ctx, cp); err != nil {
 			return err
 		}
@@ -204,7 +204,7 @@ func (d *db) plan(project core.ProjectID, from controller.Checkpoint) controller
 	return w
 }
 
-func insert(ctx context.Context, tx controller.Tx, list ...controller.Workspace) error {
+func insert(ctx context.Context, tx controller.AllTx, list ...controller.Workspace) error {
 	if _, err := tx.InsertWorkspaces(ctx, list, 0); err != nil {
 		return err
 	}
@@ -221,7 +221,7 @@ func insert(ctx context.Context, tx controller.Tx, list ...controller.Workspace)
 func (d *db) ready(project core.ProjectID, from controller.Checkpoint) controller.Workspace {
 	d.t.Helper()
 	w := d.plan(project, from)
-	d.in(controller.InProject(project), func(ctx context.Context, tx controller.Tx) error {
+	d.in(controller.InProject(project), func(ctx context.Context, tx controller.AllTx) error {
 		if err := insert(ctx, tx, w); err != nil {
 			return err
 		}
@@ -244,7 +244,7 @@ func (d *db) node(w controller.Workspace, parent core.CheckpointID) controller.C
 		ID: core.NewID[core.CheckpointID](), ProjectID: w.ProjectID, Kind: controller.KindUser, Parent: parent, WorkspaceID: w.ID, WorkspaceEpoch: w.Epoch,
 		Image: w.Image, Resources: w.Resources, RunnerID: d.runner, Labels: map[string]string{"k": "v"},
 	}
-	d.in(controller.InProject(w.ProjectID), func(ctx context.Context, tx controller.Tx) error {
+	d.in(controller.InProject(w.ProjectID), func(ctx context.Context, tx controller.AllTx) error {
 		if err := tx.InsertCheckpoint(ctx, cp); err != nil {
 			return err
 		}
@@ -258,7 +258,7 @@ func (d *db) node(w controller.Workspace, parent core.CheckpointID) controller.C
 func (d *db) operation(kind controller.OperationKind, owner string, lease time.Duration) controller.Operation {
 	d.t.Helper()
 	op := controller.Operation{ID: core.NewID[core.OperationID](), ProjectID: d.project, Kind: kind, Input: []byte(`{}`), LeaseOwner: owner}
-	d.mine(func(ctx context.Context, tx controller.Tx) error {
+	d.mine(func(ctx context.Context, tx controller.AllTx) error {
 		var err error
 		op, err = tx.InsertOperation(ctx, op, lease)
 		return err

@@ -106,7 +106,7 @@ func (c *collector) count() ([]tallyRow, error) {
 	}
 	ctx, cancel := context.WithTimeoutCause(context.Background(), countTimeout, errTimeout) // a scrape has no context
 	defer cancel()
-	c.err = c.store.InTx(ctx, controller.System(), func(t controller.Tx) error {
+	c.err = c.store.InTx(ctx, controller.System(), func(t controller.AllTx) error {
 		var err error
 		c.counts, err = many[tallyRow](ctx, t.(*tx), `
 			SELECT 'operations' AS what, kind, state, count(*) AS n FROM operations WHERE state IN ('pending', 'running') GROUP BY kind, state

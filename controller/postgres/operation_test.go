@@ -22,7 +22,7 @@ func TestOperationIsFenced(t *testing.T) {
 	}
 	claim := func(owner string) []controller.Operation {
 		var list []controller.Operation
-		d.system(func(ctx context.Context, tx controller.Tx) error {
+		d.system(func(ctx context.Context, tx controller.AllTx) error {
 			var err error
 			list, err = tx.ClaimOperations(ctx, owner, nil, time.Hour, 10)
 			return err
@@ -34,7 +34,7 @@ func TestOperationIsFenced(t *testing.T) {
 	}
 	d.exec(`UPDATE operations SET lease_expires_at = now() - interval '1 s'`)
 	// Nobody took it: the owner may still renew, but only what it says it works on.
-	d.system(func(ctx context.Context, tx controller.Tx) error {
+	d.system(func(ctx context.Context, tx controller.AllTx) error {
 		held, err := tx.RenewOperations(ctx, "first", nil, time.Hour)
 		if len(held) != 0 {
 			t.Errorf("renewed without being named: %v", held)
@@ -45,7 +45,7 @@ func TestOperationIsFenced(t *testing.T) {
 	if len(got) != 1 || got[0].LeaseEpoch != 2 || got[0].LeaseOwner != "second" {
 		t.Fatalf("claimed: %+v", got)
 	}
-	d.system(func(ctx context.Context, tx controller.Tx) error {
+	d.system(func(ctx context.Context, tx controller.AllTx) error {
 		held, err := tx.RenewOperations(ctx, "first", []core.OperationID{op.ID}, time.Hour)
 		if len(held) != 0 {
 			t.Errorf("the first owner renewed: %v", held)
@@ -54,15 +54,18 @@ func TestOperationIsFenced(t *testing.T) {
 	})
 	// The first owner wakes up: its step and its end change nothing.
 	op.State, op.Result = core.OperationSucceeded, []byte(`{}`)
-	for name, fn := range map[string]func(context.Context, controller.Tx) error{
-		"step":   func(ctx context.Context, tx controller.Tx) error { return tx.StepOperation(ctx, op, "fork") },
-		"finish": func(ctx context.Context, tx controller.Tx) error { _, err := tx.FinishOperation(ctx, op); return err },
+	for name, fn := range map[string]func(context.Context, controller.AllTx) error{
+		"step": func(ctx context.Context, tx controller.AllTx) error { return tx.StepOperation(ctx, op, "fork") },
+		"finish": func(ctx context.Context, tx controller.AllTx) error {
+			_, err := tx.FinishOperation(ctx, op)
+			return err
+		},
 	} {
 		if err := d.try(controller.InProject(d.project), fn); !errors.Is(err, controller.ErrLeaseLost) {
 			t.Errorf("%s under an old lease: %v", name, err)
 		}
 	}
-	d.mine(func(ctx context.Context, tx controller.Tx) error {
+	d.mine(func(ctx context.Context, tx controller.AllTx) error {
 		if err := tx.StepOperation(ctx, got[0], "fork"); err != nil {
 			return err
 		}
@@ -73,13 +76,13 @@ func TestOperationIsFenced(t *testing.T) {
 		}
 		return nil
 	})
-	if err := d.try(controller.InProject(d.project), func(ctx context.Context, tx controller.Tx) error {
+	if err := d.try(controller.InProject(d.project), func(ctx context.Context, tx controller.AllTx) error {
 		_, err := tx.FinishOperation(ctx, got[0])
 		return err
 	}); !errors.Is(err, controller.ErrLeaseLost) {
 		t.Errorf("finished twice: %v", err)
 	}
-	d.mine(func(ctx context.Context, tx controller.Tx) error {
+	d.mine(func(ctx context.Context, tx controller.AllTx) error {
 		w := core.NewID[core.WorkspaceID]()
 		_, err := tx.WorkspaceOperation(ctx, w, controller.OpTerminateWorkspace)
 		wantCode(t, err, core.CodeOperationNotFound)
@@ -102,7 +105,7 @@ func TestClaimsSkipEachOther(t *testing.T) {
 		group.Go(func() {
 			for {
 				var list []controller.Operation
-				if err := d.try(controller.System(), func(ctx context.Context, tx controller.Tx) error {
+				if err := d.try(controller.System(), func(ctx context.Context, tx controller.AllTx) error {
 					var err error
 					list, err = tx.ClaimOperations(ctx, owner, nil, time.Hour, 3)
 					return err
@@ -128,8 +131,8 @@ func TestClaimsSkipEachOther(t *testing.T) {
 		}
 	}
 	released := map[core.OperationID]bool{}
-	d.system(func(ctx context.Context, tx controller.Tx) error { return tx.ReleaseOperations(ctx, "a") })
-	d.system(func(ctx context.Context, tx controller.Tx) error {
+	d.system(func(ctx context.Context, tx controller.AllTx) error { return tx.ReleaseOperations(ctx, "a") })
+	d.system(func(ctx context.Context, tx controller.AllTx) error {
 		list, err := tx.ClaimOperations(ctx, "e", nil, time.Hour, 100)
 		for _, op := range list {
 			released[op.ID] = true
@@ -139,8 +142,8 @@ func TestClaimsSkipEachOther(t *testing.T) {
 		}
 		return err
 	})
-	d.system(func(ctx context.Context, tx controller.Tx) error { return tx.ReleaseOthers(ctx, "e") })
-	d.system(func(ctx context.Context, tx controller.Tx) error {
+	d.system(func(ctx context.Context, tx controller.AllTx) error { return tx.ReleaseOthers(ctx, "e") })
+	d.system(func(ctx context.Context, tx controller.AllTx) error {
 		list, err := tx.ClaimOperations(ctx, "f", nil, time.Hour, 100)
 		for _, op := range list {
 			if op.LeaseEpoch != 2 && op.LeaseEpoch != 3 || released[op.ID] {
@@ -198,7 +201,7 @@ func TestSessions(t *testing.T) {
 	own := controller.Session{ID: core.NewID[core.SessionID](), ProjectID: d.project, WorkspaceID: w.ID, SandboxID: w.Sandbox.ID}
 	own.GuestID = own.ID
 	var first []controller.Session
-	d.mine(func(ctx context.Context, tx controller.Tx) error {
+	d.mine(func(ctx context.Context, tx controller.AllTx) error {
 		if err := tx.InsertSession(ctx, own, manySessions); err != nil {
 			return err
 		}
@@ -217,7 +220,7 @@ func TestSessions(t *testing.T) {
 	var group sync.WaitGroup
 	for range 4 {
 		group.Go(func() {
-			d.mine(func(ctx context.Context, tx controller.Tx) error {
+			d.mine(func(ctx context.Context, tx controller.AllTx) error {
 				again, err := tx.MapSessions(ctx, w.Sandbox, inherited, 10, manySessions)
 				for _, s := range again {
 					if public[s.GuestID] != s.ID {
@@ -229,7 +232,7 @@ func TestSessions(t *testing.T) {
 		})
 	}
 	group.Wait()
-	d.mine(func(ctx context.Context, tx controller.Tx) error {
+	d.mine(func(ctx context.Context, tx controller.AllTx) error {
 		got, err := tx.Session(ctx, own.ID)
 		if got.SandboxID != w.Sandbox.ID {
 			t.Errorf("%+v", got)
@@ -244,10 +247,10 @@ func TestAttachTokens(t *testing.T) {
 	w := d.ready(d.project, d.template())
 	s := controller.Session{ID: core.NewID[core.SessionID](), ProjectID: d.project, WorkspaceID: w.ID, SandboxID: w.Sandbox.ID}
 	s.GuestID = s.ID
-	d.mine(func(ctx context.Context, tx controller.Tx) error { return tx.InsertSession(ctx, s, manySessions) })
+	d.mine(func(ctx context.Context, tx controller.AllTx) error { return tx.InsertSession(ctx, s, manySessions) })
 	issue := func(secret string, ttl time.Duration) [32]byte {
 		hash := sha256.Sum256([]byte(secret))
-		d.mine(func(ctx context.Context, tx controller.Tx) error {
+		d.mine(func(ctx context.Context, tx controller.AllTx) error {
 			got, err := tx.InsertAttachToken(ctx, controller.AttachToken{Hash: hash, ProjectID: d.project, SessionID: s.ID, SandboxID: w.Sandbox.ID}, ttl)
 			if got.Hash != hash || got.ExpiresAt.IsZero() {
 				t.Errorf("%+v", got)
@@ -257,7 +260,7 @@ func TestAttachTokens(t *testing.T) {
 		return hash
 	}
 	use := func(hash [32]byte, id core.SessionID) error {
-		return d.try(controller.System(), func(ctx context.Context, tx controller.Tx) error {
+		return d.try(controller.System(), func(ctx context.Context, tx controller.AllTx) error {
 			_, err := tx.UseAttachToken(ctx, hash, id)
 			return err
 		})
@@ -283,7 +286,7 @@ func TestAttachTokens(t *testing.T) {
 	wantCode(t, use(issue("old", -time.Second), s.ID), core.CodeUnauthenticated)
 	wantCode(t, use(sha256.Sum256([]byte("unknown")), s.ID), core.CodeUnauthenticated)
 	d.exec(`UPDATE attach_tokens SET expires_at = now() - interval '2 h'`)
-	d.system(func(ctx context.Context, tx controller.Tx) error {
+	d.system(func(ctx context.Context, tx controller.AllTx) error {
 		_, err := tx.SweepTokens(ctx, 10)
 		return err
 	})
@@ -298,7 +301,7 @@ func TestPorts(t *testing.T) {
 	d := newDB(t)
 	w := d.ready(d.project, d.template())
 	p := controller.Port{ID: core.NewID[core.PortID](), ProjectID: d.project, WorkspaceID: w.ID, GuestPort: 80, Listen: "127.0.0.1:0"}
-	d.mine(func(ctx context.Context, tx controller.Tx) error {
+	d.mine(func(ctx context.Context, tx controller.AllTx) error {
 		if _, err := tx.InsertPort(ctx, p); err != nil {
 			return err
 		}
@@ -313,13 +316,13 @@ func TestPorts(t *testing.T) {
 		return errors.Join(err, listErr)
 	})
 	remove := func() error {
-		return d.try(controller.InProject(d.project), func(ctx context.Context, tx controller.Tx) error { return tx.DeletePort(ctx, w.ID, p.ID) })
+		return d.try(controller.InProject(d.project), func(ctx context.Context, tx controller.AllTx) error { return tx.DeletePort(ctx, w.ID, p.ID) })
 	}
 	if err := remove(); err != nil {
 		t.Error(err)
 	}
 	wantCode(t, remove(), core.CodePortNotFound)
-	wantCode(t, d.try(controller.InProject(d.project), func(ctx context.Context, tx controller.Tx) error {
+	wantCode(t, d.try(controller.InProject(d.project), func(ctx context.Context, tx controller.AllTx) error {
 		_, err := tx.UpdatePort(ctx, p.ID, "x")
 		return err
 	}), core.CodePortNotFound)
@@ -333,7 +336,7 @@ func TestSessionQuotas(t *testing.T) {
 	insert := func(quota controller.SessionQuota) (err error) {
 		s := controller.Session{ID: core.NewID[core.SessionID](), ProjectID: d.project, WorkspaceID: w.ID, SandboxID: w.Sandbox.ID}
 		s.GuestID = s.ID
-		d.mine(func(ctx context.Context, tx controller.Tx) error {
+		d.mine(func(ctx context.Context, tx controller.AllTx) error {
 			err = tx.InsertSession(ctx, s, quota)
 			return nil
 		})
@@ -345,7 +348,7 @@ func TestSessionQuotas(t *testing.T) {
 			t.Errorf("row %d: %v", i, err)
 		}
 	}
-	d.system(func(ctx context.Context, tx controller.Tx) error {
+	d.system(func(ctx context.Context, tx controller.AllTx) error {
 		_, err := tx.CountSessions(ctx, "", 10)
 		return err
 	})
@@ -361,7 +364,7 @@ func TestSessionQuotas(t *testing.T) {
 		invented[i] = core.NewID[core.SessionID]()
 	}
 	slices.Sort(invented)
-	d.mine(func(ctx context.Context, tx controller.Tx) error {
+	d.mine(func(ctx context.Context, tx controller.AllTx) error {
 		got, err := tx.MapSessions(ctx, w.Sandbox, invented, 10, manySessions)
 		if len(got) != 10 {
 			t.Errorf("%d of 50 were mapped", len(got))
@@ -371,14 +374,14 @@ func TestSessionQuotas(t *testing.T) {
 		}
 		return err
 	})
-	d.mine(func(ctx context.Context, tx controller.Tx) error {
+	d.mine(func(ctx context.Context, tx controller.AllTx) error {
 		n, err := tx.ForgetSessions(ctx, w.Sandbox, invented[:40], 0)
 		if want := 4 + len(invented[40:]); n != want {
 			t.Errorf("%d were forgotten, want %d: the newest were mapped first", n, want)
 		}
 		return err
 	})
-	d.system(func(ctx context.Context, tx controller.Tx) error {
+	d.system(func(ctx context.Context, tx controller.AllTx) error {
 		_, n, err := tx.SweepSessions(ctx, "", 0, 100)
 		if n != 0 {
 			t.Errorf("%d rows of a machine that runs were removed", n)

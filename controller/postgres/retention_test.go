@@ -63,7 +63,7 @@ func (d *db) walked(id core.CheckpointID) (list []retention.Node) {
 	d.t.Helper()
 	seen := map[core.CheckpointID]bool{}
 	for walk := (controller.SubtreeWalk{ID: id}); !walk.Done(); {
-		d.mine(func(ctx context.Context, tx controller.Tx) error {
+		d.mine(func(ctx context.Context, tx controller.AllTx) error {
 			nodes, next, err := tx.Subtree(ctx, walk, "score")
 			if len(nodes) > 10_000 {
 				d.t.Errorf("%d nodes in one part", len(nodes))
@@ -138,7 +138,7 @@ func TestSubtreeAgainstModel(t *testing.T) {
 			held[n.ID] = n.Held
 		}
 		var list []controller.Deletion
-		d.mine(func(ctx context.Context, tx controller.Tx) (err error) {
+		d.mine(func(ctx context.Context, tx controller.AllTx) (err error) {
 			list, err = tx.DeleteCheckpoints(ctx, batch, true)
 			return err
 		})
@@ -208,7 +208,7 @@ func TestPruneALongPath(t *testing.T) {
 		FROM checkpoints x, generate_series(1, %[1]d) n WHERE x.id = '%[2]s'`, long, first.ID))
 	d.exec(`ANALYZE checkpoints`)
 	leaf := core.CheckpointID(fmt.Sprintf("path_%06d", long))
-	d.mine(func(ctx context.Context, tx controller.Tx) error {
+	d.mine(func(ctx context.Context, tx controller.AllTx) error {
 		_, err := tx.DeleteCheckpoints(ctx, []core.CheckpointID{leaf}, true)
 		return err
 	})
@@ -219,7 +219,7 @@ func TestPruneALongPath(t *testing.T) {
 	}
 	for range 3 { // rounds of the sweep
 		for after := core.CheckpointID(""); ; {
-			d.system(func(ctx context.Context, tx controller.Tx) (err error) {
+			d.system(func(ctx context.Context, tx controller.AllTx) (err error) {
 				after, err = tx.PruneDeleted(ctx, after, 2000)
 				return err
 			})

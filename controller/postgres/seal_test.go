@@ -17,7 +17,7 @@ import (
 
 func (d *db) begin(id core.CheckpointID, ancestors ...core.CheckpointID) (runnerapi.SealBegun, error) {
 	var out runnerapi.SealBegun
-	err := d.try(controller.System(), func(ctx context.Context, tx controller.Tx) error {
+	err := d.try(controller.System(), func(ctx context.Context, tx controller.AllTx) error {
 		var err error
 		out, err = tx.BeginSeal(ctx, d.runner, runnerapi.BeginSeal{LeaseEpoch: 1, CheckpointID: id, Ancestors: ancestors})
 		return err
@@ -32,7 +32,7 @@ func (d *db) commit(id core.CheckpointID, begun runnerapi.SealBegun, needs ...st
 		Written: []runnerapi.StoredObject{{Key: begun.Prefix + "manifest", Bytes: 7}, {Key: begun.Prefix + "pack", Bytes: 100}},
 		Needs:   append([]string{begun.Prefix + "pack"}, needs...),
 	}
-	return d.try(controller.System(), func(ctx context.Context, tx controller.Tx) error {
+	return d.try(controller.System(), func(ctx context.Context, tx controller.AllTx) error {
 		at, _, err := tx.LockSeal(ctx, id)
 		if err == nil {
 			err = tx.CommitSeal(ctx, at, in)
@@ -76,7 +76,7 @@ func (d *db) debris() []string { return d.column(`SELECT prefix FROM store_debri
 func (d *db) get(id core.CheckpointID) controller.Checkpoint {
 	d.t.Helper()
 	var cp controller.Checkpoint
-	d.system(func(ctx context.Context, tx controller.Tx) error {
+	d.system(func(ctx context.Context, tx controller.AllTx) error {
 		var err error
 		cp, err = tx.Checkpoint(ctx, id)
 		return err
@@ -85,7 +85,7 @@ func (d *db) get(id core.CheckpointID) controller.Checkpoint {
 }
 
 func (d *db) remove(id core.CheckpointID) error {
-	return d.try(controller.InProject(d.project), func(ctx context.Context, tx controller.Tx) error {
+	return d.try(controller.InProject(d.project), func(ctx context.Context, tx controller.AllTx) error {
 		_, err := tx.DeleteCheckpoint(ctx, id, false)
 		return err
 	})
@@ -112,7 +112,7 @@ func TestSeal(t *testing.T) {
 	if err != nil || second.Attempt != 2 || !slices.Equal(d.debris(), []string{first.Prefix}) {
 		t.Fatalf("%+v, %v; debris %v", second, err, d.debris())
 	}
-	d.system(func(ctx context.Context, tx controller.Tx) error {
+	d.system(func(ctx context.Context, tx controller.AllTx) error {
 		at, cp, err := tx.LockSeal(ctx, a.ID)
 		if err != nil || at.Attempt != 2 || at.Prefix != second.Prefix || at.RunnerID != d.runner || cp.ID != a.ID {
 			t.Errorf("%+v, %v", at, err)
@@ -160,7 +160,7 @@ func TestSealRefused(t *testing.T) {
 	w := d.ready(d.project, from)
 	a, b := d.node(w, from.ID), d.node(w, from.ID)
 	capturing := controller.Checkpoint{ID: core.NewID[core.CheckpointID](), ProjectID: d.project, Kind: controller.KindUser, Parent: from.ID, WorkspaceID: w.ID, WorkspaceEpoch: 1, Image: w.Image, Resources: shape, RunnerID: d.runner}
-	d.mine(func(ctx context.Context, tx controller.Tx) error { return tx.InsertCheckpoint(ctx, capturing) })
+	d.mine(func(ctx context.Context, tx controller.AllTx) error { return tx.InsertCheckpoint(ctx, capturing) })
 	if err := d.remove(b.ID); err != nil {
 		t.Fatal(err)
 	}
@@ -170,13 +170,13 @@ func TestSealRefused(t *testing.T) {
 		_, err := d.begin(id)
 		wantCode(t, err, want)
 	}
-	err := d.try(controller.System(), func(ctx context.Context, tx controller.Tx) error {
+	err := d.try(controller.System(), func(ctx context.Context, tx controller.AllTx) error {
 		_, err := tx.BeginSeal(ctx, core.NewID[core.RunnerID](), runnerapi.BeginSeal{CheckpointID: a.ID})
 		return err
 	})
 	wantCode(t, err, core.CodePermissionDenied)
 	for epoch, want := range map[int64]core.Code{1: "", 2: core.CodeRunnerLost} {
-		wantCode(t, d.try(controller.System(), func(ctx context.Context, tx controller.Tx) error { return tx.HasLease(ctx, d.runner, epoch) }), want)
+		wantCode(t, d.try(controller.System(), func(ctx context.Context, tx controller.AllTx) error { return tx.HasLease(ctx, d.runner, epoch) }), want)
 	}
 	// A reference of another project is none, and neither is one that is not sealed.
 	other := d.newProject("other")
@@ -207,7 +207,7 @@ func TestReferenceIsHeld(t *testing.T) {
 	d.sealed(a.ID, from.ID)
 	b := d.node(w, a.ID)
 	removed, deleting := make(chan error, 1), false
-	d.system(func(ctx context.Context, tx controller.Tx) error {
+	d.system(func(ctx context.Context, tx controller.AllTx) error {
 		begun, err := tx.BeginSeal(ctx, d.runner, runnerapi.BeginSeal{LeaseEpoch: 1, CheckpointID: b.ID, Ancestors: []core.CheckpointID{a.ID, from.ID}})
 		if err != nil || begun.Reference == nil || begun.Reference.CheckpointID != a.ID || deleting {
 			return err
@@ -241,7 +241,7 @@ func TestAbandonSeals(t *testing.T) {
 	d.sealed(from.ID)
 	a, b := d.node(w, from.ID), d.node(w, from.ID)
 	abandon := func() (list []core.CheckpointID) {
-		d.system(func(ctx context.Context, tx controller.Tx) error {
+		d.system(func(ctx context.Context, tx controller.AllTx) error {
 			var err error
 			list, err = tx.AbandonSeals(ctx)
 			return err

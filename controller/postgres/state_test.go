@@ -144,7 +144,7 @@ func TestInvariants(t *testing.T) {
 	if _, err := conn.Exec(t.Context(), `DELETE FROM reseal_reports`); err != nil {
 		t.Error(err) // there is none yet
 	}
-	d.mine(func(ctx context.Context, tx controller.Tx) error {
+	d.mine(func(ctx context.Context, tx controller.AllTx) error {
 		tx.InsertReseals([]controller.ResealRecord{{ProjectID: d.project, WorkspaceID: w.ID, SandboxID: w.Sandbox.ID, Report: core.ResealReport{Generation: "g"}}})
 		return nil
 	})

@@ -92,7 +92,7 @@ func (s *Store) Ping(ctx context.Context) error {
 }
 
 // InTx runs fn in a transaction; see controller.Store.
-func (s *Store) InTx(ctx context.Context, scope controller.Scope, fn func(controller.Tx) error) error {
+func (s *Store) InTx(ctx context.Context, scope controller.Scope, fn func(controller.AllTx) error) error {
 	if name := scope.String(); name == "" || strings.Trim(name, "abcdefghijklmnopqrstuvwxyz0123456789_") != "" {
 		return fmt.Errorf("%q is no scope for a transaction", name)
 	}
@@ -107,7 +107,7 @@ func (s *Store) InTx(ctx context.Context, scope controller.Scope, fn func(contro
 // enterQuery puts a transaction into its scope. The settings end with it.
 const enterQuery = "SELECT set_config('role', 'coppice_app', true), set_config('coppice.project_id', $1, true), set_config('coppice.origin', $2, true)"
 
-func (s *Store) inTx(ctx context.Context, scope controller.Scope, fn func(controller.Tx) error) error {
+func (s *Store) inTx(ctx context.Context, scope controller.Scope, fn func(controller.AllTx) error) error {
 	ctx, cancel := context.WithTimeoutCause(ctx, callTimeout, errTimeout)
 	defer cancel()
 	conn, err := s.pool.Acquire(ctx)
@@ -191,7 +191,7 @@ type tx struct {
 	later *pgx.Batch       // to be sent with the next statement; nil: nothing
 }
 
-var _ controller.Tx = (*tx)(nil)
+var _ controller.AllTx = (*tx)(nil)
 
 type args = pgx.StrictNamedArgs
 

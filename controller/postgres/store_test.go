@@ -24,7 +24,7 @@ func TestDeadDatabase(t *testing.T) {
 	defer store.Close()
 	for name, err := range map[string]error{
 		"ping":   store.Ping(t.Context()),
-		"tx":     store.InTx(t.Context(), controller.System(), func(controller.Tx) error { return nil }),
+		"tx":     store.InTx(t.Context(), controller.System(), func(controller.AllTx) error { return nil }),
 		"notify": store.Notify(t.Context(), nil),
 		"listen": store.Listen(t.Context(), func(core.OperationID) {}, func(core.KeyID) {}),
 	} {
@@ -72,7 +72,7 @@ func TestSilentDatabase(t *testing.T) {
 	}
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
-	if err := store.InTx(ctx, controller.System(), func(controller.Tx) error { return nil }); !errors.Is(err, context.Canceled) {
+	if err := store.InTx(ctx, controller.System(), func(controller.AllTx) error { return nil }); !errors.Is(err, context.Canceled) {
 		t.Errorf("a caller that has gone is not a dead database: %v", err)
 	}
 }
@@ -82,7 +82,7 @@ func TestKilledConnection(t *testing.T) {
 	t.Parallel()
 	d := newDB(t)
 	conn := d.conn()
-	err := d.try(controller.System(), func(ctx context.Context, tx controller.Tx) error {
+	err := d.try(controller.System(), func(ctx context.Context, tx controller.AllTx) error {
 		if _, err := tx.EnsureProject(ctx, core.NewID[core.ProjectID](), "half"); err != nil {
 			return err
 		}
@@ -113,7 +113,7 @@ func TestDeadlockIsRepeated(t *testing.T) {
 	runs := make([]int, 2)
 	for i, order := range [][2]core.WorkspaceID{{a.ID, b.ID}, {b.ID, a.ID}} {
 		group.Go(func() {
-			d.mine(func(ctx context.Context, tx controller.Tx) error {
+			d.mine(func(ctx context.Context, tx controller.AllTx) error {
 				if _, err := tx.PatchWorkspace(ctx, order[0], controller.WorkspacePatch{}); err != nil {
 					return err
 				}
@@ -131,7 +131,7 @@ func TestDeadlockIsRepeated(t *testing.T) {
 	if runs[0]+runs[1] < 3 {
 		t.Errorf("no deadlock happened: %v", runs)
 	}
-	d.mine(func(ctx context.Context, tx controller.Tx) error {
+	d.mine(func(ctx context.Context, tx controller.AllTx) error {
 		list, err := tx.WorkspacesByID(ctx, []core.WorkspaceID{a.ID, b.ID})
 		if list[0].Version != 3 || list[1].Version != 3 {
 			t.Errorf("versions %d and %d", list[0].Version, list[1].Version)
@@ -145,7 +145,7 @@ func TestErrorsAreNotCommitted(t *testing.T) {
 	t.Parallel()
 	d := newDB(t)
 	id := core.NewID[core.ProjectID]()
-	err := d.try(controller.System(), func(ctx context.Context, tx controller.Tx) error {
+	err := d.try(controller.System(), func(ctx context.Context, tx controller.AllTx) error {
 		if _, err := tx.InsertProject(ctx, id, "first"); err != nil {
 			return err
 		}
@@ -156,7 +156,7 @@ func TestErrorsAreNotCommitted(t *testing.T) {
 		return nil
 	})
 	wantCode(t, err, core.CodeInternal)
-	wantCode(t, d.try(controller.System(), func(ctx context.Context, tx controller.Tx) error {
+	wantCode(t, d.try(controller.System(), func(ctx context.Context, tx controller.AllTx) error {
 		_, err := tx.Project(ctx, id)
 		return err
 	}), core.CodeProjectNotFound)
@@ -166,7 +166,7 @@ func TestScopesAreChecked(t *testing.T) {
 	t.Parallel()
 	d := newDB(t)
 	for _, scope := range []controller.Scope{{}, controller.InProject(""), controller.InProject("x'; drop table projects; --")} {
-		if err := d.store.InTx(t.Context(), scope, func(controller.Tx) error {
+		if err := d.store.InTx(t.Context(), scope, func(controller.AllTx) error {
 			t.Error("it ran")
 			return nil
 		}); err == nil {

@@ -20,7 +20,7 @@ func (d *db) makePartitions(table controller.PartitionedTable, keep time.Duratio
 	d.t.Helper()
 	for {
 		var n int
-		d.system(func(ctx context.Context, tx controller.Tx) error {
+		d.system(func(ctx context.Context, tx controller.AllTx) error {
 			var err error
 			n, err = tx.MakePartitions(ctx, table, keep, batch)
 			return err
@@ -85,7 +85,7 @@ func TestPartitionsAfterALongTime(t *testing.T) {
 				}
 			}
 			seen("before")
-			d.system(func(ctx context.Context, tx controller.Tx) error {
+			d.system(func(ctx context.Context, tx controller.AllTx) error {
 				n, err := tx.MakePartitions(ctx, table, year, 7)
 				if n < 7 || n > 40 {
 					t.Errorf("%d rows moved at once", n)
@@ -161,7 +161,7 @@ func TestSweepOfManyRows(t *testing.T) {
 	template := d.template()
 	living, dead := d.ready(d.project, template), d.ready(d.project, template)
 	node := d.node(living, template.ID)
-	d.mine(func(ctx context.Context, tx controller.Tx) error {
+	d.mine(func(ctx context.Context, tx controller.AllTx) error {
 		_, err := tx.EndWorkspaces(ctx, []controller.EndedWorkspace{{ID: dead.ID, To: core.WorkspaceLost, Failure: &controller.Failure{Code: core.CodeSandboxLost, Message: "gone"}}})
 		return err
 	})
@@ -258,10 +258,10 @@ func (d *db) walkAll() {
 	t := d.t
 	t.Helper()
 	walkAll := func() {
-		walk := func(step func(context.Context, controller.Tx, string) (string, error)) {
+		walk := func(step func(context.Context, controller.AllTx, string) (string, error)) {
 			t.Helper()
 			for after := ""; ; {
-				d.system(func(ctx context.Context, tx controller.Tx) error {
+				d.system(func(ctx context.Context, tx controller.AllTx) error {
 					var err error
 					after, err = step(ctx, tx, after)
 					return err
@@ -271,22 +271,22 @@ func (d *db) walkAll() {
 				}
 			}
 		}
-		walk(func(ctx context.Context, tx controller.Tx, after string) (string, error) {
+		walk(func(ctx context.Context, tx controller.AllTx, after string) (string, error) {
 			last, err := tx.PruneDeleted(ctx, core.CheckpointID(after), 2000)
 			return string(last), err
 		})
-		walk(func(ctx context.Context, tx controller.Tx, after string) (string, error) {
+		walk(func(ctx context.Context, tx controller.AllTx, after string) (string, error) {
 			n, err := tx.SweepTokens(ctx, 10_000)
 			if n < 10_000 {
 				return "", err
 			}
 			return "more", err
 		})
-		walk(func(ctx context.Context, tx controller.Tx, after string) (string, error) {
+		walk(func(ctx context.Context, tx controller.AllTx, after string) (string, error) {
 			last, _, err := tx.SweepSessions(ctx, core.SessionID(after), time.Hour, 5000)
 			return string(last), err
 		})
-		walk(func(ctx context.Context, tx controller.Tx, after string) (string, error) {
+		walk(func(ctx context.Context, tx controller.AllTx, after string) (string, error) {
 			last, err := tx.CountSessions(ctx, core.ProjectID(after), 1)
 			return string(last), err
 		})

@@ -32,7 +32,7 @@ func (d *db) populate(project core.ProjectID, from controller.Checkpoint) (contr
 		VALUES ('` + string(project) + `', '` + string(w.ID) + `', '` + string(w.Sandbox.ID) + `', 1, 1, 1)`)
 	d.exec(`INSERT INTO usage_totals (project_id, workspace_id, sandbox_id, cpu_seconds, sent_bytes, received_bytes)
 		VALUES ('` + string(project) + `', '` + string(w.ID) + `', '` + string(w.Sandbox.ID) + `', 1, 1, 1)`)
-	d.in(controller.InProject(project), func(ctx context.Context, tx controller.Tx) error {
+	d.in(controller.InProject(project), func(ctx context.Context, tx controller.AllTx) error {
 		var err error
 		if op, err = tx.InsertOperation(ctx, op, time.Minute); err != nil {
 			return err
@@ -216,41 +216,41 @@ func TestForeignIsAbsent(t *testing.T) {
 	w, cp, op := d.populate(d.project, template)
 	none := core.NewID[core.WorkspaceID]()
 	scope := controller.InProject(other)
-	for name, fn := range map[string]func(context.Context, controller.Tx) error{
-		"workspace": func(ctx context.Context, tx controller.Tx) error { _, err := tx.Workspace(ctx, w.ID); return err },
-		"move": func(ctx context.Context, tx controller.Tx) error {
+	for name, fn := range map[string]func(context.Context, controller.AllTx) error{
+		"workspace": func(ctx context.Context, tx controller.AllTx) error { _, err := tx.Workspace(ctx, w.ID); return err },
+		"move": func(ctx context.Context, tx controller.AllTx) error {
 			_, err := tx.MoveWorkspace(ctx, w.ID, 1, core.WorkspaceTerminating)
 			return err
 		},
-		"patch": func(ctx context.Context, tx controller.Tx) error {
+		"patch": func(ctx context.Context, tx controller.AllTx) error {
 			_, err := tx.PatchWorkspace(ctx, w.ID, controller.WorkspacePatch{})
 			return err
 		},
-		"checkpoint": func(ctx context.Context, tx controller.Tx) error { _, err := tx.Checkpoint(ctx, cp.ID); return err },
-		"tree": func(ctx context.Context, tx controller.Tx) error {
+		"checkpoint": func(ctx context.Context, tx controller.AllTx) error { _, err := tx.Checkpoint(ctx, cp.ID); return err },
+		"tree": func(ctx context.Context, tx controller.AllTx) error {
 			_, err := tx.Tree(ctx, cp.ID, controller.TreePage{Page: page(10), MaxDepth: -1})
 			return err
 		},
-		"delete": func(ctx context.Context, tx controller.Tx) error {
+		"delete": func(ctx context.Context, tx controller.AllTx) error {
 			_, err := tx.DeleteCheckpoint(ctx, cp.ID, false)
 			return err
 		},
-		"annotate": func(ctx context.Context, tx controller.Tx) error {
+		"annotate": func(ctx context.Context, tx controller.AllTx) error {
 			_, err := tx.PatchCheckpoint(ctx, cp.ID, controller.CheckpointPatch{})
 			return err
 		},
-		"operation": func(ctx context.Context, tx controller.Tx) error { _, err := tx.Operation(ctx, op.ID); return err },
+		"operation": func(ctx context.Context, tx controller.AllTx) error { _, err := tx.Operation(ctx, op.ID); return err },
 	} {
 		if err := d.try(scope, fn); core.CategoryOf(err) != core.NotFound {
 			t.Errorf("%s: %v", name, err)
 		}
 	}
-	foreign := d.try(scope, func(ctx context.Context, tx controller.Tx) error { _, err := tx.Workspace(ctx, w.ID); return err })
-	absent := d.try(scope, func(ctx context.Context, tx controller.Tx) error { _, err := tx.Workspace(ctx, none); return err })
+	foreign := d.try(scope, func(ctx context.Context, tx controller.AllTx) error { _, err := tx.Workspace(ctx, w.ID); return err })
+	absent := d.try(scope, func(ctx context.Context, tx controller.AllTx) error { _, err := tx.Workspace(ctx, none); return err })
 	if strings.ReplaceAll(core.MessageOf(foreign), string(w.ID), "") != strings.ReplaceAll(core.MessageOf(absent), string(none), "") {
 		t.Errorf("foreign and absent differ: %v, %v", foreign, absent)
 	}
-	d.in(scope, func(ctx context.Context, tx controller.Tx) error {
+	d.in(scope, func(ctx context.Context, tx controller.AllTx) error {
 		lineage, err := tx.Lineage(ctx, cp.ID, "", 10)
 		if err != nil || len(lineage) != 0 {
 			t.Errorf("lineage: %v, %v", lineage, err)
@@ -266,11 +266,11 @@ func TestForeignIsAbsent(t *testing.T) {
 	bad := controller.Checkpoint{
 		ID: core.NewID[core.CheckpointID](), ProjectID: other, Kind: controller.KindUser, Parent: cp.ID, WorkspaceID: w.ID, WorkspaceEpoch: 1, Image: w.Image, Resources: shape,
 	}
-	if err := d.try(scope, func(ctx context.Context, tx controller.Tx) error { return tx.InsertCheckpoint(ctx, bad) }); err == nil {
+	if err := d.try(scope, func(ctx context.Context, tx controller.AllTx) error { return tx.InsertCheckpoint(ctx, bad) }); err == nil {
 		t.Error("a checkpoint below a foreign parent was inserted")
 	}
 	template2 := template.ID
-	wantCode(t, d.try(scope, func(ctx context.Context, tx controller.Tx) error {
+	wantCode(t, d.try(scope, func(ctx context.Context, tx controller.AllTx) error {
 		_, err := tx.PatchCheckpoint(ctx, template2, controller.CheckpointPatch{Labels: map[string]*string{"x": nil}})
 		return err
 	}), core.CodePermissionDenied)
@@ -282,11 +282,11 @@ func TestKeys(t *testing.T) {
 	hash := sha256.Sum256([]byte("secret"))
 	key := controller.Key{ID: core.NewID[core.KeyID](), ProjectID: d.project, Name: "k", Prefix: "se", Hash: hash, Scopes: []core.KeyScope{core.ScopeAdmin}}
 	for range 2 { // idempotent
-		d.system(func(ctx context.Context, tx controller.Tx) error { return tx.EnsureKey(ctx, key) })
+		d.system(func(ctx context.Context, tx controller.AllTx) error { return tx.EnsureKey(ctx, key) })
 	}
 	find := func() (controller.Key, error) {
 		var got controller.Key
-		err := d.try(controller.System(), func(ctx context.Context, tx controller.Tx) error {
+		err := d.try(controller.System(), func(ctx context.Context, tx controller.AllTx) error {
 			var err error
 			got, err = tx.KeyByHash(ctx, hash)
 			return err
@@ -323,7 +323,7 @@ func TestPooledConnectionKeepsNoScope(t *testing.T) {
 	t.Cleanup(store.Close)
 	seen := func(scope controller.Scope) (ids []core.WorkspaceID) {
 		t.Helper()
-		if err := store.InTx(t.Context(), scope, func(tx controller.Tx) error {
+		if err := store.InTx(t.Context(), scope, func(tx controller.AllTx) error {
 			list, err := tx.Workspaces(t.Context(), controller.WorkspaceFilter{Page: page(10)})
 			for _, w := range list {
 				ids = append(ids, w.ID)
@@ -338,12 +338,12 @@ func TestPooledConnectionKeepsNoScope(t *testing.T) {
 	endings := map[string]func(controller.Scope){
 		"commit": func(s controller.Scope) { seen(s) },
 		"rollback": func(s controller.Scope) {
-			if err := store.InTx(t.Context(), s, func(controller.Tx) error { return nothing }); !errors.Is(err, nothing) {
+			if err := store.InTx(t.Context(), s, func(controller.AllTx) error { return nothing }); !errors.Is(err, nothing) {
 				t.Error(err)
 			}
 		},
 		"failed statement": func(s controller.Scope) {
-			if err := store.InTx(t.Context(), s, func(tx controller.Tx) error {
+			if err := store.InTx(t.Context(), s, func(tx controller.AllTx) error {
 				_, err := tx.InsertProject(t.Context(), "prj_x", "Not A Name")
 				return err
 			}); err == nil {
@@ -352,10 +352,10 @@ func TestPooledConnectionKeepsNoScope(t *testing.T) {
 		},
 		"panic": func(s controller.Scope) {
 			defer func() { _ = recover() }()
-			_ = store.InTx(t.Context(), s, func(controller.Tx) error { panic("x") })
+			_ = store.InTx(t.Context(), s, func(controller.AllTx) error { panic("x") })
 		},
 		"a look at the whole cluster": func(s controller.Scope) {
-			if err := store.InTx(t.Context(), s, func(tx controller.Tx) error {
+			if err := store.InTx(t.Context(), s, func(tx controller.AllTx) error {
 				_, err := tx.FreeAddresses(t.Context(), controller.AddressesWanted{Tree: "x", Runners: []core.RunnerID{d.runner}})
 				if err != nil {
 					return err
@@ -372,7 +372,7 @@ func TestPooledConnectionKeepsNoScope(t *testing.T) {
 		"a look at the whole cluster that fails": func(s controller.Scope) {
 			ctx, cancel := context.WithCancel(t.Context())
 			cancel()
-			_ = store.InTx(t.Context(), s, func(tx controller.Tx) error {
+			_ = store.InTx(t.Context(), s, func(tx controller.AllTx) error {
 				_, err := tx.FreeAddresses(ctx, controller.AddressesWanted{Tree: "x", Runners: []core.RunnerID{d.runner}})
 				return err
 			})
@@ -399,24 +399,24 @@ func TestRevokedMeanwhile(t *testing.T) {
 	for i := range 8 {
 		parent, child := d.key(i, ""), d.key(100+i, "")
 		child.Parent = parent.ID
-		d.system(func(ctx context.Context, tx controller.Tx) error { return tx.EnsureKey(ctx, parent) })
+		d.system(func(ctx context.Context, tx controller.AllTx) error { return tx.EnsureKey(ctx, parent) })
 		var group sync.WaitGroup
 		var made error
 		group.Go(func() {
-			made = d.try(controller.InProject(d.project), func(ctx context.Context, tx controller.Tx) error {
+			made = d.try(controller.InProject(d.project), func(ctx context.Context, tx controller.AllTx) error {
 				_, err := tx.InsertKey(ctx, child, time.Hour)
 				return err
 			})
 		})
 		group.Go(func() {
-			d.system(func(ctx context.Context, tx controller.Tx) error { return tx.RevokeKey(ctx, parent.ID) })
+			d.system(func(ctx context.Context, tx controller.AllTx) error { return tx.RevokeKey(ctx, parent.ID) })
 		})
 		group.Wait()
 		if made != nil {
 			wantCode(t, made, core.CodeUnauthenticated)
 			continue
 		}
-		d.system(func(ctx context.Context, tx controller.Tx) error {
+		d.system(func(ctx context.Context, tx controller.AllTx) error {
 			got, err := tx.Key(ctx, child.ID)
 			if got.RevokedAt.IsZero() {
 				t.Errorf("a child of a revoked key is valid: %+v", got)
@@ -439,7 +439,7 @@ func TestKeyUse(t *testing.T) {
 	d := newDB(t)
 	valid, expired := d.key(1, ""), d.key(2, "")
 	early, late := time.Now().Add(-time.Hour).Truncate(time.Second), time.Now().Truncate(time.Second)
-	d.system(func(ctx context.Context, tx controller.Tx) error {
+	d.system(func(ctx context.Context, tx controller.AllTx) error {
 		for _, k := range []controller.Key{valid, expired} {
 			if err := tx.EnsureKey(ctx, k); err != nil {
 				return err
@@ -457,7 +457,7 @@ func TestKeyUse(t *testing.T) {
 		return err
 	})
 	d.exec(`UPDATE api_keys SET expires_at = now() WHERE id = $1`, expired.ID)
-	d.system(func(ctx context.Context, tx controller.Tx) error {
+	d.system(func(ctx context.Context, tx controller.AllTx) error {
 		ended, err := tx.EndedKeys(ctx, []core.KeyID{valid.ID, expired.ID})
 		if len(ended) != 1 || ended[0] != expired.ID {
 			t.Errorf("ended: %v", ended)

@@ -20,7 +20,7 @@ func TestUsageIsOneRow(t *testing.T) {
 		SELECT '%s', '%s', CASE n %% 2 WHEN 0 THEN '%s' ELSE 'sbx_0' END, n, 2 * n, 1000 - n, now() - n * interval '1 hour' FROM generate_series(1, %d) n`, d.project, w.ID, w.Sandbox.ID, old))
 	usage := func() (u controller.Usage) {
 		t.Helper()
-		d.mine(func(ctx context.Context, tx controller.Tx) (err error) {
+		d.mine(func(ctx context.Context, tx controller.AllTx) (err error) {
 			u, err = tx.WorkspaceUsage(ctx, w.ID)
 			return err
 		})
@@ -34,7 +34,7 @@ func TestUsageIsOneRow(t *testing.T) {
 	}
 	report := func(cpu float64, sent, received int64) {
 		t.Helper()
-		d.system(func(ctx context.Context, tx controller.Tx) error {
+		d.system(func(ctx context.Context, tx controller.AllTx) error {
 			return tx.InsertUsage(ctx, d.runner, []runnerapi.Usage{{SandboxID: w.Sandbox.ID, CPUSeconds: cpu - 1}, {SandboxID: w.Sandbox.ID, CPUSeconds: cpu, SentBytes: sent, ReceivedBytes: received}})
 		})
 	}
@@ -43,7 +43,7 @@ func TestUsageIsOneRow(t *testing.T) {
 	want("a report, too", 249+260, 498+500, 999+998)
 	for calls := 0; ; calls++ {
 		moved := 0
-		d.system(func(ctx context.Context, tx controller.Tx) (err error) {
+		d.system(func(ctx context.Context, tx controller.AllTx) (err error) {
 			moved, err = tx.RollUsage(ctx, 100)
 			return err
 		})

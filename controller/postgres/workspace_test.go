@@ -17,8 +17,8 @@ func TestWorkspaces(t *testing.T) {
 	d := newDB(t)
 	from := d.template()
 	a, b := d.plan(d.project, from), d.plan(d.project, from)
-	d.mine(func(ctx context.Context, tx controller.Tx) error { return insert(ctx, tx, a, b) })
-	d.mine(func(ctx context.Context, tx controller.Tx) error {
+	d.mine(func(ctx context.Context, tx controller.AllTx) error { return insert(ctx, tx, a, b) })
+	d.mine(func(ctx context.Context, tx controller.AllTx) error {
 		got, err := tx.Workspace(ctx, a.ID)
 		if err != nil || got.State != core.WorkspaceRestoring || got.Head != from.ID || got.Parent != from.ID || got.Sandbox.Identity != a.Sandbox.Identity ||
 			got.Sandbox.Endpoint == "" || got.Env["A"] != "1" || got.Unknown {
@@ -40,13 +40,13 @@ func TestWorkspaces(t *testing.T) {
 		}
 		return nil
 	})
-	if err := d.try(controller.InProject(d.project), func(ctx context.Context, tx controller.Tx) error {
+	if err := d.try(controller.InProject(d.project), func(ctx context.Context, tx controller.AllTx) error {
 		_, err := tx.MoveWorkspace(ctx, a.ID, 1, core.WorkspaceCheckpointing)
 		return err
 	}); core.CodeOf(err) != core.CodeStateConflict {
 		t.Errorf("restoring to checkpointing: %v", err)
 	}
-	d.mine(func(ctx context.Context, tx controller.Tx) error {
+	d.mine(func(ctx context.Context, tx controller.AllTx) error {
 		why := &controller.Failure{Code: "X", Message: "because"}
 		list, err := tx.EndWorkspaces(ctx, []controller.EndedWorkspace{{ID: a.ID, To: core.WorkspaceFailed, Failure: why}, {ID: b.ID, To: core.WorkspaceFailed, Failure: why}})
 		if err != nil || len(list) != 1 || list[0].ID != a.ID || list[0].Failure.Message != "because" || list[0].Sandbox.ID != "" {
@@ -65,17 +65,17 @@ func TestWorkspaces(t *testing.T) {
 	again := a
 	again.ID, again.Sandbox.ID = core.NewID[core.WorkspaceID](), core.NewID[core.SandboxID]()
 	again.Sandbox.WorkspaceID, again.Sandbox.Identity.Generation = again.ID, "g-other"
-	d.mine(func(ctx context.Context, tx controller.Tx) error { return insert(ctx, tx, again) })
+	d.mine(func(ctx context.Context, tx controller.AllTx) error { return insert(ctx, tx, again) })
 	again.Name = b.Name
 	again.ID = core.NewID[core.WorkspaceID]()
-	wantCode(t, d.try(controller.InProject(d.project), func(ctx context.Context, tx controller.Tx) error {
+	wantCode(t, d.try(controller.InProject(d.project), func(ctx context.Context, tx controller.AllTx) error {
 		_, err := tx.InsertWorkspaces(ctx, []controller.Workspace{again}, 0)
 		return err
 	}), core.CodeNameTaken)
 	// Another project may use the name.
 	elsewhere := d.plan(d.newProject("other"), from)
 	elsewhere.Name = b.Name
-	d.in(controller.InProject(elsewhere.ProjectID), func(ctx context.Context, tx controller.Tx) error { return insert(ctx, tx, elsewhere) })
+	d.in(controller.InProject(elsewhere.ProjectID), func(ctx context.Context, tx controller.AllTx) error { return insert(ctx, tx, elsewhere) })
 }
 
 func TestListWorkspaces(t *testing.T) {
@@ -87,7 +87,7 @@ func TestListWorkspaces(t *testing.T) {
 		all = append(all, d.ready(d.project, from))
 	}
 	cp := d.node(all[0], from.ID)
-	d.mine(func(ctx context.Context, tx controller.Tx) error {
+	d.mine(func(ctx context.Context, tx controller.AllTx) error {
 		if _, err := tx.MoveWorkspace(ctx, all[0].ID, 1, core.WorkspaceCheckpointing); err != nil {
 			return err
 		}
@@ -113,7 +113,7 @@ func TestListWorkspaces(t *testing.T) {
 		"label key": {controller.WorkspaceFilter{Page: page(10), Labels: map[string]*string{"k": nil}}, 5},
 		"no label":  {controller.WorkspaceFilter{Page: page(10), Labels: map[string]*string{"x": nil, "k": &value}}, 0},
 	} {
-		d.mine(func(ctx context.Context, tx controller.Tx) error {
+		d.mine(func(ctx context.Context, tx controller.AllTx) error {
 			list, err := tx.Workspaces(ctx, c.filter)
 			if len(list) != c.want {
 				t.Errorf("%s: %d, want %d", name, len(list), c.want)
@@ -124,7 +124,7 @@ func TestListWorkspaces(t *testing.T) {
 	var ids []core.WorkspaceID
 	for after := ""; ; {
 		var list []controller.Workspace
-		d.mine(func(ctx context.Context, tx controller.Tx) error {
+		d.mine(func(ctx context.Context, tx controller.AllTx) error {
 			var err error
 			list, err = tx.Workspaces(ctx, controller.WorkspaceFilter{Page: controller.Page{After: after, Limit: 2}})
 			return err
@@ -158,7 +158,7 @@ func TestPatchWorkspace(t *testing.T) {
 	w := d.ready(d.project, d.template())
 	patch := func(p controller.WorkspacePatch) (controller.Workspace, error) {
 		var got controller.Workspace
-		err := d.try(controller.InProject(d.project), func(ctx context.Context, tx controller.Tx) error {
+		err := d.try(controller.InProject(d.project), func(ctx context.Context, tx controller.AllTx) error {
 			var err error
 			got, err = tx.PatchWorkspace(ctx, w.ID, p)
 			return err
@@ -179,7 +179,7 @@ func TestPatchWorkspace(t *testing.T) {
 		t.Errorf("%+v, %v", got, err)
 	}
 	d.exec(`UPDATE workspaces SET expires_at = now() - interval '1 s'`)
-	d.system(func(ctx context.Context, tx controller.Tx) error {
+	d.system(func(ctx context.Context, tx controller.AllTx) error {
 		due, err := tx.ExpiredWorkspaces(ctx, 10)
 		if len(due) != 1 || due[0].ID != w.ID {
 			t.Errorf("due: %+v", due)
@@ -197,14 +197,14 @@ func TestRestoreHasTwoSandboxes(t *testing.T) {
 	next := controller.Sandbox{
 		ID: core.NewID[core.SandboxID](), ProjectID: d.project, WorkspaceID: w.ID, Epoch: 2, RunnerID: d.runner, Resources: shape, Identity: d.identity("w-next"),
 	}
-	d.mine(func(ctx context.Context, tx controller.Tx) error {
+	d.mine(func(ctx context.Context, tx controller.AllTx) error {
 		if _, err := tx.MoveWorkspace(ctx, w.ID, 1, core.WorkspaceRestoring); err != nil {
 			return err
 		}
 		tx.InsertSandboxes([]controller.Sandbox{next})
 		return nil
 	})
-	d.system(func(ctx context.Context, tx controller.Tx) error {
+	d.system(func(ctx context.Context, tx controller.AllTx) error {
 		held, err := tx.HeldSandboxes(ctx, d.runner, controller.HeldFilter{All: true})
 		if len(held) != 2 {
 			t.Errorf("held: %+v", held)
@@ -216,7 +216,7 @@ func TestRestoreHasTwoSandboxes(t *testing.T) {
 		}
 		return err
 	})
-	d.mine(func(ctx context.Context, tx controller.Tx) error {
+	d.mine(func(ctx context.Context, tx controller.AllTx) error {
 		got, err := tx.SwitchWorkspace(ctx, w.ID, 1, next.ID, cp, grants.Given{Version: 1})
 		if err != nil || got.Epoch != 2 || got.Sandbox.ID != next.ID || got.Head != cp.ID || got.State != core.WorkspaceReady {
 			t.Errorf("switched: %+v, %v", got, err)
@@ -227,7 +227,7 @@ func TestRestoreHasTwoSandboxes(t *testing.T) {
 		}
 		return err
 	})
-	wantCode(t, d.try(controller.InProject(d.project), func(ctx context.Context, tx controller.Tx) error {
+	wantCode(t, d.try(controller.InProject(d.project), func(ctx context.Context, tx controller.AllTx) error {
 		_, err := tx.SwitchWorkspace(ctx, w.ID, 1, next.ID, cp, grants.Given{Version: 1})
 		return err
 	}), core.CodeStateConflict)
@@ -249,7 +249,7 @@ func TestIdentitiesRace(t *testing.T) {
 	} {
 		w := d.plan(d.project, from)
 		change(&w.Sandbox.Identity)
-		if err := d.try(controller.InProject(d.project), func(ctx context.Context, tx controller.Tx) error { return insert(ctx, tx, w) }); !errors.Is(err, controller.ErrIdentityTaken) {
+		if err := d.try(controller.InProject(d.project), func(ctx context.Context, tx controller.AllTx) error { return insert(ctx, tx, w) }); !errors.Is(err, controller.ErrIdentityTaken) {
 			t.Errorf("%s twice: %v", name, err)
 		}
 	}

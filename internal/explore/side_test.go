@@ -117,7 +117,7 @@ type store struct {
 }
 
 // InTx implements controller.Store.
-func (s store) InTx(ctx context.Context, scope controller.Scope, fn func(controller.Tx) error) error {
+func (s store) InTx(ctx context.Context, scope controller.Scope, fn func(controller.AllTx) error) error {
 	s.side.step(ctx)
 	err := s.Store.InTx(ctx, scope, fn)
 	s.side.pass()
