@@ -15,6 +15,7 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"github.com/coppice-dev/coppice/controller/countersign"
+	"github.com/coppice-dev/coppice/controller/datakeys"
 	"github.com/coppice-dev/coppice/controller/flows"
 	"github.com/coppice-dev/coppice/controller/grants"
 	"github.com/coppice-dev/coppice/controller/secretstore"
@@ -162,6 +163,7 @@ type Controller struct {
 	planning   chan struct{} // a place for each retention plan that is being made for a request
 	data       dataCheck
 	secrets    *secretstore.Keeper
+	dataKeys   *datakeys.Keeper
 	grants     *grants.Manager
 	guestBytes boundjson.Budget
 
@@ -195,6 +197,7 @@ func New(cfg Config, store Store, runners Runners, log *slog.Logger) *Controller
 	c.metrics = newMetrics(c, c.cfg.Metrics)
 	c.journal = newJournal(c)
 	c.secrets = secretstore.New(c.cfg.Wrapper, partStore[secretstore.Tx]{store, func(tx AllTx) secretstore.Tx { return tx }}, log)
+	c.dataKeys = datakeys.New(c.cfg.Wrapper, c.cfg.Store, partStore[datakeys.Tx]{store, func(tx AllTx) datakeys.Tx { return tx }}, log)
 	c.grants = newGrants(c)
 	if c.cfg.Authority != nil {
 		if c.countersigner, err = countersign.New(c.cfg.Authority, c.cfg.CertificateLife); err != nil {
@@ -263,7 +266,7 @@ func (c *Controller) Bootstrap(ctx context.Context) (Project, error) {
 	if c.unusable != nil {
 		return project, c.unusable
 	}
-	if err := errors.Join(c.rewrap(ctx), c.secrets.Rewrap(ctx)); err != nil {
+	if err := errors.Join(c.dataKeys.Rewrap(ctx), c.secrets.Rewrap(ctx)); err != nil {
 		return project, err
 	}
 	err := c.store.InTx(ctx, System(), func(tx Tx) error {

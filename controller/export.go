@@ -55,7 +55,7 @@ func (c *Controller) ExportCheckpoint(ctx context.Context, project core.ProjectI
 	if err != nil {
 		return nil, err
 	}
-	store, err := c.storeFor(ctx, *cp.Stored)
+	store, err := c.dataKeys.Store(ctx, *cp.Stored)
 	if err != nil {
 		leave()
 		return nil, err

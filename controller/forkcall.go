@@ -65,7 +65,7 @@ func (c *Controller) callShare(ctx context.Context, plan *forkPlan, endpoint str
 		}
 	}
 	// Without the keys a runner can still grow a checkpoint that it has. Another runner reports that it lacks the keys; this is the cause.
-	keys, unavailable := c.keysFor(ctx, plan.source.Sources...)
+	keys, unavailable := c.dataKeys.For(ctx, plan.source.Sources...)
 	if unavailable != nil && core.CodeOf(unavailable) != core.CodeKeyUnavailable {
 		return unavailable
 	}

@@ -205,7 +205,7 @@ func (im *importing) store(ctx context.Context) (*snapshotstore.Written, error) 
 		cancel(nil)
 		<-renewed
 	}()
-	key, err := im.c.attemptKey(ctx, im.project, im.prefix)
+	key, err := im.c.dataKeys.Attempt(ctx, im.project, im.prefix)
 	if err != nil {
 		return nil, err
 	}

@@ -3,6 +3,7 @@ package controller
 import (
 	"context"
 
+	"github.com/coppice-dev/coppice/controller/datakeys"
 	"github.com/coppice-dev/coppice/controller/flows"
 	"github.com/coppice-dev/coppice/controller/grants"
 	"github.com/coppice-dev/coppice/controller/secretstore"
@@ -13,6 +14,7 @@ import (
 // that it has declared.
 type AllTx interface {
 	Tx
+	datakeys.Tx
 	flows.Tx
 	grants.Tx
 	secretstore.Tx
@@ -41,3 +43,10 @@ func (s partStore[T]) InProject(ctx context.Context, project core.ProjectID, fn 
 func (s partStore[T]) InSystem(ctx context.Context, fn func(T) error) error {
 	return s.store.InTx(ctx, System(), func(tx AllTx) error { return fn(s.part(tx)) })
 }
+
+// The types of these packages that callers of the controller use.
+type (
+	EncryptionPatch = datakeys.Patch
+	ProjectKey      = datakeys.ProjectKey
+	Wrapper         = datakeys.Wrapper
+)

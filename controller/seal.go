@@ -58,7 +58,7 @@ func (c *Controller) BeginSeal(ctx context.Context, runner core.RunnerID, in run
 	if err != nil {
 		return begun, err
 	}
-	if err := c.giveKeys(ctx, &begun); err != nil { // users see why it is not sealed
+	if err := c.dataKeys.Give(ctx, &begun); err != nil { // users see why it is not sealed
 		return runnerapi.SealBegun{}, errors.Join(err, c.FailSeal(ctx, runner, in.CheckpointID, runnerapi.FailSeal{
 			LeaseEpoch: in.LeaseEpoch, Attempt: begun.Attempt, Problem: *runnerapi.ProblemOf(err),
 		}))

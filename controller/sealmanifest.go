@@ -43,7 +43,7 @@ func (c *Controller) checkManifest(ctx context.Context, runner core.RunnerID, id
 	}
 	store := c.cfg.Store
 	if envelope.Encrypted(in.Stored.Manifest) {
-		keys, err := c.keysOf(ctx, []string{in.Stored.Manifest})
+		keys, err := c.dataKeys.Of(ctx, []string{in.Stored.Manifest})
 		if err != nil {
 			return err
 		}

@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/controller/datakeys"
 	"github.com/coppice-dev/coppice/controller/grants"
 	"github.com/coppice-dev/coppice/controller/request"
 	"github.com/coppice-dev/coppice/controller/retention"
@@ -74,7 +75,7 @@ type Tx interface {
 	SweepTx
 	SealTx
 	ImportTx
-	ProjectKeyTx
+	datakeys.ChangeTx
 	GarbageTx
 	FleetTx
 	TrustTx

@@ -145,7 +145,7 @@ func (c *Controller) checkSome(ctx context.Context, checker *keyedChecker, at *d
 		}
 		var found []snapshotstore.Fault
 		var next *snapshotstore.Position
-		keys, err := c.keysFor(ctx, s)
+		keys, err := c.dataKeys.For(ctx, s)
 		if err == nil {
 			checker.keys.Add(keys)
 			found, next, err = checker.CheckFrom(ctx, manifest.Ref{Key: s.Manifest, Digest: s.Digest, Bytes: s.Bytes}, from, until)

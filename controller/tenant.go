@@ -5,6 +5,7 @@ import (
 	"errors"
 	"time"
 
+	"github.com/coppice-dev/coppice/controller/datakeys"
 	"github.com/coppice-dev/coppice/controller/request"
 	"github.com/coppice-dev/coppice/core"
 )
@@ -72,7 +73,7 @@ func reachOf(k Key) Scope {
 // CreateProject makes a project with the usual quotas, changed by p.
 func (c *Controller) CreateProject(ctx context.Context, actor Key, name string, p QuotasPatch, e EncryptionPatch) (Project, error) {
 	id := core.NewID[core.ProjectID]()
-	fresh, err := c.freshKey(ctx, Project{ID: id, Encryption: EncryptionNone}, e)
+	fresh, err := c.dataKeys.Fresh(ctx, Project{ID: id, Encryption: EncryptionNone}, e)
 	if err != nil {
 		return Project{}, err
 	}
@@ -83,7 +84,7 @@ func (c *Controller) CreateProject(ctx context.Context, actor Key, name string, 
 		if _, err := tx.InsertProject(ctx, id, name); err != nil {
 			return Project{}, err
 		}
-		if err := encrypt(ctx, tx, id, e, fresh); err != nil {
+		if err := datakeys.Change(ctx, tx, id, e, fresh); err != nil {
 			return Project{}, err
 		}
 		p.Version = 0
@@ -123,12 +124,12 @@ func (c *Controller) PatchProject(ctx context.Context, actor Key, id core.Projec
 		if err != nil {
 			return now, err
 		}
-		if fresh, err = c.freshKey(ctx, now, e); err != nil {
+		if fresh, err = c.dataKeys.Fresh(ctx, now, e); err != nil {
 			return now, err
 		}
 	}
 	return read(ctx, c, reachOf(actor), func(tx Tx) (Project, error) {
-		if err := encrypt(ctx, tx, id, e, fresh); err != nil {
+		if err := datakeys.Change(ctx, tx, id, e, fresh); err != nil {
 			return Project{}, err
 		}
 		return tx.PatchQuotas(ctx, id, p)

@@ -104,6 +104,7 @@ var rules = []rule{
 	{subtree: "controller/flows", only: []string{"core", "api/runnerapi"}, notForeign: []string{"github.com/jackc/pgx"}, why: "it declares the part of the database that it uses"},
 	{subtree: "controller/grants", only: []string{"core", "api/runnerapi", "controller/secretstore", "egress/ca", "egress/grant", "egress/policy", "internal"}, notForeign: []string{"github.com/jackc/pgx"}, why: "it declares the part of the database that it uses"},
 	{subtree: "controller/model", only: []string{"core", "api/runnerapi", "controller/grants", "controller/placement", "controller/secretstore", "egress", "internal"}, notForeign: []string{"github.com/jackc/pgx"}, why: "rows are values"},
+	{subtree: "controller/datakeys", not: []string{"controller/httpapi", "controller/postgres"}, notForeign: []string{"github.com/jackc/pgx"}, why: "it declares the part of the database that it uses"},
 	{subtree: "controller/request", not: []string{"controller/httpapi", "controller/postgres"}, notForeign: []string{"github.com/jackc/pgx"}, why: "it declares the part of the database that it uses"},
 	{subtree: "controller/secretstore", only: []string{"core", "egress/ca", "internal"}, notForeign: []string{"github.com/jackc/pgx"}, why: "it declares the part of the database that it uses, and knows no grants"},
 	{subtree: "controller/postgres", not: []string{"controller/httpapi", "controller/runnerclient"}, why: "adapters do not import one another"},
