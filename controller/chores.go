@@ -4,6 +4,7 @@ import (
 	"context"
 	"time"
 
+	"github.com/coppice-dev/coppice/controller/storegc"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/pace"
 )
@@ -36,7 +37,7 @@ func (c *Controller) chores() []Chore {
 		{Name: "attestations", Every: sweepInterval, Do: c.tidyAttestations},
 	}
 	if c.cfg.Store != nil {
-		list = append(list, Chore{Name: "collect", Every: collectEvery, Do: c.collect}, Chore{Name: "sweep_uploads", Every: uploadsEvery, Do: c.sweepUploads})
+		list = append(list, Chore{Name: "collect", Every: storegc.Every, Do: c.Collector.Collect}, Chore{Name: "sweep_uploads", Every: storegc.UploadsEvery, Do: c.Collector.SweepUploads})
 	}
 	for i, chore := range list {
 		list[i].Do = func(ctx context.Context) error {

@@ -19,6 +19,8 @@ import (
 	"github.com/coppice-dev/coppice/controller/flows"
 	"github.com/coppice-dev/coppice/controller/grants"
 	"github.com/coppice-dev/coppice/controller/secretstore"
+	"github.com/coppice-dev/coppice/controller/storecheck"
+	"github.com/coppice-dev/coppice/controller/storegc"
 	"github.com/coppice-dev/coppice/controller/sweep"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/bootclock"
@@ -130,6 +132,9 @@ var errShutdown = errors.New("the controller is stopping")
 
 // Controller runs the use cases. Make it with New; it works only while Run does.
 type Controller struct {
+	*storegc.Collector
+	*storecheck.Checker
+
 	cfg     Config
 	store   ownStore
 	runners Runners
@@ -161,7 +166,6 @@ type Controller struct {
 	samples    samples
 	marks      sweep.Marks
 	planning   chan struct{} // a place for each retention plan that is being made for a request
-	data       dataCheck
 	secrets    *secretstore.Keeper
 	dataKeys   *datakeys.Keeper
 	grants     *grants.Manager
@@ -199,6 +203,7 @@ func New(cfg Config, store Store, runners Runners, log *slog.Logger) *Controller
 	c.secrets = secretstore.New(c.cfg.Wrapper, partStore[secretstore.Tx]{store, func(tx AllTx) secretstore.Tx { return tx }}, log)
 	c.dataKeys = datakeys.New(c.cfg.Wrapper, c.cfg.Store, partStore[datakeys.Tx]{store, func(tx AllTx) datakeys.Tx { return tx }}, log)
 	c.grants = newGrants(c)
+	c.makeParts()
 	if c.cfg.Authority != nil {
 		if c.countersigner, err = countersign.New(c.cfg.Authority, c.cfg.CertificateLife); err != nil {
 			c.countersigner = nil

@@ -143,12 +143,9 @@ const removeTime = 30 * time.Second
 func (im *importing) removeStored(ctx context.Context) {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), removeTime)
 	defer cancel()
-	var gone Garbage
-	if err := im.c.deleteBelow(ctx, im.prefix, &gone); err != nil {
+	if err := im.c.Collector.RemoveBelow(ctx, im.prefix); err != nil {
 		im.c.log.WarnContext(ctx, "the objects of a failed import were not removed; the collection of garbage removes them later", "checkpoint_id", im.row.ID, "err", err)
 	}
-	im.c.metrics.collected.WithLabelValues("objects").Add(float64(gone.DebrisObjects))
-	im.c.metrics.collected.WithLabelValues("bytes").Add(float64(gone.DebrisBytes))
 }
 
 // errRehearsed ends a transaction that was only a trial.

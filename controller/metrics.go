@@ -152,3 +152,9 @@ func (m *metrics) bounded(name string) string {
 	}
 	return name
 }
+
+// removed counts what was deleted from the store.
+func (m *metrics) removed(objects int, bytes int64) {
+	m.collected.WithLabelValues("objects").Add(float64(objects))
+	m.collected.WithLabelValues("bytes").Add(float64(bytes))
+}

@@ -6,7 +6,10 @@ import (
 	"github.com/coppice-dev/coppice/controller/datakeys"
 	"github.com/coppice-dev/coppice/controller/flows"
 	"github.com/coppice-dev/coppice/controller/grants"
+	"github.com/coppice-dev/coppice/controller/model"
 	"github.com/coppice-dev/coppice/controller/secretstore"
+	"github.com/coppice-dev/coppice/controller/storecheck"
+	"github.com/coppice-dev/coppice/controller/storegc"
 	"github.com/coppice-dev/coppice/core"
 )
 
@@ -18,6 +21,8 @@ type AllTx interface {
 	flows.Tx
 	grants.Tx
 	secretstore.Tx
+	storecheck.Tx
+	storegc.Tx
 }
 
 // ownStore runs the transactions of the controller itself.
@@ -44,9 +49,26 @@ func (s partStore[T]) InSystem(ctx context.Context, fn func(T) error) error {
 	return s.store.InTx(ctx, System(), func(tx AllTx) error { return fn(s.part(tx)) })
 }
 
+// makeParts makes the packages whose use cases are those of the controller.
+func (c *Controller) makeParts() {
+	store := c.store.Store
+	c.Collector = storegc.New(storegc.Config{
+		Blobs: c.cfg.Store, Grace: c.cfg.StoreGrace, Removed: c.metrics.removed, Log: c.log,
+	}, partStore[storegc.Tx]{store, func(tx AllTx) storegc.Tx { return tx }})
+	c.Checker = storecheck.New(c.cfg.Store, c.dataKeys.For, partStore[storecheck.Tx]{store, func(tx AllTx) storecheck.Tx { return tx }})
+}
+
 // The types of these packages that callers of the controller use.
 type (
 	EncryptionPatch = datakeys.Patch
 	ProjectKey      = datakeys.ProjectKey
 	Wrapper         = datakeys.Wrapper
+	Garbage         = storegc.Garbage
+	StoreReport     = storecheck.Report
+	StoreData       = storecheck.Data
+	StoreProblem    = storecheck.Problem
+	StoredObject    = model.StoredObject
 )
+
+// MaxStoreParts is the largest number of parts into which the stored data can be divided for a check.
+const MaxStoreParts = storecheck.MaxParts

@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/controller/model"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/pace"
 	"github.com/coppice-dev/coppice/snapshotstore/blob"
@@ -34,7 +35,7 @@ const (
 // StoreConfigured returns nil if checkpoints are sealed here, and UNSUPPORTED otherwise.
 func (c *Controller) StoreConfigured() error {
 	if c.cfg.Store == nil {
-		return core.Errorf(core.Invalid, core.CodeUnsupported, "no store is configured, so nothing is sealed; start controllers and runners with --store")
+		return model.ErrNoStore
 	}
 	return nil
 }

@@ -76,7 +76,6 @@ type Tx interface {
 	SealTx
 	ImportTx
 	datakeys.ChangeTx
-	GarbageTx
 	FleetTx
 	TrustTx
 	EventTx

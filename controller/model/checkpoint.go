@@ -155,3 +155,13 @@ func (cp Checkpoint) Expected() *runnerapi.Expected {
 	}
 	return out
 }
+
+// StoredObject is the row of an object in the store.
+type StoredObject struct {
+	Key       string
+	Bytes     int64
+	Condemned bool
+}
+
+// ErrNoStore says that there is no store for checkpoints.
+var ErrNoStore error = core.Errorf(core.Invalid, core.CodeUnsupported, "no store is configured, so nothing is sealed; start controllers and runners with --store")

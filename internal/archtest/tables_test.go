@@ -145,7 +145,7 @@ func checkTests(all map[string]names, cell string) error {
 var unlisted = map[string]string{
 	"controller.maxFailureDelay":         "a time: the longest delay of an answer to a wrong key",
 	"controller.maxLabel":                "a format: the length of a DNS label",
-	"controller.maxNeeders":              "a format: how many checkpoints a message names",
+	"controller/storecheck.maxNeeders":   "a format: how many checkpoints a message names",
 	"controller/countersign.maxAge":      "a time",
 	"controller/countersign.maxAhead":    "a time",
 	"controller/flows.maxFlows":          "an algorithm: rows of one statement",

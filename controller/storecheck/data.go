@@ -1,4 +1,4 @@
-package controller
+package storecheck
 
 import (
 	"context"
@@ -9,24 +9,25 @@ import (
 	"time"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/controller/model"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/snapshotstore"
 	"github.com/coppice-dev/coppice/snapshotstore/envelope"
 	"github.com/coppice-dev/coppice/snapshotstore/manifest"
 )
 
-// StoreData is the result of one request that reads a part of the stored data.
-type StoreData struct {
+// Data is the result of one request that reads a part of the stored data.
+type Data struct {
 	Checkpoints int   // that were looked at to their end
 	Remaining   int   // that were not looked at yet
 	Frames      int64 // that were read
 	Bytes       int64 // of them
-	Problems    []StoreProblem
+	Problems    []Problem
 	Next        string // with what to go on; empty when there is no more
 }
 
-// StoreProblem is an object that differs from what was stored, or is missing.
-type StoreProblem struct {
+// Problem is an object that differs from what was stored, or is missing.
+type Problem struct {
 	Object      string
 	Code        core.Code
 	Message     string
@@ -38,8 +39,8 @@ type StoreProblem struct {
 const (
 	storeDataTime  = 5 * time.Second
 	storeDataBatch = 16 // checkpoints between two looks at the rows
-	// MaxStoreParts is the largest number of parts into which the stored data can be divided.
-	MaxStoreParts = 1_000_000
+	// MaxParts is the largest number of parts into which the stored data can be divided.
+	MaxParts = 1_000_000
 	// maxNeeders bounds the checkpoints that a problem names.
 	maxNeeders = 20
 )
@@ -84,13 +85,13 @@ func (d *dataCheck) keep(next string, part snapshotstore.Part, c *keyedChecker) 
 
 // CheckStoreData reads and verifies sealed checkpoints for a few seconds: every manifest, and the frames of one part. next comes from the answer
 // of the request before; it is empty at the beginning. Objects that are deleted meanwhile are no problem.
-func (c *Controller) CheckStoreData(ctx context.Context, part snapshotstore.Part, next string) (StoreData, error) {
-	var out StoreData
-	if err := c.StoreConfigured(); err != nil {
-		return out, err
+func (c *Checker) CheckStoreData(ctx context.Context, part snapshotstore.Part, next string) (Data, error) {
+	var out Data
+	if c.blobs == nil {
+		return out, model.ErrNoStore
 	}
-	if part.Which < 1 || part.Which > part.Of || part.Of > MaxStoreParts {
-		return out, core.Errorf(core.Invalid, core.CodeInvalidField, "part: it must be from 1 to of, which is at most %d", MaxStoreParts)
+	if part.Which < 1 || part.Which > part.Of || part.Of > MaxParts {
+		return out, core.Errorf(core.Invalid, core.CodeInvalidField, "part: it must be from 1 to of, which is at most %d", MaxParts)
 	}
 	at, err := parseDataCursor(next)
 	if err != nil {
@@ -99,7 +100,7 @@ func (c *Controller) CheckStoreData(ctx context.Context, part snapshotstore.Part
 	checker := c.data.take(next, part)
 	if checker == nil {
 		keys := new(envelope.Ring)
-		checker = &keyedChecker{snapshotstore.NewChecker(envelope.With(c.cfg.Store, keys), part), keys}
+		checker = &keyedChecker{snapshotstore.NewChecker(envelope.With(c.blobs, keys), part), keys}
 	}
 	frames, bytes := checker.Frames, checker.Bytes
 	until := time.Now().Add(storeDataTime)
@@ -122,7 +123,7 @@ func (c *Controller) CheckStoreData(ctx context.Context, part snapshotstore.Part
 	}
 	out.Next = at.String()
 	c.data.keep(out.Next, part, checker)
-	out.Remaining, err = read(ctx, c, System(), func(tx Tx) (int, error) { return tx.CountSealed(ctx, at.Checkpoint) })
+	out.Remaining, err = inSystem(ctx, c.store, func(tx Tx) (int, error) { return tx.CountSealed(ctx, at.Checkpoint) })
 	if at.Position != (snapshotstore.Position{}) {
 		out.Remaining++
 	}
@@ -130,9 +131,9 @@ func (c *Controller) CheckStoreData(ctx context.Context, part snapshotstore.Part
 }
 
 // checkSome looks at the next checkpoints and says how many of them it has finished, and whether they were the last.
-func (c *Controller) checkSome(ctx context.Context, checker *keyedChecker, at *dataCursor, until time.Time) (faults []snapshotstore.Fault, n int, done bool, err error) {
+func (c *Checker) checkSome(ctx context.Context, checker *keyedChecker, at *dataCursor, until time.Time) (faults []snapshotstore.Fault, n int, done bool, err error) {
 	within := at.Position != (snapshotstore.Position{})
-	list, err := read(ctx, c, System(), func(tx Tx) ([]runnerapi.Stored, error) {
+	list, err := inSystem(ctx, c.store, func(tx Tx) ([]runnerapi.Stored, error) {
 		return tx.SealedAfter(ctx, at.Checkpoint, within, storeDataBatch)
 	})
 	if err != nil {
@@ -145,7 +146,7 @@ func (c *Controller) checkSome(ctx context.Context, checker *keyedChecker, at *d
 		}
 		var found []snapshotstore.Fault
 		var next *snapshotstore.Position
-		keys, err := c.dataKeys.For(ctx, s)
+		keys, err := c.keys(ctx, s)
 		if err == nil {
 			checker.keys.Add(keys)
 			found, next, err = checker.CheckFrom(ctx, manifest.Ref{Key: s.Manifest, Digest: s.Digest, Bytes: s.Bytes}, from, until)
@@ -171,7 +172,7 @@ func (c *Controller) checkSome(ctx context.Context, checker *keyedChecker, at *d
 }
 
 // problems are the faults of needed objects, each once, with the checkpoints that need the object.
-func (c *Controller) problems(ctx context.Context, faults []snapshotstore.Fault) ([]StoreProblem, error) {
+func (c *Checker) problems(ctx context.Context, faults []snapshotstore.Fault) ([]Problem, error) {
 	if len(faults) == 0 {
 		return nil, nil
 	}
@@ -179,15 +180,15 @@ func (c *Controller) problems(ctx context.Context, faults []snapshotstore.Fault)
 	for _, f := range faults {
 		keys = append(keys, f.Object)
 	}
-	needs, err := read(ctx, c, System(), func(tx Tx) (map[string][]core.CheckpointID, error) { return tx.NeededBy(ctx, keys) })
-	var out []StoreProblem
+	needs, err := inSystem(ctx, c.store, func(tx Tx) (map[string][]core.CheckpointID, error) { return tx.NeededBy(ctx, keys) })
+	var out []Problem
 	for _, f := range faults {
 		by := needs[f.Object]
 		code := core.CodeOf(f.Err)
-		if len(by) == 0 || slices.ContainsFunc(out, func(p StoreProblem) bool { return p.Object == f.Object && p.Code == code }) {
+		if len(by) == 0 || slices.ContainsFunc(out, func(p Problem) bool { return p.Object == f.Object && p.Code == code }) {
 			continue
 		}
-		out = append(out, StoreProblem{Object: f.Object, Code: code, Message: core.MessageOf(f.Err), Checkpoints: by[:min(len(by), maxNeeders)], Needed: len(by)})
+		out = append(out, Problem{Object: f.Object, Code: code, Message: core.MessageOf(f.Err), Checkpoints: by[:min(len(by), maxNeeders)], Needed: len(by)})
 	}
 	return out, err
 }

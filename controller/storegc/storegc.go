@@ -1,24 +1,32 @@
-package controller
+// Package storegc removes from the store what nothing needs any more: objects that were condemned
+// longer ago than a grace period, what attempts to upload have left behind, and parts of unfinished
+// uploads. The rows say what is needed; the bucket is listed only below prefixes of attempts that
+// were given up.
+package storegc
 
 import (
 	"context"
 	"errors"
+	"log/slog"
 	"time"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
-	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/controller/model"
 	"github.com/coppice-dev/coppice/internal/failpoint"
+	"github.com/coppice-dev/coppice/snapshotstore/blob"
+)
+
+// How often the periodic jobs run.
+const (
+	Every        = time.Minute // between two collections
+	UploadsEvery = time.Hour   // between two sweeps of uploads
 )
 
 const (
-	collectEvery    = time.Minute
 	collectBatch    = 1000 // objects of one statement, and of one call of the store
 	collectTime     = 25 * time.Second
 	collectFailures = 3              // failures in a row after which the store counts as unreachable
 	uploadKept      = 24 * time.Hour // no upload under way is that old
-	uploadsEvery    = time.Hour
-	storePrefix     = "v1/"
-	maxStoreDetails = 1000 // problems of each kind in a report
 )
 
 // Where a controller may be killed while it collects garbage.
@@ -26,13 +34,6 @@ var (
 	afterCondemn = failpoint.New("controller.after_condemn") // rows say that objects will be removed
 	afterDelete  = failpoint.New("controller.after_delete")  // the objects are gone, their rows are not
 )
-
-// StoredObject is the row of an object in the store.
-type StoredObject struct {
-	Key       string
-	Bytes     int64
-	Condemned bool
-}
 
 // Garbage is the result of a collection, or of a dry run.
 type Garbage struct {
@@ -48,8 +49,14 @@ type Garbage struct {
 	More          bool // the time was over before the work was
 }
 
-// GarbageTx keeps the objects of the store that will be removed. All of them belong to the system.
-type GarbageTx interface {
+// Store runs transactions that see the objects of all projects. Package controller/postgres has the methods of Tx.
+type Store interface {
+	// InSystem runs fn in a transaction and commits when it returns nil.
+	InSystem(ctx context.Context, fn func(Tx) error) error
+}
+
+// Tx keeps the objects of the store that will be removed.
+type Tx interface {
 	// CondemnObjects looks at up to limit needs that were lost, and condemns the objects that nothing needs any more. It returns how
 	// many lost needs it has looked at. With dryRun it only looks.
 	CondemnObjects(ctx context.Context, limit int, dryRun bool) (looked, condemned int, err error)
@@ -62,38 +69,48 @@ type GarbageTx interface {
 	// many attempts ended since.
 	Debris(ctx context.Context, grace time.Duration, after string, limit int) (prefixes []string, waiting int, err error)
 	ForgetDebris(ctx context.Context, prefix string) error
-	// Objects returns rows after a key, in the order of their keys, and KnownObjects those of the keys that have one.
-	Objects(ctx context.Context, after string, limit int) ([]StoredObject, error)
-	KnownObjects(ctx context.Context, keys []string) (map[string]StoredObject, error)
-	// SealedAfter returns the places of sealed checkpoints in the store, in the order of their ids, beginning after one, or with it if
-	// including is set.
-	SealedAfter(ctx context.Context, after core.CheckpointID, including bool, limit int) ([]runnerapi.Stored, error)
-	// CountSealed counts the sealed checkpoints after one.
-	CountSealed(ctx context.Context, after core.CheckpointID) (int, error)
-	// NeededBy returns the sealed checkpoints that need objects, by their keys.
-	NeededBy(ctx context.Context, keys []string) (map[string][]core.CheckpointID, error)
-	// OpenPrefixes returns the prefixes below which objects may have no row: those of attempts under way, and of debris.
-	OpenPrefixes(ctx context.Context) (uploading, debris []string, err error)
+	// KnownObjects returns the rows of those of the keys that have one.
+	KnownObjects(ctx context.Context, keys []string) (map[string]model.StoredObject, error)
 }
 
-// collect is the chore.
-func (c *Controller) collect(ctx context.Context) error {
-	got, err := c.CollectGarbage(ctx, false)
-	c.metrics.collected.WithLabelValues("objects").Add(float64(got.Objects + got.DebrisObjects))
-	c.metrics.collected.WithLabelValues("bytes").Add(float64(got.Bytes + got.DebrisBytes))
+// Config says what a collector works with.
+type Config struct {
+	Blobs   blob.Blobs
+	Grace   time.Duration                  // how long an object that is no longer needed stays
+	Removed func(objects int, bytes int64) // hears what was deleted
+	Log     *slog.Logger
+}
+
+// Collector removes garbage. It is safe for concurrent use.
+type Collector struct {
+	cfg   Config
+	store Store
+}
+
+// New makes a collector. It starts nothing.
+func New(cfg Config, store Store) *Collector { return &Collector{cfg: cfg, store: store} }
+
+// Collect is the periodic job.
+func (c *Collector) Collect(ctx context.Context) error {
+	got, err := c.collect(ctx, false)
+	c.cfg.Removed(got.Objects+got.DebrisObjects, got.Bytes+got.DebrisBytes)
 	if got.Objects+got.DebrisObjects > 0 {
-		c.log.InfoContext(ctx, "garbage collected", "objects", got.Objects, "bytes", got.Bytes, "debris_objects", got.DebrisObjects, "debris_bytes", got.DebrisBytes)
+		c.cfg.Log.InfoContext(ctx, "garbage collected", "objects", got.Objects, "bytes", got.Bytes, "debris_objects", got.DebrisObjects, "debris_bytes", got.DebrisBytes)
 	}
 	return err
 }
 
 // CollectGarbage removes the objects that nothing needs from the store. With dryRun it only says what it would remove. Several collections may
 // run at the same time, and one may end between any two steps: the next one finds out again what there is to do.
-func (c *Controller) CollectGarbage(ctx context.Context, dryRun bool) (Garbage, error) {
-	out := Garbage{DryRun: dryRun}
-	if err := c.StoreConfigured(); err != nil {
-		return out, err
+func (c *Collector) CollectGarbage(ctx context.Context, dryRun bool) (Garbage, error) {
+	if c.cfg.Blobs == nil {
+		return Garbage{DryRun: dryRun}, model.ErrNoStore
 	}
+	return c.collect(ctx, dryRun)
+}
+
+func (c *Collector) collect(ctx context.Context, dryRun bool) (Garbage, error) {
+	out := Garbage{DryRun: dryRun}
 	ctx, cancel := context.WithTimeoutCause(ctx, collectTime, errCollectTime)
 	defer cancel()
 	for _, step := range []func(context.Context, *Garbage) error{c.condemn, c.deleteCondemned, c.deleteDebris} {
@@ -110,10 +127,10 @@ func (c *Controller) CollectGarbage(ctx context.Context, dryRun bool) (Garbage, 
 
 var errCollectTime = errors.New("the time of a collection is over")
 
-func (c *Controller) condemn(ctx context.Context, out *Garbage) error {
+func (c *Collector) condemn(ctx context.Context, out *Garbage) error {
 	for {
 		var looked, condemned int
-		err := c.store.InTx(ctx, System(), func(tx Tx) (err error) {
+		err := c.store.InSystem(ctx, func(tx Tx) (err error) {
 			looked, condemned, err = tx.CondemnObjects(ctx, collectBatch, out.DryRun)
 			return err
 		})
@@ -127,11 +144,11 @@ func (c *Controller) condemn(ctx context.Context, out *Garbage) error {
 	}
 }
 
-func (c *Controller) deleteCondemned(ctx context.Context, out *Garbage) error {
+func (c *Collector) deleteCondemned(ctx context.Context, out *Garbage) error {
 	for after := ""; ; {
 		var list []runnerapi.StoredObject
-		err := c.store.InTx(ctx, System(), func(tx Tx) (err error) {
-			list, out.Waiting, err = tx.CondemnedObjects(ctx, c.cfg.StoreGrace, after, collectBatch)
+		err := c.store.InSystem(ctx, func(tx Tx) (err error) {
+			list, out.Waiting, err = tx.CondemnedObjects(ctx, c.cfg.Grace, after, collectBatch)
 			return err
 		})
 		if err != nil || len(list) == 0 {
@@ -143,13 +160,13 @@ func (c *Controller) deleteCondemned(ctx context.Context, out *Garbage) error {
 			bytes += o.Bytes
 		}
 		if !out.DryRun {
-			if err := c.cfg.Store.Delete(ctx, keys...); err != nil {
+			if err := c.cfg.Blobs.Delete(ctx, keys...); err != nil {
 				return err
 			}
 			if err := afterDelete.Hit(ctx); err != nil {
 				return err
 			}
-			if err := c.store.InTx(ctx, System(), func(tx Tx) error { return tx.ForgetObjects(ctx, keys) }); err != nil {
+			if err := c.store.InSystem(ctx, func(tx Tx) error { return tx.ForgetObjects(ctx, keys) }); err != nil {
 				return err
 			}
 		}
@@ -160,13 +177,13 @@ func (c *Controller) deleteCondemned(ctx context.Context, out *Garbage) error {
 }
 
 // deleteDebris continues when some of it cannot be deleted, until this happens several times in a row.
-func (c *Controller) deleteDebris(ctx context.Context, out *Garbage) error {
+func (c *Collector) deleteDebris(ctx context.Context, out *Garbage) error {
 	var failed []error
 	inARow := 0
 	for after := ""; ; {
 		var list []string
-		err := c.store.InTx(ctx, System(), func(tx Tx) (err error) {
-			list, out.DebrisWaiting, err = tx.Debris(ctx, c.cfg.StoreGrace, after, collectBatch)
+		err := c.store.InSystem(ctx, func(tx Tx) (err error) {
+			list, out.DebrisWaiting, err = tx.Debris(ctx, c.cfg.Grace, after, collectBatch)
 			return err
 		})
 		if err != nil || len(list) == 0 {
@@ -187,8 +204,17 @@ func (c *Controller) deleteDebris(ctx context.Context, out *Garbage) error {
 	}
 }
 
+// RemoveBelow removes at once what an attempt has left below its prefix, if the attempt can no longer be committed. The prefix stays listed as
+// debris, so a later collection removes what is left.
+func (c *Collector) RemoveBelow(ctx context.Context, prefix string) error {
+	var gone Garbage
+	err := c.deleteBelow(ctx, prefix, &gone)
+	c.cfg.Removed(gone.DebrisObjects, gone.DebrisBytes)
+	return err
+}
+
 // deleteBelow removes the objects that an attempt has left. The attempt is done when there are none.
-func (c *Controller) deleteBelow(ctx context.Context, prefix string, out *Garbage) error {
+func (c *Collector) deleteBelow(ctx context.Context, prefix string, out *Garbage) error {
 	var keys []string
 	found := false
 	drop := func() error {
@@ -196,19 +222,23 @@ func (c *Controller) deleteBelow(ctx context.Context, prefix string, out *Garbag
 			return nil
 		}
 		// None of them has a row: only commits make them, and this attempt had none.
-		known, err := read(ctx, c, System(), func(tx Tx) (map[string]StoredObject, error) { return tx.KnownObjects(ctx, keys) })
+		var known map[string]model.StoredObject
+		err := c.store.InSystem(ctx, func(tx Tx) (err error) {
+			known, err = tx.KnownObjects(ctx, keys)
+			return err
+		})
 		if err != nil {
 			return err
 		}
 		if len(known) > 0 {
-			c.log.ErrorContext(ctx, "objects of an attempt that was given up have rows; they are left", "prefix", prefix, "objects", len(known))
+			c.cfg.Log.ErrorContext(ctx, "objects of an attempt that was given up have rows; they are left", "prefix", prefix, "objects", len(known))
 			return nil
 		}
-		err = c.cfg.Store.Delete(ctx, keys...)
+		err = c.cfg.Blobs.Delete(ctx, keys...)
 		keys = keys[:0]
 		return err
 	}
-	for info, err := range c.cfg.Store.List(ctx, prefix) {
+	for info, err := range c.cfg.Blobs.List(ctx, prefix) {
 		if err != nil {
 			return err
 		}
@@ -226,10 +256,10 @@ func (c *Controller) deleteBelow(ctx context.Context, prefix string, out *Garbag
 		return drop()
 	}
 	out.Debris++
-	return c.store.InTx(ctx, System(), func(tx Tx) error { return tx.ForgetDebris(ctx, prefix) })
+	return c.store.InSystem(ctx, func(tx Tx) error { return tx.ForgetDebris(ctx, prefix) })
 }
 
-// sweepUploads removes the parts of unfinished uploads, which no list of objects shows.
-func (c *Controller) sweepUploads(ctx context.Context) error {
-	return c.cfg.Store.Sweep(ctx, time.Now().Add(-max(uploadKept, c.cfg.StoreGrace)))
+// SweepUploads removes the parts of unfinished uploads, which no list of objects shows.
+func (c *Collector) SweepUploads(ctx context.Context) error {
+	return c.cfg.Blobs.Sweep(ctx, time.Now().Add(-max(uploadKept, c.cfg.Grace)))
 }
