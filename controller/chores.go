@@ -30,7 +30,7 @@ func (c *Controller) chores() []Chore {
 		{Name: "count_sessions", Every: sessionsEvery, Do: c.countSessions},
 		{Name: "seal_audit", Every: sealInterval, Do: c.sealAudit},
 		{Name: "sweep_keys", Every: sweepInterval, Do: c.sweepKeys},
-		{Name: "abandon_seals", Every: abandonEvery, Do: c.abandonSeals},
+		{Name: "abandon_seals", Every: abandonEvery, Do: c.Sealer.Abandon},
 		{Name: "abandon_imports", Every: abandonEvery, Do: c.abandonImports},
 		{Name: "events", Every: sweepInterval, Do: c.tidyEvents},
 		{Name: "flows", Every: sweepInterval, Do: c.tidyFlows},

@@ -18,6 +18,7 @@ import (
 	"github.com/coppice-dev/coppice/controller/datakeys"
 	"github.com/coppice-dev/coppice/controller/flows"
 	"github.com/coppice-dev/coppice/controller/grants"
+	"github.com/coppice-dev/coppice/controller/sealing"
 	"github.com/coppice-dev/coppice/controller/secretstore"
 	"github.com/coppice-dev/coppice/controller/storecheck"
 	"github.com/coppice-dev/coppice/controller/storegc"
@@ -132,6 +133,7 @@ var errShutdown = errors.New("the controller is stopping")
 
 // Controller runs the use cases. Make it with New; it works only while Run does.
 type Controller struct {
+	*sealing.Sealer
 	*storegc.Collector
 	*storecheck.Checker
 
@@ -174,8 +176,8 @@ type Controller struct {
 	countersigner *countersign.Countersigner // nil without an authority
 	unusable      error                      // why the authority that was given cannot be used; nothing starts then
 
-	// Each channel has one element for each import, export or check of a manifest under way.
-	imports, exports, manifests chan struct{}
+	// Each channel has one element for each import or export under way.
+	imports, exports chan struct{}
 }
 
 // New makes a controller. It starts nothing. If the authority cannot be used, Bootstrap, Run and Ready fail.
@@ -192,7 +194,7 @@ func New(cfg Config, store Store, runners Runners, log *slog.Logger) *Controller
 		limits:  newLimiter(cfg.Limits),
 		running: map[core.OperationID]*Task{}, starting: map[core.OperationID]bool{}, waiters: map[core.OperationID][]chan struct{}{}, released: map[core.WorkspaceID]chan struct{}{}, feed: newFeed(),
 		guestBytes: boundjson.Budget{Total: guestBytesTotal, Share: guestBytesShare, Free: guestBytesFree},
-		imports:    make(chan struct{}, maxImports), manifests: make(chan struct{}, maxManifests), exports: make(chan struct{}, maxExports),
+		imports:    make(chan struct{}, maxImports), exports: make(chan struct{}, maxExports),
 		planning: make(chan struct{}, planPlaces),
 	}
 	if c.cfg.Metrics == nil {

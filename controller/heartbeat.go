@@ -86,7 +86,7 @@ func lostBecause(row HeldSandbox, s runnerapi.Sandbox, there bool) string {
 	switch {
 	case there && s.State == runnerapi.SandboxDead:
 		if s.Exit != "" { // the runner may have ended it
-			return clipTail(s.Exit)
+			return core.ClipTail(s.Exit)
 		}
 		return "its virtual machine ended by itself"
 	case !there && row.Settled:
@@ -101,17 +101,5 @@ func stallOf(s runnerapi.Sandbox) Stall {
 		return Stall{}
 	}
 	p := s.Stalled.Problem
-	return Stall{Since: s.Stalled.Since.Truncate(time.Microsecond), Code: core.Code(core.Clip(string(p.Code))), Message: clipTail(p.Message)} // as the database keeps times
-}
-
-// clipTail bounds the output of a VMM and a console, and makes it printable. It keeps the end, which is the important part.
-func clipTail(s string) string {
-	const limit = 2000
-	b := []byte(s[max(0, len(s)-limit):])
-	for i, ch := range b {
-		if ch != '\n' && (ch < 0x20 || ch > 0x7e) {
-			b[i] = '?'
-		}
-	}
-	return string(b)
+	return Stall{Since: s.Stalled.Since.Truncate(time.Microsecond), Code: core.Code(core.Clip(string(p.Code))), Message: core.ClipTail(p.Message)} // as the database keeps times
 }

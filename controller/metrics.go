@@ -158,3 +158,10 @@ func (m *metrics) removed(objects int, bytes int64) {
 	m.collected.WithLabelValues("objects").Add(float64(objects))
 	m.collected.WithLabelValues("bytes").Add(float64(bytes))
 }
+
+// sealed counts a checkpoint that was sealed.
+func (m *metrics) sealed(bytes int64, timings []core.Timing) {
+	m.timings("seal", timings)
+	m.seals.WithLabelValues("sealed").Inc()
+	m.stored.Add(float64(bytes))
+}

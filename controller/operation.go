@@ -492,7 +492,7 @@ func (t *Task) answer() (Answer, error) {
 	case t.op.Problem != nil:
 		return Answer{Operation: t.op, Done: true}, &OperationError{t.op.ID, t.op.Problem}
 	}
-	t.c.queued(t.result.Checkpoint)
+	t.c.ShowQueued(t.result.Checkpoint)
 	return Answer{Operation: t.op, Done: true, Result: t.result}, nil
 }
 

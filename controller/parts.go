@@ -7,6 +7,7 @@ import (
 	"github.com/coppice-dev/coppice/controller/flows"
 	"github.com/coppice-dev/coppice/controller/grants"
 	"github.com/coppice-dev/coppice/controller/model"
+	"github.com/coppice-dev/coppice/controller/sealing"
 	"github.com/coppice-dev/coppice/controller/secretstore"
 	"github.com/coppice-dev/coppice/controller/storecheck"
 	"github.com/coppice-dev/coppice/controller/storegc"
@@ -20,6 +21,7 @@ type AllTx interface {
 	datakeys.Tx
 	flows.Tx
 	grants.Tx
+	sealing.Tx
 	secretstore.Tx
 	storecheck.Tx
 	storegc.Tx
@@ -52,6 +54,14 @@ func (s partStore[T]) InSystem(ctx context.Context, fn func(T) error) error {
 // makeParts makes the packages whose use cases are those of the controller.
 func (c *Controller) makeParts() {
 	store := c.store.Store
+	c.Sealer = sealing.New(sealing.Config{
+		Blobs: c.cfg.Store, Keys: c.dataKeys, Log: c.log,
+		Sealed: func(bytes int64, timings []core.Timing) {
+			c.metrics.sealed(bytes, timings)
+			c.feed.hint()
+		},
+		Ended: func(outcome string) { c.metrics.seals.WithLabelValues(outcome).Inc() },
+	}, partStore[sealing.Tx]{store, func(tx AllTx) sealing.Tx { return tx }})
 	c.Collector = storegc.New(storegc.Config{
 		Blobs: c.cfg.Store, Grace: c.cfg.StoreGrace, Removed: c.metrics.removed, Log: c.log,
 	}, partStore[storegc.Tx]{store, func(tx AllTx) storegc.Tx { return tx }})
@@ -68,6 +78,7 @@ type (
 	StoreData       = storecheck.Data
 	StoreProblem    = storecheck.Problem
 	StoredObject    = model.StoredObject
+	SealAttempt     = sealing.Attempt
 )
 
 // MaxStoreParts is the largest number of parts into which the stored data can be divided for a check.

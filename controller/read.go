@@ -75,7 +75,7 @@ func (c *Controller) Reseals(ctx context.Context, project core.ProjectID, id cor
 // Checkpoint returns one.
 func (c *Controller) Checkpoint(ctx context.Context, project core.ProjectID, id core.CheckpointID) (Checkpoint, error) {
 	cp, err := read(ctx, c, InProject(project), func(tx Tx) (Checkpoint, error) { return tx.Checkpoint(ctx, id) })
-	c.queued(&cp)
+	c.ShowQueued(&cp)
 	return cp, err
 }
 
@@ -94,7 +94,7 @@ func (c *Controller) Checkpoints(ctx context.Context, project core.ProjectID, f 
 func (c *Controller) checkpoints(ctx context.Context, project core.ProjectID, query func(Tx) ([]Checkpoint, error)) ([]Checkpoint, error) {
 	list, err := read(ctx, c, InProject(project), query)
 	for i := range list {
-		c.queued(&list[i])
+		c.ShowQueued(&list[i])
 	}
 	return list, err
 }
@@ -127,7 +127,7 @@ func (c *Controller) Lineage(ctx context.Context, project core.ProjectID, id cor
 func (c *Controller) Tree(ctx context.Context, project core.ProjectID, id core.CheckpointID, p TreePage) ([]TreeNode, error) {
 	list, err := read(ctx, c, InProject(project), func(tx Tx) ([]TreeNode, error) { return tx.Tree(ctx, id, p) })
 	for i := range list {
-		c.queued(&list[i].Checkpoint)
+		c.ShowQueued(&list[i].Checkpoint)
 	}
 	return list, err
 }
@@ -136,7 +136,7 @@ func (c *Controller) Tree(ctx context.Context, project core.ProjectID, id core.C
 func (c *Controller) PatchCheckpoint(ctx context.Context, project core.ProjectID, id core.CheckpointID, p CheckpointPatch) (Checkpoint, error) {
 	return read(ctx, c, InProject(project), func(tx Tx) (Checkpoint, error) {
 		cp, err := tx.PatchCheckpoint(ctx, id, p)
-		c.queued(&cp)
+		c.ShowQueued(&cp)
 		switch {
 		case err != nil:
 		case len(cp.Labels) > MaxLabels:

@@ -73,7 +73,6 @@ type Tx interface {
 	AuditTx
 	SessionTx
 	SweepTx
-	SealTx
 	ImportTx
 	datakeys.ChangeTx
 	FleetTx
@@ -272,27 +271,6 @@ type CheckpointTx interface {
 	// Lineage returns the path from a checkpoint (after it, when after is set to one of its ancestors) to its root.
 	Lineage(ctx context.Context, id core.CheckpointID, after core.CheckpointID, limit int) ([]Ancestor, error)
 	Tree(ctx context.Context, id core.CheckpointID, p TreePage) ([]TreeNode, error)
-}
-
-// SealTx keeps the uploads of checkpoints to the store. All of its rows belong to the system.
-type SealTx interface {
-	// HasLease returns nil when the runner's present lease has this epoch; RUNNER_LOST otherwise.
-	HasLease(ctx context.Context, runner core.RunnerID, epoch int64) error
-	// BeginSeal begins an attempt and ends the one before. From now on until the attempt is given up, the checkpoint needs all objects that
-	// the reference needs. It fails with CHECKPOINT_NOT_FOUND if the checkpoint is deleted, with CHECKPOINT_NOT_READY while it is being
-	// captured, with STATE_CONFLICT if and only if it is sealed, and with PERMISSION_DENIED if it belongs to another runner.
-	BeginSeal(ctx context.Context, runner core.RunnerID, in runnerapi.BeginSeal) (runnerapi.SealBegun, error)
-	// LockSeal returns the newest attempt and its checkpoint. Neither changes until the transaction ends. It fails with CHECKPOINT_NOT_FOUND
-	// if the checkpoint is deleted. The attempt of a sealed checkpoint is the zero value.
-	LockSeal(ctx context.Context, id core.CheckpointID) (SealAttempt, Checkpoint, error)
-	// CommitSeal makes a checkpoint sealed. LockSeal must have returned its attempt. It fails with INVALID_FIELD if the checkpoint needs an
-	// object that the attempt has not written and that its reference did not need.
-	CommitSeal(ctx context.Context, at SealAttempt, in runnerapi.CommitSeal) error
-	FailSeal(ctx context.Context, at SealAttempt, why *core.Error) error
-	// LeaveDebris records that an attempt of a runner may have written since it ended without a commit. It does nothing for any other attempt.
-	LeaveDebris(ctx context.Context, runner core.RunnerID, id core.CheckpointID, attempt int64) error
-	// AbandonSeals gives up the attempts of runners that have another lease by now, and returns the checkpoints of these attempts.
-	AbandonSeals(ctx context.Context) ([]core.CheckpointID, error)
 }
 
 // OperationTx keeps operations.

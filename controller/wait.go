@@ -314,7 +314,7 @@ func (c *Controller) result(ctx context.Context, scope Scope, op Operation) (Res
 		cp, err := tx.Checkpoint(ctx, out.Checkpoint)
 		switch {
 		case err == nil:
-			c.queued(&cp)
+			c.ShowQueued(&cp)
 			result.Checkpoint = &cp
 		case core.CodeOf(err) == core.CodeCheckpointNotFound: // deleted since
 			err = nil

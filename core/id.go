@@ -135,3 +135,15 @@ func Clip(s string) string {
 	}
 	return b.String()
 }
+
+// ClipTail bounds the output of a VMM and a console, and makes it printable. It keeps the end, which is the important part.
+func ClipTail(s string) string {
+	const limit = 2000
+	b := []byte(s[max(0, len(s)-limit):])
+	for i, ch := range b {
+		if ch != '\n' && (ch < 0x20 || ch > 0x7e) {
+			b[i] = '?'
+		}
+	}
+	return string(b)
+}

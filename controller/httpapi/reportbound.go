@@ -19,7 +19,7 @@ func reportBound(in any) boundjson.Bound {
 		b.Bytes, b.Elements, b.List = maxReport, 512<<10, 32<<10
 	case *runnerapi.BeginSeal:
 		b.Bytes, b.Elements, b.List = maxReport, 64<<10, 64<<10
-	case *runnerapi.CommitSeal: // controller/seal.go bounds the objects
+	case *runnerapi.CommitSeal: // controller/sealing bounds the objects
 		b.Bytes, b.Elements, b.List = maxReport, 2<<20, 1<<20
 	}
 	b.String, b.Text = int(b.Bytes), int(b.Bytes)

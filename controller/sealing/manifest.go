@@ -1,9 +1,10 @@
-package controller
+package sealing
 
 import (
 	"context"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/controller/model"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/snapshotstore"
 	"github.com/coppice-dev/coppice/snapshotstore/envelope"
@@ -16,10 +17,10 @@ const maxManifests = 4
 // checkManifest reads the manifest that a runner wants to commit and compares it with the checkpoint's row. Other runners are told of
 // this manifest by its digest, so what it says of the project, the image, the class and the sizes must be what the controller knows, and
 // it may name no object that the checkpoint does not need.
-func (c *Controller) checkManifest(ctx context.Context, runner core.RunnerID, id core.CheckpointID, in runnerapi.CommitSeal) error {
-	var at SealAttempt
-	var cp Checkpoint
-	err := c.store.InTx(ctx, System(), func(tx Tx) (err error) {
+func (s *Sealer) checkManifest(ctx context.Context, runner core.RunnerID, id core.CheckpointID, in runnerapi.CommitSeal) error {
+	var at Attempt
+	var cp model.Checkpoint
+	err := s.store.InSystem(ctx, func(tx Tx) (err error) {
 		if err := tx.HasLease(ctx, runner, in.LeaseEpoch); err != nil {
 			return err
 		}
@@ -36,14 +37,14 @@ func (c *Controller) checkManifest(ctx context.Context, runner core.RunnerID, id
 		return err
 	}
 	select {
-	case c.manifests <- struct{}{}:
-		defer func() { <-c.manifests }()
+	case s.manifests <- struct{}{}:
+		defer func() { <-s.manifests }()
 	case <-ctx.Done():
 		return context.Cause(ctx)
 	}
-	store := c.cfg.Store
+	store := s.cfg.Blobs
 	if envelope.Encrypted(in.Stored.Manifest) {
-		keys, err := c.dataKeys.Of(ctx, []string{in.Stored.Manifest})
+		keys, err := s.cfg.Keys.Of(ctx, []string{in.Stored.Manifest})
 		if err != nil {
 			return err
 		}
@@ -60,7 +61,7 @@ func (c *Controller) checkManifest(ctx context.Context, runner core.RunnerID, id
 }
 
 // rowClaim returns the fields that a checkpoint's row requires of its manifest.
-func rowClaim(cp Checkpoint) manifest.Claim {
+func rowClaim(cp model.Checkpoint) manifest.Claim {
 	want := cp.Expected()
 	return manifest.Claim{
 		ProjectID: want.ProjectID, CheckpointID: cp.ID, Parent: want.Parent, GuestImage: want.Image, Class: want.Class.Fields(), Resources: want.Resources,
@@ -68,7 +69,7 @@ func rowClaim(cp Checkpoint) manifest.Claim {
 }
 
 // checkHeader refuses sizes that the checkpoint cannot have, and objects that are not its own to name.
-func checkHeader(cp Checkpoint, h manifest.Header, in runnerapi.CommitSeal) error {
+func checkHeader(cp model.Checkpoint, h manifest.Header, in runnerapi.CommitSeal) error {
 	bad := func(format string, a ...any) error {
 		return core.Errorf(core.DataLoss, core.CodeManifestInvalid, "the manifest of checkpoint "+string(cp.ID)+": "+format, a...)
 	}
