@@ -31,7 +31,7 @@ func (c *Controller) chores() []Chore {
 		{Name: "seal_audit", Every: sealInterval, Do: c.sealAudit},
 		{Name: "sweep_keys", Every: sweepInterval, Do: c.sweepKeys},
 		{Name: "abandon_seals", Every: abandonEvery, Do: c.Sealer.Abandon},
-		{Name: "abandon_imports", Every: abandonEvery, Do: c.abandonImports},
+		{Name: "abandon_imports", Every: abandonEvery, Do: c.Transfers.AbandonImports},
 		{Name: "events", Every: sweepInterval, Do: c.tidyEvents},
 		{Name: "flows", Every: sweepInterval, Do: c.tidyFlows},
 		{Name: "attestations", Every: sweepInterval, Do: c.tidyAttestations},

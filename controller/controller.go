@@ -23,6 +23,7 @@ import (
 	"github.com/coppice-dev/coppice/controller/storecheck"
 	"github.com/coppice-dev/coppice/controller/storegc"
 	"github.com/coppice-dev/coppice/controller/sweep"
+	"github.com/coppice-dev/coppice/controller/transfer"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/bootclock"
 	"github.com/coppice-dev/coppice/internal/boundjson"
@@ -136,6 +137,7 @@ type Controller struct {
 	*sealing.Sealer
 	*storegc.Collector
 	*storecheck.Checker
+	*transfer.Transfers
 
 	cfg     Config
 	store   ownStore
@@ -175,9 +177,6 @@ type Controller struct {
 
 	countersigner *countersign.Countersigner // nil without an authority
 	unusable      error                      // why the authority that was given cannot be used; nothing starts then
-
-	// Each channel has one element for each import or export under way.
-	imports, exports chan struct{}
 }
 
 // New makes a controller. It starts nothing. If the authority cannot be used, Bootstrap, Run and Ready fail.
@@ -194,8 +193,7 @@ func New(cfg Config, store Store, runners Runners, log *slog.Logger) *Controller
 		limits:  newLimiter(cfg.Limits),
 		running: map[core.OperationID]*Task{}, starting: map[core.OperationID]bool{}, waiters: map[core.OperationID][]chan struct{}{}, released: map[core.WorkspaceID]chan struct{}{}, feed: newFeed(),
 		guestBytes: boundjson.Budget{Total: guestBytesTotal, Share: guestBytesShare, Free: guestBytesFree},
-		imports:    make(chan struct{}, maxImports), exports: make(chan struct{}, maxExports),
-		planning: make(chan struct{}, planPlaces),
+		planning:   make(chan struct{}, planPlaces),
 	}
 	if c.cfg.Metrics == nil {
 		c.cfg.Metrics = prometheus.NewRegistry()

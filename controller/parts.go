@@ -11,6 +11,7 @@ import (
 	"github.com/coppice-dev/coppice/controller/secretstore"
 	"github.com/coppice-dev/coppice/controller/storecheck"
 	"github.com/coppice-dev/coppice/controller/storegc"
+	"github.com/coppice-dev/coppice/controller/transfer"
 	"github.com/coppice-dev/coppice/core"
 )
 
@@ -25,6 +26,7 @@ type AllTx interface {
 	secretstore.Tx
 	storecheck.Tx
 	storegc.Tx
+	transfer.Tx
 }
 
 // ownStore runs the transactions of the controller itself.
@@ -65,6 +67,13 @@ func (c *Controller) makeParts() {
 	c.Collector = storegc.New(storegc.Config{
 		Blobs: c.cfg.Store, Grace: c.cfg.StoreGrace, Removed: c.metrics.removed, Log: c.log,
 	}, partStore[storegc.Tx]{store, func(tx AllTx) storegc.Tx { return tx }})
+	c.Transfers = transfer.New(transfer.Config{
+		Blobs: c.cfg.Store, Keys: c.dataKeys, Clock: c.cfg.Clock, Log: c.log, Remove: c.Collector.RemoveBelow,
+		Imported: func(bytes int64) {
+			c.metrics.stored.Add(float64(bytes))
+			c.feed.hint()
+		},
+	}, partStore[transfer.Tx]{store, func(tx AllTx) transfer.Tx { return tx }})
 	c.Checker = storecheck.New(c.cfg.Store, c.dataKeys.For, partStore[storecheck.Tx]{store, func(tx AllTx) storecheck.Tx { return tx }})
 }
 
@@ -79,7 +88,11 @@ type (
 	StoreProblem    = storecheck.Problem
 	StoredObject    = model.StoredObject
 	SealAttempt     = sealing.Attempt
+	ExportedFile    = transfer.ExportedFile
 )
 
 // MaxStoreParts is the largest number of parts into which the stored data can be divided for a check.
 const MaxStoreParts = storecheck.MaxParts
+
+// ErrImportLost says that an import was given up because it was not renewed in time.
+var ErrImportLost = transfer.ErrImportLost

@@ -73,7 +73,6 @@ type Tx interface {
 	AuditTx
 	SessionTx
 	SweepTx
-	ImportTx
 	datakeys.ChangeTx
 	FleetTx
 	TrustTx

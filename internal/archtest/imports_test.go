@@ -109,6 +109,7 @@ var rules = []rule{
 	{subtree: "controller/storegc", not: []string{"controller/httpapi", "controller/postgres", "controller/runnerclient"}, notForeign: []string{"github.com/jackc/pgx"}, why: "it declares the part of the database that it uses"},
 	{subtree: "controller/storecheck", not: []string{"controller/httpapi", "controller/postgres", "controller/runnerclient"}, notForeign: []string{"github.com/jackc/pgx"}, why: "it declares the part of the database that it uses"},
 	{subtree: "controller/sealing", not: []string{"controller/httpapi", "controller/postgres", "controller/runnerclient"}, notForeign: []string{"github.com/jackc/pgx"}, why: "it declares the part of the database that it uses"},
+	{subtree: "controller/transfer", not: []string{"controller/httpapi", "controller/postgres", "controller/runnerclient"}, notForeign: []string{"github.com/jackc/pgx"}, why: "it declares the part of the database that it uses"},
 	{subtree: "controller/secretstore", only: []string{"core", "egress/ca", "internal"}, notForeign: []string{"github.com/jackc/pgx"}, why: "it declares the part of the database that it uses, and knows no grants"},
 	{subtree: "controller/postgres", not: []string{"controller/httpapi", "controller/runnerclient"}, why: "adapters do not import one another"},
 	{subtree: "controller/httpapi", not: []string{"controller/postgres", "controller/runnerclient"}, notForeign: []string{"github.com/jackc/pgx"}, why: "adapters do not import one another"},

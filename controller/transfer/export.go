@@ -1,37 +1,22 @@
-package controller
+package transfer
 
 import (
 	"context"
 	"io"
 
+	"github.com/coppice-dev/coppice/controller/model"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/snapshotstore"
 	"github.com/coppice-dev/coppice/snapshotstore/blob"
 	"github.com/coppice-dev/coppice/snapshotstore/manifest"
 )
 
-// How many files are read and written at the same time: each takes memory, see snapshotstore.
-const (
-	maxImports = 4
-	maxExports = 8
-)
-
-// enter takes a place in a channel of places. It fails if there is none.
-func enter(places chan struct{}, what string) (leave func(), err error) {
-	select {
-	case places <- struct{}{}:
-		return func() { <-places }, nil
-	default:
-		return nil, core.Errorf(core.Exhausted, core.CodeCapacity, "this controller %s %d checkpoints already; repeat the request when one has ended", what, cap(places))
-	}
-}
-
 // ExportedFile is a checkpoint that will be sent as one file. Close it.
 type ExportedFile struct {
-	Checkpoint Checkpoint
+	Checkpoint model.Checkpoint
 	Size       int64 // bytes
 
-	c     *Controller
+	t     *Transfers
 	store blob.Blobs // with the keys
 	file  *snapshotstore.Export
 	leave func()
@@ -39,11 +24,11 @@ type ExportedFile struct {
 
 // ExportCheckpoint opens a sealed checkpoint, to send it as one file. It fails with CHECKPOINT_NOT_READY if the checkpoint is not sealed yet. If
 // the checkpoint is deleted meanwhile, its objects stay in the store for the grace time.
-func (c *Controller) ExportCheckpoint(ctx context.Context, project core.ProjectID, id core.CheckpointID) (_ *ExportedFile, err error) {
-	if err := c.StoreConfigured(); err != nil {
+func (t *Transfers) ExportCheckpoint(ctx context.Context, project core.ProjectID, id core.CheckpointID) (_ *ExportedFile, err error) {
+	if err := t.configured(); err != nil {
 		return nil, err
 	}
-	cp, err := c.Checkpoint(ctx, project, id)
+	cp, err := t.checkpoint(ctx, project, id)
 	if err != nil {
 		return nil, err
 	}
@@ -51,11 +36,11 @@ func (c *Controller) ExportCheckpoint(ctx context.Context, project core.ProjectI
 		return nil, core.Errorf(core.FailedPrecondition, core.CodeCheckpointNotReady,
 			"checkpoint %s is %s, and only what is in the store can be exported; wait until it is sealed (GET it with ?wait=sealed)", id, cp.State)
 	}
-	leave, err := enter(c.exports, "exports")
+	leave, err := enter(t.exports, "exports")
 	if err != nil {
 		return nil, err
 	}
-	store, err := c.dataKeys.Store(ctx, *cp.Stored)
+	store, err := t.cfg.Keys.Store(ctx, *cp.Stored)
 	if err != nil {
 		leave()
 		return nil, err
@@ -70,7 +55,7 @@ func (c *Controller) ExportCheckpoint(ctx context.Context, project core.ProjectI
 		leave()
 		return nil, err
 	}
-	return &ExportedFile{Checkpoint: cp, Size: file.Size(), c: c, store: store, file: file, leave: leave}, nil
+	return &ExportedFile{Checkpoint: cp, Size: file.Size(), t: t, store: store, file: file, leave: leave}, nil
 }
 
 // Write writes the file. If it fails, the file is incomplete, and a reader can see this.
@@ -78,7 +63,7 @@ func (f *ExportedFile) Write(ctx context.Context, w io.Writer) error {
 	if err := f.file.Write(ctx, f.store, w); err != nil {
 		return err
 	}
-	f.c.log.InfoContext(ctx, "checkpoint exported", "checkpoint_id", f.Checkpoint.ID, "bytes", f.Size)
+	f.t.cfg.Log.InfoContext(ctx, "checkpoint exported", "checkpoint_id", f.Checkpoint.ID, "bytes", f.Size)
 	return nil
 }
 
