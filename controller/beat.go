@@ -51,7 +51,7 @@ func (c *Controller) beat(ctx context.Context, b *beating) (runnerapi.Heartbeate
 	}
 	for _, w := range b.h.DataUsed { // a runner's reports about other sandboxes are ignored
 		if b.here[w] {
-			c.uses.add(w)
+			c.idle.Add(w)
 		}
 	}
 	c.samples.written(b.usage, c.cfg.UsageInterval)

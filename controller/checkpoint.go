@@ -77,7 +77,7 @@ func (c *Controller) beginCapture(ctx context.Context, project core.ProjectID, k
 				return nil, err
 			}
 		}
-		c.used(w)
+		c.idle.Used(w)
 		sandbox := w.Sandbox
 		if w, err = tx.MoveWorkspace(ctx, id, w.Epoch, core.WorkspaceCheckpointing); err != nil {
 			return nil, err

@@ -4,6 +4,8 @@ import (
 	"context"
 	"time"
 
+	"github.com/coppice-dev/coppice/controller/idle"
+	"github.com/coppice-dev/coppice/controller/sessions"
 	"github.com/coppice-dev/coppice/controller/storegc"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/pace"
@@ -21,13 +23,13 @@ const (
 func (c *Controller) chores() []Chore {
 	list := []Chore{
 		{Name: "expire", Every: expiryEvery, Do: c.expire},
-		{Name: "idle", Every: idleEvery, Do: c.expireIdle},
+		{Name: "idle", Every: idle.Every, Do: c.idle.Expire},
 		{Name: "partitions", Every: sweepInterval, Do: c.makePartitions},
 		{Name: "roll_usage", Every: sweepInterval, Do: c.rollUsage},
-		{Name: "sweep_tokens", Every: sweepInterval, Do: c.sweepTokens},
+		{Name: "sweep_tokens", Every: sweepInterval, Do: c.Keeper.SweepTokens},
 		{Name: "prune", Every: sweepInterval, Do: c.pruneDeleted},
-		{Name: "sessions", Every: sessionsEvery, Do: c.sweepSessions},
-		{Name: "count_sessions", Every: sessionsEvery, Do: c.countSessions},
+		{Name: "sessions", Every: sessions.Every, Do: c.Keeper.Sweep},
+		{Name: "count_sessions", Every: sessions.Every, Do: c.Keeper.Count},
 		{Name: "seal_audit", Every: sealInterval, Do: c.sealAudit},
 		{Name: "sweep_keys", Every: sweepInterval, Do: c.sweepKeys},
 		{Name: "abandon_seals", Every: abandonEvery, Do: c.Sealer.Abandon},

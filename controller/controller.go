@@ -18,15 +18,17 @@ import (
 	"github.com/coppice-dev/coppice/controller/datakeys"
 	"github.com/coppice-dev/coppice/controller/flows"
 	"github.com/coppice-dev/coppice/controller/grants"
+	"github.com/coppice-dev/coppice/controller/guestclient"
+	"github.com/coppice-dev/coppice/controller/idle"
 	"github.com/coppice-dev/coppice/controller/sealing"
 	"github.com/coppice-dev/coppice/controller/secretstore"
+	"github.com/coppice-dev/coppice/controller/sessions"
 	"github.com/coppice-dev/coppice/controller/storecheck"
 	"github.com/coppice-dev/coppice/controller/storegc"
 	"github.com/coppice-dev/coppice/controller/sweep"
 	"github.com/coppice-dev/coppice/controller/transfer"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/bootclock"
-	"github.com/coppice-dev/coppice/internal/boundjson"
 	"github.com/coppice-dev/coppice/internal/mtls"
 	"github.com/coppice-dev/coppice/snapshotstore/blob"
 )
@@ -121,7 +123,7 @@ func (c Config) withDefaults() Config {
 	set(&c.GuestCall, 60*time.Second)
 	set(&c.ExecGrace, 15*time.Second)
 	set(&c.SessionsKept, time.Hour)
-	c.SessionQuota = c.SessionQuota.withDefaults()
+	c.SessionQuota = c.SessionQuota.WithDefaults()
 	c.KeyCache = min(c.KeyCache, 5*time.Second)
 	if c.Bootstrap.Project == "" {
 		c.Bootstrap.Project = "default"
@@ -135,6 +137,7 @@ var errShutdown = errors.New("the controller is stopping")
 // Controller runs the use cases. Make it with New; it works only while Run does.
 type Controller struct {
 	*sealing.Sealer
+	*sessions.Keeper
 	*storegc.Collector
 	*storecheck.Checker
 	*transfer.Transfers
@@ -159,21 +162,21 @@ type Controller struct {
 	waiters  map[core.OperationID][]chan struct{} // for operations that others run
 	released map[core.WorkspaceID]chan struct{}   // closed when a capture of ours ends
 
-	feed       *feed
-	metrics    *metrics
-	journal    *flows.Journal
-	keys       keyring
-	limits     *limiter
-	images     imageAsks
-	uses       uses
-	admission  admission
-	samples    samples
-	marks      sweep.Marks
-	planning   chan struct{} // a place for each retention plan that is being made for a request
-	secrets    *secretstore.Keeper
-	dataKeys   *datakeys.Keeper
-	grants     *grants.Manager
-	guestBytes boundjson.Budget
+	feed      *feed
+	metrics   *metrics
+	journal   *flows.Journal
+	keys      keyring
+	limits    *limiter
+	images    imageAsks
+	admission admission
+	samples   samples
+	marks     sweep.Marks
+	planning  chan struct{} // a place for each retention plan that is being made for a request
+	secrets   *secretstore.Keeper
+	dataKeys  *datakeys.Keeper
+	grants    *grants.Manager
+	guests    *guestclient.Client
+	idle      *idle.Keeper
 
 	countersigner *countersign.Countersigner // nil without an authority
 	unusable      error                      // why the authority that was given cannot be used; nothing starts then
@@ -192,8 +195,7 @@ func New(cfg Config, store Store, runners Runners, log *slog.Logger) *Controller
 		runCtx: ctx, stop: stop, wake: make(chan struct{}, 1), ended: make(chan core.OperationID, 1024),
 		limits:  newLimiter(cfg.Limits),
 		running: map[core.OperationID]*Task{}, starting: map[core.OperationID]bool{}, waiters: map[core.OperationID][]chan struct{}{}, released: map[core.WorkspaceID]chan struct{}{}, feed: newFeed(),
-		guestBytes: boundjson.Budget{Total: guestBytesTotal, Share: guestBytesShare, Free: guestBytesFree},
-		planning:   make(chan struct{}, planPlaces),
+		planning: make(chan struct{}, planPlaces),
 	}
 	if c.cfg.Metrics == nil {
 		c.cfg.Metrics = prometheus.NewRegistry()
@@ -229,7 +231,7 @@ func (c *Controller) Run(ctx context.Context) error {
 	var loops errgroup.Group
 	loopCtx, endLoops := context.WithCancel(context.WithoutCancel(ctx))
 	defer endLoops()
-	for _, loop := range []func(context.Context){c.leaseLoop, c.reconcileLoop, c.grants.Run, c.choreLoop, c.retainLoop, c.useLoop, c.notifyLoop, c.listenLoop, c.keyLoop, c.feedLoop} {
+	for _, loop := range []func(context.Context){c.leaseLoop, c.reconcileLoop, c.grants.Run, c.choreLoop, c.retainLoop, c.idle.Run, c.notifyLoop, c.listenLoop, c.keyLoop, c.feedLoop} {
 		loops.Go(func() error {
 			loop(loopCtx)
 			return nil

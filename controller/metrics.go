@@ -75,7 +75,7 @@ func newMetrics(c *Controller, reg prometheus.Registerer) *metrics {
 	reg.MustRegister(prometheus.NewCounterFunc(prometheus.CounterOpts{
 		Name: "coppice_controller_guest_answers_refused_total", Help: "Answers of guests that were refused for want of memory for their bytes.",
 	}, func() float64 {
-		_, full := c.guestBytes.Used()
+		_, full := c.guests.Used()
 		return float64(full)
 	}))
 	gauge("operations_running", "Operations that this controller works on.", func() int {

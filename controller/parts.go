@@ -2,13 +2,17 @@ package controller
 
 import (
 	"context"
+	"net/http"
 
 	"github.com/coppice-dev/coppice/controller/datakeys"
 	"github.com/coppice-dev/coppice/controller/flows"
 	"github.com/coppice-dev/coppice/controller/grants"
+	"github.com/coppice-dev/coppice/controller/guestclient"
+	"github.com/coppice-dev/coppice/controller/idle"
 	"github.com/coppice-dev/coppice/controller/model"
 	"github.com/coppice-dev/coppice/controller/sealing"
 	"github.com/coppice-dev/coppice/controller/secretstore"
+	"github.com/coppice-dev/coppice/controller/sessions"
 	"github.com/coppice-dev/coppice/controller/storecheck"
 	"github.com/coppice-dev/coppice/controller/storegc"
 	"github.com/coppice-dev/coppice/controller/transfer"
@@ -22,8 +26,10 @@ type AllTx interface {
 	datakeys.Tx
 	flows.Tx
 	grants.Tx
+	idle.Tx
 	sealing.Tx
 	secretstore.Tx
+	sessions.Tx
 	storecheck.Tx
 	storegc.Tx
 	transfer.Tx
@@ -56,6 +62,26 @@ func (s partStore[T]) InSystem(ctx context.Context, fn func(T) error) error {
 // makeParts makes the packages whose use cases are those of the controller.
 func (c *Controller) makeParts() {
 	store := c.store.Store
+	c.guests = guestclient.New(guestclient.Config{
+		Guest:   func(endpoint string, s core.SandboxID) http.RoundTripper { return c.runners.Guest(endpoint, s) },
+		Timeout: c.cfg.GuestCall,
+	})
+	c.idle = idle.New(idle.Config{
+		Interval: c.cfg.UseInterval, Log: c.log,
+		Sessions: func(ctx context.Context, s Sandbox) (running bool, err error) {
+			list, err := c.guests.Sessions(ctx, s)
+			return list.Running(), err
+		},
+		Suspend: func(ctx context.Context, w Workspace, still idle.Check) error {
+			_, err := c.beginCapture(ctx, w.ProjectID, OpSuspendWorkspace, w.ID, CheckpointRequest{}, nil, whileIdle(still))
+			return err
+		},
+		Terminate: func(ctx context.Context, w Workspace, still idle.Check) error {
+			_, err := c.terminateIf(ctx, w.ProjectID, w.ID, whileIdle(still))
+			return err
+		},
+	}, partStore[idle.Tx]{store, func(tx AllTx) idle.Tx { return tx }})
+	c.Keeper = sessions.New(c.sessionsConfig(), partStore[sessions.Tx]{store, func(tx AllTx) sessions.Tx { return tx }})
 	c.Sealer = sealing.New(sealing.Config{
 		Blobs: c.cfg.Store, Keys: c.dataKeys, Log: c.log,
 		Sealed: func(bytes int64, timings []core.Timing) {
@@ -77,6 +103,23 @@ func (c *Controller) makeParts() {
 	c.Checker = storecheck.New(c.cfg.Store, c.dataKeys.For, partStore[storecheck.Tx]{store, func(tx AllTx) storecheck.Tx { return tx }})
 }
 
+// whileIdle is a condition of an operation: the workspace is still idle.
+func whileIdle(still idle.Check) func(context.Context, Tx) error {
+	return func(ctx context.Context, tx Tx) error { return still(ctx, tx) }
+}
+
+func (c *Controller) sessionsConfig() sessions.Config {
+	cfg := sessions.Config{
+		Guests: c.guests, Quota: c.cfg.SessionQuota, Kept: c.cfg.SessionsKept, ExecGrace: c.cfg.ExecGrace, Log: c.log,
+		Reach: c.reach, Awaken: c.awaken, Used: c.idle.Used, Env: c.grants.Env,
+		NotShown: func(n int) { c.metrics.inventedSessions.Add(float64(n)) },
+	}
+	if c.cfg.Trust != nil {
+		cfg.Passes, cfg.Authority = c.cfg.Trust.Passes, c.cfg.Trust.Authority.Certificate()
+	}
+	return cfg
+}
+
 // The types of these packages that callers of the controller use.
 type (
 	EncryptionPatch = datakeys.Patch
@@ -89,10 +132,25 @@ type (
 	StoredObject    = model.StoredObject
 	SealAttempt     = sealing.Attempt
 	ExportedFile    = transfer.ExportedFile
+	SessionQuota    = sessions.Quota
+	SessionView     = sessions.View
+	ExecResult      = sessions.ExecResult
+	Way             = sessions.Way
+	ExecRequest     = guestclient.ExecRequest
+	GuestSession    = guestclient.Session
+	Process         = guestclient.Process
 )
 
 // MaxStoreParts is the largest number of parts into which the stored data can be divided for a check.
 const MaxStoreParts = storecheck.MaxParts
+
+// What bounds sessions, and the state of one that has ended.
+const (
+	MaxOutput          = guestclient.MaxOutput
+	MaxInherited       = sessions.MaxInherited
+	MaxSessionsCounted = sessions.MaxSessionsCounted
+	GuestExited        = guestclient.Exited
+)
 
 // ErrImportLost says that an import was given up because it was not renewed in time.
 var ErrImportLost = transfer.ErrImportLost

@@ -76,7 +76,7 @@ func (c *Controller) admitRestore(ctx context.Context, tx Tx, project core.Proje
 		return nil, err
 	}
 	w.Sandbox = old
-	c.used(w)
+	c.idle.Used(w)
 	next, err := c.nextSandbox(ctx, tx, w, source, runners[0], false)
 	return &restorePlan{workspace: w, next: next, source: source}, err
 }

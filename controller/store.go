@@ -9,6 +9,7 @@ import (
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/controller/datakeys"
 	"github.com/coppice-dev/coppice/controller/grants"
+	"github.com/coppice-dev/coppice/controller/idle"
 	"github.com/coppice-dev/coppice/controller/request"
 	"github.com/coppice-dev/coppice/controller/retention"
 	"github.com/coppice-dev/coppice/core"
@@ -70,8 +71,10 @@ type Tx interface {
 	CheckpointTx
 	OperationTx
 	request.Tx
+	idle.CheckTx
 	AuditTx
 	SessionTx
+	PortTx
 	SweepTx
 	datakeys.ChangeTx
 	FleetTx
@@ -133,11 +136,6 @@ type WorkspaceTx interface {
 	// works on, of all projects.
 	ExpiredWorkspaces(ctx context.Context, limit int) ([]Workspace, error)
 	OrphanedTerminations(ctx context.Context, limit int) ([]Workspace, error)
-	// IdleWorkspaces returns ready workspaces that were not used for longer than their idle time plus margin. If ids is not empty,
-	// it looks only at these workspaces.
-	IdleWorkspaces(ctx context.Context, margin time.Duration, ids []core.WorkspaceID, limit int) ([]Workspace, error)
-	// UseWorkspaces records that workspaces are in use now.
-	UseWorkspaces(ctx context.Context, ids []core.WorkspaceID) error
 	InsertWorkspaces(ctx context.Context, list []Workspace, ttl time.Duration) ([]Workspace, error)
 	// MoveWorkspace changes only the state of one workspace. It makes no workspace ready: the methods that do so look at the runner.
 	MoveWorkspace(ctx context.Context, id core.WorkspaceID, epoch int64, to core.WorkspaceState) (Workspace, error)
@@ -292,30 +290,14 @@ type OperationTx interface {
 	ReleaseOthers(ctx context.Context, owner string) error
 }
 
-// SessionTx keeps sessions, attach tokens and ports.
+// SessionTx is the part of a resume that concerns sessions.
 type SessionTx interface {
-	Session(ctx context.Context, id core.SessionID) (Session, error)
-	// MapSessions returns the rows for these ids of a guest. It makes the missing ones as long as there are fewer than most in
-	// the sandbox, and fewer than the quota in the workspace.
-	MapSessions(ctx context.Context, sandbox Sandbox, guestIDs []core.SessionID, most int, quota SessionQuota) ([]Session, error)
-	// InsertSession inserts a row, or fails with QUOTA_EXCEEDED.
-	InsertSession(ctx context.Context, s Session, quota SessionQuota) error
-	// ForgetSessions removes the settled rows of a workspace whose sessions are no longer in its sandbox.
-	ForgetSessions(ctx context.Context, sandbox Sandbox, there []core.SessionID, settled time.Duration) (int, error)
-	// SweepSessions looks at the next rows with ids above after, at most limit rows. It removes the
-	// rows of machines that ended more than kept ago. It returns the last row that it has looked
-	// at, or an empty id if there are no more rows.
-	SweepSessions(ctx context.Context, after core.SessionID, kept time.Duration, limit int) (last core.SessionID, removed int, err error)
-	// CountSessions counts the rows of at most limit projects after the given one, for their quotas. It returns the last of them.
-	CountSessions(ctx context.Context, after core.ProjectID, limit int) (last core.ProjectID, err error)
 	// MoveSessions moves the sessions of a suspended epoch of a workspace to the sandbox in which it was resumed.
 	MoveSessions(ctx context.Context, id core.WorkspaceID, epoch int64, to core.SandboxID) error
-	InsertAttachToken(ctx context.Context, t AttachToken, ttl time.Duration) (AttachToken, error)
-	// UseAttachToken spends a token. It fails with UNAUTHENTICATED if the token is unknown, spent, too old or for another session.
-	UseAttachToken(ctx context.Context, hash [32]byte, session core.SessionID) (AttachToken, error)
-	// SweepTokens removes at most limit attach tokens that have expired some time ago.
-	SweepTokens(ctx context.Context, limit int) (int, error)
+}
 
+// PortTx keeps forwarded ports.
+type PortTx interface {
 	InsertPort(ctx context.Context, p Port) (Port, error)
 	UpdatePort(ctx context.Context, id core.PortID, listen string) (Port, error)
 	Ports(ctx context.Context, id core.WorkspaceID) ([]Port, error)

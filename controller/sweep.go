@@ -9,7 +9,6 @@ import (
 )
 
 const (
-	tokensBatch    = 10_000                   // rows in one transaction
 	prunedBatch    = 2_000                    // rows in one transaction
 	movedBatch     = 20_000                   // rows that leave a default partition in one transaction
 	reportsInParts = 2 * 365 * 24 * time.Hour // older rows of reports, samples and the audit log stay in the default partition
@@ -39,11 +38,6 @@ func (c *Controller) makePartitions(ctx context.Context) error {
 // rollUsage adds up the samples of earlier versions. A sandbox has one row afterwards instead of one for each minute.
 func (c *Controller) rollUsage(ctx context.Context) error {
 	return c.batches(ctx, movedBatch, func(tx Tx) (int, error) { return tx.RollUsage(ctx, movedBatch) })
-}
-
-// sweepTokens removes attach tokens that expired long ago.
-func (c *Controller) sweepTokens(ctx context.Context) error {
-	return c.batches(ctx, tokensBatch, func(tx Tx) (int, error) { return tx.SweepTokens(ctx, tokensBatch) })
 }
 
 // pruneDeleted stops showing deleted checkpoints that are no longer ancestors of others.

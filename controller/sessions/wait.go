@@ -1,9 +1,11 @@
-package controller
+package sessions
 
 import (
 	"context"
 	"time"
 
+	"github.com/coppice-dev/coppice/controller/guestclient"
+	"github.com/coppice-dev/coppice/controller/model"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/pace"
 )
@@ -17,13 +19,13 @@ const (
 // awaitExit asks the agent for the end of a session until the session has ended or no time is left. It asks at least once. The
 // agent should answer when the session ends or the requested time is over. If it answers earlier, it is asked again after a pause,
 // which doubles each time.
-func (c *Controller) awaitExit(ctx context.Context, left func() time.Duration, ask func(slice time.Duration) (GuestSession, error)) (GuestSession, error) {
+func (k *Keeper) awaitExit(ctx context.Context, left func() time.Duration, ask func(slice time.Duration) (guestclient.Session, error)) (guestclient.Session, error) {
 	early := firstWaitPause
 	for {
-		slice := min(max(0, left()), guestWaitSlice)
+		slice := min(max(0, left()), guestclient.WaitSlice)
 		asked := time.Now()
 		g, err := ask(slice)
-		if err != nil || g.State == GuestExited || left() <= 0 {
+		if err != nil || g.State == guestclient.Exited || left() <= 0 {
 			return g, err
 		}
 		if time.Since(asked) >= slice-firstWaitPause {
@@ -42,23 +44,23 @@ func (c *Controller) awaitExit(ctx context.Context, left func() time.Duration, a
 //
 // The agent measures the timeout by the clock of its machine, which stops while the machine stands still. So only the time
 // that the agent was asked to wait counts here: if the machine stood still meanwhile, the answer comes later by that time.
-func (c *Controller) execEnd(ctx context.Context, s *Sandbox, view SessionView, req ExecRequest) (GuestSession, error) {
-	if view.Guest.State == GuestExited {
+func (k *Keeper) execEnd(ctx context.Context, s *model.Sandbox, view View, req guestclient.ExecRequest) (guestclient.Session, error) {
+	if view.Guest.State == guestclient.Exited {
 		return view.Guest, nil
 	}
-	limit, ran := time.Duration(req.TimeoutMS)*time.Millisecond+c.cfg.ExecGrace, time.Duration(0)
+	limit, ran := time.Duration(req.TimeoutMS)*time.Millisecond+k.cfg.ExecGrace, time.Duration(0)
 	paused := time.Now() // since the last answer
 	left := func() time.Duration {
 		if req.TimeoutMS <= 0 {
-			return guestWaitSlice
+			return guestclient.WaitSlice
 		}
 		return limit - ran - time.Since(paused)
 	}
-	g, err := c.awaitExit(ctx, left, func(slice time.Duration) (g GuestSession, err error) {
+	g, err := k.awaitExit(ctx, left, func(slice time.Duration) (g guestclient.Session, err error) {
 		ran += time.Since(paused)
-		err = c.throughStalls(ctx, view.Session, s, func(at Sandbox) (err error) {
+		err = k.throughStalls(ctx, view.Session, s, func(at model.Sandbox) (err error) {
 			asked := time.Now()
-			g, err = c.waitGuest(ctx, at, view.GuestID, slice)
+			g, err = k.cfg.Guests.Wait(ctx, at, view.GuestID, slice)
 			if err == nil {
 				ran += min(time.Since(asked), slice)
 			}
@@ -67,7 +69,7 @@ func (c *Controller) execEnd(ctx context.Context, s *Sandbox, view SessionView, 
 		paused = time.Now()
 		return g, err
 	})
-	if err == nil && g.State != GuestExited {
+	if err == nil && g.State != guestclient.Exited {
 		err = core.Errorf(core.Unavailable, core.CodeGuestProtocol, "session %s did not end within %s; the guest's agent reports that it still runs", view.ID, limit)
 	}
 	return g, err
@@ -79,14 +81,14 @@ const stallNotice = 5 * time.Second
 // throughStalls asks the guest of a session. It asks again if the machine stood still. A machine stands still while it waits for
 // the store, while it is captured, and while its workspace is suspended. After a resume, s is the session's new sandbox. The rows
 // decide whether a machine stands still: a claim of the guest alone delays a caller by at most stallNotice.
-func (c *Controller) throughStalls(ctx context.Context, row Session, s *Sandbox, ask func(Sandbox) error) error {
+func (k *Keeper) throughStalls(ctx context.Context, row model.Session, s *model.Sandbox, ask func(model.Sandbox) error) error {
 	var doubtful time.Time // when the first error came that the rows do not explain
 	for wait := firstWaitPause; ; wait = min(2*wait, maxWaitPause) {
 		err := ask(*s)
 		if err == nil || ctx.Err() != nil {
 			return err
 		}
-		now, still, lookErr := c.standing(ctx, row, *s)
+		now, still, lookErr := k.standing(ctx, row, *s)
 		switch code := core.CodeOf(err); {
 		case lookErr != nil:
 			return lookErr
@@ -110,8 +112,8 @@ func (c *Controller) throughStalls(ctx context.Context, row Session, s *Sandbox,
 
 // standing reports whether the machine of a session stands still and will continue. It returns the present sandbox of the session,
 // which is another one after a resume.
-func (c *Controller) standing(ctx context.Context, row Session, s Sandbox) (now Sandbox, still bool, err error) {
-	w, err := read(ctx, c, InProject(row.ProjectID), func(tx Tx) (Workspace, error) {
+func (k *Keeper) standing(ctx context.Context, row model.Session, s model.Sandbox) (now model.Sandbox, still bool, err error) {
+	w, err := inProject(ctx, k.store, row.ProjectID, func(tx Tx) (model.Workspace, error) {
 		w, err := tx.Workspace(ctx, row.WorkspaceID)
 		if err != nil || w.Sandbox.ID == "" || w.Sandbox.ID == s.ID {
 			return w, err
