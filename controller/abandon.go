@@ -9,20 +9,27 @@ import (
 // abandon ends an operation as failed and undoes what its admission began: workspaces that it should make are failed, a capture
 // is failed, and the workspace that it acted on gets its old state. Runners drop what they may have of the operation.
 func (c *Controller) abandon(ctx context.Context, t *Task, problem error) error {
-	return c.abandonWith(ctx, t, problem, func(ctx context.Context, tx Tx) error { return c.takeBack(ctx, tx, t) })
+	return c.abandonWith(ctx, t, problem, func(ctx context.Context, tx Tx) error {
+		err := t.kind.takeBack(ctx, tx, t)
+		if core.CodeOf(err) == core.CodeStateConflict {
+			return nil
+		}
+		return err
+	})
 }
 
 // abandonWith is abandon, except that settle writes the new state of the workspace that the operation
 // acted on.
 func (c *Controller) abandonWith(ctx context.Context, t *Task, problem error, settle func(ctx context.Context, tx Tx) error) error {
-	ids := make([]core.SandboxID, 0, len(t.in.Children)+1)
-	ended := make([]EndedWorkspace, len(t.in.Children))
-	for i, child := range t.in.Children {
+	began := t.kind.made()
+	ids := make([]core.SandboxID, 0, len(began.children)+1)
+	ended := make([]EndedWorkspace, len(began.children))
+	for i, child := range began.children {
 		ended[i] = EndedWorkspace{ID: child.Workspace, To: core.WorkspaceFailed, Failure: failureOf(problem)}
 		ids = append(ids, child.Sandbox)
 	}
-	if t.in.Next != "" {
-		ids = append(ids, t.in.Next)
+	if began.next != "" {
+		ids = append(ids, began.next)
 	}
 	err := t.fail(ctx, problem, func(ctx context.Context, tx Tx) (Outcome, Result, error) {
 		if len(ended) > 0 {
@@ -30,8 +37,8 @@ func (c *Controller) abandonWith(ctx context.Context, t *Task, problem error, se
 				return Outcome{}, Result{}, err
 			}
 		}
-		if t.in.Capture != "" {
-			if err := tx.FailCheckpoint(ctx, t.in.Capture, *failureOf(problem)); err != nil {
+		if began.capture != "" {
+			if err := tx.FailCheckpoint(ctx, began.capture, *failureOf(problem)); err != nil {
 				return Outcome{}, Result{}, err
 			}
 		}
@@ -39,30 +46,6 @@ func (c *Controller) abandonWith(ctx context.Context, t *Task, problem error, se
 	})
 	if err == nil {
 		c.drop(ctx, ids...)
-	}
-	return err
-}
-
-// takeBack returns the workspace that an operation acted on to its old state, unless it has changed to another state meanwhile.
-func (c *Controller) takeBack(ctx context.Context, tx Tx, t *Task) error {
-	var err error
-	switch t.op.Kind {
-	case OpCreateCheckpoint, OpForkWorkspace, OpSuspendWorkspace:
-		_, err = tx.CapturedWorkspace(ctx, t.op.WorkspaceID, t.in.Epoch, nil)
-	case OpRestoreWorkspace:
-		if err = tx.EndSandboxes(ctx, []core.SandboxID{t.in.Next}); err != nil {
-			return err
-		}
-		_, err = tx.ReturnWorkspace(ctx, t.op.WorkspaceID, t.in.Epoch)
-	case OpResumeWorkspace:
-		if err = tx.EndSandboxes(ctx, []core.SandboxID{t.in.Next}); err != nil {
-			return err
-		}
-		_, err = tx.MoveWorkspace(ctx, t.op.WorkspaceID, t.in.Epoch, core.WorkspaceSuspended)
-	case OpPruneCheckpoints, OpCreateWorkspace, OpCreateTemplate, OpForkCheckpoint, OpRestoreCheckpoint, OpTerminateWorkspace:
-	}
-	if core.CodeOf(err) == core.CodeStateConflict {
-		return nil
 	}
 	return err
 }

@@ -27,6 +27,9 @@ type CreateRequest struct {
 	Rest      Rest
 }
 
+// createWorkspace is the kind create_workspace: it finds or makes the template of the image, and forks it.
+type createWorkspace struct{ growInput }
+
 // CreateWorkspace makes a workspace from an image, as a fork of the image's template. If there is no template, it is made first.
 func (c *Controller) CreateWorkspace(ctx context.Context, project core.ProjectID, req CreateRequest, wait time.Duration) (Answer, error) {
 	if req.Image == "" {
@@ -50,7 +53,7 @@ func (c *Controller) CreateWorkspace(ctx context.Context, project core.ProjectID
 		return Answer{}, err
 	}
 	op := Operation{ProjectID: project, Kind: OpCreateWorkspace, Step: "template"}
-	admit := func(ctx context.Context, tx Tx, op *Operation, in *opInput, attempt int) (any, error) {
+	admit := func(ctx context.Context, tx Tx, op *Operation, attempt int) (kind, error) {
 		runner, err := c.place(ctx, tx, placement.Request{Count: 1, Resources: req.Resources, Image: image.Digest})
 		if err != nil {
 			return nil, err
@@ -73,12 +76,12 @@ func (c *Controller) CreateWorkspace(ctx context.Context, project core.ProjectID
 		if err != nil {
 			return nil, err
 		}
-		op.WorkspaceID, in.Children = list[0].ID, childInputs(list)
-		plan := &forkPlan{children: list}
+		op.WorkspaceID = list[0].ID
+		k := &createWorkspace{growInput{Children: childInputs(list), plan: &forkPlan{children: list}}}
 		if op.Step == "fork" {
-			plan.source, in.Source, op.CheckpointID = template, template.ID, template.ID
+			k.plan.source, k.Source, op.CheckpointID = template, template.ID, template.ID
 		}
-		return plan, nil
+		return k, nil
 	}
 	t, err := c.admit(ctx, project, wait, func(ctx context.Context) (*Task, error) { return c.begin(ctx, InProject(project), op, admit) })
 	if err != nil {
@@ -87,9 +90,9 @@ func (c *Controller) CreateWorkspace(ctx context.Context, project core.ProjectID
 	return t.await(ctx, wait)
 }
 
-// workCreate is the work of create_workspace: find or make the template, then fork it.
-func (c *Controller) workCreate(ctx context.Context, t *Task) error {
-	plan, err := c.loadFork(ctx, t)
+func (k *createWorkspace) work(ctx context.Context, t *Task) error {
+	c := t.c
+	plan, err := k.load(ctx, t)
 	if err != nil {
 		return err
 	}

@@ -3,7 +3,13 @@
 // workspaces, checkpoints and operations. It knows no SQL (controller/postgres), no HTTP
 // (controller/httpapi) and no VMM (it reaches runners through Runners).
 //
+// Packages below this one own parts of the work, such as sessions or uploads to the store. parts.go puts
+// them together.
+//
 // # Operations
+//
+// Each kind of operation is one type with its input, its work and what a failure takes back: kinds.go
+// lists them.
 //
 // Every change that needs a runner is an operation: a row with its input, a named step and a lease.
 // A use case inserts the operation in one transaction, together with the new rows in their first

@@ -11,32 +11,40 @@ import (
 	"github.com/coppice-dev/coppice/internal/pace"
 )
 
-// callFork asks each runner for its own share of the children. If one of several runners fails,
+// grownChild is a child of a fork after its runner has answered.
+type grownChild struct {
+	runnerapi.ChildResult
+	given grants.Given // what the runner is known to have of its rules and grants
+}
+
+// callFork asks each runner for its own share of the children, and returns what was sent and what came. If one of several runners fails,
 // only the children of that runner get its problem.
-func (c *Controller) callFork(ctx context.Context, plan *forkPlan) ([]runnerapi.ChildResult, error) {
+func (c *Controller) callFork(ctx context.Context, plan *forkPlan) ([]grownChild, error) {
 	shares := map[string][]int{} // by endpoint: places in the order asked
 	for i, w := range plan.children {
 		shares[w.Sandbox.Endpoint] = append(shares[w.Sandbox.Endpoint], i)
 	}
-	out := make([]runnerapi.ChildResult, len(plan.children))
 	if len(shares) == 1 {
-		for endpoint, share := range shares {
-			if err := c.callShare(ctx, plan, endpoint, share, out); err != nil {
-				return nil, err
-			}
-		}
-		return out, nil
+		return c.callShare(ctx, plan, plan.children)
 	}
+	out := make([]grownChild, len(plan.children))
 	var group sync.WaitGroup
-	for endpoint, share := range shares {
+	for _, share := range shares {
 		group.Go(func() {
-			err := c.callShare(ctx, plan, endpoint, share, out)
-			if err == nil {
-				return
+			children := make([]Workspace, len(share))
+			for n, i := range share {
+				children[n] = plan.children[i]
 			}
-			c.log.WarnContext(ctx, "a runner did not grow its share of a fork", "checkpoint_id", plan.source.ID, "runner_id", plan.children[share[0]].Sandbox.RunnerID, "err", err)
-			for _, i := range share {
-				out[i] = runnerapi.ChildResult{SandboxID: plan.children[i].Sandbox.ID, Problem: runnerapi.ProblemOf(err)}
+			got, err := c.callShare(ctx, plan, children)
+			if err != nil {
+				c.log.WarnContext(ctx, "a runner did not grow its share of a fork", "checkpoint_id", plan.source.ID, "runner_id", children[0].Sandbox.RunnerID, "err", err)
+			}
+			for n, i := range share { // no other share has this place
+				if err != nil {
+					out[i].ChildResult = runnerapi.ChildResult{SandboxID: children[n].Sandbox.ID, Problem: runnerapi.ProblemOf(err)}
+					continue
+				}
+				out[i] = got[n]
 			}
 		})
 	}
@@ -47,81 +55,83 @@ func (c *Controller) callFork(ctx context.Context, plan *forkPlan) ([]runnerapi.
 	return out, nil
 }
 
-// callShare asks one runner for some of the children. It repeats the request if the runner could not be reached, and checks every
+// callShare asks the one runner of some of the children. It repeats the request if the runner could not be reached, and checks every
 // answer. A child counts as grown only with a complete reseal of its generation, and with an attestation by the runner that was asked.
-func (c *Controller) callShare(ctx context.Context, plan *forkPlan, endpoint string, share []int, out []runnerapi.ChildResult) error {
-	req := runnerapi.Fork{CheckpointID: plan.source.ID, Children: make([]runnerapi.Child, len(share)), Sources: plan.source.Sources, Peers: plan.source.Peers, Expected: plan.source.Expected()}
+func (c *Controller) callShare(ctx context.Context, plan *forkPlan, children []Workspace) ([]grownChild, error) {
+	req := runnerapi.Fork{CheckpointID: plan.source.ID, Sources: plan.source.Sources, Peers: plan.source.Peers, Expected: plan.source.Expected()}
 	// A host that joined again is another runner. It may still hold the checkpoint that it captured
 	// as the earlier runner, but it cannot attest these bytes. So it must verify them against the
 	// manifest, like every runner that has not captured the checkpoint.
-	req.Verify = len(req.Sources) > 0 && plan.children[share[0]].Sandbox.RunnerID != plan.source.RunnerID
-	if err := c.tell(ctx, plan, share, req.Children); err != nil {
-		return err
-	}
-	for n, i := range share {
-		w := plan.children[i]
-		if w.Resources.DiskGiB > plan.source.Resources.DiskGiB {
-			req.Children[n].DiskGiB = w.Resources.DiskGiB
-		}
+	req.Verify = len(req.Sources) > 0 && children[0].Sandbox.RunnerID != plan.source.RunnerID
+	given, err := c.describe(ctx, children, plan.source, &req)
+	if err != nil {
+		return nil, err
 	}
 	// Without the keys a runner can still grow a checkpoint that it has. Another runner reports that it lacks the keys; this is the cause.
 	keys, unavailable := c.dataKeys.For(ctx, plan.source.Sources...)
 	if unavailable != nil && core.CodeOf(unavailable) != core.CodeKeyUnavailable {
-		return unavailable
+		return nil, unavailable
 	}
 	req.Keys = keys
 	var res runnerapi.ForkResult
-	err := c.insist(ctx, func() error {
+	err = c.insist(ctx, func() error {
 		var err error
-		res, err = c.runners.Fork(ctx, endpoint, req)
+		res, err = c.runners.Fork(ctx, children[0].Sandbox.Endpoint, req)
 		return err
 	})
 	if core.CodeOf(err) == core.CodeKeyUnavailable && unavailable != nil {
-		return unavailable
+		return nil, unavailable
 	}
 	if err != nil {
-		return err
+		return nil, err
 	}
 	if len(res.Children) != len(req.Children) {
-		return core.Errorf(core.Internal, core.CodeInternal, "the runner answered a fork of %d with %d children", len(req.Children), len(res.Children))
+		return nil, core.Errorf(core.Internal, core.CodeInternal, "the runner answered a fork of %d with %d children", len(req.Children), len(res.Children))
 	}
-	for n, i := range share {
-		out[i] = res.Children[n]
-		problem := refused(req.Children[n], out[i])
+	out := make([]grownChild, len(children))
+	for n, w := range children {
+		out[n].ChildResult = res.Children[n]
+		if !plan.loaded {
+			out[n].given = given[n]
+		}
+		problem := refused(req.Children[n], res.Children[n])
 		if problem == nil {
-			out[i].Attestation, problem = c.accept(plan, plan.children[i], req.Children[n], out[i])
+			out[n].Attestation, problem = c.accept(plan, w, req.Children[n], res.Children[n])
 		}
 		if problem != nil {
-			out[i].Problem, out[i].Attestation = runnerapi.ProblemOf(problem), nil
+			out[n].Problem, out[n].Attestation = runnerapi.ProblemOf(problem), nil
 		}
 	}
-	return nil
+	return out, nil
 }
 
-// tell describes some of the children for their runner. It issues their grants again, with the present secrets and rules.
-func (c *Controller) tell(ctx context.Context, plan *forkPlan, share []int, children []runnerapi.Child) error {
-	list := make([]grants.Workspace, len(share))
-	for n, i := range share {
-		list[n] = plan.children[i].ForGrants()
+// describe puts the children into the request to their runner, and returns what they are given. It issues their grants again, with the
+// present secrets and rules.
+func (c *Controller) describe(ctx context.Context, children []Workspace, source Checkpoint, req *runnerapi.Fork) ([]grants.Given, error) {
+	list := make([]grants.Workspace, len(children))
+	for n, w := range children {
+		list[n] = w.ForGrants()
 	}
 	bundles, err := c.grants.Bundles(ctx, list, false)
 	if err != nil {
-		return err
+		return nil, err
 	}
-	for n, i := range share {
-		w := plan.children[i]
-		children[n] = runnerapi.Child{
+	given := make([]grants.Given, len(children))
+	for n, w := range children {
+		child := runnerapi.Child{
 			SandboxID: w.Sandbox.ID, WorkspaceID: w.ID, Epoch: w.Sandbox.Epoch, Identity: w.Sandbox.Identity, Egress: w.Egress, Rules: bundles[n].Rules, Env: w.Env,
 		}
-		plan.tell(w, bundles[n].Given)
-		if w.Egress != core.EgressDenyAll {
-			continue
+		if w.Resources.DiskGiB > source.Resources.DiskGiB {
+			child.DiskGiB = w.Resources.DiskGiB
 		}
-		if children[n].CA, err = c.secrets.Trusted(ctx, w.ProjectID); err != nil {
-			return err
+		if w.Egress == core.EgressDenyAll {
+			if child.CA, err = c.secrets.Trusted(ctx, w.ProjectID); err != nil {
+				return nil, err
+			}
 		}
+		req.Children, given[n] = append(req.Children, child), bundles[n].Given
 	}
-	return nil
+	return given, nil
 }
 
 // refused says why a child is not ready after the runner's answer.

@@ -75,44 +75,13 @@ func (e *OperationError) Error() string { return fmt.Sprintf("operation %s: %v",
 // Unwrap returns the failure.
 func (e *OperationError) Unwrap() error { return e.Err }
 
-// opInput is the input of every kind of operation; each uses what it needs.
-type opInput struct {
-	Children     []childInput      `json:"children,omitempty"` // workspaces that it makes
-	AllOrNothing bool              `json:"all_or_nothing,omitempty"`
-	Source       core.CheckpointID `json:"source,omitempty"`  // grown from
-	Capture      core.CheckpointID `json:"capture,omitempty"` // made
-	Epoch        int64             `json:"epoch,omitempty"`   // of the workspace that it acts on
-	Sandbox      core.SandboxID    `json:"sandbox,omitempty"` // of that workspace, in that epoch
-	Next         core.SandboxID    `json:"next,omitempty"`    // the one that a restore prepares
-	Prune        *PruneResult      `json:"prune,omitempty"`   // the plan that it carries out
-}
-
-type childInput struct {
-	Workspace core.WorkspaceID `json:"workspace_id"`
-	Sandbox   core.SandboxID   `json:"sandbox_id"`
-}
-
-// Workspaces returns the workspaces that the operation makes.
-func (o Operation) Workspaces() []core.WorkspaceID {
-	var in opInput
-	if json.Unmarshal(o.Input, &in) != nil {
-		return nil
-	}
-	ids := make([]core.WorkspaceID, len(in.Children))
-	for i, c := range in.Children {
-		ids[i] = c.Workspace
-	}
-	return ids
-}
-
 // Task is an operation that this process works on.
 type Task struct {
 	c        *Controller
 	starting core.OperationID // under which it is in the controller's starting; only begin uses it
 	accepted Operation        // as it was when the task began; never written again
 	op       Operation        // the task's own goroutine works on it
-	in       opInput
-	plan     any              // what the admission knows already; nil when the operation is resumed
+	kind     kind             // its input, and what it does
 	repeat   core.OperationID // set when there is nothing to do but to answer as this operation, of an equal request, did
 	watch    *core.Stopwatch
 	cancel   context.CancelCauseFunc
@@ -127,34 +96,6 @@ type Task struct {
 	stalled chan struct{} // closed when the end cannot be written because the database is away
 }
 
-// work does one kind of operation. It ends the operation itself, by Task.finish or fail. An error means that it did not end it: then the
-// operation is abandoned, unless another controller has it now or this one stops.
-func (c *Controller) work(kind OperationKind) func(context.Context, *Task) error {
-	switch kind {
-	case OpCreateWorkspace:
-		return c.workCreate
-	case OpCreateTemplate:
-		return c.workTemplate
-	case OpCreateCheckpoint:
-		return c.workCapture
-	case OpForkCheckpoint, OpRestoreCheckpoint:
-		return c.workFork
-	case OpForkWorkspace:
-		return c.workForkWorkspace
-	case OpRestoreWorkspace:
-		return c.workRestore
-	case OpTerminateWorkspace:
-		return c.workTerminate
-	case OpSuspendWorkspace:
-		return c.workSuspend
-	case OpResumeWorkspace:
-		return c.workResume
-	case OpPruneCheckpoints:
-		return c.workPrune
-	}
-	return nil
-}
-
 const identityAttempts = 8
 
 // Where a controller may be killed in the life of a request.
@@ -167,10 +108,10 @@ var (
 )
 
 // begin inserts an operation with the rows that admit makes, in one transaction, and starts it. admit fills the operation's
-// targets, input and first step and returns the plan; it runs again, with a higher attempt, when a fresh identity collided.
+// targets and first step and returns its kind with the input; it runs again, with a higher attempt, when a fresh identity collided.
 // Only the values of the context are used: if the client hangs up now, this changes nothing. For a request that was admitted before,
 // begin inserts nothing: the task then stands for the operation that the earlier request began.
-func (c *Controller) begin(ctx context.Context, scope Scope, op Operation, admit func(ctx context.Context, tx Tx, op *Operation, in *opInput, attempt int) (any, error)) (*Task, error) {
+func (c *Controller) begin(ctx context.Context, scope Scope, op Operation, admit func(ctx context.Context, tx Tx, op *Operation, attempt int) (kind, error)) (*Task, error) {
 	if err := c.reserve(); err != nil {
 		return nil, err
 	}
@@ -191,24 +132,24 @@ func (c *Controller) begin(ctx context.Context, scope Scope, op Operation, admit
 	var err error
 	for attempt := range identityAttempts {
 		err = c.store.InTx(ctx, scope, func(tx Tx) error {
-			next, in := op, opInput{}
+			next := op
 			next.ID = core.NewID[core.OperationID]()
 			if err := request.Bind(ctx, tx, op.ProjectID, string(next.ID)); err != nil {
 				return err
 			}
-			plan, err := admit(ctx, tx, &next, &in, attempt)
+			k, err := admit(ctx, tx, &next, attempt)
 			if err != nil {
 				return err
 			}
-			if next.Input, err = json.Marshal(in); err != nil {
+			if next.Input, err = json.Marshal(k); err != nil {
 				return fmt.Errorf("encode operation input: %w", err)
 			}
-			t.in, t.plan = in, plan
+			t.kind = k
 			c.starts(t, next.ID)
 			if t.op, err = tx.InsertOperation(ctx, next, c.cfg.OperationLease); err != nil {
 				return err
 			}
-			if err := tx.Admit(ctx, next.ProjectID, demandOf(next, in)); err != nil {
+			if err := tx.Admit(ctx, next.ProjectID, k.made().demand(next.ProjectID)); err != nil {
 				return err
 			}
 			return inAdmission.Hit(ctx)
@@ -326,7 +267,7 @@ func (c *Controller) attempt(ctx context.Context, t *Task) (err error) {
 			err = core.Errorf(core.Internal, core.CodeInternal, "something went wrong inside Coppice; the log has the cause under operation %s", t.op.ID)
 		}
 	}()
-	return c.work(t.op.Kind)(ctx, t)
+	return t.kind.work(ctx, t)
 }
 
 // write is what an operation's last transaction changes besides its own row.

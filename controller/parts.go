@@ -73,7 +73,7 @@ func (c *Controller) makeParts() {
 			return list.Running(), err
 		},
 		Suspend: func(ctx context.Context, w Workspace, still idle.Check) error {
-			_, err := c.beginCapture(ctx, w.ProjectID, OpSuspendWorkspace, w.ID, CheckpointRequest{}, nil, whileIdle(still))
+			_, err := c.beginCapture(ctx, w.ProjectID, w.ID, suspension(whileIdle(still)))
 			return err
 		},
 		Terminate: func(ctx context.Context, w Workspace, still idle.Check) error {

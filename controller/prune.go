@@ -234,9 +234,8 @@ func (c *Controller) prune(ctx context.Context, project core.ProjectID, plan *Pr
 		return Answer{Done: true, Result: Result{Prune: plan}}, nil
 	}
 	op := Operation{ProjectID: project, Kind: OpPruneCheckpoints, Step: "delete"}
-	t, err := c.begin(ctx, InProject(project), op, func(_ context.Context, _ Tx, _ *Operation, in *opInput, _ int) (any, error) {
-		in.Prune = plan
-		return nil, nil
+	t, err := c.begin(ctx, InProject(project), op, func(context.Context, Tx, *Operation, int) (kind, error) {
+		return &pruneCheckpoints{Prune: plan}, nil
 	})
 	if err != nil {
 		return Answer{}, err
@@ -244,10 +243,16 @@ func (c *Controller) prune(ctx context.Context, project core.ProjectID, plan *Pr
 	return t.await(ctx, wait)
 }
 
-// workPrune is the work of prune_checkpoints. It deletes the newest checkpoints first. A resumed operation starts again: it changes nothing
+// pruneCheckpoints is the kind prune_checkpoints: it deletes the checkpoints of a plan. What is deleted is not taken back.
+type pruneCheckpoints struct {
+	madeNothing
+	Prune *PruneResult `json:"prune,omitempty"` // the plan
+}
+
+// work deletes the newest checkpoints first. A resumed operation starts again: it changes nothing
 // about a checkpoint that is deleted already.
-func (c *Controller) workPrune(ctx context.Context, t *Task) error {
-	out := *t.in.Prune
+func (k *pruneCheckpoints) work(ctx context.Context, t *Task) error {
+	c, out := t.c, *k.Prune
 	out.Items = slices.Clone(out.Items)
 	for end := len(out.Items); end > 0; end -= pruneBatch {
 		items := out.Items[max(0, end-pruneBatch):end]

@@ -8,6 +8,9 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
+// resumeWorkspace is the kind resume_workspace: it continues a suspended workspace.
+type resumeWorkspace struct{ switchInput }
+
 // Resume continues a suspended workspace: it forks the checkpoint of the suspension, fully resealed, as the same workspace in its next
 // epoch. The programs continue, and the sessions keep their ids. If it fails, the workspace stays suspended. It is no error if the
 // workspace runs already. If a resume is under way, Resume waits for it.
@@ -80,7 +83,7 @@ func (c *Controller) awaitOpen(ctx context.Context, w Workspace, kind OperationK
 
 func (c *Controller) resumeSuspended(ctx context.Context, project core.ProjectID, id core.WorkspaceID) (*Task, error) {
 	op := Operation{ProjectID: project, Kind: OpResumeWorkspace, Step: "fork", WorkspaceID: id}
-	return c.begin(ctx, InProject(project), op, func(ctx context.Context, tx Tx, op *Operation, in *opInput, attempt int) (any, error) {
+	return c.begin(ctx, InProject(project), op, func(ctx context.Context, tx Tx, op *Operation, attempt int) (kind, error) {
 		w, err := tx.Workspace(ctx, id)
 		if err != nil {
 			return nil, err
@@ -104,19 +107,30 @@ func (c *Controller) resumeSuspended(ctx context.Context, project core.ProjectID
 			return nil, err
 		}
 		next, err := c.nextSandbox(ctx, tx, w, source, runners[0], attempt == 0)
-		op.CheckpointID, in.Source, in.Epoch, in.Next = source.ID, source.ID, w.Epoch, next.ID
-		return &restorePlan{workspace: w, next: next, source: source}, err
+		op.CheckpointID = source.ID
+		return &resumeWorkspace{switchInput{
+			Source: source.ID, Epoch: w.Epoch, Next: next.ID, plan: &restorePlan{workspace: w, next: next, source: source},
+		}}, err
 	})
 }
 
-// workResume is the work of resume_workspace.
-func (c *Controller) workResume(ctx context.Context, t *Task) error {
-	plan, err := c.loadRestore(ctx, t)
+// takeBack leaves the workspace suspended.
+func (k *resumeWorkspace) takeBack(ctx context.Context, tx Tx, t *Task) error {
+	if err := tx.EndSandboxes(ctx, []core.SandboxID{k.Next}); err != nil {
+		return err
+	}
+	_, err := tx.MoveWorkspace(ctx, t.op.WorkspaceID, k.Epoch, core.WorkspaceSuspended)
+	return err
+}
+
+func (k *resumeWorkspace) work(ctx context.Context, t *Task) error {
+	c := t.c
+	plan, err := k.load(ctx, t)
 	if err != nil {
 		return err
 	}
 	if t.op.Step == "fork" {
-		if err := c.switchSandbox(ctx, t, plan); err != nil {
+		if err := k.switchSandbox(ctx, t, plan); err != nil {
 			return err
 		}
 	}
@@ -124,7 +138,7 @@ func (c *Controller) workResume(ctx context.Context, t *Task) error {
 	t.watch.Lap("ports")
 	return t.finish(ctx, func(ctx context.Context, tx Tx) (Outcome, Result, error) {
 		w, err := tx.Workspace(ctx, t.op.WorkspaceID)
-		return Outcome{Workspace: t.op.WorkspaceID, Checkpoint: t.in.Source}, Result{Workspace: &w, Checkpoint: &plan.source}, err
+		return Outcome{Workspace: t.op.WorkspaceID, Checkpoint: k.Source}, Result{Workspace: &w, Checkpoint: &plan.source}, err
 	})
 }
 

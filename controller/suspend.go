@@ -9,6 +9,9 @@ import (
 	"github.com/coppice-dev/coppice/internal/pace"
 )
 
+// suspendWorkspace is the kind suspend_workspace: a capture that ends with a stop.
+type suspendWorkspace struct{ captureInput }
+
 // Suspend checkpoints a workspace and stops it. Its machine does not run after the captured instant, so nothing that it did is lost or
 // done twice. It is no error if the workspace is suspended already.
 func (c *Controller) Suspend(ctx context.Context, project core.ProjectID, id core.WorkspaceID, wait time.Duration) (Answer, error) {
@@ -24,26 +27,33 @@ func (c *Controller) Suspend(ctx context.Context, project core.ProjectID, id cor
 			return answer, err
 		}
 	}
-	return c.capture(ctx, project, OpSuspendWorkspace, id, CheckpointRequest{}, nil, wait)
+	return c.capture(ctx, project, id, wait, suspension(nil))
 }
 
-// workSuspend is the work of suspend_workspace.
-func (c *Controller) workSuspend(ctx context.Context, t *Task) error {
+// suspension is the capture of a suspension, with a further condition.
+func suspension(only func(ctx context.Context, tx Tx) error) capturing {
+	return capturing{kind: OpSuspendWorkspace, only: only, as: func(_ context.Context, _ Tx, in captureInput, _ int) (kind, error) {
+		return &suspendWorkspace{in}, nil
+	}}
+}
+
+func (k *suspendWorkspace) work(ctx context.Context, t *Task) error {
+	c := t.c
 	defer c.captureEnded(t.op.WorkspaceID)
-	plan, err := c.loadCapture(ctx, t)
+	plan, err := k.load(ctx, t)
 	if err != nil {
 		return err
 	}
-	got, err := c.stopCaptured(ctx, t, plan)
+	got, err := k.stopCaptured(ctx, t, plan)
 	if err != nil {
-		return c.captureFailed(ctx, t, err)
+		return k.failed(ctx, t, err)
 	}
 	return t.finish(ctx, func(ctx context.Context, tx Tx) (Outcome, Result, error) {
 		cp, err := tx.CaptureCheckpoint(ctx, plan.checkpoint.ID, plan.checkpoint.RunnerID, got)
 		if err != nil {
 			return Outcome{}, Result{}, err
 		}
-		w, err := tx.SuspendWorkspace(ctx, t.op.WorkspaceID, t.in.Epoch, cp)
+		w, err := tx.SuspendWorkspace(ctx, t.op.WorkspaceID, k.Epoch, cp)
 		if core.CodeOf(err) == core.CodeStateConflict { // terminated or given up meanwhile; the checkpoint counts either way
 			w, err = tx.Workspace(ctx, t.op.WorkspaceID)
 		}
@@ -53,9 +63,10 @@ func (c *Controller) workSuspend(ctx context.Context, t *Task) error {
 
 // stopCaptured asks the runner for the capture that ends in a stop. The outcome must be known: while the runner cannot be reached, the
 // machine may run or not. Only the runner can say, or its silence for longer than the hard lease.
-func (c *Controller) stopCaptured(ctx context.Context, t *Task, plan *capturePlan) (runnerapi.Checkpoint, error) {
+func (k *suspendWorkspace) stopCaptured(ctx context.Context, t *Task, plan *capturePlan) (runnerapi.Checkpoint, error) {
+	c := t.c
 	for {
-		got, err := c.callCapture(ctx, t, plan)
+		got, err := k.call(ctx, t, plan, runnerapi.Capture{Stop: true})
 		if core.CodeOf(err) != core.CodeRunnerUnreachable {
 			return got, err
 		}
@@ -65,7 +76,7 @@ func (c *Controller) stopCaptured(ctx context.Context, t *Task, plan *capturePla
 		if err := pace.Pause(ctx, c.cfg.LoopInterval); err != nil {
 			return got, err
 		}
-		list, err := read(ctx, c, System(), func(tx Tx) ([]Sandbox, error) { return tx.Sandboxes(ctx, []core.SandboxID{t.in.Sandbox}) })
+		list, err := read(ctx, c, System(), func(tx Tx) ([]Sandbox, error) { return tx.Sandboxes(ctx, []core.SandboxID{k.Sandbox}) })
 		if err == nil && len(list) == 1 { // it may have moved to another address
 			plan.checkpoint.Endpoint = list[0].Endpoint
 		}

@@ -70,7 +70,7 @@ func (c *Controller) liveTemplate(ctx context.Context, w Workspace, local bool) 
 // needs the template may be terminated while others wait for it.
 func (c *Controller) makeTemplate(ctx context.Context, w Workspace) (*Task, error) {
 	op := Operation{ProjectID: SystemProject, Kind: OpCreateTemplate}
-	return c.begin(ctx, System(), op, func(ctx context.Context, tx Tx, op *Operation, in *opInput, _ int) (any, error) {
+	return c.begin(ctx, System(), op, func(ctx context.Context, tx Tx, op *Operation, _ int) (kind, error) {
 		runner, err := tx.Runner(ctx, w.Sandbox.RunnerID)
 		if err != nil {
 			return nil, err
@@ -81,26 +81,42 @@ func (c *Controller) makeTemplate(ctx context.Context, w Workspace) (*Task, erro
 			Endpoint: runner.Endpoint, Class: &class, OperationID: op.ID,
 			Resources: core.Resources{VCPUs: w.Resources.VCPUs, MemoryMiB: w.Resources.MemoryMiB, DiskGiB: core.MinDiskGiB},
 		}
-		op.CheckpointID, in.Capture = cp.ID, cp.ID
-		return cp, tx.InsertCheckpoint(ctx, cp)
+		op.CheckpointID = cp.ID
+		return &createTemplate{Capture: cp.ID, checkpoint: &cp}, tx.InsertCheckpoint(ctx, cp)
 	})
 }
 
-// workTemplate is the work of create_template.
-func (c *Controller) workTemplate(ctx context.Context, t *Task) error {
-	cp, ok := t.plan.(Checkpoint)
-	if !ok {
-		err := t.load(ctx, func(tx Tx) error {
-			var err error
-			cp, err = tx.Checkpoint(ctx, t.in.Capture)
-			return err
-		})
-		if err != nil {
-			return err
-		}
+// createTemplate is the kind create_template: it boots an image and captures it.
+type createTemplate struct {
+	Capture core.CheckpointID `json:"capture,omitempty"`
+
+	checkpoint *Checkpoint
+}
+
+func (k *createTemplate) made() made { return made{capture: k.Capture} }
+
+// takeBack has nothing to do: the operation acts on no workspace.
+func (k *createTemplate) takeBack(context.Context, Tx, *Task) error { return nil }
+
+func (k *createTemplate) load(ctx context.Context, t *Task) (cp Checkpoint, err error) {
+	if k.checkpoint != nil {
+		return *k.checkpoint, nil
 	}
+	err = t.load(ctx, func(tx Tx) (err error) {
+		cp, err = tx.Checkpoint(ctx, k.Capture)
+		return err
+	})
+	return cp, err
+}
+
+func (k *createTemplate) work(ctx context.Context, t *Task) error {
+	cp, err := k.load(ctx, t)
+	if err != nil {
+		return err
+	}
+	c := t.c
 	var got runnerapi.Checkpoint
-	err := c.insist(ctx, func() error {
+	err = c.insist(ctx, func() error {
 		var err error
 		got, err = c.runners.Template(ctx, cp.Endpoint, runnerapi.Template{CheckpointID: cp.ID, Image: cp.Image.Digest, Resources: cp.Resources})
 		return err

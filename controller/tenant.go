@@ -50,18 +50,6 @@ type TenantTx interface {
 	Admit(ctx context.Context, id core.ProjectID, d Demand) error
 }
 
-// demandOf is what the admission of an operation adds to its project.
-func demandOf(op Operation, in opInput) Demand {
-	d := Demand{Workspaces: len(in.Children), ForksInFlight: len(in.Children), Checkpoint: in.Capture}
-	if in.Next != "" {
-		d.ForksInFlight++
-	}
-	if op.ProjectID == SystemProject {
-		d = Demand{}
-	}
-	return d
-}
-
 // reachOf is the scope in which a key manages projects and keys.
 func reachOf(k Key) Scope {
 	if core.MissingScope(k.Scopes, core.ScopeAdmin) == "" {

@@ -7,6 +7,13 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
+// terminateWorkspace is the kind terminate_workspace: it takes a workspace down for good. Nothing of it is taken back: a termination that is
+// abandoned is begun again.
+type terminateWorkspace struct {
+	madeNothing
+	Epoch int64 `json:"epoch,omitempty"` // of the workspace when the operation began
+}
+
 // Terminate takes a workspace down for good. Its checkpoints stay. It is no error if the workspace is gone. If a termination is under
 // way, Terminate waits for it.
 func (c *Controller) Terminate(ctx context.Context, project core.ProjectID, id core.WorkspaceID, wait time.Duration) (Answer, error) {
@@ -43,7 +50,7 @@ func (c *Controller) terminate(ctx context.Context, project core.ProjectID, id c
 // terminateIf begins a termination. If there is a further condition, the workspace must meet it.
 func (c *Controller) terminateIf(ctx context.Context, project core.ProjectID, id core.WorkspaceID, only func(context.Context, Tx) error) (*Task, error) {
 	op := Operation{ProjectID: project, Kind: OpTerminateWorkspace, Step: "drop", WorkspaceID: id}
-	return c.begin(ctx, InProject(project), op, func(ctx context.Context, tx Tx, _ *Operation, in *opInput, _ int) (any, error) {
+	return c.begin(ctx, InProject(project), op, func(ctx context.Context, tx Tx, _ *Operation, _ int) (kind, error) {
 		w, err := tx.Workspace(ctx, id)
 		if err != nil {
 			return nil, err
@@ -53,17 +60,17 @@ func (c *Controller) terminateIf(ctx context.Context, project core.ProjectID, id
 				return nil, err
 			}
 		}
-		in.Epoch = w.Epoch
+		k := &terminateWorkspace{Epoch: w.Epoch}
 		switch {
 		case w.State == core.WorkspaceTerminated:
 			return nil, core.Errorf(core.Conflict, core.CodeStateConflict, "workspace %s is terminated already", id)
 		case w.State.Final(): // failed or lost: there is nothing to take down
-			return nil, nil
+			return k, nil
 		case w.State == core.WorkspaceTerminating:
-			return nil, c.orphaned(ctx, tx, id)
+			return k, c.orphaned(ctx, tx, id)
 		}
 		_, err = tx.MoveWorkspace(ctx, id, w.Epoch, core.WorkspaceTerminating)
-		return nil, err
+		return k, err
 	})
 }
 
@@ -94,9 +101,10 @@ func (c *Controller) awaitTermination(ctx context.Context, project core.ProjectI
 	return answer, true, err
 }
 
-// workTerminate is the work of terminate_workspace. It does not end before the runner has taken every sandbox of the
+// work does not end before the runner has taken every sandbox of the
 // workspace down, or has been silent for so long that it has done so by itself.
-func (c *Controller) workTerminate(ctx context.Context, t *Task) error {
+func (k *terminateWorkspace) work(ctx context.Context, t *Task) error {
+	c := t.c
 	defer c.captureEnded(t.op.WorkspaceID)
 	var sandboxes []Sandbox
 	err := t.load(ctx, func(tx Tx) error {

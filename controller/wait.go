@@ -248,16 +248,14 @@ func (c *Controller) claim(ctx context.Context) error {
 }
 
 func (c *Controller) resume(ctx context.Context, op Operation, until time.Duration) error {
-	if c.work(op.Kind) == nil {
-		return fmt.Errorf("operation %s is of kind %q, which this program does not know", op.ID, op.Kind)
+	k, err := kindOf(op)
+	if err != nil {
+		return err
 	}
-	t := &Task{c: c, op: op, watch: core.NewStopwatch(), done: make(chan struct{}), stalled: make(chan struct{})}
+	t := &Task{c: c, op: op, kind: k, watch: core.NewStopwatch(), done: make(chan struct{}), stalled: make(chan struct{})}
 	t.until.Store(int64(until))
 	for _, timing := range op.Timings {
 		t.watch.Add(timing.Stage, time.Duration(timing.DurationMS*float64(time.Millisecond)))
-	}
-	if err := json.Unmarshal(op.Input, &t.in); err != nil {
-		return fmt.Errorf("read input of operation %s: %w", op.ID, err)
 	}
 	if err := c.reserve(); err != nil {
 		return err

@@ -1,0 +1,114 @@
+package controller
+
+import (
+	"context"
+	"errors"
+	"time"
+
+	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/controller/placement"
+	"github.com/coppice-dev/coppice/core"
+)
+
+// forkWorkspace is the kind fork_workspace: it captures a running workspace and grows others from the capture.
+type forkWorkspace struct {
+	captureInput
+	Children     []childInput `json:"children,omitempty"` // the workspaces
+	AllOrNothing bool         `json:"all_or_nothing,omitempty"`
+
+	fork *forkPlan
+}
+
+// ForkWorkspace captures a running workspace and grows others from the capture, as one operation.
+func (c *Controller) ForkWorkspace(ctx context.Context, project core.ProjectID, id core.WorkspaceID, cp CheckpointRequest, fork ForkRequest, wait time.Duration) (Answer, error) {
+	names, err := fork.names()
+	if err != nil {
+		return Answer{}, err
+	}
+	return c.capture(ctx, project, id, wait, capturing{
+		kind: OpForkWorkspace, request: cp, forks: true,
+		as: func(ctx context.Context, tx Tx, in captureInput, attempt int) (kind, error) {
+			plan, err := c.plantBeside(ctx, tx, project, in.plan.checkpoint, fork, names, attempt)
+			if err != nil {
+				return nil, err
+			}
+			return &forkWorkspace{captureInput: in, Children: childInputs(plan.children), AllOrNothing: fork.AllOrNothing, fork: plan}, nil
+		},
+	})
+}
+
+// plantBeside inserts the children of a fork of a workspace. Their checkpoint will be captured on the workspace's runner.
+func (c *Controller) plantBeside(ctx context.Context, tx Tx, project core.ProjectID, cp Checkpoint, req ForkRequest, names []string, attempt int) (*forkPlan, error) {
+	like, err := childOf(cp, req)
+	if err != nil {
+		return nil, err
+	}
+	runners, err := c.placeEach(ctx, tx, placement.Request{Count: req.Count, Resources: cp.Resources, Holder: cp.RunnerID}, false)
+	if err != nil {
+		return nil, err
+	}
+	children, err := c.plant(ctx, tx, planting{project: project, runners: runners, names: names, source: &cp, attempt: attempt, ttl: req.TTL, like: like})
+	if err == nil {
+		err = inherit(ctx, tx, cp, req.Grants, children)
+	}
+	return &forkPlan{children: children, source: cp}, err
+}
+
+func (k *forkWorkspace) made() made { return made{children: k.Children, capture: k.Capture} }
+
+func (k *forkWorkspace) loadFork(ctx context.Context, t *Task) (*forkPlan, error) {
+	if k.fork != nil {
+		return k.fork, nil
+	}
+	return t.loadChildren(ctx, k.Children, k.Capture)
+}
+
+// work writes the capture while the runner already grows the children. So the parent is
+// ready again at once, and the children do not wait for this.
+func (k *forkWorkspace) work(ctx context.Context, t *Task) error {
+	c := t.c
+	defer c.captureEnded(t.op.WorkspaceID)
+	plan, err := k.load(ctx, t)
+	if err != nil {
+		return err
+	}
+	fork, err := k.loadFork(ctx, t)
+	if err != nil {
+		return err
+	}
+	if t.op.Step == "fork" {
+		fork.source = plan.checkpoint
+		return c.grow(ctx, t, fork, k.AllOrNothing)
+	}
+	got, err := k.call(ctx, t, plan, runnerapi.Capture{Fork: true})
+	if err != nil {
+		return k.failed(ctx, t, err)
+	}
+	fork.source.Class = &got.Class // as its row will have it
+	recorded := make(chan error, 1)
+	go func() { recorded <- k.recordCapture(ctx, t, plan, got) }()
+	grown, err := c.callFork(ctx, fork)
+	recordErr := <-recorded
+	t.watch.Lap("fork")
+	if recordErr != nil {
+		return errors.Join(recordErr, err)
+	}
+	t.op.Step = "fork"
+	fork.source = plan.checkpoint
+	if err != nil {
+		return err
+	}
+	return c.endGrown(ctx, t, fork, grown, k.AllOrNothing)
+}
+
+// recordCapture writes the capture and the step, so that the parent continues.
+func (k *forkWorkspace) recordCapture(ctx context.Context, t *Task, plan *capturePlan, got runnerapi.Checkpoint) error {
+	defer t.c.captureEnded(t.op.WorkspaceID)
+	recorded := func(now Operation) bool { return now.Step == "fork" }
+	return t.insistTx(ctx, recorded, func(tx Tx) error {
+		if err := tx.StepOperation(ctx, t.op, "fork"); err != nil {
+			return err
+		}
+		return k.record(ctx, tx, t, plan, got)
+	})
+}

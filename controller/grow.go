@@ -1,0 +1,343 @@
+package controller
+
+import (
+	"context"
+	"slices"
+	"time"
+
+	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/core"
+)
+
+// forkPlan has what a fork needs from the rows.
+type forkPlan struct {
+	children []Workspace // in the requested order, each with its sandbox and the runner of the sandbox
+	source   Checkpoint
+	loaded   bool // the plan is from rows: children may have been grown before, with other rules
+}
+
+// growInput is the input of an operation that grows workspaces from a checkpoint.
+type growInput struct {
+	Children     []childInput      `json:"children,omitempty"` // the workspaces
+	AllOrNothing bool              `json:"all_or_nothing,omitempty"`
+	Source       core.CheckpointID `json:"source,omitempty"` // empty: a template that is not known yet
+
+	plan *forkPlan
+}
+
+func (in *growInput) made() made { return made{children: in.Children} }
+
+// takeBack has nothing to do: the operation acts on no workspace that was there before.
+func (in *growInput) takeBack(context.Context, Tx, *Task) error { return nil }
+
+func (in *growInput) load(ctx context.Context, t *Task) (*forkPlan, error) {
+	if in.plan != nil {
+		return in.plan, nil
+	}
+	return t.loadChildren(ctx, in.Children, in.Source)
+}
+
+func childInputs(children []Workspace) []childInput {
+	list := make([]childInput, len(children))
+	for i, w := range children {
+		list[i] = childInput{Workspace: w.ID, Sandbox: w.Sandbox.ID}
+	}
+	return list
+}
+
+// planting says which workspaces to insert.
+type planting struct {
+	project core.ProjectID
+	runners []Runner    // one for each name
+	names   []string    // empty ones are made up
+	like    Workspace   // what they have in common
+	source  *Checkpoint // the checkpoint that they grow from; nil: they are made from an image and begin a tree
+	attempt int         // 0: hostnames are the names of the workspaces
+	ttl     time.Duration
+}
+
+// plant inserts workspaces with their sandboxes, in the order of the names.
+func (c *Controller) plant(ctx context.Context, tx Tx, p planting) ([]Workspace, error) {
+	if err := c.mayReachAll(ctx, tx, p.project, p.like.Egress); err != nil {
+		return nil, err
+	}
+	ids := make([]core.WorkspaceID, len(p.names))
+	for i := range ids {
+		ids[i] = core.NewID[core.WorkspaceID]()
+	}
+	slices.Sort(ids) // lists sort by id: children come in their order
+	tree, captured := string(ids[0]), ""
+	if p.source != nil {
+		tree, captured = p.source.Tree, p.source.Address
+	}
+	addresses, err := addressesFor(ctx, tx, tree, p.runners, captured)
+	if err != nil {
+		return nil, err
+	}
+	list, sandboxes := make([]Workspace, len(p.names)), make([]Sandbox, len(p.names))
+	for i, name := range p.names {
+		w := p.like
+		w.ID, w.ProjectID, w.Name = ids[i], p.project, name
+		if name == "" {
+			w.Name = "ws-" + core.Short(w.ID)
+		}
+		identity, err := newIdentity(hostnameOf(w.Name, p.attempt == 0), addresses[i])
+		if err != nil {
+			return nil, err
+		}
+		w.Sandbox = Sandbox{
+			ID: core.NewID[core.SandboxID](), ProjectID: p.project, WorkspaceID: w.ID, Epoch: 1, RunnerID: p.runners[i].Info.RunnerID,
+			Endpoint: p.runners[i].Endpoint, Resources: w.Resources, Identity: identity,
+			EgressKey: p.runners[i].Info.EgressKey, EgressURL: p.runners[i].Info.EgressURL, Tree: tree,
+		}
+		list[i], sandboxes[i] = w, w.Sandbox
+	}
+	inserted, err := tx.InsertWorkspaces(ctx, list, p.ttl)
+	if err != nil {
+		return nil, err
+	}
+	tx.InsertSandboxes(sandboxes)
+	if err := c.occupy(ctx, tx, p.runners...); err != nil {
+		return nil, err
+	}
+	for i := range inserted { // both are sorted by id
+		inserted[i].Sandbox = sandboxes[i]
+	}
+	return inserted, nil
+}
+
+// loadChildren makes the plan of a resumed fork from its rows. source is empty for a workspace whose template is not known yet.
+func (t *Task) loadChildren(ctx context.Context, children []childInput, source core.CheckpointID) (*forkPlan, error) {
+	plan := &forkPlan{loaded: true}
+	err := t.load(ctx, func(tx Tx) error {
+		ids, sandboxIDs := make([]core.WorkspaceID, len(children)), make([]core.SandboxID, len(children))
+		for i, child := range children {
+			ids[i], sandboxIDs[i] = child.Workspace, child.Sandbox
+		}
+		var err error
+		if plan.children, err = tx.WorkspacesByID(ctx, ids); err != nil {
+			return err
+		}
+		sandboxes, err := tx.Sandboxes(ctx, sandboxIDs)
+		if err != nil {
+			return err
+		}
+		byWorkspace := map[core.WorkspaceID]Sandbox{}
+		for _, s := range sandboxes {
+			byWorkspace[s.WorkspaceID] = s
+		}
+		for i := range plan.children {
+			plan.children[i].Sandbox = byWorkspace[plan.children[i].ID]
+		}
+		if source != "" {
+			plan.source, err = t.c.source(ctx, tx, source)
+		}
+		return err
+	})
+	return plan, err
+}
+
+// grow asks the runner for the children and ends the operation.
+func (c *Controller) grow(ctx context.Context, t *Task, plan *forkPlan, allOrNothing bool) error {
+	got, err := c.callFork(ctx, plan)
+	t.watch.Lap("fork")
+	if err != nil {
+		return c.abandon(ctx, t, err)
+	}
+	return c.endGrown(ctx, t, plan, got, allOrNothing)
+}
+
+// endGrown ends the operation according to the runner's answer.
+func (c *Controller) endGrown(ctx context.Context, t *Task, plan *forkPlan, got []grownChild, allOrNothing bool) error {
+	ready := 0
+	for i := range got {
+		if got[i].Problem == nil {
+			ready++
+		}
+	}
+	if ready == 0 || allOrNothing && ready < len(got) {
+		return c.failGrown(ctx, t, plan, got)
+	}
+	return c.finishGrown(ctx, t, plan, got)
+}
+
+// finishGrown writes the outcome of the children, in one transaction with a few statements, whatever their number.
+func (c *Controller) finishGrown(ctx context.Context, t *Task, plan *forkPlan, got []grownChild) error {
+	err := t.finish(ctx, func(ctx context.Context, tx Tx) (Outcome, Result, error) {
+		var ready []ReadyWorkspace
+		var failed []EndedWorkspace
+		for i, w := range plan.children {
+			if p := got[i].Problem; p != nil {
+				failed = append(failed, EndedWorkspace{ID: w.ID, To: core.WorkspaceFailed, Failure: &Failure{Code: p.Code, Message: p.Message}})
+			} else {
+				ready = append(ready, ReadyWorkspace{ID: w.ID, Epoch: w.Sandbox.Epoch, Sandbox: w.Sandbox.ID, Given: got[i].given})
+			}
+		}
+		moved, err := tx.ReadyWorkspaces(ctx, ready)
+		if err != nil {
+			return Outcome{}, Result{}, err
+		}
+		failed = append(failed, unready(ready, moved)...)
+		if len(failed) > 0 {
+			if _, err := tx.EndWorkspaces(ctx, failed); err != nil {
+				return Outcome{}, Result{}, err
+			}
+		}
+		tx.InsertReseals(reseals(t, plan, got))
+		now, err := unmoved(ctx, tx, plan, moved)
+		if err != nil {
+			return Outcome{}, Result{}, err
+		}
+		out, result := gather(plan, got, moved, now)
+		if t.op.Kind == OpCreateWorkspace || t.op.Kind == OpRestoreCheckpoint {
+			if p := result.Children[0].Problem; p != nil {
+				return Outcome{}, Result{}, p
+			}
+			out.Workspace, result.Workspace, result.Reseal = plan.children[0].ID, result.Children[0].Workspace, result.Children[0].Reseal
+		}
+		return out, result, nil
+	})
+	if err != nil {
+		return err
+	}
+	var gone []core.SandboxID // of workspaces that were terminated while they were grown, and what a runner may have grown that could not say so
+	for i, child := range t.result.Children {
+		if child.Workspace != nil && child.Workspace.RulesPending() {
+			c.grants.Wake()
+		}
+		if p := got[i].Problem; child.Problem != nil && (p == nil || p.Code == core.CodeRunnerUnreachable || got[i].Sandbox != nil) {
+			gone = append(gone, plan.children[i].Sandbox.ID)
+		}
+	}
+	c.drop(ctx, gone...)
+	return nil
+}
+
+// unready lists the workspaces that did not become ready, so that they fail. Only a workspace that
+// still waits for its sandbox can fail: its runner was given up. The others were terminated
+// meanwhile.
+func unready(ready []ReadyWorkspace, moved []Workspace) []EndedWorkspace {
+	done := make(map[core.WorkspaceID]bool, len(moved))
+	for _, w := range moved {
+		done[w.ID] = true
+	}
+	var list []EndedWorkspace
+	for _, r := range ready {
+		if !done[r.ID] {
+			list = append(list, EndedWorkspace{ID: r.ID, To: core.WorkspaceFailed, Failure: &Failure{Code: core.CodeRunnerLost, Message: SilentRunner}})
+		}
+	}
+	return list
+}
+
+// unmoved reads the rows of the children that did not become ready.
+func unmoved(ctx context.Context, tx Tx, plan *forkPlan, moved []Workspace) (map[core.WorkspaceID]Workspace, error) {
+	if len(moved) == len(plan.children) {
+		return nil, nil
+	}
+	ids := make([]core.WorkspaceID, len(plan.children))
+	for i, w := range plan.children {
+		ids[i] = w.ID
+	}
+	list, err := tx.WorkspacesByID(ctx, ids)
+	now := make(map[core.WorkspaceID]Workspace, len(list))
+	for _, w := range list {
+		now[w.ID] = w
+	}
+	return now, err
+}
+
+// whyUnready finds in its row why a new workspace did not become ready. A client may repeat the request if the runner was lost.
+func whyUnready(id core.WorkspaceID, now Workspace) *core.Error {
+	if now.Failure != nil && now.Failure.Code == core.CodeRunnerLost {
+		return core.Errorf(core.Unavailable, core.CodeRunnerLost, "the runner of workspace %s was given up while the workspace was being made; repeat the request", id)
+	}
+	return core.Errorf(core.Conflict, core.CodeStateConflict, "workspace %s was terminated while it was being made", id)
+}
+
+// gather puts the outcome together, in the requested order. A child that did not become ready was terminated meanwhile, or its runner
+// was given up.
+func gather(plan *forkPlan, got []grownChild, moved []Workspace, now map[core.WorkspaceID]Workspace) (Outcome, Result) {
+	byID := make(map[core.WorkspaceID]*Workspace, len(moved))
+	for i := range moved {
+		byID[moved[i].ID] = &moved[i]
+	}
+	var out Outcome
+	var result Result
+	for i, w := range plan.children {
+		child := Child{Workspace: byID[w.ID], Reseal: got[i].Reseal, Timings: got[i].Timings}
+		switch {
+		case got[i].Problem != nil:
+			child.Problem = core.Errorf(got[i].Problem.Category, got[i].Problem.Code, "%s", got[i].Problem.Message)
+		case child.Workspace == nil:
+			child.Problem = whyUnready(w.ID, now[w.ID])
+		}
+		o := ChildOutcome{Workspace: w.ID, Timings: got[i].Timings}
+		if child.Problem != nil {
+			child.Workspace = nil
+			o.Problem = runnerapi.ProblemOf(child.Problem)
+		}
+		out.Children, result.Children = append(out.Children, o), append(result.Children, child)
+	}
+	out.Checkpoint = plan.source.ID
+	if plan.source.ID != "" {
+		source := plan.source
+		result.Checkpoint = &source
+	}
+	return out, result
+}
+
+func reseals(t *Task, plan *forkPlan, got []grownChild) []ResealRecord {
+	var list []ResealRecord
+	for i, w := range plan.children {
+		if got[i].Reseal == nil {
+			continue
+		}
+		list = append(list, ResealRecord{
+			ProjectID: w.ProjectID, WorkspaceID: w.ID, SandboxID: w.Sandbox.ID, OperationID: t.op.ID, CheckpointID: plan.source.ID, Report: *got[i].Reseal,
+			Epoch: w.Sandbox.Epoch, RunnerID: w.Sandbox.RunnerID, Attestation: got[i].Attestation,
+		})
+	}
+	return list
+}
+
+// failGrown ends a fork of which no child, or under all_or_nothing not every child, became ready.
+func (c *Controller) failGrown(ctx context.Context, t *Task, plan *forkPlan, got []grownChild) error {
+	var first *runnerapi.Problem
+	var grown []core.SandboxID
+	failed := 0
+	for i := range got {
+		if p := got[i].Problem; p != nil {
+			failed++
+			if first == nil {
+				first = p
+			}
+		}
+		if got[i].Sandbox != nil {
+			grown = append(grown, plan.children[i].Sandbox.ID)
+		}
+	}
+	problem := first.Err()
+	if t.op.Kind == OpForkCheckpoint || t.op.Kind == OpForkWorkspace {
+		problem = core.Errorf(core.Unavailable, core.CodeForkFailed, "%d of %d children failed; the first: %s (%s)", failed, len(got), first.Message, first.Code)
+	}
+	err := t.fail(ctx, problem, func(ctx context.Context, tx Tx) (Outcome, Result, error) {
+		ended := make([]EndedWorkspace, len(plan.children))
+		for i, w := range plan.children {
+			why := failureOf(problem)
+			if p := got[i].Problem; p != nil {
+				why = &Failure{Code: p.Code, Message: p.Message}
+			}
+			ended[i] = EndedWorkspace{ID: w.ID, To: core.WorkspaceFailed, Failure: why}
+		}
+		if _, err := tx.EndWorkspaces(ctx, ended); err != nil {
+			return Outcome{}, Result{}, err
+		}
+		tx.InsertReseals(reseals(t, plan, got))
+		return Outcome{}, Result{}, nil
+	})
+	if err == nil {
+		c.drop(ctx, grown...)
+	}
+	return err
+}

@@ -1,0 +1,116 @@
+package controller
+
+import (
+	"context"
+
+	"github.com/coppice-dev/coppice/core"
+)
+
+// switchInput is the input of an operation that puts a workspace into its next epoch, in another sandbox.
+type switchInput struct {
+	Source  core.CheckpointID `json:"source,omitempty"`  // grown from
+	Epoch   int64             `json:"epoch,omitempty"`   // of the workspace before
+	Sandbox core.SandboxID    `json:"sandbox,omitempty"` // in that epoch; empty: it has none
+	Next    core.SandboxID    `json:"next,omitempty"`    // the new one
+
+	plan *restorePlan
+}
+
+// restorePlan has what a restore in place or a resume needs from the rows.
+type restorePlan struct {
+	workspace Workspace // in its old epoch and sandbox
+	next      Sandbox
+	source    Checkpoint
+	loaded    bool // see forkPlan
+}
+
+func (in *switchInput) made() made { return made{next: in.Next} }
+
+// nextSandbox inserts the sandbox of a workspace's next epoch. plain says that its hostname may be the workspace's name, because no
+// other sandbox of the workspace lives.
+func (c *Controller) nextSandbox(ctx context.Context, tx Tx, w Workspace, source Checkpoint, runner Runner, plain bool) (Sandbox, error) {
+	if err := c.mayReachAll(ctx, tx, w.ProjectID, w.Egress); err != nil {
+		return Sandbox{}, err
+	}
+	old := "" // the present sandbox is of another tree if the workspace is restored to a checkpoint of another tree
+	if w.Sandbox.ID != "" {
+		old = w.Sandbox.Identity.IP.String()
+	}
+	addresses, err := addressesFor(ctx, tx, source.Tree, []Runner{runner}, source.Address, old)
+	if err != nil {
+		return Sandbox{}, err
+	}
+	identity, err := newIdentity(hostnameOf(w.Name, plain), addresses[0])
+	if err != nil {
+		return Sandbox{}, err
+	}
+	next := Sandbox{
+		ID: core.NewID[core.SandboxID](), ProjectID: w.ProjectID, WorkspaceID: w.ID, Epoch: w.Epoch + 1, RunnerID: runner.Info.RunnerID,
+		Endpoint: runner.Endpoint, Resources: source.Resources, Identity: identity, EgressKey: runner.Info.EgressKey, EgressURL: runner.Info.EgressURL, Tree: source.Tree,
+	}
+	tx.InsertSandboxes([]Sandbox{next})
+	return next, c.occupy(ctx, tx, runner)
+}
+
+func (in *switchInput) load(ctx context.Context, t *Task) (*restorePlan, error) {
+	if in.plan != nil {
+		return in.plan, nil
+	}
+	plan := &restorePlan{loaded: true}
+	err := t.load(ctx, func(tx Tx) error {
+		var err error
+		if plan.workspace, err = tx.Workspace(ctx, t.op.WorkspaceID); err != nil {
+			return err
+		}
+		if plan.source, err = t.c.source(ctx, tx, in.Source); err != nil {
+			return err
+		}
+		list, err := tx.Sandboxes(ctx, []core.SandboxID{in.Sandbox, in.Next})
+		for _, s := range list {
+			if s.ID == in.Next {
+				plan.next = s
+			} else {
+				plan.workspace.Sandbox = s
+			}
+		}
+		return err
+	})
+	return plan, err
+}
+
+// switchSandbox grows the new sandbox and puts the workspace into it.
+func (in *switchInput) switchSandbox(ctx context.Context, t *Task, plan *restorePlan) error {
+	child := plan.workspace
+	child.Sandbox = plan.next
+	child.Resources.DiskGiB = plan.source.Resources.DiskGiB
+	grown := &forkPlan{children: []Workspace{child}, source: plan.source, loaded: plan.loaded}
+	got, err := t.c.callFork(ctx, grown)
+	t.watch.Lap("fork")
+	if err == nil {
+		err = got[0].Problem.Err()
+	}
+	if err != nil {
+		return err
+	}
+	switched := func(now Operation) bool { return now.Step == "drop" }
+	if err := t.insistTx(ctx, switched, func(tx Tx) error { return in.record(ctx, tx, t, plan, got) }); err != nil {
+		return err
+	}
+	t.op.Step = "drop"
+	return nil
+}
+
+func (in *switchInput) record(ctx context.Context, tx Tx, t *Task, plan *restorePlan, got []grownChild) error {
+	if _, err := tx.SwitchWorkspace(ctx, t.op.WorkspaceID, in.Epoch, plan.next.ID, plan.source, got[0].given); err != nil {
+		return err
+	}
+	if t.op.Kind == OpResumeWorkspace {
+		if err := tx.MoveSessions(ctx, t.op.WorkspaceID, in.Epoch, plan.next.ID); err != nil {
+			return err
+		}
+	}
+	child := plan.workspace
+	child.Sandbox = plan.next
+	tx.InsertReseals(reseals(t, &forkPlan{children: []Workspace{child}, source: plan.source}, got))
+	return tx.StepOperation(ctx, t.op, "drop")
+}
