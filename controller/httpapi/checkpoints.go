@@ -32,11 +32,11 @@ func (s *server) CreateCheckpoint(ctx context.Context, r api.CreateCheckpointReq
 		cp, err := s.control.SealedCheckpoint(ctx, projectOf(ctx), a.Result.Checkpoint.ID, controller.DefaultWait)
 		return api.CreateCheckpoint201JSONResponse(checkpointOf(cp)), err
 	}
-	if !a.Done {
-		op, err := operationOf(a)
-		return api.CreateCheckpoint202JSONResponse{AcceptedJSONResponse: api.AcceptedJSONResponse(op)}, err
-	}
-	return api.CreateCheckpoint201JSONResponse(checkpointIn(a)), nil
+	return answered(a, nil,
+		func(op api.AcceptedJSONResponse) api.CreateCheckpointResponseObject {
+			return api.CreateCheckpoint202JSONResponse{AcceptedJSONResponse: op}
+		},
+		func() api.CreateCheckpointResponseObject { return api.CreateCheckpoint201JSONResponse(checkpointIn(a)) })
 }
 
 func checkpointList(list []controller.Checkpoint, p controller.Page) api.CheckpointList {
@@ -119,20 +119,20 @@ func (s *server) PatchCheckpoint(ctx context.Context, r api.PatchCheckpointReque
 // ForkCheckpoint serves POST /v1/checkpoints/{id}/fork.
 func (s *server) ForkCheckpoint(ctx context.Context, r api.ForkCheckpointRequestObject) (api.ForkCheckpointResponseObject, error) {
 	b := r.Body
-	req, err := forkIn(growth{b.Count, b.BranchName, b.AllOrNothing, b.Env, b.Labels, b.Network, b.TTLSeconds, b.Grants, b.IdleSeconds, b.OnIdle, b.AutoResume})
+	req, err := forkIn(growth{
+		count: b.Count, name: b.BranchName, allOrNothing: b.AllOrNothing, env: b.Env, labels: b.Labels, network: b.Network, ttl: b.TTLSeconds,
+		grants: b.Grants, idle: b.IdleSeconds, onIdle: b.OnIdle, autoResume: b.AutoResume,
+	})
 	if err != nil {
 		return nil, err
 	}
 	req.Spread = b.Spread
 	a, err := s.control.ForkCheckpoint(ctx, projectOf(ctx), core.CheckpointID(r.CheckpointID), req, waitOf(r.Params.Wait))
-	if err != nil {
-		return nil, err
-	}
-	if !a.Done {
-		op, err := operationOf(a)
-		return api.ForkCheckpoint202JSONResponse{AcceptedJSONResponse: api.AcceptedJSONResponse(op)}, err
-	}
-	return api.ForkCheckpoint201JSONResponse(forkResultOf(a)), nil
+	return answered(a, err,
+		func(op api.AcceptedJSONResponse) api.ForkCheckpointResponseObject {
+			return api.ForkCheckpoint202JSONResponse{AcceptedJSONResponse: op}
+		},
+		func() api.ForkCheckpointResponseObject { return api.ForkCheckpoint201JSONResponse(forkResultOf(a)) })
 }
 
 // RestoreCheckpoint serves POST /v1/checkpoints/{id}/restore.
@@ -146,14 +146,13 @@ func (s *server) RestoreCheckpoint(ctx context.Context, r api.RestoreCheckpointR
 		return nil, err
 	}
 	a, err := s.control.RestoreCheckpoint(ctx, projectOf(ctx), core.CheckpointID(r.CheckpointID), req, waitOf(r.Params.Wait))
-	if err != nil {
-		return nil, err
-	}
-	if !a.Done {
-		op, err := operationOf(a)
-		return api.RestoreCheckpoint202JSONResponse{AcceptedJSONResponse: api.AcceptedJSONResponse(op)}, err
-	}
-	return api.RestoreCheckpoint201JSONResponse(restoreResultOf(a)), nil
+	return answered(a, err,
+		func(op api.AcceptedJSONResponse) api.RestoreCheckpointResponseObject {
+			return api.RestoreCheckpoint202JSONResponse{AcceptedJSONResponse: op}
+		},
+		func() api.RestoreCheckpointResponseObject {
+			return api.RestoreCheckpoint201JSONResponse(restoreResultOf(a))
+		})
 }
 
 // GetLineage serves GET /v1/checkpoints/{id}/lineage.

@@ -189,6 +189,19 @@ func checkpointIn(a controller.Answer) api.Checkpoint {
 	return checkpointOf(*a.Result.Checkpoint)
 }
 
+// answered answers a request that begins an operation: with the result if the operation has succeeded, and with 202 and the operation if it
+// has not ended.
+func answered[R any](a controller.Answer, err error, accepted func(api.AcceptedJSONResponse) R, done func() R) (out R, _ error) {
+	if err != nil {
+		return out, err
+	}
+	if a.Done {
+		return done(), nil
+	}
+	op, err := operationOf(a)
+	return accepted(api.AcceptedJSONResponse(op)), err
+}
+
 func operationOf(a controller.Answer) (api.Operation, error) {
 	o := a.Operation
 	out := api.Operation{

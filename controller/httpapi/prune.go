@@ -46,14 +46,13 @@ func (s *server) DeleteCheckpoint(ctx context.Context, r api.DeleteCheckpointReq
 		return api.DeleteCheckpoint204Response{}, s.control.DeleteCheckpoint(ctx, projectOf(ctx), id)
 	}
 	a, err := s.control.DeleteCheckpoints(ctx, projectOf(ctx), id, r.Params.Cascade, r.Params.DryRun, waitOf(r.Params.Wait))
-	if err != nil {
-		return nil, err
-	}
-	if !a.Done {
-		op, err := operationOf(a)
-		return api.DeleteCheckpoint202JSONResponse{AcceptedJSONResponse: api.AcceptedJSONResponse(op)}, err
-	}
-	return api.DeleteCheckpoint200JSONResponse(pruneResultOf(a.Result.Prune)), nil
+	return answered(a, err,
+		func(op api.AcceptedJSONResponse) api.DeleteCheckpointResponseObject {
+			return api.DeleteCheckpoint202JSONResponse{AcceptedJSONResponse: op}
+		},
+		func() api.DeleteCheckpointResponseObject {
+			return api.DeleteCheckpoint200JSONResponse(pruneResultOf(a.Result.Prune))
+		})
 }
 
 // PruneCheckpoints serves POST /v1/checkpoints/{id}/prune.
@@ -61,14 +60,13 @@ func (s *server) PruneCheckpoints(ctx context.Context, r api.PruneCheckpointsReq
 	b := r.Body
 	policy := policyIn(b.KeepBest, b.KeepPathToRoot, b.MaxAgeSeconds, b.MaxBytes)
 	a, err := s.control.PruneCheckpoints(ctx, projectOf(ctx), core.CheckpointID(r.CheckpointID), policy, b.DryRun, waitOf(r.Params.Wait))
-	if err != nil {
-		return nil, err
-	}
-	if !a.Done {
-		op, err := operationOf(a)
-		return api.PruneCheckpoints202JSONResponse{AcceptedJSONResponse: api.AcceptedJSONResponse(op)}, err
-	}
-	return api.PruneCheckpoints200JSONResponse(pruneResultOf(a.Result.Prune)), nil
+	return answered(a, err,
+		func(op api.AcceptedJSONResponse) api.PruneCheckpointsResponseObject {
+			return api.PruneCheckpoints202JSONResponse{AcceptedJSONResponse: op}
+		},
+		func() api.PruneCheckpointsResponseObject {
+			return api.PruneCheckpoints200JSONResponse(pruneResultOf(a.Result.Prune))
+		})
 }
 
 // GetRetention serves GET /v1/checkpoints/{id}/retention.

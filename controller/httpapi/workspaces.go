@@ -16,14 +16,11 @@ func (s *server) CreateWorkspace(ctx context.Context, r api.CreateWorkspaceReque
 		return nil, err
 	}
 	a, err := s.control.CreateWorkspace(ctx, projectOf(ctx), req, waitOf(r.Params.Wait))
-	if err != nil {
-		return nil, err
-	}
-	if !a.Done {
-		op, err := operationOf(a)
-		return api.CreateWorkspace202JSONResponse{AcceptedJSONResponse: api.AcceptedJSONResponse(op)}, err
-	}
-	return api.CreateWorkspace201JSONResponse(workspaceIn(a)), nil
+	return answered(a, err,
+		func(op api.AcceptedJSONResponse) api.CreateWorkspaceResponseObject {
+			return api.CreateWorkspace202JSONResponse{AcceptedJSONResponse: op}
+		},
+		func() api.CreateWorkspaceResponseObject { return api.CreateWorkspace201JSONResponse(workspaceIn(a)) })
 }
 
 // ListWorkspaces serves GET /v1/workspaces.
@@ -92,59 +89,52 @@ func (s *server) PatchWorkspace(ctx context.Context, r api.PatchWorkspaceRequest
 // DeleteWorkspace serves DELETE /v1/workspaces/{id}.
 func (s *server) DeleteWorkspace(ctx context.Context, r api.DeleteWorkspaceRequestObject) (api.DeleteWorkspaceResponseObject, error) {
 	a, err := s.control.Terminate(ctx, projectOf(ctx), core.WorkspaceID(r.WorkspaceID), waitOf(r.Params.Wait))
-	if err != nil {
-		return nil, err
-	}
-	if !a.Done {
-		op, err := operationOf(a)
-		return api.DeleteWorkspace202JSONResponse{AcceptedJSONResponse: api.AcceptedJSONResponse(op)}, err
-	}
-	return api.DeleteWorkspace200JSONResponse(workspaceIn(a)), nil
+	return answered(a, err,
+		func(op api.AcceptedJSONResponse) api.DeleteWorkspaceResponseObject {
+			return api.DeleteWorkspace202JSONResponse{AcceptedJSONResponse: op}
+		},
+		func() api.DeleteWorkspaceResponseObject { return api.DeleteWorkspace200JSONResponse(workspaceIn(a)) })
 }
 
 // TerminateWorkspace serves POST /v1/workspaces/{id}/terminate.
 func (s *server) TerminateWorkspace(ctx context.Context, r api.TerminateWorkspaceRequestObject) (api.TerminateWorkspaceResponseObject, error) {
 	a, err := s.control.Terminate(ctx, projectOf(ctx), core.WorkspaceID(r.WorkspaceID), waitOf(r.Params.Wait))
-	if err != nil {
-		return nil, err
-	}
-	if !a.Done {
-		op, err := operationOf(a)
-		return api.TerminateWorkspace202JSONResponse{AcceptedJSONResponse: api.AcceptedJSONResponse(op)}, err
-	}
-	return api.TerminateWorkspace200JSONResponse(workspaceIn(a)), nil
+	return answered(a, err,
+		func(op api.AcceptedJSONResponse) api.TerminateWorkspaceResponseObject {
+			return api.TerminateWorkspace202JSONResponse{AcceptedJSONResponse: op}
+		},
+		func() api.TerminateWorkspaceResponseObject {
+			return api.TerminateWorkspace200JSONResponse(workspaceIn(a))
+		})
 }
 
 // SuspendWorkspace serves POST /v1/workspaces/{id}/suspend.
 func (s *server) SuspendWorkspace(ctx context.Context, r api.SuspendWorkspaceRequestObject) (api.SuspendWorkspaceResponseObject, error) {
 	a, err := s.control.Suspend(ctx, projectOf(ctx), core.WorkspaceID(r.WorkspaceID), waitOf(r.Params.Wait))
-	if err != nil {
-		return nil, err
-	}
-	if !a.Done {
-		op, err := operationOf(a)
-		return api.SuspendWorkspace202JSONResponse{AcceptedJSONResponse: api.AcceptedJSONResponse(op)}, err
-	}
-	return api.SuspendWorkspace200JSONResponse(workspaceIn(a)), nil
+	return answered(a, err,
+		func(op api.AcceptedJSONResponse) api.SuspendWorkspaceResponseObject {
+			return api.SuspendWorkspace202JSONResponse{AcceptedJSONResponse: op}
+		},
+		func() api.SuspendWorkspaceResponseObject { return api.SuspendWorkspace200JSONResponse(workspaceIn(a)) })
 }
 
 // ResumeWorkspace serves POST /v1/workspaces/{id}/resume.
 func (s *server) ResumeWorkspace(ctx context.Context, r api.ResumeWorkspaceRequestObject) (api.ResumeWorkspaceResponseObject, error) {
 	a, err := s.control.Resume(ctx, projectOf(ctx), core.WorkspaceID(r.WorkspaceID), waitOf(r.Params.Wait))
-	if err != nil {
-		return nil, err
-	}
-	if !a.Done {
-		op, err := operationOf(a)
-		return api.ResumeWorkspace202JSONResponse{AcceptedJSONResponse: api.AcceptedJSONResponse(op)}, err
-	}
-	return api.ResumeWorkspace200JSONResponse(workspaceIn(a)), nil
+	return answered(a, err,
+		func(op api.AcceptedJSONResponse) api.ResumeWorkspaceResponseObject {
+			return api.ResumeWorkspace202JSONResponse{AcceptedJSONResponse: op}
+		},
+		func() api.ResumeWorkspaceResponseObject { return api.ResumeWorkspace200JSONResponse(workspaceIn(a)) })
 }
 
 // ForkWorkspace serves POST /v1/workspaces/{id}/fork.
 func (s *server) ForkWorkspace(ctx context.Context, r api.ForkWorkspaceRequestObject) (api.ForkWorkspaceResponseObject, error) {
 	b := r.Body
-	fork, err := forkIn(growth{b.Count, b.BranchName, b.AllOrNothing, b.Env, b.Labels, b.Network, b.TTLSeconds, b.Grants, b.IdleSeconds, b.OnIdle, b.AutoResume})
+	fork, err := forkIn(growth{
+		count: b.Count, name: b.BranchName, allOrNothing: b.AllOrNothing, env: b.Env, labels: b.Labels, network: b.Network, ttl: b.TTLSeconds,
+		grants: b.Grants, idle: b.IdleSeconds, onIdle: b.OnIdle, autoResume: b.AutoResume,
+	})
 	if err != nil {
 		return nil, err
 	}
@@ -153,27 +143,23 @@ func (s *server) ForkWorkspace(ctx context.Context, r api.ForkWorkspaceRequestOb
 		return nil, err
 	}
 	a, err := s.control.ForkWorkspace(ctx, projectOf(ctx), core.WorkspaceID(r.WorkspaceID), cp, fork, waitOf(r.Params.Wait))
-	if err != nil {
-		return nil, err
-	}
-	if !a.Done {
-		op, err := operationOf(a)
-		return api.ForkWorkspace202JSONResponse{AcceptedJSONResponse: api.AcceptedJSONResponse(op)}, err
-	}
-	return api.ForkWorkspace201JSONResponse(forkResultOf(a)), nil
+	return answered(a, err,
+		func(op api.AcceptedJSONResponse) api.ForkWorkspaceResponseObject {
+			return api.ForkWorkspace202JSONResponse{AcceptedJSONResponse: op}
+		},
+		func() api.ForkWorkspaceResponseObject { return api.ForkWorkspace201JSONResponse(forkResultOf(a)) })
 }
 
 // RestoreWorkspace serves POST /v1/workspaces/{id}/restore.
 func (s *server) RestoreWorkspace(ctx context.Context, r api.RestoreWorkspaceRequestObject) (api.RestoreWorkspaceResponseObject, error) {
 	a, err := s.control.RestoreWorkspace(ctx, projectOf(ctx), core.WorkspaceID(r.WorkspaceID), core.CheckpointID(r.Body.CheckpointID), waitOf(r.Params.Wait))
-	if err != nil {
-		return nil, err
-	}
-	if !a.Done {
-		op, err := operationOf(a)
-		return api.RestoreWorkspace202JSONResponse{AcceptedJSONResponse: api.AcceptedJSONResponse(op)}, err
-	}
-	return api.RestoreWorkspace200JSONResponse(restoreResultOf(a)), nil
+	return answered(a, err,
+		func(op api.AcceptedJSONResponse) api.RestoreWorkspaceResponseObject {
+			return api.RestoreWorkspace202JSONResponse{AcceptedJSONResponse: op}
+		},
+		func() api.RestoreWorkspaceResponseObject {
+			return api.RestoreWorkspace200JSONResponse(restoreResultOf(a))
+		})
 }
 
 // ListResealReports serves GET /v1/workspaces/{id}/reseal-reports.
