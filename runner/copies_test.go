@@ -65,7 +65,7 @@ func TestCopiesModel(t *testing.T) {
 	}
 	trim := func() {
 		t.Helper()
-		if err := b.trimCopies(t.Context()); err != nil {
+		if err := b.fetches.Trim(t.Context()); err != nil {
 			t.Fatal(err)
 		}
 	}
@@ -137,7 +137,7 @@ func TestCopiesOldestFirst(t *testing.T) {
 		}
 	}
 	for _, want := range []core.CheckpointID{ids[1], ids[2], ids[0], root} {
-		got, over := b.leastUsed(1)
+		got, over := b.fetches.LeastUsed(1)
 		if !over || got != want {
 			t.Fatalf("%s goes next, %t; want %s", got, over, want)
 		}
@@ -145,7 +145,7 @@ func TestCopiesOldestFirst(t *testing.T) {
 			t.Fatalf("%t, %v", gone, err)
 		}
 	}
-	if id, over := b.leastUsed(1); id != "" || over {
+	if id, over := b.fetches.LeastUsed(1); id != "" || over {
 		t.Errorf("%s, %t", id, over)
 	}
 	if bases, err := b.bases.List(); err != nil || len(bases) > 0 {

@@ -35,7 +35,7 @@ func (r *Runner) tidy(ctx context.Context) {
 			return
 		case <-tick.C:
 		}
-		if err := r.trimCopies(ctx); err != nil {
+		if err := r.fetches.Trim(ctx); err != nil {
 			r.cfg.Log.WarnContext(ctx, "copies of checkpoints were not given up", "err", err)
 		}
 		if err := r.checkpoints.EmptyTrash(ctx, r.room.Free); err != nil {

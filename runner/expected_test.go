@@ -130,7 +130,7 @@ func TestCopyOfAnotherManifest(t *testing.T) {
 	if err := x.grow(b, x.sources(x.c), x.truth); err != nil {
 		t.Errorf("a copy of another manifest, not in use: %v", err)
 	}
-	if at, err := b.storedAt(x.c); err != nil || at.Digest != x.sources(x.c)[0].Digest {
+	if at, err := b.checkpoints.StoredAt(x.c); err != nil || at.Digest != x.sources(x.c)[0].Digest {
 		t.Errorf("the copy is of %+v, %v", at, err)
 	}
 }
@@ -214,17 +214,8 @@ func TestOldAncestor(t *testing.T) {
 	})
 
 	at := x.sources(x.c)[0]
-	snapshot, err := b.seals.Snapshot(t.Context(), at)
-	if err != nil {
-		t.Fatal(err)
-	}
-	rec, err := recordOf(snapshot)
-	if err != nil {
-		t.Fatal(err)
-	}
-	f := fetching{r: b.Runner, at: at, snapshot: snapshot, rec: rec, lazy: true}
-	if err := f.findNear(t.Context(), x.sources(x.template)); err != nil || f.near != nil {
-		t.Errorf("a fetch whose memory comes later: the ancestor is used: %v, %v", f.near != nil, err)
+	if used, err := b.fetches.UsesAncestor(t.Context(), at, x.sources(x.template)); err != nil || used {
+		t.Errorf("a fetch whose memory comes later: the ancestor is used: %v, %v", used, err)
 	}
 	if err := x.grow(b, x.sources(x.c, x.template), x.truth); err != nil {
 		t.Errorf("the ancestor is in use: %v", err)

@@ -35,8 +35,4 @@ var (
 	captureThawed    = failpoint.New("capture.thawed")    // the workload runs, nothing is durable
 	captureWritten   = failpoint.New("capture.written")   // the files are durable, under another name
 	capturePublished = failpoint.New("capture.published") // the checkpoint is there, the journal does not know
-
-	fetchBegun   = failpoint.New("fetch.begun")   // there is a directory for it
-	fetchMemory  = failpoint.New("fetch.memory")  // there is a base that no record names, or a delta
-	fetchWritten = failpoint.New("fetch.written") // the files are durable, under another name
 )

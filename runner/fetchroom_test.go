@@ -143,7 +143,7 @@ func TestFetchesOnASmallDisk(t *testing.T) {
 	}
 	// For what can never fit, none of it goes.
 	before := len(b.Checkpoints())
-	if _, err := b.makeRoom(t.Context(), "ckpt_huge", 1<<30); core.CodeOf(err) != core.CodeDiskFull {
+	if _, err := b.fetches.Reserve(t.Context(), "ckpt_huge", 1<<30); core.CodeOf(err) != core.CodeDiskFull {
 		t.Errorf("room for a GiB: %v", err)
 	}
 	if n := len(b.Checkpoints()); n != before || n == 0 {
@@ -209,7 +209,7 @@ func TestUnusedCopiesAreRoom(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	v, err := other.makeRoom(t.Context(), "ckpt_next", free+(16<<20))
+	v, err := other.fetches.Reserve(t.Context(), "ckpt_next", free+(16<<20))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -260,7 +260,7 @@ func TestLazyPartsInUseAreNoRoom(t *testing.T) {
 	}
 	most := func() int64 {
 		t.Helper()
-		n, err := b.mostFreed()
+		n, err := b.fetches.MostFreed()
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -287,7 +287,7 @@ func TestLazyPartsInUseAreNoRoom(t *testing.T) {
 			if err != nil || info.DiskFreeMB > (free+room+slack)/1_000_000 {
 				t.Errorf("%d MB may be written, it says; %d are free, and %d can be freed: %v", info.DiskFreeMB, free/1_000_000, room/1_000_000, err)
 			}
-			if _, err := b.makeRoom(t.Context(), "ckpt_huge", free+room+2*slack); core.CodeOf(err) != core.CodeDiskFull {
+			if _, err := b.fetches.Reserve(t.Context(), "ckpt_huge", free+room+2*slack); core.CodeOf(err) != core.CodeDiskFull {
 				t.Errorf("room for what can never fit: %v", err)
 			}
 			if !b.has(unused.ID) {
@@ -307,7 +307,7 @@ func TestLazyPartsInUseAreNoRoom(t *testing.T) {
 			t.Errorf("%s is used and counts as %d bytes that can be freed", what, more)
 		}
 	}
-	end := b.fetching.begin([]runnerapi.Stored{{CheckpointID: "ckpt_fetched"}})
+	end := b.fetches.Reading([]runnerapi.Stored{{CheckpointID: "ckpt_fetched"}})
 	if more := arrives("base_fetched", "ckpt_fetched", true); more >= slack {
 		t.Errorf("what a fetch has begun counts as %d bytes that can be freed", more)
 	}

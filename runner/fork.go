@@ -35,11 +35,11 @@ func (r *Runner) Fork(ctx context.Context, req runnerapi.Fork) (runnerapi.ForkRe
 		r.lazy.Wake()
 	}
 	if req.Verify {
-		if err := r.replaceCaptured(ctx, req.CheckpointID, req.Sources, req.Expected); err != nil {
+		if err := r.fetches.ReplaceCaptured(ctx, req.CheckpointID, req.Sources, req.Expected); err != nil {
 			return runnerapi.ForkResult{}, err
 		}
 	}
-	ckpt, err := r.bring(r.withPeers(ctx, req.Peers), req.CheckpointID, req.Sources, req.Expected)
+	ckpt, err := r.fetches.Bring(r.withPeers(ctx, req.Peers), req.CheckpointID, req.Sources, req.Expected)
 	if err != nil {
 		return runnerapi.ForkResult{}, err
 	}

@@ -6,6 +6,7 @@ import (
 
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/runner/checkpoints"
+	"github.com/coppice-dev/coppice/runner/fetch"
 	"github.com/coppice-dev/coppice/runner/lazy"
 	"github.com/coppice-dev/coppice/runner/roots"
 	"github.com/coppice-dev/coppice/runner/sealing"
@@ -43,6 +44,23 @@ func newSealer(r *Runner) *sealing.Sealer {
 		DataDir: r.cfg.DataDir, Blobs: r.blobs, Keys: &r.keys, Throttle: r.cfg.Store.Throttle, Checkpoints: r.checkpoints, Bases: r.bases, Roots: r.roots,
 		Incomplete: r.lazy, WorkingSets: &r.lazy.WorkingSets, Rehearsals: rehearsals{r}, WhileLeased: r.whileLeased, Fenced: errFenced, Log: r.cfg.Log,
 	})
+}
+
+// newFetcher returns what brings checkpoints to this host.
+func newFetcher(r *Runner) *fetch.Fetcher {
+	return fetch.New(fetch.Config{
+		DataDir: r.cfg.DataDir, Blobs: r.blobs, Copies: r.cfg.Store.Copies, Images: r.cfg.Images, Checkpoints: r.checkpoints, Bases: r.bases, Roots: r.roots,
+		Lazy: r.lazy, Room: r.room, Uploads: r.seals, Compatible: r.compatible, Sandboxes: r.uses, Wake: r.wake, Life: r.runCtx, Stopping: errStopping, Log: r.cfg.Log,
+	})
+}
+
+// uses is what the living sandboxes use.
+func (r *Runner) uses() []fetch.Use {
+	var out []fetch.Use
+	for _, s := range r.all() {
+		out = append(out, fetch.Use{Checkpoint: s.snapshot().Checkpoint, Base: s.shape.base, Root: s.shape.RootKey()})
+	}
+	return out
 }
 
 // openRoots opens the root file systems of this host.

@@ -26,15 +26,11 @@ const maxPhases = 128
 type metrics struct {
 	children *prometheus.CounterVec // outcome
 	captures *prometheus.CounterVec // outcome
-	evicted  prometheus.Counter
-	// ancestors counts ancestors of checkpoints that a fetch did not use.
-	ancestors prometheus.Counter
-	refused   prometheus.Counter
-	stalls    prometheus.Counter
-	cuts      prometheus.Counter
-	phase     *prometheus.HistogramVec // kind, phase
-	reseal    *prometheus.HistogramVec // step
-	pause     prometheus.Histogram
+	stalls   prometheus.Counter
+	cuts     prometheus.Counter
+	phase    *prometheus.HistogramVec // kind, phase
+	reseal   *prometheus.HistogramVec // step
+	pause    prometheus.Histogram
 
 	// mu guards phases.
 	mu     sync.Mutex
@@ -48,12 +44,10 @@ func newMetrics(r *Runner, reg prometheus.Registerer) *metrics {
 	m.phase = prometheus.NewHistogramVec(prometheus.HistogramOpts{Name: "coppice_runner_phase_seconds", Help: "Time of a phase of a child's restore or of a capture.", Buckets: durations}, []string{"kind", "phase"})
 	m.reseal = prometheus.NewHistogramVec(prometheus.HistogramOpts{Name: "coppice_runner_reseal_step_seconds", Help: "Time of a step of a complete reseal, as the guest reports it.", Buckets: durations}, []string{"step"})
 	m.pause = prometheus.NewHistogram(prometheus.HistogramOpts{Name: "coppice_runner_capture_pause_seconds", Help: "How long the workload stood still for a capture.", Buckets: durations})
-	m.evicted = prometheus.NewCounter(prometheus.CounterOpts{Name: "coppice_runner_copies_evicted_total", Help: "Fetched checkpoints that were given up to free disk space."})
-	m.ancestors = prometheus.NewCounter(prometheus.CounterOpts{Name: "coppice_runner_ancestors_refused_total", Help: "Ancestors of a checkpoint that a fetch did not use, because they are not what the controller's rows say."})
 	m.stalls = prometheus.NewCounter(prometheus.CounterOpts{Name: "coppice_runner_stalls_total", Help: "Times that a virtual machine was held because it waited for the store."})
 	m.cuts = prometheus.NewCounter(prometheus.CounterOpts{Name: "coppice_runner_network_cuts_total", Help: "Times that a sandbox was cut off because its network rules in the kernel were not those that were applied."})
-	m.refused = prometheus.NewCounter(prometheus.CounterOpts{Name: "coppice_runner_fetches_refused_total", Help: "Fetches of checkpoints that were refused, because they would use the floor of free disk space."})
-	reg.MustRegister(m.children, m.captures, m.evicted, m.ancestors, m.refused, m.stalls, m.cuts, m.phase, m.reseal, m.pause, newState(r), r.lazy.Collector())
+	reg.MustRegister(m.children, m.captures, m.stalls, m.cuts, m.phase, m.reseal, m.pause, newState(r), r.lazy.Collector())
+	reg.MustRegister(r.fetches.Collectors()...)
 	if r.cfg.Egress != nil {
 		reg.MustRegister(newEgressState(r.egress))
 	}

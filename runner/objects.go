@@ -4,6 +4,7 @@ import (
 	"context"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
+	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/snapshotstore/blob/peers"
 )
 
@@ -35,3 +36,7 @@ func (r *Runner) withPeers(ctx context.Context, list []runnerapi.Peer) context.C
 	}
 	return peers.With(ctx, out)
 }
+
+// Fetching returns the checkpoints whose objects in the store this host reads or may still read. Heartbeats name them. As long as they do, the
+// objects stay in the store, even if the checkpoints are deleted.
+func (r *Runner) Fetching() []core.CheckpointID { return r.fetches.Fetching() }

@@ -25,7 +25,7 @@ func TestReplaceEndsWithTheRunner(t *testing.T) {
 	replaced := make(chan error, 1)
 	go func() {
 		defer leave()
-		replaced <- x.a.replaceCaptured(ctx, x.c, x.sources(x.c), &x.truth)
+		replaced <- x.a.fetches.ReplaceCaptured(ctx, x.c, x.sources(x.c), &x.truth)
 	}()
 	x.a.cancel()
 	select {
@@ -47,14 +47,14 @@ func TestReplaceWaits(t *testing.T) {
 	x := newExpectation(t)
 	x.a.checkpoints.Hold(x.c)
 	there := func() bool { return x.a.has(x.c) }
-	err := x.a.giveUpUnused(t.Context(), x.c, 10*time.Millisecond, there)
+	err := x.a.fetches.GiveUpUnused(t.Context(), x.c, 10*time.Millisecond, there)
 	if core.CodeOf(err) != core.CodeCheckpointInUse || core.CategoryOf(err) != core.FailedPrecondition || !there() {
 		t.Errorf("in use for longer than the limit: %v", err)
 	}
 	x.a.checkpoints.Release(x.c) // from here on nobody waits
 	x.a.checkpoints.Hold(x.c)
 	replaced := make(chan error, 1)
-	go func() { replaced <- x.a.replaceCaptured(t.Context(), x.c, x.sources(x.c), &x.truth) }()
+	go func() { replaced <- x.a.fetches.ReplaceCaptured(t.Context(), x.c, x.sources(x.c), &x.truth) }()
 	eventually.True(t, "it waits", func() (waits bool) {
 		x.a.checkpoints.Inspect(func(st checkpoints.State) { waits = st.Awaited })
 		return waits

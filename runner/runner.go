@@ -20,6 +20,7 @@ import (
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/runner/attestor"
 	"github.com/coppice-dev/coppice/runner/checkpoints"
+	"github.com/coppice-dev/coppice/runner/fetch"
 	"github.com/coppice-dev/coppice/runner/hostport"
 	"github.com/coppice-dev/coppice/runner/lazy"
 	"github.com/coppice-dev/coppice/runner/memory"
@@ -46,6 +47,7 @@ type Runner struct {
 	checkpoints *checkpoints.Store
 	rebases     *checkpoints.Rebaser
 	seals       *sealing.Sealer
+	fetches     *fetch.Fetcher
 	slots       *slots
 	warm        *warmPool
 	metrics     *metrics
@@ -78,8 +80,7 @@ type Runner struct {
 	leased     context.Context // ends with the lease
 	endLease   context.CancelCauseFunc
 
-	usages   usages
-	fetching readings
+	usages usages
 }
 
 // New opens the runner's data. It adopts the sandboxes that an earlier process left running, and takes down everything else that this
@@ -164,6 +165,7 @@ func New(ctx context.Context, cfg Config) (_ *Runner, err error) {
 		cfg.Log.WarnContext(ctx, "checkpoints of another class are kept and cannot be forked until this runner has that class again", "count", strange[field], "difference", field)
 	}
 	r.seals = newSealer(r)
+	r.fetches = newFetcher(r)
 	r.warm = newWarmPool(r)
 	r.metrics = newMetrics(r, cfg.Metrics)
 	if err := r.takeOver(ctx, left); err != nil {
@@ -265,7 +267,7 @@ func (r *Runner) Info() (runnerapi.Info, error) {
 	if err != nil {
 		return runnerapi.Info{}, err
 	}
-	free, err := r.freeable()
+	free, err := r.fetches.Freeable()
 	if err != nil {
 		return runnerapi.Info{}, err
 	}

@@ -20,6 +20,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/atomicfile"
 	"github.com/coppice-dev/coppice/internal/failpoint"
@@ -304,6 +305,12 @@ func (s *Store) removeFiles(id core.CheckpointID) error {
 		return err
 	}
 	return errors.Join(os.RemoveAll(gone), s.Collect())
+}
+
+// StoredAt returns the place of a checkpoint in the store, as this host noted it.
+func (s *Store) StoredAt(id core.CheckpointID) (at runnerapi.Stored, err error) {
+	err = atomicfile.ReadJSON(s.Path(id, SealedFile), &at)
+	return at, err
 }
 
 func ignoreAbsent(err error) error {

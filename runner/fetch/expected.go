@@ -1,4 +1,4 @@
-package runner
+package fetch
 
 import (
 	"context"
@@ -7,7 +7,6 @@ import (
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
-	"github.com/coppice-dev/coppice/internal/atomicfile"
 	"github.com/coppice-dev/coppice/runner/checkpoints"
 	"github.com/coppice-dev/coppice/snapshotstore/manifest"
 )
@@ -26,12 +25,12 @@ func claimOf(id core.CheckpointID, want runnerapi.Expected) manifest.Claim {
 
 // expect compares a checkpoint on this host with what a caller knows of it: its place in the store and the fields of its row. The host does not
 // know the project of a checkpoint that it captured itself, so it does not compare that field.
-func (r *Runner) expect(ctx context.Context, rec *checkpoints.Record, sources []runnerapi.Stored, want *runnerapi.Expected) error {
-	if err := r.checkOldRoot(rec); err != nil {
+func (f *Fetcher) expect(ctx context.Context, rec *checkpoints.Record, sources []runnerapi.Stored, want *runnerapi.Expected) error {
+	if err := f.checkOldRoot(rec); err != nil {
 		return err
 	}
 	if rec.Fetched && len(sources) > 0 && sources[0].CheckpointID == rec.ID {
-		if err := r.fetchedAs(rec.ID, sources[0]); err != nil {
+		if err := f.fetchedAs(rec.ID, sources[0]); err != nil {
 			return err
 		}
 	}
@@ -43,7 +42,7 @@ func (r *Runner) expect(ctx context.Context, rec *checkpoints.Record, sources []
 	}
 	if rec.Fetched {
 		var err error
-		if h.ProjectID, err = r.projectOf(ctx, rec); err != nil {
+		if h.ProjectID, err = f.projectOf(ctx, rec); err != nil {
 			return fmt.Errorf("find the project of the copy of checkpoint %s on this runner: %w", rec.ID, err)
 		}
 	}
@@ -51,30 +50,24 @@ func (r *Runner) expect(ctx context.Context, rec *checkpoints.Record, sources []
 }
 
 // projectOf returns the project of a copy. Records of older runners do not name it, but the manifest of the copy does.
-func (r *Runner) projectOf(ctx context.Context, rec *checkpoints.Record) (core.ProjectID, error) {
+func (f *Fetcher) projectOf(ctx context.Context, rec *checkpoints.Record) (core.ProjectID, error) {
 	if rec.Project != "" {
 		return rec.Project, nil
 	}
-	at, err := r.storedAt(rec.ID)
+	at, err := f.cfg.Checkpoints.StoredAt(rec.ID)
 	if err != nil {
 		return "", err
 	}
-	snapshot, err := r.seals.Snapshot(ctx, at)
+	snapshot, err := f.cfg.Uploads.Snapshot(ctx, at)
 	if err != nil {
 		return "", err
 	}
 	return snapshot.Header().ProjectID, nil
 }
 
-// storedAt returns the place of a checkpoint in the store, as this host noted it.
-func (r *Runner) storedAt(id core.CheckpointID) (at runnerapi.Stored, err error) {
-	err = atomicfile.ReadJSON(r.checkpoints.Path(id, checkpoints.SealedFile), &at)
-	return at, err
-}
-
 // fetchedAs refuses a copy that was fetched by a manifest other than at.
-func (r *Runner) fetchedAs(id core.CheckpointID, at runnerapi.Stored) error {
-	was, err := r.storedAt(id)
+func (f *Fetcher) fetchedAs(id core.CheckpointID, at runnerapi.Stored) error {
+	was, err := f.cfg.Checkpoints.StoredAt(id)
 	if err != nil {
 		return fmt.Errorf("find the manifest of the copy of checkpoint %s on this runner: %w", id, err)
 	}
@@ -88,11 +81,11 @@ func (r *Runner) fetchedAs(id core.CheckpointID, at runnerapi.Stored) error {
 
 // checkOldRoot refuses a copy of an older runner whose root file system was never verified. Older runners kept root file systems from the store
 // under the name of their image, shared by all projects. The copy is fetched again; it then has a root file system of its own project.
-func (r *Runner) checkOldRoot(rec *checkpoints.Record) error {
+func (f *Fetcher) checkOldRoot(rec *checkpoints.Record) error {
 	if !rec.Fetched || rec.Root != "" || rec.Project != "" {
 		return nil
 	}
-	if _, err := r.cfg.Images.Get(string(rec.Image)); core.CategoryOf(err) != core.NotFound {
+	if _, err := f.cfg.Images.Get(string(rec.Image)); core.CategoryOf(err) != core.NotFound {
 		return err // checkRoot compares it with the image
 	}
 	return core.Wrapf(errUnfit, core.DataLoss, core.CodeCheckpointCorrupt,

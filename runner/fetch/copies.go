@@ -1,4 +1,4 @@
-package runner
+package fetch
 
 import (
 	"cmp"
@@ -12,23 +12,23 @@ import (
 	"github.com/coppice-dev/coppice/runner/checkpoints"
 )
 
-// bring opens a checkpoint. If the checkpoint is not on this host, bring fetches it first. From then on the checkpoint is not given up. If it
-// is being given up at this moment, bring fetches it again. A caller gets the checkpoint only if it is what this caller expects.
-func (r *Runner) bring(ctx context.Context, id core.CheckpointID, sources []runnerapi.Stored, want *runnerapi.Expected) (*checkpoints.Opened, error) {
-	r.checkpoints.Hold(id)
-	defer r.checkpoints.Release(id)
+// Bring opens a checkpoint. If the checkpoint is not on this host, Bring fetches it first. From then on the checkpoint is not given up. If it
+// is being given up at this moment, Bring fetches it again. A caller gets the checkpoint only if it is what this caller expects.
+func (f *Fetcher) Bring(ctx context.Context, id core.CheckpointID, sources []runnerapi.Stored, want *runnerapi.Expected) (*checkpoints.Opened, error) {
+	f.cfg.Checkpoints.Hold(id)
+	defer f.cfg.Checkpoints.Release(id)
 	for again := len(sources) > 0; ; again = false {
-		if err := r.fetch(ctx, id, sources, want); err != nil {
+		if err := f.fetch(ctx, id, sources, want); err != nil {
 			return nil, err
 		}
-		o, err := r.checkpoints.Open(id)
+		o, err := f.cfg.Checkpoints.Open(id)
 		if core.CodeOf(err) == core.CodeCheckpointNotFound && again {
 			continue
 		}
 		if err != nil {
 			return nil, err
 		}
-		bad := r.expect(ctx, o.Record, sources, want)
+		bad := f.expect(ctx, o.Record, sources, want)
 		if bad == nil {
 			return o, nil
 		}
@@ -39,55 +39,55 @@ func (r *Runner) bring(ctx context.Context, id core.CheckpointID, sources []runn
 			return nil, bad
 		}
 		// Nothing may use the copy any more. It is given up, unless something that grew from it still runs.
-		if gone, err := r.replaceCopy(ctx, id, bad); !gone || err != nil {
+		if gone, err := f.replaceCopy(ctx, id, bad); !gone || err != nil {
 			return nil, errors.Join(bad, err)
 		}
 	}
 }
 
 // replaceCopy gives up a copy that the caller holds, unless anything else uses it.
-func (r *Runner) replaceCopy(ctx context.Context, id core.CheckpointID, bad error) (gone bool, err error) {
-	r.checkpoints.Release(id)
-	defer r.checkpoints.Hold(id)
-	if r.neededCopies(r.checkpoints.List())[id] {
+func (f *Fetcher) replaceCopy(ctx context.Context, id core.CheckpointID, bad error) (gone bool, err error) {
+	f.cfg.Checkpoints.Release(id)
+	defer f.cfg.Checkpoints.Hold(id)
+	if f.neededCopies(f.cfg.Checkpoints.List())[id] {
 		return false, nil
 	}
-	if gone, err = r.checkpoints.GiveUp(id); gone {
-		r.cfg.Log.WarnContext(ctx, "copy of a checkpoint given up, because it is not what the controller names", "checkpoint_id", id, "err", bad)
-		r.wake()
+	if gone, err = f.cfg.Checkpoints.GiveUp(id); gone {
+		f.cfg.Log.WarnContext(ctx, "copy of a checkpoint given up, because it is not what the controller names", "checkpoint_id", id, "err", bad)
+		f.cfg.Wake()
 	}
 	return gone, err
 }
 
-// trimCopies gives up fetched checkpoints, the least recently used first, until the others fit into their budget. Checkpoints that were
+// Trim gives up fetched checkpoints, the least recently used first, until the others fit into their budget. Checkpoints that were
 // captured here stay, and so do checkpoints in use: by a fork, by a comparison, by a sandbox that grew from them, by a checkpoint that will be
 // stored as a difference to them, or by others whose base they are. The controller learns of it from the next report.
-func (r *Runner) trimCopies(ctx context.Context) error {
-	budget := r.cfg.Store.Copies
+func (f *Fetcher) Trim(ctx context.Context) error {
+	budget := f.cfg.Copies
 	if budget == 0 {
 		return nil
 	}
 	var errs []error
 	for {
-		id, over := r.leastUsed(budget)
+		id, over := f.LeastUsed(budget)
 		if !over || id == "" {
 			return errors.Join(errs...)
 		}
-		gone, err := r.checkpoints.GiveUp(id)
+		gone, err := f.cfg.Checkpoints.GiveUp(id)
 		errs = append(errs, err)
 		if !gone || err != nil { // it is used again; later
 			return errors.Join(errs...)
 		}
-		r.metrics.evicted.Inc()
-		r.cfg.Log.InfoContext(ctx, "copy of a checkpoint given up to free disk space", "checkpoint_id", id)
-		r.wake()
+		f.metrics.evicted.Inc()
+		f.cfg.Log.InfoContext(ctx, "copy of a checkpoint given up to free disk space", "checkpoint_id", id)
+		f.cfg.Wake()
 	}
 }
 
-// leastUsed says whether the fetched checkpoints take more than the budget. It also returns the least recently used one that can be given up,
+// LeastUsed says whether the fetched checkpoints take more than the budget. It also returns the least recently used one that can be given up,
 // if there is one, ignoring some.
-func (r *Runner) leastUsed(budget int64, but ...core.CheckpointID) (_ core.CheckpointID, over bool) {
-	list := r.checkpoints.List()
+func (f *Fetcher) LeastUsed(budget int64, but ...core.CheckpointID) (_ core.CheckpointID, over bool) {
+	list := f.cfg.Checkpoints.List()
 	if !slices.ContainsFunc(list, func(rec *checkpoints.Record) bool { return rec.Fetched }) {
 		return "", false
 	}
@@ -96,8 +96,8 @@ func (r *Runner) leastUsed(budget int64, but ...core.CheckpointID) (_ core.Check
 		users[rec.Base]++
 		captured[rec.Base] = captured[rec.Base] || !rec.Fetched
 	}
-	needed := r.neededCopies(list)
-	total := r.roots.StoredBytes()
+	needed := f.neededCopies(list)
+	total := f.cfg.Roots.StoredBytes()
 	var free []*checkpoints.Record
 	for _, rec := range list {
 		if !rec.Fetched {
@@ -109,7 +109,7 @@ func (r *Runner) leastUsed(budget int64, but ...core.CheckpointID) (_ core.Check
 		}
 	}
 	for base := range users {
-		if bytes, err := r.bases.AllocatedBytes(base); err == nil && !captured[base] {
+		if bytes, err := f.cfg.Bases.AllocatedBytes(base); err == nil && !captured[base] {
 			total += bytes
 		}
 	}
@@ -117,26 +117,24 @@ func (r *Runner) leastUsed(budget int64, but ...core.CheckpointID) (_ core.Check
 		return "", total > budget
 	}
 	return slices.MinFunc(free, func(a, b *checkpoints.Record) int {
-		return cmp.Or(r.checkpoints.LastUse(a.ID).Compare(r.checkpoints.LastUse(b.ID)), strings.Compare(string(a.ID), string(b.ID)))
+		return cmp.Or(f.cfg.Checkpoints.LastUse(a.ID).Compare(f.cfg.Checkpoints.LastUse(b.ID)), strings.Compare(string(a.ID), string(b.ID)))
 	}).ID, true
 }
 
 // neededCopies are the checkpoints that are useful for something on this host.
-func (r *Runner) neededCopies(list []*checkpoints.Record) map[core.CheckpointID]bool {
+func (f *Fetcher) neededCopies(list []*checkpoints.Record) map[core.CheckpointID]bool {
 	needed := make(map[core.CheckpointID]bool)
-	for _, s := range r.Sandboxes() {
-		if s.State != runnerapi.SandboxDead {
-			needed[s.Checkpoint] = true
-		}
+	for _, s := range f.cfg.Sandboxes() {
+		needed[s.Checkpoint] = true
 	}
 	for _, rec := range list {
-		if r.checkpoints.IsHeld(rec.ID) {
+		if f.cfg.Checkpoints.IsHeld(rec.ID) {
 			needed[rec.ID] = true
 		}
-		if r.seals.IsSealed(rec.ID) {
+		if f.cfg.Uploads.IsSealed(rec.ID) {
 			continue
 		}
-		for _, id := range r.seals.Ancestors(rec) {
+		for _, id := range f.cfg.Uploads.Ancestors(rec) {
 			needed[id] = true
 		}
 	}

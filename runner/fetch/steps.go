@@ -1,9 +1,8 @@
-package runner
+package fetch
 
 import (
 	"context"
 	"errors"
-	"fmt"
 	"iter"
 	"os"
 	"path/filepath"
@@ -19,7 +18,6 @@ import (
 	"github.com/coppice-dev/coppice/internal/atomicfile"
 	"github.com/coppice-dev/coppice/internal/sparse"
 	"github.com/coppice-dev/coppice/runner/checkpoints"
-	"github.com/coppice-dev/coppice/runner/hostlimit"
 	"github.com/coppice-dev/coppice/runner/lazy"
 	"github.com/coppice-dev/coppice/runner/memory"
 	"github.com/coppice-dev/coppice/runner/pager"
@@ -31,133 +29,10 @@ import (
 	"github.com/coppice-dev/coppice/snapshotstore/manifest"
 )
 
-// fetch fetches a checkpoint from the store, unless it is on this host. From then on it is one of the host's checkpoints. All data from the
-// store is verified before it is used. The first of sources is the checkpoint's place in the store, the others are the places of ancestors,
-// and the last one is the root of its tree. The root is fetched first: its memory becomes the base that all checkpoints of the tree share on
-// this host. want is what the manifest must say; it is nil if this is not known.
-func (r *Runner) fetch(ctx context.Context, id core.CheckpointID, sources []runnerapi.Stored, want *runnerapi.Expected) error {
-	if _, err := r.checkpoints.Find(id); err == nil || len(sources) == 0 || sources[0].CheckpointID != id || r.cfg.Store.Blobs == nil {
-		return nil // it is here; if it is not, open reports that
-	}
-	_, err := r.checkpoints.Once(ctx, id, func() (*checkpoints.Record, error) {
-		rec, err := r.fetchNow(context.WithoutCancel(ctx), sources, want)
-		if err != nil {
-			return nil, hostlimit.Explain(fmt.Errorf("fetch checkpoint %s: %w", id, err), fmt.Sprintf("checkpoint %s was not fetched from the store", id))
-		}
-		return rec, nil
-	})
-	return err
-}
-
-func (r *Runner) fetchNow(ctx context.Context, sources []runnerapi.Stored, want *runnerapi.Expected) (_ *checkpoints.Record, err error) {
-	watch := core.NewStopwatch()
-	at := sources[0]
-	defer r.fetching.begin(sources)()
-	r.wake()
-	snapshot, err := r.seals.Snapshot(ctx, at)
-	if err == nil && want != nil {
-		err = snapshot.Header().Check(claimOf(at.CheckpointID, *want))
-	}
-	if err != nil {
-		return nil, err
-	}
-	rec, err := recordOf(snapshot)
-	if err != nil {
-		return nil, err
-	}
-	rec.Fetched = true
-	if err := r.compatible(rec.Checkpoint); err != nil { // checked before anything is written
-		return nil, err
-	}
-	watch.Lap("manifest")
-	f := fetching{r: r, at: at, snapshot: snapshot, rec: rec, lazy: r.lazy.Ready(ctx), watch: watch}
-	if err := f.chooseRoot(); err != nil {
-		return nil, err
-	}
-	if err := f.findNear(ctx, sources[1:]); err != nil {
-		return nil, err
-	}
-	if f.near != nil {
-		defer func() { err = errors.Join(err, f.near.Close()) }()
-		watch.Lap("near")
-	}
-	if err := f.plan(); err != nil {
-		return nil, err
-	}
-	if f.room, err = r.makeRoom(ctx, rec.ID, f.will.bytes()); err != nil {
-		return nil, err
-	}
-	defer f.room.Release()
-	if f.dir, err = r.checkpoints.Begin(rec.ID); err != nil {
-		return nil, err
-	}
-	release := r.checkpoints.HoldBases()
-	defer r.roots.Hold()()
-	err = f.run(ctx)
-	if err == nil {
-		err = fetchWritten.Hit(ctx)
-	}
-	if err == nil {
-		rec.Timings = append(rec.Timings, watch.Timings()...)
-		r.seals.NoteSealed(rec.ID) // before others see it, or it would be sealed again and its note overwritten
-		err = errors.Join(atomicfile.WriteJSON(filepath.Join(f.dir, checkpoints.SealedFile), at, 0o600), r.checkpoints.Publish(f.dir, rec))
-	}
-	if err = errors.Join(err, release()); err != nil {
-		if _, there := r.checkpoints.Get(rec.ID); there != nil {
-			r.seals.Forget(rec.ID)
-		}
-		return nil, errors.Join(err, os.RemoveAll(f.dir))
-	}
-	r.cfg.Log.InfoContext(ctx, "checkpoint fetched from the store", "checkpoint_id", rec.ID, "bytes", f.got.Bytes, "requests", f.got.Requests)
-	return rec, nil
-}
-
-// recordOf is the record that a manifest describes, without the fields that depend on the host.
-func recordOf(s *snapshotstore.Snapshot) (*checkpoints.Record, error) {
-	h := s.Header()
-	bad := func(what string) error {
-		return core.Errorf(core.DataLoss, core.CodeManifestInvalid, "the manifest of checkpoint %s says nothing usable of %s", h.CheckpointID, what)
-	}
-	for _, name := range []string{runnerapi.ImageMemory, runnerapi.ImageDisk, runnerapi.ImageState, runnerapi.ImageRoot} {
-		if s.Image(name) == nil {
-			return nil, bad(name)
-		}
-	}
-	if s.Image(runnerapi.ImageMemory).Size() != int64(h.Resources.MemoryMiB)<<20 {
-		return nil, bad("its memory")
-	}
-	if n := s.Image(runnerapi.ImageDisk).Size(); n >= int64(h.Resources.DiskGiB+1)<<30 {
-		return nil, bad("its disk")
-	}
-	if n := s.Image(runnerapi.ImageRoot).Size(); n < 1 || n > runnerapi.MaxRoot {
-		return nil, bad("its root file system")
-	}
-	if n := s.Image(runnerapi.ImageState).Size(); n < 1 || n > runnerapi.MaxDeviceState {
-		return nil, bad("its device state")
-	}
-	if said := s.Image(runnerapi.ImageSurvey); said != nil && said.Size() > runnerapi.MaxDeviceState {
-		return nil, bad("what its guest was")
-	}
-	captured, err := time.Parse(time.RFC3339Nano, h.CapturedAt)
-	if err != nil {
-		return nil, bad("its time")
-	}
-	if _, err := core.ParseDigest(string(h.GuestImage)); err != nil {
-		return nil, bad("its image")
-	}
-	more, _, err := runnerapi.DecodeRecord(h.Record)
-	if err != nil {
-		return nil, bad("its capture")
-	}
-	return &checkpoints.Record{Checkpoint: runnerapi.Checkpoint{
-		ID: h.CheckpointID, Parent: h.Parent, Image: h.GuestImage, Class: runnerapi.ClassOf(h.Class), Resources: h.Resources, CreatedAt: captured,
-		DeviceStateBytes: s.Image(runnerapi.ImageState).Size(), PauseMS: more.PauseMS, Timings: more.Timings, ParentReseal: more.ParentReseal, Processes: more.Processes,
-	}, Project: h.ProjectID, WorkingSet: more.WorkingSet}, nil
-}
-
 // fetching is one fetch.
 type fetching struct {
-	r            *Runner
+	*Fetcher
+
 	at           runnerapi.Stored
 	snapshot     *snapshotstore.Snapshot
 	rec          *checkpoints.Record
@@ -180,7 +55,7 @@ type fetching struct {
 func (f *fetching) findNear(ctx context.Context, ancestors []runnerapi.Stored) error {
 	if f.lazy {
 		for _, at := range ancestors {
-			if rec, err := f.r.checkpoints.Get(at.CheckpointID); err != nil || rec.HasDelta() || f.r.lazy.Has(string(rec.Base)) {
+			if rec, err := f.cfg.Checkpoints.Get(at.CheckpointID); err != nil || rec.HasDelta() || f.cfg.Lazy.Has(string(rec.Base)) {
 				continue
 			}
 			if done, err := f.useNear(ctx, at); done || err != nil {
@@ -201,15 +76,15 @@ func (f *fetching) useNear(ctx context.Context, at runnerapi.Stored) (ok bool, e
 	unusable := func(err error) (bool, error) {
 		switch {
 		case core.CodeOf(err) == core.CodeManifestInvalid, errors.Is(err, errUnfit):
-			f.r.metrics.ancestors.Inc()
-			f.r.cfg.Log.WarnContext(ctx, "an ancestor is not used for a fetch", "checkpoint_id", f.rec.ID, "ancestor", at.CheckpointID, "err", err)
+			f.metrics.ancestors.Inc()
+			f.cfg.Log.WarnContext(ctx, "an ancestor is not used for a fetch", "checkpoint_id", f.rec.ID, "ancestor", at.CheckpointID, "err", err)
 			return false, nil
 		case f.lazy && core.CodeOf(err) == core.CodeCheckpointNotFound:
 			return false, nil // it was removed meanwhile
 		}
 		return false, err
 	}
-	snapshot, err := f.r.seals.Snapshot(ctx, at)
+	snapshot, err := f.cfg.Uploads.Snapshot(ctx, at)
 	if err == nil {
 		err = checkAncestor(snapshot.Header(), f.rec.Project, f.rec.Image)
 	}
@@ -218,13 +93,13 @@ func (f *fetching) useNear(ctx context.Context, at runnerapi.Stored) (ok bool, e
 	}
 	var near *checkpoints.Opened
 	if f.lazy {
-		if near, err = f.r.checkpoints.Open(at.CheckpointID); err == nil {
-			if err = f.r.expect(ctx, near.Record, []runnerapi.Stored{at}, nil); err != nil {
+		if near, err = f.cfg.Checkpoints.Open(at.CheckpointID); err == nil {
+			if err = f.expect(ctx, near.Record, []runnerapi.Stored{at}, nil); err != nil {
 				err = errors.Join(err, near.Close())
 			}
 		}
 	} else {
-		near, err = f.r.bring(ctx, at.CheckpointID, []runnerapi.Stored{at}, nil)
+		near, err = f.Bring(ctx, at.CheckpointID, []runnerapi.Stored{at}, nil)
 	}
 	if err != nil {
 		return unusable(err)
@@ -234,7 +109,7 @@ func (f *fetching) useNear(ctx context.Context, at runnerapi.Stored) (ok bool, e
 }
 
 func (f *fetching) run(ctx context.Context) error {
-	if err := fetchBegun.Hit(ctx); err != nil {
+	if err := afterBegin.Hit(ctx); err != nil {
 		return err
 	}
 	// All run at the same time: each waits for the store, not for the others.
@@ -258,7 +133,7 @@ func (f *fetching) run(ctx context.Context) error {
 // pages fetches runs of an image into emit. It counts the planned bytes as written. It counts no zeros, and a page that is read twice only once.
 func (f *fetching) pages(ctx context.Context, runs iter.Seq[manifest.Run], emit func(off int64, b []byte) error) error {
 	written := newPageCount()
-	got, err := snapshotstore.Fetch(ctx, f.r.blobs, written.data(runs), snapshotstore.FetchOptions{}, func(page int64, b []byte) error {
+	got, err := snapshotstore.Fetch(ctx, f.cfg.Blobs, written.data(runs), snapshotstore.FetchOptions{}, func(page int64, b []byte) error {
 		if err := emit(page*manifest.PageSize, b); err != nil {
 			return err
 		}
@@ -304,7 +179,7 @@ func (f *fetching) fill(ctx context.Context, to *os.File, tree *manifest.Tree) e
 }
 
 func (f *fetching) memory(ctx context.Context) error {
-	return errors.Join(f.writeMemory(ctx), fetchMemory.Hit(ctx))
+	return errors.Join(f.writeMemory(ctx), afterMemory.Hit(ctx))
 }
 
 // eagerDelta is the largest difference, in bytes, between a checkpoint's memory and a base on this host at which the memory is fetched as a
@@ -318,7 +193,7 @@ func (f *fetching) writeMemory(ctx context.Context) error {
 	case f.will.later:
 		return f.memoryLater(ctx, tree, f.will.near)
 	case !f.will.near:
-		base, err := f.r.bases.Import(tree.Size(), func(to *os.File) error { return f.fill(ctx, to, tree) })
+		base, err := f.cfg.Bases.Import(tree.Size(), func(to *os.File) error { return f.fill(ctx, to, tree) })
 		f.rec.Base = base
 		return err
 	}
@@ -342,7 +217,7 @@ func (f *fetching) writeMemory(ctx context.Context) error {
 // memoryLater makes the pager serve the checkpoint's memory as a base and fetch it.
 func (f *fetching) memoryLater(ctx context.Context, tree *manifest.Tree, near bool) error {
 	f.rec.Base = core.NewID[core.BaseID]()
-	im := &lazy.Image{Image: pager.Image{ID: string(f.rec.Base), Source: sourceOf(f.at, runnerapi.ImageMemory)}, Size: tree.Size(), To: f.r.bases.Name(f.rec.Base)}
+	im := &lazy.Image{Image: pager.Image{ID: string(f.rec.Base), Source: sourceOf(f.at, runnerapi.ImageMemory)}, Size: tree.Size(), To: f.cfg.Bases.Name(f.rec.Base)}
 	im.Memory = true
 	im.Reserve(f.room, f.will.memory)
 	im.Peers = peers.From(ctx)
@@ -351,7 +226,7 @@ func (f *fetching) memoryLater(ctx context.Context, tree *manifest.Tree, near bo
 		seed := sourceOf(f.nearAt, runnerapi.ImageMemory)
 		im.Seed, im.SeedBase, im.Compared = &seed, f.near.Base, seed.CheckpointID
 	}
-	return f.r.lazy.Begin(ctx, im)
+	return f.cfg.Lazy.Begin(ctx, im)
 }
 
 func sourceOf(at runnerapi.Stored, image string) pager.Source {
@@ -407,7 +282,7 @@ func allZeros(b []byte) bool {
 // chooseRoot decides which root file system the guest gets: the one of an image of this host, or the one in the store.
 func (f *fetching) chooseRoot() error {
 	tree := f.snapshot.Image(runnerapi.ImageRoot)
-	img, err := f.r.cfg.Images.Get(string(f.rec.Image))
+	img, err := f.cfg.Images.Get(string(f.rec.Image))
 	if core.CodeOf(err) == core.CodeImageNotFound {
 		f.rec.Root = roots.FromStore(f.snapshot.Header().ProjectID, tree)
 		return nil
@@ -430,21 +305,21 @@ func (f *fetching) chooseRoot() error {
 // rootImage makes sure that the root file system of the guest is on this host, or will be.
 func (f *fetching) rootImage(ctx context.Context) error {
 	if f.own != nil {
-		return f.r.roots.Keep(*f.own)
+		return f.cfg.Roots.Keep(*f.own)
 	}
 	key := f.rec.RootKey()
-	path := f.r.roots.Path(key)
+	path := f.cfg.Roots.Path(key)
 	if _, err := os.Stat(path); err == nil {
 		return nil
 	}
 	if f.lazy {
 		im := &lazy.Image{
-			Image: pager.Image{ID: rootImageID(key), Source: sourceOf(f.at, runnerapi.ImageRoot), Peers: peers.From(ctx)}, Size: f.snapshot.Image(runnerapi.ImageRoot).Size(), To: f.r.roots.Name(key),
+			Image: pager.Image{ID: lazy.RootID(string(key)), Source: sourceOf(f.at, runnerapi.ImageRoot), Peers: peers.From(ctx)}, Size: f.snapshot.Image(runnerapi.ImageRoot).Size(), To: f.cfg.Roots.Name(key),
 		}
 		im.Reserve(f.room, f.will.root)
-		return f.r.lazy.Begin(ctx, im)
+		return f.cfg.Lazy.Begin(ctx, im)
 	}
-	part, err := os.CreateTemp(f.r.roots.Dir(), "*.part")
+	part, err := os.CreateTemp(f.cfg.Roots.Dir(), "*.part")
 	if err != nil {
 		return err
 	}

@@ -1,16 +1,21 @@
-package runner
+package fetch
 
 import (
+	"github.com/coppice-dev/coppice/snapshotstore/blob/dir"
+
 	"bytes"
 	"context"
+	"fmt"
 	"io"
 	"math/rand/v2"
 	"runtime"
 	"sync"
 	"testing"
+	"time"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
-	"github.com/coppice-dev/coppice/runner/sealing"
+	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/runner/room"
 	"github.com/coppice-dev/coppice/snapshotstore"
 	"github.com/coppice-dev/coppice/snapshotstore/blob"
 	"github.com/coppice-dev/coppice/snapshotstore/manifest"
@@ -44,14 +49,30 @@ func (s *spoiler) Get(ctx context.Context, key string, off, n int64) (io.ReadClo
 // TestReservationLasts: neither zeros nor pages that are read twice use up what is reserved for what is still to be written.
 func TestReservationLasts(t *testing.T) {
 	t.Parallel()
-	x := newExpectation(t)
-	bad := &spoiler{Blobs: x.blobs, seen: map[int64]bool{}}
-	b := x.runner(func(c *Config) { c.Store.Blobs = bad })
 	root := make([]byte, 8<<20)
 	if _, err := rand.NewChaCha8([32]byte{9}).Read(root); err != nil {
 		t.Fatal(err)
 	}
-	snapshot, err := snapshotstore.Open(t.Context(), x.blobs, sealing.RefOf(x.forge(x.a, x.c, root)))
+	blobs, err := dir.Open(t.TempDir())
+	if err != nil {
+		t.Fatal(err)
+	}
+	h := manifest.Header{
+		ProjectID: core.NewID[core.ProjectID](), CheckpointID: core.NewID[core.CheckpointID](), CapturedAt: time.Now().UTC().Format(time.RFC3339Nano),
+		GuestImage: core.DigestOf(root), Class: map[string]string{"vmm": "none"}, Resources: core.Resources{VCPUs: 1, MemoryMiB: 8, DiskGiB: 1},
+	}
+	out, err := snapshotstore.Write(t.Context(), blobs, fmt.Sprintf("v1/%s/%s/1/", h.ProjectID, h.CheckpointID), h, nil, []snapshotstore.Source{{
+		Name: runnerapi.ImageRoot, Size: int64(len(root)), Changed: []snapshotstore.Range{{Offset: 0, Length: int64(len(root))}},
+		Read: func(p []byte, off int64) error {
+			clear(p[copy(p, root[min(off, int64(len(root))):]):])
+			return nil
+		},
+	}}, snapshotstore.Options{Dir: t.TempDir()})
+	if err != nil {
+		t.Fatal(err)
+	}
+	bad := &spoiler{Blobs: blobs, seen: map[int64]bool{}}
+	snapshot, err := snapshotstore.Open(t.Context(), blobs, manifest.Ref{Key: out.Manifest.Key, Digest: out.Manifest.Digest, Bytes: out.Manifest.Bytes})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -61,12 +82,12 @@ func TestReservationLasts(t *testing.T) {
 	tree := snapshot.Image(runnerapi.ImageRoot)
 	data := dataBytes(tree.Runs())
 	const rest = 1 << 20
-	v, err := b.room.Reserve(data + rest)
+	v, err := room.New(t.TempDir(), 1).Reserve(data + rest)
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer v.Release()
-	f := &fetching{r: b.Runner, room: v}
+	f := &fetching{Fetcher: New(Config{Blobs: bad}), room: v}
 	var mu sync.Mutex
 	var given int64
 	runs := func(yield func(manifest.Run) bool) {

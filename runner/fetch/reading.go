@@ -1,4 +1,4 @@
-package runner
+package fetch
 
 import (
 	"maps"
@@ -15,12 +15,12 @@ type readings struct {
 	count map[core.CheckpointID]int
 }
 
-// begin notes a fetch from sources: the checkpoint itself and the root of its tree. The fetch reads the ancestors in between, if at all, only in
+// Reading notes a fetch from sources: the checkpoint itself and the root of its tree. The fetch reads the ancestors in between, if at all, only in
 // its first moments. The returned function ends the fetch.
-func (f *readings) begin(sources []runnerapi.Stored) (end func()) {
+func (f *Fetcher) Reading(sources []runnerapi.Stored) (end func()) {
 	ids := []core.CheckpointID{sources[0].CheckpointID, sources[len(sources)-1].CheckpointID}
-	f.add(ids, 1)
-	return func() { f.add(ids, -1) }
+	f.readings.add(ids, 1)
+	return func() { f.readings.add(ids, -1) }
 }
 
 func (f *readings) add(ids []core.CheckpointID, n int) {
@@ -45,14 +45,14 @@ func (f *readings) reads(id core.CheckpointID) bool {
 
 // Fetching returns the checkpoints whose objects in the store this host reads or may still read: those of fetches under way and of images that
 // are not complete. Heartbeats name them. As long as they do, the objects stay in the store, even if the checkpoints are deleted.
-func (r *Runner) Fetching() []core.CheckpointID {
+func (f *Fetcher) Fetching() []core.CheckpointID {
 	ids := make(map[core.CheckpointID]bool)
-	r.fetching.mu.Lock()
-	for id := range r.fetching.count {
+	f.readings.mu.Lock()
+	for id := range f.readings.count {
 		ids[id] = true
 	}
-	r.fetching.mu.Unlock()
-	for _, id := range r.lazy.Sources() {
+	f.readings.mu.Unlock()
+	for _, id := range f.cfg.Lazy.Sources() {
 		ids[id] = true
 	}
 	return slices.Sorted(maps.Keys(ids))
