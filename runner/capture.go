@@ -115,36 +115,44 @@ func (s *sandbox) announce(ctx context.Context, req runnerapi.Capture) error {
 }
 
 func (r *Runner) captureAnnounced(ctx context.Context, s *sandbox, info runnerapi.Sandbox, req runnerapi.Capture) (*checkpoints.Record, error) {
-	id := req.CheckpointID
 	agent, err := s.agent(ctx)
 	if err != nil {
-		return nil, err
+		return nil, fmt.Errorf("connect to the agent: %w", err)
 	}
-	c, err := r.prepareCapture(ctx, s.shell, agent, id)
+	c, err := r.prepareCapture(ctx, s.shell, agent, req.CheckpointID)
 	if err != nil {
-		return nil, err
+		return nil, fmt.Errorf("prepare: %w", err)
 	}
 	defer c.close()
+	rec, err := r.captureNow(ctx, s, agent, c, info, req)
+	if err != nil {
+		return nil, errors.Join(err, os.RemoveAll(c.dir)) // if it was published, the directory has another name
+	}
+	return rec, nil
+}
+
+// captureNow freezes and pauses the machine, captures it, lets it go on or ends it, and publishes the checkpoint.
+func (r *Runner) captureNow(ctx context.Context, s *sandbox, agent *guest.Client, c *capture, info runnerapi.Sandbox, req runnerapi.Capture) (*checkpoints.Record, error) {
 	if err := capturePrepared.Hit(ctx); err != nil {
-		return nil, errors.Join(err, os.RemoveAll(c.dir))
+		return nil, fmt.Errorf("prepare: %w", err)
 	}
 	s.setState(runnerapi.SandboxPaused)
 	paused := time.Now()
-	frozen, freezeErr := agent.Quiesce(ctx, r.quiesceRequest(id, c))
-	paused = beginOfPause(paused, time.Now(), frozen.FreezeMS+frozen.FlushMS)
-	c.survey = checkpoints.SurveyOf(frozen)
-	c.watch.Lap("freeze")
-	err = freezeErr
-	if err == nil {
-		err = captureFrozen.Hit(ctx)
-	}
-	if err == nil {
-		err = c.take(ctx, s.shell)
-	}
+	var frozen guestapi.QuiesceResponse
+	isFrozen := false
+	err := runSteps(ctx, c.watch, []step{
+		{does: "freeze the workload", lap: "freeze", then: captureFrozen, do: func(ctx context.Context) (err error) {
+			frozen, err = agent.Quiesce(ctx, r.quiesceRequest(req.CheckpointID, c))
+			paused = beginOfPause(paused, time.Now(), frozen.FreezeMS+frozen.FlushMS)
+			c.survey, isFrozen = checkpoints.SurveyOf(frozen), err == nil
+			return err
+		}},
+		{does: "capture the machine", do: func(ctx context.Context) error { return c.take(ctx, s.shell) }},
+	})
 	taken := time.Now().UTC() // the checkpoint has nothing that the workload does later; what it sent before may still be in transit
 	record := func(steps []core.ResealStep) *checkpoints.Record {
 		return &checkpoints.Record{Checkpoint: runnerapi.Checkpoint{
-			ID: id, Parent: info.Checkpoint, Image: s.shape.image, Class: s.Class, Resources: info.Resources,
+			ID: req.CheckpointID, Parent: info.Checkpoint, Image: s.shape.image, Class: s.Class, Resources: info.Resources,
 			Base: s.base.ID, PauseMS: core.Milliseconds(time.Since(paused)), ParentReseal: steps, Processes: frozen.StaleProcesses, CreatedAt: taken,
 		}, Root: s.shape.root, WorkingSet: r.workingSetOn(s.base.ID, info.Checkpoint)}
 	}
@@ -154,38 +162,47 @@ func (r *Runner) captureAnnounced(ctx context.Context, s *sandbox, info runnerap
 			return rec, errors.Join(capturePublished.Hit(ctx), r.stopCaptured(ctx, s))
 		}
 	}
-	var steps []core.ResealStep
-	var waits, thawErr error
-	if err != nil {
-		waits = r.leaveFrozen(s, paused)
-	}
-	if waits == nil {
-		if steps, thawErr = r.thaw(ctx, s, agent, info.Identity.Generation, freezeErr == nil, c.watch); thawErr != nil {
-			waits = r.leaveFrozen(s, paused)
-		}
-	}
+	reseeded, waits, thawErr := r.thawAfter(ctx, s, agent, c, paused, isFrozen, err != nil)
 	if waits != nil {
-		return nil, errors.Join(waits, err, thawErr, os.RemoveAll(c.dir))
+		return nil, errors.Join(waits, err, thawErr)
 	}
-	rec := record(steps)
+	rec := record(reseeded)
 	if thawErr != nil {
 		r.abandon(s, thawErr)
 	} else {
 		s.setState(runnerapi.SandboxReady)
 	}
 	if err != nil {
-		return nil, errors.Join(err, thawErr, os.RemoveAll(c.dir))
+		return nil, errors.Join(err, thawErr)
 	}
-	if err := captureThawed.Hit(ctx); err != nil {
-		return nil, errors.Join(err, os.RemoveAll(c.dir))
+	return rec, runSteps(ctx, c.watch, []step{
+		{does: "let the workload run", then: captureThawed},
+		{does: "publish the checkpoint", then: capturePublished, do: func(ctx context.Context) error {
+			if err := c.publish(ctx, r.checkpoints, rec); err != nil {
+				return err
+			}
+			s.mu.Lock()
+			s.info.Checkpoint = rec.ID
+			s.mu.Unlock()
+			return nil
+		}},
+	})
+}
+
+// thawAfter lets a machine go on after its capture, which may have failed. waits says that the machine waits for the store; it is thawed later
+// then. Any other error means that the machine must not go on.
+func (r *Runner) thawAfter(
+	ctx context.Context, s *sandbox, agent *guest.Client, c *capture, paused time.Time, frozen, failed bool,
+) (reseeded []core.ResealStep, waits, err error) {
+	if failed {
+		if waits = r.leaveFrozen(s, paused); waits != nil {
+			return nil, waits, nil
+		}
 	}
-	if err := c.publish(ctx, r.checkpoints, rec); err != nil {
-		return nil, errors.Join(err, os.RemoveAll(c.dir))
+	if reseeded, err = r.thaw(ctx, s, agent, s.snapshot().Identity.Generation, frozen, c.watch); err != nil {
+		waits = r.leaveFrozen(s, paused)
 	}
-	s.mu.Lock()
-	s.info.Checkpoint = id
-	s.mu.Unlock()
-	return rec, capturePublished.Hit(ctx)
+	return reseeded, waits, err
 }
 
 // beginOfPause is when the workload stopped. The agent first looks at its processes while they run, and then reports how long the
@@ -254,71 +271,52 @@ func (r *Runner) prepareCapture(ctx context.Context, sh *shell, agent *guest.Cli
 
 // take captures device state, private pages and overlay in the pause. It does not wait for the disk if the overlay was flushed before.
 func (c *capture) take(ctx context.Context, sh *shell) error {
-	if err := sh.machine.Pause(ctx); err != nil {
-		return err
-	}
-	if err := capturePaused.Hit(ctx); err != nil {
-		return err
-	}
-	c.watch.Lap("stop")
-	if err := sh.machine.SaveState(ctx, c.state); err != nil {
-		return err
-	}
-	if err := captureSaved.Hit(ctx); err != nil {
-		return err
-	}
-	c.watch.Lap("state")
-	if err := c.memory.Copy(); err != nil {
-		return err
-	}
-	if err := captureCopied.Hit(ctx); err != nil {
-		return err
-	}
-	c.watch.Lap("memory")
-	if _, err := sparse.Clone(c.overlay, sh.overlay); err != nil {
-		return err
-	}
-	c.watch.Lap("disk")
-	return captureCloned.Hit(ctx)
+	return runSteps(ctx, c.watch, []step{
+		{does: "pause the machine", lap: "stop", then: capturePaused, do: sh.machine.Pause},
+		{does: "save the device state", lap: "state", then: captureSaved, do: func(ctx context.Context) error { return sh.machine.SaveState(ctx, c.state) }},
+		{does: "copy the memory", lap: "memory", then: captureCopied, do: func(context.Context) error { return c.memory.Copy() }},
+		{does: "clone the disk", lap: "disk", then: captureCloned, do: func(context.Context) error {
+			_, err := sparse.Clone(c.overlay, sh.overlay)
+			return err
+		}},
+	})
 }
 
 // thaw lets the captured sandbox continue: it is resumed, reseeded, then released. An error means that the sandbox must not continue.
 // frozen says that the agent confirmed the freeze; if it did not, it may have undone the freeze itself.
-func (r *Runner) thaw(ctx context.Context, s *sandbox, agent *guest.Client, generation string, frozen bool, watch *core.Stopwatch) ([]core.ResealStep, error) {
-	if err := s.machine.Resume(ctx); err != nil {
+func (r *Runner) thaw(ctx context.Context, s *sandbox, agent *guest.Client, generation string, frozen bool, watch *core.Stopwatch) (reseeded []core.ResealStep, err error) {
+	if err := runSteps(ctx, watch, []step{{does: "resume the machine", lap: "resume", then: captureResumed, do: s.machine.Resume}}); err != nil {
 		return nil, err
 	}
-	if err := captureResumed.Hit(ctx); err != nil {
-		return nil, err
-	}
-	watch.Lap("resume")
 	ctx, cancel := context.WithTimeout(ctx, r.cfg.GuestTimeout)
 	defer cancel()
 	if !frozen {
 		health, err := agent.Health(ctx)
-		if err != nil || health.State == guestapi.StateReleased {
-			return nil, err
+		if err != nil {
+			return nil, fmt.Errorf("ask the agent whether the workload is frozen: %w", err)
+		}
+		if health.State == guestapi.StateReleased {
+			return nil, nil
 		}
 	}
-	res, err := agent.Reseed(ctx, guestapi.ReseedRequest{Entropy: entropy(guestapi.EntropySize), Generation: generation})
-	if err != nil {
-		return nil, err
-	}
-	if err := guest.VerifyReseed(res); err != nil {
-		return res.Steps, err
-	}
-	if err := r.draws.add(res.Steps); err != nil {
-		return res.Steps, err
-	}
-	if err := captureReseeded.Hit(ctx); err != nil {
-		return res.Steps, err
-	}
-	watch.Lap("reseed")
-	if _, err := agent.Release(ctx, guestapi.ReleaseRequest{Generation: generation}); err != nil {
-		return res.Steps, err
-	}
-	watch.Lap("thaw")
-	return res.Steps, nil
+	err = runSteps(ctx, watch, []step{
+		{does: "reseed the guest", lap: "reseed", then: captureReseeded, do: func(ctx context.Context) error {
+			res, err := agent.Reseed(ctx, guestapi.ReseedRequest{Entropy: entropy(guestapi.EntropySize), Generation: generation})
+			if err != nil {
+				return err
+			}
+			reseeded = res.Steps
+			if err := guest.VerifyReseed(res); err != nil {
+				return err
+			}
+			return r.draws.add(res.Steps)
+		}},
+		{does: "release the workload", lap: "thaw", do: func(ctx context.Context) error {
+			_, err := agent.Release(ctx, guestapi.ReleaseRequest{Generation: generation})
+			return err
+		}},
+	})
+	return reseeded, err
 }
 
 // stopCaptured ends a sandbox whose machine is paused and captured for the last time. If the sandbox cannot be taken down now, its machine

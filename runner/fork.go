@@ -14,7 +14,6 @@ import (
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
-	"github.com/coppice-dev/coppice/internal/sparse"
 	"github.com/coppice-dev/coppice/runner/checkpoints"
 	"github.com/coppice-dev/coppice/runner/guest"
 	"github.com/coppice-dev/coppice/runner/hostlimit"
@@ -188,85 +187,6 @@ func (r *Runner) register(s *sandbox) error {
 	s.work <- struct{}{}
 	r.sandboxes[id] = s
 	return nil
-}
-
-// animate gives a shell the state of a checkpoint and an identity of its own: restore, quarantine, reseal, verify, release.
-func (r *Runner) animate(ctx context.Context, s *sandbox, ckpt *checkpoints.Opened, child runnerapi.Child, watch *core.Stopwatch) (*core.ResealReport, error) {
-	began := time.Now()
-	child.Egress = r.openedWith(child.Egress)
-	if err := s.record(func(j *sandboxJournal) { j.Info, j.Egress, j.Rules = s.snapshot(), child.Egress, child.Rules }); err != nil {
-		return nil, err
-	}
-	if err := forkJournaled.Hit(ctx); err != nil {
-		return nil, err
-	}
-	if _, err := sparse.Clone(s.overlay, ckpt.Overlay); err != nil {
-		return nil, err
-	}
-	watch.Lap("disk")
-	if err := r.restore(ctx, s, ckpt, child); err != nil {
-		return nil, err
-	}
-	watch.Lap("restore")
-	if err := errors.Join(forkRestored.Hit(ctx), s.ns.Assign(ctx, child.Identity), forkAssigned.Hit(ctx)); err != nil {
-		return nil, err
-	}
-	s.setState(runnerapi.SandboxQuarantined)
-	if err := errors.Join(s.machine.Resume(ctx), forkResumed.Hit(ctx)); err != nil {
-		return nil, err
-	}
-	watch.Lap("resume")
-	dial, cancel := context.WithTimeout(ctx, r.cfg.GuestTimeout)
-	defer cancel()
-	agent, err := s.agent(dial)
-	if err != nil {
-		return nil, withConsole(err, s.machine)
-	}
-	if err := forkConnected.Hit(ctx); err != nil {
-		return nil, err
-	}
-	watch.Lap("connect")
-	report, err := r.reseal(ctx, agent, s.shape.diskBytes, ckpt, child)
-	if err == nil {
-		err = forkResealed.Hit(ctx)
-	}
-	if err != nil {
-		return report, err
-	}
-	watch.Lap("reseal")
-	if child.Egress == core.EgressProxied {
-		if err := r.egress.begin(ctx, s); err != nil {
-			return report, err
-		}
-	}
-	if err := errors.Join(forkServed.Hit(ctx), s.ns.Open(ctx, child.Egress), forkOpened.Hit(ctx)); err != nil {
-		return report, err
-	}
-	watch.Lap("open")
-	// A fork without a signature is not released.
-	attestation, err := r.attest(began, ckpt, child, report)
-	if err != nil {
-		return report, err
-	}
-	watch.Lap("attest")
-	if _, err := agent.Release(ctx, guestapi.ReleaseRequest{Generation: child.Identity.Generation}); err != nil {
-		return report, err
-	}
-	if err := forkReleased.Hit(ctx); err != nil {
-		return report, err
-	}
-	watch.Lap("release")
-	// Not earlier: a restarted runner adopts a sandbox whose journal says ready, so every step must be proven before.
-	report.Complete = true
-	info := s.snapshot()
-	info.State = runnerapi.SandboxReady
-	if err := s.record(func(j *sandboxJournal) { j.Info, j.Reseal, j.Attestation = info, report, attestation }); err != nil {
-		return report, err
-	}
-	s.reseal, s.attestation = report, attestation
-	s.setState(info.State)
-	watch.Lap("journal")
-	return report, nil
 }
 
 func (r *Runner) restore(ctx context.Context, s *sandbox, ckpt *checkpoints.Opened, child runnerapi.Child) error {

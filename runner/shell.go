@@ -80,54 +80,62 @@ func (r *Runner) newShell(ctx context.Context, sh shape, base *memory.Base, b *b
 		journal: journal{ID: id, ClusterID: r.cfg.ClusterID, Slot: slot, Class: r.class},
 		shape:   sh, dir: filepath.Join(r.shellsDir(), string(id)), runDir: filepath.Join(r.cfg.RunDir, string(id)),
 	}
-	var steps undo.Stack
-	defer func() { err = steps.Settle(ctx, err) }()
-	steps.Push("slot", func(context.Context) error { r.slots.give(slot); return nil })
-	steps.Push("directories", func(context.Context) error { return r.removeDirs(s.runDir, s.dir) })
-	if err := errors.Join(os.Mkdir(s.runDir, 0o700), s.writeJournal(), os.Mkdir(s.dir, 0o700), shellJournaled.Hit(ctx)); err != nil {
-		return nil, fmt.Errorf("make the directories of shell %s: %w", id, err)
+	var done undo.Stack
+	defer func() { err = done.Settle(ctx, err) }()
+	done.Push("slot", func(context.Context) error { r.slots.give(slot); return nil })
+	done.Push("directories", func(context.Context) error { return r.removeDirs(s.runDir, s.dir) })
+	if err := runSteps(ctx, watch, []step{
+		{does: "make the directories", then: shellJournaled, do: s.makeDirs},
+		{does: "hold the base", do: func(context.Context) error { return s.holdBase(r, base, &done) }},
+		{does: "acquire a namespace", then: shellNamespace, do: func(ctx context.Context) error { return s.acquire(ctx, r.cfg.Network, &done) }},
+		{does: "note the namespace", lap: "net", do: func(context.Context) error { return s.writeJournal() }},
+		{does: "make the disk", lap: "disk", do: func(context.Context) error { return s.makeOverlay(b, &done) }},
+		{does: "make the control group", then: shellCgroup, do: func(context.Context) error { return s.makeGroup(r.cfg, &done) }},
+		{does: "start the VMM", then: shellSpawned, do: func(ctx context.Context) error { return s.start(ctx, r, b, &done) }},
+		{does: "complete the journal", lap: "vmm", then: shellMade, do: s.noteHandle},
+	}); err != nil {
+		return nil, fmt.Errorf("make shell %s: %w", id, err)
 	}
-	if err := s.holdBase(r, base, &steps); err != nil {
-		return nil, err
-	}
-	if s.ns, err = r.cfg.Network.Acquire(ctx); err != nil {
-		return nil, err
-	}
-	steps.Push("namespace", s.ns.Release)
-	if err := shellNamespace.Hit(ctx); err != nil {
-		return nil, err
-	}
-	s.Namespace = s.ns.Name()
-	if err := s.writeJournal(); err != nil {
-		return nil, err
-	}
-	watch.Lap("net")
-	if err := s.makeOverlay(b, &steps); err != nil {
-		return nil, err
-	}
-	watch.Lap("disk")
-	if s.group, err = r.cfg.Cgroups.Make(string(id), r.cfg.limits(sh.resources)); err != nil {
-		return nil, err
-	}
-	steps.Push("cgroup", s.group.Remove)
-	if err := shellCgroup.Hit(ctx); err != nil {
-		return nil, err
-	}
-	if err := s.spawn(ctx, r, b); err != nil {
-		return nil, err
-	}
-	steps.Push("vmm", s.machine.Kill)
-	if err := shellSpawned.Hit(ctx); err != nil {
-		return nil, err
-	}
-	h := s.machine.Handle()
-	s.Handle = &h
-	if err := errors.Join(s.writeJournal(), shellMade.Hit(ctx)); err != nil {
-		return nil, err
-	}
-	watch.Lap("vmm")
 	s.timings, s.made = watch.Timings(), time.Now()
 	return s, nil
+}
+
+func (s *shell) makeDirs(context.Context) error {
+	if err := os.Mkdir(s.runDir, 0o700); err != nil {
+		return err
+	}
+	return errors.Join(s.writeJournal(), os.Mkdir(s.dir, 0o700))
+}
+
+func (s *shell) acquire(ctx context.Context, from Network, done *undo.Stack) (err error) {
+	if s.ns, err = from.Acquire(ctx); err != nil {
+		return err
+	}
+	done.Push("namespace", s.ns.Release)
+	s.Namespace = s.ns.Name()
+	return nil
+}
+
+func (s *shell) makeGroup(cfg Config, done *undo.Stack) (err error) {
+	if s.group, err = cfg.Cgroups.Make(string(s.ID), cfg.limits(s.shape.resources)); err != nil {
+		return err
+	}
+	done.Push("cgroup", s.group.Remove)
+	return nil
+}
+
+func (s *shell) start(ctx context.Context, r *Runner, b *boot, done *undo.Stack) error {
+	if err := s.spawn(ctx, r, b); err != nil {
+		return err
+	}
+	done.Push("vmm", s.machine.Kill)
+	return nil
+}
+
+func (s *shell) noteHandle(context.Context) error {
+	h := s.machine.Handle()
+	s.Handle = &h
+	return s.writeJournal()
 }
 
 func (s *shell) holdBase(r *Runner, base *memory.Base, steps *undo.Stack) error {
