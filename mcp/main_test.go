@@ -125,7 +125,9 @@ func (w *world) stdio(t *testing.T, cfg mcp.Config, key, version string) *sessio
 // stdioThatEnds is stdio of a server that ends with an error.
 func (w *world) stdioThatEnds(t *testing.T, cfg mcp.Config, key, version, want string) *session {
 	t.Helper()
-	cfg.Server = w.url
+	if cfg.Server == "" {
+		cfg.Server = w.url
+	}
 	if cfg.Log == nil {
 		cfg.Log = slog.New(slog.DiscardHandler)
 	}
