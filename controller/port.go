@@ -62,6 +62,7 @@ func (c *Controller) OpenPort(ctx context.Context, project core.ProjectID, id co
 			if err != nil {
 				return p, err
 			}
+			p.Closed = got.Closed
 			return p, request.ClaimOf(ctx).Answer(ctx, tx, project, string(p.ID), p)
 		})
 	}

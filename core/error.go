@@ -56,6 +56,7 @@ const (
 	CodePortNotFound         Code = "PORT_NOT_FOUND"
 	CodePortNotAllowed       Code = "PORT_NOT_ALLOWED"
 	CodePortTaken            Code = "PORT_TAKEN"
+	CodePortClosed           Code = "PORT_CLOSED"
 	CodeProjectNotFound      Code = "PROJECT_NOT_FOUND"
 	CodeKeyNotFound          Code = "KEY_NOT_FOUND"
 	CodeFileNotFound         Code = "FILE_NOT_FOUND"

@@ -65,6 +65,7 @@ func (a *Agent) routes() http.Handler {
 	public("GET "+guestapi.PathWatchEvents, a.watchEvents)
 	public("GET "+guestapi.PathProcesses, a.getProcesses)
 	public("GET "+guestapi.PathPorts, a.getPorts)
+	public("GET "+guestapi.PathPortConnect, a.connectPort)
 	control("/", func(http.ResponseWriter, *http.Request) error {
 		return core.Errorf(core.NotFound, core.CodeRouteNotFound, "the agent has no such route")
 	})

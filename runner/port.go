@@ -2,11 +2,15 @@ package runner
 
 import (
 	"context"
+	"errors"
 	"net"
 	"net/netip"
+	"slices"
+	"syscall"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/guestagent/guestapi"
 	"github.com/coppice-dev/coppice/runner/portforward"
 )
 
@@ -35,6 +39,7 @@ func (r *Runner) OpenPort(ctx context.Context, id core.SandboxID, want runnerapi
 		s.ports.Close(want.ID)
 		return runnerapi.Port{}, err
 	}
+	p.Closed = s.closed(ctx, p.GuestPort)
 	return p, nil
 }
 
@@ -54,9 +59,31 @@ func (s *sandbox) recordPorts() error {
 	return s.record(func(j *sandboxJournal) { j.Ports = ports })
 }
 
-// dialPort connects to a port of the guest. The socket is made inside the sandbox's namespace and used from outside.
+// dialPort connects to a port of the guest. The socket is made inside the sandbox's namespace and used from outside. Where nobody listens
+// on the guest's address, the agent connects to its loopback, where most development servers listen.
 func (s *sandbox) dialPort(ctx context.Context, port int) (net.Conn, error) {
-	return s.ns.Dial(ctx, "tcp", netip.AddrPortFrom(s.info.Identity.IP, uint16(port)).String())
+	conn, err := s.ns.Dial(ctx, "tcp", netip.AddrPortFrom(s.info.Identity.IP, uint16(port)).String())
+	if err == nil || !errors.Is(err, syscall.ECONNREFUSED) {
+		return conn, err
+	}
+	agent, agentErr := s.agent(ctx)
+	if agentErr != nil {
+		return nil, errors.Join(err, agentErr)
+	}
+	if conn, agentErr = agent.DialPort(ctx, port); agentErr != nil {
+		return nil, errors.Join(agentErr, err)
+	}
+	return conn, nil
+}
+
+// closed reports whether the agent says that nobody listens on a port of the guest.
+func (s *sandbox) closed(ctx context.Context, port int) bool {
+	agent, err := s.agent(ctx)
+	if err != nil {
+		return false
+	}
+	list, err := agent.Ports(ctx)
+	return err == nil && !slices.ContainsFunc(list.Ports, func(p guestapi.Port) bool { return p.Port == port })
 }
 
 // portsOf are the forwarded ports of a new sandbox.

@@ -312,6 +312,7 @@ type Port struct {
 	GuestPort int            `json:"guest_port"`
 	Listen    netip.AddrPort `json:"listen"`              // port 0 picks a free one; the answer has the real one
 	HostPort  uint16         `json:"host_port,omitempty"` // where Listen is empty: a port, or 0, of an address that the runner chooses
+	Closed    bool           `json:"closed,omitempty"`    // answer of opening: nobody in the guest listens on GuestPort yet
 }
 
 // Problem is an error on the wire.

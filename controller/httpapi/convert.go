@@ -276,7 +276,11 @@ func execResultOf(r controller.ExecResult) api.ExecResult {
 }
 
 func portOf(p controller.Port) api.Port {
-	return api.Port{ID: string(p.ID), WorkspaceID: string(p.WorkspaceID), GuestPort: p.GuestPort, Listen: p.Listen, CreatedAt: p.CreatedAt}
+	out := api.Port{ID: string(p.ID), WorkspaceID: string(p.WorkspaceID), GuestPort: p.GuestPort, Listen: p.Listen, CreatedAt: p.CreatedAt}
+	if p.Closed {
+		out.Problem = &api.Failure{Code: string(core.CodePortClosed), Message: fmt.Sprintf("no program in the workspace listens on port %d yet", p.GuestPort)}
+	}
+	return out
 }
 
 func imageOf(i controller.Image) api.Image {

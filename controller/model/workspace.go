@@ -110,6 +110,7 @@ type Port struct {
 	GuestPort   int
 	Listen      string // ip:port on the runner's host
 	CreatedAt   time.Time
+	Closed      bool // when it was opened, nobody in the guest listened on GuestPort; not kept
 }
 
 // ForGrants returns the fields of a workspace that package grants needs.

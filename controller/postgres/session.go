@@ -165,6 +165,7 @@ type portRow struct {
 	GuestPort   int              `db:"guest_port"`
 	Listen      string           `db:"listen"`
 	CreatedAt   time.Time        `db:"created_at"`
+	Closed      bool             `db:"-"`
 }
 
 type portsRow struct {

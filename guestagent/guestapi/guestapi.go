@@ -48,6 +48,7 @@ const (
 	PathWatchEvents     = "/v1/watches/{id}/events"    // GET ?after=&follow=1 -> WatchEvent as JSON, one a line
 	PathProcesses       = "/v1/processes"              // GET -> Processes
 	PathPorts           = "/v1/ports"                  // GET -> Ports
+	PathPortConnect     = "/v1/ports/{port}/connect"   // GET, Upgrade: UpgradeTCP -> the bytes of a connection to a listener on loopback; PORT_CLOSED
 )
 
 // Headers and trailers. PathFiles:
@@ -83,6 +84,9 @@ type LeftOut struct {
 	More    int      `json:"more,omitempty"`    // how many more of them there are
 	Special int      `json:"special,omitempty"` // devices, sockets and pipes
 }
+
+// UpgradeTCP is what a request for PathPortConnect upgrades to: from there on the stream carries what a TCP connection does.
+const UpgradeTCP = "coppice-tcp"
 
 // State says what the agent allows.
 type State string

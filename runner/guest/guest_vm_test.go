@@ -502,7 +502,9 @@ func testTerminal(t *testing.T, c *guest.Client) {
 func testProcesses(t *testing.T, c *guest.Client) {
 	t.Helper()
 	s := start(t, c, guestapi.SessionSpec{Command: []string{"python3", "-u", "-c", `import socket, time
-s = socket.create_server(("127.0.0.1", 8123)); t = socket.create_server(("0.0.0.0", 8124)); print("up"); time.sleep(1000)`}})
+s = socket.create_server(("127.0.0.1", 8123)); t = socket.create_server(("0.0.0.0", 8124)); print("up")
+while True:
+    c, _ = s.accept(); c.sendall(c.recv(100)); c.close()`}})
 	m := &terminal{t: t, conn: attach(t, c, s.ID)}
 	m.until("up\n")
 	ports := ask[guestapi.Ports](t, c, http.MethodGet, guestapi.PathPorts, nil)
@@ -512,6 +514,20 @@ s = socket.create_server(("127.0.0.1", 8123)); t = socket.create_server(("0.0.0.
 	}
 	if diff := cmp.Diff([]string{"127.0.0.1 8123 python3 true", "0.0.0.0 8124 python3 true"}, got); diff != "" {
 		t.Error(diff)
+	}
+	conn, err := c.DialPort(t.Context(), 8123)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer func() { _ = conn.Close() }()
+	if _, err := io.WriteString(conn, "hello"); err != nil {
+		t.Fatal(err)
+	}
+	if b, err := io.ReadAll(conn); err != nil || string(b) != "hello" {
+		t.Errorf("a server on the guest's loopback answers %q, %v", b, err)
+	}
+	if _, err := c.DialPort(t.Context(), 8125); core.CodeOf(err) != core.CodePortClosed {
+		t.Errorf("a port that nobody listens on: %v", err)
 	}
 	list := ask[guestapi.Processes](t, c, http.MethodGet, guestapi.PathProcesses, nil)
 	i := slices.IndexFunc(list.Processes, func(p guestapi.Process) bool { return p.PID == s.PID })

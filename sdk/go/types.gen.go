@@ -1899,6 +1899,10 @@ type Port struct {
 	// Listen `ip:port` on which the forwarder listens.
 	Listen string `json:"listen"`
 
+	// Problem In the answer of the request that made it: `PORT_CLOSED` if no program in the workspace
+	// listens on the port yet. Connections are closed until one does.
+	Problem *Failure `json:"problem,omitempty"`
+
 	// WorkspaceID Example: ws_06e5bqv7z0f3m8k2h1t9r4w6xc
 	WorkspaceID WorkspaceID `json:"workspace_id"`
 }

@@ -279,6 +279,9 @@ func (f *Server) RestoreCheckpoint(_ context.Context, r api.RestoreCheckpointReq
 	return api.RestoreCheckpoint201JSONResponse{OperationID: ID("op", 1), Workspace: Workspace(30, r.Body.WorkspaceName, api.WorkspaceReady), Timings: api.Timings{}}, nil
 }
 
+// ClosedPort is a port that nobody in any workspace listens on.
+const ClosedPort = 9999
+
 func (f *Server) ListPorts(context.Context, api.ListPortsRequestObject) (api.ListPortsResponseObject, error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -293,6 +296,9 @@ func (f *Server) CreatePort(_ context.Context, r api.CreatePortRequestObject) (a
 		p.Listen = "127.0.0.1" + p.Listen
 	}
 	f.ports = append(f.ports, p)
+	if p.GuestPort == ClosedPort {
+		p.Problem = &api.Failure{Code: "PORT_CLOSED", Message: "no program in the workspace listens on the port yet"}
+	}
 	return api.CreatePort201JSONResponse(p), nil
 }
 

@@ -75,6 +75,7 @@ var ofCode = map[string]int{
 	string(core.CodeVersionConflict):        Conflict,
 	string(core.CodeStateConflict):          Conflict,
 	string(core.CodePortTaken):              Conflict,
+	string(core.CodePortClosed):             Unavailable,
 	string(core.CodeIdempotencyInProgress):  Conflict,
 	string(core.CodeIdempotencyMismatch):    BadInput,
 	string(core.CodeIdempotencySecretShown): Conflict,

@@ -16,6 +16,7 @@ import (
 	"github.com/coppice-dev/coppice/internal/cli/argument"
 	"github.com/coppice-dev/coppice/internal/cli/exit"
 	"github.com/coppice-dev/coppice/internal/cli/find"
+	"github.com/coppice-dev/coppice/internal/cli/foreign"
 	"github.com/coppice-dev/coppice/internal/cli/render"
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
@@ -27,7 +28,8 @@ func newForwardCommand(a *cli.App) *cobra.Command {
 	c := &cobra.Command{
 		Use:   "forward WORKSPACE [[LOCAL:]PORT...]",
 		Short: "Forward local TCP ports to ports of a workspace",
-		Long: `Forward TCP ports of the runner's host to ports of a workspace, until Ctrl-C. With coppice dev, the runner's host is this machine.
+		Long: `Forward TCP ports of the runner's host to ports of a workspace, until Ctrl-C. With coppice dev, the runner's host is this machine. A server in
+the workspace may listen on its address or on its loopback. If nobody listens on a port yet, the command says so and forwards it anyway.
 
 Without LOCAL the command uses the same number, or a free port for a number below 1024. LOCAL 0 picks a free port. LOCAL must be in the
 range that the operator of the host allows ('coppice runner --forward-ports'), by default from 1024 up to the ports of outgoing
@@ -153,6 +155,11 @@ func forwardPorts(ctx context.Context, a *cli.App, client *coppice.Client, ws co
 		return nil
 	}); err != nil {
 		return errors.Join(err, closeAll())
+	}
+	for _, p := range ports {
+		if p.Problem != nil {
+			fmt.Fprintf(a.Stderr, "coppice: %s (%s); connections to %s are closed until one does\n", foreign.Visible(p.Problem.Message), p.Problem.Code, p.Listen)
+		}
 	}
 	if detach {
 		return nil
