@@ -60,7 +60,7 @@ func startServer(ctx context.Context, cfg config, dir string) (_ *server, err er
 	if err := os.MkdirAll(dir, 0o711); err != nil { //nolint:gosec // G301: the database's user must pass
 		return nil, err
 	}
-	s.cmd = exec.Command(cfg.coppice, "--json", "dev", "--data-dir", s.data, "--images-dir", cfg.images, "--listen", "127.0.0.1:0", //nolint:gosec,noctx // G204: our own program, which stop ends
+	s.cmd = exec.Command(cfg.coppice, "--json", "dev", "--data-dir", s.data, "--images-dir", cfg.images, "--listen", "127.0.0.1:0", "--on-exit", "stop", //nolint:gosec,noctx // G204: our own program, which stop ends
 		"--max-sandboxes", fmt.Sprint(maxSandboxes), "--warm", fmt.Sprint(warmShells), "--log-level", "warn", "--vmm", cfg.vmm, "--accel", cfg.accel)
 	s.cmd.Env = append(os.Environ(), "COPPICE_CONNECTION="+filepath.Join(dir, "connection.json"), "COPPICE_QEMU="+cfg.qemu, "COPPICE_CLOUD_HYPERVISOR="+cfg.ch)
 	s.cmd.Stdout, s.cmd.Stderr = in, log

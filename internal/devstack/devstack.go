@@ -55,7 +55,11 @@ type Config struct {
 	Listen    string // host:port of the public API, on loopback; port 0 picks a free one
 	PlainHTTP bool   // serve the public API in clear although it is not on loopback
 	E2B       daemon.E2BConfig
-	PGBin     string // directory of PostgreSQL's programs; empty finds them
+	OnExit    OnExit // empty: Stop
+	// Hurry ends what OnExit says early when it is closed. nil: nobody hurries.
+	Hurry <-chan struct{}
+	Tell  func(string) // says to a person what the end takes; may be nil
+	PGBin string       // directory of PostgreSQL's programs; empty finds them
 }
 
 // Ready is what a user needs to know once everything answers.
@@ -69,7 +73,7 @@ type Ready struct {
 	Weak []string `json:",omitempty"` // what keeps guests apart less well than it could
 }
 
-// Run starts everything, calls ready, and runs until ctx ends; then VMs are stopped, and checkpoints, images and the
+// Run starts everything, calls ready, and runs until ctx ends; then it does with the workspaces what OnExit says. Checkpoints, images and the
 // database stay. It needs root. It takes the addresses first, so that a start that fails on one of them has made nothing.
 func Run(ctx context.Context, cfg Config, ready func(Ready) error) (err error) {
 	if err := cfg.Check(); err != nil {
@@ -347,9 +351,9 @@ func ignoreClosed(err error) error {
 }
 
 // run runs the parts until ctx ends or one fails, and ends them in the order in which they need each other: no more requests,
-// then the controller's operations, then the VMs.
-func (s *stack) run(ctx context.Context, ready func(Ready) error) error {
-	group, ctx := errgroup.WithContext(ctx)
+// then what OnExit says, then the controller's operations, then the VMs.
+func (s *stack) run(asked context.Context, ready func(Ready) error) error {
+	group, ctx := errgroup.WithContext(asked)
 	vms, stopVMs := context.WithCancel(context.WithoutCancel(ctx))
 	ops, stopOps := context.WithCancel(context.WithoutCancel(ctx))
 	defer stopVMs()
@@ -383,7 +387,11 @@ func (s *stack) run(ctx context.Context, ready func(Ready) error) error {
 	group.Go(func() error {
 		<-ctx.Done()
 		defer stopOps()
-		return s.shutdown(ctx)
+		err := s.shutdown(ctx)
+		if asked.Err() != nil { // otherwise a part has failed, and nothing can be asked of the rest
+			s.settle(ctx)
+		}
+		return err
 	})
 	if err := s.awaitReady(ctx, ready); err != nil && ctx.Err() == nil {
 		group.Go(func() error { return err })

@@ -78,7 +78,7 @@ func makeStack(t *testing.T, dir string, args ...string) *stack {
 	needVM(t)
 	s := &stack{dir: dir, data: filepath.Join(dir, "data"), binary: program(t, "cmd/coppice")}
 	s.args = append([]string{
-		"--json", "dev", "--data-dir", s.data, "--listen", "127.0.0.1:0", "--log-level", "debug",
+		"--json", "dev", "--data-dir", s.data, "--listen", "127.0.0.1:0", "--log-level", "debug", "--on-exit", "stop",
 		"--images-dir", imageStore(t).Dir(),
 	}, args...)
 	for name, value := range map[string]string{"--accel": *accel, "--vmm": *vmmName} {

@@ -6,8 +6,11 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"os"
+	"os/signal"
 	"path/filepath"
 	"strings"
+	"syscall"
 
 	"github.com/spf13/cobra"
 
@@ -24,7 +27,7 @@ import (
 // NewDevCommand makes the command "coppice dev".
 func NewDevCommand(a *cli.App) *cobra.Command {
 	cfg := devstack.Config{PGBin: a.Getenv("PGBIN"), HostConfig: host.Config(a)}
-	var budget, level string
+	var budget, level, onExit string
 	c := &cobra.Command{
 		Use:   "dev",
 		Short: "Run controller, runner and a private PostgreSQL on this machine",
@@ -39,7 +42,9 @@ The API has no TLS, so it listens on loopback only, unless --plain-http says tha
 The command enters the address and the key of the API as a context in ~/.config/coppice/connection.json, where the client commands of this
 user find them ('coppice context'), and takes the entry away when it ends.
 
-Ctrl-C stops the VMs. Checkpoints, images and the database stay in the data directory for the next start.`,
+Ctrl-C suspends the running workspaces: the next start can resume them ('coppice ws resume'). A second Ctrl-C stops those that are left at
+once; they are lost then, with their checkpoints kept. --on-exit terminate ends the workspaces instead, --on-exit stop only stops their
+VMs. Checkpoints, images and the database stay in the data directory for the next start.`,
 		Args: cobra.NoArgs,
 	}
 	f := c.Flags()
@@ -48,6 +53,7 @@ Ctrl-C stops the VMs. Checkpoints, images and the database stay in the data dire
 	f.StringVar(&cfg.Listen, "listen", "127.0.0.1:7070", "`address` of the API; port 0 picks a free one")
 	f.BoolVar(&cfg.PlainHTTP, "plain-http", false, "serve the API without TLS on other addresses than loopback: only behind a proxy that speaks TLS")
 	e2bFlags(f, &cfg.E2B, " (default 127.0.0.1:7075, or a free port if --listen does not have port 7070); - for none")
+	f.StringVar(&onExit, "on-exit", string(devstack.Suspend), "what to `do` with running workspaces at Ctrl-C: suspend, terminate, or stop")
 	f.StringVar(&budget, "disk-budget", "32G", "size of the volume for checkpoints, if the program makes one, as `size` with K, M, G or T")
 	f.IntVar(&cfg.MaxSandboxes, "max-sandboxes", 64, "maximum number of VMs, including warm ones")
 	f.IntVar(&cfg.Warm, "warm", 4, "number of VMMs kept ready per recently forked base; 0 for none")
@@ -68,6 +74,9 @@ Ctrl-C stops the VMs. Checkpoints, images and the database stay in the data dire
 			return err
 		}
 		var err error
+		if cfg.OnExit, err = devstack.ParseOnExit(onExit); err != nil {
+			return exit.Misuse(fmt.Errorf("--on-exit: %w", err))
+		}
 		if cfg.DiskBudget, err = argument.Size(budget); err != nil {
 			return exit.Misuse(fmt.Errorf("--disk-budget: %w", err))
 		}
@@ -89,6 +98,8 @@ Ctrl-C stops the VMs. Checkpoints, images and the database stay in the data dire
 		}
 		defer func() { _ = endTraces(context.WithoutCancel(cmd.Context())) }() // what was not sent by now is lost
 		cfg.Traces = traces
+		cfg.Hurry = secondSignal(cmd.Context())
+		cfg.Tell = func(text string) { fmt.Fprintf(a.Stderr, "coppice: %s\n", text) }
 		leave := func() error { return nil }
 		err = devstack.Run(cmd.Context(), cfg, func(r devstack.Ready) error {
 			var name string
@@ -125,6 +136,30 @@ func e2bText(cfg devstack.Config, r devstack.Ready) string {
 	return fmt.Sprintf("  E2B      E2B_API_URL and E2B_SANDBOX_URL %s, E2B_API_KEY as in %s; egress %s\n", r.E2B, filepath.Join(r.DataDir, "api-key"), cfg.E2B.Egress())
 }
 
+// secondSignal is closed by the first signal after the one that ended ctx.
+func secondSignal(ctx context.Context) <-chan struct{} {
+	hurry := make(chan struct{})
+	again := make(chan os.Signal, 1)
+	context.AfterFunc(ctx, func() {
+		signal.Notify(again, os.Interrupt, syscall.SIGTERM) // for the rest of the process
+		<-again
+		close(hurry)
+	})
+	return hurry
+}
+
+// atExit says what Ctrl-C does.
+func atExit(o devstack.OnExit) string {
+	switch o {
+	case devstack.Suspend:
+		return "Ctrl-C suspends the running workspaces; resume them after the next start with coppice ws resume."
+	case devstack.Terminate:
+		return "Ctrl-C terminates the running workspaces; checkpoints stay."
+	case devstack.Stop:
+	}
+	return "Ctrl-C stops the VMs; checkpoints stay."
+}
+
 func greet(w io.Writer, cfg devstack.Config, r devstack.Ready, context string, current bool) error {
 	how := "context  " + context
 	if !current {
@@ -141,7 +176,7 @@ Try this in another terminal, as the same user:
   coppice ws create --name demo
   coppice ws exec demo -- uname -a
   coppice fork demo -n 4
-Ctrl-C stops the VMs; checkpoints stay.
-`, r.Server, r.DataDir, r.Volume, cfg.VMMText(), how, e2bText(cfg, r), warnings(r.Weak))
+%s
+`, r.Server, r.DataDir, r.Volume, cfg.VMMText(), how, e2bText(cfg, r), warnings(r.Weak), atExit(cfg.OnExit))
 	return err
 }
