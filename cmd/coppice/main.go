@@ -42,6 +42,7 @@ var commands = []func(*cli.App) *cobra.Command{
 	grant.NewCommand,
 	workspace.NewRestoreCommand,
 	contexts.NewCommand,
+	session.NewCommand,
 	history.NewOperationCommand,
 	history.NewEventsCommand,
 	tenant.NewProjectCommand,

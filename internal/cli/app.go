@@ -81,6 +81,7 @@ func (a *App) Root(commands ...func(*App) *cobra.Command) *cobra.Command {
 // markBegin makes every command note that its flags and arguments were accepted. So every failure before this is a
 // mistake in the command line.
 func (a *App) markBegin(c *cobra.Command) {
+	a.complete(c)
 	if c.HasParent() && c.Args != nil {
 		c.Args = countArguments(c.Args)
 	}

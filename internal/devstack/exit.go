@@ -96,7 +96,7 @@ func (s *stack) running(ctx context.Context) ([]controller.Workspace, error) {
 	f.Limit = page
 	for {
 		var list []controller.Workspace
-		err := s.store.InTx(ctx, controller.System(), func(tx controller.Tx) (err error) {
+		err := s.store.InTx(ctx, controller.System(), func(tx controller.AllTx) (err error) {
 			list, err = tx.Workspaces(ctx, f)
 			return err
 		})

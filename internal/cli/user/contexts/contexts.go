@@ -82,7 +82,7 @@ func printContexts(w io.Writer, list []listed) error {
 
 func newUseCommand(a *cli.App) *cobra.Command {
 	return &cobra.Command{
-		Use:   "use NAME",
+		Use:   "use CONTEXT",
 		Short: "Make a context the current one",
 		Args:  cobra.ExactArgs(1),
 		RunE: func(_ *cobra.Command, args []string) error {
@@ -170,7 +170,7 @@ func secret(a *cli.App, file string) (string, error) {
 
 func newRemoveCommand(a *cli.App) *cobra.Command {
 	return &cobra.Command{
-		Use:   "rm NAME...",
+		Use:   "rm CONTEXT...",
 		Short: "Forget contexts; their servers go on",
 		Args:  cobra.MinimumNArgs(1),
 		RunE: func(_ *cobra.Command, args []string) error {
@@ -196,5 +196,5 @@ func newRemoveCommand(a *cli.App) *cobra.Command {
 }
 
 func unknown(name string) error {
-	return core.Errorf(core.NotFound, core.CodeInvalidName, "there is no context %q; list the contexts with coppice context ls", core.Clip(name))
+	return core.Errorf(core.Invalid, core.CodeInvalidName, "there is no context %q; list the contexts with coppice context ls", core.Clip(name))
 }

@@ -8,6 +8,7 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/cli"
 	"github.com/coppice-dev/coppice/internal/cli/exit"
 	"github.com/coppice-dev/coppice/internal/cli/find"
@@ -36,9 +37,27 @@ func (a *AllowFlags) Read() (*[]string, error) {
 	case a.none:
 		return &[]string{}, nil
 	case len(a.allow) > 0:
+		for _, rule := range a.allow {
+			if err := plainRule(rule); err != nil {
+				return nil, err
+			}
+		}
 		return &a.allow, nil
 	}
 	return nil, nil
+}
+
+// plainRule explains what people paste instead of a rule: a rule names a host, not a URL.
+func plainRule(rule string) error {
+	scheme, rest, ok := strings.Cut(rule, "://")
+	if !ok || scheme != "http" && scheme != "https" {
+		return nil
+	}
+	host, _, _ := strings.Cut(rest, "/")
+	if scheme == "http" && !strings.Contains(host, ":") {
+		host += ":80"
+	}
+	return exit.Misuse(fmt.Errorf("--allow %q is a URL, and a rule names a host: give --allow %s", core.Clip(rule), core.Clip(host)))
 }
 
 // NewRulesCommand makes the command "coppice ws network".

@@ -29,6 +29,25 @@ func groupWS(a *cli.App) *cobra.Command {
 	return c
 }
 
+// TestKill ends a program that was left running.
+func TestKill(t *testing.T) {
+	t.Parallel()
+	f, run := clitest.NewServer(t, groupWS, NewCommand)
+	f.Workspaces = []api.Workspace{clitest.Workspace(1, "demo", api.WorkspaceReady)}
+	if status, _, stderr := run("ws", "exec", "-d", "demo", "sleep", "1000"); status != 0 {
+		t.Fatal(stderr)
+	}
+	if status, stdout, stderr := run("session", "kill", "demo", "00000001", "-s", "kill"); status != 0 || !strings.Contains(stdout, "was sent SIGKILL") {
+		t.Errorf("status %d, %q, %q", status, stdout, stderr)
+	}
+	if status, _, stderr := run("ws", "logs", "-f", "demo", "00000001"); status == 0 {
+		t.Errorf("it goes on: %q", stderr)
+	}
+	if status, stdout, _ := run("session", "ls", "demo"); status != 0 || !strings.Contains(stdout, "exited") {
+		t.Errorf("status %d, %q", status, stdout)
+	}
+}
+
 func TestExecPassesOutputAndStatusOn(t *testing.T) {
 	t.Parallel()
 	f, run := clitest.NewServer(t, groupWS)

@@ -81,7 +81,10 @@ func (s *startFlags) read() (out started, err error) {
 		return out, err
 	}
 	for flag, d := range map[string]time.Duration{"--ttl": s.ttl, "--idle": s.idle} {
-		if d < 0 || d%time.Second != 0 {
+		if d < 0 {
+			return out, exit.Misuse(fmt.Errorf("%s %s is negative; give the time from now on, such as 30m", flag, d))
+		}
+		if d%time.Second != 0 {
 			return out, exit.Misuse(fmt.Errorf("%s %s is not a whole number of seconds", flag, d))
 		}
 	}
