@@ -143,6 +143,11 @@ func (a *App) Report(err error) int {
 	if err == nil || errors.As(err, new(exit.StatusError)) {
 		return status
 	}
+	return a.ReportAs(err, status)
+}
+
+// ReportAs prints an error for a program that ends with another status than the error has.
+func (a *App) ReportAs(err error, status int) int {
 	code, message := exit.Describe(err)
 	if a.JSON {
 		_ = foreign.EncodeJSON(a.Stderr, map[string]any{"error": map[string]any{"code": code, "message": message, "exit_status": status}}, "")

@@ -115,6 +115,23 @@ func Timings(list coppice.Timings) string {
 	return strings.Join(words, ", ")
 }
 
+// Slowest shows the slowest of the stages, at most n of them, in their order, so that a line of a table fits a terminal.
+func Slowest(list coppice.Timings, n int) string {
+	if len(list) <= n {
+		return Timings(list)
+	}
+	byTime := slices.Clone(list)
+	slices.SortStableFunc(byTime, func(a, b coppice.Timing) int { return cmp.Compare(b.DurationMS, a.DurationMS) })
+	least := byTime[n-1].DurationMS
+	var kept coppice.Timings
+	for _, t := range list {
+		if t.DurationMS >= least && len(kept) < n {
+			kept = append(kept, t)
+		}
+	}
+	return Timings(kept) + ", …"
+}
+
 // Moment shows a time in this machine's zone.
 func Moment(t time.Time) string {
 	if t.IsZero() {

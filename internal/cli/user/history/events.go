@@ -94,6 +94,6 @@ func printEvent(a *cli.App, e coppice.Event) error {
 	add("kind", e.Data.Kind)
 	add("from", e.Data.From)
 	add("code", e.Data.Code)
-	_, err := fmt.Fprintf(a.Stdout, "%s  %s  %-22s %s\n", foreign.Visible(e.ID), e.CreatedAt.Local().Format(time.TimeOnly), foreign.Visible(e.Type), foreign.Visible(strings.Join(about, "  ")))
+	_, err := fmt.Fprintf(a.Stdout, "%8s  %s  %-24s %s\n", foreign.Visible(e.ID), e.CreatedAt.Local().Format(time.TimeOnly), foreign.Visible(e.Type), foreign.Visible(strings.Join(about, "  ")))
 	return err
 }

@@ -182,8 +182,7 @@ func execute(ctx context.Context, a *cli.App, client *coppice.Client, ws coppice
 func notStarted(a *cli.App, err error) error {
 	for code, status := range map[coppice.Code]int{coppice.CodeCommandNotFound: noCommand, coppice.CodeCommandNotStarted: cannotRun} {
 		if errors.Is(err, code) {
-			a.Report(err)
-			return exit.StatusError(status)
+			return exit.StatusError(a.ReportAs(err, status))
 		}
 	}
 	return err

@@ -59,6 +59,9 @@ func TestExecPassesOutputAndStatusOn(t *testing.T) {
 	if status, _, stderr = run("ws", "exec", "demo", "--", "no-such-program"); status != noCommand || !strings.Contains(stderr, "COMMAND_NOT_FOUND") {
 		t.Errorf("status %d, stderr %q", status, stderr)
 	}
+	if status, _, stderr = run("ws", "exec", "--json", "demo", "--", "no-such-program"); status != noCommand || !strings.Contains(stderr, `"exit_status":127`) {
+		t.Errorf("as JSON: status %d, stderr %q", status, stderr)
+	}
 	// Flags after the program are the program's, with or without --.
 	if status, stdout, stderr = run("ws", "exec", "demo", "echo", "-n", "--json"); status != 0 || stdout != "--json" {
 		t.Errorf("status %d, stdout %q, stderr %q", status, stdout, stderr)

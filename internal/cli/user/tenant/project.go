@@ -144,7 +144,7 @@ func newProjectListCommand(a *cli.App) *cobra.Command {
 				for _, p := range list {
 					rows = append(rows, []string{p.Name, p.ID, fmt.Sprint(p.Quotas.Workspaces), fmt.Sprint(p.Quotas.Checkpoints), render.Age(time.Now(), p.CreatedAt)})
 				}
-				return render.Table(w, "NAME ID WORKSPACES CHECKPOINTS AGE", rows)
+				return render.Table(w, "NAME ID MAX-WORKSPACES MAX-CHECKPOINTS AGE", rows)
 			})
 		},
 	}

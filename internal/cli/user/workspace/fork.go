@@ -105,7 +105,7 @@ func printFork(w io.Writer, res coppice.ForkResult, wall time.Duration) error {
 		if !ws.ReadyAt.IsZero() {
 			ready = render.Milliseconds(float64(ws.ReadyAt.Sub(ws.CreatedAt).Microseconds()) / 1000)
 		}
-		rows = append(rows, []string{ws.Name, render.Short(ws.ID), string(ws.State), ws.Network.IP, ready, render.Timings(child.Timings)})
+		rows = append(rows, []string{ws.Name, render.Short(ws.ID), string(ws.State), ws.Network.IP, ready, render.Slowest(child.Timings, 2)})
 	}
 	if err := render.Table(w, "NAME ID STATE IP READY STAGES", rows); err != nil {
 		return err
