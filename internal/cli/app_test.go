@@ -114,6 +114,8 @@ func TestConnection(t *testing.T) {
 		{"the file of an older version", map[string]string{"COPPICE_CONNECTION": old}, Connection{}, "", Connection{Server: "http://old", Token: "o"}, ""},
 		{"environment wins over the file", map[string]string{"HOME": home, "COPPICE_SERVER": "http://e", "COPPICE_TOKEN": "e"}, Connection{}, "", Connection{Server: "http://e", Token: "e"}, ""},
 		{"flags win over the environment", map[string]string{"COPPICE_SERVER": "http://e", "COPPICE_TOKEN": "e"}, Connection{Server: "http://f", Token: "f"}, "", Connection{Server: "http://f", Token: "f"}, ""},
+		{"another server does not get the environment's key", map[string]string{"COPPICE_SERVER": "http://e", "COPPICE_TOKEN": "e"}, Connection{Server: "http://f"}, "", Connection{Server: "http://f"}, ""},
+		{"a server gets a key of the environment that names none", map[string]string{"COPPICE_TOKEN": "e"}, Connection{Server: "http://f"}, "", Connection{Server: "http://f", Token: "e"}, ""},
 		{"another server does not get the file's key", map[string]string{"HOME": home}, Connection{Server: "http://f"}, "", Connection{Server: "http://f"}, ""},
 		{"another key for the file's server", map[string]string{"HOME": home, "COPPICE_TOKEN": "e"}, Connection{}, "", Connection{Server: "unix:///s", Token: "e"}, ""},
 		{"a server of the file by its address", map[string]string{"HOME": home}, Connection{Server: "https://lab"}, "", lab, ""},

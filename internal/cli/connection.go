@@ -31,8 +31,8 @@ var errNoServer = errors.New("no server is configured: start one with `coppice d
 func (a *App) Connection() (Connection, error) { return a.connection() }
 
 // connection finds the server and its key. The flags win over the environment, and the environment over the connection file. A key goes only to the
-// server that it belongs to: that of a context to the context's server, that of the environment to COPPICE_SERVER, --server or
-// the `coppice dev` that is the current context.
+// server that it belongs to: that of a context to the context's server, that of the environment to COPPICE_SERVER or, where that is not set,
+// to --server or the `coppice dev` that is the current context.
 func (a *App) connection() (Connection, error) {
 	if a.server != "" && a.context != "" {
 		return Connection{}, exit.Misuse(errors.New("--server and --context exclude each other"))
@@ -86,7 +86,11 @@ func (a *App) toServer(server string) (c Connection, err error) {
 	if c.Server, err = CompleteAddress(server); err != nil {
 		return Connection{}, exit.Misuse(fmt.Errorf("%s: %w", c.Origin, err))
 	}
-	if c.Token == "" {
+	belongs := a.Getenv("COPPICE_SERVER") // where the key of the environment belongs, if it says
+	if complete, err := CompleteAddress(belongs); err == nil {
+		belongs = complete
+	}
+	if c.Token == "" && (belongs == "" || belongs == c.Server) {
 		if c.Token, err = a.tokenOfEnvironment(); err != nil {
 			return Connection{}, err
 		}

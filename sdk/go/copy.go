@@ -17,6 +17,11 @@ import (
 // otherwise to that name. A local path that ends in "/." means the content of the directory. Owners become root; modes,
 // times and symbolic links are kept. It returns how many bytes of file content were sent.
 func (c *Client) CopyTo(ctx context.Context, id WorkspaceID, local, remote string) (int64, error) {
+	return c.CopyToWith(ctx, id, local, remote, CopyOptions{})
+}
+
+// CopyToWith is CopyTo that tells its progress; of the options it heeds no other.
+func (c *Client) CopyToWith(ctx context.Context, id WorkspaceID, local, remote string, o CopyOptions) (int64, error) {
 	info, err := os.Stat(local)
 	if err != nil {
 		return 0, err
@@ -41,7 +46,7 @@ func (c *Client) CopyTo(ctx context.Context, id WorkspaceID, local, remote strin
 		remote = path.Join(remote, base)
 	}
 	if !info.IsDir() {
-		return c.copyFileTo(ctx, id, local, info, remote)
+		return c.copyFileTo(ctx, id, local, info, remote, o)
 	}
 	r, w := io.Pipe()
 	var sent int64
@@ -52,19 +57,19 @@ func (c *Client) CopyTo(ctx context.Context, id WorkspaceID, local, remote strin
 		sent, werr = writeTar(w, local)
 		w.CloseWithError(werr)
 	}()
-	_, err = c.UploadTar(ctx, id, remote, r)
+	_, err = c.UploadTar(ctx, id, remote, o.read(r))
 	_ = r.CloseWithError(errors.New("upload ended"))
 	<-done
 	return sent, err
 }
 
-func (c *Client) copyFileTo(ctx context.Context, id WorkspaceID, local string, info fs.FileInfo, remote string) (int64, error) {
+func (c *Client) copyFileTo(ctx context.Context, id WorkspaceID, local string, info fs.FileInfo, remote string, o CopyOptions) (int64, error) {
 	f, err := os.Open(local)
 	if err != nil {
 		return 0, err
 	}
 	defer f.Close()
-	_, err = c.WriteFile(ctx, id, remote, f, WriteOptions{Mode: fmt.Sprintf("%04o", info.Mode().Perm())})
+	_, err = c.WriteFile(ctx, id, remote, o.read(f), WriteOptions{Mode: fmt.Sprintf("%04o", info.Mode().Perm())})
 	return info.Size(), err
 }
 

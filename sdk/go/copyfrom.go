@@ -27,6 +27,30 @@ type CopyOptions struct {
 	MaxBytes     int64 // of file content
 	MaxEntries   int   // files, directories and links
 	OutsideLinks bool  // keep symbolic links that lead out of the copied tree
+
+	// Progress is called with the number of bytes so far while they are copied; nil for nobody. It must return at once.
+	Progress func(bytes int64)
+}
+
+// read returns a reader that tells the progress of a copy.
+func (o *CopyOptions) read(r io.Reader) io.Reader {
+	if o.Progress == nil {
+		return r
+	}
+	return &told{Reader: r, tell: o.Progress}
+}
+
+type told struct {
+	io.Reader
+	n    int64
+	tell func(int64)
+}
+
+func (t *told) Read(p []byte) (int, error) {
+	n, err := t.Reader.Read(p)
+	t.n += int64(n)
+	t.tell(t.n)
+	return n, err
 }
 
 // Copied is the result of a copy.
@@ -115,7 +139,7 @@ func (c *Client) CopyFromWith(ctx context.Context, id WorkspaceID, remote, local
 	}
 	defer body.Close()
 	x := extraction{root: root, base: strings.TrimPrefix(path.Base(clean), "/"), options: o}
-	err = x.all(body)
+	err = x.all(o.read(body))
 	x.got.LeftOut += max(body.leftOut.Special, 0)
 	x.got.Pseudo, x.got.MorePseudo = body.leftOut.Pseudo, body.leftOut.More
 	return x.got, err
@@ -165,11 +189,12 @@ func realDirs(root *os.Root, name string, mode fs.FileMode) error {
 // copyFileFrom writes a file under a temporary name first. When it is complete, it is moved to its place, or copied
 // into the file that exists there. If the disk becomes full during that copy, the existing file is cut short.
 func (c *Client) copyFileFrom(ctx context.Context, id WorkspaceID, remote, dir, name string, info FileInfo, o CopyOptions) (Copied, error) {
-	body, _, err := c.openFile(ctx, id, remote, o.MaxBytes)
+	opened, _, err := c.openFile(ctx, id, remote, o.MaxBytes)
 	if err != nil {
 		return Copied{}, err
 	}
-	defer body.Close()
+	defer opened.Close()
+	body := o.read(opened)
 	if whole, err := filepath.Abs(filepath.Join(dir, name)); err == nil && strings.HasPrefix(whole, "/dev/") {
 		f, err := os.OpenFile(whole, os.O_WRONLY, 0) // may be the caller's terminal or a pipe
 		if err != nil {

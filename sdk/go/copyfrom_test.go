@@ -338,8 +338,12 @@ func TestCutCopyLeavesTheFileAlone(t *testing.T) {
 	if err := os.WriteFile(filepath.Join(dir, "f"), []byte("old"), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := c.CopyFromWith(t.Context(), "ws_1", "/src/.", dir, coppice.CopyOptions{}); err == nil {
+	var told int64
+	if _, err := c.CopyFromWith(t.Context(), "ws_1", "/src/.", dir, coppice.CopyOptions{Progress: func(n int64) { told = n }}); err == nil {
 		t.Error("half a file was taken")
+	}
+	if want := int64(whole.Len() + len("half")); told != want {
+		t.Errorf("the progress ended at %d bytes, want %d", told, want)
 	}
 	entries, err := os.ReadDir(dir)
 	if b, _ := os.ReadFile(filepath.Join(dir, "f")); err != nil || len(entries) != 1 || string(b) != "old" {

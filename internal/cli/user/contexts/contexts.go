@@ -28,8 +28,8 @@ the file that COPPICE_CONNECTION names.
 'coppice dev' enters its own context and takes it away when it ends. It becomes the current one unless the server of the current one
 still runs. --context and COPPICE_CONTEXT choose another context for one command; --server and COPPICE_SERVER win over the current one.
 
-The key of a context goes to its server only. COPPICE_TOKEN goes to the server that --server or COPPICE_SERVER names, or to the current
-context if 'coppice dev' entered it; other contexts use their own key.`,
+The key of a context goes to its server only. COPPICE_TOKEN goes to COPPICE_SERVER; where that is not set, to --server, or to the current
+context if 'coppice dev' entered it. Other contexts use their own key.`,
 	}
 	c.AddCommand(newListCommand(a), newUseCommand(a), newAddCommand(a), newRemoveCommand(a))
 	return c

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"strings"
+	"sync/atomic"
 	"time"
 
 	"github.com/spf13/cobra"
@@ -46,11 +47,13 @@ is given. It copies at most 10 GiB unless --max-bytes says more.`,
 			}
 			ctx := c.Context()
 			began := time.Now()
-			done := a.Working(ctx, "copying")
+			var copied atomic.Int64
+			options.Progress = copied.Store
+			done := a.WorkingOn(ctx, func() string { return "copying " + render.Size(copied.Load()) })
 			var n int64
 			var got coppice.Copied
 			if toRemote {
-				n, err = copyWith(ctx, client, to, func(id string) (int64, error) { return client.CopyTo(ctx, id, args[0], toPath) })
+				n, err = copyWith(ctx, client, to, func(id string) (int64, error) { return client.CopyToWith(ctx, id, args[0], toPath, options) })
 			} else {
 				n, err = copyWith(ctx, client, from, func(id string) (int64, error) {
 					var err error
