@@ -464,6 +464,24 @@ func (e OnIdle) Valid() bool {
 	}
 }
 
+// Defines values for OnTTL.
+const (
+	TTLSuspend   OnTTL = "suspend"
+	TTLTerminate OnTTL = "terminate"
+)
+
+// Valid indicates whether the value is a known member of the OnTTL enum.
+func (e OnTTL) Valid() bool {
+	switch e {
+	case TTLSuspend:
+		return true
+	case TTLTerminate:
+		return true
+	default:
+		return false
+	}
+}
+
 // Defines values for OperationKind.
 const (
 	OperationCreateCheckpoint   OperationKind = "create_checkpoint"
@@ -629,6 +647,60 @@ func (e SessionState) Valid() bool {
 	case SessionExited:
 		return true
 	case SessionRunning:
+		return true
+	default:
+		return false
+	}
+}
+
+// Defines values for SignalRequestTarget.
+const (
+	SignalForeground SignalRequestTarget = "foreground"
+	SignalGroup      SignalRequestTarget = "group"
+	SignalProcess    SignalRequestTarget = "process"
+	SignalSession    SignalRequestTarget = "session"
+)
+
+// Valid indicates whether the value is a known member of the SignalRequestTarget enum.
+func (e SignalRequestTarget) Valid() bool {
+	switch e {
+	case SignalForeground:
+		return true
+	case SignalGroup:
+		return true
+	case SignalProcess:
+		return true
+	case SignalSession:
+		return true
+	default:
+		return false
+	}
+}
+
+// Defines values for WatchEventType.
+const (
+	WatchChmod    WatchEventType = "chmod"
+	WatchCreate   WatchEventType = "create"
+	WatchOverflow WatchEventType = "overflow"
+	WatchRemove   WatchEventType = "remove"
+	WatchRename   WatchEventType = "rename"
+	WatchWrite    WatchEventType = "write"
+)
+
+// Valid indicates whether the value is a known member of the WatchEventType enum.
+func (e WatchEventType) Valid() bool {
+	switch e {
+	case WatchChmod:
+		return true
+	case WatchCreate:
+		return true
+	case WatchOverflow:
+		return true
+	case WatchRemove:
+		return true
+	case WatchRename:
+		return true
+	case WatchWrite:
 		return true
 	default:
 		return false
@@ -1160,6 +1232,18 @@ type CreateRunnerTokenRequest struct {
 	TTLSeconds int64    `json:"ttl_seconds,omitempty,omitzero"`
 }
 
+// CreateWatchRequest defines model for CreateWatchRequest.
+type CreateWatchRequest struct {
+	// Path Absolute path in the guest. With `user`, it may begin with `~`, the user's home.
+	Path FilePath `json:"path"`
+
+	// Recursive Watch all directories below it too, on the same file system, also those that come later.
+	Recursive bool `json:"recursive,omitempty,omitzero"`
+
+	// User Who does the work, with that user's rights: a name or a number, optionally `:group`. Default: root.
+	User FileUser `json:"user,omitempty,omitzero"`
+}
+
 // CreateWorkspaceRequest defines model for CreateWorkspaceRequest.
 type CreateWorkspaceRequest struct {
 	// AutoResume Resume a suspended workspace as soon as somebody uses it.
@@ -1187,6 +1271,12 @@ type CreateWorkspaceRequest struct {
 
 	// OnIdle Default: `suspend`. It needs `idle_seconds`.
 	OnIdle OnIdle `json:"on_idle,omitempty,omitzero"`
+
+	// OnTTL What becomes of the workspace at the end of `ttl_seconds`. Default: `terminate`. `suspend`
+	// needs the scopes that a suspension needs, and the suspension takes a checkpoint of the
+	// quota: while there is none, the workspace goes on and the suspension is tried again. A resume
+	// gives the workspace all of its time again. A suspended workspace has no end.
+	OnTTL OnTTL `json:"on_ttl,omitempty,omitzero"`
 
 	// Resources Absent fields get the server's defaults (1 vCPU, 512 MiB, 1 GiB).
 	Resources ResourcesRequest `json:"resources,omitempty,omitzero"`
@@ -1224,6 +1314,12 @@ type DataTLS struct {
 
 	// ServerName The name that the certificate must have, instead of the one in the address.
 	ServerName string `json:"server_name"`
+}
+
+// DeadlineRequest defines model for DeadlineRequest.
+type DeadlineRequest struct {
+	// TimeoutMS Time from now; 0 is never.
+	TimeoutMS int64 `json:"timeout_ms"`
 }
 
 // Digest defines model for Digest.
@@ -1433,17 +1529,29 @@ type FileChangeWhat string
 type FileInfo struct {
 	GID int `json:"gid"`
 
+	// Group Name of the group, if the workspace has one for `gid`.
+	Group string `json:"group,omitempty,omitzero"`
+
 	// Mode Four octal digits.
 	Mode  string    `json:"mode"`
 	MTime time.Time `json:"mtime"`
 	Name  string    `json:"name"`
-	Path  string    `json:"path"`
-	Size  int64     `json:"size"`
+
+	// Owner Name of the user, if the workspace has one for `uid`.
+	Owner string `json:"owner,omitempty,omitzero"`
+	Path  string `json:"path"`
+	Size  int64  `json:"size"`
 
 	// Target Target of a symbolic link.
 	Target string       `json:"target,omitempty,omitzero"`
 	Type   FileInfoType `json:"type"`
 	UID    int          `json:"uid"`
+
+	// XAttrs Extended attributes of users.
+	XAttrs map[string]string `json:"xattrs,omitempty,omitzero"`
+
+	// XAttrsTruncated Some attributes are missing: they are not text, or too long.
+	XAttrsTruncated bool `json:"xattrs_truncated,omitempty,omitzero"`
 }
 
 // FileInfoType defines model for FileInfo.Type.
@@ -1456,7 +1564,16 @@ type FileList struct {
 
 	// Truncated The directory has more than the 10,000 listed entries.
 	Truncated bool `json:"truncated"`
+
+	// Unreadable How many subdirectories could not be read.
+	Unreadable int `json:"unreadable,omitempty,omitzero"`
 }
+
+// FilePath Absolute path in the guest. With `user`, it may begin with `~`, the user's home.
+type FilePath = string
+
+// FileUser Who does the work, with that user's rights: a name or a number, optionally `:group`. Default: root.
+type FileUser = string
 
 // Flow defines model for Flow.
 type Flow struct {
@@ -1564,6 +1681,12 @@ type ForkCheckpointRequest struct {
 	// OnIdle Default: `suspend`. It needs `idle_seconds`.
 	OnIdle OnIdle `json:"on_idle,omitempty,omitzero"`
 
+	// OnTTL What becomes of the workspace at the end of `ttl_seconds`. Default: `terminate`. `suspend`
+	// needs the scopes that a suspension needs, and the suspension takes a checkpoint of the
+	// quota: while there is none, the workspace goes on and the suspension is tried again. A resume
+	// gives the workspace all of its time again. A suspended workspace has no end.
+	OnTTL OnTTL `json:"on_ttl,omitempty,omitzero"`
+
 	// Spread Distribute the children evenly over all runners that can take them, instead of placing them where the checkpoint is. It must be sealed.
 	Spread bool `json:"spread,omitempty,omitzero"`
 
@@ -1630,6 +1753,12 @@ type ForkWorkspaceRequest struct {
 
 	// OnIdle Default: `suspend`. It needs `idle_seconds`.
 	OnIdle OnIdle `json:"on_idle,omitempty,omitzero"`
+
+	// OnTTL What becomes of the workspace at the end of `ttl_seconds`. Default: `terminate`. `suspend`
+	// needs the scopes that a suspension needs, and the suspension takes a checkpoint of the
+	// quota: while there is none, the workspace goes on and the suspension is tried again. A resume
+	// gives the workspace all of its time again. A suspended workspace has no end.
+	OnTTL OnTTL `json:"on_ttl,omitempty,omitzero"`
 
 	// TTLSeconds Terminate the workspace this many seconds from now. 0 or absent: never.
 	TTLSeconds TTL `json:"ttl_seconds,omitempty,omitzero"`
@@ -1766,6 +1895,28 @@ type Labels map[string]string
 // LabelsPatch Labels to set; a null value removes one. Other labels stay.
 type LabelsPatch map[string]*string
 
+// MadeDirectory defines model for MadeDirectory.
+type MadeDirectory struct {
+	// Created It did not exist before.
+	Created bool     `json:"created"`
+	File    FileInfo `json:"file"`
+}
+
+// MakeDirectoryRequest defines model for MakeDirectoryRequest.
+type MakeDirectoryRequest struct {
+	// Mode Octal permission bits. Default: 0755.
+	Mode string `json:"mode,omitempty,omitzero"`
+
+	// Parents Make missing directories above it too. It is no error then if it exists.
+	Parents bool `json:"parents,omitempty,omitzero"`
+
+	// Path Absolute path in the guest. With `user`, it may begin with `~`, the user's home.
+	Path FilePath `json:"path"`
+
+	// User Who does the work, with that user's rights: a name or a number, optionally `:group`. Default: root.
+	User FileUser `json:"user,omitempty,omitzero"`
+}
+
 // Name 1 to 63 lower-case letters, digits or hyphens, beginning and ending with a letter or digit.
 type Name = string
 
@@ -1833,6 +1984,12 @@ type OmittedFlows struct {
 
 // OnIdle Default: `suspend`. It needs `idle_seconds`.
 type OnIdle string
+
+// OnTTL What becomes of the workspace at the end of `ttl_seconds`. Default: `terminate`. `suspend`
+// needs the scopes that a suspension needs, and the suspension takes a checkpoint of the
+// quota: while there is none, the workspace goes on and the suspension is tried again. A resume
+// gives the workspace all of its time again. A suspended workspace has no end.
+type OnTTL string
 
 // Operation defines model for Operation.
 type Operation struct {
@@ -1940,6 +2097,12 @@ type PatchWorkspaceRequest struct {
 
 	// OnIdle Default: `suspend`. It needs `idle_seconds`.
 	OnIdle OnIdle `json:"on_idle,omitempty,omitzero"`
+
+	// OnTTL What becomes of the workspace at the end of `ttl_seconds`. Default: `terminate`. `suspend`
+	// needs the scopes that a suspension needs, and the suspension takes a checkpoint of the
+	// quota: while there is none, the workspace goes on and the suspension is tried again. A resume
+	// gives the workspace all of its time again. A suspended workspace has no end.
+	OnTTL OnTTL `json:"on_ttl,omitempty,omitzero"`
 
 	// TTLSeconds Terminate the workspace this many seconds from now. 0 removes the expiry.
 	TTLSeconds *int64 `json:"ttl_seconds,omitempty"`
@@ -2222,6 +2385,24 @@ type QuotasPatch struct {
 	Workspaces      *int64 `json:"workspaces,omitempty"`
 }
 
+// RenameFileRequest defines model for RenameFileRequest.
+type RenameFileRequest struct {
+	// From Absolute path in the guest. With `user`, it may begin with `~`, the user's home.
+	From FilePath `json:"from"`
+
+	// Mkdirs Make missing directories above the new path.
+	Mkdirs bool `json:"mkdirs,omitempty,omitzero"`
+
+	// NoReplace Refuse if something is at the new path.
+	NoReplace bool `json:"no_replace,omitempty,omitzero"`
+
+	// To Absolute path in the guest. With `user`, it may begin with `~`, the user's home.
+	To FilePath `json:"to"`
+
+	// User Who does the work, with that user's rights: a name or a number, optionally `:group`. Default: root.
+	User FileUser `json:"user,omitempty,omitzero"`
+}
+
 // ResealRecord defines model for ResealRecord.
 type ResealRecord struct {
 	// CheckpointID Example: ckpt_06e5bqv7z0f3m8k2h1t9r4w6xc
@@ -2313,6 +2494,12 @@ type RestoreCheckpointRequest struct {
 
 	// OnIdle Default: `suspend`. It needs `idle_seconds`.
 	OnIdle OnIdle `json:"on_idle,omitempty,omitzero"`
+
+	// OnTTL What becomes of the workspace at the end of `ttl_seconds`. Default: `terminate`. `suspend`
+	// needs the scopes that a suspension needs, and the suspension takes a checkpoint of the
+	// quota: while there is none, the workspace goes on and the suspension is tried again. A resume
+	// gives the workspace all of its time again. A suspended workspace has no end.
+	OnTTL OnTTL `json:"on_ttl,omitempty,omitzero"`
 
 	// TTLSeconds Terminate the workspace this many seconds from now. 0 or absent: never.
 	TTLSeconds TTL `json:"ttl_seconds,omitempty,omitzero"`
@@ -2495,11 +2682,36 @@ type SessionList struct {
 // SessionState defines model for SessionState.
 type SessionState string
 
+// SetFileAttributesRequest defines model for SetFileAttributesRequest.
+type SetFileAttributesRequest struct {
+	// Path Absolute path in the guest. With `user`, it may begin with `~`, the user's home.
+	Path FilePath `json:"path"`
+
+	// Remove Names. One that is not there is no error.
+	Remove []string `json:"remove,omitempty,omitzero"`
+
+	// Set Values by name.
+	Set map[string]string `json:"set,omitempty,omitzero"`
+
+	// User Who does the work, with that user's rights: a name or a number, optionally `:group`. Default: root.
+	User FileUser `json:"user,omitempty,omitzero"`
+}
+
 // SignalRequest defines model for SignalRequest.
 type SignalRequest struct {
 	// Signal A signal such as `SIGTERM`, `TERM` or `15`.
 	Signal string `json:"signal"`
+
+	// Target Which processes get the signal. `foreground` (the default) are those in the foreground of
+	// the terminal; without a terminal it is `group`. `process` is the program that was started,
+	// `group` its process group, `session` all that have not made a session of their own.
+	Target SignalRequestTarget `json:"target,omitempty,omitzero"`
 }
+
+// SignalRequestTarget Which processes get the signal. `foreground` (the default) are those in the foreground of
+// the terminal; without a terminal it is `group`. `process` is the program that was started,
+// `group` its process group, `session` all that have not made a session of their own.
+type SignalRequestTarget string
 
 // StaleProcess A process that ran at the capture and whose random generator the platform cannot reseed.
 type StaleProcess struct {
@@ -2683,6 +2895,50 @@ type Usage struct {
 	Workspaces  int   `json:"workspaces"`
 }
 
+// Watch defines model for Watch.
+type Watch struct {
+	CreatedAt time.Time `json:"created_at"`
+
+	// Ended The directory is gone.
+	Ended bool    `json:"ended"`
+	ID    WatchID `json:"id"`
+
+	// Incomplete Some directories are not watched: they are too many, or the user may not read them.
+	Incomplete bool `json:"incomplete"`
+
+	// Last Number of the last event; 0 before the first.
+	Last      int64  `json:"last"`
+	Path      string `json:"path"`
+	Recursive bool   `json:"recursive"`
+	User      string `json:"user,omitempty,omitzero"`
+}
+
+// WatchEvent defines model for WatchEvent.
+type WatchEvent struct {
+	Dir bool `json:"dir"`
+
+	// Name The path below the watched directory.
+	Name string `json:"name"`
+	Path string `json:"path"`
+
+	// Seq Number of the event. Numbers grow by one, except over lost events.
+	Seq int64 `json:"seq"`
+
+	// Type What has moved is renamed under its old path and created under its new one.
+	Type WatchEventType `json:"type"`
+}
+
+// WatchEventType What has moved is renamed under its old path and created under its new one.
+type WatchEventType string
+
+// WatchID defines model for WatchID.
+type WatchID = string
+
+// WatchList defines model for WatchList.
+type WatchList struct {
+	Items []Watch `json:"items"`
+}
+
 // WorkloadProcess defines model for WorkloadProcess.
 type WorkloadProcess struct {
 	// Args The beginning of the command line, separated by blanks.
@@ -2737,6 +2993,12 @@ type Workspace struct {
 	// OnIdle Default: `suspend`. It needs `idle_seconds`.
 	OnIdle OnIdle `json:"on_idle,omitempty,omitzero"`
 
+	// OnTTL What becomes of the workspace at the end of `ttl_seconds`. Default: `terminate`. `suspend`
+	// needs the scopes that a suspension needs, and the suspension takes a checkpoint of the
+	// quota: while there is none, the workspace goes on and the suspension is tried again. A resume
+	// gives the workspace all of its time again. A suspended workspace has no end.
+	OnTTL OnTTL `json:"on_ttl,omitempty,omitzero"`
+
 	// ParentCheckpointID The checkpoint that it was forked from; for a created workspace, the image's template.
 	ParentCheckpointID CheckpointID    `json:"parent_checkpoint_id,omitempty,omitzero"`
 	ReadyAt            time.Time       `json:"ready_at,omitempty,omitzero"`
@@ -2780,6 +3042,9 @@ type WorkspaceStall struct {
 
 // WorkspaceState docs/STATE_MACHINES.md lists the transitions.
 type WorkspaceState string
+
+// AsUser defines model for AsUser.
+type AsUser = string
 
 // AuditedProject defines model for AuditedProject.
 type AuditedProject = ProjectID
@@ -3252,6 +3517,9 @@ type CreateRunnerTokenJSONRequestBody = CreateRunnerTokenRequest
 // PatchRunnerJSONRequestBody defines body for PatchRunner for application/json ContentType.
 type PatchRunnerJSONRequestBody = PatchRunnerRequest
 
+// SetSessionDeadlineJSONRequestBody defines body for SetSessionDeadline for application/json ContentType.
+type SetSessionDeadlineJSONRequestBody = DeadlineRequest
+
 // ResizeSessionJSONRequestBody defines body for ResizeSession for application/json ContentType.
 type ResizeSessionJSONRequestBody = ResizeRequest
 
@@ -3270,6 +3538,15 @@ type CreateCheckpointJSONRequestBody = CreateCheckpointRequest
 // ExecJSONRequestBody defines body for Exec for application/json ContentType.
 type ExecJSONRequestBody = ExecRequest
 
+// MakeDirectoryJSONRequestBody defines body for MakeDirectory for application/json ContentType.
+type MakeDirectoryJSONRequestBody = MakeDirectoryRequest
+
+// RenameFileJSONRequestBody defines body for RenameFile for application/json ContentType.
+type RenameFileJSONRequestBody = RenameFileRequest
+
+// SetFileAttributesJSONRequestBody defines body for SetFileAttributes for application/json ContentType.
+type SetFileAttributesJSONRequestBody = SetFileAttributesRequest
+
 // ForkWorkspaceJSONRequestBody defines body for ForkWorkspace for application/json ContentType.
 type ForkWorkspaceJSONRequestBody = ForkWorkspaceRequest
 
@@ -3281,6 +3558,9 @@ type RestoreWorkspaceJSONRequestBody = RestoreWorkspaceRequest
 
 // PutGrantJSONRequestBody defines body for PutGrant for application/json ContentType.
 type PutGrantJSONRequestBody = PutGrantRequest
+
+// CreateWatchJSONRequestBody defines body for CreateWatch for application/json ContentType.
+type CreateWatchJSONRequestBody = CreateWatchRequest
 
 // ServerInterface represents all server handlers.
 type ServerInterface interface {
@@ -3404,10 +3684,13 @@ type ServerInterface interface {
 	// AttachSession Get a single-use token to attach to a session
 	// (POST /v1/sessions/{session_id}/attach)
 	AttachSession(ctx echo.Context, sessionID SessionID, params AttachSessionParams) error
+	// SetSessionDeadline Set when the session is killed
+	// (POST /v1/sessions/{session_id}/deadline)
+	SetSessionDeadline(ctx echo.Context, sessionID SessionID) error
 	// ResizeSession Set the size of the session's terminal
 	// (POST /v1/sessions/{session_id}/resize)
 	ResizeSession(ctx echo.Context, sessionID SessionID) error
-	// SignalSession Send a signal to the session's process group
+	// SignalSession Send a signal to processes of a session
 	// (POST /v1/sessions/{session_id}/signal)
 	SignalSession(ctx echo.Context, sessionID SessionID) error
 	// CheckStore Compare the store with the database
@@ -3449,9 +3732,18 @@ type ServerInterface interface {
 	// Exec Run a program
 	// (POST /v1/workspaces/{workspace_id}/exec)
 	Exec(ctx echo.Context, workspaceID WorkspaceID, params ExecParams) error
+	// MakeDirectory Make a directory
+	// (POST /v1/workspaces/{workspace_id}/files/mkdir)
+	MakeDirectory(ctx echo.Context, workspaceID WorkspaceID) error
 	// CreateFilesPass Get a pass for the files of a workspace
 	// (POST /v1/workspaces/{workspace_id}/files/pass)
 	CreateFilesPass(ctx echo.Context, workspaceID WorkspaceID) error
+	// RenameFile Move a file or directory
+	// (POST /v1/workspaces/{workspace_id}/files/rename)
+	RenameFile(ctx echo.Context, workspaceID WorkspaceID) error
+	// SetFileAttributes Set and remove extended attributes of a file or directory
+	// (POST /v1/workspaces/{workspace_id}/files/xattrs)
+	SetFileAttributes(ctx echo.Context, workspaceID WorkspaceID) error
 	// ForkWorkspace Checkpoint a running workspace and fork the checkpoint, as one operation
 	// (POST /v1/workspaces/{workspace_id}/fork)
 	ForkWorkspace(ctx echo.Context, workspaceID WorkspaceID, params ForkWorkspaceParams) error
@@ -3500,6 +3792,15 @@ type ServerInterface interface {
 	// GetWorkspaceUsage Get the usage of a workspace, over all its epochs
 	// (GET /v1/workspaces/{workspace_id}/usage)
 	GetWorkspaceUsage(ctx echo.Context, workspaceID WorkspaceID) error
+	// ListWatches List the watches of a workspace, oldest first
+	// (GET /v1/workspaces/{workspace_id}/watches)
+	ListWatches(ctx echo.Context, workspaceID WorkspaceID) error
+	// CreateWatch Watch a directory for changes
+	// (POST /v1/workspaces/{workspace_id}/watches)
+	CreateWatch(ctx echo.Context, workspaceID WorkspaceID) error
+	// DeleteWatch End a watch
+	// (DELETE /v1/workspaces/{workspace_id}/watches/{watch_id})
+	DeleteWatch(ctx echo.Context, workspaceID WorkspaceID, watchID WatchID) error
 }
 
 // ServerInterfaceWrapper converts echo contexts to parameters.
@@ -4543,6 +4844,22 @@ func (w *ServerInterfaceWrapper) AttachSession(ctx echo.Context) error {
 	return err
 }
 
+// SetSessionDeadline converts echo context to params.
+func (w *ServerInterfaceWrapper) SetSessionDeadline(ctx echo.Context) error {
+	var err error
+	// ------------- Path parameter "session_id" -------------
+	var sessionID SessionID
+
+	err = runtime.BindStyledParameterWithOptions("simple", "session_id", ctx.Param("session_id"), &sessionID, runtime.BindStyledParameterOptions{ParamLocation: runtime.ParamLocationPath, Explode: false, Required: true, Type: "string", Format: "", ValueIsUnescaped: ctx.Request().URL.RawPath == ""})
+	if err != nil {
+		return echo.NewHTTPError(http.StatusBadRequest, fmt.Sprintf("Invalid format for parameter session_id: %s", err))
+	}
+
+	// Invoke the callback with all the unmarshaled arguments
+	err = w.Handler.SetSessionDeadline(ctx, sessionID)
+	return err
+}
+
 // ResizeSession converts echo context to params.
 func (w *ServerInterfaceWrapper) ResizeSession(ctx echo.Context) error {
 	var err error
@@ -4974,6 +5291,22 @@ func (w *ServerInterfaceWrapper) Exec(ctx echo.Context) error {
 	return err
 }
 
+// MakeDirectory converts echo context to params.
+func (w *ServerInterfaceWrapper) MakeDirectory(ctx echo.Context) error {
+	var err error
+	// ------------- Path parameter "workspace_id" -------------
+	var workspaceID WorkspaceID
+
+	err = runtime.BindStyledParameterWithOptions("simple", "workspace_id", ctx.Param("workspace_id"), &workspaceID, runtime.BindStyledParameterOptions{ParamLocation: runtime.ParamLocationPath, Explode: false, Required: true, Type: "string", Format: "", ValueIsUnescaped: ctx.Request().URL.RawPath == ""})
+	if err != nil {
+		return echo.NewHTTPError(http.StatusBadRequest, fmt.Sprintf("Invalid format for parameter workspace_id: %s", err))
+	}
+
+	// Invoke the callback with all the unmarshaled arguments
+	err = w.Handler.MakeDirectory(ctx, workspaceID)
+	return err
+}
+
 // CreateFilesPass converts echo context to params.
 func (w *ServerInterfaceWrapper) CreateFilesPass(ctx echo.Context) error {
 	var err error
@@ -4987,6 +5320,38 @@ func (w *ServerInterfaceWrapper) CreateFilesPass(ctx echo.Context) error {
 
 	// Invoke the callback with all the unmarshaled arguments
 	err = w.Handler.CreateFilesPass(ctx, workspaceID)
+	return err
+}
+
+// RenameFile converts echo context to params.
+func (w *ServerInterfaceWrapper) RenameFile(ctx echo.Context) error {
+	var err error
+	// ------------- Path parameter "workspace_id" -------------
+	var workspaceID WorkspaceID
+
+	err = runtime.BindStyledParameterWithOptions("simple", "workspace_id", ctx.Param("workspace_id"), &workspaceID, runtime.BindStyledParameterOptions{ParamLocation: runtime.ParamLocationPath, Explode: false, Required: true, Type: "string", Format: "", ValueIsUnescaped: ctx.Request().URL.RawPath == ""})
+	if err != nil {
+		return echo.NewHTTPError(http.StatusBadRequest, fmt.Sprintf("Invalid format for parameter workspace_id: %s", err))
+	}
+
+	// Invoke the callback with all the unmarshaled arguments
+	err = w.Handler.RenameFile(ctx, workspaceID)
+	return err
+}
+
+// SetFileAttributes converts echo context to params.
+func (w *ServerInterfaceWrapper) SetFileAttributes(ctx echo.Context) error {
+	var err error
+	// ------------- Path parameter "workspace_id" -------------
+	var workspaceID WorkspaceID
+
+	err = runtime.BindStyledParameterWithOptions("simple", "workspace_id", ctx.Param("workspace_id"), &workspaceID, runtime.BindStyledParameterOptions{ParamLocation: runtime.ParamLocationPath, Explode: false, Required: true, Type: "string", Format: "", ValueIsUnescaped: ctx.Request().URL.RawPath == ""})
+	if err != nil {
+		return echo.NewHTTPError(http.StatusBadRequest, fmt.Sprintf("Invalid format for parameter workspace_id: %s", err))
+	}
+
+	// Invoke the callback with all the unmarshaled arguments
+	err = w.Handler.SetFileAttributes(ctx, workspaceID)
 	return err
 }
 
@@ -5409,6 +5774,62 @@ func (w *ServerInterfaceWrapper) GetWorkspaceUsage(ctx echo.Context) error {
 	return err
 }
 
+// ListWatches converts echo context to params.
+func (w *ServerInterfaceWrapper) ListWatches(ctx echo.Context) error {
+	var err error
+	// ------------- Path parameter "workspace_id" -------------
+	var workspaceID WorkspaceID
+
+	err = runtime.BindStyledParameterWithOptions("simple", "workspace_id", ctx.Param("workspace_id"), &workspaceID, runtime.BindStyledParameterOptions{ParamLocation: runtime.ParamLocationPath, Explode: false, Required: true, Type: "string", Format: "", ValueIsUnescaped: ctx.Request().URL.RawPath == ""})
+	if err != nil {
+		return echo.NewHTTPError(http.StatusBadRequest, fmt.Sprintf("Invalid format for parameter workspace_id: %s", err))
+	}
+
+	// Invoke the callback with all the unmarshaled arguments
+	err = w.Handler.ListWatches(ctx, workspaceID)
+	return err
+}
+
+// CreateWatch converts echo context to params.
+func (w *ServerInterfaceWrapper) CreateWatch(ctx echo.Context) error {
+	var err error
+	// ------------- Path parameter "workspace_id" -------------
+	var workspaceID WorkspaceID
+
+	err = runtime.BindStyledParameterWithOptions("simple", "workspace_id", ctx.Param("workspace_id"), &workspaceID, runtime.BindStyledParameterOptions{ParamLocation: runtime.ParamLocationPath, Explode: false, Required: true, Type: "string", Format: "", ValueIsUnescaped: ctx.Request().URL.RawPath == ""})
+	if err != nil {
+		return echo.NewHTTPError(http.StatusBadRequest, fmt.Sprintf("Invalid format for parameter workspace_id: %s", err))
+	}
+
+	// Invoke the callback with all the unmarshaled arguments
+	err = w.Handler.CreateWatch(ctx, workspaceID)
+	return err
+}
+
+// DeleteWatch converts echo context to params.
+func (w *ServerInterfaceWrapper) DeleteWatch(ctx echo.Context) error {
+	var err error
+	// ------------- Path parameter "workspace_id" -------------
+	var workspaceID WorkspaceID
+
+	err = runtime.BindStyledParameterWithOptions("simple", "workspace_id", ctx.Param("workspace_id"), &workspaceID, runtime.BindStyledParameterOptions{ParamLocation: runtime.ParamLocationPath, Explode: false, Required: true, Type: "string", Format: "", ValueIsUnescaped: ctx.Request().URL.RawPath == ""})
+	if err != nil {
+		return echo.NewHTTPError(http.StatusBadRequest, fmt.Sprintf("Invalid format for parameter workspace_id: %s", err))
+	}
+
+	// ------------- Path parameter "watch_id" -------------
+	var watchID WatchID
+
+	err = runtime.BindStyledParameterWithOptions("simple", "watch_id", ctx.Param("watch_id"), &watchID, runtime.BindStyledParameterOptions{ParamLocation: runtime.ParamLocationPath, Explode: false, Required: true, Type: "string", Format: "", ValueIsUnescaped: ctx.Request().URL.RawPath == ""})
+	if err != nil {
+		return echo.NewHTTPError(http.StatusBadRequest, fmt.Sprintf("Invalid format for parameter watch_id: %s", err))
+	}
+
+	// Invoke the callback with all the unmarshaled arguments
+	err = w.Handler.DeleteWatch(ctx, workspaceID, watchID)
+	return err
+}
+
 // This is a simple interface which specifies echo.Route addition functions which
 // are present on both echo.Echo and echo.Group, since we want to allow using
 // either of them for path registration
@@ -5483,8 +5904,15 @@ func RegisterHandlersWithOptions(router EchoRouter, si ServerInterface, options 
 	router.DELETE(options.BaseURL+"/v1/sessions/:session_id", wrapper.DeleteSession, options.OperationMiddlewares["deleteSession"]...)
 	router.GET(options.BaseURL+"/v1/sessions/:session_id", wrapper.GetSession, options.OperationMiddlewares["getSession"]...)
 	router.POST(options.BaseURL+"/v1/sessions/:session_id/signal", wrapper.SignalSession, options.OperationMiddlewares["signalSession"]...)
+	router.POST(options.BaseURL+"/v1/sessions/:session_id/deadline", wrapper.SetSessionDeadline, options.OperationMiddlewares["setSessionDeadline"]...)
 	router.POST(options.BaseURL+"/v1/sessions/:session_id/resize", wrapper.ResizeSession, options.OperationMiddlewares["resizeSession"]...)
 	router.POST(options.BaseURL+"/v1/sessions/:session_id/attach", wrapper.AttachSession, options.OperationMiddlewares["attachSession"]...)
+	router.POST(options.BaseURL+"/v1/workspaces/:workspace_id/files/mkdir", wrapper.MakeDirectory, options.OperationMiddlewares["makeDirectory"]...)
+	router.POST(options.BaseURL+"/v1/workspaces/:workspace_id/files/rename", wrapper.RenameFile, options.OperationMiddlewares["renameFile"]...)
+	router.POST(options.BaseURL+"/v1/workspaces/:workspace_id/files/xattrs", wrapper.SetFileAttributes, options.OperationMiddlewares["setFileAttributes"]...)
+	router.GET(options.BaseURL+"/v1/workspaces/:workspace_id/watches", wrapper.ListWatches, options.OperationMiddlewares["listWatches"]...)
+	router.POST(options.BaseURL+"/v1/workspaces/:workspace_id/watches", wrapper.CreateWatch, options.OperationMiddlewares["createWatch"]...)
+	router.DELETE(options.BaseURL+"/v1/workspaces/:workspace_id/watches/:watch_id", wrapper.DeleteWatch, options.OperationMiddlewares["deleteWatch"]...)
 	router.POST(options.BaseURL+"/v1/workspaces/:workspace_id/files/pass", wrapper.CreateFilesPass, options.OperationMiddlewares["createFilesPass"]...)
 	router.GET(options.BaseURL+"/v1/workspaces/:workspace_id/checkpoints", wrapper.ListWorkspaceCheckpoints, options.OperationMiddlewares["listWorkspaceCheckpoints"]...)
 	router.POST(options.BaseURL+"/v1/workspaces/:workspace_id/checkpoints", wrapper.CreateCheckpoint, options.OperationMiddlewares["createCheckpoint"]...)
@@ -7150,6 +7578,40 @@ func (response AttachSessiondefaultApplicationProblemPlusJSONResponse) VisitAtta
 	return err
 }
 
+type SetSessionDeadlineRequestObject struct {
+	SessionID SessionID `json:"session_id"`
+	Body      *SetSessionDeadlineJSONRequestBody
+}
+
+type SetSessionDeadlineResponseObject interface {
+	VisitSetSessionDeadlineResponse(w http.ResponseWriter) error
+}
+
+type SetSessionDeadline204Response struct {
+}
+
+func (response SetSessionDeadline204Response) VisitSetSessionDeadlineResponse(w http.ResponseWriter) error {
+	w.WriteHeader(204)
+	return nil
+}
+
+type SetSessionDeadlinedefaultApplicationProblemPlusJSONResponse struct {
+	Body       Problem
+	StatusCode int
+}
+
+func (response SetSessionDeadlinedefaultApplicationProblemPlusJSONResponse) VisitSetSessionDeadlineResponse(w http.ResponseWriter) error {
+
+	var buf bytes.Buffer
+	if err := json.NewEncoder(&buf).Encode(response.Body); err != nil {
+		return err
+	}
+	w.Header().Set("Content-Type", "application/problem+json")
+	w.WriteHeader(response.StatusCode)
+	_, err := buf.WriteTo(w)
+	return err
+}
+
 type ResizeSessionRequestObject struct {
 	SessionID SessionID `json:"session_id"`
 	Body      *ResizeSessionJSONRequestBody
@@ -7790,6 +8252,46 @@ func (response ExecdefaultApplicationProblemPlusJSONResponse) VisitExecResponse(
 	return err
 }
 
+type MakeDirectoryRequestObject struct {
+	WorkspaceID WorkspaceID `json:"workspace_id"`
+	Body        *MakeDirectoryJSONRequestBody
+}
+
+type MakeDirectoryResponseObject interface {
+	VisitMakeDirectoryResponse(w http.ResponseWriter) error
+}
+
+type MakeDirectory200JSONResponse MadeDirectory
+
+func (response MakeDirectory200JSONResponse) VisitMakeDirectoryResponse(w http.ResponseWriter) error {
+
+	var buf bytes.Buffer
+	if err := json.NewEncoder(&buf).Encode(response); err != nil {
+		return err
+	}
+	w.Header().Set("Content-Type", "application/json")
+	w.WriteHeader(200)
+	_, err := buf.WriteTo(w)
+	return err
+}
+
+type MakeDirectorydefaultApplicationProblemPlusJSONResponse struct {
+	Body       Problem
+	StatusCode int
+}
+
+func (response MakeDirectorydefaultApplicationProblemPlusJSONResponse) VisitMakeDirectoryResponse(w http.ResponseWriter) error {
+
+	var buf bytes.Buffer
+	if err := json.NewEncoder(&buf).Encode(response.Body); err != nil {
+		return err
+	}
+	w.Header().Set("Content-Type", "application/problem+json")
+	w.WriteHeader(response.StatusCode)
+	_, err := buf.WriteTo(w)
+	return err
+}
+
 type CreateFilesPassRequestObject struct {
 	WorkspaceID WorkspaceID `json:"workspace_id"`
 }
@@ -7818,6 +8320,86 @@ type CreateFilesPassdefaultApplicationProblemPlusJSONResponse struct {
 }
 
 func (response CreateFilesPassdefaultApplicationProblemPlusJSONResponse) VisitCreateFilesPassResponse(w http.ResponseWriter) error {
+
+	var buf bytes.Buffer
+	if err := json.NewEncoder(&buf).Encode(response.Body); err != nil {
+		return err
+	}
+	w.Header().Set("Content-Type", "application/problem+json")
+	w.WriteHeader(response.StatusCode)
+	_, err := buf.WriteTo(w)
+	return err
+}
+
+type RenameFileRequestObject struct {
+	WorkspaceID WorkspaceID `json:"workspace_id"`
+	Body        *RenameFileJSONRequestBody
+}
+
+type RenameFileResponseObject interface {
+	VisitRenameFileResponse(w http.ResponseWriter) error
+}
+
+type RenameFile200JSONResponse FileInfo
+
+func (response RenameFile200JSONResponse) VisitRenameFileResponse(w http.ResponseWriter) error {
+
+	var buf bytes.Buffer
+	if err := json.NewEncoder(&buf).Encode(response); err != nil {
+		return err
+	}
+	w.Header().Set("Content-Type", "application/json")
+	w.WriteHeader(200)
+	_, err := buf.WriteTo(w)
+	return err
+}
+
+type RenameFiledefaultApplicationProblemPlusJSONResponse struct {
+	Body       Problem
+	StatusCode int
+}
+
+func (response RenameFiledefaultApplicationProblemPlusJSONResponse) VisitRenameFileResponse(w http.ResponseWriter) error {
+
+	var buf bytes.Buffer
+	if err := json.NewEncoder(&buf).Encode(response.Body); err != nil {
+		return err
+	}
+	w.Header().Set("Content-Type", "application/problem+json")
+	w.WriteHeader(response.StatusCode)
+	_, err := buf.WriteTo(w)
+	return err
+}
+
+type SetFileAttributesRequestObject struct {
+	WorkspaceID WorkspaceID `json:"workspace_id"`
+	Body        *SetFileAttributesJSONRequestBody
+}
+
+type SetFileAttributesResponseObject interface {
+	VisitSetFileAttributesResponse(w http.ResponseWriter) error
+}
+
+type SetFileAttributes200JSONResponse FileInfo
+
+func (response SetFileAttributes200JSONResponse) VisitSetFileAttributesResponse(w http.ResponseWriter) error {
+
+	var buf bytes.Buffer
+	if err := json.NewEncoder(&buf).Encode(response); err != nil {
+		return err
+	}
+	w.Header().Set("Content-Type", "application/json")
+	w.WriteHeader(200)
+	_, err := buf.WriteTo(w)
+	return err
+}
+
+type SetFileAttributesdefaultApplicationProblemPlusJSONResponse struct {
+	Body       Problem
+	StatusCode int
+}
+
+func (response SetFileAttributesdefaultApplicationProblemPlusJSONResponse) VisitSetFileAttributesResponse(w http.ResponseWriter) error {
 
 	var buf bytes.Buffer
 	if err := json.NewEncoder(&buf).Encode(response.Body); err != nil {
@@ -8527,6 +9109,119 @@ func (response GetWorkspaceUsagedefaultApplicationProblemPlusJSONResponse) Visit
 	return err
 }
 
+type ListWatchesRequestObject struct {
+	WorkspaceID WorkspaceID `json:"workspace_id"`
+}
+
+type ListWatchesResponseObject interface {
+	VisitListWatchesResponse(w http.ResponseWriter) error
+}
+
+type ListWatches200JSONResponse WatchList
+
+func (response ListWatches200JSONResponse) VisitListWatchesResponse(w http.ResponseWriter) error {
+
+	var buf bytes.Buffer
+	if err := json.NewEncoder(&buf).Encode(response); err != nil {
+		return err
+	}
+	w.Header().Set("Content-Type", "application/json")
+	w.WriteHeader(200)
+	_, err := buf.WriteTo(w)
+	return err
+}
+
+type ListWatchesdefaultApplicationProblemPlusJSONResponse struct {
+	Body       Problem
+	StatusCode int
+}
+
+func (response ListWatchesdefaultApplicationProblemPlusJSONResponse) VisitListWatchesResponse(w http.ResponseWriter) error {
+
+	var buf bytes.Buffer
+	if err := json.NewEncoder(&buf).Encode(response.Body); err != nil {
+		return err
+	}
+	w.Header().Set("Content-Type", "application/problem+json")
+	w.WriteHeader(response.StatusCode)
+	_, err := buf.WriteTo(w)
+	return err
+}
+
+type CreateWatchRequestObject struct {
+	WorkspaceID WorkspaceID `json:"workspace_id"`
+	Body        *CreateWatchJSONRequestBody
+}
+
+type CreateWatchResponseObject interface {
+	VisitCreateWatchResponse(w http.ResponseWriter) error
+}
+
+type CreateWatch201JSONResponse Watch
+
+func (response CreateWatch201JSONResponse) VisitCreateWatchResponse(w http.ResponseWriter) error {
+
+	var buf bytes.Buffer
+	if err := json.NewEncoder(&buf).Encode(response); err != nil {
+		return err
+	}
+	w.Header().Set("Content-Type", "application/json")
+	w.WriteHeader(201)
+	_, err := buf.WriteTo(w)
+	return err
+}
+
+type CreateWatchdefaultApplicationProblemPlusJSONResponse struct {
+	Body       Problem
+	StatusCode int
+}
+
+func (response CreateWatchdefaultApplicationProblemPlusJSONResponse) VisitCreateWatchResponse(w http.ResponseWriter) error {
+
+	var buf bytes.Buffer
+	if err := json.NewEncoder(&buf).Encode(response.Body); err != nil {
+		return err
+	}
+	w.Header().Set("Content-Type", "application/problem+json")
+	w.WriteHeader(response.StatusCode)
+	_, err := buf.WriteTo(w)
+	return err
+}
+
+type DeleteWatchRequestObject struct {
+	WorkspaceID WorkspaceID `json:"workspace_id"`
+	WatchID     WatchID     `json:"watch_id"`
+}
+
+type DeleteWatchResponseObject interface {
+	VisitDeleteWatchResponse(w http.ResponseWriter) error
+}
+
+type DeleteWatch204Response struct {
+}
+
+func (response DeleteWatch204Response) VisitDeleteWatchResponse(w http.ResponseWriter) error {
+	w.WriteHeader(204)
+	return nil
+}
+
+type DeleteWatchdefaultApplicationProblemPlusJSONResponse struct {
+	Body       Problem
+	StatusCode int
+}
+
+func (response DeleteWatchdefaultApplicationProblemPlusJSONResponse) VisitDeleteWatchResponse(w http.ResponseWriter) error {
+
+	var buf bytes.Buffer
+	if err := json.NewEncoder(&buf).Encode(response.Body); err != nil {
+		return err
+	}
+	w.Header().Set("Content-Type", "application/problem+json")
+	w.WriteHeader(response.StatusCode)
+	_, err := buf.WriteTo(w)
+	return err
+}
+
 // StrictServerInterface represents all server handlers.
 type StrictServerInterface interface {
 	// GetHealth Check whether the process runs
@@ -8649,10 +9344,13 @@ type StrictServerInterface interface {
 	// AttachSession Get a single-use token to attach to a session
 	// (POST /v1/sessions/{session_id}/attach)
 	AttachSession(ctx context.Context, request AttachSessionRequestObject) (AttachSessionResponseObject, error)
+	// SetSessionDeadline Set when the session is killed
+	// (POST /v1/sessions/{session_id}/deadline)
+	SetSessionDeadline(ctx context.Context, request SetSessionDeadlineRequestObject) (SetSessionDeadlineResponseObject, error)
 	// ResizeSession Set the size of the session's terminal
 	// (POST /v1/sessions/{session_id}/resize)
 	ResizeSession(ctx context.Context, request ResizeSessionRequestObject) (ResizeSessionResponseObject, error)
-	// SignalSession Send a signal to the session's process group
+	// SignalSession Send a signal to processes of a session
 	// (POST /v1/sessions/{session_id}/signal)
 	SignalSession(ctx context.Context, request SignalSessionRequestObject) (SignalSessionResponseObject, error)
 	// CheckStore Compare the store with the database
@@ -8694,9 +9392,18 @@ type StrictServerInterface interface {
 	// Exec Run a program
 	// (POST /v1/workspaces/{workspace_id}/exec)
 	Exec(ctx context.Context, request ExecRequestObject) (ExecResponseObject, error)
+	// MakeDirectory Make a directory
+	// (POST /v1/workspaces/{workspace_id}/files/mkdir)
+	MakeDirectory(ctx context.Context, request MakeDirectoryRequestObject) (MakeDirectoryResponseObject, error)
 	// CreateFilesPass Get a pass for the files of a workspace
 	// (POST /v1/workspaces/{workspace_id}/files/pass)
 	CreateFilesPass(ctx context.Context, request CreateFilesPassRequestObject) (CreateFilesPassResponseObject, error)
+	// RenameFile Move a file or directory
+	// (POST /v1/workspaces/{workspace_id}/files/rename)
+	RenameFile(ctx context.Context, request RenameFileRequestObject) (RenameFileResponseObject, error)
+	// SetFileAttributes Set and remove extended attributes of a file or directory
+	// (POST /v1/workspaces/{workspace_id}/files/xattrs)
+	SetFileAttributes(ctx context.Context, request SetFileAttributesRequestObject) (SetFileAttributesResponseObject, error)
 	// ForkWorkspace Checkpoint a running workspace and fork the checkpoint, as one operation
 	// (POST /v1/workspaces/{workspace_id}/fork)
 	ForkWorkspace(ctx context.Context, request ForkWorkspaceRequestObject) (ForkWorkspaceResponseObject, error)
@@ -8745,6 +9452,15 @@ type StrictServerInterface interface {
 	// GetWorkspaceUsage Get the usage of a workspace, over all its epochs
 	// (GET /v1/workspaces/{workspace_id}/usage)
 	GetWorkspaceUsage(ctx context.Context, request GetWorkspaceUsageRequestObject) (GetWorkspaceUsageResponseObject, error)
+	// ListWatches List the watches of a workspace, oldest first
+	// (GET /v1/workspaces/{workspace_id}/watches)
+	ListWatches(ctx context.Context, request ListWatchesRequestObject) (ListWatchesResponseObject, error)
+	// CreateWatch Watch a directory for changes
+	// (POST /v1/workspaces/{workspace_id}/watches)
+	CreateWatch(ctx context.Context, request CreateWatchRequestObject) (CreateWatchResponseObject, error)
+	// DeleteWatch End a watch
+	// (DELETE /v1/workspaces/{workspace_id}/watches/{watch_id})
+	DeleteWatch(ctx context.Context, request DeleteWatchRequestObject) (DeleteWatchResponseObject, error)
 }
 
 type StrictHandlerFunc func(ctx echo.Context, request any) (any, error)
@@ -9995,6 +10711,54 @@ func (sh *strictHandler) AttachSession(ctx echo.Context, sessionID SessionID, pa
 	return nil
 }
 
+// SetSessionDeadline operation middleware
+func (sh *strictHandler) SetSessionDeadline(ctx echo.Context, sessionID SessionID) error {
+	var request SetSessionDeadlineRequestObject
+
+	request.SessionID = sessionID
+
+	var body SetSessionDeadlineJSONRequestBody
+	var err error
+	if binder, ok := ctx.Echo().Binder.(*echo.DefaultBinder); ok {
+		// A request validator built on kin-openapi's openapi3filter with
+		// KeepValidatedValue leaves the value it validated on the body. Bind
+		// that value, matching member names exactly, so the handler receives
+		// what was validated instead of a second, case-insensitive decode.
+		// Otherwise bind only the request body, so that path and query
+		// parameters are not also bound into the body struct.
+		if vb, ok := ctx.Request().Body.(interface{ ValidatedValue() any }); !ok || runtime.BindJSONValue(vb.ValidatedValue(), &body) != nil {
+			err = binder.BindBody(ctx, &body)
+		}
+	} else {
+		// A custom binder is installed on the Echo instance; defer to it
+		// entirely, since echo.Binder does not expose body-only binding and
+		// the binder may do more than decode (for example call ctx.Validate).
+		err = ctx.Bind(&body)
+	}
+	if err != nil {
+		return err
+	}
+	request.Body = &body
+
+	handler := func(ctx echo.Context, request interface{}) (interface{}, error) {
+		return sh.ssi.SetSessionDeadline(ctx.Request().Context(), request.(SetSessionDeadlineRequestObject))
+	}
+	for _, middleware := range sh.middlewares {
+		handler = middleware(handler, "SetSessionDeadline")
+	}
+
+	response, err := handler(ctx, request)
+
+	if err != nil {
+		return err
+	} else if validResponse, ok := response.(SetSessionDeadlineResponseObject); ok {
+		return validResponse.VisitSetSessionDeadlineResponse(ctx.Response())
+	} else if response != nil {
+		return fmt.Errorf("unexpected response type: %T", response)
+	}
+	return nil
+}
+
 // ResizeSession operation middleware
 func (sh *strictHandler) ResizeSession(ctx echo.Context, sessionID SessionID) error {
 	var request ResizeSessionRequestObject
@@ -10512,6 +11276,54 @@ func (sh *strictHandler) Exec(ctx echo.Context, workspaceID WorkspaceID, params 
 	return nil
 }
 
+// MakeDirectory operation middleware
+func (sh *strictHandler) MakeDirectory(ctx echo.Context, workspaceID WorkspaceID) error {
+	var request MakeDirectoryRequestObject
+
+	request.WorkspaceID = workspaceID
+
+	var body MakeDirectoryJSONRequestBody
+	var err error
+	if binder, ok := ctx.Echo().Binder.(*echo.DefaultBinder); ok {
+		// A request validator built on kin-openapi's openapi3filter with
+		// KeepValidatedValue leaves the value it validated on the body. Bind
+		// that value, matching member names exactly, so the handler receives
+		// what was validated instead of a second, case-insensitive decode.
+		// Otherwise bind only the request body, so that path and query
+		// parameters are not also bound into the body struct.
+		if vb, ok := ctx.Request().Body.(interface{ ValidatedValue() any }); !ok || runtime.BindJSONValue(vb.ValidatedValue(), &body) != nil {
+			err = binder.BindBody(ctx, &body)
+		}
+	} else {
+		// A custom binder is installed on the Echo instance; defer to it
+		// entirely, since echo.Binder does not expose body-only binding and
+		// the binder may do more than decode (for example call ctx.Validate).
+		err = ctx.Bind(&body)
+	}
+	if err != nil {
+		return err
+	}
+	request.Body = &body
+
+	handler := func(ctx echo.Context, request interface{}) (interface{}, error) {
+		return sh.ssi.MakeDirectory(ctx.Request().Context(), request.(MakeDirectoryRequestObject))
+	}
+	for _, middleware := range sh.middlewares {
+		handler = middleware(handler, "MakeDirectory")
+	}
+
+	response, err := handler(ctx, request)
+
+	if err != nil {
+		return err
+	} else if validResponse, ok := response.(MakeDirectoryResponseObject); ok {
+		return validResponse.VisitMakeDirectoryResponse(ctx.Response())
+	} else if response != nil {
+		return fmt.Errorf("unexpected response type: %T", response)
+	}
+	return nil
+}
+
 // CreateFilesPass operation middleware
 func (sh *strictHandler) CreateFilesPass(ctx echo.Context, workspaceID WorkspaceID) error {
 	var request CreateFilesPassRequestObject
@@ -10531,6 +11343,102 @@ func (sh *strictHandler) CreateFilesPass(ctx echo.Context, workspaceID Workspace
 		return err
 	} else if validResponse, ok := response.(CreateFilesPassResponseObject); ok {
 		return validResponse.VisitCreateFilesPassResponse(ctx.Response())
+	} else if response != nil {
+		return fmt.Errorf("unexpected response type: %T", response)
+	}
+	return nil
+}
+
+// RenameFile operation middleware
+func (sh *strictHandler) RenameFile(ctx echo.Context, workspaceID WorkspaceID) error {
+	var request RenameFileRequestObject
+
+	request.WorkspaceID = workspaceID
+
+	var body RenameFileJSONRequestBody
+	var err error
+	if binder, ok := ctx.Echo().Binder.(*echo.DefaultBinder); ok {
+		// A request validator built on kin-openapi's openapi3filter with
+		// KeepValidatedValue leaves the value it validated on the body. Bind
+		// that value, matching member names exactly, so the handler receives
+		// what was validated instead of a second, case-insensitive decode.
+		// Otherwise bind only the request body, so that path and query
+		// parameters are not also bound into the body struct.
+		if vb, ok := ctx.Request().Body.(interface{ ValidatedValue() any }); !ok || runtime.BindJSONValue(vb.ValidatedValue(), &body) != nil {
+			err = binder.BindBody(ctx, &body)
+		}
+	} else {
+		// A custom binder is installed on the Echo instance; defer to it
+		// entirely, since echo.Binder does not expose body-only binding and
+		// the binder may do more than decode (for example call ctx.Validate).
+		err = ctx.Bind(&body)
+	}
+	if err != nil {
+		return err
+	}
+	request.Body = &body
+
+	handler := func(ctx echo.Context, request interface{}) (interface{}, error) {
+		return sh.ssi.RenameFile(ctx.Request().Context(), request.(RenameFileRequestObject))
+	}
+	for _, middleware := range sh.middlewares {
+		handler = middleware(handler, "RenameFile")
+	}
+
+	response, err := handler(ctx, request)
+
+	if err != nil {
+		return err
+	} else if validResponse, ok := response.(RenameFileResponseObject); ok {
+		return validResponse.VisitRenameFileResponse(ctx.Response())
+	} else if response != nil {
+		return fmt.Errorf("unexpected response type: %T", response)
+	}
+	return nil
+}
+
+// SetFileAttributes operation middleware
+func (sh *strictHandler) SetFileAttributes(ctx echo.Context, workspaceID WorkspaceID) error {
+	var request SetFileAttributesRequestObject
+
+	request.WorkspaceID = workspaceID
+
+	var body SetFileAttributesJSONRequestBody
+	var err error
+	if binder, ok := ctx.Echo().Binder.(*echo.DefaultBinder); ok {
+		// A request validator built on kin-openapi's openapi3filter with
+		// KeepValidatedValue leaves the value it validated on the body. Bind
+		// that value, matching member names exactly, so the handler receives
+		// what was validated instead of a second, case-insensitive decode.
+		// Otherwise bind only the request body, so that path and query
+		// parameters are not also bound into the body struct.
+		if vb, ok := ctx.Request().Body.(interface{ ValidatedValue() any }); !ok || runtime.BindJSONValue(vb.ValidatedValue(), &body) != nil {
+			err = binder.BindBody(ctx, &body)
+		}
+	} else {
+		// A custom binder is installed on the Echo instance; defer to it
+		// entirely, since echo.Binder does not expose body-only binding and
+		// the binder may do more than decode (for example call ctx.Validate).
+		err = ctx.Bind(&body)
+	}
+	if err != nil {
+		return err
+	}
+	request.Body = &body
+
+	handler := func(ctx echo.Context, request interface{}) (interface{}, error) {
+		return sh.ssi.SetFileAttributes(ctx.Request().Context(), request.(SetFileAttributesRequestObject))
+	}
+	for _, middleware := range sh.middlewares {
+		handler = middleware(handler, "SetFileAttributes")
+	}
+
+	response, err := handler(ctx, request)
+
+	if err != nil {
+		return err
+	} else if validResponse, ok := response.(SetFileAttributesResponseObject); ok {
+		return validResponse.VisitSetFileAttributesResponse(ctx.Response())
 	} else if response != nil {
 		return fmt.Errorf("unexpected response type: %T", response)
 	}
@@ -11035,6 +11943,105 @@ func (sh *strictHandler) GetWorkspaceUsage(ctx echo.Context, workspaceID Workspa
 		return err
 	} else if validResponse, ok := response.(GetWorkspaceUsageResponseObject); ok {
 		return validResponse.VisitGetWorkspaceUsageResponse(ctx.Response())
+	} else if response != nil {
+		return fmt.Errorf("unexpected response type: %T", response)
+	}
+	return nil
+}
+
+// ListWatches operation middleware
+func (sh *strictHandler) ListWatches(ctx echo.Context, workspaceID WorkspaceID) error {
+	var request ListWatchesRequestObject
+
+	request.WorkspaceID = workspaceID
+
+	handler := func(ctx echo.Context, request interface{}) (interface{}, error) {
+		return sh.ssi.ListWatches(ctx.Request().Context(), request.(ListWatchesRequestObject))
+	}
+	for _, middleware := range sh.middlewares {
+		handler = middleware(handler, "ListWatches")
+	}
+
+	response, err := handler(ctx, request)
+
+	if err != nil {
+		return err
+	} else if validResponse, ok := response.(ListWatchesResponseObject); ok {
+		return validResponse.VisitListWatchesResponse(ctx.Response())
+	} else if response != nil {
+		return fmt.Errorf("unexpected response type: %T", response)
+	}
+	return nil
+}
+
+// CreateWatch operation middleware
+func (sh *strictHandler) CreateWatch(ctx echo.Context, workspaceID WorkspaceID) error {
+	var request CreateWatchRequestObject
+
+	request.WorkspaceID = workspaceID
+
+	var body CreateWatchJSONRequestBody
+	var err error
+	if binder, ok := ctx.Echo().Binder.(*echo.DefaultBinder); ok {
+		// A request validator built on kin-openapi's openapi3filter with
+		// KeepValidatedValue leaves the value it validated on the body. Bind
+		// that value, matching member names exactly, so the handler receives
+		// what was validated instead of a second, case-insensitive decode.
+		// Otherwise bind only the request body, so that path and query
+		// parameters are not also bound into the body struct.
+		if vb, ok := ctx.Request().Body.(interface{ ValidatedValue() any }); !ok || runtime.BindJSONValue(vb.ValidatedValue(), &body) != nil {
+			err = binder.BindBody(ctx, &body)
+		}
+	} else {
+		// A custom binder is installed on the Echo instance; defer to it
+		// entirely, since echo.Binder does not expose body-only binding and
+		// the binder may do more than decode (for example call ctx.Validate).
+		err = ctx.Bind(&body)
+	}
+	if err != nil {
+		return err
+	}
+	request.Body = &body
+
+	handler := func(ctx echo.Context, request interface{}) (interface{}, error) {
+		return sh.ssi.CreateWatch(ctx.Request().Context(), request.(CreateWatchRequestObject))
+	}
+	for _, middleware := range sh.middlewares {
+		handler = middleware(handler, "CreateWatch")
+	}
+
+	response, err := handler(ctx, request)
+
+	if err != nil {
+		return err
+	} else if validResponse, ok := response.(CreateWatchResponseObject); ok {
+		return validResponse.VisitCreateWatchResponse(ctx.Response())
+	} else if response != nil {
+		return fmt.Errorf("unexpected response type: %T", response)
+	}
+	return nil
+}
+
+// DeleteWatch operation middleware
+func (sh *strictHandler) DeleteWatch(ctx echo.Context, workspaceID WorkspaceID, watchID WatchID) error {
+	var request DeleteWatchRequestObject
+
+	request.WorkspaceID = workspaceID
+	request.WatchID = watchID
+
+	handler := func(ctx echo.Context, request interface{}) (interface{}, error) {
+		return sh.ssi.DeleteWatch(ctx.Request().Context(), request.(DeleteWatchRequestObject))
+	}
+	for _, middleware := range sh.middlewares {
+		handler = middleware(handler, "DeleteWatch")
+	}
+
+	response, err := handler(ctx, request)
+
+	if err != nil {
+		return err
+	} else if validResponse, ok := response.(DeleteWatchResponseObject); ok {
+		return validResponse.VisitDeleteWatchResponse(ctx.Response())
 	} else if response != nil {
 		return fmt.Errorf("unexpected response type: %T", response)
 	}

@@ -24,6 +24,7 @@ func (c *Controller) chores() []Chore {
 	list := []Chore{
 		{Name: "expire", Every: expiryEvery, Do: c.expire},
 		{Name: "idle", Every: idle.Every, Do: c.idle.Expire},
+		{Name: "overdue", Every: idle.Every, Do: c.suspendOverdue},
 		{Name: "partitions", Every: sweepInterval, Do: c.makePartitions},
 		{Name: "roll_usage", Every: sweepInterval, Do: c.rollUsage},
 		{Name: "sweep_tokens", Every: sweepInterval, Do: c.Keeper.SweepTokens},

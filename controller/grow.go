@@ -61,6 +61,11 @@ func (c *Controller) plant(ctx context.Context, tx Tx, p planting) ([]Workspace,
 	if err := c.mayReachAll(ctx, tx, p.project, p.like.Egress); err != nil {
 		return nil, err
 	}
+	if p.like.Rest.OnTTL == IdleSuspend {
+		if err := MaySuspendAtTTL(ctx); err != nil {
+			return nil, err
+		}
+	}
 	ids := make([]core.WorkspaceID, len(p.names))
 	for i := range ids {
 		ids[i] = core.NewID[core.WorkspaceID]()

@@ -33,6 +33,15 @@ func TestGuestWire(t *testing.T) {
 	if mine, theirs := jsonFields(controller.Process{}), jsonFields(guestapi.Process{}); !slices.Equal(mine, theirs) {
 		t.Errorf("process: %v, the protocol has %v", mine, theirs)
 	}
+	for name, pair := range map[string][2]any{
+		"file": {controller.GuestFile{}, guestapi.FileInfo{}}, "mkdir": {controller.MakeDirectory{}, guestapi.MakeDir{}},
+		"watch": {controller.GuestWatch{}, guestapi.Watch{}}, "create watch": {controller.CreateWatch{}, guestapi.CreateWatch{}},
+		"rename": {controller.RenameFile{}, guestapi.Rename{}}, "attributes": {controller.SetFileAttributes{}, guestapi.SetXAttrs{}},
+	} {
+		if mine, theirs := jsonFields(pair[0]), jsonFields(pair[1]); !slices.Equal(mine, theirs) {
+			t.Errorf("%s: %v, the protocol has %v", name, mine, theirs)
+		}
+	}
 	theirs := jsonFields(guestapi.SessionSpec{})
 	for _, f := range append(jsonFields(controller.ExecRequest{}), "id core.SessionID") {
 		if !slices.Contains(theirs, f) {

@@ -45,6 +45,9 @@ func (c *Controller) PatchWorkspace(ctx context.Context, project core.ProjectID,
 				w, err = tx.Workspace(ctx, id)
 			}
 		}
+		if err == nil {
+			err = mayChangeTTL(ctx, w, p)
+		}
 		if err == nil && p.OnIdle != "" && w.Rest.IdleAfter == 0 {
 			err = core.Errorf(core.Invalid, core.CodeInvalidField, "on_idle: it needs idle_seconds, and workspace %s has none", id)
 		}

@@ -94,6 +94,9 @@ func (c *Controller) resumeSuspended(ctx context.Context, project core.ProjectID
 		if w, err = tx.MoveWorkspace(ctx, id, w.Epoch, core.WorkspaceRestoring); err != nil {
 			return nil, err
 		}
+		if err := tx.RenewTTL(ctx, id); err != nil { // before it is ready: it must not be suspended at once
+			return nil, err
+		}
 		tx.HoldCheckpoint(w.Head)
 		source, err := c.source(ctx, tx, w.Head)
 		if err != nil {

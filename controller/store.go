@@ -64,6 +64,7 @@ type Tx interface {
 	TenantTx
 	KeyTx
 	WorkspaceTx
+	TTLTx
 	RulesTx
 	grants.RulesTx
 	grants.HoldersTx
@@ -102,6 +103,7 @@ type WorkspacePatch struct {
 	IdleAfter  *time.Duration // 0 removes it
 	OnIdle     IdleAction     // empty: as it was; IdleSuspend when it had none
 	AutoResume *bool
+	OnTTL      IdleAction // empty: as it was
 
 	Allow *[]string // in the only form of its entries
 }

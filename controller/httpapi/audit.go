@@ -18,14 +18,15 @@ import (
 // inGuest are the operations of the contract that change something which no row shows, or take a whole machine out, with the parameter
 // that names the object. All others that change something are recorded by the database.
 var inGuest = map[string]string{
-	"deleteSession":     "session_id",
-	"signalSession":     "session_id",
-	"resizeSession":     "session_id",
-	"writeSessionStdin": "session_id",
-	"createFilesPass":   "workspace_id",
-	"putFile":           "workspace_id",
-	"deleteFile":        "workspace_id",
-	"exportCheckpoint":  "checkpoint_id",
+	"deleteSession":      "session_id",
+	"signalSession":      "session_id",
+	"resizeSession":      "session_id",
+	"setSessionDeadline": "session_id",
+	"writeSessionStdin":  "session_id",
+	"createFilesPass":    "workspace_id",
+	"putFile":            "workspace_id",
+	"deleteFile":         "workspace_id",
+	"exportCheckpoint":   "checkpoint_id",
 }
 
 // audit is the middleware that says who changes what: to the transactions of the request, and to the log itself where the

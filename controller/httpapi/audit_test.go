@@ -61,6 +61,9 @@ var changing = map[string]func(x things) call{
 	"signalSession": func(x things) call {
 		return call{method: "POST", path: "/v1/sessions/" + x.session + "/signal", body: `{"signal":"TERM"}`}
 	},
+	"setSessionDeadline": func(x things) call {
+		return call{method: "POST", path: "/v1/sessions/" + x.session + "/deadline", body: `{"timeout_ms":60000}`}
+	},
 	"resizeSession": func(x things) call {
 		return call{method: "POST", path: "/v1/sessions/" + x.session + "/resize", body: `{"cols":80,"rows":24}`}
 	},
@@ -73,6 +76,21 @@ var changing = map[string]func(x things) call{
 	},
 	"deleteFile": func(x things) call {
 		return call{method: "DELETE", path: "/v1/workspaces/" + x.ws.ID + "/files?path=/tmp/absent"}
+	},
+	"createWatch": func(x things) call {
+		return call{method: "POST", path: "/v1/workspaces/" + x.ws.ID + "/watches", body: `{"path":"/"}`}
+	},
+	"deleteWatch": func(x things) call {
+		return call{method: "DELETE", path: "/v1/workspaces/" + x.ws.ID + "/watches/" + absent["watch_id"]}
+	},
+	"makeDirectory": func(x things) call {
+		return call{method: "POST", path: "/v1/workspaces/" + x.ws.ID + "/files/mkdir", body: `{"path":"/d"}`}
+	},
+	"renameFile": func(x things) call {
+		return call{method: "POST", path: "/v1/workspaces/" + x.ws.ID + "/files/rename", body: `{"from":"/absent","to":"/d"}`}
+	},
+	"setFileAttributes": func(x things) call {
+		return call{method: "POST", path: "/v1/workspaces/" + x.ws.ID + "/files/xattrs", body: `{"path":"/absent","set":{"user.a":"b"}}`}
 	},
 	"suspendWorkspace": func(x things) call { return call{method: "POST", path: "/v1/workspaces/" + x.ws.ID + "/suspend"} },
 	"resumeWorkspace": func(x things) call {

@@ -121,7 +121,7 @@ func (s *server) ForkCheckpoint(ctx context.Context, r api.ForkCheckpointRequest
 	b := r.Body
 	req, err := forkIn(growth{
 		count: b.Count, name: b.BranchName, allOrNothing: b.AllOrNothing, env: b.Env, labels: b.Labels, network: b.Network, ttl: b.TTLSeconds,
-		grants: b.Grants, idle: b.IdleSeconds, onIdle: b.OnIdle, autoResume: b.AutoResume,
+		grants: b.Grants, idle: b.IdleSeconds, onIdle: b.OnIdle, autoResume: b.AutoResume, onTTL: b.OnTTL,
 	})
 	if err != nil {
 		return nil, err
@@ -140,7 +140,7 @@ func (s *server) RestoreCheckpoint(ctx context.Context, r api.RestoreCheckpointR
 	b := r.Body
 	req, err := forkIn(growth{
 		name: b.WorkspaceName, env: b.Env, labels: b.Labels, network: b.Network, ttl: b.TTLSeconds, grants: b.Grants,
-		idle: b.IdleSeconds, onIdle: b.OnIdle, autoResume: b.AutoResume,
+		idle: b.IdleSeconds, onIdle: b.OnIdle, autoResume: b.AutoResume, onTTL: b.OnTTL,
 	})
 	if err != nil {
 		return nil, err

@@ -1,6 +1,7 @@
 package httpapi
 
 import (
+	"cmp"
 	"encoding/base64"
 	"encoding/json"
 	"fmt"
@@ -56,6 +57,7 @@ func workspaceOf(w controller.Workspace) api.Workspace {
 		ParentCheckpointID: string(w.Parent), CheckpointID: string(w.Head), RunnerID: string(w.Sandbox.RunnerID), Failure: failureOf(w.Failure),
 		CreatedAt: w.CreatedAt, ReadyAt: w.ReadyAt, ExpiresAt: w.ExpiresAt, EndedAt: w.EndedAt,
 	}
+	out.OnTTL = api.OnTTL(cmp.Or(w.Rest.OnTTL, controller.IdleTerminate))
 	out.IdleSeconds, out.OnIdle, out.AutoResume = int64(w.Rest.IdleAfter/time.Second), api.OnIdle(w.Rest.OnIdle), w.Rest.AutoResume
 	switch {
 	case w.Unknown:

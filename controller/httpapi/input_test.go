@@ -89,7 +89,7 @@ func (r route) at(ids map[string]string) string {
 
 var absent = map[string]string{
 	"workspace_id": string(core.NewID[core.WorkspaceID]()), "checkpoint_id": string(core.NewID[core.CheckpointID]()), "session_id": string(core.NewID[core.SessionID]()),
-	"operation_id": string(core.NewID[core.OperationID]()), "port_id": string(core.NewID[core.PortID]()),
+	"operation_id": string(core.NewID[core.OperationID]()), "port_id": string(core.NewID[core.PortID]()), "watch_id": string(core.NewID[core.WatchID]()),
 	"runner_id":  string(core.NewID[core.RunnerID]()),
 	"project_id": string(core.NewID[core.ProjectID]()), "key_id": string(core.NewID[core.KeyID]()), "grant_id": "absent",
 }
@@ -101,6 +101,7 @@ var bodies = map[string]string{
 	"createWorkspace": `{}`, "patchWorkspace": `{}`, "forkWorkspace": `{}`, "restoreWorkspace": `{"checkpoint_id":"` + absent["checkpoint_id"] + `"}`,
 	"createPort": `{"guest_port":80}`, "exec": `{"command":["true"]}`, "signalSession": `{"signal":"TERM"}`, "resizeSession": `{"cols":80,"rows":24}`,
 	"createCheckpoint": `{}`, "patchCheckpoint": `{}`, "forkCheckpoint": `{}`, "restoreCheckpoint": `{}`,
+	"setSessionDeadline": `{"timeout_ms":0}`, "createWatch": `{"path":"/d"}`, "makeDirectory": `{"path":"/d"}`, "renameFile": `{"from":"/d","to":"/e"}`, "setFileAttributes": `{"path":"/d"}`,
 	"createRunnerToken": `{}`,
 	"createProject":     `{"name":"new"}`, "patchProject": `{"quotas":{}}`, "patchRunner": `{"draining":false}`, "createKey": `{"name":"new"}`,
 }
@@ -171,7 +172,7 @@ func TestEveryRoute(t *testing.T) {
 			check("id in capitals", func(c *call) { c.path = r.at(bad) }, 400, core.CodeInvalidID)
 		}
 		if !r.body {
-			if !r.raw && r.method != http.MethodHead && r.id != "attach" && !strings.Contains(r.path, "files") && !strings.Contains(r.path, "export") && !strings.Contains(r.path, "output") && !strings.Contains(r.path, "console") && r.id != "getSpecification" {
+			if !r.raw && r.method != http.MethodHead && r.id != "attach" && !strings.Contains(r.path, "files") && !strings.HasSuffix(r.path, "/events") && !strings.Contains(r.path, "export") && !strings.Contains(r.path, "output") && !strings.Contains(r.path, "console") && r.id != "getSpecification" {
 				check("a body where none belongs", func(c *call) { c.body = `{"x":1}` }, 400, core.CodeMalformedBody)
 			}
 			continue
@@ -298,6 +299,16 @@ func TestFields(t *testing.T) {
 		{"GET", at + "/files?path=/x&list=1&tar=1", "", "list", core.CodeInvalidField},
 		{"GET", at + "/files?path=/x&tar=1&max_bytes=-1", "", "max_bytes", core.CodeInvalidField},
 		{"PUT", at + "/files?path=/x&mode=9", "", "mode", core.CodeInvalidField},
+		{"PUT", at + "/files?path=/x&in_place=1&offset=-1", "", "offset", core.CodeInvalidField},
+		{"GET", at + "/files?path=~/x", "", "path", core.CodeInvalidField},
+		{"GET", at + "/files?path=~x&user=a", "", "path", core.CodeInvalidField},
+		{"GET", at + "/files?path=/x&list=1&depth=65", "", "depth", core.CodeInvalidField},
+		{"POST", at + "/watches", `{"path":"rel"}`, "path", core.CodeInvalidField},
+		{"POST", at + "/watches", `{"path":"~"}`, "path", core.CodeInvalidField},
+		{"POST", at + "/files/mkdir", `{"path":"rel"}`, "path", core.CodeInvalidField},
+		{"POST", at + "/files/mkdir", `{"path":"~"}`, "path", core.CodeInvalidField},
+		{"POST", at + "/files/rename", `{"from":"/a","to":"~/b"}`, "to", core.CodeInvalidField},
+		{"POST", at + "/files/xattrs", `{"path":"/a","set":{"user.a":"` + strings.Repeat("x", 4097) + `"}}`, "set.user.a", core.CodeInvalidField},
 	} {
 		got := w.do(call{method: c.method, path: c.path, body: c.body})
 		p := got.problem(t)

@@ -161,7 +161,7 @@ func createIn(b api.CreateWorkspaceRequest) (controller.CreateRequest, error) {
 		}
 	}
 	var err error
-	if out.Rest, err = restIn(b.IdleSeconds, b.OnIdle, b.AutoResume); err != nil {
+	if out.Rest, err = restIn(b.IdleSeconds, b.OnIdle, b.AutoResume, b.OnTTL); err != nil {
 		return out, err
 	}
 	out.Egress = core.EgressPolicy(b.Network.EgressPolicy)
@@ -192,11 +192,12 @@ type growth struct {
 	idle         api.Idle
 	onIdle       api.OnIdle
 	autoResume   api.AutoResume
+	onTTL        api.OnTTL
 }
 
 // restIn reads what becomes of a workspace that is not used.
-func restIn(idle api.Idle, onIdle api.OnIdle, autoResume api.AutoResume) (controller.Rest, error) {
-	out := controller.Rest{IdleAfter: seconds(idle), OnIdle: controller.IdleAction(onIdle), AutoResume: autoResume}
+func restIn(idle api.Idle, onIdle api.OnIdle, autoResume api.AutoResume, onTTL api.OnTTL) (controller.Rest, error) {
+	out := controller.Rest{IdleAfter: seconds(idle), OnIdle: controller.IdleAction(onIdle), AutoResume: autoResume, OnTTL: controller.IdleAction(onTTL)}
 	switch {
 	case idle == 0 && onIdle != "":
 		return out, invalid("on_idle", "it needs idle_seconds")
@@ -215,7 +216,7 @@ func forkIn(g growth) (controller.ForkRequest, error) {
 	if out.Grants, err = grantsIn(g.grants); err != nil {
 		return out, err
 	}
-	if out.Rest, err = restIn(g.idle, g.onIdle, g.autoResume); err != nil {
+	if out.Rest, err = restIn(g.idle, g.onIdle, g.autoResume, g.onTTL); err != nil {
 		return out, err
 	}
 	out.Egress = core.EgressPolicy(g.network.EgressPolicy)

@@ -59,7 +59,12 @@ func (s *server) DeleteSession(ctx context.Context, r api.DeleteSessionRequestOb
 
 // SignalSession serves POST /v1/sessions/{id}/signal.
 func (s *server) SignalSession(ctx context.Context, r api.SignalSessionRequestObject) (api.SignalSessionResponseObject, error) {
-	return api.SignalSession204Response{}, s.control.SignalSession(ctx, projectOf(ctx), core.SessionID(r.SessionID), r.Body.Signal)
+	return api.SignalSession204Response{}, s.control.SignalTarget(ctx, projectOf(ctx), core.SessionID(r.SessionID), r.Body.Signal, string(r.Body.Target))
+}
+
+// SetSessionDeadline serves POST /v1/sessions/{id}/deadline.
+func (s *server) SetSessionDeadline(ctx context.Context, r api.SetSessionDeadlineRequestObject) (api.SetSessionDeadlineResponseObject, error) {
+	return api.SetSessionDeadline204Response{}, s.control.SetDeadline(ctx, projectOf(ctx), core.SessionID(r.SessionID), r.Body.TimeoutMS)
 }
 
 // ResizeSession serves POST /v1/sessions/{id}/resize.

@@ -32,6 +32,7 @@ func (s *server) registerStreams(e *echo.Echo) {
 	e.HEAD("/v1/workspaces/:workspace_id/files", s.files)
 	e.PUT("/v1/workspaces/:workspace_id/files", s.putFile)
 	e.DELETE("/v1/workspaces/:workspace_id/files", s.files)
+	e.GET("/v1/workspaces/:workspace_id/watches/:watch_id/events", s.watchEvents)
 	e.GET("/v1/checkpoints/:checkpoint_id/export", s.exportCheckpoint)
 	e.POST("/v1/checkpoints", s.importCheckpoint)
 	e.GET("/v1/events", s.events)
@@ -57,7 +58,7 @@ func (s *server) getOutput(c echo.Context) error {
 	if err != nil {
 		return err
 	}
-	return s.forward(c, guest, "/v1/sessions/"+string(id)+"/output", guestQuery(c, "stream", "offset", "follow"))
+	return s.forward(c, guest, "/v1/sessions/"+string(id)+"/output", guestQuery(c, "stream", "offset", "follow", "from"))
 }
 
 func (s *server) writeStdin(c echo.Context) error {
@@ -85,7 +86,7 @@ func (s *server) attach(c echo.Context) error {
 	ctx, release := s.control.WithKey(c.Request().Context(), key)
 	defer release()
 	c.SetRequest(c.Request().WithContext(ctx))
-	return s.forward(c, guest, "/v1/sessions/"+string(guestID)+"/attach", guestQuery(c, "stdout_offset", "stderr_offset"))
+	return s.forward(c, guest, "/v1/sessions/"+string(guestID)+"/attach", guestQuery(c, "stdout_offset", "stderr_offset", "from"))
 }
 
 func (s *server) files(c echo.Context) error {
@@ -99,11 +100,15 @@ func (s *server) files(c echo.Context) error {
 	if chosen > 1 {
 		return invalid("list", "only one of list, tar and stat can be asked for")
 	}
+	path, err := filesPath(c)
+	if err != nil {
+		return err
+	}
 	guest, err := s.control.Guest(ctx, projectOf(ctx), core.WorkspaceID(c.Param("workspace_id")))
 	if err != nil {
 		return err
 	}
-	return s.forward(c, guest, "/v1/files", guestQuery(c, "path", "list", "tar", "stat", "max_bytes", "recursive"))
+	return s.forward(c, guest, path, guestQuery(c, "path", "user", "list", "tar", "stat", "max_bytes", "recursive", "depth", "follow", "xattrs"))
 }
 
 func (s *server) putFile(c echo.Context) error {
@@ -114,12 +119,16 @@ func (s *server) putFile(c echo.Context) error {
 	if req.ContentLength > s.upload {
 		return tooLarge(s.upload)
 	}
+	path, err := filesPath(c)
+	if err != nil {
+		return err
+	}
 	guest, err := s.control.Guest(req.Context(), projectOf(req.Context()), core.WorkspaceID(c.Param("workspace_id")))
 	if err != nil {
 		return err
 	}
 	req.Body = http.MaxBytesReader(c.Response(), req.Body, s.upload)
-	return s.forward(c, guest, "/v1/files", guestQuery(c, "path", "mode", "uid", "gid", "mkdirs", "untar"))
+	return s.forward(c, guest, path, guestQuery(c, "path", "user", "mode", "uid", "gid", "mkdirs", "untar", "in_place", "offset", "append"))
 }
 
 // contentIs refuses a body of another kind than those of the contract. One that does not say is taken as raw bytes.
@@ -155,13 +164,13 @@ func guestQuery(c echo.Context, names ...string) url.Values {
 	return q
 }
 
-// answers are the headers that a guest may set. Its content type is one of three: no answer of a guest is a page.
+// answers are the headers that a guest may set. Its content type is one of four: no answer of a guest is a page.
 var answers = relay.Allowed{
 	Headers: map[string]bool{
 		"Content-Length": true, "Trailer": true, "Connection": true, "Upgrade": true, "Sec-Websocket-Accept": true, "Sec-Websocket-Protocol": true,
 		"Coppice-Offset": true, "Coppice-End-Offset": true, "Coppice-Truncated": true, "Coppice-Eof": true, "Coppice-File": true, "Coppice-Status": true, "Coppice-Left-Out": true,
 	},
-	Types: map[string]bool{contentJSON: true, contentRaw: true, contentTar: true},
+	Types: map[string]bool{contentJSON: true, contentRaw: true, contentTar: true, contentLines: true},
 	Type:  contentRaw,
 }
 

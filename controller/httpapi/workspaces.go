@@ -73,6 +73,7 @@ func (s *server) PatchWorkspace(ctx context.Context, r api.PatchWorkspaceRequest
 		idle := seconds(*r.Body.IdleSeconds)
 		p.IdleAfter = &idle
 	}
+	p.OnTTL = controller.IdleAction(r.Body.OnTTL)
 	p.OnIdle, p.AutoResume = controller.IdleAction(r.Body.OnIdle), r.Body.AutoResume
 	if n := r.Body.Network; n != nil {
 		if p.Allow, err = allowIn(&n.Allow); err != nil {
@@ -133,7 +134,7 @@ func (s *server) ForkWorkspace(ctx context.Context, r api.ForkWorkspaceRequestOb
 	b := r.Body
 	fork, err := forkIn(growth{
 		count: b.Count, name: b.BranchName, allOrNothing: b.AllOrNothing, env: b.Env, labels: b.Labels, network: b.Network, ttl: b.TTLSeconds,
-		grants: b.Grants, idle: b.IdleSeconds, onIdle: b.OnIdle, autoResume: b.AutoResume,
+		grants: b.Grants, idle: b.IdleSeconds, onIdle: b.OnIdle, autoResume: b.AutoResume, onTTL: b.OnTTL,
 	})
 	if err != nil {
 		return nil, err

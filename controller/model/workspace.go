@@ -35,6 +35,7 @@ type Rest struct {
 	IdleAfter  time.Duration // 0: nothing
 	OnIdle     IdleAction    // empty when IdleAfter is 0
 	AutoResume bool          // a suspended workspace is resumed when somebody uses it
+	OnTTL      IdleAction    // what becomes of it at the end of its time; empty is IdleTerminate
 }
 
 // Workspace is the durable thing a user works in, with the sandbox that it has now.

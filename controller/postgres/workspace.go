@@ -1,6 +1,7 @@
 package postgres
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"maps"
@@ -16,7 +17,7 @@ import (
 // workspaceColumns need the relations w (a workspace), s (its sandbox, if it lives) and r (that one's runner).
 const workspaceColumns = `
 	w.id, w.project_id, w.name, w.state, w.epoch, w.version, w.image_name, w.image_digest, w.vcpus, w.memory_mib, w.disk_gib,
-	w.egress_policy, w.egress_allow, w.egress_version, w.egress_applied, w.grants_until IS NOT NULL AS granted, w.grants_key, w.env, w.labels, coalesce(w.idle_seconds, 0) AS idle_seconds, coalesce(w.on_idle, '') AS on_idle, w.auto_resume,
+	w.egress_policy, w.egress_allow, w.egress_version, w.egress_applied, w.grants_until IS NOT NULL AS granted, w.grants_key, w.env, w.labels, coalesce(w.idle_seconds, 0) AS idle_seconds, coalesce(w.on_idle, '') AS on_idle, w.auto_resume, coalesce(nullif(w.on_ttl, 'terminate'), '') AS on_ttl,
 	coalesce(w.parent_checkpoint_id, '') AS parent_checkpoint_id, coalesce(w.checkpoint_id, '') AS checkpoint_id,
 	coalesce(s.id, '') AS sandbox_id, coalesce(s.epoch, 0) AS sandbox_epoch, coalesce(s.runner_id, '') AS runner_id,
 	coalesce(s.generation, '') AS generation, coalesce(s.hostname, '') AS hostname, coalesce(s.machine_id, '') AS machine_id,
@@ -55,6 +56,7 @@ type workspaceRow struct {
 	Labels         object[string]        `db:"labels"`
 	IdleSeconds    int64                 `db:"idle_seconds"`
 	OnIdle         controller.IdleAction `db:"on_idle"`
+	OnTTL          controller.IdleAction `db:"on_ttl"`
 	AutoResume     bool                  `db:"auto_resume"`
 	Parent         core.CheckpointID     `db:"parent_checkpoint_id"`
 	Head           core.CheckpointID     `db:"checkpoint_id"`
@@ -88,7 +90,7 @@ func (r workspaceRow) workspace() (controller.Workspace, error) {
 		Image:     controller.ImageRef{Name: r.ImageName, Digest: r.ImageDigest},
 		Resources: core.Resources{VCPUs: r.VCPUs, MemoryMiB: r.MemoryMiB, DiskGiB: r.DiskGiB},
 		Egress:    r.Egress, Rules: grants.Rules{Allow: r.Allow, Version: r.RulesVersion, Applied: r.RulesApplied, Granted: r.Granted, EncryptedFor: r.GrantsKey}, Env: r.Env, Labels: r.Labels, Parent: r.Parent, Head: r.Head,
-		Rest:      controller.Rest{IdleAfter: time.Duration(r.IdleSeconds) * time.Second, OnIdle: r.OnIdle, AutoResume: r.AutoResume},
+		Rest:      controller.Rest{IdleAfter: time.Duration(r.IdleSeconds) * time.Second, OnIdle: r.OnIdle, AutoResume: r.AutoResume, OnTTL: r.OnTTL},
 		CreatedAt: r.CreatedAt, ReadyAt: timeOf(r.ReadyAt), ExpiresAt: timeOf(r.ExpiresAt), EndedAt: timeOf(r.EndedAt),
 	}
 	if r.FailureCode != "" {
@@ -255,7 +257,7 @@ func (t *tx) HeadWorkspaces(ctx context.Context, heads []core.CheckpointID) ([]c
 func (t *tx) ExpiredWorkspaces(ctx context.Context, limit int) ([]controller.Workspace, error) {
 	return t.workspaces(ctx, `
 		SELECT`+workspaceColumns+` FROM workspaces w`+workspaceJoins+`
-		WHERE w.expires_at <= now() AND w.ended_at IS NULL AND w.state = ANY(@from::text[]) ORDER BY w.expires_at LIMIT @limit`,
+		WHERE w.expires_at <= now() AND w.ended_at IS NULL AND w.on_ttl = 'terminate' AND w.state = ANY(@from::text[]) ORDER BY w.expires_at LIMIT @limit`,
 		args{"limit": limit, "from": texts(core.WorkspaceTerminating.Sources())})
 }
 
@@ -269,25 +271,26 @@ func (t *tx) OrphanedTerminations(ctx context.Context, limit int) ([]controller.
 }
 
 type newWorkspace struct {
-	ID            core.WorkspaceID    `json:"id"`
-	ProjectID     core.ProjectID      `json:"project_id"`
-	Name          string              `json:"name"`
-	State         core.WorkspaceState `json:"state"`
-	ImageName     string              `json:"image_name"`
-	ImageDigest   core.Digest         `json:"image_digest"`
-	VCPUs         int                 `json:"vcpus"`
-	MemoryMiB     int                 `json:"memory_mib"`
-	DiskGiB       int                 `json:"disk_gib"`
-	Egress        core.EgressPolicy   `json:"egress_policy"`
-	Allow         []string            `json:"egress_allow"`
-	Env           map[string]string   `json:"env"`
-	Labels        map[string]string   `json:"labels"`
-	IdleSeconds   *int64              `json:"idle_seconds"`
-	OnIdle        *string             `json:"on_idle"`
-	AutoResume    bool                `json:"auto_resume"`
-	Parent        *string             `json:"parent"`
-	ParentProject *string             `json:"parent_project"`
-	SandboxID     core.SandboxID      `json:"sandbox_id"`
+	ID            core.WorkspaceID      `json:"id"`
+	ProjectID     core.ProjectID        `json:"project_id"`
+	Name          string                `json:"name"`
+	State         core.WorkspaceState   `json:"state"`
+	ImageName     string                `json:"image_name"`
+	ImageDigest   core.Digest           `json:"image_digest"`
+	VCPUs         int                   `json:"vcpus"`
+	MemoryMiB     int                   `json:"memory_mib"`
+	DiskGiB       int                   `json:"disk_gib"`
+	Egress        core.EgressPolicy     `json:"egress_policy"`
+	Allow         []string              `json:"egress_allow"`
+	Env           map[string]string     `json:"env"`
+	Labels        map[string]string     `json:"labels"`
+	IdleSeconds   *int64                `json:"idle_seconds"`
+	OnIdle        *string               `json:"on_idle"`
+	AutoResume    bool                  `json:"auto_resume"`
+	OnTTL         controller.IdleAction `json:"on_ttl"`
+	Parent        *string               `json:"parent"`
+	ParentProject *string               `json:"parent_project"`
+	SandboxID     core.SandboxID        `json:"sandbox_id"`
 }
 
 // InsertWorkspaces inserts workspaces in their first state; their sandboxes follow in the same transaction. The parent's
@@ -299,6 +302,7 @@ func (t *tx) InsertWorkspaces(ctx context.Context, list []controller.Workspace, 
 			ID: w.ID, ProjectID: w.ProjectID, Name: w.Name, State: w.State, ImageName: w.Image.Name, ImageDigest: w.Image.Digest,
 			VCPUs: w.Resources.VCPUs, MemoryMiB: w.Resources.MemoryMiB, DiskGiB: w.Resources.DiskGiB, Egress: w.Egress, Allow: orNone(w.Rules.Allow),
 			Env: orEmpty(w.Env), Labels: orEmpty(w.Labels), Parent: orNull(w.Parent), SandboxID: w.Sandbox.ID, AutoResume: w.Rest.AutoResume,
+			OnTTL: cmp.Or(w.Rest.OnTTL, controller.IdleTerminate),
 		}
 		if w.Rest.IdleAfter > 0 {
 			idle := int64(w.Rest.IdleAfter.Seconds())
@@ -308,11 +312,11 @@ func (t *tx) InsertWorkspaces(ctx context.Context, list []controller.Workspace, 
 	return t.workspaces(ctx, `
 		WITH w AS (
 			INSERT INTO workspaces (id, project_id, name, state, image_name, image_digest, vcpus, memory_mib, disk_gib, egress_policy, egress_allow, env, labels,
-				idle_seconds, on_idle, auto_resume, parent_project_id, parent_checkpoint_id, checkpoint_project_id, checkpoint_id, sandbox_id, expires_at)
+				idle_seconds, on_idle, auto_resume, on_ttl, ttl_seconds, parent_project_id, parent_checkpoint_id, checkpoint_project_id, checkpoint_id, sandbox_id, expires_at)
 			SELECT v.id, v.project_id, v.name, v.state, v.image_name, v.image_digest, v.vcpus, v.memory_mib, v.disk_gib, v.egress_policy, v.egress_allow, v.env, v.labels,
-				v.idle_seconds, v.on_idle, v.auto_resume, p.project_id, v.parent, p.project_id, v.parent, v.sandbox_id, CASE WHEN @ttl::float8 > 0 THEN now() + make_interval(secs => @ttl) END
+				v.idle_seconds, v.on_idle, v.auto_resume, v.on_ttl, nullif(@ttl::float8, 0)::bigint, p.project_id, v.parent, p.project_id, v.parent, v.sandbox_id, CASE WHEN @ttl::float8 > 0 THEN now() + make_interval(secs => @ttl) END
 			FROM jsonb_to_recordset(@rows::jsonb) AS v (id text, project_id text, name text, state text, image_name text, image_digest text,
-				vcpus int, memory_mib int, disk_gib int, egress_policy text, egress_allow text[], env jsonb, labels jsonb, idle_seconds int, on_idle text, auto_resume boolean, parent text, sandbox_id text)
+				vcpus int, memory_mib int, disk_gib int, egress_policy text, egress_allow text[], env jsonb, labels jsonb, idle_seconds int, on_idle text, auto_resume boolean, on_ttl text, parent text, sandbox_id text)
 			LEFT JOIN LATERAL (SELECT c.project_id FROM checkpoints c WHERE c.id = v.parent LIMIT 1) p ON true
 			RETURNING *
 		)
@@ -554,11 +558,12 @@ func (t *tx) PatchWorkspace(ctx context.Context, id core.WorkspaceID, p controll
 				expires_at = CASE WHEN @ttl::float8 IS NULL THEN expires_at WHEN @ttl = 0 THEN NULL ELSE now() + make_interval(secs => @ttl) END,
 				idle_seconds = CASE WHEN @idle::int IS NULL THEN idle_seconds ELSE nullif(@idle, 0) END,
 				on_idle = CASE WHEN coalesce(@idle, idle_seconds, 0) > 0 THEN coalesce(@on_idle::text, on_idle, @default) END,
-				auto_resume = coalesce(@auto_resume, auto_resume)
+				auto_resume = coalesce(@auto_resume, auto_resume), on_ttl = coalesce(@on_ttl, on_ttl),
+				ttl_seconds = CASE WHEN @ttl::float8 IS NULL THEN ttl_seconds ELSE nullif(@ttl, 0)::bigint END
 			WHERE id = @id AND (@version::bigint = 0 OR version = @version) RETURNING *
 		)
 		SELECT`+workspaceColumns+` FROM w`+workspaceJoins,
-		args{"id": id, "version": p.Version, "set": set, "drop": drop, "ttl": ttl, "idle": idle, "on_idle": orNull(p.OnIdle), "default": controller.IdleSuspend, "auto_resume": p.AutoResume})
+		args{"id": id, "version": p.Version, "set": set, "drop": drop, "ttl": ttl, "idle": idle, "on_idle": orNull(p.OnIdle), "default": controller.IdleSuspend, "auto_resume": p.AutoResume, "on_ttl": orNull(p.OnTTL)})
 	switch {
 	case err != nil:
 		return controller.Workspace{}, err

@@ -29,19 +29,23 @@ type guest struct {
 	// mu guards the fields below.
 	mu       sync.Mutex
 	files    map[string][]byte // never written again once stored
-	dirs     map[string]bool   // that are there without files in them
 	sessions map[core.SessionID]*session
+	about    map[string]about // what is known of paths besides their bytes
+	watches  []*watch
 }
 
 func newGuest() *guest {
-	return &guest{files: map[string][]byte{}, dirs: map[string]bool{"/": true, "/root": true, "/tmp": true, "/workspace": true}, sessions: map[core.SessionID]*session{}}
+	return &guest{
+		files: map[string][]byte{}, sessions: map[core.SessionID]*session{},
+		about: map[string]about{"/root": {dir: true}, "/tmp": {dir: true}, "/workspace": {dir: true}},
+	}
 }
 
 // clone is the guest of a fork: the same files, and the programs that ran, under their names.
 func (g *guest) clone() *guest {
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	c := &guest{files: maps.Clone(g.files), dirs: maps.Clone(g.dirs), sessions: map[core.SessionID]*session{}}
+	c := &guest{files: maps.Clone(g.files), sessions: map[core.SessionID]*session{}, about: maps.Clone(g.about), watches: cloneWatches(g.watches)}
 	for id, s := range g.sessions {
 		c.sessions[id] = s.clone()
 	}
@@ -186,7 +190,7 @@ func (g *guest) program(s *session) int {
 	case "mkdir":
 		g.mu.Lock()
 		defer g.mu.Unlock()
-		g.dirs[args[len(args)-1]] = true
+		g.about[args[len(args)-1]] = about{dir: true}
 	case "mv":
 		g.mu.Lock()
 		defer g.mu.Unlock()
@@ -233,6 +237,14 @@ func (g *guest) ServeHTTP(w http.ResponseWriter, q *http.Request) {
 		reply(w, map[string]any{"processes": []controller.Process{{PID: 1, Comm: "init", Cmdline: "init", State: "S", RSSBytes: 4096}}}, nil)
 	})
 	mux.HandleFunc("/v1/files", g.serveFile)
+	mux.HandleFunc("/v1/files/content", g.serveFile)
+	mux.HandleFunc("POST /v1/watches", g.createWatch)
+	mux.HandleFunc("GET /v1/watches", g.listWatches)
+	mux.HandleFunc("DELETE /v1/watches/{id}", g.deleteWatch)
+	mux.HandleFunc("GET /v1/watches/{id}/events", g.watchEvents)
+	mux.HandleFunc("POST /v1/files/mkdir", g.makeDir)
+	mux.HandleFunc("POST /v1/files/rename", g.rename)
+	mux.HandleFunc("POST /v1/files/xattrs", g.setAttributes)
 	mux.HandleFunc("/v1/sessions/{id}", g.serveSession)
 	mux.HandleFunc("/v1/sessions/{id}/{verb}", g.serveSession)
 	mux.ServeHTTP(w, q)
@@ -301,7 +313,19 @@ func (g *guest) serveSession(w http.ResponseWriter, q *http.Request) {
 		s.change(func() { s.stdin, s.eof = append(s.stdin, b...), s.eof || q.URL.Query().Get("close") == "1" })
 		reply(w, nil, nil)
 	case "signal":
-		s.end(143, "SIGTERM")
+		var in struct{ Target string }
+		if json.NewDecoder(q.Body).Decode(&in) == nil && in.Target == "" || q.URL.Query().Get("need") == "signal_target" {
+			s.end(143, "SIGTERM") // a target without its feature has no effect
+		}
+		reply(w, nil, nil)
+	case "deadline":
+		var in struct {
+			TimeoutMS int64 `json:"timeout_ms"`
+		}
+		if json.NewDecoder(q.Body).Decode(&in) == nil && in.TimeoutMS > 0 {
+			s.change(func() { s.view.TimedOut = true })
+			s.end(137, "SIGKILL") // at once: the deadline of a test has come
+		}
 		reply(w, nil, nil)
 	case "resize":
 		reply(w, nil, nil)
@@ -318,6 +342,11 @@ func (s *session) serveOutput(w http.ResponseWriter, q *http.Request) {
 		stream = 1
 	}
 	at, _ := strconv.Atoi(q.URL.Query().Get("offset"))
+	if q.URL.Query().Get("from") == "now" {
+		s.mu.Lock()
+		at = len(s.out[stream])
+		s.mu.Unlock()
+	}
 	w.Header().Set("Content-Type", "application/octet-stream")
 	w.Header().Set("Trailer", "Coppice-End-Offset, Coppice-Eof")
 	w.Header().Set("Coppice-Offset", strconv.Itoa(at))

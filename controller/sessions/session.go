@@ -319,6 +319,23 @@ func (k *Keeper) SignalSession(ctx context.Context, project core.ProjectID, id c
 	})
 }
 
+// SignalTarget sends a signal to some of a session's processes; target "" are those in the foreground.
+func (k *Keeper) SignalTarget(ctx context.Context, project core.ProjectID, id core.SessionID, signal, target string) error {
+	if target == "" {
+		return k.SignalSession(ctx, project, id, signal)
+	}
+	return k.ask(ctx, project, id, func(at model.Sandbox, guest core.SessionID) error {
+		return k.cfg.Guests.SignalTarget(ctx, at, guest, signal, target)
+	})
+}
+
+// SetDeadline has a session killed after a time from now; 0 is never.
+func (k *Keeper) SetDeadline(ctx context.Context, project core.ProjectID, id core.SessionID, timeoutMS int64) error {
+	return k.ask(ctx, project, id, func(at model.Sandbox, guest core.SessionID) error {
+		return k.cfg.Guests.SetDeadline(ctx, at, guest, timeoutMS)
+	})
+}
+
 // ResizeSession sets the size of a session's terminal.
 func (k *Keeper) ResizeSession(ctx context.Context, project core.ProjectID, id core.SessionID, cols, rows uint16) error {
 	return k.ask(ctx, project, id, func(at model.Sandbox, guest core.SessionID) error {

@@ -17,6 +17,7 @@ import (
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/guestagent/guestapi"
 	"github.com/coppice-dev/coppice/internal/pass"
 	"github.com/coppice-dev/coppice/runner"
 	"github.com/coppice-dev/coppice/runner/writelog"
@@ -154,7 +155,7 @@ func (d *Data) attach(w http.ResponseWriter, q *http.Request) {
 		d.fail(w, q, err)
 		return
 	}
-	d.pass(w, q, c, "/v1/sessions/"+string(c.Session)+"/attach", "stdout_offset", "stderr_offset")
+	d.pass(w, q, c, "/v1/sessions/"+string(c.Session)+"/attach", "stdout_offset", "stderr_offset", "from")
 }
 
 func (d *Data) files(w http.ResponseWriter, q *http.Request) {
@@ -163,16 +164,20 @@ func (d *Data) files(w http.ResponseWriter, q *http.Request) {
 		d.fail(w, q, err)
 		return
 	}
-	names := []string{"path", "list", "tar", "stat", "max_bytes", "recursive"}
+	names := []string{"path", "user", "list", "tar", "stat", "max_bytes", "recursive", "depth", "follow", "xattrs"}
 	if q.Method == http.MethodPut {
-		names = []string{"path", "mode", "uid", "gid", "mkdirs", "untar"}
+		names = []string{"path", "user", "mode", "uid", "gid", "mkdirs", "untar", "in_place", "offset", "append"}
 		if q.ContentLength > d.upload {
 			d.fail(w, q, tooLarge(d.upload))
 			return
 		}
 		q.Body = http.MaxBytesReader(w, q.Body, d.upload)
 	}
-	d.pass(w, q, c, "/v1/files", names...)
+	path := guestapi.PathFiles
+	if len(guestapi.Needs(path, q.URL.Query())) > 0 {
+		path = guestapi.PathFileContent
+	}
+	d.pass(w, q, c, path, names...)
 }
 
 // admit judges a pass and looks whether what it names is still there: the sandbox of a workspace changes with every restore,

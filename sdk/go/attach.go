@@ -17,6 +17,7 @@ import (
 type AttachOptions struct {
 	StdoutOffset int64
 	StderrOffset int64
+	FromNow      bool // only output from now on, whatever the offsets say; old guest agents answer with the code UNSUPPORTED
 }
 
 // Attached is a live connection to a session. One goroutine may call Next while others call the rest.
@@ -88,8 +89,12 @@ func (c *Client) attach(ctx context.Context, id SessionID, opts AttachOptions, v
 		target = c.base.ResolveReference(&url.URL{Path: c.base.Path + target.Path})
 		set(q, "token", grant.Token)
 	}
-	q.Set("stdout_offset", strconv.FormatInt(opts.StdoutOffset, 10))
-	q.Set("stderr_offset", strconv.FormatInt(opts.StderrOffset, 10))
+	if opts.FromNow {
+		q.Set("from", "now")
+	} else {
+		q.Set("stdout_offset", strconv.FormatInt(opts.StdoutOffset, 10))
+		q.Set("stderr_offset", strconv.FormatInt(opts.StderrOffset, 10))
+	}
 	target.RawQuery = q.Encode()
 	conn, resp, err := websocket.Dial(ctx, target.String(), &websocket.DialOptions{ //nolint:bodyclose // closed by the library
 		HTTPClient: dial, HTTPHeader: header, CompressionMode: websocket.CompressionDisabled,

@@ -189,7 +189,7 @@ func realDirs(root *os.Root, name string, mode fs.FileMode) error {
 // copyFileFrom writes a file under a temporary name first. When it is complete, it is moved to its place, or copied
 // into the file that exists there. If the disk becomes full during that copy, the existing file is cut short.
 func (c *Client) copyFileFrom(ctx context.Context, id WorkspaceID, remote, dir, name string, info FileInfo, o CopyOptions) (Copied, error) {
-	opened, _, err := c.openFile(ctx, id, remote, o.MaxBytes)
+	opened, _, err := c.openFile(ctx, id, remote, "", o.MaxBytes)
 	if err != nil {
 		return Copied{}, err
 	}

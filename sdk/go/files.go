@@ -18,6 +18,11 @@ type WriteOptions struct {
 	UID    *int
 	GID    *int
 	Mkdirs bool // make missing parent directories
+
+	User    string // who writes, with that user's rights; the path may begin with ~ then
+	InPlace bool   // write into the file itself, which is emptied before
+	Offset  *int64 // with InPlace: write from this byte on, and keep the others
+	Append  bool   // with InPlace: write behind the last byte
 }
 
 func filesRequest(method string, id WorkspaceID, path string, flags ...string) request {
@@ -30,20 +35,7 @@ func filesRequest(method string, id WorkspaceID, path string, flags ...string) r
 
 // OpenFile reads a file of at most DefaultCopyBytes. The caller closes the body.
 func (c *Client) OpenFile(ctx context.Context, id WorkspaceID, path string) (io.ReadCloser, FileInfo, error) {
-	return c.openFile(ctx, id, path, 0)
-}
-
-// openFile is OpenFile with a bound; 0 means the default.
-func (c *Client) openFile(ctx context.Context, id WorkspaceID, path string, most int64) (io.ReadCloser, FileInfo, error) {
-	resp, err := c.sendFiles(ctx, id, bounded(filesRequest(http.MethodGet, id, path), most))
-	if err != nil {
-		return nil, FileInfo{}, err
-	}
-	var info FileInfo
-	if err := json.Unmarshal([]byte(resp.Header.Get("Coppice-File")), &info); err != nil {
-		return nil, info, errors.Join(fmt.Errorf("read %s: decode what it is: %w", path, err), resp.Body.Close())
-	}
-	return resp.Body, info, nil
+	return c.openFile(ctx, id, path, "", 0)
 }
 
 // ReadFile returns the bytes of a file, at most limit of them; a longer file is an error.
@@ -63,7 +55,8 @@ func (c *Client) ReadFile(ctx context.Context, id WorkspaceID, path string, limi
 	return b, err
 }
 
-// WriteFile streams r into a file; readers see either the old file or the complete new one.
+// WriteFile streams r into a file. Unless it is written in place, readers see either the old file or the complete new
+// one.
 func (c *Client) WriteFile(ctx context.Context, id WorkspaceID, path string, r io.Reader, opts WriteOptions) (FileInfo, error) {
 	req := filesRequest(http.MethodPut, id, path)
 	set(req.query, "mode", opts.Mode)
@@ -75,6 +68,16 @@ func (c *Client) WriteFile(ctx context.Context, id WorkspaceID, path string, r i
 	}
 	if opts.Mkdirs {
 		req.query.Set("mkdirs", "true")
+	}
+	set(req.query, "user", opts.User)
+	if opts.InPlace {
+		req.query.Set("in_place", "true")
+	}
+	if opts.Offset != nil {
+		req.query.Set("offset", strconv.FormatInt(*opts.Offset, 10))
+	}
+	if opts.Append {
+		req.query.Set("append", "true")
 	}
 	return c.put(ctx, id, req, r, "application/octet-stream")
 }
@@ -155,14 +158,14 @@ func (t *tarBody) Read(p []byte) (int, error) {
 
 func (t *tarBody) Close() error { return t.resp.Body.Close() }
 
-// StatFile describes a path. Symbolic links are followed.
+// StatFile describes a path. Symbolic links are not followed; Stat can.
 func (c *Client) StatFile(ctx context.Context, id WorkspaceID, path string) (FileInfo, error) {
 	var out FileInfo
 	err := c.call(ctx, filesRequest(http.MethodGet, id, path, "stat"), &out)
 	return out, err
 }
 
-// ListFiles lists a directory.
+// ListFiles lists a directory; ListTree those below it too.
 func (c *Client) ListFiles(ctx context.Context, id WorkspaceID, path string) (FileList, error) {
 	var out FileList
 	err := c.call(ctx, filesRequest(http.MethodGet, id, path, "list"), &out)

@@ -457,6 +457,24 @@ func (e OnIdle) Valid() bool {
 	}
 }
 
+// Defines values for OnTTL.
+const (
+	TTLSuspend   OnTTL = "suspend"
+	TTLTerminate OnTTL = "terminate"
+)
+
+// Valid indicates whether the value is a known member of the OnTTL enum.
+func (e OnTTL) Valid() bool {
+	switch e {
+	case TTLSuspend:
+		return true
+	case TTLTerminate:
+		return true
+	default:
+		return false
+	}
+}
+
 // Defines values for OperationKind.
 const (
 	OperationCreateCheckpoint   OperationKind = "create_checkpoint"
@@ -622,6 +640,60 @@ func (e SessionState) Valid() bool {
 	case SessionExited:
 		return true
 	case SessionRunning:
+		return true
+	default:
+		return false
+	}
+}
+
+// Defines values for SignalRequestTarget.
+const (
+	SignalForeground SignalRequestTarget = "foreground"
+	SignalGroup      SignalRequestTarget = "group"
+	SignalProcess    SignalRequestTarget = "process"
+	SignalSession    SignalRequestTarget = "session"
+)
+
+// Valid indicates whether the value is a known member of the SignalRequestTarget enum.
+func (e SignalRequestTarget) Valid() bool {
+	switch e {
+	case SignalForeground:
+		return true
+	case SignalGroup:
+		return true
+	case SignalProcess:
+		return true
+	case SignalSession:
+		return true
+	default:
+		return false
+	}
+}
+
+// Defines values for WatchEventType.
+const (
+	WatchChmod    WatchEventType = "chmod"
+	WatchCreate   WatchEventType = "create"
+	WatchOverflow WatchEventType = "overflow"
+	WatchRemove   WatchEventType = "remove"
+	WatchRename   WatchEventType = "rename"
+	WatchWrite    WatchEventType = "write"
+)
+
+// Valid indicates whether the value is a known member of the WatchEventType enum.
+func (e WatchEventType) Valid() bool {
+	switch e {
+	case WatchChmod:
+		return true
+	case WatchCreate:
+		return true
+	case WatchOverflow:
+		return true
+	case WatchRemove:
+		return true
+	case WatchRename:
+		return true
+	case WatchWrite:
 		return true
 	default:
 		return false
@@ -1102,6 +1174,18 @@ type CreateRunnerTokenRequest struct {
 	TTLSeconds int64    `json:"ttl_seconds,omitempty,omitzero"`
 }
 
+// CreateWatchRequest defines model for CreateWatchRequest.
+type CreateWatchRequest struct {
+	// Path Absolute path in the guest. With `user`, it may begin with `~`, the user's home.
+	Path FilePath `json:"path"`
+
+	// Recursive Watch all directories below it too, on the same file system, also those that come later.
+	Recursive bool `json:"recursive,omitempty,omitzero"`
+
+	// User Who does the work, with that user's rights: a name or a number, optionally `:group`. Default: root.
+	User FileUser `json:"user,omitempty,omitzero"`
+}
+
 // CreateWorkspaceRequest defines model for CreateWorkspaceRequest.
 type CreateWorkspaceRequest struct {
 	// AutoResume Resume a suspended workspace as soon as somebody uses it.
@@ -1129,6 +1213,12 @@ type CreateWorkspaceRequest struct {
 
 	// OnIdle Default: `suspend`. It needs `idle_seconds`.
 	OnIdle OnIdle `json:"on_idle,omitempty,omitzero"`
+
+	// OnTTL What becomes of the workspace at the end of `ttl_seconds`. Default: `terminate`. `suspend`
+	// needs the scopes that a suspension needs, and the suspension takes a checkpoint of the
+	// quota: while there is none, the workspace goes on and the suspension is tried again. A resume
+	// gives the workspace all of its time again. A suspended workspace has no end.
+	OnTTL OnTTL `json:"on_ttl,omitempty,omitzero"`
 
 	// Resources Absent fields get the server's defaults (1 vCPU, 512 MiB, 1 GiB).
 	Resources ResourcesRequest `json:"resources,omitempty,omitzero"`
@@ -1166,6 +1256,12 @@ type DataTLS struct {
 
 	// ServerName The name that the certificate must have, instead of the one in the address.
 	ServerName string `json:"server_name"`
+}
+
+// DeadlineRequest defines model for DeadlineRequest.
+type DeadlineRequest struct {
+	// TimeoutMS Time from now; 0 is never.
+	TimeoutMS int64 `json:"timeout_ms"`
 }
 
 // Digest defines model for Digest.
@@ -1375,17 +1471,29 @@ type FileChangeWhat string
 type FileInfo struct {
 	GID int `json:"gid"`
 
+	// Group Name of the group, if the workspace has one for `gid`.
+	Group string `json:"group,omitempty,omitzero"`
+
 	// Mode Four octal digits.
 	Mode  string    `json:"mode"`
 	MTime time.Time `json:"mtime"`
 	Name  string    `json:"name"`
-	Path  string    `json:"path"`
-	Size  int64     `json:"size"`
+
+	// Owner Name of the user, if the workspace has one for `uid`.
+	Owner string `json:"owner,omitempty,omitzero"`
+	Path  string `json:"path"`
+	Size  int64  `json:"size"`
 
 	// Target Target of a symbolic link.
 	Target string       `json:"target,omitempty,omitzero"`
 	Type   FileInfoType `json:"type"`
 	UID    int          `json:"uid"`
+
+	// XAttrs Extended attributes of users.
+	XAttrs map[string]string `json:"xattrs,omitempty,omitzero"`
+
+	// XAttrsTruncated Some attributes are missing: they are not text, or too long.
+	XAttrsTruncated bool `json:"xattrs_truncated,omitempty,omitzero"`
 }
 
 // FileInfoType defines model for FileInfo.Type.
@@ -1398,7 +1506,16 @@ type FileList struct {
 
 	// Truncated The directory has more than the 10,000 listed entries.
 	Truncated bool `json:"truncated"`
+
+	// Unreadable How many subdirectories could not be read.
+	Unreadable int `json:"unreadable,omitempty,omitzero"`
 }
+
+// FilePath Absolute path in the guest. With `user`, it may begin with `~`, the user's home.
+type FilePath = string
+
+// FileUser Who does the work, with that user's rights: a name or a number, optionally `:group`. Default: root.
+type FileUser = string
 
 // Flow defines model for Flow.
 type Flow struct {
@@ -1506,6 +1623,12 @@ type ForkCheckpointRequest struct {
 	// OnIdle Default: `suspend`. It needs `idle_seconds`.
 	OnIdle OnIdle `json:"on_idle,omitempty,omitzero"`
 
+	// OnTTL What becomes of the workspace at the end of `ttl_seconds`. Default: `terminate`. `suspend`
+	// needs the scopes that a suspension needs, and the suspension takes a checkpoint of the
+	// quota: while there is none, the workspace goes on and the suspension is tried again. A resume
+	// gives the workspace all of its time again. A suspended workspace has no end.
+	OnTTL OnTTL `json:"on_ttl,omitempty,omitzero"`
+
 	// Spread Distribute the children evenly over all runners that can take them, instead of placing them where the checkpoint is. It must be sealed.
 	Spread bool `json:"spread,omitempty,omitzero"`
 
@@ -1572,6 +1695,12 @@ type ForkWorkspaceRequest struct {
 
 	// OnIdle Default: `suspend`. It needs `idle_seconds`.
 	OnIdle OnIdle `json:"on_idle,omitempty,omitzero"`
+
+	// OnTTL What becomes of the workspace at the end of `ttl_seconds`. Default: `terminate`. `suspend`
+	// needs the scopes that a suspension needs, and the suspension takes a checkpoint of the
+	// quota: while there is none, the workspace goes on and the suspension is tried again. A resume
+	// gives the workspace all of its time again. A suspended workspace has no end.
+	OnTTL OnTTL `json:"on_ttl,omitempty,omitzero"`
 
 	// TTLSeconds Terminate the workspace this many seconds from now. 0 or absent: never.
 	TTLSeconds TTL `json:"ttl_seconds,omitempty,omitzero"`
@@ -1708,6 +1837,28 @@ type Labels map[string]string
 // LabelsPatch Labels to set; a null value removes one. Other labels stay.
 type LabelsPatch map[string]*string
 
+// MadeDirectory defines model for MadeDirectory.
+type MadeDirectory struct {
+	// Created It did not exist before.
+	Created bool     `json:"created"`
+	File    FileInfo `json:"file"`
+}
+
+// MakeDirectoryRequest defines model for MakeDirectoryRequest.
+type MakeDirectoryRequest struct {
+	// Mode Octal permission bits. Default: 0755.
+	Mode string `json:"mode,omitempty,omitzero"`
+
+	// Parents Make missing directories above it too. It is no error then if it exists.
+	Parents bool `json:"parents,omitempty,omitzero"`
+
+	// Path Absolute path in the guest. With `user`, it may begin with `~`, the user's home.
+	Path FilePath `json:"path"`
+
+	// User Who does the work, with that user's rights: a name or a number, optionally `:group`. Default: root.
+	User FileUser `json:"user,omitempty,omitzero"`
+}
+
 // Name 1 to 63 lower-case letters, digits or hyphens, beginning and ending with a letter or digit.
 type Name = string
 
@@ -1775,6 +1926,12 @@ type OmittedFlows struct {
 
 // OnIdle Default: `suspend`. It needs `idle_seconds`.
 type OnIdle string
+
+// OnTTL What becomes of the workspace at the end of `ttl_seconds`. Default: `terminate`. `suspend`
+// needs the scopes that a suspension needs, and the suspension takes a checkpoint of the
+// quota: while there is none, the workspace goes on and the suspension is tried again. A resume
+// gives the workspace all of its time again. A suspended workspace has no end.
+type OnTTL string
 
 // Operation defines model for Operation.
 type Operation struct {
@@ -1882,6 +2039,12 @@ type PatchWorkspaceRequest struct {
 
 	// OnIdle Default: `suspend`. It needs `idle_seconds`.
 	OnIdle OnIdle `json:"on_idle,omitempty,omitzero"`
+
+	// OnTTL What becomes of the workspace at the end of `ttl_seconds`. Default: `terminate`. `suspend`
+	// needs the scopes that a suspension needs, and the suspension takes a checkpoint of the
+	// quota: while there is none, the workspace goes on and the suspension is tried again. A resume
+	// gives the workspace all of its time again. A suspended workspace has no end.
+	OnTTL OnTTL `json:"on_ttl,omitempty,omitzero"`
 
 	// TTLSeconds Terminate the workspace this many seconds from now. 0 removes the expiry.
 	TTLSeconds *int64 `json:"ttl_seconds,omitempty"`
@@ -2164,6 +2327,24 @@ type QuotasPatch struct {
 	Workspaces      *int64 `json:"workspaces,omitempty"`
 }
 
+// RenameFileRequest defines model for RenameFileRequest.
+type RenameFileRequest struct {
+	// From Absolute path in the guest. With `user`, it may begin with `~`, the user's home.
+	From FilePath `json:"from"`
+
+	// Mkdirs Make missing directories above the new path.
+	Mkdirs bool `json:"mkdirs,omitempty,omitzero"`
+
+	// NoReplace Refuse if something is at the new path.
+	NoReplace bool `json:"no_replace,omitempty,omitzero"`
+
+	// To Absolute path in the guest. With `user`, it may begin with `~`, the user's home.
+	To FilePath `json:"to"`
+
+	// User Who does the work, with that user's rights: a name or a number, optionally `:group`. Default: root.
+	User FileUser `json:"user,omitempty,omitzero"`
+}
+
 // ResealRecord defines model for ResealRecord.
 type ResealRecord struct {
 	// CheckpointID Example: ckpt_06e5bqv7z0f3m8k2h1t9r4w6xc
@@ -2255,6 +2436,12 @@ type RestoreCheckpointRequest struct {
 
 	// OnIdle Default: `suspend`. It needs `idle_seconds`.
 	OnIdle OnIdle `json:"on_idle,omitempty,omitzero"`
+
+	// OnTTL What becomes of the workspace at the end of `ttl_seconds`. Default: `terminate`. `suspend`
+	// needs the scopes that a suspension needs, and the suspension takes a checkpoint of the
+	// quota: while there is none, the workspace goes on and the suspension is tried again. A resume
+	// gives the workspace all of its time again. A suspended workspace has no end.
+	OnTTL OnTTL `json:"on_ttl,omitempty,omitzero"`
 
 	// TTLSeconds Terminate the workspace this many seconds from now. 0 or absent: never.
 	TTLSeconds TTL `json:"ttl_seconds,omitempty,omitzero"`
@@ -2437,11 +2624,36 @@ type SessionList struct {
 // SessionState defines model for SessionState.
 type SessionState string
 
+// SetFileAttributesRequest defines model for SetFileAttributesRequest.
+type SetFileAttributesRequest struct {
+	// Path Absolute path in the guest. With `user`, it may begin with `~`, the user's home.
+	Path FilePath `json:"path"`
+
+	// Remove Names. One that is not there is no error.
+	Remove []string `json:"remove,omitempty,omitzero"`
+
+	// Set Values by name.
+	Set map[string]string `json:"set,omitempty,omitzero"`
+
+	// User Who does the work, with that user's rights: a name or a number, optionally `:group`. Default: root.
+	User FileUser `json:"user,omitempty,omitzero"`
+}
+
 // SignalRequest defines model for SignalRequest.
 type SignalRequest struct {
 	// Signal A signal such as `SIGTERM`, `TERM` or `15`.
 	Signal string `json:"signal"`
+
+	// Target Which processes get the signal. `foreground` (the default) are those in the foreground of
+	// the terminal; without a terminal it is `group`. `process` is the program that was started,
+	// `group` its process group, `session` all that have not made a session of their own.
+	Target SignalRequestTarget `json:"target,omitempty,omitzero"`
 }
+
+// SignalRequestTarget Which processes get the signal. `foreground` (the default) are those in the foreground of
+// the terminal; without a terminal it is `group`. `process` is the program that was started,
+// `group` its process group, `session` all that have not made a session of their own.
+type SignalRequestTarget string
 
 // StaleProcess A process that ran at the capture and whose random generator the platform cannot reseed.
 type StaleProcess struct {
@@ -2625,6 +2837,50 @@ type Usage struct {
 	Workspaces  int   `json:"workspaces"`
 }
 
+// Watch defines model for Watch.
+type Watch struct {
+	CreatedAt time.Time `json:"created_at"`
+
+	// Ended The directory is gone.
+	Ended bool    `json:"ended"`
+	ID    WatchID `json:"id"`
+
+	// Incomplete Some directories are not watched: they are too many, or the user may not read them.
+	Incomplete bool `json:"incomplete"`
+
+	// Last Number of the last event; 0 before the first.
+	Last      int64  `json:"last"`
+	Path      string `json:"path"`
+	Recursive bool   `json:"recursive"`
+	User      string `json:"user,omitempty,omitzero"`
+}
+
+// WatchEvent defines model for WatchEvent.
+type WatchEvent struct {
+	Dir bool `json:"dir"`
+
+	// Name The path below the watched directory.
+	Name string `json:"name"`
+	Path string `json:"path"`
+
+	// Seq Number of the event. Numbers grow by one, except over lost events.
+	Seq int64 `json:"seq"`
+
+	// Type What has moved is renamed under its old path and created under its new one.
+	Type WatchEventType `json:"type"`
+}
+
+// WatchEventType What has moved is renamed under its old path and created under its new one.
+type WatchEventType string
+
+// WatchID defines model for WatchID.
+type WatchID = string
+
+// WatchList defines model for WatchList.
+type WatchList struct {
+	Items []Watch `json:"items"`
+}
+
 // WorkloadProcess defines model for WorkloadProcess.
 type WorkloadProcess struct {
 	// Args The beginning of the command line, separated by blanks.
@@ -2678,6 +2934,12 @@ type Workspace struct {
 
 	// OnIdle Default: `suspend`. It needs `idle_seconds`.
 	OnIdle OnIdle `json:"on_idle,omitempty,omitzero"`
+
+	// OnTTL What becomes of the workspace at the end of `ttl_seconds`. Default: `terminate`. `suspend`
+	// needs the scopes that a suspension needs, and the suspension takes a checkpoint of the
+	// quota: while there is none, the workspace goes on and the suspension is tried again. A resume
+	// gives the workspace all of its time again. A suspended workspace has no end.
+	OnTTL OnTTL `json:"on_ttl,omitempty,omitzero"`
 
 	// ParentCheckpointID The checkpoint that it was forked from; for a created workspace, the image's template.
 	ParentCheckpointID CheckpointID    `json:"parent_checkpoint_id,omitempty,omitzero"`

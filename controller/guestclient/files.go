@@ -1,0 +1,95 @@
+package guestclient
+
+import (
+	"context"
+	"net/http"
+	"time"
+
+	"github.com/coppice-dev/coppice/controller/model"
+	"github.com/coppice-dev/coppice/internal/boundjson"
+)
+
+// What the guest agent says of files, and what it is asked to change. guestagent/guestapi defines it; a test compares the two.
+type (
+	// File describes a path.
+	File struct {
+		Path            string            `json:"path"`
+		Name            string            `json:"name"`
+		Type            string            `json:"type"`
+		Size            int64             `json:"size"`
+		Mode            string            `json:"mode"`
+		UID             int               `json:"uid"`
+		GID             int               `json:"gid"`
+		MTime           time.Time         `json:"mtime"`
+		Target          string            `json:"target,omitempty"`
+		Owner           string            `json:"owner,omitempty"`
+		Group           string            `json:"group,omitempty"`
+		XAttrs          map[string]string `json:"xattrs,omitempty"`
+		XAttrsTruncated bool              `json:"xattrs_truncated,omitempty"`
+	}
+
+	// MadeDirectory is a directory, and whether it was made.
+	MadeDirectory struct {
+		File
+
+		Created bool `json:"created"`
+	}
+
+	// MakeDirectory asks for a directory.
+	MakeDirectory struct {
+		Path    string `json:"path"`
+		User    string `json:"user,omitempty"`
+		Mode    string `json:"mode,omitempty"`
+		Parents bool   `json:"parents,omitempty"`
+	}
+
+	// RenameFile asks to move a file or directory.
+	RenameFile struct {
+		From      string `json:"from"`
+		To        string `json:"to"`
+		User      string `json:"user,omitempty"`
+		Mkdirs    bool   `json:"mkdirs,omitempty"`
+		NoReplace bool   `json:"no_replace,omitempty"`
+	}
+
+	// SetFileAttributes asks to change extended attributes.
+	SetFileAttributes struct {
+		Path   string            `json:"path"`
+		User   string            `json:"user,omitempty"`
+		Set    map[string]string `json:"set,omitempty"`
+		Remove []string          `json:"remove,omitempty"`
+	}
+)
+
+// boundFile bounds the description of one file.
+var boundFile = boundjson.Bound{
+	Name: "the guest's file", Bytes: 1 << 20, Elements: 512, List: 256, Depth: 4, String: 8 << 10, Text: 320 << 10,
+}
+
+// The routes of the agent that change files.
+const (
+	pathMakeDir = "/v1/files/mkdir"
+	pathRename  = "/v1/files/rename"
+	pathXAttrs  = "/v1/files/xattrs"
+)
+
+// MakeDirectory makes a directory.
+func (c *Client) MakeDirectory(ctx context.Context, s model.Sandbox, req MakeDirectory) (MadeDirectory, error) {
+	var out MadeDirectory
+	err := c.call(ctx, s, http.MethodPost, pathMakeDir, nil, req, answer{boundFile, &out})
+	return out, err
+}
+
+// RenameFile moves a file or directory.
+func (c *Client) RenameFile(ctx context.Context, s model.Sandbox, req RenameFile) (File, error) {
+	var out File
+	err := c.call(ctx, s, http.MethodPost, pathRename, nil, req, answer{boundFile, &out})
+	return out, err
+}
+
+// SetFileAttributes changes extended attributes of a file or directory.
+func (c *Client) SetFileAttributes(ctx context.Context, s model.Sandbox, req SetFileAttributes) (File, error) {
+	var out File
+	err := c.call(ctx, s, http.MethodPost, pathXAttrs, nil, req, answer{boundFile, &out})
+	return out, err
+}

@@ -1,0 +1,78 @@
+package controller
+
+import (
+	"context"
+
+	"golang.org/x/sync/errgroup"
+
+	"github.com/coppice-dev/coppice/core"
+)
+
+// How many workspaces a round suspends, and how many at the same time.
+const (
+	overdueBatch       = 64
+	overdueConcurrency = 8
+)
+
+// TTLTx has the statements for workspaces that are suspended at the end of their time.
+type TTLTx interface {
+	// OverdueWorkspaces returns ready workspaces that are to be suspended because their time is up; of those ids alone if there are any.
+	OverdueWorkspaces(ctx context.Context, ids []core.WorkspaceID, limit int) ([]Workspace, error)
+	// RenewTTL gives a workspace that is suspended at the end of its time all of its time again.
+	RenewTTL(ctx context.Context, id core.WorkspaceID) error
+}
+
+// MaySuspendAtTTL refuses a key without the right to suspend: to have a workspace suspended at the end of its time is to suspend it.
+func MaySuspendAtTTL(ctx context.Context) error {
+	if KeyOf(ctx).ID == "" {
+		return nil // the controller itself
+	}
+	if missing := core.MissingScope(KeyOf(ctx).Scopes, core.ScopeWorkspaceCreate, core.ScopeCheckpointCreate); missing != "" {
+		return core.Errorf(core.PermissionDenied, core.CodePermissionDenied, "on_ttl: a workspace that is suspended at the end of its time needs a key with the scope %s", missing)
+	}
+	return nil
+}
+
+// mayChangeTTL refuses a change that has a workspace suspended at a time that the key chooses, to a key that may not suspend.
+func mayChangeTTL(ctx context.Context, w Workspace, p WorkspacePatch) error {
+	if w.Rest.OnTTL != IdleSuspend || p.TTL == nil && p.OnTTL == "" {
+		return nil
+	}
+	return MaySuspendAtTTL(ctx)
+}
+
+// suspendOverdue suspends workspaces whose time is up and that ask for it. A suspension obeys the quotas of its project, as any other
+// does. One that fails leaves the workspace running; it is tried again in the next round.
+func (c *Controller) suspendOverdue(ctx context.Context) error {
+	due, err := read(ctx, c, System(), func(tx Tx) ([]Workspace, error) { return tx.OverdueWorkspaces(ctx, nil, overdueBatch) })
+	if err != nil {
+		return err
+	}
+	var group errgroup.Group
+	group.SetLimit(overdueConcurrency)
+	for _, w := range due {
+		group.Go(func() error {
+			switch err := c.suspendAtTTL(ctx, w); core.CodeOf(err) {
+			case "":
+				c.log.InfoContext(ctx, "workspace suspended at the end of its time", "workspace_id", w.ID)
+			case core.CodeStateConflict, core.CodeWorkspaceNotReady, core.CodeControllerStopping: // another request was faster
+			default:
+				c.log.WarnContext(ctx, "workspace was not suspended at the end of its time", "workspace_id", w.ID, "err", err)
+			}
+			return nil
+		})
+	}
+	return group.Wait()
+}
+
+func (c *Controller) suspendAtTTL(ctx context.Context, w Workspace) error {
+	stillDue := func(ctx context.Context, tx Tx) error {
+		list, err := tx.OverdueWorkspaces(ctx, []core.WorkspaceID{w.ID}, 1)
+		if err == nil && len(list) == 0 {
+			err = core.Errorf(core.Conflict, core.CodeStateConflict, "workspace %s was given more time", w.ID)
+		}
+		return err
+	}
+	_, err := c.beginCapture(ctx, w.ProjectID, w.ID, suspension(stillDue))
+	return err
+}
