@@ -70,6 +70,7 @@ func NewServer(t *testing.T, commands ...func(*cli.App) *cobra.Command) (*Server
 	e.POST("/v1/sessions/:session_id/stdin", echo.WrapHandler(http.HandlerFunc(f.stdin)))
 	e.GET("/v1/attach/:session_id", echo.WrapHandler(http.HandlerFunc(f.attach)))
 	e.GET("/v1/workspaces/:workspace_id/console", func(c echo.Context) error { return c.String(200, "booting\x1b[2J\r\nready\r\n") })
+	f.addFiles(e)
 	f.server = httptest.NewServer(e)
 	t.Cleanup(f.server.Close)
 	return f, func(args ...string) (int, string, string) {

@@ -53,12 +53,12 @@ checkpoint; the workspace goes on.`,
 			if cp != nil {
 				res, err = client.ForkCheckpoint(ctx, cp.ID, coppice.ForkCheckpointRequest{
 					Count: &count, BranchName: name, AllOrNothing: together, Spread: spread, Env: s.env, Labels: s.labels, Network: s.network, TTLSeconds: s.ttl,
-					IdleSeconds: s.idle, OnIdle: s.onIdle, AutoResume: s.autoResume, Grants: grant.OfFork(grants),
+					IdleSeconds: s.idle, OnIdle: s.onIdle, AutoResume: s.autoResume, OnTTL: s.onTTL, Grants: grant.OfFork(grants),
 				})
 			} else {
 				res, err = client.ForkWorkspace(ctx, ws.ID, coppice.ForkWorkspaceRequest{
 					Count: &count, BranchName: name, AllOrNothing: together, Env: s.env, Labels: s.labels, Network: s.network, TTLSeconds: s.ttl,
-					IdleSeconds: s.idle, OnIdle: s.onIdle, AutoResume: s.autoResume, Grants: grant.OfFork(grants),
+					IdleSeconds: s.idle, OnIdle: s.onIdle, AutoResume: s.autoResume, OnTTL: s.onTTL, Grants: grant.OfFork(grants),
 				})
 			}
 			done()
@@ -161,7 +161,7 @@ sessions end. Nothing in the tree is overwritten; later checkpoints have this on
 				done := a.Working(ctx, "restoring "+render.Short(cp.ID))
 				res, err = client.RestoreCheckpoint(ctx, cp.ID, coppice.RestoreCheckpointRequest{
 					WorkspaceName: name, Env: s.env, Labels: s.labels, Network: s.network, TTLSeconds: s.ttl,
-					IdleSeconds: s.idle, OnIdle: s.onIdle, AutoResume: s.autoResume, Grants: grant.OfFork(grants),
+					IdleSeconds: s.idle, OnIdle: s.onIdle, AutoResume: s.autoResume, OnTTL: s.onTTL, Grants: grant.OfFork(grants),
 				})
 				done()
 			} else {

@@ -96,3 +96,12 @@ func whenIdle(ws coppice.Workspace) string {
 	}
 	return text
 }
+
+// expiry says when the time of a workspace is up, and what becomes of it then.
+func expiry(ws coppice.Workspace) string {
+	text := render.Moment(ws.ExpiresAt)
+	if text != "" && ws.OnTTL == coppice.TTLSuspend {
+		text += ", then suspended"
+	}
+	return text
+}

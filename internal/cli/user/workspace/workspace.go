@@ -33,6 +33,7 @@ WORKSPACE is a name, an id, or the end of an id.`,
 	c.AddCommand(
 		newCreateCommand(a), newListCommand(a), newShowCommand(a), newRemoveCommand(a),
 		newCopyCommand(a), newForwardCommand(a), newSuspendCommand(a), newResumeCommand(a),
+		newMakeDirCommand(a), newMoveCommand(a), newStatCommand(a), newWatchCommand(a),
 	)
 	return c
 }
@@ -44,6 +45,7 @@ type startFlags struct {
 	rules       egress.AllowFlags
 	ttl, idle   time.Duration
 	onIdle      string
+	onTTL       string
 	autoResume  bool
 	quiet       bool
 }
@@ -55,6 +57,7 @@ func (s *startFlags) add(c *cobra.Command) {
 	f.StringVar(&s.egress, "egress", "", "egress `policy`: deny-all (default) or allow-all, which is for development only")
 	s.rules.Add(c)
 	f.DurationVar(&s.ttl, "ttl", 0, "terminate after this `duration`, such as 30m; 0: never")
+	f.StringVar(&s.onTTL, "on-ttl", "", "what to `do` after --ttl: terminate (default) or suspend")
 	f.DurationVar(&s.idle, "idle", 0, "suspend after nobody has used it for this `duration`; 0: never")
 	f.StringVar(&s.onIdle, "on-idle", "", "what to `do` after --idle: suspend (default) or terminate")
 	f.BoolVar(&s.autoResume, "auto-resume", false, "resume it as soon as it is used while suspended")
@@ -70,6 +73,7 @@ type started struct {
 
 	idle       int64
 	onIdle     coppice.OnIdle
+	onTTL      coppice.OnTTL
 	autoResume bool
 }
 
@@ -91,6 +95,10 @@ func (s *startFlags) read() (out started, err error) {
 	if s.onIdle != "" && s.idle == 0 {
 		return out, exit.Misuse(errors.New("--on-idle needs --idle"))
 	}
+	if s.onTTL != "" && s.ttl == 0 {
+		return out, exit.Misuse(errors.New("--on-ttl needs --ttl"))
+	}
+	out.onTTL = coppice.OnTTL(s.onTTL)
 	out.idle, out.onIdle, out.autoResume = int64(s.idle/time.Second), coppice.OnIdle(s.onIdle), s.autoResume
 	out.network.EgressPolicy = coppice.EgressPolicy(s.egress)
 	if out.network.Allow, err = s.rules.Read(); err != nil {
@@ -123,7 +131,7 @@ The first workspace of an image and shape boots the image once, which takes a wh
 			}
 			req := coppice.CreateWorkspaceRequest{
 				Name: name, Image: image, Env: s.env, Labels: s.labels, Network: s.network, TTLSeconds: s.ttl,
-				IdleSeconds: s.idle, OnIdle: s.onIdle, AutoResume: s.autoResume,
+				IdleSeconds: s.idle, OnIdle: s.onIdle, AutoResume: s.autoResume, OnTTL: s.onTTL,
 			}
 			for flag, field := range map[string]**int{"vcpus": &req.Resources.VCPUs, "memory": &req.Resources.MemoryMiB, "disk": &req.Resources.DiskGiB} {
 				if c.Flags().Changed(flag) {
@@ -267,7 +275,7 @@ func printWorkspace(w io.Writer, ws coppice.Workspace, ports []coppice.Port) err
 		"egress", egress.Describe(ws.Network), "ports", strings.Join(forwarded, ", "),
 		"env", render.Pairs(ws.Env), "labels", render.Pairs(ws.Labels), "when idle", whenIdle(ws),
 		"forked from", ws.ParentCheckpointID, "head", ws.CheckpointID, "runner", ws.RunnerID,
-		"epoch", fmt.Sprint(ws.Epoch), "created", render.Moment(ws.CreatedAt), "ready", render.Moment(ws.ReadyAt), "expires", render.Moment(ws.ExpiresAt), "ended", render.Moment(ws.EndedAt),
+		"epoch", fmt.Sprint(ws.Epoch), "created", render.Moment(ws.CreatedAt), "ready", render.Moment(ws.ReadyAt), "expires", expiry(ws), "ended", render.Moment(ws.EndedAt),
 		"timings", render.Timings(ws.Timings),
 	)
 }
