@@ -19,6 +19,7 @@ import (
 	"github.com/labstack/echo/v4"
 
 	"github.com/coppice-dev/coppice/api"
+	"github.com/coppice-dev/coppice/controller/httpapi/strictjson"
 	"github.com/coppice-dev/coppice/core"
 )
 
@@ -77,6 +78,7 @@ func flatten(schema *openapi3.Schema) {
 }
 
 const (
+	maxBody     = 1 << 20 // of JSON
 	contentJSON = "application/json"
 	contentRaw  = "application/octet-stream"
 	contentTar  = "application/x-tar"
@@ -173,7 +175,7 @@ func checkParam(p *openapi3.Parameter, values []string) error {
 		}
 		value = values[0] == "true" || values[0] == "1"
 	default:
-		if err := noNUL(p.Name, values[0]); err != nil {
+		if err := strictjson.NoNUL(p.Name, values[0], invalid); err != nil {
 			return err
 		}
 	}
@@ -200,20 +202,20 @@ func (op *operation) readBody(c echo.Context, within time.Duration) error {
 	case errors.As(err, &large):
 		return tooLarge(maxBody)
 	case errors.Is(err, os.ErrDeadlineExceeded):
-		return malformed("it did not come in time")
+		return strictjson.Malformed("it did not come in time")
 	case err != nil:
-		return malformed("it ended too early")
+		return strictjson.Malformed("it ended too early")
 	}
 	// From here on the connection is only watched for the client's end. After a failure the deadline stays: the server would
 	// wait for the rest of the body otherwise.
 	_ = connection.SetReadDeadline(time.Time{})
 	if op.body == nil {
 		if s := strings.TrimSpace(string(body)); s != "" && s != "{}" {
-			return malformed("this route takes none")
+			return strictjson.Malformed("this route takes none")
 		}
 		return nil
 	}
-	value, err := parseStrict(body)
+	value, err := strictjson.Parse(body, invalid)
 	if err != nil {
 		return err
 	}
@@ -266,7 +268,7 @@ func describe(prefix string, s *openapi3.SchemaError) (core.Code, api.FieldProbl
 		if err != nil {
 			name = m[1]
 		}
-		return core.CodeUnknownField, api.FieldProblem{Field: core.Clip(join(path, name)), Detail: "there is no such field"}
+		return core.CodeUnknownField, api.FieldProblem{Field: core.Clip(strictjson.Join(path, name)), Detail: "there is no such field"}
 	}
 	code := core.CodeInvalidField
 	detail := s.Reason
@@ -285,5 +287,5 @@ func describe(prefix string, s *openapi3.SchemaError) (core.Code, api.FieldProbl
 	if detail == "" {
 		detail = "it has the wrong form (" + s.SchemaField + ")"
 	}
-	return code, api.FieldProblem{Field: core.Clip(orBody(path)), Detail: detail}
+	return code, api.FieldProblem{Field: core.Clip(strictjson.OrBody(path)), Detail: detail}
 }

@@ -13,6 +13,7 @@ import (
 
 	"github.com/coppice-dev/coppice/api"
 	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/controller/httpapi/strictjson"
 	"github.com/coppice-dev/coppice/core"
 )
 
@@ -27,7 +28,7 @@ var defaultPace = pace{heartbeat: 15 * time.Second, write: 10 * time.Second}
 // events streams what happens, as server-sent events.
 func (s *server) events(c echo.Context) error {
 	if c.Request().ContentLength != 0 {
-		return malformed("this route takes none")
+		return strictjson.Malformed("this route takes none")
 	}
 	after, err := lastEvent(c)
 	if err != nil {

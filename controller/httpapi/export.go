@@ -11,6 +11,7 @@ import (
 
 	"github.com/labstack/echo/v4"
 
+	"github.com/coppice-dev/coppice/controller/httpapi/strictjson"
 	"github.com/coppice-dev/coppice/core"
 )
 
@@ -66,7 +67,7 @@ func (s *server) importCheckpoint(c echo.Context) error {
 	})
 	cp, err := s.control.ImportCheckpoint(req.Context(), projectOf(req.Context()), c.QueryParam("name"), body)
 	if errors.Is(err, os.ErrDeadlineExceeded) {
-		return malformed("it did not come in time")
+		return strictjson.Malformed("it did not come in time")
 	}
 	if err != nil {
 		return err

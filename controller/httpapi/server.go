@@ -16,6 +16,7 @@ import (
 
 	"github.com/coppice-dev/coppice/api"
 	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/controller/httpapi/strictjson"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/tracing"
 )
@@ -76,9 +77,9 @@ func (binder) Bind(into any, c echo.Context) error {
 	d.UseNumber() // annotations keep their numbers as they were written
 	if err := d.Decode(into); err != nil {
 		if wrong, ok := errors.AsType[*json.UnmarshalTypeError](err); ok {
-			return invalid(orBody(wrong.Field), "it is out of range")
+			return invalid(strictjson.OrBody(wrong.Field), "it is out of range")
 		}
-		return malformed("it has the wrong form")
+		return strictjson.Malformed("it has the wrong form")
 	}
 	return nil
 }

@@ -18,6 +18,7 @@ import (
 	"time"
 
 	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/controller/httpapi/strictjson"
 	"github.com/coppice-dev/coppice/core"
 )
 
@@ -31,7 +32,7 @@ func FuzzParseStrict(f *testing.F) {
 	}
 	schema := loadContract()["POST /v1/checkpoints/:checkpoint_id/fork"].body
 	f.Fuzz(func(t *testing.T, body []byte) {
-		got, err := parseStrict(body)
+		got, err := strictjson.Parse(body, invalid)
 		if err != nil {
 			if core.CategoryOf(err) != core.Invalid {
 				t.Fatalf("%q: %v", body, err)

@@ -10,6 +10,7 @@ import (
 func TestOnTTLNeedsTheRightToSuspend(t *testing.T) {
 	t.Parallel()
 	w := newWorld(t)
+	plain := w.create("plain")
 	key := func(name string, scopes ...string) string {
 		var made api.CreatedKey
 		w.want(201, "POST", "/v1/projects/"+w.project()+"/keys", map[string]any{"name": name, "scopes": scopes}, &made)
@@ -28,7 +29,6 @@ func TestOnTTLNeedsTheRightToSuspend(t *testing.T) {
 	if got := w.do(call{method: "POST", path: "/v1/workspaces", body: `{"ttl_seconds":3600,"on_ttl":"terminate"}`, key: less}); got.status != 201 {
 		t.Errorf("terminated at the end: %d %s", got.status, got.body)
 	}
-	plain := w.create("plain")
 	refused("change", w.do(call{method: "PATCH", path: "/v1/workspaces/" + plain.ID, body: `{"on_ttl":"suspend"}`, key: less}))
 	refused("fork", w.do(call{method: "POST", path: "/v1/checkpoints/" + w.checkpoint(plain.ID).ID + "/fork", body: body, key: less}))
 	var ws api.Workspace
