@@ -12,7 +12,7 @@ import (
 // TestGuestFilesAreBounded: a guest's description of a file, and its list of watches, are refused when they are too long.
 func TestGuestFilesAreBounded(t *testing.T) {
 	t.Parallel()
-	long := `{"path":"/` + strings.Repeat("x", 9<<10) + `"}`
+	long := `{"id":"` + string(core.NewID[core.WatchID]()) + `","xattrs":{` + strings.Repeat(`"user.x":"y",`, 3<<10) + `"user.z":""}}`
 	many := `{"watches":[` + strings.Repeat(`{},`, 100) + `{}]}`
 	w := newWorld(t)
 	ws := w.create("files")

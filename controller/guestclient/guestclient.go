@@ -213,6 +213,9 @@ func Problem(res *http.Response) error {
 	if p.Code == core.CodeSandboxNotFound {
 		return core.Errorf(core.Unavailable, core.CodeSandboxLost, "the workspace's sandbox is gone from its runner; the workspace will be lost")
 	}
+	if p.Code == core.CodeRouteNotFound {
+		return core.Errorf(core.FailedPrecondition, core.CodeUnsupported, "the runner or the guest agent of this workspace is older than this request")
+	}
 	text := clipText(p.Message)
 	switch p.Category {
 	case core.NotFound, core.AlreadyExists, core.Invalid, core.Conflict, core.FailedPrecondition, core.Exhausted, core.Unavailable, core.TimedOut:

@@ -126,7 +126,7 @@ func (t *tx) OverdueWorkspaces(ctx context.Context, ids []core.WorkspaceID, limi
 
 // RenewTTL starts the time of a workspace anew, if it ends in a suspension.
 func (t *tx) RenewTTL(ctx context.Context, id core.WorkspaceID) error {
-	_, err := t.exec(ctx, `UPDATE workspaces SET expires_at = now() + make_interval(secs => ttl_seconds)
-		WHERE id = @id AND on_ttl = 'suspend' AND ttl_seconds IS NOT NULL AND expires_at IS NOT NULL`, args{"id": id})
+	_, err := t.exec(ctx, `UPDATE workspaces SET expires_at = now() + coalesce(make_interval(secs => ttl_seconds), expires_at - created_at)
+		WHERE id = @id AND on_ttl = 'suspend' AND expires_at IS NOT NULL`, args{"id": id})
 	return err
 }
