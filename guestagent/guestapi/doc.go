@@ -62,7 +62,8 @@
 //
 // An agent inside an old checkpoint stays as old as the checkpoint. So fields and routes are only
 // added, never renamed and never given another meaning, and unknown fields are ignored.
-// testdata/v<N> keeps an exchange of each version for ever.
+// testdata/v<N> keeps an exchange of each version for ever. What an agent can beyond the first agents
+// of its version, it says in Health.Features; a host asks before it relies on one of them (Needs).
 //
 //	1  2026-11-21  first version
 package guestapi

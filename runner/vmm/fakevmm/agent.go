@@ -270,9 +270,15 @@ func (a *agent) routes() http.Handler {
 	public(http.MethodPost, guestapi.PathSessionSignal, a.sessionSignal)
 	public(http.MethodPost, guestapi.PathSessionResize, a.sessionResize)
 	public(http.MethodGet, guestapi.PathSessionAttach, a.attachSession)
-	public(http.MethodGet, guestapi.PathFiles, a.getFile)
-	public(http.MethodPut, guestapi.PathFiles, a.putFile)
-	public(http.MethodDelete, guestapi.PathFiles, a.deleteFile)
+	public(http.MethodPost, guestapi.PathSessionDeadline, a.sessionDeadline)
+	for _, path := range []string{guestapi.PathFiles, guestapi.PathFileContent} {
+		public(http.MethodGet, path, a.getFile)
+		public(http.MethodPut, path, a.putFile)
+		public(http.MethodDelete, path, a.deleteFile)
+	}
+	public(http.MethodPost, guestapi.PathMakeDir, a.makeDir)
+	public(http.MethodPost, guestapi.PathRename, a.rename)
+	public(http.MethodPost, guestapi.PathXAttrs, a.setXAttrs)
 	public(http.MethodGet, guestapi.PathProcesses, a.getProcesses)
 	public(http.MethodGet, guestapi.PathPorts, a.getPorts)
 	mux.Handle("/", a.handle(func(http.ResponseWriter, *http.Request) error {

@@ -20,7 +20,7 @@ func (a *agent) attachSession(w http.ResponseWriter, r *http.Request) error {
 	var offsets [2]int64
 	for i, name := range streams {
 		var err error
-		if offsets[i], err = intParam(r, name+"_offset", 0); err != nil {
+		if offsets[i], err = intParam(r, name+"_offset", fromNow(r)); err != nil {
 			return err
 		}
 	}

@@ -46,6 +46,7 @@ func (a *agent) health(w http.ResponseWriter, _ *http.Request) error {
 		out = guestapi.Health{
 			Version: guestapi.Version, BootNonce: s.BootNonce, Generation: s.Generation, CaptureID: s.CaptureID, State: s.State,
 			UptimeS: a.c.Uptime().Seconds(), PID: 1, Sessions: s.running(), Kernel: "fake",
+			Features: []string{guestapi.FeatureFileWork, guestapi.FeatureSignalTarget, guestapi.FeatureFromNow, guestapi.FeatureDeadline},
 		}
 		return nil
 	}); err != nil {

@@ -13,11 +13,14 @@ import (
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
 )
 
-// file is a file of the guest. A directory exists if a file in it exists.
+// file is a file or directory of the guest. A directory also exists if a file in it exists.
 type file struct {
 	Data    []byte
 	Mode    string // four octal digits
 	Changed time.Time
+	Dir     bool              `json:",omitempty"`
+	Owner   string            `json:",omitempty"` // who made it as a user
+	XAttrs  map[string]string `json:",omitempty"`
 }
 
 func clean(name string) string { return path.Clean("/" + name) }
@@ -26,7 +29,10 @@ func clean(name string) string { return path.Clean("/" + name) }
 func (s *agentState) stat(name string) (guestapi.FileInfo, bool) {
 	info := guestapi.FileInfo{Path: name, Name: path.Base(name), Type: "dir", Mode: "0755"}
 	if f, ok := s.Files[name]; ok {
-		info.Type, info.Mode, info.Size, info.MTime = "file", f.Mode, int64(len(f.Data)), f.Changed
+		info.Mode, info.Size, info.MTime, info.Owner, info.XAttrs = f.Mode, int64(len(f.Data)), f.Changed, f.Owner, f.XAttrs
+		if !f.Dir {
+			info.Type = "file"
+		}
 		return info, true
 	}
 	return info, name == "/" || len(s.below(name)) > 0
@@ -53,7 +59,7 @@ func flag(r *http.Request, name string) bool {
 }
 
 func (a *agent) getFile(w http.ResponseWriter, r *http.Request) error {
-	name := clean(r.URL.Query().Get("path"))
+	name := home(r.URL.Query().Get("path"), r.URL.Query().Get("user"))
 	if flag(r, "tar") {
 		return core.Errorf(core.FailedPrecondition, core.CodeUnsupported, "a fake guest has no tar")
 	}
@@ -68,11 +74,14 @@ func (a *agent) getFile(w http.ResponseWriter, r *http.Request) error {
 		data = s.Files[name].Data
 		seen := map[string]bool{}
 		for _, f := range s.below(name) {
-			first, _, _ := strings.Cut(strings.TrimPrefix(f[len(strings.TrimSuffix(name, "/")):], "/"), "/")
-			if !seen[first] {
-				seen[first] = true
-				entry, _ := s.stat(path.Join(name, first)) // it exists: f is this entry or below it
-				list.Entries = append(list.Entries, entry)
+			elements := strings.Split(strings.TrimPrefix(f[len(strings.TrimSuffix(name, "/")):], "/"), "/")
+			for n := range min(len(elements), depth(r)) {
+				below := path.Join(name, path.Join(elements[:n+1]...))
+				if !seen[below] {
+					seen[below] = true
+					entry, _ := s.stat(below) // it exists: f is this entry or below it
+					list.Entries = append(list.Entries, entry)
+				}
 			}
 		}
 		return nil
@@ -106,7 +115,8 @@ func (a *agent) putFile(w http.ResponseWriter, r *http.Request) error {
 	if flag(r, "untar") {
 		return core.Errorf(core.FailedPrecondition, core.CodeUnsupported, "a fake guest has no tar")
 	}
-	name := clean(r.URL.Query().Get("path"))
+	user := r.URL.Query().Get("user")
+	name := home(r.URL.Query().Get("path"), user)
 	data, err := io.ReadAll(io.LimitReader(r.Body, 64<<20))
 	if err != nil {
 		return core.Errorf(core.Invalid, core.CodeMalformedBody, "the request's body broke off: %s", core.Clip(err.Error()))
@@ -120,7 +130,11 @@ func (a *agent) putFile(w http.ResponseWriter, r *http.Request) error {
 		if old, ok := s.stat(name); ok && old.Type == "dir" {
 			return core.Errorf(core.Conflict, guestapi.CodeFileConflict, "write %s: is a directory", core.Clip(name))
 		}
-		s.Files[name] = file{Data: data, Mode: mode, Changed: time.Now().UTC()}
+		old := s.Files[name]
+		if _, exists := s.Files[name]; !exists {
+			old.Owner = user
+		}
+		s.Files[name] = file{Data: written(r, old.Data, data), Mode: mode, Changed: time.Now().UTC(), Owner: old.Owner, XAttrs: old.XAttrs}
 		info, _ = s.stat(name) // it exists now
 		return nil
 	}); err != nil {
@@ -131,13 +145,13 @@ func (a *agent) putFile(w http.ResponseWriter, r *http.Request) error {
 }
 
 func (a *agent) deleteFile(w http.ResponseWriter, r *http.Request) error {
-	name := clean(r.URL.Query().Get("path"))
+	name := home(r.URL.Query().Get("path"), r.URL.Query().Get("user"))
 	if err := a.update(func(s *agentState) error {
 		info, ok := s.stat(name)
 		switch {
 		case !ok:
 			return noFile("delete", name)
-		case info.Type == "dir" && !flag(r, "recursive"):
+		case info.Type == "dir" && len(s.below(name)) > 0 && !flag(r, "recursive"):
 			return core.Errorf(core.Conflict, guestapi.CodeFileConflict, "delete %s: directory not empty", core.Clip(name))
 		}
 		delete(s.Files, name)

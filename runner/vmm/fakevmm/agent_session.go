@@ -232,7 +232,7 @@ func (a *agent) read(ctx context.Context, id core.SessionID, name string, offset
 		if name == "stderr" {
 			o = &n.Err
 		}
-		at := min(max(offset, o.First), o.end())
+		at := min(max(offset, o.First), o.end()) // an offset behind the end is the end
 		out = chunk{at: at, data: slices.Clone(o.Data[at-o.First:]), ended: n.State == guestapi.SessionExited}
 		return !follow || out.ended || len(out.data) > 0 || at > offset, nil
 	})
@@ -244,7 +244,7 @@ func (a *agent) sessionOutput(w http.ResponseWriter, r *http.Request) error {
 	if name != "" && name != "stdout" && name != "stderr" {
 		return core.Errorf(core.Invalid, core.CodeInvalidField, "stream must be stdout or stderr, not %q", core.Clip(name))
 	}
-	offset, err := intParam(r, "offset", 0)
+	offset, err := intParam(r, "offset", fromNow(r))
 	if err != nil {
 		return err
 	}
