@@ -262,7 +262,7 @@ func (s *session) signal(sig syscall.Signal, target string) error {
 	if s.pid == 0 {
 		return errEnded
 	}
-	to := 0
+	var to int
 	switch target {
 	case "", guestapi.TargetForeground:
 		to = -s.foregroundGroup(sig)
