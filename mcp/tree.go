@@ -143,6 +143,7 @@ func drawTree(nodes []nodeView) string {
 		for _, child := range slices.Backward(children[e.node.Checkpoint.ID]) {
 			stack = append(stack, entry{child, e.indent + 1})
 		}
+		delete(children, e.node.Checkpoint.ID) // so that every node is drawn once, whatever the parents are
 	}
 	return b.String()
 }
