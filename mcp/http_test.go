@@ -361,8 +361,21 @@ func TestServeHTTP(t *testing.T) {
 		}
 	}
 	ctx, cancel := context.WithCancel(t.Context())
+	defer cancel()
+	ended, said, log := make(chan error, 1), make(chan string, 1), cfg
+	log.Log = slog.New(slog.NewTextHandler(lineWriter(said), nil))
+	go func() { ended <- mcp.ServeHTTP(ctx, log, "127.0.0.1:0") }()
+	_, url, _ := strings.Cut(<-said, "url=")
+	url, _, _ = strings.Cut(url, "/mcp")
+	if res := post(t, url, map[string]string{"X-Long": strings.Repeat("x", 64<<10)}, ping); res.status != http.StatusRequestHeaderFieldsTooLarge {
+		t.Errorf("a long header: %d", res.status)
+	}
+	if res := post(t, url, nil, ping); res.status != http.StatusUnauthorized {
+		t.Errorf("no key: %+v", res)
+	}
+	http.DefaultClient.CloseIdleConnections()
 	cancel()
-	if err := mcp.ServeHTTP(ctx, cfg, "127.0.0.1:0"); err != nil && !errors.Is(err, context.Canceled) {
+	if err := <-ended; err != nil {
 		t.Error(err)
 	}
 	for _, public := range []string{"mcp.example.com", "https://a/b", "https://u@a", "ftp://a"} {
@@ -375,4 +388,12 @@ func TestServeHTTP(t *testing.T) {
 	if _, err := mcp.NewHandler(mcp.HTTPConfig{Config: mcp.Config{Server: "nonsense"}}); err == nil {
 		t.Error("an address that is none was taken")
 	}
+}
+
+// lineWriter sends what is written to it.
+type lineWriter chan string
+
+func (w lineWriter) Write(b []byte) (int, error) {
+	w <- string(b)
+	return len(b), nil
 }
