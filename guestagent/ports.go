@@ -117,7 +117,7 @@ func (a *Agent) connectPort(w http.ResponseWriter, r *http.Request) error {
 	cut := context.AfterFunc(r.Context(), func() { _ = errors.Join(inside.Close(), outside.Close()) }) // the link has ended, and with it this stream
 	defer cut()
 	if _, err := io.WriteString(outside, "HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: "+guestapi.UpgradeTCP+"\r\n\r\n"); err != nil {
-		return nil //nolint:nilerr // the host is gone
+		return nil // the host is gone
 	}
 	// The server's reader ends the request's context at the end of what it reads, so only what it has read ahead comes from it.
 	from := io.MultiReader(io.LimitReader(buffered, int64(buffered.Reader.Buffered())), outside)

@@ -238,7 +238,7 @@ func TestPlainWords(t *testing.T) {
 		{[]string{"things", "show", "--count", "many", "a"}, exit.Usage, `--count "many" is not a whole number`},
 		{[]string{"things", "show", "--ttl", "5", "a"}, exit.Usage, "is not a duration such as"},
 		{[]string{"things", "shwo"}, exit.Usage, `did you mean "coppice things show"?`},
-		{[]string{"thigns"}, exit.Usage, `did you mean "coppice things"?`},
+		{[]string{"thing"}, exit.Usage, `did you mean "coppice things"?`},
 		{[]string{"things", "show", "--colour", "a"}, exit.Usage, "Try 'coppice things show --help'."},
 		{[]string{"things", "show", "a"}, exit.Canceled, "coppice: interrupted\n"},
 	} {

@@ -2,6 +2,7 @@ package cli
 
 import (
 	"cmp"
+	"context"
 	"errors"
 	"fmt"
 	"net"
@@ -191,7 +192,8 @@ func answers(e connections.Entry) bool {
 	if err != nil || u.Host == "" {
 		return false
 	}
-	conn, err := net.DialTimeout("tcp", u.Host, 2*time.Second)
+	d := net.Dialer{Timeout: 2 * time.Second}
+	conn, err := d.DialContext(context.Background(), "tcp", u.Host)
 	if err != nil {
 		return false
 	}

@@ -25,8 +25,7 @@ func (a *App) explain(err error) error {
 	if err == nil || exit.IsMisuse(err) || errors.As(err, &own) || errors.As(err, &api) || errors.As(err, new(exit.StatusError)) {
 		return err
 	}
-	var unfinished *coppice.UnfinishedError
-	if errors.As(err, &unfinished) {
+	if unfinished, ok := errors.AsType[*coppice.UnfinishedError](err); ok {
 		return core.Errorf(core.Canceled, core.CodeCanceled, "interrupted; the server goes on with it: follow it with coppice op show --wait %s, or undo what it makes when it has ended", core.Clip(unfinished.OperationID))
 	}
 	if a.tried.Server != "" {
@@ -72,8 +71,7 @@ func unreachable(err error) string {
 	case errors.As(err, &op) && op.Op == "dial" && op.Timeout():
 		return "it does not answer in time"
 	case errors.As(err, &op) && op.Op == "dial":
-		var errno syscall.Errno
-		if errors.As(err, &errno) {
+		if errno, ok := errors.AsType[syscall.Errno](err); ok {
 			return errno.Error()
 		}
 		return "it cannot be reached"
@@ -87,7 +85,8 @@ func badFlag(_ *cobra.Command, err error) error {
 	if !errors.As(err, &value) {
 		return err
 	}
-	flag, wants := value.GetFlag(), ""
+	var wants string
+	flag := value.GetFlag()
 	switch flag.Value.Type() {
 	case "int", "int64", "uint", "uint16", "uint32", "uint64", "count":
 		wants = "a whole number"

@@ -81,4 +81,4 @@ type portConn struct {
 func (p *portConn) Read(b []byte) (int, error) { return p.from.Read(b) }
 
 // CloseWrite ends the direction to the guest.
-func (p *portConn) CloseWrite() error { return p.Conn.Close() } // a stream that is closed can still be read
+func (p *portConn) CloseWrite() error { return p.Close() } // a stream that is closed can still be read

@@ -160,10 +160,10 @@ func atExit(o devstack.OnExit) string {
 	return "Ctrl-C stops the VMs; checkpoints stay."
 }
 
-func greet(w io.Writer, cfg devstack.Config, r devstack.Ready, context string, current bool) error {
-	how := "context  " + context
+func greet(w io.Writer, cfg devstack.Config, r devstack.Ready, name string, current bool) error {
+	how := "context  " + name
 	if !current {
-		how += "; another server is the current one: coppice context use " + context + ", or --context " + context
+		how += "; another server is the current one: coppice context use " + name + ", or --context " + name
 	}
 	_, err := fmt.Fprintf(w, `Coppice is ready at %s
   data     %s
