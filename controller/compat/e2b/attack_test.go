@@ -86,7 +86,7 @@ func TestTokens(t *testing.T) {
 	files := ask{method: "GET", path: "/files?path=/x"}
 	w.envd(a, list).want(t, http.StatusOK, nil)
 	for name, token := range map[string]string{
-		"of another sandbox": b.EnvdAccessToken, "for ports": a.TrafficAccessToken, "none": "", "cut": a.EnvdAccessToken[:20], "key": key,
+		"of another sandbox": b.EnvdAccessToken, "for ports": a.TrafficAccessToken, "none": "", "cut": a.EnvdAccessToken[:60], "key": key,
 		"changed":        a.EnvdAccessToken[:len(a.EnvdAccessToken)-1] + "0g"[strings.IndexByte("0g", a.EnvdAccessToken[len(a.EnvdAccessToken)-1])&1^1:][:1],
 		"of another key": strings.Replace(a.EnvdAccessToken, strings.TrimPrefix(id, "key_"), "06e5bqv7z0f3m8k2h1t9r4w6xc", 1), "long": strings.Repeat("x", 60_000),
 	} {

@@ -49,10 +49,13 @@ func TestLifeOfASandbox(t *testing.T) {
 	var again sandbox
 	w.do(ask{method: "POST", path: "/v2" + at + "/connect", body: `{"timeout":600}`}).want(t, http.StatusCreated, &again)
 	w.do(ask{method: "POST", path: at + "/connect", body: `{"timeout":600}`}).want(t, http.StatusOK, &again)
+	w.do(ask{method: "POST", path: at + "/connect", body: `{"timeout":600}`, header: map[string]string{"E2b-Sandbox-Id": s.SandboxID, "E2b-Sandbox-Port": "49983"}}).
+		want(t, http.StatusOK, &again) // as 2.7.0 does
 	if again != s {
 		t.Errorf("a resume changed what the client has: %+v, %+v", s, again)
 	}
 	w.envd(s, ask{method: "GET", path: "/health"}).want(t, http.StatusNoContent, nil)
+	w.do(ask{method: "GET", path: "/health", key: "-", header: map[string]string{"X-Access-Token": s.EnvdAccessToken}}).want(t, http.StatusNoContent, nil)
 	w.do(ask{method: "DELETE", path: at}).want(t, http.StatusNoContent, nil)
 	w.do(ask{method: "DELETE", path: at}).want(t, http.StatusNotFound, nil)
 	gone := w.envd(s, ask{method: "GET", path: "/health"})

@@ -16,7 +16,7 @@
 // # Tokens
 //
 // A sandbox has one access token for each API key that created it or connected to it. The token names
-// the key and has a MAC over the key and the workspace. Requests with the token are made for the key,
+// the sandbox and the key, and has a MAC over both. Requests with the token are made for the key,
 // as far as the key's scopes go, and end with it. The traffic token of a sandbox opens its other ports
 // and nothing else.
 //

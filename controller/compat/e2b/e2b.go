@@ -8,6 +8,7 @@ import (
 	"log/slog"
 	"net/http"
 	"runtime/debug"
+	"slices"
 	"strings"
 
 	coppice "github.com/coppice-dev/coppice/sdk/go"
@@ -98,20 +99,30 @@ func (l *layer) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	}
 }
 
-// target finds the sandbox that a request is for: by the name of the host, or else by headers.
+// target finds the sandbox that a request is for: by the name of the host, or else by headers, or else by the token.
 func (l *layer) target(r *http.Request) (target, bool, *failure) {
 	if t, ok := hostTarget(r.Host, l.Domain); ok {
 		return t, true, nil
 	}
 	id := r.Header.Get(headerSandbox)
-	if id == "" {
-		return target{}, false, nil
+	if id == "" { // some lines of clients send the token alone after a connect
+		token, _, _ := strings.Cut(r.Header.Get(headerAccess), ".")
+		t := target{token, envdPort}
+		return t, bareID.MatchString(token) && !ofControl(r.URL.Path), nil
 	}
 	t, ok := newTarget(id, r.Header.Get(headerPort))
+	if ok && t.port == envdPort && ofControl(r.URL.Path) {
+		return target{}, false, nil // some lines of clients send the headers with these, too
+	}
 	if !ok {
 		return target{}, false, failf(http.StatusBadRequest, "%s and %s do not name a port of a sandbox", headerSandbox, headerPort)
 	}
 	return t, true, nil
+}
+
+// ofControl reports whether a path is one of the control plane. The daemon of a sandbox has none of these.
+func ofControl(path string) bool {
+	return slices.ContainsFunc([]string{"/sandboxes", "/v2/", "/v3/", "/snapshots", "/templates"}, func(p string) bool { return strings.HasPrefix(path, p) })
 }
 
 // allowOrigin lets web pages use the layer: nothing here depends on cookies. It answers a preflight.

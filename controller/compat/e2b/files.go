@@ -16,8 +16,8 @@ import (
 )
 
 const (
-	maxParts4Upload = 1000 // files of one upload
-	maxPath         = 4096
+	maxUploadFiles = 1000 // files of one upload
+	maxPath        = 4096
 
 	// maxUnpacked bounds what a compressed upload may become, as the REST API bounds a file.
 	maxUnpacked = 10 << 30
@@ -205,8 +205,8 @@ func eachFile(form *multipart.Reader, only string, put func(name string, from io
 			}
 			continue
 		}
-		if n >= maxParts4Upload || only != "" && n > 0 {
-			return failf(http.StatusBadRequest, "the form has too many files; at most %d, and with a path in the address only one", maxParts4Upload)
+		if n >= maxUploadFiles || only != "" && n > 0 {
+			return failf(http.StatusBadRequest, "the form has too many files; at most %d, and with a path in the address only one", maxUploadFiles)
 		}
 		if only != "" {
 			name = only

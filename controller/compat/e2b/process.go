@@ -178,7 +178,7 @@ func keepalive(h http.Header) time.Duration {
 	if err != nil || n < 1 {
 		return defaultKeepalive
 	}
-	return min(time.Duration(n)*time.Second, maxKeepalive)
+	return time.Duration(min(n, int(maxKeepalive/time.Second))) * time.Second
 }
 
 // sender sends events of one stream, from several goroutines.

@@ -27,7 +27,8 @@ const (
 	maxToken = 2048
 )
 
-// tokens makes and checks the access tokens of sandboxes: the part of a key's id after "key_", a dot, and a MAC.
+// tokens makes and checks the access tokens of sandboxes: the sandbox's id, the part of a key's id after "key_", and a MAC, with
+// dots between them.
 type tokens struct{ secret []byte }
 
 func (t tokens) issue(purpose string, ws coppice.WorkspaceID, key coppice.KeyID) string {
@@ -36,7 +37,7 @@ func (t tokens) issue(purpose string, ws coppice.WorkspaceID, key coppice.KeyID)
 		mac.Write([]byte(part))
 		mac.Write([]byte{0})
 	}
-	return strings.TrimPrefix(key, keyIDPrefix) + "." + hex.EncodeToString(mac.Sum(nil))
+	return strings.Join([]string{sandboxID(ws), strings.TrimPrefix(key, keyIDPrefix), hex.EncodeToString(mac.Sum(nil))}, ".")
 }
 
 // check returns the key that a token of a sandbox was issued to.
@@ -44,7 +45,8 @@ func (t tokens) check(purpose string, ws coppice.WorkspaceID, token string) (cop
 	if len(token) > maxToken {
 		return "", false
 	}
-	bare, _, _ := strings.Cut(token, ".")
+	_, rest, _ := strings.Cut(token, ".")
+	bare, _, _ := strings.Cut(rest, ".")
 	key := keyIDPrefix + bare
 	want := t.issue(purpose, ws, key)
 	return key, subtle.ConstantTimeCompare([]byte(want), []byte(token)) == 1

@@ -2,12 +2,18 @@ package e2b
 
 import (
 	"encoding/hex"
+	"io"
 	"maps"
 	"mime"
+	"mime/multipart"
+	"net/http"
 	"net/url"
+	"strconv"
 	"strings"
 	"testing"
 	"time"
+
+	"github.com/coppice-dev/coppice/controller/compat/e2b/envd/process"
 )
 
 func TestHostTarget(t *testing.T) {
@@ -69,7 +75,7 @@ func FuzzSignature(f *testing.F) {
 func FuzzToken(f *testing.F) {
 	tk := tokens{secret: []byte("0123456789abcdef0123456789abcdef")}
 	f.Add("ws_a", tk.issue(purposeEnvd, "ws_a", "key_b"))
-	f.Add("ws_b", "b.")
+	f.Add("ws_b", "b..")
 	f.Fuzz(func(t *testing.T, ws, token string) {
 		key, ok := tk.check(purposeEnvd, ws, token)
 		if ok && tk.issue(purposeEnvd, ws, key) != token {
@@ -154,5 +160,80 @@ func TestKeyForms(t *testing.T) {
 	}
 	if got := apiKey("e2b_" + hex.EncodeToString(make([]byte, maxToken))); got != "" {
 		t.Error("a key has no bound")
+	}
+}
+
+func TestIssuedIsBounded(t *testing.T) {
+	t.Parallel()
+	var i issued
+	for n := range 3 * maxIssued {
+		i.add(strconv.Itoa(n), "first")
+	}
+	if len(i.now)+len(i.old) > maxIssued {
+		t.Errorf("%d are remembered", len(i.now)+len(i.old))
+	}
+	for n := range 2 * maxIssuedKeys {
+		i.add("ws", strconv.Itoa(n))
+		i.add("ws", "again")
+	}
+	keys := i.keys("ws")
+	if len(keys) != maxIssuedKeys || keys[0] != "again" || keys[1] != strconv.Itoa(2*maxIssuedKeys-1) {
+		t.Errorf("%v", keys)
+	}
+}
+
+func TestKeepalive(t *testing.T) {
+	t.Parallel()
+	for value, want := range map[string]time.Duration{
+		"": defaultKeepalive, "x": defaultKeepalive, "0": defaultKeepalive, "-1": defaultKeepalive, "50": 50 * time.Second, "9999999999": maxKeepalive,
+	} {
+		if got := keepalive(http.Header{headerKeepalive: {value}}); got != want {
+			t.Errorf("%q: %v, want %v", value, got, want)
+		}
+	}
+}
+
+// keepAlive sends only on an idle stream, and ends with it.
+func TestKeepAliveOfIdleStream(t *testing.T) {
+	t.Parallel()
+	sent, stop := make(chan struct{}), make(chan struct{})
+	s := &sender{send: func(e *process.ProcessEvent) error {
+		if e.GetKeepalive() != nil {
+			sent <- struct{}{}
+		}
+		return nil
+	}}
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		s.keepAlive(time.Millisecond, stop, nil)
+	}()
+	<-sent
+	<-sent
+	close(stop)
+	for {
+		select {
+		case <-sent: // one may be under way
+		case <-done:
+			return
+		}
+	}
+}
+
+func TestFilesOfAForm(t *testing.T) {
+	t.Parallel()
+	part := "--b\r\nContent-Disposition: form-data; name=\"file\"; filename=\"/a/../b c\"\r\n\r\nx\r\n"
+	for n, want := range map[int]bool{0: true, 1: true, maxUploadFiles: true, maxUploadFiles + 1: false} {
+		got := 0
+		err := eachFile(multipart.NewReader(strings.NewReader(strings.Repeat(part, n)+"--b--\r\n"), "b"), "", func(name string, from io.Reader) error {
+			if b, err := io.ReadAll(from); name != "/a/../b c" || string(b) != "x" {
+				t.Errorf("%q: %q, %v", name, b, err)
+			}
+			got++
+			return nil
+		})
+		if want != (err == nil) || got != min(n, maxUploadFiles) {
+			t.Errorf("%d files: %d were written, %v", n, got, err)
+		}
 	}
 }
