@@ -20,6 +20,7 @@ type E2BConfig struct {
 	Domain     string // the wildcard name that leads there; empty: none
 	User       string // of the guest, for clients that name none; empty: root
 	OpenEgress bool   // sandboxes reach everything unless the client asks for none
+	LocalPorts bool   // the runner is on this host, and so are the addresses of forwarded ports
 }
 
 // Handler makes the layer for E2B's clients over the REST API. Its tokens are the same on all controllers of the cluster.
@@ -30,7 +31,7 @@ func (c E2BConfig) Handler(api http.Handler, trust controller.Trust, log *slog.L
 		return nil, err
 	}
 	return e2b.New(e2b.Config{
-		API: api, Secret: secret, Domain: c.Domain, User: c.User, OpenEgress: c.OpenEgress, Log: log.With("component", "e2b"),
+		API: api, Secret: secret, Domain: c.Domain, User: c.User, OpenEgress: c.OpenEgress, LocalPorts: c.LocalPorts, Log: log.With("component", "e2b"),
 		ActFor: func(ctx context.Context, key string) context.Context { return httpapi.ActFor(ctx, core.KeyID(key)) },
 	})
 }

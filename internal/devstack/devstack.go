@@ -312,6 +312,7 @@ func (s *stack) serveAll(ctx context.Context) error {
 	}
 	handlers := []http.Handler{api}
 	if s.cfg.E2B.Listen != "" {
+		s.cfg.E2B.LocalPorts = true
 		compat, err := s.cfg.E2B.Handler(api, s.trusted, s.log)
 		if err != nil {
 			return err

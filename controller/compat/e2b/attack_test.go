@@ -4,7 +4,9 @@ import (
 	"crypto/sha256"
 	"encoding/base64"
 	"fmt"
+	"io"
 	"net/http"
+	"net/http/httptest"
 	"net/url"
 	"strings"
 	"testing"
@@ -106,7 +108,7 @@ func TestTokens(t *testing.T) {
 			want(t, http.StatusForbidden, nil)
 	}
 	// The daemon's own routes are not reachable.
-	for _, path := range []string{"/init", "/freeze", "/unfreeze", "/collapse", "/fsfreeze", "/fsthaw", "/upgrade"} {
+	for _, path := range []string{"/init", "/freeze", "/unfreeze", "/collapse", "/fsfreeze", "/fsthaw", "/upgrade", "/process.Process/Kill", "/process.Process/"} {
 		w.envd(a, ask{method: "POST", path: path, body: "{}"}).want(t, http.StatusNotFound, nil)
 	}
 	if err := w.rest.RevokeKey(t.Context(), id); err != nil {
@@ -163,5 +165,35 @@ func TestSignedLinks(t *testing.T) {
 		if r := w.do(ask{method: "GET", path: path, key: "-", host: host}); r.status != http.StatusUnauthorized || strings.Contains(r.body, "expired") {
 			t.Errorf("%s: %d %s", name, r.status, r.body)
 		}
+	}
+}
+
+// A port leads to the guest's, with the token of its sandbox; credentials of the layer do not get there.
+func TestPorts(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	s := w.create("", `{"templateID":"base"}`)
+	guest := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		for _, h := range []string{"X-Api-Key", "E2b-Traffic-Access-Token", "E2b-Sandbox-Id", "E2b-Sandbox-Port"} {
+			if r.Header.Get(h) != "" {
+				t.Errorf("the guest gets %s", h)
+			}
+		}
+		_, _ = io.WriteString(w, r.Host+r.URL.Path)
+	}))
+	t.Cleanup(guest.Close)
+	listen := strings.TrimPrefix(guest.URL, "http://") // the runner without machines opens nothing
+	if _, err := w.rest.CreatePort(t.Context(), "ws_"+s.SandboxID, coppice.CreatePortRequest{GuestPort: 3000, Listen: listen}); err != nil {
+		t.Fatal(err)
+	}
+	host := "3000-" + s.SandboxID + ".sandbox.example"
+	r := w.do(ask{method: "GET", path: "/a", host: host, header: map[string]string{"E2b-Traffic-Access-Token": s.TrafficAccessToken}})
+	if r.want(t, http.StatusOK, nil); r.body != host+"/a" {
+		t.Errorf("%q", r.body)
+	}
+	guest.Close()
+	r = w.do(ask{method: "GET", path: "/a", host: host, header: map[string]string{"E2b-Traffic-Access-Token": s.TrafficAccessToken}})
+	if r.want(t, http.StatusBadGateway, nil); !strings.Contains(r.body, "The sandbox is running but port is not open") {
+		t.Error(r.body)
 	}
 }

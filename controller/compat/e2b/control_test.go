@@ -172,6 +172,7 @@ func TestSnapshotsAndForks(t *testing.T) {
 		Names      []string
 	}
 	w.do(ask{method: "POST", path: "/sandboxes/" + s.SandboxID + "/snapshots", body: `{"name":"first"}`}).want(t, http.StatusCreated, &snap)
+	w.do(ask{method: "POST", path: "/v2/sandboxes", body: `{"templateID":"first"}`, header: map[string]string{"Idempotency-Key": "k"}}).want(t, http.StatusCreated, nil)
 	for _, template := range []string{snap.SnapshotID, "first", "team/first:default"} {
 		if c := w.create("", `{"templateID":"`+template+`"}`); c.SandboxID == s.SandboxID || c.EnvdAccessToken == s.EnvdAccessToken {
 			t.Errorf("%s: %+v", template, c)

@@ -24,6 +24,10 @@ type Config struct {
 	Domain string                                                       // the wildcard name of this layer; empty: none
 	User   string                                                       // whose processes and files are meant if the client names nobody; empty: root
 
+	// LocalPorts says that the addresses of forwarded ports are those of this host, as they are where controller and runner share
+	// one. Elsewhere such an address may lead to something else, so ports are refused.
+	LocalPorts bool
+
 	// OpenEgress gives sandboxes unrestricted egress unless the client asks for none, as E2B does. Otherwise they get none.
 	OpenEgress bool
 
@@ -62,6 +66,7 @@ func New(cfg Config) (http.Handler, error) {
 const (
 	headerSandbox = "E2b-Sandbox-Id"
 	headerPort    = "E2b-Sandbox-Port"
+	headerKey     = "X-Api-Key"
 )
 
 // ServeHTTP answers every request of the listener, also those that fail or panic, in E2B's form.
@@ -174,7 +179,7 @@ func (t transport) RoundTrip(r *http.Request) (*http.Response, error) {
 
 // caller returns the REST client of a request of the control plane.
 func (l *layer) caller(r *http.Request) (context.Context, *coppice.Client) {
-	key := apiKey(r.Header.Get("X-API-KEY"))
+	key := apiKey(r.Header.Get(headerKey))
 	if scheme, bearer, ok := strings.Cut(r.Header.Get("Authorization"), " "); key == "" && ok && strings.EqualFold(scheme, "Bearer") {
 		key = apiKey(strings.TrimSpace(bearer))
 	}

@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"connectrpc.com/connect"
+	"google.golang.org/protobuf/reflect/protoreflect"
 
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 
@@ -47,8 +48,10 @@ const maxMessage = 16 << 20 // of one message of Connect
 func (l *layer) envdRoutes() http.Handler {
 	mux := http.NewServeMux()
 	opts := []connect.HandlerOption{connect.WithReadMaxBytes(maxMessage)}
-	mux.Handle(process.NewProcessHandler(processes{}, opts...))
-	mux.Handle(filesystem.NewFilesystemHandler(files{}, opts...))
+	_, h := process.NewProcessHandler(processes{}, opts...)
+	handleMethods(mux, process.File_process_process_proto, h)
+	_, h = filesystem.NewFilesystemHandler(files{}, opts...)
+	handleMethods(mux, filesystem.File_filesystem_filesystem_proto, h)
 	for pattern, h := range map[string]func(http.ResponseWriter, *http.Request) error{
 		"GET /health":         health,
 		"GET /envs":           envs,
@@ -64,6 +67,16 @@ func (l *layer) envdRoutes() http.Handler {
 		})
 	}
 	return l.fallback(mux)
+}
+
+// handleMethods routes the methods of a schema's services, and no other path below them.
+func handleMethods(mux *http.ServeMux, file protoreflect.FileDescriptor, h http.Handler) {
+	for i := range file.Services().Len() {
+		service := file.Services().Get(i)
+		for j := range service.Methods().Len() {
+			mux.Handle("/"+string(service.FullName())+"/"+string(service.Methods().Get(j).Name()), h)
+		}
+	}
 }
 
 // serveEnvd admits a request by its token or by its signature. Who has neither gets the same answer for every sandbox, whether it
@@ -91,7 +104,7 @@ func (l *layer) serveEnvd(w http.ResponseWriter, r *http.Request, t target) {
 	l.issued.add(ws, key)
 	ctx := l.ActFor(inprocess.WithRemote(r.Context(), r.RemoteAddr), key)
 	v := visit{Client: l.client(""), ws: ws, user: l.User}
-	if name, _, basic := r.BasicAuth(); basic && name != "" {
+	if name, _, basic := r.BasicAuth(); basic && name != "" && !signed { // a signature is for the user in the address
 		v.user = name
 	}
 	if name := r.URL.Query().Get("username"); name != "" && strings.HasPrefix(r.URL.Path, "/files") {

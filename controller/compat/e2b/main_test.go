@@ -80,7 +80,7 @@ func newWorld(t *testing.T) *world {
 	}
 	api := httpapi.New(control, log)
 	layer, err := e2b.New(e2b.Config{
-		API: api, Secret: []byte(strings.Repeat("s", 32)), Domain: "sandbox.example", Log: log,
+		API: api, Secret: []byte(strings.Repeat("s", 32)), Domain: "sandbox.example", LocalPorts: true, Log: log,
 		ActFor: func(ctx context.Context, key string) context.Context { return httpapi.ActFor(ctx, core.KeyID(key)) },
 	})
 	if err != nil {

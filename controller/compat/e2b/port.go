@@ -31,6 +31,10 @@ func (l *layer) servePort(w http.ResponseWriter, r *http.Request, t target) {
 	}
 	ctx, client := l.ActFor(inprocess.WithRemote(r.Context(), r.RemoteAddr), key), l.client("")
 	r = r.WithContext(ctx)
+	if !l.LocalPorts {
+		writeFailure(w, r, unsupported("ports of a sandbox, where runners are on other hosts"))
+		return
+	}
 	row, err := client.Workspace(ctx, ws)
 	if errors.Is(err, coppice.CodeWorkspaceNotFound) || err == nil && !running(row) {
 		writeGone(w, t.sandbox)
@@ -55,7 +59,7 @@ func (l *layer) servePort(w http.ResponseWriter, r *http.Request, t target) {
 		Rewrite: func(p *httputil.ProxyRequest) {
 			p.SetURL(&url.URL{Scheme: "http", Host: address})
 			p.Out.Host = r.Host
-			for _, h := range []string{headerSandbox, headerPort, headerTraffic} {
+			for _, h := range []string{headerSandbox, headerPort, headerTraffic, headerKey} {
 				p.Out.Header.Del(h)
 			}
 		},
