@@ -405,7 +405,7 @@ func (s *session) attach(w http.ResponseWriter, q *http.Request) {
 		s.mu.Unlock()
 		sent := false
 		for i, b := range next {
-			for piece := range slices.Chunk(b, maxPiece) {
+			for piece := range slices.Chunk(b, pieceBytes) {
 				frame := binary.BigEndian.AppendUint64([]byte{byte(i + 1)}, uint64(at[i])) //nolint:gosec // G115: an offset is not negative
 				if conn.Write(ctx, websocket.MessageBinary, append(frame, piece...)) != nil {
 					return
@@ -431,8 +431,8 @@ func (s *session) attach(w http.ResponseWriter, q *http.Request) {
 	}
 }
 
-// maxPiece is how much output one message has at most.
-const maxPiece = 32 << 10
+// pieceBytes is how much output one message has at most.
+const pieceBytes = 32 << 10
 
 // wordsOf are the words of a program's line, or of the line that a shell is given.
 func wordsOf(command []string) (words []string, shell bool) {

@@ -17,7 +17,7 @@ def workspace(**fields: Any) -> dict[str, Any]:
     return {
         "id": WS, "name": "one", "state": "ready", "epoch": 1, "version": 1, "image": IMAGE, "resources": RESOURCES,
         "network": {"egress_policy": "deny-all"}, "labels": {}, "created_at": AT, **fields,
-    }  # fmt: skip
+    }
 
 
 def checkpoint(**fields: Any) -> dict[str, Any]:
@@ -25,7 +25,7 @@ def checkpoint(**fields: Any) -> dict[str, Any]:
         "id": CKPT, "state": "captured", "kind": "user", "labels": {}, "annotations": {}, "version": 1, "image": IMAGE,
         "resources": RESOURCES, "delta_bytes": 0, "device_state_bytes": 0, "disk_bytes": 0, "pause_ms": 1.5,
         "timings": [], "children_count": 0, "created_at": AT, **fields,
-    }  # fmt: skip
+    }
 
 
 def session(**fields: Any) -> dict[str, Any]:
@@ -33,23 +33,23 @@ def session(**fields: Any) -> dict[str, Any]:
         "id": SESS, "workspace_id": WS, "epoch": 1, "command": ["true"], "cwd": "/", "state": "exited", "pty": False,
         "pid": 1, "exit_code": 0, "timed_out": False, "stdin_open": False, "stdout_bytes": 0, "stderr_bytes": 0,
         "stdout_first": 0, "stderr_first": 0, "started_at": AT, "ended_at": AT, **fields,
-    }  # fmt: skip
+    }
 
 
 def exec_result(**fields: Any) -> dict[str, Any]:
     return {
         "session": session(), "exit_code": 0, "timed_out": False, "stdout": "", "stderr": "", "encoding": "utf-8",
         "stdout_truncated": False, "stderr_truncated": False, "timings": [], **fields,
-    }  # fmt: skip
+    }
 
 
 def operation(state: str, **fields: Any) -> dict[str, Any]:
     return {
         "id": OP, "kind": "create_workspace", "state": state, "workspace_ids": [], "timings": [], "created_at": AT, **fields,
-    }  # fmt: skip
+    }
 
 
 def file_info(**fields: Any) -> dict[str, Any]:
     return {
         "path": "/d", "name": "d", "type": "dir", "size": 0, "mode": "0755", "uid": 0, "gid": 0, "mtime": AT, **fields,
-    }  # fmt: skip
+    }

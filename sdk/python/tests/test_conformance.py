@@ -203,14 +203,14 @@ def kind_of(err: Exception) -> str:
     kinds: dict[type[Exception], str] = {
         errors.ConnectionFailedError: "connection", errors.ProtocolError: "protocol", errors.WaitTimeout: "timeout",
         ValueError: "argument",
-    }  # fmt: skip
+    }
     return kinds[type(err)]
 
 
 KNOWN = {
     "result", "contains", "names", "paths", "length", "text", "error", "fields", "retry_after", "operation_id",
     "current_version", "recover_from", "requests", "same_key", "sent", "paths_sent",
-}  # fmt: skip
+}
 
 
 def expect(driver: Driver, step: dict[str, Any]) -> None:

@@ -48,7 +48,7 @@ def test_an_honest_archive(tmp_path: Path, step: int) -> None:
         info("d", tarfile.DIRTYPE, mode=0o755), info("d/sub", tarfile.DIRTYPE, mode=0o500),
         (info("d/sub/a", mode=0o400), b"A" * 3000), info("d/empty"), (info("d/" + long), b"L"),
         info("d/link", tarfile.SYMTYPE, "sub/a"), info("d/hard", tarfile.LNKTYPE, "d/sub/a"), (info("d/ü\n"), b"u"),
-    )  # fmt: skip
+    )
     got = extract(data, tmp_path / "to", step)
     to = tmp_path / "to"
     assert (got.bytes, got.left_out) == (3002, 0)
@@ -166,7 +166,7 @@ def test_download(double: Double, client: Coppice, tmp_path: Path) -> None:
         Answer(200, file_info()), Answer(200, chunks=[archive((info("d/a"), b"B"), end=False)]),
         Answer(200, file_info(type="file", name="f")), Answer(200, b"content"),
         Answer(200, file_info(type="file", name="f")), Answer(200, b"too much content"),
-    ]  # fmt: skip
+    ]
     files = client.workspace(WS).files
     assert files.download("/d", tmp_path / "to").bytes == 1
     with pytest.raises(errors.UnsafeArchive, match="ended early"):

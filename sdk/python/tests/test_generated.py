@@ -57,7 +57,32 @@ def test_every_code_is_an_exception_with_a_hint() -> None:
 
 
 def test_the_import_is_quick() -> None:
-    """httpx, websockets and rich are imported when they are needed: they would be most of the time."""
-    code = "import coppice, sys; print([m for m in ('httpx', 'websockets', 'rich') if m in sys.modules])"
+    """httpx, websockets and asyncio are imported when they are needed: they would be most of the time."""
+    code = "from coppice import Coppice; import sys; print([m for m in ('httpx', 'websockets', 'asyncio') if m in sys.modules])"
     got = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert got.stdout.strip() == "[]"
+
+
+def test_every_name_is_there() -> None:
+    for name in coppice.__all__:
+        assert getattr(coppice, name) is not None
+    assert not hasattr(coppice, "nosuch")
+
+
+def test_the_code_of_the_readme() -> None:
+    """Each block is Python, and each method that it calls on a workspace or a checkpoint is there."""
+    text = (SDK / "README.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert len(blocks) >= 7
+    kinds = {
+        "ws": coppice.Workspace, "node": coppice.Checkpoint, "client": coppice.Coppice, "session": coppice.Session,
+        "terminal": coppice.Attached,
+    }
+    for block in blocks:
+        compile(block, "README.md", "exec")
+        for name, attribute, below in re.findall(r"\b(ws|node|client|session|terminal)\.(\w+)(?:\.(\w+)\()?", block):
+            if attribute in ("files", "network"):
+                assert hasattr({"files": coppice.Files, "network": coppice.Network}[attribute], below)
+            else:
+                assert hasattr(kinds[name], attribute), (name, attribute)
+    assert blocks[0].strip() in "\n".join(line[4:] for line in (coppice.__doc__ or "").splitlines())

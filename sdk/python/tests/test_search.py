@@ -136,7 +136,7 @@ def test_records() -> None:
     again = from_record("n", json.loads(json.dumps(record(node))))
     assert again is not None and (again.action, again.score, again.terminal, again.data) == (
         node.action, 0.25, True, {"x": None},
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("found", [None, 5, "x", [], {}, {"action": 5}, {"action": {}}, {"action": {"name": 5}}])

@@ -112,3 +112,18 @@ def test_characters_in_two_pieces(double: Double) -> None:
 
     asyncio.run(main())
     assert said == ["ü", "\ufffd"]
+
+
+@pytest.mark.parametrize("url", ["@127.0.0.1:1/v1/attach/x", "//127.0.0.1:1/v1/attach/x", ".example/x", ""])
+def test_the_token_goes_to_no_other_server(double: Double, url: str) -> None:
+    async def main() -> None:
+        async with AsyncCoppice(config=Config(server=double.url)) as c:
+            s = await c.session(SESS)
+            with pytest.raises(errors.ProtocolError):
+                await s.attach()
+
+    double.script = [
+        Answer(200, session()),
+        Answer(201, {"transport": "websocket", "url": url, "token": "t", "expires_at": AT}),
+    ]
+    asyncio.run(main())

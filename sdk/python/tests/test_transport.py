@@ -68,7 +68,7 @@ def test_nobody_listens(double: Double) -> None:
         (409, "COMMAND_NOT_STARTED"), (429, "SESSION_LIMIT"), (429, "QUOTA_EXCEEDED"), (503, "SOMETHING_NEW"), (500, "INTERNAL"),
         (503, "FORK_FAILED"), (503, "NO_RUNNER"), (507, "DISK_FULL"),
     ],
-)  # fmt: skip
+)
 def test_an_answer_about_the_work_is_final(double: Double, client: Coppice, status: int, code: str) -> None:
     double.script = [Answer(200, workspace()), problem(status, code, retry_after=0)]
     ws = client.workspace(WS)
@@ -245,7 +245,7 @@ def test_a_fork_with_a_failed_child(double: Double, client: Coppice) -> None:
             {"timings": [], "problem": {"code": "RESEAL_FAILED", "message": "no"}},
             {"timings": [], "workspace": workspace()},
         ],
-    }  # fmt: skip
+    }
     double.script = [Answer(200, checkpoint()), Answer(201, result)]
     forks = client.checkpoint(CKPT).fork(2, all_or_nothing=False)
     assert len(forks) == 1 and isinstance(forks.failures[0], errors.ResealFailed)
@@ -325,3 +325,10 @@ def test_many_calls_at_once(double: Double) -> None:
             assert len(await asyncio.gather(*(c.workspace(WS) for _ in range(64)))) == 64
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("key", ["a\nb: c", "ü", "k" * 256])
+def test_a_key_that_is_no_header(double: Double, client: Coppice, key: str) -> None:
+    with pytest.raises(ValueError, match="idempotency key"):
+        client.create(idempotency_key=key)
+    assert not double.requests

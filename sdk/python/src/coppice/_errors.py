@@ -24,7 +24,7 @@ class ProtocolError(CoppiceError):
     """The server's answer does not have the form of the contract, or is too large."""
 
 
-class WaitTimeout(CoppiceError, TimeoutError):  # noqa: N818 - named like TimeoutError
+class WaitTimeout(CoppiceError, TimeoutError):  # named like TimeoutError
     """The client has waited as long as it was told to. The work goes on at the server."""
 
     def __init__(self, message: str, operation_id: str = "") -> None:
@@ -32,15 +32,15 @@ class WaitTimeout(CoppiceError, TimeoutError):  # noqa: N818 - named like Timeou
         self.operation_id = operation_id
 
 
-class OutputLost(CoppiceError):  # noqa: N818
+class OutputLost(CoppiceError):
     """The session no longer keeps bytes that were to be read."""
 
 
-class UnsafeArchive(CoppiceError):  # noqa: N818
+class UnsafeArchive(CoppiceError):
     """An archive from a guest exceeds its bounds, is broken, or ended early."""
 
 
-class CommandFailed(CoppiceError):  # noqa: N818
+class CommandFailed(CoppiceError):
     """A program ended with another exit code than 0; only with `check=True`."""
 
     def __init__(self, command: str, result: object, exit_code: int, stderr: str) -> None:

@@ -86,6 +86,14 @@ def new_key() -> str:
     return "py-" + secrets.token_urlsafe(24)
 
 
+def prepare(call: Call) -> None:
+    """Gives a call that creates something its key, and refuses a key that cannot stand in a header."""
+    if call.op.keyed and not call.key:
+        call.key = new_key()
+    if len(call.key) > 255 or any(c < " " or c > "~" for c in call.key):
+        raise ValueError("an idempotency key must be 1 to 255 printable ASCII characters")
+
+
 class Retries:
     """The tries of one call."""
 

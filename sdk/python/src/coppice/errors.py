@@ -1,6 +1,6 @@
 """The exceptions of this package: categories, and one for each code of the API."""
 
-from ._codes import *  # noqa: F403
+from ._codes import *
 from ._codes import BY_CODE as BY_CODE
 from ._errors import APIError as APIError
 from ._errors import AuthenticationError as AuthenticationError

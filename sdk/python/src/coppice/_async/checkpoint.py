@@ -130,7 +130,7 @@ class AsyncCheckpoint:
         body = models.PatchCheckpointRequest(
             name=name, labels=dict(labels) if labels is not None else None, pinned=pinned, version=version,
             annotations=dict(annotations) if annotations is not None else None,
-        )  # fmt: skip
+        )
         self.info = await self._t.call(self._call(op.patchCheckpoint, body), models.Checkpoint)
         return self
 
@@ -221,7 +221,7 @@ class AsyncCheckpoint:
         body = models.PruneRequest(
             keep_best=rules.keep_best, keep_path_to_root=rules.keep_path_to_root,
             max_age_seconds=rules.max_age_seconds, max_bytes=rules.max_bytes, dry_run=dry_run or None,
-        )  # fmt: skip
+        )
         return await self._t.start(self._call(op.pruneCheckpoints, body), models.PruneResult)
 
     async def retention(self) -> models.Retention:

@@ -108,7 +108,7 @@ class AsyncCoppice:
         query = {
             "name": name, "label": list(labels), "state": list(states), "checkpoint_id": checkpoint_id,
             "parent_checkpoint_id": parent_checkpoint_id,
-        }  # fmt: skip
+        }
         async for info in self._t.pages(Call(op.listWorkspaces, query=query), models.Workspace, limit):
             yield AsyncWorkspace(self._t, info)
 
@@ -142,7 +142,7 @@ class AsyncCoppice:
         query = {
             "name": name, "label": list(labels), "state": list(states), "kind": kind, "workspace_id": workspace_id,
             "parent_id": parent_id,
-        }  # fmt: skip
+        }
         async for info in self._t.pages(Call(op.listCheckpoints, query=query), models.Checkpoint, limit):
             yield AsyncCheckpoint(self._t, info)
 

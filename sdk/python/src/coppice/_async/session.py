@@ -222,6 +222,8 @@ class AsyncSession:
             headers["authorization"] = f"Bearer {grant.token or ''}"
             base = grant.url
         else:
+            if not target.path.startswith("/") or target.netloc:
+                raise ProtocolError("attach: the server's answer has no address")
             query["token"] = grant.token or ""
             base = config.base + target.path
         url = "ws" + base.removeprefix("http") + ("&" if "?" in base else "?") + urlencode(query)

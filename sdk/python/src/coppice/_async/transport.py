@@ -52,8 +52,7 @@ class AsyncTransport:
         import httpx
 
         what = f"{call.op.method} {call.op.path}"
-        if call.op.keyed and not call.key:
-            call.key = policy.new_key()
+        policy.prepare(call)
         retries = retries or policy.Retries(self.config, call)
         problem: CoppiceError
         while True:
@@ -111,8 +110,7 @@ class AsyncTransport:
         import httpx
 
         what = f"{call.op.method} {call.op.path}"
-        if call.op.keyed and not call.key:
-            call.key = policy.new_key()
+        policy.prepare(call)
         retries = policy.Retries(self.config, call)
         while True:
             answer = await self.send(call, retries)

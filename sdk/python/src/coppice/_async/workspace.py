@@ -77,7 +77,7 @@ class AsyncWorkspace:
         body = models.PatchWorkspaceRequest(
             labels=dict(labels) if labels is not None else None, ttl_seconds=ttl, idle_seconds=idle, on_idle=on_idle,
             auto_resume=auto_resume, version=version,
-        )  # fmt: skip
+        )
         self.info = await self._t.call(self._call(op.patchWorkspace, body), models.Workspace)
         return self
 
@@ -135,7 +135,7 @@ class AsyncWorkspace:
         body = exec_request(
             command, stdin=stdin, env=dict(env) if env else None, cwd=cwd, user=user, timeout=timeout, wait=False,
             stdin_open=stdin_open or None, pty=size,
-        )  # fmt: skip
+        )
         call = self._call(op.exec, body)
         call.key = idempotency_key
         return AsyncSession(self._t, await self._t.call(call, models.Session))
@@ -197,7 +197,7 @@ class AsyncWorkspace:
         body = models.ForkWorkspaceRequest(
             count=count, branch_name=name, all_or_nothing=all_or_nothing, **requests.launch(options),
             checkpoint=models.CreateCheckpointRequest(name=checkpoint_name) if checkpoint_name else None,
-        )  # fmt: skip
+        )
         call = self._call(op.forkWorkspace, body)
         call.key = idempotency_key
         result = await self._t.start(call, models.ForkResult)

@@ -76,7 +76,7 @@ class Admin:
         query = {
             "project_id": project_id, "actor": actor, "action": action, "object_id": object_id, "request_id": request_id,
             "operation_id": operation_id, "outcome": outcome, "since": since, "until": until,
-        }  # fmt: skip
+        }
         for record in self._t.pages(Call(op.listAudit, query=query), models.AuditRecord):
             yield record
 

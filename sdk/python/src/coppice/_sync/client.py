@@ -109,7 +109,7 @@ class Coppice:
         query = {
             "name": name, "label": list(labels), "state": list(states), "checkpoint_id": checkpoint_id,
             "parent_checkpoint_id": parent_checkpoint_id,
-        }  # fmt: skip
+        }
         for info in self._t.pages(Call(op.listWorkspaces, query=query), models.Workspace, limit):
             yield Workspace(self._t, info)
 
@@ -143,7 +143,7 @@ class Coppice:
         query = {
             "name": name, "label": list(labels), "state": list(states), "kind": kind, "workspace_id": workspace_id,
             "parent_id": parent_id,
-        }  # fmt: skip
+        }
         for info in self._t.pages(Call(op.listCheckpoints, query=query), models.Checkpoint, limit):
             yield Checkpoint(self._t, info)
 

@@ -61,7 +61,7 @@ class Network:
             secret=secret, vault_ref=vault_ref, allowed_hosts=listed(hosts), provider=provider, mode=mode, header=header,
             methods=listed(methods), paths=listed(paths), env=env, base_url_env=base_url_env, base_url_path=base_url_path,
             ttl_seconds=ttl, max_bytes=max_bytes, requests_per_minute=requests_per_minute,
-        )  # fmt: skip
+        )
         return self._t.call(self._call(op.putGrant, grant_id=name, body=body), models.Grant)
 
     def grants(self) -> list[models.Grant]:

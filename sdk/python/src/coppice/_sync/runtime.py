@@ -81,6 +81,6 @@ def every(calls: Sequence[Callable[[], Any]]) -> list[Exception]:
     for call in calls:
         try:
             call()
-        except Exception as err:  # noqa: BLE001 - the others are to be made, too
+        except Exception as err:  # the others are to be made, too
             failed.append(err)
     return failed

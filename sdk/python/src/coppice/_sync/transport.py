@@ -53,8 +53,7 @@ class Transport:
         import httpx
 
         what = f"{call.op.method} {call.op.path}"
-        if call.op.keyed and not call.key:
-            call.key = policy.new_key()
+        policy.prepare(call)
         retries = retries or policy.Retries(self.config, call)
         problem: CoppiceError
         while True:
@@ -112,8 +111,7 @@ class Transport:
         import httpx
 
         what = f"{call.op.method} {call.op.path}"
-        if call.op.keyed and not call.key:
-            call.key = policy.new_key()
+        policy.prepare(call)
         retries = policy.Retries(self.config, call)
         while True:
             answer = self.send(call, retries)

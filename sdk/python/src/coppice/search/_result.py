@@ -40,7 +40,7 @@ class SearchResult:
                 {"checkpoint_id": n.checkpoint_id, "action": n.action.name if n.action else "", "score": n.score,
                  "action_data": n.action.data if n.action else None, "data": n.data, "visits": n.visits, "value": n.value}
                 for n in path
-            ]  # fmt: skip
+            ]
             out.append({"root_id": self.root.checkpoint_id, "score": leaf.score, "terminal": leaf.terminal, "steps": steps})
         return out
 

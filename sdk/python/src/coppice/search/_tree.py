@@ -78,7 +78,7 @@ class Node:
         while stack:
             node = stack.pop()
             yield node
-            stack += reversed(node.children)
+            stack.extend(reversed(node.children))
 
     def untried(self) -> list[Action]:
         """The actions that were neither tried nor are under way."""
