@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from coppice import AsyncCoppice, Config, Coppice, errors, models
 from double import Answer, Double, Request, problem
-from samples import CKPT, OP, WS, checkpoint, exec_result, file_info, operation, workspace
+from samples import CKPT, OP, SESS, WS, checkpoint, exec_result, file_info, operation, session, workspace
 
 
 def keys(double: Double) -> list[str | None]:
@@ -129,6 +129,20 @@ def test_an_operation_that_goes_on_is_waited_for(double: Double, client: Coppice
     assert all("wait" in r.query for r in double.requests)
 
 
+def test_a_wait_bears_a_server_that_is_away(double: Double, client: Coppice) -> None:
+    done = Answer(200, operation("succeeded", result=workspace(name="two")))
+    double.script = [Answer(202, operation("running")), *[Answer(cut=0)] * 12, Answer(503, b"starting"), done]
+    assert client.create().name == "two"
+    double.script = [Answer(200, session(state="running", exit_code=None)), *[Answer(cut=0)] * 12, Answer(200, session())]
+    assert client.session(SESS).wait() == 0
+
+
+def test_a_wait_does_not_bear_it_for_ever(double: Double, client: Coppice) -> None:
+    double.script = [Answer(202, operation("running")), Answer(cut=0)]
+    with pytest.raises(errors.ConnectionFailedError):
+        client.with_options(away=0.05).create()
+
+
 def test_the_first_try_goes_on(double: Double, client: Coppice) -> None:
     double.script = [
         Answer(cut=0),
@@ -144,6 +158,16 @@ def test_the_first_try_of_a_program_goes_on(double: Double, client: Coppice) -> 
     double.script = [Answer(200, workspace()), Answer(cut=0), *[busy] * 12, Answer(200, exec_result(stdout="done"))]
     assert client.workspace(WS).run("true").stdout == "done"
     assert len(set(keys(double)[1:])) == 1
+
+
+def test_a_program_goes_on_while_the_server_is_away(double: Double, client: Coppice) -> None:
+    double.script = [Answer(200, workspace()), *[Answer(cut=0)] * 12, Answer(200, exec_result(stdout="done"))]
+    ws = client.workspace(WS)
+    assert ws.run("true").stdout == "done"
+    assert len(set(keys(double)[1:])) == 1
+    double.script = [Answer(200, workspace()), Answer(cut=0)]
+    with pytest.raises(errors.ConnectionFailedError):
+        client.with_options(away=0.05).workspace(WS).run("true")
 
 
 def test_an_operation_that_fails(double: Double, client: Coppice) -> None:

@@ -33,6 +33,8 @@ class Config:
     connect_timeout: float = 10.0
     read_timeout: float = 90.0
     """How long a server may be silent during a call that does not wait for work."""
+    away: float = 60.0
+    """How long a server may be away during a wait for an operation or a session."""
     operation_timeout: float = 1800.0
     """How long a call waits for the operation that it started."""
 

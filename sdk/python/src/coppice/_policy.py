@@ -15,7 +15,7 @@ import msgspec
 from . import models
 from ._codes import BY_CODE
 from ._connection import Config
-from ._errors import APIError, ProtocolError, class_for_status
+from ._errors import APIError, ConnectionFailedError, CoppiceError, ProtocolError, class_for_status
 from ._operations import Operation
 
 T = TypeVar("T")
@@ -103,15 +103,20 @@ class Retries:
         self.left = config.retries
         self.pause = FIRST_PAUSE
         self.began = time.monotonic()
+        self.gone = 0.0  # when the connection was first lost
 
     def after_lost(self, sent: bool) -> float | None:
         """The pause before the next try after a lost connection; None: there is none."""
         if sent and not self.call.repeatable:
             return None
+        self.gone = self.gone or time.monotonic()
+        if self.left <= 0 and self.call.key and self.call.lost and time.monotonic() - self.gone < self.config.away:
+            return min(1.0, self.config.max_pause)  # the work may go on while the server is started again
         return self._next(0)
 
     def after_answer(self, error: APIError) -> float | None:
         """The same after a refusal."""
+        self.gone = 0.0
         if self.call.content is not None:
             return None
         if error.code == "IDEMPOTENCY_IN_PROGRESS" and not error.operation_id and self.call.key:
@@ -136,6 +141,32 @@ class Retries:
         pause = max(wanted, self.pause * (0.5 + random.random()))
         self.pause = min(2 * self.pause, self.config.max_pause)
         return pause
+
+
+def transient(err: CoppiceError) -> bool:
+    """Whether the server may be back soon."""
+    if isinstance(err, APIError):
+        return err.status != 0 and (err.code in READ_TRANSIENT or err.code in ("HTTP_502", "HTTP_503", "HTTP_504", "RATE_LIMITED"))
+    return isinstance(err, ConnectionFailedError)
+
+
+class Away:
+    """Bears a server that is away, during a wait that only reads: errors count when it is away for too long."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.since: float | None = None
+
+    def back(self) -> None:
+        self.since = None
+
+    def pause(self, err: CoppiceError) -> float | None:
+        """The pause before the next try; None: there is none."""
+        now = time.monotonic()
+        self.since = now if self.since is None else self.since
+        if not transient(err) or now - self.since > self.config.away:
+            return None
+        return min(1.0, self.config.max_pause)
 
 
 def refusal(status: int, headers: Mapping[str, str], body: bytes, what: str) -> APIError:

@@ -195,10 +195,19 @@ class AsyncTransport:
 
     async def wait(self, operation_id: str, deadline: float) -> models.Operation:
         """Waits for the end of an operation."""
+        away = policy.Away(self.config)
         while True:
             call = Call(op.getOperation, {"operation_id": operation_id}, {"wait": wait_until(deadline)})
             call.read_timeout = policy.WAIT_SECONDS + self.config.read_timeout
-            operation = await self.call(call, models.Operation)
+            try:
+                operation = await self.call(call, models.Operation)
+            except CoppiceError as err:
+                pause = away.pause(err)
+                if pause is None:
+                    raise
+                await runtime.sleep(pause)
+                continue
+            away.back()
             if operation.state in ("succeeded", "failed"):
                 return operation
             if time.monotonic() >= deadline:

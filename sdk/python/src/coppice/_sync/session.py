@@ -15,7 +15,7 @@ import msgspec
 from .. import _operations as op
 from .. import _policy as policy
 from .. import models
-from .._errors import APIError, ConfigurationError, ConnectionFailedError, CoppiceError, OutputLost, ProtocolError, WaitTimeout
+from .._errors import ConfigurationError, ConnectionFailedError, CoppiceError, OutputLost, ProtocolError, WaitTimeout
 from .._policy import Call
 from .._results import Output, Result, Tail, duration, shown
 from . import runtime
@@ -102,6 +102,7 @@ class Session:
     def wait(self, timeout: float | None = None) -> int:
         """Waits for the end of the program and returns its exit code. None waits as long as it runs."""
         deadline = None if timeout is None else time.monotonic() + timeout
+        away = policy.Away(self._t.config)
         while True:
             seconds = policy.WAIT_SECONDS
             if deadline is not None:
@@ -109,7 +110,15 @@ class Session:
             call = self._call(op.getSession)
             call.query = {"wait": seconds}
             call.read_timeout = policy.WAIT_SECONDS + self._t.config.read_timeout
-            self.info = self._t.call(call, models.Session)
+            try:
+                self.info = self._t.call(call, models.Session)
+            except CoppiceError as err:
+                pause = away.pause(err)
+                if pause is None:
+                    raise
+                runtime.sleep(pause)
+                continue
+            away.back()
             if self.info.state == "exited":
                 return self.info.exit_code if self.info.exit_code is not None else -1
             if deadline is not None and time.monotonic() >= deadline:
@@ -122,15 +131,17 @@ class Session:
         """
         at = {"stdout": stdout_offset, "stderr": stderr_offset}
         failures = 0
+        away = policy.Away(self._t.config)
         while True:
             try:
                 attached = self.attach(stdout_offset=at["stdout"], stderr_offset=at["stderr"])
-            except (ConnectionFailedError, APIError) as err:
-                failures += 1
-                if failures > RECONNECTS or not transient(err):
+            except CoppiceError as err:
+                pause = away.pause(err)
+                if pause is None:
                     raise
-                runtime.sleep(min(0.1 * 2**failures, self._t.config.max_pause))
+                runtime.sleep(pause)
                 continue
+            away.back()
             try:
                 while True:
                     message = attached.receive()
@@ -307,14 +318,6 @@ def continued(piece: Output, at: dict[str, int], session_id: str) -> Output | No
         return None
     at[piece.stream] = expected + len(data)
     return Output(piece.stream, data, expected)
-
-
-def transient(err: CoppiceError) -> bool:
-    """Whether it may help to connect again."""
-    return isinstance(err, ConnectionFailedError) or isinstance(err, APIError) and (
-        err.code in policy.READ_TRANSIENT or err.code in ("HTTP_502", "HTTP_503", "HTTP_504", "RATE_LIMITED", "UNAUTHENTICATED")
-        and err.status != 0
-    )
 
 
 def direct_tls(trust: models.DataTLS | None) -> ssl.SSLContext:
