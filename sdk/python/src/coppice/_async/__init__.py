@@ -1,1 +1,1 @@
-"""The client. The synchronous one is generated from it."""
+"""A client. The asynchronous one is written by hand, and the synchronous one is generated from it."""
