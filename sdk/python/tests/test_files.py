@@ -51,7 +51,7 @@ def test_an_honest_archive(tmp_path: Path, step: int) -> None:
     )
     got = extract(data, tmp_path / "to", step)
     to = tmp_path / "to"
-    assert (got.bytes, got.left_out) == (3002, 0)
+    assert (got.bytes, got.entries, got.left_out) == (3002, 8, 0)
     assert (to / "sub/a").read_text() == "A" * 3000 and (to / long).read_text() == "L" and (to / "ü\n").read_text() == "u"
     assert os.readlink(to / "link") == "sub/a" and (to / "hard").stat().st_ino == (to / "sub/a").stat().st_ino
     assert (to / "sub").stat().st_mode & 0o777 == 0o500 and (to / "sub/a").stat().st_mode & 0o777 == 0o400
@@ -132,6 +132,7 @@ HOSTILE: list[tuple[str, Callable[[], bytes]]] = [
     ("sparse", lambda: archive(pax(**{"GNU.sparse.map": "0,1"}))),
     ("too many bytes", lambda: archive((info("d/f"), b"x" * 10_001))),
     ("too many entries", lambda: archive(*[info(f"d/{i}") for i in range(101)])),
+    ("too many headers", lambda: header(b"L", 0) * 500),
     ("too deep", lambda: archive(info("d/" + "a/" * 300 + "b"))),
     ("instead of the directory", lambda: archive((info("d"), b"x"))),
     ("file over a directory", lambda: archive((info("d/a/b"), b"x"), (info("d/a"), b"x"))),

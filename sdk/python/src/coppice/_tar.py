@@ -119,6 +119,7 @@ class Extractor:
         self._special: Entry | None = None  # an extended header whose data is being collected
         self._pax: dict[bytes, bytes] = {}
         self._zeros = 0
+        self._headers = 0  # with extended ones, which are no entries
         self._padding = 0
         self._times = (0.0, 0)
         self._directories: dict[bytes, int] = {}
@@ -194,8 +195,8 @@ class Extractor:
         return True
 
     def _header(self, entry: Entry) -> None:
-        self.got.entries += 1
-        if self.got.entries > self._max_entries:
+        self._headers += 1
+        if self._headers > 2 * self._max_entries or self.got.entries >= self._max_entries:
             raise UnsafeArchive(f"the archive has more than {self._max_entries} entries: raise max_entries to copy them")
         if entry.kind in (b"x", b"g", b"L", b"K"):
             if entry.size > MAX_HEADER:
@@ -204,6 +205,7 @@ class Extractor:
             if entry.size == 0:
                 self._special = None
             return
+        self.got.entries += 1
         pax, self._pax = self._pax, {}
         if any(key.startswith(b"GNU.sparse") for key in pax):
             raise UnsafeArchive("the archive has a sparse file, which is not supported")
