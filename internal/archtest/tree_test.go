@@ -136,10 +136,7 @@ func TestReadmeNamesEveryDirectory(t *testing.T) {
 
 // generated lists what tools write from what. CI builds no generator; it compares with the sums that `make generate`
 // left, so that neither an edited output nor a changed input goes unnoticed.
-var generated = []struct {
-	output string
-	inputs []string
-}{
+var generated = []madeFrom{
 	{"api/api.gen.go", []string{"api/openapi.yaml", "api/codegen.yaml", "api/imports.tmpl"}},
 	{"sdk/go/types.gen.go", []string{"api/openapi.yaml", "sdk/go/codegen.yaml", "sdk/go/overlay.yaml", "api/imports.tmpl"}},
 	{python + "src/coppice/models.py", []string{"api/openapi.yaml", python + "tools/generate.py"}},
@@ -155,14 +152,15 @@ var generated = []struct {
 
 const python = "sdk/python/"
 
-// pythonSync is a file of the synchronous Python client, which is made from the asynchronous one.
-func pythonSync(name string) (g struct {
+// madeFrom is a file and what it is made from.
+type madeFrom struct {
 	output string
 	inputs []string
-}) {
-	g.output = python + "src/coppice/_sync/" + name + ".py"
-	g.inputs = []string{python + "src/coppice/_async/" + name + ".py", python + "tools/generate.py"}
-	return g
+}
+
+// pythonSync is a file of the synchronous Python client, which is made from the asynchronous one.
+func pythonSync(name string) madeFrom {
+	return madeFrom{python + "src/coppice/_sync/" + name + ".py", []string{python + "src/coppice/_async/" + name + ".py", python + "tools/generate.py"}}
 }
 
 func isGenerated(name string) bool {

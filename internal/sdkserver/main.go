@@ -117,7 +117,7 @@ func lines(in io.Reader) <-chan string {
 
 // database starts a PostgreSQL and makes a database in it.
 func database(ctx context.Context, steps *undo.Stack, dir string) (string, error) {
-	bin, err := pgcluster.Find(ctx, os.Getenv("PGBIN"))
+	bin, err := pgcluster.Find(ctx, os.Getenv("PGBIN")) //nolint:forbidigo // a program of tests, with the variable of other tests
 	if err != nil {
 		return "", err
 	}

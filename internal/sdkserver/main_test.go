@@ -53,7 +53,7 @@ func TestServe(t *testing.T) {
 		t.Errorf("after the restart it is at %+v, it was at %+v", again, at)
 	}
 	got, err := client.Exec(t.Context(), ws.ID, coppice.ExecRequest{Command: []string{"echo", "hello"}})
-	if err != nil || string(got.Stdout) != "hello\n" {
+	if err != nil || got.Stdout != "hello\n" {
 		t.Errorf("exec after the restart: %q, %v", got.Stdout, err)
 	}
 	if err := input.Close(); err != nil {
