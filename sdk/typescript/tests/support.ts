@@ -1,5 +1,5 @@
 import * as http from "node:http";
-import type { AddressInfo } from "node:net";
+import type { AddressInfo, Socket } from "node:net";
 import { Coppice } from "../src/client.js";
 import { FetchWire } from "../src/fetchwire.js";
 import { NodeWire } from "../src/nodewire.js";
@@ -11,6 +11,7 @@ export type Handler = (request: http.IncomingMessage, response: http.ServerRespo
 export class TestServer {
   readonly server: http.Server;
   readonly requests: { method: string; url: string; headers: http.IncomingHttpHeaders; body: string }[] = [];
+  readonly #sockets = new Set<Socket>();
   base = "";
 
   constructor(handler: Handler) {
@@ -24,6 +25,10 @@ export class TestServer {
         handler(request, response, body);
       });
     });
+    this.server.on("connection", (socket: Socket) => {
+      this.#sockets.add(socket);
+      socket.on("close", () => this.#sockets.delete(socket));
+    });
   }
 
   async start(): Promise<this> {
@@ -33,7 +38,7 @@ export class TestServer {
   }
 
   async [Symbol.asyncDispose](): Promise<void> {
-    this.server.closeAllConnections();
+    for (const socket of this.#sockets) socket.destroy(); // those of WebSockets, too
     await new Promise((resolve) => this.server.close(resolve));
   }
 }
