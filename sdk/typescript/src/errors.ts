@@ -25,6 +25,8 @@ export interface ErrorDetails {
   operationId?: string;
   fields?: FieldProblem[];
   currentVersion?: number;
+  retryAfter?: number;
+  recoverFrom?: string;
   cause?: unknown;
 }
 
@@ -47,6 +49,10 @@ export class CoppiceError extends Error {
   readonly fields: FieldProblem[];
   /** With the code VERSION_CONFLICT. */
   readonly currentVersion: number | undefined;
+  /** After how many seconds the server wants a repetition. */
+  readonly retryAfter: number | undefined;
+  /** For a lost workspace: the newest of its checkpoints that can still be restored. */
+  readonly recoverFrom: string | undefined;
 
   constructor(code: Code, detail: string, more: ErrorDetails = {}) {
     super(detail ? `${detail} (${code})` : code, more.cause === undefined ? undefined : { cause: more.cause });
@@ -58,6 +64,8 @@ export class CoppiceError extends Error {
     this.operationId = more.operationId;
     this.fields = more.fields ?? [];
     this.currentVersion = more.currentVersion;
+    this.retryAfter = more.retryAfter;
+    this.recoverFrom = more.recoverFrom;
   }
 }
 
@@ -73,11 +81,11 @@ export function isCode(error: unknown, ...codes: Code[]): error is CoppiceError 
 
 /** failure turns the reason of a failed object into an error. */
 export function failure(f: Failure, operationId?: string): CoppiceError {
-  return new CoppiceError(f.code, f.message, { operationId });
+  return new CoppiceError(f.code, f.message, { operationId, recoverFrom: f.recover_from });
 }
 
 /** problem reads an answer of 400 or more. If it is not a problem document, it comes from a proxy. */
-export function problem(what: string, status: number, requestId: string | undefined, body: string): CoppiceError {
+export function problem(what: string, status: number, requestId: string | undefined, body: string, retryAfter?: number): CoppiceError {
   let p: Partial<Problem> = {};
   try {
     const value: unknown = JSON.parse(body);
@@ -85,12 +93,13 @@ export function problem(what: string, status: number, requestId: string | undefi
   } catch {
     // The status says enough.
   }
-  if (typeof p.code !== "string" || p.code === "") return new CoppiceError(`HTTP_${status}`, `${what} answered with status ${status}`, { status, requestId });
+  if (typeof p.code !== "string" || p.code === "") return new CoppiceError(`HTTP_${status}`, `${what} answered with status ${status}`, { status, requestId, retryAfter });
   return new CoppiceError(p.code, String(p.detail ?? ""), {
     status,
     requestId: p.request_id || requestId,
     operationId: p.operation_id,
     fields: Array.isArray(p.fields) ? p.fields : [],
     currentVersion: p.current_version,
+    retryAfter,
   });
 }

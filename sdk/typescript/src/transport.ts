@@ -37,6 +37,8 @@ const maxProblem = 1 << 20;
 const attempts = 5;
 const firstPause = 50;
 const maxPause = 5_000;
+/** A server that wants a longer pause than this gets no repetition: the caller decides. */
+const maxRetryAfter = 30_000;
 
 /** How long one request waits for an operation, in seconds; then the client asks again. */
 const waitSeconds = 60;
@@ -120,12 +122,15 @@ export class Transport {
   #json<Name extends keyof Operations>(name: Name, call: Call<Name>): Promise<{ status: number; value: unknown }> {
     return this.#repeat(name, call, async (answer) => {
       const body = await collect(answer.body, maxAnswer, name);
-      if (answer.status === 204 || body.length === 0) return { status: answer.status, value: undefined };
+      if (answer.status === 204) return { status: answer.status, value: undefined };
+      let value: unknown;
       try {
-        return { status: answer.status, value: JSON.parse(new TextDecoder().decode(body)) as unknown };
+        value = JSON.parse(new TextDecoder().decode(body));
       } catch (cause) {
         throw new CoppiceError("INCOMPLETE", `${name}: the answer is not JSON`, { status: answer.status, cause });
       }
+      if (typeof value !== "object" || value === null || Array.isArray(value)) throw new CoppiceError("INCOMPLETE", `${name}: the answer is no object`, { status: answer.status });
+      return { status: answer.status, value };
     });
   }
 
@@ -136,13 +141,16 @@ export class Transport {
     const once = call.once === true || !repeatable(call.raw);
     const deadline = Date.now() + (call.waitLimitMs ?? this.#config.waitLimitMs);
     let backoff = firstPause;
+    let lost = false;
     for (let attempt = 1; ; attempt++) {
       let wait: number;
       try {
         const answer = await this.#try(name, route, call, key);
         if (answer.status < 300) return await read(answer);
         const refused = await refusal(name, answer);
-        const verdict = repeatAfter(refused, idempotent, key !== undefined, answer.header("retry-after"));
+        // The try whose answer was lost has deleted it.
+        if (lost && route.method === "DELETE" && refused.status === 404 && refused.code.endsWith("_NOT_FOUND")) return await read(empty);
+        const verdict = repeatAfter(refused, idempotent, key !== undefined);
         if (verdict === undefined || once) throw refused;
         // The server has the first try and works on it: that is no failed attempt, and only the time is bounded.
         if (refused.code === "IDEMPOTENCY_IN_PROGRESS" && Date.now() < deadline) attempt = 1;
@@ -154,6 +162,7 @@ export class Transport {
         if (once || attempt >= attempts || !(error.unsent || idempotent)) {
           throw new CoppiceError("CONNECTION_FAILED", `${name}: ${error.message}`, { cause: error });
         }
+        lost ||= !error.unsent;
         wait = 0;
       }
       await pause(Math.max(wait, backoff / 2 + Math.random() * backoff), call.signal);
@@ -204,22 +213,40 @@ export function encode(query: Query): string {
   return text && `?${text}`;
 }
 
+/** An answer without content. */
+const empty: WireAnswer = {
+  status: 204,
+  header: () => undefined,
+  trailer: () => undefined,
+  body: {
+    async *[Symbol.asyncIterator]() {
+      // There is nothing.
+    },
+  },
+  cancel: () => undefined,
+};
+
 async function refusal(name: string, answer: WireAnswer): Promise<CoppiceError> {
   if (answer.status < 400) {
     answer.cancel();
     return new CoppiceError(`HTTP_${answer.status}`, `${name}: the server redirects, and the client never follows: correct the address`, { status: answer.status });
   }
   const body = await collect(answer.body, maxProblem, name);
-  return problem(name, answer.status, answer.header("x-request-id"), new TextDecoder().decode(body));
+  return problem(name, answer.status, answer.header("x-request-id"), new TextDecoder().decode(body), seconds(answer.header("retry-after")));
+}
+
+/** seconds reads a Retry-After; anything but a number is none. */
+function seconds(retryAfter: string | undefined): number | undefined {
+  return /^\d{1,9}$/.test(retryAfter ?? "") ? Number(retryAfter) : undefined;
 }
 
 /**
  * repeatAfter says after how many milliseconds a refused call may be repeated; undefined: it may not. A refusal that
  * comes from a guest, or that a repetition cannot change, is for the caller.
  */
-export function repeatAfter(refused: CoppiceError, idempotent: boolean, keyed: boolean, retryAfter: string | undefined): number | undefined {
-  const seconds = /^\d{1,9}$/.test(retryAfter ?? "") ? Number(retryAfter) : 0;
-  const wait = Math.min(seconds * 1000, maxPause);
+export function repeatAfter(refused: CoppiceError, idempotent: boolean, keyed: boolean): number | undefined {
+  const wait = (refused.retryAfter ?? 0) * 1000;
+  if (wait > maxRetryAfter) return undefined;
   switch (refused.code) {
     case "RATE_LIMITED": // refused before the server did anything
       return wait;

@@ -85,9 +85,9 @@ describe.each(wires)("calls over %s", (_, wire) => {
   test("an operation that fails is an error with its code", async () => {
     await using server = await new TestServer((request, response) => {
       if (request.method === "POST") json(response, 202, operation({}));
-      else json(response, 200, operation({ state: "failed", problem: { code: "CAPACITY", message: "full" } }));
+      else json(response, 200, operation({ state: "failed", problem: { code: "CAPACITY", message: "full", recover_from: "ckpt_1" } }));
     }).start();
-    await expect(client(wire(), server.base).create("base")).rejects.toMatchObject({ code: "CAPACITY", detail: "full", operationId: "op_1" });
+    await expect(client(wire(), server.base).create("base")).rejects.toMatchObject({ code: "CAPACITY", detail: "full", operationId: "op_1", recoverFrom: "ckpt_1" });
   });
 
   test("the wait for an operation is bounded", async () => {
@@ -110,7 +110,7 @@ describe.each(wires)("calls over %s", (_, wire) => {
     const controller = new AbortController();
     await using server = await new TestServer(() => controller.abort(why)).start(); // it never answers
     await expect(client(wire(), server.base).workspace(workspaceId, { signal: controller.signal })).rejects.toBe(why);
-    await using busy = await new TestServer((_request, response) => refuse(response, 429, "RATE_LIMITED", {}, { "retry-after": "99999" })).start();
+    await using busy = await new TestServer((_request, response) => refuse(response, 429, "RATE_LIMITED", {}, { "retry-after": "20" })).start();
     const second = new AbortController();
     const call = client(wire(), busy.base).workspace(workspaceId, { signal: second.signal });
     setTimeout(() => second.abort(why), 20);
@@ -161,13 +161,44 @@ test("a slash in an id stays within it", async () => {
   expect(server.requests[0]?.url).toBe("/v1/sessions/..%2Fself%3Fx%23y");
 });
 
-test("Retry-After is bounded, and only a number counts", () => {
-  const refused = new CoppiceError("RATE_LIMITED", "");
-  expect(repeatAfter(refused, false, false, "2")).toBe(2000);
-  expect(repeatAfter(refused, false, false, "86400")).toBe(5000);
-  for (const bad of [undefined, "", "-1", "soon", "1e9", "99999999999999999999"]) expect(repeatAfter(refused, false, false, bad)).toBe(0);
-  expect(repeatAfter(new CoppiceError("GUEST_UNREACHABLE", ""), true, true, "1")).toBeUndefined();
-  expect(repeatAfter(new CoppiceError("HTTP_503", ""), false, false, "1")).toBeUndefined();
+test("what is repeated, and when", () => {
+  const rate = (retryAfter?: number): CoppiceError => new CoppiceError("RATE_LIMITED", "", { retryAfter });
+  expect([repeatAfter(rate(2), false, false), repeatAfter(rate(), false, false)]).toEqual([2000, 0]);
+  expect(repeatAfter(rate(86400), true, true)).toBeUndefined();
+  expect(repeatAfter(new CoppiceError("GUEST_UNREACHABLE", "", { retryAfter: 1 }), true, true)).toBeUndefined();
+  expect(repeatAfter(new CoppiceError("HTTP_503", ""), false, false)).toBeUndefined();
+  expect(repeatAfter(new CoppiceError("HTTP_503", ""), true, false)).toBe(0);
+});
+
+test.each([["3600", 3600], ["soon", undefined], ["-1", undefined], ["1e9", undefined], ["99999999999999999999", undefined]])("a Retry-After of %s", async (header, want) => {
+  await using server = await new TestServer((_request, response) => refuse(response, 429, "QUOTA_EXCEEDED", {}, { "retry-after": header })).start();
+  const [, wire] = wires[0] ?? [];
+  await expect(client((wire as () => never)(), server.base).workspace(workspaceId)).rejects.toMatchObject({ code: "QUOTA_EXCEEDED", retryAfter: want });
+});
+
+test("a server that wants an hour gets no repetition", async () => {
+  await using server = await new TestServer((_request, response) => refuse(response, 429, "RATE_LIMITED", {}, { "retry-after": "3600" })).start();
+  const [, wire] = wires[0] ?? [];
+  await expect(client((wire as () => never)(), server.base).create()).rejects.toMatchObject({ code: "RATE_LIMITED", retryAfter: 3600 });
+  expect(server.requests).toHaveLength(1);
+});
+
+test("a deletion whose answer was lost has succeeded if the repetition finds nothing", async () => {
+  await using server = await new TestServer((request, response) => {
+    if (request.method === "GET") json(response, 200, { id: "ckpt_1" });
+    else if (server.requests.filter((r) => r.method === "DELETE").length === 1) request.socket.destroy();
+    else refuse(response, 404, "CHECKPOINT_NOT_FOUND");
+  }).start();
+  const [, wire] = wires[0] ?? [];
+  const node = await client((wire as () => never)(), server.base).checkpoint("ckpt_1");
+  expect(await node.delete()).toBeUndefined();
+  await expect(node.delete()).rejects.toMatchObject({ code: "CHECKPOINT_NOT_FOUND" });
+});
+
+test.each(["", "<html>", "[1]", "null", "5"])("an answer %j is no answer of the server", async (text) => {
+  await using server = await new TestServer((_request, response) => response.end(text)).start();
+  const [, wire] = wires[0] ?? [];
+  await expect(client((wire as () => never)(), server.base).workspace(workspaceId)).rejects.toMatchObject({ code: "INCOMPLETE" });
 });
 
 test("errors have a hint, also those of a newer server", () => {
