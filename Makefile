@@ -66,6 +66,10 @@ test-sdk: ## the tests of the Python and other SDKs, from their packages (needs 
 deploy-check: ## the checks of deploy/ alone: compose file, images, Helm chart, systemd units
 	$(GO) test -C internal/deploytest -count=1 ./...
 
+.PHONY: sdk
+sdk: ## build the packages of the SDKs into var/sdk: a tarball for npm, a wheel for pip
+	@scripts/build-sdks $(VAR)/sdk
+
 compose-up: ## run everything in containers: needs a docker engine with Compose 2.15 or later
 	@scripts/compose-up
 

@@ -1,6 +1,8 @@
 import * as fs from "node:fs";
+import { execFile } from "node:child_process";
 import { tmpdir } from "node:os";
-import { join } from "node:path";
+import { dirname, join } from "node:path";
+import { promisify } from "node:util";
 import { afterAll, beforeAll, describe, expect, test } from "vitest";
 import { connect, type Coppice, isCode, type Workspace } from "@coppice/sdk";
 import { LiveServer } from "./live.js";
@@ -277,6 +279,19 @@ describe.skipIf(process.env["SDK_SHORT"] === "1")("against a live controller", (
     expect((await attached).map((o) => text(o.data)).join("")).toBe("before after");
     expect((await waiting).exitCode).toBe(0);
     expect(await terminated).toBe(node.data.workspace_id);
+  });
+
+  test.each([
+    ["quickstart.mjs", /^ws: common\nleft: left\nright: common\n$/],
+    ["best_of_n.mjs", /^round 1: .*\nround 2: .*\nround 3: .*\nbest: \d+, in checkpoint ckpt_/],
+  ])("the example %s", async (name, want) => {
+    const installed = process.env["SDK_PACKAGE"];
+    if (!installed) throw new Error("SDK_PACKAGE is not set: sdk/typescript/test installs the package and sets it");
+    const copy = join(dirname(dirname(dirname(installed))), name); // where it finds the package
+    fs.copyFileSync(new URL(`../../../examples/typescript/${name}`, import.meta.url), copy);
+    const env = { ...process.env, COPPICE_SERVER: server.address.url, COPPICE_TOKEN: server.address.token };
+    const { stdout } = await promisify(execFile)(process.execPath, [copy], { env });
+    expect(stdout).toMatch(want);
   });
 
   test("a thousand small programs, 16 at a time", async () => {
