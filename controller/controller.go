@@ -20,6 +20,7 @@ import (
 	"github.com/coppice-dev/coppice/controller/grants"
 	"github.com/coppice-dev/coppice/controller/guestclient"
 	"github.com/coppice-dev/coppice/controller/idle"
+	"github.com/coppice-dev/coppice/controller/retention"
 	"github.com/coppice-dev/coppice/controller/sealing"
 	"github.com/coppice-dev/coppice/controller/secretstore"
 	"github.com/coppice-dev/coppice/controller/sessions"
@@ -136,6 +137,7 @@ var errShutdown = errors.New("the controller is stopping")
 
 // Controller runs the use cases. Make it with New; it works only while Run does.
 type Controller struct {
+	*retention.Rounds
 	*sealing.Sealer
 	*sessions.Keeper
 	*storegc.Collector
@@ -171,7 +173,6 @@ type Controller struct {
 	admission admission
 	samples   samples
 	marks     sweep.Marks
-	planning  chan struct{} // a place for each retention plan that is being made for a request
 	secrets   *secretstore.Keeper
 	dataKeys  *datakeys.Keeper
 	grants    *grants.Manager
@@ -195,7 +196,6 @@ func New(cfg Config, store Store, runners Runners, log *slog.Logger) *Controller
 		runCtx: ctx, stop: stop, wake: make(chan struct{}, 1), ended: make(chan core.OperationID, 1024),
 		limits:  newLimiter(cfg.Limits),
 		running: map[core.OperationID]*Task{}, starting: map[core.OperationID]bool{}, waiters: map[core.OperationID][]chan struct{}{}, released: map[core.WorkspaceID]chan struct{}{}, feed: newFeed(),
-		planning: make(chan struct{}, planPlaces),
 	}
 	if c.cfg.Metrics == nil {
 		c.cfg.Metrics = prometheus.NewRegistry()
@@ -231,7 +231,7 @@ func (c *Controller) Run(ctx context.Context) error {
 	var loops errgroup.Group
 	loopCtx, endLoops := context.WithCancel(context.WithoutCancel(ctx))
 	defer endLoops()
-	for _, loop := range []func(context.Context){c.leaseLoop, c.reconcileLoop, c.grants.Run, c.choreLoop, c.retainLoop, c.idle.Run, c.notifyLoop, c.listenLoop, c.keyLoop, c.feedLoop} {
+	for _, loop := range []func(context.Context){c.leaseLoop, c.reconcileLoop, c.grants.Run, c.choreLoop, c.Rounds.Run, c.idle.Run, c.notifyLoop, c.listenLoop, c.keyLoop, c.feedLoop} {
 		loops.Go(func() error {
 			loop(loopCtx)
 			return nil

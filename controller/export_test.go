@@ -6,4 +6,4 @@ import "context"
 func (c *Controller) Fence(ctx context.Context) error { return c.fence(ctx) }
 
 // Retain applies the stored policies that are due.
-func (c *Controller) Retain(ctx context.Context) error { return c.retain(ctx) }
+func (c *Controller) Retain(ctx context.Context) error { return c.RunDue(ctx) }

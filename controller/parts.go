@@ -10,6 +10,7 @@ import (
 	"github.com/coppice-dev/coppice/controller/guestclient"
 	"github.com/coppice-dev/coppice/controller/idle"
 	"github.com/coppice-dev/coppice/controller/model"
+	"github.com/coppice-dev/coppice/controller/retention"
 	"github.com/coppice-dev/coppice/controller/sealing"
 	"github.com/coppice-dev/coppice/controller/secretstore"
 	"github.com/coppice-dev/coppice/controller/sessions"
@@ -27,6 +28,7 @@ type AllTx interface {
 	flows.Tx
 	grants.Tx
 	idle.Tx
+	retention.Tx
 	sealing.Tx
 	secretstore.Tx
 	sessions.Tx
@@ -82,6 +84,10 @@ func (c *Controller) makeParts() {
 		},
 	}, partStore[idle.Tx]{store, func(tx AllTx) idle.Tx { return tx }})
 	c.Keeper = sessions.New(c.sessionsConfig(), partStore[sessions.Tx]{store, func(tx AllTx) sessions.Tx { return tx }})
+	c.Rounds = retention.New(retention.Config{
+		Delete: c.pruneRound, Batch: MaxPrune, Log: c.log,
+		Failed: func() { c.metrics.choresFailed.WithLabelValues("retention").Inc() },
+	}, partStore[retention.Tx]{store, func(tx AllTx) retention.Tx { return tx }})
 	c.Sealer = sealing.New(sealing.Config{
 		Blobs: c.cfg.Store, Keys: c.dataKeys, Log: c.log,
 		Sealed: func(bytes int64, timings []core.Timing) {
@@ -132,6 +138,12 @@ type (
 	StoredObject    = model.StoredObject
 	SealAttempt     = sealing.Attempt
 	ExportedFile    = transfer.ExportedFile
+	RetentionPolicy = retention.TreePolicy
+	Retention       = retention.Stored
+	RetentionRound  = retention.Round
+	RetentionEnd    = retention.End
+	SubtreeWalk     = retention.Walk
+	SubtreeBranch   = retention.Branch
 	SessionQuota    = sessions.Quota
 	SessionView     = sessions.View
 	ExecResult      = sessions.ExecResult

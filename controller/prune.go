@@ -13,27 +13,10 @@ import (
 const (
 	// MaxPrune bounds the checkpoints that one operation deletes.
 	MaxPrune   = 2000
-	pruneBatch = 100       // checkpoints that one transaction deletes
-	maxTree    = 2_000_000 // nodes of one plan; each takes about 150 bytes of memory
-	planPlaces = 2         // plans for requests that are made at the same time; the loop of stored policies makes one more
+	pruneBatch = 100 // checkpoints that one transaction deletes
 
 	reasonCascade = "cascade"
 )
-
-// RetentionPolicy is a retention.Policy, with the annotation that has the score.
-type RetentionPolicy struct {
-	retention.Policy
-	Annotation string // the key of the annotation; its number is the score
-}
-
-// Retention is the stored policy of a checkpoint and of everything that grew from it.
-type Retention struct {
-	ProjectID  core.ProjectID
-	Checkpoint core.CheckpointID
-	Policy     RetentionPolicy
-	Version    int64
-	UpdatedAt  time.Time
-}
 
 // PruneResult is what an operation will delete, or has deleted.
 type PruneResult struct {
@@ -65,32 +48,6 @@ func (r *PruneResult) Bytes() int64 {
 	return sum
 }
 
-func (p RetentionPolicy) validate() error {
-	if p.KeepBest == 0 && p.MaxAge == 0 && p.MaxBytes == 0 {
-		return core.Errorf(core.Invalid, core.CodeInvalidField, "the policy needs at least one of keep_best, max_age_seconds and max_bytes: it would delete everything")
-	}
-	return nil
-}
-
-// SubtreeWalk is the position of a walk through a checkpoint and everything that grew from it. At the beginning only ID is set.
-type SubtreeWalk struct {
-	ID    core.CheckpointID
-	Begun bool
-	More  bool // in a walk from a root: there may be further nodes
-
-	Root  bool              // ID is the root of a tree, so the walk reads generation by generation
-	Depth int               // of the last node
-	After core.CheckpointID // the last node
-
-	Open []SubtreeBranch // in other walks: the nodes whose children the walk has yet to read
-}
-
-// SubtreeBranch is a node. The walk has yet to read its children with ids above After.
-type SubtreeBranch struct{ Parent, After core.CheckpointID }
-
-// Done says whether the walk is at its end.
-func (w SubtreeWalk) Done() bool { return w.Begun && !w.More && len(w.Open) == 0 }
-
 // Deletion is the outcome of an attempt to delete a checkpoint.
 type Deletion struct {
 	Checkpoint core.CheckpointID
@@ -99,68 +56,12 @@ type Deletion struct {
 	Refused    error  // it names what needs the checkpoint
 }
 
-// walkSubtree reads a checkpoint and everything that grew from it in parts, each in a transaction of its own, until visit returns false or
-// an error.
-func (c *Controller) walkSubtree(ctx context.Context, project core.ProjectID, id core.CheckpointID, annotation string, visit func(retention.Node) (more bool, err error)) error {
-	for walk := (SubtreeWalk{ID: id}); !walk.Done(); {
-		var nodes []retention.Node
-		err := c.store.InTx(ctx, InProject(project), func(tx Tx) error {
-			part, next, err := tx.Subtree(ctx, walk, annotation)
-			if err == nil {
-				nodes, walk = part, next
-			}
-			return err
-		})
-		if err != nil {
-			return err
-		}
-		for _, n := range nodes {
-			if more, err := visit(n); err != nil || !more {
-				return err
-			}
-		}
-	}
-	return nil
-}
-
-// planFor makes a plan for a request. It bounds how many plans are made at the same time, because a plan needs much memory. The loop of
-// stored policies makes its plan apart from these.
-func (c *Controller) planFor(ctx context.Context, project core.ProjectID, id core.CheckpointID, policy RetentionPolicy) (retention.Plan, error) {
-	select {
-	case c.planning <- struct{}{}:
-		defer func() { <-c.planning }()
-	case <-ctx.Done():
-		return retention.Plan{}, context.Cause(ctx)
-	}
-	return c.plan(ctx, project, id, policy, nil)
-}
-
-// plan finds out which checkpoints a policy does not keep. It reads the tree once. While it reads, it calls renew from time to time; renew
-// may be nil.
-func (c *Controller) plan(ctx context.Context, project core.ProjectID, id core.CheckpointID, policy RetentionPolicy, renew func() error) (retention.Plan, error) {
-	tree, renewed := retention.Tree{Most: maxTree}, time.Now()
-	err := c.walkSubtree(ctx, project, id, policy.Annotation, func(n retention.Node) (bool, error) {
-		if !tree.Add(n) {
-			return false, core.Errorf(core.Invalid, core.CodeUnsupported, "more than %d checkpoints grew from %s; use policies further down the tree", maxTree, id)
-		}
-		if renew != nil && time.Since(renewed) > retentionLease/4 {
-			renewed = time.Now()
-			return true, renew()
-		}
-		return true, nil
-	})
-	if err != nil {
-		return retention.Plan{}, err
-	}
-	return tree.Plan(policy.Policy, time.Now()), nil
-}
-
 // PruneCheckpoints takes a checkpoint and everything that grew from it, and deletes what a policy does not keep.
 func (c *Controller) PruneCheckpoints(ctx context.Context, project core.ProjectID, id core.CheckpointID, policy RetentionPolicy, dryRun bool, wait time.Duration) (Answer, error) {
-	if err := policy.validate(); err != nil {
+	if err := policy.Validate(); err != nil {
 		return Answer{}, err
 	}
-	plan, err := c.planFor(ctx, project, id, policy)
+	plan, err := c.PlanFor(ctx, project, id, policy)
 	if err != nil {
 		return Answer{}, err
 	}
@@ -180,7 +81,7 @@ func pruneOf(plan retention.Plan, remove []retention.Removal) *PruneResult {
 // DeleteCheckpoints deletes a checkpoint and everything that grew from it. If one of these checkpoints cannot be deleted, it deletes none.
 func (c *Controller) DeleteCheckpoints(ctx context.Context, project core.ProjectID, id core.CheckpointID, cascade, dryRun bool, wait time.Duration) (Answer, error) {
 	out, held := &PruneResult{}, []retention.Node{}
-	err := c.walkSubtree(ctx, project, id, "", func(n retention.Node) (bool, error) {
+	err := c.WalkTree(ctx, project, id, "", func(n retention.Node) (bool, error) {
 		if n.Held != "" && n.Held != heldByWorkspace {
 			held = append(held, n)
 		}
@@ -310,36 +211,20 @@ func (c *Controller) DeleteCheckpoint(ctx context.Context, project core.ProjectI
 	return err
 }
 
-// PutRetention stores the policy of a checkpoint and of everything that grew from it.
-func (c *Controller) PutRetention(ctx context.Context, project core.ProjectID, id core.CheckpointID, policy RetentionPolicy) (Retention, error) {
-	if err := policy.validate(); err != nil {
-		return Retention{}, err
+// pruneRound deletes the newest part of what the plan of a stored policy removes.
+func (c *Controller) pruneRound(ctx context.Context, due Retention, plan retention.Plan, remove []retention.Removal, until time.Time, renew func() error) (bool, error) {
+	done, err := c.prune(ctx, due.ProjectID, pruneOf(plan, remove), false, 0)
+	for err == nil && !done.Done && time.Now().Before(until) {
+		if err = renew(); err == nil {
+			done, err = c.Operation(ctx, due.ProjectID, done.Operation.ID, retention.Lease/4)
+		}
+		if err == nil && done.Operation.Problem != nil {
+			err = &OperationError{done.Operation.ID, done.Operation.Problem}
+		}
 	}
-	return read(ctx, c, InProject(project), func(tx Tx) (Retention, error) {
-		if _, err := tx.Checkpoint(ctx, id); err != nil {
-			return Retention{}, err
-		}
-		return tx.PutRetention(ctx, Retention{ProjectID: project, Checkpoint: id, Policy: policy})
-	})
-}
-
-// Retention returns the stored policy of a checkpoint.
-func (c *Controller) Retention(ctx context.Context, project core.ProjectID, id core.CheckpointID) (Retention, error) {
-	return read(ctx, c, InProject(project), func(tx Tx) (Retention, error) {
-		if _, err := tx.Checkpoint(ctx, id); err != nil {
-			return Retention{}, err
-		}
-		return tx.Retention(ctx, id)
-	})
-}
-
-// DeleteRetention removes the stored policy of a checkpoint. It is no error if there is none.
-func (c *Controller) DeleteRetention(ctx context.Context, project core.ProjectID, id core.CheckpointID) error {
-	_, err := read(ctx, c, InProject(project), func(tx Tx) (struct{}, error) {
-		if _, err := tx.Checkpoint(ctx, id); err != nil {
-			return struct{}{}, err
-		}
-		return struct{}{}, tx.DeleteRetention(ctx, id)
-	})
-	return err
+	if err != nil || !done.Done {
+		return false, err
+	}
+	c.log.InfoContext(ctx, "retention policy carried out", "checkpoint_id", due.Checkpoint, "checkpoints", len(done.Result.Prune.Items), "bytes", done.Result.Prune.Bytes())
+	return true, nil
 }

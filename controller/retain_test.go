@@ -109,7 +109,7 @@ func TestRetentionGoesOn(t *testing.T) {
 	}
 	renew := func(turn int64) error {
 		return w.store.InTx(ctx, controller.InProject(w.project), func(tx controller.AllTx) error {
-			return tx.RenewRetention(ctx, controller.RetentionRound{Retention: stored, Turn: turn}, time.Hour)
+			return tx.RenewRetention(ctx, controller.RetentionRound{Stored: stored, Turn: turn}, time.Hour)
 		})
 	}
 	const live = `SELECT count(*) FROM checkpoints WHERE id LIKE 'ckpt_bulk%' AND state = 'captured'`

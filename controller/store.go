@@ -11,7 +11,6 @@ import (
 	"github.com/coppice-dev/coppice/controller/grants"
 	"github.com/coppice-dev/coppice/controller/idle"
 	"github.com/coppice-dev/coppice/controller/request"
-	"github.com/coppice-dev/coppice/controller/retention"
 	"github.com/coppice-dev/coppice/core"
 )
 
@@ -249,23 +248,6 @@ type CheckpointTx interface {
 	DeleteCheckpoint(ctx context.Context, id core.CheckpointID, spare bool) (Checkpoint, error)
 	// DeleteCheckpoints is DeleteCheckpoint for many. It returns the outcome for each existing one; a refusal of one is no error.
 	DeleteCheckpoints(ctx context.Context, ids []core.CheckpointID, spare bool) ([]Deletion, error)
-	// Subtree returns the next nodes of a walk through a checkpoint and everything that grew from it, with their scores from an annotation. It
-	// also returns the next position of the walk. It reads a bounded number of rows. Nodes come after their parents. Checkpoints that are
-	// made during the walk may be missing.
-	Subtree(ctx context.Context, w SubtreeWalk, annotation string) ([]retention.Node, SubtreeWalk, error)
-	// Retention returns the policy of a checkpoint; NotFound when it has none.
-	Retention(ctx context.Context, id core.CheckpointID) (Retention, error)
-	// DueRetentions returns due policies of all projects, those that have waited longest first. A policy is due if it is new, if its
-	// project has changed since its last round, or if its time has come. A policy that is claimed or rests is not due.
-	DueRetentions(ctx context.Context, limit int) ([]Retention, error)
-	// ClaimRetention claims a due policy for a time and returns the number of the claim; 0: another controller was first.
-	ClaimRetention(ctx context.Context, r Retention, lease time.Duration) (turn int64, err error)
-	// RenewRetention extends a claim. It fails with STATE_CONFLICT if the claim was lost or the policy has changed.
-	RenewRetention(ctx context.Context, r RetentionRound, lease time.Duration) error
-	// EndRetention ends a claim. It changes nothing if the claim was lost.
-	EndRetention(ctx context.Context, r RetentionRound, end RetentionEnd) error
-	PutRetention(ctx context.Context, r Retention) (Retention, error)
-	DeleteRetention(ctx context.Context, id core.CheckpointID) error
 	PatchCheckpoint(ctx context.Context, id core.CheckpointID, p CheckpointPatch) (Checkpoint, error)
 	// Lineage returns the path from a checkpoint (after it, when after is set to one of its ancestors) to its root.
 	Lineage(ctx context.Context, id core.CheckpointID, after core.CheckpointID, limit int) ([]Ancestor, error)

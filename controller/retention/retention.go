@@ -1,6 +1,7 @@
-// Package retention decides which nodes of a tree are removed. It is a pure function of the tree, a
-// policy and a time, so its promises can be tested on any tree. It knows nothing of rows or calls.
-// A planned removal may still be refused.
+// Package retention decides which nodes of a tree are removed, and carries out stored policies. A plan
+// is a pure function of the tree, a policy and a time, so its promises can be tested on any tree. A
+// planned removal may still be refused. Rounds claims stored policies, reads their trees and has
+// somebody else delete what their plans remove.
 package retention
 
 import (
