@@ -20,6 +20,7 @@ import (
 	"github.com/coppice-dev/coppice/images"
 	"github.com/coppice-dev/coppice/internal/require"
 	"github.com/coppice-dev/coppice/runner/checkpoints"
+	"github.com/coppice-dev/coppice/runner/compare"
 	"github.com/coppice-dev/coppice/runner/ext4/ext4test"
 	"github.com/coppice-dev/coppice/runner/memory"
 	"github.com/coppice-dev/coppice/runner/roots"
@@ -43,7 +44,7 @@ func newShelf(t *testing.T) *shelf {
 	if err != nil {
 		t.Fatal(err)
 	}
-	s := &shelf{Runner: &Runner{cfg: Config{DataDir: dir, Images: none, Log: slog.New(slog.DiscardHandler)}.withDefaults(), diffs: make(chan struct{}, maxDiffs)}, t: t, image: core.Digest("sha256:" + strings.Repeat("a", 64))}
+	s := &shelf{Runner: &Runner{cfg: Config{DataDir: dir, Images: none, Log: slog.New(slog.DiscardHandler)}.withDefaults()}, t: t, image: core.Digest("sha256:" + strings.Repeat("a", 64))}
 	s.runCtx, s.stop = context.WithCancel(t.Context())
 	t.Cleanup(s.stop)
 	if s.lazy, err = openLazy(s.Runner); err != nil {
@@ -100,6 +101,7 @@ func (s *shelf) open() {
 	if err != nil {
 		s.t.Fatal(err)
 	}
+	s.compare = newComparer(s.Runner)
 }
 
 func unchanged(*checkpoints.Record) {}
@@ -181,8 +183,10 @@ func TestDiffRefuses(t *testing.T) {
 			t.Errorf("%s: %v, want %s", name, err, x.want)
 		}
 	}
-	for range maxDiffs {
-		s.diffs <- struct{}{}
+	for range compare.MaxComparisons {
+		if _, err := s.compare.Acquire(t.Context()); err != nil {
+			t.Fatal(err)
+		}
 	}
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()

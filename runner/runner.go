@@ -20,6 +20,7 @@ import (
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/runner/attestor"
 	"github.com/coppice-dev/coppice/runner/checkpoints"
+	"github.com/coppice-dev/coppice/runner/compare"
 	"github.com/coppice-dev/coppice/runner/fetch"
 	"github.com/coppice-dev/coppice/runner/hostport"
 	"github.com/coppice-dev/coppice/runner/lazy"
@@ -48,14 +49,14 @@ type Runner struct {
 	rebases     *checkpoints.Rebaser
 	seals       *sealing.Sealer
 	fetches     *fetch.Fetcher
+	compare     *compare.Comparer
 	slots       *slots
 	warm        *warmPool
 	metrics     *metrics
 	starting    chan struct{} // a place per child that is being started
 	draws       draws
 	attestor    *attestor.Attestor
-	diffs       chan struct{} // a place per comparison
-	objects     chan struct{} // likewise, reads of other runners
+	objects     chan struct{} // a place per read of another runner
 	started     time.Time
 
 	hostPorts *hostport.Host
@@ -97,7 +98,7 @@ func New(ctx context.Context, cfg Config) (_ *Runner, err error) {
 	hash := sha256.Sum256([]byte(cfg.ClusterID))
 	r := &Runner{
 		cfg: cfg, class: classOf(fp), kvm: fp.Detail, clusterHash: hex.EncodeToString(hash[:4]),
-		slots: newSlots(cfg.MaxSandboxes), starting: make(chan struct{}, cfg.Parallel), diffs: make(chan struct{}, maxDiffs), objects: make(chan struct{}, maxObjects), started: time.Now(),
+		slots: newSlots(cfg.MaxSandboxes), starting: make(chan struct{}, cfg.Parallel), objects: make(chan struct{}, maxObjects), started: time.Now(),
 		wakeup: make(chan struct{}, 1), sandboxes: make(map[core.SandboxID]*sandbox),
 		dead: make(map[core.SandboxID]runnerapi.Sandbox),
 	}
@@ -166,6 +167,7 @@ func New(ctx context.Context, cfg Config) (_ *Runner, err error) {
 	}
 	r.seals = newSealer(r)
 	r.fetches = newFetcher(r)
+	r.compare = newComparer(r)
 	r.warm = newWarmPool(r)
 	r.metrics = newMetrics(r, cfg.Metrics)
 	if err := r.takeOver(ctx, left); err != nil {
@@ -340,6 +342,11 @@ func (r *Runner) DeleteCheckpoint(id core.CheckpointID) error {
 
 // Discard moves a checkpoint that the database does not know to the trash. A request that names it takes it back.
 func (r *Runner) Discard(id core.CheckpointID) error { return r.checkpoints.Discard(id) }
+
+// Diff says what differs between two checkpoints of one image: files, and on the first page processes and memory.
+func (r *Runner) Diff(ctx context.Context, from core.CheckpointID, req runnerapi.Diff) (runnerapi.DiffPage, error) {
+	return r.compare.Diff(ctx, from, req)
+}
 
 // Rebase replaces a checkpoint's base and delta by a new base with the same bytes. Sandboxes on the old base continue to use it. A
 // checkpoint without a delta does not change.

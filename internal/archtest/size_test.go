@@ -23,7 +23,7 @@ var large = map[string]struct {
 	"guestagent":          {6700, "one program, which runs in the guest; sessions, files and the reseal are the candidates for packages"},
 	"images":              {4100, "building images and storing them; the store is the candidate for a package"},
 	"internal/bench":      {7100, "its reports and tables are to become a package"},
-	"runner":              {8500, "lazy memory, replication and local checkpoints are to become packages"},
+	"runner":              {5250, "adoption and debris, ports and network, and egress are to become packages"},
 }
 
 // TestPackageSize keeps packages small enough to have one subject.

@@ -6,6 +6,7 @@ import (
 
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/runner/checkpoints"
+	"github.com/coppice-dev/coppice/runner/compare"
 	"github.com/coppice-dev/coppice/runner/fetch"
 	"github.com/coppice-dev/coppice/runner/lazy"
 	"github.com/coppice-dev/coppice/runner/roots"
@@ -61,6 +62,13 @@ func (r *Runner) uses() []fetch.Use {
 		out = append(out, fetch.Use{Checkpoint: s.snapshot().Checkpoint, Base: s.shape.base, Root: s.shape.RootKey()})
 	}
 	return out
+}
+
+// newComparer returns what compares checkpoints of this host.
+func newComparer(r *Runner) *compare.Comparer {
+	return compare.New(compare.Config{
+		Checkpoints: r.checkpoints, Roots: r.roots, Images: r.lazy, Enter: r.enter, Life: r.runCtx, Stopping: errStopping, Log: r.cfg.Log,
+	})
 }
 
 // openRoots opens the root file systems of this host.
