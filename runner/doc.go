@@ -13,6 +13,12 @@
 // names the base. It is written under another name and published by rename. It never changes, with
 // one exception: a rebase replaces base and delta by another base with the same bytes.
 //
+// # Parts
+//
+// What has one subject is a package below this one. parts.go shows what each of them gets: configuration, and callbacks where the runner decides.
+// This package keeps the story of a sandbox: a shell is made, restored, resealed and released, captured and ended. Each of these is a list of
+// named steps (step.go).
+//
 // # What survives what
 //
 // Checkpoints and bases are durable. A sandbox lives as long as its VMM. When a runner process
