@@ -81,11 +81,13 @@ class UnsupportedMediaType(InvalidError):
 
 
 class Unsupported(InvalidError):
-    """This version, host or store cannot do what is needed; the message says what."""
+    """This version, host, store or guest agent cannot do what is needed; the message says what. A guest agent is as
+    old as the checkpoint that it came from.
+    """
 
     code = "UNSUPPORTED"
     hint = (
-        'Follow the message, or use a version, host or store that supports it.'
+        'Follow the message, or use a version, host, store or image that supports it.'
     )
 
 
@@ -325,6 +327,17 @@ class PortNotAllowed(PermissionDeniedError):
     )
 
 
+class PortClosed(UnavailableError):
+    """No program in the workspace listens on the port, neither on its address nor on its loopback. A forwarded port
+    carries this as its `problem`, and works as soon as a program listens.
+    """
+
+    code = "PORT_CLOSED"
+    hint = (
+        'Start the server in the workspace, or forward another port.'
+    )
+
+
 class PortTaken(ConflictError):
     """Another program on the runner's host uses the port, on some address, or the host cannot listen there."""
 
@@ -358,6 +371,15 @@ class FileNotFound(NotFoundError):
     code = "FILE_NOT_FOUND"
     hint = (
         'Check the path: it is a path in the guest.'
+    )
+
+
+class WatchNotFound(NotFoundError):
+    """The workspace has no such watch, or has no more."""
+
+    code = "WATCH_NOT_FOUND"
+    hint = (
+        'Create another one.'
     )
 
 
@@ -929,6 +951,15 @@ class SessionLimit(ExhaustedError):
     )
 
 
+class WatchLimit(ExhaustedError):
+    """The workspace has too many watches, or a watch too many directories."""
+
+    code = "WATCH_LIMIT"
+    hint = (
+        'Delete a watch, or watch fewer directories.'
+    )
+
+
 class FileConflict(PreconditionError):
     """A directory is where a file is needed, or a directory is not empty."""
 
@@ -1036,10 +1067,12 @@ BY_CODE: dict[str, type[APIError]] = {
     "RUNNER_NOT_FOUND": RunnerNotFound,
     "PORT_NOT_FOUND": PortNotFound,
     "PORT_NOT_ALLOWED": PortNotAllowed,
+    "PORT_CLOSED": PortClosed,
     "PORT_TAKEN": PortTaken,
     "PROJECT_NOT_FOUND": ProjectNotFound,
     "KEY_NOT_FOUND": KeyNotFound,
     "FILE_NOT_FOUND": FileNotFound,
+    "WATCH_NOT_FOUND": WatchNotFound,
     "SANDBOX_NOT_FOUND": SandboxNotFound,
     "NAME_TAKEN": NameTaken,
     "VERSION_CONFLICT": VersionConflict,
@@ -1098,6 +1131,7 @@ BY_CODE: dict[str, type[APIError]] = {
     "SESSION_EXISTS": SessionExists,
     "SESSION_ENDED": SessionEnded,
     "SESSION_LIMIT": SessionLimit,
+    "WATCH_LIMIT": WatchLimit,
     "FILE_CONFLICT": FileConflict,
     "FILE_DENIED": FileDenied,
     "INTERNAL": Internal,

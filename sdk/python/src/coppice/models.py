@@ -42,10 +42,12 @@ __all__ = [
     "CreatePortRequest",
     "CreateProjectRequest",
     "CreateRunnerTokenRequest",
+    "CreateWatchRequest",
     "CreateWorkspaceRequest",
     "CreatedKey",
     "DataPass",
     "DataTLS",
+    "DeadlineRequest",
     "Digest",
     "Effect",
     "EffectList",
@@ -61,6 +63,8 @@ __all__ = [
     "FileChange",
     "FileInfo",
     "FileList",
+    "FilePath",
+    "FileUser",
     "Flow",
     "FlowList",
     "FlowOutcome",
@@ -85,12 +89,15 @@ __all__ = [
     "KeyScope",
     "Labels",
     "LabelsPatch",
+    "MadeDirectory",
+    "MakeDirectoryRequest",
     "Name",
     "Network",
     "NetworkPatch",
     "NetworkRequest",
     "OmittedFlows",
     "OnIdle",
+    "OnTTL",
     "Operation",
     "OperationID",
     "OperationKind",
@@ -116,6 +123,7 @@ __all__ = [
     "QuotaUsage",
     "Quotas",
     "QuotasPatch",
+    "RenameFileRequest",
     "ResealRecord",
     "ResealReport",
     "ResealReportList",
@@ -139,6 +147,7 @@ __all__ = [
     "SessionID",
     "SessionList",
     "SessionState",
+    "SetFileAttributesRequest",
     "SignalRequest",
     "StaleProcess",
     "StoreData",
@@ -153,6 +162,10 @@ __all__ = [
     "TreeNode",
     "TreeWorkspace",
     "Usage",
+    "Watch",
+    "WatchEvent",
+    "WatchID",
+    "WatchList",
     "WorkloadProcess",
     "Workspace",
     "WorkspaceCondition",
@@ -495,6 +508,7 @@ class Workspace(Model):
     env: Env | None = None
     idle_seconds: Idle | None = None
     on_idle: OnIdle | None = None
+    on_ttl: OnTTL | None = None
     auto_resume: AutoResume | None = None
     parent_checkpoint_id: CheckpointID | None = None
     """The checkpoint that it was forked from; for a created workspace, the image's template."""
@@ -546,6 +560,7 @@ class CreateWorkspaceRequest(Model):
     ttl_seconds: TTL | None = None
     idle_seconds: Idle | None = None
     on_idle: OnIdle | None = None
+    on_ttl: OnTTL | None = None
     auto_resume: AutoResume | None = None
 
 
@@ -563,6 +578,7 @@ class PatchWorkspaceRequest(Model):
     idle_seconds: int | None = None
     """See `Idle`. 0 removes it."""
     on_idle: OnIdle | None = None
+    on_ttl: OnTTL | None = None
     auto_resume: bool | None = None
     """See `AutoResume`."""
 
@@ -582,6 +598,7 @@ class RestoreCheckpointRequest(Model):
     ttl_seconds: TTL | None = None
     idle_seconds: Idle | None = None
     on_idle: OnIdle | None = None
+    on_ttl: OnTTL | None = None
     auto_resume: AutoResume | None = None
     grants: Grants | None = None
 
@@ -611,6 +628,7 @@ class ForkCheckpointRequest(Model):
     ttl_seconds: TTL | None = None
     idle_seconds: Idle | None = None
     on_idle: OnIdle | None = None
+    on_ttl: OnTTL | None = None
     auto_resume: AutoResume | None = None
     grants: Grants | None = None
 
@@ -629,6 +647,7 @@ class ForkWorkspaceRequest(Model):
     ttl_seconds: TTL | None = None
     idle_seconds: Idle | None = None
     on_idle: OnIdle | None = None
+    on_ttl: OnTTL | None = None
     auto_resume: AutoResume | None = None
     grants: Grants | None = None
 
@@ -688,6 +707,10 @@ class Port(Model):
     listen: str
     """`ip:port` on which the forwarder listens."""
     created_at: datetime
+    problem: Failure | None = None
+    """In the answer of the request that made it: `PORT_CLOSED` if no program in the workspace listens on the port
+    yet. Connections are closed until one does.
+    """
 
 
 class PortList(Model):
@@ -709,7 +732,7 @@ class ExecRequest(Model):
     stdin_base64: bytes | None = None
     """The same for bytes that are not UTF-8."""
     stdin_open: bool | None = None
-    """Keep standard input open for `/stdin` and `/attach`. Only if `wait` is false."""
+    """Keep standard input open for `/stdin` and `/attach`. Only if `wait` is false or `pty` is true."""
     timeout_ms: int | None = None
     """Kill the session's processes after this time. 0 or absent: never."""
     pty: bool | None = None
@@ -719,7 +742,7 @@ class ExecRequest(Model):
     rows: int | None = None
     """Only with `pty`. Default: 24."""
     wait: bool | None = None
-    """Answer when the program has ended."""
+    """Answer when the program has ended. Not together with `pty`. Default: true, or false with `pty`."""
 
 
 class ExecResult(Model):
@@ -784,6 +807,17 @@ class SignalRequest(Model):
     """SignalRequest of the API."""
     signal: str
     """A signal such as `SIGTERM`, `TERM` or `15`."""
+    target: str | None = None
+    """Which processes get the signal. `foreground` (the default) are those in the foreground of the terminal;
+    without a terminal it is `group`. `process` is the program that was started, `group` its process group,
+    `session` all that have not made a session of their own.
+    """
+
+
+class DeadlineRequest(Model):
+    """DeadlineRequest of the API."""
+    timeout_ms: int
+    """Time from now; 0 is never."""
 
 
 class ResizeRequest(Model):
@@ -864,6 +898,14 @@ class FileInfo(Model):
     mtime: datetime
     target: str | None = None
     """Target of a symbolic link."""
+    owner: str | None = None
+    """Name of the user, if the workspace has one for `uid`."""
+    group: str | None = None
+    """Name of the group, if the workspace has one for `gid`."""
+    xattrs: dict[str, str] | None = None
+    """Extended attributes of users."""
+    xattrs_truncated: bool | None = None
+    """Some attributes are missing: they are not text, or too long."""
 
 
 class FileList(Model):
@@ -872,6 +914,86 @@ class FileList(Model):
     entries: list[FileInfo]
     truncated: bool
     """The directory has more than the 10,000 listed entries."""
+    unreadable: int | None = None
+    """How many subdirectories could not be read."""
+
+
+class CreateWatchRequest(Model):
+    """CreateWatchRequest of the API."""
+    path: FilePath
+    user: FileUser | None = None
+    recursive: bool | None = None
+    """Watch all directories below it too, on the same file system, also those that come later."""
+
+
+class Watch(Model):
+    """Watch of the API."""
+    id: WatchID
+    path: str
+    recursive: bool
+    created_at: datetime
+    last: int
+    """Number of the last event; 0 before the first."""
+    incomplete: bool
+    """Some directories are not watched: they are too many, or the user may not read them."""
+    ended: bool
+    """The directory is gone."""
+    user: str | None = None
+
+
+class WatchList(Model):
+    """WatchList of the API."""
+    items: list[Watch]
+
+
+class WatchEvent(Model):
+    """WatchEvent of the API."""
+    seq: int
+    """Number of the event. Numbers grow by one, except over lost events."""
+    type: str
+    """What has moved is renamed under its old path and created under its new one."""
+    path: str
+    name: str
+    """The path below the watched directory."""
+    dir: bool
+
+
+class MakeDirectoryRequest(Model):
+    """MakeDirectoryRequest of the API."""
+    path: FilePath
+    user: FileUser | None = None
+    mode: str | None = None
+    """Octal permission bits. Default: 0755."""
+    parents: bool | None = None
+    """Make missing directories above it too. It is no error then if it exists."""
+
+
+class MadeDirectory(Model):
+    """MadeDirectory of the API."""
+    file: FileInfo
+    created: bool
+    """It did not exist before."""
+
+
+class RenameFileRequest(Model):
+    """RenameFileRequest of the API."""
+    from_: FilePath = msgspec.field(name='from')
+    to: FilePath
+    user: FileUser | None = None
+    mkdirs: bool | None = None
+    """Make missing directories above the new path."""
+    no_replace: bool | None = None
+    """Refuse if something is at the new path."""
+
+
+class SetFileAttributesRequest(Model):
+    """SetFileAttributesRequest of the API."""
+    path: FilePath
+    user: FileUser | None = None
+    set: dict[str, str] | None = None
+    """Values by name."""
+    remove: list[str] | None = None
+    """Names. One that is not there is no error."""
 
 
 class RunnerClass(Model):
@@ -1596,6 +1718,11 @@ TTL: TypeAlias = int
 Idle: TypeAlias = int
 # Default: `suspend`. It needs `idle_seconds`. One of suspend, terminate; a newer server may have others.
 OnIdle: TypeAlias = str
+# What becomes of the workspace at the end of `ttl_seconds`. Default: `terminate`. `suspend` needs the scopes that a
+# suspension needs, and the suspension takes a checkpoint of the quota: while there is none, the workspace goes on and
+# the suspension is tried again. A resume gives the workspace all of its time again. A suspended workspace has no end.
+# One of suspend, terminate; a newer server may have others.
+OnTTL: TypeAlias = str
 # Resume a suspended workspace as soon as somebody uses it.
 AutoResume: TypeAlias = bool
 # docs/STATE_MACHINES.md lists the transitions. One of creating, restoring, quarantined, ready, checkpointing,
@@ -1646,6 +1773,11 @@ Timings: TypeAlias = list[Timing]
 FlowOutcome: TypeAlias = str
 # One of http, tls, tcp; a newer server may have others.
 FlowProtocol: TypeAlias = str
+WatchID: TypeAlias = str
+# Absolute path in the guest. With `user`, it may begin with `~`, the user's home.
+FilePath: TypeAlias = str
+# Who does the work, with that user's rights: a name or a number, optionally `:group`. Default: root.
+FileUser: TypeAlias = str
 # One right of a key. Whoever may create may also change. `admin` is everything; in other projects it covers only
 # projects and keys. `runner:join` makes join tokens for runners. A key has `runner:join` or `secret:reference` only if
 # the request names it. One of workspace:read, workspace:create, workspace:exec, workspace:delete, checkpoint:read,

@@ -53,6 +53,14 @@ export type Idle = number;
 /** Default: `suspend`. It needs `idle_seconds`. */
 export type OnIdle = "suspend" | "terminate";
 
+/**
+ * What becomes of the workspace at the end of `ttl_seconds`. Default: `terminate`. `suspend`
+ * needs the scopes that a suspension needs, and the suspension takes a checkpoint of the
+ * quota: while there is none, the workspace goes on and the suspension is tried again. A resume
+ * gives the workspace all of its time again. A suspended workspace has no end.
+ */
+export type OnTTL = "suspend" | "terminate";
+
 /** Resume a suspended workspace as soon as somebody uses it. */
 export type AutoResume = boolean;
 
@@ -403,6 +411,7 @@ export interface Workspace {
   labels: Labels;
   idle_seconds?: Idle;
   on_idle?: OnIdle;
+  on_ttl?: OnTTL;
   auto_resume?: AutoResume;
   /** The checkpoint that it was forked from; for a created workspace, the image's template. */
   parent_checkpoint_id?: CheckpointID;
@@ -452,6 +461,7 @@ export interface CreateWorkspaceRequest {
   ttl_seconds?: TTL;
   idle_seconds?: Idle;
   on_idle?: OnIdle;
+  on_ttl?: OnTTL;
   auto_resume?: AutoResume;
 }
 
@@ -470,6 +480,7 @@ export interface PatchWorkspaceRequest {
   /** See `Idle`. 0 removes it. */
   idle_seconds?: number;
   on_idle?: OnIdle;
+  on_ttl?: OnTTL;
   /** See `AutoResume`. */
   auto_resume?: boolean;
 }
@@ -487,6 +498,7 @@ export interface RestoreCheckpointRequest {
   ttl_seconds?: TTL;
   idle_seconds?: Idle;
   on_idle?: OnIdle;
+  on_ttl?: OnTTL;
   auto_resume?: AutoResume;
   grants?: Grants;
 }
@@ -512,6 +524,7 @@ export interface ForkCheckpointRequest {
   ttl_seconds?: TTL;
   idle_seconds?: Idle;
   on_idle?: OnIdle;
+  on_ttl?: OnTTL;
   auto_resume?: AutoResume;
   grants?: Grants;
 }
@@ -529,6 +542,7 @@ export interface ForkWorkspaceRequest {
   ttl_seconds?: TTL;
   idle_seconds?: Idle;
   on_idle?: OnIdle;
+  on_ttl?: OnTTL;
   auto_resume?: AutoResume;
   grants?: Grants;
 }
@@ -585,6 +599,11 @@ export interface Port {
   /** `ip:port` on which the forwarder listens. */
   listen: string;
   created_at: string;
+  /**
+   * In the answer of the request that made it: `PORT_CLOSED` if no program in the workspace
+   * listens on the port yet. Connections are closed until one does.
+   */
+  problem?: Failure;
 }
 
 export interface PortList {
@@ -603,7 +622,7 @@ export interface ExecRequest {
   stdin?: string;
   /** The same for bytes that are not UTF-8. */
   stdin_base64?: string;
-  /** Keep standard input open for `/stdin` and `/attach`. Only if `wait` is false. */
+  /** Keep standard input open for `/stdin` and `/attach`. Only if `wait` is false or `pty` is true. */
   stdin_open?: boolean;
   /** Kill the session's processes after this time. 0 or absent: never. */
   timeout_ms?: number;
@@ -613,7 +632,7 @@ export interface ExecRequest {
   cols?: number;
   /** Only with `pty`. Default: 24. */
   rows?: number;
-  /** Answer when the program has ended. */
+  /** Answer when the program has ended. Not together with `pty`. Default: true, or false with `pty`. */
   wait?: boolean;
 }
 
@@ -675,6 +694,17 @@ export interface SessionList {
 export interface SignalRequest {
   /** A signal such as `SIGTERM`, `TERM` or `15`. */
   signal: string;
+  /**
+   * Which processes get the signal. `foreground` (the default) are those in the foreground of
+   * the terminal; without a terminal it is `group`. `process` is the program that was started,
+   * `group` its process group, `session` all that have not made a session of their own.
+   */
+  target?: "foreground" | "process" | "group" | "session";
+}
+
+export interface DeadlineRequest {
+  /** Time from now; 0 is never. */
+  timeout_ms: number;
 }
 
 export interface ResizeRequest {
@@ -753,6 +783,14 @@ export interface FileInfo {
   mtime: string;
   /** Target of a symbolic link. */
   target?: string;
+  /** Name of the user, if the workspace has one for `uid`. */
+  owner?: string;
+  /** Name of the group, if the workspace has one for `gid`. */
+  group?: string;
+  /** Extended attributes of users. */
+  xattrs?: Record<string, string>;
+  /** Some attributes are missing: they are not text, or too long. */
+  xattrs_truncated?: boolean;
 }
 
 export interface FileList {
@@ -760,7 +798,87 @@ export interface FileList {
   entries: FileInfo[];
   /** The directory has more than the 10,000 listed entries. */
   truncated: boolean;
+  /** How many subdirectories could not be read. */
+  unreadable?: number;
 }
+
+export interface CreateWatchRequest {
+  path: FilePath;
+  user?: FileUser;
+  /** Watch all directories below it too, on the same file system, also those that come later. */
+  recursive?: boolean;
+}
+
+export interface Watch {
+  id: WatchID;
+  path: string;
+  recursive: boolean;
+  user?: string;
+  created_at: string;
+  /** Number of the last event; 0 before the first. */
+  last: number;
+  /** Some directories are not watched: they are too many, or the user may not read them. */
+  incomplete: boolean;
+  /** The directory is gone. */
+  ended: boolean;
+}
+
+export interface WatchList {
+  items: Watch[];
+}
+
+export interface WatchEvent {
+  /** Number of the event. Numbers grow by one, except over lost events. */
+  seq: number;
+  /** What has moved is renamed under its old path and created under its new one. */
+  type: "create" | "write" | "remove" | "rename" | "chmod" | "overflow";
+  path: string;
+  /** The path below the watched directory. */
+  name: string;
+  dir: boolean;
+}
+
+export type WatchID = string;
+
+export interface MakeDirectoryRequest {
+  path: FilePath;
+  user?: FileUser;
+  /** Octal permission bits. Default: 0755. */
+  mode?: string;
+  /** Make missing directories above it too. It is no error then if it exists. */
+  parents?: boolean;
+}
+
+export interface MadeDirectory {
+  file: FileInfo;
+  /** It did not exist before. */
+  created: boolean;
+}
+
+export interface RenameFileRequest {
+  from: FilePath;
+  to: FilePath;
+  user?: FileUser;
+  /** Make missing directories above the new path. */
+  mkdirs?: boolean;
+  /** Refuse if something is at the new path. */
+  no_replace?: boolean;
+}
+
+export interface SetFileAttributesRequest {
+  path: FilePath;
+  user?: FileUser;
+  /** Values by name. */
+  set?: Record<string, string>;
+  /** Names. One that is not there is no error. */
+  remove?: string[];
+}
+
+/** Absolute path in the guest. With `user`, it may begin with `~`, the user's home. */
+export type FilePath = string;
+
+/** Who does the work, with that user's rights: a name or a number, optionally `:group`. Default: root. */
+export type FileUser = string;
 
 /** What a checkpoint needs of a host. It can be forked only where the class is equal. */
 export interface RunnerClass {

@@ -42,6 +42,7 @@ export const routes = {
   getSession: { method: "GET", path: "/v1/sessions/{session_id}" },
   deleteSession: { method: "DELETE", path: "/v1/sessions/{session_id}" },
   signalSession: { method: "POST", path: "/v1/sessions/{session_id}/signal" },
+  setSessionDeadline: { method: "POST", path: "/v1/sessions/{session_id}/deadline" },
   resizeSession: { method: "POST", path: "/v1/sessions/{session_id}/resize" },
   getSessionOutput: { method: "GET", path: "/v1/sessions/{session_id}/output" },
   writeSessionStdin: { method: "POST", path: "/v1/sessions/{session_id}/stdin" },
@@ -51,6 +52,13 @@ export const routes = {
   statFile: { method: "HEAD", path: "/v1/workspaces/{workspace_id}/files" },
   putFile: { method: "PUT", path: "/v1/workspaces/{workspace_id}/files" },
   deleteFile: { method: "DELETE", path: "/v1/workspaces/{workspace_id}/files" },
+  makeDirectory: { method: "POST", path: "/v1/workspaces/{workspace_id}/files/mkdir" },
+  renameFile: { method: "POST", path: "/v1/workspaces/{workspace_id}/files/rename" },
+  setFileAttributes: { method: "POST", path: "/v1/workspaces/{workspace_id}/files/xattrs" },
+  createWatch: { method: "POST", path: "/v1/workspaces/{workspace_id}/watches" },
+  listWatches: { method: "GET", path: "/v1/workspaces/{workspace_id}/watches" },
+  deleteWatch: { method: "DELETE", path: "/v1/workspaces/{workspace_id}/watches/{watch_id}" },
+  getWatchEvents: { method: "GET", path: "/v1/workspaces/{workspace_id}/watches/{watch_id}/events" },
   createFilesPass: { method: "POST", path: "/v1/workspaces/{workspace_id}/files/pass" },
   createCheckpoint: { method: "POST", path: "/v1/workspaces/{workspace_id}/checkpoints", keyed: true, starts: true },
   listWorkspaceCheckpoints: { method: "GET", path: "/v1/workspaces/{workspace_id}/checkpoints" },
@@ -291,11 +299,18 @@ export interface Operations {
     body: undefined;
     result: undefined;
   };
-  /** Send a signal to the session's process group */
+  /** Send a signal to processes of a session */
   signalSession: {
     path: { session_id: models.SessionID };
     query: {};
     body: models.SignalRequest;
+    result: undefined;
+  };
+  /** Set when the session is killed */
+  setSessionDeadline: {
+    path: { session_id: models.SessionID };
+    query: {};
+    body: models.DeadlineRequest;
     result: undefined;
   };
   /** Set the size of the session's terminal */
@@ -308,7 +323,7 @@ export interface Operations {
   /** Read output from an offset */
   getSessionOutput: {
     path: { session_id: models.SessionID };
-    query: { stream?: "stdout" | "stderr"; offset?: number; follow?: boolean };
+    query: { stream?: "stdout" | "stderr"; offset?: number; from?: "now"; follow?: boolean };
     body: undefined;
     result: undefined;
   };
@@ -329,35 +344,84 @@ export interface Operations {
   /** Attach to a session over a WebSocket */
   attach: {
     path: { session_id: models.SessionID };
-    query: { token: string; stdout_offset?: number; stderr_offset?: number };
+    query: { token: string; from?: "now"; stdout_offset?: number; stderr_offset?: number };
     body: undefined;
     result: undefined;
   };
   /** Read a file, list a directory, or read a tree as tar */
   getFile: {
     path: { workspace_id: models.WorkspaceID };
-    query: { path: string; list?: boolean; tar?: boolean; stat?: boolean };
+    query: { path: string; user?: string; depth?: number; follow?: boolean; xattrs?: boolean; list?: boolean; tar?: boolean; stat?: boolean; max_bytes?: number };
     body: undefined;
     result: models.FileList | models.FileInfo;
   };
   /** Stat a path */
   statFile: {
     path: { workspace_id: models.WorkspaceID };
-    query: { path: string };
+    query: { path: string; user?: string };
     body: undefined;
     result: undefined;
   };
   /** Write a file or unpack a tar */
   putFile: {
     path: { workspace_id: models.WorkspaceID };
-    query: { path: string; mode?: string; uid?: number; gid?: number; mkdirs?: boolean; untar?: boolean };
+    query: { path: string; user?: string; in_place?: boolean; offset?: number; append?: boolean; mode?: string; uid?: number; gid?: number; mkdirs?: boolean; untar?: boolean };
     body: undefined;
     result: models.FileInfo;
   };
   /** Remove a file or directory */
   deleteFile: {
     path: { workspace_id: models.WorkspaceID };
-    query: { path: string; recursive?: boolean };
+    query: { path: string; user?: string; recursive?: boolean };
+    body: undefined;
+    result: undefined;
+  };
+  /** Make a directory */
+  makeDirectory: {
+    path: { workspace_id: models.WorkspaceID };
+    query: {};
+    body: models.MakeDirectoryRequest;
+    result: models.MadeDirectory;
+  };
+  /** Move a file or directory */
+  renameFile: {
+    path: { workspace_id: models.WorkspaceID };
+    query: {};
+    body: models.RenameFileRequest;
+    result: models.FileInfo;
+  };
+  /** Set and remove extended attributes of a file or directory */
+  setFileAttributes: {
+    path: { workspace_id: models.WorkspaceID };
+    query: {};
+    body: models.SetFileAttributesRequest;
+    result: models.FileInfo;
+  };
+  /** Watch a directory for changes */
+  createWatch: {
+    path: { workspace_id: models.WorkspaceID };
+    query: {};
+    body: models.CreateWatchRequest;
+    result: models.Watch;
+  };
+  /** List the watches of a workspace, oldest first */
+  listWatches: {
+    path: { workspace_id: models.WorkspaceID };
+    query: {};
+    body: undefined;
+    result: models.WatchList;
+  };
+  /** End a watch */
+  deleteWatch: {
+    path: { workspace_id: models.WorkspaceID; watch_id: models.WatchID };
+    query: {};
+    body: undefined;
+    result: undefined;
+  };
+  /** Get the events of a watch */
+  getWatchEvents: {
+    path: { workspace_id: models.WorkspaceID; watch_id: models.WatchID };
+    query: { after?: number; follow?: boolean };
     body: undefined;
     result: undefined;
   };
