@@ -42,15 +42,17 @@ func (w *world) grown(as string) map[string]string {
 	var fork api.ForkResult
 	var s api.Session
 	var port api.Port
+	var watch api.Watch
 	var key api.APIKey
 	send("POST", "/v1/workspaces", `{}`, &ws)
 	send("POST", "/v1/workspaces/"+ws.ID+"/checkpoints", `{}`, &cp)
 	send("POST", "/v1/checkpoints/"+cp.ID+"/fork", `{}`, &fork)
 	send("POST", "/v1/workspaces/"+ws.ID+"/exec", `{"command":["true"],"wait":false}`, &s)
 	send("POST", "/v1/workspaces/"+ws.ID+"/ports", `{"guest_port":1}`, &port)
+	send("POST", "/v1/workspaces/"+ws.ID+"/watches", `{"path":"/"}`, &watch)
 	send("GET", "/v1/self", "", &key)
 	return map[string]string{
-		"ws": ws.ID, "ckpt": cp.ID, "sess": s.ID, "op": fork.OperationID, "port": port.ID, "prj": key.ProjectID, "key": key.ID,
+		"ws": ws.ID, "ckpt": cp.ID, "sess": s.ID, "op": fork.OperationID, "port": port.ID, "watch": watch.ID, "prj": key.ProjectID, "key": key.ID,
 		"rnr": string(w.runner.ID()), // which belongs to nobody
 	}
 }
@@ -59,7 +61,7 @@ func (w *world) grown(as string) map[string]string {
 func nobodys() map[string]string {
 	return map[string]string{
 		"ws": string(core.NewID[core.WorkspaceID]()), "ckpt": string(core.NewID[core.CheckpointID]()), "sess": string(core.NewID[core.SessionID]()),
-		"op": string(core.NewID[core.OperationID]()), "port": string(core.NewID[core.PortID]()), "prj": string(core.NewID[core.ProjectID]()),
+		"op": string(core.NewID[core.OperationID]()), "port": string(core.NewID[core.PortID]()), "watch": string(core.NewID[core.WatchID]()), "prj": string(core.NewID[core.ProjectID]()),
 		"key": string(core.NewID[core.KeyID]()), "rnr": string(core.NewID[core.RunnerID]()),
 	}
 }
