@@ -27,7 +27,7 @@ const nobody = "65534:65534"
 func userDir(t *testing.T) string {
 	t.Helper()
 	require.Root(t)
-	dir, err := os.MkdirTemp("/tmp", "coppice-files-")
+	dir, err := os.MkdirTemp("/tmp", "coppice-files-") //nolint:usetesting // nobody may not enter t.TempDir
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -41,7 +41,7 @@ func userDir(t *testing.T) string {
 func (a *testAgent) put(path, query, body string) (guestapi.FileInfo, error) {
 	a.t.Helper()
 	var info guestapi.FileInfo
-	b, _, err := a.do(http.MethodPut, guestapi.PathFileContent+"?path="+url.QueryEscape(path)+query, strings.NewReader(body))
+	b, _, err := a.do(http.MethodPut, guestapi.PathFileContent+"?path="+url.QueryEscape(path)+query, strings.NewReader(body)) //nolint:bodyclose // do has read and closed it
 	if err == nil {
 		err = json.Unmarshal(b, &info)
 	}
@@ -310,7 +310,7 @@ func TestUserThreadsAreBounded(t *testing.T) {
 	release, running, ended := make(chan struct{}), make(chan struct{}), make(chan error)
 	for range maxUserThreads {
 		go func() {
-			ended <- u.as(context.Background(), cred, func() error {
+			ended <- u.as(t.Context(), cred, func() error {
 				running <- struct{}{}
 				<-release
 				return nil

@@ -55,7 +55,7 @@ func (a *Agent) watchEvents(w http.ResponseWriter, r *http.Request) error {
 	w.WriteHeader(http.StatusOK)
 	flush := http.NewResponseController(w).Flush
 	if flush() != nil {
-		return nil // the reader is gone
+		return nil //nolint:nilerr // the reader is gone
 	}
 	lines := json.NewEncoder(w)
 	_ = a.watches.Read(r.Context(), id, after, answer.BoolParam(r, "follow"), func(e guestapi.WatchEvent) error {

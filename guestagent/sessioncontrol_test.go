@@ -22,7 +22,7 @@ func TestSignalTargets(t *testing.T) {
 			t.Parallel()
 			s := a.start(guestapi.SessionSpec{Command: []string{"sh", "-c", `sh -c '` + child + `' sh $$ & trap 'echo parent; exit' TERM; echo up; while :; do wait $!; done`}})
 			eventually(t, func() bool {
-				out, _ := a.output(s.ID, "")
+				out, _ := a.output(s.ID, "") //nolint:bodyclose // output has read and closed it
 				return strings.Count(out, "up") == 2
 			})
 			if _, err := ask[struct{}](a, http.MethodPost, a.route(guestapi.PathSessionSignal, s.ID), guestapi.Signal{Signal: "TERM", Target: target}); err != nil {
@@ -36,7 +36,7 @@ func TestSignalTargets(t *testing.T) {
 				})
 				return
 			}
-			if out, _ := a.output(s.ID, ""); !strings.Contains(out, "parent") || strings.Contains(out, "child") {
+			if out, _ := a.output(s.ID, ""); !strings.Contains(out, "parent") || strings.Contains(out, "child") { //nolint:bodyclose // likewise
 				t.Errorf("%q", out)
 			}
 		})

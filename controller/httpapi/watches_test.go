@@ -33,7 +33,7 @@ func TestWatches(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer res.Body.Close()
-	if res.StatusCode != 200 || res.Header.Get("Content-Type") != "application/x-ndjson" {
+	if res.StatusCode != http.StatusOK || res.Header.Get("Content-Type") != "application/x-ndjson" {
 		t.Fatalf("%d %v", res.StatusCode, res.Header)
 	}
 	lines := bufio.NewScanner(res.Body)

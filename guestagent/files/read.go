@@ -184,7 +184,7 @@ func (l *lister) dir(path string, depth, flags int) error {
 		p := filepath.Join(path, name)
 		if len(l.out.Entries) >= MaxListing || l.text+len(p) > maxListText || l.r.Context().Err() != nil {
 			l.out.Truncated = true
-			return nil
+			return nil //nolint:nilerr // err is the end of the directory
 		}
 		info, err := l.details.look(p)
 		if err != nil {

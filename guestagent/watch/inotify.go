@@ -70,7 +70,7 @@ func (w *Watch) addBelow(path string, found func(path string, dir bool)) error {
 			d, err = os.OpenFile(path, unix.O_DIRECTORY|unix.O_NONBLOCK, 0) // a link to a directory is what was asked for
 		}
 		if err != nil {
-			return nil //nolint:nilerr // removed meanwhile, or it may be watched and not listed
+			return nil // removed meanwhile, or it may be watched and not listed
 		}
 	}
 	defer func() { _ = d.Close() }()
@@ -190,7 +190,7 @@ func (w *Watch) grow(path string, fresh bool) {
 	err := w.do(context.Background(), func() error {
 		var st unix.Stat_t
 		if unix.Lstat(path, &st) != nil || st.Dev != w.dev || st.Mode&unix.S_IFMT != unix.S_IFDIR {
-			return nil
+			return nil //nolint:nilerr // it has gone again
 		}
 		return w.add(path, unix.IN_DONT_FOLLOW, found)
 	})
