@@ -83,29 +83,25 @@ function plain(error: NodeJS.ErrnoException): string {
 /** sendBody sends a stream once the server wants it, or has not said that it does not. */
 async function sendBody(req: http.ClientRequest, body: Bytes, answered: () => boolean): Promise<void> {
   req.flushHeaders();
-  await new Promise<void>((resolve) => {
-    const timer = setTimeout(resolve, continueAfter);
-    const go = (): void => {
-      clearTimeout(timer);
-      resolve();
-    };
-    for (const event of ["continue", "response", "error", "close"]) req.once(event, go);
-  });
+  await first(req, ["continue", "response", "error", "close"], continueAfter);
   const source = body instanceof Blob ? chunks(body.stream()) : (body as AsyncIterable<Uint8Array>);
   for await (const chunk of source) {
     if (answered() || req.destroyed) break;
-    if (!req.write(chunk)) await Promise.race([drained(req), closed(req)]);
+    if (!req.write(chunk)) await first(req, ["drain", "response", "error", "close"]);
   }
   if (!req.destroyed) req.end();
 }
 
-function drained(req: http.ClientRequest): Promise<void> {
-  return new Promise((resolve) => req.once("drain", resolve));
-}
-
-function closed(req: http.ClientRequest): Promise<void> {
+/** first waits for the first of some events, or for a time. */
+function first(req: http.ClientRequest, events: string[], ms?: number): Promise<void> {
   return new Promise((resolve) => {
-    for (const event of ["response", "error", "close"]) req.once(event, () => resolve());
+    const done = (): void => {
+      clearTimeout(timer);
+      for (const event of events) req.off(event, done);
+      resolve();
+    };
+    const timer = ms === undefined ? undefined : setTimeout(done, ms);
+    for (const event of events) req.on(event, done);
   });
 }
 

@@ -195,6 +195,18 @@ describe.each(wires)("files over %s", (_, wire) => {
     expect(server.requests.at(-1)?.headers["content-type"]).toBe("application/octet-stream");
   });
 
+  test("a long upload in many pieces leaves no listeners behind", async () => {
+    const warnings: string[] = [];
+    const warned = (warning: Error): void => void warnings.push(warning.name);
+    process.on("warning", warned);
+    await using server = await new TestServer((_request, response) => json(response, 200, { id: workspaceId })).start();
+    const ws = await workspaceOf(wire(), server);
+    await ws.files.write("/f", stream(...Array.from({ length: 64 }, () => new Uint8Array(128 << 10))));
+    expect(server.requests.at(-1)?.body).toHaveLength(8 << 20);
+    process.off("warning", warned);
+    expect(warnings).toEqual([]);
+  });
+
   test("a refused upload is an error, and never repeated", async () => {
     await using server = await new TestServer((request, response) => {
       if (request.method === "GET") json(response, 200, { id: workspaceId });
