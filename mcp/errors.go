@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"net/url"
 	"strings"
 
 	sdk "github.com/modelcontextprotocol/go-sdk/mcp"
@@ -81,6 +82,9 @@ func explain(err error) *fault {
 	case errors.Is(err, context.DeadlineExceeded):
 		f = &fault{code: codeTimeout, detail: fmt.Sprintf("the call did not end within %s", maxCall)}
 	default:
+		if e := (*url.Error)(nil); errors.As(err, &e) {
+			err = e.Err // an address within the cluster is not for every caller
+		}
 		f = &fault{code: codeServer, detail: err.Error()}
 	}
 	if f.hint == "" {

@@ -17,6 +17,7 @@ import (
 // The bounds of all callers over HTTP together.
 const (
 	maxRequests    = 256  // requests at the same time, of keys that are known to be valid
+	maxOfProject   = 64   // of them of one project, which may have many keys
 	maxTenants     = 1024 // keys that the server remembers
 	maxStrangers   = 32   // keys that it asks the API about for the first time, at the same time
 	strangersRate  = 50   // of them in a second
@@ -28,6 +29,7 @@ const (
 type tenant struct {
 	client   *coppice.Client
 	server   *sdk.Server
+	project  string    // of the key
 	requests slots     // of this key
 	users    int       // requests that have this entry; tenants.mu guards it
 	used     time.Time // tenants.mu guards it
@@ -36,7 +38,7 @@ type tenant struct {
 // tenants admits requests over HTTP.
 //
 // Every request is checked with the API, so a revoked key ends with its next request. A request takes a shared slot only
-// after that, and at most maxCalls for a key. The check of a key that was valid before takes a slot of this key; checks
+// after that, at most maxCalls for a key and maxOfProject for a project. The check of a key that was valid before takes a slot of this key; checks
 // of unknown keys have slots and a rate of their own. So neither wrong keys nor one tenant can keep other tenants out.
 type tenants struct {
 	cfg       Config
@@ -48,12 +50,13 @@ type tenants struct {
 
 	mu    sync.Mutex // guards the fields below
 	known map[[sha256.Size]byte]*tenant
+	busy  map[string]int // requests by project
 }
 
 func newTenants(cfg Config, t *transport) *tenants {
 	return &tenants{
 		cfg: cfg, transport: t, cache: sdk.NewSchemaCache(), shared: make(slots, maxRequests), strangers: make(slots, maxStrangers),
-		rate: rate.NewLimiter(strangersRate, strangersRate), known: map[[sha256.Size]byte]*tenant{},
+		rate: rate.NewLimiter(strangersRate, strangersRate), known: map[[sha256.Size]byte]*tenant{}, busy: map[string]int{},
 	}
 }
 
@@ -84,35 +87,63 @@ func (ts *tenants) admit(ctx context.Context, key string) (*tenant, *hold, *refu
 	if !t.requests.try() {
 		return nil, nil, refuse(http.StatusTooManyRequests, codeBusy, "this key has as many requests as it may have at the same time")
 	}
-	if no := ts.verify(ctx, t.client); no != nil {
+	if _, no := ts.verify(ctx, t.client); no != nil {
 		t.requests.free()
 		if no.status == http.StatusUnauthorized {
 			ts.forget(sum, t)
 		}
 		return nil, nil, no
 	}
+	if !ts.begin(t.project) {
+		t.requests.free()
+		return nil, nil, refuse(http.StatusTooManyRequests, codeBusy, "the project of this key has as many requests as it may have at the same time")
+	}
 	if !ts.shared.try() {
+		ts.end(t.project)
 		t.requests.free()
 		return nil, nil, refuse(http.StatusServiceUnavailable, codeBusy, "the server has as many requests as it may have at the same time")
 	}
-	return t, &hold{holders: 1, free: func() { ts.shared.free(); t.requests.free() }}, nil
+	return t, &hold{holders: 1, free: func() {
+		ts.shared.free()
+		ts.end(t.project)
+		t.requests.free()
+	}}, nil
+}
+
+// begin counts a request of a project, unless the project has as many as it may have.
+func (ts *tenants) begin(project string) bool {
+	ts.mu.Lock()
+	defer ts.mu.Unlock()
+	if ts.busy[project] >= maxOfProject {
+		return false
+	}
+	ts.busy[project]++
+	return true
+}
+
+func (ts *tenants) end(project string) {
+	ts.mu.Lock()
+	defer ts.mu.Unlock()
+	if ts.busy[project]--; ts.busy[project] == 0 {
+		delete(ts.busy, project)
+	}
 }
 
 // verify asks the API whether a key is valid now.
-func (ts *tenants) verify(ctx context.Context, client *coppice.Client) *refusal {
+func (ts *tenants) verify(ctx context.Context, client *coppice.Client) (project string, no *refusal) {
 	ctx, cancel := context.WithTimeout(ctx, verifyPatience)
 	defer cancel()
-	_, err := client.Self(ctx)
+	key, err := client.Self(ctx)
 	switch {
 	case err == nil:
-		return nil
+		return key.ProjectID, nil
 	case errors.Is(err, coppice.CodeUnauthenticated):
-		return refuse(http.StatusUnauthorized, string(coppice.CodeUnauthenticated), "the API key is wrong, expired or revoked")
+		return "", refuse(http.StatusUnauthorized, string(coppice.CodeUnauthenticated), "the API key is wrong, expired or revoked")
 	case errors.Is(err, coppice.CodeRateLimited):
-		return refuse(http.StatusTooManyRequests, string(coppice.CodeRateLimited), "the API takes no more requests of this key for now")
+		return "", refuse(http.StatusTooManyRequests, string(coppice.CodeRateLimited), "the API takes no more requests of this key for now")
 	}
 	ts.cfg.Log.Warn("the API could not check a key", "error", err)
-	return refuse(http.StatusServiceUnavailable, codeServer, "the API could not check the key")
+	return "", refuse(http.StatusServiceUnavailable, codeServer, "the API could not check the key")
 }
 
 // meet makes the entry of a key that is not known, if the API accepts the key.
@@ -129,10 +160,11 @@ func (ts *tenants) meet(ctx context.Context, sum [sha256.Size]byte, key string) 
 		ts.cfg.Log.Error("no client for a key", "error", err)
 		return nil, refuse(http.StatusInternalServerError, codeInternal, "the MCP server failed")
 	}
-	if no := ts.verify(ctx, client); no != nil {
+	project, no := ts.verify(ctx, client)
+	if no != nil {
 		return nil, no
 	}
-	t := &tenant{client: client, server: newServer(ts.cfg, client, ts.cache, enterHeld), requests: make(slots, maxCalls), users: 1, used: time.Now()}
+	t := &tenant{client: client, project: project, server: newServer(ts.cfg, client, ts.cache, enterHeld), requests: make(slots, maxCalls), users: 1, used: time.Now()}
 	ts.mu.Lock()
 	defer ts.mu.Unlock()
 	if other := ts.known[sum]; other != nil { // another request was faster
