@@ -3,6 +3,7 @@ package mcp
 import (
 	"context"
 	"fmt"
+	"maps"
 	"strings"
 	"time"
 
@@ -37,9 +38,7 @@ func viewCheckpoint(cp coppice.Checkpoint) checkpointView {
 	for k, l := range cp.Labels {
 		v.Labels[k] = l
 	}
-	for k, a := range cp.Annotations {
-		v.Annotations[k] = a
-	}
+	maps.Copy(v.Annotations, cp.Annotations)
 	return v
 }
 

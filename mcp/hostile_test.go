@@ -3,6 +3,7 @@ package mcp_test
 import (
 	"encoding/json"
 	"io"
+	"maps"
 	"net/http"
 	"net/http/httptest"
 	"slices"
@@ -45,9 +46,7 @@ func (w *world) recorder(t *testing.T) *recorder {
 			return
 		}
 		defer res.Body.Close()
-		for k, v := range res.Header {
-			rw.Header()[k] = v
-		}
+		maps.Copy(rw.Header(), res.Header)
 		rw.WriteHeader(res.StatusCode)
 		_, _ = io.Copy(rw, res.Body)
 	}))

@@ -238,7 +238,7 @@ func ServeHTTP(ctx context.Context, cfg HTTPConfig, address string) error {
 		return err
 	}
 	s := &http.Server{Handler: h, ReadHeaderTimeout: 10 * time.Second, IdleTimeout: 2 * time.Minute, MaxHeaderBytes: maxHeader}
-	cfg.Log.Info("serving MCP over HTTP", "url", "http://"+listener.Addr().String()+pathMCP, "read_only", cfg.ReadOnly)
+	cfg.Log.InfoContext(ctx, "serving MCP over HTTP", "url", "http://"+listener.Addr().String()+pathMCP, "read_only", cfg.ReadOnly)
 	done := make(chan error, 1)
 	go func() { done <- s.Serve(listener) }()
 	select {

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"io"
 	"log/slog"
+	"maps"
 	"net/http"
 	"net/http/httptest"
 	"strings"
@@ -168,9 +169,7 @@ type answer struct {
 func post(t *testing.T, url string, header map[string]string, body string) answer {
 	t.Helper()
 	all := map[string]string{"Content-Type": "application/json", "Accept": "application/json, text/event-stream", "Mcp-Protocol-Version": "2025-06-18"}
-	for k, v := range header {
-		all[k] = v
-	}
+	maps.Copy(all, header)
 	return send(t, http.MethodPost, url+"/mcp", all, body)
 }
 

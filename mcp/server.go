@@ -130,7 +130,7 @@ func guard(log *slog.Logger, enter admission) sdk.Middleware {
 			call, isCall := req.(*sdk.CallToolRequest)
 			defer func() {
 				if p := recover(); p != nil {
-					log.Error("a call panicked", "method", method, "panic", p, "stack", string(debug.Stack()))
+					log.ErrorContext(ctx, "a call panicked", "method", method, "panic", p, "stack", string(debug.Stack()))
 					err = &fault{code: codeInternal, detail: "the MCP server failed"}
 				}
 				if isCall {
@@ -222,7 +222,7 @@ func ServeStdio(ctx context.Context, cfg Config, token string, in io.ReadCloser,
 	if err != nil {
 		return err
 	}
-	cfg.Log.Info("serving MCP on standard input and output", "project", key.ProjectID, "key", key.ID, "read_only", cfg.ReadOnly)
+	cfg.Log.InfoContext(ctx, "serving MCP on standard input and output", "project", key.ProjectID, "key", key.ID, "read_only", cfg.ReadOnly)
 	calls := make(slots, maxCalls)
 	err = newServer(cfg, client, nil, calls.enter).Run(ctx, &sdk.IOTransport{Reader: in, Writer: out, MaxLineLength: maxMessage})
 	if errors.Is(err, context.Canceled) && ctx.Err() != nil || errors.Is(err, io.EOF) {

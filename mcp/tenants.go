@@ -142,7 +142,7 @@ func (ts *tenants) verify(ctx context.Context, client *coppice.Client) (project 
 	case errors.Is(err, coppice.CodeRateLimited):
 		return "", refuse(http.StatusTooManyRequests, string(coppice.CodeRateLimited), "the API takes no more requests of this key for now")
 	}
-	ts.cfg.Log.Warn("the API could not check a key", "error", err)
+	ts.cfg.Log.WarnContext(ctx, "the API could not check a key", "error", err)
 	return "", refuse(http.StatusServiceUnavailable, codeServer, "the API could not check the key")
 }
 
@@ -157,7 +157,7 @@ func (ts *tenants) meet(ctx context.Context, sum [sha256.Size]byte, key string) 
 	}
 	client, err := ts.transport.client(ts.cfg, key)
 	if err != nil {
-		ts.cfg.Log.Error("no client for a key", "error", err)
+		ts.cfg.Log.ErrorContext(ctx, "no client for a key", "error", err)
 		return nil, refuse(http.StatusInternalServerError, codeInternal, "the MCP server failed")
 	}
 	project, no := ts.verify(ctx, client)

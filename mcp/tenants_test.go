@@ -63,7 +63,7 @@ func TestRequestsAreBounded(t *testing.T) {
 	if no != nil {
 		t.Fatal(no)
 	}
-	for ts.begin("") { //nolint:revive // it fills the project's room
+	for ts.begin("") {
 	}
 	if _, _, no := ts.admit(t.Context(), "other"); no == nil || no.status != http.StatusTooManyRequests {
 		t.Errorf("another key of a project that is full: %+v", no)
@@ -71,7 +71,7 @@ func TestRequestsAreBounded(t *testing.T) {
 	for ts.busy[""] > 1 {
 		ts.end("")
 	}
-	for ts.shared.try() { //nolint:revive // it fills the rest
+	for ts.shared.try() {
 	}
 	if _, _, no := ts.admit(t.Context(), "other"); no == nil || no.status != http.StatusServiceUnavailable || no.code != codeBusy {
 		t.Errorf("one more request: %+v", no)
