@@ -16,13 +16,14 @@ import (
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
 	"github.com/coppice-dev/coppice/internal/undo"
 	"github.com/coppice-dev/coppice/runner/checkpoints"
+	"github.com/coppice-dev/coppice/runner/lease"
 	"github.com/coppice-dev/coppice/runner/vmm"
 )
 
 // takeOver adopts the sandboxes that an earlier runner left running, and takes down everything else that this runner left. It is
 // called before anything is started. A sandbox that cannot be adopted is remembered as dead, with the cause: it is never replaced.
 func (r *Runner) takeOver(ctx context.Context, list []leftover) error {
-	expired := r.leaseExpired()
+	expired := r.lease.Expired()
 	var mu sync.Mutex // guards doomed and kept
 	var doomed []leftover
 	var kept []*sandbox
@@ -37,7 +38,7 @@ func (r *Runner) takeOver(ctx context.Context, list []leftover) error {
 			places <- struct{}{}
 			defer func() { <-places }()
 			var s *sandbox
-			var err error = errLeaseExpired
+			var err error = lease.ErrExpired
 			if !expired {
 				s, err = r.adopt(ctx, l.journal)
 			}

@@ -227,7 +227,7 @@ func TestNotTakenOver(t *testing.T) {
 		"namespace is another's": {spoil: func(_ *fakeRig, s *sandbox) { _ = s.ns.Assign(t.Context(), core.Identity{Hostname: "x"}) }, want: "not taken over when its runner"},
 		"VMM is unknown":         {spoil: edit(func(j map[string]any) { j["handle"].(map[string]any)["driver"] = "nested" }), want: `its VMM is "nested", which this runner does not know`},
 		"place is beyond":        {spoil: edit(func(j map[string]any) { j["slot"] = 1000 }), want: "its place, number 1000"},
-		"lease is over":          {spoil: func(r *fakeRig, _ *sandbox) { _ = r.Attempt()(time.Nanosecond) }, want: "no word from the controller"},
+		"lease is over":          {spoil: func(r *fakeRig, _ *sandbox) { _ = r.lease.Attempt()(time.Nanosecond) }, want: "no word from the controller"},
 		"journal is damaged": {spoil: func(_ *fakeRig, s *sandbox) {
 			_ = os.WriteFile(filepath.Join(s.runDir, journalFile), []byte("{\"ver"), 0o600)
 		}, silent: true},
@@ -333,13 +333,13 @@ func TestLease(t *testing.T) {
 	r := newFakeRig(t, func(*Config) {})
 	template := r.boot()
 	ids := []core.SandboxID{r.fork(template), r.fork(template)}
-	if err := r.Attempt()(time.Minute); err != nil {
+	if err := r.lease.Attempt()(time.Minute); err != nil {
 		t.Fatal(err)
 	}
-	if r.leaseExpired() {
+	if r.lease.Expired() {
 		t.Error("the lease is over within its time")
 	}
-	early := r.Attempt() // what is answered late counts from its beginning
+	early := r.lease.Attempt() // what is answered late counts from its beginning
 	if err := early(10 * time.Millisecond); err != nil {
 		t.Fatal(err)
 	}
@@ -366,7 +366,7 @@ func TestLease(t *testing.T) {
 	if _, err := r.Fork(t.Context(), runnerapi.Fork{CheckpointID: template, Children: []runnerapi.Child{r.child()}}); core.CodeOf(err) != core.CodeRunnerUnreachable {
 		t.Errorf("a fork without a lease: %v", err)
 	}
-	if err := r.Attempt()(time.Minute); err != nil {
+	if err := r.lease.Attempt()(time.Minute); err != nil {
 		t.Fatal(err)
 	}
 	r.Forget(ids...)

@@ -17,6 +17,7 @@ import (
 	"github.com/coppice-dev/coppice/runner/checkpoints"
 	"github.com/coppice-dev/coppice/runner/guest"
 	"github.com/coppice-dev/coppice/runner/hostlimit"
+	"github.com/coppice-dev/coppice/runner/lease"
 	"github.com/coppice-dev/coppice/runner/memory"
 	"github.com/coppice-dev/coppice/runner/vmm"
 )
@@ -181,8 +182,8 @@ func (r *Runner) register(s *sandbox) error {
 	if r.runCtx.Err() != nil {
 		return errStopping
 	}
-	if r.fenced {
-		return errFenced
+	if r.lease.Fenced() {
+		return lease.ErrFenced
 	}
 	s.work <- struct{}{}
 	r.sandboxes[id] = s

@@ -9,6 +9,8 @@ import (
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
+	"github.com/coppice-dev/coppice/internal/atomicfile"
+	"github.com/coppice-dev/coppice/internal/bootclock"
 	"github.com/coppice-dev/coppice/runner/roots"
 	"github.com/coppice-dev/coppice/runner/vmm"
 )
@@ -61,24 +63,12 @@ type sandboxJournal struct {
 }
 
 func (s *shell) writeJournal() error {
-	s.Version, s.Boot = journalVersion, bootID()
+	s.Version, s.Boot = journalVersion, bootclock.BootID()
 	s.Shape = journalShape{Base: s.shape.base, Image: s.shape.image, Root: s.shape.root, Resources: s.shape.resources, DiskBytes: s.shape.diskBytes}
-	if err := replaceJSON(filepath.Join(s.runDir, journalFile), s.journal); err != nil {
+	if err := atomicfile.ReplaceJSON(filepath.Join(s.runDir, journalFile), s.journal); err != nil {
 		return fmt.Errorf("write the journal of shell %s: %w", s.ID, err)
 	}
 	return nil
-}
-
-// replaceJSON replaces a file completely or not at all, even if this process dies meanwhile.
-func replaceJSON(path string, v any) error {
-	b, err := json.Marshal(v)
-	if err != nil {
-		return err
-	}
-	if err := os.WriteFile(path+".new", b, 0o600); err != nil {
-		return err
-	}
-	return os.Rename(path+".new", path)
 }
 
 // record changes the journal of a sandbox.
@@ -150,7 +140,7 @@ func (r *Runner) readJournal(name string) (*journal, error) {
 	case j.ClusterID != "" && j.ClusterID != r.cfg.ClusterID:
 		return nil, core.Errorf(core.FailedPrecondition, core.CodeStateConflict,
 			"%s holds sandboxes of another cluster (%s); give this runner a run directory of its own", r.cfg.RunDir, core.Clip(j.ClusterID))
-	case j.Boot != "" && j.Boot != bootID():
+	case j.Boot != "" && j.Boot != bootclock.BootID():
 		return nil, nil //nolint:nilnil // see above
 	case j.Version != journalVersion || string(j.ID) != name:
 		r.cfg.Log.Warn("journal of a sandbox is not understood", "shell_id", name, "version", j.Version)
@@ -168,7 +158,7 @@ func Inhabited(runDir string) bool {
 			continue
 		}
 		var j journal
-		if err != nil || json.Unmarshal(b, &j) != nil || j.Boot == bootID() && j.Handle != nil && j.Sandbox != nil {
+		if err != nil || json.Unmarshal(b, &j) != nil || j.Boot == bootclock.BootID() && j.Handle != nil && j.Sandbox != nil {
 			return true
 		}
 	}

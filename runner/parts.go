@@ -9,6 +9,7 @@ import (
 	"github.com/coppice-dev/coppice/runner/compare"
 	"github.com/coppice-dev/coppice/runner/fetch"
 	"github.com/coppice-dev/coppice/runner/lazy"
+	"github.com/coppice-dev/coppice/runner/lease"
 	"github.com/coppice-dev/coppice/runner/roots"
 	"github.com/coppice-dev/coppice/runner/sealing"
 )
@@ -43,7 +44,7 @@ func newRebaser(r *Runner) *checkpoints.Rebaser {
 func newSealer(r *Runner) *sealing.Sealer {
 	return sealing.New(sealing.Config{
 		DataDir: r.cfg.DataDir, Blobs: r.blobs, Keys: &r.keys, Throttle: r.cfg.Store.Throttle, Checkpoints: r.checkpoints, Bases: r.bases, Roots: r.roots,
-		Incomplete: r.lazy, WorkingSets: &r.lazy.WorkingSets, Rehearsals: rehearsals{r}, WhileLeased: r.whileLeased, Fenced: errFenced, Log: r.cfg.Log,
+		Incomplete: r.lazy, WorkingSets: &r.lazy.WorkingSets, Rehearsals: rehearsals{r}, WhileLeased: r.lease.While, Fenced: lease.ErrFenced, Log: r.cfg.Log,
 	})
 }
 

@@ -24,6 +24,7 @@ import (
 	"github.com/coppice-dev/coppice/runner/fetch"
 	"github.com/coppice-dev/coppice/runner/hostport"
 	"github.com/coppice-dev/coppice/runner/lazy"
+	"github.com/coppice-dev/coppice/runner/lease"
 	"github.com/coppice-dev/coppice/runner/memory"
 	"github.com/coppice-dev/coppice/runner/room"
 	"github.com/coppice-dev/coppice/runner/roots"
@@ -56,6 +57,7 @@ type Runner struct {
 	starting    chan struct{} // a place per child that is being started
 	draws       draws
 	attestor    *attestor.Attestor
+	lease       *lease.Lease
 	objects     chan struct{} // a place per read of another runner
 	started     time.Time
 
@@ -73,13 +75,6 @@ type Runner struct {
 	dead      map[core.SandboxID]runnerapi.Sandbox
 	adopted   []*sandbox // of an earlier runner; Run begins to watch them
 	debris    []string   // directories that could not be removed
-
-	leaseUntil time.Duration   // by bootclock
-	lastEpoch  int64           // of the lease
-	keptEpoch  int64           // that the disk has
-	fenced     bool            // the lease has ended: the runner takes no work
-	leased     context.Context // ends with the lease
-	endLease   context.CancelCauseFunc
 
 	usages usages
 }
@@ -126,7 +121,7 @@ func New(ctx context.Context, cfg Config) (_ *Runner, err error) {
 	if err != nil {
 		return nil, fmt.Errorf("look for what an earlier runner left: %w", err)
 	}
-	if err := r.loadLease(); err != nil {
+	if r.lease, err = lease.Open(lease.Config{DataDir: cfg.DataDir, RunDir: cfg.RunDir, Default: cfg.Lease}); err != nil {
 		return nil, err
 	}
 	r.hostPorts = hostport.New(cfg.Forward)
@@ -202,7 +197,7 @@ func (r *Runner) shellsDir() string { return filepath.Join(r.cfg.DataDir, "shell
 // Run does the background work until ctx ends, and then takes every sandbox down, or leaves them (Config.Leave). Checkpoints stay.
 func (r *Runner) Run(ctx context.Context) error {
 	r.wg.Go(func() { r.warm.run(r.runCtx) })
-	r.wg.Go(func() { r.guard(r.runCtx) })
+	r.wg.Go(func() { r.lease.Guard(r.runCtx, r.fenceExpired) })
 	r.wg.Go(func() { r.tidy(r.runCtx) })
 	r.wg.Go(func() { r.lazy.Run(r.runCtx) })
 	r.wg.Go(func() { r.egress.run(r.runCtx) })
@@ -231,8 +226,8 @@ func (r *Runner) enter() (leave func(), err error) {
 	if r.runCtx.Err() != nil {
 		return nil, errStopping
 	}
-	if r.fenced {
-		return nil, errFenced
+	if r.lease.Fenced() {
+		return nil, lease.ErrFenced
 	}
 	r.wg.Add(1)
 	return r.wg.Done, nil

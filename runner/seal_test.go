@@ -16,6 +16,7 @@ import (
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/runner/checkpoints"
+	"github.com/coppice-dev/coppice/runner/lease"
 	"github.com/coppice-dev/coppice/runner/memory"
 	"github.com/coppice-dev/coppice/runner/vmm"
 	"github.com/coppice-dev/coppice/snapshotstore/blob"
@@ -426,7 +427,7 @@ func TestSealEndsWithTheLease(t *testing.T) {
 	p := newSealPool(t)
 	slow := &slowPut{Blobs: p.blobs, begun: make(chan error, 1000), going: make(chan struct{})}
 	r := newFakeRig(t, func(c *Config) { c.Store.Blobs = slow })
-	if err := r.Attempt()(time.Hour); err != nil {
+	if err := r.lease.Attempt()(time.Hour); err != nil {
 		t.Fatal(err)
 	}
 	template := r.boot()
@@ -463,11 +464,11 @@ func TestSealEndsWithTheLease(t *testing.T) {
 		}
 	}
 	wait("an upload begins", func(err error) bool { return err == nil })
-	if err := r.Attempt()(time.Nanosecond); err != nil {
+	if err := r.lease.Attempt()(time.Nanosecond); err != nil {
 		t.Fatal(err)
 	}
-	wait("it is broken off", func(err error) bool { return errors.Is(err, errFenced) })
-	p.wait(t, "the controller is told, should it hear", func() bool { return len(p.failed) > 0 && p.failed[0].Code == errFenced.Code })
+	wait("it is broken off", func(err error) bool { return errors.Is(err, lease.ErrFenced) })
+	p.wait(t, "the controller is told, should it hear", func() bool { return len(p.failed) > 0 && p.failed[0].Code == lease.ErrFenced.Code })
 	close(slow.going) // it would be written now
 	for range 3 {
 		select {
@@ -477,7 +478,7 @@ func TestSealEndsWithTheLease(t *testing.T) {
 		}
 	}
 	p.wait(t, "nothing is begun without a lease", func() bool { return p.attempts[template] == 1 && len(p.stored) == 0 })
-	if err := r.Attempt()(time.Hour); err != nil {
+	if err := r.lease.Attempt()(time.Hour); err != nil {
 		t.Fatal(err)
 	}
 	p.wait(t, "it is sealed by the next attempt", func() bool { _, there := p.stored[template]; return there && p.attempts[template] == 2 })

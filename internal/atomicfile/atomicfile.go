@@ -104,3 +104,16 @@ func RemoveTemporary(dir string) error {
 	}
 	return errors.Join(errs...)
 }
+
+// ReplaceJSON replaces a file completely or not at all, even if this process dies meanwhile. It does not sync: a power
+// cut may lose the file.
+func ReplaceJSON(path string, v any) error {
+	b, err := json.Marshal(v)
+	if err != nil {
+		return err
+	}
+	if err := os.WriteFile(path+".new", b, 0o600); err != nil {
+		return err
+	}
+	return os.Rename(path+".new", path)
+}

@@ -27,7 +27,7 @@ func (l *Link) beat(ctx context.Context) (time.Duration, error) {
 		if sent, err = l.collect(); err != nil {
 			return err
 		}
-		answered, began, out = l.runner.Attempt(), time.Now(), runnerapi.Heartbeated{}
+		answered, began, out = l.runner.Lease().Attempt(), time.Now(), runnerapi.Heartbeated{}
 		path, body := runnerapi.PathHeartbeat, any(sent.Whole)
 		if sent.Differences != nil {
 			path, body = runnerapi.PathBeats, sent.Differences
@@ -70,16 +70,16 @@ func (l *Link) register(ctx context.Context) error {
 		return err
 	}
 	var out runnerapi.Registered
-	in := runnerapi.Register{Info: info, Endpoint: l.cfg.Endpoint, DataURL: l.cfg.DataURL, OwnDataCert: l.cfg.OwnDataCert, LeaseEpoch: l.runner.LastEpoch()}
+	in := runnerapi.Register{Info: info, Endpoint: l.cfg.Endpoint, DataURL: l.cfg.DataURL, OwnDataCert: l.cfg.OwnDataCert, LeaseEpoch: l.runner.Lease().LastEpoch()}
 	if in.AttestationRequest, err = l.runner.Attestor().Request(); err != nil {
 		return err
 	}
-	answered := l.runner.Attempt()
+	answered := l.runner.Lease().Attempt()
 	if err := l.post(ctx, runnerapi.PathRegister, in, &out); err != nil {
 		return err
 	}
 	l.certify(ctx, out.ClusterID, out.AttestationCertificate)
-	if err := l.runner.KeepEpoch(out.LeaseEpoch); err != nil { // the lease is not used then: nothing would beat for it
+	if err := l.runner.Lease().KeepEpoch(out.LeaseEpoch); err != nil { // the lease is not used then: nothing would beat for it
 		return err
 	}
 	if err := answered(seconds(out.FenceSeconds)); err != nil {

@@ -262,7 +262,7 @@ func TestRegistrationsNameTheLastEpoch(t *testing.T) {
 	}
 	x.set(func(c *controller) { c.epoch, c.fenced = 7, true })
 	eventually.True(t, "the runner registers again", registered(2))
-	eventually.True(t, "the epoch is kept", func() bool { return x.runner.LastEpoch() == 8 })
+	eventually.True(t, "the epoch is kept", func() bool { return x.runner.Lease().LastEpoch() == 8 })
 	x.stop()
 	x.start()
 	eventually.True(t, "the next process registers", registered(3))
