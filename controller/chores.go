@@ -21,26 +21,27 @@ const (
 // chores is the periodic work that one controller does for all. It does not include the repairs after a crash (reconcileLoop), because
 // an election may take a quarter of a minute.
 func (c *Controller) chores() []Chore {
+	keeper, sealer, transfers, collector := c.Keeper, c.Sealer, c.Transfers, c.Collector
 	list := []Chore{
 		{Name: "expire", Every: expiryEvery, Do: c.expire},
 		{Name: "idle", Every: idle.Every, Do: c.idle.Expire},
 		{Name: "overdue", Every: idle.Every, Do: c.suspendOverdue},
 		{Name: "partitions", Every: sweepInterval, Do: c.makePartitions},
 		{Name: "roll_usage", Every: sweepInterval, Do: c.rollUsage},
-		{Name: "sweep_tokens", Every: sweepInterval, Do: c.Keeper.SweepTokens},
+		{Name: "sweep_tokens", Every: sweepInterval, Do: keeper.SweepTokens},
 		{Name: "prune", Every: sweepInterval, Do: c.pruneDeleted},
-		{Name: "sessions", Every: sessions.Every, Do: c.Keeper.Sweep},
-		{Name: "count_sessions", Every: sessions.Every, Do: c.Keeper.Count},
+		{Name: "sessions", Every: sessions.Every, Do: keeper.Sweep},
+		{Name: "count_sessions", Every: sessions.Every, Do: keeper.Count},
 		{Name: "seal_audit", Every: sealInterval, Do: c.sealAudit},
 		{Name: "sweep_keys", Every: sweepInterval, Do: c.sweepKeys},
-		{Name: "abandon_seals", Every: abandonEvery, Do: c.Sealer.Abandon},
-		{Name: "abandon_imports", Every: abandonEvery, Do: c.Transfers.AbandonImports},
+		{Name: "abandon_seals", Every: abandonEvery, Do: sealer.Abandon},
+		{Name: "abandon_imports", Every: abandonEvery, Do: transfers.AbandonImports},
 		{Name: "events", Every: sweepInterval, Do: c.tidyEvents},
 		{Name: "flows", Every: sweepInterval, Do: c.tidyFlows},
 		{Name: "attestations", Every: sweepInterval, Do: c.tidyAttestations},
 	}
 	if c.cfg.Store != nil {
-		list = append(list, Chore{Name: "collect", Every: storegc.Every, Do: c.Collector.Collect}, Chore{Name: "sweep_uploads", Every: storegc.UploadsEvery, Do: c.Collector.SweepUploads})
+		list = append(list, Chore{Name: "collect", Every: storegc.Every, Do: collector.Collect}, Chore{Name: "sweep_uploads", Every: storegc.UploadsEvery, Do: collector.SweepUploads})
 	}
 	for i, chore := range list {
 		list[i].Do = func(ctx context.Context) error {

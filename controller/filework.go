@@ -7,8 +7,8 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// What the guest agent says of files and watches, and what it is asked to change. Package guestclient has them.
-type (
+// The types of files and watches in a guest. Package guestclient has them.
+type ( //nolint:revive // the types have comments where they are
 	GuestFile         = guestclient.File
 	MadeDirectory     = guestclient.MadeDirectory
 	MakeDirectory     = guestclient.MakeDirectory

@@ -100,7 +100,7 @@ func (c *Controller) makeParts() {
 		Blobs: c.cfg.Store, Grace: c.cfg.StoreGrace, Removed: c.metrics.removed, Log: c.log,
 	}, partStore[storegc.Tx]{store, func(tx AllTx) storegc.Tx { return tx }})
 	c.Transfers = transfer.New(transfer.Config{
-		Blobs: c.cfg.Store, Keys: c.dataKeys, Clock: c.cfg.Clock, Log: c.log, Remove: c.Collector.RemoveBelow,
+		Blobs: c.cfg.Store, Keys: c.dataKeys, Clock: c.cfg.Clock, Log: c.log, Remove: c.RemoveBelow,
 		Imported: func(bytes int64) {
 			c.metrics.stored.Add(float64(bytes))
 			c.feed.hint()
@@ -126,8 +126,8 @@ func (c *Controller) sessionsConfig() sessions.Config {
 	return cfg
 }
 
-// The types of these packages that callers of the controller use.
-type (
+// The types of the parts that callers of the controller use.
+type ( //nolint:revive // the types have comments where they are
 	EncryptionPatch = datakeys.Patch
 	ProjectKey      = datakeys.ProjectKey
 	Wrapper         = datakeys.Wrapper

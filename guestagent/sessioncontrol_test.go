@@ -31,7 +31,7 @@ func TestSignalTargets(t *testing.T) {
 			a.wait(s.ID)
 			if want == "both" {
 				eventually(t, func() bool {
-					out, _ := a.output(s.ID, "")
+					out, _ := a.output(s.ID, "") //nolint:bodyclose // output has read and closed it
 					return strings.Contains(out, "child") && strings.Contains(out, "parent")
 				})
 				return
@@ -82,17 +82,17 @@ func TestOutputFromNow(t *testing.T) {
 	a := newTestAgent(t)
 	s := a.start(guestapi.SessionSpec{Command: []string{"sh", "-c", "echo before; read x; echo after"}, StdinOpen: true})
 	eventually(t, func() bool {
-		out, _ := a.output(s.ID, "")
+		out, _ := a.output(s.ID, "") //nolint:bodyclose // output has read and closed it
 		return out == "before\n"
 	})
-	if out, res := a.output(s.ID, "from=now"); out != "" || res.Header.Get(guestapi.HeaderOffset) != "7" {
+	if out, res := a.output(s.ID, "from=now"); out != "" || res.Header.Get(guestapi.HeaderOffset) != "7" { //nolint:bodyclose // output has read and closed it
 		t.Errorf("%q, offset %s", out, res.Header.Get(guestapi.HeaderOffset))
 	}
 	got := make(chan string)
 	ready := make(chan struct{})
 	go func() {
 		close(ready)
-		out, _ := a.output(s.ID, "from=now&follow=1")
+		out, _ := a.output(s.ID, "from=now&follow=1") //nolint:bodyclose // output has read and closed it
 		got <- out
 	}()
 	<-ready

@@ -38,11 +38,11 @@ func fuzzed(tb testing.TB) (*oddAPI, *sdk.ClientSession) {
 	}
 	here, there := sdk.NewInMemoryTransports()
 	s := newServer(Config{Log: slog.New(slog.DiscardHandler)}, client, nil, make(slots, maxCalls).enter)
-	serving, err := s.Connect(context.Background(), here, nil)
+	serving, err := s.Connect(context.Background(), here, nil) //nolint:usetesting // it outlives the test: closing ends it
 	if err != nil {
 		tb.Fatal(err)
 	}
-	session, err := sdk.NewClient(&sdk.Implementation{Name: "fuzz"}, nil).Connect(context.Background(), there, nil)
+	session, err := sdk.NewClient(&sdk.Implementation{Name: "fuzz"}, nil).Connect(context.Background(), there, nil) //nolint:usetesting // likewise
 	if err != nil {
 		tb.Fatal(err)
 	}

@@ -207,10 +207,22 @@ func TestWebPages(t *testing.T) {
 		host, origin string
 		status       int
 	}{
-		{"", "", 200}, {"localhost:7080", "", 200}, {"[::1]:7080", "", 200}, {"mcp.example.com", "", 200}, {"MCP.example.com", "https://mcp.example.com", 200},
-		{"", "https://app.example.com", 200}, {"", url, 200},
-		{"evil.example", "", 403}, {"127.0.0.1.evil.example", "", 403}, {"localhost.evil.example:7080", "", 403}, {"mcp.example.com.evil.example", "", 403}, {"10.0.0.1", "", 403},
-		{"", "https://evil.example", 403}, {"", "null", 403}, {"mcp.example.com", "https://mcp.example.com.evil.example", 403}, {"", "http://localhost:1", 403},
+		{"", "", 200},
+		{"localhost:7080", "", 200},
+		{"[::1]:7080", "", 200},
+		{"mcp.example.com", "", 200},
+		{"MCP.example.com", "https://mcp.example.com", 200},
+		{"", "https://app.example.com", 200},
+		{"", url, 200},
+		{"evil.example", "", 403},
+		{"127.0.0.1.evil.example", "", 403},
+		{"localhost.evil.example:7080", "", 403},
+		{"mcp.example.com.evil.example", "", 403},
+		{"10.0.0.1", "", 403},
+		{"", "https://evil.example", 403},
+		{"", "null", 403},
+		{"mcp.example.com", "https://mcp.example.com.evil.example", 403},
+		{"", "http://localhost:1", 403},
 	} {
 		header := map[string]string{"Authorization": "Bearer " + adminKey, "Origin": x.origin}
 		if x.host != "" {

@@ -38,8 +38,7 @@ func inputSchema[In any]() *jsonschema.Schema {
 var inputSchemas sync.Map
 
 func boundFields(s *jsonschema.Schema, t reflect.Type) error {
-	for i := range t.NumField() {
-		f := t.Field(i)
+	for f := range t.Fields() {
 		if f.Anonymous {
 			if err := boundFields(s, f.Type); err != nil {
 				return err

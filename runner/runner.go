@@ -150,16 +150,7 @@ func New(ctx context.Context, cfg Config) (_ *Runner, err error) {
 		return nil, err
 	}
 	r.rebases = newRebaser(r)
-	strange := map[string]int{} // checkpoints of another class, by the difference
-	for _, rec := range r.checkpoints.List() {
-		_ = r.draws.add(rec.ParentReseal) // they were checked at the capture
-		if field := rec.Class.Difference(r.class); field != "" {
-			strange[field]++
-		}
-	}
-	for _, field := range slices.Sorted(maps.Keys(strange)) {
-		cfg.Log.WarnContext(ctx, "checkpoints of another class are kept and cannot be forked until this runner has that class again", "count", strange[field], "difference", field)
-	}
+	r.readCheckpoints(ctx)
 	r.seals = newSealer(r)
 	r.fetches = newFetcher(r)
 	r.compare = newComparer(r)
@@ -172,6 +163,20 @@ func New(ctx context.Context, cfg Config) (_ *Runner, err error) {
 		return nil, fmt.Errorf("remove root file systems that nothing needs: %w", err)
 	}
 	return r, nil
+}
+
+// readCheckpoints learns what reseals drew before, and warns of checkpoints that cannot be forked here.
+func (r *Runner) readCheckpoints(ctx context.Context) {
+	strange := map[string]int{} // checkpoints of another class, by the difference
+	for _, rec := range r.checkpoints.List() {
+		_ = r.draws.add(rec.ParentReseal) // they were checked at the capture
+		if field := rec.Class.Difference(r.class); field != "" {
+			strange[field]++
+		}
+	}
+	for _, field := range slices.Sorted(maps.Keys(strange)) {
+		r.cfg.Log.WarnContext(ctx, "checkpoints of another class are kept and cannot be forked until this runner has that class again", "count", strange[field], "difference", field)
+	}
 }
 
 // lockDir makes sure that only one runner uses the data. The kernel releases the lock when the process dies.

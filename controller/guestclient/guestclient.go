@@ -81,7 +81,7 @@ func New(cfg Config) *Client {
 func (c *Client) Transport(s model.Sandbox) http.RoundTripper { return c.cfg.Guest(s.Endpoint, s.ID) }
 
 // Used is how many bytes of guests' answers are held now, and how many answers were refused for want of room.
-func (c *Client) Used() (bytes int, refused int64) { return c.bytes.Used() }
+func (c *Client) Used() (held int, refused int64) { return c.bytes.Used() }
 
 // Start starts the program of a session. The agent starts only one program per id, however often it is asked: CodeSessionExists.
 func (c *Client) Start(ctx context.Context, s model.Sandbox, id core.SessionID, req ExecRequest) (Session, error) {

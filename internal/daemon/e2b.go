@@ -58,7 +58,7 @@ func (c ControllerConfig) listenE2B(ctx context.Context, api http.Handler, trust
 		return nil, err
 	}
 	steps.Push("listener for E2B's clients", func(context.Context) error { return l.close() })
-	c.Log.InfoContext(ctx, "E2B's clients are served", "listen", l.Addr().String(), "domain", c.E2B.Domain, "egress", c.E2B.Egress())
+	c.Log.InfoContext(ctx, "clients of E2B are served", "listen", l.Addr().String(), "domain", c.E2B.Domain, "egress", c.E2B.Egress())
 	return l, nil
 }
 

@@ -19,7 +19,7 @@ func client(h http.HandlerFunc) *http.Client {
 	return &http.Client{Transport: inprocess.Transport{Handler: h}}
 }
 
-func request(t *testing.T, ctx context.Context, body io.Reader) *http.Request {
+func request(ctx context.Context, t *testing.T, body io.Reader) *http.Request {
 	t.Helper()
 	req, err := http.NewRequestWithContext(ctx, http.MethodPost, "http://here/a/b?c=d", body)
 	if err != nil {
@@ -43,7 +43,7 @@ func TestExchange(t *testing.T) {
 		_, _ = w.Write(b)
 		w.Header().Set("X-End", "2")
 	})
-	resp, err := c.Do(request(t, inprocess.WithRemote(t.Context(), "192.0.2.7:99"), strings.NewReader("hello")))
+	resp, err := c.Do(request(inprocess.WithRemote(t.Context(), "192.0.2.7:99"), t, strings.NewReader("hello")))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -65,7 +65,7 @@ func TestStreamAndHangUp(t *testing.T) {
 		_, _ = w.Write([]byte("x"))
 		<-r.Context().Done()
 	})
-	resp, err := c.Do(request(t, t.Context(), nil))
+	resp, err := c.Do(request(t.Context(), t, nil))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -88,7 +88,7 @@ func TestBrokenOff(t *testing.T) {
 		_, _ = w.Write([]byte("half"))
 		panic(http.ErrAbortHandler)
 	})
-	resp, err := c.Do(request(t, t.Context(), nil))
+	resp, err := c.Do(request(t.Context(), t, nil))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -97,7 +97,7 @@ func TestBrokenOff(t *testing.T) {
 		t.Errorf("a broken answer ended with %v", err)
 	}
 	silent := client(func(http.ResponseWriter, *http.Request) { panic("boom") })
-	if _, err := silent.Do(request(t, t.Context(), nil)); err == nil || !strings.Contains(err.Error(), "panicked") { //nolint:bodyclose // there is none
+	if _, err := silent.Do(request(t.Context(), t, nil)); err == nil || !strings.Contains(err.Error(), "panicked") { //nolint:bodyclose // there is none
 		t.Errorf("a panic gave %v", err)
 	}
 }
@@ -109,7 +109,7 @@ func TestCallerGoesBeforeTheHead(t *testing.T) {
 		cancel()
 		<-r.Context().Done()
 	})
-	if _, err := c.Do(request(t, ctx, nil)); !errors.Is(err, context.Canceled) { //nolint:bodyclose // there is none
+	if _, err := c.Do(request(ctx, t, nil)); !errors.Is(err, context.Canceled) { //nolint:bodyclose // there is none
 		t.Errorf("%v", err)
 	}
 }

@@ -174,6 +174,7 @@ func (s *Store) Lend(id core.BaseID) {
 	s.mu.Unlock()
 }
 
+// GiveBack ends a Lend. When nobody needs the base any more, it is removed.
 func (s *Store) GiveBack(id core.BaseID) error {
 	s.mu.Lock()
 	s.lent[id]--
@@ -188,6 +189,7 @@ func (s *Store) GiveBack(id core.BaseID) error {
 	return s.Collect()
 }
 
+// Get finds a checkpoint.
 func (s *Store) Get(id core.CheckpointID) (*Record, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -197,6 +199,7 @@ func (s *Store) Get(id core.CheckpointID) (*Record, error) {
 	return nil, core.Errorf(core.NotFound, core.CodeCheckpointNotFound, "checkpoint %s is not on this runner", id)
 }
 
+// List returns all checkpoints, in no order.
 func (s *Store) List() []*Record {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -207,6 +210,7 @@ func (s *Store) List() []*Record {
 	return out
 }
 
+// Path is where a file of a checkpoint is.
 func (s *Store) Path(id core.CheckpointID, file string) string {
 	return filepath.Join(s.dir, string(id), file)
 }

@@ -1,8 +1,6 @@
 package fetch
 
 import (
-	"github.com/coppice-dev/coppice/snapshotstore/blob/dir"
-
 	"bytes"
 	"context"
 	"fmt"
@@ -18,6 +16,7 @@ import (
 	"github.com/coppice-dev/coppice/runner/room"
 	"github.com/coppice-dev/coppice/snapshotstore"
 	"github.com/coppice-dev/coppice/snapshotstore/blob"
+	"github.com/coppice-dev/coppice/snapshotstore/blob/dir"
 	"github.com/coppice-dev/coppice/snapshotstore/manifest"
 )
 

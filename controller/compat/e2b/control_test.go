@@ -150,7 +150,7 @@ func TestErrorsHaveTheirForm(t *testing.T) {
 			Message string
 		}
 		if json.Unmarshal([]byte(r.body), &e) != nil || r.status != c.status || e.Code != c.status || e.Message == "" {
-			t.Errorf("%s %s %.80s: %d %.200s, want %d", c.method, c.path, c.ask.body, r.status, r.body, c.status)
+			t.Errorf("%s %s %.80s: %d %.200s, want %d", c.method, c.path, c.body, r.status, r.body, c.status)
 		}
 	}
 }

@@ -11,9 +11,8 @@ import (
 	"slices"
 	"strings"
 
-	coppice "github.com/coppice-dev/coppice/sdk/go"
-
 	"github.com/coppice-dev/coppice/internal/inprocess"
+	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
 
 // Config says what the layer stands on.

@@ -14,11 +14,10 @@ import (
 	"connectrpc.com/connect"
 	"google.golang.org/protobuf/reflect/protoreflect"
 
-	coppice "github.com/coppice-dev/coppice/sdk/go"
-
 	"github.com/coppice-dev/coppice/controller/compat/e2b/envd/filesystem"
 	"github.com/coppice-dev/coppice/controller/compat/e2b/envd/process"
 	"github.com/coppice-dev/coppice/internal/inprocess"
+	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
 
 const (

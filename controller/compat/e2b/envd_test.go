@@ -50,7 +50,7 @@ func TestProcessInBothCodecs(t *testing.T) {
 			t.Fatal(err)
 		}
 		var got []string
-		bytes := 0
+		size := 0
 		for stream.Receive() {
 			switch e := stream.Msg().GetEvent().GetEvent().(type) {
 			case *process.ProcessEvent_Start:
@@ -59,13 +59,13 @@ func TestProcessInBothCodecs(t *testing.T) {
 				if n := len(e.Data.GetStdout()); n > 32<<10 {
 					t.Errorf("%s: %d bytes in one event", name, n)
 				}
-				bytes += len(e.Data.GetStdout())
+				size += len(e.Data.GetStdout())
 			case *process.ProcessEvent_End:
 				got = append(got, fmt.Sprintf("end %d %t %s", e.End.GetExitCode(), e.End.GetExited(), e.End.GetStatus()))
 			}
 		}
-		if diff := cmp.Diff([]string{"start 42", "end 0 true exit status 0"}, got); stream.Err() != nil || bytes != 100_000 || diff != "" {
-			t.Errorf("%s: %v, %d bytes (-want +got):\n%s", name, stream.Err(), bytes, diff)
+		if diff := cmp.Diff([]string{"start 42", "end 0 true exit status 0"}, got); stream.Err() != nil || size != 100_000 || diff != "" {
+			t.Errorf("%s: %v, %d bytes (-want +got):\n%s", name, stream.Err(), size, diff)
 		}
 	}
 }
@@ -229,7 +229,7 @@ func TestAccounts(t *testing.T) {
 }
 
 func basic(user string) string {
-	r, _ := http.NewRequest(http.MethodGet, "http://x", nil) //nolint:noctx // it is not sent
+	r, _ := http.NewRequest(http.MethodGet, "http://x", nil)
 	r.SetBasicAuth(user, "")
 	return strings.TrimPrefix(r.Header.Get("Authorization"), "Basic ")
 }

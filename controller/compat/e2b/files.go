@@ -70,6 +70,12 @@ func download(w http.ResponseWriter, r *http.Request) error {
 	return nil
 }
 
+// number reads a decimal number without a sign.
+func number(s string) (n int64, ok bool) {
+	u, err := strconv.ParseUint(s, 10, 62)
+	return int64(u), err == nil
+}
+
 // byteRange reads a Range header with one range; others mean the whole file, as the standard permits.
 func byteRange(header string, size int64) (from, to int64, partial bool, err error) {
 	spec, ok := strings.CutPrefix(header, "bytes=")
@@ -79,31 +85,31 @@ func byteRange(header string, size int64) (from, to int64, partial bool, err err
 	}
 	beyond := failf(http.StatusRequestedRangeNotSatisfiable, "the file has %d bytes", size)
 	if first == "" { // the last bytes
-		n, err := strconv.ParseUint(last, 10, 62)
-		if err != nil {
+		n, ok := number(last)
+		if !ok {
 			return 0, size, false, nil
 		}
 		if n == 0 || size == 0 {
 			return 0, 0, false, beyond
 		}
-		return max(size-int64(n), 0), size, true, nil //nolint:gosec // G115: it has 62 bits
+		return max(size-n, 0), size, true, nil
 	}
-	a, err := strconv.ParseUint(first, 10, 62)
-	if err != nil {
+	a, ok := number(first)
+	if !ok {
 		return 0, size, false, nil
 	}
-	if int64(a) >= size { //nolint:gosec // G115: it has 62 bits
+	if a >= size {
 		return 0, 0, false, beyond
 	}
 	to = size
 	if last != "" {
-		b, err := strconv.ParseUint(last, 10, 62)
-		if err != nil || b < a {
+		b, ok := number(last)
+		if !ok || b < a {
 			return 0, size, false, nil
 		}
-		to = min(size, int64(b)+1) //nolint:gosec // G115: it has 62 bits
+		to = min(size, b+1)
 	}
-	return int64(a), to, true, nil //nolint:gosec // G115: it has 62 bits
+	return a, to, true, nil
 }
 
 // written is a file of an upload's answer.

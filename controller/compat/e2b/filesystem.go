@@ -13,9 +13,8 @@ import (
 	"connectrpc.com/connect"
 	"google.golang.org/protobuf/types/known/timestamppb"
 
-	coppice "github.com/coppice-dev/coppice/sdk/go"
-
 	"github.com/coppice-dev/coppice/controller/compat/e2b/envd/filesystem"
+	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
 
 // files serves filesystem.Filesystem. Watchers are not supported.

@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"io"
 	"log/slog"
+	"maps"
 	"net/http"
 	"net/http/httptest"
 	"strings"
@@ -199,9 +200,7 @@ func (w *world) create(key, body string) sandbox {
 func (w *world) envd(s sandbox, a ask) reply {
 	w.t.Helper()
 	header := map[string]string{"E2b-Sandbox-Id": s.SandboxID, "E2b-Sandbox-Port": "49983", "X-Access-Token": s.EnvdAccessToken}
-	for k, v := range a.header {
-		header[k] = v
-	}
+	maps.Copy(header, a.header)
 	a.header, a.key = header, "-"
 	return w.do(a)
 }

@@ -9,9 +9,8 @@ import (
 	"net/url"
 	"time"
 
-	coppice "github.com/coppice-dev/coppice/sdk/go"
-
 	"github.com/coppice-dev/coppice/internal/inprocess"
+	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
 
 // headerTraffic carries the traffic token of a sandbox.

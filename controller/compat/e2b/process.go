@@ -14,9 +14,8 @@ import (
 	"connectrpc.com/connect"
 	"golang.org/x/sys/unix"
 
-	coppice "github.com/coppice-dev/coppice/sdk/go"
-
 	"github.com/coppice-dev/coppice/controller/compat/e2b/envd/process"
+	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
 
 // processes serves process.Process on the sessions of a workspace. A process of E2B is a session.

@@ -159,9 +159,14 @@ func (q createRequest) unsupported() error {
 	}{
 		{q.AutoPause, "autoPause (pause a sandbox at the end of its time)"},
 		{q.AutoPauseMemory != nil && !*q.AutoPauseMemory, "autoPauseMemory"},
-		{q.MCP != nil, "mcp"}, {q.IAM != nil, "iam"}, {len(q.VolumeMounts) > 0, "volumeMounts"},
-		{len(n.DNSServers) > 0, "network.dnsServers"}, {n.EgressProxy != nil, "network.egressProxy"}, {n.MaskRequestHost != nil, "network.maskRequestHost"},
-		{len(n.HTTPSPorts) > 0, "network.httpsPorts"}, {len(n.Rules) > 0, "network.rules"},
+		{q.MCP != nil, "mcp"},
+		{q.IAM != nil, "iam"},
+		{len(q.VolumeMounts) > 0, "volumeMounts"},
+		{len(n.DNSServers) > 0, "network.dnsServers"},
+		{n.EgressProxy != nil, "network.egressProxy"},
+		{n.MaskRequestHost != nil, "network.maskRequestHost"},
+		{len(n.HTTPSPorts) > 0, "network.httpsPorts"},
+		{len(n.Rules) > 0, "network.rules"},
 	} {
 		if f.asked {
 			return unsupported(f.name)
@@ -191,7 +196,7 @@ func (q createRequest) network(open bool) (coppice.NetworkRequest, error) {
 	case len(n.AllowOut) > 0 && !denied:
 		return closed, unsupported("network.allowOut without denyOut [" + allAddresses + "]")
 	case len(n.AllowOut) > 0:
-		allow := coppice.Allow(n.AllowOut)
+		allow := n.AllowOut
 		closed.Allow = &allow
 		return closed, nil
 	case denied || !open:
@@ -332,7 +337,7 @@ func describe(w http.ResponseWriter, r *http.Request, c call) error {
 	}
 	writeJSON(w, http.StatusOK, detailView{
 		listedView: listed(ws), EnvdAccessToken: view.EnvdAccessToken, Domain: view.Domain,
-		AllowInternetAccess: ws.Network.EgressPolicy == coppice.EgressAllowAll, Lifecycle: lifecycleView{OnTimeout: "kill", AutoResume: bool(ws.AutoResume)},
+		AllowInternetAccess: ws.Network.EgressPolicy == coppice.EgressAllowAll, Lifecycle: lifecycleView{OnTimeout: "kill", AutoResume: ws.AutoResume},
 	})
 	return nil
 }
