@@ -23,6 +23,7 @@ import (
 	"github.com/coppice-dev/coppice/runner/compare"
 	"github.com/coppice-dev/coppice/runner/ext4/ext4test"
 	"github.com/coppice-dev/coppice/runner/memory"
+	"github.com/coppice-dev/coppice/runner/lease"
 	"github.com/coppice-dev/coppice/runner/roots"
 )
 
@@ -47,6 +48,9 @@ func newShelf(t *testing.T) *shelf {
 	s := &shelf{Runner: &Runner{cfg: Config{DataDir: dir, Images: none, Log: slog.New(slog.DiscardHandler)}.withDefaults()}, t: t, image: core.Digest("sha256:" + strings.Repeat("a", 64))}
 	s.runCtx, s.stop = context.WithCancel(t.Context())
 	t.Cleanup(s.stop)
+	if s.lease, err = lease.Open(lease.Config{DataDir: dir, RunDir: t.TempDir(), Default: s.cfg.Lease}); err != nil {
+		t.Fatal(err)
+	}
 	if s.lazy, err = openLazy(s.Runner); err != nil {
 		t.Fatal(err)
 	}
