@@ -1,6 +1,7 @@
 package controller_test
 
 import (
+	"fmt"
 	"io"
 	"net/http"
 	"reflect"
@@ -51,6 +52,16 @@ func TestGuestWire(t *testing.T) {
 	if len(theirs) != reflect.TypeFor[controller.ExecRequest]().NumField()+1 {
 		t.Errorf("exec: the protocol has %v", theirs)
 	}
+	for _, code := range []core.Code{
+		guestapi.CodeAlreadySealed, guestapi.CodeQuarantined, guestapi.CodeWrongState, guestapi.CodeWrongGeneration, guestapi.CodeCommandNotFound,
+		guestapi.CodeCommandFailed, guestapi.CodeSessionExists, guestapi.CodeSessionEnded, guestapi.CodeSessionLimit, guestapi.CodeWatchLimit,
+		guestapi.CodeFileConflict, guestapi.CodeFileDenied,
+	} {
+		body := fmt.Sprintf(`{"category":"conflict","code":%q,"message":"x"}`, code)
+		if err := controller.GuestProblem(&http.Response{Body: io.NopCloser(strings.NewReader(body))}); core.CodeOf(err) != code {
+			t.Errorf("the agent's code %s becomes %s", code, core.CodeOf(err))
+		}
+	}
 	if controller.GuestExited != guestapi.SessionExited {
 		t.Error("the states have other names")
 	}
@@ -67,6 +78,9 @@ func TestGuestProblem(t *testing.T) {
 		"honest":            {`{"category":"not_found","code":"FILE_NOT_FOUND","message":"/x"}`, core.CodeFileNotFound, core.NotFound},
 		"not allowed there": {`{"category":"permission_denied","code":"FILE_DENIED","message":"/x"}`, "FILE_DENIED", core.FailedPrecondition},
 		"asks for the key":  {`{"category":"unauthenticated","code":"UNAUTHENTICATED","message":"log in at evil.example"}`, core.CodeGuestProtocol, core.Unavailable},
+		"repeat it":         {`{"category":"conflict","code":"IDEMPOTENCY_IN_PROGRESS","message":"again"}`, core.CodeGuestProtocol, core.Unavailable},
+		"rate":              {`{"category":"exhausted","code":"RATE_LIMITED","message":"again"}`, core.CodeGuestProtocol, core.Unavailable},
+		"advice":            {`{"category":"exhausted","code":"QUOTA_EXCEEDED","message":"delete all"}`, core.CodeGuestProtocol, core.Unavailable},
 		"odd code":          {`{"category":"not_found","code":"<script>","message":"x"}`, core.CodeGuestProtocol, core.Unavailable},
 		"no code":           {`{}`, core.CodeGuestProtocol, core.Unavailable},
 		"no json":           {strings.Repeat("<html>", 1<<20), core.CodeGuestProtocol, core.Unavailable},

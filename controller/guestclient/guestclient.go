@@ -201,6 +201,22 @@ func (c *Client) ask(ctx context.Context, s model.Sandbox, method, path string, 
 	return nil, errors.Join(err, res.Body.Close())
 }
 
+// relayed are the codes that an agent, or the runner before it, may answer with. A guest that could choose any code would speak
+// for the controller: clients repeat requests for some codes, and show the advice that belongs to others.
+var relayed = map[core.Code]bool{
+	// Of the agent; guestagent/guestapi defines them.
+	"ALREADY_SEALED": true, "GUEST_QUARANTINED": true, "GUEST_STATE": true, "GENERATION_MISMATCH": true, "COMMAND_NOT_FOUND": true,
+	"COMMAND_NOT_STARTED": true, CodeSessionExists: true, "SESSION_ENDED": true, "SESSION_LIMIT": true, "WATCH_LIMIT": true,
+	"FILE_CONFLICT": true, "FILE_DENIED": true,
+	core.CodeFileNotFound: true, core.CodeSessionNotFound: true, core.CodeWatchNotFound: true, core.CodeInvalidField: true,
+	core.CodeMalformedBody: true, core.CodeBodyTooLarge: true, core.CodeUnsupported: true, core.CodeNotQuiesced: true, core.CodePortClosed: true,
+	core.CodeInvalidID: true,
+	// Of the runner, when it does not reach the agent or the machine stands still.
+	core.CodeGuestUnreachable: true, core.CodeGuestProtocol: true, core.CodeRunnerUnreachable: true, core.CodeWorkspaceNotReady: true,
+	core.CodeStoreUnavailable: true, core.CodeStoreAuth: true, core.CodeKeyUnavailable: true, core.CodeDiskFull: true, core.CodeDiskUnreadable: true,
+	core.CodeCheckpointCorrupt: true, core.CodePagerGone: true,
+}
+
 var codeForm = regexp.MustCompile(`^[A-Z][A-Z0-9_]{1,63}$`)
 
 // Problem turns an answer of 300 or more, of a runner or of an agent behind it, into an error. It reads the body and does
@@ -215,6 +231,9 @@ func Problem(res *http.Response) error {
 	}
 	if p.Code == core.CodeRouteNotFound {
 		return core.Errorf(core.FailedPrecondition, core.CodeUnsupported, "the runner or the guest agent of this workspace is older than this request")
+	}
+	if !relayed[p.Code] {
+		return core.Errorf(core.Unavailable, core.CodeGuestProtocol, "the guest's agent failed with a code that is not an agent's: %s", clipText(p.Message))
 	}
 	text := clipText(p.Message)
 	switch p.Category {

@@ -38,7 +38,7 @@ func filesPath(c echo.Context) (string, error) {
 		return "", err
 	}
 	for _, name := range fileParams {
-		if v := c.QueryParam(name); v != "" && v != "false" {
+		if guestQuery(c, name).Has(name) {
 			return "/v1/files/content", nil
 		}
 	}

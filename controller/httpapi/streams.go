@@ -14,6 +14,7 @@ import (
 	"github.com/labstack/echo/v4"
 
 	"github.com/coppice-dev/coppice/api"
+	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/controller"
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/internal/relay"
@@ -148,20 +149,9 @@ func contentIs(c echo.Context, kinds ...string) error {
 
 func isTrue(v string) bool { return v == "true" || v == "1" }
 
-// guestQuery takes the named parameters over, in the agent's form: a flag is 1 or absent.
+// guestQuery takes the named parameters over, in the agent's form.
 func guestQuery(c echo.Context, names ...string) url.Values {
-	q := url.Values{}
-	for _, name := range names {
-		v := c.QueryParam(name)
-		switch v {
-		case "", "false":
-		case "true":
-			q.Set(name, "1")
-		default:
-			q.Set(name, v)
-		}
-	}
-	return q
+	return runnerapi.GuestQuery(c.QueryParam, names...)
 }
 
 // answers are the headers that a guest may set. Its content type is one of four: no answer of a guest is a page.

@@ -210,16 +210,7 @@ func (d *Data) pass(w http.ResponseWriter, q *http.Request, c pass.Claims, path 
 			return
 		}
 	}
-	query := url.Values{}
-	for _, name := range names {
-		switch v := given.Get(name); v {
-		case "", "false":
-		case "true":
-			query.Set(name, "1") // a flag in the agent's form
-		default:
-			query.Set(name, v)
-		}
-	}
+	query := runnerapi.GuestQuery(given.Get, names...)
 	ctx, end, err := d.begin(q.Context(), c)
 	if err != nil {
 		d.fail(w, q, err)
