@@ -8,7 +8,7 @@ import (
 )
 
 // The types of files and watches in a guest. Package guestclient has them.
-type ( //nolint:revive // the types have comments where they are
+type (
 	GuestFile         = guestclient.File
 	MadeDirectory     = guestclient.MadeDirectory
 	MakeDirectory     = guestclient.MakeDirectory

@@ -12,7 +12,7 @@ import (
 const SystemProject = core.SystemProject
 
 // The rows that packages below the controller share. Package model has them.
-type ( //nolint:revive // the types have comments where they are
+type (
 	Scope          = model.Scope
 	Page           = model.Page
 	Project        = model.Project

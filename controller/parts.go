@@ -127,7 +127,7 @@ func (c *Controller) sessionsConfig() sessions.Config {
 }
 
 // The types of the parts that callers of the controller use.
-type ( //nolint:revive // the types have comments where they are
+type (
 	EncryptionPatch = datakeys.Patch
 	ProjectKey      = datakeys.ProjectKey
 	Wrapper         = datakeys.Wrapper

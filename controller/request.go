@@ -7,7 +7,7 @@ import (
 )
 
 // What a request carries in its context. Package request has it.
-type ( //nolint:revive // the types have comments where they are
+type (
 	Origin = request.Origin
 	Claim  = request.Claim
 	KeyUse = request.KeyUse
