@@ -3,10 +3,12 @@
 package guestagent
 
 import (
+	"archive/tar"
 	"bytes"
 	"context"
 	"encoding/json"
 	"errors"
+	"io"
 	"net/http"
 	"net/url"
 	"os"
@@ -14,6 +16,7 @@ import (
 	"strings"
 	"syscall"
 	"testing"
+	"time"
 
 	"github.com/coppice-dev/coppice/core"
 	"github.com/coppice-dev/coppice/guestagent/guestapi"
@@ -347,4 +350,51 @@ func TestUserThreadEndsMidway(t *testing.T) {
 		}
 	}()
 	_ = u.as(t.Context(), &syscall.Credential{Uid: 65534, Gid: 65534}, func() error { panic(http.ErrAbortHandler) })
+}
+
+// TestUnpackedEntriesAreSwapped: a user who puts something else in the place of an entry, while the tar is unpacked, gets
+// nothing of root's.
+func TestUnpackedEntriesAreSwapped(t *testing.T) {
+	t.Parallel()
+	dir := userDir(t)
+	a := newTestAgent(t)
+	victim, secret := filepath.Join(dir, "victim"), filepath.Join(dir, "secret")
+	do(t, os.Mkdir(victim, 0o700), os.WriteFile(secret, []byte("root's"), 0o600))
+	in := func(name string) string { return filepath.Join(dir, name) }
+	for name, swap := range map[string]func() error{
+		"a link for the directory":           func() error { return errors.Join(os.Rename(in("d"), in("away")), os.Symlink("victim", in("d"))) },
+		"another directory":                  func() error { return errors.Join(os.Rename(in("d"), in("away")), os.Rename(victim, in("d"))) },
+		"a name of root's file for the file": func() error { return errors.Join(os.Remove(in("f")), os.Link(secret, in("f"))) },
+	} {
+		body, into := io.Pipe()
+		ended := make(chan error, 1)
+		go func() {
+			_, _, err := a.file(http.MethodPut, dir, "&untar=1", body) //nolint:bodyclose // file has read and closed it
+			ended <- errors.Join(err, body.Close())
+		}()
+		tw := tar.NewWriter(into)
+		do(t, tw.WriteHeader(&tar.Header{Name: "d/", Typeflag: tar.TypeDir, Mode: 0o777, Uid: 65534, Gid: 65534}))
+		do(t, tw.WriteHeader(&tar.Header{Name: "f", Typeflag: tar.TypeReg, Mode: 0o777, Uid: 65534, Gid: 65534, Size: 1, ModTime: time.Unix(1e9, 0)}))
+		eventually(t, func() bool { _, err := os.Lstat(in("f")); return err == nil })
+		do(t, swap())
+		_, err := tw.Write([]byte("x"))
+		do(t, err, tw.Close(), into.Close())
+		if err := <-ended; (err == nil) != strings.HasSuffix(name, "for the file") {
+			t.Errorf("%s: %v", name, err)
+		}
+		if _, err := os.Lstat(victim); err != nil { // it is in the directory's place
+			do(t, os.Rename(in("d"), victim))
+		}
+		for _, path := range []string{victim, secret} {
+			fi, err := os.Stat(path)
+			do(t, err)
+			if st, ok := fi.Sys().(*syscall.Stat_t); !ok || st.Uid != 0 || fi.Mode().Perm()&0o077 != 0 {
+				t.Errorf("%s: %s is %v of user %d", name, path, fi.Mode(), st.Uid)
+			}
+		}
+		if fi, err := os.Stat(in("f")); strings.HasPrefix(name, "another") && (err != nil || fi.Mode().Perm() != 0o777 || fi.ModTime().Unix() != 1e9) {
+			t.Errorf("%s: the file is %v (%v)", name, fi, err)
+		}
+		do(t, os.RemoveAll(in("d")), os.RemoveAll(in("away")), os.Remove(in("f")))
+	}
 }

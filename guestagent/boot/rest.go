@@ -63,6 +63,11 @@ func configure() error {
 		"/proc/sys/vm/stat_interval":                   "3600",    // otherwise a timer runs every second on each CPU
 		"/proc/sys/vm/overcommit_memory":               "1",
 		"/proc/sys/fs/inotify/max_user_watches":        "524288",
+		// A user must not trick root through what the user makes in a shared directory.
+		"/proc/sys/fs/protected_hardlinks": "1",
+		"/proc/sys/fs/protected_symlinks":  "1",
+		"/proc/sys/fs/protected_fifos":     "1",
+		"/proc/sys/fs/protected_regular":   "1",
 	} {
 		if err := os.WriteFile(path, []byte(value), 0); err != nil && !errors.Is(err, fs.ErrNotExist) {
 			return err

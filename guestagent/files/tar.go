@@ -16,6 +16,8 @@ import (
 	"slices"
 	"strings"
 	"syscall"
+	"time"
+	"unsafe"
 
 	"golang.org/x/sys/unix"
 
@@ -91,7 +93,7 @@ func putTar(w http.ResponseWriter, r *http.Request, c caller, name string, at at
 // readTar unpacks only into root: os.Root resolves each name, including symlinks that an earlier entry made.
 func readTar(ctx context.Context, root *os.Root, body io.Reader, at attributes) error {
 	tr := tar.NewReader(body)
-	var dirs []*tar.Header // their modes and times are set last, when nothing more is written into them
+	var dirs []madeDir // their modes and times are set last, when nothing more is written into them
 	for {
 		h, err := tr.Next()
 		if errors.Is(err, io.EOF) {
@@ -113,15 +115,22 @@ func readTar(ctx context.Context, root *os.Root, body io.Reader, at attributes) 
 		if at.user || at.gid >= 0 {
 			h.Gid = at.gid
 		}
-		if err := unpack(ctx, root, tr, h); err != nil {
+		if h.Typeflag != tar.TypeDir {
+			if err := unpack(ctx, root, tr, h); err != nil {
+				return err
+			}
+			continue
+		}
+		dir, err := unpackDir(root, h)
+		if err != nil {
 			return err
 		}
-		if h.Typeflag == tar.TypeDir {
-			dirs = append(dirs, h)
+		if dir.header != nil {
+			dirs = append(dirs, dir)
 		}
 	}
 	for _, dir := range slices.Backward(dirs) {
-		if err := dress(root, dir); err != nil {
+		if err := dir.dress(root); err != nil {
 			return err
 		}
 	}
@@ -139,53 +148,128 @@ func tarError(ctx context.Context, err error) error {
 	return answer.BodyError(ctx, err)
 }
 
+// unpack makes an entry that is no directory. What it changes of the entry it changes through a descriptor: a user of the
+// sandbox who owns the directory can put another file in the entry's place at any time.
 func unpack(ctx context.Context, root *os.Root, tr *tar.Reader, h *tar.Header) error {
-	if dir := path.Dir(h.Name); dir != "." {
-		if err := root.MkdirAll(dir, 0o755); err != nil {
+	if err := makeParents(root, h.Name); err != nil {
+		return err
+	}
+	switch h.Typeflag {
+	case tar.TypeReg, tar.TypeSymlink, tar.TypeLink, tar.TypeFifo:
+		if err := makeWay(root, h.Name); err != nil {
 			return err
 		}
 	}
 	switch h.Typeflag {
-	case tar.TypeDir:
-		if err := root.Mkdir(h.Name, 0o755); err != nil && !errors.Is(err, fs.ErrExist) {
-			return err
-		}
-		return nil
 	case tar.TypeReg:
-		if err := makeWay(root, h.Name); err != nil {
-			return err
-		}
 		f, err := root.OpenFile(h.Name, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
 		if err != nil {
 			return err
 		}
-		if err := errors.Join(receive(ctx, f, tr), f.Close()); err != nil {
-			return err
+		err = receive(ctx, f, tr)
+		if err == nil {
+			err = dress(f, h)
 		}
+		return errors.Join(err, f.Close())
 	case tar.TypeSymlink:
-		if err := makeWay(root, h.Name); err != nil {
-			return err
-		}
 		if err := root.Symlink(h.Linkname, h.Name); err != nil {
 			return err
 		}
-		return root.Lchown(h.Name, h.Uid, h.Gid)
+		return withMade(root, h.Name, unix.O_PATH, unix.S_IFLNK, func(f *os.File) error {
+			return unix.Fchownat(int(f.Fd()), "", h.Uid, h.Gid, unix.AT_EMPTY_PATH)
+		})
 	case tar.TypeLink:
-		if err := makeWay(root, h.Name); err != nil {
-			return err
-		}
 		return root.Link(path.Clean(strings.TrimLeft(h.Linkname, "/")), h.Name)
 	case tar.TypeFifo:
-		if err := makeWay(root, h.Name); err != nil {
-			return err
-		}
 		if err := mkfifo(root, h.Name); err != nil {
 			return err
 		}
-	default:
-		return core.Errorf(core.Invalid, core.CodeMalformedBody, "the tar has %q, whose type (%q) cannot be unpacked", core.Clip(h.Name), string(h.Typeflag))
+		return withMade(root, h.Name, unix.O_RDONLY|unix.O_NONBLOCK, unix.S_IFIFO, func(f *os.File) error { return dress(f, h) })
 	}
-	return dress(root, h)
+	return core.Errorf(core.Invalid, core.CodeMalformedBody, "the tar has %q, whose type (%q) cannot be unpacked", core.Clip(h.Name), string(h.Typeflag))
+}
+
+func makeParents(root *os.Root, name string) error {
+	if dir := path.Dir(name); dir != "." {
+		return root.MkdirAll(dir, 0o755)
+	}
+	return nil
+}
+
+// madeDir is a directory of the tar, and which one it was when it was made or found.
+type madeDir struct {
+	header   *tar.Header
+	dev, ino uint64
+}
+
+// unpackDir makes a directory, or finds it. A link to a directory stays as it is, and has no header in the result.
+func unpackDir(root *os.Root, h *tar.Header) (madeDir, error) {
+	if err := makeParents(root, h.Name); err != nil {
+		return madeDir{}, err
+	}
+	err := root.Mkdir(h.Name, 0o755)
+	if errors.Is(err, fs.ErrExist) {
+		if fi, err := root.Lstat(h.Name); err == nil && fi.Mode()&fs.ModeSymlink != 0 {
+			if fi, err = root.Stat(h.Name); err == nil && fi.IsDir() {
+				return madeDir{}, nil
+			}
+		}
+	} else if err != nil {
+		return madeDir{}, err
+	}
+	f, st, err := openEntry(root, h.Name, unix.O_RDONLY|unix.O_DIRECTORY)
+	if err != nil {
+		return madeDir{}, err
+	}
+	return madeDir{header: h, dev: st.Dev, ino: st.Ino}, f.Close()
+}
+
+// dress sets the attributes of the directory, unless another one is in its place by now.
+func (d madeDir) dress(root *os.Root) error {
+	f, st, err := openEntry(root, d.header.Name, unix.O_RDONLY|unix.O_DIRECTORY)
+	if err != nil {
+		return err
+	}
+	if st.Dev != d.dev || st.Ino != d.ino {
+		return errors.Join(replaced(d.header.Name), f.Close())
+	}
+	return errors.Join(dress(f, d.header), f.Close())
+}
+
+func replaced(name string) error {
+	return core.Errorf(core.Conflict, guestapi.CodeFileConflict, "unpack %s: something else was put in its place meanwhile; unpack the tar again", core.Clip(name))
+}
+
+// withMade runs fn with an entry that has just been made and has no descriptor. What has another type, another owner or
+// more names than one is not what was made.
+func withMade(root *os.Root, name string, flags int, kind uint32, fn func(f *os.File) error) error {
+	f, st, err := openEntry(root, name, flags)
+	if err != nil {
+		return err
+	}
+	if st.Mode&unix.S_IFMT != kind || st.Nlink != 1 || int(st.Uid) != unix.Geteuid() {
+		return errors.Join(replaced(name), f.Close())
+	}
+	return errors.Join(fn(f), f.Close())
+}
+
+// openEntry opens what has the name, and follows no link in its place.
+func openEntry(root *os.Root, name string, flags int) (*os.File, unix.Stat_t, error) {
+	var st unix.Stat_t
+	dir, err := root.Open(path.Dir(name))
+	if err != nil {
+		return nil, st, err
+	}
+	defer func() { _ = dir.Close() }()
+	fd, err := unix.Openat(int(dir.Fd()), path.Base(name), flags|unix.O_NOFOLLOW|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return nil, st, &fs.PathError{Op: "open", Path: name, Err: err}
+	}
+	f := os.NewFile(uintptr(fd), name)
+	if err := unix.Fstat(fd, &st); err != nil {
+		return nil, st, errors.Join(err, f.Close())
+	}
+	return f, st, nil
 }
 
 // makeWay removes what is in the place of an entry. A directory stays, and the next call fails with an error.
@@ -212,19 +296,29 @@ func mkfifo(root *os.Root, name string) error {
 	return unix.Mknodat(int(d.Fd()), path.Base(name), unix.S_IFIFO|0o600, 0)
 }
 
-// dress sets the owner, mode and time of an entry. It sets the mode through a descriptor, because only newer kernels
-// can change the mode of a path without following links.
-func dress(root *os.Root, h *tar.Header) error {
-	if err := root.Lchown(h.Name, h.Uid, h.Gid); err != nil {
+// dress sets the owner, mode and time of an open entry.
+func dress(f *os.File, h *tar.Header) error {
+	if err := f.Chown(h.Uid, h.Gid); err != nil {
 		return err
 	}
-	f, err := root.OpenFile(h.Name, os.O_RDONLY|unix.O_NONBLOCK, 0)
-	if err != nil {
+	if err := f.Chmod(h.FileInfo().Mode() & (fs.ModePerm | fs.ModeSetuid | fs.ModeSetgid | fs.ModeSticky)); err != nil {
 		return err
 	}
-	mode := h.FileInfo().Mode() & (fs.ModePerm | fs.ModeSetuid | fs.ModeSetgid | fs.ModeSticky)
-	if err := errors.Join(f.Chmod(mode), f.Close()); err != nil {
-		return err
+	return setTime(f, h.ModTime)
+}
+
+// setTime sets the times of an open file. Package unix sets them by a path only.
+func setTime(f *os.File, t time.Time) error {
+	ts := [2]unix.Timespec{{Nsec: unix.UTIME_OMIT}, {Nsec: unix.UTIME_OMIT}}
+	if !t.IsZero() {
+		one, err := unix.TimeToTimespec(t)
+		if err != nil {
+			return err
+		}
+		ts = [2]unix.Timespec{one, one}
 	}
-	return root.Chtimes(h.Name, h.ModTime, h.ModTime)
+	if _, _, errno := unix.Syscall6(unix.SYS_UTIMENSAT, f.Fd(), 0, uintptr(unsafe.Pointer(&ts[0])), 0, 0, 0); errno != 0 {
+		return &fs.PathError{Op: "set the time of", Path: f.Name(), Err: errno}
+	}
+	return nil
 }
