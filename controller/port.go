@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"net/netip"
-	"strconv"
 
 	"github.com/coppice-dev/coppice/api/runnerapi"
 	"github.com/coppice-dev/coppice/controller/request"
@@ -25,7 +24,7 @@ const MaxWorkspacePorts = 64
 // decides whether the address is allowed and free.
 func (c *Controller) OpenPort(ctx context.Context, project core.ProjectID, id core.WorkspaceID, guestPort int, listen netip.AddrPort) (Port, error) {
 	w, err := c.reach(ctx, project, id)
-	p := Port{ID: core.NewID[core.PortID](), ProjectID: project, WorkspaceID: id, GuestPort: guestPort, Listen: listenText(listen)}
+	p := Port{ID: core.NewID[core.PortID](), ProjectID: project, WorkspaceID: id, GuestPort: guestPort}
 	if err == nil {
 		err = c.store.InTx(ctx, InProject(project), func(tx Tx) error {
 			if err := request.Bind(ctx, tx, project, string(p.ID)); err != nil {
@@ -47,7 +46,8 @@ func (c *Controller) OpenPort(ctx context.Context, project core.ProjectID, id co
 	if err != nil {
 		return Port{}, err
 	}
-	// From here on the row says that the port may exist. If the client hangs up, row and port must still agree.
+	// From here on the row says that the port may exist. It has no address until the runner has said where it listens: nobody may take an
+	// address that a client merely asked for as the workspace's. If the client hangs up, row and port must still agree.
 	ctx = context.WithoutCancel(ctx)
 	if err := beforePort.Hit(ctx); err != nil {
 		return Port{}, err
@@ -70,14 +70,6 @@ func (c *Controller) OpenPort(ctx context.Context, project core.ProjectID, id co
 		c.log.WarnContext(ctx, "port was neither opened nor closed", "port_id", p.ID, "err", closeErr)
 	}
 	return Port{}, err
-}
-
-// listenText is the text of an address. If the runner chooses the IP address, the text is only the port.
-func listenText(listen netip.AddrPort) string {
-	if !listen.Addr().IsValid() {
-		return ":" + strconv.Itoa(int(listen.Port()))
-	}
-	return listen.String()
 }
 
 func askedFor(p Port, listen netip.AddrPort) runnerapi.Port {
@@ -109,6 +101,34 @@ func (c *Controller) ClosePort(ctx context.Context, project core.ProjectID, work
 		return err
 	}
 	return c.closePort(context.WithoutCancel(ctx), w.Sandbox, p)
+}
+
+// ConfirmPort asks the runner of a ready workspace where a port listens now, and has it listen there if it does not. The address in a row
+// counts only while the workspace has its machine: afterwards it may be somebody else's. A use of the port wakes the workspace.
+func (c *Controller) ConfirmPort(ctx context.Context, project core.ProjectID, workspace core.WorkspaceID, id core.PortID) (netip.AddrPort, error) {
+	w, err := c.reach(ctx, project, workspace)
+	if err != nil {
+		return netip.AddrPort{}, err
+	}
+	p, err := c.findPort(ctx, project, workspace, id)
+	if err != nil {
+		return netip.AddrPort{}, err
+	}
+	listen, err := netip.ParseAddrPort(p.Listen)
+	if err != nil {
+		return netip.AddrPort{}, core.Errorf(core.FailedPrecondition, core.CodeStateConflict, "port %s of workspace %s is not forwarded yet", id, workspace)
+	}
+	got, err := c.runners.OpenPort(ctx, w.Sandbox.Endpoint, w.Sandbox.ID, askedFor(p, listen))
+	if err == nil && got.Listen != listen {
+		err = core.Errorf(core.Conflict, core.CodeStateConflict, "port %s of workspace %s listens elsewhere by now", id, workspace)
+	}
+	if err != nil {
+		return netip.AddrPort{}, err
+	}
+	if _, err := c.findPort(ctx, project, workspace, id); err != nil { // it was closed meanwhile, and this has opened it again
+		return netip.AddrPort{}, errors.Join(err, c.runners.ClosePort(context.WithoutCancel(ctx), w.Sandbox.Endpoint, w.Sandbox.ID, id))
+	}
+	return got.Listen, nil
 }
 
 func (c *Controller) findPort(ctx context.Context, project core.ProjectID, workspace core.WorkspaceID, id core.PortID) (Port, error) {

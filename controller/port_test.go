@@ -1,6 +1,7 @@
 package controller_test
 
 import (
+	"context"
 	"net/netip"
 	"strings"
 	"sync/atomic"
@@ -9,6 +10,7 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"github.com/coppice-dev/coppice/controller"
+	"github.com/coppice-dev/coppice/controller/runnertest"
 	"github.com/coppice-dev/coppice/core"
 )
 
@@ -77,4 +79,47 @@ func TestPortsOfAWorkspace(t *testing.T) {
 	}
 	_, err := w.OpenPort(t.Context(), w.project, ws.ID, 80, netip.AddrPort{})
 	wantCode(t, err, core.CodeQuotaExceeded)
+}
+
+// TestAddressOfAPortIsTheRunners: while the runner has not said where a port listens, its row has no address, whatever the client asked for.
+func TestAddressOfAPortIsTheRunners(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	ws := w.create("main")
+	asked := netip.MustParseAddrPort("127.0.0.1:5432")
+	var seen []controller.Port
+	w.runner.Hook(func(ctx context.Context, at, _ string) (err error) {
+		if at == runnertest.PointPort && seen == nil {
+			seen, err = w.Ports(ctx, w.project, ws.ID)
+			if err == nil && len(seen) == 1 {
+				_, confirmErr := w.ConfirmPort(ctx, w.project, ws.ID, seen[0].ID)
+				wantCode(t, confirmErr, core.CodeStateConflict)
+			}
+		}
+		return err
+	})
+	p, err := w.OpenPort(t.Context(), w.project, ws.ID, 80, asked)
+	if err != nil || p.Listen != asked.String() {
+		t.Fatalf("%+v, %v", p, err)
+	}
+	if len(seen) != 1 || seen[0].ID != p.ID || seen[0].Listen != "" {
+		t.Errorf("before the runner has answered: %+v", seen)
+	}
+	if got, err := w.ConfirmPort(t.Context(), w.project, ws.ID, p.ID); err != nil || got != asked {
+		t.Errorf("confirmed: %v, %v", got, err)
+	}
+	w.runner.Hook(func(_ context.Context, at, _ string) error {
+		if at == runnertest.PointPort {
+			return core.Errorf(core.Conflict, core.CodeStateConflict, "the address is taken")
+		}
+		return nil
+	})
+	_, err = w.ConfirmPort(t.Context(), w.project, ws.ID, p.ID)
+	wantCode(t, err, core.CodeStateConflict)
+	w.runner.Hook(nil)
+	if _, err := w.Suspend(t.Context(), w.project, ws.ID, wait); err != nil {
+		t.Fatal(err)
+	}
+	_, err = w.ConfirmPort(t.Context(), w.project, ws.ID, p.ID)
+	wantCode(t, err, core.CodeWorkspaceNotReady)
 }

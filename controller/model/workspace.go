@@ -109,7 +109,7 @@ type Port struct {
 	ProjectID   core.ProjectID
 	WorkspaceID core.WorkspaceID
 	GuestPort   int
-	Listen      string // ip:port on the runner's host
+	Listen      string // ip:port on the runner's host, as the runner has said; empty until it has
 	CreatedAt   time.Time
 	Closed      bool // when it was opened, nobody in the guest listened on GuestPort; not kept
 }
