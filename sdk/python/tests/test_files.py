@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from coppice import Coppice, errors
-from coppice._tar import Copied, Extractor, pack
+from coppice._tar import Copied, Extractor, pack, parse_pax
 from double import Answer, Double
 from samples import WS, file_info, workspace
 
@@ -118,6 +118,11 @@ def header(kind: bytes, size: int) -> bytes:
     return out.tobuf(tarfile.GNU_FORMAT)
 
 
+def extended(records: bytes) -> bytes:
+    """An extended header alone, with any records."""
+    return header(b"x", len(records)) + records + bytes(-len(records) % 512)
+
+
 HOSTILE: list[tuple[str, Callable[[], bytes]]] = [
     ("no end", lambda: archive((info("d/f"), b"x"), end=False)),
     ("within a file", lambda: archive((info("d/f"), b"x" * 5000))[:3000]),
@@ -133,6 +138,11 @@ HOSTILE: list[tuple[str, Callable[[], bytes]]] = [
     ("too many bytes", lambda: archive((info("d/f"), b"x" * 10_001))),
     ("too many entries", lambda: archive(*[info(f"d/{i}") for i in range(101)])),
     ("too many headers", lambda: header(b"L", 0) * 500),
+    ("two extended headers", lambda: extended(b"8 a=bcd\n") * 2 + archive(info("d/f"))),
+    ("extended headers in sum", lambda: (header(b"K", 600_000) + bytes(600_064)) * 2 + archive(info("d/f"))),
+    ("a record of no length", lambda: extended(b"0 a=b\n")),
+    ("a record past the end", lambda: extended(b"99 a=b\n")),
+    ("a record without a value", lambda: extended(b"6 abc\n")),
     ("too deep", lambda: archive(info("d/" + "a/" * 300 + "b"))),
     ("instead of the directory", lambda: archive((info("d"), b"x"))),
     ("file over a directory", lambda: archive((info("d/a/b"), b"x"), (info("d/a"), b"x"))),
@@ -144,6 +154,11 @@ HOSTILE: list[tuple[str, Callable[[], bytes]]] = [
 def test_a_hostile_archive_is_refused(tmp_path: Path, what: str, make: Callable[[], bytes]) -> None:
     with pytest.raises(errors.UnsafeArchive):
         extract(make(), tmp_path / "to", max_bytes=10_000, max_entries=100)
+
+
+def test_an_extended_header_keeps_what_is_used() -> None:
+    records = b"".join(b"11 %06x=\n" % i for i in range(80_000)) + b"10 path=a\n" + b"18 GNU.sparse.a=b\n" + b"11 patha=b\n"
+    assert parse_pax(records) == {b"path": b"a", b"sparse": b""}
 
 
 def test_pack_and_extract(tmp_path: Path) -> None:

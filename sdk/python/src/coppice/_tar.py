@@ -17,7 +17,9 @@ from ._errors import UnsafeArchive
 
 BLOCK = 512
 MAX_HEADER = 1 << 20
-"""The most bytes of an extended header."""
+"""The most bytes of the extended headers of one entry, in sum."""
+KEPT = (b"path", b"linkpath", b"size", b"mtime")
+"""The records of an extended header that are used."""
 MAX_DEPTH = 256
 
 DEFAULT_BYTES = 10 << 30
@@ -77,19 +79,25 @@ def parse_header(block: bytes) -> Entry:
 
 
 def parse_pax(data: bytes) -> dict[bytes, bytes]:
-    """The records of an extended header: `length key=value`."""
+    """The records of an extended header, `length key=value`, that are used. `sparse` stands for those of a sparse file."""
     out: dict[bytes, bytes] = {}
-    while data:
-        length, space, _ = data.partition(b" ")
-        if not space or not length.isdigit() or len(length) > 7:
+    at = 0
+    while at < len(data):
+        space = data.find(b" ", at, at + 8)
+        length = data[at:space] if space > at else b""
+        if not length.isdigit():
             raise UnsafeArchive("the archive has an extended header that is not one")
-        n = int(length)
-        record = data[len(length) + 1 : n]
-        key, equals, value = record.partition(b"=")
-        if n <= len(length) or n > len(data) or not equals or not value.endswith(b"\n"):
+        end = at + int(length)
+        equals = data.find(b"=", space, end)
+        if end > len(data) or equals < 0 or data[end - 1 : end] != b"\n":
             raise UnsafeArchive("the archive has an extended header that is not one")
-        out[key] = value[:-1]
-        data = data[n:]
+        if data.startswith(b"GNU.sparse", space + 1, equals):
+            out[b"sparse"] = b""
+        else:
+            key = data[space + 1 : min(equals, space + 10)]  # longer than the longest key that is used
+            if key in KEPT:
+                out[key] = data[equals + 1 : end - 1]
+        at = end
     return out
 
 
@@ -118,6 +126,8 @@ class Extractor:
         self._left = 0
         self._special: Entry | None = None  # an extended header whose data is being collected
         self._pax: dict[bytes, bytes] = {}
+        self._extended = 0  # bytes of the extended headers of the next entry
+        self._has_pax = False  # the next entry has its header of kind "x"
         self._zeros = 0
         self._headers = 0  # with extended ones, which are no entries
         self._padding = 0
@@ -199,15 +209,20 @@ class Extractor:
         if self._headers > 2 * self._max_entries or self.got.entries >= self._max_entries:
             raise UnsafeArchive(f"the archive has more than {self._max_entries} entries: raise max_entries to copy them")
         if entry.kind in (b"x", b"g", b"L", b"K"):
-            if entry.size > MAX_HEADER:
-                raise UnsafeArchive(f"the archive has an extended header of {entry.size} bytes")
+            self._extended += entry.size
+            if self._extended > MAX_HEADER:
+                raise UnsafeArchive(f"the archive has an entry with extended headers of {self._extended} bytes")
+            if entry.kind == b"x" and self._has_pax:
+                raise UnsafeArchive("the archive has an entry with two extended headers")
+            self._has_pax = self._has_pax or entry.kind == b"x"
             self._special = entry
             if entry.size == 0:
                 self._special = None
             return
         self.got.entries += 1
         pax, self._pax = self._pax, {}
-        if any(key.startswith(b"GNU.sparse") for key in pax):
+        self._extended, self._has_pax = 0, False
+        if b"sparse" in pax:
             raise UnsafeArchive("the archive has a sparse file, which is not supported")
         entry.name = pax.get(b"path", entry.name)
         entry.target = pax.get(b"linkpath", entry.target)
