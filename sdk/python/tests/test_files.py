@@ -143,6 +143,7 @@ HOSTILE: list[tuple[str, Callable[[], bytes]]] = [
     ("a record of no length", lambda: extended(b"0 a=b\n")),
     ("a record past the end", lambda: extended(b"99 a=b\n")),
     ("a record without a value", lambda: extended(b"6 abc\n")),
+    ("too many extended headers", lambda: (extended(b"8 a=bcd\n") + header(b"0", 0)) * 51 + bytes(1024)),
     ("too deep", lambda: archive(info("d/" + "a/" * 300 + "b"))),
     ("instead of the directory", lambda: archive((info("d"), b"x"))),
     ("file over a directory", lambda: archive((info("d/a/b"), b"x"), (info("d/a"), b"x"))),

@@ -206,8 +206,10 @@ class Extractor:
 
     def _header(self, entry: Entry) -> None:
         self._headers += 1
-        if self._headers > 2 * self._max_entries or self.got.entries >= self._max_entries:
-            raise UnsafeArchive(f"the archive has more than {self._max_entries} entries: raise max_entries to copy them")
+        if self._headers > self._max_entries:
+            raise UnsafeArchive(
+                f"the archive has more than {self._max_entries} entries and extended headers: raise max_entries to copy them"
+            )
         if entry.kind in (b"x", b"g", b"L", b"K"):
             self._extended += entry.size
             if self._extended > MAX_HEADER:
