@@ -26,6 +26,10 @@ export interface TarLimits {
 const block = 512;
 const maxName = 8 << 10;
 const maxPax = 64 << 10;
+/** Bytes of all extended headers of one entry. */
+const maxExtended = 1 << 20;
+/** Digits of a decimal number. */
+const maxDigits = 15;
 /** What may follow the end mark: padding to the size of a record, generously. */
 const maxPadding = 1 << 20;
 export const defaultMaxBytes = 10 * 2 ** 30;
@@ -79,7 +83,8 @@ export async function* readTar(source: AsyncIterable<Uint8Array>, limits: TarLim
   try {
     const reader = new Reader(iterator);
     let left = maxBytes;
-    let extended: Record<string, string> = {};
+    let extended: Extended = {};
+    let extendedBytes = 0;
     let empty = 0;
     for (let entries = 0; ; ) {
       const header = await reader.exactly(block);
@@ -94,15 +99,18 @@ export async function* readTar(source: AsyncIterable<Uint8Array>, limits: TarLim
       const size = number(header, 124, 12);
       if ("xgLK".includes(flag)) {
         if (size > maxPax) throw new CoppiceError("LIMIT_EXCEEDED", `the archive has an extended header of ${size} bytes`);
+        extendedBytes += size;
+        if (extendedBytes > maxExtended) throw new CoppiceError("LIMIT_EXCEEDED", `the archive has more than ${maxExtended} bytes of extended headers for one entry`);
         const data = await reader.exactly(size);
         await reader.exactly(padding(size));
-        if (flag === "x") extended = { ...extended, ...pax(data) };
-        else if (flag === "L") extended["path"] = text(data, 0, data.length);
-        else if (flag === "K") extended["linkpath"] = text(data, 0, data.length);
+        if (flag === "x") pax(data, extended);
+        else if (flag === "L") extended.path = text(data, 0, data.length);
+        else if (flag === "K") extended.linkpath = text(data, 0, data.length);
         continue; // "g" is for all entries, and nothing in it is of use
       }
       const entry = entryOf(header, flag, size, extended);
       extended = {};
+      extendedBytes = 0;
       if (entry.size > left) throw new CoppiceError("LIMIT_EXCEEDED", `the archive has more than ${maxBytes} bytes of content`);
       left -= entry.size;
       let unread = entry.size;
@@ -134,11 +142,11 @@ function padding(size: number): number {
   return (block - (size % block)) % block;
 }
 
-function entryOf(header: Uint8Array, flag: string, size: number, extended: Record<string, string>): Omit<TarEntry, "body"> {
+function entryOf(header: Uint8Array, flag: string, size: number, extended: Extended): Omit<TarEntry, "body"> {
   const ustar = text(header, 257, 5) === "ustar";
   const prefix = ustar && text(header, 257, 8) !== "ustar  " ? text(header, 345, 155) : "";
-  const name = extended["path"] ?? (prefix ? `${prefix}/${text(header, 0, 100)}` : text(header, 0, 100));
-  const target = extended["linkpath"] ?? text(header, 157, 100);
+  const name = extended.path ?? (prefix ? `${prefix}/${text(header, 0, 100)}` : text(header, 0, 100));
+  const target = extended.linkpath ?? text(header, 157, 100);
   if (name.length > maxName || target.length > maxName) throw new CoppiceError("LIMIT_EXCEEDED", "the archive has a name that is too long");
   if (name.includes("\0") || target.includes("\0")) throw invalid("a name has a zero byte");
   let type: EntryType = "other";
@@ -146,33 +154,47 @@ function entryOf(header: Uint8Array, flag: string, size: number, extended: Recor
   else if (flag === "1") type = "link";
   else if (flag === "2") type = "symlink";
   else if (flag === "5") type = "dir";
-  for (const key of Object.keys(extended)) if (key.startsWith("GNU.sparse")) type = "other";
-  if (extended["size"] !== undefined) size = decimal(extended["size"], "size");
+  if (extended.sparse) type = "other";
+  if (extended.size !== undefined) size = decimal(extended.size, "size");
   if (type === "link" || type === "symlink" || type === "dir") size = 0; // they have no content, whatever the header says
-  const mtime = Number(extended["mtime"] ?? number(header, 136, 12));
+  const mtime = Number(extended.mtime ?? number(header, 136, 12));
   return { name, type, mode: number(header, 100, 8) & 0o7777, size, mtime: Number.isFinite(mtime) ? mtime : 0, target };
 }
 
-/** pax reads the records of an extended header. */
-function pax(data: Uint8Array): Record<string, string> {
-  const out: Record<string, string> = {};
+/** What is kept of the extended headers of one entry: nothing else of them has a use here. */
+interface Extended {
+  path?: string;
+  linkpath?: string;
+  size?: string;
+  mtime?: string;
+  /** The content is a sparse file in a form of GNU's. */
+  sparse?: boolean;
+  /** There was a header "x": an entry has at most one. */
+  pax?: boolean;
+}
+
+/** pax reads the records of an extended header into out. */
+function pax(data: Uint8Array, out: Extended): void {
+  if (out.pax) throw invalid("an entry has two extended headers");
+  out.pax = true;
   const decoder = new TextDecoder();
   for (let at = 0; at < data.length; ) {
-    const space = data.indexOf(0x20, at);
-    const length = decimal(decoder.decode(data.subarray(at, Math.max(space, at))), "the length of a record");
+    const space = data.subarray(at, at + maxDigits + 1).indexOf(0x20);
+    const length = decimal(decoder.decode(data.subarray(at, at + Math.max(space, 0))), "the length of a record");
     const end = at + length;
-    if (space < 0 || length <= space - at + 1 || end > data.length || data[end - 1] !== 0x0a) throw invalid("an extended header is broken");
-    const record = decoder.decode(data.subarray(space + 1, end - 1));
+    if (length <= space + 1 || end > data.length || data[end - 1] !== 0x0a) throw invalid("an extended header is broken");
+    const record = decoder.decode(data.subarray(at + space + 1, end - 1));
     const equals = record.indexOf("=");
     if (equals < 1) throw invalid("an extended header is broken");
-    Object.defineProperty(out, record.slice(0, equals), { value: record.slice(equals + 1), enumerable: true, configurable: true, writable: true });
+    const key = record.slice(0, equals);
+    if (key === "path" || key === "linkpath" || key === "size" || key === "mtime") out[key] = record.slice(equals + 1);
+    else if (key.startsWith("GNU.sparse")) out.sparse = true;
     at = end;
   }
-  return out;
 }
 
 function decimal(value: string, what: string): number {
-  if (!/^\d{1,15}$/.test(value)) throw invalid(`${what} is not a number`);
+  if (value.length > maxDigits || !/^\d+$/.test(value)) throw invalid(`${what} is not a number`);
   return Number(value);
 }
 

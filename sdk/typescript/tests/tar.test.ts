@@ -118,6 +118,31 @@ test("many small extended headers are counted as entries", async () => {
   await expect(entries(endless(), { maxEntries: 1000 })).rejects.toMatchObject({ code: "LIMIT_EXCEEDED" });
 });
 
+test.each(["L", "K", "g"])("the extended headers %s of one entry are bounded together", async (flag) => {
+  let headers = 0;
+  async function* endless(): AsyncGenerator<Uint8Array, void, void> {
+    for (; headers < 1000; headers++) {
+      yield raw("pax", flag, "00000177777");
+      yield new Uint8Array(64 << 10).fill(0x61);
+    }
+  }
+  await expect(entries(endless())).rejects.toMatchObject({ code: "LIMIT_EXCEEDED" });
+  expect(headers).toBeLessThan(20);
+});
+
+test("a second extended header of one entry is an error", async () => {
+  const one = [raw("pax", "x", "00000000006"), padded("6 a=b\n")];
+  await expect(entries(stream(...one, ...one, raw("a", "0", "0"), end))).rejects.toMatchObject({ code: "INCOMPLETE" });
+  expect(await entries(stream(...one, raw("a", "0", "0"), ...one, raw("b", "0", "0"), end))).toHaveLength(2);
+});
+
+test("many records of an extended header are read, and a sparse file is no file", async () => {
+  const records = `${"6 a=b\n".repeat(10_000)}22 GNU.sparse.major=1\n`;
+  const length = records.length.toString(8).padStart(11, "0");
+  const got = await entries(stream(raw("pax", "x", length), padded(records), raw("a", "0", "0"), end));
+  expect(got.map((e) => [e.name, e.type])).toEqual([["a", "other"]]);
+});
+
 test.each(["path", "linkpath"])("a long %s is an error", async (key) => {
   const value = "y".repeat(20_000);
   const record = `${`20000 ${key}=\n`.length + value.length} ${key}=${value}\n`;
