@@ -54,6 +54,7 @@ var ofCode = map[string]int{
 	string(core.CodeCheckpointNotFound):     NotFound,
 	string(core.CodeOperationNotFound):      NotFound,
 	string(core.CodeSessionNotFound):        NotFound,
+	string(core.CodeWatchNotFound):          NotFound,
 	string(core.CodeImageNotFound):          NotFound,
 	string(core.CodeRunnerNotFound):         NotFound,
 	string(core.CodePortNotFound):           NotFound,
