@@ -86,12 +86,12 @@ func Change(path string, change func(*File) error) error {
 // Names lists the contexts.
 func (f *File) Names() []string { return slices.Sorted(maps.Keys(f.Contexts)) }
 
-// Enter adds the entry of a `coppice dev` and returns its name. It takes the place of an entry of the same server or data directory. It
-// becomes the current one unless there is one whose server lives.
+// Enter adds the entry of a `coppice dev` and returns its name. It takes the place of an entry of another `coppice dev` with
+// the same server or data directory, never of one that the user has added. It becomes the current one unless there is one whose server lives.
 func (f *File) Enter(e Entry, lives func(Entry) bool) string {
 	name := ""
 	for _, n := range f.Names() {
-		if old := f.Contexts[n]; old.Server == e.Server || old.DataDir != "" && old.DataDir == e.DataDir {
+		if old := f.Contexts[n]; old.DataDir != "" && (old.Server == e.Server || old.DataDir == e.DataDir) {
 			if name == "" {
 				name = n
 				continue

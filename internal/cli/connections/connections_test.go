@@ -57,3 +57,14 @@ func TestEntriesOfManyServers(t *testing.T) {
 		t.Errorf("after all have ended: %+v, %v", f, err)
 	}
 }
+
+// TestEnterKeepsContextsOfTheUser: an entry without a data directory is the user's, also if a `coppice dev` listens at its address.
+func TestEnterKeepsContextsOfTheUser(t *testing.T) {
+	t.Parallel()
+	mine := Entry{Server: "http://127.0.0.1:7070", Token: "mine"}
+	f := File{Current: "work", Contexts: map[string]Entry{"work": mine, "also": mine}}
+	name := f.Enter(Entry{Server: mine.Server, Token: "dev", DataDir: "/data"}, func(Entry) bool { return true })
+	if name != DevName || len(f.Contexts) != 3 || f.Contexts["work"] != mine || f.Contexts["also"] != mine || f.Current != "work" {
+		t.Errorf("%q, %+v", name, f)
+	}
+}
