@@ -5,6 +5,7 @@ import (
 	"crypto/sha256"
 	"errors"
 	"net/http"
+	"strings"
 	"sync"
 	"time"
 
@@ -39,7 +40,9 @@ type tenant struct {
 //
 // Every request is checked with the API, so a revoked key ends with its next request. A request takes a shared slot only
 // after that, at most maxCalls for a key and maxOfProject for a project. The check of a key that was valid before takes a slot of this key; checks
-// of unknown keys have slots and a rate of their own. So neither wrong keys nor one tenant can keep other tenants out.
+// of unknown keys have slots and a rate of their own. So one tenant cannot keep others out, and wrong keys cannot keep out a key that this
+// server knows. They can keep out keys that it does not know yet: whoever invents enough keys of the right form takes all places of
+// strangers. What cannot be a key takes none.
 type tenants struct {
 	cfg       Config
 	transport *transport
@@ -75,6 +78,9 @@ func (ts *tenants) admit(ctx context.Context, key string) (*tenant, *hold, *refu
 	if key == "" || len(key) > maxKey {
 		return nil, nil, refuse(http.StatusUnauthorized, string(coppice.CodeUnauthenticated), "the request has no API key: send it as Authorization: Bearer")
 	}
+	if !possible(key) {
+		return nil, nil, refuse(http.StatusUnauthorized, string(coppice.CodeUnauthenticated), "the API key is wrong, expired or revoked")
+	}
 	sum := sha256.Sum256([]byte(key))
 	t := ts.get(sum)
 	if t == nil {
@@ -108,6 +114,25 @@ func (ts *tenants) admit(ctx context.Context, key string) (*tenant, *hold, *refu
 		ts.end(t.project)
 		t.requests.free()
 	}}, nil
+}
+
+// The form of a key that the API has made: keyPrefix, its id, an underscore and its secret. The key of an operator may have any other
+// form.
+const (
+	keyPrefix = "cpk_"
+	keyID     = 26
+	keySecret = 52
+)
+
+// possible reports whether a text can be a key.
+func possible(key string) bool {
+	rest, made := strings.CutPrefix(key, keyPrefix)
+	if !made {
+		return true
+	}
+	id, secret, _ := strings.Cut(rest, "_")
+	return len(id) == keyID && len(secret) == keySecret &&
+		!strings.ContainsFunc(id+secret, func(r rune) bool { return !strings.ContainsRune("0123456789abcdefghjkmnpqrstvwxyz", r) })
 }
 
 // begin counts a request of a project, unless the project has as many as it may have.

@@ -88,6 +88,16 @@ func TestRequestsAreBounded(t *testing.T) {
 	if _, _, no := ts.admit(t.Context(), strings.Repeat("x", maxKey+1)); no == nil || no.status != http.StatusUnauthorized {
 		t.Errorf("a long key: %+v", no)
 	}
+	for ts.strangers.try() {
+	}
+	malformed := "cpk_06e5bqv7z0f3m8k2h1t9r4w6xc_" + strings.Repeat("u", keySecret)
+	for key, status := range map[string]int{
+		malformed: http.StatusUnauthorized, "cpk_x": http.StatusUnauthorized, strings.ReplaceAll(malformed, "u", "v"): http.StatusServiceUnavailable,
+	} {
+		if _, _, no := ts.admit(t.Context(), key); no == nil || no.status != status {
+			t.Errorf("%s where all places of strangers are taken: %+v, want %d", key, no, status)
+		}
+	}
 	if _, err := enterHeld(t.Context()); err == nil {
 		t.Error("a call without a request was admitted")
 	}
