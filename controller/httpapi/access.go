@@ -135,6 +135,30 @@ func ActFor(ctx context.Context, key core.KeyID) context.Context {
 	return context.WithValue(ctx, actingKey{}, key)
 }
 
+// HoldKey returns a context that ends with a key, for what such a layer does past this API. The returned function must be called when the
+// work is done.
+func HoldKey(ctx context.Context, control *controller.Controller, id core.KeyID) (context.Context, context.CancelFunc, error) {
+	key, err := control.ValidKey(ctx, id)
+	if err != nil {
+		return ctx, func() {}, err
+	}
+	ctx, release := control.WithKey(ctx, key)
+	return ctx, release, nil
+}
+
+// ConfirmPort asks where a forwarded port listens now, for such a layer. The key must be one that the layer acts for.
+func ConfirmPort(ctx context.Context, control *controller.Controller, id core.KeyID, ws core.WorkspaceID, port core.PortID) (string, error) {
+	key, err := control.ValidKey(ctx, id)
+	if err != nil {
+		return "", err
+	}
+	at, err := control.ConfirmPort(ctx, key.ProjectID, ws, port)
+	if err != nil {
+		return "", err
+	}
+	return at.String(), nil
+}
+
 // callerKey finds the key of a request.
 func callerKey(c echo.Context, control *controller.Controller) (controller.Key, error) {
 	ctx := c.Request().Context()

@@ -178,7 +178,7 @@ func RunController(ctx context.Context, cfg ControllerConfig, ready func(Control
 		return err
 	}
 	steps.Push("public listener", func(context.Context) error { return public.close() })
-	compat, err := cfg.listenE2B(ctx, api, trust, &steps)
+	compat, err := cfg.listenE2B(ctx, api, control, trust, &steps)
 	if err != nil {
 		return err
 	}

@@ -24,7 +24,7 @@ type E2BConfig struct {
 }
 
 // Handler makes the layer for E2B's clients over the REST API. Its tokens are the same on all controllers of the cluster.
-func (c E2BConfig) Handler(api http.Handler, trust controller.Trust, log *slog.Logger) (http.Handler, error) {
+func (c E2BConfig) Handler(api http.Handler, control *controller.Controller, trust controller.Trust, log *slog.Logger) (http.Handler, error) {
 	const size = 32
 	secret, err := hkdf.Key(sha256.New, trust.Passes.Seed(), nil, "coppice tokens of sandboxes for E2B's clients, v1", size)
 	if err != nil {
@@ -33,6 +33,12 @@ func (c E2BConfig) Handler(api http.Handler, trust controller.Trust, log *slog.L
 	return e2b.New(e2b.Config{
 		API: api, Secret: secret, Domain: c.Domain, User: c.User, OpenEgress: c.OpenEgress, LocalPorts: c.LocalPorts, Log: log.With("component", "e2b"),
 		ActFor: func(ctx context.Context, key string) context.Context { return httpapi.ActFor(ctx, core.KeyID(key)) },
+		HoldKey: func(ctx context.Context, key string) (context.Context, context.CancelFunc, error) {
+			return httpapi.HoldKey(ctx, control, core.KeyID(key))
+		},
+		ConfirmPort: func(ctx context.Context, key, ws, port string) (string, error) {
+			return httpapi.ConfirmPort(ctx, control, core.KeyID(key), core.WorkspaceID(ws), core.PortID(port))
+		},
 	})
 }
 
@@ -45,11 +51,11 @@ func (c E2BConfig) Egress() string {
 }
 
 // listenE2B opens the listener for E2B's clients; nil if there is none.
-func (c ControllerConfig) listenE2B(ctx context.Context, api http.Handler, trust controller.Trust, steps *undo.Stack) (*listener, error) {
+func (c ControllerConfig) listenE2B(ctx context.Context, api http.Handler, control *controller.Controller, trust controller.Trust, steps *undo.Stack) (*listener, error) {
 	if c.E2B.Listen == "" {
 		return nil, nil //nolint:nilnil // none is not a fault
 	}
-	h, err := c.E2B.Handler(api, trust, c.Log)
+	h, err := c.E2B.Handler(api, control, trust, c.Log)
 	if err != nil {
 		return nil, err
 	}

@@ -313,7 +313,7 @@ func (s *stack) serveAll(ctx context.Context) error {
 	handlers := []http.Handler{api}
 	if s.cfg.E2B.Listen != "" {
 		s.cfg.E2B.LocalPorts = true
-		compat, err := s.cfg.E2B.Handler(api, s.trusted, s.log)
+		compat, err := s.cfg.E2B.Handler(api, s.control, s.trusted, s.log)
 		if err != nil {
 			return err
 		}
@@ -341,7 +341,7 @@ func (s *stack) take(ctx context.Context, network, address, flag string) (net.Li
 }
 
 func (s *stack) serve(to *[]server, l net.Listener, h http.Handler) {
-	*to = append(*to, server{&http.Server{Handler: h, ReadHeaderTimeout: 5 * time.Second, ErrorLog: slog.NewLogLogger(s.log.Handler(), slog.LevelDebug)}, l})
+	*to = append(*to, server{&http.Server{Handler: h, ReadHeaderTimeout: 5 * time.Second, IdleTimeout: 2 * time.Minute, MaxHeaderBytes: 64 << 10, ErrorLog: slog.NewLogLogger(s.log.Handler(), slog.LevelDebug)}, l})
 }
 
 func ignoreClosed(err error) error {

@@ -1,8 +1,10 @@
 package e2b_test
 
 import (
+	"context"
 	"crypto/sha256"
 	"encoding/base64"
+	"errors"
 	"fmt"
 	"io"
 	"net/http"
@@ -12,6 +14,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/coppice-dev/coppice/controller/runnertest"
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
 
@@ -174,11 +177,17 @@ func TestPorts(t *testing.T) {
 	w := newWorld(t)
 	s := w.create("", `{"templateID":"base"}`)
 	guest := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
-		for _, h := range []string{"X-Api-Key", "E2b-Traffic-Access-Token", "E2b-Sandbox-Id", "E2b-Sandbox-Port"} {
+		for _, h := range []string{"X-Api-Key", "E2b-Traffic-Access-Token", "E2b-Sandbox-Id", "E2b-Sandbox-Port", "X-Access-Token"} {
 			if r.Header.Get(h) != "" {
 				t.Errorf("the guest gets %s", h)
 			}
 		}
+		w.Header().Add("Set-Cookie", "a=b; Domain=sandbox.example; Path=/")
+		w.Header().Set("Access-Control-Allow-Origin", "https://evil.example")
+		w.Header().Set("Access-Control-Allow-Credentials", "true")
+		w.Header().Set("X-Early", "1")
+		w.WriteHeader(http.StatusEarlyHints)
+		w.Header().Del("X-Early")
 		_, _ = io.WriteString(w, r.Host+r.URL.Path)
 	}))
 	t.Cleanup(guest.Close)
@@ -191,9 +200,86 @@ func TestPorts(t *testing.T) {
 	if r.want(t, http.StatusOK, nil); r.body != host+"/a" {
 		t.Errorf("%q", r.body)
 	}
+	r = w.do(ask{method: "GET", path: "/a", host: host, header: map[string]string{"X-Access-Token": s.EnvdAccessToken, "Origin": "https://a.example"}})
+	r.want(t, http.StatusOK, nil)
+	if h := r.header; h.Get("Set-Cookie") != "a=b; Path=/" || len(h.Values("Access-Control-Allow-Origin")) != 1 || h.Get("Access-Control-Allow-Origin") != "*" || h.Get("Access-Control-Allow-Credentials") != "" {
+		t.Errorf("the guest speaks for others: %v", h)
+	}
+	w.runner.Hook(func(_ context.Context, at, _ string) error {
+		if at == runnertest.PointPort {
+			return errors.New("the address is somebody else's by now")
+		}
+		return nil
+	})
+	r = w.do(ask{method: "GET", path: "/a", host: host, header: map[string]string{"E2b-Traffic-Access-Token": s.TrafficAccessToken}})
+	r.want(t, http.StatusBadGateway, nil)
+	w.runner.Hook(nil)
 	guest.Close()
 	r = w.do(ask{method: "GET", path: "/a", host: host, header: map[string]string{"E2b-Traffic-Access-Token": s.TrafficAccessToken}})
 	if r.want(t, http.StatusBadGateway, nil); !strings.Contains(r.body, "The sandbox is running but port is not open") {
 		t.Error(r.body)
+	}
+}
+
+// A paused sandbox has no ports, wherever its row says that they listen.
+func TestPortsOfAPausedSandbox(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	s := w.create("", `{"templateID":"base"}`)
+	other := httptest.NewServer(http.HandlerFunc(func(http.ResponseWriter, *http.Request) { t.Error("somebody else gets the request") }))
+	t.Cleanup(other.Close)
+	if _, err := w.rest.CreatePort(t.Context(), "ws_"+s.SandboxID, coppice.CreatePortRequest{GuestPort: 3000, Listen: strings.TrimPrefix(other.URL, "http://")}); err != nil {
+		t.Fatal(err)
+	}
+	w.do(ask{method: "POST", path: "/sandboxes/" + s.SandboxID + "/pause"}).want(t, http.StatusNoContent, nil)
+	host := "3000-" + s.SandboxID + ".sandbox.example"
+	w.do(ask{method: "GET", path: "/", host: host, header: map[string]string{"E2b-Traffic-Access-Token": s.TrafficAccessToken}}).want(t, http.StatusBadGateway, nil)
+}
+
+// A stream through a port ends with the key of its token, and a key has so many at the same time.
+func TestPortStreams(t *testing.T) {
+	t.Parallel()
+	w := newWorld(t)
+	key, id := w.tenant("tenant", coppice.ScopeWorkspaceRead, coppice.ScopeWorkspaceCreate, coppice.ScopeWorkspaceExec)
+	s := w.create(key, `{"templateID":"base"}`)
+	guest := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		w.WriteHeader(http.StatusOK)
+		_ = http.NewResponseController(w).Flush()
+		<-r.Context().Done()
+	}))
+	t.Cleanup(guest.Close)
+	if _, err := w.client(key).CreatePort(t.Context(), "ws_"+s.SandboxID, coppice.CreatePortRequest{GuestPort: 3000, Listen: strings.TrimPrefix(guest.URL, "http://")}); err != nil {
+		t.Fatal(err)
+	}
+	open := func() *http.Response {
+		req, err := http.NewRequestWithContext(t.Context(), http.MethodGet, w.url, nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		req.Host = "3000-" + s.SandboxID + ".sandbox.example"
+		req.Header.Set("E2b-Traffic-Access-Token", s.TrafficAccessToken)
+		resp, err := http.DefaultClient.Do(req)
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { _ = resp.Body.Close() })
+		return resp
+	}
+	const most = 64
+	streams := make([]*http.Response, most)
+	for i := range streams {
+		if streams[i] = open(); streams[i].StatusCode != http.StatusOK {
+			t.Fatalf("stream %d: %d", i, streams[i].StatusCode)
+		}
+	}
+	if resp := open(); resp.StatusCode != http.StatusTooManyRequests {
+		t.Errorf("one more: %d", resp.StatusCode)
+	}
+	w.envd(s, ask{method: "GET", path: "/files?path=/x"}).want(t, http.StatusTooManyRequests, nil)
+	if err := w.rest.RevokeKey(t.Context(), id); err != nil {
+		t.Fatal(err)
+	}
+	for _, resp := range streams {
+		_, _ = io.ReadAll(resp.Body) // it would go on for ever
 	}
 }

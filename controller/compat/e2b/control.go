@@ -6,6 +6,7 @@ import (
 	"io"
 	"net/http"
 	"net/url"
+	"os"
 	"strings"
 
 	coppice "github.com/coppice-dev/coppice/sdk/go"
@@ -57,7 +58,7 @@ func (l *layer) controlRoutes() http.Handler {
 		mux.HandleFunc(pattern, func(w http.ResponseWriter, r *http.Request) {
 			ctx, client := l.caller(r)
 			r = r.WithContext(ctx)
-			r.Body = http.MaxBytesReader(w, r.Body, maxBody)
+			r.Body = hurriedBody{http.MaxBytesReader(w, r.Body, maxBody), w}
 			if err := h(w, r, call{client, l, r.PathValue("id")}); err != nil {
 				l.fail(w, r, err)
 			}
@@ -104,6 +105,8 @@ func readJSON(r *http.Request, into any) error {
 		return nil // every field has a default
 	case errors.As(err, new(*http.MaxBytesError)):
 		return err
+	case errors.Is(err, os.ErrDeadlineExceeded):
+		return failf(http.StatusRequestTimeout, "the body did not arrive within %v", bodyTime)
 	case err != nil:
 		return failf(http.StatusBadRequest, "the body cannot be used: %s", strings.TrimPrefix(err.Error(), "json: "))
 	case d.More():

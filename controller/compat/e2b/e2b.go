@@ -19,9 +19,17 @@ import (
 type Config struct {
 	API    http.Handler                                                 // the REST API
 	ActFor func(ctx context.Context, key coppice.KeyID) context.Context // makes requests to it for a key without its secret
-	Secret []byte                                                       // makes the tokens of sandboxes; the same on all controllers of a cluster
-	Domain string                                                       // the wildcard name of this layer; empty: none
-	User   string                                                       // whose processes and files are meant if the client names nobody; empty: root
+
+	// HoldKey returns a context that ends with a key, and a function that must be called when the work is done.
+	HoldKey func(ctx context.Context, key coppice.KeyID) (context.Context, context.CancelFunc, error)
+
+	// ConfirmPort returns the address where a forwarded port of a workspace in the key's project listens now, as its runner says. It
+	// wakes the workspace, and fails if there is no machine.
+	ConfirmPort func(ctx context.Context, key coppice.KeyID, ws coppice.WorkspaceID, port coppice.PortID) (address string, err error)
+
+	Secret []byte // makes the tokens of sandboxes; the same on all controllers of a cluster
+	Domain string // the wildcard name of this layer; empty: none
+	User   string // whose processes and files are meant if the client names nobody; empty: root
 
 	// LocalPorts says that the addresses of forwarded ports are those of this host, as they are where controller and runner share
 	// one. Elsewhere such an address may lead to something else, so ports are refused.
@@ -41,14 +49,15 @@ type layer struct {
 	Config
 	tokens  tokens
 	issued  issued
+	busy    busy
 	control http.Handler
 	daemon  http.Handler
 }
 
 // New returns the handler of the layer.
 func New(cfg Config) (http.Handler, error) {
-	if cfg.API == nil || cfg.ActFor == nil || cfg.Log == nil {
-		return nil, errors.New("the layer for E2B's clients lacks the REST API, a way to act for keys, or a log")
+	if cfg.API == nil || cfg.ActFor == nil || cfg.HoldKey == nil || cfg.ConfirmPort == nil || cfg.Log == nil {
+		return nil, errors.New("the layer for E2B's clients lacks the REST API, a way to act for keys, to hold them or to confirm ports, or a log")
 	}
 	if len(cfg.Secret) < minSecret {
 		return nil, fmt.Errorf("the secret for tokens of sandboxes has %d bytes; it needs %d", len(cfg.Secret), minSecret)
@@ -81,6 +90,7 @@ func (l *layer) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		l.Log.ErrorContext(r.Context(), "request panicked", "panic", fmt.Sprint(p), "stack", string(debug.Stack()))
 		writeFailure(w, r, translate(errors.New("panic")))
 	}()
+	hurry(w, r)
 	h := w.Header()
 	h.Set("X-Content-Type-Options", "nosniff")
 	if !hostAllowed(r.Host, l.Domain) {

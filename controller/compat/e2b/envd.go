@@ -41,7 +41,7 @@ func visitOf(ctx context.Context) visit {
 	return v
 }
 
-const maxMessage = 16 << 20 // of one message of Connect
+const maxMessage = 2 << 20 // of one message of Connect
 
 // envdRoutes are the routes of E2B's daemon that clients use. Those that change the daemon itself are not among them.
 func (l *layer) envdRoutes() http.Handler {
@@ -100,7 +100,12 @@ func (l *layer) serveEnvd(w http.ResponseWriter, r *http.Request, t target) {
 		l.refuseVisit(w, r, failf(http.StatusUnauthorized, "this sandbox needs its access token in %s", headerAccess))
 		return
 	}
-	l.issued.add(ws, key)
+	leave, full := l.busy.enter(key)
+	if full != nil {
+		l.refuseVisit(w, r, full)
+		return
+	}
+	defer leave()
 	ctx := l.ActFor(inprocess.WithRemote(r.Context(), r.RemoteAddr), key)
 	v := visit{Client: l.client(""), ws: ws, user: l.User}
 	if name, _, basic := r.BasicAuth(); basic && name != "" && !signed { // a signature is for the user in the address
@@ -118,6 +123,8 @@ func (l *layer) serveEnvd(w http.ResponseWriter, r *http.Request, t target) {
 		l.refuseVisit(w, r, translate(err))
 		return
 	}
+	l.issued.add(ws, key) // the workspace is one of the key's project
+	unhurry(w)
 	l.daemon.ServeHTTP(w, r.WithContext(context.WithValue(ctx, visitKey{}, v)))
 }
 
@@ -194,7 +201,10 @@ type accounts struct {
 	groups map[int]string
 }
 
-const maxAccounts = 1 << 20 // bytes of such a file
+const (
+	maxAccounts     = 1 << 20 // bytes of such a file
+	maxAccountLines = 4096    // that are read of it
+)
 
 // accounts reads the users and groups of the guest.
 func (v visit) accounts(ctx context.Context) accounts {
@@ -222,7 +232,8 @@ func (v visit) table(ctx context.Context, name string, fields int) [][]string {
 		return nil
 	}
 	var out [][]string
-	for s := bufio.NewScanner(bytes.NewReader(b)); s.Scan(); {
+	s := bufio.NewScanner(bytes.NewReader(b))
+	for n := 0; n < maxAccountLines && s.Scan(); n++ {
 		if f := strings.Split(s.Text(), ":"); len(f) == fields {
 			out = append(out, f)
 		}

@@ -136,7 +136,7 @@ func TestRPCBounds(t *testing.T) {
 			return err
 		}, connect.CodeInvalidArgument},
 		"a large message": {func() error {
-			_, err := f.Stat(ctx, connect.NewRequest(&filesystem.StatRequest{Path: strings.Repeat("x", 17<<20)}))
+			_, err := f.Stat(ctx, connect.NewRequest(&filesystem.StatRequest{Path: strings.Repeat("x", 3<<20)}))
 			return err
 		}, connect.CodeResourceExhausted},
 		"a watcher": {func() error {
@@ -221,6 +221,10 @@ func TestAccounts(t *testing.T) {
 	write("/etc/passwd", "user:x:1000:1000::/tmp:/bin/sh\n"+strings.Repeat("#", 1<<20))
 	if err := as("user"); connect.CodeOf(err) != connect.CodeUnauthenticated {
 		t.Error(err)
+	}
+	write("/etc/passwd", strings.Repeat("#\n", 4096)+"user:x:1000:1000::/tmp:/bin/sh\n")
+	if err := as("user"); connect.CodeOf(err) != connect.CodeUnauthenticated {
+		t.Errorf("a line beyond the bound: %v", err)
 	}
 	var refused *connect.Error
 	if err := as("root"); errors.As(err, &refused) {

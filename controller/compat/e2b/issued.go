@@ -10,7 +10,8 @@ import (
 // The bounds of what is remembered of issued tokens.
 const (
 	maxIssued     = 20_000
-	maxIssuedKeys = 8 // of one sandbox
+	maxIssuedKeys = 8     // of one sandbox
+	maxIssuedOf   = 2_000 // sandboxes of one key: it cannot drive the others out
 )
 
 // issued remembers which keys have tokens of a sandbox. A signed link names neither its key nor its token, so its signature is
@@ -20,6 +21,7 @@ type issued struct {
 	mu  sync.Mutex // guards the maps; the older one goes when the newer one is full
 	now map[coppice.WorkspaceID][]coppice.KeyID
 	old map[coppice.WorkspaceID][]coppice.KeyID
+	of  map[coppice.KeyID][]coppice.WorkspaceID // in now, in the order in which they came
 }
 
 func (i *issued) add(ws coppice.WorkspaceID, key coppice.KeyID) {
@@ -32,8 +34,26 @@ func (i *issued) add(ws coppice.WorkspaceID, key coppice.KeyID) {
 	list = append([]coppice.KeyID{key}, slices.DeleteFunc(slices.Clone(list), func(k coppice.KeyID) bool { return k == key })...)
 	if i.now == nil || len(i.now) >= maxIssued/2 {
 		i.old, i.now = i.now, map[coppice.WorkspaceID][]coppice.KeyID{}
+		i.of = map[coppice.KeyID][]coppice.WorkspaceID{}
+	}
+	if !slices.Contains(i.now[ws], key) {
+		i.room(key)
+		i.of[key] = append(i.of[key], ws)
 	}
 	i.now[ws] = list[:min(len(list), maxIssuedKeys)]
+}
+
+// room forgets the first sandbox of a key that has as many as it may have. mu is held.
+func (i *issued) room(key coppice.KeyID) {
+	if len(i.of[key]) < maxIssuedOf {
+		return
+	}
+	first := i.of[key][0]
+	i.of[key] = i.of[key][1:]
+	left := slices.DeleteFunc(slices.Clone(i.now[first]), func(k coppice.KeyID) bool { return k == key })
+	if i.now[first] = left; len(left) == 0 {
+		delete(i.now, first)
+	}
 }
 
 // list needs mu.

@@ -40,6 +40,7 @@ type world struct {
 	rest    *coppice.Client // with the first key
 	api     string
 	control *controller.Controller
+	runner  *runnertest.Runner
 }
 
 func newWorld(t *testing.T) *world {
@@ -83,11 +84,17 @@ func newWorld(t *testing.T) *world {
 	layer, err := e2b.New(e2b.Config{
 		API: api, Secret: []byte(strings.Repeat("s", 32)), Domain: "sandbox.example", LocalPorts: true, Log: log,
 		ActFor: func(ctx context.Context, key string) context.Context { return httpapi.ActFor(ctx, core.KeyID(key)) },
+		HoldKey: func(ctx context.Context, key string) (context.Context, context.CancelFunc, error) {
+			return httpapi.HoldKey(ctx, control, core.KeyID(key))
+		},
+		ConfirmPort: func(ctx context.Context, key, ws, port string) (string, error) {
+			return httpapi.ConfirmPort(ctx, control, core.KeyID(key), core.WorkspaceID(ws), core.PortID(port))
+		},
 	})
 	if err != nil {
 		t.Fatal(err)
 	}
-	w := &world{t: t, url: serve(t, layer), api: serve(t, api), control: control}
+	w := &world{t: t, url: serve(t, layer), api: serve(t, api), control: control, runner: runner}
 	internal, err := httpapi.NewInternal(control, runnerSecret, log)
 	if err != nil {
 		t.Fatal(err)

@@ -1,6 +1,7 @@
 package e2b
 
 import (
+	"context"
 	"errors"
 	"log/slog"
 	"net"
@@ -10,6 +11,7 @@ import (
 	"time"
 
 	"github.com/coppice-dev/coppice/internal/inprocess"
+	"github.com/coppice-dev/coppice/internal/relay"
 	coppice "github.com/coppice-dev/coppice/sdk/go"
 )
 
@@ -28,6 +30,12 @@ func (l *layer) servePort(w http.ResponseWriter, r *http.Request, t target) {
 		writeFailure(w, r, failf(http.StatusForbidden, "this port needs the traffic token of its sandbox in %s", headerTraffic))
 		return
 	}
+	leave, full := l.busy.enter(key)
+	if full != nil {
+		writeFailure(w, r, full)
+		return
+	}
+	defer leave()
 	ctx, client := l.ActFor(inprocess.WithRemote(r.Context(), r.RemoteAddr), key), l.client("")
 	r = r.WithContext(ctx)
 	if !l.LocalPorts {
@@ -35,49 +43,115 @@ func (l *layer) servePort(w http.ResponseWriter, r *http.Request, t target) {
 		return
 	}
 	row, err := client.Workspace(ctx, ws)
-	if errors.Is(err, coppice.CodeWorkspaceNotFound) || err == nil && !running(row) {
+	if errors.Is(err, coppice.CodeWorkspaceNotFound) || err == nil && !routed(row) {
 		writeGone(w, t.sandbox)
 		return
-	}
-	var address string
-	if err == nil {
-		address, err = forwarded(r, client, ws, t.port)
 	}
 	if err != nil {
 		l.fail(w, r, err)
 		return
 	}
-	proxy := &httputil.ReverseProxy{
+	ctx, release, err := l.HoldKey(ctx, key)
+	if err != nil {
+		l.Log.WarnContext(ctx, "the key of a request to a port was not held", "err", err)
+		writeFailure(w, r, failf(http.StatusServiceUnavailable, "the key of this token cannot be checked now; repeat the request later"))
+		return
+	}
+	defer release()
+	r = r.WithContext(ctx)
+	address, err := l.forwarded(ctx, client, key, ws, t.port)
+	if err != nil {
+		l.fail(w, r, err)
+		return
+	}
+	if address == "" {
+		writeClosed(w, t)
+		return
+	}
+	unhurry(w)
+	l.proxy(address, ws, t).ServeHTTP(w, r)
+}
+
+// routed reports whether a request may go to a port: the workspace has its machine, or the request resumes it.
+func routed(ws coppice.Workspace) bool {
+	switch ws.State {
+	case coppice.WorkspaceReady, coppice.WorkspaceCheckpointing:
+		return true
+	case coppice.WorkspaceSuspended, coppice.WorkspaceRestoring:
+		return ws.AutoResume
+	case coppice.WorkspaceCreating, coppice.WorkspaceQuarantined, coppice.WorkspaceTerminating, coppice.WorkspaceTerminated, coppice.WorkspaceFailed, coppice.WorkspaceLost:
+	}
+	return false
+}
+
+// proxy passes one request on to an address, as it is, but for what is this layer's.
+func (l *layer) proxy(address string, ws coppice.WorkspaceID, t target) http.Handler {
+	return &httputil.ReverseProxy{
 		// A connection is for one request: after a restore the address may lead to another machine.
-		Transport: &http.Transport{
+		Transport: relay.Final(&http.Transport{
 			DisableKeepAlives: true, DisableCompression: true, MaxResponseHeaderBytes: 256 << 10,
 			DialContext: (&net.Dialer{Timeout: 10 * time.Second}).DialContext,
-		},
+		}),
 		FlushInterval: -1,
 		ErrorLog:      slog.NewLogLogger(l.Log.Handler(), slog.LevelDebug),
 		Rewrite: func(p *httputil.ProxyRequest) {
 			p.SetURL(&url.URL{Scheme: "http", Host: address})
-			p.Out.Host = r.Host
+			p.Out.Host = p.In.Host
 			for _, h := range []string{headerSandbox, headerPort, headerTraffic, headerKey} {
 				p.Out.Header.Del(h)
 			}
+			if _, ours := l.tokens.check(purposeEnvd, ws, p.In.Header.Get(headerAccess)); ours {
+				p.Out.Header.Del(headerAccess)
+			}
 		},
-		ErrorHandler: func(w http.ResponseWriter, _ *http.Request, _ error) { writeClosed(w, t) },
+		ModifyResponse: reduce,
+		ErrorHandler:   func(w http.ResponseWriter, _ *http.Request, _ error) { writeClosed(w, t) },
 	}
-	proxy.ServeHTTP(w, r)
 }
 
-// forwarded returns an address of the runner's host that leads to a port of the guest. A forward that is there is used again.
-func forwarded(r *http.Request, c *coppice.Client, ws coppice.WorkspaceID, port int) (string, error) {
-	ports, err := c.Ports(r.Context(), ws)
+// reduce keeps a guest from speaking for others: its cookies are for its own name only, and which pages may read an answer is this
+// layer's to say.
+func reduce(res *http.Response) error {
+	h := res.Header
+	h.Del("Access-Control-Allow-Origin")
+	h.Del("Access-Control-Allow-Credentials")
+	lines := h.Values("Set-Cookie")
+	h.Del("Set-Cookie")
+	for _, line := range lines {
+		c, err := http.ParseSetCookie(line)
+		if err != nil {
+			continue
+		}
+		c.Domain = ""
+		if text := c.String(); text != "" { // without what could not be read
+			h.Add("Set-Cookie", text)
+		}
+	}
+	return nil
+}
+
+// forwarded returns the address of the runner's host that leads to a port of the guest now, or nothing. A forward that is there is used
+// again, at the address that the runner confirms: one that is only in a row may be somebody else's.
+func (l *layer) forwarded(ctx context.Context, c *coppice.Client, key coppice.KeyID, ws coppice.WorkspaceID, port int) (string, error) {
+	ports, err := c.Ports(ctx, ws)
 	if err != nil {
 		return "", err
 	}
+	there := false
 	for _, p := range ports {
-		if p.GuestPort == port {
-			return p.Listen, nil
+		if p.GuestPort != port || p.Listen == "" { // the runner has not said yet where it listens
+			continue
 		}
+		there = true
+		address, err := l.ConfirmPort(ctx, key, ws, p.ID)
+		if err == nil {
+			return address, nil
+		}
+		l.Log.InfoContext(ctx, "a forwarded port was not confirmed", "workspace_id", ws, "port_id", p.ID, "err", err)
 	}
-	p, err := c.CreatePort(r.Context(), ws, coppice.CreatePortRequest{GuestPort: port})
+	if there {
+		return "", nil
+	}
+	p, err := c.CreatePort(ctx, ws, coppice.CreatePortRequest{GuestPort: port})
 	return p.Listen, err
 }

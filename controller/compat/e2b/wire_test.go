@@ -7,6 +7,7 @@ import (
 	"mime"
 	"mime/multipart"
 	"net/http"
+	"net/http/httptest"
 	"net/url"
 	"strconv"
 	"strings"
@@ -172,6 +173,13 @@ func TestIssuedIsBounded(t *testing.T) {
 	if len(i.now)+len(i.old) > maxIssued {
 		t.Errorf("%d are remembered", len(i.now)+len(i.old))
 	}
+	i.add("quiet", "other")
+	for n := range 3 * maxIssued {
+		i.add("x"+strconv.Itoa(n), "first")
+	}
+	if got := i.keys("quiet"); len(got) != 1 {
+		t.Error("one key has driven another out")
+	}
 	for n := range 2 * maxIssuedKeys {
 		i.add("ws", strconv.Itoa(n))
 		i.add("ws", "again")
@@ -235,5 +243,46 @@ func TestFilesOfAForm(t *testing.T) {
 		if want != (err == nil) || got != min(n, maxUploadFiles) {
 			t.Errorf("%d files: %d were written, %v", n, got, err)
 		}
+	}
+}
+
+// deadlines notes the deadlines of reading.
+type deadlines struct {
+	http.ResponseWriter
+	set []time.Time
+}
+
+func (d *deadlines) SetReadDeadline(t time.Time) error {
+	d.set = append(d.set, t)
+	return nil
+}
+
+// A body has its time before anybody looks at a key, and has it no longer when it has been read.
+func TestBodiesHaveATime(t *testing.T) {
+	t.Parallel()
+	l := &layer{}
+	l.control = http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		r.Body = hurriedBody{r.Body, w}
+		if err := readJSON(r, new(map[string]any)); err != nil {
+			t.Error(err)
+		}
+	})
+	began := time.Now()
+	w := &deadlines{ResponseWriter: httptest.NewRecorder()}
+	r := httptest.NewRequest(http.MethodPost, "http://127.0.0.1/sandboxes", strings.NewReader("{}"))
+	l.ServeHTTP(w, r)
+	if len(w.set) < 2 || w.set[0].Before(began.Add(bodyTime)) || !w.set[len(w.set)-1].IsZero() {
+		t.Errorf("%v", w.set)
+	}
+	w.set = nil
+	l.control = http.NotFoundHandler() // the body is not read
+	l.ServeHTTP(w, httptest.NewRequest(http.MethodPost, "http://127.0.0.1/sandboxes", strings.NewReader("{}")))
+	if len(w.set) != 1 || w.set[0].IsZero() {
+		t.Errorf("not read: %v", w.set)
+	}
+	w.set = nil
+	l.ServeHTTP(w, httptest.NewRequest(http.MethodGet, "http://127.0.0.1/sandboxes", http.NoBody))
+	if len(w.set) != 0 {
+		t.Errorf("without a body: %v", w.set)
 	}
 }
