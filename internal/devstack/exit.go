@@ -3,7 +3,9 @@ package devstack
 import (
 	"context"
 	"fmt"
-	"sync/atomic"
+	"log/slog"
+	"slices"
+	"sync"
 	"time"
 
 	"golang.org/x/sync/errgroup"
@@ -32,9 +34,10 @@ func ParseOnExit(s string) (OnExit, error) {
 }
 
 const (
-	settleTime     = 15 * time.Minute // for all workspaces together
-	settleTogether = 2                // a checkpoint is bound by the disk
-	settleWait     = 30 * time.Second // of one request; then it asks again
+	settleTime     = 15 * time.Minute       // for all workspaces together
+	settleTogether = 2                      // a checkpoint is bound by the disk
+	settleWait     = 30 * time.Second       // of one request; then it asks again
+	settlePause    = 200 * time.Millisecond // between two looks at what is left
 )
 
 // settle does what OnExit says to the workspaces that run. It ends early when somebody hurries. A workspace that is left is stopped with
@@ -45,19 +48,6 @@ func (s *stack) settle(ctx context.Context) {
 	}
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), settleTime)
 	defer cancel()
-	list, err := s.running(ctx)
-	if err != nil {
-		s.log.WarnContext(ctx, "the running workspaces are not known, so they are stopped", "err", err)
-		return
-	}
-	if len(list) == 0 {
-		return
-	}
-	doing, done, act := "suspending", "suspended", s.control.Suspend
-	if s.cfg.OnExit == Terminate {
-		doing, done, act = "terminating", "terminated", s.control.Terminate
-	}
-	s.tell("%s %s; Ctrl-C again stops them at once", doing, count(len(list)))
 	go func() {
 		select {
 		case <-s.cfg.Hurry:
@@ -65,34 +55,99 @@ func (s *stack) settle(ctx context.Context) {
 		case <-ctx.Done():
 		}
 	}()
+	e := settling{list: s.running, act: s.control.Suspend, doing: "suspending", done: "suspended", tell: s.tell, log: s.log, over: map[core.WorkspaceID]bool{}}
+	if s.cfg.OnExit == Terminate {
+		e.act, e.doing, e.done = s.control.Terminate, "terminating", "terminated"
+	}
+	e.run(ctx)
+}
+
+// settling ends workspaces in passes, until none is left or the context ends. A workspace can be busy in one pass: it starts, or somebody's
+// checkpoint of it runs. Then the next pass finds it again.
+type settling struct {
+	list        func(context.Context) ([]controller.Workspace, error)
+	act         func(context.Context, core.ProjectID, core.WorkspaceID, time.Duration) (controller.Answer, error)
+	doing, done string
+	tell        func(format string, a ...any)
+	log         *slog.Logger
+
+	// mu guards the fields below.
+	mu      sync.Mutex
+	over    map[core.WorkspaceID]bool // what was ended, or cannot be
+	settled int
+}
+
+func (e *settling) run(ctx context.Context) {
+	seen := map[core.WorkspaceID]bool{}
+	for pass := 0; ; pass++ {
+		list, err := e.list(ctx)
+		if err != nil && ctx.Err() == nil {
+			e.log.WarnContext(ctx, "the running workspaces are not known, so they are stopped", "err", err)
+		}
+		list = slices.DeleteFunc(list, func(w controller.Workspace) bool { return e.over[w.ID] })
+		for _, w := range list {
+			seen[w.ID] = true
+		}
+		if err != nil || ctx.Err() != nil || len(list) == 0 {
+			break
+		}
+		if pass == 0 {
+			e.tell("%s %s; Ctrl-C again stops them at once", e.doing, count(len(list)))
+		}
+		e.pass(ctx, list)
+		select {
+		case <-time.After(settlePause):
+		case <-ctx.Done():
+		}
+	}
+	if len(seen) > 0 {
+		e.tell("%d of %s %s", e.settled, count(len(seen)), e.done)
+	}
+}
+
+func (e *settling) pass(ctx context.Context, list []controller.Workspace) {
 	var group errgroup.Group
 	group.SetLimit(settleTogether)
-	var settled atomic.Int64
 	for _, w := range list {
 		group.Go(func() error {
-			for ctx.Err() == nil {
-				answer, err := act(ctx, w.ProjectID, w.ID, settleWait)
-				if err != nil {
-					s.log.WarnContext(ctx, "a workspace is stopped with its VM", "workspace_id", w.ID, "err", err)
-					return nil
-				}
-				if answer.Done {
-					settled.Add(1)
-					return nil
-				}
-			}
+			e.end(ctx, w)
 			return nil
 		})
 	}
 	_ = group.Wait() // no function returns an error
-	s.tell("%d of %s %s", settled.Load(), count(len(list)), done)
 }
 
-// running lists the workspaces of all projects whose machines run.
+// end ends one workspace, unless it is busy.
+func (e *settling) end(ctx context.Context, w controller.Workspace) {
+	for ctx.Err() == nil {
+		answer, err := e.act(ctx, w.ProjectID, w.ID, settleWait)
+		if err == nil && !answer.Done {
+			continue
+		}
+		code := core.CodeOf(err)
+		if code == core.CodeWorkspaceNotReady || code == core.CodeStateConflict {
+			return
+		}
+		if err != nil {
+			e.log.WarnContext(ctx, "a workspace is stopped with its VM", "workspace_id", w.ID, "err", err)
+		}
+		e.mu.Lock()
+		defer e.mu.Unlock()
+		e.over[w.ID] = true
+		if err == nil {
+			e.settled++
+		}
+		return
+	}
+}
+
+// running lists the workspaces of all projects whose machines run or are about to.
 func (s *stack) running(ctx context.Context) ([]controller.Workspace, error) {
 	const page = 500
 	var all []controller.Workspace
-	f := controller.WorkspaceFilter{States: []core.WorkspaceState{core.WorkspaceReady, core.WorkspaceCheckpointing}}
+	f := controller.WorkspaceFilter{States: []core.WorkspaceState{
+		core.WorkspaceCreating, core.WorkspaceRestoring, core.WorkspaceQuarantined, core.WorkspaceReady, core.WorkspaceCheckpointing,
+	}}
 	f.Limit = page
 	for {
 		var list []controller.Workspace
