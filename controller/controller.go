@@ -200,6 +200,7 @@ func New(cfg Config, store Store, runners Runners, log *slog.Logger) *Controller
 	if c.cfg.Metrics == nil {
 		c.cfg.Metrics = prometheus.NewRegistry()
 	}
+	c.guests = newGuests(c) // before the metrics: they read it as soon as they are registered
 	c.metrics = newMetrics(c, c.cfg.Metrics)
 	c.journal = newJournal(c)
 	c.secrets = secretstore.New(c.cfg.Wrapper, partStore[secretstore.Tx]{store, func(tx AllTx) secretstore.Tx { return tx }}, log)

@@ -61,13 +61,16 @@ func (s partStore[T]) InSystem(ctx context.Context, fn func(T) error) error {
 	return s.store.InTx(ctx, System(), func(tx AllTx) error { return fn(s.part(tx)) })
 }
 
-// makeParts makes the packages whose use cases are those of the controller.
-func (c *Controller) makeParts() {
-	store := c.store.Store
-	c.guests = guestclient.New(guestclient.Config{
+func newGuests(c *Controller) *guestclient.Client {
+	return guestclient.New(guestclient.Config{
 		Guest:   func(endpoint string, s core.SandboxID) http.RoundTripper { return c.runners.Guest(endpoint, s) },
 		Timeout: c.cfg.GuestCall,
 	})
+}
+
+// makeParts makes the packages whose use cases are those of the controller.
+func (c *Controller) makeParts() {
+	store := c.store.Store
 	c.idle = idle.New(idle.Config{
 		Interval: c.cfg.UseInterval, Log: c.log,
 		Sessions: func(ctx context.Context, s Sandbox) (running bool, err error) {
