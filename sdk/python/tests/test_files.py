@@ -144,6 +144,7 @@ HOSTILE: list[tuple[str, Callable[[], bytes]]] = [
     ("a record past the end", lambda: extended(b"99 a=b\n")),
     ("a record without a value", lambda: extended(b"6 abc\n")),
     ("too many extended headers", lambda: (extended(b"8 a=bcd\n") + header(b"0", 0)) * 51 + bytes(1024)),
+    ("much behind the end", lambda: archive(info("d/f")) + bytes(1 << 20)),
     ("too deep", lambda: archive(info("d/" + "a/" * 300 + "b"))),
     ("instead of the directory", lambda: archive((info("d"), b"x"))),
     ("file over a directory", lambda: archive((info("d/a/b"), b"x"), (info("d/a"), b"x"))),

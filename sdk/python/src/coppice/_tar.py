@@ -20,6 +20,8 @@ MAX_HEADER = 1 << 20
 """The most bytes of the extended headers of one entry, in sum."""
 KEPT = (b"path", b"linkpath", b"size", b"mtime")
 """The records of an extended header that are used."""
+MAX_TRAILING = 1 << 20
+"""The most bytes behind the end of an archive; tar pads to a record of 10 KiB."""
 MAX_DEPTH = 256
 
 DEFAULT_BYTES = 10 << 30
@@ -129,6 +131,7 @@ class Extractor:
         self._extended = 0  # bytes of the extended headers of the next entry
         self._has_pax = False  # the next entry has its header of kind "x"
         self._zeros = 0
+        self._trailing = 0  # bytes behind the end
         self._headers = 0  # with extended ones, which are no entries
         self._padding = 0
         self._times = (0.0, 0)
@@ -147,11 +150,14 @@ class Extractor:
 
     def feed(self, data: bytes) -> None:
         """Takes the next bytes of the archive."""
-        if self._zeros >= 2:
-            return  # padding behind the end
-        self._buffer += data
-        while self._step():
-            pass
+        if self._zeros < 2:
+            self._buffer += data
+            while self._step():
+                pass
+            data = bytes(self._buffer) if self._zeros >= 2 else b""
+        self._trailing += len(data)
+        if self._trailing > MAX_TRAILING:
+            raise UnsafeArchive(f"the archive has more than {MAX_TRAILING} bytes behind its end")
 
     def finish(self) -> Copied:
         """Checks that the archive is complete, and sets the modes of directories."""
