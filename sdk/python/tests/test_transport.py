@@ -170,6 +170,31 @@ def test_a_program_goes_on_while_the_server_is_away(double: Double, client: Copp
         client.with_options(away=0.05).workspace(WS).run("true")
 
 
+@pytest.mark.parametrize("first", [Answer(cut=0), problem(503, "CONTROLLER_STOPPING"), problem(409, "IDEMPOTENCY_IN_PROGRESS")])
+def test_a_key_that_the_server_may_have_forgotten(
+    double: Double, client: Coppice, monkeypatch: pytest.MonkeyPatch, first: Answer
+) -> None:
+    """The work would be done again. The machine may have slept meanwhile: the wall clock counts."""
+
+    def slept(_: Request) -> Answer:
+        monkeypatch.setattr("coppice._policy.time.time", lambda: 24 * 3600.0)
+        return first
+
+    monkeypatch.setattr("coppice._policy.time.time", lambda: 0.0)
+    double.script = [slept, Answer(201, workspace())]
+    with pytest.raises(errors.CoppiceError):
+        client.create("base")
+    assert len(double.requests) == 1
+
+
+def test_a_first_try_that_goes_on_for_ever(double: Double, client: Coppice, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("coppice._policy.SLACK", -client.config.read_timeout)
+    double.script = [Answer(200, workspace()), problem(409, "IDEMPOTENCY_IN_PROGRESS")]
+    with pytest.raises(errors.IdempotencyInProgress):
+        client.workspace(WS).run("true", timeout=0.05)
+    assert len(double.requests) > 2
+
+
 def test_an_operation_that_fails(double: Double, client: Coppice) -> None:
     lost = {"code": "SANDBOX_LOST", "message": "it ended", "recover_from": CKPT}
     double.script = [Answer(202, operation("failed", problem=lost))]

@@ -28,6 +28,8 @@ WAIT_SECONDS = 30
 """How long one request waits for an operation; then the client asks again."""
 KEY_LIFE = 23 * 3600.0
 """The server keeps an idempotency key for a day. After that a repeat would do the work again."""
+SLACK = 60.0
+"""How long an answer may take beyond the call's own timeout."""
 
 # Codes with which the server itself says that it did nothing, or cannot say what it did, for the moment. Errors of a
 # machine or a guest (GUEST_UNREACHABLE, COMMAND_NOT_FOUND, …) are answers: they are never repeated.
@@ -102,12 +104,15 @@ class Retries:
         self.call = call
         self.left = config.retries
         self.pause = FIRST_PAUSE
-        self.began = time.monotonic()
+        self.busy = 0.0  # when the server first said that it works on it
+        self.first = time.time()  # the server's clock goes on while this machine sleeps; time.monotonic may not
         self.gone = 0.0  # when the connection was first lost
 
     def after_lost(self, sent: bool) -> float | None:
         """The pause before the next try after a lost connection; None: there is none."""
         if sent and not self.call.repeatable:
+            return None
+        if self._expired():
             return None
         self.gone = self.gone or time.monotonic()
         if self.left <= 0 and self.call.key and self.call.lost and time.monotonic() - self.gone < self.config.away:
@@ -117,11 +122,13 @@ class Retries:
     def after_answer(self, error: APIError) -> float | None:
         """The same after a refusal."""
         self.gone = 0.0
-        if self.call.content is not None:
+        if self.call.content is not None or self._expired():
             return None
         if error.code == "IDEMPOTENCY_IN_PROGRESS" and not error.operation_id and self.call.key:
-            # The server has the first try and works on it; that may take any time, but not longer than the key lives.
-            if time.monotonic() - self.began > KEY_LIFE:
+            # The server has the first try and works on it; that may take as long as the call's timeout.
+            allowed = self.call.read_timeout
+            self.busy = self.busy or time.monotonic()
+            if allowed is not None and allowed >= 0 and time.monotonic() - self.busy > allowed + SLACK:
                 return None
             self.left += 1
             return self._next(error.retry_after or 0)
@@ -133,6 +140,10 @@ class Retries:
         if error.code.startswith("HTTP_") or error.code in (READ_TRANSIENT if reads else TRANSIENT):
             return self._next(error.retry_after or 0)
         return None
+
+    def _expired(self) -> bool:
+        """Whether the server may have forgotten the call's key, so that it would do a repetition anew."""
+        return bool(self.call.key) and time.time() - self.first > KEY_LIFE
 
     def _next(self, wanted: float) -> float | None:
         if self.left <= 0 or wanted > self.config.max_retry_after:
