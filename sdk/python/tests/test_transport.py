@@ -195,6 +195,16 @@ def test_a_first_try_that_goes_on_for_ever(double: Double, client: Coppice, monk
     assert len(double.requests) > 2
 
 
+def test_an_event_in_which_the_connection_breaks_is_asked_for_again(
+    double: Double, client: Coppice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coppice._sync.events.PAUSE", 0.01)
+    double.script = [Answer(200, b"id: 7\ndata: {", {"content-type": "text/event-stream"}, cut=12), problem(403, "FORBIDDEN")]
+    with pytest.raises(errors.APIError):
+        list(client.events(after="6"))
+    assert [r.headers.get("last-event-id") for r in double.requests] == ["6", "6"]
+
+
 def test_an_operation_that_fails(double: Double, client: Coppice) -> None:
     lost = {"code": "SANDBOX_LOST", "message": "it ended", "recover_from": CKPT}
     double.script = [Answer(202, operation("failed", problem=lost))]

@@ -56,6 +56,7 @@ class AsyncEvents:
             call.headers["last-event-id"] = self._last
         pending = b""
         data = b""
+        last = self._last
         async with self._t.stream(call) as answer:
             async for piece in answer.aiter_raw():
                 pending += piece
@@ -64,13 +65,14 @@ class AsyncEvents:
                 for line in lines:
                     line = line.removesuffix(b"\r")
                     if not line:
+                        self._last = last  # only now: a connection that breaks within an event has not brought it
                         yield policy.decode(data, models.Event, "events") if data else None
                         data = b""
                         continue
                     name, _, value = line.partition(b":")
                     value = value.removeprefix(b" ")
                     if name == b"id":
-                        self._last = value.decode("ascii", "replace")
+                        last = value.decode("ascii", "replace")
                     elif name == b"data":
                         data += value
                 if len(pending) + len(data) > MAX_LINE:

@@ -57,6 +57,7 @@ class Events:
             call.headers["last-event-id"] = self._last
         pending = b""
         data = b""
+        last = self._last
         with self._t.stream(call) as answer:
             for piece in answer.iter_raw():
                 pending += piece
@@ -65,13 +66,14 @@ class Events:
                 for line in lines:
                     line = line.removesuffix(b"\r")
                     if not line:
+                        self._last = last  # only now: a connection that breaks within an event has not brought it
                         yield policy.decode(data, models.Event, "events") if data else None
                         data = b""
                         continue
                     name, _, value = line.partition(b":")
                     value = value.removeprefix(b" ")
                     if name == b"id":
-                        self._last = value.decode("ascii", "replace")
+                        last = value.decode("ascii", "replace")
                     elif name == b"data":
                         data += value
                 if len(pending) + len(data) > MAX_LINE:
