@@ -217,7 +217,7 @@ def test_a_wait_ends(double: Double, client: Coppice) -> None:
     double.script = [Answer(202, operation("running"))]
     with pytest.raises(errors.WaitTimeout) as caught:
         client.with_options(operation_timeout=0.05).create()
-    assert caught.value.operation_id == OP
+    assert caught.value.operation_id == OP and f"client.wait_operation('{OP}')" in str(caught.value)
 
 
 def test_an_answer_is_bounded(double: Double, client: Coppice, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -213,7 +213,7 @@ class AsyncTransport:
             if time.monotonic() >= deadline:
                 raise WaitTimeout(
                     f"operation {operation_id} is still {operation.state}; it goes on: wait for it again "
-                    f"with operation({operation_id!r}).wait()",
+                    f"with client.wait_operation({operation_id!r})",
                     operation_id,
                 )
 
