@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 from conftest import Live
-from coppice import AsyncCoppice, AsyncWorkspace, Coppice, Workspace, search
+from coppice import AsyncCoppice, AsyncWorkspace, Config, Coppice, Workspace, search
 from coppice.search import PUCT, UCT, Action, Beam, BestOfN, Node, Outcome, Strategy
 from coppice.search._tree import count, from_record, record
+from double import Answer, Double, Request
+from samples import CKPT, OP, WS, checkpoint, workspace
 
 TARGET = "cab"
 
@@ -154,6 +156,101 @@ def test_names_are_shown_harmlessly() -> None:
     shown = search.SearchResult(root)
     assert "\x1b" not in shown.render() and shown.render().count("\n") == 1
     assert "<script>" not in shown._repr_html_()
+
+
+class Machines:
+    """A server with a checkpoint, its forks, and the checkpoints of those."""
+
+    def __init__(self, double: Double) -> None:
+        self.nodes = [checkpoint()]
+        self.ended = 0
+        self.may_fork = threading.Event()
+        self.may_fork.set()
+        self.lock = threading.Lock()
+        double.script = [self.answer]
+
+    def answer(self, r: Request) -> Answer:
+        if r.path.endswith("/tree"):
+            return Answer(200, {"items": [{"checkpoint": n, "depth": 0, "effects_count": 0, "workspaces": []} for n in self.nodes]})
+        if r.path.endswith("/fork"):
+            self.may_fork.wait(60)
+            children = [{"timings": [], "workspace": workspace()}]
+            return Answer(201, {"operation_id": OP, "checkpoint_id": CKPT, "timings": [], "children": children})
+        if r.path.endswith("/checkpoints") and r.method == "POST":
+            with self.lock:
+                new = checkpoint(id=f"{CKPT[:-2]}{len(self.nodes):02}", parent_id=CKPT, annotations=r.json()["annotations"])
+                self.nodes.append(new)
+            return Answer(201, new)
+        if r.method == "DELETE":
+            with self.lock:
+                self.ended += 1
+            return Answer(200, workspace(state="terminated"))
+        return Answer(200, next(n for n in self.nodes if n["id"] == r.path.rsplit("/", 1)[1]))  # PATCH
+
+
+class Constant:
+    def actions(self, node: Node) -> Sequence[Action | str]:
+        return list("abcdefgh") if node.depth == 0 else []
+
+    async def act(self, ws: AsyncWorkspace, action: Action) -> float:
+        return 0.5
+
+
+def test_a_cancelled_fork_leaves_no_machine(double: Double) -> None:
+    machines = Machines(double)
+    machines.may_fork.clear()
+
+    async def main() -> None:
+        async with AsyncCoppice(config=Config(server=double.url)) as c:
+            running = asyncio.create_task(search.run_async(await c.checkpoint(CKPT), Constant(), UCT(), steps=1))
+            while not any(r.path.endswith("/fork") for r in double.requests):
+                await asyncio.sleep(0.01)
+            running.cancel()
+            asyncio.get_running_loop().call_later(0.1, machines.may_fork.set)
+            with pytest.raises(asyncio.CancelledError):
+                await running
+            assert machines.ended == 1 and double.requests[-1].path.endswith(WS)
+
+    asyncio.run(main())
+
+
+def test_a_search_is_run_twice(double: Double) -> None:
+    Machines(double)
+
+    async def main() -> None:
+        async with AsyncCoppice(config=Config(server=double.url)) as c:
+            once = search.Search(await c.checkpoint(CKPT), Constant(), UCT(), steps=3)
+            await once.run()
+            found = await once.run()
+            assert found.steps == 3 and len(found.root.children) == 3
+            check(found.root)
+
+    asyncio.run(main())
+
+
+def test_plain_functions_run_at_once(double: Double, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as `parallel` says; the threads of the loop depend on the processors."""
+    Machines(double)
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    together = threading.Barrier(8)
+
+    class Plain:
+        def actions(self, node: Node) -> Sequence[Action | str]:
+            return list("abcdefgh") if node.depth == 0 else []
+
+        def act(self, ws: Workspace, action: Action) -> float:
+            together.wait(60)
+            return 0.5
+
+    with Coppice(config=Config(server=double.url)) as c:
+        found = search.run(c.checkpoint(CKPT), Plain(), UCT(), steps=8, parallel=8)
+    assert not found.problems and found.steps == 8
+
+
+def test_annotations_of_one_name(double: Double) -> None:
+    Machines(double)
+    with Coppice(config=Config(server=double.url)) as c, pytest.raises(ValueError, match="of its own"):
+        search.run(c.checkpoint(CKPT), Constant(), UCT(), name="score")
 
 
 class Words:

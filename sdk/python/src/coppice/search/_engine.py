@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import inspect
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, Protocol, Union
 
 from .._async.checkpoint import AsyncCheckpoint
 from .._async.client import AsyncCoppice
 from .._async.transport import AsyncTransport
-from .._async.workspace import AsyncWorkspace
+from .._async.workspace import AsyncForks, AsyncWorkspace
 from .._codes import VersionConflict
 from .._errors import CoppiceError
 from .._sync.checkpoint import Checkpoint
@@ -63,6 +66,8 @@ class Search:
     ) -> None:
         if steps < 0 or parallel < 1:
             raise ValueError("steps must be 0 or more, and parallel 1 or more")
+        if name == score_annotation:
+            raise ValueError(f"name and score_annotation are both {name!r}; each needs an annotation of its own")
         self._root = root
         self._task = task
         self._strategy = strategy
@@ -77,6 +82,7 @@ class Search:
         self._handles: dict[str, AsyncCheckpoint] = {root.id: root}
         self._locks: dict[str, asyncio.Lock] = {}
         self._sync: Coppice | None = None
+        self._threads: ThreadPoolExecutor | None = None
         self.result = SearchResult(Node(root.id))
 
     async def run(self) -> SearchResult:
@@ -112,8 +118,12 @@ class Search:
             for task in running:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)  # each ends its machine
+            if self._threads is not None:
+                self._threads.shutdown(wait=False)  # a function that still runs cannot be stopped
+                self._threads = None
             if self._sync is not None:
                 self._sync.close()
+                self._sync = None
         return self.result
 
     def _taken(self, running: set[asyncio.Task[None]]) -> int:
@@ -126,6 +136,7 @@ class Search:
 
     async def _resume(self) -> None:
         nodes: dict[str, Node] = {}
+        self.result.root.children.clear()  # those of an earlier run are in the tree, too
         async for found in self._root.tree():
             info = found.checkpoint
             if info.id == self._root.id:
@@ -174,8 +185,7 @@ class Search:
         await self._note(node, child.score)
 
     async def _try(self, node: Node, action: Action) -> Node:
-        forks = await self._handles[node.checkpoint_id].fork(1, ttl=self._ttl, labels={"coppice-search": self._key[:63]})
-        ws = forks[0]
+        ws = await self._fork(node)
         try:
             outcome = await self._act(ws, action)
             child = Node("", action=action, score=outcome.score, terminal=outcome.terminal, data=outcome.data)
@@ -189,12 +199,25 @@ class Search:
         finally:
             await asyncio.shield(quietly(ws.terminate()))
 
+    async def _fork(self, node: Node) -> AsyncWorkspace:
+        labels = {"coppice-search": self._key[:63]}
+        forking = asyncio.ensure_future(self._handles[node.checkpoint_id].fork(1, ttl=self._ttl, labels=labels))
+        try:
+            return (await asyncio.shield(forking))[0]
+        except asyncio.CancelledError:
+            await asyncio.shield(end_fork(forking))  # the server makes the machine in any case
+            raise
+
     async def _act(self, ws: AsyncWorkspace, action: Action) -> Outcome:
         act: Callable[..., Any] = self._task.act
         if inspect.iscoroutinefunction(act):
             answer = await act(ws, action)
         else:
-            answer = await asyncio.to_thread(act, Workspace(self._client()._t, ws.info), action)
+            if self._threads is None:  # the loop's own has few threads where there are few processors
+                self._threads = ThreadPoolExecutor(self._parallel, "coppice-search")
+            run = contextvars.copy_context().run
+            work = partial(run, act, Workspace(self._client()._t, ws.info), action)
+            answer = await asyncio.get_running_loop().run_in_executor(self._threads, work)
         outcome = answer if isinstance(answer, Outcome) else Outcome(float(answer))
         if not 0.0 <= outcome.score <= 1.0:
             raise ValueError(f"the score of {action.name!r} is {outcome.score}; it must be from 0 to 1")
@@ -243,6 +266,15 @@ async def quietly(call: Awaitable[Any]) -> None:
         pass
 
 
+async def end_fork(forking: asyncio.Future[AsyncForks]) -> None:
+    """Ends the machine of a fork that nobody waits for any longer."""
+    try:
+        forks = await forking
+    except CoppiceError:
+        return  # there is none
+    await quietly(forks[0].terminate())
+
+
 async def run_async(
     root: AsyncCheckpoint, task: AsyncTask | Task, strategy: Strategy, **options: Any
 ) -> SearchResult:
@@ -263,7 +295,5 @@ def run(root: Checkpoint | AsyncCheckpoint, task: AsyncTask | Task, strategy: St
     except RuntimeError:
         return asyncio.run(main())
     # Within a notebook there is a loop already, which must not be blocked by itself.
-    from concurrent.futures import ThreadPoolExecutor
-
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(asyncio.run, main()).result()
