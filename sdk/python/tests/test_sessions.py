@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from coppice import AsyncCoppice, AsyncSession, Config, errors
+from coppice import AsyncCoppice, AsyncSession, Config, Coppice, errors
 from double import Answer, Double, Request, problem
 from samples import AT, SESS, session
 from websockets.asyncio.server import ServerConnection, serve
@@ -127,3 +127,30 @@ def test_the_token_goes_to_no_other_server(double: Double, url: str) -> None:
         Answer(201, {"transport": "websocket", "url": url, "token": "t", "expires_at": AT}),
     ]
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("kind", ["async", "sync"])
+def test_a_redirect_is_not_followed(double: Double, kind: str) -> None:
+    """Neither to another path of the same server, nor elsewhere."""
+
+    def answer(r: Request) -> Answer:
+        if r.method == "POST":
+            url = f"{double.url}/v1/attach/{SESS}"
+            return Answer(201, {"transport": "websocket", "url": url, "token": "t", "expires_at": AT})
+        if r.path.startswith("/v1/sessions/"):
+            return Answer(200, session())
+        return Answer(302, headers={"location": "/elsewhere"})
+
+    async def main() -> None:
+        async with AsyncCoppice(config=Config(server=double.url)) as c:
+            await (await c.session(SESS)).attach()
+
+    double.script = [answer]
+    with pytest.raises(errors.APIError) as caught:
+        if kind == "async":
+            asyncio.run(main())
+        else:
+            with Coppice(config=Config(server=double.url)) as c:
+                c.session(SESS).attach()
+    assert caught.value.code == "HTTP_302"
+    assert not [r for r in double.requests if r.path == "/elsewhere"]

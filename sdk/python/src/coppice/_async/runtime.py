@@ -39,11 +39,23 @@ class AsyncSocket:
 
     @classmethod
     async def connect(cls, url: str, unix: str, tls: ssl.SSLContext | None, **options: Any) -> AsyncSocket:
-        from websockets.asyncio.client import connect, unix_connect
+        from websockets.asyncio.client import ClientConnection, connect, unix_connect
+        from websockets.exceptions import InvalidStatus
 
+        class Direct(ClientConnection):
+            """Follows no redirect: where a session is, the server says in its answer alone."""
+
+            async def handshake(self, *args: Any, **kwargs: Any) -> None:
+                try:
+                    await super().handshake(*args, **kwargs)
+                except InvalidStatus as err:
+                    err.response.headers.pop("location", None)
+                    raise
+
+        options |= {"compression": None, "proxy": None, "create_connection": Direct}
         if unix:
-            return cls(await unix_connect(unix, url, compression=None, proxy=None, **options))
-        return cls(await connect(url, ssl=tls, compression=None, proxy=None, **options))
+            return cls(await unix_connect(unix, url, **options))
+        return cls(await connect(url, ssl=tls, **options))
 
     async def receive(self) -> str | bytes | None:
         """The next message; None after an orderly end."""

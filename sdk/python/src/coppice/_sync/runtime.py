@@ -41,11 +41,23 @@ class Socket:
 
     @classmethod
     def connect(cls, url: str, unix: str, tls: ssl.SSLContext | None, **options: Any) -> Socket:
-        from websockets.sync.client import connect, unix_connect
+        from websockets.exceptions import InvalidStatus
+        from websockets.sync.client import ClientConnection, connect, unix_connect
 
+        class Direct(ClientConnection):
+            """Follows no redirect: where a session is, the server says in its answer alone."""
+
+            def handshake(self, *args: Any, **kwargs: Any) -> None:
+                try:
+                    super().handshake(*args, **kwargs)
+                except InvalidStatus as err:
+                    err.response.headers.pop("location", None)
+                    raise
+
+        options |= {"compression": None, "proxy": None, "create_connection": Direct}
         if unix:
-            return cls(unix_connect(unix, url, compression=None, proxy=None, **options))
-        return cls(connect(url, ssl=tls, compression=None, proxy=None, **options))
+            return cls(unix_connect(unix, url, **options))
+        return cls(connect(url, ssl=tls, **options))
 
     def receive(self) -> str | bytes | None:
         """The next message; None after an orderly end."""
