@@ -81,7 +81,7 @@ export class Administration {
 
   /** checkAudit compares the audit records with their seals. */
   checkAudit(options: { project?: models.ProjectID } & CallOptions = {}): Promise<models.AuditCheck> {
-    return this.#context.transport.call("checkAudit", { query: { project_id: options.project }, signal: options.signal });
+    return this.#context.transport.call("checkAudit", { query: { project_id: options.project }, patient: true, signal: options.signal });
   }
 
   runners(options: CallOptions = {}): AsyncGenerator<models.Runner, void, void> {
@@ -104,12 +104,12 @@ export class Administration {
 
   /** collectStore deletes objects from the store that nothing needs, or, with dryRun, only says which. */
   collectStore(options: { dryRun?: boolean } & CallOptions = {}): Promise<models.StoreGarbage> {
-    return this.#context.transport.call("collectStore", { query: { dry_run: options.dryRun || undefined }, signal: options.signal });
+    return this.#context.transport.call("collectStore", { query: { dry_run: options.dryRun || undefined }, patient: true, signal: options.signal });
   }
 
   /** checkStore compares the store with the database. */
   checkStore(options: CallOptions = {}): Promise<models.StoreReport> {
-    return this.#context.transport.call("checkStore", { signal: options.signal });
+    return this.#context.transport.call("checkStore", { patient: true, signal: options.signal });
   }
 
   /** checkStoreData verifies a part of the stored data for a few seconds; pass `next` of the answer as `after` to go on. */

@@ -21,20 +21,25 @@ export interface EventFilter extends CallOptions {
 /** The server sends something at least every 15 s. */
 const silence = 50_000;
 const reconnectPause = 1_000;
+/** How many connections in a row may fail or end without a byte. */
+const maxFailures = 600;
 const maxLine = 1 << 20;
 
 /**
  * events yields events, each once and in order, until the signal ends it. When the connection breaks, it connects again
- * with the id of the last event. EVENTS_EXPIRED ends it if it was away for longer than events are kept.
+ * with the id of the last event. EVENTS_EXPIRED ends it if it was away for longer than events are kept, and
+ * CONNECTION_FAILED if 600 connections in a row brought nothing. A listing of past events must begin at the first try.
  */
 export async function* events(context: Context, filter: EventFilter): AsyncGenerator<models.Event, void, void> {
   let last = filter.after;
   let onReady = filter.onReady;
   const query = { tree: filter.tree, workspace_id: filter.workspace, type: filter.types, follow: filter.past ? false : undefined };
-  for (;;) {
+  let begun = false;
+  for (let failures = 0; ; ) {
     const quiet = new AbortController();
     let timer = setTimeout(() => quiet.abort(), silence);
     const watch = (): void => {
+      failures = 0;
       clearTimeout(timer);
       timer = setTimeout(() => quiet.abort(), silence);
     };
@@ -44,6 +49,7 @@ export async function* events(context: Context, filter: EventFilter): AsyncGener
       filter.signal?.throwIfAborted();
       const headers: Record<string, string> = last === undefined ? {} : { "last-event-id": last };
       const answer = await context.transport.stream("streamEvents", { query, headers, signal: quiet.signal });
+      begun = true;
       for await (const block of blocks(answer.body, watch)) {
         onReady?.();
         onReady = undefined;
@@ -52,10 +58,14 @@ export async function* events(context: Context, filter: EventFilter): AsyncGener
         if (event) yield event;
       }
       if (filter.past) return;
+      if (++failures >= maxFailures) throw new CoppiceError("CONNECTION_FAILED", `the events: ${failures} connections in a row brought nothing`);
     } catch (error) {
       if (filter.signal?.aborted) throw filter.signal.reason;
       const passing = quiet.signal.aborted || error instanceof LostError;
       if (!passing && !(error instanceof CoppiceError && (error.status >= 500 || error.status === 429 || error.code === "CONNECTION_FAILED"))) throw error;
+      if (++failures >= maxFailures || (filter.past && !begun)) {
+        throw error instanceof CoppiceError ? error : new CoppiceError("CONNECTION_FAILED", "the events: the server was silent for too long", { cause: error });
+      }
     } finally {
       clearTimeout(timer);
       filter.signal?.removeEventListener("abort", aborted);

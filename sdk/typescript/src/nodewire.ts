@@ -11,7 +11,19 @@ const maxWaiting = 1 << 20;
 /** How long the client waits for the server's word that it wants a streamed body. */
 const continueAfter = 5_000;
 
-const unsentCodes = new Set(["ECONNREFUSED", "ENOENT", "ENOTFOUND", "EAI_AGAIN", "EHOSTUNREACH", "ENETUNREACH", "ETIMEDOUT"]);
+const unsentCodes = new Set(["ECONNREFUSED", "ENOENT", "ENOTFOUND", "EAI_AGAIN"]);
+/** Codes of a failed connect, and also of a connection that breaks later, when the server may have the request. */
+const connectCodes = new Set(["EHOSTUNREACH", "ENETUNREACH", "ETIMEDOUT"]);
+
+/** unsent reports whether an error says that no connection was made. With several addresses all must have failed so. */
+export function unsent(error: NodeJS.ErrnoException): boolean {
+  if (error instanceof AggregateError) return error.errors.length > 0 && error.errors.every((e) => unsent(e as NodeJS.ErrnoException));
+  const code = error.code ?? "";
+  return unsentCodes.has(code) || (connectCodes.has(code) && (error.syscall === "connect" || error.syscall === "getaddrinfo"));
+}
+
+/** How often a WebSocket is asked for a sign of life. Without any until the next time, it counts as lost. */
+const pingEvery = 20_000;
 
 /**
  * NodeWire carries requests with node:http. Unlike fetch it reads trailers, sends streams as they come, waits for an
@@ -38,11 +50,13 @@ export class NodeWire implements Wire {
       const options: https.RequestOptions = { method: request.method, headers, agent: secure ? this.#secure : this.#plain };
       if (this.#socketPath) options.socketPath = this.#socketPath;
       if (request.signal) options.signal = request.signal;
+      if (request.idleMs !== undefined) options.timeout = request.idleMs; // also while it connects
       const req = secure ? https.request(url, options) : http.request(url, options);
       let answered = false;
+      if (request.idleMs !== undefined) req.on("timeout", () => req.destroy(new LostError("the server was silent for too long", req.socket?.connecting === true)));
       req.on("error", (error: NodeJS.ErrnoException) => {
         if (answered) return; // the body shows it
-        reject(request.signal?.aborted ? (request.signal.reason as Error) : new LostError(plain(error), unsentCodes.has(error.code ?? ""), error));
+        reject(request.signal?.aborted ? (request.signal.reason as Error) : error instanceof LostError ? error : new LostError(plain(error), unsent(error), error));
       });
       req.on("response", (response) => {
         answered = true;
@@ -125,6 +139,35 @@ async function* guarded(response: http.IncomingMessage, signal?: AbortSignal): A
   }
 }
 
+/**
+ * keepAlive ends a connection that shows no sign of life for one to two intervals. It does not judge while the reader
+ * holds the connection back, nor while the other side has messages of ours that it may not have read: a program that
+ * does not read its input also delays the answer to a ping. sent is the number of messages that were sent.
+ */
+export function keepAlive(socket: NodeWebSocket, sent: () => number, dead: () => void, every = pingEvery): void {
+  let alive = true;
+  let read = 0; // how many of our messages were read: pings carry the number
+  socket.on("message", () => (alive = true));
+  socket.on("pong", (data) => {
+    alive = true;
+    const count = Number(data.toString("latin1"));
+    if (count <= sent()) read = count;
+  });
+  const timer = setInterval(() => {
+    if (socket.isPaused || socket.readyState !== NodeWebSocket.OPEN) {
+      alive = true;
+      return;
+    }
+    if (!alive && read === sent()) {
+      dead();
+      return;
+    }
+    alive = false;
+    socket.ping(String(sent()), undefined, () => undefined); // its failure also closes the connection
+  }, every);
+  socket.on("close", () => clearInterval(timer));
+}
+
 function ready(socket: NodeWebSocket, signal?: AbortSignal): Promise<Socket> {
   const queue = new MessageQueue(Number.MAX_SAFE_INTEGER); // pausing bounds it
   return new Promise((resolve, reject) => {
@@ -149,7 +192,7 @@ function ready(socket: NodeWebSocket, signal?: AbortSignal): Promise<Socket> {
       if (queue.size >= maxWaiting && socket.readyState === NodeWebSocket.OPEN) socket.pause();
     });
     socket.on("error", (error: NodeJS.ErrnoException) => {
-      const lost = new LostError(plain(error), unsentCodes.has(error.code ?? ""), error);
+      const lost = new LostError(plain(error), unsent(error), error);
       queue.fail(lost);
       reject(lost);
     });
@@ -158,13 +201,21 @@ function ready(socket: NodeWebSocket, signal?: AbortSignal): Promise<Socket> {
       if (code === 1000) queue.end();
       else queue.fail(new LostError(`the WebSocket was closed with code ${code}`, false));
     });
-    socket.on("open", () =>
+    socket.on("open", () => {
+      let count = 0;
+      keepAlive(socket, () => count, () => {
+        queue.fail(new LostError("the WebSocket was silent for too long", false));
+        socket.terminate();
+      });
       resolve({
         messages: queue.read(close),
-        send: (data) => new Promise((sent, failed) => socket.send(data, (error) => (error ? failed(new LostError(plain(error), false, error)) : sent()))),
+        send: (data) => {
+          count++;
+          return new Promise((sent, failed) => socket.send(data, (error) => (error ? failed(new LostError(plain(error), false, error)) : sent())));
+        },
         close,
-      }),
-    );
+      });
+    });
   });
 }
 

@@ -1,9 +1,10 @@
 import { Attachment } from "./attach.js";
+import { Away } from "./away.js";
 import { all, type Context } from "./context.js";
-import { CoppiceError, isCode } from "./errors.js";
+import { CoppiceError } from "./errors.js";
 import type * as models from "./gen/models.js";
 import type { CallOptions } from "./transport.js";
-import { bytes, LostError, pause, type Source } from "./wire.js";
+import { bytes, type Source } from "./wire.js";
 
 export type Stream = "stdout" | "stderr";
 
@@ -24,12 +25,9 @@ export interface Exit {
   timedOut: boolean;
 }
 
-/** How long a server may be unreachable while output is followed, and the pause between tries. */
-const awayFor = 60_000;
-const awayPause = 1_000;
 const waitSeconds = 60;
 
-/** The number of connections in a row that may end without a byte. */
+/** The number of connections in a row that may end without a byte. Those that were never made count for Away. */
 const idleConnections = 5;
 
 /**
@@ -88,9 +86,11 @@ export class Session implements AsyncIterable<Output> {
     const next = { stdout: options.stdoutOffset ?? 0, stderr: options.stderrOffset ?? 0 };
     const away = new Away(options.signal);
     for (let idle = 0; ; ) {
+      let established = false;
       try {
         const attachment = await this.attach({ stdoutOffset: next.stdout, stderrOffset: next.stderr, signal: options.signal });
         away.back();
+        established = true;
         for await (const event of attachment) {
           if (event.type === "exit") {
             return;
@@ -109,7 +109,7 @@ export class Session implements AsyncIterable<Output> {
         await away.endure(error);
       }
       if (await this.#ended(next.stdout, next.stderr, away, options)) return;
-      if (++idle >= idleConnections) throw new CoppiceError("CONNECTION_FAILED", `session ${this.id}: the output broke off ${idle} times in a row`);
+      if (established && ++idle >= idleConnections) throw new CoppiceError("CONNECTION_FAILED", `session ${this.id}: the output broke off ${idle} times in a row`);
     }
   }
 
@@ -128,6 +128,7 @@ export class Session implements AsyncIterable<Output> {
     let offset = options.offset ?? 0;
     const away = new Away(options.signal);
     for (let idle = 0; ; ) {
+      let established = false;
       try {
         const answer = await this.#context.transport.stream("getSessionOutput", {
           path: { session_id: this.id },
@@ -135,6 +136,7 @@ export class Session implements AsyncIterable<Output> {
           signal: options.signal,
         });
         away.back();
+        established = true;
         const at = Number(answer.header("coppice-offset") ?? offset);
         if (at > offset) {
           answer.cancel();
@@ -154,7 +156,7 @@ export class Session implements AsyncIterable<Output> {
       }
       const [out, err] = stream === "stdout" ? [offset, undefined] : [undefined, offset];
       if (await this.#ended(out, err, away, options)) return;
-      if (++idle >= idleConnections) throw new CoppiceError("CONNECTION_FAILED", `session ${this.id}: ${stream} broke off ${idle} times in a row at offset ${offset}`);
+      if (established && ++idle >= idleConnections) throw new CoppiceError("CONNECTION_FAILED", `session ${this.id}: ${stream} broke off ${idle} times in a row at offset ${offset}`);
     }
   }
 
@@ -225,29 +227,6 @@ function exitOf(s: models.Session): Exit {
 
 function lost(id: string, stream: Stream, offset: number, count: number): CoppiceError {
   return new CoppiceError("OUTPUT_LOST", `session ${id}: ${count > 0 ? `${count} bytes` : "bytes"} of ${stream} from offset ${offset} are no longer kept`);
-}
-
-/** Away tolerates a server that restarts: failures count only when nothing else happened for a minute. */
-class Away {
-  #since = 0;
-  readonly #signal: AbortSignal | undefined;
-
-  constructor(signal: AbortSignal | undefined) {
-    this.#signal = signal;
-  }
-
-  /** endure returns after a pause if the failed call should be made again; else it throws the error. */
-  async endure(error: unknown): Promise<void> {
-    const unreachable = error instanceof LostError || isCode(error, "CONNECTION_FAILED", "CONTROLLER_STOPPING", "DATABASE_UNAVAILABLE", "HTTP_502", "HTTP_503", "HTTP_504");
-    if (!unreachable) throw error;
-    this.#since ||= Date.now();
-    if (Date.now() - this.#since > awayFor) throw error;
-    await pause(awayPause, this.#signal);
-  }
-
-  back(): void {
-    this.#since = 0;
-  }
 }
 
 /** What run returns: the outcome of a program and the end of its output. */

@@ -1,7 +1,8 @@
+import { Away } from "./away.js";
 import { CoppiceError, failure, isCode, problem } from "./errors.js";
 import type { Operation } from "./gen/models.js";
 import { routes, type Operations, type Route } from "./gen/routes.js";
-import { type Bytes, collect, LostError, pause, repeatable, type Socket, type Wire, type WireAnswer } from "./wire.js";
+import { type Bytes, collect, connectionFailed, failing, LostError, pause, repeatable, type Socket, type Wire, type WireAnswer } from "./wire.js";
 
 /** Options of every call. */
 export interface CallOptions {
@@ -9,7 +10,7 @@ export interface CallOptions {
   signal?: AbortSignal | undefined;
   /**
    * The key of a call that creates something, 1 to 255 printable ASCII characters. A program that has crashed may repeat
-   * its call with the same key, and gets the result of the first. By default each call has a key of its own.
+   * its call with the same key within a day, and gets the result of the first. By default each call has a key of its own.
    */
   idempotencyKey?: string | undefined;
 }
@@ -25,6 +26,8 @@ export interface Call<Name extends keyof Operations> extends CallOptions {
   headers?: Record<string, string>;
   /** The call is never repeated. */
   once?: boolean;
+  /** The server may work for long without a word, so silence does not end the call. Bytes and streams are always so. */
+  patient?: boolean;
   /** For how long the client repeats a call whose first try the server still works on; default: the transport's. */
   waitLimitMs?: number;
 }
@@ -39,6 +42,15 @@ const firstPause = 50;
 const maxPause = 5_000;
 /** A server that wants a longer pause than this gets no repetition: the caller decides. */
 const maxRetryAfter = 30_000;
+
+/**
+ * For how long a call is repeated with its key, by wall clock. The server forgets a key after 24 hours, and then a
+ * repetition would do everything again.
+ */
+export const keyLife = 23 * 3_600_000;
+
+/** How long the connection of a call may be silent. The server answers within a minute unless the work itself is long. */
+const idleLimit = 90_000;
 
 /** How long one request waits for an operation, in seconds; then the client asks again. */
 const waitSeconds = 60;
@@ -84,7 +96,7 @@ export class Transport {
     } catch (error) {
       // The server received an earlier try, and works on it.
       if (!isCode(error, "IDEMPOTENCY_IN_PROGRESS") || !error.operationId) throw error;
-      operation = await this.call("getOperation", { path: { operation_id: error.operationId }, signal: call.signal });
+      operation = { id: error.operationId, state: "running" } as Operation; // waitOperation asks for the rest
     }
     operation = await this.waitOperation(operation, call);
     return operation.result as Operations[Name]["result"];
@@ -94,6 +106,7 @@ export class Transport {
   async waitOperation(operation: Operation, options: CallOptions & { waitLimitMs?: number } = {}): Promise<Operation> {
     const limit = options.waitLimitMs ?? this.#config.waitLimitMs;
     const deadline = Date.now() + limit;
+    const away = new Away(options.signal);
     while (operation.state !== "succeeded") {
       if (operation.state === "failed") {
         const why = operation.problem ?? { code: "INTERNAL", message: `operation ${operation.id} failed` };
@@ -104,19 +117,40 @@ export class Transport {
         throw new CoppiceError("WAIT_TIMEOUT", `operation ${operation.id} has not ended after ${limit} ms`, { operationId: operation.id });
       }
       const wait = Math.min(waitSeconds, Math.ceil(left / 1000));
-      operation = await this.call("getOperation", { path: { operation_id: operation.id }, query: { wait }, signal: options.signal });
+      try {
+        operation = await this.call("getOperation", { path: { operation_id: operation.id }, query: { wait }, signal: options.signal });
+        away.back();
+      } catch (error) {
+        await away.endure(error).catch((final: unknown) => {
+          throw ofOperation(final, operation.id);
+        });
+      }
     }
     return operation;
   }
 
   /** stream makes a call and returns its answer with the body unread. */
   async stream<Name extends keyof Operations>(name: Name, call: Call<Name> = {}): Promise<WireAnswer> {
-    return this.#repeat(name, call, (answer) => Promise.resolve(answer));
+    const answer = await this.#repeat(name, { ...call, patient: true }, (answer) => Promise.resolve(answer));
+    return { ...answer, body: failing(name, answer.body) };
   }
 
   /** open opens a WebSocket at an address of this server. */
-  open(path: string, query: Query, signal?: AbortSignal): Promise<Socket> {
-    return this.#wire.open(this.#config.base + path + encode(query), signal);
+  async open(path: string, query: Query, signal?: AbortSignal): Promise<Socket> {
+    const what = "the WebSocket";
+    try {
+      const socket = await this.#wire.open(this.#config.base + path + encode(query), signal);
+      return {
+        messages: failing(what, socket.messages),
+        send: (data) =>
+          socket.send(data).catch((error: unknown) => {
+            throw connectionFailed(what, error);
+          }),
+        close: () => socket.close(),
+      };
+    } catch (error) {
+      throw connectionFailed(what, error);
+    }
   }
 
   #json<Name extends keyof Operations>(name: Name, call: Call<Name>): Promise<{ status: number; value: unknown }> {
@@ -139,11 +173,13 @@ export class Transport {
     const key = route.keyed ? (call.idempotencyKey ?? `ts-${randomText()}`) : undefined;
     const idempotent = key !== undefined || route.method === "GET" || route.method === "HEAD" || route.method === "DELETE";
     const once = call.once === true || !repeatable(call.raw);
-    const deadline = Date.now() + (call.waitLimitMs ?? this.#config.waitLimitMs);
+    const first = Date.now();
+    const deadline = first + (call.waitLimitMs ?? this.#config.waitLimitMs);
     let backoff = firstPause;
     let lost = false;
     for (let attempt = 1; ; attempt++) {
       let wait: number;
+      let failed: unknown;
       try {
         const answer = await this.#try(name, route, call, key);
         if (answer.status < 300) return await read(answer);
@@ -155,18 +191,21 @@ export class Transport {
         // The server has the first try and works on it: that is no failed attempt, and only the time is bounded.
         if (refused.code === "IDEMPOTENCY_IN_PROGRESS" && Date.now() < deadline) attempt = 1;
         if (attempt >= attempts) throw refused;
+        failed = refused;
         wait = verdict;
       } catch (error) {
         if (call.signal?.aborted) throw call.signal.reason;
         if (!(error instanceof LostError)) throw error;
         if (once || attempt >= attempts || !(error.unsent || idempotent)) {
-          throw new CoppiceError("CONNECTION_FAILED", `${name}: ${error.message}`, { cause: error });
+          throw connectionFailed(name, error);
         }
+        failed = connectionFailed(name, error);
         lost ||= !error.unsent;
         wait = 0;
       }
       await pause(Math.max(wait, backoff / 2 + Math.random() * backoff), call.signal);
       backoff = Math.min(2 * backoff, maxPause);
+      if (key !== undefined && Date.now() - first >= keyLife) throw failed;
     }
   }
 
@@ -184,7 +223,8 @@ export class Transport {
     if (this.#config.userAgent) headers["user-agent"] = this.#config.userAgent;
     const url = this.#config.base + fill(name, route.path, call.path ?? {}) + encode(call.query ?? {});
     call.signal?.throwIfAborted();
-    return this.#wire.send({ method: route.method, url, headers, body, signal: call.signal });
+    const idleMs = call.patient || call.raw !== undefined ? undefined : idleLimit;
+    return this.#wire.send({ method: route.method, url, headers, body, signal: call.signal, idleMs });
   }
 }
 
@@ -261,6 +301,19 @@ export function repeatAfter(refused: CoppiceError, idempotent: boolean, keyed: b
     default:
       return undefined;
   }
+}
+
+/** ofOperation adds the operation to an error, so that its caller can wait for it again. */
+function ofOperation(error: unknown, id: string): unknown {
+  if (!(error instanceof CoppiceError) || error.operationId) return error;
+  return new CoppiceError(error.code, `operation ${id}: ${error.detail}`, {
+    status: error.status,
+    fields: error.fields,
+    operationId: id,
+    cause: error,
+    ...(error.requestId !== undefined && { requestId: error.requestId }),
+    ...(error.retryAfter !== undefined && { retryAfter: error.retryAfter }),
+  });
 }
 
 function randomText(): string {

@@ -15,6 +15,8 @@ export interface WireRequest {
   headers: Record<string, string>;
   body?: Bytes | undefined;
   signal?: AbortSignal | undefined;
+  /** The connection may be silent for that long. Default: for ever. A wire over fetch has no such limit. */
+  idleMs?: number | undefined;
 }
 
 export interface WireAnswer {
@@ -53,6 +55,20 @@ export class LostError extends Error {
   constructor(message: string, unsent: boolean, cause?: unknown) {
     super(message, { cause });
     this.unsent = unsent;
+  }
+}
+
+/** connectionFailed is what callers get instead of a LostError. Any other error stays as it is. */
+export function connectionFailed(what: string, error: unknown): unknown {
+  return error instanceof LostError ? new CoppiceError("CONNECTION_FAILED", `${what}: ${error.message}`, { cause: error }) : error;
+}
+
+/** failing passes on what an iterable yields, and its end by connectionFailed. */
+export async function* failing<T>(what: string, source: AsyncIterable<T>): AsyncGenerator<T, void, void> {
+  try {
+    yield* source;
+  } catch (error) {
+    throw connectionFailed(what, error);
   }
 }
 

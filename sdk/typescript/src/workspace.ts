@@ -5,7 +5,7 @@ import { type EventFilter, events } from "./events.js";
 import { Files } from "./files.js";
 import type * as models from "./gen/models.js";
 import { RunResult, Session, sessionsOf, toBase64 } from "./session.js";
-import type { CallOptions } from "./transport.js";
+import { type CallOptions, keyLife } from "./transport.js";
 import { collect } from "./wire.js";
 
 /** A program and its arguments; a text is run by `sh -c`. */
@@ -30,8 +30,8 @@ export interface ExecOptions extends Omit<RunOptions, "stdin"> {
   pty?: boolean | { cols: number; rows: number };
 }
 
-/** A day is the longest time-out of a program; a repeated call may wait for that long. */
-const runLimit = 25 * 3_600_000;
+/** What a program may take beyond its time-out, which counts by the clock of the VM, until a repeated call gives up. */
+const runSlack = 10 * 60_000;
 const maxConsole = 1 << 20;
 
 /** Workspace is a running machine. */
@@ -79,7 +79,8 @@ export class Workspace {
    */
   async run(command: Command, options: RunOptions = {}): Promise<RunResult> {
     const body = { ...execRequest(command, options), wait: true };
-    const result = await this.#context.transport.call("exec", { path: this.#path(), body, waitLimitMs: runLimit, ...only(options) });
+    const waitLimitMs = options.timeoutMs ? Math.min(options.timeoutMs + runSlack, keyLife) : keyLife;
+    const result = await this.#context.transport.call("exec", { path: this.#path(), body, waitLimitMs, patient: true, ...only(options) });
     return new RunResult(result as models.ExecResult);
   }
 

@@ -1,10 +1,13 @@
 import type { Duplex } from "node:stream";
 import type { IncomingMessage } from "node:http";
 import { createHash, randomBytes } from "node:crypto";
-import { afterEach, describe, expect, test } from "vitest";
-import { type WebSocket, WebSocketServer } from "ws";
-import { blocks } from "../src/events.js";
+import { afterEach, describe, expect, test, vi } from "vitest";
+import { WebSocket, WebSocketServer } from "ws";
+import type { Context } from "../src/context.js";
+import { CoppiceError } from "../src/errors.js";
+import { blocks, events } from "../src/events.js";
 import { checked } from "../src/export.js";
+import { keepAlive } from "../src/nodewire.js";
 import { MessageQueue } from "../src/queue.js";
 import { RunResult, toBase64 } from "../src/session.js";
 import type * as models from "../src/gen/models.js";
@@ -83,6 +86,21 @@ describe("output over a WebSocket", () => {
     await using server = await attachable(() => session(), (socket) => socket.close(1000));
     const s = await client(nodeWire(), server.base).session(sessionId);
     await expect(toArray(s.output())).rejects.toMatchObject({ code: "CONNECTION_FAILED" });
+  });
+
+  test("connections that are never made are no connections without a byte", async () => {
+    let n = 0;
+    await using server = await new TestServer((request, response) => {
+      if (request.method === "POST") json(response, 201, { transport: "websocket", url: `/v1/attach/${sessionId}`, token: "ticket", expires_at: "" });
+      else json(response, 200, session(n > 6 ? { state: "exited", exit_code: 0 } : {}));
+    }).start();
+    server.server.on("upgrade", (_request: IncomingMessage, socket: Duplex) => {
+      n++;
+      socket.destroy();
+    });
+    const s = await client(nodeWire(), server.base).session(sessionId);
+    expect(await toArray(s.output())).toEqual([]);
+    expect(n).toBe(7);
   });
 
   test("a program that has ended ends the output", async () => {
@@ -265,6 +283,50 @@ describe.each(wires)("events over %s", (_, wire) => {
     expect(got).toEqual(["5", "7"]);
     expect(ready).toBe(1);
   });
+});
+
+test("events that never come are not asked for without end", async () => {
+  let tries = 0;
+  const context = { transport: { stream: () => (tries++, Promise.reject(new CoppiceError("CONNECTION_FAILED", "away"))) } } as unknown as Context;
+  await expect(toArray(events(context, { past: true }))).rejects.toMatchObject({ code: "CONNECTION_FAILED" });
+  expect(tries).toBe(1);
+  vi.useFakeTimers();
+  try {
+    const reading = expect(toArray(events(context, {}))).rejects.toMatchObject({ code: "CONNECTION_FAILED" });
+    await vi.advanceTimersByTimeAsync(3_600_000);
+    await reading;
+  } finally {
+    vi.useRealTimers();
+  }
+  expect(tries).toBe(601);
+});
+
+/** silent opens a WebSocket whose other side does, or does not, answer pings; then keepAlive watches it. */
+async function silent(answers: boolean, sent: number): Promise<{ dead: Promise<void>; pinged: () => number; socket: WebSocket }> {
+  let pings = 0;
+  const server = new WebSocketServer({ port: 0, host: "127.0.0.1", autoPong: answers });
+  servers.push(server);
+  server.on("connection", (other) => other.on("ping", () => pings++));
+  await new Promise((resolve) => server.once("listening", resolve));
+  const socket = new WebSocket(`ws://127.0.0.1:${(server.address() as { port: number }).port}`);
+  await new Promise((resolve) => socket.once("open", resolve));
+  const dead = new Promise<void>((resolve) => keepAlive(socket, () => sent, resolve, answers ? 3000 : 20));
+  return { dead, pinged: () => pings, socket };
+}
+
+test("a WebSocket without an answer to pings is dead", async () => {
+  const { dead, socket } = await silent(false, 0);
+  await dead;
+  socket.terminate();
+});
+
+test.each([["that answers pings", true, 0], ["that has not read our messages", false, 3]])("a WebSocket %s is alive", async (_, answers, sent) => {
+  const { dead, pinged, socket } = await silent(answers, sent);
+  let over = false;
+  void dead.then(() => (over = true));
+  await vi.waitFor(() => expect(pinged()).toBeGreaterThan(1), { timeout: 60_000 });
+  expect(over).toBe(false);
+  socket.terminate();
 });
 
 test("an event that is too long is an error", async () => {

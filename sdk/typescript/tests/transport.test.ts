@@ -1,9 +1,19 @@
-import { describe, expect, test } from "vitest";
+import { afterEach, describe, expect, test, vi } from "vitest";
 import { CoppiceError, isCode } from "../src/errors.js";
+import { NodeWire, unsent } from "../src/nodewire.js";
+import type { Wire, WireRequest } from "../src/wire.js";
 import { repeatAfter } from "../src/transport.js";
-import { client, json, refuse, TestServer, wires, workspace, workspaceId } from "./support.js";
+import { client, json, refuse, stream, TestServer, toBytes, wires, workspace, workspaceId } from "./support.js";
 
 const operation = (more: Record<string, unknown>): Record<string, unknown> => ({ id: "op_1", kind: "create_workspace", state: "running", workspace_ids: [], timings: [], created_at: "", ...more });
+
+afterEach(() => vi.restoreAllMocks());
+
+/** later puts the clock forward, as if a computer had slept. */
+function later(ms: number): void {
+  const then = Date.now() + ms;
+  vi.spyOn(Date, "now").mockReturnValue(then);
+}
 
 describe.each(wires)("calls over %s", (_, wire) => {
   test("a creation that lost its connection is repeated with the same key", async () => {
@@ -80,6 +90,55 @@ describe.each(wires)("calls over %s", (_, wire) => {
     }).start();
     expect((await client(wire(), server.base).create("base")).name).toBe("demo");
     expect(server.requests[1]?.url).toMatch(/^\/v1\/operations\/op_1/);
+  });
+
+  test.each([22, 23])("a creation is repeated with its key for less than 23 hours: after %i", async (hours) => {
+    await using server = await new TestServer((request, response) => {
+      if (server.requests.length > 1) {
+        json(response, 201, workspace());
+        return;
+      }
+      later(hours * 3_600_000);
+      request.socket.destroy();
+    }).start();
+    const call = client(wire(), server.base).create("base");
+    if (hours < 23) expect((await call).name).toBe("demo");
+    else await expect(call).rejects.toMatchObject({ code: "CONNECTION_FAILED" });
+    expect(server.requests).toHaveLength(hours < 23 ? 2 : 1);
+  });
+
+  test("an operation is waited for while its server restarts", async () => {
+    await using server = await new TestServer((request, response) => {
+      if (request.method === "POST") json(response, 202, operation({}));
+      else if (server.requests.length < 9) request.socket.destroy();
+      else json(response, 200, operation({ state: "succeeded", result: workspace() }));
+    }).start();
+    expect((await client(wire(), server.base).create("base")).name).toBe("demo");
+  });
+
+  test("but not for ever, and the error has the operation", async () => {
+    await using server = await new TestServer((request, response) => {
+      if (request.method === "POST") {
+        json(response, 202, operation({}));
+        return;
+      }
+      if (server.requests.length === 8) later(120_000);
+      request.socket.destroy();
+    }).start();
+    await expect(client(wire(), server.base).create("base")).rejects.toMatchObject({ code: "CONNECTION_FAILED", operationId: "op_1" });
+  });
+
+  test("a body that breaks off is an error with a code", async () => {
+    await using server = await new TestServer((request, response) => {
+      if (!request.url?.includes("/files")) {
+        json(response, 200, workspace());
+        return;
+      }
+      response.writeHead(200, { "content-length": "1000" });
+      response.write("x", () => response.destroy());
+    }).start();
+    const ws = await client(wire(), server.base).workspace(workspaceId);
+    await expect(ws.files.read("/f")).rejects.toMatchObject({ name: "CoppiceError", code: "CONNECTION_FAILED" });
   });
 
   test("an operation that fails is an error with its code", async () => {
@@ -204,4 +263,59 @@ test.each(["", "<html>", "[1]", "null", "5"])("an answer %j is no answer of the 
 test("errors have a hint, also those of a newer server", () => {
   expect(new CoppiceError("WORKSPACE_NOT_FOUND", "no").hint).not.toBe("");
   for (const unknown of ["BRAND_NEW", "constructor", "__proto__"]) expect(new CoppiceError(unknown, "no").hint).toBe("");
+});
+
+test("a failed connect has sent nothing, and a connection that breaks later may have", () => {
+  const error = (code: string, syscall?: string): NodeJS.ErrnoException => Object.assign(new Error(code), { code, syscall });
+  for (const code of ["ETIMEDOUT", "EHOSTUNREACH", "ENETUNREACH"]) {
+    expect(unsent(error(code, "connect"))).toBe(true);
+    expect(unsent(error(code, "read"))).toBe(false);
+    expect(unsent(error(code))).toBe(false);
+    expect(unsent(Object.assign(new AggregateError([error(code, "connect"), error("ECONNREFUSED", "connect")]), { code }))).toBe(true);
+    expect(unsent(Object.assign(new AggregateError([error(code, "connect"), error(code, "read")]), { code }))).toBe(false);
+  }
+  expect([unsent(error("ECONNREFUSED", "connect")), unsent(error("ECONNRESET", "read"))]).toEqual([true, false]);
+});
+
+test("a server that says nothing ends a call with a limit", async () => {
+  await using server = await new TestServer(() => undefined).start();
+  const wire = new NodeWire();
+  await expect(wire.send({ method: "GET", url: server.base, headers: {}, idleMs: 50 })).rejects.toMatchObject({ message: "the server was silent for too long", unsent: false });
+  wire.close();
+});
+
+test("a body that stops ends a call with a limit", async () => {
+  await using server = await new TestServer((_request, response) => void response.write("x")).start();
+  const wire = new NodeWire();
+  const answer = await wire.send({ method: "GET", url: server.base, headers: {}, idleMs: 500 });
+  await expect(toBytes(answer.body)).rejects.toMatchObject({ unsent: false });
+  wire.close();
+});
+
+test("silence is limited for all calls but streams and programs", async () => {
+  const sent: WireRequest[] = [];
+  const answer = { ...workspace(), stdout: "", stderr: "" };
+  const recorder: Wire = {
+    send: (request) => {
+      sent.push(request);
+      return Promise.resolve({ status: 200, header: () => undefined, trailer: () => undefined, body: stream(JSON.stringify(answer)), cancel: () => undefined });
+    },
+    open: () => Promise.reject(new Error("no")),
+    close: () => undefined,
+  };
+  const ws = await client(recorder, "http://x").workspace(workspaceId);
+  await ws.run("true");
+  await ws.exec("true");
+  await ws.files.read("/f");
+  await ws.files.write("/f", "x");
+  expect(sent.map((r) => r.idleMs)).toEqual([90_000, undefined, 90_000, undefined, undefined]);
+});
+
+test("a WebSocket that cannot be opened is an error with a code", async () => {
+  await using server = await new TestServer((request, response) => {
+    json(response, 200, request.method === "POST" ? { transport: "websocket", url: "/v1/attach/x", token: "t", expires_at: "" } : { id: "sess_1" });
+  }).start();
+  server.server.on("upgrade", (_request, socket) => socket.destroy());
+  const session = await client(new NodeWire(), server.base).session("sess_1");
+  await expect(session.attach()).rejects.toMatchObject({ name: "CoppiceError", code: "CONNECTION_FAILED" });
 });
