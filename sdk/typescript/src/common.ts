@@ -12,5 +12,6 @@ export type * as models from "./gen/models.js";
 export { type Exit, type Output, RunResult, Session, type Stream } from "./session.js";
 export { type NewEntry, readTar, type TarEntry, type TarLimits, writeTar } from "./tar.js";
 export type { CallOptions } from "./transport.js";
+export { Watches } from "./watches.js";
 export type { Source } from "./wire.js";
 export { type Command, type ExecOptions, Forks, Grants, Ports, type RunOptions, Workspace } from "./workspace.js";

@@ -1,6 +1,6 @@
 import type { Context, Copied, CopyLimits, Disk } from "./context.js";
 import { CoppiceError, isCode } from "./errors.js";
-import type { FileInfo, FileList, WorkspaceID } from "./gen/models.js";
+import type { FileInfo, FileList, MadeDirectory, MakeDirectoryRequest, RenameFileRequest, SetFileAttributesRequest, WorkspaceID } from "./gen/models.js";
 import type { CallOptions } from "./transport.js";
 import { type NewEntry, readTar, type TarEntry, type TarLimits, writeTar } from "./tar.js";
 import { bytes, collect, type Source, type WireAnswer } from "./wire.js";
@@ -83,6 +83,23 @@ export class Files {
   async remove(path: string, options: { recursive?: boolean } & CallOptions = {}): Promise<void> {
     const query = { path, recursive: options.recursive || undefined };
     await this.#context.transport.call("deleteFile", { path: this.#path(), query, signal: options.signal });
+  }
+
+  /** mkdir makes a directory; with `parents` it is no error if it exists. */
+  mkdir(path: string, request: Omit<MakeDirectoryRequest, "path"> & CallOptions = {}): Promise<MadeDirectory> {
+    const { signal, idempotencyKey: _, ...rest } = request;
+    return this.#context.transport.call("makeDirectory", { path: this.#path(), body: { ...rest, path }, signal });
+  }
+
+  /** rename moves a file or directory. */
+  rename(from: string, to: string, request: Omit<RenameFileRequest, "from" | "to"> & CallOptions = {}): Promise<FileInfo> {
+    const { signal, idempotencyKey: _, ...rest } = request;
+    return this.#context.transport.call("renameFile", { path: this.#path(), body: { ...rest, from, to }, signal });
+  }
+
+  /** setAttributes sets and removes extended attributes of a file or directory. */
+  setAttributes(path: string, request: Omit<SetFileAttributesRequest, "path">, options: CallOptions = {}): Promise<FileInfo> {
+    return this.#context.transport.call("setFileAttributes", { path: this.#path(), body: { ...request, path }, signal: options.signal });
   }
 
   /** downloadTar streams a file or tree as a tar whose names begin with the last element of the path. */

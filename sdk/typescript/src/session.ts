@@ -184,6 +184,11 @@ export class Session implements AsyncIterable<Output> {
     await this.#context.transport.call("resizeSession", { path: { session_id: this.id }, body: { cols, rows }, signal: options.signal });
   }
 
+  /** setDeadline lets the server kill the session's processes after a time from now; 0 is never. */
+  async setDeadline(timeoutMs: number, options: CallOptions = {}): Promise<void> {
+    await this.#context.transport.call("setSessionDeadline", { path: { session_id: this.id }, body: { timeout_ms: timeoutMs }, signal: options.signal });
+  }
+
   /** kill kills the session's processes and forgets the session. */
   async kill(options: CallOptions = {}): Promise<void> {
     await this.#context.transport.call("deleteSession", { path: { session_id: this.id }, ...options });

@@ -6,6 +6,7 @@ import { Files } from "./files.js";
 import type * as models from "./gen/models.js";
 import { RunResult, Session, sessionsOf, toBase64 } from "./session.js";
 import { type CallOptions, keyLife } from "./transport.js";
+import { Watches } from "./watches.js";
 import { collect } from "./wire.js";
 
 /** A program and its arguments; a text is run by `sh -c`. */
@@ -41,6 +42,7 @@ export class Workspace {
   readonly files: Files;
   readonly grants: Grants;
   readonly ports: Ports;
+  readonly watches: Watches;
 
   constructor(context: Context, data: models.Workspace) {
     this.#context = context;
@@ -48,6 +50,7 @@ export class Workspace {
     this.files = new Files(context, data.id);
     this.grants = new Grants(context, data.id);
     this.ports = new Ports(context, data.id);
+    this.watches = new Watches(context, data.id);
   }
 
   get id(): models.WorkspaceID {

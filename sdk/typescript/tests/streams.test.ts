@@ -329,6 +329,22 @@ test.each([["that answers pings", true, 0], ["that has not read our messages", f
   socket.terminate();
 });
 
+test.each([
+  ["whole", '{"seq":1}\n{"se', 'q":2}\n', undefined],
+  ["cut short", '{"seq":1}\n', '{"seq":2}', "INCOMPLETE"],
+  ["without JSON", "x\n", "", "INCOMPLETE"],
+  ["too long", "x".repeat(2 << 20), "", "LIMIT_EXCEEDED"],
+])("events of a watch: %s", async (_, one, two, code) => {
+  await using server = await new TestServer((request, response) => {
+    if (!request.url?.includes("/watches")) json(response, 200, { id: workspaceId });
+    else response.write(one, () => response.end(two));
+  }).start();
+  const reading = toArray((await workspaceOf(nodeWire(), server)).watches.events("watch_1", { after: 0, follow: true }));
+  if (code) await expect(reading).rejects.toMatchObject({ code });
+  else expect((await reading).map((e) => e.seq)).toEqual([1, 2]);
+  expect(server.requests.at(-1)?.url).toBe(`/v1/workspaces/${workspaceId}/watches/watch_1/events?after=0&follow=true`);
+});
+
 test("an event that is too long is an error", async () => {
   await expect(toArray(blocks(stream(`data: ${"x".repeat(2 << 20)}`), () => undefined))).rejects.toMatchObject({ code: "LIMIT_EXCEEDED" });
   const many = Array.from({ length: 40 }, () => `data: ${"x".repeat(64 << 10)}\n`);
