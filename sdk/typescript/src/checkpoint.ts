@@ -136,7 +136,7 @@ export class Checkpoint {
     const other = typeof to === "string" ? to : to.id;
     for (let cursor: string | undefined; ; ) {
       const query = { to: other, limit: pageSize, cursor };
-      const page = await this.#context.transport.call("diffCheckpoints", { path: this.#path(), query, signal: options.signal });
+      const page = await this.#context.transport.call("diffCheckpoints", { path: this.#path(), query, patient: true, signal: options.signal });
       yield page;
       if (!page.next_cursor) return;
       cursor = page.next_cursor;

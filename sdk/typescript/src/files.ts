@@ -82,7 +82,7 @@ export class Files {
 
   async remove(path: string, options: { recursive?: boolean } & CallOptions = {}): Promise<void> {
     const query = { path, recursive: options.recursive || undefined };
-    await this.#context.transport.call("deleteFile", { path: this.#path(), query, signal: options.signal });
+    await this.#context.transport.call("deleteFile", { path: this.#path(), query, patient: true, signal: options.signal });
   }
 
   /** mkdir makes a directory; with `parents` it is no error if it exists. */
