@@ -287,7 +287,7 @@ test("a server that says nothing ends a call with a limit", async () => {
 test("a body that stops ends a call with a limit", async () => {
   await using server = await new TestServer((_request, response) => void response.write("x")).start();
   const wire = new NodeWire();
-  const answer = await wire.send({ method: "GET", url: server.base, headers: {}, idleMs: 500 });
+  const answer = await wire.send({ method: "GET", url: server.base, headers: {}, idleMs: 5000 });
   await expect(toBytes(answer.body)).rejects.toMatchObject({ unsent: false });
   wire.close();
 });
