@@ -46,13 +46,12 @@ func (c *Controller) OpenPort(ctx context.Context, project core.ProjectID, id co
 	if err != nil {
 		return Port{}, err
 	}
-	// From here on the row says that the port may exist. It has no address until the runner has said where it listens: nobody may take an
-	// address that a client merely asked for as the workspace's. If the client hangs up, row and port must still agree.
+	// From here on the row says that the port may exist, but not where: an address that a client asked for may be somebody else's. If the client hangs up, row and port must still agree.
 	ctx = context.WithoutCancel(ctx)
 	if err := beforePort.Hit(ctx); err != nil {
 		return Port{}, err
 	}
-	got, err := c.runners.OpenPort(ctx, w.Sandbox.Endpoint, w.Sandbox.ID, askedFor(p, listen))
+	got, err := c.runners.OpenPort(ctx, w.Sandbox.Endpoint, w.Sandbox.ID, runnerapi.PortAt(p.ID, p.GuestPort, listen))
 	if err == nil {
 		if err := afterPort.Hit(ctx); err != nil {
 			return Port{}, err
@@ -70,14 +69,6 @@ func (c *Controller) OpenPort(ctx context.Context, project core.ProjectID, id co
 		c.log.WarnContext(ctx, "port was neither opened nor closed", "port_id", p.ID, "err", closeErr)
 	}
 	return Port{}, err
-}
-
-func askedFor(p Port, listen netip.AddrPort) runnerapi.Port {
-	out := runnerapi.Port{ID: p.ID, GuestPort: p.GuestPort, Listen: listen}
-	if !listen.Addr().IsValid() {
-		out.Listen, out.HostPort = netip.AddrPort{}, listen.Port()
-	}
-	return out
 }
 
 // Ports lists the forwarded ports of a workspace.
@@ -103,25 +94,18 @@ func (c *Controller) ClosePort(ctx context.Context, project core.ProjectID, work
 	return c.closePort(context.WithoutCancel(ctx), w.Sandbox, p)
 }
 
-// ConfirmPort asks the runner of a ready workspace where a port listens now, and has it listen there if it does not. The address in a row
-// counts only while the workspace has its machine: afterwards it may be somebody else's. A use of the port wakes the workspace.
+// ConfirmPort wakes a workspace and has its port listen. It returns the address: without the machine, the one in the row may be another's.
 func (c *Controller) ConfirmPort(ctx context.Context, project core.ProjectID, workspace core.WorkspaceID, id core.PortID) (netip.AddrPort, error) {
 	w, err := c.reach(ctx, project, workspace)
 	if err != nil {
 		return netip.AddrPort{}, err
 	}
 	p, err := c.findPort(ctx, project, workspace, id)
-	if err != nil {
+	listen, noAddress := netip.ParseAddrPort(p.Listen) // the runner has not said yet where it listens
+	if err := errors.Join(err, noAddress); err != nil {
 		return netip.AddrPort{}, err
 	}
-	listen, err := netip.ParseAddrPort(p.Listen)
-	if err != nil {
-		return netip.AddrPort{}, core.Errorf(core.FailedPrecondition, core.CodeStateConflict, "port %s of workspace %s is not forwarded yet", id, workspace)
-	}
-	got, err := c.runners.OpenPort(ctx, w.Sandbox.Endpoint, w.Sandbox.ID, askedFor(p, listen))
-	if err == nil && got.Listen != listen {
-		err = core.Errorf(core.Conflict, core.CodeStateConflict, "port %s of workspace %s listens elsewhere by now", id, workspace)
-	}
+	got, err := c.runners.OpenPort(ctx, w.Sandbox.Endpoint, w.Sandbox.ID, runnerapi.PortAt(p.ID, p.GuestPort, listen))
 	if err != nil {
 		return netip.AddrPort{}, err
 	}
@@ -169,7 +153,7 @@ func (c *Controller) reopenPorts(ctx context.Context, project core.ProjectID, id
 	for _, p := range list {
 		listen, err := netip.ParseAddrPort(p.Listen)
 		if err == nil {
-			_, err = c.runners.OpenPort(ctx, s.Endpoint, s.ID, askedFor(p, listen))
+			_, err = c.runners.OpenPort(ctx, s.Endpoint, s.ID, runnerapi.PortAt(p.ID, p.GuestPort, listen))
 		}
 		if err == nil {
 			continue

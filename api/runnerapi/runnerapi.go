@@ -315,6 +315,15 @@ type Port struct {
 	Closed    bool           `json:"closed,omitempty"`    // answer of opening: nobody in the guest listens on GuestPort yet
 }
 
+// PortAt asks for a port that listens at an address. Without an IP address, the runner chooses it.
+func PortAt(id core.PortID, guestPort int, listen netip.AddrPort) Port {
+	p := Port{ID: id, GuestPort: guestPort, Listen: listen}
+	if !listen.Addr().IsValid() {
+		p.Listen, p.HostPort = netip.AddrPort{}, listen.Port()
+	}
+	return p
+}
+
 // Problem is an error on the wire.
 type Problem struct {
 	Category core.Category `json:"category"`
