@@ -398,3 +398,17 @@ func TestUnpackedEntriesAreSwapped(t *testing.T) {
 		do(t, os.RemoveAll(in("d")), os.RemoveAll(in("away")), os.Remove(in("f")))
 	}
 }
+
+// TestModesThatAUserKeeps: a put as a user keeps the mode of the user's file, without its special bits, and not of another's.
+func TestModesThatAUserKeeps(t *testing.T) {
+	t.Parallel()
+	dir := userDir(t)
+	a := newTestAgent(t)
+	for owner, want := range map[int]string{65534: "0751", 1: "0644"} {
+		path := filepath.Join(dir, itoa(owner))
+		do(t, os.WriteFile(path, nil, 0o600), os.Chown(path, owner, owner), os.Chmod(path, 0o751|os.ModeSetuid|os.ModeSetgid|os.ModeSticky))
+		if info, err := a.put(path, "&user="+nobody, "x"); err != nil || info.Mode != want || info.UID != 65534 {
+			t.Errorf("of user %d: %+v (%v)", owner, info, err)
+		}
+	}
+}

@@ -23,10 +23,11 @@ type Server struct {
 
 // caller is who a request works as.
 type caller struct {
-	do   func(fn func() error) error // runs fn with the caller's rights
-	cred *syscall.Credential         // of a named user
-	user bool                        // the request names the user
-	path string                      // the path that it names
+	do    func(fn func() error) error // runs fn with the caller's rights
+	after func(fn func() error) error // runs fn so even after the request has ended
+	cred  *syscall.Credential         // of a named user
+	user  bool                        // the request names the user
+	path  string                      // the path that it names
 }
 
 const maxPath = 4096
@@ -52,9 +53,10 @@ func (s *Server) caller(ctx context.Context, user string, paths ...*string) (cal
 		}
 		return nil
 	})
-	c := caller{do: s.Inside, cred: who.Cred, user: user != ""}
+	c := caller{do: s.Inside, after: s.Inside, cred: who.Cred, user: user != ""}
 	if who.Cred != nil {
 		c.do = func(fn func() error) error { return s.As(ctx, who.Cred, fn) }
+		c.after = func(fn func() error) error { return s.As(context.WithoutCancel(ctx), who.Cred, fn) }
 	}
 	return c, err
 }

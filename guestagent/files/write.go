@@ -89,19 +89,21 @@ func (s *Server) Put(w http.ResponseWriter, r *http.Request) error {
 	}
 	err = receive(r.Context(), f, r.Body)
 	var info guestapi.FileInfo
-	inner := c.do(func() error {
-		if err == nil {
-			err = finishFile(f, path, at)
-		}
-		if err != nil {
-			_ = os.Remove(f.Name())
-			return nil //nolint:nilerr // the outer err has it
-		}
-		info, err = newDetails(nil).look(path)
-		return err
-	})
+	if err == nil {
+		err = c.do(func() error {
+			if err := finishFile(f, path, at); err != nil {
+				return err
+			}
+			var err error
+			info, err = newDetails(nil).look(path)
+			return err
+		})
+	}
+	if err != nil {
+		_ = c.after(func() error { return os.Remove(f.Name()) }) // it is gone if only the last look has failed
+	}
 	_ = f.Close()
-	if err = errors.Join(err, inner); err != nil {
+	if err != nil {
 		return answer.FileError(err, "write", path)
 	}
 	answer.WriteJSON(w, http.StatusOK, info)
@@ -109,7 +111,9 @@ func (s *Server) Put(w http.ResponseWriter, r *http.Request) error {
 }
 
 // createBeside makes the temporary file for a target, and returns the final target behind symlinks. The owner and mode
-// of an existing target are kept unless the request sets them. It is called with the caller's rights.
+// of an existing target are kept unless the request sets them. For a user it keeps the mode of the user's own files, and
+// no setuid, setgid or sticky bit: another's bits would give the user's new file to everybody. It is called with the
+// caller's rights.
 func createBeside(path string, at *attributes) (string, *os.File, error) {
 	if at.mkdirs {
 		if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
@@ -129,8 +133,12 @@ func createBeside(path string, at *attributes) (string, *os.File, error) {
 				keep(&at.uid, int(st.Uid))
 				keep(&at.gid, int(st.Gid))
 			}
-			if at.mode < 0 {
+			switch {
+			case at.mode >= 0:
+			case !at.user:
 				at.mode = int64(st.Mode & 0o7777)
+			case int(st.Uid) == unix.Geteuid():
+				at.mode = int64(st.Mode & 0o777)
 			}
 		}
 	case err != nil && !errors.Is(err, fs.ErrNotExist):
