@@ -81,6 +81,11 @@ func openInPlace(path string, at attributes, end bool) (*os.File, error) {
 	if err != nil {
 		return nil, err
 	}
+	return prepareInPlace(f, path, at)
+}
+
+// prepareInPlace checks an open file that existed, and sets what the request sets.
+func prepareInPlace(f *os.File, path string, at attributes) (*os.File, error) {
 	fi, err := f.Stat()
 	if err == nil && !fi.Mode().IsRegular() {
 		err = &fs.PathError{Op: "write", Path: path, Err: syscall.EISDIR}
@@ -98,6 +103,7 @@ func openInPlace(path string, at attributes, end bool) (*os.File, error) {
 	return f, nil
 }
 
+// makeInPlace makes a file. The flags have O_NONBLOCK, for what has come into its place meanwhile.
 func makeInPlace(path string, at attributes, flags int) (*os.File, error) {
 	if at.mkdirs {
 		if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
@@ -106,7 +112,10 @@ func makeInPlace(path string, at attributes, flags int) (*os.File, error) {
 	}
 	f, err := os.OpenFile(path, flags|os.O_CREATE|os.O_EXCL, 0o600)
 	if errors.Is(err, fs.ErrExist) { // a link to a file that does not exist yet, or it was made meanwhile
-		return os.OpenFile(path, flags|os.O_CREATE, 0o600)
+		if f, err = os.OpenFile(path, flags|os.O_CREATE, 0o600); err != nil {
+			return nil, err
+		}
+		return prepareInPlace(f, path, at)
 	}
 	if err != nil {
 		return nil, err
