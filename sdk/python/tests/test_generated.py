@@ -6,6 +6,7 @@ import inspect
 import re
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import coppice
@@ -25,6 +26,13 @@ UNREACHED = {
 
 def test_generated_files_are_current() -> None:
     subprocess.run([sys.executable, SDK / "tools/generate.py", "--check"], check=True)
+
+
+def test_the_wheel_has_the_license() -> None:
+    of_tree = (SDK.parents[1] / "LICENSE").read_bytes()
+    assert (SDK / "LICENSE").read_bytes() == of_tree
+    found = [f for f in metadata.files("coppice") or [] if f.name == "LICENSE"]
+    assert [f.read_binary() for f in found] == [of_tree]
 
 
 def test_every_operation_is_reached() -> None:
