@@ -62,6 +62,7 @@ type Runner struct {
 	started     time.Time
 
 	hostPorts *hostport.Host
+	loopback  chan struct{} // a place per connection to the loopback of a guest
 
 	runCtx context.Context // the lifetime of the runner: cancelled when Run ends
 	stop   context.CancelFunc
@@ -93,7 +94,7 @@ func New(ctx context.Context, cfg Config) (_ *Runner, err error) {
 	hash := sha256.Sum256([]byte(cfg.ClusterID))
 	r := &Runner{
 		cfg: cfg, class: classOf(fp), kvm: fp.Detail, clusterHash: hex.EncodeToString(hash[:4]),
-		slots: newSlots(cfg.MaxSandboxes), starting: make(chan struct{}, cfg.Parallel), objects: make(chan struct{}, maxObjects), started: time.Now(),
+		slots: newSlots(cfg.MaxSandboxes), starting: make(chan struct{}, cfg.Parallel), objects: make(chan struct{}, maxObjects), loopback: make(chan struct{}, maxRunnerLoopback), started: time.Now(),
 		wakeup: make(chan struct{}, 1), sandboxes: make(map[core.SandboxID]*sandbox),
 		dead: make(map[core.SandboxID]runnerapi.Sandbox),
 	}

@@ -43,6 +43,8 @@ type sandbox struct {
 	waits lazy.Waits         // for images that the pager serves
 	ports *portforward.Ports // never nil
 
+	loopback loopbackPlaces // of connections that the agent makes
+
 	egressMu  sync.Mutex // held while the sandbox is given to the egress process, or its rules change; guards what follows
 	served    bool       // the egress process serves it, or will do so as soon as one runs again
 	told      told       // what the egress process is known to have of its rules
@@ -62,7 +64,7 @@ type sandbox struct {
 func newSandbox(r *Runner, sh *shell, id core.SandboxID, info runnerapi.Sandbox) *sandbox {
 	info.ID, info.StartedAt = id, time.Now()
 	s := &sandbox{shell: sh, work: make(chan struct{}, 1), gone: make(chan struct{}), left: make(chan struct{}), info: info}
-	s.ports = portsOf(r, s)
+	s.ports, s.loopback = portsOf(r, s), loopbackOf(r, s)
 	return s
 }
 
