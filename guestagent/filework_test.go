@@ -328,6 +328,13 @@ func TestUserThreadsAreBounded(t *testing.T) {
 	if err := u.as(ctx, cred, func() error { t.Error("one too many runs"); return nil }); !errors.Is(err, errStdinClosed) {
 		t.Errorf("one too many: %v", err)
 	}
+	u.wait = time.Millisecond
+	if err := u.as(t.Context(), cred, func() error { t.Error("one too many runs"); return nil }); core.CodeOf(err) != core.CodeRateLimited {
+		t.Errorf("one too many, and nobody gives up: %v", err)
+	}
+	if err := u.as(t.Context(), &syscall.Credential{Uid: 1, Gid: 1}, func() error { return nil }); err != nil {
+		t.Errorf("another user waits: %v", err)
+	}
 	close(release)
 	for range maxUserThreads {
 		if err := <-ended; err != nil {

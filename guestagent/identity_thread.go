@@ -7,7 +7,9 @@ import (
 	"errors"
 	"os"
 	"runtime"
+	"sync"
 	"syscall"
+	"time"
 	"unsafe"
 
 	"golang.org/x/sys/unix"
@@ -15,30 +17,77 @@ import (
 	"github.com/coppice-dev/coppice/core"
 )
 
-// maxUserThreads bounds the threads that work as users at the same time: a host may open many files and read none.
-const maxUserThreads = 64
+// The bounds of threads that work as users at the same time: a host may open many files and read none.
+const (
+	maxUserThreads = 16 // of one user, so that none keeps the others from working
+	maxThreads     = 256
+	threadWait     = 5 * time.Second
+)
 
 // userThreads runs functions with the rights of users.
 type userThreads struct {
-	room chan struct{}
 	join func() error // moves the calling thread to where the workload's files are
+	wait time.Duration
+
+	mu      sync.Mutex // guards what follows
+	all     int
+	running map[uint32]int // threads by user; no entry is 0
+	freed   chan struct{}  // closed when a thread ends, and then replaced
 }
 
 func newUserThreads(join func() error) *userThreads {
-	return &userThreads{room: make(chan struct{}, maxUserThreads), join: join}
+	return &userThreads{join: join, wait: threadWait, running: map[uint32]int{}, freed: make(chan struct{})}
+}
+
+// enter takes a place for a thread. It waits a short time for one.
+func (u *userThreads) enter(ctx context.Context, uid uint32) error {
+	late := time.NewTimer(u.wait)
+	defer late.Stop()
+	for {
+		if ctx.Err() != nil {
+			return context.Cause(ctx)
+		}
+		u.mu.Lock()
+		freed := u.freed
+		free := u.all < maxThreads && u.running[uid] < maxUserThreads
+		if free {
+			u.all++
+			u.running[uid]++
+		}
+		u.mu.Unlock()
+		if free {
+			return nil
+		}
+		select {
+		case <-freed:
+		case <-ctx.Done():
+			return context.Cause(ctx)
+		case <-late.C:
+			return core.Errorf(core.Exhausted, core.CodeRateLimited, "too many requests work on files as user %d; try again when some have ended", uid)
+		}
+	}
+}
+
+func (u *userThreads) leave(uid uint32) {
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	u.all--
+	if u.running[uid]--; u.running[uid] == 0 {
+		delete(u.running, uid)
+	}
+	close(u.freed)
+	u.freed = make(chan struct{})
 }
 
 // as runs fn on a thread of its own that becomes the user for good: it has the user's ids and groups and no capability,
 // and ends with fn. So nothing of the agent's rights is left that fn could use, and nothing of the user's identity stays.
 func (u *userThreads) as(ctx context.Context, cred *syscall.Credential, fn func() error) error {
-	select {
-	case u.room <- struct{}{}:
-	case <-ctx.Done():
-		return context.Cause(ctx)
+	if err := u.enter(ctx, cred.Uid); err != nil {
+		return err
 	}
 	done := make(chan error, 1)
 	go func() {
-		defer func() { <-u.room }()
+		defer u.leave(cred.Uid)
 		ended := false
 		defer func() {
 			if !ended { // a handler that ends its answer midway must not end the agent
