@@ -73,8 +73,8 @@ func (w *Watch) addBelow(path string, found func(path string, dir bool)) error {
 			return nil // removed meanwhile, or it may be watched and not listed
 		}
 	}
-	defer func() { _ = d.Close() }()
 	list, err := d.ReadDir(maxEntries)
+	_ = d.Close() // a deep tree must not keep a descriptor for each level
 	if err != nil && !errors.Is(err, io.EOF) {
 		w.incomplete()
 		return nil
@@ -82,14 +82,17 @@ func (w *Watch) addBelow(path string, found func(path string, dir bool)) error {
 	if len(list) == maxEntries {
 		w.incomplete()
 	}
+	var dirs []string // the other entries are not kept while what is below is read
 	for _, e := range list {
-		p := join(path, e.Name())
 		if found != nil {
-			found(p, e.IsDir())
+			found(join(path, e.Name()), e.IsDir())
 		}
-		if !e.IsDir() || !w.info.Recursive {
-			continue
+		if e.IsDir() && w.info.Recursive {
+			dirs = append(dirs, e.Name())
 		}
+	}
+	for _, name := range dirs {
+		p := join(path, name)
 		var st unix.Stat_t
 		if unix.Lstat(p, &st) != nil || st.Dev != w.dev {
 			continue

@@ -4,6 +4,7 @@ package watch
 
 import (
 	"context"
+	"errors"
 	"os"
 	"path/filepath"
 	"slices"
@@ -63,6 +64,11 @@ func (s *Watches) Create(ctx context.Context, do Do, req guestapi.CreateWatch) (
 	}
 	w := &Watch{do: do, file: os.NewFile(uintptr(fd), "inotify"), root: req.Path, dirs: map[int]string{}, done: make(chan struct{}), read: time.Now()}
 	w.info = guestapi.Watch{ID: core.NewID[core.WatchID](), Path: req.Path, Recursive: req.Recursive, User: req.User, CreatedAt: time.Now().UTC()}
+	w.use(1) // so that nobody takes its place meanwhile
+	defer w.use(-1)
+	if err := s.admit(w); err != nil { // before the walk, whose memory is the guest's choice
+		return guestapi.Watch{}, errors.Join(err, w.file.Close())
+	}
 	// Changes while the tree is read are events too; run handles them afterwards.
 	err = do(ctx, func() error {
 		var st unix.Stat_t
@@ -75,11 +81,12 @@ func (s *Watches) Create(ctx context.Context, do Do, req guestapi.CreateWatch) (
 		w.dev = st.Dev
 		return w.add(req.Path, 0, nil)
 	})
-	if err == nil {
-		err = s.admit(w)
-	}
 	if err != nil {
-		_ = w.file.Close()
+		s.mu.Lock()
+		s.list = slices.DeleteFunc(s.list, func(o *Watch) bool { return o == w })
+		s.mu.Unlock()
+		w.end()
+		close(w.done)
 		return guestapi.Watch{}, err
 	}
 	go w.run()
