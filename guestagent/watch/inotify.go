@@ -27,7 +27,7 @@ const (
 // add watches a directory, and those below it if the watch is recursive. found hears of what is in new directories: it may
 // have been made before they were watched. It is called with the user's rights, and on the goroutine of run or before that.
 func (w *Watch) add(path string, flags uint32, found func(path string, dir bool)) error {
-	if len(w.dirs) >= maxDirs {
+	if len(w.dirs) >= maxDirs || w.text.Load()+int64(len(path)) > maxText {
 		w.incomplete()
 		if path == w.root {
 			return core.Errorf(core.Exhausted, guestapi.CodeWatchLimit, "watch %s: too many directories", core.Clip(path))
@@ -55,7 +55,9 @@ func (w *Watch) add(path string, flags uint32, found func(path string, dir bool)
 		}
 		return &fs.PathError{Op: "watch", Path: path, Err: added}
 	}
+	w.drop(wd) // the kernel has one watch of a directory, under whatever name
 	w.dirs[wd] = path
+	w.text.Add(int64(len(path)))
 	if !w.info.Recursive && found == nil {
 		return nil
 	}
@@ -137,7 +139,7 @@ func (w *Watch) handle(wd int, bits uint32, name string) bool {
 		return true // of a directory that has moved away
 	}
 	if bits&unix.IN_IGNORED != 0 {
-		delete(w.dirs, wd)
+		w.drop(wd)
 		return dir != w.root
 	}
 	if name == "" {
@@ -211,7 +213,13 @@ func (w *Watch) forget(path string) {
 	for wd, dir := range w.dirs {
 		if below(dir, path) {
 			_ = rc.Control(func(fd uintptr) { _, _ = unix.InotifyRmWatch(int(fd), uint32(wd)) })
-			delete(w.dirs, wd)
+			w.drop(wd)
 		}
 	}
+}
+
+// drop forgets a directory that is not watched any more.
+func (w *Watch) drop(wd int) {
+	w.text.Add(-int64(len(w.dirs[wd])))
+	delete(w.dirs, wd)
 }

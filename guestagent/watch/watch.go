@@ -10,6 +10,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -21,8 +22,9 @@ import (
 // The bounds of watches.
 const (
 	maxWatches    = 32
-	maxDirs       = 8192 // of one watch
-	maxEvents     = 4096 // that a watch keeps
+	maxDirs       = 8192    // of one watch
+	maxText       = 8 << 20 // bytes of the paths of directories, of all watches together (and of one path for each that is added now)
+	maxEvents     = 4096    // that a watch keeps
 	maxEventBytes = 1 << 20
 	evictAfter    = 10 * time.Minute // without a reader a watch may be removed when another one needs its place
 )
@@ -34,6 +36,8 @@ type Do func(ctx context.Context, fn func() error) error
 type Watches struct {
 	mu   sync.Mutex // guards list
 	list []*Watch   // oldest first
+
+	text atomic.Int64 // bytes of the paths of all watched directories
 }
 
 // Watch is one watch.
@@ -42,6 +46,8 @@ type Watch struct {
 	file *os.File // of inotify
 	root string
 	dev  uint64
+
+	text *atomic.Int64 // of all watches
 
 	dirs map[int]string // paths by watch descriptor; used by run alone, once that runs
 	done chan struct{}  // closed when run has ended
@@ -62,7 +68,7 @@ func (s *Watches) Create(ctx context.Context, do Do, req guestapi.CreateWatch) (
 	if err != nil {
 		return guestapi.Watch{}, core.Wrapf(err, core.Exhausted, guestapi.CodeWatchLimit, "the kernel of the sandbox has no room for another watch: %v", err)
 	}
-	w := &Watch{do: do, file: os.NewFile(uintptr(fd), "inotify"), root: req.Path, dirs: map[int]string{}, done: make(chan struct{}), read: time.Now()}
+	w := &Watch{do: do, text: &s.text, file: os.NewFile(uintptr(fd), "inotify"), root: req.Path, dirs: map[int]string{}, done: make(chan struct{}), read: time.Now()}
 	w.info = guestapi.Watch{ID: core.NewID[core.WatchID](), Path: req.Path, Recursive: req.Recursive, User: req.User, CreatedAt: time.Now().UTC()}
 	w.use(1) // so that nobody takes its place meanwhile
 	defer w.use(-1)
@@ -263,8 +269,12 @@ func (w *Watch) changed() {
 	}
 }
 
+// end is called once, when nothing is added any more.
 func (w *Watch) end() {
 	_ = w.file.Close()
+	for wd := range w.dirs {
+		w.drop(wd)
+	}
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.info.Ended = true
