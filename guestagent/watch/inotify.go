@@ -72,7 +72,7 @@ func (w *Watch) addBelow(path string, found func(path string, dir bool)) error {
 			d, err = os.OpenFile(path, unix.O_DIRECTORY|unix.O_NONBLOCK, 0) // a link to a directory is what was asked for
 		}
 		if err != nil {
-			return nil // removed meanwhile, or it may be watched and not listed
+			return nil //nolint:nilerr // removed meanwhile, or it may be watched and not listed
 		}
 	}
 	list, err := d.ReadDir(maxEntries)
